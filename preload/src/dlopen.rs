@@ -1,4 +1,4 @@
-//! The hooks of `dlopen`, `dlmopen`, `dlsym` and `dlvsym`. `rdmasock_shims::calls::dlopen` does the work.
+//! The hooks of `dlopen`, `dlmopen`, `dlsym` and `dlvsym`. `rdmasock_shims::hooks::dlopen` does the work.
 //!
 //! The hooks are naked functions, because libc finds the calling library by the return address: `dlopen` searches the
 //! caller's RUNPATH, and RTLD_NEXT means the libraries behind the caller. So each hook jumps to the function that
@@ -6,8 +6,8 @@
 
 use core::arch::naked_asm;
 use libc::{c_char, c_int, c_void};
-use rdmasock_shims::calls::dlopen::{before_dlmopen, before_dlopen, before_dlsym, before_dlvsym};
-use rdmasock_shims::real::Lmid;
+use rdmasock_shims::hooks::dlopen::{before_dlmopen, before_dlopen, before_dlsym, before_dlvsym};
+use rdmasock_shims::sys::real::Lmid;
 
 macro_rules! jumps {
     ($($name:ident($($arg:ident: $type:ty),*) before $before:ident;)*) => {$(

@@ -1,5 +1,5 @@
 //! The hooks of the calls that close, duplicate and control descriptors. The implementation is in
-//! `rdmasock_shims::calls::fd`.
+//! `rdmasock_shims::hooks::fd`.
 
 #![allow(
     unsafe_op_in_unsafe_fn,
@@ -7,7 +7,8 @@
 )]
 
 use libc::{c_int, c_uint, c_ulong, c_void};
-use rdmasock_shims::{calls::fd as calls, real};
+use rdmasock_shims::hooks::fd as calls;
+use rdmasock_shims::sys::real;
 use redhook::hook;
 
 hook! {

@@ -1,4 +1,4 @@
-//! The hooks of the calls that move bytes. The implementation is in `rdmasock_shims::calls::io`.
+//! The hooks of the calls that move bytes. The implementation is in `rdmasock_shims::hooks::io`.
 
 #![allow(
     unsafe_op_in_unsafe_fn,
@@ -6,7 +6,8 @@
 )]
 
 use libc::{c_int, c_uint, c_void, iovec, mmsghdr, msghdr, off_t, size_t, sockaddr, socklen_t, ssize_t, timespec};
-use rdmasock_shims::{calls::io as calls, real};
+use rdmasock_shims::hooks::io as calls;
+use rdmasock_shims::sys::real;
 use redhook::hook;
 
 hook! {

@@ -1,9 +1,9 @@
-//! The hooks of the `longjmp` functions. `rdmasock_shims::jump` implements them. redhook does not declare these, as a
-//! jump would skip its `catch_unwind`.
+//! The hooks of the `longjmp` functions. `rdmasock_shims::signals::jump` implements them. redhook does not declare
+//! these, as a jump would skip its `catch_unwind`.
 
 use libc::{c_int, c_void};
-use rdmasock_shims::jump::before;
-use rdmasock_shims::real;
+use rdmasock_shims::signals::jump::before;
+use rdmasock_shims::sys::real;
 
 macro_rules! jumps {
     ($($name:ident),+) => {

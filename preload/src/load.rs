@@ -3,4 +3,4 @@
 /// Called by the dynamic linker (ELF gABI, "Initialization and Termination Functions").
 #[used]
 #[unsafe(link_section = ".init_array")]
-static ON_LOAD: extern "C" fn() = rdmasock_shims::calls::on_load;
+static ON_LOAD: extern "C" fn() = rdmasock_shims::hooks::on_load;

@@ -1,5 +1,5 @@
 //! The hooks of the calls that replace, spawn, restrict, move or end a process. The implementation is in
-//! `rdmasock_shims::calls::{process,confine,namespaces}`. Three are elsewhere: the shims handle `exit` by `atexit`,
+//! `rdmasock_shims::hooks::{process,confine,namespaces}`. Three are elsewhere: the shims handle `exit` by `atexit`,
 //! `variadic.rs` has `execl*`, and `vfork.rs` has `vfork`.
 
 #![allow(
@@ -8,10 +8,9 @@
 )]
 
 use libc::{FILE, c_char, c_int, c_ulong, c_void, pid_t, posix_spawn_file_actions_t, posix_spawnattr_t};
-use rdmasock_shims::{
-    calls::{confine, namespaces, process as calls},
-    environment, real,
-};
+use rdmasock_shims::config::environment;
+use rdmasock_shims::hooks::{confine, namespaces, process as calls};
+use rdmasock_shims::sys::real;
 use redhook::hook;
 
 hook! {

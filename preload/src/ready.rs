@@ -1,4 +1,4 @@
-//! The hooks of the calls that wait for readiness. The implementation is in `rdmasock_shims::calls::ready`.
+//! The hooks of the calls that wait for readiness. The implementation is in `rdmasock_shims::hooks::ready`.
 
 #![allow(
     unsafe_op_in_unsafe_fn,
@@ -6,7 +6,8 @@
 )]
 
 use libc::{c_int, epoll_event, fd_set, nfds_t, pollfd, sigset_t, size_t, timespec, timeval};
-use rdmasock_shims::{calls::ready as calls, real};
+use rdmasock_shims::hooks::ready as calls;
+use rdmasock_shims::sys::real;
 use redhook::hook;
 
 hook! {

@@ -1,5 +1,6 @@
-//! The hooks of the calls that install signal handlers, and of `pthread_cancel`. `rdmasock_shims::signals` implements
-//! them. `siginterrupt` and `sigignore` need no hook: libc changes the installed handler.
+//! The hooks of the calls that install signal handlers, and of `pthread_cancel`.
+//! `rdmasock_shims::process::sigaction` implements them. `siginterrupt` and `sigignore` need no hook: libc changes
+//! the installed handler.
 
 #![allow(
     unsafe_op_in_unsafe_fn,
@@ -7,7 +8,8 @@
 )]
 
 use libc::{c_int, sighandler_t};
-use rdmasock_shims::{real, signals as calls};
+use rdmasock_shims::process::sigaction as calls;
+use rdmasock_shims::sys::real;
 use redhook::hook;
 
 hook! {

@@ -1,5 +1,5 @@
 //! The hooks of the calls that make, connect, configure and shut sockets. The implementation is in
-//! `rdmasock_shims::calls::socket`.
+//! `rdmasock_shims::hooks::socket`.
 
 #![allow(
     unsafe_op_in_unsafe_fn,
@@ -7,7 +7,8 @@
 )]
 
 use libc::{c_int, c_void, sockaddr, socklen_t};
-use rdmasock_shims::{calls::socket as calls, real};
+use rdmasock_shims::hooks::socket as calls;
+use rdmasock_shims::sys::real;
 use redhook::hook;
 
 hook! {

@@ -1,4 +1,4 @@
-//! The hook of `syscall`. It jumps to the handler of the call's number (`rdmasock_shims::calls::syscall`), or to libc's
+//! The hook of `syscall`. It jumps to the handler of the call's number (`rdmasock_shims::hooks::syscall`), or to libc's
 //! own `syscall`.
 //!
 //! The hook is a naked function, because no frame may lie between the caller and libc: the child of
@@ -7,7 +7,7 @@
 
 use core::arch::naked_asm;
 use core::ffi::c_long;
-use rdmasock_shims::calls::syscall::{HANDLERS, LIBC, NUMBERS};
+use rdmasock_shims::hooks::syscall::{HANDLERS, LIBC, NUMBERS};
 
 /// Makes the system call with the given number, as `syscall(2)`.
 ///

@@ -16,10 +16,9 @@
 
 use core::arch::naked_asm;
 use libc::{c_char, c_int, c_void};
-use rdmasock_shims::{
-    calls::{bypass, process},
-    environment, real,
-};
+use rdmasock_shims::config::environment;
+use rdmasock_shims::hooks::{bypass, process};
+use rdmasock_shims::sys::real;
 
 /// Runs `execl` with its arguments as an argv. Returns -1 with errno, or not at all.
 unsafe extern "C" fn execl_argv(path: *const c_char, argv: *const *const c_char) -> c_int {

@@ -1,11 +1,11 @@
-//! The hook of `vfork`, by which `rdmasock_shims::vfork` recognises a vfork child.
+//! The hook of `vfork`, by which `rdmasock_shims::sys::vfork` recognises a vfork child.
 //!
 //! The child returns from vfork on its parent's stack, and its next call overwrites the frame that it
 //! returned from. So that frame holds nothing that the parent needs after the system call: the return
 //! address stays in a register that the system call preserves, as in glibc's own vfork.
 
 use core::arch::naked_asm;
-use rdmasock_shims::vfork::{done, prepare};
+use rdmasock_shims::sys::vfork::{done, prepare};
 
 /// Makes a child that shares this process's memory until it execs or ends, as `vfork(2)`.
 ///

@@ -7,7 +7,7 @@ use std::cell::Cell;
 use std::fs;
 
 use rdmasock_shims::config::Config;
-use rdmasock_shims::log;
+use rdmasock_shims::config::log;
 
 struct LogsWhenDropped;
 

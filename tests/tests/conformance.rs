@@ -29,7 +29,7 @@ use rdmasock_core::sync::SleepFlag;
 use rdmasock_core::wire::{MAX_MESSAGE, Message};
 use rdmasock_localnic::settings::Settings;
 use rdmasock_localnic::within::{self, LocalQp};
-use rdmasock_shims::verbs::{self, State};
+use rdmasock_shims::config::verbs::{self, State};
 use rdmasock_tests::conformance::{Harness, suite};
 use rdmasock_tests::harness::{Paths, clean_environment};
 

@@ -1,6 +1,6 @@
 //! No thread sleeps on for what has come, none is told what it has not asked for, and a child of a fork reads what is
 //! the program's, wherever another thread is held up: the scenarios `wakes_…` with a library whose threads are held up
-//! at one point after the other (`shims/src/points.rs`). What they do without that is in the differential suite.
+//! at one point after the other (`shims/src/sys/points.rs`). What they do without that is in the differential suite.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::collections::BTreeSet;

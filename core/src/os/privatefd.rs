@@ -12,7 +12,7 @@
 //! limit.
 //!
 //! The kernel gives every new fd the lowest number first, so for the few instructions until it is moved another thread
-//! of the program may get the number above. It is put right there (`shims/src/calls/numbers.rs`), by what the file
+//! of the program may get the number above. It is put right there (`shims/src/hooks/numbers.rs`), by what the file
 //! `transit` counts, which also keeps a close_range off meanwhile.
 //!
 //! Nor has one a number in the lower part of the limit, where the program would miss it for as long as it is

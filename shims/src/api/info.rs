@@ -8,15 +8,15 @@ use std::sync::atomic::Ordering::Acquire;
 use rdmasock_core::stats::{Path, Reason, StreamStats, Why};
 
 use super::is_tcp;
-use crate::closing;
-use crate::errno;
-use crate::instance;
-use crate::iov::is_plausible;
-use crate::jump::within;
-use crate::kept_on_tcp;
-use crate::link::Link;
-use crate::socket::{Mode, Socket};
-use crate::table::{self, Entry};
+use crate::notify::closing;
+use crate::notify::table::{self, Entry};
+use crate::objects::link::Link;
+use crate::objects::socket::{Mode, Socket};
+use crate::signals::jump::within;
+use crate::startup::instance;
+use crate::sys::errno;
+use crate::sys::iov::is_plausible;
+use crate::sys::kept_on_tcp;
 
 /// `RDMASOCK_WAYS`: TCP, shared memory, RDMA.
 const WAYS: usize = 3;

@@ -7,16 +7,16 @@ use rdmasock_core::stats::Reason;
 use rdmasock_core::stream::handshake::Role;
 
 use super::is_tcp;
-use crate::closing;
-use crate::errno;
-use crate::jump::within;
-use crate::lifecycle;
-use crate::listener::Listener;
-use crate::reclaim::reclaim;
-use crate::socket::{Socket, Stage, tuple_of};
-use crate::table::Entry;
-use crate::threshold;
-use crate::tx;
+use crate::data::tx;
+use crate::notify::closing;
+use crate::notify::reclaim::reclaim;
+use crate::notify::table::Entry;
+use crate::notify::threshold;
+use crate::objects::listener::Listener;
+use crate::objects::socket::{Socket, Stage, tuple_of};
+use crate::signals::jump::within;
+use crate::startup::lifecycle;
+use crate::sys::errno;
 
 /// `RDMASOCK_TCP`.
 const TCP: c_int = 0;

@@ -5,12 +5,12 @@ use std::ffi::{c_int, c_void};
 use libc::{iovec, ssize_t};
 
 use super::is_tcp;
-use crate::closing;
-use crate::errno;
-use crate::iov::is_plausible;
-use crate::jump::within;
-use crate::rx::view as rx;
-use crate::table::{self, Entry};
+use crate::data::rx::view as rx;
+use crate::notify::closing;
+use crate::notify::table::{self, Entry};
+use crate::signals::jump::within;
+use crate::sys::errno;
+use crate::sys::iov::is_plausible;
 
 /// `rdmasock_view`.
 pub unsafe extern "C" fn view(fd: c_int, pieces: *mut iovec, count: *mut c_int, flags: c_int) -> ssize_t {
@@ -46,7 +46,7 @@ pub unsafe extern "C" fn view(fd: c_int, pieces: *mut iovec, count: *mut c_int, 
     }
 }
 
-// Not inlined: the forced unwind of pthread_cancel runs destructors below (see `calls`).
+// Not inlined: the forced unwind of pthread_cancel runs destructors below (see `hooks`).
 #[inline(never)]
 fn look(fd: c_int, most: usize, flags: c_int) -> Result<(rx::Pieces, usize), c_int> {
     match within(|| closing::connection(fd)) {

@@ -14,13 +14,13 @@ use rustix::event::epoll as kernel;
 use super::asking::ASK_TIMEOUT;
 use super::handshakes::Deferred;
 use super::state::{Conn, Peer, Watched, Worker};
-use crate::listener::Listener;
-use crate::mailbox::{Ref, kind, tag};
-use crate::points::point;
-use crate::ready;
-use crate::socket::{self, Socket, Stage};
-use crate::sockopt;
-use crate::threshold;
+use crate::notify::ready;
+use crate::notify::threshold;
+use crate::objects::listener::Listener;
+use crate::objects::mailbox::{Ref, kind, tag};
+use crate::objects::socket::{self, Socket, Stage};
+use crate::sys::points::point;
+use crate::sys::sockopt;
 use rdmasock_core::stream::connection;
 
 /// Why an ASK is not answered by YES.
@@ -51,7 +51,7 @@ impl Worker {
                 if known.is_none() {
                     self.listeners.push(listener);
                 }
-                self.open_control(crate::time::now_ns());
+                self.open_control(crate::sys::time::now_ns());
             }
         }
     }
@@ -103,7 +103,7 @@ impl Worker {
                 tuple,
                 nonce_c,
                 instance_c,
-                deadline: crate::time::now_ns() + ASK_TIMEOUT.as_nanos() as u64,
+                deadline: crate::sys::time::now_ns() + ASK_TIMEOUT.as_nanos() as u64,
             };
             if self.handshakes.defer(question) {
                 return;
@@ -329,7 +329,7 @@ impl Worker {
         }
         // What holds all connections on TCP may have come since, and has then not seen this one: it looks who scans.
         store_load_fence();
-        if crate::kept_on_tcp::reason().is_some() {
+        if crate::sys::kept_on_tcp::reason().is_some() {
             connection::stop_scan(socket);
             stand_back(socket);
             drop(control);

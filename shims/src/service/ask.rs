@@ -20,10 +20,10 @@ use super::retry::{after_no, later, nobody};
 use super::state::{Peer, Worker};
 use rdmasock_core::sync::store_load_fence;
 
-use crate::link::{Link, up};
-use crate::mailbox::Ref;
-use crate::socket::Socket;
-use crate::threshold::stay;
+use crate::notify::threshold::stay;
+use crate::objects::link::{Link, up};
+use crate::objects::mailbox::Ref;
+use crate::objects::socket::Socket;
 
 /// How long a channel for one question is kept, ns: longer than the answer counts, for a late YES is to be cancelled.
 const CHANNEL_LIFE: u64 = 10_000_000_000;
@@ -61,7 +61,7 @@ impl Worker {
         if !self.can_begin() {
             return later(socket, Reason::Resources.into());
         }
-        let Some(tuple) = crate::socket::tuple_of(socket) else {
+        let Some(tuple) = crate::objects::socket::tuple_of(socket) else {
             return stay(socket, Reason::NoMatch.into());
         };
         if !self.is_here(socket, &tuple) {
@@ -114,7 +114,7 @@ impl Worker {
 
     /// A number for a question: not to be guessed, although a channel that was not asked cannot answer anyway.
     pub(super) fn new_request(&self) -> u64 {
-        std::iter::repeat_with(crate::library::random_u64)
+        std::iter::repeat_with(crate::objects::library::random_u64)
             .find(|r| !self.asks.contains_key(r))
             .unwrap_or_default()
     }
@@ -196,7 +196,7 @@ impl Worker {
             return;
         };
         if asking.goes_on_after(asking.answered) && is_asking(socket, asking.nonce) {
-            asking.put_off(crate::time::now_ns());
+            asking.put_off(crate::sys::time::now_ns());
             self.asks.insert(request, asking);
             return;
         }
@@ -255,7 +255,7 @@ impl Worker {
         {
             self.library.stats.count(Event::Ask);
             asking.asked.insert(conn);
-            let until = crate::time::now_ns() + CHANNEL_LIFE;
+            let until = crate::sys::time::now_ns() + CHANNEL_LIFE;
             self.asked_until.push_back((until, conn));
         }
     }

@@ -6,8 +6,8 @@ use std::time::Duration;
 use rdmasock_core::ids::{InstanceId, Nonce, Tuple};
 use rdmasock_core::wire;
 
-use crate::mailbox::Ref;
-use crate::socket::Socket;
+use crate::objects::mailbox::Ref;
+use crate::objects::socket::Socket;
 
 /// How long an answer may take.
 pub const ASK_TIMEOUT: Duration = Duration::from_secs(2);
@@ -101,7 +101,7 @@ impl Asking {
             untrusted: false,
             is_unheard: false,
             pause: FIRST_PAUSE,
-            deadline: crate::time::now_ns() + if remote { REMOTE_TIMEOUT } else { ASK_TIMEOUT }.as_nanos() as u64,
+            deadline: crate::sys::time::now_ns() + if remote { REMOTE_TIMEOUT } else { ASK_TIMEOUT }.as_nanos() as u64,
         }
     }
 

@@ -15,10 +15,10 @@ use super::bulks::Stage;
 use super::pairs::{dial, introduce};
 use super::signals::{SignalsBlocked, spawn};
 use super::state::Worker;
-use crate::library::Library;
-use crate::link::{Link, Remote, up};
-use crate::mailbox::Command;
-use crate::verbs::{Incoming, Pair};
+use crate::config::verbs::{Incoming, Pair};
+use crate::objects::library::Library;
+use crate::objects::link::{Link, Remote, up};
+use crate::objects::mailbox::Command;
 
 /// How long one may take to come about, ns.
 const WITHIN: u64 = 40_000_000_000;
@@ -32,7 +32,7 @@ impl Worker {
     /// Somebody would send or receive directly on this link.
     pub(super) fn want_bulk(&mut self, slot: u32) {
         let Some((link, remote)) = remote_at(slot) else { return };
-        let now = crate::time::now_ns();
+        let now = crate::sys::time::now_ns();
         if !remote.is_direct() || !self.bulks.of(link).may_begin(now) {
             return;
         }
@@ -45,7 +45,7 @@ impl Worker {
     }
 
     fn offer_bulk(&mut self, link: &'static Link) {
-        let now = crate::time::now_ns();
+        let now = crate::sys::time::now_ns();
         let Ok(fresh) = Cookie::random() else { return };
         let cookie = self.bulks.of(link).to_offer(now, fresh);
         if link.send(&Message::Bulk { cookie }, &[]).is_ok() {
@@ -58,7 +58,7 @@ impl Worker {
         let Some(remote) = link.remote().filter(|remote| remote.is_direct()) else {
             return false;
         };
-        let now = crate::time::now_ns();
+        let now = crate::sys::time::now_ns();
         match (message, remote.dialled()) {
             (Message::BulkWanted, None) => {
                 // Who asks may not have had yet what it was given before.
@@ -105,7 +105,7 @@ impl Worker {
             Ok(pair) => self.attach_bulk(link, remote, pair),
             Err(error) => {
                 tracing::debug!(target: "rdmasock::link", peer = %link.peer(), %error, "no bulk queue pair");
-                self.bulks.of(link).end(crate::time::now_ns());
+                self.bulks.of(link).end(crate::sys::time::now_ns());
             }
         }
     }
@@ -135,7 +135,7 @@ impl Worker {
                 Ok((link, pair))
             }
             _ => {
-                bulk.end(crate::time::now_ns());
+                bulk.end(crate::sys::time::now_ns());
                 Err(None)
             }
         }
@@ -145,7 +145,7 @@ impl Worker {
     pub(super) fn on_bulk_arrived(&mut self, link: &'static Link, pair: Option<Pair>) {
         match (pair, link.remote().filter(|_| link.is_alive())) {
             (Some(pair), Some(remote)) => self.attach_bulk(link, remote, pair),
-            (None, Some(_)) => self.bulks.of(link).end(crate::time::now_ns()),
+            (None, Some(_)) => self.bulks.of(link).end(crate::sys::time::now_ns()),
             (_, None) => {}
         }
     }
@@ -157,7 +157,7 @@ impl Worker {
         tracing::debug!(target: "rdmasock::link", peer = %link.peer(), "bulk queue pair up");
         drop(remote.attach_bulk(pair));
         if is_lost_there {
-            self.bulks.of(link).on_lost(crate::time::now_ns(), false);
+            self.bulks.of(link).on_lost(crate::sys::time::now_ns(), false);
             remote.drop_bulk();
         }
         self.retire_bulk(link, remote);
@@ -169,7 +169,7 @@ impl Worker {
             self.library.stats.count(Event::BulkLost);
             tracing::debug!(target: "rdmasock::link", peer = %link.peer(), "bulk queue pair lost");
             let _ = link.send(&Message::BulkGone, &[]);
-            self.bulks.of(link).on_lost(crate::time::now_ns(), true);
+            self.bulks.of(link).on_lost(crate::sys::time::now_ns(), true);
         }
     }
 }

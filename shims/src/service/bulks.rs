@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use rdmasock_core::ids::Cookie;
 use rdmasock_core::wire::Introduction;
 
-use crate::link::{Link, up};
+use crate::objects::link::{Link, up};
 
 /// Time from the loss of one to the next, ns; each time twice as long.
 const AGAIN_AFTER: u64 = 1_000_000_000;

@@ -11,9 +11,9 @@ use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
 use super::state::{Conn, Peer, Worker};
-use crate::link::Link;
-use crate::listener::Listener;
-use crate::mailbox::{kind, tag};
+use crate::objects::link::Link;
+use crate::objects::listener::Listener;
+use crate::objects::mailbox::{kind, tag};
 
 /// How many of those who wait at a name are received before others have their turn.
 const GUESTS_AT_ONCE: usize = 16;
@@ -77,7 +77,7 @@ impl Worker {
         ) else {
             return;
         };
-        if let Some(leaves) = self.guests.admit(id, uid, crate::time::now_ns()) {
+        if let Some(leaves) = self.guests.admit(id, uid, crate::sys::time::now_ns()) {
             self.hang_up(leaves, Reason::LinkLimit);
         }
         // It has asked already, as a rule.
@@ -93,7 +93,7 @@ impl Worker {
     pub(super) fn listen_to_names(&mut self, on: bool) {
         match on {
             true => self.alarms.listen.turn_off(),
-            false => self.alarms.listen.set(crate::time::now_ns() + DEAF_FOR),
+            false => self.alarms.listen.set(crate::sys::time::now_ns() + DEAF_FOR),
         }
         let instance = self.instance_name.as_ref().map(|name| name.as_fd());
         let instance = instance.map(|fd| (fd, tag(kind::INSTANCE, 0), kernel::EventFlags::IN));
@@ -179,7 +179,7 @@ impl Worker {
     fn on_received(&mut self, id: u64, received: Received<'_>) {
         match Message::decode(received.bytes) {
             Ok(message) => {
-                self.guests.on_word(id, crate::time::now_ns());
+                self.guests.on_word(id, crate::sys::time::now_ns());
                 if received.fds_lost {
                     self.on_lost_fds(id, &message);
                 } else {
@@ -263,7 +263,9 @@ impl Worker {
                 // The streams leave the link by marks in their rings and in TCP; messages of the channel wait.
                 let link = *link;
                 self.unread.push(id);
-                self.alarms.apart.set_if_off(|| crate::time::now_ns() + APART_AGAIN);
+                self.alarms
+                    .apart
+                    .set_if_off(|| crate::sys::time::now_ns() + APART_AGAIN);
                 self.prefer_tcp(link, Reason::Resources);
             }
             _ => self.hang_up(id, Reason::Resources),
@@ -296,7 +298,7 @@ impl Worker {
     /// Has channels closed apart that hold descriptors.
     pub(super) fn close_left(&mut self) {
         if left::is_any() && self.alarms.apart.next().is_none() && !apart::close_left() {
-            self.alarms.apart.set(crate::time::now_ns() + APART_AGAIN);
+            self.alarms.apart.set(crate::sys::time::now_ns() + APART_AGAIN);
         }
     }
 
@@ -310,7 +312,7 @@ impl Worker {
             }
             (M::TakeBack { yours, .. }, Some(Peer::Link(link))) => {
                 if let Some(socket) = link.socket(*yours) {
-                    crate::reset::reset(socket);
+                    crate::notify::reset::reset(socket);
                 }
             }
             _ => self.hang_up(id, Reason::Resources),
@@ -437,7 +439,7 @@ impl Worker {
         match conn.peer {
             Peer::Incoming {
                 offered: Some(nonce), ..
-            } if why == Reason::PeerGone => self.handshakes.on_asker_gone(nonce, crate::time::now_ns()),
+            } if why == Reason::PeerGone => self.handshakes.on_asker_gone(nonce, crate::sys::time::now_ns()),
             Peer::Incoming { .. } | Peer::Remote(_) => {}
             Peer::Asked { request, .. } => self.on_silence(id, request),
             Peer::Linking { peer } => self.link_failed(peer),

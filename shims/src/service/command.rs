@@ -7,10 +7,10 @@ use rdmasock_core::stream::connection::{self, Task};
 
 use super::linger;
 use super::state::Worker;
-use crate::link::{Link, up};
-use crate::listener::Listener;
-use crate::mailbox::{Command, Ref, kind, tag};
-use crate::ready;
+use crate::notify::ready;
+use crate::objects::link::{Link, up};
+use crate::objects::listener::Listener;
+use crate::objects::mailbox::{Command, Ref, kind, tag};
 
 /// How long a peer is not told of bytes that more is to follow, ns: as TCP_CORK (tcp(7)).
 const DELAYED_FOR: u64 = 200_000_000;
@@ -63,12 +63,15 @@ impl Worker {
             Command::Standing(r) => self.standstill.on_standing(r),
             Command::Lost(r) => {
                 if let Some(socket) = r.get() {
-                    crate::closing::look_at_anchor(socket);
+                    crate::notify::closing::look_at_anchor(socket);
                 }
             }
-            Command::DelayedWakes => self.alarms.wake.set(crate::time::now_ns() + DELAYED_FOR),
+            Command::DelayedWakes => self.alarms.wake.set(crate::sys::time::now_ns() + DELAYED_FOR),
             Command::Grown => self.rings.on_grown(),
-            Command::Maintain => self.alarms.maintain.set(crate::time::now_ns() + self.maintain_after()),
+            Command::Maintain => self
+                .alarms
+                .maintain
+                .set(crate::sys::time::now_ns() + self.maintain_after()),
         }
     }
 

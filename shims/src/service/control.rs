@@ -20,7 +20,7 @@ use rustix::io::Errno;
 
 use super::asking::Asking;
 use super::state::{Conn, Peer, Worker};
-use crate::mailbox::{kind, tag};
+use crate::objects::mailbox::{kind, tag};
 use taken::{Control, MS, Query, State, count_refused};
 
 const PAUSE: u64 = 50 * MS;
@@ -74,7 +74,7 @@ impl Worker {
 
     /// Datagrams have come.
     pub(super) fn on_control(&mut self) {
-        let now = crate::time::now_ns();
+        let now = crate::sys::time::now_ns();
         // One byte more, so that a longer one is told from one that fits.
         let mut buf = [0u8; DATAGRAM + 1];
         for _ in 0..AT_ONCE {
@@ -212,7 +212,7 @@ impl Worker {
 
     /// Sends the answer to another host's question, which this instance or another has given.
     pub(super) fn answer_remote(&mut self, id: QueryId, message: &Message) {
-        let now = crate::time::now_ns();
+        let now = crate::sys::time::now_ns();
         let Some(query) = self.control.queries.get_mut(&id) else {
             return;
         };

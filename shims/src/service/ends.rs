@@ -7,11 +7,11 @@ use rdmasock_core::fabric::ring::Wake;
 use rdmasock_core::stats::Reason;
 use rdmasock_core::stream::connection;
 
-use crate::link::Link;
-use crate::mailbox::Ref;
-use crate::ready;
-use crate::socket::{Mode, Socket};
-use crate::tx;
+use crate::data::tx;
+use crate::notify::ready;
+use crate::objects::link::Link;
+use crate::objects::mailbox::Ref;
+use crate::objects::socket::{Mode, Socket};
 
 /// How long the process at the other end may take to mark an end that TCP has shown, which it is asked to, or to be
 /// seen to have ended, ns.
@@ -115,7 +115,7 @@ impl Ends {
         if waits {
             self.dying.push(Dying {
                 r: Ref::new(socket),
-                deadline: crate::time::now_ns() + END_WITHIN,
+                deadline: crate::sys::time::now_ns() + END_WITHIN,
             });
         }
         waits
@@ -134,7 +134,7 @@ impl Ends {
 
     /// TCP says that the other end has sent its last.
     pub fn on_end_of_tcp(&mut self, socket: &'static Socket) {
-        let now = crate::time::now_ns();
+        let now = crate::sys::time::now_ns();
         let r = Ref::new(socket);
         let is_unmarked = is_unmarked(socket);
         if is_unmarked {

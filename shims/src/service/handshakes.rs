@@ -8,8 +8,8 @@ use rdmasock_core::rendezvous::diag;
 use rdmasock_core::stream::connection;
 use rdmasock_core::stream::handshake::{Handshake, Phase, Role};
 
-use crate::mailbox::Ref;
-use crate::socket::{self, Socket, Stage};
+use crate::objects::mailbox::Ref;
+use crate::objects::socket::{self, Socket, Stage};
 
 /// Attempts that are over are looked for from this number on, and whenever it has doubled.
 const OFFERED_MIN: usize = 64;

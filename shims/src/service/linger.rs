@@ -17,7 +17,7 @@ use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
 
 use super::link_table::LINK_TIMEOUT;
-use crate::remains::Remains;
+use crate::sys::remains::Remains;
 use rdmasock_core::stream::connection::Awaited;
 
 /// How long the other end may take to write a marker, ns, which it does when there is a link or none can be had.
@@ -53,7 +53,7 @@ impl Lingering {
         };
         let closed = Closed {
             remains,
-            deadline: crate::time::now_ns() + patience,
+            deadline: crate::sys::time::now_ns() + patience,
         };
         self.all.insert(id, closed);
         self.on_event(id);
@@ -127,7 +127,7 @@ fn is_over(fd: BorrowedFd<'_>, awaited: &mut Awaited, unsent: &mut Vec<u8>) -> b
             Err(Errno::AGAIN) => return false,
             Err(Errno::INTR) => continue,
             // The program has shut the direction, which is no end of the other's.
-            Ok(_) if awaited.precede_end && !crate::ready::has_peer_ended(fd) => return false,
+            Ok(_) if awaited.precede_end && !crate::notify::ready::has_peer_ended(fd) => return false,
             _ => return true,
         }
         loop {

@@ -8,9 +8,9 @@ use rdmasock_core::ids::{Cookie, InstanceId};
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::wire::Introduction;
 
-use crate::link::{Link, up};
-use crate::mailbox::Ref;
-use crate::verbs::{Acceptor, Pair};
+use crate::config::verbs::{Acceptor, Pair};
+use crate::objects::link::{Link, up};
+use crate::objects::mailbox::Ref;
 
 /// How long a link to another host may take; less than a cookie lives. Nobody waits: TCP carries what is sent
 /// meanwhile.

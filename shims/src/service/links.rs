@@ -20,14 +20,14 @@ use super::asking::ASK_TIMEOUT;
 use super::link_table::{LINK_TIMEOUT, Pending};
 use super::state::{Conn, Peer, Worker};
 use crate::config::config;
-use crate::epoll::Epoll;
-use crate::link::life::Identity;
-use crate::link::{Link, Refused, up};
-use crate::mailbox::Ref;
-use crate::points::point;
-use crate::ready;
-use crate::socket::{self, Mode, Sending, Socket};
-use crate::waiters::SERVICE;
+use crate::notify::epoll::Epoll;
+use crate::notify::ready;
+use crate::objects::link::life::Identity;
+use crate::objects::link::{Link, Refused, up};
+use crate::objects::mailbox::Ref;
+use crate::objects::socket::{self, Mode, Sending, Socket};
+use crate::objects::waiters::SERVICE;
+use crate::sys::points::point;
 use rdmasock_core::stream::connection::{self, Broken, MOST_ASIDE, OpenNonces, SocketIo as _};
 
 /// After how long a dead link on which a thread still sleeps is looked at again, ns. What is under way on its queue
@@ -59,7 +59,7 @@ impl Worker {
             return no_link(r, Reason::LinkFailed);
         };
         let patience = if mine.is_some() { ASK_TIMEOUT } else { LINK_TIMEOUT };
-        let deadline = crate::time::now_ns() + patience.as_nanos() as u64;
+        let deadline = crate::sys::time::now_ns() + patience.as_nanos() as u64;
         self.links.pending.insert(
             peer,
             Pending {
@@ -441,7 +441,7 @@ impl Worker {
         if let Some(mut control) = socket.control.lock() {
             if why == Reason::Violation {
                 // What is in the ring cannot be trusted: the connection is over.
-                crate::reset::reset(socket);
+                crate::notify::reset::reset(socket);
             }
             if control.handshake.is_some() {
                 connection::end_attempt(socket, &mut control);
@@ -454,14 +454,14 @@ impl Worker {
             if socket.tx_mode.load(Acquire) == Mode::Link {
                 let unread = tx.producer.take().is_some_and(|p| p.is_unread());
                 if unread && why == Reason::PeerGone {
-                    crate::reset::on_reader_died(socket, tx.is_shut);
+                    crate::notify::reset::on_reader_died(socket, tx.is_shut);
                 }
                 socket.tx_mode.go(Sending::Left);
             }
         }
         // What the peer had written is still to be read; `leave_link_at_end` goes on from there.
         connection::leave_link_at_end(socket);
-        crate::ready::notify_local(socket);
+        crate::notify::ready::notify_local(socket);
         self.settle(Ref::new(socket));
     }
 
@@ -477,7 +477,7 @@ impl Worker {
     pub(super) fn free_dead_links(&mut self) {
         let alarm = &mut self.alarms.free_links;
         alarm.turn_off();
-        let now = crate::time::now_ns();
+        let now = crate::sys::time::now_ns();
         self.links.dead.retain(|link| {
             if !link.close_channel() {
                 // A thread is about to use it.

@@ -17,12 +17,12 @@ use rustix::io::Errno;
 use super::link_table::{Arriving, HalfOpen, LINK_TIMEOUT};
 use super::signals::{SignalsBlocked, spawn};
 use super::state::{Conn, Peer, Worker};
+use crate::config::verbs::{self, Acceptor, Dialled, Incoming, Pair, State};
 use crate::config::{ZeroCopy, config};
-use crate::link::life::Identity;
-use crate::link::{Link, Maintained, Remote, up};
-use crate::mailbox::{Command, kind, tag};
-use crate::verbs::{self, Acceptor, Dialled, Incoming, Pair, State};
-use crate::waiters::SERVICE;
+use crate::objects::link::life::Identity;
+use crate::objects::link::{Link, Maintained, Remote, up};
+use crate::objects::mailbox::{Command, kind, tag};
+use crate::objects::waiters::SERVICE;
 
 const _: () = assert!(INTRODUCTION == PRIVATE_BYTES);
 
@@ -131,7 +131,7 @@ impl Worker {
         if !self.add(fd, tag(kind::PAIR_STATE, id), kernel::EventFlags::IN) {
             return;
         }
-        let deadline = crate::time::now_ns() + LINK_TIMEOUT.as_nanos() as u64;
+        let deadline = crate::sys::time::now_ns() + LINK_TIMEOUT.as_nanos() as u64;
         self.links.arriving.insert(
             id,
             Arriving {
@@ -160,7 +160,7 @@ impl Worker {
         let blocked = SignalsBlocked::new();
         let spawned = spawn(c"rdmasock-dial", 256 * 1024, move || {
             let dialled = dial(peer, local, remote, &greeting, None);
-            crate::library::Library::get()
+            crate::objects::library::Library::get()
                 .service
                 .submit(Command::Dialled(peer, dialled));
         });
@@ -218,7 +218,7 @@ impl Worker {
             (_, Some(link)) => self.on_bulk_arrived(link, None),
             (State::Up, None) => {
                 if self.establish_remote(id, &introduction, None, pair).is_some() {
-                    let deadline = crate::time::now_ns() + LINK_TIMEOUT.as_nanos() as u64;
+                    let deadline = crate::sys::time::now_ns() + LINK_TIMEOUT.as_nanos() as u64;
                     let cookie = introduction.cookie;
                     let half_open = HalfOpen { peer, cookie, deadline };
                     self.links.half_open.insert(id, half_open);
@@ -343,7 +343,9 @@ impl Worker {
         };
         self.retire_bulk(link, remote);
         if remote.is_watched() {
-            self.alarms.watch.set_if_off(|| crate::time::now_ns() + WATCH_EVERY);
+            self.alarms
+                .watch
+                .set_if_off(|| crate::sys::time::now_ns() + WATCH_EVERY);
         }
         if link.has_ready(SERVICE)
             && let Some(id) = self.conn_of(link)

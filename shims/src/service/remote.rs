@@ -23,7 +23,7 @@ use super::asking::Asking;
 use super::control::taken::count_refused;
 use super::retry::HOST_ABSENT_FOR;
 use super::state::Worker;
-use crate::mailbox::{kind, tag};
+use crate::objects::mailbox::{kind, tag};
 use hosts::{Fate, Host, Hosts, MS, NEVER, QUIET, Query};
 
 /// A question is sent again after so long, then after so long; all within the time that an answer may take.
@@ -39,7 +39,7 @@ const HOSTS: usize = 1024;
 impl Worker {
     /// Asks the host that the connection leads to. Nothing if it is known not to answer.
     pub(super) fn ask_host(&mut self, request: u64, asking: &mut Asking) {
-        let now = crate::time::now_ns();
+        let now = crate::sys::time::now_ns();
         let address = (asking.tuple.connector().ip(), asking.tuple.acceptor().ip());
         let Some(id) = self.host(address, now) else {
             return;
@@ -244,7 +244,7 @@ impl Worker {
     }
 
     fn on_host_datagram(&mut self, id: u64, datagram: &Datagram) {
-        let now = crate::time::now_ns();
+        let now = crate::sys::time::now_ns();
         let (Some(host), Some(query)) = (
             self.hosts.hosts.get_mut(&id),
             self.hosts.queries.get_mut(&datagram.query).filter(|q| q.host == id),
@@ -291,7 +291,7 @@ impl Worker {
     fn close_query(&mut self, id: u64, query: QueryId, fate: Fate) {
         if let Some(host) = self.hosts.hosts.get_mut(&id) {
             host.waiting.retain(|q| *q != query);
-            host.quiet_since = crate::time::now_ns();
+            host.quiet_since = crate::sys::time::now_ns();
         }
         if let Some(query) = self.hosts.queries.get_mut(&query) {
             query.fate = fate;

@@ -6,8 +6,8 @@ use std::time::Duration;
 use rdmasock_core::stats::{Reason, Why};
 use rdmasock_core::wire;
 
-use crate::socket::{Socket, Stage};
-use crate::threshold::stay;
+use crate::notify::threshold::stay;
+use crate::objects::socket::{Socket, Stage};
 
 /// How often a connection is asked for again when the peer could not say yes yet: its program may take seconds to
 /// accept it. What only takes its time ([`passes`]) is asked for again as long as the connection lives, after the

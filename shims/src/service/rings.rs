@@ -5,12 +5,12 @@ use std::sync::atomic::Ordering::Acquire;
 use rdmasock_core::wire::Message;
 
 use super::alarms::Alarm;
-use crate::cgroup;
-use crate::mailbox::Ref;
-use crate::ready;
-use crate::rx::{self, Shrunk};
-use crate::socket::{self, Mode};
-use crate::tx;
+use crate::data::rx::{self, Shrunk};
+use crate::data::tx;
+use crate::notify::ready;
+use crate::objects::cgroup;
+use crate::objects::mailbox::Ref;
+use crate::objects::socket::{self, Mode};
 use rdmasock_core::stream::connection;
 
 /// A reader that has not read for this long, ns, stands still: its ring grows without it.
@@ -50,7 +50,7 @@ impl Rings {
                 r,
                 reader_at,
                 every: STILL_FOR,
-                deadline: crate::time::now_ns() + STILL_FOR,
+                deadline: crate::sys::time::now_ns() + STILL_FOR,
             });
         }
     }
@@ -97,7 +97,7 @@ impl Rings {
     pub fn on_grown(&mut self) {
         self.shrink.set_if_off(|| {
             cgroup::look();
-            crate::time::now_ns() + SHRINK_EVERY
+            crate::sys::time::now_ns() + SHRINK_EVERY
         });
     }
 

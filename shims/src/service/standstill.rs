@@ -4,10 +4,10 @@
 
 use std::sync::atomic::Ordering::Acquire;
 
-use crate::mailbox::Ref;
-use crate::reset;
-use crate::socket::Socket;
-use crate::tx;
+use crate::data::tx;
+use crate::notify::reset;
+use crate::objects::mailbox::Ref;
+use crate::objects::socket::Socket;
 
 fn patience(socket: &Socket) -> u64 {
     u64::from(socket.options.user_timeout.load(Acquire)) * 1_000_000
@@ -36,7 +36,7 @@ impl Standstill {
         if let Some(socket) = r.get()
             && let Some(reader_at) = tx::stands_still(socket)
         {
-            let since = crate::time::now_ns();
+            let since = crate::sys::time::now_ns();
             self.standing.push(Standing {
                 r,
                 reader_at,

@@ -28,14 +28,14 @@ use super::link_table::LinkTable;
 use super::remote::hosts::Hosts;
 use super::rings::Rings;
 use super::standstill::Standstill;
-use crate::ending;
-use crate::library::Library;
-use crate::link::Link;
-use crate::listener::Listener;
-use crate::mailbox::{Command, Mailbox, Ref, kind, tag};
-use crate::reach::Devices;
-use crate::socket::Socket;
-use crate::waiters::SERVICE;
+use crate::config::reach::Devices;
+use crate::objects::library::Library;
+use crate::objects::link::Link;
+use crate::objects::listener::Listener;
+use crate::objects::mailbox::{Command, Mailbox, Ref, kind, tag};
+use crate::objects::socket::Socket;
+use crate::objects::waiters::SERVICE;
+use crate::signals::ending;
 
 /// What a channel is for.
 pub enum Peer {
@@ -140,7 +140,7 @@ impl Worker {
     /// `mask` is that of the thread that has started this one. `None` without descriptors for it.
     pub fn new(mask: libc::sigset_t, instance_name: Option<names::Listener>) -> Option<Self> {
         let library = Library::get();
-        crate::cgroup::look();
+        crate::objects::cgroup::look();
         let worker = Self {
             library,
             service: &library.service,
@@ -161,7 +161,7 @@ impl Worker {
             links: LinkTable::default(),
             bulks: Bulks::default(),
             lingering: Lingering::default(),
-            control: Control::new(crate::time::now_ns()),
+            control: Control::new(crate::sys::time::now_ns()),
             hosts: Hosts::new(),
             rings: Rings::default(),
             standstill: Standstill::default(),
@@ -169,7 +169,7 @@ impl Worker {
             alarms: Alarms::default(),
             maintained: 0,
             ending: ending::ThreadWatch::new(mask),
-            requests: crate::holders::requests(),
+            requests: crate::objects::holders::requests(),
             commands: VecDeque::new(),
             events: VecDeque::new(),
         };
@@ -238,7 +238,7 @@ impl Worker {
 fn own_namespace() -> u64 {
     let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
     let socket = PrivateFd::open(|| socket_with(family, kind, SocketFlags::CLOEXEC, None));
-    socket.map_or(0, |socket| crate::sockopt::namespace(socket.as_fd()))
+    socket.map_or(0, |socket| crate::sys::sockopt::namespace(socket.as_fd()))
 }
 
 /// How many descriptors this process may have, ours among them.

@@ -2,8 +2,8 @@
 
 use rdmasock_core::stream::connection::Task;
 
-use crate::listener::Listener;
-use crate::mailbox::{Command, Ref};
+use crate::objects::listener::Listener;
+use crate::objects::mailbox::{Command, Ref};
 use crate::service::asking::Asking;
 use crate::service::state::Peer;
 use rdmasock_core::ids::{Cookie, InstanceId, Nonce};
@@ -19,7 +19,7 @@ use rdmasock_core::stream::handshake::{Handshake, Role};
 use rdmasock_core::wire::{self, MAX_MESSAGE, Message};
 
 use super::*;
-use crate::socket::{Mode, Socket, Stage};
+use crate::objects::socket::{Mode, Socket, Stage};
 
 /// A worker beside which no service thread runs.
 pub(super) fn worker() -> Worker {
@@ -30,7 +30,7 @@ pub(super) fn worker() -> Worker {
 
 /// What is submitted stays in the queue.
 pub(crate) fn without_thread() {
-    assert!(crate::instance::is_on());
+    assert!(crate::startup::instance::is_on());
     Library::get().service.claim_start();
 }
 
@@ -56,7 +56,7 @@ pub(crate) fn connected() -> (&'static Socket, TcpStream) {
 /// A question about `socket` that is out on a channel of its own; its number, and the other end.
 fn asked(worker: &mut Worker, socket: &'static Socket, by_name: bool) -> (u64, u64, Channel) {
     let (ours, theirs) = Channel::pair().unwrap();
-    let request = crate::library::random_u64();
+    let request = crate::objects::library::random_u64();
     let nonce = Nonce::random().unwrap();
     socket.control.lock().unwrap().handshake = Some(Handshake::connector(nonce));
     let conn = worker
@@ -268,7 +268,7 @@ pub(super) fn accepted() -> (&'static Socket, TcpStream, TcpStream) {
     socket
         .promotion
         .progress
-        .on_sent(1, crate::library::threshold_of(Role::Connector));
+        .on_sent(1, crate::objects::library::threshold_of(Role::Connector));
     (socket, client, server)
 }
 
@@ -454,7 +454,7 @@ fn a_question_whose_answer_may_be_lost_is_asked_until_it_is_answered() {
         worker.asks.contains_key(&request) && is_asking(),
         "who has it has not answered"
     );
-    let mut now = crate::time::now_ns();
+    let mut now = crate::sys::time::now_ns();
     for _ in 0..20 {
         now += 100_000_000_000;
         worker.expire_asks(now);

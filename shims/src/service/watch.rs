@@ -7,13 +7,13 @@ use rustix::event::PollFlags;
 use rustix::event::epoll as kernel;
 
 use super::state::{Watched, Worker};
-use crate::anchor;
-use crate::mailbox::Ref;
-use crate::points::point;
-use crate::ready;
-use crate::served;
-use crate::socket::{self, ERROR_QUEUE, Mode, Socket};
-use crate::tx;
+use crate::data::tx;
+use crate::notify::anchor;
+use crate::notify::ready;
+use crate::objects::mailbox::Ref;
+use crate::objects::socket::{self, ERROR_QUEUE, Mode, Socket};
+use crate::polling::served;
+use crate::sys::points::point;
 use rdmasock_core::stream::connection;
 
 impl Worker {
@@ -113,7 +113,7 @@ impl Worker {
             if socket.rx_mode.load(Acquire) == Mode::Marked {
                 connection::drop_unread(socket);
             }
-            if crate::close::finish(socket) {
+            if crate::process::close::finish(socket) {
                 self.free_dead_links();
             }
             return;
@@ -141,7 +141,7 @@ impl Worker {
                 socket.keepalive.end(fd);
             }
         }
-        crate::rx::view::settle(socket);
+        crate::data::rx::view::settle(socket);
         self.forget_asks(socket);
         self.unwatch(socket);
         socket.promotion.holders.on_returned();

@@ -13,12 +13,12 @@ use rdmasock_core::wire::{self, Message};
 use super::{CHANNEL_LIFE, MAX_KNOWN, abandon, is_asking};
 use rdmasock_core::sync::store_load_fence;
 
-use crate::link::up;
+use crate::objects::link::up;
+use crate::objects::socket::Stage;
 use crate::service::asking::{Asker, Asking};
 use crate::service::retry::{later, nobody};
 use crate::service::state::{Peer, Watched, Worker};
-use crate::socket::Stage;
-use crate::sockopt;
+use crate::sys::sockopt;
 
 /// How long an instance that has said YES is believed to answer for its destination.
 const PRESENT_FOR: Duration = Duration::from_secs(600);
@@ -70,7 +70,7 @@ impl Worker {
         };
         let socket = greets.and_then(|r| r.get());
         if socket.is_some_and(|socket| socket.tx.lock().is_none_or(|tx| !tx.marker.is_empty())) {
-            let until = crate::time::now_ns() + CHANNEL_LIFE;
+            let until = crate::sys::time::now_ns() + CHANNEL_LIFE;
             return self.asked_until.push_back((until, conn));
         }
         self.hang_up(conn, Reason::None);
@@ -240,7 +240,7 @@ impl Worker {
         };
         // The program may have given up since, or be about to end: who ends holds all back, and looks then who scans.
         store_load_fence();
-        let is_kept = crate::kept_on_tcp::reason().is_some();
+        let is_kept = crate::sys::kept_on_tcp::reason().is_some();
         let is_asking = control
             .handshake
             .as_ref()

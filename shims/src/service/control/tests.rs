@@ -1,7 +1,7 @@
 //! The control port on one worker: what it answers, to whom, and what an asker makes of answers
 //! (docs/protocol.md, P60–P69). Both ends are on this host; sockets of the test play the other.
 
-use crate::mailbox::Ref;
+use crate::objects::mailbox::Ref;
 use crate::service::asking::Asking;
 use crate::service::state::Peer;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream, UdpSocket};
@@ -16,7 +16,7 @@ use rdmasock_core::stream::handshake::Handshake;
 
 use super::super::tests::{accepted, connected, received, say, worker};
 use super::super::*;
-use crate::socket::{Socket, Stage};
+use crate::objects::socket::{Socket, Stage};
 
 const HERE: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 
@@ -191,7 +191,7 @@ fn a_flood_is_limited_and_the_socket_left_alone() {
     }
     assert!((1..200).contains(&answers), "{answers}");
     assert!(worker.control.paused_until != 0 || counted(&worker, Event::ControlRate) > 0);
-    let now = crate::time::now_ns() + 10_000_000_000;
+    let now = crate::sys::time::now_ns() + 10_000_000_000;
     worker.control_on_time(now);
     assert_eq!(worker.control.paused_until, 0);
 }
@@ -248,7 +248,7 @@ fn what_another_instance_holds_is_asked_there_and_its_yes_sent_until_it_is_taken
     };
     assert_eq!(receive(&asker).body, yes);
 
-    let mut now = crate::time::now_ns();
+    let mut now = crate::sys::time::now_ns();
     for _ in 0..3 {
         now = worker.control.next_timeout().unwrap().max(now);
         worker.control_on_time(now);
@@ -318,7 +318,7 @@ fn cancel_of(yes: Body) -> Body {
 
 /// An address of this host that no other test has.
 fn own_address() -> IpAddr {
-    let [a, b, c, ..] = crate::library::random_u64().to_ne_bytes();
+    let [a, b, c, ..] = crate::objects::library::random_u64().to_ne_bytes();
     IpAddr::from([127, a | 1, b, c | 1])
 }
 
@@ -378,7 +378,7 @@ fn ask(worker: &mut Worker, socket: &'static Socket, nonce: Nonce, address: IpAd
     let tuple = Tuple::new(SocketAddr::new(HERE, 9), SocketAddr::new(address, 9));
     let asking = Asking::remote_for_test(Ref::new(socket), nonce, tuple);
     worker.go_on(request, asking);
-    worker.hosts_on_time(crate::time::now_ns());
+    worker.hosts_on_time(crate::sys::time::now_ns());
     let host = worker.asks.get(&request).and_then(|a| a.asked.iter().next());
     (request, host.copied())
 }
@@ -389,7 +389,7 @@ fn an_asker_sends_again_with_the_stamp_and_takes_its_yes_once() {
     let (first, from) = asked.receive();
     assert_eq!(first.stamp, Stamp::NONE);
     asked.send(from, first.query, Body::Stamp);
-    asked.worker.hosts_on_time(crate::time::now_ns());
+    asked.worker.hosts_on_time(crate::sys::time::now_ns());
     let (second, _) = asked.receive();
     assert_eq!((second.query, second.body), (first.query, first.body));
     assert_eq!(second.stamp, Stamp::from_bytes([3; 16]));
@@ -409,7 +409,7 @@ fn a_yes_that_is_not_wanted_any_more_gets_cancel_each_time() {
     let (first, from) = asked.receive();
     asked.socket.control.lock().unwrap().handshake = None;
     asked.worker.settle(Ref::new(asked.socket));
-    asked.worker.hosts_on_time(crate::time::now_ns());
+    asked.worker.hosts_on_time(crate::sys::time::now_ns());
     for _ in 0..2 {
         let yes = asked.yes();
         asked.send(from, first.query, yes);
@@ -460,7 +460,7 @@ fn a_host_that_restamps_for_ever_is_not_followed() {
         let query = Datagram::decode(&buf, None).unwrap().query;
         sent += 1;
         asked.send(from, query, Body::Stamp);
-        asked.worker.hosts_on_time(crate::time::now_ns());
+        asked.worker.hosts_on_time(crate::sys::time::now_ns());
     }
     assert!((2..8).contains(&sent), "{sent}");
 }
@@ -484,7 +484,7 @@ fn a_host_where_nobody_listens_is_asked_three_times() {
         if let Some(host) = host {
             assert_eq!(round, 0);
             assert!(counted(&worker, Event::ControlAsk) > before);
-            let now = crate::time::now_ns();
+            let now = crate::sys::time::now_ns();
             for ms in [0, 400, 1100] {
                 assert!(worker.asks.contains_key(&request), "{ms}");
                 worker.hosts_on_time(now + ms * 1_000_000);
@@ -510,7 +510,7 @@ fn a_silent_host_gets_one_question_at_a_time_and_is_then_left_alone() {
     let (request, _) = ask(&mut asked.worker, other, nonce, address);
     let (first, from) = asked.receive();
     // The question's time passes, and all that is due is done.
-    let start = crate::time::now_ns();
+    let start = crate::sys::time::now_ns();
     for ms in (0..5900).step_by(50) {
         asked.worker.hosts_on_time(start + ms * 1_000_000);
     }

@@ -1,0 +1,635 @@
+//! The verbs plugin, opened on first need, and its connections as queue pairs.
+//!
+//! The library must load on a host without rdma-core, so nothing here is linked to it: the plugin
+//! lies beside the library, and if it cannot be opened connections to other hosts stay on TCP.
+
+use std::ffi::{c_char, c_int, c_void};
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::path::PathBuf;
+use std::ptr::null_mut;
+use std::sync::atomic::{
+    AtomicBool, AtomicPtr, AtomicU64,
+    Ordering::{AcqRel, Acquire, Relaxed},
+};
+
+use libloading::os::unix::{Library as Object, RTLD_LOCAL, RTLD_NOW};
+use once_cell::race::OnceBox;
+use rdmasock_core::fabric::plugin::{
+    ABI, Address, Completion, Conn, ENTRY, Entry, Host, Info, Keys, Listener, PRIVATE_BYTES, Part, Plugin, ReadRequest,
+    Request, WriteRequest, completion, role,
+};
+use rdmasock_core::fabric::remote::qp::{
+    Completed, Down, Key, Limits, PostError, QueuePair, Read as RdmaRead, Region, Role, Write as RdmaWrite,
+};
+use rdmasock_core::os::dir;
+use rdmasock_core::os::privatefd::PrivateFd;
+use rdmasock_core::wire::Introduction;
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+
+use crate::config::config;
+
+/// The file's name, beside the library's own.
+const FILE: &str = "librdmasock_verbs.so";
+/// Most parts of one message.
+const PARTS: usize = 4;
+
+static PLUGIN: OnceBox<Result<&'static Plugin, String>> = OnceBox::new();
+/// In a fork child: what was handed out before is void, and the plugin has to be told.
+static OPENED: AtomicBool = AtomicBool::new(false);
+
+static HOST: Host = Host {
+    abi: ABI,
+    size: size_of::<Host>() as u32,
+    log,
+    hide_fd,
+    close_fd,
+    sys_class,
+};
+
+/// Where the kernel shows RDMA devices.
+const DEVICES: &str = "/sys/class/infiniband";
+/// How long the answer that there is none is good, ns.
+const NONE_FOR: u64 = 10_000_000_000;
+
+/// What was seen there.
+struct Seen {
+    /// There are some, for good.
+    some: AtomicBool,
+    /// There were none; until when that is good, monotonic ns.
+    none_until: AtomicU64,
+}
+
+static SEEN: Seen = Seen {
+    some: AtomicBool::new(false),
+    none_until: AtomicU64::new(0),
+};
+
+impl Seen {
+    /// Whether there are some. Threads that ask at the same moment all look: who is told that there are none leaves its
+    /// connection on TCP for good.
+    fn ask(&self, now: u64, look: impl FnOnce() -> bool) -> bool {
+        if self.some.load(Relaxed) {
+            return true;
+        }
+        if now < self.none_until.load(Relaxed) {
+            return false;
+        }
+        let some = look();
+        if some {
+            self.some.store(true, Relaxed);
+        } else {
+            self.none_until.store(now + NONE_FOR, Relaxed);
+        }
+        some
+    }
+}
+
+/// Whether this host may have an RDMA device: a look at a folder, before anything is opened. That takes a descriptor
+/// for a moment, whose number the program would miss, so it is done seldom, and never where the kernel knows no RDMA.
+pub fn is_possible() -> bool {
+    if SEEN.some.load(Relaxed) || config().local_device.is_some() {
+        return true;
+    }
+    // No more than that where the kernel knows no RDMA; then it may still come to.
+    if rustix::fs::stat(DEVICES).is_err() {
+        return false;
+    }
+    SEEN.ask(crate::sys::time::now_ns(), || {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let directory = PrivateFd::open(|| rustix::fs::open(DEVICES, flags, Mode::empty()));
+        directory.is_ok_and(|at| dir::names(at.as_fd()).is_ok_and(|all| !all.is_empty()))
+    })
+}
+
+/// The plugin; opens it at the first call. `Err` says why there is none.
+pub fn plugin() -> Result<&'static Plugin, &'static str> {
+    let opened = PLUGIN.get_or_init(|| {
+        let opened = open();
+        match &opened {
+            Ok(_) => {
+                OPENED.store(true, Relaxed);
+                tracing::debug!(target: "rdmasock::verbs", "plugin opened");
+            }
+            Err(why) => {
+                tracing::warn!(target: "rdmasock", %why, "no verbs: connections to other hosts stay on TCP");
+            }
+        }
+        Box::new(opened)
+    });
+    opened.as_ref().map(|p| *p).map_err(String::as_str)
+}
+
+/// In a fork child, before any other use.
+pub fn after_fork() {
+    if OPENED.load(Relaxed)
+        && let Ok(plugin) = plugin()
+    {
+        // SAFETY: the child's only thread, and nothing that was handed out is used any more.
+        unsafe { (plugin.after_fork)() };
+    }
+}
+
+fn open() -> Result<&'static Plugin, String> {
+    let path = match &config().local_device {
+        Some(path) => path.clone(),
+        None => beside_library().ok_or("the library's own path is not known")?,
+    };
+    let file = path.display();
+    // SAFETY: our own plugin; its constructors are those of rdma-core.
+    let object = unsafe { Object::open(Some(&path), RTLD_NOW | RTLD_LOCAL) }.map_err(|error| {
+        let text = std::error::Error::source(&error).map_or_else(String::new, |s| format!(": {s}"));
+        format!("{file} cannot be opened{text}")
+    })?;
+    // SAFETY: the symbol has this type by the interface's contract, whose version is checked below.
+    let entry = unsafe { object.get::<Entry>(ENTRY.to_bytes_with_nul()) }
+        .map(|entry| *entry)
+        .map_err(|_| format!("{file} is not the plugin of this library"))?;
+    let mut table = std::ptr::null();
+    // SAFETY: the host's table lives for ever, and the plugin writes one pointer.
+    let result = unsafe { entry(&raw const HOST, &raw mut table) };
+    if result < 0 {
+        return Err(format!("{file} refuses: {}", Errno::from_raw_os_error(-result)));
+    }
+    // SAFETY: null, or a table that lives as long as the process.
+    let table = unsafe { table.as_ref() }.ok_or("the plugin gives no table")?;
+    if table.abi != ABI || table.size as usize != size_of::<Plugin>() {
+        return Err(format!(
+            "{file} is of another version (interface {}, wanted {ABI})",
+            table.abi
+        ));
+    }
+    // Never unloaded: rdma-core has threads and handlers of its own.
+    std::mem::forget(object);
+    Ok(table)
+}
+
+fn beside_library() -> Option<PathBuf> {
+    // SAFETY: plain values, which dladdr fills.
+    let mut info = unsafe { std::mem::zeroed::<libc::Dl_info>() };
+    // SAFETY: an address within this library, and a place to write to.
+    if unsafe { libc::dladdr(is_possible as *const c_void, &raw mut info) } == 0 || info.dli_fname.is_null() {
+        return None;
+    }
+    // SAFETY: the loader's NUL-terminated name of this library, which stays loaded.
+    let name = unsafe { std::ffi::CStr::from_ptr(info.dli_fname) };
+    let path = PathBuf::from(std::ffi::OsStr::new(name.to_str().ok()?));
+    Some(path.parent()?.join(FILE))
+}
+
+unsafe extern "C" fn log(level: u32, text: *const u8, len: usize) {
+    // SAFETY: by the interface's contract `len` readable bytes.
+    let text = unsafe { std::slice::from_raw_parts(text, len) };
+    let text = String::from_utf8_lossy(text);
+    match level {
+        1 => tracing::error!(target: "rdmasock::verbs", "{text}"),
+        2 => tracing::warn!(target: "rdmasock::verbs", "{text}"),
+        3 => tracing::info!(target: "rdmasock::verbs", "{text}"),
+        4 => tracing::debug!(target: "rdmasock::verbs", "{text}"),
+        _ => tracing::trace!(target: "rdmasock::verbs", "{text}"),
+    }
+}
+
+unsafe extern "C" fn hide_fd(fd: c_int) -> i32 {
+    // SAFETY: the plugin's own fd, open during the call.
+    let hidden = match PrivateFd::duplicate(unsafe { BorrowedFd::borrow_raw(fd) }) {
+        Ok(hidden) => hidden.release(),
+        Err(error) => return -error.raw_os_error(),
+    };
+    // SAFETY: the plugin has given it away.
+    unsafe { rustix::io::close(fd) };
+    hidden
+}
+
+unsafe extern "C" fn close_fd(fd: c_int) {
+    drop(PrivateFd::adopt(fd));
+}
+
+unsafe extern "C" fn sys_class() -> *const c_char {
+    config().sys_class.as_deref().unwrap_or(c"/sys/class").as_ptr()
+}
+
+fn check(result: i32) -> Result<i32, Errno> {
+    if result < 0 {
+        Err(Errno::from_raw_os_error(-result))
+    } else {
+        Ok(result)
+    }
+}
+
+fn to_plugin(address: SocketAddr) -> Address {
+    let mut ip = [0u8; 16];
+    let (family, scope) = match address {
+        SocketAddr::V4(v4) => {
+            let (four, _) = ip.split_at_mut(4);
+            four.copy_from_slice(&v4.ip().octets());
+            (4, 0)
+        }
+        SocketAddr::V6(v6) => {
+            ip = v6.ip().octets();
+            (6, v6.scope_id())
+        }
+    };
+    Address {
+        family,
+        port: address.port(),
+        scope,
+        ip,
+    }
+}
+
+/// Whether an RDMA device has this local address.
+pub fn has_device(local: IpAddr) -> bool {
+    let Some(plugin) = is_possible().then(plugin).and_then(Result::ok) else {
+        return false;
+    };
+    let local = to_plugin(SocketAddr::new(local, 0));
+    // SAFETY: zeroes are a value of this plain struct.
+    let mut device = unsafe { std::mem::zeroed() };
+    // SAFETY: valid pointers for the call.
+    let found = unsafe { (plugin.device)(&raw const local, &raw mut device) };
+    found >= 0
+}
+
+/// Where connections from other instances come in.
+pub struct Acceptor {
+    plugin: &'static Plugin,
+    listener: *mut Listener,
+    /// Where it listens.
+    pub address: SocketAddr,
+    /// Readable when somebody connects.
+    pub fd: c_int,
+}
+
+// SAFETY: the plugin's listeners may be used from any thread.
+unsafe impl Send for Acceptor {}
+
+impl Acceptor {
+    /// Listens at this local address, at a port that the system chooses.
+    pub fn new(local: IpAddr) -> Result<Self, Errno> {
+        let plugin = plugin().map_err(|_| Errno::NODEV)?;
+        let at = to_plugin(SocketAddr::new(local, 0));
+        let (mut listener, mut port, mut fd) = (null_mut(), 0, -1);
+        // SAFETY: valid pointers for the call.
+        check(unsafe { (plugin.listen)(&raw const at, &raw mut listener, &raw mut port, &raw mut fd) })?;
+        Ok(Self {
+            plugin,
+            listener,
+            address: SocketAddr::new(local, port),
+            fd,
+        })
+    }
+
+    /// The next connection that somebody asks for, if there is one now. An error: no more will come.
+    pub fn next(&self) -> Result<Option<Incoming>, Errno> {
+        // SAFETY: zeroes are a value of this plain struct.
+        let mut request: Request = unsafe { std::mem::zeroed() };
+        // SAFETY: the listener lives as long as this; one request is written.
+        match check(unsafe { (self.plugin.next_request)(self.listener, &raw mut request) }) {
+            Ok(_) => Ok(Some(Incoming {
+                pair: Pair::new(self.plugin, request.conn),
+                private: request.private,
+            })),
+            Err(Errno::AGAIN) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+impl Drop for Acceptor {
+    fn drop(&mut self) {
+        // SAFETY: nobody uses it any more.
+        unsafe { (self.plugin.close_listener)(self.listener) };
+    }
+}
+
+/// A connection that another instance asks for.
+pub struct Incoming {
+    pair: Pair,
+    /// What it says.
+    pub private: [u8; PRIVATE_BYTES],
+}
+
+impl Incoming {
+    /// Agrees, with an answer; `beside` a pair that outlives the new one.
+    pub fn accept(self, answer: &[u8], beside: Option<&Pair>) -> Result<Pair, Errno> {
+        let (plugin, conn) = (self.pair.plugin, self.pair.conn()?);
+        let beside = beside.map_or(null_mut(), |pair| pair.conn.load(Acquire));
+        // SAFETY: the connection is ours; the answer is readable; the other outlives it, by this function's word.
+        check(unsafe { (plugin.accept)(conn, answer.as_ptr(), answer.len(), beside) })?;
+        Ok(self.pair)
+    }
+
+    /// Refuses.
+    pub fn reject(self) {
+        let pair = std::mem::ManuallyDrop::new(self.pair);
+        if let Ok(conn) = pair.conn() {
+            // SAFETY: frees the connection, which `pair` does not do any more.
+            unsafe { (pair.plugin.reject)(conn) };
+        }
+    }
+}
+
+/// Connects; waits for at most `timeout_ms`, or longer where the device cannot be hurried. `beside` is a pair that
+/// outlives the new one.
+pub fn connect(
+    local: IpAddr,
+    remote: SocketAddr,
+    private: &[u8],
+    timeout_ms: u32,
+    beside: Option<&Pair>,
+) -> Result<Pair, Errno> {
+    let plugin = plugin().map_err(|_| Errno::NODEV)?;
+    let (local, remote) = (to_plugin(SocketAddr::new(local, 0)), to_plugin(remote));
+    let mut conn = null_mut();
+    let beside = beside.map_or(null_mut(), |pair| pair.conn.load(Acquire));
+    // SAFETY: valid pointers for the call.
+    check(unsafe {
+        (plugin.connect)(
+            &raw const local,
+            &raw const remote,
+            private.as_ptr(),
+            private.len(),
+            timeout_ms,
+            beside,
+            &raw mut conn,
+        )
+    })?;
+    Ok(Pair::new(plugin, conn))
+}
+
+/// How a connection is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum State {
+    /// Not up yet.
+    Connecting,
+    /// Up.
+    Up,
+    /// Over.
+    Down(Errno),
+}
+
+/// A connected queue pair, and who is at its other end.
+pub struct Dialled {
+    /// The queue pair.
+    pub pair: Pair,
+    /// What the peer has said of itself.
+    pub introduction: Introduction,
+    /// From where.
+    pub local: IpAddr,
+    /// To where.
+    pub remote: SocketAddr,
+}
+
+/// A connected queue pair.
+pub struct Pair {
+    plugin: &'static Plugin,
+    /// Null: freed already.
+    conn: AtomicPtr<Conn>,
+}
+
+// SAFETY: the plugin's connections may be used from any thread, under the rules of its table, which the
+// engine keeps by its locks.
+unsafe impl Send for Pair {}
+// SAFETY: as above.
+unsafe impl Sync for Pair {}
+
+impl Pair {
+    fn new(plugin: &'static Plugin, conn: *mut Conn) -> Self {
+        Self {
+            plugin,
+            conn: AtomicPtr::new(conn),
+        }
+    }
+
+    fn conn(&self) -> Result<*mut Conn, Errno> {
+        let conn = self.conn.load(Acquire);
+        if conn.is_null() { Err(Errno::NOTCONN) } else { Ok(conn) }
+    }
+
+    /// Stands for `other`'s queue pair from now on. For one that was [destroyed](Self::destroy).
+    pub fn stand_for(&self, other: &Self) {
+        let before = self.conn.swap(other.conn.swap(null_mut(), AcqRel), AcqRel);
+        debug_assert!(before.is_null());
+    }
+
+    /// Facts about it.
+    pub fn info(&self) -> Result<Info, Errno> {
+        // SAFETY: zeroes are a value of this plain struct.
+        let mut info: Info = unsafe { std::mem::zeroed() };
+        // SAFETY: the connection lives as long as this.
+        check(unsafe { (self.plugin.info)(self.conn()?, &raw mut info) })?;
+        Ok(info)
+    }
+
+    /// Takes in what has happened to it.
+    pub fn state(&self) -> State {
+        // SAFETY: the connection lives as long as this.
+        match self.conn().and_then(|conn| check(unsafe { (self.plugin.state)(conn) })) {
+            Ok(0) => State::Connecting,
+            Ok(_) => State::Up,
+            Err(error) => State::Down(error),
+        }
+    }
+
+    /// Both ends see that it is over.
+    pub fn disconnect(&self) {
+        if let Ok(conn) = self.conn() {
+            // SAFETY: the connection lives as long as this.
+            unsafe { (self.plugin.disconnect)(conn) };
+        }
+    }
+}
+
+impl Pair {
+    /// Frees it, before this value goes. The caller sees to it that nobody uses it any more.
+    pub fn destroy(&self) {
+        let conn = self.conn.swap(null_mut(), AcqRel);
+        if !conn.is_null() {
+            // SAFETY: once, and nobody uses it any more, by the contract.
+            unsafe { (self.plugin.destroy)(conn) };
+        }
+    }
+}
+
+impl Drop for Pair {
+    fn drop(&mut self) {
+        self.destroy();
+    }
+}
+
+/// It was destroyed.
+const GONE: Down = Down(libc::ENOTCONN);
+
+fn post(result: i32) -> Result<(), PostError> {
+    match result {
+        0.. => Ok(()),
+        full if -full == libc::EAGAIN => Err(PostError::Full),
+        _ => Err(PostError::Down),
+    }
+}
+
+fn down(result: i32) -> Result<usize, Down> {
+    usize::try_from(result).map_err(|_| Down(-result))
+}
+
+impl QueuePair for Pair {
+    fn limits(&self) -> Limits {
+        self.info().map_or(
+            Limits {
+                receive_buffers: 0,
+                buffer_bytes: 0,
+                immediate: false,
+                packet_bytes: 0,
+                reads: 0,
+            },
+            |info| Limits {
+                receive_buffers: info.receive_buffers,
+                buffer_bytes: info.buffer_bytes,
+                immediate: info.immediate != 0,
+                packet_bytes: info.packet_bytes,
+                reads: info.reads,
+            },
+        )
+    }
+
+    unsafe fn register(&self, at: *mut u8, len: usize, role: Role) -> Result<Region, Down> {
+        let mut keys = Keys::default();
+        let role = match role {
+            Role::Both => role::BOTH,
+            Role::Source => role::SOURCE,
+            Role::Target => role::TARGET,
+            Role::Offered => role::OFFERED,
+        };
+        let conn = self.conn().map_err(|_| GONE)?;
+        // SAFETY: by the caller's contract; the connection lives as long as this.
+        down(unsafe { (self.plugin.register)(conn, at.cast(), len, role, &raw mut keys) })?;
+        Ok(Region {
+            key: Key {
+                local: keys.local,
+                remote: keys.remote,
+            },
+            handle: keys.handle,
+        })
+    }
+
+    fn deregister(&self, region: Region) {
+        if let Ok(conn) = self.conn() {
+            // SAFETY: the connection lives as long as this; a handle that it does not know is nothing to it.
+            unsafe { (self.plugin.deregister)(conn, region.handle) };
+        }
+    }
+
+    unsafe fn write(&self, write: &RdmaWrite, immediate: Option<u32>) -> Result<(), PostError> {
+        let request = WriteRequest {
+            from: write.from,
+            to: write.to,
+            len: write.len,
+            local: write.local,
+            remote: write.remote,
+            has_immediate: immediate.is_some().into(),
+            immediate: immediate.unwrap_or(0),
+        };
+        let conn = self.conn().map_err(|_| PostError::Down)?;
+        // SAFETY: by the caller's contract; the connection lives as long as this.
+        post(unsafe { (self.plugin.write)(conn, &raw const request) })
+    }
+
+    unsafe fn read(&self, read: &RdmaRead) -> Result<(), PostError> {
+        let request = ReadRequest {
+            to: read.to,
+            from: read.from,
+            len: read.len,
+            local: read.local,
+            remote: read.remote,
+        };
+        let conn = self.conn().map_err(|_| PostError::Down)?;
+        // SAFETY: by the caller's contract; the connection lives as long as this.
+        post(unsafe { (self.plugin.read)(conn, &raw const request) })
+    }
+
+    fn send(&self, parts: &[&[u8]]) -> Result<(), PostError> {
+        let mut list = [Part {
+            at: std::ptr::null(),
+            len: 0,
+        }; PARTS];
+        for (to, from) in list.iter_mut().zip(parts) {
+            (to.at, to.len) = (from.as_ptr(), from.len());
+        }
+        let conn = self.conn().map_err(|_| PostError::Down)?;
+        // SAFETY: the parts are readable during the call; the connection lives as long as this.
+        post(unsafe { (self.plugin.send)(conn, list.as_ptr(), parts.len().min(PARTS)) })
+    }
+
+    fn probe(&self) -> Result<(), PostError> {
+        let conn = self.conn().map_err(|_| PostError::Down)?;
+        // SAFETY: the connection lives as long as this.
+        post(unsafe { (self.plugin.probe)(conn) })
+    }
+
+    fn poll(&self, each: &mut dyn FnMut(Completed<'_>)) -> Result<usize, Down> {
+        let mut each = each;
+        let conn = self.conn().map_err(|_| GONE)?;
+        // SAFETY: the context is the closure, which outlives the call; the connection lives as long as this.
+        down(unsafe { (self.plugin.poll)(conn, (&raw mut each).cast(), on_completion) })
+    }
+
+    fn arm(&self) -> Result<(), Down> {
+        let conn = self.conn().map_err(|_| GONE)?;
+        // SAFETY: the connection lives as long as this.
+        down(unsafe { (self.plugin.arm)(conn) }).map(|_| ())
+    }
+}
+
+unsafe extern "C" fn on_completion(context: *mut c_void, completion: *const Completion) {
+    // SAFETY: `poll` above gives this type, and nobody else uses it meanwhile.
+    let each = unsafe { &mut *context.cast::<&mut dyn FnMut(Completed<'_>)>() };
+    // SAFETY: valid during the call.
+    let completion = unsafe { &*completion };
+    match completion.kind {
+        completion::RECEIVED if !completion.bytes.is_null() => {
+            // SAFETY: the plugin's receive buffer, which the device does not write until it is posted again.
+            let bytes = unsafe { std::slice::from_raw_parts(completion.bytes, completion.len as usize) };
+            each(Completed::Received(bytes));
+        }
+        completion::WRITTEN => each(Completed::Written {
+            immediate: completion.immediate,
+            bytes: completion.len,
+        }),
+        completion::ROOM => each(Completed::Room),
+        completion::READ => each(Completed::Read),
+        completion::PROBED => each(Completed::Probed),
+        _ => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn nothing() -> Seen {
+        Seen {
+            some: AtomicBool::new(false),
+            none_until: AtomicU64::new(0),
+        }
+    }
+
+    #[test]
+    fn who_asks_while_another_looks_is_not_told_that_there_are_none() {
+        let seen = nothing();
+        assert!(seen.ask(7, || {
+            assert!(seen.ask(7, || true));
+            true
+        }));
+        assert!(seen.ask(8, || unreachable!()));
+    }
+
+    #[test]
+    fn that_there_are_none_is_good_for_a_while() {
+        let seen = nothing();
+        assert!(!seen.ask(7, || false));
+        assert!(!seen.ask(6 + NONE_FOR, || unreachable!()));
+        assert!(seen.ask(7 + NONE_FOR, || true));
+    }
+}

@@ -1,0 +1,651 @@
+//! Receiving: from what the direction runs on into the program's buffers. Here are the call and the link.
+
+mod count;
+mod direct;
+mod marked;
+pub mod pace;
+mod ring;
+pub mod splice;
+mod step;
+pub mod view;
+
+pub use count::{Uncounted, after_receive, available, comes_before_tcp, may_have_markers, uncounted};
+pub use ring::{Shrunk, first as first_ring, relieve, reserve, shrink};
+
+use direct::Landing;
+use marked::{enter, finish_on_tcp, from_marked, go_on, is_at_mark, leave, leave_scanned, scanned};
+use step::RecvStep;
+
+use std::cell::Cell;
+use std::ffi::c_int;
+use std::ops::ControlFlow::{self, Break, Continue};
+use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
+
+use libc::ssize_t;
+use rdmasock_core::fabric::ring::Wake;
+use rdmasock_core::lock::Guard;
+use rdmasock_core::os::thread;
+
+use crate::data::tx;
+use crate::notify::blocking;
+use crate::notify::call::{Began, Call, Direction, Place, on_its_file};
+use crate::notify::closing;
+use crate::notify::ready;
+use crate::notify::reset;
+use crate::notify::table;
+use crate::notify::wait;
+use crate::objects::socket::{Mode, Rx, Socket, Stage};
+use crate::signals::jump::{cancellation_point, or_if_cancelled, quick_or_if_cancelled, within};
+use crate::sys::errno;
+use crate::sys::iov::Iov;
+use crate::sys::points::point;
+use crate::sys::time::wait_until;
+use rdmasock_core::stats::Reason;
+use rdmasock_core::stream::connection;
+
+/// Flags that the link serves; any other takes the socket back to TCP.
+const SERVED: c_int = libc::MSG_DONTWAIT
+    | libc::MSG_NOSIGNAL
+    | libc::MSG_PEEK
+    | libc::MSG_WAITALL
+    | libc::MSG_TRUNC
+    | libc::MSG_CMSG_CLOEXEC
+    | libc::MSG_WAITFORONE;
+
+/// recv() and its kin. `real(fd)` is libc's own call with the program's other arguments.
+///
+/// # Safety
+/// The pieces of `iov` are writable.
+#[inline]
+pub unsafe fn recv(
+    socket: &'static Socket,
+    fd: c_int,
+    iov: &mut Iov,
+    flags: c_int,
+    real: &impl Fn(c_int) -> ssize_t,
+) -> ssize_t {
+    let began = Began::now(socket, fd);
+    let handlers = thread::current().handlers_at_call();
+    let mut taken = None;
+    if socket.rx_mode.load(Acquire) != Mode::Tcp {
+        // SAFETY: by this function's contract.
+        return unsafe { recv_slow(began, iov, flags, (taken, handlers), real) };
+    }
+    if socket.promotion.stage() == Stage::Plain {
+        let n = real(fd);
+        count_received(&began, flags, n);
+        return n;
+    }
+    if enter(socket) {
+        if began.is_named() {
+            // SAFETY: by this function's contract.
+            match unsafe { plain(socket, fd, iov, flags, real) } {
+                Break(n) => return n,
+                Continue(n) => taken = Some(n),
+            }
+        } else {
+            leave(socket);
+        }
+    }
+    // SAFETY: by this function's contract.
+    unsafe { recv_slow(began, iov, flags, (taken, handlers), real) }
+}
+
+/// The call has not begun yet, and its number stands for something else by now.
+#[cold]
+unsafe fn begin_anew(fd: c_int, iov: &mut Iov, flags: c_int, real: &impl Fn(c_int) -> ssize_t) -> ssize_t {
+    match table::socket(fd) {
+        // SAFETY: by the caller's word.
+        Some(socket) => unsafe { recv(socket, fd, iov, flags, real) },
+        None => real(fd),
+    }
+}
+
+/// Counts what TCP delivered on a connection that stays there.
+#[inline]
+fn count_received(began: &Began, flags: c_int, n: ssize_t) {
+    if n > 0
+        && flags & libc::MSG_PEEK == 0
+        && began.is_named()
+        && let Some(stats) = began.socket().told.stats()
+    {
+        stats.add_rx_tcp(n as u64);
+    }
+}
+
+/// The kernel's call on a plain direction, which the caller has entered. `Break` is the result of the call; `Continue`
+/// if it has to go on because markers have taken the place of bytes for the program, with how many of those it has:
+/// then it is still inside, and is to leave by [`go_on`].
+///
+/// # Safety
+/// The pieces of `iov` are writable.
+#[inline]
+unsafe fn plain(
+    socket: &'static Socket,
+    fd: c_int,
+    iov: &mut Iov,
+    flags: c_int,
+    real: &impl Fn(c_int) -> ssize_t,
+) -> ControlFlow<ssize_t, usize> {
+    point!("receive: is about to sleep in the kernel");
+    let n = if blocking::is_quick(socket, flags) {
+        quick_or_if_cancelled(|| real(fd), || leave(socket))
+    } else {
+        or_if_cancelled(|| real(fd), || leave(socket))
+    };
+    point!("receive: is awake");
+    if socket.rx_was_marked() {
+        // SAFETY: by this function's contract.
+        let went = unsafe { scanned(socket, iov, flags, n) };
+        if went.is_break() {
+            leave_scanned(socket);
+        }
+        return went;
+    }
+    if n > 0 && flags & libc::MSG_PEEK == 0 {
+        account(socket, n as u64);
+    } else if n == 0 || n < 0 && (socket.has_untold() || socket.told.timed_out.load(Relaxed)) {
+        let n = at_end(socket, n);
+        leave(socket);
+        return Break(n);
+    }
+    leave(socket);
+    Break(n)
+}
+
+/// What a receive says for which the kernel has had nothing, or an error.
+#[cold]
+fn at_end(socket: &'static Socket, n: ssize_t) -> ssize_t {
+    if n == 0 {
+        // A marker's send that has taken the error keeps it under this lock: this is no end then.
+        drop(socket.tx.lock());
+        return reset::take_untold(socket).map_or(0, errno::fail);
+    }
+    reset::say_timed_out(socket);
+    if reset::is_end(errno::get()) {
+        // Said once, whoever knows of it.
+        socket.take_untold();
+    }
+    n
+}
+
+/// Counts what TCP delivered, and begins a promotion at the threshold.
+#[inline]
+pub fn account(socket: &'static Socket, n: u64) {
+    if let Some(stats) = socket.told.stats() {
+        stats.add_rx_tcp(n);
+    }
+    tx::advance(socket, |progress, threshold| progress.on_received(n, threshold));
+}
+
+/// `taken`: the call is back from the kernel's receive with so many bytes, and still inside ([`plain`]). `handlers`:
+/// the thread's count of signal handlers when it began.
+// Not inlined: the forced unwind of pthread_cancel runs the call's destructor here (see `hooks`).
+#[inline(never)]
+unsafe fn recv_slow(
+    began: Began,
+    iov: &mut Iov,
+    flags: c_int,
+    (taken, handlers): (Option<usize>, u32),
+    real: &impl Fn(c_int) -> ssize_t,
+) -> ssize_t {
+    cancellation_point();
+    let mut patience = wait::Patience::since(handlers);
+    let mut call = Call::new(began, Direction::Receive);
+    let socket = call.socket;
+    if taken.is_some() {
+        go_on(&mut call);
+    }
+    let mut got = taken.unwrap_or(0);
+    crate::notify::reclaim::reclaim(socket);
+    if flags & !SERVED != 0 {
+        let reason = if flags & libc::MSG_OOB != 0 {
+            Reason::OutOfBand
+        } else {
+            Reason::Unsupported
+        };
+        within(|| tx::take_back(socket, reason));
+        if flags & libc::MSG_OOB != 0 {
+            return real(call.fd);
+        }
+    }
+    let mut landing = None;
+    // SAFETY: by this function's contract.
+    let result = unsafe { recv_loop(&mut call, iov, flags, &mut got, real, (&mut landing, &mut patience)) };
+    match landing.map_or(0, Landing::leave) {
+        0 => result.unwrap_or_else(|| {
+            let fd = call.fd;
+            drop(call);
+            // SAFETY: as above.
+            unsafe { begin_anew(fd, iov, flags, real) }
+        }),
+        // It has failed, or returns what it had before that.
+        landed => {
+            if result == Some(-1) {
+                reset::keep(socket, errno::get());
+            }
+            (result.unwrap_or(0).max(0) as usize + landed) as ssize_t
+        }
+    }
+}
+
+/// Looks and waits until the call has what it gives; `None`: it is to begin anew. `got` counts what it has.
+///
+/// # Safety
+/// The pieces of `iov` are writable.
+#[inline]
+unsafe fn recv_loop(
+    call: &mut Call,
+    iov: &mut Iov,
+    flags: c_int,
+    got: &mut usize,
+    real: &impl Fn(c_int) -> ssize_t,
+    (landing, patience): (&mut Option<Landing>, &mut wait::Patience),
+) -> Option<ssize_t> {
+    let socket = call.socket;
+    let peek = flags & libc::MSG_PEEK != 0;
+    let all = flags & libc::MSG_WAITALL != 0;
+    let whole = *got + iov.len();
+    let mut has_returned = false;
+    pace::rest(socket, flags);
+    loop {
+        let mode = socket.rx_mode.load(Acquire);
+        // SAFETY: the pieces are writable by `recv`'s contract.
+        let step = unsafe {
+            match mode {
+                Mode::Link => from_link(call, iov, flags, landing),
+                _ if landing.is_some() => RecvStep::Leave,
+                Mode::Marked => within(|| from_marked(call, iov, flags, *got > 0 && !all)),
+                _ => RecvStep::Kernel,
+            }
+        };
+        match step {
+            RecvStep::Again => {}
+            RecvStep::Got(0) => return Some(*got as ssize_t),
+            // Who waits for edges takes a short read for the end of what is there (epoll(7), question 9), so more is
+            // looked for, without waiting. A peek has looked at what is there: it would start over.
+            RecvStep::Got(n) | RecvStep::GotPart(n) => {
+                *got += n;
+                let part = matches!(step, RecvStep::GotPart(_));
+                let more = all || part;
+                if !more || *got >= whole || peek || part && is_at_mark(socket) {
+                    return Some(*got as ssize_t);
+                }
+            }
+            RecvStep::Fail(error) => {
+                // Not for what another thread has closed meanwhile, and may be another connection's.
+                if *got > 0 && call.hold_now() == Place::Here {
+                    reset::keep(socket, error);
+                }
+                return Some(errno::after(*got, error));
+            }
+            RecvStep::Elsewhere(Place::Moved) if *got == 0 => {
+                closing::look_again(socket, call.fd);
+                return None;
+            }
+            RecvStep::Elsewhere(Place::Here) => {}
+            RecvStep::Elsewhere(_) => {
+                closing::look_again(socket, call.fd);
+                return Some(errno::after(*got, libc::EBADF));
+            }
+            RecvStep::Kernel => {
+                if *got > 0 {
+                    // Its bytes are one connection's.
+                    if call.hold_now() != Place::Here {
+                        return Some(*got as ssize_t);
+                    }
+                    let flags = if all { flags } else { flags | libc::MSG_DONTWAIT };
+                    // The rest of a read that began on the link, or among markers.
+                    // SAFETY: as above.
+                    let (errno, n) = unsafe {
+                        let n = on_its_file(call, |fd| finish_on_tcp(socket, iov, fd, flags, *got));
+                        (errno::get(), n.unwrap_or(*got as ssize_t))
+                    };
+                    // It may have found nothing more, and the call has not failed.
+                    errno::set(errno);
+                    let has_more = n as usize > *got && socket.rx_mode.load(Acquire) != Mode::Tcp;
+                    *got = n as usize;
+                    if !has_more || *got >= whole {
+                        return Some(n);
+                    }
+                    continue;
+                }
+                if !call.is_held() && !call.is_named() {
+                    return None;
+                }
+                if let Some(error) = reset::take_untold(socket) {
+                    return Some(errno::fail(error));
+                }
+                if enter(socket) {
+                    let is_held = call.is_held();
+                    let is_over = Cell::new(false);
+                    // The kernel does not know of a handler that has run since the call began to wait.
+                    let real = |fd| {
+                        is_over.set(is_held && patience.is_interrupted());
+                        if is_over.get() {
+                            errno::fail(libc::EINTR)
+                        } else {
+                            real(fd)
+                        }
+                    };
+                    // SAFETY: as above.
+                    let went = on_its_file(call, |fd| unsafe { plain(socket, fd, iov, flags, &real) });
+                    match went {
+                        Some(Break(_)) if is_over.get() => match patience.interrupt(socket, true) {
+                            Err(error) => return Some(errno::fail(error)),
+                            Ok(_) if patience.take_restart() && !call.is_named() => return None,
+                            Ok(_) => {}
+                        },
+                        Some(Break(n)) => return Some(n),
+                        Some(Continue(n)) => {
+                            go_on(call);
+                            *got += n;
+                        }
+                        None => {
+                            leave(socket);
+                            return Some(errno::fail(libc::EBADF));
+                        }
+                    }
+                }
+            }
+            RecvStep::Leave => {
+                if let Some(landing) = landing.take() {
+                    let landed = landing.leave();
+                    iov.advance(landed);
+                    *got += landed;
+                    if landed > 0 && (!all || *got >= whole) {
+                        return Some(*got as ssize_t);
+                    }
+                }
+            }
+            RecvStep::Empty if *got > 0 && !all => return Some(*got as ssize_t),
+            RecvStep::Empty => {
+                if let Err(error) = wait::may_wait(socket, flags) {
+                    // The program would wait for the TCP socket alone.
+                    if socket.blocking.is_polled_unseen() && *got == 0 && !std::mem::replace(&mut has_returned, true) {
+                        within(|| return_to_tcp(socket, Reason::UnknownEpoll));
+                        continue;
+                    }
+                    return Some(errno::after(*got, error));
+                }
+                if !call.is_held() {
+                    match call.hold_now() {
+                        Place::Here => {}
+                        Place::Moved if *got == 0 => {
+                            closing::look_again(socket, call.fd);
+                            continue;
+                        }
+                        Place::Moved | Place::Lost => return Some(errno::after(*got, libc::EBADF)),
+                    }
+                }
+                if landing.is_none() && !peek && flags & libc::MSG_TRUNC == 0 {
+                    *landing = Landing::new(socket, iov);
+                }
+                patience.is_partial = *got > 0;
+                match wait::wait_for::<Data>(socket, patience) {
+                    Ok(_) if patience.take_restart() && (*got > 0 || !call.is_named()) => {
+                        return (*got > 0).then_some(*got as ssize_t);
+                    }
+                    Ok(spun) => call.is_fresh = spun,
+                    Err(error) => return Some(errno::after(*got, error)),
+                }
+            }
+        }
+    }
+}
+
+/// What the ring holds.
+#[inline]
+unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int, landing: &mut Option<Landing>) -> RecvStep {
+    let socket = call.socket;
+    let Some(mut rx) = socket.rx.lock() else {
+        return RecvStep::Fail(libc::EINTR);
+    };
+    if socket.rx_mode.load(Acquire) != Mode::Link {
+        return RecvStep::Again;
+    }
+    let place = call.place_by_name();
+    if place != Place::Here {
+        return RecvStep::Elsewhere(place);
+    }
+    // Before the look at the ring: what was sent before the end is in the ring when we see the end.
+    let ended = connection::is_over(socket, &rx);
+    let rx_stays = rx.stays;
+    let state = &mut *rx;
+    let Some(consumer) = state.consumer.as_mut() else {
+        return RecvStep::Kernel;
+    };
+    if flags & libc::MSG_TRUNC == 0 && iov.is_implausible() && consumer.has_data().unwrap_or(true) {
+        return RecvStep::Fail(libc::EFAULT);
+    }
+    let discard = flags & libc::MSG_TRUNC != 0;
+    let peek = flags & libc::MSG_PEEK != 0;
+    let mut got = 0;
+    let mut wake = Wake::NONE;
+    while iov.len() > 0 {
+        let skip = if peek { got } else { 0 };
+        let spans = if peek {
+            consumer.peek(skip, iov.len())
+        } else {
+            consumer.spans(iov.len())
+        };
+        let spans = match spans {
+            Ok(spans) => spans,
+            Err(error) => {
+                let _section = rx.unlock();
+                tx::violation(socket, &error);
+                return RecvStep::Fail(libc::ECONNRESET);
+            }
+        };
+        let here = spans.len().min(iov.len());
+        if here == 0 {
+            break;
+        }
+        // After the look: what the ring counts may be in a buffer.
+        if state.own.direct.is_waiting {
+            return from_buffer(rx, iov, landing);
+        }
+        if got == 0 {
+            let place = call.place_by_kernel(&state.own.seen);
+            if place != Place::Here {
+                return RecvStep::Elsewhere(place);
+            }
+        }
+        let mut done = 0;
+        while done < here {
+            let (to, n) = iov.head();
+            if n == 0 {
+                break;
+            }
+            let n = n.min(here - done);
+            if !discard {
+                // SAFETY: writable by the contract.
+                unsafe { spans.copy_out(done, to, n) };
+            }
+            iov.advance(n);
+            done += n;
+        }
+        got += done;
+        if !peek {
+            // At most one of the two is set: taking a word clears it.
+            let w = consumer.consume(done);
+            wake = if wake.is_none() { w } else { wake };
+            // One look a call: another would take the lines from a writer who is about to use them again.
+            if consumer.known() == 0 {
+                break;
+            }
+        }
+    }
+    if got > 0 {
+        if !peek {
+            state.own.direct.on_read(got);
+            state.own.last = state.own.seen.tick();
+            if let Some(stats) = socket.told.stats() {
+                stats.add_rx_link(got as u64);
+                // Between hosts a look takes nothing from the writer.
+                let rests = !rx_stays
+                    && state
+                        .own
+                        .pace
+                        .on_read(got as u64, consumer.known(), stats.sent_on_link());
+                if rests != socket.wakes.rx_rests.load(Relaxed) {
+                    socket.wakes.rx_rests.store(rests, Relaxed);
+                }
+            }
+            ring::keep_fit(socket, consumer);
+        }
+        let is_short = iov.len() > 0;
+        let part = is_short && rx.goes_on_in_tcp();
+        if !(is_short && flags & libc::MSG_WAITALL != 0) {
+            call.let_go(&mut rx.own.waiting);
+        }
+        let _section = rx.unlock();
+        ready::notify_peer(socket, wake);
+        return if part {
+            RecvStep::GotPart(got)
+        } else {
+            RecvStep::Got(got)
+        };
+    }
+    if iov.len() == 0 && matches!(consumer.end(), Ok(None)) && consumer.has_data().unwrap_or(true) {
+        return RecvStep::Got(0);
+    }
+    at_nothing(call, rx, flags, ended)
+}
+
+/// The ring has nothing: what follows is the end, or TCP, or may come. `ended` is from before the look at the ring:
+/// what was sent before the end is in the ring when that is seen.
+#[inline(always)]
+fn at_nothing(call: &mut Call, mut rx: Guard<'_, Rx>, flags: c_int, ended: bool) -> RecvStep {
+    let socket = call.socket;
+    let stays = rx.stays;
+    let Some(consumer) = rx.consumer.as_mut() else {
+        return RecvStep::Again;
+    };
+    match consumer.end() {
+        Ok(None) if socket.rx_shut.load(Acquire) => RecvStep::Got(0),
+        Ok(end) if !ended && (stays || end.is_none()) => {
+            if wait::may_wait(socket, flags).is_ok() {
+                // While the peer is at work on it.
+                call.is_fresh = false;
+                let place = call.place_by_kernel(&rx.own.seen);
+                if place != Place::Here {
+                    return RecvStep::Elsewhere(place);
+                }
+                call.hold(&mut rx.own.waiting);
+            }
+            let _section = rx.unlock();
+            if ready::progress(socket) {
+                RecvStep::Again
+            } else {
+                RecvStep::Empty
+            }
+        }
+        Ok(_) => {
+            let _section = rx.unlock();
+            connection::leave_link_at_end(socket);
+            RecvStep::Again
+        }
+        Err(error) => {
+            let _section = rx.unlock();
+            tx::violation(socket, &error);
+            RecvStep::Fail(libc::ECONNRESET)
+        }
+    }
+}
+
+/// What has come is in the buffer that a call waits with, or has come behind it: this one's, or another's.
+#[cold]
+fn from_buffer(mut rx: Guard<'_, Rx>, iov: &mut Iov, landing: &mut Option<Landing>) -> RecvStep {
+    let Some(mine) = landing else {
+        drop(rx);
+        // That call is about to take what is its own.
+        std::thread::yield_now();
+        return RecvStep::Empty;
+    };
+    if !mine.is_over() {
+        return RecvStep::Leave;
+    }
+    let (taken, wake) = mine.take(&mut rx);
+    if let Some(consumer) = rx.consumer.as_mut() {
+        ring::keep_fit(mine.socket(), consumer);
+    }
+    rx.own.last = rx.own.seen.tick();
+    let section = rx.unlock();
+    mine.tell(wake);
+    *landing = None;
+    drop(section);
+    iov.advance(taken);
+    if taken > 0 {
+        RecvStep::Got(taken)
+    } else {
+        RecvStep::Again
+    }
+}
+
+/// Takes the connection back to TCP, and waits until both directions are there or there is something to receive before.
+/// Waits for a peer that does not answer no longer than `wait_until` does.
+#[cold]
+pub fn return_to_tcp(socket: &'static Socket, reason: Reason) {
+    if let Some(mut control) = socket.control.lock() {
+        connection::prefer_tcp(socket, &mut control, reason);
+    }
+    wait_until(|| {
+        connection::flush(socket);
+        let has_come = match socket.rx_mode.load(Acquire) {
+            Mode::Marked => ready::among_markers(socket).is_some_and(|mask| mask != 0),
+            Mode::Link => !connection::leave_link_at_end(socket) && has_unread(socket),
+            _ => false,
+        };
+        has_come || socket.is_plain()
+    });
+}
+
+/// Whether bytes have come that the program has not read: then a close resets the connection.
+pub fn has_unread(socket: &'static Socket) -> bool {
+    socket.rx_mode.load(Acquire) == Mode::Link
+        && socket
+            .rx
+            .lock()
+            .and_then(|mut rx| rx.consumer.as_mut()?.available().ok())
+            .is_some_and(|n| n > 0)
+}
+
+/// What a receive waits for.
+struct Data;
+
+impl wait::Wanted for Data {
+    const IS_DATA: bool = true;
+
+    fn is_worth_a_look(socket: &'static Socket) -> bool {
+        is_worth_a_look(socket)
+    }
+}
+
+/// Whether a blocked receive should look again, by what has been [taken in](ready::progress).
+fn is_worth_a_look(socket: &'static Socket) -> bool {
+    match socket.rx_mode.load(Acquire) {
+        Mode::Link => {
+            socket.rx_shut.load(Acquire)
+                || socket.rx.lock().is_none_or(|mut rx| {
+                    connection::is_over(socket, &rx)
+                        || rx.consumer.as_mut().is_none_or(|c| c.has_data().unwrap_or(true))
+                })
+        }
+        Mode::Marked => match ready::among_markers(socket) {
+            Some(mask) => mask != 0,
+            None => is_worth_a_look(socket),
+        },
+        _ => true,
+    }
+}
+
+/// shutdown() of the receiving direction: what has come can still be read, then it is at its end.
+pub fn shut(socket: &'static Socket) {
+    // Perhaps it comes to a link later.
+    socket.rx_shut.store(true, SeqCst);
+    if ready::is_watched(socket) {
+        socket.wakes.anchor.fetch_or(libc::EPOLLRDHUP as u32, SeqCst);
+        ready::notify_local(socket);
+    }
+}

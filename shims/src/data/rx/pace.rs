@@ -1,0 +1,30 @@
+//! Puts off the look of a reader that keeps up with a writer of small messages (`socket/pace.rs`).
+
+use std::ffi::c_int;
+use std::sync::atomic::Ordering::Relaxed;
+
+use crate::notify::wait;
+use crate::objects::socket::{Mode, Socket};
+use crate::sys::time::now_ns;
+
+/// From one look to the next, ns: several cache misses, and less than anybody's wake-up.
+const REST: u64 = 200;
+
+/// Puts off the look of a receive with these `flags` if that is due, and the call may wait.
+#[inline]
+pub fn rest(socket: &Socket, flags: c_int) {
+    if socket.wakes.rx_rests.load(Relaxed)
+        && socket.rx_mode.load(Relaxed) == Mode::Link
+        && wait::may_wait(socket, flags).is_ok()
+    {
+        rest_now();
+    }
+}
+
+#[inline(never)]
+fn rest_now() {
+    let start = now_ns();
+    while now_ns().wrapping_sub(start) < REST {
+        std::hint::spin_loop();
+    }
+}

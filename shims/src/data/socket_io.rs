@@ -1,0 +1,444 @@
+//! What a connection asks of the world, answered by a process: the kernel's socket, the links that there are, the
+//! service thread and the statistics. The connection itself is core's (`stream::connection`).
+//!
+//! Nobody imports this: who has a socket calls core's functions with it.
+
+use std::net::IpAddr;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+
+use rdmasock_core::fabric::link::{NoProducer, Opened};
+use rdmasock_core::fabric::ring::{Consumer, Producer, Wake};
+use rdmasock_core::ids::{InstanceId, Vqpn};
+use rdmasock_core::os::memfd;
+use rdmasock_core::stats::{Path, Reason, Why};
+use rdmasock_core::stream::connection::{Half, Peeked, SocketIo, StreamLink, Task, Tcp, Unsent};
+use rdmasock_core::stream::handshake::Role;
+use rdmasock_core::wire::{LinkOffer, Message, RingOffer};
+use rustix::event::PollFlags;
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendFlags, Shutdown};
+
+use crate::data::rx;
+use crate::data::tx;
+use crate::notify::ready;
+use crate::notify::reset;
+use crate::objects::library::Library;
+use crate::objects::link::{Link, up};
+use crate::objects::mailbox::Command;
+use crate::objects::socket::{self, Socket, Stage, Tx};
+use crate::sys::points::point;
+use crate::sys::sockopt;
+use crate::sys::tcp_info::Positions;
+
+impl SocketIo for Socket {
+    type Link = &'static Link;
+    type Tcp = Anchor;
+    type Tx = socket::TxOwn;
+    type Rx = socket::RxOwn;
+    type Control = socket::ControlOwn;
+
+    fn slot(&self) -> u32 {
+        self.slot
+    }
+
+    fn instance(&self) -> InstanceId {
+        Library::get().id
+    }
+
+    fn now(&self) -> u64 {
+        crate::sys::time::now_ns()
+    }
+
+    fn later(&self, task: Task) {
+        Library::get().service.submit(Command::Do(self.into(), task));
+    }
+
+    fn tcp(&self) -> Option<Anchor> {
+        self.numbers.anchor_fd().map(Anchor)
+    }
+
+    fn reset_on_close(&self) {
+        if let Some(fd) = self.numbers.anchor_fd() {
+            let _ = rustix::net::sockopt::set_socket_linger(fd, Some(std::time::Duration::ZERO));
+        }
+    }
+
+    fn reset(&self) {
+        reset::reset(self);
+    }
+
+    fn report_reset(&self, is_shut: bool) {
+        reset::report_reset(self, is_shut);
+    }
+
+    fn may_scan(&self, &Anchor(fd): &Anchor) -> bool {
+        if sockopt::is_beyond_links(fd) {
+            return false;
+        }
+        // They may be the listener's. That they are not is for the program's own call to say, which may be under way.
+        if sockopt::get(fd, sockopt::INQ) == Some(1) {
+            self.options.tells_more.store(true, Relaxed);
+        }
+        if let Some(ms @ 1..) = sockopt::get(fd, sockopt::USER_TIMEOUT) {
+            self.options.user_timeout.store(ms.cast_unsigned(), Release);
+        }
+        true
+    }
+
+    fn bound_wait(&self) {
+        if let Some(fd) = self.numbers.anchor_fd() {
+            self.keepalive.bound(fd);
+        }
+    }
+
+    fn link(&self) -> Option<&'static Link> {
+        self.link()
+    }
+
+    fn set_link(&self, link: Option<&&'static Link>) {
+        let link = link.map_or(std::ptr::null(), |link| std::ptr::from_ref::<Link>(link));
+        self.link.store(link.cast_mut(), Release);
+    }
+
+    fn set_peer(&self, theirs: Vqpn) {
+        point!("opened: the peer's number is not known");
+        self.peer_vqpn.store(theirs.0, Release);
+    }
+
+    fn notify_peer(&self, wake: Wake) {
+        ready::notify_peer(self, wake);
+    }
+
+    fn wakes_at_end(&self, wake: Wake) -> Option<(&'static Link, Wake, Vqpn)> {
+        let theirs = Vqpn(self.peer_vqpn.load(Relaxed));
+        let link = self.link().filter(|l| !wake.is_none() && !l.is_remote());
+        link.map(|link| (link, wake, theirs))
+    }
+
+    fn is_link_over(&self) -> bool {
+        // After a shutdown of our own the kernel says RDHUP whether or not the peer has ended.
+        let ends = if self.rx_shut.load(Acquire) {
+            ready::ENDED & !(libc::EPOLLRDHUP as u32)
+        } else {
+            ready::ENDED
+        };
+        self.wakes.anchor.load(Acquire) & ends != 0 || self.link().is_none_or(|l| !l.is_alive())
+    }
+
+    fn offer_link(&self, peer: InstanceId, reached_at: Option<IpAddr>) -> Option<LinkOffer> {
+        up::offer(peer, reached_at)
+    }
+
+    fn need_link(&self, peer: InstanceId, offer: Option<LinkOffer>) {
+        Library::get()
+            .service
+            .submit(Command::NeedLink(self.into(), peer, offer));
+    }
+
+    fn on_link(&self, tx: &mut Tx) {
+        tx::on_link(self, tx);
+    }
+
+    fn off_link(&self, tx: &mut Tx) {
+        tx::pass_cork(self, tx);
+    }
+
+    fn on_marked(&self, tx: &Tx) {
+        tx::report_blocked_at_end(self, tx);
+    }
+
+    fn fill_ring(&self, _: &Tx) {
+        if let Some(remote) = self.link().and_then(Link::remote) {
+            // SAFETY: who has lent it takes it back first, in a call that has not returned.
+            unsafe { remote.end().take_source(Vqpn(self.peer_vqpn.load(Relaxed))) };
+        }
+    }
+
+    fn promoted(&self) {
+        self.promotion.attempts.on_promoted();
+        self.told.set_why(Reason::None);
+        if !self.told.shown.swap(true, Relaxed) {
+            crate::notify::threshold::show_addresses(self);
+        }
+        if self.link().is_some_and(Link::is_remote)
+            && let Some(fd) = self.numbers.anchor_fd()
+        {
+            self.keepalive.begin(fd);
+        }
+    }
+
+    fn pin(&self) {
+        self.promotion.set_stage(Stage::Pinned);
+    }
+
+    fn abandoned(&self, is_unwanted: bool) {
+        if self.promotion.stage() == Stage::Busy {
+            if is_unwanted {
+                self.promotion.set_stage(Stage::Pinned);
+            } else {
+                self.promotion.retry_later();
+            }
+        }
+    }
+
+    fn set_why(&self, why: Why) {
+        self.told.set_why(why);
+    }
+
+    fn set_path(&self, direction: Half, on_link: bool) {
+        let path = if on_link {
+            self.link().map_or(Path::Tcp, Link::path)
+        } else {
+            Path::Tcp
+        };
+        if path != Path::Tcp {
+            self.told.note_link(path);
+        }
+        let Some(stats) = self.told.stats() else { return };
+        match direction {
+            Half::Sending => stats.set_tx_path(path),
+            Half::Receiving => stats.set_rx_path(path),
+        }
+    }
+
+    fn show_link(&self, link: Option<&&'static Link>) {
+        if let Some(stats) = self.told.stats() {
+            stats.set_link(link.map(|l| l.slot()));
+        }
+    }
+
+    fn count_again(&self, bytes: usize) {
+        if let Some(stats) = self.told.stats() {
+            stats.move_tx_to_tcp(bytes as u64);
+        }
+    }
+
+    fn count_ours(&self, direction: Half, bytes: usize) {
+        match direction {
+            Half::Sending => self.told.ledger.sent.add_ours(bytes),
+            Half::Receiving => self.told.ledger.received.add_ours(bytes),
+        }
+    }
+}
+
+/// The anchor: its number is the connection's, as long as one of its locks is held.
+#[derive(Clone, Copy)]
+pub struct Anchor(BorrowedFd<'static>);
+
+impl Tcp for Anchor {
+    fn has_failed(&self) -> bool {
+        ready::has_failed(ready::anchor(self.0, PollFlags::empty()))
+    }
+
+    fn send(&self, bytes: &[u8]) -> Result<usize, Unsent> {
+        loop {
+            return match rustix::net::send(self.0, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
+                Ok(n) => Ok(n),
+                Err(Errno::INTR) => continue,
+                Err(Errno::AGAIN) => Err(Unsent::Full),
+                Err(error) if reset::is_end(error.raw_os_error()) => Err(Unsent::Failed(error.raw_os_error())),
+                Err(_) => Err(Unsent::Dead),
+            };
+        }
+    }
+
+    fn written(&self) -> Option<u64> {
+        Positions::of(self.0, Role::Connector).map(|p| p.written)
+    }
+
+    /// A marker that waits for the other end's delayed acknowledgement (Nagle) would stop the direction for 40 ms.
+    /// TCP_NODELAY flushes when it is set, corked or not (tcp(7)).
+    fn push(&self) {
+        use rustix::net::sockopt::{set_tcp_nodelay, tcp_nodelay};
+        if tcp_nodelay(self.0) == Ok(false) {
+            let _ = set_tcp_nodelay(self.0, true);
+            point!("flush: TCP_NODELAY is on for a moment");
+            let _ = set_tcp_nodelay(self.0, false);
+        }
+    }
+
+    /// Looks without receiving where nothing is: that would take an error from the socket (`sk_err`), and SO_ERROR,
+    /// poll and send are to tell of it as well.
+    fn peek(&self, buf: &mut [u8]) -> Peeked {
+        let fd = self.0;
+        let mut is_over = false;
+        loop {
+            let is_empty = rustix::io::ioctl_fionread(fd).is_ok_and(|n| n == 0);
+            if is_empty && is_over {
+                return Peeked::Ended;
+            }
+            if is_empty {
+                let events = ready::anchor(fd, PollFlags::IN | PollFlags::RDHUP);
+                // All that precedes the end is there when it is: counts once more.
+                is_over = ready::is_peers_end(fd, events);
+                if is_over {
+                    continue;
+                }
+                if ready::without_queue(events) & ready::ENDED != 0 {
+                    return Peeked::Shut;
+                }
+                // FIONREAD leaves out what is behind urgent data.
+                if events & libc::EPOLLIN as u32 == 0 {
+                    return Peeked::Nothing;
+                }
+            }
+            match rustix::net::recv(fd, &mut *buf, RecvFlags::PEEK | RecvFlags::DONTWAIT) {
+                Ok((_, 0)) if !ready::has_peer_ended(fd) => return Peeked::Shut,
+                Ok((_, 0)) => return Peeked::Ended,
+                Ok((_, n)) => return Peeked::Bytes(n.min(buf.len())),
+                Err(Errno::AGAIN) => return Peeked::Nothing,
+                Err(Errno::INTR) => {}
+                Err(_) => return Peeked::Ended,
+            }
+        }
+    }
+
+    fn peek_all(&self, buf: &mut [u8]) -> usize {
+        let room = buf.len().min(self.unread());
+        if room == 0 {
+            // As in `peek`, and without room too.
+            return 0;
+        }
+        match rustix::net::recv(self.0, buf, RecvFlags::PEEK | RecvFlags::DONTWAIT) {
+            Ok((_, n)) => n.min(room),
+            Err(_) => 0,
+        }
+    }
+
+    fn unread(&self) -> usize {
+        rustix::io::ioctl_fionread(self.0).unwrap_or(0) as usize
+    }
+
+    fn take(&self, len: usize) -> bool {
+        let mut left = len;
+        let mut sink = [0u8; 512];
+        while left > 0 {
+            let want = left.min(sink.len());
+            match sink
+                .get_mut(..want)
+                .map(|s| rustix::net::recv(self.0, s, RecvFlags::DONTWAIT))
+            {
+                Some(Ok((_, n))) if n > 0 => left -= n.min(left),
+                Some(Err(Errno::INTR)) => {}
+                _ => return false,
+            }
+        }
+        true
+    }
+
+    fn receive(&self, buf: &mut [u8]) -> Peeked {
+        let fd = self.0;
+        let is_empty = || rustix::io::ioctl_fionread(fd).is_ok_and(|n| n == 0);
+        // Not where nothing is: that would take an error from the socket, of which others are to tell.
+        if is_empty() {
+            let has_ended = ready::has_peer_ended(fd) && is_empty();
+            return if has_ended { Peeked::Ended } else { Peeked::Nothing };
+        }
+        if sockopt::is_at_mark(fd) {
+            return Peeked::Nothing;
+        }
+        loop {
+            return match rustix::net::recv(fd, &mut *buf, RecvFlags::DONTWAIT) {
+                Ok((_, 0)) => Peeked::Ended,
+                Ok((_, n)) => Peeked::Bytes(n.min(buf.len())),
+                Err(Errno::INTR) => continue,
+                Err(_) => Peeked::Nothing,
+            };
+        }
+    }
+
+    fn is_at_mark(&self) -> bool {
+        sockopt::is_at_mark(self.0)
+    }
+
+    fn has_peer_ended(&self) -> bool {
+        ready::has_peer_ended(self.0)
+    }
+
+    fn end(&self) {
+        let _ = rustix::net::shutdown(self.0, Shutdown::Write);
+    }
+
+    fn end_receiving(&self) {
+        let _ = rustix::net::shutdown(self.0, Shutdown::Read);
+    }
+}
+
+impl StreamLink for &'static Link {
+    fn peer(&self) -> InstanceId {
+        Link::peer(self)
+    }
+
+    fn is_alive(&self) -> bool {
+        Link::is_alive(self)
+    }
+
+    fn is_remote(&self) -> bool {
+        Link::is_remote(self)
+    }
+
+    fn open(&self, slot: u32) -> Result<Opened, Reason> {
+        let mut opened = Link::open(self, slot, rx::first_ring(self))?;
+        rx::reserve(self, &mut opened.consumer);
+        Ok(opened)
+    }
+
+    fn pair(&self, mine: Vqpn, theirs: Vqpn, first: RingOffer) {
+        Link::pair(self, mine, theirs, first);
+    }
+
+    fn take_in(&self) {
+        if let Some(remote) = self.remote() {
+            remote.end().take_in();
+        }
+    }
+
+    fn producer(&self, theirs: Vqpn) -> Result<Producer, NoProducer> {
+        Link::producer(self, theirs)
+    }
+
+    fn done_with(&self, theirs: Vqpn) {
+        Link::done_with(self, theirs);
+    }
+
+    fn close(&self, mine: Vqpn, theirs: Option<Vqpn>, consumer: Option<Consumer>) {
+        Link::close(self, mine, theirs, consumer);
+    }
+
+    fn close_unanswered(&self, mine: Vqpn, consumer: Option<Consumer>) {
+        Link::close_unanswered(self, mine, consumer);
+    }
+
+    fn send(&self, message: &Message) -> bool {
+        Link::send(self, message, &[]).is_ok()
+    }
+
+    fn send_with(&self, message: &Message, bytes: &[u8]) -> bool {
+        let sent = || {
+            let file = memfd::create_file("rdmasock-back", bytes.len() as u64).ok()?;
+            let mut rest = bytes;
+            while !rest.is_empty() {
+                let n = rustix::io::write(&file, rest).ok().filter(|n| *n > 0)?;
+                rest = rest.get(n..)?;
+            }
+            Link::send(self, message, &[file.as_fd()]).ok()
+        };
+        sent().is_some()
+    }
+
+    fn notify(&self, wake: Wake, theirs: Vqpn) {
+        let errno = crate::sys::errno::get();
+        Link::notify(self, wake, theirs);
+        crate::sys::errno::set(errno);
+    }
+
+    fn doubt(&self) {
+        if let Some(remote) = self.remote() {
+            remote.doubt();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,163 @@
+//! A blocking send of much (`ways.rs`): its bytes from the program's memory, past the mirror, when the
+//! peer's program waits for them with a buffer (docs/protocol.md, P90–P95). It waits for such a reader for a moment
+//! only, as kernel TCP would not wait at all.
+
+use std::ffi::c_int;
+use std::sync::atomic::Ordering::Relaxed;
+
+use rdmasock_core::ids::Vqpn;
+
+use super::lent::{By, Taken, Within, lend};
+use super::offered::offer;
+use super::room::give_back;
+use crate::config::arenas;
+use crate::config::{Way, config};
+use crate::notify::call::{Call, Place};
+use crate::notify::wait::{self, Wanted};
+use crate::objects::link::Remote;
+use crate::objects::socket::Socket;
+use crate::signals::handler;
+use crate::sys::errno;
+use crate::sys::iov::Iov;
+use crate::sys::time::{Timeout, now_ns};
+
+/// Less is never sent so, whatever `RDMASOCK_ZCOPY_MIN` says.
+pub(super) const LEAST: usize = 4096;
+
+/// How long a reader with a buffer is waited for, ns; and one that has just read what was sent so, and may have to be
+/// woken.
+const READER_WITHIN: u64 = 200_000;
+const READER_BACK_WITHIN: u64 = 1_000_000;
+/// How long it may stand still before it has read what was sent before, and how long that may take in all, ns.
+const READS_WITHIN: u64 = 500_000;
+const ALL_READ_WITHIN: u64 = 10_000_000;
+/// How long the peer may take to take what was lent; what is left then goes by the mirror.
+const TAKEN: Within = Within {
+    begins: 100_000_000,
+    byte: 0,
+};
+
+/// What a call with much to send waits for first: somebody to take it.
+struct Reader;
+
+impl Wanted for Reader {
+    const IS_DATA: bool = false;
+
+    fn is_worth_a_look(socket: &'static Socket) -> bool {
+        let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
+        let remote = socket.link().and_then(|link| link.remote());
+        Taken::is_over(socket) || remote.is_some_and(|remote| remote.end().wanted(theirs) >= remote.direct_min() as u64)
+    }
+}
+
+/// What has become of a send.
+pub(super) enum Went {
+    /// So many bytes of it, past the mirror.
+    Directly(usize),
+    /// Nothing: it goes by the mirror, at first what precedes the last so many bytes: a large piece behind small ones.
+    Not { first: usize },
+}
+
+const NOTHING: Went = Went::Not { first: 0 };
+
+/// Sends from the next piece of `iov`, if a reader waits for it or does so in a moment.
+///
+/// The call began with `total` bytes.
+pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int, total: usize) -> Went {
+    let socket = call.socket;
+    let Some((link, remote)) = socket.link().and_then(|link| Some((link, link.remote()?))) else {
+        return NOTHING;
+    };
+    let (memory, len) = iov.head();
+    if total < remote.direct_min() || total < remote.threshold(arenas::is_kept(memory.addr())) {
+        return NOTHING;
+    }
+    if flags & libc::MSG_MORE != 0 || !remote.goes_direct(link.slot()) {
+        return NOTHING;
+    }
+    let way = config().way;
+    let can_wait = wait::may_wait(socket, flags).is_ok();
+    if way == Some(Way::Eager) || !can_wait || iov.is_implausible() {
+        return NOTHING;
+    }
+    if len < remote.direct_min() {
+        let first = iov.left_at_large(remote.direct_min());
+        return Went::Not { first };
+    }
+    // What registers memory allocates.
+    if handler::is_in_one() || !call.is_held() && call.hold_now() != Place::Here {
+        return NOTHING;
+    }
+    let errno = errno::get();
+    let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
+    let mut sent = 0;
+    if way != Some(Way::Get) {
+        let adverts = remote.end().adverts(theirs);
+        let may_try = socket
+            .tx
+            .lock()
+            .is_some_and(|mut tx| tx.own.direct.may_try(adverts, now_ns()));
+        if may_try {
+            sent = to_reader(call, remote, theirs, memory, len);
+            if let Some(mut tx) = socket.tx.lock() {
+                tx.own.direct.on_tried(sent > 0, now_ns());
+            }
+        }
+    }
+    if sent == 0 && way != Some(Way::Put) {
+        sent = offer(call, remote, theirs, memory, len);
+    }
+    // Whatever it was that was tried, the call has not failed.
+    errno::set(errno);
+    iov.advance(sent);
+    if sent > 0 { Went::Directly(sent) } else { NOTHING }
+}
+
+/// Waits for a moment for a reader with a buffer, and for somewhat longer while it reads what precedes. Gives how much
+/// of `len` it wants.
+fn await_reader(call: &Call, remote: &'static Remote, theirs: Vqpn, len: usize) -> Option<usize> {
+    let (socket, end) = (call.socket, remote.end());
+    let (sent, reader_within) = {
+        let tx = socket.tx.lock()?;
+        let within = if tx.own.direct.goes_well() {
+            READER_BACK_WITHIN
+        } else {
+            READER_WITHIN
+        };
+        (tx.producer.as_ref()?.position(), within)
+    };
+    let begun = now_ns();
+    let (mut moved, mut unread) = (begun, u64::MAX);
+    loop {
+        let wanted = (end.wanted(theirs) as usize).min(len);
+        if wanted >= remote.direct_min() {
+            return Some(wanted);
+        }
+        let now = now_ns();
+        let before = std::mem::replace(&mut unread, end.untaken(theirs, sent));
+        if unread < before {
+            moved = now;
+            if unread == 0 {
+                // What was sent before may have gone by a buffer of this end's own.
+                give_back(socket);
+            }
+        }
+        let within = if unread == 0 { reader_within } else { READS_WITHIN };
+        let left = (moved + within).min(begun + ALL_READ_WITHIN).saturating_sub(now);
+        if left == 0 || Taken::is_over(socket) {
+            return None;
+        }
+        // It ends when the time is over, or by any word of the reader's.
+        let mut patience = wait::Patience::at_most(Timeout::Ns(left));
+        if wait::wait_for::<Reader>(socket, &mut patience) == Err(libc::EINTR) {
+            return None;
+        }
+    }
+}
+
+fn to_reader(call: &mut Call, remote: &'static Remote, theirs: Vqpn, memory: *mut u8, len: usize) -> usize {
+    let Some(wanted) = await_reader(call, remote, theirs, len) else {
+        return 0;
+    };
+    lend(call, (remote, theirs), (memory, wanted, len), By::Writes, TAKEN).0
+}

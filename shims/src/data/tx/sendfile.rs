@@ -1,0 +1,237 @@
+//! sendfile() on a direction that may be on the link.
+
+use std::ffi::c_int;
+use std::sync::atomic::Ordering::Acquire;
+
+use libc::ssize_t;
+use rdmasock_core::os::kernel;
+
+use super::cork::{delay_wake, is_more_to_come};
+use super::room::{Room, no_room};
+use super::{PIECE, count_sent, in_kernel, leave, plain, take_back, violation};
+use crate::notify::call::{Began, Call, Direction, Place, on_its_file};
+use crate::notify::closing;
+use crate::notify::ready;
+use crate::notify::reset;
+use crate::notify::table;
+use crate::notify::wait;
+use crate::objects::socket::{Mode, Sending, Socket, Stage};
+use crate::sys::errno;
+use crate::sys::real::{self, Cancellable};
+use rdmasock_core::stream::connection;
+
+/// sendfile() on a direction that is on the link: reads the file straight into the ring.
+///
+/// # Safety
+/// `offset` is null or valid.
+pub unsafe fn sendfile(
+    socket: &'static Socket,
+    fd: c_int,
+    input: c_int,
+    offset: *mut libc::off_t,
+    count: usize,
+    real: &impl Fn(c_int) -> ssize_t,
+) -> ssize_t {
+    if socket.tx_mode.load(Acquire) != Mode::Tcp && offset.is_null() && !is_regular(input) {
+        // Only the kernel knows what can be sent from there, and reading it might block.
+        take_back(socket, rdmasock_core::stats::Reason::Unsupported);
+    }
+    let began = Began::now(socket, fd);
+    let call = Call::new(began, Direction::Send);
+    if socket.tx_mode.load(Acquire) == Mode::Tcp {
+        if socket.promotion.stage() == Stage::Plain {
+            let n = real(fd);
+            count_sent(&began, n);
+            return n;
+        }
+        if socket.enter_tx() {
+            if call.is_named() {
+                // What it reads may take its time.
+                return plain(socket, false, || real(fd));
+            }
+            leave(socket);
+        }
+    }
+    // SAFETY: by this function's contract.
+    unsafe { sendfile_slow(call, input, offset, count, real) }
+}
+
+// Not inlined: the forced unwind of pthread_cancel runs the call's destructor here (see `hooks`).
+#[inline(never)]
+unsafe fn sendfile_slow(
+    mut call: Call,
+    input: c_int,
+    offset: *mut libc::off_t,
+    count: usize,
+    real: &impl Fn(c_int) -> ssize_t,
+) -> ssize_t {
+    let socket = call.socket;
+    let mut sent = 0usize;
+    let mut patience = wait::Patience::default();
+    let count = count.min(0x7fff_f000);
+    crate::notify::reclaim::reclaim(socket);
+    loop {
+        if !call.is_held() && !call.is_named() {
+            let fd = call.fd;
+            drop(call);
+            return match table::socket(fd) {
+                _ if sent > 0 => sent as ssize_t,
+                // SAFETY: by the caller's word.
+                Some(socket) => unsafe { sendfile(socket, fd, input, offset, count, real) },
+                None => real(fd),
+            };
+        }
+        if socket.tx_mode.load(Acquire) == Mode::Marked && connection::flush(socket) {
+            continue;
+        }
+        let Some(mut tx) = socket.tx.lock() else {
+            return errno::fail(libc::EINTR);
+        };
+        let on_link = socket.tx_mode.load(Acquire) == Mode::Link;
+        let place = call.place(&tx.own.seen);
+        if place != Place::Here {
+            drop(tx);
+            closing::look_again(socket, call.fd);
+            if place == Place::Lost {
+                return errno::after(sent, libc::EBADF);
+            }
+            continue;
+        }
+        let gone = socket.wakes.is_dead() || tx.producer.as_mut().is_none_or(ready::is_reader_gone);
+        if tx.is_shut && (on_link || socket.tx_mode.load(Acquire) == Mode::Marked) {
+            drop(tx);
+            return super::after_shutdown(sent, 0);
+        }
+        if on_link && gone {
+            socket.tx_mode.go(Sending::Left);
+        }
+        if socket.tx_mode.load(Acquire) == Mode::Tcp {
+            drop(tx);
+            if sent > 0 && !super::goes_on(&mut call, 0) {
+                return sent as ssize_t;
+            }
+            if sent > 0 && socket.enter_tx() {
+                // As a send's (`rest`). Where the file is to be read from on is where this has come to.
+                let before = errno::get();
+                // SAFETY: the program's own arguments, in the middle of its call.
+                let rest = |fd| unsafe { real::sendfile().cancellable()(fd, input, offset, count - sent) };
+                let went = on_its_file(&call, |fd| in_kernel(socket, false, || rest(fd)));
+                let taken = went.unwrap_or_else(|| {
+                    leave(socket);
+                    0
+                });
+                if taken < 0 {
+                    reset::keep(socket, errno::get());
+                }
+                errno::set(before);
+                return sent as ssize_t + taken.max(0);
+            }
+            if sent == 0 && socket.enter_tx() {
+                let went = on_its_file(&call, |fd| plain(socket, false, || real(fd)));
+                return went.unwrap_or_else(|| {
+                    leave(socket);
+                    errno::fail(libc::EBADF)
+                });
+            }
+            continue;
+        }
+        let want = (count - sent).min(PIECE);
+        let spans = match tx.producer.as_mut().filter(|_| on_link).map(|p| p.spans(want.max(1))) {
+            Some(Ok(spans)) => Some(spans),
+            Some(Err(error)) => {
+                drop(tx);
+                violation(socket, &error);
+                continue;
+            }
+            None => None,
+        };
+        let [first, second] = spans.map(|s| s.pieces()).unwrap_or([(std::ptr::null_mut(), 0); 2]);
+        let first_len = first.1.min(want);
+        let pieces = [
+            libc::iovec {
+                iov_base: first.0.cast(),
+                iov_len: first_len,
+            },
+            libc::iovec {
+                iov_base: second.0.cast(),
+                iov_len: second.1.min(want - first_len),
+            },
+        ];
+        let room: usize = pieces.iter().map(|p| p.iov_len).sum();
+        if count > sent && room == 0 {
+            let waits = wait::may_wait(socket, 0).is_ok();
+            match no_room(socket, &mut tx, waits) {
+                Room::There => continue,
+                Room::Full => {}
+                Room::Unbacked => {
+                    drop(tx);
+                    take_back(socket, rdmasock_core::stats::Reason::Resources);
+                    continue;
+                }
+            }
+            if let Err(error) = wait::may_wait(socket, 0) {
+                return errno::after(sent, error);
+            }
+            call.hold(&mut tx.own.waiting);
+            drop(tx);
+            patience.is_partial = sent > 0;
+            if let Err(error) = wait::wait_for::<super::Space>(socket, &mut patience) {
+                return errno::after(sent, error);
+            }
+            continue;
+        }
+        // A regular file does not block for long; anything else would block under the lock.
+        // SAFETY: the pieces lie in the ring, which is ours to write; `offset` by the contract.
+        let read = unsafe {
+            let (number, at) = match offset.as_ref() {
+                None => (libc::SYS_readv, 0),
+                Some(at) => (libc::SYS_preadv, *at as usize),
+            };
+            let pieces = kernel::address(pieces.as_ptr());
+            kernel::call(number, [input as usize, pieces, 2, at, 0, 0])
+        };
+        if read.is_err_and(|error| sent == 0 && error != rustix::io::Errno::INTR) {
+            // A pipe or the like after all, or what the kernel has its own error for.
+            drop(tx);
+            take_back(socket, rdmasock_core::stats::Reason::Unsupported);
+            continue;
+        }
+        let n = match read {
+            Err(error) => return errno::after(sent, error.raw_os_error()),
+            Ok(0) => return sent as ssize_t,
+            Ok(n) => n,
+        };
+        let wake = if sent + n == count && is_more_to_come(socket, 0, n) {
+            if let Some(producer) = tx.producer.as_mut() {
+                producer.commit_quietly(n);
+            }
+            delay_wake(&mut tx);
+            None
+        } else {
+            tx.wake_delayed = false;
+            tx.producer.as_mut().map(|p| p.commit(n))
+        };
+        tx.own.last = tx.own.seen.tick();
+        if let Some(stats) = socket.told.stats() {
+            stats.add_tx_link(n as u64);
+        }
+        drop(tx);
+        if let Some(wake) = wake {
+            ready::notify_peer(socket, wake);
+        }
+        if !offset.is_null() {
+            // SAFETY: by the contract.
+            unsafe { *offset += n as libc::off_t };
+        }
+        sent += n;
+        if sent >= count || n < room {
+            return sent as ssize_t;
+        }
+    }
+}
+
+fn is_regular(fd: c_int) -> bool {
+    // SAFETY: the program's own fd, in the middle of its call.
+    rustix::fs::fstat(unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) })
+        .is_ok_and(|s| rustix::fs::FileType::from_raw_mode(s.st_mode) == rustix::fs::FileType::RegularFile)
+}

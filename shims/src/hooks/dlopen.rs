@@ -1,0 +1,106 @@
+//! What lets a program call libc past the hooks: `dlopen(3)` with RTLD_DEEPBIND, `dlmopen`, and `dlsym(3)` on the
+//! handle of a library that depends on libc.
+//!
+//! libc tells by the return address of `dlopen`, and of `dlsym` with RTLD_NEXT or RTLD_DEFAULT, whose call it is. So
+//! each function `before_…` returns what the hook jumps to, with its caller's arguments and stack.
+
+use core::ffi::{CStr, c_char, c_int, c_void};
+
+use rdmasock_core::stats::Reason;
+
+use crate::process::pass;
+use crate::startup::instance;
+use crate::sys::real;
+use crate::sys::real::{Lmid, loaded};
+
+/// Returns libc's `dlopen`. With RTLD_DEEPBIND the library that is opened finds libc's functions before those that were
+/// preloaded, so no hook sees its calls: all connections go back to TCP first. PHP opens its extensions so.
+pub extern "C" fn before_dlopen(_path: *const c_char, flags: c_int) -> *const c_void {
+    if flags & libc::RTLD_DEEPBIND != 0 {
+        no_more_links();
+    }
+    real::dlopen() as *const c_void
+}
+
+/// Returns libc's `dlmopen`. A library in another namespace has a libc of its own, so no hook sees its calls either.
+pub extern "C" fn before_dlmopen(namespace: Lmid, _path: *const c_char, flags: c_int) -> *const c_void {
+    if namespace != LM_ID_BASE || flags & libc::RTLD_DEEPBIND != 0 {
+        no_more_links();
+    }
+    real::dlmopen() as *const c_void
+}
+
+fn no_more_links() {
+    if instance::is_on() {
+        pass::all_on_tcp(Reason::DeepBind);
+    }
+}
+
+/// Returns what serves this `dlsym`: libc's, if the lookup depends on its caller.
+pub extern "C" fn before_dlsym(handle: *mut c_void, _name: *const c_char) -> *const c_void {
+    if is_pseudo(handle) {
+        return real::dlsym() as *const c_void;
+    }
+    dlsym_in as *const c_void
+}
+
+/// Returns what serves this `dlvsym`. The hooks have no versions, so libc's would pass them over: where the lookup
+/// depends on its caller and the version is the default one, `dlsym` finds the hook or what stands in front of it.
+///
+/// # Safety
+/// As `dlvsym`: `name` and `version` are C strings.
+pub unsafe extern "C" fn before_dlvsym(
+    handle: *mut c_void,
+    name: *const c_char,
+    version: *const c_char,
+) -> *const c_void {
+    if !is_pseudo(handle) {
+        return dlvsym_in as *const c_void;
+    }
+    // SAFETY: the program's strings.
+    let found = unsafe { real::dlvsym()(libc::RTLD_NEXT, name, version) };
+    // SAFETY: likewise.
+    if unsafe { hook_of(name, found) } == found {
+        return real::dlvsym() as *const c_void;
+    }
+    real::dlsym() as *const c_void
+}
+
+/// `LM_ID_BASE` of dlfcn.h: the program's own namespace.
+const LM_ID_BASE: Lmid = 0;
+
+fn is_pseudo(handle: *mut c_void) -> bool {
+    handle == libc::RTLD_DEFAULT || handle == libc::RTLD_NEXT
+}
+
+unsafe extern "C" fn dlsym_in(handle: *mut c_void, name: *const c_char) -> *mut c_void {
+    // SAFETY: the caller's arguments.
+    unsafe { hook_of(name, real::dlsym()(handle, name)) }
+}
+
+unsafe extern "C" fn dlvsym_in(handle: *mut c_void, name: *const c_char, version: *const c_char) -> *mut c_void {
+    // SAFETY: the caller's arguments.
+    unsafe { hook_of(name, real::dlvsym()(handle, name, version)) }
+}
+
+/// Returns the hook of this name if `found` is the function of glibc's that it stands in front of, else `found`.
+///
+/// # Safety
+/// If `found` is not null, `name` is a C string.
+unsafe fn hook_of(name: *const c_char, found: *mut c_void) -> *mut c_void {
+    if found.is_null() {
+        return found;
+    }
+    // SAFETY: by the contract.
+    let name = unsafe { CStr::from_ptr(name) };
+    let mut hook = None;
+    let hook = loaded::find(|object| {
+        if object.is_own() {
+            hook = object.function(name);
+            // Ends the search for most names.
+            return hook.is_none().then_some(found);
+        }
+        hook.filter(|_| object.is_glibc() && object.function(name) == Some(found))
+    });
+    hook.unwrap_or(found)
+}

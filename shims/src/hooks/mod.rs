@@ -1,0 +1,61 @@
+//! What every hooked libc call does: one function a call, which either serves it from an accelerated
+//! stream or hands it to libc's own, which it gets as its first argument.
+//!
+//! The shape of a function here, and why:
+//!
+//! ```text
+//! pub unsafe extern "C" fn recv(real: RecvFn, fd: c_int, …) -> ssize_t {
+//!     match table::lookup(fd) {
+//!         None => unsafe { real(fd, …) },   // last thing done: becomes a jump
+//!         Some(socket) => recv_slow(real, socket, …), // #[inline(never)] extern "C" fn
+//!     }
+//! }
+//! ```
+//!
+//! - It is `extern "C"`, from which nothing unwinds, so redhook's `catch_unwind` around it vanishes in every
+//!   optimised build (`opt-level` 1 is enough). Were it left, it would abort the process on the forced unwind of a
+//!   cancelled thread, and after a panic make the real call a second time. The price is that a
+//!   panic aborts: nothing here may panic.
+//! - It holds nothing with a destructor and calls nothing that may unwind, so that it needs no
+//!   landing pads and the compiler makes the real call a jump (see [`crate::sys::real`]).
+//! - What blocks behind `recv_slow` is called through [`Cancellable`](real::Cancellable). A destructor that is
+//!   alive meanwhile belongs in an `#[inline(never)]` function of Rust's own ABI below `recv_slow`: the
+//!   forced unwind runs it (measured, x86-64), but aborts if it meets one in an `extern "C"` function itself.
+//!
+//! For the calls that move bytes a macro makes both functions (`io/shape.rs`), for others that go on to libc's function
+//! the one (`hooks.rs`).
+
+#![allow(
+    clippy::missing_safety_doc,
+    reason = "the contract of each function is that of the libc function it is named after, and that `real` is that function"
+)]
+
+pub mod bypass;
+pub mod confine;
+pub mod dlopen;
+pub mod fd;
+mod hooks;
+pub mod io;
+mod memory;
+pub mod namespaces;
+pub mod numbers;
+pub mod process;
+pub mod ready;
+mod report;
+pub mod socket;
+pub mod syscall;
+
+use crate::sys::real;
+use crate::sys::vfork;
+
+/// Runs when the library is loaded, before `main`, but perhaps after the first hook: a constructor
+/// of another library can have called one.
+pub extern "C" fn on_load() {
+    real::resolve_all();
+    syscall::resolve();
+    vfork::remember_process();
+    crate::signals::ending::watch_main_thread(crate::service::wake);
+    crate::objects::library::remember_program();
+    crate::config::environment::remember();
+    memory::find_allocator();
+}

@@ -1,0 +1,387 @@
+//! The calls that make, connect, configure and shut sockets. `bind`, `getsockname` and `getpeername`
+//! are not among them: the anchor answers.
+
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::Ordering::{Acquire, Release};
+
+use rdmasock_core::stats::Reason;
+
+use crate::data::rx;
+use crate::data::tx;
+use crate::hooks::hooks::hooks;
+use crate::hooks::numbers::lowest;
+use crate::hooks::report;
+use crate::notify::closing;
+use crate::notify::reclaim::reclaim;
+use crate::notify::reset;
+use crate::notify::table::{self, Entry};
+use crate::objects::listener::Listener;
+use crate::objects::socket::Farewell;
+use crate::objects::socket::{Mode, Socket};
+use crate::process::pass;
+use crate::signals::jump::or_if_cancelled;
+use crate::signals::jump::within;
+use crate::startup::lifecycle;
+use crate::sys::errno;
+use crate::sys::keepalive::Keepalive;
+use crate::sys::real::Cancellable;
+use crate::sys::sockopt::{self, Name};
+use rdmasock_core::stream::connection;
+
+use crate::sys::real::{Accept4Fn, AcceptFn, ConnectFn, GetSockOptFn, SetSockOptFn, SocketFn, SocketIntFn};
+use libc::{c_int, c_void, sockaddr, socklen_t};
+
+/// `socket(2)`.
+#[inline]
+pub unsafe extern "C" fn socket(real: SocketFn, domain: c_int, kind: c_int, protocol: c_int) -> c_int {
+    // SAFETY: the caller's arguments, as they are.
+    let fd = lowest(|| unsafe { real(domain, kind, protocol) });
+    let stream = kind & !(libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC) == libc::SOCK_STREAM;
+    let inet = domain == libc::AF_INET || domain == libc::AF_INET6;
+    if fd >= 0 && stream && inet && (protocol == 0 || protocol == libc::IPPROTO_TCP) {
+        within(|| lifecycle::on_socket(fd, kind & libc::SOCK_NONBLOCK != 0));
+    }
+    fd
+}
+
+hooks! {
+    /// `listen(2)`.
+    pub fn listen(SocketIntFn, fd: c_int, backlog: c_int) -> c_int;
+    |plain| {
+        let result = plain();
+        if result == 0 {
+            within(|| lifecycle::on_listen(fd));
+        }
+        result
+    }
+
+    /// `accept(2)`.
+    pub fn accept(AcceptFn, fd: c_int, address: *mut sockaddr, address_len: *mut socklen_t) -> c_int;
+    |blocking plain| accepted(fd, false, || lowest(plain))
+
+    /// `accept4(2)`.
+    pub fn accept4(Accept4Fn, fd: c_int, address: *mut sockaddr, address_len: *mut socklen_t, flags: c_int) -> c_int;
+    |blocking plain| accepted(fd, flags & libc::SOCK_NONBLOCK != 0, || lowest(plain))
+}
+
+#[inline]
+fn accepted(fd: c_int, nonblocking: bool, accept: impl FnOnce() -> c_int) -> c_int {
+    match table::lookup(fd) {
+        Entry::Listener(listener) => within(|| accept_from(listener, nonblocking, accept)),
+        _ => on_accept_of_unknown(fd, accept(), nonblocking),
+    }
+}
+
+#[inline]
+fn on_accept_of_unknown(fd: c_int, new: c_int, nonblocking: bool) -> c_int {
+    if new >= 0 {
+        within(|| lifecycle::on_accept_of_unknown(fd, new, nonblocking));
+    }
+    new
+}
+
+/// The listener is kept meanwhile: the number may be closed, and the kernel still gives out a connection.
+#[inline(never)]
+fn accept_from(listener: &'static Listener, nonblocking: bool, accept: impl FnOnce() -> c_int) -> c_int {
+    if !listener.retain() {
+        // Another thread has closed it since the number was looked up.
+        return or_if_cancelled(accept, || ());
+    }
+    let new = or_if_cancelled(accept, || listener.release());
+    if new >= 0 {
+        lifecycle::on_accept(listener, new, nonblocking);
+    }
+    let errno = errno::get();
+    listener.release();
+    errno::set(errno);
+    new
+}
+
+/// `connect(2)`.
+#[inline]
+pub unsafe extern "C" fn connect(
+    real: ConnectFn,
+    fd: c_int,
+    address: *const sockaddr,
+    address_len: socklen_t,
+) -> c_int {
+    // SAFETY: null, or an address of the program's; its family is all that is read.
+    let family = unsafe { address.as_ref() }.map_or(0, |a| c_int::from(a.sa_family));
+    if family == libc::AF_UNSPEC && !address.is_null() && table::socket(fd).is_some() {
+        within(|| lifecycle::before_disconnect(fd));
+    }
+    if family != libc::AF_INET && family != libc::AF_INET6 {
+        // SAFETY: the caller's arguments, as they are.
+        return unsafe { real(fd, address, address_len) };
+    }
+    // SAFETY: likewise.
+    unsafe { connect_on(real, fd, address, address_len) }
+}
+
+#[inline(never)]
+unsafe extern "C" fn connect_on(real: ConnectFn, fd: c_int, address: *const sockaddr, address_len: socklen_t) -> c_int {
+    let before = table::token(fd);
+    // SAFETY: the caller's arguments, as they are.
+    let result = unsafe { real.cancellable()(fd, address, address_len) };
+    let connects = result == 0 || matches!(errno::get(), libc::EINPROGRESS | libc::EINTR);
+    // Another file may have the number by now.
+    if connects && table::token(fd) == before {
+        within(|| lifecycle::on_connect(fd));
+    }
+    result
+}
+
+/// `shutdown(2)`.
+#[inline]
+pub unsafe extern "C" fn shutdown(real: SocketIntFn, fd: c_int, how: c_int) -> c_int {
+    match closing::connection(fd) {
+        // SAFETY: the caller's arguments, as they are.
+        None => unsafe { real(fd, how) },
+        // SAFETY: likewise.
+        Some(socket) => unsafe { shutdown_on(socket, real, fd, how) },
+    }
+}
+
+#[inline(never)]
+unsafe extern "C" fn shutdown_on(socket: &'static Socket, real: SocketIntFn, fd: c_int, how: c_int) -> c_int {
+    // SAFETY: the caller's own socket.
+    let call = |how| unsafe { real(fd, how) };
+    within(|| {
+        reclaim(socket);
+        let sends = how == libc::SHUT_WR || how == libc::SHUT_RDWR;
+        let mut farewell = Farewell::NONE;
+        let result = if how == libc::SHUT_RD && connection::shut_receiving(socket) {
+            0
+        } else if sends && connection::shut(socket, how == libc::SHUT_RDWR, &mut farewell) {
+            if how == libc::SHUT_WR { 0 } else { call(libc::SHUT_RD) }
+        } else {
+            call(how)
+        };
+        farewell.tell();
+        // With both halves shut a hang-up is told, whichever was the last.
+        if result == 0 && (how != libc::SHUT_WR || socket.rx_shut.load(Acquire)) {
+            rx::shut(socket);
+        }
+        result
+    })
+}
+
+/// `getsockopt(2)`.
+#[inline]
+pub unsafe extern "C" fn getsockopt(
+    real: GetSockOptFn,
+    fd: c_int,
+    level: c_int,
+    name: c_int,
+    value: *mut c_void,
+    value_len: *mut socklen_t,
+) -> c_int {
+    if matches!(
+        (level, name),
+        (
+            libc::IPPROTO_TCP,
+            libc::TCP_CORK | libc::TCP_KEEPIDLE | libc::TCP_KEEPCNT | libc::TCP_USER_TIMEOUT
+        ) | (libc::SOL_SOCKET, libc::SO_KEEPALIVE)
+    ) {
+        // SAFETY: likewise.
+        return unsafe { get_kept(real, fd, level, name, value, value_len) };
+    }
+    if is_ours_to_correct((level, name)) {
+        // SAFETY: likewise.
+        return unsafe { get_corrected(real, fd, level, name, value, value_len) };
+    }
+    // SAFETY: the caller's arguments, as they are.
+    unsafe { real(fd, level, name, value, value_len) }
+}
+
+/// Receives into what the program has mapped of the socket (linux/tcp.h).
+const TCP_ZEROCOPY_RECEIVE: c_int = 35;
+/// Takes the state of a connection out of the kernel, or puts one in (linux/tcp.h).
+const TCP_REPAIR: c_int = 19;
+
+const NODELAY: Name = (libc::IPPROTO_TCP, libc::TCP_NODELAY);
+const ERROR: Name = (libc::SOL_SOCKET, libc::SO_ERROR);
+
+fn is_ours_to_correct(option: Name) -> bool {
+    option == NODELAY
+        || option == ERROR
+        || option == (libc::IPPROTO_TCP, TCP_ZEROCOPY_RECEIVE)
+        || report::is_corrected(option)
+}
+
+/// The kernel's word, put right by what it does not know.
+#[inline(never)]
+unsafe extern "C" fn get_corrected(
+    real: GetSockOptFn,
+    fd: c_int,
+    level: c_int,
+    name: c_int,
+    value: *mut c_void,
+    value_len: *mut socklen_t,
+) -> c_int {
+    // SAFETY: the caller's arguments, as they are.
+    let ask = || unsafe { real(fd, level, name, value, value_len) };
+    let Some(socket) = closing::connection(fd) else {
+        return ask();
+    };
+    within(|| {
+        if (level, name) == (libc::IPPROTO_TCP, TCP_ZEROCOPY_RECEIVE) {
+            pass::release(socket, Reason::ZeroCopy);
+        }
+        if (level, name) == NODELAY {
+            return asked_while_quiet(socket, ask);
+        }
+        let result = ask();
+        let knows_better = || socket.has_untold() || socket.told.timed_out.load(Acquire);
+        if (level, name) == ERROR && result == 0 && knows_better() {
+            // SAFETY: the kernel has just written that many bytes there.
+            unsafe { correct_error(socket, value.cast(), *value_len as usize) };
+        }
+        if result == 0 && report::is_corrected((level, name)) {
+            let errno = errno::get();
+            // SAFETY: the kernel has just written that many bytes there.
+            unsafe { report::correct(socket, (level, name), value.cast(), *value_len as usize) };
+            errno::set(errno);
+        }
+        result
+    })
+}
+
+/// SO_ERROR as of a connection that was timed out, or of whose end the kernel does not know, or no more.
+///
+/// # Safety
+/// `value` is valid for reads and writes of `len` bytes.
+unsafe fn correct_error(socket: &Socket, value: *mut u8, len: usize) {
+    let mut error = [0; size_of::<c_int>()];
+    let len = len.min(error.len());
+    // SAFETY: by the contract.
+    unsafe { std::ptr::copy_nonoverlapping(value, error.as_mut_ptr(), len) };
+    let error = match c_int::from_ne_bytes(error) {
+        0 => reset::take_untold(socket).unwrap_or(0),
+        error => {
+            // Said once, whoever knows of it.
+            socket.take_untold();
+            reset::as_timed_out(socket, error)
+        }
+    };
+    // SAFETY: likewise.
+    unsafe { std::ptr::copy_nonoverlapping(error.to_ne_bytes().as_ptr(), value, len) };
+}
+
+/// TCP_NODELAY is on for a moment after a marker, whatever the program has set (`connection::flush`): not while this
+/// holds the lock.
+#[inline(never)]
+fn asked_while_quiet(socket: &'static Socket, ask: impl FnOnce() -> c_int) -> c_int {
+    let _tx = socket.tx.lock();
+    ask()
+}
+
+/// The kernel's word, but for the value where the library keeps it.
+#[inline(never)]
+unsafe extern "C" fn get_kept(
+    real: GetSockOptFn,
+    fd: c_int,
+    level: c_int,
+    name: c_int,
+    value: *mut c_void,
+    value_len: *mut socklen_t,
+) -> c_int {
+    let kept = || {
+        closing::connection(fd).and_then(|socket| {
+            if (level, name) == (libc::IPPROTO_TCP, libc::TCP_CORK) {
+                let is_kept = socket.tx_mode.load(Acquire) == Mode::Link;
+                is_kept.then(|| c_int::from(socket.options.corked.load(Acquire)))
+            } else {
+                socket.keepalive.get(level, name)
+            }
+        })
+    };
+    // That may begin, or end, while the kernel is asked.
+    let before = kept();
+    // SAFETY: the caller's arguments, as they are.
+    let result = unsafe { real(fd, level, name, value, value_len) };
+    if result != 0 {
+        return result;
+    }
+    if let Some(kept) = kept().or(before) {
+        let kept = kept.to_ne_bytes();
+        // SAFETY: the kernel has just written `value_len` bytes there.
+        unsafe {
+            let n = kept.len().min(*value_len as usize);
+            std::ptr::copy_nonoverlapping(kept.as_ptr(), value.cast(), n);
+        }
+    }
+    result
+}
+
+/// `setsockopt(2)`.
+#[inline]
+pub unsafe extern "C" fn setsockopt(
+    real: SetSockOptFn,
+    fd: c_int,
+    level: c_int,
+    name: c_int,
+    value: *const c_void,
+    value_len: socklen_t,
+) -> c_int {
+    match closing::connection(fd) {
+        // SAFETY: the caller's arguments, as they are.
+        None => unsafe { real(fd, level, name, value, value_len) },
+        Some(socket) => {
+            if level == libc::IPPROTO_TCP && name == libc::TCP_ULP {
+                // The kernel's TLS works on what goes through the kernel.
+                tx::take_back(socket, Reason::KernelTls);
+            }
+            if level == libc::IPPROTO_TCP
+                && name == libc::TCP_CORK
+                && !value.is_null()
+                && value_len as usize >= size_of::<c_int>()
+                // SAFETY: the program's option of that length.
+                && tx::cork(socket, unsafe { value.cast::<c_int>().read_unaligned() } != 0)
+            {
+                return 0;
+            }
+            if level == libc::IPPROTO_TCP && name == TCP_REPAIR {
+                // The kernel is asked what is unread, and unsent, and sends nothing.
+                pass::release(socket, Reason::Unsupported);
+            }
+            // SAFETY: likewise.
+            let set = || unsafe { real(fd, level, name, value, value_len) };
+            let result = if (level, name) == NODELAY {
+                within(|| asked_while_quiet(socket, set))
+            } else if Keepalive::is_concerned(level, name) {
+                let ask = || match set() {
+                    // SAFETY: the kernel has just read the option's int there.
+                    0 => Ok(unsafe { value.cast::<c_int>().read_unaligned() }),
+                    result => Err(result),
+                };
+                // SAFETY: the program's own fd, in the middle of its call.
+                let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+                within(|| socket.keepalive.on_set(fd, level, name, ask))
+            } else {
+                set()
+            };
+            socket.blocking.on_set(level, name);
+            if level == libc::SOL_SOCKET && matches!(name, libc::SO_SNDBUF | libc::SO_SNDBUFFORCE) {
+                tx::on_buffer_size(socket);
+            }
+            if sockopt::is_stamp((level, name)) {
+                socket.options.forget_stamps();
+            }
+            if result == 0 && sockopt::may_be_beyond_links((level, name)) {
+                // SAFETY: the program's own fd, in the middle of its call.
+                pass::on_option_beyond_links(socket, unsafe { BorrowedFd::borrow_raw(fd) });
+            }
+            if result == 0 && [sockopt::INQ, sockopt::USER_TIMEOUT].contains(&(level, name)) {
+                // SAFETY: the kernel has just read the option's int there.
+                let value = unsafe { value.cast::<c_int>().read_unaligned() };
+                if (level, name) == sockopt::INQ {
+                    socket.options.tells_more.store(value != 0, Release);
+                } else {
+                    socket.options.user_timeout.store(value.cast_unsigned(), Release);
+                }
+            }
+            result
+        }
+    }
+}

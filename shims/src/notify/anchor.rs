@@ -1,0 +1,33 @@
+//! The anchor of a connection that the library reports on, in the service thread's epoll set.
+
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::Ordering::Acquire;
+
+use rustix::event::epoll as kernel;
+
+use crate::objects::library::Library;
+use crate::objects::mailbox::{kind, tag};
+use crate::objects::socket::Socket;
+
+/// The thread is told of what happens on the anchor from now on. False if it cannot be.
+pub fn watch(socket: &Socket, fd: BorrowedFd<'_>) -> bool {
+    let generation = socket.generation.load(Acquire) & 0xffff_ffff;
+    let data = tag(kind::ANCHOR, u64::from(socket.slot) << 32 | generation);
+    let flags = kernel::EventFlags::IN
+        | kernel::EventFlags::OUT
+        | kernel::EventFlags::RDHUP
+        | kernel::EventFlags::PRI
+        | kernel::EventFlags::ET;
+    let set = &Library::get().service.epoll;
+    kernel::add(set, fd, kernel::EventData::new_u64(data), flags).is_ok()
+}
+
+/// The socket is being closed: its anchor is not watched any more. The caller holds the control
+/// lock.
+pub fn forget(socket: &Socket) {
+    if socket.is_watched()
+        && let Some(fd) = socket.numbers.anchor_fd()
+    {
+        let _ = kernel::delete(&Library::get().service.epoll, fd);
+    }
+}

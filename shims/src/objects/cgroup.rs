@@ -1,0 +1,171 @@
+//! How much memory rings may take where a control group limits the process (cgroups(7), versions 1 and 2): a page of a
+//! ring counts as the memory of who touches it first, and beyond the limit the kernel kills. The service thread reads
+//! the group's files, calls of the program take from what it has found. Not for limits of addresses
+//! (`has_few_addresses`).
+//!
+//! Half of a limit is the program's: rings are given half of what is left of the other half, and a second later again
+//! half of what is left then. Pages of files do not count as used, since the kernel takes them back.
+
+use std::sync::atomic::{
+    AtomicBool, AtomicU64,
+    Ordering::{AcqRel, Acquire, Relaxed, Release},
+};
+
+use rdmasock_core::os::dir;
+
+use crate::objects::library::Library;
+use crate::objects::mailbox::Command;
+
+/// Bytes that rings may still take until the service thread looks again; without a limit `u64::MAX`.
+static LEFT: AtomicU64 = AtomicU64::new(u64::MAX);
+/// Some ring was refused since the last look.
+static IS_SHORT: AtomicBool = AtomicBool::new(false);
+
+/// Where each version is mounted; its files for the limit and for what is used; what precedes the names in memory.stat.
+const VERSIONS: [(&str, [&str; 2], &str); 2] = [
+    ("/sys/fs/cgroup", ["memory.max", "memory.current"], ""),
+    (
+        "/sys/fs/cgroup/memory",
+        ["memory.limit_in_bytes", "memory.usage_in_bytes"],
+        "total_",
+    ),
+];
+
+/// Takes `bytes` for a ring. False if the process has not so much: the ring stays as it is.
+pub fn take(bytes: u64) -> bool {
+    let without = |left: u64| match left {
+        u64::MAX => Some(left),
+        left => left.checked_sub(bytes),
+    };
+    let is_taken = LEFT.fetch_update(AcqRel, Acquire, without).is_ok();
+    if !is_taken && !IS_SHORT.swap(true, AcqRel) {
+        // It will look again in a second.
+        Library::get().service.submit(Command::Grown);
+    }
+    is_taken
+}
+
+/// Whether `bytes` could be taken.
+pub fn has(bytes: u64) -> bool {
+    LEFT.load(Acquire) >= bytes
+}
+
+/// Whether a ring was refused since the service thread has looked last.
+pub fn is_short() -> bool {
+    IS_SHORT.load(Acquire)
+}
+
+/// Looks how much there is. Service thread only.
+pub fn look() {
+    LEFT.store(left("").unwrap_or(u64::MAX), Release);
+    IS_SHORT.store(false, Relaxed);
+}
+
+/// What the process's group and those above it leave for rings, bytes; `None` without a limit that can be read. `root`
+/// is empty, or where a test has the files.
+fn left(root: &str) -> Option<u64> {
+    let groups = dir::text(&format!("{root}/proc/self/cgroup")).ok()?;
+    let paths = groups.lines().filter_map(|line| {
+        let (_, line) = line.split_once(':')?;
+        let (controllers, path) = line.split_once(':')?;
+        let version = usize::from(!controllers.is_empty());
+        let is_ours = version == 0 || controllers.split(',').any(|name| name == "memory");
+        is_ours.then_some(())?;
+        Some((VERSIONS.get(version)?, path))
+    });
+    let dirs = paths.flat_map(|(version, path)| {
+        // The last is the mount itself, which in a container may be the process's own group.
+        let above = std::iter::successors(Some(path.trim_end_matches('/')), |path| Some(path.rsplit_once('/')?.0));
+        above.map(move |path| (version, path))
+    });
+    dirs.filter_map(|((mount, names, prefix), path)| {
+        let read = |name: &str| dir::text(&format!("{root}{mount}{path}/{name}")).ok();
+        let [limit, used] = names.map(|name| read(name)?.trim().parse::<u64>().ok());
+        // Version 1 has a number for none, too.
+        let limit = limit.filter(|limit| *limit < 1 << 60)?;
+        let stat = read("memory.stat").unwrap_or_default();
+        let of_files = stat.lines().filter_map(|line| {
+            let (name, bytes) = line.strip_prefix(prefix)?.split_once(' ')?;
+            matches!(name, "active_file" | "inactive_file").then(|| bytes.parse::<u64>().ok())?
+        });
+        let used = used?.saturating_sub(of_files.sum());
+        Some((limit / 2).saturating_sub(used) / 2)
+    })
+    .min()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::path::Path;
+
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn write(root: &Path, files: &[(&str, String)]) {
+        for (name, text) in files {
+            let path = root.join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        }
+    }
+
+    #[test]
+    fn the_tightest_group_decides() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().to_str().unwrap();
+        assert_eq!(left(root), None);
+        write(dir.path(), &[("proc/self/cgroup", "0::/a/b\n".into())]);
+        assert_eq!(left(root), None);
+        write(
+            dir.path(),
+            &[
+                ("sys/fs/cgroup/a/b/memory.max", "max\n".into()),
+                ("sys/fs/cgroup/a/memory.max", format!("{}\n", 64 * MIB)),
+                ("sys/fs/cgroup/a/memory.current", format!("{}\n", 50 * MIB)),
+                (
+                    "sys/fs/cgroup/a/memory.stat",
+                    format!(
+                        "anon {}\ninactive_file {}\nactive_file {}\n",
+                        10 * MIB,
+                        30 * MIB,
+                        10 * MIB
+                    ),
+                ),
+            ],
+        );
+        assert_eq!(left(root), Some(11 * MIB));
+        write(
+            dir.path(),
+            &[
+                ("sys/fs/cgroup/a/b/memory.max", format!("{}\n", 16 * MIB)),
+                ("sys/fs/cgroup/a/b/memory.current", format!("{}\n", 9 * MIB)),
+            ],
+        );
+        assert_eq!(left(root), Some(0));
+    }
+
+    #[test]
+    fn version_one_is_read_where_it_is_mounted() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().to_str().unwrap();
+        write(
+            dir.path(),
+            &[
+                ("proc/self/cgroup", "8:pids:/\n4:memory,hugetlb:/box\n0::/\n".into()),
+                ("sys/fs/cgroup/memory/memory.limit_in_bytes", format!("{}\n", 128 * MIB)),
+                ("sys/fs/cgroup/memory/memory.usage_in_bytes", format!("{}\n", 40 * MIB)),
+                (
+                    "sys/fs/cgroup/memory/memory.stat",
+                    format!("total_inactive_file {}\n", 8 * MIB),
+                ),
+            ],
+        );
+        // Nothing is mounted for /box.
+        assert_eq!(left(root), Some(16 * MIB));
+        let limit = "sys/fs/cgroup/memory/memory.limit_in_bytes";
+        write(dir.path(), &[(limit, "9223372036854771712\n".into())]);
+        assert_eq!(left(root), None);
+    }
+}

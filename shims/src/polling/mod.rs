@@ -1,0 +1,6 @@
+//! What is ready now: poll, select and epoll_wait.
+
+pub(crate) mod epoll_wait;
+pub(crate) mod poll;
+pub(crate) mod readiness;
+pub(crate) mod served;

@@ -1,0 +1,214 @@
+//! What a socket is ready for now, under epoll, poll and select.
+//!
+//! A direction on the link is asked through its ring, one on TCP through the kernel. While markers
+//! may be in flight it is the payload that counts, not what the kernel calls readable.
+
+use std::sync::atomic::Ordering::{Acquire, SeqCst};
+
+use rustix::event::PollFlags;
+
+use crate::data::tx;
+use crate::notify::ready::{ENDED, among_markers, arm_data, is_reader_gone, kernel, progress};
+use crate::objects::socket::{ERROR_QUEUE, Mode, Socket};
+use crate::sys::points::point;
+use rdmasock_core::stream::connection;
+
+const IN: u32 = (libc::EPOLLIN | libc::EPOLLRDNORM) as u32;
+const OUT: u32 = (libc::EPOLLOUT | libc::EPOLLWRNORM) as u32;
+const RDHUP: u32 = libc::EPOLLRDHUP as u32;
+const HUP: u32 = libc::EPOLLHUP as u32;
+const ERR: u32 = libc::EPOLLERR as u32;
+const PRI: u32 = libc::EPOLLPRI as u32;
+const WRBAND: u32 = libc::EPOLLWRBAND as u32;
+
+/// Whether to ask to be told of a change.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Arm {
+    /// Only look.
+    No,
+    /// For what is not ready now (level-triggered).
+    IfNotReady,
+    /// For every change from now on (edge-triggered).
+    Always,
+}
+
+/// What the socket is ready for, of `events` and what is always reported (EPOLL* bits).
+pub fn evaluate(socket: &'static Socket, events: u32, arm: Arm) -> u32 {
+    progress(socket);
+    let mut mask = if socket.has_untold() { ERR } else { 0 };
+    // Before the directions: an end is not told before what has come ahead of it.
+    let anchor = socket.wakes.anchor.load(Acquire);
+    if events & (IN | RDHUP | PRI) != 0 {
+        mask |= readable(socket, arm);
+    }
+    if events & (OUT | WRBAND) != 0 {
+        mask |= writable(socket, arm);
+    }
+    if anchor & (ENDED | PRI | ERROR_QUEUE) == 0 {
+        return mask;
+    }
+    if anchor & ERROR_QUEUE != 0 {
+        mask |= error_queue(socket);
+        if anchor & (ENDED | PRI) == 0 {
+            return mask;
+        }
+    }
+    // Between hosts the end of TCP may be seen before what precedes it has come over the link.
+    let is_early = socket.rx_mode.load(Acquire) == Mode::Link
+        && !socket.rx_shut.load(Acquire)
+        && socket.rx.lock().is_some_and(|rx| rx.stays && !rx.read_on);
+    let told = if is_early { ENDED & !RDHUP } else { ENDED };
+    // Something has ended: what exactly is true now is for the kernel to say.
+    let Some(tx) = socket.tx.lock() else {
+        return mask;
+    };
+    // Between hosts the kernel's own shutdown() may be still to follow.
+    if tx.is_shut && socket.rx_shut.load(Acquire) {
+        mask |= HUP;
+    }
+    mask | kernel(socket, PollFlags::IN | PollFlags::RDHUP | PollFlags::PRI) & (told | PRI)
+}
+
+/// Whether the error queue (recvmsg(2)) has something.
+#[cold]
+fn error_queue(socket: &'static Socket) -> u32 {
+    // What comes from now on sets it again.
+    socket.wakes.anchor.fetch_and(!ERROR_QUEUE, SeqCst);
+    let Some(_tx) = socket.tx.lock() else {
+        return 0;
+    };
+    let mask = kernel(socket, PollFlags::empty()) & ERR;
+    if mask != 0 {
+        socket.wakes.anchor.fetch_or(ERROR_QUEUE, SeqCst);
+    }
+    mask
+}
+
+/// The receiving direction.
+pub fn readable(socket: &'static Socket, arm: Arm) -> u32 {
+    point!("readable: is about to look");
+    let Some(mut rx) = socket.rx.lock() else {
+        return 0;
+    };
+    // Under the lock: in a direction that is scanned since an earlier look, what the kernel has may be a marker.
+    match socket.rx_mode.load(Acquire) {
+        Mode::Link => {}
+        Mode::Marked => {
+            drop(rx);
+            return match among_markers(socket) {
+                Some(mask) => mask,
+                None => evaluate(socket, libc::EPOLLIN as u32, Arm::IfNotReady),
+            };
+        }
+        Mode::Tcp | Mode::Foreign => {
+            let mask = kernel(
+                socket,
+                PollFlags::IN | PollFlags::RDNORM | PollFlags::RDHUP | PollFlags::PRI,
+            );
+            return mask & (IN | RDHUP | PRI | HUP | ERR);
+        }
+    }
+    let bits = rx.own.bits;
+    // What TCP has is RESUME, or will be.
+    let waits = rx.stays && !rx.read_on;
+    let goes_on = rx.stays && rx.read_on;
+    let Some(consumer) = rx.consumer.as_mut() else {
+        return 0;
+    };
+    let ready = match arm {
+        Arm::Always => arm_data(socket, consumer, bits),
+        Arm::No => consumer.has_data().unwrap_or(true),
+        Arm::IfNotReady => match consumer.has_data() {
+            Ok(false) => arm_data(socket, consumer, bits),
+            Ok(true) => true,
+            Err(_) => true,
+        },
+    };
+    let anchor = socket.wakes.anchor.load(Acquire);
+    if !ready && goes_on {
+        // Its last bytes have been read since that was said: the rest is in TCP, whose look tells.
+        drop(rx);
+        return match connection::leave_link_at_end(socket) {
+            true => readable(socket, arm),
+            false => 0,
+        };
+    }
+    if !ready {
+        return if waits && socket.rx_shut.load(Acquire) {
+            IN | RDHUP
+        } else if waits {
+            0
+        } else if anchor & ENDED != 0 {
+            // An error is over when somebody has been told of it: whether there still is one is for the kernel to say.
+            IN | anchor & ENDED & !ERR
+        } else {
+            0
+        };
+    }
+    match consumer.end() {
+        Ok(None) => IN,
+        Ok(Some(_)) if waits => 0,
+        // A mark and no data: what it means is for the kernel to say, once the rest is done.
+        Ok(Some(_)) => {
+            drop(rx);
+            if connection::leave_link_at_end(socket) {
+                return readable(socket, arm);
+            }
+            let Some(_rx) = socket.rx.lock() else {
+                return 0;
+            };
+            kernel(socket, PollFlags::IN | PollFlags::RDHUP) & (IN | RDHUP | HUP | ERR)
+        }
+        Err(_) => IN | ERR,
+    }
+}
+
+/// The sending direction; as `readable`.
+pub fn writable(socket: &'static Socket, arm: Arm) -> u32 {
+    let mut tx = loop {
+        if socket.tx_mode.load(Acquire) == Mode::Marked && !connection::flush(socket) {
+            return if tx::is_above_own_send(socket) {
+                kernel(socket, PollFlags::OUT | PollFlags::WRNORM) & (OUT | HUP | ERR)
+            } else if socket.tx.lock().is_some_and(|tx| tx.is_shut) {
+                // A send fails at once, though the kernel's own shutdown() may be still to follow.
+                OUT
+            } else {
+                0
+            };
+        }
+        point!("writable: markers are out");
+        let Some(tx) = socket.tx.lock() else {
+            return 0;
+        };
+        // What the kernel has room for is for a marker that has been announced since.
+        if socket.tx_mode.load(Acquire) != Mode::Marked {
+            break tx;
+        }
+    };
+    if socket.tx_mode.load(Acquire) != Mode::Link {
+        return kernel(socket, PollFlags::OUT | PollFlags::WRNORM) & (OUT | HUP | ERR);
+    }
+    if tx.is_shut {
+        // A send fails at once.
+        return OUT;
+    }
+    let bits = tx.own.bits;
+    let Some(producer) = tx.producer.as_mut() else {
+        return 0;
+    };
+    if is_reader_gone(producer) || socket.wakes.anchor.load(Acquire) & (HUP | ERR) != 0 {
+        return OUT;
+    }
+    let ready = match arm {
+        Arm::Always | Arm::IfNotReady => match producer.has_space() {
+            Ok(false) => producer.arm_space(bits).unwrap_or(true),
+            _ => true,
+        },
+        Arm::No => producer.has_space().unwrap_or(true),
+    };
+    if ready || tx::could_have_room(socket, producer) {
+        return OUT;
+    }
+    tx::report_blocked(socket, &mut tx);
+    0
+}

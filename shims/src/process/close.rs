@@ -1,0 +1,469 @@
+//! The last close() of a connection, and what keeps it in being for a while: calls that began before, bytes that the
+//! other host may not have, a signal handler that has interrupted a use of the object.
+
+use std::ffi::c_int;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::sync::atomic::{
+    AtomicBool,
+    Ordering::{AcqRel, Acquire, Release, SeqCst},
+};
+
+use rdmasock_core::lock::Guard;
+use rdmasock_core::os::kernel;
+use rdmasock_core::os::privatefd::{self, PrivateFd};
+use rdmasock_core::stats::Reason;
+use rustix::net::{self, AddressFamily, SocketFlags, SocketType};
+
+use crate::data::rx;
+use crate::data::tx;
+use crate::notify::anchor;
+use crate::notify::closing::Told;
+use crate::notify::ready;
+use crate::notify::table;
+use crate::objects::library::Library;
+use crate::objects::mailbox::Command;
+use crate::objects::socket::Farewell;
+use crate::objects::socket::{self, Control, Mode, Receiving, Sending, Socket, Stage, closed};
+use crate::sys::errno;
+use crate::sys::remains::Remains;
+use rdmasock_core::stream::connection::{self, Awaited, SocketIo as _, Task};
+
+/// What those who use a connection tell of its end.
+pub static TOLD: Told = Told { on_call_back, lose };
+
+/// The program closes `fd`, which is not in the table any more. Gives who is to be told when it is closed.
+pub fn release(socket: &'static Socket, fd: c_int) -> Farewell {
+    // What another process has on a link stays there: this one only lets go.
+    let is_foreign = socket.tx_mode.load(Acquire) == Mode::Foreign;
+    let may_be_left = socket.may_be_on_link() && !is_foreign && is_only_number(socket, fd);
+    if may_be_left && socket.promotion.holders.are_several() {
+        // The other holders go on with the kernel's socket.
+        crate::process::pass::release(socket, Reason::Inherited);
+    }
+    let Some(mut control) = socket.control.lock() else {
+        orphan(socket);
+        return Farewell::NONE;
+    };
+    control.own.fds.retain(|f| *f != fd);
+    if let Some(other) = control.own.fds.first() {
+        socket.numbers.fd.store(*other, Release);
+        return Farewell::NONE;
+    }
+    tx::answer_if_asked(socket);
+    if hold(socket) {
+        return Farewell::NONE;
+    }
+    end(socket, control)
+}
+
+/// Before the program closes `fd`, or puts another file in its place. A call of another thread that begins between the
+/// removal from the table and the kernel's close goes to the kernel. Where markers may come, it finds a dead socket
+/// there. To be followed by the removal, then [`on_removed`].
+pub fn hide_markers(socket: &'static Socket, fd: c_int) {
+    if socket.rx_mode.load(Acquire) != Mode::Marked {
+        return;
+    }
+    let Some(control) = socket.control.lock() else {
+        return;
+    };
+    if control.own.fds[..] != [fd] || !socket.numbers.is_behind(fd) {
+        return;
+    }
+    let dead = PrivateFd::open(|| {
+        let flags = SocketFlags::CLOEXEC;
+        let dead = net::socket_with(AddressFamily::UNIX, SocketType::DGRAM, flags, None)?;
+        net::shutdown(&dead, net::Shutdown::Read).map(|()| dead)
+    });
+    if let Ok(dead) = dead
+        && move_anchor(socket)
+    {
+        socket.numbers.hidden.store(fd, Release);
+        // SAFETY: two numbers and a flag; the program is about to close `fd` itself.
+        let _ = unsafe {
+            let numbers = [
+                dead.as_raw_fd() as usize,
+                fd as usize,
+                libc::O_CLOEXEC as usize,
+                0,
+                0,
+                0,
+            ];
+            kernel::call(libc::SYS_dup3, numbers)
+        };
+    }
+}
+
+/// The table has forgotten `fd`.
+pub fn on_removed(socket: &'static Socket, fd: c_int) {
+    let _ = socket.numbers.hidden.compare_exchange(fd, -1, AcqRel, Acquire);
+}
+
+/// `fd` was closed where no hook saw it, and may stand for another file already. It is not in the table any more, and
+/// is not touched.
+#[cold]
+pub fn lose(socket: &'static Socket, fd: c_int) {
+    let errno = errno::get();
+    lose_number(socket, fd);
+    errno::set(errno);
+}
+
+fn lose_number(socket: &'static Socket, fd: c_int) {
+    let Some(mut control) = socket.control.lock() else {
+        return orphan(socket);
+    };
+    control.own.fds.retain(|f| *f != fd);
+    let mut others = control.own.fds.iter();
+    let other = others.find(|f| table::still(**f, socket) && socket.numbers.is_behind(**f));
+    if let Some(other) = other {
+        socket.numbers.fd.store(*other, Release);
+        return;
+    }
+    control.own.fds.clear();
+    tracing::info!(target: "rdmasock", slot = socket.slot, fd, "closed past the library");
+    socket.numbers.fd.store(-1, Release);
+    socket.promotion.set_stage(Stage::Pinned);
+    match calls_inside(socket, closed::LOST) {
+        Inside::Nobody => end(socket, control).tell(),
+        Inside::Interrupted => orphan(socket),
+        Inside::Kernel | Inside::Ours => {
+            drop(control);
+            // They find that it is not theirs any more.
+            ready::notify_local(socket);
+        }
+    }
+}
+
+/// The last number is closed. True if calls that began before are not back: as in the kernel, the connection lives on
+/// until they are. The caller holds the control lock.
+fn hold(socket: &'static Socket) -> bool {
+    let inside = calls_inside(socket, closed::HELD);
+    match inside {
+        Inside::Nobody => return false,
+        Inside::Interrupted => {
+            orphan(socket);
+            return true;
+        }
+        Inside::Kernel | Inside::Ours => {}
+    }
+    socket.promotion.set_stage(Stage::Pinned);
+    if inside == Inside::Kernel && socket.is_plain() && !ready::is_watched(socket) {
+        // The kernel holds the file itself.
+        socket.numbers.fd.store(-1, Release);
+        return true;
+    }
+    if move_anchor(socket) {
+        return true;
+    }
+    // There is no number left for it: they fail.
+    socket.numbers.closed.publish(closed::LOST);
+    socket.numbers.fd.store(-1, Release);
+    ready::notify_local(socket);
+    true
+}
+
+/// Where the calls are that are not back.
+#[derive(Clone, Copy, PartialEq)]
+enum Inside {
+    Nobody,
+    /// This very thread is in the middle of a use of the object, which a signal handler has interrupted.
+    Interrupted,
+    /// In the kernel's receive or send.
+    Kernel,
+    /// In a wait of ours, some of them.
+    Ours,
+}
+
+/// Says what has become of the numbers, and finds calls that began before: each of them sees that then when it is back.
+/// If there are none the object is as before.
+fn calls_inside(socket: &'static Socket, what: u8) -> Inside {
+    let sleeps = socket.wakes.interest.lock().map(|i| !i.sleepers.is_empty());
+    let (Some(sleeps), Some(rx), Some(tx)) = (sleeps, socket.rx.lock(), socket.tx.lock()) else {
+        return Inside::Interrupted;
+    };
+    socket.numbers.closed.publish(what);
+    if sleeps || rx.own.waiting > 0 || tx.own.waiting > 0 {
+        Inside::Ours
+    } else if socket.is_inside() {
+        Inside::Kernel
+    } else {
+        socket.numbers.closed.publish(closed::OPEN);
+        Inside::Nobody
+    }
+}
+
+/// The anchor gets a number that the program does not know of, if it has none yet.
+fn move_anchor(socket: &'static Socket) -> bool {
+    if privatefd::is_private(socket.numbers.fd.load(Acquire)) {
+        return true;
+    }
+    let Some(Ok(copy)) = socket.numbers.anchor_fd().map(PrivateFd::duplicate_closing) else {
+        return false;
+    };
+    anchor::forget(socket);
+    socket.numbers.fd.store(copy.release(), Release);
+    if socket.is_watched()
+        && let Some(fd) = socket.numbers.anchor_fd()
+    {
+        // It has another number from now on.
+        anchor::watch(socket, fd);
+    }
+    true
+}
+
+/// A call that began before the connection was closed is back. With the last one it ends.
+#[cold]
+fn on_call_back(socket: &'static Socket) {
+    let errno = errno::get();
+    let Some(control) = socket.control.lock() else {
+        return orphan(socket);
+    };
+    let what = socket.numbers.closed.look();
+    if what == closed::OPEN {
+        return;
+    }
+    match calls_inside(socket, what) {
+        Inside::Nobody => end(socket, control).tell(),
+        Inside::Interrupted => orphan(socket),
+        Inside::Kernel | Inside::Ours => {}
+    }
+    errno::set(errno);
+}
+
+/// A signal handler has interrupted this thread in the middle of a use of the object: the service thread does what is
+/// to be done. Until then the connection has an anchor of its own.
+#[cold]
+fn orphan(socket: &'static Socket) {
+    let fd = socket.numbers.fd.load(Acquire);
+    if fd >= 0
+        && !table::still(fd, socket)
+        && socket.numbers.is_behind(fd)
+        // SAFETY: the caller is about to close the number, and it still stands for the socket.
+        && let Ok(copy) = PrivateFd::duplicate_closing(unsafe { BorrowedFd::borrow_raw(fd) })
+    {
+        socket.numbers.fd.store(copy.release(), Release);
+    }
+    socket.numbers.orphaned.store(true, SeqCst);
+    ORPHANS.store(true, SeqCst);
+    Library::get().waiters.ring(crate::objects::waiters::SERVICE);
+}
+
+static ORPHANS: AtomicBool = AtomicBool::new(false);
+
+/// Ends what signal handlers could not. On the service thread.
+pub fn end_orphans() {
+    if !ORPHANS.swap(false, SeqCst) {
+        return;
+    }
+    for socket in socket::all().filter(|s| s.numbers.orphaned.swap(false, SeqCst)) {
+        let Some(mut control) = socket.control.lock() else {
+            continue;
+        };
+        control.own.fds.retain(|fd| table::still(*fd, socket));
+        let anchor = socket.numbers.fd.load(Acquire);
+        if let Some(other) = control.own.fds.first() {
+            socket.numbers.fd.store(*other, Release);
+            drop(PrivateFd::adopt(anchor));
+            continue;
+        }
+        let is_held = match socket.numbers.closed.look() {
+            closed::OPEN => hold(socket),
+            what => calls_inside(socket, what) != Inside::Nobody,
+        };
+        if !is_held {
+            end(socket, control).tell();
+        }
+    }
+}
+
+/// No number stands for the connection any more, and no call is inside. Gives who is to be told when the kernel's
+/// socket is closed; one of ours is by then.
+fn end(socket: &'static Socket, mut control: Guard<'static, Control>) -> Farewell {
+    let anchor = socket.numbers.fd.load(Acquire);
+    let last = socket.promotion.holders.let_go(socket.is_plain());
+    if socket.tx_mode.load(Acquire) == Mode::Foreign {
+        socket.tx_mode.go(Sending::Reclaimed);
+        socket.rx_mode.go(Receiving::Reclaimed);
+    }
+    if socket.is_plain() && !ready::is_watched(socket) {
+        socket.numbers.fd.store(-1, Release);
+        drop(control);
+        drop(PrivateFd::adopt(anchor));
+        forget(socket);
+        return Farewell::NONE;
+    }
+    // A close with unread data resets the connection (RFC 9293, 3.10.4; RFC 2525, 2.17). A number that was closed where
+    // no hook saw it, and is closed now as the next file's, leads to no kernel's socket either.
+    let is_lost = anchor < 0 || !socket.numbers.is_behind(anchor);
+    if is_lost && last && connection::return_unread(socket, &control) {
+        // No end mark: to the peer it is no orderly end.
+        let_go_of(socket, &mut control);
+        drop(control);
+        forget(socket);
+        return Farewell::NONE;
+    }
+    let is_unread = rx::has_unread(socket) && !is_lost;
+    let resets = last && (is_unread || refuses_what_came(socket));
+    // Nor is anything to precede the reset that a program asks for: behind an end it would be none.
+    if last && !resets && !is_hard(socket) && stay_behind(socket, &mut control) {
+        drop(control);
+        forget_interest(socket);
+        // From here on it can come to its end, and be another connection.
+        socket.numbers.left_behind.store(true, Release);
+        socket.later(Task::Settle);
+        return Farewell::NONE;
+    }
+    if resets && let Some(anchor) = socket.numbers.anchor_fd() {
+        let _ = rustix::net::sockopt::set_socket_linger(anchor, Some(std::time::Duration::ZERO));
+    }
+    let awaited = if last && socket.rx_mode.load(Acquire) == Mode::Marked {
+        connection::scan_left(socket, &mut control)
+    } else {
+        None
+    };
+    let (unsent, farewell) = connection::close_tx(socket);
+    if last {
+        linger(socket, awaited, unsent);
+    }
+    let_go_of(socket, &mut control);
+    drop(control);
+    // A connection that was held for calls has one of ours.
+    drop(PrivateFd::adopt(anchor));
+    forget(socket);
+    farewell
+}
+
+/// Whether the program has asked for a reset in the place of an orderly end (SO_LINGER with no time).
+pub fn is_hard(socket: &Socket) -> bool {
+    let linger = |anchor| rustix::net::sockopt::socket_linger(anchor) == Ok(Some(std::time::Duration::ZERO));
+    socket.numbers.anchor_fd().is_some_and(linger)
+}
+
+/// The program closes the socket before all of `unsent` is in TCP, or while markers are `awaited`: see
+/// `service::linger`. The caller holds the control lock.
+fn linger(socket: &'static Socket, awaited: Option<Awaited>, unsent: Vec<u8>) {
+    let Some(anchor) = socket.numbers.anchor_fd() else {
+        return;
+    };
+    // A program that asked for a reset gets it.
+    if is_hard(socket) || (awaited.is_none() && unsent.is_empty()) {
+        return;
+    }
+    if let Ok(copy) = rdmasock_core::os::privatefd::PrivateFd::duplicate_closing(anchor) {
+        let remains = Remains::new(copy, awaited, unsent);
+        if remains.unsent.is_empty() && !remains.ends_last() {
+            let _ = rustix::net::shutdown(&remains.fd, rustix::net::Shutdown::Write);
+        }
+        Library::get().service.submit(Command::Linger(remains));
+    }
+}
+
+/// The stream's numbers are given back, and the object is as new.
+fn let_go_of(socket: &'static Socket, control: &mut Control) {
+    control.handshake = None;
+    connection::close_stream(socket, control);
+    anchor::forget(socket);
+    {
+        let rx = socket.rx.lock();
+        let tx = socket.tx.lock();
+        socket.numbers.fd.store(-1, Release);
+        socket.rx_mode.go(Receiving::Closed);
+        socket.tx_mode.go(Sending::Closed);
+        socket.wakes.watched.publish(false);
+        drop(tx);
+        if let Some(mut rx) = rx {
+            *rx = crate::objects::socket::Rx::default();
+        }
+    }
+}
+
+/// The last number of a stream between hosts is closed, and the peer may not have all of it: the anchor and
+/// the stream live on until it has (P77). False if that is not so, or there is no number left.
+fn stay_behind(socket: &'static Socket, control: &mut Control) -> bool {
+    if !connection::resume::is_staying(control) || !move_anchor(socket) {
+        return false;
+    }
+    connection::resume::close(socket, control);
+    true
+}
+
+/// A stream that was left behind may have come to its end. True if it has.
+pub fn finish(socket: &'static Socket) -> bool {
+    {
+        let Some(mut control) = socket.control.lock() else {
+            return false;
+        };
+        let unsent = socket.tx.lock().is_none_or(|tx| !tx.marker.is_empty());
+        if connection::resume::is_staying(&control) || control.handshake.is_some() || unsent {
+            return false;
+        }
+        socket.numbers.left_behind.store(false, Release);
+        let anchor = socket.numbers.fd.load(Acquire);
+        let_go_of(socket, &mut control);
+        drop(PrivateFd::adopt(anchor));
+    }
+    forget(socket);
+    true
+}
+
+/// The process is about to end, and the kernel closes the socket without knowing of what is unread on the link. Gives
+/// whether that is a reset, which no end is to precede.
+pub fn resets_at_exit(socket: &'static Socket) -> bool {
+    if rx::has_unread(socket)
+        && let Some(anchor) = socket.numbers.anchor_fd()
+    {
+        let _ = rustix::net::sockopt::set_socket_linger(anchor, Some(std::time::Duration::ZERO));
+    }
+    is_hard(socket)
+}
+
+/// Nobody reads the link any more. True if something came before the other end could know. (Where
+/// something is unread anyway, the reset tells it, and not before it is there: a program that was told
+/// by us would find the connection still standing.)
+fn refuses_what_came(socket: &'static Socket) -> bool {
+    // A direction that is back on TCP may have another holder, who got the socket by SCM_RIGHTS.
+    if socket.rx_mode.load(Acquire) == Mode::Tcp {
+        return false;
+    }
+    let wake = connection::refuse(socket);
+    if socket.numbers.anchor_fd().is_none() {
+        // It was closed past the hooks, so no reset of it will tell.
+        ready::notify_peer(socket, wake);
+    }
+    rx::has_unread(socket)
+}
+
+fn is_only_number(socket: &'static Socket, fd: c_int) -> bool {
+    let control = socket.control.lock();
+    control.is_some_and(|c| c.own.fds.iter().all(|f| *f == fd))
+}
+
+/// Nobody waits on the socket any more.
+fn forget_interest(socket: &'static Socket) {
+    let interest = {
+        let Some(mut interest) = socket.wakes.interest.lock() else {
+            return;
+        };
+        if interest.members.is_empty() && interest.sleepers.is_empty() {
+            return;
+        }
+        std::mem::take(&mut *interest)
+    };
+    for m in interest.members {
+        m.epoll.forget(m.item, socket);
+    }
+    for s in interest.sleepers {
+        Library::get().waiters.ring(s.waiter);
+    }
+}
+
+fn forget(socket: &'static Socket) {
+    forget_interest(socket);
+    rx::view::end(socket);
+    if let Some(listener) = socket.promotion.take_listener() {
+        listener.release();
+    }
+    socket.recycle(Library::current().map(|library| library.stats));
+}
+
+#[cfg(test)]
+mod tests;

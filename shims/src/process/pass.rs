@@ -1,0 +1,225 @@
+//! Sockets that go back to TCP with all that was not read yet, because only the kernel can serve them: those that
+//! leave this process, passed by SCM_RIGHTS, kept across an exec or given to a spawned program, whose new holder reads
+//! and writes the kernel's socket (docs/design/processes.md), and those with an option that a link does not have.
+
+use std::ffi::{c_int, c_uint};
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::sync::atomic::Ordering::Acquire;
+
+use libc::{mmsghdr, msghdr};
+use rdmasock_core::stats::Reason;
+use rdmasock_core::sync::store_load_fence;
+
+use crate::data::rx;
+use crate::notify::reclaim::reclaim;
+use crate::notify::table;
+use crate::objects::library::Library;
+use crate::objects::socket::{self, Mode, Socket, Stage};
+use crate::sys::errno;
+use crate::sys::sockopt;
+use crate::sys::time::wait_until;
+use crate::sys::vfork;
+use rdmasock_core::stream::connection;
+
+/// Takes back the sockets that a message is about to pass. Costs a look at two fields for a
+/// message without control data.
+///
+/// # Safety
+/// `message` is null or the program's own.
+#[inline]
+pub unsafe fn before_passing(message: *const msghdr) {
+    // SAFETY: by the contract.
+    if unsafe { message.as_ref() }.is_some_and(|m| m.msg_controllen > 0 && !m.msg_control.is_null()) {
+        // SAFETY: by the contract.
+        unsafe { pass(message) }
+    }
+}
+
+/// [`before_passing`] for each message of an array.
+///
+/// # Safety
+/// `messages` has `count` entries, or is null.
+pub unsafe fn before_passing_many(messages: *const mmsghdr, count: c_uint) {
+    for i in 0..if messages.is_null() { 0 } else { count as usize } {
+        // SAFETY: by the contract.
+        unsafe { before_passing(&raw const (*messages.add(i)).msg_hdr) }
+    }
+}
+
+#[inline(never)]
+unsafe fn pass(message: *const msghdr) {
+    let errno = errno::get();
+    // SAFETY: the macros of cmsg(3) on the program's own control data, which is not changed.
+    unsafe {
+        let mut header = libc::CMSG_FIRSTHDR(message);
+        while !header.is_null() {
+            let c = &*header;
+            if c.cmsg_level == libc::SOL_SOCKET && c.cmsg_type == libc::SCM_RIGHTS {
+                let bytes = c.cmsg_len.saturating_sub(libc::CMSG_LEN(0) as usize);
+                let fds = libc::CMSG_DATA(header).cast::<c_int>();
+                for i in 0..bytes / size_of::<c_int>() {
+                    if let Some(socket) = table::socket(fds.add(i).read_unaligned()) {
+                        release(socket, Reason::Passed);
+                    }
+                }
+            }
+            header = libc::CMSG_NXTHDR(message, header);
+        }
+    }
+    errno::set(errno);
+}
+
+/// Takes the socket back to TCP in both directions, such that all that was not read yet comes
+/// through the kernel. Waits for the end of a handshake that is under way: a marker in flight must
+/// not become somebody else's data.
+pub fn release(socket: &'static Socket, reason: Reason) {
+    withdraw(socket, reason);
+    let is_staying = match socket.control.lock() {
+        Some(control) => connection::resume::is_staying(&control),
+        None => false,
+    };
+    if is_staying || socket.rx_mode.load(Acquire) == Mode::Marked {
+        // The new holder would read a marker as data, or miss what was before it.
+        tracing::warn!(target: "rdmasock", slot = socket.slot, %reason, "the peer does not answer, and the socket cannot follow: reset");
+        crate::notify::reset::reset(socket);
+        if let Some(mut rx) = socket.rx.lock() {
+            rx.aside = Vec::new();
+        }
+    }
+    keep(socket);
+}
+
+/// Takes the socket back to TCP as [`release`] does, for this process: where the peer does not answer in time, the
+/// program's calls go on waiting for it.
+#[cold]
+pub fn keep_on_tcp(socket: &'static Socket, reason: Reason) {
+    let errno = errno::get();
+    withdraw(socket, reason);
+    if !is_on_link(socket) {
+        keep(socket);
+    }
+    errno::set(errno);
+}
+
+fn keep(socket: &'static Socket) {
+    socket.promotion.set_stage(Stage::Pinned);
+    socket.promotion.holders.on_returned();
+}
+
+fn withdraw(socket: &'static Socket, reason: Reason) {
+    reclaim(socket);
+    // An attempt that has come so far goes on to its end: what its peer sends meanwhile can be had from the link.
+    wait_until(|| connection::press_on(socket));
+    if let Some(mut control) = socket.control.lock() {
+        connection::return_to_tcp(socket, &mut control, reason);
+    }
+    wait_until(|| {
+        connection::flush(socket);
+        if socket.rx_mode.load(Acquire) == Mode::Marked {
+            connection::look(socket);
+            let _control = socket.control.lock();
+            connection::hand_over_rest(socket);
+        }
+        if socket.rx_mode.load(Acquire) == Mode::Link
+            && let Some(mut control) = socket.control.lock()
+        {
+            // The handshake has ended in a promotion.
+            connection::return_to_tcp(socket, &mut control, reason);
+        }
+        !is_on_link(socket)
+    });
+}
+
+/// Another program will have a copy of `fd`: the connection behind it goes back to TCP for good.
+#[inline(never)]
+pub fn for_program(fd: c_int) {
+    let errno = errno::get();
+    // A vfork child may have put another file there.
+    if let Some(socket) = table::socket(fd).filter(|s| s.numbers.is_behind(fd)) {
+        release_here(socket);
+    }
+    errno::set(errno);
+}
+
+/// [`release`] for an exec. In a vfork child the socket's numbers may stand for other files, so its parent's service
+/// thread takes the stream back, and the child waits for that.
+fn release_here(socket: &'static Socket) {
+    if !vfork::is_borrower() {
+        return release(socket, Reason::Exec);
+    }
+    reclaim(socket);
+    if socket.may_be_on_link() && !socket.promotion.holders.await_parent() && is_behind_anchor(socket) {
+        tracing::warn!(target: "rdmasock", slot = socket.slot, "the peer does not answer, and the socket cannot follow: reset");
+        crate::notify::reset::reset_after_unsent(socket);
+    }
+    socket.promotion.set_stage(Stage::Pinned);
+}
+
+fn is_behind_anchor(socket: &Socket) -> bool {
+    socket.numbers.is_behind(socket.numbers.fd.load(Acquire))
+}
+
+/// From now on no connection may leave TCP, and those that have return. Waits for that, as [`release`] does.
+pub fn all_on_tcp(reason: Reason) {
+    let errno = errno::get();
+    Library::keep_on_tcp(reason);
+    // Who makes a connection busy looks at the reason then: one of the two sees the other.
+    store_load_fence();
+    for socket in socket::in_use() {
+        if socket.may_be_on_link() {
+            release(socket, reason);
+        }
+    }
+    errno::set(errno);
+}
+
+/// The program has set an option that makes sending or receiving another thing than it is on a link, and the kernel has
+/// taken it: if the socket is not promoted yet, `connection::start_scan` sees that. What the peer has sent before it
+/// left the link by itself is read from there first.
+#[cold]
+pub fn on_option_beyond_links(socket: &'static Socket, fd: BorrowedFd<'_>) {
+    let errno = errno::get();
+    if sockopt::is_beyond_links(fd) && socket.may_be_on_link() {
+        reclaim(socket);
+        rx::return_to_tcp(socket, Reason::Unsupported);
+    }
+    errno::set(errno);
+}
+
+/// Not yet, or not all, back on TCP.
+fn is_on_link(socket: &'static Socket) -> bool {
+    let control = socket.control.lock();
+    !socket.is_plain() || control.is_some_and(|c| connection::resume::is_staying(&c))
+}
+
+/// Before an exec or a spawn: sockets that survive it go back to TCP. An exec `replaces` this
+/// process, which then no longer holds those that do not survive; of these, those on links between hosts go back too.
+pub fn before_exec(replaces: bool) {
+    let errno = errno::get();
+    for socket in socket::in_use() {
+        let survives = socket.control.lock().is_none_or(|c| {
+            c.own.fds.iter().any(|fd| {
+                // SAFETY: one of the socket's numbers; the control lock keeps close() out.
+                let fd = unsafe { BorrowedFd::borrow_raw(*fd) };
+                let flags = rustix::io::fcntl_getfd(fd);
+                flags.is_ok_and(|f| !f.contains(rustix::io::FdFlags::CLOEXEC))
+                    && socket.numbers.is_behind(fd.as_raw_fd())
+            })
+        });
+        if vfork::is_borrower() {
+            if survives && socket.may_be_on_link() {
+                release_here(socket);
+            }
+            continue;
+        }
+        let is_foreign = socket.tx_mode.load(Acquire) == Mode::Foreign;
+        // Other holders go on with the kernel's socket.
+        let is_left = || replaces && !is_foreign && socket.promotion.holders.are_several();
+        // What another host does not have yet goes with this image's memory; TCP keeps it.
+        let is_away = replaces && !is_foreign && socket.link().is_some_and(|link| link.is_remote());
+        if socket.may_be_on_link() && (survives || is_away || is_left()) {
+            release(socket, Reason::Exec);
+        }
+    }
+    errno::set(errno);
+}

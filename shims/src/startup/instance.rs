@@ -1,0 +1,81 @@
+//! How an instance is made: with everything that a process needs by then, so this lies above all of that.
+
+use once_cell::race::OnceBox;
+use rdmasock_core::ids::InstanceId;
+use rdmasock_core::os::privatefd::{PrivateFd, Transit};
+use rdmasock_core::stats::{InstanceInfo, StatsPage};
+
+use crate::config::arenas::{self, Pieces};
+use crate::config::reach::Reach;
+use crate::config::rules::Rules;
+use crate::config::{Config, config};
+use crate::objects::library::{Build, Library, program_name};
+use crate::objects::mailbox::Mailbox;
+use crate::objects::offers::Offers;
+use crate::objects::waiters::Waiters;
+use crate::service;
+use crate::sys::budget::Budget;
+
+/// Whether anything is to be accelerated. Makes the instance, but not in a fork child: many live for one short
+/// connection, and to make one costs as much as such a connection does. There [`Library::ensure`] is for when one is
+/// worth it. False in a child that borrows the memory, or that no hook has seen.
+#[inline]
+pub fn is_on() -> bool {
+    const BUILD: &Build = &(build as Build);
+    Library::is_on(BUILD) && !crate::sys::vfork::is_child()
+}
+
+fn build() -> Option<Library> {
+    let config = config();
+    if !config.enabled || config.fabrics.is_empty() {
+        return None;
+    }
+    crate::notify::table::init().ok()?;
+    arenas::warn_if_missing();
+    crate::config::log::init(config);
+    crate::notify::closing::tell(&crate::process::close::TOLD);
+    crate::notify::fork::register(crate::process::exit::at_exit);
+    let program = program_name();
+    let rules = RULES.get_or_init(|| Box::new(read_rules(config)));
+    let id = InstanceId::random().ok()?;
+    let transit = Transit::begin();
+    let (stats, stats_fd) = StatsPage::create(InstanceInfo {
+        pid: rustix::process::getpid().as_raw_nonzero().get() as u32,
+        instance: *id.as_bytes(),
+        program: program.as_bytes(),
+    })
+    .ok()?;
+    let stats_fd = stats_fd.and_then(|fd| PrivateFd::place(fd).ok());
+    drop(transit);
+    let library = Library {
+        rules: rules.as_ref(),
+        reach: REACH.get_or_init(|| Box::new(Reach::new(config))),
+        program,
+        id,
+        stats,
+        _stats_fd: stats_fd,
+        waiters: Waiters::new().ok()?,
+        offers: Offers::new(),
+        pinned: Budget::default(),
+        arenas: Pieces::new(),
+        service: Mailbox::new(service::THREAD).ok()?,
+    };
+    tracing::info!(target: "rdmasock", instance = %library.id, program = %library.program, "instance made");
+    Some(library)
+}
+
+/// The rules as they were read once: a fork child may not be allowed to read the file again.
+static RULES: OnceBox<Option<Rules>> = OnceBox::new();
+
+/// The rules that the user wants, `None` if they cannot be had; what is wrong with them goes to stderr.
+fn read_rules(config: &Config) -> Option<Rules> {
+    let Some(path) = &config.rules else {
+        return Some(Rules::default());
+    };
+    Rules::load(path)
+        .inspect_err(|problem| crate::config::warn(problem))
+        .ok()
+}
+
+/// With the secret, which a fork child may not be allowed to read again.
+static REACH: OnceBox<Reach> = OnceBox::new();

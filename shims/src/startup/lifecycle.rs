@@ -1,0 +1,262 @@
+//! From socket() to the last close(): which numbers stand for which objects. What the last close of a connection leads
+//! to is in `close`.
+
+use std::ffi::c_int;
+use std::sync::atomic::Ordering::Relaxed;
+
+use rdmasock_core::os::privatefd;
+use rdmasock_core::stats::{Direction, Reason};
+use rdmasock_core::stream::handshake::Role;
+
+use crate::notify::epoll::Epoll;
+use crate::notify::table::{self, Entry};
+use crate::objects::library::{Library, threshold_of};
+use crate::objects::listener::Listener;
+use crate::objects::socket::Farewell;
+use crate::objects::socket::{Socket, Stage};
+use crate::process::close;
+use crate::startup::instance;
+use crate::sys::errno;
+use crate::sys::sockopt;
+
+/// socket() gave a TCP socket.
+pub fn on_socket(fd: c_int, nonblocking: bool) {
+    if instance::is_on() {
+        let serial = table::new_serial();
+        let entry = Entry::Fresh { nonblocking, serial };
+        drop_entry(table::insert(fd, entry), fd);
+    }
+}
+
+/// Whether a number that the library has not seen being made is a TCP socket.
+pub fn is_tcp(fd: c_int) -> bool {
+    if fd < 0 {
+        return false;
+    }
+    // SAFETY: the program's number, in the middle of its call, and not -1.
+    let fd = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) };
+    let option = |name| sockopt::get(fd, (libc::SOL_SOCKET, name));
+    let errno = errno::get();
+    let tcp = option(libc::SO_PROTOCOL) == Some(libc::IPPROTO_TCP)
+        && matches!(option(libc::SO_DOMAIN), Some(libc::AF_INET | libc::AF_INET6));
+    errno::set(errno);
+    tcp
+}
+
+fn is_nonblocking(fd: c_int) -> bool {
+    // SAFETY: the program's own fd, in the middle of its call.
+    let flags = rustix::fs::fcntl_getfl(unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) });
+    flags.is_ok_and(|f| f.contains(rustix::fs::OFlags::NONBLOCK))
+}
+
+/// listen() has succeeded.
+pub fn on_listen(fd: c_int) {
+    let known = match table::lookup(fd) {
+        Entry::Listener(_) => return,
+        Entry::Fresh { .. } => true,
+        _ => false,
+    };
+    let errno = errno::get();
+    if instance::is_on() && (known || is_tcp(fd)) {
+        let listener = Listener::new(fd);
+        drop_entry(table::insert(fd, Entry::Listener(listener)), fd);
+        // Whoever asks on one name of a port waits for the answers on all of them.
+        if Library::current().is_some_and(|library| library.service.is_started()) {
+            listener.on_accept();
+        }
+    }
+    errno::set(errno);
+}
+
+/// accept() has given `fd`.
+pub fn on_accept(listener: &'static Listener, fd: c_int, nonblocking: bool) {
+    if let Some(socket) = begin(fd, nonblocking, Direction::Accept) {
+        // Its peer asks by the name, also after the program has closed the listening socket.
+        let kept = listener.retain().then_some(listener);
+        socket.promotion.set_acceptor(kept);
+        if listener.keeps_on_tcp.load(Relaxed) {
+            crate::notify::threshold::stay(socket, Reason::Asked.into());
+        } else {
+            socket.promotion.set_stage(Stage::Watching);
+        }
+    }
+    // Only now: it answers at once for what it finds.
+    listener.on_accept();
+}
+
+/// accept() has given `new` on `fd`, which is no listener that this program image has made: it may have come from
+/// another image (systemd, an exec of itself). A listener is known from its first connection on.
+pub fn on_accept_of_unknown(fd: c_int, new: c_int, nonblocking: bool) {
+    let errno = errno::get();
+    if instance::is_on() && is_tcp(new) {
+        // SAFETY: the program's number, in the middle of its call, and not -1, since accept() has succeeded.
+        let borrowed = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) };
+        // Another file may have the number by now.
+        if sockopt::get(borrowed, (libc::SOL_SOCKET, libc::SO_ACCEPTCONN)) == Some(1) {
+            on_listen(fd);
+        }
+        if let Entry::Listener(listener) = table::lookup(fd) {
+            on_accept(listener, new, nonblocking);
+        }
+    }
+    errno::set(errno);
+}
+
+/// A socket joins an epoll set before it is connected (as nginx's do): it gets its object now, so
+/// that the membership is known.
+#[inline]
+pub fn on_epoll_add(fd: c_int) -> Entry {
+    match table::lookup(fd) {
+        Entry::Fresh { nonblocking, .. } => {
+            begin(fd, nonblocking, Direction::Connect).map_or(Entry::None, Entry::Socket)
+        }
+        entry => entry,
+    }
+}
+
+/// connect() has succeeded or begun.
+pub fn on_connect(fd: c_int) {
+    let errno = errno::get();
+    let socket = match table::lookup(fd) {
+        Entry::Fresh { nonblocking, .. } => begin(fd, nonblocking, Direction::Connect),
+        Entry::None if instance::is_on() && is_tcp(fd) => begin(fd, is_nonblocking(fd), Direction::Connect),
+        Entry::Socket(socket) if socket.promotion.stage() == Stage::New => Some(socket),
+        _ => None,
+    };
+    if let Some(socket) = socket {
+        socket.promotion.set_connector();
+        socket.promotion.set_stage(Stage::Watching);
+        if threshold_of(Role::Connector).is_at_once() {
+            crate::notify::threshold::worth_it(socket);
+        }
+    }
+    errno::set(errno);
+}
+
+/// A send with MSG_FASTOPEN is about to connect the socket. If it fails, the socket can be connected later.
+#[cold]
+pub fn before_fast_open(fd: c_int) {
+    if let Entry::Socket(socket) = on_epoll_add(fd)
+        && socket.promotion.stage() == Stage::New
+    {
+        socket.promotion.set_connector();
+        socket.promotion.set_stage(Stage::Watching);
+    }
+}
+
+fn begin(fd: c_int, nonblocking: bool, direction: Direction) -> Option<&'static Socket> {
+    if !instance::is_on() || !table::covers(fd) {
+        return None;
+    }
+    let socket = Socket::allocate(fd, nonblocking)?;
+    if let Some(library) = Library::current() {
+        socket.open_statistics(library.stats, direction);
+    }
+    drop_entry(table::insert(fd, Entry::Socket(socket)), fd);
+    Some(socket)
+}
+
+/// connect() to AF_UNSPEC is about to dissolve the connection.
+pub fn before_disconnect(fd: c_int) {
+    let errno = errno::get();
+    if let Some(socket) = table::socket(fd) {
+        let nonblocking = socket.blocking.is_nonblocking();
+        crate::process::pass::release(socket, Reason::Closed);
+        let serial = table::new_serial();
+        release(table::put(fd, Entry::Fresh { nonblocking, serial }), fd);
+    }
+    errno::set(errno);
+}
+
+/// epoll_create() has given `fd`.
+pub fn on_epoll(fd: c_int) {
+    if instance::is_on()
+        && let Some(epoll) = Epoll::allocate(fd)
+    {
+        drop_entry(table::insert(fd, Entry::Epoll(epoll)), fd);
+    }
+}
+
+/// An entry that a new file has replaced: the number was closed where no hook saw it.
+fn drop_entry(entry: Entry, fd: c_int) {
+    match entry {
+        Entry::Socket(socket) => close::lose(socket, fd),
+        entry => release(entry, fd).tell(),
+    }
+}
+
+/// Before the kernel closes `fd`. Gives who is to be told when it has.
+pub fn before_close(fd: c_int) -> Farewell {
+    let errno = errno::get();
+    let socket = table::socket(fd);
+    if let Some(socket) = socket {
+        close::hide_markers(socket, fd);
+    }
+    let entry = table::put(fd, Entry::None);
+    if let Some(socket) = socket {
+        close::on_removed(socket, fd);
+    }
+    let farewell = release(entry, fd);
+    errno::set(errno);
+    farewell
+}
+
+fn release(entry: Entry, fd: c_int) -> Farewell {
+    match entry {
+        Entry::None | Entry::Fresh { .. } => {}
+        Entry::Listener(listener) => listener.release(),
+        Entry::Epoll(epoll) => epoll.release(fd, table::another_of),
+        Entry::Socket(socket) => return close::release(socket, fd),
+    }
+    Farewell::NONE
+}
+
+/// `new` is another number for what `old` stands for.
+pub fn on_dup(old: c_int, new: c_int) {
+    let errno = errno::get();
+    let mut entry = table::lookup(old);
+    match entry {
+        Entry::None => {}
+        Entry::Fresh { .. } => {}
+        Entry::Listener(listener) => {
+            if !listener.retain() {
+                entry = Entry::None;
+            }
+        }
+        Entry::Epoll(epoll) => epoll.retain(),
+        Entry::Socket(socket) => {
+            if !socket.numbers.is_behind(new) {
+                // Another has closed `old` and got the number meanwhile.
+                drop_entry(table::insert(new, Entry::None), new);
+                errno::set(errno);
+                return;
+            }
+            if let Some(mut control) = socket.control.lock() {
+                control.own.fds.push(new);
+            }
+            if new <= 2 {
+                // stdio's own writes are inside libc, where no hook sees them.
+                crate::data::tx::take_back(socket, Reason::Stdio);
+            }
+        }
+    }
+    drop_entry(table::insert(new, entry), new);
+    errno::set(errno);
+}
+
+/// Whether the program must not see that this number is open.
+#[inline]
+pub fn is_hidden(fd: c_int) -> bool {
+    privatefd::is_private(fd)
+}
+
+/// O_NONBLOCK was set or cleared.
+pub fn set_nonblocking(fd: c_int, nonblocking: bool) {
+    match table::lookup(fd) {
+        Entry::Socket(socket) => socket.blocking.set_nonblocking(nonblocking),
+        Entry::Fresh { serial, .. } => {
+            table::put(fd, Entry::Fresh { nonblocking, serial });
+        }
+        _ => {}
+    }
+}

@@ -1,0 +1,67 @@
+//! Points of the wake-up code at which a test can hold threads up (`tests/tests/wakes.rs`). Without the feature
+//! `points`, so in every library that is meant to be used, a point is nothing at all.
+
+/// A place between two steps, by its name: `point!("poll: asleep soon")`.
+macro_rules! point {
+    ($name:literal) => {
+        #[cfg(feature = "points")]
+        {
+            static TIMES: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+            $crate::sys::points::reach($name, &TIMES);
+        }
+    };
+}
+pub(crate) use point;
+
+#[cfg(feature = "points")]
+pub use held::reach;
+
+#[cfg(feature = "points")]
+mod held {
+    use std::ffi::CStr;
+    use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+
+    use rdmasock_core::os::privatefd::PrivateFd;
+    use rustix::fs::{Mode, OFlags};
+
+    /// The name of the point at which threads are held up.
+    const HOLD: &CStr = c"POINT_TO_HOLD";
+    /// A file to which the name of each point is added that is reached.
+    const REACHED: &CStr = c"POINTS_REACHED";
+
+    /// How long a thread is held up, ns: longer than a promotion takes.
+    const HOW_LONG: i64 = 10_000_000;
+    /// So many times in a row at first, then now and then, and this often at most.
+    const AT_FIRST: u32 = 8;
+    const NOW_AND_THEN: u32 = 5;
+    const AT_MOST: u32 = 160;
+
+    /// A thread has come to a point, for as many times in this process.
+    pub fn reach(name: &str, times: &AtomicU32) {
+        let errno = crate::sys::errno::get();
+        let time = times.fetch_add(1, Relaxed);
+        if time == 0
+            && let Some(path) = variable(REACHED)
+        {
+            let flags = OFlags::WRONLY | OFlags::APPEND | OFlags::CREATE | OFlags::CLOEXEC;
+            if let Ok(file) = PrivateFd::open(|| rustix::fs::open(path, flags, Mode::RUSR)) {
+                let _ = rustix::io::write(&file, format!("{name}\n").as_bytes());
+            }
+        }
+        let is_its_time = time < AT_FIRST || time.is_multiple_of(NOW_AND_THEN) && time < AT_MOST;
+        if is_its_time && variable(HOLD).is_some_and(|held| held.to_bytes() == name.as_bytes()) {
+            let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
+                tv_sec: 0,
+                tv_nsec: HOW_LONG,
+            });
+        }
+        crate::sys::errno::set(errno);
+    }
+
+    fn variable(name: &CStr) -> Option<&'static CStr> {
+        // SAFETY: a name that ends; the programs under test do not change their environment.
+        let value = unsafe { libc::getenv(name.as_ptr()) };
+        // SAFETY: null, or a text that stays for as long as nobody changes the environment.
+        (!value.is_null()).then(|| unsafe { CStr::from_ptr(value) })
+    }
+}

@@ -1,0 +1,125 @@
+//! The kernel's struct tcp_info (tcp(7), TCP_INFO; linux/tcp.h): members that old kernels do not know are absent.
+#![allow(missing_docs, reason = "the members of the struct have its names")]
+
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+use rdmasock_core::stream::handshake::Role;
+
+use crate::sys::sockopt;
+
+/// The option by which it is read.
+pub const NAME: sockopt::Name = (libc::IPPROTO_TCP, libc::TCP_INFO);
+
+/// Where the members of struct tcp_info are (linux/tcp.h).
+pub mod at {
+    pub const STATE: usize = 0;
+    pub const SND_MSS: usize = 16;
+    pub const UNACKED: usize = 24;
+    pub const LAST_DATA_SENT: usize = 44;
+    pub const LAST_DATA_RECV: usize = 52;
+    pub const LAST_ACK_RECV: usize = 56;
+    pub const BYTES_ACKED: usize = 120;
+    pub const BYTES_RECEIVED: usize = 128;
+    pub const SEGS_OUT: usize = 136;
+    pub const SEGS_IN: usize = 140;
+    pub const NOTSENT_BYTES: usize = 144;
+    pub const DATA_SEGS_IN: usize = 152;
+    pub const DATA_SEGS_OUT: usize = 156;
+    pub const DELIVERED: usize = 192;
+    pub const BYTES_SENT: usize = 200;
+    pub const BYTES_RETRANS: usize = 208;
+}
+
+/// How far TCP is in the stream of what it was given: `acked` is not behind `sent`, nor that behind `written`.
+#[derive(Clone, Copy, Default)]
+pub struct Positions {
+    /// The peer's host has what is before it.
+    pub acked: u64,
+    /// What is before it was sent.
+    pub sent: u64,
+    /// The end.
+    pub written: u64,
+}
+
+impl Positions {
+    /// Of a connection of that end; `None` where the kernel does not say (before Linux 4.19).
+    pub fn of(fd: BorrowedFd<'_>, role: Role) -> Option<Self> {
+        let mut bytes = [0; at::BYTES_RETRANS + size_of::<u64>()];
+        let mut known = bytes.len() as libc::socklen_t;
+        // SAFETY: a buffer of that length.
+        let is_read = unsafe { sockopt::read(fd.as_raw_fd(), NAME, bytes.as_mut_ptr(), &mut known) };
+        let known = bytes.get_mut(..known as usize).filter(|_| is_read)?;
+        Self::in_info(&Fields(known), role)
+    }
+
+    /// The same, of what was read before.
+    pub fn in_info(info: &Fields<'_>, role: Role) -> Option<Self> {
+        if info.0.len() < at::BYTES_RETRANS + size_of::<u64>() {
+            return None;
+        }
+        let sent = info.u64(at::BYTES_SENT).saturating_sub(info.u64(at::BYTES_RETRANS));
+        // The SYN of who has connected counts as acknowledged, and so does a FIN.
+        let acked = info
+            .u64(at::BYTES_ACKED)
+            .saturating_sub(u64::from(role == Role::Connector));
+        Some(Self {
+            acked: acked.min(sent),
+            sent,
+            written: sent + u64::from(info.u32(at::NOTSENT_BYTES)),
+        })
+    }
+}
+
+/// A struct of the kernel's, of which an old one knows the first part.
+pub struct Fields<'a>(pub &'a mut [u8]);
+
+impl Fields<'_> {
+    /// A member of 32 bits; 0 where it is not known.
+    pub fn u32(&self, at: usize) -> u32 {
+        let bytes = self.0.get(at..).and_then(|b| b.first_chunk());
+        bytes.map_or(0, |b| u32::from_ne_bytes(*b))
+    }
+
+    /// A member of 64 bits; 0 where it is not known.
+    pub fn u64(&self, at: usize) -> u64 {
+        let bytes = self.0.get(at..).and_then(|b| b.first_chunk());
+        bytes.map_or(0, |b| u64::from_ne_bytes(*b))
+    }
+
+    /// Replaces a member of 8 bits by what `new` makes of it.
+    pub fn put_u8(&mut self, at: usize, new: impl FnOnce(u8) -> u8) {
+        if let Some(byte) = self.0.get_mut(at) {
+            *byte = new(*byte);
+        }
+    }
+
+    /// The same, of 32 bits.
+    pub fn put_u32(&mut self, at: usize, new: impl FnOnce(u32) -> u32) {
+        if let Some(bytes) = self.0.get_mut(at..).and_then(|b| b.first_chunk_mut()) {
+            *bytes = new(u32::from_ne_bytes(*bytes)).to_ne_bytes();
+        }
+    }
+
+    /// The same, of 64 bits.
+    pub fn put_u64(&mut self, at: usize, new: impl FnOnce(u64) -> u64) {
+        if let Some(bytes) = self.0.get_mut(at..).and_then(|b| b.first_chunk_mut()) {
+            *bytes = new(u64::from_ne_bytes(*bytes)).to_ne_bytes();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_an_old_kernel_does_not_know_is_left_out() {
+        let mut bytes = [1u8, 0, 0, 0, 9, 9];
+        let mut fields = Fields(&mut bytes);
+        fields.put_u32(0, |n| n + 1);
+        fields.put_u32(4, |_| 0);
+        fields.put_u64(0, |_| 0);
+        assert_eq!(fields.u32(0), 2);
+        assert_eq!(bytes, [2, 0, 0, 0, 9, 9]);
+    }
+}

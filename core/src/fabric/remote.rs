@@ -59,7 +59,7 @@ mod turn;
 mod watch;
 
 pub use counts::{Counts, DirectCounts};
-pub use direct::{Advert, Buffer, Landed};
+pub use direct::{Buffer, Landed};
 pub use end::End;
 pub use fault::{Breach, Fault};
 pub use local::{ENGINE, Local};

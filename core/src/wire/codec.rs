@@ -1,5 +1,5 @@
-//! What the encodings of messages, markers and introductions share: the version, how bytes are read and appended, and
-//! what can be wrong with them. Not the encodings.
+//! What the encodings of messages, markers, introductions and records share: the version, how bytes are read and
+//! appended, and what can be wrong with them. Not the encodings.
 
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -70,13 +70,13 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// A field of a message: integers are little-endian, and nothing lies between two fields.
-pub(crate) trait Field: Sized {
+/// A field of a message or a record: integers are little-endian, and nothing lies between two fields.
+pub(crate) trait Field<'a>: Sized {
     /// Appends the field.
     fn put(&self, out: &mut Writer<'_>) -> Result<(), WireError>;
 
     /// Reads the field off the front of `from`, and removes it there.
-    fn take(from: &mut &[u8]) -> Result<Self, WireError>;
+    fn take(from: &mut &'a [u8]) -> Result<Self, WireError>;
 }
 
 fn take<T: FromBytes>(from: &mut &[u8]) -> Result<T, WireError> {
@@ -88,7 +88,7 @@ fn take<T: FromBytes>(from: &mut &[u8]) -> Result<T, WireError> {
 /// Fields that are other bytes on the wire than in memory: by what they are written as, and read from.
 macro_rules! fields {
     ($($type:ty as $wire:ty: |$value:ident| $put:expr, |$read:ident| $take:expr;)*) => {$(
-        impl Field for $type {
+        impl Field<'_> for $type {
             fn put(&self, out: &mut Writer<'_>) -> Result<(), WireError> {
                 let $value = self;
                 out.put::<$wire>(&$put)
@@ -104,6 +104,11 @@ macro_rules! fields {
 
 fields! {
     u8 as u8: |n| *n, |n| Ok(n);
+    bool as u8: |is| u8::from(*is), |n| match n {
+        0 => Ok(false),
+        1 => Ok(true),
+        _ => Err(WireError::Field("flag")),
+    };
     u32 as U32: |n| (*n).into(), |n| Ok(n.get());
     u64 as U64: |n| (*n).into(), |n| Ok(n.get());
     Nonce as Nonce: |nonce| *nonce, |nonce| Ok(nonce);
@@ -114,7 +119,7 @@ fields! {
     Tuple as WireTuple: |tuple| tuple.to_wire(), |wire| Ok(Self::from_wire(&wire));
 }
 
-impl Field for RingOffer {
+impl Field<'_> for RingOffer {
     fn put(&self, out: &mut Writer<'_>) -> Result<(), WireError> {
         self.page().put(out)?;
         self.log2().put(out)
@@ -126,45 +131,58 @@ impl Field for RingOffer {
     }
 }
 
-impl Field for Geometry {
+/// Declares structures that are their fields, one after the other in this order.
+macro_rules! structs {
+    ($($Struct:ident { $($field:ident),* })*) => {$(
+        impl $crate::wire::codec::Field<'_> for $Struct {
+            fn put(&self, out: &mut $crate::wire::codec::Writer<'_>) -> Result<(), $crate::wire::codec::WireError> {
+                $($crate::wire::codec::Field::put(&self.$field, out)?;)*
+                Ok(())
+            }
+
+            fn take(from: &mut &[u8]) -> Result<Self, $crate::wire::codec::WireError> {
+                Ok(Self { $($field: $crate::wire::codec::Field::take(from)?),* })
+            }
+        }
+    )*};
+}
+pub(crate) use structs;
+
+structs! {
+    Geometry { arena_bytes, waiter_bytes, queue_entries, max_waiters, max_ring }
+}
+
+/// How many bytes there are, then the bytes.
+impl<'a> Field<'a> for &'a [u8] {
     fn put(&self, out: &mut Writer<'_>) -> Result<(), WireError> {
-        self.arena_bytes.put(out)?;
-        self.waiter_bytes.put(out)?;
-        self.queue_entries.put(out)?;
-        self.max_waiters.put(out)?;
-        self.max_ring.put(out)
+        let length = u16::try_from(self.len()).map_err(|_| WireError::Buffer)?;
+        out.put(&U16::new(length))?;
+        out.put(*self)
     }
 
-    fn take(from: &mut &[u8]) -> Result<Self, WireError> {
-        Ok(Self {
-            arena_bytes: Field::take(from)?,
-            waiter_bytes: Field::take(from)?,
-            queue_entries: Field::take(from)?,
-            max_waiters: Field::take(from)?,
-            max_ring: Field::take(from)?,
-        })
+    fn take(from: &mut &'a [u8]) -> Result<Self, WireError> {
+        let length = take::<U16>(from)?.get();
+        let (bytes, rest) = from.split_at_checked(length.into()).ok_or(WireError::Length)?;
+        *from = rest;
+        Ok(bytes)
     }
 }
 
 /// Whether there is a value, then the value.
-impl Field for Option<u64> {
+impl Field<'_> for Option<u64> {
     fn put(&self, out: &mut Writer<'_>) -> Result<(), WireError> {
-        u8::from(self.is_some()).put(out)?;
+        self.is_some().put(out)?;
         self.unwrap_or(0).put(out)
     }
 
     fn take(from: &mut &[u8]) -> Result<Self, WireError> {
-        let (is_there, value): (u8, u64) = (Field::take(from)?, Field::take(from)?);
-        match is_there {
-            0 => Ok(None),
-            1 => Ok(Some(value)),
-            _ => Err(WireError::Field("flag")),
-        }
+        let (is_there, value): (bool, u64) = (Field::take(from)?, Field::take(from)?);
+        Ok(is_there.then_some(value))
     }
 }
 
 /// How many there are, then each; at most [`MAX_REDIRECT`].
-impl Field for Vec<InstanceId> {
+impl Field<'_> for Vec<InstanceId> {
     fn put(&self, out: &mut Writer<'_>) -> Result<(), WireError> {
         let count = u16::try_from(self.len())
             .ok()
@@ -187,17 +205,18 @@ impl Field for Vec<InstanceId> {
 macro_rules! kinds {
     (
         $(#[$about:meta])*
-        pub enum $Enum:ident {
+        pub enum $Enum:ident $(<$life:lifetime>)? {
             $($(#[$doc:meta])* $kind:literal = $name:ident $({ $($field:ident: $type:ty),* })?;)*
         }
     ) => {
         $(#[$about])*
-        pub enum $Enum {
+        pub enum $Enum $(<$life>)? {
             $($(#[$doc])* $name $({ $($field: $type),* })?),*
         }
 
-        impl $Enum {
+        impl $(<$life>)? $Enum $(<$life>)? {
             /// Writes the fields and returns the kind.
+            #[inline(always)]
             fn put_body(&self, out: &mut $crate::wire::codec::Writer<'_>) -> Result<u8, $crate::wire::codec::WireError> {
                 match self {$(
                     Self::$name $({ $($field),* })? => {
@@ -208,7 +227,7 @@ macro_rules! kinds {
             }
 
             /// Reads the fields of this kind off the front of `body`.
-            fn take_body(kind: u8, body: &mut &[u8]) -> Result<Self, $crate::wire::codec::WireError> {
+            fn take_body(kind: u8, body: &mut & $($life)? [u8]) -> Result<Self, $crate::wire::codec::WireError> {
                 Ok(match kind {
                     $($kind => Self::$name $({ $($field: $crate::wire::codec::Field::take(body)?),* })?,)*
                     unknown => return Err($crate::wire::codec::WireError::Kind(unknown)),

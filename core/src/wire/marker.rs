@@ -175,7 +175,7 @@ impl Marker {
 }
 
 /// The address, with its length, takes up the rest of a marker.
-impl Field for LinkOffer {
+impl Field<'_> for LinkOffer {
     fn put(&self, out: &mut Writer<'_>) -> Result<(), WireError> {
         self.cookie.put(out)?;
         match self.address {

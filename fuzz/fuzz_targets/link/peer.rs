@@ -1,7 +1,7 @@
 //! What the peer says: values that are right, nearly right, or anything. Not what this end makes of it.
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
-use rdmasock_core::fabric::remote::record::{Builder, Record};
+use rdmasock_core::fabric::remote::record::{Builder, Memory, Record, Withdrawal};
 use rdmasock_core::ids::Vqpn;
 use rdmasock_core::wire::{MAX_MESSAGE, Message};
 
@@ -235,7 +235,7 @@ impl Say<'_> {
                 let (stream, theirs) = find(streams, to);
                 Record::End {
                     theirs,
-                    end: end.into(),
+                    end,
                     tail: tail.of(stream.map_or(0, |s| s.told)),
                 }
             }
@@ -319,11 +319,13 @@ impl Say<'_> {
                 let (stream, theirs) = find(streams, to);
                 Record::Advert {
                     theirs,
-                    serial: length,
-                    position: position.of(stream.map_or(0, |s| sent(s))),
-                    address,
-                    length,
-                    rkey: 1,
+                    memory: Memory {
+                        serial: length,
+                        position: position.of(stream.map_or(0, |s| sent(s))),
+                        address,
+                        length,
+                        rkey: 1,
+                    },
                 }
             }
             Self::Withdraw {
@@ -335,9 +337,11 @@ impl Say<'_> {
                 let (stream, theirs) = find(streams, to);
                 Record::Withdraw {
                     theirs,
-                    serial,
-                    position: position.of(stream.map_or(0, |s| sent(s))),
-                    is_final,
+                    withdrawal: Withdrawal {
+                        serial,
+                        position: position.of(stream.map_or(0, |s| sent(s))),
+                        is_final,
+                    },
                 }
             }
             Self::Placed { to, tail } => {
@@ -357,11 +361,13 @@ impl Say<'_> {
                 let (stream, theirs) = find(streams, to);
                 Record::Source {
                     theirs,
-                    serial: length,
-                    position: position.of(stream.map_or(0, |s| s.told)),
-                    address,
-                    length,
-                    rkey: 1,
+                    memory: Memory {
+                        serial: length,
+                        position: position.of(stream.map_or(0, |s| s.told)),
+                        address,
+                        length,
+                        rkey: 1,
+                    },
                 }
             }
             Self::Taken { to, serial, tail } => {

@@ -4,9 +4,9 @@
 
 use std::collections::VecDeque;
 
-use super::direct::{Answer, Serial};
+use super::direct::Answer;
 use super::qp::{Completed, Down, PostError, QueuePair, Read, Write};
-use super::record::{self, Builder, HEADER_BYTES, LONGEST, Record};
+use super::record::{self, Builder, HEADER_BYTES, LONGEST, Record, Serial};
 
 /// More answers are not kept: a correct peer has far fewer adverts that may be answered.
 const MOST_ANSWERS: usize = 1024;

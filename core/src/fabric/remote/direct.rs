@@ -6,24 +6,7 @@
 
 use crate::fabric::remote::fault::Breach;
 use crate::fabric::remote::qp::Key;
-
-/// Names one advert of an end's; the next ones are others for a long time.
-pub type Serial = u32;
-
-/// What the peer has to know of a buffer, or would have to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Advert {
-    /// Its name.
-    pub serial: Serial,
-    /// The direction's position that its first byte is at.
-    pub position: u64,
-    /// Where it is in the process that waits.
-    pub address: u64,
-    /// Bytes.
-    pub length: u32,
-    /// By which the peer's device reaches it.
-    pub rkey: u32,
-}
+use crate::fabric::remote::record::{Memory, Serial, Withdrawal};
 
 /// A buffer that our program waits with.
 #[derive(Clone, Copy, Debug)]
@@ -34,23 +17,6 @@ pub struct Buffer {
     pub length: u32,
     /// As which it is registered.
     pub key: Key,
-}
-
-impl Advert {
-    /// The position behind its last byte.
-    pub fn end(&self) -> u64 {
-        self.position.saturating_add(self.length.into())
-    }
-}
-
-/// An advert is over.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Withdrawal {
-    pub serial: Serial,
-    /// Its position.
-    pub position: u64,
-    /// Bytes in its buffer that PLACED has not told of count for nothing, and nobody waits for PLACED.
-    pub is_final: bool,
 }
 
 /// How far it is with a buffer of our program's.
@@ -73,7 +39,7 @@ enum Stage {
 /// A buffer of our program's, while it waits with that.
 #[derive(Clone, Copy, Debug)]
 struct Landing {
-    advert: Advert,
+    advert: Memory,
     /// By which our device reaches it.
     key: u32,
     stage: Stage,
@@ -125,12 +91,12 @@ impl Landings {
     }
 
     /// One that the peer is to hear of.
-    pub fn begin(&mut self, advert: Advert, key: u32) {
+    pub fn begin(&mut self, advert: Memory, key: u32) {
         let stage = Stage::Untold;
         self.open = Some(Landing { advert, key, stage });
     }
 
-    fn in_stage(&self, stage: Stage) -> Option<Advert> {
+    fn in_stage(&self, stage: Stage) -> Option<Memory> {
         self.open.filter(|l| l.stage == stage).map(|l| l.advert)
     }
 
@@ -141,7 +107,7 @@ impl Landings {
     }
 
     /// The advert that the peer is to be told of.
-    pub fn untold(&self) -> Option<Advert> {
+    pub fn untold(&self) -> Option<Memory> {
         self.in_stage(Stage::Untold)
     }
 
@@ -352,7 +318,7 @@ pub(super) struct Answer {
 /// The sending side.
 #[derive(Debug, Default)]
 pub(super) struct Targets {
-    open: Option<Advert>,
+    open: Option<Memory>,
     /// Bytes that were posted to it, and not told.
     written: u64,
     /// The last advert that was answered by PLACED.
@@ -365,9 +331,8 @@ pub(super) struct Targets {
 }
 
 impl Targets {
-    pub fn on_advert(&mut self, advert: Advert, told: u64, is_lent: bool) -> Result<(), Breach> {
-        let is_good = advert.length > 0 && advert.address.checked_add(advert.length.into()).is_some();
-        if !is_good || advert.position > told || self.written > 0 {
+    pub fn on_advert(&mut self, advert: Memory, told: u64, is_lent: bool) -> Result<(), Breach> {
+        if !advert.is_possible() || advert.position > told || self.written > 0 {
             return Err(Breach::Advert);
         }
         self.adverts = self.adverts.wrapping_add(1);
@@ -392,7 +357,7 @@ impl Targets {
     }
 
     /// The advert that the byte at `told` may go to, and how much of it was written.
-    pub fn at(&mut self, told: u64) -> Option<(Advert, u64)> {
+    pub fn at(&mut self, told: u64) -> Option<(Memory, u64)> {
         self.open = self.open.filter(|advert| advert.position == told);
         self.open.map(|advert| (advert, self.written))
     }

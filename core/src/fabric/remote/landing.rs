@@ -2,11 +2,12 @@
 //! source, and the bulk queue pair for them (docs/protocol.md, P90–P95). Not what is posted (`pump/direct.rs`).
 
 use super::bulk::{Bulk, Came, Placed};
-use super::direct::{Advert, Buffer, Landed, Source, Withdrawal};
+use super::direct::{Buffer, Landed, Source};
 use super::engine::Engine;
 use super::fault::{Breach, Fault};
 use super::local::{ENGINE, Local, SERVICE};
 use super::qp::QueuePair;
+use super::record::{Memory, Withdrawal};
 use super::shared::{Retired, Shared};
 use super::stream::State;
 use crate::fabric::ready::ReadyQueue;
@@ -109,7 +110,7 @@ impl<Q: QueuePair> Engine<Q> {
 
     /// Our program waits with this buffer, and its stream's ring is empty. `None` if there is something in the ring, or
     /// this cannot be.
-    pub fn advertise<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, buffer: Buffer) -> Option<Advert> {
+    pub fn advertise<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, buffer: Buffer) -> Option<Memory> {
         let Buffer { address, length, key } = buffer;
         let block = g.block_mine(mine)?;
         let s = self.streams.get(mine)?;
@@ -123,7 +124,7 @@ impl<Q: QueuePair> Engine<Q> {
             return None;
         }
         self.serial = self.serial.wrapping_add(1);
-        let advert = Advert {
+        let advert = Memory {
             serial: self.serial,
             position: s.inc.tail,
             address,
@@ -176,7 +177,7 @@ impl<Q: QueuePair> Engine<Q> {
         Ok(is_over)
     }
 
-    pub fn on_advert<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, advert: Advert) -> Result<(), Breach> {
+    pub fn on_advert<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, advert: Memory) -> Result<(), Breach> {
         let Some(s) = self
             .streams
             .get(mine)

@@ -3,54 +3,12 @@
 //! of the direction, and its end says up to where the bytes went so. Pure; not what the engine does about it
 //! (`taking.rs`).
 
-use super::direct::Serial;
 use super::fault::Breach;
-use super::record::Record;
-
-/// What the reader's end has to know of the memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Loan {
-    /// Its name.
-    pub serial: Serial,
-    /// The direction's position of its first byte.
-    pub position: u64,
-    /// Where it is in the process that sends.
-    pub address: u64,
-    /// Bytes.
-    pub length: u32,
-    /// By which the reader's device reaches it.
-    pub rkey: u32,
-}
-
-impl Loan {
-    /// The position behind its last byte.
-    pub fn end(&self) -> u64 {
-        self.position.saturating_add(self.length.into())
-    }
-
-    /// What tells the peer of it.
-    pub fn record(&self, theirs: u32) -> Record<'static> {
-        let Self {
-            serial,
-            position,
-            address,
-            length,
-            rkey,
-        } = *self;
-        Record::Source {
-            theirs,
-            serial,
-            position,
-            address,
-            length,
-            rkey,
-        }
-    }
-}
+use super::record::{Memory, Serial};
 
 #[derive(Clone, Copy, Debug)]
 struct Lent {
-    loan: Loan,
+    loan: Memory,
     is_told: bool,
     recall: Recall,
 }
@@ -73,7 +31,7 @@ impl Loans {
         self.0.is_some()
     }
 
-    pub fn begin(&mut self, loan: Loan) {
+    pub fn begin(&mut self, loan: Memory) {
         self.0 = Some(Lent {
             loan,
             is_told: false,
@@ -82,7 +40,7 @@ impl Loans {
     }
 
     /// What the peer is to be told of.
-    pub fn untold(&self) -> Option<Loan> {
+    pub fn untold(&self) -> Option<Memory> {
         self.0.filter(|lent| !lent.is_told).map(|lent| lent.loan)
     }
 
@@ -149,7 +107,7 @@ pub(super) struct Piece {
 
 #[derive(Clone, Copy, Debug)]
 struct Taking {
-    loan: Loan,
+    loan: Memory,
     /// All before it was asked for.
     posted: u64,
     /// All before it that is not in the ring is in a buffer that our program waits with, or was.
@@ -169,9 +127,8 @@ impl Takings {
     }
 
     /// The peer lends memory, for what follows `tail`, where the ring has room up to `window`.
-    pub fn begin(&mut self, loan: Loan, tail: u64, window: u64) -> Result<(), Breach> {
-        let is_memory = loan.length > 0 && loan.address.checked_add(loan.length.into()).is_some();
-        if !is_memory || self.is_open() || loan.position != tail || loan.end() > window {
+    pub fn begin(&mut self, loan: Memory, tail: u64, window: u64) -> Result<(), Breach> {
+        if !loan.is_possible() || self.is_open() || loan.position != tail || loan.end() > window {
             return Err(Breach::Loan);
         }
         self.0 = Some(Taking {
@@ -257,7 +214,7 @@ impl Takings {
 mod tests {
     use super::*;
 
-    const LOAN: Loan = Loan {
+    const LOAN: Memory = Memory {
         serial: 7,
         position: 100,
         address: 5000,
@@ -296,9 +253,9 @@ mod tests {
     #[test]
     fn memory_is_lent_for_what_comes_next_and_as_far_as_there_is_room() {
         let bad = [
-            (Loan { length: 0, ..LOAN }, 100, 1000),
+            (Memory { length: 0, ..LOAN }, 100, 1000),
             (
-                Loan {
+                Memory {
                     address: u64::MAX - 10,
                     ..LOAN
                 },

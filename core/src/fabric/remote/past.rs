@@ -3,10 +3,11 @@
 //! `taking.rs`), and which thread does it `end.rs`'s.
 
 use super::counts::DirectCounts;
-use super::direct::{Advert, Buffer, Landed, Source};
+use super::direct::{Buffer, Landed, Source};
 use super::end::End;
 use super::local::Local;
 use super::qp::QueuePair;
+use super::record::Memory;
 use super::shared::Retired;
 use super::turn::{ARM, POLL, PUMP};
 use crate::ids::Vqpn;
@@ -65,7 +66,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     /// A buffer that our program waits with on its stream `mine`, whose ring is empty, is for what comes next, or its
     /// beginning is; the peer hears of it. What has become of it is to be asked by [`landed`](Self::landed). `None`
     /// if it cannot be used.
-    pub fn advertise(&self, mine: Vqpn, buffer: Buffer) -> Option<Advert> {
+    pub fn advertise(&self, mine: Vqpn, buffer: Buffer) -> Option<Memory> {
         let made = self.with(|engine| engine.advertise(&self.shared, mine.0, buffer))?;
         let _ = self.run(PUMP);
         made

@@ -2,10 +2,8 @@
 //! sent in turn is `pump.rs`.
 
 use super::chunks::{self, Target};
-use super::direct::{Advert, Withdrawal};
 use super::engine::Engine;
 use super::fault::Breach;
-use super::loan::Loan;
 use super::local::{Local, SERVICE};
 use super::qp::{Completed, QueuePair};
 use super::record::{self, Record};
@@ -81,7 +79,7 @@ impl<Q: QueuePair> Engine<Q> {
             } => {
                 let s = known(&mut self.streams, mine)?;
                 let block = g.block_mine(mine).ok_or(Breach::Stream)?;
-                match s.inc.on_end(block, end, tail)? {
+                match s.inc.on_end(block, end.into(), tail)? {
                     Some(wake) => g.tell_here(&mut self.after, wake, mine),
                     None => s.crossed = true,
                 }
@@ -109,53 +107,14 @@ impl<Q: QueuePair> Engine<Q> {
                 g.tell_here(&mut self.after, Wake(word), mine);
                 Ok(())
             }
-            Record::Advert {
-                theirs: mine,
-                serial,
-                position,
-                address,
-                length,
-                rkey,
-            } => {
-                let advert = Advert {
-                    serial,
-                    position,
-                    address,
-                    length,
-                    rkey,
-                };
-                self.on_advert(g, mine, advert)
-            }
+            Record::Advert { theirs: mine, memory } => self.on_advert(g, mine, memory),
             Record::Withdraw {
                 theirs: mine,
-                serial,
-                position,
-                is_final,
-            } => {
-                let withdrawal = Withdrawal {
-                    serial,
-                    position,
-                    is_final,
-                };
-                self.on_withdrawal(g, mine, withdrawal)
-            }
-            Record::Source {
-                theirs: mine,
-                serial,
-                position,
-                address,
-                length,
-                rkey,
-            } => {
+                withdrawal,
+            } => self.on_withdrawal(g, mine, withdrawal),
+            Record::Source { theirs: mine, memory } => {
                 known(&mut self.streams, mine)?;
-                let loan = Loan {
-                    serial,
-                    position,
-                    address,
-                    length,
-                    rkey,
-                };
-                self.on_loan(g, mine, loan)
+                self.on_loan(g, mine, memory)
             }
             Record::Recall { theirs: mine, serial } => {
                 known(&mut self.streams, mine)?;

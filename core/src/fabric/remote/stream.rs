@@ -3,7 +3,8 @@
 
 use super::direct::{Landings, Targets};
 use super::fault::Breach;
-use super::loan::{Loan, Loans, Takings};
+use super::loan::{Loans, Takings};
+use super::record::Memory;
 use crate::fabric::layout::{MAX_STREAMS, Region};
 use crate::fabric::ring::proxy::{ProducerView, next_generation, pack_offer, unpack_offer};
 use crate::fabric::ring::{DataArea, DirectionBlock, EndMark, Wake};
@@ -172,7 +173,7 @@ impl Incoming {
 
     /// The peer's program lends memory for what comes next. A buffer of ours is of no use to it then, but to our
     /// device.
-    pub fn on_loan(&mut self, block: &DirectionBlock, loan: Loan) -> Result<(), Breach> {
+    pub fn on_loan(&mut self, block: &DirectionBlock, loan: Memory) -> Result<(), Breach> {
         if self.ended {
             return Err(Breach::End);
         }

@@ -3,12 +3,13 @@
 //! (`loan.rs`), nor the queue pair for it (`bulk.rs`).
 
 use super::bulk::{Asked, Bulk, Lost};
-use super::direct::{Serial, Source};
+use super::direct::Source;
 use super::engine::Engine;
 use super::fault::Breach;
-use super::loan::{Loan, Piece};
+use super::loan::Piece;
 use super::local::{ENGINE, Local};
 use super::qp::{QueuePair, Read};
+use super::record::{Memory, Serial};
 use super::shared::Shared;
 use super::stream::{State, Stream};
 use crate::fabric::numbers::Done;
@@ -42,7 +43,7 @@ impl<Q: QueuePair> Engine<Q> {
             return false;
         }
         self.serial = self.serial.wrapping_add(1);
-        out.loans.begin(Loan {
+        out.loans.begin(Memory {
             serial: self.serial,
             position: source.from,
             address: source.address as u64,
@@ -101,7 +102,7 @@ impl<Q: QueuePair> Engine<Q> {
     }
 
     /// The peer's program lends memory.
-    pub fn on_loan<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, loan: Loan) -> Result<(), Breach> {
+    pub fn on_loan<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, loan: Memory) -> Result<(), Breach> {
         let block = g.block_mine(mine).ok_or(Breach::Stream)?;
         let Some(s) = self.streams.get(mine).filter(|s| s.state == State::Open) else {
             // It hears that we have left.

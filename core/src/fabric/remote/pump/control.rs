@@ -3,7 +3,6 @@
 //! peer's lends. Not what producers say (`data.rs`).
 
 use crate::fabric::remote::chunks::{Chunks, of_region};
-use crate::fabric::remote::direct::{Advert, Withdrawal};
 use crate::fabric::remote::local::{ENGINE, Local};
 use crate::fabric::remote::qp::QueuePair;
 use crate::fabric::remote::record::Record;
@@ -77,38 +76,12 @@ pub(super) fn control<Q: QueuePair, L: Local>(
         sender.put(&g.qp, &Record::Taken { theirs, serial, tail })?;
         inc.takings.on_answered();
     }
-    if let Some(Withdrawal {
-        serial,
-        position,
-        is_final,
-    }) = inc.landings.withdrawal()
-    {
-        let record = Record::Withdraw {
-            theirs,
-            serial,
-            position,
-            is_final,
-        };
-        sender.put(&g.qp, &record)?;
+    if let Some(withdrawal) = inc.landings.withdrawal() {
+        sender.put(&g.qp, &Record::Withdraw { theirs, withdrawal })?;
         inc.landings.on_withdrawal_told();
     }
-    if let Some(Advert {
-        serial,
-        position,
-        address,
-        length,
-        rkey,
-    }) = inc.landings.untold()
-    {
-        let record = Record::Advert {
-            theirs,
-            serial,
-            position,
-            address,
-            length,
-            rkey,
-        };
-        sender.put(&g.qp, &record)?;
+    if let Some(memory) = inc.landings.untold() {
+        sender.put(&g.qp, &Record::Advert { theirs, memory })?;
         inc.landings.on_told();
     }
     Ok(())

@@ -73,7 +73,7 @@ pub(super) fn data<Q: QueuePair, L: Local>(
         }
         if let Some(loan) = out.loans.untold() {
             if loan.position == out.told && loan.end() <= out.window() {
-                sender.put(&g.qp, &loan.record(theirs))?;
+                sender.put(&g.qp, &Record::Source { theirs, memory: loan })?;
                 out.loans.on_told();
                 out.targets.drop_open();
                 return Ok(Turn::Full);
@@ -169,7 +169,7 @@ pub(super) fn data<Q: QueuePair, L: Local>(
         out.on_rest(view.tail);
         tell_limited(g, sender, out, theirs, view.limited)?;
     } else if !out.end_told && EndMark::from_word(view.end).is_some() {
-        let (end, tail) = (view.end, view.tail);
+        let (end, tail) = (view.end as u8, view.tail);
         sender.put(&g.qp, &Record::End { theirs, end, tail })?;
         out.end_told = true;
     }

@@ -42,17 +42,21 @@ fn all() -> Vec<Record<'static>> {
         Record::Tell { theirs: 23, word: 24 },
         Record::Advert {
             theirs: 25,
-            serial: 26,
-            position: 27,
-            address: 28,
-            length: 29,
-            rkey: 30,
+            memory: Memory {
+                serial: 26,
+                position: 27,
+                address: 28,
+                length: 29,
+                rkey: 30,
+            },
         },
         Record::Withdraw {
             theirs: 31,
-            serial: 32,
-            position: 33,
-            is_final: true,
+            withdrawal: Withdrawal {
+                serial: 32,
+                position: 33,
+                is_final: true,
+            },
         },
         Record::Placed {
             theirs: 34,
@@ -61,11 +65,13 @@ fn all() -> Vec<Record<'static>> {
         },
         Record::Source {
             theirs: 39,
-            serial: 40,
-            position: 41,
-            address: 42,
-            length: 43,
-            rkey: 44,
+            memory: Memory {
+                serial: 40,
+                position: 41,
+                address: 42,
+                length: 43,
+                rkey: 44,
+            },
         },
         Record::Taken {
             theirs: 45,
@@ -92,7 +98,7 @@ fn what_is_written_reads_back() {
 }
 
 #[test]
-fn a_header_is_six_bytes_and_the_longest_record_is_a_chunk() {
+fn a_header_is_six_bytes_and_the_longest_record_is_an_advert() {
     assert_eq!(HEADER_BYTES, 6);
     for record in all() {
         let mut builder = Builder::new(1024);
@@ -102,8 +108,59 @@ fn a_header_is_six_bytes_and_the_longest_record_is_a_chunk() {
             Record::Message { bytes } => bytes.len(),
             _ => 0,
         };
-        assert!(builder.len - HEADER_BYTES - payload <= LONGEST, "{record:?}");
+        let bytes = builder.len - HEADER_BYTES - payload;
+        match record {
+            Record::Data { .. } => assert_eq!(bytes, DATA_BYTES),
+            Record::Message { .. } => assert_eq!(bytes, MESSAGE_BYTES),
+            Record::Advert { .. } | Record::Source { .. } => assert_eq!(bytes, LONGEST),
+            _ => assert!(bytes < LONGEST, "{record:?}"),
+        }
     }
+}
+
+/// The bytes of P50, record by record.
+#[test]
+fn records_are_the_bytes_of_the_protocol() {
+    let le = |parts: &[(u64, usize)]| -> Vec<u8> {
+        let bytes = parts
+            .iter()
+            .flat_map(|(value, n)| value.to_le_bytes().into_iter().take(*n));
+        bytes.collect()
+    };
+    let want = [
+        [le(&[(1, 1), (1, 4), (2, 8), (3, 2)]), b"abc".to_vec()].concat(),
+        le(&[(1, 1), (9, 4), (u64::MAX, 8), (0, 2)]),
+        le(&[(2, 1), (3, 4), (4, 4), (5, 8)]),
+        le(&[(3, 1), (6, 4), (1, 1), (7, 8)]),
+        le(&[(4, 1), (8, 4), (9, 4)]),
+        le(&[(5, 1), (10, 4), (11, 8)]),
+        le(&[(6, 1), (12, 4), (13, 8)]),
+        le(&[(7, 1), (14, 4), (15, 4)]),
+        le(&[(8, 1), (16, 4)]),
+        le(&[(9, 1), (17, 4), (18, 4), (19, 8)]),
+        [le(&[(10, 1), (7, 2)]), b"message".to_vec()].concat(),
+        le(&[(11, 1), (20, 4)]),
+        le(&[(12, 1), (21, 4), (22, 8)]),
+        le(&[(13, 1), (23, 4), (24, 4)]),
+        le(&[(14, 1), (25, 4), (26, 4), (27, 8), (28, 8), (29, 4), (30, 4)]),
+        le(&[(15, 1), (31, 4), (32, 4), (33, 8), (1, 1)]),
+        le(&[(16, 1), (34, 4), (35, 4), (36, 8)]),
+        le(&[(17, 1), (39, 4), (40, 4), (41, 8), (42, 8), (43, 4), (44, 4)]),
+        le(&[(18, 1), (45, 4), (46, 4), (47, 8)]),
+        le(&[(19, 1), (48, 4), (49, 4)]),
+    ];
+    for (record, want) in all().iter().zip(&want) {
+        let mut builder = Builder::new(1024);
+        assert!(builder.push(record));
+        assert_eq!(builder.finish(0)[HEADER_BYTES..], want[..], "{record:?}");
+    }
+    assert_eq!(all().len(), want.len());
+    let mut builder = Builder::new(1024);
+    assert!(builder.push_data(1, 2, 3, |to| {
+        to.copy_from_slice(b"abc");
+        true
+    }));
+    assert_eq!(builder.finish(0)[HEADER_BYTES..], want[0][..]);
 }
 
 #[test]

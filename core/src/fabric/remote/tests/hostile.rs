@@ -3,7 +3,7 @@
 
 use super::mem::pair_beside;
 use super::qp::{Completed, Key, QueuePair};
-use super::record::{Builder, Record};
+use super::record::{Builder, Memory, Record, Withdrawal};
 use super::*;
 
 /// What the peer sends.
@@ -66,7 +66,7 @@ fn record<'a>((kind, theirs, position, word, payload): &'a Fields) -> Record<'a>
         },
         2 => Record::End {
             theirs,
-            end: word,
+            end: word as u8,
             tail: position,
         },
         3 => Record::Limited { theirs, count: word },
@@ -85,25 +85,31 @@ fn record<'a>((kind, theirs, position, word, payload): &'a Fields) -> Record<'a>
         12 => Record::Tell { theirs, word },
         13 => Record::Advert {
             theirs,
-            serial: word,
-            position,
-            address: position.rotate_left(word),
-            length: word << 10,
-            rkey: theirs,
+            memory: Memory {
+                serial: word,
+                position,
+                address: position.rotate_left(word),
+                length: word << 10,
+                rkey: theirs,
+            },
         },
         14 => Record::Withdraw {
             theirs,
-            serial: word,
-            position,
-            is_final: payload.len() % 2 == 1,
+            withdrawal: Withdrawal {
+                serial: word,
+                position,
+                is_final: payload.len() % 2 == 1,
+            },
         },
         16 => Record::Source {
             theirs,
-            serial: word,
-            position,
-            address: position.rotate_left(word),
-            length: word << 9,
-            rkey: theirs,
+            memory: Memory {
+                serial: word,
+                position,
+                address: position.rotate_left(word),
+                length: word << 9,
+                rkey: theirs,
+            },
         },
         17 => Record::Taken {
             theirs,
@@ -300,9 +306,11 @@ fn answers_that_the_peer_does_not_take_are_not_kept_for_ever() {
         let mut builder = Builder::new(1000);
         builder.push(&Record::Withdraw {
             theirs: opened.vqpn.0,
-            serial,
-            position: 0,
-            is_final: false,
+            withdrawal: Withdrawal {
+                serial,
+                position: 0,
+                is_final: false,
+            },
         });
         peer.send(&[builder.finish(0)]).unwrap();
         assert_eq!(e.progress(), Ok(true));

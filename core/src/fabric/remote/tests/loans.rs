@@ -3,7 +3,7 @@
 use super::direct::large;
 use super::mem::pair_beside;
 use super::qp::QueuePair;
-use super::record::{Builder, Record};
+use super::record::{Builder, Memory, Record};
 use super::*;
 use crate::fabric::remote::direct::Landings;
 
@@ -214,7 +214,7 @@ fn a_buffer_whose_queue_pair_is_given_up_has_what_had_come() {
 #[test]
 fn a_peer_may_not_say_that_it_has_written_to_a_buffer_that_is_read_into() {
     let mut landings = Landings::default();
-    let advert = Advert {
+    let advert = Memory {
         serial: 1,
         position: 2,
         address: 1 << 20,
@@ -319,11 +319,13 @@ fn a_number_is_not_another_streams_while_its_ring_is_read_into() {
 fn each_breach_of_a_loan_is_one() {
     let source = |position, address, length| Record::Source {
         theirs: 0,
-        serial: 1,
-        position,
-        address,
-        length,
-        rkey: 5,
+        memory: Memory {
+            serial: 1,
+            position,
+            address,
+            length,
+            rkey: 5,
+        },
     };
     let switch = Record::Switch {
         theirs: 0,

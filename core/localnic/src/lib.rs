@@ -24,8 +24,8 @@ pub mod settings;
 mod tests;
 pub mod within;
 
-use rdmasock_core::fabric::plugin::serve::table;
-use rdmasock_core::fabric::plugin::{Host, Plugin, host};
+use rdmasock_core::fabric::plugin::serve::{Plugin, table};
+use rdmasock_core::fabric::plugin::{Host, host};
 
 pub use conn::Conn;
 pub use device::LocalNic;
@@ -36,7 +36,7 @@ static TABLE: Plugin = table::<LocalNic>();
 /// Takes the library's table and gives the plugin's: 0, or a negative errno.
 ///
 /// # Safety
-/// As described at `rdmasock_core::fabric::plugin::Entry`.
+/// As described at `rdmasock_core::fabric::plugin::serve::Entry`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn rdmasock_verbs_plugin(host: *const Host, table: *mut *const Plugin) -> i32 {
     if table.is_null() {

@@ -12,17 +12,13 @@ pub mod host;
 pub mod serve;
 pub mod slots;
 
-use std::ffi::{c_char, c_int, c_void};
+use std::ffi::{c_char, c_int};
 
 /// Version of the tables; changes with any change to this file.
 pub const ABI: u32 = 8;
 
-/// The plugin's only symbol, an [`Entry`].
+/// The plugin's only symbol, an [`Entry`](serve::Entry).
 pub const ENTRY: &std::ffi::CStr = c"rdmasock_verbs_plugin";
-
-/// Gives the plugin's table, which lives as long as the process; 0, or a negative errno. The host's table
-/// lives as long too.
-pub type Entry = unsafe extern "C" fn(host: *const Host, table: *mut *const Plugin) -> i32;
 
 /// Private data of a connection request or its answer, in bytes. Every transport can carry 56; the rest is the
 /// plugin's own.
@@ -88,9 +84,9 @@ pub struct Request {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Info {
-    /// Readable when there is something for [`Plugin::state`].
+    /// Readable when there is something for [`Plugin::state`](serve::Plugin::state).
     pub state_fd: c_int,
-    /// Readable when a completion has come after [`Plugin::arm`].
+    /// Readable when a completion has come after [`Plugin::arm`](serve::Plugin::arm).
     pub completion_fd: c_int,
     /// As [`Limits`](super::remote::qp::Limits).
     pub buffer_bytes: u32,
@@ -112,7 +108,7 @@ pub struct Info {
     pub private_len: u32,
 }
 
-/// What [`Plugin::poll`] hands over.
+/// What [`Plugin::poll`](serve::Plugin::poll) hands over.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Completion {
@@ -194,7 +190,7 @@ pub struct Keys {
     pub local: u32,
     /// rkey.
     pub remote: u32,
-    /// By which [`Plugin::deregister`] knows it.
+    /// By which [`Plugin::deregister`](serve::Plugin::deregister) knows it.
     pub handle: u64,
 }
 
@@ -222,73 +218,4 @@ pub struct Listener {
 #[derive(Debug)]
 pub struct Conn {
     _opaque: [u8; 0],
-}
-
-/// What the plugin gives to the library. Every function but those of one connection may be called from
-/// any thread; of one connection, `poll` by one thread at a time, `write`, `read`, `send` and `probe` by one
-/// thread at a time, and `disconnect` by any. Only `connect` and `destroy` may wait.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct Plugin {
-    /// [`ABI`].
-    pub abi: u32,
-    /// Bytes of this table.
-    pub size: u32,
-    /// The device that has this local address; -ENODEV if none has.
-    pub device: unsafe extern "C" fn(local: *const Address, out: *mut Device) -> i32,
-    /// Listens at a local address; with port 0 at one that the system chooses.
-    pub listen:
-        unsafe extern "C" fn(local: *const Address, out: *mut *mut Listener, port: *mut u16, fd: *mut c_int) -> i32,
-    /// The next request; -EAGAIN if there is none now, else no more will come.
-    pub next_request: unsafe extern "C" fn(listener: *mut Listener, out: *mut Request) -> i32,
-    /// Ends a listener.
-    pub close_listener: unsafe extern "C" fn(listener: *mut Listener),
-    /// Connects from a local address, within a time. Waits: for a thread of its own. `beside` is null or a connection
-    /// to the same peer, which outlives this one: then what is registered with that one is good for this one too,
-    /// its completions are told by that one's descriptor, and its queues are short, for it is to carry bulk.
-    pub connect: unsafe extern "C" fn(
-        local: *const Address,
-        remote: *const Address,
-        private: *const u8,
-        private_len: usize,
-        timeout_ms: u32,
-        beside: *mut Conn,
-        out: *mut *mut Conn,
-    ) -> i32,
-    /// Accepts; the connection is up when `state` says 1. `beside` as of `connect`.
-    pub accept: unsafe extern "C" fn(conn: *mut Conn, private: *const u8, private_len: usize, beside: *mut Conn) -> i32,
-    /// Rejects, and frees the connection.
-    pub reject: unsafe extern "C" fn(conn: *mut Conn),
-    /// Facts about a connection.
-    pub info: unsafe extern "C" fn(conn: *mut Conn, out: *mut Info) -> i32,
-    /// Takes in what has happened to the connection and its device: 0 it is not up yet, 1 it is up, negative: it
-    /// is over, and why.
-    pub state: unsafe extern "C" fn(conn: *mut Conn) -> i32,
-    /// As [`QueuePair::register`](super::remote::qp::QueuePair::register), for one of [`role`].
-    pub register: unsafe extern "C" fn(conn: *mut Conn, at: *mut c_void, len: usize, role: u32, out: *mut Keys) -> i32,
-    /// As [`QueuePair::deregister`](super::remote::qp::QueuePair::deregister), by its handle.
-    pub deregister: unsafe extern "C" fn(conn: *mut Conn, handle: u64),
-    /// As [`QueuePair::write`](super::remote::qp::QueuePair::write); -EAGAIN when the queue is full.
-    pub write: unsafe extern "C" fn(conn: *mut Conn, request: *const WriteRequest) -> i32,
-    /// As [`QueuePair::read`](super::remote::qp::QueuePair::read); -EAGAIN when the queue is full.
-    pub read: unsafe extern "C" fn(conn: *mut Conn, request: *const ReadRequest) -> i32,
-    /// As [`QueuePair::send`](super::remote::qp::QueuePair::send); -EAGAIN when the queue is full.
-    pub send: unsafe extern "C" fn(conn: *mut Conn, parts: *const Part, count: usize) -> i32,
-    /// As [`QueuePair::probe`](super::remote::qp::QueuePair::probe); -EAGAIN when nothing may be posted yet.
-    pub probe: unsafe extern "C" fn(conn: *mut Conn) -> i32,
-    /// As [`QueuePair::poll`](super::remote::qp::QueuePair::poll); the count, or a negative errno.
-    pub poll: unsafe extern "C" fn(
-        conn: *mut Conn,
-        context: *mut c_void,
-        each: unsafe extern "C" fn(context: *mut c_void, completion: *const Completion),
-    ) -> i32,
-    /// As [`QueuePair::arm`](super::remote::qp::QueuePair::arm).
-    pub arm: unsafe extern "C" fn(conn: *mut Conn) -> i32,
-    /// Begins to end the connection: both ends see that it is over.
-    pub disconnect: unsafe extern "C" fn(conn: *mut Conn),
-    /// Frees it. Nobody is in another call for it, or will be.
-    pub destroy: unsafe extern "C" fn(conn: *mut Conn),
-    /// In a fork child, before anything else: closes what was inherited without a word to the device. All
-    /// that was handed out is void.
-    pub after_fork: unsafe extern "C" fn(),
 }

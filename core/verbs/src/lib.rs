@@ -16,15 +16,15 @@ mod sizes;
 mod sys;
 mod sysfs;
 
-use rdmasock_core::fabric::plugin::serve::table;
-use rdmasock_core::fabric::plugin::{Host, Plugin, host};
+use rdmasock_core::fabric::plugin::serve::{Plugin, table};
+use rdmasock_core::fabric::plugin::{Host, host};
 
 static TABLE: Plugin = table::<provider::Verbs>();
 
 /// Takes the library's table and gives the plugin's: 0, or a negative errno.
 ///
 /// # Safety
-/// As described at `rdmasock_core::fabric::plugin::Entry`.
+/// As described at `rdmasock_core::fabric::plugin::serve::Entry`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn rdmasock_verbs_plugin(host: *const Host, table: *mut *const Plugin) -> i32 {
     if table.is_null() {

@@ -15,9 +15,10 @@ use std::sync::atomic::{
 
 use libloading::os::unix::{Library as Object, RTLD_LOCAL, RTLD_NOW};
 use once_cell::race::OnceBox;
+use rdmasock_core::fabric::plugin::serve::{Entry, Plugin};
 use rdmasock_core::fabric::plugin::{
-    ABI, Address, Completion, Conn, ENTRY, Entry, Host, Info, Keys, Listener, PRIVATE_BYTES, Part, Plugin, ReadRequest,
-    Request, WriteRequest, completion, role,
+    ABI, Address, Completion, Conn, ENTRY, Host, Info, Keys, Listener, PRIVATE_BYTES, Part, ReadRequest, Request,
+    WriteRequest, completion, role,
 };
 use rdmasock_core::fabric::remote::qp::{
     Completed, Down, Key, Limits, PostError, QueuePair, Read as RdmaRead, Region, Role, Write as RdmaWrite,

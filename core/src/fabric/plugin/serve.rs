@@ -3,14 +3,19 @@
 
 use std::ffi::{c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr::null;
 use std::time::Duration;
 
 use super::errno::{Errno, Result};
 use super::{
-    ABI, Address, Completion, Conn as Handle, Device, Info, Keys, Listener as ListenerHandle, PRIVATE_BYTES, Part,
-    Plugin, ReadRequest, Request, WriteRequest, completion, role,
+    ABI, Address, Completion, Conn, Device, Host, Info, Keys, Listener, PRIVATE_BYTES, Part, ReadRequest, Request,
+    WriteRequest, completion, role,
 };
 use crate::fabric::remote::qp::{Completed, Read, Role, Write};
+
+/// Gives the plugin's table, which lives as long as the process; 0, or a negative errno. The host's table
+/// lives as long too.
+pub type Entry = unsafe extern "C" fn(host: *const Host, table: *mut *const Plugin) -> i32;
 
 /// What a plugin does; how its functions are to be used is said in [`Plugin`].
 pub trait Provider: 'static {
@@ -99,65 +104,61 @@ pub trait Connection: Sized {
     fn disconnect(&self);
 }
 
-/// The table of a provider.
-pub const fn table<P: Provider>() -> Plugin {
-    Plugin {
-        abi: ABI,
-        size: size_of::<Plugin>() as u32,
-        device: device::<P>,
-        listen: listen::<P>,
-        next_request: next_request::<P>,
-        close_listener: close_listener::<P>,
-        connect: connect::<P>,
-        accept: accept::<P>,
-        reject: reject::<P>,
-        info: info::<P>,
-        state: state::<P>,
-        register: register::<P>,
-        deregister: deregister::<P>,
-        write: write::<P>,
-        read: read::<P>,
-        send: send::<P>,
-        probe: probe::<P>,
-        poll: poll::<P>,
-        arm: arm::<P>,
-        disconnect: disconnect::<P>,
-        destroy: destroy::<P>,
-        after_fork: after_fork::<P>,
+const INVALID: Errno = Errno(libc::EINVAL);
+
+/// What a function of the table returns, or its body; nothing counts as 0.
+trait Code {
+    fn of(code: i32) -> Self;
+    fn code(self) -> i32;
+}
+
+impl Code for i32 {
+    fn of(code: i32) -> Self {
+        code
+    }
+
+    fn code(self) -> i32 {
+        self
     }
 }
 
-const INVALID: Errno = Errno(libc::EINVAL);
+impl Code for () {
+    fn of(_: i32) {}
+
+    fn code(self) -> i32 {
+        0
+    }
+}
 
 /// Runs `body`; a panic, which nothing here is meant to cause, becomes EIO.
-fn guard(body: impl FnOnce() -> Result<i32>) -> i32 {
-    match catch_unwind(AssertUnwindSafe(body)) {
-        Ok(Ok(count)) => count,
+fn guard<C: Code, R: Code>(body: impl FnOnce() -> Result<C>) -> R {
+    R::of(match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(done)) => done.code(),
         Ok(Err(errno)) => errno.code(),
         Err(payload) => {
             // Dropping it may panic again.
             std::mem::forget(payload);
             -libc::EIO
         }
-    }
+    })
 }
 
 /// The connection behind a handle.
 ///
 /// # Safety
 /// The handle is null, or one that was given out and not taken back; it is not during the call.
-unsafe fn conn<'a, P: Provider>(handle: *mut Handle) -> Result<&'a P::Conn> {
+unsafe fn connection<'a, P: Provider>(handle: *mut Conn) -> Result<&'a P::Conn> {
     // SAFETY: handles are pointers to a connection from Box::into_raw.
     unsafe { handle.cast::<P::Conn>().as_ref() }.ok_or(INVALID)
 }
 
-fn give<P: Provider>(conn: P::Conn) -> *mut Handle {
+fn give<P: Provider>(conn: P::Conn) -> *mut Conn {
     Box::into_raw(Box::new(conn)).cast()
 }
 
 /// # Safety
-/// As of `conn`, and nobody uses the handle any more.
-unsafe fn take<P: Provider>(handle: *mut Handle) -> Option<Box<P::Conn>> {
+/// As of `connection`, and nobody uses the handle any more.
+unsafe fn take<P: Provider>(handle: *mut Conn) -> Option<Box<P::Conn>> {
     // SAFETY: a pointer from `give`, taken back once.
     (!handle.is_null()).then(|| unsafe { Box::from_raw(handle.cast::<P::Conn>()) })
 }
@@ -177,30 +178,60 @@ unsafe fn bytes<'a>(at: *const u8, len: usize) -> Result<&'a [u8]> {
 
 /// # Safety
 /// Null, or valid for a write.
-unsafe fn put<T>(at: *mut T, value: T) -> Result<i32> {
+unsafe fn put<T>(at: *mut T, value: T) -> Result<()> {
     if at.is_null() {
         return Err(INVALID);
     }
     // SAFETY: by this function's contract.
     unsafe { at.write(value) };
-    Ok(0)
+    Ok(())
+}
+
+/// Declares the functions of the table: each is a field of [`Plugin`], and what a [`Provider`] does for it.
+macro_rules! functions {
+    (
+        $(#[$about:meta])*
+        pub struct Plugin;
+        $($(#[$doc:meta])* fn $name:ident<$P:ident>($($arg:ident: $type:ty),* $(,)?) $(-> $code:ty)? $body:block)*
+    ) => {
+        $(#[$about])*
+        #[repr(C)]
+        #[derive(Clone, Copy, Debug)]
+        pub struct Plugin {
+            /// [`ABI`].
+            pub abi: u32,
+            /// Bytes of this table.
+            pub size: u32,
+            $($(#[$doc])* pub $name: unsafe extern "C" fn($($arg: $type),*) $(-> $code)?,)*
+        }
+
+        $(unsafe extern "C" fn $name<$P: Provider>($($arg: $type),*) $(-> $code)? {
+            guard(|| $body)
+        })*
+
+        /// The table of a provider.
+        pub const fn table<P: Provider>() -> Plugin {
+            Plugin { abi: ABI, size: size_of::<Plugin>() as u32, $($name: $name::<P>),* }
+        }
+    };
 }
 
 // What all functions below rely on is said in `Plugin`: pointers are null or valid for the call, handles are
 // those that were given out, and each connection is used as described there.
+functions! {
+    /// What the plugin gives to the library. Every function but those of one connection may be called from
+    /// any thread; of one connection, `poll` by one thread at a time, `write`, `read`, `send` and `probe` by one
+    /// thread at a time, and `disconnect` by any. Only `connect` and `destroy` may wait.
+    pub struct Plugin;
 
-unsafe extern "C" fn device<P: Provider>(local: *const Address, out: *mut Device) -> i32 {
-    // SAFETY: the pointers are as said above.
-    guard(|| unsafe { put(out, P::device(local.as_ref().ok_or(INVALID)?)?) })
-}
+    /// The device that has this local address; -ENODEV if none has.
+    fn device<P>(local: *const Address, out: *mut Device) -> i32 {
+        // SAFETY: the pointers are as said above.
+        unsafe { put(out, P::device(local.as_ref().ok_or(INVALID)?)?) }
+    }
 
-unsafe extern "C" fn listen<P: Provider>(
-    local: *const Address,
-    out: *mut *mut ListenerHandle,
-    port: *mut u16,
-    fd: *mut c_int,
-) -> i32 {
-    guard(|| {
+    /// Listens at a local address; with port 0 at one that the system chooses.
+    fn listen<P>(local: *const Address, out: *mut *mut Listener, port: *mut u16, fd: *mut c_int) -> i32 {
         if out.is_null() || port.is_null() || fd.is_null() {
             return Err(INVALID);
         }
@@ -212,47 +243,42 @@ unsafe extern "C" fn listen<P: Provider>(
             put(fd, listener.fd())?;
             put(out, Box::into_raw(Box::new(listener)).cast())
         }
-    })
-}
+    }
 
-unsafe extern "C" fn next_request<P: Provider>(listener: *mut ListenerHandle, out: *mut Request) -> i32 {
-    guard(|| {
+    /// The next request; -EAGAIN if there is none now, else no more will come.
+    fn next_request<P>(listener: *mut Listener, out: *mut Request) -> i32 {
         // SAFETY: null or a handle of `listen`, a pointer to a listener.
         let listener = unsafe { listener.cast::<P::Listener>().as_ref() }.ok_or(INVALID)?;
         if out.is_null() {
             return Err(INVALID);
         }
-        let incoming = listener.next()?.ok_or(Errno(libc::EAGAIN))?;
-        let request = Request {
-            conn: give::<P>(incoming.conn),
-            private: incoming.private,
-            private_len: incoming.private_len,
-        };
+        let Incoming { conn, private, private_len } = listener.next()?.ok_or(Errno(libc::EAGAIN))?;
+        let conn = give::<P>(conn);
         // SAFETY: the pointer is as said above.
-        unsafe { put(out, request) }
-    })
-}
+        unsafe { put(out, Request { conn, private, private_len }) }
+    }
 
-unsafe extern "C" fn close_listener<P: Provider>(listener: *mut ListenerHandle) {
-    guard(|| {
+    /// Ends a listener.
+    fn close_listener<P>(listener: *mut Listener) {
         if !listener.is_null() {
             // SAFETY: a handle of `listen`, which is not used any more.
             drop(unsafe { Box::from_raw(listener.cast::<P::Listener>()) });
         }
-        Ok(0)
-    });
-}
+        Ok(())
+    }
 
-unsafe extern "C" fn connect<P: Provider>(
-    local: *const Address,
-    remote: *const Address,
-    private: *const u8,
-    private_len: usize,
-    timeout_ms: u32,
-    beside: *mut Handle,
-    out: *mut *mut Handle,
-) -> i32 {
-    guard(|| {
+    /// Connects from a local address, within a time. Waits: for a thread of its own. `beside` is null or a connection
+    /// to the same peer, which outlives this one: then what is registered with that one is good for this one too,
+    /// its completions are told by that one's descriptor, and its queues are short, for it is to carry bulk.
+    fn connect<P>(
+        local: *const Address,
+        remote: *const Address,
+        private: *const u8,
+        private_len: usize,
+        timeout_ms: u32,
+        beside: *mut Conn,
+        out: *mut *mut Conn,
+    ) -> i32 {
         if out.is_null() || private_len > PRIVATE_BYTES {
             return Err(INVALID);
         }
@@ -264,110 +290,82 @@ unsafe extern "C" fn connect<P: Provider>(
             let beside = beside.cast::<P::Conn>().as_ref();
             put(out, give::<P>(P::connect(local, remote, private, timeout, beside)?))
         }
-    })
-}
+    }
 
-unsafe extern "C" fn accept<P: Provider>(
-    handle: *mut Handle,
-    private: *const u8,
-    private_len: usize,
-    beside: *mut Handle,
-) -> i32 {
-    guard(|| {
+    /// Accepts; the connection is up when `state` says 1. `beside` as of `connect`.
+    fn accept<P>(conn: *mut Conn, private: *const u8, private_len: usize, beside: *mut Conn) -> i32 {
         // SAFETY: the pointers are as said above.
         unsafe {
             let beside = beside.cast::<P::Conn>().as_ref();
-            let accepted = conn::<P>(handle)?.accept(bytes(private, private_len)?, beside);
-            accepted.map(|()| 0)
+            connection::<P>(conn)?.accept(bytes(private, private_len)?, beside)
         }
-    })
-}
+    }
 
-unsafe extern "C" fn reject<P: Provider>(handle: *mut Handle) {
-    guard(|| {
+    /// Rejects, and frees the connection.
+    fn reject<P>(conn: *mut Conn) {
         // SAFETY: a handle that is not used any more.
-        if let Some(conn) = unsafe { take::<P>(handle) } {
+        if let Some(conn) = unsafe { take::<P>(conn) } {
             conn.reject();
         }
-        Ok(0)
-    });
-}
+        Ok(())
+    }
 
-unsafe extern "C" fn info<P: Provider>(handle: *mut Handle, out: *mut Info) -> i32 {
-    // SAFETY: the pointers are as said above.
-    guard(|| unsafe { put(out, conn::<P>(handle)?.info()?) })
-}
+    /// Facts about a connection.
+    fn info<P>(conn: *mut Conn, out: *mut Info) -> i32 {
+        // SAFETY: the pointers are as said above.
+        unsafe { put(out, connection::<P>(conn)?.info()?) }
+    }
 
-unsafe extern "C" fn state<P: Provider>(handle: *mut Handle) -> i32 {
-    // SAFETY: the handle is as said above.
-    guard(|| Ok(unsafe { conn::<P>(handle) }?.state()))
-}
+    /// Takes in what has happened to the connection and its device: 0 it is not up yet, 1 it is up, negative: it
+    /// is over, and why.
+    fn state<P>(conn: *mut Conn) -> i32 {
+        // SAFETY: the handle is as said above.
+        Ok(unsafe { connection::<P>(conn) }?.state())
+    }
 
-unsafe extern "C" fn register<P: Provider>(
-    handle: *mut Handle,
-    at: *mut c_void,
-    len: usize,
-    wanted: u32,
-    out: *mut Keys,
-) -> i32 {
-    // SAFETY: the pointers are as said above; the memory is as `QueuePair::register` demands.
-    guard(|| unsafe {
+    /// As [`QueuePair::register`](crate::fabric::remote::qp::QueuePair::register), for one of [`role`].
+    fn register<P>(conn: *mut Conn, at: *mut c_void, len: usize, role: u32, out: *mut Keys) -> i32 {
         if out.is_null() {
             return Err(INVALID);
         }
-        let role = match wanted {
+        let role = match role {
             role::BOTH => Role::Both,
             role::SOURCE => Role::Source,
             role::TARGET => Role::Target,
             role::OFFERED => Role::Offered,
             _ => return Err(INVALID),
         };
-        let keys = conn::<P>(handle)?.register(at, len, role)?;
-        put(out, keys)
-    })
-}
+        // SAFETY: the pointers are as said above; the memory is as `QueuePair::register` demands.
+        unsafe { put(out, connection::<P>(conn)?.register(at, len, role)?) }
+    }
 
-unsafe extern "C" fn deregister<P: Provider>(handle: *mut Handle, registered: u64) {
-    guard(|| {
+    /// As [`QueuePair::deregister`](crate::fabric::remote::qp::QueuePair::deregister), by its handle.
+    fn deregister<P>(conn: *mut Conn, handle: u64) {
         // SAFETY: the handle is as said above.
-        unsafe { conn::<P>(handle)? }.deregister(registered);
-        Ok(0)
-    });
-}
+        unsafe { connection::<P>(conn)? }.deregister(handle);
+        Ok(())
+    }
 
-unsafe extern "C" fn write<P: Provider>(handle: *mut Handle, request: *const WriteRequest) -> i32 {
-    // SAFETY: the pointers are as said above; the source is as `QueuePair::write` demands.
-    guard(|| unsafe {
-        let request = request.as_ref().ok_or(INVALID)?;
-        let write = Write {
-            from: request.from,
-            local: request.local,
-            len: request.len,
-            to: request.to,
-            remote: request.remote,
-        };
-        let immediate = (request.has_immediate != 0).then_some(request.immediate);
-        conn::<P>(handle)?.write(&write, immediate).map(|()| 0)
-    })
-}
+    /// As [`QueuePair::write`](crate::fabric::remote::qp::QueuePair::write); -EAGAIN when the queue is full.
+    fn write<P>(conn: *mut Conn, request: *const WriteRequest) -> i32 {
+        // SAFETY: the pointers are as said above.
+        let WriteRequest { from, to, len, local, remote, has_immediate, immediate } =
+            *unsafe { request.as_ref() }.ok_or(INVALID)?;
+        let immediate = (has_immediate != 0).then_some(immediate);
+        // SAFETY: the handle is as said above; the source is as `QueuePair::write` demands.
+        unsafe { connection::<P>(conn)?.write(&Write { from, local, len, to, remote }, immediate) }
+    }
 
-unsafe extern "C" fn read<P: Provider>(handle: *mut Handle, request: *const ReadRequest) -> i32 {
-    // SAFETY: the pointers are as said above; the target is as `QueuePair::read` demands.
-    guard(|| unsafe {
-        let request = request.as_ref().ok_or(INVALID)?;
-        let read = Read {
-            to: request.to,
-            local: request.local,
-            len: request.len,
-            from: request.from,
-            remote: request.remote,
-        };
-        conn::<P>(handle)?.read(&read).map(|()| 0)
-    })
-}
+    /// As [`QueuePair::read`](crate::fabric::remote::qp::QueuePair::read); -EAGAIN when the queue is full.
+    fn read<P>(conn: *mut Conn, request: *const ReadRequest) -> i32 {
+        // SAFETY: the pointers are as said above.
+        let ReadRequest { to, from, len, local, remote } = *unsafe { request.as_ref() }.ok_or(INVALID)?;
+        // SAFETY: the handle is as said above; the target is as `QueuePair::read` demands.
+        unsafe { connection::<P>(conn)?.read(&Read { to, local, len, from, remote }) }
+    }
 
-unsafe extern "C" fn send<P: Provider>(handle: *mut Handle, parts: *const Part, count: usize) -> i32 {
-    guard(|| {
+    /// As [`QueuePair::send`](crate::fabric::remote::qp::QueuePair::send); -EAGAIN when the queue is full.
+    fn send<P>(conn: *mut Conn, parts: *const Part, count: usize) -> i32 {
         let parts: &[Part] = match (parts.is_null(), count) {
             (_, 0) => &[],
             (true, _) => return Err(INVALID),
@@ -379,80 +377,63 @@ unsafe extern "C" fn send<P: Provider>(handle: *mut Handle, parts: *const Part, 
             unsafe { bytes(part.at, part.len)? };
         }
         // SAFETY: as before; what could fail was checked.
-        let parts = parts
-            .iter()
-            .map(|part| unsafe { bytes(part.at, part.len) }.unwrap_or_default());
+        let part = |part: &Part| unsafe { bytes(part.at, part.len) }.unwrap_or_default();
         // SAFETY: the handle is as said above.
-        unsafe { conn::<P>(handle)? }.send(parts).map(|()| 0)
-    })
-}
+        unsafe { connection::<P>(conn)? }.send(parts.iter().map(part))
+    }
 
-unsafe extern "C" fn probe<P: Provider>(handle: *mut Handle) -> i32 {
-    // SAFETY: the handle is as said above.
-    guard(|| unsafe { conn::<P>(handle)? }.probe().map(|()| 0))
-}
-
-unsafe extern "C" fn poll<P: Provider>(
-    handle: *mut Handle,
-    context: *mut c_void,
-    each: unsafe extern "C" fn(context: *mut c_void, completion: *const Completion),
-) -> i32 {
-    guard(|| {
+    /// As [`QueuePair::probe`](crate::fabric::remote::qp::QueuePair::probe); -EAGAIN when nothing may be posted yet.
+    fn probe<P>(conn: *mut Conn) -> i32 {
         // SAFETY: the handle is as said above.
-        let count = unsafe { conn::<P>(handle)? }.poll(&mut |done| {
-            let mut given = Completion {
-                kind: 0,
-                immediate: 0,
-                bytes: std::ptr::null(),
-                len: 0,
+        unsafe { connection::<P>(conn)? }.probe()
+    }
+
+    /// As [`QueuePair::poll`](crate::fabric::remote::qp::QueuePair::poll); the count, or a negative errno.
+    fn poll<P>(
+        conn: *mut Conn,
+        context: *mut c_void,
+        each: unsafe extern "C" fn(context: *mut c_void, completion: *const Completion),
+    ) -> i32 {
+        // SAFETY: the handle is as said above.
+        let count = unsafe { connection::<P>(conn)? }.poll(&mut |done| {
+            let (kind, immediate, bytes, len) = match done {
+                // At most a buffer.
+                Completed::Received(message) => (completion::RECEIVED, 0, message.as_ptr(), message.len() as u32),
+                Completed::Written { immediate, bytes } => (completion::WRITTEN, immediate, null(), bytes),
+                Completed::Room => (completion::ROOM, 0, null(), 0),
+                Completed::Read => (completion::READ, 0, null(), 0),
+                Completed::Probed => (completion::PROBED, 0, null(), 0),
             };
-            match done {
-                Completed::Received(message) => {
-                    given.kind = completion::RECEIVED;
-                    given.bytes = message.as_ptr();
-                    // At most a buffer.
-                    given.len = message.len() as u32;
-                }
-                Completed::Written { immediate, bytes } => {
-                    given.kind = completion::WRITTEN;
-                    given.immediate = immediate;
-                    given.len = bytes;
-                }
-                Completed::Room => given.kind = completion::ROOM,
-                Completed::Read => given.kind = completion::READ,
-                Completed::Probed => given.kind = completion::PROBED,
-            }
             // SAFETY: the caller's function with the caller's context; the completion lives during the call.
-            unsafe { each(context, &given) };
+            unsafe { each(context, &Completion { kind, immediate, bytes, len }) };
         })?;
         Ok(i32::try_from(count).unwrap_or(i32::MAX))
-    })
-}
+    }
 
-unsafe extern "C" fn arm<P: Provider>(handle: *mut Handle) -> i32 {
-    // SAFETY: the handle is as said above.
-    guard(|| unsafe { conn::<P>(handle)? }.arm().map(|()| 0))
-}
-
-unsafe extern "C" fn disconnect<P: Provider>(handle: *mut Handle) {
-    guard(|| {
+    /// As [`QueuePair::arm`](crate::fabric::remote::qp::QueuePair::arm).
+    fn arm<P>(conn: *mut Conn) -> i32 {
         // SAFETY: the handle is as said above.
-        unsafe { conn::<P>(handle)? }.disconnect();
-        Ok(0)
-    });
-}
+        unsafe { connection::<P>(conn)? }.arm()
+    }
 
-unsafe extern "C" fn destroy<P: Provider>(handle: *mut Handle) {
-    guard(|| {
+    /// Begins to end the connection: both ends see that it is over.
+    fn disconnect<P>(conn: *mut Conn) {
+        // SAFETY: the handle is as said above.
+        unsafe { connection::<P>(conn)? }.disconnect();
+        Ok(())
+    }
+
+    /// Frees it. Nobody is in another call for it, or will be.
+    fn destroy<P>(conn: *mut Conn) {
         // SAFETY: a handle that is not used any more.
-        drop(unsafe { take::<P>(handle) });
-        Ok(0)
-    });
-}
+        drop(unsafe { take::<P>(conn) });
+        Ok(())
+    }
 
-unsafe extern "C" fn after_fork<P: Provider>() {
-    guard(|| {
+    /// In a fork child, before anything else: closes what was inherited without a word to the device. All
+    /// that was handed out is void.
+    fn after_fork<P>() {
         P::after_fork();
-        Ok(0)
-    });
+        Ok(())
+    }
 }

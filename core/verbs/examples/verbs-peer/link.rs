@@ -7,9 +7,9 @@ use std::ptr::null_mut;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use rdmasock_core::fabric::plugin::serve::{Entry, Plugin};
 use rdmasock_core::fabric::plugin::{
-    ABI, Address, Completion, Conn, ENTRY, Entry, Host, Info, Keys, Listener, Part, Plugin, Request, WriteRequest,
-    completion, role,
+    ABI, Address, Completion, Conn, ENTRY, Host, Info, Keys, Listener, Part, Request, WriteRequest, completion, role,
 };
 
 use crate::memory::Memory;

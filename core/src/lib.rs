@@ -5,6 +5,8 @@
 
 #[cfg(not(loom))]
 pub mod allocator;
+#[cfg(not(loom))]
+mod codes;
 pub mod cycles;
 
 pub mod fabric;

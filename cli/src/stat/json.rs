@@ -114,7 +114,7 @@ impl Instance {
             uptime_s: seen.uptime.as_secs_f64(),
             held: seen.kept_on_tcp.map(words::kept_on_tcp),
             totals: Sums::from(&seen.totals),
-            events: Event::ALL.iter().map(|e| (e.name(), seen.count(*e))).collect(),
+            events: Event::ALL.iter().map(|e| (e.text(), seen.count(*e))).collect(),
             links: seen.links.iter().map(Link::from).collect(),
             streams: streams.map(Stream::from).collect(),
         }

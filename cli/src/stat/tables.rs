@@ -106,7 +106,7 @@ pub fn sections(processes: &[Process], connections: &[Connection<'_>]) -> String
 fn control(process: &Process) -> Option<String> {
     let counts: Vec<String> = Event::ALL
         .iter()
-        .filter_map(|event| Some((event.name().strip_prefix("control_")?, *event)))
+        .filter_map(|event| Some((event.text().strip_prefix("control_")?, *event)))
         .map(|(name, event)| (name, process.instance.count(event)))
         .filter(|(_, n)| *n > 0)
         .map(|(name, n)| format!("{} {n}", name.replace('_', " ")))

@@ -5,121 +5,104 @@
 
 use core::fmt;
 
-/// Defines [`Reason`] from one table of code and text.
-macro_rules! reasons {
-    ($($(#[$doc:meta])* $name:ident = $code:literal => $text:literal,)+) => {
-        /// Why a stream is on TCP, or a link is down.
-        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-        #[repr(u16)]
-        pub enum Reason {
-            $($(#[$doc])* $name = $code,)+
-        }
+use crate::codes::codes;
 
-        impl Reason {
-            /// Every reason, by ascending code.
-            pub const ALL: &'static [Self] = &[$(Self::$name,)+];
-
-            /// What `rdmasock stat` prints.
-            #[must_use]
-            pub const fn text(self) -> &'static str {
-                match self { $(Self::$name => $text,)+ }
-            }
-        }
-
-        impl TryFrom<u16> for Reason {
-            type Error = u16;
-
-            /// # Errors
-            /// The code itself where this version does not know it.
-            fn try_from(code: u16) -> Result<Self, u16> {
-                match code { $($code => Ok(Self::$name),)+ other => Err(other) }
-            }
-        }
-    };
+codes! {
+    /// Why a stream is on TCP, or a link is down. Its text is what `rdmasock stat` prints.
+    #[derive(Default)]
+    pub enum Reason: u16 {
+        /// Nothing to explain.
+        #[default]
+        None = 0 => "none",
+        /// Has not yet proved worth promoting.
+        BelowThreshold = 1 => "below the promotion threshold",
+        /// The steps of a promotion are under way.
+        Handshake = 2 => "handshake in progress",
+        /// No service name answered: the other program runs without the library.
+        PeerWithout = 3 => "peer without the library",
+        /// A rule says leave.
+        Rule = 4 => "rule",
+        /// Switched off for this instance (`RDMASOCK=off`, or no fabric).
+        Disabled = 5 => "disabled",
+        /// Several processes hold the socket after a fork.
+        Inherited = 6 => "inherited: held by several processes",
+        /// The peer answered NO; [`Why`] has its reason.
+        Declined = 7 => "declined by peer",
+        /// The peer knows no connection between these two addresses (address translation on the way).
+        NoMatch = 8 => "no match at the peer (address translation?)",
+        /// A step of the handshake did not come in time.
+        TimedOut = 9 => "handshake timed out",
+        /// No room for another ring.
+        ArenaFull = 10 => "arena full",
+        /// As many links as the instance can have.
+        LinkLimit = 11 => "link limit reached",
+        /// The link could not be set up, or failed.
+        LinkFailed = 12 => "link failed",
+        /// The socket is in an epoll set that the library has not seen being filled.
+        UnknownEpoll = 13 => "in an epoll set not known to the library",
+        /// MSG_OOB or SO_OOBINLINE was used.
+        OutOfBand = 14 => "MSG_OOB",
+        /// The TCP_ULP "tls" was set.
+        KernelTls = 15 => "kTLS",
+        /// MSG_ZEROCOPY or TCP_ZEROCOPY_RECEIVE was used.
+        ZeroCopy = 16 => "MSG_ZEROCOPY",
+        /// splice() or tee() was called on the socket.
+        Splice = 17 => "splice",
+        /// A stdio stream was opened on the socket.
+        Stdio = 18 => "stdio stream",
+        /// The socket survives an exec.
+        Exec = 19 => "exec",
+        /// The socket was passed by SCM_RIGHTS.
+        Passed = 20 => "passed by SCM_RIGHTS",
+        /// Another process used the socket.
+        OtherProcess = 21 => "used by another process",
+        /// One direction, or both, have ended.
+        Closed = 22 => "closed",
+        /// An option or a call that the fast path does not support.
+        Unsupported = 23 => "socket option or call not supported on a link",
+        /// The peer asked for the demotion.
+        PeerAsked = 24 => "demoted at the peer's request",
+        /// The peer broke the protocol.
+        Violation = 25 => "protocol violation by the peer",
+        /// The two ends speak different versions of the protocol.
+        Version = 26 => "protocol version differs",
+        /// The service name is owned by somebody who may not answer for the port.
+        NotTrusted = 27 => "service name of another user",
+        /// No more memory or file descriptors.
+        Resources = 28 => "out of memory or file descriptors",
+        /// The peer process has ended.
+        PeerGone = 29 => "peer process ended",
+        /// The peer is on another host, and no RDMA device leads there, or the control port is off.
+        OtherHost = 30 => "peer on another host, out of RDMA's reach",
+        /// The peer's device did not answer any more.
+        LinkSilent = 31 => "link failed: no answer from the peer's device for 5 s",
+        /// The program has made an io_uring, whose calls no hook sees.
+        IoUring = 32 => "the program uses io_uring",
+        /// The rules file, which may say leave, cannot be read or understood.
+        NoRules = 33 => "rules file cannot be used",
+        /// A seccomp filter of the program's does not allow what the library does.
+        Confined = 34 => "the program restricts its system calls",
+        /// The program has opened a library whose calls no hook sees.
+        DeepBind = 35 => "a library was opened with RTLD_DEEPBIND",
+        /// The program has the socket from elsewhere, and its calls are the kernel's.
+        Unseen = 36 => "not known to the library",
+        /// The program has asked for TCP (`rdmasock_prefer`).
+        Asked = 37 => "asked for by the program",
+        /// The program runs as another user than the one that made the socket, or in another network namespace.
+        NotOwner = 38 => "socket of another user or network namespace",
+        /// The program has entered namespaces in which it can have no further thread.
+        Alone = 39 => "the program can have no second thread",
+    }
 }
 
-reasons! {
-    /// Nothing to explain.
-    #[default]
-    None = 0 => "none",
-    /// Has not yet proved worth promoting.
-    BelowThreshold = 1 => "below the promotion threshold",
-    /// The steps of a promotion are under way.
-    Handshake = 2 => "handshake in progress",
-    /// No service name answered: the other program runs without the library.
-    PeerWithout = 3 => "peer without the library",
-    /// A rule says leave.
-    Rule = 4 => "rule",
-    /// Switched off for this instance (`RDMASOCK=off`, or no fabric).
-    Disabled = 5 => "disabled",
-    /// Several processes hold the socket after a fork.
-    Inherited = 6 => "inherited: held by several processes",
-    /// The peer answered NO; [`Why`] has its reason.
-    Declined = 7 => "declined by peer",
-    /// The peer knows no connection between these two addresses (address translation on the way).
-    NoMatch = 8 => "no match at the peer (address translation?)",
-    /// A step of the handshake did not come in time.
-    TimedOut = 9 => "handshake timed out",
-    /// No room for another ring.
-    ArenaFull = 10 => "arena full",
-    /// As many links as the instance can have.
-    LinkLimit = 11 => "link limit reached",
-    /// The link could not be set up, or failed.
-    LinkFailed = 12 => "link failed",
-    /// The socket is in an epoll set that the library has not seen being filled.
-    UnknownEpoll = 13 => "in an epoll set not known to the library",
-    /// MSG_OOB or SO_OOBINLINE was used.
-    OutOfBand = 14 => "MSG_OOB",
-    /// The TCP_ULP "tls" was set.
-    KernelTls = 15 => "kTLS",
-    /// MSG_ZEROCOPY or TCP_ZEROCOPY_RECEIVE was used.
-    ZeroCopy = 16 => "MSG_ZEROCOPY",
-    /// splice() or tee() was called on the socket.
-    Splice = 17 => "splice",
-    /// A stdio stream was opened on the socket.
-    Stdio = 18 => "stdio stream",
-    /// The socket survives an exec.
-    Exec = 19 => "exec",
-    /// The socket was passed by SCM_RIGHTS.
-    Passed = 20 => "passed by SCM_RIGHTS",
-    /// Another process used the socket.
-    OtherProcess = 21 => "used by another process",
-    /// One direction, or both, have ended.
-    Closed = 22 => "closed",
-    /// An option or a call that the fast path does not support.
-    Unsupported = 23 => "socket option or call not supported on a link",
-    /// The peer asked for the demotion.
-    PeerAsked = 24 => "demoted at the peer's request",
-    /// The peer broke the protocol.
-    Violation = 25 => "protocol violation by the peer",
-    /// The two ends speak different versions of the protocol.
-    Version = 26 => "protocol version differs",
-    /// The service name is owned by somebody who may not answer for the port.
-    NotTrusted = 27 => "service name of another user",
-    /// No more memory or file descriptors.
-    Resources = 28 => "out of memory or file descriptors",
-    /// The peer process has ended.
-    PeerGone = 29 => "peer process ended",
-    /// The peer is on another host, and no RDMA device leads there, or the control port is off.
-    OtherHost = 30 => "peer on another host, out of RDMA's reach",
-    /// The peer's device did not answer any more.
-    LinkSilent = 31 => "link failed: no answer from the peer's device for 5 s",
-    /// The program has made an io_uring, whose calls no hook sees.
-    IoUring = 32 => "the program uses io_uring",
-    /// The rules file, which may say leave, cannot be read or understood.
-    NoRules = 33 => "rules file cannot be used",
-    /// A seccomp filter of the program's does not allow what the library does.
-    Confined = 34 => "the program restricts its system calls",
-    /// The program has opened a library whose calls no hook sees.
-    DeepBind = 35 => "a library was opened with RTLD_DEEPBIND",
-    /// The program has the socket from elsewhere, and its calls are the kernel's.
-    Unseen = 36 => "not known to the library",
-    /// The program has asked for TCP (`rdmasock_prefer`).
-    Asked = 37 => "asked for by the program",
-    /// The program runs as another user than the one that made the socket, or in another network namespace.
-    NotOwner = 38 => "socket of another user or network namespace",
-    /// The program has entered namespaces in which it can have no further thread.
-    Alone = 39 => "the program can have no second thread",
+impl TryFrom<u16> for Reason {
+    type Error = u16;
+
+    /// # Errors
+    /// The code itself where this version does not know it.
+    fn try_from(code: u16) -> Result<Self, u16> {
+        Self::from_code(code).ok_or(code)
+    }
 }
 
 /// A [`Reason`], and the peer's own where it declined.
@@ -161,12 +144,6 @@ impl Why {
 impl From<Reason> for Why {
     fn from(reason: Reason) -> Self {
         Self { reason, peer: None }
-    }
-}
-
-impl fmt::Display for Reason {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.text())
     }
 }
 

@@ -9,76 +9,44 @@ use std::sync::atomic::{
 
 use super::qp::Down;
 use super::watch::SILENCE;
+use crate::codes::codes;
 
-/// What the peer has done that no correct peer does (ARCHITECTURE, I7).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[repr(u32)]
-pub enum Breach {
-    /// A message that cannot be read ([`Malformed`](super::record::Malformed)).
-    #[error("malformed message")]
-    Malformed = 1,
-    /// A record about a stream that is not open, or that the peer has closed.
-    #[error("a record about no stream")]
-    Stream,
-    /// More credits than there are receive buffers.
-    #[error("too many receive buffers granted")]
-    Grant,
-    /// A tail that goes back, or is beyond the window, or does not fit its payload.
-    #[error("bad tail")]
-    Tail,
-    /// A switch to a ring that was not on offer, or at another position than the tail.
-    #[error("bad ring switch")]
-    Switch,
-    /// An end mark that is none, is not at the tail, or comes twice; or something after it.
-    #[error("bad end mark")]
-    End,
-    /// A head that goes back or is beyond the tail.
-    #[error("bad head")]
-    Head,
-    /// An offer while another is pending, or out of turn, or outside the arena.
-    #[error("bad ring offer")]
-    Offer,
-    /// A chunk outside the arena, or announced twice.
-    #[error("bad chunk")]
-    Chunk,
-    /// A message of the side channel that cannot be read, or does not belong there.
-    #[error("bad side-channel message")]
-    Message,
-    /// More messages than a correct peer ever owes.
-    #[error("too many messages")]
-    Flood,
-    /// A confirmation of what was not sent.
-    #[error("bad confirmation")]
-    Ack,
-    /// An immediate on a link that has none.
-    #[error("unexpected immediate")]
-    Immediate,
-    /// An advert of no memory, or while another is in use, or an answer beyond it; or what belongs to another queue
-    /// pair.
-    #[error("bad advert")]
-    Advert,
-    /// A loan of no memory, or out of place, or something in the midst of one; or an answer to none, or beyond it.
-    #[error("bad loan")]
-    Loan,
+codes! {
+    /// What the peer has done that no correct peer does (ARCHITECTURE, I7).
+    pub enum Breach: u32 {
+        /// A message that cannot be read ([`Malformed`](super::record::Malformed)).
+        Malformed = 1 => "malformed message",
+        /// A record about a stream that is not open, or that the peer has closed.
+        Stream = 2 => "a record about no stream",
+        /// More credits than there are receive buffers.
+        Grant = 3 => "too many receive buffers granted",
+        /// A tail that goes back, or is beyond the window, or does not fit its payload.
+        Tail = 4 => "bad tail",
+        /// A switch to a ring that was not on offer, or at another position than the tail.
+        Switch = 5 => "bad ring switch",
+        /// An end mark that is none, is not at the tail, or comes twice; or something after it.
+        End = 6 => "bad end mark",
+        /// A head that goes back or is beyond the tail.
+        Head = 7 => "bad head",
+        /// An offer while another is pending, or out of turn, or outside the arena.
+        Offer = 8 => "bad ring offer",
+        /// A chunk outside the arena, or announced twice.
+        Chunk = 9 => "bad chunk",
+        /// A message of the side channel that cannot be read, or does not belong there.
+        Message = 10 => "bad side-channel message",
+        /// More messages than a correct peer ever owes.
+        Flood = 11 => "too many messages",
+        /// A confirmation of what was not sent.
+        Ack = 12 => "bad confirmation",
+        /// An immediate on a link that has none.
+        Immediate = 13 => "unexpected immediate",
+        /// An advert of no memory, or while another is in use, or an answer beyond it; or what belongs to another queue
+        /// pair.
+        Advert = 14 => "bad advert",
+        /// A loan of no memory, or out of place, or something in the midst of one; or an answer to none, or beyond it.
+        Loan = 15 => "bad loan",
+    }
 }
-
-const BREACHES: [Breach; 15] = [
-    Breach::Malformed,
-    Breach::Stream,
-    Breach::Grant,
-    Breach::Tail,
-    Breach::Switch,
-    Breach::End,
-    Breach::Head,
-    Breach::Offer,
-    Breach::Chunk,
-    Breach::Message,
-    Breach::Flood,
-    Breach::Ack,
-    Breach::Immediate,
-    Breach::Advert,
-    Breach::Loan,
-];
 
 /// Why a link is down.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -120,7 +88,7 @@ impl FaultCell {
         match word >> 32 {
             0 => None,
             1 => Some(Fault::Down(Down(value as i32))),
-            2 => BREACHES.into_iter().find(|b| *b as u32 == value).map(Fault::Violation),
+            2 => Breach::from_code(value).map(Fault::Violation),
             4 => Some(Fault::Silent),
             _ => Some(Fault::Closed),
         }
@@ -149,7 +117,7 @@ mod tests {
 
     #[test]
     fn the_first_fault_stays_and_reads_back() {
-        let faults = BREACHES.into_iter().map(Fault::Violation).chain([
+        let faults = Breach::ALL.iter().copied().map(Fault::Violation).chain([
             Fault::Down(Down(-5)),
             Fault::Down(Down(0)),
             Fault::Closed,

@@ -1,0 +1,40 @@
+//! Enums whose values have a number, in shared memory or on the wire, and a text. Not what the numbers are of.
+
+/// Declares such an enum by the number and the text of each value. A number is never used again for something else.
+macro_rules! codes {
+    (
+        $(#[$about:meta])*
+        pub enum $Enum:ident: $code:ident {
+            $($(#[$doc:meta])* $name:ident = $number:literal => $text:literal,)+
+        }
+    ) => {
+        $(#[$about])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[repr($code)]
+        pub enum $Enum { $($(#[$doc])* $name = $number,)+ }
+
+        impl $Enum {
+            /// All values, in the order of their numbers.
+            pub const ALL: &'static [Self] = &[$(Self::$name,)+];
+
+            /// The word for it in tables and JSON.
+            #[must_use]
+            pub const fn text(self) -> &'static str {
+                match self { $(Self::$name => $text,)+ }
+            }
+
+            /// The value with this number; `None` where this version knows none.
+            #[must_use]
+            pub const fn from_code(code: $code) -> Option<Self> {
+                match code { $($number => Some(Self::$name),)+ _ => None }
+            }
+        }
+
+        impl core::fmt::Display for $Enum {
+            fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+                f.pad(self.text())
+            }
+        }
+    };
+}
+pub(crate) use codes;

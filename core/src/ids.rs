@@ -4,12 +4,11 @@
 //! business (docs/protocol.md), not this file's.
 
 use std::fmt;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::str::FromStr;
 
 use rustix::io::Errno;
 use rustix::rand::{GetRandomFlags, getrandom};
-use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 /// Bytes in an instance id, a nonce and a cookie.
@@ -35,27 +34,54 @@ fn write_hex(bytes: &[u8], f: &mut fmt::Formatter<'_>) -> fmt::Result {
     bytes.iter().try_for_each(|b| write!(f, "{b:02x}"))
 }
 
-/// One process image with the library loaded; a fork child draws a new one.
-#[derive(
-    Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
-)]
-#[repr(transparent)]
-pub struct InstanceId([u8; ID_BYTES]);
+/// Declares values of [`ID_BYTES`] bytes.
+macro_rules! ids {
+    ($($(#[$about:meta])* pub struct $Id:ident;)*) => {$(
+        $(#[$about])*
+        #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+        #[repr(transparent)]
+        pub struct $Id([u8; ID_BYTES]);
+
+        impl $Id {
+            /// The value with these bytes, as read from shared memory or the wire.
+            pub const fn from_bytes(bytes: [u8; ID_BYTES]) -> Self {
+                Self(bytes)
+            }
+
+            /// Its bytes.
+            pub const fn as_bytes(&self) -> &[u8; ID_BYTES] {
+                &self.0
+            }
+        }
+    )*};
+}
+pub(crate) use ids;
+
+ids! {
+    /// One process image with the library loaded; a fork child draws a new one.
+    #[derive(PartialEq, Eq, Hash, PartialOrd, Ord)]
+    pub struct InstanceId;
+
+    /// What the reader of a TCP direction chose at random, so that it knows a marker when it sees one.
+    ///
+    /// The first byte never occurs in UTF-8 text. While a reader looks for its nonce it must hold back
+    /// any tail of the data that could be the nonce's beginning, and must not report it as readable;
+    /// with this choice that never happens to text protocols, and rarely to binary ones. It costs 4 of
+    /// the 128 random bits.
+    #[derive(PartialEq, Eq, Hash)]
+    pub struct Nonce;
+
+    /// The one-time secret that proves to a link's acceptor that the caller has read its HELLO.
+    ///
+    /// Not `PartialEq`: comparing goes through [`Cookie::matches`], which takes the same time wherever
+    /// the first difference is.
+    pub struct Cookie;
+}
 
 impl InstanceId {
     /// Draws a fresh id. Fails only without getrandom(2).
     pub fn random() -> Result<Self, Errno> {
         random_bytes().map(Self)
-    }
-
-    /// The id with these bytes, as read from shared memory or the wire.
-    pub const fn from_bytes(bytes: [u8; ID_BYTES]) -> Self {
-        Self(bytes)
-    }
-
-    /// The id's bytes.
-    pub const fn as_bytes(&self) -> &[u8; ID_BYTES] {
-        &self.0
     }
 
     /// The id in memory that only words are shared in.
@@ -114,16 +140,6 @@ const NEVER_IN_UTF8: [u8; 13] = [
     0xC0, 0xC1, 0xF5, 0xF6, 0xF7, 0xF8, 0xF9, 0xFA, 0xFB, 0xFC, 0xFD, 0xFE, 0xFF,
 ];
 
-/// What the reader of a TCP direction chose at random, so that it knows a marker when it sees one.
-///
-/// The first byte never occurs in UTF-8 text. While a reader looks for its nonce it must hold back
-/// any tail of the data that could be the nonce's beginning, and must not report it as readable;
-/// with this choice that never happens to text protocols, and rarely to binary ones. It costs 4 of
-/// the 128 random bits.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
-#[repr(transparent)]
-pub struct Nonce([u8; ID_BYTES]);
-
 impl Nonce {
     /// Draws a fresh nonce. Fails only without getrandom(2).
     pub fn random() -> Result<Self, Errno> {
@@ -132,16 +148,6 @@ impl Nonce {
         let pick = usize::from(*first) % NEVER_IN_UTF8.len();
         *first = NEVER_IN_UTF8.get(pick).copied().unwrap_or(0xFF);
         Ok(Self(bytes))
-    }
-
-    /// The nonce with these bytes; a peer's may start with any byte.
-    pub const fn from_bytes(bytes: [u8; ID_BYTES]) -> Self {
-        Self(bytes)
-    }
-
-    /// The nonce's bytes.
-    pub const fn as_bytes(&self) -> &[u8; ID_BYTES] {
-        &self.0
     }
 }
 
@@ -153,28 +159,10 @@ impl fmt::Debug for Nonce {
     }
 }
 
-/// The one-time secret that proves to a link's acceptor that the caller has read its HELLO.
-///
-/// Not `PartialEq`: comparing goes through [`Cookie::matches`], which takes the same time wherever
-/// the first difference is.
-#[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
-#[repr(transparent)]
-pub struct Cookie([u8; ID_BYTES]);
-
 impl Cookie {
     /// Draws a fresh cookie. Fails only without getrandom(2).
     pub fn random() -> Result<Self, Errno> {
         random_bytes().map(Self)
-    }
-
-    /// The cookie with these bytes.
-    pub const fn from_bytes(bytes: [u8; ID_BYTES]) -> Self {
-        Self(bytes)
-    }
-
-    /// Its bytes, to be presented.
-    pub const fn as_bytes(&self) -> &[u8; ID_BYTES] {
-        &self.0
     }
 
     /// Is this the same cookie?
@@ -254,28 +242,6 @@ impl Tuple {
     pub const fn acceptor(&self) -> SocketAddr {
         self.acceptor
     }
-
-    /// The fixed wire form.
-    pub fn to_wire(&self) -> WireTuple {
-        WireTuple {
-            connector_ip: ip_bytes(self.connector.ip()),
-            acceptor_ip: ip_bytes(self.acceptor.ip()),
-            connector_port: U16::new(self.connector.port()),
-            acceptor_port: U16::new(self.acceptor.port()),
-            namespace: U64::new(self.namespace),
-            device: U32::new(self.device),
-        }
-    }
-
-    /// Reads the wire form; every bit pattern is a tuple.
-    pub fn from_wire(wire: &WireTuple) -> Self {
-        let addr = |ip, port: U16| SocketAddr::new(Ipv6Addr::from(ip).into(), port.get());
-        Self::new(
-            addr(wire.connector_ip, wire.connector_port),
-            addr(wire.acceptor_ip, wire.acceptor_port),
-        )
-        .at(wire.namespace.get(), wire.device.get())
-    }
 }
 
 impl fmt::Debug for Tuple {
@@ -284,36 +250,23 @@ impl fmt::Debug for Tuple {
     }
 }
 
-/// A [`Tuple`] on the wire: 48 bytes, IPv4 addresses in their IPv4-mapped form, ports little-endian.
-#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
-#[repr(C)]
-pub struct WireTuple {
-    connector_ip: [u8; 16],
-    acceptor_ip: [u8; 16],
-    connector_port: U16,
-    acceptor_port: U16,
-    namespace: U64,
-    device: U32,
-}
-
 /// The address as the other end would write it: see [`Tuple`].
 pub fn normalise(addr: SocketAddr) -> SocketAddr {
     // `SocketAddr::new` leaves flow label and scope id at 0.
     SocketAddr::new(addr.ip().to_canonical(), addr.port())
 }
 
-fn ip_bytes(ip: IpAddr) -> [u8; 16] {
+/// The address, IPv4 in its IPv4-mapped form.
+pub(crate) fn mapped(ip: IpAddr) -> Ipv6Addr {
     match ip {
-        IpAddr::V4(v4) => Ipv4Addr::to_ipv6_mapped(&v4).octets(),
-        IpAddr::V6(v6) => v6.octets(),
+        IpAddr::V4(ip) => ip.to_ipv6_mapped(),
+        IpAddr::V6(ip) => ip,
     }
 }
 
 #[cfg(test)]
 mod tests {
     use std::net::SocketAddrV6;
-
-    use proptest::prelude::*;
 
     use super::*;
 
@@ -379,20 +332,6 @@ mod tests {
         assert_eq!(tuple, Tuple::new(scoped(7), scoped(0)));
         for (namespace, device) in [(1, 0), (0, 1)] {
             assert_ne!(tuple, tuple.at(namespace, device));
-        }
-    }
-
-    proptest! {
-        #[test]
-        fn a_tuple_survives_the_wire(a: SocketAddr, b: SocketAddr, namespace: u64, device: u32) {
-            let tuple = Tuple::new(a, b).at(namespace, device);
-            prop_assert_eq!(Tuple::from_wire(&tuple.to_wire()), tuple);
-        }
-
-        #[test]
-        fn any_bytes_are_a_tuple(bytes: [u8; size_of::<WireTuple>()]) {
-            let tuple = Tuple::from_wire(&WireTuple::read_from_bytes(&bytes).unwrap());
-            prop_assert_eq!(Tuple::from_wire(&tuple.to_wire()), tuple);
         }
     }
 }

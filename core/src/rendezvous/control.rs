@@ -16,7 +16,7 @@ use rustix::io::Errno;
 use sha2::Sha256;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use crate::ids::{Cookie, ID_BYTES, InstanceId, Nonce, Tuple};
+use crate::ids::{Cookie, ID_BYTES, InstanceId, Nonce, Tuple, ids};
 use crate::os::privatefd::Transit;
 use crate::wire::codec::{Writer, kinds};
 use crate::wire::{self, VERSION, WireError};
@@ -49,20 +49,20 @@ struct Frame {
     mac: [u8; MAC],
 }
 
-/// The random number of a question, which its answers repeat.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
-#[repr(transparent)]
-pub struct QueryId([u8; ID_BYTES]);
+ids! {
+    /// The random number of a question, which its answers repeat.
+    #[derive(PartialEq, Eq, Hash)]
+    pub struct QueryId;
+
+    /// What an answerer gives to an address and wants to see again from there. Zero: none yet.
+    #[derive(PartialEq, Eq)]
+    pub struct Stamp;
+}
 
 impl QueryId {
     /// Draws a fresh one. Fails only without getrandom(2).
     pub fn random() -> Result<Self, Errno> {
         InstanceId::random().map(|id| Self(*id.as_bytes()))
-    }
-
-    /// The one with these bytes.
-    pub const fn from_bytes(bytes: [u8; ID_BYTES]) -> Self {
-        Self(bytes)
     }
 }
 
@@ -74,19 +74,9 @@ impl fmt::Debug for QueryId {
     }
 }
 
-/// What an answerer gives to an address and wants to see again from there. Zero: none yet.
-#[derive(Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
-#[repr(transparent)]
-pub struct Stamp([u8; ID_BYTES]);
-
 impl Stamp {
     /// What a question has that was sent before any answer came.
     pub const NONE: Self = Self([0; ID_BYTES]);
-
-    /// The stamp with these bytes.
-    pub const fn from_bytes(bytes: [u8; ID_BYTES]) -> Self {
-        Self(bytes)
-    }
 }
 
 impl fmt::Debug for Stamp {

@@ -1,12 +1,14 @@
 //! What the encodings of messages, markers, introductions and records share: the version, how bytes are read and
 //! appended, and what can be wrong with them. Not the encodings.
 
+use std::net::{Ipv6Addr, SocketAddr};
+
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::geometry::{Geometry, RingOffer};
 use super::reason::Reason;
-use crate::ids::{Cookie, InstanceId, Nonce, Tuple, Vqpn, WireTuple};
+use crate::ids::{Cookie, InstanceId, Nonce, Tuple, Vqpn, mapped};
 
 /// The version of the whole protocol, part of every service name, message and marker (P1).
 pub const VERSION: u8 = 2;
@@ -109,6 +111,7 @@ fields! {
         1 => Ok(true),
         _ => Err(WireError::Field("flag")),
     };
+    u16 as U16: |n| (*n).into(), |n| Ok(n.get());
     u32 as U32: |n| (*n).into(), |n| Ok(n.get());
     u64 as U64: |n| (*n).into(), |n| Ok(n.get());
     Nonce as Nonce: |nonce| *nonce, |nonce| Ok(nonce);
@@ -116,7 +119,6 @@ fields! {
     Cookie as Cookie: |cookie| *cookie, |cookie| Ok(cookie);
     Vqpn as U32: |vqpn| vqpn.0.into(), |n| Ok(Self(n.get()));
     Reason as U16: |reason| reason.code().into(), |code| Ok(Self::from_code(code.get()));
-    Tuple as WireTuple: |tuple| tuple.to_wire(), |wire| Ok(Self::from_wire(&wire));
 }
 
 impl Field<'_> for RingOffer {
@@ -150,6 +152,25 @@ pub(crate) use structs;
 
 structs! {
     Geometry { arena_bytes, waiter_bytes, queue_entries, max_waiters, max_ring }
+}
+
+/// The addresses in their IPv4-mapped form, the ports, the namespace, the interface; any bytes are a tuple.
+impl Field<'_> for Tuple {
+    fn put(&self, out: &mut Writer<'_>) -> Result<(), WireError> {
+        let ends = [self.connector(), self.acceptor()];
+        ends.iter().try_for_each(|end| out.put(&mapped(end.ip()).octets()))?;
+        ends.iter().try_for_each(|end| end.port().put(out))?;
+        self.namespace().put(out)?;
+        self.device().put(out)
+    }
+
+    fn take(from: &mut &[u8]) -> Result<Self, WireError> {
+        let ips: [[u8; 16]; 2] = take(from)?;
+        let [connector, acceptor] = ips.map(Ipv6Addr::from);
+        let mut end = |ip: Ipv6Addr| Ok(SocketAddr::new(ip.into(), Field::take(from)?));
+        let tuple = Self::new(end(connector)?, end(acceptor)?);
+        Ok(tuple.at(Field::take(from)?, Field::take(from)?))
+    }
 }
 
 /// How many bytes there are, then the bytes.
@@ -200,18 +221,18 @@ impl Field<'_> for Vec<InstanceId> {
     }
 }
 
-/// Declares an enum by the number and name of each variant, with its fields in their order on the wire. A number is
-/// never used again for something else.
+/// Declares an enum by the number and name of each variant, with its fields, or one without a name, in their order on
+/// the wire. A number is never used again for something else.
 macro_rules! kinds {
     (
         $(#[$about:meta])*
         pub enum $Enum:ident $(<$life:lifetime>)? {
-            $($(#[$doc:meta])* $kind:literal = $name:ident $({ $($field:ident: $type:ty),* })?;)*
+            $($(#[$doc:meta])* $kind:literal = $name:ident $({ $($field:ident: $type:ty),* })? $(($only:ident: $alone:ty))?;)*
         }
     ) => {
         $(#[$about])*
         pub enum $Enum $(<$life>)? {
-            $($(#[$doc])* $name $({ $($field: $type),* })?),*
+            $($(#[$doc])* $name $({ $($field: $type),* })? $(($alone))?),*
         }
 
         impl $(<$life>)? $Enum $(<$life>)? {
@@ -219,8 +240,9 @@ macro_rules! kinds {
             #[inline(always)]
             fn put_body(&self, out: &mut $crate::wire::codec::Writer<'_>) -> Result<u8, $crate::wire::codec::WireError> {
                 match self {$(
-                    Self::$name $({ $($field),* })? => {
+                    Self::$name $({ $($field),* })? $(($only))? => {
                         $($($crate::wire::codec::Field::put($field, out)?;)*)?
+                        $($crate::wire::codec::Field::put($only, out)?;)?
                         Ok($kind)
                     }
                 )*}
@@ -229,7 +251,9 @@ macro_rules! kinds {
             /// Reads the fields of this kind off the front of `body`.
             fn take_body(kind: u8, body: &mut & $($life)? [u8]) -> Result<Self, $crate::wire::codec::WireError> {
                 Ok(match kind {
-                    $($kind => Self::$name $({ $($field: $crate::wire::codec::Field::take(body)?),* })?,)*
+                    $($kind => Self::$name
+                        $({ $($field: $crate::wire::codec::Field::take(body)?),* })?
+                        $((<$alone as $crate::wire::codec::Field<'_>>::take(body)?))?,)*
                     unknown => return Err($crate::wire::codec::WireError::Kind(unknown)),
                 })
             }

@@ -3,14 +3,14 @@
 //! Encoding and decoding only. Finding a marker among data is [`super::scan`]'s business, deciding
 //! when to write one the stream's.
 
-use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::net::{Ipv6Addr, SocketAddr};
 
 use zerocopy::little_endian::U16;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use super::codec::{Field, VERSION, WireError, Writer, read_prefix};
+use super::codec::{Field, VERSION, WireError, Writer, kinds, read_prefix, structs};
 use super::reason::Reason;
-use crate::ids::{Cookie, ID_BYTES, InstanceId, Nonce};
+use crate::ids::{Cookie, ID_BYTES, InstanceId, Nonce, mapped};
 
 /// The longest body of a marker, in bytes.
 const MAX_BODY: usize = 2 * ID_BYTES + 2 + VERBS_BYTES;
@@ -31,13 +31,6 @@ pub(super) struct MarkerHeader {
     kind: u8,
     /// Bytes that follow this header.
     length: U16,
-}
-
-mod kind {
-    pub const HELLO: u8 = 1;
-    pub const SWITCH: u8 = 2;
-    pub const ABORT: u8 = 3;
-    pub const RESUME: u8 = 4;
 }
 
 const FABRIC_SHM: u8 = 1;
@@ -70,22 +63,26 @@ pub struct Hello {
     pub link: Option<LinkOffer>,
 }
 
-/// Something the library says inside a TCP direction.
-#[derive(Debug, Clone, Copy)]
-pub enum Marker {
-    /// The writer is an end of this TCP connection and knows the reader's nonce (steps 3 and 4).
-    Hello(Hello),
-    /// The next byte of this direction is on the link (step 7).
-    Switch,
-    /// The attempt to promote is over, this direction stays on TCP.
-    Abort(Reason),
-    /// The stream leaves a link between hosts: the writer takes nothing more from it (P70).
-    Resume {
-        /// The position, in bytes since SWITCH, up to which the writer has the reader's direction.
-        received: u64,
-        /// The position up to which the writer has given its own direction to the link.
-        sent: u64,
-    },
+structs! {
+    Hello { instance, link }
+}
+
+kinds! {
+    /// Something the library says inside a TCP direction.
+    #[derive(Debug, Clone, Copy)]
+    #[allow(missing_docs, reason = "the fields of RESUME are said there")]
+    pub enum Marker {
+        /// The writer is an end of this TCP connection and knows the reader's nonce (steps 3 and 4).
+        1 = Hello(hello: Hello);
+        /// The next byte of this direction is on the link (step 7).
+        2 = Switch;
+        /// The attempt to promote is over, this direction stays on TCP.
+        3 = Abort(reason: Reason);
+        /// The stream leaves a link between hosts: the writer takes nothing more from it (P70). It has the reader's
+        /// direction up to the position `received`, and has given its own to the link up to `sent`, both in bytes since
+        /// SWITCH.
+        4 = Resume { received: u64, sent: u64 };
+    }
 }
 
 impl Marker {
@@ -95,23 +92,7 @@ impl Marker {
     pub fn encode<'b>(&self, reader_nonce: &Nonce, buf: &'b mut [u8]) -> Result<&'b [u8], WireError> {
         let (head, rest) = buf.split_at_mut_checked(MIN_MARKER).ok_or(WireError::Buffer)?;
         let mut body = Writer::new(rest);
-        let kind = match self {
-            Self::Hello(hello) => {
-                hello.instance.put(&mut body)?;
-                hello.link.iter().try_for_each(|offer| offer.put(&mut body))?;
-                kind::HELLO
-            }
-            Self::Switch => kind::SWITCH,
-            Self::Abort(reason) => {
-                reason.put(&mut body)?;
-                kind::ABORT
-            }
-            Self::Resume { received, sent } => {
-                received.put(&mut body)?;
-                sent.put(&mut body)?;
-                kind::RESUME
-            }
-        };
+        let kind = self.put_body(&mut body)?;
         let length = body.len;
         let header = MarkerHeader {
             nonce: *reader_nonce,
@@ -134,24 +115,7 @@ impl Marker {
         if usize::from(header.length.get()) != body.len() {
             return Err(WireError::Length);
         }
-        let marker = match header.kind {
-            kind::HELLO => {
-                let instance = Field::take(&mut body)?;
-                let link = if body.is_empty() {
-                    None
-                } else {
-                    Some(Field::take(&mut body)?)
-                };
-                Self::Hello(Hello { instance, link })
-            }
-            kind::SWITCH => Self::Switch,
-            kind::ABORT => Self::Abort(Field::take(&mut body)?),
-            kind::RESUME => Self::Resume {
-                received: Field::take(&mut body)?,
-                sent: Field::take(&mut body)?,
-            },
-            unknown => return Err(WireError::Kind(unknown)),
-        };
+        let marker = Self::take_body(header.kind, &mut body)?;
         if body.is_empty() {
             Ok(marker)
         } else {
@@ -171,6 +135,17 @@ impl Marker {
         } else {
             Ok(Some(MIN_MARKER + length))
         }
+    }
+}
+
+/// Nothing, or the offer: it is the last field of what it is in.
+impl Field<'_> for Option<LinkOffer> {
+    fn put(&self, out: &mut Writer<'_>) -> Result<(), WireError> {
+        self.iter().try_for_each(|offer| offer.put(out))
+    }
+
+    fn take(from: &mut &[u8]) -> Result<Self, WireError> {
+        (!from.is_empty()).then(|| Field::take(from)).transpose()
     }
 }
 
@@ -209,13 +184,6 @@ impl Field<'_> for LinkOffer {
 const IP_BYTES: usize = 16;
 /// Bytes of an address on the verbs fabric: IP, port.
 const VERBS_BYTES: usize = IP_BYTES + 2;
-
-fn mapped(ip: IpAddr) -> Ipv6Addr {
-    match ip {
-        IpAddr::V4(ip) => ip.to_ipv6_mapped(),
-        IpAddr::V6(ip) => ip,
-    }
-}
 
 /// `None` unless somebody can be there: no port 0, no multicast, no unspecified address.
 fn verbs_address(bytes: &[u8]) -> Option<SocketAddr> {

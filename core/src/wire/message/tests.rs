@@ -1,9 +1,12 @@
 //! Tests of the out-of-band messages: what is encoded is decoded, and nothing else is.
 
+use std::net::SocketAddr;
+
 use proptest::collection::vec;
 use proptest::prelude::*;
 
 use super::*;
+use crate::wire::codec::Field;
 
 fn ids() -> impl Strategy<Value = [u8; 16]> {
     any::<[u8; 16]>()
@@ -195,6 +198,36 @@ fn fields_out_of_range_are_refused() {
         many.encode(&mut [0; 2 * MAX_MESSAGE]).unwrap_err(),
         WireError::Field("instance count")
     );
+}
+
+fn tuple_bytes(tuple: &Tuple) -> [u8; 48] {
+    let mut bytes = [0; 48];
+    let mut out = Writer::new(&mut bytes);
+    tuple.put(&mut out).unwrap();
+    assert_eq!(out.len, 48);
+    bytes
+}
+
+proptest! {
+    #[test]
+    fn a_tuple_survives_the_wire(a: SocketAddr, b: SocketAddr, namespace: u64, device: u32) {
+        let tuple = Tuple::new(a, b).at(namespace, device);
+        prop_assert_eq!(Tuple::take(&mut &tuple_bytes(&tuple)[..]).unwrap(), tuple);
+    }
+
+    #[test]
+    fn any_bytes_are_a_tuple(bytes in vec(any::<u8>(), 48)) {
+        let tuple = Tuple::take(&mut &bytes[..]).unwrap();
+        prop_assert_eq!(Tuple::take(&mut &tuple_bytes(&tuple)[..]).unwrap(), tuple);
+    }
+}
+
+#[test]
+fn the_bytes_of_a_tuple_are_fixed() {
+    let tuple = Tuple::new("10.0.0.1:258".parse().unwrap(), "[::1]:772".parse().unwrap()).at(5, 6);
+    let mut expected = [[0; 10].as_slice(), &[0xFF, 0xFF, 10, 0, 0, 1], &[0; 15], &[1]].concat();
+    expected.extend([2, 1, 4, 3, 5, 0, 0, 0, 0, 0, 0, 0, 6, 0, 0, 0]);
+    assert_eq!(tuple_bytes(&tuple)[..], expected[..]);
 }
 
 #[test]

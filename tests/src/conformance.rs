@@ -90,7 +90,7 @@ impl<H: Harness> Link<H> {
     fn open(&self, reader: usize, log2: u8) -> Stream {
         let (r, w) = (&self.0[reader], &self.0[1 - reader]);
         let (opened, back) = (r.open(log2).unwrap(), w.open(12).unwrap());
-        assert_eq!(opened.ring.bytes(), 1 << log2);
+        assert_eq!(opened.ring.log2(), log2);
         r.pair(opened.vqpn, back.vqpn, back.ring);
         w.pair(back.vqpn, opened.vqpn, opened.ring);
         H::settle(&self.0);

@@ -22,7 +22,7 @@ const SUMMARY: usize = WORDS.div_ceil(64);
 const LINE_WORDS: usize = GROUP_STREAMS as usize / 64;
 
 /// What lies in one group of streams of the ready queue of one waiter. All-zero is empty.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 #[repr(C, align(64))]
 pub struct ReadyLine {
     words: [Published<AtomicU64>; LINE_WORDS],
@@ -40,16 +40,7 @@ const _: () = assert!(align_of::<ReadyLine>() == layout::LINE_BYTES);
 impl ReadyLine {
     /// An empty line outside shared memory.
     pub fn new() -> Self {
-        Self {
-            words: std::array::from_fn(|_| Published::default()),
-            summary: std::array::from_fn(|_| Published::default()),
-        }
-    }
-}
-
-impl Default for ReadyLine {
-    fn default() -> Self {
-        Self::new()
+        Self::default()
     }
 }
 
@@ -83,23 +74,18 @@ fn word(queue: &(impl ReadyQueue + ?Sized), at: usize) -> Option<&Published<Atom
 #[derive(Debug)]
 pub struct PrivateQueue(Box<[ReadyLine]>);
 
-impl PrivateQueue {
-    /// An empty one.
-    pub fn new() -> Self {
+impl Default for PrivateQueue {
+    fn default() -> Self {
         Self((0..GROUPS).map(|_| ReadyLine::new()).collect())
     }
+}
 
+impl PrivateQueue {
     /// Empties it.
     pub fn clear(&self) {
         let mut cursor = ReadyCursor::new();
         cursor.begin(self);
         while cursor.pop(self).is_some() {}
-    }
-}
-
-impl Default for PrivateQueue {
-    fn default() -> Self {
-        Self::new()
     }
 }
 

@@ -57,11 +57,6 @@ impl Mapping {
         self.0.len()
     }
 
-    /// The addresses.
-    pub const fn extent(&self) -> Extent {
-        self.0
-    }
-
     /// As [`Extent::punch_hole`].
     pub fn punch_hole(&self, range: Range<usize>) -> Result<(), Errno> {
         self.0.punch_hole(range)

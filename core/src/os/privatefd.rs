@@ -160,11 +160,6 @@ impl PrivateFd {
         // SAFETY: a fd that was left is open until it is closed here.
         left::close(|number| take_over(unsafe { BorrowedFd::borrow_raw(number) }), close)
     }
-
-    /// A second fd for the same open file, under another private number. EMFILE as for [`Self::place`].
-    pub fn try_clone(&self) -> Result<Self, Errno> {
-        place(self.as_fd())
-    }
 }
 
 impl AsFd for PrivateFd {

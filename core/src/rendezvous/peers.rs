@@ -94,19 +94,6 @@ impl PeerPage {
         })
     }
 
-    /// Removes instance `id` of process `pid`; nothing if it is not there.
-    pub fn unregister(&self, pid: u32, id: &InstanceId) {
-        for slot in self.slots() {
-            let owner = slot.owner.load(Ordering::Relaxed);
-            if pid_of(owner) == pid && read(slot).is_some_and(|(_, found)| found == *id) {
-                // Fails only if somebody took us for dead; then it is no longer ours to free.
-                let _ = slot
-                    .owner
-                    .compare_exchange(owner, next_owner(owner, 0), Ordering::Release, Ordering::Relaxed);
-            }
-        }
-    }
-
     /// The instances whose processes exist, in no order. At most [`SLOTS`].
     pub fn list(&self) -> Vec<InstanceId> {
         let entries = self.slots().iter().filter_map(read);
@@ -187,11 +174,6 @@ impl DestinationCache {
             self.make_room(now);
         }
         self.entries.insert(destination, Entry { answer, expires });
-    }
-
-    /// Forgets `destination`, because what was known has proved wrong.
-    pub fn remove(&mut self, destination: &SocketAddr) {
-        self.entries.remove(destination);
     }
 
     /// Forgets everything, as a fork child in another place may want to.

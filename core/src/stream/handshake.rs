@@ -211,14 +211,6 @@ impl Handshake {
         Ok(vec![Step::StartScan, Step::WriteHello])
     }
 
-    /// NO, or no answer in time. Nothing was written in TCP.
-    pub fn on_no(&mut self) -> Result<Steps, Misplaced> {
-        if self.phase != Phase::Asked {
-            return Err(Misplaced::Peer("NO"));
-        }
-        Ok(vec![Step::Abandoned])
-    }
-
     /// The connector gave up after our YES and has not written HELLO.
     pub fn on_cancel(&mut self) -> Result<Steps, Misplaced> {
         if self.phase != Phase::Offered {

@@ -13,18 +13,18 @@ const EPOCH: u64 = SLEEPERS + 1;
 /// Holds the number of sleeping threads and an epoch that every `begin` advances. Together they
 /// never repeat (48 bits of epoch do not come round, and between two `begin`s the number only
 /// falls), so a peer can tell that it has rung for just this state already.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 #[repr(C, align(64))]
 pub struct SleepFlag(AtomicU64);
 
 /// What one process remembers of its last ring at one waiter. Private to the ringing process.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct RungMark(AtomicU64);
 
 impl SleepFlag {
     /// A flag outside shared memory, for tests and models.
     pub fn new() -> Self {
-        Self(AtomicU64::new(0))
+        Self::default()
     }
 
     /// Announces that this thread is about to sleep. Then re-check everything that could be a
@@ -54,26 +54,14 @@ impl SleepFlag {
     }
 }
 
-impl Default for SleepFlag {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
 impl RungMark {
     /// Never rung.
     pub fn new() -> Self {
-        Self(AtomicU64::new(0))
+        Self::default()
     }
 
     /// Back to that: for another peer's waiter.
     pub fn reset(&self) {
         self.0.store(0, Ordering::Relaxed);
-    }
-}
-
-impl Default for RungMark {
-    fn default() -> Self {
-        Self::new()
     }
 }

@@ -1,9 +1,6 @@
 //! What one end of a link shows the other of its memory: sizes, and where a ring lies. Not what lies where in an arena
 //! (`fabric/layout.rs`).
 
-/// The size of a page of a link's arena, in which rings are placed.
-pub const ARENA_PAGE: u64 = 4096;
-
 /// A ring for incoming data, offered to the other end: where it lies in the offerer's arena.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RingOffer {
@@ -19,14 +16,14 @@ impl RingOffer {
 
     /// A ring of 2^`log2` bytes at page `page` of the arena; `None` where `log2` is out of range.
     ///
-    /// Whether the ring lies within the arena is for [`Self::fits`] to say.
+    /// The producer that adopts the ring checks that it lies within the arena.
     pub fn new(page: u32, log2: u8) -> Option<Self> {
         (Self::MIN_LOG2..=Self::MAX_LOG2)
             .contains(&log2)
             .then_some(Self { page, log2 })
     }
 
-    /// The first page, in units of [`ARENA_PAGE`].
+    /// The first page of the arena, of 4096 bytes each.
     pub const fn page(&self) -> u32 {
         self.page
     }
@@ -34,22 +31,6 @@ impl RingOffer {
     /// The logarithm of the ring's bytes.
     pub const fn log2(&self) -> u8 {
         self.log2
-    }
-
-    /// The ring's size in bytes, a power of two.
-    pub const fn bytes(&self) -> u64 {
-        1 << self.log2
-    }
-
-    /// Where the ring begins, in bytes from the start of the arena.
-    pub const fn offset(&self) -> u64 {
-        self.page as u64 * ARENA_PAGE
-    }
-
-    /// Does the ring lie within an arena of `arena_bytes`?
-    pub const fn fits(&self, arena_bytes: u64) -> bool {
-        // At most 2^44 + 2^26: no overflow.
-        self.offset() + self.bytes() <= arena_bytes
     }
 }
 

@@ -16,7 +16,7 @@ mod reason;
 pub mod scan;
 
 pub use codec::{MAX_REDIRECT, VERSION, WireError};
-pub use geometry::{ARENA_PAGE, Geometry, RingOffer};
+pub use geometry::{Geometry, RingOffer};
 pub use introduction::{INTRODUCTION, Introduction};
 pub use marker::{Hello, LinkAddress, LinkOffer, MAX_MARKER, MIN_MARKER, Marker};
 pub use message::{MAX_MESSAGE, Message};

@@ -197,7 +197,7 @@ impl Endpoint {
     pub fn ask_times_out(&self) {
         let mut control = self.control();
         if control.handshake.as_ref().is_some_and(Handshake::is_asking) {
-            connection::feed(self, &mut control, Handshake::on_no);
+            connection::end_attempt(self, &mut control);
         }
     }
 
@@ -271,7 +271,7 @@ impl Endpoint {
             return connection::feed(self, &mut control, |h| h.on_yes(nonce_s));
         }
         if mine.is_some() {
-            connection::feed(self, &mut control, Handshake::on_no);
+            connection::end_attempt(self, &mut control);
         }
         let cancel = Message::Cancel {
             request,

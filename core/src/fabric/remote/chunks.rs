@@ -86,11 +86,13 @@ pub(super) struct Target {
 #[derive(Debug)]
 pub(super) struct Keys<T>(Vec<Option<T>>);
 
-impl<T: Copy> Keys<T> {
-    pub fn new() -> Self {
+impl<T> Default for Keys<T> {
+    fn default() -> Self {
         Self(Vec::new())
     }
+}
 
+impl<T: Copy> Keys<T> {
     pub fn get(&self, chunk: u32) -> Option<T> {
         self.0.get(chunk as usize).copied().flatten()
     }
@@ -112,7 +114,7 @@ impl<T: Copy> Keys<T> {
 }
 
 /// What the engine knows of both arenas' chunks.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Chunks {
     /// Of ours: the key for the peer, and its address; taken out when announced.
     pub mine: Keys<Target>,
@@ -123,16 +125,4 @@ pub(super) struct Chunks {
     pub mirror: Keys<u32>,
     /// Of the peer's.
     pub theirs: Keys<Target>,
-}
-
-impl Chunks {
-    pub fn new() -> Self {
-        Self {
-            mine: Keys::new(),
-            announced: Keys::new(),
-            sinks: Keys::new(),
-            mirror: Keys::new(),
-            theirs: Keys::new(),
-        }
-    }
 }

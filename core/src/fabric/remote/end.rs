@@ -17,7 +17,7 @@ use super::counts::Counts;
 use super::engine::Engine;
 use super::fault::{Fault, FaultCell};
 use super::local::{ENGINE, Local, SERVICE};
-use super::qp::{Limits, QueuePair};
+use super::qp::QueuePair;
 use super::shared::{After, MAX_QUEUED_MESSAGES, QueuedMessage, Shared, Which};
 use super::tuning::{MIN_BUFFER, MIN_BUFFERS, Tuning, Unusable};
 use super::turn::{ARM, POLL, PUMP, SETTLE, TICK};
@@ -65,7 +65,7 @@ use crate::wire::{MAX_MESSAGE, Message, RingOffer};
 /// a stream that has crossed, or whose producer [is ended](Producer::is_ended), resets the connection.
 pub struct End<Q, L> {
     pub(super) shared: Shared<Q, L>,
-    engine: Lock<Engine<Q>>,
+    pub(super) engine: Lock<Engine<Q>>,
     /// What is left to whoever holds the lock: [`PUMP`], [`POLL`], [`SETTLE`].
     again: Handoff,
     /// Looks that were not made because another thread was at it.
@@ -106,8 +106,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
                 buffers: Buffers::new(peers_len, buffers),
                 local,
                 tuning,
-                dirty: PrivateQueue::new(),
-                closing: PrivateQueue::new(),
+                dirty: PrivateQueue::default(),
+                closing: PrivateQueue::default(),
                 tells: Sparse::new(),
                 outbox: Lock::new(VecDeque::new()),
                 news: Published::default(),
@@ -152,11 +152,6 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         // Last, and under the lock: whoever has met the fault has set it by then, and not after.
         self.fault.clear();
         true
-    }
-
-    /// Limits of the queue pair and what was set, both as [`new`](Self::new) got them.
-    pub fn terms(&self) -> (&Limits, &Tuning) {
-        (&self.shared.limits, &self.shared.tuning)
     }
 
     /// The two arenas: of this end, and the peer's as seen from here.
@@ -397,7 +392,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     }
 
     /// Does what was left to do. True if something came.
-    fn again(&self) -> Result<bool, Fault> {
+    pub(super) fn again(&self) -> Result<bool, Fault> {
         let mut came = false;
         loop {
             if self.again.is_empty() {
@@ -474,21 +469,6 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
             self.with(|engine| engine.on_registered(&self.shared, which, &keys));
         }
         keys.len()
-    }
-
-    #[cfg(test)]
-    pub(super) fn buffers_in_use(&self) -> u64 {
-        self.shared.buffers.bytes_in_use()
-    }
-
-    /// As a signal handler finds it that has interrupted the engine's use.
-    #[cfg(test)]
-    pub(super) fn while_in_use<T>(&self, f: impl FnOnce() -> T) -> T {
-        let engine = self.engine.lock();
-        let value = f();
-        drop(engine);
-        let _ = self.again();
-        value
     }
 
     #[cold]

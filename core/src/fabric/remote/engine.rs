@@ -10,7 +10,7 @@ use super::local::Local;
 use super::qp::{Key, Limits, QueuePair};
 use super::sender::Sender;
 use super::shared::{After, Shared, Which};
-use super::stream::{State, Streams};
+use super::stream::{State, Stream, Streams};
 use super::watch::Watch;
 use crate::fabric::layout::Region;
 use crate::fabric::numbers::Done;
@@ -48,7 +48,7 @@ impl<Q: QueuePair> Engine<Q> {
     pub fn new(limits: &Limits) -> Self {
         Self {
             streams: Streams::new(),
-            chunks: Chunks::new(),
+            chunks: Chunks::default(),
             sender: Sender::new(limits),
             inbox: VecDeque::new(),
             after: After::default(),
@@ -85,7 +85,7 @@ impl<Q: QueuePair> Engine<Q> {
             {
                 bulk.end_landing();
             }
-            s.forget();
+            *s = Stream::default();
             self.unlink(mine, theirs);
         }
     }
@@ -164,7 +164,7 @@ impl<Q: QueuePair> Engine<Q> {
 
     /// What is not confirmed of what was committed to the peer's stream, and whether to ask.
     pub fn unconfirmed<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> (u64, bool) {
-        let Some(s) = self.streams.mine(theirs).and_then(|mine| self.streams.get(mine)) else {
+        let Some(s) = self.streams.of_peer(theirs) else {
             return (0, false);
         };
         let block = g.block_mirror(theirs);
@@ -185,8 +185,7 @@ impl<Q: QueuePair> Engine<Q> {
     }
 
     pub fn confirmed(&mut self, theirs: u32) -> Option<u64> {
-        let mine = self.streams.mine(theirs)?;
-        let s = self.streams.get(mine)?;
+        let s = self.streams.of_peer(theirs)?;
         // Without the end mark.
         Some(s.out.acked.max(s.out.head).min(s.out.told))
     }

@@ -190,15 +190,12 @@ impl<Q: QueuePair> Engine<Q> {
             return Ok(());
         };
         // What precedes it may be a switch of rings that has not arrived.
-        if advert.position <= s.out.start() {
+        if advert.position <= s.out.start {
             return Ok(());
         }
         s.out.targets.on_advert(advert, s.out.told, s.out.loans.is_open())?;
-        // Whoever has a large piece to send may wait for this.
-        if let Some(block) = g.block_mirror(theirs) {
-            let wake = block.put_head(s.out.head);
-            g.tell_here(&mut self.after, wake, mine);
-        }
+        // A program that has a large piece to send may wait for this.
+        self.wake_sender(g, mine, theirs);
         g.dirty.push(theirs);
         Ok(())
     }
@@ -238,14 +235,9 @@ impl<Q: QueuePair> Engine<Q> {
     /// How many bytes of our program's memory the peer's stream has a use for at once: it waits with a buffer for what
     /// is sent next.
     pub fn wanted<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> u64 {
-        let (Some(mine), Some(block)) = (self.streams.mine(theirs), g.block_mirror(theirs)) else {
-            return 0;
-        };
-        let Some(s) = self
-            .streams
-            .get(mine)
-            .filter(|s| s.state == State::Open && !s.out.stopped)
-        else {
+        let s = self.streams.of_peer(theirs);
+        let s = s.filter(|s| s.state == State::Open && !s.out.stopped);
+        let (Some(s), Some(block)) = (s, g.block_mirror(theirs)) else {
             return 0;
         };
         let is_free = s.out.targets.source.is_none() && !s.out.loans.is_open();
@@ -262,10 +254,8 @@ impl<Q: QueuePair> Engine<Q> {
         if self.wanted(g, theirs) < source.until - source.from {
             return false;
         }
-        let Some(mine) = self.streams.mine(theirs) else {
-            return false;
-        };
-        let Some(s) = self.streams.get(mine).filter(|s| s.out.told == source.from) else {
+        let s = self.streams.of_peer(theirs);
+        let Some(s) = s.filter(|s| s.out.told == source.from) else {
             return false;
         };
         s.out.targets.source = Some(source);
@@ -274,7 +264,7 @@ impl<Q: QueuePair> Engine<Q> {
 
     /// Whether the program's memory is needed no longer: the peer has all of it, or what is left has to go by the ring.
     pub fn is_source_done(&mut self, theirs: u32) -> bool {
-        let s = self.streams.mine(theirs).and_then(|mine| self.streams.get(mine));
+        let s = self.streams.of_peer(theirs);
         s.is_none_or(|s| {
             let is_over = |source: Source| source.is_offered && !s.out.loans.is_open();
             let is_done = |source: Source| source.is_needed || s.out.head >= source.until || is_over(source);
@@ -288,7 +278,7 @@ impl<Q: QueuePair> Engine<Q> {
     /// # Safety
     /// The memory that was lent can be read.
     pub unsafe fn take_source<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> Option<u64> {
-        let s = self.streams.mine(theirs).and_then(|mine| self.streams.get(mine))?;
+        let s = self.streams.of_peer(theirs)?;
         let source = s.out.targets.source.take()?;
         s.out.loans.recall();
         // Also what the peer's device has read and its program has not: whoever has the connection next there may begin
@@ -321,13 +311,13 @@ impl<Q: QueuePair> Engine<Q> {
 
     /// How many adverts have come for what we send to the peer's stream.
     pub fn adverts(&mut self, theirs: u32) -> u32 {
-        let s = self.streams.mine(theirs).and_then(|mine| self.streams.get(mine));
+        let s = self.streams.of_peer(theirs);
         s.map_or(0, |s| s.out.targets.adverts)
     }
 
     /// How many bytes up to `until` the peer is not known to have taken.
     pub fn untaken(&mut self, theirs: u32, until: u64) -> u64 {
-        let s = self.streams.mine(theirs).and_then(|mine| self.streams.get(mine));
+        let s = self.streams.of_peer(theirs);
         s.map_or(0, |s| until.saturating_sub(s.out.head))
     }
 

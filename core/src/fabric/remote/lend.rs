@@ -19,11 +19,9 @@ impl<Q: QueuePair> Engine<Q> {
         let Some(part) = producer.fits_aside(log2) else {
             return false;
         };
-        let (Some(mine), Some(block)) = (self.streams.mine(theirs), g.block_mirror(theirs)) else {
-            return false;
-        };
-        let s = self.streams.get(mine).filter(|s| s.state == State::Open);
-        let Some(s) = s.filter(|s| !s.out.stopped && s.out.aside.is_none() && !s.out.is_ahead_of_offers()) else {
+        let s = self.streams.of_peer(theirs).filter(|s| s.state == State::Open);
+        let s = s.filter(|s| !s.out.stopped && s.out.aside.is_none() && !s.out.is_ahead_of_offers());
+        let (Some(s), Some(block)) = (s, g.block_mirror(theirs)) else {
             return false;
         };
         // What it has adopted before comes before.
@@ -52,7 +50,7 @@ impl<Q: QueuePair> Engine<Q> {
         let (Some(aside), Some(ring)) = (out.aside, out.ring) else {
             return false;
         };
-        let next = out.offered();
+        let next = out.offered;
         // A ring that it has adopted before it moved aside, and has not used, is to be told of first.
         let is_carried = out.told == producer.position() && out.switch_at.is_none();
         let moves = is_carried && producer.move_back(ring, out.generation, next.map(|(_, ring)| ring));
@@ -70,10 +68,7 @@ impl<Q: QueuePair> Engine<Q> {
 
     /// See [`End::unsent`](super::End::unsent).
     pub fn unsent<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> u64 {
-        let Some(mine) = self.streams.mine(theirs) else {
-            return 0;
-        };
-        let told = self.streams.get(mine).map(|s| s.out.told);
+        let told = self.streams.of_peer(theirs).map(|s| s.out.told);
         let tail = g.block_mirror(theirs).map(|block| block.tail());
         told.zip(tail).map_or(0, |(told, tail)| tail.saturating_sub(told))
     }

@@ -25,11 +25,6 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         qp
     }
 
-    /// Whether there can be direct transfers.
-    pub fn has_bulk(&self) -> bool {
-        self.with(|engine| engine.bulk.is_some()).unwrap_or(false)
-    }
-
     /// The peer has given its end of the bulk queue pair up, or it is to be given up.
     pub fn drop_bulk(&self) {
         self.with(|engine| engine.drop_bulk(&self.shared));

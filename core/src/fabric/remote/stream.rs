@@ -10,9 +10,10 @@ use crate::fabric::ring::proxy::{ProducerView, next_generation, pack_offer, unpa
 use crate::fabric::ring::{DataArea, DirectionBlock, EndMark, Wake};
 
 /// Where a number of ours is in its life.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum State {
     /// No stream has it.
+    #[default]
     Free,
     /// A stream of ours; `theirs` says whether it is paired.
     Open,
@@ -29,7 +30,7 @@ pub(super) struct Early {
 }
 
 /// See the module. By our number.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Stream {
     pub state: State,
     /// The peer's number.
@@ -46,33 +47,17 @@ pub(super) struct Stream {
 }
 
 impl Stream {
-    fn free() -> Self {
-        Self {
-            state: State::Free,
-            theirs: None,
-            closing: false,
-            peer_left: false,
-            crossed: false,
-            early: Early::default(),
-            inc: Incoming::default(),
-            out: Outgoing::default(),
-        }
-    }
-
     /// A new stream with this number.
     pub fn open(&mut self) {
-        *self = Self::free();
-        self.state = State::Open;
+        *self = Self {
+            state: State::Open,
+            ..Self::default()
+        };
     }
 
     /// Something may still come into its ring by what was asked for.
     pub fn is_read_into(&mut self) -> bool {
         self.inc.takings.is_under_way(self.inc.tail)
-    }
-
-    /// The number is free.
-    pub fn forget(&mut self) {
-        *self = Self::free();
     }
 }
 
@@ -81,7 +66,8 @@ impl Stream {
 pub(super) struct Incoming {
     /// All before it is in the ring.
     pub tail: u64,
-    ring: Option<Region>,
+    /// The ring that the peer uses.
+    pub ring: Option<Region>,
     /// First position in the ring.
     start: u64,
     /// A ring that the peer was told of and has not adopted.
@@ -211,11 +197,6 @@ impl Incoming {
         block.put_tail(self.tail)
     }
 
-    /// The ring that the peer uses.
-    pub fn ring(&self) -> Option<Region> {
-        self.ring
-    }
-
     pub fn on_switch(&mut self, block: &DirectionBlock, generation: u32, position: u64) -> Result<(), Breach> {
         match self.offered {
             _ if self.takings.is_open() => Err(Breach::Loan),
@@ -278,10 +259,10 @@ pub(super) struct Next {
 pub(super) struct Outgoing {
     pub ring: Option<Region>,
     /// First position in the ring.
-    start: u64,
+    pub start: u64,
     pub generation: u32,
     /// A ring that our producer was told of; the peer has not seen it adopted.
-    offered: Option<(u32, Region)>,
+    pub offered: Option<(u32, Region)>,
     /// The first ring, as OPEN has named it: our producer may use it, and nothing is carried over before the peer has
     /// offered it.
     foreseen: Option<u64>,
@@ -345,16 +326,6 @@ impl Outgoing {
             self.start = self.told;
             self.switch_at = None;
         }
-    }
-
-    /// Where its ring begins.
-    pub fn start(&self) -> u64 {
-        self.start
-    }
-
-    /// The ring that the peer offers, while it is not in use.
-    pub fn offered(&self) -> Option<(u32, Region)> {
-        self.offered
     }
 
     /// The ring in which our producer has put the byte at a position that was not told.
@@ -540,8 +511,14 @@ impl Streams {
     /// Our stream, which is about to be opened.
     pub fn make(&mut self, mine: u32) -> Option<&mut Stream> {
         let page = self.pages.get_mut(mine as usize / PAGE)?;
-        let page = page.get_or_insert_with(|| (0..PAGE).map(|_| Stream::free()).collect());
+        let page = page.get_or_insert_with(|| (0..PAGE).map(|_| Stream::default()).collect());
         page.get_mut(mine as usize % PAGE)
+    }
+
+    /// Our stream that the peer calls `theirs`.
+    pub fn of_peer(&mut self, theirs: u32) -> Option<&mut Stream> {
+        let mine = self.mine(theirs)?;
+        self.get(mine)
     }
 
     /// Our number for the peer's stream.

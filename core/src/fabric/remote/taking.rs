@@ -23,12 +23,9 @@ impl<Q: QueuePair> Engine<Q> {
     /// What the producer commits next, up to `until`, is in our program's memory, where the peer's device may read it
     /// under `rkey`. False if it has to be in the mirror.
     pub fn offer_source<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32, source: Source, rkey: u32) -> bool {
-        let (Some(mine), Some(block)) = (self.streams.mine(theirs), g.block_mirror(theirs)) else {
-            return false;
-        };
-        let s = self.streams.get(mine);
+        let s = self.streams.of_peer(theirs);
         let s = s.filter(|s| s.state == State::Open && !s.closing && !s.peer_left && !s.out.stopped);
-        let (Some(s), Some(_)) = (s, &self.bulk) else {
+        let (Some(s), Some(block), Some(_)) = (s, g.block_mirror(theirs), &self.bulk) else {
             return false;
         };
         let out = &mut s.out;
@@ -56,7 +53,7 @@ impl<Q: QueuePair> Engine<Q> {
 
     /// Our program waits no longer for what it has lent. It is over when [`is_source_done`](Self::is_source_done).
     pub fn recall_source<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) {
-        let s = self.streams.mine(theirs).and_then(|mine| self.streams.get(mine));
+        let s = self.streams.of_peer(theirs);
         if s.is_some_and(|s| s.out.loans.recall()) {
             self.direct.recalled += 1;
             g.local.on_recalled();
@@ -86,7 +83,7 @@ impl<Q: QueuePair> Engine<Q> {
 
     /// See [`End::taken`](super::End::taken).
     pub fn taken(&mut self, theirs: u32) -> u64 {
-        let s = self.streams.mine(theirs).and_then(|mine| self.streams.get(mine));
+        let s = self.streams.of_peer(theirs);
         s.map_or(0, |s| match s.out.loans.is_open() {
             true => s.out.head,
             false => s.out.head.max(s.out.told),
@@ -94,7 +91,7 @@ impl<Q: QueuePair> Engine<Q> {
     }
 
     /// Whoever waits for what becomes of its memory looks again.
-    fn wake_sender<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, theirs: u32) {
+    pub fn wake_sender<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, theirs: u32) {
         if let (Some(s), Some(block)) = (self.streams.get(mine), g.block_mirror(theirs)) {
             let wake = block.put_head(s.out.head);
             g.tell_here(&mut self.after, wake, mine);
@@ -229,7 +226,7 @@ impl<Q: QueuePair> Engine<Q> {
             };
             return Some((read, Some(spot.serial)));
         }
-        let ring = inc.ring()?;
+        let ring = inc.ring?;
         // The ring wraps, and is in several chunks.
         let (to, len) = area.piece(ring, piece.position, piece.length.min(READ))?;
         let offset = area.offset_of(to);

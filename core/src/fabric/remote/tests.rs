@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use proptest::prelude::*;
 
 use super::mem::{Config, MemQp, pair};
-use super::qp::Limits;
+use super::qp::{Limits, QueuePair};
 use super::*;
 use crate::fabric::layout::Layout;
 use crate::fabric::link::{LinkEnd, Opened};
@@ -28,6 +28,25 @@ use crate::ids::Vqpn;
 use crate::os::memfd::Mapping;
 use crate::sync::SleepFlag;
 use crate::wire::RingOffer;
+
+impl<Q: QueuePair, L: Local> End<Q, L> {
+    fn has_bulk(&self) -> bool {
+        self.with(|engine| engine.bulk.is_some()).unwrap_or(false)
+    }
+
+    fn buffers_in_use(&self) -> u64 {
+        self.shared.buffers.bytes_in_use()
+    }
+
+    /// As a signal handler finds it that has interrupted the engine's use.
+    fn while_in_use<T>(&self, f: impl FnOnce() -> T) -> T {
+        let engine = self.engine.lock();
+        let value = f();
+        drop(engine);
+        let _ = self.again();
+        value
+    }
+}
 
 /// The waiters of one end.
 struct Here {

@@ -42,7 +42,7 @@ bitflags::bitflags! {
 }
 
 /// Written by the producer only, but for `want_space`, which the consumer swaps to 0, and `end`.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 #[repr(C, align(64))]
 pub(super) struct ProducerLine {
     /// Bytes ever produced.
@@ -70,7 +70,7 @@ impl ProducerLine {
 }
 
 /// Written by the consumer only, but for `want_data`, which the producer swaps to 0, and `taken_at`.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 #[repr(C, align(64))]
 pub(super) struct ConsumerLine {
     /// Bytes consumed, as far as published.
@@ -103,7 +103,7 @@ impl ConsumerLine {
 
 /// On a line of its own: the consumer writes it at every read, and the producer looks at it only
 /// when it is short of room and may not wait, or when the consumer's process has died.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 #[repr(C, align(64))]
 pub(super) struct LastLine {
     /// Bytes consumed, published or not.
@@ -111,7 +111,7 @@ pub(super) struct LastLine {
 }
 
 /// The shared state of one direction. All-zero is the initial state.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 #[repr(C, align(128))]
 pub struct DirectionBlock {
     pub(super) producer: ProducerLine,
@@ -129,28 +129,7 @@ const _: () = {
 impl DirectionBlock {
     /// A block outside shared memory, for tests and models.
     pub fn new() -> Self {
-        Self {
-            producer: ProducerLine {
-                tail: Published::default(),
-                end: Published::default(),
-                want_space: Attention::new(),
-                limited: AtomicU32::new(0),
-                generation: AtomicU32::new(0),
-                switch_pos: AtomicU64::new(0),
-                reserve_pos: AtomicU64::new(0),
-            },
-            consumer: ConsumerLine {
-                head: Published::default(),
-                want_data: Attention::new(),
-                flags: Published::default(),
-                offer: Published::default(),
-                reserve: AtomicU64::new(0),
-                taken_at: AtomicU64::new(0),
-            },
-            last: LastLine {
-                consumed: AtomicU64::new(0),
-            },
-        }
+        Self::default()
     }
 
     /// Back to the initial state, for the next stream with this vQPN; only when neither side has
@@ -185,11 +164,5 @@ impl DirectionBlock {
     #[inline]
     pub(in crate::fabric) fn told_at(&self) -> u64 {
         self.consumer.taken_at.load(Ordering::Relaxed)
-    }
-}
-
-impl Default for DirectionBlock {
-    fn default() -> Self {
-        Self::new()
     }
 }

@@ -51,7 +51,7 @@ fn a_private_fd_is_high_hidden_and_gone_when_dropped() {
         assert!(high > low && !is_open(low));
         assert!(is_private(high) && !is_private(writer.as_raw_fd()));
         assert!(fcntl_getfd(&private).unwrap().contains(FdFlags::CLOEXEC));
-        let second = private.try_clone().unwrap();
+        let second = PrivateFd::duplicate(private.as_fd()).unwrap();
         assert_ne!(second.as_raw_fd(), high);
         drop((private, second));
         assert!(!is_private(high) && !is_open(high));

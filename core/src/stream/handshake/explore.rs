@@ -232,7 +232,7 @@ fn happen(event: Event, me: &mut End, peer: &mut End) -> bool {
             if me.phase() != Some(Phase::Asked) {
                 return false;
             }
-            me.feed(true, Handshake::on_no);
+            me.feed(true, |h| Ok(h.give_up()));
         }
         Event::LinkUp | Event::NoLink => {
             if !std::mem::take(&mut me.wants_link) {

@@ -247,15 +247,6 @@ fn the_bytes_of_a_message_are_fixed() {
 }
 
 #[test]
-fn a_ring_is_checked_against_its_arena() {
-    let ring = RingOffer::new(1, 13).unwrap();
-    assert_eq!((ring.offset(), ring.bytes()), (4096, 8192));
-    assert!(ring.fits(12288));
-    assert!(!ring.fits(12287));
-    assert!(!RingOffer::new(u32::MAX, 26).unwrap().fits(1 << 44));
-}
-
-#[test]
 fn every_reason_has_a_number_and_a_text() {
     for code in 0..=u16::MAX {
         assert_eq!(Reason::from_code(code).code(), code);

@@ -16,7 +16,7 @@ struct Waiter {
 fn pushers(vqpns: &'static [u32]) {
     check(move || {
         let waiter = Arc::new(Waiter {
-            queue: PrivateQueue::new(),
+            queue: PrivateQueue::default(),
             flag: SleepFlag::new(),
             bell: Doorbell::new(),
             mark: RungMark::new(),

@@ -12,7 +12,7 @@ fn who_answers_an_open_need_not_wait_for_the_first_ring() {
     let (mut asks, answers) = (a.open(12).unwrap(), b.open(12).unwrap());
     b.pair(answers.vqpn, asks.vqpn, asks.ring);
     let mut producer = b.producer(asks.vqpn).unwrap();
-    let all: Vec<u8> = (0..asks.ring.bytes()).map(|n| n as u8).collect();
+    let all: Vec<u8> = (0..1u64 << asks.ring.log2()).map(|n| n as u8).collect();
     for half in all.chunks(all.len() / 2) {
         let spans = producer.spans(half.len()).unwrap();
         assert!(spans.len() >= half.len());

@@ -1,9 +1,12 @@
 //! A connection: its id, its queue, and what has become of it.
 
+use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use rdmasock_core::fabric::plugin::{Device, Info, PRIVATE_BYTES};
+use rdmasock_core::fabric::plugin::serve::Connection;
+use rdmasock_core::fabric::plugin::{Device, Info, Keys, PRIVATE_BYTES};
+use rdmasock_core::fabric::remote::qp::{Completed, Read, Role, Write};
 use rdmasock_core::lock::Lock;
 
 use crate::device;
@@ -79,11 +82,6 @@ impl Conn {
         if is_missing { Err(Errno(libc::EPROTO)) } else { Ok(()) }
     }
 
-    /// See [`Queue::probe`].
-    pub fn probe(&self) -> Result<()> {
-        self.queue()?.probe(self.offer.get().copied())
-    }
-
     /// Connects, perhaps beside another connection; how it ends is for [`state`](Self::state).
     pub fn connect(&self, private: &[u8], beside: Option<&Self>) -> Result<()> {
         let depth = self.make_queue(false, beside)?;
@@ -120,44 +118,6 @@ impl Conn {
         Ok(other.queue()?.common())
     }
 
-    /// Accepts a request, perhaps beside another connection.
-    pub fn accept(&self, private: &[u8], beside: Option<&Self>) -> Result<()> {
-        if let Some(reason) = self.fate.over() {
-            return Err(reason);
-        }
-        self.check_offer()?;
-        let depth = self.make_queue(true, beside)?;
-        let private = compose(private, self.queue()?.offer())?;
-        self.id.accept(&private, depth).map_err(|errno| {
-            self.fate.end(errno);
-            explain("accepting", errno)
-        })
-    }
-
-    /// Rejects a request.
-    pub fn reject(self) {
-        let _ = self.id.reject();
-    }
-
-    /// Takes in what has happened: 0 it is not up yet, 1 it is up, negative: it is over.
-    pub fn state(&self) -> i32 {
-        // If another thread is at it, the state is what it is.
-        if let Some(mut private) = self.private.try_lock() {
-            loop {
-                match self.id.channel().next() {
-                    Ok(Some(event)) => self.on_event(&event, &mut private),
-                    Ok(None) => break,
-                    Err(errno) => {
-                        self.fate.end(errno);
-                        break;
-                    }
-                }
-            }
-        }
-        device::take_events(self.context);
-        self.fate.code()
-    }
-
     fn on_event(&self, event: &Event, private: &mut Private) {
         match verdict(event.kind, event.status) {
             Verdict::Nothing => {}
@@ -187,15 +147,28 @@ impl Conn {
             let _ = self.id.disconnect();
         }
     }
+}
 
-    /// Begins to end the connection.
-    pub fn disconnect(&self) {
-        self.fate.end(Errno(libc::ENOTCONN));
-        self.leave();
+impl Connection for Conn {
+    fn accept(&self, private: &[u8], beside: Option<&Self>) -> Result<()> {
+        if let Some(reason) = self.fate.over() {
+            return Err(reason);
+        }
+        self.check_offer()?;
+        let depth = self.make_queue(true, beside)?;
+        let private = compose(private, self.queue()?.offer())?;
+        self.id.accept(&private, depth).map_err(|errno| {
+            self.fate.end(errno);
+            explain("accepting", errno)
+        })
     }
 
-    /// Facts; ENOTCONN before there is a queue.
-    pub fn info(&self) -> Result<Info> {
+    fn reject(self) {
+        let _ = self.id.reject();
+    }
+
+    // ENOTCONN before there is a queue.
+    fn info(&self) -> Result<Info> {
         let queue = self.queue()?;
         let private = self.private.lock().map_or(Private::NONE, |private| *private);
         let mut name = [0; 64];
@@ -218,6 +191,66 @@ impl Conn {
             private: words(&private),
             private_len: private.len.min(PRIVATE_BYTES as u32),
         })
+    }
+
+    fn state(&self) -> i32 {
+        // If another thread is at it, the state is what it is.
+        if let Some(mut private) = self.private.try_lock() {
+            loop {
+                match self.id.channel().next() {
+                    Ok(Some(event)) => self.on_event(&event, &mut private),
+                    Ok(None) => break,
+                    Err(errno) => {
+                        self.fate.end(errno);
+                        break;
+                    }
+                }
+            }
+        }
+        device::take_events(self.context);
+        self.fate.code()
+    }
+
+    unsafe fn register(&self, at: *mut c_void, len: usize, role: Role) -> Result<Keys> {
+        // SAFETY: by this function's contract.
+        unsafe { self.queue()?.register(at, len, role) }
+    }
+
+    fn deregister(&self, handle: u64) {
+        if let Ok(queue) = self.queue() {
+            queue.deregister(handle);
+        }
+    }
+
+    unsafe fn write(&self, write: &Write, immediate: Option<u32>) -> Result<()> {
+        // SAFETY: by this function's contract.
+        unsafe { self.queue()?.write(write, immediate) }
+    }
+
+    unsafe fn read(&self, read: &Read) -> Result<()> {
+        // SAFETY: by this function's contract.
+        unsafe { self.queue()?.read(read) }
+    }
+
+    fn send<'a>(&self, parts: impl Iterator<Item = &'a [u8]> + Clone) -> Result<()> {
+        self.queue()?.send(parts)
+    }
+
+    fn probe(&self) -> Result<()> {
+        self.queue()?.probe(self.offer.get().copied())
+    }
+
+    fn poll(&self, each: &mut dyn FnMut(Completed<'_>)) -> Result<usize> {
+        self.queue()?.poll(each)
+    }
+
+    fn arm(&self) -> Result<()> {
+        self.queue()?.arm()
+    }
+
+    fn disconnect(&self) {
+        self.fate.end(Errno(libc::ENOTCONN));
+        self.leave();
     }
 }
 

@@ -4,6 +4,7 @@ use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
 use rdmasock_core::fabric::plugin::Address;
+use rdmasock_core::fabric::plugin::serve::Connection;
 
 use crate::conn::{Conn, Verdict, verdict};
 use crate::device;

@@ -1,12 +1,13 @@
 //! A listener, and the requests that come to it.
 
-use rdmasock_core::fabric::plugin::Address;
+use rdmasock_core::fabric::plugin::serve::{Incoming, Listen};
+use rdmasock_core::fabric::plugin::{Address, PRIVATE_BYTES};
 
-use crate::conn::Conn;
+use crate::conn::{Conn, words};
 use crate::device;
 use crate::error::{Errno, Result};
 use crate::explain::explain;
-use crate::sys::{Id, Private, event};
+use crate::sys::{Id, event};
 use rdmasock_core::fabric::plugin::host::{Level, log};
 
 /// Requests that the kernel keeps.
@@ -40,19 +41,21 @@ impl Listener {
         id.listen(BACKLOG)?;
         Ok(Self { id })
     }
+}
 
-    pub fn port(&self) -> u16 {
+impl Listen for Listener {
+    type Conn = Conn;
+
+    fn port(&self) -> u16 {
         self.id.port()
     }
 
-    /// Readable when there may be a request.
-    pub fn fd(&self) -> i32 {
+    fn fd(&self) -> i32 {
         self.id.channel().fd()
     }
 
-    /// The next request, with what the peer sent along; `None` if there is none now, ENODEV if the device is gone, and
-    /// no more will come.
-    pub fn next(&self) -> Result<Option<(Conn, Private)>> {
+    // ENODEV if the device is gone.
+    fn next(&self) -> Result<Option<Incoming<Conn>>> {
         while let Some(event) = self.id.channel().next()? {
             if event.kind == event::RDMA_CM_EVENT_DEVICE_REMOVAL {
                 return Err(Errno(libc::ENODEV));
@@ -63,7 +66,11 @@ impl Listener {
             match incoming.migrate().and_then(Conn::new) {
                 Ok(conn) => {
                     conn.hear(&event.private);
-                    return Ok(Some((conn, event.private)));
+                    return Ok(Some(Incoming {
+                        conn,
+                        private: words(&event.private),
+                        private_len: event.private.len.min(PRIVATE_BYTES as u32),
+                    }));
                 }
                 // It was rejected by that; others may follow.
                 Err(errno) => log(

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use rdmasock_core::fabric::plugin::Keys;
-use rdmasock_core::fabric::remote::qp::{Completed, Read, Role};
+use rdmasock_core::fabric::remote::qp::{Completed, Read, Role, Write};
 use rdmasock_core::lock::Lock;
 use rdmasock_core::sync::Published;
 
@@ -218,14 +218,20 @@ impl Queue {
     ///
     /// # Safety
     /// The source is within memory that was registered under its key, and stays as it is until the peer has it.
-    pub unsafe fn write(&self, source: Piece, to: u64, key: u32, immediate: Option<u32>) -> Result<()> {
-        if source.len == 0 {
+    pub unsafe fn write(&self, write: &Write, immediate: Option<u32>) -> Result<()> {
+        if write.len == 0 {
             return Err(Errno(libc::EINVAL));
         }
         if immediate.is_some() && self.is_iwarp {
             return Err(Errno(libc::EOPNOTSUPP));
         }
-        self.post(source.len, |_| Ok((Work::Write { to, key, immediate }, source)))
+        let source = Piece {
+            at: write.from,
+            len: write.len,
+            key: write.local,
+        };
+        let (to, key) = (write.to, write.remote);
+        self.post(write.len, |_| Ok((Work::Write { to, key, immediate }, source)))
     }
 
     /// Posts a READ.

@@ -159,26 +159,20 @@ unsafe impl Sync for Mr {}
 impl Mr {
     /// A slab, for this end only.
     pub fn of_slab(pd: &Arc<Pd>, slab: &Arc<Slab>) -> Result<Self> {
-        // SAFETY: the slab is memory of its own that lives as long as the registration, which has an Arc of it.
-        let mut mr = unsafe {
-            Self::new(
-                pd,
-                slab.at().cast(),
-                slab.len(),
-                ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE,
-            )
-        }?;
-        mr._slab = Some(slab.clone());
-        Ok(mr)
+        Self::with_slab(pd, slab, ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE)
     }
 
-    /// A slab that the peer may read and write too. The right to write is what some iWARP devices ask of memory
-    /// that a READ is to fill.
+    /// A slab that the peer may read and write too; its bytes are not looked at. The right to write is what some iWARP
+    /// devices ask of memory that a READ is to fill.
     pub fn for_probes(pd: &Arc<Pd>, slab: &Arc<Slab>) -> Result<Self> {
         let access = ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE
             | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE
             | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_READ;
-        // SAFETY: as in `of_slab`; its bytes are not looked at.
+        Self::with_slab(pd, slab, access)
+    }
+
+    fn with_slab(pd: &Arc<Pd>, slab: &Arc<Slab>, access: ffi::ibv_access_flags) -> Result<Self> {
+        // SAFETY: the slab is memory of its own that lives as long as the registration, which has an Arc of it.
         let mut mr = unsafe { Self::new(pd, slab.at().cast(), slab.len(), access) }?;
         mr._slab = Some(slab.clone());
         Ok(mr)

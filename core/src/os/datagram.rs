@@ -62,21 +62,7 @@ impl Answerer {
         } else {
             (libc::IPPROTO_IP, libc::IP_PKTINFO)
         };
-        let on: libc::c_int = 1;
-        // SAFETY: the value is valid for reads of its size for the whole call, which keeps nothing of it.
-        unsafe {
-            kernel::call(
-                libc::SYS_setsockopt,
-                [
-                    fd.as_fd().as_raw_fd() as usize,
-                    level as usize,
-                    name as usize,
-                    kernel::address(&raw const on),
-                    size_of_val(&on),
-                    0,
-                ],
-            )
-        }?;
+        kernel::set_option(fd.as_fd(), level, name, 1)?;
         bind(&fd, &address)?;
         Ok(Self { fd, is_v6 })
     }
@@ -106,19 +92,7 @@ impl Answerer {
         header.msg_controllen = control.0.len();
         // SAFETY: the header and the four buffers that it names outlive the call, which keeps nothing of
         // them; each is valid for writes of the size that the header says.
-        let received = unsafe {
-            kernel::call(
-                libc::SYS_recvmsg,
-                [
-                    self.fd.as_fd().as_raw_fd() as usize,
-                    kernel::address(&raw mut header),
-                    (libc::MSG_DONTWAIT | libc::MSG_TRUNC) as usize,
-                    0,
-                    0,
-                    0,
-                ],
-            )
-        };
+        let received = unsafe { self.call(libc::SYS_recvmsg, &raw mut header, libc::MSG_TRUNC) };
         let length = match received {
             Ok(length) => length,
             Err(Errno::AGAIN | Errno::INTR) => return Ok(None),
@@ -187,20 +161,18 @@ impl Answerer {
             }
         }
         // SAFETY: the header and what it names outlive the call, which keeps nothing of them.
-        unsafe {
-            kernel::call(
-                libc::SYS_sendmsg,
-                [
-                    self.fd.as_fd().as_raw_fd() as usize,
-                    kernel::address(&raw const header),
-                    (libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) as usize,
-                    0,
-                    0,
-                    0,
-                ],
-            )
-        }
-        .map(drop)
+        unsafe { self.call(libc::SYS_sendmsg, &raw mut header, libc::MSG_NOSIGNAL) }.map(drop)
+    }
+
+    /// sendmsg(2) or recvmsg(2), without waiting.
+    ///
+    /// # Safety
+    /// What the header names is valid for the call, for writes if that receives.
+    unsafe fn call(&self, number: libc::c_long, header: *mut libc::msghdr, flags: libc::c_int) -> Result<usize, Errno> {
+        let fd = self.fd.as_raw_fd() as usize;
+        let flags = (libc::MSG_DONTWAIT | flags) as usize;
+        // SAFETY: by this function's contract.
+        unsafe { kernel::call(number, [fd, kernel::address(header), flags, 0, 0, 0]) }
     }
 }
 

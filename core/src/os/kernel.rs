@@ -2,6 +2,8 @@
 //! interposes, like those for which it has a name. Nothing here touches errno.
 
 use core::arch::asm;
+use std::ffi::c_int;
+use std::os::fd::{AsRawFd, BorrowedFd};
 
 use rustix::io::Errno;
 
@@ -59,6 +61,14 @@ pub unsafe fn call(number: libc::c_long, arguments: [usize; 6]) -> Result<usize,
 #[inline]
 pub fn address<T>(of: *const T) -> usize {
     of.expose_provenance()
+}
+
+/// setsockopt(2) with an integer.
+pub fn set_option(fd: BorrowedFd<'_>, level: c_int, name: c_int, value: c_int) -> Result<(), Errno> {
+    let (fd, at) = (fd.as_raw_fd() as usize, address(&raw const value));
+    let arguments = [fd, level as usize, name as usize, at, size_of_val(&value), 0];
+    // SAFETY: the value is valid for reads of its size for the whole call, which keeps nothing of it.
+    unsafe { call(libc::SYS_setsockopt, arguments) }.map(drop)
 }
 
 #[cfg(test)]

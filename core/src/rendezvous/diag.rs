@@ -13,8 +13,8 @@ use std::os::fd::AsFd;
 use rustix::fs::{CWD, Mode, OFlags, openat};
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType, UCred,
-    netlink, recv, send, sendmsg, socket_with,
+    AddressFamily, Protocol, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
+    UCred, netlink, recv, send, sendmsg, socket_with,
 };
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
@@ -165,8 +165,8 @@ pub(super) const NLMSG_ERROR: u16 = 2;
 const IPPROTO_TCP: u8 = 6;
 const IPPROTO_UDP: u8 = 17;
 const TCP_LISTEN: u8 = 10;
-const AF_INET: u8 = 2;
-const AF_INET6: u8 = 10;
+pub(super) const AF_INET: u8 = 2;
+pub(super) const AF_INET6: u8 = 10;
 
 /// linux/netlink.h, struct nlmsghdr. Native byte order, as all of netlink but addresses and ports.
 #[derive(Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -234,10 +234,19 @@ pub(crate) struct Socket {
 /// Returns the socket that is asked for. ENOENT if there is none, or no sock_diag for the protocol; EBADMSG for an
 /// answer that is none.
 fn ask_kernel(request: &Request) -> Result<Socket, Errno> {
+    ask(SocketType::DGRAM, Some(netlink::SOCK_DIAG), request.as_bytes(), parse)
+}
+
+/// Asks one of the kernel's protocols of netlink(7), and reads the answer.
+pub(super) fn ask<T>(
+    kind: SocketType,
+    protocol: Option<Protocol>,
+    request: &[u8],
+    parse: impl FnOnce(&[u8]) -> Result<T, Errno>,
+) -> Result<T, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let protocol = Some(netlink::SOCK_DIAG);
-    let fd = PrivateFd::open(|| socket_with(AddressFamily::NETLINK, SocketType::DGRAM, flags, protocol))?;
-    send(&fd, request.as_bytes(), SendFlags::NOSIGNAL)?;
+    let fd = PrivateFd::open(|| socket_with(AddressFamily::NETLINK, kind, flags, protocol))?;
+    send(&fd, request, SendFlags::NOSIGNAL)?;
     // The kernel answers within send(), so the answer is there.
     let mut buf = [MaybeUninit::uninit(); 4096];
     let ((bytes, _), _) = recv(&fd, &mut buf[..], RecvFlags::DONTWAIT)?;

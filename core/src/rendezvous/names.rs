@@ -3,7 +3,7 @@
 //! Abstract names belong to a network namespace, as TCP ports do, and vanish with the last fd. Anybody
 //! may bind one, so whoever connects must ask [`super::diag::trusted`] about the answerer first.
 
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 
 use rustix::io::Errno;
 use rustix::net::{
@@ -151,14 +151,9 @@ fn socket() -> Result<PrivateFd, Errno> {
 
 /// Makes a socket that, with all that are accepted from it, refuses fds; before Linux 6.16 a usual one.
 fn socket_without_fds() -> Result<PrivateFd, Errno> {
-    const SO_PASSRIGHTS: usize = 83;
+    const SO_PASSRIGHTS: libc::c_int = 83;
     let fd = socket()?;
-    let off: libc::c_int = 0;
-    let (number, level) = (fd.as_raw_fd() as usize, libc::SOL_SOCKET as usize);
-    let value = kernel::address(&raw const off);
-    let arguments = [number, level, SO_PASSRIGHTS, value, size_of_val(&off), 0];
-    // SAFETY: the kernel reads an integer.
-    let _ = unsafe { kernel::call(libc::SYS_setsockopt, arguments) };
+    let _ = kernel::set_option(fd.as_fd(), libc::SOL_SOCKET, SO_PASSRIGHTS, 0);
     Ok(fd)
 }
 

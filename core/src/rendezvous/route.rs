@@ -1,15 +1,13 @@
 //! Whether an address is this host's, and through which interface it is reached otherwise: a route lookup
 //! by rtnetlink(7). Decides whether a connection's other end is asked by name or by the control port.
 
-use std::mem::MaybeUninit;
 use std::net::IpAddr;
 
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socket_with};
+use rustix::net::SocketType;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-use super::diag::{NLM_F_REQUEST, NLMSG_ERROR, NetlinkHeader};
-use crate::os::privatefd::PrivateFd;
+use super::diag::{AF_INET, AF_INET6, NLM_F_REQUEST, NLMSG_ERROR, NetlinkHeader, ask};
 
 /// Where an address is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,8 +38,6 @@ const RTM_GETROUTE: u16 = 26;
 const RTN_LOCAL: u8 = 2;
 const RTA_DST: u16 = 1;
 const RTA_OIF: u16 = 4;
-const AF_INET: u8 = 2;
-const AF_INET6: u8 = 10;
 
 /// linux/rtnetlink.h, struct rtmsg.
 #[derive(Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -67,14 +63,8 @@ struct Attribute {
 }
 
 fn look_up(remote: IpAddr) -> Result<Place, Errno> {
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     // NETLINK_ROUTE is protocol 0.
-    let fd = PrivateFd::open(|| socket_with(AddressFamily::NETLINK, SocketType::RAW, flags, None))?;
-    send(&fd, &request(remote), SendFlags::NOSIGNAL)?;
-    // The kernel answers within send(), so the answer is there.
-    let mut buf = [MaybeUninit::uninit(); 4096];
-    let ((bytes, _), _) = recv(&fd, &mut buf[..], RecvFlags::DONTWAIT)?;
-    parse(bytes)
+    ask(SocketType::RAW, None, &request(remote), parse)
 }
 
 fn request(remote: IpAddr) -> Vec<u8> {

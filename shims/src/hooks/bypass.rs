@@ -1,7 +1,7 @@
 //! The calls that hand a descriptor to I/O inside libc, which no hook sees: the stream goes back to
 //! TCP for good before the call.
 
-use crate::hooks::hooks::hooks;
+use crate::hooks::simple::hooks;
 use crate::sys::real::{AioFn, FdopenFn, LioFn, VdprintfChkFn, VdprintfFn};
 use libc::{FILE, aiocb, c_char, c_int, c_void, sigevent};
 

@@ -3,9 +3,9 @@
 use std::os::fd::BorrowedFd;
 
 use crate::data::rx;
-use crate::hooks::hooks::hooks;
 use crate::hooks::numbers::{lowest, lowest_from, onto};
 use crate::hooks::report;
+use crate::hooks::simple::hooks;
 use crate::notify::closing;
 use crate::notify::table::{self, Entry};
 use crate::objects::socket::Farewell;

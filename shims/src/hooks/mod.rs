@@ -23,7 +23,7 @@
 //!   forced unwind runs it (measured, x86-64), but aborts if it meets one in an `extern "C"` function itself.
 //!
 //! For the calls that move bytes a macro makes both functions (`io/shape.rs`), for others that go on to libc's function
-//! the one (`hooks.rs`).
+//! the one (`simple.rs`).
 
 #![allow(
     clippy::missing_safety_doc,
@@ -34,7 +34,6 @@ pub mod bypass;
 pub mod confine;
 pub mod dlopen;
 pub mod fd;
-mod hooks;
 pub mod io;
 mod memory;
 pub mod namespaces;
@@ -42,6 +41,7 @@ pub mod numbers;
 pub mod process;
 pub mod ready;
 mod report;
+mod simple;
 pub mod socket;
 pub mod syscall;
 

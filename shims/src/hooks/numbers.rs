@@ -16,7 +16,7 @@ use rdmasock_core::os::kernel;
 use rdmasock_core::os::privatefd::{Look, Settled};
 use rustix::io::{Errno, FdFlags, fcntl_dupfd_cloexec, fcntl_getfd};
 
-use crate::hooks::hooks::hooks;
+use crate::hooks::simple::hooks;
 use crate::sys::errno;
 use crate::sys::real::{
     CreatFn, EventfdFn, InotifyFn, InotifyInitFn, MemfdFn, Open2Fn, OpenFn, Openat2Fn, OpenatFn, Pipe2Fn, PipeFn,

@@ -1,7 +1,7 @@
 //! The calls that replace, spawn or end a process. Before an exec or a spawn, streams whose
 //! descriptor survives it go back to TCP; what a `fork` leads to is done by our handlers of `pthread_atfork`.
 
-use crate::hooks::hooks::hooks;
+use crate::hooks::simple::hooks;
 use crate::signals::jump::within;
 use crate::sys::real::{
     CloneChildFn, CloneFn, ExecEnvFn, ExecFn, ExecveatFn, ExitFn, FexecveFn, ForkFn, PopenFn, PosixSpawnDup2Fn,

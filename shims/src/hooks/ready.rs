@@ -1,7 +1,7 @@
 //! The calls that wait for readiness.
 
-use crate::hooks::hooks::hooks;
 use crate::hooks::numbers::lowest;
+use crate::hooks::simple::hooks;
 use crate::notify::closing;
 use crate::notify::epoll::{Epoll, without_ours};
 use crate::notify::table::{self, Entry};

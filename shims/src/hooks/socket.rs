@@ -8,9 +8,9 @@ use rdmasock_core::stats::Reason;
 
 use crate::data::rx;
 use crate::data::tx;
-use crate::hooks::hooks::hooks;
 use crate::hooks::numbers::lowest;
 use crate::hooks::report;
+use crate::hooks::simple::hooks;
 use crate::notify::closing;
 use crate::notify::reclaim::reclaim;
 use crate::notify::reset;

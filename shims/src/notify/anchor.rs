@@ -1,4 +1,4 @@
-//! The anchor of a connection that the library reports on, in the service thread's epoll set.
+//! Adds the TCP sockets (anchors) of connections that the library reports on to the service thread's epoll set.
 
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering::Acquire;
@@ -9,7 +9,7 @@ use crate::objects::library::Library;
 use crate::objects::mailbox::{kind, tag};
 use crate::objects::socket::Socket;
 
-/// The thread is told of what happens on the anchor from now on. False if it cannot be.
+/// Adds the TCP socket to the service thread's epoll set, edge-triggered. Returns false if the kernel refuses.
 pub fn watch(socket: &Socket, fd: BorrowedFd<'_>) -> bool {
     let generation = socket.generation.load(Acquire) & 0xffff_ffff;
     let data = tag(kind::ANCHOR, u64::from(socket.slot) << 32 | generation);
@@ -22,8 +22,7 @@ pub fn watch(socket: &Socket, fd: BorrowedFd<'_>) -> bool {
     kernel::add(set, fd, kernel::EventData::new_u64(data), flags).is_ok()
 }
 
-/// The socket is being closed: its anchor is not watched any more. The caller holds the control
-/// lock.
+/// Removes the TCP socket from the service thread's epoll set before it is closed. The caller holds the control lock.
 pub fn forget(socket: &Socket) {
     if socket.is_watched()
         && let Some(fd) = socket.numbers.anchor_fd()

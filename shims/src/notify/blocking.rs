@@ -1,7 +1,7 @@
 //! Whether a socket's calls wait, and for how long: O_NONBLOCK, SO_RCVTIMEO and SO_SNDTIMEO.
 //!
-//! Another process that holds the socket too can change them where no hook sees it. So the kernel is asked before a
-//! sleep, but no more than once while this process is the only holder.
+//! Another process that holds the socket can change these without a hook of this process. So the kernel is asked before
+//! a sleep; while this process is the only holder, it is asked only once.
 
 use std::ffi::c_int;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -13,8 +13,9 @@ use crate::objects::socket::{Socket, Stage};
 use crate::sys::sockopt;
 use crate::sys::time::Timeout;
 
-/// Whether a call with these flags is back at once, whatever another process does with the socket: one that has been
-/// passed on is not watched any more.
+/// Whether a call with these flags returns at once, even if another process changes the socket's O_NONBLOCK. Without
+/// MSG_DONTWAIT it is false for a socket that was passed to another process. Such a socket is not in
+/// [`Stage::Watching`] any more, or has several holders.
 #[inline]
 pub fn is_quick(socket: &Socket, flags: c_int) -> bool {
     flags & libc::MSG_DONTWAIT != 0
@@ -23,18 +24,18 @@ pub fn is_quick(socket: &Socket, flags: c_int) -> bool {
             && !socket.promotion.holders.may_be_several()
 }
 
-/// How long a call on the socket may wait now, to receive (`data`) or to send; `None`: not at all.
+/// Returns how long a call may wait now, to receive (`data`) or to send. `None`: the call may not wait.
 pub fn patience(socket: &Socket, data: bool) -> Option<Timeout> {
     let blocking = &socket.blocking;
-    // Without the lock, in a signal handler above its holder, all is asked.
+    // Without the lock (in a signal handler above its holder) every value is asked for.
     let mut unknown = Known::default();
     let mut guard = blocking.known.lock();
     let known = guard.as_deref_mut().unwrap_or(&mut unknown);
-    // First these: what is changed while the kernel is asked is asked for again next time.
+    // The counters are read first: a value that changes while the kernel is asked is asked for again next time.
     let now = (holders::epoch(), blocking.sets.load(Acquire));
     let is_shared = socket.promotion.holders.may_be_several();
     if is_shared || known.at != Some(now) {
-        // Keeps close() out.
+        // This lock keeps close() out.
         let _control = socket.control.lock();
         if let Some(fd) = socket.numbers.anchor_fd() {
             let flags = rustix::fs::fcntl_getfl(fd);
@@ -57,11 +58,11 @@ pub fn patience(socket: &Socket, data: bool) -> Option<Timeout> {
     })
 }
 
-/// A time-out option's value, ns; 0 is no bound.
+/// Returns the value of a time-out option, ns; 0: no bound.
 fn option_timeout(fd: BorrowedFd<'_>, option: c_int) -> u64 {
     let mut tv = libc::timeval { tv_sec: 0, tv_usec: 0 };
     let mut len = size_of::<libc::timeval>() as libc::socklen_t;
-    // SAFETY: a buffer of the right size.
+    // SAFETY: `tv` is a timeval and `len` is its size; both outlive the call.
     if !unsafe { sockopt::read(fd.as_raw_fd(), (libc::SOL_SOCKET, option), &raw mut tv, &mut len) } {
         return 0;
     }

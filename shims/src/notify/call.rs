@@ -1,10 +1,13 @@
-//! A call that receives or sends: which connection it belongs to, whatever becomes of the number meanwhile.
+//! A call that receives or sends: keeps its connection, even if its fd is closed or reused meanwhile.
 //!
-//! The kernel looks a number up once, and then holds the file until the call is over. So does this: until a call has
-//! waited or moved a byte nobody can tell that it has begun, and it may as well begin anew on what the number stands
-//! for by then; from its first wait on it is counted in the direction (`Rx::waiting`, `Tx::waiting`), and a close
-//! leaves the connection as it is until the last such call is back (`close`). Calls inside the kernel's own receive
-//! or send are counted by `Socket::enter_rx` and `enter_tx`.
+//! The kernel looks an fd up once, and holds the file until the call returns. This module does the same in two phases:
+//!
+//! - Until a call has waited or moved a byte, no other thread can observe that it has begun. If the fd changes, the
+//!   call begins again on the new file.
+//! - From its first wait on, the call is counted in its direction (`Rx::waiting`, `Tx::waiting`). A close then leaves
+//!   the connection as it is until the last counted call has returned (`close`).
+//!
+//! Calls inside the kernel's own receive or send are counted by `Socket::enter_rx` and `enter_tx`.
 
 use std::ffi::c_int;
 use std::os::fd::AsRawFd;
@@ -18,14 +21,14 @@ use crate::notify::table;
 use crate::objects::socket::{Socket, closed};
 use crate::sys::identity::Seen;
 
-/// Which way the bytes go.
+/// The direction in which the bytes move.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
     Receive,
     Send,
 }
 
-/// What a call began on: what the number led to then.
+/// The connection on which a call began: the fd, and the socket to which the table led.
 #[derive(Clone, Copy)]
 pub struct Began {
     socket: &'static Socket,
@@ -34,7 +37,7 @@ pub struct Began {
 }
 
 impl Began {
-    /// A call on `fd`, which the table has just led from to `socket`.
+    /// Records that a call on `fd` begins; the table has just returned `socket` for it.
     #[inline]
     pub fn now(socket: &'static Socket, fd: c_int) -> Self {
         Self {
@@ -48,7 +51,7 @@ impl Began {
         self.socket
     }
 
-    /// The number still stands for the socket, as far as hooks have seen.
+    /// Whether `fd` still stands for the socket, by the table alone.
     #[inline]
     pub fn is_named(&self) -> bool {
         is_named(self.fd, self.socket, self.generation)
@@ -60,34 +63,34 @@ fn is_named(fd: c_int, socket: &'static Socket, generation: u64) -> bool {
     table::still(fd, socket) && socket.generation.load(Relaxed) == generation
 }
 
-/// See the module.
+/// A receive or send of the program, see the module.
 pub struct Call {
     pub socket: &'static Socket,
     pub fd: c_int,
     direction: Direction,
     generation: u64,
-    /// The direction counts this call among those that wait.
+    /// The direction counts this call as waiting now.
     is_counted: bool,
-    /// The direction has counted this call among those that wait, now or before.
+    /// The direction counts this call as waiting, or has done so before.
     was_counted: bool,
-    /// The number was seen to stand for the socket when the call began to wait, and what it waited for came while it
-    /// spun.
+    /// The fd was confirmed when the call began to wait, and data or space came while it spun. So the fd is not checked
+    /// again.
     pub is_fresh: bool,
 }
 
-/// What a call finds when it looks again whether the connection is its own.
+/// The result of a call's check whether the connection is still its own.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Place {
-    /// The connection is still the call's own.
+    /// The connection is still the call's own: the fd stands for it, or the call holds it.
     Here,
-    /// The number stands for something else, and the call may begin anew there.
+    /// The fd stands for another file, and the call may begin again on that file.
     Moved,
-    /// The number was closed where no hook saw it, while the call waited.
+    /// The fd was closed without a hook while the call waited.
     Lost,
 }
 
 impl Call {
-    /// A call that has not waited yet.
+    /// Creates a call that has not waited yet.
     #[inline]
     pub fn new(began: Began, direction: Direction) -> Self {
         Self {
@@ -101,7 +104,8 @@ impl Call {
         }
     }
 
-    /// Whether the socket is still what the call began on. The caller holds the direction's lock, with `seen` in it.
+    /// Checks whether the socket is still the one on which the call began. The caller holds the direction's lock, and
+    /// `seen` is from under that lock.
     #[inline]
     pub fn place(&self, seen: &Seen) -> Place {
         match self.place_by_name() {
@@ -110,7 +114,7 @@ impl Call {
         }
     }
 
-    /// The same, as far as hooks have seen.
+    /// Checks the same by the table alone, which knows the closes that hooks have seen.
     #[inline]
     pub fn place_by_name(&self) -> Place {
         if self.is_named() {
@@ -120,7 +124,8 @@ impl Call {
         }
     }
 
-    /// The same, by the kernel's word, where the hooks have seen nothing; it is asked when the last answer is old.
+    /// Checks the same by the kernel, for closes without a hook. Does not ask if `fd` was checked at the present clock
+    /// tick.
     #[inline]
     pub fn place_by_kernel(&self, seen: &Seen) -> Place {
         if self.is_fresh {
@@ -134,7 +139,7 @@ impl Call {
 
     #[cold]
     fn place_when_due(&self, seen: &Seen) -> Place {
-        // A look of the other direction will do.
+        // A check by the other direction at the same tick is recent enough.
         let place = self.place_if(|| self.socket.numbers.is_seen(self.fd, crate::sys::time::tick()));
         if place != Place::Here {
             seen.forget();
@@ -142,16 +147,17 @@ impl Call {
         place
     }
 
-    /// The same, always asked: for what is about to wait on the kernel's word.
+    /// Checks the same by the kernel, however recent the last check was. For a call that is about to wait in the
+    /// kernel.
     #[cold]
     pub fn place_now(&self) -> Place {
         self.place_if(|| self.socket.numbers.is_behind(self.fd))
     }
 
-    /// Whether the number stands for the socket says `is_behind`.
+    /// Checks the table, then calls `is_behind`, which returns whether the fd stands for the socket.
     #[inline]
     fn place_if(&self, is_behind: impl FnOnce() -> bool) -> Place {
-        // The service thread may have found that the number is lost since this call has looked at the name.
+        // The service thread may have found the fd lost since this call checked the table.
         if !self.is_named() {
             return self.place_without_number();
         }
@@ -162,7 +168,7 @@ impl Call {
         }
     }
 
-    /// The number stands for the socket, as far as hooks have seen.
+    /// Whether `fd` still stands for the socket, by the table alone.
     #[inline]
     pub fn is_named(&self) -> bool {
         is_named(self.fd, self.socket, self.generation)
@@ -177,13 +183,14 @@ impl Call {
         }
     }
 
-    /// The call is about to wait: from now on it holds the connection. The caller holds the direction's lock, with
-    /// `waiting` in it, and has just found the place.
+    /// Counts the call as waiting: from now on it holds the connection. The caller holds the direction's lock, under
+    /// which `waiting` is, and has just checked the place.
     #[inline]
     pub fn hold(&mut self, waiting: &mut u32) {
         if !self.is_counted {
             if !self.was_counted {
-                // Until the call is over: a jump out of a signal handler is not to leave it counted.
+                // The critical section lasts until the call returns: a jump out of a signal handler must not leave the
+                // call counted.
                 thread::current().begin();
             }
             *waiting += 1;
@@ -192,7 +199,8 @@ impl Call {
         }
     }
 
-    /// The call is about to return. Likewise.
+    /// Stops counting the call as waiting: it is about to return. The caller holds the direction's lock, under which
+    /// `waiting` is.
     #[inline]
     pub fn let_go(&mut self, waiting: &mut u32) {
         if self.is_counted {
@@ -201,12 +209,13 @@ impl Call {
         }
     }
 
-    /// Whether the connection is held for this call.
+    /// Whether the call holds the connection.
     pub fn is_held(&self) -> bool {
         self.is_counted
     }
 
-    /// [`Self::hold`] where no lock is held. Not `Here`: nothing is held.
+    /// Checks the place, and if it is `Here` counts the call as waiting ([`Self::hold`]). The caller holds no lock.
+    /// Returns `Here` without counting in a signal handler above the lock's holder.
     pub fn hold_now(&mut self) -> Place {
         let place = self.locked(|call, seen, waiting| {
             let place = call.place(seen);
@@ -218,7 +227,7 @@ impl Call {
         place.unwrap_or(Place::Here)
     }
 
-    /// Calls `f` with what is under the direction's lock. `None` in a signal handler above its holder.
+    /// Calls `f` with the values under the direction's lock. `None` in a signal handler above the lock's holder.
     fn locked<R>(&mut self, f: impl FnOnce(&mut Self, &Seen, &mut u32) -> R) -> Option<R> {
         let socket = self.socket;
         Some(match self.direction {
@@ -234,8 +243,9 @@ impl Call {
     }
 }
 
-/// Calls `f` with a number of the connection, for the kernel's own call. For one that has waited already that is not
-/// the program's number, which may be closed and another's before the kernel looks it up. `None`: there is no anchor.
+/// Calls `f` with an fd of the connection, for the kernel's own call. `None` if the TCP socket is gone. A call that has
+/// waited gets a duplicate. The program may close its own fd, and another file get that number, before the kernel reads
+/// it.
 // Not inlined: the forced unwind of pthread_cancel runs the copy's destructor here (see `hooks`).
 #[inline(never)]
 pub fn on_its_file<R>(call: &Call, f: impl FnOnce(c_int) -> R) -> Option<R> {
@@ -248,7 +258,7 @@ pub fn on_its_file<R>(call: &Call, f: impl FnOnce(c_int) -> R) -> Option<R> {
     };
     match copy {
         Some(Ok(copy)) => Some(f(copy.as_raw_fd())),
-        // No number left: the program's own, if it still is that.
+        // No fd is left for a duplicate: use the program's own, if it still stands for the socket.
         Some(Err(_)) => call.is_named().then(|| f(call.fd)),
         None => None,
     }

@@ -1,6 +1,6 @@
-//! What those who use a connection have to do with its end: they find that a number stands for something else, or are
-//! the last that it has waited for. What an end leads to is in `close`, far above, which is told of it by functions
-//! that have been given to this.
+//! Calls the hooks that end a connection, for threads that find its end while they use it.
+//! There are two reasons: the fd stands for another file by now, or the thread's call is the last that the close has
+//! waited for. The work itself is in `process/close`, in a layer above, which registers its functions here.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::Acquire;
@@ -11,23 +11,24 @@ use crate::notify::table;
 use crate::objects::socket::Socket;
 use crate::sys::time;
 
-/// What is told.
+/// The functions that [`tell`] registers.
 pub struct Told {
-    /// A call that began before the connection was closed is back.
+    /// Called when a call returns that began before the connection was closed.
     pub on_call_back: fn(&'static Socket),
-    /// The number was closed where no hook saw it, and may stand for another file already. It is not in the table any
-    /// more.
+    /// Called when an fd was closed without a hook, and may stand for another file already. The table has no entry for
+    /// the fd any more.
     pub lose: fn(&'static Socket, c_int),
 }
 
 static TOLD: OnceRef<'static, Told> = OnceRef::new();
 
-/// From now on this is told. Before there is the first connection.
+/// Registers the functions, once, before there is a connection.
 pub fn tell(told: &'static Told) {
     let _ = TOLD.set(told);
 }
 
-/// A call that began before the connection was closed is back. With the last one it ends.
+/// Reports that a call has returned that began before the connection was closed. The last such call ends the
+/// connection.
 #[cold]
 pub fn on_call_back(socket: &'static Socket) {
     if let Some(told) = TOLD.get() {
@@ -35,7 +36,8 @@ pub fn on_call_back(socket: &'static Socket) {
     }
 }
 
-/// A call has found that `fd` does not stand for `socket`, or not any more.
+/// Checks an fd that was found not to stand for `socket`. If the table still has the entry and the kernel confirms the
+/// mismatch, removes the entry and reports the connection as lost.
 #[cold]
 pub fn look_again(socket: &'static Socket, fd: c_int) {
     if table::still(fd, socket) && !socket.numbers.is_behind(fd) {
@@ -46,17 +48,18 @@ pub fn look_again(socket: &'static Socket, fd: c_int) {
     }
 }
 
-/// The anchor's number was found to stand for something else.
+/// Calls [`look_again`] for the TCP socket's own fd.
 pub fn look_at_anchor(socket: &'static Socket) {
     look_again(socket, socket.numbers.fd.load(Acquire));
 }
 
-/// The connection behind `fd`, for a call that holds none of its locks; not one whose number was closed past the hooks.
+/// Returns the connection behind `fd`, for a call that holds none of its locks. `None` also if the fd was closed
+/// without a hook.
 pub fn connection(fd: c_int) -> Option<&'static Socket> {
     table::socket(fd).and_then(|_| connection_at(fd, time::tick()))
 }
 
-/// The same, at a [tick](time::tick) that has just been read.
+/// Does the same as [`connection`], at a [tick](time::tick) that the caller has just read.
 #[inline]
 pub fn connection_at(fd: c_int, tick: u64) -> Option<&'static Socket> {
     let socket = table::socket(fd)?;

@@ -1,14 +1,18 @@
-//! epoll sets: what the program sees of its epoll fd.
+//! Epoll sets: the object behind a program's epoll fd.
 //!
-//! A socket on plain TCP is in the kernel's set, with the program's own data; the library only
-//! remembers that it is. When a promotion begins, the socket is *taken over*: removed from the
-//! kernel's set and from then on reported from the list of ready items here, which is fed by the
-//! ready queues of the links (one entry a stream that has something to do, so a wait costs
-//! O(ready)) and by the service thread (what happens on the anchor). When the socket is back on
-//! TCP for good it is *handed back*. The kernel's set also holds the doorbell of this set, an
-//! eventfd under a key of ours, so that one sleep in the kernel waits for both.
+//! A socket on plain TCP is in the kernel's set, with the program's own data; the library only keeps an item for it.
+//! When a promotion begins, the socket is *taken over*: it is removed from the kernel's set, and reported from this
+//! set's list of ready items. When the socket is back on TCP for good, it is *handed back*.
 //!
-//! Here is the set, from its making to its end, and who is put in; waiting for it is in `epoll_wait`.
+//! Two sources fill the list of ready items:
+//!
+//! - the ready queues of the links, with one entry for each stream that has something to do, so a wait costs O(ready);
+//! - the service thread, for events on the TCP socket.
+//!
+//! The kernel's set also holds the bell of this set, an eventfd under a key of the library's. So one sleep in the
+//! kernel waits for both.
+//!
+//! This file has the set's life and its membership; waiting is in `polling/epoll_wait`.
 
 mod control;
 pub mod key;
@@ -45,30 +49,30 @@ use rdmasock_core::sync::{Presence, Published};
 
 pub const ET: u32 = libc::EPOLLET as u32;
 pub const ONESHOT: u32 = libc::EPOLLONESHOT as u32;
-/// Reported whether asked for or not.
+/// Events that are reported whether asked for or not.
 pub const ALWAYS: u32 = (libc::EPOLLERR | libc::EPOLLHUP) as u32;
 const EXCLUSIVE: u32 = libc::EPOLLEXCLUSIVE as u32;
 
-/// One socket in the set, under one number.
+/// A socket in the set, under one fd. A socket that was added under two fds has two items.
 pub(crate) struct Item {
     pub(crate) socket: &'static Socket,
     pub(crate) fd: c_int,
     pub(crate) events: u32,
     pub(crate) data: u64,
-    /// Taken over: the kernel's set no longer has it.
+    /// The item is taken over: the kernel's set no longer has it.
     pub(crate) taken: bool,
-    /// The set's count of moves when it was.
+    /// The set's count of `moves` after the item was taken over.
     pub(crate) moved_at: u64,
-    /// The result that it was listed in last ([`Set::results`]).
+    /// The last result that the item was listed in ([`Set::results`]).
     pub(crate) listed_in: u64,
-    /// Is in `ready`.
+    /// The item is in `ready`.
     pub(crate) queued: bool,
-    /// EPOLLONESHOT has fired; MOD arms it again.
+    /// EPOLLONESHOT has fired; EPOLL_CTL_MOD arms the item again.
     pub(crate) disabled: bool,
-    /// The item is disabled, and was handed back: in neither set until then, for whatever is added to the kernel's
-    /// reports how a connection has ended.
+    /// The item is disabled, and its socket was handed back. It is in neither set until its MOD, since the kernel's set
+    /// would report the end of the connection even for a disabled item.
     pub(crate) parked: bool,
-    /// Removed, but still in `ready`.
+    /// The item is removed, but still in `ready`.
     pub(crate) dead: bool,
 }
 
@@ -77,66 +81,67 @@ pub(crate) struct Set {
     pub(crate) items: Vec<Item>,
     pub(crate) free: Vec<usize>,
     pub(crate) ready: VecDeque<usize>,
-    /// Reported by the present harvest, and to be looked at again by the next. Empty in between, as is `come`.
+    /// Items that the present harvest has reported, and the next has to check again. Empty between harvests, as is
+    /// `come`.
     pub(crate) again: Vec<usize>,
-    /// What peers have queued, and when.
+    /// Items that peers have queued, with the time of each.
     pub(crate) come: Vec<(u64, usize)>,
-    /// How many waits have looked for results here.
+    /// The number of waits that have asked this set for results.
     pub(crate) results: u64,
-    /// How many items the kernel's set has.
+    /// The number of items in the kernel's set.
     pub(crate) plain: usize,
-    /// Those that carry a socket of this set.
+    /// The links that carry sockets of this set.
     pub(crate) links: Links,
 }
 
-/// See the module.
+/// An epoll set of the program, see the module.
 #[repr(align(64))]
 pub struct Epoll {
     pub(crate) set: Lock<Set>,
-    /// The set's waiter, plus one.
+    /// The set's waiter as a word; 0: none.
     pub(crate) waiter: AtomicU32,
-    /// The data of the doorbell in the kernel's set, once it is there ([`Key`]).
+    /// The bell's data in the kernel's set, once the bell is there ([`Key`]).
     pub(crate) key: AtomicU64,
-    /// One of the program's numbers, -1 when it has closed the last.
+    /// An fd of the program's for the set, -1 when the last is closed.
     pub(crate) fd: AtomicI32,
-    /// A number of ours for the same set, from when it is active on: what is done to it and what sleeps on it does not
-    /// depend on the program's numbers. -1: none.
+    /// A private fd of the same set, made when the set becomes active. System calls and sleeps on the set then do not
+    /// depend on the program's fds. -1: none.
     pub(crate) own: AtomicI32,
-    /// Changes whenever the object is another set's.
+    /// Changes when the object is reused for another set.
     pub(crate) generation: AtomicU32,
-    /// Waits that have begun to wait, and go through this module.
+    /// Waits that are under way in `epoll_wait`, and hold the set.
     pub(crate) inside: Presence,
-    /// The program has closed the last number, and waits that began before are not back.
+    /// The program has closed the last fd, and waits that began before have not returned.
     pub(crate) closed: Published<AtomicBool>,
-    /// Another set holds this one, so the kernel's object has to show when something is ready: peers
-    /// ring as if somebody always slept here.
+    /// Another set holds this one, so the kernel's object must show when an item is ready. Peers therefore always ring.
     pub(crate) nested: Published<AtomicBool>,
-    /// Peers tell the service thread of some of its sockets, for another set has them too (`served`).
+    /// Peers notify the service thread for some of the set's sockets, in place of this set's waiter (`served`).
     pub(crate) served: AtomicBool,
-    /// For a nested set: the waiter's flag counts one sleeper for it.
+    /// For a nested set: the waiter's sleep flag counts one sleeper for the set itself.
     pub(crate) shown: Published<AtomicBool>,
-    /// Shared with the process that we were forked from, which may have taken sockets over.
+    /// The set is shared with the parent process, which may have taken sockets over.
     pub(crate) inherited: AtomicBool,
-    /// To the kernel's wait alone (`alone`). Closed once some item is or was taken over: the set is active, and waits
-    /// go through this module.
+    /// Gate to a wait in the kernel alone (`alone`). It closes when the first item is taken over: the set is active
+    /// then, and waits use the library's list too.
     pub(crate) gate: Gate,
-    /// The waiter's flag counts one sleeper for those who were there when the set became active, and still are.
+    /// The waiter's sleep flag counts one sleeper for the threads that were inside the gate when the set became active,
+    /// until the last has left.
     pub(crate) plain_sleeps: Published<AtomicBool>,
-    /// Numbers that stand for the set.
+    /// The number of fds that stand for the set.
     pub(crate) fds: AtomicU32,
-    /// How often a socket went from the kernel's set to ours or back.
+    /// Counts the moves of sockets from the kernel's set to the library's list, and back.
     pub(crate) moves: AtomicU64,
-    /// The kernel's set has sockets that may be taken over, so connections, too.
+    /// The kernel's set has connections too, and not only other files.
     pub(crate) mixed: AtomicBool,
-    /// Connections that stay on TCP for good have been added to the kernel's set, and no item tells of them.
+    /// The kernel's set has connections that stay on TCP for good, for which there are no items.
     pub(crate) has_plain: AtomicBool,
-    /// When the kernel's set was last looked at, monotonic ns.
+    /// When the kernel's set was last checked, in cycles ([`rdmasock_core::cycles`]).
     pub(crate) looked_at: AtomicU64,
-    /// The last look found nothing there.
+    /// The last check found nothing ready in the kernel's set.
     pub(crate) kernel_quiet: AtomicBool,
-    /// The last wait had no room for what the kernel may have to report.
+    /// 1: the last wait had no room for events that the kernel may have.
     pub(crate) full: AtomicU32,
-    /// Whose turn it is to be looked at first.
+    /// True: the kernel's set is checked before the library's list next time.
     pub(crate) turn: AtomicBool,
     pub(crate) spinner: Spinner,
     /// For links to other hosts: whether threads sleep on the set.
@@ -147,7 +152,7 @@ static FREE: Lock<Vec<&'static Epoll>> = Lock::new(Vec::new());
 static ALL: Registry<Epoll> = Registry::new();
 
 impl Epoll {
-    /// An object for a new set behind `fd`.
+    /// Returns an object for a new set behind `fd`. `None` in a signal handler above the free list's lock.
     pub fn allocate(fd: c_int) -> Option<&'static Epoll> {
         let recycled = FREE.lock()?.pop();
         let epoll = recycled.unwrap_or_else(|| {
@@ -187,12 +192,13 @@ impl Epoll {
         Some(epoll)
     }
 
-    /// Another number stands for the set.
+    /// Counts one more fd that stands for the set.
     pub fn retain(&self) {
         self.fds.fetch_add(1, Relaxed);
     }
 
-    /// A number of the set is closed, and not in the table any more, which may know of `another`.
+    /// Uncounts a closed fd, which is not in the table any more. `another` finds another fd of the set in the table.
+    /// With the last fd the set ends, once no wait holds it.
     pub fn release(&'static self, fd: c_int, another: impl FnOnce(&'static Self) -> Option<c_int>) {
         if self.fds.fetch_sub(1, AcqRel) == 1 {
             self.fd.store(-1, Release);
@@ -203,16 +209,16 @@ impl Epoll {
         }
     }
 
-    /// The set is closed, and the last wait that began before is back: the object is as new.
+    /// Recycles the object, if the set is closed and the last wait that began before has returned.
     pub(crate) fn end_if_left(&'static self) {
-        // Who leaves looks then whether it is closed.
+        // A wait that leaves checks afterwards whether the set is closed.
         let is_left = self.inside.is_empty() && !self.gate.is_in_use();
         if is_left && self.closed.take() {
             self.recycle();
         }
     }
 
-    /// Links to other hosts have gone down: no set keeps their objects from becoming other links.
+    /// Removes links that have gone down from every set, so that their objects can be reused for other links.
     pub fn drop_dead_links() {
         for epoll in ALL.all() {
             if let Some(mut set) = epoll.set.lock() {
@@ -221,7 +227,7 @@ impl Epoll {
         }
     }
 
-    /// Whether waits have to go through this module.
+    /// Whether waits use the library's list, not the kernel's set alone.
     #[inline]
     pub fn is_active(&self) -> bool {
         self.gate.is_closed()
@@ -234,7 +240,7 @@ impl Epoll {
         let Some(mut set) = self.set.lock() else {
             return;
         };
-        // The kernel's object may be other processes' too.
+        // Other processes may hold the kernel's object too.
         let kernel_fd = self.kernel_fd();
         set.links.let_go(kernel_fd, &self.watch);
         drop(PrivateFd::adopt(self.own.swap(-1, AcqRel)));
@@ -253,31 +259,32 @@ impl Epoll {
             waiters.release(waiter);
         }
         if let Some(mut free) = FREE.lock() {
-            // Without memory for that the object is lost.
+            // Without memory for the free list the object is lost.
             let _ = free.try_reserve(1).map(|()| free.push(self));
         }
     }
 
-    /// In a fork child, for every set, also one that another thread of the parent was about to make or to end: its
-    /// kernel object is shared with the parent, whose doorbell it holds; nothing of ours is used on it any more.
-    /// Numbers that stand for it are told by [`Self::inherit`].
+    /// Resets every set in a fork child, also those that another thread of the parent was about to make or to end.
+    ///
+    /// The kernel object is shared with the parent, whose bell it holds; no private fd is used on it any more.
+    /// [`Self::inherit`] adds the fds that stand for the set.
     ///
     /// # Safety
     /// In a fork child only, before any other use.
     pub unsafe fn after_fork() {
-        // SAFETY: only this thread exists; what was being changed is leaked, not used.
+        // SAFETY: this is the only thread, by the contract. A value that was being changed is leaked, not used.
         unsafe {
             std::mem::forget(std::mem::take(FREE.get_unlocked()));
             FREE.reset();
         }
         for epoll in ALL.all() {
-            // SAFETY: as above.
+            // SAFETY: this is the only thread, by the contract.
             unsafe { epoll.forget_parent() };
         }
     }
 
     unsafe fn forget_parent(&self) {
-        // SAFETY: by the contract of `after_fork`.
+        // SAFETY: this is the only thread, by the contract of `after_fork`, the only caller.
         unsafe {
             std::mem::forget(std::mem::take(self.set.get_unlocked()));
             self.set.reset();
@@ -296,20 +303,20 @@ impl Epoll {
         self.key.store(0, Relaxed);
     }
 
-    /// In a fork child, after [`Self::after_fork`]: this number stands for the set.
+    /// Adds an fd that stands for the set. For a fork child, after [`Self::after_fork`].
     pub fn inherit(&self, fd: c_int) {
         self.fd.store(fd, Release);
         self.retain();
     }
 
-    /// Whether nothing of the set is reported from here.
+    /// Whether the kernel's set reports every item of the set.
     pub fn is_kernels_alone(&self) -> bool {
         let set = self.set.lock();
         set.is_some_and(|set| set.items.iter().all(|i| i.dead || !i.taken))
     }
 
-    /// The library lets go of a set that is the kernel's alone: it reports what is the program's, and nothing else.
-    /// Its number is to be [released](Self::release) next.
+    /// Makes the kernel's set report for itself again, without the library's bell and links. For a set in which no item
+    /// is taken over. The caller [releases](Self::release) its fd next.
     pub fn retire(&'static self) {
         if let Some(mut set) = self.set.lock()
             && let Some(kernel_fd) = self.kernel_fd()
@@ -323,7 +330,7 @@ impl Epoll {
             for item in set.items.iter().filter(|i| i.parked && !i.dead) {
                 let _ = kernel::add(
                     kernel_fd,
-                    // SAFETY: an item is forgotten before its number is closed.
+                    // SAFETY: an item is removed before its fd is closed, and the set's lock is held.
                     unsafe { BorrowedFd::borrow_raw(item.fd) },
                     kernel::EventData::new_u64(item.data),
                     kernel::EventFlags::from_bits_retain(ONESHOT),
@@ -333,23 +340,24 @@ impl Epoll {
         }
     }
 
-    /// The kernel's set. The caller holds the set's lock, or is inside (`epoll_wait::visit`).
+    /// Returns an fd of the kernel's set. The caller holds the set's lock, or is inside (`epoll_wait::visit`). `None`
+    /// if the program has closed the last fd and there is no private one.
     pub(crate) fn kernel_fd(&self) -> Option<BorrowedFd<'static>> {
         let fd = match self.own.load(Acquire) {
             -1 => self.fd.load(Acquire),
             own => own,
         };
-        // SAFETY: ours is closed under the set's lock, when nobody is inside. Where there was no number left for it,
-        // the program's is open unless it closes that at this moment.
+        // SAFETY: the private fd is closed under the set's lock, when no wait is inside. If no fd was left for a
+        // private one, the program's is open unless the program closes it at this moment.
         (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) })
     }
 
-    /// Who is told of what is ready in the set, from when it is active on.
+    /// Returns the waiter that peers wake for the set. `None` until the set is active, or if there is no fd for a bell.
     pub fn waiter(&self) -> Option<WaiterId> {
         WaiterId::from_word(self.waiter.load(Relaxed))
     }
 
-    /// The last of those who were in the kernel's wait alone is back.
+    /// Removes the sleeper that stood for the threads in the kernel's wait alone, when the last of them has returned.
     pub(crate) fn end_plain_sleep(&self, waiter: Option<WaiterId>) {
         if let Some(waiter) = waiter
             && self.plain_sleeps.take()
@@ -358,7 +366,7 @@ impl Epoll {
         }
     }
 
-    /// From now on waits go through this module. The caller holds the set's lock.
+    /// Makes the set active: from now on waits use the library's list. The caller holds the set's lock.
     pub(crate) fn activate(&self, _held: &mut Set) {
         if self.is_active() {
             return;
@@ -371,7 +379,8 @@ impl Epoll {
         }
         let waiter = self.waiter().or_else(|| {
             let waiter = library.waiters.acquire_for_set()?;
-            // What its last owner was rung for is not to make this set readable. Another set may have it too.
+            // Rings of the waiter's former owner must not make this set readable. Another set may share the waiter, so
+            // its sleepers are rung again.
             library.waiters.quiet(waiter);
             library.waiters.ring_if_sleeping(waiter);
             Some(waiter)
@@ -399,8 +408,8 @@ impl Epoll {
             library.waiters.enter_sleep(waiter);
         }
         if are_inside {
-            // They sleep in the kernel's wait alone. A ring wakes one of all that sleep in the kernel, not always one
-            // of these. As long as one is left peers are to ring.
+            // These threads sleep in the kernel's wait alone. A ring wakes one of all threads that sleep on the
+            // kernel's object, not always one of these. So peers have to ring until the last of them has left.
             if let Some(waiter) = waiter
                 && !self.plain_sleeps.publish(true)
             {
@@ -413,7 +422,8 @@ impl Epoll {
         }
     }
 
-    /// In a fork parent: a child of ours has taken what some thread that sleeps on a set was rung for.
+    /// Rings every active set with sleepers. For a fork parent: a child has consumed a ring that was meant for a
+    /// sleeping thread.
     pub fn ring_all_who_sleep() {
         for epoll in ALL.all() {
             if epoll.is_active() {
@@ -480,7 +490,7 @@ impl EpollSet for Epoll {
 }
 
 impl Set {
-    /// Whether one more item will find room in each of the lists. False without memory.
+    /// Reserves room for one more item in each list. Returns false without memory.
     fn has_room(&mut self) -> bool {
         let most = self.items.len() + 1;
         let more = |len: usize| most.saturating_sub(len);
@@ -523,7 +533,7 @@ impl Set {
         }
     }
 
-    /// Notes in which of the two sets an item is.
+    /// Records whether an item is taken over, or in the kernel's set.
     fn set_taken(&mut self, index: usize, taken: bool) {
         if let Some(item) = self.items.get_mut(index)
             && !item.dead
@@ -534,9 +544,9 @@ impl Set {
     }
 }
 
-/// Puts an item on the list of ready ones.
+/// Appends an item to the list of ready items, unless it is there already.
 pub(crate) fn enqueue(items: &mut [Item], ready: &mut VecDeque<usize>, index: usize) {
-    // Not a removed one: its place may be free already, and would be given out twice.
+    // A removed item is skipped: its place may be free already, and would be handed out twice.
     if let Some(item) = items.get_mut(index)
         && !item.queued
         && !item.dead
@@ -569,7 +579,7 @@ mod tests {
         let mut set = Set::default();
         let first = set.insert(item());
         set.remove(first);
-        // The service thread still had the membership in its hands.
+        // The service thread still has a copy of the membership.
         set.enqueue(first);
         assert!(set.ready.is_empty());
         let (a, b) = (set.insert(item()), set.insert(item()));

@@ -1,6 +1,7 @@
 //! fork: the child is a new instance (docs/design/processes.md).
 //!
-//! Its sockets are marked as held by several processes (`holders`). What the parent had on a link is the parent's.
+//! Its sockets are marked as held by several processes (`holders`). Streams that the parent has on a link stay the
+//! parent's.
 
 use std::os::fd::AsFd;
 use std::sync::atomic::{
@@ -23,36 +24,37 @@ use crate::sys::vfork;
 
 static REGISTERED: AtomicBool = AtomicBool::new(false);
 
-/// Registers the handlers, once. `at_exit` is what an exit does.
+/// Registers the fork handlers and `at_exit`, once.
 pub fn register(at_exit: extern "C" fn()) {
     if REGISTERED.swap(true, AcqRel) {
         return;
     }
     holders::prepare();
-    // SAFETY: the handlers are functions for the life of the process.
+    // SAFETY: the handlers are functions, valid for the life of the process.
     unsafe {
         libc::pthread_atfork(Some(prepare), Some(parent), Some(child));
         libc::atexit(at_exit);
     }
 }
 
-/// Whether there is anything that a fork concerns.
+/// Whether the handlers are registered, so that a fork concerns the library at all.
 pub fn is_registered() -> bool {
     REGISTERED.load(Acquire)
 }
 
-/// Before a fork.
+/// Runs before a fork: counts the future holders, and keeps private fds in place until the fork is done.
 pub extern "C" fn prepare() {
     if vfork::is_child() {
         return;
     }
     ancestors::begin_fork();
     count_holders();
-    // From here to the fork nothing of ours has a low number, where the child would keep it.
+    // From here to the fork no private fd has a low number, which the child would keep.
     Settled::begin().hold();
 }
 
-/// Who will hold what.
+/// Counts the child as a holder of each connection. Gives the child the write end of a bell of this process, if it may
+/// need one.
 fn count_holders() {
     if Library::has_retired() {
         return;
@@ -60,17 +62,18 @@ fn count_holders() {
     let errno = crate::sys::errno::get();
     let mut wants_button = false;
     table::for_each(0..=u32::MAX, |fd, entry| {
-        // The child may take an event that wakes this process from a set, and it may be killed as a holder.
+        // The child may consume an event of a shared epoll set that was meant for this process. The bell also reports
+        // when a child that holds sockets is gone.
         wants_button |= matches!(entry, Entry::Epoll(_) | Entry::Socket(_));
         if let Entry::Socket(socket) = entry
             && socket.numbers.fd.load(Acquire) == fd
         {
-            // What an ancestor has on a link, or had, is not this process's to give back.
+            // A stream that an ancestor has, or had, on a link is not this process's to take back.
             let is_owned = || socket.may_be_on_link() && socket.tx_mode.load(Acquire) != Mode::Foreign;
             socket.promotion.holders.add_child(is_owned);
         }
     });
-    // Once they count as shared. The child may get sockets of the new epoch too.
+    // The new epoch begins once all sockets count as shared. The child may also get sockets of the new epoch.
     let epoch = holders::begin_epoch();
     if wants_button {
         ancestors::equip_child(epoch, Library::current().map(|library| library.service.epoll.as_fd()));
@@ -78,19 +81,19 @@ fn count_holders() {
     crate::sys::errno::set(errno);
 }
 
-/// After a fork, in the parent.
+/// Runs after a fork, in the parent.
 pub extern "C" fn parent() {
     if !vfork::is_child() {
         ancestors::end_fork();
         Settled::end();
         hold_uncounted();
-        // The child does not have the sockets that are made from here on.
+        // Sockets that are made from here on are not the child's.
         holders::begin_epoch();
     }
 }
 
-/// Makes a child by `call`, which gives its id, 0 in the child, or something negative, where no handler of
-/// `pthread_atfork` runs.
+/// Runs `call`, which makes a child, with the handlers around it: for calls at which no handler of `pthread_atfork`
+/// runs. `call` returns the child's id, 0 in the child, or a negative value on failure.
 pub fn around(call: impl FnOnce() -> isize) -> isize {
     if !is_registered() {
         return call();
@@ -105,7 +108,7 @@ pub fn around(call: impl FnOnce() -> isize) -> isize {
     pid
 }
 
-/// Of what another thread has got between the count and the fork.
+/// Marks as shared the sockets that another thread opened between the count and the fork.
 fn hold_uncounted() {
     table::for_each(0..=u32::MAX, |_, entry| {
         if let Entry::Socket(socket) = entry {
@@ -114,17 +117,17 @@ fn hold_uncounted() {
     });
 }
 
-/// After a fork, in the child.
+/// Runs after a fork, in the child.
 pub extern "C" fn child() {
-    // None has begun in a process that no handler has seen, nor is what this forks the library's.
+    // No fork has begun if no handler ran before it, or if the forking process is not one that the library serves.
     if !ancestors::is_forking() {
         return;
     }
     vfork::restore_table();
-    // What it would do may be forbidden, and there is nothing to be done.
+    // A retired library has nothing to do here, and its system calls may be forbidden by a filter.
     if !Library::has_retired() {
         let errno = crate::sys::errno::get();
-        // SAFETY: the only thread of the child.
+        // SAFETY: this is the only thread of the child.
         unsafe { begin_anew() };
         hold_uncounted();
         crate::sys::errno::set(errno);
@@ -132,16 +135,18 @@ pub extern "C" fn child() {
     Settled::end();
 }
 
-/// The child is a new instance. Other threads of the parent may have been anywhere: every object that was ever made is
-/// put right, whether or not a number leads to it, and what stands for what is read from the table, each word of
-/// which is always true.
+/// Makes the child a new instance.
+///
+/// Other threads of the parent may have been anywhere when it forked. So every object that was ever made is reset,
+/// whether or not an fd leads to it. Then the fds of each object are read from the table, whose words are valid at any
+/// moment.
 ///
 /// # Safety
 /// In a fork child, whose only thread this is, before any other use of the library.
 unsafe fn begin_anew() {
     vfork::on_fork_child();
     rdmasock_core::lock::forget_tid();
-    // SAFETY: by the contract, throughout.
+    // SAFETY: this function's contract is each callee's contract: the only thread, before any other use.
     unsafe {
         Listener::after_fork();
         Epoll::after_fork();
@@ -159,40 +164,43 @@ unsafe fn begin_anew() {
             {
                 listener.count();
             }
-            // SAFETY: by the contract.
+            // SAFETY: this is the only thread, by the contract.
             unsafe { socket.control.get_unlocked() }.own.fds.push(fd);
         }
         Entry::None | Entry::Fresh { .. } => {}
     });
-    // SAFETY: the only thread, and what is private is closed further down.
+    // SAFETY: this is the only thread. The write ends of the ancestors' bells are still open: private fds are closed
+    // further down.
     if !unsafe { ancestors::remember_parent() } {
         holders::lose_sight();
     }
     holders::begin_life();
-    // Before its descriptors are closed here.
+    // Called before the child's copies of its descriptors are closed.
     crate::config::verbs::after_fork();
     crate::config::load::after_fork();
     crate::sys::remains::after_fork();
     let log = crate::config::log::fd().unwrap_or(-1);
-    // SAFETY: by the contract, and the old instance is forgotten, so nobody uses the fds that are closed.
+    // SAFETY: this is the only thread, by the contract. The old instance is forgotten, so no code uses the fds that are
+    // closed.
     unsafe {
         Listener::forget_unused();
         privatefd::reset_in_fork_child(|fd| fd == log || ancestors::is_button(fd) || Listener::has_name(fd));
     }
     crate::config::log::after_fork_in_child();
-    // SAFETY: the only thread.
+    // SAFETY: this is the only thread.
     unsafe { crate::objects::link::life::after_fork() };
     connection::after_fork();
     Library::forget();
 }
 
-/// The parent's stream is not the child's, nor is, until the table says so, any number.
+/// Forgets the stream and the fds of one socket. The stream is the parent's, and an fd is the child's only if the table
+/// has it.
 ///
 /// # Safety
 /// In a fork child only, before any other use of the socket.
 unsafe fn forget_stream(socket: &'static Socket) {
-    // SAFETY: by the contract. The values are leaked, because another thread of the parent may
-    // have been changing them.
+    // SAFETY: this is the only thread, before any other use, by the contract. The old values are leaked, not dropped:
+    // another thread of the parent may have been changing them.
     unsafe {
         std::mem::forget(std::mem::take(socket.tx.get_unlocked()));
         socket.tx.reset();
@@ -224,7 +232,7 @@ unsafe fn forget_stream(socket: &'static Socket) {
     socket.told.set_stats(None);
     socket.promotion.adopted.store(false, Relaxed);
     socket.promotion.asked.store(false, Relaxed);
-    // What the parent has closed, and still has to bring to its end, is the parent's alone.
+    // A connection that the parent has closed, and still has to finish, is the parent's alone.
     socket.numbers.left_behind.store(false, Relaxed);
     socket.numbers.closed.reset(socket::closed::OPEN);
     socket.numbers.orphaned.store(false, Relaxed);

@@ -1,4 +1,5 @@
-//! What tells threads of changes: sockets that are ready, epoll sets, descriptors, waits, a promotion that is worth it.
+//! Notifies threads of changes: readiness of sockets, epoll sets, the fd table, waits, forks, and connections that are
+//! worth a promotion.
 
 pub(crate) mod anchor;
 pub(crate) mod blocking;

@@ -1,5 +1,6 @@
-//! One readiness model under epoll, poll and select: who is to be told when what a socket is ready for changes, at this
-//! end and at the peer's, and what the kernel says of its anchor. What it is ready for now is in `readiness`.
+//! The readiness model under epoll, poll and select.
+//! Keeps which threads and epoll sets are notified when a socket's readiness changes, at this end and at the peer's.
+//! Also asks the kernel about the TCP socket (anchor). The present readiness is in `polling/readiness`.
 
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
@@ -21,22 +22,23 @@ use crate::sys::points::point;
 const RDHUP: u32 = libc::EPOLLRDHUP as u32;
 const HUP: u32 = libc::EPOLLHUP as u32;
 const ERR: u32 = libc::EPOLLERR as u32;
-/// What says that the connection, or the receiving half of it, has ended.
+/// EPOLL* bits that report the end of the connection, or of its receiving half.
 pub const ENDED: u32 = RDHUP | HUP | ERR;
 
-/// Whether the socket's readiness is for this module to say, not for the kernel's set.
+/// Whether this module reports the socket's readiness, not the kernel's epoll set.
 #[inline]
 pub fn is_watched(socket: &Socket) -> bool {
     socket.is_watched()
 }
 
-/// Takes in what has come over the socket's link, where that is not simply there. True if there was something.
+/// Takes in what has come over a link to another host. Returns true if there was something. Within a host there is
+/// nothing to take in.
 #[inline]
 pub fn progress(socket: &Socket) -> bool {
     socket.link().is_some_and(Link::progress)
 }
 
-/// Has the peer tell of data on behalf of `bits`. True if there is some.
+/// Asks the peer to notify the waiters in `bits` of data. Returns true if there is data now, or the ring is invalid.
 pub fn arm_data(socket: &'static Socket, consumer: &mut Consumer, bits: u32) -> bool {
     match consumer.arm_data(bits) {
         Ok(armed) => {
@@ -47,17 +49,18 @@ pub fn arm_data(socket: &'static Socket, consumer: &mut Consumer, bits: u32) -> 
     }
 }
 
-/// The other end has closed: from here on the kernel answers.
+/// Whether the peer has closed its receiving end; from then on the kernel answers.
 pub fn is_reader_gone(producer: &mut Producer) -> bool {
     producer.consumer_flags().contains(RxFlags::RX_CLOSED)
 }
 
-/// What the kernel says of the anchor; the caller holds one of the socket's locks.
+/// Polls the TCP socket for `events`; returns EPOLL* bits, or ERR and HUP if its fd is gone. The caller holds one of
+/// the socket's locks.
 pub fn kernel(socket: &Socket, events: PollFlags) -> u32 {
     socket.numbers.anchor_fd().map_or(ERR | HUP, |fd| anchor(fd, events))
 }
 
-/// The same, of an anchor that the caller holds.
+/// Polls `fd`, which the caller keeps open, for `events`. Returns EPOLL* bits, 0 if poll(2) fails.
 pub fn anchor(fd: BorrowedFd<'_>, events: PollFlags) -> u32 {
     let mut set = [PollFd::from_borrowed_fd(fd, events)];
     let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -67,8 +70,8 @@ pub fn anchor(fd: BorrowedFd<'_>, events: PollFlags) -> u32 {
     }
 }
 
-/// What an anchor reports, less an error that is none: something is in the error queue (recvmsg(2)) of a connection
-/// that goes on. Of one that has failed TCP is closed when that is reported.
+/// Clears ERR if it only reports an entry in the error queue (recvmsg(2)) of a living connection. When a connection has
+/// failed, TCP reports HUP together with ERR.
 pub fn without_queue(events: u32) -> u32 {
     if events & (ERR | HUP) == ERR {
         events & !ERR
@@ -77,24 +80,24 @@ pub fn without_queue(events: u32) -> u32 {
     }
 }
 
-/// Whether an anchor of which poll(2) says this has failed, and the next call gets the error.
+/// Whether the connection has failed, by the poll(2) result `events`: the next call returns the error.
 pub fn has_failed(events: u32) -> bool {
     without_queue(events) & ERR != 0
 }
 
-/// Whether the peer has ended its direction of TCP, or the connection is over. To poll(2), and to a read of nothing, a
-/// shutdown(SHUT_RD) of our own looks the same, to TCP's state it does not.
+/// Whether the peer has ended its direction of TCP, or the connection is over. A local shutdown(SHUT_RD) is excluded:
+/// poll(2) and an empty read show it like the peer's end, the TCP state does not.
 pub fn has_peer_ended(fd: BorrowedFd<'_>) -> bool {
     is_peers_end(fd, anchor(fd, PollFlags::RDHUP))
 }
 
-/// The same, given what poll(2) says.
+/// Does the same as [`has_peer_ended`], from the poll(2) result `events`.
 pub fn is_peers_end(fd: BorrowedFd<'_>, events: u32) -> bool {
     events & ENDED != 0 && (has_failed(events) || !crate::sys::sockopt::is_open_to_peer(fd))
 }
 
-/// What a direction that is scanned for markers has to read for the program (EPOLL* bits). `None` if it is scanned no
-/// more.
+/// Returns what the program can read (EPOLL* bits) in a direction that is scanned for markers. `None` if the direction
+/// is not scanned any more.
 pub fn among_markers(socket: &Socket) -> Option<u32> {
     match connection::look(socket) {
         Some(Ahead::Payload { .. }) => Some((libc::EPOLLIN | libc::EPOLLRDNORM) as u32),
@@ -112,7 +115,7 @@ pub fn among_markers(socket: &Socket) -> Option<u32> {
     }
 }
 
-/// Passes on what the ring says must be woken at the peer.
+/// Wakes at the peer what the ring asks for.
 #[inline]
 pub fn notify_peer(socket: &Socket, wake: Wake) {
     if !wake.is_none()
@@ -122,7 +125,7 @@ pub fn notify_peer(socket: &Socket, wake: Wake) {
     }
 }
 
-/// Tells everybody in this process who waits on the socket. No lock may be held.
+/// Notifies all epoll sets and threads of this process that wait on the socket. The caller holds no lock.
 pub fn notify_local(socket: &'static Socket) {
     let Some(interest) = socket.wakes.interest.lock() else {
         return;
@@ -140,7 +143,7 @@ pub fn notify_local(socket: &'static Socket) {
     }
 }
 
-/// The socket has just become ours to report on: threads that are inside the kernel's poll on it come here.
+/// Wakes threads that poll the socket in the kernel, because the library has just begun to report on it.
 pub fn tell_onlookers(socket: &'static Socket) {
     let waiters = &Library::get().waiters;
     for waiter in waiters.onlookers.of(socket.slot) {
@@ -148,7 +151,7 @@ pub fn tell_onlookers(socket: &'static Socket) {
     }
 }
 
-/// The kernel's sets have the socket again.
+/// Moves the socket back into the kernel's epoll sets, in each set that has it.
 pub fn hand_back(socket: &'static Socket) {
     let members = socket.wakes.members();
     for m in members {
@@ -156,18 +159,18 @@ pub fn hand_back(socket: &'static Socket) {
     }
 }
 
-/// What the peer is to be asked for.
+/// The wake-up bits that the peer gets, by purpose.
 struct Attention {
-    /// On behalf of the epoll sets, and of several sleepers.
+    /// For the epoll sets, and for several sleepers together.
     sets: u32,
-    /// On behalf of the one thread that sleeps for data.
+    /// For the only sleeping thread, if it waits for data.
     data: u32,
-    /// On behalf of the one thread that sleeps for space.
+    /// For the only sleeping thread, if it waits for space.
     space: u32,
 }
 
-/// One epoll set or one sleeping thread is told by the peer directly; where there are more, the
-/// service thread is told, and tells them all.
+/// Returns the wake-up bits for a socket. The peer notifies a single epoll set or a single sleeping thread directly. If
+/// there are more, it notifies the service thread, which notifies all of them.
 fn attention(socket: &Socket, interest: &Interest) -> Attention {
     let link = socket.link();
     let told = |w: WaiterId| link.is_some_and(|l| l.announce(w));
@@ -192,13 +195,14 @@ fn attention(socket: &Socket, interest: &Interest) -> Attention {
         }
     };
     if words.sets == Link::service_bits() {
-        // Before the peer knows.
+        // Before the peer learns of the service thread's bits.
         interest.members.iter().for_each(|m| m.epoll.be_served());
     }
     words
 }
 
-/// Who is told on behalf of the sets.
+/// Returns the bits of the only epoll set, if its waiter has a ready queue and the peer can wake it. Else returns the
+/// service thread's bits; 0 if there is no set.
 fn of_sets(interest: &Interest, told: impl Fn(WaiterId) -> bool) -> u32 {
     match interest.members.as_slice() {
         [] => 0,
@@ -211,11 +215,11 @@ fn of_sets(interest: &Interest, told: impl Fn(WaiterId) -> bool) -> u32 {
     }
 }
 
-/// Whether a sleeper for data, or for space, will be told of what comes: by the peer, or by the service thread. Not if
-/// its word was taken since it was made one.
+/// Whether a sleeper for data or for space will be notified, by the peer or by the service thread. False if its wake-up
+/// word was consumed after it was armed.
 pub fn will_be_told(socket: &Socket, waiter: WaiterId, is_data: bool) -> bool {
     let names = |word| WaiterId::of_sleeper(word) == Some(waiter) || WaiterId::of_queue(word) == Some(SERVICE);
-    // What a direction that is not on the link waits for the service thread tells.
+    // The service thread notifies waiters of a direction that is not on the link.
     if is_data {
         let rx = socket.rx.lock();
         let consumer = rx.as_ref().and_then(|rx| rx.consumer.as_ref());
@@ -227,7 +231,7 @@ pub fn will_be_told(socket: &Socket, waiter: WaiterId, is_data: bool) -> bool {
     }
 }
 
-/// Has the statistics say who is interested.
+/// Writes the waiting threads and sets into the statistics.
 fn show(socket: &Socket, interest: &Interest) {
     let Some(stats) = socket.told.stats() else { return };
     let sleeper = match interest.sleepers.as_slice() {
@@ -246,7 +250,7 @@ fn show(socket: &Socket, interest: &Interest) {
     stats.set_waiting(sleeper, set);
 }
 
-/// Changes who is interested, and whom the peer tells.
+/// Changes the socket's sets and sleepers, and the wake-up words that the peer sees.
 pub fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut Interest)) {
     let Some(mut interest) = socket.wakes.interest.lock() else {
         return;
@@ -264,13 +268,13 @@ pub fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut Interes
     point!("interest: it is known whom the peer is to tell");
     let wants = |what: fn(&Sleeping) -> bool| interest.sleepers.iter().any(what);
     let mut changed = false;
-    // What a sleeper waits for has come while the word was being changed, or before.
+    // Data or space that a sleeper waits for has come while the word was changed, or before.
     let mut come = false;
     if let Some(mut rx) = socket.rx.lock() {
         changed |= rx.own.bits != new.sets;
         let old = std::mem::replace(&mut rx.own.bits, new.sets);
         if let Some(consumer) = rx.consumer.as_mut() {
-            // Whoever sleeps on has been told of that, or does not wait for it.
+            // Threads that keep sleeping were notified of this data, or do not wait for it.
             let was_there = consumer.has_data().unwrap_or(true);
             // Two different waiters must not be mixed in one word.
             consumer.disarm_data(if old == new.sets { SLEEPER_MASK } else { u32::MAX });
@@ -290,16 +294,17 @@ pub fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut Interes
             producer.disarm_space(if old == new.sets { SLEEPER_MASK } else { u32::MAX });
             if new.space != 0 {
                 let is_there = producer.arm_space(new.space).unwrap_or(true);
-                // A direction that waits for the other's RESUME may have room.
+                // A direction that waits for the peer's RESUME may have space.
                 let has_come = is_there && !was_there;
                 come |= has_come && socket.tx_mode.load(Acquire) == Mode::Link && wants(|s| s.space);
             }
         }
     }
-    // Whoever was armed before may have missed a change in between: let all look again; who has just come looks for
-    // itself. The words of sets are set when they are looked at. Sleepers are told only for a reason: a look makes two
-    // of them change the words again, and if each was told of that none would ever sleep. But they may have missed
-    // something whatever has changed: their part of a word is always taken out and put back.
+    // Waiters that were armed before may have missed a change in between, so all of them check again. A waiter that has
+    // just been added checks by itself. Words of sets are armed when a set is checked. Sleepers are notified only for a
+    // reason. Each check by one of two sleepers changes the words again; if each change woke the other, neither would
+    // ever sleep. But a sleeper may have missed something after any change, since its part of a word is always cleared
+    // and armed again.
     let sets_look = changed && !interest.members.is_empty() && after > usize::from(after > before);
     drop(interest);
     if sets_look || come && sleep_on > 0 {

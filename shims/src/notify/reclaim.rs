@@ -1,11 +1,12 @@
-//! Before a fork's child uses a stream that another process has on a link.
+//! Takes a stream back to TCP before this process uses it, if another holder of the socket has it on a link.
 
 use std::sync::atomic::Ordering::Acquire;
 
 use crate::notify::reset;
 use crate::objects::socket::{self, Mode, Receiving, Sending, Socket};
 
-/// Waits until the process that has the stream on a link, if one has, has taken it back to TCP.
+/// Returns when no other process has the stream on a link. Waits until the owner has taken it back to TCP; if the owner
+/// does not answer, resets the connection.
 #[inline]
 pub fn reclaim(socket: &'static Socket) {
     if socket.tx_mode.load(Acquire) == Mode::Foreign {
@@ -17,7 +18,8 @@ pub fn reclaim(socket: &'static Socket) {
 fn reclaim_slow(socket: &'static Socket) {
     let errno = crate::sys::errno::get();
     if !socket.promotion.holders.await_return() {
-        // A marker may come yet, or data be on the link: a gap would be worse than the end of the connection.
+        // The owner may still write a marker, or data may be on the link. A gap in the data would be worse than a
+        // reset.
         tracing::warn!(target: "rdmasock", slot = socket.slot, "the process that has it on a link does not answer, or was killed: reset");
         reset::reset_after_unsent(socket);
     }
@@ -26,7 +28,7 @@ fn reclaim_slow(socket: &'static Socket) {
     crate::sys::errno::set(errno);
 }
 
-/// [`reclaim`] for all streams that were inherited.
+/// Calls [`reclaim`] for all connections of this process, which a fork child has inherited.
 pub fn reclaim_all() {
     socket::in_use().for_each(reclaim);
 }

@@ -1,4 +1,5 @@
-//! Connections that end as by a reset: how the anchor is made to show what the link knows, and what calls say of it.
+//! Connections that end by a reset: makes the TCP socket show what only the link knows, and decides which errno calls
+//! return.
 
 use std::ffi::c_int;
 use std::os::fd::BorrowedFd;
@@ -11,9 +12,10 @@ use crate::notify::ready;
 use crate::objects::socket::Socket;
 use crate::sys::sockopt;
 
-/// The peer has not read what we sent, or has lost what it sent, and is gone: the next receive is to fail. If
-/// TCP has had a RST it says so itself, to whichever call asks first. `is_shut`: the program has shut
-/// sending down, and both ends together look like a RST.
+/// Makes the next receive fail with ECONNRESET: the peer is gone, and has left data unread or has lost data that it
+/// sent.
+/// If TCP itself has received a RST, the kernel reports that to the first call, and no error is kept here. `is_shut`:
+/// the program has shut down sending. Then HUP does not prove a RST, so the error is kept anyway.
 pub fn report_reset(socket: &Socket, is_shut: bool) {
     let events = ready::kernel(socket, PollFlags::empty());
     if is_shut || events & libc::EPOLLHUP as u32 == 0 {
@@ -21,8 +23,8 @@ pub fn report_reset(socket: &Socket, is_shut: bool) {
     }
 }
 
-/// Whether a connection ends with this error, so that the kernel's socket holds it until a call has met it. (A send
-/// says EPIPE, too, of a direction that is shut.)
+/// Whether `error` ends a connection, so that the kernel's socket keeps it until a call returns it. EPIPE is not among
+/// them: a send also returns it after shutdown().
 pub fn is_end(error: c_int) -> bool {
     matches!(
         error,
@@ -36,14 +38,15 @@ pub fn is_end(error: c_int) -> bool {
     )
 }
 
-/// A call that gives the program something else, as what it has taken until then, has met this error.
+/// Keeps `error` for the next call, if it ends the connection: the present call returns something else, such as the
+/// bytes moved so far.
 pub fn keep(socket: &Socket, error: c_int) {
     if is_end(error) {
         socket.keep_error(error);
     }
 }
 
-/// The error that is still to be told of and that the kernel does not tell, for the call that does.
+/// Takes the kept error that the kernel does not report, for the call that returns it. `None` if there is none.
 #[cold]
 pub fn take_untold(socket: &Socket) -> Option<c_int> {
     let error = socket.take_untold()?;
@@ -51,8 +54,7 @@ pub fn take_untold(socket: &Socket) -> Option<c_int> {
     Some(as_timed_out(socket, error))
 }
 
-/// What the link still held is lost: the connection is reset, at both ends. The caller holds the
-/// control lock.
+/// Resets the connection at both ends; data that is still on the link is lost. The caller holds the control lock.
 pub fn reset(socket: &Socket) {
     if let Some(fd) = socket.numbers.anchor_fd() {
         let _ = rustix::net::sockopt::set_socket_linger(fd, Some(std::time::Duration::ZERO));
@@ -60,8 +62,9 @@ pub fn reset(socket: &Socket) {
     }
 }
 
-/// As [`reset`], where another process has given TCP bytes that the peer is to have before that: what the peer's host
-/// has not confirmed goes with the reset. It is waited for, for a moment. No lock is held.
+/// Waits until TCP has delivered its bytes, then resets the connection as [`reset`] does.
+/// Another process has written those bytes to TCP, and a reset discards all bytes that the peer's host has not
+/// confirmed. The wait is at most `STEPS` times `STEP`, 200 ms. The caller holds no lock.
 pub fn reset_after_unsent(socket: &Socket) {
     const STEP: rustix::time::Timespec = rustix::time::Timespec {
         tv_sec: 0,
@@ -81,13 +84,13 @@ pub fn reset_after_unsent(socket: &Socket) {
     reset(socket);
 }
 
-/// Breaks the association: a RST goes out, and this end sees ECONNRESET, once. What is unread is dropped.
+/// Disconnects the TCP socket: a RST goes out, this end gets ECONNRESET once, and unread bytes are dropped.
 fn break_off(fd: BorrowedFd<'_>) {
     let unspecified = libc::sockaddr {
         sa_family: libc::AF_UNSPEC as libc::sa_family_t,
         sa_data: [0; 14],
     };
-    // SAFETY: a valid address.
+    // SAFETY: `unspecified` is a valid sockaddr that outlives the call, and the length is its size.
     let _ = unsafe {
         kernel::call(
             libc::SYS_connect,
@@ -103,8 +106,9 @@ fn break_off(fd: BorrowedFd<'_>) {
     };
 }
 
-/// The peer has taken nothing for as long as the program lets it: the connection is over at both ends, as where the
-/// kernel has found that. Of the reset that this is to the kernel, calls say ETIMEDOUT.
+/// Ends the connection at both ends, because the peer has read nothing for as long as the program allows
+/// (TCP_USER_TIMEOUT).
+/// To the kernel this is a reset; calls return ETIMEDOUT instead ([`as_timed_out`]).
 pub fn time_out(socket: &Socket) {
     let Some(_control) = socket.control.lock() else {
         return;
@@ -112,11 +116,11 @@ pub fn time_out(socket: &Socket) {
     let Some(fd) = socket.numbers.anchor_fd() else { return };
     socket.told.timed_out.store(true, SeqCst);
     break_off(fd);
-    // As in `on_reader_died`.
+    // See the same call in `on_reader_died`.
     let _ = rustix::net::shutdown(fd, rustix::net::Shutdown::Both);
 }
 
-/// What a call on a connection that was [timed out](time_out) says in place of `error`: it is said once.
+/// Returns the errno for a call that has met `error`: the first ECONNRESET after [`time_out`] becomes ETIMEDOUT.
 pub fn as_timed_out(socket: &Socket, error: c_int) -> c_int {
     let is_reset = error == libc::ECONNRESET;
     if is_reset && socket.told.timed_out.swap(false, SeqCst) {
@@ -126,26 +130,27 @@ pub fn as_timed_out(socket: &Socket, error: c_int) -> c_int {
     }
 }
 
-/// The same, for a call that has just failed.
+/// Applies [`as_timed_out`] to the errno of a call that has just failed.
 #[cold]
 pub fn say_timed_out(socket: &Socket) {
     crate::sys::errno::set(as_timed_out(socket, crate::sys::errno::get()));
 }
 
-/// The peer's process has ended, which TCP shows as the end of its direction, as a rule, and has not read what the link
-/// held for it. Had that been in its socket a reset would have come in place of the end, to be seen by every call: so
-/// the anchor is made what that would have made of it.
+/// Makes the TCP socket report the same as after a RST, because the peer's process has ended without reading what the
+/// link held. TCP usually shows only the end of the peer's direction. Had the unread data been in the peer's TCP
+/// socket, its kernel would have sent a RST, which every call sees.
 pub fn on_reader_died(socket: &Socket, is_shut: bool) {
     let Some(fd) = socket.numbers.anchor_fd() else { return };
     let has_ended = |bits: c_int| ready::kernel(socket, PollFlags::RDHUP) & bits as u32 != 0;
-    // What TCP has yet to give would be lost.
+    // Disconnecting would drop unread bytes in TCP.
     let is_read = rustix::io::ioctl_fionread(fd).is_ok_and(|n| n == 0);
     if is_shut || !is_read || !has_ended(libc::EPOLLRDHUP | libc::EPOLLHUP) {
         return report_reset(socket, is_shut);
     }
     if !has_ended(libc::EPOLLHUP) {
         break_off(fd);
-        // Nothing is connected any more, so it fails; but both directions are shut from now on, as after a reset.
+        // The call fails, since the socket is not connected any more. But both directions are shut from now on, as
+        // after a reset.
         let _ = rustix::net::shutdown(fd, rustix::net::Shutdown::Both);
     }
     socket.take_untold();

@@ -1,13 +1,11 @@
-//! The fd table: what the library knows of each fd, one atomic word a number.
+//! The fd table: one atomic word for each fd, with what the library knows of it.
 //!
-//! Objects are type-stable: they are recycled but never unmapped, so a word read from the table
-//! may always be followed. Whether the object is still the one behind the fd is settled under
-//! the object's own lock by reading the table again ([`still`]); a close that races with a call
-//! takes those locks before the kernel can hand the number out anew. What a call belongs to once it has
-//! begun to wait is in `call`.
+//! Objects are type-stable: they are recycled but never unmapped, so a pointer from the table is always valid. Whether
+//! the object is still the one behind the fd is checked under the object's own lock, by reading the table again
+//! ([`still`]). A close that races with a call takes those locks before the kernel can reuse the fd. For a call that
+//! has begun to wait, `call` keeps the connection.
 //!
-//! Lock-free, allocation-free, async-signal-safe: this is all that a hook that passes through
-//! looks at (ARCHITECTURE, I10).
+//! Lock-free, allocation-free, async-signal-safe: a hook that passes through reads nothing else (ARCHITECTURE, I10).
 
 use std::ffi::c_int;
 use std::sync::atomic::{
@@ -23,17 +21,17 @@ use crate::objects::listener::Listener;
 use crate::objects::socket::Socket;
 use crate::sys::vfork;
 
-/// Numbers beyond this are not accelerated; it is the kernel's default for fs.nr_open.
+/// Bound of the fds that are accelerated: the kernel's default for fs.nr_open.
 const ENTRIES: usize = 1 << 20;
 const KIND: usize = 0b111;
-/// In the word of a fresh socket.
+/// O_NONBLOCK, in the word of a fresh socket.
 const NONBLOCKING: usize = 1 << 3;
 const SERIAL_SHIFT: u32 = 4;
 
-/// What stands behind an fd number.
+/// The object behind an fd.
 #[derive(Clone, Copy)]
 pub enum Entry {
-    /// Nothing of ours: the call passes through.
+    /// No object of the library: the call passes through.
     None,
     /// A connected (or connecting) TCP socket.
     Socket(&'static Socket),
@@ -45,17 +43,18 @@ pub enum Entry {
     Fresh {
         /// O_NONBLOCK is set.
         nonblocking: bool,
-        /// No two sockets have the same ([`new_serial`]).
+        /// A number that no other fresh socket has ([`new_serial`]).
         serial: usize,
     },
 }
 
-/// How many entries may be written. The others are read as zeroes, and are no memory that mlockall(2) could fill.
+/// How many entries may be written. The entries above are readable zeroes without memory, so mlockall(2) cannot fill
+/// them.
 static OPEN: AtomicUsize = AtomicUsize::new(0);
-/// How many are to begin with: a page of them.
+/// How many entries are opened first: one page.
 const FIRST: usize = 4096 / size_of::<AtomicUsize>();
 
-/// Where the table is. Null before [`init`], and in a child that no hook has seen.
+/// Returns the table's address. Null before [`init`], and in a child whose fork no hook has seen.
 #[inline]
 fn base() -> *mut AtomicUsize {
     vfork::table().cast()
@@ -79,7 +78,7 @@ fn no_word() -> Option<&'static AtomicUsize> {
     None
 }
 
-/// Maps the table; without it nothing is accelerated.
+/// Maps the table. If this fails, no connection is accelerated.
 pub fn init() -> Result<(), rustix::io::Errno> {
     use rustix::mm::{MapFlags, ProtFlags};
     if !base().is_null() {
@@ -87,18 +86,18 @@ pub fn init() -> Result<(), rustix::io::Errno> {
     }
     let bytes = ENTRIES * size_of::<AtomicUsize>();
     let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-    // Zero is a valid AtomicUsize.
+    // All-zero bytes are a valid AtomicUsize.
     let base = lazy::map(bytes, ProtFlags::READ, flags, None)?;
     let set = vfork::set_table(base);
     if set != Ok(true) {
-        // Another thread was first, or there is to be none.
-        // SAFETY: our own mapping, which nobody has seen.
+        // Another thread was first, or the kernel cannot wipe a page for fork children.
+        // SAFETY: the mapping was made above, and no other code has its address.
         let _ = unsafe { rustix::mm::munmap(base, bytes) };
     }
     set.map(|_| ())
 }
 
-/// Whether the entry of `fd`, which the table has, may be written; makes it so if it can.
+/// Whether the entry of `fd`, which must be within the table, may be written. Opens it if needed; false if that fails.
 #[inline]
 fn is_open(fd: c_int) -> bool {
     (fd as u32 as usize) < OPEN.load(Acquire) || open(fd as u32 as usize)
@@ -111,11 +110,11 @@ fn open(fd: usize) -> bool {
         return false;
     }
     let count = (fd + 1).next_power_of_two().max(FIRST);
-    // SAFETY: whole pages from the table's beginning, of which it has as many. Who does the same meanwhile does no
-    // harm.
+    // SAFETY: the range is whole pages from the table's beginning. The table has as many: `fd` is below ENTRIES, which
+    // is a power of two. Threads may open overlapping ranges at once: it only adds permissions.
     let opened = unsafe { lazy::open(base.cast(), count * size_of::<AtomicUsize>()) };
     if opened.is_ok() {
-        // Release: pairs with the Acquire in `is_open`, by which the entries are open for whoever sees the count.
+        // Release: pairs with the Acquire in `is_open`, so a thread that reads the count finds the entries open.
         OPEN.fetch_max(count, AcqRel);
     }
     opened.is_ok()
@@ -124,8 +123,7 @@ fn open(fd: usize) -> bool {
 #[inline]
 fn decode(raw: usize) -> Entry {
     let ptr = raw & !KIND;
-    // SAFETY: the words are only written by `put` with addresses of type-stable objects of the
-    // kind that the low bits name.
+    // SAFETY: only `put` writes the words, with addresses of type-stable objects of the kind that the low bits name.
     unsafe {
         match raw & KIND {
             1 => Entry::Socket(&*(ptr as *const Socket)),
@@ -150,7 +148,7 @@ fn encode(entry: Entry) -> usize {
     }
 }
 
-/// What stands behind `fd`.
+/// Returns the object behind `fd`.
 #[inline]
 pub fn lookup(fd: c_int) -> Entry {
     match word(fd) {
@@ -162,13 +160,13 @@ pub fn lookup(fd: c_int) -> Entry {
     }
 }
 
-/// Whether the library knows anything of `fd`.
+/// Whether the table has an entry for `fd`.
 #[inline]
 pub fn is_known(fd: c_int) -> bool {
     word(fd).is_some_and(|w| w.load(Acquire) != 0)
 }
 
-/// The TCP socket behind `fd`, if there is one that the library knows.
+/// Returns the connected socket behind `fd`. `None` if the table has none.
 #[inline]
 pub fn socket(fd: c_int) -> Option<&'static Socket> {
     match lookup(fd) {
@@ -183,21 +181,21 @@ pub fn still(fd: c_int, socket: &'static Socket) -> bool {
     word(fd).is_some_and(|w| w.load(Relaxed) == encode(Entry::Socket(socket)))
 }
 
-/// What tells one file behind a number from the next: to be compared over a call that blocks.
+/// Identifies the file behind an fd, to be compared before and after a call that blocks.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Token {
     word: usize,
     generation: u64,
 }
 
-/// Of what stands behind `fd` now.
+/// Returns the token of the file behind `fd` now.
 pub fn token(fd: c_int) -> Token {
     let word = word(fd).map_or(0, |w| w.load(Acquire));
     let generation = match decode(word) {
         Entry::Socket(socket) => socket.generation.load(Acquire),
         _ => 0,
     };
-    // O_NONBLOCK may be set meanwhile.
+    // The program may set O_NONBLOCK meanwhile, which does not make it another file.
     let word = match decode(word) {
         Entry::Fresh { .. } => word & !NONBLOCKING,
         _ => word,
@@ -205,13 +203,13 @@ pub fn token(fd: c_int) -> Token {
     Token { word, generation }
 }
 
-/// For a fresh socket.
+/// Returns a new serial number for a fresh socket.
 pub fn new_serial() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     NEXT.fetch_add(1, Relaxed) & usize::MAX >> SERIAL_SHIFT
 }
 
-/// Takes the socket's entry out, unless another stands there by now.
+/// Removes the socket's entry, unless `fd` has another entry by now.
 pub fn remove(fd: c_int, socket: &'static Socket) {
     if let Some(w) = word(fd)
         && is_open(fd)
@@ -220,22 +218,22 @@ pub fn remove(fd: c_int, socket: &'static Socket) {
     }
 }
 
-/// Puts an entry, if the table [covers] the number, and returns what stood there.
+/// Writes an entry, if the table [covers] the fd. Returns the entry before it.
 pub fn put(fd: c_int, entry: Entry) -> Entry {
     match word(fd) {
-        // Nothing is there, and nothing is to be.
+        // The entry is empty already.
         Some(w) if matches!(entry, Entry::None) && w.load(Acquire) == 0 => Entry::None,
         Some(w) if is_open(fd) => decode(w.swap(encode(entry), AcqRel)),
         _ => Entry::None,
     }
 }
 
-/// Whether the table can hold this number: it is not too high, and there is the memory.
+/// Whether the table can hold an entry for `fd`: it is below the bound, and there is memory.
 pub fn covers(fd: c_int) -> bool {
     word(fd).is_some() && is_open(fd)
 }
 
-/// Calls `f` for every number in `range` that has an entry.
+/// Calls `f` for each fd in `range` that has an entry.
 pub fn for_each(range: std::ops::RangeInclusive<u32>, mut f: impl FnMut(c_int, Entry)) {
     let high = HIGHEST.load(Relaxed);
     let end = (*range.end() as usize).min(high);
@@ -249,7 +247,7 @@ pub fn for_each(range: std::ops::RangeInclusive<u32>, mut f: impl FnMut(c_int, E
     }
 }
 
-/// A number whose entry is such.
+/// Returns the lowest fd whose entry `is_such` accepts. `None` if there is none.
 pub fn find(mut is_such: impl FnMut(Entry) -> bool) -> Option<c_int> {
     let mut found = None;
     for_each(0..=u32::MAX, |fd, entry| {
@@ -260,21 +258,21 @@ pub fn find(mut is_such: impl FnMut(Entry) -> bool) -> Option<c_int> {
     found
 }
 
-/// Another number that stands for this set.
+/// Returns an fd that stands for this set. `None` if the table has none.
 pub fn another_of(set: &'static Epoll) -> Option<c_int> {
     find(|entry| matches!(entry, Entry::Epoll(e) if std::ptr::eq(e, set)))
 }
 
-/// The highest number that ever had an entry, so that walks end early.
+/// The highest fd that ever had an entry, so that walks end early.
 static HIGHEST: AtomicUsize = AtomicUsize::new(0);
 
-/// No number above this has an entry.
+/// Returns the highest fd that ever had an entry.
 pub fn highest() -> c_int {
-    // Below ENTRIES, which fits.
+    // The value is below ENTRIES, which fits.
     HIGHEST.load(Relaxed) as c_int
 }
 
-/// [`put`] for a new number.
+/// Writes the first entry of a new fd, as [`put`] does.
 pub fn insert(fd: c_int, entry: Entry) -> Entry {
     if HIGHEST.load(Relaxed) < fd.max(0) as usize {
         HIGHEST.fetch_max(fd.max(0) as usize, Relaxed);
@@ -290,7 +288,7 @@ mod tests {
     fn the_highest_number_has_an_entry_and_the_next_has_none() {
         init().unwrap();
         let (last, beyond) = (ENTRIES as c_int - 1, ENTRIES as c_int);
-        // Before any number as high was written.
+        // Checked before an fd this high has been written.
         assert!(matches!(put(last, Entry::None), Entry::None));
         assert!(!is_known(last) && covers(last) && !covers(beyond) && !covers(-1));
         let fresh = Entry::Fresh {

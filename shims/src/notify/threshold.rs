@@ -1,9 +1,10 @@
-//! A connection has proved worth a promotion: its connector asks for one, its acceptor says that it has it.
+//! A connection has reached the promotion threshold: its connector asks for a promotion, its acceptor prepares to
+//! answer.
 //!
-//! What a call of the program's finds out by itself before there is a service thread: that nobody could answer for its
-//! connection. A process that only talks to programs without the library then never has a second thread, which costs it
-//! even asleep: the kernel counts each use of a number, and libc's calls become cancellation points, some 5 % of a
-//! client of small requests. Not for what takes more than a moment: that is the thread's (`service/ask`).
+//! Before a service thread exists, the calling thread checks whether the peer can have the library at all. If not, no
+//! thread is started. Even an idle second thread costs a client of small requests some 5 %. With it the kernel counts
+//! each use of an fd, and libc's calls become cancellation points. Checks that take more than a moment are the service
+//! thread's (`service/ask`).
 
 use std::net::SocketAddr;
 use std::sync::atomic::Ordering::Relaxed;
@@ -20,23 +21,24 @@ use crate::objects::socket::{Socket, Stage, tuple_of};
 use crate::signals::handler;
 use crate::sys::errno;
 
-/// When a connection is looked at again that could not be promoted in a signal handler, or without memory, ns.
+/// Delay before the next attempt when a connection could not be promoted in a signal handler or for lack of memory, ns.
 const NOT_NOW: u64 = 100_000_000;
-/// The same where the process can have no service thread, ns.
+/// Delay before the next attempt when no service thread can be started, ns.
 const WITHOUT_THREAD: u64 = 1_000_000_000;
 
-/// The same for a connection that is not established, or whose program [asks past the hooks](is_polled_unseen) when it is
-/// ready, ns.
+/// Delay before the next attempt when the connection is not established yet, ns.
 const NOT_ESTABLISHED: u64 = 1_000_000;
+/// Delay before the next attempt when the program [asks past the hooks](is_polled_unseen) for readiness, ns.
 const POLLED_UNSEEN: u64 = 100_000_000;
 
-/// Whether the connection is used, is non-blocking, and its readiness has not been asked for in any call that has a
-/// hook. On a link the program would not notice what comes.
+/// Whether the connection is in use and non-blocking, and no hook has seen the program ask for its readiness. On a link
+/// the program would not notice new data.
 pub fn is_polled_unseen(socket: &Socket) -> bool {
     socket.blocking.is_polled_unseen() && socket.promotion.progress.has_begun()
 }
 
-/// The connection has reached the threshold: its connector asks, its acceptor says that it has it.
+/// Handles a connection that has reached the threshold. A connector asks for a promotion; at an acceptor, the service
+/// thread begins to answer for the listener.
 #[cold]
 pub fn worth_it(socket: &'static Socket) {
     let errno = errno::get();
@@ -57,15 +59,15 @@ pub fn worth_it(socket: &'static Socket) {
         // A fork child answers for connections that its parent accepted.
         listener.on_accept();
         if first && listener.is_inherited() && !Library::get().service.submit(Command::Hold(socket.into())) {
-            // The next call says it.
+            // The next call submits the command again.
             socket.told.shown.store(false, Relaxed);
         }
     }
     errno::set(errno);
 }
 
-/// A connection of a fork child has proved worth an instance: it is in its statistics from now on, and where it was
-/// accepted this instance answers too. False if there can be none.
+/// Adds a connection of a fork child to the statistics of the child's instance, when the connection has reached the
+/// threshold. Makes the instance if there is none yet. Returns false if none can be made.
 #[cold]
 fn adopt(socket: &'static Socket) -> bool {
     let Some(library) = Library::ensure() else {
@@ -81,7 +83,7 @@ fn adopt(socket: &'static Socket) -> bool {
     true
 }
 
-/// Shows the addresses in the statistics, once the connection has proved to last.
+/// Writes the addresses into the statistics, once the connection has proved to last.
 pub fn show_addresses(socket: &Socket) {
     if let (Some(stats), Some(fd)) = (socket.told.stats(), socket.numbers.anchor_fd()) {
         let local = rustix::net::getsockname(fd)
@@ -95,13 +97,13 @@ pub fn show_addresses(socket: &Socket) {
     }
 }
 
-/// Asks for a promotion, once.
+/// Submits one request for a promotion to the service thread, unless the connection cannot be promoted now.
 fn promote(library: &Library, socket: &'static Socket) {
     if socket.promotion.attempts.is_early() {
         return;
     }
     if tuple_of(socket).is_none() {
-        // Not established yet (TCP_FASTOPEN_CONNECT).
+        // The connection is not established yet (TCP_FASTOPEN_CONNECT).
         socket.promotion.attempts.put_off(NOT_ESTABLISHED);
         return;
     }
@@ -112,7 +114,7 @@ fn promote(library: &Library, socket: &'static Socket) {
     }
     let service = &library.service;
     if !service.is_started() && handler::is_in_one() {
-        // Later, perhaps by a request that is not a handler's.
+        // A signal handler does not start the thread. A later call may run outside of one.
         socket.promotion.attempts.put_off(NOT_NOW);
         return;
     }
@@ -126,7 +128,7 @@ fn promote(library: &Library, socket: &'static Socket) {
     }
 }
 
-/// Whether the connection stays on TCP for good without a question. Never blocks.
+/// Decides without asking the peer whether the connection stays on TCP for good. Returns true if so. Never blocks.
 fn settle(library: &Library, socket: &'static Socket) -> bool {
     let Some(tuple) = tuple_of(socket) else {
         return false;
@@ -148,7 +150,7 @@ fn settle(library: &Library, socket: &'static Socket) -> bool {
     reason.is_some()
 }
 
-/// The connection stays on TCP for good.
+/// Keeps the connection on TCP for good, and records the reason.
 pub fn stay(socket: &'static Socket, why: Why) {
     if let Some(stats) = socket.told.stats() {
         stats.set_why(why);

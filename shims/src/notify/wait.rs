@@ -1,5 +1,5 @@
-//! Waiting in one call: spin, then sleep until the peer, or this process, says that there is something (ARCHITECTURE,
-//! I8). What there has to be is for the caller to say.
+//! Waits in one call: spins, then sleeps until the peer or this process notifies it (ARCHITECTURE, I8). The caller
+//! defines the condition ([`Wanted`]).
 
 mod asleep;
 mod record;
@@ -25,24 +25,25 @@ use crate::sys::time::{Deadline, Timeout};
 
 pub use record::Record;
 
-/// How long a call that has moved bytes still waits after a handler has run, ns.
+/// Bound on the wait of a call that has moved bytes, after a handler has run, ns.
 const PARTIAL: u64 = 20_000_000;
 
-/// What one blocking call knows of its waits.
+/// The state of one blocking call across its waits.
 ///
-/// The kernel looks for signals before each sleep, so a handler that runs at any moment of a call ends the call. Here
-/// handlers are counted from the beginning of the call: one may run while the thread spins, or before it sleeps again.
+/// The kernel checks for signals before each sleep, so a handler that runs at any moment of a call ends the call. Here
+/// handlers are counted from the beginning of the call, since one may run while the thread spins, or before it sleeps
+/// again.
 pub struct Patience {
-    /// How long it may still wait, by the socket's own time-out option. Looked up at the first wait.
+    /// The end of the call's time, by the socket's time-out option. `None` before the first wait.
     deadline: Option<Deadline>,
-    /// The last sleep ended for others: there is nothing to spin for.
+    /// The last sleep ended by an event for other threads, so the next wait does not spin.
     was_for_others: bool,
-    /// The thread's count of handlers when the call began, or was restarted last.
+    /// The thread's count of handlers when the call began, or was last restarted.
     handlers: u32,
-    /// Whether a wait has ended where the kernel restarts the call.
+    /// The last wait has ended where the kernel restarts the call.
     is_restarted: bool,
-    /// The call has moved bytes. A handler that runs before the sleep then bounds it ([`PARTIAL`]): the kernel, which
-    /// has larger buffers, would often not have waited at all, and the call would return less than there.
+    /// The call has moved bytes. If a handler runs before the sleep, [`PARTIAL`] bounds the sleep. The kernel has
+    /// larger buffers and would often not have waited at all; ended at once, the call would return less than on TCP.
     pub is_partial: bool,
 }
 
@@ -53,7 +54,7 @@ impl Default for Patience {
 }
 
 impl Patience {
-    /// Of a call that began when the thread's count of handlers was `handlers`.
+    /// Creates the state of a call that began when the thread's count of handlers was `handlers`.
     pub fn since(handlers: u32) -> Self {
         Self {
             deadline: None,
@@ -64,7 +65,7 @@ impl Patience {
         }
     }
 
-    /// Of a call that does not wait for longer than this, whatever the socket's option says.
+    /// Creates the state of a call that waits no longer than `bound`. The socket's time-out option does not matter.
     pub fn at_most(bound: Timeout) -> Self {
         Self {
             deadline: Some(bound.deadline()),
@@ -77,14 +78,14 @@ impl Patience {
         thread::current().handlers() != self.handlers
     }
 
-    /// Whether the last wait has ended where the kernel restarts the call (SA_RESTART), which looks the fd up again. A
-    /// call that has moved bytes returns them instead.
+    /// Whether the last wait has ended where the kernel restarts the call (SA_RESTART); clears that. A restarted call
+    /// looks its fd up again; a call that has moved bytes returns them instead.
     pub fn take_restart(&mut self) -> bool {
         std::mem::take(&mut self.is_restarted)
     }
 
-    /// Ends a wait of a call that a handler has interrupted, for data or for space. `Err` is the errno that the call
-    /// fails with; else it is restarted ([`Self::take_restart`]).
+    /// Ends a wait for data or for space that a handler has interrupted. `Err` is the errno that the call fails with;
+    /// `Ok` means that the call is restarted ([`Self::take_restart`]).
     #[cold]
     pub fn interrupt(&mut self, socket: &Socket, is_data: bool) -> Result<bool, c_int> {
         let thread = thread::current();
@@ -99,33 +100,34 @@ impl Patience {
     }
 }
 
-/// What a call waits for, as its direction knows it.
+/// The condition that a call waits for, as its direction defines it.
 pub trait Wanted {
-    /// Something to read; else room to write.
+    /// True: the call waits for data. False: for space.
     const IS_DATA: bool;
 
-    /// Whether to look again, by what has been [taken in](ready::progress).
+    /// Whether the call should try again, by what has been [taken in](ready::progress) so far.
     fn is_worth_a_look(socket: &'static Socket) -> bool;
 
-    /// The last that can be done against a sleep. True if it has helped.
+    /// Makes a last attempt to avoid a sleep. Returns true if the call should try again.
     fn avoid_sleep(_: &'static Socket) -> bool {
         false
     }
 
-    /// Bytes of a sender that its reader is not known to have read.
+    /// Returns the bytes of a sender that its reader is not known to have read. `None` if there is no such count, as
+    /// for a receiver.
     fn unread(_: &'static Socket) -> Option<u64> {
         None
     }
 }
 
-/// Waits until what is awaited may be there, for a call that [may wait](may_wait). True if that came while it spun.
-/// `Err` is the errno that it fails with.
+/// Waits until the condition may hold, for a call that [may wait](may_wait). Returns true if that came while the thread
+/// spun. `Err` is the errno that the call fails with.
 pub fn wait_for<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Result<bool, c_int> {
     within(|| wait_on::<A>(socket, patience))
 }
 
-/// Takes a connection to TCP for good, because nothing could wake a thread that waits for its link. Unread bytes
-/// follow by TCP.
+/// Takes a connection to TCP for good, because no waiter is left to wake a thread that waits for its link. Unread bytes
+/// follow over TCP.
 #[cold]
 pub fn prefer_tcp(socket: &'static Socket) {
     if let Some(mut control) = socket.control.lock() {
@@ -133,7 +135,7 @@ pub fn prefer_tcp(socket: &'static Socket) {
     }
 }
 
-/// Whether a call with these flags may wait; `Err` is the errno that it fails with otherwise.
+/// Checks whether a call with these flags may wait. `Err` is the errno that it fails with if not.
 pub fn may_wait(socket: &Socket, flags: c_int) -> Result<(), c_int> {
     if flags & libc::MSG_DONTWAIT != 0 || socket.blocking.is_nonblocking() {
         return Err(libc::EAGAIN);
@@ -161,7 +163,7 @@ fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Resul
     if spins && spinner.spin(spinner.bound(peers), come) || A::avoid_sleep(socket) {
         return Ok(true);
     }
-    // Before each sleep: O_NONBLOCK may have been set since the last.
+    // Read before each sleep: O_NONBLOCK may have been set since the last.
     let Some(bound) = blocking::patience(socket, A::IS_DATA) else {
         return Err(libc::EAGAIN);
     };
@@ -174,10 +176,10 @@ fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Resul
     }
     let waiters = &Library::get().waiters;
     let remote = socket.link().and_then(Link::remote);
-    // On a link to another host one of those who sleep is woken by what completes, and rings the others.
+    // On a link to another host, completions wake one of the sleeping threads, which rings the others.
     let polls = remote.is_some_and(Remote::is_unpolled);
     let Some(mut lease) = Lease::new(waiters, polls) else {
-        // Out of waiters or fds: the kernel is to wake the thread.
+        // Out of waiters or fds: the kernel has to wake the thread.
         prefer_tcp(socket);
         let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
             tv_sec: 0,
@@ -185,10 +187,10 @@ fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Resul
         });
         return Ok(false);
     };
-    // First: arming looks at what has come, and would ring the sleeper's bell for it.
+    // Before the sleeper is added: arming takes in completions, and would ring the sleeper's bell for them.
     let (poller, standby) = match remote.map_or(Turn::Down, |remote| remote.in_turn(lease.waiter)) {
         Turn::Polls(_) if !polls => {
-            // The others have just left, and this waiter cannot poll.
+            // The polling threads have just left, and this waiter has no bell to poll with.
             patience.was_for_others = true;
             return Ok(false);
         }
@@ -198,8 +200,8 @@ fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Resul
     };
     let slept = loop {
         let slept = sleep::<A>(socket, &mut lease, poller.as_ref(), deadline);
-        // What has come is taken in before the descriptor is made ready for the next sleep: that is two system calls,
-        // which the peer then need not wait for. After the sleeper, or it would have its own bell rung.
+        // New data is taken in before the descriptor is armed for the next sleep. Arming costs two system calls, for
+        // which the peer then need not wait. The sleeper is gone by now; otherwise its own bell would be rung.
         if poller.is_some() && matches!(slept, Ok(Slept::Rung | Slept::Completed)) {
             ready::progress(socket);
         }
@@ -219,23 +221,24 @@ fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Resul
         standby.go_on();
     }
     match slept {
-        // The call looks once more for data or space, as the kernel does.
+        // The call checks once more for data or space, as the kernel does.
         Err(libc::EINTR) if !patience.is_partial && patience.is_interrupted() => Ok(false),
         slept => slept.map(|_| false),
     }
 }
 
-/// What a sleep came to.
+/// The result of a sleep.
 enum Slept {
-    /// What was awaited was there before.
+    /// The condition held already, so the thread did not sleep.
     Not,
-    /// The waiter was rung, or there was no reason.
+    /// The waiter was rung, or the sleep ended without a reason.
     Rung,
-    /// Something has completed, and the waiter was not rung.
+    /// The poller's descriptor became readable, and the waiter was not rung.
     Completed,
 }
 
-/// One sleep: until the waiter is rung, or there is something for the poller.
+/// Sleeps once, until the waiter is rung or the poller's descriptor is readable. `Err` is the errno that the call fails
+/// with.
 // Not inlined: as `wait_on`.
 #[inline(never)]
 fn sleep<A: Wanted>(
@@ -246,10 +249,12 @@ fn sleep<A: Wanted>(
 ) -> Result<Slept, c_int> {
     let _sleeper = Sleeper::new(socket, lease.waiter, A::IS_DATA, !A::IS_DATA);
     point!("wait: the peer knows of the sleeper");
-    // Arming has taken in what had come until then; what comes later makes the descriptor readable. A peer that was
-    // told of this sleeper before it says that it sleeps does not wake it, but has written before that: one more look.
-    // So what a peer that does see it has to wait for is not much more than the way into the kernel. What the other has
-    // written a third thread may have taken by now: then the word is gone too, and nobody would tell of what follows.
+    // Arming has taken in what had come until then; later completions make the descriptor readable.
+    // One more check before the sleep, for two reasons:
+    // - A peer that took the wake-up word before `begin` does not wake the thread, but has published its bytes or space
+    //   before. So a peer that sees the sleep flag waits for little more than the thread's way into the kernel.
+    // - A third thread may have consumed those bytes by now. Then the wake-up word is gone too, and later bytes would
+    //   wake no thread.
     lease.begin();
     if A::is_worth_a_look(socket) || !ready::will_be_told(socket, lease.waiter, A::IS_DATA) {
         return Ok(Slept::Not);
@@ -270,19 +275,19 @@ fn sleep<A: Wanted>(
     slept
 }
 
-/// A waiter for the time of one sleep.
+/// A waiter, held for the time of one sleep.
 struct Lease<'a> {
     waiters: &'a Waiters,
     waiter: WaiterId,
     futex: *const u32,
-    /// As the futex was before anything was looked at.
+    /// The futex's value, read before any check for a reason not to sleep.
     ticket: u32,
     sleeps: bool,
 }
 
 impl<'a> Lease<'a> {
-    /// `polls`: beside being rung there is a descriptor to sleep on. What could be a reason not to sleep is looked
-    /// at after this.
+    /// Acquires a waiter. `polls`: the thread also sleeps on the descriptor of a link. Checks for a reason not to sleep
+    /// come after this. `None` if no waiter or fd is left.
     fn new(waiters: &'a Waiters, polls: bool) -> Option<Self> {
         let waiter = if polls {
             waiters.acquire_polling()
@@ -302,15 +307,15 @@ impl<'a> Lease<'a> {
         })
     }
 
-    /// From now on peers see that the waiter sleeps, or is just about to.
+    /// Raises the sleep flag: from now on peers see that the waiter sleeps, or is about to.
     fn begin(&mut self) {
         if !std::mem::replace(&mut self.sleeps, true) {
             self.waiters.enter_sleep(self.waiter);
         }
     }
 
-    /// Sleeps until the waiter is rung, or there is something for the poller. A cancellation point. A signal handler
-    /// above the sleep ends it, also one that runs just before the kernel's call.
+    /// Sleeps until the waiter is rung, or the poller's descriptor is readable. A cancellation point. A signal handler
+    /// that interrupts the sleep ends it, also one that runs just before the system call.
     fn sleep(&self, left: crate::sys::time::Timeout, poller: Option<&Poller<'_>>) -> Result<Slept, c_int> {
         let hand_over = || {
             poller.into_iter().for_each(Poller::leave);
@@ -338,15 +343,15 @@ impl Drop for Lease<'_> {
     }
 }
 
-/// A thread's interest for as long as the value lives. The thread looks once more after making
-/// it, and sleeps on the waiter's doorbell then.
+/// Keeps a waiter among the socket's sleepers until it is dropped. The thread checks once more after creating it, and
+/// then sleeps on the waiter.
 pub struct Sleeper {
     pub socket: &'static Socket,
     waiter: WaiterId,
 }
 
 impl Sleeper {
-    /// From now on the waiter's doorbell rings when there is `data` to read, or `space` to write.
+    /// Adds the waiter to the sleepers: it is rung when there is `data` to read, or `space` to write.
     pub fn new(socket: &'static Socket, waiter: WaiterId, data: bool, space: bool) -> Self {
         change_interest(socket, |i| i.sleepers.push(Sleeping { waiter, data, space }));
         Self { socket, waiter }

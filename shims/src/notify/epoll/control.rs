@@ -1,5 +1,5 @@
-//! epoll_ctl() on a socket that the library knows: in the kernel's set while the socket is on plain TCP,
-//! in ours while it is taken over.
+//! epoll_ctl() on a socket that the library knows. The kernel's set has the socket while it is on plain TCP; the
+//! library's list has it while it is taken over.
 
 use std::ffi::c_int;
 use std::os::fd::BorrowedFd;
@@ -13,12 +13,13 @@ use crate::objects::library::Library;
 use crate::objects::socket::{Membership, Socket};
 use rdmasock_core::lock::Guard;
 
-/// What may be asked for together with EPOLLEXCLUSIVE.
+/// The events that may be combined with EPOLLEXCLUSIVE.
 const EXCLUSIVE_OK: u32 =
     EXCLUSIVE | ALWAYS | (libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLWAKEUP | libc::EPOLLET) as u32;
 
 impl Epoll {
-    /// epoll_ctl() on a socket that the library knows.
+    /// Carries out epoll_ctl() on a socket that the library knows. `real` is the kernel's call. Returns what
+    /// epoll_ctl() returns, and sets errno.
     pub fn control(
         &'static self,
         socket: &'static Socket,
@@ -57,10 +58,10 @@ impl Epoll {
             (libc::EPOLL_CTL_MOD, Some(event), Some(index), _)
                 if asked & ONESHOT != 0 && socket.promotion.asked.swap(false, SeqCst) =>
             {
-                // A promotion waits for this moment: the item has fired and nobody else has it. The
-                // service thread goes on with it, or gives it back.
+                // A promotion waits for this moment: the item has fired, and no other thread has it. The service thread
+                // continues the promotion, or hands the item back.
                 if let Some(kernel_fd) = self.kernel_fd() {
-                    // SAFETY: the program's own number, in the middle of its call.
+                    // SAFETY: the program's own fd, in the middle of its call.
                     let _ = kernel::delete(kernel_fd, unsafe { BorrowedFd::borrow_raw(fd) });
                 }
                 set.arm(index, event);
@@ -93,7 +94,7 @@ impl Epoll {
         }
     }
 
-    /// EPOLL_CTL_ADD of a connection that stays on TCP for good, and is none of ours.
+    /// Records an EPOLL_CTL_ADD of a connection that stays on TCP for good, and has no item.
     #[inline]
     pub fn on_plain(&self) {
         if !self.has_plain.load(Relaxed) {
@@ -102,12 +103,12 @@ impl Epoll {
         }
     }
 
-    /// EPOLL_CTL_MOD of an item that the kernel's set does not have.
+    /// Carries out EPOLL_CTL_MOD on a parked item: adds it to the kernel's set again.
     fn unpark(&self, fd: c_int, event: libc::epoll_event) -> c_int {
         let added = self.kernel_fd().map(|set| {
             kernel::add(
                 set,
-                // SAFETY: the program's own number, in the middle of its call.
+                // SAFETY: the program's own fd, in the middle of its call.
                 unsafe { BorrowedFd::borrow_raw(fd) },
                 kernel::EventData::new_u64(event.u64),
                 kernel::EventFlags::from_bits_retain(event.events),
@@ -120,7 +121,7 @@ impl Epoll {
         }
     }
 
-    /// EPOLL_CTL_ADD.
+    /// Carries out EPOLL_CTL_ADD.
     fn add(
         &'static self,
         mut set: Guard<'_, Set>,
@@ -147,11 +148,11 @@ impl Epoll {
             dead: false,
         });
         if ready::is_watched(socket) {
-            // Before the membership, which tells peers our ready queue.
+            // Before the membership is added, which announces this set's ready queue to peers.
             self.activate(&mut set);
         }
-        // First the membership, then the look (`watch` the other way round): a promotion that
-        // begins now is seen here, or sees the membership.
+        // First the membership is added, then the socket is checked; a promotion does it the other way round (`watch`).
+        // So a promotion that begins now is seen here, or sees the membership.
         let mut is_there = false;
         ready::change_interest(socket, |i| {
             let mut items = i.members.iter().filter(|m| is_of(m, self, fd));
@@ -193,7 +194,7 @@ impl Epoll {
         result
     }
 
-    /// The item of a socket under one number.
+    /// Returns the index of the socket's item under this fd. `None` if there is none.
     fn find(&self, set: &Set, socket: &'static Socket, fd: c_int) -> Option<usize> {
         let last = socket.wakes.last_item.load(Relaxed) as usize;
         if set.has(last, socket, fd) {
@@ -204,7 +205,7 @@ impl Epoll {
         items.find(|m| set.has(m.item, socket, fd)).map(|m| m.item)
     }
 
-    /// The socket's readiness no longer concerns this item.
+    /// Removes the item's membership: the set is not notified for it any more.
     fn leave(&'static self, socket: &'static Socket, index: usize) {
         ready::change_interest(socket, |i| {
             i.members.retain(|m| !(m.is_in(self) && m.item == index));
@@ -217,14 +218,14 @@ fn is_of(member: &Membership, epoll: &Epoll, fd: c_int) -> bool {
 }
 
 impl Set {
-    /// Whether this item is the socket under this number.
+    /// Whether this item is the socket under this fd.
     fn has(&self, index: usize, socket: &Socket, fd: c_int) -> bool {
         self.items
             .get(index)
             .is_some_and(|i| !i.dead && i.fd == fd && std::ptr::eq(i.socket, socket))
     }
 
-    /// EPOLL_CTL_MOD of an item that is taken over, or is from now on.
+    /// Applies an EPOLL_CTL_MOD to an item that is taken over, or is taken over by this.
     fn arm(&mut self, index: usize, event: libc::epoll_event) {
         if let Some(item) = self.items.get_mut(index) {
             item.events = event.events;

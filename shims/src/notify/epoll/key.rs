@@ -1,34 +1,36 @@
-//! What is ours in a kernel's set, and must never be reported to the program: known by its data, in every set and in
-//! every process. A set is one object for all who hold it: fork children, what they execute, whoever got its
-//! descriptor. Each of them may find there what another has put in.
+//! Keys: the data under which the library's own fds are in a kernel's set, so that they are never reported to the
+//! program.
+//!
+//! All holders of a set share one kernel object: fork children, the programs that they execute, and receivers of its
+//! fd. So each process may find the fds of another process in a set. Every process knows them by their keys.
 
 use std::ffi::c_int;
 
 use crate::sys::time::Timeout;
 
-/// The upper bits of all keys. No address (it is not canonical), no small number; that a program has data of its own
-/// that begin so is as likely as to guess 34 bits.
+/// The upper 34 bits of all keys. No address begins so (it would not be canonical), and no small number. A program's
+/// random data has this prefix with a probability of 2^-34.
 const OURS: u64 = 0x2_d785_3e71;
-/// Then follows whose it is, a process's number (Linux has none above 2^22),
+/// Bits of the owner's process id, below the prefix (Linux has none above 2^22).
 const OWNER_BITS: u32 = 22;
-/// and what it is of that process's.
+/// Bits of the tag, the lowest: 0 for the owner's bell, else one of its links.
 const TAG_BITS: u32 = 8;
 
-/// How many tags there are for links. Several links may have the same.
+/// The number of tags for links. Several links may share a tag.
 const LINK_TAGS: u32 = (1 << TAG_BITS) - 1;
 
-/// The data under which what is ours is in a kernel's set.
+/// The data of one of the library's fds in a kernel's set.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Key(pub u64);
 
 impl Key {
-    /// A doorbell's.
+    /// Returns the key of this process's bells.
     pub fn of_this_process() -> Self {
         let pid = rustix::process::getpid().as_raw_nonzero().get() as u64;
         Self((OURS << OWNER_BITS | pid & ((1 << OWNER_BITS) - 1)) << TAG_BITS)
     }
 
-    /// The same process's, of the link with this slot.
+    /// Returns the same process's key for the link with this slot.
     pub fn of_link(self, slot: u32) -> Self {
         Self(self.owner().0 | u64::from(1 + slot % LINK_TAGS))
     }
@@ -41,13 +43,13 @@ impl Key {
         self.0 as u8
     }
 
-    /// The key that these data are, if they are one.
+    /// Returns the key in these data. `None` if they are the program's own.
     pub fn from_data(data: u64) -> Option<Self> {
         (data >> (OWNER_BITS + TAG_BITS) == OURS).then_some(Self(data))
     }
 }
 
-/// Links that a kernel's set has named, by their tags.
+/// The links that a kernel's set has reported, by their tags.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Named([u64; 1 << (TAG_BITS - 6)]);
 
@@ -62,7 +64,7 @@ impl Named {
         *self == Self::default()
     }
 
-    /// Whether the link with this slot may be one of them.
+    /// Whether the link with this slot may be among them; another link may have the same tag.
     pub fn has(&self, slot: u32) -> bool {
         let tag = 1 + slot % LINK_TAGS;
         self.0
@@ -71,20 +73,21 @@ impl Named {
     }
 }
 
-/// What was among the entries that the kernel had filled.
+/// The result of [`strip`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Stripped {
-    /// The program's, which are in front now.
+    /// The number of entries that are the program's, which are in front now.
     pub kept: c_int,
-    /// Something of this process's was there.
+    /// This process's bell, or one of its links, was among the entries.
     pub own: bool,
-    /// Another process's.
+    /// An fd of another process's library was among the entries.
     pub foreign: bool,
-    /// Those of this process's links that were.
+    /// The links of this process that were among the entries.
     pub named: Named,
 }
 
-/// Takes out what is ours; `own` is the doorbell's key in the set, or 0.
+/// Removes the entries of library fds, of any process, and moves the program's to the front. `own` is the key of the
+/// set's bell, or 0.
 ///
 /// # Safety
 /// `n` entries are filled, if it is above 0.
@@ -98,7 +101,7 @@ pub unsafe fn strip(events: *mut libc::epoll_event, n: c_int, own: u64) -> Strip
     if n <= 0 {
         return stripped;
     }
-    // SAFETY: by the contract.
+    // SAFETY: `n` entries are filled, by the contract.
     let filled = unsafe { std::slice::from_raw_parts_mut(events, n as usize) };
     for at in 0..filled.len() {
         let Some(event) = filled.get(at).copied() else {
@@ -123,10 +126,11 @@ pub unsafe fn strip(events: *mut libc::epoll_event, n: c_int, own: u64) -> Strip
     stripped
 }
 
-/// A wait on a set that the library does not know, from another process perhaps: `real(left)` is the kernel's.
+/// Waits on a set that the library does not know, and removes library fds of other processes from the result.
+/// `real(left)` is the kernel's wait with the time that is left.
 ///
 /// # Safety
-/// `events` is what `real` fills.
+/// `events` is the array that `real` fills, with as many entries as `real` returns.
 pub unsafe fn without_ours(events: *mut libc::epoll_event, timeout: Timeout, real: impl Fn(Timeout) -> c_int) -> c_int {
     let deadline = timeout.deadline();
     let mut left = timeout;
@@ -135,7 +139,7 @@ pub unsafe fn without_ours(events: *mut libc::epoll_event, timeout: Timeout, rea
         if n <= 0 {
             return n;
         }
-        // SAFETY: by the contract.
+        // SAFETY: `real` has filled `n` entries, by the contract.
         let kept = unsafe { strip(events, n, 0) }.kept;
         if kept > 0 || deadline.is_zero() {
             return kept;
@@ -158,7 +162,7 @@ mod tests {
         }
         let event = |u64| libc::epoll_event { events: 1, u64 };
         let mut events = [own.0, 7, foreign.0, 8, own.0].map(event);
-        // SAFETY: an array of that length.
+        // SAFETY: `events` has five entries.
         let stripped = unsafe { strip(events.as_mut_ptr(), 5, own.0) };
         let expected = Stripped {
             kept: 2,
@@ -168,7 +172,7 @@ mod tests {
         };
         assert_eq!(stripped, expected);
         assert_eq!(events.map(|e| e.u64)[..2], [7, 8]);
-        // SAFETY: nothing is filled.
+        // SAFETY: no entry is filled.
         assert_eq!(unsafe { strip(std::ptr::null_mut(), -1, own.0) }.kept, 0);
     }
 
@@ -183,14 +187,14 @@ mod tests {
             Key(own.0 ^ 1 << TAG_BITS).of_link(7),
         ]
         .map(|k| event(k.0));
-        // SAFETY: an array of that length.
+        // SAFETY: `events` has four entries.
         let stripped = unsafe { strip(events.as_mut_ptr(), 4, own.0) };
         assert!(stripped.own && stripped.foreign && stripped.kept == 0);
         let named = |slot| stripped.named.has(slot);
         assert!(named(3) && named(254) && !named(0) && !named(7) && !named(4));
         assert!(named(3 + LINK_TAGS), "several links have the same tag");
         let mut bell = [event(own.0)];
-        // SAFETY: an array of that length.
+        // SAFETY: `bell` has one entry.
         assert!(unsafe { strip(bell.as_mut_ptr(), 1, own.0) }.named.is_none());
     }
 }

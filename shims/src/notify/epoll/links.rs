@@ -1,5 +1,5 @@
-//! The links that carry a set's sockets. Those within this host are looked at in every wait. To look at one to another
-//! host is to poll its completions, so where there are many the kernel's set tells which of them have some.
+//! The links that carry a set's sockets. A wait checks every link within this host. To check a link to another host is
+//! to poll its completions. If there are many such links, the kernel's set reports which of them have completions.
 
 use std::os::fd::BorrowedFd;
 
@@ -10,28 +10,29 @@ use super::key::Key;
 use crate::objects::link::held::Pin;
 use crate::objects::link::{Link, News, Remote, Watch};
 
-/// A link to another host.
+/// A link to another host, and its state in this set.
 pub(crate) struct Far {
     pub link: &'static Link,
-    /// What the set knows of it is true of no other.
+    /// Keeps the link object from reuse: the state below is true of no other link.
     _pin: Pin,
     pub remote: &'static Remote,
     pub slot: u32,
-    /// The remote's.
+    /// The remote end's flags: what is queued, and whether it is armed.
     pub news: &'static News,
-    /// The kernel's set has its completion descriptor.
+    /// The kernel's set has the link's completion descriptor.
     pub is_watched: bool,
-    /// The service thread hears of it for this set.
+    /// The service thread handles the link's completions on behalf of this set.
     is_left: bool,
 }
 
 impl Far {
-    /// The kernel's set tells of what completes, and need not be asked again.
+    /// Whether the kernel's set reports the next completion, so that the link need not be armed again.
     pub fn is_told(&self) -> bool {
         self.is_watched && self.news.is_armed()
     }
 
-    /// Before a sleep on `set`, of which `watch` tells: what completes makes the set ready.
+    /// Arms the link before a sleep on `set`: a completion makes the set readable. `watch` counts the threads that
+    /// sleep on the set.
     fn watch(&mut self, set: BorrowedFd<'_>, key: Key, watch: &'static Watch) {
         let Self {
             link,
@@ -63,14 +64,14 @@ impl Far {
         }
     }
 
-    /// Whatever threads of the program do, the service thread hears of what completes.
+    /// Makes the service thread handle completions, even while threads of the program sleep on the link.
     fn leave_to_service(&mut self) {
         if !std::mem::replace(&mut self.is_left, true) {
             self.remote.leave_to_service();
         }
     }
 
-    /// The set has no more to do with the link.
+    /// Ends the set's use of the link.
     fn let_go(&mut self, set: Option<BorrowedFd<'_>>, watch: &'static Watch) {
         self.unwatch(set, watch);
         if std::mem::take(&mut self.is_left) {
@@ -79,19 +80,19 @@ impl Far {
     }
 }
 
-/// See the module.
+/// All links of a set, see the module.
 #[derive(Default)]
 pub(crate) struct Links {
-    /// Within this host.
+    /// Links within this host.
     pub near: Vec<&'static Link>,
     pub far: Vec<Far>,
-    /// With which of `far` the next look begins.
+    /// The index in `far` at which the next check begins.
     pub next: usize,
-    /// Of `far`, those that had something for the present harvest. Empty in between.
+    /// Links of `far` that had data for the present harvest. Empty between harvests.
     pub spoke: Vec<&'static Link>,
-    /// What the service thread's count of the links that it has begun to hear of was before the last sleep.
+    /// The service thread's `taken_back` before the last sleep: how often it has begun to handle completions of a link.
     taken_back: u32,
-    /// The kernel's set has none of their descriptors, and the service thread hears of what completes.
+    /// The service thread handles completions of all links, and the kernel's set has none of their descriptors.
     are_left: bool,
 }
 
@@ -105,7 +106,8 @@ impl Links {
         };
         if !self.far.iter().any(|f| std::ptr::eq(f.link, link))
             && let Some(pin) = Pin::new(link)
-            // After that: the service thread, which has such links forgotten, sees the set's or is seen here.
+            // Checked after the link is pinned. The service thread first ends links, then has the sets drop them; so it
+            // sees this entry, or the link is seen dead here.
             && link.is_alive()
         {
             let mut far = Far {
@@ -124,8 +126,8 @@ impl Links {
         }
     }
 
-    /// Forgets those that are down: nobody takes what completes on one, and the kernel's set would be ready for as long
-    /// as its queue pair is there.
+    /// Removes links that are down. No thread takes in completions of a dead link, and the kernel's set would be
+    /// readable until its queue pair is destroyed.
     pub fn drop_dead(&mut self, set: Option<BorrowedFd<'_>>, watch: &'static Watch) {
         self.near.retain(|link| link.is_alive());
         self.far.retain_mut(|far| {
@@ -137,13 +139,13 @@ impl Links {
         });
     }
 
-    /// The set has no more to do with any of them.
+    /// Ends the set's use of all links.
     pub fn let_go(&mut self, set: Option<BorrowedFd<'_>>, watch: &'static Watch) {
         self.far.iter_mut().for_each(|far| far.let_go(set, watch));
     }
 
-    /// Another set holds this one from now on, so the kernel's object is to show what is ready for the program, which
-    /// is less than what completes.
+    /// Makes the service thread handle all completions, because another set holds this one from now on. The kernel's
+    /// object must then show what is ready for the program, and not every completion is.
     pub fn leave_to_service(&mut self, set: Option<BorrowedFd<'_>>, watch: &'static Watch) {
         self.are_left = true;
         for far in &mut self.far {
@@ -152,20 +154,20 @@ impl Links {
         }
     }
 
-    /// Whether a sleep on the set is to be woken by what completes on any.
+    /// Whether completions on some link have to wake a sleep on the set.
     pub fn are_to_wake(&self) -> bool {
         !self.far.is_empty() && !self.are_left
     }
 
-    /// Those to other hosts, in turn.
+    /// Returns the links to other hosts with their indices, beginning with `next`.
     pub fn far_in_turn(&self) -> impl Iterator<Item = (usize, &Far)> {
         let (before, rest) = self.far.split_at(self.next.min(self.far.len()));
         let rest = rest.iter().enumerate().map(move |(n, far)| (before.len() + n, far));
         rest.chain(before.iter().enumerate())
     }
 
-    /// Before a sleep on `set`: what completes on any of them makes it ready. Those that have been told of since the
-    /// last time, and only those, are asked again.
+    /// Arms the links before a sleep on `set`: a completion on any of them makes the set readable. Skips links that are
+    /// still armed, unless the service thread has begun to handle completions since the last sleep (`taken_back`).
     pub fn watch(&mut self, set: BorrowedFd<'_>, key: Key, watch: &'static Watch, taken_back: u32) {
         if self.are_left {
             return;

@@ -1,5 +1,5 @@
-//! An item's way from the kernel's set to ours when its socket's promotion begins, and back when the socket
-//! is on TCP for good.
+//! Moves an item from the kernel's set to the library's list when its socket's promotion begins. Moves it back when the
+//! socket is on TCP for good.
 
 use std::ffi::c_int;
 use std::os::fd::BorrowedFd;
@@ -12,13 +12,13 @@ use crate::objects::socket::Socket;
 use crate::sys::points::point;
 use rdmasock_core::os::dir;
 
-/// What is no event, and stays when an EPOLLONESHOT has fired.
+/// Flags that are not events, and remain when an EPOLLONESHOT has fired.
 const PRIVATE: u32 = ONESHOT | ET | EXCLUSIVE | libc::EPOLLWAKEUP as u32;
 
 impl Epoll {
-    /// Moves an item from the kernel's set to ours. False if that cannot be done now: an EPOLLONESHOT
-    /// that has not fired may do so at this moment, and would be reported twice. One that has fired is
-    /// silent until its MOD, which comes here.
+    /// Moves an item from the kernel's set to the library's list. Returns false if that cannot be done now: an
+    /// EPOLLONESHOT that has not fired may fire at this moment, and would be reported twice. One that has fired is
+    /// silent until its MOD, which the library handles.
     pub fn take_over(&'static self, index: usize, socket: &'static Socket) -> bool {
         let Some(mut set) = self.set.lock() else {
             return false;
@@ -30,11 +30,11 @@ impl Epoll {
             return true;
         }
         if self.kernel_fd().is_none() {
-            // Closed, while a wait that began before goes on in the kernel alone.
+            // The set is closed, and a wait that began before continues in the kernel alone.
             return false;
         }
         let fd = item.fd;
-        // A parked one has fired.
+        // A parked item has fired.
         item.disabled = item.events & ONESHOT != 0;
         if item.disabled
             && !std::mem::replace(&mut item.parked, false)
@@ -50,11 +50,11 @@ impl Epoll {
             && control.own.fds.contains(&fd)
             && let Some(kernel_fd) = self.kernel_fd()
         {
-            // SAFETY: still one of the socket's numbers, and control keeps close() out.
+            // SAFETY: the fd is still one of the socket's, and the control lock keeps close() out.
             let _ = kernel::delete(kernel_fd, unsafe { BorrowedFd::borrow_raw(fd) });
         }
         point!("take over: the kernel's set has it no more");
-        // After the removal: who reads the new count finds it in one set only.
+        // After the removal: a thread that reads the new count finds the socket in one set only.
         let moved_at = self.moves.fetch_add(1, Release) + 1;
         if let Some(item) = set.items.get_mut(index) {
             item.moved_at = moved_at;
@@ -68,7 +68,8 @@ impl Epoll {
         true
     }
 
-    /// Moves an item back into the kernel's set, when its socket is on plain TCP again.
+    /// Moves an item back into the kernel's set, when its socket is on plain TCP again. A disabled item is parked
+    /// instead.
     pub fn hand_back(&'static self, index: usize, socket: &'static Socket) {
         let Some(mut set) = self.set.lock() else {
             return;
@@ -98,7 +99,7 @@ impl Epoll {
         if let Some(kernel_fd) = self.kernel_fd() {
             let _ = kernel::add(
                 kernel_fd,
-                // SAFETY: still one of the socket's numbers, and control keeps close() out.
+                // SAFETY: the fd is still one of the socket's, and the control lock keeps close() out.
                 unsafe { BorrowedFd::borrow_raw(fd) },
                 kernel::EventData::new_u64(data),
                 kernel::EventFlags::from_bits_retain(events),
@@ -107,8 +108,8 @@ impl Epoll {
     }
 }
 
-/// Whether an EPOLLONESHOT item of a kernel's set has fired and waits for its MOD; the kernel shows the
-/// events that are left (proc_pid_fdinfo(5)).
+/// Whether an EPOLLONESHOT item of a kernel's set has fired and waits for its MOD. The kernel shows the remaining
+/// events in fdinfo (proc_pid_fdinfo(5)). False if it cannot be read.
 fn has_fired(set: BorrowedFd<'_>, fd: c_int, data: u64) -> bool {
     use std::os::fd::AsRawFd;
     let path = format!("/proc/thread-self/fdinfo/{}", set.as_raw_fd());

@@ -1,10 +1,10 @@
-//! What `rdmasock stat` shows of a thread that sleeps until something comes over a link, or there is room on it.
+//! The entry in `rdmasock stat` for a thread that sleeps until data or space comes over a link.
 
 use rdmasock_core::fabric::waiter::WaiterId;
 use rdmasock_core::os::thread;
 use rdmasock_core::stats::{Asleep, Call, StatsPage};
 
-/// The thread is shown as asleep for as long as the value lives.
+/// Shows the thread as asleep, until the value is dropped.
 pub struct Record {
     page: &'static StatsPage,
     waiter: WaiterId,
@@ -12,8 +12,8 @@ pub struct Record {
 }
 
 impl Record {
-    /// The thread is about to sleep as `waiter`, in a call on the stream with this slot if it is on one, of which the
-    /// reader has not read `unread` bytes if it is a sender.
+    /// Records that the thread is about to sleep as `waiter` in `call`. `stream`: the slot of the call's stream, if it
+    /// is about one. `unread`: bytes of a sender that its reader has not read.
     pub fn begin(page: &'static StatsPage, waiter: WaiterId, call: Call, stream: Option<u32>, unread: u64) -> Self {
         let thread = thread::current().tid();
         if let Some(sleeper) = page.sleeper(waiter.0) {
@@ -31,7 +31,7 @@ impl Record {
 
 impl Drop for Record {
     fn drop(&mut self) {
-        // In a child of a fork that has interrupted the sleep the record is the parent's thread's.
+        // A fork may have interrupted the sleep. In the child the record belongs to the parent's thread.
         let is_ours = thread::current().tid() == self.thread;
         if is_ours && let Some(sleeper) = self.page.sleeper(self.waiter.0) {
             sleeper.end(self.thread);

@@ -1,4 +1,4 @@
-//! epoll_wait(): what is ready in the kernel's set and in ours, and one sleep for both.
+//! epoll_wait(): reports what is ready in the kernel's set and in the library's list, with one sleep for both.
 
 mod alone;
 mod buffer;
@@ -29,41 +29,41 @@ use crate::signals::duty;
 use crate::sys::points::point;
 use crate::sys::time::Timeout;
 
-/// How long waits may be answered from the links alone before the kernel's set is looked at again,
-/// [cycles](rdmasock_core::cycles), some 20 us: short enough not to be felt, long enough that a busy program makes few
-/// calls.
+/// How long waits may be answered from the links alone before the kernel's set is checked again, in
+/// [cycles](rdmasock_core::cycles), some 20 us. Short enough not to be noticed, long enough that a busy program makes
+/// few system calls.
 const KERNEL_EVERY: u64 = 1 << 16;
-/// How long to sleep at a time where nobody can wake us, ns.
+/// The longest sleep of a set without a bell, ns: no peer can wake it.
 const WITHOUT_DOORBELL: u64 = 1_000_000;
 
-/// What a harvest is to look at.
+/// The items that a harvest checks.
 #[derive(Clone, Copy, PartialEq)]
 enum Harvest {
     All,
-    /// The same, and that the kernel would still know of what is ready.
+    /// All items; for ready ones, also that their fds are still open by the kernel's word.
     AfterRest,
-    /// Only what has come since the last.
+    /// Only items that were queued since the last harvest.
     News,
 }
 
-/// How often a harvest looks at what has come meanwhile: a set that is found in full each time is not looked at for
-/// ever.
+/// The most rounds in which one harvest checks for newly queued items. Without a bound, a set in which each round finds
+/// some would be checked forever.
 const ROUNDS: usize = 4;
 
-/// Where a wait's results go.
+/// The result of a wait: the program's array, and its filled part.
 struct Results {
     events: *mut libc::epoll_event,
-    /// Entries that are filled.
+    /// The number of entries that are filled.
     front: c_int,
     max: c_int,
-    /// How often items had moved between the two sets before the kernel filled those.
+    /// The set's count of `moves` before the kernel filled those entries.
     moves: u64,
-    /// Which of the set's results these are; 0 before the first look at ours.
+    /// The number of this result among the set's; 0 before its first harvest.
     serial: Cell<u64>,
 }
 
 impl Results {
-    /// The same result, of which the first `front` entries are filled.
+    /// Returns the same result, with the first `front` entries filled.
     fn behind(&self, front: c_int) -> Self {
         Self {
             front,
@@ -84,10 +84,10 @@ impl Results {
         self.max - self.front
     }
 
-    /// Fills the `n`th entry behind the front.
+    /// Fills the `n`th entry behind the filled ones, if there is room.
     fn put(&self, n: c_int, events: u32, u64: u64) {
         if (0..self.room()).contains(&n) {
-            // SAFETY: `max` entries are writable by `wait`'s contract.
+            // SAFETY: the index is below `max`, and `max` entries are writable by `wait`'s contract.
             unsafe {
                 let slot = self.events.add((self.front + n) as usize);
                 slot.write(libc::epoll_event { events, u64 });
@@ -96,23 +96,24 @@ impl Results {
     }
 
     fn is_listed(&self, data: u64) -> bool {
-        // SAFETY: these are filled.
+        // SAFETY: the first `front` entries are filled.
         (0..self.front).any(|at| unsafe { (*self.events.add(at as usize)).u64 } == data)
     }
 }
 
-/// What a look at the socket that was reported last has found.
+/// The result of a check of the socket that was reported last.
 #[derive(PartialEq)]
 enum Last {
-    /// Nothing.
+    /// No socket of the set is ready.
     Quiet,
     Reported,
-    /// Others may be ready too, or there is no such socket.
+    /// Other sockets may be ready too, or there is no such socket.
     NotAlone,
 }
 
 impl Epoll {
-    /// epoll_wait() and its kin on number `fd`. `real(fd, events, max, timeout)` is the kernel's.
+    /// Carries out epoll_wait() and its kin on `fd`. `real(fd, events, max, timeout)` is the kernel's call. Returns
+    /// what epoll_wait() returns, and sets errno.
     ///
     /// # Safety
     /// `events` is writable for `max` entries.
@@ -141,7 +142,7 @@ impl Epoll {
         }
         if !visit.is_here() {
             drop(visit);
-            // SAFETY: by this function's contract.
+            // SAFETY: `events` is writable for `max` entries, by this function's contract.
             return unsafe { begin_anew(fd, events, max, timeout, real) };
         }
         let due = self.is_time_to_look();
@@ -154,8 +155,8 @@ impl Epoll {
         let mut due = Some(due);
         let mut spun = false;
         loop {
-            // Now and then the kernel's set is looked at too, every other time first: neither may keep
-            // the other out where the program takes few events at a time.
+            // At intervals of `KERNEL_EVERY` the kernel's set is checked too, every other time first. Then neither set
+            // can starve the other if the program takes few events at a time.
             let due = due.take().unwrap_or_else(|| self.is_time_to_look());
             all.moves = self.moves.load(Acquire);
             let may_have = due || !self.kernel_quiet.load(Relaxed);
@@ -179,14 +180,14 @@ impl Epoll {
             if deadline.is_zero() {
                 let n = self.look(&visit, events, max, real);
                 if n == 0 && visit.is_told.take() {
-                    // Links were left out of which the kernel has told.
+                    // The harvest skipped links, for which the kernel's set has now reported completions.
                     return self.harvest(&visit, &all, Harvest::AfterRest);
                 }
                 return self.with_ours(&visit, &all, n);
             }
             if !visit.enter() {
                 drop(visit);
-                // SAFETY: by this function's contract.
+                // SAFETY: `events` is writable for `max` entries, by this function's contract.
                 return unsafe { begin_anew(fd, events, max, deadline.left(), real) };
             }
             if !spun {
@@ -194,8 +195,8 @@ impl Epoll {
                 let peers = Peers::new(self.set.lock().is_none_or(|set| !set.links.far.is_empty()));
                 let bound = self.spinner.bound(peers);
                 if bound > 0 {
-                    // An answer that comes at once does not wait for a look at a kernel's set that
-                    // was empty the last time.
+                    // A reply that comes at once does not wait for a check of the kernel's set, which was empty the
+                    // last time.
                     if self.kernel_quiet.load(Relaxed) && spin::glance(|| self.has_ready()) {
                         continue;
                     }
@@ -209,7 +210,7 @@ impl Epoll {
                 }
             }
             let Some(waiter) = self.waiter() else {
-                // There was no number left for a doorbell: looks now and then.
+                // No fd was left for a bell: the thread checks at intervals.
                 let n = self.look(&visit, events, max, &|fd, e, m, _| {
                     real(fd, e, m, deadline.left().at_most(WITHOUT_DOORBELL))
                 });
@@ -219,7 +220,8 @@ impl Epoll {
                 continue;
             };
             let waiters = &Library::get().waiters;
-            // First: arming looks at what has come, and would ring the bell of whoever sleeps already.
+            // Before the sleep flag is raised: arming takes in completions, and would ring the bell of threads that
+            // sleep already.
             let asleep = self.watch_links();
             point!("epoll: nothing was there");
             waiters.enter_sleep(waiter);
@@ -231,7 +233,7 @@ impl Epoll {
             point!("epoll: is about to sleep");
             let page = Library::get().stats;
             let record = Record::begin(page, waiter, Call::Epoll, None, 0);
-            // A signal handler that has run since the call began ends it after a last look, as in the kernel.
+            // A signal handler that has run since the call began ends the call after a last check, as in the kernel.
             let is_interrupted = thread::current().handlers() != handlers;
             let left = if is_interrupted { Timeout::ZERO } else { deadline.left() };
             let hand_over = || {
@@ -256,20 +258,21 @@ impl Epoll {
                 return crate::sys::errno::fail(libc::EINTR);
             }
             if deadline.is_over() {
-                // Something may have come with the last tick.
+                // An item may have become ready just before the time was over.
                 return self.harvest(&visit, &all, Harvest::AfterRest);
             }
             spun = false;
         }
     }
 
-    /// Whether the kernel's set has connections too.
+    /// Whether the kernel's set has connections, and not only other files.
     fn is_mixed(&self) -> bool {
         self.mixed.load(Relaxed)
     }
 
-    /// Behind the first `n` entries, which the kernel has filled since `moves` was read, what the links have: who has
-    /// sent on one of them before he sent what the kernel reports is not to be heard in the wrong order.
+    /// Appends ready items of the links to the first `n` entries, which the kernel has filled since `all.moves` was
+    /// read. A peer may have sent on a link before it sent what the kernel reports. The program must not get only the
+    /// later of the two.
     fn with_ours(&'static self, visit: &Visit, all: &Results, n: c_int) -> c_int {
         if n <= 0 || n >= all.max || !self.is_active() {
             return n;
@@ -277,9 +280,10 @@ impl Epoll {
         n + self.harvest(visit, &all.behind(n), Harvest::All)
     }
 
-    /// Behind the first `n` entries, which are ours, what the kernel has, and what has come on links before that: if
-    /// connections are in both sets, for who has sent on one of the kernel's before he sent what is ours is not to be
-    /// heard in the wrong order; else if it is time to `look`. The kernel's are then the first.
+    /// Adds ready sockets of the kernel's set to the first `n` entries, which are the library's. Does so if `look` is
+    /// true, or if connections are in both sets. In the latter case a peer may have sent on a connection of the
+    /// kernel's before it sent on the link. Then adds items that came on links meanwhile. If connections are in both
+    /// sets, the kernel's entries are moved to the front.
     fn with_kernels(
         &'static self,
         visit: &Visit,
@@ -292,7 +296,7 @@ impl Epoll {
             return n;
         }
         let Results { events, max, moves, .. } = *all;
-        // SAFETY: n < max entries are used.
+        // SAFETY: `n` is below `max`, so the pointer stays within the array.
         let rest = unsafe { events.add(n as usize) };
         let end = n + self.look(visit, rest, max - n, real).max(0);
         let mut news = 0;
@@ -300,13 +304,14 @@ impl Epoll {
             news = self.harvest(visit, &all.behind(end), Harvest::News);
         }
         if n < end && self.moves.load(Acquire) != moves {
-            // SAFETY: so many entries are filled.
+            // SAFETY: `end + news` entries are filled.
             return unsafe { without_repeats(events, n as usize, (end + news) as usize) };
         }
         if self.is_mixed() {
-            // Which came first nobody knows. Who is on a link has mostly waited for his answers, so that what is there
-            // is what he sent last; who sends on a young connection and does not wait expects to be heard before that.
-            // SAFETY: so many entries are filled.
+            // The order of arrival across the two sets is unknown, so the kernel's entries go first. A peer on a link
+            // has usually waited for its replies, so its data there is what it sent last. A peer that sends on a young
+            // connection without waiting expects that data to be read before.
+            // SAFETY: `end` entries are filled.
             unsafe { std::slice::from_raw_parts_mut(events, end as usize) }.rotate_left(n as usize);
         }
         end + news
@@ -333,9 +338,9 @@ impl Epoll {
         if n <= 0 { n } else { self.after_look(visit, events, n) }
     }
 
-    /// What was reported last, and alone, is likely to be the next: its ring is looked at for a moment before its peer
-    /// is asked to tell. That saves the peer, and us, four cache lines that would have to change sides. True if it is
-    /// reported: `events` has room for one.
+    /// Checks the socket that was reported last, and alone, for a moment before its peer is asked for a wake-up. That
+    /// socket is likely to be the next, and four cache lines then need not move between the two sides. Returns true if
+    /// it is reported: `events` has room for one.
     fn await_last(&'static self, visit: &Visit, events: *mut libc::epoll_event) -> bool {
         if self.nested.load(Relaxed) || !self.kernel_quiet.load(Relaxed) || !self.spinner.pays() {
             return false;
@@ -348,8 +353,8 @@ impl Epoll {
         last == Last::Reported
     }
 
-    /// The set has one socket left to look at, on a link within this host: it is reported if it is ready, and stays the
-    /// one to be looked at.
+    /// Checks the set's only listed socket, if it is on a link within this host. If it is ready, reports it and keeps
+    /// it in the list.
     fn look_at_last(&'static self, visit: &Visit, events: *mut libc::epoll_event) -> Last {
         let (Some(waiter), Some(mut set)) = (self.waiter(), self.set.lock()) else {
             return Last::NotAlone;
@@ -357,7 +362,7 @@ impl Epoll {
         let (Some(&index), 1) = (set.ready.front(), set.ready.len()) else {
             return Last::NotAlone;
         };
-        // Under the lock: a set that is closed is not another's before it is free.
+        // Checked under the lock: a closed set cannot become another set before its lock is free.
         if !visit.is_here() {
             return Last::NotAlone;
         }
@@ -373,12 +378,12 @@ impl Epoll {
         if mask == 0 && !others {
             return Last::Quiet;
         }
-        // An edge has to be armed again, and ONESHOT is over.
+        // An edge-triggered item has to be armed again, and a one-shot item is disabled.
         let goes_on = item.events & (ET | ONESHOT) == 0;
         if others || !goes_on {
             return Last::NotAlone;
         }
-        // SAFETY: one entry is writable by `wait`'s contract.
+        // SAFETY: `max` is above 0, and `max` entries are writable, by `wait`'s contract.
         unsafe {
             events.write(libc::epoll_event {
                 events: mask,
@@ -388,8 +393,7 @@ impl Epoll {
         Last::Reported
     }
 
-    /// Reports what is ready, behind the first `front` of `max` entries, which the kernel has filled since `moves` was
-    /// read.
+    /// Reports ready items behind the entries of `to` that are filled. Returns how many.
     fn harvest(&'static self, visit: &Visit, to: &Results, how: Harvest) -> c_int {
         if self.served.load(Acquire) {
             served::tell_all();
@@ -420,11 +424,11 @@ impl Epoll {
                 if !std::mem::take(&mut is_partial) {
                     break;
                 }
-                // Those that had something have nothing after all.
+                // The links that had data have no ready item after all: the skipped links are next.
                 self.sweep(set, Sweep::Untold);
             } else {
-                // A look took its time: who has sent to one that was found empty, and then to one that was not, is
-                // heard now.
+                // The checks took their time. A peer may have sent to a socket that was found empty, and then to one
+                // that was not: the first is checked again.
                 self.sweep(set, Sweep::Again);
             }
             left = set.ready.len() - before;
@@ -446,14 +450,14 @@ impl Epoll {
             self.show_ready();
         }
         if more {
-            // Another thread that sleeps on this set can take the rest.
+            // Another thread that sleeps on this set can report the rest.
             self.ring_if_sleeping();
         }
         n
     }
 
-    /// Looks at the first `left` of the list, as long as there is room; gives how many were ready. `n` entries are
-    /// filled before.
+    /// Checks the first `left` items of the list, while there is room. Returns how many were ready. The `n` entries
+    /// before are filled.
     fn report(&self, set: &mut Set, left: usize, to: &Results, mut n: c_int, how: Harvest) -> c_int {
         let before = n;
         let serial = to.serial(set);
@@ -477,8 +481,9 @@ impl Epoll {
             }
             let is_listed = item.listed_in == serial || item.moved_at > to.moves && to.is_listed(item.data);
             if is_listed {
-                // Something has come for it again, or the kernel has reported it just before it became ours: the next
-                // result's. A program may have closed it before it comes to a second entry.
+                // A socket must not be listed twice in one result: the program may have closed it before it comes to
+                // the second entry. Either data has come again, or the kernel has reported the socket just before it
+                // was taken over. The next result gets it.
                 item.queued = true;
                 set.again.push(index);
                 continue;
@@ -496,7 +501,7 @@ impl Epoll {
                 continue;
             }
             if how == Harvest::AfterRest && !item.socket.numbers.is_alive() {
-                // Closed past the hooks: the kernel's set would not have it any more.
+                // The fd was closed without a hook: the kernel's set would not have it any more.
                 Library::get().service.submit(Command::Lost(item.socket.into()));
                 continue;
             }
@@ -513,7 +518,7 @@ impl Epoll {
         n - before
     }
 
-    /// Whether any taken-over item is ready now: for poll(), select() and sets that hold this one.
+    /// Whether an item that is taken over is ready now: for poll(), select() and sets that hold this one.
     pub fn is_ready(&'static self) -> bool {
         if !self.is_active() {
             return false;
@@ -540,7 +545,7 @@ impl Epoll {
     }
 }
 
-/// The wait has not begun yet, and its number stands for something else by now.
+/// Begins the wait again, on the file that `fd` stands for now. For a wait that has not slept yet.
 ///
 /// # Safety
 /// `events` is writable for `max` entries.
@@ -553,20 +558,22 @@ unsafe fn begin_anew(
     real: &impl Fn(c_int, *mut libc::epoll_event, c_int, Timeout) -> c_int,
 ) -> c_int {
     match table::lookup(fd) {
-        // SAFETY: by the contract.
+        // SAFETY: `events` is writable for `max` entries, by the contract.
         Entry::Epoll(set) => unsafe { set.wait(fd, events, max, timeout, real) },
         _ => real(fd, events, max, timeout),
     }
 }
 
-/// Drops what the entries from `front` on repeat of those before: a socket that went from one of the
-/// two sets to the other in between. The kernel never lists one twice, and a program that reads once,
-/// blocking, for each entry would hang at the second.
+/// Removes entries from `front` on that repeat one before: the socket moved between the two sets meanwhile. Returns how
+/// many entries are left.
+///
+/// The kernel never lists a socket twice. A program that does one blocking read for each entry would hang at the
+/// second.
 ///
 /// # Safety
 /// `n` entries are filled.
 unsafe fn without_repeats(events: *mut libc::epoll_event, front: usize, n: usize) -> c_int {
-    // SAFETY: by the contract.
+    // SAFETY: `n` entries are filled, by the contract.
     let all = unsafe { std::slice::from_raw_parts_mut(events, n) };
     let mut kept = front;
     for at in front..n {

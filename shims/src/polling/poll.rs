@@ -1,7 +1,7 @@
-//! poll() and select() over sockets of both kinds.
+//! poll() and select() over sockets on TCP and sockets that the library reports on.
 //!
-//! Sockets that the library reports on are taken out of the kernel's set and asked through
-//! `ready`; the rest stays in it, together with a doorbell that stands for the former.
+//! The latter are taken out of the kernel's array, and checked by `readiness`. The others stay in it, together with a
+//! bell that wakes the thread for the former.
 
 use std::ffi::c_int;
 use std::os::fd::AsRawFd;
@@ -28,24 +28,24 @@ use crate::sys::errno;
 use crate::sys::points::point;
 use crate::sys::time::Timeout;
 
-/// Reported whether asked for or not.
+/// Events that are reported whether asked for or not.
 const ALWAYS: u32 = (libc::POLLERR | libc::POLLHUP) as u32;
 
 static SPINNER: Spinner = Spinner::new();
 
-/// So many entries, and a doorbell's, need no memory.
+/// The number of entries, with the bell's, that need no heap memory.
 const FEW: usize = 9;
-/// Sleepers of one poll that are kept without a look whether there is memory: less than 1 MiB.
+/// The number of sleepers of one poll that are kept without a check for memory: less than 1 MiB.
 const SLEEPERS: usize = 16_384;
 type Tokens = SmallVec<[Token; FEW]>;
 type Entries = SmallVec<[pollfd; FEW]>;
 
-/// Whether any number in the set is one that the library may have to say something about.
+/// Whether the library may have to report on this fd.
 fn is_ours(fd: c_int) -> bool {
     match table::lookup(fd) {
         Entry::Socket(socket) => socket.promotion.stage() != Stage::Plain,
         Entry::Epoll(set) => {
-            // From now on the kernel's object shows what becomes ready, also should the set become active meanwhile.
+            // From now on the kernel's object shows what becomes ready, even if the set becomes active meanwhile.
             within(|| set.on_nested());
             set.is_active()
         }
@@ -53,20 +53,20 @@ fn is_ours(fd: c_int) -> bool {
     }
 }
 
-/// Whether any number in the array is one that the library may have to say something about.
+/// Whether the library may have to report on an fd in the array.
 ///
 /// # Safety
 /// `fds` is null or has `count` entries.
 #[inline]
 pub unsafe fn has_ours(fds: *const pollfd, count: nfds_t) -> bool {
-    // SAFETY: by the contract.
+    // SAFETY: `fds` is not null (`is_plausible`), so it has `count` entries by the contract, and `i` is below that.
     crate::sys::iov::is_plausible(fds) && (0..count as usize).any(|i| is_ours(unsafe { (*fds.add(i)).fd }))
 }
 
-/// poll() and its kin. `real(fds, n, timeout)` is libc's own with the program's signal mask.
+/// Carries out poll() and its kin. `real(fds, n, timeout)` is libc's own, with the program's signal mask.
 ///
 /// # Safety
-/// `fds` has `count` entries.
+/// `fds` is null or has `count` entries.
 pub unsafe fn poll(
     fds: *mut pollfd,
     count: nfds_t,
@@ -76,7 +76,7 @@ pub unsafe fn poll(
     if fds.is_null() {
         return real(fds, count, timeout);
     }
-    // SAFETY: by the contract, and not null.
+    // SAFETY: `fds` has `count` entries, by the contract, and is not null.
     let set = unsafe { std::slice::from_raw_parts_mut(fds, count as usize) };
     poll_slow(set, timeout, &real)
 }
@@ -90,7 +90,7 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
         }
     }
     if Library::current().is_none() && Library::ensure().is_none() {
-        // A fork child that has nothing left to become an instance by, so nothing of its is ours.
+        // A fork child that has no means left to become an instance: no socket is on a link.
         return real(set.as_mut_ptr(), set.len() as nfds_t, timeout);
     }
     let deadline = timeout.deadline();
@@ -99,15 +99,15 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
         return errno::fail(libc::ENOMEM);
     }
     let handlers = thread::current().handlers();
-    // What the numbers stand for. As in the kernel they are looked up when the call begins, and again when something is
-    // there or the time is over; what gets a number meanwhile is none of its business.
+    // The files behind the fds. As in the kernel they are looked up when the call begins, and again when one is ready
+    // or the time is over. A file that gets one of the fds meanwhile does not concern the call.
     look_up(set, &mut tokens);
     let mut spun = false;
     let mut is_last = deadline.is_zero();
     let mut kept = Vec::new();
     loop {
-        // What the kernel is to say, and what is ours to say. In this order: what becomes ours in between is seen to
-        // have moved.
+        // First decides which entries the kernel reports, then checks the library's. In this order, a socket that the
+        // library takes over in between is seen to have moved.
         copy.clear();
         copy.extend(set.iter().zip(&tokens).map(|(p, token)| {
             let is_kernels = !is_watched(p.fd) && table::token(p.fd) == *token;
@@ -121,7 +121,7 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
         let ours = evaluate(set, &tokens);
         let n = copy.len() as nfds_t;
         let is_far = |p: &pollfd| table::socket(p.fd).and_then(Socket::link).is_some_and(Link::is_remote);
-        // Asked only where it matters.
+        // Searched for links to other hosts only if the result matters.
         let peers = Peers::new(spun || ours > 0 || set.iter().any(is_far));
         let spin = if spun { 0 } else { SPINNER.bound(peers) };
         if ours > 0 || is_last || spin > 0 {
@@ -145,8 +145,8 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
         let mut sleepers: Vec<(u32, Sleeper)> = Vec::new();
         let has_memory = set.len() <= SLEEPERS || sleepers.try_reserve(set.len()).is_ok();
         let Some(waiter) = has_memory.then(|| waiters.acquire_polling()).flatten() else {
-            // Out of waiters or memory: the kernel is to wake the thread. Until all are on TCP it looks every
-            // millisecond.
+            // Out of waiters or memory: the kernel has to wake the thread. Until all connections are on TCP, the thread
+            // checks every millisecond.
             let left = deadline.left();
             let mut entries = set.iter().zip(&copy).zip(&tokens);
             let is_kernels = stay_on_tcp(set) && !entries.any(|((p, c), token)| has_moved(p, c, *token));
@@ -169,8 +169,8 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
             continue;
         };
         let lease = Lease(waiter);
-        // What completes on links to other hosts wakes this thread itself. First: arming looks at what has come, and
-        // would ring the sleeper's bell for it.
+        // Completions on links to other hosts wake this thread itself. Before the sleepers are added: arming takes in
+        // completions, and would ring the sleeper's bell for them.
         let (pollers, standing_by) = take_turns(set, waiter, std::mem::take(&mut kept));
         sleepers.extend(set.iter().zip(&tokens).filter_map(|(p, token)| {
             let socket = table::socket(p.fd).filter(|s| ready::is_watched(s))?;
@@ -193,10 +193,10 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
             continue;
         }
         point!("poll: is about to sleep");
-        // A signal handler that has run since the call began ends it after a last look, as in the kernel.
+        // A signal handler that has run since the call began ends the call after a last check, as in the kernel.
         let is_interrupted = thread::current().handlers() != handlers;
         let left = if is_interrupted { Timeout::ZERO } else { deadline.left() };
-        // Otherwise nothing rings: the kernel looks up every fd itself.
+        // Otherwise no bell is needed: the kernel looks up every fd itself.
         let is_told = is_looked_on || !sleepers.is_empty() || copy.iter().any(|p| p.fd < 0);
         let bell = waiters.doorbell(waiter).filter(|_| is_told);
         let bell = bell.map(|d| d.as_raw_fd());
@@ -212,7 +212,7 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
         let error = errno::get();
         point!("poll: is awake");
         drop(record);
-        // What the sleepers hold is there to be asked, also where its number is closed.
+        // The sleepers hold their connections, so these can be checked even if their fds are closed.
         let is_there = sleepers
             .iter()
             .any(|(events, sleeper)| readiness::evaluate(sleeper.socket, *events, Arm::No) & (events | ALWAYS) != 0);
@@ -254,7 +254,7 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
     }
 }
 
-/// Takes the connections to TCP for good. False if one of them may be the library's to report on still, or again.
+/// Takes the connections to TCP for good. Returns false if the library may still have to report on one of them.
 #[cold]
 fn stay_on_tcp(set: &[pollfd]) -> bool {
     let sockets = || set.iter().filter_map(|p| table::socket(p.fd));
@@ -266,12 +266,12 @@ fn stay_on_tcp(set: &[pollfd]) -> bool {
     sockets().all(is_there)
 }
 
-/// What the numbers stand for now.
+/// Looks up the files behind the fds now.
 fn look_up(set: &[pollfd], tokens: &mut Tokens) {
     tokens.clear();
     let now = crate::sys::time::tick();
     tokens.extend(set.iter().map(|p| {
-        // One that was closed past the hooks is taken out of the table by this.
+        // This removes the table's entry of an fd that was closed without a hook.
         let _ = closing::connection_at(p.fd, now);
         if let Entry::Epoll(set) = table::lookup(p.fd) {
             set.on_nested();
@@ -280,8 +280,8 @@ fn look_up(set: &[pollfd], tokens: &mut Tokens) {
     }));
 }
 
-/// Of each link to another host: whether the thread polls, as it did in the last sleep if that has ended for others, or
-/// stands by.
+/// Decides for each link to another host whether the thread polls its completion descriptor or stands by. A thread that
+/// polled in its last sleep polls again, if that sleep ended for other threads only (`kept`).
 fn take_turns(
     set: &[pollfd],
     waiter: WaiterId,
@@ -305,11 +305,11 @@ fn take_turns(
     (kept, standing_by)
 }
 
-/// Where in the kernel's array the sleeper's own descriptors are: in the places of sockets that are not the kernel's to
-/// report on, as far as there are such, because an array may be as long as the limit of open files and no longer.
+/// The places of the sleeper's own fds in the kernel's array. As far as possible they replace entries that the kernel
+/// does not report on. An array may be no longer than the limit of open files.
 struct Seats {
     taken: SmallVec<[usize; 4]>,
-    /// How long the array was.
+    /// The array's length before.
     len: usize,
 }
 
@@ -356,8 +356,8 @@ impl Seats {
 struct Lease(WaiterId);
 
 impl Lease {
-    /// From now on the waiter is rung when a socket that is the kernel's to report on becomes ours. False if there is
-    /// none.
+    /// Publishes the sockets that the kernel polls, so that the waiter is rung when the library begins to report on
+    /// one. Returns false if there is no such socket.
     fn look_on(&self, kernel: &[pollfd]) -> bool {
         let mut slots = Slots::default();
         for socket in kernel.iter().filter_map(|p| table::socket(p.fd)) {
@@ -382,7 +382,7 @@ fn is_watched(fd: c_int) -> bool {
     table::socket(fd).is_some_and(ready::is_watched)
 }
 
-/// Fills in `revents` of what is ours; gives how many are ready.
+/// Sets `revents` of the entries that the library reports on. Returns how many are ready.
 fn evaluate(set: &mut [pollfd], tokens: &[Token]) -> c_int {
     let mut ready = 0;
     for (p, token) in set.iter_mut().zip(tokens) {
@@ -401,16 +401,16 @@ fn evaluate(set: &mut [pollfd], tokens: &[Token]) -> c_int {
     ready
 }
 
-/// Whether an entry is not where the kernel's array has it: a socket that became ours is not the kernel's to report on,
-/// and one that went back is; what has got a number since the call began is in neither.
+/// Whether the kernel's array has an entry wrongly, or lacks it: the library has begun or ceased to report on the
+/// socket. An fd that stands for another file since the call began belongs in neither.
 fn has_moved(entry: &pollfd, kernel: &pollfd, token: Token) -> bool {
     let is_same = table::token(entry.fd) == token;
     let is_ours = is_watched(entry.fd);
     entry.fd >= 0 && (kernel.fd >= 0 && (is_ours || !is_same) || kernel.fd < 0 && is_same && !is_ours)
 }
 
-/// Adds what the kernel said; gives how many are ready. `None` if one of them has moved meanwhile, of which nobody has
-/// been asked who could know.
+/// Adds the kernel's results. Returns how many entries are ready. `None` if an entry has moved meanwhile, so that
+/// neither side was asked about it.
 fn merge(set: &mut [pollfd], kernel: &[pollfd], tokens: &[Token]) -> Option<c_int> {
     let mut ready = 0;
     for ((p, k), token) in set.iter_mut().zip(kernel).zip(tokens) {
@@ -428,9 +428,9 @@ fn merge(set: &mut [pollfd], kernel: &[pollfd], tokens: &[Token]) -> Option<c_in
     Some(ready)
 }
 
-/// What the kernel makes of a count of select(): numbers beyond its table of this process's files do not count, and the
-/// sets need not have bits for them. (The table has 64 or 128 entries at first, and twice as many whenever it grows;
-/// up to the size of an fd_set every set has its bits.)
+/// Cuts a count of select() as the kernel does. Fds beyond the process's fd table do not count, and the sets need no
+/// bits for them. (The table has 64 or 128 entries at first, and doubles when it grows. Up to FD_SETSIZE every set has
+/// its bits.)
 fn within_table(count: c_int) -> c_int {
     let mut size = libc::FD_SETSIZE as c_int;
     while size < count && is_in_table(size) {
@@ -439,9 +439,10 @@ fn within_table(count: c_int) -> c_int {
     count.min(size)
 }
 
-/// Whether the kernel's table reaches up to a number: asked about one that is not open, it then says so.
+/// Whether the kernel's fd table has an entry for `fd`. For an fd that is not open, select() fails with EBADF only if
+/// it does.
 fn is_in_table(fd: c_int) -> bool {
-    // SAFETY: only asks whether the number is in use.
+    // SAFETY: the call only asks whether the fd is in use.
     if rustix::io::fcntl_getfd(unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) }).is_ok() {
         return true;
     }
@@ -451,12 +452,12 @@ fn is_in_table(fd: c_int) -> bool {
     }
     let mut none = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     let (set, time) = (kernel::address(bits.as_mut_ptr()), kernel::address(&raw mut none));
-    // SAFETY: a set of that many bits, and a time-out of ours.
+    // SAFETY: the set has a bit for each fd below the count, and both addresses outlive the call.
     let asked = unsafe { kernel::call(libc::SYS_pselect6, [fd as usize + 1, set, 0, 0, time, 0]) };
     asked == Err(rustix::io::Errno::BADF)
 }
 
-/// The three sets of a select() call.
+/// The three sets of a select() call, and its count.
 pub struct Sets {
     pub count: c_int,
     pub read: *mut libc::fd_set,
@@ -466,7 +467,8 @@ pub struct Sets {
 
 const READ_EVENTS: i16 = libc::POLLIN | libc::POLLRDNORM | libc::POLLRDBAND;
 const WRITE_EVENTS: i16 = libc::POLLOUT | libc::POLLWRNORM | libc::POLLWRBAND;
-/// What select() calls readable and writable (select(2), "Correspondence between select and poll").
+/// The poll events that select() reports as readable and writable (select(2), "Correspondence between select and
+/// poll").
 const READ_READY: i16 = READ_EVENTS | libc::POLLHUP | libc::POLLERR;
 const WRITE_READY: i16 = WRITE_EVENTS | libc::POLLERR;
 
@@ -476,8 +478,7 @@ impl Sets {
     }
 
     unsafe fn has(set: *mut libc::fd_set, fd: c_int) -> bool {
-        // SAFETY: the program's set has a bit for every number below its count, which may be
-        // beyond FD_SETSIZE.
+        // SAFETY: the program's set has a bit for every fd below its count, which may be above FD_SETSIZE.
         !set.is_null() && unsafe { *Self::word(set, fd) } >> (fd % 64) & 1 != 0
     }
 
@@ -485,7 +486,7 @@ impl Sets {
         if set.is_null() {
             return 0;
         }
-        // SAFETY: as in `has`.
+        // SAFETY: the program's set has a bit for this fd, as in `has`.
         unsafe {
             let word = Self::word(set, fd);
             let bit = 1u64 << (fd % 64);
@@ -497,21 +498,21 @@ impl Sets {
         }
     }
 
-    /// Whether a number in the sets is ours.
+    /// Whether the library may have to report on an fd in the sets.
     ///
     /// # Safety
     /// The sets are null or hold `count` bits.
     pub unsafe fn has_ours(&self) -> bool {
-        // The program's sets need not be as long as its count says: the kernel does not look beyond its table.
+        // The program's sets may be shorter than its count says: the kernel does not read beyond its table.
         let end = self.count.min(table::highest() + 1);
         (0..end.max(0)).any(|fd| {
-            // SAFETY: by the contract.
+            // SAFETY: `fd` is below the count, so the sets are null or have its bit, by the contract.
             let asked = unsafe { Self::has(self.read, fd) || Self::has(self.write, fd) || Self::has(self.except, fd) };
             asked && is_ours(fd)
         })
     }
 
-    /// select() by way of poll().
+    /// Carries out select() by way of [`poll`].
     ///
     /// # Safety
     /// The sets are null or hold `count` bits.
@@ -519,7 +520,7 @@ impl Sets {
         let mut set = Vec::new();
         for fd in 0..within_table(self.count) {
             let mut events = 0;
-            // SAFETY: by the contract.
+            // SAFETY: `fd` is below the count, so the sets are null or have its bit, by the contract.
             unsafe {
                 if Self::has(self.read, fd) {
                     events |= READ_EVENTS;
@@ -538,7 +539,7 @@ impl Sets {
                 set.push(pollfd { fd, events, revents: 0 });
             }
         }
-        // SAFETY: a vector of that length.
+        // SAFETY: `set` has as many entries as its length says.
         let n = unsafe { poll(set.as_mut_ptr(), set.len() as nfds_t, timeout, real) };
         if n < 0 {
             return n;
@@ -548,7 +549,7 @@ impl Sets {
         }
         let mut bits = 0;
         for p in &set {
-            // SAFETY: by the contract.
+            // SAFETY: each fd in `set` is below the count, so the sets are null or have its bit, by the contract.
             unsafe {
                 bits += Self::keep(self.read, p.fd, p.revents & READ_READY != 0);
                 bits += Self::keep(self.write, p.fd, p.revents & WRITE_READY != 0);

@@ -1,7 +1,7 @@
-//! What a socket is ready for now, under epoll, poll and select.
+//! The present readiness of a socket, under epoll, poll and select.
 //!
-//! A direction on the link is asked through its ring, one on TCP through the kernel. While markers
-//! may be in flight it is the payload that counts, not what the kernel calls readable.
+//! A direction on the link is checked by its ring, a direction on TCP by the kernel. While markers may be in flight the
+//! payload counts, not what the kernel reports as readable.
 
 use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
@@ -21,22 +21,22 @@ const ERR: u32 = libc::EPOLLERR as u32;
 const PRI: u32 = libc::EPOLLPRI as u32;
 const WRBAND: u32 = libc::EPOLLWRBAND as u32;
 
-/// Whether to ask to be told of a change.
+/// Whether a check also asks the peer for a wake-up.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Arm {
-    /// Only look.
+    /// Checks only.
     No,
-    /// For what is not ready now (level-triggered).
+    /// Asks for a wake-up if the direction is not ready now (level-triggered).
     IfNotReady,
-    /// For every change from now on (edge-triggered).
+    /// Asks for a wake-up at every change from now on (edge-triggered).
     Always,
 }
 
-/// What the socket is ready for, of `events` and what is always reported (EPOLL* bits).
+/// Returns the socket's readiness: the bits of `events` and those that are always reported (EPOLL*).
 pub fn evaluate(socket: &'static Socket, events: u32, arm: Arm) -> u32 {
     progress(socket);
     let mut mask = if socket.has_untold() { ERR } else { 0 };
-    // Before the directions: an end is not told before what has come ahead of it.
+    // Read before the directions are checked: an end must not be reported before the data ahead of it.
     let anchor = socket.wakes.anchor.load(Acquire);
     if events & (IN | RDHUP | PRI) != 0 {
         mask |= readable(socket, arm);
@@ -53,26 +53,26 @@ pub fn evaluate(socket: &'static Socket, events: u32, arm: Arm) -> u32 {
             return mask;
         }
     }
-    // Between hosts the end of TCP may be seen before what precedes it has come over the link.
+    // Between hosts the end of TCP may be seen before the last data has come over the link.
     let is_early = socket.rx_mode.load(Acquire) == Mode::Link
         && !socket.rx_shut.load(Acquire)
         && socket.rx.lock().is_some_and(|rx| rx.stays && !rx.read_on);
     let told = if is_early { ENDED & !RDHUP } else { ENDED };
-    // Something has ended: what exactly is true now is for the kernel to say.
+    // A direction has ended: the kernel reports which.
     let Some(tx) = socket.tx.lock() else {
         return mask;
     };
-    // Between hosts the kernel's own shutdown() may be still to follow.
+    // Between hosts the kernel's own shutdown() may still be to follow.
     if tx.is_shut && socket.rx_shut.load(Acquire) {
         mask |= HUP;
     }
     mask | kernel(socket, PollFlags::IN | PollFlags::RDHUP | PollFlags::PRI) & (told | PRI)
 }
 
-/// Whether the error queue (recvmsg(2)) has something.
+/// Returns ERR if the error queue (recvmsg(2)) has an entry, else 0.
 #[cold]
 fn error_queue(socket: &'static Socket) -> u32 {
-    // What comes from now on sets it again.
+    // An entry that comes from now on sets the bit again.
     socket.wakes.anchor.fetch_and(!ERROR_QUEUE, SeqCst);
     let Some(_tx) = socket.tx.lock() else {
         return 0;
@@ -84,13 +84,14 @@ fn error_queue(socket: &'static Socket) -> u32 {
     mask
 }
 
-/// The receiving direction.
+/// Returns the readiness of the receiving direction (EPOLL* bits).
 pub fn readable(socket: &'static Socket, arm: Arm) -> u32 {
     point!("readable: is about to look");
     let Some(mut rx) = socket.rx.lock() else {
         return 0;
     };
-    // Under the lock: in a direction that is scanned since an earlier look, what the kernel has may be a marker.
+    // Read under the lock: if scanning for markers has begun since an earlier check, the kernel's bytes may be a
+    // marker.
     match socket.rx_mode.load(Acquire) {
         Mode::Link => {}
         Mode::Marked => {
@@ -109,7 +110,7 @@ pub fn readable(socket: &'static Socket, arm: Arm) -> u32 {
         }
     }
     let bits = rx.own.bits;
-    // What TCP has is RESUME, or will be.
+    // While `waits` holds, the next bytes on TCP are RESUME.
     let waits = rx.stays && !rx.read_on;
     let goes_on = rx.stays && rx.read_on;
     let Some(consumer) = rx.consumer.as_mut() else {
@@ -126,7 +127,7 @@ pub fn readable(socket: &'static Socket, arm: Arm) -> u32 {
     };
     let anchor = socket.wakes.anchor.load(Acquire);
     if !ready && goes_on {
-        // Its last bytes have been read since that was said: the rest is in TCP, whose look tells.
+        // The last bytes on the link have been read since `read_on` was set: the rest is in TCP, which is checked next.
         drop(rx);
         return match connection::leave_link_at_end(socket) {
             true => readable(socket, arm),
@@ -139,7 +140,7 @@ pub fn readable(socket: &'static Socket, arm: Arm) -> u32 {
         } else if waits {
             0
         } else if anchor & ENDED != 0 {
-            // An error is over when somebody has been told of it: whether there still is one is for the kernel to say.
+            // An error is over once a call has returned it: the kernel reports whether there still is one.
             IN | anchor & ENDED & !ERR
         } else {
             0
@@ -148,7 +149,7 @@ pub fn readable(socket: &'static Socket, arm: Arm) -> u32 {
     match consumer.end() {
         Ok(None) => IN,
         Ok(Some(_)) if waits => 0,
-        // A mark and no data: what it means is for the kernel to say, once the rest is done.
+        // The end mark, and no data: once the link is left, the kernel reports what the mark means.
         Ok(Some(_)) => {
             drop(rx);
             if connection::leave_link_at_end(socket) {
@@ -163,14 +164,14 @@ pub fn readable(socket: &'static Socket, arm: Arm) -> u32 {
     }
 }
 
-/// The sending direction; as `readable`.
+/// Returns the readiness of the sending direction (EPOLL* bits).
 pub fn writable(socket: &'static Socket, arm: Arm) -> u32 {
     let mut tx = loop {
         if socket.tx_mode.load(Acquire) == Mode::Marked && !connection::flush(socket) {
             return if tx::is_above_own_send(socket) {
                 kernel(socket, PollFlags::OUT | PollFlags::WRNORM) & (OUT | HUP | ERR)
             } else if socket.tx.lock().is_some_and(|tx| tx.is_shut) {
-                // A send fails at once, though the kernel's own shutdown() may be still to follow.
+                // A send fails at once, though the kernel's own shutdown() may still be to follow.
                 OUT
             } else {
                 0
@@ -180,7 +181,7 @@ pub fn writable(socket: &'static Socket, arm: Arm) -> u32 {
         let Some(tx) = socket.tx.lock() else {
             return 0;
         };
-        // What the kernel has room for is for a marker that has been announced since.
+        // If a marker has been announced since, the kernel's space is for that marker.
         if socket.tx_mode.load(Acquire) != Mode::Marked {
             break tx;
         }

@@ -1,6 +1,7 @@
-//! What peers tell the service thread of sockets, because more than one set or thread of this process waits on them: it
-//! tells all of those. A thread that looks at such a set does the same first, or what has come would be there before
-//! the set knows it.
+//! Wake-ups that peers send to the service thread, because several sets or threads of this process wait on the socket.
+//!
+//! The service thread notifies all of them. A thread that checks such a set does the same first. Otherwise data would
+//! be there before the set knows of it.
 
 use std::sync::atomic::Ordering::Acquire;
 
@@ -17,18 +18,18 @@ use crate::objects::socket::{self, Socket};
 use crate::objects::waiters::SERVICE;
 use crate::polling::readiness::{self, Arm};
 
-/// Who has it tells: whoever comes after that finds all told that had been said before.
+/// Held while wake-ups are passed on. A thread that gets it next finds that all earlier wake-ups have been passed on.
 static TURN: Lock<()> = Lock::new(());
 
-/// Tells those who wait of what the link's peer has said.
+/// Notifies the waiting sets and threads of all that the link's peer has queued for the service thread.
 pub fn tell(link: &'static Link) {
-    // A signal handler above its holder: that goes on.
+    // In a signal handler above the lock's holder: the holder continues afterwards.
     let Some(_turn) = TURN.lock() else { return };
     let mut sockets = Vec::new();
     link.drain_ready(SERVICE, |slot, at| sockets.push((at, slot)));
     sockets.sort_by_key(|(at, _)| *at);
     for socket in sockets.into_iter().filter_map(|(_, slot)| socket::by_slot(slot)) {
-        // Its sender may wait for a reader that has closed the number past the hooks.
+        // The sender may wait for a reader that has closed its fd without a hook.
         closing::look_at_anchor(socket);
         link.judge(readiness::readable(socket, Arm::No) != 0);
         rx::relieve(socket, link);
@@ -37,12 +38,13 @@ pub fn tell(link: &'static Link) {
     }
 }
 
-/// The same, of all peers.
+/// Calls [`tell`] for each link that is up.
 pub fn tell_all() {
     up::all().into_iter().for_each(tell);
 }
 
-/// Whether the peer has all that a stream between hosts has given to the link.
+/// Checks whether the peer has received all bytes that a stream between hosts has given to the link. If so, the
+/// stream's way back to TCP continues.
 pub fn look_for_confirmation(socket: &'static Socket, link: &Link) {
     let Some(remote) = link.remote() else {
         return;

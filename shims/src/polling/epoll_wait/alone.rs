@@ -1,6 +1,7 @@
-//! A wait in the kernel's set alone, as long as nothing of the set is ours. It may become ours at any moment of the
-//! wait, in which the thread is counted: whoever makes the set active sees it there, rings, and counts a sleeper for
-//! it.
+//! A wait in the kernel's set alone, while no item of the set is taken over.
+//!
+//! An item may be taken over at any moment of the wait, so the gate counts the thread. The thread that makes the set
+//! active sees it there, rings the bell, and counts a sleeper for it.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::{AcqRel, Acquire};
@@ -13,7 +14,8 @@ use crate::sys::points::point;
 use crate::sys::time::{Deadline, Timeout};
 
 impl Epoll {
-    /// The kernel's wait alone, as long as nothing is taken over. `None` if that has changed.
+    /// Waits in the kernel alone. Returns what epoll_wait() returns. `None` if the set is active or the fd stands for
+    /// another file: the caller continues with the library's list.
     pub(super) fn wait_plain(
         &'static self,
         visit: &mut Visit,
@@ -43,7 +45,8 @@ impl Epoll {
         }
         loop {
             point!("epoll alone: the set is not active");
-            // Either we see that it is active or another's, or who made it that (`activate`, `release`) sees us.
+            // Either this thread sees that the set is active or another's, or the thread that made it so (`activate`,
+            // `release`) sees this one inside.
             if !self.gate.enter() || !visit.is_here() {
                 self.leave_plain();
                 return None;
@@ -63,14 +66,14 @@ impl Epoll {
             point!("epoll alone: holds the set");
             let others = self.leave_plain();
             if others && self.is_active() {
-                // A ring wakes one thread; the next one must come here too.
+                // A ring wakes one thread; the next one must leave the kernel's wait too.
                 self.ring();
             }
             if n < 0 {
                 crate::sys::errno::set(errno);
                 return Some(n);
             }
-            // The doorbell may be in the kernel's set before the set counts as active.
+            // The bell may be in the kernel's set before the set counts as active.
             let kept = if left.is_zero() {
                 self.after_look(visit, events, n)
             } else {
@@ -81,7 +84,7 @@ impl Epoll {
             if kept > 0 || left.is_zero() || n == 0 && !is_active {
                 return Some(kept);
             }
-            // What was reported is another process's, so the set may be the kernel's alone still.
+            // Only another process's library fds were reported, so the set may still be the kernel's alone.
             if is_active || !visit.is_here() {
                 return None;
             }
@@ -89,11 +92,12 @@ impl Epoll {
         }
     }
 
-    /// True if others are inside the kernel's wait alone.
+    /// Leaves the gate. Returns true if other threads are inside.
     fn leave_plain(&'static self) -> bool {
         let waiter = self.waiter();
         let others = self.gate.leave();
-        // Who makes the set active counts a sleeper for us, and then looks whether we are still there.
+        // The thread that makes the set active counts a sleeper for those inside, and then checks whether they are
+        // still there.
         if !others && self.plain_sleeps.look() {
             self.end_plain_sleep(waiter);
         }

@@ -1,6 +1,6 @@
-//! Which of its links a wait looks at, and by which it is woken. Those within this host are looked at each time. Of
-//! those to other hosts, if there are many, the kernel's set tells which have something (`epoll::links`); the others
-//! are looked at.
+//! The links that a wait checks, and by which it is woken. Links within this host are checked each time. If there are
+//! many links to other hosts, the kernel's set reports which of them have completions (`epoll::links`); only the others
+//! are checked.
 
 use std::sync::atomic::{
     AtomicBool,
@@ -17,34 +17,37 @@ use crate::objects::link::Link;
 use crate::objects::socket;
 use crate::objects::waiters::SERVICE;
 
-/// To look at a link to another host is to poll its completions. So where there are more than so many, those are left
-/// out of which the kernel tells; and where one of the others has something, only so many more are looked at, and the
-/// rest first by the next harvest: all of them for one message each would cost more than the messages do. (Who has sent
-/// first of two peers on other hosts the network does not say either.)
+/// The number of links to other hosts that are checked at most, once one of them had data. To check such a link is to
+/// poll its completions.
+///
+/// If a set has more links than this, links for which the kernel's set reports completions are skipped. If one of the
+/// others has data, this many more are checked, and the next harvest begins with the rest. To check all of them for one
+/// message each would cost more than the messages. (The network does not preserve the order between peers on other
+/// hosts either.)
 const MANY: usize = 16;
 
-/// Which links to other hosts are looked at; those within this one always are.
+/// The links to other hosts that are checked; links within this host always are.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Sweep {
-    /// Every one.
+    /// All of them.
     Every,
-    /// Those of which the kernel's set would not tell.
+    /// Links whose completions the kernel's set would not report.
     Untold,
-    /// The same, until [enough](MANY) have been.
+    /// Links of [`Sweep::Untold`], until [`MANY`] have been checked after the first with data.
     Some,
-    /// That had something before in the same harvest.
+    /// Links that had data before in the same harvest.
     Again,
 }
 
 impl Links {
-    /// Whether any has something for `waiter`. Then the next look begins there.
+    /// Whether any link has something for `waiter`. If so, the next check begins at that link.
     pub(super) fn have_ready(&mut self, waiter: WaiterId) -> bool {
         if self.near.iter().any(|link| link.has_ready(waiter)) {
             return true;
         }
         let are_many = self.far.len() > MANY;
         let is_ready = |far: &Far| match are_many && far.is_told() {
-            // What has been taken in.
+            // Completions that were taken in already.
             true => far.news.is_queued(waiter),
             false => far.link.has_ready(waiter),
         };
@@ -55,7 +58,7 @@ impl Links {
         found.is_some()
     }
 
-    /// Whether any has something for the service thread, which tells the set (`served`).
+    /// Whether any link has a wake-up for the service thread, which notifies the set (`served`).
     fn have_told_the_service(&self) -> bool {
         let far = self.far.iter().map(|far| far.link);
         self.near.iter().copied().chain(far).any(|link| link.has_ready(SERVICE))
@@ -75,8 +78,8 @@ impl Epoll {
             || self.served.load(Acquire) && set.links.have_told_the_service()
     }
 
-    /// Takes over from the ready queues what peers have put there. True if links were left out that may have
-    /// something, and of which nobody would tell.
+    /// Moves what peers have put into the ready queues to the set's list. Returns true if links were skipped that may
+    /// have data, and that the kernel's set would not report.
     pub(super) fn sweep(&'static self, set: &mut Set, of: Sweep) -> bool {
         let Some(waiter) = self.waiter() else { return false };
         let mut come = std::mem::take(&mut set.come);
@@ -111,7 +114,7 @@ impl Epoll {
             for (at, far) in set.links.far_in_turn() {
                 let is_left_out = are_many && of != Sweep::Every && far.is_told();
                 if is_left_out {
-                    // Others may have taken in what has come.
+                    // Other threads may have taken in its completions.
                     if far.news.is_queued(waiter) && drain(far.link) {
                         spoke.push(far.link);
                     }
@@ -130,7 +133,7 @@ impl Epoll {
         set.links.spoke = spoke;
         set.come = come;
         let Set { items, ready, come, .. } = set;
-        // A queue does not keep an order, and there is one for each link. The kernel's list is in the order of arrival.
+        // A queue does not keep an order, and each link has its own. The kernel's list is in the order of arrival.
         come.sort_unstable();
         for (_, index) in come.drain(..) {
             enqueue(items, ready, index);
@@ -138,15 +141,16 @@ impl Epoll {
         left == 0
     }
 
-    /// For a sleep: what completes on links to other hosts wakes this thread itself, or one that sleeps on another set.
-    /// Their descriptors are in the kernel's set from the first such sleep on. `None` if there are no such links, or
-    /// the service thread hears of them.
+    /// Prepares a sleep: completions on links to other hosts wake this thread itself, or one that sleeps on another
+    /// set. Their descriptors are in the kernel's set from the first such sleep on. `None` if there are no such links,
+    /// or the service thread handles their completions.
     pub(super) fn watch_links(&'static self) -> Option<Asleep> {
         if !self.set.lock()?.links.are_to_wake() {
             return None;
         }
         let asleep = Asleep::begin(self);
-        // After that: what the service thread begins to hear of now it will see it is not alone with.
+        // Read after that: the service thread, if it begins to handle a link's completions now, sees that a thread
+        // sleeps.
         let taken_back = Library::get().service.taken_back.look();
         if let (Some(mut set), Some(kernel_fd)) = (self.set.lock(), self.kernel_fd()) {
             let key = Key(self.key.load(Relaxed));
@@ -155,7 +159,7 @@ impl Epoll {
         Some(asleep)
     }
 
-    /// The kernel's set has named these links.
+    /// Handles links that the kernel's set has reported.
     pub(super) fn on_named(&'static self, named: &Named) {
         if named.is_none() {
             return;
@@ -168,7 +172,8 @@ impl Epoll {
         }
     }
 
-    /// This thread may have been woken by links that others sleep on too, and does not know by which.
+    /// Arms the links again for other threads. Several threads may sleep on one link, and this thread may have consumed
+    /// its event without knowing which link it was.
     pub(super) fn arm_for_others(&'static self) {
         if let Some(set) = self.set.lock() {
             set.links.far.iter().for_each(|far| far.remote.arm_for_others());
@@ -176,10 +181,10 @@ impl Epoll {
     }
 }
 
-/// A thread that sleeps on a set with links to other hosts, until it is dropped.
+/// Counts a thread as asleep on a set with links to other hosts, until it is dropped.
 pub(super) struct Asleep {
     set: &'static Epoll,
-    /// It does not any more; for the thread's own signal handlers too.
+    /// The thread is not counted any more; read by the thread's own signal handlers too.
     has_left: AtomicBool,
 }
 
@@ -200,8 +205,7 @@ impl Asleep {
         }
     }
 
-    /// A signal handler runs above the sleep, for as long as it likes: what this thread was woken for others are to
-    /// hear of.
+    /// Leaves this thread's completions to others: a signal handler runs above the sleep, for any time.
     pub fn hand_over(&self) {
         let errno = crate::sys::errno::get();
         self.leave();

@@ -1,6 +1,8 @@
-//! A wait on a set: which set it belongs to, whatever becomes of the number meanwhile. As `call` for a connection: a
-//! wait that has not found anything yet may as well begin anew on what the number stands for by then; from its first
-//! rest on it holds the set, and makes the kernel's call on a number of ours.
+//! A wait on a set: keeps its set, even if the fd is closed or reused meanwhile.
+//!
+//! This is what `call` does for a connection. A wait that has found no event yet may begin again on the file that the
+//! fd stands for by then. From its first sleep or spin on, it holds the set, and makes the kernel's call on a private
+//! fd.
 
 use std::cell::Cell;
 use std::ffi::c_int;
@@ -10,18 +12,18 @@ use std::sync::atomic::Ordering::Relaxed;
 use crate::notify::epoll::Epoll;
 use crate::notify::table::{self, Entry};
 
-/// See the module.
+/// A wait on a set, see the module.
 pub struct Visit {
     pub set: &'static Epoll,
     fd: c_int,
     generation: u32,
     is_inside: bool,
-    /// A look at the kernel's set has told of links to other hosts.
+    /// A check of the kernel's set has reported links to other hosts.
     pub is_told: Cell<bool>,
 }
 
 impl Visit {
-    /// A wait on `fd`, which the table has just led from to `set`.
+    /// Records that a wait on `fd` begins; the table has just returned `set` for it.
     pub fn new(set: &'static Epoll, fd: c_int) -> Self {
         Self {
             set,
@@ -32,7 +34,7 @@ impl Visit {
         }
     }
 
-    /// Whether the set is still what the wait began on.
+    /// Whether the set is still the one on which the wait began.
     #[inline]
     pub fn is_here(&self) -> bool {
         self.is_inside || self.is_named()
@@ -43,10 +45,11 @@ impl Visit {
             && self.set.generation.load(Relaxed) == self.generation
     }
 
-    /// The wait is about to rest, and holds the set from now on. False if it is not its own any more.
+    /// Holds the set from now on: the wait is about to spin or sleep. Returns false if the fd stands for another file
+    /// by now.
     pub fn enter(&mut self) -> bool {
         if !self.is_inside {
-            // `Epoll::release` takes the number out of the table, and then looks who is inside.
+            // `Epoll::release` is called once the table has lost the fd, and then checks for waits inside.
             self.set.inside.enter();
             self.is_inside = true;
             if !self.is_named() {
@@ -57,7 +60,7 @@ impl Visit {
         true
     }
 
-    /// As [`Self::enter`], where the kernel's wait has been on the set already: it is the right one.
+    /// Holds the set without a check: the kernel's wait has been on it already, so it is the right one.
     pub fn stay(&mut self) {
         if !self.is_inside {
             self.set.inside.enter();
@@ -65,7 +68,7 @@ impl Visit {
         }
     }
 
-    /// The number for the kernel's call.
+    /// Returns the fd for the kernel's call.
     pub fn number(&self) -> c_int {
         match self.set.kernel_fd() {
             Some(own) if self.is_inside => own.as_raw_fd(),

@@ -1,5 +1,5 @@
-//! The last close() of a connection, and what keeps it in being for a while: calls that began before, bytes that the
-//! other host may not have, a signal handler that has interrupted a use of the object.
+//! The last close() of a connection. It may have to wait for calls that began before, or for bytes that the other host
+//! may not have. A signal handler that has interrupted a use of the object delays it too.
 
 use std::ffi::c_int;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -28,16 +28,17 @@ use crate::sys::errno;
 use crate::sys::remains::Remains;
 use rdmasock_core::stream::connection::{self, Awaited, SocketIo as _, Task};
 
-/// What those who use a connection tell of its end.
+/// The functions that `notify/closing` calls when a thread finds the end of a connection.
 pub static TOLD: Told = Told { on_call_back, lose };
 
-/// The program closes `fd`, which is not in the table any more. Gives who is to be told when it is closed.
+/// Releases the connection for `fd`, which the program closes and which is not in the table any more. Returns the
+/// peer's waiters to wake once the kernel's socket is closed.
 pub fn release(socket: &'static Socket, fd: c_int) -> Farewell {
-    // What another process has on a link stays there: this one only lets go.
+    // A stream that another process has on a link stays there: this process only stops being a holder.
     let is_foreign = socket.tx_mode.load(Acquire) == Mode::Foreign;
     let may_be_left = socket.may_be_on_link() && !is_foreign && is_only_number(socket, fd);
     if may_be_left && socket.promotion.holders.are_several() {
-        // The other holders go on with the kernel's socket.
+        // The other holders continue with the kernel's socket.
         crate::process::pass::release(socket, Reason::Inherited);
     }
     let Some(mut control) = socket.control.lock() else {
@@ -56,9 +57,9 @@ pub fn release(socket: &'static Socket, fd: c_int) -> Farewell {
     end(socket, control)
 }
 
-/// Before the program closes `fd`, or puts another file in its place. A call of another thread that begins between the
-/// removal from the table and the kernel's close goes to the kernel. Where markers may come, it finds a dead socket
-/// there. To be followed by the removal, then [`on_removed`].
+/// Puts a dead socket behind `fd` where markers may come, before the program closes `fd` or puts another file in its
+/// place. A call of another thread may begin between the removal from the table and the kernel's close. It goes to the
+/// kernel, and must not read a marker. The caller then removes the entry, and calls [`on_removed`].
 pub fn hide_markers(socket: &'static Socket, fd: c_int) {
     if socket.rx_mode.load(Acquire) != Mode::Marked {
         return;
@@ -78,7 +79,8 @@ pub fn hide_markers(socket: &'static Socket, fd: c_int) {
         && move_anchor(socket)
     {
         socket.numbers.hidden.store(fd, Release);
-        // SAFETY: two numbers and a flag; the program is about to close `fd` itself.
+        // SAFETY: dup3 gets two fds and a flag. The program is about to close `fd` itself, and the TCP socket has a
+        // private fd by now.
         let _ = unsafe {
             let numbers = [
                 dead.as_raw_fd() as usize,
@@ -93,13 +95,13 @@ pub fn hide_markers(socket: &'static Socket, fd: c_int) {
     }
 }
 
-/// The table has forgotten `fd`.
+/// Ends the work of [`hide_markers`], once the table has no entry for `fd`.
 pub fn on_removed(socket: &'static Socket, fd: c_int) {
     let _ = socket.numbers.hidden.compare_exchange(fd, -1, AcqRel, Acquire);
 }
 
-/// `fd` was closed where no hook saw it, and may stand for another file already. It is not in the table any more, and
-/// is not touched.
+/// Releases the connection for `fd`, which was closed without a hook. The fd is not in the table any more. It may stand
+/// for another file already, so it is not touched.
 #[cold]
 pub fn lose(socket: &'static Socket, fd: c_int) {
     let errno = errno::get();
@@ -127,14 +129,15 @@ fn lose_number(socket: &'static Socket, fd: c_int) {
         Inside::Interrupted => orphan(socket),
         Inside::Kernel | Inside::Ours => {
             drop(control);
-            // They find that it is not theirs any more.
+            // The calls find that their connection is lost.
             ready::notify_local(socket);
         }
     }
 }
 
-/// The last number is closed. True if calls that began before are not back: as in the kernel, the connection lives on
-/// until they are. The caller holds the control lock.
+/// Keeps the connection for calls that began before its last fd was closed. Returns true if there are such calls: as in
+/// the kernel, the connection lives until they return. Also true if a signal handler has interrupted a use: the service
+/// thread decides then. The caller holds the control lock.
 fn hold(socket: &'static Socket) -> bool {
     let inside = calls_inside(socket, closed::HELD);
     match inside {
@@ -154,27 +157,27 @@ fn hold(socket: &'static Socket) -> bool {
     if move_anchor(socket) {
         return true;
     }
-    // There is no number left for it: they fail.
+    // Without an fd for the TCP socket these calls fail.
     socket.numbers.closed.publish(closed::LOST);
     socket.numbers.fd.store(-1, Release);
     ready::notify_local(socket);
     true
 }
 
-/// Where the calls are that are not back.
+/// Where the calls are that have not returned.
 #[derive(Clone, Copy, PartialEq)]
 enum Inside {
     Nobody,
-    /// This very thread is in the middle of a use of the object, which a signal handler has interrupted.
+    /// This thread is in the middle of a use of the object, which a signal handler has interrupted.
     Interrupted,
-    /// In the kernel's receive or send.
+    /// All are in the kernel's receive or send.
     Kernel,
-    /// In a wait of ours, some of them.
+    /// At least one is in a wait of the library.
     Ours,
 }
 
-/// Says what has become of the numbers, and finds calls that began before: each of them sees that then when it is back.
-/// If there are none the object is as before.
+/// Publishes `what` has become of the fds ([`closed`]), and returns where calls are that began before. Each such call
+/// sees `what` when it returns. If there is none, the fds count as open again.
 fn calls_inside(socket: &'static Socket, what: u8) -> Inside {
     let sleeps = socket.wakes.interest.lock().map(|i| !i.sleepers.is_empty());
     let (Some(sleeps), Some(rx), Some(tx)) = (sleeps, socket.rx.lock(), socket.tx.lock()) else {
@@ -191,7 +194,7 @@ fn calls_inside(socket: &'static Socket, what: u8) -> Inside {
     }
 }
 
-/// The anchor gets a number that the program does not know of, if it has none yet.
+/// Moves the TCP socket to a private fd, if it has none yet. Returns false if there is no fd left.
 fn move_anchor(socket: &'static Socket) -> bool {
     if privatefd::is_private(socket.numbers.fd.load(Acquire)) {
         return true;
@@ -204,13 +207,13 @@ fn move_anchor(socket: &'static Socket) -> bool {
     if socket.is_watched()
         && let Some(fd) = socket.numbers.anchor_fd()
     {
-        // It has another number from now on.
+        // The service thread's set has to watch the new fd.
         anchor::watch(socket, fd);
     }
     true
 }
 
-/// A call that began before the connection was closed is back. With the last one it ends.
+/// Handles the return of a call that began before the connection was closed. The last such call ends the connection.
 #[cold]
 fn on_call_back(socket: &'static Socket) {
     let errno = errno::get();
@@ -229,15 +232,15 @@ fn on_call_back(socket: &'static Socket) {
     errno::set(errno);
 }
 
-/// A signal handler has interrupted this thread in the middle of a use of the object: the service thread does what is
-/// to be done. Until then the connection has an anchor of its own.
+/// Leaves the close to the service thread, because a signal handler has interrupted this thread in the middle of a use
+/// of the object. Until then the connection has a private fd for its TCP socket.
 #[cold]
 fn orphan(socket: &'static Socket) {
     let fd = socket.numbers.fd.load(Acquire);
     if fd >= 0
         && !table::still(fd, socket)
         && socket.numbers.is_behind(fd)
-        // SAFETY: the caller is about to close the number, and it still stands for the socket.
+        // SAFETY: the caller is about to close `fd`, so it is open, and it still stands for the socket.
         && let Ok(copy) = PrivateFd::duplicate_closing(unsafe { BorrowedFd::borrow_raw(fd) })
     {
         socket.numbers.fd.store(copy.release(), Release);
@@ -249,7 +252,7 @@ fn orphan(socket: &'static Socket) {
 
 static ORPHANS: AtomicBool = AtomicBool::new(false);
 
-/// Ends what signal handlers could not. On the service thread.
+/// Carries out closes that signal handlers have left. Service thread only.
 pub fn end_orphans() {
     if !ORPHANS.swap(false, SeqCst) {
         return;
@@ -275,8 +278,8 @@ pub fn end_orphans() {
     }
 }
 
-/// No number stands for the connection any more, and no call is inside. Gives who is to be told when the kernel's
-/// socket is closed; one of ours is by then.
+/// Ends a connection that has no fd of the program's any more, and no call inside. Returns the peer's waiters to wake
+/// once the kernel's socket is closed. A private fd is closed here.
 fn end(socket: &'static Socket, mut control: Guard<'static, Control>) -> Farewell {
     let anchor = socket.numbers.fd.load(Acquire);
     let last = socket.promotion.holders.let_go(socket.is_plain());
@@ -291,11 +294,11 @@ fn end(socket: &'static Socket, mut control: Guard<'static, Control>) -> Farewel
         forget(socket);
         return Farewell::NONE;
     }
-    // A close with unread data resets the connection (RFC 9293, 3.10.4; RFC 2525, 2.17). A number that was closed where
-    // no hook saw it, and is closed now as the next file's, leads to no kernel's socket either.
+    // A close with unread data resets the connection (RFC 9293, 3.10.4; RFC 2525, 2.17). An fd that was closed without
+    // a hook may stand for the next file by now. Then no reset is possible through it.
     let is_lost = anchor < 0 || !socket.numbers.is_behind(anchor);
     if is_lost && last && connection::return_unread(socket, &control) {
-        // No end mark: to the peer it is no orderly end.
+        // Without an end mark: to the peer this must not be an orderly end.
         let_go_of(socket, &mut control);
         drop(control);
         forget(socket);
@@ -303,11 +306,11 @@ fn end(socket: &'static Socket, mut control: Guard<'static, Control>) -> Farewel
     }
     let is_unread = rx::has_unread(socket) && !is_lost;
     let resets = last && (is_unread || refuses_what_came(socket));
-    // Nor is anything to precede the reset that a program asks for: behind an end it would be none.
+    // If the program asks for a reset, no end may precede it: behind an end it would not be a reset.
     if last && !resets && !is_hard(socket) && stay_behind(socket, &mut control) {
         drop(control);
         forget_interest(socket);
-        // From here on it can come to its end, and be another connection.
+        // From here on the connection can be finished, and its object become another connection.
         socket.numbers.left_behind.store(true, Release);
         socket.later(Task::Settle);
         return Farewell::NONE;
@@ -326,25 +329,25 @@ fn end(socket: &'static Socket, mut control: Guard<'static, Control>) -> Farewel
     }
     let_go_of(socket, &mut control);
     drop(control);
-    // A connection that was held for calls has one of ours.
+    // A connection that was held for calls has a private fd.
     drop(PrivateFd::adopt(anchor));
     forget(socket);
     farewell
 }
 
-/// Whether the program has asked for a reset in the place of an orderly end (SO_LINGER with no time).
+/// Whether the program has asked for a reset in place of an orderly end (SO_LINGER with time 0).
 pub fn is_hard(socket: &Socket) -> bool {
     let linger = |anchor| rustix::net::sockopt::socket_linger(anchor) == Ok(Some(std::time::Duration::ZERO));
     socket.numbers.anchor_fd().is_some_and(linger)
 }
 
-/// The program closes the socket before all of `unsent` is in TCP, or while markers are `awaited`: see
-/// `service::linger`. The caller holds the control lock.
+/// Leaves the rest of a close to `service::linger`, if not all of `unsent` is in TCP, or markers are `awaited`. The
+/// caller holds the control lock.
 fn linger(socket: &'static Socket, awaited: Option<Awaited>, unsent: Vec<u8>) {
     let Some(anchor) = socket.numbers.anchor_fd() else {
         return;
     };
-    // A program that asked for a reset gets it.
+    // A program that has asked for a reset gets a reset.
     if is_hard(socket) || (awaited.is_none() && unsent.is_empty()) {
         return;
     }
@@ -357,7 +360,7 @@ fn linger(socket: &'static Socket, awaited: Option<Awaited>, unsent: Vec<u8>) {
     }
 }
 
-/// The stream's numbers are given back, and the object is as new.
+/// Closes the stream, and resets both directions of the object.
 fn let_go_of(socket: &'static Socket, control: &mut Control) {
     control.handshake = None;
     connection::close_stream(socket, control);
@@ -376,8 +379,8 @@ fn let_go_of(socket: &'static Socket, control: &mut Control) {
     }
 }
 
-/// The last number of a stream between hosts is closed, and the peer may not have all of it: the anchor and
-/// the stream live on until it has (P77). False if that is not so, or there is no number left.
+/// Keeps a stream between hosts, and its TCP socket, until the peer has received all bytes (P77). For a stream whose
+/// last fd is closed. Returns false if there is nothing to wait for, or no fd is left.
 fn stay_behind(socket: &'static Socket, control: &mut Control) -> bool {
     if !connection::resume::is_staying(control) || !move_anchor(socket) {
         return false;
@@ -386,7 +389,7 @@ fn stay_behind(socket: &'static Socket, control: &mut Control) -> bool {
     true
 }
 
-/// A stream that was left behind may have come to its end. True if it has.
+/// Ends a stream that was left behind, if the peer has received all bytes. Returns true if it has ended.
 pub fn finish(socket: &'static Socket) -> bool {
     {
         let Some(mut control) = socket.control.lock() else {
@@ -405,8 +408,8 @@ pub fn finish(socket: &'static Socket) -> bool {
     true
 }
 
-/// The process is about to end, and the kernel closes the socket without knowing of what is unread on the link. Gives
-/// whether that is a reset, which no end is to precede.
+/// Makes the kernel reset the connection at the end of the process, if bytes on the link are unread. The kernel does
+/// not know of those. Returns whether the connection ends by a reset, which no end may precede.
 pub fn resets_at_exit(socket: &'static Socket) -> bool {
     if rx::has_unread(socket)
         && let Some(anchor) = socket.numbers.anchor_fd()
@@ -416,17 +419,17 @@ pub fn resets_at_exit(socket: &'static Socket) -> bool {
     is_hard(socket)
 }
 
-/// Nobody reads the link any more. True if something came before the other end could know. (Where
-/// something is unread anyway, the reset tells it, and not before it is there: a program that was told
-/// by us would find the connection still standing.)
+/// Marks the link's ring as closed for the peer: no call will read it any more. Returns true if data came before the
+/// peer could know. (For data that is unread anyway, the reset notifies the peer. A program that was woken before it
+/// would find the connection still open.)
 fn refuses_what_came(socket: &'static Socket) -> bool {
-    // A direction that is back on TCP may have another holder, who got the socket by SCM_RIGHTS.
+    // A direction that is back on TCP may have another holder, which received the socket by SCM_RIGHTS.
     if socket.rx_mode.load(Acquire) == Mode::Tcp {
         return false;
     }
     let wake = connection::refuse(socket);
     if socket.numbers.anchor_fd().is_none() {
-        // It was closed past the hooks, so no reset of it will tell.
+        // The socket was closed without a hook, so no reset will notify the peer.
         ready::notify_peer(socket, wake);
     }
     rx::has_unread(socket)
@@ -437,7 +440,7 @@ fn is_only_number(socket: &'static Socket, fd: c_int) -> bool {
     control.is_some_and(|c| c.own.fds.iter().all(|f| *f == fd))
 }
 
-/// Nobody waits on the socket any more.
+/// Removes all epoll sets and sleepers from the socket, and wakes the sleepers.
 fn forget_interest(socket: &'static Socket) {
     let interest = {
         let Some(mut interest) = socket.wakes.interest.lock() else {

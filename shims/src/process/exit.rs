@@ -1,4 +1,4 @@
-//! The end of the process, while it can still say something.
+//! The end of the process, while the library can still send: promotions and links are brought to an end.
 
 use std::sync::atomic::Ordering::Acquire;
 
@@ -14,25 +14,25 @@ use crate::sys::time::now_ns;
 use crate::sys::vfork;
 use rdmasock_core::stream::connection::{self, resume};
 
-/// How long the end of a process waits for promotions under way, and then for other hosts to have what was sent to
-/// them, ns: for longer than a busy machine keeps a peer's thread from running.
+/// Bound on each of two waits at the end of a process, ns. The first is for promotions under way, the second for other
+/// hosts to receive their bytes. Longer than a busy machine keeps a peer's thread from running.
 const LAST_WORDS: u64 = 2_000_000_000;
 
-/// Before this process ends: what other processes hold too goes back to TCP.
+/// Runs before this process ends. Takes streams that other processes hold too back to TCP, ends the others, and waits
+/// until other hosts have received their bytes.
 pub extern "C" fn at_exit() {
     if vfork::is_child() {
         return;
     }
     let errno = errno::get();
     let until = now_ns() + LAST_WORDS;
-    // The service thread, which lives on until the end, begins no more promotions.
+    // The service thread runs until the end, and begins no more promotions.
     Library::keep_on_tcp(Reason::Closed);
     for socket in socket::in_use() {
-        // A marker that is left unread would make the kernel reset the connection: a promotion that is
-        // under way gets the moment that it needs.
+        // An unread marker would make the kernel reset the connection, so a promotion under way gets time to finish.
         while connection::is_scanning(socket) && !socket.promotion.holders.are_several() {
             connection::look(socket);
-            // The last look comes after the last sleep, which may have been longer.
+            // Checked after the last look, which comes after a sleep that may have been longer.
             if now_ns() >= until {
                 break;
             }
@@ -46,7 +46,7 @@ pub extern "C" fn at_exit() {
         if shared && !is_foreign && socket.may_be_on_link() {
             pass::release(socket, Reason::Inherited);
         }
-        // Not what another process goes on with.
+        // Not for a stream that another process continues.
         if !shared && !socket.numbers.left_behind.load(Acquire) {
             let resets = close::resets_at_exit(socket);
             if !resets && let Some(mut control) = socket.control.lock() {
@@ -55,8 +55,8 @@ pub extern "C" fn at_exit() {
         }
         socket.promotion.holders.let_go(socket.is_plain());
     }
-    // What is on its way to other hosts dies with the queue pair: until they have it, or TCP has. And what was closed
-    // in the middle of a promotion the kernel would reset when the peer's markers come.
+    // Bytes on their way to other hosts are lost with the queue pair, so the process waits until the peers or TCP have
+    // them. The kernel would also reset a connection that was closed during a promotion, when the peer's markers come.
     let is_owed = || {
         socket::all().any(|socket| {
             let control = socket.control.lock();

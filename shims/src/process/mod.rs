@@ -1,4 +1,4 @@
-//! What ends or hands over connections: close, exit, exec, descriptors that are passed on.
+//! Ends connections or hands them over: close, exit, exec, fds that are passed on.
 
 pub(crate) mod close;
 pub(crate) mod exit;

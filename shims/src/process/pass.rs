@@ -1,6 +1,8 @@
-//! Sockets that go back to TCP with all that was not read yet, because only the kernel can serve them: those that
-//! leave this process, passed by SCM_RIGHTS, kept across an exec or given to a spawned program, whose new holder reads
-//! and writes the kernel's socket (docs/design/processes.md), and those with an option that a link does not have.
+//! Takes sockets back to TCP with all unread data, because only the kernel can serve them. There are two cases:
+//!
+//! - Sockets that leave this process: passed by SCM_RIGHTS, kept across an exec, or given to a spawned program. The new
+//!   holder reads and writes the kernel's socket (docs/design/processes.md).
+//! - Sockets with an option that a link does not support.
 
 use std::ffi::{c_int, c_uint};
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -21,27 +23,26 @@ use crate::sys::time::wait_until;
 use crate::sys::vfork;
 use rdmasock_core::stream::connection;
 
-/// Takes back the sockets that a message is about to pass. Costs a look at two fields for a
-/// message without control data.
+/// Takes back the sockets that a message is about to pass. For a message without control data this reads two fields.
 ///
 /// # Safety
 /// `message` is null or the program's own.
 #[inline]
 pub unsafe fn before_passing(message: *const msghdr) {
-    // SAFETY: by the contract.
+    // SAFETY: `message` is null or the program's own, by the contract.
     if unsafe { message.as_ref() }.is_some_and(|m| m.msg_controllen > 0 && !m.msg_control.is_null()) {
-        // SAFETY: by the contract.
+        // SAFETY: `message` is the program's own, by the contract, and not null.
         unsafe { pass(message) }
     }
 }
 
-/// [`before_passing`] for each message of an array.
+/// Calls [`before_passing`] for each message of an array.
 ///
 /// # Safety
 /// `messages` has `count` entries, or is null.
 pub unsafe fn before_passing_many(messages: *const mmsghdr, count: c_uint) {
     for i in 0..if messages.is_null() { 0 } else { count as usize } {
-        // SAFETY: by the contract.
+        // SAFETY: `i` is below `count`, and `messages` is not null, so it has that many entries by the contract.
         unsafe { before_passing(&raw const (*messages.add(i)).msg_hdr) }
     }
 }
@@ -49,7 +50,8 @@ pub unsafe fn before_passing_many(messages: *const mmsghdr, count: c_uint) {
 #[inline(never)]
 unsafe fn pass(message: *const msghdr) {
     let errno = errno::get();
-    // SAFETY: the macros of cmsg(3) on the program's own control data, which is not changed.
+    // SAFETY: the macros of cmsg(3) are applied to the program's own control data, which the caller keeps, and which is
+    // only read.
     unsafe {
         let mut header = libc::CMSG_FIRSTHDR(message);
         while !header.is_null() {
@@ -69,9 +71,9 @@ unsafe fn pass(message: *const msghdr) {
     errno::set(errno);
 }
 
-/// Takes the socket back to TCP in both directions, such that all that was not read yet comes
-/// through the kernel. Waits for the end of a handshake that is under way: a marker in flight must
-/// not become somebody else's data.
+/// Takes the socket back to TCP in both directions, so that all unread data comes through the kernel. Waits for the end
+/// of a handshake that is under way: a marker in flight must not become the data of another process. Resets the
+/// connection if the peer does not answer in time.
 pub fn release(socket: &'static Socket, reason: Reason) {
     withdraw(socket, reason);
     let is_staying = match socket.control.lock() {
@@ -79,7 +81,7 @@ pub fn release(socket: &'static Socket, reason: Reason) {
         None => false,
     };
     if is_staying || socket.rx_mode.load(Acquire) == Mode::Marked {
-        // The new holder would read a marker as data, or miss what was before it.
+        // The new holder would read a marker as data, or miss the data before it.
         tracing::warn!(target: "rdmasock", slot = socket.slot, %reason, "the peer does not answer, and the socket cannot follow: reset");
         crate::notify::reset::reset(socket);
         if let Some(mut rx) = socket.rx.lock() {
@@ -89,8 +91,8 @@ pub fn release(socket: &'static Socket, reason: Reason) {
     keep(socket);
 }
 
-/// Takes the socket back to TCP as [`release`] does, for this process: where the peer does not answer in time, the
-/// program's calls go on waiting for it.
+/// Takes the socket back to TCP as [`release`] does, for this process. If the peer does not answer in time, the
+/// connection is not reset: the program's calls continue to wait for the peer.
 #[cold]
 pub fn keep_on_tcp(socket: &'static Socket, reason: Reason) {
     let errno = errno::get();
@@ -108,7 +110,8 @@ fn keep(socket: &'static Socket) {
 
 fn withdraw(socket: &'static Socket, reason: Reason) {
     reclaim(socket);
-    // An attempt that has come so far goes on to its end: what its peer sends meanwhile can be had from the link.
+    // An attempt that has come this far continues to its end: data that the peer sends meanwhile can be read from the
+    // link.
     wait_until(|| connection::press_on(socket));
     if let Some(mut control) = socket.control.lock() {
         connection::return_to_tcp(socket, &mut control, reason);
@@ -130,18 +133,18 @@ fn withdraw(socket: &'static Socket, reason: Reason) {
     });
 }
 
-/// Another program will have a copy of `fd`: the connection behind it goes back to TCP for good.
+/// Takes the connection behind `fd` to TCP for good, because another program will have a copy of `fd`.
 #[inline(never)]
 pub fn for_program(fd: c_int) {
     let errno = errno::get();
-    // A vfork child may have put another file there.
+    // In a vfork child `fd` may stand for another file.
     if let Some(socket) = table::socket(fd).filter(|s| s.numbers.is_behind(fd)) {
         release_here(socket);
     }
     errno::set(errno);
 }
 
-/// [`release`] for an exec. In a vfork child the socket's numbers may stand for other files, so its parent's service
+/// Calls [`release`] for an exec. In a vfork child the socket's fds may stand for other files. So the parent's service
 /// thread takes the stream back, and the child waits for that.
 fn release_here(socket: &'static Socket) {
     if !vfork::is_borrower() {
@@ -159,11 +162,11 @@ fn is_behind_anchor(socket: &Socket) -> bool {
     socket.numbers.is_behind(socket.numbers.fd.load(Acquire))
 }
 
-/// From now on no connection may leave TCP, and those that have return. Waits for that, as [`release`] does.
+/// Takes all connections back to TCP, and keeps later ones there. Waits until they are back, as [`release`] does.
 pub fn all_on_tcp(reason: Reason) {
     let errno = errno::get();
     Library::keep_on_tcp(reason);
-    // Who makes a connection busy looks at the reason then: one of the two sees the other.
+    // A thread that begins a promotion reads the reason after it has set the stage: one of the two sees the other.
     store_load_fence();
     for socket in socket::in_use() {
         if socket.may_be_on_link() {
@@ -173,9 +176,9 @@ pub fn all_on_tcp(reason: Reason) {
     errno::set(errno);
 }
 
-/// The program has set an option that makes sending or receiving another thing than it is on a link, and the kernel has
-/// taken it: if the socket is not promoted yet, `connection::start_scan` sees that. What the peer has sent before it
-/// left the link by itself is read from there first.
+/// Takes the connection back to TCP if the program has set an option for sending or receiving that links do not
+/// support. The kernel has the option already, so a connection that is not promoted yet is kept on TCP by
+/// `connection::start_scan`. Data that the peer sent before it left the link by itself is read from the link first.
 #[cold]
 pub fn on_option_beyond_links(socket: &'static Socket, fd: BorrowedFd<'_>) {
     let errno = errno::get();
@@ -186,20 +189,21 @@ pub fn on_option_beyond_links(socket: &'static Socket, fd: BorrowedFd<'_>) {
     errno::set(errno);
 }
 
-/// Not yet, or not all, back on TCP.
+/// Whether the socket is not, or not completely, back on TCP.
 fn is_on_link(socket: &'static Socket) -> bool {
     let control = socket.control.lock();
     !socket.is_plain() || control.is_some_and(|c| connection::resume::is_staying(&c))
 }
 
-/// Before an exec or a spawn: sockets that survive it go back to TCP. An exec `replaces` this
-/// process, which then no longer holds those that do not survive; of these, those on links between hosts go back too.
+/// Takes sockets that survive an exec or a spawn back to TCP first. An exec `replaces` this process, which then no
+/// longer holds sockets that do not survive. Of these, sockets on links between hosts, and sockets with other holders,
+/// go back too.
 pub fn before_exec(replaces: bool) {
     let errno = errno::get();
     for socket in socket::in_use() {
         let survives = socket.control.lock().is_none_or(|c| {
             c.own.fds.iter().any(|fd| {
-                // SAFETY: one of the socket's numbers; the control lock keeps close() out.
+                // SAFETY: the fd is one of the socket's, and the control lock keeps close() out.
                 let fd = unsafe { BorrowedFd::borrow_raw(*fd) };
                 let flags = rustix::io::fcntl_getfd(fd);
                 flags.is_ok_and(|f| !f.contains(rustix::io::FdFlags::CLOEXEC))
@@ -213,9 +217,9 @@ pub fn before_exec(replaces: bool) {
             continue;
         }
         let is_foreign = socket.tx_mode.load(Acquire) == Mode::Foreign;
-        // Other holders go on with the kernel's socket.
+        // Other holders continue with the kernel's socket.
         let is_left = || replaces && !is_foreign && socket.promotion.holders.are_several();
-        // What another host does not have yet goes with this image's memory; TCP keeps it.
+        // Bytes that another host has not received are lost with this image's memory; TCP keeps them.
         let is_away = replaces && !is_foreign && socket.link().is_some_and(|link| link.is_remote());
         if socket.may_be_on_link() && (survives || is_away || is_left()) {
             release(socket, Reason::Exec);

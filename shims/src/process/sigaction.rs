@@ -1,15 +1,21 @@
-//! Signal handlers of the program run where the library is not in the middle of anything: a signal that comes while a
-//! section of its thread is open (`core::os::thread`: it holds a lock, or has announced something) waits for the moment
-//! that the section lasts. So a handler may do whatever it may do on kernel TCP, wait on a connection for one: no lock
-//! is held beneath it, on which the service thread, or its own call, would wait.
+//! Signal handlers of the program run only while the library is not in the middle of anything.
 //!
-//! What is installed is `machine::enter`, which jumps to the program's handler as if it were not there, or puts the
-//! signal back: it sends it to its own thread again, with all that the kernel has told of it, and has it blocked when
-//! it returns. The end of the section unblocks it, which is when the kernel delivers it.
+//! A signal waits while its thread has a critical section open (`core::os::thread`: the thread holds a lock, or has
+//! announced something). So a handler may do all that it may do on kernel TCP, such as wait on a connection. No lock is
+//! held beneath it, on which the service thread or the handler's own call would wait.
 //!
-//! Not held back: what the processor raises, for which the code that it has interrupted cannot go on; handlers that the
-//! kernel uninstalls when it calls them (SA_RESETHAND); real-time signals whose handlers are told what they are about,
-//! for their order; those that are installed by number. What they jump out of is `jump`'s business.
+//! The installed handler is `machine::enter`. It jumps to the program's handler as if it were not there, or puts the
+//! signal back. To do so it sends the signal to its own thread again, with all information from the kernel, and returns
+//! with the signal blocked. The end of the section unblocks the signal, and then the kernel delivers it.
+//!
+//! Not held back are:
+//!
+//! - signals that the processor raises, since the interrupted code cannot continue;
+//! - handlers that the kernel uninstalls when it calls them (SA_RESETHAND);
+//! - real-time signals whose handlers get a `siginfo_t`, for their order;
+//! - handlers that are installed by a system call without a hook.
+//!
+//! Jumps out of handlers are in `signals/jump`.
 
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicUsize, Ordering::AcqRel, Ordering::Acquire};
@@ -25,17 +31,17 @@ use crate::sys::real::{PthreadCancelFn, SigactionFn, SignalFn};
 use crate::sys::vfork;
 
 const COUNT: usize = 65;
-/// In a word of `HANDLERS`: the handler is told what the signal is about. No address of the program's has this bit.
+/// In a word of `HANDLERS`: the handler takes a `siginfo_t` (SA_SIGINFO). No address of the program's has this bit.
 const IS_TOLD: usize = 1 << 63;
-/// Signals from here on are queued: one that is sent again would come after those that came after it.
+/// The first real-time signal. Such signals are queued: one that is sent again would come after later ones.
 const QUEUED: c_int = 32;
-/// The highest value that is not a handler's address: SIG_DFL, SIG_IGN, and SIG_HOLD.
+/// The highest value that is not a handler's address: SIG_DFL, SIG_IGN, or SIG_HOLD.
 const NO_HANDLER: usize = 2;
 
-/// The program's handler of each signal for which `machine::enter` is installed, or was.
+/// For each signal, the program's handler for which `machine::enter` is installed, or was.
 static HANDLERS: [AtomicUsize; COUNT] = [const { AtomicUsize::new(0) }; COUNT];
 
-/// Where a signal's handler is kept; `None` for a signal whose handlers do not wait.
+/// Returns the word of a signal's handler. `None` for a signal whose handlers do not wait.
 fn slot(signal: c_int) -> Option<&'static AtomicUsize> {
     match signal {
         libc::SIGSEGV | libc::SIGBUS | libc::SIGFPE | libc::SIGILL | libc::SIGTRAP | libc::SIGSYS | libc::SIGABRT => {
@@ -50,7 +56,7 @@ fn entrance() -> usize {
     machine::enter as *const () as usize
 }
 
-/// What the program knows the handler of a signal as.
+/// Returns the handler as the program knows it: its own in place of `machine::enter`.
 fn known_as(handler: usize, kept: usize) -> usize {
     if handler == entrance() {
         kept & !IS_TOLD
@@ -59,16 +65,16 @@ fn known_as(handler: usize, kept: usize) -> usize {
     }
 }
 
-/// Whether a handler is to be entered by `machine::enter`, as far as that is for the program to change: a vfork child
-/// has its own handlers in the kernel, and this memory is its parent's.
+/// Whether `machine::enter` should call this handler. False for a vfork child: its handlers in the kernel are its own,
+/// and this memory is its parent's.
 fn is_led(handler: usize) -> bool {
     machine::CAN_ENTER && handler > NO_HANDLER && handler != usize::MAX && !vfork::is_child()
 }
 
-/// `sigaction(2)`.
+/// Carries out `sigaction(2)`.
 ///
 /// # Safety
-/// As libc's.
+/// The same as for libc's function.
 #[inline]
 pub unsafe extern "C" fn sigaction(
     real: SigactionFn,
@@ -77,13 +83,13 @@ pub unsafe extern "C" fn sigaction(
     old: *mut libc::sigaction,
 ) -> c_int {
     let Some(slot) = slot(signal) else {
-        // SAFETY: the caller's arguments, as they are.
+        // SAFETY: the caller's arguments are passed on unchanged.
         return unsafe { real(signal, new, old) };
     };
     let mut kept = slot.load(Acquire);
     let mut led;
     let mut given = new;
-    // SAFETY: the caller's, which libc reads too.
+    // SAFETY: `new` is the caller's, null or readable: libc reads it too.
     if let Some(action) = unsafe { new.as_ref() }
         && action.sa_flags & libc::SA_RESETHAND == 0
         && action.sa_sigaction != entrance()
@@ -95,31 +101,31 @@ pub unsafe extern "C" fn sigaction(
         led.sa_sigaction = entrance();
         given = &raw const led;
     }
-    // SAFETY: the caller's arguments, or a copy of what they led to.
+    // SAFETY: the caller's arguments are passed on, or a copy of the action that `new` points to.
     let result = unsafe { real(signal, given, old) };
     if result != 0 {
         if given != new {
             slot.store(kept, std::sync::atomic::Ordering::Release);
         }
-    // SAFETY: the caller's, which libc has written to.
+    // SAFETY: `old` is the caller's, null or writable: libc has written to it.
     } else if let Some(action) = unsafe { old.as_mut() } {
         action.sa_sigaction = known_as(action.sa_sigaction, kept);
     }
     result
 }
 
-/// `signal(2)` as the BSDs have it: the handler stays.
+/// Carries out `signal(2)` with the semantics of the BSDs: the handler stays installed.
 ///
 /// # Safety
-/// As libc's.
+/// The same as for libc's function.
 #[inline]
 pub unsafe extern "C" fn signal(real: SignalFn, signal: c_int, handler: sighandler_t) -> sighandler_t {
     let Some(slot) = slot(signal).filter(|_| handler != entrance() && is_led(handler)) else {
-        // SAFETY: the caller's arguments, as they are.
+        // SAFETY: the caller's arguments are passed on unchanged.
         return unsafe { signal_once(real, signal, handler) };
     };
     let kept = slot.swap(handler, AcqRel);
-    // SAFETY: a handler of a signal, of either kind.
+    // SAFETY: `machine::enter` is a handler for signals with and without SA_SIGINFO.
     let before = unsafe { real(signal, entrance()) };
     if before == libc::SIG_ERR {
         slot.store(kept, std::sync::atomic::Ordering::Release);
@@ -127,27 +133,28 @@ pub unsafe extern "C" fn signal(real: SignalFn, signal: c_int, handler: sighandl
     known_as(before, kept)
 }
 
-/// `sigset(3)`, and `signal(2)` as System V has it: the handler is installed as it is, but that of before was perhaps
-/// not.
+/// Carries out `sigset(3)`, and `signal(2)` with the semantics of System V. The handler is installed unchanged, but the
+/// one before may have been installed by way of `machine::enter`.
 ///
 /// # Safety
-/// As libc's.
+/// The same as for libc's function.
 #[inline]
 pub unsafe extern "C" fn signal_once(real: SignalFn, signal: c_int, handler: sighandler_t) -> sighandler_t {
     let kept = slot(signal).map_or(0, |slot| slot.load(Acquire));
-    // SAFETY: the caller's arguments, as they are.
+    // SAFETY: the caller's arguments are passed on unchanged.
     let before = unsafe { real(signal, handler) };
     known_as(before, kept)
 }
 
-/// `pthread_cancel(3)`. Calls of the thread that do not come to a cancellation point of libc's look for it themselves
-/// (`jump::cancellation_point`).
+/// Carries out `pthread_cancel(3)`. Calls of the target thread that reach no cancellation point of libc's check the
+/// note themselves (`jump::cancellation_point`).
 ///
 /// # Safety
-/// As libc's.
+/// The same as for libc's function.
 #[inline]
 pub unsafe extern "C" fn pthread_cancel(real: PthreadCancelFn, target: libc::pthread_t) -> c_int {
-    // SAFETY: the caller's argument, as it is.
+    // SAFETY: the caller's argument is passed on unchanged. It is a thread that has not been joined, by libc's
+    // contract.
     unsafe {
         thread::note_cancelled(target);
         real(target)
@@ -155,7 +162,7 @@ pub unsafe extern "C" fn pthread_cancel(real: PthreadCancelFn, target: libc::pth
 }
 
 unsafe extern "C-unwind" {
-    /// glibc's, declared as what may unwind.
+    /// glibc's function, declared as one that may unwind.
     fn pthread_setcanceltype(kind: c_int, old: *mut c_int) -> c_int;
 }
 
@@ -163,32 +170,34 @@ unsafe extern "C-unwind" {
 const DEFERRED: c_int = 0;
 const ASYNCHRONOUS: c_int = 1;
 
-/// Defers cancellation. Returns the type of before.
+/// Defers cancellation. Returns the cancel type before.
 ///
-/// Nothing to drop: a thread whose type is asynchronous can be cancelled at each instruction of this.
+/// This frame has no destructors: a thread whose type is asynchronous can be cancelled at each instruction here.
 #[inline(never)]
 extern "C-unwind" fn defer_cancellation() -> c_int {
     let mut old = DEFERRED;
-    // SAFETY: a valid type and place; what may be unwound here holds nothing.
+    // SAFETY: the type is valid and `old` is writable. The call may unwind, and this frame has no destructors.
     unsafe { pthread_setcanceltype(DEFERRED, &raw mut old) };
     old
 }
 
-/// Has cancellation be asynchronous again; a thread that was cancelled meanwhile ends here. Likewise.
+/// Makes cancellation asynchronous again. A thread that was cancelled meanwhile ends here, so this frame has no
+/// destructors either.
 #[inline(never)]
 extern "C-unwind" fn undefer_cancellation() {
-    // SAFETY: likewise.
+    // SAFETY: the type is valid, and null is allowed for the old one. The call may unwind, and this frame has no
+    // destructors.
     unsafe { pthread_setcanceltype(ASYNCHRONOUS, std::ptr::null_mut()) };
 }
 
-/// Where a signal is to go on: the program's handler, or 0 if it waits.
+/// Decides how a signal continues. Returns the program's handler, or 0 if the signal waits.
 ///
 /// # Safety
-/// The arguments of a signal handler.
+/// The arguments are a signal handler's.
 unsafe extern "C" fn route(signal: c_int, info: *mut c_void, context: *mut c_void) -> usize {
     let kept = HANDLERS.get(signal as usize).map_or(0, |slot| slot.load(Acquire));
     let thread = thread::current();
-    // SAFETY: by the contract.
+    // SAFETY: the arguments are a signal handler's, by the contract.
     if thread.depth() != 0 && unsafe { hold(thread, signal, kept & IS_TOLD != 0, info, context) } {
         return 0;
     }
@@ -198,10 +207,10 @@ unsafe extern "C" fn route(signal: c_int, info: *mut c_void, context: *mut c_voi
     kept & !IS_TOLD
 }
 
-/// Has a signal wait. False if that cannot be.
+/// Makes a signal wait until the section ends. Returns false if it cannot wait.
 ///
 /// # Safety
-/// The arguments of a signal handler.
+/// The arguments are a signal handler's.
 #[cold]
 #[inline(never)]
 unsafe fn hold(thread: &Thread, signal: c_int, is_told: bool, info: *mut c_void, context: *mut c_void) -> bool {
@@ -210,15 +219,16 @@ unsafe fn hold(thread: &Thread, signal: c_int, is_told: bool, info: *mut c_void,
     }
     let bit = 1u64 << (signal - 1);
     let number = signal as usize;
-    // SAFETY: the kernel's frame, whose mask is 8 bytes.
+    // SAFETY: `context` is the kernel's frame, by the contract, and its mask has 8 bytes.
     let mask = unsafe { &mut *(&raw mut (*context.cast::<libc::ucontext_t>()).uc_sigmask).cast::<u64>() };
     if *mask & bit != 0 {
-        // The program has it blocked but for the call that it has interrupted (ppoll, epoll_pwait), whose result it is.
+        // The program has the signal blocked except during the call that it has interrupted (ppoll, epoll_pwait). It is
+        // that call's result, so it cannot wait.
         return false;
     }
-    // SAFETY: the calls read what they are given.
+    // SAFETY: each call gets valid addresses, of `bit` or of the kernel's `info`, which it only reads.
     unsafe {
-        // It may come at once where the handler allows that (SA_NODEFER).
+        // Blocked first: with SA_NODEFER the signal could come at once.
         let (block, mask) = (libc::SIG_BLOCK as usize, kernel::address(&raw const bit));
         let _ = kernel::call(libc::SYS_rt_sigprocmask, [block, mask, 0, 8, 0, 0]);
         let (Ok(process), Ok(id)) = (
@@ -227,7 +237,7 @@ unsafe fn hold(thread: &Thread, signal: c_int, is_told: bool, info: *mut c_void,
         ) else {
             return false;
         };
-        // A handler that is not told anything has no `info` that holds anything.
+        // Without SA_SIGINFO the handler gets no `info` that could be passed on.
         let sent = if is_told {
             let about = kernel::address(info);
             kernel::call(libc::SYS_rt_tgsigqueueinfo, [process, id, number, about, 0, 0])
@@ -245,7 +255,7 @@ unsafe fn hold(thread: &Thread, signal: c_int, is_told: bool, info: *mut c_void,
 
 #[cfg(not(target_arch = "x86_64"))]
 mod machine {
-    //! Handlers do not wait.
+    //! On this machine handlers do not wait.
 
     pub const CAN_ENTER: bool = false;
 
@@ -260,12 +270,12 @@ mod machine {
 
     pub const CAN_ENTER: bool = true;
 
-    /// The handler that the kernel calls. Nothing of it is on the stack when the program's runs: who unwinds a handler,
-    /// or measures its stack, sees what it would see without it.
+    /// The handler that the kernel calls. It leaves no frame on the stack when the program's handler runs. So code that
+    /// unwinds a handler, or measures its stack, sees what it would see without the library.
     ///
-    /// Except above a call in which the thread can be cancelled at each instruction, as glibc before 2.41 has it in all
-    /// calls that block: there cancellation is deferred until the handler returns. It could end the thread in the
-    /// middle of a section of a call of the handler's.
+    /// The exception is a handler above a call in which the thread can be cancelled at each instruction. glibc before
+    /// 2.41 allows that in all calls that block. Then cancellation is deferred until the handler returns. Otherwise it
+    /// could end the thread in the middle of a section of a call of the handler's.
     #[unsafe(naked)]
     pub extern "C" fn enter() {
         naked_asm!(

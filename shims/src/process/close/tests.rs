@@ -8,7 +8,7 @@ use super::*;
 use crate::notify::table::Entry;
 use crate::service::tests::without_thread;
 
-/// A connection that the library knows, and its other end, which does not block.
+/// Returns a connection that the library knows, and its other end, which does not block.
 fn known() -> (&'static Socket, TcpStream, TcpStream) {
     without_thread();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -32,7 +32,7 @@ fn is_open_to(theirs: &mut TcpStream) -> bool {
     }
 }
 
-/// All are ended at once, also by another test.
+/// Ends orphans until `is_over`. Another test may end this test's orphans, too.
 fn end_orphans_until(is_over: impl Fn() -> bool) {
     while !is_over() {
         end_orphans();
@@ -40,15 +40,15 @@ fn end_orphans_until(is_over: impl Fn() -> bool) {
     }
 }
 
-/// Closes while `lock` gives a lock of the socket that this thread holds: what was interrupted still has its connection
-/// when it goes on, and the service thread ends that.
+/// Closes a socket while this thread holds the lock that `lock` returns. The interrupted code still has its connection
+/// when it continues, and the service thread ends it.
 fn closed_under<T>(lock: impl FnOnce(&'static Socket) -> T) {
     let (socket, ours, mut theirs) = known();
     let generation = socket.generation.load(Acquire);
     let held = lock(socket);
     crate::startup::lifecycle::before_close(ours.as_raw_fd());
     drop(ours);
-    // Another file may have the number at once.
+    // Gives the fd to another file at once.
     let _other = std::fs::File::open("/dev/null").unwrap();
     assert_eq!(socket.generation.load(Acquire), generation);
     assert!(is_open_to(&mut theirs));
@@ -86,8 +86,8 @@ fn a_number_of_several_is_closed_under_a_lock() {
     assert!(!is_open_to(&mut theirs));
 }
 
-/// To be made known takes a look at what the number stands for, which is a system call; a short connection makes no
-/// second.
+/// A new connection's fd is checked when it is added to the table, by a system call. A short connection needs no second
+/// check.
 #[test]
 fn a_connection_that_has_just_become_known_is_not_looked_at_again() {
     let is_due = || {
@@ -96,18 +96,18 @@ fn a_connection_that_has_just_become_known_is_not_looked_at_again() {
         crate::startup::lifecycle::before_close(ours.as_raw_fd());
         is_due
     };
-    // It is where the clock has ticked in between.
+    // The check is due if the clock has ticked in between.
     assert!((0..1_000).any(|_| !is_due()));
 }
 
-/// What one direction was told at a tick will do for the other, and only what it was told.
+/// A check by one direction at a tick counts for the other, and only if it was answered.
 #[test]
 fn a_look_counts_when_it_has_been_answered() {
     let (socket, ours, _theirs) = known();
     let fd = ours.as_raw_fd();
     let held = ours.try_clone().unwrap();
     let other = std::fs::File::open("/dev/null").unwrap();
-    // SAFETY: numbers of this test's own.
+    // SAFETY: both fds are this test's own.
     let stands_for = |file: std::os::fd::RawFd| assert_eq!(unsafe { libc::dup2(file, fd) }, fd);
     assert!(socket.numbers.is_seen(fd, 8_000_000));
     stands_for(other.as_raw_fd());

@@ -1,10 +1,9 @@
-//! A program that restricts its own system calls (seccomp(2)), often on pain of death, and always after the library has
-//! begun.
+//! Programs that restrict their own system calls (seccomp(2)) after the library has begun, often on pain of death.
 //!
-//! Before that happens its filter is asked about all that the library does. Where that is not allowed, the library lets
-//! go of the process first: all connections go back to TCP, its thread ends, its names are given up, and the tables are
-//! emptied, so that every hook passes through from then on. It does not come back, in fork children neither. What is
-//! restricted from outside before the program begins is not seen here.
+//! Before a filter is installed, it is asked about all system calls of the library. If one is not allowed, the library
+//! first ends its part in the process. All connections return to TCP, the service thread ends, names are given up, and
+//! the tables are emptied. From then on every hook passes through, in fork children too. A filter that was installed
+//! before the program began is not checked here.
 
 mod filter;
 mod needs;
@@ -25,20 +24,20 @@ use crate::sys::errno;
 use crate::sys::time;
 use crate::sys::vfork;
 
-/// A filter is not longer (linux/bpf_common.h, BPF_MAXINSNS).
+/// The most steps of a filter (linux/bpf_common.h, BPF_MAXINSNS).
 const LONGEST: u16 = 4096;
 
-/// Before the strict mode, in which reading and writing is all that is left.
+/// Runs before the strict mode, in which only reading and writing is allowed.
 pub fn before_strict() {
     begin(|| false);
 }
 
-/// Before the program's filter.
+/// Runs before the program installs the filter `program`.
 ///
 /// # Safety
 /// `program` is a filter that the kernel is about to read, or an address that it will refuse.
 pub unsafe fn before_filter(program: *const libc::sock_fprog) {
-    // SAFETY: by the contract.
+    // SAFETY: the kernel reads a plausible address, by the contract.
     let Some(program) = (unsafe { crate::sys::iov::plausible(program) }) else {
         return;
     };
@@ -46,7 +45,7 @@ pub unsafe fn before_filter(program: *const libc::sock_fprog) {
     if !crate::sys::iov::is_plausible(steps) || len == 0 || len > LONGEST {
         return;
     }
-    // SAFETY: by the contract; the kernel reads as many.
+    // SAFETY: `program` is a filter, by the contract, and the kernel reads `len` steps from the same address.
     let steps: &[sock_filter] = unsafe { std::slice::from_raw_parts(steps, len.into()) };
     begin(|| needs::are_allowed(steps));
 }
@@ -100,7 +99,7 @@ fn is_plain(socket: &'static Socket) -> bool {
     socket.is_plain() && !ready::is_watched(socket)
 }
 
-/// All that the service thread has to do for the way back is done.
+/// Whether the service thread has finished all that the way back to TCP needs.
 fn is_at_rest() -> bool {
     let mut all = true;
     table::for_each(0..=u32::MAX, |_, entry| {
@@ -113,9 +112,10 @@ fn is_at_rest() -> bool {
     all
 }
 
-/// The socket is the program's alone. (What counts its holders is left as it is: it goes on being held.)
+/// Releases the socket's object: the socket is the program's alone from now on. The count of its holders is not
+/// changed, since this process still holds it.
 fn forget(socket: &'static Socket) {
-    // Under several numbers it comes here several times.
+    // Called once for each of the socket's fds; the first call does the work.
     if socket.numbers.fd.swap(-1, Release) < 0 {
         return;
     }

@@ -1,4 +1,4 @@
-//! How an instance is made: with everything that a process needs by then, so this lies above all of that.
+//! Makes the instance from all its parts, in a layer above all of them.
 
 use once_cell::race::OnceBox;
 use rdmasock_core::ids::InstanceId;
@@ -16,9 +16,10 @@ use crate::objects::waiters::Waiters;
 use crate::service;
 use crate::sys::budget::Budget;
 
-/// Whether anything is to be accelerated. Makes the instance, but not in a fork child: many live for one short
-/// connection, and to make one costs as much as such a connection does. There [`Library::ensure`] is for when one is
-/// worth it. False in a child that borrows the memory, or that no hook has seen.
+/// Whether connections are accelerated in this process. Makes the instance, but not in a fork child whose ancestors had
+/// one. Many children live for one short connection, and an instance costs as much as such a connection. There
+/// [`Library::ensure`] makes it when a connection is worth it. False without memory, and in a child that borrows the
+/// memory or whose fork no hook has seen.
 #[inline]
 pub fn is_on() -> bool {
     const BUILD: &Build = &(build as Build);
@@ -64,10 +65,10 @@ fn build() -> Option<Library> {
     Some(library)
 }
 
-/// The rules as they were read once: a fork child may not be allowed to read the file again.
+/// The rules, read once: a fork child may not be allowed to read the file again.
 static RULES: OnceBox<Option<Rules>> = OnceBox::new();
 
-/// The rules that the user wants, `None` if they cannot be had; what is wrong with them goes to stderr.
+/// Reads the user's rules. `None` if that fails; the reason goes to stderr.
 fn read_rules(config: &Config) -> Option<Rules> {
     let Some(path) = &config.rules else {
         return Some(Rules::default());
@@ -77,5 +78,5 @@ fn read_rules(config: &Config) -> Option<Rules> {
         .ok()
 }
 
-/// With the secret, which a fork child may not be allowed to read again.
+/// With the secret, which is read once: a fork child may not be allowed to read it again.
 static REACH: OnceBox<Reach> = OnceBox::new();

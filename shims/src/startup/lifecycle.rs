@@ -1,5 +1,5 @@
-//! From socket() to the last close(): which numbers stand for which objects. What the last close of a connection leads
-//! to is in `close`.
+//! From socket() to the last close(): the fds and their objects. The work of a connection's last close is in
+//! `process/close`.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::Relaxed;
@@ -19,7 +19,7 @@ use crate::startup::instance;
 use crate::sys::errno;
 use crate::sys::sockopt;
 
-/// socket() gave a TCP socket.
+/// Handles a socket() that returned a TCP socket.
 pub fn on_socket(fd: c_int, nonblocking: bool) {
     if instance::is_on() {
         let serial = table::new_serial();
@@ -28,12 +28,12 @@ pub fn on_socket(fd: c_int, nonblocking: bool) {
     }
 }
 
-/// Whether a number that the library has not seen being made is a TCP socket.
+/// Whether an fd that no hook has seen being made is a TCP socket.
 pub fn is_tcp(fd: c_int) -> bool {
     if fd < 0 {
         return false;
     }
-    // SAFETY: the program's number, in the middle of its call, and not -1.
+    // SAFETY: the program's fd, in the middle of its call, and not -1.
     let fd = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) };
     let option = |name| sockopt::get(fd, (libc::SOL_SOCKET, name));
     let errno = errno::get();
@@ -49,7 +49,7 @@ fn is_nonblocking(fd: c_int) -> bool {
     flags.is_ok_and(|f| f.contains(rustix::fs::OFlags::NONBLOCK))
 }
 
-/// listen() has succeeded.
+/// Handles a listen() that has succeeded.
 pub fn on_listen(fd: c_int) {
     let known = match table::lookup(fd) {
         Entry::Listener(_) => return,
@@ -60,7 +60,7 @@ pub fn on_listen(fd: c_int) {
     if instance::is_on() && (known || is_tcp(fd)) {
         let listener = Listener::new(fd);
         drop_entry(table::insert(fd, Entry::Listener(listener)), fd);
-        // Whoever asks on one name of a port waits for the answers on all of them.
+        // A connector that asks on one name of a port waits for the answers on all names of the port.
         if Library::current().is_some_and(|library| library.service.is_started()) {
             listener.on_accept();
         }
@@ -68,10 +68,10 @@ pub fn on_listen(fd: c_int) {
     errno::set(errno);
 }
 
-/// accept() has given `fd`.
+/// Handles an accept() that returned `fd`.
 pub fn on_accept(listener: &'static Listener, fd: c_int, nonblocking: bool) {
     if let Some(socket) = begin(fd, nonblocking, Direction::Accept) {
-        // Its peer asks by the name, also after the program has closed the listening socket.
+        // The peer asks by the listener's name, also after the program has closed the listening socket.
         let kept = listener.retain().then_some(listener);
         socket.promotion.set_acceptor(kept);
         if listener.keeps_on_tcp.load(Relaxed) {
@@ -80,18 +80,18 @@ pub fn on_accept(listener: &'static Listener, fd: c_int, nonblocking: bool) {
             socket.promotion.set_stage(Stage::Watching);
         }
     }
-    // Only now: it answers at once for what it finds.
+    // After the above: the service thread answers at once for connections that it finds.
     listener.on_accept();
 }
 
-/// accept() has given `new` on `fd`, which is no listener that this program image has made: it may have come from
-/// another image (systemd, an exec of itself). A listener is known from its first connection on.
+/// Handles an accept() that returned `new` on `fd`, if no hook has seen listen() on `fd`. The listening socket may come
+/// from another image (systemd, an exec of itself). The library knows such a listener from its first connection on.
 pub fn on_accept_of_unknown(fd: c_int, new: c_int, nonblocking: bool) {
     let errno = errno::get();
     if instance::is_on() && is_tcp(new) {
-        // SAFETY: the program's number, in the middle of its call, and not -1, since accept() has succeeded.
+        // SAFETY: the program's fd, in the middle of its call, and not -1, since accept() has succeeded.
         let borrowed = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) };
-        // Another file may have the number by now.
+        // `fd` may stand for another file by now.
         if sockopt::get(borrowed, (libc::SOL_SOCKET, libc::SO_ACCEPTCONN)) == Some(1) {
             on_listen(fd);
         }
@@ -102,8 +102,8 @@ pub fn on_accept_of_unknown(fd: c_int, new: c_int, nonblocking: bool) {
     errno::set(errno);
 }
 
-/// A socket joins an epoll set before it is connected (as nginx's do): it gets its object now, so
-/// that the membership is known.
+/// Makes the object of a socket that joins an epoll set before it is connected (nginx does so), so that the membership
+/// is known. Returns the fd's entry.
 #[inline]
 pub fn on_epoll_add(fd: c_int) -> Entry {
     match table::lookup(fd) {
@@ -114,7 +114,7 @@ pub fn on_epoll_add(fd: c_int) -> Entry {
     }
 }
 
-/// connect() has succeeded or begun.
+/// Handles a connect() that has succeeded or begun.
 pub fn on_connect(fd: c_int) {
     let errno = errno::get();
     let socket = match table::lookup(fd) {
@@ -133,7 +133,8 @@ pub fn on_connect(fd: c_int) {
     errno::set(errno);
 }
 
-/// A send with MSG_FASTOPEN is about to connect the socket. If it fails, the socket can be connected later.
+/// Prepares for a send with MSG_FASTOPEN, which connects the socket. If the send fails, the socket can be connected
+/// later.
 #[cold]
 pub fn before_fast_open(fd: c_int) {
     if let Entry::Socket(socket) = on_epoll_add(fd)
@@ -156,7 +157,7 @@ fn begin(fd: c_int, nonblocking: bool, direction: Direction) -> Option<&'static 
     Some(socket)
 }
 
-/// connect() to AF_UNSPEC is about to dissolve the connection.
+/// Prepares for a connect() to AF_UNSPEC, which dissolves the connection.
 pub fn before_disconnect(fd: c_int) {
     let errno = errno::get();
     if let Some(socket) = table::socket(fd) {
@@ -168,7 +169,7 @@ pub fn before_disconnect(fd: c_int) {
     errno::set(errno);
 }
 
-/// epoll_create() has given `fd`.
+/// Handles an epoll_create() that returned `fd`.
 pub fn on_epoll(fd: c_int) {
     if instance::is_on()
         && let Some(epoll) = Epoll::allocate(fd)
@@ -177,7 +178,7 @@ pub fn on_epoll(fd: c_int) {
     }
 }
 
-/// An entry that a new file has replaced: the number was closed where no hook saw it.
+/// Releases an entry that a new file has replaced: the fd was closed without a hook.
 fn drop_entry(entry: Entry, fd: c_int) {
     match entry {
         Entry::Socket(socket) => close::lose(socket, fd),
@@ -185,7 +186,7 @@ fn drop_entry(entry: Entry, fd: c_int) {
     }
 }
 
-/// Before the kernel closes `fd`. Gives who is to be told when it has.
+/// Removes the entry of `fd` before the kernel closes it. Returns the peer's waiters to wake once it is closed.
 pub fn before_close(fd: c_int) -> Farewell {
     let errno = errno::get();
     let socket = table::socket(fd);
@@ -211,7 +212,7 @@ fn release(entry: Entry, fd: c_int) -> Farewell {
     Farewell::NONE
 }
 
-/// `new` is another number for what `old` stands for.
+/// Makes `new` another fd of the object behind `old`.
 pub fn on_dup(old: c_int, new: c_int) {
     let errno = errno::get();
     let mut entry = table::lookup(old);
@@ -226,7 +227,7 @@ pub fn on_dup(old: c_int, new: c_int) {
         Entry::Epoll(epoll) => epoll.retain(),
         Entry::Socket(socket) => {
             if !socket.numbers.is_behind(new) {
-                // Another has closed `old` and got the number meanwhile.
+                // Another thread has closed `old` meanwhile, and a new file got its number.
                 drop_entry(table::insert(new, Entry::None), new);
                 errno::set(errno);
                 return;
@@ -235,7 +236,7 @@ pub fn on_dup(old: c_int, new: c_int) {
                 control.own.fds.push(new);
             }
             if new <= 2 {
-                // stdio's own writes are inside libc, where no hook sees them.
+                // The writes of stdio are inside libc, where no hook sees them.
                 crate::data::tx::take_back(socket, Reason::Stdio);
             }
         }
@@ -244,13 +245,13 @@ pub fn on_dup(old: c_int, new: c_int) {
     errno::set(errno);
 }
 
-/// Whether the program must not see that this number is open.
+/// Whether `fd` is private: the program must not see that it is open.
 #[inline]
 pub fn is_hidden(fd: c_int) -> bool {
     privatefd::is_private(fd)
 }
 
-/// O_NONBLOCK was set or cleared.
+/// Records that O_NONBLOCK was set or cleared.
 pub fn set_nonblocking(fd: c_int, nonblocking: bool) {
     match table::lookup(fd) {
         Entry::Socket(socket) => socket.blocking.set_nonblocking(nonblocking),

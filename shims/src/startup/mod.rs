@@ -1,4 +1,4 @@
-//! What makes the instance, and what a new descriptor becomes.
+//! Makes the instance, and decides what a new fd becomes.
 
 pub(crate) mod confine;
 pub(crate) mod instance;

@@ -1,41 +1,42 @@
-//! What a seccomp filter would say of a system call: the part of classic BPF that the kernel takes for filters
-//! (seccomp(2); Linux, kernel/seccomp.c, `seccomp_check_filter`). A way to ask that cannot kill.
+//! Answers how a seccomp filter would treat a system call, without a call that the filter could punish. Runs the part
+//! of classic BPF that the kernel accepts in filters (seccomp(2); Linux, kernel/seccomp.c, `seccomp_check_filter`).
 
 use libc::{c_long, sock_filter};
 
 /// A system call as a filter sees it.
 #[derive(Clone, Copy, Debug)]
 pub struct Call {
-    /// Its number.
+    /// The number of the system call.
     pub number: c_long,
-    /// Its arguments, as far as filters can care.
+    /// The arguments, as far as filters may check them.
     pub arguments: [u64; 6],
 }
 
-/// Of this machine (linux/audit.h): its ELF number, 64 bits, little-endian.
+/// This machine's word for filters (linux/audit.h): the ELF machine, 64 bits, little-endian.
 #[cfg(target_arch = "x86_64")]
 const ARCHITECTURE: u32 = 62 | 0xc000_0000;
 #[cfg(target_arch = "aarch64")]
 const ARCHITECTURE: u32 = 183 | 0xc000_0000;
 
-/// What the kernel makes of a filter's word (linux/seccomp.h).
+/// The actions in a filter's result (linux/seccomp.h).
 const ACTION: u32 = 0xffff_0000;
 const ALLOW: u32 = 0x7fff_0000;
 const LOG: u32 = 0x7ffc_0000;
 const ERRNO: u32 = 0x0005_0000;
 
-/// The answer to a call.
+/// A filter's answer to a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Answer {
-    /// It is carried out.
+    /// The call is carried out.
     Allowed,
-    /// It fails.
+    /// The call fails with an errno.
     Fails,
-    /// It ends the thread or the process, raises a signal, or goes to somebody else; or that cannot be told.
+    /// The call ends the thread or the process, raises a signal, or goes to another process; or the answer is not
+    /// known.
     Other,
 }
 
-/// What `filter` answers to `call`.
+/// Returns what `filter` answers to `call`.
 pub fn answer(filter: &[sock_filter], call: &Call) -> Answer {
     match run(filter, call).map(|word| word & ACTION) {
         Some(ALLOW | LOG) => Answer::Allowed,
@@ -44,7 +45,8 @@ pub fn answer(filter: &[sock_filter], call: &Call) -> Answer {
     }
 }
 
-/// A word of `struct seccomp_data`. (Where the call was made from is not known: 0.)
+/// Returns a word of `struct seccomp_data`. The caller's address is not known, and is 0. `None` for an offset that the
+/// kernel refuses.
 fn load(call: &Call, offset: u32) -> Option<u32> {
     let half = |of: u64| (of >> (offset % 8 * 8)) as u32;
     match offset {
@@ -56,7 +58,7 @@ fn load(call: &Call, offset: u32) -> Option<u32> {
     }
 }
 
-/// Runs the program; jumps lead forward only, so it ends. `None` for what the kernel does not take.
+/// Runs the filter. It ends, since jumps only lead forward. `None` if the kernel would not accept the filter.
 fn run(filter: &[sock_filter], call: &Call) -> Option<u32> {
     /// `sizeof(struct seccomp_data)`
     const LENGTH: u32 = 64;
@@ -67,7 +69,7 @@ fn run(filter: &[sock_filter], call: &Call) -> Option<u32> {
         let step = filter.get(at)?;
         at += 1;
         let k = step.k;
-        // linux/bpf_common.h: class in the lowest three bits.
+        // linux/bpf_common.h: the lowest three bits are the class.
         match step.code {
             0x20 => a = load(call, k)?,
             0x80 => a = LENGTH,
@@ -153,7 +155,7 @@ mod tests {
 
     #[test]
     fn arguments_are_seen_in_halves() {
-        // The upper half of the first has to be 7, and the lower one to have bit 1 after a shift.
+        // The upper half of the first argument has to be 7, and the lower half to have bit 1 after a shift.
         let filter = [
             step(0x20, 0, 0, 20),
             step(0x15, 0, 5, 7),

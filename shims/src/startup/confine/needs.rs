@@ -1,6 +1,6 @@
-//! The system calls that the library makes beyond those of the program, in the program's threads and in its own: for
-//! links within the host, and for what goes on over them. As strace shows them, with what their arguments are where
-//! filters look at such.
+//! The system calls that the library makes for links within the host, and for streams on them. They come in addition to
+//! the program's own, in the program's threads and in the service thread. Named as strace shows them, with the
+//! arguments that filters check.
 
 use libc::{
     AF_INET, AF_NETLINK, AF_UNIX, F_ADD_SEALS, F_DUPFD, F_DUPFD_CLOEXEC, F_GET_SEALS, F_GETFD, F_GETFL, F_OFD_GETLK,
@@ -12,7 +12,7 @@ use libc::{c_int, c_long};
 
 use super::filter::{Answer, Call, answer};
 
-/// Calls that have to be allowed, whatever their arguments.
+/// Calls that have to be allowed with any arguments.
 const ANY: &[c_long] = &[
     libc::SYS_accept4,
     libc::SYS_bind,
@@ -82,7 +82,7 @@ const ANY: &[c_long] = &[
     libc::SYS_writev,
 ];
 
-/// Calls with what their second and third arguments are.
+/// Calls that have to be allowed with this second argument.
 const SECOND: &[(c_long, c_int)] = &[
     (libc::SYS_fcntl, F_DUPFD),
     (libc::SYS_fcntl, F_DUPFD_CLOEXEC),
@@ -94,6 +94,7 @@ const SECOND: &[(c_long, c_int)] = &[
     (libc::SYS_ioctl, FIONREAD as c_int),
 ];
 
+/// Calls that have to be allowed with this third argument.
 const THIRD: &[(c_long, c_int)] = &[
     (libc::SYS_madvise, MADV_DONTNEED),
     (libc::SYS_madvise, MADV_REMOVE),
@@ -102,6 +103,7 @@ const THIRD: &[(c_long, c_int)] = &[
     (libc::SYS_madvise, MADV_POPULATE_WRITE),
 ];
 
+/// Families and types of sockets that have to be allowed.
 const SOCKETS: &[[c_int; 2]] = &[
     [AF_UNIX, SOCK_SEQPACKET],
     [AF_UNIX, SOCK_DGRAM],
@@ -110,13 +112,14 @@ const SOCKETS: &[[c_int; 2]] = &[
     [AF_INET, SOCK_DGRAM],
 ];
 
+/// Protections and flags of mappings that have to be allowed.
 const MAPPINGS: &[[c_int; 2]] = &[
     [PROT_NONE, MAP_SHARED | MAP_NORESERVE],
     [PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE],
     [PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS],
 ];
 
-/// Whether a filter lets the library do all that it does.
+/// Whether a filter allows all system calls of the library.
 pub fn are_allowed(filter: &[libc::sock_filter]) -> bool {
     let with = |number, arguments| Call { number, arguments };
     let any = ANY.iter().map(|number| with(*number, [0; 6]));
@@ -134,7 +137,7 @@ pub fn are_allowed(filter: &[libc::sock_filter]) -> bool {
         let (protection, flags) = (*protection as u64, *flags as u64);
         with(libc::SYS_mmap, [0, 4096, protection, flags, 3, 0])
     });
-    // libc makes threads with clone where there is no clone3.
+    // If clone3 fails, libc makes threads with clone. So clone3 may fail, but must not end the process.
     let is_clone3_known = answer(filter, &with(libc::SYS_clone3, [0; 6])) != Answer::Other;
     is_clone3_known
         && any

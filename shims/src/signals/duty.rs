@@ -1,20 +1,20 @@
-//! What a thread does for others while it sleeps. A signal handler of the program's may wait for any time, so while one
-//! runs above the sleep others are to do it.
+//! Work that a thread does for others while it sleeps. A signal handler of the program's may wait for any time. So
+//! while a handler runs above the sleep, other threads have to do that work.
 
 use rdmasock_core::os::thread;
 
 type HandOver<'a> = &'a dyn Fn();
 
-/// Runs `sleep`, a call that blocks. Should a signal handler run meanwhile, `hand_over` is called first, once: it is
-/// async-signal-safe.
+/// Runs `sleep`, a call that blocks. If a signal handler runs meanwhile, calls `hand_over` before it, once. `hand_over`
+/// is async-signal-safe.
 pub fn on_duty<R>(hand_over: HandOver<'_>, sleep: impl FnOnce() -> R) -> R {
     let _duty = Duty::begin(&hand_over);
     sleep()
 }
 
-/// Until it is dropped, as it is too where the thread is cancelled.
+/// Keeps the thread's `hand_over` until it is dropped, also if the thread is cancelled.
 struct Duty {
-    /// That of the call that a signal handler has interrupted.
+    /// The `hand_over` of the call that a signal handler has interrupted, or null.
     before: *const (),
 }
 
@@ -31,7 +31,8 @@ impl Drop for Duty {
     }
 }
 
-/// A signal handler is about to run on this thread, which is in the middle of nothing.
+/// Hands the thread's work over. For a signal handler that is about to run while the thread has no critical section
+/// open.
 #[inline]
 pub fn on_handler() {
     let duty = thread::current().duty().replace(std::ptr::null());
@@ -42,7 +43,7 @@ pub fn on_handler() {
 
 #[cold]
 fn hand_over(duty: *const ()) {
-    // SAFETY: what `begin` was given, in the frame of a call that this thread is in the middle of.
+    // SAFETY: `begin` has stored this address, of a value in the frame of a call in which this thread still is.
     (unsafe { *duty.cast::<HandOver<'_>>() })();
 }
 

@@ -1,11 +1,11 @@
-//! The end of a process whose main thread has ended before (`pthread_exit`): libc calls `exit(0)` in the last thread
-//! that ends. It counts the service thread too, which does not end, so when only that is left, the process is ended
-//! from there, by the same call. Not here: what an exit does (`exit`).
+//! Ends a process whose main thread has ended before (`pthread_exit`) when only the service thread is left.
 //!
-//! A main thread that ends by itself, however it does, runs the destructors of its keys; one that calls `exit`, or
-//! returns from `main`, does not. From then on, and never before, the service thread looks now and then how many
-//! threads there are: two, of which the main thread, that the kernel keeps as a zombie until the last, and the one that
-//! looks.
+//! libc calls `exit(0)` in the last thread that ends. It counts the service thread too, which does not end. So the
+//! service thread has the process ended by the same call. The work of an exit itself is in `process/exit`.
+//!
+//! A main thread that ends by itself runs the destructors of its keys; one that calls `exit`, or returns from `main`,
+//! does not. After that, and never before, the service thread checks from time to time how many threads there are. If
+//! only it is left there are two: the kernel keeps the main thread as a zombie until the last thread ends.
 
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
@@ -18,27 +18,27 @@ use std::sync::atomic::{
 use rdmasock_core::os::privatefd::Transit;
 use rustix::fs::{CWD, Mode, OFlags};
 
-/// No key.
+/// The value of `KEY` before there is a key.
 const NONE: u32 = u32::MAX;
-/// Keys from this on take memory of libc's for their values (PTHREAD_KEY_2NDLEVEL_SIZE).
+/// Keys from this on need memory of libc's for their values (PTHREAD_KEY_2NDLEVEL_SIZE).
 const IN_THREAD: u32 = 32;
-/// The first time between two looks, and the longest, ns.
+/// The first interval between two checks, and the longest, ns.
 const FIRST: u64 = 1_000_000;
 const LONGEST: u64 = 64_000_000;
 
-/// The key whose value the main thread alone has.
+/// The key; only the main thread has a value for it.
 static KEY: AtomicU32 = AtomicU32::new(NONE);
-/// The main thread has come to its end, or is about to.
+/// The main thread has begun to end.
 static HAS_BEGUN: AtomicBool = AtomicBool::new(false);
-/// Has the service thread look, if there is one.
+/// Makes the service thread check, if there is one.
 static TELL: OnceLock<fn()> = OnceLock::new();
 
-/// When the library is loaded, by the main thread. `tell` has the service thread, if there is one by then, look at its
-/// [`ThreadWatch`].
+/// Begins to watch the main thread. Called by the main thread when the library is loaded. `tell` makes the service
+/// thread, if there is one by then, check its [`ThreadWatch`].
 pub fn watch_main_thread(tell: fn()) {
     let _ = TELL.set(tell);
     let mut key = 0;
-    // SAFETY: the functions stay for the life of the process.
+    // SAFETY: the functions stay valid for the life of the process.
     unsafe {
         if libc::pthread_key_create(&raw mut key, Some(main_ends)) == 0 {
             KEY.store(key, Release);
@@ -48,7 +48,7 @@ pub fn watch_main_thread(tell: fn()) {
     }
 }
 
-/// The thread that forks is its child's main thread, whatever it is here.
+/// The thread that forks is the child's main thread, even if it is another thread here.
 extern "C" fn in_child() {
     HAS_BEGUN.store(false, Relaxed);
     if KEY.load(Acquire) < IN_THREAD {
@@ -58,7 +58,7 @@ extern "C" fn in_child() {
 
 fn mark_main_thread() {
     let any = (&raw const KEY).cast();
-    // SAFETY: a key that is never deleted; its destructor uses no value.
+    // SAFETY: the key is never deleted, and its destructor does not read the value.
     unsafe { libc::pthread_setspecific(KEY.load(Acquire), any) };
 }
 
@@ -69,19 +69,19 @@ extern "C" fn main_ends(_: *mut c_void) {
     }
 }
 
-/// How the service thread waits for the other threads.
+/// The service thread's wait for the program's other threads to end.
 pub struct ThreadWatch {
-    /// When it looks next, ns; 0: it does not.
+    /// When the next check is due, monotonic ns; 0: none is.
     at: u64,
     every: u64,
     /// The process is being ended.
     is_over: bool,
-    /// The mask of the thread that has started the service thread, for the one that ends the process.
+    /// The signal mask of the thread that has started the service thread, for the thread that ends the process.
     mask: libc::sigset_t,
 }
 
 impl ThreadWatch {
-    /// Nothing is looked at yet.
+    /// Creates a watch without a check that is due.
     pub fn new(mask: libc::sigset_t) -> Self {
         Self {
             at: 0,
@@ -91,12 +91,12 @@ impl ThreadWatch {
         }
     }
 
-    /// When it is looked next, monotonic ns.
+    /// Returns when the next check is due, monotonic ns. `None` if none is.
     pub fn next_timeout(&self) -> Option<u64> {
         (self.at != 0).then_some(self.at)
     }
 
-    /// Ends the process if nobody is left whose it is. Costs a load as long as the main thread lives.
+    /// Ends the process if no thread of the program is left. Costs one load while the main thread lives.
     pub fn on_timeout(&mut self, now: u64) {
         if !HAS_BEGUN.load(Acquire) || self.is_over || now < self.at {
             return;
@@ -109,11 +109,12 @@ impl ThreadWatch {
     }
 }
 
-/// Whether the calling thread is the only one but for the main thread, which has ended. Nobody else can change that.
+/// Whether the calling thread is the only one beside the main thread, which has ended. Then no other thread can change
+/// that.
 fn is_alone() -> bool {
     let mut text = [MaybeUninit::uninit(); 512];
     let _transit = Transit::begin();
-    // Without /proc it is not known.
+    // Without /proc the answer is false.
     let Ok(file) = rustix::fs::openat(CWD, c"/proc/self/stat", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()) else {
         return false;
     };
@@ -123,11 +124,11 @@ fn is_alone() -> bool {
     }
 }
 
-/// Reads proc_pid_stat(5): the state of the main thread, and the number of threads.
+/// Whether proc_pid_stat(5) shows the main thread as a zombie, and two threads.
 fn is_zombie_and_one(stat: &[u8]) -> bool {
-    /// Counted from the state.
+    /// The place of the number of threads, counted from the state.
     const THREADS: usize = 17;
-    // The name before may contain anything.
+    // The name before may contain any character.
     let Some(end) = stat.iter().rposition(|byte| *byte == b')') else {
         return false;
     };
@@ -137,11 +138,11 @@ fn is_zombie_and_one(stat: &[u8]) -> bool {
     fields.next() == Some(b"Z") && fields.nth(THREADS - 1) == Some(b"2")
 }
 
-/// Ends it as libc would: in a thread like any other of the program's, while the service thread does what an exit may
-/// ask of it.
+/// Ends the process as libc would, in a thread like any other of the program's. The service thread meanwhile does the
+/// work that an exit may ask for. Returns false if no thread can be made.
 fn end_process(mask: libc::sigset_t) -> bool {
     let mask = Box::into_raw(Box::new(mask)).cast();
-    // SAFETY: the thread gets what `end` takes, and keeps it.
+    // SAFETY: `end` takes the mask that it gets, which is leaked and so outlives the thread.
     unsafe {
         let mut thread = std::mem::zeroed();
         libc::pthread_create(&raw mut thread, std::ptr::null(), end, mask) == 0
@@ -149,7 +150,7 @@ fn end_process(mask: libc::sigset_t) -> bool {
 }
 
 extern "C" fn end(mask: *mut c_void) -> *mut c_void {
-    // SAFETY: by `end_process`. Exit handlers are the program's, which expects them to run.
+    // SAFETY: `mask` is the leaked mask of `end_process`. Exit handlers are the program's, which expects them to run.
     unsafe {
         libc::pthread_sigmask(libc::SIG_SETMASK, mask.cast(), std::ptr::null_mut());
         libc::exit(0)

@@ -1,26 +1,28 @@
-//! Whether a thread is in a signal handler of the program's, for what must not be done there: who has interrupted
-//! `malloc` cannot make a thread.
+//! Whether a thread is in a signal handler of the program's. Some things must not be done there: a handler that has
+//! interrupted `malloc` cannot make a thread.
 //!
-//! Told by the frame that the kernel has put on the stack for the handler (`signals` notes where): it is above the
-//! stack pointer, and as it was. Not by unwinding: programs switch stacks, or overwrite them (greenlets), and an
-//! unwinder that does not know reads anywhere. A frame of a handler that has returned may be taken for one that has
-//! not, as long as nothing has been written over it: then what was asked for is put off in vain. Handlers that are not
-//! led by `signals` are not seen.
+//! The answer comes from the frame that the kernel has put on the stack for the handler (`process/sigaction` notes
+//! where). In a handler that frame is above the stack pointer, and unchanged. Unwinding would not do: programs switch
+//! stacks, or overwrite them (greenlets), and an unwinder that does not know that reads anywhere.
+//!
+//! The frame of a handler that has returned may be taken for a live one, until it is overwritten. Then a request is put
+//! off in vain. Handlers that `process/sigaction` does not call are not seen.
 
 use rdmasock_core::os::kernel;
 use rdmasock_core::os::thread::{self, Thread};
 
-/// A handler's frame and the call are not further apart on one stack, bytes.
+/// The greatest distance between a handler's frame and a call of the handler's on one stack, bytes.
 const REACH: usize = 1 << 20;
 
-/// The kernel's frame begins this many bytes before the `ucontext` that the handler is given, with the address that it
-/// returns to (`struct rt_sigframe`, arch/x86/include/asm/sigframe.h).
+/// The distance from the kernel's frame to the handler's `ucontext`, bytes. The frame begins with the address that the
+/// handler returns to (`struct rt_sigframe`, arch/x86/include/asm/sigframe.h).
 const BEFORE_CONTEXT: usize = size_of::<usize>();
 
-/// A handler with this `ucontext` is about to run on the thread. If it has interrupted another, that counts.
+/// Notes that a handler with this `ucontext` is about to run on the thread. If it has interrupted another handler, the
+/// outer one stays noted.
 pub fn note(thread: &Thread, context: usize) {
     if !is_above(thread, context) {
-        // SAFETY: the kernel has just written the frame.
+        // SAFETY: the kernel has just written the frame, which begins at this address.
         let returns_to = unsafe { *((context - BEFORE_CONTEXT) as *const usize) };
         thread.note_handler(context, returns_to);
     }
@@ -39,20 +41,20 @@ pub fn is_in_one() -> bool {
     is_in
 }
 
-/// Whether the frame that was noted is further out than `here`, and as it was.
+/// Whether the noted frame is further out than `here`, and unchanged.
 fn is_above(thread: &Thread, here: usize) -> bool {
     let (context, returns_to) = thread.handler();
     let frame = context.wrapping_sub(BEFORE_CONTEXT);
     here < frame
         && frame - here < REACH
         && is_readable(frame)
-        // SAFETY: the kernel says that it can be read. Aligned as `ucontext` is.
+        // SAFETY: the kernel has confirmed that the word can be read, and it is aligned as `ucontext` is.
         && unsafe { *(frame as *const usize) } == returns_to
 }
 
-/// Whether a place that is on the alternate stack, if it is, is on the one that the thread is on.
+/// Whether the thread is on the alternate stack, if `place` is on that stack. True if `place` is elsewhere.
 fn is_its_stack(place: usize) -> bool {
-    // SAFETY: a plain struct, which the call fills.
+    // SAFETY: all zeroes are a valid value of this plain struct, which the call fills.
     let (stack, asked) = unsafe {
         let mut stack: libc::stack_t = std::mem::zeroed();
         let to = kernel::address(&raw mut stack);
@@ -64,10 +66,10 @@ fn is_its_stack(place: usize) -> bool {
     asked.is_err() || is_on_it || !(from..from + stack.ss_size).contains(&place)
 }
 
-/// Whether a word can be read. The kernel reads a mask before it looks at a `how` that there is none of: EFAULT or
-/// EINVAL.
+/// Whether a word can be read. The kernel reads the mask before it checks `how`, which is invalid here: EFAULT if the
+/// mask cannot be read, else EINVAL.
 fn is_readable(place: usize) -> bool {
-    // SAFETY: changes nothing, and the kernel checks the address.
+    // SAFETY: the call changes nothing, and the kernel checks the address.
     let asked = unsafe { kernel::call(libc::SYS_rt_sigprocmask, [usize::MAX, place, 0, 8, 0, 0]) };
     asked != Err(rustix::io::Errno::FAULT)
 }
@@ -86,7 +88,7 @@ mod tests {
     }
 
     fn install(flags: libc::c_int) {
-        // SAFETY: plain memory, and a handler of that kind.
+        // SAFETY: all zeroes are a valid value of this plain struct, and the handler takes what SA_SIGINFO gives.
         unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = handler as *const () as usize;
@@ -96,12 +98,12 @@ mod tests {
     }
 
     fn raise() -> u32 {
-        // SAFETY: it has a handler.
+        // SAFETY: the signal has a handler.
         assert_eq!(unsafe { libc::raise(libc::SIGUSR1) }, 0);
         SEEN.swap(0, SeqCst)
     }
 
-    /// Writes over what was on the stack.
+    /// Overwrites the stack below the caller's frame.
     #[inline(never)]
     fn overwrite() -> u8 {
         let bytes = std::hint::black_box([7u8; 32 * 1024]);
@@ -122,12 +124,12 @@ mod tests {
                 ss_flags: 0,
                 ss_size: stack.len(),
             };
-            // SAFETY: memory that stays.
+            // SAFETY: the memory is leaked, so it stays valid.
             let set = unsafe { libc::sigaltstack(&alternate, std::ptr::null_mut()) };
             assert_eq!(set, 0);
             install(libc::SA_ONSTACK);
             assert_eq!(raise(), 2);
-            // As it was, but the thread is on the other stack.
+            // The frame is unchanged, but the thread is on the other stack.
             assert!(!is_in_one());
         })
         .join()

@@ -1,18 +1,17 @@
-//! `longjmp` and its kin out of a signal handler that has interrupted the library (the classic time-out by alarm(2)):
-//! what a call has announced is withdrawn, and what it holds released, before the program is where it wants to be.
+//! `longjmp` and its kin out of a signal handler that has interrupted the library (the classic time-out by alarm(2)).
+//! Before the program continues at the target, the interrupted call withdraws all that it has announced, and releases
+//! all that it holds.
 //!
-//! Nothing is undone behind a call's back. The jump waits, and the call comes to its end as if the kernel had said
-//! EINTR:
+//! No state is undone behind a call's back. The jump waits, and the call finishes as if the kernel had returned EINTR:
 //!
-//! - Where the handler has interrupted the library itself (`thread`: a section is open), the handler is left by
-//!   `rt_sigreturn`, as if it had returned. The code that it has interrupted goes on, for the moment that sections
-//!   last.
-//! - Where it has interrupted a call of libc's that blocks, that call is given up, and [`outside`] returns EINTR in its
-//!   place.
+//! - If the handler has interrupted the library itself (`thread`: a section is open), the handler is left by
+//!   `rt_sigreturn`, as if it had returned. The interrupted code continues to the end of the section, which is short.
+//! - If the handler has interrupted a call of libc's that blocks, that call is given up, and [`outside`] returns EINTR
+//!   in its place.
 //! - The end of the outermost section carries the jump out.
 //!
-//! A jump whose target is within the handler, or on another stack (coroutines), leaves no call and is none of this
-//! file's business. Not seen are handlers that are left by `setcontext` or an exception.
+//! A jump whose target is within the handler, or on another stack (coroutines), leaves no call and is not handled here.
+//! Handlers that are left by `setcontext` or an exception are not seen.
 
 use std::ffi::{c_int, c_void};
 use std::mem::{ManuallyDrop, MaybeUninit};
@@ -22,7 +21,7 @@ use rdmasock_core::os::thread;
 use crate::sys::errno;
 use crate::sys::real::Failure;
 
-/// A call that is one section: nothing of it is left half done by a jump.
+/// Runs `call` as one critical section: a jump leaves none of it half done.
 #[inline(always)]
 pub fn within<R>(call: impl FnOnce() -> R) -> R {
     let thread = thread::current();
@@ -32,8 +31,7 @@ pub fn within<R>(call: impl FnOnce() -> R) -> R {
     result
 }
 
-/// A cancellation point, for a call that may come to its end without one of libc's. No destructor is alive in the
-/// caller.
+/// A cancellation point, for a call that may finish without one of libc's. The caller has no live destructor.
 #[inline(always)]
 pub fn cancellation_point() {
     if thread::current().is_cancelled() {
@@ -48,30 +46,31 @@ unsafe extern "C-unwind" {
 #[cold]
 #[inline(never)]
 fn be_cancelled() {
-    // Not in a handler that has interrupted a section: those do not wait for its end (`signals`).
+    // Not in a handler that has interrupted a section: such handlers do not wait for its end (`process/sigaction`).
     if thread::current().depth() == 0 {
-        // SAFETY: what the forced unwind passes holds nothing.
+        // SAFETY: the call may unwind; the frames that the forced unwind passes have no live destructors, by the
+        // callers' contract.
         unsafe { pthread_testcancel() };
     }
 }
 
-/// [`within`], for a call that is a cancellation point.
+/// Calls [`within`], for a call that is a cancellation point.
 #[inline(always)]
 pub fn within_point<R>(call: impl FnOnce() -> R) -> R {
     cancellation_point();
     within(call)
 }
 
-/// Makes a call of libc's that may block, and has no destructor; a jump may leave it. EINTR then, and where the thread
-/// is on its way out already.
+/// Makes a call of libc's that may block and has no destructor; a jump may leave it. Returns EINTR if a jump has left
+/// it, or if the thread already leaves the library by a jump.
 pub fn outside<R: Failure, F: FnOnce() -> R>(call: F) -> R {
     outside_about(std::ptr::null(), call)
 }
 
-/// [`outside`], with what the call is about. Not inlined: see `hooks` on destructors.
+/// Calls [`outside`], with the object that the call is about. Not inlined: see `hooks` on destructors.
 #[inline(never)]
 fn outside_about<R: Failure, F: FnOnce() -> R>(about: *const (), call: F) -> R {
-    /// Also where `pthread_cancel` ends the thread in the call.
+    /// Ends the section, also if `pthread_cancel` ends the thread in the call.
     struct Inside<'a>(&'a thread::Outside);
     impl Drop for Inside<'_> {
         fn drop(&mut self) {
@@ -94,28 +93,28 @@ fn outside_about<R: Failure, F: FnOnce() -> R>(about: *const (), call: F) -> R {
         place: &place,
     };
     let inside = Inside(&place);
-    // SAFETY: the job is what `run` of this type takes, and outlives the call.
+    // SAFETY: the job has the type that this `run` takes, and outlives the call.
     let is_left = unsafe { land(run::<R, F>, (&raw mut job).cast(), place.landing.as_ptr()) };
     let result = if is_left {
         errno::set(libc::EINTR);
         R::FAILURE
     } else {
-        // SAFETY: `run` has come to its end.
+        // SAFETY: `land` has returned false, so `run` has finished and written the result.
         unsafe { job.result.assume_init() }
     };
-    // Its destructor may carry the jump out, and not return; nothing else here has one.
+    // This destructor may carry the jump out, and not return. No other value here has a destructor.
     drop(inside);
     result
 }
 
-/// Makes a call that can block; `leave` undoes what precedes it if `pthread_cancel` ends the thread in there. A jump
-/// out of a signal handler leaves it with EINTR.
+/// Makes a call that can block. `leave` undoes the work before it if `pthread_cancel` ends the thread in the call. If a
+/// jump out of a signal handler leaves the call, it returns EINTR.
 pub fn or_if_cancelled<R: Failure>(call: impl FnOnce() -> R, leave: impl FnOnce()) -> R {
     about_or_if_cancelled(std::ptr::null(), call, leave)
 }
 
-/// Makes a call of libc's that cannot block, in the section that is open: nothing leaves it but `pthread_cancel`, which
-/// `leave` undoes. Not inlined: see `hooks` on destructors.
+/// Makes a call of libc's that cannot block, in the section that is open. Only `pthread_cancel` can leave it, and then
+/// `leave` undoes the work before it. Not inlined: see `hooks` on destructors.
 #[inline(never)]
 pub fn quick_or_if_cancelled<R>(call: impl FnOnce() -> R, leave: impl FnOnce()) -> R {
     let mut unwound = Unwound(Some(leave));
@@ -124,7 +123,8 @@ pub fn quick_or_if_cancelled<R>(call: impl FnOnce() -> R, leave: impl FnOnce()) 
     result
 }
 
-/// [`or_if_cancelled`], with what the call is about (`Thread::is_inside`). Not inlined: see `hooks` on destructors.
+/// Calls [`or_if_cancelled`], with the object that the call is about (`Thread::is_inside`). Not inlined: see `hooks` on
+/// destructors.
 #[inline(never)]
 pub fn about_or_if_cancelled<R: Failure>(about: *const (), call: impl FnOnce() -> R, leave: impl FnOnce()) -> R {
     let mut unwound = Unwound(Some(leave));
@@ -149,15 +149,16 @@ struct Job<'a, R, F> {
     place: &'a thread::Outside,
 }
 
-/// Only while this is on the stack is there a landing.
+/// Runs the job. There is a landing only while this frame is on the stack.
 unsafe extern "C-unwind" fn run<R: Failure, F: FnOnce() -> R>(job: *mut c_void) {
-    // SAFETY: by `outside`.
+    // SAFETY: `outside_about` passes a job with these types, which outlives this call.
     let job = unsafe { &mut *job.cast::<Job<'_, R, F>>() };
-    // SAFETY: taken once.
+    // SAFETY: the call is taken only here, once.
     let call = unsafe { ManuallyDrop::take(&mut job.call) };
     let thread = thread::current();
     thread.step_out(job.place);
-    // From here on a jump does not come back, and a handler does not wait. What waits already came before.
+    // From here on a jump does not return here, and a handler does not wait. Signals that wait already are delivered
+    // first.
     if thread.is_due() {
         thread.let_signals_in();
     }
@@ -176,14 +177,14 @@ use machine::land;
 
 #[cfg(not(target_arch = "x86_64"))]
 mod machine {
-    //! Jumps are not looked at.
+    //! On this machine jumps are not checked.
 
     use std::ffi::{c_int, c_void};
 
     pub unsafe extern "C" fn before(_: *const c_void, _: c_int) {}
 
     pub(super) unsafe fn land(run: unsafe extern "C-unwind" fn(*mut c_void), job: *mut c_void, _: *mut usize) -> bool {
-        // SAFETY: by the caller's word.
+        // SAFETY: `run` takes this `job`, by the caller's contract.
         unsafe { run(job) };
         false
     }
@@ -191,7 +192,7 @@ mod machine {
 
 #[cfg(target_arch = "x86_64")]
 mod machine {
-    //! What of this depends on the processor, the kernel's signal frame and glibc's `jmp_buf`.
+    //! The parts that depend on the processor, the kernel's signal frame and glibc's `jmp_buf`.
 
     use std::arch::{asm, naked_asm};
     use std::ops::Range;
@@ -200,9 +201,9 @@ mod machine {
 
     use super::*;
 
-    /// glibc's `struct __jmp_buf_tag`: registers, whether the mask is saved, the mask.
+    /// The size of glibc's `struct __jmp_buf_tag`, bytes: registers, whether the mask is saved, the mask.
     const ENVIRONMENT: usize = 200;
-    /// Where in it the stack pointer is, in words.
+    /// The index of the stack pointer in it, in words.
     const STACK_POINTER: usize = 6;
 
     struct Jump {
@@ -211,11 +212,11 @@ mod machine {
     }
 
     impl Jump {
-        /// The stack pointer of the frame that it leads to (glibc's PTR_DEMANGLE).
+        /// Returns the stack pointer of the target frame (glibc's PTR_DEMANGLE).
         fn target(&self) -> usize {
             let mangled = self.environment.get(STACK_POINTER).copied().unwrap_or_default();
             let target: u64;
-            // SAFETY: reads the thread's pointer guard, where glibc has it (tcbhead_t).
+            // SAFETY: reads the thread's pointer guard at glibc's place for it (tcbhead_t), which every thread has.
             unsafe {
                 asm!(
                     "ror {0}, 0x11",
@@ -228,7 +229,7 @@ mod machine {
         }
     }
 
-    /// Before a jump. Returns where it is to be made at once.
+    /// Runs before a jump. Returns if the jump is to be made at once.
     ///
     /// # Safety
     /// `environment` is a `jmp_buf` that has been filled.
@@ -236,7 +237,7 @@ mod machine {
     pub unsafe extern "C" fn before(environment: *const c_void, value: c_int) {
         let thread = thread::current();
         if thread.depth() != 0 || thread.outside().is_some() || thread.is_leaving() {
-            // SAFETY: by the contract.
+            // SAFETY: `environment` is a filled `jmp_buf`, by the contract.
             unsafe { before_slow(thread, environment, value) };
         }
     }
@@ -245,7 +246,8 @@ mod machine {
     #[inline(never)]
     unsafe fn before_slow(thread: &Thread, environment: *const c_void, value: c_int) {
         let jump = Jump {
-            // SAFETY: by `before`'s contract; both types are 8 words and a mask.
+            // SAFETY: `environment` is a filled `jmp_buf`, by `before`'s contract, and both types are 8 words and a
+            // mask.
             environment: unsafe { environment.cast::<[u64; ENVIRONMENT / 8]>().read() },
             value,
         };
@@ -255,18 +257,20 @@ mod machine {
                 && let Some(frame) = signal_frame()
             {
                 wait(thread, jump);
-                // SAFETY: the frame of a handler that has interrupted this very thread, and that is not gone on with.
+                // SAFETY: the frame is a live handler's that has interrupted this thread, and no code between here and
+                // there continues.
                 unsafe { return_from_signal(frame) };
             }
         } else if let Some(place) = thread.outside()
             && leaves(here, std::ptr::from_ref(place) as usize, jump.target())
         {
             wait(thread, jump);
-            // SAFETY: `run` for this place is on the stack, and nothing between here and there is gone on with.
+            // SAFETY: `run` for this place is on the stack, and no code between here and there continues.
             unsafe { resume(place.landing.get()) };
         } else if thread.is_leaving() && leaves(here, thread.base(), jump.target()) {
-            // The end of a section was about to carry out the one before. It is not to be carried out later, when its
-            // target may be gone. SAFETY: ours, by `wait`, and what was interrupted is not gone on with.
+            // The end of a section was about to carry out an earlier jump, and this one replaces it. Later the earlier
+            // target might be gone.
+            // SAFETY: the box is from `wait`. The interrupted code, which might use it, does not continue.
             drop(unsafe { Box::from_raw(thread.take_jump().cast::<Jump>()) });
         }
     }
@@ -277,42 +281,43 @@ mod machine {
             let jump = Box::into_raw(Box::new(jump));
             thread.set_jump(jump.cast(), carry_out);
         } else {
-            // The last one counts, as where each is made at once.
-            // SAFETY: ours, by the line above.
+            // The last jump counts, as if each had been made at once.
+            // SAFETY: `before` is not null, so it is a box from the branch above, and only this thread uses it.
             unsafe { *before = jump };
         }
     }
 
-    /// The end of an outermost section, with a jump that waits.
+    /// Carries out the jump that waits. Called at the end of an outermost section.
     extern "C" fn carry_out() {
         let thread = thread::current();
         let waiting = thread.jump().cast::<Jump>();
-        // SAFETY: null, or by `wait`.
+        // SAFETY: the pointer is null, or a box from `wait`.
         let Some(target) = (unsafe { waiting.as_ref() }).map(Jump::target) else {
             return;
         };
         if let Some(place) = thread.outside()
             && leaves(stack_pointer(), std::ptr::from_ref(place) as usize, target)
         {
-            // This call was one of a handler's, which has itself interrupted another.
-            // SAFETY: as in `before_slow`.
+            // This call was made in a handler, which has itself interrupted another call.
+            // SAFETY: `run` for this place is on the stack, and no code between here and there continues, as in
+            // `before_slow`.
             unsafe { resume(place.landing.get()) };
         }
         thread.take_jump();
-        // SAFETY: ours, and nobody else's any more; then the program's own jump, whose target is still there: it is
-        // further out than all that has returned.
+        // SAFETY: the box is from `wait`, and `take_jump` has removed the only other pointer. The jump is the program's
+        // own. Its target is still there: it is further out than all frames that have returned.
         unsafe {
             let jump = *Box::from_raw(waiting);
             crate::sys::real::longjmp()(jump.environment.as_ptr().cast_mut().cast(), jump.value);
         }
     }
 
-    /// Whether a jump from `here` to `target` leaves what has its frame at `limit`: that is on the same stack as the
-    /// target, and further in.
+    /// Whether a jump from `here` to `target` leaves the frame at `limit`: it is on the same stack as the target, and
+    /// further in.
     fn leaves(here: usize, limit: usize, target: usize) -> bool {
         let from = match alternate() {
             Some(range) if range.contains(&limit) => here,
-            // To a place within the handler.
+            // The target is within the handler.
             Some(range) if range.contains(&target) => return false,
             Some(_) => limit,
             None => here,
@@ -320,9 +325,9 @@ mod machine {
         from <= limit && limit < target && is_readable(from..target)
     }
 
-    /// The alternate stack, if the thread is on it.
+    /// Returns the alternate stack. `None` if the thread is not on it.
     fn alternate() -> Option<Range<usize>> {
-        // SAFETY: a plain struct, which the call fills.
+        // SAFETY: all zeroes are a valid value of this plain struct, which the call fills.
         unsafe {
             let mut stack: libc::stack_t = std::mem::zeroed();
             let asked = libc::sigaltstack(std::ptr::null(), &raw mut stack);
@@ -331,13 +336,14 @@ mod machine {
         }
     }
 
-    /// Whether all of it can be read: between two stacks there is something that cannot, as a rule.
+    /// Whether all of the range can be read. Between two stacks there is usually a page that cannot.
     fn is_readable(range: Range<usize>) -> bool {
         const PAGE: usize = 4096;
         (range.start & !(PAGE - 1)..range.end).step_by(PAGE).all(|page| {
-            // It reads its set before it looks at a `how` that there is none of: EFAULT or EINVAL.
+            // The kernel reads the set before it checks `how`, which is invalid here: EFAULT if the set cannot be read,
+            // else EINVAL.
             let how = usize::MAX;
-            // SAFETY: changes nothing, and the kernel checks the address.
+            // SAFETY: the call changes nothing, and the kernel checks the address.
             let error = unsafe { syscall(libc::SYS_rt_sigprocmask, how, page, 0, 8) };
             error != -(libc::EFAULT as isize)
         })
@@ -364,26 +370,27 @@ mod machine {
         frame: usize,
     }
 
-    /// The signal frame of the handler that this thread is in, the innermost. What that has interrupted may be another
-    /// handler, which then comes to its end before the jump. Found by unwinding, since stacks are full of frames of
-    /// signals past; `None` where the handler was compiled without tables for that.
+    /// Returns the signal frame of the innermost handler that this thread is in. That handler may have interrupted
+    /// another handler, which then finishes before the jump. The frame is found by unwinding, since stacks are full of
+    /// frames of earlier signals. `None` if the handler was compiled without unwind tables.
     fn signal_frame() -> Option<usize> {
         let mut search = Search {
             restorers: restorers(),
             frame: 0,
         };
-        // SAFETY: only walks the stack, without locks (glibc finds the tables by `_dl_find_object`), and calls `look`.
+        // SAFETY: only walks the stack, without locks (glibc finds the tables by `_dl_find_object`), and calls `look`
+        // with `search`.
         unsafe { _Unwind_Backtrace(look, (&raw mut search).cast()) };
         let frame = search.frame;
         // `struct rt_sigframe` begins with the address that the handler returns to (arch/x86/include/asm/sigframe.h).
-        // SAFETY: on this thread's stack, by the unwinder's word.
+        // SAFETY: the unwinder has found the frame on this thread's stack.
         (frame != 0 && search.restorers.contains(&unsafe { *(frame as *const usize) })).then_some(frame)
     }
 
     extern "C" fn look(context: *mut Context, search: *mut c_void) -> c_int {
-        // SAFETY: by `signal_frame`.
+        // SAFETY: `signal_frame` passes its `Search`, which outlives the walk.
         let search = unsafe { &mut *search.cast::<Search>() };
-        // SAFETY: the unwinder's context.
+        // SAFETY: the context is the unwinder's, valid during this call.
         let (at, above) = unsafe { (_Unwind_GetIP(context), _Unwind_GetCFA(context)) };
         if !search.restorers.contains(&at) {
             return GO_ON;
@@ -392,7 +399,7 @@ mod machine {
         STOP
     }
 
-    /// Where handlers return to. One function of libc's for all of them, as a rule.
+    /// Returns the addresses that handlers return to. Usually one function of libc's serves all of them.
     fn restorers() -> [usize; 4] {
         /// `struct kernel_sigaction`.
         #[repr(C)]
@@ -408,7 +415,7 @@ mod machine {
         for signal in 1..=64usize {
             let mut action = Action::default();
             let at = (&raw mut action) as usize;
-            // SAFETY: only asks; the kernel fills the struct.
+            // SAFETY: a null new action changes nothing; the kernel fills the struct.
             let asked = unsafe { syscall(libc::SYS_rt_sigaction, signal, 0, at, 8) };
             // 0 and 1: SIG_DFL and SIG_IGN.
             if asked == 0
@@ -430,10 +437,11 @@ mod machine {
         at
     }
 
-    /// The raw system call. The result is as the kernel gives it.
+    /// Makes the raw system call. Returns the kernel's result, a negative errno on failure.
     unsafe fn syscall(number: libc::c_long, a: usize, b: usize, c: usize, d: usize) -> isize {
         let result: isize;
-        // SAFETY: by the caller's word.
+        // SAFETY: the arguments are valid for this call, by the caller's word. The kernel changes rax, rcx and r11
+        // only, which are declared.
         unsafe {
             asm!(
                 "syscall",
@@ -450,10 +458,10 @@ mod machine {
         result
     }
 
-    /// Leaves a handler: the kernel puts all registers and the mask back as they were.
+    /// Leaves a handler: the kernel restores all registers and the mask.
     unsafe fn return_from_signal(frame: usize) -> ! {
-        // SAFETY: by the caller's word. The kernel expects the stack pointer where the handler's own return would have
-        // left it, above the return address.
+        // SAFETY: `frame` is a live handler's, by the caller's word. The kernel expects the stack pointer where the
+        // handler's own return would have left it, above the return address.
         unsafe {
             asm!(
                 "mov rsp, {0}",
@@ -466,7 +474,7 @@ mod machine {
         }
     }
 
-    /// Calls `run(job)`; gives false when that is back, and true when [`resume`] has been given what it stores in
+    /// Calls `run(job)`. Returns false when `run` returns, and true when [`resume`] gets the value that is stored in
     /// `landing`.
     #[unsafe(naked)]
     pub(super) unsafe extern "C-unwind" fn land(
@@ -510,7 +518,7 @@ mod machine {
         )
     }
 
-    /// Returns true from the [`land`] that has stored this.
+    /// Returns true from the [`land`] that has stored `landing`.
     #[unsafe(naked)]
     unsafe extern "C" fn resume(landing: usize) -> ! {
         naked_asm!(
@@ -531,13 +539,13 @@ mod machine {
     mod tests {
         use super::*;
 
-        /// A `jmp_buf` that leads to a frame with this stack pointer.
+        /// Returns a `jmp_buf` whose target frame has this stack pointer.
         fn leading_to(target: usize) -> [u64; ENVIRONMENT / 8] {
             let mut jump = Jump {
                 environment: [0; ENVIRONMENT / 8],
                 value: 1,
             };
-            // Mangling is its own inverse but for the rotation.
+            // Mangling is its own inverse except for the rotation.
             jump.environment[STACK_POINTER] = 0;
             let guard = jump.target() as u64;
             jump.environment[STACK_POINTER] = (target as u64 ^ guard).rotate_left(0x11);
@@ -554,7 +562,7 @@ mod machine {
         #[inline(never)]
         fn jump_to(target: usize) {
             let environment = leading_to(target);
-            // SAFETY: as good as filled; the jump itself is not made.
+            // SAFETY: `before` only reads the environment, whose stack pointer is filled; the jump itself is not made.
             unsafe { before(environment.as_ptr().cast(), 1) };
         }
 
@@ -564,13 +572,14 @@ mod machine {
             let outermost = stack_pointer();
             let far_out = outermost + 64;
             section();
-            // As a handler does in the middle of it; `end` would carry it out, and is interrupted before.
+            // Does what a handler in the middle of the section does. `end` would carry the jump out, and is interrupted
+            // before.
             let environment = leading_to(far_out);
             wait(thread, Jump { environment, value: 1 });
-            // Within the handler: what was interrupted goes on.
+            // A jump within the handler: the interrupted code continues.
             jump_to(thread.base() - 16);
             assert!(thread.is_leaving());
-            // Out of it.
+            // A jump out of the handler.
             jump_to(far_out);
             assert!(!thread.is_leaving(), "it would be made at the next call");
         }

@@ -1,4 +1,4 @@
-//! What interrupts a call: signal handlers, cancellation, jumps out of both, the end of the first thread.
+//! Interruptions of a call: signal handlers, cancellation, jumps out of both, the end of the first thread.
 
 pub(crate) mod duty;
 pub(crate) mod ending;

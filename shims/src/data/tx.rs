@@ -1,5 +1,5 @@
-//! Sending: the program's bytes onto what the direction runs on. Here are the call, and what takes the
-//! direction back to TCP.
+//! Sending: moves the program's bytes onto what the direction runs on, TCP or a link. This file has the call itself and
+//! what takes the direction back to TCP.
 
 mod cork;
 mod direct;
@@ -45,16 +45,17 @@ use crate::sys::iov::Iov;
 use rdmasock_core::stream::connection;
 use rdmasock_core::stream::policy::{Progress, Threshold};
 
-/// A long send is handed over in pieces of this many bytes, so that the reader copies out while
-/// we still copy in.
+/// Bytes that a long send commits to the ring at a time. The reader copies one piece out while the sender copies the
+/// next one in.
 const PIECE: usize = 64 * 1024;
 
-/// Flags that the link serves; any other takes the socket back to TCP.
+/// The flags that a link serves. Any other flag takes the socket back to TCP.
 const SERVED: c_int = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL | libc::MSG_MORE | libc::MSG_EOR | libc::MSG_CONFIRM;
-/// Flags that keep a connection on TCP for good before the send reaches the kernel.
+/// The flags that keep a connection on TCP for good. They take effect before the send reaches the kernel.
 const FOR_GOOD: c_int = libc::MSG_OOB | libc::MSG_ZEROCOPY;
 
-/// send() and its kin. `real(fd)` is libc's own call with the program's other arguments.
+/// Serves send() and its kin. `real(fd)` is libc's own call with the program's other arguments. Returns what send(2)
+/// returns, and sets errno as send(2) does.
 ///
 /// # Safety
 /// The pieces of `iov` are readable.
@@ -83,14 +84,15 @@ pub unsafe fn send(
             leave(socket);
         }
     }
-    // SAFETY: by this function's contract.
+    // SAFETY: the pieces of `iov` are readable by this function's contract.
     unsafe { send_slow(began, iov, flags, real) }
 }
 
-/// Keeps the connection on TCP for good, or takes it back there, before a send with one of [`FOR_GOOD`], which may be
-/// the one that would begin a promotion. Nothing of ours may follow urgent data in TCP: what is read behind the mark
-/// takes the urgent byte from the kernel (tcp(7)). Sends with MSG_ZEROCOPY are numbered and reported by the kernel,
-/// which sees none that goes over a link.
+/// Keeps the connection on TCP for good, or takes it back there, before a send with one of [`FOR_GOOD`]. Without this
+/// the send itself might begin a promotion.
+///
+/// No marker may follow urgent data in TCP: a read beyond the mark takes the urgent byte from the kernel (tcp(7)). The
+/// kernel numbers and reports sends with MSG_ZEROCOPY, and it sees none of the sends that go over a link.
 #[cold]
 fn keep_on_tcp(socket: &'static Socket, flags: c_int) {
     let is_kept = matches!(socket.promotion.stage(), Stage::Pinned | Stage::Plain);
@@ -99,17 +101,17 @@ fn keep_on_tcp(socket: &'static Socket, flags: c_int) {
     }
 }
 
-/// The call has not begun yet, and its number stands for something else by now.
+/// Starts the call again from the fd table. The call has not begun yet, and its fd stands for something else by now.
 #[cold]
 unsafe fn begin_anew(fd: c_int, iov: &mut Iov, flags: c_int, real: &impl Fn(c_int) -> ssize_t) -> ssize_t {
     match table::socket(fd) {
-        // SAFETY: by the caller's word.
+        // SAFETY: the pieces of `iov` are readable: the caller got them under `send`'s contract.
         Some(socket) => unsafe { send(socket, fd, iov, flags, real) },
         None => real(fd),
     }
 }
 
-/// Counts what TCP took of a connection that stays there.
+/// Counts the bytes that TCP has taken on a connection that stays there.
 #[inline]
 fn count_sent(began: &Began, n: ssize_t) {
     if n > 0
@@ -120,7 +122,8 @@ fn count_sent(began: &Began, n: ssize_t) {
     }
 }
 
-/// The program's call on a plain direction, which the caller has entered.
+/// Makes the program's call on a plain direction. If an error is still to be reported, fails with that error instead.
+/// The caller has entered the direction (`enter_tx`); this function leaves it.
 #[inline]
 fn plain(socket: &'static Socket, is_quick: bool, real: impl FnOnce() -> ssize_t) -> ssize_t {
     if socket.has_untold()
@@ -132,7 +135,8 @@ fn plain(socket: &'static Socket, is_quick: bool, real: impl FnOnce() -> ssize_t
     in_kernel(socket, is_quick, real)
 }
 
-/// The kernel's call on a plain direction, which the caller has entered.
+/// Makes the kernel's call on a plain direction and counts the bytes. The caller has entered the direction
+/// (`enter_tx`); this function leaves it.
 #[inline]
 fn in_kernel(socket: &'static Socket, is_quick: bool, real: impl FnOnce() -> ssize_t) -> ssize_t {
     let n = if is_quick {
@@ -149,19 +153,22 @@ fn in_kernel(socket: &'static Socket, is_quick: bool, real: impl FnOnce() -> ssi
     n
 }
 
-/// How a thread knows that it is in the kernel's send on this socket.
+/// Returns the address by which a thread records that it is in the kernel's send on this socket
+/// ([`is_above_own_send`]).
 fn about(socket: &'static Socket) -> *const () {
     (&raw const socket.tx_inside).cast()
 }
 
-/// Whether this is a signal handler above the kernel's send on this very socket. A marker waits for that call, which
-/// waits for the handler: until then nothing of it goes, and what the handler sends may go before it.
+/// Returns whether the caller is a signal handler that has interrupted its own thread in the kernel's send on this
+/// socket. A marker waits until that send returns, and the send waits for the handler. So no byte of the marker has
+/// gone yet, and the bytes that the handler sends may precede the marker.
 #[cold]
 pub fn is_above_own_send(socket: &'static Socket) -> bool {
     thread::current().is_inside(about(socket))
 }
 
-/// A call is back from the kernel's send.
+/// Counts a call out of the kernel's send and closes the thread's critical section. The last call out does what has
+/// waited for it.
 #[inline]
 fn leave(socket: &'static Socket) {
     if socket.leave_tx() {
@@ -170,7 +177,8 @@ fn leave(socket: &'static Socket) {
     thread::current().end();
 }
 
-/// Does what waited for the last call to be back from the kernel's send.
+/// Does what has waited for the last call to return from the kernel's send: writes the marker, and ends a connection
+/// that the program has closed.
 #[cold]
 fn go_on(socket: &'static Socket) {
     let errno = errno::get();
@@ -183,7 +191,7 @@ fn go_on(socket: &'static Socket) {
     errno::set(errno);
 }
 
-/// Counts what TCP took, and begins a promotion at the threshold.
+/// Counts the bytes that TCP has taken, and begins a promotion at the threshold.
 #[inline]
 pub fn account(socket: &'static Socket, n: u64) {
     if let Some(stats) = socket.told.stats() {
@@ -192,7 +200,8 @@ pub fn account(socket: &'static Socket, n: u64) {
     advance(socket, |progress, threshold| progress.on_sent(n, threshold));
 }
 
-/// Counts towards the threshold, and begins a promotion there, if the connection is below it.
+/// Counts towards the threshold with `count` and begins a promotion there, if the connection is still below the
+/// threshold.
 #[inline]
 pub fn advance(socket: &'static Socket, count: impl FnOnce(&Progress, &Threshold) -> bool) {
     if socket.promotion.stage() == Stage::Watching {
@@ -207,37 +216,38 @@ pub fn advance(socket: &'static Socket, count: impl FnOnce(&Progress, &Threshold
     }
 }
 
-/// An ASK may wait for the process to use the connection.
+/// Has the service thread answer an ASK that has waited for this process to use the connection.
 #[cold]
 pub fn answer_if_asked(socket: &'static Socket) {
-    // The service thread sets `asked`, then looks whether the connection has been used; we the other
-    // way round. So one of the two sees the other.
+    // The service thread sets `asked`, then checks whether the connection has been used. This thread does both in the
+    // other order, so at least one of the two threads sees the other's store.
     store_load_fence();
     if socket.promotion.asked.load(SeqCst) && socket.promotion.asked.swap(false, SeqCst) {
         Library::get().service.submit(Command::Used(socket.into()));
     }
 }
 
-/// What one look of a send came to.
+/// The outcome of one attempt of a send.
 enum SendStep {
-    /// The direction changed: look again.
+    /// The direction has changed: try again.
     Again,
-    /// The kernel's own call.
+    /// The send is for the kernel: make its own call.
     Kernel,
-    /// The kernel's own call, ahead of a marker ([`is_above_own_send`]).
+    /// The send is for the kernel, and its bytes precede a marker ([`is_above_own_send`]).
     Ahead,
-    /// The connection is not this call's ([`Place`]).
+    /// The connection is no longer the one of this call ([`Place`]).
     Elsewhere(Place),
-    /// No room.
+    /// The ring or TCP has no room.
     Full,
-    /// All is sent.
+    /// The attempt has sent all bytes, or has failed and set errno.
     Done,
-    /// The program has shut the direction down, which has not left the link yet.
+    /// The program has shut the direction down, and the direction has not left the link yet.
     Shut,
 }
 
-/// What a send gives once the program has shut the direction down: between hosts that stays on the link until all of it
-/// is there, and the kernel knows nothing of it yet. Its own sends raise the signal before they fail (send(2)).
+/// Returns the result of a send after the program has shut the direction down: `sent` if that is not 0, else -1 with
+/// EPIPE. Between hosts the direction stays on the link until the peer has all bytes, and the kernel does not know of
+/// the shutdown before. As the kernel does, raises SIGPIPE before the call fails, unless MSG_NOSIGNAL is set (send(2)).
 #[cold]
 pub fn after_shutdown(sent: usize, flags: c_int) -> ssize_t {
     if sent > 0 {
@@ -247,20 +257,21 @@ pub fn after_shutdown(sent: usize, flags: c_int) -> ssize_t {
         let (process, thread) = (rustix::process::getpid(), rustix::thread::gettid());
         let ids = [process, thread].map(|id| id.as_raw_nonzero().get() as usize);
         let [process, thread] = ids;
-        // SAFETY: numbers alone.
+        // SAFETY: tgkill takes numbers alone, no memory.
         let _ = unsafe { kernel::call(libc::SYS_tgkill, [process, thread, libc::SIGPIPE as usize, 0, 0, 0]) };
     }
     errno::fail(libc::EPIPE)
 }
 
-/// Whether the program has shut the direction, and the kernel may not know it yet.
+/// Returns whether the program has shut the direction down while the kernel may not know it yet.
 fn is_shut(socket: &Socket) -> bool {
     socket.tx_mode.load(Acquire) == Mode::Marked && socket.tx.lock().is_some_and(|tx| tx.is_shut)
 }
 
 #[cold]
 fn interrupted() -> SendStep {
-    // A signal handler that sends on the stream that it has interrupted in the middle of a send.
+    // The caller is a signal handler that has interrupted its own thread's send on this stream. That send holds the
+    // lock.
     errno::set(libc::EINTR);
     SendStep::Done
 }
@@ -270,7 +281,7 @@ fn interrupted() -> SendStep {
 unsafe fn send_slow(began: Began, iov: &mut Iov, flags: c_int, real: &impl Fn(c_int) -> ssize_t) -> ssize_t {
     cancellation_point();
     let mut call = Call::new(began, Direction::Send);
-    // SAFETY: by `send`'s contract.
+    // SAFETY: the pieces of `iov` are readable by `send`'s contract.
     let result = unsafe { send_loop(&mut call, iov, flags, real) };
     result.unwrap_or_else(|| {
         let fd = call.fd;
@@ -280,7 +291,8 @@ unsafe fn send_slow(began: Began, iov: &mut Iov, flags: c_int, real: &impl Fn(c_
     })
 }
 
-/// Looks and waits until all is sent, or what there is room for; `None`: the call is to begin anew.
+/// Sends until all bytes are gone, and waits for room if the call may wait. Returns the call's result; `None` if the
+/// call has to begin anew ([`begin_anew`]).
 ///
 /// # Safety
 /// The pieces of `iov` are readable.
@@ -293,12 +305,12 @@ unsafe fn send_loop(call: &mut Call, iov: &mut Iov, flags: c_int, real: &impl Fn
         within(|| take_back(socket, reason_for(beyond)));
     }
     let total = iov.len();
-    // What has gone over a link.
+    // Bytes of this call that have gone over a link.
     let mut sent = 0;
     let mut patience = wait::Patience::default();
     loop {
         if beyond != 0 {
-            // A link between hosts is not left before the other end has answered.
+            // The direction leaves a link between hosts only after the other end has answered.
             connection::wait_for_tcp(socket);
         }
         let mut until = 0;
@@ -309,7 +321,7 @@ unsafe fn send_loop(call: &mut Call, iov: &mut Iov, flags: c_int, real: &impl Fn
                     if iov.len() == 0 {
                         return Some(sent as ssize_t);
                     }
-                    // The reader may wait for the rest.
+                    // The reader may wait for the rest of the bytes.
                     continue;
                 }
                 Went::Not { first } => until = first,
@@ -350,7 +362,7 @@ unsafe fn send_loop(call: &mut Call, iov: &mut Iov, flags: c_int, real: &impl Fn
                 }
                 let is_held = call.is_held();
                 let was_over = Cell::new(false);
-                // The kernel does not know of a handler that has run since the call began to wait.
+                // The kernel does not know of a signal handler that has run since the call began to wait.
                 let is_over = || {
                     was_over.set(is_held && sent == 0 && patience.is_interrupted());
                     was_over.get()
@@ -416,13 +428,14 @@ unsafe fn send_loop(call: &mut Call, iov: &mut Iov, flags: c_int, real: &impl Fn
     }
 }
 
-/// Whether a call of which the link took the beginning goes on in TCP: it may wait, and there is somebody for the rest.
-/// Then it holds the connection, for its bytes are one connection's.
+/// Returns whether the rest of a call, whose beginning went over the link, continues in TCP. It does if the call may
+/// wait and the peer can still take the rest. The call then holds the connection, because all its bytes belong to one
+/// connection.
 fn goes_on(call: &mut Call, flags: c_int) -> bool {
     wait::may_wait(call.socket, flags).is_ok() && call.hold_now() == Place::Here && rest::is_taken(call.socket)
 }
 
-/// One attempt, at what precedes the last `until` bytes.
+/// Makes one attempt to send what precedes the last `until` bytes.
 #[inline]
 unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int, until: usize) -> SendStep {
     let socket = call.socket;
@@ -432,7 +445,7 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int, until: usize) -> Se
             return SendStep::Elsewhere(place);
         }
         if is_shut(socket) {
-            // Not where the number is another's.
+            // An fd that stands for another connection by now must not get EPIPE.
             return match call.place_now() {
                 Place::Here => SendStep::Shut,
                 place => SendStep::Elsewhere(place),
@@ -441,7 +454,7 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int, until: usize) -> Se
         if within(|| connection::flush(socket)) {
             return SendStep::Again;
         }
-        // Where the number is another's nobody will say that there is room.
+        // If the fd stands for another connection by now, no wake-up would report room.
         return match call.place_now() {
             Place::Here if is_above_own_send(socket) => SendStep::Ahead,
             Place::Here => SendStep::Full,
@@ -479,7 +492,8 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int, until: usize) -> Se
             return SendStep::Done;
         }
         if socket.wakes.is_dead() || ready::is_reader_gone(producer) {
-            // What becomes of bytes that nobody reads is for the kernel to say.
+            // The anchor is dead or the reader is gone: the kernel decides the result of a send whose bytes stay
+            // unread.
             socket.tx_mode.go(Sending::Left);
             return SendStep::Kernel;
         }
@@ -499,7 +513,8 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int, until: usize) -> Se
             if n == 0 {
                 break;
             }
-            // SAFETY: readable by the contract; the ring is ours to write up to `room`.
+            // SAFETY: the piece is readable by this function's caller's contract. The first `room` bytes of the ring's
+            // free part belong to the producer, which this thread holds by the direction's lock.
             let n = unsafe { spans.copy_in(copied, from, n.min(room - copied)) };
             iov.advance(n);
             copied += n;
@@ -562,8 +577,9 @@ fn reason_for(flags: c_int) -> rdmasock_core::stats::Reason {
     }
 }
 
-/// A call that only the kernel can serve, on a socket that is on its way back to TCP.
-// Not inlined: as `send_slow`.
+/// Makes a call that only the kernel can serve, on a socket that is on its way back to TCP. Waits until the direction
+/// is there.
+// Not inlined, for the reason at `send_slow`.
 #[inline(never)]
 pub fn send_on_tcp(socket: &'static Socket, fd: c_int, flags: c_int, real: &impl Fn(c_int) -> ssize_t) -> ssize_t {
     crate::notify::reclaim::reclaim(socket);
@@ -592,7 +608,7 @@ pub fn send_on_tcp(socket: &'static Socket, fd: c_int, flags: c_int, real: &impl
         }
         if connection::flush(socket) {
             if socket.tx_mode.load(Acquire) == Mode::Link {
-                // A handshake that was under way has ended in a promotion.
+                // The handshake that was under way has ended in a promotion.
                 take_back(socket, rdmasock_core::stats::Reason::Unsupported);
             }
             continue;
@@ -614,7 +630,7 @@ pub fn send_on_tcp(socket: &'static Socket, fd: c_int, flags: c_int, real: &impl
     }
 }
 
-/// Takes the socket back to TCP, because it is put to a use that the link does not serve.
+/// Takes the socket back to TCP because a call needs what the link does not serve. Preserves errno.
 #[cold]
 pub fn take_back(socket: &'static Socket, reason: rdmasock_core::stats::Reason) {
     let errno = errno::get();
@@ -624,23 +640,23 @@ pub fn take_back(socket: &'static Socket, reason: rdmasock_core::stats::Reason) 
     errno::set(errno);
 }
 
-/// Takes the socket back to TCP for other holders of it; see [`connection::return_to_tcp`].
+/// Takes the socket back to TCP for its other holders; see [`connection::return_to_tcp`].
 pub fn hand_over(socket: &'static Socket, reason: rdmasock_core::stats::Reason) {
     if let Some(mut control) = socket.control.lock() {
         connection::return_to_tcp(socket, &mut control, reason);
     }
 }
 
-/// The peer broke the protocol: the link goes down.
+/// Closes the link, because the peer has broken the protocol.
 #[cold]
 pub fn violation(socket: &'static Socket, error: &rdmasock_core::fabric::ring::RingError) {
     tracing::warn!(target: "rdmasock", slot = socket.slot, %error, "link closed");
     Library::get().service.submit(Command::Violation(socket.into()));
-    // Nothing more goes over it, whoever asks first.
+    // Keeps this socket's calls off the link from now on, before the service thread has closed it.
     socket.wakes.set_dead();
 }
 
-/// A send is about to sleep for want of room. True if there is some by the ring in reserve, or in TCP.
+/// Makes room for a send that is about to sleep. Returns true if there is room now, in the reserve ring or in TCP.
 #[cold]
 pub fn make_room(socket: &'static Socket) -> bool {
     let room = room::before_sleep(socket);
@@ -650,7 +666,7 @@ pub fn make_room(socket: &'static Socket) -> bool {
     !matches!(room, Room::Full)
 }
 
-/// What a send waits for.
+/// A wait for room to send.
 struct Space;
 
 impl wait::Wanted for Space {
@@ -669,7 +685,7 @@ impl wait::Wanted for Space {
     }
 }
 
-/// Whether a blocked send should look again, by what has been [taken in](ready::progress).
+/// Returns whether a blocked send should try again, judged by what has been [taken in](ready::progress).
 fn is_worth_a_look(socket: &'static Socket) -> bool {
     match socket.tx_mode.load(Acquire) {
         Mode::Link => {

@@ -1,4 +1,4 @@
-//! MSG_MORE and TCP_CORK: the wake-up that the peer gets later.
+//! MSG_MORE and TCP_CORK: delay the peer's wake-up, not the bytes.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
@@ -7,16 +7,16 @@ use crate::notify::ready;
 use crate::objects::library::Library;
 use crate::objects::socket::{Mode, Socket, Tx};
 
-/// What the kernel would hold back as less than a full segment, because the program has said that more
-/// follows (MSG_MORE, TCP_CORK; tcp(7)): the peer is not told yet.
+/// Returns whether the peer's wake-up for these `n` bytes can wait. It can if the program has announced more (MSG_MORE,
+/// TCP_CORK): the kernel too would hold back less than a full segment (tcp(7)).
 #[inline]
 pub(super) fn is_more_to_come(socket: &Socket, flags: c_int, n: usize) -> bool {
-    /// More than this is worth a wake-up of its own.
+    /// Bytes. A send of this many or more wakes the peer at once.
     const SEGMENT: usize = 16 * 1024;
     (flags & libc::MSG_MORE != 0 || socket.options.corked.load(Relaxed)) && n < SEGMENT
 }
 
-/// The peer is told later, by the next send, or by the service thread ([`send_delayed_wake`]).
+/// Leaves the peer's wake-up to the next send, or to the service thread ([`send_delayed_wake`]).
 pub(super) fn delay_wake(tx: &mut Tx) {
     if !tx.wake_delayed {
         tx.wake_delayed = true;
@@ -24,7 +24,7 @@ pub(super) fn delay_wake(tx: &mut Tx) {
     }
 }
 
-/// Tells the peer of what was held back.
+/// Wakes the peer for bytes whose wake-up was delayed.
 pub fn send_delayed_wake(socket: &'static Socket) {
     let Some(mut tx) = socket.tx.lock() else {
         return;
@@ -39,8 +39,8 @@ pub fn send_delayed_wake(socket: &'static Socket) {
     }
 }
 
-/// setsockopt(TCP_CORK): true if that is all there is to be done. On the link it is the library's; the
-/// kernel hears of it when the direction is back on TCP.
+/// Serves setsockopt(TCP_CORK). Returns true if the kernel need not be called: on the link the library itself holds
+/// wake-ups back. The kernel gets the option when the direction is back on TCP ([`pass_cork`]).
 pub fn cork(socket: &'static Socket, on: bool) -> bool {
     let on_link = {
         let Some(mut tx) = socket.tx.lock() else {
@@ -59,7 +59,8 @@ pub fn cork(socket: &'static Socket, on: bool) -> bool {
     on_link
 }
 
-/// The direction is back on TCP. The caller holds its lock.
+/// Passes the program's TCP_CORK to the kernel when the direction is back on TCP. The caller holds the direction's
+/// lock.
 pub fn pass_cork(socket: &Socket, tx: &mut Tx) {
     let corked = socket.options.corked.load(Relaxed);
     if tx.own.kernel_corked != corked

@@ -1,6 +1,6 @@
-//! A blocking send of much (`ways.rs`): its bytes from the program's memory, past the mirror, when the
-//! peer's program waits for them with a buffer (docs/protocol.md, P90–P95). It waits for such a reader for a moment
-//! only, as kernel TCP would not wait at all.
+//! Put: the device writes a large blocking send (`ways.rs`) from the program's memory into the buffer of the peer's
+//! blocked receive, past the mirror (docs/protocol.md, P90–P95). The send waits for such a reader only for a moment,
+//! because kernel TCP would not wait at all.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::Relaxed;
@@ -21,23 +21,23 @@ use crate::sys::errno;
 use crate::sys::iov::Iov;
 use crate::sys::time::{Timeout, now_ns};
 
-/// Less is never sent so, whatever `RDMASOCK_ZCOPY_MIN` says.
+/// The smallest send that may go directly, bytes. A smaller `RDMASOCK_ZCOPY_MIN` does not lower it.
 pub(super) const LEAST: usize = 4096;
 
-/// How long a reader with a buffer is waited for, ns; and one that has just read what was sent so, and may have to be
-/// woken.
+/// How long a send waits for a reader with a buffer, ns. The longer time is for a reader that has just read a direct
+/// transfer and may have to be woken.
 const READER_WITHIN: u64 = 200_000;
 const READER_BACK_WITHIN: u64 = 1_000_000;
-/// How long it may stand still before it has read what was sent before, and how long that may take in all, ns.
+/// How long the reader may stand still while it reads earlier bytes, ns. `ALL_READ_WITHIN` bounds that time in all, ns.
 const READS_WITHIN: u64 = 500_000;
 const ALL_READ_WITHIN: u64 = 10_000_000;
-/// How long the peer may take to take what was lent; what is left then goes by the mirror.
+/// How long the peer may take to read the lent bytes. The rest then goes by the mirror.
 const TAKEN: Within = Within {
     begins: 100_000_000,
     byte: 0,
 };
 
-/// What a call with much to send waits for first: somebody to take it.
+/// A wait for a reader with a buffer, which a large send makes first.
 struct Reader;
 
 impl Wanted for Reader {
@@ -50,19 +50,19 @@ impl Wanted for Reader {
     }
 }
 
-/// What has become of a send.
+/// How a large send went.
 pub(super) enum Went {
-    /// So many bytes of it, past the mirror.
+    /// This many bytes went past the mirror.
     Directly(usize),
-    /// Nothing: it goes by the mirror, at first what precedes the last so many bytes: a large piece behind small ones.
+    /// No byte went directly. Bytes go by the mirror; the next attempt sends all that precedes the last `first` bytes,
+    /// because a large piece follows small ones. 0 means all.
     Not { first: usize },
 }
 
 const NOTHING: Went = Went::Not { first: 0 };
 
-/// Sends from the next piece of `iov`, if a reader waits for it or does so in a moment.
-///
-/// The call began with `total` bytes.
+/// Sends from the next piece of `iov` directly, if a reader waits with a buffer, or will in a moment, or its device
+/// reads the bytes. The call began with `total` bytes.
 pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int, total: usize) -> Went {
     let socket = call.socket;
     let Some((link, remote)) = socket.link().and_then(|link| Some((link, link.remote()?))) else {
@@ -84,7 +84,7 @@ pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int, total: usize) -
         let first = iov.left_at_large(remote.direct_min());
         return Went::Not { first };
     }
-    // What registers memory allocates.
+    // Registering memory allocates, which a signal handler must not do.
     if handler::is_in_one() || !call.is_held() && call.hold_now() != Place::Here {
         return NOTHING;
     }
@@ -107,14 +107,14 @@ pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int, total: usize) -
     if sent == 0 && way != Some(Way::Put) {
         sent = offer(call, remote, theirs, memory, len);
     }
-    // Whatever it was that was tried, the call has not failed.
+    // The call has not failed: restores the errno from before the attempts.
     errno::set(errno);
     iov.advance(sent);
     if sent > 0 { Went::Directly(sent) } else { NOTHING }
 }
 
-/// Waits for a moment for a reader with a buffer, and for somewhat longer while it reads what precedes. Gives how much
-/// of `len` it wants.
+/// Waits for a reader with a buffer, and longer while the reader still reads earlier bytes. Returns how many of `len`
+/// bytes the buffer takes; `None` if no buffer came in time.
 fn await_reader(call: &Call, remote: &'static Remote, theirs: Vqpn, len: usize) -> Option<usize> {
     let (socket, end) = (call.socket, remote.end());
     let (sent, reader_within) = {
@@ -138,7 +138,7 @@ fn await_reader(call: &Call, remote: &'static Remote, theirs: Vqpn, len: usize) 
         if unread < before {
             moved = now;
             if unread == 0 {
-                // What was sent before may have gone by a buffer of this end's own.
+                // The earlier bytes may have gone by a send buffer of this end, which can be given back now.
                 give_back(socket);
             }
         }
@@ -147,7 +147,7 @@ fn await_reader(call: &Call, remote: &'static Remote, theirs: Vqpn, len: usize) 
         if left == 0 || Taken::is_over(socket) {
             return None;
         }
-        // It ends when the time is over, or by any word of the reader's.
+        // The wait ends when the time is up or when the reader notifies this end.
         let mut patience = wait::Patience::at_most(Timeout::Ns(left));
         if wait::wait_for::<Reader>(socket, &mut patience) == Err(libc::EINTR) {
             return None;

@@ -1,9 +1,9 @@
-//! Memory of the program that a blocking send lends to a device, past the mirror (docs/protocol.md, P90–P99): to its
-//! own, which writes into a buffer that the peer's program waits with, or to the peer's, which reads it. Not when that
-//! is done (`direct.rs`, `offered.rs`).
+//! Memory of the program that a blocking send lends to a device, past the mirror (docs/protocol.md, P90–P99). This
+//! end's device writes the bytes into a buffer of the peer's program, or the peer's device reads them. `direct.rs` and
+//! `offered.rs` decide when.
 //!
-//! What was lent counts as sent; before the call returns the peer has taken it, or what it has not is in the mirror and
-//! nothing reaches the program's memory any more.
+//! Lent bytes count as sent. When the call returns, the peer has taken them or the rest is in the mirror, and no device
+//! reaches the program's memory any more.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
@@ -20,35 +20,36 @@ use crate::objects::pinned::Pinned;
 use crate::objects::socket::{Mode, Socket};
 use crate::sys::time::{Timeout, now_ns};
 
-/// Whose device moves the bytes.
+/// Which device moves the bytes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum By {
-    /// Ours writes them.
+    /// This end's device writes them.
     Writes,
-    /// The peer's reads them.
+    /// The peer's device reads them.
     Reads,
 }
 
-/// How long the peer may take, ns: to begin, and then for each byte.
+/// How long the peer may take, ns: `begins` until it begins, then `byte` for each byte.
 pub(super) struct Within {
     pub begins: u64,
     pub byte: u64,
 }
 
-/// What was lent, until it is taken back.
+/// A loan: memory that is lent until the call takes it back.
 struct Lent {
     remote: &'static Remote,
     theirs: Vqpn,
-    /// The position behind it.
+    /// The position behind its last byte.
     until: u64,
     by: By,
     is_recalled: bool,
-    /// Its registration ends last.
+    /// Dropped after `Lent::drop` has run, so that the registration ends last.
     memory: Pinned,
 }
 
 impl Lent {
-    /// The peer's device is to read no more, and has said so when this returns, or does not find the memory any more.
+    /// Recalls the memory from the peer's device, if that may still read it. When this returns, the peer has confirmed
+    /// that its device reads no more, or the device can no longer reach the memory.
     fn recall(&mut self) {
         let (end, theirs) = (self.remote.end(), self.theirs);
         if self.by == By::Reads && !self.is_recalled && !end.is_source_done(theirs) {
@@ -66,7 +67,8 @@ impl Drop for Lent {
         }
         let (end, theirs) = (self.remote.end(), self.theirs);
         self.recall();
-        // SAFETY: the program's buffer, which the call was given, and that has not returned.
+        // SAFETY: the loan is of the program's buffer, which stays readable until the call returns; the call drops this
+        // value first.
         let left = unsafe { end.take_source(theirs) };
         if self.by == By::Writes && left.is_some_and(|left| left > 0) {
             self.remote.await_word(|| end.untaken(theirs, self.until) == 0);
@@ -74,11 +76,11 @@ impl Drop for Lent {
     }
 }
 
-/// What a call waits for that has lent memory.
+/// A wait for the end of a loan.
 pub(super) struct Taken;
 
 impl Taken {
-    /// Nothing is taken any more.
+    /// Returns whether the peer takes no more: the connection or the link is down, or the direction has left the link.
     pub fn is_over(socket: &Socket) -> bool {
         let remote = socket.link().and_then(|link| link.remote());
         socket.wakes.is_dead() || socket.tx_mode.load(Acquire) != Mode::Link || remote.is_none_or(Remote::is_down)
@@ -95,8 +97,9 @@ impl Wanted for Taken {
     }
 }
 
-/// Lends what of the next `wanted` bytes of a piece of `len` can be, and waits `within` its bounds until the peer has
-/// them. Gives how many bytes count as sent, and how many of them went so, as far as is known.
+/// Lends as many of the next `wanted` bytes as possible, from a piece of `len` bytes. Waits `within` its bounds until
+/// the peer has them. Returns how many bytes count as sent, and how many of those a device is known to have moved past
+/// the mirror.
 pub(super) fn lend(
     call: &mut Call,
     (remote, theirs): (&'static Remote, Vqpn),
@@ -110,25 +113,27 @@ pub(super) fn lend(
         By::Writes => Role::Source,
         By::Reads => Role::Offered,
     };
-    // SAFETY: the program's buffer, which a device only reads, and this, or `Lent`, goes before the call returns.
+    // SAFETY: the memory is the program's buffer, which the device only reads. `pinned`, or the `Lent` that takes it
+    // over, is dropped before the call returns.
     let Some(pinned) = (unsafe { Pinned::new(remote, memory, wanted, least, role) }) else {
         return (0, 0);
     };
     let lent = socket.tx.lock().and_then(|mut tx| {
         let state = &mut *tx;
         let producer = state.producer.as_mut()?;
-        // Meanwhile the stream may have left the link, and come back as another.
+        // Meanwhile the stream may have left the link and come back as another stream.
         let is_same = socket.tx_mode.load(Acquire) == Mode::Link && socket.peer_vqpn.load(Relaxed) == theirs.0;
         let is_open = is_same && !state.is_shut && !socket.wakes.is_dead();
         if !is_open || call.place(&state.own.seen) != Place::Here || ready::is_reader_gone(producer) {
             return None;
         }
-        // What the peer's device has read is to be read by its program while the next is on its way.
+        // Half a ring at most, so that the peer's program can read one half while its device fetches the next.
         let most = match by {
             By::Writes => wanted,
             By::Reads => wanted.min(producer.ring_size() as usize / 2),
         };
-        // A ring that is too small for the piece is to grow, though nothing is copied into it: it bounds what is lent.
+        // Asking for `len` bytes makes a ring grow that is too small for the piece: the ring bounds what is lent,
+        // though nothing is copied into it.
         let room = producer.spans(len).map_or(0, |spans| spans.len()).min(most);
         let (from, bytes) = (producer.position(), pinned.len().min(room));
         let (address, key) = (memory.expose_provenance(), pinned.key());
@@ -173,7 +178,8 @@ pub(super) fn lend(
     let waited = now_ns() - begun;
     lent.recall();
     if by == By::Reads && !Taken::is_over(socket) {
-        // An end that answers a recall at once, and has not begun, would not have done so later.
+        // A peer that has not begun and answers the recall at once would not have begun later either. So after a recall
+        // only the time of the recall's answer counts.
         let answer = if lent.is_recalled {
             now_ns() - begun - waited
         } else {

@@ -1,6 +1,6 @@
-//! A blocking send of much whose bytes the peer's device reads from the program's memory into the reader's ring, where
-//! the peer's program does not wait with a buffer (docs/protocol.md, P96–P99). It waits for room in that ring for a
-//! moment, and then for the device, as kernel TCP would not wait at all: who is not there in time is tried less often.
+//! Get: the peer's device reads a large blocking send from the program's memory into the reader's ring, where the
+//! peer's program does not wait with a buffer (docs/protocol.md, P96–P99). The send waits a moment for room in the ring
+//! and then for the device; kernel TCP would wait for neither. Each failure makes later tries rarer.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
@@ -15,17 +15,18 @@ use crate::objects::link::Remote;
 use crate::objects::socket::{Mode, Socket};
 use crate::sys::time::{Timeout, now_ns};
 
-/// How long the reader may stand still before there is room, and how long that may take in all, ns. If its end has to
-/// be asked, as much longer as that takes.
+/// How long the reader may stand still before there is room, ns. `ALL_ROOM_WITHIN` bounds that time in all, ns. If the
+/// reader's end has to be asked, the time of its answer comes on top.
 const ROOM_WITHIN: u64 = 500_000;
 const ALL_ROOM_WITHIN: u64 = 5_000_000;
-/// How long the peer's end may take: what is left then goes by the mirror. Longer to begin where that is known of it.
+/// How long the peer's device may take; the rest then goes by the mirror. A peer that is known to be slow has longer to
+/// begin.
 const TAKEN: Within = Within {
     begins: 5_000_000,
     byte: 50,
 };
 
-/// What a call waits for that would lend memory.
+/// A wait for room in the peer's ring, for a send that wants to lend memory.
 struct RoomToLend;
 
 impl Wanted for RoomToLend {
@@ -38,13 +39,13 @@ impl Wanted for RoomToLend {
     }
 }
 
-/// What is sent is kept aside, as the peer's ring had no room for it.
+/// Returns whether the producer writes aside, into a send buffer of this end, because the peer's ring had no room.
 fn is_aside(socket: &Socket) -> bool {
     let tx = socket.tx.lock();
     tx.is_some_and(|tx| tx.producer.as_ref().is_some_and(Producer::is_aside))
 }
 
-/// So it was, and all of it has been read.
+/// Returns whether the producer writes aside and the reader has read all of it.
 fn is_read_aside(socket: &Socket, remote: &Remote) -> bool {
     let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
     let position = {
@@ -55,7 +56,7 @@ fn is_read_aside(socket: &Socket, remote: &Remote) -> bool {
     position.is_some_and(|position| remote.end().untaken(theirs, position) == 0)
 }
 
-/// Bytes that the peer's ring has room for; 0 where what comes next does not go there.
+/// Returns the bytes that the peer's ring has room for; 0 if the next bytes do not go there.
 fn free(socket: &Socket) -> usize {
     if socket.tx_mode.load(Acquire) != Mode::Link {
         return 0;
@@ -66,8 +67,8 @@ fn free(socket: &Socket) -> usize {
     producer.map_or(0, |producer| producer.free().unwrap_or(0) as usize)
 }
 
-/// Sends from `memory`, if its reader has room for enough of it and its end takes it. Gives how many bytes; 0 go by the
-/// mirror.
+/// Offers `len` bytes at `memory` to the reader's device, if the reader's ring has enough room. Returns the bytes that
+/// count as sent; 0 if the bytes have to go by the mirror.
 pub(super) fn offer(call: &mut Call, remote: &'static Remote, theirs: Vqpn, memory: *mut u8, len: usize) -> usize {
     let socket = call.socket;
     let may_try = |socket: &Socket| socket.tx.lock().is_some_and(|mut tx| tx.own.direct.may_lend(now_ns()));
@@ -89,13 +90,14 @@ pub(super) fn offer(call: &mut Call, remote: &'static Remote, theirs: Vqpn, memo
     sent
 }
 
-/// The reader's end was asked how far the reader is.
+/// A question to the reader's end: how far is the reader?
 struct Question {
-    /// When, monotonic ns.
+    /// When it was asked, monotonic ns.
     at: u64,
-    /// It answers for all before.
+    /// The answer covers all bytes before this position.
     position: u64,
-    /// It has all of that, and has not answered yet: how long that takes does not depend on the reader.
+    /// All bytes before `position` were sent, and no answer has come yet. Only then is the time of the answer a
+    /// measurement, because it does not depend on the reader.
     counts: bool,
 }
 
@@ -109,7 +111,7 @@ impl Question {
         }
     }
 
-    /// How long the answer is waited for.
+    /// Returns until when the send waits for the answer, monotonic ns.
     fn until(&self, remote: &Remote) -> u64 {
         let within = match self.counts {
             true => remote.answers.patience(ROOM_WITHIN),
@@ -118,14 +120,14 @@ impl Question {
         self.at + within
     }
 
-    /// The answer is that all has been read.
+    /// Takes in the answer, which is that the reader has read all bytes.
     fn on_answer(&mut self, remote: &Remote, now: u64) {
         if std::mem::take(&mut self.counts) {
             remote.answers.on_answer(now - self.at);
         }
     }
 
-    /// Nobody waits for it any more.
+    /// Ends the wait for the answer. If none has come, records that the peer took longer than the time so far.
     fn give_up(&self, remote: &Remote, theirs: Vqpn, now: u64) {
         let is_answered = remote
             .end()
@@ -137,7 +139,8 @@ impl Question {
     }
 }
 
-/// Waits for a moment for room.
+/// Waits a moment for room in the peer's ring. Returns false if there is none in time, if the next bytes have to go
+/// another way, or if a signal handler has interrupted the wait.
 fn has_room(socket: &'static Socket, remote: &'static Remote, theirs: Vqpn) -> bool {
     let begun = now_ns();
     let (mut moved, mut unread, mut asked) = (begun, u64::MAX, None::<Question>);
@@ -157,7 +160,7 @@ fn has_room(socket: &'static Socket, remote: &'static Remote, theirs: Vqpn) -> b
                 question.on_answer(remote, now);
             }
             if !give_back(socket) {
-                // What was sent before has gone by a buffer of this end's own, as what follows has to.
+                // The earlier bytes have gone by a send buffer of this end, so the next bytes have to go there too.
                 return false;
             }
         }
@@ -168,8 +171,8 @@ fn has_room(socket: &'static Socket, remote: &'static Remote, theirs: Vqpn) -> b
         let answered = asked.as_ref().map_or(0, |question| question.until(remote));
         let left = until.max(answered).saturating_sub(now);
         if left == 0 && asked.is_none() && is_aside(socket) {
-            // A reader does not tell of less than a quarter of its ring by itself (P55), and as long as not all is
-            // known to have been read what is kept aside stays there.
+            // A reader does not report less than a quarter of its ring unasked (P55). The producer cannot leave the
+            // send buffer before this end knows that all its bytes were read.
             asked = Some(Question::ask(remote, theirs, sent, now));
             continue;
         }

@@ -1,6 +1,6 @@
-//! What is left of a send of which a link has taken the beginning, once the direction is on TCP again. The call goes on
-//! there: kernel TCP does not return from a send that may wait with less than all because the peer uses its end for
-//! something else, and few programs look.
+//! The rest of a send whose beginning went over a link, once the direction is on TCP again. The call goes on there. A
+//! blocking send of kernel TCP does not return short because the peer's program puts its socket to another use, and few
+//! programs check for that.
 
 use std::ffi::c_int;
 
@@ -13,8 +13,8 @@ use crate::sys::errno;
 use crate::sys::iov::Iov;
 use crate::sys::real::{self, Cancellable};
 
-/// Whether there is somebody for it: where the peer has ended, or the connection is over, kernel TCP returns with what
-/// it has taken too, and what comes of the rest is for the program's next call.
+/// Returns whether the peer can still take the rest. If the peer has ended its direction, or the connection is over,
+/// kernel TCP too returns with what it has taken. The program's next call then gets the error.
 pub fn is_taken(socket: &'static Socket) -> bool {
     let Some(_control) = socket.control.lock() else {
         return false;
@@ -23,20 +23,21 @@ pub fn is_taken(socket: &'static Socket) -> bool {
     !socket.wakes.is_dead() && !socket.has_untold() && tcp.is_some_and(|tcp| !tcp.has_failed() && !tcp.has_peer_ended())
 }
 
-/// Gives what is left to the kernel, by `fd`: how many bytes it has taken, 0 where it takes none. What has been sent is
-/// what the program is told then, so that nothing of an error may be lost but its number.
+/// Gives the rest to the kernel by `fd`. Returns how many bytes TCP has taken, 0 if none. The program gets the count of
+/// bytes sent, not an error. An error that ends the connection is kept for the next call; of any other error only the
+/// errno is lost.
 pub fn send(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_int) -> ssize_t {
-    // A send of which something was taken raises no signal.
+    // A send that has taken bytes raises no SIGPIPE.
     let flags = flags | libc::MSG_NOSIGNAL;
     let before = errno::get();
     let mut taken = 0;
     while iov.len() > 0 {
         let (piece, len) = iov.head();
         let more = if len < iov.len() { libc::MSG_MORE } else { 0 };
-        // SAFETY: a piece of the program's, in the middle of its call.
+        // SAFETY: a piece of the program's memory, readable during the program's call.
         let n = unsafe { real::send().cancellable()(fd, piece.cast(), len, flags | more) };
         if n < 0 {
-            // A send takes the error from the socket.
+            // The failed send has taken the error from the socket.
             reset::keep(socket, errno::get());
             break;
         }

@@ -1,5 +1,5 @@
-//! Senders that find no room in the ring: being told of it, and getting a larger ring, from a reader that
-//! stands still or, between hosts, from this end of the link.
+//! Senders that find no room in the ring: they ask for a wake-up, and they get a larger ring. A reader that stands
+//! still provides it, or, between hosts, this end of the link.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
@@ -16,19 +16,20 @@ use crate::objects::mailbox::Command;
 use crate::objects::socket::{Mode, Socket, Tx};
 use crate::sys::sockopt;
 
-/// What a send has found that wants more room.
+/// The room that a send has found which needs more.
 pub(super) enum Room {
-    /// There is some.
+    /// There is room.
     There,
-    /// None now.
+    /// There is no room now.
     Full,
-    /// The ring has some, and this process no memory for it: what follows has to go by TCP, whose memory is the
+    /// The ring has room, but this process has no memory for it. The next bytes have to go by TCP, whose memory is the
     /// kernel's.
     Unbacked,
 }
 
-/// A send that may not wait, or will, has found too little room: takes the ring that the reader has in reserve, or asks
-/// for a wake-up on behalf of the epoll sets, since an edge-triggered one reports only what has changed after this.
+/// Handles a send that has found too little room. A call that may not wait (`waits` is false) first makes room by
+/// [`take_reserve`]. If there is still none, asks for a wake-up on behalf of the epoll sets, because an edge-triggered
+/// set reports only changes after this moment.
 #[cold]
 pub(super) fn no_room(socket: &'static Socket, tx: &mut Tx, waits: bool) -> Room {
     match if waits { Room::Full } else { take_reserve(socket, tx) } {
@@ -48,8 +49,9 @@ pub(super) fn no_room(socket: &'static Socket, tx: &mut Tx, waits: bool) -> Room
     Room::Full
 }
 
-/// What is broken the next send finds. A reserve for which there is no memory is not taken: its reader stands still,
-/// and the kernel has memory of its own.
+/// Makes room by a closer look at the ring, by the reader's reserve ring, or by a send buffer of this end. A broken
+/// ring counts as room: the next send finds the fault. A reserve without memory is not taken, because its reader stands
+/// still and TCP has the kernel's memory.
 fn take_reserve(socket: &Socket, tx: &mut Tx) -> Room {
     let Some(producer) = tx.producer.as_mut() else {
         return Room::Full;
@@ -69,8 +71,8 @@ fn take_reserve(socket: &Socket, tx: &mut Tx) -> Room {
     }
 }
 
-/// Whether a ring that has no room has some at a closer look, or can be changed for one that has, by what the program
-/// lets be unread.
+/// Returns whether a full ring has room at a closer look, or can be exchanged for one with room. The program's bound on
+/// unread bytes decides. Between hosts this may move the producer to a send buffer of this end.
 pub fn could_have_room(socket: &Socket, producer: &mut Producer) -> bool {
     if !producer.has_bound() {
         producer.set_bound(bound(socket));
@@ -78,7 +80,8 @@ pub fn could_have_room(socket: &Socket, producer: &mut Producer) -> bool {
     producer.could_have_room().unwrap_or(true) || borrow(socket, producer)
 }
 
-/// Has this end of a link between hosts keep what its peer's ring has no room for.
+/// Moves the producer to a send buffer of this end, on a link between hosts, for the bytes that the peer's ring has no
+/// room for. Returns false if there is no buffer or no memory, or if the producer is there already.
 fn borrow(socket: &Socket, producer: &mut Producer) -> bool {
     let bytes = config().ring_max.bytes();
     if producer.is_aside() || !cgroup::has(bytes) {
@@ -94,15 +97,15 @@ fn borrow(socket: &Socket, producer: &mut Producer) -> bool {
     has_borrowed
 }
 
-/// The direction has ended, perhaps with bytes that this end keeps: the peer is asked for room for them, again and
-/// again.
+/// Has the service thread ask the peer for room, repeatedly, if the direction has ended with bytes in a send buffer of
+/// this end.
 pub fn report_blocked_at_end(socket: &Socket, tx: &Tx) {
     if tx.producer.as_ref().is_some_and(Producer::is_aside) {
         Library::get().service.submit(Command::Blocked(socket.into()));
     }
 }
 
-/// Gives back what was borrowed, if all of it has been read. False if it is still in use.
+/// Gives the send buffer back if the peer has read all of it. Returns false if the buffer is still in use.
 pub fn give_back(socket: &Socket) -> bool {
     if socket.tx_mode.load(Acquire) != Mode::Link {
         return true;
@@ -117,17 +120,17 @@ pub fn give_back(socket: &Socket) -> bool {
     socket.link().is_none_or(|link| link.take_back(theirs, producer))
 }
 
-/// The bytes that kernel TCP would have of this direction: what the program has [set](set_size), else the kernel would
-/// let its own buffer grow, to 4 MiB by default.
+/// Returns how many unread bytes kernel TCP would allow in this direction. That is [what the program has
+/// set](set_size), else what the kernel's own buffer would grow to, 4 MiB by default.
 fn bound(socket: &Socket) -> u64 {
     let most = config().ring_max.bytes();
     set_size(socket).map_or(most, |size| size.min(most))
 }
 
-/// Where the program has set a size of the send buffer: that, and the window that the peer's receive buffer lets it
-/// have.
+/// Returns the size of the send buffer, if the program has set one, plus the window that the peer's receive buffer
+/// grants, bytes. `None` if the program has set no size.
 fn set_size(socket: &Socket) -> Option<u64> {
-    // Not among libc's constants: which sizes the program has set (Linux 5.14).
+    // Which sizes the program has set (Linux 5.14). The constant is not among libc's.
     const SO_BUF_LOCK: c_int = 72;
     const SNDBUF: c_int = 1;
     let fd = socket.numbers.anchor_fd()?;
@@ -137,8 +140,8 @@ fn set_size(socket: &Socket) -> Option<u64> {
     Some(own + sockopt::peers_window(fd))
 }
 
-/// The direction has just come to the link: a ring that its reader finds too small grows no further than by what the
-/// program has set.
+/// Bounds the ring of a direction that has just come to the link: a ring that its reader finds too small grows no
+/// further than what the program has set.
 pub fn on_link(socket: &Socket, tx: &mut Tx) {
     if let Some(size) = set_size(socket)
         && let Some(producer) = tx.producer.as_mut()
@@ -147,7 +150,7 @@ pub fn on_link(socket: &Socket, tx: &mut Tx) {
     }
 }
 
-/// The program has set the size of the send buffer.
+/// Applies a new size of the send buffer, which the program has set.
 #[cold]
 pub fn on_buffer_size(socket: &'static Socket) {
     if let Some(mut tx) = socket.tx.lock()
@@ -160,7 +163,7 @@ pub fn on_buffer_size(socket: &'static Socket) {
     }
 }
 
-/// What there is by the ring in reserve for a send that is about to sleep for want of room.
+/// Moves a send that is about to sleep for want of room to the reserve ring, if there is one.
 pub(super) fn before_sleep(socket: &'static Socket) -> Room {
     if socket.tx_mode.load(Acquire) != Mode::Link {
         return Room::Full;
@@ -169,16 +172,16 @@ pub(super) fn before_sleep(socket: &'static Socket) -> Room {
     room.unwrap_or(Room::Full)
 }
 
-/// Nothing can be sent now. Kernel TCP takes megabytes without a reader, and programs count on it
-/// (both ends may send before they read), but a ring grows only as its reader finds it too small.
-/// So has the service thread ask for a larger one if the reader stands still.
+/// Has the service thread ask for a larger ring if the reader stands still, because nothing can be sent now. Kernel TCP
+/// takes megabytes without a reader, and programs count on it (both ends may send before they read). But a ring grows
+/// only as its reader finds it too small.
 pub fn report_blocked(socket: &'static Socket, tx: &mut Tx) {
     if !tx.own.timed && tx.producer.is_some() && socket.options.user_timeout.load(Relaxed) != 0 {
         tx.own.timed = true;
         Library::get().service.submit(Command::Standing(socket.into()));
     }
     let max = config().ring_max.bytes();
-    // While the other end has not answered a promotion its answer may be what is waited for (P73).
+    // Until the other end has answered a promotion, its program may wait for just these bytes (P73).
     let is_answered = socket.rx_mode.load(Acquire) != Mode::Marked;
     let may_grow = |p: &Producer| {
         let grows = p.ring_size() < max && p.may_grow();
@@ -190,26 +193,26 @@ pub fn report_blocked(socket: &'static Socket, tx: &mut Tx) {
     }
 }
 
-/// Whether a link has no room for what is to be sent.
+/// Returns whether the direction is on a link that has no room for more bytes.
 pub fn is_full(socket: &'static Socket) -> bool {
     let full = |tx: &mut Tx| Some(tx.producer.as_mut()?.has_space() == Ok(false));
     socket.tx_mode.load(Acquire) == Mode::Link && socket.tx.lock().and_then(|mut tx| full(&mut tx)) == Some(true)
 }
 
-/// Whether a link holds what the reader has not read.
+/// Returns whether the direction is on a link with bytes that the reader has not read.
 pub fn is_unread(socket: &'static Socket) -> bool {
     let unread = |tx: &mut Tx| Some(tx.producer.as_mut()?.used().is_ok_and(|n| n > 0));
     socket.tx_mode.load(Acquire) == Mode::Link && socket.tx.lock().and_then(|mut tx| unread(&mut tx)) == Some(true)
 }
 
-/// Bytes on the link that the reader is not known to have read.
+/// Returns the bytes on the link that the reader is not known to have read; `None` if there is no ring.
 pub fn unread(socket: &'static Socket) -> Option<u64> {
     let mut tx = socket.tx.lock()?;
     tx.producer.as_mut()?.used().ok()
 }
 
-/// How far the reader has got, as long as a link has no room: then it is watched on for whether it stands still
-/// (`report_blocked`).
+/// Returns the reader's position while the link has no room; the service thread then goes on watching whether the
+/// reader stands still ([`report_blocked`]). `None` if there is room or the direction is not on the link.
 pub fn stands_still(socket: &'static Socket) -> Option<u64> {
     let mut tx = socket.tx.lock()?;
     let on_link = socket.tx_mode.load(Acquire) == Mode::Link;
@@ -222,23 +225,25 @@ pub fn stands_still(socket: &'static Socket) -> Option<u64> {
     at
 }
 
-/// The reader is not watched any more for whether it stands still.
+/// Stops watching whether the reader stands still.
 pub fn forget_standing(socket: &'static Socket) {
     if let Some(mut tx) = socket.tx.lock() {
         tx.own.timed = false;
     }
 }
 
-/// How far the reader has got.
+/// Returns the position up to which the reader is known to have read; `None` if there is no ring.
 pub fn reader_at(socket: &'static Socket) -> Option<u64> {
     let mut tx = socket.tx.lock()?;
     let producer = tx.producer.as_mut()?;
     Some(producer.position().saturating_sub(producer.used().ok()?))
 }
 
-/// A while after `report_blocked`, when the reader was at `then`. Asks the peer for the largest ring if it still is and
-/// there is no room but with it; gives where it is if it is to be looked at again. What this end keeps stays here until
-/// the direction has ended: then this process may end too, and the rest is the peer's to keep.
+/// Asks the peer for the largest ring if the reader has not moved from `then` and only that ring makes room. The
+/// service thread calls this some time after [`report_blocked`].
+///
+/// Returns the reader's position if the socket is to be checked again, else `None`. A send buffer of this end keeps its
+/// bytes until the direction has ended. After that the peer has to keep the rest, because this process may end too.
 pub fn ask_for_room(socket: &'static Socket, then: u64) -> Option<u64> {
     let now = reader_at(socket);
     let mut tx = socket.tx.lock()?;
@@ -260,7 +265,7 @@ pub fn ask_for_room(socket: &'static Socket, then: u64) -> Option<u64> {
     now.filter(|_| is_owed)
 }
 
-/// Whether this end keeps what its peer's ring has no room for.
+/// Returns whether this end keeps bytes that the peer's ring has no room for.
 fn is_behind(socket: &Socket) -> bool {
     let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
     let remote = socket.link().and_then(Link::remote);

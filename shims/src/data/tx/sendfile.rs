@@ -20,7 +20,7 @@ use crate::sys::errno;
 use crate::sys::real::{self, Cancellable};
 use rdmasock_core::stream::connection;
 
-/// sendfile() on a direction that is on the link: reads the file straight into the ring.
+/// Serves sendfile(). On a link, reads the file straight into the ring.
 ///
 /// # Safety
 /// `offset` is null or valid.
@@ -33,7 +33,7 @@ pub unsafe fn sendfile(
     real: &impl Fn(c_int) -> ssize_t,
 ) -> ssize_t {
     if socket.tx_mode.load(Acquire) != Mode::Tcp && offset.is_null() && !is_regular(input) {
-        // Only the kernel knows what can be sent from there, and reading it might block.
+        // Only the kernel knows what such a file can give, and reading it might block.
         take_back(socket, rdmasock_core::stats::Reason::Unsupported);
     }
     let began = Began::now(socket, fd);
@@ -46,13 +46,13 @@ pub unsafe fn sendfile(
         }
         if socket.enter_tx() {
             if call.is_named() {
-                // What it reads may take its time.
+                // Not quick: reading the input may take long.
                 return plain(socket, false, || real(fd));
             }
             leave(socket);
         }
     }
-    // SAFETY: by this function's contract.
+    // SAFETY: `offset` is null or valid by this function's contract.
     unsafe { sendfile_slow(call, input, offset, count, real) }
 }
 
@@ -76,7 +76,7 @@ unsafe fn sendfile_slow(
             drop(call);
             return match table::socket(fd) {
                 _ if sent > 0 => sent as ssize_t,
-                // SAFETY: by the caller's word.
+                // SAFETY: `offset` is null or valid by this function's contract.
                 Some(socket) => unsafe { sendfile(socket, fd, input, offset, count, real) },
                 None => real(fd),
             };
@@ -111,9 +111,10 @@ unsafe fn sendfile_slow(
                 return sent as ssize_t;
             }
             if sent > 0 && socket.enter_tx() {
-                // As a send's (`rest`). Where the file is to be read from on is where this has come to.
+                // The rest of the call goes on in TCP, as a send's does (`rest`). `offset`, or the file's own position,
+                // is where this call has come to.
                 let before = errno::get();
-                // SAFETY: the program's own arguments, in the middle of its call.
+                // SAFETY: the program's own arguments, which it keeps valid during its call.
                 let rest = |fd| unsafe { real::sendfile().cancellable()(fd, input, offset, count - sent) };
                 let went = on_its_file(&call, |fd| in_kernel(socket, false, || rest(fd)));
                 let taken = went.unwrap_or_else(|| {
@@ -180,8 +181,9 @@ unsafe fn sendfile_slow(
             }
             continue;
         }
-        // A regular file does not block for long; anything else would block under the lock.
-        // SAFETY: the pieces lie in the ring, which is ours to write; `offset` by the contract.
+        // Reading a regular file does not block for long; reading any other would block under the lock.
+        // SAFETY: the pieces are the ring's free part, which belongs to the producer, and this thread holds its lock.
+        // `offset` is null or valid by the contract.
         let read = unsafe {
             let (number, at) = match offset.as_ref() {
                 None => (libc::SYS_readv, 0),
@@ -191,7 +193,7 @@ unsafe fn sendfile_slow(
             kernel::call(number, [input as usize, pieces, 2, at, 0, 0])
         };
         if read.is_err_and(|error| sent == 0 && error != rustix::io::Errno::INTR) {
-            // A pipe or the like after all, or what the kernel has its own error for.
+            // The input is a pipe or the like after all, or the kernel has its own error for it.
             drop(tx);
             take_back(socket, rdmasock_core::stats::Reason::Unsupported);
             continue;
@@ -220,7 +222,7 @@ unsafe fn sendfile_slow(
             ready::notify_peer(socket, wake);
         }
         if !offset.is_null() {
-            // SAFETY: by the contract.
+            // SAFETY: `offset` is not null, and so valid by the contract.
             unsafe { *offset += n as libc::off_t };
         }
         sent += n;
@@ -231,7 +233,7 @@ unsafe fn sendfile_slow(
 }
 
 fn is_regular(fd: c_int) -> bool {
-    // SAFETY: the program's own fd, in the middle of its call.
+    // SAFETY: the program's own fd, which it keeps open during its call.
     rustix::fs::fstat(unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) })
         .is_ok_and(|s| rustix::fs::FileType::from_raw_mode(s.st_mode) == rustix::fs::FileType::RegularFile)
 }

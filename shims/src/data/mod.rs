@@ -1,4 +1,4 @@
-//! The bytes: sending, receiving, and what a connection asks of its socket.
+//! Moving bytes: sending, receiving, and the services that a connection needs from its socket.
 
 pub(crate) mod rx;
 pub(crate) mod socket_io;

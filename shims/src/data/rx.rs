@@ -1,4 +1,5 @@
-//! Receiving: from what the direction runs on into the program's buffers. Here are the call and the link.
+//! Receiving: moves bytes from what the direction runs on, TCP or a link, into the program's buffers. This file has the
+//! call itself and the receive from a link.
 
 mod count;
 mod direct;
@@ -43,7 +44,7 @@ use crate::sys::time::wait_until;
 use rdmasock_core::stats::Reason;
 use rdmasock_core::stream::connection;
 
-/// Flags that the link serves; any other takes the socket back to TCP.
+/// The flags that a link serves. Any other flag takes the socket back to TCP.
 const SERVED: c_int = libc::MSG_DONTWAIT
     | libc::MSG_NOSIGNAL
     | libc::MSG_PEEK
@@ -52,7 +53,8 @@ const SERVED: c_int = libc::MSG_DONTWAIT
     | libc::MSG_CMSG_CLOEXEC
     | libc::MSG_WAITFORONE;
 
-/// recv() and its kin. `real(fd)` is libc's own call with the program's other arguments.
+/// Serves recv() and its kin. `real(fd)` is libc's own call with the program's other arguments. Returns what recv(2)
+/// returns, and sets errno as recv(2) does.
 ///
 /// # Safety
 /// The pieces of `iov` are writable.
@@ -68,7 +70,7 @@ pub unsafe fn recv(
     let handlers = thread::current().handlers_at_call();
     let mut taken = None;
     if socket.rx_mode.load(Acquire) != Mode::Tcp {
-        // SAFETY: by this function's contract.
+        // SAFETY: the pieces of `iov` are writable by this function's contract.
         return unsafe { recv_slow(began, iov, flags, (taken, handlers), real) };
     }
     if socket.promotion.stage() == Stage::Plain {
@@ -78,7 +80,7 @@ pub unsafe fn recv(
     }
     if enter(socket) {
         if began.is_named() {
-            // SAFETY: by this function's contract.
+            // SAFETY: the pieces of `iov` are writable by this function's contract.
             match unsafe { plain(socket, fd, iov, flags, real) } {
                 Break(n) => return n,
                 Continue(n) => taken = Some(n),
@@ -87,21 +89,21 @@ pub unsafe fn recv(
             leave(socket);
         }
     }
-    // SAFETY: by this function's contract.
+    // SAFETY: the pieces of `iov` are writable by this function's contract.
     unsafe { recv_slow(began, iov, flags, (taken, handlers), real) }
 }
 
-/// The call has not begun yet, and its number stands for something else by now.
+/// Starts the call again from the fd table. The call has not begun yet, and its fd stands for something else by now.
 #[cold]
 unsafe fn begin_anew(fd: c_int, iov: &mut Iov, flags: c_int, real: &impl Fn(c_int) -> ssize_t) -> ssize_t {
     match table::socket(fd) {
-        // SAFETY: by the caller's word.
+        // SAFETY: the pieces of `iov` are writable: the caller got them under `recv`'s contract.
         Some(socket) => unsafe { recv(socket, fd, iov, flags, real) },
         None => real(fd),
     }
 }
 
-/// Counts what TCP delivered on a connection that stays there.
+/// Counts the bytes that TCP has delivered on a connection that stays there.
 #[inline]
 fn count_received(began: &Began, flags: c_int, n: ssize_t) {
     if n > 0
@@ -113,9 +115,12 @@ fn count_received(began: &Began, flags: c_int, n: ssize_t) {
     }
 }
 
-/// The kernel's call on a plain direction, which the caller has entered. `Break` is the result of the call; `Continue`
-/// if it has to go on because markers have taken the place of bytes for the program, with how many of those it has:
-/// then it is still inside, and is to leave by [`go_on`].
+/// Makes the kernel's call on a plain direction, which the caller has entered (`enter`). Returns `Break` with the
+/// call's result.
+///
+/// Returns `Continue` if the call has to go on, because markers have taken the place of bytes for the program. The
+/// value is how many bytes the program has. The call then is still counted inside the kernel's receive, and has to
+/// leave by [`go_on`].
 ///
 /// # Safety
 /// The pieces of `iov` are writable.
@@ -135,7 +140,7 @@ unsafe fn plain(
     };
     point!("receive: is awake");
     if socket.rx_was_marked() {
-        // SAFETY: by this function's contract.
+        // SAFETY: the pieces of `iov` are writable by this function's contract.
         let went = unsafe { scanned(socket, iov, flags, n) };
         if went.is_break() {
             leave_scanned(socket);
@@ -153,23 +158,25 @@ unsafe fn plain(
     Break(n)
 }
 
-/// What a receive says for which the kernel has had nothing, or an error.
+/// Returns the result of a receive that got 0 or -1 from the kernel. An error that only the library knows of replaces
+/// the end; a connection that was timed out fails with ETIMEDOUT.
 #[cold]
 fn at_end(socket: &'static Socket, n: ssize_t) -> ssize_t {
     if n == 0 {
-        // A marker's send that has taken the error keeps it under this lock: this is no end then.
+        // The send of a marker may have taken the error from the socket, and keeps it under this lock. The 0 then
+        // stands for the error, not for the end.
         drop(socket.tx.lock());
         return reset::take_untold(socket).map_or(0, errno::fail);
     }
     reset::say_timed_out(socket);
     if reset::is_end(errno::get()) {
-        // Said once, whoever knows of it.
+        // The kernel has just reported this error, so the kept copy must not be reported again.
         socket.take_untold();
     }
     n
 }
 
-/// Counts what TCP delivered, and begins a promotion at the threshold.
+/// Counts the bytes that TCP has delivered, and begins a promotion at the threshold.
 #[inline]
 pub fn account(socket: &'static Socket, n: u64) {
     if let Some(stats) = socket.told.stats() {
@@ -178,8 +185,9 @@ pub fn account(socket: &'static Socket, n: u64) {
     tx::advance(socket, |progress, threshold| progress.on_received(n, threshold));
 }
 
-/// `taken`: the call is back from the kernel's receive with so many bytes, and still inside ([`plain`]). `handlers`:
-/// the thread's count of signal handlers when it began.
+/// Serves a receive that the direction's mode or a marker takes off the fast path. `taken` is `Some(n)` if the call has
+/// returned from the kernel's receive with `n` bytes and is still counted inside ([`plain`]). `handlers` is the
+/// thread's count of signal handlers when the call began.
 // Not inlined: the forced unwind of pthread_cancel runs the call's destructor here (see `hooks`).
 #[inline(never)]
 unsafe fn recv_slow(
@@ -210,7 +218,7 @@ unsafe fn recv_slow(
         }
     }
     let mut landing = None;
-    // SAFETY: by this function's contract.
+    // SAFETY: the pieces of `iov` are writable by this function's contract.
     let result = unsafe { recv_loop(&mut call, iov, flags, &mut got, real, (&mut landing, &mut patience)) };
     match landing.map_or(0, Landing::leave) {
         0 => result.unwrap_or_else(|| {
@@ -219,7 +227,8 @@ unsafe fn recv_slow(
             // SAFETY: as above.
             unsafe { begin_anew(fd, iov, flags, real) }
         }),
-        // It has failed, or returns what it had before that.
+        // The call has failed, or returns the bytes from before the wait. The bytes in the buffer come on top, and an
+        // error is kept for the next call.
         landed => {
             if result == Some(-1) {
                 reset::keep(socket, errno::get());
@@ -229,7 +238,8 @@ unsafe fn recv_slow(
     }
 }
 
-/// Looks and waits until the call has what it gives; `None`: it is to begin anew. `got` counts what it has.
+/// Receives and waits until the call has enough bytes. `got` counts them. Returns the call's result; `None` if the call
+/// has to begin anew ([`begin_anew`]).
 ///
 /// # Safety
 /// The pieces of `iov` are writable.
@@ -262,8 +272,8 @@ unsafe fn recv_loop(
         match step {
             RecvStep::Again => {}
             RecvStep::Got(0) => return Some(*got as ssize_t),
-            // Who waits for edges takes a short read for the end of what is there (epoll(7), question 9), so more is
-            // looked for, without waiting. A peek has looked at what is there: it would start over.
+            // An edge-triggered reader takes a short read for the end of the available bytes (epoll(7), question 9). So
+            // the call looks for more, without waiting. A peek has seen all that is available, and would start over.
             RecvStep::Got(n) | RecvStep::GotPart(n) => {
                 *got += n;
                 let part = matches!(step, RecvStep::GotPart(_));
@@ -273,7 +283,8 @@ unsafe fn recv_loop(
                 }
             }
             RecvStep::Fail(error) => {
-                // Not for what another thread has closed meanwhile, and may be another connection's.
+                // The error is not kept for a socket that another thread has closed meanwhile: the object may be
+                // another connection's by now.
                 if *got > 0 && call.hold_now() == Place::Here {
                     reset::keep(socket, error);
                 }
@@ -290,18 +301,18 @@ unsafe fn recv_loop(
             }
             RecvStep::Kernel => {
                 if *got > 0 {
-                    // Its bytes are one connection's.
+                    // All bytes of a call belong to one connection.
                     if call.hold_now() != Place::Here {
                         return Some(*got as ssize_t);
                     }
                     let flags = if all { flags } else { flags | libc::MSG_DONTWAIT };
-                    // The rest of a read that began on the link, or among markers.
-                    // SAFETY: as above.
+                    // Receives the rest of a read that began on the link or among markers.
+                    // SAFETY: the pieces of `iov` are writable by this function's contract.
                     let (errno, n) = unsafe {
                         let n = on_its_file(call, |fd| finish_on_tcp(socket, iov, fd, flags, *got));
                         (errno::get(), n.unwrap_or(*got as ssize_t))
                     };
-                    // It may have found nothing more, and the call has not failed.
+                    // The receive may have found no more bytes and set EAGAIN, but the call has not failed.
                     errno::set(errno);
                     let has_more = n as usize > *got && socket.rx_mode.load(Acquire) != Mode::Tcp;
                     *got = n as usize;
@@ -319,7 +330,7 @@ unsafe fn recv_loop(
                 if enter(socket) {
                     let is_held = call.is_held();
                     let is_over = Cell::new(false);
-                    // The kernel does not know of a handler that has run since the call began to wait.
+                    // The kernel does not know of a signal handler that has run since the call began to wait.
                     let real = |fd| {
                         is_over.set(is_held && patience.is_interrupted());
                         if is_over.get() {
@@ -361,7 +372,7 @@ unsafe fn recv_loop(
             RecvStep::Empty if *got > 0 && !all => return Some(*got as ssize_t),
             RecvStep::Empty => {
                 if let Err(error) = wait::may_wait(socket, flags) {
-                    // The program would wait for the TCP socket alone.
+                    // The program would wait for the TCP socket alone, so nothing would wake it for bytes on the link.
                     if socket.blocking.is_polled_unseen() && *got == 0 && !std::mem::replace(&mut has_returned, true) {
                         within(|| return_to_tcp(socket, Reason::UnknownEpoll));
                         continue;
@@ -394,7 +405,7 @@ unsafe fn recv_loop(
     }
 }
 
-/// What the ring holds.
+/// Receives what the ring holds, or what a device has put into the buffer of a waiting call.
 #[inline]
 unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int, landing: &mut Option<Landing>) -> RecvStep {
     let socket = call.socket;
@@ -408,7 +419,7 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int, landing: &mut 
     if place != Place::Here {
         return RecvStep::Elsewhere(place);
     }
-    // Before the look at the ring: what was sent before the end is in the ring when we see the end.
+    // Read before the ring: when the end is seen, all bytes that precede it are in the ring.
     let ended = connection::is_over(socket, &rx);
     let rx_stays = rx.stays;
     let state = &mut *rx;
@@ -441,7 +452,7 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int, landing: &mut 
         if here == 0 {
             break;
         }
-        // After the look: what the ring counts may be in a buffer.
+        // Checked after the ring: bytes that the ring counts may be in a waiting call's buffer.
         if state.own.direct.is_waiting {
             return from_buffer(rx, iov, landing);
         }
@@ -459,7 +470,7 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int, landing: &mut 
             }
             let n = n.min(here - done);
             if !discard {
-                // SAFETY: writable by the contract.
+                // SAFETY: the piece is writable by `recv`'s contract, and at least `n` bytes long.
                 unsafe { spans.copy_out(done, to, n) };
             }
             iov.advance(n);
@@ -467,10 +478,11 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int, landing: &mut 
         }
         got += done;
         if !peek {
-            // At most one of the two is set: taking a word clears it.
+            // At most one of the two wake-ups is set, because taking the wake-up word clears it.
             let w = consumer.consume(done);
             wake = if wake.is_none() { w } else { wake };
-            // One look a call: another would take the lines from a writer who is about to use them again.
+            // The ring is checked once a call. A second check would take the cache lines from a writer that is about to
+            // use them again.
             if consumer.known() == 0 {
                 break;
             }
@@ -482,7 +494,7 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int, landing: &mut 
             state.own.last = state.own.seen.tick();
             if let Some(stats) = socket.told.stats() {
                 stats.add_rx_link(got as u64);
-                // Between hosts a look takes nothing from the writer.
+                // Between hosts the writer does not share the cache lines, so the reader need not rest.
                 let rests = !rx_stays
                     && state
                         .own
@@ -513,8 +525,8 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int, landing: &mut 
     at_nothing(call, rx, flags, ended)
 }
 
-/// The ring has nothing: what follows is the end, or TCP, or may come. `ended` is from before the look at the ring:
-/// what was sent before the end is in the ring when that is seen.
+/// Returns the step of a receive that has found the ring empty: the stream is at its end, goes on in TCP, or may bring
+/// more bytes. `ended` was read before the ring, so if it is true all bytes of the stream were in the ring by then.
 #[inline(always)]
 fn at_nothing(call: &mut Call, mut rx: Guard<'_, Rx>, flags: c_int, ended: bool) -> RecvStep {
     let socket = call.socket;
@@ -526,7 +538,7 @@ fn at_nothing(call: &mut Call, mut rx: Guard<'_, Rx>, flags: c_int, ended: bool)
         Ok(None) if socket.rx_shut.load(Acquire) => RecvStep::Got(0),
         Ok(end) if !ended && (stays || end.is_none()) => {
             if wait::may_wait(socket, flags).is_ok() {
-                // While the peer is at work on it.
+                // The peer may be filling the ring just now, so the kernel's check of the fd costs no time.
                 call.is_fresh = false;
                 let place = call.place_by_kernel(&rx.own.seen);
                 if place != Place::Here {
@@ -554,12 +566,13 @@ fn at_nothing(call: &mut Call, mut rx: Guard<'_, Rx>, flags: c_int, ended: bool)
     }
 }
 
-/// What has come is in the buffer that a call waits with, or has come behind it: this one's, or another's.
+/// Takes the bytes that a device has put into the buffer of a waiting call, or that have come behind it. `landing` is
+/// this call's own wait; `None` means that another call waits.
 #[cold]
 fn from_buffer(mut rx: Guard<'_, Rx>, iov: &mut Iov, landing: &mut Option<Landing>) -> RecvStep {
     let Some(mine) = landing else {
         drop(rx);
-        // That call is about to take what is its own.
+        // The other call is about to take its bytes.
         std::thread::yield_now();
         return RecvStep::Empty;
     };
@@ -583,8 +596,8 @@ fn from_buffer(mut rx: Guard<'_, Rx>, iov: &mut Iov, landing: &mut Option<Landin
     }
 }
 
-/// Takes the connection back to TCP, and waits until both directions are there or there is something to receive before.
-/// Waits for a peer that does not answer no longer than `wait_until` does.
+/// Takes the connection back to TCP. Waits until both directions are there, or until there is something to receive
+/// before. A peer that does not answer is waited for as long as `wait_until` allows.
 #[cold]
 pub fn return_to_tcp(socket: &'static Socket, reason: Reason) {
     if let Some(mut control) = socket.control.lock() {
@@ -601,7 +614,7 @@ pub fn return_to_tcp(socket: &'static Socket, reason: Reason) {
     });
 }
 
-/// Whether bytes have come that the program has not read: then a close resets the connection.
+/// Returns whether the link has brought bytes that the program has not read. A close then resets the connection.
 pub fn has_unread(socket: &'static Socket) -> bool {
     socket.rx_mode.load(Acquire) == Mode::Link
         && socket
@@ -611,7 +624,7 @@ pub fn has_unread(socket: &'static Socket) -> bool {
             .is_some_and(|n| n > 0)
 }
 
-/// What a receive waits for.
+/// A wait for bytes to receive.
 struct Data;
 
 impl wait::Wanted for Data {
@@ -622,7 +635,7 @@ impl wait::Wanted for Data {
     }
 }
 
-/// Whether a blocked receive should look again, by what has been [taken in](ready::progress).
+/// Returns whether a blocked receive should try again, judged by what has been [taken in](ready::progress).
 fn is_worth_a_look(socket: &'static Socket) -> bool {
     match socket.rx_mode.load(Acquire) {
         Mode::Link => {
@@ -640,9 +653,10 @@ fn is_worth_a_look(socket: &'static Socket) -> bool {
     }
 }
 
-/// shutdown() of the receiving direction: what has come can still be read, then it is at its end.
+/// Serves shutdown() of the receiving direction. The program can still read the bytes that have come, then gets the
+/// end.
 pub fn shut(socket: &'static Socket) {
-    // Perhaps it comes to a link later.
+    // Set on TCP too: the direction may move to a link later.
     socket.rx_shut.store(true, SeqCst);
     if ready::is_watched(socket) {
         socket.wakes.anchor.fetch_or(libc::EPOLLRDHUP as u32, SeqCst);

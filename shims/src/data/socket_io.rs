@@ -1,7 +1,7 @@
-//! What a connection asks of the world, answered by a process: the kernel's socket, the links that there are, the
-//! service thread and the statistics. The connection itself is core's (`stream::connection`).
+//! The services that a connection needs, provided by a process: the kernel's socket, the links, the service thread and
+//! the statistics. The connection itself is in core (`stream::connection`).
 //!
-//! Nobody imports this: who has a socket calls core's functions with it.
+//! No file imports this one: core's functions find these implementations by the socket's type.
 
 use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -76,7 +76,8 @@ impl SocketIo for Socket {
         if sockopt::is_beyond_links(fd) {
             return false;
         }
-        // They may be the listener's. That they are not is for the program's own call to say, which may be under way.
+        // The listener may have set these options, and the accepted socket has inherited them. The stores only switch
+        // them on: a call of the program that switches one off may be under way, and clears it itself.
         if sockopt::get(fd, sockopt::INQ) == Some(1) {
             self.options.tells_more.store(true, Relaxed);
         }
@@ -117,7 +118,7 @@ impl SocketIo for Socket {
     }
 
     fn is_link_over(&self) -> bool {
-        // After a shutdown of our own the kernel says RDHUP whether or not the peer has ended.
+        // After a shutdown by this program the kernel reports RDHUP whether or not the peer has ended.
         let ends = if self.rx_shut.load(Acquire) {
             ready::ENDED & !(libc::EPOLLRDHUP as u32)
         } else {
@@ -150,7 +151,8 @@ impl SocketIo for Socket {
 
     fn fill_ring(&self, _: &Tx) {
         if let Some(remote) = self.link().and_then(Link::remote) {
-            // SAFETY: who has lent it takes it back first, in a call that has not returned.
+            // SAFETY: lent memory is readable: the call that has lent it has not returned, and takes it back before it
+            // does (`Lent`).
             unsafe { remote.end().take_source(Vqpn(self.peer_vqpn.load(Relaxed))) };
         }
     }
@@ -222,7 +224,7 @@ impl SocketIo for Socket {
     }
 }
 
-/// The anchor: its number is the connection's, as long as one of its locks is held.
+/// The anchor. Its fd stays the connection's as long as one of the connection's locks is held.
 #[derive(Clone, Copy)]
 pub struct Anchor(BorrowedFd<'static>);
 
@@ -247,8 +249,8 @@ impl Tcp for Anchor {
         Positions::of(self.0, Role::Connector).map(|p| p.written)
     }
 
-    /// A marker that waits for the other end's delayed acknowledgement (Nagle) would stop the direction for 40 ms.
-    /// TCP_NODELAY flushes when it is set, corked or not (tcp(7)).
+    /// Has the kernel send a marker at once. Nagle's algorithm would otherwise hold it until the other end's delayed
+    /// acknowledgement, which stops the direction for 40 ms. Setting TCP_NODELAY flushes, corked or not (tcp(7)).
     fn push(&self) {
         use rustix::net::sockopt::{set_tcp_nodelay, tcp_nodelay};
         if tcp_nodelay(self.0) == Ok(false) {
@@ -258,8 +260,8 @@ impl Tcp for Anchor {
         }
     }
 
-    /// Looks without receiving where nothing is: that would take an error from the socket (`sk_err`), and SO_ERROR,
-    /// poll and send are to tell of it as well.
+    /// Never receives when there is nothing: such a receive would take an error from the socket (`sk_err`), which
+    /// SO_ERROR, poll and send have to report as well.
     fn peek(&self, buf: &mut [u8]) -> Peeked {
         let fd = self.0;
         let mut is_over = false;
@@ -270,7 +272,7 @@ impl Tcp for Anchor {
             }
             if is_empty {
                 let events = ready::anchor(fd, PollFlags::IN | PollFlags::RDHUP);
-                // All that precedes the end is there when it is: counts once more.
+                // When the end has come, all bytes that precede it have come: count once more.
                 is_over = ready::is_peers_end(fd, events);
                 if is_over {
                     continue;
@@ -278,7 +280,7 @@ impl Tcp for Anchor {
                 if ready::without_queue(events) & ready::ENDED != 0 {
                     return Peeked::Shut;
                 }
-                // FIONREAD leaves out what is behind urgent data.
+                // FIONREAD does not count bytes behind urgent data.
                 if events & libc::EPOLLIN as u32 == 0 {
                     return Peeked::Nothing;
                 }
@@ -297,7 +299,7 @@ impl Tcp for Anchor {
     fn peek_all(&self, buf: &mut [u8]) -> usize {
         let room = buf.len().min(self.unread());
         if room == 0 {
-            // As in `peek`, and without room too.
+            // As in `peek`, a receive without bytes would take an error; so would one without room.
             return 0;
         }
         match rustix::net::recv(self.0, buf, RecvFlags::PEEK | RecvFlags::DONTWAIT) {
@@ -330,7 +332,7 @@ impl Tcp for Anchor {
     fn receive(&self, buf: &mut [u8]) -> Peeked {
         let fd = self.0;
         let is_empty = || rustix::io::ioctl_fionread(fd).is_ok_and(|n| n == 0);
-        // Not where nothing is: that would take an error from the socket, of which others are to tell.
+        // A receive without bytes would take an error from the socket, which other calls have to report.
         if is_empty() {
             let has_ended = ready::has_peer_ended(fd) && is_empty();
             return if has_ended { Peeked::Ended } else { Peeked::Nothing };

@@ -1,7 +1,7 @@
 //! How many bytes can be read: FIONREAD.
 //!
-//! All that has come is counted, as the kernel does. Who waits for edges may take a read of as much as was counted
-//! for the end of what is there (nginx does), and wait.
+//! The count has all bytes that have come, as the kernel's has. An edge-triggered program may read just as many bytes,
+//! take that for the end of the available bytes (nginx does), and wait.
 
 use std::sync::atomic::Ordering::Acquire;
 
@@ -13,10 +13,10 @@ use crate::notify::ready::{ENDED, has_peer_ended, is_watched};
 use crate::objects::socket::{Mode, Rx, Socket};
 use rdmasock_core::stream::connection::{self, Ahead, AtMark};
 
-/// Bytes that can be read now; `None` where the kernel knows.
+/// Returns the bytes that can be read now; `None` where the kernel's own count is right.
 pub fn available(socket: &'static Socket) -> Option<usize> {
     crate::notify::reclaim::reclaim(socket);
-    // A look may move the direction on, at most from TCP to the link and back.
+    // Each look may move the direction on. It moves at most from TCP to the link and back.
     for _ in 0..4 {
         match socket.rx_mode.load(Acquire) {
             Mode::Link => {
@@ -48,12 +48,13 @@ pub fn available(socket: &'static Socket) -> Option<usize> {
     None
 }
 
-/// Whether what TCP has may be ours.
+/// Returns whether the bytes that TCP has may be markers.
 pub fn may_have_markers(socket: &'static Socket) -> bool {
     socket.rx_mode.load(Acquire) != Mode::Tcp
 }
 
-/// Whether something comes before the first byte that TCP has: an urgent mark there is not next then.
+/// Returns whether the program reads something else before the first byte that TCP has. An urgent mark in TCP is not
+/// next then.
 pub fn comes_before_tcp(socket: &'static Socket) -> bool {
     let mode = socket.rx_mode.load(Acquire);
     mode != Mode::Tcp
@@ -64,25 +65,25 @@ pub fn comes_before_tcp(socket: &'static Socket) -> bool {
         })
 }
 
-/// What of the receiving direction the kernel does not tell, or takes for the program's.
+/// The part of the receiving direction that the kernel does not count, or wrongly counts as the program's.
 #[derive(Clone, Copy, Default)]
 pub struct Uncounted {
     /// Bytes on the link that have not been read.
     pub on_link: u64,
     /// Bytes taken from TCP that have not been read.
     pub carried: u64,
-    /// Bytes of markers that TCP has brought, and that lie there or were taken from it.
+    /// Bytes of markers that TCP has brought, whether they are still in TCP or in the carry.
     pub ours: u64,
-    /// When something was last taken from the link, by the [tick](crate::sys::time::tick); 0: never.
+    /// When bytes were last taken from the link, by the [tick](crate::sys::time::tick); 0 means never.
     pub last: u64,
 }
 
-/// It, as it is at this moment; nothing is moved on. The caller holds the direction's lock.
+/// Returns the [`Uncounted`] of this moment, without moving the direction on. The caller holds the direction's lock.
 pub fn uncounted(socket: &Socket, rx: &mut Rx) -> Uncounted {
     let mode = socket.rx_mode.load(Acquire);
     let in_tcp = || (rx.carry.len() + in_kernel(socket)) as u64;
     let ours = match mode {
-        // What TCP has is RESUME, or will be.
+        // The bytes that TCP has are, or will be, a RESUME.
         Mode::Link if !rx.goes_on_in_tcp() => in_tcp(),
         Mode::Marked => in_tcp().saturating_sub(among_markers(socket, rx) as u64),
         _ => 0,
@@ -97,8 +98,8 @@ pub fn uncounted(socket: &Socket, rx: &mut Rx) -> Uncounted {
     }
 }
 
-/// How much can be read after a receive, for TCP_INQ, where the end counts as one more (`tcp_inq_hint` of Linux). As
-/// long as nothing has ended this is no system call.
+/// Returns how many bytes can be read after a receive, for TCP_INQ. The end counts as one more, as in Linux
+/// (`tcp_inq_hint`). Makes no system call as long as the connection has not ended.
 pub fn after_receive(socket: &'static Socket) -> usize {
     let n = available(socket).unwrap_or_else(|| in_kernel(socket));
     let may_have_ended = !is_watched(socket) || socket.wakes.anchor.load(Acquire) & ENDED != 0;
@@ -121,7 +122,7 @@ fn among_markers(socket: &Socket, rx: &Rx) -> usize {
         front.copy_from_slice(rx.carry.as_slice());
     }
     let peeked = match (socket.numbers.anchor_fd(), bytes.get_mut(carried..)) {
-        // Without room it would take an error from the socket.
+        // Without room, a receive would take an error from the socket.
         (Some(fd), Some(rest)) if more > 0 => {
             rustix::net::recv(fd, rest, RecvFlags::PEEK | RecvFlags::DONTWAIT).map_or(0, |(_, n)| n.min(more))
         }

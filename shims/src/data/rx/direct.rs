@@ -1,10 +1,10 @@
-//! A blocking receive whose buffer a device writes to, past the ring: the peer's, which is told of it
-//! (docs/protocol.md, P90–P95), or this end's, which reads what the peer's program lends (P97). What it has written
-//! counts as what the ring has next; the ring does not have it.
+//! A blocking receive whose buffer a device writes to, past the ring. The peer's device does so after an advert
+//! (docs/protocol.md, P90–P95). This end's device does so by a READ of what the peer's program lends (P97). Bytes in
+//! the buffer count as the ring's next bytes, though the ring does not have them.
 //!
-//! The buffer is registered for this one wait. Before the call returns, by whatever way, the peer has said that it
-//! writes there no more, and what was asked for has come, or the bulk queue pair is given up; then the registration
-//! ends too.
+//! The buffer is registered for one wait. However the call ends, it returns only after the peer has confirmed that it
+//! writes no more and all READs have completed, or after the bulk queue pair is given up. Then the registration ends
+//! too.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
@@ -25,22 +25,22 @@ use crate::sys::errno;
 use crate::sys::iov::Iov;
 use crate::sys::time::now_ns;
 
-/// See the module.
+/// The wait of a receive with a buffer that a device may write to. See the file's header.
 pub struct Landing {
     socket: &'static Socket,
     remote: &'static Remote,
     mine: Vqpn,
     serial: u32,
     memory: *mut u8,
-    /// Its registration ends last.
+    /// Dropped after `Landing::drop` has run, so that the registration ends last.
     pinned: Pinned,
-    /// What has come was taken.
+    /// Whether the call has taken the bytes from the buffer.
     is_taken: bool,
 }
 
 impl Landing {
-    /// Tells the peer of the next piece of `iov`, for a call that is about to wait, holds the connection and has found
-    /// nothing. `None` if that does not pay, or cannot be.
+    /// Advertises the next piece of `iov` to the peer. The call is about to wait, holds the connection and has found
+    /// the ring empty. Returns `None` if an advert does not pay or is not possible. Preserves errno.
     pub fn new(socket: &'static Socket, iov: &mut Iov) -> Option<Self> {
         let errno = errno::get();
         let landing = Self::advertise(socket, iov);
@@ -58,12 +58,12 @@ impl Landing {
         }
         let is_fixed = config().zcopy != ZeroCopy::Auto;
         let may_try = socket.rx.lock()?.own.direct.may_try(least, is_fixed, now_ns());
-        // What registers memory allocates.
+        // Registering memory allocates, which a signal handler must not do.
         if !may_try || handler::is_in_one() {
             return None;
         }
         let is_on_link = || socket.rx_mode.load(Acquire) == Mode::Link;
-        // The buffer is for what follows all that was read.
+        // The advert is for the bytes that follow all that was read, so the peer has to know the head first.
         let (theirs, wake) = {
             let mut rx = socket.rx.lock().filter(|_| is_on_link())?;
             (socket.peer_vqpn.load(Relaxed), rx.consumer.as_mut()?.publish())
@@ -75,11 +75,12 @@ impl Landing {
         if len < least {
             return None;
         }
-        // SAFETY: the program's buffer, which nobody else looks at before the call returns, and this value goes first.
+        // SAFETY: the memory is the program's buffer, which only this call uses before it returns. This value is
+        // dropped before that.
         let pinned = unsafe { Pinned::new(remote, memory, len, least, Role::Target) }?;
         let address = memory.expose_provenance() as u64;
         let serial = socket.rx.lock().and_then(|mut rx| {
-            // Meanwhile the stream may have left the link, and come back as another.
+            // Meanwhile the stream may have left the link and come back as another stream.
             let is_same = is_on_link() && link.slot_of(mine) == Some(socket.slot);
             let is_free = is_same && !rx.own.direct.is_waiting && rx.consumer.as_ref().is_some_and(|c| !c.is_frozen());
             let buffer = Buffer {
@@ -102,9 +103,10 @@ impl Landing {
         })
     }
 
-    /// Whether it is over, and how many bytes are there then; they were read by this end's device, or not.
+    /// If the transfer is over, returns the bytes in the buffer, and true if this end's device has read them. `None` if
+    /// the transfer goes on.
     fn look(&self) -> Option<(usize, bool)> {
-        // First: what is not there when the link is down never will be.
+        // Read first: bytes that have not come when the link is down never will.
         let is_down = self.remote.is_down();
         match self.remote.end().landed(self.mine, self.serial) {
             Some(Landed::Over(bytes)) => Some((bytes as usize, false)),
@@ -114,23 +116,23 @@ impl Landing {
         }
     }
 
-    /// Whose call waits with it.
+    /// Returns the socket whose call waits.
     pub fn socket(&self) -> &'static Socket {
         self.socket
     }
 
-    /// Whether it is over.
+    /// Returns whether the transfer is over.
     pub fn is_over(&self) -> bool {
         self.look().is_some()
     }
 
-    /// Takes what has come; gives how much, and whom to tell: then the peer [is told](Self::tell) too. The caller holds
-    /// the lock, and drops this when it has let go of it.
+    /// Takes the bytes in the buffer. Returns how many, and the wake-up that [`tell`](Self::tell) has to send. The
+    /// caller holds the direction's lock, and drops this value only after it has released the lock.
     pub fn take(&mut self, rx: &mut Rx) -> (usize, Wake) {
         let (landed, is_read) = self.look().unwrap_or_default();
         rx.own.direct.on_landed(landed, now_ns());
         self.is_taken = true;
-        // What the ring counts: after RESUME the rest comes by TCP.
+        // The count is bounded by what the ring counts, because after RESUME the rest comes by TCP.
         let Some(consumer) = rx.consumer.as_mut().filter(|_| landed > 0) else {
             return (0, Wake::NONE);
         };
@@ -151,15 +153,15 @@ impl Landing {
         (taken, if wake.is_none() { other } else { wake })
     }
 
-    /// The peer hears of what was taken.
+    /// Notifies the peer that the bytes were taken.
     pub fn tell(&self, wake: Wake) {
         ready::notify_peer(self.socket, wake);
         self.remote.end().settle_head(self.mine);
     }
 
-    /// The call is about to return, or to go on elsewhere, and has not seen the end of it: has the peer say that it
-    /// writes no more. Gives how many bytes have come.
-    /// errno is as before: it may be what the call fails with.
+    /// Ends a wait whose transfer is not known to be over, because the call returns or goes on by another way.
+    /// Withdraws the advert and waits until the peer confirms. Returns the bytes in the buffer. Preserves errno, which
+    /// may be the one that the call fails with.
     #[cold]
     pub fn leave(mut self) -> usize {
         if self.pinned.is_of_a_parent() {
@@ -172,7 +174,7 @@ impl Landing {
         if let Some((_, wake)) = landed {
             self.tell(wake);
         }
-        // Its end is the registration's.
+        // The drop ends the registration.
         drop(self);
         errno::set(errno);
         landed.map_or(0, |(taken, _)| taken)
@@ -185,7 +187,7 @@ impl Landing {
         }
     }
 
-    /// The call is unwound: what has come goes where the next call looks for it.
+    /// Puts the bytes from the buffer into the ring, where the next call looks for them. The call is being unwound.
     #[cold]
     fn put_back(&mut self) {
         self.end_wait();
@@ -193,8 +195,8 @@ impl Landing {
         if let Some(mut rx) = self.socket.rx.lock() {
             rx.own.direct.on_landed(landed, now_ns());
             if let Some(Ok(spans)) = rx.consumer.as_mut().map(|consumer| consumer.spans(landed)) {
-                // SAFETY: the buffer has so many bytes that were written by a device; the ring does not have them, and
-                // its producer does not write there before they are read.
+                // SAFETY: a device has written at least `landed` bytes to the buffer. The ring's spans at these
+                // positions hold no bytes, and the producer does not write there before the bytes are consumed.
                 unsafe { spans.copy_in(0, self.memory, landed.min(spans.len())) };
             }
         }

@@ -1,4 +1,4 @@
-//! Receiving from TCP that may hold markers: what a scan leaves to the program.
+//! Receiving from TCP while it may hold markers: a scan takes the markers out and leaves the rest to the program.
 
 use std::ffi::c_int;
 use std::ops::ControlFlow::{self, Break, Continue};
@@ -23,7 +23,8 @@ use crate::sys::real::Cancellable;
 use rdmasock_core::scratch::Scratch;
 use rdmasock_core::stream::connection::{self, Ahead, AtMark};
 
-/// A scan began while the call was in the kernel: what it brought may hold markers. The result is as `plain`'s.
+/// Scans what a call has received, because the scan began while the call was in the kernel. Returns what `plain`
+/// returns.
 #[cold]
 pub(super) unsafe fn scanned(
     socket: &'static Socket,
@@ -38,19 +39,19 @@ pub(super) unsafe fn scanned(
         // Gathers the pieces so that a marker across two of them is seen.
         let mut bytes = vec![0u8; n as usize];
         let mut from = *iov;
-        // SAFETY: the pieces hold the n bytes that the kernel has just written.
+        // SAFETY: the kernel has just written these `n` bytes into the pieces.
         unsafe {
             from.copy_to(bytes.as_mut_ptr(), n as usize);
         }
         kept = connection::scan_taken(socket, &mut bytes) as ssize_t;
-        // SAFETY: as many bytes at most as the pieces have room for.
+        // SAFETY: `kept` is at most `n`, for which the pieces have room.
         unsafe {
             iov.copy_from(bytes.as_ptr(), kept as usize);
         }
     }
     errno::set(errno);
     if n > 0 && peeked {
-        // Peeked bytes are still there to be looked at in order.
+        // Peeked bytes are still in TCP, where the scan finds them in order.
         return Continue(0);
     }
     if kept > 0
@@ -59,14 +60,14 @@ pub(super) unsafe fn scanned(
         stats.add_rx_tcp(kept as u64);
     }
     if kept < n {
-        // Markers have taken room in the program's buffer. What follows them in TCP or on the link is as much part of
-        // this receive.
+        // Markers have taken room in the program's buffer. The bytes behind them, in TCP or on the link, belong to this
+        // receive too.
         return Continue(kept as usize);
     }
     Break(kept)
 }
 
-/// A call that a scan began under is back from the kernel's receive.
+/// Counts a call out of the kernel's receive during which a scan has begun.
 #[cold]
 pub(super) fn leave_scanned(socket: &'static Socket) {
     socket.leave_rx();
@@ -74,8 +75,9 @@ pub(super) fn leave_scanned(socket: &'static Socket) {
     thread::current().end();
 }
 
-/// The same, of a call that is not over. It has waited, so it holds the connection before it leaves: a close that found
-/// it in the kernel would end the connection otherwise, and the call begin anew on what the number stands for by then.
+/// Counts a call out of the kernel's receive, like [`leave_scanned`], but the call goes on. The call has waited, so it
+/// holds the connection before it leaves. Otherwise a close that found the call in the kernel would end the connection,
+/// and the call would begin anew on what its fd stands for by then.
 #[cold]
 pub(super) fn go_on(call: &mut Call) {
     let socket = call.socket;
@@ -85,8 +87,8 @@ pub(super) fn go_on(call: &mut Call) {
     leave_scanned(socket);
 }
 
-/// A call is about to enter the kernel's receive: as [`Socket::enter_rx`]. A look at TCP that the try has kept others
-/// from follows.
+/// Counts a call into the kernel's receive, as [`Socket::enter_rx`] does. If the direction is no longer plain, returns
+/// false and scans TCP, because the attempt may have kept another thread from scanning.
 #[inline]
 pub(super) fn enter(socket: &'static Socket) -> bool {
     let entered = socket.enter_rx();
@@ -96,7 +98,8 @@ pub(super) fn enter(socket: &'static Socket) -> bool {
     entered
 }
 
-/// A call is back from the kernel's receive.
+/// Counts a call out of the kernel's receive and closes the thread's critical section. The last call out scans TCP, if
+/// a scan has begun meanwhile, or ends a connection that the program has closed.
 #[inline]
 pub(super) fn leave(socket: &'static Socket) {
     if socket.leave_rx() {
@@ -105,7 +108,8 @@ pub(super) fn leave(socket: &'static Socket) {
     thread::current().end();
 }
 
-/// Does what could not be done while a call was inside the kernel's receive: what the kernel has has had its edge.
+/// Does what no thread could do while a call was inside the kernel's receive. Scans TCP, for which the kernel has
+/// reported its edge already, wakes the waiting threads, and ends a connection that the program has closed.
 #[cold]
 pub(super) fn look_again(socket: &'static Socket) {
     let errno = errno::get();
@@ -114,10 +118,10 @@ pub(super) fn look_again(socket: &'static Socket) {
     if socket.rx_mode.load(Acquire) == Mode::Link
         && let Some(mut control) = socket.control.lock()
     {
-        // RESUME may have been in what the call has brought.
+        // The bytes that the call has received may have had RESUME among them.
         connection::look_for_resume(socket, &mut control);
     }
-    // Those who found the direction occupied meanwhile look again.
+    // Other threads that found the direction occupied meanwhile try again.
     ready::notify_local(socket);
     if socket.numbers.is_closed() {
         closing::on_call_back(socket);
@@ -125,7 +129,8 @@ pub(super) fn look_again(socket: &'static Socket) {
     errno::set(errno);
 }
 
-/// What a scanning socket has in TCP, for a call that already `has_some` bytes and does not want all.
+/// Receives what TCP has while the direction is scanned. `has_some` says that the call has bytes already and does not
+/// want all (MSG_WAITALL).
 pub(super) unsafe fn from_marked(call: &mut Call, iov: &mut Iov, flags: c_int, has_some: bool) -> RecvStep {
     let socket = call.socket;
     let Some(mut control) = socket.control.lock() else {
@@ -153,23 +158,23 @@ pub(super) unsafe fn from_marked(call: &mut Call, iov: &mut Iov, flags: c_int, h
             }
             RecvStep::Empty
         }
-        // What has come before is the call's, and the next one tells.
+        // The call returns the bytes that it has, and the next call reports the end.
         Ahead::Shut if has_some => RecvStep::Empty,
         Ahead::Shut => RecvStep::Got(0),
         Ahead::Ended => {
-            // Only the kernel's call tells how it ended; it does not block now.
+            // Only the kernel's call can say how the connection has ended. It does not block now.
             let Some(anchor) = socket.numbers.anchor_fd() else {
                 return RecvStep::Fail(libc::EBADF);
             };
             let mut byte = [0u8; 1];
             if has_some {
-                // The next call tells.
+                // The next call reports the end.
                 return RecvStep::Empty;
             }
             let step = match rustix::net::recv(anchor, &mut byte, RecvFlags::DONTWAIT | RecvFlags::PEEK) {
                 Ok((_, 0)) => RecvStep::Kernel,
                 Err(error) if error != rustix::io::Errno::AGAIN => {
-                    // Said once, whoever knows of it.
+                    // The kernel has just reported this error, so the kept copy must not be reported again.
                     socket.take_untold();
                     RecvStep::Fail(reset::as_timed_out(socket, error.raw_os_error()))
                 }
@@ -178,11 +183,11 @@ pub(super) unsafe fn from_marked(call: &mut Call, iov: &mut Iov, flags: c_int, h
             connection::on_end_told(socket, &mut rx);
             step
         }
-        // SAFETY: by this function's contract.
+        // SAFETY: the pieces of `iov` are writable by this function's contract.
         Ahead::Payload { carry, kernel } => unsafe {
             let step = take_payload(socket, &mut rx, iov, flags, carry, kernel);
-            // A marker that was behind it has had its edge at the anchor already: who waits for
-            // edges would not look again.
+            // A marker behind the payload has had its edge at the anchor already, so an edge-triggered program would
+            // not call again for it.
             if rx.scanned == 0 {
                 let _ = connection::look_ahead(socket, &mut control, rx, AtMark::Stop);
             }
@@ -205,7 +210,7 @@ unsafe fn take_payload(
     if carry > 0 {
         let n = carry.min(iov.len()).min(rx.carry.len());
         if !discard {
-            // SAFETY: the carry holds n bytes.
+            // SAFETY: the carry holds at least `n` bytes.
             unsafe { iov.copy_from(rx.carry.as_slice().as_ptr(), n) };
         }
         if !peek {
@@ -216,10 +221,10 @@ unsafe fn take_payload(
     let Some(anchor) = socket.numbers.anchor_fd() else {
         return RecvStep::Fail(libc::EBADF);
     };
-    // Without memory for more, what there is.
+    // Without memory for a buffer, the receive takes the carry alone.
     let mut buf = Scratch::new(kernel.min(iov.len()).min(4096)).unwrap_or_default();
     let mut skip = 0;
-    // A receive ends in front of urgent data, which may be next behind the carry.
+    // A receive ends in front of urgent data, which may follow the carry directly.
     while got < carry + kernel && iov.len() > 0 && !(peek && skip > 0) && !(got > 0 && is_at_mark(socket)) {
         let want = (carry + kernel - got).min(iov.len()).min(buf.len());
         let Some(piece) = buf.get_mut(..want) else {
@@ -231,7 +236,7 @@ unsafe fn take_payload(
                 if discard {
                     iov.advance(n);
                 } else {
-                    // SAFETY: the buffer holds n bytes.
+                    // SAFETY: the buffer holds `n` bytes, which the kernel has just written.
                     unsafe { iov.copy_from(buf.as_ptr(), n) };
                 }
                 got += n;
@@ -242,7 +247,7 @@ unsafe fn take_payload(
         }
     }
     if got == 0 {
-        // Somebody else has taken what the scan saw.
+        // Another reader has taken the bytes that the scan saw.
         rx.scanned = 0;
         return RecvStep::Empty;
     }
@@ -252,26 +257,26 @@ unsafe fn take_payload(
     if !peek && let Some(stats) = socket.told.stats() {
         stats.add_rx_tcp(got as u64);
     }
-    // A scan looks at a piece at a time, and stops at markers.
+    // A scan takes one piece at a time and stops at markers, so more bytes may follow.
     RecvStep::GotPart(got)
 }
 
-/// Whether urgent data is next in TCP: a receive that has something ends there (tcp(7), SIOCATMARK).
+/// Returns whether urgent data is next in TCP. A receive that has bytes ends there (tcp(7), SIOCATMARK).
 pub(super) fn is_at_mark(socket: &Socket) -> bool {
     socket.numbers.anchor_fd().is_some_and(crate::sys::sockopt::is_at_mark)
 }
 
-/// Whether TCP has nothing but an error: a receive that has something leaves that to the next, and a look would take it
-/// from the socket.
+/// Returns whether TCP has an error and no bytes. A receive that has bytes leaves the error to the next call, and must
+/// not look, because that would take the error from the socket.
 fn is_error_next(socket: &Socket) -> bool {
     socket.numbers.anchor_fd().is_some_and(|fd| {
         rustix::io::ioctl_fionread(fd) == Ok(0) && ready::has_failed(ready::anchor(fd, PollFlags::IN))
     })
 }
 
-/// Receives from the kernel the rest of a call of which `got` bytes came over the link, or from among markers, before
-/// the direction went back to TCP. Returns how many bytes the call has then. If the direction has begun to scan
-/// meanwhile, more may follow there.
+/// Receives the rest of a call from the kernel, after the direction has gone back to TCP. The first `got` bytes came
+/// over the link or from among markers. Returns how many bytes the call has then. If the direction has begun to scan
+/// meanwhile, more may follow among the markers.
 pub(super) unsafe fn finish_on_tcp(
     socket: &'static Socket,
     iov: &mut Iov,
@@ -287,7 +292,7 @@ pub(super) unsafe fn finish_on_tcp(
         if !enter(socket) {
             return got as ssize_t;
         }
-        // SAFETY: the piece is writable by the program's word.
+        // SAFETY: the program's contract with recv(2) makes the piece writable.
         let call = || unsafe { crate::sys::real::recv().cancellable()(fd, to.cast(), len, flags) };
         let n = or_if_cancelled(call, || leave(socket));
         if n < 0 {
@@ -296,8 +301,8 @@ pub(super) unsafe fn finish_on_tcp(
         let n = n.max(0) as usize;
         let mut kept = n;
         if n > 0 && socket.rx_was_marked() {
-            // SAFETY: the kernel has written n bytes there, and nobody else looks at the program's buffer during the
-            // call.
+            // SAFETY: the kernel has written `n` bytes there, and only this call uses the program's buffer before it
+            // returns.
             kept = connection::scan_taken(socket, unsafe { std::slice::from_raw_parts_mut(to, n) });
         }
         leave(socket);

@@ -1,4 +1,4 @@
-//! Puts off the look of a reader that keeps up with a writer of small messages (`socket/pace.rs`).
+//! Puts off the next check of a reader that keeps up with a writer of small messages (`socket/pace.rs`).
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::Relaxed;
@@ -7,10 +7,10 @@ use crate::notify::wait;
 use crate::objects::socket::{Mode, Socket};
 use crate::sys::time::now_ns;
 
-/// From one look to the next, ns: several cache misses, and less than anybody's wake-up.
+/// Time from one check to the next, ns. This is several cache misses long, and shorter than any wake-up.
 const REST: u64 = 200;
 
-/// Puts off the look of a receive with these `flags` if that is due, and the call may wait.
+/// Puts off the check of a receive with these `flags`, if that is due and the call may wait.
 #[inline]
 pub fn rest(socket: &Socket, flags: c_int) {
     if socket.wakes.rx_rests.load(Relaxed)

@@ -13,14 +13,14 @@ use crate::objects::link::{Link, has_few_addresses};
 use crate::objects::mailbox::Command;
 use crate::objects::socket::Socket;
 
-/// What a ring grows to for a reader that keeps up: more no longer makes it faster.
+/// The size to which a ring grows for a reader that keeps up, bytes. A larger ring makes such a reader no faster.
 const READING: u64 = 1024 * 1024;
 
-/// A first ring between hosts is so much larger, as a power of two: what is read of a quarter of it takes a message
-/// to tell, which its writer is woken by.
+/// log2 of how many times larger the first ring is between hosts. Each quarter that is read there costs a message,
+/// which also wakes the writer.
 const BETWEEN_HOSTS: u32 = 4;
 
-/// log2 of the bytes of a direction's first ring.
+/// Returns log2 of the bytes of a direction's first ring.
 pub fn first(link: &Link) -> u8 {
     let config = config();
     let (min, max) = (config.ring_min.bytes(), link.max_ring());
@@ -28,8 +28,8 @@ pub fn first(link: &Link) -> u8 {
     bytes.trailing_zeros() as u8
 }
 
-/// Puts addresses for the largest ring on offer, which the sender takes, as much of it as it may, and sees to the
-/// memory of, when it finds no room while nobody reads: kernel TCP takes megabytes then, and at once.
+/// Offers addresses for the largest ring, the reserve. A sender that finds no room while the program does not read
+/// moves there, as far as its bound allows, and provides the memory. Kernel TCP takes megabytes at once in that case.
 pub fn reserve(link: &Link, consumer: &mut Consumer) {
     let bytes = link.max_ring();
     if consumer.has_reserve() || bytes <= 1 << first(link) || has_few_addresses() {
@@ -42,7 +42,7 @@ pub fn reserve(link: &Link, consumer: &mut Consumer) {
     }
 }
 
-/// After a read: gives a sender that is limited by its window a larger ring.
+/// Offers a larger ring after a read, if the window limits the sender.
 #[inline(always)]
 pub(super) fn keep_fit(socket: &'static Socket, consumer: &mut Consumer) {
     if consumer.producer_limited() || consumer.is_switching() {
@@ -50,7 +50,7 @@ pub(super) fn keep_fit(socket: &'static Socket, consumer: &mut Consumer) {
     }
 }
 
-/// Gives a sender that is limited by its window a larger ring, up to the bound; frees the old one.
+/// Frees the old ring, and offers a larger one, up to the bound, if the window limits the sender.
 #[cold]
 fn fit(socket: &'static Socket, consumer: &mut Consumer) {
     let Some(link) = socket.link() else { return };
@@ -61,27 +61,29 @@ fn fit(socket: &'static Socket, consumer: &mut Consumer) {
     }
     let now = consumer.ring_size();
     if has_moved && now > 1 << first(link) {
-        // Perhaps by the sender's own doing.
+        // The sender itself may have moved to the reserve.
         Library::get().service.submit(Command::Grown);
     }
     let max = link.max_ring().min(READING);
-    // While a switch is under way the sender's want is kept for afterwards. Without one there is nothing but the
-    // switch to be done: a ring that grew for that alone would be larger than what the sender may have unread.
+    // The sender's request for a larger ring is kept while a switch is under way. Without a request only the switch is
+    // finished: a ring that grew for the switch alone would exceed what the sender may have unread.
     if !consumer.is_switching() && consumer.heed_limit() && now < max {
         let max = if link.is_remote() {
-            // No more than a sender may have unread that finds this one too small, as W4 has it use half of a ring at
-            // least; one that finds no room while nobody reads has its own (`Link::lend`).
+            // Between hosts the ring only doubles. By W4 the sender uses at least half of a ring, and that must not be
+            // more than it may have unread. A sender that finds no room while the program does not read has a send
+            // buffer (`Link::lend`).
             (now * 2).min(max)
         } else {
-            // In one step: until the reader has come to a new ring there cannot be a further one, and a reader that
-            // stops in between (both ends may be sending) would leave the sender with that.
+            // Within a host the ring grows in one step. No further ring can follow until the reader has come to this
+            // one. A reader that stops in between (both ends may be sending) would leave the sender with a small ring.
             max
         };
         offer(socket, link, consumer, max);
     }
 }
 
-/// Offers a ring of `bytes`, a power of two. False if there is none, or no memory for one.
+/// Offers a ring of `bytes`, a power of two. Returns false if the link has no room for the ring or the control group no
+/// memory. Returns true even if the consumer refuses the offer.
 fn offer(socket: &'static Socket, link: &'static Link, consumer: &mut Consumer, bytes: u64) -> bool {
     if !cgroup::take(bytes) {
         return false;
@@ -99,8 +101,8 @@ fn offer(socket: &'static Socket, link: &'static Link, consumer: &mut Consumer, 
     true
 }
 
-/// The peer has asked for attention: if that is because the ring is full and the program does not
-/// read, the sender gets the largest one. In one step, since a second switch of rings would wait
+/// Offers the largest ring that there is to a sender whose ring is full while the program does not read. The peer has
+/// asked for attention, which may be for this. The ring grows in one step, because a second switch of rings would wait
 /// for the reader.
 pub fn relieve(socket: &'static Socket, link: &'static Link) {
     let Some(mut rx) = socket.rx.lock() else {
@@ -122,23 +124,23 @@ pub fn relieve(socket: &'static Socket, link: &'static Link) {
         bytes /= 2;
     }
     if bytes <= now && now < link.max_ring() && cgroup::is_short() {
-        // The reader stands still, and the sender may wait for it to: the kernel has memory of its own for that.
+        // The reader stands still while the sender may be waiting for room. TCP has the kernel's memory for such bytes.
         drop(rx);
         tx::take_back(socket, Reason::Resources);
     }
 }
 
-/// What a look at an idle direction's ring came to.
+/// The outcome of a check whether an idle direction's ring can shrink.
 pub enum Shrunk {
-    /// Its ring has its first size.
+    /// The ring has its first size.
     Small,
-    /// Not now.
+    /// The ring cannot shrink now.
     Busy,
     /// A smaller ring is on offer.
     Offered,
 }
 
-/// For shrinking: an idle direction's ring goes back to its first size.
+/// Offers an idle direction a ring of the first size. The direction is idle if no byte was read since the last check.
 pub fn shrink(socket: &'static Socket, link: &'static Link) -> Shrunk {
     let Some(mut rx) = socket.rx.lock() else {
         return Shrunk::Busy;
@@ -167,7 +169,7 @@ pub fn shrink(socket: &'static Socket, link: &'static Link) -> Shrunk {
     };
     match consumer.offer(region) {
         Ok(wake) => {
-            // The next that fills the small one may come at any time.
+            // The sender may fill the small ring again at any time.
             reserve(link, consumer);
             drop(rx);
             ready::notify_peer(socket, wake);

@@ -16,9 +16,8 @@ use crate::sys::errno;
 use crate::sys::iov::Iov;
 use crate::sys::real::Cancellable;
 
-/// splice() from a socket that is on its way back to TCP: `real` is libc's own call, for what comes
-/// from there. What is on the link, or among markers, is copied to the pipe `to`, of at most `len`
-/// bytes.
+/// Serves splice() from a socket that is on its way back to TCP. Bytes from the link or from among markers are copied
+/// to the pipe `to`, at most `len` bytes. `real` is libc's own call, for bytes that are in TCP.
 // Not inlined: the forced unwind of pthread_cancel runs the destructors here (see `hooks`).
 #[inline(never)]
 pub fn splice(
@@ -33,8 +32,8 @@ pub fn splice(
     let handlers = thread::current().handlers_at_call();
     loop {
         if socket.rx_mode.load(Acquire) == Mode::Tcp && enter(socket) {
-            // Should a scan begin while the call waits, its markers are in the pipe: so the socket is
-            // pinned to TCP before (`splice_on`).
+            // If a scan began while the call waits, its markers would go into the pipe. So `splice_on` pins the socket
+            // to TCP before.
             let n = or_if_cancelled(&real, || leave(socket));
             if n > 0 {
                 account(socket, n as u64);
@@ -49,7 +48,7 @@ pub fn splice(
         let mut buf = vec![0u8; room];
         let flags = if nonblocking { libc::MSG_DONTWAIT } else { 0 };
         let mut iov = Iov::one(buf.as_mut_ptr().cast(), room);
-        // SAFETY: the buffer has `room` bytes. The call is not reached: only the link and what
+        // SAFETY: the buffer has `room` bytes. In place of libc's call `LEFT` is returned, so only the link and what
         // precedes a marker are read here.
         let n = unsafe { recv_slow(Began::now(socket, fd), &mut iov, flags, (None, handlers), &|_| LEFT) };
         if n == LEFT {
@@ -62,13 +61,13 @@ pub fn splice(
     }
 }
 
-/// In place of libc's call: the direction is on TCP.
+/// The result in place of libc's call. It says that the direction is on TCP.
 const LEFT: ssize_t = -2;
 
-/// How much a pipe surely takes at once: nobody writes into it between a poll and our write, or the
-/// write waits.
+/// Waits until the pipe is writable, unless `nonblocking`, and returns how many bytes it surely takes at once. Another
+/// writer may fill the pipe between the poll and the write; then the write waits. `Err` is the errno.
 fn pipe_room(pipe: c_int, nonblocking: bool) -> Result<usize, c_int> {
-    /// One page, the unit of a pipe's room.
+    /// Bytes: one page, the unit of a pipe's room.
     const PAGE: usize = 4096;
     let mut set = libc::pollfd {
         fd: pipe,
@@ -76,7 +75,7 @@ fn pipe_room(pipe: c_int, nonblocking: bool) -> Result<usize, c_int> {
         revents: 0,
     };
     let timeout = if nonblocking { 0 } else { -1 };
-    // SAFETY: one entry.
+    // SAFETY: `set` is one valid entry, and the count is 1.
     let call = || unsafe { crate::sys::real::poll().cancellable()(&raw mut set, 1, timeout) };
     match outside(call) {
         0 => Err(libc::EAGAIN),
@@ -85,10 +84,10 @@ fn pipe_room(pipe: c_int, nonblocking: bool) -> Result<usize, c_int> {
     }
 }
 
-/// Writes what was taken from the socket for the pipe.
+/// Writes all `bytes` to the pipe. They were taken from the socket for it, so a full pipe is waited for.
 fn write_all(pipe: c_int, mut bytes: &[u8]) {
     while !bytes.is_empty() {
-        // SAFETY: the slice is readable.
+        // SAFETY: `bytes` is readable.
         let n =
             outside(|| unsafe { crate::sys::real::write().cancellable()(pipe, bytes.as_ptr().cast(), bytes.len()) });
         match n {
@@ -98,7 +97,7 @@ fn write_all(pipe: c_int, mut bytes: &[u8]) {
             _ if errno::get() == libc::EAGAIN => {
                 let _ = pipe_room(pipe, false);
             }
-            // Its reader is gone.
+            // The pipe's reader is gone.
             _ => return,
         }
     }

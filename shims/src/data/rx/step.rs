@@ -1,25 +1,25 @@
-//! What one look of a receive comes to, wherever it looks.
+//! The outcome of one attempt of a receive, from the link or among markers.
 
 use std::ffi::c_int;
 
 use crate::notify::call::Place;
 
-/// What one look of a receive came to.
+/// The outcome of one attempt of a receive.
 pub enum RecvStep {
-    /// Look again.
+    /// Try again.
     Again,
-    /// The kernel's own call.
+    /// The receive is for the kernel: make its own call.
     Kernel,
-    /// Nothing there.
+    /// There is nothing to receive now.
     Empty,
-    /// The call waits with a buffer, and is to wait no more.
+    /// The call waits with a buffer ([`Landing`](super::direct::Landing)), and has to end that wait.
     Leave,
-    /// The connection is not this call's ([`Place`]).
+    /// The connection is no longer the one of this call ([`Place`]).
     Elsewhere(Place),
-    /// This many bytes came.
+    /// The attempt has received this many bytes.
     Got(usize),
-    /// This many bytes came, and more may be elsewhere.
+    /// The attempt has received this many bytes, and more may be in TCP or on the link.
     GotPart(usize),
-    /// The call fails.
+    /// The call fails with this errno.
     Fail(c_int),
 }

@@ -1,9 +1,9 @@
-//! Receiving without a copy: the program looks at the bytes where they lie in the ring, and says when it has done so.
+//! Receiving without a copy: the program reads the bytes where they lie in the ring, and releases them afterwards.
 //!
-//! A view takes nothing from the ring, so its writer cannot write there, and every way that a direction leaves a link
-//! finds the bytes unread: they are read where they are, or come again by TCP. What a view needs beside that is that
-//! the ring stays where it is and is not given to another stream, also once this one has left it in that second way:
-//! for that it [holds](crate::objects::link::held::Held) the stream's number.
+//! A view takes nothing from the ring, so the writer cannot write there. When the direction leaves the link, the bytes
+//! are still unread: they are read where they are, or come again by TCP. The ring must stay mapped and must not go to
+//! another stream, even after this stream has left it and the bytes come again by TCP. So a view
+//! [holds](crate::objects::link::held::Held) the stream's number.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
@@ -29,12 +29,12 @@ use crate::sys::errno;
 use crate::sys::iov::Iov;
 use crate::sys::real;
 
-/// Where bytes lie: up to two pieces, the second perhaps empty.
+/// Where the bytes lie: up to two pieces. The second may be empty.
 pub type Pieces = [(*mut u8, usize); 2];
 
-/// The next bytes that the link has brought, in at most `most` pieces, and how many there are: 0 at the end of the
-/// stream. Waits for them as a receive with these flags does. `Err` is the errno, EOPNOTSUPP where TCP has what comes
-/// next.
+/// Returns the next bytes that the link has brought, in at most `most` pieces, and their count: 0 at the end of the
+/// stream. Waits for them as a receive with these flags does. `Err` is the errno; EOPNOTSUPP means that the next bytes
+/// are in TCP.
 // Not inlined: the forced unwind of pthread_cancel runs the call's destructor here (see `hooks`).
 #[inline(never)]
 pub fn view(socket: &'static Socket, fd: c_int, most: usize, flags: c_int) -> Result<(Pieces, usize), c_int> {
@@ -79,7 +79,8 @@ pub fn view(socket: &'static Socket, fd: c_int, most: usize, flags: c_int) -> Re
     }
 }
 
-/// The number stands for something else by now: closed, or another file, of which there is no view.
+/// Returns the errno for an fd that no longer stands for this socket: EBADF if it was closed, EOPNOTSUPP if it stands
+/// for another socket. The other socket has no view.
 fn moved(socket: &'static Socket, fd: c_int) -> c_int {
     if table::socket(fd).is_some_and(|now| !std::ptr::eq(now, socket)) {
         libc::EOPNOTSUPP
@@ -88,15 +89,16 @@ fn moved(socket: &'static Socket, fd: c_int) -> c_int {
     }
 }
 
-/// Whether TCP, which has what comes next, has come to its end; an error that it has is this call's.
+/// Returns whether TCP, which has the next bytes, is at its end. `Err` is an error that TCP has, and this call reports
+/// it.
 fn tcp(socket: &'static Socket, fd: c_int) -> Result<bool, c_int> {
     let mut byte = 0u8;
     let buf = (&raw mut byte).cast();
     let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
     let before = errno::get();
-    // SAFETY: a buffer of one byte.
+    // SAFETY: `buf` is one writable byte.
     let kernel = |fd| unsafe { real::recv()(fd, buf, 1, flags) };
-    // SAFETY: likewise.
+    // SAFETY: `buf` is one writable byte.
     let n: ssize_t = unsafe { recv(socket, fd, &mut Iov::one(buf, 1), flags, &kernel) };
     let error = errno::get();
     errno::set(before);
@@ -107,7 +109,8 @@ fn tcp(socket: &'static Socket, fd: c_int) -> Result<bool, c_int> {
     }
 }
 
-/// What the ring holds, as in a receive. `is_again`: this call has taken in what the peer has sent.
+/// Finds the bytes in the ring, as a receive does. `is_again` says that this call has already taken in what the peer
+/// has sent.
 fn look(call: &mut Call, most: usize, flags: c_int, is_again: &mut bool, pieces: &mut Pieces) -> RecvStep {
     let socket = call.socket;
     let Some(mut rx) = socket.rx.lock() else {
@@ -127,7 +130,7 @@ fn look(call: &mut Call, most: usize, flags: c_int, is_again: &mut bool, pieces:
     if place != Place::Here {
         return RecvStep::Elsewhere(place);
     }
-    // Before the look at the ring: what was sent before the end is in the ring when we see the end.
+    // Read before the ring: when the end is seen, all bytes that precede it are in the ring.
     let ended = connection::is_over(socket, &rx);
     let state = &mut *rx;
     let Some(consumer) = state.consumer.as_mut() else {
@@ -144,7 +147,7 @@ fn look(call: &mut Call, most: usize, flags: c_int, is_again: &mut bool, pieces:
     let [(_, first), (_, second)] = found;
     let n = if most > 1 { first + second } else { first };
     if n > 0 && state.own.direct.is_waiting {
-        // It is in the buffer of another call, which is about to take it.
+        // The bytes are in the buffer of another call, which is about to take them.
         drop(rx);
         std::thread::yield_now();
         return RecvStep::Empty;
@@ -158,7 +161,8 @@ fn look(call: &mut Call, most: usize, flags: c_int, is_again: &mut bool, pieces:
             let at = consumer.position();
             let end = at + n as u64;
             if (view.at, view.end) == (at, end) && !std::mem::replace(is_again, true) {
-                // Who asks once more looks for what follows, which a link between hosts does not bring by itself.
+                // The program has seen these bytes already and asks for those that follow. A link between hosts brings
+                // them only when this end takes them in.
                 let _section = rx.unlock();
                 ready::progress(socket);
                 return RecvStep::Again;
@@ -172,8 +176,8 @@ fn look(call: &mut Call, most: usize, flags: c_int, is_again: &mut bool, pieces:
     at_nothing(call, rx, flags, ended)
 }
 
-/// Sees to it that the ring of the stream that the direction is on, if it is on one, is held for views. False if that
-/// cannot be.
+/// Holds the ring of the direction's stream for views, if the direction has a stream. Returns false if the ring cannot
+/// be held.
 fn hold(socket: &'static Socket) -> bool {
     let Some(control) = socket.control.lock() else {
         return false;
@@ -193,7 +197,7 @@ fn hold(socket: &'static Socket) -> bool {
         end: 0,
     });
     let can_be = rx.own.view.is_some();
-    // What was held before is let go of without the locks.
+    // The hold on the ring before is released without the locks.
     drop(rx);
     drop(control);
     drop(before);
@@ -205,8 +209,8 @@ fn is_held(rx: &Rx) -> bool {
     stream.is_some() && rx.own.view.as_ref().map(|view| view.stream) == stream
 }
 
-/// The program is done with the next `n` bytes of its view. `Err` is the errno: EINVAL, the view has fewer; ECANCELED,
-/// the connection has left the link with them, and they come again by TCP.
+/// Releases the next `n` bytes of the view: they count as received. `Err` is the errno. EINVAL: the view has fewer
+/// bytes. ECANCELED: the connection has left the link with the bytes, and they come again by TCP.
 pub fn release(socket: &'static Socket, n: usize) -> Result<(), c_int> {
     let mut rx = socket.rx.lock().ok_or(libc::EINTR)?;
     let is_here = socket.rx_mode.load(Acquire) == Mode::Link && is_held(&rx);
@@ -231,7 +235,7 @@ pub fn release(socket: &'static Socket, n: usize) -> Result<(), c_int> {
         return Err(libc::EINVAL);
     }
     if n as u64 > consumer.known() {
-        // The rest is not taken from the link any more.
+        // The direction takes no more bytes from the link.
         return Err(libc::ECANCELED);
     }
     if n == 0 {
@@ -254,7 +258,7 @@ pub fn release(socket: &'static Socket, n: usize) -> Result<(), c_int> {
     Ok(())
 }
 
-/// The stream has left the link for good. What nobody looks at is not held any longer.
+/// Ends the hold of a view without unreleased bytes, after the stream has left the link for good.
 pub fn settle(socket: &'static Socket) {
     let over = socket.rx.lock().and_then(|mut rx| {
         let is_over = !is_held(&rx) && rx.own.view.as_ref().is_some_and(|view| view.at >= view.end);
@@ -263,7 +267,7 @@ pub fn settle(socket: &'static Socket) {
     drop(over);
 }
 
-/// The connection is closed, and with it the view.
+/// Ends the view of a connection that is being closed.
 pub fn end(socket: &'static Socket) {
     let over = socket.rx.lock().and_then(|mut rx| rx.own.view.take());
     drop(over);

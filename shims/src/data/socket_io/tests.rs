@@ -1,4 +1,5 @@
-//! A connection on kernel sockets: markers behind data that the program has not read, and of one that was reset.
+//! Tests of a connection on kernel sockets: markers behind data that the program has not read, and markers on a
+//! connection that was reset.
 
 use std::ffi::c_int;
 use std::io::{Read, Write};
@@ -22,7 +23,7 @@ const MINE: Nonce = Nonce::from_bytes([0xc0; 16]);
 const THEIRS: Nonce = Nonce::from_bytes([0xc1; 16]);
 const DATA: usize = 50_000;
 
-/// A socket that has switched, and whose peer has given up: the next that TCP brings is data, then RESUME.
+/// Returns a socket that has switched and whose peer has given up. The next bytes in TCP will be data, then RESUME.
 fn suspended() -> (&'static Socket, TcpStream, TcpStream) {
     let (socket, ours, theirs) = unanswered(Closing::Switch);
     let mut control = socket.control.lock().unwrap();
@@ -31,9 +32,9 @@ fn suspended() -> (&'static Socket, TcpStream, TcpStream) {
     (socket, ours, theirs)
 }
 
-/// A socket on TCP, both ends of which are here.
+/// Returns a socket on TCP, and both streams of its connection.
 fn accepted() -> (&'static Socket, TcpStream, TcpStream) {
-    // Its commands stay in the queue.
+    // Without a thread, commands to it stay in the queue.
     without_thread();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let theirs = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -43,7 +44,7 @@ fn accepted() -> (&'static Socket, TcpStream, TcpStream) {
     (socket, ours, theirs)
 }
 
-/// A socket that has closed its part of the handshake so, and does not know of the peer's.
+/// Returns a socket that has closed its part of the handshake by `closing`, and has not got the peer's closing marker.
 fn unanswered(closing: Closing) -> (&'static Socket, TcpStream, TcpStream) {
     let (socket, ours, theirs) = accepted();
     let mut resume = Resume::new();
@@ -148,7 +149,7 @@ fn receive_that_led_to_the_link_looks_for_resume() {
     let (socket, _ours, _theirs) = suspended();
     socket.rx_mode.go(Receiving::Settled);
     assert!(socket.enter_rx());
-    // What the call has brought held SWITCH, and RESUME behind it.
+    // The call has received SWITCH, and RESUME behind it.
     socket.rx_mode.go(Receiving::Expected);
     socket.rx_mode.go(Receiving::Switched);
     assert!(socket.leave_rx());
@@ -194,8 +195,8 @@ fn the_end_of_tcp_behind_unread_data_lets_the_kernel_answer() {
     assert_eq!(socket.tx_mode.look(), Mode::Tcp);
 }
 
-/// A marker that can no longer be sent does not take the error from the socket: SO_ERROR, poll and each call of the
-/// program's tell of it.
+/// A marker that can no longer be sent leaves the error in the socket: SO_ERROR, poll and each call of the program
+/// still report it.
 #[test]
 fn a_marker_leaves_the_error_of_a_reset_where_it_is() {
     without_thread();
@@ -204,7 +205,7 @@ fn a_marker_leaves_the_error_of_a_reset_where_it_is() {
     let theirs = listener.accept().unwrap().0;
     let socket = Socket::allocate(ours.as_raw_fd(), false).unwrap();
     table::insert(ours.as_raw_fd(), Entry::Socket(socket));
-    // Closed with this unread, it is reset.
+    // The peer closes with this unread, so the connection is reset.
     ours.write_all(b"unread").unwrap();
     drop(theirs);
     let is_reset = || ready::anchor(ours.as_fd(), PollFlags::empty()) & libc::EPOLLERR as u32 != 0;
@@ -222,8 +223,8 @@ fn a_marker_leaves_the_error_of_a_reset_where_it_is() {
     crate::startup::lifecycle::before_close(ours.as_raw_fd());
 }
 
-/// The reset may come when it has been seen that there is none, and the marker's send then takes the error (as in some
-/// 80 of these 500): it is kept, and told once.
+/// The reset may come after the check for it. The marker's send then takes the error (in some 80 of these 500 rounds):
+/// it is kept, and reported once.
 #[test]
 fn a_reset_that_comes_as_a_marker_is_sent_is_told() {
     without_thread();
@@ -248,11 +249,11 @@ fn a_reset_that_comes_as_a_marker_is_sent_is_told() {
     }
 }
 
-/// SO_ERROR, as the program is told of it.
+/// Returns SO_ERROR as the program gets it.
 fn error_of(stream: &TcpStream) -> c_int {
     let (mut error, mut len) = (-1, size_of::<c_int>() as libc::socklen_t);
     let (level, name, value) = (libc::SOL_SOCKET, libc::SO_ERROR, (&raw mut error).cast());
-    // SAFETY: room for what it gives.
+    // SAFETY: `error` has room for the value, and `len` says so.
     let result = unsafe {
         crate::hooks::socket::getsockopt(libc::getsockopt, stream.as_raw_fd(), level, name, value, &raw mut len)
     };
@@ -260,7 +261,7 @@ fn error_of(stream: &TcpStream) -> c_int {
     error
 }
 
-/// A process whose connections all stay on TCP has no second thread, whatever it shuts down.
+/// A process whose connections all stay on TCP has no second thread, even after a shutdown.
 #[test]
 fn a_shutdown_of_what_was_on_no_link_leaves_the_service_thread_nothing_to_do() {
     without_thread();
@@ -270,7 +271,7 @@ fn a_shutdown_of_what_was_on_no_link_leaves_the_service_thread_nothing_to_do() {
     assert_eq!(left_to_do(socket, Task::Drained), 0);
 }
 
-/// Whether our end has come, or nothing yet.
+/// Returns whether this end's FIN has come; false if nothing has come yet.
 fn has_ended(theirs: &TcpStream) -> bool {
     match rustix::net::recv(theirs, &mut [0u8; 1][..], RecvFlags::DONTWAIT) {
         Ok((_, n)) => n == 0,

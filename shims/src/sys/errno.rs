@@ -1,11 +1,11 @@
-//! errno, which belongs to the program: set where a call fails, kept everywhere else.
+//! errno, which belongs to the program: a call sets it only where it fails.
 
 use std::ffi::c_int;
 
-/// The calling thread's errno.
+/// Returns the calling thread's errno.
 #[inline]
 pub fn get() -> c_int {
-    // SAFETY: always a valid pointer to the thread's own errno.
+    // SAFETY: libc returns a pointer to the thread's own errno, which is valid as long as the thread lives.
     unsafe { *libc::__errno_location() }
 }
 
@@ -16,14 +16,15 @@ pub fn set(value: c_int) {
     unsafe { *libc::__errno_location() = value }
 }
 
-/// Sets errno and gives -1.
+/// Sets errno and returns -1.
 #[inline]
 pub fn fail<T: From<i8>>(value: c_int) -> T {
     set(value);
     T::from(-1)
 }
 
-/// What a call gives that `error` ends when it has moved `done` bytes.
+/// Returns the result of a call that has moved `done` bytes and is ended by `error`: `done`, or if that is 0, -1 with
+/// errno.
 #[inline]
 pub fn after(done: usize, error: c_int) -> libc::ssize_t {
     if done > 0 { done as libc::ssize_t } else { fail(error) }

@@ -1,11 +1,12 @@
-//! Whether a number still stands for the kernel's socket that it was given for. A program can close one where no hook
-//! sees it: by a system call of its own, by io_uring, in libc's stdio. The kernel then gives the number to the next
-//! file, and what is meant for that must not reach the connection.
+//! Checks whether an fd still stands for the kernel's socket that it was created for. A program can close an fd where
+//! no hook sees it: by a system call of its own, by io_uring, in libc's stdio. The kernel then gives the fd to the next
+//! file, and bytes for that file must not reach the connection.
 //!
-//! The kernel's socket is known by its cookie (SO_COOKIE, socket(7)), which it never gives to another. To ask for it is
-//! a system call, so the hot path asks only if the kernel's clock has [ticked](crate::sys::time::tick) since the last
-//! answer, which is every 1 to 10 ms (4 ms on Debian). A server of 50 connections at a million requests a second uses
-//! each every 50 us; if it asked each time it would be a third as fast.
+//! The kernel's socket is known by its cookie (SO_COOKIE, socket(7)), which the kernel gives to no other socket.
+//! Reading the cookie is a system call. So the hot path reads it only if the kernel's clock has
+//! [ticked](crate::sys::time::tick) since the last check, which is every 1 to 10 ms (4 ms on Debian). A server of 50
+//! connections at a million requests a second uses each connection every 50 us; a check at each use would make it a
+//! third as fast.
 
 use std::ffi::c_int;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -14,39 +15,40 @@ use std::sync::atomic::{
     Ordering::{Acquire, Relaxed, Release},
 };
 
-/// Not among libc's constants (asm-generic/socket.h).
+/// The constant is not among libc's (asm-generic/socket.h).
 const SO_COOKIE: c_int = 57;
 
-/// The kernel's socket behind an object's numbers; 0 is not known.
+/// The cookie of the kernel's socket behind an object's fds; 0 means unknown.
 #[derive(Default)]
 pub struct Cookie(AtomicU64);
 
 impl Cookie {
-    /// Remembers the socket behind `fd`. Where the kernel does not say (before Linux 4.12, or a filter forbids to ask),
-    /// no number is doubted.
+    /// Stores the cookie of the socket behind `fd`. If the kernel does not return it (before Linux 4.12, or a filter
+    /// forbids the call), no fd is doubted.
     pub fn record(&self, fd: BorrowedFd<'_>) {
         self.0.store(ask(fd).unwrap_or(None).unwrap_or(0), Release);
     }
 
-    /// No socket yet.
+    /// Forgets the cookie: the object has no socket yet.
     pub fn clear(&self) {
         self.0.store(0, Release);
     }
 
-    /// Whether `fd` stands for the socket.
+    /// Returns whether `fd` stands for the socket.
     pub fn is_behind(&self, fd: BorrowedFd<'_>) -> bool {
         let known = self.0.load(Acquire);
-        // Forbidden to ask, by a filter that no hook has seen: nothing is known to have changed.
+        // A filter that no hook has seen may forbid the call. Then the fd is taken as unchanged.
         known == 0 || ask(fd).is_none_or(|cookie| cookie == Some(known))
     }
 }
 
-/// The cookie of the socket behind `fd`, if it is one; `None` where the kernel does not tell.
+/// Returns the cookie of the socket behind `fd`, or `Some(None)` if `fd` is no socket. `None` if the kernel does not
+/// tell.
 fn ask(fd: BorrowedFd<'_>) -> Option<Option<u64>> {
     let errno = crate::sys::errno::get();
     let mut cookie = 0u64;
     let mut len = size_of::<u64>() as libc::socklen_t;
-    // SAFETY: the kernel's own call with a buffer of the right size; libc's hook is not entered.
+    // SAFETY: libc's own function, with a buffer of the right size; no hook is entered.
     let r = unsafe {
         crate::sys::real::getsockopt()(
             fd.as_raw_fd(),
@@ -65,22 +67,22 @@ fn ask(fd: BorrowedFd<'_>) -> Option<Option<u64>> {
     }
 }
 
-/// At which tick which number was last seen to stand for the socket. Shared, for calls that hold no lock; what two
-/// threads find at once they may both look up.
+/// The tick at which an fd was last seen to stand for the socket, and that fd. Threads share it without a lock; two
+/// threads that find a check due at once may both make it.
 #[derive(Default)]
 pub struct Seen {
-    /// The tick, and the number in its low bits.
+    /// The tick, with the fd in its low bits.
     at: AtomicU64,
 }
 
 impl Seen {
-    /// Whether it is time to look again at `fd`; from then on it counts as looked at.
+    /// Returns whether `fd` has to be checked again. Once this has returned true, `fd` counts as checked.
     #[inline]
     pub fn is_due(&self, fd: c_int) -> bool {
         self.is_due_at(fd, crate::sys::time::tick())
     }
 
-    /// The same, at a [tick](crate::sys::time::tick) that has just been read.
+    /// Does what [`is_due`](Self::is_due) does, at a [tick](crate::sys::time::tick) that has just been read.
     #[inline]
     pub fn is_due_at(&self, fd: c_int, tick: u64) -> bool {
         let due = !self.is_at(fd, tick);
@@ -90,29 +92,29 @@ impl Seen {
         due
     }
 
-    /// Whether `fd` has been looked at at this [tick](crate::sys::time::tick).
+    /// Returns whether `fd` was checked at this [tick](crate::sys::time::tick).
     #[inline]
     pub fn is_at(&self, fd: c_int, tick: u64) -> bool {
         self.at.load(Relaxed) == at(tick, fd)
     }
 
-    /// It has been.
+    /// Records that `fd` was checked at `tick`.
     pub fn note_at(&self, fd: c_int, tick: u64) {
         self.at.store(at(tick, fd), Relaxed);
     }
 
-    /// `fd` has been looked at just now.
+    /// Records that `fd` was checked just now.
     pub fn note(&self, fd: c_int) {
         self.note_at(fd, crate::sys::time::tick());
     }
 
-    /// The [tick](crate::sys::time::tick) of the last look, to within 4 us; 0 if that is forgotten.
+    /// Returns the [tick](crate::sys::time::tick) of the last check, to within 4 us; 0 if that is forgotten.
     #[inline]
     pub fn tick(&self) -> u64 {
         self.at.load(Relaxed) & !FD_MASK
     }
 
-    /// Whatever is used next is looked at before.
+    /// Forgets the last check, so that the next use makes one.
     pub fn forget(&self) {
         self.at.store(0, Relaxed);
     }
@@ -123,7 +125,7 @@ fn at(tick: u64, fd: c_int) -> u64 {
     tick & !FD_MASK | fd as u64 & FD_MASK
 }
 
-/// The number, in the low bits of a time in ns; two that differ by a multiple of this pass for one.
+/// The bits of a time in ns that hold the fd. Two fds that differ by a multiple of 4,096 are taken for one.
 const FD_MASK: u64 = 0xfff;
 
 #[cfg(test)]
@@ -152,7 +154,7 @@ mod tests {
         cookie.record(listener.as_fd());
         let other = TcpListener::bind("127.0.0.1:0").unwrap();
         assert!(!cookie.is_behind(other.as_fd()));
-        // A thread's filter is its own, and ends with it.
+        // A seccomp filter belongs to its thread and ends with it.
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 refuse(libc::SYS_getsockopt, libc::EPERM);
@@ -161,7 +163,7 @@ mod tests {
         });
     }
 
-    /// Has a system call of this thread fail from now on, where no hook sees it.
+    /// Makes a system call of this thread fail from now on, by a filter that no hook sees.
     fn refuse(number: libc::c_long, error: c_int) {
         let instruction = |code: u32, jf: u8, k: u32| libc::sock_filter {
             code: code as u16,
@@ -170,7 +172,7 @@ mod tests {
             k,
         };
         let mut program = [
-            // The number is the first word of what a filter sees (seccomp(2)).
+            // The system call's number is the first word that a filter reads (seccomp(2)).
             instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0),
             instruction(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 1, number as u32),
             instruction(libc::BPF_RET | libc::BPF_K, 0, libc::SECCOMP_RET_ERRNO | error as u32),
@@ -180,7 +182,7 @@ mod tests {
             len: program.len() as u16,
             filter: program.as_mut_ptr(),
         };
-        // SAFETY: valid arguments; the filter is copied.
+        // SAFETY: valid arguments; the kernel copies the filter.
         unsafe {
             assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
             let mode = libc::SECCOMP_MODE_FILTER;

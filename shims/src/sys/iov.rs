@@ -1,59 +1,59 @@
 //! The program's buffers, as one byte sequence to copy from or into.
 //!
-//! The memory is the program's: it is only ever touched through raw pointers. A bad address
-//! faults here as it would in the program's own memcpy.
+//! The memory is the program's, so it is only ever touched through raw pointers. A bad address faults here as it would
+//! in the program's own memcpy.
 
 use std::ffi::{c_int, c_void};
 
 use libc::iovec;
 
-/// The longest iovec array that the kernel takes (UIO_MAXIOV).
+/// The most entries of an iovec array that the kernel accepts (UIO_MAXIOV).
 pub const MAX: usize = 1024;
 
-/// No program has memory below this address (mmap_min_addr), or above.
+/// No program has memory below `LOWEST` (mmap_min_addr), or from `HIGHEST` on.
 const LOWEST: usize = 65_536;
 const HIGHEST: usize = 1 << 56;
 
-/// Whether there can be memory at an address of the program's.
+/// Returns whether there can be memory at an address that the program has given.
 #[inline]
 pub fn is_plausible<T>(ptr: *const T) -> bool {
     (LOWEST..HIGHEST).contains(&(ptr as usize))
 }
 
-/// Whether no memory is so long (SSIZE_MAX), as a length of -1: read(2) and write(2) fail, send(2) takes it for the
-/// most that it sends at a time.
+/// Returns whether no memory can have this length, because it exceeds SSIZE_MAX, as a length of -1 does. read(2) and
+/// write(2) fail then; send(2) sends as much as it can at a time.
 #[inline]
 pub fn is_no_length(len: usize) -> bool {
     len > isize::MAX as usize
 }
 
-/// The value behind a pointer of the program's, unless no memory can be there.
+/// Returns the value behind a pointer that the program has given; `None` if no memory can be there.
 ///
 /// # Safety
 /// `ptr` is valid, or an address where no memory can be.
 pub unsafe fn plausible<'a, T>(ptr: *const T) -> Option<&'a T> {
-    // SAFETY: by the contract.
+    // SAFETY: a plausible `ptr` is valid by the contract.
     is_plausible(ptr).then(|| unsafe { &*ptr })
 }
 
 /// A cursor over the pieces.
 #[derive(Clone, Copy)]
 pub struct Iov {
-    /// What is left of the piece that the cursor stands in.
+    /// The rest of the piece that the cursor is in: its address and its bytes.
     base: *mut u8,
     here: usize,
-    /// Bytes left in all.
+    /// Bytes left in all pieces.
     left: usize,
-    /// The pieces that follow.
+    /// The pieces that follow, and their number.
     next: *const iovec,
     others: usize,
 }
 
-/// What the kernel does with a longer one (MAX_RW_COUNT).
+/// The most bytes that the kernel moves in one call (MAX_RW_COUNT).
 const LONGEST: usize = 0x7fff_f000;
 
 impl Iov {
-    /// One buffer.
+    /// Returns a cursor over a single buffer.
     #[inline]
     pub fn one(base: *const c_void, len: usize) -> Self {
         Self {
@@ -65,7 +65,7 @@ impl Iov {
         }
     }
 
-    /// An array; `None` where the kernel answers EINVAL, EMSGSIZE or EFAULT.
+    /// Returns a cursor over an array of buffers; `None` where the kernel answers EINVAL, EMSGSIZE or EFAULT.
     ///
     /// # Safety
     /// `pieces` is an array of `count` readable entries for as long as the value is used.
@@ -75,7 +75,7 @@ impl Iov {
         }
         let mut left = 0usize;
         for i in 0..count {
-            // SAFETY: i < count, by this function's contract.
+            // SAFETY: `i` is less than `count`, so the entry is readable by this function's contract.
             let len = unsafe { (*pieces.add(i)).iov_len };
             if is_no_length(len) {
                 return None;
@@ -91,32 +91,32 @@ impl Iov {
         })
     }
 
-    /// As [`Self::many`], for readv(2) and its kin.
+    /// Does what [`Self::many`] does, for readv(2) and its kin.
     ///
     /// # Safety
-    /// As there.
+    /// As for [`Self::many`].
     pub unsafe fn vector(pieces: *const iovec, count: c_int) -> Option<Self> {
         let count = usize::try_from(count).ok()?;
-        // SAFETY: by this function's contract.
+        // SAFETY: the array has `count` readable entries by this function's contract.
         unsafe { Self::many(pieces, count) }
     }
 
-    /// Bytes left.
+    /// Returns the bytes left.
     #[inline]
     #[allow(clippy::len_without_is_empty, reason = "a cursor, not a collection")]
     pub fn len(&self) -> usize {
         self.left
     }
 
-    /// Whether the next piece is where no memory can be: the kernel answers EFAULT. (Any other bad
-    /// address faults as it would in the program's own code.)
+    /// Returns whether the next piece is where no memory can be, for which the kernel answers EFAULT. Any other bad
+    /// address faults as it would in the program's own code.
     #[inline]
     pub fn is_implausible(&mut self) -> bool {
         let (base, len) = self.head();
         len > 0 && !is_plausible(base)
     }
 
-    /// The next contiguous piece; empty at the end.
+    /// Returns the next contiguous piece; empty at the end.
     #[inline]
     pub fn head(&mut self) -> (*mut u8, usize) {
         if self.here == 0 {
@@ -125,10 +125,10 @@ impl Iov {
         (self.base, self.here.min(self.left))
     }
 
-    /// Goes on to the next piece that is not empty, if there is one.
+    /// Moves on to the next piece that is not empty, if there is one.
     fn enter_next(&mut self) {
         while self.here == 0 && self.others > 0 {
-            // SAFETY: there is another, and the array is readable by `many`'s contract.
+            // SAFETY: `others` counts at least one more entry, and the array is readable by `many`'s contract.
             let piece = unsafe { *self.next };
             self.next = self.next.wrapping_add(1);
             self.others -= 1;
@@ -137,7 +137,8 @@ impl Iov {
         }
     }
 
-    /// How many bytes will be left when the first piece begins that has `least` or more; 0 if none has.
+    /// Returns how many bytes will be left at the beginning of the first piece of `least` bytes or more; 0 if there is
+    /// no such piece.
     pub fn left_at_large(mut self, least: usize) -> usize {
         loop {
             match self.head() {
@@ -157,32 +158,34 @@ impl Iov {
         self.left -= n;
     }
 
-    /// Copies from the pieces to `to`, at most `len` bytes; gives the number.
+    /// Copies from the pieces to `to`, at most `len` bytes. Returns the number of bytes.
     ///
     /// # Safety
     /// `to` is writable for `len` bytes.
     #[inline]
     pub unsafe fn copy_to(&mut self, to: *mut u8, len: usize) -> usize {
-        // SAFETY: the program says that the piece is readable for n bytes; `to` by the contract.
+        // SAFETY: the program's contract with its call makes the piece readable for `n` bytes. `to` is writable by this
+        // function's contract.
         self.walk(len, |piece, done, n| unsafe {
             piece.copy_to_nonoverlapping(to.add(done), n)
         })
     }
 
-    /// Copies into the pieces from `from`, at most `len` bytes; gives the number.
+    /// Copies into the pieces from `from`, at most `len` bytes. Returns the number of bytes.
     ///
     /// # Safety
     /// `from` is readable for `len` bytes.
     #[inline]
     pub unsafe fn copy_from(&mut self, from: *const u8, len: usize) -> usize {
-        // SAFETY: the program says that the piece is writable for n bytes; `from` by the contract.
+        // SAFETY: the program's contract with its call makes the piece writable for `n` bytes. `from` is readable by
+        // this function's contract.
         self.walk(len, |piece, done, n| unsafe {
             piece.copy_from_nonoverlapping(from.add(done), n)
         })
     }
 
-    /// Moves the cursor on by `len` bytes, or to the end, and gives the number. `copy` gets each piece on the way, how
-    /// many bytes were before it, and its length.
+    /// Moves the cursor on by `len` bytes, or to the end, and returns the number of bytes. Calls `copy` for each piece
+    /// on the way, with its address, the bytes before it, and its length.
     #[inline]
     fn walk(&mut self, len: usize, mut copy: impl FnMut(*mut u8, usize, usize)) -> usize {
         let mut done = 0;
@@ -224,9 +227,9 @@ mod tests {
         // SAFETY: the array outlives the cursor.
         let mut iov = unsafe { Iov::many(pieces.as_ptr(), 3) }.unwrap();
         let data = *b"abcdefgh";
-        // SAFETY: data is 8 bytes long.
+        // SAFETY: `data` is 8 bytes long.
         assert_eq!(unsafe { iov.copy_from(data.as_ptr(), 5) }, 5);
-        // SAFETY: as above.
+        // SAFETY: the last 3 of the 8 bytes of `data`.
         assert_eq!(unsafe { iov.copy_from(data.as_ptr().add(5), 3) }, 2);
         assert_eq!((&a, &b), (b"abc", b"defg"));
         assert_eq!(iov.len(), 0);

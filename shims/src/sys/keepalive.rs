@@ -1,11 +1,13 @@
-//! Keepalive for the anchors of streams between hosts: a connection whose data takes another way looks
+//! Keepalive for the anchors of streams between hosts. The data of such a connection takes another way, so it looks
 //! idle to a firewall, which would forget it.
 //!
-//! Only where the program has none of its own, and so patient that it ends nothing that would have
-//! lived. While ours is on, the program reads and changes its own settings, which are kept here.
+//! The library switches keepalive on only where the program has not. Its probes are so patient that they end no
+//! connection that would have lived. While the library's keepalive is on, the program reads and changes its own
+//! settings, which are kept here.
 //!
-//! Where it has its own: the kernel does not probe while something is on its way, and what the library says in TCP may
-//! be, to a host that is gone. Until it is answered TCP_USER_TIMEOUT (tcp(7)) stands for the probes.
+//! Where the program has its own keepalive, the kernel does not probe while bytes are on their way. A marker may be on
+//! its way to a host that is gone. TCP_USER_TIMEOUT (tcp(7)) takes the place of the probes until the marker is
+//! acknowledged.
 
 use std::ffi::c_int;
 use std::os::fd::BorrowedFd;
@@ -18,10 +20,10 @@ use rdmasock_core::lock::Lock;
 
 use crate::sys::sockopt::{Name, USER_TIMEOUT, get, set};
 
-/// After how much silence to probe, s: less than firewalls remember (RFC 5382, REQ-5: 2 hours and 4 minutes;
-/// real ones, from 5 minutes on).
+/// Silence before the first probe, s. Shorter than firewalls remember a connection (RFC 5382, REQ-5: 2 hours and 4
+/// minutes; real ones, from 5 minutes on).
 const IDLE_SECONDS: c_int = 240;
-/// Probes that may stay unanswered: the most that Linux takes, over two hours with its usual interval.
+/// Probes that may stay unanswered. This is the most that Linux accepts, over two hours at its usual interval.
 const PROBES: c_int = 127;
 
 const SWITCH: Name = (libc::SOL_SOCKET, libc::SO_KEEPALIVE);
@@ -32,15 +34,15 @@ const OURS: [Name; 2] = [
 const VALUES: [c_int; 2] = [IDLE_SECONDS, PROBES];
 const INTERVAL: Name = (libc::IPPROTO_TCP, libc::TCP_KEEPINTVL);
 
-/// The program's settings, while the kernel has ours.
+/// The program's settings, while the kernel has the library's.
 pub struct Keepalive {
-    /// Held by who changes what is kept together with what the kernel has. What the program sets meanwhile would be
-    /// lost, or stay for ever what the library keeps. Changes of the same thread, in a signal handler, go on without
-    /// it.
+    /// Held by a thread that changes the kept settings together with the kernel's. Without it a setting that the
+    /// program makes meanwhile would be lost, or the library's would stay for ever. Changes of the same thread, in a
+    /// signal handler, go on without the lock.
     changing: Lock<()>,
     on: AtomicBool,
     kept: [AtomicI32; 2],
-    /// The kernel has a TCP_USER_TIMEOUT of ours; the program's is none.
+    /// The kernel has the library's TCP_USER_TIMEOUT; the program has set none.
     bounded: AtomicBool,
 }
 
@@ -56,23 +58,24 @@ impl Default for Keepalive {
 }
 
 impl Keepalive {
-    /// A new connection in the same slot.
+    /// Starts anew, for a new connection in the same slot.
     pub fn reset(&self) {
         self.on.store(false, Relaxed);
         self.bounded.store(false, Relaxed);
     }
 
-    /// In a fork child.
+    /// Frees the lock in a fork child, whose other threads are gone.
     ///
     /// # Safety
     /// No other thread of this process may use it.
     pub unsafe fn reset_in_child(&self) {
-        // SAFETY: the caller's promise. There is no value; the program's settings are where they are.
+        // SAFETY: no other thread uses the lock, by the contract. The lock guards no value, and the kept settings stay
+        // as they are.
         unsafe { self.changing.reset() };
     }
 
-    /// What the library says in TCP next is to be answered within the time after which the program's own keepalive ends
-    /// a connection, if it has one.
+    /// Bounds how long the next marker may stay unacknowledged, if the program has its own keepalive. The bound is the
+    /// time after which that keepalive ends a connection.
     pub fn bound(&self, fd: BorrowedFd<'_>) {
         let _changing = self.changing.lock();
         if self.on.load(Acquire) || get(fd, SWITCH) != Some(1) || get(fd, USER_TIMEOUT) != Some(0) {
@@ -93,7 +96,7 @@ impl Keepalive {
         }
     }
 
-    /// Begins, if the program has none.
+    /// Switches the library's keepalive on, if the program has none.
     pub fn begin(&self, fd: BorrowedFd<'_>) {
         let _changing = self.changing.lock();
         if self.on.load(Acquire) || get(fd, SWITCH) != Some(0) {
@@ -110,7 +113,7 @@ impl Keepalive {
         set(fd, SWITCH, 1);
     }
 
-    /// The kernel has the program's settings again.
+    /// Gives the kernel the program's settings again.
     pub fn end(&self, fd: BorrowedFd<'_>) {
         let _changing = self.changing.lock();
         self.end_changing(fd);
@@ -125,11 +128,11 @@ impl Keepalive {
         for (option, kept) in OURS.into_iter().zip(&self.kept) {
             set(fd, option, kept.load(Relaxed));
         }
-        // Last: until then the program is told what is kept.
+        // Cleared last: until then the program reads the kept settings.
         self.on.store(false, Release);
     }
 
-    /// What the program is to read for an option; `None` where the kernel knows.
+    /// Returns the value that the program has to read for an option; `None` where the kernel's own is right.
     pub fn get(&self, level: c_int, name: c_int) -> Option<c_int> {
         if (level, name) == USER_TIMEOUT && self.bounded.load(Acquire) {
             return Some(0);
@@ -144,14 +147,14 @@ impl Keepalive {
         self.kept.get(at).map(|kept| kept.load(Relaxed))
     }
 
-    /// Whether what the program sets is for [`on_set`](Self::on_set).
+    /// Returns whether [`on_set`](Self::on_set) has to serve the program's setsockopt.
     pub fn is_concerned(level: c_int, name: c_int) -> bool {
         let option = (level, name);
         option == SWITCH || option == USER_TIMEOUT || OURS.contains(&option)
     }
 
-    /// The program sets one of the options, which all take an int: `ask` has the kernel take it, and gives 0 and the
-    /// value if that did.
+    /// Serves the program's setsockopt of one of the options, which all take an int. `ask` makes the kernel's call:
+    /// `Ok` is the value that the kernel has accepted, `Err` the failed call's result. Returns the call's result.
     pub fn on_set(
         &self,
         fd: BorrowedFd<'_>,
@@ -169,7 +172,7 @@ impl Keepalive {
         }
     }
 
-    /// The kernel has taken it.
+    /// Updates the kept settings after the kernel has accepted the program's.
     fn taken(&self, fd: BorrowedFd<'_>, level: c_int, name: c_int, value: c_int) {
         if (level, name) == USER_TIMEOUT {
             self.bounded.store(false, Release);
@@ -288,7 +291,7 @@ mod tests {
             set(fd, SWITCH, on);
             keepalive.bound(fd);
         };
-        // Nobody probes.
+        // Without keepalive there is no time-out to bound by.
         probes(0);
         assert_eq!((get(fd, USER_TIMEOUT), ours(&keepalive)), (Some(0), None));
         for (option, value) in [(OURS[0], 20), (OURS[1], 3), (INTERVAL, 5)] {
@@ -298,12 +301,12 @@ mod tests {
         assert_eq!((get(fd, USER_TIMEOUT), ours(&keepalive)), (Some(35_000), Some(0)));
         keepalive.end(fd);
         assert_eq!((get(fd, USER_TIMEOUT), ours(&keepalive)), (Some(0), None));
-        // The program does not want to probe any more.
+        // The program switches its keepalive off.
         probes(1);
         program_sets(&keepalive, fd, SWITCH, 0);
         assert_eq!((get(fd, USER_TIMEOUT), ours(&keepalive)), (Some(0), None));
         assert_eq!(get(fd, SWITCH), Some(0));
-        // The program's own holds, also afterwards.
+        // The program's own time-out holds, and stays afterwards.
         probes(1);
         program_sets(&keepalive, fd, USER_TIMEOUT, 4000);
         keepalive.end(fd);

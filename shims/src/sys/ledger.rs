@@ -1,22 +1,22 @@
-//! What a socket keeps for the truth of what a program reads of its connection: what the kernel does not know of its
-//! traffic, and what was told of it. What is told is in `hooks/report.rs`.
+//! The counts that a socket needs to answer a program correctly about its connection: the traffic that the kernel does
+//! not know of, and the numbers that the program was given before. `hooks/report.rs` gives the answers.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
 use rdmasock_core::stats::StreamStats;
 
-/// One direction's part of the [`Ledger`].
+/// The part of the [`Ledger`] for one direction.
 #[derive(Default)]
 pub struct Way {
-    /// Bytes of ours that TCP has taken, or brought: markers.
+    /// Bytes of markers that TCP has taken or brought.
     pub ours: AtomicU64,
-    /// Bytes and calls that went over links before the process had this instance.
+    /// Bytes and calls that went over links before this instance existed, in the parent of a fork child.
     pub bytes: AtomicU64,
     pub calls: AtomicU64,
 }
 
 impl Way {
-    /// The program's counts do not include these.
+    /// Adds bytes of markers, which the program's counts must not include.
     pub fn add_ours(&self, bytes: usize) {
         self.ours.fetch_add(bytes as u64, Relaxed);
     }
@@ -28,19 +28,19 @@ impl Way {
     }
 }
 
-/// What the kernel does not know of a connection's traffic, and what was told of it.
+/// The traffic of a connection that the kernel does not know of, and the counts that the program was given.
 #[derive(Default)]
 pub struct Ledger {
     pub sent: Way,
     pub received: Way,
-    /// The most that `hooks/report.rs` has told, of each count in its order.
+    /// The largest value of each count that the program was given, in the order of `hooks/report.rs`.
     pub told_bytes: [AtomicU64; 3],
-    /// The most that `hooks/report.rs` has told, of each count that goes round, in its order.
+    /// The same for each 32-bit count that wraps.
     pub told_segments: [AtomicU32; 5],
 }
 
 impl Ledger {
-    /// A new connection.
+    /// Clears all counts, for a new connection.
     pub fn reset(&self) {
         self.sent.reset();
         self.received.reset();
@@ -52,7 +52,7 @@ impl Ledger {
         }
     }
 
-    /// In a fork child, whose statistics begin anew: what the parent's say is added to what was before.
+    /// Adds the counts of the parent's statistics, in a fork child whose own statistics begin at 0.
     pub fn keep(&self, stats: Option<&StreamStats>) {
         if let Some(stats) = stats {
             for (way, counts) in [(&self.sent, stats.sent()), (&self.received, stats.received())] {

@@ -1,4 +1,4 @@
-//! What the kernel and libc offer: calls, errno, socket options, time, pieces of memory.
+//! The services of the kernel and libc: calls, errno, socket options, time, pieces of memory.
 
 pub(crate) mod budget;
 pub(crate) mod errno;

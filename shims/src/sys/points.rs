@@ -1,7 +1,7 @@
-//! Points of the wake-up code at which a test can hold threads up (`tests/tests/wakes.rs`). Without the feature
-//! `points`, so in every library that is meant to be used, a point is nothing at all.
+//! Points in the wake-up code at which a test can hold threads up (`tests/tests/wakes.rs`). Without the feature
+//! `points`, and so in every library that is used, a point compiles to nothing.
 
-/// A place between two steps, by its name: `point!("poll: asleep soon")`.
+/// Names a place between two steps: `point!("poll: asleep soon")`.
 macro_rules! point {
     ($name:literal) => {
         #[cfg(feature = "points")]
@@ -24,19 +24,21 @@ mod held {
     use rdmasock_core::os::privatefd::PrivateFd;
     use rustix::fs::{Mode, OFlags};
 
-    /// The name of the point at which threads are held up.
+    /// The variable with the name of the point at which threads are held up.
     const HOLD: &CStr = c"POINT_TO_HOLD";
-    /// A file to which the name of each point is added that is reached.
+    /// The variable with the path of a file, to which the name of each point is added that a thread reaches.
     const REACHED: &CStr = c"POINTS_REACHED";
 
     /// How long a thread is held up, ns: longer than a promotion takes.
     const HOW_LONG: i64 = 10_000_000;
-    /// So many times in a row at first, then now and then, and this often at most.
+    /// The first `AT_FIRST` arrivals at a point are held up, then each `NOW_AND_THEN`th arrival. From the `AT_MOST`th
+    /// on, none is.
     const AT_FIRST: u32 = 8;
     const NOW_AND_THEN: u32 = 5;
     const AT_MOST: u32 = 160;
 
-    /// A thread has come to a point, for as many times in this process.
+    /// Holds the calling thread up at the point `name`, if the environment says so. `times` counts how often threads of
+    /// this process have reached the point. Preserves errno.
     pub fn reach(name: &str, times: &AtomicU32) {
         let errno = crate::sys::errno::get();
         let time = times.fetch_add(1, Relaxed);
@@ -59,9 +61,10 @@ mod held {
     }
 
     fn variable(name: &CStr) -> Option<&'static CStr> {
-        // SAFETY: a name that ends; the programs under test do not change their environment.
+        // SAFETY: the name ends in a NUL, and the programs under test do not change their environment.
         let value = unsafe { libc::getenv(name.as_ptr()) };
-        // SAFETY: null, or a text that stays for as long as nobody changes the environment.
+        // SAFETY: null, or a string that stays as it is, because the programs under test do not change their
+        // environment.
         (!value.is_null()).then(|| unsafe { CStr::from_ptr(value) })
     }
 }

@@ -24,14 +24,14 @@ use libc::{
     sockaddr, socklen_t, ssize_t, timespec, timeval,
 };
 
-/// One symbol of libc, looked up at first use and kept.
+/// A symbol of libc, looked up at first use and kept.
 struct Symbol {
     name: &'static CStr,
     address: AtomicPtr<c_void>,
 }
 
 impl Symbol {
-    /// `name` ends in its only NUL.
+    /// Returns a symbol that is not looked up yet. `name` ends in its only NUL.
     const fn new(name: &'static str) -> Self {
         let name = match CStr::from_bytes_with_nul(name.as_bytes()) {
             Ok(name) => name,
@@ -43,13 +43,12 @@ impl Symbol {
         }
     }
 
-    /// The symbol's address, null if libc lacks it.
+    /// Looks the symbol up and returns its address; null if libc lacks it.
     ///
-    /// `extern "C"`, because a function that may unwind would leave redhook's `catch_unwind` in the
-    /// hooks of an unoptimised build, and with it the abort on `pthread_cancel`.
+    /// `extern "C"`, because a function that may unwind would leave redhook's `catch_unwind` in the hooks of an
+    /// unoptimised build, and with it the abort on `pthread_cancel`.
     ///
-    /// A failure is not kept: the library that has the symbol (librt before glibc 2.34) may be
-    /// loaded later.
+    /// A failure is not kept: the library that has the symbol (librt before glibc 2.34) may be loaded later.
     #[cold]
     #[inline(never)]
     extern "C" fn resolve(&self) -> *mut c_void {
@@ -70,9 +69,9 @@ impl Symbol {
     }
 }
 
-/// The value with which a function says "see errno".
+/// A type of result whose function reports a failure in errno.
 pub trait Failure {
-    /// That value.
+    /// The value that means "see errno".
     const FAILURE: Self;
 }
 
@@ -101,19 +100,19 @@ impl Failure for () {
     const FAILURE: Self = ();
 }
 
-/// The function of a type that stands in where libc has none: it fails with `ENOSYS`.
+/// The type of a function, with a stand-in that fails with `ENOSYS` where libc has none.
 trait Absent {
     const ABSENT: Self;
 }
 
 /// The type of a function of libc, as `extern "C"`.
 pub trait Cancellable {
-    /// The same as `extern "C-unwind"`.
+    /// The type of the same function as `extern "C-unwind"`.
     type Unwinding;
 
-    /// The same function, for a call that can block and is not the last thing that the caller
-    /// does. The forced unwind of `pthread_cancel` then runs the destructors of the frames that it
-    /// passes; an `extern "C"` call in a function that has any would abort the process.
+    /// Returns the same function, for a call that can block and is not the last thing that the caller does. The forced
+    /// unwind of `pthread_cancel` then runs the destructors of the frames that it passes. An `extern "C"` call in a
+    /// function that has any would abort the process.
     fn cancellable(self) -> Self::Unwinding;
 }
 
@@ -165,8 +164,8 @@ macro_rules! functions {
                 pub fn $name() -> $alias {
                     static SYMBOL: Symbol = Symbol::new(concat!(stringify!($name), "\0"));
 
-                    // Relaxed is enough: the code at the address was there before any of ours ran,
-                    // and every thread that looks it up finds the same address.
+                    // Relaxed is enough: the code at the address was there before any code of this library ran, and
+                    // every thread that looks it up finds the same address.
                     let mut address = SYMBOL.address.load(Ordering::Relaxed);
                     if address.is_null() {
                         address = SYMBOL.resolve();
@@ -181,15 +180,15 @@ macro_rules! functions {
             )+
         )+
 
-        /// Looks every function up, so that no hook has to do it later, in a signal handler or in
-        /// the child of a fork, where `dlsym` is not allowed.
+        /// Looks up every function, so that no hook has to do it later in a signal handler or a fork child, where
+        /// `dlsym` is not allowed.
         pub fn resolve_all() {
             $($( $name(); )+)+
         }
     };
 }
 
-/// What a child of `clone` runs, with its argument.
+/// The function that a child of `clone` runs, with its argument.
 pub type CloneChildFn = unsafe extern "C" fn(*mut c_void) -> c_int;
 
 /// `seccomp(operation, flags, argument)`, a system call without a function in libc

@@ -1,5 +1,5 @@
-//! Every object of a kind that was ever made, for what concerns them all: a fork child has to put right what another
-//! thread of its parent was about to change, whether or not a number leads to it.
+//! Every object of a kind that this process has made. A fork child needs them all: it repairs objects that another
+//! thread of its parent was about to change, whether or not an fd leads to them.
 
 use std::sync::atomic::{
     AtomicPtr,
@@ -11,13 +11,13 @@ struct Node<T: 'static> {
     before: *const Node<T>,
 }
 
-/// See the module. Grows only; who adds never waits.
+/// A list of objects that only grows. Adding one never waits.
 pub struct Registry<T: 'static> {
     last: AtomicPtr<Node<T>>,
 }
 
 impl<T: Sync> Registry<T> {
-    /// Of nothing yet.
+    /// Returns an empty registry.
     pub const fn new() -> Self {
         Self {
             last: AtomicPtr::new(std::ptr::null_mut()),
@@ -35,11 +35,11 @@ impl<T: Sync> Registry<T> {
         &node.object
     }
 
-    /// All of them, the youngest first.
+    /// Returns all objects, the youngest first.
     pub fn all(&self) -> impl Iterator<Item = &'static T> + use<T> {
         let mut next = self.last.load(Acquire).cast_const();
         std::iter::from_fn(move || {
-            // SAFETY: null, or a node that is never freed and, once it is on the list, never changed.
+            // SAFETY: null, or a node, which is never freed and never changed once it is on the list.
             let node = unsafe { next.as_ref() }?;
             next = node.before;
             Some(&node.object)

@@ -1,6 +1,6 @@
-//! What is left of a connection that the program has closed before TCP had all that is to precede its end, or while
-//! markers were on their way to it. The service thread sees to it (`service::linger`); the end of the process waits for
-//! it for a moment.
+//! The rest of a connection that the program has closed too early for TCP: bytes or markers still have to go out before
+//! its FIN, or markers still have to come in. The service thread finishes the connection (`service::linger`). The end
+//! of the process waits a moment for it.
 
 use std::sync::atomic::{
     AtomicUsize,
@@ -12,24 +12,24 @@ use rdmasock_core::stream::connection::Awaited;
 
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
-/// Of one connection.
+/// The rest of one connection.
 pub struct Remains {
-    /// A copy of the kernel's socket, which is closed with this.
+    /// A copy of the kernel's socket, which is closed when this value is dropped.
     pub fd: PrivateFd,
     /// The markers that may still come.
     pub awaited: Option<Awaited>,
-    /// What is to be sent yet.
+    /// The bytes that are still to be sent.
     pub unsent: Vec<u8>,
 }
 
 impl Remains {
-    /// Of a connection that is being closed.
+    /// Counts and returns the rest of a connection that is being closed.
     pub fn new(fd: PrivateFd, awaited: Option<Awaited>, unsent: Vec<u8>) -> Self {
         COUNT.fetch_add(1, AcqRel);
         Self { fd, awaited, unsent }
     }
 
-    /// Whether markers come before our own end.
+    /// Returns whether the awaited markers have to come before this end's FIN.
     pub fn ends_last(&self) -> bool {
         self.awaited.as_ref().is_some_and(|awaited| awaited.precede_end)
     }
@@ -41,12 +41,12 @@ impl Drop for Remains {
     }
 }
 
-/// Whether there are any in this process.
+/// Returns whether this process has any.
 pub fn are_any() -> bool {
     COUNT.load(Acquire) != 0
 }
 
-/// In a fork child, which has none.
+/// Sets the count to 0 in a fork child, which has none.
 pub fn after_fork() {
     COUNT.store(0, Release);
 }

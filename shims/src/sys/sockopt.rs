@@ -1,4 +1,4 @@
-//! Socket options as the kernel has them, by the raw system calls, so that no hook is entered.
+//! Socket options as the kernel has them, by raw system calls, so that no hook is entered.
 
 use std::ffi::c_int;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -8,20 +8,20 @@ use rdmasock_core::os::kernel;
 /// Level and name.
 pub type Name = (c_int, c_int);
 
-/// The value of an option that is an int; `None` where the kernel has no such option.
+/// Returns the value of an option that is an int; `None` where the kernel has no such option.
 pub fn get(fd: BorrowedFd<'_>, (level, name): Name) -> Option<c_int> {
     let mut value: c_int = 0;
     let mut len = size_of::<c_int>() as libc::socklen_t;
-    // SAFETY: a buffer of the right size.
+    // SAFETY: `value` is an int, and `len` says so.
     unsafe { read(fd.as_raw_fd(), (level, name), &raw mut value, &mut len) }.then_some(value)
 }
 
-/// Reads an option into what `value` points to. False where the kernel refuses.
+/// Reads an option into the memory that `value` points to. Returns false where the kernel refuses.
 ///
 /// # Safety
 /// `value` is valid for writes of `len` bytes.
 pub unsafe fn read<T>(fd: c_int, (level, name): Name, value: *mut T, len: &mut libc::socklen_t) -> bool {
-    // SAFETY: by the contract; the kernel writes no more than `len` says.
+    // SAFETY: `value` is writable by the contract; the kernel writes no more than `len` bytes.
     let result = unsafe {
         kernel::call(
             libc::SYS_getsockopt,
@@ -38,46 +38,48 @@ pub unsafe fn read<T>(fd: c_int, (level, name): Name, value: *mut T, len: &mut l
     result.is_ok()
 }
 
-/// The cookie of the network namespace that a socket is in; 0 where the kernel does not say (before Linux 5.14).
+/// Returns the cookie of the network namespace that a socket is in; 0 where the kernel does not tell (before Linux
+/// 5.14).
 pub fn namespace(fd: BorrowedFd<'_>) -> u64 {
     let mut cookie = 0u64;
     let mut len = size_of::<u64>() as libc::socklen_t;
-    // SAFETY: a buffer of the right size.
+    // SAFETY: `cookie` is a u64, and `len` says so.
     let known = unsafe { read(fd.as_raw_fd(), NAMESPACE, &raw mut cookie, &mut len) };
     if known { cookie } else { 0 }
 }
 
-/// The index of the interface that a socket is bound to; 0 if to none, `None` where the kernel does not say.
+/// Returns the index of the interface that a socket is bound to, 0 if to none. `None` where the kernel does not tell.
 pub fn device(fd: BorrowedFd<'_>) -> Option<u32> {
     if let Some(index) = get(fd, DEVICE) {
         return Some(index.cast_unsigned());
     }
-    // Before Linux 5.0: its name, which is empty if it is bound to none.
+    // Before Linux 5.0 there is only the interface's name, which is empty for an unbound socket.
     let mut name = [0u8; libc::IFNAMSIZ];
     let mut len = libc::IFNAMSIZ as libc::socklen_t;
-    // SAFETY: a buffer of the right size.
+    // SAFETY: `name` has `len` bytes.
     let known = unsafe { read(fd.as_raw_fd(), DEVICE_NAME, name.as_mut_ptr(), &mut len) };
     (known && len == 0).then_some(0)
 }
 
-/// Whether TCP's peer may still send: it has not ended its direction, and the connection is not over.
+/// Returns whether TCP's peer may still send: the peer has not ended its direction, and the connection is not over.
 pub fn is_open_to_peer(fd: BorrowedFd<'_>) -> bool {
     // ESTABLISHED, SYN_SENT, SYN_RECV, FIN_WAIT1 and FIN_WAIT2 (Linux, tcp_states.h). The state is the first byte of
     // TCP_INFO.
     let mut state = 0u8;
     let mut len = 1 as libc::socklen_t;
-    // SAFETY: a buffer of the right size; the kernel writes no more than that.
+    // SAFETY: `state` is 1 byte, and the kernel writes no more than `len` says.
     let known = unsafe { read(fd.as_raw_fd(), STATE, &raw mut state, &mut len) };
     known && (1..=5).contains(&state)
 }
 
-/// The window that the peer has told, bytes; what it is at first where the kernel does not say (before Linux 5.4).
+/// Returns the window that the peer has announced, bytes. Where the kernel does not tell (before Linux 5.4), returns
+/// its initial size, 64 KiB.
 pub fn peers_window(fd: BorrowedFd<'_>) -> u64 {
-    // Of the u32s of `tcp_info` (linux/tcp.h), which only grows.
+    // The index among the u32s of `tcp_info` (linux/tcp.h), a struct that only grows.
     const SND_WND: usize = 57;
     let mut info = [0u32; SND_WND + 1];
     let mut len = size_of_val(&info) as libc::socklen_t;
-    // SAFETY: a buffer of that size.
+    // SAFETY: `info` has `len` bytes.
     let known = unsafe { read(fd.as_raw_fd(), STATE, info.as_mut_ptr(), &mut len) };
     let has_it = known && len as usize == size_of_val(&info);
     match info.last() {
@@ -88,7 +90,7 @@ pub fn peers_window(fd: BorrowedFd<'_>) -> u64 {
 
 /// Sets an option that is an int.
 pub fn set(fd: BorrowedFd<'_>, (level, name): Name, value: c_int) {
-    // SAFETY: as in `get`.
+    // SAFETY: `value` is an int, and the kernel only reads it.
     let _ = unsafe {
         kernel::call(
             libc::SYS_setsockopt,
@@ -104,33 +106,34 @@ pub fn set(fd: BorrowedFd<'_>, (level, name): Name, value: c_int) {
     };
 }
 
-/// The connection's state and more.
+/// The connection's state, and more (TCP_INFO).
 const STATE: Name = (libc::IPPROTO_TCP, libc::TCP_INFO);
-/// Not among libc's constants (asm-generic/socket.h).
+/// The constants are not among libc's (asm-generic/socket.h).
 const NAMESPACE: Name = (libc::SOL_SOCKET, 71);
 const DEVICE: Name = (libc::SOL_SOCKET, 62);
 const DEVICE_NAME: Name = (libc::SOL_SOCKET, libc::SO_BINDTODEVICE);
-/// How much has to be there before a socket is readable or a receive ends: 1 unless the program says otherwise.
+/// The bytes that make a socket readable and end a receive: 1 unless the program has set another value.
 const LOW_WATER: Name = (libc::SOL_SOCKET, libc::SO_RCVLOWAT);
-/// From how many unsent bytes on there is no room to send (tcp(7)): 0, the system's, unless the program says otherwise.
+/// The unsent bytes from which on there is no room to send (tcp(7)). 0 means the system's value, unless the program has
+/// set another.
 const UNSENT_LOW_WATER: Name = (libc::IPPROTO_TCP, 25);
-/// From where MSG_PEEK looks: -1 unless the program says otherwise.
+/// The offset from which MSG_PEEK reads: -1 unless the program has set another.
 const PEEK_OFFSET: Name = (libc::SOL_SOCKET, libc::SO_PEEK_OFF);
-/// How fast is sent, in bytes a second: without a bound unless the program says otherwise.
+/// The most bytes a second that are sent: unlimited unless the program has set a limit.
 const PACE: Name = (libc::SOL_SOCKET, libc::SO_MAX_PACING_RATE);
-/// SO_TIMESTAMP, SO_TIMESTAMPNS and SO_TIMESTAMPING with a 64-bit time_t (linux/socket.h): when packets have come, for
-/// recvmsg; the third also when they have gone. The first two are not the same to the kernel as those of libc's
-/// constants; of the third there is one state.
+/// SO_TIMESTAMP, SO_TIMESTAMPNS and SO_TIMESTAMPING with a 64-bit time_t (linux/socket.h). They report to recvmsg when
+/// packets have come, the third also when packets were sent. For the kernel the first two are other options than libc's
+/// constants; the third shares its state with libc's constant.
 const NEW_TIMESTAMP: c_int = 63;
 const NEW_TIMESTAMPNS: c_int = 64;
 const NEW_TIMESTAMPING: c_int = 65;
-/// Whether a receive by recvmsg tells how much more there is (tcp(7)).
+/// Whether recvmsg reports how many more bytes there are (tcp(7)).
 pub const INQ: Name = (libc::IPPROTO_TCP, 36);
 
-/// For how long the peer may take nothing, ms; 0 is no bound (tcp(7)).
+/// How long the peer may take nothing, ms; 0 means no bound (tcp(7)).
 pub const USER_TIMEOUT: Name = (libc::IPPROTO_TCP, libc::TCP_USER_TIMEOUT);
 
-/// The options with which sending or receiving is another thing in the kernel than on a link, and with which values.
+/// The options that make sending or receiving in the kernel differ from a link, each with its values that do.
 const BEYOND_LINKS: [(Name, Values); 5] = [
     (LOW_WATER, |bytes| bytes != 1),
     (UNSENT_LOW_WATER, |bytes| bytes != 0 && bytes != -1),
@@ -139,51 +142,51 @@ const BEYOND_LINKS: [(Name, Values); 5] = [
     ((libc::SOL_SOCKET, libc::SO_TIMESTAMPING), |flags| flags != 0),
 ];
 
-/// The options with which a receive with room for control data is told when the data came; no other call is.
+/// The options that report to a receive with room for control data when the data came. No other call gets a report.
 const STAMPS: [c_int; 4] = [libc::SO_TIMESTAMP, NEW_TIMESTAMP, libc::SO_TIMESTAMPNS, NEW_TIMESTAMPNS];
 
 type Values = fn(c_int) -> bool;
 
-/// Whether the option is one of those by which receives are told when data came.
+/// Returns whether the option reports to receives when data came.
 pub fn is_stamp((level, name): Name) -> bool {
     level == libc::SOL_SOCKET && STAMPS.contains(&name)
 }
 
-/// Whether receives are told when data came. An accepted connection has its listener's options.
+/// Returns whether receives get a report of when data came. An accepted connection has its listener's options.
 pub fn stamps(fd: BorrowedFd<'_>) -> bool {
     let is_on = |name: &c_int| get(fd, (libc::SOL_SOCKET, *name)).is_some_and(|value| value != 0);
     STAMPS.iter().any(is_on)
 }
 
-/// Whether an option may make sending or receiving another thing than it is on a link.
+/// Returns whether an option may make sending or receiving differ from a link.
 pub fn may_be_beyond_links(option: Name) -> bool {
     option == (libc::SOL_SOCKET, NEW_TIMESTAMPING) || BEYOND_LINKS.iter().any(|(name, _)| *name == option)
 }
 
-/// Whether one of those does. An accepted connection has its listener's.
+/// Returns whether one of those options does. An accepted connection has its listener's options.
 pub fn is_beyond_links(fd: BorrowedFd<'_>) -> bool {
     let is = |(name, is): &(Name, Values)| get(fd, *name).is_some_and(is);
-    // With O_ASYNC the kernel sends a signal for what comes by TCP.
+    // With O_ASYNC the kernel sends a signal for bytes that come by TCP.
     let has_signal = rustix::fs::fcntl_getfl(fd).is_ok_and(|flags| flags.bits() & libc::O_ASYNC.cast_unsigned() != 0);
     has_signal || BEYOND_LINKS.iter().any(is)
 }
 
-/// Whether urgent data is next in TCP (tcp(7), SIOCATMARK).
+/// Returns whether urgent data is next in TCP (tcp(7), SIOCATMARK).
 pub fn is_at_mark(fd: BorrowedFd<'_>) -> bool {
     const SIOCATMARK: usize = 0x8905;
     ask(fd, SIOCATMARK).is_some_and(|at| at != 0)
 }
 
-/// Bytes that TCP was given and the peer's host has not confirmed (tcp(7), SIOCOUTQ).
+/// Returns the bytes that TCP was given and the peer's host has not acknowledged (tcp(7), SIOCOUTQ).
 pub fn unsent(fd: BorrowedFd<'_>) -> usize {
     const SIOCOUTQ: usize = libc::TIOCOUTQ as usize;
     ask(fd, SIOCOUTQ).map_or(0, |n| n.unsigned_abs() as usize)
 }
 
-/// An int that ioctl(2) tells.
+/// Returns an int that ioctl(2) reports; `None` if it fails.
 fn ask(fd: BorrowedFd<'_>, request: usize) -> Option<c_int> {
     let mut value: c_int = 0;
-    // SAFETY: the system call writes an int.
+    // SAFETY: the system call writes one int, to `value`.
     let result = unsafe {
         kernel::call(
             libc::SYS_ioctl,
@@ -231,7 +234,7 @@ mod tests {
         assert!(!is_beyond_links(fd));
         set(fd, LOW_WATER, 10);
         assert!(is_beyond_links(fd));
-        // 0 stands for 1.
+        // The kernel takes 0 for 1.
         set(fd, LOW_WATER, 0);
         assert!(!is_beyond_links(fd));
         assert!(may_be_beyond_links(PEEK_OFFSET));
@@ -240,7 +243,7 @@ mod tests {
 
     #[test]
     fn every_option_that_is_beyond_links_is_seen_when_it_is_set_and_when_it_is_not_any_more() {
-        // By which name an option is set, to what, and to what then.
+        // The option, a value that is beyond links, and a value that is not.
         let names = [
             (LOW_WATER, 5, 1),
             (UNSENT_LOW_WATER, 16_384, 0),

@@ -1,4 +1,4 @@
-//! The kernel's struct tcp_info (tcp(7), TCP_INFO; linux/tcp.h): members that old kernels do not know are absent.
+//! The kernel's struct tcp_info (tcp(7), TCP_INFO; linux/tcp.h). Members that an old kernel does not know are absent.
 #![allow(missing_docs, reason = "the members of the struct have its names")]
 
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -10,7 +10,7 @@ use crate::sys::sockopt;
 /// The option by which it is read.
 pub const NAME: sockopt::Name = (libc::IPPROTO_TCP, libc::TCP_INFO);
 
-/// Where the members of struct tcp_info are (linux/tcp.h).
+/// The offsets of the members of struct tcp_info, bytes (linux/tcp.h).
 pub mod at {
     pub const STATE: usize = 0;
     pub const SND_MSS: usize = 16;
@@ -30,35 +30,36 @@ pub mod at {
     pub const BYTES_RETRANS: usize = 208;
 }
 
-/// How far TCP is in the stream of what it was given: `acked` is not behind `sent`, nor that behind `written`.
+/// How far TCP is in the stream of the bytes that it was given: `acked` ≤ `sent` ≤ `written`.
 #[derive(Clone, Copy, Default)]
 pub struct Positions {
-    /// The peer's host has what is before it.
+    /// The peer's host has all bytes before this position.
     pub acked: u64,
-    /// What is before it was sent.
+    /// TCP has sent all bytes before this position.
     pub sent: u64,
-    /// The end.
+    /// TCP was given all bytes before this position.
     pub written: u64,
 }
 
 impl Positions {
-    /// Of a connection of that end; `None` where the kernel does not say (before Linux 4.19).
+    /// Returns the positions of a connection whose end has `role`; `None` where the kernel does not tell (before Linux
+    /// 4.19).
     pub fn of(fd: BorrowedFd<'_>, role: Role) -> Option<Self> {
         let mut bytes = [0; at::BYTES_RETRANS + size_of::<u64>()];
         let mut known = bytes.len() as libc::socklen_t;
-        // SAFETY: a buffer of that length.
+        // SAFETY: `bytes` has `known` bytes.
         let is_read = unsafe { sockopt::read(fd.as_raw_fd(), NAME, bytes.as_mut_ptr(), &mut known) };
         let known = bytes.get_mut(..known as usize).filter(|_| is_read)?;
         Self::in_info(&Fields(known), role)
     }
 
-    /// The same, of what was read before.
+    /// Returns the positions from a struct that was read before; `None` if the struct is too short.
     pub fn in_info(info: &Fields<'_>, role: Role) -> Option<Self> {
         if info.0.len() < at::BYTES_RETRANS + size_of::<u64>() {
             return None;
         }
         let sent = info.u64(at::BYTES_SENT).saturating_sub(info.u64(at::BYTES_RETRANS));
-        // The SYN of who has connected counts as acknowledged, and so does a FIN.
+        // The SYN of a connector counts as acknowledged, and so does a FIN.
         let acked = info
             .u64(at::BYTES_ACKED)
             .saturating_sub(u64::from(role == Role::Connector));
@@ -70,37 +71,37 @@ impl Positions {
     }
 }
 
-/// A struct of the kernel's, of which an old one knows the first part.
+/// A struct of the kernel, as much of it as the kernel knows.
 pub struct Fields<'a>(pub &'a mut [u8]);
 
 impl Fields<'_> {
-    /// A member of 32 bits; 0 where it is not known.
+    /// Returns a member of 32 bits; 0 where the kernel does not know it.
     pub fn u32(&self, at: usize) -> u32 {
         let bytes = self.0.get(at..).and_then(|b| b.first_chunk());
         bytes.map_or(0, |b| u32::from_ne_bytes(*b))
     }
 
-    /// A member of 64 bits; 0 where it is not known.
+    /// Returns a member of 64 bits; 0 where the kernel does not know it.
     pub fn u64(&self, at: usize) -> u64 {
         let bytes = self.0.get(at..).and_then(|b| b.first_chunk());
         bytes.map_or(0, |b| u64::from_ne_bytes(*b))
     }
 
-    /// Replaces a member of 8 bits by what `new` makes of it.
+    /// Replaces a member of 8 bits by the result of `new`. Does nothing where the kernel does not know the member.
     pub fn put_u8(&mut self, at: usize, new: impl FnOnce(u8) -> u8) {
         if let Some(byte) = self.0.get_mut(at) {
             *byte = new(*byte);
         }
     }
 
-    /// The same, of 32 bits.
+    /// Replaces a member of 32 bits, as [`put_u8`](Self::put_u8) does.
     pub fn put_u32(&mut self, at: usize, new: impl FnOnce(u32) -> u32) {
         if let Some(bytes) = self.0.get_mut(at..).and_then(|b| b.first_chunk_mut()) {
             *bytes = new(u32::from_ne_bytes(*bytes)).to_ne_bytes();
         }
     }
 
-    /// The same, of 64 bits.
+    /// Replaces a member of 64 bits, as [`put_u8`](Self::put_u8) does.
     pub fn put_u64(&mut self, at: usize, new: impl FnOnce(u64) -> u64) {
         if let Some(bytes) = self.0.get_mut(at..).and_then(|b| b.first_chunk_mut()) {
             *bytes = new(u64::from_ne_bytes(*bytes)).to_ne_bytes();

@@ -1,8 +1,8 @@
-//! Time as the calls of the program give it: time-outs in their several forms, and deadlines.
+//! Time as the program's calls express it: time-outs in their several forms, and deadlines.
 
 use std::ffi::c_int;
 
-/// CLOCK_MONOTONIC in ns.
+/// Returns CLOCK_MONOTONIC in ns.
 #[inline]
 pub fn now_ns() -> u64 {
     ns(rustix::time::ClockId::Monotonic)
@@ -16,8 +16,8 @@ fn ns(clock: rustix::time::ClockId) -> u64 {
         .wrapping_add(t.tv_nsec as u64)
 }
 
-/// CLOCK_MONOTONIC_COARSE in ns: the time of the kernel's last timer interrupt (clock_getres(2)). It moves on every 1
-/// to 10 ms, and to read it costs a fifth of the other, which has to wait for the processor's counter.
+/// Returns CLOCK_MONOTONIC_COARSE in ns: the time of the kernel's last timer interrupt (clock_getres(2)). It moves on
+/// every 1 to 10 ms. Reading it costs a fifth of [`now_ns`], which has to wait for the processor's counter.
 #[inline]
 pub fn tick() -> u64 {
     ns(rustix::time::ClockId::MonotonicCoarse)
@@ -29,24 +29,24 @@ pub fn tick() -> u64 {
 pub enum Timeout {
     /// No bound.
     Forever,
-    /// Nanoseconds.
+    /// At most this many nanoseconds.
     Ns(u64),
 }
 
-/// When a call that waits has to be back.
+/// The time by which a call that waits has to return.
 #[derive(Clone, Copy)]
 pub struct Deadline(Option<u64>, bool);
 
 impl Timeout {
-    /// Only a look.
+    /// No wait: the call only checks.
     pub const ZERO: Self = Self::Ns(0);
 
-    /// From epoll_wait's and poll's milliseconds; negative is no bound.
+    /// Returns the time-out for the milliseconds of epoll_wait and poll; negative means no bound.
     pub fn from_ms(ms: c_int) -> Self {
         u64::try_from(ms).map_or(Self::Forever, |ms| Self::Ns(ms * 1_000_000))
     }
 
-    /// From a timespec; `None` for an invalid one.
+    /// Returns the time-out for a timespec; `None` means an invalid one.
     pub fn from_timespec(ts: Option<&libc::timespec>) -> Option<Self> {
         let Some(ts) = ts else {
             return Some(Self::Forever);
@@ -56,7 +56,7 @@ impl Timeout {
         Some(Self::Ns(s.saturating_mul(1_000_000_000).saturating_add(ns)))
     }
 
-    /// As milliseconds, rounded up so that a wait is never too short.
+    /// Returns the time-out in milliseconds, rounded up so that a wait is never too short; -1 means no bound.
     pub fn to_ms(self) -> c_int {
         match self {
             Self::Forever => -1,
@@ -64,7 +64,7 @@ impl Timeout {
         }
     }
 
-    /// As a timespec; `None` is no bound.
+    /// Returns the time-out as a timespec; `None` means no bound.
     pub fn to_timespec(self) -> Option<libc::timespec> {
         match self {
             Self::Forever => None,
@@ -75,7 +75,7 @@ impl Timeout {
         }
     }
 
-    /// Not longer than `bound` ns.
+    /// Returns the time-out, shortened to at most `bound` ns.
     pub fn at_most(self, bound: u64) -> Self {
         match self {
             Self::Forever => Self::Ns(bound),
@@ -83,12 +83,12 @@ impl Timeout {
         }
     }
 
-    /// Whether it is only a look.
+    /// Returns whether the call only checks, and does not wait.
     pub fn is_zero(self) -> bool {
         self == Self::ZERO
     }
 
-    /// Counted from now.
+    /// Returns the deadline that is this long from now.
     pub fn deadline(self) -> Deadline {
         match self {
             Self::Forever => Deadline(None, false),
@@ -99,12 +99,12 @@ impl Timeout {
 }
 
 impl Deadline {
-    /// Only a look.
+    /// Returns whether the call only checks, and does not wait.
     pub fn is_zero(self) -> bool {
         self.1
     }
 
-    /// What is left.
+    /// Returns the time that is left.
     pub fn left(self) -> Timeout {
         match self {
             Self(_, true) => Timeout::ZERO,
@@ -113,15 +113,15 @@ impl Deadline {
         }
     }
 
-    /// Whether the time is up.
+    /// Returns whether the time is up.
     pub fn is_over(self) -> bool {
         self.left().is_zero()
     }
 }
-/// How long a handshake that is under way, the peer's way back or a thread may take to end, ns.
+/// How long a handshake, the peer's way back to TCP or a thread may take to end, ns.
 const PATIENCE: u64 = 2_000_000_000;
 
-/// Asks again and again, for as long as others may take to follow.
+/// Calls `done` every 50 us until it returns true, for at most `PATIENCE` ns.
 pub fn wait_until(mut done: impl FnMut() -> bool) {
     let until = now_ns() + PATIENCE;
     while !done() && now_ns() < until {

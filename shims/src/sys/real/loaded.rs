@@ -1,5 +1,5 @@
-//! The symbols of loaded objects, read from their ELF tables. The library has a hook of `dlsym`, so it cannot find
-//! libc's by `dlsym`; nor does `dlsym` say which function an address is.
+//! The symbols of loaded objects, read from their ELF tables. The library hooks `dlsym`, so it cannot find libc's
+//! `dlsym` by `dlsym`. Nor does `dlsym` tell which function an address is.
 
 use core::ffi::{CStr, c_char, c_int, c_void};
 use core::slice;
@@ -17,9 +17,9 @@ const DT_STRTAB: i64 = 5;
 const DT_SYMTAB: i64 = 6;
 const DT_GNU_HASH: i64 = 0x6fff_fef5;
 const DT_VERSYM: i64 = 0x6fff_fff0;
-/// `st_info & 15` of a function.
+/// The value of `st_info & 15` of a function.
 const STT_FUNC: u8 = 2;
-/// In DT_VERSYM: not the default version of its name.
+/// A bit in DT_VERSYM: the symbol is not the default version of its name.
 const HIDDEN: u16 = 0x8000;
 
 /// A loaded object.
@@ -29,15 +29,16 @@ pub struct Object<'a> {
     path: &'a CStr,
 }
 
-/// Calls `visit` with the objects of this namespace in the order in which they were loaded, until it returns a value,
-/// and returns that. Takes no memory. `visit` must not load or unload objects.
+/// Calls `visit` with the objects of this namespace in the order in which they were loaded. Returns the first value
+/// that `visit` returns, `None` if there is none. Allocates nothing. `visit` must not load or unload objects.
 pub fn find<T, V: FnMut(&Object) -> Option<T>>(visit: V) -> Option<T> {
     unsafe extern "C" fn each<T, V: FnMut(&Object) -> Option<T>>(
         info: *mut dl_phdr_info,
         _: usize,
         state: *mut c_void,
     ) -> c_int {
-        // SAFETY: what `find` gives to dl_iterate_phdr, which calls this while `find` waits for it.
+        // SAFETY: `state` is the pair that `find` passes to dl_iterate_phdr, which calls this only while `find` waits
+        // for it.
         let (visit, found) = unsafe { &mut *state.cast::<(V, Option<T>)>() };
         // SAFETY: the dynamic linker's own entry, which it keeps during the call; its headers and path stay with it.
         let object = unsafe {
@@ -51,13 +52,13 @@ pub fn find<T, V: FnMut(&Object) -> Option<T>>(visit: V) -> Option<T> {
         found.is_some().into()
     }
     let mut state = (visit, None);
-    // SAFETY: `each` takes the state as what it is.
+    // SAFETY: `each` takes the state as the pair that it is, and the pair outlives the call.
     unsafe { libc::dl_iterate_phdr(Some(each::<T, V>), (&raw mut state).cast()) };
     state.1
 }
 
 impl Object<'_> {
-    /// Whether the address lies in the object.
+    /// Returns whether the address lies in the object.
     pub fn contains(&self, address: usize) -> bool {
         self.headers.iter().any(|h| {
             let start = self.base.wrapping_add(h.p_vaddr as usize);
@@ -65,17 +66,17 @@ impl Object<'_> {
         })
     }
 
-    /// Whether it is the library that all calls of this library are in.
+    /// Returns whether the object is the one that holds this library's own code.
     pub fn is_own(&self) -> bool {
         self.contains(is_glibc as *const () as usize)
     }
 
-    /// Whether it is a part of glibc that has functions with hooks.
+    /// Returns whether the object is a part of glibc that has functions with hooks.
     pub fn is_glibc(&self) -> bool {
         is_glibc(self.path.to_bytes())
     }
 
-    /// The address of the function `name` in its default version; `None` if the object does not export it.
+    /// Returns the address of the function `name` in its default version; `None` if the object does not export it.
     pub fn function(&self, name: &CStr) -> Option<*mut c_void> {
         let dynamic = self.headers.iter().find(|h| h.p_type == libc::PT_DYNAMIC)?;
         let [mut names, mut symbols, mut hashes, mut versions] = [0; 4];
@@ -90,7 +91,7 @@ impl Object<'_> {
                 DT_VERSYM => &mut versions,
                 _ => &mut 0,
             };
-            // glibc relocates these in place, but not those of the vDSO.
+            // glibc relocates these addresses in place, but not in the vDSO's table.
             *place = if value < self.base { value + self.base } else { value };
             // SAFETY: as above.
             entry = unsafe { entry.add(1) };
@@ -103,7 +104,7 @@ impl Object<'_> {
             .iter()
             .fold(5381u32, |hash, byte| hash.wrapping_mul(33).wrapping_add((*byte).into()));
         let word = |at: usize| -> u32 {
-            // SAFETY: a word of the hash table, by its own counts.
+            // SAFETY: a word of the hash table, within the table's own counts.
             unsafe { *(hashes as *const u32).add(at) }
         };
         // Four words, the Bloom filter in 64-bit words, the buckets, then a chain word for each symbol from `first` on.
@@ -112,7 +113,8 @@ impl Object<'_> {
         let mut index = word(buckets + hash.checked_rem(count as u32)? as usize) as usize;
         while index >= first && index > 0 {
             let link = word(buckets + count + index - first);
-            // SAFETY: the hash table counts the symbols, whose names end in a NUL; one version word a symbol.
+            // SAFETY: the hash table counts the symbols, so `index` is one of them. Each has a version word, and its
+            // name ends in a NUL.
             let (symbol, version) = unsafe {
                 let versions = versions as *const u16;
                 let version = if versions.is_null() { 0 } else { *versions.add(index) };

@@ -1,10 +1,10 @@
-//! What devices know of the registered allocator's memory (`alloc/`, docs/design/allocator.md): by which key a link's
-//! device knows which piece, kept from call to call for as long as the piece is what it was. Not what calls do with it
-//! (`pinned.rs`).
+//! The registrations of the registered allocator's memory (`alloc/`, docs/design/allocator.md): the key by which a
+//! link's device knows each piece. A registration is kept from call to call for as long as the piece stays what it was.
+//! `pinned.rs` uses the registrations for calls.
 //!
-//! What is kept of a piece is kept under its epoch, which the allocator changes before anything happens to the memory.
-//! A call that begins looks at the epoch first, so it never uses what was registered before a change; whoever finds
-//! such registrations ends them, the allocator's word ([`Pieces::end`]) as a rule.
+//! Registrations of a piece are kept under the piece's epoch, which the allocator changes before anything happens to
+//! the memory. A call reads the epoch first, so it never uses a registration from before a change. As a rule the
+//! allocator ends such registrations ([`Pieces::end`]); any later call that finds one ends it too.
 
 use std::ffi::c_long;
 use std::sync::Arc;
@@ -19,39 +19,39 @@ use rdmasock_core::lock::Lock;
 
 use crate::config::{Alloc, config, warn};
 
-/// More pieces are not kept.
+/// The most pieces that are kept.
 const MOST: usize = 4096;
 
-/// The allocator's table; null without it.
+/// The allocator's table; null until the allocator is found.
 static TABLE: AtomicPtr<Table> = AtomicPtr::new(std::ptr::null_mut());
 
-/// Looks for the allocator among the libraries of the process; it will call `end`. False if it is not there, or of
-/// another version.
+/// Looks for the allocator among the libraries of the process, and has it call `end` from now on. Returns false if the
+/// allocator is not loaded, or is of another version.
 pub fn find(end: End) -> bool {
-    // SAFETY: a name that ends with a zero byte.
+    // SAFETY: the name ends in a NUL.
     let entry = unsafe { libc::dlsym(libc::RTLD_DEFAULT, rdmasock_core::allocator::ENTRY.as_ptr()) };
     if entry.is_null() {
         return false;
     }
-    // SAFETY: the function of that name is of this type, and the table that it gives lives as long as the process.
+    // SAFETY: the allocator exports this name with this type. The table that it returns lives as long as the process.
     let table = unsafe {
         let entry = std::mem::transmute::<*mut libc::c_void, Entry>(entry);
         entry(ABI)
     };
-    // SAFETY: as above.
+    // SAFETY: null, or a table that lives as long as the process.
     let Some(known) = (unsafe { table.as_ref() }) else {
         return false;
     };
     if known.abi != ABI || (known.size as usize) < size_of::<Table>() {
         return false;
     }
-    // SAFETY: a function of the allocator's.
+    // SAFETY: the allocator's function accepts any `End`, and its table has this version.
     unsafe { (known.attach)(end) };
     TABLE.store(table.cast_mut(), Release);
     true
 }
 
-/// Says so, once, if the user has asked for the allocator and does not have it.
+/// Warns on stderr, once, if the user has asked for the allocator and it is not loaded.
 pub fn warn_if_missing() {
     static IS_SAID: AtomicBool = AtomicBool::new(false);
     let is_missing = config().alloc == Alloc::Registered && table().is_none();
@@ -68,15 +68,16 @@ fn table() -> Option<&'static Table> {
     unsafe { TABLE.load(Acquire).as_ref() }
 }
 
-/// The program makes a system call by number that may change what memory is.
+/// Notifies the allocator of a system call by number, which the program is about to make and which may change what
+/// memory is.
 pub fn before(number: c_long, arguments: [usize; 6]) {
     if let Some(table) = table() {
-        // SAFETY: a function of the allocator's, with what it takes.
+        // SAFETY: the allocator's function, with a number and a pointer to six arguments.
         unsafe { (table.before)(number, &arguments) };
     }
 }
 
-/// The piece that an address lies in.
+/// Returns the piece that an address lies in; `None` if it lies in none, or there is no allocator.
 fn piece(at: usize) -> Option<Piece> {
     let table = table()?;
     let mut piece = Piece {
@@ -84,18 +85,18 @@ fn piece(at: usize) -> Option<Piece> {
         len: 0,
         epoch: std::ptr::null(),
     };
-    // SAFETY: a function of the allocator's, with what it takes.
+    // SAFETY: the allocator's function, with an address and a valid place for the piece.
     let is_one = unsafe { (table.piece)(at, &mut piece) } != 0;
     is_one.then_some(piece)
 }
 
-/// What registers memory: a link's device.
+/// A device of a link, which registers memory.
 pub trait Device: Sync {
-    /// Ends a registration, if the device is still there: its end is theirs.
+    /// Ends a registration, if the device still exists. The end of a device ends its registrations.
     fn deregister(&self, region: Region);
 }
 
-/// Whether devices may know the memory at this address for longer than a call.
+/// Returns whether devices may keep a registration of the memory at this address for longer than a call.
 pub fn is_kept(at: usize) -> bool {
     piece(at).is_some_and(|piece| piece.now() & WHOLE != 0)
 }
@@ -104,12 +105,12 @@ pub fn is_kept(at: usize) -> bool {
 pub struct Known {
     device: &'static dyn Device,
     region: Region,
-    /// What it takes of the budget, bytes.
+    /// Bytes that the registration takes of the budget.
     cost: u64,
 }
 
 impl Known {
-    /// Ends all of them; returns what they took of the budget.
+    /// Ends all `registrations`. Returns the bytes that they took of the budget.
     pub fn end_all(registrations: Vec<Self>) -> u64 {
         let each = registrations.into_iter();
         each.map(|known| {
@@ -129,29 +130,30 @@ fn key_in(known: &[Known], device: &dyn Device) -> Option<Key> {
     known.map(|known| known.region.key)
 }
 
-/// A piece under one of its epochs. It is in use while a call has it beside the table.
+/// A piece under one of its epochs. A call uses it as long as it holds a reference beside the table's.
 pub struct Kept {
     start: usize,
     len: usize,
     epoch: u64,
-    /// When a call last used it, by [`Pieces::clock`].
+    /// The time of the last use by a call, in counts of [`Pieces::clock`].
     used: AtomicU64,
     known: Lock<Vec<Known>>,
 }
 
 impl Kept {
-    /// Where the piece begins, and its bytes.
+    /// Returns the beginning of the piece and its bytes.
     pub fn memory(&self) -> (*mut u8, usize) {
         (std::ptr::with_exposed_provenance_mut(self.start), self.len)
     }
 
-    /// By which key the device knows the piece, if it does.
+    /// Returns the key by which the device knows the piece; `None` if it does not.
     pub fn key(&self, device: &dyn Device) -> Option<Key> {
         key_in(&self.known.lock()?, device)
     }
 
-    /// The device knows it from now on; `Err`: another call has told it meanwhile, and this registration is one too
-    /// many.
+    /// Keeps a new registration with a device. `Err` is the key of a registration that another call has kept meanwhile;
+    /// the caller has to end its own. `Err(None)` means that the caller is a signal handler, which has interrupted a
+    /// change of the list.
     pub fn keep(&self, device: &'static dyn Device, region: Region, cost: u64) -> Result<(), Option<Key>> {
         let mut known = self.known.lock().ok_or(None)?;
         if let Some(key) = key_in(&known, device) {
@@ -161,7 +163,7 @@ impl Kept {
         Ok(())
     }
 
-    /// Takes out its registrations with that device, to be ended.
+    /// Removes the registrations with that device and returns them, so that the caller can end them.
     pub fn take_of(&self, device: &dyn Device) -> Vec<Known> {
         self.take(|known| known.is_of(device))
     }
@@ -174,22 +176,21 @@ impl Kept {
     }
 }
 
-/// Somebody has it no more: if that was the last, its registrations end. Gives what they took of the budget, which
-/// is their bytes.
+/// Releases a reference. The last release ends the registrations. Returns the bytes that they took of the budget.
 pub fn leave(kept: Arc<Kept>) -> u64 {
     Arc::into_inner(kept).map_or(0, |kept| Known::end_all(kept.take(|_| true)))
 }
 
-/// See the module.
+/// The kept pieces, and the registrations of each.
 pub struct Pieces {
-    /// By their beginnings; one for each piece.
+    /// Sorted by their beginnings, with one entry for each piece.
     kept: Lock<Vec<Arc<Kept>>>,
-    /// How often pieces were asked for.
+    /// Counts the requests for pieces.
     clock: AtomicU64,
 }
 
 impl Pieces {
-    /// Nothing is known yet.
+    /// Returns an empty table.
     pub const fn new() -> Self {
         Self {
             kept: Lock::new(Vec::new()),
@@ -197,11 +198,12 @@ impl Pieces {
         }
     }
 
-    /// The piece in which these bytes begin, how many of them lie in it, and what has come free of the budget. It stays
-    /// as long as the value. `None` if it is not the allocator's, or is not to be known to devices.
+    /// Returns the piece in which these bytes begin, how many of them lie in it, and the bytes of the budget that have
+    /// come free. The piece stays as long as the reference. `None` if the memory is not the allocator's, or devices
+    /// must not keep it.
     pub fn covering(&self, start: usize, len: usize) -> Option<(Arc<Kept>, usize, u64)> {
         let piece = piece(start)?;
-        // First: what is registered later is what the piece is under this epoch, or is not used again.
+        // Read first: a later registration is one of the piece under this epoch, or is not used again.
         let epoch = piece.now();
         if epoch & WHOLE == 0 {
             return None;
@@ -211,7 +213,7 @@ impl Pieces {
         Some((kept, within, stale.map_or(0, leave)))
     }
 
-    /// What is kept of a piece under an epoch, and what takes its place in the table no more.
+    /// Returns the entry of a piece under an epoch, and an entry that the table has dropped for it, if any.
     fn under(&self, start: usize, len: usize, epoch: u64) -> Option<(Arc<Kept>, Option<Arc<Kept>>)> {
         let used = self.clock.fetch_add(1, Relaxed);
         let mut all = self.kept.lock()?;
@@ -240,8 +242,8 @@ impl Pieces {
         Some((fresh, stale))
     }
 
-    /// Ends what has not been used for longest, until so much of the budget has come free, or all that is left is in
-    /// use. Gives how much has.
+    /// Ends the registrations that were unused for longest, until `wanted` bytes of the budget have come free or all
+    /// that is left is in use. Returns the bytes that have come free.
     pub fn make_room(&self, wanted: u64) -> u64 {
         let mut free = 0;
         while free < wanted {
@@ -252,8 +254,8 @@ impl Pieces {
         free
     }
 
-    /// This memory is about to be other memory, see [`End`]. Gives what has come free of the budget; `None` if
-    /// devices may still know some of it.
+    /// Ends the registrations of memory that is about to become other memory, as [`End`] says. Returns the bytes of the
+    /// budget that have come free; `None` if devices may still know some of it.
     pub fn end(&self, start: usize, len: usize, force: bool) -> Option<u64> {
         let end = start.saturating_add(len);
         let taken: Vec<Arc<Kept>> = {
@@ -268,7 +270,8 @@ impl Pieces {
         Some(taken.into_iter().map(leave).sum())
     }
 
-    /// The device is about to be no more, and its registrations with it. Gives what they took of the budget.
+    /// Forgets the registrations with a device. The device is about to end, and its registrations end with it. Returns
+    /// the bytes that they took of the budget.
     pub fn forget(&self, device: &dyn Device) -> u64 {
         self.kept.lock().map_or(0, |all| {
             let known = all.iter().flat_map(|kept| kept.take_of(device));
@@ -277,7 +280,7 @@ impl Pieces {
     }
 }
 
-/// Of those that nobody uses.
+/// Removes the entry that was unused for longest, and returns it. `None` if all entries are in use.
 fn take_oldest(all: &mut Vec<Arc<Kept>>) -> Option<Arc<Kept>> {
     let unused = all.iter().enumerate().filter(|(_, kept)| Arc::strong_count(kept) == 1);
     let (at, _) = unused.min_by_key(|(_, kept)| kept.used.load(Relaxed))?;

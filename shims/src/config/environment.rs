@@ -1,9 +1,10 @@
-//! libc's exec and spawn functions, with an environment in which `LD_PRELOAD` names the library: where the program's
-//! lacks it (nginx, sshd and others make one of their own), the entries that this program began with are added. The
-//! library takes them out of the new program's `environ` again, which is then the one that it was given.
+//! libc's exec and spawn functions, with an environment in which `LD_PRELOAD` names the library. Where the program's
+//! environment lacks it (nginx, sshd and others make one of their own), the entries that this program began with are
+//! added. The library removes them from the new program's `environ` again, so that the program sees the environment
+//! that it was given.
 //!
-//! May run in a signal handler and in a vfork child, which borrows its parent's memory: so nothing is allocated or
-//! kept, and the longer array is on the stack, which exec needs anyway for what libc does.
+//! These functions may run in a signal handler, and in a vfork child, which borrows its parent's memory. So they
+//! allocate and keep nothing. The longer array is on the stack, which exec needs anyway for what libc does.
 
 use std::ffi::{CStr, CString, OsStr};
 use std::os::unix::ffi::OsStrExt;
@@ -22,26 +23,28 @@ unsafe extern "C" {
 }
 
 const PRELOAD: &[u8] = b"LD_PRELOAD=";
-/// Precedes the entries that are added. No variable of the library's, whose names begin with `RDMASOCK`.
+/// The entry that precedes the added ones. It is no variable of the library, because those begin with `RDMASOCK`.
 const ADDED: &CStr = c"_RDMASOCK_ADDED=";
-/// How many entries an environment may have to be made longer.
+/// The most entries that an environment may have to be extended.
 const MOST: usize = 512;
-/// How many are added at most.
+/// The most entries that are added.
 const MOST_KEPT: usize = 33;
 
-/// What is added.
+/// The entries that are added to an environment.
 struct Kept {
     /// [`ADDED`], then `LD_PRELOAD`, then the library's own variables; each has a name and a value.
     entries: Vec<CString>,
-    /// A library that is preloaded. Where it cannot be read (another root, another user), the loader would complain.
+    /// The path of the preloaded library. If the new program could not read it (another root, another user), the loader
+    /// would complain.
     library: CString,
 }
 
 static KEPT: OnceBox<Kept> = OnceBox::new();
 
-/// When the library is loaded, before the program can change its environment.
+/// Stores the entries and removes those that were added to this program's environment. Runs when the library is loaded,
+/// before the program can change its environment.
 pub fn remember() {
-    // SAFETY: set by libc before any library's code runs, null before that.
+    // SAFETY: libc sets `environ` before any library's code runs; it is null before that.
     let all: Vec<&[u8]> = unsafe { strings(environ) }.map(CStr::to_bytes).collect();
     let is_ours = |path: &&[u8]| {
         path.rsplit(|b| *b == b'/')
@@ -80,20 +83,20 @@ pub fn remember() {
         let _ = KEPT.set(Box::new(Kept { entries, library }));
     }
     if let Some(at) = all.iter().position(|entry| *entry == ADDED.to_bytes()) {
-        // The variables are read now, since they are not there later.
+        // Reads the variables now, because they are about to be removed.
         crate::config::config();
-        // SAFETY: the array has an entry there, and no other thread runs before the program does.
+        // SAFETY: `at` is the index of an entry, and no other thread runs before the program does.
         unsafe { *environ.cast_mut().add(at) = std::ptr::null() };
     }
 }
 
-/// The strings of a null-terminated array, none of a null pointer.
+/// Iterates over the strings of a null-terminated array. A null pointer has none.
 ///
 /// # Safety
-/// The array and the strings stay as they are meanwhile.
+/// The array and the strings stay as they are while the iterator is used.
 unsafe fn strings<'a>(mut array: Strings) -> impl Iterator<Item = &'a CStr> {
     std::iter::from_fn(move || {
-        // SAFETY: by the contract; not beyond the null pointer at the end.
+        // SAFETY: by the contract the entries up to the null pointer are readable, and the iterator stops there.
         unsafe {
             let string = *array.as_ref()?;
             array = array.add(usize::from(!string.is_null()));
@@ -102,15 +105,15 @@ unsafe fn strings<'a>(mut array: Strings) -> impl Iterator<Item = &'a CStr> {
     })
 }
 
-/// Calls `exec` with `envp`, or with a longer one.
+/// Calls `exec` with `envp`, or with a longer array if `envp` lacks `LD_PRELOAD`.
 ///
 /// # Safety
 /// `envp` is null or a null-terminated array of strings.
 unsafe fn with(envp: Strings, exec: impl FnOnce(Strings) -> c_int) -> c_int {
-    // SAFETY: by the contract.
+    // SAFETY: `envp` is null or a null-terminated array of strings, by the contract.
     let mut given = unsafe { strings(envp) };
     match KEPT.get() {
-        // SAFETY: likewise.
+        // SAFETY: `envp` is null or a null-terminated array of strings, by the contract.
         Some(kept) if given.all(|e| !e.to_bytes().starts_with(PRELOAD)) && is_readable(&kept.library) => unsafe {
             with_kept(kept, envp, exec)
         },
@@ -119,11 +122,11 @@ unsafe fn with(envp: Strings, exec: impl FnOnce(Strings) -> c_int) -> c_int {
 }
 
 /// # Safety
-/// As `with`.
+/// As for `with`.
 #[cold]
 #[inline(never)]
 unsafe fn with_kept(kept: &Kept, envp: Strings, exec: impl FnOnce(Strings) -> c_int) -> c_int {
-    // SAFETY: by the contract.
+    // SAFETY: `envp` is null or a null-terminated array of strings, by the contract.
     let given = || unsafe { strings(envp) };
     let mut longer = [std::ptr::null(); MOST + MOST_KEPT + 1];
     let name = |entry: &CStr| entry.to_bytes().iter().position(|b| *b == b'=').unwrap_or_default();
@@ -146,10 +149,10 @@ unsafe fn with_kept(kept: &Kept, envp: Strings, exec: impl FnOnce(Strings) -> c_
     exec(longer.as_ptr())
 }
 
-/// Whether this process may read the file; the call is one that the loader makes too.
+/// Returns whether this process may read the file. The loader makes the same system call.
 fn is_readable(file: &CStr) -> bool {
     let arguments = [kernel::address(file.as_ptr()), libc::R_OK as usize, 0, 0, 0, 0];
-    // SAFETY: reads a string.
+    // SAFETY: the system call reads a string that ends in a NUL.
     unsafe { kernel::call(libc::SYS_access, arguments) }.is_ok()
 }
 
@@ -160,7 +163,7 @@ macro_rules! exec {
         /// # Safety
         /// As libc's.
         pub unsafe extern "C" fn $name($($argument: $type),*) -> c_int {
-            // SAFETY: the caller's arguments.
+            // SAFETY: the caller's arguments are valid by libc's contract, so `envp` is an array of strings.
             unsafe { with($envp, |$longer| $call) }
         }
     )*};

@@ -1,5 +1,5 @@
-//! How many threads can run on this machine, and on how many processors: read from the kernel when somebody asks.
-//! Not what follows from it (`spin.rs`).
+//! How many threads can run on this machine, and on how many processors. The kernel is asked only on request; `spin.rs`
+//! draws the conclusions.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::atomic::{
@@ -9,7 +9,7 @@ use std::sync::atomic::{
 
 use rdmasock_core::os::privatefd::PrivateFd;
 
-/// As of now.
+/// The load at the moment of the request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Load {
     /// Threads that can run, the caller's included.
@@ -21,12 +21,13 @@ pub struct Load {
 static FD: AtomicI32 = AtomicI32::new(-1);
 static PROCESSORS: AtomicU32 = AtomicU32::new(0);
 
-/// In a fork child, whose copy of the descriptor is closed.
+/// Forgets the descriptor in a fork child, where it is closed.
 pub fn after_fork() {
     FD.store(-1, Release);
 }
 
-/// How many processors this process may use: a container's or taskset's share.
+/// Returns how many processors this process may use, which is a container's or taskset's share. `None` if the kernel
+/// does not tell.
 pub fn processors() -> Option<u32> {
     let mut processors = PROCESSORS.load(Relaxed);
     if processors == 0 {
@@ -36,7 +37,7 @@ pub fn processors() -> Option<u32> {
     Some(processors)
 }
 
-/// Asks the kernel: a system call.
+/// Asks the kernel for the load, by one system call. `None` if it does not tell.
 pub fn now() -> Option<Load> {
     let processors = processors()?;
     let mut fd = FD.load(Acquire);
@@ -54,7 +55,7 @@ pub fn now() -> Option<Load> {
         FD.store(fd, Release);
     }
     let mut text = [0u8; 64];
-    // SAFETY: opened above and kept for good.
+    // SAFETY: the descriptor was opened above, and is never closed.
     let n = rustix::io::pread(unsafe { BorrowedFd::borrow_raw(fd) }, &mut text, 0).ok()?;
     Some(Load {
         running: running(text.get(..n)?)?,
@@ -62,7 +63,7 @@ pub fn now() -> Option<Load> {
     })
 }
 
-/// "0.00 0.01 0.05 2/123 4567": the fourth field is running/existing.
+/// Returns the running threads from a text such as "0.00 0.01 0.05 2/123 4567", whose fourth field is running/existing.
 fn running(text: &[u8]) -> Option<u32> {
     let text = std::str::from_utf8(text).ok()?;
     text.split(' ').nth(3)?.split('/').next()?.parse().ok()

@@ -1,12 +1,11 @@
-//! Where `tracing` events of the library go: one line each, by one raw write.
+//! The destination of the library's `tracing` events: one line for each, by one raw write.
 //!
-//! Off (the default) installs nothing. On, an event is formatted in a buffer on the stack and
-//! written past the hooks to an fd at a high number, so that logging neither recurses, nor locks,
-//! nor allocates, and works in fork children and in destructors of thread-local data. A line that
-//! could not be written at once (a full or broken pipe) is dropped: logging neither blocks the
-//! program nor raises SIGPIPE.
+//! If the log is off (the default), nothing is installed. If it is on, an event is formatted in a buffer on the stack
+//! and written, past the hooks, to an fd with a high number. So logging neither recurses, nor locks, nor allocates, and
+//! it works in fork children and in destructors of thread-local data. A line that cannot be written at once (a full or
+//! broken pipe) is dropped: logging neither blocks the program nor raises SIGPIPE.
 //!
-//! Not here: what is logged (the call sites), and messages about bad settings (config.rs).
+//! The call sites decide what is logged. Messages about bad settings are in `config/mod.rs`.
 
 use core::fmt::{self, Write};
 use core::sync::atomic::{AtomicI32, Ordering::Relaxed};
@@ -27,19 +26,19 @@ use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 
 use crate::config::{Config, LogFilter, warn};
 
-/// Longest line, bytes; the rest is cut off. Small enough for small signal stacks, and below
-/// PIPE_BUF, so that lines of several threads and processes do not mix.
+/// Longest line, bytes; the rest is cut off. It fits small signal stacks. It is below PIPE_BUF, so that lines of
+/// several threads and processes do not mix.
 const LINE_MAX: usize = 1024;
-/// The log's fd gets this number or a higher one where the limit on fds allows.
+/// The log's fd has this number or a higher one, where the limit on fds allows.
 const HIGH_FD: RawFd = 1000;
 
-/// Where lines go, for the life of the process.
+/// The destination of lines, for the life of the process.
 static SINK: OnceBox<Sink> = OnceBox::new();
 
-/// Starts logging as configured; nothing at all if that is "off". Call once, early; a log file
-/// that cannot be opened costs a line on stderr, where the log then goes.
+/// Starts logging as configured; does nothing if that is "off". Call once, early. A log file that cannot be opened
+/// costs a line on stderr, and the log goes to stderr then.
 pub fn init(config: &Config) {
-    // A fork child, which may not be allowed to open the file, has its parent's.
+    // A fork child has its parent's sink, because it may not be allowed to open the file.
     if config.log.most() == LevelFilter::OFF || SINK.get().is_some() {
         return;
     }
@@ -51,20 +50,20 @@ pub fn init(config: &Config) {
             filter: config.log.clone(),
             sink: || SINK.get(),
         };
-        // It fails only if there is a subscriber, which is then the one that was asked for.
+        // The call fails only if a subscriber exists already. That is then the one to use.
         let _ = tracing::subscriber::set_global_default(tracing_subscriber::registry().with(lines));
     }
 }
 
-/// To be called in a fork child: where the file's name has the pid in it (`%p`), the child gets
-/// its own file. Until then, or where that fails, its lines go on to the parent's.
+/// Gives a fork child its own file, where the file's name contains the pid (`%p`). Before that, or where that fails,
+/// the child's lines go to the parent's file. Call in the fork child.
 pub fn after_fork_in_child() {
     if let Some(sink) = SINK.get() {
         sink.reopen();
     }
 }
 
-/// The log's own fd, which the program must not see.
+/// Returns the log's own fd, which the program must not see.
 #[must_use]
 pub fn fd() -> Option<RawFd> {
     SINK.get().map(|sink| sink.fd.load(Relaxed))
@@ -73,16 +72,16 @@ pub fn fd() -> Option<RawFd> {
 /// An open file, and how to open it again.
 #[derive(Debug)]
 struct Sink {
-    /// Owned; open until the process ends, but for [`Sink::reopen`].
+    /// Owned, and open until the process ends. Only [`Sink::reopen`] replaces the file.
     fd: AtomicI32,
-    /// A regular file takes every line; others are asked first.
+    /// A regular file accepts every line; any other file is polled first.
     is_regular: bool,
     /// The path, if it has a `%p`.
     template: Option<PathBuf>,
 }
 
 impl Sink {
-    /// Opens the file, or else stderr; `None` if that is closed, too.
+    /// Opens the file, or stderr if that fails; `None` if stderr is closed, too.
     fn open(path: Option<&Path>) -> Option<Self> {
         let file = path.and_then(|path| {
             open_file(path)
@@ -112,8 +111,8 @@ impl Sink {
         let opened = self.template.as_deref().map(open_file);
         if let Some(Ok(new)) = opened {
             let old = self.fd.load(Relaxed);
-            // dup3 keeps the number, which others may have been told to hide.
-            // SAFETY: the number is owned by this sink; it is a valid target whether open or not.
+            // dup3 keeps the fd, which other parts of the library may already hide.
+            // SAFETY: this sink owns the fd, which is a valid target whether open or not.
             let mut owned =
                 core::mem::ManuallyDrop::new(unsafe { <OwnedFd as rustix::fd::FromRawFd>::from_raw_fd(old) });
             let _ = rustix::io::dup3(&new, &mut owned, rustix::io::DupFlags::CLOEXEC);
@@ -121,8 +120,8 @@ impl Sink {
     }
 
     fn write(&self, line: &[u8]) {
-        // SAFETY: the sink owns the fd and never closes it. Should the program have closed it by a
-        // raw system call, the write fails.
+        // SAFETY: the sink owns the fd and never closes it. If the program has closed it by a raw system call, the
+        // write fails.
         let fd = unsafe { BorrowedFd::borrow_raw(self.fd.load(Relaxed)) };
         if self.is_regular || takes_a_line(fd) {
             let _ = rustix::io::write(fd, line);
@@ -130,7 +129,7 @@ impl Sink {
     }
 }
 
-/// Whether a write of less than PIPE_BUF bytes would now neither block nor raise SIGPIPE.
+/// Returns whether a write of less than PIPE_BUF bytes would now neither block nor raise SIGPIPE.
 fn takes_a_line(fd: BorrowedFd<'_>) -> bool {
     let mut wanted = [PollFd::new(&fd, PollFlags::OUT)];
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -142,7 +141,7 @@ fn has_pid(path: &Path) -> bool {
     path.as_os_str().as_bytes().windows(2).any(|pair| pair == b"%p")
 }
 
-/// The path with the pid in place of each `%p`.
+/// Returns the path with the pid in place of each `%p`.
 fn with_pid(path: &Path) -> PathBuf {
     let pid = rustix::process::getpid().as_raw_nonzero().to_string();
     let mut name = Vec::new();
@@ -169,7 +168,7 @@ fn open_file(path: &Path) -> Result<OwnedFd, Errno> {
     raised(file.as_fd())
 }
 
-/// A duplicate at a high number, or the highest that a low limit allows.
+/// Returns a duplicate with a high number, or with the highest that a low limit allows.
 fn raised(fd: BorrowedFd<'_>) -> Result<OwnedFd, Errno> {
     let mut least = HIGH_FD;
     loop {
@@ -217,7 +216,7 @@ impl<S: Subscriber> Layer<S> for Lines {
         let mut line = Line::new();
         let metadata = event.metadata();
         let now = rustix::time::clock_gettime(rustix::time::ClockId::Realtime);
-        // A line never refuses text.
+        // Writing to a `Line` never fails.
         let _ = write!(
             line,
             "{}.{:06} {}/{} {:5} {}:",
@@ -233,7 +232,7 @@ impl<S: Subscriber> Layer<S> for Lines {
     }
 }
 
-/// A line being put together; what does not fit is cut, control characters become spaces.
+/// A line that is being put together. Text beyond the room is cut off, and control characters become spaces.
 struct Line {
     bytes: [u8; LINE_MAX],
     length: usize,
@@ -247,7 +246,7 @@ impl Line {
         }
     }
 
-    /// The line with its line feed, for which room was kept.
+    /// Returns the line with its line feed, for which room was kept.
     fn finish(&mut self) -> &[u8] {
         if let Some(end) = self.bytes.get_mut(self.length) {
             *end = b'\n';
@@ -261,7 +260,7 @@ impl Write for Line {
         for letter in text.chars() {
             let letter = if letter.is_control() { ' ' } else { letter };
             let end = self.length + letter.len_utf8();
-            // One byte is kept for the line feed.
+            // The last byte is kept for the line feed.
             match self.bytes.get_mut(self.length..end) {
                 Some(room) if end < LINE_MAX => letter.encode_utf8(room),
                 _ => break,
@@ -289,7 +288,7 @@ mod tests {
 
     use super::*;
 
-    /// What is written to the log file while `emit` runs.
+    /// Runs `emit` and returns the text that the log file then has.
     fn logged(filter: &str, emit: impl FnOnce()) -> String {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("log.%p");

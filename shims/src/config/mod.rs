@@ -1,8 +1,8 @@
 //! The configuration from `RDMASOCK_*` environment variables.
 //!
-//! [`VARIABLES`] is the one table of them: parser, messages, `rdmasock run --help` and
-//! docs/configuration.md come from it. Nothing here can fail: a bad value costs one line on stderr and the default is
-//! used. Not here: the rules file (rules.rs) and where log lines go (log.rs).
+//! [`VARIABLES`] is the only table of them: parser, messages, `rdmasock run --help` and docs/configuration.md come from
+//! it. Nothing here can fail: a bad value costs one line on stderr, and the default is used. The rules file is in
+//! rules.rs, the destination of log lines in log.rs.
 
 pub(crate) mod arenas;
 pub mod environment;
@@ -29,15 +29,15 @@ pub use value::{LogFilter, PromoteAfter, Size};
 use variables::DEVELOPER;
 pub use variables::{VARIABLES, Variable};
 
-/// All variables begin with it; alone it is the main switch.
+/// The beginning of all variables' names; alone it is the name of the main switch.
 const PREFIX: &str = "RDMASOCK";
 
-/// Something in the environment that is not as it should be.
+/// A variable in the environment that is not as it should be.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Warning {
-    /// The variable, its value and what is accepted.
+    /// The variable, its value and the accepted values.
     pub problem: String,
-    /// What is done about it.
+    /// The value that is used instead.
     pub instead: String,
 }
 
@@ -47,17 +47,17 @@ impl fmt::Display for Warning {
     }
 }
 
-/// It is read once and survives forks.
+/// Read once; fork children inherit it.
 static CONFIG: OnceBox<Config> = OnceBox::new();
 
-/// What the user asked for.
+/// Returns the configuration that the user asked for.
 #[inline]
 pub fn config() -> &'static Config {
     CONFIG.get_or_init(|| Box::new(Config::from_env()))
 }
 
 impl Config {
-    /// The configuration of this process; what is wrong with it goes to stderr, a line each.
+    /// Returns the configuration of this process. Writes one line to stderr for each fault.
     #[must_use]
     pub fn from_env() -> Self {
         let (config, warnings) = Self::from_vars(std::env::vars_os());
@@ -67,9 +67,9 @@ impl Config {
         config
     }
 
-    /// The configuration from name–value pairs, and one message for each pair that is not as it
-    /// should be. Names that do not begin with `RDMASOCK` are ignored; an empty value is as good
-    /// as none, except that of the main switch, which is not plainly on.
+    /// Returns the configuration from name–value pairs, and one message for each faulty pair. Ignores names that do not
+    /// begin with `RDMASOCK`. An empty value is the same as no variable. Only for the main switch an empty value is a
+    /// fault, and switches off.
     pub fn from_vars(vars: impl IntoIterator<Item = (OsString, OsString)>) -> (Self, Vec<Warning>) {
         let mut config = Self::default();
         let mut warnings = Vec::new();
@@ -99,7 +99,7 @@ impl Config {
         (config, warnings)
     }
 
-    /// Makes values fit together that are each valid alone.
+    /// Replaces values that are valid alone but do not fit together.
     fn reconcile(&mut self, warnings: &mut Vec<Warning>) {
         let default = Self::default();
         if self.ring_max > self.arena {
@@ -134,7 +134,7 @@ fn rejected(variable: &Variable, value: &str, accepts: &str) -> Warning {
     }
 }
 
-/// Text from outside as a message may show it: on one line, not too long.
+/// Returns text from outside as a message may show it: on one line, not too long.
 fn shown(text: &str) -> String {
     const LONGEST: usize = 80;
     let mut line: String = text.chars().take(LONGEST).flat_map(char::escape_debug).collect();
@@ -144,11 +144,10 @@ fn shown(text: &str) -> String {
     line
 }
 
-/// Writes one line to stderr, past the hooks; nobody is told if that fails.
+/// Writes one line to stderr, past the hooks. Ignores a failure.
 pub(crate) fn warn(message: &str) {
     let line = format!("rdmasock: {message}\n");
-    // SAFETY: fd 2 is only used for this one write. Should the program have closed it, the write
-    // fails with EBADF.
+    // SAFETY: fd 2 is only used for this one write. If the program has closed it, the write fails with EBADF.
     let stderr = unsafe { BorrowedFd::borrow_raw(2) };
     let _ = rustix::io::write(stderr, line.as_bytes());
 }

@@ -1,8 +1,7 @@
-//! Which other hosts are in reach: whether this one has an RDMA device, whether that leads to a
-//! destination, and the port and secret by which hosts ask each other.
+//! Which other hosts are in reach: whether this host has an RDMA device, whether the device leads to a destination, and
+//! the port and secret by which hosts ask each other.
 //!
-//! Asking is `service::remote`'s business, answering
-//! `service::control`'s.
+//! `service::remote` asks, and `service::control` answers.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -13,21 +12,21 @@ use rdmasock_core::rendezvous::route::{Place, place_of};
 
 use crate::config::{Config, Fabrics};
 
-/// See the module. Made once, survives forks.
+/// The facts that decide which hosts are in reach. Made once; fork children inherit it.
 pub struct Reach {
-    /// 0: nobody is asked or answered.
+    /// The control port. 0: this process neither asks nor answers.
     port: u16,
     key: Option<Key>,
     pretend: Vec<IpNet>,
-    /// The fabric may be used.
+    /// Whether the configuration allows the fabric between hosts.
     wanted: bool,
-    /// For tests: it is used within the host.
+    /// For tests: whether that fabric is used within the host.
     is_here: bool,
 }
 
 impl Reach {
-    /// What the configuration says. A secret that cannot be used costs one line on stderr, and hosts are then
-    /// not asked at all: never without the secret that was meant.
+    /// Returns the facts from the configuration. A secret that cannot be used costs one line on stderr, and switches
+    /// the control port off: hosts are never asked without the secret that was configured.
     pub fn new(config: &Config) -> Self {
         let mut reach = Self {
             port: config.control_port,
@@ -51,58 +50,57 @@ impl Reach {
         reach
     }
 
-    /// The control port; `None` if it is off.
+    /// Returns the control port; `None` if it is off.
     pub fn port(&self) -> Option<u16> {
         (self.port != 0).then_some(self.port)
     }
 
-    /// What datagrams are signed with, if anything.
+    /// Returns the key that signs datagrams; `None` if they are not signed.
     pub fn key(&self) -> Option<&Key> {
         self.key.as_ref()
     }
 
-    /// Whether connections of this process can be moved to an RDMA device at all: the fabric is wanted, the
-    /// plugin could be loaded, and there is a device.
+    /// Returns whether connections of this process may move to an RDMA device: the fabric is allowed, and there may be
+    /// a device. Pretended networks count as a device. Does not check whether the plugin loads.
     pub fn verbs_ready(&self) -> bool {
         !self.pretend.is_empty() || self.wanted && crate::config::verbs::is_possible()
     }
 
-    /// For tests: hosts ask and answer each other, though no link can be made.
+    /// For tests: returns whether hosts ask and answer each other though no link can be made.
     pub fn pretends(&self) -> bool {
         !self.pretend.is_empty()
     }
 
-    /// For tests: links within the host are made as those between hosts.
+    /// For tests: returns whether links within the host are made like links between hosts.
     pub fn is_device_for_here(&self) -> bool {
         self.is_here
     }
 
-    /// Whether a link for a connection between these addresses is one between hosts.
+    /// Returns whether a link for a connection between these addresses is one between hosts.
     pub fn is_between_hosts(&self, local: IpAddr, remote: IpAddr) -> bool {
         self.is_here || !matches!(place_of(local, remote), Place::Here)
     }
 
-    /// Whether a connection from this local address to `remote` could be moved: an RDMA device has the
-    /// address.
+    /// Returns whether a connection from this local address to `remote` could move: an RDMA device has the address.
     pub fn is_candidate(&self, local: IpAddr, remote: IpAddr, devices: &mut Devices) -> bool {
         self.pretend.iter().any(|net| net.contains(&remote)) || self.wanted && devices.have(local)
     }
 }
 
-/// Which local addresses RDMA devices have, as last seen. To look takes dozens of small files, more where a device
-/// has a large table of GIDs, and a descriptor for each.
+/// Which local addresses RDMA devices have, as last seen. A lookup reads dozens of small files, more if a device has a
+/// large table of GIDs, and takes a descriptor for each.
 #[derive(Default)]
 pub struct Devices {
-    /// What was seen, and until when that is good, monotonic ns.
+    /// By address: whether a device has it, and until when that answer holds, monotonic ns.
     seen: HashMap<IpAddr, (bool, u64)>,
 }
 
 impl Devices {
     const GOOD_FOR: u64 = 2_000_000_000;
-    /// More addresses of one host than are worth remembering.
+    /// The most addresses that are remembered. One host seldom has more that matter.
     const MANY: usize = 256;
 
-    /// Whether an RDMA device has this local address.
+    /// Returns whether an RDMA device has this local address.
     pub fn have(&mut self, local: IpAddr) -> bool {
         self.have_at(local, crate::sys::time::now_ns(), crate::config::verbs::has_device)
     }

@@ -27,18 +27,18 @@ use serde::Deserialize;
 /// A rules file longer than this many bytes is a mistake.
 const LONGEST: usize = 1 << 20;
 
-/// What the rules say about a connection.
+/// The decision of the rules about a connection.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Decision {
-    /// It may be moved to a link.
+    /// The connection may move to a link.
     #[default]
     Accelerate,
-    /// It stays on TCP.
+    /// The connection stays on TCP.
     Leave,
 }
 
-/// The rules in their order; empty: everything may be accelerated.
+/// The rules in their order. Without rules every connection may be accelerated.
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Rules {
@@ -135,7 +135,7 @@ impl Rules {
     /// Reads the file at `path`.
     ///
     /// # Errors
-    /// A message of one line that says what is wrong, where, and what to do.
+    /// A message of one line that names the fault, its place, and the remedy.
     pub fn load(path: &Path) -> Result<Self, String> {
         read(path)
             .map_err(|problem| format!("cannot read it: {problem}"))
@@ -148,10 +148,10 @@ impl Rules {
             })
     }
 
-    /// Rules from the text of a file.
+    /// Reads rules from the text of a file.
     ///
     /// # Errors
-    /// What is wrong, with the line's number, on one line.
+    /// A message of one line that names the fault and its line.
     pub fn parse(text: &str) -> Result<Self, String> {
         toml::from_str(text).map_err(|error| {
             let message = error.message().replace('\n', ", ");
@@ -165,7 +165,8 @@ impl Rules {
         })
     }
 
-    /// What the first rule that matches says. `program` is a basename; `local` is this end.
+    /// Returns the decision of the first rule that matches; without one, [`Decision::Accelerate`]. `program` is a
+    /// basename; `local` is this end.
     #[must_use]
     pub fn decide(&self, program: &str, local: SocketAddr, peer: SocketAddr, direction: Direction) -> Decision {
         self.rules
@@ -201,10 +202,10 @@ fn has_address(nets: Option<&OneOrMany<Net>>, addr: SocketAddr) -> bool {
     nets.is_none_or(|nets| nets.any(|net| net.0.contains(&ip)))
 }
 
-/// Whether all of `text` matches `glob`: `*` is any number of bytes, `?` is one.
+/// Returns whether all of `text` matches `glob`: `*` is any number of bytes, `?` is one.
 fn is_glob_match(glob: &[u8], text: &[u8]) -> bool {
     let (mut rest_glob, mut rest_text) = (glob, text);
-    // Where to go on if what follows the latest star does not match: one byte further in the text.
+    // Where to go on if the part behind the latest star does not match: one byte further in the text.
     let mut star: Option<(&[u8], &[u8])> = None;
     loop {
         match (rest_glob, rest_text) {
@@ -227,7 +228,7 @@ fn is_glob_match(glob: &[u8], text: &[u8]) -> bool {
     }
 }
 
-/// The text of a file, past the hooks.
+/// Returns the text of a file, read past the hooks.
 fn read(path: &Path) -> Result<String, String> {
     let failed = |errno: rustix::io::Errno| std::io::Error::from(errno).to_string();
     // A FIFO must not block the program's start.

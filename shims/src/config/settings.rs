@@ -1,5 +1,4 @@
-//! What the user may ask for, and what holds where nothing was asked for. How it is asked for is `variables.rs`'s
-//! business.
+//! The settings that a user may choose, and their defaults. `variables.rs` reads the choices.
 
 use std::ffi::CString;
 use std::path::PathBuf;
@@ -10,51 +9,51 @@ use ipnet::IpNet;
 use super::value::{LogFilter, PromoteAfter, Size};
 
 bitflags::bitflags! {
-    /// Fabrics that may be used.
+    /// The fabrics that may be used.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct Fabrics: u8 {
-        /// Shared memory, same host.
+        /// Shared memory, within a host.
         const SHM = 1;
         /// RDMA, between hosts.
         const VERBS = 2;
     }
 }
 
-/// What a program gets that asks for an io_uring, whose calls no hook sees.
+/// The answer to a program that asks for an io_uring. No hook sees the calls of a ring.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum IoUring {
-    /// [`Self::Hide`] for a program with libuv, which uses epoll then, else [`Self::Allow`].
+    /// [`Self::Hide`] for a program with libuv, which then uses epoll; else [`Self::Allow`].
     #[default]
     Auto,
-    /// ENOSYS, as of a kernel without it.
+    /// ENOSYS, as from a kernel without io_uring.
     Hide,
-    /// The ring; from then on its connections are on TCP.
+    /// The ring. From then on the program's connections are on TCP.
     Allow,
 }
 
-/// What becomes of `LD_PRELOAD` where a program is executed with an environment that lacks it.
+/// How an exec changes an environment that lacks `LD_PRELOAD`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnExec {
-    /// It is added, and the library's variables.
+    /// The exec adds `LD_PRELOAD` and the library's variables.
     #[default]
     Keep,
-    /// The environment is as the program has made it.
+    /// The exec leaves the environment as the program has made it.
     Leave,
 }
 
-/// From which size on the device copies from program to program, between hosts.
+/// The smallest size from which on the device copies from program to program, between hosts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ZeroCopy {
-    /// It never does.
+    /// The device never does.
     #[default]
     Off,
-    /// From where a copy costs more than a registration.
+    /// The size from which on a copy costs more than a registration.
     Auto,
-    /// From so many bytes on.
+    /// This size.
     From(Size),
 }
 
-/// A protocol that a developer fixes for what is large enough.
+/// A protocol that a developer fixes for large sends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
     /// By a ring.
@@ -75,48 +74,48 @@ pub enum Alloc {
     Registered,
 }
 
-/// What the user has asked for; every combination that exists is valid.
+/// The settings of a process. Every combination that the parser can make is valid.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// False: every call passes through.
+    /// If false, every call passes through.
     pub enabled: bool,
-    /// Fabrics that may be used.
+    /// The fabrics that may be used.
     pub fabrics: Fabrics,
-    /// What is logged.
+    /// The levels of the log.
     pub log: LogFilter,
-    /// Where it is logged (`%p` not yet replaced); `None` is stderr.
+    /// The path of the log file, with `%p` not yet replaced; `None` is stderr.
     pub log_file: Option<PathBuf>,
     /// When a stream has proved worth promoting.
     pub promote_after: PromoteAfter,
-    /// Longest time that a waiting thread spins before it sleeps.
+    /// The longest time that a waiting thread spins before it sleeps.
     pub spin: Duration,
-    /// A stream's first ring, bytes, a power of two.
+    /// The size of a stream's first ring, bytes, a power of two.
     pub ring_min: Size,
-    /// A stream's largest ring, bytes, a power of two, at least `ring_min`, at most `arena`.
+    /// The size of a stream's largest ring, bytes, a power of two, at least `ring_min`, at most `arena`.
     pub ring_max: Size,
-    /// Largest size of a link's arena on each side, bytes, a power of two.
+    /// The largest size of a link's arena on each side, bytes, a power of two.
     pub arena: Size,
-    /// Whether the memory of programs is read and written by the device itself, between hosts.
+    /// Whether, between hosts, the device itself reads and writes the memory of programs.
     pub zcopy: ZeroCopy,
     /// Where the large blocks of malloc come from.
     pub alloc: Alloc,
-    /// What becomes of a program that asks for an io_uring.
+    /// The answer to a program that asks for an io_uring.
     pub io_uring: IoUring,
-    /// What becomes of an environment without `LD_PRELOAD`.
+    /// How an exec changes an environment without `LD_PRELOAD`.
     pub on_exec: OnExec,
-    /// The rules file.
+    /// The path of the rules file.
     pub rules: Option<PathBuf>,
-    /// The UDP port on which hosts ask each other; 0: none.
+    /// The UDP port on which hosts ask each other; 0 means none.
     pub control_port: u16,
-    /// The file with the secret of the control port.
+    /// The path of the file with the control port's secret.
     pub secret_file: Option<PathBuf>,
     /// For tests: networks that count as reached by an RDMA device of this host.
     pub pretend_rdma: Vec<IpNet>,
-    /// For tests: the plugin that has queue pairs between processes of this host.
+    /// For tests: the path of a plugin that has queue pairs between processes of this host.
     pub local_device: Option<PathBuf>,
-    /// For tests: what the plugin has in place of `/sys/class`.
+    /// For tests: the folder that the plugin reads in place of `/sys/class`.
     pub sys_class: Option<CString>,
-    /// For developers: the way that large sends between hosts go, where they can.
+    /// For developers: the protocol of large sends between hosts, where they can use it.
     pub way: Option<Way>,
 }
 

@@ -5,29 +5,32 @@ use std::sync::atomic::{AtomicI32, AtomicU8, AtomicU32, AtomicU64, Ordering::Rel
 use crate::config::load;
 use crate::sys::time::now_ns;
 
-/// Whether and how long to spin before a sleep, learnt from how earlier spins ended.
+/// Decides whether and how long to spin before a sleep, from how earlier spins ended.
 ///
-/// Spinning pays when what is waited for usually comes within the bound and nobody else needs the
-/// core. So: a score that a hit raises and a miss lowers; below the threshold only one wait in sixteen
-/// tries. While more threads can run than there are cores the bound is what a sleep and its wake-up
-/// cost: to spin that long and then sleep is at most twice as dear as the better of the two, whatever
-/// comes (Karlin et al., "Competitive randomized algorithms for nonuniform problems", 1990). That does not
-/// count what becomes of a thread that has to let others run: it comes after all of them, and who is woken from a sleep
-/// before those that have used the core for long. So where there are more for more than a moment who waits for
-/// processes of this host does not spin at all.
+/// Spinning pays when the awaited event usually comes within the bound and no other thread needs the core. So a hit
+/// raises a score and a miss lowers it. At a score of 0 or below only one wait in `PROBE_EVERY` spins.
+///
+/// While more threads can run than there are cores, the bound is the cost of a sleep and its wake-up. To spin that long
+/// and then sleep costs at most twice the better of the two, in any case (Karlin et al., "Competitive randomized
+/// algorithms for nonuniform problems", 1990).
+///
+/// The bound does not count the delay of a thread that yields its core. The thread runs again only after all other
+/// threads, while a thread that is woken from a sleep runs before those that have used the core for long. So if the
+/// cores stay crowded for more than a moment, a wait for processes of this host does not spin at all.
 pub struct Spinner {
     score: AtomicI32,
     skipped: AtomicU32,
-    /// Waits in a row that ended after others had been let run.
+    /// Waits in a row that ended after the spinning thread had yielded.
     in_turns: AtomicU32,
 }
 
-/// Who is waited for.
+/// The processes that a wait is for.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Peers {
-    /// Processes of this host alone: to sleep costs this side a system call, and the peer another.
+    /// Only processes of this host: a sleep costs this side a system call, and the peer another.
     Near,
-    /// Others too: a sleep is dearer, for completions are to be asked for, and what they bring is another's as well.
+    /// Processes of other hosts too. A sleep costs more, because completions have to be requested, and they may bring
+    /// another connection's bytes.
     Far,
 }
 
@@ -39,17 +42,17 @@ impl Peers {
 
 /// How long a quick peer takes to answer, ns.
 const GLANCE: u64 = 1_000;
-/// From when on a spinning thread lets others run in between, ns: at once where they wait for a core, and else late,
-/// for a peer that has a core of its own may yet be woken onto this one.
+/// Time after which a spinning thread yields between checks, ns. If threads wait for a core it yields early. Else it
+/// yields late, because a peer that has a core of its own may still be woken onto this one.
 const POLITE_AFTER: u64 = 4_000;
 const POLITE_AFTER_CROWDED: u64 = 1_000;
-/// So many looks, each with a pause, at a time: about half a microsecond. With more of them a thread that spins beside
-/// too many others is polite too late.
+/// Checks, each with a pause, between two readings of the clock: about half a microsecond. With more of them, a thread
+/// that spins beside too many others would yield too late.
 const BETWEEN_CLOCKS: u32 = 8;
-/// What a sleep and its wake-up cost both sides together, ns.
+/// The cost of a sleep and its wake-up, both sides together, ns.
 const SLEEP_COST: u64 = 5_000;
-/// After so many waits in which the peer ran only when it was let, the two may share a core while
-/// another is idle: the wake-up from a sleep finds the idle one, the yields do not.
+/// Waits in a row in which the peer ran only after this thread had yielded. After this many the two may share a core
+/// while another is idle. The wake-up from a sleep finds the idle core, a yield does not.
 const IN_TURNS_MAX: u32 = 64;
 const SCORE_MAX: i32 = 8;
 const PROBE_EVERY: u32 = 16;
@@ -61,7 +64,7 @@ impl Default for Spinner {
 }
 
 impl Spinner {
-    /// Begins optimistic.
+    /// Returns a spinner with the best score.
     pub const fn new() -> Self {
         Self {
             score: AtomicI32::new(SCORE_MAX),
@@ -70,7 +73,7 @@ impl Spinner {
         }
     }
 
-    /// For how long to spin this time, ns; 0 is not at all.
+    /// Returns how long to spin this time, ns; 0 means not at all.
     pub fn bound(&self, of: Peers) -> u64 {
         let bound = crate::config::config().spin.as_nanos() as u64;
         if bound == 0
@@ -82,19 +85,19 @@ impl Spinner {
             Room::Free => bound,
             Room::Full if of == Peers::Near => 0,
             Room::Crowded | Room::Full => bound.min(SLEEP_COST),
-            // The peer could not run while we spin.
+            // The peer cannot run while this thread spins.
             Room::OneCore => 0,
         }
     }
 
-    /// Whether waits have ended in a spin lately, and may again. Unlike [`Self::bound`] it tries nothing anew.
+    /// Returns whether waits have ended in a spin lately, and the next one may. Unlike [`Self::bound`], never probes.
     pub fn pays(&self) -> bool {
         let is_off = crate::config::config().spin.is_zero();
         !is_off && self.score.load(Relaxed) > 0 && !matches!(LOAD.room(), Room::Full | Room::OneCore)
     }
 
-    /// Spins until `done` or for `bound` ns; gives what `done` said last. False at once where only a
-    /// sleep gets two threads off one core.
+    /// Spins until `done` returns true, for at most `bound` ns. Returns the last value of `done`. Returns false at once
+    /// if only a sleep gets two threads off one core.
     pub fn spin(&self, bound: u64, done: impl FnMut() -> bool) -> bool {
         if bound == 0 {
             return false;
@@ -116,8 +119,7 @@ impl Spinner {
     }
 }
 
-/// Spins for as long as a quick peer takes to answer: before a call that costs as much. Nothing is
-/// learnt from it.
+/// Spins for as long as a quick peer takes to answer, before a call that costs as much. Does not change any score.
 pub fn glance(done: impl FnMut() -> bool) -> bool {
     spin_for(GLANCE, done) != SpinEnd::Miss
 }
@@ -126,14 +128,14 @@ pub fn glance(done: impl FnMut() -> bool) -> bool {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum SpinEnd {
     Hit,
-    /// Others were let run before it came.
+    /// The event came after this thread had yielded.
     HitInTurn,
     Miss,
 }
 
 fn spin_for(bound: u64, mut done: impl FnMut() -> bool) -> SpinEnd {
     let mut hit = SpinEnd::Hit;
-    // What comes at once costs no look at the clock.
+    // An event that comes at once costs no reading of the clock.
     let mut start = None;
     loop {
         for _ in 0..BETWEEN_CLOCKS {
@@ -148,28 +150,29 @@ fn spin_for(bound: u64, mut done: impl FnMut() -> bool) -> SpinEnd {
             return SpinEnd::Miss;
         }
         if spent >= LOAD.polite_after() {
-            // Whoever we wait for may have been woken onto this core.
+            // The peer's thread may have been woken onto this core.
             rustix::thread::sched_yield();
             hit = SpinEnd::HitInTurn;
         }
     }
 }
 
-/// Whether the cores are taken.
+/// Whether the cores are taken, by threads that can run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 enum Room {
     /// No more threads can run than there are cores.
     Free = 0,
-    /// More do now.
+    /// More threads can run than there are cores. At the check before, there was room.
     Crowded = 1,
-    /// They did at the last look too.
+    /// More threads can run than there are cores, at this check and at the one before.
     Full = 2,
     OneCore = 3,
 }
 
 impl Room {
-    /// With so many threads that can run on so many cores, of which there was one for each at the last look, or not.
+    /// Returns the room for `running` threads that can run on `cores` cores. `was_free` says that the last check found
+    /// [`Self::Free`].
     fn of(running: u32, cores: u32, was_free: bool) -> Self {
         match running <= cores {
             true => Self::Free,
@@ -179,7 +182,7 @@ impl Room {
     }
 }
 
-/// Whether the cores are taken, looked at now and then.
+/// Whether the cores are taken, checked once a tick at most.
 struct Load {
     at: AtomicU64,
     room: AtomicU8,
@@ -199,7 +202,7 @@ impl Load {
         }
     }
 
-    /// How it is on the cores, as of the kernel clock's last tick.
+    /// Returns the room on the cores. Checks it again if the kernel's clock has ticked since the last check.
     fn room(&self) -> Room {
         let now = crate::sys::time::tick();
         let last = self.at.load(Relaxed);
@@ -230,7 +233,7 @@ mod tests {
     use super::*;
 
     fn bound(room: Room, of: Peers) -> u64 {
-        // The next look is at the kernel clock's next tick.
+        // The next check is due at the kernel clock's next tick.
         LOAD.at.store(crate::sys::time::tick(), Relaxed);
         LOAD.room.store(room as u8, Relaxed);
         Spinner::new().bound(of)
@@ -245,7 +248,7 @@ mod tests {
 
     #[test]
     fn on_a_full_machine_nobody_spins_for_processes_of_this_host() {
-        // Another test may have looked in between, or the clock moved on.
+        // Another test may have checked in between, or the clock may have ticked.
         let mut tries = 0..1_000;
         assert!(tries.any(|_| bound(Room::Full, Peers::Near) == 0 && bound(Room::Full, Peers::Far) == SLEEP_COST));
         assert!(tries.any(|_| bound(Room::Crowded, Peers::Near) == SLEEP_COST));

@@ -15,7 +15,7 @@ fn parse(vars: &[(&str, &str)]) -> (Config, Vec<String>) {
 #[test]
 fn every_default_in_the_table_is_the_default() {
     for variable in VARIABLES.iter().filter(|v| {
-        // These have a default in words.
+        // The default of these is described in words.
         ![
             "RDMASOCK_LOG_FILE",
             "RDMASOCK_RULES",

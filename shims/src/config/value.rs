@@ -1,10 +1,10 @@
-//! The values of variables that are more than a word or a number, each with its notation.
+//! The values of variables that are more complex than a word or a number, each with its notation.
 
 use core::fmt;
 
 use tracing::level_filters::LevelFilter;
 
-/// The items of a comma-separated list.
+/// Returns the items of a comma-separated list.
 pub(super) fn items(list: &str) -> impl Iterator<Item = &str> {
     list.split(',').map(str::trim)
 }
@@ -16,42 +16,42 @@ pub struct Size(u64);
 impl Size {
     const SUFFIXES: [(char, u32); 3] = [('G', 30), ('M', 20), ('K', 10)];
 
-    /// `n` bytes.
+    /// Returns `n` bytes.
     #[must_use]
     pub const fn of_bytes(n: u64) -> Self {
         Self(n)
     }
 
-    /// `n` × 1,024 bytes.
+    /// Returns `n` × 1,024 bytes.
     #[must_use]
     pub const fn kib(n: u32) -> Self {
         Self((n as u64) << 10)
     }
 
-    /// `n` × 1,024² bytes.
+    /// Returns `n` × 1,024² bytes.
     #[must_use]
     pub const fn mib(n: u32) -> Self {
         Self((n as u64) << 20)
     }
 
-    /// `n` × 1,024³ bytes.
+    /// Returns `n` × 1,024³ bytes.
     #[must_use]
     pub const fn gib(n: u32) -> Self {
         Self((n as u64) << 30)
     }
 
-    /// In bytes.
+    /// Returns the size in bytes.
     #[must_use]
     pub const fn bytes(self) -> u64 {
         self.0
     }
 
-    /// True for a power of two from `least` to `most`.
+    /// Returns whether the size is a power of two from `least` to `most`.
     pub(super) fn is_ring_size(self, least: Self, most: Self) -> bool {
         self.0.is_power_of_two() && (least..=most).contains(&self)
     }
 
-    /// Reads the notation; the suffix may be in lower case.
+    /// Reads the notation; the suffix may be in lower case. `None` means not accepted.
     #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
         let suffix = text.chars().next_back()?.to_ascii_uppercase();
@@ -59,7 +59,7 @@ impl Size {
             Some((letter, shift)) => (text.get(..text.len() - letter.len_utf8())?, *shift),
             None => (text, 0),
         };
-        // Only digits: parse() would take a sign, too.
+        // Only digits are accepted, because parse() would take a sign too.
         if !digits.bytes().all(|byte| byte.is_ascii_digit()) {
             return None;
         }
@@ -77,12 +77,13 @@ impl fmt::Display for Size {
     }
 }
 
-/// When a connection has proved worth promoting: at the first of two thresholds.
+/// When a connection has proved worth promoting: at the first threshold of two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PromoteAfter {
-    /// As this request begins: the nth turn from receiving to sending, the first send being 1.
+    /// The request at whose beginning the connection is promoted. Requests are counted by turns from receiving to
+    /// sending, and the first send is request 1.
     requests: u32,
-    /// After this many bytes in either direction.
+    /// The bytes in either direction after which the connection is promoted.
     bytes: u64,
 }
 
@@ -92,15 +93,15 @@ impl PromoteAfter {
         bytes: u64::MAX,
     };
 
-    /// True once a connection on which `requests` requests have begun, and `bytes` bytes have gone
-    /// in the direction that had more, is to be promoted.
+    /// Returns whether a connection has to be promoted on which `requests` requests have begun and `bytes` bytes have
+    /// gone in the busier direction.
     #[inline]
     #[must_use]
     pub const fn is_reached(&self, requests: u32, bytes: u64) -> bool {
         requests >= self.requests || bytes >= self.bytes
     }
 
-    /// As the policy in core takes it.
+    /// Returns the thresholds as the policy in core takes them.
     #[must_use]
     pub fn threshold(&self) -> rdmasock_core::stream::policy::Threshold {
         rdmasock_core::stream::policy::Threshold {
@@ -109,7 +110,7 @@ impl PromoteAfter {
         }
     }
 
-    /// Reads `16r,1M`, either alone, or `0`.
+    /// Reads `16r,1M`, one of the two alone, or `0`. `None` means not accepted.
     pub(super) fn parse(text: &str) -> Option<Self> {
         let mut found = Self::NEVER;
         for item in items(text) {
@@ -134,7 +135,7 @@ impl Default for PromoteAfter {
     }
 }
 
-/// What is logged: a level for everything, and levels for some targets.
+/// The levels of the log: a level for everything, and levels for some targets.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogFilter {
     default: LevelFilter,
@@ -142,15 +143,15 @@ pub struct LogFilter {
 }
 
 impl LogFilter {
-    /// The most verbose level that any target has.
+    /// Returns the most verbose level that any target has.
     #[must_use]
     pub fn most(&self) -> LevelFilter {
         let levels = self.targets.iter().map(|(_, level)| *level);
         levels.fold(self.default, LevelFilter::max)
     }
 
-    /// The level of `target`: that of the longest name given that is it or a module above it. A
-    /// name may leave out the crate: `link` is `rdmasock_core::link`.
+    /// Returns the level of `target`. The longest name decides that is `target` itself or a module above it. A name may
+    /// leave out the crate: `link` is `rdmasock_core::link`.
     #[must_use]
     pub fn level_of(&self, target: &str) -> LevelFilter {
         let short = target.split_once("::").map_or(target, |(_, rest)| rest);

@@ -1,5 +1,5 @@
-//! The table of environment variables: names, defaults, what is accepted, what each means, and
-//! how its value gets into a [`Config`].
+//! The table of environment variables: names, defaults, accepted values, meanings, and how each value gets into a
+//! [`Config`].
 
 use std::ffi::{CString, OsStr};
 use std::os::unix::ffi::OsStrExt;
@@ -9,22 +9,22 @@ use std::time::Duration;
 use super::settings::{Alloc, Config, Fabrics, IoUring, OnExec, Way, ZeroCopy};
 use super::value::{self, LogFilter, PromoteAfter, Size};
 
-/// One environment variable.
+/// An environment variable.
 #[derive(Debug)]
 pub struct Variable {
-    /// Its name.
+    /// The variable's name.
     pub name: &'static str,
-    /// The option of `rdmasock run` that sets it, without the dashes.
+    /// The option of `rdmasock run` that sets the variable, without the dashes.
     pub option: &'static str,
-    /// What stands for its value in a usage line.
+    /// The placeholder for the value in a usage line.
     pub placeholder: &'static str,
-    /// What is used where it is not set, as one would write it (or in words).
+    /// The value that is used if the variable is not set, as one would write it, or in words.
     pub default: &'static str,
-    /// The values that are accepted.
+    /// The values that are accepted, in words.
     pub accepts: &'static str,
-    /// What it does.
+    /// The variable's effect, in words.
     pub meaning: &'static str,
-    /// Stores a value. `None`: not accepted; the configuration is as it was, but for the main switch, which is off.
+    /// Stores a value. `None` means not accepted: the configuration is unchanged, except that the main switch is off.
     pub(super) set: fn(&mut Config, &OsStr) -> Option<()>,
 }
 
@@ -48,7 +48,7 @@ pub(super) const RING_MAX: Variable = Variable {
     set: |config, value| set(&mut config.ring_max, ring_size(value)),
 };
 
-/// Every variable that the library or the command knows.
+/// Every variable that the library or the command reads.
 pub const VARIABLES: &[Variable] = &[
     Variable {
         name: "RDMASOCK",
@@ -58,7 +58,7 @@ pub const VARIABLES: &[Variable] = &[
         accepts: "on, 1, yes or true; or off, 0, no or false",
         meaning: "main switch; off, and for any other value: every call passes through",
         set: |config, value| {
-            // Whoever sets it to something else means to switch off.
+            // A user who sets any other value means to switch off.
             config.enabled = false;
             set(&mut config.enabled, on_off(value))
         },
@@ -220,7 +220,7 @@ pub const VARIABLES: &[Variable] = &[
     },
 ];
 
-/// For developers: not in docs/configuration.md, not an option of `rdmasock run`.
+/// Variables for developers: not in docs/configuration.md, and not options of `rdmasock run`.
 pub(super) const DEVELOPER: &[Variable] = &[
     Variable {
         name: "RDMASOCK_DEV_PRETEND_RDMA",
@@ -266,7 +266,7 @@ pub(super) const DEVELOPER: &[Variable] = &[
     },
 ];
 
-/// Stores a value that was accepted.
+/// Stores a value that was accepted. `None` leaves the field unchanged.
 fn set<T>(field: &mut T, value: Option<T>) -> Option<()> {
     *field = value?;
     Some(())
@@ -283,7 +283,7 @@ fn on_off(value: &OsStr) -> Option<bool> {
     }
 }
 
-/// What the word that `value` is stands for.
+/// Returns the meaning of the word `value`; `None` if it is not among `words`.
 fn word<T: Copy>(value: &OsStr, words: &[(&str, T)]) -> Option<T> {
     let known = words.iter().find(|(word, _)| value == *word);
     known.map(|(_, meaning)| *meaning)
@@ -319,7 +319,7 @@ fn ring_size(value: &OsStr) -> Option<Size> {
     size.is_ring_size(Size::kib(4), Size::mib(64)).then_some(size)
 }
 
-/// The known name that is most like `name`.
+/// Returns the known name that is most like `name`.
 pub(super) fn nearest(name: &str) -> &'static str {
     VARIABLES
         .iter()
@@ -328,7 +328,7 @@ pub(super) fn nearest(name: &str) -> &'static str {
         .unwrap_or_default()
 }
 
-/// Edit distance (Levenshtein): letters to insert, delete or change.
+/// Returns the edit distance (Levenshtein): how many letters to insert, delete or change.
 fn distance(left: &str, right: &str) -> usize {
     // `row` is the distances from the letters of `left` taken so far to each prefix of `right`.
     let mut row: Vec<usize> = (0..=right.chars().count()).collect();

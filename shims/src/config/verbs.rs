@@ -1,7 +1,7 @@
-//! The verbs plugin, opened on first need, and its connections as queue pairs.
+//! The verbs plugin, opened when it is first needed, and its connections as queue pairs.
 //!
-//! The library must load on a host without rdma-core, so nothing here is linked to it: the plugin
-//! lies beside the library, and if it cannot be opened connections to other hosts stay on TCP.
+//! The library must load on a host without rdma-core, so nothing here is linked to rdma-core. The plugin lies beside
+//! the library. If the plugin cannot be opened, connections to other hosts stay on TCP.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::net::{IpAddr, SocketAddr};
@@ -31,13 +31,14 @@ use rustix::io::Errno;
 
 use crate::config::config;
 
-/// The file's name, beside the library's own.
+/// The plugin's file name, in the folder of the library.
 const FILE: &str = "librdmasock_verbs.so";
-/// Most parts of one message.
+/// The most parts of one message.
 const PARTS: usize = 4;
 
 static PLUGIN: OnceBox<Result<&'static Plugin, String>> = OnceBox::new();
-/// In a fork child: what was handed out before is void, and the plugin has to be told.
+/// Whether the plugin was opened. A fork child then has to notify the plugin, because everything that it handed out
+/// before is void.
 static OPENED: AtomicBool = AtomicBool::new(false);
 
 static HOST: Host = Host {
@@ -49,16 +50,16 @@ static HOST: Host = Host {
     sys_class,
 };
 
-/// Where the kernel shows RDMA devices.
+/// The folder where the kernel shows RDMA devices.
 const DEVICES: &str = "/sys/class/infiniband";
-/// How long the answer that there is none is good, ns.
+/// How long the answer "no device" holds, ns.
 const NONE_FOR: u64 = 10_000_000_000;
 
-/// What was seen there.
+/// The last answers about RDMA devices.
 struct Seen {
-    /// There are some, for good.
+    /// There is a device. This answer holds for good.
     some: AtomicBool,
-    /// There were none; until when that is good, monotonic ns.
+    /// Until when the answer "no device" holds, monotonic ns.
     none_until: AtomicU64,
 }
 
@@ -68,8 +69,8 @@ static SEEN: Seen = Seen {
 };
 
 impl Seen {
-    /// Whether there are some. Threads that ask at the same moment all look: who is told that there are none leaves its
-    /// connection on TCP for good.
+    /// Returns whether there is a device. Threads that ask at the same moment all look. A connection that gets the
+    /// answer "no device" stays on TCP for good, so no thread may get that answer while another still looks.
     fn ask(&self, now: u64, look: impl FnOnce() -> bool) -> bool {
         if self.some.load(Relaxed) {
             return true;
@@ -87,13 +88,14 @@ impl Seen {
     }
 }
 
-/// Whether this host may have an RDMA device: a look at a folder, before anything is opened. That takes a descriptor
-/// for a moment, whose number the program would miss, so it is done seldom, and never where the kernel knows no RDMA.
+/// Returns whether this host may have an RDMA device, by a look at a folder, before anything is opened. The look takes
+/// a descriptor for a moment, and the program would miss its number. So it is rare, and never happens where the kernel
+/// does not know RDMA.
 pub fn is_possible() -> bool {
     if SEEN.some.load(Relaxed) || config().local_device.is_some() {
         return true;
     }
-    // No more than that where the kernel knows no RDMA; then it may still come to.
+    // Where the kernel does not know RDMA, this is all. The kernel may still load a module later.
     if rustix::fs::stat(DEVICES).is_err() {
         return false;
     }
@@ -104,7 +106,7 @@ pub fn is_possible() -> bool {
     })
 }
 
-/// The plugin; opens it at the first call. `Err` says why there is none.
+/// Returns the plugin, and opens it at the first call. `Err` is the reason why there is none.
 pub fn plugin() -> Result<&'static Plugin, &'static str> {
     let opened = PLUGIN.get_or_init(|| {
         let opened = open();
@@ -122,12 +124,12 @@ pub fn plugin() -> Result<&'static Plugin, &'static str> {
     opened.as_ref().map(|p| *p).map_err(String::as_str)
 }
 
-/// In a fork child, before any other use.
+/// Notifies the plugin in a fork child, before any other use.
 pub fn after_fork() {
     if OPENED.load(Relaxed)
         && let Ok(plugin) = plugin()
     {
-        // SAFETY: the child's only thread, and nothing that was handed out is used any more.
+        // SAFETY: this is the child's only thread, and nothing that the plugin handed out before is used any more.
         unsafe { (plugin.after_fork)() };
     }
 }
@@ -138,7 +140,7 @@ fn open() -> Result<&'static Plugin, String> {
         None => beside_library().ok_or("the library's own path is not known")?,
     };
     let file = path.display();
-    // SAFETY: our own plugin; its constructors are those of rdma-core.
+    // SAFETY: the library's own plugin; its constructors are rdma-core's.
     let object = unsafe { Object::open(Some(&path), RTLD_NOW | RTLD_LOCAL) }.map_err(|error| {
         let text = std::error::Error::source(&error).map_or_else(String::new, |s| format!(": {s}"));
         format!("{file} cannot be opened{text}")
@@ -153,7 +155,7 @@ fn open() -> Result<&'static Plugin, String> {
     if result < 0 {
         return Err(format!("{file} refuses: {}", Errno::from_raw_os_error(-result)));
     }
-    // SAFETY: null, or a table that lives as long as the process.
+    // SAFETY: null, or a table that lives as long as the process, by the interface's contract.
     let table = unsafe { table.as_ref() }.ok_or("the plugin gives no table")?;
     if table.abi != ABI || table.size as usize != size_of::<Plugin>() {
         return Err(format!(
@@ -161,26 +163,26 @@ fn open() -> Result<&'static Plugin, String> {
             table.abi
         ));
     }
-    // Never unloaded: rdma-core has threads and handlers of its own.
+    // The plugin is never unloaded, because rdma-core has threads and handlers of its own.
     std::mem::forget(object);
     Ok(table)
 }
 
 fn beside_library() -> Option<PathBuf> {
-    // SAFETY: plain values, which dladdr fills.
+    // SAFETY: zeroes are a value of this plain struct, which dladdr fills.
     let mut info = unsafe { std::mem::zeroed::<libc::Dl_info>() };
-    // SAFETY: an address within this library, and a place to write to.
+    // SAFETY: an address within this library, and a valid place for the result.
     if unsafe { libc::dladdr(is_possible as *const c_void, &raw mut info) } == 0 || info.dli_fname.is_null() {
         return None;
     }
-    // SAFETY: the loader's NUL-terminated name of this library, which stays loaded.
+    // SAFETY: the loader's name of this library, which ends in a NUL and stays as long as the library is loaded.
     let name = unsafe { std::ffi::CStr::from_ptr(info.dli_fname) };
     let path = PathBuf::from(std::ffi::OsStr::new(name.to_str().ok()?));
     Some(path.parent()?.join(FILE))
 }
 
 unsafe extern "C" fn log(level: u32, text: *const u8, len: usize) {
-    // SAFETY: by the interface's contract `len` readable bytes.
+    // SAFETY: `text` has `len` readable bytes by the interface's contract.
     let text = unsafe { std::slice::from_raw_parts(text, len) };
     let text = String::from_utf8_lossy(text);
     match level {
@@ -193,12 +195,12 @@ unsafe extern "C" fn log(level: u32, text: *const u8, len: usize) {
 }
 
 unsafe extern "C" fn hide_fd(fd: c_int) -> i32 {
-    // SAFETY: the plugin's own fd, open during the call.
+    // SAFETY: the plugin's own fd, which stays open during the call.
     let hidden = match PrivateFd::duplicate(unsafe { BorrowedFd::borrow_raw(fd) }) {
         Ok(hidden) => hidden.release(),
         Err(error) => return -error.raw_os_error(),
     };
-    // SAFETY: the plugin has given it away.
+    // SAFETY: the plugin has given the fd away, so this is its only close.
     unsafe { rustix::io::close(fd) };
     hidden
 }
@@ -240,7 +242,7 @@ fn to_plugin(address: SocketAddr) -> Address {
     }
 }
 
-/// Whether an RDMA device has this local address.
+/// Returns whether an RDMA device has this local address.
 pub fn has_device(local: IpAddr) -> bool {
     let Some(plugin) = is_possible().then(plugin).and_then(Result::ok) else {
         return false;
@@ -253,13 +255,13 @@ pub fn has_device(local: IpAddr) -> bool {
     found >= 0
 }
 
-/// Where connections from other instances come in.
+/// A listener for connections from other instances.
 pub struct Acceptor {
     plugin: &'static Plugin,
     listener: *mut Listener,
-    /// Where it listens.
+    /// The address at which it listens.
     pub address: SocketAddr,
-    /// Readable when somebody connects.
+    /// An fd that is readable when another instance connects.
     pub fd: c_int,
 }
 
@@ -267,7 +269,7 @@ pub struct Acceptor {
 unsafe impl Send for Acceptor {}
 
 impl Acceptor {
-    /// Listens at this local address, at a port that the system chooses.
+    /// Listens at this local address, on a port that the system chooses.
     pub fn new(local: IpAddr) -> Result<Self, Errno> {
         let plugin = plugin().map_err(|_| Errno::NODEV)?;
         let at = to_plugin(SocketAddr::new(local, 0));
@@ -282,11 +284,12 @@ impl Acceptor {
         })
     }
 
-    /// The next connection that somebody asks for, if there is one now. An error: no more will come.
+    /// Returns the next connection that another instance asks for; `None` if there is none now. After `Err` no more
+    /// will come.
     pub fn next(&self) -> Result<Option<Incoming>, Errno> {
         // SAFETY: zeroes are a value of this plain struct.
         let mut request: Request = unsafe { std::mem::zeroed() };
-        // SAFETY: the listener lives as long as this; one request is written.
+        // SAFETY: the listener lives as long as this value, and the plugin writes one request.
         match check(unsafe { (self.plugin.next_request)(self.listener, &raw mut request) }) {
             Ok(_) => Ok(Some(Incoming {
                 pair: Pair::new(self.plugin, request.conn),
@@ -300,7 +303,7 @@ impl Acceptor {
 
 impl Drop for Acceptor {
     fn drop(&mut self) {
-        // SAFETY: nobody uses it any more.
+        // SAFETY: this value owns the listener and is being dropped, so no other code uses it.
         unsafe { (self.plugin.close_listener)(self.listener) };
     }
 }
@@ -308,32 +311,33 @@ impl Drop for Acceptor {
 /// A connection that another instance asks for.
 pub struct Incoming {
     pair: Pair,
-    /// What it says.
+    /// The private data of the other instance's request.
     pub private: [u8; PRIVATE_BYTES],
 }
 
 impl Incoming {
-    /// Agrees, with an answer; `beside` a pair that outlives the new one.
+    /// Accepts the connection with `answer` as private data. `beside` is a pair that outlives the new one.
     pub fn accept(self, answer: &[u8], beside: Option<&Pair>) -> Result<Pair, Errno> {
         let (plugin, conn) = (self.pair.plugin, self.pair.conn()?);
         let beside = beside.map_or(null_mut(), |pair| pair.conn.load(Acquire));
-        // SAFETY: the connection is ours; the answer is readable; the other outlives it, by this function's word.
+        // SAFETY: this value owns the connection, the answer is readable, and `beside` outlives the new pair by this
+        // function's contract.
         check(unsafe { (plugin.accept)(conn, answer.as_ptr(), answer.len(), beside) })?;
         Ok(self.pair)
     }
 
-    /// Refuses.
+    /// Refuses the connection.
     pub fn reject(self) {
         let pair = std::mem::ManuallyDrop::new(self.pair);
         if let Ok(conn) = pair.conn() {
-            // SAFETY: frees the connection, which `pair` does not do any more.
+            // SAFETY: the call frees the connection, and `ManuallyDrop` keeps `pair` from freeing it again.
             unsafe { (pair.plugin.reject)(conn) };
         }
     }
 }
 
-/// Connects; waits for at most `timeout_ms`, or longer where the device cannot be hurried. `beside` is a pair that
-/// outlives the new one.
+/// Connects. Waits at most `timeout_ms`, or longer where the device cannot be hurried. `beside` is a pair that outlives
+/// the new one.
 pub fn connect(
     local: IpAddr,
     remote: SocketAddr,
@@ -360,7 +364,7 @@ pub fn connect(
     Ok(Pair::new(plugin, conn))
 }
 
-/// How a connection is.
+/// The state of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum State {
     /// Not up yet.
@@ -371,29 +375,29 @@ pub enum State {
     Down(Errno),
 }
 
-/// A connected queue pair, and who is at its other end.
+/// A connected queue pair, and the peer at its other end.
 pub struct Dialled {
     /// The queue pair.
     pub pair: Pair,
-    /// What the peer has said of itself.
+    /// The peer's introduction of itself.
     pub introduction: Introduction,
-    /// From where.
+    /// The local address.
     pub local: IpAddr,
-    /// To where.
+    /// The peer's address.
     pub remote: SocketAddr,
 }
 
 /// A connected queue pair.
 pub struct Pair {
     plugin: &'static Plugin,
-    /// Null: freed already.
+    /// The plugin's connection; null once it is freed.
     conn: AtomicPtr<Conn>,
 }
 
-// SAFETY: the plugin's connections may be used from any thread, under the rules of its table, which the
-// engine keeps by its locks.
+// SAFETY: the plugin's connections may be used from any thread under the rules of its table. The engine keeps these
+// rules by its locks.
 unsafe impl Send for Pair {}
-// SAFETY: as above.
+// SAFETY: any thread may use a connection under the rules of the plugin's table, which the engine keeps by its locks.
 unsafe impl Sync for Pair {}
 
 impl Pair {
@@ -409,24 +413,24 @@ impl Pair {
         if conn.is_null() { Err(Errno::NOTCONN) } else { Ok(conn) }
     }
 
-    /// Stands for `other`'s queue pair from now on. For one that was [destroyed](Self::destroy).
+    /// Takes over the queue pair of `other`. This pair was [destroyed](Self::destroy) before.
     pub fn stand_for(&self, other: &Self) {
         let before = self.conn.swap(other.conn.swap(null_mut(), AcqRel), AcqRel);
         debug_assert!(before.is_null());
     }
 
-    /// Facts about it.
+    /// Returns facts about the queue pair.
     pub fn info(&self) -> Result<Info, Errno> {
         // SAFETY: zeroes are a value of this plain struct.
         let mut info: Info = unsafe { std::mem::zeroed() };
-        // SAFETY: the connection lives as long as this.
+        // SAFETY: the connection lives as long as this value.
         check(unsafe { (self.plugin.info)(self.conn()?, &raw mut info) })?;
         Ok(info)
     }
 
-    /// Takes in what has happened to it.
+    /// Takes in events of the connection, and returns its state.
     pub fn state(&self) -> State {
-        // SAFETY: the connection lives as long as this.
+        // SAFETY: the connection lives as long as this value.
         match self.conn().and_then(|conn| check(unsafe { (self.plugin.state)(conn) })) {
             Ok(0) => State::Connecting,
             Ok(_) => State::Up,
@@ -434,21 +438,21 @@ impl Pair {
         }
     }
 
-    /// Both ends see that it is over.
+    /// Ends the connection; both ends see that.
     pub fn disconnect(&self) {
         if let Ok(conn) = self.conn() {
-            // SAFETY: the connection lives as long as this.
+            // SAFETY: the connection lives as long as this value.
             unsafe { (self.plugin.disconnect)(conn) };
         }
     }
 }
 
 impl Pair {
-    /// Frees it, before this value goes. The caller sees to it that nobody uses it any more.
+    /// Frees the queue pair before this value is dropped. The caller makes sure that no other code uses it any more.
     pub fn destroy(&self) {
         let conn = self.conn.swap(null_mut(), AcqRel);
         if !conn.is_null() {
-            // SAFETY: once, and nobody uses it any more, by the contract.
+            // SAFETY: the swap lets this run once, and by the contract no other code uses the connection any more.
             unsafe { (self.plugin.destroy)(conn) };
         }
     }
@@ -460,7 +464,7 @@ impl Drop for Pair {
     }
 }
 
-/// It was destroyed.
+/// The failure of a queue pair that was destroyed.
 const GONE: Down = Down(libc::ENOTCONN);
 
 fn post(result: i32) -> Result<(), PostError> {
@@ -504,7 +508,7 @@ impl QueuePair for Pair {
             Role::Offered => role::OFFERED,
         };
         let conn = self.conn().map_err(|_| GONE)?;
-        // SAFETY: by the caller's contract; the connection lives as long as this.
+        // SAFETY: by the caller's contract on the memory; the connection lives as long as this value.
         down(unsafe { (self.plugin.register)(conn, at.cast(), len, role, &raw mut keys) })?;
         Ok(Region {
             key: Key {
@@ -517,7 +521,8 @@ impl QueuePair for Pair {
 
     fn deregister(&self, region: Region) {
         if let Ok(conn) = self.conn() {
-            // SAFETY: the connection lives as long as this; a handle that it does not know is nothing to it.
+            // SAFETY: the connection lives as long as this value, and the plugin ignores a handle that it does not
+            // know.
             unsafe { (self.plugin.deregister)(conn, region.handle) };
         }
     }
@@ -533,7 +538,7 @@ impl QueuePair for Pair {
             immediate: immediate.unwrap_or(0),
         };
         let conn = self.conn().map_err(|_| PostError::Down)?;
-        // SAFETY: by the caller's contract; the connection lives as long as this.
+        // SAFETY: by the caller's contract on the memory; the connection lives as long as this value.
         post(unsafe { (self.plugin.write)(conn, &raw const request) })
     }
 
@@ -546,7 +551,7 @@ impl QueuePair for Pair {
             remote: read.remote,
         };
         let conn = self.conn().map_err(|_| PostError::Down)?;
-        // SAFETY: by the caller's contract; the connection lives as long as this.
+        // SAFETY: by the caller's contract on the memory; the connection lives as long as this value.
         post(unsafe { (self.plugin.read)(conn, &raw const request) })
     }
 
@@ -559,34 +564,34 @@ impl QueuePair for Pair {
             (to.at, to.len) = (from.as_ptr(), from.len());
         }
         let conn = self.conn().map_err(|_| PostError::Down)?;
-        // SAFETY: the parts are readable during the call; the connection lives as long as this.
+        // SAFETY: the parts are readable during the call, and the connection lives as long as this value.
         post(unsafe { (self.plugin.send)(conn, list.as_ptr(), parts.len().min(PARTS)) })
     }
 
     fn probe(&self) -> Result<(), PostError> {
         let conn = self.conn().map_err(|_| PostError::Down)?;
-        // SAFETY: the connection lives as long as this.
+        // SAFETY: the connection lives as long as this value.
         post(unsafe { (self.plugin.probe)(conn) })
     }
 
     fn poll(&self, each: &mut dyn FnMut(Completed<'_>)) -> Result<usize, Down> {
         let mut each = each;
         let conn = self.conn().map_err(|_| GONE)?;
-        // SAFETY: the context is the closure, which outlives the call; the connection lives as long as this.
+        // SAFETY: the context is the closure, which outlives the call; the connection lives as long as this value.
         down(unsafe { (self.plugin.poll)(conn, (&raw mut each).cast(), on_completion) })
     }
 
     fn arm(&self) -> Result<(), Down> {
         let conn = self.conn().map_err(|_| GONE)?;
-        // SAFETY: the connection lives as long as this.
+        // SAFETY: the connection lives as long as this value.
         down(unsafe { (self.plugin.arm)(conn) }).map(|_| ())
     }
 }
 
 unsafe extern "C" fn on_completion(context: *mut c_void, completion: *const Completion) {
-    // SAFETY: `poll` above gives this type, and nobody else uses it meanwhile.
+    // SAFETY: `poll` above passes a pointer of this type, and only this function uses the closure during the call.
     let each = unsafe { &mut *context.cast::<&mut dyn FnMut(Completed<'_>)>() };
-    // SAFETY: valid during the call.
+    // SAFETY: the plugin's completion is valid during the call.
     let completion = unsafe { &*completion };
     match completion.kind {
         completion::RECEIVED if !completion.bytes.is_null() => {

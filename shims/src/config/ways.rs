@@ -1,42 +1,45 @@
-//! How a large send travels between hosts: the policy, in one place.
+//! The policy of how a large send travels between hosts, in one place.
 //!
 //! | protocol | how the bytes travel | when |
 //! |---|---|---|
-//! | eager | the sender copies them into a ring, the receiver out of it | below the [threshold](threshold), or nobody waits |
+//! | eager | the sender copies them into a ring, the receiver from it | below [threshold](threshold), or no call waits |
 //! | put | the sender's device WRITEs them into a buffer that the receiver has posted | a receive waits with a buffer |
-//! | get | the receiver's device READs them from the memory that the sender offers | the sender alone waits in its call |
+//! | get | the receiver's device READs them from memory that the sender offers | only the sender waits in its call |
 //!
 //! A blocking send of the threshold or more looks for a posted buffer first (`tx/direct.rs`), then offers its memory
-//! (`tx/offered.rs`), then copies. A send that may not wait copies into the send buffer, from where the device puts the
-//! bytes into a posted buffer all the same.
+//! (`tx/offered.rs`), then copies. A send that may not wait copies into the send buffer. From there the device still
+//! puts the bytes into a posted buffer.
 //!
-//! The threshold is where a copy begins to cost more than a registration. What a copy costs is stated here; what a
-//! registration costs is measured whenever one is made, for each link. Nothing is tried out for its own sake.
+//! The threshold is the size at which a copy begins to cost more than a registration. The cost of a copy is stated
+//! here. The cost of a registration is measured for each link, whenever a registration is made. No registration is made
+//! only to measure.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::config::ZeroCopy;
 
-/// With `auto` no transfer is smaller than this, bytes: what a WRITE and its notification cost is not worth it.
+/// The smallest transfer with `auto`, bytes. Below it the cost of a WRITE and its notification is not worth the saved
+/// copy.
 pub const LEAST: usize = 16 * 1024;
-/// With `auto` a send of so many bytes is large however slow registrations seem: so a wrong measurement is corrected.
+/// The largest threshold with `auto`, bytes, however slow registrations seem. So large sends correct a wrong
+/// measurement.
 const MOST: usize = 1024 * 1024;
 
 const PAGE: u64 = 4096;
-/// What it takes to copy a page at 10 GB/s, ns.
+/// The time to copy a page at 10 GB/s, ns.
 const COPY: u64 = 400;
-/// What a transfer takes beside its bytes, ns: the request, its completion, and the word to the other end.
+/// The time of a transfer beside its bytes, ns: the request, its completion, and the notification of the other end.
 const TRANSFER: u64 = 3_000;
-/// What a registration and its end take beside the pages, ns: two system calls.
+/// The time of a registration and its end beside the pages, ns: two system calls.
 const CALLS: u64 = 2_000;
-/// What a page of a registration takes until it is known, ns: the threshold is 125 KiB then.
+/// The time for a page of a registration before one is measured, ns. The threshold is 125 KiB then.
 const FIRST_GUESS: u64 = 240;
-/// A measurement counts one part in so many.
+/// The weight of a measurement is one part in `PARTS`.
 const PARTS: u64 = 8;
 
-/// What registrations with a link's device cost. Two that write at once may lose one measurement.
+/// The measured cost of registrations with a link's device. Two threads that write at once may lose one measurement.
 pub struct Costs {
-    /// Smoothed, ns for a page.
+    /// The smoothed cost of a page, ns.
     page: AtomicU64,
 }
 
@@ -49,16 +52,17 @@ impl Default for Costs {
 }
 
 impl Costs {
-    /// For another device: nothing is known.
+    /// Forgets the measurements, for another device.
     pub fn reset(&self) {
         self.page.store(FIRST_GUESS, Relaxed);
     }
 
-    /// A registration of `len` bytes has taken `ns`. Its end is taken to cost as much again.
+    /// Takes in that a registration of `len` bytes has taken `ns`. The end of the registration is assumed to cost as
+    /// much again.
     pub fn on_registered(&self, len: usize, ns: u64) {
         let pages = (len as u64).div_ceil(PAGE).max(1);
         let page = (2 * ns).saturating_sub(CALLS) / pages;
-        // A thread that was preempted has measured that.
+        // A preempted thread has measured its preemption too, so the measurement is bounded.
         let page = page.min(2 * COPY);
         let old = self.page.load(Relaxed);
         let new = (old * (PARTS - 1) + page) / PARTS;
@@ -67,7 +71,8 @@ impl Costs {
         }
     }
 
-    /// From how many bytes on a copy costs more than a transfer of memory that has to be registered, or that is.
+    /// Returns the size from which on a copy costs more than a transfer, bytes. `is_registered` says that the memory
+    /// need not be registered for it.
     fn break_even(&self, is_registered: bool) -> usize {
         let (fixed, page) = match is_registered {
             true => (TRANSFER, 0),
@@ -78,7 +83,8 @@ impl Costs {
     }
 }
 
-/// From how many bytes on a send or a receive is not eager. `is_registered`: the device knows the memory already.
+/// Returns the size from which on a send or a receive is not eager, bytes. `is_registered` says that the device knows
+/// the memory already.
 pub fn threshold(asked: ZeroCopy, costs: &Costs, is_registered: bool) -> usize {
     match asked {
         ZeroCopy::Off => usize::MAX,
@@ -87,7 +93,7 @@ pub fn threshold(asked: ZeroCopy, costs: &Costs, is_registered: bool) -> usize {
     }
 }
 
-/// The smallest piece that is worth a transfer of its own, bytes, where the whole is above the threshold.
+/// Returns the smallest piece that is worth a transfer of its own, bytes, if the whole is above the threshold.
 pub fn least_piece(asked: ZeroCopy) -> usize {
     match asked {
         ZeroCopy::Off => usize::MAX,

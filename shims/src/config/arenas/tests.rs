@@ -7,18 +7,18 @@ use rdmasock_core::allocator::NEXT;
 use super::*;
 
 const LEN: usize = 2 << 20;
-/// Where the pieces of the tests begin: nobody reads there.
+/// Where the pieces of the tests begin. No test reads the memory there.
 const START: usize = 1 << 40;
 const PIECES: usize = 64;
 
-/// Their epochs; each test has pieces of its own.
+/// The epochs of the pieces. Each test has pieces of its own.
 static EPOCHS: [AtomicU64; PIECES] = [const { AtomicU64::new(WHOLE) }; PIECES];
 
 unsafe extern "C" fn piece_at(at: usize, out: *mut Piece) -> c_int {
     let Some(epoch) = at.checked_sub(START).and_then(|offset| EPOCHS.get(offset / LEN)) else {
         return 0;
     };
-    // SAFETY: the caller's.
+    // SAFETY: the caller passes a valid place for a piece.
     unsafe {
         out.write(Piece {
             start: at / LEN * LEN,
@@ -46,7 +46,7 @@ fn arenas() -> Pieces {
     Pieces::new()
 }
 
-/// Sums up what was deregistered.
+/// A device that sums up the handles that were deregistered.
 struct Counts(AtomicU64);
 
 impl Device for Counts {
@@ -63,7 +63,7 @@ fn at(number: usize) -> usize {
     START + number * LEN
 }
 
-/// A call with memory of a piece that a device is told of under this handle.
+/// Makes a call that keeps a registration of the piece `number` with `device` under `handle`.
 fn call(arenas: &Pieces, device: &'static Counts, number: usize, handle: u64) -> Arc<Kept> {
     let (kept, len, _) = arenas.covering(at(number) + 100, LEN).unwrap();
     assert_eq!(len, LEN - 100);
@@ -123,7 +123,7 @@ fn no_device_knows_what_has_ended() {
     assert_eq!(device.0.load(Relaxed), 1 << 5 | 1 << 6);
     assert!(is_known(&arenas, device, 4) && is_known(&arenas, device, 7));
     assert_eq!(arenas.end(at(5), 2 * LEN, false), Some(0));
-    // The device's end is its registrations'.
+    // The end of a device ends its registrations, without a call of `deregister`.
     assert_eq!(
         (arenas.forget(device), device.0.load(Relaxed)),
         (2 * LEN as u64, 1 << 5 | 1 << 6)

@@ -1,9 +1,9 @@
 //! The destination of the library's `tracing` events: one line for each, by one raw write.
 //!
-//! If the log is off (the default), nothing is installed. If it is on, an event is formatted in a buffer on the stack
-//! and written, past the hooks, to an fd with a high number. So logging neither recurses, nor locks, nor allocates, and
-//! it works in fork children and in destructors of thread-local data. A line that cannot be written at once (a full or
-//! broken pipe) is dropped: logging neither blocks the program nor raises SIGPIPE.
+//! If the log is off (the default), nothing is installed. If it is on, an event is formatted in a buffer on the stack.
+//! The line is written, past the hooks, to an fd with a high number. So logging neither recurses, nor locks, nor
+//! allocates, and it works in fork children and in destructors of thread-local data. A line that cannot be written at
+//! once (a full or broken pipe) is dropped: logging neither blocks the program nor raises SIGPIPE.
 //!
 //! The call sites decide what is logged. Messages about bad settings are in `config/mod.rs`.
 
@@ -280,8 +280,8 @@ impl Visit for Line {
     }
 }
 
-/// Tests of the log. The subscriber is installed for the test's thread only, since tests of other
-/// modules run in the same process; `tests/log.rs` has a process of its own for [`init`].
+/// Tests of the log. The subscriber is installed for the test's thread only, because tests of other modules run in the
+/// same process. `tests/log.rs` has a process of its own for [`init`].
 #[cfg(test)]
 mod tests {
     use std::fs;

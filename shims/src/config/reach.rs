@@ -1,5 +1,5 @@
-//! Which other hosts are in reach: whether this host has an RDMA device, whether the device leads to a destination, and
-//! the port and secret by which hosts ask each other.
+//! Which other hosts are in reach: whether this host has an RDMA device that leads to a destination. Also the port and
+//! the secret by which hosts ask each other.
 //!
 //! `service::remote` asks, and `service::control` answers.
 
@@ -25,8 +25,8 @@ pub struct Reach {
 }
 
 impl Reach {
-    /// Returns the facts from the configuration. A secret that cannot be used costs one line on stderr, and switches
-    /// the control port off: hosts are never asked without the secret that was configured.
+    /// Returns the facts from the configuration. A secret that cannot be used costs one line on stderr and switches the
+    /// control port off. So hosts are never asked without the secret that was configured.
     pub fn new(config: &Config) -> Self {
         let mut reach = Self {
             port: config.control_port,

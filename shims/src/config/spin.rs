@@ -14,9 +14,9 @@ use crate::sys::time::now_ns;
 /// and then sleep costs at most twice the better of the two, in any case (Karlin et al., "Competitive randomized
 /// algorithms for nonuniform problems", 1990).
 ///
-/// The bound does not count the delay of a thread that yields its core. The thread runs again only after all other
-/// threads, while a thread that is woken from a sleep runs before those that have used the core for long. So if the
-/// cores stay crowded for more than a moment, a wait for processes of this host does not spin at all.
+/// The bound does not count the delay of a thread that yields its core, which runs again only after all other threads.
+/// A thread that is woken from a sleep runs before those that have used the core for long. So if the cores stay crowded
+/// for more than a moment, a wait for processes of this host does not spin at all.
 pub struct Spinner {
     score: AtomicI32,
     skipped: AtomicU32,

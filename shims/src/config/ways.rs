@@ -2,7 +2,7 @@
 //!
 //! | protocol | how the bytes travel | when |
 //! |---|---|---|
-//! | eager | the sender copies them into a ring, the receiver from it | below [threshold](threshold), or no call waits |
+//! | eager | the sender copies into a ring, the receiver out of it | below [threshold](threshold), or no call waits |
 //! | put | the sender's device WRITEs them into a buffer that the receiver has posted | a receive waits with a buffer |
 //! | get | the receiver's device READs them from memory that the sender offers | only the sender waits in its call |
 //!

@@ -525,7 +525,7 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int, landing: &mut 
     at_nothing(call, rx, flags, ended)
 }
 
-/// Returns the step of a receive that has found the ring empty: the stream is at its end, goes on in TCP, or may bring
+/// Returns the step of a receive that has found the ring empty. The stream is at its end, goes on in TCP, or may bring
 /// more bytes. `ended` was read before the ring, so if it is true all bytes of the stream were in the ring by then.
 #[inline(always)]
 fn at_nothing(call: &mut Call, mut rx: Guard<'_, Rx>, flags: c_int, ended: bool) -> RecvStep {

@@ -260,8 +260,8 @@ impl Tcp for Anchor {
         }
     }
 
-    /// Never receives when there is nothing: such a receive would take an error from the socket (`sk_err`), which
-    /// SO_ERROR, poll and send have to report as well.
+    /// Never receives when there is nothing: the receive would take an error from the socket (`sk_err`). SO_ERROR, poll
+    /// and send have to report that error as well.
     fn peek(&self, buf: &mut [u8]) -> Peeked {
         let fd = self.0;
         let mut is_over = false;

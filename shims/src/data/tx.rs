@@ -177,7 +177,7 @@ fn leave(socket: &'static Socket) {
     thread::current().end();
 }
 
-/// Does what has waited for the last call to return from the kernel's send: writes the marker, and ends a connection
+/// Does what has waited for the last call to return from the kernel's send. Writes the marker, and ends a connection
 /// that the program has closed.
 #[cold]
 fn go_on(socket: &'static Socket) {

@@ -4,8 +4,8 @@
 //!
 //! The kernel's socket is known by its cookie (SO_COOKIE, socket(7)), which the kernel gives to no other socket.
 //! Reading the cookie is a system call. So the hot path reads it only if the kernel's clock has
-//! [ticked](crate::sys::time::tick) since the last check, which is every 1 to 10 ms (4 ms on Debian). A server of 50
-//! connections at a million requests a second uses each connection every 50 us; a check at each use would make it a
+//! [ticked](crate::sys::time::tick) since the last check. A tick comes every 1 to 10 ms (4 ms on Debian). A server of
+//! 50 connections at a million requests a second uses each connection every 50 us. A check at each use would make it a
 //! third as fast.
 
 use std::ffi::c_int;

@@ -137,8 +137,8 @@ impl Iov {
         }
     }
 
-    /// Returns how many bytes will be left at the beginning of the first piece of `least` bytes or more; 0 if there is
-    /// no such piece.
+    /// Returns how many bytes will be left when the first piece of `least` bytes or more begins; 0 if there is no such
+    /// piece.
     pub fn left_at_large(mut self, least: usize) -> usize {
         loop {
             match self.head() {

@@ -1,5 +1,5 @@
-//! The counts that a socket needs to answer a program correctly about its connection: the traffic that the kernel does
-//! not know of, and the numbers that the program was given before. `hooks/report.rs` gives the answers.
+//! The counts that a socket needs to answer a program correctly about its connection. They are the traffic that the
+//! kernel does not know of, and the numbers that the program was given before. `hooks/report.rs` gives the answers.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 

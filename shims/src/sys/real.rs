@@ -1,17 +1,17 @@
-//! libc's own versions of the functions that `preload/` exports under the same names: one table of
-//! their types, found with libc's `dlsym(RTLD_NEXT)`, which in turn is found in libc's tables.
+//! libc's own versions of the functions that `preload/` exports under the same names. One table has their types. libc's
+//! `dlsym(RTLD_NEXT)` finds them, and is itself found in libc's ELF tables.
 //!
-//! `real::recv()` is libc's `recv`. It is for the pass-through of hooks and for those blocking calls
-//! of the shims that have to stay cancellation points; the shims' own I/O that does not block goes
-//! through `rustix`, whose raw system calls never come back into the hooks.
+//! `real::recv()` is libc's `recv`. The table is for the pass-through of hooks, and for blocking calls of the shims
+//! that have to stay cancellation points. The shims' other I/O goes through `rustix`, whose raw system calls never
+//! enter the hooks.
 //!
-//! Why not redhook's `real!`: it initialises with `std::sync::Once`, which hangs when it is
-//! re-entered by a signal handler or by a child forked in the middle, and it panics where libc lacks
-//! the symbol. Here a lookup is one relaxed load, and a symbol that libc lacks fails with `ENOSYS`.
+//! redhook's `real!` does not serve here. It initialises with `std::sync::Once`, which hangs when a signal handler or a
+//! child forked in the middle enters it again. It also panics where libc lacks the symbol. Here a lookup is one relaxed
+//! load, and a symbol that libc lacks fails with `ENOSYS`.
 //!
-//! Two ways to call what the table gives:
-//! - `real(…)` as the last thing that a pass-through does. It then becomes a jump, and the hook costs next to
-//!   nothing: after a system call, x86-64 mispredicts the return of each further frame, at about 8 ns.
+//! There are two ways to call what the table gives:
+//! - `real(…)` as the last thing that a pass-through does. The call becomes a jump, and the hook costs next to nothing.
+//!   After a system call, x86-64 mispredicts the return of each further frame, at about 8 ns.
 //! - [`real.cancellable()(…)`](Cancellable) for a call that can block anywhere else.
 
 pub mod loaded;

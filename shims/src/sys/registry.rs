@@ -1,5 +1,5 @@
-//! Every object of a kind that this process has made. A fork child needs them all: it repairs objects that another
-//! thread of its parent was about to change, whether or not an fd leads to them.
+//! Every object of a kind that this process has made. A fork child needs them all, whether or not an fd leads to them.
+//! It repairs the objects that another thread of its parent was about to change.
 
 use std::sync::atomic::{
     AtomicPtr,

@@ -1,4 +1,4 @@
-//! The rest of a connection that the program has closed too early for TCP: bytes or markers still have to go out before
+//! The rest of a connection that the program has closed too early for TCP. Bytes or markers still have to go out before
 //! its FIN, or markers still have to come in. The service thread finishes the connection (`service::linger`). The end
 //! of the process waits a moment for it.
 

@@ -2,9 +2,9 @@
 //! (docs/protocol.md, P90–P95). This end's device does so by a READ of what the peer's program lends (P97). Bytes in
 //! the buffer count as the ring's next bytes, though the ring does not have them.
 //!
-//! The buffer is registered for one wait. However the call ends, it returns only after the peer has confirmed that it
-//! writes no more and all READs have completed, or after the bulk queue pair is given up. Then the registration ends
-//! too.
+//! The buffer is registered for one wait. Before the call returns, in any way, the peer has confirmed that it writes no
+//! more, and all READs have completed. If the peer does not answer, the bulk queue pair is given up instead. Then the
+//! registration ends too.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 

@@ -76,8 +76,8 @@ pub(super) fn leave_scanned(socket: &'static Socket) {
 }
 
 /// Counts a call out of the kernel's receive, like [`leave_scanned`], but the call goes on. The call has waited, so it
-/// holds the connection before it leaves. Otherwise a close that found the call in the kernel would end the connection,
-/// and the call would begin anew on what its fd stands for by then.
+/// holds the connection before it leaves. Otherwise a close that found the call in the kernel would end the connection.
+/// The call would then begin anew on what its fd stands for by then.
 #[cold]
 pub(super) fn go_on(call: &mut Call) {
     let socket = call.socket;

@@ -1,5 +1,5 @@
-//! The size of the ring that a direction receives in: it grows for a sender that finds it too small, and
-//! shrinks when it is idle.
+//! The size of the ring that a direction receives in. The ring grows for a sender that finds it too small, and shrinks
+//! when it is idle.
 
 use rdmasock_core::fabric::ring::Consumer;
 use rdmasock_core::stats::Reason;

@@ -1,8 +1,8 @@
 //! Receiving without a copy: the program reads the bytes where they lie in the ring, and releases them afterwards.
 //!
 //! A view takes nothing from the ring, so the writer cannot write there. When the direction leaves the link, the bytes
-//! are still unread: they are read where they are, or come again by TCP. The ring must stay mapped and must not go to
-//! another stream, even after this stream has left it and the bytes come again by TCP. So a view
+//! are still unread: they are read where they are, or come again by TCP. In the second case the stream leaves its ring
+//! while the program still reads there. The ring must then stay mapped, and must not go to another stream. So a view
 //! [holds](crate::objects::link::held::Held) the stream's number.
 
 use std::ffi::c_int;

@@ -325,8 +325,8 @@ fn a_direction_that_is_shut_behind_an_end_is_the_kernels_to_shut_when_the_last_m
     crate::startup::lifecycle::before_close(ours.as_raw_fd());
 }
 
-/// Receives 64 bytes with `flags` by a call that is in the kernel when a scan begins and `stream` comes: payload of
-/// 64 bytes with markers in it. Returns what the call has received.
+/// Receives 64 bytes with `flags` by a call that is in the kernel when a scan begins and `stream` comes. The stream is
+/// 64 bytes of payload with markers among them. Returns what the call has received.
 fn received_as_a_scan_begins(stream: &[u8], pieces: usize, flags: c_int) -> Vec<u8> {
     let (socket, ours, theirs) = accepted();
     let mut got = [0u8; 64];

@@ -1,6 +1,6 @@
-//! Put: the device writes a large blocking send (`ways.rs`) from the program's memory into the buffer of the peer's
-//! blocked receive, past the mirror (docs/protocol.md, P90–P95). The send waits for such a reader only for a moment,
-//! because kernel TCP would not wait at all.
+//! Put: the device writes a large blocking send (`ways.rs`) into the buffer of the peer's blocked receive
+//! (docs/protocol.md, P90–P95). The bytes go from the program's memory, past the mirror. The send waits for such a
+//! reader only for a moment, because kernel TCP would not wait at all.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::Relaxed;
@@ -61,8 +61,8 @@ pub(super) enum Went {
 
 const NOTHING: Went = Went::Not { first: 0 };
 
-/// Sends from the next piece of `iov` directly, if a reader waits with a buffer, or will in a moment, or its device
-/// reads the bytes. The call began with `total` bytes.
+/// Sends from the next piece of `iov` directly, if a reader waits with a buffer, or will in a moment. If none does,
+/// offers the piece to the reader's device. The call began with `total` bytes.
 pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int, total: usize) -> Went {
     let socket = call.socket;
     let Some((link, remote)) = socket.link().and_then(|link| Some((link, link.remote()?))) else {

@@ -132,7 +132,7 @@ pub(super) fn lend(
             By::Writes => wanted,
             By::Reads => wanted.min(producer.ring_size() as usize / 2),
         };
-        // Asking for `len` bytes makes a ring grow that is too small for the piece: the ring bounds what is lent,
+        // Asking for `len` bytes makes a ring grow that is too small for the piece. The ring bounds what is lent,
         // though nothing is copied into it.
         let room = producer.spans(len).map_or(0, |spans| spans.len()).min(most);
         let (from, bytes) = (producer.position(), pinned.len().min(room));

@@ -1,6 +1,7 @@
-//! Get: the peer's device reads a large blocking send from the program's memory into the reader's ring, where the
-//! peer's program does not wait with a buffer (docs/protocol.md, P96–P99). The send waits a moment for room in the ring
-//! and then for the device; kernel TCP would wait for neither. Each failure makes later tries rarer.
+//! Get: the peer's device reads a large blocking send from the program's memory into the reader's ring
+//! (docs/protocol.md, P96–P99). This is for a peer whose program does not wait with a buffer. The send waits a moment
+//! for room in the ring and then for the device; kernel TCP would wait for neither. Each failure makes later tries
+//! rarer.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
@@ -139,8 +140,8 @@ impl Question {
     }
 }
 
-/// Waits a moment for room in the peer's ring. Returns false if there is none in time, if the next bytes have to go
-/// another way, or if a signal handler has interrupted the wait.
+/// Waits a moment for room in the peer's ring. Returns false if there is none in time, or if the next bytes have to go
+/// another way. A signal handler ends the wait, also with false.
 fn has_room(socket: &'static Socket, remote: &'static Remote, theirs: Vqpn) -> bool {
     let begun = now_ns();
     let (mut moved, mut unread, mut asked) = (begun, u64::MAX, None::<Question>);

@@ -1,6 +1,6 @@
 //! The rest of a send whose beginning went over a link, once the direction is on TCP again. The call goes on there. A
-//! blocking send of kernel TCP does not return short because the peer's program puts its socket to another use, and few
-//! programs check for that.
+//! blocking send of kernel TCP does not return short when the peer's program puts its socket to another use. Few
+//! programs check for a short return.
 
 use std::ffi::c_int;
 

@@ -80,8 +80,8 @@ pub fn could_have_room(socket: &Socket, producer: &mut Producer) -> bool {
     producer.could_have_room().unwrap_or(true) || borrow(socket, producer)
 }
 
-/// Moves the producer to a send buffer of this end, on a link between hosts, for the bytes that the peer's ring has no
-/// room for. Returns false if there is no buffer or no memory, or if the producer is there already.
+/// Moves the producer to a send buffer of this end, between hosts. The buffer keeps the bytes that the peer's ring has
+/// no room for. Returns false if there is no buffer or no memory, or if the producer is there already.
 fn borrow(socket: &Socket, producer: &mut Producer) -> bool {
     let bytes = config().ring_max.bytes();
     if producer.is_aside() || !cgroup::has(bytes) {
@@ -140,7 +140,7 @@ fn set_size(socket: &Socket) -> Option<u64> {
     Some(own + sockopt::peers_window(fd))
 }
 
-/// Bounds the ring of a direction that has just come to the link: a ring that its reader finds too small grows no
+/// Bounds the ring of a direction that has just come to the link. A ring that its reader finds too small grows no
 /// further than what the program has set.
 pub fn on_link(socket: &Socket, tx: &mut Tx) {
     if let Some(size) = set_size(socket)

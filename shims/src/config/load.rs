@@ -27,7 +27,7 @@ pub fn after_fork() {
 }
 
 /// Returns how many processors this process may use, which is a container's or taskset's share. `None` if the kernel
-/// does not tell.
+/// does not report it.
 pub fn processors() -> Option<u32> {
     let mut processors = PROCESSORS.load(Relaxed);
     if processors == 0 {
@@ -37,7 +37,7 @@ pub fn processors() -> Option<u32> {
     Some(processors)
 }
 
-/// Asks the kernel for the load, by one system call. `None` if it does not tell.
+/// Asks the kernel for the load, by one system call. `None` if it does not report it.
 pub fn now() -> Option<Load> {
     let processors = processors()?;
     let mut fd = FD.load(Acquire);

@@ -69,8 +69,8 @@ static SEEN: Seen = Seen {
 };
 
 impl Seen {
-    /// Returns whether there is a device. Threads that ask at the same moment all look. A connection that gets the
-    /// answer "no device" stays on TCP for good, so no thread may get that answer while another still looks.
+    /// Returns whether there is a device. Threads that ask at the same moment all read the folder. A connection that
+    /// gets the answer "no device" stays on TCP for good, so no thread may get that answer while another still reads.
     fn ask(&self, now: u64, look: impl FnOnce() -> bool) -> bool {
         if self.some.load(Relaxed) {
             return true;
@@ -88,8 +88,8 @@ impl Seen {
     }
 }
 
-/// Returns whether this host may have an RDMA device, by a look at a folder, before anything is opened. The look takes
-/// a descriptor for a moment, and the program would miss its number. So it is rare, and never happens where the kernel
+/// Returns whether this host may have an RDMA device, by reading a folder, before anything is opened. Reading takes a
+/// descriptor for a moment, and the program would miss its number. So it is rare, and never happens where the kernel
 /// does not know RDMA.
 pub fn is_possible() -> bool {
     if SEEN.some.load(Relaxed) || config().local_device.is_some() {

@@ -224,7 +224,7 @@ unsafe fn recv_slow(
         0 => result.unwrap_or_else(|| {
             let fd = call.fd;
             drop(call);
-            // SAFETY: as above.
+            // SAFETY: the pieces of `iov` are writable by this function's contract.
             unsafe { begin_anew(fd, iov, flags, real) }
         }),
         // The call has failed, or returns the bytes from before the wait. The bytes in the buffer come on top, and an
@@ -339,7 +339,7 @@ unsafe fn recv_loop(
                             real(fd)
                         }
                     };
-                    // SAFETY: as above.
+                    // SAFETY: the pieces of `iov` are writable by `recv`'s contract.
                     let went = on_its_file(call, |fd| unsafe { plain(socket, fd, iov, flags, &real) });
                     match went {
                         Some(Break(_)) if is_over.get() => match patience.interrupt(socket, true) {

@@ -286,7 +286,7 @@ unsafe fn send_slow(began: Began, iov: &mut Iov, flags: c_int, real: &impl Fn(c_
     result.unwrap_or_else(|| {
         let fd = call.fd;
         drop(call);
-        // SAFETY: as above.
+        // SAFETY: the pieces of `iov` are readable by `send`'s contract.
         unsafe { begin_anew(fd, iov, flags, real) }
     })
 }

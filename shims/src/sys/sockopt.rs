@@ -38,7 +38,7 @@ pub unsafe fn read<T>(fd: c_int, (level, name): Name, value: *mut T, len: &mut l
     result.is_ok()
 }
 
-/// Returns the cookie of the network namespace that a socket is in; 0 where the kernel does not tell (before Linux
+/// Returns the cookie of the network namespace that a socket is in; 0 where the kernel does not report it (before Linux
 /// 5.14).
 pub fn namespace(fd: BorrowedFd<'_>) -> u64 {
     let mut cookie = 0u64;
@@ -48,7 +48,8 @@ pub fn namespace(fd: BorrowedFd<'_>) -> u64 {
     if known { cookie } else { 0 }
 }
 
-/// Returns the index of the interface that a socket is bound to, 0 if to none. `None` where the kernel does not tell.
+/// Returns the index of the interface that a socket is bound to, 0 if to none. `None` where the kernel does not report
+/// it.
 pub fn device(fd: BorrowedFd<'_>) -> Option<u32> {
     if let Some(index) = get(fd, DEVICE) {
         return Some(index.cast_unsigned());
@@ -72,8 +73,8 @@ pub fn is_open_to_peer(fd: BorrowedFd<'_>) -> bool {
     known && (1..=5).contains(&state)
 }
 
-/// Returns the window that the peer has announced, bytes. Where the kernel does not tell (before Linux 5.4), returns
-/// its initial size, 64 KiB.
+/// Returns the window that the peer has announced, bytes. Where the kernel does not report it (before Linux 5.4),
+/// returns its initial size, 64 KiB.
 pub fn peers_window(fd: BorrowedFd<'_>) -> u64 {
     // The index among the u32s of `tcp_info` (linux/tcp.h), a struct that only grows.
     const SND_WND: usize = 57;

@@ -42,8 +42,8 @@ pub struct Positions {
 }
 
 impl Positions {
-    /// Returns the positions of a connection whose end has `role`; `None` where the kernel does not tell (before Linux
-    /// 4.19).
+    /// Returns the positions of a connection whose end has `role`; `None` where the kernel does not report it (before
+    /// Linux 4.19).
     pub fn of(fd: BorrowedFd<'_>, role: Role) -> Option<Self> {
         let mut bytes = [0; at::BYTES_RETRANS + size_of::<u64>()];
         let mut known = bytes.len() as libc::socklen_t;

@@ -16,7 +16,7 @@ use rdmasock_core::stream::connection::{self, Ahead, AtMark};
 /// Returns the bytes that can be read now; `None` where the kernel's own count is right.
 pub fn available(socket: &'static Socket) -> Option<usize> {
     crate::notify::reclaim::reclaim(socket);
-    // Each look may move the direction on. It moves at most from TCP to the link and back.
+    // Each pass may move the direction on. It moves at most from TCP to the link and back.
     for _ in 0..4 {
         match socket.rx_mode.load(Acquire) {
             Mode::Link => {

@@ -151,7 +151,7 @@ impl LogFilter {
     }
 
     /// Returns the level of `target`. The longest name decides that is `target` itself or a module above it. A name may
-    /// leave out the crate: `link` is `rdmasock_core::link`.
+    /// leave out the crate: `link` is `rdmasock::link`.
     #[must_use]
     pub fn level_of(&self, target: &str) -> LevelFilter {
         let short = target.split_once("::").map_or(target, |(_, rest)| rest);

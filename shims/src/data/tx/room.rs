@@ -16,7 +16,7 @@ use crate::objects::mailbox::Command;
 use crate::objects::socket::{Mode, Socket, Tx};
 use crate::sys::sockopt;
 
-/// The room that a send has found which needs more.
+/// The room that a send has found when the ring had too little.
 pub(super) enum Room {
     /// There is room.
     There,
@@ -120,8 +120,8 @@ pub fn give_back(socket: &Socket) -> bool {
     socket.link().is_none_or(|link| link.take_back(theirs, producer))
 }
 
-/// Returns how many unread bytes kernel TCP would allow in this direction. That is [what the program has
-/// set](set_size), else what the kernel's own buffer would grow to, 4 MiB by default.
+/// Returns how many unread bytes kernel TCP would allow in this direction. The program may have [set](set_size) that.
+/// If not, it is what the kernel's own buffer would grow to, 4 MiB by default.
 fn bound(socket: &Socket) -> u64 {
     let most = config().ring_max.bytes();
     set_size(socket).map_or(most, |size| size.min(most))
@@ -181,7 +181,8 @@ pub fn report_blocked(socket: &'static Socket, tx: &mut Tx) {
         Library::get().service.submit(Command::Standing(socket.into()));
     }
     let max = config().ring_max.bytes();
-    // Until the other end has answered a promotion, its program may wait for just these bytes (P73).
+    // Until the other end's answer to a promotion has been read, the sender may be waiting for that answer (P73). The
+    // service thread then looks for it in TCP.
     let is_answered = socket.rx_mode.load(Acquire) != Mode::Marked;
     let may_grow = |p: &Producer| {
         let grows = p.ring_size() < max && p.may_grow();

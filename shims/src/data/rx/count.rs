@@ -99,7 +99,7 @@ pub fn uncounted(socket: &Socket, rx: &mut Rx) -> Uncounted {
 }
 
 /// Returns how many bytes can be read after a receive, for TCP_INQ. The end counts as one more, as in Linux
-/// (`tcp_inq_hint`). Makes no system call as long as the connection has not ended.
+/// (`tcp_inq_hint`). On a watched socket the check for the end makes no system call before the connection has ended.
 pub fn after_receive(socket: &'static Socket) -> usize {
     let n = available(socket).unwrap_or_else(|| in_kernel(socket));
     let may_have_ended = !is_watched(socket) || socket.wakes.anchor.load(Acquire) & ENDED != 0;

@@ -1,55 +1,55 @@
-//! What the thread does once, at a time that somebody has set.
+//! Work that the thread does once, at a time that was set for it.
 
-/// When something is due, if it is.
+/// The time of one piece of work, monotonic ns; `None` while the alarm is off.
 #[derive(Clone, Copy, Default)]
 pub struct Alarm(Option<u64>);
 
 impl Alarm {
-    /// It rings then, monotonic ns, and not before.
+    /// Sets the alarm to `at`, monotonic ns, in place of an earlier time.
     pub fn set(&mut self, at: u64) {
         self.0 = Some(at);
     }
 
-    /// It rings then, or before if that was so.
+    /// Sets the alarm to `at` if it is off; otherwise leaves it as it is.
     pub fn set_if_off(&mut self, at: impl FnOnce() -> u64) {
         self.0.get_or_insert_with(at);
     }
 
-    /// It does not ring.
+    /// Turns the alarm off.
     pub fn turn_off(&mut self) {
         self.0 = None;
     }
 
-    /// Whether it rings; it is off then.
+    /// Returns whether the alarm is due at `now`; if so, turns it off.
     pub fn rings(&mut self, now: u64) -> bool {
         self.0.take_if(|at| *at <= now).is_some()
     }
 
-    /// When it rings, monotonic ns.
+    /// Returns the alarm's time, monotonic ns; `None` if it is off.
     pub fn next(self) -> Option<u64> {
         self.0
     }
 }
 
-/// All of them.
+/// All alarms of the thread.
 #[derive(Default)]
 pub struct Alarms {
-    /// The names are listened on again, for which there were no descriptors.
+    /// Listens again on the names that were not polled for want of descriptors.
     pub listen: Alarm,
-    /// Dead links that no socket uses are looked at again.
+    /// Checks again whether dead links that no socket uses can be freed.
     pub free_links: Alarm,
-    /// Wake-ups that were delayed are sent.
+    /// Sends the wake-ups that were delayed.
     pub wake: Alarm,
-    /// Links to other hosts are maintained.
+    /// Maintains the links to other hosts.
     pub maintain: Alarm,
-    /// It is seen whether links to other hosts still work.
+    /// Checks whether links to other hosts still work.
     pub watch: Alarm,
-    /// Descriptors that could not be received or closed apart are tried again.
+    /// Tries again to receive or close descriptors in a thread apart.
     pub apart: Alarm,
 }
 
 impl Alarms {
-    /// When the first rings.
+    /// Returns the time of the first alarm, monotonic ns; `None` if all are off.
     pub fn next_timeout(&self) -> Option<u64> {
         let Self {
             listen,

@@ -25,9 +25,9 @@ use rdmasock_core::stream::connection;
 
 /// Why an ASK is not answered by YES.
 enum Refusal {
-    /// It is answered by NO.
+    /// The ASK is answered by NO.
     No(wire::Reason),
-    /// It is answered when the program has used the socket.
+    /// The ASK is answered when the program has used the socket.
     NotYet(&'static Socket),
 }
 
@@ -38,13 +38,13 @@ impl From<wire::Reason> for Refusal {
 }
 
 impl Worker {
-    /// Answers for a listener from now on.
+    /// Answers ASKs on the listener's name from now on.
     pub(super) fn listen(&mut self, listener: &'static Listener) {
-        // Its object may have been another listener before, whose name is gone.
+        // The object may have been another listener before, whose name is gone.
         let known = self.listeners.iter().position(|l| std::ptr::eq(*l, listener));
         let id = known.unwrap_or(self.listeners.len()) as u64;
         if let Some(name) = listener.name() {
-            // EXCLUSIVE: of several workers on one inherited name one wakes up.
+            // EXCLUSIVE: of several processes that poll one inherited name, one wakes up.
             let flags = kernel::EventFlags::IN | kernel::EventFlags::EXCLUSIVE;
             if self.add(name.as_fd(), tag(kind::NAME, id), flags) {
                 listener.enter(&self.library.id);
@@ -63,11 +63,11 @@ impl Worker {
         }
         let link = self.remote_link_of(conn);
         let tuple = match link {
-            // Another host knows nothing of this one's namespaces and interfaces.
+            // Namespaces and interfaces of this host mean nothing to another host.
             Some(_) => tuple.at(self.namespace, 0),
             None => tuple,
         };
-        // Looked for once: what is accepted meanwhile has not been used.
+        // Looked up once: a connection that is accepted meanwhile has not been used.
         let accepted = self.handshakes.accepted(&tuple);
         if let Some(socket) = accepted
             && !(self.is_here(socket, &tuple) && self.may_ask(conn, &tuple))
@@ -138,13 +138,13 @@ impl Worker {
         if !self.send_reply(conn, &reply)
             && let Message::Yes { nonce_s, .. } = reply
         {
-            // Nobody knows of this attempt, so nobody ends it.
+            // The asker did not get the YES, so no message of its will end this attempt.
             self.on_cancel(nonce_s);
         }
     }
 
-    /// Whether the asker owns the connector's end (P13). Where that is on another host, no user can be proved to: its
-    /// questions are believed if they come from there, or from the owner of the control port here.
+    /// Returns whether the asker owns the connector's end (P13). If that end is on another host, no user can be proved
+    /// to. Then a question is accepted from there, or from the owner of the control port here.
     fn may_ask(&self, conn: u64, tuple: &Tuple) -> bool {
         let credentials = match self.conns.get(&conn) {
             Some(Conn {
@@ -176,20 +176,20 @@ impl Worker {
         }
     }
 
-    /// The channel, if it is a link between hosts.
+    /// Returns `conn` if it is a link between hosts, else `None`.
     fn remote_link_of(&self, conn: u64) -> Option<u64> {
         let peer = self.conns.get(&conn).map(|c| &c.peer);
         matches!(peer, Some(Peer::Link(link)) if link.is_remote()).then_some(conn)
     }
 
-    /// Whether the YES with this nonce may have been lost. One on another channel was not, or its asker is gone; it may
-    /// have acted on that, and would take a second one back.
+    /// Returns whether the YES with this nonce may have been lost, with a link between hosts. On any other channel it
+    /// was not lost, or its asker is gone. An asker that has acted on the first YES would cancel a second one.
     fn is_lost(&self, nonce_s: &Nonce) -> bool {
         let link = self.handshakes.link_of(nonce_s);
         link.is_some_and(|link| !self.conns.contains_key(&link))
     }
 
-    /// The connection has been used, or closed.
+    /// Answers the questions that waited until the connection was used or closed.
     pub(super) fn answer_deferred(&mut self, r: Ref) {
         for d in self.handshakes.take_deferred(r) {
             self.on_ask(d.conn, d.request, d.tuple, d.nonce_c, d.instance_c);
@@ -197,12 +197,13 @@ impl Worker {
         if let Some(socket) = r.get()
             && !ready::is_watched(socket)
         {
-            // What was kept out of the kernel's sets for a promotion goes back there.
+            // Entries that were kept out of the kernel's epoll sets for a promotion go back there.
             ready::hand_back(socket);
         }
     }
 
-    /// Other processes answer on the name too: what is asked there about this connection is to come here.
+    /// Enters this instance as the holder of the connection: other processes answer on the same name, and redirect
+    /// questions about it here.
     pub(super) fn hold(&self, r: Ref) {
         if let Some(socket) = r.get()
             && let Some(listener) = socket.promotion.listener()
@@ -212,8 +213,8 @@ impl Worker {
         }
     }
 
-    /// Who else behind the name that the question came to has the connection: if nobody has said so, any of the other
-    /// live instances.
+    /// Returns the other instances behind the question's name that may hold the connection: its registered holder, else
+    /// at most `MAX_REDIRECT` live ones. Empty if the question came by no service name.
     fn others(&self, conn: u64, tuple: &Tuple) -> Vec<InstanceId> {
         match self.conns.get(&conn).map(|c| &c.peer) {
             Some(Peer::Incoming {
@@ -232,7 +233,8 @@ impl Worker {
         }
     }
 
-    /// Accepts the promotion of a connection, if it is ours and may be moved.
+    /// Accepts the promotion of a connection that this instance holds, if the connection may be moved. Returns the
+    /// nonce of the YES; `Err` says how the ASK is answered instead.
     fn answer(
         &mut self,
         socket: &'static Socket,
@@ -270,13 +272,13 @@ impl Worker {
         let (here, there) = (tuple.acceptor().ip(), tuple.connector().ip());
         let reached_at = match self.library.reach.is_between_hosts(here, there) {
             false => None,
-            // Before the YES: HELLO says where the link can be made.
+            // Before the YES, since HELLO says where the link can be made.
             true if self.listen_for_links(here) => Some(here),
             true => return Err(wire::Reason::Unsupported.into()),
         };
         let nonce_s = Nonce::random().map_err(|_| wire::Reason::Resources)?;
         if !socket.promotion.exchange_stage(Stage::Watching, Stage::Busy) {
-            // An attempt that the asker has given up may not be over here.
+            // An attempt that the asker has given up may still be under way here.
             let is_busy = socket.promotion.stage() == Stage::Busy;
             return Err(if is_busy {
                 wire::Reason::Limit
@@ -285,12 +287,12 @@ impl Worker {
             }
             .into());
         }
-        // The object may have become another connection while this was looked at.
+        // The object may have become another connection meanwhile.
         if r.get().is_none() {
             stand_back(socket);
             return Err(wire::Reason::NotHeld.into());
         }
-        // Who forks counts the holders, and looks whether the connection is busy then (`fork::count_holders`): one of
+        // A fork counts the holders and then checks whether the connection is busy (`fork::count_holders`), so one of
         // the two sees the other. A child that knows nothing of the attempt would read its markers.
         store_load_fence();
         if socket.promotion.holders.are_several() {
@@ -306,7 +308,7 @@ impl Worker {
             Watched::Done if connection::start_scan(socket, nonce_s) => {}
             _ if socket.numbers.anchor_fd().is_some_and(sockopt::is_beyond_links) => {
                 socket.told.set_why(Reason::Unsupported);
-                // Not of one that has been closed meanwhile.
+                // No effect if the connection has been closed meanwhile.
                 socket.promotion.exchange_stage(Stage::Busy, Stage::Pinned);
                 socket.promotion.holders.on_returned();
                 self.settle(r);
@@ -315,19 +317,20 @@ impl Worker {
             _ => {
                 stand_back(socket);
                 self.settle(r);
-                // A moment later the calls that are in the kernel now may be back.
+                // A moment later the calls that are in the kernel now may have returned.
                 return Err(wire::Reason::Limit.into());
             }
         }
         let mut control = socket.control.lock().ok_or(wire::Reason::Resources)?;
         if r.get().is_none() || socket.numbers.anchor_fd().is_none() {
-            // It has been closed since, and may be another connection, for which nobody has asked.
+            // The connection has been closed since. The object may be another connection, about which no ASK came.
             connection::stop_scan(socket);
             drop(control);
             self.settle(Ref::new(socket));
             return Err(wire::Reason::NotHeld.into());
         }
-        // What holds all connections on TCP may have come since, and has then not seen this one: it looks who scans.
+        // Another thread may have begun to keep all connections on TCP without seeing this one. That thread sets
+        // `kept_on_tcp` first, and then checks which sockets scan.
         store_load_fence();
         if crate::sys::kept_on_tcp::reason().is_some() {
             connection::stop_scan(socket);
@@ -337,7 +340,7 @@ impl Worker {
             return Err(wire::Reason::Limit.into());
         }
         if let Some(reason) = control.leave {
-            // The program has put the socket to a use since that forbids it.
+            // Since then the program has used the socket in a way that forbids a promotion.
             socket.told.set_why(reason);
             connection::stop_scan(socket);
             socket.promotion.set_stage(Stage::Pinned);
@@ -364,7 +367,7 @@ impl Worker {
     }
 }
 
-/// Our nonce, if this very question was answered by a YES of which nothing has come yet.
+/// Returns this end's nonce if the same question was answered by a YES and no marker has come since, else `None`.
 fn said_yes(socket: &Socket, nonce_c: Nonce, instance_c: InstanceId) -> Option<Nonce> {
     let control = socket.control.lock()?;
     let handshake = control.handshake.as_ref().filter(|h| h.phase() == Phase::Offered)?;
@@ -372,20 +375,20 @@ fn said_yes(socket: &Socket, nonce_c: Nonce, instance_c: InstanceId) -> Option<N
     is_same.then_some(handshake.mine())
 }
 
-/// Whether this process has carried data over the connection; if not its first use will tell.
+/// Returns whether this process has carried data over the connection. If not, its first use is reported to this thread.
 fn is_used(socket: &Socket) -> bool {
     if socket.promotion.progress.has_begun() {
         return true;
     }
-    // The other order in `tx::account`: it counts, then looks.
+    // `tx::account` has the other order: it counts, then checks `asked`. So one of the two sees the other.
     socket.promotion.asked.store(true, SeqCst);
     store_load_fence();
     socket.promotion.progress.has_begun() && socket.promotion.asked.swap(false, SeqCst)
 }
 
-/// There is no attempt after all.
+/// Takes back the beginning of an attempt: the connection is `Watching` again.
 fn stand_back(socket: &Socket) {
-    // Unless the program has closed it meanwhile, or put it to a use that forbids promotions.
+    // No effect if the program has closed the socket meanwhile, or used it in a way that forbids promotions.
     socket.promotion.exchange_stage(Stage::Busy, Stage::Watching);
     socket.promotion.holders.on_returned();
 }

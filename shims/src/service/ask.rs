@@ -1,5 +1,5 @@
-//! The connector's part of a rendezvous: asking whether the other end can be promoted. What comes of a question is in
-//! `ask/answers.rs`.
+//! The connector's part of a rendezvous: asking whether the other end can be promoted. `ask/answers.rs` handles the
+//! answers.
 
 mod answers;
 
@@ -25,20 +25,20 @@ use crate::objects::link::{Link, up};
 use crate::objects::mailbox::Ref;
 use crate::objects::socket::Socket;
 
-/// How long a channel for one question is kept, ns: longer than the answer counts, for a late YES is to be cancelled.
+/// How long the channel of one question is kept, ns. Longer than the answer counts, so that a late YES is cancelled.
 const CHANNEL_LIFE: u64 = 10_000_000_000;
-/// How long a destination without the library is believed to be one.
+/// How long a destination counts as one without the library.
 const ABSENT_FOR: Duration = Duration::from_secs(5);
-/// Where more instances have answered for a destination, it is one of those that have a process a connection, which
-/// none of them has: then the name is asked at once.
+/// The most known instances of a destination that are asked over links. A destination with more has a process for each
+/// connection, so no known instance holds a new one. Then the service names are asked at once.
 const MAX_KNOWN: usize = 4;
 
-/// Questions that wait for an answer at a time. More would come faster than the peer's one thread answers, and time
-/// out. Fewer than the channels that one user may have at a name (`guests`).
+/// The most questions that wait for an answer at a time. More would come faster than the peer's one thread answers, and
+/// time out. The bound is below the number of channels that one user may have at a name (`guests`).
 const MOST_ASKS: usize = 48;
 
 impl Worker {
-    /// A connection has reached its threshold. It is asked for when its turn comes.
+    /// Queues a connection that has reached its threshold. It is asked for when its turn comes.
     pub(super) fn ask_in_turn(&mut self, r: Ref) {
         self.to_ask.push_back(r);
         self.ask_next();
@@ -71,7 +71,8 @@ impl Worker {
         if let Some(reason) = self.library.refuses(connector, acceptor, Direction::Connect) {
             return stay(socket, reason.into());
         }
-        // Busy since before; who forks counts, and looks whether it is.
+        // The socket is `Busy` already. A fork counts the holders and then checks whether the socket is busy, so one of
+        // the two sees the other.
         store_load_fence();
         if socket.promotion.holders.are_several() {
             return later(socket, Reason::Inherited.into());
@@ -101,7 +102,7 @@ impl Worker {
                 return;
             };
             if let Some(reason) = control.leave {
-                // The program has put the socket to a use since that forbids it.
+                // Since then the program has used the socket in a way that forbids a promotion.
                 drop(control);
                 return stay(socket, reason.into());
             }
@@ -112,7 +113,8 @@ impl Worker {
         self.go_on(request, asking);
     }
 
-    /// A number for a question: not to be guessed, although a channel that was not asked cannot answer anyway.
+    /// Returns an unused number for a question. Peers cannot guess it, although only a channel that was asked can
+    /// answer.
     pub(super) fn new_request(&self) -> u64 {
         std::iter::repeat_with(crate::objects::library::random_u64)
             .find(|r| !self.asks.contains_key(r))
@@ -151,7 +153,7 @@ impl Worker {
     pub(super) fn question(&self, request: u64, asking: &Asking) -> Message {
         Message::Ask {
             request,
-            // Another host knows nothing of this one's namespaces and interfaces.
+            // Namespaces and interfaces of this host mean nothing to another host.
             tuple: if asking.remote {
                 asking.tuple.at(0, 0)
             } else {
@@ -165,7 +167,7 @@ impl Worker {
         }
     }
 
-    /// Asks the other host, or the service names of this one.
+    /// Asks the other host, or the service names of this host.
     pub(super) fn ask_out(&mut self, request: u64, asking: &mut Asking) {
         if asking.remote {
             self.ask_host(request, asking);
@@ -174,7 +176,7 @@ impl Worker {
         }
     }
 
-    /// With answers outstanding: waits. Else asks the service names or the other host, or gives up.
+    /// Waits if answers are outstanding. Otherwise asks the service names or the other host, or gives up.
     pub(super) fn go_on(&mut self, request: u64, mut asking: Asking) {
         if asking.asked.is_empty() && !asking.named {
             asking.named = true;
@@ -205,7 +207,7 @@ impl Worker {
         }
         match asking.answered {
             None if asking.busy => later(socket, Reason::TimedOut.into()),
-            // It may not have been accepted yet.
+            // The connection may not have been accepted yet.
             None if asking.untrusted => later(socket, Reason::NotTrusted.into()),
             None | Some(wire::Reason::Absent) => {
                 self.cache
@@ -260,20 +262,20 @@ impl Worker {
         }
     }
 
-    /// Drops the questions of attempts that the program has given up: a YES is too late then.
+    /// Drops the questions of attempts that the program has given up. A YES that comes later is cancelled.
     pub(super) fn forget_asks(&mut self, socket: &'static Socket) {
         self.asks
             .retain(|_, a| !a.socket().is_some_and(|s| std::ptr::eq(s, socket)) || is_asking(socket, a.nonce));
     }
 }
 
-/// Whether the socket is still in the attempt that `nonce` was drawn for, with nothing in TCP.
+/// Returns whether the socket is still in the attempt that `nonce` was drawn for, with no marker in TCP.
 fn is_asking(socket: &Socket, nonce: Nonce) -> bool {
     let control = socket.control.lock();
     control.is_some_and(|c| c.handshake.as_ref().is_some_and(|h| h.is_asking() && h.mine() == nonce))
 }
 
-/// Ends the attempt before anything was in TCP. False if the socket is not in it any more.
+/// Ends the attempt before any marker was in TCP. Returns false if the socket is not in this attempt any more.
 fn abandon(socket: &'static Socket, nonce: Nonce) -> bool {
     let Some(mut control) = socket.control.lock() else {
         return false;

@@ -9,26 +9,26 @@ use rdmasock_core::wire;
 use crate::objects::mailbox::Ref;
 use crate::objects::socket::Socket;
 
-/// How long an answer may take.
+/// How long an answer within the host may take.
 pub const ASK_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long an answer from another host may take: a busy machine has to open its RDMA device first, and nobody
-/// waits.
+/// How long an answer from another host may take. A busy machine may have to open its RDMA device first; no call of the
+/// program waits meanwhile.
 pub const REMOTE_TIMEOUT: Duration = Duration::from_secs(6);
 
-/// The first pause of a question that is asked again and again, and the longest; each is twice the one before.
+/// The first and the longest pause of a question that is asked again and again. Each is twice the one before.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_secs(64);
 
-/// For whom a question is asked.
+/// The asker of a question.
 #[derive(Clone, Copy)]
 pub enum Asker {
     /// A connection of this process.
     Here(Ref),
     /// An instance of another host, whose question came in as `conn`.
     Elsewhere {
-        /// Over which it came, as a pseudo channel.
+        /// The pseudo channel that the question came over.
         conn: u64,
-        /// Which that is.
+        /// The asking instance.
         instance: InstanceId,
     },
 }
@@ -38,26 +38,27 @@ pub struct Asking {
     pub who: Asker,
     pub nonce: Nonce,
     pub tuple: Tuple,
-    /// The other end is on another host: its control port is asked, not the names of this one.
+    /// The other end is on another host: its control port is asked, not the names of this host.
     pub remote: bool,
-    /// The channels from which the answer has not come. No other's counts.
+    /// The channels whose answer has not come yet. An answer on any other channel does not count.
     pub asked: HashSet<u64>,
     /// Instances asked so far.
     pub tried: HashSet<InstanceId>,
     /// The service names have been asked, not only links.
     pub named: bool,
-    /// Somebody answered, so it is not a peer without the library.
+    /// The reason of a NO, a REDIRECT or a closed channel; `None` if none has come. With any reason but `Absent` the
+    /// peer has the library.
     pub answered: Option<wire::Reason>,
-    /// There is a name, but nobody took the question now.
+    /// A service name exists, but its instance could not take the question now.
     pub busy: bool,
-    /// There is a name of somebody who may not answer.
+    /// A service name exists, but its user may not answer for this connection.
     pub untrusted: bool,
-    /// A YES may have been lost with a link between hosts. Who has said it looks for a HELLO until it hears of us, so
-    /// this is asked again until it is answered, or the connection is over (P16).
+    /// A YES may have been lost with a link between hosts. Its sender scans for HELLO until this end answers. So the
+    /// question is asked until it is answered, or the connection is over (P16).
     pub is_unheard: bool,
-    /// How long after a question that was not answered the next one is asked.
+    /// The pause after an unanswered question before the next one is asked.
     pub pause: Duration,
-    /// Monotonic ns.
+    /// When the wait for an answer ends, monotonic ns.
     pub deadline: u64,
 }
 
@@ -79,14 +80,14 @@ impl Asking {
         Self::new(Asker::Here(r), nonce, tuple, true)
     }
 
-    /// It is out there too.
+    /// Adds another channel that the question is out on.
     pub fn also_for_test(&mut self, conn: u64) {
         self.asked.insert(conn);
     }
 }
 
 impl Asking {
-    /// A question that was not asked anybody yet.
+    /// Returns a question that has not been sent yet.
     pub fn new(who: Asker, nonce: Nonce, tuple: Tuple, remote: bool) -> Self {
         Self {
             who,
@@ -105,36 +106,37 @@ impl Asking {
         }
     }
 
-    /// A question that came from another host.
+    /// Returns a question that came from another host over the pseudo channel `conn`.
     pub fn relayed(conn: u64, tuple: Tuple, nonce: Nonce, instance: InstanceId) -> Self {
         Self::new(Asker::Elsewhere { conn, instance }, nonce, tuple, false)
     }
 
-    /// It is asked again in a while.
+    /// Has the question asked again after `pause`, between hosts not before `REMOTE_TIMEOUT`, and doubles the pause.
     pub fn put_off(&mut self, now: u64) {
         let answer_within = if self.remote { REMOTE_TIMEOUT } else { Duration::ZERO };
         self.deadline = now + self.pause.max(answer_within).as_nanos() as u64;
         self.pause = LONGEST_PAUSE.min(self.pause * 2);
     }
 
-    /// Whether an answer is still needed although this one has come. Of a YES that was lost only its sender can know,
-    /// to whom the attempt is under way until it knows that the link is down.
+    /// Returns whether an answer is still needed although this one has come. Only the sender of a lost YES knows of it,
+    /// and its attempt goes on until it knows that the link is down.
     pub fn goes_on_after(&self, answered: Option<wire::Reason>) -> bool {
         use wire::Reason::{Absent, Limit, NotHeld};
         self.is_unheard && matches!(answered, None | Some(NotHeld | Absent | Limit))
     }
 
-    /// Whether others wait until it is over: not for one that is asked again and again.
+    /// Returns whether other questions wait for this one. False if it is relayed, or asked again and again.
     pub fn takes_turn(&self) -> bool {
         !self.is_unheard && !self.is_relayed()
     }
 
-    /// Whether it came from another host.
+    /// Returns whether the question came from another host.
     pub fn is_relayed(&self) -> bool {
         matches!(self.who, Asker::Elsewhere { .. })
     }
 
-    /// The connection of this process that it is about, if it is still the same.
+    /// Returns the connection of this process that the question is about. `None` if the question came from another
+    /// host, or the connection has ended.
     pub fn socket(&self) -> Option<&'static Socket> {
         match self.who {
             Asker::Here(r) => r.get(),

@@ -1,4 +1,4 @@
-//! The channels to peers: what comes over them, to whom it goes, and their end.
+//! The channels to peers: the messages that come over them, their handlers, and the end of a channel.
 
 use std::os::fd::AsFd;
 
@@ -15,9 +15,9 @@ use crate::objects::link::Link;
 use crate::objects::listener::Listener;
 use crate::objects::mailbox::{kind, tag};
 
-/// How many of those who wait at a name are received before others have their turn.
+/// The most waiting connections to a name that are accepted before other events have their turn.
 const GUESTS_AT_ONCE: usize = 16;
-/// How long nobody is received after there was no descriptor, ns.
+/// How long names are not polled after a descriptor was missing, ns.
 const DEAF_FOR: u64 = 100_000_000;
 /// Time from a failure to receive or close descriptors apart to the next try, ns.
 const APART_AGAIN: u64 = 50_000_000;
@@ -25,7 +25,7 @@ const APART_AGAIN: u64 = 50_000_000;
 const OVERFLOW_UID: u32 = 65_534;
 
 impl Worker {
-    /// Takes a channel into the set; gives its number.
+    /// Takes a channel into the epoll set and returns its id; `None` if the set does not take it.
     pub(super) fn register(&mut self, channel: Channel, peer: Peer) -> Option<u64> {
         let id = self.new_conn();
         let flags = kernel::EventFlags::IN | kernel::EventFlags::RDHUP;
@@ -36,7 +36,7 @@ impl Worker {
         Some(id)
     }
 
-    /// Somebody has connected to one of our names.
+    /// Accepts connections to one of this instance's names.
     pub(super) fn receive_guests(
         &mut self,
         listener: Option<&'static Listener>,
@@ -45,14 +45,14 @@ impl Worker {
         if left::is_full() {
             return self.listen_to_names(false);
         }
-        // Not all who wait: those who are here have their turn between.
+        // Not all waiting connections at once: channels that are open have their turn between.
         for _ in 0..GUESTS_AT_ONCE {
             match accept(self) {
                 Ok(Some(channel)) => self.receive_guest(channel, listener),
                 Ok(None) => return,
                 Err(_) => {
-                    // No descriptor: who has been here for longest goes, and if it was none of them the names are left
-                    // alone for a moment; they stay readable.
+                    // No descriptor is left: the oldest guest is closed. If there is no guest, the names are not polled
+                    // for a moment; they stay readable.
                     match self.guests.first() {
                         Some(first) => self.hang_up(first, Reason::Resources),
                         None => return self.listen_to_names(false),
@@ -66,7 +66,7 @@ impl Worker {
         if !self.can_begin() {
             return;
         }
-        // Whom the kernel cannot name is one user with all such.
+        // All users that the kernel cannot name count as one.
         let uid = channel.peer().map_or(u32::MAX, |c| c.uid);
         let Some(id) = self.register(
             channel,
@@ -80,7 +80,7 @@ impl Worker {
         if let Some(leaves) = self.guests.admit(id, uid, crate::sys::time::now_ns()) {
             self.hang_up(leaves, Reason::LinkLimit);
         }
-        // It has asked already, as a rule.
+        // As a rule the question has come already.
         self.on_channel(id);
     }
 
@@ -104,7 +104,7 @@ impl Worker {
             .enumerate()
             .filter_map(|(id, listener)| Some((listener.name()?, tag(kind::NAME, id as u64), exclusive)));
         for (fd, data, flags) in instance.into_iter().chain(services) {
-            // One that is EXCLUSIVE cannot be modified.
+            // The kernel modifies no entry that is EXCLUSIVE.
             let _ = kernel::delete(&self.service.epoll, fd);
             if on {
                 self.add(fd, data, flags);
@@ -112,7 +112,7 @@ impl Worker {
         }
     }
 
-    /// Whether to look for room on the link's side channel.
+    /// Sets whether the link's side channel is polled for room.
     pub(super) fn await_room(&self, link: &'static Link, wanted: bool) {
         let Some(id) = self.conn_of(link) else { return };
         let mut flags = kernel::EventFlags::IN | kernel::EventFlags::RDHUP;
@@ -123,7 +123,7 @@ impl Worker {
         });
     }
 
-    /// Reads what has come over a channel.
+    /// Reads the messages that have come over a channel.
     pub(super) fn on_channel(&mut self, id: u64) {
         if let Some(Peer::Link(link)) = self.conns.get(&id).map(|c| &c.peer)
             && link.has_outbox()
@@ -163,7 +163,7 @@ impl Worker {
         }
     }
 
-    /// Calls `f` with a channel, also a link's. `None` without one, or if it is closed.
+    /// Calls `f` with a channel, also with a link's. `None` without a channel, or if it is closed.
     fn with_channel<R>(&self, id: u64, f: impl FnOnce(&Channel) -> R) -> Option<R> {
         match self.conns.get(&id)? {
             Conn {
@@ -201,7 +201,7 @@ impl Worker {
         self.hang_up(id, Reason::LinkFailed);
     }
 
-    /// Whether a message is one that comes with descriptors, and its sender is known by the TCP connection.
+    /// Returns whether the message may carry descriptors, and its sender has proved that it knows the TCP connection.
     fn may_have_fds(&self, id: u64, message: &Message) -> bool {
         use Message as M;
         match (self.conns.get(&id).map(|c| &c.peer), message) {
@@ -214,19 +214,20 @@ impl Worker {
         }
     }
 
-    /// P10: closes a channel with descriptors in it that its other end may not send.
+    /// P10: closes a channel whose next message carries descriptors that the other end may not send.
     fn refuse_fds(&mut self, id: u64) {
         let reason = wire::Reason::Secret;
         self.reply(id, &Message::LinkRefuse { reason });
         self.violation(id);
     }
 
-    /// Receives a message with its descriptors. False if that is done apart, or not now. A close of another user's
-    /// descriptors here could drop fcntl(2) locks of the program, or wait for as long as the sender has arranged.
+    /// Receives a message with its descriptors. Returns false if that is done in a thread apart, or not now. A close of
+    /// another user's descriptors here could drop fcntl(2) locks of the program. It could also wait for as long as the
+    /// sender has arranged.
     fn receive_fds(&mut self, id: u64) -> bool {
         let own = rustix::process::geteuid().as_raw();
         let peer = self.with_channel(id, Channel::peer).and_then(Result::ok);
-        // Such a process may trace and end this one anyway.
+        // A process of root or of the same user may trace and end this one anyway.
         if peer.is_some_and(|peer| peer.pid.is_some() && [0, own].contains(&peer.uid) && peer.uid != OVERFLOW_UID) {
             let mut buf = [0; MAX_MESSAGE];
             match self.with_channel(id, |channel| channel.recv(&mut buf)) {
@@ -255,7 +256,7 @@ impl Worker {
         false
     }
 
-    /// No thread that receives can be made now.
+    /// Handles that no thread for receiving descriptors can be made now.
     fn on_none_apart(&mut self, id: u64, error: Errno) {
         tracing::debug!(target: "rdmasock", %error, "descriptors of another user's process cannot be received now");
         match self.conns.get(&id).map(|c| &c.peer) {
@@ -272,7 +273,8 @@ impl Worker {
         }
     }
 
-    /// Takes a message that was received apart, or the end that stands for one with other descriptors.
+    /// Handles a message that was received apart. An end of that channel stands for a message with other descriptors: a
+    /// violation.
     pub(super) fn on_apart(&mut self, id: u64) {
         let Some(apart) = self.conns.get_mut(&id).and_then(|conn| conn.apart.take()) else {
             return;
@@ -295,18 +297,19 @@ impl Worker {
         self.with_channel(id, |channel| self.add(channel.as_fd(), tag(kind::CHANNEL, id), flags));
     }
 
-    /// Has channels closed apart that hold descriptors.
+    /// Has a thread apart close the channels that hold descriptors. If that fails, it is tried again after
+    /// `APART_AGAIN`.
     pub(super) fn close_left(&mut self) {
         if left::is_any() && self.alarms.apart.next().is_none() && !apart::close_left() {
             self.alarms.apart.set(crate::sys::time::now_ns() + APART_AGAIN);
         }
     }
 
-    /// A message came without its fds, because this process has no number left.
+    /// Handles a message that came without its descriptors, because this process has no fd left.
     fn on_lost_fds(&mut self, id: u64, message: &Message) {
         use Message as M;
         match (message, self.conns.get(&id).map(|c| &c.peer)) {
-            // P27: we cannot ring there.
+            // P27: this instance cannot wake that waiter.
             (M::Waiter { id }, Some(Peer::Link(link))) => {
                 let _ = link.send(&M::WaiterGone { id: *id }, &[]);
             }
@@ -368,12 +371,12 @@ impl Worker {
         }
     }
 
-    /// Answers on a channel, link or not.
+    /// Answers on a channel, a link or the control port.
     pub(super) fn reply(&mut self, conn: u64, message: &Message) {
         self.send_reply(conn, message);
     }
 
-    /// The same. False if the answer is not on its way: who asked has gone, or was hung up on.
+    /// Answers on a channel. Returns false if the answer is not on its way, since the asker's channel is closed.
     pub(super) fn send_reply(&mut self, conn: u64, message: &Message) -> bool {
         match self.conns.get(&conn) {
             Some(Conn {
@@ -400,7 +403,7 @@ impl Worker {
         }
     }
 
-    /// The channel of a link.
+    /// Returns the channel of a link; `None` if it has none any more.
     pub(super) fn conn_of(&self, link: &'static Link) -> Option<u64> {
         let found = self
             .conns
@@ -409,7 +412,7 @@ impl Worker {
         found.map(|(id, _)| *id)
     }
 
-    /// What belongs to a link is not looked at any more.
+    /// Takes the descriptors of a link out of the epoll set.
     pub(super) fn forget_link_fds(&mut self, link: &'static Link) {
         if link.is_remote() {
             return self.forget_remote(link);
@@ -419,14 +422,14 @@ impl Worker {
         });
     }
 
-    /// The other end of a channel does not keep to the protocol.
+    /// Closes a channel whose other end breaks the protocol.
     pub(super) fn violation(&mut self, id: u64) {
         tracing::warn!(target: "rdmasock", "a peer breaks the protocol");
         self.library.stats.count(Event::LinkViolation);
         self.hang_up(id, Reason::Violation);
     }
 
-    /// A channel has ended, or is not to be used further.
+    /// Closes a channel that has ended, or must not be used any more, and ends what depends on it.
     pub(super) fn hang_up(&mut self, id: u64, why: Reason) {
         self.links.half_open.remove(&id);
         self.guests.on_gone(id);

@@ -1,4 +1,4 @@
-//! Carries out what calls of the program leave to the service thread.
+//! Carries out the commands that calls of the program leave to the service thread.
 
 use std::os::fd::AsFd;
 
@@ -12,7 +12,7 @@ use crate::objects::link::{Link, up};
 use crate::objects::listener::Listener;
 use crate::objects::mailbox::{Command, Ref, kind, tag};
 
-/// How long a peer is not told of bytes that more is to follow, ns: as TCP_CORK (tcp(7)).
+/// How long the wake-up for bytes that more is to follow is held back, ns: as long as TCP_CORK holds data (tcp(7)).
 const DELAYED_FOR: u64 = 200_000_000;
 
 impl Worker {
@@ -26,7 +26,7 @@ impl Worker {
             Command::Dialled(peer, dialled) => self.on_dialled(peer, dialled),
             Command::WantBulk(slot) => self.want_bulk(slot),
             Command::BulkDialled(serial, dialled) => self.on_bulk_dialled(serial, dialled),
-            // It may be another link by now, or none.
+            // The slot may belong to another link by now, or to none.
             Command::AwaitRoom(slot) => {
                 if let Some(link) = link_at(slot).filter(|l| l.has_outbox()) {
                     self.await_room(link, true);
@@ -75,7 +75,7 @@ impl Worker {
         }
     }
 
-    /// What a connection has left to be done, if it is still the same.
+    /// Does a task for a connection, unless the socket object has become another connection since.
     fn do_for(&mut self, r: Ref, task: Task) {
         let Some(socket) = r.get() else { return };
         let has_changed = match task {
@@ -87,7 +87,7 @@ impl Worker {
                 false
             }
             Task::Drained => {
-                // No notification: an edge-triggered set would report what it has reported.
+                // Sends no notification: an edge-triggered set would report again what it has reported.
                 self.close_if_over(socket);
                 false
             }
@@ -98,7 +98,7 @@ impl Worker {
     }
 }
 
-/// The link with this slot, if there is one that is up.
+/// Returns the live link with this slot; `None` if there is none.
 fn link_at(slot: u32) -> Option<&'static Link> {
     up::all().into_iter().find(|link| link.slot() == slot)
 }

@@ -1,8 +1,8 @@
-//! The answerer's part of the control port: questions of other hosts, about connections that some process
-//! of this host holds (docs/protocol.md, P60–P69).
+//! The answerer's part of the control port: questions of other hosts about connections that a process of this host
+//! holds (docs/protocol.md, P60–P69).
 //!
-//! The kernel hands a question to any of the instances that share the port, so what is not held here is passed
-//! on to the service names, as a connector of this host would ask. The asker's part is `remote.rs`.
+//! The kernel hands a question to any of the instances that share the port. A question about a connection that is not
+//! held here is relayed to the service names, as a connector of this host would ask. The asker's part is `remote.rs`.
 
 pub mod taken;
 
@@ -24,20 +24,20 @@ use crate::objects::mailbox::{kind, tag};
 use taken::{Control, MS, Query, State, count_refused};
 
 const PAUSE: u64 = 50 * MS;
-/// Questions that may be with other instances of this host at once.
+/// The most questions that are relayed to other instances of this host at once.
 const RELAYS: usize = 256;
-/// A YES is said again this often, at first after so long, then after twice as long each (P67).
+/// How often a YES is repeated: first `FIRST_REPEAT` ns after it, then after twice as long each time (P67).
 const REPEATS: u32 = 8;
 const FIRST_REPEAT: u64 = 200 * MS;
-/// How long a port that could not be bound is left alone.
+/// How long binding the port is not tried again after it has failed, ns.
 const BIND_AGAIN: u64 = 10_000 * MS;
-/// Datagrams that are read in a row.
+/// The most datagrams that are read in a row.
 const AT_ONCE: usize = 64;
 
 impl Worker {
-    /// Binds the control port, if this process may hold connections that could be moved. Failing is tried
-    /// again some time later, when the thread is awake anyway; until then only other users' instances, or
-    /// nobody, answers on this host.
+    /// Binds the control port, if this process may hold connections that could be promoted. A failure is tried again
+    /// after `BIND_AGAIN`, when the thread is awake anyway. Until then only instances of other users, if any, answer on
+    /// this host.
     pub(super) fn open_control(&mut self, now: u64) {
         let reach = self.library.reach;
         if self.control.socket.is_some()
@@ -72,10 +72,10 @@ impl Worker {
         }
     }
 
-    /// Datagrams have come.
+    /// Reads and handles the datagrams that have come.
     pub(super) fn on_control(&mut self) {
         let now = crate::sys::time::now_ns();
-        // One byte more, so that a longer one is told from one that fits.
+        // One byte more than a datagram has, so that a longer one is noticed.
         let mut buf = [0u8; DATAGRAM + 1];
         for _ in 0..AT_ONCE {
             if !self.control.arrivals.take(now) {
@@ -94,7 +94,7 @@ impl Worker {
                     }
                 }
                 Ok(None) => return,
-                // About an answer that found nobody.
+                // An ICMP error for an answer whose receiver is gone.
                 Err(_) => {}
             }
         }
@@ -134,7 +134,7 @@ impl Worker {
                 nonce_c,
                 instance_c,
             } => {
-                // P63: who asks is the connector, and asks the acceptor.
+                // P63: the question is sent from the connector's address to the acceptor's.
                 let Some(to) = arrival
                     .to
                     .filter(|to| tuple.connector().ip() == source && tuple.acceptor().ip() == to.to_canonical())
@@ -164,14 +164,14 @@ impl Worker {
                 }
             }
             Body::Got => self.end_query(datagram.query, arrival),
-            // Answers, on the port for questions.
+            // Answers do not belong on the port for questions.
             Body::Stamp | Body::Yes { .. } | Body::No { .. } => {
                 self.library.stats.count(Event::ControlKind);
             }
         }
     }
 
-    /// A question from an address that is the asker's.
+    /// Handles a question whose source address was proved by its stamp.
     fn on_query(&mut self, id: QueryId, mut query: Query, tuple: Tuple, instance_c: InstanceId, now: u64) {
         self.forget_queries(now);
         if let Some(known) = self.control.queries.get_mut(&id) {
@@ -205,12 +205,12 @@ impl Worker {
             return self.reply(conn, &Message::No { request, reason });
         }
         self.library.stats.count(Event::ControlRelay);
-        // A number of our own: the asker's may be another asker's too.
+        // A number of this instance: the asker's number may also be another asker's.
         let request = self.new_request();
         self.go_on(request, Asking::relayed(conn, tuple, nonce_c, instance_c));
     }
 
-    /// Sends the answer to another host's question, which this instance or another has given.
+    /// Sends the answer to another host's question, whether this instance or another one has given it.
     pub(super) fn answer_remote(&mut self, id: QueryId, message: &Message) {
         let now = crate::sys::time::now_ns();
         let Some(query) = self.control.queries.get_mut(&id) else {
@@ -264,7 +264,7 @@ impl Worker {
         }
     }
 
-    /// The asker has what it wanted.
+    /// Ends a query whose asker has the answer, or does not want it.
     fn end_query(&mut self, id: QueryId, arrival: &Arrival) {
         if let Some(query) = self.control.queries.get_mut(&id)
             && query.from == arrival.from
@@ -281,7 +281,7 @@ impl Worker {
         }
     }
 
-    /// Says YES again where that is due, and looks at the socket again after a flood.
+    /// Repeats each YES that is due, and polls the socket again when the pause after a flood is over.
     pub(super) fn control_on_time(&mut self, now: u64) {
         self.open_control(now);
         if self.control.paused_until != 0 && now >= self.control.paused_until {
@@ -314,7 +314,7 @@ impl Worker {
     }
 }
 
-/// The attempt is another instance's of this host. If that is gone, so is the connection.
+/// Passes CANCEL on to the instance of this host that made the attempt. If that instance is gone, so is the connection.
 fn pass_on_cancel(nonce_s: Nonce, instance_s: &InstanceId) {
     let message = Message::Cancel {
         request: 0,
@@ -325,7 +325,7 @@ fn pass_on_cancel(nonce_s: Nonce, instance_s: &InstanceId) {
     if let Ok(bytes) = message.encode(&mut buf)
         && let Ok(channel) = names::connect_to(names::instance(instance_s).as_bytes())
     {
-        // What was sent can be read after the channel has ended.
+        // The message can be read even after the channel has been closed.
         let _ = channel.send(bytes, &[]);
     }
 }

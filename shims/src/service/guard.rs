@@ -1,4 +1,5 @@
-//! A panic is a defect of ours, which neither the program nor its other connections are to suffer from.
+//! Catches panics of the service thread. A panic is a defect of the library; neither the program nor its other
+//! connections are to suffer from it.
 
 use std::cell::Cell;
 use std::ops::ControlFlow;
@@ -6,19 +7,19 @@ use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
-/// The first pause; each is twice as long as the one before, so that what happens again and again costs little.
+/// The first pause; each is twice as long as the one before, up to `LAST_PAUSE`. So a panic that repeats costs little.
 const FIRST_PAUSE: Duration = Duration::from_millis(1);
 const LAST_PAUSE: Duration = Duration::from_secs(1);
 
 thread_local! {
-    /// This thread's panics are caught here. No destructor, so it may be read at any time.
+    /// Whether this thread's panics are caught here. Has no destructor, so it may be read at any time.
     static IS_GUARDED: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Calls `round` until it breaks. A panic ends the one round; the next begins after a `pause`.
 ///
-/// The one command or event that the round was about is lost, so a connection may stay on TCP, or wait until its
-/// promotion's time is up; the others are the next round's. Locks are given back as their guards unwind.
+/// The command or event that the round was about is lost. Its connection may stay on TCP, or wait until its promotion's
+/// time is up. The next round handles the others. Locks are released as their guards unwind.
 pub fn rounds(mut round: impl FnMut() -> ControlFlow<()>, mut pause: impl FnMut(Duration)) {
     log_caught_panics();
     let mut rest = FIRST_PAUSE;
@@ -34,9 +35,9 @@ pub fn rounds(mut round: impl FnMut() -> ControlFlow<()>, mut pause: impl FnMut(
     }
 }
 
-/// A panic that this thread's [`rounds`] will catch is logged, where the standard library would write it to descriptor
-/// 2, which is the program's. Any other ends the process, and is told as usual. That library is linked into this one: a
-/// program in Rust has its own, with its own hook.
+/// Logs a panic that this thread's [`rounds`] will catch. The standard library would write it to fd 2, which is the
+/// program's. Any other panic ends the process, and is reported as usual. That standard library is linked into this
+/// one: a program in Rust has its own, with its own hook.
 fn log_caught_panics() {
     IS_GUARDED.set(true);
     // No `Once`: a fork child must not wait for a thread that it does not have.

@@ -1,41 +1,41 @@
-//! How many channels others may keep open to us, and for how long: anybody on the host can connect to our names. Only
-//! the account; the channels are `channels`'s.
+//! Limits how many channels peers keep open to this instance, and for how long: any process on the host can connect to
+//! its names. This is only the account; the channels are in `channels`.
 //!
-//! A guest is whoever has connected to a name of ours and has not made a link. A correct one asks at once, waits some
-//! seconds at most for the answer, and goes. So who is asked to leave for a newcomer has had what he came for, or
-//! never said what that was.
+//! A guest is a channel that was opened to one of this instance's names and has not become a link. A correct peer asks
+//! at once, waits some seconds at most for the answer, and closes. So evicting the oldest guest hits a peer that is
+//! done, or that never sent a request.
 
 use std::collections::BTreeMap;
 
-/// Time until a guest must say something, ns.
+/// Time until a guest must send its first message, ns.
 const SILENT_FOR: u64 = 3_000_000_000;
-/// Time that a guest may stay after it has last said something, ns: longer than anybody waits for an answer.
+/// Time that a guest may stay after its last message, ns. Longer than any asker waits for an answer.
 const IDLE_FOR: u64 = 10_000_000_000;
-/// Most guests, if there are descriptors enough.
+/// The most guests, if the process may have enough descriptors.
 const MOST: usize = 256;
-/// One user has at most this part of them.
+/// One user has at most this part of the guests: a quarter.
 const SHARE: usize = 4;
-/// One in so many descriptors may be a guest's.
+/// One in this many descriptors may be a guest's.
 const DESCRIPTORS: u64 = 8;
-/// As many at least, of one user too.
+/// The least bound, for all guests and for one user's.
 const LEAST: usize = 8;
 
 struct Guest {
     uid: u32,
     has_spoken: bool,
-    /// Monotonic ns.
+    /// When the guest's time is over, monotonic ns.
     until: u64,
 }
 
-/// See the module.
+/// The open guests.
 pub(super) struct Guests {
-    /// By the number of the channel: who came first is first.
+    /// By channel id, so that the oldest guest is first.
     all: BTreeMap<u64, Guest>,
     most: usize,
 }
 
 impl Guests {
-    /// None yet; in a process that may have so many descriptors.
+    /// Returns an empty account, for a process that may have `descriptors` descriptors.
     pub fn new(descriptors: u64) -> Self {
         let most = usize::try_from(descriptors / DESCRIPTORS).unwrap_or(MOST);
         Self {
@@ -44,8 +44,8 @@ impl Guests {
         }
     }
 
-    /// The channel `id`, larger than those before, is a guest's. Gives the one that has to go for it: of this user if
-    /// he has as many as a user may, else of the user who has most.
+    /// Adds the channel `id`, larger than those before, as a guest. Returns the guest that has to be closed for it: of
+    /// this user if the user has reached its share, else of the user with the most guests. `None` if there is room.
     pub fn admit(&mut self, id: u64, uid: u32, now: u64) -> Option<u64> {
         let leaves = if self.count(uid) >= (self.most / SHARE).max(LEAST) {
             self.first_of(uid)
@@ -71,7 +71,7 @@ impl Guests {
         self.all.values().filter(|g| g.uid == uid).count()
     }
 
-    /// Who has been silent for longest, or been here.
+    /// Returns the user's oldest guest that has sent nothing, else the user's oldest guest.
     fn first_of(&self, uid: u32) -> Option<u64> {
         let of = |has_spoken| {
             let mut of = self
@@ -83,7 +83,7 @@ impl Guests {
         of(false).or_else(|| of(true))
     }
 
-    /// Something has come over the channel.
+    /// Notes that a message has come over the channel.
     pub fn on_word(&mut self, id: u64, now: u64) {
         if let Some(guest) = self.all.get_mut(&id) {
             guest.has_spoken = true;
@@ -91,23 +91,23 @@ impl Guests {
         }
     }
 
-    /// The channel is closed, or a link's.
+    /// Removes a channel that is closed, or has become a link's.
     pub fn on_gone(&mut self, id: u64) {
         self.all.remove(&id);
     }
 
-    /// The guest that leaves first when there is no descriptor left.
+    /// Returns the oldest guest, which is closed when no descriptor is left.
     pub fn first(&self) -> Option<u64> {
         self.all.keys().next().copied()
     }
 
-    /// Those whose time is over.
+    /// Returns the guests whose time is over.
     pub fn overdue(&self, now: u64) -> Vec<u64> {
         let overdue = self.all.iter().filter(|(_, g)| g.until <= now);
         overdue.map(|(id, _)| *id).collect()
     }
 
-    /// When somebody's time is over next, monotonic ns.
+    /// Returns when the next guest's time is over, monotonic ns; `None` without guests.
     pub fn next_timeout(&self) -> Option<u64> {
         self.all.values().map(|g| g.until).min()
     }

@@ -1,5 +1,5 @@
-//! How the connections of this process are found that others speak of: by their addresses, and by the nonces of
-//! handshakes under way. And questions about some that it is too early to answer.
+//! Finds the connections of this process that peers ask about: by their addresses, and by the nonces of handshakes
+//! under way. Keeps the questions that it is too early to answer.
 
 use std::collections::HashMap;
 
@@ -11,16 +11,16 @@ use rdmasock_core::stream::handshake::{Handshake, Phase, Role};
 use crate::objects::mailbox::Ref;
 use crate::objects::socket::{self, Socket, Stage};
 
-/// Attempts that are over are looked for from this number on, and whenever it has doubled.
+/// From this number of attempts on, those that are over are removed, and again whenever the number has doubled.
 const OFFERED_MIN: usize = 64;
-/// How soon the second look at an orphan is, ns, and how long it is between two at most.
+/// Time to the second check of an orphan, and the longest time between two checks, ns.
 const LOOK_FIRST: u64 = 5_000_000;
 const LOOK_LAST: u64 = 1_000_000_000;
-/// How many such wait at a time; a connection is asked for by one, as a rule.
+/// The most questions that wait at a time. As a rule there is one for each connection.
 const MOST_DEFERRED: usize = 4096;
 
-/// An ASK about a connection that this process has accepted and not used yet: it may be about to
-/// fork a child that will, and then the child answers.
+/// An ASK about a connection that this process has accepted and not used yet. The process may be about to fork a child
+/// that will use the connection; then the child answers.
 pub struct Deferred {
     pub r: Ref,
     pub conn: u64,
@@ -28,11 +28,11 @@ pub struct Deferred {
     pub tuple: Tuple,
     pub nonce_c: Nonce,
     pub instance_c: InstanceId,
-    /// The asker no longer waits then, monotonic ns.
+    /// When the asker stops waiting, monotonic ns.
     pub deadline: u64,
 }
 
-/// A connection that was offered by a YES.
+/// A connection for which a YES was sent.
 struct Offered {
     r: Ref,
     /// The link between hosts that the YES went over.
@@ -42,26 +42,26 @@ struct Offered {
 /// An attempt whose asker has closed its channel. HELLO is in TCP by then, or will not come (P16).
 struct Orphan {
     nonce: Nonce,
-    /// How long it is until the next look, ns.
+    /// Time from the next check to the one after it, ns.
     every: u64,
-    /// When the next look is, monotonic ns.
+    /// The time of the next check, monotonic ns.
     deadline: u64,
 }
 
-/// See the module.
+/// The connections and questions of the file's header.
 pub struct Handshakes {
     /// Sockets whose addresses have been looked up.
     tuples: HashMap<Tuple, Ref>,
-    /// Handshakes under way, by our nonce.
+    /// Handshakes under way, by this end's nonce.
     offered: HashMap<Nonce, Offered>,
-    /// From how many of them on those that are over are looked for.
+    /// The number of attempts from which on those that are over are removed.
     bound: usize,
     deferred: Vec<Deferred>,
     orphans: Vec<Orphan>,
 }
 
 impl Handshakes {
-    /// None.
+    /// Returns an empty set.
     pub fn new() -> Self {
         Self {
             tuples: HashMap::new(),
@@ -72,17 +72,17 @@ impl Handshakes {
         }
     }
 
-    /// Whether there is memory for one more attempt.
+    /// Returns whether there is memory for one more attempt.
     pub fn has_room(&mut self) -> bool {
         self.offered.try_reserve(1).is_ok()
     }
 
-    /// The accepted socket with these addresses.
+    /// Returns the accepted socket with these addresses; `None` if this process has none.
     pub fn accepted(&mut self, tuple: &Tuple) -> Option<&'static Socket> {
         if let Some(socket) = self.tuples.get(tuple).and_then(|r| r.get()) {
             return Some(socket);
         }
-        // Addresses are looked up only now, so that connections which are never asked for do not pay.
+        // Addresses are looked up only now, so that connections that are never asked for do not pay for it.
         self.tuples.retain(|_, r| r.get().is_some());
         for socket in socket::all() {
             if socket.promotion.stage() == Stage::Watching && socket.promotion.role() == Role::Acceptor {
@@ -98,8 +98,8 @@ impl Handshakes {
         self.tuples.get(tuple).and_then(|r| r.get())
     }
 
-    /// Keeps an attempt to be found by its nonce; `link` is the link between hosts that YES goes over. Now and then
-    /// those that are over are forgotten.
+    /// Keeps an attempt under its nonce; `link` is the link between hosts that YES goes over. Now and then removes the
+    /// attempts that are over.
     pub fn enter(&mut self, nonce: Nonce, r: Ref, link: Option<u64>) {
         if self.offered.len() >= self.bound {
             let is_live = |nonce: &Nonce, offered: &mut Offered| offered.r.get().is_some_and(|s| is_attempt(s, *nonce));
@@ -109,7 +109,8 @@ impl Handshakes {
         self.offered.insert(nonce, Offered { r, link });
     }
 
-    /// The asker has closed its channel: the attempt ends once TCP shows that no HELLO comes.
+    /// Begins to check an attempt whose asker has closed its channel. The attempt ends once TCP shows that no HELLO
+    /// comes.
     pub fn on_asker_gone(&mut self, nonce: Nonce, now: u64) {
         self.orphans.push(Orphan {
             nonce,
@@ -118,27 +119,27 @@ impl Handshakes {
         });
     }
 
-    /// The link between hosts that the YES with this nonce went over.
+    /// Returns the link between hosts that the YES with this nonce went over; `None` if it went another way.
     pub fn link_of(&self, nonce: &Nonce) -> Option<u64> {
         self.offered.get(nonce)?.link
     }
 
-    /// The connection that made an attempt with this nonce.
+    /// Returns the connection that made the attempt with this nonce; `None` if it is over.
     pub fn by_nonce(&self, nonce: &Nonce) -> Option<&'static Socket> {
         self.offered.get(nonce).and_then(|offered| offered.r.get())
     }
 
-    /// Whether there is such an attempt, be its connection another by now.
+    /// Returns whether there is such an attempt, even if its socket is another connection by now.
     pub fn has(&self, nonce: &Nonce) -> bool {
         self.offered.contains_key(nonce)
     }
 
-    /// Nobody speaks of it any more.
+    /// Removes the attempt with this nonce, and returns its connection.
     pub fn remove(&mut self, nonce: &Nonce) -> Option<&'static Socket> {
         self.offered.remove(nonce).and_then(|offered| offered.r.get())
     }
 
-    /// The question waits. False if too many do.
+    /// Keeps a question until it can be answered. Returns false if `MOST_DEFERRED` questions wait already.
     pub fn defer(&mut self, question: Deferred) -> bool {
         let has_room = self.deferred.len() < MOST_DEFERRED;
         if has_room {
@@ -147,12 +148,12 @@ impl Handshakes {
         has_room
     }
 
-    /// The questions about a connection, which can be answered now.
+    /// Removes and returns the questions about a connection that can be answered now.
     pub fn take_deferred(&mut self, about: Ref) -> Vec<Deferred> {
         self.deferred.extract_if(.., |question| question.r == about).collect()
     }
 
-    /// Drops the questions whose askers do not wait any longer, and looks at the orphans.
+    /// Drops the questions whose askers have stopped waiting, and checks the orphans that are due.
     pub fn on_timeout(&mut self, now: u64) {
         self.deferred.retain(|question| question.deadline > now);
         let mut orphans = std::mem::take(&mut self.orphans);
@@ -168,15 +169,15 @@ impl Handshakes {
         self.orphans = orphans;
     }
 
-    /// When that is next, monotonic ns.
+    /// Returns the time of the next check or expiry, monotonic ns; `None` if nothing waits.
     pub fn next_timeout(&self) -> Option<u64> {
         let deferred = self.deferred.iter().map(|question| question.deadline);
         deferred.chain(self.orphans.iter().map(|orphan| orphan.deadline)).min()
     }
 }
 
-/// Whether a HELLO may still be on its way to an orphan. If it has come, or another host may have sent it, only TCP
-/// tells more; if it will not come the attempt ends here.
+/// Returns whether a HELLO may still be on its way to an orphan. If it has come, or another host may have sent it, only
+/// the scan of TCP shows more: false. If it will not come, ends the attempt: false.
 fn may_be_greeted(socket: &'static Socket, nonce: Nonce) -> bool {
     let Some(tuple) = socket::tuple_of(socket) else {
         return false;
@@ -191,7 +192,7 @@ fn may_be_greeted(socket: &'static Socket, nonce: Nonce) -> bool {
     match diag::under_way(&tuple) {
         None => false,
         Some(1..) => true,
-        // All has come that was sent before.
+        // All bytes that were sent before have arrived.
         Some(0) => match connection::has_marker(socket) {
             Some(is_there) => {
                 if !is_there {
@@ -204,7 +205,7 @@ fn may_be_greeted(socket: &'static Socket, nonce: Nonce) -> bool {
     }
 }
 
-/// Whether the socket is in the attempt that `nonce` was drawn for.
+/// Returns whether the socket is in the attempt that `nonce` was drawn for.
 fn is_attempt(socket: &Socket, nonce: Nonce) -> bool {
     let control = socket.control.lock();
     control.is_some_and(|c| c.handshake.as_ref().is_some_and(|h| h.mine() == nonce))

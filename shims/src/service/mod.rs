@@ -1,11 +1,11 @@
-//! The service thread: everything of a promotion that no call of the program should wait for.
+//! The service thread: every step of a promotion that no call of the program should wait for.
 //!
-//! Started when the first connection may need it, asleep otherwise, with all signals blocked. It
-//! answers ASKs, makes links, watches the anchors of sockets that are being promoted or are on a
-//! link, and is the waiter that peers tell when a stream has more than one.
+//! The thread starts when the first connection may need it, sleeps otherwise, and has all signals blocked. It answers
+//! ASKs, makes links, and watches the TCP sockets of connections that are being promoted or are on a link. It is also
+//! the waiter that peers notify when a stream has more than one waiter.
 //!
-//! Calls of the program hand it [`Command`](crate::objects::mailbox::Command)s; all else comes through its epoll set. Here are
-//! its beginning, its loop and its end; what it remembers is in `state`.
+//! Calls of the program hand it [`Command`](crate::objects::mailbox::Command)s; all other work comes through its epoll
+//! set. This file has the thread's start, loop and end; its state is in `state`.
 
 mod alarms;
 mod answer;
@@ -58,7 +58,7 @@ use crate::objects::waiters::SERVICE;
 use crate::polling::served;
 use crate::sys::time::{self, wait_until};
 
-/// What a mailbox is given.
+/// The functions that a mailbox calls to start the thread and to wake it.
 pub const THREAD: Thread = Thread {
     wake: wake_if_asleep,
     start,
@@ -68,11 +68,11 @@ fn wake_if_asleep() {
     Library::get().waiters.ring_if_sleeping(SERVICE);
 }
 
-/// Starts the thread, which nobody has done yet. False if it cannot be made.
+/// Starts the thread; the caller makes sure that it does not run yet. Returns false if it cannot be made.
 fn start() -> bool {
     let errno = crate::sys::errno::get();
-    // Here, in the middle of the program's own call, so that what the thread begins with is at no moment the number
-    // that the program's next file is to get.
+    // The calling thread opens this socket, in the middle of the program's own call. So the socket's first fd is at no
+    // moment the fd that the program's next file is to get.
     let name = names::Listener::instance(&Library::get().id).ok();
     let blocked = SignalsBlocked::new();
     let mask = blocked.0;
@@ -87,9 +87,8 @@ fn start() -> bool {
     });
     drop(blocked);
     match &spawned {
-        // Not until then does libc have the thread's record in order: in a child that the program makes by clone(2)
-        // as it is, the record stays as it was, and setuid(2) would wait for ever for a thread that is about to
-        // begin.
+        // Until the thread runs, libc's record of it is incomplete. A child that the program makes by a bare clone(2)
+        // keeps the record as it was. In that child setuid(2) would wait for ever for a thread that is about to begin.
         Ok(_) => {
             let own = &Library::get().service;
             wait_until(|| own.thread.load(Acquire) != 0);
@@ -111,27 +110,28 @@ pub fn end(library: &Library) {
     }
     Library::get().waiters.ring(SERVICE);
     wait_until(|| match service.thread.load(Acquire) {
-        // It is about to run, or could not be made.
+        // The thread is about to run, or could not be made.
         0 => !service.is_started(),
         id => is_gone(id),
     });
 }
 
-/// Whether the process has no thread `id`. Not by /proc, which need not be there.
+/// Returns whether the process has no thread `id`. Does not read /proc, which may not be mounted.
 fn is_gone(id: i32) -> bool {
     let process = rustix::process::getpid().as_raw_nonzero().get();
     let arguments = [process as usize, id as usize, 0, 0, 0, 0];
-    // SAFETY: signal 0 is none.
+    // SAFETY: tgkill(2) takes no address, and signal 0 only checks that the thread exists.
     unsafe { rdmasock_core::os::kernel::call(libc::SYS_tgkill, arguments) }.is_err()
 }
 
-/// The worker of a thread that was paused, until the next thread takes it.
+/// The worker of a paused thread, until the next thread takes it.
 static PAUSED: AtomicPtr<Worker> = AtomicPtr::new(null_mut());
 
-/// Takes the paused worker. A fork child leaks its parent's.
+/// Takes the paused worker. `None` if there is none, or if it belongs to another instance: a fork child leaks its
+/// parent's worker.
 fn take_paused() -> Option<Box<Worker>> {
     let worker = PAUSED.swap(null_mut(), AcqRel);
-    // SAFETY: null, or a box that its thread has given up and that is taken once.
+    // SAFETY: the pointer is null, or a box that `run` has given up. The swap gives it to one caller only.
     unsafe {
         let library = worker.as_ref()?.library;
         let mut worker = std::ptr::eq(library, Library::get()).then(|| Box::from_raw(worker))?;
@@ -140,9 +140,10 @@ fn take_paused() -> Option<Box<Worker>> {
     }
 }
 
-/// Whether a thread can be made now, which is then gone again. Not after unshare(CLONE_NEWPID), for one.
+/// Returns whether a thread can be made now; the thread that it makes for that has ended on return. False for example
+/// after unshare(CLONE_NEWPID).
 ///
-/// All signals are blocked, as for the next two.
+/// The caller has blocked all signals, as for [`pause`] and [`resume`].
 pub fn can_resume() -> bool {
     static THREAD: AtomicI32 = AtomicI32::new(0);
     THREAD.store(0, SeqCst);
@@ -158,8 +159,8 @@ pub fn can_resume() -> bool {
     made.is_ok()
 }
 
-/// Ends the thread until [`resume`]. Commands and events wait for it meanwhile. False if there is none, or it does not
-/// end in time.
+/// Ends the thread until [`resume`]; commands and events wait meanwhile. Returns false if no thread runs, or if it does
+/// not end in time.
 pub fn pause(library: &Library) -> bool {
     let service = &library.service;
     if !service.is_started() || service.pausing.swap(true, SeqCst) {
@@ -174,7 +175,7 @@ pub fn pause(library: &Library) -> bool {
     true
 }
 
-/// Starts the paused thread again. If it cannot be made, the next command tries that again.
+/// Starts the paused thread again. If it cannot be made, the next command tries again.
 pub fn resume(library: &Library) {
     library.service.thread.store(0, SeqCst);
     if !start() {
@@ -182,7 +183,7 @@ pub fn resume(library: &Library) {
     }
 }
 
-/// Has the service thread, if there is one, look at what it does now and then.
+/// Wakes the service thread, if there is one, so that it checks its timers and conditions.
 pub fn wake() {
     if let Some(library) = Library::current() {
         library.waiters.ring(crate::objects::waiters::SERVICE);
@@ -190,7 +191,7 @@ pub fn wake() {
 }
 
 impl Worker {
-    /// Works until the thread is to end. If that is for a pause, the worker is left in [`PAUSED`].
+    /// Works until the thread is to end. If it ends for a pause, the worker stays in [`PAUSED`].
     fn run(mut self: Box<Self>) {
         let service = self.service;
         loop {
@@ -199,7 +200,7 @@ impl Worker {
                 return;
             }
             PAUSED.store(Box::into_raw(self), Release);
-            // If not, the pause was given up meanwhile.
+            // False if the pause was given up meanwhile: then this thread goes on.
             if service.pausing.swap(false, AcqRel) {
                 return;
             }
@@ -210,7 +211,8 @@ impl Worker {
         }
     }
 
-    /// What there is to do, a sleep, and what that brings.
+    /// Carries out what is pending, sleeps, and handles the events that the sleep has brought. Returns `Break` when the
+    /// thread is to end.
     fn round(&mut self) -> ControlFlow<()> {
         if self.service.ending.load(SeqCst) || self.service.pausing.load(SeqCst) {
             return ControlFlow::Break(());
@@ -226,7 +228,7 @@ impl Worker {
             && self.commands.is_empty()
             && self.service.is_empty()
             && !up::all().iter().any(|l| l.has_ready(SERVICE));
-        // Never without a look: commands may come faster than they are carried out.
+        // The epoll set is polled even while commands are queued: they may come faster than they are carried out.
         let timeout = if idle { timeout } else { Some(0) };
         let timeout = timeout.map(|ns| rustix::time::Timespec {
             tv_sec: (ns / 1_000_000_000) as i64,
@@ -243,11 +245,11 @@ impl Worker {
         ControlFlow::Continue(())
     }
 
-    /// Commands, and streams whose peers told us something.
+    /// Carries out commands, and handles notifications of peers.
     fn drain(&mut self) {
         crate::process::close::end_orphans();
-        // What is added meanwhile is for the next time: what is due at a time is not to wait for it. One by one: a
-        // panic costs no other command.
+        // Commands that are added meanwhile are left for the next round, so that timers do not wait for them. They are
+        // taken one by one, so that a panic costs no other command.
         self.service.take_all(&mut self.commands);
         while let Some(command) = self.commands.pop_front() {
             self.on_command(command);
@@ -267,11 +269,11 @@ impl Worker {
             served::tell(link);
             self.poll_remote(link);
         }
-        // Last: answers have come.
+        // Last, after answers have been read.
         self.ask_next();
     }
 
-    /// What is to be done once, at a time.
+    /// Does the one-time work whose alarms are due.
     fn on_alarms(&mut self, now: u64) {
         if self.alarms.listen.rings(now) {
             self.listen_to_names(true);

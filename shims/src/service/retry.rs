@@ -1,5 +1,5 @@
-//! What becomes of a connection that was asked for in vain: whether it stays on TCP for good, and when it is asked for
-//! again.
+//! Decides about a connection whose promotion has not come about: whether it stays on TCP for good, and when it is
+//! asked for again.
 
 use std::time::Duration;
 
@@ -9,19 +9,18 @@ use rdmasock_core::wire;
 use crate::notify::threshold::stay;
 use crate::objects::socket::{Socket, Stage};
 
-/// How often a connection is asked for again when the peer could not say yes yet: its program may take seconds to
-/// accept it. What only takes its time ([`passes`]) is asked for again as long as the connection lives, after the
-/// longest pause.
+/// How often a connection is asked for again when the peer could not answer YES yet: its program may take seconds to
+/// accept it. A reason that [`passes`] has no such bound: after the longest pause the connection is asked for again.
 const TRIES: u32 = 8;
-/// The first pause, ns; each is four times the one before, the last 16 s.
+/// The first pause, ns. Each is four times the one before, the last 16 s.
 const FIRST_PAUSE: u64 = 1_000_000;
-/// How long a host that does not answer is left alone.
+/// How long a host that does not answer is not asked.
 pub(super) const HOST_ABSENT_FOR: Duration = Duration::from_secs(30);
 /// The pause after another host has not answered, ns.
 const NOBODY_PAUSE: u64 = HOST_ABSENT_FOR.as_nanos() as u64;
 
-/// Nobody at the other end has the library. Here that is certain. Another host may have been too busy to answer, or its
-/// datagrams lost: a connection that lives on is asked for again.
+/// Handles a peer without the library. Within the host that is certain, and the connection stays on TCP. Another host
+/// may have been too busy to answer, or its datagrams were lost: a connection that lives on is asked for again.
 pub(super) fn nobody(socket: &'static Socket, remote: bool) {
     let why = Reason::PeerWithout.into();
     if remote {
@@ -31,7 +30,7 @@ pub(super) fn nobody(socket: &'static Socket, remote: bool) {
     }
 }
 
-/// The connection may be asked for again later.
+/// Has the connection asked for again after a pause, or keeps it on TCP for good after `TRIES`.
 pub(super) fn later(socket: &'static Socket, why: Why) {
     later_than(socket, why, 0);
 }
@@ -49,17 +48,17 @@ fn later_than(socket: &'static Socket, why: Why, pause: u64) {
     socket.promotion.set_stage(Stage::Watching);
 }
 
-/// Whether the reason is how much one of the two processes has to do now, and nothing about the connection.
+/// Returns whether the reason is only the present load of one of the two processes, and not the connection.
 fn passes(why: Why) -> bool {
     let reason = why.peer.unwrap_or(why.reason);
     matches!(reason, Reason::LinkLimit | Reason::TimedOut | Reason::Resources)
 }
 
-/// The other end has said NO.
+/// Handles a NO from the other end.
 pub(super) fn after_no(socket: &'static Socket, reason: wire::Reason) {
     let why = why_declined(reason);
     match reason {
-        // The other end is not through with the link that failed.
+        // The other end has not finished with the link that failed.
         wire::Reason::Use | wire::Reason::Limit if socket.promotion.attempts.have_failed() => {
             socket.told.set_why(why);
             socket.promotion.retry_later();

@@ -1,5 +1,5 @@
-//! Threads of the library: they run no handlers of the program's, and a thread that cannot be had is an error. Not by
-//! `std::thread`, which takes memory from libc's `malloc` and aborts where that has none.
+//! Threads of the library. They run no signal handlers of the program, and a thread that cannot be made is an error.
+//! `std::thread` is not used: it takes memory from libc's `malloc` and aborts if that has none.
 
 use std::ffi::{CStr, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -9,14 +9,14 @@ use rustix::io::Errno;
 
 type Body = Box<dyn FnOnce() + Send>;
 
-/// Runs `body` in a new thread with a stack of `stack` bytes, which nobody joins. The errors of pthread_create(3).
+/// Runs `body` in a new, detached thread with a stack of `stack` bytes. Returns the errors of pthread_create(3).
 pub fn spawn(name: &'static CStr, stack: usize, body: impl FnOnce() + Send + 'static) -> Result<(), Errno> {
     let body: Body = Box::new(move || {
         let _ = rustix::thread::set_name(name);
         body();
     });
     let body = Box::into_raw(Box::new(body));
-    // SAFETY: the attributes are initialised before they are used; the thread takes the body over.
+    // SAFETY: the attributes are initialised before they are used. `body` is a valid box, which the thread takes over.
     let failed = unsafe {
         let mut attributes = std::mem::zeroed();
         libc::pthread_attr_init(&mut attributes);
@@ -27,7 +27,7 @@ pub fn spawn(name: &'static CStr, stack: usize, body: impl FnOnce() + Send + 'st
         failed
     };
     if failed != 0 {
-        // SAFETY: there is no thread that would take it.
+        // SAFETY: no thread was made that would take the box.
         drop(unsafe { Box::from_raw(body) });
         return Err(Errno::from_raw_os_error(failed));
     }
@@ -35,13 +35,14 @@ pub fn spawn(name: &'static CStr, stack: usize, body: impl FnOnce() + Send + 'st
 }
 
 extern "C" fn run(body: *mut c_void) -> *mut c_void {
-    // SAFETY: from `spawn`, which has given it away.
+    // SAFETY: `spawn` has leaked this box for this thread alone.
     let body = unsafe { Box::from_raw(body.cast::<Body>()) };
     let _ = catch_unwind(AssertUnwindSafe(body));
     null_mut()
 }
 
-/// Blocks all signals of this thread while it lives, so that a new thread starts with them blocked.
+/// Blocks all signals of the calling thread until it is dropped, so that a new thread starts with them blocked. Holds
+/// the mask from before.
 pub struct SignalsBlocked(pub libc::sigset_t);
 
 impl SignalsBlocked {
@@ -59,7 +60,7 @@ impl SignalsBlocked {
 
 impl Drop for SignalsBlocked {
     fn drop(&mut self) {
-        // SAFETY: the set that was in force before.
+        // SAFETY: `self.0` is the signal mask that pthread_sigmask(3) filled in `new`.
         unsafe {
             libc::pthread_sigmask(libc::SIG_SETMASK, &self.0, null_mut());
         }

@@ -1,6 +1,6 @@
-//! TCP_USER_TIMEOUT on a link: a connection whose other end takes nothing for so long, though there is something for it
-//! to take, is at its end (tcp(7)). TCP counts from when the window is closed, this from when a send has found no room;
-//! on TCP the kernel counts.
+//! TCP_USER_TIMEOUT on a link: times a connection out whose other end reads nothing for that time, although bytes wait
+//! for it (tcp(7)). TCP counts from when the window is closed, this file from when a send has found no room. On TCP the
+//! kernel counts.
 
 use std::sync::atomic::Ordering::Acquire;
 
@@ -13,25 +13,25 @@ fn patience(socket: &Socket) -> u64 {
     u64::from(socket.options.user_timeout.load(Acquire)) * 1_000_000
 }
 
-/// A sender that has found no room, and lets its peer have only so much time.
+/// A sender that has found no room, and waits at most TCP_USER_TIMEOUT for its reader.
 struct Standing {
     r: Ref,
-    /// How far the reader had got.
+    /// The position of the reader at the last check.
     reader_at: u64,
-    /// Since when the reader has got no further, monotonic ns.
+    /// Since when the reader has not moved, monotonic ns.
     since: u64,
-    /// When it is looked at again.
+    /// The time of the next check, monotonic ns.
     deadline: u64,
 }
 
-/// See the module.
+/// The senders whose readers are timed.
 #[derive(Default)]
 pub struct Standstill {
     standing: Vec<Standing>,
 }
 
 impl Standstill {
-    /// A sender has found no room.
+    /// Begins to time the reader of a sender that has found no room.
     pub fn on_standing(&mut self, r: Ref) {
         if let Some(socket) = r.get()
             && let Some(reader_at) = tx::stands_still(socket)
@@ -46,12 +46,12 @@ impl Standstill {
         }
     }
 
-    /// When one is looked at next, monotonic ns.
+    /// Returns the time of the next check, monotonic ns; `None` if no reader is timed.
     pub fn next_timeout(&self) -> Option<u64> {
         self.standing.iter().map(|standing| standing.deadline).min()
     }
 
-    /// Ends what has stood still for too long.
+    /// Times out the connections whose readers have not moved for too long.
     pub fn on_timeout(&mut self, now: u64) {
         self.standing.retain_mut(|standing| {
             if standing.deadline > now {

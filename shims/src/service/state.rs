@@ -1,5 +1,4 @@
-//! What the service thread remembers, and for how long it does. What it does with each is in the file that is named
-//! after that.
+//! The state of the service thread. Each part is in the file that is named after it, with what the thread does with it.
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -37,35 +36,35 @@ use crate::objects::socket::Socket;
 use crate::objects::waiters::SERVICE;
 use crate::signals::ending;
 
-/// What a channel is for.
+/// The purpose of a channel.
 pub enum Peer {
-    /// Somebody connected to one of our names.
+    /// A peer has connected to one of this instance's names.
     Incoming {
         listener: Option<&'static Listener>,
-        /// The nonce of the last YES that went there.
+        /// The nonce of the last YES that was sent there.
         offered: Option<Nonce>,
     },
-    /// We asked there, by a service name or an instance's.
+    /// A question was sent there, to a service name or an instance's name.
     Asked {
         request: u64,
         by_name: bool,
-        /// The connection that greets after the YES that came there.
+        /// The connection that sends HELLO after the YES that came over this channel.
         greets: Option<Ref>,
     },
-    /// We asked for a link there.
+    /// A link was asked for there.
     Linking { peer: InstanceId },
     /// A link's side channel.
     Link(&'static Link),
-    /// No channel: a question that came to the control port, which its answer goes back to.
+    /// No channel: a question on the control port, to which the answer is sent.
     Remote(QueryId),
 }
 
 /// A channel in the service thread's epoll set.
 pub struct Conn {
-    /// `None` for a link's, which owns it, and for another host's question.
+    /// `None` for a link's channel, which the link owns, and for another host's question.
     pub channel: Option<Channel>,
     pub peer: Peer,
-    /// The next message comes over this; the channel is left alone until then.
+    /// The channel that brings the next message, received apart. Until then the peer's channel is not read.
     pub apart: Option<Channel>,
 }
 
@@ -80,21 +79,21 @@ impl Conn {
 #[derive(PartialEq, Eq)]
 pub enum Watched {
     Done,
-    /// Not before the program has used epoll_ctl(EPOLL_CTL_MOD) on it (see `Epoll::take_over`).
+    /// Not before the program has used epoll_ctl(EPOLL_CTL_MOD) on the socket (see `Epoll::take_over`).
     AfterMod,
     Impossible,
 }
 
-/// The cookie of no network namespace.
+/// A cookie that no network namespace has.
 const ELSEWHERE: u64 = u64::MAX;
 
-/// The thread's own state.
+/// The state of the service thread.
 pub struct Worker {
     pub library: &'static Library,
     pub service: &'static Mailbox,
     pub instance_name: Option<names::Listener>,
-    /// The cookie of the network namespace that this thread is in; 0 if the kernel does not say, [`ELSEWHERE`] if it is
-    /// not the one that the thread began in.
+    /// The cookie of the network namespace that this thread is in. 0 if the kernel does not have cookies; [`ELSEWHERE`]
+    /// if the thread is in another namespace than the one that it began in.
     pub namespace: u64,
     /// Returns the owner of the connector's socket.
     pub owner_of: fn(&Tuple) -> Owner,
@@ -102,13 +101,13 @@ pub struct Worker {
     pub conns: HashMap<u64, Conn>,
     /// Links whose next message has descriptors that could not be received yet.
     pub unread: Vec<u64>,
-    /// Channels that others have opened.
+    /// Channels that peers have opened to this instance's names.
     pub guests: guests::Guests,
     pub next_conn: u64,
     pub asks: HashMap<u64, Asking>,
-    /// Connections that are to be asked for when others' questions are over, in this order.
+    /// Connections that are asked for when earlier questions are over, in this order.
     pub to_ask: VecDeque<Ref>,
-    /// Channels that were made for one question, and until when they are kept (monotonic ns), in that order.
+    /// Channels that were made for one question, with the time until which they are kept (monotonic ns), in that order.
     pub asked_until: VecDeque<(u64, u64)>,
     pub cache: DestinationCache,
     pub devices: Devices,
@@ -116,28 +115,29 @@ pub struct Worker {
     pub links: LinkTable,
     pub bulks: Bulks,
     pub lingering: Lingering,
-    /// What other hosts ask.
+    /// Questions of other hosts.
     pub control: Control,
-    /// Other hosts that are asked.
+    /// Questions to other hosts.
     pub hosts: Hosts,
     pub rings: Rings,
     pub standstill: Standstill,
     pub ends: Ends,
     pub alarms: Alarms,
-    /// How often in a row links to other hosts were maintained, and were in use; counted as far as it matters.
+    /// How many times in a row links to other hosts were maintained and in use, up to `MAINTAIN_DOUBLINGS`.
     pub maintained: u32,
-    /// Whether the process is at its end but for this thread.
+    /// Watches whether this thread is the last one of a process that is ending.
     pub ending: ending::ThreadWatch,
-    /// Requests of fork children seen so far.
+    /// The count of requests of fork children seen so far.
     pub requests: u32,
-    /// Commands that were taken over and are not carried out yet.
+    /// Commands that were taken from the mailbox and are not carried out yet.
     pub commands: VecDeque<Command>,
-    /// What the epoll set has reported and is not seen to yet. Much of it is reported once only.
+    /// Events of the epoll set that are not handled yet. Many of them are reported only once.
     pub events: VecDeque<kernel::Event>,
 }
 
 impl Worker {
-    /// `mask` is that of the thread that has started this one. `None` without descriptors for it.
+    /// Returns the state of a new thread; `mask` is the signal mask of the thread that starts it. `None` without
+    /// descriptors for it.
     pub fn new(mask: libc::sigset_t, instance_name: Option<names::Listener>) -> Option<Self> {
         let library = Library::get();
         crate::objects::cgroup::look();
@@ -184,8 +184,8 @@ impl Worker {
         Some(worker)
     }
 
-    /// Whether there is memory for one more question, channel, attempt and link. Asked before the first step of each;
-    /// what has begun needs little, which the reserve has.
+    /// Returns whether there is memory for one more question, channel, attempt and link. Asked before the first step of
+    /// each; later steps need little, which the reserve has.
     pub fn can_begin(&mut self) -> bool {
         heap::can_serve()
             && self.conns.try_reserve(1).is_ok()
@@ -195,15 +195,15 @@ impl Worker {
             && self.handshakes.has_room()
     }
 
-    /// A number for a channel, or for what is told of like one.
+    /// Returns a new id for a channel, or for another descriptor in the epoll set.
     pub fn new_conn(&mut self) -> u64 {
         let id = self.next_conn;
         self.next_conn += 1;
         id
     }
 
-    /// Whether the connection is in this thread's network namespace. Names, and what the kernel says of addresses,
-    /// belong to this namespace.
+    /// Returns whether the connection is in this thread's network namespace. Names, and what the kernel reports of
+    /// addresses, belong to this namespace.
     pub fn is_here(&self, socket: &'static Socket, tuple: &Tuple) -> bool {
         if self.namespace != 0 || tuple.namespace() != 0 {
             return tuple.namespace() == self.namespace;
@@ -220,28 +220,28 @@ impl Worker {
         inode.is_some_and(|inode| diag::is_socket(local, remote, tuple.device(), inode))
     }
 
-    /// The thread was made again, perhaps in another network namespace. Names and the control port stay those of the
-    /// first one, so no further connection is promoted then.
+    /// Checks the namespace of a thread that was made again. Names and the control port stay those of the first
+    /// thread's namespace, so in another one no further connection is promoted.
     pub fn return_to_namespace(&mut self) {
         if own_namespace() != self.namespace {
             self.namespace = ELSEWHERE;
         }
     }
 
-    /// Takes a descriptor into the thread's epoll set. False if it cannot be.
+    /// Adds a descriptor to the thread's epoll set. Returns false if the kernel refuses it.
     pub fn add(&self, fd: BorrowedFd<'_>, data: u64, flags: kernel::EventFlags) -> bool {
         kernel::add(&self.service.epoll, fd, kernel::EventData::new_u64(data), flags).is_ok()
     }
 }
 
-/// The cookie of this thread's network namespace; 0 without descriptors, or where the kernel does not say.
+/// Returns the cookie of this thread's network namespace; 0 without descriptors, or if the kernel has no cookies.
 fn own_namespace() -> u64 {
     let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
     let socket = PrivateFd::open(|| socket_with(family, kind, SocketFlags::CLOEXEC, None));
     socket.map_or(0, |socket| crate::sys::sockopt::namespace(socket.as_fd()))
 }
 
-/// How many descriptors this process may have, ours among them.
+/// Returns how many descriptors this process may have, the library's own among them.
 fn descriptors() -> u64 {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
     limit.maximum.unwrap_or(u64::MAX)

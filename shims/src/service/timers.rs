@@ -1,16 +1,16 @@
-//! What the thread does as time goes by: one row for each concern, which says when it is due next, and sees to what is.
+//! The thread's timers: one row for each concern, with its next deadline and the function that handles it.
 
 use super::state::Worker;
 
 /// One concern.
 struct Timer {
-    /// When there is something to do next, monotonic ns.
+    /// Returns the next deadline, monotonic ns; `None` if nothing is scheduled.
     next: fn(&Worker) -> Option<u64>,
     /// Does what is due. Called after every sleep, however long that was.
     run: fn(&mut Worker, now: u64),
 }
 
-/// A part of the worker, which sees to it by itself or by a function of the worker's.
+/// A field of the worker, handled by its own `on_timeout` or by a function of the worker.
 macro_rules! part {
     ($name:ident) => {
         part!($name, |worker, now| worker.$name.on_timeout(now))
@@ -23,7 +23,7 @@ macro_rules! part {
     };
 }
 
-/// In the order in which they are seen to.
+/// In the order in which they are handled.
 const TIMERS: &[Timer] = &[
     Timer {
         next: |worker| worker.asks.values().map(|asking| asking.deadline).min(),
@@ -52,12 +52,12 @@ const TIMERS: &[Timer] = &[
     part!(ending),
 ];
 
-/// When there is something to do next, monotonic ns.
+/// Returns the earliest deadline of all timers, monotonic ns; `None` if nothing is scheduled.
 pub fn next(worker: &Worker) -> Option<u64> {
     TIMERS.iter().filter_map(|timer| (timer.next)(worker)).min()
 }
 
-/// Sees to all that is due.
+/// Handles all timers that are due.
 pub fn run(worker: &mut Worker, now: u64) {
     for timer in TIMERS {
         (timer.run)(worker, now);

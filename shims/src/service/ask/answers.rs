@@ -1,5 +1,5 @@
-//! What comes of a question: who answers, whether that counts, and what it leads to. What becomes of a connection that
-//! nobody promotes is `retry.rs`'s business.
+//! The outcome of a question: which answers count, and what each leads to. `retry.rs` decides about connections that
+//! are not promoted.
 
 use std::time::{Duration, Instant};
 
@@ -20,25 +20,25 @@ use crate::service::retry::{later, nobody};
 use crate::service::state::{Peer, Watched, Worker};
 use crate::sys::sockopt;
 
-/// How long an instance that has said YES is believed to answer for its destination.
+/// How long an instance that has sent YES counts as one that answers for its destination.
 const PRESENT_FOR: Duration = Duration::from_secs(600);
-/// How many instances and names one connection is asked for at: a list that leads to lists must end.
+/// The most instances that are asked about one connection: a chain of REDIRECTs must end.
 const MAX_ASKED: usize = 64;
 
-/// What an answer is worth.
+/// How an answer is treated.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Taken {
-    /// To a question that waits for it.
+    /// The question waits for this answer.
     Yes,
     /// The question is over.
     Late,
-    /// Not from whom was asked.
+    /// The channel was not asked, so the answer does not count.
     No,
 }
 
 impl Worker {
-    /// Whether an answer is one: to a question that went out on this channel (P11). A channel that
-    /// was made for one question has served then.
+    /// Checks an answer: it counts only if the question went out on this channel (P11), and once. An answer on a
+    /// channel that was not asked is a violation, which closes the channel unless it is a link's.
     fn take_answer(&mut self, conn: u64, request: u64) -> Taken {
         let on_link = match self.conns.get(&conn).map(|c| &c.peer) {
             Some(Peer::Link(_)) => true,
@@ -62,8 +62,8 @@ impl Worker {
         Taken::No
     }
 
-    /// Closes a channel that was made for one question, which has been answered: when HELLO is in TCP, or will not be
-    /// (P16).
+    /// Closes the channel of one question once HELLO is in TCP, or will not be (P16). Until then keeps it, for
+    /// `CHANNEL_LIFE` at a time.
     fn done_asking(&mut self, conn: u64) {
         let Some(Peer::Asked { greets, .. }) = self.conns.get(&conn).map(|c| &c.peer) else {
             return;
@@ -90,7 +90,7 @@ impl Worker {
             return;
         };
         asking.answered.get_or_insert(wire::Reason::NotHeld);
-        // P14: from whom we were redirected to it counts as NO.
+        // P14: only a service name may redirect. A REDIRECT over a link, or from an instance's own name, counts as NO.
         for instance in instances.into_iter().filter(|_| by_name) {
             if asking.tried.len() >= MAX_ASKED {
                 break;
@@ -121,7 +121,8 @@ impl Worker {
             return;
         };
         if !matches!(reason, wire::Reason::NotHeld | wire::Reason::Shared) {
-            // The only holder says so: others have nothing to add, and some may not answer at all.
+            // This answer is from the connection's only holder. Other answers cannot change it, and some may never
+            // come.
             asking.answered = Some(reason);
             asking.asked.clear();
         }
@@ -129,15 +130,15 @@ impl Worker {
         self.go_on(request, asking);
     }
 
-    /// The channel has ended without an answer.
+    /// Treats the end of a channel without an answer as NO.
     pub(in crate::service) fn on_silence(&mut self, conn: u64, request: u64) {
         if self.asks.get_mut(&request).is_some_and(|a| a.asked.remove(&conn)) {
             self.declined(request, wire::Reason::NotHeld);
         }
     }
 
-    /// A link has ended: nobody answers on it any more. Between hosts an answer may have been on its way: the same
-    /// question is asked in another way.
+    /// Treats the end of a link as NO to the questions that were asked on it. Between hosts an answer may have been on
+    /// its way: the same question is asked in another way.
     pub(in crate::service) fn on_link_silence(&mut self, conn: u64, is_remote: bool) {
         let waiting = self
             .asks
@@ -156,7 +157,7 @@ impl Worker {
     pub(in crate::service) fn on_yes(&mut self, conn: u64, request: u64, nonce_s: Nonce, instance_s: InstanceId) {
         match self.take_answer(conn, request) {
             Taken::No => {}
-            // The acceptor looks for a HELLO that will not come (P15).
+            // The acceptor scans TCP for a HELLO that will not come (P15).
             Taken::Late => self.reply(
                 conn,
                 &Message::Cancel {
@@ -189,7 +190,8 @@ impl Worker {
         self.done_asking(conn);
     }
 
-    /// Goes on with a YES: our connection greets, another host's is told. False if it comes too late.
+    /// Goes on after a YES: a connection of this process sends HELLO, the asker on another host gets the YES. Returns
+    /// false if the YES comes too late.
     pub(in crate::service) fn accept_yes(&mut self, asking: &Asking, nonce_s: Nonce, instance_s: InstanceId) -> bool {
         let r = match asking.who {
             Asker::Here(r) => r,
@@ -211,7 +213,7 @@ impl Worker {
         greeted
     }
 
-    /// Goes on with HELLO. False if the attempt is over.
+    /// Watches the socket and begins HELLO. Returns false if the attempt is over.
     fn greet(&mut self, asking: &Asking, nonce_s: Nonce, instance_s: InstanceId) -> bool {
         let destination = asking.tuple.acceptor();
         let mut known = match self.cache.get(&destination, Instant::now()) {
@@ -238,7 +240,8 @@ impl Worker {
         let Some(mut control) = socket.control.lock() else {
             return false;
         };
-        // The program may have given up since, or be about to end: who ends holds all back, and looks then who scans.
+        // The program may have given up since, or be about to end. In that case it first keeps all connections on TCP
+        // and then checks which sockets scan, so one of the two sees the other.
         store_load_fence();
         let is_kept = crate::sys::kept_on_tcp::reason().is_some();
         let is_asking = control
@@ -294,7 +297,7 @@ impl Worker {
         }
     }
 
-    /// The same question once more, as long as the connection is in the attempt.
+    /// Asks the same question again, as long as the connection is in the attempt.
     fn ask_again(&mut self, request: u64, mut asking: Asking, now: u64) {
         if !asking.socket().is_some_and(|s| is_asking(s, asking.nonce)) {
             return;
@@ -305,7 +308,7 @@ impl Worker {
         self.asks.insert(request, asking);
     }
 
-    /// Who has not answered on a channel that was made for one question will not.
+    /// Ends the wait on channels of one question whose time is over: an answer that has not come by then will not come.
     pub(in crate::service) fn expire_asked(&mut self, now: u64) {
         while let Some((until, conn)) = self.asked_until.front().copied()
             && until <= now

@@ -1,4 +1,4 @@
-//! Questions of other hosts that were taken, and how many may come.
+//! Questions of other hosts that were accepted, and their rates.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -8,12 +8,12 @@ use rdmasock_core::rendezvous::control::{DATAGRAM, QueryId, Refused, Stamper};
 use rdmasock_core::rendezvous::guard::{Bucket, Limiter, Memory, Rate};
 use rdmasock_core::stats::{Event, StatsPage};
 
-/// Datagrams that are looked at at all. Beyond, the socket is left alone for a while and the kernel drops them.
+/// All datagrams that are read. Beyond this rate the socket is not polled for a while and the kernel drops them.
 const ARRIVALS: Rate = Rate {
     per_second: 5_000,
     burst: 1_000,
 };
-/// Questions without a good stamp, whose sender's address may be forged.
+/// Questions without a good stamp, in total and from each address. Their source address may be forged.
 const STRANGERS: [Rate; 2] = [
     Rate {
         per_second: 200,
@@ -24,7 +24,7 @@ const STRANGERS: [Rate; 2] = [
         burst: 40,
     },
 ];
-/// Questions with a good stamp: in total, and of each address.
+/// Questions with a good stamp, in total and from each address.
 const KNOWN: [Rate; 2] = [
     Rate {
         per_second: 2_000,
@@ -35,31 +35,32 @@ const KNOWN: [Rate; 2] = [
         burst: 400,
     },
 ];
-/// Addresses whose rates are remembered.
+/// The most addresses whose rates are remembered.
 const SOURCES: usize = 1024;
-/// Questions that are remembered, longer than any stamp is good: a copy of one is noticed, or has no good stamp.
+/// The most questions that are remembered, for longer than a stamp is good. So a copied question is either noticed or
+/// has no good stamp.
 const QUERIES: usize = 16_384;
 const REMEMBERED: u64 = Stamper::LIFE + 1_000 * MS;
 pub const MS: u64 = 1_000_000;
 
-/// What the answerer knows.
+/// The state of the answerer.
 pub struct Control {
     pub socket: Option<Answerer>,
-    /// Binding has failed, and that has been told.
+    /// Whether a failure to bind has been logged.
     pub told: bool,
     pub bind_again: u64,
     pub stamper: Option<Stamper>,
     pub arrivals: Bucket,
-    /// The socket is not looked at until then; 0: it is.
+    /// Until when the socket is not polled, monotonic ns; 0 if it is polled.
     pub paused_until: u64,
     pub strangers: Limiter,
     pub known: Limiter,
     pub queries: Memory<QueryId, Query>,
-    /// Questions whose YES is to be said again.
+    /// Questions whose YES is to be repeated.
     pub repeating: Vec<QueryId>,
 }
 
-/// A question that was taken.
+/// A question that was accepted.
 pub struct Query {
     /// Its pseudo channel.
     pub conn: u64,
@@ -71,14 +72,14 @@ pub struct Query {
 }
 
 pub enum State {
-    /// Its answer is to come.
+    /// The answer is outstanding.
     Asked,
     Answered {
         answer: Box<[u8; DATAGRAM]>,
         repeats: u32,
         again: u64,
     },
-    /// The asker has said that it knows the answer, or does not want it.
+    /// The asker has confirmed the answer, or has cancelled.
     Over,
 }
 
@@ -99,7 +100,7 @@ impl Control {
         }
     }
 
-    /// When there is something to do next, monotonic ns.
+    /// Returns the time of the next repeat, or of the end of a pause, monotonic ns; `None` if there is none.
     pub fn next_timeout(&self) -> Option<u64> {
         let paused = (self.paused_until != 0).then_some(self.paused_until);
         let repeats = self

@@ -1,8 +1,8 @@
-//! Bulk queue pairs beside those of links to other hosts (docs/protocol.md, P90): when one is made, and what follows
-//! when it is lost. Not what goes over it, which is the engine's business.
+//! Bulk queue pairs beside the queue pairs of links to other hosts (docs/protocol.md, P90): when one is made, and what
+//! follows when it is lost. The transfers over it are the engine's.
 //!
-//! Who has dialled the link dials this too. The other gives it a cookie for that, over the link. A link that has lost
-//! one gets another one only when both ends have said that they have none, and some time later.
+//! The end that has connected the link connects the bulk queue pair too, with a cookie that the other end sends over
+//! the link. A link that has lost one gets another only after both ends have reported the loss, and some time later.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -20,7 +20,7 @@ use crate::objects::library::Library;
 use crate::objects::link::{Link, Remote, up};
 use crate::objects::mailbox::Command;
 
-/// How long one may take to come about, ns.
+/// How long making a bulk queue pair may take, ns.
 const WITHIN: u64 = 40_000_000_000;
 
 fn remote_at(slot: u32) -> Option<(&'static Link, &'static Remote)> {
@@ -29,7 +29,7 @@ fn remote_at(slot: u32) -> Option<(&'static Link, &'static Remote)> {
 }
 
 impl Worker {
-    /// Somebody would send or receive directly on this link.
+    /// Gets a bulk queue pair for this link, on which a call would transfer directly, if none is there or being made.
     pub(super) fn want_bulk(&mut self, slot: u32) {
         let Some((link, remote)) = remote_at(slot) else { return };
         let now = crate::sys::time::now_ns();
@@ -53,7 +53,7 @@ impl Worker {
         }
     }
 
-    /// What the peer says about it. False if it does not belong there.
+    /// Handles a message about the link's bulk queue pair. Returns false if the message does not belong there.
     pub(super) fn on_bulk_message(&mut self, link: &'static Link, message: &Message) -> bool {
         let Some(remote) = link.remote().filter(|remote| remote.is_direct()) else {
             return false;
@@ -61,7 +61,7 @@ impl Worker {
         let now = crate::sys::time::now_ns();
         match (message, remote.dialled()) {
             (Message::BulkWanted, None) => {
-                // Who asks may not have had yet what it was given before.
+                // The asker may not have received the earlier cookie yet.
                 let bulk = self.bulks.of(link);
                 if bulk.may_begin(now) || matches!(bulk.stage, Stage::Offered { .. }) {
                     self.offer_bulk(link);
@@ -85,7 +85,7 @@ impl Worker {
                         remote.drop_bulk();
                         self.retire_bulk(link, remote);
                     }
-                    // This end has never had it.
+                    // This end has never had one.
                     Stage::None { .. } | Stage::Asked { .. } | Stage::Offered { .. } => {
                         let _ = link.send(&Message::BulkGone, &[]);
                     }
@@ -110,7 +110,8 @@ impl Worker {
         }
     }
 
-    /// Somebody connects beside a link. `Err` if no link has offered that.
+    /// Accepts a bulk queue pair beside the link that has offered it. `Err(Some)` gives the connection back if no link
+    /// has; `Err(None)` if accepting has failed.
     pub(super) fn accept_bulk(
         &mut self,
         incoming: Incoming,
@@ -122,7 +123,7 @@ impl Worker {
         let Some(remote) = link.remote() else {
             return Err(Some(incoming));
         };
-        // The other end has given its last request up, and does not know what that has led to.
+        // The other end has given up its last request, and does not know of a queue pair that came of it.
         self.forget_arriving_beside(link);
         remote.drop_bulk();
         remote.end_retired();
@@ -141,7 +142,7 @@ impl Worker {
         }
     }
 
-    /// An accepted one is up, or did not come up.
+    /// Handles the end of an accepted connection's set-up: `pair` if the bulk queue pair is up, `None` if not.
     pub(super) fn on_bulk_arrived(&mut self, link: &'static Link, pair: Option<Pair>) {
         match (pair, link.remote().filter(|_| link.is_alive())) {
             (Some(pair), Some(remote)) => self.attach_bulk(link, remote, pair),
@@ -163,7 +164,7 @@ impl Worker {
         self.retire_bulk(link, remote);
     }
 
-    /// Ends what was lost, and says so.
+    /// Ends the bulk queue pairs that were lost, and reports each to the peer.
     pub(super) fn retire_bulk(&mut self, link: &'static Link, remote: &'static Remote) {
         for _ in 0..remote.end_retired() {
             self.library.stats.count(Event::BulkLost);
@@ -174,7 +175,7 @@ impl Worker {
     }
 }
 
-/// Connects beside a link, by a thread of its own. False if there is none to be had.
+/// Connects a bulk queue pair beside a link, in a new thread. Returns false if no thread can be made.
 fn dial_beside(
     link: &'static Link,
     remote: &'static Remote,

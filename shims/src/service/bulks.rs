@@ -1,4 +1,4 @@
-//! Where the bulk queue pairs of links are on their way (docs/protocol.md, P90). What is done about them is `bulk.rs`.
+//! The state of each link's bulk queue pair (docs/protocol.md, P90). `bulk.rs` acts on it.
 
 use std::collections::HashMap;
 
@@ -7,34 +7,34 @@ use rdmasock_core::wire::Introduction;
 
 use crate::objects::link::{Link, up};
 
-/// Time from the loss of one to the next, ns; each time twice as long.
+/// Time from the loss of one bulk queue pair to the next, ns. It doubles with each loss, at most `DOUBLINGS` times.
 const AGAIN_AFTER: u64 = 1_000_000_000;
 const DOUBLINGS: u32 = 6;
 
-/// Where a link's is on its way.
+/// The state of a link's bulk queue pair.
 pub enum Stage {
-    /// There is none, and none is wanted before this time, monotonic ns.
+    /// No queue pair exists, and none is made before this time, monotonic ns.
     None { before: u64 },
-    /// The other end was asked for a cookie; until then.
+    /// The other end was asked for a cookie, which counts until then, monotonic ns.
     Asked { until: u64 },
-    /// The other end was given a cookie; until then.
+    /// The other end was given a cookie, which counts until then, monotonic ns.
     Offered { until: u64 },
-    /// It is being connected.
+    /// The queue pair is being connected.
     Connecting,
-    /// Both ends have it, as far as this one knows.
+    /// Both ends have it, as far as this end knows.
     Up,
-    /// It is lost. Who has said so: this end, the other.
+    /// The queue pair is lost. `here`: this end has reported that; `there`: the other end has.
     Lost { here: bool, there: bool },
 }
 
-/// A link's.
+/// The bulk queue pair of one link.
 pub struct Bulk {
     pub stage: Stage,
-    /// What the other end was given last. A request may be repeated, as one for a link.
+    /// The cookie that the other end was given last. A request with it may be repeated, as for a link.
     pub cookie: Option<Cookie>,
-    /// How many were lost.
+    /// How many were lost, or failed to come up.
     lost: u32,
-    /// The other end has lost it before this one has it.
+    /// The other end has lost the queue pair before this end has it.
     pub is_lost_there: bool,
 }
 
@@ -48,7 +48,7 @@ impl Bulk {
         }
     }
 
-    /// Nothing is on its way, and something may be.
+    /// Returns whether a queue pair may be made now: none is there, or being made.
     pub fn may_begin(&self, now: u64) -> bool {
         match self.stage {
             Stage::None { before } => now >= before,
@@ -57,8 +57,8 @@ impl Bulk {
         }
     }
 
-    /// What the other end is given: the same as before if it may be about to use that, for both ends may want a queue
-    /// pair at the same moment, and what they say of it crosses.
+    /// Returns the cookie for the other end. It is the same as before if the other end may be about to use that one:
+    /// both ends may want a queue pair at the same moment, and their messages cross.
     pub fn to_offer(&self, now: u64, fresh: Cookie) -> Cookie {
         match self.stage {
             Stage::Offered { until } if now < until => self.cookie.unwrap_or(fresh),
@@ -66,13 +66,13 @@ impl Bulk {
         }
     }
 
-    /// It was given that, to be used until then.
+    /// Notes the cookie that the other end was given, and until when it counts, monotonic ns.
     pub fn on_offered(&mut self, cookie: Cookie, until: u64) {
         self.cookie = Some(cookie);
         self.stage = Stage::Offered { until };
     }
 
-    /// It has come to nothing, or is over.
+    /// Ends an attempt that has failed, or a queue pair that is over. The next may begin after a pause.
     pub fn end(&mut self, now: u64) {
         let after = AGAIN_AFTER << self.lost.min(DOUBLINGS);
         self.lost = self.lost.saturating_add(1);
@@ -81,7 +81,7 @@ impl Bulk {
         self.stage = Stage::None { before: now + after };
     }
 
-    /// One of the ends has said that it has lost it.
+    /// Notes that an end has reported the loss. Once both have, the next queue pair may begin after a pause.
     pub fn on_lost(&mut self, now: u64, is_here: bool) {
         let (here, there) = match self.stage {
             Stage::Lost { here, there } => (here || is_here, there || !is_here),
@@ -95,22 +95,22 @@ impl Bulk {
     }
 }
 
-/// By the link's slot.
+/// The states, by the slot of the link.
 #[derive(Default)]
 pub struct Bulks(HashMap<u32, Bulk>);
 
 impl Bulks {
-    /// The link's.
+    /// Returns the state of the link's bulk queue pair.
     pub fn of(&mut self, link: &Link) -> &mut Bulk {
         self.0.entry(link.slot()).or_insert_with(Bulk::new)
     }
 
-    /// The link is down.
+    /// Removes the state of a link that is down.
     pub fn forget(&mut self, link: &Link) {
         self.0.remove(&link.slot());
     }
 
-    /// The link for which this cookie was given out.
+    /// Returns the link for which this cookie was given out; `None` if there is none.
     pub fn offered(&self, introduction: &Introduction) -> Option<&'static Link> {
         let is_it = |link: &&'static Link| {
             let cookie = self.0.get(&link.slot()).and_then(|bulk| bulk.cookie.as_ref());
@@ -131,7 +131,7 @@ mod tests {
         let given = bulk.to_offer(0, first);
         bulk.on_offered(given, 100);
         assert!(bulk.to_offer(50, second).matches(&first));
-        // Nobody has come for it.
+        // No request has come with the first cookie.
         assert!(bulk.to_offer(100, second).matches(&second));
         bulk.end(60);
         assert!(bulk.to_offer(70, second).matches(&second));

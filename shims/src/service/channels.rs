@@ -273,8 +273,8 @@ impl Worker {
         }
     }
 
-    /// Handles a message that was received apart. An end of that channel stands for a message with other descriptors: a
-    /// violation.
+    /// Handles a message that was received apart. If that channel ends without one, the message has other descriptors
+    /// than it may have: a violation.
     pub(super) fn on_apart(&mut self, id: u64) {
         let Some(apart) = self.conns.get_mut(&id).and_then(|conn| conn.apart.take()) else {
             return;

@@ -75,7 +75,7 @@ impl Worker {
     /// Reads and handles the datagrams that have come.
     pub(super) fn on_control(&mut self) {
         let now = crate::sys::time::now_ns();
-        // One byte more than a datagram has, so that a longer one is noticed.
+        // Larger than a datagram by one byte, so that a longer datagram is noticed.
         let mut buf = [0u8; DATAGRAM + 1];
         for _ in 0..AT_ONCE {
             if !self.control.arrivals.take(now) {

@@ -1,4 +1,4 @@
-//! Connections of which an end is over, or may be, where nobody has said so.
+//! Connections with an end that is over, or may be, although no message or mark on the link shows it.
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering::Acquire;
@@ -13,16 +13,16 @@ use crate::objects::link::Link;
 use crate::objects::mailbox::Ref;
 use crate::objects::socket::{Mode, Socket};
 
-/// How long the process at the other end may take to mark an end that TCP has shown, which it is asked to, or to be
-/// seen to have ended, ns.
+/// How long the other end's process may take to mark an end that TCP has shown, ns. It is asked to check, and marks the
+/// end or is itself seen to have ended.
 const MARK_WITHIN: u64 = 1_000_000_000;
 
-/// How soon the first look for a reader is, ns, and how long it is between two at most: half closed connections may
-/// live for days.
+/// Time to the first check for a reader, and the longest time between two, ns. Half-closed connections may live for
+/// days.
 const LOOK_FIRST: u64 = 100_000_000;
 const LOOK_LAST: u64 = 1_000_000_000;
 
-/// Whether a socket's receiving direction is on a link within the host, and no end mark has come.
+/// Returns whether the receiving direction is on a link within the host, and no end mark has come.
 fn is_unmarked(socket: &'static Socket) -> bool {
     let Some(rx) = socket.rx.lock() else {
         return false;
@@ -33,13 +33,13 @@ fn is_unmarked(socket: &'static Socket) -> bool {
         && rx.consumer.as_ref().is_some_and(|c| !c.has_mark() && !c.has_left())
 }
 
-/// Whether a socket's sending direction is on a link within the host.
+/// Returns whether the sending direction is on a link within the host.
 fn sends_on_link(socket: &'static Socket) -> bool {
     socket.tx_mode.load(Acquire) == Mode::Link && socket.link().is_some_and(|l| l.is_alive() && !l.is_remote())
 }
 
-/// How long TCP has to show the end of a peer whose process has ended, ns; where another process has the other end too,
-/// it never does.
+/// How long TCP has to show the end of a peer whose process has ended, ns. If another process has that end too, TCP
+/// never shows it.
 const END_WITHIN: u64 = 1_000_000_000;
 
 fn awaits_end(socket: &'static Socket) -> bool {
@@ -57,45 +57,45 @@ fn has_ended(socket: &'static Socket) -> bool {
     ready::without_queue(ready::kernel(socket, rustix::event::PollFlags::RDHUP)) & ready::ENDED != 0
 }
 
-/// A stream whose peer's process has ended with bytes of ours unread, which TCP does not show yet. Until it does the
-/// stream stays what it is: who is told before that finds the connection still standing.
+/// A stream whose peer's process has ended without reading all bytes from here, and whose TCP does not show that yet.
+/// Until then the stream stays as it is: a call that was woken before would find the connection still standing.
 struct Dying {
     r: Ref,
-    /// Monotonic ns.
+    /// When the wait for TCP ends, monotonic ns.
     deadline: u64,
 }
 
-/// A connection whose other end TCP says is over, though nothing on the link has said so.
+/// A connection whose other end is over in TCP, though not on the link.
 struct Unmarked {
     r: Ref,
-    /// Monotonic ns.
+    /// When the wait for the mark ends, monotonic ns.
     deadline: u64,
 }
 
-/// A connection on whose link is something to be read yet, or may be, by an end that TCP says has sent its last. If
-/// that closes it where its library does not see it, TCP has nothing more to say, and its library is to look.
+/// A connection whose peer has sent its last byte in TCP, and may still have bytes on the link to read. If the peer
+/// closes it past its library, TCP shows nothing more: its library has to check.
 struct OneWay {
     r: Ref,
-    /// How far the other end had read when this was last looked at.
+    /// The position of the reader at the last check.
     reader_at: Option<u64>,
-    /// How long it is between two looks, ns.
+    /// The time between two checks, ns.
     every: u64,
-    /// When the next look is, monotonic ns.
+    /// The time of the next check, monotonic ns.
     deadline: u64,
 }
 
-/// See the module.
+/// The connections of this file, by what they wait for.
 #[derive(Default)]
 pub struct Ends {
-    /// Their other end was closed where its library did not see it, it seems.
+    /// Connections whose other end was probably closed past its library.
     unmarked: Vec<Unmarked>,
     dying: Vec<Dying>,
-    /// Their other end has sent its last, and is sent to over a link; by their slots.
+    /// Connections that send over a link to a peer that has sent its last byte; by their slots.
     one_way: HashMap<u32, OneWay>,
 }
 
 impl Ends {
-    /// When one is looked at next, monotonic ns.
+    /// Returns the time of the next check, monotonic ns; `None` if there is none.
     pub fn next_timeout(&self) -> Option<u64> {
         let unmarked = self.unmarked.iter().map(|unmarked| unmarked.deadline);
         let dying = self.dying.iter().map(|dying| dying.deadline);
@@ -103,13 +103,14 @@ impl Ends {
         unmarked.chain(dying).chain(one_way).min()
     }
 
-    /// Looks at those whose time has come. What becomes of [the dying](Self::over) is the caller's business.
+    /// Makes the checks that are due, except for [dying streams](Self::over), which the caller handles.
     pub fn on_timeout(&mut self, now: u64) {
         self.leave_unmarked(now);
         self.look_for_readers(now);
     }
 
-    /// The process at the other end of its link has ended. True if the stream waits for TCP to show it.
+    /// Handles that the process at the other end of the socket's link has ended. Returns true if the stream waits for
+    /// TCP to show it.
     pub fn on_peer_gone(&mut self, socket: &'static Socket) -> bool {
         let waits = awaits_end(socket);
         if waits {
@@ -121,18 +122,18 @@ impl Ends {
         waits
     }
 
-    /// Whether any waits for that.
+    /// Returns whether a stream waits for TCP to show the end of its peer.
     pub fn has_dying(&self) -> bool {
         !self.dying.is_empty()
     }
 
-    /// Those of which TCP says how their peer has ended, or does not within the time.
+    /// Removes and returns the dying streams whose peer's end is visible in TCP, or whose time for that is over.
     pub fn over(&mut self, now: u64) -> Vec<&'static Socket> {
         let is_over = |d: &mut Dying| d.deadline <= now || d.r.get().is_none_or(has_ended);
         self.dying.extract_if(.., is_over).filter_map(|d| d.r.get()).collect()
     }
 
-    /// TCP says that the other end has sent its last.
+    /// Handles that TCP shows the peer's last byte.
     pub fn on_end_of_tcp(&mut self, socket: &'static Socket) {
         let now = crate::sys::time::now_ns();
         let r = Ref::new(socket);
@@ -142,7 +143,7 @@ impl Ends {
             self.unmarked.push(Unmarked { r, deadline });
         }
         if is_unmarked || tx::is_full(socket) {
-            // Whether there still is a reader the other process is to look.
+            // Has the peer's service thread check whether there still is a reader.
             ready::notify_peer(socket, Wake(Link::service_bits()));
         }
         if sends_on_link(socket) {
@@ -156,7 +157,7 @@ impl Ends {
         }
     }
 
-    /// Has the other process look whether there still is a reader, where what was sent is not read.
+    /// Has the peer's process check whether there still is a reader, for each connection whose bytes are not read.
     fn look_for_readers(&mut self, now: u64) {
         self.one_way.retain(|_, look| {
             let Some(socket) = look.r.get().filter(|s| sends_on_link(s)) else {
@@ -176,8 +177,8 @@ impl Ends {
         });
     }
 
-    /// The other program has closed or shut down its socket where its library did not see it: what is sent now
-    /// goes over TCP, which knows how to answer it.
+    /// Takes the connections back to TCP that the peer has closed or shut down past its library. TCP knows how to
+    /// answer what is sent from now on.
     fn leave_unmarked(&mut self, now: u64) {
         let late: Vec<Unmarked> = self.unmarked.extract_if(.., |u| u.deadline <= now).collect();
         for socket in late.into_iter().filter_map(|u| u.r.get()) {

@@ -1,11 +1,14 @@
-//! Connections that the program closed while a promotion was under way.
+//! Connections that the program has closed while a promotion was under way.
 //!
-//! The other end still writes markers for which nobody here would read, and the kernel answers what
-//! arrives unread at a closed socket with a reset: the peer program would see its connection fail
-//! because of an attempt to promote it (ARCHITECTURE, I2). So the anchor stays open here, its sending half shut as
-//! close() would, until the other end's closing marker or its end has come. Anything else that
-//! arrives is what the program has not read: the reset it would have been. Likewise where the
-//! direction that was being closed still has bytes that TCP has not taken.
+//! The other end still writes markers, which no thread here would read. The kernel answers bytes that arrive unread at
+//! a closed socket with a reset. So the peer program would see its connection fail because of an attempt to promote it
+//! (ARCHITECTURE, I2).
+//!
+//! Therefore the TCP socket stays open here, with its sending half shut as close() would, until the other end's closing
+//! marker or its end has come. Any other bytes that arrive are bytes that the program has not read: they lead to the
+//! reset that close() would have sent.
+//!
+//! A connection also stays if TCP has not taken all bytes of the direction that was being closed.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -20,32 +23,32 @@ use super::link_table::LINK_TIMEOUT;
 use crate::sys::remains::Remains;
 use rdmasock_core::stream::connection::Awaited;
 
-/// How long the other end may take to write a marker, ns, which it does when there is a link or none can be had.
+/// How long the other end may take to write a marker, ns. It writes one when there is a link, or none can be made.
 const PATIENCE: u64 = LINK_TIMEOUT.as_nanos() as u64 + 5_000_000_000;
-/// How long the other end may take to make room for what is to be sent, ns.
+/// How long the other end may take to make room for the unsent bytes, ns.
 const PATIENCE_UNSENT: u64 = 60_000_000_000;
 
 /// A connection that outlives its close.
 struct Closed {
     remains: Remains,
-    /// Monotonic ns.
+    /// When the connection is closed in any case, monotonic ns.
     deadline: u64,
 }
 
-/// What is to be reported of each.
+/// The events that the epoll set reports of each connection.
 pub const EVENTS: kernel::EventFlags = kernel::EventFlags::IN
     .union(kernel::EventFlags::OUT)
     .union(kernel::EventFlags::RDHUP)
     .union(kernel::EventFlags::ET);
 
-/// See the module.
+/// The connections that outlive their close.
 #[derive(Default)]
 pub struct Lingering {
     all: HashMap<u64, Closed>,
 }
 
 impl Lingering {
-    /// One more, which is known by `id`.
+    /// Adds a connection, known by `id`, and does what can be done for it at once.
     pub fn begin(&mut self, id: u64, remains: Remains) {
         let patience = match remains.unsent.is_empty() {
             true => PATIENCE,
@@ -59,26 +62,26 @@ impl Lingering {
         self.on_event(id);
     }
 
-    /// Something has come, or there is room.
+    /// Handles an event of the connection `id`: bytes have come, or there is room.
     pub fn on_event(&mut self, id: u64) {
         if self.all.get_mut(&id).is_none_or(|closed| closed.remains.is_over()) {
             self.all.remove(&id);
         }
     }
 
-    /// When one has had its time, monotonic ns.
+    /// Returns when the next connection is closed in any case, monotonic ns; `None` if there is none.
     pub fn next_timeout(&self) -> Option<u64> {
         self.all.values().map(|closed| closed.deadline).min()
     }
 
-    /// Closes those that have had theirs.
+    /// Closes the connections whose time is over.
     pub fn on_timeout(&mut self, now: u64) {
         self.all.retain(|_, closed| closed.deadline > now);
     }
 }
 
 impl Remains {
-    /// Does what can be done; true when the connection can be closed.
+    /// Sends and receives as far as possible. Returns true when the connection can be closed.
     fn is_over(&mut self) -> bool {
         if !self.send() {
             return false;
@@ -91,7 +94,7 @@ impl Remains {
         is_over
     }
 
-    /// Sends what is left, then the end. False while TCP does not take all of it.
+    /// Sends the unsent bytes, then the end. Returns false while TCP does not take all of them.
     fn send(&mut self) -> bool {
         if self.unsent.is_empty() {
             return true;
@@ -114,7 +117,7 @@ impl Remains {
     }
 }
 
-/// Takes the markers that have come, and appends what is to be answered to `unsent`; true when the connection can be
+/// Takes the markers that have come, and appends the answer to `unsent`. Returns true when the connection can be
 /// closed.
 fn is_over(fd: BorrowedFd<'_>, awaited: &mut Awaited, unsent: &mut Vec<u8>) -> bool {
     let mut buf = [0u8; MAX_MARKER];
@@ -126,7 +129,7 @@ fn is_over(fd: BorrowedFd<'_>, awaited: &mut Awaited, unsent: &mut Vec<u8>) -> b
             }
             Err(Errno::AGAIN) => return false,
             Err(Errno::INTR) => continue,
-            // The program has shut the direction, which is no end of the other's.
+            // The program has shut the receiving direction here; that is no end of the peer's.
             Ok(_) if awaited.precede_end && !crate::notify::ready::has_peer_ended(fd) => return false,
             _ => return true,
         }
@@ -157,8 +160,7 @@ fn is_over(fd: BorrowedFd<'_>, awaited: &mut Awaited, unsent: &mut Vec<u8>) -> b
     }
 }
 
-/// Unread data has come: the close that follows is the reset that TCP asks for, though the kernel does not
-/// have the data any more.
+/// Has the close that follows send a reset: unread data has come, though the kernel does not have it any more.
 fn reset(fd: BorrowedFd<'_>) {
     let _ = rustix::net::sockopt::set_socket_linger(fd, Some(std::time::Duration::ZERO));
 }
@@ -175,8 +177,8 @@ mod tests {
 
     use super::*;
 
-    /// What was closed before a HELLO had come, and shut before that: the HELLO is answered, and the end follows the
-    /// marker that closes the attempt.
+    /// A connection that was shut, and then closed before a HELLO had come: the HELLO is answered, and the end follows
+    /// the marker that closes the attempt.
     #[test]
     fn a_greeting_of_what_has_not_ended_yet_is_answered() {
         let [mine, theirs] = [[0xc0; 16], [0xc1; 16]].map(Nonce::from_bytes);

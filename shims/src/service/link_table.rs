@@ -1,4 +1,4 @@
-//! Links on their way up, and those that are over and not free yet. Those that are up are in `link::up`.
+//! Links that are being made, and dead ones that are not freed yet. Live links are in `link::up`.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -12,62 +12,62 @@ use crate::config::verbs::{Acceptor, Pair};
 use crate::objects::link::{Link, up};
 use crate::objects::mailbox::Ref;
 
-/// How long a link to another host may take; less than a cookie lives. Nobody waits: TCP carries what is sent
-/// meanwhile.
+/// How long connecting a link to another host may take; less than a cookie lives. No call waits for it: TCP carries the
+/// data meanwhile.
 pub const LINK_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// A link that we have asked for.
+/// A link that this instance has asked for.
 pub struct Pending {
     pub waiting: Vec<Ref>,
-    /// The arena that we receive in.
+    /// The arena that this end receives in; `None` between hosts.
     pub mine: Option<(PrivateFd, Layout)>,
-    /// Monotonic ns.
+    /// When the attempt is given up, monotonic ns.
     pub deadline: u64,
 }
 
 /// An accepted connection that is not up yet.
 pub struct Arriving {
     pub pair: Pair,
-    /// What its other end has said.
+    /// The introduction that the other end has sent.
     pub introduction: Introduction,
-    /// The link that it is to be beside.
+    /// The link that the connection is to be a bulk queue pair of; `None` for a link of its own.
     pub bulk: Option<&'static Link>,
-    /// Monotonic ns.
+    /// When the connection is given up, monotonic ns.
     pub deadline: u64,
 }
 
-/// A link that was accepted and on which nothing has come yet. Its other end may not know of it: on iWARP it is up as
+/// An accepted link over which nothing has come yet. The other end may not know of it: on iWARP the link is up here as
 /// soon as the answer has been sent.
 pub struct HalfOpen {
     pub peer: InstanceId,
-    /// What it was asked for with.
+    /// The cookie of the other end's request.
     pub cookie: Cookie,
-    /// Monotonic ns.
+    /// When the link is given up, monotonic ns.
     pub deadline: u64,
 }
 
-/// See the module.
+/// The links of this process that are not in `link::up`.
 #[derive(Default)]
 pub struct LinkTable {
-    /// What we have asked for, by whom.
+    /// Links that this instance has asked for, by their peers.
     pub pending: HashMap<InstanceId, Pending>,
-    /// Where other hosts connect.
+    /// The listeners for connections of other hosts.
     pub acceptors: HashMap<u64, Acceptor>,
     pub arriving: HashMap<u64, Arriving>,
     pub half_open: HashMap<u64, HalfOpen>,
-    /// Those that are over.
+    /// Dead links that are not freed yet.
     pub dead: Vec<&'static Link>,
 }
 
 impl LinkTable {
-    /// The lowest slot that no link has.
+    /// Returns the lowest slot that no link has.
     pub fn free_slot(&self) -> u32 {
         let links = up::all();
         let used = |s: &u32| links.iter().chain(&self.dead).any(|l| l.slot() == *s);
         (0..).find(|s| !used(s)).unwrap_or(u32::MAX)
     }
 
-    /// When one has taken too long, monotonic ns.
+    /// Returns the earliest deadline of a link that is not up yet, monotonic ns; `None` if there is no such link.
     pub fn next_timeout(&self) -> Option<u64> {
         let pending = self.pending.values().map(|pending| pending.deadline);
         let arriving = self.arriving.values().map(|arriving| arriving.deadline);

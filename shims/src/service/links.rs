@@ -1,4 +1,4 @@
-//! Links: making them, what peers say on their side channels, and their end.
+//! Links: how they are made, the messages on their side channels, and their end.
 
 use std::net::IpAddr;
 use std::os::fd::AsFd;
@@ -30,12 +30,12 @@ use crate::objects::waiters::SERVICE;
 use crate::sys::points::point;
 use rdmasock_core::stream::connection::{self, Broken, MOST_ASIDE, OpenNonces, SocketIo as _};
 
-/// After how long a dead link on which a thread still sleeps is looked at again, ns. What is under way on its queue
-/// pair completes as failed, which wakes the thread.
+/// Time to the next check of a dead link on which a thread still sleeps, ns. Work requests that are in flight on its
+/// queue pair complete as failed, which wakes the thread.
 const FREE_AGAIN: u64 = 100_000_000;
 
 impl Worker {
-    /// A handshake has come to where it needs the link to `peer`.
+    /// Gets the link to `peer` that a handshake needs, and makes one if there is none.
     pub(super) fn need_link(&mut self, r: Ref, peer: InstanceId, offer: Option<LinkOffer>) {
         if let Some(link) = up::to(&peer) {
             return on_link(r, link);
@@ -48,7 +48,7 @@ impl Worker {
             Some(offer) => match offer.address {
                 LinkAddress::Shm => self.dial(peer, &offer.cookie).map(Some),
                 LinkAddress::Verbs(at) => ends_of(r)
-                    // Nowhere else than where the TCP connection leads.
+                    // Connects only to the host at the other end of the TCP connection.
                     .filter(|(_, remote)| *remote == at.ip())
                     .filter(|(local, _)| self.dial_remote(peer, *local, at, &offer.cookie))
                     .map(|_| None),
@@ -80,7 +80,7 @@ impl Worker {
         }
     }
 
-    /// The file of an arena, as large as files may be here.
+    /// Makes the file of an arena, as large as files may be in this process. `None` if that fails.
     fn make_arena(&self) -> Option<(PrivateFd, Layout)> {
         let layout = Layout::within(config().arena.bytes(), memfd::file_limit())?;
         let fd = memfd::create_file("rdmasock-arena", layout.file_len()).ok()?;
@@ -105,7 +105,7 @@ impl Worker {
         Some((arena, layout))
     }
 
-    /// LINK: a connector presents the cookie that it read in TCP.
+    /// Handles LINK: a connector presents the cookie that it has read in TCP.
     pub(super) fn on_link(
         &mut self,
         conn: u64,
@@ -153,7 +153,7 @@ impl Worker {
         self.hang_up(conn, ours);
     }
 
-    /// LINK-ACCEPT: the link that we asked for stands.
+    /// Handles LINK-ACCEPT: the link that this instance has asked for is up.
     pub(super) fn on_link_accept(
         &mut self,
         conn: u64,
@@ -181,7 +181,7 @@ impl Worker {
         self.link_made(expected, link);
     }
 
-    /// The handshakes that wait for a link to `peer` go on.
+    /// Continues the handshakes that wait for a link to `peer`.
     pub(super) fn link_made(&mut self, peer: InstanceId, link: &'static Link) {
         if let Some(pending) = self.links.pending.remove(&peer) {
             for r in pending.waiting {
@@ -202,7 +202,7 @@ impl Worker {
         Some(link)
     }
 
-    /// A link that has come to nothing.
+    /// Gives up a link that was made and could not be put to use.
     pub(super) fn give_up(&mut self, link: &'static Link) {
         link.set_down(Reason::LinkFailed);
         self.links.dead.push(link);
@@ -212,7 +212,7 @@ impl Worker {
     fn establish(&mut self, conn: u64, link: &'static Link, channel: Channel) {
         link.attach(channel);
         self.guests.on_gone(conn);
-        // The registration in the epoll set goes with the fd, which the link has now.
+        // The fd's registration in the epoll set stays. The fd belongs to the link now.
         self.conns.insert(conn, Conn::new(None, Peer::Link(link)));
         up::add(link);
     }
@@ -276,7 +276,7 @@ impl Worker {
             },
             Message::WaiterGone { id } => {
                 if let Ok(waiter) = u16::try_from(id).map(WaiterId) {
-                    // The service thread is told in its place.
+                    // The peer notifies the service thread in place of the waiter.
                     link.on_waiter_refused(waiter);
                     for socket in link.sockets() {
                         ready::change_interest(socket, |_| {});
@@ -285,7 +285,7 @@ impl Worker {
                 }
             }
             Message::Ring { id } => match u16::try_from(id).map(WaiterId) {
-                // This thread looks before it sleeps again.
+                // This thread checks for work before it sleeps again.
                 Ok(SERVICE) => {}
                 Ok(waiter) if waiter.0 < MAX_WAITERS => self.library.waiters.ring(waiter),
                 _ => self.break_off(link),
@@ -364,15 +364,15 @@ impl Worker {
         }
     }
 
-    /// The peer breaks the protocol on this link.
+    /// Closes the link, since its peer breaks the protocol.
     pub(super) fn break_off(&mut self, link: &'static Link) {
         if let Some(conn) = self.conn_of(link) {
             self.violation(conn);
         }
     }
 
-    /// Looks for the peer's sake find nothing. If that is all that comes of the link its streams go back to TCP, and
-    /// nothing is lost should the suspicion be wrong; if it goes on after that, the link is closed.
+    /// Checks a link whose peer wakes threads in vain. If it carries hardly anything else, its streams go back to TCP,
+    /// and no byte is lost if the suspicion is wrong. If the wake-ups go on after that, the link is closed.
     pub(super) fn look_for_noise(&mut self, link: &'static Link) {
         if !link.is_alive() || !link.is_idle(moved_on(link)) {
             return;
@@ -385,7 +385,7 @@ impl Worker {
         self.prefer_tcp(link, Reason::Violation);
     }
 
-    /// Has all streams of a working link go back to TCP.
+    /// Takes all streams of a working link back to TCP.
     pub(super) fn prefer_tcp(&mut self, link: &'static Link, why: Reason) {
         for socket in link.sockets() {
             if let Some(mut control) = socket.control.lock() {
@@ -395,7 +395,7 @@ impl Worker {
         }
     }
 
-    /// The link carries nothing more: its streams go on over their anchors.
+    /// Takes a link out of use: its streams go on over their TCP sockets.
     pub(super) fn link_down(&mut self, link: &'static Link, why: Reason) {
         if !link.set_down(why) {
             return;
@@ -418,7 +418,7 @@ impl Worker {
         }
         for socket in link.sockets() {
             if link.is_remote() && why != Reason::Violation {
-                // It goes on over TCP.
+                // The stream goes on over TCP.
                 if let Some(mut control) = socket.control.lock() {
                     socket.told.set_why(why);
                     connection::resume::link_failed(socket, &mut control);
@@ -436,11 +436,11 @@ impl Worker {
         self.free_dead_links();
     }
 
-    /// A stream goes on without its link.
+    /// Has a stream go on without its link.
     fn leave_dead(&mut self, socket: &'static Socket, why: Reason) {
         if let Some(mut control) = socket.control.lock() {
             if why == Reason::Violation {
-                // What is in the ring cannot be trusted: the connection is over.
+                // The bytes in the ring cannot be trusted, so the connection is reset.
                 crate::notify::reset::reset(socket);
             }
             if control.handshake.is_some() {
@@ -449,7 +449,7 @@ impl Worker {
             socket.told.set_why(why);
         }
         if let Some(mut tx) = socket.tx.lock() {
-            // A SWITCH that is still to be written leads the peer to a link that is over.
+            // A SWITCH that is still unsent would lead the peer to a dead link.
             tx.then_link = false;
             if socket.tx_mode.load(Acquire) == Mode::Link {
                 let unread = tx.producer.take().is_some_and(|p| p.is_unread());
@@ -459,32 +459,33 @@ impl Worker {
                 socket.tx_mode.go(Sending::Left);
             }
         }
-        // What the peer had written is still to be read; `leave_link_at_end` goes on from there.
+        // The bytes that the peer has written can still be read. `leave_link_at_end` goes on from there.
         connection::leave_link_at_end(socket);
         crate::notify::ready::notify_local(socket);
         self.settle(Ref::new(socket));
     }
 
-    /// TCP says how the peer of a link that has ended has ended itself, or it does not within the time.
+    /// Takes the streams off dead links whose peer's end is visible in TCP, or whose time for that is over.
     pub(super) fn leave_dying(&mut self, now: u64) {
         for socket in self.ends.over(now) {
             self.leave_dead(socket, Reason::PeerGone);
         }
     }
 
-    /// Gives the memory of dead links back once no socket uses them. Some time later again if a thread still sleeps on
-    /// one: nobody says when it has gone on.
+    /// Frees the memory of dead links that no socket uses any more. If a thread still sleeps on one, checks again after
+    /// `FREE_AGAIN`: such a thread sends no notification when it goes on.
     pub(super) fn free_dead_links(&mut self) {
         let alarm = &mut self.alarms.free_links;
         alarm.turn_off();
         let now = crate::sys::time::now_ns();
         self.links.dead.retain(|link| {
             if !link.close_channel() {
-                // A thread is about to use it.
+                // A thread is about to use the channel.
                 alarm.set(now + FREE_AGAIN);
                 return true;
             }
-            // What pins it says when it no longer does; who sleeps on another host's does not.
+            // A pin on the link notifies this thread when it is released. A thread that sleeps on a link to another
+            // host does not.
             let is_released = link.release();
             if !is_released && link.is_remote() && link.streams() == 0 {
                 alarm.set(now + FREE_AGAIN);
@@ -494,11 +495,11 @@ impl Worker {
     }
 }
 
-/// Attempts that have come no further than to the link fail. Its object may become another link to the same peer, which
-/// gives up what began on this one.
+/// Has the attempts fail that have come no further than to the link, since the peer gives up what began on this link.
+/// The object may later become another link to the same peer.
 fn forget_unopened(link: &'static Link) {
     for socket in socket::all().filter(|socket| socket.link() == Some(link)) {
-        // With either the object stays this link.
+        // A stream with `opened` or `peer` set keeps the object this link.
         if let Some(control) = socket.control.lock()
             && control.opened.is_none()
             && control.peer.is_none()
@@ -508,7 +509,8 @@ fn forget_unopened(link: &'static Link) {
     }
 }
 
-/// The memory of a link, by what the peer says of its own. `None` if that is not what this version has.
+/// Returns the memory of a link; the peer's part is as the peer describes it. `None` if this version has no such
+/// layout.
 fn memory<'a>(mine: (&'a PrivateFd, Layout), geometry: &Geometry, fds: &'a [PrivateFd]) -> Option<Memory<'a>> {
     let [arena, flags] = fds else { return None };
     let is_known = geometry.waiter_bytes >= FLAGS_BYTES && geometry.queue_entries == MAX_STREAMS;
@@ -520,7 +522,7 @@ fn memory<'a>(mine: (&'a PrivateFd, Layout), geometry: &Geometry, fds: &'a [Priv
     })
 }
 
-/// How many bytes the streams on a link have carried, by where they are.
+/// Returns the sum of the positions of all streams on a link, in bytes: how much they have carried.
 fn moved_on(link: &Link) -> u64 {
     let moved = link.sockets().into_iter().map(|socket| {
         let received = socket.rx.lock().and_then(|rx| Some(rx.consumer.as_ref()?.position()));
@@ -530,7 +532,7 @@ fn moved_on(link: &Link) -> u64 {
     moved.fold(0, u64::wrapping_add)
 }
 
-/// The two addresses of a connection, ours first.
+/// Returns the two addresses of a connection, the local one first. `None` if it has ended.
 fn ends_of(r: Ref) -> Option<(IpAddr, IpAddr)> {
     let socket = r.get()?;
     let tuple = socket::tuple_of(socket)?;
@@ -541,7 +543,7 @@ fn ends_of(r: Ref) -> Option<(IpAddr, IpAddr)> {
     })
 }
 
-/// The handshake goes on over this link.
+/// Continues a handshake on this link.
 fn on_link(r: Ref, link: &'static Link) {
     if let Some(socket) = r.get() {
         connection::on_link_up(socket, &link);
@@ -557,9 +559,10 @@ fn no_link(r: Ref, reason: Reason) {
     connection::end_attempt(socket, &mut control);
 }
 
-/// What a peer gives back of the data that it has taken out of TCP (P85). `None`: it is not what the peer says.
+/// Reads the data that a peer gives back after having taken it out of TCP (P85). `None` if the file is not as the peer
+/// says.
 fn read_given_back(bytes: u32, file: &PrivateFd) -> Option<Vec<u8>> {
-    // Nothing that could make this thread wait, nor a file that shrinks.
+    // No file that could make this thread wait, or that could shrink.
     memfd::check_received(file.as_fd(), bytes.into(), memfd::Access::ReadOnly).ok()?;
     let len = usize::try_from(bytes).ok().filter(|n| *n <= MOST_ASIDE)?;
     let mut read = Vec::new();
@@ -572,7 +575,7 @@ fn read_given_back(bytes: u32, file: &PrivateFd) -> Option<Vec<u8>> {
     Some(read)
 }
 
-/// What a peer gives back is data, whatever it sends.
+/// Tests that a peer's file is only read as data, and only if it is a sealed memfd.
 #[cfg(test)]
 mod tests {
     use rustix::fs::{MemfdFlags, Mode, OFlags, memfd_create, open};
@@ -590,7 +593,7 @@ mod tests {
         assert_eq!(read_given_back(4, &file(b"unread")), Some(b"unre".to_vec()));
     }
 
-    /// What is no memfd might keep the service thread waiting, and one that is not sealed could shrink.
+    /// Reading another file than a memfd might block the service thread, and one that is not sealed could shrink.
     #[test]
     fn nothing_but_a_sealed_file_of_that_size_is_read() {
         let device = PrivateFd::open(|| open("/dev/zero", OFlags::RDONLY, Mode::empty()));

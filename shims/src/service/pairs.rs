@@ -1,7 +1,7 @@
-//! Links to other hosts: dialling, accepting, and what their descriptors say.
+//! Links to other hosts: connecting, accepting, and the events of their descriptors.
 //!
-//! The address and the cookie come from the HELLO in the TCP connection; nothing else is ever
-//! connected to. Connecting can block in the kernel, so it has a thread of its own for that time.
+//! The address and the cookie come from the HELLO in the TCP connection; this file connects to nothing else. Connecting
+//! can block in the kernel, so a thread of its own does it.
 
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::BorrowedFd;
@@ -26,13 +26,13 @@ use crate::objects::waiters::SERVICE;
 
 const _: () = assert!(INTRODUCTION == PRIVATE_BYTES);
 
-/// How long an idle direction's last head is held back, and how long nobody need hear of what completes on a link after
-/// the last who slept on it has gone on, ns. While links are in use it doubles up to four times as much: each look
-/// takes a core from the program.
+/// The first interval of maintenance, ns. For that long the last head of an idle direction is held back, and
+/// completions go unnoticed after the last thread that slept on a link has gone on. While links are in use the interval
+/// doubles up to four times as much, since each round takes a core from the program.
 const MAINTAIN_AFTER: u64 = 5_000_000;
 const MAINTAIN_DOUBLINGS: u32 = 2;
 
-/// How often it is seen whether a link on which something was sent still works, ns.
+/// How often links on which something was sent are checked, ns.
 const WATCH_EVERY: u64 = 1_000_000_000;
 
 pub(super) fn introduce(instance: InstanceId, cookie: Cookie, is_bulk: bool) -> [u8; PRIVATE_BYTES] {
@@ -47,8 +47,8 @@ pub(super) fn introduce(instance: InstanceId, cookie: Cookie, is_bulk: bool) -> 
 }
 
 impl Worker {
-    /// Listens for links at this local address, where the acceptor of a connection is. False if there is
-    /// no device for it.
+    /// Listens for links at this local address, the acceptor's end of a connection. Returns false if there is no device
+    /// for it.
     pub(super) fn listen_for_links(&mut self, local: IpAddr) -> bool {
         if self.library.offers.place_at(local).is_some() || self.library.reach.pretends() {
             return true;
@@ -64,7 +64,8 @@ impl Worker {
                 return false;
             }
         };
-        // SAFETY: open as long as the acceptor, which stays.
+        // SAFETY: the fd is open as long as the acceptor, which stays in `links.acceptors`; `drop_acceptor` ends the
+        // registration.
         let fd = unsafe { BorrowedFd::borrow_raw(acceptor.fd) };
         let id = self.new_conn();
         if !self.add(fd, tag(kind::ACCEPTOR, id), kernel::EventFlags::IN) {
@@ -79,7 +80,7 @@ impl Worker {
     }
 
     pub(super) fn on_acceptor(&mut self, id: u64) {
-        // A bounded number: who floods us is not to keep the thread.
+        // A bounded number, so that a flood of requests cannot keep the thread.
         for _ in 0..16 {
             match self.links.acceptors.get(&id).map(Acceptor::next) {
                 Some(Ok(Some(incoming))) => self.on_incoming(incoming),
@@ -89,7 +90,7 @@ impl Worker {
         }
     }
 
-    /// The device has gone. With the next connection that it could serve another one may be there.
+    /// Drops a listener whose device has gone. The next connection that a device could serve may find another device.
     fn drop_acceptor(&mut self, id: u64, error: Errno) {
         let Some(acceptor) = self.links.acceptors.remove(&id) else {
             return;
@@ -126,7 +127,7 @@ impl Worker {
         };
         let Ok(info) = pair.info() else { return };
         let id = self.new_conn();
-        // SAFETY: open as long as the pair, which is in `arriving` as long as the fd is in the set.
+        // SAFETY: the fd is open as long as the pair, which stays in `arriving` while the fd is in the epoll set.
         let fd = unsafe { BorrowedFd::borrow_raw(info.state_fd) };
         if !self.add(fd, tag(kind::PAIR_STATE, id), kernel::EventFlags::IN) {
             return;
@@ -144,14 +145,14 @@ impl Worker {
         self.on_pair_state(id);
     }
 
-    /// Nobody was told to connect like this.
+    /// Refuses a connection that shows no cookie of this instance.
     fn refuse(&self, incoming: Incoming) {
         self.library.stats.count(rdmasock_core::stats::Event::LinkViolation);
         tracing::warn!(target: "rdmasock", "a link without a cookie of ours is refused");
         incoming.reject();
     }
 
-    /// Connects to the address of a HELLO.
+    /// Connects to the address of a HELLO, in a new thread. Returns false if there is no device or no thread for it.
     pub(super) fn dial_remote(&mut self, peer: InstanceId, local: IpAddr, remote: SocketAddr, cookie: &Cookie) -> bool {
         if !self.devices.have(local) {
             return false;
@@ -170,7 +171,7 @@ impl Worker {
 
     pub(super) fn on_dialled(&mut self, peer: InstanceId, dialled: Result<Dialled, Errno>) {
         match dialled {
-            // If it is late it serves the next attempt.
+            // A link that comes late serves the next attempt.
             Ok(dialled) => {
                 let id = self.new_conn();
                 let place = Some((dialled.local, dialled.remote));
@@ -186,7 +187,7 @@ impl Worker {
         }
     }
 
-    /// A pair's state may have changed.
+    /// Handles an event of a queue pair whose state may have changed.
     pub(super) fn on_pair_state(&mut self, id: u64) {
         if let Some((link, remote)) = self.remote_link(id) {
             if let State::Down(error) = remote.state() {
@@ -229,13 +230,14 @@ impl Worker {
         }
     }
 
-    /// Connections that did not come up in time, and links that nobody uses.
+    /// Gives up connections that did not come up in time, and accepted links over which nothing has come.
     pub(super) fn expire_arriving(&mut self, now: u64) {
         self.drop_arriving(|arriving| arriving.deadline <= now);
         self.drop_half_open(|half_open| half_open.deadline <= now);
     }
 
-    /// Who asks again with a cookie has given the request before up, and does not know of the link that it has led to.
+    /// Drops what came of an earlier request with the same cookie: its sender has given that request up, and does not
+    /// know of the link that it has led to.
     fn drop_request(&mut self, cookie: &Cookie) {
         self.drop_arriving(|arriving| arriving.introduction.cookie.matches(cookie));
         self.drop_half_open(|half_open| half_open.cookie.matches(cookie));
@@ -248,7 +250,7 @@ impl Worker {
         }
     }
 
-    /// The cookie of an accepted link is spent once something has come over it.
+    /// Spends the cookie of an accepted link once something has come over it.
     fn spend_cookie(&mut self, id: u64) {
         let Some(HalfOpen { peer, cookie, .. }) = self.links.half_open.get(&id) else {
             return;
@@ -271,7 +273,7 @@ impl Worker {
         }
     }
 
-    /// Gives up what was on its way beside a link.
+    /// Gives up the bulk queue pairs that are being accepted beside a link.
     pub(super) fn forget_arriving_beside(&mut self, link: &'static Link) {
         let is_it = |arriving: &Arriving| arriving.bulk.is_some_and(|other| other == link);
         let ids = self.links.arriving.iter().filter(|(_, arriving)| is_it(arriving));
@@ -284,7 +286,7 @@ impl Worker {
 
     fn forget_fd(&self, fd: Result<i32, Errno>) {
         if let Ok(fd) = fd {
-            // SAFETY: the caller still has the pair, so the fd is open.
+            // SAFETY: the caller still has the pair or the acceptor, so the fd is open.
             let _ = kernel::delete(&self.service.epoll, unsafe { BorrowedFd::borrow_raw(fd) });
         }
     }
@@ -311,8 +313,8 @@ impl Worker {
             (info.state_fd, kind::PAIR_STATE),
             (info.completion_fd, kind::COMPLETION),
         ] {
-            // SAFETY: open as long as the pair, which the link has now; it is taken out of the set
-            // before the link gives the pair up (`hang_up`).
+            // SAFETY: the fds are open as long as the pair, which the link has now. `hang_up` takes them out of the
+            // epoll set before the link gives the pair up.
             let fd = unsafe { BorrowedFd::borrow_raw(fd) };
             if !self.add(fd, tag(kind, id), kernel::EventFlags::IN) {
                 self.give_up(link);
@@ -336,7 +338,7 @@ impl Worker {
         }
     }
 
-    /// What is for this thread on a link to another host.
+    /// Handles the work for this thread on a link to another host.
     pub(super) fn poll_remote(&mut self, link: &'static Link) {
         let Some(remote) = link.remote() else {
             return;
@@ -354,15 +356,15 @@ impl Worker {
         }
     }
 
-    /// From being asked to maintain the links to doing it, ns.
+    /// Returns the time from a request to maintain the links until that is done, ns.
     pub(super) fn maintain_after(&self) -> u64 {
         MAINTAIN_AFTER << self.maintained
     }
 
-    /// Idle directions tell their peers what they have read; and links on which nobody sleeps any more are
-    /// this thread's to hear.
+    /// Maintains the links to other hosts: sends the heads that idle directions owe. Where no thread sleeps on a link
+    /// any more, this thread is notified of its completions again.
     pub(super) fn maintain_links(&mut self) {
-        // First: who comes from now on asks again.
+        // First, so that a request that comes from now on is a new one.
         self.service.maintaining.begin();
         let mut again = false;
         for link in up::all() {
@@ -387,8 +389,8 @@ impl Worker {
         }
     }
 
-    /// Links on which something was sent: do their peers' devices still answer? What has failed is seen by
-    /// `poll_remote`.
+    /// Checks whether the peers' devices still answer, on links on which something was sent. `poll_remote` handles the
+    /// links that have failed.
     pub(super) fn watch_links(&mut self, now: u64) {
         for remote in up::all().iter().filter_map(|l| l.remote()) {
             if remote.is_watched() {
@@ -400,12 +402,12 @@ impl Worker {
         }
     }
 
-    /// Something has completed on a link's queue pair.
+    /// Handles a completion on a link's queue pair.
     pub(super) fn on_completion(&mut self, id: u64) {
         let Some((link, remote)) = self.remote_link(id) else {
             return;
         };
-        // Looks once more after arming: what came in between makes no event. Who sleeps on the
+        // Polls once more after arming, since a completion in between makes no event. A thread that sleeps on the
         // descriptor itself has armed it.
         loop {
             remote.progress();
@@ -422,7 +424,7 @@ impl Worker {
         }
     }
 
-    /// What the peer has said on the link's side channel.
+    /// Handles the messages that have come over the link's side channel.
     fn take_messages(&mut self, id: u64, remote: &'static Remote) {
         while let Some(message) = remote.take_message() {
             if message.fds() > 0 {
@@ -432,7 +434,7 @@ impl Worker {
         }
     }
 
-    /// Takes the descriptors of a link that goes down out of the set.
+    /// Takes the descriptors of a link that goes down out of the epoll set.
     pub(super) fn forget_remote(&mut self, link: &'static Link) {
         if let Some(remote) = link.remote() {
             remote.fds().into_iter().for_each(|fd| self.forget_fd(Ok(fd)));
@@ -440,10 +442,12 @@ impl Worker {
     }
 }
 
-/// A request to connect that has not been answered for so long is taken for lost, and made anew; each is given twice as
-/// long as the one before, for the peer may only be slow. RoCE's requests are datagrams, which the kernel repeats after
-/// more than 4 s (Linux, `CMA_CM_RESPONSE_TIMEOUT`), iWARP's a TCP connection, which it tries at longer and longer
-/// intervals; and the first one after a failure of the network is often one too early.
+/// The time after which an unanswered request to connect counts as lost, and is made anew. Each further one is given
+/// twice as long, for the peer may only be slow.
+///
+/// RoCE's requests are datagrams, which the kernel repeats after more than 4 s (Linux, `CMA_CM_RESPONSE_TIMEOUT`).
+/// iWARP's are a TCP connection, which the kernel tries at longer and longer intervals. The first request after a
+/// failure of the network often comes too early.
 const LOST_AFTER: Duration = Duration::from_secs(3);
 
 pub(super) fn dial(

@@ -1,8 +1,8 @@
 //! The asker's part of the control port: questions to other hosts (docs/protocol.md, P60–P69).
 //!
-//! One connected UDP socket a host and local address. A host that has not answered yet gets one
-//! question; the others wait for the stamp that its answer brings. A host that does not answer, or where
-//! nobody listens, is not asked for a while. What a YES leads to is `ask.rs`'s business.
+//! Each pair of a host and a local address has one connected UDP socket. A host that has not answered yet gets one
+//! question; the others wait for the stamp that its answer brings. A host that does not answer, or whose port is
+//! closed, is not asked for a while. `ask.rs` goes on after a YES.
 
 pub mod hosts;
 
@@ -26,18 +26,18 @@ use super::state::Worker;
 use crate::objects::mailbox::{kind, tag};
 use hosts::{Fate, Host, Hosts, MS, NEVER, QUIET, Query};
 
-/// A question is sent again after so long, then after so long; all within the time that an answer may take.
+/// The times from each sending of a question to the next, ns. Their sum is less than the time that an answer may take.
 const AGAIN: [u64; 4] = [400 * MS, 700 * MS, 1500 * MS, 2000 * MS];
-/// How often nobody may listen there, in a row, until the host is one without the library: a program that has just
-/// accepted its first connection is about to.
+/// How many refusals in a row (ICMP: port closed) make a host one without the library. A program that has just accepted
+/// its first connection is about to bind the port.
 const REFUSALS: u32 = 3;
 /// How often one question is sent anew because its stamp was not good.
 const RESTAMPS: u32 = 3;
-/// Hosts that are talked to at once.
+/// The most hosts that have a socket at once.
 const HOSTS: usize = 1024;
 
 impl Worker {
-    /// Asks the host that the connection leads to. Nothing if it is known not to answer.
+    /// Asks the host that the connection leads to. Does nothing if the host is known not to answer.
     pub(super) fn ask_host(&mut self, request: u64, asking: &mut Asking) {
         let now = crate::sys::time::now_ns();
         let address = (asking.tuple.connector().ip(), asking.tuple.acceptor().ip());
@@ -55,7 +55,7 @@ impl Worker {
             request,
             sent: 0,
             restamped: 0,
-            // Sent by `hosts_on_time`, when the question is in its place.
+            // `hosts_on_time` sends it, once the question is in `asks`.
             next: if is_first { now } else { NEVER },
             fate: Fate::Asked,
         };
@@ -68,7 +68,8 @@ impl Worker {
         self.library.stats.count(Event::ControlAsk);
     }
 
-    /// The number of the host at `address`, its socket made if need be.
+    /// Returns the id of the host at `address`, and makes its socket if it has none. `None` if the host does not
+    /// answer, or no socket can be made.
     fn host(&mut self, address: (IpAddr, IpAddr), now: u64) -> Option<u64> {
         let remote = SocketAddr::new(address.1, self.library.reach.port()?);
         if self.hosts.absent.get(&remote, Instant::now()).is_some() {
@@ -100,7 +101,7 @@ impl Worker {
         Some(id)
     }
 
-    /// Sends what is due, and closes what has been quiet.
+    /// Sends the questions that are due, and closes the sockets that have been quiet for `QUIET`.
     pub(super) fn hosts_on_time(&mut self, now: u64) {
         if self.hosts.hosts.is_empty() {
             return;
@@ -133,7 +134,7 @@ impl Worker {
         }
     }
 
-    /// Questions that nobody waits for any more: a YES is not wanted.
+    /// Forgets the questions whose asker has given up: a YES to them is not wanted.
     fn forget_given_up(&mut self, id: u64) {
         let Hosts { hosts, queries, .. } = &mut self.hosts;
         let Some(host) = hosts.get_mut(&id) else {
@@ -151,7 +152,7 @@ impl Worker {
         });
     }
 
-    /// Where no answer has come yet and no question is out, because the first was given up: sends the next.
+    /// Sends the next question of a host that has not answered, if the question that was out has been given up.
     fn probe(&mut self, id: u64, now: u64) {
         let Hosts { hosts, queries, .. } = &mut self.hosts;
         let Some(host) = hosts.get(&id).filter(|h| h.stamp.is_none()) else {
@@ -166,7 +167,7 @@ impl Worker {
         }
     }
 
-    /// Sends a question, for the first time or again. False if nobody listens there.
+    /// Sends a question, for the first time or again. Returns false if the host is to count as one without the library.
     fn send_query(&mut self, id: u64, query: QueryId, now: u64) -> bool {
         let request = self.hosts.queries.get(&query).map(|q| q.request);
         let message = request
@@ -201,9 +202,9 @@ impl Worker {
             return true;
         };
         match host.socket.send(&bytes) {
-            // What finds no room is lost, as it may be on the way.
+            // A datagram that finds no room is lost, as it may be on the way.
             Ok(()) | Err(Errno::AGAIN | Errno::NOBUFS | Errno::INTR) => true,
-            // What an earlier one has met; this one has not been sent, and is when its time comes again.
+            // An earlier datagram was refused. This one has not been sent, and is sent again at its next time.
             Err(Errno::CONNREFUSED) => {
                 host.refused += 1;
                 host.refused < REFUSALS
@@ -215,7 +216,7 @@ impl Worker {
         }
     }
 
-    /// Something has come from a host, or about it.
+    /// Reads and handles the datagrams of a host, and the errors of its socket.
     pub(super) fn on_host(&mut self, id: u64) {
         let mut buf = [0u8; DATAGRAM + 1];
         for _ in 0..64 {
@@ -260,7 +261,7 @@ impl Worker {
                 query.restamped += 1;
                 query.next = now;
                 host.stamp = Some(datagram.stamp);
-                // All that have waited for it.
+                // Sends the questions that have waited for the stamp.
                 for waiting in &host.waiting {
                     if let Some(q) = self.hosts.queries.get_mut(waiting).filter(|q| q.sent == 0) {
                         q.next = now;
@@ -287,7 +288,7 @@ impl Worker {
         }
     }
 
-    /// The question's answer is there: how it is to be treated when it comes again.
+    /// Ends the wait for a question's answer; `fate` says how a repeated YES is answered.
     fn close_query(&mut self, id: u64, query: QueryId, fate: Fate) {
         if let Some(host) = self.hosts.hosts.get_mut(&id) {
             host.waiting.retain(|q| *q != query);
@@ -343,7 +344,8 @@ impl Worker {
         }
     }
 
-    /// A question's time is over. True if its host has not answered anything, which is remembered.
+    /// Returns whether the host of an expired question is silent: no answer has come from it, or none since its last
+    /// expired question. Then it is not asked for `HOST_ABSENT_FOR`.
     pub(super) fn is_host_silent(&mut self, asking: &Asking) -> bool {
         let address = (asking.tuple.connector().ip(), asking.tuple.acceptor().ip());
         let Some(id) = self.hosts.by_address.get(&address).copied() else {
@@ -356,12 +358,12 @@ impl Worker {
         let Some(host) = self.hosts.hosts.get_mut(&id) else {
             return false;
         };
-        // Next time its first answer is waited for again: it may be gone.
+        // The host may be gone: the next question waits again for its first answer.
         if host.stamp.take().is_some() {
             return false;
         }
-        // Its socket stays for now: a host that has only been slow says YES to what it has been asked, until it hears
-        // that this is not wanted any more, and till then would not be asked about that connection again.
+        // The socket stays for now. A host that was only slow sends YES until it receives that this is not wanted.
+        // Until then it answers NO to another question about that connection.
         self.leave_alone(id);
         true
     }
@@ -372,13 +374,13 @@ impl Worker {
         self.hosts.absent.get(&remote, Instant::now()).is_some()
     }
 
-    /// Nobody listens there.
+    /// Handles a host whose port is closed.
     fn host_absent(&mut self, id: u64) {
         self.leave_alone(id);
         self.close_host(id);
     }
 
-    /// Nobody answers there for now. Whoever waits for it stays on TCP.
+    /// Has the host not asked for a while. The connections whose questions wait for it stay on TCP.
     fn leave_alone(&mut self, id: u64) {
         let Some(host) = self.hosts.hosts.get_mut(&id) else {
             return;

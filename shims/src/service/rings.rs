@@ -1,4 +1,4 @@
-//! Rings whose size does not fit: too small for a sender whose reader stands still, or large and idle.
+//! Rings of the wrong size: too small for a sender whose reader stands still, or large and idle.
 
 use std::sync::atomic::Ordering::Acquire;
 
@@ -13,35 +13,35 @@ use crate::objects::mailbox::Ref;
 use crate::objects::socket::{self, Mode};
 use rdmasock_core::stream::connection;
 
-/// A reader that has not read for this long, ns, stands still: its ring grows without it.
+/// A reader that has not read for this time, ns, stands still: its ring grows without it.
 const STILL_FOR: u64 = 2_000_000;
 
-/// The longest time between two looks at one that stands still, ns.
+/// The longest time between two checks of a sender that stands still, ns.
 const LONGEST: u64 = 1_000_000_000;
 
-/// How often idle rings are looked for after one has grown.
+/// How often idle rings are searched for after a ring has grown, ns.
 const SHRINK_EVERY: u64 = 1_000_000_000;
 
-/// A sender that found no room, and how far its reader had got then.
+/// A sender that found no room, and the position of its reader then.
 struct Blocked {
     r: Ref,
     reader_at: u64,
-    /// How long the sender is left alone between two looks, ns.
+    /// Time between two checks of the sender, ns.
     every: u64,
-    /// When the sender is looked at next, monotonic ns.
+    /// The time of the next check, monotonic ns.
     deadline: u64,
 }
 
-/// See the module.
+/// The rings whose size may have to change.
 #[derive(Default)]
 pub struct Rings {
     blocked: Vec<Blocked>,
-    /// When idle rings are looked for.
+    /// When idle rings are searched for.
     shrink: Alarm,
 }
 
 impl Rings {
-    /// A sender has found no room.
+    /// Begins to check a sender that has found no room.
     pub fn on_blocked(&mut self, r: Ref) {
         if let Some(socket) = r.get()
             && let Some(reader_at) = tx::reader_at(socket)
@@ -55,13 +55,13 @@ impl Rings {
         }
     }
 
-    /// When there is something to do next, monotonic ns.
+    /// Returns the time of the next check, monotonic ns; `None` if there is none.
     pub fn next_timeout(&self) -> Option<u64> {
         let blocked = self.blocked.iter().map(|blocked| blocked.deadline);
         blocked.chain(self.shrink.next()).min()
     }
 
-    /// Sees to senders that have found no room for a while, and to idle rings.
+    /// Helps senders that have found no room for a while, and shrinks idle rings.
     pub fn on_timeout(&mut self, now: u64) {
         self.relieve(now);
         if self.shrink.rings(now) {
@@ -93,7 +93,7 @@ impl Rings {
         }
     }
 
-    /// A ring has grown: looks at the rings once they can be idle.
+    /// Schedules a search for idle rings, after a ring has grown.
     pub fn on_grown(&mut self) {
         self.shrink.set_if_off(|| {
             cgroup::look();
@@ -101,7 +101,7 @@ impl Rings {
         });
     }
 
-    /// Gives rings that are idle their first size.
+    /// Gives idle rings their first size, and searches again later if some are in use.
     fn shrink(&mut self, now: u64) {
         let mut again = false;
         for socket in socket::all() {

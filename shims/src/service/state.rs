@@ -220,8 +220,8 @@ impl Worker {
         inode.is_some_and(|inode| diag::is_socket(local, remote, tuple.device(), inode))
     }
 
-    /// Checks the namespace of a thread that was made again. Names and the control port stay those of the first
-    /// thread's namespace, so in another one no further connection is promoted.
+    /// Checks the namespace of a thread that was made again. Names and the control port stay in the first thread's
+    /// namespace, so in another one no further connection is promoted.
     pub fn return_to_namespace(&mut self) {
         if own_namespace() != self.namespace {
             self.namespace = ELSEWHERE;

@@ -1,4 +1,5 @@
-//! Who may answer what: the rules P10, P11, P14, P15 and the memory of attempts, on one worker.
+//! Tests which peer may answer which question: the rules P10, P11, P14 and P15, and the memory of attempts, on one
+//! worker.
 
 use rdmasock_core::stream::connection::Task;
 
@@ -21,20 +22,20 @@ use rdmasock_core::wire::{self, MAX_MESSAGE, Message};
 use super::*;
 use crate::objects::socket::{Mode, Socket, Stage};
 
-/// A worker beside which no service thread runs.
+/// Returns a worker beside which no service thread runs.
 pub(super) fn worker() -> Worker {
     without_thread();
     // SAFETY: a set of no signals.
     Worker::new(unsafe { std::mem::zeroed() }, None).unwrap()
 }
 
-/// What is submitted stays in the queue.
+/// Prevents the start of a service thread, so that submitted commands stay in the queue.
 pub(crate) fn without_thread() {
     assert!(crate::startup::instance::is_on());
     Library::get().service.claim_start();
 }
 
-/// How often something was left to be done for `socket` so far.
+/// Returns how often the task `what` was submitted for `socket` so far.
 pub(crate) fn left_to_do(socket: &'static Socket, what: Task) -> usize {
     static TAKEN: Mutex<VecDeque<Command>> = Mutex::new(VecDeque::new());
     let mut taken = TAKEN.lock().unwrap();
@@ -44,7 +45,7 @@ pub(crate) fn left_to_do(socket: &'static Socket, what: Task) -> usize {
     taken.iter().filter(count).count()
 }
 
-/// A connected socket, and what keeps it open.
+/// Returns a connected socket, and the stream that keeps it open.
 pub(crate) fn connected() -> (&'static Socket, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -53,7 +54,8 @@ pub(crate) fn connected() -> (&'static Socket, TcpStream) {
     (socket, stream)
 }
 
-/// A question about `socket` that is out on a channel of its own; its number, and the other end.
+/// Sends a question about `socket` on a channel of its own. Returns the request's number, the channel's id and the
+/// other end of the channel.
 fn asked(worker: &mut Worker, socket: &'static Socket, by_name: bool) -> (u64, u64, Channel) {
     let (ours, theirs) = Channel::pair().unwrap();
     let request = crate::objects::library::random_u64();
@@ -117,7 +119,7 @@ fn an_answer_counts_only_from_whom_was_asked() {
         "the stranger's channel is closed"
     );
 
-    // Asked, but for another connection.
+    // This channel was asked, but about another connection.
     let (other, _other_stream) = connected();
     let (_, other_conn, other_holder) = asked(&mut worker, other, true);
     say(&other_holder, &yes(request));
@@ -255,7 +257,7 @@ fn a_message_with_fds_that_it_does_not_carry_ends_the_channel() {
     assert!(!worker.conns.contains_key(&conn));
 }
 
-/// The accepting end of a connection, as a socket of the library that has been used.
+/// Returns the accepting end of a connection as a used socket of the library, with both streams.
 pub(super) fn accepted() -> (&'static Socket, TcpStream, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -278,7 +280,7 @@ fn a_yes_that_reaches_nobody_begins_nothing() {
     let (socket, _client, _server) = accepted();
     let tuple = socket::tuple_of(socket).unwrap();
     let (nonce, instance) = (Nonce::random().unwrap(), InstanceId::random().unwrap());
-    // Who asked was hung up on before.
+    // The asker's channel was closed before.
     worker.on_ask(u64::MAX, 1, tuple, nonce, instance);
     assert_eq!(socket.rx_mode.load(SeqCst), Mode::Tcp);
     assert_eq!(socket.promotion.stage(), Stage::Watching);
@@ -303,7 +305,7 @@ fn a_scan_ends_with_its_askers_channel() {
     let mut worker = worker();
     let (socket, client, mut server) = accepted();
     let tuple = socket::tuple_of(socket).unwrap();
-    // Asks, sends what `says` makes of the nonce, and goes. Gives how many bytes that were.
+    // Asks, sends the bytes that `says` makes of the nonce, and closes. Returns the mode of the receiving direction.
     let mut ask = |says: fn(&Nonce) -> Vec<u8>| {
         let (ours, theirs) = Channel::pair().unwrap();
         let conn = worker
@@ -384,7 +386,7 @@ fn a_kernel_without_cookies_tells_namespaces_apart() {
     let (other, _other_client, _other_server) = accepted();
     let [tuple, others] = [socket, other].map(|socket| socket::tuple_of(socket).unwrap().at(0, 0));
     assert!(worker.is_here(socket, &tuple) && worker.is_here(other, &others));
-    // As if another socket had the same addresses elsewhere.
+    // As if another socket had the same addresses in another namespace.
     assert!(!worker.is_here(socket, &others) && !worker.is_here(other, &tuple));
 }
 
@@ -413,7 +415,7 @@ fn a_yes_that_was_lost_with_a_link_is_said_again() {
     };
     let first = ask(&mut worker, nonce, instance);
     assert!(first.is_some());
-    // It has served: who was asked by two names would take it back.
+    // The YES has arrived: an asker that has asked by two names would cancel a second one.
     assert_eq!(ask(&mut worker, nonce, instance), None);
     // As if it had gone over a link between hosts that is down.
     let lost = Some(u64::MAX);
@@ -460,14 +462,14 @@ fn a_question_whose_answer_may_be_lost_is_asked_until_it_is_answered() {
         worker.expire_asks(now);
         assert!(worker.asks.contains_key(&request) && is_asking());
     }
-    // Its attempt is under way to who does not know yet that the link is down.
+    // The attempt is under way at a peer that does not know yet that the link is down.
     worker.declined(request, wire::Reason::Limit);
     assert!(worker.asks.contains_key(&request) && is_asking());
     worker.declined(request, wire::Reason::Use);
     assert!(!worker.asks.contains_key(&request) && !is_asking());
 }
 
-/// Another name of the port may be a listener's that has accepted nothing, and does not answer.
+/// Another name of the port may belong to a listener that has accepted nothing, and does not answer.
 #[test]
 fn a_holders_no_ends_the_wait_for_others() {
     let mut worker = worker();

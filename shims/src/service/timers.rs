@@ -2,7 +2,7 @@
 
 use super::state::Worker;
 
-/// One concern.
+/// A concern of the thread that has deadlines.
 struct Timer {
     /// Returns the next deadline, monotonic ns; `None` if nothing is scheduled.
     next: fn(&Worker) -> Option<u64>,

@@ -1,5 +1,5 @@
-//! Sockets that are being promoted or are on a link: their anchors are watched, and they are put back into the
-//! kernel's sets when both directions are on TCP again.
+//! Watches the TCP sockets of connections that are being promoted or are on a link. Puts them back into the kernel's
+//! epoll sets when both directions are on TCP again.
 
 use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
@@ -17,10 +17,10 @@ use crate::sys::points::point;
 use rdmasock_core::stream::connection;
 
 impl Worker {
-    /// From now on this thread watches the anchor, and the library reports the socket's readiness.
+    /// Begins to watch the TCP socket; from now on the library reports the socket's readiness.
     pub(super) fn watch(&mut self, socket: &'static Socket) -> Watched {
         if ready::is_watched(socket) {
-            // An attempt that ended before its scan began has left it so.
+            // An attempt that ended before its scan began has left the socket watched.
             return Watched::Done;
         }
         {
@@ -33,7 +33,7 @@ impl Worker {
             if !anchor::watch(socket, fd) {
                 return Watched::Impossible;
             }
-            // What has come before, and nobody may hear of as news.
+            // Events from before, which possibly no later event reports.
             note_anchor(socket);
             socket.wakes.watched.publish(true);
         }
@@ -64,7 +64,7 @@ impl Worker {
         point!("unwatch: the socket is the kernel's, and nobody knows");
         ready::hand_back(socket);
         point!("unwatch: sets have been told");
-        // Those who sleep on our doorbells sleep on the kernel's object from now on.
+        // Threads that sleep on the library's doorbells sleep on the kernel's object from now on.
         ready::notify_local(socket);
     }
 
@@ -83,7 +83,7 @@ impl Worker {
             connection::flush(socket);
         }
         if socket.rx_mode.load(Acquire) == Mode::Marked {
-            // Meets markers even if the program does not read now.
+            // Finds markers even if the program does not read now.
             ready::among_markers(socket);
             if !socket.numbers.left_behind.load(Acquire) {
                 connection::read_ahead(socket, tx::is_full(socket));
@@ -103,7 +103,8 @@ impl Worker {
         }
     }
 
-    /// Puts a socket where its directions say that it belongs.
+    /// Puts a socket where its directions require it: into the kernel's epoll sets, or under the library's watch. Goes
+    /// on with the end of a connection that the program has closed.
     pub(super) fn settle(&mut self, r: Ref) {
         let Some(socket) = r.get() else { return };
         if let Some(link) = socket.link() {
@@ -124,8 +125,8 @@ impl Worker {
         }
     }
 
-    /// With both directions on TCP and no handshake under way the kernel's sets have the socket
-    /// again. False if that is not so.
+    /// Gives a connection back to the kernel's epoll sets if both directions are on TCP and no handshake is under way.
+    /// Returns false if that is not so.
     pub(super) fn close_if_over(&mut self, socket: &'static Socket) -> bool {
         {
             let Some(mut control) = socket.control.lock() else {
@@ -149,7 +150,7 @@ impl Worker {
     }
 }
 
-/// Takes in what the kernel says of the anchor that readiness is to tell.
+/// Stores the kernel's events of the TCP socket that readiness has to report.
 fn note_anchor(socket: &Socket) {
     let Some(_rx) = socket.rx.lock() else { return };
     let now = ready::kernel(socket, PollFlags::IN | PollFlags::RDHUP | PollFlags::PRI);

@@ -1,4 +1,4 @@
-//! The control port on one worker: what it answers, to whom, and what an asker makes of answers
+//! Tests the control port on one worker: the answers and their receivers, and what an asker makes of answers
 //! (docs/protocol.md, P60–P69). Both ends are on this host; sockets of the test play the other.
 
 use crate::objects::mailbox::Ref;
@@ -20,7 +20,7 @@ use crate::objects::socket::{Socket, Stage};
 
 const HERE: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 
-/// A worker with a control port of the kernel's choice; and another host's socket, connected to it.
+/// Returns a worker with a control port that the kernel has chosen, and another host's socket, connected to it.
 fn answerer() -> (Worker, UdpSocket) {
     let mut worker = worker();
     let socket = Answerer::bind(0).unwrap();
@@ -34,12 +34,12 @@ fn answerer() -> (Worker, UdpSocket) {
     (worker, asker)
 }
 
-/// How often `event` has been counted; other tests of this process count too.
+/// Returns how often `event` has been counted; other tests of this process count too.
 fn counted(worker: &Worker, event: Event) -> u64 {
     worker.library.stats.counted(event)
 }
 
-/// A question about a connection to a port where nobody listens.
+/// Returns a question about a connection to a port without a listener.
 fn question(stamp: Stamp, destination: SocketAddr) -> Datagram {
     Datagram {
         query: QueryId::random().unwrap(),
@@ -53,7 +53,7 @@ fn question(stamp: Stamp, destination: SocketAddr) -> Datagram {
     }
 }
 
-/// The same about the connection whose connector's end is `stream`.
+/// Returns a question about the connection whose connector's end is `stream`.
 fn question_about(stamp: Stamp, stream: &TcpStream) -> Datagram {
     let (connector, acceptor) = (stream.local_addr().unwrap(), stream.peer_addr().unwrap());
     let mut datagram = question(stamp, acceptor);
@@ -87,7 +87,7 @@ fn closed_port() -> SocketAddr {
     listener.local_addr().unwrap()
 }
 
-/// The stamp that the worker gives to `asker`.
+/// Returns the stamp that the worker gives to `asker`.
 fn stamp(worker: &mut Worker, asker: &UdpSocket) -> Stamp {
     send(worker, asker, &question(Stamp::NONE, closed_port()));
     let answer = receive(asker);
@@ -306,7 +306,7 @@ struct Asked {
     address: IpAddr,
 }
 
-/// What is said to a YES that is not wanted.
+/// Returns the answer to a YES that is not wanted.
 fn cancel_of(yes: Body) -> Body {
     match yes {
         Body::Yes {
@@ -316,7 +316,7 @@ fn cancel_of(yes: Body) -> Body {
     }
 }
 
-/// An address of this host that no other test has.
+/// Returns an address of this host that no other test has.
 fn own_address() -> IpAddr {
     let [a, b, c, ..] = crate::objects::library::random_u64().to_ne_bytes();
     IpAddr::from([127, a | 1, b, c | 1])
@@ -344,7 +344,7 @@ impl Asked {
         }
     }
 
-    /// What comes from the worker, and from where.
+    /// Returns the worker's next datagram and its source.
     fn receive(&self) -> (Datagram, SocketAddr) {
         let mut buf = [0; 2 * DATAGRAM];
         let (n, from) = self.answerer.recv_from(&mut buf).unwrap();
@@ -372,7 +372,7 @@ impl Asked {
     }
 }
 
-/// A question to the host at `address`; its number, and the host's, if it is asked.
+/// Asks the host at `address`. Returns the number of the question, and the host's id if it is asked.
 fn ask(worker: &mut Worker, socket: &'static Socket, nonce: Nonce, address: IpAddr) -> (u64, Option<u64>) {
     let request = worker.new_request();
     let tuple = Tuple::new(SocketAddr::new(HERE, 9), SocketAddr::new(address, 9));
@@ -465,7 +465,7 @@ fn a_host_that_restamps_for_ever_is_not_followed() {
     assert!((2..8).contains(&sent), "{sent}");
 }
 
-/// On TCP, and to be asked for again in half a minute.
+/// Returns whether the socket is on TCP, and is asked for again in half a minute.
 fn is_left_alone(socket: &Socket) -> bool {
     let pause = socket.promotion.attempts.pause();
     socket.promotion.stage() == Stage::Watching && (20_000_000_000..=30_000_000_000).contains(&pause)
@@ -533,7 +533,7 @@ fn a_silent_host_gets_one_question_at_a_time_and_is_then_left_alone() {
     let (_, host) = ask(&mut asked.worker, socket, nonce, address);
     assert!(host.is_none(), "it is not asked now");
 
-    // It was only slow: a YES that it holds the connection for is not left without an answer.
+    // The host was only slow. Its YES, for which it keeps the connection, still gets an answer.
     let yes = asked.yes();
     asked.answerer.set_nonblocking(false).unwrap();
     asked.send(from, first.query, yes);

@@ -1,4 +1,4 @@
-//! Other hosts that are talked to, and what they were asked.
+//! Other hosts that are asked, and the questions to them.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -8,15 +8,16 @@ use rdmasock_core::rendezvous::control::{QueryId, Stamp};
 use rdmasock_core::rendezvous::guard::Memory;
 use rdmasock_core::rendezvous::peers::DestinationCache;
 
-/// A host's socket is closed when nothing has been sent or heard for so long: longer than a YES is repeated (P67).
+/// A host's socket is closed after this time without a datagram in either direction, ns. Longer than a YES is repeated
+/// (P67).
 pub const QUIET: u64 = 150_000 * MS;
-/// Questions that are remembered, so that a repeated YES gets the same answer as the first.
+/// The most questions that are remembered, so that a repeated YES gets the same answer as the first.
 pub const QUERIES: usize = 16_384;
 pub const REMEMBERED: u64 = 300_000 * MS;
 pub const NEVER: u64 = u64::MAX;
 pub const MS: u64 = 1_000_000;
 
-/// What the asker knows.
+/// The state of the asker.
 pub struct Hosts {
     pub by_address: HashMap<(IpAddr, IpAddr), u64>,
     pub hosts: HashMap<u64, Host>,
@@ -27,11 +28,11 @@ pub struct Hosts {
 pub struct Host {
     pub socket: Asker,
     pub address: (IpAddr, IpAddr),
-    /// From its last answer; `None`: none has come, or the last one did not.
+    /// The stamp of the host's last answer. `None` if the host has not answered yet, or not the last question.
     pub stamp: Option<Stamp>,
-    /// Questions whose answer is to come.
+    /// Questions whose answer is outstanding.
     pub waiting: Vec<QueryId>,
-    /// How often in a row the kernel has said that nobody listens there.
+    /// How many times in a row the kernel has reported that the port is closed.
     pub refused: u32,
     pub quiet_since: u64,
 }
@@ -42,7 +43,7 @@ pub struct Query {
     pub request: u64,
     pub sent: usize,
     pub restamped: u32,
-    /// When it is to be sent next, monotonic ns.
+    /// When the question is sent next, monotonic ns.
     pub next: u64,
     pub fate: Fate,
 }
@@ -50,9 +51,9 @@ pub struct Query {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Fate {
     Asked,
-    /// Its YES has led to a HELLO.
+    /// The question's YES has led to a HELLO.
     Greeted,
-    /// A YES is not wanted (any more).
+    /// A YES to the question is not wanted, or not any more.
     Unwanted,
 }
 
@@ -66,7 +67,7 @@ impl Hosts {
         }
     }
 
-    /// When there is something to do next, monotonic ns.
+    /// Returns when a question is sent or a socket closed next, monotonic ns; `None` if nothing is due.
     pub fn next_timeout(&self) -> Option<u64> {
         let idle = self.hosts.values().filter(|h| h.waiting.is_empty());
         let quiet = idle.map(|h| h.quiet_since + QUIET);

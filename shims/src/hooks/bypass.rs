@@ -36,6 +36,8 @@ hooks! {
     }
 }
 
+/// Releases the descriptor of an aio block to libc.
+///
 /// # Safety
 /// `block` is null, or the program's own.
 #[inline]
@@ -46,7 +48,7 @@ unsafe fn give_block(block: *const aiocb) {
     }
 }
 
-/// From here on libc does the I/O.
+/// Takes the stream behind `fd` back to TCP for good: from now on libc does the I/O.
 #[inline]
 fn give_to_libc(fd: c_int) {
     if let Some(socket) = crate::notify::table::socket(fd) {

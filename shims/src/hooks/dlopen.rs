@@ -1,8 +1,8 @@
-//! What lets a program call libc past the hooks: `dlopen(3)` with RTLD_DEEPBIND, `dlmopen`, and `dlsym(3)` on the
-//! handle of a library that depends on libc.
+//! The calls by which a program can reach libc past the hooks: `dlopen(3)` with RTLD_DEEPBIND, `dlmopen`, and
+//! `dlsym(3)` on the handle of a library that depends on libc.
 //!
-//! libc tells by the return address of `dlopen`, and of `dlsym` with RTLD_NEXT or RTLD_DEFAULT, whose call it is. So
-//! each function `before_…` returns what the hook jumps to, with its caller's arguments and stack.
+//! libc finds the caller of `dlopen`, and of `dlsym` with RTLD_NEXT or RTLD_DEFAULT, by the return address. So each
+//! function `before_…` returns a function that the hook jumps to, with its caller's arguments and stack.
 
 use core::ffi::{CStr, c_char, c_int, c_void};
 
@@ -13,8 +13,8 @@ use crate::startup::instance;
 use crate::sys::real;
 use crate::sys::real::{Lmid, loaded};
 
-/// Returns libc's `dlopen`. With RTLD_DEEPBIND the library that is opened finds libc's functions before those that were
-/// preloaded, so no hook sees its calls: all connections go back to TCP first. PHP opens its extensions so.
+/// Returns libc's `dlopen`. With RTLD_DEEPBIND the opened library finds libc's functions before the preloaded ones, so
+/// no hook sees its calls: all connections go back to TCP first. PHP opens its extensions so.
 pub extern "C" fn before_dlopen(_path: *const c_char, flags: c_int) -> *const c_void {
     if flags & libc::RTLD_DEEPBIND != 0 {
         no_more_links();
@@ -36,7 +36,7 @@ fn no_more_links() {
     }
 }
 
-/// Returns what serves this `dlsym`: libc's, if the lookup depends on its caller.
+/// Returns the function that serves this `dlsym`: libc's, if the lookup depends on its caller.
 pub extern "C" fn before_dlsym(handle: *mut c_void, _name: *const c_char) -> *const c_void {
     if is_pseudo(handle) {
         return real::dlsym() as *const c_void;
@@ -44,8 +44,9 @@ pub extern "C" fn before_dlsym(handle: *mut c_void, _name: *const c_char) -> *co
     dlsym_in as *const c_void
 }
 
-/// Returns what serves this `dlvsym`. The hooks have no versions, so libc's would pass them over: where the lookup
-/// depends on its caller and the version is the default one, `dlsym` finds the hook or what stands in front of it.
+/// Returns the function that serves this `dlvsym`. The hooks have no versions, so libc's function would pass them over.
+/// If the lookup depends on its caller and the version is the default one, `dlsym` finds the hook, or a function that
+/// stands in front of it.
 ///
 /// # Safety
 /// As `dlvsym`: `name` and `version` are C strings.
@@ -83,7 +84,7 @@ unsafe extern "C" fn dlvsym_in(handle: *mut c_void, name: *const c_char, version
     unsafe { hook_of(name, real::dlvsym()(handle, name, version)) }
 }
 
-/// Returns the hook of this name if `found` is the function of glibc's that it stands in front of, else `found`.
+/// Returns the hook of this name if `found` is the glibc function that the hook stands in front of, else `found`.
 ///
 /// # Safety
 /// If `found` is not null, `name` is a C string.

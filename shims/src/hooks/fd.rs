@@ -40,10 +40,10 @@ pub unsafe extern "C" fn close(real: CloseFn, fd: c_int) -> c_int {
     unsafe { real(fd) }
 }
 
-/// What a preparation gives where the kernel's call is to follow; anything else is the call's result.
+/// Returned by a preparation if the kernel's call is to follow. Any other value is the result of the call.
 const GO_ON: c_int = c_int::MIN;
 
-/// What is to be done before a number is closed.
+/// Prepares the close of `fd`. Fails with EBADF for a descriptor of the library.
 #[inline(never)]
 fn close_on(fd: c_int, farewell: &mut Farewell) -> c_int {
     if lifecycle::is_hidden(fd) {
@@ -55,7 +55,7 @@ fn close_on(fd: c_int, farewell: &mut Farewell) -> c_int {
     GO_ON
 }
 
-/// The number is closed.
+/// Wakes the threads that sleep at the other end of a link within the host, now that the kernel has sent its FIN.
 #[inline(never)]
 fn tell(farewell: Farewell) {
     within(|| farewell.tell());
@@ -76,7 +76,7 @@ pub unsafe extern "C" fn close_range(real: CloseRangeFn, first: c_uint, last: c_
 unsafe extern "C" fn close_range_on(real: CloseRangeFn, first: c_uint, last: c_uint, flags: c_int) -> c_int {
     let closes = flags & libc::CLOSE_RANGE_CLOEXEC as c_int == 0;
     let mut settled = None;
-    // A child of vfork has numbers of its own.
+    // A child of vfork has descriptors of its own.
     if closes && !vfork::is_child() {
         table::for_each(first..=last, |fd, _| {
             lifecycle::before_close(fd);
@@ -84,7 +84,7 @@ unsafe extern "C" fn close_range_on(real: CloseRangeFn, first: c_uint, last: c_u
         settled = Some(Settled::begin());
     }
     for (from, to) in privatefd::ranges_without_private(first, last) {
-        // SAFETY: part of what the caller asked for.
+        // SAFETY: a part of the range that the caller asked for.
         let result = unsafe { real(from, to, flags) };
         if result != 0 {
             return result;
@@ -94,11 +94,11 @@ unsafe extern "C" fn close_range_on(real: CloseRangeFn, first: c_uint, last: c_u
     0
 }
 
-/// `closefrom(3)`; libc's own calls `close_range` unseen by its hook.
+/// `closefrom(3)`. libc's function calls `close_range` past its hook.
 #[inline]
 pub unsafe extern "C" fn closefrom(real: CloseFromFn, first: c_int) {
     let from = first.max(0) as c_uint;
-    // SAFETY: the same numbers, without ours.
+    // SAFETY: the range that the caller asked for; the library's own descriptors are left out.
     if within(|| unsafe { close_range_on(crate::sys::real::close_range(), from, c_uint::MAX, 0) }) != 0 {
         // No such system call: libc reads /proc instead.
         // SAFETY: the caller's arguments, as they are.
@@ -109,20 +109,21 @@ pub unsafe extern "C" fn closefrom(real: CloseFromFn, first: c_int) {
 #[inline(never)]
 extern "C" fn on_dup(old: c_int, new: c_int) {
     if vfork::is_borrower() {
-        // What the child is about to execute may get it.
+        // The program that the child is about to execute may get the descriptor.
         pass::for_program(old);
     } else {
         within(|| lifecycle::on_dup(old, new));
     }
 }
 
-/// Before `new` becomes a number of what `old` stands for: what it stood for is closed.
+/// Prepares that `new` becomes a descriptor of the file behind `old`: the connection behind `new` is closed. Fails with
+/// EBADF if either is a descriptor of the library.
 #[inline(never)]
 extern "C" fn before_dup(old: c_int, new: c_int) -> c_int {
     if lifecycle::is_hidden(new) || lifecycle::is_hidden(old) {
         return errno::fail(libc::EBADF);
     }
-    // SAFETY: the program's own number, in the middle of its call.
+    // SAFETY: the program's own fd, in the middle of its call.
     let open = rustix::io::fcntl_getfd(unsafe { std::os::fd::BorrowedFd::borrow_raw(old) }).is_ok();
     if open && !vfork::is_child() {
         within(|| lifecycle::before_close(new));
@@ -141,7 +142,7 @@ hooks! {
         new
     }
 
-    /// `dup2(2)`. As 0, 1 or 2 a stream gets into the hands of stdio, whose I/O no hook sees.
+    /// `dup2(2)`. As fd 0, 1 or 2 a stream may be used by stdio, whose I/O no hook sees.
     pub fn dup2(Dup2Fn, old: c_int, new: c_int) -> c_int;
     |plain| dup_onto(old, new, true, plain)
 
@@ -204,7 +205,7 @@ unsafe extern "C" fn fcntl_on(real: FcntlFn, fd: c_int, command: c_int, argument
     result
 }
 
-/// The program has set O_ASYNC: no signal tells of what comes by a link.
+/// Handles O_ASYNC, which a link does not serve: no signal reports bytes that come over a link.
 #[cold]
 fn on_async(fd: c_int) {
     if let Some(socket) = closing::connection(fd) {
@@ -224,7 +225,7 @@ pub unsafe extern "C" fn ioctl(real: IoctlFn, fd: c_int, request: c_ulong, argum
     unsafe { ioctl_on(real, fd, request, argument) }
 }
 
-/// sockatmark(3); not among libc's constants, nor is the next.
+/// sockatmark(3); libc has no constant for it, nor for the next one.
 const SIOCATMARK: c_ulong = 0x8905;
 /// Bytes that have not been sent (linux/sockios.h).
 const SIOCOUTQNSD: c_ulong = 0x894b;
@@ -255,7 +256,7 @@ unsafe extern "C" fn ioctl_on(real: IoctlFn, fd: c_int, request: c_ulong, argume
             libc::FIONREAD => {
                 match closing::connection(fd).and_then(rx::available) {
                     Some(n) => *value = n as c_int,
-                    // What has been counted may have been one that is taken by now.
+                    // The marker that was counted may have been taken by now.
                     None if has_markers => return ask(),
                     None => {}
                 }

@@ -1,5 +1,5 @@
-//! The registered allocator (`arenas.rs`): how it is found, and what it says. Not the calls by number of which it is
-//! told (`syscall/memory.rs`).
+//! The registered allocator (`arenas.rs`): how it is found, and its calls into the library. Not the system calls by
+//! number that it is notified of (`syscall/memory.rs`).
 
 use core::ffi::c_int;
 
@@ -9,10 +9,10 @@ use crate::signals::jump::within;
 use crate::sys::errno;
 use crate::sys::vfork;
 
-/// The variable, by its name: the configuration is not read before it is needed.
+/// The variable, by name, since the configuration is not read before it is needed.
 const VARIABLE: &str = "RDMASOCK_ALLOC";
 
-/// When the library is loaded.
+/// Finds the allocator, if the variable asks for it. Called when the library is loaded.
 pub fn find_allocator() {
     // SAFETY: libc's own variable.
     if unsafe { environ.is_null() } {
@@ -27,13 +27,14 @@ unsafe extern "C" {
     static environ: *const *const libc::c_char;
 }
 
-/// [`End`](rdmasock_core::allocator::End).
+/// Implements [`End`](rdmasock_core::allocator::End).
 unsafe extern "C" fn end(start: usize, len: usize, force: c_int) -> c_int {
     let Some(library) = Library::current() else {
         return 1;
     };
     if vfork::is_stranger() {
-        // On our memory, perhaps; what was registered is not its own. By the epoch nobody uses it.
+        // This process may run on the memory of its parent, and the registrations are the parent's. No call uses them,
+        // since the epoch has changed.
         return 0;
     }
     let errno = errno::get();

@@ -1,5 +1,5 @@
-//! What every hooked libc call does: one function a call, which either serves it from an accelerated
-//! stream or hands it to libc's own, which it gets as its first argument.
+//! The functions behind the hooked libc calls, one for each. A function serves its call from an accelerated stream, or
+//! hands it to libc's own function, which is its first argument.
 //!
 //! The shape of a function here, and why:
 //!
@@ -12,18 +12,18 @@
 //! }
 //! ```
 //!
-//! - It is `extern "C"`, from which nothing unwinds, so redhook's `catch_unwind` around it vanishes in every
-//!   optimised build (`opt-level` 1 is enough). Were it left, it would abort the process on the forced unwind of a
-//!   cancelled thread, and after a panic make the real call a second time. The price is that a
-//!   panic aborts: nothing here may panic.
-//! - It holds nothing with a destructor and calls nothing that may unwind, so that it needs no
-//!   landing pads and the compiler makes the real call a jump (see [`crate::sys::real`]).
-//! - What blocks behind `recv_slow` is called through [`Cancellable`](real::Cancellable). A destructor that is
-//!   alive meanwhile belongs in an `#[inline(never)]` function of Rust's own ABI below `recv_slow`: the
-//!   forced unwind runs it (measured, x86-64), but aborts if it meets one in an `extern "C"` function itself.
+//! - It is `extern "C"`, from which nothing unwinds, so redhook's `catch_unwind` around it vanishes in every optimised
+//!   build (`opt-level` 1 is enough). If it stayed, it would abort the process on the forced unwind of a cancelled
+//!   thread, and make the real call a second time after a panic. The price is that a panic aborts: no code here may
+//!   panic.
+//! - It holds no value with a destructor and calls no function that may unwind. So it needs no landing pads, and the
+//!   compiler makes the real call a jump (see [`crate::sys::real`]).
+//! - A blocking call behind `recv_slow` goes through [`Cancellable`](real::Cancellable). A destructor that is alive
+//!   meanwhile belongs in an `#[inline(never)]` function of Rust's own ABI below `recv_slow`. There the forced unwind
+//!   runs it (measured, x86-64); in an `extern "C"` function itself the forced unwind aborts if it meets one.
 //!
-//! For the calls that move bytes a macro makes both functions (`io/shape.rs`), for others that go on to libc's function
-//! the one (`simple.rs`).
+//! For the calls that move bytes a macro makes both functions (`io/shape.rs`). For other calls that go on to libc's
+//! function another macro makes the one (`simple.rs`).
 
 #![allow(
     clippy::missing_safety_doc,
@@ -48,8 +48,8 @@ pub mod syscall;
 use crate::sys::real;
 use crate::sys::vfork;
 
-/// Runs when the library is loaded, before `main`, but perhaps after the first hook: a constructor
-/// of another library can have called one.
+/// Runs when the library is loaded, before `main`, but perhaps after the first hook: another library's constructor may
+/// have made a hooked call.
 pub extern "C" fn on_load() {
     real::resolve_all();
     syscall::resolve();

@@ -1,5 +1,6 @@
 //! The calls by which a program enters namespaces. The kernel refuses some of them to a process with several threads.
-//! The service thread ends for those, and is made again. Where it cannot be, the library lets go of the process first.
+//! For those the service thread ends, and is made again afterwards. If it cannot be made again, the library lets go of
+//! the process first.
 
 use libc::c_int;
 use rdmasock_core::stats::Reason;
@@ -14,18 +15,18 @@ use crate::sys::vfork;
 
 const CLONE_NEWTIME: c_int = 0x80;
 
-/// What unshare(2) gives to a process with one thread alone.
+/// The flags of unshare(2) that only a process with one thread may use.
 const UNSHARED_ALONE: c_int = libc::CLONE_NEWUSER | libc::CLONE_THREAD | libc::CLONE_SIGHAND | libc::CLONE_VM;
 
 /// The namespaces that setns(2) lets a thread enter that shares nothing with others (user, time), or not the root and
 /// working directory (mount).
 const ENTERED_ALONE: c_int = libc::CLONE_NEWUSER | libc::CLONE_NEWNS | CLONE_NEWTIME;
 
-/// A process whose next child is to be in another of these can have no further thread.
+/// The namespaces for the next child that leave a process unable to make a thread.
 const LEAVES_NO_THREAD: c_int = libc::CLONE_NEWPID | CLONE_NEWTIME;
 
-/// How often a refused call is repeated, and after which time, ns. The kernel forgets a thread's id some instructions
-/// before the thread, and a thread of `os/apart.rs` lasts 0.1 ms.
+/// How often a refused call is made, and the pause between two tries, ns. The kernel forgets a thread's id some
+/// instructions before the thread, and a thread of `os/apart.rs` lasts 0.1 ms.
 const TRIES: u32 = 20;
 const PAUSE: i64 = 50_000;
 
@@ -36,15 +37,16 @@ pub unsafe extern "C" fn unshare(real: UnshareFn, flags: c_int) -> c_int {
     call_alone(flags & UNSHARED_ALONE != 0, flags, &call)
 }
 
-/// `setns(2)`. The kind 0 is any.
+/// `setns(2)`. `kind` 0 stands for any kind.
 pub unsafe extern "C" fn setns(real: SetnsFn, fd: c_int, kind: c_int) -> c_int {
     // SAFETY: the caller's arguments, as they are.
     let call = || unsafe { real(fd, kind) };
     call_alone(kind == 0 || kind & ENTERED_ALONE != 0, kind, &call)
 }
 
-/// Makes the call. If it fails as it does for want of being alone, where `may_be_refused` says that this is possible,
-/// repeats it without the service thread. A signal handler cannot make that thread again, so there the error stands.
+/// Makes the call. If it fails as it does in a process with several threads, makes it again without the service thread;
+/// `may_be_refused` tells whether that can be the reason. A signal handler cannot make that thread again, so there the
+/// error stands.
 #[inline(never)]
 fn call_alone(may_be_refused: bool, flags: c_int, call: &dyn Fn() -> c_int) -> c_int {
     let before = errno::get();
@@ -70,12 +72,12 @@ fn call_alone(may_be_refused: bool, flags: c_int, call: &dyn Fn() -> c_int) -> c
     result
 }
 
-/// Whether the call that has failed may have done so because there are several threads.
+/// Returns whether the failed call may have failed because the process has several threads.
 fn is_refused() -> bool {
     matches!(errno::get(), libc::EINVAL | libc::EUSERS)
 }
 
-/// Returns the result of the last try.
+/// Makes the call until it is not refused, at most `TRIES` times. Returns the result of the last try.
 fn repeat(call: &dyn Fn() -> c_int) -> c_int {
     for _ in 1..TRIES {
         let result = call();

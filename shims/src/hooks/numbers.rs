@@ -1,13 +1,13 @@
-//! The calls that give the program a new number: the lowest that is free, whatever the library does meanwhile. Here is
-//! what all of them do for that, and those that are hooked for nothing else.
+//! The calls that give the program a new fd: the lowest that is free, even if the library opens descriptors meanwhile.
+//! This file has what all of them do for that, and the calls that are hooked for nothing else.
 //!
-//! A descriptor of the library's has a low number for some microseconds, until it is moved
-//! (`core/src/os/privatefd/transit.rs`). A call of the program's does not wait for that, for it may itself block with
-//! the number in hand (accept, the open of a FIFO). It looks before and after, which is two loads; where something of
-//! ours was under way in between, its number is moved down if a lower one is free by now, and where there was none left
-//! it asks again.
+//! A descriptor of the library has a low fd for some microseconds, until it is moved
+//! (`core/src/os/privatefd/transit.rs`). A call of the program does not wait for that, since it may itself block with
+//! an fd in hand (accept, the open of a FIFO). It checks before and after for such descriptors, which is two loads. If
+//! there were some in between, the new fd is moved down to a lower one that is free by now. If the call has found no
+//! free fd, it is made again.
 //!
-//! Not here: numbers that libc makes for itself (fopen, opendir, getaddrinfo), and those that come by SCM_RIGHTS.
+//! Not here: fds that libc makes for itself (fopen, opendir, getaddrinfo), and fds that come by SCM_RIGHTS.
 
 use std::os::fd::{BorrowedFd, IntoRawFd};
 
@@ -24,16 +24,16 @@ use crate::sys::real::{
 };
 use crate::sys::vfork;
 
-/// How often a call that finds no number is asked again, if each time some of ours were under way.
+/// How often a call that finds no free fd is made again, if descriptors of the library were being moved each time.
 const TRIES: u32 = 100;
 
-/// Gives what `call` gives: a new number, or -1 and errno.
+/// Returns what `call` returns: a new fd, or -1 with errno set. The fd is the lowest that is free.
 #[inline]
 pub fn lowest(call: impl FnMut() -> c_int) -> c_int {
     lowest_from(0, call)
 }
 
-/// [`lowest`] of the numbers from `least` on.
+/// Returns what `call` returns, as [`lowest`] does. The fd is the lowest that is free from `least` on.
 #[inline]
 pub fn lowest_from(least: c_int, mut call: impl FnMut() -> c_int) -> c_int {
     let look = Look::now();
@@ -45,11 +45,11 @@ pub fn lowest_from(least: c_int, mut call: impl FnMut() -> c_int) -> c_int {
     }
 }
 
-// Of Rust's own ABI: the call may be cancelled.
+// In Rust's own ABI, since the call may be cancelled.
 #[cold]
 #[inline(never)]
 fn put_right(mut fd: c_int, least: c_int, mut call: impl FnMut() -> c_int) -> c_int {
-    // The numbers of a child of vfork are its own.
+    // A child of vfork has descriptors of its own.
     if vfork::is_child() {
         return fd;
     }
@@ -70,10 +70,11 @@ fn put_right(mut fd: c_int, least: c_int, mut call: impl FnMut() -> c_int) -> c_
     fd
 }
 
-/// The lowest number for the file that has just got `fd`.
+/// Moves the file that has just got `fd` to the lowest free fd from `least` on, and returns its fd. The file stays at
+/// `fd` if that is lower, or if it cannot be moved.
 extern "C" fn moved_down(fd: c_int, least: c_int) -> c_int {
     let _settled = Settled::begin();
-    // SAFETY: the program does not know of the number yet.
+    // SAFETY: the fd is open, and the program does not know of it yet.
     let file = unsafe { BorrowedFd::borrow_raw(fd) };
     if is_locked(file) {
         return fd;
@@ -89,35 +90,36 @@ extern "C" fn moved_down(fd: c_int, least: c_int) -> c_int {
     let Ok(copy) = copy else {
         return fd;
     };
-    // SAFETY: the one of the two that nobody will hear of.
+    // SAFETY: the higher fd of the two is open, and the program will not get to know it.
     unsafe { rustix::io::close(fd.max(copy)) };
     fd.min(copy)
 }
 
-/// F_DUPFD: rustix has only the other.
+/// F_DUPFD: rustix has only F_DUPFD_CLOEXEC.
 fn duplicate(fd: c_int, least: c_int) -> Result<c_int, Errno> {
     let words = [fd, libc::F_DUPFD, least, 0, 0, 0].map(|word| word as usize);
-    // SAFETY: takes no address.
+    // SAFETY: the call takes no address.
     unsafe { kernel::call(libc::SYS_fcntl, words) }.map(|copy| copy as c_int)
 }
 
-/// Whether the file has a lock of fcntl(2): a process loses its own when it closes any descriptor of the file.
+/// Returns whether the file has a lock of fcntl(2). A process loses its own locks of a file when it closes any
+/// descriptor of the file.
 fn is_locked(file: BorrowedFd<'_>) -> bool {
     use std::os::fd::AsRawFd;
-    // SAFETY: a plain struct of the kernel's. From 0 to the end, of no process.
+    // SAFETY: a plain struct of the kernel, for which zeros are valid: from 0 to the end, of no process.
     let mut lock: libc::flock = unsafe { std::mem::zeroed() };
     lock.l_type = libc::F_WRLCK as libc::c_short;
     let at = kernel::address(&raw mut lock);
     let fd = file.as_raw_fd() as usize;
-    // As of an open file's own, with which those of this process are at odds too.
+    // As a lock of an open file description, with which locks of this process conflict too.
     let command = libc::F_OFD_GETLK as usize;
     // SAFETY: the kernel reads and writes the struct.
     let asked = unsafe { kernel::call(libc::SYS_fcntl, [fd, command, at, 0, 0, 0]) };
     asked.is_ok() && lock.l_type != libc::F_UNLCK as libc::c_short
 }
 
-/// Gives what `call` gives: 0, with the two lowest numbers at `pair`, or -1 and errno. It never blocks, and what it
-/// makes is as good as what it would make next.
+/// Returns what `call` returns: 0, with the two lowest fds at `pair`, or -1 with errno set. `call` never blocks, and
+/// its files are as good as the ones that it would make next.
 ///
 /// # Safety
 /// `pair` is what the call writes to.
@@ -145,25 +147,25 @@ unsafe fn two_again(pair: *mut c_int, result: c_int, mut call: impl FnMut() -> c
     let _settled = Settled::begin();
     if result == 0 {
         for i in 0..2 {
-            // SAFETY: the call has written two numbers there, of which the program does not know yet.
+            // SAFETY: the call has written two fds there, and the program does not know of them yet.
             unsafe { rustix::io::close(*pair.add(i)) };
         }
     }
     call()
 }
 
-/// Puts a file at the number `new` by `call`: not while one of ours is under way, which may be there. Never blocks for
-/// longer than the call does.
+/// Puts a file at the fd `new` by `call`. First waits until no descriptor of the library is being moved, since one may
+/// be at `new`. Never blocks for longer than the call does.
 #[inline(never)]
 pub fn onto(new: c_int, call: impl FnOnce() -> c_int) -> c_int {
     if new < 0 || vfork::is_child() {
         return call();
     }
     let settled = Settled::begin();
-    // SAFETY: only asked whether it is open.
+    // SAFETY: F_GETFD only asks whether the fd is open.
     let is_open = fcntl_getfd(unsafe { BorrowedFd::borrow_raw(new) }).is_ok();
     if is_open {
-        // The program's own then, which is closed, and that may block.
+        // Then the fd is the program's own. The call closes it, which may block.
         drop(settled);
     }
     call()
@@ -192,7 +194,7 @@ hooks! {
 
     /// `pipe(2)`.
     pub fn pipe(PipeFn, ends: *mut c_int) -> c_int;
-    // SAFETY: the call writes there.
+    // SAFETY: the call writes two fds to `ends`.
     |plain| unsafe { lowest_two(ends, plain) }
 
     /// `pipe2(2)`.
@@ -213,7 +215,7 @@ hooks! {
     pub fn timerfd_create(TimerfdFn, clock: c_int, flags: c_int) -> c_int;
     |plain| lowest(plain)
 
-    /// `signalfd(2)`, which makes a number for -1, and gives any other back.
+    /// `signalfd(2)`. Makes an fd if `fd` is -1, else returns `fd`.
     pub fn signalfd(SignalfdFn, fd: c_int, mask: *const sigset_t, flags: c_int) -> c_int;
     |plain| if fd == -1 { lowest(plain) } else { plain() }
 

@@ -1,5 +1,5 @@
-//! The calls that replace, spawn or end a process. Before an exec or a spawn, streams whose
-//! descriptor survives it go back to TCP; what a `fork` leads to is done by our handlers of `pthread_atfork`.
+//! The calls that replace, spawn or end a process. Before an exec or a spawn, streams whose descriptor survives it go
+//! back to TCP. The work around a `fork` is done by the library's handlers of `pthread_atfork`.
 
 use crate::hooks::simple::hooks;
 use crate::signals::jump::within;
@@ -45,7 +45,7 @@ hooks! {
     ) -> c_int;
     |plain| { before_exec(false); plain() }
 
-    /// `posix_spawn_file_actions_adddup2(3)`: the spawned program gets a copy of `old`, be that close-on-exec or not.
+    /// `posix_spawn_file_actions_adddup2(3)`: the spawned program gets a copy of `old`, even if `old` is close-on-exec.
     pub fn posix_spawn_file_actions_adddup2(
         PosixSpawnDup2Fn, actions: *mut posix_spawn_file_actions_t, old: c_int, new: c_int
     ) -> c_int;
@@ -60,11 +60,11 @@ hooks! {
     |plain| { before_exec(false); plain() }
 
     /// `fork(2)`. The library's handlers of `pthread_atfork` do the work before and after it. Signal handlers run
-    /// before or after, and a jump out of one leaves no lock of libc's taken.
+    /// before or after it, and a jump out of one leaves no lock of libc locked.
     pub fn fork(ForkFn) -> pid_t;
     |plain| within(plain)
 
-    /// `_Fork(3)`: no handler of `pthread_atfork` runs, so ours are called here.
+    /// `_Fork(3)`: no handler of `pthread_atfork` runs, so the library's handlers are called here.
     pub fn fork_bare(ForkFn) -> pid_t;
     |plain| crate::notify::fork::around(|| plain() as isize) as pid_t
 
@@ -84,11 +84,11 @@ struct Work {
     argument: *mut c_void,
 }
 
-/// Runs it in the child, which has a copy of the memory. libc would end the calling thread alone, and the service
-/// thread would keep the process.
+/// Runs the program's function in the child, which has a copy of the memory, and ends the process with its status. libc
+/// would end the calling thread alone, and the service thread would keep the process alive.
 unsafe extern "C" fn work(at: *mut c_void) -> c_int {
     crate::notify::fork::child();
-    // SAFETY: its parent's frame, which has not ended in this copy.
+    // SAFETY: `at` lies in the frame of `clone` in the parent, which has not ended in this copy of the memory.
     let work = unsafe { *at.cast::<Work>() };
     // SAFETY: the program's own function.
     let status = unsafe { (work.function)(work.argument) };
@@ -97,8 +97,8 @@ unsafe extern "C" fn work(at: *mut c_void) -> c_int {
     status
 }
 
-/// A child of `clone` with one of these is not treated like a child of fork(3). With another thread-local storage the
-/// library cannot be entered before the child has set that up.
+/// A child of `clone` with one of these flags is not treated like a child of fork(3). If it has other thread-local
+/// storage, the library cannot be entered before the child has set that up.
 const SHARES: c_int = libc::CLONE_VM | libc::CLONE_FILES | libc::CLONE_SETTLS;
 
 /// `clone(2)`, libc's function. A child with its own memory and descriptors is treated like a child of fork(3), a child
@@ -136,7 +136,7 @@ pub unsafe extern "C" fn clone(
     pid
 }
 
-/// Streams whose descriptor survives an exec go back to TCP.
+/// Takes streams whose descriptor survives an exec back to TCP.
 #[inline]
 fn before_exec(replaces: bool) {
     if !crate::sys::vfork::is_stray() {

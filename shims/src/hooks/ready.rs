@@ -42,7 +42,7 @@ hooks! {
     pub fn ppoll(
         PpollFn, fds: *mut pollfd, count: nfds_t, timeout: *const timespec, mask: *const sigset_t
     ) -> c_int;
-    // SAFETY: null, or the program's own; its array.
+    // SAFETY: the program's array; the time-out is null or the program's own.
     |plain| match unsafe { (poll::has_ours(fds, count), Timeout::from_timespec(timeout.as_ref())) } {
         // SAFETY: likewise.
         (true, Some(time)) => unsafe { poll_on(fds, count, time, mask) },
@@ -53,7 +53,7 @@ hooks! {
     pub fn ppoll_chk(
         PpollChkFn, fds: *mut pollfd, count: nfds_t, timeout: *const timespec, mask: *const sigset_t, size: size_t
     ) -> c_int;
-    // SAFETY: null, or the program's own; its array.
+    // SAFETY: the program's array; the time-out is null or the program's own.
     |plain| match unsafe { (poll::has_ours(fds, count), Timeout::from_timespec(timeout.as_ref())) } {
         // SAFETY: likewise.
         (true, Some(time)) if size / size_of::<pollfd>() >= count as usize => unsafe {
@@ -83,7 +83,7 @@ hooks! {
     ) -> c_int;
     |plain| {
         let sets = Sets { count, read, write, except };
-        // SAFETY: the program's sets; null, or its time-out.
+        // SAFETY: the program's sets; the time-out is null or the program's own.
         match unsafe { (sets.has_ours(), Timeout::from_timespec(timeout.as_ref())) } {
             // SAFETY: likewise.
             (true, Some(time)) => unsafe { pselect_on(&sets, time, mask) },
@@ -100,7 +100,7 @@ hooks! {
     |plain| made(lowest(plain))
 }
 
-/// An epoll set was made, unless `fd` is -1.
+/// Notes a new epoll set, unless `fd` is -1. Returns `fd`.
 #[inline]
 fn made(fd: c_int) -> c_int {
     if fd >= 0 {
@@ -117,8 +117,8 @@ unsafe extern "C" fn poll_on(fds: *mut pollfd, count: nfds_t, timeout: Timeout, 
     within_point(|| unsafe { poll::poll(fds, count, timeout, call) })
 }
 
-/// What `poll` and `Sets::select` call: the kernel's ppoll(). (Not a function that gives `impl Fn`: such a
-/// value counts as one with a destructor, and the forced unwind of its caller aborts. See `hooks`.)
+/// Waits by the kernel's ppoll(), for `poll` and `Sets::select`. (A function that returns `impl Fn` would not do: such
+/// a value counts as one with a destructor, and the forced unwind of its caller aborts. See `hooks`.)
 ///
 /// # Safety
 /// `fds` has `count` entries; `mask` is null or the program's.
@@ -146,7 +146,7 @@ unsafe extern "C" fn select_on(sets: &Sets, timeout: *mut timeval) -> c_int {
     // SAFETY: the program's sets.
     let result = within_point(|| unsafe { sets.select(time, call) });
     if let (Some(tv), Timeout::Ns(ns)) = (given, time) {
-        // Linux leaves what is left of the time.
+        // Linux leaves the rest of the time there.
         let left = ns.saturating_sub(crate::sys::time::now_ns().saturating_sub(begun));
         tv.tv_sec = (left / 1_000_000_000) as libc::time_t;
         tv.tv_usec = (left % 1_000_000_000 / 1000) as libc::suseconds_t;
@@ -221,7 +221,7 @@ unsafe extern "C" fn epoll_ctl_on(
         }
         _ => {
             let result = call();
-            // A set that the library has not seen being made: only the kernel can report to it.
+            // The library has not seen this set being made, so only the kernel can report to it.
             if result == 0 && operation == libc::EPOLL_CTL_ADD {
                 crate::process::pass::release(socket, rdmasock_core::stats::Reason::UnknownEpoll);
             }
@@ -230,8 +230,9 @@ unsafe extern "C" fn epoll_ctl_on(
     }
 }
 
-/// The calls that wait on an epoll set. For each: the type of libc's function; its time-out, and its mask, if any;
-/// the time-out as a [`Timeout`], `None` where the kernel refuses it; and the function that turns that back.
+/// Defines the calls that wait on an epoll set. Each row has the type of libc's function, its time-out, and its mask,
+/// if any. Then come the time-out as a [`Timeout`], `None` if the kernel refuses it, and the function that turns that
+/// back.
 macro_rules! epoll_waits {
     ($(
         $(#[$what:meta])*
@@ -248,7 +249,7 @@ macro_rules! epoll_waits {
                 $timeout: $type $(, $mask: $mask_type)?
             ) -> c_int {
                 let Some(time) = $time else {
-                    // SAFETY: the caller's arguments, as they are: the kernel says what is wrong.
+                    // SAFETY: the caller's arguments, as they are; the kernel refuses them.
                     return unsafe { real(epoll, events, count, $timeout $(, $mask)?) };
                 };
                 let call = |epoll: c_int, events: *mut epoll_event, count: c_int, left: Timeout| {
@@ -264,7 +265,7 @@ macro_rules! epoll_waits {
                 real: $real, epoll: c_int, events: *mut epoll_event, count: c_int, $timeout: $type $(, $mask: $mask_type)?
             ) -> c_int {
                 let Some(time) = $time else {
-                    // SAFETY: as above.
+                    // SAFETY: the caller's arguments, as they are; the kernel refuses them.
                     return unsafe { real(epoll, events, count, $timeout $(, $mask)?) };
                 };
                 // SAFETY: the caller's arguments, as they are.
@@ -296,21 +297,21 @@ epoll_waits! {
     pub fn epoll_pwait2(EpollPwait2Fn, timeout: *const timespec, mask: *const sigset_t) = given(timeout), in_timespec;
 }
 
-/// A time-out of the program's, if it is one.
+/// Returns the program's time-out; `None` if it is not a valid one.
 fn given(timeout: *const timespec) -> Option<Timeout> {
     // SAFETY: null, or the program's own.
     let given = unsafe { crate::sys::iov::plausible(timeout) };
     Timeout::from_timespec(given).filter(|_| given.is_some() || timeout.is_null())
 }
 
-/// Waits for so long by `call`, which takes ms.
+/// Waits for `time` by `call`, which takes ms.
 #[inline]
 fn in_ms(time: Timeout, call: impl FnOnce(c_int) -> c_int) -> c_int {
     let call = || call(time.to_ms());
     if time.is_zero() { call() } else { outside(call) }
 }
 
-/// As [`in_ms`], by `call`, which takes null for ever.
+/// Waits for `time` by `call`, which takes a `timespec`, or null to wait for ever.
 #[inline]
 fn in_timespec(time: Timeout, call: impl FnOnce(*const timespec) -> c_int) -> c_int {
     let left = time.to_timespec();

@@ -1,12 +1,12 @@
-//! What a program reads of its connection from the kernel, put right by what went over links instead, and by what in
-//! TCP is ours: TCP_INFO (tcp(7); struct tcp_info of linux/tcp.h), SO_MEMINFO, SIOCOUTQ and SIOCOUTQNSD. Not here:
-//! FIONREAD (`rx::count`), and options that are kept here (`keepalive`, `tx::cork`).
+//! Corrects what a program reads of its connection from the kernel: by the bytes that went over links, and by the
+//! library's own bytes in TCP. The options are TCP_INFO (tcp(7); struct tcp_info of linux/tcp.h), SO_MEMINFO, SIOCOUTQ
+//! and SIOCOUTQNSD. Not here: FIONREAD (`rx::count`), and options that the library keeps (`keepalive`, `tx::cork`).
 //!
 //! To TCP a byte is acknowledged when it has arrived at the peer's host, whether or not the program there has read it.
-//! So is what is on a link within the host as soon as it is there: the ring lies in the reader's memory, and is read to
-//! its end whatever becomes of the sender. Between hosts it is when the other end says that it has it.
+//! On a link within the host a byte has arrived at once: the ring lies in the reader's memory, and is read to its end
+//! even if the sender has ended. Between hosts a byte has arrived when the other end confirms it.
 //!
-//! What has been told is never taken back: a count does not fall while bytes change from the link to TCP.
+//! A reported count never falls, even while bytes move from the link to TCP.
 
 use std::ffi::c_int;
 use std::sync::atomic::{
@@ -24,21 +24,21 @@ use crate::objects::socket::{Mode, Socket, Tx};
 use crate::sys::sockopt;
 use crate::sys::tcp_info::{self, Fields, Positions, at};
 
-/// One direction as it is now.
+/// The traffic of one direction up to now.
 #[derive(Clone, Copy, Default)]
 struct Traffic {
     /// Bytes and calls that went over links.
     bytes: u64,
     calls: u64,
-    /// Of those bytes, what no call has received yet.
+    /// The part of `bytes` that no call has received yet.
     unread: u64,
     /// Bytes in TCP that are not the program's.
     ours: u64,
     /// Bytes that have left the program, and have not arrived.
     waiting: u64,
-    /// Of those, what TCP or the other host is still to be given.
+    /// The part of `waiting` that TCP or the other host has not been given yet.
     unsent: u64,
-    /// When the link was last used, by the [tick](crate::sys::time::tick); 0: never.
+    /// The [tick](crate::sys::time::tick) at which the link was last used; 0: never.
     last: u64,
 }
 
@@ -47,13 +47,13 @@ impl Traffic {
         self.bytes | self.ours | self.waiting == 0
     }
 
-    /// As many segments as TCP would have needed at least, a call at a time.
+    /// Returns how many segments TCP would have needed at least, with one or more for each call.
     fn segments(&self, mss: u64) -> u64 {
         let mss = mss.max(1);
         self.calls.max((self.bytes - self.unread).div_ceil(mss)) + self.unread.div_ceil(mss)
     }
 
-    /// ms since the link was last used, as far as that is later than `kernel` says.
+    /// Returns the time since the link was last used, ms, or `kernel` if that is less.
     fn idle(&self, kernel: u32) -> u32 {
         if self.last == 0 {
             return kernel;
@@ -63,7 +63,8 @@ impl Traffic {
     }
 }
 
-/// The caller holds the direction's lock. `away` is what the function of that name says.
+/// Returns the traffic of the sending direction. The caller holds its lock. `away` is what the function `away` has
+/// returned.
 fn sent(socket: &Socket, tx: &Tx, away: Away) -> Traffic {
     let way = &socket.told.ledger.sent;
     let counts = socket.told.stats().map(StreamStats::sent).unwrap_or_default();
@@ -79,16 +80,17 @@ fn sent(socket: &Socket, tx: &Tx, away: Away) -> Traffic {
     }
 }
 
-/// What is on its way to another host.
+/// Bytes that are on their way to another host.
 #[derive(Clone, Copy, Default)]
 struct Away {
-    /// Bytes that the other host has not said that it has.
+    /// Bytes that the other host has not confirmed.
     unconfirmed: u64,
-    /// Those of the unconfirmed bytes that the other host has no room for.
+    /// The part of `unconfirmed` that the other host has no room for.
     unsent: u64,
 }
 
-/// What of the sending direction is on its way to another host, which is asked for it.
+/// Returns the bytes of the sending direction that are on their way to another host, and asks that host to confirm
+/// them.
 fn away(socket: &'static Socket) -> Away {
     if socket.tx_mode.load(Acquire) != Mode::Link {
         return Away::default();
@@ -98,7 +100,7 @@ fn away(socket: &'static Socket) -> Away {
     };
     ready::progress(socket);
     let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
-    // In this order: what is sent in between counts as unconfirmed alone.
+    // In this order: bytes that are sent in between count as unconfirmed alone.
     let unconfirmed = remote.unconfirmed(theirs);
     Away {
         unconfirmed,
@@ -106,7 +108,7 @@ fn away(socket: &'static Socket) -> Away {
     }
 }
 
-/// The caller holds the direction's lock, with `held` from there.
+/// Returns the traffic of the receiving direction. The caller holds its lock, and has got `uncounted` under it.
 fn received(socket: &Socket, uncounted: &Uncounted) -> Traffic {
     let way = &socket.told.ledger.received;
     let counts = socket.told.stats().map(StreamStats::received).unwrap_or_default();
@@ -121,8 +123,8 @@ fn received(socket: &Socket, uncounted: &Uncounted) -> Traffic {
     }
 }
 
-/// SIOCOUTQ, of which the kernel says `kernel`: bytes that the peer's host does not have. With `unsent`, SIOCOUTQNSD:
-/// those that have not been sent.
+/// Returns the value of SIOCOUTQ, the bytes that the peer's host does not have, from the kernel's value `kernel`. With
+/// `unsent`, of SIOCOUTQNSD: the bytes that have not been sent.
 pub fn out_queue(socket: &'static Socket, kernel: c_int, unsent: bool) -> c_int {
     let away = away(socket);
     let Some(tx) = socket.tx.lock() else {
@@ -131,7 +133,7 @@ pub fn out_queue(socket: &'static Socket, kernel: c_int, unsent: bool) -> c_int 
     let traffic = sent(socket, &tx, away);
     let more = if unsent { traffic.unsent } else { traffic.waiting };
     let mut queued = kernel.max(0) as u64;
-    // Which of it is ours is to be seen only together with how much there is.
+    // The library's share of these bytes can be computed only together with their number.
     if queued > 0
         && tx.ours_from(0) > 0
         && let Some(fd) = socket.numbers.anchor_fd()
@@ -143,7 +145,7 @@ pub fn out_queue(socket: &'static Socket, kernel: c_int, unsent: bool) -> c_int 
     c_int::try_from(queued + more).unwrap_or(c_int::MAX)
 }
 
-/// An option whose value this corrects.
+/// Returns whether [`correct`] corrects this option.
 pub fn is_corrected(option: sockopt::Name) -> bool {
     [tcp_info::NAME, MEMINFO].contains(&option)
 }
@@ -151,7 +153,7 @@ pub fn is_corrected(option: sockopt::Name) -> bool {
 /// SO_MEMINFO (asm-generic/socket.h).
 const MEMINFO: sockopt::Name = (libc::SOL_SOCKET, 55);
 
-/// Longer than either on any kernel so far.
+/// Longer than either value on any kernel so far, bytes.
 const LONGEST: usize = 512;
 
 /// Corrects what the kernel has written for the program.
@@ -161,15 +163,15 @@ const LONGEST: usize = 512;
 #[cold]
 pub unsafe fn correct(socket: &'static Socket, option: sockopt::Name, value: *mut u8, len: usize) {
     let away = away(socket);
-    // With both locks the kernel's counts and ours are of one moment: whoever puts something of ours into TCP, or takes
-    // it out, holds one of them until it is counted.
+    // With both locks the kernel's counts and the library's are of one moment. A thread that puts bytes of the library
+    // into TCP, or takes them out, holds one of the locks until they are counted.
     let (Some(mut rx), Some(tx)) = (socket.rx.lock(), socket.tx.lock()) else {
         return;
     };
     let sent = sent(socket, &tx, away);
     let is_quiet = socket.is_plain() && sent.is_none();
     if is_quiet && received(socket, &Uncounted::default()).is_none() {
-        // It was never anything else than TCP.
+        // The connection has only ever been on TCP.
         return;
     }
     // The program may ask for the first bytes alone, which may end in the middle of a number.
@@ -177,10 +179,10 @@ pub unsafe fn correct(socket: &'static Socket, option: sockopt::Name, value: *mu
     let mut known = LONGEST as libc::socklen_t;
     let asked = socket.numbers.anchor_fd().is_some_and(|fd| {
         let fd = std::os::fd::AsRawFd::as_raw_fd(&fd);
-        // SAFETY: a buffer of that length.
+        // SAFETY: `copy` is as long as `known` says.
         unsafe { sockopt::read(fd, option, copy.as_mut_ptr(), &mut known) }
     });
-    // After the kernel's counts: what comes in between is rather left out than counted twice.
+    // After the kernel's counts: bytes that come in between are left out rather than counted twice.
     let uncounted = rx::uncounted(socket, &mut rx);
     let received = received(socket, &uncounted);
     let Some(bytes) = copy.get_mut(..known as usize).filter(|_| asked) else {
@@ -193,7 +195,7 @@ pub unsafe fn correct(socket: &'static Socket, option: sockopt::Name, value: *mu
         let unread = u32::try_from(uncounted.on_link + uncounted.carried).unwrap_or(u32::MAX);
         fields.put_u32(RMEM_ALLOC, |n| n.saturating_add(unread));
     }
-    // SAFETY: by the contract, and no more than is known.
+    // SAFETY: `value` is valid for `len` bytes by the contract, and `copy` has `known` bytes.
     unsafe { std::ptr::copy_nonoverlapping(copy.as_ptr(), value, len.min(known as usize)) };
 }
 
@@ -202,11 +204,11 @@ const RMEM_ALLOC: usize = 0;
 
 fn correct_info(socket: &Socket, tx: &Tx, info: &mut Fields<'_>, sent: &Traffic, received: &Traffic) {
     let mss = u64::from(info.u32(at::SND_MSS));
-    // The kernel hears of a shutdown when what precedes the end is in TCP.
+    // The kernel learns of a shutdown only when all bytes before the end are in TCP.
     if tx.is_shut {
         info.put_u8(at::STATE, state_after_shutdown);
     }
-    // The peer's host may be slow to acknowledge a marker, which is not the program's.
+    // A marker is not the program's, and the peer's host may be slow to acknowledge it.
     let positions = Positions::in_info(info, socket.promotion.role()).unwrap_or_default();
     let (unanswered, unsent) = (tx.ours_from(positions.acked), tx.ours_from(positions.sent));
     if unanswered > unsent && unanswered - unsent == positions.sent - positions.acked {
@@ -233,7 +235,7 @@ fn correct_info(socket: &Socket, tx: &Tx, info: &mut Fields<'_>, sent: &Traffic,
     }
     let told = &socket.told.ledger.told_segments;
     let (out, into) = (sent.segments(mss), received.segments(mss));
-    // Each is acknowledged, as TCP does where there are few of them.
+    // Each segment is acknowledged by another, as TCP does where there are few of them.
     let segments = [
         (at::SEGS_OUT, out + into),
         (at::DATA_SEGS_OUT, out),
@@ -242,7 +244,7 @@ fn correct_info(socket: &Socket, tx: &Tx, info: &mut Fields<'_>, sent: &Traffic,
         (at::DATA_SEGS_IN, into),
     ];
     for ((place, more), told) in segments.into_iter().zip(told) {
-        // These go round at 2^32.
+        // These counts wrap at 2^32.
         info.put_u32(place, |n| later(told, n.wrapping_add(more as u32)));
     }
     let waiting = sent.waiting.saturating_sub(sent.unsent);
@@ -254,11 +256,11 @@ fn correct_info(socket: &Socket, tx: &Tx, info: &mut Fields<'_>, sent: &Traffic,
     });
     info.put_u32(at::LAST_DATA_SENT, |ms| sent.idle(ms));
     info.put_u32(at::LAST_DATA_RECV, |ms| received.idle(ms));
-    // What is on a link has arrived.
+    // Bytes on a link have arrived when they are sent.
     info.put_u32(at::LAST_ACK_RECV, |ms| sent.idle(ms));
 }
 
-/// TCP's state after a shutdown(SHUT_WR) of which it has not heard (tcp_states.h).
+/// Returns the state after a shutdown(SHUT_WR) that the kernel does not know of yet (tcp_states.h).
 fn state_after_shutdown(state: u8) -> u8 {
     const ESTABLISHED: u8 = 1;
     const FIN_WAIT1: u8 = 4;
@@ -271,7 +273,7 @@ fn state_after_shutdown(state: u8) -> u8 {
     }
 }
 
-/// A count that goes round, or what was told of it if that is more.
+/// Returns a count that wraps, or the value that was last reported for it if that is later.
 fn later(told: &AtomicU32, count: u32) -> u32 {
     let before = told.load(Relaxed);
     if (count.wrapping_sub(before) as i32) < 0 {

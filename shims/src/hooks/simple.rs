@@ -1,7 +1,7 @@
-//! The shape of hooks that are one function: something is done before libc's function, or with what it gives. Not for
-//! calls that are served on a connection (`io/shape.rs`).
+//! The shape of hooks that are one function: it acts before libc's function, or on its result. Calls that are served on
+//! a connection have another shape (`io/shape.rs`).
 
-/// Hooks that go on to libc's function, with the arguments as they are:
+/// Defines hooks that go on to libc's function, with unchanged arguments:
 ///
 /// ```text
 /// hooks! {
@@ -11,7 +11,7 @@
 /// ```
 ///
 /// The expression calls libc's function by `plain()`: as the last thing that it does, or where the call cannot block.
-/// With `|blocking plain|` that is a cancellation point, and may be called anywhere.
+/// With `|blocking plain|` the call is a cancellation point, and may be made anywhere.
 macro_rules! hooks {
     ($(
         $(#[$what:meta])*

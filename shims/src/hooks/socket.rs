@@ -1,5 +1,5 @@
-//! The calls that make, connect, configure and shut sockets. `bind`, `getsockname` and `getpeername`
-//! are not among them: the anchor answers.
+//! The calls that make, connect, configure and shut sockets. `bind`, `getsockname` and `getpeername` are not hooked:
+//! the TCP socket answers them.
 
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering::{Acquire, Release};
@@ -80,11 +80,12 @@ fn on_accept_of_unknown(fd: c_int, new: c_int, nonblocking: bool) -> c_int {
     new
 }
 
-/// The listener is kept meanwhile: the number may be closed, and the kernel still gives out a connection.
+/// Accepts a connection. The listener object is kept meanwhile: its fd may be closed, and the kernel still gives out a
+/// connection.
 #[inline(never)]
 fn accept_from(listener: &'static Listener, nonblocking: bool, accept: impl FnOnce() -> c_int) -> c_int {
     if !listener.retain() {
-        // Another thread has closed it since the number was looked up.
+        // Another thread has closed it since the fd was looked up.
         return or_if_cancelled(accept, || ());
     }
     let new = or_if_cancelled(accept, || listener.release());
@@ -105,7 +106,7 @@ pub unsafe extern "C" fn connect(
     address: *const sockaddr,
     address_len: socklen_t,
 ) -> c_int {
-    // SAFETY: null, or an address of the program's; its family is all that is read.
+    // SAFETY: null, or an address of the program's, whose family alone is read.
     let family = unsafe { address.as_ref() }.map_or(0, |a| c_int::from(a.sa_family));
     if family == libc::AF_UNSPEC && !address.is_null() && table::socket(fd).is_some() {
         within(|| lifecycle::before_disconnect(fd));
@@ -124,7 +125,7 @@ unsafe extern "C" fn connect_on(real: ConnectFn, fd: c_int, address: *const sock
     // SAFETY: the caller's arguments, as they are.
     let result = unsafe { real.cancellable()(fd, address, address_len) };
     let connects = result == 0 || matches!(errno::get(), libc::EINPROGRESS | libc::EINTR);
-    // Another file may have the number by now.
+    // The fd may be another file's by now.
     if connects && table::token(fd) == before {
         within(|| lifecycle::on_connect(fd));
     }
@@ -158,7 +159,7 @@ unsafe extern "C" fn shutdown_on(socket: &'static Socket, real: SocketIntFn, fd:
             call(how)
         };
         farewell.tell();
-        // With both halves shut a hang-up is told, whichever was the last.
+        // Once both halves are shut a hang-up is reported, in whichever order they were.
         if result == 0 && (how != libc::SHUT_WR || socket.rx_shut.load(Acquire)) {
             rx::shut(socket);
         }
@@ -183,20 +184,20 @@ pub unsafe extern "C" fn getsockopt(
             libc::TCP_CORK | libc::TCP_KEEPIDLE | libc::TCP_KEEPCNT | libc::TCP_USER_TIMEOUT
         ) | (libc::SOL_SOCKET, libc::SO_KEEPALIVE)
     ) {
-        // SAFETY: likewise.
+        // SAFETY: the caller's arguments, as they are.
         return unsafe { get_kept(real, fd, level, name, value, value_len) };
     }
     if is_ours_to_correct((level, name)) {
-        // SAFETY: likewise.
+        // SAFETY: the caller's arguments, as they are.
         return unsafe { get_corrected(real, fd, level, name, value, value_len) };
     }
     // SAFETY: the caller's arguments, as they are.
     unsafe { real(fd, level, name, value, value_len) }
 }
 
-/// Receives into what the program has mapped of the socket (linux/tcp.h).
+/// Receives into memory that the program has mapped from the socket (linux/tcp.h).
 const TCP_ZEROCOPY_RECEIVE: c_int = 35;
-/// Takes the state of a connection out of the kernel, or puts one in (linux/tcp.h).
+/// Takes the state of a connection out of the kernel, or puts a state in (linux/tcp.h).
 const TCP_REPAIR: c_int = 19;
 
 const NODELAY: Name = (libc::IPPROTO_TCP, libc::TCP_NODELAY);
@@ -209,7 +210,7 @@ fn is_ours_to_correct(option: Name) -> bool {
         || report::is_corrected(option)
 }
 
-/// The kernel's word, put right by what it does not know.
+/// Asks the kernel, and corrects the value by what only the library knows.
 #[inline(never)]
 unsafe extern "C" fn get_corrected(
     real: GetSockOptFn,
@@ -234,12 +235,12 @@ unsafe extern "C" fn get_corrected(
         let result = ask();
         let knows_better = || socket.has_untold() || socket.told.timed_out.load(Acquire);
         if (level, name) == ERROR && result == 0 && knows_better() {
-            // SAFETY: the kernel has just written that many bytes there.
+            // SAFETY: the kernel has just written `*value_len` bytes there.
             unsafe { correct_error(socket, value.cast(), *value_len as usize) };
         }
         if result == 0 && report::is_corrected((level, name)) {
             let errno = errno::get();
-            // SAFETY: the kernel has just written that many bytes there.
+            // SAFETY: the kernel has just written `*value_len` bytes there.
             unsafe { report::correct(socket, (level, name), value.cast(), *value_len as usize) };
             errno::set(errno);
         }
@@ -247,7 +248,7 @@ unsafe extern "C" fn get_corrected(
     })
 }
 
-/// SO_ERROR as of a connection that was timed out, or of whose end the kernel does not know, or no more.
+/// Corrects SO_ERROR for a connection that was timed out, or whose end the kernel does not know, or not any more.
 ///
 /// # Safety
 /// `value` is valid for reads and writes of `len` bytes.
@@ -259,7 +260,7 @@ unsafe fn correct_error(socket: &Socket, value: *mut u8, len: usize) {
     let error = match c_int::from_ne_bytes(error) {
         0 => reset::take_untold(socket).unwrap_or(0),
         error => {
-            // Said once, whoever knows of it.
+            // An error is reported once, by the kernel or by the library.
             socket.take_untold();
             reset::as_timed_out(socket, error)
         }
@@ -268,15 +269,15 @@ unsafe fn correct_error(socket: &Socket, value: *mut u8, len: usize) {
     unsafe { std::ptr::copy_nonoverlapping(error.to_ne_bytes().as_ptr(), value, len) };
 }
 
-/// TCP_NODELAY is on for a moment after a marker, whatever the program has set (`connection::flush`): not while this
-/// holds the lock.
+/// Makes a call on TCP_NODELAY under the send lock. Without the lock the option may be on for a moment, after a marker,
+/// although the program has turned it off (`connection::flush`).
 #[inline(never)]
 fn asked_while_quiet(socket: &'static Socket, ask: impl FnOnce() -> c_int) -> c_int {
     let _tx = socket.tx.lock();
     ask()
 }
 
-/// The kernel's word, but for the value where the library keeps it.
+/// Asks the kernel, and replaces the value if the library keeps it.
 #[inline(never)]
 unsafe extern "C" fn get_kept(
     real: GetSockOptFn,
@@ -296,7 +297,7 @@ unsafe extern "C" fn get_kept(
             }
         })
     };
-    // That may begin, or end, while the kernel is asked.
+    // The library may begin to keep the value, or stop, while the kernel is asked.
     let before = kept();
     // SAFETY: the caller's arguments, as they are.
     let result = unsafe { real(fd, level, name, value, value_len) };
@@ -329,23 +330,23 @@ pub unsafe extern "C" fn setsockopt(
         None => unsafe { real(fd, level, name, value, value_len) },
         Some(socket) => {
             if level == libc::IPPROTO_TCP && name == libc::TCP_ULP {
-                // The kernel's TLS works on what goes through the kernel.
+                // The kernel's TLS works on bytes that go through the kernel.
                 tx::take_back(socket, Reason::KernelTls);
             }
             if level == libc::IPPROTO_TCP
                 && name == libc::TCP_CORK
                 && !value.is_null()
                 && value_len as usize >= size_of::<c_int>()
-                // SAFETY: the program's option of that length.
+                // SAFETY: the program's option, which is at least as long as an int.
                 && tx::cork(socket, unsafe { value.cast::<c_int>().read_unaligned() } != 0)
             {
                 return 0;
             }
             if level == libc::IPPROTO_TCP && name == TCP_REPAIR {
-                // The kernel is asked what is unread, and unsent, and sends nothing.
+                // The program asks the kernel for the unread and unsent bytes, and the kernel sends nothing.
                 pass::release(socket, Reason::Unsupported);
             }
-            // SAFETY: likewise.
+            // SAFETY: the caller's arguments, as they are.
             let set = || unsafe { real(fd, level, name, value, value_len) };
             let result = if (level, name) == NODELAY {
                 within(|| asked_while_quiet(socket, set))

@@ -1,8 +1,8 @@
-//! `syscall(2)`: system calls by number. Those that have a hook under a name of libc's go its way; the rest is not for
-//! this file, but jumped to by `preload/src/syscall.rs`.
+//! `syscall(2)`: system calls by number. A call that has a hook under a libc name is served by that hook.
+//! `preload/src/syscall.rs` hands all others to libc by a jump.
 //!
-//! What is called in place of libc's function (`real`) is the system call itself, in line: libc's functions are
-//! cancellation points, take other arguments in places, and are not what the program has asked for.
+//! In place of libc's function (`real`) a hook gets the system call itself, in line. libc's functions are cancellation
+//! points, take other arguments in places, and are not what the program has asked for.
 
 mod forks;
 mod memory;
@@ -23,10 +23,10 @@ pub use own::{LIBC, resolve};
 pub use ways::Handler;
 use ways::{direct, owns, owns_fd, owns_made, result, waits, waits_on};
 
-/// One more than the highest number that is served.
+/// The length of [`HANDLERS`]: larger than every number that is served.
 pub const NUMBERS: usize = 448;
 
-/// What serves each number, if anything does.
+/// The handler of each number; `None` for a number that is not served.
 pub static HANDLERS: [Option<Handler>; NUMBERS] = {
     let mut handlers = [None; NUMBERS];
     let mut i = 0;
@@ -42,8 +42,8 @@ pub static HANDLERS: [Option<Handler>; NUMBERS] = {
     handlers
 };
 
-/// `served![(a b c d e f) LIST: WAY NUMBER = FUNCTION(a: TYPE, …) -> RESULT; …]`: pairs of a number and what serves
-/// it, which is the function of a hook with the system call for libc's function, called in that way.
+/// `served![(a b c d e f) LIST: WAY NUMBER = FUNCTION(a: TYPE, …) -> RESULT; …]`: a list of numbers with their
+/// handlers. A handler calls `FUNCTION`, a hook, with the system call for libc's function, in the way `WAY`.
 macro_rules! served {
     (($a:ident $b:ident $c:ident $d:ident $e:ident $f:ident) $list:ident: $($way:ident $number:ident = $call:path, ($($arg:ident: $type:ty),*) -> $result:ty;)*) => {
         const $list: &[(c_long, Handler)] = &[$((libc::$number, {
@@ -79,7 +79,7 @@ served! { (a b c d e f) BYTES:
     waits_on SYS_writev = io::writev, (a: c_int, b: *const iovec, c: c_int) -> ssize_t;
     waits_on SYS_sendto = io::sendto,
         (a: c_int, b: *const c_void, c: size_t, d: c_int, e: *const sockaddr, f: socklen_t) -> ssize_t;
-    // Of any socket: a message may pass one of ours.
+    // On any socket: the message may pass on the fd of a connection.
     waits SYS_sendmsg = io::sendmsg, (a: c_int, b: *const msghdr, c: c_int) -> ssize_t;
     waits SYS_sendmmsg = io::sendmmsg, (a: c_int, b: *mut mmsghdr, c: c_uint, d: c_int) -> c_int;
     waits_on SYS_sendfile = io::sendfile, (a: c_int, b: c_int, c: *mut off_t, d: size_t) -> ssize_t;

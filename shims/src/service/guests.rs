@@ -13,9 +13,9 @@ const SILENT_FOR: u64 = 3_000_000_000;
 const IDLE_FOR: u64 = 10_000_000_000;
 /// The most guests, if the process may have enough descriptors.
 const MOST: usize = 256;
-/// The divisor of `MOST` for one user's share: a quarter.
+/// A user's share of the guests, as a divisor: a quarter.
 const SHARE: usize = 4;
-/// The divisor of the process's descriptors for the number of guests: an eighth.
+/// The guests' share of the process's descriptors, as a divisor: an eighth.
 const DESCRIPTORS: u64 = 8;
 /// The least bound, for all guests and for one user's.
 const LEAST: usize = 8;

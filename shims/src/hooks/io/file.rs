@@ -39,7 +39,7 @@ pub unsafe extern "C" fn splice(
     }
 }
 
-/// Bytes that go through a pipe inside the kernel have to be in the kernel.
+/// Takes the sockets back to TCP and splices there: bytes that go through a pipe inside the kernel have to be in it.
 #[inline(never)]
 #[allow(clippy::too_many_arguments)]
 unsafe extern "C" fn splice_on(
@@ -57,7 +57,7 @@ unsafe extern "C" fn splice_on(
     let call = || unsafe { real.cancellable()(input, input_offset, out, out_offset, len, flags) };
     let plain = !input_offset.is_null() || !out_offset.is_null() || len == 0 || !takes_splice(out);
     if from.is_some() && plain {
-        // Refused, whatever the socket holds.
+        // The kernel refuses the call, with or without bytes in the socket.
         return call();
     }
     for socket in [from, to].into_iter().flatten() {
@@ -77,7 +77,7 @@ unsafe extern "C" fn splice_on(
     }
 }
 
-/// The writing end of a pipe.
+/// Returns whether `fd` is the writing end of a pipe.
 fn takes_splice(fd: c_int) -> bool {
     use rustix::fs::{FileType, OFlags};
     // SAFETY: the program's own number, in the middle of its call.

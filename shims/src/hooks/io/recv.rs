@@ -1,4 +1,4 @@
-//! recv() and its kin.
+//! recv() and similar calls.
 
 use std::cell::Cell;
 use std::os::fd::BorrowedFd;
@@ -26,7 +26,7 @@ call! {
     pub fn read(ReadFn, fd, buf: *mut c_void, len: size_t) -> ssize_t;
     fn read_on(socket, plain, kernel) {
         if len == 0 || is_no_length(len) {
-            // The kernel looks at the arguments only.
+            // The kernel only checks the arguments.
             return plain();
         }
         // SAFETY: the program's buffer.
@@ -40,7 +40,7 @@ call! {
     fn readv_on(socket, plain, kernel) {
         // SAFETY: the program's array.
         let Some(mut array) = (unsafe { Iov::vector(iov, count) }).filter(|a| a.len() > 0) else {
-            // What it would not take the kernel refuses; of nothing it looks at the number only.
+            // The kernel refuses a bad array; for an empty one it checks only the fd.
             return plain();
         };
         // SAFETY: the program's buffers.
@@ -55,7 +55,7 @@ call! {
         // SAFETY: the program's array.
         let array = unsafe { vector_at(iov, count, offset, flags) };
         let Some((mut array, how)) = array.filter(|(a, _)| a.len() > 0) else {
-            // As for readv.
+            // The kernel refuses bad arguments; for an empty array it checks only the fd.
             return plain();
         };
         // SAFETY: the program's buffers.
@@ -88,7 +88,7 @@ call! {
         // SAFETY: the program's buffer.
         let n = unsafe { rx::recv(socket, fd, &mut Iov::one(buf, len), flags, &kernel) };
         if n >= 0 && !address.is_null() && !address_len.is_null() {
-            // What the kernel says of a stream's sender.
+            // The length that the kernel reports for the address of a stream's sender.
             // SAFETY: the program's own, checked for null.
             unsafe { *address_len = 0 };
         }
@@ -123,7 +123,7 @@ call! {
     }
 }
 
-/// Receives into `array`, and says in the message what the kernel would.
+/// Receives into `array`, and fills in the message as the kernel would.
 ///
 /// # Safety
 /// `message` is the program's own, and `array` its buffers.
@@ -139,9 +139,9 @@ unsafe fn receive_message(
     // SAFETY: by the contract.
     let room = unsafe { (*message).msg_controllen };
     if room > 0 && !matches!(socket.promotion.stage(), Stage::Pinned | Stage::Plain) {
-        // SAFETY: the program's number, in the middle of its call, and one of a socket.
+        // SAFETY: the program's fd of a socket, in the middle of its call.
         if socket.options.stamps(unsafe { BorrowedFd::borrow_raw(fd) }) {
-            // Only the kernel knows when the data came.
+            // Only the kernel knows when the data arrived.
             within(|| pass::keep_on_tcp(socket, Reason::Unsupported));
         }
     }
@@ -155,10 +155,10 @@ unsafe fn receive_message(
             n
         })
     };
-    // Where the direction has moved meanwhile, what the kernel has said is not of all that was received.
+    // If the direction has moved meanwhile, the kernel's message is not about all bytes that were received.
     let is_all = was_plain && is_kernels.get() && socket.rx_mode.load(Acquire) == Mode::Tcp;
     if n >= 0 && !is_all {
-        // A stream's message has no sender, and control data only where the program wants to know how much is left.
+        // A stream's message has no sender, and has control data only if the program asks how much is left.
         // SAFETY: by the contract.
         unsafe {
             (*message).msg_namelen = 0;
@@ -170,8 +170,8 @@ unsafe fn receive_message(
     n
 }
 
-/// The control data of a message that was received without the kernel: how much is left, if the program has set
-/// TCP_INQ.
+/// Writes the control data of a message that was received without the kernel: the number of bytes left, if the program
+/// has set TCP_INQ.
 ///
 /// # Safety
 /// The control buffer is the program's own, and of the length that the message says.
@@ -195,7 +195,7 @@ unsafe fn tell_more(socket: &'static Socket, message: &mut msghdr) {
         message.msg_flags |= libc::MSG_CTRUNC;
     }
     let bytes = left.to_ne_bytes();
-    // SAFETY: `room` bytes are writable by the contract, in which there is place for a header.
+    // SAFETY: `room` bytes are writable by the contract, and a header fits: `room` was compared with its size.
     unsafe {
         let at: *mut u8 = message.msg_control.cast();
         let cmsg = libc::cmsghdr {
@@ -221,7 +221,7 @@ call! {
     }
 }
 
-/// One recvmsg after the other, as the kernel does it.
+/// Makes one recvmsg after the other, as the kernel does.
 ///
 /// # Safety
 /// The arguments are the program's.
@@ -243,7 +243,7 @@ unsafe fn receive_messages(
     };
     let mut done = 0;
     let began_on = table::token(fd);
-    // What the number stands for later is not this call's.
+    // A file that gets the fd later is not this call's.
     while done < count && (done == 0 || table::token(fd) == began_on) {
         let how = if done > 0 && flags & libc::MSG_WAITFORONE != 0 {
             flags | libc::MSG_DONTWAIT
@@ -266,7 +266,7 @@ unsafe fn receive_messages(
             if done == 0 {
                 return -1;
             }
-            // As in the kernel, the next call says it.
+            // As in the kernel, the next call reports the error.
             if table::token(fd) == began_on {
                 reset::keep(socket, errno::get());
             }
@@ -274,7 +274,7 @@ unsafe fn receive_messages(
         }
         entry.msg_len = n as c_uint;
         done += 1;
-        // The kernel looks at the time only after a message.
+        // The kernel checks the time only after a message.
         if n == 0 && flags & libc::MSG_ERRQUEUE == 0 || deadline.is_some_and(|d| d.is_over()) {
             break;
         }

@@ -1,4 +1,4 @@
-//! send() and its kin.
+//! send() and similar calls.
 
 use super::shape::{call, vector_at};
 use crate::data::tx;
@@ -17,7 +17,7 @@ call! {
     pub fn write(WriteFn, fd, buf: *const c_void, len: size_t) -> ssize_t;
     fn write_on(socket, plain, kernel) {
         if is_no_length(len) {
-            // The kernel looks at the arguments only.
+            // The kernel only checks the arguments.
             return plain();
         }
         // SAFETY: the program's buffer.
@@ -29,7 +29,7 @@ call! {
     /// `writev(2)`.
     pub fn writev(VectorFn, fd, iov: *const iovec, count: c_int) -> ssize_t;
     fn writev_on(socket, plain, kernel) {
-        // SAFETY: the program's array; what the kernel would not take, it refuses.
+        // SAFETY: the program's array; `vector` gives `None` for an array that the kernel refuses.
         let Some(mut array) = (unsafe { Iov::vector(iov, count) }) else {
             return plain();
         };
@@ -42,7 +42,7 @@ call! {
     /// `pwritev2(2)`; on a socket only offset -1 is valid.
     pub fn pwritev2(VectorFlagsFn, fd, iov: *const iovec, count: c_int, offset: off_t, flags: c_int) -> ssize_t;
     fn pwritev2_on(socket, plain, kernel) {
-        // SAFETY: the program's array; what the kernel would not take, it refuses.
+        // SAFETY: the program's array; `vector_at` gives `None` for arguments that the kernel refuses.
         let Some((mut array, how)) = (unsafe { vector_at(iov, count, offset, flags) }) else {
             return plain();
         };
@@ -92,7 +92,7 @@ call! {
                 .and_then(|m| Iov::many(m.msg_iov, m.msg_iovlen))
         };
         let Some(mut array) = array else {
-            // Control data of a TCP socket ask for something of the kernel's.
+            // Control data on a TCP socket ask for a service of the kernel.
             return send_what_there_is(socket, fd, flags, &kernel);
         };
         // SAFETY: the program's buffers.
@@ -100,7 +100,8 @@ call! {
     }
 }
 
-/// A send whose arguments only the kernel can judge: of a length that no memory has, it sends what can be read.
+/// Takes the connection back to TCP for a send whose arguments only the kernel can judge. If the length exceeds all
+/// memory, the kernel sends the bytes that can be read.
 #[cold]
 fn send_what_there_is(socket: &'static Socket, fd: c_int, flags: c_int, kernel: &impl Fn(c_int) -> ssize_t) -> ssize_t {
     tx::take_back(socket, rdmasock_core::stats::Reason::Unsupported);
@@ -125,7 +126,7 @@ fn before_fast_open(fd: c_int, flags: c_int) {
     }
 }
 
-/// One sendmsg after the other, as the kernel does it.
+/// Makes one sendmsg after the other, as the kernel does.
 ///
 /// # Safety
 /// The arguments are the program's.

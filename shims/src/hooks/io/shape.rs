@@ -1,22 +1,22 @@
-//! The shape that the calls on one number share: what is on no connection goes to libc's own function, with the
-//! arguments as they are; the rest is served. Not for calls on two numbers (`file.rs`).
+//! The shape of the calls on one fd. Without a connection the call goes to libc's own function, with unchanged
+//! arguments; on a connection it is served. Not for calls on two fds (`file.rs`).
 
 use libc::{c_int, iovec, off_t};
 
 use crate::sys::iov::Iov;
 
-/// One call as two functions, of the shape that `hooks/mod.rs` argues for:
+/// Defines a call as two functions, of the shape that `hooks/mod.rs` explains:
 ///
 /// ```text
 /// call! {
 ///     pub fn NAME(TYPE OF LIBC'S, fd, ARGUMENT: TYPE, …) -> RESULT;
-///     before EXPRESSION;                    // if need be: what is done before libc's gets what is on no connection
+///     before EXPRESSION;                    // optional: runs before libc's function, if `fd` has no connection
 ///     fn NAME_ON(socket, plain, kernel) …   // a block
 /// }
 /// ```
 ///
-/// The block serves the call on `socket`. It may leave it to libc by `plain()`, and go to the kernel by
-/// `kernel(number)`, which may block, and is a cancellation point.
+/// The block serves the call on `socket`. It may leave the call to libc by `plain()`. It may go to the kernel by
+/// `kernel(fd)`, which may block, and is a cancellation point.
 macro_rules! call {
     (
         $(#[$what:meta])*
@@ -47,7 +47,7 @@ macro_rules! call {
         ) -> $result {
             // SAFETY: the caller's arguments, as they are.
             let $plain = move || unsafe { real($fd $(, $argument)*) };
-            // SAFETY: likewise, but for the number.
+            // SAFETY: the caller's arguments, as they are, but for the fd.
             let $kernel = move |fd: c_int| unsafe { $crate::sys::real::Cancellable::cancellable(real)(fd $(, $argument)*) };
             $body
         }
@@ -55,8 +55,8 @@ macro_rules! call {
 }
 pub(super) use call;
 
-/// Calls as fortified programs make them: libc aborts if `len` exceeds `size`, and finds nothing wrong otherwise. Each
-/// is served as the one without `size`, whose function of libc's is given.
+/// Defines calls as fortified programs make them: libc aborts if `len` exceeds `size`, and accepts the call otherwise.
+/// Each is served as the call without `size`, and gets that call's libc function.
 macro_rules! fortified {
     ($(
         $(#[$what:meta])*
@@ -83,11 +83,11 @@ macro_rules! fortified {
 }
 pub(super) use fortified;
 
-/// The buffers of preadv2(2) and pwritev2(2), and what these ask for as flags of recv(2) and send(2); `None` for what
-/// the kernel refuses on a socket.
+/// Returns the buffers of preadv2(2) or pwritev2(2), and the call's flags as flags of recv(2) or send(2). `None` if the
+/// kernel refuses the call on a socket.
 ///
 /// # Safety
-/// As of [`Iov::vector`].
+/// As for [`Iov::vector`].
 pub(super) unsafe fn vector_at(iov: *const iovec, count: c_int, offset: off_t, flags: c_int) -> Option<(Iov, c_int)> {
     if offset != -1 {
         return None;

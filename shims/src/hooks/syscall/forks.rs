@@ -1,6 +1,6 @@
-//! fork and clone by number. A child with memory and descriptors of its own is one as of fork(3), and the handlers run,
-//! though no handler of `pthread_atfork` does. What shares either with its parent is not for this file: it is jumped
-//! to.
+//! fork and clone by number. A child with memory and descriptors of its own is treated like a child of fork(3): the
+//! library's handlers run, though no handler of `pthread_atfork` does. A call whose child shares either with its parent
+//! goes on to libc by a jump.
 
 use core::ffi::c_long;
 
@@ -20,13 +20,13 @@ pub(super) const FORKS: &[(c_long, Handler)] = &[
     (libc::SYS_clone3, clone3),
 ];
 
-/// What such a child shares.
+/// The flags by which a child shares memory or descriptors with its parent.
 const SHARES: c_int = libc::CLONE_VM | libc::CLONE_FILES;
 
-/// `by_number!(NAME NUMBER OWN: X86_64; AARCH64)`: a handler that goes to `OWN` where the instructions find that the
-/// child is one as of fork(3), and jumps to libc's `syscall` where they come to the label 2.
+/// `by_number!(NAME NUMBER OWN: X86_64; AARCH64)`: a handler that goes to `OWN` if the instructions find that the child
+/// is like a child of fork(3). It jumps to libc's `syscall` if they come to the label 2.
 ///
-/// Naked, since the child of a clone that shares the memory, or is given a stack, returns on another one: see
+/// Naked, since the child of a clone that shares the memory, or is given a stack, returns on another stack: see
 /// `preload/src/syscall.rs`, whose moves of the arguments are undone here.
 macro_rules! by_number {
     ($name:ident $number:ident $own:ident: $($x86_64:literal)*; $($aarch64:literal)*) => {
@@ -96,7 +96,7 @@ unsafe extern "C" fn clone_of_its_own(a: usize, b: usize, c: usize, d: usize, e:
 }
 
 unsafe extern "C" fn clone3_of_its_own(a: usize, b: usize, _: usize, _: usize, _: usize, _: usize) -> c_long {
-    // SAFETY: as above.
+    // SAFETY: as in `clone_of_its_own`.
     forked(|| unsafe { kernel::call(libc::SYS_clone3, [a, b, 0, 0, 0, 0]) })
 }
 
@@ -106,7 +106,8 @@ unsafe extern "C" fn fork_by_number(_: usize, _: usize, _: usize, _: usize, _: u
     forked(|| unsafe { kernel::call(libc::SYS_fork, [0; 6]) })
 }
 
-/// As for `_Fork(3)`, unless the process is itself one that runs on memory which is not its own.
+/// Makes the call as `_Fork(3)` does, with the library's handlers around it. No handler runs if the calling process
+/// began unseen by any hook, and so runs on memory that may not be its own.
 fn forked(call: impl FnOnce() -> Result<usize, Errno>) -> c_long {
     if vfork::is_stranger() {
         return result(call());

@@ -1,5 +1,5 @@
-//! System calls that change what memory is: the registered allocator hears of them first. That it does of libc's
-//! functions is its own business (`alloc/`).
+//! System calls that change the memory map: the registered allocator is notified before each. It finds out about libc's
+//! functions itself (`alloc/`).
 
 use core::ffi::c_long;
 
@@ -10,7 +10,7 @@ use crate::config::arenas;
 
 macro_rules! changes {
     ($($name:ident $number:ident;)*) => {
-        /// Calls whose arguments the allocator looks at.
+        /// Calls whose arguments the allocator checks.
         pub(super) const MEMORY: &[(c_long, Handler)] = &[$((libc::$number, $name)),*];
 
         $(unsafe extern "C" fn $name(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {

@@ -1,4 +1,4 @@
-//! System calls whose arguments, or what they leave in them, are not those of libc's functions.
+//! System calls that differ from libc's functions in their arguments, or in the values that they leave in them.
 
 use core::ffi::c_long;
 
@@ -18,7 +18,7 @@ use crate::sys::iov;
 use crate::sys::time;
 use crate::sys::vfork;
 
-/// Calls whose arguments are not those of libc's functions.
+/// The numbers of these calls, with their handlers.
 pub(super) const OTHERS: &[(c_long, Handler)] = &[
     (libc::SYS_preadv2, preadv2),
     (libc::SYS_pwritev2, pwritev2),
@@ -41,7 +41,8 @@ macro_rules! system_call {
     }};
 }
 
-/// The offset in two halves, of which on a 64-bit machine the lower one is the whole.
+/// Defines a handler for a call whose offset comes in two halves. On a 64-bit machine the lower half is the whole
+/// offset.
 macro_rules! vector_at {
     ($name:ident, $number:ident) => {
         unsafe extern "C" fn $name(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
@@ -60,18 +61,16 @@ macro_rules! vector_at {
 vector_at!(preadv2, SYS_preadv2);
 vector_at!(pwritev2, SYS_pwritev2);
 
-/// What the kernel takes for the size of a signal mask.
+/// The size of a signal mask that the kernel accepts, bytes.
 const MASK_SIZE: usize = 8;
 
-/// Whether the kernel takes a signal mask of the program's. (libc's is longer; only the kernel looks at it.)
+/// Returns whether the kernel accepts a signal mask of the program. (libc's type is longer, but only the kernel reads
+/// the mask.)
 fn is_mask(mask: usize, size: usize) -> bool {
     mask == 0 || size == MASK_SIZE
 }
 
-/// Leaves in the program's time-out what is left of it, as the kernel does.
-///
-/// # Safety
-/// `timeout` is null or the program's own.
+/// Makes the call, and leaves the rest of the time in the program's time-out, as the kernel does.
 unsafe fn leave_rest(timeout: *mut timespec, call: impl FnOnce() -> c_int) -> c_int {
     let begun = time::now_ns();
     // SAFETY: by the contract.
@@ -165,7 +164,7 @@ unsafe extern "C" fn pselect6(a: usize, b: usize, c: usize, d: usize, e: usize, 
     waits(a, call, || 0)
 }
 
-/// A wait on an epoll set; behind the mask is its size.
+/// Defines a handler for a wait on an epoll set. The argument behind the mask is the size of the mask.
 macro_rules! epoll_wait {
     ($name:ident, $number:ident, $timeout:ty) => {
         unsafe extern "C" fn $name(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
@@ -203,7 +202,8 @@ unsafe extern "C" fn exit_group(a: usize, _: usize, _: usize, _: usize, _: usize
     0
 }
 
-/// liburing makes this call in line, and is not seen.
+/// Hides io_uring, or takes all connections to TCP once the program has a ring. liburing makes this call in line, which
+/// no hook sees.
 unsafe extern "C" fn io_uring_setup(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
     let is_on = instance::is_on();
     if is_on && is_hidden(config().io_uring) {
@@ -217,8 +217,8 @@ unsafe extern "C" fn io_uring_setup(a: usize, b: usize, c: usize, d: usize, e: u
     ring
 }
 
-/// Whether the program is told that there is no io_uring. libuv makes one for each of its loops, to add descriptors to
-/// its epoll set, and does without where it gets none. It exports its functions, in Node too.
+/// Returns whether the program is told that there is no io_uring. libuv makes one for each of its loops, to add
+/// descriptors to its epoll set, and works without one. libuv's functions are exported, in Node too.
 fn is_hidden(setting: IoUring) -> bool {
     match setting {
         IoUring::Hide => true,

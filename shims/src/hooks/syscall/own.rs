@@ -1,11 +1,11 @@
-//! libc's own `syscall`, to which goes what is not served.
+//! libc's own `syscall`, which gets the calls that are not served.
 
 use core::ffi::c_void;
 use core::sync::atomic::{AtomicPtr, Ordering};
 
 use crate::sys::real::SyscallFn;
 
-/// libc's own `syscall`; until that is known, what finds it and goes on there.
+/// libc's own `syscall`. Until it is known, a function that finds it and goes on there.
 pub static LIBC: AtomicPtr<c_void> = AtomicPtr::new(unresolved as *mut c_void);
 
 /// Finds libc's own `syscall`.

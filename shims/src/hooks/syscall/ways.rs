@@ -1,4 +1,4 @@
-//! The ways in which a call by number is served: whether it is one of a connection's at all, whether it may wait, and
+//! The ways to serve a call by number. They differ in whether the call may be a connection's, whether it may wait, and
 //! whether it is about the library's tables.
 
 use core::ffi::c_long;
@@ -11,8 +11,8 @@ use crate::startup::lifecycle;
 use crate::sys::errno;
 use crate::sys::vfork;
 
-/// What a number is served by: the six arguments, of which a call uses those that it has, and the result as
-/// `syscall` gives it.
+/// The handler of a number. It gets six arguments, and uses as many as the call has. It returns the result as `syscall`
+/// does.
 pub type Handler = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> c_long;
 
 unsafe extern "C" {
@@ -22,7 +22,7 @@ unsafe extern "C" {
 /// `PTHREAD_CANCEL_DISABLE` of glibc's pthread.h.
 const CANCEL_DISABLE: c_int = 1;
 
-/// As libc gives it.
+/// Returns a system call's result as libc does: -1 on an error, with errno set.
 pub(super) fn result(of: Result<usize, Errno>) -> c_long {
     match of {
         Ok(value) => value as c_long,
@@ -30,13 +30,13 @@ pub(super) fn result(of: Result<usize, Errno>) -> c_long {
     }
 }
 
-/// Serves a call that waits for nothing but the kernel, in any process.
+/// Serves a call that waits only for the kernel, in any process.
 pub(super) fn direct(_first: usize, served: impl FnOnce() -> c_long, _plain: impl FnOnce() -> c_long) -> c_long {
     served()
 }
 
-/// Serves a call that may wait for a link, which is a cancellation point as libc's functions are; a system call by
-/// number is none.
+/// Serves a call that may wait for a link. Such a wait is a cancellation point, as libc's functions are, but a system
+/// call by number is none. So cancellation is disabled meanwhile.
 pub(super) fn waits(_first: usize, served: impl FnOnce() -> c_long, _plain: impl FnOnce() -> c_long) -> c_long {
     let mut before = 0;
     // SAFETY: async-signal-safe in glibc; the state is this thread's own.
@@ -47,7 +47,7 @@ pub(super) fn waits(_first: usize, served: impl FnOnce() -> c_long, _plain: impl
     result
 }
 
-/// [`waits`] for a call on the descriptor `fd`, if that is a socket.
+/// Serves a call by [`waits`] if the library's tables have the descriptor `fd`; otherwise makes the system call.
 pub(super) fn waits_on(fd: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> c_long) -> c_long {
     if table::is_known(fd as c_int) {
         waits(fd, served, plain)
@@ -56,20 +56,21 @@ pub(super) fn waits_on(fd: usize, served: impl FnOnce() -> c_long, plain: impl F
     }
 }
 
-/// Serves a call that changes what the library's tables say, which are not about a process that runs on our memory
-/// without our knowing how it began.
+/// Serves a call that changes the library's tables. A process may run on this memory without the library knowing how it
+/// began: the tables are not about that process, so there the system call is made.
 pub(super) fn owns(_first: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> c_long) -> c_long {
     if vfork::is_stranger() { plain() } else { served() }
 }
 
-/// [`owns`] for a call on the descriptor `fd`.
+/// Serves a call by [`owns`] if the tables have the descriptor `fd`, or if it is the library's own. Otherwise makes the
+/// system call.
 pub(super) fn owns_fd(fd: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> c_long) -> c_long {
     let concerns = table::is_known(fd as c_int) || lifecycle::is_hidden(fd as c_int);
     if concerns { owns(fd, served, plain) } else { plain() }
 }
 
-/// [`owns`] for a call that makes a number out of the descriptor `fd`: all that is done for one of no socket's is about
-/// that number.
+/// Serves a call that makes an fd out of the descriptor `fd`, by [`owns`] if the tables have `fd`. Otherwise the hook
+/// serves it in any process: it acts on the new fd alone.
 pub(super) fn owns_made(fd: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> c_long) -> c_long {
     if table::is_known(fd as c_int) {
         owns(fd, served, plain)

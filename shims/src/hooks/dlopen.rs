@@ -1,4 +1,4 @@
-//! The calls by which a program can reach libc past the hooks: `dlopen(3)` with RTLD_DEEPBIND, `dlmopen`, and
+//! The calls by which a program can reach libc past the hooks. They are `dlopen(3)` with RTLD_DEEPBIND, `dlmopen`, and
 //! `dlsym(3)` on the handle of a library that depends on libc.
 //!
 //! libc finds the caller of `dlopen`, and of `dlsym` with RTLD_NEXT or RTLD_DEFAULT, by the return address. So each
@@ -45,8 +45,8 @@ pub extern "C" fn before_dlsym(handle: *mut c_void, _name: *const c_char) -> *co
 }
 
 /// Returns the function that serves this `dlvsym`. The hooks have no versions, so libc's function would pass them over.
-/// If the lookup depends on its caller and the version is the default one, `dlsym` finds the hook, or a function that
-/// stands in front of it.
+/// If the lookup depends on its caller and the version is the default one, returns libc's `dlsym`. That finds the hook,
+/// or a function that stands in front of it.
 ///
 /// # Safety
 /// As `dlvsym`: `name` and `version` are C strings.

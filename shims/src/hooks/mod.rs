@@ -13,9 +13,8 @@
 //! ```
 //!
 //! - It is `extern "C"`, from which nothing unwinds, so redhook's `catch_unwind` around it vanishes in every optimised
-//!   build (`opt-level` 1 is enough). If it stayed, it would abort the process on the forced unwind of a cancelled
-//!   thread, and make the real call a second time after a panic. The price is that a panic aborts: no code here may
-//!   panic.
+//!   build (`opt-level` 1 is enough). If it stayed, the forced unwind of a cancelled thread would abort the process,
+//!   and a panic would lead to a second real call. The price is that a panic aborts: no code here may panic.
 //! - It holds no value with a destructor and calls no function that may unwind. So it needs no landing pads, and the
 //!   compiler makes the real call a jump (see [`crate::sys::real`]).
 //! - A blocking call behind `recv_slow` goes through [`Cancellable`](real::Cancellable). A destructor that is alive

@@ -18,8 +18,8 @@ const CLONE_NEWTIME: c_int = 0x80;
 /// The flags of unshare(2) that only a process with one thread may use.
 const UNSHARED_ALONE: c_int = libc::CLONE_NEWUSER | libc::CLONE_THREAD | libc::CLONE_SIGHAND | libc::CLONE_VM;
 
-/// The namespaces that setns(2) lets a thread enter that shares nothing with others (user, time), or not the root and
-/// working directory (mount).
+/// The namespaces that setns(2) lets a thread enter only if it shares nothing with others (user, time), or not its root
+/// and working directory (mount).
 const ENTERED_ALONE: c_int = libc::CLONE_NEWUSER | libc::CLONE_NEWNS | CLONE_NEWTIME;
 
 /// The namespaces for the next child that leave a process unable to make a thread.
@@ -44,8 +44,8 @@ pub unsafe extern "C" fn setns(real: SetnsFn, fd: c_int, kind: c_int) -> c_int {
     call_alone(kind == 0 || kind & ENTERED_ALONE != 0, kind, &call)
 }
 
-/// Makes the call. If it fails as it does in a process with several threads, makes it again without the service thread;
-/// `may_be_refused` tells whether that can be the reason. A signal handler cannot make that thread again, so there the
+/// Makes the call. If it fails as it does in a process with several threads, makes it again without the service thread.
+/// `may_be_refused` is whether that can be the reason. A signal handler cannot make that thread again, so there the
 /// error stands.
 #[inline(never)]
 fn call_alone(may_be_refused: bool, flags: c_int, call: &dyn Fn() -> c_int) -> c_int {

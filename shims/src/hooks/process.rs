@@ -84,8 +84,8 @@ struct Work {
     argument: *mut c_void,
 }
 
-/// Runs the program's function in the child, which has a copy of the memory, and ends the process with its status. libc
-/// would end the calling thread alone, and the service thread would keep the process alive.
+/// Runs the program's function in the child, which has a copy of the memory, and ends the process with its status. The
+/// return to libc would end the calling thread alone, and the service thread would keep the process alive.
 unsafe extern "C" fn work(at: *mut c_void) -> c_int {
     crate::notify::fork::child();
     // SAFETY: `at` lies in the frame of `clone` in the parent, which has not ended in this copy of the memory.
@@ -101,8 +101,8 @@ unsafe extern "C" fn work(at: *mut c_void) -> c_int {
 /// storage, the library cannot be entered before the child has set that up.
 const SHARES: c_int = libc::CLONE_VM | libc::CLONE_FILES | libc::CLONE_SETTLS;
 
-/// `clone(2)`, libc's function. A child with its own memory and descriptors is treated like a child of fork(3), a child
-/// that borrows the memory until it execs like a child of vfork(2).
+/// `clone(2)`, libc's function. A child with its own memory and descriptors is treated like a child of fork(3). A child
+/// that borrows the memory until it execs is treated like a child of vfork(2).
 #[inline]
 pub unsafe extern "C" fn clone(
     real: CloneFn,

@@ -117,8 +117,8 @@ unsafe extern "C" fn poll_on(fds: *mut pollfd, count: nfds_t, timeout: Timeout, 
     within_point(|| unsafe { poll::poll(fds, count, timeout, call) })
 }
 
-/// Waits by the kernel's ppoll(), for `poll` and `Sets::select`. (A function that returns `impl Fn` would not do: such
-/// a value counts as one with a destructor, and the forced unwind of its caller aborts. See `hooks`.)
+/// Waits by the kernel's ppoll(), for `poll` and `Sets::select`. A function that returns `impl Fn` would not do: such a
+/// value counts as one with a destructor, and the forced unwind of its caller aborts (see `hooks`).
 ///
 /// # Safety
 /// `fds` has `count` entries; `mask` is null or the program's.

@@ -3,7 +3,7 @@
 //! and SIOCOUTQNSD. Not here: FIONREAD (`rx::count`), and options that the library keeps (`keepalive`, `tx::cork`).
 //!
 //! To TCP a byte is acknowledged when it has arrived at the peer's host, whether or not the program there has read it.
-//! On a link within the host a byte has arrived at once: the ring lies in the reader's memory, and is read to its end
+//! On a link within the host a byte has arrived at once. The ring lies in the reader's memory, and is read to its end
 //! even if the sender has ended. Between hosts a byte has arrived when the other end confirms it.
 //!
 //! A reported count never falls, even while bytes move from the link to TCP.
@@ -179,7 +179,7 @@ pub unsafe fn correct(socket: &'static Socket, option: sockopt::Name, value: *mu
     let mut known = LONGEST as libc::socklen_t;
     let asked = socket.numbers.anchor_fd().is_some_and(|fd| {
         let fd = std::os::fd::AsRawFd::as_raw_fd(&fd);
-        // SAFETY: `copy` is as long as `known` says.
+        // SAFETY: `copy` has `known` bytes.
         unsafe { sockopt::read(fd, option, copy.as_mut_ptr(), &mut known) }
     });
     // After the kernel's counts: bytes that come in between are left out rather than counted twice.

@@ -1,8 +1,8 @@
 //! `syscall(2)`: system calls by number. A call that has a hook under a libc name is served by that hook.
 //! `preload/src/syscall.rs` hands all others to libc by a jump.
 //!
-//! In place of libc's function (`real`) a hook gets the system call itself, in line. libc's functions are cancellation
-//! points, take other arguments in places, and are not what the program has asked for.
+//! In place of libc's function (`real`) a hook gets the system call itself, in line. The functions of libc are
+//! cancellation points, take other arguments in places, and are not what the program has asked for.
 
 mod forks;
 mod memory;

@@ -234,7 +234,7 @@ impl Worker {
     }
 
     /// Accepts the promotion of a connection that this instance holds, if the connection may be moved. Returns the
-    /// nonce of the YES; `Err` says how the ASK is answered instead.
+    /// nonce of the YES; `Err` is the answer to the ASK instead.
     fn answer(
         &mut self,
         socket: &'static Socket,
@@ -272,7 +272,7 @@ impl Worker {
         let (here, there) = (tuple.acceptor().ip(), tuple.connector().ip());
         let reached_at = match self.library.reach.is_between_hosts(here, there) {
             false => None,
-            // Before the YES, since HELLO says where the link can be made.
+            // Before the YES, since HELLO carries the address at which the link can be made.
             true if self.listen_for_links(here) => Some(here),
             true => return Err(wire::Reason::Unsupported.into()),
         };

@@ -57,8 +57,8 @@ impl Bulk {
         }
     }
 
-    /// Returns the cookie for the other end. It is the same as before if the other end may be about to use that one:
-    /// both ends may want a queue pair at the same moment, and their messages cross.
+    /// Returns the cookie for the other end: the same as before if the other end may be about to use that one. Both
+    /// ends may want a queue pair at the same moment, and their messages cross.
     pub fn to_offer(&self, now: u64, fresh: Cookie) -> Cookie {
         match self.stage {
             Stage::Offered { until } if now < until => self.cookie.unwrap_or(fresh),

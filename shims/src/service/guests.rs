@@ -44,8 +44,9 @@ impl Guests {
         }
     }
 
-    /// Adds the channel `id`, larger than those before, as a guest. Returns the guest that has to be closed for it: of
-    /// this user if the user has reached its share, else of the user with the most guests. `None` if there is room.
+    /// Adds the channel `id`, larger than those before, as a guest. Returns the guest that has to be closed for it,
+    /// `None` if there is room. It is this user's if the user has reached its share, else a guest of the user with the
+    /// most guests.
     pub fn admit(&mut self, id: u64, uid: u32, now: u64) -> Option<u64> {
         let leaves = if self.count(uid) >= (self.most / SHARE).max(LEAST) {
             self.first_of(uid)

@@ -177,8 +177,8 @@ mod tests {
 
     use super::*;
 
-    /// A connection that was shut, and then closed before a HELLO had come: the HELLO is answered, and the end follows
-    /// the marker that closes the attempt.
+    /// A connection was shut, and then closed before a HELLO had come. The HELLO is answered, and the end follows the
+    /// marker that closes the attempt.
     #[test]
     fn a_greeting_of_what_has_not_ended_yet_is_answered() {
         let [mine, theirs] = [[0xc0; 16], [0xc1; 16]].map(Nonce::from_bytes);

@@ -26,9 +26,9 @@ use crate::objects::waiters::SERVICE;
 
 const _: () = assert!(INTRODUCTION == PRIVATE_BYTES);
 
-/// The first interval of maintenance, ns. For that long the last head of an idle direction is held back, and
-/// completions go unnoticed after the last thread that slept on a link has gone on. While links are in use the interval
-/// doubles up to four times as much, since each round takes a core from the program.
+/// The first interval of maintenance, ns. For that time the last head of an idle direction is held back. For that time
+/// no thread need be notified of completions after the last one that slept on a link has gone on. While links are in
+/// use the interval doubles up to four times as much, since each round takes a core from the program.
 const MAINTAIN_AFTER: u64 = 5_000_000;
 const MAINTAIN_DOUBLINGS: u32 = 2;
 
@@ -236,8 +236,8 @@ impl Worker {
         self.drop_half_open(|half_open| half_open.deadline <= now);
     }
 
-    /// Drops what came of an earlier request with the same cookie: its sender has given that request up, and does not
-    /// know of the link that it has led to.
+    /// Drops the connection or link of an earlier request with the same cookie. The sender has given that request up,
+    /// and does not know of the link that it has led to.
     fn drop_request(&mut self, cookie: &Cookie) {
         self.drop_arriving(|arriving| arriving.introduction.cookie.matches(cookie));
         self.drop_half_open(|half_open| half_open.cookie.matches(cookie));
@@ -445,9 +445,9 @@ impl Worker {
 /// The time after which an unanswered request to connect counts as lost, and is made anew. Each further one is given
 /// twice as long, for the peer may only be slow.
 ///
-/// RoCE's requests are datagrams, which the kernel repeats after more than 4 s (Linux, `CMA_CM_RESPONSE_TIMEOUT`).
-/// iWARP's are a TCP connection, which the kernel tries at longer and longer intervals. The first request after a
-/// failure of the network often comes too early.
+/// RoCE's requests are datagrams, which the kernel repeats after more than 4 s (Linux, `CMA_CM_RESPONSE_TIMEOUT`). With
+/// iWARP a request is a TCP connection, which the kernel tries at longer and longer intervals. The first request after
+/// a failure of the network often comes too early.
 const LOST_AFTER: Duration = Duration::from_secs(3);
 
 pub(super) fn dial(

@@ -288,7 +288,7 @@ impl Worker {
         }
     }
 
-    /// Ends the wait for a question's answer; `fate` says how a repeated YES is answered.
+    /// Ends the wait for a question's answer; `fate` is how a repeated YES is answered.
     fn close_query(&mut self, id: u64, query: QueryId, fate: Fate) {
         if let Some(host) = self.hosts.hosts.get_mut(&id) {
             host.waiting.retain(|q| *q != query);

@@ -92,8 +92,8 @@ pub struct Worker {
     pub library: &'static Library,
     pub service: &'static Mailbox,
     pub instance_name: Option<names::Listener>,
-    /// The cookie of the network namespace that this thread is in. 0 if the kernel does not have cookies; [`ELSEWHERE`]
-    /// if the thread is in another namespace than the one that it began in.
+    /// The cookie of the network namespace that this thread is in; 0 if the kernel does not have cookies. The value is
+    /// [`ELSEWHERE`] if the thread is not in the namespace that it began in.
     pub namespace: u64,
     /// Returns the owner of the connector's socket.
     pub owner_of: fn(&Tuple) -> Owner,

@@ -26,8 +26,8 @@ const SHARES: c_int = libc::CLONE_VM | libc::CLONE_FILES;
 /// `by_number!(NAME NUMBER OWN: X86_64; AARCH64)`: a handler that goes to `OWN` if the instructions find that the child
 /// is like a child of fork(3). It jumps to libc's `syscall` if they come to the label 2.
 ///
-/// Naked, since the child of a clone that shares the memory, or is given a stack, returns on another stack: see
-/// `preload/src/syscall.rs`, whose moves of the arguments are undone here.
+/// Naked, since the child of a clone that shares the memory, or is given a stack, returns on another stack (see
+/// `preload/src/syscall.rs`). The moves of the arguments there are undone here.
 macro_rules! by_number {
     ($name:ident $number:ident $own:ident: $($x86_64:literal)*; $($aarch64:literal)*) => {
         #[cfg(target_arch = "x86_64")]

@@ -217,8 +217,8 @@ unsafe extern "C" fn io_uring_setup(a: usize, b: usize, c: usize, d: usize, e: u
     ring
 }
 
-/// Returns whether the program is told that there is no io_uring. libuv makes one for each of its loops, to add
-/// descriptors to its epoll set, and works without one. libuv's functions are exported, in Node too.
+/// Returns whether io_uring is hidden from the program. An event loop of libuv makes an io_uring to add descriptors to
+/// its epoll set, and works without one. The functions of libuv are exported, in Node too.
 fn is_hidden(setting: IoUring) -> bool {
     match setting {
         IoUring::Hide => true,

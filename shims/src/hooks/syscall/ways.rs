@@ -57,7 +57,7 @@ pub(super) fn waits_on(fd: usize, served: impl FnOnce() -> c_long, plain: impl F
 }
 
 /// Serves a call that changes the library's tables. A process may run on this memory without the library knowing how it
-/// began: the tables are not about that process, so there the system call is made.
+/// began. The tables are not about such a process, so there the system call is made.
 pub(super) fn owns(_first: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> c_long) -> c_long {
     if vfork::is_stranger() { plain() } else { served() }
 }

@@ -144,7 +144,7 @@ impl Worker {
     }
 
     /// Returns whether the asker owns the connector's end (P13). If that end is on another host, no user can be proved
-    /// to. Then a question is accepted from there, or from the owner of the control port here.
+    /// to own it. Then a question is accepted from there, or from the owner of the control port here.
     fn may_ask(&self, conn: u64, tuple: &Tuple) -> bool {
         let credentials = match self.conns.get(&conn) {
             Some(Conn {
@@ -256,7 +256,8 @@ impl Worker {
         }
         if threshold::is_polled_unseen(socket) {
             socket.told.set_why(Reason::UnknownEpoll);
-            // A program that reads before it asks for readiness does so at its first request.
+            // A program that reads before it asks for readiness does so at its first request. After that the refusal is
+            // final.
             let is_final = socket.promotion.progress.requests() > 1;
             return Err(if is_final {
                 wire::Reason::Use

@@ -72,8 +72,8 @@ struct Unmarked {
     deadline: u64,
 }
 
-/// A connection whose peer has sent its last byte in TCP, and may still have bytes on the link to read. If the peer
-/// closes it past its library, TCP shows nothing more: its library has to check.
+/// A connection whose peer has sent its last byte, as TCP shows, and may still have bytes on the link to read. If the
+/// peer closes it past its library, TCP shows nothing more, so the peer's library has to check.
 struct OneWay {
     r: Ref,
     /// The position of the reader at the last check.

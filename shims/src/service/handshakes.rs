@@ -48,7 +48,7 @@ struct Orphan {
     deadline: u64,
 }
 
-/// The connections and questions of the file's header.
+/// The connections that peers ask about, and the questions that wait.
 pub struct Handshakes {
     /// Sockets whose addresses have been looked up.
     tuples: HashMap<Tuple, Ref>,

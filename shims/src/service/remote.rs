@@ -352,7 +352,7 @@ impl Worker {
             return self.is_absent(address.1);
         };
         if !asking.asked.contains(&id) {
-            // Only a link was asked.
+            // Only links were asked, and not this host.
             return false;
         }
         let Some(host) = self.hosts.hosts.get_mut(&id) else {

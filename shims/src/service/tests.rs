@@ -25,7 +25,7 @@ use crate::objects::socket::{Mode, Socket, Stage};
 /// Returns a worker beside which no service thread runs.
 pub(super) fn worker() -> Worker {
     without_thread();
-    // SAFETY: a set of no signals.
+    // SAFETY: an all-zero `sigset_t` is a valid set, without signals.
     Worker::new(unsafe { std::mem::zeroed() }, None).unwrap()
 }
 

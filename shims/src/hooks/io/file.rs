@@ -39,7 +39,7 @@ pub unsafe extern "C" fn splice(
     }
 }
 
-/// Takes the sockets back to TCP and splices there: bytes that go through a pipe inside the kernel have to be in it.
+/// Takes the sockets back to TCP and splices there: bytes that go through a pipe have to be in the kernel.
 #[inline(never)]
 #[allow(clippy::too_many_arguments)]
 unsafe extern "C" fn splice_on(

@@ -114,7 +114,7 @@ impl Control {
     }
 }
 
-/// Counts a refusal.
+/// Counts a refused datagram, by the reason.
 pub fn count_refused(stats: &StatsPage, refused: Refused) {
     stats.count(match refused {
         Refused::Length => Event::ControlLength,

@@ -559,8 +559,8 @@ fn no_link(r: Ref, reason: Reason) {
     connection::end_attempt(socket, &mut control);
 }
 
-/// Reads the data that a peer gives back after having taken it out of TCP (P85). `None` if the file is no sealed memfd
-/// of that size, or is larger than `MOST_ASIDE`.
+/// Reads the data that a peer gives back after having taken it out of TCP (P85). `None` if the file is not a sealed
+/// memfd of at least `bytes` bytes, or if `bytes` exceeds `MOST_ASIDE`.
 fn read_given_back(bytes: u32, file: &PrivateFd) -> Option<Vec<u8>> {
     // No file that could make this thread wait, or that could shrink.
     memfd::check_received(file.as_fd(), bytes.into(), memfd::Access::ReadOnly).ok()?;

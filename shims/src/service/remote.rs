@@ -2,7 +2,7 @@
 //!
 //! Each pair of a host and a local address has one connected UDP socket. A host that has not answered yet gets one
 //! question; the others wait for the stamp that its answer brings. A host that does not answer, or whose port is
-//! closed, is not asked for a while. `ask.rs` goes on after a YES.
+//! closed, is not asked for a while. `ask/answers.rs` goes on after a YES.
 
 pub mod hosts;
 
@@ -362,8 +362,8 @@ impl Worker {
         if host.stamp.take().is_some() {
             return false;
         }
-        // The socket stays for now. A host that was only slow sends YES until it receives that this is not wanted.
-        // Until then it answers NO to another question about that connection.
+        // The socket stays for now. A host that was only slow repeats its YES until CANCEL reaches it. Until then it
+        // answers NO to another question about that connection.
         self.leave_alone(id);
         true
     }

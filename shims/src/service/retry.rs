@@ -30,7 +30,7 @@ pub(super) fn nobody(socket: &'static Socket, remote: bool) {
     }
 }
 
-/// Has the connection asked for again after a pause, or keeps it on TCP for good after `TRIES`.
+/// Has the connection asked for again after a pause. After `TRIES` keeps it on TCP for good, unless the reason passes.
 pub(super) fn later(socket: &'static Socket, why: Why) {
     later_than(socket, why, 0);
 }

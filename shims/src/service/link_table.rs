@@ -46,7 +46,7 @@ pub struct HalfOpen {
     pub deadline: u64,
 }
 
-/// The links of this process that are not in `link::up`.
+/// Links that are being made, accepted links over which nothing has come yet, and dead links.
 #[derive(Default)]
 pub struct LinkTable {
     /// Links that this instance has asked for, by their peers.
@@ -67,7 +67,8 @@ impl LinkTable {
         (0..).find(|s| !used(s)).unwrap_or(u32::MAX)
     }
 
-    /// Returns the earliest deadline of a link that is not up yet, monotonic ns; `None` if there is no such link.
+    /// Returns the earliest deadline of a link that is being made, or over which nothing has come yet, monotonic ns.
+    /// `None` if there is no such link.
     pub fn next_timeout(&self) -> Option<u64> {
         let pending = self.pending.values().map(|pending| pending.deadline);
         let arriving = self.arriving.values().map(|arriving| arriving.deadline);

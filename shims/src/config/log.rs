@@ -317,7 +317,7 @@ mod tests {
         });
         assert_eq!(text.lines().count(), 1, "{text}");
         let head = format!(" {}/", std::process::id());
-        let tail = " DEBUG rdmasock_shims::log::tests: promoted 1 fd=7 why=two lines\n";
+        let tail = " DEBUG rdmasock_shims::config::log::tests: promoted 1 fd=7 why=two lines\n";
         assert!(text.contains(&head) && text.ends_with(tail), "{text}");
     }
 

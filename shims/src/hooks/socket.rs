@@ -23,6 +23,7 @@ use crate::signals::jump::or_if_cancelled;
 use crate::signals::jump::within;
 use crate::startup::lifecycle;
 use crate::sys::errno;
+use crate::sys::iov;
 use crate::sys::keepalive::Keepalive;
 use crate::sys::real::Cancellable;
 use crate::sys::sockopt::{self, Name};
@@ -335,7 +336,7 @@ pub unsafe extern "C" fn setsockopt(
             }
             if level == libc::IPPROTO_TCP
                 && name == libc::TCP_CORK
-                && !value.is_null()
+                && iov::is_plausible(value.cast::<c_int>())
                 && value_len as usize >= size_of::<c_int>()
                 // SAFETY: the program's option, which is at least as long as an int.
                 && tx::cork(socket, unsafe { value.cast::<c_int>().read_unaligned() } != 0)

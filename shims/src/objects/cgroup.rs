@@ -45,6 +45,12 @@ pub fn take(bytes: u64) -> bool {
     is_taken
 }
 
+/// Gives back what [`take`] has taken for a ring that there is not.
+pub fn give_back(bytes: u64) {
+    let with = |left: u64| (left != u64::MAX).then(|| left.saturating_add(bytes));
+    let _ = LEFT.fetch_update(AcqRel, Acquire, with);
+}
+
 /// Whether `bytes` could be taken.
 pub fn has(bytes: u64) -> bool {
     LEFT.load(Acquire) >= bytes

@@ -217,17 +217,15 @@ fn move_anchor(socket: &'static Socket) -> bool {
 #[cold]
 fn on_call_back(socket: &'static Socket) {
     let errno = errno::get();
-    let Some(control) = socket.control.lock() else {
-        return orphan(socket);
-    };
-    let what = socket.numbers.closed.look();
-    if what == closed::OPEN {
-        return;
-    }
-    match calls_inside(socket, what) {
-        Inside::Nobody => end(socket, control).tell(),
-        Inside::Interrupted => orphan(socket),
-        Inside::Kernel | Inside::Ours => {}
+    if let Some(control) = socket.control.lock() {
+        let what = socket.numbers.closed.look();
+        match (what != closed::OPEN).then(|| calls_inside(socket, what)) {
+            Some(Inside::Nobody) => end(socket, control).tell(),
+            Some(Inside::Interrupted) => orphan(socket),
+            Some(Inside::Kernel | Inside::Ours) | None => {}
+        }
+    } else {
+        orphan(socket);
     }
     errno::set(errno);
 }

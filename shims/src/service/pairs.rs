@@ -125,11 +125,16 @@ impl Worker {
             }
             _ => return self.refuse(incoming),
         };
-        let Ok(info) = pair.info() else { return };
         let id = self.new_conn();
-        // SAFETY: the fd is open as long as the pair, which stays in `arriving` while the fd is in the epoll set.
-        let fd = unsafe { BorrowedFd::borrow_raw(info.state_fd) };
-        if !self.add(fd, tag(kind::PAIR_STATE, id), kernel::EventFlags::IN) {
+        let is_watched = pair.info().is_ok_and(|info| {
+            // SAFETY: the fd is open as long as the pair, which stays in `arriving` while the fd is in the epoll set.
+            let fd = unsafe { BorrowedFd::borrow_raw(info.state_fd) };
+            self.add(fd, tag(kind::PAIR_STATE, id), kernel::EventFlags::IN)
+        });
+        if !is_watched {
+            if let Some(link) = bulk {
+                self.on_bulk_arrived(link, None);
+            }
             return;
         }
         let deadline = crate::sys::time::now_ns() + LINK_TIMEOUT.as_nanos() as u64;

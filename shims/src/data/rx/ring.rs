@@ -82,22 +82,26 @@ fn fit(socket: &'static Socket, consumer: &mut Consumer) {
     }
 }
 
-/// Offers a ring of `bytes`, a power of two. Returns false if the link has no room for the ring or the control group no
-/// memory. Returns true even if the consumer refuses the offer.
+/// Offers a ring of `bytes`, a power of two. Returns false if the link has no room for the ring, the control group no
+/// memory, or the consumer no use for it.
 fn offer(socket: &'static Socket, link: &'static Link, consumer: &mut Consumer, bytes: u64) -> bool {
     if !cgroup::take(bytes) {
         return false;
     }
-    let Some(region) = link.allocate(bytes.trailing_zeros() as u8) else {
+    let region = link.allocate(bytes.trailing_zeros() as u8);
+    let offered = region.and_then(|region| {
+        let wake = consumer.offer(region).ok();
+        if wake.is_none() {
+            link.free(region);
+        }
+        wake
+    });
+    let Some(wake) = offered else {
+        cgroup::give_back(bytes);
         return false;
     };
-    match consumer.offer(region) {
-        Ok(wake) => {
-            ready::notify_peer(socket, wake);
-            Library::get().service.submit(Command::Grown);
-        }
-        Err(_) => link.free(region),
-    }
+    ready::notify_peer(socket, wake);
+    Library::get().service.submit(Command::Grown);
     true
 }
 

@@ -1,10 +1,11 @@
-//! How much memory rings may take where a control group limits the process (cgroups(7), versions 1 and 2): a page of a
-//! ring counts as the memory of who touches it first, and beyond the limit the kernel kills. The service thread reads
-//! the group's files, calls of the program take from what it has found. Not for limits of addresses
-//! (`has_few_addresses`).
+//! How much memory rings may take where a control group limits the process (cgroups(7), versions 1 and 2). The kernel
+//! charges a page of a ring to the process that touches it first, and kills beyond the limit. The service thread reads
+//! the group's files; calls of the program take from the bytes that it has found free. Limits of the address space are
+//! checked elsewhere ([`has_few_addresses`](crate::objects::link::has_few_addresses)).
 //!
-//! Half of a limit is the program's: rings are given half of what is left of the other half, and a second later again
-//! half of what is left then. Pages of files do not count as used, since the kernel takes them back.
+//! Half of the limit is left to the program. Rings may take half of the rest of the other half; one second later the
+//! service thread reads the files again, and rings may take half of the rest then. Pages of files do not count as used,
+//! since the kernel can reclaim them.
 
 use std::sync::atomic::{
     AtomicBool, AtomicU64,
@@ -16,12 +17,13 @@ use rdmasock_core::os::dir;
 use crate::objects::library::Library;
 use crate::objects::mailbox::Command;
 
-/// Bytes that rings may still take until the service thread looks again; without a limit `u64::MAX`.
+/// Bytes that rings may still take before the service thread reads the files again; `u64::MAX` without a limit.
 static LEFT: AtomicU64 = AtomicU64::new(u64::MAX);
-/// Some ring was refused since the last look.
+/// A ring was refused memory since the service thread last read the files.
 static IS_SHORT: AtomicBool = AtomicBool::new(false);
 
-/// Where each version is mounted; its files for the limit and for what is used; what precedes the names in memory.stat.
+/// For cgroup versions 2 and 1: the mount point, the files for the limit and the usage, and the prefix of the names in
+/// memory.stat.
 const VERSIONS: [(&str, [&str; 2], &str); 2] = [
     ("/sys/fs/cgroup", ["memory.max", "memory.current"], ""),
     (
@@ -31,7 +33,7 @@ const VERSIONS: [(&str, [&str; 2], &str); 2] = [
     ),
 ];
 
-/// Takes `bytes` for a ring. False if the process has not so much: the ring stays as it is.
+/// Takes `bytes` for a ring. False if fewer are left: the ring keeps its size.
 pub fn take(bytes: u64) -> bool {
     let without = |left: u64| match left {
         u64::MAX => Some(left),
@@ -39,36 +41,36 @@ pub fn take(bytes: u64) -> bool {
     };
     let is_taken = LEFT.fetch_update(AcqRel, Acquire, without).is_ok();
     if !is_taken && !IS_SHORT.swap(true, AcqRel) {
-        // It will look again in a second.
+        // The service thread reads the files again within a second.
         Library::get().service.submit(Command::Grown);
     }
     is_taken
 }
 
-/// Gives back what [`take`] has taken for a ring that there is not.
+/// Returns `bytes` that [`take`] has taken for a ring that could not be offered.
 pub fn give_back(bytes: u64) {
     let with = |left: u64| (left != u64::MAX).then(|| left.saturating_add(bytes));
     let _ = LEFT.fetch_update(AcqRel, Acquire, with);
 }
 
-/// Whether `bytes` could be taken.
+/// Returns whether `bytes` are left, without taking them.
 pub fn has(bytes: u64) -> bool {
     LEFT.load(Acquire) >= bytes
 }
 
-/// Whether a ring was refused since the service thread has looked last.
+/// Returns whether a ring was refused memory since the service thread last read the files.
 pub fn is_short() -> bool {
     IS_SHORT.load(Acquire)
 }
 
-/// Looks how much there is. Service thread only.
+/// Reads the files of the control groups and stores how many bytes rings may take. Service thread only.
 pub fn look() {
     LEFT.store(left("").unwrap_or(u64::MAX), Release);
     IS_SHORT.store(false, Relaxed);
 }
 
-/// What the process's group and those above it leave for rings, bytes; `None` without a limit that can be read. `root`
-/// is empty, or where a test has the files.
+/// Returns the bytes that the process's group and the groups above it leave for rings, by the tightest of their limits;
+/// `None` if no limit can be read. `root` is empty, or the folder with a test's files.
 fn left(root: &str) -> Option<u64> {
     let groups = dir::text(&format!("{root}/proc/self/cgroup")).ok()?;
     let paths = groups.lines().filter_map(|line| {
@@ -80,14 +82,14 @@ fn left(root: &str) -> Option<u64> {
         Some((VERSIONS.get(version)?, path))
     });
     let dirs = paths.flat_map(|(version, path)| {
-        // The last is the mount itself, which in a container may be the process's own group.
+        // The last path is the mount point itself, which in a container may be the process's own group.
         let above = std::iter::successors(Some(path.trim_end_matches('/')), |path| Some(path.rsplit_once('/')?.0));
         above.map(move |path| (version, path))
     });
     dirs.filter_map(|((mount, names, prefix), path)| {
         let read = |name: &str| dir::text(&format!("{root}{mount}{path}/{name}")).ok();
         let [limit, used] = names.map(|name| read(name)?.trim().parse::<u64>().ok());
-        // Version 1 has a number for none, too.
+        // Version 1 writes "no limit" as a large number.
         let limit = limit.filter(|limit| *limit < 1 << 60)?;
         let stat = read("memory.stat").unwrap_or_default();
         let of_files = stat.lines().filter_map(|line| {
@@ -168,7 +170,7 @@ mod tests {
                 ),
             ],
         );
-        // Nothing is mounted for /box.
+        // The group /box has no files here, so the mount point's are used.
         assert_eq!(left(root), Some(16 * MIB));
         let limit = "sys/fs/cgroup/memory/memory.limit_in_bytes";
         write(dir.path(), &[(limit, "9223372036854771712\n".into())]);

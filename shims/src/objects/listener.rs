@@ -1,8 +1,8 @@
-//! A listening TCP socket and the service name that goes with it.
+//! A listening TCP socket and its service name, an abstract AF_UNIX name by which connectors ask for promotions.
 //!
-//! The name lives as long as some process holds the listening socket or a connection accepted on
-//! it: forked workers inherit it,
-//! together with the pages that list the instances which answer behind it, and who of them has which connection.
+//! The name lives as long as some process holds the listening socket, or a connection accepted on it. Forked workers
+//! inherit the name and two pages of shared memory. One page lists the instances that answer on the name, the other
+//! says which instance holds which connection.
 
 use std::ffi::c_int;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -23,22 +23,23 @@ use crate::objects::library::Library;
 use crate::objects::mailbox::Command;
 use crate::sys::registry::Registry;
 
-/// See the module. Never freed, but one that nothing stands for any more becomes another listener.
+/// A listener of this process, never freed. When [`Self::fds`] has come to 0, [`Self::new`] reuses the object for
+/// another listening socket.
 #[repr(align(64))]
 pub struct Listener {
     name: Lock<Option<names::Listener>>,
     pages: Lock<Pages>,
-    /// From a parent process: others may answer on the name.
+    /// Inherited from a parent process, so other processes may answer on the name too.
     inherited: AtomicBool,
-    /// Numbers of this process that stand for the socket, and connections accepted on it.
+    /// Number of this process's fds of the listening socket, plus its open connections that were accepted on it.
     pub fds: AtomicU32,
-    /// The service thread of this process answers on the name.
+    /// The service thread of this process answers on the name, or is about to.
     served: AtomicBool,
-    /// What is accepted on it is to stay on TCP.
+    /// Connections accepted on this socket stay on TCP.
     pub keeps_on_tcp: AtomicBool,
 }
 
-/// What a listener shares with the workers that inherit it.
+/// The pages that a listener shares with the forked workers that inherit it.
 #[derive(Default)]
 struct Pages {
     peers: Option<PeerPage>,
@@ -47,12 +48,12 @@ struct Pages {
 
 static ALL: Registry<Listener> = Registry::new();
 
-/// Listeners that nothing stands for.
+/// Listeners whose `fds` is 0, for reuse.
 static FREE: Lock<Vec<&'static Listener>> = Lock::new(Vec::new());
 
 impl Listener {
-    /// Makes the name for a socket that has just begun to listen on `fd`. Where that is not
-    /// possible the listener works as ever, and nobody is promoted.
+    /// Makes the service name for a socket that has just begun to listen on `fd`. If that fails, the socket listens as
+    /// before, and no connection accepted on it is promoted.
     pub fn new(fd: c_int) -> &'static Self {
         let name = local_port(fd).and_then(|port| match names::Listener::service(port) {
             Ok((listener, k)) => {
@@ -77,12 +78,12 @@ impl Listener {
         if let Some(mut place) = listener.name.lock() {
             *place = name;
         }
-        // Last: whoever has the object from before does nothing with it until then.
+        // Last: a stale pointer to the object cannot `retain` it before.
         listener.fds.store(1, Release);
         listener
     }
 
-    /// One that nothing stands for.
+    /// Returns a new object that is not in use.
     fn blank() -> &'static Self {
         ALL.add(Self {
             name: Lock::new(None),
@@ -94,28 +95,30 @@ impl Listener {
         })
     }
 
-    /// All of this process.
+    /// Returns all listeners of this process, also those that are not in use.
     pub fn all() -> impl Iterator<Item = &'static Self> {
         ALL.all()
     }
 
-    /// The name's fd.
+    /// Returns the fd of the service name; `None` if there is no name.
     pub fn name(&self) -> Option<BorrowedFd<'static>> {
         let name = self.name.lock()?;
-        // SAFETY: closed only when the last number of the listener is, and the service thread's
-        // epoll forgets it then by itself.
+        // SAFETY: `release` and `forget_unused` alone give the name up, when no fd or connection of this process is
+        // left. Before `release` closes the fd, it removes it from the service thread's epoll set.
         name.as_ref()
             .map(|n| unsafe { BorrowedFd::borrow_raw(n.as_fd().as_raw_fd()) })
     }
 
-    /// The next connection of somebody who asks.
+    /// Accepts the next connection of a process that asks for a promotion. `None`: there is no name, or no such
+    /// connection now. `Err` is the errno of `accept4`.
     pub fn accept_asker(&self) -> Result<Option<Channel>, Errno> {
         let name = self.name.lock();
         let name = name.as_ref().and_then(|name| name.as_ref());
         name.map_or(Ok(None), |name| name.accept())
     }
 
-    /// This process has accepted a connection: its service thread answers for this listener, and for the others.
+    /// Notes that this process has accepted a connection. With the first one, the service thread begins to answer on
+    /// the names of all listeners.
     #[inline]
     pub fn on_accept(&'static self) {
         if !self.served.load(Acquire)
@@ -127,55 +130,57 @@ impl Listener {
         }
     }
 
-    /// Enters an instance as one that may hold connections of this listener.
+    /// Adds an instance to the page of those that may hold connections of this listener.
     pub fn enter(&self, id: &InstanceId) {
         if let Some(page) = self.pages.lock().as_ref().and_then(|pages| pages.peers.as_ref()) {
             page.register(own_pid(), id);
         }
     }
 
-    /// The live instances.
+    /// Returns the live instances that may hold connections of this listener.
     pub fn instances(&self) -> Vec<InstanceId> {
         let pages = self.pages.lock();
         let page = pages.as_ref().and_then(|pages| pages.peers.as_ref());
         page.map(PeerPage::list).unwrap_or_default()
     }
 
-    /// Whether other processes may be behind the name.
+    /// Returns whether other processes may answer on the name.
     pub fn is_inherited(&self) -> bool {
         self.inherited.load(Acquire)
     }
 
-    /// An instance holds this connection.
+    /// Records that the instance `id` holds the connection `tuple`.
     pub fn enter_holder(&self, tuple: &Tuple, id: &InstanceId) {
         if let Some(page) = self.pages.lock().as_ref().and_then(|pages| pages.holders.as_ref()) {
             page.enter(tuple, id);
         }
     }
 
-    /// Who has said that he holds this connection.
+    /// Returns the instance that has recorded itself as the holder of the connection. `None` if the page has no entry
+    /// for it.
     pub fn holder(&self, tuple: &Tuple) -> Option<InstanceId> {
         self.pages.lock()?.holders.as_ref()?.holder(tuple)
     }
 
-    /// One more number stands for it. False, and none does, if it was given up meanwhile.
+    /// Counts one more fd or accepted connection. False, without counting it, if the listener is no longer in use.
     pub fn retain(&self) -> bool {
         let one_more = |fds: u32| (fds > 0).then_some(fds + 1);
         self.fds.fetch_update(AcqRel, Acquire, one_more).is_ok()
     }
 
-    /// In a fork child, where all are counted anew.
+    /// Counts one more fd or accepted connection in a fork child, where all counts start again at 0.
     pub fn count(&self) {
         self.fds.fetch_add(1, AcqRel);
     }
 
-    /// A number was closed; with the last one this process gives up the name and what goes with it.
+    /// Counts one fd or accepted connection less. With the last one, this process gives up the name and the pages.
     pub fn release(&'static self) {
         if self.fds.fetch_sub(1, AcqRel) != 1 {
             return;
         }
         if let Some(mut name) = self.name.lock() {
-            // A fork child may keep the name open, and with it the service thread's registration.
+            // Closing alone would not remove the name from the service thread's epoll set: a fork child may keep the
+            // name open.
             if let (Some(name), Some(library)) = (name.as_ref(), Library::current()) {
                 library.service.forget(name.as_fd());
             }
@@ -189,11 +194,12 @@ impl Listener {
         }
     }
 
-    /// In a fork child, for every listener: nobody answers yet. Who stands for it is counted anew, by
-    /// [`Self::count`].
+    /// Resets every listener in a fork child, where no thread answers on the names yet. [`Self::count`] then counts the
+    /// fds again.
     pub fn after_fork() {
         ALL.all().for_each(Self::inherit);
-        // SAFETY: as above.
+        // SAFETY: only this thread exists in the child. The vector is leaked, since a thread of the parent may have
+        // been changing it.
         unsafe {
             std::mem::forget(std::mem::take(FREE.get_unlocked()));
             FREE.reset();
@@ -204,12 +210,12 @@ impl Listener {
         let is_used = self.fds.swap(0, AcqRel) > 0;
         self.served.store(false, Release);
         self.inherited.store(true, Release);
-        // SAFETY: only this thread exists in the child; a name in the middle of being closed is closed
-        // either way.
+        // SAFETY: only this thread exists in the child. A name that the parent was closing at the fork is closed either
+        // way.
         unsafe { self.name.reset() };
         if self.pages.try_lock().is_none() {
-            // SAFETY: as above. A thread of the parent was looking at the pages, or changing those of an unused one:
-            // then they are leaked, not used.
+            // SAFETY: only this thread exists in the child. A thread of the parent was reading the pages of a listener
+            // in use, or was changing the pages of an unused one. The pages of an unused one are leaked and not read.
             unsafe {
                 if !is_used {
                     std::mem::forget(std::mem::take(self.pages.get_unlocked()));
@@ -219,13 +225,15 @@ impl Listener {
         }
     }
 
-    /// In a fork child, once all are counted: the names that stay are those that something stands for.
+    /// Gives up the names and pages of all listeners whose count is still 0. To be called in a fork child once all fds
+    /// are counted.
     ///
     /// # Safety
-    /// The only thread; and the numbers of the other names are closed next.
+    /// The caller is the only thread, and closes the fds of the given-up names next.
     pub unsafe fn forget_unused() {
         for listener in ALL.all().filter(|l| l.fds.load(Acquire) == 0) {
-            // SAFETY: by the contract. It may have been in the middle of being dropped: leaked, not used.
+            // SAFETY: by the contract, no other thread uses the lock. The name is leaked and not read, since a thread
+            // of the parent may have been dropping it.
             unsafe { std::mem::forget(std::mem::take(listener.name.get_unlocked())) };
             if let (Some(mut pages), Some(mut free)) = (listener.pages.lock(), FREE.lock()) {
                 *pages = Pages::default();
@@ -234,22 +242,22 @@ impl Listener {
         }
     }
 
-    /// In a fork child: whether this is the number of a name that stays.
+    /// Returns whether `number` is the fd of a name that the fork child keeps.
     ///
     /// # Safety
-    /// The only thread.
+    /// The caller is the only thread.
     pub unsafe fn has_name(number: c_int) -> bool {
         ALL.all().any(|listener| {
-            // SAFETY: by the contract.
+            // SAFETY: by the contract, no other thread uses the lock.
             let name = unsafe { listener.name.get_unlocked() };
             name.as_ref().is_some_and(|n| n.as_fd().as_raw_fd() == number)
         })
     }
 }
 
-/// The local port of a TCP socket; `None` for any other.
+/// Returns the local port of a TCP socket; `None` for any other fd.
 fn local_port(fd: c_int) -> Option<u16> {
-    // SAFETY: the program's own fd, in the middle of its call.
+    // SAFETY: the program passes the fd to the call that is under way, and so keeps it open.
     let fd = unsafe { BorrowedFd::borrow_raw(fd) };
     let local = std::net::SocketAddr::try_from(rustix::net::getsockname(fd).ok()?).ok()?;
     Some(local.port())
@@ -277,7 +285,7 @@ mod tests {
             listener.release();
             std::ptr::from_ref(listener).addr()
         });
-        // Other tests may have some at the same time.
+        // Tests that run in parallel may hold some of the objects.
         assert!(used.collect::<HashSet<_>>().len() < 50);
         let listener = Listener::new(socket.as_fd().as_raw_fd());
         assert!(listener.instances().is_empty() && !listener.is_inherited());

@@ -1,4 +1,5 @@
-//! The objects: the instance, its mailbox, links, listeners, sockets, and who holds them.
+//! The objects that the layers above share: the instance, its mailbox, links, listeners and sockets, and the count of
+//! processes that hold a socket.
 
 pub(crate) mod ancestors;
 pub(crate) mod cgroup;

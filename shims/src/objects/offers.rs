@@ -1,5 +1,5 @@
-//! Links that others may ask for: one-time offers, which calls write down and the service thread redeems, and where
-//! other hosts can present them.
+//! Links that other instances may ask for. Calls of the program write down one-time offers, and the service thread
+//! redeems them. Also the addresses at which other hosts can present their offers.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -10,21 +10,21 @@ use crate::sys::time::now_ns;
 
 struct Offer {
     cookie: Cookie,
-    /// For whom the offer is.
+    /// The instance that may present the offer.
     peer: InstanceId,
-    /// Until when the offer holds, monotonic ns.
+    /// When the offer expires, monotonic ns.
     until: u64,
 }
 
-/// See the module. There are as many as links are being made.
+/// The open offers and the addresses for them. There are as many offers as links are being made.
 pub struct Offers {
     made: Lock<Vec<Offer>>,
-    /// Where links to other hosts can be made.
+    /// Addresses at which other hosts can make links to this one.
     pub places: Lock<Vec<SocketAddr>>,
 }
 
 impl Offers {
-    /// None yet.
+    /// Returns an empty list.
     pub const fn new() -> Self {
         Self {
             made: Lock::new(Vec::new()),
@@ -32,7 +32,8 @@ impl Offers {
         }
     }
 
-    /// A new one; `None` in a signal handler above another use.
+    /// Makes an offer for `peer` that expires after `life` ns, and returns its cookie. `None` if the kernel gives no
+    /// random bytes, or in a signal handler that has interrupted another use of the list.
     pub fn make(&self, peer: InstanceId, life: u64) -> Option<Cookie> {
         let cookie = Cookie::random().ok()?;
         let until = now_ns() + life;
@@ -40,19 +41,19 @@ impl Offers {
         Some(cookie)
     }
 
-    /// Whether the cookie is good: once, for whom it was made, in time.
+    /// Returns whether `cookie` is valid: made for `peer`, not expired, not yet redeemed.
     pub fn has(&self, cookie: &Cookie, peer: &InstanceId) -> bool {
         self.position(cookie, peer, |_, _| ())
     }
 
-    /// Spends a cookie. False if it is not good.
+    /// Redeems a cookie, which is then no longer valid. False if it was not valid.
     pub fn redeem(&self, cookie: &Cookie, peer: &InstanceId) -> bool {
         self.position(cookie, peer, |offers, at| {
             offers.swap_remove(at);
         })
     }
 
-    /// Where links can be made at this local address.
+    /// Returns the address and port at which links can be made at the local address `local`; `None` if there is none.
     pub fn place_at(&self, local: IpAddr) -> Option<SocketAddr> {
         let places = self.places.lock()?;
         places.iter().find(|a| a.ip() == local).copied()

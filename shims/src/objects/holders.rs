@@ -1,7 +1,9 @@
-//! Which processes hold a connection's socket: a count that parent and children share, until one holder is left. A
-//! process that is killed, or executes something, does not count itself out, so where the count says that there are
-//! others the kernel is asked whether these processes are there (`ancestors`). And the word between them where one of
-//! them has the stream on a link, which is not there for the others. What a fork itself does is in `fork`.
+//! Counts the processes that hold a connection's socket, in memory that parents and children of forks share, until one
+//! holder is left. A process that is killed, or executes another program, does not count itself out. So if the count
+//! says that there are other holders, the kernel is asked whether these processes are alive (`ancestors`).
+//!
+//! The owner, one of the holders, may have the stream on a link, which the others cannot use. Flags beside the count
+//! carry their request for it, and the owner's answer. The work at a fork itself is in `fork`.
 
 use rdmasock_core::sync::store_load_fence;
 use std::sync::atomic::{
@@ -15,10 +17,10 @@ use crate::objects::ancestors;
 use crate::objects::library::Library;
 use crate::objects::waiters::SERVICE;
 
-/// One a socket that was ever held across a fork, in memory that parent and children share.
+/// The cell of a socket that was held across a fork, in memory that parents and children share.
 struct Cell {
-    /// The number of holders, and whether its owner has it on a link. 0 is a free cell; in cell 0, the number of
-    /// requests so far.
+    /// The number of holders, with the flags [`FIRST`], [`OWNED`] and [`WANTED`]. 0: the cell is free. In cell 0: the
+    /// number of requests so far.
     word: AtomicU32,
     /// The [id](ancestors::id) of the first holder, from which the others descend. Only the first holder can have the
     /// stream on a link. In cell 0, [`LOST`] and [`STRANGER`].
@@ -26,24 +28,24 @@ struct Cell {
 }
 
 const CELLS: usize = 65_536;
-/// A count that has come to this stays there.
+/// Mask of the count. A count that has reached this value stays there.
 const COUNT: u32 = 0xffff;
-/// The first holder is one of them.
+/// The first holder is still counted.
 const FIRST: u32 = 1 << 29;
 /// The owner has the stream on a link, or is about to.
 const OWNED: u32 = 1 << 30;
-/// Another holder wants to use it: the owner is to take it back to TCP.
+/// Another holder wants to use the stream: the owner is to take it back to TCP.
 const WANTED: u32 = 1 << 31;
-/// How long a child waits for the owner, ns.
+/// How long a process waits for the owner, ns.
 const PATIENCE: u64 = 5_000_000_000;
-/// How often it asks, ns: at first, and at last.
+/// Pause between its requests to the owner, ns: the first one, and the longest.
 const FIRST_PAUSE: i64 = 200_000;
 const LONGEST_PAUSE: i64 = 20_000_000;
 
 static EPOCH: AtomicU32 = AtomicU32::new(1);
 static COUNTS: AtomicPtr<Cell> = AtomicPtr::new(std::ptr::null_mut());
 
-/// Makes the memory in which holders are counted. Once, before there is anything to count.
+/// Maps the memory in which holders are counted. To be called once, before a socket is counted.
 pub fn prepare() {
     if let Ok(counts) = Mapping::anonymous(CELLS * size_of::<Cell>()) {
         COUNTS.store(counts.as_ptr().cast(), Release);
@@ -51,36 +53,38 @@ pub fn prepare() {
     }
 }
 
-/// Changes with each fork, from 1 on: what holds for a socket that this process alone holds may not any more.
+/// Returns the epoch, which is 1 or more and changes with each fork. A socket that this process alone held in one epoch
+/// may have other holders in the next.
 pub fn epoch() -> u32 {
     EPOCH.load(Acquire)
 }
 
-/// A fork is about to happen, and all that it concerns counts as shared. Returns the new epoch.
+/// Begins the next epoch and returns it. Before a fork, this is called once all sockets that the child gets are counted
+/// as shared.
 pub fn begin_epoch() -> u32 {
     EPOCH.fetch_add(1, AcqRel) + 1
 }
 
-/// The epoch in which this process began.
+/// The epoch in which this process began; 0 if it is no fork child.
 static BIRTH: AtomicU32 = AtomicU32::new(0);
 
-/// In a fork child: what it has so far is its parent's.
+/// Begins a new epoch in a fork child: the sockets that it has so far come from its parent.
 pub fn begin_life() {
     BIRTH.store(begin_epoch(), Release);
 }
 
-/// An ancestor does not know of some process any more, so the kernel cannot say that it is gone.
+/// An ancestor cannot see whether some descendant lives, so the kernel cannot say that it is gone.
 const LOST: u32 = 1;
-/// There was a child that no hook has seen, so a connection may have holders who are not counted.
+/// A child was made that no hook has seen, so connections may have holders that are not counted.
 const STRANGER: u32 = 2;
 
-/// A fork child is not known by one of its ancestors.
+/// Notes that an ancestor of this fork child cannot see whether the child lives.
 pub fn lose_sight() {
     note(LOST);
 }
 
-/// In a child that no hook has seen: its ancestors and their other descendants promote nothing any more. The child
-/// would read their markers.
+/// Notes in a child that no hook has seen that such a child exists. Its ancestors and their other descendants then
+/// promote nothing any more, since the child would read their markers.
 #[cold]
 pub fn meet_stranger() {
     note(STRANGER);
@@ -101,7 +105,7 @@ fn is_noted(what: u32) -> bool {
 fn cell(index: u32) -> Option<&'static Cell> {
     let base = COUNTS.load(Acquire);
     let at = index as usize;
-    // SAFETY: so many, of zeroes at first, mapped for good.
+    // SAFETY: `prepare` has mapped `CELLS` cells and never unmaps them. Their first content, zeroes, is valid.
     (!base.is_null() && at < CELLS).then(|| unsafe { &*base.add(at) })
 }
 
@@ -113,8 +117,9 @@ fn claim() -> Option<u32> {
         .find(|index| cell(*index).is_some_and(|c| c.word.compare_exchange(0, 1, AcqRel, Relaxed).is_ok()))
 }
 
-/// One holder less. True if it was the last: the cell is free then. `is_plain`: the stream is on TCP for it, and stays
-/// there. Whoever has taken it back may only come to say so when the owner has let go, and finds the cell no more.
+/// Counts one holder less. True if it was the last one: the cell is then free. `is_plain`: the stream is on TCP for
+/// this holder, and stays there. Its request flags are then cleared here: the thread that has taken the stream back may
+/// report that only after the owner has let go, and no longer finds the cell.
 fn leave(c: &Cell, is_plain: bool) -> bool {
     let mut gone = if is_plain { OWNED | WANTED } else { 0 };
     if c.owner.load(Acquire) == ancestors::id() {
@@ -138,23 +143,23 @@ fn wake_all(c: &Cell) {
     let _ = rustix::thread::futex::wake(&c.word, rustix::thread::futex::Flags::empty(), i32::MAX as u32);
 }
 
-/// Who holds one socket.
+/// The holders of one socket.
 #[derive(Default)]
 pub struct Holders {
-    /// The index of its cell, plus one; `u32::MAX`: several, and nobody knows how many.
+    /// The index of its cell; 0: this process alone; `u32::MAX`: several holders, which are not counted.
     at: AtomicU32,
-    /// The epoch of forks in which the program got it.
+    /// The epoch in which the program got the socket.
     born: AtomicU32,
 }
 
 impl Holders {
-    /// Of a new socket: this process alone.
+    /// Resets the value for a new socket, which this process alone holds.
     pub fn reset(&self) {
         self.at.store(0, Relaxed);
         self.born.store(epoch(), Relaxed);
     }
 
-    /// The cell, where holders are counted.
+    /// Returns the cell; `None` if the holders are not counted.
     fn counted(&self) -> Option<&'static Cell> {
         match self.at.load(Acquire) {
             index @ 1..=0xffff => cell(index),
@@ -162,7 +167,7 @@ impl Holders {
         }
     }
 
-    /// Whether more than one process may hold the socket, by the count alone.
+    /// Returns whether more than one process may hold the socket, by the count alone.
     pub fn may_be_several(&self) -> bool {
         match self.at.load(Acquire) {
             0 => false,
@@ -171,13 +176,13 @@ impl Holders {
         }
     }
 
-    /// Whether more than one process holds the socket. Asks the kernel, if others are counted; a descendant of another
-    /// process's that holds it may be known only when its parent is gone too.
+    /// Returns whether more than one process holds the socket. Asks the kernel if others are counted. The end of a
+    /// holder that descends from another process may show only when that process is gone too.
     pub fn are_several(&self) -> bool {
         is_noted(STRANGER) || self.may_be_several() && !self.is_alone()
     }
 
-    /// Whether the kernel says that the other holders are gone. Removes them from the count then.
+    /// Returns whether the kernel says that the other holders are gone, and then removes them from the count.
     #[cold]
     fn is_alone(&self) -> bool {
         if is_noted(LOST) {
@@ -185,12 +190,13 @@ impl Holders {
         }
         let born = self.born.load(Acquire);
         let Some(c) = self.counted() else {
-            // Others have got it from this process alone.
+            // The holders are not counted. If the program got the socket in this process, all others descend from this
+            // process.
             return born >= BIRTH.load(Acquire)
                 && ancestors::are_children_gone(born)
                 && self.at.compare_exchange(u32::MAX, 0, AcqRel, Relaxed).is_ok();
         };
-        // Before the kernel is asked: who forks meanwhile changes it.
+        // Loaded before the kernel is asked: a fork in between changes the word, and the exchange fails.
         let word = c.word.load(Acquire);
         let owner = c.owner.load(Acquire);
         let alone = if owner == ancestors::id() {
@@ -203,8 +209,8 @@ impl Holders {
         changed.is_some_and(|word| word & COUNT <= 1)
     }
 
-    /// This process lets go of the socket, which is on TCP here if it `is_plain`; if not, what other holders miss may
-    /// be on a link, and they wait in vain. True if it was the last holder.
+    /// Counts this process out of the holders. True if it was the last holder. `is_plain`: the stream is on TCP here.
+    /// If it is not, bytes for other holders may be on a link, and they wait for them in vain.
     pub fn let_go(&self, is_plain: bool) -> bool {
         match self.at.swap(0, AcqRel) {
             0 => true,
@@ -212,7 +218,7 @@ impl Holders {
         }
     }
 
-    /// The owner has the stream back on TCP: the other holders can go on.
+    /// Notes that the owner has taken the stream back to TCP, and wakes the holders that wait for that.
     pub fn on_returned(&self) {
         if let Some(c) = self.counted()
             && c.word.fetch_and(!(OWNED | WANTED), AcqRel) & OWNED != 0
@@ -221,7 +227,7 @@ impl Holders {
         }
     }
 
-    /// Whether another holder wants this stream.
+    /// Returns whether another holder wants this stream.
     pub fn is_wanted(&self) -> bool {
         match self.at.load(Acquire) {
             0 | u32::MAX => false,
@@ -229,8 +235,8 @@ impl Holders {
         }
     }
 
-    /// Waits until the process that has the stream on a link has taken it back to TCP. False if it does not answer, or
-    /// was killed before it had.
+    /// Waits until the owner has taken the stream back to TCP, for at most `PATIENCE`. False if the owner does not
+    /// answer, or was killed before it had.
     pub fn await_return(&self) -> bool {
         let Some(c) = cell(self.at.load(Acquire)) else {
             return true;
@@ -242,10 +248,11 @@ impl Holders {
         while word & OWNED != 0 {
             let now = crate::sys::time::now_ns();
             if now >= until || !ancestors::lives(owner) {
-                // It may have answered, and then ended.
+                // The owner may have answered and then ended.
                 return c.word.load(Acquire) & OWNED == 0;
             }
-            // Again and again: what the owner waits for itself may have come. Not at each signal that ends the pause.
+            // The request is repeated, since the peer's answer that the owner waits for may have come. A signal that
+            // ends the pause early causes no further request.
             if now >= ask_at {
                 ask_owners();
                 ask_at = now + pause.unsigned_abs();
@@ -261,13 +268,14 @@ impl Holders {
         true
     }
 
-    /// In a vfork child of the process that has the stream on a link, with the memory of that: [`Self::await_return`].
+    /// Calls [`Self::await_return`] in a vfork child of the owner, which runs on the owner's memory.
     pub fn await_parent(&self) -> bool {
         self.add_child(|| true) && self.await_return()
     }
 
-    /// A fork is about to give the socket to one process more. True if that would have to ask this one for it, by what
-    /// `may_be_on_link` says afterwards.
+    /// Counts one holder more, which a fork is about to make. After the count, `may_be_on_link` says whether this
+    /// process has the stream on a link. True if it has: the child has to ask this process for it. False too if the
+    /// holders are not counted.
     pub fn add_child(&self, may_be_on_link: impl FnOnce() -> bool) -> bool {
         if self.at.load(Acquire) == 0 {
             self.at.store(claim().unwrap_or(u32::MAX), Release);
@@ -278,12 +286,13 @@ impl Holders {
         let word = c.word.load(Acquire);
         if word & COUNT <= 1 {
             c.owner.store(ancestors::id(), Release);
-            // Unless another thread forks too, and was first.
+            // Fails if another thread forks too, and was first.
             let _ = c.word.compare_exchange(word, FIRST | 1, AcqRel, Relaxed);
         }
         let more = |word: u32| (word & COUNT < COUNT).then(|| word + 1);
         let _ = c.word.fetch_update(AcqRel, Acquire, more);
-        // Who begins a promotion looks the other way round (`service/answer.rs`).
+        // The start of a promotion uses the reverse order (`service/answer.rs`): it marks the connection as busy, then
+        // reads the count.
         store_load_fence();
         let is_owned = may_be_on_link();
         if is_owned {
@@ -292,31 +301,33 @@ impl Holders {
         is_owned
     }
 
-    /// What another thread has got between the count and the fork is held by both, and nobody knows by how many.
+    /// Notes that parent and child hold a socket which another thread has got between the count and the fork. Its
+    /// holders are not counted.
     pub fn hold_uncounted(&self) {
         let _ = self.at.compare_exchange(0, u32::MAX, AcqRel, Relaxed);
     }
 }
 
-/// Whether some child has asked for a stream since `seen`; gives the new count.
+/// Returns how many requests for streams were made so far, by any process that shares the memory. A change since the
+/// last call is a new request.
 pub fn requests() -> u32 {
     cell(0).map_or(0, |c| c.word.load(Acquire))
 }
 
-/// In a child: it has taken from a set that it shares with its parent what a thread of that was rung for. The parent
-/// rings again.
+/// Asks the ancestors to wake their threads again. To be called in a child that has taken, from an epoll set shared
+/// with its parent, an event that was to wake a thread of the parent.
 #[cold]
 pub fn give_ring_back() {
     ask_owners();
 }
 
-/// Has those who may have streams on links look which of them are wanted.
+/// Has the processes that may have streams on links check which streams are wanted.
 fn ask_owners() {
     if let Some(requests) = cell(0) {
         requests.word.fetch_add(1, AcqRel);
     }
     ancestors::ask();
-    // Of a vfork child, it is this memory's.
+    // A vfork child runs on its owner's memory, and wakes that service thread directly.
     if let Some(library) = Library::current() {
         library.waiters.ring(SERVICE);
     }
@@ -326,7 +337,7 @@ fn ask_owners() {
 mod tests {
     use super::*;
 
-    /// A parent's holder, and that of its child, of a stream that the parent had on a link at the fork.
+    /// Returns the holders of a parent and of its child, for a stream that the parent had on a link at the fork.
     fn parent_and_child() -> [Holders; 2] {
         if COUNTS.load(Acquire).is_null() {
             prepare();
@@ -347,7 +358,7 @@ mod tests {
         let [parent, child] = parent_and_child();
         assert!(is_owned(&child) && child.are_several());
         assert!(!parent.let_go(true));
-        // Too late: it finds the cell no more.
+        // Too late: the parent has let go of the cell.
         parent.on_returned();
         assert!(!is_owned(&child) && !child.are_several());
         assert!(child.let_go(false));

@@ -1,7 +1,7 @@
-//! The instance: what one process image with the library has one of.
+//! The instance: the state that a process image with the library has once.
 //!
-//! Made at the first call that needs it (`instance`), never freed. A fork child is a new instance: it forgets
-//! this one and makes its own at its own first need (`fork`).
+//! Made at the first call that needs it (`instance`), never freed. A fork child is a new instance: it forgets its
+//! parent's and makes its own when it first needs one (`fork`).
 
 use std::net::SocketAddr;
 use std::sync::atomic::{
@@ -27,60 +27,59 @@ use crate::objects::waiters::Waiters;
 use crate::sys::budget::Budget;
 use crate::sys::kept_on_tcp;
 
-/// See the module.
+/// The instance of this process.
 pub struct Library {
-    /// Which connections may be moved; `None` if that cannot be known.
+    /// Rules that say which connections may leave TCP; `None` if they could not be read.
     pub rules: Option<&'static Rules>,
-    /// Which other hosts are in reach.
+    /// Which other hosts can be reached by RDMA.
     pub reach: &'static Reach,
     /// Base name of the program.
     pub program: String,
-    /// This instance.
+    /// The instance's random id.
     pub id: InstanceId,
-    /// Live counters.
+    /// The counters that `rdmasock stat` shows.
     pub stats: &'static StatsPage,
-    /// Keeps their file.
+    /// Keeps the file of the counters open.
     pub _stats_fd: Option<PrivateFd>,
     /// Doorbells and sleeper flags.
     pub waiters: Waiters,
-    /// Links that others may ask for.
+    /// The one-time offers of links to other instances.
     pub offers: Offers,
-    /// Memory of the program that devices reach.
+    /// The budget for the program's memory that devices access.
     pub pinned: Budget,
-    /// What of it is the registered allocator's.
+    /// The registered pieces of the allocator's memory, which count in that budget.
     pub arenas: Pieces,
-    /// What is left to the service thread.
+    /// The commands for the service thread.
     pub service: Mailbox,
 }
 
-/// How an instance is made.
+/// Makes an instance; `None` if that fails or nothing is to be accelerated.
 pub type Build = fn() -> Option<Library>;
 
 static CURRENT: AtomicPtr<Library> = AtomicPtr::new(std::ptr::null_mut());
-/// There is one, or the process that this one was forked from had one.
+/// This process, or one that it was forked from, has made an instance.
 static HAD: AtomicBool = AtomicBool::new(false);
-/// How one is made. Whoever has made the first has said so.
+/// The function that makes an instance, set by the first call of [`Library::is_on`] that needs one.
 static BUILD: OnceRef<'static, Build> = OnceRef::new();
-/// Nothing is accelerated: switched off, or the instance could not be made.
+/// Acceleration is off: the user has switched it off, or the instance could not be made.
 static OFF: AtomicBool = AtomicBool::new(false);
-/// The library has let go of the process.
+/// [`Library::retire`] was called.
 static RETIRED: AtomicBool = AtomicBool::new(false);
 
 impl Library {
-    /// The instance, which exists: objects that lead here are only made after it.
-    ///
-    /// In a fork child that has not made its own yet, this makes it.
+    /// Returns the instance. It exists, since the objects by which callers come here are only made after it. In a fork
+    /// child that has not made its own yet, this makes it, and waits for fds or memory if there are none.
     #[inline]
     pub fn get() -> &'static Library {
         let ptr = CURRENT.load(Acquire);
-        // SAFETY: never freed.
+        // SAFETY: null, or an instance, which is never freed.
         match unsafe { ptr.as_ref() } {
             Some(library) => library,
             None => Self::fallback(),
         }
     }
 
-    /// The instance; makes it if need be. `None` if nothing is to be accelerated.
+    /// Returns the instance, and makes it if there is none. `None` if nothing is to be accelerated.
     #[inline]
     pub fn ensure() -> Option<&'static Library> {
         if OFF.load(Relaxed) {
@@ -89,8 +88,8 @@ impl Library {
         Self::current().or_else(Self::make)
     }
 
-    /// Whether anything is to be accelerated, and there is memory for it. Makes the instance by `build` if neither this
-    /// process nor one that it was forked from has ever made one.
+    /// Returns whether connections are to be accelerated, and there is memory for it. Makes the instance by `build` if
+    /// neither this process nor one that it was forked from has made one.
     #[inline]
     pub fn is_on(build: &'static Build) -> bool {
         !OFF.load(Relaxed) && heap::can_serve() && (HAD.load(Relaxed) || Self::begin(build))
@@ -102,7 +101,7 @@ impl Library {
         Self::ensure().is_some()
     }
 
-    /// So many bytes of the allocator's memory are not registered any more.
+    /// Gives `bytes` of the allocator's memory, which are no longer registered, back to the budget.
     pub fn free_kept(&self, bytes: u64) {
         if bytes > 0 {
             self.pinned.give_back(bytes);
@@ -110,20 +109,20 @@ impl Library {
         }
     }
 
-    /// The instance, if it was made.
+    /// Returns the instance; `None` if it was not made yet.
     #[inline]
     pub fn current() -> Option<&'static Library> {
-        // SAFETY: never freed.
+        // SAFETY: null, or an instance, which is never freed.
         unsafe { CURRENT.load(Acquire).as_ref() }
     }
 
-    /// From now on nothing is accelerated, here and in fork children.
+    /// Switches acceleration off for good, in this process and its later fork children.
     pub fn retire() {
         RETIRED.store(true, Relaxed);
         OFF.store(true, Relaxed);
     }
 
-    /// From now on no connection may leave TCP; those that have stay where they are.
+    /// Keeps all connections on TCP from now on. Connections that are on links stay there.
     pub fn keep_on_tcp(reason: Reason) {
         kept_on_tcp::begin(reason);
         if let Some(library) = Self::current() {
@@ -131,7 +130,7 @@ impl Library {
         }
     }
 
-    /// Whether the library has let go of the process.
+    /// Returns whether [`Self::retire`] was called.
     pub fn has_retired() -> bool {
         RETIRED.load(Relaxed)
     }
@@ -142,7 +141,7 @@ impl Library {
             if let Some(library) = Self::make() {
                 return library;
             }
-            // Out of fds or memory in a fork child that uses an inherited stream: wait for some.
+            // A fork child that uses an inherited stream has no fds or memory: waits until it has some.
             let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
                 tv_sec: 0,
                 tv_nsec: 10_000_000,
@@ -152,9 +151,9 @@ impl Library {
 
     #[cold]
     fn make() -> Option<&'static Library> {
-        // SAFETY: libc's own variable.
+        // SAFETY: libc defines this variable, and it is only read.
         if unsafe { environ.is_null() } {
-            // In a function that the linker calls before libc has begun: what the user asks for is not known yet.
+            // The linker calls this function before libc has started, so the user's variables cannot be read yet.
             return None;
         }
         let errno = crate::sys::errno::get();
@@ -167,19 +166,19 @@ impl Library {
         HAD.store(true, Relaxed);
         let fresh = Box::into_raw(Box::new(library));
         match CURRENT.compare_exchange(std::ptr::null_mut(), fresh, AcqRel, Acquire) {
-            // SAFETY: now shared, never freed.
+            // SAFETY: `fresh` came from a `Box`, and an instance in `CURRENT` is never freed.
             Ok(_) => Some(unsafe { &*fresh }),
             Err(other) => {
-                // Another thread was first. Ours holds a few fds, which go with it.
-                // SAFETY: nobody has seen `fresh`.
+                // Another thread was first: this thread's instance is dropped, with the fds that it owns.
+                // SAFETY: `fresh` came from a `Box`, and no other thread has seen it.
                 drop(unsafe { Box::from_raw(fresh) });
-                // SAFETY: never freed.
+                // SAFETY: not null, since the exchange failed; an instance in `CURRENT` is never freed.
                 Some(unsafe { &*other })
             }
         }
     }
 
-    /// Why this connection may not be accelerated, whatever its ends are ready for.
+    /// Returns why this connection may not leave TCP even if both ends support a link; `None` if it may.
     pub fn refuses(
         &self,
         local: SocketAddr,
@@ -195,20 +194,20 @@ impl Library {
         }
     }
 
-    /// In a fork child: this is another instance from now on.
+    /// Forgets the parent's instance in a fork child, which makes its own when it needs one.
     pub fn forget() {
         let ptr = CURRENT.swap(std::ptr::null_mut(), AcqRel);
-        // SAFETY: never freed.
+        // SAFETY: null, or an instance, which is never freed.
         if let Some(library) = unsafe { ptr.as_ref() } {
             library.waiters.after_fork();
         }
     }
 }
 
-/// The thresholds as the user asked for them: of connections of this end, and of those that were accepted.
+/// The thresholds that the user has set: for connections that this end has made, and for those that it has accepted.
 static THRESHOLDS: OnceBox<[Threshold; 2]> = OnceBox::new();
 
-/// What a connection has to have carried before something is done about it.
+/// Returns what a connection has to have carried before its end with this role does something about a promotion.
 #[inline]
 pub fn threshold_of(role: Role) -> &'static Threshold {
     let [connectors, acceptors] = THRESHOLDS.get_or_init(|| {
@@ -226,7 +225,7 @@ unsafe extern "C" {
     static program_invocation_short_name: *const std::ffi::c_char;
 }
 
-/// As it is kept: one binary may be several programs.
+/// The name that the program was called by, cut at 64 bytes. One binary may be several programs.
 static PROGRAM: [AtomicU8; 64] = [const { AtomicU8::new(0) }; 64];
 
 /// Keeps the program's name, before main can write another title over it.
@@ -242,7 +241,7 @@ pub fn remember_program() {
     }
 }
 
-/// The name that the program was called by.
+/// Returns the name that the program was called by.
 pub fn program_name() -> String {
     let bytes: Vec<u8> = PROGRAM
         .iter()
@@ -252,7 +251,7 @@ pub fn program_name() -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// A random number, for keys; of the clock where the kernel has none to give.
+/// Returns a random number for keys, made from the clock if the kernel has none to give.
 pub fn random_u64() -> u64 {
     let mut bytes = [0u8; 8];
     match rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty()) {

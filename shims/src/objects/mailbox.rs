@@ -1,6 +1,7 @@
-//! What calls of the program leave to the service thread, which is far above them: what it is to do is a [`Command`],
-//! whom it concerns is named by numbers, and what starts and wakes it has been given to the mailbox. Here is also what
-//! calls have to know of the thread: whether there is one, and what it watches. Not what it does (`service`).
+//! The service thread's mailbox: calls of the program leave [`Command`]s here, and the thread carries them out
+//! (`service`). The thread lies in a layer far above this one. So a command names sockets and links by numbers, and the
+//! mailbox is given the functions that start and wake the thread ([`Thread`]). The mailbox also says whether the thread
+//! runs, and has the epoll set that the thread sleeps on.
 
 mod command;
 mod queue;
@@ -24,10 +25,10 @@ use rustix::io::Errno;
 use crate::signals::handler;
 use crate::sys::time::now_ns;
 
-/// How long after a failure the thread is tried again, ns.
+/// Time after a failure before the next attempt to start the thread, ns.
 const RETRY_AFTER: u64 = 1_000_000_000;
 
-/// What an event of the service thread's epoll set is about, in the upper bits of its data.
+/// Kinds of events in the service thread's epoll set: the upper 8 bits of an event's data.
 pub mod kind {
     pub const DOORBELL: u64 = 0;
     pub const INSTANCE: u64 = 1;
@@ -43,45 +44,45 @@ pub mod kind {
     pub const APART: u64 = 11;
 }
 
-/// The data of such an event.
+/// Returns the data of an event: `kind` in the upper 8 bits, the lower 56 bits of `id` in the others.
 pub fn tag(kind: u64, id: u64) -> u64 {
     kind << 56 | id & 0x00ff_ffff_ffff_ffff
 }
 
-/// The thread that empties a mailbox, as that is told of it.
+/// The functions by which a mailbox starts and wakes the thread that empties it.
 #[derive(Clone, Copy)]
 pub struct Thread {
-    /// Wakes it if it sleeps.
+    /// Wakes the thread if it sleeps.
     pub wake: fn(),
-    /// Makes it. False if that fails (RLIMIT_NPROC, a pids cgroup, no memory).
+    /// Makes the thread. False if that fails (RLIMIT_NPROC, a pids cgroup, no memory).
     pub start: fn() -> bool,
 }
 
-/// See the module.
+/// The mailbox of an instance's service thread.
 pub struct Mailbox {
     queue: Queue,
     given: Thread,
     started: AtomicBool,
-    /// When the thread may be tried again that could not be made, monotonic ns.
+    /// When another attempt to make the thread may follow one that failed, monotonic ns.
     retry_at: AtomicU64,
-    /// The thread, once it runs.
+    /// The thread's id (gettid(2)), once it runs; 0 before.
     pub thread: AtomicI32,
-    /// The thread is to end.
+    /// Asks the thread to end.
     pub ending: AtomicBool,
-    /// The thread is to end, and what it remembers to be kept for the next.
+    /// Asks the thread to end, and to keep its state for the next thread.
     pub pausing: AtomicBool,
-    /// The thread will send the wake-ups that are delayed.
+    /// Asks the thread to send the wake-ups that senders hold back.
     pub delaying: Request,
-    /// The thread will look after links to other hosts.
+    /// Asks the thread to maintain the links to other hosts.
     pub maintaining: Request,
-    /// How often the thread has begun to hear of what completes on a link to another host.
+    /// How many times the thread was subscribed again to the completions of a link to another host.
     pub taken_back: Published<AtomicU32>,
-    /// What the thread sleeps on.
+    /// The epoll set that the thread sleeps on.
     pub epoll: PrivateFd,
 }
 
 impl Mailbox {
-    /// One whose thread is not started.
+    /// Makes a mailbox whose thread is not started. Fails with the errno of epoll_create1(2).
     pub fn new(thread: Thread) -> Result<Self, Errno> {
         let epoll = PrivateFd::open(|| kernel::create(kernel::CreateFlags::CLOEXEC))?;
         Ok(Self {
@@ -99,8 +100,8 @@ impl Mailbox {
         })
     }
 
-    /// Hands over a command. Never waits, also in a signal handler that has interrupted this. False if there is no
-    /// thread, and none can be made now: then the command is dropped.
+    /// Queues a command and wakes the thread. Never waits, also in a signal handler that has interrupted this function.
+    /// False if there is no thread and none can be made now: the command is dropped.
     pub fn submit(&self, command: Command) -> bool {
         let is_there = self.start();
         if is_there {
@@ -110,7 +111,8 @@ impl Mailbox {
         is_there
     }
 
-    /// In a while the peer is to be told of what a sender has just begun to hold back.
+    /// Has the thread send, after a delay, the wake-ups that senders hold back. To be called by a sender that begins to
+    /// hold one back.
     #[inline]
     pub fn delay_wake(&self) {
         if self.delaying.ask() {
@@ -118,8 +120,8 @@ impl Mailbox {
         }
     }
 
-    /// In a while links to other hosts are to be maintained: what is owed on them, and who hears of what
-    /// completes.
+    /// Has the thread maintain the links to other hosts after a delay: it sends what is owed on them, and decides which
+    /// threads are woken by completions.
     #[inline]
     pub fn maintain_later(&self) {
         if self.maintaining.ask() {
@@ -127,19 +129,20 @@ impl Mailbox {
         }
     }
 
-    /// Whether the thread runs, or is not to.
+    /// Returns whether the thread runs, or was marked by [`Self::claim_start`].
     pub fn is_started(&self) -> bool {
         self.started.load(Acquire)
     }
 
-    /// From now on nobody starts the thread. True if somebody had.
+    /// Marks the thread as started, so that no call starts it. True if it was marked already.
     pub fn claim_start(&self) -> bool {
         self.started.swap(true, AcqRel)
     }
 
-    /// Starts the thread if it does not run yet. False if it cannot be made, or could not within the last second. Not
-    /// from a signal handler, which may have interrupted the `malloc` that pthread_create calls: what was asked for
-    /// then waits for the next who asks.
+    /// Starts the thread if it does not run yet. False if it cannot be made, could not be made within the last second,
+    /// or is to end. In a signal handler nothing is started and the result is true, since the handler may have
+    /// interrupted the `malloc` that pthread_create calls. A command queued there waits for the next call that starts
+    /// the thread.
     pub fn start(&self) -> bool {
         if self.is_started() || handler::is_in_one() {
             return true;
@@ -154,15 +157,18 @@ impl Mailbox {
         false
     }
 
-    /// The thread could not be made, or had to end at once.
+    /// Notes that the thread could not be made, or had to end at once. The next attempt follows after `RETRY_AFTER`.
     pub fn has_no_thread(&self) {
         self.retry_at.store(now_ns() + RETRY_AFTER, Release);
         self.started.store(false, Release);
     }
 
-    /// Whether the thread is woken when something completes on a link to another host. False if it cannot be.
+    /// Subscribes the thread to the completions of a link to another host if `on`, and else unsubscribes it.
+    /// `completions` is the completion fd, `token` the data of its events. False if the fd could not be added to the
+    /// epoll set.
     pub fn subscribe(&self, completions: BorrowedFd<'_>, token: u64, on: bool) -> bool {
-        // Taken out, not only muted: the kernel would still wake the thread for each event, and then let it sleep on.
+        // The fd is removed, not only muted: for a muted fd the kernel would still wake the thread at each event, and
+        // then let it sleep on.
         if !on {
             self.forget(completions);
             return true;
@@ -172,17 +178,17 @@ impl Mailbox {
         matches!(added, Ok(()) | Err(Errno::EXIST))
     }
 
-    /// The thread does not hear of this descriptor any more.
+    /// Removes `fd` from the thread's epoll set.
     pub fn forget(&self, fd: BorrowedFd<'_>) {
         let _ = kernel::delete(&self.epoll, fd);
     }
 
-    /// Whether there is nothing in it. For the thread, as the next.
+    /// Returns whether no command is queued. For the service thread only.
     pub fn is_empty(&self) -> bool {
         self.queue.is_empty()
     }
 
-    /// Puts all that is in it behind what is in `to`, the oldest first.
+    /// Moves all queued commands to the end of `to`, the oldest first. For the service thread only.
     pub fn take_all(&self, to: &mut VecDeque<Command>) {
         self.queue.take_all(to);
     }

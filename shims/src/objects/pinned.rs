@@ -1,5 +1,5 @@
-//! Memory of the program that a link's device reaches for as long as a call waits: registered for that, or kept
-//! registered because it is the registered allocator's (`arenas.rs`).
+//! Memory of the program that a link's device accesses while a call waits. It is registered for that call, or stays
+//! registered because it belongs to the registered allocator (`arenas.rs`).
 
 use std::sync::Arc;
 
@@ -13,16 +13,16 @@ use crate::objects::link::Remote;
 use crate::sys::budget::{self, Budget};
 use crate::sys::time::now_ns;
 
-/// What a registration is.
+/// How long a registration lasts.
 enum Kind {
-    /// Of the call, which ends it; with what it takes of the budget.
+    /// For one call, which ends it; with the bytes that it takes of the budget.
     Own(Region, u64),
-    /// Of the piece that it lies in, which stays as long as this; and how many bulk queue pairs the link had lost
-    /// before.
+    /// For as long as the allocator's piece stays what it is, which this call keeps in use; with the number of bulk
+    /// queue pairs that the link had lost before.
     Kept(Option<Arc<Kept>>, u64),
 }
 
-/// See the module. It is over when this is dropped.
+/// A call's use of a registration, which ends when the value is dropped.
 pub struct Pinned {
     remote: &'static Remote,
     kind: Kind,
@@ -32,17 +32,17 @@ pub struct Pinned {
 }
 
 impl Pinned {
-    /// As much as may be, from the beginning of `len` bytes of memory, but at least `least` bytes. `None` if that is
-    /// not to be had: the bytes go by the rings, as is counted.
+    /// Registers up to `len` bytes from the beginning of `memory`, at least `least`. `None` if that is not possible:
+    /// the bytes go by the rings. A registration that was tried in vain is counted ([`Event::DirectUnpinned`]).
     ///
     /// # Safety
-    /// Until this is dropped the memory is the program's to give to the device, in this role.
+    /// Until the value is dropped, the memory is the program's, and the program lets the device access it in this role.
     pub unsafe fn new(remote: &'static Remote, memory: *mut u8, len: usize, least: usize, role: Role) -> Option<Self> {
-        // Until it is dropped: what the device is told then is of this link, and not of one that its object becomes.
+        // Held until the value is dropped, so that the device is still this link's: the object may become a later link.
         if !remote.hold_pair() {
             return None;
         }
-        // SAFETY: by the contract.
+        // SAFETY: by the contract of this function, which is the same.
         let pinned = unsafe { Self::of_any_kind(remote, memory, len, least, role) };
         if pinned.is_none() {
             remote.let_pair_go();
@@ -51,7 +51,7 @@ impl Pinned {
     }
 
     /// # Safety
-    /// As [`Self::new`].
+    /// The contract of [`Self::new`], and the caller holds the queue pair.
     unsafe fn of_any_kind(
         remote: &'static Remote,
         memory: *mut u8,
@@ -63,7 +63,7 @@ impl Pinned {
         if let Some(pinned) = Self::kept(remote, memory, len, least, role) {
             return Some(pinned);
         }
-        // SAFETY: by the contract.
+        // SAFETY: by the contract of this function, which is the same.
         let pinned = unsafe { Self::own(remote, memory, len, least, role) };
         let is_there = pinned.is_some();
         stats.count(if is_there {
@@ -75,11 +75,11 @@ impl Pinned {
     }
 
     /// # Safety
-    /// As [`Self::new`].
+    /// The contract of [`Self::new`], and the caller holds the queue pair.
     unsafe fn own(remote: &'static Remote, memory: *mut u8, len: usize, least: usize, role: Role) -> Option<Self> {
         let (len, cost) = take_or_make_room(|budget| budget.take(len, least, budget::limit()), len)?;
         let begun = now_ns();
-        // SAFETY: by the contract.
+        // SAFETY: by the contract, the memory is the program's until the value is dropped, which ends the registration.
         let Ok(region) = (unsafe { remote.end().qp().register(memory, len, role) }) else {
             Library::get().pinned.give_back(cost);
             return None;
@@ -94,8 +94,9 @@ impl Pinned {
         })
     }
 
-    /// As much of it as lies in the piece of the registered allocator in which it begins. Only where it is this end's
-    /// device that reads: a peer that does not keep to the protocol could write to a piece, or read it, after the call.
+    /// Uses the registration of the allocator's piece in which the memory begins, for the part that lies in the piece.
+    /// Only if this end's device reads the memory: a peer that breaks the protocol could otherwise read or write the
+    /// piece after the call. `None` if there is no such registration, or the part has fewer than `least` bytes.
     fn kept(remote: &'static Remote, memory: *mut u8, len: usize, least: usize, role: Role) -> Option<Self> {
         if role != Role::Source {
             return None;
@@ -118,17 +119,18 @@ impl Pinned {
         })
     }
 
-    /// By what the device knows it.
+    /// Returns the key by which the device knows the memory.
     pub fn key(&self) -> &Key {
         &self.key
     }
 
-    /// Bytes that the device reaches.
+    /// Returns how many bytes are registered.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// A fork child goes on with the call: it has neither the link nor the registration.
+    /// Returns whether this is a fork child that goes on with its parent's call. The child has neither the link nor the
+    /// registration.
     pub fn is_of_a_parent(&self) -> bool {
         self.thread != thread::current().tid()
     }
@@ -144,8 +146,9 @@ impl Drop for Pinned {
                 self.remote.end().qp().deregister(*region);
                 Library::get().pinned.give_back(*cost);
             }
-            // Without a bulk queue pair nobody has said that nothing is under way any more, and what comes late is to
-            // find the memory out of reach. Others who use it go on by rings.
+            // If the link has lost its bulk queue pair, no completion says that the device is done with the memory. So
+            // all registrations of the piece with this device end, and a late access fails. Other calls that use them
+            // go on by the rings.
             Kind::Kept(kept, lost) => {
                 if let Some(kept) = kept.take() {
                     if has_lost(self.remote, *lost) {
@@ -160,17 +163,18 @@ impl Drop for Pinned {
     }
 }
 
-/// Whether the link has lost its bulk queue pair since that count, or is down.
+/// Returns whether the link has lost a bulk queue pair since it had lost `before`, or is down.
 fn has_lost(remote: &Remote, before: u64) -> bool {
     remote.is_down() || remote.end().direct_counts().lost != before
 }
 
-/// A call has a piece no more. If the piece has become another meanwhile, what devices know of it ends now.
+/// Ends a call's use of a piece. If the piece has become another one meanwhile, its last user ends its registrations.
 fn let_go(kept: Arc<Kept>) {
     Library::get().free_kept(arenas::leave(kept));
 }
 
-/// By what the device knows a piece, which it is told of if need be.
+/// Returns the key by which the device knows a piece, and registers the piece if need be. `None` if that is not
+/// possible.
 fn key_of(remote: &'static Remote, kept: &Kept) -> Option<Key> {
     let stats = &Library::get().stats;
     let known = kept.key(remote);
@@ -189,7 +193,8 @@ fn key_of(remote: &'static Remote, kept: &Kept) -> Option<Key> {
     })
 }
 
-/// Takes something of the budget, for which registrations of pieces that have not been used for long may have to go.
+/// Takes bytes of the budget by `take`, and returns its result. If they are not left, ends registrations of pieces that
+/// have not been used for long, and tries once more.
 fn take_or_make_room<T>(take: impl Fn(&Budget) -> Option<T>, bytes: usize) -> Option<T> {
     let library = Library::get();
     take(&library.pinned).or_else(|| {
@@ -199,15 +204,16 @@ fn take_or_make_room<T>(take: impl Fn(&Budget) -> Option<T>, bytes: usize) -> Op
     })
 }
 
-/// The device hears of all of the piece, which is as good as registered: without room in the budget for it, or where
-/// the device refuses, each call registers its own part. Gives whether it is known for what was taken of the budget.
+/// Registers the whole piece with the device. Returns the key, and whether `cost` is now taken for it: false if another
+/// call has registered the piece meanwhile. `None` if the device refuses: each call then registers its own part. The
+/// budget gets `cost` back unless the registration is kept.
 #[cold]
 fn tell_device(remote: &'static Remote, kept: &Kept, cost: u64) -> Option<(Key, bool)> {
     let library = Library::get();
     let (memory, len) = kept.memory();
-    // So that the link's end comes after what is kept, and finds it.
+    // Within `with_pair` the queue pair does not end. So the link's end comes after `keep`, and ends the registration.
     let told = remote.with_pair(|pair| {
-        // SAFETY: it is the allocator's, whose arenas are never unmapped.
+        // SAFETY: the piece is memory of the registered allocator, which never unmaps its arenas.
         let told = unsafe { pair.register(memory, len, Role::Source) };
         match told.map(|region| (region, kept.keep(remote, region, cost))) {
             Ok((region, Ok(()))) => {

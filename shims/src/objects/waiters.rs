@@ -1,17 +1,25 @@
-//! The waiters of an instance: who has which number, and what each sleeps on.
+//! The waiters of an instance: which waiter has which id, and what each sleeps on.
 //!
-//! A *waiter* is what a peer can wake: a number that is the same on all links, what it sleeps on, and a
-//! flag that says whether somebody does. The flags of an instance lie in a page that peers map
-//! read-only. Waiter 0 is the service thread; 1..READY_QUEUES have a ready queue on each link and belong
-//! to epoll sets, as the next do without one; those above belong to threads that sleep in one call, and are handed
-//! round. A call for which there is none takes its connections back to TCP, where the kernel wakes it.
+//! A *waiter* is what a peer can wake: an id that is the same on all links, an object to sleep on, and a flag that says
+//! whether a thread sleeps on it. The flags of an instance lie in a page that peers map read-only.
 //!
-//! Nothing that a waiter sleeps on is shared with a peer in a way that matters. A thread that sleeps in
-//! one call has a futex (`core::fabric::waiter`). A waiter that polls has an epoll set of its own, which
-//! stands for it in whatever it polls: the program's epoll set, or the descriptors of a poll(). In it are an eventfd
-//! that nobody else has, for us, and of each link that is to wake the waiter a doorbell, to which the peer has
-//! the button (`core::os::doorbell`). All are edge-triggered and none is ever drained: each ring makes the set
-//! above report once. The service thread has only the eventfd, for its peers wake it by the side channel.
+//! | ids | waiter | sleeps on |
+//! |---|---|---|
+//! | 0 | the service thread | an eventfd in its epoll set |
+//! | from 1 | epoll sets that have a ready queue on each link | doorbells |
+//! | from `READY_QUEUES` | further epoll sets | doorbells |
+//! | from `FURTHER_SETS` | threads in poll or select | doorbells |
+//! | from `POLLING`, below `MAX_WAITERS` | threads that sleep in one call | a futex |
+//!
+//! A thread gets its waiter for one call, and gives it back. A call that gets none takes its connections back to TCP,
+//! where the kernel wakes it.
+//!
+//! A peer can wake a sleeper by these objects, and do no more. A thread that sleeps in one call has a futex
+//! (`core::fabric::waiter`). A waiter that polls has an epoll set of its own, which is added to what its thread polls:
+//! the program's epoll set, or the descriptors of a poll(). The waiter's set holds an eventfd for this process, and a
+//! doorbell for each link that is to wake the waiter. The link's peer has the doorbell's button (`core::os::doorbell`).
+//! All of them are edge-triggered and never drained: each press makes the set above report once. The service thread has
+//! only the eventfd, since its peers wake it by the side channel.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::atomic::{
@@ -29,30 +37,30 @@ use rdmasock_core::sync::SleepFlag;
 use rustix::event::{EventfdFlags, epoll as kernel};
 use rustix::io::Errno;
 
-/// Waiters of epoll sets are below this number.
+/// Ids of epoll sets are below this one.
 const FURTHER_SETS: u16 = 256;
 
-/// The service thread's.
+/// The waiter of the service thread.
 pub const SERVICE: WaiterId = WaiterId(0);
 
-/// The kinds of numbers, each with its range.
+/// The kinds of waiters, each with its range of ids.
 #[derive(Clone, Copy)]
 enum Kind {
-    /// With a ready queue on each link.
+    /// For an epoll set, with a ready queue on each link.
     Queue,
-    /// Of an epoll set too, without one; sleeps on a doorbell. Where there are more sets, several share a number: a
-    /// ring wakes all of them, and each looks.
+    /// For an epoll set, without a ready queue; sleeps on a doorbell. If there are more sets than ids, several sets
+    /// share an id: a press wakes all of them, and each checks its sockets.
     Set,
-    /// Of a thread in poll or select.
+    /// For a thread in poll or select.
     Polling,
-    /// Sleeps on a futex.
+    /// For a thread in one blocking call; sleeps on a futex.
     Thread,
 }
 
 impl Kind {
     const fn range(self) -> (u16, u16) {
         match self {
-            // Number 0 is the service thread's.
+            // Id 0 is the service thread's.
             Self::Queue => (1, READY_QUEUES as u16),
             Self::Set => (READY_QUEUES as u16, FURTHER_SETS),
             Self::Polling => (FURTHER_SETS, POLLING),
@@ -63,7 +71,7 @@ impl Kind {
 
 const KINDS: [Kind; 4] = [Kind::Queue, Kind::Set, Kind::Polling, Kind::Thread];
 
-/// The numbers of one kind that are not in use.
+/// The ids of one kind that are not in use.
 struct Numbers {
     next: u16,
     free: Vec<u16>,
@@ -78,25 +86,25 @@ impl Numbers {
     }
 }
 
-/// See the module.
+/// The waiters of an instance.
 pub struct Waiters {
     page: FlagPage,
     page_fd: PrivateFd,
     numbers: [Lock<Numbers>; 4],
-    /// Times that an epoll set has got a number that another has too; wraps.
+    /// How many times an epoll set got an id that other sets have too; wraps.
     shared: AtomicU16,
-    /// By number: what the waiter polls, and our own eventfd. Once made they are kept for as long as the
-    /// instance lives.
+    /// By waiter id: the fd that the waiter polls, and its eventfd; -1 before they are made. They are never closed
+    /// while the instance lives.
     polled: Box<[AtomicI32]>,
     events: Box<[AtomicI32]>,
-    /// What the threads of polling waiters poll in the kernel.
+    /// Which sockets the threads of polling waiters poll in the kernel.
     pub onlookers: Onlookers,
-    /// Whether doorbells work on this kernel, once known: 1 no, 2 yes.
+    /// Whether this kernel reports each press of a button: 0 not known yet, 1 no, 2 yes.
     doorbells: AtomicU8,
 }
 
 impl Waiters {
-    /// Makes the page of flags, and what wakes the service thread.
+    /// Makes the page of flags, and the eventfd that wakes the service thread. Fails with the kernel's errno.
     pub fn new() -> Result<Self, Errno> {
         let (page_fd, page) = rdmasock_core::os::memfd::create_read_only_for_peers("rdmasock-waiters", FLAGS_BYTES)?;
         let none = || (0..POLLING).map(|_| AtomicI32::new(-1)).collect();
@@ -116,24 +124,24 @@ impl Waiters {
         Ok(this)
     }
 
-    /// The memfd of the flags, to be given to peers.
+    /// Returns the memfd of the flags, which is sent to peers.
     pub fn flags_fd(&self) -> BorrowedFd<'_> {
         self.page_fd.as_fd()
     }
 
-    /// In a fork child, which does not have the parent's page: a call that was asleep when the fork interrupted it
-    /// sleeps on no more, and lowers a flag that nobody sees.
+    /// Replaces the page of flags in a fork child, which does not have the parent's. A call that the fork has
+    /// interrupted in its sleep sleeps no more, and lowers a flag that no peer sees.
     pub fn after_fork(&self) {
         self.page.after_fork();
     }
 
-    /// By which the waiter sleeps.
+    /// Returns the sleep flag of a waiter; `None` if there is no such waiter.
     pub fn flag(&self, id: WaiterId) -> Option<&SleepFlag> {
         self.page.flag(id)
     }
 
     /// Returns a waiter for an epoll set: with a ready queue, if there is one left; else one without; else one that
-    /// other sets have too. `None` where there are no descriptors even for the first without.
+    /// other sets have too. `None` if the process has no fds left even for the first one without.
     pub fn acquire_for_set(&self) -> Option<WaiterId> {
         let own = self.take(Kind::Queue).or_else(|| self.take(Kind::Set));
         own.or_else(|| {
@@ -144,12 +152,12 @@ impl Waiters {
         })
     }
 
-    /// A waiter for a thread that is about to poll.
+    /// Returns a waiter for a thread that is about to poll; `None` if all are in use, or the process has no fds left.
     pub fn acquire_polling(&self) -> Option<WaiterId> {
         self.take(Kind::Polling)
     }
 
-    /// A waiter for a thread that is about to sleep in one call.
+    /// Returns a waiter for a thread that is about to sleep in one call; `None` if all are in use.
     pub fn acquire(&self) -> Option<WaiterId> {
         self.take(Kind::Thread)
     }
@@ -174,7 +182,7 @@ impl Waiters {
         Some(id)
     }
 
-    /// Gives a waiter back. A late ring makes its next owner look once in vain.
+    /// Gives a waiter back. A late wake-up makes its next owner check once in vain.
     pub fn release(&self, id: WaiterId) {
         let kind = KINDS
             .into_iter()
@@ -186,7 +194,7 @@ impl Waiters {
         }
     }
 
-    /// Makes what a polling waiter sleeps on, if it was not made for an earlier owner of the number.
+    /// Makes the epoll set and the eventfd of a polling waiter, unless an earlier owner of the id has left them.
     fn equip(&self, id: WaiterId) -> Result<(), Errno> {
         if self.doorbell(id).is_some() {
             return Ok(());
@@ -199,12 +207,14 @@ impl Waiters {
         Ok(())
     }
 
-    /// What a waiter that polls is to poll for input, edge-triggered or followed by [`Self::quiet`].
+    /// Returns the fd that a polling waiter polls for input, edge-triggered or followed by [`Self::quiet`]. `None` if
+    /// it was never made.
     pub fn doorbell(&self, id: WaiterId) -> Option<BorrowedFd<'static>> {
         kept(&self.polled, id)
     }
 
-    /// Hangs up a doorbell of the waiter's, for a peer that is to have the button. EOPNOTSUPP where it would not work.
+    /// Makes a doorbell, adds it to the epoll set that the waiter polls, and returns it with the button for a peer.
+    /// Fails with EOPNOTSUPP if this kernel does not report each press.
     pub fn add_doorbell(&self, id: WaiterId) -> Result<(Doorbell, Button), Errno> {
         let set = kept(&self.polled, id).filter(|_| id != SERVICE);
         let set = set.ok_or(Errno::INVAL)?;
@@ -227,7 +237,7 @@ impl Waiters {
         }
     }
 
-    /// After a level-triggered poll of [`Self::doorbell`]: the rings so far are not reported again.
+    /// Makes the kernel forget the presses so far, after a level-triggered poll of [`Self::doorbell`].
     pub fn quiet(&self, id: WaiterId) {
         let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
         let mut reported = [kernel::Event {
@@ -239,38 +249,39 @@ impl Waiters {
         {}
     }
 
-    /// Wakes whoever sleeps, or will next sleep, as this waiter.
+    /// Wakes the threads that sleep as this waiter, or else the next one to do so.
     pub fn ring(&self, id: WaiterId) {
         if !id.is_polling() {
             self.page.ring(id);
         } else if let Some(event) = kept(&self.events, id) {
-            // It is never full: nobody else writes to it, and it holds 2^64 - 2 rings.
+            // The write never blocks: only this process writes to the eventfd, which holds 2^64 - 2 wake-ups.
             let _ = rustix::io::write(event, &1u64.to_ne_bytes());
         }
     }
 
-    /// [`Self::ring`], if somebody sleeps.
+    /// Calls [`Self::ring`] if the waiter's flag says that a thread sleeps.
     pub fn ring_if_sleeping(&self, id: WaiterId) {
         if self.flag(id).is_some_and(SleepFlag::is_sleeping) {
             self.ring(id);
         }
     }
 
-    /// The caller looks at what could be a reason not to sleep once more after this, and then sleeps.
+    /// Raises the waiter's sleep flag. The caller then checks once more for reasons not to sleep, and sleeps if there
+    /// are none.
     pub fn enter_sleep(&self, id: WaiterId) {
         if let Some(flag) = self.flag(id) {
             flag.begin();
         }
     }
 
-    /// The caller is awake.
+    /// Lowers the waiter's sleep flag: the caller is awake.
     pub fn leave_sleep(&self, id: WaiterId) {
         if let Some(flag) = self.flag(id) {
             flag.end();
         }
     }
 
-    /// What the waiter's futex holds, to be read before [`Self::enter_sleep`], and where it is.
+    /// Returns the address of the waiter's futex, and its value, which is to be read before [`Self::enter_sleep`].
     pub fn futex(&self, id: WaiterId) -> Option<(*const u32, u32)> {
         Some((self.page.futex(id)?, self.page.ticket(id)))
     }
@@ -280,7 +291,7 @@ fn event() -> Result<PrivateFd, Errno> {
     PrivateFd::open(|| rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK))
 }
 
-/// Has whoever polls `set` see each press of the button.
+/// Adds `bell`, a doorbell or an eventfd, to the epoll set `set`, which then reports each press once.
 pub fn hang(set: BorrowedFd<'_>, bell: BorrowedFd<'_>) -> Result<(), Errno> {
     let flags = kernel::EventFlags::IN | kernel::EventFlags::ET;
     kernel::add(set, bell, kernel::EventData::new_u64(0), flags)
@@ -294,7 +305,7 @@ fn keep(all: &[AtomicI32], id: WaiterId, fd: i32) {
 
 fn kept(all: &[AtomicI32], id: WaiterId) -> Option<BorrowedFd<'static>> {
     let fd = all.get(usize::from(id.0))?.load(Acquire);
-    // SAFETY: what is entered is never closed while the instance lives.
+    // SAFETY: `keep` stores only fds that are released into the instance, and no code closes them while it lives.
     (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) })
 }
 
@@ -360,7 +371,7 @@ mod tests {
             .map(|_| waiters.acquire_for_set().unwrap().0)
             .collect();
         assert!(further.iter().copied().eq(READY_QUEUES as u16..FURTHER_SETS));
-        // Then they are shared, one after the other.
+        // Further sets share these ids in turn.
         let shared: Vec<_> = further.iter().map(|_| waiters.acquire_for_set().unwrap().0).collect();
         assert_eq!(shared, further);
         assert_eq!(waiters.acquire_polling(), Some(WaiterId(FURTHER_SETS)));

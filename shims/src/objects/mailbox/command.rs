@@ -1,4 +1,4 @@
-//! The commands, and what they name.
+//! The commands for the service thread, and how they name a connection.
 
 use rdmasock_core::ids::InstanceId;
 use rdmasock_core::stream::connection::Task;
@@ -8,57 +8,59 @@ use rustix::io::Errno;
 use crate::config::verbs::{Dialled, Pair};
 use crate::sys::remains::Remains;
 
-/// A connection as it was when something was asked for it.
+/// Names a connection as it was when the command was made. The object may have become another connection by the time
+/// the service thread reads it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Ref {
-    /// Its object.
+    /// The slot of its object.
     pub slot: u32,
-    /// Which of the connections that the object has been.
+    /// The generation of the object, which changes with each connection that it becomes.
     pub generation: u64,
 }
 
-/// What calls of the program leave to the service thread. A link is named by its slot, a listener by its number.
+/// A request of a call to the service thread. A link is named by its slot or serial.
 pub enum Command {
-    /// The connection has reached the threshold (connector).
+    /// Ask the peer for a promotion: the connection has reached the threshold (connector).
     Promote(Ref),
-    /// What the connection itself leaves to be done.
+    /// Do a task that the connection itself asks for.
     Do(Ref, Task),
-    /// An ASK waited for the program's first use of the connection, or for its close.
+    /// Answer the ASK that waited for the program's first use of the connection, or for its close.
     Used(Ref),
-    /// One of several processes that accept on a name holds the connection.
+    /// Record this instance as the holder of the connection: several processes accept on its listener's name.
     Hold(Ref),
-    /// The handshake needs a link.
+    /// Find or make a link to the instance, by the peer's offer if there is one: a handshake needs it.
     NeedLink(Ref, InstanceId, Option<LinkOffer>),
-    /// The thread that connects to another host has come to an end.
+    /// The thread that connects to another host's instance has ended with this result.
     Dialled(InstanceId, Result<Dialled, Errno>),
-    /// Direct transfers are wanted on the link.
+    /// Make a bulk queue pair: a call wants direct transfers on the link.
     WantBulk(u32),
-    /// The thread that connects beside the link, by its serial, has come to an end.
+    /// The thread that connects a bulk queue pair, for the link with this serial, has ended with this result.
     BulkDialled(u64, Result<Pair, Errno>),
-    /// The link's side channel is full.
+    /// Send the queued messages when the link's side channel has room again.
     AwaitRoom(u32),
-    /// The link's peer does not read what it is told.
+    /// Break the link off: its peer does not read its messages.
     Overfull(u32),
-    /// The peer broke the protocol in the memory of the socket's stream.
+    /// Take the link of the socket's stream down: the peer broke the protocol in the stream's memory.
     Violation(Ref),
-    /// Nothing pins a link any more that is down.
+    /// Free the links that are down and have lost their last pin.
     FreeLinks,
-    /// Looks for the sake of the link's peer find nothing.
+    /// Check whether bytes move on the link: the checks that its peer caused found almost nothing.
     Vain(u32),
-    /// A listener has accepted its first connection in this process, or there is one more.
+    /// Answer on the names of all listeners: one has accepted its first connection in this process.
     Listen,
-    /// A connection that was closed in the middle of a promotion.
+    /// Keep the anchor of a connection that was closed in the middle of a promotion, until the peer's marker or end has
+    /// come.
     Linger(Remains),
-    /// A ring has grown: shrink it when it is idle.
+    /// Shrink rings when they are idle, and read the memory limits again: a ring has grown, or was refused memory.
     Grown,
-    /// A sender finds no room.
+    /// Ask for a larger ring if the reader stands still: a sender finds no room.
     Blocked(Ref),
-    /// A sender finds no room, and does not wait for ever (`TCP_USER_TIMEOUT`).
+    /// Watch how long the reader takes nothing: a sender finds no room, and `TCP_USER_TIMEOUT` bounds its wait.
     Standing(Ref),
-    /// The anchor's number stands for something else, it seems.
+    /// Check the fd of the anchor, which seems to stand for another file.
     Lost(Ref),
-    /// A sender holds something back of which the peer is to be told in a while.
+    /// Send the held-back wake-ups after a delay.
     DelayedWakes,
-    /// Links to other hosts are to be maintained in a while.
+    /// Maintain the links to other hosts after a delay.
     Maintain,
 }

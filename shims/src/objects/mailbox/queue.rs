@@ -1,5 +1,6 @@
-//! What calls leave to the service thread, in order. Whoever adds never waits and takes no lock: it may be a signal
-//! handler that has interrupted another who adds. Only the service thread takes, and takes all.
+//! The commands that calls leave to the service thread, in order. [`Queue::push`] never waits and takes no lock, since
+//! it may run in a signal handler that has interrupted another `push`. The service thread alone takes commands out,
+//! always all of them.
 
 use std::collections::VecDeque;
 use std::sync::atomic::AtomicPtr;
@@ -13,11 +14,11 @@ struct Node {
     before: *mut Node,
 }
 
-/// See the module. Who adds looks next whether the thread sleeps, and the thread, about to sleep, whether something was
-/// added.
+/// A queue of commands. The caller of [`Self::push`] checks next whether the thread sleeps. The thread, about to sleep,
+/// checks whether a command was added. [`Published`] makes one of them see the other.
 #[derive(Default)]
 pub struct Queue {
-    /// What was added last.
+    /// The node that was added last; null if the queue is empty.
     last: Published<AtomicPtr<Node>>,
 }
 
@@ -27,7 +28,7 @@ impl Queue {
         let node = Box::into_raw(Box::new(Node { command, before }));
         while let Err(now) = self.last.exchange(before, node) {
             before = now;
-            // SAFETY: nobody else has the node yet.
+            // SAFETY: the exchange has failed, so the node is not in the queue, and this call alone has it.
             unsafe { (*node).before = before };
         }
     }
@@ -36,12 +37,13 @@ impl Queue {
         self.last.look().is_null()
     }
 
-    /// Puts all that was added behind what is in `to`, the oldest first.
+    /// Moves all commands to the end of `to`, the oldest first.
     pub fn take_all(&self, to: &mut VecDeque<Command>) {
         let begin = to.len();
         let mut next = self.last.take();
         while !next.is_null() {
-            // SAFETY: by `push`; the swap has taken the whole chain from whoever else might take it.
+            // SAFETY: `push` has made each node by `Box::into_raw`. `take` has removed the whole chain from the queue,
+            // so no other call frees it.
             let node = unsafe { *Box::from_raw(next) };
             next = node.before;
             to.insert(begin, node.command);

@@ -1,4 +1,4 @@
-//! What a connection runs on, and what it has carried: `rdmasock_info`.
+//! `rdmasock_info`: reports what a connection runs on, and how many bytes it has carried.
 
 use std::ffi::{c_char, c_int};
 use std::fmt::Write;
@@ -18,38 +18,38 @@ use crate::sys::errno;
 use crate::sys::iov::is_plausible;
 use crate::sys::kept_on_tcp;
 
-/// `RDMASOCK_WAYS`: TCP, shared memory, RDMA.
+/// `RDMASOCK_WAYS`: the number of ways (TCP, shared memory, RDMA).
 const WAYS: usize = 3;
 
 /// `struct rdmasock_info`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct Info {
-    /// Bytes: of the caller's, then of what was filled.
+    /// Size in bytes: set by the caller to the size of its struct, by the library to the bytes that it has filled.
     pub size: u32,
-    /// What is sent runs on this way.
+    /// The way of the sending direction.
     pub sends_by: u32,
-    /// What is received runs on this way.
+    /// The way of the receiving direction.
     pub receives_by: u32,
     /// The code of the [`Reason`] for which a direction is on TCP.
     pub why: u32,
-    /// Likewise, as the peer gave it.
+    /// The code of the [`Reason`] that the peer gave.
     pub peer_why: u32,
-    /// 0.
+    /// Always 0.
     pub reserved: u32,
-    /// Bytes by way.
+    /// Bytes sent, by way.
     pub sent: [u64; WAYS],
-    /// Bytes by way.
+    /// Bytes received, by way.
     pub received: [u64; WAYS],
-    /// Bytes past the rings.
+    /// Bytes sent past the rings.
     pub sent_directly: u64,
-    /// Bytes past the rings.
+    /// Bytes received past the rings.
     pub received_directly: u64,
-    /// The reason in words, ended by a zero byte.
+    /// The text of the reason, ended by a zero byte.
     pub why_text: [c_char; 128],
 }
 
-/// The size of the first version of it: no program has less.
+/// The size of the struct's first version: no program passes a smaller one.
 const FIRST: usize = size_of::<Info>();
 const _: () = assert!(FIRST == 216);
 
@@ -58,7 +58,7 @@ pub unsafe extern "C" fn info(fd: c_int, info: *mut Info) -> c_int {
     if !is_plausible(info) {
         return errno::fail(libc::EFAULT);
     }
-    // SAFETY: the program's own, which begins with its size.
+    // SAFETY: the program passes a pointer to its struct, which begins with `size`. The read needs no alignment.
     let size = unsafe { (&raw const (*info).size).read_unaligned() } as usize;
     if size < FIRST {
         return errno::fail(libc::EINVAL);
@@ -66,7 +66,7 @@ pub unsafe extern "C" fn info(fd: c_int, info: *mut Info) -> c_int {
     let before = errno::get();
     match within(|| of(fd)) {
         Ok(known) => {
-            // SAFETY: the program's struct has `size` bytes.
+            // SAFETY: the program says that its struct has `size` bytes, which is at least `FIRST`, the size of `Info`.
             unsafe {
                 info.cast::<u8>().write_bytes(0, size);
                 info.write_unaligned(known);
@@ -96,11 +96,11 @@ fn of(fd: c_int) -> Result<Info, c_int> {
 }
 
 fn is_connected(fd: c_int) -> Result<(), c_int> {
-    // SAFETY: the program's number, in the middle of its call, and not -1: it is a TCP socket.
+    // SAFETY: `is_tcp` has found `fd` to be a TCP socket, so it is not -1. The program keeps it open during its call.
     let peer = rustix::net::getpeername(unsafe { BorrowedFd::borrow_raw(fd) });
     match peer {
         Ok(_) => Ok(()),
-        // The peer has gone: it was connected.
+        // The connection has failed, so it was connected before.
         Err(error) if error != rustix::io::Errno::NOTCONN => Err(error.raw_os_error()),
         Err(_) => Err(libc::ENOTCONN),
     }
@@ -147,7 +147,7 @@ fn of_socket(socket: &'static Socket, fd: c_int) -> Result<Info, c_int> {
     Ok(told(info, why(socket, counts)))
 }
 
-/// The number of a way is the code of its path.
+/// Returns the way of a direction in this mode, which is the code of its [`Path`].
 fn way_of(socket: &Socket, mode: Mode) -> u32 {
     let path = match mode {
         Mode::Link => socket.link().map_or(Path::Tcp, Link::path),
@@ -191,13 +191,13 @@ fn told(mut info: Info, why: Why) -> Info {
             room: &mut info.why_text,
             at: 0,
         };
-        // What does not fit is cut.
+        // Text beyond the end of the field is cut.
         let _ = write!(text, "{why}");
     }
     info
 }
 
-/// Text of C's: the last byte stays zero.
+/// Writes text into a C string: the last byte stays zero.
 struct Text<'a> {
     room: &'a mut [c_char],
     at: usize,

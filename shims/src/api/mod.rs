@@ -1,7 +1,7 @@
-//! What a program asks of the library itself (`include/rdmasock.h`): one function each, of C's ABI. What they have in
-//! common is here: whose a number is.
+//! The functions of `include/rdmasock.h`, by which a program asks the library itself. Each is one function with the C
+//! ABI. This file has the check that they share: whether an fd is a TCP socket of the program.
 //!
-//! As in [`hooks`](crate::hooks), what blocks or has a destructor lies in functions of Rust's own ABI below these.
+//! As in [`hooks`](crate::hooks), code that blocks or has destructors lies below these, in functions of Rust's own ABI.
 
 #![allow(
     clippy::missing_safety_doc,
@@ -18,12 +18,12 @@ use std::os::fd::BorrowedFd;
 use crate::startup::lifecycle;
 use crate::sys::sockopt;
 
-/// Whether `fd` is a TCP socket of the program's; `Err` is what a call on it fails with otherwise.
+/// Returns `Ok` if `fd` is a TCP socket of the program. `Err` is the errno with which a call on another fd fails.
 fn is_tcp(fd: c_int) -> Result<(), c_int> {
     if fd < 0 || lifecycle::is_hidden(fd) {
         return Err(libc::EBADF);
     }
-    // SAFETY: not -1, and only asked about.
+    // SAFETY: `fd` is not -1, and the calls below only query it, whether it is open or not.
     let number = unsafe { BorrowedFd::borrow_raw(fd) };
     if rustix::io::fcntl_getfd(number).is_err() {
         Err(libc::EBADF)

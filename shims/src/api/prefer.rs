@@ -1,4 +1,4 @@
-//! A program says on what a connection is to run: `rdmasock_prefer`.
+//! `rdmasock_prefer`: a program says what a connection is to run on.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::Relaxed;
@@ -43,7 +43,7 @@ fn on(fd: c_int, way: c_int) -> Result<(), c_int> {
     };
     let entry = match closing::connection(fd) {
         Some(socket) => Entry::Socket(socket),
-        // What is asked for is kept with the connection that the socket will be.
+        // The socket gets its object now, which keeps the preference for its connection.
         None => lifecycle::on_epoll_add(fd),
     };
     match entry {
@@ -59,26 +59,26 @@ fn on(fd: c_int, way: c_int) -> Result<(), c_int> {
         Entry::Epoll(_) => Err(libc::ENOTSOCK),
         Entry::Fresh { .. } | Entry::None => {
             is_tcp(fd)?;
-            // Its calls are the kernel's alone.
+            // The library does not serve this socket: all its calls go to the kernel.
             if stays { Ok(()) } else { Err(libc::EOPNOTSUPP) }
         }
     }
 }
 
-/// For good.
+/// Keeps the connection on TCP for good, and takes it back there.
 fn stay(socket: &'static Socket) {
     reclaim(socket);
     if matches!(socket.promotion.stage(), Stage::Pinned | Stage::Plain) {
         return;
     }
-    // An attempt that has not begun finds this when it does.
+    // An attempt that has not begun finds this reason when it begins.
     tx::take_back(socket, Reason::Asked);
     if !socket.may_be_on_link() {
         threshold::stay(socket, Reason::Asked.into());
     }
 }
 
-/// Without waiting for the threshold.
+/// Asks for a link without waiting for the threshold. `Err(EOPNOTSUPP)`: the connection stays on TCP for good.
 fn hurry(socket: &'static Socket) -> Result<(), c_int> {
     match socket.promotion.stage() {
         Stage::Busy => return Ok(()),
@@ -86,19 +86,19 @@ fn hurry(socket: &'static Socket) -> Result<(), c_int> {
         Stage::New | Stage::Watching => {}
     }
     if socket.promotion.role() == Role::Acceptor {
-        // Who has connected asks; this end is to be there to answer.
+        // The connector asks for the promotion; this end prepares to answer.
         threshold::worth_it(socket);
         return Ok(());
     }
     socket.promotion.progress.hurry();
-    // One that is not connected yet asks with its first bytes.
+    // A socket that is not connected yet asks with its first bytes.
     if socket.promotion.stage() == Stage::Watching && tuple_of(socket).is_some() {
         threshold::worth_it(socket);
     }
     Ok(())
 }
 
-/// What is accepted from now on stays on TCP, or not: there is nothing to be hurried, for who has connected asks.
+/// Sets whether connections accepted from now on stay on TCP. This end cannot ask for links, since the connector does.
 fn of_accepted(listener: &Listener, stays: bool) {
     listener.keeps_on_tcp.store(stays, Relaxed);
 }

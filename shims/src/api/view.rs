@@ -1,4 +1,4 @@
-//! Receiving without a copy: `rdmasock_view` and `rdmasock_release`.
+//! `rdmasock_view` and `rdmasock_release`: receiving without a copy.
 
 use std::ffi::{c_int, c_void};
 
@@ -17,7 +17,7 @@ pub unsafe extern "C" fn view(fd: c_int, pieces: *mut iovec, count: *mut c_int, 
     if !is_plausible(pieces) || !is_plausible(count) {
         return errno::fail(libc::EFAULT);
     }
-    // SAFETY: the program's own.
+    // SAFETY: the program passes a pointer to its `int`. The read needs no alignment.
     let most = unsafe { count.read_unaligned() };
     if most < 1 || flags & !libc::MSG_DONTWAIT != 0 {
         return errno::fail(libc::EINVAL);
@@ -28,7 +28,7 @@ pub unsafe extern "C" fn view(fd: c_int, pieces: *mut iovec, count: *mut c_int, 
             let used = found.iter().take(most as usize).filter(|(_, len)| *len > 0);
             let mut filled = 0;
             for (at, len) in used {
-                // SAFETY: the program's array has as many entries as it has said.
+                // SAFETY: the program says that its array has `most` entries, and `filled` is less.
                 unsafe {
                     pieces.add(filled).write_unaligned(iovec {
                         iov_base: at.cast::<c_void>(),
@@ -37,7 +37,7 @@ pub unsafe extern "C" fn view(fd: c_int, pieces: *mut iovec, count: *mut c_int, 
                 }
                 filled += 1;
             }
-            // SAFETY: as above.
+            // SAFETY: the program passes a pointer to its `int`. The write needs no alignment.
             unsafe { count.write_unaligned(filled as c_int) };
             errno::set(before);
             n as ssize_t
@@ -46,7 +46,7 @@ pub unsafe extern "C" fn view(fd: c_int, pieces: *mut iovec, count: *mut c_int, 
     }
 }
 
-// Not inlined: the forced unwind of pthread_cancel runs destructors below (see `hooks`).
+// Not inlined: the forced unwind of pthread_cancel runs destructors in the functions below (see `hooks`).
 #[inline(never)]
 fn look(fd: c_int, most: usize, flags: c_int) -> Result<(rx::Pieces, usize), c_int> {
     match within(|| closing::connection(fd)) {
@@ -55,7 +55,7 @@ fn look(fd: c_int, most: usize, flags: c_int) -> Result<(rx::Pieces, usize), c_i
     }
 }
 
-/// Of what no connection is.
+/// Returns the errno for an fd that stands for no connection.
 fn why_not(fd: c_int) -> c_int {
     match table::lookup(fd) {
         Entry::Listener(_) | Entry::Fresh { .. } => libc::ENOTCONN,

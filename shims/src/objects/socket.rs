@@ -1,8 +1,8 @@
-//! One TCP socket that the library knows: what its two directions run on, and who waits for it.
+//! A TCP socket that the library knows: what its two directions run on, and which threads and epoll sets wait for it.
 //!
-//! Objects are type-stable (see `table`). Lock order, outermost first: an epoll set's lock, then
-//! `control`, `interest`, `rx`, `tx`. Nobody blocks under any of them, and nobody takes an epoll
-//! set's lock while holding one of a socket's.
+//! Objects are type-stable (see `table`). Lock order, outermost first: an epoll set's lock, then `control`, `interest`,
+//! `rx`, `tx`. No thread blocks under any of these locks, or takes an epoll set's lock while it holds a lock of a
+//! socket.
 
 mod attempts;
 pub(crate) mod blocking;
@@ -51,154 +51,154 @@ pub use promotion::Stage;
 
 pub use rdmasock_core::stream::mode::{Mode, Receiving, Sending};
 
-/// The connection that a socket is, as core has it.
+/// The sending direction's state in core's connection, with [`TxOwn`] of this process.
 pub type Tx = connection::TxOf<Socket>;
-/// See [`Tx`].
+/// The receiving direction's state in core's connection, with [`RxOwn`] of this process.
 pub type Rx = connection::RxOf<Socket>;
-/// See [`Tx`].
+/// The state of core's connection for both directions, with [`ControlOwn`] of this process.
 pub type Control = connection::ControlOf<Socket>;
 
-/// Who is to be told that this end has ended its direction.
+/// The waiter of the peer that is woken once the kernel has ended this end's sending direction.
 pub type Farewell = connection::Farewell<&'static Link>;
 
-/// What the process keeps with the sending direction.
+/// State of this process for the sending direction.
 #[derive(Default)]
 pub struct TxOwn {
-    /// The [tick](crate::sys::time::tick) at which something was last put on the link.
+    /// The [tick](crate::sys::time::tick) of the last bytes put on the link.
     pub last: u64,
-    /// Whom the peer is to tell of space, as an attention word: the epoll sets' part.
+    /// The wake-up word for space, without sleeping threads: names the waiter of the epoll sets that the peer notifies.
     pub bits: u32,
-    /// TCP_CORK as the kernel has it.
+    /// The kernel's value of TCP_CORK.
     pub kernel_corked: bool,
-    /// The service thread watches whether the reader stands still (`tx::report_blocked`).
+    /// The service thread checks whether the reader stands still (`tx::report_blocked`).
     pub blocked: bool,
-    /// The service thread watches for how long the reader takes nothing (`service::standstill`).
+    /// The service thread measures for how long the reader takes nothing (`service::standstill`).
     pub timed: bool,
-    /// Calls that have waited for room, and are not back.
+    /// Number of calls that have waited for room and have not returned.
     pub waiting: u32,
-    /// When a number was last seen to stand for the socket (`identity`).
+    /// When an fd was last seen to stand for the socket (`identity`).
     pub seen: Seen,
     /// Whether direct transfers pay.
     pub direct: direct::Sends,
 }
 
-/// What the process keeps with the receiving direction.
+/// State of this process for the receiving direction.
 #[derive(Default)]
 pub struct RxOwn {
-    /// Bytes read when the ring was last looked at for shrinking.
+    /// Bytes read, by the reader's position, when the ring was last checked for shrinking.
     pub seen_at: u64,
-    /// Whom the peer is to tell of data, as an attention word: the epoll sets' part.
+    /// The wake-up word for data, without sleeping threads: names the waiter of the epoll sets that the peer notifies.
     pub bits: u32,
     /// Whether the reader keeps up.
     pub pace: Pace,
-    /// Calls that have waited for data, and are not back.
+    /// Number of calls that have waited for data and have not returned.
     pub waiting: u32,
-    /// When a number was last seen to stand for the socket (`identity`).
+    /// When an fd was last seen to stand for the socket (`identity`).
     pub seen: Seen,
-    /// The [tick](crate::sys::time::tick) at which something was last taken from the link.
+    /// The [tick](crate::sys::time::tick) of the last bytes taken from the link.
     pub last: u64,
-    /// Whether direct transfers pay, and whether one is awaited.
+    /// Whether direct transfers pay, and whether a call waits for one.
     pub direct: direct::Receives,
-    /// The program has looked at bytes where they lie in a ring.
+    /// The bytes in a ring that the program has been shown.
     pub view: Option<View>,
 }
 
-/// What the program looks at in a ring (`rx::view`).
+/// Bytes in a ring that the program reads in place (`rx::view`).
 pub struct View {
-    /// The ring stays what it is.
+    /// Keeps the ring mapped and out of other streams.
     pub _held: Held,
-    /// The [stream](rdmasock_core::fabric::ring::Consumer::stream) whose ring it is.
+    /// The [stream](rdmasock_core::fabric::ring::Consumer::stream) of the ring.
     pub stream: usize,
-    /// Its next byte, as far as its own calls know: a receive may have read more.
+    /// The view's next byte, after its own releases; a receive may have read further.
     pub at: u64,
-    /// The byte behind its last.
+    /// The byte behind the view's last.
     pub end: u64,
 }
 
-/// What the process keeps with both.
+/// State of this process for both directions.
 #[derive(Default)]
 pub struct ControlOwn {
-    /// fd numbers of this process that stand for the socket.
+    /// The fds of this process that stand for the socket.
     pub fds: SmallVec<[c_int; 4]>,
 }
 
-/// An epoll set, as connections know it that are in it.
+/// An epoll set, as the connections in it use it.
 pub trait EpollSet: Sync {
-    /// Something may have changed for this item.
+    /// Notes that this item may have changed.
     fn push(&self, item: usize, socket: &'static Socket);
 
-    /// Moves an item from the kernel's set to ours. False if that cannot be done now.
+    /// Moves an item from the kernel's set to the library's. False if that cannot be done now.
     fn take_over(&'static self, item: usize, socket: &'static Socket) -> bool;
 
-    /// Moves an item back into the kernel's set, when its socket is on plain TCP again.
+    /// Moves an item back to the kernel's set, when its socket is on plain TCP again.
     fn hand_back(&'static self, item: usize, socket: &'static Socket);
 
-    /// The socket's last number was closed.
+    /// Removes the item: the socket's last fd was closed.
     fn forget(&self, item: usize, socket: &'static Socket);
 
-    /// Who is told of what is ready in the set.
+    /// Returns the waiter that is woken when something is ready in the set; `None` if it has none.
     fn waiter(&self) -> Option<WaiterId>;
 
-    /// The service thread is told of an item, in place of that (`served`).
+    /// Notes that the peer notifies the service thread of an item, and not the set's waiter (`served`).
     fn be_served(&self);
 }
 
-/// An epoll set that a number of this socket is in.
+/// An epoll set that an fd of this socket is in.
 #[derive(Clone, Copy)]
 pub struct Membership {
     /// The set.
     pub epoll: &'static dyn EpollSet,
-    /// Under which number it was added.
+    /// The fd by which it was added.
     pub fd: c_int,
     /// Its place in the set.
     pub item: usize,
 }
 
 impl Membership {
-    /// Whether it is one of this set.
+    /// Returns whether the item is in this set.
     pub fn is_in<T>(&self, set: &T) -> bool {
         std::ptr::addr_eq(self.epoll, set)
     }
 }
 
-/// Who is to be told when the socket's readiness changes.
+/// The epoll sets and threads to notify when the socket's readiness changes.
 #[derive(Default)]
 pub struct Interest {
-    /// The epoll sets that it is in.
+    /// The epoll sets that the socket is in.
     pub members: SmallVec<[Membership; 2]>,
-    /// Threads that sleep on it (blocking calls, poll, select).
+    /// Threads that sleep for the socket (blocking calls, poll, select).
     pub sleepers: SmallVec<[Sleeping; 2]>,
 }
 
 /// A thread that sleeps, or is about to.
 #[derive(Clone, Copy)]
 pub struct Sleeping {
-    /// Its doorbell.
+    /// The waiter as which it sleeps.
     pub waiter: WaiterId,
-    /// It waits for something to read.
+    /// Waits for data to read.
     pub data: bool,
-    /// It waits for room to write.
+    /// Waits for room to write.
     pub space: bool,
 }
 
-/// What an anchor reports of a connection on which nothing can be sent.
+/// The EPOLL* bits that the kernel reports for a connection on which nothing can be sent.
 const DEAD: u32 = (libc::EPOLLERR | libc::EPOLLHUP) as u32;
 
 /// In `Wakes::anchor`, where EPOLL* has no bits: the kernel may have something in the error queue (recvmsg(2)).
 pub const ERROR_QUEUE: u32 = 1 << 24;
 
-/// Who hears of what is ready, and how that is waited for.
+/// Which threads and epoll sets are notified of readiness, and how waits for it went.
 pub struct Wakes {
     pub interest: Lock<Interest>,
-    /// Where it was put in the epoll set that it was added to last: a guess for `epoll/control.rs`.
+    /// The item's index in the epoll set that the socket was added to last: a guess for `epoll/control.rs`.
     pub last_item: AtomicU32,
-    /// The service thread watches the anchor, and epoll sets have handed the socket to us.
+    /// The service thread watches the anchor, and the kernel's epoll sets have handed the socket to the library.
     pub watched: Published<AtomicBool>,
-    /// What the anchor reported (EPOLL* bits that say end or error), while it is watched; and [`ERROR_QUEUE`].
+    /// The anchor's EPOLL* bits for an end or error, while it is watched; and [`ERROR_QUEUE`].
     pub anchor: AtomicU32,
-    /// The next look for data is to be put off a little.
+    /// The next receive is to wait a moment before it checks for data (`rx/pace.rs`).
     pub rx_rests: AtomicBool,
-    /// How waits for data and for space went lately.
+    /// How often spinning helped in the last waits for data and for space.
     pub rx_spin: Spinner,
     pub tx_spin: Spinner,
 }
@@ -216,23 +216,24 @@ impl Wakes {
         }
     }
 
-    /// Whether the anchor says that nothing can be sent.
+    /// Returns whether the anchor has reported that nothing can be sent.
     #[inline]
     pub fn is_dead(&self) -> bool {
         self.anchor.load(Acquire) & DEAD != 0
     }
 
-    /// It counts as saying so.
+    /// Makes [`Self::is_dead`] return true.
     pub fn set_dead(&self) {
         self.anchor.fetch_or(DEAD, SeqCst);
     }
 
-    /// The epoll sets that the socket is in, as they are now.
+    /// Returns the epoll sets that the socket is in now.
     pub fn members(&self) -> SmallVec<[Membership; 2]> {
         self.interest.lock().map(|i| i.members.clone()).unwrap_or_default()
     }
 
-    /// For a new connection. The caller alone has it. (Who has an interest has let go of the one before.)
+    /// Resets the state for a new connection. The caller alone has the object; sets and threads have already removed
+    /// their interest in the connection before.
     fn reset(&self) {
         self.watched.reset(false);
         self.anchor.store(0, Relaxed);
@@ -240,21 +241,21 @@ impl Wakes {
     }
 }
 
-/// See the module.
+/// The object of one TCP socket.
 #[repr(align(128))]
 pub struct Socket {
-    /// What its two directions run on, and what moves them.
+    /// Core's connection: what its two directions run on, and the steps that move them.
     pub connection: ConnectionOf<Socket>,
-    /// The peer's number for the stream on the link.
+    /// The peer's vQPN of the stream on the link.
     pub peer_vqpn: AtomicU32,
     pub link: AtomicPtr<Link>,
     pub numbers: Numbers,
     pub promotion: Promotion,
     pub wakes: Wakes,
     pub told: Told,
-    /// What the program has set.
+    /// Options that the program has set.
     pub options: Options,
-    /// Whether its calls wait.
+    /// Whether its calls wait, and for how long.
     pub blocking: Blocking,
     /// The library's own keepalive, for a silent anchor.
     pub keepalive: Keepalive,
@@ -263,7 +264,7 @@ pub struct Socket {
 }
 
 impl Ref {
-    /// The connection that `socket` is now.
+    /// Names the connection that `socket` is now.
     pub fn new(socket: &Socket) -> Self {
         Self {
             slot: socket.slot,
@@ -271,7 +272,7 @@ impl Ref {
         }
     }
 
-    /// The socket, if it is still the same connection.
+    /// Returns the socket; `None` if its object has become another connection.
     pub fn get(self) -> Option<&'static Socket> {
         by_slot(self.slot).filter(|socket| socket.generation.load(Acquire) == self.generation)
     }
@@ -283,42 +284,42 @@ impl From<&Socket> for Ref {
     }
 }
 
-/// The sockets that a link knows by their slots.
+/// Finds a link's sockets by their slots.
 impl Link {
-    /// The socket of our stream `vqpn`.
+    /// Returns the socket of this end's stream `vqpn`; `None` if there is no such stream.
     pub fn socket(&self, vqpn: Vqpn) -> Option<&'static Socket> {
         by_slot(self.slot_of(vqpn)?)
     }
 
-    /// All sockets with a stream on this link.
+    /// Returns all sockets with a stream on this link.
     pub fn sockets(&self) -> Vec<&'static Socket> {
         self.slots().filter_map(by_slot).collect()
     }
 }
 
-/// Every object by its slot, for the service thread's look-ups.
+/// Every object by its slot, from which the service thread finds it.
 static ALL: [AtomicPtr<Socket>; MAX_SOCKETS] = [const { AtomicPtr::new(std::ptr::null_mut()) }; MAX_SOCKETS];
-/// More connections than this at once are not accelerated.
+/// The most connections of a process that can leave TCP at the same time.
 const MAX_SOCKETS: usize = 65_536;
 
-/// The object with this slot.
+/// Returns the object with this slot; `None` if it was never made.
 pub fn by_slot(slot: u32) -> Option<&'static Socket> {
     let ptr = ALL.get(slot as usize)?.load(Acquire);
     // SAFETY: null, or an object that is never freed.
     unsafe { ptr.as_ref() }
 }
 
-/// All objects, whether in use or not.
+/// Returns all objects, whether in use or not.
 pub fn all() -> impl Iterator<Item = &'static Socket> {
     (0..SLOTS.load(Acquire)).filter_map(by_slot)
 }
 
-/// Those that stand for a connection of this process, for what concerns all of them (exec, exit).
+/// Returns the objects that stand for a connection of this process, for events that concern all of them (exec, exit).
 pub fn in_use() -> impl Iterator<Item = &'static Socket> {
     all().filter(|socket| socket.numbers.fd.load(Acquire) >= 0)
 }
 
-/// Recycled objects. Who opens or closes a slot of the statistics holds this lock.
+/// Recycled objects. The lock also protects the opening and closing of slots in the statistics.
 static FREE: Lock<Vec<&'static Socket>> = Lock::new(Vec::new());
 static SLOTS: AtomicU32 = AtomicU32::new(0);
 
@@ -332,8 +333,9 @@ impl Deref for Socket {
 }
 
 impl Socket {
-    /// One more object. The caller holds FREE's lock: nobody else hands out slots. Not inlined: a whole object is on
-    /// the stack here, which is not to be so in each call that gets one.
+    /// Makes one more object; `None` if there are [`MAX_SOCKETS`] already. The caller holds the lock of [`FREE`], so no
+    /// other call hands out the same slot. Not inlined: a whole object is on the stack here, which would grow the stack
+    /// of each call that gets one.
     #[cold]
     #[inline(never)]
     fn make() -> Option<&'static Self> {
@@ -365,7 +367,8 @@ impl Socket {
         }
     }
 
-    /// An object for a new connection behind `fd`.
+    /// Returns an object for a new connection with this fd. `None` if there are [`MAX_SOCKETS`] in use, or in a signal
+    /// handler that has interrupted a use of the list.
     pub fn allocate(fd: c_int, nonblocking: bool) -> Option<&'static Socket> {
         let mut free = FREE.lock()?;
         let socket = match free.pop() {
@@ -409,7 +412,7 @@ impl Socket {
         Some(socket)
     }
 
-    /// Gives it a slot in this process's statistics.
+    /// Opens a slot for the socket in this process's statistics, if one is left.
     pub fn open_statistics(&self, page: &'static StatsPage, direction: Direction) {
         let info = StreamInfo {
             fd: self.numbers.fd.load(Relaxed),
@@ -424,8 +427,8 @@ impl Socket {
         self.told.set_stats(stats);
     }
 
-    /// Gives the object and its slot of the statistics back. Nothing may lead to it any more but stale pointers,
-    /// which check.
+    /// Gives the object and its slot of the statistics back. Only stale pointers may still lead to it, which check its
+    /// generation.
     pub fn recycle(&'static self, page: Option<&'static StatsPage>) {
         self.promotion.take_listener();
         self.told.set_stats(None);
@@ -435,57 +438,61 @@ impl Socket {
             if let Some(page) = page {
                 page.close_stream(self.slot);
             }
-            // Without memory for that the object is lost.
+            // Without memory for the list, the object is never used again.
             let _ = free.try_reserve(1).map(|()| free.push(self));
         }
     }
 
-    /// Stale pointers see that it is no longer what they led to. The caller alone has it.
+    /// Changes the generation, so that stale pointers see that the object has become another connection. The caller
+    /// alone has the object.
     fn renew(&self) {
         let next = self.generation.load(Relaxed).wrapping_add(1);
         self.generation.store(next, Release);
-        // What is stored for the new use is not seen before.
+        // The fence keeps later stores, for the new connection, from being seen before the generation.
         fence(Release);
     }
 
-    /// Every object ever made is reachable from the table; this frees the allocator after fork.
+    /// Resets the list of recycled objects, whose lock another thread of the parent may have held. The objects stay in
+    /// `ALL`.
     ///
     /// # Safety
     /// In a fork child only, before any other use.
     pub unsafe fn after_fork() {
-        // SAFETY: only this thread exists. If the vector was being changed its content cannot be
-        // trusted: leak it.
+        // SAFETY: only this thread exists in the child. The vector is leaked and not read, since a thread of the parent
+        // may have been changing it.
         unsafe {
             std::mem::forget(std::mem::take(FREE.get_unlocked()));
             FREE.reset();
         }
     }
 
-    /// The link that a direction runs on or is about to.
+    /// Returns the link that a direction runs on or is about to run on; `None` if there is none.
     #[inline]
     pub fn link(&self) -> Option<&'static Link> {
-        // SAFETY: null, or a link object, which are type-stable.
+        // SAFETY: null, or a link object, which is never freed.
         unsafe { self.link.load(Acquire).as_ref() }
     }
 
-    /// Whether its readiness is for the library to say, not for the kernel's set.
+    /// Returns whether the library, and not the kernel's epoll set, reports the socket's readiness.
     #[inline]
     pub fn is_watched(&self) -> bool {
         self.wakes.watched.load(Acquire)
     }
 
-    /// A promotion is under way or done, or the way back is not at its end.
+    /// Returns whether a promotion is under way or done, or the way back to TCP has not ended.
     pub fn may_be_on_link(&self) -> bool {
         self.promotion.stage() == Stage::Busy || !self.is_plain()
     }
 
-    /// A call enters the kernel's send, which is a section of the thread's until the caller ends it, after
-    /// [`Self::leave_tx`] and what follows from that. False if the direction is no longer plain.
+    /// Counts a call into the kernel's send. True if the direction is on plain TCP: a critical section of the thread is
+    /// then open, which the caller ends after [`Self::leave_tx`] and what follows from its result. False, with no
+    /// section open, if it is not.
     #[inline]
     pub fn enter_tx(&self) -> bool {
         let thread = thread::current();
         thread.begin();
-        // Either the marker writer sees us inside (`is_tx_quiet`) or we see its mode.
+        // Either the writer of a marker sees this call inside (`is_tx_quiet`), or this call sees the mode that it has
+        // set.
         self.tx_inside.enter();
         if self.tx_mode.look() == Mode::Tcp {
             return true;
@@ -495,14 +502,14 @@ impl Socket {
         false
     }
 
-    /// The call is back; true if it was the last and something waits for that: a marker, or the end of a connection
-    /// that the program has closed.
+    /// Counts a call out of the kernel's send. True if it was the last one and something waits for that: a marker, or
+    /// the end of a connection that the program has closed.
     #[inline]
     pub fn leave_tx(&self) -> bool {
         self.tx_inside.leave() && (self.tx_mode.look() == Mode::Marked || self.numbers.is_closed())
     }
 
-    /// As [`Self::enter_tx`], for the kernel's receive.
+    /// Counts a call into the kernel's receive, like [`Self::enter_tx`].
     #[inline]
     pub fn enter_rx(&self) -> bool {
         let thread = thread::current();
@@ -516,22 +523,23 @@ impl Socket {
         false
     }
 
-    /// The call is back; true if a scan began meanwhile.
+    /// Returns whether a scan for markers has begun since the call entered the kernel's receive.
     #[inline]
     pub fn rx_was_marked(&self) -> bool {
         self.rx_mode.look() != Mode::Tcp
     }
 
-    /// Ends what `enter_rx` began. Returns true if this was the last call inside and the caller has to look at TCP: a
-    /// scan has begun meanwhile, or has led to the link, and other threads have left the markers to this call; or the
-    /// program has closed the connection.
+    /// Counts a call out of the kernel's receive. True if it was the last one and the caller has to check TCP. Then a
+    /// scan for markers has begun meanwhile, or has led to the link, and other threads have left the markers to this
+    /// call; or the program has closed the connection.
     #[inline]
     pub fn leave_rx(&self) -> bool {
         self.rx_inside.leave() && (self.rx_was_marked() || self.numbers.is_closed())
     }
 }
 
-/// The connection's addresses and where it is, as both ends see them; `None` if it is not connected.
+/// Returns the connection's addresses, network namespace and device, in the form that is the same at both ends. `None`
+/// if it is not connected.
 pub fn tuple_of(socket: &'static Socket) -> Option<Tuple> {
     let _control = socket.control.lock()?;
     let fd = socket.numbers.anchor_fd()?;

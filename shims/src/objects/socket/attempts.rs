@@ -1,67 +1,66 @@
-//! How often a connection was to be promoted, and when it may be again.
+//! How often promotions of a connection were attempted, and when the next attempt may begin.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
 use crate::sys::time::now_ns;
 
-/// When a connection is tried again for the first time after a failure, ns, and how often that doubles: up to four
-/// minutes.
+/// Pause after the first failure, ns, and how many times later failures double it: up to four minutes.
 const RETRY_AFTER: u64 = 1_000_000_000;
 const RETRY_DOUBLINGS: u32 = 8;
-/// A connection that has gone so long without a failure, ns, since it might be promoted again, is as a new one.
+/// Time without a failure, counted from the end of the last pause, after which the pause starts small again, ns.
 const FORGIVEN_AFTER: u64 = 60_000_000_000;
 
-/// See the module.
+/// The attempts to promote one connection.
 #[derive(Default)]
 pub struct Attempts {
-    /// Not before this instant (monotonic ns), if it is not 0.
+    /// Earliest time of the next attempt, monotonic ns; 0: at any time.
     retry_at: AtomicU64,
-    /// Attempts since it was last promoted.
+    /// Attempts since the connection was last promoted.
     tries: AtomicU32,
-    /// Attempts that came to nothing once they had begun, and links that failed under it, lately.
+    /// Recent attempts that failed after they had begun, and recent failures of links under the connection.
     failures: AtomicU32,
 }
 
 impl Attempts {
-    /// Of a new connection.
+    /// Resets the counts for a new connection.
     pub fn reset(&self) {
         self.retry_at.store(0, Relaxed);
         self.tries.store(0, Relaxed);
         self.failures.store(0, Relaxed);
     }
 
-    /// Whether it is too early for another.
+    /// Returns whether it is too early for another attempt.
     pub fn is_early(&self) -> bool {
         let retry_at = self.retry_at.load(Relaxed);
         retry_at != 0 && now_ns() < retry_at
     }
 
-    /// Not before `pause` ns from now.
+    /// Puts the next attempt off by `pause` ns from now.
     pub fn put_off(&self, pause: u64) {
         self.retry_at.store(now_ns() + pause, Relaxed);
     }
 
-    /// Whether there was none since the last that came to something.
+    /// Returns whether there was no attempt since the connection was made or last promoted.
     pub fn is_first(&self) -> bool {
         self.tries.load(Relaxed) == 0
     }
 
-    /// One more; gives how many there were before.
+    /// Counts one more attempt. Returns the number of attempts before it.
     pub fn count(&self) -> u32 {
         self.tries.fetch_add(1, Relaxed)
     }
 
-    /// The connection is promoted.
+    /// Notes that the connection is promoted.
     pub fn on_promoted(&self) {
         self.tries.store(0, Relaxed);
     }
 
-    /// Whether one has failed lately.
+    /// Returns whether an attempt or link has failed lately.
     pub fn have_failed(&self) -> bool {
         self.failures.load(Relaxed) > 0
     }
 
-    /// One has failed: the next is put off for a while, which doubles each time.
+    /// Counts a failure and puts the next attempt off, for a pause that doubles with each failure.
     pub fn on_failure(&self) {
         let now = now_ns();
         if now.saturating_sub(self.retry_at.load(Relaxed)) > FORGIVEN_AFTER {
@@ -71,7 +70,7 @@ impl Attempts {
         self.retry_at.store(now + (RETRY_AFTER << failures), Relaxed);
     }
 
-    /// For how long the next is put off, ns.
+    /// Returns for how long the next attempt is put off, ns.
     #[cfg(test)]
     pub fn pause(&self) -> u64 {
         self.retry_at.load(Relaxed).saturating_sub(now_ns())

@@ -1,5 +1,5 @@
-//! What is known of whether a socket's calls wait, and for how long: O_NONBLOCK, SO_RCVTIMEO and SO_SNDTIMEO. Not who
-//! asks the kernel (`blocking`).
+//! Whether the calls of a socket wait, and for how long, as far as this process knows: O_NONBLOCK, SO_RCVTIMEO and
+//! SO_SNDTIMEO. The kernel is asked in `notify/blocking.rs`.
 
 use std::ffi::c_int;
 use std::sync::atomic::{
@@ -9,23 +9,23 @@ use std::sync::atomic::{
 
 use rdmasock_core::lock::Lock;
 
-/// What this process knows of them.
+/// O_NONBLOCK and the timeouts of a socket, as far as this process knows.
 pub struct Blocking {
-    /// O_NONBLOCK as last seen.
+    /// O_NONBLOCK as this process last saw it.
     nonblocking: AtomicBool,
     /// A hook has seen the program ask for the socket's readiness: by epoll, poll or select.
     polled: AtomicBool,
-    /// How often the program has set one of the options.
+    /// Number of times that the program has set one of the timeouts.
     pub sets: AtomicU32,
     pub known: Lock<Known>,
 }
 
-/// What the kernel has said.
+/// The timeouts that the kernel has reported.
 #[derive(Default)]
 pub struct Known {
-    /// The epoch of forks and `sets` when the kernel was asked; `None` if it has to be asked.
+    /// The epoch of forks and the value of `sets` when the kernel was asked; `None` if it has to be asked.
     pub at: Option<(u32, u32)>,
-    /// ns, 0 for no bound.
+    /// SO_RCVTIMEO and SO_SNDTIMEO in ns; 0: no timeout.
     pub receive: u64,
     pub send: u64,
 }
@@ -44,31 +44,31 @@ impl Blocking {
         }
     }
 
-    /// For a new socket.
+    /// Resets the values for a new socket.
     pub fn reset(&self, nonblocking: bool) {
         self.set_nonblocking(nonblocking);
         self.polled.store(false, Relaxed);
         self.sets.fetch_add(1, Release);
     }
 
-    /// For the same socket in a fork child.
+    /// Forgets the timeouts of the same socket in a fork child.
     ///
     /// # Safety
-    /// The only thread.
+    /// The caller is the only thread.
     pub unsafe fn after_fork(&self) {
-        // SAFETY: by the contract.
+        // SAFETY: by the contract, no other thread uses the lock.
         unsafe {
             *self.known.get_unlocked() = Known::default();
             self.known.reset();
         }
     }
 
-    /// The program has set O_NONBLOCK.
+    /// Notes that the program has set or cleared O_NONBLOCK.
     pub fn set_nonblocking(&self, on: bool) {
         self.nonblocking.store(on, Relaxed);
     }
 
-    /// O_NONBLOCK as last seen.
+    /// Returns O_NONBLOCK as this process last saw it.
     pub fn is_nonblocking(&self) -> bool {
         self.nonblocking.load(Relaxed)
     }
@@ -81,15 +81,16 @@ impl Blocking {
         }
     }
 
-    /// Whether the socket is non-blocking, and no hook has seen the program ask for its readiness. The program may ask
-    /// by system calls in line (`rustix`), and those report the TCP socket alone.
+    /// Returns whether the socket is non-blocking, and no hook has seen the program ask for its readiness. Such a
+    /// program may ask by inline system calls (`rustix`), which report the readiness of the TCP socket alone.
     pub fn is_polled_unseen(&self) -> bool {
         self.is_nonblocking() && !self.polled.load(Relaxed)
     }
 
-    /// The program has set an option.
+    /// Notes that the program has set a socket option. A timeout is then asked of the kernel again.
     pub fn on_set(&self, level: c_int, name: c_int) {
-        /// For a 64-bit time_t on 32-bit machines (linux/socket.h); every kernel takes them.
+        /// SO_RCVTIMEO_NEW and SO_SNDTIMEO_NEW, for a 64-bit time_t on 32-bit machines (linux/socket.h). Every kernel
+        /// takes them.
         const NEW: [c_int; 2] = [66, 67];
         if level == libc::SOL_SOCKET && (name == libc::SO_RCVTIMEO || name == libc::SO_SNDTIMEO || NEW.contains(&name))
         {

@@ -1,44 +1,44 @@
-//! Whether one direction of a stream between hosts is worth a direct transfer, by how it went lately.
+//! Whether a direction of a stream between hosts is worth a direct transfer, by the results of its last ones.
 //!
-//! A receive that tells the peer of its buffer pays for that whether or not the peer uses it. A send that waits for a
-//! reader with a buffer waits in vain where there is none. Each failure in a row doubles the number of calls that do
-//! not try, unless a reader has told of a buffer meanwhile, or so much time has gone by that a try costs next to
-//! nothing. Pure: times are given.
+//! A receive that advertises its buffer to the peer pays for that even if the peer does not use it. A send that waits
+//! for a reader with a buffer waits in vain if there is none. After the first failure, each further failure in a row
+//! doubles the number of calls that do not try. A try is allowed earlier if a reader has advertised a buffer meanwhile,
+//! or if `LONGEST` has passed, so that tries cost next to nothing. The logic is pure: the caller passes the time.
 //!
-//! From which size on it is worth it at all says `ways.rs`.
+//! The size from which a direct transfer is worth it at all is in `ways.rs`.
 
-/// Reads of so much less than is worth a direct transfer are still those of a bulk transfer.
+/// A read of at least this fraction of the least direct transfer (1/4) still belongs to a bulk transfer.
 const LARGE: usize = 4;
-/// Longest pause after failures, as a power of two of sends; and in time, ns: a try in vain takes some ms.
+/// The longest pause after failures: 2^(`MOST` - 1) calls, or `LONGEST` ns. A try in vain takes some ms.
 const MOST: u8 = 8;
 const LONGEST: u64 = 1_000_000_000;
 
-/// The receiving direction's.
+/// The results of direct transfers in the receiving direction.
 #[derive(Default)]
 pub struct Receives {
-    /// A call waits with a buffer that the peer knows of: what the ring counts next may be in there.
+    /// A call waits with a buffer that the peer knows: the next bytes that the ring counts may lie in that buffer.
     pub is_waiting: bool,
-    /// Bytes that came so.
+    /// Bytes that direct transfers have received.
     pub bytes: u64,
     last_read: usize,
-    /// Of waiting with a buffer.
+    /// Tries to receive with an advertised buffer.
     tries: Tries,
 }
 
 impl Receives {
-    /// So many bytes were read at once.
+    /// Notes that a call has read `bytes` bytes.
     pub fn on_read(&mut self, bytes: usize) {
         self.last_read = bytes;
     }
 
-    /// Whether a call that is about to wait is to tell the peer of its buffer, where so many bytes are worth it. A size
-    /// that the user has fixed holds, whatever has been in vain.
+    /// Returns whether a call that is about to wait is to advertise its buffer to the peer, if `least` bytes are worth
+    /// a direct transfer. With a size that the user has fixed (`is_fixed`), earlier failures do not count.
     pub fn may_try(&mut self, least: usize, is_fixed: bool, now: u64) -> bool {
         let is_bulk = self.last_read >= least / LARGE && !self.is_waiting;
         is_bulk && (is_fixed || self.tries.may_try(false, now))
     }
 
-    /// The wait is over, with so many bytes in the buffer.
+    /// Notes that the wait has ended with `bytes` bytes in the buffer.
     pub fn on_landed(&mut self, bytes: usize, now: u64) {
         self.is_waiting = false;
         self.tries.on_tried(bytes > 0, now);
@@ -48,12 +48,12 @@ impl Receives {
     }
 }
 
-/// Tries, each of which costs time if it is in vain.
+/// The results of tries. A try that fails costs time.
 #[derive(Default)]
 struct Tries {
-    /// In vain, in a row.
+    /// Failures in a row, at most `MOST`.
     misses: u8,
-    /// Sends that are yet to be let pass, and until when at most, monotonic ns.
+    /// Calls that may not try yet, and until when at most, monotonic ns.
     pause: u16,
     until: u64,
 }
@@ -68,46 +68,47 @@ impl Tries {
     fn on_tried(&mut self, has_helped: bool, now: u64) {
         self.until = now + LONGEST;
         self.misses = if has_helped { 0 } else { (self.misses + 1).min(MOST) };
-        // The first failure costs nothing: who is just not there yet comes a moment later.
+        // The first failure causes no pause: a reader that is only late comes a moment later.
         self.pause = if self.misses > 1 { 1 << (self.misses - 1) } else { 0 };
     }
 }
 
-/// The sending direction's.
+/// The results of direct transfers in the sending direction.
 #[derive(Default)]
 pub struct Sends {
-    /// Of finding a reader with a buffer, and of lending memory to the reader's device.
+    /// Tries to find a reader with a buffer, and tries to lend memory to the reader's device.
     to_readers: Tries,
     to_devices: Tries,
-    /// Buffers that readers have told of until the last try.
+    /// Number of buffers that readers had advertised at the last question.
     adverts: u32,
-    /// Bytes that went so.
+    /// Bytes that direct transfers have sent.
     pub bytes: u64,
 }
 
 impl Sends {
-    /// Whether a call with much to send is to wait for a reader with a buffer, when readers have told of so many.
+    /// Returns whether a large send is to wait for a reader with a buffer. `adverts` is the number of buffers that
+    /// readers have advertised so far.
     pub fn may_try(&mut self, adverts: u32, now: u64) -> bool {
         let is_new = std::mem::replace(&mut self.adverts, adverts) != adverts;
         self.to_readers.may_try(is_new, now)
     }
 
-    /// Whether the last one that was waited for came.
+    /// Returns whether the last reader that a send waited for came.
     pub fn goes_well(&self) -> bool {
         self.to_readers.misses == 0
     }
 
-    /// There was one, or not.
+    /// Notes whether a reader with a buffer came.
     pub fn on_tried(&mut self, is_there: bool, now: u64) {
         self.to_readers.on_tried(is_there, now);
     }
 
-    /// Whether a call with much to send is to lend it to the reader's device.
+    /// Returns whether a large send is to lend its memory to the reader's device.
     pub fn may_lend(&mut self, now: u64) -> bool {
         self.to_devices.may_try(false, now)
     }
 
-    /// That has taken most of it in time, or not.
+    /// Notes whether the reader's device has read most of the lent memory in time.
     pub fn on_lent(&mut self, is_most: bool, now: u64) {
         self.to_devices.on_tried(is_most, now);
     }
@@ -145,7 +146,7 @@ mod tests {
         }
         let mut may_try = |adverts| sends.may_try(adverts, 0);
         assert!(may_try(1) && !may_try(1) && may_try(2) && !may_try(2));
-        // A reader that does not wait is another matter.
+        // The pause for readers does not apply to lending.
         assert!(sends.may_lend(0));
         for _ in 0..5 {
             sends.on_lent(false, 0);

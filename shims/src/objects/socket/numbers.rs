@@ -1,4 +1,4 @@
-//! Which numbers stand for a connection, or have stood, and the kernel's socket behind them.
+//! Which fds stand for a connection, or have stood for it, and the kernel's socket behind them.
 
 use std::ffi::c_int;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -11,37 +11,40 @@ use rdmasock_core::sync::Published;
 
 use crate::sys::identity::{Cookie, Seen};
 
-/// What has become of the numbers that stood for a socket.
+/// How the fds that stood for a socket were closed.
 pub mod closed {
-    /// There is one; or the object is not in use.
+    /// An fd is open; or the object is not in use.
     pub const OPEN: u8 = 0;
-    /// The program has closed the last, and calls that began before are not back: until then all is as it was.
+    /// The program has closed the last fd, and calls that began before have not returned. Until then the connection
+    /// stays as it is.
     pub const HELD: u8 = 1;
-    /// The last was closed where no hook saw it, and calls that began before are not back: there is no anchor any more.
+    /// The last fd was closed where no hook saw it, and calls that began before have not returned. There is no anchor
+    /// any more.
     pub const LOST: u8 = 2;
 }
 
-/// See the module.
+/// The fds of one connection.
 pub struct Numbers {
-    /// One of them, -1 when closed. Of a connection that lives on for its last bytes it is a number of ours.
+    /// An fd of the socket, -1 when all are closed. It is a hidden fd of the library's if the connection lives on after
+    /// the program's close, for its last bytes.
     pub fd: AtomicI32,
     /// The kernel's socket behind them.
     pub cookie: Cookie,
-    /// When that was last seen, for calls that take no direction's lock.
+    /// When the kernel's socket was last seen behind an fd, for calls that take no direction's lock.
     pub seen: Seen,
-    /// The number of which the program's close is under way and that stands for a dead socket already, or -1. Until the
-    /// table has forgotten the number it counts as the connection's.
+    /// The fd that the program is closing and that stands for a dead socket already, or -1. It counts as the
+    /// connection's until the table has removed it.
     pub hidden: AtomicI32,
-    /// What has become of them ([`closed`]).
+    /// How the fds were closed ([`closed`]).
     pub closed: Published<AtomicU8>,
-    /// Some were closed by a signal handler that interrupted a use of the object.
+    /// A signal handler closed fds while it had interrupted a use of the object.
     pub orphaned: AtomicBool,
-    /// The program has closed them; the connection lives on until the peer has all of it.
+    /// The program has closed all fds; the connection lives on until the peer has all bytes.
     pub left_behind: AtomicBool,
 }
 
 impl Numbers {
-    /// None yet.
+    /// Returns a record without fds.
     pub fn new() -> Self {
         Self {
             fd: AtomicI32::new(-1),
@@ -54,16 +57,16 @@ impl Numbers {
         }
     }
 
-    /// For a new connection, which `fd` stands for, if it is not negative. The caller alone has it.
+    /// Resets the record for a new connection, which `fd` stands for, if it is not negative. The caller alone has it.
     pub fn reset(&self, fd: c_int) {
         self.closed.reset(closed::OPEN);
         self.hidden.store(-1, Relaxed);
         self.orphaned.store(false, Relaxed);
-        // SAFETY: the program's number, in the middle of the call that has made it.
+        // SAFETY: the fd comes from the program's call that has just made it or that uses it, and is open meanwhile.
         match (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) }) {
             Some(fd) => {
                 self.cookie.record(fd);
-                // That was a look. A connection of a few calls, which is most of a short one, need not ask once more.
+                // `record` has asked the kernel. So a short connection need not ask again in its few calls.
                 self.seen.note(fd.as_raw_fd());
             }
             None => {
@@ -74,25 +77,26 @@ impl Numbers {
         self.fd.store(fd, Release);
     }
 
-    /// The anchor, for a call that does not block. The caller holds one of the socket's locks, so
-    /// that the number cannot be closed and reused meanwhile. `None` also where that has happened unseen.
+    /// Returns the anchor, for a system call that does not block. The caller holds one of the socket's locks, so that
+    /// the fd cannot be closed and reused meanwhile. `None` if no fd is left, or the fd was closed unseen and reused.
     pub fn anchor_fd(&self) -> Option<BorrowedFd<'static>> {
         let fd = self.fd.load(Acquire);
-        // SAFETY: a non-negative number is open as long as the caller's lock keeps close() out; one that was closed
-        // past the hooks is only asked what it stands for.
+        // SAFETY: the caller holds a lock that `close` takes, so the fd stays open. An fd that was closed past the
+        // hooks is only asked for the socket behind it.
         let fd = (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) })?;
         self.cookie.is_behind(fd).then_some(fd)
     }
 
-    /// Whether the number stands for the connection, by the kernel's word.
+    /// Asks the kernel whether `fd` stands for the connection.
     pub fn is_behind(&self, fd: c_int) -> bool {
-        // SAFETY: only asked what it stands for, whether it is open or not.
+        // SAFETY: the fd is only asked for the socket behind it, which is harmless for any number.
         let is_it = || self.cookie.is_behind(unsafe { BorrowedFd::borrow_raw(fd) });
         fd >= 0 && (self.hidden.load(Acquire) == fd || is_it())
     }
 
-    /// Whether this number does, at a [tick](crate::sys::time::tick) that has just been read, by a look that is not too
-    /// old. Only what was answered counts as seen: others, who rely on it, would go on before the answer is there.
+    /// Returns whether `fd` stands for the connection. Asks the kernel unless it was asked at the same
+    /// [tick](crate::sys::time::tick), which the caller has just read. The result is recorded only after the kernel's
+    /// answer: other calls that rely on the record would go on before it.
     #[inline]
     pub fn is_seen(&self, fd: c_int, tick: u64) -> bool {
         if self.seen.is_at(fd, tick) {
@@ -105,13 +109,13 @@ impl Numbers {
         is_it
     }
 
-    /// No number stands for it any more.
+    /// Returns whether no fd stands for the connection any more.
     #[inline]
     pub fn is_closed(&self) -> bool {
         self.closed.look() != closed::OPEN
     }
 
-    /// Whether some number still stands for the connection, by a look that is not too old.
+    /// Returns whether an fd still stands for the connection, by an answer of the kernel's that is at most a tick old.
     #[inline]
     pub fn is_alive(&self) -> bool {
         self.is_seen(self.fd.load(Acquire), crate::sys::time::tick())

@@ -1,25 +1,25 @@
-//! Options as the program set them, where a link has to know.
+//! Socket options that the program has set and that change what a link does.
 
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering::Relaxed};
 
 use crate::sys::sockopt;
 
-/// See the module.
+/// The options of one socket.
 #[derive(Default)]
 pub struct Options {
     /// TCP_CORK.
     pub corked: AtomicBool,
-    /// TCP_USER_TIMEOUT, ms; 0: none.
+    /// TCP_USER_TIMEOUT, ms; 0: no timeout.
     pub user_timeout: AtomicU32,
     /// TCP_INQ.
     pub tells_more: AtomicBool,
-    /// SO_TIMESTAMP and its kin: 0 is not known yet, 1 none, 2 one is set.
+    /// Whether SO_TIMESTAMP or a similar option is set: 0 not known yet, 1 no, 2 yes.
     stamps: AtomicU8,
 }
 
 impl Options {
-    /// Of a new connection.
+    /// Resets the options for a new connection.
     pub fn reset(&self) {
         self.corked.store(false, Relaxed);
         self.user_timeout.store(0, Relaxed);
@@ -27,12 +27,13 @@ impl Options {
         self.forget_stamps();
     }
 
-    /// One of SO_TIMESTAMP and its kin was set: which, the next receive that it concerns asks the kernel.
+    /// Forgets whether SO_TIMESTAMP or a similar option is set, since the program has set one. The next receive that
+    /// depends on it asks the kernel.
     pub fn forget_stamps(&self) {
         self.stamps.store(0, Relaxed);
     }
 
-    /// Whether receives are told when data came. The kernel is asked once.
+    /// Returns whether receives report when data came. Asks the kernel once.
     pub fn stamps(&self, fd: BorrowedFd<'_>) -> bool {
         let mut known = self.stamps.load(Relaxed);
         if known == 0 {

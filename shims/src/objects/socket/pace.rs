@@ -1,27 +1,28 @@
-//! A reader that keeps up with a writer of small messages looks a little less often.
+//! Lets a reader that keeps up with a writer of small messages check its ring a little less often.
 //!
-//! Each look takes the cache lines of the ring's tail and of the payload away from the writer, who then pays two misses
-//! for the next message. Between looks that are some misses apart it writes many messages for those two. Only where
-//! nobody can be waiting for the reader's answer: it has sent nothing for some reads.
+//! Each check takes the cache lines of the ring's tail and of the payload away from the writer, which then pays two
+//! cache misses for the next message. If the checks are several misses apart, the writer sends many messages for those
+//! two misses. The reader waits only if no program can be waiting for its answer: it has sent nothing during its last
+//! `KEEPS_UP` checks.
 
-/// From so many looks in a row on that each found a little.
+/// The reader keeps up after this many checks in a row that each found at most `LITTLE` bytes.
 const KEEPS_UP: u8 = 16;
-/// A look that has found more bytes than this was late enough.
+/// Bytes above which a check found enough to be late enough.
 const LITTLE: u64 = 256;
-/// How the reader of one direction has fared lately.
+/// How the reader of one direction has kept up lately.
 #[derive(Default)]
 pub struct Pace {
-    /// Looks in a row that found a little and left nothing.
+    /// Checks in a row that found at most `LITTLE` bytes, while nothing was sent in the other direction.
     kept_up: u8,
-    /// Bytes found by the last look and read since.
+    /// Bytes read since the last check began.
     found: u64,
-    /// What had been sent in the other direction by then.
+    /// Bytes sent in the other direction up to the last check.
     sent: u64,
 }
 
 impl Pace {
-    /// `got` bytes have been read and `left` are known to be there still, when `sent` have been sent in the other
-    /// direction. True if the next look is to be put off.
+    /// Notes that `got` bytes were read and `left` are known to be unread, when `sent` bytes were sent in the other
+    /// direction. True if the reader is to wait before its next check.
     #[inline]
     pub fn on_read(&mut self, got: u64, left: u64, sent: u64) -> bool {
         self.found = self.found.saturating_add(got);

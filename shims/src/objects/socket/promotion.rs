@@ -1,4 +1,4 @@
-//! Whether a connection is promoted, or may be, and by whom that is decided.
+//! Whether a connection is promoted, or may be, and the state on which that decision depends.
 
 use std::sync::atomic::{
     AtomicBool, AtomicPtr, AtomicU8,
@@ -16,15 +16,15 @@ use crate::objects::listener::Listener;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub enum Stage {
-    /// Not connected yet, or not looked at.
+    /// Not connected yet, or not checked yet.
     New = 0,
     /// Plain TCP below the threshold.
     Watching = 1,
     /// A promotion is under way, or done.
     Busy = 2,
-    /// Stays on TCP for good, once the way back to it is over.
+    /// Stays on TCP for good, once the way back to TCP has ended.
     Pinned = 3,
-    /// Stays on TCP for good, and nothing of ours was ever in it: its calls are the kernel's alone.
+    /// Stays on TCP for good, and no byte of the library's was ever in it: all its calls go to the kernel.
     Plain = 4,
 }
 
@@ -40,26 +40,26 @@ impl Stage {
     }
 }
 
-/// See the module.
+/// The state of a connection's promotion.
 pub struct Promotion {
     stage: AtomicU8,
     role: AtomicU8,
-    /// How far it is from being worth one.
+    /// How much the connection has carried, compared with the threshold.
     pub progress: Progress,
-    /// How often it was to be promoted.
+    /// Attempts so far, and when the next one may begin.
     pub attempts: Attempts,
-    /// Which processes hold it.
+    /// Which processes hold the socket.
     pub holders: Holders,
-    /// The listening socket that it was accepted on.
+    /// The listener that the connection was accepted on.
     listener: AtomicPtr<Listener>,
-    /// The connector asks, and the answer waits for this process's first use of the connection.
+    /// The connector has asked, and the answer waits for this process's first use of the connection.
     pub asked: AtomicBool,
-    /// In a fork child: it is this instance's by now.
+    /// In a fork child: this instance has taken the connection into its statistics.
     pub adopted: AtomicBool,
 }
 
 impl Promotion {
-    /// Of a connection that is not looked at yet.
+    /// Returns the state of a connection that was not checked yet.
     pub fn new() -> Self {
         Self {
             stage: AtomicU8::new(Stage::New as u8),
@@ -73,7 +73,7 @@ impl Promotion {
         }
     }
 
-    /// For a new connection. The caller alone has it.
+    /// Resets the state for a new connection. The caller alone has it.
     pub fn reset(&self) {
         self.stage.store(Stage::New as u8, Relaxed);
         self.progress.reset();
@@ -84,7 +84,7 @@ impl Promotion {
         self.adopted.store(false, Relaxed);
     }
 
-    /// The stage.
+    /// Returns the stage.
     #[inline]
     pub fn stage(&self) -> Stage {
         Stage::of(self.stage.load(Acquire))
@@ -95,19 +95,20 @@ impl Promotion {
         self.stage.store(stage as u8, Release);
     }
 
-    /// Sets the stage if it is `from`. True if it was.
+    /// Sets the stage if it is `from`. True if it was `from`.
     pub fn exchange_stage(&self, from: Stage, to: Stage) -> bool {
         let (from, to) = (from as u8, to as u8);
         self.stage.compare_exchange(from, to, AcqRel, Acquire).is_ok()
     }
 
-    /// The connection is on TCP after a failure, and may be promoted again in a while, which doubles each time.
+    /// Notes that the connection is on TCP after a failure. It may be promoted again after a pause, which doubles with
+    /// each failure.
     pub fn retry_later(&self) {
         self.attempts.on_failure();
         self.set_stage(Stage::Watching);
     }
 
-    /// Which end of the connection this is.
+    /// Returns which end of the connection this is.
     pub fn role(&self) -> Role {
         if self.role.load(Relaxed) == 0 {
             Role::Connector
@@ -116,12 +117,12 @@ impl Promotion {
         }
     }
 
-    /// This end has connected.
+    /// Notes that this end has connected.
     pub fn set_connector(&self) {
         self.role.store(0, Relaxed);
     }
 
-    /// This end has accepted, on `listener` if that is known.
+    /// Notes that this end was accepted, on `listener` if that is known.
     pub fn set_acceptor(&self, listener: Option<&'static Listener>) {
         self.role.store(1, Relaxed);
         if let Some(listener) = listener {
@@ -129,15 +130,15 @@ impl Promotion {
         }
     }
 
-    /// The listener that it was accepted on.
+    /// Returns the listener that the connection was accepted on; `None` if there is none, or it is not known.
     pub fn listener(&self) -> Option<&'static Listener> {
         // SAFETY: null, or a listener, which is never freed.
         unsafe { self.listener.load(Relaxed).as_ref() }
     }
 
-    /// As [`Self::listener`], once.
+    /// Returns [`Self::listener`] and removes it.
     pub fn take_listener(&self) -> Option<&'static Listener> {
-        // SAFETY: as there.
+        // SAFETY: null, or a listener, which is never freed.
         unsafe { self.listener.swap(std::ptr::null_mut(), Relaxed).as_ref() }
     }
 }

@@ -1,9 +1,9 @@
-//! A link as the shims use it: the sockets whose streams are on it, whether it is up, and which fabric
-//! it is on. Not its memory, which the fabric's end has, to which calls are handed on.
+//! A link as the shims use it: the sockets whose streams are on it, whether it is up, and its fabric. The fabric's end
+//! has the link's memory, and gets most calls.
 //!
-//! Link objects are never freed, but one that is down and has neither streams nor producers left becomes another link
-//! (`life`). Whoever has one of these keeps the link what it is, as a [`Pin`](held::Pin) does; a call
-//! that still holds a pointer without, to wake somebody, may wake somebody of another link.
+//! Link objects are never freed. A link that is down and has no streams or producers left becomes another link
+//! (`life`). A stream, a producer or a [`Pin`](held::Pin) keeps the object the same link. A call that holds a bare
+//! pointer, to wake a waiter, may wake a waiter of another link.
 
 mod bounds;
 pub mod held;
@@ -48,17 +48,17 @@ pub use remote::sleepers::{Maintained, Poller, StandBy, Turn};
 pub use remote::{Remote, has_few_addresses};
 pub use watchers::Watch;
 
-/// How long a button that the peer has not kept is not sent again, ns.
+/// Time after which a button that the peer has not kept is sent again, ns.
 const REFUSED_FOR: u64 = 1_000_000_000;
 
-/// The end of a link, by its fabric. The one on the hot path is here, not behind another pointer.
+/// The end of a link, by its fabric. The end on the hot path is stored here, without a further pointer.
 #[allow(clippy::large_enum_variant)]
 enum AnyEnd {
     Shm(shm::End<LocalPeer>),
     Verbs(Box<Remote>),
 }
 
-/// A call that is the same on both.
+/// Makes a call that has the same form on both ends.
 macro_rules! on_end {
     ($self:ident, $end:ident => $call:expr) => {
         match &$self.end {
@@ -71,54 +71,55 @@ macro_rules! on_end {
     };
 }
 
-/// In [`Link::pins`]: the link is over, and has nothing that would keep it.
+/// The value of [`Link::pins`] when the object is no link now, and cannot be pinned.
 const OVER: u32 = 1 << 31;
 
-/// What the peer can wake a waiter of ours by.
+/// A doorbell by which the peer can wake a waiter of this process.
 struct Announced {
     waiter: WaiterId,
-    /// `None`: the peer has not kept the button.
+    /// The doorbell; `None` if the peer has not kept the button.
     bell: Option<Doorbell>,
-    /// Then it is not sent another before this, monotonic ns.
+    /// Earliest time at which a refused button is sent again, monotonic ns.
     refused_until: u64,
 }
 
-/// Buttons that are kept for a peer whatever it has on the link, and beside them for each of its streams: an epoll set
-/// and a thread that polls.
+/// Buttons kept for a peer: a fixed number, and more for each of its streams, for an epoll set and a thread that polls.
 const BUTTONS: u32 = 16;
 const BUTTONS_A_STREAM: u32 = 2;
 
-/// The bit of a waiter in [`Link::has_bell`]; none for those that have no place there.
+/// Returns the bit of a waiter in [`Link::has_bell`]; 0 for a waiter that has no bit there.
 fn bell_bit(waiter: WaiterId) -> u64 {
     1u64.checked_shl(waiter.0.into()).unwrap_or(0)
 }
 
-/// See the module.
+/// A link object, see the [module](self).
 pub struct Link {
     /// The index in the library's list and in the statistics.
     slot: AtomicU32,
     peer: [AtomicU64; 2],
-    /// How many links this process had before this one.
+    /// Number of links that this process had before this one.
     serial: AtomicU64,
     end: AnyEnd,
     alive: AtomicBool,
-    /// Streams of ours, and producers, or [`OVER`].
+    /// Number of streams, producers and [`Pin`](held::Pin)s of this end, or [`OVER`].
     pins: AtomicU32,
     announced: Lock<Vec<Announced>>,
-    /// A bit for each of the first waiters, which epoll sets are, that has a bell in `announced`; changed under that
-    /// lock. Each epoll_ctl asks.
+    /// A bit for each of the first 64 waiters that has a doorbell in `announced`; these are the epoll sets with ready
+    /// queues. Changed under the lock of `announced`, read by each epoll_ctl.
     has_bell: AtomicU64,
-    /// Bytes of the largest ring that the peer writes into.
+    /// Size of the largest ring that the peer writes into, bytes.
     peers_max_ring: AtomicU64,
-    /// What was written into of the peer's arena, where that is its memory.
+    /// The parts of the peer's data area that this end has written into. `None` on a link to another host, where the
+    /// area is this process's memory.
     touched: Lock<Option<Arc<TouchedArea>>>,
-    /// Looks for the peer's sake; see `judge`. What every thread writes is apart from what they all read.
+    /// Counts of the checks that the peer has caused, see [`Self::judge`]. All threads write them, so they lie on other
+    /// cache lines than the fields that all threads only read.
     looks: CachePadded<looks::Looks>,
-    /// The link's sockets have been asked to leave it for that.
+    /// The link's sockets have been asked to leave it because of those checks.
     pub is_left: AtomicBool,
-    /// By our vQPN: the slot of its socket, plus one.
+    /// By this end's vQPN: the slot of its socket, plus one.
     sockets: Sparse<AtomicU32, { MAX_STREAMS as usize / 128 }, 128>,
-    /// A bit for each of the peer's vQPNs that a stream of ours sends to.
+    /// A bit for each of the peer's vQPNs that a stream of this end sends to.
     taken: Sparse<AtomicU64, { MAX_STREAMS as usize / 1024 }, 16>,
     count: AtomicU32,
     stats: AtomicPtr<LinkStats>,
@@ -126,7 +127,7 @@ pub struct Link {
     next: AtomicPtr<Link>,
 }
 
-/// One object is one link.
+/// Two references are equal if they lead to the same object.
 impl PartialEq for Link {
     fn eq(&self, other: &Self) -> bool {
         std::ptr::eq(self, other)
@@ -134,17 +135,17 @@ impl PartialEq for Link {
 }
 
 impl Link {
-    /// The index in the library's list and in the statistics.
+    /// Returns the index in the library's list and in the statistics.
     pub fn slot(&self) -> u32 {
         self.slot.load(Acquire)
     }
 
-    /// A number that no other link of this process has or had.
+    /// Returns a number that no other link of this process has or had.
     pub fn serial(&self) -> u64 {
         self.serial.load(Acquire)
     }
 
-    /// Who is at the other end.
+    /// Returns the instance at the other end.
     pub fn peer(&self) -> InstanceId {
         let mut bytes = [0; 16];
         for (half, word) in bytes.as_chunks_mut().0.iter_mut().zip(&self.peer) {
@@ -154,31 +155,32 @@ impl Link {
     }
 
     fn stats(&self) -> Option<&'static LinkStats> {
-        // SAFETY: null, or a place in the page of statistics, which is never unmapped.
+        // SAFETY: null, or a slot in the page of statistics, which is never unmapped.
         unsafe { self.stats.load(Acquire).as_ref() }
     }
 
-    /// From now on until [`unpin`](Self::unpin) the link stays this one. False if it is over.
+    /// Keeps the object the same link until [`unpin`](Self::unpin). False, without a pin, if the link is over.
     fn pin(&self) -> bool {
         let one_more = |pins| (pins & OVER == 0).then_some(pins + 1);
         self.pins.fetch_update(AcqRel, Acquire, one_more).is_ok()
     }
 
-    /// The last that is done for whatever has pinned the link.
+    /// Removes a pin, as the last use of the link by the pin's owner. The service thread frees a link that is down with
+    /// its last pin.
     fn unpin(&self) {
         if self.pins.fetch_sub(1, AcqRel) == 1 && !self.is_alive() {
             Library::get().service.submit(Command::FreeLinks);
         }
     }
 
-    /// Whether it leads to another host: then bytes take their time, and the link can break while both ends
-    /// live.
+    /// Returns whether the link leads to another host. Then bytes need time to arrive, and the link can break while
+    /// both ends live.
     #[inline]
     pub fn is_remote(&self) -> bool {
         matches!(self.end, AnyEnd::Verbs(_))
     }
 
-    /// What its streams travel on.
+    /// Returns the path of the link's streams.
     pub fn path(&self) -> Path {
         match self.end {
             AnyEnd::Shm(_) => Path::Shm,
@@ -186,7 +188,7 @@ impl Link {
         }
     }
 
-    /// The end of a link to another host.
+    /// Returns the end of a link to another host; `None` for a link within the host.
     pub fn remote(&self) -> Option<&Remote> {
         match &self.end {
             AnyEnd::Shm(_) => None,
@@ -201,7 +203,7 @@ impl Link {
         }
     }
 
-    /// Takes in what the peer has sent, where that is not simply there. True if there was something.
+    /// Takes in the bytes that the peer has sent, if the fabric needs that. True if there were any.
     #[inline]
     pub fn progress(&self) -> bool {
         match &self.end {
@@ -210,24 +212,24 @@ impl Link {
         }
     }
 
-    /// Our stream `mine` is the peer's `theirs`, which has this ring to begin with.
+    /// Pairs this end's stream `mine` with the peer's stream `theirs`, whose first ring is `first`.
     pub fn pair(&self, mine: Vqpn, theirs: Vqpn, first: RingOffer) {
         on_end!(self, end => end.pair(mine, theirs, first));
     }
 
-    /// Whether the link carries streams.
+    /// Returns whether the link is up: it carries streams.
     #[inline]
     pub fn is_alive(&self) -> bool {
         self.alive.load(Acquire)
     }
 
-    /// Does something with the side channel, where that is a socket and not closed.
+    /// Calls `f` with the side channel; `None`, without a call, if it is closed or no socket.
     pub fn with_channel<R>(&self, f: impl FnOnce(&Channel) -> R) -> Option<R> {
         self.local_peer()?.with_channel(f)
     }
 
-    /// A number for a stream of the socket with this slot, and the end that receives, with a first ring of
-    /// `1 << log2` bytes.
+    /// Opens a stream for the socket with this slot. Returns its vQPN, and its receiving end with a first ring of
+    /// `1 << log2` bytes. `Err` is the reason why the connection stays on TCP.
     pub fn open(&self, socket: u32, log2: u8) -> Result<Opened, Reason> {
         if !self.pin() {
             return Err(Reason::LinkFailed);
@@ -253,7 +255,7 @@ impl Link {
         Ok(opened)
     }
 
-    /// The end that sends to the peer's stream `vqpn`.
+    /// Returns the end that sends to the peer's stream `vqpn`, which pins the link.
     pub fn producer(&self, vqpn: Vqpn) -> Result<Producer, NoProducer> {
         let Some(word) = self.taken.make(vqpn.0 as usize / 64) else {
             return Err(NoProducer::NoSuch);
@@ -265,7 +267,7 @@ impl Link {
             self.unpin();
             return Err(NoProducer::NoSuch);
         }
-        // It may be of a size or at a place that this process has no room for.
+        // Its ring may have a size, or lie at a place, that this end's allowance excludes.
         let made = on_end!(self, end => end.producer(vqpn));
         let made = made.map(|producer| producer.with_allowance(self.allowance()));
         let made = made.filter(Producer::can_adopt);
@@ -276,8 +278,8 @@ impl Link {
         Ok(producer)
     }
 
-    /// Nothing of ours sends to the peer's stream `vqpn` any more. To be said before the peer hears of it: then
-    /// the number may be another stream's.
+    /// Notes that no stream of this end sends to the peer's stream `vqpn` any more. To be called before the peer is
+    /// notified, since the vQPN may then become another stream's.
     pub fn done_with(&self, vqpn: Vqpn) {
         let bit = 1 << (vqpn.0 % 64);
         if let Some(word) = self.taken.get(vqpn.0 as usize / 64)
@@ -287,34 +289,34 @@ impl Link {
         }
     }
 
-    /// A larger or smaller ring for a consumer of ours.
+    /// Returns memory for another ring of `1 << log2` bytes, for a consumer of this end; `None` if there is no room.
     pub fn allocate(&self, log2: u8) -> Option<Region> {
         on_end!(self, end => end.allocate(log2))
     }
 
-    /// Addresses for a larger ring of a consumer of ours, which may never be used.
+    /// Returns addresses for a larger ring of a consumer of this end, which may never be used. `None` if the fabric has
+    /// none, or there is no room.
     pub fn reserve(&self, log2: u8) -> Option<Region> {
         on_end!(self, end => end.reserve(log2))
     }
 
-    /// A buffer of this end's own for `producer`, of the peer's stream `theirs`, whose ring has no room: of up to `1 <<
-    /// log2` bytes.
+    /// Gives `producer`, of the peer's stream `theirs`, a buffer of this end of up to `1 << log2` bytes, since its ring
+    /// has no room. False if the fabric has none, or that would not be more room.
     pub fn lend(&self, theirs: Vqpn, producer: &mut Producer, log2: u8) -> bool {
         on_end!(self, end => end.lend(theirs, producer, log2))
     }
 
-    /// Takes that back, if all has been read.
+    /// Takes that buffer back. False if the peer has not read all of it.
     pub fn take_back(&self, theirs: Vqpn, producer: &mut Producer) -> bool {
         on_end!(self, end => end.take_back(theirs, producer))
     }
 
-    /// A ring that neither end uses any more.
+    /// Frees a ring that neither end uses any more.
     pub fn free(&self, region: Region) {
         on_end!(self, end => end.free(region));
     }
 
-    /// This end is done with its number `mine`; `peer` is the other's. Without one the peer does
-    /// not know of `mine` either.
+    /// Closes this end's stream `mine`; `peer` is the peer's vQPN. Without it the peer does not know of `mine` either.
     pub fn close(&self, mine: Vqpn, peer: Option<Vqpn>, consumer: Option<Consumer>) {
         if let Some(peer) = peer {
             self.done_with(peer);
@@ -322,14 +324,14 @@ impl Link {
         self.leave(mine, || on_end!(self, end => end.close(mine, peer, consumer)));
     }
 
-    /// This end is done with its number `mine`, but the peer may be about to use it: what answers
-    /// the OPEN will say.
+    /// Closes this end's stream `mine`, whose OPEN the peer has not answered yet. The answer to the OPEN frees the
+    /// vQPN.
     pub fn close_unanswered(&self, mine: Vqpn, consumer: Option<Consumer>) {
         self.leave(mine, || on_end!(self, end => end.close_unanswered(mine, consumer)));
     }
 
     fn leave(&self, mine: Vqpn, close: impl FnOnce()) {
-        // First: the number may be another socket's as soon as it is closed.
+        // First: the vQPN may belong to another socket as soon as it is closed.
         if let Some(slot) = self.sockets.get(mine.0 as usize) {
             slot.store(0, Release);
         }
@@ -341,50 +343,50 @@ impl Link {
         self.unpin();
     }
 
-    /// The peer will not touch our stream `mine` again.
+    /// Notes that the peer will not use this end's stream `mine` again.
     pub fn on_closed(&self, mine: Vqpn) {
         on_end!(self, end => end.on_closed(mine));
     }
 
-    /// The rings of our stream `mine` are nobody else's until they are let go of, once.
+    /// Keeps the rings of this end's stream `mine` from other streams until one [`let_go`](Self::let_go).
     fn hold(&self, mine: Vqpn) {
         on_end!(self, end => end.hold(mine));
     }
 
-    /// See [`hold`](Self::hold).
+    /// Undoes one [`hold`](Self::hold).
     fn let_go(&self, mine: Vqpn) {
         on_end!(self, end => end.let_go(mine));
     }
 
-    /// Streams that this end has not closed.
+    /// Returns the number of streams that this end has not closed.
     pub fn streams(&self) -> u32 {
         self.count.load(Acquire)
     }
 
-    /// The slot of the socket of our stream `vqpn`.
+    /// Returns the slot of the socket of this end's stream `vqpn`; `None` if there is no such stream.
     pub fn slot_of(&self, vqpn: Vqpn) -> Option<u32> {
         self.sockets.get(vqpn.0 as usize)?.load(Acquire).checked_sub(1)
     }
 
-    /// The slots of all sockets with a stream on this link.
+    /// Returns the slots of all sockets with a stream on this link.
     pub fn slots(&self) -> impl Iterator<Item = u32> {
         (0..on_end!(self, end => end.numbers())).filter_map(|v| self.slot_of(Vqpn(v)))
     }
 
-    /// Tells the peer what `wake` asks for about its stream `theirs`.
+    /// Notifies the waiter of the peer that `wake` names about the peer's stream `theirs`.
     #[inline]
     pub fn notify(&self, wake: Wake, theirs: Vqpn) {
         on_end!(self, end => end.notify(wake, theirs));
     }
 
-    /// The peer's waiter `id` is woken by this button.
+    /// Keeps the button by which the peer's waiter `id` is woken. `Err` says why it is not kept.
     pub fn on_waiter(&self, id: u32, fd: PrivateFd) -> Result<(), Refused> {
         let local_peer = self.local_peer().ok_or(Refused::Violation)?;
         let most = BUTTONS + BUTTONS_A_STREAM * self.streams();
         local_peer.on_waiter(id, fd, most)
     }
 
-    /// The peer has not kept the button of this waiter of ours.
+    /// Notes that the peer has not kept the button of this process's `waiter`.
     pub fn on_waiter_refused(&self, waiter: WaiterId) {
         if let Some(mut announced) = self.announced.lock()
             && let Some(a) = announced.iter_mut().find(|a| a.waiter == waiter)
@@ -395,11 +397,12 @@ impl Link {
         }
     }
 
-    /// Makes sure that the peer can wake this waiter of ours. False if it could not be told how.
+    /// Makes sure that the peer can wake this process's `waiter`, and sends it a button if need be. False if it cannot
+    /// have one now.
     pub fn announce(&self, waiter: WaiterId) -> bool {
         if self.is_remote() || !waiter.is_polling() || waiter == SERVICE {
-            // Who is told is this end's own business there. A thread is woken by its futex, the service thread by the
-            // channel.
+            // Between hosts this end itself wakes its waiters. Within a host a thread is woken by its futex, and the
+            // service thread by the channel.
             return true;
         }
         if self.has_bell.load(Relaxed) & bell_bit(waiter) != 0 {
@@ -431,8 +434,8 @@ impl Link {
         is_sent
     }
 
-    /// Sends a message on the side channel, once there is room: delivered in order, and if the link
-    /// does not go down.
+    /// Sends a message on the side channel, or queues it until the channel has room. Messages arrive in order, unless
+    /// the link goes down.
     pub fn send(&self, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<(), SendError> {
         match &self.end {
             AnyEnd::Shm(end) => end.outside().post(message, fds),
@@ -440,36 +443,37 @@ impl Link {
         }
     }
 
-    /// Whether more messages wait for room than a correct peer leaves unread.
+    /// Returns whether more messages wait for room than a correct peer leaves unread.
     pub fn is_overfull(&self) -> bool {
         self.local_peer().is_some_and(LocalPeer::is_overfull)
     }
 
-    /// Whether messages wait for room.
+    /// Returns whether messages wait for room.
     pub fn has_outbox(&self) -> bool {
         self.local_peer().is_some_and(LocalPeer::has_outbox)
     }
 
-    /// There may be room on the side channel again. True if nothing is kept any more.
+    /// Sends queued messages, since the side channel may have room again. True if none is left.
     pub fn flush(&self) -> bool {
         self.local_peer().is_none_or(LocalPeer::flush)
     }
 
-    /// Whether the peer has queued something for this waiter of ours.
+    /// Takes in what has come, and returns whether the peer has queued a stream for this process's `waiter`.
     pub fn has_ready(&self, waiter: WaiterId) -> bool {
         self.progress();
         self.is_queued(waiter)
     }
 
-    /// The same, of what has been taken in ([`progress`](Self::progress)).
+    /// Returns whether a stream is queued for this process's `waiter`, among what was taken in
+    /// ([`progress`](Self::progress)).
     #[inline]
     pub fn is_queued(&self, waiter: WaiterId) -> bool {
         on_end!(self, end => end.has_ready(waiter))
     }
 
-    /// Takes what the peer has queued for this waiter of ours, as far as it has been taken in, each with the
-    /// [time](rdmasock_core::cycles) at which it was. The caller looks at each, by the slot of its socket, and
-    /// [judges](Self::judge).
+    /// Empties the ready queue of this process's `waiter`, as far as it was taken in. Calls `each` for each stream,
+    /// with the slot of its socket and the [time](rdmasock_core::cycles) at which it was queued. The caller checks each
+    /// socket and [judges](Self::judge) the result.
     pub fn drain_ready(&self, waiter: WaiterId, mut each: impl FnMut(u32, u64)) {
         on_end!(self, end => end.drain_ready(waiter, |vqpn| match self.slot_of(vqpn) {
             Some(slot) => each(slot, end.queued_at(vqpn)),
@@ -477,7 +481,7 @@ impl Link {
         }));
     }
 
-    /// Takes the link down. The caller has seen to its sockets, or does so next.
+    /// Takes the link down. The caller moves its sockets to TCP, before or next. False if it was down already.
     pub fn set_down(&self, why: Reason) -> bool {
         if !self.alive.swap(false, AcqRel) {
             return false;
@@ -491,11 +495,11 @@ impl Link {
         true
     }
 
-    /// Closes the descriptors of a link that is down. False if a thread is about to use one: then later. Service thread
-    /// only.
+    /// Closes the descriptors of a link that is down. False if a thread is about to use one: the caller tries again
+    /// later. Service thread only.
     pub fn close_channel(&self) -> bool {
         let is_closed = self.local_peer().is_none_or(LocalPeer::close);
-        // Afterwards: what is announced from now on is not sent.
+        // Cleared after the close: a button that is announced later cannot be sent.
         if is_closed && let Some(mut announced) = self.announced.lock() {
             announced.clear();
             self.has_bell.store(0, Relaxed);
@@ -503,7 +507,7 @@ impl Link {
         is_closed
     }
 
-    /// The service thread's waiter, in the form of an attention word.
+    /// Returns the wake-up word that names the service thread's waiter.
     pub fn service_bits() -> u32 {
         SERVICE.queue_bits()
     }

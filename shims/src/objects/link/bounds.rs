@@ -1,5 +1,5 @@
-//! What a peer may make us use of a link: memory by the rings that it offers, time by what it queues. Not its buttons,
-//! which are the local peer's.
+//! Bounds on the resources that a peer can make this process spend on a link: memory by the rings that it offers, time
+//! by the streams that it queues. The bound on its buttons is in `local_peer`.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
@@ -13,14 +13,14 @@ use crate::config::config;
 use crate::objects::library::Library;
 use crate::objects::mailbox::Command;
 
-/// How many of the largest rings of a peer's arena are written into at most: for each of its streams one, the one
-/// before, and as much again for what lies between; and some for all.
+/// The size of a peer's data area that this end writes into is at most this many of the largest rings. For each of the
+/// peer's streams: its ring, the ring before, and twice as much for the gaps between them; and some for all streams.
 const RINGS_A_STREAM: u64 = 4;
 const RINGS: u64 = 4;
 
 impl Link {
-    /// What the peer says of itself: the largest ring that it writes into, and the size of its data area, of
-    /// which we write into no more than its streams need. Before the first stream.
+    /// Sets the peer's geometry: the size of the largest ring that it writes into, and the size of its data area. This
+    /// end uses that area only as far as the peer's streams need. To be called before the first stream.
     pub fn on_geometry(&self, max_ring: u64, data_bytes: u64) {
         let max_ring = max_ring.clamp(1 << MIN_RING_LOG2, 1 << MAX_RING_LOG2);
         let max_ring = 1 << max_ring.ilog2();
@@ -30,13 +30,13 @@ impl Link {
         }
     }
 
-    /// Bytes of the largest ring that we receive in.
+    /// Returns the size of the largest ring that this end receives in, bytes.
     pub fn max_ring(&self) -> u64 {
         let ours = config().ring_max.bytes();
         ours.min(self.peers_max_ring.load(Acquire))
     }
 
-    /// How far we adopt the rings that the peer offers to one more stream.
+    /// Returns the allowance by which this end adopts rings that the peer offers to one more stream.
     pub(super) fn allowance(&self) -> Allowance {
         let touched = self.touched.lock();
         let Some(touched) = touched.as_ref().and_then(|touched| touched.as_ref()) else {
@@ -48,9 +48,9 @@ impl Link {
         Allowance::new(largest.ilog2() as u8, Arc::clone(touched))
     }
 
-    /// A look at a stream that the peer may have queued has found something, or not. A peer that queues streams again
-    /// and again with which nothing is the matter keeps our threads from sleeping; if nearly all looks are in vain, and
-    /// there are many, the service thread asks whether bytes go over the link.
+    /// Counts a check of a stream that the peer may have queued; `found` if the stream was ready. A peer that queues
+    /// unready streams again and again keeps this process's threads awake. If nearly all checks find nothing, and there
+    /// are many, the service thread checks whether bytes move on the link.
     #[inline]
     pub fn judge(&self, found: bool) {
         if found {
@@ -67,8 +67,8 @@ impl Link {
         }
     }
 
-    /// Whether hardly a byte has gone over the link since this was last asked: its streams have `moved` so many, by
-    /// where they are. (Where several threads look for the same bytes all but one look in vain, and threads that block
+    /// Returns whether hardly a byte has moved on the link since the last call. `moved` is the sum of its streams'
+    /// positions, bytes. (If several threads check for the same bytes, all but one find nothing, and threads that block
     /// in a receive do not count what they find.) Service thread only.
     pub fn is_idle(&self, moved: u64) -> bool {
         let before = self.looks.moved.swap(moved, Relaxed);

@@ -1,21 +1,21 @@
-//! What keeps a link object what it is: a hold on the object alone ([`Pin`]), or on the rings of one of our streams too
-//! ([`Held`]), which stay mapped, and nobody else gets them, also after both ends have left the stream. Not for reading
-//! or writing them.
+//! Guards that keep a link object the same link. [`Pin`] keeps the object alone. [`Held`] also keeps the rings of a
+//! stream of this end: they stay mapped, and no other stream gets them, even after both ends have left the stream.
+//! Neither reads or writes the rings.
 
 use rdmasock_core::ids::Vqpn;
 
 use super::Link;
 
-/// A hold on a link: its object does not become another link until this is dropped.
+/// A pin of a link: its object does not become another link until this is dropped.
 pub struct Pin(&'static Link);
 
 impl Pin {
-    /// `None`: the link is over.
+    /// Pins the link; `None` if the link is over.
     pub fn new(link: &'static Link) -> Option<Self> {
         link.pin().then_some(Self(link))
     }
 
-    /// The link.
+    /// Returns the link.
     pub fn link(&self) -> &'static Link {
         self.0
     }
@@ -27,14 +27,14 @@ impl Drop for Pin {
     }
 }
 
-/// See the module. What it holds it lets go of when it is dropped.
+/// A hold on the rings of a stream, which ends when this is dropped.
 pub struct Held {
     pin: Pin,
     mine: Vqpn,
 }
 
 impl Held {
-    /// Holds the rings of our stream `mine`, which has not been closed here. `None`: the link is over.
+    /// Holds the rings of this end's stream `mine`, which this end has not closed. `None` if the link is over.
     pub fn new(link: &'static Link, mine: Vqpn) -> Option<Self> {
         let pin = Pin::new(link)?;
         link.hold(mine);

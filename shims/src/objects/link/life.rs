@@ -1,5 +1,5 @@
-//! The life of link objects: they become a link, and when nothing of that is left, another one. Not for what a
-//! link does meanwhile.
+//! The life of link objects: an object becomes a link, and becomes another one when nothing of the first is left. The
+//! other files have a link's work in between.
 
 use std::net::{IpAddr, SocketAddr};
 use std::ptr::null_mut;
@@ -22,25 +22,25 @@ use super::{AnyEnd, Link, LocalPeer, OVER, Remote, up};
 use crate::config::verbs::Pair;
 use crate::objects::library::Library;
 
-/// The link object that was made last; they are a list.
+/// The link object that was made last; the objects form a list.
 static LAST: AtomicPtr<Link> = AtomicPtr::new(null_mut());
 
-/// Link objects that are no link now.
+/// Objects that are no link now, for reuse.
 static FREE: Lock<Vec<&'static Link>> = Lock::new(Vec::new());
 
-/// What tells a link from others.
+/// The identity of a link.
 pub struct Identity {
     /// The index in the library's list and in the statistics.
     pub slot: u32,
-    /// Who is at the other end.
+    /// The instance at the other end.
     pub peer: InstanceId,
-    /// Where it is counted.
+    /// Its counters.
     pub stats: Option<&'static LinkStats>,
 }
 
 impl Link {
-    /// A link over memory that the handshake has brought, and still without a channel. `None` if our limits, or
-    /// what the peer has sent, do not let the memory be mapped.
+    /// Makes a link within the host, over the memory from the handshake, still without a side channel. `None` if the
+    /// memory cannot be mapped, by this process's limits or because of what the peer has sent.
     pub fn new(identity: Identity, memory: &Memory<'_>) -> Option<&'static Self> {
         let recycled = take_free(|link| !link.is_remote());
         let link = match recycled {
@@ -61,16 +61,15 @@ impl Link {
         Some(link)
     }
 
-    /// This is its side channel. Before anybody else has the link.
+    /// Sets the side channel, before any other thread has the link.
     pub fn attach(&self, channel: Channel) {
         if let Some(local_peer) = self.local_peer() {
             local_peer.begin(self.slot(), channel);
         }
     }
 
-    /// A link over a connected queue pair. `None` without memory for it.
-    /// `other`: what its other end has said of itself; `dialled`: from where and to where it was connected, if by this
-    /// end.
+    /// Makes a link to another host, over a connected queue pair. `None` without memory for it. `other` is the other
+    /// end's introduction. `dialled` has the addresses from which and to which this end has connected, if it has.
     pub fn between_hosts(
         identity: Identity,
         pair: Pair,
@@ -93,10 +92,10 @@ impl Link {
         Some(link)
     }
 
-    /// An object that is no link yet.
+    /// Returns a new object for links within the host, which is no link yet.
     fn blank() -> Option<&'static Self> {
-        // SAFETY: the object, with the end, is leaked below, so no cursor outlives it; `producer` gives
-        // out one a number of the peer's.
+        // SAFETY: the object and its end are leaked below, so no cursor outlives the end. `Link::producer` gives out
+        // one producer at a time for each vQPN of the peer.
         let end = unsafe { shm::End::blank(LocalPeer::new()) }.ok()?;
         Some(Self::leak(AnyEnd::Shm(end)))
     }
@@ -132,7 +131,8 @@ impl Link {
         }
     }
 
-    /// Nobody who has the object from before has it pinned, and what they may do to it without does no harm.
+    /// Turns the object into the link `identity`. No thread has pinned the object, and what a thread does with a stale
+    /// pointer without a pin is harmless.
     fn begin(&self, identity: Identity) {
         static SERIALS: AtomicU64 = AtomicU64::new(0);
         self.serial.store(SERIALS.fetch_add(1, Relaxed), Release);
@@ -141,7 +141,7 @@ impl Link {
         for (word, half) in self.peer.iter().zip(halves) {
             word.store(u64::from_ne_bytes(*half), Release);
         }
-        // What the peer says of itself comes next (`on_geometry`).
+        // The peer's value follows by `on_geometry`.
         self.peers_max_ring.store(u64::MAX, Relaxed);
         self.looks.reset();
         self.is_left.store(false, Relaxed);
@@ -152,11 +152,11 @@ impl Link {
     }
 
     /// Gives up a link that is down, whose channel is [closed](Self::close_channel) and that no stream uses any more:
-    /// its memory and the object. False if that cannot be yet.
+    /// its memory and the object. False if that is not possible yet.
     pub fn release(&'static self) -> bool {
         match self.pins.compare_exchange(0, OVER, AcqRel, Acquire) {
             Ok(_) => {}
-            // A thread was about to leave it when this was last tried.
+            // The last try failed because a thread was about to leave the link.
             Err(OVER) if self.is_remote() => {}
             Err(_) => return false,
         }
@@ -174,7 +174,8 @@ impl Link {
                 if let Some(mut touched) = self.touched.lock() {
                     *touched = None;
                 }
-                // SAFETY: no cursor is left: streams and producers pin the link until they have given theirs up.
+                // SAFETY: no cursor is left. Streams and producers pin the link until they have given up their cursors,
+                // and the exchange above has found no pin.
                 unsafe { end.release() };
                 if end.is_usable() {
                     put_free(self);
@@ -188,36 +189,37 @@ impl Link {
     }
 }
 
-/// Takes one of the objects that are no link now for which `fits` holds.
+/// Takes an object for which `fits` holds from those that are no link now; `None` if there is none.
 fn take_free(fits: impl Fn(&Link) -> bool) -> Option<&'static Link> {
     let mut free = FREE.lock()?;
     let at = free.iter().position(|link| fits(link))?;
     Some(free.swap_remove(at))
 }
 
-/// The object is no link now.
+/// Keeps an object that is no link now for reuse.
 fn put_free(link: &'static Link) {
     if let Some(mut free) = FREE.lock() {
         free.push(link);
     }
 }
 
-/// In a fork child: the links are the parent's, and their memory is not there.
+/// Gives up all links in a fork child: they are the parent's, and their memory is not mapped.
 ///
 /// # Safety
-/// The only thread.
+/// The caller is the only thread.
 pub unsafe fn after_fork() {
     let mut next = LAST.swap(null_mut(), AcqRel);
     // SAFETY: null, or an object that is never freed.
     while let Some(link) = unsafe { next.as_ref() } {
-        // A handler may have forked in the middle of a call, which goes on in the child.
+        // A signal handler may have forked in the middle of a call, which then goes on in the child.
         if let AnyEnd::Shm(end) = &link.end {
             end.after_fork();
             end.outside().after_fork();
         }
         next = link.next.load(Acquire);
     }
-    // SAFETY: by the contract; what a thread of the parent was changing is leaked.
+    // SAFETY: by the contract, no other thread uses the lock. The vector is leaked and not read, since a thread of the
+    // parent may have been changing it.
     unsafe {
         up::after_fork();
         std::mem::forget(std::mem::take(FREE.get_unlocked()));

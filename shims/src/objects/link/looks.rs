@@ -1,29 +1,29 @@
-//! Looks for a peer's sake, of which hardly one should be in vain.
+//! Counts the checks that a peer causes. Nearly all of them are to find something.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
-/// So many looks in vain are asked about.
+/// Checks in vain after which the service thread is asked about the peer.
 pub const MOST_VAIN: u32 = 8192;
-/// One that finds something makes up for so many.
+/// A check that finds something makes up for this many checks in vain.
 const VAIN_A_FIND: u32 = 256;
-/// In more than this they harm nobody, ns.
+/// `MOST_VAIN` checks in vain that take longer than this do no harm, ns.
 const FAST: u64 = 10_000_000_000;
 
-/// What looks for the peer's sake have come to, and what that was at the last question.
+/// The counts of a link's checks, and their values at the last question.
 #[derive(Default)]
 pub struct Looks {
     pub vain: Counter,
     pub found: Counter,
     vain_before: AtomicU32,
     found_before: AtomicU32,
-    /// Monotonic ns.
+    /// Time of the last question, monotonic ns.
     at: AtomicU64,
-    /// Bytes.
+    /// Sum of the streams' positions at the last question, bytes.
     pub moved: AtomicU64,
 }
 
 impl Looks {
-    /// For another peer.
+    /// Resets the counts for another peer.
     pub fn reset(&self) {
         let Self {
             vain,
@@ -40,7 +40,7 @@ impl Looks {
         moved.store(0, Relaxed);
     }
 
-    /// Whether nearly all looks since the last question were in vain, and came fast.
+    /// Returns whether nearly all checks since the last question were in vain, and came fast. `now` in monotonic ns.
     pub fn are_noise(&self, now: u64) -> bool {
         let since = |count: &Counter, before: &AtomicU32| {
             let count = count.get();
@@ -49,14 +49,14 @@ impl Looks {
         let vain = since(&self.vain, &self.vain_before);
         let found = since(&self.found, &self.found_before);
         let is_fast = now.wrapping_sub(self.at.swap(now, Relaxed)) < FAST;
-        // A thread that was slow to write its count has turned it back: that is a short time, or what looks like an
-        // endless one.
+        // A thread that was slow to write its count has turned the count back. The difference is then small, or so
+        // large that it looks like a wrap.
         let is_whole = (MOST_VAIN / 2..2 * MOST_VAIN).contains(&vain);
         is_whole && is_fast && found < vain / VAIN_A_FIND
     }
 }
 
-/// Does not count exactly where several threads do: that would cost more than it counts.
+/// A counter that several threads may count too low: an exact one would cost more than it is worth.
 #[derive(Default)]
 pub struct Counter(AtomicU32);
 
@@ -77,7 +77,8 @@ impl Counter {
 mod tests {
     use super::*;
 
-    /// Looks of which one in `find_every` finds something, so many ns after each other; whether that is ever noise.
+    /// Returns whether checks that come every `pause` ns are ever noise, if each `find_every`th of them finds
+    /// something.
     fn is_noise(find_every: u32, pause: u64) -> bool {
         let looks = Looks::default();
         let mut now = 1 << 40;

@@ -1,5 +1,5 @@
-//! What a set looks at of each of its links to other hosts before each sleep, side by side: where there are hundreds it
-//! is a few lines of memory so, and not several for each.
+//! The state that an epoll set checks of each of its links to other hosts before each sleep. The states of all links
+//! lie side by side, so that hundreds of links take a few cache lines, and not several each.
 
 use std::sync::atomic::{
     AtomicBool, AtomicU64,
@@ -10,12 +10,12 @@ use rdmasock_core::fabric::layout::READY_QUEUES;
 use rdmasock_core::fabric::waiter::WaiterId;
 use rdmasock_core::lock::Lock;
 
-/// One link's.
+/// The state of one link.
 #[derive(Default)]
 pub struct News {
-    /// For whom something may be in its ready queues, a bit each.
+    /// A bit for each waiter whose ready queue may have an entry.
     queued: AtomicU64,
-    /// See [`End::is_armed`](rdmasock_core::fabric::remote::End::is_armed).
+    /// Whether the queue pair is armed, see [`End::is_armed`](rdmasock_core::fabric::remote::End::is_armed).
     armed: AtomicBool,
 }
 
@@ -26,7 +26,7 @@ fn bit(waiter: WaiterId) -> u64 {
 }
 
 impl News {
-    /// For another link: nothing is queued or armed.
+    /// Resets the state for another link: no queue has an entry, and nothing is armed.
     pub fn reset(&self) {
         self.queued.store(0, SeqCst);
         self.armed.store(false, SeqCst);
@@ -36,23 +36,23 @@ impl News {
         &self.armed
     }
 
-    /// As [`End::is_armed`](rdmasock_core::fabric::remote::End::is_armed).
+    /// Returns the value of [`End::is_armed`](rdmasock_core::fabric::remote::End::is_armed).
     pub fn is_armed(&self) -> bool {
         self.armed.load(Acquire)
     }
 
-    /// Something was put into the ready queue for the waiter. Then it is looked whether that sleeps; who goes to sleep
-    /// says so before it [asks](Self::is_queued): so one sees the other.
+    /// Notes that the waiter's ready queue got an entry. The caller checks next whether the waiter sleeps. A thread
+    /// that goes to sleep says so before it [checks the queue](Self::is_queued). So one of the two sees the other.
     pub fn on_queued(&self, waiter: WaiterId) {
         self.queued.fetch_or(bit(waiter), SeqCst);
     }
 
-    /// Whether there may be something for the waiter.
+    /// Returns whether the waiter's ready queue may have an entry.
     pub fn is_queued(&self, waiter: WaiterId) -> bool {
         self.queued.load(SeqCst) & bit(waiter) != 0
     }
 
-    /// All that is there for the waiter is about to be taken out.
+    /// Notes that all entries of the waiter's ready queue are about to be taken out.
     pub fn on_take(&self, waiter: WaiterId) {
         if self.queued.load(Relaxed) & bit(waiter) != 0 {
             self.queued.fetch_and(!bit(waiter), SeqCst);
@@ -60,13 +60,13 @@ impl News {
     }
 }
 
-/// How many are made at a time. What one is of is never freed, as links are not.
+/// Number of states made at a time. A state is never freed, as its link is not.
 const AT_A_TIME: usize = 64;
 
-/// What is left of those that were made last.
+/// The unused states among those that were made last.
 static FREE: Lock<&'static [News]> = Lock::new(&[]);
 
-/// One more, for a link that is made.
+/// Returns a state for a link object that is made.
 pub fn new() -> &'static News {
     let mut free = FREE.lock();
     if let Some(first) = free.as_mut().and_then(|free| free.split_off_first()) {
@@ -74,7 +74,7 @@ pub fn new() -> &'static News {
     }
     let made: &'static [News; AT_A_TIME] = Box::leak(Box::new(std::array::from_fn(|_| News::default())));
     let [first, rest @ ..] = made;
-    // Where a thread of the parent held the lock at the fork the rest is not used.
+    // If a thread of the parent held the lock at the fork, the rest is not used.
     if let Some(free) = free.as_mut() {
         **free = rest;
     }
@@ -103,7 +103,7 @@ mod tests {
         news.on_queued(last);
         news.on_take(first);
         assert!(news.is_queued(last) && !news.is_queued(first));
-        // Without a ready queue.
+        // This waiter has no ready queue.
         news.on_queued(WaiterId(64));
         assert!(!news.is_queued(WaiterId(64)) && !news.is_queued(first));
     }

@@ -1,4 +1,4 @@
-//! Tests of link objects, between ends of which only one is a library's.
+//! Tests of link objects, with a library at one of the two ends only.
 
 use std::os::fd::AsFd;
 
@@ -10,7 +10,7 @@ use rdmasock_core::os::memfd;
 use super::life::Identity;
 use super::*;
 
-/// A link, and the peer's end of its channel.
+/// Returns a link, and the peer's end of its channel.
 fn link() -> (&'static Link, Channel) {
     crate::service::tests::without_thread();
     let (channel, peer) = Channel::pair().unwrap();
@@ -62,10 +62,10 @@ fn a_link_is_given_up_when_neither_stream_nor_producer_is_left() {
     link.done_with(Vqpn(3));
     link.done_with(Vqpn(3));
     assert!(link.release() && !link.release());
-    // Its channel is closed.
+    // The link's channel is closed.
     let mut buf = [0; 16];
     assert!(peer.recv(&mut buf).is_err());
-    // And nothing begins on it any more.
+    // No stream or message begins on the link any more.
     assert_eq!(link.open(socket.slot, 12).err(), Some(Reason::LinkFailed));
     assert_eq!(link.producer(Vqpn(3)).err(), Some(NoProducer::Limits));
     assert!(link.send(&Message::Closed { yours: Vqpn(0) }, &[]).is_err());
@@ -78,7 +78,7 @@ fn an_object_has_the_descriptors_of_the_link_that_it_is() {
         let (link, peer) = link();
         let (bell, button) = rdmasock_core::os::doorbell::pair().unwrap();
         let button = PrivateFd::adopt(button.release()).unwrap();
-        // It has no button of an earlier one.
+        // The object has no button of an earlier link.
         assert_eq!(link.on_waiter(1, button), Ok(()));
         link.send(&message, &[]).unwrap();
         let mut buf = [0; 64];

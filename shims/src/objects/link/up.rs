@@ -1,4 +1,4 @@
-//! The links that are up, and what it takes to get one more.
+//! The list of links that are up, and the offers by which a further link is made.
 
 use std::net::IpAddr;
 
@@ -9,38 +9,38 @@ use rdmasock_core::wire::{LinkAddress, LinkOffer};
 use super::Link;
 use crate::objects::library::Library;
 
-/// How long a cookie of ours may be presented, ns.
+/// How long a cookie of this instance may be presented, ns.
 const COOKIE_LIFE: u64 = 40_000_000_000;
 
 static UP: Lock<Vec<&'static Link>> = Lock::new(Vec::new());
 
-/// From now on it is one of them.
+/// Adds the link to the list.
 pub fn add(link: &'static Link) {
     if let Some(mut up) = UP.lock() {
         up.push(link);
     }
 }
 
-/// It is none of them any more.
+/// Removes the link from the list.
 pub fn remove(link: &'static Link) {
     if let Some(mut up) = UP.lock() {
         up.retain(|l| !std::ptr::eq(*l, link));
     }
 }
 
-/// All of them.
+/// Returns all links that are up.
 pub fn all() -> Vec<&'static Link> {
     UP.lock().map(|up| up.clone()).unwrap_or_default()
 }
 
-/// The one to this instance.
+/// Returns the live link to this instance; `None` if there is none.
 pub fn to(peer: &InstanceId) -> Option<&'static Link> {
     let up = UP.lock()?;
     up.iter().copied().find(|l| l.peer() == *peer && l.is_alive())
 }
 
-/// A one-time offer of a link for the instance `peer`, which is on another host if `local` is
-/// given, the address that it has reached us at; `None` if there is a link.
+/// Makes a one-time offer of a link for the instance `peer`. `local` is given if the peer is on another host: the
+/// address by which it has reached this host. `None` if there is a link already, or none can be offered.
 pub fn offer(peer: InstanceId, local: Option<IpAddr>) -> Option<LinkOffer> {
     if to(&peer).is_some() {
         return None;
@@ -54,12 +54,13 @@ pub fn offer(peer: InstanceId, local: Option<IpAddr>) -> Option<LinkOffer> {
     Some(LinkOffer { address, cookie })
 }
 
-/// In a fork child: the links are the parent's.
+/// Empties the list in a fork child: the links are the parent's.
 ///
 /// # Safety
-/// The only thread.
+/// The caller is the only thread.
 pub(super) unsafe fn after_fork() {
-    // SAFETY: by the contract; what a thread of the parent was changing is leaked.
+    // SAFETY: by the contract, no other thread uses the lock. The vector is leaked and not read, since a thread of the
+    // parent may have been changing it.
     unsafe {
         std::mem::forget(std::mem::take(UP.get_unlocked()));
         UP.reset();

@@ -1,9 +1,9 @@
-//! Epoll sets whose kernel's sets have the completion descriptor of a link to another host, and whether threads sleep
-//! on them ([`Watchers`]). A set may have hundreds of such links, so its thread does not tell each that it goes to
-//! sleep: the set has a word for it ([`Watch`]), at which those who want to know look.
+//! The epoll sets whose kernel's sets have the completion descriptor of a link to another host, and whether threads
+//! sleep on them ([`Watchers`]). A set may have hundreds of such links, so its thread does not notify each link of its
+//! sleep. Instead it counts itself in a word of the set ([`Watch`]), which the service thread reads.
 //!
-//! Who sleeps says so, and then looks whether the service thread has begun to hear of links ([`Mailbox::taken_back`]);
-//! the service thread does it the other way round.
+//! A thread that is about to sleep counts itself in, and then checks whether the service thread was subscribed to links
+//! again ([`Mailbox::taken_back`]). The service thread uses the reverse order.
 //!
 //! [`Mailbox::taken_back`]: crate::objects::mailbox::Mailbox::taken_back
 
@@ -15,33 +15,33 @@ use std::sync::atomic::{
 use rdmasock_core::lock::Lock;
 use rdmasock_core::sync::Presence;
 
-/// What a set says of the threads that sleep on it.
+/// Counts the threads that sleep on an epoll set.
 #[derive(Default)]
 pub struct Watch {
     asleep: Presence,
-    /// How many sleeps have begun.
+    /// Number of sleeps that have begun; wraps.
     sleeps: AtomicU32,
 }
 
 impl Watch {
-    /// A thread is about to sleep. Then it looks at what could be a reason not to.
+    /// Counts in a thread that is about to sleep. The thread then checks once more for reasons not to sleep.
     pub fn enter(&self) {
         self.asleep.enter();
         self.sleeps.fetch_add(1, Relaxed);
     }
 
-    /// It is awake. True if no other one sleeps.
+    /// Counts out a thread that is awake. True if no other thread sleeps on the set.
     pub fn leave(&self) -> bool {
         self.asleep.leave()
     }
 
-    /// In a fork child: nobody sleeps.
+    /// Resets the count in a fork child, where no thread sleeps.
     pub fn reset(&self) {
         self.asleep.reset();
     }
 }
 
-/// The sets of one link.
+/// The epoll sets that have one link's completion descriptor.
 pub struct Watchers {
     all: Lock<Vec<&'static Watch>>,
     count: AtomicU32,
@@ -55,12 +55,12 @@ impl Watchers {
         }
     }
 
-    /// One more has the descriptor from now on.
+    /// Adds an epoll set, whose kernel's set has the descriptor from now on.
     pub fn add(&self, watch: &'static Watch) {
         self.change(|all| all.push(watch));
     }
 
-    /// This one has it no longer.
+    /// Removes an epoll set, whose kernel's set has the descriptor no longer.
     pub fn remove(&self, watch: &'static Watch) {
         self.change(|all| all.retain(|one| !std::ptr::eq(*one, watch)));
     }
@@ -72,12 +72,12 @@ impl Watchers {
         }
     }
 
-    /// How many there are.
+    /// Returns the number of epoll sets.
     pub fn count(&self) -> u32 {
         self.count.load(Acquire)
     }
 
-    /// Whether a thread sleeps on one of them.
+    /// Returns whether a thread sleeps on one of them; true also if that is not known.
     pub fn is_any_asleep(&self) -> bool {
         self.count() > 0
             && self
@@ -86,7 +86,7 @@ impl Watchers {
                 .is_none_or(|all| all.iter().any(|w| !w.asleep.is_empty()))
     }
 
-    /// A number that changes whenever a thread goes to sleep on one of them.
+    /// Returns a number that changes whenever a thread goes to sleep on one of them.
     pub fn sleeps(&self) -> u32 {
         let all = self.all.lock();
         let each = |all: &Vec<&Watch>| {

@@ -1,7 +1,8 @@
-//! The ways to a peer on the same host that are not memory: its side channel, and how its waiters are woken.
+//! The connections to a peer on the same host beside memory: the side channel, and the means to wake the peer's
+//! waiters.
 //!
-//! All is closed when the link is down. Threads of the program that are about to use a descriptor then are counted, and
-//! none is closed while one is (`LocalPeer::while_open`): its number could be a file of the program's next.
+//! All descriptors are closed when the link is down. Threads of the program that are about to use one are counted, and
+//! none is closed meanwhile (`LocalPeer::while_open`): the program's next file could get its number.
 
 use std::collections::VecDeque;
 use std::mem::ManuallyDrop;
@@ -28,31 +29,31 @@ use crate::objects::library::Library;
 use crate::objects::mailbox::Command;
 use crate::objects::waiters::SERVICE;
 
-/// A message for which there was no room.
+/// A message that waits for room on the side channel.
 struct Queued {
     bytes: Vec<u8>,
     fds: Vec<PrivateFd>,
 }
 
-/// More is not kept for a peer that reads nothing. A correct one owes at most a few a stream.
+/// Number of messages that are kept for a peer that reads none. A correct peer leaves at most a few for each stream.
 const MAX_OUTBOX: usize = 8 * MAX_STREAMS as usize;
 
-/// Bytes that hold a message of one number.
+/// Bytes that are enough for a message with one number.
 const SHORT_MESSAGE: usize = 64;
 
-/// See the module.
+/// The connections to the peer of one link.
 pub struct LocalPeer {
-    /// The slot of the link whose they are.
+    /// The slot of the link.
     slot: AtomicU32,
-    /// The side channel's number, -1 once it is closed.
+    /// The fd of the side channel, -1 once it is closed.
     channel: AtomicI32,
-    /// What the channel had no room for, in order.
+    /// Messages that wait for room on the channel, in order.
     outbox: Lock<VecDeque<Queued>>,
-    /// By waiter: the number of its button.
+    /// By waiter id of the peer: the fd of its button, -1 without one.
     buttons: Box<[AtomicI32]>,
-    /// How many of them there are.
+    /// Number of buttons.
     button_count: AtomicU32,
-    /// The waiters, a bit each, that the peer is to be asked to wake when the channel has room.
+    /// A bit for each waiter that the peer is to be asked to wake once the channel has room.
     owed: Box<[AtomicU64]>,
     /// Threads that may be using a descriptor.
     users: Presence,
@@ -62,9 +63,9 @@ pub struct LocalPeer {
 /// Why a peer's button is not kept.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Refused {
-    /// It is none, or there is no such waiter, or it has one already.
+    /// The fd is no button, there is no such waiter, or the waiter has a button already.
     Violation,
-    /// There are too many.
+    /// The peer has sent too many buttons.
     TooMany,
 }
 
@@ -82,8 +83,8 @@ impl LocalPeer {
         }
     }
 
-    /// There is a peer, on the other side of this channel. Service thread only, as for [`close`](Self::close), which
-    /// has come before if there was another.
+    /// Begins a link whose side channel is `channel`. Service thread only, as [`close`](Self::close), which the caller
+    /// has called for an earlier link.
     pub(super) fn begin(&self, slot: u32, channel: Channel) {
         self.slot.store(slot, Relaxed);
         self.button_count.store(0, Relaxed);
@@ -94,12 +95,13 @@ impl LocalPeer {
         self.is_closed.publish(false);
     }
 
-    /// In a fork child, where the descriptors are closed: a call that the fork has interrupted uses none.
+    /// Marks the descriptors as closed in a fork child, which closes them: a call that the fork has interrupted uses
+    /// none.
     pub(super) fn after_fork(&self) {
         self.is_closed.publish(true);
     }
 
-    /// Does something with a descriptor of the link's, unless they are closed.
+    /// Calls `f`, which may use the link's descriptors; `None`, without a call, if they are closed.
     fn while_open<R>(&self, f: impl FnOnce() -> Option<R>) -> Option<R> {
         struct User<'a>(&'a Presence);
         impl Drop for User<'_> {
@@ -107,7 +109,7 @@ impl LocalPeer {
                 self.0.leave();
             }
         }
-        // Either `close` sees us, or we see that it has come.
+        // Either `close` sees this user, or this call sees that `is_closed` is set.
         self.users.enter();
         let _user = User(&self.users);
         if self.is_closed.look() {
@@ -116,8 +118,8 @@ impl LocalPeer {
         f()
     }
 
-    /// Closes the channel and gives back the buttons of a link that is down. False if a thread is about to use one:
-    /// then later. Service thread only.
+    /// Closes the channel and the buttons of a link that is down. False if a thread is about to use one: the caller
+    /// tries again later. Service thread only.
     pub(super) fn close(&self) -> bool {
         self.is_closed.publish(true);
         if !self.users.is_empty() {
@@ -133,11 +135,11 @@ impl LocalPeer {
         true
     }
 
-    /// The side channel, unless it is closed.
+    /// Calls `f` with the side channel; `None`, without a call, if it is closed.
     pub(super) fn with_channel<R>(&self, f: impl FnOnce(&Channel) -> R) -> Option<R> {
         self.while_open(|| {
             let fd = PrivateFd::adopt(self.channel.load(Acquire))?;
-            // Not dropped: it stays the link's.
+            // Not dropped, so the fd stays open for the link.
             let channel = ManuallyDrop::new(Channel::new(fd));
             Some(f(&channel))
         })
@@ -148,13 +150,13 @@ impl LocalPeer {
             .unwrap_or(Err(Errno::PIPE))
     }
 
-    /// Sends a message on the side channel, once there is room: delivered in order, and if the link
-    /// does not go down.
+    /// Sends a message on the side channel, or queues it until the channel has room. Messages arrive in order, unless
+    /// the link goes down.
     pub(super) fn post(&self, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<(), SendError> {
         // Not on the stack, which may be a handler's.
         let mut buf = Scratch::new(MAX_MESSAGE).ok_or(SendError::Full)?;
         let bytes = message.encode(&mut buf).map_err(|_| SendError::Encoding)?;
-        // Held while sending: what is kept goes first.
+        // Held while sending, so that queued messages go first.
         let mut outbox = self.outbox.lock().ok_or(SendError::Full)?;
         let sent = if outbox.is_empty() {
             self.send_now(bytes, fds)
@@ -187,17 +189,17 @@ impl LocalPeer {
         Library::get().service.submit(command(self.slot.load(Relaxed)));
     }
 
-    /// Whether more messages wait for room than a correct peer leaves unread.
+    /// Returns whether more messages wait for room than a correct peer leaves unread.
     pub(super) fn is_overfull(&self) -> bool {
         self.outbox.lock().is_some_and(|o| o.len() >= MAX_OUTBOX)
     }
 
-    /// Whether messages wait for room.
+    /// Returns whether messages or requests to wake wait for room.
     pub(super) fn has_outbox(&self) -> bool {
         self.outbox.lock().is_none_or(|o| !o.is_empty()) || self.owed.iter().any(|word| word.load(SeqCst) != 0)
     }
 
-    /// There may be room on the side channel again. True if nothing is kept any more.
+    /// Sends queued messages, since the side channel may have room again. True if none is left.
     pub(super) fn flush(&self) -> bool {
         let Some(mut outbox) = self.outbox.lock() else {
             return false;
@@ -224,8 +226,8 @@ impl LocalPeer {
         true
     }
 
-    /// The peer's waiter `id` is woken by this button, for as long as the link is up: there can be no other for
-    /// it, so none is closed while a thread presses it. No more than `most` are kept. Service thread only.
+    /// Keeps the button by which the peer's waiter `id` is woken, as long as the link is up. A waiter gets no second
+    /// button, so none is closed while a thread presses it. At most `most` buttons are kept. Service thread only.
     pub(super) fn on_waiter(&self, id: u32, fd: PrivateFd, most: u32) -> Result<(), Refused> {
         let slot = self.buttons.get(id as usize).ok_or(Refused::Violation)?;
         if id == u32::from(SERVICE.0) || slot.load(Acquire) >= 0 {
@@ -240,11 +242,11 @@ impl LocalPeer {
         Ok(())
     }
 
-    /// Presses the waiter's button. False if there is none.
+    /// Presses the waiter's button. False if there is none, or the link is closed.
     fn press(&self, waiter: WaiterId) -> bool {
         let rung = self.while_open(|| {
             let fd = self.buttons.get(usize::from(waiter.0))?.load(Acquire);
-            // SAFETY: open until `close`, which nobody is in now.
+            // SAFETY: the fd is open until `close`, and `while_open` keeps `close` from closing it meanwhile.
             (fd >= 0).then(|| doorbell::press(unsafe { BorrowedFd::borrow_raw(fd) }))
         });
         rung.is_some()
@@ -263,8 +265,8 @@ impl Outside for LocalPeer {
         self.post(message, &[])
     }
 
-    /// Wakes a waiter of the peer's. Where this process cannot, the peer's service thread is asked to; in front of what
-    /// waits for room, for it depends on nothing.
+    /// Wakes a waiter of the peer. If this process cannot, asks the peer's service thread to do so. The request goes
+    /// ahead of queued messages, since it depends on none.
     fn ring(&self, waiter: WaiterId, page: &FlagPage) {
         let is_woken = match waiter {
             SERVICE => false,
@@ -282,7 +284,7 @@ impl Outside for LocalPeer {
     }
 }
 
-/// Why a message was not sent, from the kernel's word.
+/// Returns why a message was not sent, by the kernel's errno.
 fn send_error(errno: Errno) -> SendError {
     match errno {
         Errno::INVAL => SendError::Encoding,

@@ -1,5 +1,5 @@
 //! The end of a link to another host: the engine over the verbs plugin's queue pair, and how it reaches the waiters of
-//! this process. Who is woken by what completes is in `remote/sleepers.rs`, what goes past the rings in
+//! this process. Wake-ups by completions are in `remote/sleepers.rs`, transfers past the rings in
 //! `remote/past_rings.rs`.
 
 mod answers;
@@ -38,7 +38,7 @@ use crate::config::ways::{self, Costs};
 use crate::config::{ZeroCopy, config};
 use crate::objects::library::Library;
 
-/// The waiters of this process, as the engine tells them.
+/// The waiters of this process, as the engine wakes them.
 pub struct Here {
     news: &'static News,
 }
@@ -83,15 +83,16 @@ impl Device for Remote {
     }
 }
 
-/// Whether addresses are limited, which the program then has better use for.
+/// Returns whether the address space is limited (RLIMIT_AS). The program then needs the addresses itself.
 pub fn has_few_addresses() -> bool {
     rustix::process::getrlimit(rustix::process::Resource::As)
         .current
         .is_some()
 }
 
-/// Addresses for the send buffers of a link whose arenas have `arena_bytes` each: registered memory is not given back
-/// before the link is over, so they are a bound of it too. None where addresses are limited.
+/// Returns the bytes of addresses for the send buffers of a link whose arenas have `arena_bytes` each; 0 if the address
+/// space is limited. They bound the buffers' memory too, since registered memory is not given back before the link is
+/// over.
 fn buffers(arena_bytes: u64) -> u64 {
     if has_few_addresses() {
         return 0;
@@ -99,8 +100,8 @@ fn buffers(arena_bytes: u64) -> u64 {
     (arena_bytes / 4).min(MAX_DATA_BYTES - arena_bytes)
 }
 
-/// Whether the kernel copies pages that a device has for a fork child, as it does from Linux 5.12 on: before, the child
-/// could get the program's, and the program another one that the device does not have.
+/// Returns whether the kernel copies pages that a device accesses for a fork child, as Linux does from 5.12 on. Before,
+/// the child could get the program's page, and the program a new page that the device does not access.
 fn copies_what_is_pinned() -> bool {
     let uname = rustix::system::uname();
     let release = uname.release().to_string_lossy();
@@ -110,18 +111,19 @@ fn copies_what_is_pinned() -> bool {
     (numbers.next(), numbers.next()) >= (Some(5), Some(12))
 }
 
-/// What an object for links keeps from one link to the next.
+/// The properties of a link that its object keeps for its later links.
 #[derive(PartialEq)]
 pub(super) struct Terms {
     limits: Limits,
     tuning: Tuning,
     arena_bytes: u64,
-    /// Both ends have direct transfers.
+    /// Both ends support direct transfers.
     is_direct: bool,
 }
 
 impl Terms {
-    /// Of the two arenas: this end's, and the peer's with this end's send buffers behind it.
+    /// Returns the layouts of the two arenas: this end's, and the peer's with this end's send buffers behind it. `None`
+    /// if a size has no layout.
     fn layouts(&self) -> Option<[Layout; 2]> {
         let with_buffers = self.arena_bytes + self.tuning.buffers;
         Some([Layout::for_data(self.arena_bytes)?, Layout::for_data(with_buffers)?])
@@ -143,51 +145,52 @@ impl Terms {
     }
 }
 
-/// See the module. Never freed, but given one link after another, of the same [terms](Terms).
+/// The end of a link to another host. Never freed, but used for one link after another, of the same [terms](Terms).
 pub struct Remote {
     end: End<Pair, Here>,
     terms: Terms,
-    /// The queue pair's descriptors.
+    /// The queue pair's descriptors, for its state and for completions.
     state_fd: AtomicI32,
     completion_fd: AtomicI32,
     /// The link is up: its queue pair may be used.
     up: Published<AtomicBool>,
-    /// By which the service thread's epoll set knows the completion descriptor.
+    /// The data of the completion descriptor's events in the service thread's epoll set.
     token: AtomicU64,
-    /// Threads that sleep on the completion descriptor in a call of their own, or are about to, and who does so next.
+    /// Threads that sleep on the completion descriptor in a call of their own, or are about to, and threads that stand
+    /// by to do so next.
     pollers: Pollers,
-    /// Epoll sets whose kernel's sets have it.
+    /// Epoll sets whose kernel's sets have the completion descriptor.
     pub watchers: Watchers,
-    /// Threads that may still use the queue pair's descriptors.
+    /// Threads that may be using the queue pair or its descriptors.
     users: Presence,
     /// The queue pair is ended.
     is_ended: Published<AtomicBool>,
-    /// How many times a thread has come to poll.
+    /// Number of times that a thread has begun to poll; wraps.
     sleeps: AtomicU32,
-    /// What that, and the sets' sleeps, were at the last [`maintain`](Self::maintain).
+    /// The sum of `sleeps` and the epoll sets' sleeps at the last [`maintain`](Self::maintain).
     sleeps_seen: AtomicU32,
-    /// How often the program's threads look by themselves.
+    /// How often the program's threads check the link by themselves.
     own_looks: OwnLooks,
-    /// The service thread is woken by completions.
+    /// Completions wake the service thread.
     is_subscribed: Published<AtomicBool>,
-    /// How many sets want it to be.
+    /// Number of epoll sets that want the service thread to be woken by completions.
     left: Published<AtomicU32>,
-    /// For changing `is_subscribed`.
+    /// Held to change `is_subscribed`.
     subscribing: Lock<()>,
-    /// From where and to where it was connected, if by this end.
+    /// The addresses from which and to which this end has connected, if it has.
     dialled: Lock<Option<(IpAddr, SocketAddr)>>,
     /// There is a bulk queue pair.
     has_bulk: AtomicBool,
-    /// When one was last wished for, monotonic ns.
+    /// When a bulk queue pair was last asked for, monotonic ns.
     wished: AtomicU64,
-    /// What registrations cost.
+    /// The measured costs of registering memory.
     pub costs: Costs,
-    /// How long the peer's end takes for what it does without its program.
+    /// How long the peer's end takes to answer without its program.
     pub answers: Answers,
 }
 
 impl Remote {
-    /// An end over a connected pair. `None` without memory for it.
+    /// Makes an end over a connected queue pair. `None` without memory for it.
     pub(super) fn new(pair: Pair, terms: Terms) -> Option<Self> {
         let (mine, mirror) = (Side::anonymous().ok()?, Side::anonymous().ok()?);
         let layouts = terms.layouts()?;
@@ -195,7 +198,8 @@ impl Remote {
             side.map_data(layout).ok()?;
         }
         let here = Here { news: news::new() };
-        // SAFETY: the link, with the end, is never freed; see `Link::new`.
+        // SAFETY: the end is leaked with its link object, so it outlives its cursors. `Link::producer` asks for one
+        // producer at a time for each vQPN of the peer.
         let end = unsafe { End::new(pair, mine, mirror, here, terms.tuning) }.ok()?;
         Some(Self {
             end,
@@ -222,9 +226,9 @@ impl Remote {
         })
     }
 
-    /// Becomes the end over another connected pair, whose [terms](Terms) are the same. For an end that was
-    /// [released](Self::release). False, and `pair` is the caller's, without memory for it or while a thread is about
-    /// to leave what the end was.
+    /// Becomes the end over another connected queue pair, whose [terms](Terms) are the same. To be called on an end
+    /// that was [released](Self::release). False, and `pair` stays the caller's, without memory for it or while a
+    /// thread is about to leave the earlier link.
     pub(super) fn renew(&self, pair: &Pair) -> bool {
         let Some(layouts) = self.terms.layouts() else {
             return false;
@@ -233,18 +237,19 @@ impl Remote {
         let is_mapped = mine.map_data(&layouts[0]).is_ok() && mirror.map_data(&layouts[1]).is_ok();
         let is_renewed = is_mapped && self.end.renew(|old| old.stand_for(pair));
         if !is_renewed {
-            // SAFETY: nothing was opened, and there is no queue pair.
+            // SAFETY: no stream was opened on the end since its last release, so there is no cursor; it has no queue
+            // pair either.
             unsafe { self.end.release() };
         }
         is_renewed
     }
 
-    /// Whether it can be [renewed](Self::renew) for a link of these terms.
+    /// Returns whether the end can be [renewed](Self::renew) for a link of these terms.
     pub(super) fn fits(&self, terms: &Terms) -> bool {
         self.terms == *terms
     }
 
-    /// The link begins: threads may use its queue pair.
+    /// Begins the link: from now on threads may use its queue pair.
     pub(super) fn begin(&self, info: &Info, dialled: Option<(IpAddr, SocketAddr)>) {
         self.state_fd.store(info.state_fd, Release);
         self.completion_fd.store(info.completion_fd, Release);
@@ -265,45 +270,45 @@ impl Remote {
         &self.end
     }
 
-    /// What sets with many links look at.
+    /// Returns the state that epoll sets check before each sleep.
     pub fn news(&self) -> &'static News {
         self.end.local().news
     }
 
-    /// The queue pair's descriptors: for its state, and for what completes.
+    /// Returns the queue pair's descriptors, for its state and for completions; -1 before the first link.
     pub fn fds(&self) -> [c_int; 2] {
         [self.state_fd.load(Acquire), self.completion_fd.load(Acquire)]
     }
 
-    /// How the queue pair is.
+    /// Returns the state of the queue pair.
     pub fn state(&self) -> State {
         self.end.qp().state()
     }
 
-    /// Takes in what has come, and sends what can be sent. True if there was something.
+    /// Takes in what has come, and sends what can be sent. True if something has come.
     #[inline]
     pub fn progress(&self) -> bool {
         self.end.progress().unwrap_or(false)
     }
 
-    /// The next completion makes the descriptor readable. True if something has come meanwhile.
+    /// Arms the descriptor: the next completion makes it readable. True if something has come meanwhile.
     pub fn arm(&self) -> bool {
         self.end.arm().unwrap_or(false)
     }
 
-    /// Nothing goes over the link any more, and nobody begins to sleep on its descriptor.
+    /// Takes the link down: the link carries nothing more, and no thread begins to sleep on its descriptor.
     pub(super) fn set_down(&self) {
         self.up.publish(false);
-        // What had come by now is not sent again where TCP has been reset.
+        // Taken in first: if TCP has been reset, the peer does not send these bytes again.
         self.end.take_in();
         self.end.set_down();
         self.drop_bulk();
         self.end.qp().disconnect();
     }
 
-    /// Ends the queue pair of a link that is down. False if a thread still sleeps on its descriptor.
+    /// Ends the queue pair of a link that is down. False if a thread may still use it or its descriptors.
     pub(super) fn retire(&self) -> bool {
-        // Either we see who is in `while_open`, or it sees this.
+        // Either this thread sees the user that `while_open` has counted in, or that user sees `is_ended`.
         self.is_ended.publish(true);
         let is_free = self.users.is_empty();
         if is_free {
@@ -318,14 +323,14 @@ impl Remote {
     }
 
     /// Gives the memory of the link back once its queue pair is [ended](Self::retire). False if a thread is about to
-    /// leave it.
+    /// leave that memory.
     pub(super) fn release(&self) -> bool {
-        // SAFETY: no cursor is left: streams and producers pin the link until they have given theirs up; and see
-        // `retire`.
+        // SAFETY: no cursor is left, since streams and producers pin the link until they have given up their cursors.
+        // The caller has ended the queue pair by `retire`.
         unsafe { self.end.release() }
     }
 
-    /// Does something with the completion descriptor, if it is still open.
+    /// Calls `f` with the completion descriptor, if it is still open.
     pub fn while_open(&self, f: impl FnOnce(BorrowedFd<'_>)) {
         self.users.enter();
         if !self.is_ended.look() {
@@ -334,7 +339,7 @@ impl Remote {
         self.users.leave();
     }
 
-    /// Does something with its queue pair, if it is still there.
+    /// Calls `f` with the queue pair; `None`, without a call, if it is ended.
     pub fn with_pair<R>(&self, f: impl FnOnce(&Pair) -> R) -> Option<R> {
         self.users.enter();
         let result = (!self.is_ended.look()).then(|| f(self.end.qp()));
@@ -342,7 +347,7 @@ impl Remote {
         result
     }
 
-    /// Its queue pair is not ended before [`let_pair_go`](Self::let_pair_go). False if it is already.
+    /// Keeps the queue pair from being ended until [`let_pair_go`](Self::let_pair_go). False if it is ended already.
     pub fn hold_pair(&self) -> bool {
         self.users.enter();
         let is_there = !self.is_ended.look();
@@ -352,63 +357,67 @@ impl Remote {
         is_there
     }
 
-    /// See [`hold_pair`](Self::hold_pair).
+    /// Undoes one [`hold_pair`](Self::hold_pair).
     pub fn let_pair_go(&self) {
         self.users.leave();
     }
 
-    /// From where and to where it was connected, if by this end.
+    /// Returns the addresses from which and to which this end has connected; `None` if the peer has connected.
     pub fn dialled(&self) -> Option<(IpAddr, SocketAddr)> {
         self.dialled.lock().and_then(|place| *place)
     }
 
-    /// Whether the peer has all that was committed to its stream `theirs`. If not it is asked, and the service
-    /// thread is told about the stream when it has answered.
+    /// Returns whether the peer has all bytes committed to its stream `theirs`. If not, the peer is asked, and its
+    /// answer notifies the service thread about the stream.
     pub fn is_confirmed(&self, theirs: Vqpn) -> bool {
         self.end.unconfirmed(theirs) == Some(0)
     }
 
-    /// How much of what was committed to the peer's stream `theirs` it is not known to have; it is asked.
+    /// Returns how many bytes committed to the peer's stream `theirs` the peer is not known to have. If there are any,
+    /// the peer is asked.
     pub fn unconfirmed(&self, theirs: Vqpn) -> u64 {
         self.end.unconfirmed(theirs).unwrap_or(0)
     }
 
-    /// How much of what was committed to the peer's stream `theirs` has not been sent, for it finds no room there yet.
+    /// Returns how many bytes committed to the peer's stream `theirs` are not sent yet, since the peer's ring has no
+    /// room.
     pub fn unsent(&self, theirs: Vqpn) -> u64 {
         self.end.unsent(theirs)
     }
 
-    /// It has to be seen, about once a second, whether the peer's device still answers.
+    /// Returns whether the service thread has to check, about once a second, that the peer's device still answers.
     pub fn is_watched(&self) -> bool {
         self.end.is_watched()
     }
 
-    /// Whether anything has come from the peer.
+    /// Returns whether anything has come from the peer.
     pub fn has_received(&self) -> bool {
         self.end.counts().received > 0
     }
 
-    /// The peer says that its end has failed; ours may not know.
+    /// Notes a doubt about the link, since the peer reports that its end has failed. The peer's device is then asked
+    /// even if nothing is posted.
     pub fn doubt(&self) {
         self.end.doubt();
     }
 
-    /// Sees to it. Monotonic ns.
+    /// Checks that the peer's device still answers. `now` in monotonic ns.
     pub fn tick(&self, now: u64) {
         self.end.tick(now);
     }
 
-    /// The next message on the side channel.
+    /// Returns the next message on the side channel; `None` if there is none.
     pub fn take_message(&self) -> Option<Message> {
         self.end.take_message()
     }
 
-    /// Whether the link cannot be used further; what has come from the peer is final then.
+    /// Returns whether the link cannot be used further. No more bytes come from the peer then.
     pub fn is_down(&self) -> bool {
         self.end.is_down()
     }
 
-    /// Why the link cannot be used further, if so. For the service thread, which is not told of it again.
+    /// Returns why the link cannot be used further; `None` if it can. For the service thread, which is not notified
+    /// again.
     pub fn fault(&self) -> Option<Reason> {
         self.end.fault().map(|fault| match fault {
             Fault::Violation(_) => Reason::Violation,
@@ -418,7 +427,9 @@ impl Remote {
     }
 
     fn fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: open as long as the queue pair, which is given up only when no stream uses the link.
+        // SAFETY: the descriptor is open as long as the queue pair, which `retire` ends only when no stream or producer
+        // pins the link and `users` is empty. Callers are counted in `users`, or are the service thread, which alone
+        // calls `retire`.
         unsafe { BorrowedFd::borrow_raw(self.completion_fd.load(Acquire)) }
     }
 }

@@ -1,32 +1,32 @@
-//! How long a peer's end takes to answer what it answers without its program: what is worth waiting for, and for how
-//! long, goes by that. It is microseconds where a thread looks all the time, and tens of ms on a machine with more to
-//! do than it can. Pure: times are given.
+//! How long a peer's end takes to give the answers for which it does not need its program. The time bounds how long
+//! calls wait for such an answer. It is microseconds if a thread of the peer checks all the time, and tens of ms on an
+//! overloaded machine. The logic is pure: the caller passes the times.
 
 #![forbid(unsafe_code)]
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Whoever waits gives the answer so many times what the last ones took, but no longer than this, ns.
+/// A call waits for this many times the known answer time, but no longer than `LONGEST`, ns.
 const TIMES: u64 = 2;
 const LONGEST: u64 = 50_000_000;
-/// Of a longer time than is known such a part is believed at once, and of a shorter one such.
+/// The difference to a longer answer counts by 1/`UP` at once, to a shorter one by 1/`DOWN`.
 const UP: u64 = 2;
 const DOWN: u64 = 8;
 
-/// See the module. That two who write at once lose one's word is no harm.
+/// The answer time of one peer. Two threads that write at once may lose one measurement, which does no harm.
 #[derive(Default)]
 pub struct Answers {
-    /// Smoothed, ns.
+    /// The smoothed answer time, ns; 0: not known.
     time: AtomicU64,
 }
 
 impl Answers {
-    /// For another peer: nothing is known.
+    /// Forgets the answer time, for another peer.
     pub fn reset(&self) {
         self.time.store(0, Relaxed);
     }
 
-    /// One has taken `ns`.
+    /// Notes that an answer has taken `ns`.
     pub fn on_answer(&self, ns: u64) {
         let time = self.time.load(Relaxed);
         let next = if ns > time {
@@ -39,14 +39,14 @@ impl Answers {
         }
     }
 
-    /// One has taken longer than `ns`, and nobody knows how long.
+    /// Notes that an answer has taken longer than `ns`, and that its full time is not known.
     pub fn on_none(&self, ns: u64) {
         if ns >= self.time.load(Relaxed) {
             self.on_answer(ns.saturating_mul(TIMES));
         }
     }
 
-    /// How long the next is waited for, ns: at `least` so long.
+    /// Returns how long to wait for the next answer, ns; at least `least`.
     pub fn patience(&self, least: u64) -> u64 {
         (self.time.load(Relaxed) * TIMES).min(LONGEST).max(least)
     }

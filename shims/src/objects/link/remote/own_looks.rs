@@ -1,36 +1,38 @@
-//! Whether threads of the program look at a link all the time, as one does that sends without a pause: the service
-//! thread would be woken by each completion, and be in their way.
+//! Whether threads of the program check a link all the time, as a thread does that sends without a pause. If they do,
+//! each completion would wake the service thread, which would be in their way.
 
 #![forbid(unsafe_code)]
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
-/// Looks of the program's threads that find something, from one time that links are maintained to the next, that are
-/// many.
+/// Checks of the program's threads that find something, from one maintenance of links to the next, from which on they
+/// are frequent.
 const OFTEN: u64 = 16;
-/// Looks of the service thread, after which it asks for those of others; and what each of them counts as: it looks once
-/// more when it has armed.
+/// Number of checks of the service thread after which it compares them with those by other threads. Each of its checks
+/// counts as `LOOKS_A_LOOK`, since it checks once more after arming.
 const OWN: u32 = 8;
 const LOOKS_A_LOOK: u32 = 2;
 
-/// See the module. The service thread's own.
+/// The counts for one link. Only the service thread uses them.
 #[derive(Default)]
 pub struct OwnLooks {
-    /// Of all threads, that have found something, at the last question.
+    /// Checks of all threads that had found something, at the last question.
     finds: AtomicU64,
-    /// Of all threads, at the last question; and of the service thread's since.
+    /// Checks of all threads at the last question, and checks of the service thread since then.
     all: AtomicU64,
     own: AtomicU32,
 }
 
 impl OwnLooks {
-    /// Whether so many have found something by now that the service thread, which does not hear of the link, need not.
+    /// Returns whether the program's threads find enough by themselves that the service thread, which is not woken for
+    /// the link, need not be. `finds` is the number of checks so far that found something.
     pub fn find_often(&self, finds: u64) -> bool {
         finds.wrapping_sub(self.finds.swap(finds, Relaxed)) >= OFTEN
     }
 
-    /// The service thread hears of the link, and has looked. Whether it is in the way of others, of all `looks` by
-    /// now; what those would find it often finds before them.
+    /// Counts a check of the service thread, which completions wake. Returns whether it is in the way of other threads,
+    /// since they check as often; `looks` gives the number of all checks so far. (The finds are no measure here, since
+    /// the service thread often comes first.)
     pub fn is_in_the_way(&self, looks: impl FnOnce() -> u64) -> bool {
         let own = self.own.load(Relaxed) + 1;
         if own < OWN {
@@ -48,7 +50,8 @@ impl OwnLooks {
 mod tests {
     use super::*;
 
-    /// So many looks of others for one of the service thread's.
+    /// Returns how often the service thread is found in the way, if other threads check `others` times for each of its
+    /// checks.
     fn asked(others: u64) -> u32 {
         let looks = OwnLooks::default();
         let mut all = 0;

@@ -1,4 +1,5 @@
-//! What goes past a link's rings: whether it can, from which size on, and by which queue pair.
+//! Transfers past a link's rings: whether they are possible, from which size on they pay, and which queue pair carries
+//! them.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -10,31 +11,33 @@ use crate::objects::mailbox::Command;
 
 use super::Remote;
 
-/// How often a bulk queue pair is wished for, ns.
+/// Least time between two requests for a bulk queue pair, ns.
 const WISH_EVERY: u64 = 500_000_000;
 
-/// How long the peer's end may take for a word, and how long that is looked for without a pause, ns.
+/// How long the peer's end may take for an answer, and how long this end polls for it without a pause, ns.
 const WORD_WITHIN: u64 = 200_000_000;
 const SPINS_FOR: u64 = 100_000;
 
 impl Remote {
-    /// Both ends have direct transfers.
+    /// Returns whether both ends support direct transfers.
     pub fn is_direct(&self) -> bool {
         self.terms.is_direct
     }
 
-    /// A smaller piece is not worth a direct transfer, bytes.
+    /// Returns the least size of a direct transfer that pays, bytes.
     pub fn direct_min(&self) -> usize {
         ways::least_piece(config().zcopy)
     }
 
-    /// From how many bytes on a send or a receive is not eager. `is_registered`: the device knows the memory already.
+    /// Returns the size from which on a send or a receive is not eager, bytes. `is_registered`: the device knows the
+    /// memory already.
     pub fn threshold(&self, is_registered: bool) -> usize {
         ways::threshold(config().zcopy, &self.costs, is_registered)
     }
 
-    /// Waits for what the peer's end says without its program, for as long as any end that lives needs; then the bulk
-    /// queue pair is given up, and what it reaches is out of reach.
+    /// Waits until `is_there` says that the peer's end has answered, which it does without its program. After
+    /// `WORD_WITHIN`, longer than any live end needs, gives up the bulk queue pair: the device then cannot access the
+    /// memory any more.
     #[cold]
     pub fn await_word(&self, is_there: impl Fn() -> bool) {
         let begun = crate::sys::time::now_ns();
@@ -56,7 +59,8 @@ impl Remote {
         }
     }
 
-    /// Whether there may be direct transfers now. If not a bulk queue pair is asked for, which may take its time.
+    /// Returns whether direct transfers are possible now. If not, a bulk queue pair is asked for, which the service
+    /// thread makes later.
     pub fn goes_direct(&self, slot: u32) -> bool {
         if !self.terms.is_direct {
             return false;
@@ -77,20 +81,21 @@ impl Remote {
         }
     }
 
-    /// Direct transfers go over this one from now on. Service thread only.
+    /// Makes direct transfers use this queue pair from now on. Returns it if the link has one already, or is down.
+    /// Service thread only.
     pub fn attach_bulk(&self, pair: Pair) -> Option<Pair> {
         let back = self.end.attach_bulk(pair);
         self.has_bulk.store(back.is_none(), Relaxed);
         back
     }
 
-    /// It is lost, for both ends.
+    /// Gives up the bulk queue pair, for both ends.
     pub fn drop_bulk(&self) {
         self.end.drop_bulk();
         self.has_bulk.store(false, Relaxed);
     }
 
-    /// Ends those that were lost; gives how many. Service thread only.
+    /// Ends the bulk queue pairs that were given up. Returns how many. Service thread only.
     pub fn end_retired(&self) -> usize {
         let count = self.end.end_retired(drop);
         if count > 0 {

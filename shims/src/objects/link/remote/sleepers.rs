@@ -1,5 +1,5 @@
-//! Who is woken by what completes on a link to another host: sets whose kernel's sets have its descriptor, one of the
-//! threads that sleep in calls of their own, or the service thread.
+//! Which threads are woken by the completions of a link to another host: a thread that sleeps on an epoll set whose
+//! kernel's set has the completion descriptor, a thread that sleeps in a call of its own, or the service thread.
 
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{
@@ -14,22 +14,23 @@ use crate::objects::library::Library;
 
 use super::Remote;
 
-/// What [`Remote::maintain`] came to.
+/// The result of [`Remote::maintain`].
 pub enum Maintained {
-    /// It can be left alone.
+    /// The link needs no further maintenance.
     Quiet,
-    /// It is to be maintained again.
+    /// The link is to be maintained again.
     Busy,
-    /// The service thread hears of what completes from now on.
+    /// Completions wake the service thread from now on.
     TakenBack,
 }
 
 impl Remote {
-    /// For a sleep on a set that has the descriptor if `has` says so, to which it is given. The service thread is not
-    /// woken by completions then, until nobody has slept here for some ms: a program that sleeps again and again would
-    /// else tell the kernel twice each time.
+    /// Makes completions wake a thread that is about to sleep on an epoll set. `has` adds the descriptor to the set if
+    /// need be, and says whether the set has it. Completions then do not wake the service thread until no thread has
+    /// slept here for some ms. Otherwise a program that sleeps again and again would cost two more system calls each
+    /// time.
     pub fn watch(&self, has: impl FnOnce(BorrowedFd<'_>) -> bool) {
-        // As in `while_open`.
+        // Counted in as in `while_open`.
         self.users.enter();
         if self.up.look() {
             if has(self.fd()) {
@@ -43,17 +44,18 @@ impl Remote {
         self.users.leave();
     }
 
-    /// A set has found the descriptor readable. It is to be armed now if others sleep on it too, and else before the
-    /// next sleep.
+    /// Notes that an epoll set has found the descriptor readable. It is armed now if other threads sleep on it too, and
+    /// else before the next sleep.
     pub fn on_readable(&self) {
         self.end.on_readable();
         self.arm_for_others();
     }
 
-    /// The event that has woken a set's thread may have used up what was armed, and others sleep on.
+    /// Arms the descriptor if other threads may sleep on it: the event that woke a set's thread may have used up the
+    /// last arming.
     pub fn arm_for_others(&self) {
         if self.watchers.count() > 1 || !self.pollers.is_empty() {
-            // As in `while_open`: a link that is down may be about to lose its queue pair.
+            // Counted in as in `while_open`: a link that is down may be about to lose its queue pair.
             self.users.enter();
             if self.up.look() {
                 self.arm();
@@ -62,8 +64,9 @@ impl Remote {
         }
     }
 
-    /// For a thread that is about to sleep on this waiter in a call of its own: it polls if nobody does, and else
-    /// stands by. An event wakes all who sleep on the descriptor.
+    /// Assigns a turn to a thread that is about to sleep as `waiter` in a call of its own. The thread polls the
+    /// completion descriptor if no thread does, and else stands by. Otherwise each event would wake all threads that
+    /// sleep on the descriptor.
     pub fn in_turn(&self, waiter: WaiterId) -> Turn<'_> {
         if !self.pollers.is_empty()
             && let Some(standby) = self.stand_by(waiter)
@@ -73,16 +76,16 @@ impl Remote {
         self.enter().map_or(Turn::Down, Turn::Polls)
     }
 
-    /// From now on until the value is dropped this thread is woken by completions. Looks once more after this, then
+    /// Makes completions wake this thread until the value is dropped. The caller checks once more after this, and then
     /// sleeps on the descriptor too. `None` if the link is down.
     fn enter(&self) -> Option<Poller<'_>> {
-        // As in `while_open`.
+        // Counted in as in `while_open`.
         self.users.enter();
         if !self.up.look() {
             self.users.leave();
             return None;
         }
-        // Before the look at `is_subscribed`; `maintain` the other way round.
+        // Counted in before `is_subscribed` is read; `maintain` uses the reverse order.
         self.pollers.enter();
         self.sleeps.fetch_add(1, Relaxed);
         let poller = Poller {
@@ -94,8 +97,8 @@ impl Remote {
         Some(poller)
     }
 
-    /// Whatever threads of the program do, the service thread is woken by completions too, until
-    /// [it need not](Self::take_from_service) as often.
+    /// Makes completions wake the service thread too, even if threads of the program sleep on them, until
+    /// [`take_from_service`](Self::take_from_service) was called as often.
     pub fn leave_to_service(&self) {
         self.left.add_one();
         self.users.enter();
@@ -108,20 +111,20 @@ impl Remote {
         self.users.leave();
     }
 
-    /// See [`leave_to_service`](Self::leave_to_service).
+    /// Undoes one [`leave_to_service`](Self::leave_to_service).
     pub fn take_from_service(&self) {
         self.left.take_one();
     }
 
-    /// The service thread is not woken by completions.
+    /// Stops completions from waking the service thread, unless an epoll set wants it.
     fn hush_service(&self) {
         if self.is_subscribed.look() {
             self.subscribe_service(false);
         }
     }
 
-    /// Until the value is dropped others are woken by completions, and ring this waiter for what is its own; the last
-    /// of them rings it to take its place. `None` if there are none.
+    /// Makes the thread stand by until the value is dropped. Threads that poll wake `waiter` when it has something, and
+    /// the last one of them that leaves wakes it to poll in its place. `None` if no thread polls.
     fn stand_by(&self, waiter: WaiterId) -> Option<StandBy<'_>> {
         let others = self.pollers.stand_by(waiter.0);
         others.then_some(StandBy {
@@ -131,7 +134,7 @@ impl Remote {
         })
     }
 
-    /// False if that cannot be had now.
+    /// Makes completions wake the service thread if `on`, and else stops that. False if that is not possible now.
     fn subscribe_service(&self, on: bool) -> bool {
         let Some(_subscribing) = self.subscribing.lock() else {
             return false;
@@ -152,8 +155,8 @@ impl Remote {
         true
     }
 
-    /// Sends what is owed, and has the service thread hear of completions again if nobody sleeps on them any
-    /// more. Service thread only, some ms after it was asked for.
+    /// Sends what is owed to the peer. Makes completions wake the service thread again if no thread of the program
+    /// sleeps on them any more. Service thread only, some ms after it was asked for.
     pub fn maintain(&self) -> Maintained {
         self.end.settle();
         let sleeps = self.sleeps.load(Relaxed).wrapping_add(self.watchers.sleeps());
@@ -166,13 +169,14 @@ impl Remote {
         if self.is_subscribed.look() || !self.is_unheard() {
             return Maintained::Quiet;
         }
-        // Threads that look all the time, and have no reason to sleep: this one would be woken by each completion, and
-        // be in their way.
+        // The program's threads check all the time and need not sleep. Each completion would wake the service thread,
+        // which would be in their way.
         if self.own_looks.find_often(self.end.counts().finds) {
             return Maintained::Busy;
         }
         if !self.subscribe_service(true) {
-            // The user may have no watch left (epoll(7), max_user_watches): this look does instead, and the next.
+            // The user may have no watch left (epoll(7), max_user_watches). The check here makes up for that, and the
+            // next maintenance does.
             self.progress();
             return Maintained::Busy;
         }
@@ -183,9 +187,9 @@ impl Remote {
         Maintained::TakenBack
     }
 
-    /// Whether the service thread, which has looked, is to be woken by the next completion: nobody else is, and threads
-    /// of the program do not look as often without. They may have stopped for a moment only, and that was when it
-    /// began to hear. Service thread only.
+    /// Returns whether the next completion is to wake the service thread, which has just checked the link. False if
+    /// completions wake a thread of the program, or the program's threads check as often by themselves. (The service
+    /// thread may have been subscribed while they paused for a moment.) Service thread only.
     pub fn service_hears_on(&self) -> bool {
         if !self.is_subscribed.look() || !self.is_unheard() {
             return false;
@@ -197,47 +201,48 @@ impl Remote {
         self.is_subscribed.look()
     }
 
-    /// The number under which the service thread has the completion descriptor in its epoll set.
+    /// Sets the data of the completion descriptor's events in the service thread's epoll set.
     pub fn set_token(&self, token: u64) {
         self.token.store(token, Release);
     }
 
-    /// Whether no thread polls in a call of its own.
+    /// Returns whether no thread polls in a call of its own.
     pub fn is_unpolled(&self) -> bool {
         self.pollers.is_empty()
     }
 
-    /// Whether no thread of the program is woken by what completes.
+    /// Returns whether completions wake no thread of the program.
     pub fn is_unheard(&self) -> bool {
         self.is_unpolled() && !self.watchers.is_any_asleep()
     }
 }
 
-/// What makes a thread the one that sleeps on the completion descriptor, see [`Remote::in_turn`].
+/// Makes its thread one that sleeps on the completion descriptor, see [`Remote::in_turn`].
 pub struct Poller<'a> {
     remote: &'a Remote,
-    /// It is not any more; for the thread's own signal handlers too.
+    /// The thread polls no more. Also set by the thread's own signal handlers.
     has_left: AtomicBool,
 }
 
-/// What a thread that takes turns does.
+/// The turn of a thread that is about to sleep.
 pub enum Turn<'a> {
     /// Sleeps on the completion descriptor too.
     Polls(Poller<'a>),
     /// Sleeps on its own waiter.
     StandsBy(StandBy<'a>),
-    /// The same, for nothing completes any more.
+    /// Sleeps on its own waiter, since the link is down and has no more completions.
     Down,
 }
 
 impl Poller<'_> {
-    /// Readable when something has completed.
+    /// Returns the descriptor that is readable when something has completed.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.remote.fd()
     }
 
-    /// For another sleep after one that has ended for others, as when this was made. False if the thread is to stand by
-    /// from now on: it has left its place to others meanwhile, or several have come to poll at the same time.
+    /// Prepares another sleep, as at the beginning, after a sleep that ended for other threads. False if the thread is
+    /// to stand by from now on: it has left its place to others meanwhile, or several threads have come to poll at the
+    /// same time.
     pub fn stays(&self) -> bool {
         let stays = !self.has_left.load(Relaxed) && self.remote.pollers.is_at_most_one();
         if stays {
@@ -246,12 +251,12 @@ impl Poller<'_> {
         stays
     }
 
-    /// Whether it is of this link.
+    /// Returns whether it belongs to this link.
     pub fn is_of(&self, remote: &Remote) -> bool {
         std::ptr::eq(self.remote, remote)
     }
 
-    /// Others poll from now on.
+    /// Ends this thread's polling. If no other thread polls, wakes one that stands by.
     pub fn leave(&self) {
         if self.has_left.swap(true, Relaxed) {
             return;
@@ -263,7 +268,7 @@ impl Poller<'_> {
                 Library::get().service.maintain_later();
             }
             Left::Others => {
-                // The event that woke this thread has used up what was armed, and others sleep on.
+                // The event that woke this thread has used up the arming, and other threads sleep on.
                 self.remote.arm();
             }
         }
@@ -278,7 +283,7 @@ impl Drop for Poller<'_> {
     }
 }
 
-/// A thread that lets others poll, see [`Remote::in_turn`].
+/// A thread that lets other threads poll, see [`Remote::in_turn`].
 pub struct StandBy<'a> {
     remote: &'a Remote,
     waiter: WaiterId,
@@ -286,12 +291,12 @@ pub struct StandBy<'a> {
 }
 
 impl StandBy<'_> {
-    /// Whether it is of this link.
+    /// Returns whether it belongs to this link.
     pub fn is_of(&self, remote: &Remote) -> bool {
         std::ptr::eq(self.remote, remote)
     }
 
-    /// The thread sleeps again at once, and polls then if it was called to.
+    /// Notes that the thread sleeps again at once, and then polls if it was called to.
     pub fn go_on(mut self) {
         self.goes_on = true;
     }
@@ -309,7 +314,7 @@ impl Drop for StandBy<'_> {
     }
 }
 
-/// Has a thread that stands by poll.
+/// Wakes a thread that stands by, so that it polls.
 fn call(next: Option<u16>) {
     if let Some(next) = next {
         Library::get().waiters.ring(WaiterId(next));

@@ -21,7 +21,7 @@ use crate::sys::kept_on_tcp;
 /// `RDMASOCK_WAYS`: the number of ways (TCP, shared memory, RDMA).
 const WAYS: usize = 3;
 
-/// `struct rdmasock_info`.
+/// `struct rdmasock_info` of `include/rdmasock.h`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct Info {
@@ -53,7 +53,7 @@ pub struct Info {
 const FIRST: usize = size_of::<Info>();
 const _: () = assert!(FIRST == 216);
 
-/// `rdmasock_info`.
+/// Implements `rdmasock_info`: fills `*info` with the state of the connection `fd`. Returns 0, or -1 with errno.
 pub unsafe extern "C" fn info(fd: c_int, info: *mut Info) -> c_int {
     if !is_plausible(info) {
         return errno::fail(libc::EFAULT);

@@ -18,12 +18,12 @@ use crate::signals::jump::within;
 use crate::startup::lifecycle;
 use crate::sys::errno;
 
-/// `RDMASOCK_TCP`.
+/// The value of `RDMASOCK_TCP`.
 const TCP: c_int = 0;
-/// `RDMASOCK_LINK`.
+/// The value of `RDMASOCK_LINK`.
 const LINK: c_int = 3;
 
-/// `rdmasock_prefer`.
+/// Implements `rdmasock_prefer`: makes the connection `fd` prefer `way`. Returns 0, or -1 with errno.
 pub unsafe extern "C" fn prefer(fd: c_int, way: c_int) -> c_int {
     let before = errno::get();
     match within(|| on(fd, way)) {

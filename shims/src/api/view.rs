@@ -12,7 +12,8 @@ use crate::signals::jump::within;
 use crate::sys::errno;
 use crate::sys::iov::is_plausible;
 
-/// `rdmasock_view`.
+/// Implements `rdmasock_view`: fills `pieces` and `*count` with the places of the next received bytes. Returns the
+/// number of those bytes, or -1 with errno.
 pub unsafe extern "C" fn view(fd: c_int, pieces: *mut iovec, count: *mut c_int, flags: c_int) -> ssize_t {
     if !is_plausible(pieces) || !is_plausible(count) {
         return errno::fail(libc::EFAULT);
@@ -63,7 +64,7 @@ fn why_not(fd: c_int) -> c_int {
     }
 }
 
-/// `rdmasock_release`.
+/// Implements `rdmasock_release`: receives the first `n` bytes of the view of `fd`. Returns 0, or -1 with errno.
 pub unsafe extern "C" fn release(fd: c_int, n: usize) -> c_int {
     let before = errno::get();
     let released = within(|| match closing::connection(fd) {

@@ -1,10 +1,10 @@
-//! How the parents and children of forks check on each other. A parent makes a doorbell; each child gets a copy of its
+//! How the parents and children of forks check on each other. A parent makes a doorbell. Each child gets a copy of its
 //! button, the end that wakes the doorbell's poller.
 //!
 //! - A child can press the buttons of the processes that it descends from. An ancestor may have the stream of a shared
 //!   socket on a link. The button reports POLLHUP when that ancestor is gone, since no other process has the doorbell.
-//! - The doorbell reports POLLHUP when all children with that button, and all of their descendants, have ended or
-//!   executed another program. Before the parent checks for that, it closes its own copy of the button.
+//! - The doorbell reports POLLHUP when all children with that button, and their descendants, have ended or executed
+//!   another program. Before the parent checks for that, it closes its own copy of the button.
 //!
 //! Both work across pid namespaces, and also for a process that has ended and was not waited for.
 
@@ -74,8 +74,8 @@ pub fn is_forking() -> bool {
 pub fn equip_child(epoch: u32, service: Option<BorrowedFd<'_>>) {
     let equip = || {
         let mut broods = BROODS.lock()?;
-        // Each child gets a brood of its own while places are free, unless another thread forks too and its child is
-        // about to get this button.
+        // Each child gets a brood of its own while places are free. If another thread forks too, its child is about to
+        // get this button.
         if FORKS.load(Acquire) == 1 && broods.iter().filter(|b| b.bell < 0).count() > 1 {
             broods.iter_mut().for_each(Brood::close);
         }

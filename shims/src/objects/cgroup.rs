@@ -3,9 +3,9 @@
 //! the group's files; calls of the program take from the bytes that it has found free. Limits of the address space are
 //! checked elsewhere ([`has_few_addresses`](crate::objects::link::has_few_addresses)).
 //!
-//! Half of the limit is left to the program. Rings may take half of the rest of the other half; one second later the
-//! service thread reads the files again, and rings may take half of the rest then. Pages of files do not count as used,
-//! since the kernel can reclaim them.
+//! Half of the limit is left to the program. Rings may take half of the rest of the other half. One second later the
+//! service thread reads the files again, and rings may take half of what is left then. Pages of files do not count as
+//! used, since the kernel can reclaim them.
 
 use std::sync::atomic::{
     AtomicBool, AtomicU64,
@@ -69,8 +69,8 @@ pub fn look() {
     IS_SHORT.store(false, Relaxed);
 }
 
-/// Returns the bytes that the process's group and the groups above it leave for rings, by the tightest of their limits;
-/// `None` if no limit can be read. `root` is empty, or the folder with a test's files.
+/// Returns the bytes for rings by the tightest limit of the process's group and the groups above it; `None` if no limit
+/// can be read. `root` is empty, or the folder with a test's files.
 fn left(root: &str) -> Option<u64> {
     let groups = dir::text(&format!("{root}/proc/self/cgroup")).ok()?;
     let paths = groups.lines().filter_map(|line| {

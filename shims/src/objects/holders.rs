@@ -118,8 +118,8 @@ fn claim() -> Option<u32> {
 }
 
 /// Counts one holder less. True if it was the last one: the cell is then free. `is_plain`: the stream is on TCP for
-/// this holder, and stays there. Its request flags are then cleared here: the thread that has taken the stream back may
-/// report that only after the owner has let go, and no longer finds the cell.
+/// this holder, and stays there. Its request flags are then cleared here. The thread that has taken the stream back may
+/// come to report that only after the owner has let go, when it no longer finds the cell.
 fn leave(c: &Cell, is_plain: bool) -> bool {
     let mut gone = if is_plain { OWNED | WANTED } else { 0 };
     if c.owner.load(Acquire) == ancestors::id() {
@@ -314,8 +314,8 @@ pub fn requests() -> u32 {
     cell(0).map_or(0, |c| c.word.load(Acquire))
 }
 
-/// Asks the ancestors to wake their threads again. To be called in a child that has taken, from an epoll set shared
-/// with its parent, an event that was to wake a thread of the parent.
+/// Asks the ancestors to wake their threads again. To be called in a child that has taken an event from an epoll set
+/// shared with its parent. The event was to wake a thread of the parent.
 #[cold]
 pub fn give_ring_back() {
     ask_owners();

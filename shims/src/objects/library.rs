@@ -230,10 +230,10 @@ static PROGRAM: [AtomicU8; 64] = [const { AtomicU8::new(0) }; 64];
 
 /// Keeps the program's name, before main can write another title over it.
 pub fn remember_program() {
-    // SAFETY: set by libc before any code of a library runs; NUL-terminated.
+    // SAFETY: libc sets the variable before any code of a library runs.
     let name = unsafe { program_invocation_short_name };
     if !name.is_null() {
-        // SAFETY: as above.
+        // SAFETY: the name is not null, and libc ends it with a zero byte.
         let name = unsafe { std::ffi::CStr::from_ptr(name) };
         for (cell, byte) in PROGRAM.iter().zip(name.to_bytes()) {
             cell.store(*byte, Relaxed);

@@ -120,8 +120,8 @@ impl Mailbox {
         }
     }
 
-    /// Has the thread maintain the links to other hosts after a delay: it sends what is owed on them, and decides which
-    /// threads are woken by completions.
+    /// Has the thread maintain the links to other hosts after a delay. It then sends what is owed on them, and decides
+    /// which threads are woken by completions.
     #[inline]
     pub fn maintain_later(&self) {
         if self.maintaining.ask() {
@@ -167,7 +167,7 @@ impl Mailbox {
     /// `completions` is the completion fd, `token` the data of its events. False if the fd could not be added to the
     /// epoll set.
     pub fn subscribe(&self, completions: BorrowedFd<'_>, token: u64, on: bool) -> bool {
-        // The fd is removed, not only muted: for a muted fd the kernel would still wake the thread at each event, and
+        // The fd is removed, not only muted. At each event of a muted fd the kernel would still wake the thread, and
         // then let it sleep on.
         if !on {
             self.forget(completions);

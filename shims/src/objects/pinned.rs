@@ -17,8 +17,8 @@ use crate::sys::time::now_ns;
 enum Kind {
     /// For one call, which ends it; with the bytes that it takes of the budget.
     Own(Region, u64),
-    /// For as long as the allocator's piece stays what it is, which this call keeps in use; with the number of bulk
-    /// queue pairs that the link had lost before.
+    /// For as long as the allocator's piece stays what it is. The call keeps the piece in use. The number is how many
+    /// bulk queue pairs the link had lost before.
     Kept(Option<Arc<Kept>>, u64),
 }
 
@@ -36,7 +36,7 @@ impl Pinned {
     /// the bytes go by the rings. A registration that was tried in vain is counted ([`Event::DirectUnpinned`]).
     ///
     /// # Safety
-    /// Until the value is dropped, the memory is the program's, and the program lets the device access it in this role.
+    /// Until the value is dropped, the memory is the program's, and the device may access it in this role.
     pub unsafe fn new(remote: &'static Remote, memory: *mut u8, len: usize, least: usize, role: Role) -> Option<Self> {
         // Held until the value is dropped, so that the device is still this link's: the object may become a later link.
         if !remote.hold_pair() {

@@ -484,9 +484,9 @@ impl Socket {
         self.promotion.stage() == Stage::Busy || !self.is_plain()
     }
 
-    /// Counts a call into the kernel's send. True if the direction is on plain TCP: a critical section of the thread is
+    /// Counts a call into the kernel's send. True if the direction is on plain TCP. A critical section of the thread is
     /// then open, which the caller ends after [`Self::leave_tx`] and what follows from its result. False, with no
-    /// section open, if it is not.
+    /// section open, if the direction is not on plain TCP.
     #[inline]
     pub fn enter_tx(&self) -> bool {
         let thread = thread::current();
@@ -529,9 +529,12 @@ impl Socket {
         self.rx_mode.look() != Mode::Tcp
     }
 
-    /// Counts a call out of the kernel's receive. True if it was the last one and the caller has to check TCP. Then a
-    /// scan for markers has begun meanwhile, or has led to the link, and other threads have left the markers to this
-    /// call; or the program has closed the connection.
+    /// Counts a call out of the kernel's receive. True if it was the last one and the caller has to check TCP, for one
+    /// of these reasons:
+    ///
+    /// - A scan for markers has begun meanwhile, or has led to the link, and other threads have left the markers to
+    ///   this call.
+    /// - The program has closed the connection.
     #[inline]
     pub fn leave_rx(&self) -> bool {
         self.rx_inside.leave() && (self.rx_was_marked() || self.numbers.is_closed())

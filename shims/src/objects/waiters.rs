@@ -1,7 +1,7 @@
 //! The waiters of an instance: which waiter has which id, and what each sleeps on.
 //!
-//! A *waiter* is what a peer can wake: an id that is the same on all links, an object to sleep on, and a flag that says
-//! whether a thread sleeps on it. The flags of an instance lie in a page that peers map read-only.
+//! A *waiter* is what a peer can wake. It has an id that is the same on all links, an object to sleep on, and a flag
+//! that says whether a thread sleeps on it. The flags of an instance lie in a page that peers map read-only.
 //!
 //! | ids | waiter | sleeps on |
 //! |---|---|---|
@@ -15,8 +15,8 @@
 //! where the kernel wakes it.
 //!
 //! A peer can wake a sleeper by these objects, and do no more. A thread that sleeps in one call has a futex
-//! (`core::fabric::waiter`). A waiter that polls has an epoll set of its own, which is added to what its thread polls:
-//! the program's epoll set, or the descriptors of a poll(). The waiter's set holds an eventfd for this process, and a
+//! (`core::fabric::waiter`). A waiter that polls has an epoll set of its own. Its thread polls that set too, in the
+//! program's epoll set or among the descriptors of a poll(). The waiter's set holds an eventfd for this process, and a
 //! doorbell for each link that is to wake the waiter. The link's peer has the doorbell's button (`core::os::doorbell`).
 //! All of them are edge-triggered and never drained: each press makes the set above report once. The service thread has
 //! only the eventfd, since its peers wake it by the side channel.
@@ -140,8 +140,8 @@ impl Waiters {
         self.page.flag(id)
     }
 
-    /// Returns a waiter for an epoll set: with a ready queue, if there is one left; else one without; else one that
-    /// other sets have too. `None` if the process has no fds left even for the first one without.
+    /// Returns a waiter for an epoll set: one with a ready queue, else one without, else one that other sets have too.
+    /// `None` if the process has no fds left even for the first one without.
     pub fn acquire_for_set(&self) -> Option<WaiterId> {
         let own = self.take(Kind::Queue).or_else(|| self.take(Kind::Set));
         own.or_else(|| {
@@ -335,11 +335,11 @@ mod tests {
             let none = (0..2 * MAX_WAITERS).all(|_| waiters.acquire_polling().is_none());
             drop(all);
             let some = waiters.acquire_polling().is_some();
-            // SAFETY: ends the child alone.
+            // SAFETY: the call ends the child alone.
             unsafe { libc::_exit(c_int::from(!(none && some))) };
         }
         let mut status = 0;
-        // SAFETY: a place for the status.
+        // SAFETY: `status` is a valid place for the child's status.
         assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
         assert_eq!(status, 0);
     }

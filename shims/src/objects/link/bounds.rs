@@ -1,5 +1,5 @@
-//! Bounds on the resources that a peer can make this process spend on a link: memory by the rings that it offers, time
-//! by the streams that it queues. The bound on its buttons is in `local_peer`.
+//! Bounds on what a peer can make this process spend on a link: memory by the rings that it offers, time by the streams
+//! that it queues. The bound on its buttons is in `local_peer`.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
@@ -68,8 +68,10 @@ impl Link {
     }
 
     /// Returns whether hardly a byte has moved on the link since the last call. `moved` is the sum of its streams'
-    /// positions, bytes. (If several threads check for the same bytes, all but one find nothing, and threads that block
-    /// in a receive do not count what they find.) Service thread only.
+    /// positions, bytes. Service thread only.
+    ///
+    /// The counts of [`Self::judge`] alone do not say that. If several threads check for the same bytes, all but one
+    /// find nothing. And threads that block in a receive do not count what they find.
     pub fn is_idle(&self, moved: u64) -> bool {
         let before = self.looks.moved.swap(moved, Relaxed);
         moved.wrapping_sub(before) < u64::from(MOST_VAIN)

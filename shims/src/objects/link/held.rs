@@ -1,6 +1,6 @@
 //! Guards that keep a link object the same link. [`Pin`] keeps the object alone. [`Held`] also keeps the rings of a
-//! stream of this end: they stay mapped, and no other stream gets them, even after both ends have left the stream.
-//! Neither reads or writes the rings.
+//! stream of this end. The rings stay mapped, and no other stream gets them, even after both ends have left the stream.
+//! Neither guard reads or writes the rings.
 
 use rdmasock_core::ids::Vqpn;
 

@@ -1,8 +1,8 @@
 //! The connections to a peer on the same host beside memory: the side channel, and the means to wake the peer's
 //! waiters.
 //!
-//! All descriptors are closed when the link is down. Threads of the program that are about to use one are counted, and
-//! none is closed meanwhile (`LocalPeer::while_open`): the program's next file could get its number.
+//! All descriptors are closed when the link is down. Threads of the program that are about to use one are counted
+//! (`LocalPeer::while_open`), and none is closed meanwhile. Otherwise the program's next file could get its number.
 
 use std::collections::VecDeque;
 use std::mem::ManuallyDrop;
@@ -153,7 +153,7 @@ impl LocalPeer {
     /// Sends a message on the side channel, or queues it until the channel has room. Messages arrive in order, unless
     /// the link goes down.
     pub(super) fn post(&self, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<(), SendError> {
-        // Not on the stack, which may be a handler's.
+        // Not on the stack, which may be the small one of a signal handler.
         let mut buf = Scratch::new(MAX_MESSAGE).ok_or(SendError::Full)?;
         let bytes = message.encode(&mut buf).map_err(|_| SendError::Encoding)?;
         // Held while sending, so that queued messages go first.

@@ -156,8 +156,7 @@ pub struct Remote {
     up: Published<AtomicBool>,
     /// The data of the completion descriptor's events in the service thread's epoll set.
     token: AtomicU64,
-    /// Threads that sleep on the completion descriptor in a call of their own, or are about to, and threads that stand
-    /// by to do so next.
+    /// Threads that sleep on the completion descriptor in a call of their own, and threads that stand by to do so next.
     pollers: Pollers,
     /// Epoll sets whose kernel's sets have the completion descriptor.
     pub watchers: Watchers,
@@ -427,7 +426,7 @@ impl Remote {
     }
 
     fn fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: the descriptor is open as long as the queue pair, which `retire` ends only when no stream or producer
+        // SAFETY: the descriptor is open as long as the queue pair. `retire` ends that only when no stream or producer
         // pins the link and `users` is empty. Callers are counted in `users`, or are the service thread, which alone
         // calls `retire`.
         unsafe { BorrowedFd::borrow_raw(self.completion_fd.load(Acquire)) }

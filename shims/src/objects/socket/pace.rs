@@ -1,9 +1,9 @@
 //! Lets a reader that keeps up with a writer of small messages check its ring a little less often.
 //!
-//! Each check takes the cache lines of the ring's tail and of the payload away from the writer, which then pays two
-//! cache misses for the next message. If the checks are several misses apart, the writer sends many messages for those
-//! two misses. The reader waits only if no program can be waiting for its answer: it has sent nothing during its last
-//! `KEEPS_UP` checks.
+//! Each check takes the cache lines of the ring's tail and of the payload away from the writer. The writer then pays
+//! two cache misses for the next message. If the checks are several misses apart, the writer sends many messages for
+//! those two misses. The reader waits only if no program can be waiting for its answer: it has sent nothing during its
+//! last `KEEPS_UP` checks.
 
 /// The reader keeps up after this many checks in a row that each found at most `LITTLE` bytes.
 const KEEPS_UP: u8 = 16;

@@ -1,5 +1,8 @@
-//! Which threads are woken by the completions of a link to another host: a thread that sleeps on an epoll set whose
-//! kernel's set has the completion descriptor, a thread that sleeps in a call of its own, or the service thread.
+//! Which threads the completions of a link to another host wake. There are three kinds:
+//!
+//! - a thread that sleeps on an epoll set whose kernel's set has the completion descriptor,
+//! - one of the threads that sleep in calls of their own,
+//! - the service thread.
 
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{
@@ -241,8 +244,8 @@ impl Poller<'_> {
     }
 
     /// Prepares another sleep, as at the beginning, after a sleep that ended for other threads. False if the thread is
-    /// to stand by from now on: it has left its place to others meanwhile, or several threads have come to poll at the
-    /// same time.
+    /// to stand by from now on. Then it has left its place to others meanwhile, or several threads have come to poll at
+    /// the same time.
     pub fn stays(&self) -> bool {
         let stays = !self.has_left.load(Relaxed) && self.remote.pollers.is_at_most_one();
         if stays {

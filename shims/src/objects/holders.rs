@@ -118,8 +118,8 @@ fn claim() -> Option<u32> {
 }
 
 /// Counts one holder less. True if it was the last one: the cell is then free. `is_plain`: the stream is on TCP for
-/// this holder, and stays there. Its request flags are then cleared here. The thread that has taken the stream back may
-/// come to report that only after the owner has let go, when it no longer finds the cell.
+/// this holder, and stays there. The cell's [`OWNED`] and [`WANTED`] are then cleared here. The thread that has taken
+/// the stream back may come to report that only after the owner has let go, when it no longer finds the cell.
 fn leave(c: &Cell, is_plain: bool) -> bool {
     let mut gone = if is_plain { OWNED | WANTED } else { 0 };
     if c.owner.load(Acquire) == ancestors::id() {

@@ -198,7 +198,7 @@ pub struct Wakes {
     pub anchor: AtomicU32,
     /// The next receive is to wait a moment before it checks for data (`rx/pace.rs`).
     pub rx_rests: AtomicBool,
-    /// How often spinning helped in the last waits for data and for space.
+    /// How the last spins for data and for space ended, from which the length of the next one follows.
     pub rx_spin: Spinner,
     pub tx_spin: Spinner,
 }

@@ -153,7 +153,7 @@ impl LocalPeer {
     /// Sends a message on the side channel, or queues it until the channel has room. Messages arrive in order, unless
     /// the link goes down.
     pub(super) fn post(&self, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<(), SendError> {
-        // Not on the stack, which may be the small one of a signal handler.
+        // Not on the stack, which may be the small alternate stack of a signal handler.
         let mut buf = Scratch::new(MAX_MESSAGE).ok_or(SendError::Full)?;
         let bytes = message.encode(&mut buf).map_err(|_| SendError::Encoding)?;
         // Held while sending, so that queued messages go first.

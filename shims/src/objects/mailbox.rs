@@ -115,8 +115,9 @@ impl Mailbox {
     /// hold one back.
     #[inline]
     pub fn delay_wake(&self) {
-        if self.delaying.ask() {
-            self.submit(Command::DelayedWakes);
+        if self.delaying.ask() && !self.submit(Command::DelayedWakes) {
+            // The next call asks again.
+            self.delaying.begin();
         }
     }
 
@@ -124,8 +125,9 @@ impl Mailbox {
     /// which threads are woken by completions.
     #[inline]
     pub fn maintain_later(&self) {
-        if self.maintaining.ask() {
-            self.submit(Command::Maintain);
+        if self.maintaining.ask() && !self.submit(Command::Maintain) {
+            // The next call asks again.
+            self.maintaining.begin();
         }
     }
 

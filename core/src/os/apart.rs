@@ -1,16 +1,20 @@
-//! Descriptors that another user's process has sent are received, and closed, by a short-lived thread with a descriptor
+//! Receives and closes descriptors that another user's process has sent, in a short-lived thread with a descriptor
 //! table of its own.
 //!
-//! - close() of a descriptor drops the fcntl(2) locks that its table has on the file. The table of the thread has none.
-//! - The last close of a file can take as long as its sender likes (a socket with SO_LINGER, a file of FUSE). That also
-//!   holds for a file that was received into no descriptor, and for one that is unread in a socket which is closed.
+//! - close() of a descriptor drops the fcntl(2) locks that its descriptor table has on the file. The thread's table has
+//!   no locks.
+//! - The last close of a file can take as long as its sender arranges (a socket with SO_LINGER, a file of FUSE). The
+//!   same holds for a file that was received into no descriptor, and for a file that is unread in a socket which is
+//!   closed.
 //!
-//! The thread closes nothing: the kernel does that as it ends, and a thread that ends does not linger.
+//! The thread closes nothing itself: the kernel closes its table when the thread ends, and an exiting thread does not
+//! linger.
 //!
-//! A file gets from one table into the other by SCM_RIGHTS. The thread's table is empty at first, so it connects to an
-//! abstract name that was made for it. (pidfd_getfd(2) would do as well, but many seccomp filters refuse it.)
+//! SCM_RIGHTS carries a file from one table into the other. The thread's table is empty at first, so the thread
+//! connects to an abstract name that was made for it. (pidfd_getfd(2) would do as well, but many seccomp filters refuse
+//! it.)
 //!
-//! All of this is for the service thread alone, which has all signals blocked.
+//! Only the service thread calls this module; it has all signals blocked.
 
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
@@ -33,33 +37,33 @@ use super::doorbell::Button;
 use super::privatefd::PrivateFd;
 use super::{kernel, memfd};
 
-/// Most threads at a time. One that does not end is held up by a file that it has.
+/// The most threads at a time. A thread that does not end is blocked in the close of a file that it holds.
 const MOST: usize = 8;
-/// The most descriptors that the kernel sends with a message.
+/// The most descriptors that the kernel sends with one message.
 const SCM_MAX_FD: usize = 253;
 type Fds = [BorrowedFd<'static>; SCM_MAX_FD];
-/// No message that is passed on is longer, bytes.
+/// The most bytes of a message that the thread passes on.
 const MOST_BYTES: usize = 2048;
-/// Bytes of the thread's stack, where libc also keeps the program's thread-local variables.
+/// The size of the thread's stack in bytes. libc keeps the program's thread-local variables there too.
 const STACK: usize = 256 * 1024;
-/// How long a new thread may take until it has connected, s.
+/// How long to wait for a new thread to connect, in s.
 const PATIENCE: i64 = 1;
-/// As many others may have connected before the thread.
+/// The most connections from other processes that are dropped while waiting for the thread's own.
 const STRANGERS: usize = 16;
 
-/// What the thread is to do with the descriptors of a message.
+/// Requests to the thread: what it does with the descriptors of a message.
 const RECEIVE: &[u8] = b"receive";
 const CLOSE: &[u8] = b"close";
 
-/// A place for a thread.
+/// A slot for a thread.
 struct Place {
-    /// Its id; 0 for none.
+    /// The thread's id; 0 for a slot without a thread.
     thread: AtomicU32,
-    /// The abstract name that it connects to: what the kernel gives has five bytes.
+    /// The abstract name that the thread connects to. Names that the kernel chooses have `NAME` bytes.
     name: AtomicU64,
 }
 const NAME: usize = 5;
-/// The thread has not begun yet.
+/// Stands for the id of a thread that is being started and has not stored its id yet.
 const BEGINS: u32 = u32::MAX;
 
 static PLACES: [Place; MOST] = [const {
@@ -69,23 +73,26 @@ static PLACES: [Place; MOST] = [const {
     }
 }; MOST];
 
-/// Has one message of a channel received apart. Its descriptors have to be sealed memory or [buttons](Button).
-/// The message comes over the channel that this returns, which ends without one if a check fails.
+/// Receives one message of the channel `from` in a separate thread. Its descriptors must be sealed memory or
+/// [buttons](Button).
 ///
-/// Fails with the kernel's errno if there can be no such thread now (EAGAIN, EMFILE, EPERM).
+/// Returns a channel on which the message arrives. If a check fails, that channel is closed without a message.
+///
+/// Fails with the kernel's errno if no such thread can be started now (EAGAIN, EMFILE, EPERM).
 pub fn receive(from: BorrowedFd<'_>) -> Result<Channel, Errno> {
     let thread = start()?;
     thread.send(RECEIVE, &[from])?;
     Ok(thread)
 }
 
-/// Closes sockets that were left ([`PrivateFd::leave`]). False if something could not be closed now.
+/// Closes the sockets that were left to it ([`PrivateFd::leave`]). Returns `false` if one of them could not be closed
+/// now.
 pub fn close_left() -> bool {
     let Ok(thread) = start() else { return false };
     PrivateFd::close_left(|socket| thread.send(CLOSE, &[socket]).is_ok())
 }
 
-/// Whether such a thread exists now.
+/// Returns whether such a thread exists now.
 pub fn is_running() -> bool {
     PLACES.iter().any(|place| !place.is_free())
 }
@@ -97,14 +104,14 @@ impl Place {
             BEGINS => false,
             thread => {
                 let process = rustix::process::getpid().as_raw_nonzero().get();
-                // SAFETY: signal 0 is none.
+                // SAFETY: signal 0 only checks that the thread exists; no signal is sent.
                 unsafe { kernel::call(libc::SYS_tgkill, [process as usize, thread as usize, 0, 0, 0, 0]) }.is_err()
             }
         }
     }
 }
 
-/// Makes a thread; gives a channel to it.
+/// Starts a thread, and returns a channel to it. Accepted connections of other processes are dropped.
 fn start() -> Result<Channel, Errno> {
     let place = PLACES.iter().find(|place| place.is_free()).ok_or(Errno::AGAIN)?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -138,12 +145,13 @@ fn start() -> Result<Channel, Errno> {
     Err(Errno::TIMEDOUT)
 }
 
-/// The new thread has all signals blocked, as this one has.
+/// Starts a detached thread. It inherits the signal mask of the service thread, in which all signals are blocked.
 fn spawn(place: &'static Place) -> Result<(), Errno> {
     let mut attributes = MaybeUninit::<libc::pthread_attr_t>::uninit();
     let mut thread = MaybeUninit::uninit();
     let argument = std::ptr::from_ref(place).cast_mut().cast::<c_void>();
-    // SAFETY: the attributes are made before they are used; `run` takes a place.
+    // SAFETY: the attributes are initialised before they are used. `run` expects a pointer to a static `Place`, which
+    // `argument` is.
     let error = unsafe {
         libc::pthread_attr_init(attributes.as_mut_ptr());
         libc::pthread_attr_setstacksize(attributes.as_mut_ptr(), STACK);
@@ -158,15 +166,16 @@ fn spawn(place: &'static Place) -> Result<(), Errno> {
     }
 }
 
-/// The thread. From its first call on, no descriptor means the same here as elsewhere in the process: it uses none but
-/// those that it has got itself, by system calls alone, and logs nothing.
+/// The body of the thread. After its first system call, its descriptor numbers differ from those in the rest of the
+/// process. So it uses only descriptors that it opened itself, makes raw system calls alone, and logs nothing.
 extern "C" fn run(place: *mut c_void) -> *mut c_void {
-    // SAFETY: from `spawn`.
+    // SAFETY: `spawn` passes a reference to a static `Place`.
     let place = unsafe { &*place.cast::<Place>() };
     let id = rustix::thread::gettid().as_raw_nonzero().get();
     let all = u32::MAX as usize;
     let unshare = libc::CLOSE_RANGE_UNSHARE as usize;
-    // SAFETY: without an error this thread's table is its own, and empty.
+    // SAFETY: the call changes only the table of this thread, which owns no descriptor yet: without an error that table
+    // is unshared and empty.
     let is_apart = unsafe { kernel::call(libc::SYS_close_range, [0, all, unshare, 0, 0, 0]) }.is_ok();
     place.thread.store(id as u32, Release);
     if is_apart {
@@ -184,14 +193,14 @@ fn serve(name: &[u8]) -> Result<(), Errno> {
     loop {
         match take(socket, &mut buf, &mut fds, RecvFlags::empty())? {
             (RECEIVE, [from]) => return pass_on(*from, socket),
-            // The end of the thread closes the descriptor.
+            // The kernel closes the descriptor when the thread ends.
             (CLOSE, _) => {}
             _ => return Ok(()),
         }
     }
 }
 
-/// Receives a message from `from` and, if its descriptors are such as a peer may send, sends it to `to`.
+/// Receives a message from `from` and sends it to `to`, if all its descriptors are of kinds that a peer may send.
 fn pass_on(from: BorrowedFd<'_>, to: BorrowedFd<'static>) -> Result<(), Errno> {
     let mut buf = [0; MOST_BYTES];
     let mut fds = [to; SCM_MAX_FD];
@@ -205,12 +214,13 @@ fn pass_on(from: BorrowedFd<'_>, to: BorrowedFd<'static>) -> Result<(), Errno> {
     sendmsg(to, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL).map(|_| ())
 }
 
-/// Whether a peer may send this. No call here involves a file system. A button takes no message from then on.
+/// Returns whether a peer may send this descriptor. No call here involves a file system. From then on no message can be
+/// sent to a button.
 fn is_expected(fd: BorrowedFd<'_>) -> bool {
     memfd::is_sealed(fd) || Button::is_one(fd) && channel::end_reading(fd, Shutdown::Read)
 }
 
-/// Receives a message, whole and with all its descriptors, or fails.
+/// Receives a whole message with all its descriptors, or fails.
 fn take<'b, 'f>(
     from: BorrowedFd<'_>,
     buf: &'b mut [u8],
@@ -240,9 +250,9 @@ fn take<'b, 'f>(
     buf.get(..received.bytes).zip(fds.get(..count)).ok_or(Errno::MSGSIZE)
 }
 
-/// Open until the thread ends, and its table with it.
+/// Gives up the ownership: the descriptor stays open until the thread ends, and its table with it.
 fn forever(fd: OwnedFd) -> BorrowedFd<'static> {
-    // SAFETY: out of its owner, and this thread closes nothing.
+    // SAFETY: `into_raw_fd` has taken the descriptor out of its owner, and this thread closes no descriptor.
     unsafe { BorrowedFd::borrow_raw(fd.into_raw_fd()) }
 }
 
@@ -257,7 +267,8 @@ mod tests {
     use crate::os::forked::in_child;
     use crate::os::privatefd::left;
 
-    /// What comes of a message with this, when it is received apart.
+    /// Sends a message with `fd` and has it received in a separate thread. Returns the number of descriptors that
+    /// arrive; `None` if the message is refused.
     fn passed(fd: BorrowedFd<'_>) -> Option<usize> {
         let (a, b) = Channel::pair().unwrap();
         a.send(b"message", &[fd]).unwrap();
@@ -299,7 +310,7 @@ mod tests {
                 SendFlags::empty(),
             )
             .unwrap();
-            // Without descriptors it is taken out.
+            // This message without descriptors is consumed first.
             assert_eq!(passed(used.as_fd()), Some(1));
             let (used, other) = sockets();
             let other = Channel::new(PrivateFd::place(other).unwrap());
@@ -334,7 +345,7 @@ mod tests {
                 assert_eq!(left::is_any(), is_apart);
                 assert_eq!(a.send(b"x", &[]), Err(Errno::PIPE));
                 assert!(close_left() && !left::is_any());
-                // Comes to its end once the thread has come to its own.
+                // The pipe's reader is at its end once the thread has ended.
                 assert_eq!(rustix::io::read(&reader, &mut [0u8; 1][..]), Ok(0));
             }
         });
@@ -349,7 +360,7 @@ mod tests {
             let mut lock: libc::flock = unsafe { std::mem::zeroed() };
             let fcntl = |how: i32, lock: &mut libc::flock| {
                 let number = std::os::fd::AsRawFd::as_raw_fd(&file);
-                // SAFETY: the lock may be written.
+                // SAFETY: the lock is valid for writes.
                 unsafe { libc::fcntl(number, how, std::ptr::from_mut(lock)) }
             };
             lock.l_type = libc::F_WRLCK as libc::c_short;

@@ -1,7 +1,7 @@
-//! A channel of whole messages with file descriptors between two processes of one host: a connected
-//! AF_UNIX SEQPACKET socket, never blocking.
+//! A channel of whole messages with file descriptors between two processes of one host: a connected AF_UNIX SEQPACKET
+//! socket, which never blocks.
 //!
-//! What a message says is `wire`'s business; making the connection is `rendezvous::names`'s.
+//! `wire` defines the messages; `rendezvous::names` makes the connections.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::{ManuallyDrop, MaybeUninit};
@@ -20,31 +20,31 @@ use super::privatefd::{PrivateFd, Transit};
 /// The most fds that one message may carry.
 pub const MAX_FDS: usize = 4;
 
-/// Who is at the other end, as the kernel recorded it: at its connect(), or at its listen() if we
-/// connected (unix(7), SO_PEERCRED).
+/// The process at the other end, as the kernel recorded it at its connect(). If this side connected, as it recorded it
+/// at the peer's listen() (unix(7), SO_PEERCRED).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Credentials {
-    /// The process; `None` if it is not visible from our pid namespace.
+    /// The process id; `None` if the process is not visible from this pid namespace.
     pub pid: Option<u32>,
-    /// Its effective user, in our user namespace.
+    /// The effective user of the process, in this user namespace.
     pub uid: u32,
 }
 
 /// Why no message was received.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum RecvError {
-    /// None is there now.
+    /// The queue holds no message now.
     #[error("no message yet")]
     WouldBlock,
-    /// The peer has closed its end, and all that it sent has been received. (An empty message means
-    /// the same: a peer that sends one misbehaves.)
+    /// The peer has closed its end, and all its messages have been received. An empty message reads the same; a peer
+    /// that sends an empty message misbehaves.
     #[error("closed by the peer")]
     Closed,
-    /// The message was longer than the buffer, or had more fds than are allowed: the peer misbehaves.
-    /// The message is gone, its fds are closed.
+    /// The message was longer than the buffer, or had more fds than are allowed: the peer misbehaves. The message is
+    /// discarded and its fds are closed.
     #[error("message or fds cut short")]
     Truncated,
-    /// Anything else, with the kernel's errno.
+    /// Any other failure, with the kernel's errno.
     #[error("receive failed: {0}")]
     Kernel(Errno),
 }
@@ -52,24 +52,24 @@ pub enum RecvError {
 /// A received message.
 #[derive(Debug)]
 pub struct Received<'b> {
-    /// Its bytes, at least one.
+    /// The bytes of the message, at least one.
     pub bytes: &'b [u8],
-    /// Its fds, in the sender's order, at most [`MAX_FDS`].
+    /// The fds of the message, in the sender's order, at most [`MAX_FDS`].
     pub fds: Vec<PrivateFd>,
-    /// It had fds for which this process has no number left; then there are none.
+    /// The message had fds, but this process has no free number for them; then `fds` is empty.
     pub fds_lost: bool,
 }
 
-/// The next message of a channel.
+/// The next message of a channel, as [`Channel::next`] returns it.
 #[derive(Debug)]
 pub struct Next<'b> {
-    /// Its bytes.
+    /// The bytes of the message.
     pub bytes: &'b [u8],
-    /// It has fds, and is still in the channel.
+    /// The message has fds, and is still in the channel.
     pub has_fds: bool,
 }
 
-/// One end of a channel.
+/// An end of a channel.
 #[derive(Debug)]
 pub struct Channel {
     fd: ManuallyDrop<PrivateFd>,
@@ -83,19 +83,19 @@ impl Channel {
         }
     }
 
-    /// Two ends that are connected to each other.
+    /// Returns two ends that are connected to each other.
     pub fn pair() -> Result<(Self, Self), Errno> {
         let _transit = Transit::begin();
         let (a, b) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
-        // Both are moved before either result is looked at: a plain OwnedFd would be closed through libc.
+        // Both fds are moved before either result is checked: dropping an OwnedFd would close it through libc.
         let (a, b) = (PrivateFd::place(a), PrivateFd::place(b));
         Ok((Self::new(a?), Self::new(b?)))
     }
 
     /// Sends one message with up to [`MAX_FDS`] fds; never blocks, never raises SIGPIPE.
     ///
-    /// EAGAIN if the peer's queue is full, EPIPE or ECONNRESET if it is gone, ETOOMANYREFS if too many fds
-    /// are under way, EINVAL for too many fds or no bytes.
+    /// Fails with EAGAIN if the peer's queue is full, EPIPE or ECONNRESET if the peer is gone, ETOOMANYREFS if too many
+    /// fds are in flight, EINVAL for more than [`MAX_FDS`] fds or no bytes.
     pub fn send(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), Errno> {
         if bytes.is_empty() || fds.len() > MAX_FDS {
             return Err(Errno::INVAL);
@@ -106,14 +106,14 @@ impl Channel {
             return Err(Errno::INVAL);
         }
         let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-        // SEQPACKET sends all of a message or nothing.
+        // SEQPACKET sends the whole message or nothing.
         sendmsg(self.as_fd(), &[IoSlice::new(bytes)], &mut control, flags).map(|_| ())
     }
 
     /// Receives one message into `buf`. A message with fds stays in the channel, and only its bytes are read.
     ///
-    /// Never blocks. To receive fds can block: the kernel closes those without room, for as long as the sender has
-    /// arranged (SO_LINGER).
+    /// Never blocks. Receiving the fds could block: the kernel closes fds for which there is no room, and such a close
+    /// takes as long as the sender has arranged (SO_LINGER).
     pub fn next<'b>(&self, buf: &'b mut [u8]) -> Result<Next<'b>, RecvError> {
         let shown = peek(self.as_fd(), buf, &mut []).map_err(RecvError::of)?;
         if shown.flags & libc::MSG_TRUNC != 0 {
@@ -130,8 +130,8 @@ impl Channel {
         Ok(Next { bytes, has_fds })
     }
 
-    /// Receives one message into `buf`, and its fds as private ones. Never blocks if the peer can be trusted not to
-    /// send files whose close does.
+    /// Receives one message into `buf`, and its fds as private ones. Never blocks, provided that the peer is trusted
+    /// not to send files whose close blocks.
     pub fn recv<'b>(&self, buf: &'b mut [u8]) -> Result<Received<'b>, RecvError> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -139,7 +139,7 @@ impl Channel {
         let transit = Transit::begin();
         let received =
             recvmsg(self.as_fd(), &mut [IoSliceMut::new(buf)], &mut control, flags).map_err(RecvError::of)?;
-        // All fds are taken over before anything is refused, so that none is leaked.
+        // All fds are owned before any check can refuse the message, so that no fd leaks.
         let placed: Result<Vec<PrivateFd>, Errno> = control
             .drain()
             .filter_map(|message| match message {
@@ -153,7 +153,7 @@ impl Channel {
             .collect();
         drop(transit);
         let cut = received.flags.contains(ReturnFlags::CTRUNC);
-        // The space for four has room for a fifth by alignment.
+        // By alignment, the space for four fds has room for a fifth.
         let too_many = placed
             .as_ref()
             .is_ok_and(|fds| fds.len() > MAX_FDS || cut && fds.len() == MAX_FDS);
@@ -170,12 +170,13 @@ impl Channel {
         Ok(Received { bytes, fds, fds_lost })
     }
 
-    /// Gives up the ownership, but not the fd, which stays private ([`PrivateFd::release`]).
+    /// Gives up the ownership and returns the fd, which stays open and private ([`PrivateFd::release`]).
     pub fn release(self) -> i32 {
         ManuallyDrop::new(self).fd.as_raw_fd()
     }
 
-    /// Who is at the other end. ENOTCONN-like errors cannot happen on a connected socket.
+    /// Returns the credentials of the process at the other end. ENOTCONN and the like cannot occur on a connected
+    /// socket.
     pub fn peer(&self) -> Result<Credentials, Errno> {
         peer_credentials(self.as_fd())
     }
@@ -184,7 +185,7 @@ impl Channel {
 impl Drop for Channel {
     fn drop(&mut self) {
         let can_close = end_reading(self.as_fd(), Shutdown::Both);
-        // SAFETY: not used any more.
+        // SAFETY: `self.fd` is not used after this.
         let fd = unsafe { ManuallyDrop::take(&mut self.fd) };
         if !can_close {
             fd.leave();
@@ -203,11 +204,11 @@ impl RecvError {
 }
 
 /// Shuts a connected SEQPACKET socket down for reading, which no holder of the socket can undo, and empties its queue.
-/// False if a message in the queue has fds: a close of the socket may wait then.
+/// Returns `false` if a message in the queue has fds: a close of the socket may block then.
 pub(super) fn end_reading(socket: BorrowedFd<'_>, how: Shutdown) -> bool {
-    /// More messages than a correct peer leaves unread.
+    /// The most messages to skip: more than a correct peer leaves unread.
     const MOST: usize = 256;
-    // With credentials an empty message differs from the end of the queue.
+    // With credentials, an empty message can be told from the end of the queue.
     if shutdown(socket, how).is_err() || sockopt::set_socket_passcred(socket, true).is_err() {
         return false;
     }
@@ -217,7 +218,7 @@ pub(super) fn end_reading(socket: BorrowedFd<'_>, how: Shutdown) -> bool {
             Ok(shown) if shown.flags & libc::MSG_CTRUNC != 0 => return false,
             Ok(shown) if shown.control == 0 => return true,
             Ok(_) => skip(socket),
-            // A pending error, which is reported once.
+            // A pending error of the socket; the kernel reports it once.
             Err(Errno::CONNRESET) => {}
             Err(errno) => return errno == Errno::AGAIN,
         }
@@ -225,7 +226,7 @@ pub(super) fn end_reading(socket: BorrowedFd<'_>, how: Shutdown) -> bool {
     false
 }
 
-/// Words that hold the control message with a sender's credentials, and nothing more.
+/// The number of words that hold the control message with a sender's credentials, and nothing more.
 const CREDENTIALS: usize = 4;
 
 struct Shown {
@@ -234,8 +235,8 @@ struct Shown {
     flags: i32,
 }
 
-/// Reads the next message without taking it. Control messages without room in `control` are cut (MSG_CTRUNC); no fd is
-/// received. By hand, as rustix has no value for the pid 0 of an unknown sender.
+/// Reads the next message without removing it. Control messages for which `control` has no room are cut (MSG_CTRUNC);
+/// no fd is received. Makes the system call itself, as rustix has no value for the pid 0 of an unknown sender.
 fn peek(socket: BorrowedFd<'_>, buf: &mut [u8], control: &mut [u64]) -> Result<Shown, Errno> {
     let mut part = libc::iovec {
         iov_base: buf.as_mut_ptr().cast(),
@@ -251,7 +252,7 @@ fn peek(socket: BorrowedFd<'_>, buf: &mut [u8], control: &mut [u64]) -> Result<S
     }
     let flags = (libc::MSG_PEEK | libc::MSG_DONTWAIT) as usize;
     let number = socket.as_raw_fd() as usize;
-    // SAFETY: what the message points to lives, and may be written, for the whole call.
+    // SAFETY: the memory that the message points to is borrowed, and valid for writes, for the whole call.
     let bytes = unsafe {
         kernel::call(
             libc::SYS_recvmsg,
@@ -265,7 +266,7 @@ fn peek(socket: BorrowedFd<'_>, buf: &mut [u8], control: &mut [u64]) -> Result<S
     })
 }
 
-/// Takes the message that [`peek`] has read, and which has no fds.
+/// Removes the message that [`peek`] has read, and which has no fds.
 fn skip(socket: BorrowedFd<'_>) {
     let _ = rustix::net::recv(socket, &mut [0u8; 1][..], RecvFlags::DONTWAIT);
 }
@@ -276,8 +277,8 @@ impl AsFd for Channel {
     }
 }
 
-/// SO_PEERCRED by hand: rustix gives the pid as a non-zero type, but the kernel answers 0 for a peer
-/// outside our pid namespace (containers that share a network namespace).
+/// Returns SO_PEERCRED by a raw system call: rustix returns the pid as a non-zero type, but the kernel answers 0 for a
+/// peer outside this pid namespace (containers that share a network namespace).
 fn peer_credentials(fd: BorrowedFd<'_>) -> Result<Credentials, Errno> {
     let mut cred = libc::ucred { pid: 0, uid: 0, gid: 0 };
     let mut len = size_of::<libc::ucred>() as libc::socklen_t;
@@ -359,7 +360,7 @@ mod tests {
         a.send(b"too long", &[writer.as_fd()]).unwrap();
         drop(writer);
         assert_eq!(b.recv(&mut [0; 4]).unwrap_err(), RecvError::Truncated);
-        // No copy of the write end is left, so the pipe is at its end.
+        // The receiver kept no copy of the write end, so the pipe is at its end.
         assert_eq!(rustix::io::read(&reader, &mut [0u8; 1][..]), Ok(0));
         a.send(b"next", &[]).unwrap();
         assert_eq!(b.recv(&mut [0; 4]).unwrap().bytes, b"next");
@@ -371,7 +372,7 @@ mod tests {
         for count in [5, 6, 20] {
             let (reader, writer) = rustix::pipe::pipe().unwrap();
             let fds = vec![writer.as_fd(); count];
-            // We do not send so many; a foreign program may.
+            // The library never sends more than `MAX_FDS` fds; a foreign program may.
             assert_eq!(a.send(b"x", &fds), Err(Errno::INVAL));
             let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(20))];
             let mut control = SendAncillaryBuffer::new(&mut space);

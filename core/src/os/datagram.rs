@@ -1,7 +1,7 @@
-//! The UDP sockets of the control port: one that answers on all addresses of the host and says which of them
-//! a datagram came to, and one that asks a single host. Neither ever blocks.
+//! The UDP sockets of the control port: [`Answerer`] answers on all addresses of the host and returns the address that
+//! a datagram was sent to; [`Asker`] asks a single host. Neither ever blocks.
 //!
-//! What a datagram says is `rendezvous::control`'s business. All calls are raw system calls.
+//! `rendezvous::control` defines the datagrams. All calls are raw system calls.
 
 use std::io::IoSlice;
 use std::mem::MaybeUninit;
@@ -16,33 +16,33 @@ use rustix::net::{
 use super::kernel;
 use super::privatefd::PrivateFd;
 
-/// A datagram that came to an [`Answerer`].
+/// A datagram that an [`Answerer`] has received.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Arrival {
-    /// Its bytes; more than the buffer's if it was cut short.
+    /// The length of the datagram in bytes; greater than the buffer's if the datagram was cut short.
     pub length: usize,
-    /// Who sent it, as the socket names addresses: pass it back to [`Answerer::send`] as it is.
+    /// The sender, in the socket's own form of addresses: pass it to [`Answerer::send`] unchanged.
     pub from: SocketAddr,
-    /// Our address that it was sent to; `None` if the kernel did not say.
+    /// The local address that the datagram was sent to; `None` if the kernel did not report it.
     pub to: Option<IpAddr>,
 }
 
-/// A socket bound to a port on all addresses, IPv6 and IPv4 or, where there is no IPv6, IPv4 alone.
+/// A socket bound to a port on all addresses, IPv6 and IPv4; IPv4 alone on a host without IPv6.
 #[derive(Debug)]
 pub struct Answerer {
     fd: PrivateFd,
     is_v6: bool,
 }
 
-/// A control message buffer; the kernel wants it aligned as its header is.
+/// A buffer for control messages; the kernel expects it to be aligned like cmsghdr.
 #[repr(C, align(8))]
 struct Control([u8; 64]);
 
 impl Answerer {
-    /// Binds to `port`. Several processes of one user may: the kernel gives a datagram to one of them.
+    /// Binds to `port`. Several processes of one user may bind it: the kernel gives each datagram to one of them.
     ///
-    /// EADDRINUSE if another user, or somebody who does not share, has the port. Not SO_REUSEADDR: between
-    /// UDP sockets that have it, the port can be shared with other users' too.
+    /// Fails with EADDRINUSE if another user, or a socket that does not share its port, has bound it. Not SO_REUSEADDR:
+    /// between UDP sockets with that option, other users could share the port too.
     pub fn bind(port: u16) -> Result<Self, Errno> {
         match Self::bind_to(SocketAddr::from((Ipv6Addr::UNSPECIFIED, port))) {
             Err(Errno::AFNOSUPPORT | Errno::ADDRNOTAVAIL) => {
@@ -67,14 +67,14 @@ impl Answerer {
         Ok(Self { fd, is_v6 })
     }
 
-    /// The port, for tests that let the kernel choose it.
+    /// Returns the port, for tests that let the kernel choose it.
     pub fn port(&self) -> Result<u16, Errno> {
         let address = rustix::net::getsockname(&self.fd)?;
         Ok(SocketAddr::try_from(address)?.port())
     }
 
-    /// Takes the next datagram; `None` if none is there. Errors that are about an earlier answer (ICMP) come
-    /// as the kernel's errno; the next call goes on.
+    /// Receives the next datagram; `None` if the queue is empty. An error about an earlier answer (ICMP) is returned as
+    /// the kernel's errno; the next call goes on with the queue.
     pub fn recv(&self, buf: &mut [u8]) -> Result<Option<Arrival>, Errno> {
         let mut name = MaybeUninit::<libc::sockaddr_in6>::zeroed();
         let mut control = Control([0; 64]);
@@ -90,23 +90,25 @@ impl Answerer {
         header.msg_iovlen = 1;
         header.msg_control = control.0.as_mut_ptr().cast();
         header.msg_controllen = control.0.len();
-        // SAFETY: the header and the four buffers that it names outlive the call, which keeps nothing of
-        // them; each is valid for writes of the size that the header says.
+        // SAFETY: the header and the four buffers that it points to outlive the call, and the kernel keeps no pointer
+        // to them. Each is valid for writes of the size that the header names.
         let received = unsafe { self.call(libc::SYS_recvmsg, &raw mut header, libc::MSG_TRUNC) };
         let length = match received {
             Ok(length) => length,
             Err(Errno::AGAIN | Errno::INTR) => return Ok(None),
             Err(errno) => return Err(errno),
         };
-        // SAFETY: zeroed before, and plain numbers whatever the kernel has written.
+        // SAFETY: the structure was zeroed, and consists of integers, for which all bytes that the kernel writes are
+        // valid.
         let name = unsafe { name.assume_init() };
         let from = address(&name).ok_or(Errno::BADMSG)?;
-        // SAFETY: the kernel has filled the header; it and the control buffer are still there.
+        // SAFETY: the kernel has filled the header; the header and the control buffer are still alive and unchanged.
         let to = unsafe { destination(&header) };
         Ok(Some(Arrival { length, from, to }))
     }
 
-    /// Sends `bytes` to `to`, from our address `from`. An answer that finds no room, or no way, is lost.
+    /// Sends `bytes` to `to`, from the local address `from`. An answer without room in the send queue, or without a
+    /// route, is lost.
     pub fn send(&self, bytes: &[u8], to: SocketAddr, from: IpAddr) -> Result<(), Errno> {
         let mut control = Control([0; 64]);
         let mut piece = IoSlice::new(bytes);
@@ -135,7 +137,7 @@ impl Answerer {
                 ipi6_addr: libc::in6_addr { s6_addr: from.octets() },
                 ipi6_ifindex: scope,
             };
-            // SAFETY: the control buffer is aligned, larger than the message, and there until after the call.
+            // SAFETY: the control buffer is aligned, larger than the message, and lives until after the call.
             unsafe {
                 put(&mut header, libc::IPPROTO_IPV6, libc::IPV6_PKTINFO, info);
             }
@@ -160,14 +162,14 @@ impl Answerer {
                 put(&mut header, libc::IPPROTO_IP, libc::IP_PKTINFO, info);
             }
         }
-        // SAFETY: the header and what it names outlive the call, which keeps nothing of them.
+        // SAFETY: the header and the buffers that it points to outlive the call, and the kernel keeps no pointer to
+        // them.
         unsafe { self.call(libc::SYS_sendmsg, &raw mut header, libc::MSG_NOSIGNAL) }.map(drop)
     }
 
-    /// sendmsg(2) or recvmsg(2), without waiting.
+    /// Calls sendmsg(2) or recvmsg(2) with MSG_DONTWAIT.
     ///
-    /// # Safety
-    /// What the header names is valid for the call, for writes if that receives.
+    /// # Safety The memory that the header points to is valid for the whole call; for writes, if the call receives.
     unsafe fn call(&self, number: libc::c_long, header: *mut libc::msghdr, flags: libc::c_int) -> Result<usize, Errno> {
         let fd = self.fd.as_raw_fd() as usize;
         let flags = (libc::MSG_DONTWAIT | flags) as usize;
@@ -182,15 +184,15 @@ impl AsFd for Answerer {
     }
 }
 
-/// A socket that talks to one host only: the kernel drops what comes from elsewhere, and tells if nobody
-/// listens there.
+/// A socket connected to one host: the kernel drops datagrams from elsewhere, and reports if no socket listens there.
 #[derive(Debug)]
 pub struct Asker {
     fd: PrivateFd,
 }
 
 impl Asker {
-    /// From the address `local`, any port, to `remote`. EADDRNOTAVAIL, ENETUNREACH and the like.
+    /// Binds to the address `local`, any port, and connects to `remote`. Fails with EADDRNOTAVAIL, ENETUNREACH and the
+    /// like.
     pub fn connect(local: IpAddr, remote: SocketAddr) -> Result<Self, Errno> {
         let fd = socket(remote.is_ipv6())?;
         bind(&fd, &SocketAddr::new(local, 0))?;
@@ -198,13 +200,13 @@ impl Asker {
         Ok(Self { fd })
     }
 
-    /// Sends a datagram. ECONNREFUSED: an earlier one found nobody.
+    /// Sends a datagram. ECONNREFUSED: no socket listened where an earlier datagram arrived.
     pub fn send(&self, bytes: &[u8]) -> Result<(), Errno> {
         send(&self.fd, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL).map(drop)
     }
 
-    /// Takes the next datagram, gives its bytes (more than the buffer's if it was cut short); `None` if none
-    /// is there. ECONNREFUSED: nobody listens there.
+    /// Receives the next datagram and returns its length in bytes, which is greater than the buffer's if it was cut
+    /// short. `None` if the queue is empty. ECONNREFUSED: no socket listens at the remote port.
     pub fn recv(&self, buf: &mut [u8]) -> Result<Option<usize>, Errno> {
         match recv(&self.fd, buf, RecvFlags::DONTWAIT | RecvFlags::TRUNC) {
             Ok((_, length)) => Ok(Some(length)),
@@ -230,7 +232,8 @@ fn socket(is_v6: bool) -> Result<PrivateFd, Errno> {
     PrivateFd::open(|| socket_with(family, SocketType::DGRAM, flags, None))
 }
 
-/// The address that the kernel has written; what was meant for IPv4 is shorter, and begins alike.
+/// Returns the address that the kernel has written. An IPv4 address is shorter, but family and port lie at the same
+/// offsets. `None` for other families.
 fn address(name: &libc::sockaddr_in6) -> Option<SocketAddr> {
     let port = u16::from_be(name.sin6_port);
     match i32::from(name.sin6_family) {
@@ -240,7 +243,7 @@ fn address(name: &libc::sockaddr_in6) -> Option<SocketAddr> {
             0,
             name.sin6_scope_id,
         ))),
-        // sockaddr_in has the address where sockaddr_in6 has the flow label.
+        // sockaddr_in has the IPv4 address where sockaddr_in6 has the flow label.
         libc::AF_INET => Some(SocketAddr::from((
             Ipv4Addr::from(name.sin6_flowinfo.to_ne_bytes()),
             port,
@@ -249,13 +252,13 @@ fn address(name: &libc::sockaddr_in6) -> Option<SocketAddr> {
     }
 }
 
-/// The local address among the control messages.
+/// Returns the local address among the control messages; `None` if none of them has it.
 ///
 /// # Safety
-/// The header is as recvmsg has left it, and its control buffer is still there and not changed.
+/// recvmsg(2) has filled the header; the header and its control buffer are still alive and unchanged.
 unsafe fn destination(header: &libc::msghdr) -> Option<IpAddr> {
-    // SAFETY: by the contract. The macros stay within the control buffer, and each message's data is as
-    // long as the kernel's structure of that type, read unaligned.
+    // SAFETY: by the contract. The macros stay within the control buffer. Each message has as many bytes as the
+    // kernel's structure for its type, which is read unaligned.
     unsafe {
         let mut message = libc::CMSG_FIRSTHDR(header);
         while let Some(head) = message.as_ref() {
@@ -280,9 +283,9 @@ unsafe fn destination(header: &libc::msghdr) -> Option<IpAddr> {
 /// Makes `value` the one control message of a header.
 ///
 /// # Safety
-/// `header.msg_control` is aligned as cmsghdr is, and at least CMSG_SPACE(size of `value`) long.
+/// `header.msg_control` is aligned like cmsghdr, and at least CMSG_SPACE(size of `value`) bytes long.
 unsafe fn put<T>(header: &mut libc::msghdr, level: libc::c_int, kind: libc::c_int, value: T) {
-    // SAFETY: by the contract; CMSG_FIRSTHDR gives the start of the buffer once its length is set.
+    // SAFETY: by the contract; CMSG_FIRSTHDR returns the start of the buffer once its length is set.
     unsafe {
         header.msg_controllen = libc::CMSG_SPACE(size_of::<T>() as u32) as usize;
         let message = libc::CMSG_FIRSTHDR(header);
@@ -305,7 +308,7 @@ mod tests {
         rustix::event::poll(&mut polled, Some(&limit)).unwrap();
     }
 
-    /// Where the machine has no IPv6 only the first is played.
+    /// Returns the addresses to test. On a machine without IPv6 these are the IPv4 addresses alone.
     fn addresses() -> Vec<IpAddr> {
         let all = ["127.0.0.1", "127.0.0.2", "::1"].map(|ip| ip.parse::<IpAddr>().unwrap());
         let has = |ip: &IpAddr| std::net::UdpSocket::bind((*ip, 0)).is_ok();

@@ -1,5 +1,5 @@
-//! What a directory or a file holds, as a thread of ours has to read it in a program that may close any descriptor:
-//! `std::fs::read_dir` panics when its own has been closed (iperf3, for one, closes some twice).
+//! Reads directories and files for the service thread, in a program that may close any descriptor. `std::fs::read_dir`
+//! panics if its descriptor has been closed (iperf3, for one, closes some descriptors twice).
 
 use std::ffi::{OsStr, OsString};
 use std::mem::MaybeUninit;
@@ -12,7 +12,8 @@ use rustix::io::Errno;
 use super::privatefd::PrivateFd;
 use crate::scratch::Scratch;
 
-/// The names in the directory that `dir` is open for, from where it is; in the kernel's order (getdents64(2)).
+/// Returns the names in the directory that `dir` is open for, from the current offset on, in the kernel's order
+/// (getdents64(2)).
 pub fn names(dir: BorrowedFd<'_>) -> Result<Vec<OsString>, Errno> {
     let mut buffer = [MaybeUninit::uninit(); 4096];
     let mut entries = RawDir::new(dir, &mut buffer);
@@ -27,7 +28,7 @@ pub fn names(dir: BorrowedFd<'_>) -> Result<Vec<OsString>, Errno> {
     Ok(names)
 }
 
-/// What the file at `path` holds. ENOMEM without memory for it, EILSEQ if that is no text.
+/// Returns the content of the file at `path`. ENOMEM if there is no memory for it, EILSEQ if it is not UTF-8.
 pub fn text(path: &str) -> Result<String, Errno> {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC;
     let file = PrivateFd::open(|| rustix::fs::open(path, flags, Mode::empty()))?;
@@ -79,7 +80,7 @@ mod tests {
             let closer = std::thread::spawn(|| {
                 while !DONE.load(Relaxed) {
                     for fd in 3..16 {
-                        // SAFETY: nothing in this child relies on its descriptors.
+                        // SAFETY: no code in this child relies on its descriptors.
                         unsafe { libc::close(fd) };
                     }
                 }

@@ -1,19 +1,20 @@
-//! A doorbell: who has its [`Button`] can wake whoever polls the [`Doorbell`], and can do nothing else to
-//! him. Not for threads that sleep in one call (`fabric::waiter` has futexes for them).
+//! A doorbell: the owner of a [`Button`] can wake the threads that poll its [`Doorbell`], and can do nothing else to
+//! them. Threads that sleep in one call have futexes instead (`fabric::waiter`).
 //!
-//! It is a pair of connected AF_UNIX SEQPACKET sockets over which no byte ever goes. To press is
-//! `shutdown(SHUT_WR)`: the first makes the other end readable for good (it is at its end), and each
-//! further one wakes who polls that again (the kernel calls the peer's `sk_state_change` whether its
-//! state changes or not), so an edge-triggered registration reports each. Why not an eventfd, a pipe or
-//! a byte through a socket:
+//! A doorbell is a pair of connected AF_UNIX SEQPACKET sockets over which no byte is ever sent. To press the button is
+//! `shutdown(SHUT_WR)`. The first press makes the other end readable for good (end of file). Each further press wakes
+//! the threads that poll that end again: the kernel calls the peer's `sk_state_change` whether its state changes or
+//! not. So an edge-triggered registration reports each press. Why not an eventfd, a pipe or a byte through a socket:
 //!
-//! - Nothing is stored, so nothing fills up: to press never waits, nor fails for want of room, and there
-//!   is nothing to drain. The state of a socket that has been shut down cannot be taken back.
-//! - The call takes no flag of the open file into account, which the peer shares with us and could
-//!   change (O_NONBLOCK), raises no signal, and holds no lock over anything of the peer's.
-//! - It costs what a write to an eventfd costs, a byte through a socket half as much again for each wake-up.
+//! - Nothing is stored, so nothing fills up: a press never waits, never fails for want of room, and nothing has to be
+//!   drained. The state of a socket that has been shut down cannot be undone.
+//! - The call ignores the flags of the open file, which the peer shares and could change (O_NONBLOCK). It raises no
+//!   signal, and holds no lock of an object that the peer owns.
+//! - A press costs what a write to an eventfd costs. A byte through a socket costs half as much again for each wake-up.
 //!
-//! The end that is polled is its owner's alone. The other goes to the peer, which checks only that it is
+//! The end that is polled never leaves its owner. The other end goes to the peer, which checks only that it is a
+//! connected socket of that kind. Whatever the owner does to that socket, a shutdown by the peer has no effect that the
+//! owner could not cause itself.
 //! such a socket: whatever the peer made of it, a shutdown is what the peer could have done himself.
 
 use std::os::fd::{AsFd, BorrowedFd};
@@ -28,51 +29,51 @@ use super::privatefd::{PrivateFd, Transit};
 #[derive(Debug)]
 pub struct Doorbell(PrivateFd);
 
-/// What rings it.
+/// The end that rings the doorbell.
 #[derive(Debug)]
 pub struct Button(PrivateFd);
 
-/// A doorbell and its button. Fails with the kernel's errno (EMFILE).
+/// Returns a doorbell and its button. Fails with the kernel's errno (EMFILE).
 pub fn pair() -> Result<(Doorbell, Button), Errno> {
     let _transit = Transit::begin();
     let (bell, button) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
-    // Both are moved before either result is looked at: a plain OwnedFd would be closed through libc.
+    // Both fds are moved before either result is checked: dropping an OwnedFd would close it through libc.
     let (bell, button) = (PrivateFd::place(bell), PrivateFd::place(button));
     Ok((Doorbell(bell?), Button(button?)))
 }
 
 impl Button {
-    /// What a peer has sent as a button; `None` if it is none.
+    /// Wraps an fd that a peer has sent as a button; `None` if it is not a button.
     pub fn received(fd: PrivateFd) -> Option<Self> {
         Self::is_one(fd.as_fd()).then_some(Self(fd))
     }
 
-    /// Whether this is such a socket, and connected, as it is for ever then.
+    /// Returns whether `fd` is a connected AF_UNIX SEQPACKET socket. Such a socket stays connected for ever.
     pub fn is_one(fd: BorrowedFd<'_>) -> bool {
         sockopt::socket_domain(fd) == Ok(AddressFamily::UNIX)
             && sockopt::socket_type(fd) == Ok(SocketType::SEQPACKET)
             && getpeername(fd).is_ok()
     }
 
-    /// Wakes who polls the doorbell.
+    /// Wakes the threads that poll the doorbell.
     pub fn press(&self) {
         press(self.0.as_fd());
     }
 
-    /// Gives up the ownership, but not the fd, which stays private ([`PrivateFd::release`]).
+    /// Gives up the ownership and returns the fd, which stays open and private ([`PrivateFd::release`]).
     pub fn release(self) -> i32 {
         self.0.release()
     }
 }
 
-/// [`Button::press`], of a button that is kept as a number.
+/// Presses a button that is stored as an fd number ([`Button::press`]).
 pub fn press(button: BorrowedFd<'_>) {
-    // The doorbell may be gone: then nobody waits for it.
+    // If the doorbell is closed, no thread waits for it.
     let _ = rustix::net::shutdown(button, Shutdown::Write);
 }
 
 impl Doorbell {
-    /// Gives up the ownership, but not the fd, which stays private ([`PrivateFd::release`]).
+    /// Gives up the ownership and returns the fd, which stays open and private ([`PrivateFd::release`]).
     pub fn release(self) -> i32 {
         self.0.release()
     }
@@ -90,8 +91,8 @@ impl AsFd for Button {
     }
 }
 
-/// Whether this kernel reports each press, as all since 2.6 do; no interface promises it. Costs a few descriptors for a
-/// moment.
+/// Returns whether this kernel reports each press. All kernels since 2.6 do, but no interface promises it. Opens a few
+/// descriptors for a moment.
 pub fn is_reliable() -> bool {
     fn try_it() -> Result<bool, Errno> {
         let (bell, button) = pair()?;

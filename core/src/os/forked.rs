@@ -1,20 +1,19 @@
 //! For tests: runs a piece of a test in a forked child.
 //!
-//! Such a child is alone: limits and uids that it changes are its own, and no fd of it is held open
-//! by what another test forks at the same time.
+//! Such a child is alone: limits and uids that it changes are its own, and no fork of another test keeps its fds open.
 
-/// After so many seconds a child that has not ended never will: it fails by a panic whose message takes a lock that
-/// another test's thread held at the fork, to say why it fails itself.
+/// Ends a child after this many seconds. A child whose test panics can hang: the panic message takes a lock that
+/// another test's thread may have held at the fork.
 const LIMIT: u32 = 60;
 
-/// Runs `f` in a forked child; a panic or a limit hit fails the test.
+/// Runs `f` in a forked child. A panic, or a child that is still running after `LIMIT` seconds, fails the test.
 pub fn in_child(f: impl FnOnce()) {
     in_child_within(LIMIT, f);
 }
 
 fn in_child_within(seconds: u32, f: impl FnOnce()) {
-    // SAFETY: the child runs `f` and leaves by _exit; the tests' other threads do not exist in it, and
-    // `f` takes no lock of theirs but the allocator's, which glibc makes usable after fork.
+    // SAFETY: the child runs `f` and leaves by _exit. The tests' other threads do not exist in it. The only lock shared
+    // with them that `f` takes is the allocator's, which glibc makes usable after fork.
     match unsafe { libc::fork() } {
         -1 => panic!("fork failed"),
         0 => {
@@ -26,14 +25,14 @@ fn in_child_within(seconds: u32, f: impl FnOnce()) {
         }
         pid => {
             let mut status = 0;
-            // SAFETY: our own child; `status` is valid for writes.
+            // SAFETY: the process is a child of this one; `status` is valid for writes.
             assert_eq!(unsafe { libc::waitpid(pid, &mut status, 0) }, pid);
             assert_eq!(status, 0, "the child failed");
         }
     }
 }
 
-/// A TCP port that nobody listens on, as far as one can know.
+/// Returns a TCP port without a listener. Another process could bind it later.
 pub fn free_port() -> u16 {
     std::net::TcpListener::bind("127.0.0.1:0")
         .unwrap()

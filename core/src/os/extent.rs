@@ -105,7 +105,8 @@ impl Extent {
         let last = self.start.as_ptr().wrapping_add(self.bytes - PAGE).cast();
         let (whole, flags) = (PAGE + bytes, MremapFlags::MAYMOVE);
         // As in `file`: if the program locks its memory (MCL_CURRENT), this range is locked, and its copy would be
-        // locked and filled. SAFETY: the caller owns the range, by the contract.
+        // locked and filled.
+        // SAFETY: the caller owns the range, by the contract.
         let _ = unsafe { munlock(self.start.as_ptr().cast(), self.bytes) };
         // SAFETY: the last page is mapped, by the contract, and stays so. The range of `over` is the caller's, by the
         // contract.

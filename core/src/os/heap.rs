@@ -1,27 +1,30 @@
 //! The library's own memory: an allocator that never enters the program's `malloc`.
 //!
 //! Hooks run at any instruction of the program: in a signal handler above `malloc` or above this allocator itself, in a
-//! child forked by another thread in the middle of either, inside the program's own `malloc` that is not glibc's. So
-//! nothing here is locked, and nothing is left half done:
+//! child forked by another thread in the middle of either, or inside a `malloc` that the program brings along. So this
+//! allocator has no locks, and no operation leaves a half-done state:
 //!
-//! - A small request is rounded up to one of some sizes. What is free of a size is a stack in which one
-//!   compare-and-swap of 16 bytes puts or takes a block: its top and a count of all changes, which tells whoever was
-//!   interrupted between the look and the swap that others were there meanwhile, even if the same block is on
-//!   top again (Treiber, "Systems programming: coping with parallelism", 1986; the count is IBM's).
-//! - What no free block serves is cut from a piece of memory that is mapped for it, again by one such swap.
-//! - A large request is a mapping of its own, and is unmapped when it is freed.
+//! - A small request is rounded up to one of `SIZES` sizes. The free blocks of a size form a stack, and one
+//!   compare-and-swap of 16 bytes pushes or pops a block. The 16 bytes are the top and a count of all changes. A thread
+//!   that was interrupted between its load and its swap finds another count if the stack has changed meanwhile, even if
+//!   the same block is on top again (Treiber, "Systems programming: coping with parallelism", 1986; the count is
+//!   IBM's).
+//! - If no block of the size is free, one is cut from a piece of memory that is mapped for small requests, by one such
+//!   swap too.
+//! - A large request is a mapping of its own, which is unmapped when it is freed.
 //! - Where the kernel refuses a mapping (RLIMIT_AS, RLIMIT_DATA, vm.overcommit_memory=2, vm.max_map_count), memory
 //!   comes from a reserve of 1 MiB.
 //!
-//! No allocation fails between two looks at the reserve. Whatever begins something that needs memory for longer than a
-//! call (a socket's object, a promotion, a link, a channel) asks [`can_serve`] first, and the connection stays on TCP
-//! unless that is true. So the reserve has to cover only what is under way when the kernel refuses for the first time:
-//! some KiB for each thread of the program, and one link at most, since one thread makes them. What can be longer than
-//! 512 KiB is reserved by `try_reserve`, and its failure is the call's.
+//! No allocation fails between two checks of the reserve. Code that begins something which needs memory for longer than
+//! a call (a socket's object, a promotion, a link, a channel) calls [`can_serve`] first; if that returns `false`, the
+//! connection stays on TCP. So the reserve has to cover only the operations in progress when the kernel refuses for the
+//! first time: some KiB for each thread of the program, and one link at most, since one thread makes the links. Buffers
+//! that can be longer than 512 KiB are allocated by `try_reserve`, and a failure there is the call's failure.
 //!
-//! Memory for small requests is never unmapped, so a block may be read by whoever has looked at it too late. What a
-//! thread of the parent was about to put or take at fork is lost to the child, a block at most. Between an
-//! allocation and its use nothing refers to the allocator, so a `longjmp` loses the block alone.
+//! Memory for small requests is never unmapped, so a thread may still read a block that another thread has popped. A
+//! fork child loses the blocks that threads of its parent were pushing or popping at the fork, at most one a thread.
+//! Between an allocation and its use the allocator holds no reference to the block, so a `longjmp` loses that block
+//! alone.
 
 use core::alloc::{GlobalAlloc, Layout};
 use core::cell::UnsafeCell;
@@ -33,32 +36,33 @@ use core::sync::atomic::{
 
 use rustix::mm::{MapFlags, MremapFlags, ProtFlags, mmap_anonymous, mremap, munlock, munmap};
 
-/// From here on a request is a mapping of its own, bytes.
+/// The greatest size of a block, bytes. A longer request is a mapping of its own.
 const LARGE: usize = 32 * 1024;
-/// 16, 24, 32, 48, 64, 96 … 32 KiB.
+/// The number of block sizes: 16, 24, 32, 48, 64, 96 … bytes up to 32 KiB.
 const SIZES: usize = 23;
-/// What is mapped at a time for small requests, bytes. Less where a test refuses one after the other.
+/// The bytes that are mapped at a time for small requests. Fewer in tests that refuse one mapping after the other.
 const PIECE: usize = if cfg!(feature = "points") { LARGE } else { 128 * 1024 };
 const PAGE: usize = 4096;
-/// What is mapped for when the kernel refuses, bytes: 8 pieces, and each serves the calls of some 20 threads.
+/// The bytes of the reserve, for when the kernel refuses a mapping: 8 pieces, each of which serves the calls of some 20
+/// threads.
 const RESERVE: usize = 1 << 20;
-/// The longest request that the reserve serves, bytes: so one table that grows leaves half of it.
+/// The longest request that the reserve serves, in bytes: half of it, so that one growing table leaves the other half.
 const MOST: usize = 1 << 19;
 
-/// Where the rest of the reserve begins, and where it ends. One for all heaps.
+/// The start and the end of the unused part of the reserve. All heaps share it.
 static KEPT: Pair = Pair::new();
 
-/// What the reserve is until there is another: a program that starts without memory starts.
+/// The reserve until the first one is mapped, so that the library can start in a program that has no memory left.
 #[repr(C, align(4096))]
 struct First(UnsafeCell<[u8; 2 * PIECE]>);
 
-// SAFETY: its bytes are blocks, and each is one caller's (`obtain`).
+// SAFETY: the bytes are given out as blocks, and `obtain` gives each block to one caller.
 unsafe impl Sync for First {}
 
 static FIRST: First = First(UnsafeCell::new([0; 2 * PIECE]));
 
-/// Whether the reserve is whole; maps another one if it is not. False where the kernel refuses that: then nothing may
-/// begin that needs memory.
+/// Returns whether the reserve is whole; maps a new reserve if it is not. `false` if the kernel refuses that mapping:
+/// then no operation may begin that needs memory.
 #[inline]
 pub fn can_serve() -> bool {
     let kept = KEPT.load();
@@ -71,7 +75,7 @@ fn renew(kept: Two) -> bool {
     if fresh.is_null() {
         return false;
     }
-    // Memory that the program locks is filled at once, else.
+    // In a program that locks its memory the new mapping is locked too; the reserve need not stay locked.
     // SAFETY: exactly the new mapping.
     let _ = unsafe { munlock(fresh.cast(), RESERVE) };
     let whole = Two {
@@ -79,7 +83,7 @@ fn renew(kept: Two) -> bool {
         second: fresh as usize + RESERVE,
     };
     match KEPT.swap(kept, whole) {
-        // What is left of the old one. Whoever was about to cut from it finds another pair.
+        // The remainder of the old reserve. A thread that was about to cut from it finds another pair.
         Ok(()) if kept.first < kept.second => unmap(kept.first as *mut u8, kept.second - kept.first),
         Ok(()) => {}
         Err(_) => unmap(fresh, RESERVE),
@@ -87,7 +91,8 @@ fn renew(kept: Two) -> bool {
     true
 }
 
-/// A mapping, or whole pages of the reserve, which can be unmapped as one; null where neither is to be had.
+/// Returns a mapping of `size` bytes, or whole pages of the reserve, which can be unmapped like a mapping. Null if the
+/// kernel refuses and the reserve has too little left, or if more than `MOST` bytes are refused.
 fn obtain(size: usize) -> *mut u8 {
     let fresh = map(size);
     if !fresh.is_null() || size > MOST {
@@ -113,16 +118,16 @@ fn obtain(size: usize) -> *mut u8 {
     }
 }
 
-/// See the module. The one in use is the preloaded library's `#[global_allocator]`.
+/// A lock-free allocator; see the module. The preloaded library has one as its `#[global_allocator]`.
 #[derive(Debug)]
 pub struct Heap {
     free: [Pair; SIZES],
-    /// Where the rest of the piece begins that blocks are cut from, and where it ends.
+    /// The start and the end of the unused part of the piece that blocks are cut from.
     rest: Pair,
 }
 
 impl Heap {
-    /// Without any memory yet.
+    /// Returns a heap without memory.
     pub const fn new() -> Self {
         Self {
             free: [const { Pair::new() }; SIZES],
@@ -136,9 +141,9 @@ impl Heap {
         };
         let mut seen = free.load();
         while seen.first != 0 {
-            // Another thread may have taken the block since, and be writing to it: then the count has changed, and what
-            // is read here is not used.
-            // SAFETY: what was on a stack stays mapped, and is aligned for a word.
+            // Another thread may have popped the block since, and may be writing to it. Then the count has changed, the
+            // swap fails, and the word that is read here is not used.
+            // SAFETY: a block that was on a stack stays mapped, and is aligned for a word.
             let next = unsafe { &*(seen.first as *const AtomicUsize) }.load(Relaxed);
             match free.swap(seen, seen.followed_by(next)) {
                 Ok(()) => return seen.first as *mut u8,
@@ -152,7 +157,7 @@ impl Heap {
         let Some(free) = self.free.get(class.index) else {
             return;
         };
-        // SAFETY: the block is the caller's until it is on the stack, and aligned for a word.
+        // SAFETY: the caller owns the block until it is on the stack; it is aligned for a word.
         let next = unsafe { &*block.cast::<AtomicUsize>() };
         let mut seen = free.load();
         loop {
@@ -164,7 +169,7 @@ impl Heap {
         }
     }
 
-    /// A block that was never used, from the piece at hand or a new one.
+    /// Returns a block that was never used, from the current piece or a new one; null without memory.
     fn cut(&self, class: Class) -> *mut u8 {
         let mut seen = self.rest.load();
         loop {
@@ -186,8 +191,8 @@ impl Heap {
                 first: fresh as usize,
                 second: fresh as usize + PIECE,
             };
-            // What is left of the old piece is given up: addresses of pieces never come again, so a value of this
-            // pair never does either.
+            // The remainder of the old piece is given up. No address of a piece is ever used again, so no value of this
+            // pair is ever repeated.
             match self.rest.swap(seen, piece) {
                 Ok(()) => seen = piece,
                 Err(now) => {
@@ -205,9 +210,9 @@ impl Default for Heap {
     }
 }
 
-// SAFETY: a block is given out to one caller at a time: who takes it off a stack, or cuts it from a piece, has won a
-// compare-and-swap that nobody else can have won with the same count or the same beginning. It has the size
-// and the alignment of its class, which are at least those asked for, or is a mapping of its own. Nothing unwinds.
+// SAFETY: a block is given to one caller at a time. The thread that pops a block, or cuts it from a piece, has won a
+// compare-and-swap that no other thread can win with the same count or the same start. The block has the size and the
+// alignment of its class, which are at least those of the layout; or it is a mapping of its own. No function unwinds.
 unsafe impl GlobalAlloc for Heap {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         match Class::of(layout) {
@@ -227,7 +232,7 @@ unsafe impl GlobalAlloc for Heap {
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         // SAFETY: by this function's contract.
         let block = unsafe { self.alloc(layout) };
-        // A new mapping is zero already.
+        // The kernel has zeroed a new mapping already.
         if Class::of(layout).is_some() && !block.is_null() {
             // SAFETY: the block has the layout's size.
             unsafe { block.write_bytes(0, layout.size()) };
@@ -236,12 +241,13 @@ unsafe impl GlobalAlloc for Heap {
     }
 
     unsafe fn realloc(&self, block: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        // SAFETY: the caller says that the new size makes a layout.
+        // SAFETY: the caller guarantees that the new size makes a valid layout.
         let new = unsafe { Layout::from_size_align_unchecked(size, layout.align()) };
         match (Class::of(layout), Class::of(new)) {
             (Some(old), Some(new)) if old == new => return block,
             (None, None) => {
-                // SAFETY: a mapping of our own, of that length, which is the caller's.
+                // SAFETY: both layouts are too large for a class, so the block is a mapping of that length, which the
+                // caller owns.
                 let moved = unsafe {
                     let old = layout.size().next_multiple_of(PAGE);
                     mremap(block.cast(), old, size, MremapFlags::MAYMOVE)
@@ -252,7 +258,7 @@ unsafe impl GlobalAlloc for Heap {
             }
             _ => {}
         }
-        // SAFETY: both blocks are the caller's, and as long as the shorter of the two layouts.
+        // SAFETY: the caller owns both blocks, and each is as long as the shorter of the two layouts.
         unsafe {
             let moved = self.alloc(new);
             if !moved.is_null() {
@@ -264,7 +270,7 @@ unsafe impl GlobalAlloc for Heap {
     }
 }
 
-/// One of the sizes.
+/// A block size and its index.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Class {
     index: usize,
@@ -272,7 +278,7 @@ struct Class {
 }
 
 impl Class {
-    /// The smallest that serves; `None`: a mapping.
+    /// Returns the smallest class that fits the layout; `None` if the request is a mapping of its own.
     fn of(layout: Layout) -> Option<Self> {
         let (size, align) = (layout.size(), layout.align());
         if size > LARGE || align > PAGE {
@@ -281,7 +287,7 @@ impl Class {
         let whole = size.max(align).max(16).next_power_of_two();
         let index = 2 * (whole.trailing_zeros() as usize - 4);
         let less = whole / 4 * 3;
-        // A block of 24 bytes is at a multiple of 8, one of 48 at one of 16.
+        // Blocks of 24 bytes are aligned to 8, those of 48 bytes to 16.
         if size <= less && align <= less / 3 && whole > 16 {
             return Some(Self {
                 index: index - 1,
@@ -301,13 +307,13 @@ fn map(size: usize) -> *mut u8 {
     if refused::is_next() {
         return null_mut();
     }
-    // SAFETY: a fresh private mapping.
+    // SAFETY: a new private mapping at an address that the kernel chooses replaces no other.
     let mapped = unsafe { mmap_anonymous(null_mut(), size, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE) };
     mapped.map_or(null_mut(), |at| at.cast())
 }
 
 fn unmap(at: *mut u8, size: usize) {
-    // SAFETY: a mapping of our own, which nobody uses any more.
+    // SAFETY: the range is a mapping of this allocator's, which no thread uses any more.
     let _ = unsafe { munmap(at.cast(), size) };
 }
 
@@ -318,7 +324,7 @@ struct Pair {
     second: UnsafeCell<u64>,
 }
 
-/// What they were at one time, if the swap says so.
+/// The values of the two words. They are of one point in time if a swap against them succeeds.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Two {
     first: usize,
@@ -326,7 +332,7 @@ struct Two {
 }
 
 impl Two {
-    /// The next state of a stack, with the count of its changes in the second word.
+    /// Returns the next state of a stack: the new top, and the count of changes raised by one.
     fn followed_by(self, top: usize) -> Self {
         Self {
             first: top,
@@ -335,7 +341,7 @@ impl Two {
     }
 }
 
-// SAFETY: the words are only touched by atomic instructions.
+// SAFETY: only atomic instructions access the words.
 unsafe impl Sync for Pair {}
 
 impl core::fmt::Debug for Pair {
@@ -352,12 +358,13 @@ impl Pair {
         }
     }
 
-    /// The two words, not necessarily of one time; a swap against such a mixture fails. The second first: if a swap
-    /// finds that count again, nothing has changed since, and the first word and what was read by it are of its time.
+    /// Returns the two words, not necessarily of one point in time; a swap against such a mixture fails. The count is
+    /// loaded first. If a swap then finds the same count, nothing has changed since that load, so the top and the word
+    /// read through it belong to that count.
     fn load(&self) -> Two {
-        // SAFETY: the words live as long as `self`, and nobody touches them but atomically.
+        // SAFETY: the words live as long as `self`, and are accessed by atomic instructions only.
         let [first, second] = [&self.first, &self.second].map(|word| unsafe { AtomicU64::from_ptr(word.get()) });
-        // Both Acquire: pair with `swap`, a full barrier.
+        // Both Acquire: they pair with `swap`, which is a full barrier.
         let second = second.load(Acquire) as usize;
         Two {
             first: first.load(Acquire) as usize,
@@ -365,8 +372,8 @@ impl Pair {
         }
     }
 
-    /// Replaces `old` by `new`; the error is what was there instead. Not `core::arch`'s function, which becomes a call
-    /// of libatomic where the compiler does not expect the instruction; every x86-64 processor since 2006 has it.
+    /// Replaces `old` by `new`; the error is the value found instead. Not `core::arch`'s function, which becomes a call
+    /// of libatomic unless the compiler may assume the instruction. Every x86-64 processor since 2006 has it.
     fn swap(&self, old: Two, new: Two) -> Result<(), Two> {
         let (mut first, mut second) = (old.first, old.second);
         // SAFETY: 16 bytes, aligned to 16, that only atomic instructions touch. rbx, which the compiler does not give
@@ -389,8 +396,8 @@ impl Pair {
     }
 }
 
-/// Mappings that a test has refused (`tests/tests/no_memory.rs`): the one with the number `HEAP_REFUSES`, and all
-/// after it if that ends with a plus.
+/// Mappings that a test has refused (`tests/tests/no_memory.rs`): mapping number `HEAP_REFUSES`, and all later ones if
+/// the value ends with a plus.
 #[cfg(feature = "points")]
 mod refused {
     use core::ffi::CStr;
@@ -399,7 +406,8 @@ mod refused {
     pub fn is_next() -> bool {
         static MAPPINGS: AtomicUsize = AtomicUsize::new(0);
         let this = MAPPINGS.fetch_add(1, Relaxed) + 1;
-        // SAFETY: a name that ends; null, or a text that stays while the environment is not changed.
+        // SAFETY: the name is terminated. The result is null, or a terminated text that lives until the environment is
+        // changed.
         let value = unsafe {
             let value = libc::getenv(c"HEAP_REFUSES".as_ptr());
             if value.is_null() { c"" } else { CStr::from_ptr(value) }

@@ -1,5 +1,5 @@
-//! System calls that rustix has no function for, made in line: libc's `syscall` is a function that the library
-//! interposes, like those for which it has a name. Nothing here touches errno.
+//! System calls for which rustix has no function, as inline instructions: the library interposes libc's `syscall` and
+//! the named functions for these calls. No function here touches errno.
 
 use core::arch::asm;
 use std::ffi::c_int;
@@ -7,13 +7,11 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 
 use rustix::io::Errno;
 
-/// Makes a system call. Arguments that it does not have may be anything.
+/// Makes a system call. Arguments beyond those of the call are ignored.
 ///
-/// # Errors
-/// The kernel's.
+/// # Errors The kernel's errno.
 ///
-/// # Safety
-/// What the call demands of its arguments, and that it changes nothing that Rust relies on.
+/// # Safety The arguments meet the demands of the system call, and the call changes nothing that Rust relies on.
 #[inline]
 pub unsafe fn call(number: libc::c_long, arguments: [usize; 6]) -> Result<usize, Errno> {
     let [a, b, c, d, e, f] = arguments;
@@ -57,17 +55,17 @@ pub unsafe fn call(number: libc::c_long, arguments: [usize; 6]) -> Result<usize,
     }
 }
 
-/// The address of something, as an argument.
+/// Returns the address of a value, as an argument for [`call`].
 #[inline]
 pub fn address<T>(of: *const T) -> usize {
     of.expose_provenance()
 }
 
-/// setsockopt(2) with an integer.
+/// Calls setsockopt(2) with an integer.
 pub fn set_option(fd: BorrowedFd<'_>, level: c_int, name: c_int, value: c_int) -> Result<(), Errno> {
     let (fd, at) = (fd.as_raw_fd() as usize, address(&raw const value));
     let arguments = [fd, level as usize, name as usize, at, size_of_val(&value), 0];
-    // SAFETY: the value is valid for reads of its size for the whole call, which keeps nothing of it.
+    // SAFETY: the value is valid for reads of its size for the whole call, and the kernel keeps no pointer to it.
     unsafe { call(libc::SYS_setsockopt, arguments) }.map(drop)
 }
 
@@ -84,12 +82,12 @@ mod tests {
         // The sixth argument of mmap is the offset, which has to be a multiple of the page size.
         let map = |offset: usize| {
             let how = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS) as usize;
-            // SAFETY: asks for a mapping of its own.
+            // SAFETY: a new mapping at an address that the kernel chooses replaces no other.
             unsafe { call(libc::SYS_mmap, [0, 4096, 0, how, usize::MAX, offset]) }
         };
         assert_eq!(map(1), Err(Errno::INVAL));
         let at = map(0).unwrap();
-        // SAFETY: what was mapped above.
+        // SAFETY: the range was mapped above, and no reference into it exists.
         let gone = unsafe { call(libc::SYS_munmap, [at, 4096, 0, 0, 0, 0]) };
         assert_eq!(gone, Ok(0));
     }

@@ -1,6 +1,6 @@
-//! Mappings of which only what is touched takes memory, also in a process that has all of its future memory locked
-//! (mlockall(2), MCL_FUTURE): the kernel would fill each new mapping at once. With MCL_CURRENT it fills all that is
-//! mapped and can be written, so of what is long and mostly unused only the part that is in use is opened.
+//! Mappings of which only the touched pages take memory, also in a process that has locked all its future memory
+//! (mlockall(2), MCL_FUTURE). There the kernel would fill each new mapping at once. With MCL_CURRENT it fills all
+//! mappings that can be written. So only the part in use of a long, mostly unused mapping is opened.
 
 use core::ffi::c_void;
 use std::os::fd::BorrowedFd;
@@ -8,8 +8,8 @@ use std::os::fd::BorrowedFd;
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap, mmap_anonymous, mprotect, munlock, munmap};
 
-/// Maps `bytes` of a file from its beginning, or of nothing, at an address of the kernel's choice. The kernel's errors;
-/// EAGAIN where the memory that may be locked does not suffice.
+/// Maps `bytes` of a file from its beginning, or anonymous memory without a file, at an address that the kernel
+/// chooses. Fails with the kernel's errno; EAGAIN if the limit of locked memory is too low.
 pub fn map(
     bytes: usize,
     protection: ProtFlags,
@@ -17,17 +17,17 @@ pub fn map(
     file: Option<BorrowedFd<'_>>,
 ) -> Result<*mut c_void, Errno> {
     let (null, none) = (core::ptr::null_mut(), ProtFlags::empty());
-    // What cannot be accessed is not filled.
-    // SAFETY: a new mapping at an address of the kernel's choice touches nobody's memory.
+    // The kernel does not fill a mapping that permits no access.
+    // SAFETY: a new mapping at an address that the kernel chooses replaces no other.
     let start = unsafe {
         match file {
             Some(fd) => mmap(null, bytes, none, flags, fd, 0),
             None => mmap_anonymous(null, bytes, none, flags),
         }
     }?;
-    // SAFETY: exactly the new mapping, which nobody knows yet.
+    // SAFETY: exactly the new mapping, whose address no other code has yet.
     let opened = unsafe {
-        // Where that is refused, it is filled.
+        // If munlock is refused, mprotect fills the mapping.
         let _ = munlock(start, bytes);
         mprotect(start, bytes, MprotectFlags::from_bits_retain(protection.bits()))
     };
@@ -39,12 +39,11 @@ pub fn map(
     Ok(start)
 }
 
-/// Lets the `bytes` from `start` on be read and written. The kernel's errors.
+/// Permits reads and writes of the `bytes` from `start` on. Fails with the kernel's errno.
 ///
-/// # Safety
-/// They are within a mapping of [`map`]'s, and are whole pages.
+/// # Safety The range consists of whole pages, within a mapping that [`map`] has made.
 pub unsafe fn open(start: *mut c_void, bytes: usize) -> Result<(), Errno> {
-    // SAFETY: by the contract; nothing loses a permission.
+    // SAFETY: by the contract; the range loses no permission.
     unsafe { mprotect(start, bytes, MprotectFlags::READ | MprotectFlags::WRITE) }
 }
 
@@ -61,7 +60,7 @@ mod tests {
     #[test]
     fn only_what_is_touched_is_filled_where_memory_is_locked() {
         in_child(|| {
-            // SAFETY: concerns this child's mappings only.
+            // SAFETY: affects the mappings of this child only.
             if unsafe { libc::mlockall(libc::MCL_FUTURE) } != 0 {
                 println!("skipped: no memory may be locked");
                 return;
@@ -73,7 +72,7 @@ mod tests {
                 return;
             };
             let before = resident();
-            // SAFETY: the mapping is writable.
+            // SAFETY: the byte lies within the mapping, which is writable.
             unsafe { start.cast::<u8>().add(BYTES - 1).write(1) };
             assert!(resident() < before + 1000 && before < BYTES / 4096);
         });

@@ -1,8 +1,8 @@
 //! Shared memory between instances: sealed, sparse memfds and their mappings.
 //!
-//! A peer's fd is not trusted: before it is mapped, it is checked to be shared memory of the kernel's
-//! own, sealed against shrinking, of the size that the peer claims. Reading it then cannot raise
-//! SIGBUS. What is in it is the fabric's business, which must copy before it checks.
+//! A peer's fd is not trusted. Before it is mapped, it is checked: shared memory of the kernel's own, sealed against
+//! shrinking, of at least the size that the peer claims. So reading the mapping cannot raise SIGBUS. `fabric` defines
+//! the content, and must copy it before it checks it.
 
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -18,75 +18,76 @@ use super::extent::Extent;
 use super::lazy;
 use super::privatefd::PrivateFd;
 
-/// The file system that memfds without huge pages live on (statfs(2)).
+/// The type of the file system that holds memfds without huge pages (statfs(2)).
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 
-/// The seals that make a mapping safe: the file keeps its size for ever.
+/// The seals that make a mapping safe: the size of the file can never change.
 const FIXED_SIZE: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
-/// Why a peer's fd was not mapped.
+/// The reason why a peer's fd was not mapped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum MapError {
-    /// The peer sent something else than shared memory: it misbehaves.
+    /// The fd is not shared memory: the peer misbehaves.
     #[error("not a memfd")]
     NotMemfd,
-    /// The peer could still change its size: it misbehaves.
+    /// The peer could still change the size: it misbehaves.
     #[error("memfd without the seals")]
     NotSealed,
-    /// Smaller than the peer claims, or no sensible size at all: it misbehaves.
+    /// The file is smaller than the peer claims, or the claimed size cannot be mapped: the peer misbehaves.
     #[error("memfd smaller than claimed")]
     Size,
-    /// The kernel refused: our own limits.
+    /// The kernel refused because of this process's own limits.
     #[error("mapping failed: {0}")]
     Kernel(#[from] Errno),
 }
 
-/// Mapped shared memory; unmapped when dropped. Other processes write to it at any time, so it gives
-/// out a pointer and no reference. A fork child has it only if it is anonymous.
+/// Mapped shared memory, unmapped when dropped. Other processes write to it at any time, so methods return a pointer
+/// and no reference. A fork child inherits the mapping only if it is anonymous.
 #[derive(Debug)]
 pub struct Mapping(Extent);
 
 impl Mapping {
-    /// The first byte, aligned to a page. Valid for as long as the mapping lives.
+    /// Returns the address of the first byte, aligned to a page. The pointer is valid as long as the mapping lives.
     pub const fn as_ptr(&self) -> *mut u8 {
         self.0.start().as_ptr()
     }
 
-    /// The size in bytes, as asked for.
+    /// Returns the size in bytes, as it was asked for.
     pub const fn bytes(&self) -> usize {
         self.0.len()
     }
 
-    /// As [`Extent::punch_hole`].
+    /// Frees the whole pages within `range` (bytes), as [`Extent::punch_hole`] does.
     pub fn punch_hole(&self, range: Range<usize>) -> Result<(), Errno> {
         self.0.punch_hole(range)
     }
 
-    /// As [`Extent::neutralise`].
+    /// Releases the memory but keeps the addresses, as [`Extent::neutralise`] does.
     pub fn neutralise(&self) -> Result<(), Errno> {
-        // SAFETY: exactly this mapping, whose memory nobody holds references to but to atomics that may change.
+        // SAFETY: exactly this mapping, into whose memory only references to atomics exist, and those may change at any
+        // time.
         unsafe { self.0.neutralise() }
     }
 
-    /// As [`Extent::after_fork`].
+    /// Maps zeroes here in a fork child, as [`Extent::after_fork`] does.
     pub fn after_fork(&self) {
         // SAFETY: as in `neutralise`.
         unsafe { self.0.after_fork() };
     }
 
-    /// What a peer has sent takes the place of what is mapped here, as by [`map_received`].
+    /// Replaces this mapping by memory that a peer has sent, after the checks of [`map_received`].
     pub fn show_received(&self, fd: BorrowedFd<'_>, access: Access) -> Result<(), MapError> {
         check_received(fd, self.bytes() as u64, access)?;
         // SAFETY: as in `neutralise`.
         Ok(unsafe { self.0.show(fd, 0, access) }?)
     }
 
-    /// Memory of no file and no other process, zeroed. EINVAL for no bytes.
+    /// Maps private anonymous memory, zeroed. EINVAL for 0 bytes.
     pub fn neutral(bytes: usize) -> Result<Self, Errno> {
         Extent::neutral(bytes).map(Self)
     }
 
-    /// Anonymous memory that fork children share, zeroed. EINVAL for no bytes.
+    /// Maps anonymous memory that fork children share, zeroed. EINVAL for 0 bytes.
     pub fn anonymous(bytes: usize) -> Result<Self, Errno> {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         let flags = MapFlags::SHARED | MapFlags::NORESERVE;
@@ -99,41 +100,41 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: this value owned the mapping, and whoever kept its pointer borrowed this value.
+        // SAFETY: this value owned the mapping, and every user of its pointer borrowed this value.
         unsafe { self.0.unmap() };
     }
 }
 
-/// Creates sealed shared memory of `bytes` that peers may write to; pages come as they are touched.
+/// Creates sealed shared memory of `bytes` that peers may write to. Pages are allocated when they are touched.
 ///
-/// `name` shows in /proc/PID/maps. Fails with the kernel's errno (EMFILE, ENOMEM, EINVAL for 0 bytes), EFBIG if it
-/// is more than files [may have](file_limit).
+/// `name` shows in /proc/PID/maps. Fails with the kernel's errno (EMFILE, ENOMEM, EINVAL for 0 bytes); EFBIG if files
+/// of this process [may not be](file_limit) that large.
 pub fn create(name: &str, bytes: u64) -> Result<(PrivateFd, Mapping), Errno> {
     let fd = create_file(name, bytes)?;
     let extent = Extent::of_file(fd.as_fd(), 0, bytes as usize, Access::ReadWrite)?;
     Ok((fd, Mapping(extent)))
 }
 
-/// As [`create`], without a mapping.
+/// Creates sealed shared memory as [`create`] does, without a mapping.
 pub fn create_file(name: &str, bytes: u64) -> Result<PrivateFd, Errno> {
     let fd = unsealed(name, bytes)?;
     fcntl_add_seals(&fd, FIXED_SIZE)?;
     Ok(fd)
 }
 
-/// Like [`create`], but only the returned mapping can ever be written through: a peer that is sent the
-/// fd can map it to read only. Linux 5.1; EINVAL before.
+/// Creates shared memory as [`create`] does, but only the returned mapping can ever write to it: a peer that receives
+/// the fd can map it read-only. Needs Linux 5.1; EINVAL before.
 pub fn create_read_only_for_peers(name: &str, bytes: u64) -> Result<(PrivateFd, Mapping), Errno> {
     let fd = unsealed(name, bytes)?;
-    // Mapped before it is sealed: F_SEAL_FUTURE_WRITE leaves existing mappings alone.
+    // Mapped before it is sealed: F_SEAL_FUTURE_WRITE does not affect existing mappings.
     let extent = Extent::of_file(fd.as_fd(), 0, bytes as usize, Access::ReadWrite)?;
     let mapping = Mapping(extent);
     fcntl_add_seals(&fd, FIXED_SIZE | SealFlags::FUTURE_WRITE)?;
     Ok((fd, mapping))
 }
 
-/// Bytes that a file of this process may have (RLIMIT_FSIZE), memory or not. Beyond it the kernel raises SIGXFSZ,
-/// which ends the program.
+/// Returns the most bytes that a file of this process may have, memory files included (RLIMIT_FSIZE). Beyond that size
+/// the kernel raises SIGXFSZ, which ends the program.
 pub fn file_limit() -> u64 {
     getrlimit(Resource::Fsize).current.unwrap_or(u64::MAX)
 }
@@ -142,14 +143,14 @@ fn unsealed(name: &str, bytes: u64) -> Result<PrivateFd, Errno> {
     mappable(bytes).ok_or(Errno::INVAL)?;
     within_file_limit(bytes)?;
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    // Kernels before 6.3 do not know NOEXEC_SEAL, later ones may insist on it (sysctl vm.memfd_noexec).
+    // Kernels before 6.3 do not know NOEXEC_SEAL; later kernels can require it (sysctl vm.memfd_noexec).
     let fd =
         PrivateFd::open(|| memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL).or_else(|_| memfd_create(name, flags)))?;
     ftruncate(&fd, bytes)?;
     Ok(fd)
 }
 
-/// EFBIG if a file may not grow to that many bytes.
+/// Returns EFBIG if a file may not grow to `bytes`.
 pub fn within_file_limit(bytes: u64) -> Result<(), Errno> {
     if bytes > file_limit() {
         return Err(Errno::FBIG);
@@ -157,26 +158,26 @@ pub fn within_file_limit(bytes: u64) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Maps the first `claimed` bytes of what a peer has sent as shared memory, after checking that it is.
+/// Maps the first `claimed` bytes of an fd that a peer has sent, after checking that it is sealed shared memory.
 pub fn map_received(fd: BorrowedFd<'_>, claimed: u64, access: Access) -> Result<Mapping, MapError> {
     let length = mappable(claimed).ok_or(MapError::Size)?;
     check_received(fd, claimed, access)?;
     Ok(Mapping(Extent::of_file(fd, 0, length, access)?))
 }
 
-/// Whether this is a memfd with the seals, of any size. The answer involves no file system.
+/// Returns whether `fd` is a memfd of any size with the seals. The check involves no file system.
 pub fn is_sealed(fd: BorrowedFd<'_>) -> bool {
     fcntl_get_seals(fd).is_ok_and(|seals| seals.contains(FIXED_SIZE))
 }
 
-/// Whether what a peer has sent is shared memory of at least `claimed` bytes, for ever, and can be mapped like this. If
-/// the kernel refuses that where something else is mapped already, that may be gone.
+/// Checks that an fd that a peer has sent is shared memory which has at least `claimed` bytes for ever, and that its
+/// seals permit `access`. A later mapping can still fail; one that replaces another may have removed that other then.
 pub fn check_received(fd: BorrowedFd<'_>, claimed: u64, access: Access) -> Result<(), MapError> {
     mappable(claimed).ok_or(MapError::Size)?;
-    // First, as other calls may wait for the file's file system.
+    // The seals come first: the other calls may wait for the file's file system.
     let seals = fcntl_get_seals(fd).map_err(|_| MapError::NotMemfd)?;
-    // Files on other file systems cannot be sealed; those on hugetlbfs can, but touching them raises
-    // SIGBUS when huge pages run out.
+    // Files on most other file systems cannot be sealed. Files on hugetlbfs can, but touching them raises SIGBUS when
+    // huge pages run out.
     if fstatfs(fd)?.f_type as i64 != TMPFS_MAGIC {
         return Err(MapError::NotMemfd);
     }
@@ -187,14 +188,14 @@ pub fn check_received(fd: BorrowedFd<'_>, claimed: u64, access: Access) -> Resul
     if access == Access::ReadWrite && seals.intersects(read_only) {
         return Err(MapError::Kernel(Errno::PERM));
     }
-    // Checked after the seals: from there on it cannot change.
+    // Checked after the seals: the size cannot change once the file is sealed.
     if u64::try_from(fstat(fd)?.st_size).map_or(true, |size| size < claimed) {
         return Err(MapError::Size);
     }
     Ok(())
 }
 
-/// A size that a mapping, and pointer arithmetic in it, can have.
+/// Returns `bytes` if a mapping, and pointer arithmetic in it, can have that size.
 fn mappable(bytes: u64) -> Option<usize> {
     usize::try_from(bytes)
         .ok()

@@ -1,8 +1,7 @@
-//! Kernel objects the library owns: hidden fds, sealed shared memory, message channels; and where in the library a
-//! thread is.
+//! Kernel objects that the library owns: hidden fds, sealed shared memory, message channels. Also the state of each
+//! thread within the library (`thread`).
 //!
-//! Everything goes through raw system calls (rustix), never through libc functions that the
-//! library itself interposes.
+//! All code here makes raw system calls (rustix), never libc functions that the library itself interposes.
 
 pub mod apart;
 pub mod channel;

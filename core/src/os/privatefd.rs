@@ -1,24 +1,24 @@
-//! The library's own file descriptors, where the program does not see them (ARCHITECTURE, I11).
+//! The library's own file descriptors, hidden from the program (ARCHITECTURE, I11).
 //!
-//! A [`PrivateFd`] sits at a high number, close-on-exec, and is entered in a process-wide bitmap, so
-//! that the hooks of close, dup2 and close_range can ask [`is_private`] in a few nanoseconds. This
-//! file does not decide what a hook answers for such a number.
+//! A [`PrivateFd`] has a high number, is close-on-exec, and is entered in a process-wide bitmap. So the hooks of close,
+//! dup2 and close_range can check [`is_private`] in a few nanoseconds. This file does not decide what a hook answers
+//! for such a number.
 //!
-//! Where the numbers are. The program's limit (RLIMIT_NOFILE) is never raised, not even for a moment: other threads
-//! would see it, and children that they start would keep it. So the numbers are from below `USUAL` downwards, and from
-//! below the limit where that is lower, or many are needed. They are not near the end of a high limit at once, because
-//! the kernel's fd table then reaches up to there: fork copies it, and a select over getdtablesize() numbers, which the
-//! kernel cuts to that table, would read beyond the 1,024 bits of an fd_set. And they leave the program most of its
-//! limit.
+//! The choice of numbers: The library never raises the program's limit (RLIMIT_NOFILE), not even for a moment. Other
+//! threads would see the raised limit, and children that they start would keep it. So the numbers are allocated
+//! downwards from `USUAL`, or from the limit, if that is lower or many numbers are needed. They do not start near the
+//! end of a high limit, because the kernel's fd table would then extend up to there. fork copies that table, and a
+//! select over getdtablesize() fds, which the kernel cuts to the table, would read beyond the 1,024 bits of an fd_set.
+//! Private fds leave the program most of its limit.
 //!
-//! The kernel gives every new fd the lowest number first, so for the few instructions until it is moved another thread
-//! of the program may get the number above. It is put right there (`shims/src/hooks/numbers.rs`), by what the file
-//! `transit` counts, which also keeps a close_range off meanwhile.
+//! A new fd first has the lowest free number. For the few instructions until it is moved, another thread of the program
+//! may get the next higher number. `shims/src/hooks/numbers.rs` corrects that, by the counts of `transit`, which also
+//! delay a close_range meanwhile.
 //!
-//! Nor has one a number in the lower part of the limit, where the program would miss it for as long as it is
-//! there. And the last numbers are the program's: a few are always left, so that one which is at its limit, and closes
-//! some to open others, finds those free. What the program is closing must have a number all the same: one that was set
-//! aside (`reserve`), or, if many do so at once, what is left.
+//! A private fd never has a number in the lower part of the limit, which the program would lack as long as the fd is
+//! open. The last `SPARE` free numbers are left to the program. So a program at its limit, which closes some fds to
+//! open others, finds free numbers. A duplicate of an fd that the program is closing must have a number all the same:
+//! one that was set aside (`reserve`), or, if many are closed at once, any free number.
 
 pub mod left;
 mod reserve;
@@ -34,37 +34,37 @@ use rustix::process::{Resource, getrlimit};
 
 use super::kernel;
 
-/// As long as they are few, private fds have numbers below this: within an fd_set, above what most programs ever
-/// use, and not at an end that programs choose for themselves.
+/// Few private fds all have numbers below this: within an fd_set, above the numbers that most programs ever use, and
+/// not at an end of the range that programs choose for themselves.
 const USUAL: u32 = 960;
 
-/// None is above this, whatever the limit.
+/// No limit gives a private fd a number above this.
 const CEILING: u32 = 65_536;
 
-/// No private fd has this number or a higher one.
+/// The end of the bitmap: no private fd has this number or a higher one.
 const END: u32 = 131_072;
 
 const WORD_BITS: u32 = u64::BITS;
 const WORDS: usize = (END / WORD_BITS) as usize;
 
-/// One bit a number. 16 KiB of zero pages, of which only those in use cost memory.
+/// The bitmap, one bit a number: 16 KiB of zero pages, of which only the used pages take memory.
 static OWNED: [AtomicU64; WORDS] = [const { AtomicU64::new(0) }; WORDS];
 
-/// How many there are.
+/// The number of private fds.
 static COUNT: AtomicU32 = AtomicU32::new(0);
 
-/// No private fd has ever had a lower number than this.
+/// A lower bound of all numbers that private fds have ever had.
 static LOWEST: AtomicU32 = AtomicU32::new(END);
 
-/// Is `fd` one of the library's own? Async-signal-safe; a compare for ordinary numbers.
+/// Returns whether `fd` is one of the library's own. Async-signal-safe; a single compare for ordinary numbers.
 #[inline]
 pub fn is_private(fd: RawFd) -> bool {
-    // A negative number becomes a large one and is past the bitmap.
+    // A negative number becomes a large one, which lies beyond the bitmap.
     let n = fd as u32;
     n >= LOWEST.load(Ordering::Relaxed) && bit(n).is_some_and(|(word, mask)| word.load(Ordering::Relaxed) & mask != 0)
 }
 
-/// The lowest private fd in `first..=last`, for walking around them in a close_range.
+/// Returns the lowest private fd in `first..=last`, so that a close_range can skip it; `None` if there is none.
 /// Async-signal-safe.
 pub fn next_private(first: u32, last: u32) -> Option<u32> {
     let first = first.max(LOWEST.load(Ordering::Relaxed));
@@ -81,7 +81,7 @@ pub fn next_private(first: u32, last: u32) -> Option<u32> {
     None
 }
 
-/// Walks `first..=last` as the pieces that hold no private fd, in order; each is inclusive.
+/// Returns the ranges of `first..=last` without private fds, in order. Both ends of a range are inclusive.
 pub fn ranges_without_private(first: u32, last: u32) -> impl Iterator<Item = (u32, u32)> {
     let mut next = Some(first);
     std::iter::from_fn(move || {
@@ -103,22 +103,23 @@ fn bit(n: u32) -> Option<(&'static AtomicU64, u64)> {
     Some((OWNED.get((n / WORD_BITS) as usize)?, 1 << (n % WORD_BITS)))
 }
 
-/// A file descriptor that only the library knows: out of the way, close-on-exec, registered until dropped.
+/// A file descriptor that only the library knows: at a high number, close-on-exec, in the bitmap until dropped.
 #[derive(Debug)]
 pub struct PrivateFd {
     fd: RawFd,
 }
 
 impl PrivateFd {
-    /// Opens a file by `open` at a private number. Its errors, and EMFILE as for [`Self::place`].
+    /// Opens a file by `open` and moves it to a private number. Fails with the errors of `open`, and EMFILE as
+    /// [`Self::place`] does.
     pub fn open(open: impl FnOnce() -> Result<OwnedFd, Errno>) -> Result<Self, Errno> {
         let _transit = Transit::begin();
         Self::place(open()?)
     }
 
-    /// Moves `fd` to a private number; the old number is free again, also when this fails.
+    /// Moves `fd` to a private number; the old number is free afterwards, also when this fails.
     ///
-    /// EMFILE if the program's limit leaves no number.
+    /// Fails with EMFILE if the program's limit leaves no number.
     pub fn place(fd: OwnedFd) -> Result<Self, Errno> {
         let _transit = Transit::begin();
         let placed = place(fd.as_fd());
@@ -126,46 +127,46 @@ impl PrivateFd {
         placed
     }
 
-    /// A private fd for the same open file as the program's `fd`. EMFILE as for [`Self::place`].
+    /// Returns a private fd for the same open file as the program's `fd`. EMFILE as for [`Self::place`].
     pub fn duplicate(fd: BorrowedFd<'_>) -> Result<Self, Errno> {
         place(fd)
     }
 
-    /// [`Self::duplicate`] of an `fd` that the program is closing, with calls or bytes that would else be lost: its
-    /// number is free soon, so any other will do. EMFILE if there is none at all.
+    /// Duplicates an `fd` that the program is closing, where calls or bytes would be lost without a duplicate. The
+    /// number of `fd` is free soon, so any free number is used at need. EMFILE if there is none at all.
     pub fn duplicate_closing(fd: BorrowedFd<'_>) -> Result<Self, Errno> {
         place_closing(fd)
     }
 
-    /// Takes back a number that [`Self::release`] gave out.
+    /// Takes over a number that [`Self::release`] returned; `None` if the number is not private.
     pub fn adopt(number: RawFd) -> Option<Self> {
-        // Not `then_some`: a value made for a number that is not ours would close that.
+        // Not `then_some`: that would make a value for a number of the program's, whose drop closes it.
         is_private(number).then(|| Self { fd: number })
     }
 
-    /// Gives up the ownership but not the fd, which stays private; see [`Self::adopt`].
+    /// Gives up the ownership and returns the fd, which stays open and private; see [`Self::adopt`].
     pub fn release(self) -> RawFd {
         std::mem::ManuallyDrop::new(self).fd
     }
 
-    /// Leaves the close, which may wait, to [`Self::close_left`].
+    /// Leaves the close, which may block, to [`Self::close_left`].
     pub fn leave(self) {
         left::leave(self.release());
     }
 
-    /// Closes each fd that was [left](Self::leave) and that `take_over` has copied elsewhere. False at the first that
-    /// it has not. One thread alone calls this.
+    /// Closes each fd that was [left](Self::leave) and that `take_over` has copied elsewhere. Returns `false` at the
+    /// first fd that it has not copied. Only one thread calls this.
     pub fn close_left(mut take_over: impl FnMut(BorrowedFd<'_>) -> bool) -> bool {
         let close = |number| drop(Self { fd: number });
-        // SAFETY: a fd that was left is open until it is closed here.
+        // SAFETY: an fd that was left stays open until it is closed here.
         left::close(|number| take_over(unsafe { BorrowedFd::borrow_raw(number) }), close)
     }
 }
 
 impl AsFd for PrivateFd {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: the fd was opened by `place` and is closed by `drop` only, which the borrow
-        // prevents; the hooks keep the program from closing it.
+        // SAFETY: `place` opened the fd and only `drop` closes it, which the borrow prevents. The hooks keep the
+        // program from closing it.
         unsafe { BorrowedFd::borrow_raw(self.fd) }
     }
 }
@@ -181,10 +182,10 @@ impl Drop for PrivateFd {
         if reserve::give_back(self.fd) {
             return;
         }
-        // First the bitmap, then the fd: once closed, another thread may be given the same number
-        // and enter it, and its entry must not be erased.
+        // The bitmap entry is removed before the close: afterwards another thread may be given the same number and
+        // enter it, and that entry must not be erased.
         unregister(self.fd);
-        // SAFETY: this value owned the fd, and nobody can use it any more.
+        // SAFETY: this value owned the fd, and no code can use it any more.
         unsafe { rustix::io::close(self.fd) };
     }
 }
@@ -200,9 +201,8 @@ fn register(fd: RawFd) -> bool {
     let Some((word, mask)) = bit(n) else {
         return false;
     };
-    // The bit before the bound: a hook that sees the bound must see the bit. Nothing is read
-    // through either, so a hook on another thread that is a moment late sees what it would have
-    // seen if it had run a moment earlier.
+    // The bit is set before the bound. A hook on another thread loads both Relaxed, so it may be a moment late. No data
+    // is read through either, so such a hook answers as if it had run a moment earlier.
     if word.fetch_or(mask, Ordering::Release) & mask == 0 {
         COUNT.fetch_add(1, Ordering::Relaxed);
     }
@@ -218,20 +218,20 @@ fn unregister(fd: RawFd) {
     }
 }
 
-/// Where to look for a number: the upper `most` of those below `end`, downwards, as long as there are fewer than that
-/// private fds.
+/// A range to search for numbers: the upper `most` numbers below `end`, from the top down. Used as long as there are
+/// fewer than `most` private fds.
 #[derive(Debug, PartialEq, Eq)]
 struct Place {
     end: u32,
     most: u32,
 }
 
-/// The places under a soft limit, one after the other. Each leaves the program three quarters of its numbers, but for
-/// the few that the library cannot do without.
+/// Returns the ranges to search under a soft limit, in order. Each leaves the program three quarters of its numbers,
+/// except for the `NEEDED` that the library cannot do without.
 fn places(soft: u64) -> [Place; 2] {
     const NEEDED: u32 = 8;
     [USUAL, CEILING].map(|end| {
-        // At most `end`, which fits.
+        // At most `end`, so the cast is lossless.
         let end = soft.min(end.into()) as u32;
         let most = (end / 4).saturating_add(NEEDED);
         Place { end, most }
@@ -239,7 +239,7 @@ fn places(soft: u64) -> [Place; 2] {
 }
 
 impl Place {
-    /// The least number in it.
+    /// Returns the least number of the range.
     fn least(&self) -> RawFd {
         self.end.saturating_sub(self.most) as RawFd
     }
@@ -249,17 +249,18 @@ fn soft_limit() -> u64 {
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
-/// So many numbers are left to the program whenever one is taken: as many as it may close before it opens as many.
+/// The numbers that are left to the program whenever a private fd takes one. A program may close up to this many fds
+/// before it opens as many.
 const SPARE: usize = 4;
 
-/// Which numbers will do.
+/// Which numbers are acceptable.
 #[derive(Clone, Copy, PartialEq)]
 enum Take {
-    /// Those of the place, if some are left.
+    /// Numbers of the range, if `SPARE` others stay free.
     High,
-    /// Those of the place, and be it the last.
+    /// Numbers of the range, even the last one.
     Last,
-    /// The highest that is free, whichever.
+    /// The highest free number, even below the range.
     Any,
 }
 
@@ -277,7 +278,7 @@ fn place(fd: BorrowedFd<'_>) -> Result<PrivateFd, Errno> {
     placed.ok_or(Errno::MFILE)
 }
 
-/// However many there are: the program has one fewer soon.
+/// Moves `fd` to a private number regardless of how many private fds there are: the program has one fd fewer soon.
 fn place_closing(fd: BorrowedFd<'_>) -> Result<PrivateFd, Errno> {
     let _transit = Transit::begin();
     let places = places(soft_limit());
@@ -288,7 +289,7 @@ fn place_closing(fd: BorrowedFd<'_>) -> Result<PrivateFd, Errno> {
     placed.ok_or(Errno::MFILE)
 }
 
-/// Gives up the numbers that are set aside for what the program closes.
+/// Closes the numbers that are set aside for fds that the program closes.
 pub fn dismiss_reserve() {
     reserve::dismiss(|number| drop(PrivateFd { fd: number }));
 }
@@ -303,13 +304,13 @@ fn stock_reserve(place: &Place) {
 
 fn take_reserved(fd: BorrowedFd<'_>) -> Option<PrivateFd> {
     let number = PrivateFd { fd: reserve::take()? };
-    // Dropped on an error, and so set aside again.
+    // On an error the number is dropped, which sets it aside again.
     reserve::put(fd, number.fd).ok().map(|()| number)
 }
 
 fn place_in(fd: BorrowedFd<'_>, place: &Place, take: Take) -> Option<PrivateFd> {
-    // A try costs a system call; a program that uses this many numbers at the top of its range
-    // needs them more than we do.
+    // A try costs a system call. A program that uses this many numbers at the top of its range needs them more than the
+    // library does.
     const TRIES: usize = 1024;
     let mut tries = (0..place.end)
         .rev()
@@ -319,7 +320,7 @@ fn place_in(fd: BorrowedFd<'_>, place: &Place, take: Take) -> Option<PrivateFd> 
     let mut next = || {
         loop {
             match fcntl_dupfd_cloexec(fd, *tries.peek()? as RawFd) {
-                // There may be another from there on.
+                // There may be another free number from there on.
                 Ok(new) => return Some(new),
                 Err(_) => tries.next(),
             };
@@ -328,7 +329,7 @@ fn place_in(fd: BorrowedFd<'_>, place: &Place, take: Take) -> Option<PrivateFd> 
     let new = next()?;
     let is_high = new.as_raw_fd() >= place.least();
     let mut left: [Option<OwnedFd>; SPARE] = Default::default();
-    // From the top, as the number itself: where there are many, none of them is a low one.
+    // Searched downwards from the top, like the number itself: if many high numbers are free, all of these are high.
     let mut is_left = || {
         left.iter_mut().all(|slot| {
             *slot = next();
@@ -349,7 +350,7 @@ fn place_in(fd: BorrowedFd<'_>, place: &Place, take: Take) -> Option<PrivateFd> 
     }
 }
 
-/// Enters a number that is to be private.
+/// Enters a number in the bitmap. Closes the fd and returns `None` if the number lies beyond the bitmap.
 fn keep(new: OwnedFd) -> Option<PrivateFd> {
     if register(new.as_raw_fd()) {
         Some(PrivateFd { fd: new.into_raw_fd() })
@@ -359,15 +360,12 @@ fn keep(new: OwnedFd) -> Option<PrivateFd> {
     }
 }
 
-/// Puts things right in a fork child: of the inherited private fds only those that `keep` names stay open and
-/// private.
+/// Resets the private fds in a fork child: those for which `keep` is true stay open and private, all others are closed.
 ///
-/// To be called from the child's atfork handler, before anything else here. Async-signal-safe if
-/// `keep` is.
+/// To be called from the child's atfork handler, before anything else here. Async-signal-safe if `keep` is.
 ///
-/// # Safety
-/// No [`PrivateFd`] that `keep` refuses may be used or dropped in the child afterwards: its number may
-/// be another file's. (Forget its owner.)
+/// # Safety No [`PrivateFd`] that `keep` refuses may be used or dropped in the child afterwards, as its number may be
+/// another file's. (Forget its owner.)
 pub unsafe fn reset_in_fork_child(keep: impl Fn(RawFd) -> bool) {
     transit::reset_in_fork_child();
     reserve::reset_in_fork_child();
@@ -378,9 +376,10 @@ pub unsafe fn reset_in_fork_child(keep: impl Fn(RawFd) -> bool) {
         let fd = n as RawFd;
         if !keep(fd) {
             unregister(fd);
-            // What a plugin has told of, and has closed before, is not there; nobody has opened anything since.
-            // SAFETY: the bitmap says that the library owns it, and the caller that no owner of it
-            // will use or close it again.
+            // The close fails for an fd that a plugin has reported and has closed itself; no other file has that number
+            // yet.
+            // SAFETY: the bitmap says that the library owns the fd. The caller guarantees that no owner of it uses or
+            // closes it again.
             let _ = unsafe { kernel::call(libc::SYS_close, [n as usize, 0, 0, 0, 0, 0]) };
         }
     }

@@ -1,4 +1,4 @@
-//! Tests of the allocator: that no two live blocks overlap, whatever interrupts it.
+//! Tests of the allocator: no two live blocks overlap, even if threads, signal handlers or forks interrupt it.
 
 use std::cell::Cell;
 use std::collections::HashSet;
@@ -13,7 +13,7 @@ fn layout(size: usize, align: usize) -> Layout {
     Layout::from_size_align(size, align).unwrap()
 }
 
-/// A block whose every byte says whose it is, from when it is allocated until it is freed.
+/// A block whose bytes all hold its owner's tag, from its allocation until it is freed.
 struct Owned<'a> {
     heap: &'a Heap,
     at: *mut u8,
@@ -33,7 +33,7 @@ impl<'a> Owned<'a> {
     }
 
     fn bytes(&self) -> &[u8] {
-        // SAFETY: the block has that size, and is written.
+        // SAFETY: the block has that size, and was written.
         unsafe { std::slice::from_raw_parts(self.at, self.layout.size()) }
     }
 }
@@ -59,7 +59,7 @@ fn every_layout_is_served_at_its_alignment_with_little_waste() {
             seen.insert((class.index, class.size));
         }
     }
-    // One size an index.
+    // Each index has one size.
     assert_eq!(seen.len(), SIZES);
     let indices: HashSet<_> = seen.iter().map(|(index, _)| *index).collect();
     assert_eq!(indices, (0..SIZES).collect());
@@ -74,7 +74,7 @@ proptest! {
         let heap = Heap::new();
         let mut live: Vec<Owned<'_>> = Vec::new();
         for (i, (what, size, align, which)) in steps.into_iter().enumerate() {
-            // Small ones mostly.
+            // Mostly small sizes.
             let size = if size < 90_000 { size % 700 + 1 } else { size };
             match what {
                 0 if !live.is_empty() => drop(live.swap_remove(which % live.len())),
@@ -126,7 +126,7 @@ fn memory_is_used_again() {
 
 static HEAP: Heap = Heap::new();
 
-/// Takes and gives back some blocks of few sizes, so that all meet on the same stacks.
+/// Allocates and frees some blocks of few sizes, so that all threads meet on the same stacks.
 fn churn(seed: u64) {
     const SEVERAL: usize = 8;
     let mut live: [Option<Owned<'static>>; SEVERAL] = [const { None }; SEVERAL];
@@ -157,7 +157,7 @@ fn threads_handlers_above_them_and_forked_children_share_it() {
     static STOP: AtomicBool = AtomicBool::new(false);
     static ROUNDS: AtomicU64 = AtomicU64::new(0);
     in_child(|| {
-        // SAFETY: plain structs, and a handler for the life of this child, which only allocates.
+        // SAFETY: plain structs, and a handler that only allocates, for the life of this child.
         unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = in_handler as extern "C" fn(libc::c_int) as usize;
@@ -190,7 +190,7 @@ fn threads_handlers_above_them_and_forked_children_share_it() {
             it_interval: libc::timeval { tv_sec: 0, tv_usec: 0 },
             it_value: libc::timeval { tv_sec: 0, tv_usec: 0 },
         };
-        // SAFETY: turns the timer off.
+        // SAFETY: disarms the timer.
         unsafe { libc::setitimer(libc::ITIMER_REAL, &none, std::ptr::null_mut()) };
         assert!(ROUNDS.load(SeqCst) > 0);
     });

@@ -1,4 +1,4 @@
-//! Tests of sealed memory: what is mapped, and what a peer cannot do to it.
+//! Tests of sealed memory: which files can be mapped, and what a peer cannot do to them.
 
 use rustix::fs::{CWD, Mode, OFlags, openat};
 use rustix::io::{pread, pwrite};
@@ -22,7 +22,7 @@ fn two_mappings_are_one_memory() {
     let (fd, mine) = create("rdmasock-test", 1 << 30).unwrap();
     let theirs = map_received(fd.as_fd(), 1 << 30, Access::ReadWrite).unwrap();
     let at = (1 << 30) - 1;
-    // SAFETY: within both mappings; nobody else writes.
+    // SAFETY: within both mappings; no other thread writes there.
     unsafe {
         mine.as_ptr().add(at).write(42);
         assert_eq!(theirs.as_ptr().add(at).read(), 42);
@@ -62,7 +62,7 @@ fn a_file_is_not_made_larger_than_files_may_be() {
             maximum: None,
         };
         rustix::process::setrlimit(Resource::Fsize, limit).unwrap();
-        // Without a look at the limit this child is killed by SIGXFSZ.
+        // Without the check of the limit, SIGXFSZ would kill this child.
         assert_eq!(create("rdmasock-test", (1 << 20) + 1).unwrap_err(), Errno::FBIG);
         assert!(create("rdmasock-test", 1 << 20).is_ok());
     });
@@ -74,7 +74,7 @@ fn peers_cannot_write_to_what_is_read_only_for_them() {
     assert_eq!(refusal(&fd, 4096), MapError::Kernel(Errno::PERM));
     assert_eq!(pwrite(&fd, b"x", 0), Err(Errno::PERM));
     let theirs = map_received(fd.as_fd(), 4096, Access::ReadOnly).unwrap();
-    // SAFETY: within the mappings; nobody else writes.
+    // SAFETY: within the mappings; no other thread writes there.
     unsafe {
         mine.as_ptr().write(9);
         assert_eq!(theirs.as_ptr().read(), 9);

@@ -1,4 +1,4 @@
-//! Unused descriptors whose close may wait. Each stays open until a thread that is allowed to wait has taken it over
+//! A list of unused descriptors whose close may block. Each stays open until a thread that may block has taken it over
 //! (`os::apart`).
 
 use std::os::fd::RawFd;
@@ -11,8 +11,8 @@ const NONE: RawFd = -1;
 static NUMBERS: [AtomicI32; 64] = [const { AtomicI32::new(NONE) }; 64];
 static COUNT: AtomicU32 = AtomicU32::new(0);
 
-/// Adds a descriptor. From any thread; never waits. Without room the descriptor stays open for good, which
-/// [`is_full`] prevents.
+/// Adds a descriptor. Any thread may call this; it never waits. If the list is full, the descriptor stays open for
+/// good, which [`is_full`] prevents.
 pub(super) fn leave(number: RawFd) {
     let is_entered = |slot: &AtomicI32| slot.compare_exchange(NONE, number, AcqRel, Relaxed).is_ok();
     if NUMBERS.iter().any(is_entered) {
@@ -20,7 +20,7 @@ pub(super) fn leave(number: RawFd) {
     }
 }
 
-/// Closes each descriptor that `take_over` has taken over. False at the first that it has not.
+/// Closes each descriptor that `take_over` has taken over. Returns `false` at the first descriptor that it has not.
 pub(super) fn close(mut take_over: impl FnMut(RawFd) -> bool, close: impl Fn(RawFd)) -> bool {
     for slot in &NUMBERS {
         let number = slot.load(Acquire);
@@ -37,13 +37,13 @@ pub(super) fn close(mut take_over: impl FnMut(RawFd) -> bool, close: impl Fn(Raw
     true
 }
 
-/// Whether the list has entries.
+/// Returns whether the list has entries.
 #[inline]
 pub fn is_any() -> bool {
     COUNT.load(Relaxed) != 0
 }
 
-/// Whether the list is half full: no further channel is to be accepted.
+/// Returns whether the list is half full: then no further channel may be accepted.
 pub fn is_full() -> bool {
     COUNT.load(Relaxed) as usize >= NUMBERS.len() / 2
 }

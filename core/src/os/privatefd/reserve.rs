@@ -1,7 +1,7 @@
-//! Numbers set aside for what must not fail: where a program has all others and closes a connection, with calls or
-//! bytes that would else be lost, that needs one for a moment longer.
+//! Numbers set aside for duplicates that must not fail. A program may have all other numbers in use and close a
+//! connection whose calls or bytes would be lost without a duplicate of the fd.
 //!
-//! Something has to be at a number, or it is the program's: a file that is asked nothing.
+//! A number is set aside by an open file at it, or the program would get it: an eventfd that is never used.
 
 use std::mem::ManuallyDrop;
 use std::ops::Range;
@@ -16,19 +16,19 @@ use rustix::io::{DupFlags, Errno, dup3};
 
 const NONE: RawFd = -1;
 
-/// One would do for nothing to be lost: each close makes a number free for the next. The more closes are under way, the
-/// fewer have a number that the program would have been given.
+/// The numbers that are set aside. A single one would prevent any loss: each close frees a number for the next. With
+/// more of them, fewer closes at the same time need a number that the program would have been given.
 static NUMBERS: [AtomicI32; SIZE] = [const { AtomicI32::new(NONE) }; SIZE];
 pub(super) const SIZE: usize = 4;
 
-/// The file that is at all of them, at a number of its own, which is never taken.
+/// The number of the eventfd that is duplicated to all of `NUMBERS`. It is never given out.
 static FILE: AtomicI32 = AtomicI32::new(NONE);
 
-/// No number below this is set aside.
+/// The least number that may be set aside.
 static LEAST: AtomicI32 = AtomicI32::new(0);
 
-/// Sets aside what is missing, or is not below the end of `range` any more, where the program has lowered its limit.
-/// `another` gives a number in the range for a file, and `close` is for one that is not needed.
+/// Sets missing numbers aside. Replaces those at or above the end of `range`, which are left from before the program
+/// lowered its limit. `another` duplicates a file to a number in the range; `close` closes a number that is not needed.
 pub(super) fn stock(
     range: Range<RawFd>,
     mut another: impl FnMut(BorrowedFd<'_>) -> Option<RawFd>,
@@ -37,7 +37,7 @@ pub(super) fn stock(
     LEAST.store(range.start, Relaxed);
     let mut fill = |slot: &AtomicI32, before, file: BorrowedFd<'_>| {
         let number = another(file)?;
-        // Unless another thread was faster, what is not needed is what was there before.
+        // If another thread was faster, the new number is surplus; otherwise the one that was in the slot before.
         let surplus = slot.compare_exchange(before, number, AcqRel, Relaxed).unwrap_or(number);
         (surplus != NONE).then(|| close(surplus));
         Some(())
@@ -47,7 +47,7 @@ pub(super) fn stock(
             return;
         };
         fill(&FILE, NONE, file.as_fd());
-        // SAFETY: out of its owner, whose drop would call libc's close, which is hooked.
+        // SAFETY: `into_raw_fd` has taken the fd out of its owner, whose drop would call libc's close, which is hooked.
         unsafe { rustix::io::close(file.into_raw_fd()) };
     }
     let Some(file) = file() else { return };
@@ -61,17 +61,18 @@ pub(super) fn stock(
 
 fn file() -> Option<BorrowedFd<'static>> {
     let number = FILE.load(Acquire);
-    // SAFETY: once made it is open for as long as the process, but for a child of fork, which forgets the number.
+    // SAFETY: the file stays open as long as the process. A fork child closes it, but forgets the number first.
     (number != NONE).then(|| unsafe { BorrowedFd::borrow_raw(number) })
 }
 
-/// One of the numbers, which is the caller's from now on.
+/// Returns one of the numbers, which the caller owns from now on; `None` if none is set aside.
 pub(super) fn take() -> Option<RawFd> {
     let mut taken = NUMBERS.iter().map(|slot| slot.swap(NONE, AcqRel));
     taken.find(|number| *number != NONE)
 }
 
-/// Sets `number` aside in place of closing it, if one is missing. It is private, and nobody uses it any more.
+/// Sets `number` aside instead of closing it, if one is missing. Returns `false` if not: then the caller closes it. The
+/// number is private, and only the caller uses it.
 pub(super) fn give_back(number: RawFd) -> bool {
     let mut missing = NUMBERS.iter().filter(|slot| slot.load(Relaxed) == NONE).peekable();
     if missing.peek().is_none() || number < LEAST.load(Relaxed) {
@@ -82,21 +83,21 @@ pub(super) fn give_back(number: RawFd) -> bool {
     })
 }
 
-/// Puts the open file of `fd` at `number`, which is the caller's, in place of what was there.
+/// Puts the open file of `fd` at `number`, which the caller owns, in place of the file that was there.
 pub(super) fn put(fd: BorrowedFd<'_>, number: RawFd) -> Result<(), Errno> {
-    // SAFETY: the caller owns the number, and goes on doing so.
+    // SAFETY: the caller owns the number, and still does afterwards (`ManuallyDrop`).
     let mut at = ManuallyDrop::new(unsafe { OwnedFd::from_raw_fd(number) });
     dup3(fd, &mut at, DupFlags::CLOEXEC)
 }
 
-/// From now on nothing is set aside: `close` is for what was. The file stays where it is, as another thread may be
-/// about to copy it.
+/// Sets no number aside from now on, and passes the existing ones to `close`. The eventfd stays open, as another thread
+/// may be about to duplicate it.
 pub(super) fn dismiss(close: impl Fn(RawFd)) {
     FILE.store(NONE, Relaxed);
     std::iter::from_fn(take).for_each(close);
 }
 
-/// In a fork child, which does not keep them.
+/// Forgets the numbers in a fork child, which does not keep them.
 pub(super) fn reset_in_fork_child() {
     for slot in [&FILE].into_iter().chain(&NUMBERS) {
         slot.store(NONE, Relaxed);

@@ -1,5 +1,5 @@
-//! Tests of the hidden fds. The bitmap and the limits belong to the process, so what changes the
-//! limits runs in a forked child.
+//! Tests of the hidden fds. The bitmap and the limits belong to the process, so tests that change the limits run in a
+//! forked child.
 
 use rustix::io::{FdFlags, fcntl_getfd};
 use rustix::process::{Rlimit, setrlimit};
@@ -22,22 +22,23 @@ fn limits(soft: u64, hard: u64) {
     .unwrap();
 }
 
-/// In a child that has no fd but the standard ones: none of the tests that run meanwhile, or of who has started them.
+/// Runs a test in a child with the standard fds alone, without those of concurrent tests or of the process that started
+/// them.
 fn in_bare_child(test: impl FnOnce()) {
     in_child(|| {
         // SAFETY: the child uses no owner of a private fd that it has inherited.
         unsafe { reset_in_fork_child(|_| false) };
-        // SAFETY: nor any other.
+        // SAFETY: the child uses no other inherited fd either.
         assert_eq!(unsafe { libc::close_range(3, libc::c_uint::MAX, 0) }, 0);
         test();
     });
 }
 
-/// With the number of what is there.
+/// The numbers that are set aside, and that of the eventfd.
 const SET_ASIDE: usize = reserve::SIZE + 1;
 
 fn is_open(fd: RawFd) -> bool {
-    // SAFETY: only asks whether the number is in use.
+    // SAFETY: the borrowed fd is used only to check whether the number is in use.
     fcntl_getfd(unsafe { BorrowedFd::borrow_raw(fd) }).is_ok()
 }
 
@@ -113,7 +114,7 @@ fn most_numbers_are_the_programs() {
         }
         let reader = pipe().0;
         let all = || std::iter::from_fn(|| PrivateFd::duplicate(reader.as_fd()).ok()).collect::<Vec<_>>();
-        // Beyond the first place there is more at the top of the limit.
+        // If the first range is used up, more numbers are taken at the top of the limit.
         limits(2048, hard);
         let many = all();
         let count = |range: std::ops::Range<RawFd>| many.iter().filter(|fd| range.contains(&fd.as_raw_fd())).count();
@@ -149,7 +150,7 @@ fn the_last_numbers_are_left_to_the_program() {
         while let Ok(fd) = rustix::io::dup(&reader) {
             taken.push(fd);
         }
-        // A low number, as any: with so few free none is ours, but in place of one that is being closed.
+        // The free numbers are low. With so few of them the library takes none, except for an fd that is being closed.
         for free in 1..=SPARE {
             drop(taken.remove(0));
             assert_eq!(PrivateFd::duplicate(reader.as_fd()).unwrap_err(), Errno::MFILE);
@@ -157,7 +158,7 @@ fn the_last_numbers_are_left_to_the_program() {
             let all: Vec<_> = std::iter::from_fn(|| rustix::io::dup(&reader).ok()).collect();
             assert_eq!(all.len(), free);
         }
-        // Nor is one with many free, if none of them is high.
+        // With many free numbers it takes none either, if none of them is high.
         drop(taken.drain(..SPARE + 4));
         assert_eq!(PrivateFd::duplicate(reader.as_fd()).unwrap_err(), Errno::MFILE);
         drop(taken.pop());
@@ -166,7 +167,7 @@ fn the_last_numbers_are_left_to_the_program() {
     });
 }
 
-/// All numbers that are left.
+/// Takes all numbers that are left.
 fn fill(with: &OwnedFd) -> Vec<OwnedFd> {
     std::iter::from_fn(|| rustix::io::dup(with).ok()).collect()
 }
@@ -191,7 +192,7 @@ fn what_is_being_closed_has_a_number_where_the_program_has_all() {
         drop(all);
         assert!(closing().is_ok());
         assert!(fill(&reader).is_empty(), "the program has no number of these");
-        // Nothing is kept open by a number that is set aside.
+        // A number that is set aside keeps no other file open.
         drop((taken, private, reader));
         assert_eq!(rustix::io::write(&writer, b"x"), Err(Errno::PIPE));
     });
@@ -214,10 +215,10 @@ fn what_is_being_closed_has_no_low_number_but_where_many_are() {
         }
         assert_eq!(closing(), 39);
         let high = taken.pop().unwrap().into_raw_fd();
-        // SAFETY: out of its owner.
+        // SAFETY: `into_raw_fd` has taken the fd out of its owner.
         unsafe { rustix::io::close(high) };
         assert_eq!(closing(), high);
-        // A low one is not set aside.
+        // A low number is not set aside.
         drop(PrivateFd::adopt(39));
         assert!(!is_open(39));
     });
@@ -230,7 +231,7 @@ fn nothing_is_set_aside_once_that_is_given_up() {
         let reader = pipe().0;
         let private = PrivateFd::duplicate(reader.as_fd()).unwrap();
         dismiss_reserve();
-        // But for the number of what was there.
+        // The private fd, and the eventfd of the reserve.
         assert_eq!(COUNT.load(Ordering::Relaxed), 2);
         let closing = PrivateFd::duplicate_closing(reader.as_fd()).unwrap();
         let numbers = [private.as_raw_fd(), closing.as_raw_fd()];
@@ -262,7 +263,7 @@ fn a_fork_child_keeps_only_what_it_is_told_to() {
     let kept = PrivateFd::place(pipe().0).unwrap();
     let closed = PrivateFd::place(pipe().0).unwrap();
     let (kept, closed) = (kept.as_raw_fd(), closed.as_raw_fd());
-    // Raw numbers from here on; the child's copies of the owners are forgotten by _exit.
+    // The test goes on with raw numbers; the child's copies of the owners end by _exit.
     let (keep_alive, close_alive) = (kept, closed);
     in_child(move || {
         // SAFETY: the child uses no owner of a private fd afterwards.

@@ -1,23 +1,24 @@
-//! Keeps the program's calls apart from an fd of ours on its way to a private number.
+//! Keeps calls of the program apart from a library fd on its way to a private number.
 //!
-//! The kernel gives a new fd the lowest number first, and nobody knows a copy's number before the call that
-//! makes it is back: until the bitmap says so, such a number looks like one that the program means. So either
-//! fds are under way, or the program does something for which all have to be settled (it closes a range, forks, or
-//! puts a file at a number of its choice), and each waits for the other: not for long, as a rule, and not at all for
-//! itself, as a signal handler may have interrupted the very thread that it would wait for. The program comes first:
-//! what is not under way yet when it begins to wait begins after it, or several of ours, one after the other, might
-//! never leave it a moment.
+//! The kernel gives a new fd the lowest number first, and the number of a duplicate is unknown until the call that
+//! makes it returns. Until the bitmap has that number, it looks like a number of the program's. So there are two sides,
+//! and each waits for the other: fds in transit ([`Transit`]), and calls that need all fds settled ([`Settled`]). Such
+//! a call closes a range, forks, or puts a file at a number that the program chooses.
 //!
-//! A call that makes a number for the program waits for nobody, and nobody for it: it may block. It takes a [`Look`]
-//! before, and one that was disturbed puts its number right afterwards.
+//! The wait is short as a rule. A thread does not wait for what it has begun itself: a signal handler may have
+//! interrupted the very thread that it would wait for. The calls of the program come first: an fd whose transit has not
+//! begun waits until they are done. Otherwise transits one after the other might never leave such a call a moment.
+//!
+//! A call that makes an fd for the program waits for neither side, and neither side waits for it, as it may block. The
+//! hook takes a [`Look`] before, and corrects the number afterwards if the call was disturbed.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::os::thread;
 
-/// How many of each kind there are, in 16 bits each: fds under way, and those who want them settled. In the upper half,
-/// how often fds have been under way; that goes round.
+/// Counts of both sides, 16 bits each: fds in transit, and callers that need them settled. The upper half counts the
+/// transits that have begun, and wraps.
 struct Sides(AtomicU64);
 
 const FD: u64 = 1;
@@ -27,13 +28,13 @@ const BEGUN: u64 = 1 << 32;
 static SIDES: Sides = Sides(AtomicU64::new(0));
 
 impl Sides {
-    /// Counts an fd under way as soon as nobody wants them settled; at once if it `is_part` of one that is under way in
-    /// the same thread, for which such a one waits.
+    /// Counts an fd in transit once no caller needs fds settled, or after `turns` checks. If `is_part` of a transit of
+    /// the same thread, for which such a caller waits already, it is counted at once.
     fn enter_fd(&self, is_part: bool, turns: u32) {
         let others = if is_part { 0 } else { mask(SETTLED) };
         for turn in 0..turns {
             let free = |sides: u64| (sides & others == 0).then_some(sides.wrapping_add(FD + BEGUN));
-            // Acquire: what the other side did is done; Release in `leave`.
+            // Acquire pairs with the Release in `leave`: the accesses of the other side have happened before.
             if self.0.fetch_update(Ordering::AcqRel, Ordering::Relaxed, free).is_ok() {
                 return;
             }
@@ -42,7 +43,7 @@ impl Sides {
         self.0.fetch_add(FD + BEGUN, Ordering::AcqRel);
     }
 
-    /// Counts one who wants fds settled, and waits until none is under way.
+    /// Counts a caller that needs fds settled, and waits until no fd is in transit, or for `turns` checks.
     fn enter_settled(&self, turns: u32) {
         let mut sides = self.0.fetch_add(SETTLED, Ordering::AcqRel);
         for turn in 0..turns {
@@ -54,25 +55,26 @@ impl Sides {
         }
     }
 
-    /// Not below none: a signal handler may have forked meanwhile.
+    /// Removes one from the count `own`, but never below zero: a signal handler may have forked meanwhile, and a child
+    /// counts anew.
     fn leave(&self, own: u64) {
         let less = |sides: u64| (sides & mask(own) != 0).then(|| sides - own);
         let _ = self.0.fetch_update(Ordering::Release, Ordering::Relaxed, less);
     }
 }
 
-/// The bits in which these are counted.
+/// Returns the bits of the counts of these kinds.
 fn mask(kinds: u64) -> u64 {
     kinds * (SETTLED - 1)
 }
 
-/// How often to look again: for two seconds at least, as a machine may be so busy that a thread does not get to run.
-/// Never for ever: the other's thread may have been stopped.
+/// The most checks before giving up: 2 s at least, as on a busy machine the other thread may not get to run. Bounded,
+/// because the other thread may have been stopped.
 const TURNS: u32 = 20_000;
-/// The first of them are a moment each.
+/// The first checks yield the processor; each later check sleeps 100 µs.
 const SHORT_TURNS: u32 = 100;
 
-/// The other side is a few system calls from its end, if its thread gets to run.
+/// Waits between two checks. The other side needs only a few system calls to finish, once its thread runs.
 fn pause(turn: u32) {
     if turn < SHORT_TURNS {
         rustix::thread::sched_yield();
@@ -84,22 +86,23 @@ fn pause(turn: u32) {
     }
 }
 
-/// How often to look for the other side, of which the calling thread has `own`: that is not over while it waits.
+/// Returns how often to check for the other side: not at all if the calling thread has `own` entries there, which
+/// cannot end while it waits.
 fn turns(own: &Cell<u32>) -> u32 {
     if own.get() > 0 { 0 } else { TURNS }
 }
 
-/// Not below none, as in [`Sides::leave`].
+/// Subtracts one, but not below zero, for the reason given at [`Sides::leave`].
 fn one_less(own: &Cell<u32>) {
     own.set(own.get().saturating_sub(1));
 }
 
-/// While it lives, an fd of ours has, or is about to get, a number that does not look like ours.
+/// A period in which a library fd has, or is about to get, a number that is not in the bitmap yet. Ends when dropped.
 #[derive(Debug)]
 pub struct Transit(());
 
 impl Transit {
-    /// Async-signal-safe; waits some seconds at most.
+    /// Begins a transit. Async-signal-safe; waits for some seconds at most.
     pub fn begin() -> Self {
         let thread = thread::current();
         let own = thread.transits();
@@ -116,13 +119,13 @@ impl Drop for Transit {
     }
 }
 
-/// While it lives, every fd of ours is in the bitmap. It is a section of the thread's: a signal handler that waits for
-/// something, in the middle of it, might wait for a thread that is about to begin a [`Transit`].
+/// A period in which every library fd is in the bitmap. Ends when dropped. It is also a section of the thread: a signal
+/// handler that runs in it and waits for something might wait for a thread that is about to begin a [`Transit`].
 #[derive(Debug)]
 pub struct Settled(());
 
 impl Settled {
-    /// Async-signal-safe; waits some seconds at most.
+    /// Begins such a period. Async-signal-safe; waits for some seconds at most.
     pub fn begin() -> Self {
         let thread = thread::current();
         thread.begin();
@@ -143,33 +146,34 @@ impl Drop for Settled {
 }
 
 impl Settled {
-    /// For a time that ends by [`Self::end`], perhaps elsewhere in this thread, or in its copy in a fork child.
+    /// Lets the period last until [`Self::end`], which may be called elsewhere in this thread, or by its copy in a fork
+    /// child.
     pub fn hold(self) {
         std::mem::forget(self);
     }
 
-    /// Ends one time that was [held](Self::hold).
+    /// Ends a period that was [held](Self::hold).
     pub fn end() {
         drop(Self(()));
     }
 }
 
-/// What a call that makes a number for the program finds before: whether fds of ours are under way.
+/// The counts before a call that makes an fd for the program: were library fds in transit then?
 #[derive(Clone, Copy, Debug)]
 pub struct Look(u64);
 
 impl Look {
-    /// Async-signal-safe; one load.
+    /// Returns the counts of now. Async-signal-safe; one load.
     #[inline]
     pub fn now() -> Self {
         Self(SIDES.0.load(Ordering::Acquire))
     }
 
-    /// Whether an fd of ours was under way at any time since, so that a number which the kernel has given meanwhile may
-    /// not be the lowest that is free without ours.
+    /// Returns whether a library fd was in transit at any time since. Then the number that the kernel has given
+    /// meanwhile may be higher than the lowest free number without library fds.
     ///
-    /// The kernel gives numbers under a lock: if ours was given before the program's, it was counted before, and is
-    /// seen here.
+    /// The kernel gives numbers under a lock. A library fd that got its number before the program's fd was counted
+    /// before that, and is seen here.
     #[inline]
     pub fn is_disturbed(self) -> bool {
         is_disturbed(self.0, SIDES.0.load(Ordering::Acquire))
@@ -181,7 +185,7 @@ fn is_disturbed(before: u64, after: u64) -> bool {
     before & mask(FD) != 0 || (before ^ after) / BEGUN != 0
 }
 
-/// In a fork child: those who were under way are not here.
+/// Clears the counts in a fork child, which has none of its parent's other threads.
 pub(super) fn reset_in_fork_child() {
     SIDES.0.fetch_and(!mask(FD | SETTLED), Ordering::Relaxed);
     thread::current().transits().set(0);
@@ -198,14 +202,14 @@ mod tests {
         sides.0.load(Ordering::Relaxed) & mask(FD | SETTLED)
     }
 
-    /// Until there are so many of each.
+    /// Waits until the counts are as expected.
     fn await_counts(sides: &Sides, expected: u64) {
         while counts(sides) != expected {
             std::thread::yield_now();
         }
     }
 
-    /// Time for a mistake to show.
+    /// Gives a mistake time to show, and checks that the counts stay the same.
     fn nothing_changes(sides: &Sides) {
         let before = counts(sides);
         std::thread::sleep(std::time::Duration::from_millis(2));
@@ -226,14 +230,14 @@ mod tests {
             await_counts(&sides, FD + SETTLED);
             let next = s.spawn(|| sides.enter_fd(false, u32::MAX));
             nothing_changes(&sides);
-            // A part of what is under way.
+            // A part of a transit that is in progress does not wait.
             sides.enter_fd(true, SHORT);
             sides.leave(FD);
             assert!(!settled.is_finished());
             sides.leave(FD);
             assert!(settled.join().is_ok());
             nothing_changes(&sides);
-            // Several want it.
+            // Two callers need fds settled at the same time.
             sides.enter_settled(SHORT);
             sides.leave(SETTLED);
             nothing_changes(&sides);
@@ -253,7 +257,7 @@ mod tests {
         sides.leave(FD);
         sides.leave(SETTLED);
         sides.leave(FD);
-        // As in a fork child, where the count has begun anew.
+        // As in a fork child, whose counts begin at zero.
         sides.leave(FD);
         sides.leave(SETTLED);
         assert_eq!(counts(&sides), 0);
@@ -268,7 +272,7 @@ mod tests {
         assert!(!is_disturbed(quiet, look()));
         sides.leave(SETTLED);
         assert!(!is_disturbed(quiet, look()));
-        // The count of how often goes round.
+        // The count of transits wraps.
         sides.enter_fd(false, SHORT);
         let amid = look();
         assert!(is_disturbed(quiet, look()));

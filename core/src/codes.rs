@@ -1,6 +1,6 @@
-//! Enums whose values have a number, in shared memory or on the wire, and a text. Not what the numbers are of.
+//! Enums whose values have a number, in shared memory or on the wire, and a text. The enums themselves are elsewhere.
 
-/// Declares such an enum by the number and the text of each value. A number is never used again for something else.
+/// Declares such an enum by the number and the text of each value. A number is never reused for another value.
 macro_rules! codes {
     (
         $(#[$about:meta])*
@@ -17,13 +17,13 @@ macro_rules! codes {
             /// All values, in the order of their numbers.
             pub const ALL: &'static [Self] = &[$(Self::$name,)+];
 
-            /// The word for it in tables and JSON.
+            /// Returns the text of the value, for tables and JSON.
             #[must_use]
             pub const fn text(self) -> &'static str {
                 match self { $(Self::$name => $text,)+ }
             }
 
-            /// The value with this number; `None` where this version knows none.
+            /// Returns the value with this number; `None` if this version does not know it.
             #[must_use]
             pub const fn from_code(code: $code) -> Option<Self> {
                 match code { $($number => Some(Self::$name),)+ _ => None }

@@ -1,10 +1,10 @@
-//! The processor's counter: what is the same for all processes of a host, and costs no more than some ns to read.
+//! The processor's cycle counter: the same for all processes of a host, and read within some ns.
 
-/// Ticks of the processor's counter, of which a ns has one to five. Processors of one machine agree on it to within
-/// what a cache line takes from one to the other.
+/// Returns the ticks of the processor's counter, one to five per ns. Processors of a host agree on it to within the
+/// time that a cache line takes from one to the other.
 #[inline]
 pub fn now() -> u64 {
-    // Miri has no such instruction; any count does for what it looks for.
+    // Miri has no such instruction. Any increasing count suffices for what it checks.
     #[cfg(miri)]
     {
         use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -12,7 +12,7 @@ pub fn now() -> u64 {
         COUNT.fetch_add(1, Relaxed)
     }
     #[cfg(all(target_arch = "x86_64", not(miri)))]
-    // SAFETY: every x86-64 processor has it.
+    // SAFETY: every x86-64 processor has the instruction.
     unsafe {
         core::arch::x86_64::_rdtsc()
     }

@@ -1,7 +1,6 @@
 //! Identities on the wire: instances, nonces, cookies, vQPNs and the 4-tuple of a TCP connection.
 //!
-//! Plain values with a fixed byte form. Who may use which identity for what is the protocol's
-//! business (docs/protocol.md), not this file's.
+//! Plain values with a fixed byte form. The protocol defines who may use which identity for what (docs/protocol.md).
 
 use std::fmt;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
@@ -14,15 +13,15 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 /// Bytes in an instance id, a nonce and a cookie.
 pub const ID_BYTES: usize = 16;
 
-/// Fills `ID_BYTES` bytes from the kernel's generator.
+/// Returns `ID_BYTES` random bytes from the kernel's generator.
 ///
-/// Fails only where the kernel has no getrandom(2) at all.
+/// Fails only on a kernel without getrandom(2).
 fn random_bytes() -> Result<[u8; ID_BYTES], Errno> {
     let mut bytes = [0u8; ID_BYTES];
     loop {
         match getrandom(&mut bytes, GetRandomFlags::empty()) {
-            // getrandom(2): up to 256 bytes are never cut short once the pool is ready; before
-            // that a signal may interrupt, so ask again.
+            // getrandom(2): once the pool is ready, up to 256 bytes are never cut short. Before that a signal may
+            // interrupt the call, so it is repeated.
             Ok(n) if n == ID_BYTES => return Ok(bytes),
             Ok(_) | Err(Errno::INTR) => {}
             Err(errno) => return Err(errno),
@@ -43,12 +42,12 @@ macro_rules! ids {
         pub struct $Id([u8; ID_BYTES]);
 
         impl $Id {
-            /// The value with these bytes, as read from shared memory or the wire.
+            /// Returns the value with these bytes, as read from shared memory or the wire.
             pub const fn from_bytes(bytes: [u8; ID_BYTES]) -> Self {
                 Self(bytes)
             }
 
-            /// Its bytes.
+            /// Returns the bytes of the value.
             pub const fn as_bytes(&self) -> &[u8; ID_BYTES] {
                 &self.0
             }
@@ -58,46 +57,45 @@ macro_rules! ids {
 pub(crate) use ids;
 
 ids! {
-    /// One process image with the library loaded; a fork child draws a new one.
+    /// Identifies a process image with the library loaded; a fork child draws a new id.
     #[derive(PartialEq, Eq, Hash, PartialOrd, Ord)]
     pub struct InstanceId;
 
-    /// What the reader of a TCP direction chose at random, so that it knows a marker when it sees one.
+    /// The random bytes by which the reader of a TCP direction recognises a marker.
     ///
-    /// The first byte never occurs in UTF-8 text. While a reader looks for its nonce it must hold back
-    /// any tail of the data that could be the nonce's beginning, and must not report it as readable;
-    /// with this choice that never happens to text protocols, and rarely to binary ones. It costs 4 of
-    /// the 128 random bits.
+    /// The first byte never occurs in UTF-8 text. While a reader waits for its nonce, it must hold back any tail of the
+    /// data that could be the beginning of the nonce, and must not report that tail as readable. With this choice of
+    /// the first byte that never happens to text protocols, and rarely to binary ones. It costs 4 of the 128 random
+    /// bits.
     #[derive(PartialEq, Eq, Hash)]
     pub struct Nonce;
 
     /// The one-time secret that proves to a link's acceptor that the caller has read its HELLO.
     ///
-    /// Not `PartialEq`: comparing goes through [`Cookie::matches`], which takes the same time wherever
-    /// the first difference is.
+    /// Not `PartialEq`: [`Cookie::matches`] compares, and takes the same time wherever the first difference is.
     pub struct Cookie;
 }
 
 impl InstanceId {
-    /// Draws a fresh id. Fails only without getrandom(2).
+    /// Returns a fresh id. Fails only without getrandom(2).
     pub fn random() -> Result<Self, Errno> {
         random_bytes().map(Self)
     }
 
-    /// The id in memory that only words are shared in.
+    /// Returns the id as two words, for memory that is shared in words.
     pub const fn to_words(&self) -> [u64; 2] {
         let bits = u128::from_le_bytes(self.0);
         [bits as u64, (bits >> 64) as u64]
     }
 
-    /// The opposite of [`Self::to_words`].
+    /// Returns the id from the words of [`Self::to_words`].
     pub const fn from_words([low, high]: [u64; 2]) -> Self {
         Self((low as u128 | (high as u128) << 64).to_le_bytes())
     }
 }
 
 impl fmt::Display for InstanceId {
-    /// 32 lower-case hexadecimal digits.
+    /// Writes 32 lower-case hexadecimal digits.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write_hex(&self.0, f)
     }
@@ -128,20 +126,20 @@ impl FromStr for InstanceId {
             let [high, low] = *pair else {
                 return Err(ParseIdError);
             };
-            // Both digits are below 16, so the sum fits a byte.
+            // Both digits are below 16, so the result fits a byte.
             *byte = (digit(high)? * 16 + digit(low)?) as u8;
         }
         Ok(Self(bytes))
     }
 }
 
-/// Bytes that no UTF-8 text contains (RFC 3629, section 1), hence what a nonce starts with.
+/// The bytes that no UTF-8 text contains (RFC 3629, section 1). A nonce starts with one of them.
 const NEVER_IN_UTF8: [u8; 13] = [
     0xC0, 0xC1, 0xF5, 0xF6, 0xF7, 0xF8, 0xF9, 0xFA, 0xFB, 0xFC, 0xFD, 0xFE, 0xFF,
 ];
 
 impl Nonce {
-    /// Draws a fresh nonce. Fails only without getrandom(2).
+    /// Returns a fresh nonce. Fails only without getrandom(2).
     pub fn random() -> Result<Self, Errno> {
         let mut bytes = random_bytes()?;
         let [first, ..] = &mut bytes;
@@ -152,7 +150,7 @@ impl Nonce {
 }
 
 impl fmt::Debug for Nonce {
-    /// The first four bytes: enough to follow one in a log, not enough to forge a marker.
+    /// Writes the first four bytes: enough to follow a nonce in a log, not enough to forge a marker.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [a, b, c, d, ..] = self.0;
         write!(f, "{a:02x}{b:02x}{c:02x}{d:02x}…")
@@ -160,12 +158,12 @@ impl fmt::Debug for Nonce {
 }
 
 impl Cookie {
-    /// Draws a fresh cookie. Fails only without getrandom(2).
+    /// Returns a fresh cookie. Fails only without getrandom(2).
     pub fn random() -> Result<Self, Errno> {
         random_bytes().map(Self)
     }
 
-    /// Is this the same cookie?
+    /// Returns whether both cookies are the same, in constant time.
     pub fn matches(&self, other: &Self) -> bool {
         self.0.iter().zip(&other.0).fold(0, |diff, (a, b)| diff | (a ^ b)) == 0
     }
@@ -177,7 +175,7 @@ impl fmt::Debug for Cookie {
     }
 }
 
-/// The number of a stream within its link, chosen by the end that is addressed with it.
+/// The number of a stream within its link. The end that is addressed by the number has chosen it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Vqpn(pub u32);
 
@@ -189,9 +187,9 @@ impl fmt::Display for Vqpn {
 
 /// The 4-tuple of a TCP connection as both ends see it.
 ///
-/// Normalised on the way in: an IPv4-mapped IPv6 address becomes the IPv4 address, flow label and
-/// scope id are dropped. Within a host several connections may have the same addresses and ports:
-/// [`Tuple::at`] says which of them it is. Between hosts nothing more is known.
+/// Addresses are normalised: an IPv4-mapped IPv6 address becomes the IPv4 address, and flow label and scope id are
+/// dropped. Within a host, several connections may have the same addresses and ports; [`Tuple::at`] adds what tells
+/// them apart. Between hosts no more is known.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Tuple {
     connector: SocketAddr,
@@ -201,7 +199,7 @@ pub struct Tuple {
 }
 
 impl Tuple {
-    /// The tuple of the connection that `connector` made to `acceptor`.
+    /// Returns the tuple of the connection that `connector` made to `acceptor`.
     pub fn new(connector: SocketAddr, acceptor: SocketAddr) -> Self {
         Self {
             connector: normalise(connector),
@@ -211,10 +209,10 @@ impl Tuple {
         }
     }
 
-    /// The same addresses in the network namespace with this cookie (SO_NETNS_COOKIE; 0 where the kernel has none),
-    /// of sockets that are bound to the interface with this index (SO_BINDTOIFINDEX; 0 if to none).
+    /// Returns the tuple with the cookie of a network namespace (SO_NETNS_COOKIE; 0 if the kernel has none) and the
+    /// index of the interface that its sockets are bound to (SO_BINDTOIFINDEX; 0 if they are not bound).
     ///
-    /// The kernel binds to an interface what has a link-local address or belongs to a VRF.
+    /// The kernel itself binds sockets that have a link-local address, or belong to a VRF, to an interface.
     pub const fn at(self, namespace: u64, device: u32) -> Self {
         Self {
             namespace,
@@ -223,22 +221,22 @@ impl Tuple {
         }
     }
 
-    /// The cookie of the network namespace; 0 if it is not known.
+    /// Returns the cookie of the network namespace; 0 if it is not known.
     pub const fn namespace(&self) -> u64 {
         self.namespace
     }
 
-    /// The index of the interface that both ends are bound to; 0 if they are not.
+    /// Returns the index of the interface that both ends are bound to; 0 if they are not bound.
     pub const fn device(&self) -> u32 {
         self.device
     }
 
-    /// The address of the end that called connect().
+    /// Returns the address of the end that called connect().
     pub const fn connector(&self) -> SocketAddr {
         self.connector
     }
 
-    /// The address of the end that called accept().
+    /// Returns the address of the end that called accept().
     pub const fn acceptor(&self) -> SocketAddr {
         self.acceptor
     }
@@ -250,13 +248,13 @@ impl fmt::Debug for Tuple {
     }
 }
 
-/// The address as the other end would write it: see [`Tuple`].
+/// Returns the address as the other end would write it: see [`Tuple`].
 pub fn normalise(addr: SocketAddr) -> SocketAddr {
     // `SocketAddr::new` leaves flow label and scope id at 0.
     SocketAddr::new(addr.ip().to_canonical(), addr.port())
 }
 
-/// The address, IPv4 in its IPv4-mapped form.
+/// Returns the address, an IPv4 address in its IPv4-mapped form.
 pub(crate) fn mapped(ip: IpAddr) -> Ipv6Addr {
     match ip {
         IpAddr::V4(ip) => ip.to_ipv6_mapped(),

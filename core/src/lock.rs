@@ -1,10 +1,9 @@
 //! A small lock for library state: spins briefly, then sleeps on a futex.
 //!
-//! Not for anything that blocks while it is held. What it has over `std::sync::Mutex`: no
-//! poisoning, no libc call (so no hook is re-entered), it can be reset in a fork child, and it
-//! knows its owner: a signal handler that interrupts the critical section and asks for the same
-//! lock gets `None` instead of a deadlock. A thread that holds one is within the library (`thread`): what a handler
-//! above it jumps out of is finished first.
+//! No thread may block while it holds the lock. Unlike `std::sync::Mutex` the lock has no poisoning, calls no libc
+//! function (so it enters no hook), can be reset in a fork child, and knows its owner. A signal handler that interrupts
+//! the critical section and asks for the same lock gets `None` instead of a deadlock. A thread that holds a lock is
+//! within the library (`thread`): a jump of a signal handler above it is delayed until the critical section ends.
 
 use std::cell::UnsafeCell;
 use std::hint::spin_loop;
@@ -17,34 +16,34 @@ use std::sync::atomic::{
 use crate::os::thread;
 
 const WAITERS: u32 = 1 << 31;
-/// How often to look again before sleeping; critical sections are far shorter than a sleep.
+/// The number of checks before a thread sleeps; critical sections are far shorter than a sleep.
 const SPINS: u32 = 200;
 
-/// The calling thread's kernel id.
+/// Returns the calling thread's kernel id.
 #[inline]
 pub fn tid() -> u32 {
     thread::current().tid()
 }
 
-/// In a fork child: the surviving thread has a new id.
+/// Forgets the id in a fork child: the surviving thread has a new one.
 pub fn forget_tid() {
     thread::current().forget_tid();
 }
 
-/// The lock; see the module.
+/// A lock that knows its owner; see the module.
 pub struct Lock<T> {
-    /// Owner's thread id, 0 when free; the top bit says that somebody sleeps.
+    /// The owner's thread id, 0 when free. The top bit tells that a thread sleeps.
     word: AtomicU32,
     value: UnsafeCell<T>,
 }
 
-// SAFETY: the value is only reached through a Guard, which exists once at a time (word != 0).
+// SAFETY: the value is only accessed through a Guard, of which one exists at a time (word != 0).
 unsafe impl<T: Send> Sync for Lock<T> {}
 // SAFETY: moving the lock moves the value, which is Send.
 unsafe impl<T: Send> Send for Lock<T> {}
 
 impl<T> Lock<T> {
-    /// A free lock around `value`.
+    /// Returns a free lock around `value`.
     pub const fn new(value: T) -> Self {
         Self {
             word: AtomicU32::new(0),
@@ -52,12 +51,12 @@ impl<T> Lock<T> {
         }
     }
 
-    /// Takes the lock; `None` if this very thread holds it (we are in a signal handler).
+    /// Takes the lock. Returns `None` if this very thread holds it (the caller is in a signal handler above it).
     #[inline]
     pub fn lock(&self) -> Option<Guard<'_, T>> {
         let thread = thread::current();
         let me = thread.tid();
-        // First: a jump between the two would leave the lock for ever.
+        // The section begins before the lock is taken: a jump between the two would leave the lock taken for ever.
         thread.begin();
         if self.word.compare_exchange(0, me, Acquire, Relaxed).is_err() && self.lock_slow(me).is_none() {
             thread.end();
@@ -73,7 +72,7 @@ impl<T> Lock<T> {
         }
     }
 
-    /// Takes the lock if it is free.
+    /// Takes the lock if it is free; otherwise returns `None`.
     #[inline]
     pub fn try_lock(&self) -> Option<Guard<'_, T>> {
         let thread = thread::current();
@@ -94,7 +93,7 @@ impl<T> Lock<T> {
                 return None;
             }
             if seen == 0 {
-                // Others may still sleep: keep the bit, at worst one needless wake-up.
+                // Other threads may still sleep, so the bit is kept; at worst that costs one needless wake-up.
                 let mine = if spins > SPINS { me | WAITERS } else { me };
                 if self.word.compare_exchange(0, mine, Acquire, Relaxed).is_ok() {
                     return Some(());
@@ -118,19 +117,17 @@ impl<T> Lock<T> {
         }
     }
 
-    /// In a fork child, where no other thread exists: frees the lock whoever held it.
+    /// Frees the lock in a fork child, where no other thread exists, regardless of its owner.
     ///
-    /// # Safety
-    /// No other thread of this process may use the lock, and the value may have been left in the
-    /// middle of a change: the caller must replace it or know that it was not being changed.
+    /// # Safety No other thread of this process may use the lock. A thread may have been in the middle of a change of
+    /// the value: the caller must replace the value, or know that it was not being changed.
     pub unsafe fn reset(&self) {
         self.word.store(0, Release);
     }
 
-    /// The value, without the lock.
+    /// Returns the value without taking the lock.
     ///
-    /// # Safety
-    /// Nobody else may be using the value.
+    /// # Safety No other code may be using the value.
     #[allow(clippy::mut_from_ref)]
     pub unsafe fn get_unlocked(&self) -> &mut T {
         // SAFETY: by this function's contract.
@@ -169,8 +166,8 @@ impl<T> Drop for Guard<'_, T> {
 }
 
 impl<T> Guard<'_, T> {
-    /// Frees the lock. The section that it was goes on, for what is still owed to others because of what was done under
-    /// it.
+    /// Frees the lock, but keeps the thread's section open, in which the caller still has to notify others of what was
+    /// done under the lock.
     #[inline]
     pub fn unlock(self) -> Section {
         let guard = std::mem::ManuallyDrop::new(self);
@@ -179,7 +176,7 @@ impl<T> Guard<'_, T> {
     }
 }
 
-/// What is left of a [`Guard`] that was unlocked: ends a section of the thread when it is dropped.
+/// The section that remains of a [`Guard`] that was unlocked: ends when dropped.
 #[derive(Debug)]
 pub struct Section(());
 
@@ -191,7 +188,7 @@ impl Drop for Section {
 }
 
 fn futex_wait(word: &AtomicU32, expected: u32) {
-    // Any return (woken, changed, interrupted) means: look again.
+    // Any return (woken, changed, interrupted) makes the caller check again.
     let _ = rustix::thread::futex::wait(word, rustix::thread::futex::Flags::PRIVATE, expected, None);
 }
 

@@ -1,14 +1,14 @@
-//! Memory for the length of a call that would not fit a small stack: threads of 16 KiB and signal handlers on an
-//! alternate stack make calls too. From the library's own allocator, so also there.
+//! Zeroed memory for the duration of a call, too large for a small stack: threads of 16 KiB and signal handlers on an
+//! alternate stack make calls too. It comes from the library's own allocator, which signal handlers may use.
 
 use std::ops::{Deref, DerefMut};
 
-/// Zeroed bytes; none by default.
+/// Zeroed bytes; empty by default.
 #[derive(Default)]
 pub struct Scratch(Vec<u8>);
 
 impl Scratch {
-    /// `None` without memory.
+    /// Returns `len` zeroed bytes; `None` without memory.
     pub fn new(len: usize) -> Option<Self> {
         let mut bytes = Vec::new();
         bytes.try_reserve_exact(len).ok()?;

@@ -1,5 +1,5 @@
-//! A long array of which little is used: parts of it are made when they are first needed. Not for
-//! what a signal handler may need first, since making one takes memory.
+//! A long array of which few values are used: its chunks are allocated when they are first needed. Not for values that
+//! a signal handler may be the first to need, since making a chunk allocates memory.
 
 use std::ptr::null_mut;
 use std::sync::atomic::{
@@ -7,20 +7,21 @@ use std::sync::atomic::{
     Ordering::{AcqRel, Acquire},
 };
 
-/// `CHUNKS` times `LEN` values, which begin as their defaults.
+/// An array of `CHUNKS` times `LEN` values, which begin as their defaults.
 pub struct Sparse<T, const CHUNKS: usize, const LEN: usize> {
     chunks: [AtomicPtr<[T; LEN]>; CHUNKS],
 }
 
 impl<T: Default + Sync, const CHUNKS: usize, const LEN: usize> Sparse<T, CHUNKS, LEN> {
-    /// All defaults.
+    /// Returns an array of defaults, without memory for them.
     pub const fn new() -> Self {
         Self {
             chunks: [const { AtomicPtr::new(null_mut()) }; CHUNKS],
         }
     }
 
-    /// The value at `index`; `None` if there is none, or it was never [made](Self::make) and is the default.
+    /// Returns the value at `index`. `None` if `index` is out of range, or if the value was never [made](Self::make)
+    /// and is the default.
     #[inline]
     pub fn get(&self, index: usize) -> Option<&T> {
         let chunk = self.chunks.get(index / LEN)?.load(Acquire);
@@ -28,22 +29,23 @@ impl<T: Default + Sync, const CHUNKS: usize, const LEN: usize> Sparse<T, CHUNKS,
         unsafe { chunk.as_ref() }?.get(index % LEN)
     }
 
-    /// The value at `index`, from now on to be [had](Self::get); `None` if there is none.
+    /// Returns the value at `index`, and makes it first if needed; [`get`](Self::get) returns it from then on. `None`
+    /// if `index` is out of range.
     pub fn make(&self, index: usize) -> Option<&T> {
         let chunk = self.chunks.get(index / LEN)?;
         if chunk.load(Acquire).is_null() {
-            // Not made on the stack, which may be a handler's.
+            // The chunk is not built on the stack, which may be a signal handler's.
             let values: Box<[T]> = std::iter::repeat_with(T::default).take(LEN).collect();
             let fresh = Box::into_raw(values.try_into().ok()?);
             if chunk.compare_exchange(null_mut(), fresh, AcqRel, Acquire).is_err() {
-                // SAFETY: another thread was first, so nobody has seen this one.
+                // SAFETY: another thread was first, so no other code has seen this chunk.
                 drop(unsafe { Box::from_raw(fresh) });
             }
         }
         self.get(index)
     }
 
-    /// Every value that was made, and those beside them.
+    /// Returns all values of the chunks that were made.
     pub fn made(&self) -> impl Iterator<Item = &T> {
         self.chunks
             .iter()
@@ -63,7 +65,7 @@ impl<T, const CHUNKS: usize, const LEN: usize> Drop for Sparse<T, CHUNKS, LEN> {
     fn drop(&mut self) {
         for chunk in &mut self.chunks {
             if !chunk.get_mut().is_null() {
-                // SAFETY: made by `make`, and nobody borrows `self` any more.
+                // SAFETY: made by `make`, and `self` is not borrowed any more.
                 drop(unsafe { Box::from_raw(*chunk.get_mut()) });
             }
         }

@@ -1,5 +1,5 @@
-//! Loom models of each way in which two sides do not miss each other. Who is missed sleeps on, which loom reports as a
-//! deadlock; what is not released and acquired shows as an unordered access to a cell.
+//! Loom models of each way in which two sides do not miss each other. A thread that is missed sleeps on, which loom
+//! reports as a deadlock. A missing release or acquire shows as an unordered access to a cell.
 
 use loom::cell::UnsafeCell;
 use loom::sync::{Arc, Condvar, Mutex};
@@ -7,7 +7,7 @@ use loom::thread;
 
 use super::*;
 
-/// An eventfd: `ring` adds, `wait` sleeps until there is something and takes it all.
+/// Models an eventfd: `ring` adds one, `wait` sleeps until the count is not 0 and clears it.
 pub(crate) struct Doorbell(Mutex<u32>, Condvar);
 
 impl Doorbell {
@@ -27,10 +27,10 @@ impl Doorbell {
     }
 }
 
-/// What is written before something is published, and read by whoever has seen that.
+/// A value that is written before a publication, and read by a thread that has seen the publication.
 struct Cell(UnsafeCell<u32>);
 
-// SAFETY: loom finds, and fails for, two accesses that are not ordered.
+// SAFETY: loom detects two accesses that are not ordered, and fails.
 unsafe impl Sync for Cell {}
 
 impl Cell {
@@ -41,11 +41,11 @@ impl Cell {
         self.add(1);
     }
     fn add(&self, n: u32) {
-        // SAFETY: loom finds whoever else accesses it at the same time.
+        // SAFETY: loom detects any other access at the same time.
         self.0.with_mut(|value| unsafe { *value += n });
     }
     fn read(&self) -> u32 {
-        // SAFETY: as above.
+        // SAFETY: as in `add`.
         self.0.with(|value| unsafe { *value })
     }
 }
@@ -56,7 +56,8 @@ pub(crate) fn check(model: impl Fn() + Send + Sync + 'static) {
     builder.check(model);
 }
 
-/// Runs `sides` over what `make` makes, each in its own thread, the last in this one, and gives what they return.
+/// Runs `sides` over the same `words`, each in its own thread, the first in the calling one. Returns the words and what
+/// the sides return.
 fn race<W: Send + Sync + 'static, R: Send + 'static, const N: usize>(words: W, sides: [fn(&W) -> R; N]) -> (W, Vec<R>) {
     let words = Arc::new(words);
     let threads: Vec<_> = sides
@@ -75,7 +76,7 @@ fn race<W: Send + Sync + 'static, R: Send + 'static, const N: usize>(words: W, s
     (words, all)
 }
 
-/// Each of two publishes its word in some way, with a cell before it, and reads the other's cell if it sees the word.
+/// Two sides each write a cell, publish their word by `way`, and read the other's cell if they see the other's word.
 fn two_who_publish(way: fn(&Published<AtomicU32>)) {
     struct Side(Published<AtomicU32>, Cell);
     fn run(way: fn(&Published<AtomicU32>), mine: &Side, theirs: &Side) -> bool {
@@ -103,7 +104,7 @@ fn loom_of_two_who_publish_one_sees_the_other() {
     two_who_publish(|word| assert_eq!(word.claim(1), Ok(())));
 }
 
-/// What is published quietly is there for whoever looks.
+/// A quiet publication releases the writes before it to a thread that sees it.
 #[test]
 fn loom_what_is_published_quietly_is_released() {
     check(|| {
@@ -119,7 +120,7 @@ fn loom_what_is_published_quietly_is_released() {
     });
 }
 
-/// What several have published and one takes.
+/// A thread that takes bits acquires the writes of all threads that have published them.
 #[test]
 fn loom_who_takes_acquires_from_all_who_have_published() {
     type Words = (Published<AtomicU32>, [Cell; 2]);
@@ -139,7 +140,7 @@ fn loom_who_takes_acquires_from_all_who_have_published() {
     });
 }
 
-/// A sleeper that arms an attention word, by either way, and two who publish.
+/// A sleeper that arms an attention word by `arm`, and two publishers.
 fn attention(arm: fn(&Attention)) {
     struct Words {
         attention: Attention,
@@ -182,7 +183,7 @@ fn loom_who_asks_to_be_told_finds_it_or_is_told() {
     attention(|word| word.keep_armed(1));
 }
 
-/// A sleeper under a flag, and two who publish: one that remembers its rings, and one that does not.
+/// A sleeper with a flag, and two publishers: one remembers its rings, the other does not.
 #[test]
 fn loom_who_is_about_to_sleep_finds_it_or_is_rung_for() {
     struct Words {
@@ -228,7 +229,7 @@ fn loom_who_is_about_to_sleep_finds_it_or_is_rung_for() {
     });
 }
 
-/// A sleeper that asks to be told and raises its flag only after that, while a third takes what has come first.
+/// A sleeper that arms the word, and raises its flag only after that. A third thread takes the first news meanwhile.
 #[test]
 fn loom_who_says_late_that_he_sleeps_is_rung_for_though_another_takes_what_came() {
     const FIRST: u64 = 1;
@@ -271,8 +272,8 @@ fn loom_who_says_late_that_he_sleeps_is_rung_for_though_another_takes_what_came(
     });
 }
 
-/// Calls in the kernel while the direction's mode changes: what is to be done then is done, by the one who changes it
-/// or the last who leaves, and never beside a call that has found the old mode.
+/// Calls in the kernel while the direction's mode changes. The work after the change is done, by the changing thread or
+/// by the last call that leaves. It never runs beside a call that has found the old mode.
 #[test]
 fn loom_what_waits_for_all_to_leave_is_done_when_they_have_left() {
     struct Words {
@@ -290,7 +291,7 @@ fn loom_what_waits_for_all_to_leave_is_done_when_they_have_left() {
             go_on(words);
         }
     }
-    /// Another may have come in and found the old mode, before that was changed.
+    /// Another call may have entered and found the old mode, before the mode was changed.
     fn go_on(words: &Words) {
         let mut done = words.done.lock().unwrap();
         if words.inside.is_empty() {
@@ -314,7 +315,7 @@ fn loom_what_waits_for_all_to_leave_is_done_when_they_have_left() {
     });
 }
 
-/// Two who ask, each for what it has published before, and one who does it.
+/// Two threads that make requests, each for what it has published before, and a server.
 #[test]
 fn loom_what_was_asked_for_is_done_after_that_or_asked_for_again() {
     struct Words {
@@ -350,8 +351,8 @@ fn loom_what_was_asked_for_is_done_after_that_or_asked_for_again() {
     });
 }
 
-/// With a look before, which may find an older value as a comparison that fails may, too; in loom that finds the
-/// newest.
+/// Loads before it compares: the load may find an older value, as a failing comparison may. In loom a comparison finds
+/// the newest value.
 fn try_lock(lock: &AtomicU32) -> bool {
     lock.load(Ordering::Relaxed) == 0
         && lock
@@ -359,7 +360,7 @@ fn try_lock(lock: &AtomicU32) -> bool {
             .is_ok()
 }
 
-/// Two who leave work to whoever holds the lock, which they only try.
+/// Two threads that leave work to the holder of the lock, which they only try to take.
 #[test]
 fn loom_what_is_left_to_the_holder_of_a_lock_is_done() {
     struct Words {

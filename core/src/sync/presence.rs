@@ -1,29 +1,29 @@
-//! Who is inside something that may be closed at any moment ([`Presence`]).
+//! Counts threads inside a region that may be closed at any moment ([`Presence`]).
 
 use super::words::{AtomicU32, Ordering, fence_after_rmw};
 
-/// Counts who is inside. Who comes in counts itself, then looks whether it may stay, and leaves at once if not; who is
-/// to have the place to itself publishes that nobody may come in, then looks whether somebody is there. So nobody stays
-/// unseen. The last to leave looks whether somebody waits for that, who [published](super::Published) it first: so one
-/// of the two finds the place empty.
+/// Counts the threads inside a region. A thread that enters counts itself, then checks whether it may stay, and leaves
+/// at once if not. A thread that needs the region empty publishes that it is closed, then checks the count. So no
+/// thread stays unseen. The last thread to leave checks whether another waits for that, which has
+/// [published](super::Published) its wait first. So one of the two finds the region empty.
 #[derive(Debug, Default)]
 pub struct Presence(AtomicU32);
 
 impl Presence {
-    /// Nobody is inside.
+    /// Returns an empty region.
     pub fn new() -> Self {
         Self(AtomicU32::new(0))
     }
 
-    /// One more is inside. Then look whether it may stay ([`Published::look`](super::Published::look)).
+    /// Counts the calling thread in. Then check whether it may stay ([`Published::look`](super::Published::look)).
     #[inline(always)]
     pub fn enter(&self) {
         self.0.fetch_add(1, Ordering::SeqCst);
         fence_after_rmw();
     }
 
-    /// One has left; true if it was the last. Then look whether somebody waits for that. Releases what was done inside
-    /// to whoever sees the place [empty](Self::is_empty).
+    /// Counts the calling thread out; returns `true` if it was the last. Then check whether another thread waits for
+    /// that. Releases the accesses inside to a thread that sees the region [empty](Self::is_empty).
     #[inline(always)]
     pub fn leave(&self) -> bool {
         let is_last = self.0.fetch_sub(1, Ordering::SeqCst) == 1;
@@ -31,19 +31,20 @@ impl Presence {
         is_last
     }
 
-    /// Whether nobody is inside: to be asked after what keeps others out was published, or by the last who left.
+    /// Returns whether the region is empty. To be called after the closing was published, or by the last thread that
+    /// left.
     #[inline(always)]
     pub fn is_empty(&self) -> bool {
         self.count() == 0
     }
 
-    /// How many are inside.
+    /// Returns the number of threads inside.
     #[inline(always)]
     pub fn count(&self) -> u32 {
         self.0.load(Ordering::SeqCst)
     }
 
-    /// In a fork child: nobody is inside.
+    /// Empties the region in a fork child, which has none of the other threads.
     pub fn reset(&self) {
         self.0.store(0, Ordering::Relaxed);
     }

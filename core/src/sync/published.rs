@@ -1,11 +1,12 @@
-//! A word that one side publishes, and the other looks at ([`Published`]).
+//! A word that one side publishes and the other reads ([`Published`]).
 
 use super::words::{AtomicBool, AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering, fence_after_rmw};
 
-/// Two sides with a word each: who publishes and then [looks](Self::look) at the other's word sees what that side
-/// published before it looked here, or is seen by it. What was written before is released to whoever looks.
+/// Two sides with a word each. A side publishes its word, and then [reads](Self::look) the other's word. So it sees
+/// what the other side published before reading here, or the other side sees its publication. Writes before a
+/// publication are released to the side that reads it.
 ///
-/// As in memory: the atomic alone, 0 being nothing said.
+/// In memory: the atomic alone, where 0 means that nothing is published.
 #[derive(Debug, Default)]
 #[repr(transparent)]
 pub struct Published<A>(A);
@@ -13,14 +14,14 @@ pub struct Published<A>(A);
 macro_rules! published {
     ($($atomic:ty: $value:ty),*) => {$(
         impl From<$value> for Published<$atomic> {
-            /// A word with this value, of which nobody knows yet.
+            /// Returns a word with this value, which no other thread can access yet.
             fn from(value: $value) -> Self {
                 Self(<$atomic>::new(value))
             }
         }
 
         impl Published<$atomic> {
-            /// From now on it has this value; gives the one before. Then look.
+            /// Publishes the value; returns the one before. Then look.
             #[inline(always)]
             pub fn publish(&self, value: $value) -> $value {
                 let before = self.0.swap(value, Ordering::SeqCst);
@@ -28,32 +29,34 @@ macro_rules! published {
                 before
             }
 
-            /// The same for whoever looks, but a look after this may come too soon: nobody is to be told.
+            /// Publishes the value without the order towards a later look, which may come too early. For a side that
+            /// need not notify the other. A look that sees the value acquires the writes before it.
             #[inline(always)]
             pub fn publish_quietly(&self, value: $value) {
                 self.0.store(value, Ordering::Release);
             }
 
-            /// What the other side has published: to be called after one's own word was. Acquires what was written
-            /// before.
+            /// Returns what the other side has published. To be called after the own word was published. Acquires the
+            /// writes before that publication.
             #[inline(always)]
             pub fn look(&self) -> $value {
                 self.0.load(Ordering::SeqCst)
             }
 
-            /// The value, where nothing was published that the other side might miss.
+            /// Returns the value, where the other side cannot miss a publication.
             #[inline(always)]
             pub fn load(&self, order: Ordering) -> $value {
                 self.0.load(order)
             }
 
-            /// Takes the value; leaves nothing said. Acquires what was written by all who have published here.
+            /// Takes the value; leaves the word with nothing published. Acquires the writes of all threads that have
+            /// published bits here.
             #[inline]
             pub fn take(&self) -> $value {
                 self.0.swap(<$value>::default(), Ordering::SeqCst)
             }
 
-            /// Sets the value where nobody else uses the word.
+            /// Sets the value where no other thread uses the word.
             pub fn reset(&self, value: $value) {
                 self.0.store(value, Ordering::Relaxed);
             }
@@ -66,14 +69,14 @@ published!(AtomicBool: bool, AtomicU8: u8, AtomicU32: u32, AtomicU64: u64);
 macro_rules! published_numbers {
     ($($atomic:ty: $value:ty),*) => {$(
         impl Published<$atomic> {
-            /// Publishes these bits, beside those that are set. Then look.
+            /// Publishes these bits, in addition to the bits that are set. Then look.
             #[inline(always)]
             pub fn add_bits(&self, bits: $value) {
                 self.0.fetch_or(bits, Ordering::SeqCst);
                 fence_after_rmw();
             }
 
-            /// Takes these bits away; gives those of them that were set.
+            /// Clears these bits; returns those of them that were set.
             #[inline(always)]
             pub fn take_bits(&self, bits: $value) -> $value {
                 self.0.fetch_and(!bits, Ordering::SeqCst) & bits
@@ -85,28 +88,30 @@ macro_rules! published_numbers {
 published_numbers!(AtomicU32: u32, AtomicU64: u64);
 
 impl Published<AtomicU32> {
-    /// Publishes the value if nothing was said; else gives what was, and nothing has changed. Then look.
+    /// Publishes the value if nothing is published. Otherwise returns the word's value as the error, and changes
+    /// nothing. Then look.
     pub fn claim(&self, value: u32) -> Result<(), u32> {
         self.0.compare_exchange(0, value, Ordering::SeqCst, Ordering::SeqCst)?;
         fence_after_rmw();
         Ok(())
     }
 
-    /// Publishes one more. Then look.
+    /// Adds one to a count, and so publishes it. Then look.
     pub fn add_one(&self) {
         self.0.fetch_add(1, Ordering::SeqCst);
         fence_after_rmw();
     }
 
-    /// One less, of those that were added.
+    /// Subtracts one that [`add_one`](Self::add_one) has added.
     pub fn take_one(&self) {
         self.0.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
-/// What is published is where something is, which is released with it.
+/// Publishes a pointer, which releases the value that it points to.
 impl<T> Published<AtomicPtr<T>> {
-    /// Publishes `new` if `before` is what was said; else gives what is. May fail without a reason. Then look.
+    /// Publishes `new` if the word is `before`; otherwise returns the word's value as the error. May fail without a
+    /// reason. Then look.
     pub fn exchange(&self, before: *mut T, new: *mut T) -> Result<(), *mut T> {
         self.0
             .compare_exchange_weak(before, new, Ordering::SeqCst, Ordering::Relaxed)?;
@@ -114,12 +119,12 @@ impl<T> Published<AtomicPtr<T>> {
         Ok(())
     }
 
-    /// As for words.
+    /// Returns the pointer that the other side has published, and acquires the writes before that.
     pub fn look(&self) -> *mut T {
         self.0.load(Ordering::SeqCst)
     }
 
-    /// As for words; null is nothing said.
+    /// Takes the pointer and leaves null, which means that nothing is published.
     pub fn take(&self) -> *mut T {
         self.0.swap(std::ptr::null_mut(), Ordering::SeqCst)
     }

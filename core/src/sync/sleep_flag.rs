@@ -1,5 +1,5 @@
-//! Whether somebody is asleep who has to be woken ([`SleepFlag`]), and whether that was done ([`RungMark`]). Not for
-//! sleeping or waking (`fabric::waiter`, `os::doorbell`).
+//! Whether a thread sleeps that must be woken ([`SleepFlag`]), and whether it was ([`RungMark`]). `fabric::waiter` and
+//! `os::doorbell` do the sleeping and waking.
 
 use super::words::{AtomicU64, Ordering, fence_after_rmw};
 
@@ -7,47 +7,47 @@ use super::words::{AtomicU64, Ordering, fence_after_rmw};
 const SLEEPERS: u64 = 0xffff;
 const EPOCH: u64 = SLEEPERS + 1;
 
-/// Says whether a waiter is, or is about to be, asleep. Written by the waiter
-/// only; peers may map it read-only. All-zero: nobody sleeps.
+/// Tells whether a waiter sleeps, or is about to. Only the waiter writes to it; peers may map it read-only. All-zero:
+/// no thread sleeps.
 ///
-/// Holds the number of sleeping threads and an epoch that every `begin` advances. Together they
-/// never repeat (48 bits of epoch do not come round, and between two `begin`s the number only
-/// falls), so a peer can tell that it has rung for just this state already.
+/// Holds the number of sleeping threads and an epoch that every `begin` advances. Together they never repeat: 48 bits
+/// of epoch do not wrap, and between two `begin`s the number only falls. So a peer can tell that it has rung for this
+/// state already.
 #[derive(Debug, Default)]
 #[repr(C, align(64))]
 pub struct SleepFlag(AtomicU64);
 
-/// What one process remembers of its last ring at one waiter. Private to the ringing process.
+/// The state for which one process last rang at a waiter. Private to the ringing process.
 #[derive(Debug, Default)]
 pub struct RungMark(AtomicU64);
 
 impl SleepFlag {
-    /// A flag outside shared memory, for tests and models.
+    /// Returns a flag outside shared memory, for tests and models.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Announces that this thread is about to sleep. Then re-check everything that could be a
-    /// reason not to, then sleep (or not), then [`end`](Self::end), then sweep.
+    /// Announces that this thread is about to sleep. Then check again every reason not to sleep, sleep if there is
+    /// none, call [`end`](Self::end), and sweep.
     pub fn begin(&self) {
         self.0.fetch_add(EPOCH + 1, Ordering::SeqCst);
         fence_after_rmw();
     }
 
-    /// This thread is awake. When it leaves something in the queues while other threads sleep
-    /// on the same waiter, it must ring for them.
+    /// Announces that this thread is awake. If it leaves entries in the queues while other threads sleep on the same
+    /// waiter, it must ring for them.
     pub fn end(&self) {
         self.0.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// Somebody sleeps here, or is about to: to be asked after something was [published](super::Published).
+    /// Returns whether a thread sleeps, or is about to. To be called after a [publication](super::Published).
     pub fn is_sleeping(&self) -> bool {
         self.0.load(Ordering::SeqCst) & SLEEPERS != 0
     }
 
-    /// After something was [published](super::Published): true when the doorbell must be rung now. At most once per
-    /// process and state of the flag: a bell rung for this state is still to be answered by `end`, which
-    /// changes the state, and a sweep.
+    /// Returns `true` if the doorbell must be rung now, after a [publication](super::Published). At most once per
+    /// process and state of the flag: a bell that was rung for this state leads to an `end`, which changes the state,
+    /// and a sweep.
     pub fn must_ring(&self, mark: &RungMark) -> bool {
         let now = self.0.load(Ordering::SeqCst);
         now & SLEEPERS != 0 && mark.0.load(Ordering::Relaxed) != now && mark.0.swap(now, Ordering::Relaxed) != now
@@ -55,12 +55,12 @@ impl SleepFlag {
 }
 
 impl RungMark {
-    /// Never rung.
+    /// Returns the mark of a process that has never rung.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Back to that: for another peer's waiter.
+    /// Forgets the last ring, for another peer's waiter.
     pub fn reset(&self) {
         self.0.store(0, Ordering::Relaxed);
     }

@@ -1,12 +1,12 @@
-//! Two sides against each other: not both may miss. On x86-64 hardly anything can fail here that does not always; Miri
-//! lets a load find an older value wherever the orderings allow that.
+//! Two sides against each other: not both may miss. On x86-64, a failure here that does not occur always is rare. Miri
+//! lets a load return an older value wherever the orderings allow that.
 
 use std::sync::Barrier;
 
 use super::*;
 
-/// Lets `one` and `other` run against each other, on words as `make` makes them, again and again. Each says whether it
-/// has seen the other.
+/// Runs `one` and `other` against each other 500 times (40 in Miri), on fresh words from `make`. Each returns whether
+/// it has seen the other.
 fn never_miss<W: Sync>(make: impl Fn() -> W, one: impl Fn(&W) -> bool + Sync, other: impl Fn(&W) -> bool + Sync) {
     for _ in 0..if cfg!(miri) { 40 } else { 500 } {
         let (words, start) = (make(), Barrier::new(2));
@@ -158,7 +158,8 @@ fn what_is_left_to_the_holder_of_a_lock_is_seen_by_it_or_done() {
         || (Handoff::new(), AtomicU32::new(1)),
         |(handoff, lock)| {
             handoff.add(1);
-            // Whoever takes it has it done. As a load: Miri lets a comparison find the newest value.
+            // The taker of the lock does the work. This loads the lock, as Miri lets a comparison find the newest
+            // value.
             handoff.is_empty() || lock.load(Ordering::Relaxed) == 0
         },
         |(handoff, lock)| {

@@ -1,5 +1,4 @@
-//! The atomics that shared memory is written over, and the fences between a store and a load: std's, or loom's in a
-//! model.
+//! The atomics of shared memory, and the fences between a store and a load: those of std, or of loom in a model.
 
 #[cfg(not(loom))]
 pub use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
@@ -7,15 +6,15 @@ pub use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, AtomicU32, AtomicU6
 #[cfg(loom)]
 pub use loom::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
 
-/// Between what this side has stored and what it loads next, where the other side does the same with the two exchanged
-/// and this in between. For words that have other uses, too, whose orderings therefore do not count; a full fence, so
-/// not where each message passes.
+/// Orders this side's stores before its later loads, where the other side does the same with the words exchanged. For
+/// words with other uses too, whose own orderings do not give that. It is a full fence, so it is not for the path of
+/// each message.
 #[inline]
 pub fn store_load_fence() {
     fence(Ordering::SeqCst);
 }
 
-/// Separates, in a model, a `SeqCst` read-modify-write from the `SeqCst` loads that follow it; see [`super`].
+/// Separates, in a loom model, a `SeqCst` read-modify-write from the `SeqCst` loads that follow it; see [`super`].
 #[inline(always)]
 pub fn fence_after_rmw() {
     #[cfg(loom)]

@@ -119,15 +119,17 @@ impl<T> Lock<T> {
 
     /// Frees the lock in a fork child, where no other thread exists, regardless of its owner.
     ///
-    /// # Safety No other thread of this process may use the lock. A thread may have been in the middle of a change of
-    /// the value: the caller must replace the value, or know that it was not being changed.
+    /// # Safety
+    /// No other thread of this process may use the lock. A thread may have been in the middle of a change of the value:
+    /// the caller must replace the value, or know that it was not being changed.
     pub unsafe fn reset(&self) {
         self.word.store(0, Release);
     }
 
     /// Returns the value without taking the lock.
     ///
-    /// # Safety No other code may be using the value.
+    /// # Safety
+    /// No other code may be using the value.
     #[allow(clippy::mut_from_ref)]
     pub unsafe fn get_unlocked(&self) -> &mut T {
         // SAFETY: by this function's contract.

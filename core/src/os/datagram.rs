@@ -169,7 +169,8 @@ impl Answerer {
 
     /// Calls sendmsg(2) or recvmsg(2) with MSG_DONTWAIT.
     ///
-    /// # Safety The memory that the header points to is valid for the whole call; for writes, if the call receives.
+    /// # Safety
+    /// The memory that the header points to is valid for the whole call; for writes, if the call receives.
     unsafe fn call(&self, number: libc::c_long, header: *mut libc::msghdr, flags: libc::c_int) -> Result<usize, Errno> {
         let fd = self.fd.as_raw_fd() as usize;
         let flags = (libc::MSG_DONTWAIT | flags) as usize;

@@ -69,7 +69,8 @@ impl Extent {
 
     /// Maps the file from `offset` on, in place of the mapping that the range has now.
     ///
-    /// # Safety The caller owns the range, and no references into it exist.
+    /// # Safety
+    /// The caller owns the range, and no references into it exist.
     pub unsafe fn show(self, fd: BorrowedFd<'_>, offset: u64, access: Access) -> Result<(), Errno> {
         let at = self.start.as_ptr();
         // SAFETY: by the contract.
@@ -79,7 +80,8 @@ impl Extent {
     /// Releases the memory but keeps the addresses: from now on they read as zeroes and can be written, for all who
     /// still hold a pointer.
     ///
-    /// # Safety As for [`show`](Self::show).
+    /// # Safety
+    /// As for [`show`](Self::show).
     pub unsafe fn neutralise(self) -> Result<(), Errno> {
         // SAFETY: by the contract.
         unsafe { neutral(self.start.as_ptr(), self.bytes, MapFlags::FIXED) }.map(drop)
@@ -88,7 +90,8 @@ impl Extent {
     /// Maps zeroes in a fork child, which has not inherited this mapping, as [`neutralise`](Self::neutralise) does.
     /// Does nothing if the addresses have been mapped since the fork.
     ///
-    /// # Safety As for [`show`](Self::show).
+    /// # Safety
+    /// As for [`show`](Self::show).
     pub unsafe fn after_fork(self) {
         // SAFETY: by the contract; MAP_FIXED_NOREPLACE replaces no mapping.
         let _ = unsafe { neutral(self.start.as_ptr(), self.bytes, MapFlags::FIXED_NOREPLACE) };
@@ -100,7 +103,8 @@ impl Extent {
     /// mremap(2) with an old size of 0 maps the same shared file again, from the old address on, with the length that
     /// is asked for. So no descriptor has to be kept for each peer. The new mapping has the permissions of this one.
     ///
-    /// # Safety This range is a mapping of a shared file, which has the bytes; `over` is as for [`show`](Self::show).
+    /// # Safety
+    /// This range is a mapping of a shared file, which has the bytes; `over` is as for [`show`](Self::show).
     pub unsafe fn followed_by(self, bytes: usize, over: Option<Extent>) -> Result<Self, Errno> {
         let last = self.start.as_ptr().wrapping_add(self.bytes - PAGE).cast();
         let (whole, flags) = (PAGE + bytes, MremapFlags::MAYMOVE);
@@ -122,8 +126,9 @@ impl Extent {
 
     /// Forbids all access to the range, so that it is not filled if the program locks its memory.
     ///
-    /// # Safety The range is exactly one mapping made by [`of_file`](Self::of_file) or
-    /// [`followed_by`](Self::followed_by), and no thread uses it.
+    /// # Safety
+    /// The range is exactly one mapping made by [`of_file`](Self::of_file) or [`followed_by`](Self::followed_by), and
+    /// no thread uses it.
     pub unsafe fn shut(self) -> Result<(), Errno> {
         // SAFETY: by the contract.
         unsafe { mprotect(self.start.as_ptr().cast(), self.bytes, MprotectFlags::empty()) }
@@ -133,7 +138,8 @@ impl Extent {
     /// [follows](Self::followed_by). Neither limits nor the number of mappings can make it fail: no address is new, no
     /// mapping is split, and shared memory is accounted to its file.
     ///
-    /// # Safety The range is exactly one mapping of the library's.
+    /// # Safety
+    /// The range is exactly one mapping of the library's.
     pub unsafe fn open(self) -> Result<(), Errno> {
         let access = MprotectFlags::READ | MprotectFlags::WRITE;
         // SAFETY: by the contract; the range loses no permission.
@@ -179,7 +185,8 @@ impl Extent {
 
     /// Unmaps the range: the kernel may map its addresses for any other purpose from now on.
     ///
-    /// # Safety The caller owns the range, and no thread uses it any more.
+    /// # Safety
+    /// The caller owns the range, and no thread uses it any more.
     pub unsafe fn unmap(self) {
         // SAFETY: by the contract.
         let _ = unsafe { munmap(self.start.as_ptr().cast(), self.bytes) };

@@ -9,9 +9,11 @@ use rustix::io::Errno;
 
 /// Makes a system call. Arguments beyond those of the call are ignored.
 ///
-/// # Errors The kernel's errno.
+/// # Errors
+/// The kernel's errno.
 ///
-/// # Safety The arguments meet the demands of the system call, and the call changes nothing that Rust relies on.
+/// # Safety
+/// The arguments meet the demands of the system call, and the call changes nothing that Rust relies on.
 #[inline]
 pub unsafe fn call(number: libc::c_long, arguments: [usize; 6]) -> Result<usize, Errno> {
     let [a, b, c, d, e, f] = arguments;

@@ -41,7 +41,8 @@ pub fn map(
 
 /// Permits reads and writes of the `bytes` from `start` on. Fails with the kernel's errno.
 ///
-/// # Safety The range consists of whole pages, within a mapping that [`map`] has made.
+/// # Safety
+/// The range consists of whole pages, within a mapping that [`map`] has made.
 pub unsafe fn open(start: *mut c_void, bytes: usize) -> Result<(), Errno> {
     // SAFETY: by the contract; the range loses no permission.
     unsafe { mprotect(start, bytes, MprotectFlags::READ | MprotectFlags::WRITE) }

@@ -364,8 +364,9 @@ fn keep(new: OwnedFd) -> Option<PrivateFd> {
 ///
 /// To be called from the child's atfork handler, before anything else here. Async-signal-safe if `keep` is.
 ///
-/// # Safety No [`PrivateFd`] that `keep` refuses may be used or dropped in the child afterwards, as its number may be
-/// another file's. (Forget its owner.)
+/// # Safety
+/// No [`PrivateFd`] that `keep` refuses may be used or dropped in the child afterwards, as its number may be another
+/// file's. (Forget its owner.)
 pub unsafe fn reset_in_fork_child(keep: impl Fn(RawFd) -> bool) {
     transit::reset_in_fork_child();
     reserve::reset_in_fork_child();

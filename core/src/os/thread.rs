@@ -1,11 +1,12 @@
-//! What the library keeps of each thread: its id, and where in the library it is.
+//! The state that the library keeps for each thread: its id, and where in the library it is.
 //!
-//! Every call touches this, so it is found by two instructions (the initial-exec model of TLS, which a preloaded
-//! library may use); `thread_local!` in a shared library is a call of the loader's. Nothing here has a destructor.
+//! Every call uses this state, so two instructions find it (the initial-exec model of TLS, which a preloaded library
+//! may use). `thread_local!` in a shared library is a call of the loader's. The state has no destructor.
 //!
-//! A thread is *within* the library while it has a section open: between `begin` and `end` it has announced something,
-//! or holds a lock, and a signal handler of the program has to wait (`shims::signals`), as has a `longjmp` out of one
-//! that could not (`shims::jump`). A call of libc's that may block is made [outside](Outside), however deep it is.
+//! A thread is *within* the library while it has a section open. Between `begin` and `end` it has announced an
+//! operation, or holds a lock. A signal handler of the program then has to wait (`shims::signals`), as has a `longjmp`
+//! out of a handler that could not wait (`shims::jump`). A libc call that may block is made [outside](Outside),
+//! regardless of how many sections are open.
 
 use std::cell::Cell;
 use std::sync::atomic::{
@@ -14,45 +15,47 @@ use std::sync::atomic::{
 
 use crate::os::kernel;
 
-/// What may be due at the end of a section.
+/// Work that may be due at the end of a section.
 mod due {
     pub const JUMP: u32 = 1;
     pub const SIGNALS: u32 = 2;
 }
 
-/// See the module.
+/// The state of a thread; see the module.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Thread {
-    /// The kernel's id; 0 until asked for.
+    /// The kernel's id of the thread; 0 until it is first needed.
     tid: Cell<u32>,
-    /// Sections that are open, one in another.
+    /// The number of open sections, one within another.
     depth: Cell<u32>,
-    /// The stack pointer where the outermost began.
+    /// The stack pointer at the beginning of the outermost section.
     base: Cell<usize>,
-    /// What waits for the end of the sections. Atomic for the thread's own signal handlers, as is the next.
+    /// Work that waits for the end of the sections (`due`). Atomic for the thread's own signal handlers, as is
+    /// `handlers`.
     due: AtomicU32,
-    /// Descriptors of ours that it has under way, one as a part of another (`os::privatefd`).
+    /// The number of library fds in transit in this thread, one as a part of another (`os::privatefd`).
     transits: Cell<u32>,
-    /// Times for which it wants none under way.
+    /// The number of open periods in which the thread needs all fds settled (`os::privatefd`).
     settles: Cell<u32>,
-    /// Count of signal handlers that have run; wraps.
+    /// The count of signal handlers that have run; wraps.
     handlers: AtomicU32,
-    /// Signals that wait, a bit each; the kernel has them blocked.
+    /// Signals that wait for the end of the sections, a bit each; the kernel has them blocked.
     held: AtomicU64,
-    /// A jump that waits; null if there is none.
+    /// The jump that waits for the end of the sections; null if there is none.
     jump: Cell<*mut u8>,
     /// The innermost call that is made outside; null if there is none.
     outside: Cell<*const Outside>,
     /// Signals whose handlers have run since the outermost call [began to count](Self::handlers_at_call), a bit each.
     handled: AtomicU64,
-    /// The frame of the signal handler that was last noted, by its `ucontext`, and where that returns to; 0 is none.
+    /// The frame of the signal handler that was noted last: the address of its `ucontext`, and its return address; 0 if
+    /// there is none.
     handler: Cell<(usize, usize)>,
-    /// Where the program had what it waits for written to last; 0 if nowhere.
+    /// The address at which the program last had the results of a wait written; 0 if there is none.
     results: Cell<usize>,
-    /// What the thread does for others while it sleeps; null if that is nothing.
+    /// The work that the thread does for others while it sleeps; null if there is none.
     duty: Cell<*const ()>,
-    /// Whether `pthread_cancel` was called for the thread. Set by other threads.
+    /// Whether `pthread_cancel` was called for the thread. Other threads set it.
     cancelled: AtomicBool,
 }
 
@@ -73,13 +76,13 @@ std::arch::global_asm!(
     bytes = const BYTES,
 );
 
-/// The calling thread's. The reference is not to leave the thread.
+/// Returns the calling thread's state. The reference must not leave the thread.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 pub fn current() -> &'static Thread {
     let at: *const Thread;
-    // SAFETY: the address of this thread's copy of the variable above, which is zero at first, a valid `Thread`, and
-    // lives as long as the thread.
+    // SAFETY: the address of this thread's copy of the variable above. It is zero at first, which is a valid `Thread`,
+    // and lives as long as the thread.
     unsafe {
         std::arch::asm!(
             "mov {at}, qword ptr [rip + rdmasock_thread@gottpoff]",
@@ -91,7 +94,7 @@ pub fn current() -> &'static Thread {
     }
 }
 
-/// The calling thread's. The reference is not to leave the thread.
+/// Returns the calling thread's state. The reference must not leave the thread.
 #[cfg(not(target_arch = "x86_64"))]
 #[inline]
 pub fn current() -> &'static Thread {
@@ -116,12 +119,12 @@ pub fn current() -> &'static Thread {
             }
         };
     }
-    // SAFETY: without a destructor it is valid for as long as the thread.
+    // SAFETY: the variable has no destructor, so it is valid as long as the thread.
     THREAD.with(|t| unsafe { &*std::ptr::from_ref(t) })
 }
 
 /// Notes that the thread with this `pthread_t` is about to be cancelled. In glibc a `pthread_t` is the address of the
-/// thread control block. Every thread's copy of a variable has the same distance from its block.
+/// thread control block, and every thread's copy of a variable lies at the same distance from that block.
 ///
 /// # Safety
 /// The thread has not been joined.
@@ -131,36 +134,36 @@ pub unsafe fn note_cancelled(pthread: libc::pthread_t) {
     // SAFETY: reads the calling thread's pointer to its own control block.
     unsafe { std::arch::asm!("mov {}, qword ptr fs:[0]", out(reg) own, options(pure, readonly, nostack)) };
     let at = std::ptr::from_ref(current()).wrapping_byte_offset((pthread as usize).wrapping_sub(own) as isize);
-    // SAFETY: the copy of that thread, which lives until it is joined. The field is atomic.
+    // SAFETY: the address of that thread's copy, which lives until the thread is joined. The field is atomic.
     unsafe { (*at).cancelled.store(true, Relaxed) };
 }
 
-/// Does nothing: the place of a thread's copy depends on the processor.
+/// Does nothing: the position of a thread's copy depends on the processor.
 ///
 /// # Safety
 /// None.
 #[cfg(not(target_arch = "x86_64"))]
 pub unsafe fn note_cancelled(_: libc::pthread_t) {}
 
-/// A call that may block, and that a jump may leave; in the frame of whoever makes it.
+/// A call that may block, and that a jump may leave. The value lies in the frame of the caller.
 #[derive(Debug)]
 pub struct Outside {
-    /// The one that this one was made in, by a signal handler.
+    /// The outside call that a signal handler has interrupted to make this one; null if there is none.
     before: *const Outside,
-    /// What it is about, for [`Thread::is_inside`].
+    /// The object of the call, for [`Thread::is_inside`].
     about: *const (),
-    /// How deep the thread was.
+    /// The number of sections that were open at the call.
     depth: u32,
     base: usize,
-    /// The stack pointer to go on with when the call is left.
+    /// The stack pointer to continue with when a jump leaves the call.
     pub landing: Cell<usize>,
 }
 
-/// Carries out the jump that waits, or a part of it; set when there first is one.
+/// The function that carries out the waiting jump, or a part of it; 0 until there first is a jump.
 static CARRY_OUT: AtomicUsize = AtomicUsize::new(0);
 
 impl Thread {
-    /// The kernel's id of the thread.
+    /// Returns the kernel's id of the thread.
     #[inline]
     pub fn tid(&self) -> u32 {
         match self.tid.get() {
@@ -176,17 +179,17 @@ impl Thread {
         id
     }
 
-    /// In a fork child: the surviving thread has a new id.
+    /// Forgets the id in a fork child: the surviving thread has a new one.
     pub fn forget_tid(&self) {
         self.tid.set(0);
     }
 
-    /// How many descriptors of ours it has under way.
+    /// Returns the number of library fds in transit in this thread.
     pub fn transits(&self) -> &Cell<u32> {
         &self.transits
     }
 
-    /// How many times it wants none under way.
+    /// Returns the number of open periods in which the thread needs all fds settled.
     pub fn settles(&self) -> &Cell<u32> {
         &self.settles
     }
@@ -199,18 +202,18 @@ impl Thread {
             self.base.set(stack_pointer());
         }
         self.depth.set(depth + 1);
-        // What is announced in the section is announced after this, and withdrawn before `end`.
+        // All announcements of the section come after this, and are withdrawn before `end`.
         compiler_fence(SeqCst);
     }
 
-    /// Closes the section that was opened last. Where that is the outermost, handlers that wait run, and a jump that
-    /// waits is carried out: then this does not return.
+    /// Closes the section that was opened last. If it is the outermost, waiting signal handlers run, and a waiting jump
+    /// is carried out: then this does not return.
     #[inline(always)]
     pub fn end(&self) {
         compiler_fence(SeqCst);
         let depth = self.depth.get().wrapping_sub(1);
         self.depth.set(depth);
-        // A signal that comes before this load waits, and one that comes after it finds nothing to wait for.
+        // A signal that arrives before this load waits; a signal after it finds no open section.
         compiler_fence(SeqCst);
         if depth == 0 && self.due.load(Relaxed) != 0 {
             self.settle();
@@ -226,7 +229,7 @@ impl Thread {
         }
     }
 
-    /// Has a signal wait for the end of the sections that are open. It is pending, and blocked when the handler
+    /// Makes a signal wait for the end of the open sections. The signal is pending, and blocked when the handler
     /// returns.
     pub fn hold_signal(&self, bit: u64) {
         self.held.fetch_or(bit, Relaxed);
@@ -261,25 +264,26 @@ impl Thread {
         self.handled.load(Relaxed)
     }
 
-    /// What the thread does for others while it sleeps, which somebody else is to do while it runs a signal handler.
+    /// Returns the work that the thread does for others while it sleeps. Another thread has to do it while this one
+    /// runs a signal handler.
     pub fn duty(&self) -> &Cell<*const ()> {
         &self.duty
     }
 
-    /// Whether anything waits for the end of the sections.
+    /// Returns whether any work waits for the end of the sections.
     #[inline]
     pub fn is_due(&self) -> bool {
         self.due.load(Relaxed) != 0
     }
 
-    /// Handlers that wait run now. No section is open.
+    /// Runs the waiting signal handlers. No section is open.
     #[cold]
     pub fn let_signals_in(&self) {
         self.due.fetch_and(!due::SIGNALS, Relaxed);
         let held = self.held.swap(0, Relaxed);
         if held != 0 {
             let unblock = libc::SIG_UNBLOCK as usize;
-            // SAFETY: a mask of 8 bytes. Nothing is announced, nor in the middle of a change: the handlers may do
+            // SAFETY: the mask has 8 bytes. No announcement and no change is in progress, so the handlers may do
             // anything.
             let _ = unsafe {
                 let mask = kernel::address(&raw const held);
@@ -288,69 +292,70 @@ impl Thread {
         }
     }
 
-    /// Whether `pthread_cancel` was called for the thread.
+    /// Returns whether `pthread_cancel` was called for the thread.
     #[inline(always)]
     pub fn is_cancelled(&self) -> bool {
         self.cancelled.load(Relaxed)
     }
 
-    /// Notes the frame of a signal handler, by its `ucontext`, and where that returns to.
+    /// Notes the frame of a signal handler: the address of its `ucontext`, and its return address.
     pub fn note_handler(&self, context: usize, returns_to: usize) {
         self.handler.set((context, returns_to));
     }
 
-    /// What was noted last.
+    /// Returns the frame that was noted last.
     pub fn handler(&self) -> (usize, usize) {
         self.handler.get()
     }
 
-    /// Whether what the program waits for was last written here; if not, it is from now on.
+    /// Returns whether `at` is the address of the program's results that was noted last; notes it if not.
     pub fn note_results(&self, at: usize) -> bool {
         self.results.replace(at) == at
     }
 
-    /// How many sections are open.
+    /// Returns the number of open sections.
     pub fn depth(&self) -> u32 {
         self.depth.get()
     }
 
-    /// The stack pointer where the outermost began.
+    /// Returns the stack pointer at the beginning of the outermost section.
     pub fn base(&self) -> usize {
         self.base.get()
     }
 
-    /// Whether the thread is on its way out of the library, to where a jump leads: whatever fails is not tried again.
+    /// Returns whether the thread is on its way out of the library, to the target of a jump: then a call that fails is
+    /// not tried again.
     #[inline]
     pub fn is_leaving(&self) -> bool {
         !self.jump.get().is_null()
     }
 
-    /// The jump that waits.
+    /// Returns the waiting jump; null if there is none.
     pub fn jump(&self) -> *mut u8 {
         self.jump.get()
     }
 
-    /// Has a jump wait for the end of the sections that are open, and of calls that are left. `carry_out` is called
-    /// then.
+    /// Makes a jump wait for the end of the open sections, and of the calls that it leaves. Then `carry_out` is called.
     pub fn set_jump(&self, jump: *mut u8, carry_out: extern "C" fn()) {
         CARRY_OUT.store(carry_out as usize, Relaxed);
         self.jump.set(jump);
         self.due.fetch_or(due::JUMP, Relaxed);
     }
 
-    /// Forgets it.
+    /// Forgets the waiting jump and returns it; null if there is none.
     pub fn take_jump(&self) -> *mut u8 {
         self.due.fetch_and(!due::JUMP, Relaxed);
         self.jump.replace(std::ptr::null_mut())
     }
 
-    /// The innermost call that is made outside.
+    /// Returns the innermost call that is made outside; `None` if there is none.
     pub fn outside(&self) -> Option<&Outside> {
-        // SAFETY: null, or in the frame of a call that is not back yet.
+        // SAFETY: null, or in the frame of a call that has not returned yet.
         unsafe { self.outside.get().as_ref() }
     }
 
-    /// Whether the thread is in a call outside about this: the caller is in a signal handler above it.
+    /// Returns whether the thread is in an outside call about this object. Then the caller is in a signal handler above
+    /// it.
     pub fn is_inside(&self, about: *const ()) -> bool {
         let mut place = self.outside();
         while let Some(call) = place {
@@ -363,7 +368,7 @@ impl Thread {
         false
     }
 
-    /// What [`Self::step_out`] needs, in the caller's frame.
+    /// Returns the state that [`Self::step_out`] needs; it has to lie in the caller's frame.
     #[inline]
     pub fn about_to_step_out(&self, about: *const ()) -> Outside {
         Outside {
@@ -375,7 +380,7 @@ impl Thread {
         }
     }
 
-    /// From now on a jump leaves the call at its landing.
+    /// Makes jumps leave the call from now on, at its landing.
     #[inline]
     pub fn step_out(&self, outside: &Outside) {
         self.outside.set(outside);
@@ -384,7 +389,7 @@ impl Thread {
         compiler_fence(SeqCst);
     }
 
-    /// The call is back, or was left.
+    /// Ends the outside call, which has returned, or which a jump has left.
     #[inline]
     pub fn step_in(&self, outside: &Outside) {
         compiler_fence(SeqCst);

@@ -1,23 +1,23 @@
-//! Whom to tell when there is something new ([`Attention`]).
+//! A word that names the waiter to notify about news ([`Attention`]).
 
 use super::words::{AtomicU32, Ordering, fence_after_rmw};
 
-/// A word by which one side asks the other to be told. It arms the word, then looks for what it waits for; the other
-/// side publishes that, then takes the word. So the one finds what it waits for, or the other whom to tell. Who takes a
-/// value that is not 0 has to tell whom it stands for.
+/// A word by which a reader asks a publisher for a notification. The reader arms the word, then checks for news; the
+/// publisher publishes its news, then takes the word. So the reader finds the news, or the publisher finds the word
+/// armed. A publisher that takes a value other than 0 must notify the waiter that the value names.
 ///
-/// As in memory: one word, 0 being nobody.
+/// In memory: one word, where 0 names no waiter.
 #[derive(Debug, Default)]
 #[repr(transparent)]
 pub struct Attention(AtomicU32);
 
 impl Attention {
-    /// Nobody is to be told.
+    /// Returns a word that is not armed.
     pub fn new() -> Self {
         Self(AtomicU32::new(0))
     }
 
-    /// Asks to be told by these bits, beside those that are set. Then look
+    /// Asks for a notification by these bits, in addition to the bits that are set. Then check for news
     /// ([`Published::look`](super::Published::look)).
     #[inline]
     pub fn arm(&self, bits: u32) {
@@ -25,20 +25,23 @@ impl Attention {
         fence_after_rmw();
     }
 
-    /// As [`arm`](Self::arm), for who armed it before: seldom was it taken since.
+    /// Arms the word as [`arm`](Self::arm) does, for a reader that has armed it before and whose bits are seldom taken
+    /// since.
     #[inline]
     pub fn keep_armed(&self, bits: u32) {
-        // If it is still set nobody has taken it: who publishes after this look will.
+        // If the bits are still set, no publisher has taken them: a publisher that publishes after this load takes
+        // them.
         if self.0.load(Ordering::SeqCst) & bits != bits {
             self.0.fetch_or(bits, Ordering::SeqCst);
         }
         fence_after_rmw();
     }
 
-    /// After something was [published](super::Published::publish): whom to tell of it.
+    /// Takes the word after a [publication](super::Published::publish). Returns the waiters to notify of it; 0 if there
+    /// are none.
     #[inline(always)]
     pub fn take(&self) -> u32 {
-        // Seldom set: a load leaves the line shared, a swap would not.
+        // The word is seldom set: a load leaves the cache line shared, a swap would not.
         if self.0.load(Ordering::SeqCst) == 0 {
             return 0;
         }
@@ -47,22 +50,23 @@ impl Attention {
         bits
     }
 
-    /// What this side has asked for and nobody has taken. To be looked at by who has asked and only then raised its
-    /// [`SleepFlag`](super::SleepFlag): who took the word before that has found the flag down, and rings nobody.
+    /// Returns the bits that this side has armed and no publisher has taken. A reader that arms the word before it
+    /// raises its [`SleepFlag`](super::SleepFlag) checks this afterwards. A publisher that took the word before has
+    /// found the flag down, so it rings no bell.
     #[inline]
     pub fn left(&self) -> u32 {
         self.0.load(Ordering::SeqCst)
     }
 
-    /// Takes back what this side asked for by `bits`, touching the line only if needed. Who is just being told still
-    /// is.
+    /// Withdraws the bits that this side has armed; writes to the cache line only if needed. A notification that a
+    /// publisher has begun already still arrives.
     pub fn disarm(&self, bits: u32) {
         if self.0.load(Ordering::Relaxed) & bits != 0 {
             self.0.fetch_and(!bits, Ordering::SeqCst);
         }
     }
 
-    /// Nobody is to be told any more, where neither side uses the word. Releases what was reset before.
+    /// Disarms the word where neither side uses it. Releases the resets before it to later users of the word.
     pub fn reset(&self) {
         self.0.store(0, Ordering::Release);
     }

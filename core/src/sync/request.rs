@@ -1,36 +1,37 @@
-//! What many ask for and one does, once for all ([`Request`]).
+//! Requests of many threads that one thread serves together ([`Request`]).
 
 use super::words::{AtomicBool, Ordering, fence_after_rmw};
 
-/// A request that is asked for again and again and done later, for all who have asked by then. Who asks has before
-/// [published](super::Published) what is to be done, or changed it under a lock that is taken to do it; only the first
-/// to ask has anybody told. Who does it begins by clearing the request, and looks what is to be done after that. So
-/// what was asked for is done after it was asked for, or is asked for again.
+/// A request that many threads make, and one thread serves later for all of them. Before a thread asks, it has
+/// [published](super::Published) what is to be done, or has changed it under a lock that the server takes. Only the
+/// first to ask notifies the server. The server first clears the request, and then checks what is to be done. So what a
+/// thread has published is served after it asked, or is requested again.
 #[derive(Debug, Default)]
 pub struct Request(AtomicBool);
 
 impl Request {
-    /// Nothing was asked for.
+    /// Returns a request that was not made.
     pub fn new() -> Self {
         Self(AtomicBool::new(false))
     }
 
-    /// Asks. True if nobody has since it was last begun: whoever is to do it has to be told.
+    /// Makes the request. Returns `true` for the first request since the server last began: the caller must notify the
+    /// server.
     #[inline]
     #[must_use]
     pub fn ask(&self) -> bool {
-        // Mostly asked already: a load leaves the line shared, a swap would not.
+        // The request is mostly pending already: a load leaves the cache line shared, a swap would not.
         !self.0.load(Ordering::SeqCst) && !self.0.swap(true, Ordering::SeqCst)
     }
 
-    /// Whether it was asked for and not begun. Only a hint.
+    /// Returns whether a request is pending. Only a hint.
     #[inline]
     pub fn is_asked(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }
 
-    /// It is about to be done: who asks from now on asks again. Then look what there is to do. True if it was asked
-    /// for.
+    /// Clears the request before it is served: later requests count anew. Then check what is to be done. Returns `true`
+    /// if a request was pending.
     pub fn begin(&self) -> bool {
         let was_asked = self.0.swap(false, Ordering::SeqCst);
         fence_after_rmw();

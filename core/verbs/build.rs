@@ -1,4 +1,4 @@
-//! Says clearly what rdma-sys, whose bindings are generated with libclang, fails without: its own message for
+//! Reports an unknown or too new libclang, with which rdma-sys generates its bindings. The error of rdma-sys itself for
 //! a libclang from 16 on is "not a valid Ident".
 
 use std::path::Path;
@@ -16,7 +16,7 @@ fn main() {
     }
 }
 
-/// The version of the libclang in a directory, or that is the file, by the number in its real name:
+/// Returns the version of the libclang in a directory, or of the file `path`, by the number in its real name:
 /// libclang-14.so.14.0.6.
 fn version(path: &Path) -> Option<u32> {
     let library = if path.is_dir() {

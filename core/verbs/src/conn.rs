@@ -1,4 +1,4 @@
-//! A connection: its id, its queue, and what has become of it.
+//! A connection: its id, its queue, and its state.
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,21 +19,21 @@ use crate::sys::{Context, Event, Id, Private, event};
 use rdmasock_core::fabric::plugin::fate::Fate;
 use rdmasock_core::fabric::plugin::host::{Level, log};
 
-/// About a second; with seven repetitions a peer that has fallen silent is given up after some eight.
+/// About 1 s. With seven repetitions, a silent peer is given up after some 8 s.
 const ACK_TIMEOUT: u8 = 18;
 
-/// READs that may be under way on a connection for bulk: enough that the next is on its way while one is answered.
+/// READs that may be outstanding on a connection for bulk: enough that the next one travels while one is answered.
 const BULK_READS: u32 = 8;
 
-/// A connection, from the request on. Fields are in the order in which they go.
+/// A connection, from the request on. Fields are in the order in which they are dropped.
 pub struct Conn {
-    /// From `accept` or `connect` on.
+    /// Set by `accept` or `connect`.
     queue: OnceLock<Queue>,
-    /// What the peer's accept sent along. Its owner takes in the events of the id.
+    /// The private data of the peer's accept. The lock's owner handles the events of the id.
     private: Lock<Private>,
-    /// What the peer has on offer for our probes.
+    /// The memory that the peer offers for this end's probes.
     offer: OnceLock<Offer>,
-    /// rdma_disconnect was called.
+    /// Whether rdma_disconnect was called.
     left: AtomicBool,
     fate: Arc<Fate>,
     context: Context,
@@ -41,7 +41,7 @@ pub struct Conn {
 }
 
 impl Conn {
-    /// For an id that has its device: of a request, or with its route resolved.
+    /// Makes a connection for an id that has its device: the id of a request, or one whose route is resolved.
     pub fn new(id: Id) -> Result<Self> {
         Ok(Self {
             queue: OnceLock::new(),
@@ -54,35 +54,36 @@ impl Conn {
         })
     }
 
-    /// The id, for connecting.
+    /// Returns the id, for connecting.
     pub fn id(&self) -> &Id {
         &self.id
     }
 
-    /// Is its device an iWARP one?
+    /// Returns whether the device is an iWARP device.
     pub fn is_iwarp(&self) -> bool {
         self.context.is_iwarp()
     }
 
-    /// The queue; ENOTCONN before there is one.
+    /// Returns the queue; ENOTCONN before there is one.
     pub fn queue(&self) -> Result<&Queue> {
         self.queue.get().ok_or(Errno(libc::ENOTCONN))
     }
 
-    /// Takes in what the peer has sent along.
+    /// Stores the offer in the peer's private data, if there is one.
     pub fn hear(&self, private: &Private) {
         if let Some(offer) = Offer::read(private) {
             let _ = self.offer.set(offer);
         }
     }
 
-    /// Whether the peer offers what probes need.
+    /// Fails with EPROTO if probes need memory of the peer's and the peer offers none.
     pub fn check_offer(&self) -> Result<()> {
         let is_missing = self.is_iwarp() && self.offer.get().is_none();
         if is_missing { Err(Errno(libc::EPROTO)) } else { Ok(()) }
     }
 
-    /// Connects, perhaps beside another connection; how it ends is for [`state`](Self::state).
+    /// Begins to connect, and shares the resources of `beside` if there is one. [`state`](Self::state) reports the
+    /// result.
     pub fn connect(&self, private: &[u8], beside: Option<&Self>) -> Result<()> {
         let depth = self.make_queue(false, beside)?;
         let private = compose(private, self.queue()?.offer())?;
@@ -91,8 +92,9 @@ impl Conn {
             .map_err(|errno| explain("connecting", errno))
     }
 
-    /// Makes the queue; gives how many READs each side may have outstanding: as many as carry bulk, else one, for a
-    /// probe on iWARP (elsewhere none is used, but some devices want one).
+    /// Makes the queue; returns how many READs each side may have outstanding. For bulk these are `BULK_READS`, or
+    /// fewer if the device allows fewer. Otherwise it is one, for a probe on iWARP (elsewhere it is unused, but some
+    /// devices require one).
     fn make_queue(&self, accepts: bool, beside: Option<&Self>) -> Result<u8> {
         let (common, wish) = match beside {
             None => (Common::new(self.context)?, Wish::MESSAGES),
@@ -108,8 +110,8 @@ impl Conn {
         Ok(depth)
     }
 
-    /// What is shared with a connection that this one is to be beside. ENODEV if that one is on another device,
-    /// ENOTCONN if it has no queue yet.
+    /// Returns the resources to share with `other`. ENODEV if `other` is on another device, ENOTCONN if it has no queue
+    /// yet.
     fn common_with(&self, other: &Self) -> Result<Common> {
         if self.context != other.context {
             let doing = "connecting beside a connection that is on another device";
@@ -141,7 +143,7 @@ impl Conn {
         }
     }
 
-    /// Says good-bye, once: the queue pair is flushed, and the peer knows.
+    /// Disconnects once: the queue pair is flushed, and the peer is notified.
     fn leave(&self) {
         if self.queue.get().is_some() && !self.left.swap(true, Ordering::Relaxed) {
             let _ = self.id.disconnect();
@@ -167,7 +169,7 @@ impl Connection for Conn {
         let _ = self.id.reject();
     }
 
-    // ENOTCONN before there is a queue.
+    // Fails with ENOTCONN before there is a queue.
     fn info(&self) -> Result<Info> {
         let queue = self.queue()?;
         let private = self.private.lock().map_or(Private::NONE, |private| *private);
@@ -194,7 +196,7 @@ impl Connection for Conn {
     }
 
     fn state(&self) -> i32 {
-        // If another thread is at it, the state is what it is.
+        // If another thread is handling events, the current state is returned without waiting.
         if let Some(mut private) = self.private.try_lock() {
             loop {
                 match self.id.channel().next() {
@@ -260,7 +262,7 @@ impl Drop for Conn {
     }
 }
 
-/// The library's part of what a peer has sent along.
+/// Returns the library's part of a peer's private data.
 pub fn words(private: &Private) -> [u8; PRIVATE_BYTES] {
     let mut words = [0; PRIVATE_BYTES];
     for (to, from) in words.iter_mut().zip(private.bytes) {
@@ -269,7 +271,7 @@ pub fn words(private: &Private) -> [u8; PRIVATE_BYTES] {
     words
 }
 
-/// What an event means for a connection that is being made or is up.
+/// The meaning of an event for a connection that is being made or is up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     Nothing,
@@ -277,7 +279,7 @@ pub enum Verdict {
     Over(Errno),
 }
 
-/// Judges an event by its kind and status.
+/// Returns the meaning of an event by its kind and status.
 pub fn verdict(kind: u32, status: i32) -> Verdict {
     // A negative status is an errno, a positive one a reason of the transport.
     let or = |default| {

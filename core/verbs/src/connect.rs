@@ -1,4 +1,4 @@
-//! Makes a connection: address, route, queue pair, connect, within a time.
+//! Makes a connection within a time: resolves address and route, makes the queue pair, connects.
 
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
@@ -12,17 +12,17 @@ use crate::error::{Errno, Result};
 use crate::explain::explain;
 use crate::sys::{Id, event};
 
-/// siw's accept answers first and takes the socket over then: what arrives in between is not looked at until more
-/// comes. So the connecting end on iWARP lets this pass before anything can be sent (one in 50 connections stood still
-/// in the lab without it).
+/// How long the connecting end on iWARP waits before anything is sent. siw's accept answers first and takes over the
+/// socket afterwards; data that arrives in between is not read until more arrives. Without the wait, one in 50
+/// connections in the lab stood still.
 const IWARP_SETTLES: Duration = Duration::from_millis(50);
 
-/// siw uses the port that the connection manager has chosen among those that RDMA does not use, whether or not TCP
-/// does. Each attempt gets another one.
+/// The number of ports to try. siw uses the port that the connection manager has chosen among those that RDMA does not
+/// use, even if TCP uses it. Each attempt gets another port.
 const PORTS_TRIED: u32 = 16;
 
-/// Connects, perhaps beside another connection. The timeout is for finding the way, and again for the peer's answer:
-/// siw waits for its TCP connection within the call, by the kernel's own patience.
+/// Connects; shares the resources of `beside` if there is one. The timeout applies to the resolution of the route, and
+/// again to the peer's answer. siw waits for its TCP connection within the call, until the kernel's own timeout.
 pub fn connect(
     local: &Address,
     remote: &Address,
@@ -33,7 +33,7 @@ pub fn connect(
     let mut tried = 1;
     loop {
         match attempt(local, remote, private, timeout, beside) {
-            // Of another socket, or of a connection to the same address that has just ended.
+            // A TCP socket has the port, or a connection to the same address that has just ended.
             Err(Errno(libc::EADDRINUSE | libc::EADDRNOTAVAIL)) if tried < PORTS_TRIED => tried += 1,
             result => return result,
         }
@@ -78,7 +78,7 @@ fn after(timeout: Duration) -> Result<Instant> {
     Instant::now().checked_add(timeout).ok_or(Errno(libc::EINVAL))
 }
 
-/// Waits for this event; another one is the reason why it will not come.
+/// Waits for the event `wanted`. Fails with the reason if another event shows that it will not arrive.
 fn expect(id: &Id, wanted: u32, until: Instant) -> Result<()> {
     loop {
         match id.channel().next()? {
@@ -93,7 +93,7 @@ fn expect(id: &Id, wanted: u32, until: Instant) -> Result<()> {
     }
 }
 
-/// Sleeps until the id has an event.
+/// Sleeps until the id has an event, or until the deadline; ETIMEDOUT if that has passed.
 fn wait(id: &Id, until: Instant) -> Result<()> {
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
     let left = until.saturating_duration_since(Instant::now());
@@ -109,7 +109,7 @@ fn wait(id: &Id, until: Instant) -> Result<()> {
     }
 }
 
-/// What is left, for the kernel, which does not know 0.
+/// Returns the remaining time in ms, at least 1: the kernel does not accept 0.
 fn milliseconds(until: Instant) -> i32 {
     let left = until.saturating_duration_since(Instant::now()).as_millis();
     i32::try_from(left).unwrap_or(i32::MAX).max(1)

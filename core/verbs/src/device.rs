@@ -1,7 +1,7 @@
-//! Which device has a local address; opening it, once; its events. Not here: queue pairs.
+//! Finds the device of a local address, opens it once, and handles its events. Queue pairs are elsewhere.
 //!
-//! [`find`] only looks into sysfs, so a process that forks its workers can know that there is a device without
-//! opening it: what the parent has opened its children cannot use (librdmacm keeps the parent's).
+//! [`find`] only reads sysfs. So a process that forks its workers can know that there is a device without opening it:
+//! children cannot use a device that their parent has opened (librdmacm keeps the parent's).
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::sync::Arc;
@@ -17,18 +17,19 @@ use crate::sysfs::device_on;
 use rdmasock_core::fabric::plugin::fate::Fate;
 use rdmasock_core::fabric::plugin::host::{self, Level, log};
 
-/// A call of librdmacm has been made in this process, or in the one that it was forked from.
+/// Whether a call of librdmacm was made in this process, or in the process that it was forked from.
 static USED: AtomicBool = AtomicBool::new(false);
-/// This is a fork child of a process that had made one.
+/// Whether this process is a fork child of a process that had made such a call.
 static INHERITED: AtomicBool = AtomicBool::new(false);
 
-/// The devices that are open. Each has an id for ever: so that librdmacm keeps what is shared by all ids.
+/// The open devices. Each keeps an id for ever, so that librdmacm keeps the context that all ids share.
 static OPEN: Lock<Vec<(Context, Id)>> = Lock::new(Vec::new());
 
-/// A listener for a device's events: the address of a queue pair, and its connection's fate.
+/// The queue pairs that receive a device's events: the address of the queue pair, its device, and its connection's
+/// fate.
 static LIVE: Lock<Vec<(usize, Context, Arc<Fate>)>> = Lock::new(Vec::new());
 
-/// The device that has this local address.
+/// Returns the device that has this local address; ENODEV if none has it.
 pub fn find(local: &Address) -> Result<Device> {
     usable()?;
     let ip = ip(local)?;
@@ -36,14 +37,14 @@ pub fn find(local: &Address) -> Result<Device> {
     device_on(host::sys_class(), &interface).ok_or(Errno(libc::ENODEV))
 }
 
-/// Opens the device that has this local address, or finds that it is open.
+/// Opens the device that has this local address; returns its context if it is open already.
 pub fn open(local: &Address) -> Result<Context> {
     find(local)?;
     let mut open = OPEN.lock().ok_or(Errno(libc::EDEADLK))?;
     if !USED.swap(true, Ordering::Relaxed) {
         prepare_for_fork();
     }
-    // Under the lock, so that no other thread uses a context before its fds are where they stay.
+    // Under the lock, so that no other thread uses a context before its fds are at their final numbers.
     let id = Id::new().map_err(|errno| explain("opening the connection manager", errno))?;
     id.bind(&Address { port: 0, ..*local })
         .map_err(|errno| explain("opening the device", errno))?;
@@ -57,7 +58,7 @@ pub fn open(local: &Address) -> Result<Context> {
     Ok(context)
 }
 
-/// In a child of a process that has used librdmacm: that cannot be begun anew.
+/// Fails with EOPNOTSUPP in a child of a process that has used librdmacm, which cannot be initialised again.
 fn usable() -> Result<()> {
     if INHERITED.load(Ordering::Relaxed) {
         log(
@@ -69,7 +70,7 @@ fn usable() -> Result<()> {
     Ok(())
 }
 
-/// In a fork child: nothing of the parent's is used again.
+/// Forgets the parent's devices and queue pairs in a fork child; none of them is used again.
 ///
 /// # Safety
 /// No other thread exists.
@@ -77,20 +78,20 @@ pub unsafe fn forget() {
     if USED.load(Ordering::Relaxed) {
         INHERITED.store(true, Ordering::Relaxed);
     }
-    // SAFETY: by this function's contract. What the locks protect is not touched again: `usable` sees to
-    // it wherever there may be something.
+    // SAFETY: by this function's contract. The values under the locks are not used again: if they may have entries,
+    // `usable` fails.
     unsafe {
         OPEN.reset();
         LIVE.reset();
     }
 }
 
-/// A queue pair's place among those that are told of the device's events, until dropped.
+/// An entry of a queue pair in `LIVE`, which receives the device's events; removed when dropped.
 #[derive(Debug)]
 pub struct Subscription(usize);
 
 impl Subscription {
-    /// Tells `fate` what happens to the queue pair at this address.
+    /// Enters `fate` for the events of the queue pair at this address.
     pub fn new(queue_pair: usize, context: Context, fate: &Arc<Fate>) -> Result<Self> {
         let mut live = LIVE.lock().ok_or(Errno(libc::EDEADLK))?;
         live.push((queue_pair, context, fate.clone()));
@@ -106,7 +107,7 @@ impl Drop for Subscription {
     }
 }
 
-/// Takes in the events of a device, whoever they are for.
+/// Takes the events of a device, for all its queue pairs.
 pub fn take_events(context: Context) {
     context.drain_events(|kind, object| {
         let Some((reason, whole_device)) = judge(kind) else {
@@ -121,11 +122,12 @@ pub fn take_events(context: Context) {
     });
 }
 
-/// What an asynchronous event (by its number in `enum ibv_event_type`) means for a connection: why it is
-/// over, if it is, and whether that goes for all of the device.
+/// Returns the meaning of an asynchronous event (by its number in `enum ibv_event_type`) for a connection: the reason
+/// why it ends, and whether all connections of the device end. `None` if no connection ends.
 fn judge(kind: u32) -> Option<(Errno, bool)> {
     match kind {
-        // CQ_ERR: each connection has its own, but it is named by an address that is not known here.
+        // CQ_ERR: each connection has its own queue, but the event names the queue by an address that is not stored
+        // here.
         0 => Some((Errno(libc::EIO), true)),
         // QP_FATAL, QP_REQ_ERR, QP_ACCESS_ERR
         1..=3 => Some((Errno(libc::EIO), false)),
@@ -144,20 +146,20 @@ fn ip(address: &Address) -> Result<IpAddr> {
     }
 }
 
-/// The network interface with this address.
+/// Returns the name of the network interface with this address; ENODEV if none has it.
 fn interface_of(wanted: IpAddr) -> Result<String> {
     let mut list = std::ptr::null_mut();
     // SAFETY: the list is written on success.
     crate::error::check(unsafe { libc::getifaddrs(&mut list) })?;
     let mut found = None;
     let mut at = list;
-    // SAFETY: a list as getifaddrs makes it, not freed before the end of the loop.
+    // SAFETY: a list made by getifaddrs, which is freed after the loop.
     while let Some(entry) = unsafe { at.as_ref() } {
         // SAFETY: null, or an address with the members of its family.
         if unsafe { address_of(entry.ifa_addr) } == Some(wanted) {
-            // SAFETY: every entry has a name that ends with a zero.
+            // SAFETY: every entry has a terminated name.
             let name = unsafe { std::ffi::CStr::from_ptr(entry.ifa_name) };
-            // An alias is eth0:1.
+            // The name of an alias is like eth0:1.
             found = name
                 .to_str()
                 .ok()
@@ -173,7 +175,7 @@ fn interface_of(wanted: IpAddr) -> Result<String> {
 }
 
 /// # Safety
-/// Null, or a socket address with all members of its family.
+/// `at` is null, or a socket address with all members of its family.
 unsafe fn address_of(at: *const libc::sockaddr) -> Option<IpAddr> {
     // SAFETY: by this function's contract.
     unsafe {
@@ -205,7 +207,7 @@ mod tests {
     fn events_of_a_queue_pair_end_its_connection_only() {
         assert_eq!(judge(1), Some((Errno(libc::EIO), false)));
         assert_eq!(judge(8), Some((Errno(libc::ENODEV), true)));
-        // COMM_EST, PORT_ACTIVE, and one that nobody knows yet.
+        // COMM_EST, PORT_ACTIVE, and an unknown kind.
         assert_eq!([judge(4), judge(9), judge(99)], [None; 3]);
     }
 }

@@ -1,15 +1,16 @@
-//! libibverbs reports errors in four ways; here they become one.
+//! Turns the four ways in which libibverbs reports errors into one.
 
 use std::ffi::c_int;
 
 pub use rdmasock_core::fabric::plugin::errno::{Errno, Result};
 
-/// For a call that says 0, or -1 and errno.
+/// Converts the result of a call that returns 0, or -1 with errno set.
 pub fn check(result: c_int) -> Result<()> {
     if result == 0 { Ok(()) } else { Err(Errno::last()) }
 }
 
-/// For a call that says 0 or an errno: positive by its manual, negative from some providers (siw).
+/// Converts the result of a call that returns 0 or an errno: positive by its manual, negative from some providers
+/// (siw). -1 means that errno is set.
 pub fn check_code(result: c_int) -> Result<()> {
     match result {
         0 => Ok(()),
@@ -33,10 +34,10 @@ mod tests {
 
     #[test]
     fn minus_one_means_errno() {
-        // SAFETY: closing no fd only sets errno.
+        // SAFETY: closing -1 only sets errno.
         unsafe { libc::close(-1) };
         assert_eq!(check_code(-1), Err(Errno(libc::EBADF)));
-        // SAFETY: as before.
+        // SAFETY: as above.
         unsafe { libc::close(-1) };
         assert_eq!(check(-1), Err(Errno(libc::EBADF)));
     }

@@ -1,5 +1,5 @@
-//! Says in the log what does not work and what helps: once loudly, then quietly, because the library tries again
-//! with every peer.
+//! Logs failures with their remedy: the first one loudly, later ones quietly, because the library tries again with
+//! every peer.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -8,10 +8,10 @@ use rustix::process::{Resource, getrlimit};
 use crate::error::Errno;
 use rdmasock_core::fabric::plugin::host::{Level, log};
 
-/// Said already.
+/// Whether a remedy was logged already.
 static SAID: AtomicBool = AtomicBool::new(false);
 
-/// `doing` has failed with this errno, which it gives back.
+/// Logs that `doing` has failed with this errno, and returns the errno.
 pub fn explain(doing: &str, errno: Errno) -> Errno {
     match remedy(errno, getrlimit(Resource::Memlock).current) {
         Some(remedy) if !SAID.swap(true, Ordering::Relaxed) => {
@@ -23,7 +23,7 @@ pub fn explain(doing: &str, errno: Errno) -> Errno {
     errno
 }
 
-/// What the administrator can do, given the limit on locked memory in bytes.
+/// Returns the administrator's remedy, given the limit on locked memory in bytes; `None` if none is known.
 fn remedy(errno: Errno, memlock: Option<u64>) -> Option<String> {
     match (errno.0, memlock) {
         (libc::ENOMEM | libc::EPERM | libc::EAGAIN, Some(limit)) => Some(format!(

@@ -1,6 +1,6 @@
 //! The verbs fabric as a plugin: queue pairs between hosts by libibverbs and librdmacm, behind the tables of
-//! `rdmasock_core::fabric::plugin`. A library of its own because whoever links rdma-core cannot start without
-//! it. Not here: what the bytes mean, and when to connect.
+//! `rdmasock_core::fabric::plugin`. It is a library of its own, because a program that is linked with rdma-core cannot
+//! start on a host without it. The caller defines the bytes that are sent, and decides when to connect.
 
 mod conn;
 mod connect;
@@ -21,7 +21,7 @@ use rdmasock_core::fabric::plugin::{Host, host};
 
 static TABLE: Plugin = table::<provider::Verbs>();
 
-/// Takes the library's table and gives the plugin's: 0, or a negative errno.
+/// Stores the library's table, and writes the address of the plugin's to `table`. Returns 0 or a negative errno.
 ///
 /// # Safety
 /// As described at `rdmasock_core::fabric::plugin::serve::Entry`.

@@ -1,4 +1,4 @@
-//! A listener, and the requests that come to it.
+//! A listener, and its connection requests.
 
 use rdmasock_core::fabric::plugin::serve::{Incoming, Listen};
 use rdmasock_core::fabric::plugin::{Address, PRIVATE_BYTES};
@@ -10,9 +10,10 @@ use crate::explain::explain;
 use crate::sys::{Id, event};
 use rdmasock_core::fabric::plugin::host::{Level, log};
 
-/// Requests that the kernel keeps.
+/// The most requests that the kernel queues.
 const BACKLOG: i32 = 64;
-/// iWARP has its ports from TCP: one that rdma_cm thinks is free may be a TCP listener's.
+/// How many ports to try for port 0. iWARP shares its ports with TCP: a port that is free for rdma_cm may have a TCP
+/// listener.
 const TRIES: usize = 16;
 
 /// A listener.
@@ -22,7 +23,7 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Listens at a local address, with port 0 at a port that is free.
+    /// Listens at a local address; with port 0 at any free port.
     pub fn new(local: &Address) -> Result<Self> {
         device::open(local)?;
         let mut result = Err(Errno(libc::EADDRINUSE));
@@ -54,7 +55,7 @@ impl Listen for Listener {
         self.id.channel().fd()
     }
 
-    // ENODEV if the device is gone.
+    // Fails with ENODEV if the device was removed.
     fn next(&self) -> Result<Option<Incoming<Conn>>> {
         while let Some(event) = self.id.channel().next()? {
             if event.kind == event::RDMA_CM_EVENT_DEVICE_REMOVAL {
@@ -72,7 +73,7 @@ impl Listen for Listener {
                         private_len: event.private.len.min(PRIVATE_BYTES as u32),
                     }));
                 }
-                // It was rejected by that; others may follow.
+                // The failure has rejected this request; the channel may hold others.
                 Err(errno) => log(
                     Level::Debug,
                     format_args!("verbs: a request could not be taken: {errno}"),

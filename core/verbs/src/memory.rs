@@ -1,5 +1,5 @@
-//! Memory of the plugin's own for buffers: mapped, shared (so that a fork does not copy it away from under the
-//! device) and not in a fork child.
+//! The plugin's own memory for buffers. It is mapped shared, so that a fork does not copy its pages and leave the
+//! device with the old ones; a fork child does not inherit it.
 
 use crate::error::{Errno, Result};
 
@@ -10,7 +10,7 @@ pub struct Slab {
     len: usize,
 }
 
-// SAFETY: memory; whoever accesses it does so by raw pointers, under its own rules.
+// SAFETY: plain memory; its users access it by raw pointers, under their own rules.
 unsafe impl Send for Slab {}
 // SAFETY: as for Send.
 unsafe impl Sync for Slab {}
@@ -18,7 +18,7 @@ unsafe impl Sync for Slab {}
 impl Slab {
     pub fn new(len: usize) -> Result<Self> {
         use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
-        // SAFETY: a new mapping, which replaces none.
+        // SAFETY: a new mapping, which replaces no other.
         let at = unsafe {
             mmap_anonymous(
                 std::ptr::null_mut(),
@@ -27,7 +27,7 @@ impl Slab {
                 MapFlags::SHARED,
             )?
         };
-        // SAFETY: the mapping that was just made. If it fails, fork children have the memory, too.
+        // SAFETY: exactly the mapping that was just made. If the call fails, fork children inherit the memory.
         let _ = unsafe { madvise(at, len, Advice::LinuxDontFork) };
         Ok(Self { at: at.cast(), len })
     }
@@ -40,7 +40,7 @@ impl Slab {
         self.len
     }
 
-    /// The piece that begins at `index * size`, if it is within.
+    /// Returns the address of the `size` bytes from `index * size` on; EINVAL if they exceed the slab.
     pub fn piece(&self, index: usize, size: usize) -> Result<*mut u8> {
         let from = index.checked_mul(size).ok_or(Errno(libc::EINVAL))?;
         let within = from.checked_add(size).is_some_and(|end| end <= self.len);
@@ -54,7 +54,7 @@ impl Slab {
 
 impl Drop for Slab {
     fn drop(&mut self) {
-        // SAFETY: the mapping that `new` made; its owners are gone.
+        // SAFETY: the mapping that `new` made; its users are gone.
         let _ = unsafe { rustix::mm::munmap(self.at.cast(), self.len) };
     }
 }

@@ -1,8 +1,8 @@
-//! What a probe reads on iWARP: eight bytes of the peer's, and where that is told. Not when there is one.
+//! The memory that a probe reads on iWARP: eight bytes of the peer's, whose key and address travel in the private data.
 //!
-//! A READ of nothing would need neither a key nor an address. But siw answers one with a wrong length when it has
-//! something else to send at that moment, and the connection ends (Linux 6.1, siw_qp.c, siw_activate_tx: the
-//! length of the previous request stays).
+//! A READ of no bytes would need neither a key nor an address. But siw answers such a READ with a wrong length if it
+//! has something else to send at that moment, and the connection ends (Linux 6.1, siw_qp.c, siw_activate_tx: the length
+//! of the previous request stays).
 
 use std::sync::Arc;
 
@@ -12,14 +12,14 @@ use crate::error::{Errno, Result};
 use crate::memory::Slab;
 use crate::sys::{Mr, Pd, Piece, Private, WIRE_BYTES};
 
-/// Bytes that a probe reads.
+/// The bytes that a probe reads.
 const LEN: u32 = 8;
-/// In what is sent along: a key, and an address.
+/// The offsets of key and address in the private data.
 const KEY_AT: usize = PRIVATE_BYTES;
 const ADDRESS_AT: usize = KEY_AT + 4;
 const _: () = assert!(ADDRESS_AT + 8 == WIRE_BYTES);
 
-/// Memory of this end for probes, the peer's and its own. Nothing in it means anything.
+/// Memory of this end for the probes of the peer and its own. Its content has no meaning.
 #[derive(Debug)]
 pub struct ProbeTarget {
     mr: Mr,
@@ -35,7 +35,7 @@ impl ProbeTarget {
         })
     }
 
-    /// Where the peer's probes read.
+    /// Returns the memory that the peer's probes read.
     pub fn offer(&self) -> Offer {
         Offer {
             key: self.mr.remote_key(),
@@ -43,7 +43,7 @@ impl ProbeTarget {
         }
     }
 
-    /// Where this end's probes put what they have read.
+    /// Returns the memory into which this end's probes read.
     pub fn sink(&self) -> Result<Piece> {
         Ok(Piece {
             at: self.slab.piece(1, LEN as usize)?,
@@ -53,7 +53,7 @@ impl ProbeTarget {
     }
 }
 
-/// Where an end's peer may read.
+/// Memory that an end's peer may read for its probes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Offer {
     pub key: u32,
@@ -61,7 +61,7 @@ pub struct Offer {
 }
 
 impl Offer {
-    /// From what a peer has sent along; `None` if it offers nothing.
+    /// Returns the offer in a peer's private data; `None` if there is none.
     pub fn read(private: &Private) -> Option<Self> {
         let key = private.bytes.get(KEY_AT..)?.first_chunk()?;
         let address = private.bytes.get(ADDRESS_AT..)?.first_chunk()?;
@@ -73,7 +73,7 @@ impl Offer {
     }
 }
 
-/// What is sent along: the library's words, and the offer if there is one.
+/// Returns the private data to send: the library's words, and the offer if there is one. EINVAL for too many words.
 pub fn compose(words: &[u8], offer: Option<Offer>) -> Result<[u8; WIRE_BYTES]> {
     let mut bytes = [0; WIRE_BYTES];
     if words.len() > PRIVATE_BYTES {
@@ -81,7 +81,7 @@ pub fn compose(words: &[u8], offer: Option<Offer>) -> Result<[u8; WIRE_BYTES]> {
     }
     let (key, address) = offer.map_or((0, 0), |offer| (offer.key, offer.address));
     let all = words.iter().copied();
-    // The words, and zeroes up to where the offer begins.
+    // The words, and zeroes up to the start of the offer.
     let all = all.chain(std::iter::repeat_n(0, PRIVATE_BYTES - words.len()));
     let all = all.chain(key.to_le_bytes()).chain(address.to_le_bytes());
     for (to, from) in bytes.iter_mut().zip(all) {

@@ -1,4 +1,4 @@
-//! The plugin's functions over rdma-core, by name.
+//! Implements the plugin's functions on rdma-core.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use crate::device;
 use crate::listen::Listener;
 use crate::sys::Context;
 
-/// See the module.
+/// The plugin's implementation; see the module.
 pub struct Verbs;
 
 impl Provider for Verbs {
@@ -39,8 +39,8 @@ impl Provider for Verbs {
 
     fn after_fork() {
         fds::take_all(|fd| {
-            // SAFETY: the number is of an fd that this plugin had in the parent, and the child has closed none yet
-            // ("before anything else"). By the raw system call: libc's may be hooked.
+            // SAFETY: the plugin owned this fd in the parent, and the child has closed no fd yet, as this is called
+            // before anything else. A raw system call, as libc's may be hooked.
             unsafe { rustix::io::close(fd) };
         });
         Context::forget_all();

@@ -1,7 +1,8 @@
-//! The data path of a connection: its queue pair, completion queue and buffers. Not how it is connected.
+//! The data path of a connection: its queue pair, completion queue and buffers. `connect.rs` and `listen.rs` connect
+//! it.
 //!
-//! One more receive buffer is posted for each completion of a batch than the peer may count on: so a buffer
-//! that is granted back while its batch is still being handed over is there.
+//! More receive buffers are posted than the peer may use: one more for each completion of a batch. So a buffer that is
+//! granted to the peer again is available, even while the batch that it was in is still being handed over.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -26,22 +27,22 @@ use rdmasock_core::fabric::plugin::slots::Slots;
 
 /// Bytes of a receive buffer, and of a send slot.
 pub const BUFFER_BYTES: usize = 4096 + 64;
-/// Inline sizes to ask for, the largest first: one that is too large fails. 80 is what siw has.
+/// Inline sizes to try, the largest first: the device refuses a size that is too large. 80 is siw's.
 const INLINE: [u32; 5] = [256, 128, 80, 64, 0];
-/// From this size on siw sends from the pages themselves if no completion is asked for, and they may be needed for
-/// a retransmission even after a later completion.
+/// From this length on, siw sends from the pages themselves if no completion is requested. Then a retransmission may
+/// need the pages even after a later completion.
 const IWARP_ZERO_COPY: u32 = 4096;
-/// Batches that one poll hands over at most.
+/// The most batches that one poll hands over.
 const BATCHES: usize = 64;
-/// In the ids of receives.
+/// The bit that marks the id of a receive.
 const RECEIVE: u64 = 1 << 63;
-/// The id of a probe, which has no number among the requests that are counted.
+/// The id of a probe, which is not among the counted requests.
 const PROBE: u64 = 1 << 62;
-/// In the ids of READs, beside what their completion frees.
+/// The bit that marks the id of a READ. The other bits tell what its completion frees.
 const READ: u64 = 1 << 61;
 
-/// What the queues of connections beside each other have in common: each one's work requests reach the memory that is
-/// registered with any of them, and one descriptor tells of what completes on them.
+/// The resources that the queues of connections beside each other share. Work requests of each connection reach the
+/// memory that is registered with any of them, and one fd reports the completions of all.
 #[derive(Clone)]
 pub struct Common {
     context: Context,
@@ -50,7 +51,7 @@ pub struct Common {
 }
 
 impl Common {
-    /// For a first connection.
+    /// Makes the resources for a first connection.
     pub fn new(context: Context) -> Result<Self> {
         let pd = Pd::new(context).map_err(|errno| explain("making a protection domain", errno))?;
         let channel = CompletionChannel::new(context).map_err(|errno| explain("making a completion channel", errno))?;
@@ -62,16 +63,16 @@ impl Common {
     }
 }
 
-/// A queue pair with all that belongs to it. Fields are in the order in which they go.
+/// A queue pair and its resources. Fields are in the order in which they are dropped.
 pub struct Queue {
     _subscription: Subscription,
     qp: Qp,
     cq: Arc<Cq>,
-    /// By handle.
+    /// The registrations by handle.
     registered: Lock<BTreeMap<u64, Mr>>,
     receive_mr: Mr,
     send_mr: Mr,
-    /// On iWARP.
+    /// The memory for probes; on iWARP only.
     probe_target: Option<ProbeTarget>,
     receive_slab: Arc<Slab>,
     send_slab: Arc<Slab>,
@@ -81,17 +82,18 @@ pub struct Queue {
     reads: u8,
     inline: u32,
     is_iwarp: bool,
-    /// Something may be sent: on iWARP the accepting end speaks second (siw takes an earlier word for a violation).
+    /// Whether sending is allowed: on iWARP the accepting end sends second (siw treats an earlier message as a
+    /// violation).
     may_speak: Published<AtomicBool>,
-    /// A probe is in the send queue.
+    /// Whether a probe is in the send queue.
     probing: AtomicBool,
-    /// Somebody is in `poll`.
+    /// Whether a thread is in `poll`.
     polling: AtomicBool,
     fate: Arc<Fate>,
 }
 
 impl Queue {
-    /// Makes the queue pair of an id, with its receive buffers posted.
+    /// Makes the queue pair of an id, and posts its receive buffers.
     pub fn new(id: &Arc<Id>, common: Common, sizes: Sizes, reads: u8, fate: &Arc<Fate>, accepts: bool) -> Result<Self> {
         let said = |doing: &'static str| move |errno| explain(doing, errno);
         let (context, pd) = (common.context, &common.pd);
@@ -147,22 +149,22 @@ impl Queue {
         Ok(queue)
     }
 
-    /// What a queue beside this one shares with it.
+    /// Returns the resources that a queue beside this one shares.
     pub fn common(&self) -> Common {
         self.common.clone()
     }
 
-    /// What the peer may read.
+    /// Returns the memory that the peer may read for its probes; `None` without such memory.
     pub fn offer(&self) -> Option<Offer> {
         self.probe_target.as_ref().map(ProbeTarget::offer)
     }
 
     pub fn receive_buffers(&self) -> u16 {
-        // At most what was wished.
+        // At most the wished number, which fits.
         self.sizes.receives as u16
     }
 
-    /// READs that may be under way.
+    /// Returns the number of READs that may be outstanding.
     pub fn reads(&self) -> u8 {
         self.reads
     }
@@ -171,7 +173,8 @@ impl Queue {
         !self.is_iwarp
     }
 
-    /// Bytes that a packet carries; 0 if it is TCP that cuts them, or before the queue pair is connected.
+    /// Returns the bytes that a packet carries; 0 on iWARP, where TCP divides the bytes, and before the queue pair is
+    /// connected.
     pub fn packet_bytes(&self) -> u32 {
         if self.is_iwarp {
             0
@@ -188,15 +191,15 @@ impl Queue {
         self.qp.number()
     }
 
-    /// Registers memory until it is deregistered, or the queue pair is over.
+    /// Registers memory until it is deregistered, or the queue pair is destroyed.
     ///
     /// # Safety
-    /// As of `QueuePair::register`.
+    /// As for `QueuePair::register`.
     pub unsafe fn register(&self, at: *mut c_void, len: usize, role: Role) -> Result<Keys> {
-        // SAFETY: by this function's contract; the registration goes with the queue pair.
+        // SAFETY: by this function's contract; the registration ends with the queue pair.
         let mr = unsafe { Mr::of_memory(&self.common.pd, at, len, role) }
             .map_err(|errno| explain("registering memory", errno))?;
-        // No two registrations of a device have the same key at a time.
+        // At any time, all registrations of a device have different keys.
         let keys = Keys {
             local: mr.local_key(),
             remote: mr.remote_key(),
@@ -207,17 +210,17 @@ impl Queue {
         Ok(keys)
     }
 
-    /// Undoes that; the device is done with the memory when it returns.
+    /// Ends the registration; the device no longer accesses the memory when this returns.
     pub fn deregister(&self, handle: u64) {
         let given_up = self.registered.lock().and_then(|mut all| all.remove(&handle));
-        // Without the lock: the device may take its time.
+        // Dropped without the lock: the device may need some time.
         drop(given_up);
     }
 
     /// Posts a WRITE.
     ///
     /// # Safety
-    /// The source is within memory that was registered under its key, and stays as it is until the peer has it.
+    /// The source is within memory that was registered under its key, and stays unchanged until the peer has it.
     pub unsafe fn write(&self, write: &Write, immediate: Option<u32>) -> Result<()> {
         if write.len == 0 {
             return Err(Errno(libc::EINVAL));
@@ -237,8 +240,8 @@ impl Queue {
     /// Posts a READ.
     ///
     /// # Safety
-    /// The target is within memory that was registered under its key, and no program relies on its bytes before it has
-    /// completed, or the queue pair is no more.
+    /// The target is within memory that was registered under its key. No program relies on its bytes before the READ
+    /// has completed, or the queue pair is destroyed.
     pub unsafe fn read(&self, read: &Read) -> Result<()> {
         if read.len == 0 {
             return Err(Errno(libc::EINVAL));
@@ -262,8 +265,8 @@ impl Queue {
             let to = self.send_slab.piece(slot, BUFFER_BYTES)?;
             let mut done = 0;
             for part in parts {
-                // SAFETY: the slot has room for all parts, whose sum was checked; it belongs to this turn alone,
-                // and its last work request has completed.
+                // SAFETY: the slot has room for all parts, whose sum was checked. The slot belongs to this turn alone,
+                // and its previous work request has completed.
                 unsafe { part.as_ptr().copy_to_nonoverlapping(to.add(done), part.len()) };
                 done += part.len();
             }
@@ -278,7 +281,7 @@ impl Queue {
         })
     }
 
-    /// Posts what `make` says, given the turn's slot.
+    /// Posts the work request that `make` returns for the slot.
     fn post(&self, len: u32, make: impl FnOnce(usize) -> Result<(Work, Piece)>) -> Result<()> {
         if self.fate.code() <= 0 {
             return Err(Errno(libc::ENOTCONN));
@@ -289,13 +292,14 @@ impl Queue {
         }
         let mut turn = self.slots.turn(len).ok_or(Errno(libc::EAGAIN))?;
         let (work, piece) = make(turn.slot)?;
-        // Each READ is told of.
+        // Each READ has a completion event.
         let is_read = matches!(work, Work::Read { .. });
         turn.signal |= is_read;
         let id = turn.frees | if is_read { READ } else { 0 };
         let inline = !is_read && len <= self.inline;
         let lent = matches!(work, Work::Send) && self.is_iwarp && len >= IWARP_ZERO_COPY;
-        // SAFETY: a slot is not used again before the completion; other memory is by the contract of `write`.
+        // SAFETY: a slot is not reused before its completion; other memory is valid by the contracts of `write` and
+        // `read`.
         let posted = unsafe { self.qp.post(id, work, piece, turn.signal || lent, inline) };
         match posted {
             Ok(()) => {
@@ -306,15 +310,15 @@ impl Queue {
         }
     }
 
-    /// Posts a request that only the peer's device can complete, and after all that was posted before; never needs
-    /// room. It is a WRITE of nothing, which a RoCE or InfiniBand device completes with the other's
-    /// acknowledgement. On iWARP a WRITE is complete when TCP has it, so there it is a READ from what the peer has
-    /// on offer for that.
+    /// Posts a request that only the peer's device can complete, and only after all earlier requests; never needs room.
+    /// On RoCE and InfiniBand it is a WRITE of no bytes, which the device completes when the peer's device has
+    /// acknowledged it. On iWARP a WRITE completes when TCP has taken it, so there the probe is a READ from the memory
+    /// that the peer offers for probes.
     pub fn probe(&self, target: Option<Offer>) -> Result<()> {
         if self.fate.code() <= 0 {
             return Err(Errno(libc::ENOTCONN));
         }
-        // Room is kept for one.
+        // The send queue keeps room for one probe.
         if !self.may_speak.load(Ordering::Acquire) || self.probing.load(Ordering::Acquire) {
             return Err(Errno(libc::EAGAIN));
         }
@@ -326,12 +330,12 @@ impl Queue {
             None => (Work::WriteNothing, Piece::NONE),
         };
         self.probing.store(true, Ordering::Release);
-        // SAFETY: the target's memory lives as long as the queue pair, and is for this alone.
+        // SAFETY: the target's memory lives as long as the queue pair, and is used for probes only.
         let posted = unsafe { self.qp.post(PROBE, work, piece, true, false) };
         posted.map_err(|errno| self.give_up(errno))
     }
 
-    /// A post has failed: the queue had room by our accounts, so this is no passing state.
+    /// Ends the connection after a failed post. The queue had room by this side's count, so the failure is permanent.
     fn give_up(&self, errno: Errno) -> Errno {
         if self.fate.end(errno) {
             log(Level::Debug, format_args!("verbs: posting failed: {errno}"));
@@ -339,7 +343,7 @@ impl Queue {
         Errno(libc::ENOTCONN)
     }
 
-    /// Asks for the completion fd to become readable with the next completion.
+    /// Asks for the completion fd to become readable at the next completion.
     pub fn arm(&self) -> Result<()> {
         match self.fate.over() {
             Some(reason) => Err(reason),
@@ -347,10 +351,10 @@ impl Queue {
         }
     }
 
-    /// Hands over what has completed; gives how many events that were. What came before the end is
-    /// handed over even after it.
+    /// Hands over the completions and returns the number of events. Completions from before the end of the connection
+    /// are handed over even after the end.
     pub fn poll(&self, each: &mut dyn FnMut(Completed<'_>)) -> Result<usize> {
-        // One caller at a time by the contract; a second one finds nothing.
+        // The contract permits one caller at a time; a second caller finds no completion.
         if self.polling.swap(true, Ordering::Acquire) {
             return Ok(0);
         }
@@ -392,7 +396,7 @@ impl Queue {
         events
     }
 
-    /// One completion; gives the number of events.
+    /// Hands over one completion; returns the number of events.
     fn take(&self, done: &Done, again: &mut Buffers, each: &mut dyn FnMut(Completed<'_>)) -> usize {
         if let Some(reason) = failure(done.status) {
             if self.fate.end(reason) {
@@ -422,7 +426,7 @@ impl Queue {
         }
         let index = (done.id & !RECEIVE) as usize;
         if !self.may_speak.load(Ordering::Relaxed) {
-            // The connecting end's first word, which is empty: see `greet`.
+            // The connecting end's first message, which is empty: see `greet`.
             self.may_speak.publish(true);
             if self.slots.is_wanted() {
                 each(Completed::Room);
@@ -443,8 +447,8 @@ impl Queue {
             }),
             None => {
                 let len = (done.bytes as usize).min(BUFFER_BYTES);
-                // SAFETY: within the slab, and the device is done with the buffer until it is posted again, which
-                // is after the callback.
+                // SAFETY: within the slab. The device does not write to the buffer until it is posted again, which
+                // happens after the callback.
                 each(Completed::Received(unsafe { std::slice::from_raw_parts(at, len) }));
             }
         }
@@ -452,8 +456,8 @@ impl Queue {
         events + 1
     }
 
-    /// On iWARP: the connecting end says an empty word, which the other end's `poll` keeps to itself, so that it may
-    /// speak. It takes none of the buffers that are counted, because more are posted.
+    /// Sends an empty message from the connecting end on iWARP, after which the other end may send. The other end's
+    /// `poll` does not report it. It uses none of the counted buffers, because more are posted.
     pub fn greet(&self) -> Result<()> {
         if self.is_iwarp {
             self.send(std::iter::empty())
@@ -475,13 +479,13 @@ impl Queue {
         }
         let posted = list.get(..buffers.len).unwrap_or_default();
         buffers.len = 0;
-        // SAFETY: pieces of our slab, which lives as long as the queue pair; each was taken from a completion, or
-        // never posted before, so nobody else uses it.
+        // SAFETY: the pieces lie in this queue's slab, which lives as long as the queue pair. Each was taken from a
+        // completion, or never posted before, so it has no other user.
         unsafe { self.qp.post_receives(posted) }
     }
 }
 
-/// Receive buffers to be posted: at most a batch.
+/// Receive buffers to be posted, at most a batch.
 #[derive(Default)]
 struct Buffers {
     indices: [u32; BATCH],
@@ -505,7 +509,7 @@ impl Buffers {
     }
 }
 
-/// Why a connection ends with a completion of this status; `None` if it was a success.
+/// Returns the errno for a connection that ends with a completion of this status; `None` for a success.
 fn failure(wc_status: u32) -> Option<Errno> {
     let errno = match wc_status {
         status::IBV_WC_SUCCESS => return None,

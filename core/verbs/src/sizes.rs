@@ -1,33 +1,32 @@
-//! How long the queues of a connection are: as wished for what it carries, or as the device allows. Not what is in
-//! them.
+//! The lengths of a connection's queues: as wished for its traffic, or as the device allows. `queue.rs` has the queues.
 
 use rdmasock_core::fabric::plugin::slots;
 
 use crate::sys::{BATCH, DeviceLimits};
 
-/// Entries of the send queue that stay unused, but for one probe: siw hands a completion over a moment before the
-/// entry is free.
+/// Entries of the send queue that stay unused, except for one probe: siw reports a completion a moment before the entry
+/// is free.
 const MARGIN: u32 = 16;
 
-/// What is wished for.
+/// The wished lengths.
 #[derive(Clone, Copy, Debug)]
 pub struct Wish {
-    /// Receive buffers that the peer may count on.
+    /// Receive buffers that the peer may use.
     receives: u32,
-    /// Length of the send queue.
+    /// Length of the send queue, work requests.
     sends: u32,
-    /// Bytes that work requests in it may have to move before no more are posted.
+    /// The bytes of posted work requests from which on no more are posted.
     bytes: u64,
 }
 
 impl Wish {
-    /// For what is small and often.
+    /// For small and frequent messages.
     pub const MESSAGES: Self = Self {
         receives: 128,
         sends: 256,
         bytes: slots::FOR_MESSAGES,
     };
-    /// For few and large WRITEs, with a message now and then.
+    /// For few and large WRITEs, with an occasional message.
     pub const BULK: Self = Self {
         receives: 32,
         sends: 64 + MARGIN,
@@ -35,24 +34,25 @@ impl Wish {
     };
 }
 
-/// Lengths of the queues.
+/// The lengths of the queues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sizes {
     /// Work requests that may be in the send queue.
     pub slots: u32,
-    /// Length of the send queue.
+    /// Length of the send queue, work requests.
     pub sends: u32,
-    /// Buffers that the peer may count on.
+    /// Receive buffers that the peer may use.
     pub receives: u32,
-    /// Bytes in the send queue from which on no more are posted.
+    /// The bytes of posted work requests from which on no more are posted.
     pub bytes: u64,
 }
 
 impl Sizes {
-    /// `None` if the device allows too little for any progress.
+    /// Returns the lengths for a wish under the device's limits; `None` if the device allows too little for any
+    /// progress.
     pub fn fit(wish: Wish, limits: &DeviceLimits) -> Option<Self> {
         let spare = BATCH as u32;
-        // Every entry of both queues may have a completion.
+        // Each entry of both queues may have a completion.
         let each = limits.max_qp_wr.min(limits.max_cqe / 2);
         let receives = wish.receives.min(each.checked_sub(spare)?);
         let sends = wish.sends.min(each);
@@ -64,12 +64,12 @@ impl Sizes {
         })
     }
 
-    /// Receive buffers that are posted.
+    /// Returns the number of posted receive buffers.
     pub fn posted(self) -> u32 {
         self.receives + BATCH as u32
     }
 
-    /// Completions that there can be at once.
+    /// Returns the most completions at a time.
     pub fn completions(self) -> u32 {
         self.sends + self.posted()
     }

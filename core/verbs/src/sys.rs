@@ -1,9 +1,9 @@
-//! All that is said to libibverbs and librdmacm: thin owners of their objects, each of which keeps its parents
-//! alive. Another binding than rdma-sys means another version of these files. No policy here: not
-//! what a connection is, nor how long its queues are.
+//! All calls of libibverbs and librdmacm: thin owners of their objects, each of which keeps its parents alive. Only
+//! these files depend on the rdma-sys binding. They contain no policy, such as the steps of a connection or the lengths
+//! of its queues.
 //!
-//! The libraries close fds through libc's close, which does not see hidden numbers, so every fd is taken from
-//! its struct before that.
+//! The libraries close fds through libc's close, which does not see hidden numbers. So every fd is removed from its
+//! struct before that.
 
 mod cm;
 mod completion;
@@ -17,9 +17,9 @@ pub use completion::{BATCH, CompletionChannel, Cq, Done, status};
 pub use context::{Context, DeviceLimits, Mr, Pd};
 pub use qp::{Piece, Qp, QueueLengths, Work};
 
-/// Before the first of all calls: tells the library to keep registered memory whole across a fork, where the
-/// kernel does not do so by itself (since 5.12 it does).
+/// Makes registered memory stay whole across a fork, where the kernel does not do so by itself (since 5.12 it does). To
+/// be called before all other calls of the library.
 pub fn prepare_for_fork() {
-    // SAFETY: no arguments. It fails where it comes too late, and then things are as if it had not been called.
+    // SAFETY: no arguments. A call that comes too late fails, and changes nothing.
     unsafe { ffi::ibv_fork_init() };
 }

@@ -1,4 +1,4 @@
-//! Which RDMA device is on a network interface, by what the kernel shows in `/sys/class`: without opening it.
+//! Finds the RDMA device of a network interface in `/sys/class`, without opening the device.
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::AsFd;
@@ -10,7 +10,7 @@ use rustix::fs::OFlags;
 
 use rdmasock_core::fabric::plugin::host::Hidden;
 
-/// The device on an interface; `class` is `/sys/class`.
+/// Returns the device on an interface, or `None`; `class` is `/sys/class`.
 pub fn device_on(class: &Path, interface: &str) -> Option<Device> {
     let net = class.join("net").join(interface);
     let devices = class.join("infiniband");
@@ -36,7 +36,7 @@ pub fn device_on(class: &Path, interface: &str) -> Option<Device> {
     })
 }
 
-/// The names in a directory; none if it cannot be read.
+/// Returns the names in a directory; none if it cannot be read.
 fn list(directory: &Path) -> Vec<OsString> {
     Hidden::open(directory, OFlags::DIRECTORY)
         .ok()
@@ -44,7 +44,7 @@ fn list(directory: &Path) -> Vec<OsString> {
         .unwrap_or_default()
 }
 
-/// An attribute's value, which is at most a page.
+/// Returns an attribute's value, which is at most a page; `None` if it cannot be read.
 fn text(file: &Path) -> Option<String> {
     let file = Hidden::open(file, OFlags::empty()).ok()?;
     let mut page = vec![0; 4096];
@@ -53,7 +53,7 @@ fn text(file: &Path) -> Option<String> {
     String::from_utf8(page).ok()
 }
 
-/// What the directory `name` of each of a device's ports has.
+/// Returns the entries of the directory `name` of all ports of a device.
 fn in_ports(device: &Path, name: &str) -> impl Iterator<Item = PathBuf> {
     let ports = device.join("ports");
     list(&ports).into_iter().flat_map(move |port| {
@@ -62,8 +62,8 @@ fn in_ports(device: &Path, name: &str) -> impl Iterator<Item = PathBuf> {
     })
 }
 
-/// RoCE: each entry of a port's GID table has its interface. A table may have a thousand entries, of which the
-/// first few are in use.
+/// RoCE: each entry of a port's GID table names its interface. A table may have a thousand entries, of which the first
+/// few are in use.
 fn has_gid_on(device: &Path, interface: &str) -> bool {
     let mut entries: Vec<_> = in_ports(device, "gid_attrs/ndevs").collect();
     entries.sort_by_key(|entry| entry.file_name().map_or(u32::MAX, index_of));
@@ -72,7 +72,7 @@ fn has_gid_on(device: &Path, interface: &str) -> bool {
         .any(|ndev| text(ndev).is_some_and(|text| text.trim_end() == interface))
 }
 
-/// A table's files are named by numbers.
+/// Returns the index in a table of an entry, whose file name it is; `u32::MAX` for other names.
 fn index_of(name: &OsStr) -> u32 {
     let number = name.to_str().and_then(|name| name.parse().ok());
     number.unwrap_or(u32::MAX)
@@ -88,8 +88,8 @@ fn has_address_of(device: &Path, net: &Path) -> bool {
     is_real && in_ports(device, "gids").any(|gid| text(&gid).is_some_and(|gid| digits(gid).starts_with(&address)))
 }
 
-/// IP over InfiniBand: the device is the interface's. (An Ethernet card may have an RDMA device that is no part of
-/// the interface, so others are not looked at.)
+/// IP over InfiniBand: the device belongs to the interface. (An Ethernet card may have an RDMA device that is not part
+/// of the interface, so other interfaces are not checked.)
 fn is_ipoib_of(net: &Path, name: &Path) -> bool {
     // 32: ARPHRD_INFINIBAND
     text(&net.join("type")).is_some_and(|kind| kind.trim_end() == "32")

@@ -1,6 +1,6 @@
-//! Connections beside another one, which carry bulk: they share its memory and its completion descriptor, and end
-//! alone. Each step is a function of the server's and one of the client's. Not what goes over any connection: that
-//! is in `scenarios.rs`.
+//! Connections beside another one, which carry bulk: they share its memory and its completion fd, and end
+//! independently. Each step is a function of the server's and one of the client's. The scenarios for any connection are
+//! in `scenarios.rs`.
 
 use std::io::{PipeWriter, Write};
 use std::os::fd::AsRawFd;
@@ -14,11 +14,11 @@ use crate::link::{Armer, Event, Link, PATIENCE, wait_readable};
 use crate::memory::Memory;
 
 const BYTES: usize = 1 << 20;
-/// Messages that are sent back, and connections that are made, where threads get in each other's way.
+/// How many messages are echoed, and how many connections are made, while threads compete for them.
 const ECHOES: u32 = 400;
 const REMAKES: u32 = 20;
 
-/// The server's side; `next` accepts a connection beside the first one.
+/// Runs the server's side; `next` accepts a connection beside the first one.
 pub fn serve(first: &Link, next: &dyn Fn() -> Link) {
     let bulk = next();
     check_facts(first, &bulk);
@@ -27,7 +27,7 @@ pub fn serve(first: &Link, next: &dyn Fn() -> Link) {
     assert_eq!(bulk.event(), Event::Probed);
     be_woken_by_either(first, &bulk);
     echo(first, &bulk);
-    // The client ends it.
+    // The client ends the connection.
     bulk.end();
     drop(bulk);
 
@@ -39,7 +39,7 @@ pub fn serve(first: &Link, next: &dyn Fn() -> Link) {
     first.send(&first.message());
 }
 
-/// The client's.
+/// Runs the client's side; `next` connects beside the first one.
 pub fn run(first: &Link, next: &dyn Fn() -> Link) {
     let started = Instant::now();
     let say = |what: &str| println!("client: {what} after {} ms", started.elapsed().as_millis());
@@ -73,7 +73,7 @@ fn check_facts(first: &Link, bulk: &Link) {
     assert!((8..=32).contains(&buffers), "{buffers} buffers");
 }
 
-/// Memory of any kind: what cannot be registered is an errno, and costs nothing else.
+/// Registers memory of several kinds. A failed registration returns an errno and has no other effect.
 fn register(first: &Link) {
     let memory = Memory::read_only(BYTES, 1);
     assert!(first.register_as(&memory, role::TARGET).is_err(), "read-only memory");
@@ -87,7 +87,7 @@ fn register(first: &Link) {
     let mut all: Vec<Keys> = (0..500).map(|_| first.register(&memory)).collect();
     all.sort_unstable_by_key(|keys| keys.handle);
     assert!(all.windows(2).all(|two| two[0].handle != two[1].handle));
-    // Once more is nothing.
+    // A second deregistration has no effect.
     all.iter().chain(&all).for_each(|keys| first.deregister(*keys));
     assert_eq!(first.state(), 1);
 }
@@ -104,8 +104,8 @@ fn write_of(memory: &Memory, keys: Keys, (to, remote): (u64, u32)) -> WriteReque
     }
 }
 
-/// WRITEs from memory that is registered with the first one, and cannot be written, into memory that the peer has
-/// registered with the first one.
+/// Posts WRITEs on `bulk` from read-only memory that is registered with `first`, into memory that the peer has
+/// registered with its first connection.
 fn reach(first: &Link, bulk: &Link, seed: u32) {
     let source = Memory::read_only(BYTES, seed);
     let keys = first.register_as(&source, role::SOURCE).expect("register");
@@ -127,7 +127,7 @@ fn be_reached(first: &Link, bulk: &Link, seed: u32) {
     bulk.send(b"right");
 }
 
-/// Its send queue is short, and has room for a probe when it is full.
+/// Fills the short send queue, which still has room for a probe when it is full.
 fn fill(bulk: &Link, request: &WriteRequest) {
     let mut posted = 0;
     let code = loop {
@@ -148,11 +148,11 @@ fn fill(bulk: &Link, request: &WriteRequest) {
             other => panic!("{other:?}"),
         }
     }
-    // All WRITEs were before the probe.
+    // All WRITEs complete before the probe.
     assert_eq!(rooms, 1, "after {posted}");
 }
 
-/// Sleeps on the first one's descriptor alone.
+/// Sleeps on the first connection's completion fd alone.
 fn be_woken_by_either(first: &Link, bulk: &Link) {
     for expected in [&b"bulk"[..], b"first"] {
         first.send(b"asleep");
@@ -166,7 +166,7 @@ fn be_woken_by_either(first: &Link, bulk: &Link) {
             assert!(wait_readable(&[first.info.completion_fd], PATIENCE), "not woken");
         }
     }
-    // With nothing to come they are quiet, in whichever order they are armed.
+    // Without new completions both are quiet, in whichever order they are armed.
     let settled = Instant::now() + Duration::from_secs(1);
     for order in [[first, bulk], [bulk, first]].into_iter().cycle() {
         order.iter().for_each(|link| link.arm());
@@ -188,7 +188,7 @@ fn wake_by_either(first: &Link, bulk: &Link) {
     assert_eq!(first.message(), b"quiet");
 }
 
-/// A message that has come on one of them, and on which.
+/// Returns a message that has arrived on one of the two, and its connection; `None` if there is none.
 fn take<'a>(first: &'a Link, bulk: &'a Link) -> Option<(&'a Link, Vec<u8>)> {
     [first, bulk].into_iter().find_map(|link| {
         link.poll().expect("poll");
@@ -202,10 +202,10 @@ fn take<'a>(first: &'a Link, bulk: &'a Link) -> Option<(&'a Link, Vec<u8>)> {
 /// Two connections, for the thread that holds the lock.
 struct Both<'a>([&'a Link; 2]);
 
-// SAFETY: links are used by one thread at a time, which the lock sees to.
+// SAFETY: the lock lets one thread at a time use the links.
 unsafe impl Send for Both<'_> {}
 
-/// Two threads sleep on the descriptor, and arm at any time. One at a time looks, and sends back what it finds.
+/// Two threads sleep on the completion fd, and arm at any time. One at a time polls, and sends the messages back.
 fn echo(first: &Link, bulk: &Link) {
     let both = Mutex::new(Both([first, bulk]));
     let armers = [first.armer(), bulk.armer()];
@@ -227,7 +227,7 @@ fn send_back(both: &Mutex<Both<'_>>, armers: &[Armer<'_>; 2], end: &Mutex<Option
             let both = both.lock().unwrap();
             if let Some((link, message)) = take(both.0[0], both.0[1]) {
                 if message == b"stop" {
-                    // For the other thread, too.
+                    // Wakes the other thread, too.
                     end.lock().unwrap().take().unwrap().write_all(b"!").unwrap();
                     return;
                 }
@@ -238,7 +238,7 @@ fn send_back(both: &Mutex<Both<'_>>, armers: &[Armer<'_>; 2], end: &Mutex<Option
         if end.lock().unwrap().is_none() {
             return;
         }
-        // The client sends as soon as it is answered, and loses its patience first.
+        // The client sends as soon as it is answered, so its own wait expires first.
         assert!(wait_readable(fds, 2 * PATIENCE), "not woken");
     }
 }
@@ -256,11 +256,11 @@ fn be_echoed(first: &Link, bulk: &Link) {
         links.iter().for_each(|link| assert_eq!(link.message(), message));
     }
     first.send(b"stop");
-    // Both threads have left.
+    // Both threads have ended.
     assert_eq!(first.message(), b"stopped");
 }
 
-/// Sets it when dropped, also by a panic.
+/// Sets the flag when dropped, also by a panic.
 struct SetAtEnd<'a>(&'a AtomicBool);
 
 impl Drop for SetAtEnd<'_> {
@@ -269,7 +269,8 @@ impl Drop for SetAtEnd<'_> {
     }
 }
 
-/// Connections end with messages on their way and events untaken, while another thread takes events of the descriptor.
+/// Connections end with messages in flight and events not taken, while another thread takes events of the completion
+/// fd.
 fn end_under_another_thread(first: &Link, next: &dyn Fn() -> Link) {
     let is_over = AtomicBool::new(false);
     let armer = first.armer();
@@ -284,7 +285,7 @@ fn end_under_another_thread(first: &Link, next: &dyn Fn() -> Link) {
         for _ in 0..REMAKES {
             let bulk = next();
             let until = Instant::now() + PATIENCE;
-            // Not asleep: its events are the other thread's.
+            // This thread does not sleep: the other thread takes the events.
             loop {
                 bulk.arm();
                 if take(first, &bulk).is_some() {
@@ -302,7 +303,7 @@ fn see_ends(next: &dyn Fn() -> Link) {
     for _ in 0..REMAKES {
         let bulk = next();
         bulk.send(b"one");
-        // For the others it may be too late.
+        // These messages may come too late for the peer.
         for _ in 0..4 {
             bulk.send_parts(&[b"\x01more"]);
         }
@@ -310,7 +311,7 @@ fn see_ends(next: &dyn Fn() -> Link) {
     }
 }
 
-/// Memory that is given back costs the connection that reaches for it, and no other.
+/// Memory that was deregistered ends the connection that accesses it, and no other connection.
 fn give_back(first: &Link, bulk: &Link) {
     let target = Memory::new(BYTES);
     let keys = first.register_as(&target, role::TARGET).expect("register");
@@ -327,7 +328,7 @@ fn reach_in_vain(first: &Link, bulk: &Link) {
     let source = Memory::new(BYTES);
     source.fill(13);
     let keys = first.register_as(&source, role::SOURCE).expect("register");
-    // Posting may see the end already.
+    // The post may already find the connection ended.
     bulk.write(&write_of(&source, keys, first.receive_keys()));
     let reason = bulk.end();
     println!("client: over with {reason}");

@@ -1,4 +1,4 @@
-//! The plugin's table as a test wants it: loading, a host for it, and connections that wait.
+//! The plugin's table for tests: loading, a host for it, and connections whose calls wait.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -17,10 +17,10 @@ use crate::memory::Memory;
 /// Hidden fds are at or above this number.
 pub const HIDDEN: c_int = 900;
 
-/// What any wait may take.
+/// The longest that a wait may take.
 pub const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Lines of the plugin's log.
+/// The lines that the plugin has logged.
 pub static LOG: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
 static HOST: Host = Host {
@@ -46,7 +46,7 @@ unsafe extern "C" fn log(level: u32, text: *const u8, len: usize) {
 }
 
 unsafe extern "C" fn hide_fd(fd: c_int) -> i32 {
-    // SAFETY: numbers only; the plugin gives up the old one if there is a new one.
+    // SAFETY: fd numbers only; the plugin gives up the old number if it gets a new one.
     unsafe {
         let hidden = libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, HIDDEN);
         if hidden < 0 {
@@ -58,16 +58,16 @@ unsafe extern "C" fn hide_fd(fd: c_int) -> i32 {
 }
 
 unsafe extern "C" fn close_fd(fd: c_int) {
-    // SAFETY: an fd that `hide_fd` gave and that the plugin gives up.
+    // SAFETY: an fd that `hide_fd` returned, and that the plugin gives up.
     assert_eq!(unsafe { libc::close(fd) }, 0, "closing {fd}");
 }
 
-/// Open fds of this process: below HIDDEN, and from there on.
+/// Returns the number of open fds of this process: below HIDDEN, and from there on.
 pub fn count_fds() -> (usize, usize) {
     let numbers = std::fs::read_dir("/proc/self/fd").unwrap();
     let numbers = numbers.map(|entry| entry.unwrap().file_name().to_str().unwrap().parse::<c_int>().unwrap());
     let (low, high): (Vec<_>, Vec<_>) = numbers.partition(|fd| *fd < HIDDEN);
-    // One of the low ones was the directory.
+    // One of the low fds is the directory's.
     (low.len() - 1, high.len())
 }
 
@@ -93,7 +93,7 @@ pub fn address(text: &str, port: u16) -> Address {
 #[derive(Clone)]
 pub struct Api {
     pub table: &'static Plugin,
-    /// Its path, for processes that do the same.
+    /// The path of the plugin, for child processes that load it too.
     pub path: String,
 }
 
@@ -142,7 +142,7 @@ impl Api {
         )
     }
 
-    /// Connects, perhaps beside another connection; the error is the plugin's.
+    /// Connects; shares the resources of `beside` if there is one. The error is the plugin's.
     pub fn connect(
         &self,
         local: &Address,
@@ -172,7 +172,7 @@ impl Api {
     }
 }
 
-/// As the interface takes a connection that another one is to be beside.
+/// Returns the handle of `beside` as the interface expects it; null for none.
 fn handle(beside: Option<&Link>) -> *mut Conn {
     beside.map_or(null_mut(), |link| link.conn)
 }
@@ -191,7 +191,7 @@ impl Waiting {
             let mut request = std::mem::MaybeUninit::uninit();
             // SAFETY: valid pointers; the request is written on success.
             match unsafe { (self.api.table.next_request)(self.listener, request.as_mut_ptr()) } {
-                // SAFETY: as said.
+                // SAFETY: written on success, as above.
                 0 => return unsafe { request.assume_init() },
                 code => assert_eq!(code, -libc::EAGAIN, "next_request"),
             }
@@ -203,12 +203,12 @@ impl Waiting {
 
 impl Drop for Waiting {
     fn drop(&mut self) {
-        // SAFETY: not used any more.
+        // SAFETY: the listener is not used after this.
         unsafe { (self.api.table.close_listener)(self.listener) };
     }
 }
 
-/// Sleeps until one of these is readable; false if none is within the time.
+/// Sleeps until one of the fds is readable. Returns `false` if none is within the time.
 pub fn wait_readable(fds: &[c_int], time: Duration) -> bool {
     let mut list: Vec<_> = fds
         .iter()
@@ -236,13 +236,13 @@ pub struct Link {
     conn: *mut Conn,
     pub info: Info,
     events: RefCell<VecDeque<Event>>,
-    /// Receive buffers of the peer that are free.
+    /// The peer's receive buffers that are free.
     credits: Cell<u32>,
-    /// Own buffers that were used since the last grant.
+    /// Own receive buffers that were used since the last grant.
     used: Cell<u32>,
 }
 
-/// The first byte of a message.
+/// The first byte of a message, its kind.
 const DATA: u8 = 1;
 const GRANT: u8 = 2;
 
@@ -265,7 +265,7 @@ impl Link {
         }
     }
 
-    /// Accepts a request, perhaps beside another connection, and waits until the connection is up.
+    /// Accepts a request and waits until the connection is up. Shares the resources of `beside` if there is one.
     pub fn accept(api: &Api, request: &Request, private: &[u8], beside: Option<&Self>) -> Self {
         // SAFETY: valid pointers.
         let code = unsafe { (api.table.accept)(request.conn, private.as_ptr(), private.len(), handle(beside)) };
@@ -289,10 +289,11 @@ impl Link {
         self.register_as(memory, role::BOTH).expect("register")
     }
 
-    /// For one of [`role`]; the error is the plugin's.
+    /// Registers memory for one of [`role`]; the error is the plugin's.
     pub fn register_as(&self, memory: &Memory, role: u32) -> Result<Keys, i32> {
         let mut keys = Keys::default();
-        // SAFETY: the tests' memory is accessed through raw pointers, and unmapped only where nothing is to reach it.
+        // SAFETY: the tests access their memory through raw pointers, and unmap it only when no access to it may
+        // succeed.
         match unsafe { (self.api.table.register)(self.conn, memory.at.cast(), memory.len, role, &mut keys) } {
             0 => Ok(keys),
             code => Err(code),
@@ -317,7 +318,7 @@ impl Link {
         self.retry(|| self.write(request));
     }
 
-    /// Posts parts, whatever there is of room.
+    /// Posts parts without waiting for credit or room.
     pub fn send_parts(&self, parts: &[&[u8]]) -> i32 {
         let parts: Vec<_> = parts
             .iter()
@@ -338,7 +339,7 @@ impl Link {
 
     fn take_credit(&self) {
         let until = Instant::now() + PATIENCE;
-        // One is left for a grant.
+        // One credit is kept for a grant.
         while self.credits.get() < 2 {
             assert!(Instant::now() < until, "no credit");
             self.sleep().expect("over while waiting for credit");
@@ -358,7 +359,7 @@ impl Link {
         }
     }
 
-    /// Asks the peer's device, at most once at a time.
+    /// Probes the peer's device. A second probe meanwhile is refused.
     pub fn probe(&self) {
         // SAFETY: the connection lives.
         let probe = || unsafe { (self.api.table.probe)(self.conn) };
@@ -366,10 +367,10 @@ impl Link {
         assert_eq!(probe(), -libc::EAGAIN, "a second probe");
     }
 
-    /// Takes what has completed; the error is the plugin's.
+    /// Handles the completions; the error is the plugin's.
     pub fn poll(&self) -> Result<usize, i32> {
         unsafe extern "C" fn each(context: *mut c_void, done: *const Completion) {
-            // SAFETY: the context is our link's, the completion is valid during the call, and so are its bytes.
+            // SAFETY: the context is this link, the completion is valid during the call, and so are its bytes.
             unsafe {
                 let (link, done) = (&*context.cast::<Link>(), &*done);
                 match done.kind {
@@ -418,7 +419,7 @@ impl Link {
         self.armer().arm();
     }
 
-    /// Arms it from any thread.
+    /// Returns a value that arms the connection from any thread.
     pub fn armer(&self) -> Armer<'_> {
         Armer {
             api: &self.api,
@@ -426,7 +427,7 @@ impl Link {
         }
     }
 
-    /// Arms, looks once more, and sleeps if there is nothing.
+    /// Arms, polls once more, and sleeps if there is nothing.
     fn sleep(&self) -> Result<(), i32> {
         if self.poll()? == 0 {
             self.arm();
@@ -440,7 +441,7 @@ impl Link {
         }
     }
 
-    /// The next event.
+    /// Waits for the next event.
     pub fn event(&self) -> Event {
         let until = Instant::now() + PATIENCE;
         loop {
@@ -453,7 +454,7 @@ impl Link {
         }
     }
 
-    /// An event that is there already.
+    /// Returns an event that was received already; `None` if there is none.
     pub fn event_now(&self) -> Option<Event> {
         self.events.borrow_mut().pop_front()
     }
@@ -468,7 +469,7 @@ impl Link {
         }
     }
 
-    /// Tells the peer where memory is, and its key.
+    /// Sends the address of memory and its key to the peer.
     pub fn send_keys(&self, memory: &Memory, keys: Keys) {
         let mut message = (memory.at.addr() as u64).to_le_bytes().to_vec();
         message.extend(keys.remote.to_le_bytes());
@@ -489,7 +490,7 @@ impl Link {
         unsafe { (self.api.table.disconnect)(self.conn) };
     }
 
-    /// Waits until the connection is seen to be over; gives why.
+    /// Waits until the connection has ended; returns the reason.
     pub fn end(&self) -> i32 {
         let until = Instant::now() + PATIENCE;
         loop {
@@ -503,18 +504,18 @@ impl Link {
 
 impl Drop for Link {
     fn drop(&mut self) {
-        // SAFETY: not used any more.
+        // SAFETY: the connection is not used after this.
         unsafe { (self.api.table.destroy)(self.conn) };
     }
 }
 
-/// See [`Link::armer`].
+/// Arms a connection; see [`Link::armer`].
 pub struct Armer<'a> {
     api: &'a Api,
     conn: *mut Conn,
 }
 
-// SAFETY: any thread may arm a connection, and this one outlives the value.
+// SAFETY: any thread may arm a connection, and the connection outlives this value.
 unsafe impl Send for Armer<'_> {}
 // SAFETY: as for Send.
 unsafe impl Sync for Armer<'_> {}

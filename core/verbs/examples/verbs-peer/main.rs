@@ -39,7 +39,7 @@ fn main() {
             };
             scenarios::run(&Api::load(plugin), &address(local, 0), &address(peer, port(at)), part);
         }
-        // In processes of their own, started by the client.
+        // These run in processes of their own, which the client starts.
         ["victim", plugin, local, at, peer] => {
             let target = address(peer, port(at));
             scenarios::be_killed(&Api::load(plugin), &address(local, 0), &target);

@@ -1,9 +1,9 @@
-//! Memory for a test's WRITEs, and what it is filled with.
+//! Memory for a test's WRITEs, and its test pattern.
 
 use std::ffi::c_int;
 use std::ptr::null_mut;
 
-/// Memory that is not unmapped but by `unmap`.
+/// Memory that only `unmap` unmaps.
 pub struct Memory {
     pub at: *mut u8,
     pub len: usize,
@@ -14,18 +14,18 @@ impl Memory {
         Self::map(len, libc::MAP_SHARED)
     }
 
-    /// Filled, as for `check`, and then not to be written any more. Private: Linux 6.1 pins pages for writing, whatever
-    /// they are for, which it refuses where others would see that.
+    /// Maps memory with the pattern that `check` expects, which cannot be written afterwards. The mapping is private:
+    /// Linux 6.1 pins pages for writing in every case, which it refuses for a shared mapping that cannot be written.
     pub fn read_only(len: usize, seed: u32) -> Self {
         let memory = Self::map(len, libc::MAP_PRIVATE);
         memory.fill(seed);
-        // SAFETY: the mapping that was just made.
+        // SAFETY: exactly the mapping that was just made.
         assert_eq!(unsafe { libc::mprotect(memory.at.cast(), len, libc::PROT_READ) }, 0);
         memory
     }
 
     fn map(len: usize, flags: c_int) -> Self {
-        // SAFETY: a new mapping.
+        // SAFETY: a new mapping, which replaces no other.
         let at = unsafe {
             let flags = flags | libc::MAP_ANONYMOUS;
             libc::mmap(null_mut(), len, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0)
@@ -34,7 +34,7 @@ impl Memory {
         Self { at: at.cast(), len }
     }
 
-    /// Fills it with what `check` expects.
+    /// Fills the memory with the pattern that `check` expects.
     pub fn fill(&self, seed: u32) {
         for (at, byte) in pattern(seed).take(self.len).enumerate() {
             // SAFETY: within the mapping.
@@ -42,21 +42,21 @@ impl Memory {
         }
     }
 
-    /// Whether nothing but zeroes is there.
+    /// Returns whether the memory holds only zeroes.
     pub fn is_empty(&self) -> bool {
-        // SAFETY: nobody writes any more when this is called.
+        // SAFETY: no thread or device writes any more when this is called.
         let bytes = unsafe { std::slice::from_raw_parts(self.at, self.len) };
         bytes.iter().all(|byte| *byte == 0)
     }
 
-    /// Leaves its addresses without memory.
+    /// Unmaps the memory, while registrations of its addresses may remain.
     pub fn unmap(&self) {
-        // SAFETY: the mapping that `new` made; it is not accessed afterwards.
+        // SAFETY: exactly the mapping that `new` made; it is not accessed afterwards.
         assert_eq!(unsafe { libc::munmap(self.at.cast(), self.len) }, 0);
     }
 
     pub fn check(&self, seed: u32) {
-        // SAFETY: nobody writes any more when this is called.
+        // SAFETY: no thread or device writes any more when this is called.
         let bytes = unsafe { std::slice::from_raw_parts(self.at, self.len) };
         if let Some(at) = bytes.iter().zip(pattern(seed)).position(|(is, should)| *is != should) {
             panic!("wrong byte at {at}");
@@ -64,7 +64,7 @@ impl Memory {
     }
 }
 
-/// Bytes without a short period.
+/// Returns bytes without a short period.
 pub fn pattern(seed: u32) -> impl Iterator<Item = u8> {
     let mut state = seed.wrapping_mul(2_654_435_761) | 1;
     std::iter::repeat_with(move || {

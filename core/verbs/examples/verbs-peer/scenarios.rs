@@ -1,4 +1,4 @@
-//! What client and server do with each other, scenario by scenario.
+//! The scenarios of client and server.
 
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ use crate::memory::{Memory, pattern};
 
 const MIB: usize = 1 << 20;
 
-/// The first byte of a connection's private data.
+/// The first byte of a connection's private data, which names the scenario.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 enum Scenario {
@@ -46,7 +46,7 @@ const ALL: [Scenario; 13] = [
     Scenario::End,
 ];
 
-/// Private data of full length, which begins with the scenario.
+/// Returns private data of full length, which begins with the scenario.
 fn private(scenario: Scenario, seed: u32) -> [u8; PRIVATE_BYTES] {
     let mut bytes = [0; PRIVATE_BYTES];
     for (to, from) in bytes.iter_mut().zip(pattern(seed)) {
@@ -76,7 +76,7 @@ pub fn serve(api: &Api, local: &Address) {
         check_private(&request.private, request.private_len, scenario, ASKED);
         println!("server: {scenario:?}");
         if scenario == Scenario::Refused {
-            // SAFETY: a request, not used afterwards.
+            // SAFETY: a valid request, which is not used afterwards.
             unsafe { (api.table.reject)(request.conn) };
             continue;
         }
@@ -122,7 +122,7 @@ pub fn serve(api: &Api, local: &Address) {
             scenario,
             Scenario::ClientLeaves | Scenario::Killed | Scenario::ServerLeaves
         ) {
-            // The client ends it.
+            // The client ends the connection.
             link.end();
         }
         drop(link);
@@ -150,18 +150,18 @@ fn dial_beside(
     beside: Option<&Link>,
 ) -> Result<Link, i32> {
     let link = api.connect(local, remote, &private(scenario, ASKED), PATIENCE, beside)?;
-    // What a transport pads is not looked at, but ours is as long as it gets.
+    // The padding of a transport is not checked, but the plugin's data has at least its full length.
     assert!(link.info.private_len as usize >= PRIVATE_BYTES);
     check_private(&link.info.private, PRIVATE_BYTES as u32, scenario, ANSWERED);
     Ok(link)
 }
 
-/// What the client tries.
+/// The part of the scenarios that the client runs.
 #[derive(Clone, Copy, Debug)]
 pub enum Part {
-    /// What goes over a connection.
+    /// The traffic of a connection.
     Traffic,
-    /// How connections begin and end.
+    /// The beginning and the end of connections.
     Ends,
     /// Connections beside another one.
     Beside,
@@ -202,7 +202,7 @@ fn carry(device: &Device, dial: &Dial<'_>) {
     send_messages(&link);
     receive_messages(&link);
     link.send(b"bye");
-    // What is still on its way when one disconnects may be lost.
+    // Messages that are still in flight at a disconnect may be lost.
     assert_eq!(link.message(), b"bye");
     drop(link);
 
@@ -242,7 +242,7 @@ fn end(api: &Api, local: &Address, server: &Address, dial: &Dial<'_>) {
     any_port(api, local, server);
 }
 
-/// The device of the local address, and none for others.
+/// Checks that the local address has a device and other addresses have none; returns the device.
 fn devices(api: &Api, local: &Address) -> Device {
     let find = |address: &Address| {
         let mut device = Device {
@@ -267,7 +267,7 @@ fn devices(api: &Api, local: &Address) -> Device {
 }
 
 fn lengths(link: &Link) -> impl Iterator<Item = usize> + use<> {
-    // One byte of a message says that it is data.
+    // The first byte of a message marks it as data.
     let longest = link.info.buffer_bytes as usize - 1;
     (0..longest)
         .step_by(41)
@@ -294,7 +294,7 @@ fn receive_messages(link: &Link) {
     }
 }
 
-/// Pieces of a region: offset, bytes, immediate.
+/// Divides a region into pieces: offset, bytes, immediate.
 fn pieces(len: usize, immediates: bool) -> Vec<(usize, u32, Option<u32>)> {
     let mut sizes = [1, 79, 80, 81, 256, 257, 4095, 65_536, 3, 20_000].into_iter().cycle();
     let (mut at, mut list) = (0, Vec::new());
@@ -359,7 +359,7 @@ fn receive_writes(link: &Link) {
     link.send(b"right");
 }
 
-/// Posts without looking at completions until the queue is full; then room is told. There is always room for a probe.
+/// Posts without polling until the queue is full; after that, `Room` is reported. A probe always has room.
 fn fill_queue(link: &Link) {
     let source = Memory::new(MIB);
     let local = link.register(&source).local;
@@ -392,13 +392,13 @@ fn fill_queue(link: &Link) {
                 other => panic!("{other:?}"),
             }
         }
-        // All writes were before the probe.
+        // All WRITEs complete before the probe.
         assert_eq!(rooms, 1, "round {round} after {posted}");
         assert!(posted > 16, "only {posted} posted");
     }
     while link.event_now().is_some() {}
     link.send(b"bye");
-    // What is still on its way when one disconnects may be lost.
+    // Messages that are still in flight at a disconnect may be lost.
     assert_eq!(link.message(), b"bye");
 }
 
@@ -409,7 +409,7 @@ fn be_woken(link: &Link) {
     loop {
         link.arm();
         link.poll().expect("poll");
-        // There was no room for the first word before the client had spoken, perhaps.
+        // Before the client's first message there may have been no room, so a `Room` event is skipped.
         let event = std::iter::from_fn(|| link.event_now()).find(|event| *event != Event::Room);
         if let Some(event) = event {
             assert_eq!(event, Event::Message(b"wake".to_vec()));
@@ -418,7 +418,7 @@ fn be_woken(link: &Link) {
         assert!(wait_readable(&[link.info.completion_fd], PATIENCE), "not woken");
     }
     println!("server: woken after {} ms", started.elapsed().as_millis());
-    // With nothing to come an armed queue is quiet.
+    // Without new completions an armed queue is quiet.
     link.arm();
     link.poll().expect("poll");
     link.arm();
@@ -429,7 +429,7 @@ fn be_woken(link: &Link) {
     link.send(b"awake");
 }
 
-/// Runs this program in another role; by which signal it ends.
+/// Runs this program in another role, and checks the signal by which it ends.
 fn process(api: &Api, role: &str, local: &Address, server: &Address, signal: Option<i32>) {
     use std::os::unix::process::ExitStatusExt;
     let text = |address: &Address| {
@@ -452,17 +452,17 @@ pub fn be_killed(api: &Api, local: &Address, server: &Address) {
     unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
 }
 
-/// With little memory to lock, and no right to lock more, the remedy is logged.
+/// With a low limit on locked memory, and no right to exceed it, the plugin logs the remedy.
 pub fn have_little_memory(api: &Api, local: &Address, server: &Address) {
     #[repr(C)]
     struct Header(u32, i32);
-    // _LINUX_CAPABILITY_VERSION_3, this process; no capabilities at all.
+    // _LINUX_CAPABILITY_VERSION_3 and this process; no capabilities.
     let (header, none) = (Header(0x2008_0522, 0), [0_u32; 6]);
     let limit = libc::rlimit {
         rlim_cur: 65_536,
         rlim_max: 65_536,
     };
-    // SAFETY: pointers to what the calls want.
+    // SAFETY: the pointers are valid for the structures that the calls read.
     unsafe {
         assert_eq!(libc::setrlimit(libc::RLIMIT_MEMLOCK, &limit), 0);
         assert_eq!(libc::syscall(libc::SYS_capset, &header, none.as_ptr()), 0);
@@ -513,7 +513,7 @@ fn nobody_listens(api: &Api, local: &Address, server: &Address) {
     assert!(started.elapsed() < 2 * timeout);
 }
 
-/// Fifty connections, one after the other, leave no fd behind.
+/// Makes fifty connections, one after the other; no fd remains open.
 fn sequence(api: &Api, local: &Address, server: &Address) {
     let started = Instant::now();
     let before = count_fds();
@@ -529,13 +529,13 @@ fn sequence(api: &Api, local: &Address, server: &Address) {
     assert_eq!(count_fds(), before, "fds were left");
 }
 
-/// A child forgets the connection; the parent's goes on.
+/// A fork child forgets the connection; the parent's connection goes on.
 fn fork(api: &Api, local: &Address, server: &Address) {
     let link = dial(api, local, server, Scenario::Fork).expect("connect");
     // SAFETY: this process has one thread.
     let child = unsafe { libc::fork() };
     if child == 0 {
-        // SAFETY: in the child, before all else.
+        // SAFETY: in the child, before any other call.
         unsafe { (api.table.after_fork)() };
         assert_eq!(count_fds().1, 0, "the child has fds of the parent's");
         let code = api
@@ -543,7 +543,7 @@ fn fork(api: &Api, local: &Address, server: &Address) {
             .err()
             .expect("no second life");
         assert_eq!(code, -libc::EOPNOTSUPP);
-        // SAFETY: ends the child; nothing of the parent's is dropped.
+        // SAFETY: ends the child without dropping objects of the parent.
         unsafe { libc::_exit(7) };
     }
     let mut status = 0;
@@ -570,7 +570,7 @@ fn serve_any_port(api: &Api, link: &Link, local: &Address) {
     assert_ne!(port, 0);
     link.send(&port.to_le_bytes());
     let second = accept(api, &listener.next(PATIENCE), Scenario::AnyPort, None);
-    // A listener that ends leaves its connections alone.
+    // Closing a listener does not affect its connections.
     drop(listener);
     second.send(&second.message());
     second.end();

@@ -1,5 +1,5 @@
-//! The connection manager's objects: channels with their events, ids, and what peers send along when they connect.
-//! Not the queue pair that an id has: that is in `qp.rs`.
+//! The connection manager's objects: channels with their events, ids, and the private data of peers. An id's queue pair
+//! is in `qp.rs`.
 
 use std::ffi::{c_int, c_void};
 use std::mem::zeroed;
@@ -13,11 +13,11 @@ use crate::error::{Errno, Result, check};
 
 pub use ffi::rdma_cm_event_type as event;
 
-/// Longest private data that a connection request can carry on every transport, in bytes.
+/// The longest private data that a connection request can carry on every transport, in bytes.
 pub const WIRE_BYTES: usize = PRIVATE_BYTES + 12;
 const _: () = assert!(WIRE_BYTES == 56);
 
-/// Private data of a peer.
+/// Private data that a peer has sent.
 #[derive(Clone, Copy, Debug)]
 pub struct Private {
     pub bytes: [u8; WIRE_BYTES],
@@ -31,12 +31,12 @@ impl Private {
     };
 
     /// # Safety
-    /// `at` is null, or that many bytes can be read there.
+    /// `at` is null, or `len` bytes can be read there.
     unsafe fn copy(at: *const c_void, len: u8) -> Self {
         let mut private = Self::NONE;
         if !at.is_null() {
             let len = usize::from(len).min(WIRE_BYTES);
-            // SAFETY: `len` is no more than either side has, by the contract and by the line above.
+            // SAFETY: `len` exceeds neither the source, by the contract, nor the target, by the line above.
             unsafe { at.cast::<u8>().copy_to_nonoverlapping(private.bytes.as_mut_ptr(), len) };
             private.len = len as u32;
         }
@@ -44,9 +44,9 @@ impl Private {
     }
 }
 
-/// A socket address as C has it.
+/// Converts an address to C's structure.
 fn sockaddr(address: &Address) -> Result<libc::sockaddr_storage> {
-    // SAFETY: a structure of numbers, for which zeroes are a value.
+    // SAFETY: a structure of numbers, for which zeroes are valid.
     let mut storage: libc::sockaddr_storage = unsafe { zeroed() };
     let at = (&raw mut storage).cast::<c_void>();
     match address.family {
@@ -60,7 +60,7 @@ fn sockaddr(address: &Address) -> Result<libc::sockaddr_storage> {
                 },
                 sin_zero: [0; 8],
             };
-            // SAFETY: a sockaddr_storage is as large and as aligned as any address.
+            // SAFETY: a sockaddr_storage is at least as large and as aligned as any address.
             unsafe { at.cast::<libc::sockaddr_in>().write(v4) };
         }
         6 => {
@@ -71,7 +71,7 @@ fn sockaddr(address: &Address) -> Result<libc::sockaddr_storage> {
                 sin6_addr: libc::in6_addr { s6_addr: address.ip },
                 sin6_scope_id: address.scope,
             };
-            // SAFETY: as above.
+            // SAFETY: as for IPv4.
             unsafe { at.cast::<libc::sockaddr_in6>().write(v6) };
         }
         _ => return Err(Errno(libc::EAFNOSUPPORT)),
@@ -79,15 +79,15 @@ fn sockaddr(address: &Address) -> Result<libc::sockaddr_storage> {
     Ok(storage)
 }
 
-/// An event of the connection manager, with all of it copied out.
+/// An event of the connection manager, copied out completely.
 #[derive(Debug)]
 pub struct Event {
-    /// One of [`event`].
+    /// The kind, one of [`event`].
     pub kind: u32,
-    /// 0, a negative errno, or a positive reason of the transport.
+    /// The status: 0, a negative errno, or a positive reason of the transport.
     pub status: i32,
     pub private: Private,
-    /// With a connection request.
+    /// The new id, of a connection request.
     pub incoming: Option<Incoming>,
 }
 
@@ -98,25 +98,25 @@ pub struct Channel {
     fd: c_int,
 }
 
-// SAFETY: librdmacm's functions on a channel may be called from any thread, and its fd is only written here
-// before the channel is shared and after it is not any more.
+// SAFETY: librdmacm's functions on a channel may be called from any thread. The fd is written only here: before the
+// channel is shared, and after the last user is gone.
 unsafe impl Send for Channel {}
 // SAFETY: as for Send.
 unsafe impl Sync for Channel {}
 
 impl Channel {
     pub fn open() -> Result<Self> {
-        // SAFETY: no arguments; null is handled.
+        // SAFETY: no arguments. Null is handled.
         let ptr = NonNull::new(unsafe { ffi::rdma_create_event_channel() }).ok_or_else(Errno::last)?;
-        // SAFETY: the channel was just made and nobody else has it.
+        // SAFETY: the channel was just made, and no other thread has it.
         match host::hide(unsafe { (*ptr.as_ptr()).fd }) {
             Ok(fd) => {
-                // SAFETY: as above.
+                // SAFETY: as for the read of the fd.
                 unsafe { (*ptr.as_ptr()).fd = fd };
                 Ok(Self { ptr, fd })
             }
             Err(errno) => {
-                // SAFETY: as above; it closes its fd, which was not moved.
+                // SAFETY: as for the read of the fd. The channel closes its fd, which was not moved.
                 unsafe { ffi::rdma_destroy_event_channel(ptr.as_ptr()) };
                 Err(errno)
             }
@@ -127,7 +127,7 @@ impl Channel {
         self.fd
     }
 
-    /// The next event, if there is one; it is acknowledged when this returns.
+    /// Returns the next event, already acknowledged; `None` if there is none.
     pub fn next(&self) -> Result<Option<Event>> {
         let mut ptr = null_mut();
         // SAFETY: the channel lives, and `ptr` is written on success.
@@ -137,8 +137,8 @@ impl Channel {
                 errno => Err(errno),
             };
         }
-        // SAFETY: the event is this thread's until it is acknowledged. The connection is of a TCP-like port space, so
-        // the event carries `conn`, zeroed where the kind of event has none; its private data lies in the event.
+        // SAFETY: this thread owns the event until it is acknowledged. The connection is of a TCP-like port space, so
+        // the event carries `conn`, zeroed where the kind of event has none. Its private data lies in the event.
         let event = unsafe {
             let kind = (*ptr).event;
             let conn = (*ptr).param.conn;
@@ -151,7 +151,7 @@ impl Channel {
                     .map(Incoming),
             }
         };
-        // SAFETY: got above, acknowledged once, and not used afterwards.
+        // SAFETY: the event was taken above, is acknowledged once, and is not used afterwards.
         unsafe { ffi::rdma_ack_cm_event(ptr) };
         Ok(Some(event))
     }
@@ -159,7 +159,8 @@ impl Channel {
 
 impl Drop for Channel {
     fn drop(&mut self) {
-        // SAFETY: nobody else has the channel any more: ids own theirs. Without its fd it is memory only.
+        // SAFETY: the channel has no other user any more, as each id owns its channel. Without its fd it is memory
+        // only.
         unsafe { (*self.ptr.as_ptr()).fd = -1 };
         host::close(self.fd);
         // SAFETY: made by rdma_create_event_channel, destroyed once.
@@ -167,7 +168,7 @@ impl Drop for Channel {
     }
 }
 
-/// The id of a connection request, still on its listener's channel; dropping it rejects it.
+/// The id of a connection request, still on its listener's channel. Dropping it rejects the request.
 #[derive(Debug)]
 pub struct Incoming(NonNull<ffi::rdma_cm_id>);
 
@@ -175,11 +176,11 @@ pub struct Incoming(NonNull<ffi::rdma_cm_id>);
 unsafe impl Send for Incoming {}
 
 impl Incoming {
-    /// Gives it a channel of its own.
+    /// Moves the id to a channel of its own.
     pub fn migrate(self) -> Result<Id> {
         let channel = Channel::open()?;
-        // SAFETY: both live, and no event of this id is unacknowledged (none but the request has come, and
-        // that one is counted for the listener): it does not wait.
+        // SAFETY: both live. The call does not wait, as no event of this id is unacknowledged: only the request has
+        // arrived, and that is counted for the listener.
         check(unsafe { ffi::rdma_migrate_id(self.0.as_ptr(), channel.ptr.as_ptr()) })?;
         let ptr = self.0;
         std::mem::forget(self);
@@ -189,8 +190,8 @@ impl Incoming {
 
 impl Drop for Incoming {
     fn drop(&mut self) {
-        // SAFETY: the id is owned since the request was taken; its channel is the listener's, which is in a call
-        // of its own meanwhile and so alive.
+        // SAFETY: this value owns the id since the request was taken. Its channel is the listener's, which is in a call
+        // of its own meanwhile, and so alive.
         unsafe {
             ffi::rdma_reject(self.0.as_ptr(), std::ptr::null(), 0);
             ffi::rdma_destroy_id(self.0.as_ptr());
@@ -198,15 +199,15 @@ impl Drop for Incoming {
     }
 }
 
-/// An id of the connection manager: a listener, or a connection. Has a channel of its own.
+/// An id of the connection manager, for a listener or a connection, with a channel of its own.
 #[derive(Debug)]
 pub struct Id {
     pub(super) ptr: NonNull<ffi::rdma_cm_id>,
     channel: Channel,
 }
 
-// SAFETY: librdmacm's functions on an id may be called from any thread; the fields of the id that are read here
-// (verbs, qp) change only in calls that precede its being shared.
+// SAFETY: librdmacm's functions on an id may be called from any thread. The fields that are read here (verbs, qp)
+// change only in calls before the id is shared.
 unsafe impl Send for Id {}
 // SAFETY: as for Send.
 unsafe impl Sync for Id {}
@@ -215,7 +216,7 @@ impl Id {
     pub fn new() -> Result<Self> {
         let channel = Channel::open()?;
         let mut ptr = null_mut();
-        // SAFETY: the channel lives and will live as long as the id; `ptr` is written on success.
+        // SAFETY: the channel lives as long as the id; `ptr` is written on success.
         check(unsafe {
             ffi::rdma_create_id(
                 channel.ptr.as_ptr(),
@@ -243,7 +244,7 @@ impl Id {
         check(unsafe { ffi::rdma_listen(self.ptr.as_ptr(), backlog) })
     }
 
-    /// The local port, in host order.
+    /// Returns the local port, in host order.
     pub fn port(&self) -> u16 {
         // SAFETY: the id lives.
         u16::from_be(unsafe { ffi::rdma_get_src_port(self.ptr.as_ptr()) })
@@ -267,10 +268,10 @@ impl Id {
         check(unsafe { ffi::rdma_resolve_route(self.ptr.as_ptr(), timeout_ms) })
     }
 
-    /// How long an acknowledgement may take before a request is sent again: 4.096 µs times two to this power
-    /// (InfiniBand specification, 9.7.6.1.3). Without effect on iWARP, where TCP sees to that.
+    /// Sets how long an acknowledgement may take before a request is sent again: 4.096 µs times two to the power of
+    /// `exponent` (InfiniBand specification, 9.7.6.1.3). No effect on iWARP, where TCP retransmits.
     pub fn set_ack_timeout(&self, exponent: u8) {
-        // linux/rdma_user_cm.h; not in every binding.
+        // From linux/rdma_user_cm.h; some bindings lack these.
         const RDMA_OPTION_ID: c_int = 0;
         const RDMA_OPTION_ID_ACK_TIMEOUT: c_int = 3;
         let mut exponent = exponent;
@@ -286,7 +287,7 @@ impl Id {
         };
     }
 
-    /// The device, once an address is bound or resolved.
+    /// Returns the device; `None` before an address is bound or resolved.
     pub fn context(&self) -> Option<Context> {
         // SAFETY: the id lives.
         NonNull::new(unsafe { (*self.ptr.as_ptr()).verbs }).map(Context)
@@ -294,7 +295,7 @@ impl Id {
 
     pub fn connect(&self, private: &[u8], depth: u8) -> Result<()> {
         let mut param = conn_param(private, depth)?;
-        // SAFETY: the id lives; the parameters, and the private data that they point to, are read during the call.
+        // SAFETY: the id lives. The parameters, and the private data that they point to, are read during the call.
         check(unsafe { ffi::rdma_connect(self.ptr.as_ptr(), &mut param) })
     }
 
@@ -317,8 +318,8 @@ impl Id {
 
 impl Drop for Id {
     fn drop(&mut self) {
-        // SAFETY: made by rdma_create_id or a request, destroyed once; its queue pair, which has an Arc of it, is
-        // gone, all its events are acknowledged, and its channel goes after this.
+        // SAFETY: made by rdma_create_id or a request, destroyed once. Its queue pair, which had an Arc of it, is gone.
+        // All its events are acknowledged, and its channel is dropped after this.
         unsafe { ffi::rdma_destroy_id(self.ptr.as_ptr()) };
     }
 }
@@ -334,7 +335,7 @@ fn conn_param(private: &[u8], depth: u8) -> Result<ffi::rdma_conn_param> {
         initiator_depth: depth,
         flow_control: 1,
         retry_count: 7,
-        // 7: for ever.
+        // 7 means without a limit.
         rnr_retry_count: 7,
         srq: 0,
         qp_num: 0,

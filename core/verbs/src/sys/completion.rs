@@ -1,4 +1,4 @@
-//! Completion queues, and the channels that tell of what comes into them. What a completion means is for others.
+//! Completion queues, and the channels that report their completions. `queue.rs` interprets the completions.
 
 use std::ffi::c_int;
 use std::mem::MaybeUninit;
@@ -19,7 +19,8 @@ pub use ffi::ibv_wc_status as status;
 pub struct Cq {
     pub(super) ptr: NonNull<ffi::ibv_cq>,
     channel: Arc<CompletionChannel>,
-    /// An event was asked for: it is to come, or in the channel, or who has taken it asks for the next one.
+    /// Whether an event was asked for. Then the event is to come, or is in the channel, or the thread that has taken it
+    /// asks for the next one.
     is_armed: AtomicBool,
 }
 
@@ -28,27 +29,27 @@ unsafe impl Send for Cq {}
 // SAFETY: as for Send.
 unsafe impl Sync for Cq {}
 
-/// One completion.
+/// A completion.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Done {
-    /// What the work request was given.
+    /// The id of the work request.
     pub id: u64,
-    /// One of [`status`].
+    /// The status, one of [`status`].
     pub status: u32,
-    /// Bytes received, or placed.
+    /// Bytes received, or placed by the peer.
     pub bytes: u32,
-    /// Of a WRITE with one, in host order.
+    /// The immediate value of a WRITE, in host order; `None` if it has none.
     pub immediate: Option<u32>,
 }
 
-/// How many completions are taken at once.
+/// The most completions that one poll takes.
 pub const BATCH: usize = 16;
 
 impl Cq {
-    /// One that tells by this channel, which is of the same device.
+    /// Makes a queue that reports to this channel, which is of the same device.
     pub fn new(context: Context, channel: &Arc<CompletionChannel>, entries: u32) -> Result<Self> {
         let entries = c_int::try_from(entries).map_err(|_| Errno(libc::EINVAL))?;
-        // SAFETY: context and channel live, the channel as long as the queue; null is handled.
+        // SAFETY: context and channel live, the channel as long as the queue. Null is handled.
         let ptr = unsafe { ffi::ibv_create_cq(context.0.as_ptr(), entries, null_mut(), channel.ptr.as_ptr(), 0) };
         let ptr = NonNull::new(ptr).ok_or_else(Errno::last)?;
         let cq = Self {
@@ -64,18 +65,18 @@ impl Cq {
         self.channel.fd
     }
 
-    /// Takes what has completed; gives how many of `into` that are.
+    /// Takes completions into `into`; returns their number.
     pub fn poll(&self, into: &mut [Done; BATCH]) -> Result<usize> {
         let mut wcs = [const { MaybeUninit::<ffi::ibv_wc>::zeroed() }; BATCH];
         let at = wcs.as_mut_ptr().cast::<ffi::ibv_wc>();
-        // SAFETY: the queue lives; at most BATCH completions are written, which is what there is room for.
+        // SAFETY: the queue lives. The provider writes at most BATCH completions, and the array has room for as many.
         let got = unsafe {
             let poll = (*(*self.ptr.as_ptr()).context).ops.poll_cq.ok_or(Errno(libc::ENOSYS))?;
             poll(self.ptr.as_ptr(), BATCH as c_int, at)
         };
         let got = usize::try_from(got).map_err(|_| Errno(libc::EIO))?.min(BATCH);
         for (done, wc) in into.iter_mut().zip(&wcs).take(got) {
-            // SAFETY: zeroed, and then written by the provider: numbers only. Each is read as it is.
+            // SAFETY: zeroed, then written by the provider. All fields are numbers, so any bytes are valid.
             let wc = unsafe { wc.assume_init_ref() };
             let with_immediate = wc.opcode == ffi::ibv_wc_opcode::IBV_WC_RECV_RDMA_WITH_IMM;
             // SAFETY: both members of the union are a u32.
@@ -90,13 +91,13 @@ impl Cq {
         Ok(got)
     }
 
-    /// The next completion makes the channel's fd readable, which it is not any more because of the past. No system
-    /// call but a look at the channel where the last event asked for has not come.
+    /// Makes the channel's fd readable at the next completion. Events of earlier completions do not keep the fd
+    /// readable. Needs no system call, except a read of the channel if the last event asked for has not been taken.
     ///
-    /// What the look finds of another queue is taken, too, and that one is asked for its next event in its owner's
-    /// place: who arms one queue of a channel arms and then polls all of them, and may have armed that one before. Two
-    /// at once: one of them may return before the other has asked; what came until then is for that other to find, who
-    /// has to look once more as everybody.
+    /// An event of another queue that the read finds is taken too, and that queue is asked for its next event in place
+    /// of its owner. The owner of several queues on a channel arms and then polls all of them, and may have armed that
+    /// queue before. If two threads arm at once, one may return before the other has asked. Completions until then are
+    /// for the other thread to find, which polls once more after arming, as every caller does.
     pub fn arm(&self) -> Result<()> {
         if !self.is_armed.swap(true, Ordering::AcqRel) {
             // SAFETY: the queue lives.
@@ -115,24 +116,24 @@ impl Cq {
 
 impl Drop for Cq {
     fn drop(&mut self) {
-        // Nobody else asks it for events afterwards. Who has taken one has still to acknowledge it, for which this
-        // waits.
+        // After the removal from the list, no other thread asks this queue for events. Destroying the queue waits for
+        // the acknowledgement of events that a thread has taken.
         let Some(mut queues) = self.channel.queues.lock() else {
-            // In a handler above this thread's own use of the list: it stays.
+            // The caller is a signal handler above this thread's own use of the list: the queue stays.
             return;
         };
         queues.retain(|queue| queue.0 != self.ptr);
         drop(queues);
-        // SAFETY: made by ibv_create_cq, destroyed once; its queue pair had an Arc of it and is gone. An event of it
-        // that is in the channel goes with it, and one that was taken is acknowledged by its `Taken`.
+        // SAFETY: made by ibv_create_cq, destroyed once. Its queue pair had an Arc of it and is gone. An event of the
+        // queue in the channel is dropped with it, and a taken event is acknowledged by its `Taken`.
         unsafe { ffi::ibv_destroy_cq(self.ptr.as_ptr()) };
     }
 }
 
-/// Asks a queue for an event of its next completion.
+/// Asks a queue for an event at its next completion.
 ///
 /// # Safety
-/// The queue lives, and nobody has begun to destroy it.
+/// The queue lives, and no thread has begun to destroy it.
 unsafe fn ask(queue: NonNull<ffi::ibv_cq>) -> Result<()> {
     // SAFETY: by this function's contract.
     unsafe {
@@ -144,35 +145,35 @@ unsafe fn ask(queue: NonNull<ffi::ibv_cq>) -> Result<()> {
     }
 }
 
-/// A queue as its channel's list has it.
+/// A queue, as an entry of its channel's list.
 struct QueuePtr(NonNull<ffi::ibv_cq>);
 
 // SAFETY: verbs may be called from any thread.
 unsafe impl Send for QueuePtr {}
 
-/// Tells by one fd of what comes into one completion queue, or several.
+/// Reports the completions of one or more completion queues by a single fd.
 pub struct CompletionChannel {
     ptr: NonNull<ffi::ibv_comp_channel>,
     fd: c_int,
-    /// Its queues, but for those that are being destroyed.
+    /// The channel's queues, except those that are being destroyed.
     queues: Lock<Vec<QueuePtr>>,
 }
 
-// SAFETY: verbs may be called from any thread; the fd is only written before the channel is shared and after it is not
-// any more.
+// SAFETY: verbs may be called from any thread. The fd is written only before the channel is shared, and after the last
+// user is gone.
 unsafe impl Send for CompletionChannel {}
 // SAFETY: as for Send.
 unsafe impl Sync for CompletionChannel {}
 
-/// An event that was taken out of a channel; dropping it acknowledges it, and until then its queue's memory stays:
-/// destroying it waits for that (ibv_get_cq_event(3)).
+/// An event that was taken out of a channel; dropping it acknowledges it. Until then the queue's memory stays, as its
+/// destruction waits for the acknowledgement (ibv_get_cq_event(3)).
 struct Taken {
     queue: NonNull<ffi::ibv_cq>,
 }
 
 impl Drop for Taken {
     fn drop(&mut self) {
-        // SAFETY: the queue's memory stays until this; acknowledged once.
+        // SAFETY: the queue's memory stays until this call; acknowledged once.
         unsafe { ffi::ibv_ack_cq_events(self.queue.as_ptr(), 1) };
     }
 }
@@ -181,7 +182,8 @@ impl CompletionChannel {
     pub fn new(context: Context) -> Result<Self> {
         // SAFETY: the context lives; null is handled.
         let ptr = NonNull::new(unsafe { ffi::ibv_create_comp_channel(context.0.as_ptr()) }).ok_or_else(Errno::last)?;
-        // SAFETY: it was just made and nobody else has it; it closes its fd if that was not moved.
+        // SAFETY: the channel was just made, and no other thread has it. It closes its fd itself if the fd was not
+        // moved.
         unsafe {
             match host::hide((*ptr.as_ptr()).fd) {
                 Ok(fd) => {
@@ -200,27 +202,29 @@ impl CompletionChannel {
         }
     }
 
-    /// The next event, if there is one.
+    /// Takes the next event; `None` if there is none.
     fn take(&self) -> Option<Taken> {
         let (mut queue, mut context) = (null_mut(), null_mut());
-        // SAFETY: the channel lives, and its fd is nonblocking; both are written on success. The queue that the call
-        // looks at is there: the kernel drops a queue's events when it destroys it, and has counted this one otherwise.
+        // SAFETY: the channel lives, and its fd is nonblocking; both variables are written on success. The queue that
+        // the call accesses exists: when the kernel destroys a queue it drops its events, and otherwise it has counted
+        // this event.
         if unsafe { ffi::ibv_get_cq_event(self.ptr.as_ptr(), &mut queue, &mut context) } != 0 {
             return None;
         }
         NonNull::new(queue).map(|queue| Taken { queue })
     }
 
-    /// Asks the queue of an event for the next one, unless it is being destroyed: its memory is there, but not what a
-    /// provider writes to when it is asked (siw unmaps that first).
+    /// Asks the queue of an event for the next one, unless the queue is being destroyed. Then its memory still exists,
+    /// but not what a provider writes to when it is asked (siw unmaps that first).
     fn ask_again(&self, event: &Taken) {
         let Some(queues) = self.queues.lock() else {
-            // In a handler above this thread's own use of the list. Then the queue may be half destroyed.
+            // The caller is a signal handler above this thread's own use of the list: the queue may be half destroyed.
             return;
         };
         if queues.iter().any(|queue| queue.0 == event.queue) {
-            // What is wrong with it is for its owner to find.
-            // SAFETY: it is in the list, which who destroys it takes it from first, under the lock.
+            // The queue's owner finds any error itself.
+            // SAFETY: the queue is in the list. A thread that destroys a queue first removes it from the list, under
+            // the lock.
             let _ = unsafe { ask(event.queue) };
         }
     }
@@ -228,7 +232,8 @@ impl CompletionChannel {
 
 impl Drop for CompletionChannel {
     fn drop(&mut self) {
-        // SAFETY: its completion queues, the only users, are gone; destroyed once. Without its fd it is memory only.
+        // SAFETY: the completion queues, its only users, are gone; destroyed once. Without its fd the channel is memory
+        // only.
         unsafe {
             (*self.ptr.as_ptr()).fd = -1;
             host::close(self.fd);

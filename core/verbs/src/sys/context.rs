@@ -1,5 +1,5 @@
-//! An open device with its limits and events, protection domains, and the memory that is registered in them. Which
-//! device is opened when is for `device.rs` to say.
+//! An open device with its limits and events, protection domains, and memory registered in them. `device.rs` decides
+//! which device is opened, and when.
 
 use std::ffi::{CStr, c_int, c_void};
 use std::mem::MaybeUninit;
@@ -14,35 +14,35 @@ use rdmasock_core::fabric::remote::qp::Role;
 use crate::error::{Errno, Result, check_code};
 use crate::memory::Slab;
 
-/// How many devices a process may use.
+/// The most devices that a process may use.
 const CONTEXTS: usize = 64;
 
-/// Those whose fds were hidden, for a fork child.
+/// The contexts whose fds were hidden, for a fork child.
 static HIDDEN: [AtomicPtr<ffi::ibv_context>; CONTEXTS] = [const { AtomicPtr::new(null_mut()) }; CONTEXTS];
 
-/// An open device. librdmacm opens it, shares it among its ids and does not close it.
+/// An open device. librdmacm opens it, shares it among its ids, and does not close it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Context(pub(super) NonNull<ffi::ibv_context>);
 
-// SAFETY: verbs may be called from any thread, and the context is never freed while an id of the device exists;
+// SAFETY: verbs may be called from any thread. The context is never freed while an id of the device exists, and
 // `device.rs` keeps one for ever.
 unsafe impl Send for Context {}
 // SAFETY: as for Send.
 unsafe impl Sync for Context {}
 
-/// The limits of a device that matter here.
+/// The limits of a device that the plugin uses.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceLimits {
     pub max_qp_wr: u32,
     pub max_cqe: u32,
-    /// RDMA READs that a queue pair can have outstanding.
+    /// RDMA READs that a queue pair may have outstanding.
     pub max_reads: u32,
 }
 
 impl Context {
-    /// Hides its fds. To be called once, before another thread uses it.
+    /// Hides the context's fds. To be called once, before another thread uses the context.
     pub fn hide(self) -> Result<()> {
-        // SAFETY: the context lives for ever, and by this function's condition nobody else uses its fds now.
+        // SAFETY: the context lives for ever. By this function's condition no other thread uses its fds now.
         unsafe {
             let ptr = self.0.as_ptr();
             (*ptr).cmd_fd = host::hide((*ptr).cmd_fd)?;
@@ -59,7 +59,8 @@ impl Context {
         Ok(())
     }
 
-    /// In a fork child: whoever uses a context that was inherited gets EBADF instead of somebody else's fd.
+    /// Invalidates the inherited contexts in a fork child: a use of one then fails with EBADF, instead of reaching
+    /// another file's fd.
     pub fn forget_all() {
         for place in &HIDDEN {
             if let Some(context) = NonNull::new(place.swap(null_mut(), Ordering::Relaxed)) {
@@ -73,7 +74,7 @@ impl Context {
     }
 
     pub fn name(&self) -> &CStr {
-        // SAFETY: the context and its device live for ever, and so does the name, which ends with a zero.
+        // SAFETY: the context and its device live for ever, and so does the name, which is terminated.
         unsafe { CStr::from_ptr((*(*self.0.as_ptr()).device).name.as_ptr()) }
     }
 
@@ -84,7 +85,7 @@ impl Context {
 
     pub fn limits(&self) -> Result<DeviceLimits> {
         let mut attr = MaybeUninit::<ffi::ibv_device_attr>::zeroed();
-        // SAFETY: the context lives; the attributes, numbers for which zeroes are a value, are written by the call.
+        // SAFETY: the context lives. The attributes are numbers, for which zeroes are valid, and the call writes them.
         let attr = unsafe {
             check_code(ffi::ibv_query_device(self.0.as_ptr(), attr.as_mut_ptr()))?;
             attr.assume_init()
@@ -97,22 +98,22 @@ impl Context {
         })
     }
 
-    /// Takes the events of the device that have come, each with its kind (of ibv_event_type) and the address
-    /// of the object that it is about.
+    /// Takes the pending events of the device. Calls `each` with the kind of each event (of ibv_event_type) and the
+    /// address of its object.
     pub fn drain_events(&self, mut each: impl FnMut(u32, usize)) {
         loop {
             let mut event = MaybeUninit::<ffi::ibv_async_event>::zeroed();
-            // SAFETY: the context lives, and its async fd is nonblocking; on success the event is written.
+            // SAFETY: the context lives, and its async fd is nonblocking; the event is written on success.
             if unsafe { ffi::ibv_get_async_event(self.0.as_ptr(), event.as_mut_ptr()) } != 0 {
                 return;
             }
             let at = event.as_mut_ptr();
-            // SAFETY: zeroed, then written. The kind is read as a number, because the kernel may know kinds that
-            // the enum does not; the object's address is only compared, and a port's number in its place is
+            // SAFETY: zeroed, then written. The kind is read as a number, because the kernel may know kinds that the
+            // enum lacks. The object's address is only compared; for a port event it is the port's number, which is
             // smaller than any address.
             let (kind, object) = unsafe { ((&raw const (*at).event_type).cast::<u32>().read(), (*at).element.qp) };
             each(kind, object.addr());
-            // SAFETY: got above, acknowledged once; its object cannot be gone before.
+            // SAFETY: the event was taken above and is acknowledged once; its object cannot be destroyed before.
             unsafe { ffi::ibv_ack_async_event(at) };
         }
     }
@@ -129,7 +130,7 @@ unsafe impl Sync for Pd {}
 
 impl Pd {
     pub fn new(context: Context) -> Result<Self> {
-        // SAFETY: the context lives; null is handled.
+        // SAFETY: the context lives. Null is handled.
         NonNull::new(unsafe { ffi::ibv_alloc_pd(context.0.as_ptr()) })
             .map(Self)
             .ok_or_else(Errno::last)
@@ -138,12 +139,12 @@ impl Pd {
 
 impl Drop for Pd {
     fn drop(&mut self) {
-        // SAFETY: made by ibv_alloc_pd, freed once; all that was made in it had an Arc of it and is gone.
+        // SAFETY: made by ibv_alloc_pd, freed once. All objects in the domain had an Arc of it and are gone.
         unsafe { ffi::ibv_dealloc_pd(self.0.as_ptr()) };
     }
 }
 
-/// Registered memory: readable by this end's work requests, writable by the peer's if so wished.
+/// Registered memory: this end's work requests may read it; the peer's may write to it if the access permits that.
 #[derive(Debug)]
 pub struct Mr {
     ptr: NonNull<ffi::ibv_mr>,
@@ -157,13 +158,13 @@ unsafe impl Send for Mr {}
 unsafe impl Sync for Mr {}
 
 impl Mr {
-    /// A slab, for this end only.
+    /// Registers a slab for this end only.
     pub fn of_slab(pd: &Arc<Pd>, slab: &Arc<Slab>) -> Result<Self> {
         Self::with_slab(pd, slab, ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE)
     }
 
-    /// A slab that the peer may read and write too; its bytes are not looked at. The right to write is what some iWARP
-    /// devices ask of memory that a READ is to fill.
+    /// Registers a slab that the peer may read and write too; the plugin does not read its bytes. Some iWARP devices
+    /// require the write access for memory that a READ fills.
     pub fn for_probes(pd: &Arc<Pd>, slab: &Arc<Slab>) -> Result<Self> {
         let access = ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE
             | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE
@@ -172,16 +173,16 @@ impl Mr {
     }
 
     fn with_slab(pd: &Arc<Pd>, slab: &Arc<Slab>, access: ffi::ibv_access_flags) -> Result<Self> {
-        // SAFETY: the slab is memory of its own that lives as long as the registration, which has an Arc of it.
+        // SAFETY: the slab owns its memory, which lives as long as the registration, as that has an Arc of it.
         let mut mr = unsafe { Self::new(pd, slab.at().cast(), slab.len(), access) }?;
         mr._slab = Some(slab.clone());
         Ok(mr)
     }
 
-    /// Somebody's memory, for a role. What this end only reads may be memory that cannot be written.
+    /// Registers the caller's memory for a role. Memory that this end only reads need not be writable.
     ///
     /// # Safety
-    /// While the registration exists the memory is accessed through raw pointers and atomics only.
+    /// While the registration exists, the memory is accessed through raw pointers and atomics only.
     pub unsafe fn of_memory(pd: &Arc<Pd>, at: *mut c_void, len: usize, role: Role) -> Result<Self> {
         let written = ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE;
         let access = match role {
@@ -194,9 +195,9 @@ impl Mr {
     }
 
     /// # Safety
-    /// As of `of_memory`.
+    /// As for `of_memory`.
     unsafe fn new(pd: &Arc<Pd>, at: *mut c_void, len: usize, access: ffi::ibv_access_flags) -> Result<Self> {
-        // SAFETY: the domain lives; the kernel checks the range; null is handled.
+        // SAFETY: the domain lives; the kernel checks the range. Null is handled.
         let ptr = unsafe { ffi::ibv_reg_mr(pd.0.as_ptr(), at, len, access.0 as c_int) };
         Ok(Self {
             ptr: NonNull::new(ptr).ok_or_else(Errno::last)?,

@@ -1,4 +1,4 @@
-//! Queue pairs, and the work requests that are posted to them. Not how many may be posted, nor what they carry.
+//! Queue pairs, and the work requests that are posted to them. The callers limit their number and define their content.
 
 use std::ffi::c_int;
 use std::mem::zeroed;
@@ -12,7 +12,7 @@ use super::completion::{BATCH, Cq};
 use super::context::Pd;
 use crate::error::{Errno, Result, check, check_code};
 
-/// How long the queues of a queue pair are.
+/// The lengths of a queue pair's queues, in work requests.
 #[derive(Clone, Copy, Debug)]
 pub struct QueueLengths {
     pub sends: u32,
@@ -32,7 +32,7 @@ unsafe impl Send for Qp {}
 // SAFETY: as for Send.
 unsafe impl Sync for Qp {}
 
-/// What a work request of the send queue does.
+/// The operation of a work request in the send queue.
 #[derive(Clone, Copy, Debug)]
 pub enum Work {
     Send,
@@ -41,12 +41,12 @@ pub enum Work {
         key: u32,
         immediate: Option<u32>,
     },
-    /// Into the piece, which is not only read then.
+    /// Reads into the piece, which must be writable then.
     Read {
         from: u64,
         key: u32,
     },
-    /// A WRITE without bytes, which needs no key of the peer's. The piece is not looked at.
+    /// A WRITE without bytes, which needs no key of the peer's. The piece is ignored.
     WriteNothing,
 }
 
@@ -55,7 +55,7 @@ pub enum Work {
 pub struct Piece {
     pub at: *const u8,
     pub len: u32,
-    /// lkey.
+    /// The lkey.
     pub key: u32,
 }
 
@@ -76,9 +76,9 @@ impl Piece {
 }
 
 impl Qp {
-    /// A reliable one, with this many bytes inline at most; gives how many it has.
+    /// Makes a reliable queue pair, asking for `inline` bytes of inline data; also returns how many it has.
     pub fn new(id: &Arc<Id>, pd: &Arc<Pd>, cq: &Arc<Cq>, lengths: QueueLengths, inline: u32) -> Result<(Self, u32)> {
-        // SAFETY: a structure of numbers and pointers, for which zeroes are a value.
+        // SAFETY: a structure of numbers and pointers, for which zeroes are valid.
         let mut attr: ffi::ibv_qp_init_attr = unsafe { zeroed() };
         attr.send_cq = cq.ptr.as_ptr();
         attr.recv_cq = cq.ptr.as_ptr();
@@ -88,9 +88,10 @@ impl Qp {
         attr.cap.max_send_sge = 1;
         attr.cap.max_recv_sge = 1;
         attr.cap.max_inline_data = inline;
-        // SAFETY: all live, and the queue pair has an Arc of each; the attributes are read and written during the call.
+        // SAFETY: all objects live, and the queue pair has an Arc of each; the attributes are read and written during
+        // the call.
         check(unsafe { ffi::rdma_create_qp(id.ptr.as_ptr(), pd.0.as_ptr(), &mut attr) })?;
-        // SAFETY: the id lives, and after the call it has a queue pair.
+        // SAFETY: the id lives, and has a queue pair after the call.
         let ptr = NonNull::new(unsafe { (*id.ptr.as_ptr()).qp }).ok_or(Errno(libc::EIO))?;
         let qp = Self {
             ptr,
@@ -106,9 +107,9 @@ impl Qp {
         unsafe { (*self.ptr.as_ptr()).qp_num }
     }
 
-    /// Bytes that a packet of it carries at most; only once it is connected.
+    /// Returns the most bytes that a packet carries; valid only once the queue pair is connected.
     pub fn path_mtu(&self) -> Result<u32> {
-        // SAFETY: structures of numbers and pointers, for which zeroes are a value.
+        // SAFETY: structures of numbers and pointers, for which zeroes are valid.
         let (mut attr, mut init): (ffi::ibv_qp_attr, ffi::ibv_qp_init_attr) = unsafe { (zeroed(), zeroed()) };
         let mask = ffi::ibv_qp_attr_mask::IBV_QP_PATH_MTU.0 as c_int;
         // SAFETY: the queue pair lives, and the structures are written during the call.
@@ -120,7 +121,7 @@ impl Qp {
         }
     }
 
-    /// The address that [`Context::drain_events`] names it by.
+    /// Returns the address by which [`Context::drain_events`] names the queue pair.
     pub fn address(&self) -> usize {
         self.ptr.as_ptr().addr()
     }
@@ -128,11 +129,11 @@ impl Qp {
     /// Posts a work request.
     ///
     /// # Safety
-    /// The piece can be read until the request has completed, or during the call if it is inline; that of a READ
-    /// can be written.
+    /// The piece stays readable until the request has completed, or during the call if it is inline. The piece of a
+    /// READ stays writable.
     pub unsafe fn post(&self, id: u64, work: Work, piece: Piece, signal: bool, inline: bool) -> Result<()> {
         let mut sge = piece.sge();
-        // SAFETY: a structure of numbers and pointers, for which zeroes are a value.
+        // SAFETY: a structure of numbers and pointers, for which zeroes are valid.
         let mut wr: ffi::ibv_send_wr = unsafe { zeroed() };
         wr.wr_id = id;
         wr.sg_list = &mut sge;
@@ -166,13 +167,13 @@ impl Qp {
                 ffi::ibv_wr_opcode::IBV_WR_RDMA_READ
             }
             Work::WriteNothing => {
-                // Some devices take an entry without bytes for one of 2 GiB.
+                // Some devices treat an entry of 0 bytes as one of 2 GiB.
                 wr.num_sge = 0;
                 ffi::ibv_wr_opcode::IBV_WR_RDMA_WRITE
             }
         };
         let mut bad = null_mut();
-        // SAFETY: the queue pair lives; the request and its list are read during the call, the piece by this
+        // SAFETY: the queue pair lives. The request and its list are read during the call; the piece is valid by this
         // function's contract.
         unsafe {
             let post = (*(*self.ptr.as_ptr()).context)
@@ -186,12 +187,12 @@ impl Qp {
     /// Posts receive buffers, at most [`BATCH`], in one call.
     ///
     /// # Safety
-    /// The pieces can be written until each request has completed, and nobody else uses them until then.
+    /// The pieces stay writable until each request has completed, and have no other user until then.
     pub unsafe fn post_receives(&self, list: &[(u64, Piece)]) -> Result<()> {
         if list.is_empty() {
             return Ok(());
         }
-        // SAFETY: structures of numbers and pointers, for which zeroes are a value.
+        // SAFETY: structures of numbers and pointers, for which zeroes are valid.
         let (mut wrs, mut sges): ([ffi::ibv_recv_wr; BATCH], [ffi::ibv_sge; BATCH]) = unsafe { zeroed() };
         let mut next = null_mut();
         for (((id, piece), wr), sge) in list.iter().zip(&mut wrs).zip(&mut sges) {
@@ -199,13 +200,13 @@ impl Qp {
             wr.wr_id = *id;
             wr.sg_list = sge;
             wr.num_sge = 1;
-            // Each points to the one before it: the order of receive buffers does not matter.
+            // Each request points to the one before it: the order of receive buffers does not matter.
             wr.next = next;
             next = wr;
         }
         let mut bad = null_mut();
-        // SAFETY: the queue pair lives; the chain lies in the arrays, which are not touched until the call, and is
-        // read during it; the pieces by this function's contract.
+        // SAFETY: the queue pair lives. The chain lies in the arrays, which are not accessed until the call, and is
+        // read during it. The pieces are valid by this function's contract.
         unsafe {
             let post = (*(*self.ptr.as_ptr()).context)
                 .ops

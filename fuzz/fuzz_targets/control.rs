@@ -1,5 +1,5 @@
-//! The control port (P60–P65): datagrams of anybody, with and without a secret; stamps; limits and memories
-//! that stay as small, and as strict, as they say.
+//! The control port (P60–P65): datagrams of any sender, with and without a secret; stamps; limits and memories that
+//! keep their size and their strictness.
 #![no_main]
 
 use std::collections::HashMap;
@@ -33,14 +33,14 @@ struct Made {
     reason: u16,
 }
 
-/// A question that comes, some time after the one before.
+/// A query, and the time since the one before.
 #[derive(Arbitrary, Debug)]
 struct Arrival {
     after: u32,
     host: u8,
     port: bool,
     query: u8,
-    /// The last stamp that this or another host was given, or a made-up one.
+    /// The index of the host whose last stamp the query carries; a made-up stamp for `None`.
     stamp: Option<u8>,
     made_up: [u8; 16],
 }
@@ -68,14 +68,14 @@ fuzz_target!(|input: Input<'_>| match input {
     Input::Guarded(arrivals) => guarded(&arrivals),
 });
 
-/// What is decoded encodes to something with the same meaning.
+/// Checks that a decoded datagram encodes to bytes with the same meaning; returns them.
 fn again(datagram: &Datagram, key: Option<&Key>) -> [u8; DATAGRAM] {
     let bytes = datagram.encode(key).expect("what is decoded fits");
     assert_eq!(Datagram::decode(&bytes, key).as_ref(), Ok(datagram));
     bytes
 }
 
-/// Nobody without the key makes, or changes, a datagram that is taken.
+/// Checks that a sender without the key cannot make or change a datagram that is accepted.
 fn forged(made: &Made, changes: &[(u8, u8)]) {
     let Fixed { key, other, .. } = &*FIXED;
     let nonce = Nonce::from_bytes(made.nonce);
@@ -141,12 +141,12 @@ const SOURCES: usize = 4;
 const QUERIES: usize = 8;
 const LIFE: u64 = Stamper::LIFE + SECOND;
 
-/// An answerer like the library's, but small: no question is taken twice, whatever is repeated.
+/// Runs a small version of the library's answerer: no query is accepted twice, even if it is repeated.
 fn guarded(arrivals: &[Arrival]) {
     let stamper = &FIXED.stamper;
     let mut limiter = Limiter::new(TOTAL, EACH, SOURCES, 0);
     let mut memory: Memory<u8, u64> = Memory::new(QUERIES, LIFE);
-    // Host and port, the time that it was given.
+    // The key is host and port; the value is the stamp and the time of its issue.
     let mut stamps: HashMap<(u8, bool), (Stamp, u64)> = HashMap::new();
     let mut taken: HashMap<u8, u64> = HashMap::new();
     let (mut now, mut let_in) = (0_u64, 0_u64);

@@ -1,5 +1,5 @@
-//! What the kernel says: answers of sock_diag and rtnetlink, lines of /proc/net/tcp. A program may run on a
-//! kernel, or in a sandbox, that says something else than ours.
+//! The kernel's answers: those of sock_diag and rtnetlink, and lines of /proc/net/tcp. A program may run on another
+//! kernel, or in a sandbox, with other answers.
 #![no_main]
 
 use std::net::{IpAddr, SocketAddr};
@@ -12,7 +12,7 @@ use rdmasock_core::rendezvous::diag::Owner;
 #[derive(Arbitrary, Debug)]
 enum Input<'a> {
     Netlink(&'a [u8]),
-    /// The kind that is asked for, then anything.
+    /// An answer of the requested kind, with arbitrary content.
     Answer(bool, &'a [u8]),
     Table {
         lines: Vec<Line<'a>>,
@@ -73,7 +73,7 @@ fn hex(octets: &[u8]) -> String {
         .collect()
 }
 
-/// The uid that is believed is one that the text has.
+/// Checks that the returned uid occurs in the text.
 fn look(text: &str, server: SocketAddr) {
     if let Owner::Uid(uid) = proc_net_tcp(text, server) {
         let mut words = text.split_ascii_whitespace();

@@ -1,5 +1,5 @@
-//! Markers inside TCP (P30–P36): however the bytes are cut, the reader gets the same data and the same markers;
-//! what was decoded encodes to the same bytes.
+//! Markers inside TCP (P30–P36). However the bytes are divided, the reader gets the same data and the same markers, and
+//! a decoded marker encodes to the same bytes.
 #![no_main]
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
@@ -11,9 +11,9 @@ use rdmasock_core::wire::{MAX_MARKER, MIN_MARKER, Marker, VERSION};
 #[derive(Arbitrary, Debug)]
 enum Part<'a> {
     Bytes(&'a [u8]),
-    /// The beginning of the reader's nonce.
+    /// The first bytes of the reader's nonce.
     Nonce(u8),
-    /// The nonce and a header, and a body that may be another length than it says.
+    /// The nonce, a header, and a body whose length may differ from the header's.
     Marker {
         kind: u8,
         length: Option<u16>,
@@ -24,13 +24,13 @@ enum Part<'a> {
 #[derive(Arbitrary, Debug)]
 struct Input<'a> {
     nonce: [u8; 16],
-    /// A nonce that contains its own beginning.
+    /// Whether the nonce contains its own beginning.
     repeats: bool,
     cuts: Vec<u8>,
     parts: Vec<Part<'a>>,
 }
 
-/// What a reader is given.
+/// An event of a reader.
 #[derive(Debug, PartialEq)]
 enum Event {
     Data(Vec<u8>),
@@ -65,7 +65,7 @@ fuzz_target!(|input: Input<'_>| {
     assert_eq!(whole, bytewise);
 });
 
-/// Everything that a reader gets out of `wire`, which comes in pieces of these lengths, over and over.
+/// Returns all events of a reader of `wire`, which arrives in pieces of the lengths `cuts`, repeated cyclically.
 fn read(nonce: &Nonce, wire: &[u8], cuts: &[u8]) -> Vec<Event> {
     let mut events = Vec::new();
     let (mut from, mut to) = (0, 0);

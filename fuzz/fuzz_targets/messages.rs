@@ -1,5 +1,5 @@
-//! Messages of the side channel (P10), and introductions on new queue pairs: any bytes are decoded or refused,
-//! and what was decoded encodes to the same bytes.
+//! Messages of the side channel (P10), and introductions on new queue pairs. Any bytes are decoded or refused, and a
+//! decoded message encodes to the same bytes.
 #![no_main]
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
@@ -9,7 +9,7 @@ use rdmasock_core::wire::{INTRODUCTION, Introduction, MAX_MESSAGE, Message, VERS
 #[derive(Arbitrary, Debug)]
 enum Input<'a> {
     Bytes(&'a [u8]),
-    /// A body in a right frame: most random frames are refused.
+    /// A body in a valid frame, as most random frames are refused.
     Framed(u8, &'a [u8]),
 }
 
@@ -20,7 +20,7 @@ fuzz_target!(|input: Input<'_>| {
             introduction(bytes);
         }
         Input::Framed(kind, body) => {
-            // Each kind has one length, or few.
+            // Each kind has one valid length, or few.
             for n in 0..=body.len().min(MAX_MESSAGE) {
                 let length = (n as u16).to_le_bytes();
                 message(&[b"rsok", &[VERSION, kind][..], &length, &body[..n]].concat());
@@ -37,9 +37,9 @@ fn message(bytes: &[u8]) {
     let mut buf = [0; MAX_MESSAGE];
     let again = message.encode(&mut buf).expect("what is decoded fits");
     match message {
-        // Without its flag the position means nothing.
+        // Without its flag the position has no meaning.
         Message::DemoteRequest { resend_from: None, .. } => assert_eq!(again.len(), bytes.len()),
-        // Addresses are written in one way only.
+        // Several encodings of an address are accepted, but one is written.
         Message::Ask { .. } => {
             let other = Message::decode(again).expect("what is encoded is decoded");
             assert_eq!(format!("{message:?}"), format!("{other:?}"));
@@ -53,7 +53,7 @@ fn introduction(bytes: &[u8]) {
     match Introduction::decode(bytes) {
         Ok(introduction) => {
             let again = introduction.encode();
-            // But for what is reserved.
+            // Reserved bytes are not compared.
             assert_eq!(again[8..44], bytes[8..44]);
         }
         Err(_) => assert!(bytes.len() < INTRODUCTION || bytes[..5] != *b"rsok\x02"),

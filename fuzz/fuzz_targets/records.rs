@@ -1,5 +1,5 @@
-//! Messages on the queue pair of a link between hosts (P50): any bytes are read or refused, and what was read
-//! is written as the same bytes.
+//! Messages on the queue pair of a link between hosts (P50). Any bytes are decoded or refused, and a decoded message is
+//! written as the same bytes.
 #![no_main]
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
@@ -9,7 +9,7 @@ use rdmasock_core::fabric::remote::record::{Builder, HEADER_BYTES, VERSION, deco
 #[derive(Arbitrary, Debug)]
 enum Input<'a> {
     Bytes(&'a [u8]),
-    /// Records in a right frame.
+    /// Records in a valid frame.
     Framed(u16, &'a [u8]),
 }
 
@@ -38,7 +38,7 @@ fn message(bytes: &[u8]) {
     if whole {
         assert_eq!(builder.finish(received.grant), bytes);
     } else {
-        // What precedes a bad record was read.
+        // The records before a bad one were decoded.
         let read = builder.finish(received.grant);
         assert_eq!(read[HEADER_BYTES..], bytes[HEADER_BYTES..read.len()]);
     }

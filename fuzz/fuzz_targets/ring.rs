@@ -1,5 +1,6 @@
-//! Shared memory that a hostile peer writes to at any time: the words of a direction block under both cursors,
-//! an arena's header, a ready queue. No access outside the ring's memory, no endless loop, no overflow.
+//! Shared memory that a hostile peer writes to at any time: the words of a direction block under both cursors, an
+//! arena's header, a ready queue. The code never accesses memory outside the ring, never loops without end, and never
+//! overflows.
 #![no_main]
 
 use std::ptr::NonNull;
@@ -42,9 +43,9 @@ enum Word {
 #[derive(Arbitrary, Debug)]
 enum Value {
     Any(u64),
-    /// That much more, or less, than what is there.
+    /// The current value plus this number.
     Near(i16),
-    /// A ring on offer.
+    /// An offer of a ring.
     Ring {
         generation: u8,
         log2: u8,
@@ -52,7 +53,7 @@ enum Value {
     },
 }
 
-/// What the peer does (`Set`), and what this end does.
+/// An operation of the peer (`Set`) or of this end.
 #[derive(Arbitrary, Debug)]
 enum Op {
     Set(Word, Value),
@@ -87,7 +88,7 @@ fuzz_target!(|input: Input| match input {
     Input::Ready(words, streams) => ready(&words, &streams),
 });
 
-/// A direction block as the peer sees it: bytes.
+/// A direction block as the peer sees it: plain words.
 #[repr(C, align(128))]
 struct Shared([AtomicU64; size_of::<DirectionBlock>() / 8]);
 
@@ -117,7 +118,7 @@ impl Shared {
         };
         let place = self.0.as_ptr().cast::<u8>().wrapping_add(at);
         if is_wide {
-            // SAFETY: an aligned word of the block, which is atomics only.
+            // SAFETY: an aligned word of the block, which consists of atomics.
             let word = unsafe { AtomicU64::from_ptr(place.cast_mut().cast()) };
             word.store(new(word.load(Relaxed)), Relaxed);
         } else {
@@ -135,9 +136,9 @@ fn block(ops: &[Op]) {
         .collect();
     let base = memory.as_ptr().cast::<u8>().cast_mut().wrapping_add(GUARD);
     let at = NonNull::from(&*shared).cast();
-    // SAFETY: within `memory`, which lives longer than the cursors and is interior-mutable.
+    // SAFETY: within `memory`, which outlives the cursors and is interior-mutable.
     let area = unsafe { DataArea::new(base, AREA) };
-    // SAFETY: the block lives longer than the cursors; one of each.
+    // SAFETY: the block outlives the cursors, of which there is one of each kind.
     let (mut p, mut c) = unsafe { (Producer::new(at, area), Consumer::new(at, area)) };
     let _ = c.offer(Region::new(0, 12).expect("a ring"));
     let range = base as usize..base as usize + AREA;
@@ -158,7 +159,7 @@ fn block(ops: &[Op]) {
                 let n = usize::from(*n);
                 if let Ok(spans) = p.spans(n) {
                     let n = n.min(inside(&spans));
-                    // SAFETY: readable, and apart from the ring.
+                    // SAFETY: the buffer is readable, and does not overlap the ring.
                     let copied = unsafe { spans.copy_in(0, buf.as_ptr(), n) };
                     assert_eq!(copied, n);
                     if matches!(op, Op::Send(_)) {
@@ -183,7 +184,7 @@ fn block(ops: &[Op]) {
                 let _ = p.arm_space(1);
                 p.disarm_space(1);
             }
-            // Never more than two rings hold.
+            // The content of two rings is the most that is returned.
             Op::Unread => assert!(p.unread().map_or(true, |b| b.len() <= 2 * AREA)),
             Op::Rest(back) => {
                 let from = p.position().saturating_sub((*back).into());
@@ -193,7 +194,7 @@ fn block(ops: &[Op]) {
                 let n = usize::from(*n);
                 if let Ok(spans) = c.spans(n) {
                     let n = n.min(inside(&spans));
-                    // SAFETY: writable, and apart from the ring.
+                    // SAFETY: the buffer is writable, and does not overlap the ring.
                     let copied = unsafe { spans.copy_out(0, buf.as_mut_ptr(), n) };
                     assert_eq!(copied, n);
                     let _ = c.consume(n);
@@ -246,7 +247,7 @@ fn block(ops: &[Op]) {
     assert_eq!(changed, 0, "written outside the area");
 }
 
-/// Whatever the bits are, a sweep ends, and gives numbers that a stream may have.
+/// Checks that a sweep ends and returns only valid stream numbers, for any bits in the lines.
 fn ready(words: &[(u16, u64)], streams: &[u32]) {
     let lines: Box<[ReadyLine]> = (0..GROUPS).map(|_| ReadyLine::new()).collect();
     let queue = Lines(&lines);
@@ -258,10 +259,10 @@ fn ready(words: &[(u16, u64)], streams: &[u32]) {
     for (at, value) in words {
         let place = lines.as_ptr().cast::<u64>().cast_mut();
         let place = place.wrapping_add(usize::from(*at) % all);
-        // SAFETY: an aligned word of a line, and an atomic one: lines have no padding.
+        // SAFETY: an aligned word of a line, which consists of atomics: lines have no padding.
         unsafe { AtomicU64::from_ptr(place) }.store(*value, Relaxed);
         cursor.begin(&queue);
-        // Not to the end, so that sweeps and changes mix.
+        // The sweep stops early, so that sweeps and changes mix.
         for _ in 0..at % 80 {
             if cursor.pop(&queue).is_some_and(|n| n >= MAX_STREAMS) {
                 panic!("no stream has that number");

@@ -1,4 +1,4 @@
-//! A connection: how it comes about, and what has become of it.
+//! A connection: how it is made, and its state.
 
 use std::os::fd::AsFd;
 use std::sync::{Arc, OnceLock};
@@ -23,24 +23,24 @@ use crate::pair::{self, BUFFER_BYTES, Pair, RECEIVES, Shared};
 use crate::queue::{Far, Queue, READS};
 use crate::settings::Settings;
 
-/// How often a connection is tried again while the listener has no place for one more.
+/// The time between attempts to connect while the listener's queue is full.
 const AGAIN: Duration = Duration::from_millis(1);
 
-/// See the module.
+/// A connection; see the module.
 pub struct Conn {
     settings: Settings,
     channel: Arc<Hidden>,
     fate: Arc<Fate>,
-    /// From `accept` or `connect` on.
+    /// Set by `accept` or `connect`.
     queue: OnceLock<Arc<Queue>>,
-    /// What came with the request, before `accept`.
+    /// The request, until `accept`.
     request: Lock<Option<Greeting>>,
-    /// What came with the answer.
+    /// The private data of the answer.
     private: Private,
 }
 
 impl Conn {
-    /// Somebody has asked.
+    /// Makes a connection of a received request.
     pub fn requested(settings: Settings, channel: Hidden, request: Greeting) -> Self {
         Self {
             settings,
@@ -52,7 +52,7 @@ impl Conn {
         }
     }
 
-    /// Connects to a listener, perhaps beside another connection, whose descriptor tells of this one's completions too.
+    /// Connects to a listener. A connection `beside` another one shares that one's completion fd.
     pub fn connect(
         settings: Settings,
         remote: &Address,
@@ -86,7 +86,7 @@ impl Conn {
         if answer.kind != Kind::Accept {
             return Err(Errno(libc::ECONNREFUSED));
         }
-        // The answer is on its way for so long.
+        // The answer arrives `late_ms` after the request.
         let there = begun + Duration::from_millis(settings.late_ms);
         std::thread::sleep(there.min(until).saturating_duration_since(Instant::now()));
         if there > until {
@@ -126,7 +126,7 @@ impl Conn {
         self.queue.get().ok_or(Errno(libc::ENOTCONN))
     }
 
-    /// Takes in what the other end says after the request.
+    /// Handles the messages of the other end after the request.
     fn take_in(&self) {
         loop {
             match greeting::receive(&self.channel) {
@@ -252,7 +252,7 @@ impl Drop for Conn {
     }
 }
 
-/// Bytes that may be in the send queue of a connection that is beside another, or of one that is not.
+/// Returns the bound on the bytes in the send queue, for a connection beside another one or not.
 fn most_bytes(beside: Option<&Conn>) -> u64 {
     match beside {
         Some(_) => slots::FOR_BULK,
@@ -260,7 +260,7 @@ fn most_bytes(beside: Option<&Conn>) -> u64 {
     }
 }
 
-/// What wakes this end of a connection.
+/// Returns the bell of this end, shared with `beside` if there is one.
 fn bell_of(beside: Option<&Conn>) -> Result<Arc<Hidden>> {
     match beside {
         Some(other) => Ok(Arc::clone(other.queue()?.bell())),
@@ -285,7 +285,7 @@ fn dial(remote: &Address, until: Instant) -> Result<Hidden> {
     }
 }
 
-/// Sleeps until something comes.
+/// Sleeps until a message arrives, or until the deadline; ETIMEDOUT if that has passed.
 fn wait(channel: &Hidden, until: Instant) -> Result<()> {
     let left = until.saturating_duration_since(Instant::now());
     if left.is_zero() {

@@ -1,5 +1,5 @@
-//! What a device has to know of a queue pair before it carries out a work request of it: a real one keeps that for as
-//! many as its memory holds, and fetches it over the bus for others. Off unless `LOCALNIC` names a number.
+//! Models a device's cache of queue pair contexts. A real device keeps the context of as many queue pairs as its memory
+//! holds, and fetches others over the bus. Off unless `LOCALNIC` names a number.
 
 use std::num::NonZeroUsize;
 use std::time::{Duration, Instant};
@@ -9,10 +9,10 @@ use rdmasock_core::lock::Lock;
 
 use crate::settings::Settings;
 
-/// The queue pairs of this process that its device knows.
+/// The queue pairs of this process whose context is in the cache.
 static KNOWN: Lock<Option<LruCache<u32, ()>>> = Lock::new(None);
 
-/// A work request of a queue pair is about to be carried out: takes the time that it takes to fetch what is not known.
+/// Spins for the time of a fetch, if the queue pair's context is not in the cache. Called before each work request.
 pub fn fetch(settings: &Settings, number: u32) {
     let Some(most) = NonZeroUsize::new(settings.cache as usize) else {
         return;
@@ -29,7 +29,7 @@ pub fn fetch(settings: &Settings, number: u32) {
     }
 }
 
-/// In a fork child: the queue pairs are the parent's.
+/// Forgets the queue pairs in a fork child: they are the parent's.
 ///
 /// # Safety
 /// No other thread exists.

@@ -1,4 +1,4 @@
-//! The device: its functions by name. It has every address.
+//! The device's functions by name. It has every address.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use crate::listen::Listener;
 use crate::settings::Settings;
 use crate::{contexts, domain, names, nic};
 
-/// As a [`Provider`].
+/// The device, as a [`Provider`].
 #[derive(Debug)]
 pub struct LocalNic;
 
@@ -41,7 +41,7 @@ impl Provider for LocalNic {
 
     fn after_fork() {
         fds::take_all(|fd| {
-            // SAFETY: a number of this plugin's in the parent, and the child has closed none yet.
+            // SAFETY: the plugin owned this fd in the parent, and the child has closed no fd yet.
             unsafe { rustix::io::close(fd) };
         });
         // SAFETY: a fork child has one thread.

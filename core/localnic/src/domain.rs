@@ -1,5 +1,5 @@
-//! The memory that this process has registered, in a table that its peers map: what they may reach is in there, and
-//! nothing else. Who uses an entry counts itself in, so that nobody reaches memory after it was given up.
+//! The memory that this process has registered, in a table that its peers map. Peers may access the memory in the table
+//! and no other. A user of an entry counts itself in, so that no peer accesses memory after its deregistration.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release, Ordering::SeqCst};
@@ -13,45 +13,46 @@ use rdmasock_core::lock::Lock;
 use crate::pair::Shared;
 use crate::pins;
 
-/// Entries; a key names one in its lower 16 bits.
+/// The number of entries; the lower 16 bits of a key are the index of its entry.
 const ENTRIES: usize = 1 << 16;
-/// In an entry's state: it is being given up.
+/// Bit of an entry's state: the registration is ending.
 const CLOSING: u64 = 1 << 31;
-/// In an entry's state: those who use it.
+/// Bits of an entry's state: the count of its users.
 const USERS: u64 = CLOSING - 1;
-/// In an entry's roles.
+/// Bits of an entry's roles.
 const SOURCE: u64 = 1;
 const TARGET: u64 = 2;
 const OFFERED: u64 = 4;
 const SINK: u64 = 8;
-/// In a key: it is for the peer.
+/// Bit of a key: it is the peer's key.
 const REMOTE: u32 = 1 << 31;
-/// Longest time that an access takes: who has not left by then has died in it, and the entry is never used again.
+/// The longest time that an access takes. A user that is still counted after it has died in the access; that entry is
+/// never used again.
 const ACCESS: Duration = Duration::from_secs(1);
 
-/// One registration. All zeroes: none.
+/// A registration. All zeroes: none.
 #[repr(C)]
 #[derive(Debug)]
 struct Entry {
-    /// Key without its highest bit in the upper half, 0 if free; then [`CLOSING`] and the users.
+    /// The key without its highest bit in the upper half, 0 if free; below it [`CLOSING`] and the count of users.
     state: AtomicU64,
     start: AtomicU64,
     len: AtomicU64,
-    /// Of [`SOURCE`], [`TARGET`], [`OFFERED`] and [`SINK`].
+    /// A set of [`SOURCE`], [`TARGET`], [`OFFERED`] and [`SINK`].
     roles: AtomicU64,
-    /// What tells its pages from others (`pins`); 0: nothing does.
+    /// The hash of the page frames at the registration (`pins`); 0 if it is not checked.
     pages: AtomicU64,
 }
 
-/// Bytes of a table.
+/// The size of a table in bytes.
 pub const BYTES: usize = ENTRIES * size_of::<Entry>();
 
-/// A table: this process's, or a peer's.
+/// The table of this process, or of a peer.
 #[derive(Debug)]
 pub struct Table(Shared);
 
 impl Table {
-    /// Over memory of [`BYTES`].
+    /// Makes a table over shared memory; EPROTO if that has fewer than [`BYTES`].
     pub fn new(memory: Shared) -> Result<Self> {
         if memory.len() < BYTES {
             return Err(Errno(libc::EPROTO));
@@ -61,30 +62,30 @@ impl Table {
 
     fn entry(&self, key: u32) -> Option<&Entry> {
         let index = (key & 0xffff) as usize;
-        // SAFETY: within the memory, aligned (the mapping is to a page, an entry a multiple of 8 bytes), and atomics
-        // only.
+        // SAFETY: within the memory, and aligned: the mapping is aligned to a page, and an entry's size is a multiple
+        // of 8 bytes. The entry consists of atomics.
         (index < ENTRIES).then(|| unsafe { &*self.0.at().cast::<Entry>().add(index) })
     }
 
-    /// Holds the memory that the peer may reach by this key for as long as the value lives, if `len` bytes at `at` are
-    /// in it.
+    /// Holds the memory that the peer may write to by this key, as long as the value lives. `None` if the registration
+    /// does not contain `len` bytes at `at`.
     pub fn reach(&self, key: u32, at: u64, len: u64) -> Option<InUse<'_>> {
         let is_theirs = key & REMOTE != 0;
         is_theirs.then(|| self.hold(key & !REMOTE, at, len, TARGET)).flatten()
     }
 
-    /// As [`reach`](Self::reach), by the key of this end.
+    /// Holds memory as [`reach`](Self::reach) does, by this end's key, as the source of a WRITE.
     pub fn source(&self, key: u32, at: u64, len: u64) -> Option<InUse<'_>> {
         (key & REMOTE == 0).then(|| self.hold(key, at, len, SOURCE)).flatten()
     }
 
-    /// As [`reach`](Self::reach), for what the peer reads there.
+    /// Holds memory as [`reach`](Self::reach) does, for a READ by the peer.
     pub fn offered(&self, key: u32, at: u64, len: u64) -> Option<InUse<'_>> {
         let is_theirs = key & REMOTE != 0;
         is_theirs.then(|| self.hold(key & !REMOTE, at, len, OFFERED)).flatten()
     }
 
-    /// As [`source`](Self::source), for what this end reads into it.
+    /// Holds memory as [`source`](Self::source) does, for a READ by this end into it.
     pub fn sink(&self, key: u32, at: u64, len: u64) -> Option<InUse<'_>> {
         (key & REMOTE == 0).then(|| self.hold(key, at, len, SINK)).flatten()
     }
@@ -104,12 +105,12 @@ impl Table {
     }
 }
 
-/// Somebody reaches the memory of an entry.
+/// A use of an entry's memory, counted in the entry until dropped.
 #[derive(Debug)]
 pub struct InUse<'a>(&'a Entry);
 
 impl InUse<'_> {
-    /// Whether it is still the memory that was registered, in the process `pid` or in this one.
+    /// Returns whether it is still the memory that was registered, in the process `pid` or in this one.
     pub fn is_as_registered(&self, pid: Option<i32>) -> bool {
         let Entry { start, len, pages, .. } = self.0;
         match pages.load(Acquire) {
@@ -125,7 +126,7 @@ impl Drop for InUse<'_> {
     }
 }
 
-/// This process's table, and which of its entries are free.
+/// This process's table, and its free entries.
 pub struct Domain {
     table: Table,
     file: Hidden,
@@ -135,13 +136,13 @@ pub struct Domain {
 #[derive(Debug, Default)]
 struct Free {
     given_back: Vec<u16>,
-    /// From here on none was ever used. The first is not used, so that no key is 0.
+    /// Entries from here on were never used. Entry 0 is not used, so that no key is 0.
     next: usize,
     generation: u32,
 }
 
 impl Domain {
-    /// A new one, without registrations.
+    /// Makes a table without registrations.
     pub fn new() -> Result<Self> {
         let (memory, file) = Shared::create(BYTES)?;
         Ok(Self {
@@ -154,17 +155,17 @@ impl Domain {
         })
     }
 
-    /// The table as this process has it.
+    /// Returns the table as this process maps it.
     pub fn table(&self) -> &Table {
         &self.table
     }
 
-    /// What peers map.
+    /// Returns the file that peers map.
     pub fn file(&self) -> &Hidden {
         &self.file
     }
 
-    /// Registers `len` bytes from `start` for as long as the value lives; `pages` is what [`pins::pin`] gives, or 0.
+    /// Registers `len` bytes from `start` as long as the value lives; `pages` is the result of [`pins::pin`], or 0.
     /// ENOMEM without a free entry.
     pub fn register(self: &Arc<Self>, start: u64, len: u64, role: Role, pages: u64) -> Result<Registration> {
         let (index, generation) = {
@@ -180,7 +181,7 @@ impl Domain {
             free.generation = free.generation.wrapping_add(1) & 0x7fff;
             (index, free.generation)
         };
-        // The index fits, and is not 0.
+        // The index fits in 16 bits, and is not 0.
         let key = generation << 16 | index as u32;
         let entry = self.table.entry(key).ok_or(Errno(libc::EINVAL))?;
         entry.start.store(start, Relaxed);
@@ -201,19 +202,19 @@ impl Domain {
     }
 }
 
-/// Registered memory; when it is dropped, nobody reaches it any more.
+/// Registered memory. Dropping it waits for the current users; afterwards no peer accesses the memory.
 pub struct Registration {
     domain: Arc<Domain>,
     key: u32,
 }
 
 impl Registration {
-    /// Key of this end's work requests.
+    /// Returns the key for this end's work requests.
     pub fn local_key(&self) -> u32 {
         self.key
     }
 
-    /// Key of the peer's.
+    /// Returns the key for the peer's work requests.
     pub fn remote_key(&self) -> u32 {
         self.key | REMOTE
     }
@@ -241,7 +242,7 @@ impl Drop for Registration {
 
 static DOMAIN: Lock<Option<Arc<Domain>>> = Lock::new(None);
 
-/// The one of this process.
+/// Returns this process's domain; makes it first if needed.
 pub fn of_process() -> Result<Arc<Domain>> {
     let mut domain = DOMAIN.lock().ok_or(Errno(libc::EDEADLK))?;
     match &*domain {
@@ -254,7 +255,7 @@ pub fn of_process() -> Result<Arc<Domain>> {
     }
 }
 
-/// In a fork child: what the parent has registered is the parent's.
+/// Forgets the domain in a fork child: the registrations are the parent's.
 ///
 /// # Safety
 /// No other thread exists.

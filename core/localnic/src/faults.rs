@@ -1,13 +1,13 @@
-//! Which fault is due at a work request. Pure.
+//! Decides which fault is due at a work request. Pure.
 
 use crate::settings::Settings;
 
 /// A fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// The connection ends, in the middle of the work request.
+    /// The connection ends in the middle of the work request.
     Cut,
-    /// From here on nothing has an effect, and nothing comes.
+    /// From now on no work request has an effect, and none of the peer's arrive.
     Silence,
 }
 
@@ -21,7 +21,7 @@ pub struct Faults {
 }
 
 impl Faults {
-    /// By the settings; `number` is the connection's, so that each has a fate of its own.
+    /// Returns the faults for the settings; `number` is the connection's, so that the faults of connections differ.
     pub fn new(settings: &Settings, number: u64) -> Self {
         Self {
             cut_in: due(settings.cut, settings.seed, number),
@@ -31,12 +31,12 @@ impl Faults {
         }
     }
 
-    /// The [next](Self::next) work request is a READ.
+    /// Marks the [next](Self::next) work request as a READ.
     pub fn on_read(&mut self) {
         self.is_read = true;
     }
 
-    /// One more work request is carried out.
+    /// Counts a work request; returns the fault that is due at it, if one is.
     pub fn next(&mut self) -> Option<Fault> {
         let is_read = std::mem::take(&mut self.is_read);
         if is_read && count_down(&mut self.read_cut_in) || count_down(&mut self.cut_in) {
@@ -46,7 +46,7 @@ impl Faults {
     }
 }
 
-/// Between `least` and twice that.
+/// Returns a number from `least` to below twice that; `None` for 0.
 pub fn due(least: u64, seed: u64, number: u64) -> Option<u64> {
     (least > 0).then(|| least.saturating_add(scramble(seed ^ scramble(number)) % least))
 }

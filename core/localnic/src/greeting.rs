@@ -1,5 +1,5 @@
-//! What two processes say to each other to connect: messages over a socket of one host (unix(7), SOCK_SEQPACKET), with
-//! the descriptors of what they share.
+//! The messages by which two processes connect, over a socket of one host (unix(7), SOCK_SEQPACKET). They carry the
+//! descriptors of the shared objects.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -13,28 +13,28 @@ use rustix::net::{
     recvmsg, sendmsg,
 };
 
-/// Descriptors with one message at most.
+/// The most descriptors of one message.
 const FILES: usize = 3;
-/// Changes with what is said.
+/// The version of these messages; changes with any change of their content.
 const VERSION: u8 = 1;
-/// Kind, version, length of the private data, process, private data.
+/// The length of a message: kind, version, length of the private data, process, private data.
 const BYTES: usize = 7 + PRIVATE_BYTES;
 
-/// What is said.
+/// The kind of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
-    /// Who connects asks: with the pair's memory, its registrations, and what wakes it.
+    /// The connecting end's request: with the pair's memory, its registrations and its bell.
     Request = 1,
-    /// The other agrees: with its registrations, and what wakes it.
+    /// The other end accepts: with its registrations and its bell.
     Accept = 2,
-    /// The other does not.
+    /// The other end refuses.
     Reject = 3,
-    /// Who connects is ready.
+    /// The connecting end is ready.
     Ready = 4,
 }
 
-/// What the caller has sent along.
+/// Private data of the caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Private {
     pub bytes: [u8; PRIVATE_BYTES],
@@ -47,7 +47,7 @@ impl Private {
         len: 0,
     };
 
-    /// EINVAL if it is too long.
+    /// Returns private data of these bytes; EINVAL if there are too many.
     pub fn of(bytes: &[u8]) -> Result<Self> {
         let mut private = Self::NONE;
         let place = private.bytes.get_mut(..bytes.len()).ok_or(Errno(libc::EINVAL))?;
@@ -66,7 +66,7 @@ pub struct Greeting {
     pub files: Vec<Hidden>,
 }
 
-/// Sends one.
+/// Sends a message.
 pub fn send(channel: &Hidden, kind: Kind, private: &Private, files: &[BorrowedFd<'_>]) -> Result<()> {
     let pid = rustix::process::getpid().as_raw_nonzero().get();
     let mut bytes = [0; BYTES];
@@ -84,7 +84,7 @@ pub fn send(channel: &Hidden, kind: Kind, private: &Private, files: &[BorrowedFd
     Ok(())
 }
 
-/// The next one; `None` if there is none now. ECONNRESET after the last.
+/// Returns the next message; `None` if none has arrived. ECONNRESET after the last one.
 pub fn receive(channel: &Hidden) -> Result<Option<Greeting>> {
     let mut bytes = [0; BYTES];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES))];
@@ -127,7 +127,7 @@ pub fn receive(channel: &Hidden) -> Result<Option<Greeting>> {
     }))
 }
 
-/// As descriptors to send.
+/// Borrows the descriptors for sending.
 pub fn files<const N: usize>(files: [&Hidden; N]) -> [BorrowedFd<'_>; N] {
     files.map(AsFd::as_fd)
 }

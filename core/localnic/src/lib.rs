@@ -1,10 +1,10 @@
-//! A device for machines that have none: queue pairs between processes of one host and one user, at the host's own
-//! speed, without privileges, behind the tables of `rdmasock_core::fabric::plugin`. For developers and tests, in the
-//! place of the verbs plugin (CONTRIBUTING.md, "The local device"); it trusts the process at the other end.
+//! A device for machines without RDMA hardware: queue pairs between processes of one host and one user, at the host's
+//! own speed, without privileges, behind the tables of `rdmasock_core::fabric::plugin`. Developers and tests use it in
+//! place of the verbs plugin (CONTRIBUTING.md, "The local device"). It trusts the process at the other end.
 //!
-//! A pair shares memory for its messages and completions (`pair`). A WRITE goes from one process's memory into the
-//! other's by process_vm_writev(2), if the target has registered it (`domain`). Who carries work requests out is the
-//! thread that posts them, or a thread a process that is the NIC (`nic`); they can be made late, and fail (`settings`,
+//! A pair shares memory for its messages and completions (`pair`). A WRITE copies from one process's memory into the
+//! other's by process_vm_writev(2), if the target is registered (`domain`). The posting thread executes work requests,
+//! or a thread that serves as the process's NIC (`nic`). Work requests can be delayed, and can fail (`settings`,
 //! `faults`).
 
 mod conn;
@@ -33,7 +33,7 @@ pub use listen::Listener;
 
 static TABLE: Plugin = table::<LocalNic>();
 
-/// Takes the library's table and gives the plugin's: 0, or a negative errno.
+/// Stores the library's table, and writes the address of the plugin's to `table`. Returns 0 or a negative errno.
 ///
 /// # Safety
 /// As described at `rdmasock_core::fabric::plugin::serve::Entry`.

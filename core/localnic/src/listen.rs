@@ -1,4 +1,4 @@
-//! A listener, and the requests that come to it.
+//! A listener, and its connection requests.
 
 use std::os::fd::AsFd;
 
@@ -16,24 +16,24 @@ use crate::names::name_of;
 use crate::nic;
 use crate::settings::Settings;
 
-/// Requests that the kernel keeps.
+/// The most requests that the kernel queues.
 const BACKLOG: i32 = 64;
-/// Ports that a listener may get.
+/// The ports that a listener may get.
 const PORTS: std::ops::Range<u16> = 20_000..60_000;
 
 /// A listener.
 pub struct Listener {
     settings: Settings,
-    /// Readable when there is something to do.
+    /// Readable when `next` has work.
     set: Hidden,
     socket: Hidden,
     port: u16,
-    /// Those who have connected, and have not asked yet.
+    /// Channels that are connected, but have not sent a request yet.
     silent: Lock<Vec<Hidden>>,
 }
 
 impl Listener {
-    /// Listens at a local address, with port 0 at one that is free.
+    /// Listens at a local address; with port 0 at any free port.
     pub fn new(settings: Settings, local: &Address) -> Result<Self> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let socket = Hidden::place(socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?)?;
@@ -108,7 +108,7 @@ impl Listen for Listener {
                         private_len,
                     }));
                 }
-                // Others may follow.
+                // The channel was dropped; others may have requests.
                 other => log(
                     Level::Debug,
                     format_args!("localnic: a request could not be taken: {:?}", other.err()),

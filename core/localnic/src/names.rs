@@ -1,4 +1,4 @@
-//! What the device is called, and its listeners.
+//! The names of the device and of its listeners.
 
 use rdmasock_core::fabric::plugin::errno::{Errno, Result};
 use rdmasock_core::fabric::plugin::{Address, Device};
@@ -6,7 +6,7 @@ use rustix::net::SocketAddrUnix;
 
 use crate::settings::Settings;
 
-/// The device as it is shown.
+/// Returns the description of the device.
 pub fn description(settings: &Settings) -> Device {
     let mut device = Device {
         name: [0; 64],
@@ -18,7 +18,7 @@ pub fn description(settings: &Settings) -> Device {
     device
 }
 
-/// What a listener at this address is called: a name that this user's processes in this network namespace share.
+/// Returns the name of a listener at this address, which is shared by this user's processes in this network namespace.
 pub fn name_of(address: &Address) -> Result<SocketAddrUnix> {
     let uid = rustix::process::geteuid().as_raw();
     let ip = address.ip.map(|byte| format!("{byte:02x}")).concat();

@@ -1,4 +1,4 @@
-//! The thread that is the NIC, where there is one, and the device as a whole: it can go away and come back.
+//! The NIC's thread, if the settings ask for one; and the device as a whole, which can disappear and return.
 
 use std::sync::Arc;
 use std::sync::Weak;
@@ -12,29 +12,29 @@ use rdmasock_core::lock::Lock;
 use crate::faults::due;
 use crate::settings::Settings;
 
-/// How long the thread looks for work before it sleeps.
+/// How long the thread spins before it sleeps.
 const SPIN: Duration = Duration::from_micros(20);
-/// How long the device is gone.
+/// How long the device stays away.
 const GONE_FOR: Duration = Duration::from_secs(1);
 
-/// What is left to do for a queue pair.
+/// The work that remains for a queue pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Left {
-    /// Nothing.
+    /// No work.
     Nothing,
-    /// Something, at this time.
+    /// Work that is due at this time.
     Until(Instant),
 }
 
-/// A queue pair, as the device has it.
+/// A queue pair, as the device handles it.
 pub trait Served: Send + Sync {
-    /// Carries out what is due.
+    /// Executes the due work requests.
     fn run(&self) -> Left;
-    /// The device is gone.
+    /// Ends the queue pair: the device has disappeared.
     fn lose_device(&self);
 }
 
-/// See the module.
+/// The NIC's thread; see the module.
 pub struct Nic {
     new: Lock<Vec<Arc<dyn Served>>>,
     thread: Thread,
@@ -43,7 +43,7 @@ pub struct Nic {
 static NIC: Lock<Option<Arc<Nic>>> = Lock::new(None);
 
 impl Nic {
-    /// The one of this process; its thread starts with the first call.
+    /// Returns this process's NIC. The first call starts its thread.
     pub fn get() -> Result<Arc<Self>> {
         let mut nic = NIC.lock().ok_or(Errno(libc::EDEADLK))?;
         if let Some(nic) = &*nic {
@@ -69,7 +69,7 @@ impl Nic {
         Ok(new)
     }
 
-    /// Something waits in this queue, of which the thread does not know.
+    /// Hands a queue with work to the thread, which does not have it yet.
     pub fn add(&self, queue: Arc<dyn Served>) {
         if let Some(mut new) = self.new.lock() {
             new.push(queue);
@@ -106,7 +106,7 @@ impl Nic {
     }
 }
 
-/// All signals of the calling thread are blocked, which a thread that it starts inherits.
+/// While it lives, all signals of the calling thread are blocked. A thread that it starts inherits that.
 struct Blocked(libc::sigset_t);
 
 impl Blocked {
@@ -124,19 +124,19 @@ impl Blocked {
 
 impl Drop for Blocked {
     fn drop(&mut self) {
-        // SAFETY: what the thread had before.
+        // SAFETY: restores the thread's mask from before.
         unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &self.0, std::ptr::null_mut()) };
     }
 }
 
 /// The queue pairs of this process.
 static LIVE: Lock<Vec<Weak<dyn Served>>> = Lock::new(Vec::new());
-/// Work requests of this process until the device goes; 0 if it stays.
+/// Work requests of this process until the device disappears; 0 if it stays.
 static LEFT: AtomicU64 = AtomicU64::new(0);
-/// Until when it is gone.
+/// The time at which the device returns.
 static GONE: Lock<Option<Instant>> = Lock::new(None);
 
-/// One more queue pair, which ends when the device goes. ENODEV while it is gone.
+/// Enters a queue pair, which ends when the device disappears. ENODEV while the device is away.
 pub fn enter(settings: &Settings, number: u32, queue: Weak<dyn Served>) -> Result<()> {
     check()?;
     let mut live = LIVE.lock().ok_or(Errno(libc::EDEADLK))?;
@@ -149,7 +149,7 @@ pub fn enter(settings: &Settings, number: u32, queue: Weak<dyn Served>) -> Resul
     Ok(())
 }
 
-/// Whether the device is there: ENODEV if not.
+/// Fails with ENODEV while the device is away.
 pub fn check() -> Result<()> {
     let gone = GONE.lock().ok_or(Errno(libc::EDEADLK))?;
     match *gone {
@@ -158,7 +158,7 @@ pub fn check() -> Result<()> {
     }
 }
 
-/// A work request is carried out: the device may be gone with it.
+/// Counts a work request, at which the device may disappear.
 pub fn count_request() {
     if LEFT.load(Relaxed) == 0 || LEFT.fetch_sub(1, Relaxed) != 1 {
         return;
@@ -172,7 +172,7 @@ pub fn count_request() {
     }
 }
 
-/// In a fork child: the thread and the queue pairs are the parent's.
+/// Forgets the thread and the queue pairs in a fork child: they are the parent's.
 ///
 /// # Safety
 /// No other thread exists.

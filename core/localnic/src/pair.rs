@@ -1,4 +1,4 @@
-//! The memory that the two ends of a connection share: messages on their way, and who is to be woken by what completes.
+//! The memory that the two ends of a connection share: messages in flight, and which end to wake at a completion.
 
 use std::cell::UnsafeCell;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -11,55 +11,56 @@ use rdmasock_core::sync::{Attention, Published};
 use rustix::fs::MemfdFlags;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 
-/// Bytes of a receive buffer.
+/// The bytes of a receive buffer.
 pub const BUFFER_BYTES: usize = 4096 + 64;
-/// Receive buffers that the peer may count on.
+/// The receive buffers that the peer may use.
 pub const RECEIVES: u16 = 128;
-/// Receive buffers: some are still being handed over when they are granted again.
+/// The number of receive buffers. Some are still being handed over when they are granted again.
 const POSTED: usize = RECEIVES as usize + 16;
 
-/// Somebody waits for the completion descriptor.
+/// Bit of the attention word: the end waits for its completion fd.
 const ARMED: u32 = 1;
 
-/// A mapping of a memfd; not in a fork child.
+/// A mapping of a memfd; a fork child does not inherit it.
 #[derive(Debug)]
 pub struct Shared {
     at: *mut u8,
     len: usize,
 }
 
-// SAFETY: memory; whoever accesses it does so by atomics, or under its own rules.
+// SAFETY: plain memory; its users access it by atomics, or under their own rules.
 unsafe impl Send for Shared {}
 // SAFETY: as for Send.
 unsafe impl Sync for Shared {}
 
 impl Shared {
-    /// New memory, zeroed, and the file that others map it from.
+    /// Returns new, zeroed memory, and the file from which others map it.
     pub fn create(len: usize) -> Result<(Self, Hidden)> {
         let file = Hidden::place(rustix::fs::memfd_create("rdmasock-localnic", MemfdFlags::CLOEXEC)?)?;
         rustix::fs::ftruncate(&file, len as u64)?;
         Ok((Self::map(file.as_fd(), len)?, file))
     }
 
-    /// The first `len` bytes of a file, which has so many.
+    /// Maps the first `len` bytes of a file; EPROTO if the file is shorter.
     pub fn map(file: BorrowedFd<'_>, len: usize) -> Result<Self> {
         if rustix::fs::fstat(file)?.st_size < len as i64 {
             return Err(Errno(libc::EPROTO));
         }
         let protection = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping, which replaces none.
+        // SAFETY: a new mapping, which replaces no other.
         let at = unsafe { mmap(std::ptr::null_mut(), len, protection, MapFlags::SHARED, file, 0) }?;
-        // SAFETY: the mapping that was just made. If it fails fork children have it too, and do not use it.
+        // SAFETY: exactly the mapping that was just made. If the call fails, fork children inherit the memory, and do
+        // not use it.
         let _ = unsafe { madvise(at, len, Advice::LinuxDontFork) };
         Ok(Self { at: at.cast(), len })
     }
 
-    /// Where it begins, aligned to a page.
+    /// Returns the address of the first byte, aligned to a page.
     pub fn at(&self) -> *mut u8 {
         self.at
     }
 
-    /// Bytes.
+    /// Returns the length in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
@@ -67,28 +68,28 @@ impl Shared {
 
 impl Drop for Shared {
     fn drop(&mut self) {
-        // SAFETY: mapped by `map`; what refers to it borrowed this value.
+        // SAFETY: mapped by `map`; all references into the memory borrowed this value.
         let _ = unsafe { munmap(self.at.cast(), self.len) };
     }
 }
 
-/// What arrives at one end. All zeroes: nothing.
+/// The messages for one end. All zeroes: none.
 #[repr(C, align(128))]
 struct Inbox {
-    /// Messages that have ever arrived.
+    /// The count of all messages that have arrived.
     arrived: Published<AtomicU64>,
-    /// Whether something that completes here makes the descriptor readable.
+    /// Whether a completion here makes the completion fd readable.
     attention: Attention,
-    /// It is readable.
+    /// Whether the completion fd is readable.
     fired: AtomicU32,
     _line: [u8; 112],
-    /// Messages whose buffer was given back.
+    /// The count of messages whose buffer is free again.
     taken: AtomicU64,
     _line2: [u8; 120],
     buffers: [Buffer; POSTED],
 }
 
-/// What kind of message is in a buffer.
+/// The kind of the message in a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 enum Kind {
@@ -106,37 +107,38 @@ struct Buffer {
 
 #[repr(C)]
 struct Memory {
-    /// Not 0: the connection is over.
+    /// Not 0: the connection has ended.
     over: AtomicU32,
-    /// Not 0: nothing gets through any more.
+    /// Not 0: messages and WRITEs have no effect any more.
     silent: AtomicU32,
     inboxes: [Inbox; 2],
 }
 
-/// Bytes of a pair's memory.
+/// The size of a pair's memory in bytes.
 pub const BYTES: usize = size_of::<Memory>();
 
-/// A pair's memory, as one end has it.
+/// A pair's memory, as one end uses it.
 #[derive(Debug)]
 pub struct Pair {
     memory: Shared,
     /// The index of this end's inbox.
     me: usize,
-    /// What wakes this end, and the other.
+    /// The bell that wakes this end, and that of the other end.
     bells: [Arc<Hidden>; 2],
 }
 
-/// What has arrived.
+/// A message that has arrived.
 #[derive(Debug)]
 pub enum Arrived<'a> {
-    /// A message.
+    /// The bytes of a message.
     Message(&'a [u8]),
-    /// A WRITE with an immediate has placed so many bytes.
+    /// A WRITE with an immediate has placed `bytes`.
     Immediate { immediate: u32, bytes: u32 },
 }
 
 impl Pair {
-    /// Over memory of [`BYTES`]; who connects is end 0. The bells are this end's, and the other's.
+    /// Makes a pair over memory of at least [`BYTES`] (else EPROTO); the connecting end is end 0. The bells are this
+    /// end's and the other's.
     pub fn new(memory: Shared, me: usize, bells: [Arc<Hidden>; 2]) -> Result<Self> {
         if memory.len() < BYTES || me > 1 {
             return Err(Errno(libc::EPROTO));
@@ -145,8 +147,8 @@ impl Pair {
     }
 
     fn memory(&self) -> &Memory {
-        // SAFETY: as long, aligned to a page, and all zeroes is a value; what changes under the reference are atomics
-        // and buffers, which are reached by raw pointers only.
+        // SAFETY: the memory is long enough and aligned to a page, and all zeroes are a valid `Memory`. Only atomics
+        // and buffers change under the reference, and buffers are accessed by raw pointers only.
         unsafe { &*self.memory.at().cast::<Memory>() }
     }
 
@@ -155,28 +157,28 @@ impl Pair {
         if end == 0 { first } else { second }
     }
 
-    /// The connection is over for both ends.
+    /// Ends the connection for both ends.
     pub fn end(&self) {
         self.memory().over.store(1, Release);
     }
 
-    /// Whether either end has ended it.
+    /// Returns whether either end has ended the connection.
     pub fn is_over(&self) -> bool {
         self.memory().over.load(Acquire) != 0
     }
 
-    /// Nothing gets through any more, and nobody is told.
+    /// Makes all later messages and WRITEs of the connection have no effect, without an error.
     pub fn silence(&self) {
         self.memory().silent.store(1, Release);
     }
 
-    /// Whether that is so.
+    /// Returns whether the connection was silenced.
     pub fn is_silent(&self) -> bool {
         self.memory().silent.load(Acquire) != 0
     }
 
-    /// A message for the other end, of these parts, together at most [`BUFFER_BYTES`] long (else EMSGSIZE). EPROTO if
-    /// it meets no receive buffer. One caller at a time.
+    /// Delivers a message made of these parts to the other end. EMSGSIZE if they exceed [`BUFFER_BYTES`]; EPROTO if no
+    /// receive buffer is free. One caller at a time.
     pub fn deliver<'a>(&self, parts: impl Iterator<Item = &'a [u8]> + Clone) -> Result<()> {
         let len: usize = parts.clone().fold(0, |sum, part| sum.saturating_add(part.len()));
         if len > BUFFER_BYTES {
@@ -185,15 +187,14 @@ impl Pair {
         self.arrive(Kind::Message, len as u32, 0, |to| {
             let mut done = 0;
             for part in parts {
-                // SAFETY: the sum was checked; the buffer is this end's until it has arrived.
+                // SAFETY: the sum of the lengths was checked. This end owns the buffer until the message is published.
                 unsafe { to.add(done).copy_from_nonoverlapping(part.as_ptr(), part.len()) };
                 done += part.len();
             }
         })
     }
 
-    /// A WRITE with an immediate has arrived at the other end. EPROTO where it meets no receive buffer. One caller at a
-    /// time.
+    /// Reports a WRITE with an immediate to the other end. EPROTO if no receive buffer is free. One caller at a time.
     pub fn deliver_immediate(&self, immediate: u32, bytes: u32) -> Result<()> {
         self.arrive(Kind::Immediate, bytes, immediate, |_| {})
     }
@@ -214,7 +215,7 @@ impl Pair {
         Ok(())
     }
 
-    /// Hands over what has arrived here; gives how much. One caller at a time.
+    /// Hands over the messages for this end; returns their number. One caller at a time.
     pub fn take(&self, mut each: impl FnMut(Arrived<'_>)) -> usize {
         let inbox = self.inbox(self.me);
         let mut count = 0;
@@ -230,7 +231,7 @@ impl Pair {
                 each(Arrived::Immediate { immediate, bytes: len });
             } else {
                 let len = (len as usize).min(BUFFER_BYTES);
-                // SAFETY: within the memory; the other end does not touch the buffer before it is given back.
+                // SAFETY: within the memory; the other end does not write to the buffer before it is free again.
                 let bytes = unsafe { std::slice::from_raw_parts(buffer.bytes.get().cast(), len) };
                 each(Arrived::Message(bytes));
             }
@@ -239,7 +240,7 @@ impl Pair {
         }
     }
 
-    /// The next completion here makes the descriptor readable.
+    /// Makes the completion fd readable at the next completion here.
     pub fn arm(&self) {
         let inbox = self.inbox(self.me);
         if inbox.fired.swap(0, Acquire) != 0 {
@@ -248,7 +249,7 @@ impl Pair {
         inbox.attention.keep_armed(ARMED);
     }
 
-    /// Something has completed at this end.
+    /// Reports a completion at this end.
     pub fn fire_here(&self) {
         self.fire(self.me);
     }
@@ -258,20 +259,21 @@ impl Pair {
         if inbox.attention.take() != 0 {
             let bell = &self.bells[usize::from(end != self.me)];
             let _ = rustix::io::write(&**bell, &1u64.to_ne_bytes());
-            // Last: who finds it reads what was written.
+            // The flag is set after the write, so an end that finds it set can read the eventfd. Release pairs with the
+            // Acquire in `arm`.
             inbox.fired.store(1, Release);
         }
     }
 
-    /// Readable when something has completed.
+    /// Returns the bell, which is readable after a completion.
     pub fn bell(&self) -> &Arc<Hidden> {
         &self.bells[0]
     }
 }
 
-/// The buffer of the message with this number.
+/// Returns the buffer of the message with this number.
 fn buffer(inbox: &Inbox, number: u64) -> &Buffer {
     let at = (&raw const inbox.buffers).cast::<Buffer>();
-    // SAFETY: within the array.
+    // SAFETY: within the array, by the remainder.
     unsafe { &*at.add((number % POSTED as u64) as usize) }
 }

@@ -1,22 +1,22 @@
-//! `LOCALNIC=pins`: whether memory is still what it was when it was registered. A device has its pages from then on and
-//! knows nothing of addresses; this one reaches memory by addresses, so without this what a program maps in the place
-//! of registered memory would be reached too, and hide that it should not.
+//! `LOCALNIC=pins`: checks whether memory is still the memory that was registered. A real device keeps the pages from
+//! the registration on, and knows no addresses of the process. This device reaches memory by addresses. So without this
+//! check it would also reach memory that the program maps in place of registered memory, and would hide that mistake.
 
 use std::fs::File;
 use std::hash::{DefaultHasher, Hasher};
 use std::os::unix::fs::FileExt;
 
 const PAGE: u64 = 4096;
-/// In an entry of pagemap(5): the page is in memory, and which that is.
+/// Bits of an entry of pagemap(5): the page is in memory, and its frame number.
 const PRESENT: u64 = 1 << 63;
 const FRAME: u64 = (1 << 55) - 1;
 
-/// Sees to it that the pages are there, as pinning them does, and tells them from any other. `None` for a process that
-/// may not know them (it needs CAP_SYS_ADMIN).
+/// Makes the pages present, as pinning does, and returns a hash of their frames (never 0). `None` if the process may
+/// not read frame numbers (it needs CAP_SYS_ADMIN).
 pub fn pin(start: u64, len: u64) -> Option<u64> {
     let (from, end) = (start / PAGE * PAGE, (start + len).next_multiple_of(PAGE));
     let at = std::ptr::with_exposed_provenance_mut::<libc::c_void>(from as usize);
-    // SAFETY: it changes nothing but that pages are there; what cannot be written is read.
+    // SAFETY: the call only makes pages present. Pages that cannot be written are made present for reading.
     unsafe {
         if libc::madvise(at, (end - from) as usize, libc::MADV_POPULATE_WRITE) != 0 {
             libc::madvise(at, (end - from) as usize, libc::MADV_POPULATE_READ);
@@ -25,7 +25,7 @@ pub fn pin(start: u64, len: u64) -> Option<u64> {
     pages(None, start, len)
 }
 
-/// What tells the pages there from others, in the process `pid` or in this one.
+/// Returns a hash of the page frames there, in the process `pid` or in this one; `None` if they cannot be read.
 pub fn pages(pid: Option<i32>, start: u64, len: u64) -> Option<u64> {
     let path = pid.map_or("/proc/self/pagemap".to_owned(), |pid| format!("/proc/{pid}/pagemap"));
     let (first, end) = (start / PAGE, (start + len).div_ceil(PAGE));
@@ -42,7 +42,7 @@ pub fn pages(pid: Option<i32>, start: u64, len: u64) -> Option<u64> {
         is_known &= entry & PRESENT == 0 || frame != 0;
         hasher.write_u64(frame);
     }
-    // 0 stands for nothing.
+    // 0 stands for memory without a hash.
     is_known.then(|| hasher.finish() | 1)
 }
 
@@ -58,14 +58,14 @@ mod tests {
                 libc::PROT_READ | libc::PROT_WRITE,
                 libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | how,
             );
-            // SAFETY: anywhere, or in place of what it gave before.
+            // SAFETY: at an address that the kernel chooses, or in place of a mapping that this closure has made.
             unsafe { libc::mmap(at, LEN, access, how, -1, 0) }
         };
         let at = map(std::ptr::null_mut(), 0);
         let start = at.expose_provenance() as u64;
         let me = Some(std::process::id() as i32);
         let before = pin(start + 100, 5 * PAGE).expect("root may know pages");
-        // SAFETY: mapped just now.
+        // SAFETY: mapped just before.
         unsafe { at.cast::<u8>().add(5000).write(1) };
         assert_eq!(pages(me, start + 100, 5 * PAGE), Some(before));
         map(at, libc::MAP_FIXED);

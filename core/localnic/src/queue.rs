@@ -1,4 +1,4 @@
-//! A queue pair: what is posted, carried out and completed. In one's place for a connection is `conn`'s business.
+//! A queue pair: how work requests are posted, executed and completed. `conn.rs` makes the connection.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -23,40 +23,41 @@ use crate::pair::{Arrived, BUFFER_BYTES, Pair};
 use crate::pins;
 use crate::settings::Settings;
 
-/// Length of the send queue.
+/// The length of the send queue, work requests.
 const SENDS: u32 = 240;
 
-/// READs that may be under way: as many as fit the send queue wait there.
+/// READs that may be outstanding, as the device reports it. Further ones wait in the send queue, up to its length.
 pub const READS: u8 = 16;
 
-/// What the log says of a cut: half of a WRITE or a READ has arrived, or nothing of another work request.
+/// Log texts of a cut: half of a WRITE or a READ has arrived, or nothing of another work request.
 const IN_WRITE: &str = "cut by LOCALNIC in the middle of a WRITE";
 const IN_READ: &str = "cut by LOCALNIC in the middle of a READ";
 const AT_MESSAGE: &str = "cut by LOCALNIC at a message";
 
-/// What is in pages that are no longer the program's.
+/// The byte that stands for the content of pages that are no longer the program's.
 const OTHERS: u8 = 0xEE;
 
-/// The other end: its process, and what it has registered.
+/// The other end: its process and its registrations.
 #[derive(Debug)]
 pub struct Far {
-    /// Its process.
+    /// The process.
     pub pid: i32,
-    /// Its registrations.
+    /// The registrations.
     pub table: Table,
 }
 
-/// What is to be done.
+/// The operation of a work request.
 #[derive(Debug)]
 enum Work {
-    /// The bytes of the message.
+    /// A message, with its bytes.
     Send(Vec<u8>),
     Write(Write, Option<u32>),
     Read(Read),
     Probe,
 }
 
-// SAFETY: the pointer is to registered memory, which the device may reach from any thread (`QueuePair::write`, `read`).
+// SAFETY: the pointers refer to registered memory, which the device may access from any thread (`QueuePair::write`,
+// `read`).
 unsafe impl Send for Work {}
 
 /// A work request that waits for the device.
@@ -64,11 +65,11 @@ unsafe impl Send for Work {}
 struct Job {
     due: Instant,
     work: Work,
-    /// What its completion frees, if it has one.
+    /// The value that its completion frees; `None` without a completion.
     frees: Option<u64>,
 }
 
-/// See the module.
+/// A queue pair; see the module.
 pub struct Queue {
     settings: Settings,
     number: u32,
@@ -79,29 +80,29 @@ pub struct Queue {
     fate: Arc<Fate>,
     slots: Slots,
     registered: Lock<Vec<Registration>>,
-    /// What waits for the NIC's thread.
+    /// Work requests for the NIC's thread.
     jobs: Lock<VecDeque<Job>>,
-    /// The NIC has been told that something waits.
+    /// Whether the NIC has been notified of them.
     is_scheduled: AtomicBool,
-    /// Held by who carries out.
+    /// Held by the thread that executes work requests.
     running: Lock<Faults>,
-    /// What the last completion frees.
+    /// The value that the last completion frees.
     completed: Published<AtomicU64>,
-    /// What `poll` has seen of that.
+    /// The last value of `completed` that `poll` has seen.
     seen: AtomicU64,
-    /// READs that are done, and what `poll` has seen of that.
+    /// The number of completed READs, and the last value of it that `poll` has seen.
     read: Published<AtomicU64>,
     read_seen: AtomicU64,
-    /// A probe has been answered.
+    /// Whether a probe was answered.
     probed: Published<AtomicU32>,
-    /// A probe is under way.
+    /// Whether a probe is outstanding.
     is_probing: AtomicBool,
-    /// Somebody is in `poll`.
+    /// Whether a thread is in `poll`.
     is_polling: AtomicBool,
 }
 
 impl Queue {
-    /// A queue pair over the memory of a pair, in whose send queue there may be so many bytes.
+    /// Makes a queue pair over the memory of a pair, with a bound on the bytes in its send queue.
     pub fn new(
         settings: Settings,
         pair: Pair,
@@ -136,25 +137,25 @@ impl Queue {
         }
     }
 
-    /// From now on it ends when the device goes; ENODEV if it is gone.
+    /// Makes the queue pair end when the device disappears; ENODEV if the device is away.
     pub fn enter_device(self: &Arc<Self>) -> Result<()> {
         let weak = Arc::downgrade(self);
         nic::enter(&self.settings, self.number, weak)
     }
 
-    /// Its number in this process.
+    /// Returns the queue pair's number in this process.
     pub fn number(&self) -> u32 {
         self.number
     }
 
-    /// Readable when something has completed.
+    /// Returns the bell, which is readable after a completion.
     pub fn bell(&self) -> &Arc<Hidden> {
         self.pair.bell()
     }
 
-    /// Registers memory until it is deregistered or the queue pair is over.
+    /// Registers memory until it is deregistered, or the queue pair is closed.
     pub fn register(&self, start: u64, len: u64, role: Role) -> Result<Keys> {
-        // Rings are not the program's to change.
+        // The program cannot change the mappings of rings, so these are not pinned.
         let is_pinned = role != Role::Both;
         let pages = match self.settings.has_pins && is_pinned {
             true => pins::pin(start, len).unwrap_or_else(|| {
@@ -173,7 +174,7 @@ impl Queue {
         Ok(keys)
     }
 
-    /// Undoes that. Waits for who reaches the memory.
+    /// Ends the registration. Waits for a peer that is accessing the memory.
     pub fn deregister(&self, handle: u64) {
         let given_up = self.registered.lock().and_then(|mut all| {
             let at = all.iter().position(|one| u64::from(one.local_key()) == handle)?;
@@ -185,7 +186,7 @@ impl Queue {
     /// Posts a WRITE.
     ///
     /// # Safety
-    /// The source is registered under its key, and stays as it is until the peer has it.
+    /// The source is registered under its key, and stays unchanged until the peer has it.
     pub unsafe fn write(self: &Arc<Self>, write: &Write, immediate: Option<u32>) -> Result<()> {
         if write.len == 0 {
             return Err(Errno(libc::EINVAL));
@@ -206,7 +207,7 @@ impl Queue {
     /// Posts a READ.
     ///
     /// # Safety
-    /// The target is registered under its key, and nobody relies on what is there before it has completed.
+    /// The target is registered under its key, and no code relies on its content before the READ has completed.
     pub unsafe fn read(self: &Arc<Self>, read: &Read) -> Result<()> {
         if read.len == 0 {
             return Err(Errno(libc::EINVAL));
@@ -215,7 +216,7 @@ impl Queue {
         self.post(read.len, work, |queue, faults| queue.carry_read(faults, read))
     }
 
-    /// Posts a message of these parts.
+    /// Posts a message made of these parts.
     pub fn send<'a>(self: &Arc<Self>, parts: impl Iterator<Item = &'a [u8]> + Clone) -> Result<()> {
         let len = parts.clone().map(<[u8]>::len).sum::<usize>();
         if len > BUFFER_BYTES {
@@ -242,7 +243,7 @@ impl Queue {
         self.answer_probe(&mut faults)
     }
 
-    /// Counts a work request of so many bytes in; has the NIC carry it out, or does so itself.
+    /// Counts a work request of `len` bytes. Leaves it to the NIC's thread, or executes it in this thread.
     fn post(
         self: &Arc<Self>,
         len: u32,
@@ -260,7 +261,7 @@ impl Queue {
             return Ok(());
         }
         let mut faults = self.running.lock().ok_or(Errno(libc::EDEADLK))?;
-        // First: the completion is not to come before it is known that there was a request.
+        // The request is counted before it is executed, so that no completion precedes the count.
         self.slots.posted(turn);
         if carry(self, &mut faults)? {
             self.complete(frees);
@@ -280,8 +281,8 @@ impl Queue {
         Ok(())
     }
 
-    /// Carries one work request out, or has the fault that is due: then `half` of it is done, which says what was cut.
-    /// False if it has neither effect nor completion.
+    /// Executes a work request with `whole`. If a cut is due it calls `half` instead, which does half of the work and
+    /// returns the log text. Returns `false` for a request without effect and completion (silence).
     fn carry(
         &self,
         faults: &mut Faults,
@@ -356,7 +357,7 @@ impl Queue {
         IN_WRITE
     }
 
-    /// Copies the first `len` bytes of a WRITE to where they belong, as far as both keys are good (else EACCES).
+    /// Copies the first `len` bytes of a WRITE to the peer. EACCES if a key does not permit it.
     fn copy(&self, write: &Write, len: usize) -> Result<()> {
         let bytes = u64::from(write.len);
         let from = self.domain.table().source(write.local, write.from.addr() as u64, bytes);
@@ -365,7 +366,7 @@ impl Queue {
             return Err(Errno(libc::EACCES));
         };
         if !to.is_as_registered(Some(self.far.pid)) {
-            // In pages that are in nobody's sight any more.
+            // The write reaches pages that are mapped nowhere any more.
             return Ok(());
         }
         let others = (!from.is_as_registered(None)).then(|| vec![OTHERS; len]);
@@ -380,7 +381,7 @@ impl Queue {
                 iov_base: std::ptr::without_provenance_mut((write.to as usize).wrapping_add(done)),
                 iov_len: len - done,
             };
-            // SAFETY: both are registered for these lengths, and stay so while they are held.
+            // SAFETY: both ranges are registered for these lengths, and stay so while they are held.
             match unsafe { libc::process_vm_writev(self.far.pid, &local, 1, &remote, 1, 0) } {
                 copied @ 1.. => done += copied as usize,
                 _ => return Err(Errno::last()),
@@ -389,7 +390,7 @@ impl Queue {
         Ok(())
     }
 
-    /// Copies the first `len` bytes of a READ to where they belong, as far as both keys are good (else EACCES).
+    /// Copies the first `len` bytes of a READ to this end. EACCES if a key does not permit it.
     fn fetch(&self, read: &Read, len: usize) -> Result<()> {
         let bytes = u64::from(read.len);
         let to = self.domain.table().sink(read.local, read.to.addr() as u64, bytes);
@@ -398,11 +399,11 @@ impl Queue {
             return Err(Errno(libc::EACCES));
         };
         if !to.is_as_registered(None) {
-            // In pages that are in nobody's sight any more.
+            // The read fills pages that are mapped nowhere any more.
             return Ok(());
         }
         if !from.is_as_registered(Some(self.far.pid)) {
-            // SAFETY: registered for this length, and stays so while it is held.
+            // SAFETY: the range is registered for this length, and stays so while it is held.
             unsafe { read.to.write_bytes(OTHERS, len) };
             return Ok(());
         }
@@ -416,7 +417,7 @@ impl Queue {
                 iov_base: std::ptr::without_provenance_mut((read.from as usize).wrapping_add(done)),
                 iov_len: len - done,
             };
-            // SAFETY: both are registered for these lengths, and stay so while they are held.
+            // SAFETY: both ranges are registered for these lengths, and stay so while they are held.
             match unsafe { libc::process_vm_readv(self.far.pid, &local, 1, &remote, 1, 0) } {
                 copied @ 1.. => done += copied as usize,
                 _ => return Err(Errno::last()),
@@ -425,7 +426,7 @@ impl Queue {
         Ok(())
     }
 
-    /// The connection is over at both ends, for this reason.
+    /// Ends the connection at both ends for this reason; returns the errno for the caller.
     pub fn fail(&self, why: &str, errno: i32) -> Errno {
         if self.fate.end(Errno(errno)) {
             log(
@@ -439,7 +440,7 @@ impl Queue {
         Errno(libc::ENOTCONN)
     }
 
-    /// Asks for the completion descriptor to become readable with the next completion.
+    /// Asks for the completion fd to become readable at the next completion.
     pub fn arm(&self) -> Result<()> {
         match self.fate.over() {
             Some(reason) => Err(reason),
@@ -450,10 +451,10 @@ impl Queue {
         }
     }
 
-    /// Hands over what has completed; gives how many events that were. What came before the end is handed over even
-    /// after it.
+    /// Hands over the completions and returns the number of events. Completions from before the end are handed over
+    /// even after the end.
     pub fn poll(&self, each: &mut dyn FnMut(Completed<'_>)) -> Result<usize> {
-        // One caller at a time by the contract; a second one finds nothing.
+        // The contract permits one caller at a time; a second caller finds no completion.
         if self.is_polling.swap(true, SeqCst) {
             return Ok(0);
         }
@@ -485,11 +486,12 @@ impl Queue {
         }
     }
 
-    /// Nothing is carried out any more when this returns, and no peer reaches what was registered.
+    /// Closes the queue pair. When this returns, no work request is executed any more, and no peer accesses the
+    /// registered memory.
     pub fn close(&self) {
         self.fate.end(Errno(libc::ENOTCONN));
         self.pair.end();
-        // Waits for who carries out.
+        // Waits for the thread that executes a work request.
         drop(self.running.lock());
         if let Some(mut jobs) = self.jobs.lock() {
             jobs.clear();
@@ -535,7 +537,7 @@ impl Served for Queue {
             }
         }
         drop(faults);
-        // Who posts first leaves the job, then looks whether the NIC knows.
+        // A poster first leaves its job, then checks whether the NIC is notified.
         self.is_scheduled.store(false, SeqCst);
         let is_left = self.jobs.lock().is_some_and(|jobs| !jobs.is_empty());
         match is_left && !self.is_scheduled.swap(true, SeqCst) {

@@ -1,45 +1,47 @@
-//! How the device behaves: `LOCALNIC`, a comma-separated list of words and `name=number`.
+//! The behaviour of the device: `LOCALNIC`, a comma-separated list of words and `name=number`.
 
 use std::sync::OnceLock;
 
 use rdmasock_core::fabric::plugin::host::{Level, log};
 
-/// The variable.
+/// The name of the variable.
 pub const VARIABLE: &str = "LOCALNIC";
 
-/// See the module. Times are of the wire, or of what the device takes for an operation.
+/// The settings of the device; see the module. Times are those of the wire, or of an operation in the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct Settings {
-    /// `iwarp`: WRITEs have no immediates, and TCP cuts what is sent. Else as RoCE.
+    /// `iwarp`: WRITEs have no immediates, and TCP divides the bytes. Otherwise the device behaves like RoCE.
     pub is_iwarp: bool,
-    /// `thread`: a thread of the process carries work requests out; else who posts them does.
+    /// `thread`: a thread of the process executes work requests; otherwise the posting thread does.
     pub has_thread: bool,
-    /// `delay=`: µs from the posting of a work request to its effect. Has the thread do it.
+    /// `delay=`: µs from the posting of a work request to its effect. Implies `thread`.
     pub delay_us: u64,
-    /// `late=`: ms that a peer takes to answer a request to connect.
+    /// `late=`: ms that a peer takes to answer a connection request.
     pub late_ms: u64,
-    /// `cut=`: a connection ends after so many work requests of this end, or up to twice as many.
+    /// `cut=`: the number of work requests of this end after which a connection ends, or up to twice as many.
     pub cut: u64,
-    /// `cutread=`: as `cut`, of READs alone.
+    /// `cutread=`: the number of READs of this end after which a connection ends, or up to twice as many.
     pub cut_read: u64,
-    /// `silence=`: as `cut`, but nothing tells: what is posted has no effect, and nothing comes.
+    /// `silence=`: counts as `cut` does, but without an error: posted work requests have no effect, and none of the
+    /// peer's arrive.
     pub silence: u64,
-    /// `gone=`: after so many work requests of the process, or up to twice as many, the device is gone for a second.
+    /// `gone=`: the number of work requests of the process, or up to twice as many, after which the device is away for
+    /// 1 s.
     pub gone: u64,
-    /// `pins`: what a program has mapped in the place of memory of its own that was registered is not reached. Needs
+    /// `pins`: memory that the program has mapped in place of its registered memory is not accessed. Needs
     /// CAP_SYS_ADMIN; not for programs that fork.
     pub has_pins: bool,
-    /// `cache=`: the device knows so many queue pairs by heart, and takes [`miss_ns`](Self::miss_ns) longer for a work
-    /// request of another. 0: all of them.
+    /// `cache=`: the number of queue pairs whose context the device keeps. A work request of another queue pair takes
+    /// [`miss_ns`](Self::miss_ns) longer. 0: it keeps all of them.
     pub cache: u32,
-    /// `miss=`: ns that it takes to fetch what it has to know of a queue pair.
+    /// `miss=`: ns that the fetch of a queue pair's context takes.
     pub miss_ns: u64,
-    /// `seed=`: for what is left to chance.
+    /// `seed=`: the seed of all random choices.
     pub seed: u64,
 }
 
 impl Settings {
-    /// Those of this process, from its environment.
+    /// Returns the settings of this process, from its environment.
     pub fn get() -> Self {
         static SETTINGS: OnceLock<Settings> = OnceLock::new();
         *SETTINGS.get_or_init(|| {
@@ -54,7 +56,7 @@ impl Settings {
         })
     }
 
-    /// Reads the variable's value. The error is the word that is not understood.
+    /// Parses the variable's value. The error is the word that is not understood.
     pub fn parse(text: &str) -> Result<Self, &str> {
         let mut settings = Self::default();
         for word in text.split(',').map(str::trim).filter(|word| !word.is_empty()) {

@@ -1,4 +1,4 @@
-//! Queue pairs of which both ends are in this process.
+//! Tests of queue pairs both of whose ends are in this process.
 
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
@@ -10,12 +10,12 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use crate::settings::Settings;
 use crate::within::{LocalQp, pair, pair_beside};
 
-/// As a device that carries out in the posting thread, and one with a thread.
+/// The settings to test: devices that execute work requests in the posting thread, and devices with a thread.
 fn kinds() -> [Settings; 4] {
     ["roce", "iwarp", "roce,thread", "iwarp,delay=50"].map(|text| Settings::parse(text).unwrap())
 }
 
-/// What one look finds.
+/// A completion that one poll finds.
 #[derive(Clone, PartialEq, Eq, Debug)]
 enum Seen {
     Message(Vec<u8>),
@@ -38,7 +38,7 @@ fn look(qp: &LocalQp, seen: &mut Vec<Seen>) -> Result<usize, i32> {
     count.map_err(|down| down.0)
 }
 
-/// Looks until there are so many.
+/// Polls until there are `count` completions.
 fn await_seen(qp: &LocalQp, count: usize) -> Vec<Seen> {
     let until = Instant::now() + Duration::from_secs(20);
     let mut seen = Vec::new();
@@ -60,7 +60,7 @@ fn await_end(qp: &LocalQp) -> i32 {
     }
 }
 
-/// Memory that is registered at one end. Never freed: the device may be at work on it when a test ends.
+/// Memory that is registered at one end. It is never freed, as the device may still access it when a test ends.
 struct Registered {
     at: *mut u8,
     len: usize,
@@ -69,7 +69,7 @@ struct Registered {
 
 impl Registered {
     fn bytes(&self) -> Vec<u8> {
-        // SAFETY: memory that is there for good; what is written to it was waited for, or is compared byte by byte.
+        // SAFETY: the memory is never freed. The test has waited for the writes to it, or compares it byte by byte.
         unsafe { std::slice::from_raw_parts(self.at, self.len) }.to_vec()
     }
 }
@@ -77,7 +77,7 @@ impl Registered {
 fn registered(qp: &LocalQp, memory: Vec<u8>) -> Registered {
     let memory = memory.leak();
     let (at, len) = (memory.as_mut_ptr(), memory.len());
-    // SAFETY: it stays, and nothing refers to it but this pointer.
+    // SAFETY: the memory is never freed, and only this pointer refers to it.
     let key = unsafe { qp.register(at, len, Role::Both) }.unwrap().key;
     Registered { at, len, key }
 }
@@ -93,7 +93,7 @@ fn write_of(from: &Registered, to: &Registered) -> Write {
 }
 
 fn post(qp: &LocalQp, write: &Write, immediate: Option<u32>) -> Result<(), PostError> {
-    // SAFETY: the sources of these tests are registered, or are found not to be.
+    // SAFETY: the sources in these tests are registered, or the test expects that they are refused.
     unsafe { qp.write(write, immediate) }
 }
 
@@ -128,7 +128,7 @@ fn what_is_offered_is_read_and_nothing_else() {
             let to = registered(&a, vec![0; 100_000]);
             let mut bytes: Vec<u8> = (0..100_000u32).map(|n| n as u8).collect();
             let role = if is_offered { Role::Offered } else { Role::Both };
-            // SAFETY: the memory stays until both ends are gone, below.
+            // SAFETY: the memory lives until both ends are dropped, below.
             let offered = unsafe { b.register(bytes.as_mut_ptr(), bytes.len(), role) }.unwrap();
             let read = Read {
                 to: to.at,
@@ -137,7 +137,7 @@ fn what_is_offered_is_read_and_nothing_else() {
                 from: bytes.as_ptr().expose_provenance() as u64,
                 remote: offered.key.remote,
             };
-            // SAFETY: nobody else looks at the target.
+            // SAFETY: no other code accesses the target.
             let posted = unsafe { a.read(&read) };
             if is_offered {
                 assert_eq!(posted, Ok(()));
@@ -219,10 +219,10 @@ fn nobody_reaches_the_memory_of_a_connection_that_was_dropped() {
     assert_eq!(await_end(&a), libc::ECONNRESET);
 }
 
-/// Whether its completion descriptor becomes readable within a time.
+/// Returns whether the connection's completion fd becomes readable within a time.
 fn is_readable(qp: &LocalQp, time: Duration) -> bool {
     let info = qp.conn().info().unwrap();
-    // SAFETY: open as long as the connection.
+    // SAFETY: the fd is open as long as the connection.
     let bell = unsafe { std::os::fd::BorrowedFd::borrow_raw(info.completion_fd) };
     let timeout = Timespec::try_from(time).unwrap();
     poll(&mut [PollFd::new(&bell.as_fd(), PollFlags::IN)], Some(&timeout)).unwrap() > 0
@@ -298,15 +298,15 @@ fn one_beside_another_has_its_descriptor_and_its_memory_and_ends_alone() {
         };
         b.arm().unwrap();
         bulk_b.arm().unwrap();
-        // SAFETY: registered above, for good.
+        // SAFETY: registered above, and never freed.
         unsafe { bulk_a.write(&write, None) }.unwrap();
         bulk_a.send(&[b"done"]).unwrap();
         assert!(is_readable(&b, Duration::from_secs(20)));
         assert_eq!(await_seen(&bulk_b, 1), [Seen::Message(b"done".to_vec())]);
         assert_eq!(to.bytes(), [7; 64]);
-        // Memory that is given back costs the one that reaches for it.
+        // Memory that was deregistered ends the connection that accesses it.
         let memory = vec![0u8; 64].leak();
-        // SAFETY: it stays, and nobody looks at it.
+        // SAFETY: the memory is never freed, and no other code accesses it.
         let region = unsafe { b.register(memory.as_mut_ptr(), 64, Role::Target) }.unwrap();
         b.deregister(region);
         let write = Write {

@@ -1,4 +1,4 @@
-//! Both ends of a connection in one process, for tests and measurements of what runs over a queue pair.
+//! Both ends of a connection in one process, for tests and measurements of code that uses a queue pair.
 
 use std::time::Duration;
 
@@ -13,18 +13,18 @@ use crate::conn::Conn;
 use crate::listen::Listener;
 use crate::settings::Settings;
 
-/// Far more than two threads of one process need.
+/// The timeout for connecting: far more than two threads of one process need.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// A connected queue pair.
 pub struct LocalQp(Conn);
 
-/// Two that are connected with each other.
+/// Returns two queue pairs that are connected to each other.
 pub fn pair(settings: Settings) -> Result<[LocalQp; 2]> {
     pair_beside(settings, None)
 }
 
-/// Likewise, each beside another at its end.
+/// Returns two connected queue pairs, each beside another one at its end.
 pub fn pair_beside(settings: Settings, beside: Option<[&LocalQp; 2]>) -> Result<[LocalQp; 2]> {
     let [connects, accepts] = beside.map_or([None; 2], |both| both.map(|qp| Some(&qp.0)));
     let mut address = Address {
@@ -55,7 +55,7 @@ pub fn pair_beside(settings: Settings, beside: Option<[&LocalQp; 2]>) -> Result<
 }
 
 impl LocalQp {
-    /// The connection.
+    /// Returns the connection.
     pub fn conn(&self) -> &Conn {
         &self.0
     }
@@ -70,7 +70,7 @@ fn post(result: Result<()>) -> std::result::Result<(), PostError> {
 
 impl QueuePair for LocalQp {
     fn limits(&self) -> Limits {
-        // A connection has them from the moment that it is one.
+        // A connected queue pair always has its limits.
         self.0.info().map_or(
             Limits {
                 receive_buffers: 0,

@@ -1,6 +1,6 @@
-//! The engine of a link between hosts under a peer that sends anything, in any order, between anything that
-//! this end does (P50–P59): it goes on or ends the link with a reason, what its cursors see is always valid,
-//! it writes to its rings alone, and nothing more is sent or applied when the link has failed.
+//! The engine of a link between hosts under a peer that sends any messages, in any order, between any operations of
+//! this end (P50–P59). The engine goes on, or ends the link with a reason. Its cursors only ever see valid values, and
+//! it writes to its rings alone. After the link has failed, no message is sent or applied.
 #![no_main]
 
 mod peer;
@@ -32,7 +32,7 @@ struct Input<'a> {
     steps: Vec<Step<'a>>,
 }
 
-/// How it begins: most that can go wrong needs a stream.
+/// The state at the beginning, as most faults need a stream.
 #[derive(Arbitrary, Debug, PartialEq)]
 enum Begin {
     Empty,
@@ -41,11 +41,11 @@ enum Begin {
     Ready,
 }
 
-/// The peer says something, this end does something.
+/// A message of the peer, then an operation of this end.
 #[derive(Arbitrary, Debug)]
 struct Step<'a> {
     said: Option<Said<'a>>,
-    /// It is not looked at yet.
+    /// Whether the message stays in the queue for now.
     is_queued: bool,
     op: Option<Op>,
 }
@@ -57,7 +57,7 @@ enum Op {
     Write(u8, u16),
     Read(u8, u16),
     Grow(u8, u8),
-    /// The producer writes into a buffer of this end's; and back.
+    /// The producer writes into one of this end's send buffers; `TakeBack` ends that.
     Lend(u8, u8),
     TakeBack(u8),
     EndSending(u8, bool),
@@ -74,17 +74,17 @@ enum Op {
     Drain(u8),
     Settle,
     Doubt,
-    /// So many seconds later.
+    /// The time advances by this many seconds.
     Tick(u8),
-    /// The peer's device does not answer; until it does again.
+    /// The peer's device stops or resumes answering probes.
     Silent(bool),
-    /// The device's send queue is full; until there is room again.
+    /// The device's send queue becomes full, or has room again.
     Full(bool),
     Down,
     SetDown,
 }
 
-/// Waiters that may sleep; nobody is woken.
+/// Waiters that may sleep; no thread is woken.
 struct Here {
     flags: [SleepFlag; 4],
     rung: AtomicU32,
@@ -107,17 +107,17 @@ impl Local for Here {
     fn settle_later(&self) {}
 }
 
-/// A stream of ours.
+/// A stream of this end.
 struct Stream {
     mine: Vqpn,
     theirs: Option<Vqpn>,
     consumer: Consumer,
     producer: Option<Producer>,
-    /// The peer has given the number twice; what is in its block is for nobody.
+    /// Whether the peer has given the number to two streams; then the content of its block is undefined.
     shared: bool,
-    /// Our consumer has stopped: its own mark is where the peer's would be.
+    /// Whether this end's consumer has stopped: its own mark lies in place of the peer's.
     stopped: bool,
-    /// Up to where the peer has sent, the offers that we have made, and those that it has.
+    /// The position up to which the peer has sent; then the offers that this end has made, and those of the peer.
     told: u64,
     offers: u32,
     their_offers: u32,
@@ -127,16 +127,16 @@ struct Stream {
 const PAGES: usize = 16;
 /// Send buffers, behind the mirror's data area.
 const BUFFER_PAGES: usize = 8;
-/// Behind all that, where nobody writes.
+/// The area behind all others, where no code writes.
 const GUARD: usize = 2 * PAGE;
 const MOST_STREAMS: usize = 6;
 
 struct World {
     end: End<Wire, Here>,
     streams: Vec<Stream>,
-    /// ns
+    /// The time in ns.
     now: u64,
-    /// Pages that were part of a ring: of ours, of the peer's.
+    /// The pages that were part of a ring: of this end's rings, and of the peer's.
     mine: [bool; PAGES],
     mirror: [bool; PAGES],
     at: [*const u8; 2],
@@ -158,7 +158,7 @@ fuzz_target!(|input: Input<'_>| {
         if let Some(said) = &step.said {
             world.hear(said);
         }
-        // What follows it in the queue is not applied either.
+        // The messages behind it in the queue are not applied either.
         world.failed |= world.end.qp().is_next_malformed();
         if !step.is_queued {
             world.look();
@@ -194,8 +194,8 @@ impl World {
             rung: AtomicU32::new(0),
             armed: AtomicBool::new(false),
         };
-        // SAFETY: the end lives longer than the cursors, which are dropped with their streams. Where a producer
-        // is asked for twice, as the library does if the peer uses a number twice, this is the only thread.
+        // SAFETY: the end outlives the cursors, which are dropped with their streams. If a producer is requested twice,
+        // as the library does if the peer uses a number twice, this is the only thread.
         let end = unsafe { End::new(Wire::new(input.setting), mine, mirror, here, tuning) };
         Self {
             end: end.expect("enough buffers"),
@@ -234,7 +234,7 @@ impl World {
         }
     }
 
-    /// As when the peer's OPEN, or its answer to ours, has come.
+    /// Pairs a stream, as the peer's OPEN or its answer to this end's does.
     fn pair(&mut self, n: u8, theirs: u8) {
         let theirs = Vqpn(if theirs == 255 { u32::MAX } else { theirs.into() });
         let is_used = |s: &Stream| s.theirs == Some(theirs);
@@ -257,7 +257,7 @@ impl World {
         stream.theirs = Some(theirs);
         stream.producer = Some(producer);
         let mine = stream.mine;
-        // Every other peer has said nothing of use about its first ring, and may offer any.
+        // Every other peer offers no usable first ring, and may offer any later.
         let page = if theirs.0.is_multiple_of(2) { 0 } else { u32::MAX };
         let first = RingOffer::new(page, 12).expect("a size that a ring may have");
         if page == 0 {
@@ -373,7 +373,7 @@ impl World {
         self.end.qp().arrive(event);
     }
 
-    /// What the service thread does.
+    /// Does the work of the service thread.
     fn look(&mut self) {
         let _ = self.end.progress();
         while let Some(message) = self.end.take_message() {
@@ -402,7 +402,7 @@ impl World {
             }
         };
         let data = vec![0x5a; bytes.min(spans.len())];
-        // SAFETY: readable, and apart from the ring.
+        // SAFETY: the data is readable, and does not overlap the ring.
         let copied = unsafe { spans.copy_in(0, data.as_ptr(), data.len()) };
         let wake = p.commit(copied);
         self.notify(n, wake);
@@ -412,7 +412,7 @@ impl World {
         let Some(s) = self.stream(n) else { return };
         let mut data = vec![0; bytes];
         let spans = s.consumer.spans(bytes).expect("the engine checks");
-        // SAFETY: writable, and apart from the ring.
+        // SAFETY: the data is writable, and does not overlap the ring.
         let copied = unsafe { spans.copy_out(0, data.as_mut_ptr(), data.len()) };
         let wake = s.consumer.consume(copied);
         let retired = s.consumer.take_retired().expect("the engine checks");
@@ -439,7 +439,7 @@ impl World {
         }
     }
 
-    /// A buffer for a producer; `None`: from it.
+    /// Lends a producer a send buffer; with `None` takes it back.
     fn lend(&mut self, n: u8, log2: Option<u8>) {
         let Some(n) = usize::from(n).checked_rem(self.streams.len()) else {
             return;
@@ -456,7 +456,7 @@ impl World {
     fn check(&mut self) {
         let failed = self.end.fault().is_some();
         for s in &mut self.streams {
-            // Final once the link is down; and a peer never takes anything back.
+            // The count is final once the link is down. It never decreases.
             if let Some(received) = self.end.received(s.mine) {
                 assert!(received >= s.received);
                 assert!(!self.failed || received == s.received, "applied after a fault");
@@ -474,7 +474,7 @@ impl World {
         }
     }
 
-    /// Nothing outside of rings that were offered was written to.
+    /// Checks that only pages of offered rings were written to.
     fn check_memory(&self) {
         let sides = [(&self.mine, PAGES), (&self.mirror, PAGES + BUFFER_PAGES)];
         for (at, (used, pages)) in self.at.iter().zip(sides) {
@@ -482,9 +482,9 @@ impl World {
             let unused = (0..PAGES).filter(|n| !used[*n]).map(|n| data + n * PAGE);
             let behind = [data + pages * PAGE, data + pages * PAGE + PAGE];
             for page in unused.chain(behind) {
-                // SAFETY: within the mapping, which the end has; nobody writes now.
+                // SAFETY: within the mapping, which the end keeps; no thread writes to it now.
                 let bytes = unsafe { std::slice::from_raw_parts(at.add(page), PAGE) };
-                // As a whole: each comparison here is one that the fuzzer is told of.
+                // Compared as a whole, because the fuzzer tracks each comparison here.
                 assert!(bytes == [0; PAGE], "page {page:#x} was written to");
             }
         }

@@ -1,4 +1,5 @@
-//! What the peer says: values that are right, nearly right, or anything. Not what this end makes of it.
+//! The messages of the peer: values that are right, nearly right, or arbitrary. `main.rs` checks how this end handles
+//! them.
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
 use rdmasock_core::fabric::remote::record::{Builder, Memory, Record, Withdrawal};
@@ -8,7 +9,7 @@ use rdmasock_core::wire::{MAX_MESSAGE, Message};
 use super::wire::{Arrived, Wire};
 use super::{PAGES, Stream, use_pages};
 
-/// What arrives.
+/// A message or WRITE of the peer's.
 #[derive(Arbitrary, Debug)]
 pub enum Said<'a> {
     Records(Vec<Say<'a>>, Value),
@@ -16,7 +17,7 @@ pub enum Said<'a> {
     Written { to: Number, bytes: u16 },
 }
 
-/// A value relative to what a correct peer would say now.
+/// A value relative to the one that a correct peer would send now.
 #[derive(Arbitrary, Debug, Clone, Copy)]
 pub enum Value {
     Right,
@@ -34,14 +35,14 @@ impl Value {
     }
 }
 
-/// A number of ours.
+/// A stream number of this end.
 #[derive(Arbitrary, Debug, Clone, Copy)]
 pub enum Number {
     Open(u8),
     Any(u32),
 }
 
-/// A record.
+/// A record that the peer sends.
 #[derive(Arbitrary, Debug)]
 pub enum Say<'a> {
     Data {
@@ -137,7 +138,7 @@ pub enum Say<'a> {
     },
 }
 
-/// The stream, if it is one of ours, and its number.
+/// Returns the stream, if the number is one of this end's, and its number.
 fn find(streams: &mut [Stream], number: Number) -> (Option<&mut Stream>, u32) {
     match number {
         Number::Any(number) => (None, number),
@@ -155,7 +156,8 @@ fn find(streams: &mut [Stream], number: Number) -> (Option<&mut Stream>, u32) {
 }
 
 impl Said<'_> {
-    /// For the first stream: its ring is taken, another is offered, and the memory registered.
+    /// Returns records for the first stream: a switch to the offered ring, a registered chunk of memory, an offer of a
+    /// ring.
     pub fn rings() -> Self {
         let (to, right) = (Number::Open(0), Value::Right);
         let switch = Say::Switch {
@@ -177,7 +179,7 @@ impl Said<'_> {
         Self::Records(vec![switch, chunk, offer], right)
     }
 
-    /// As it arrives; keeps the books of a correct peer.
+    /// Returns the event as it arrives, and updates the counts of a correct peer.
     pub fn event(&self, streams: &mut [Stream], pages: &mut [bool; PAGES], wire: &Wire) -> Arrived {
         match self {
             Self::Bytes(bytes) => Arrived::Message(bytes.to_vec()),
@@ -384,7 +386,7 @@ impl Say<'_> {
     }
 }
 
-/// What we have sent.
+/// Returns the number of bytes that this end has sent on a stream.
 fn sent(stream: &Stream) -> u64 {
     stream.producer.as_ref().map_or(0, |p| p.position())
 }

@@ -1,4 +1,4 @@
-//! A queue pair at whose other end is the fuzzer: it delivers what was written down, and checks what is posted.
+//! A queue pair whose other end is the fuzzer: it delivers prepared events, and checks the requests that are posted.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard};
@@ -10,7 +10,7 @@ use rdmasock_core::fabric::remote::qp::{
 use rdmasock_core::fabric::remote::record::decode;
 use rdmasock_core::fabric::remote::{MIN_BUFFER, MIN_BUFFERS};
 
-/// What the device is like.
+/// The properties of the device.
 #[derive(Arbitrary, Debug, Clone, Copy)]
 pub struct Setting {
     immediate: bool,
@@ -29,16 +29,16 @@ struct State {
     arrived: VecDeque<Arrived>,
     is_full: bool,
     was_full: bool,
-    /// Probes are not answered.
+    /// Whether probes stay unanswered.
     is_silent: bool,
     is_probing: bool,
     is_down: bool,
-    /// The end has found a fault.
+    /// Whether the end has found a fault, so that it may post no more.
     is_forbidden: bool,
-    /// Messages, and WRITEs with immediates, whose buffers were not given back.
+    /// The messages, and WRITEs with immediates, whose buffers the peer has not granted again.
     sent: u16,
     regions: Vec<(usize, usize, u32)>,
-    /// Key and address of what the peer has registered, as it says.
+    /// Key and address of each chunk that the peer has announced.
     chunks: Vec<(u32, u64)>,
 }
 
@@ -75,7 +75,7 @@ impl Wire {
         self.state().is_down = true;
     }
 
-    /// The next event is one that no end may accept.
+    /// Returns whether the next event is malformed, so that no end may accept it.
     pub fn is_next_malformed(&self) -> bool {
         match self.state().arrived.front() {
             Some(Arrived::Message(bytes)) => decode(bytes).is_err(),
@@ -83,12 +83,12 @@ impl Wire {
         }
     }
 
-    /// Nothing may be posted any more.
+    /// Forbids all further posts.
     pub fn forbid(&self) {
         self.state().is_forbidden = true;
     }
 
-    /// Receive buffers that a correct peer would give back now.
+    /// Returns the receive buffers that a correct peer would grant again now.
     pub fn owes(&self) -> u16 {
         self.state().sent
     }
@@ -125,9 +125,9 @@ impl QueuePair for Wire {
             receive_buffers: if self.setting.many_buffers { 64 } else { MIN_BUFFERS },
             buffer_bytes: MIN_BUFFER,
             immediate: self.setting.immediate,
-            // So small that much of what is sent fills packets.
+            // So small that many of the messages fill packets.
             packet_bytes: 256,
-            // A READ is posted on a bulk queue pair alone, which there is none of here.
+            // READs are posted on a bulk queue pair alone, and this link has none.
             reads: 0,
         }
     }
@@ -160,7 +160,7 @@ impl QueuePair for Wire {
                     .iter()
                     .any(|(at, n, key)| *key == write.local && from >= *at && from + len <= at + n)
             );
-            // Chunks have 8 KiB, and no WRITE goes beyond one that the peer has told of.
+            // A chunk has 8 KiB, and no WRITE exceeds a chunk that the peer has announced.
             assert!(state.chunks.iter().any(|(rkey, base)| *rkey == write.remote
                 && write.to >= *base
                 && write.to - base + len as u64 <= 8192));

@@ -15,7 +15,6 @@
 //! The end that is polled never leaves its owner. The other end goes to the peer, which checks only that it is a
 //! connected socket of that kind. Whatever the owner does to that socket, a shutdown by the peer has no effect that the
 //! owner could not cause itself.
-//! such a socket: whatever the peer made of it, a shutdown is what the peer could have done himself.
 
 use std::os::fd::{AsFd, BorrowedFd};
 

@@ -1,6 +1,6 @@
 //! The C interface between the library and the registered allocator (`alloc/`, `librdmasock_alloc.so`), which are two
-//! libraries of one process: in which piece of the allocator's memory an address lies, and whether that piece has
-//! changed. Both sides are built from this file; their code is elsewhere.
+//! libraries of one process. By it the library finds the piece of the allocator's memory that contains an address, and
+//! whether that piece has changed. Both sides are built from this file; their code is elsewhere.
 //!
 //! The allocator's memory consists of pieces. Each has an *epoch*: a number that changes before the allocator, or a
 //! call of the program's, does anything to its pages or addresses. Facts about a piece, such as the registration at a
@@ -9,10 +9,10 @@
 use std::ffi::{c_int, c_long};
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
-/// Version of the table; changes with any change to this file.
+/// The version of the table; changes with any change to this file.
 pub const ABI: u32 = 1;
 
-/// The allocator's symbol, an [`Entry`].
+/// The name of the allocator's symbol, which is an [`Entry`].
 pub const ENTRY: &std::ffi::CStr = c"rdmasock_allocator";
 
 /// Returns the allocator's table, which lives as long as the process; null to a library of another version.
@@ -56,7 +56,7 @@ impl Piece {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Table {
-    /// [`ABI`].
+    /// The version of the table, [`ABI`].
     pub abi: u32,
     /// The size of this table in bytes.
     pub size: u32,

@@ -14,7 +14,7 @@ macro_rules! codes {
         pub enum $Enum { $($(#[$doc])* $name = $number,)+ }
 
         impl $Enum {
-            /// All values, in the order of their numbers.
+            /// Lists all values in the order of their numbers.
             pub const ALL: &'static [Self] = &[$(Self::$name,)+];
 
             /// Returns the text of the value, for tables and JSON.

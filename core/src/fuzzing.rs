@@ -1,4 +1,4 @@
-//! Parsers that are private to this crate, for the fuzz targets (`fuzz/`). No other use.
+//! Exposes parsers that are private to this crate to the fuzz targets (`fuzz/`), and to no other code.
 
 use std::net::SocketAddr;
 
@@ -6,7 +6,7 @@ use rustix::io::Errno;
 
 use crate::rendezvous::{diag, route};
 
-/// Reads an answer of sock_diag(7): state and uid of a socket.
+/// Parses an answer of sock_diag(7); returns state and uid of the socket.
 pub fn sock_diag(bytes: &[u8]) -> Result<(u8, u32), Errno> {
     diag::parse(bytes).map(|socket| (socket.state, socket.uid))
 }
@@ -16,7 +16,7 @@ pub fn proc_net_tcp(text: &str, server: SocketAddr) -> diag::Owner {
     diag::find_listener(text, server)
 }
 
-/// Reads an answer of rtnetlink(7) to a route lookup.
+/// Parses an answer of rtnetlink(7) to a route lookup.
 pub fn route(bytes: &[u8]) -> Result<route::Place, Errno> {
     route::parse(bytes)
 }

@@ -10,7 +10,7 @@ use rustix::io::Errno;
 use rustix::rand::{GetRandomFlags, getrandom};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// Bytes in an instance id, a nonce and a cookie.
+/// The length of an instance id, a nonce and a cookie in bytes.
 pub const ID_BYTES: usize = 16;
 
 /// Returns `ID_BYTES` random bytes from the kernel's generator.
@@ -64,9 +64,8 @@ ids! {
     /// The random bytes by which the reader of a TCP direction recognises a marker.
     ///
     /// The first byte never occurs in UTF-8 text. While a reader waits for its nonce, it must hold back any tail of the
-    /// data that could be the beginning of the nonce, and must not report that tail as readable. With this choice of
-    /// the first byte that never happens to text protocols, and rarely to binary ones. It costs 4 of the 128 random
-    /// bits.
+    /// data that could be the beginning of the nonce. It must not report that tail as readable. With this choice of the
+    /// first byte that never happens to text protocols, and rarely to binary ones. It costs 4 of the 128 random bits.
     #[derive(PartialEq, Eq, Hash)]
     pub struct Nonce;
 

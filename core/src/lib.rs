@@ -1,5 +1,5 @@
-//! The heart of rdmasock below the POSIX calls: identities, wire format, rendezvous, the promotion
-//! protocol, links and fabrics.
+//! The core of rdmasock below the POSIX calls: identities, wire format, rendezvous, the promotion protocol, links and
+//! fabrics.
 
 #![warn(missing_docs)]
 

@@ -120,8 +120,8 @@ impl<T> Lock<T> {
     /// Frees the lock in a fork child, where no other thread exists, regardless of its owner.
     ///
     /// # Safety
-    /// No other thread of this process may use the lock. A thread may have been in the middle of a change of the value:
-    /// the caller must replace the value, or know that it was not being changed.
+    /// No other thread of this process may use the lock. A thread may have been in the middle of a change of the value.
+    /// So the caller must replace the value, or know that it was not being changed.
     pub unsafe fn reset(&self) {
         self.word.store(0, Release);
     }

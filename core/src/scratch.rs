@@ -1,4 +1,4 @@
-//! Zeroed memory for the duration of a call, too large for a small stack: threads of 16 KiB and signal handlers on an
+//! Zeroed memory for the duration of a call, too large for a small stack. Threads with 16 KiB and signal handlers on an
 //! alternate stack make calls too. It comes from the library's own allocator, which signal handlers may use.
 
 use std::ops::{Deref, DerefMut};

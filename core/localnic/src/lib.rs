@@ -1,6 +1,6 @@
-//! A device for machines without RDMA hardware: queue pairs between processes of one host and one user, at the host's
-//! own speed, without privileges, behind the tables of `rdmasock_core::fabric::plugin`. Developers and tests use it in
-//! place of the verbs plugin (CONTRIBUTING.md, "The local device"). It trusts the process at the other end.
+//! A device for machines without RDMA hardware, behind the tables of `rdmasock_core::fabric::plugin`. It offers queue
+//! pairs between processes of one host and one user, at the host's own speed, without privileges. Developers and tests
+//! use it in place of the verbs plugin (CONTRIBUTING.md, "The local device"). It trusts the process at the other end.
 //!
 //! A pair shares memory for its messages and completions (`pair`). A WRITE copies from one process's memory into the
 //! other's by process_vm_writev(2), if the target is registered (`domain`). The posting thread executes work requests,

@@ -30,7 +30,7 @@ pub struct Credentials {
     pub uid: u32,
 }
 
-/// Why no message was received.
+/// The reason why no message was received.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum RecvError {
     /// The queue holds no message now.
@@ -76,7 +76,7 @@ pub struct Channel {
 }
 
 impl Channel {
-    /// Takes over a connected SEQPACKET socket.
+    /// Makes a channel of a connected SEQPACKET socket, which it owns from now on.
     pub fn new(fd: PrivateFd) -> Self {
         Self {
             fd: ManuallyDrop::new(fd),
@@ -94,8 +94,8 @@ impl Channel {
 
     /// Sends one message with up to [`MAX_FDS`] fds; never blocks, never raises SIGPIPE.
     ///
-    /// Fails with EAGAIN if the peer's queue is full, EPIPE or ECONNRESET if the peer is gone, ETOOMANYREFS if too many
-    /// fds are in flight, EINVAL for more than [`MAX_FDS`] fds or no bytes.
+    /// Fails with EAGAIN if the peer's queue is full, with EPIPE or ECONNRESET if the peer has closed. ETOOMANYREFS
+    /// means that too many fds are in flight, EINVAL more than [`MAX_FDS`] fds or no bytes.
     pub fn send(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), Errno> {
         if bytes.is_empty() || fds.len() > MAX_FDS {
             return Err(Errno::INVAL);
@@ -112,7 +112,7 @@ impl Channel {
 
     /// Receives one message into `buf`. A message with fds stays in the channel, and only its bytes are read.
     ///
-    /// Never blocks. Receiving the fds could block: the kernel closes fds for which there is no room, and such a close
+    /// Never blocks. Receiving the fds could block: the kernel closes fds for which there is no room. Such a close
     /// takes as long as the sender has arranged (SO_LINGER).
     pub fn next<'b>(&self, buf: &'b mut [u8]) -> Result<Next<'b>, RecvError> {
         let shown = peek(self.as_fd(), buf, &mut []).map_err(RecvError::of)?;
@@ -277,8 +277,8 @@ impl AsFd for Channel {
     }
 }
 
-/// Returns SO_PEERCRED by a raw system call: rustix returns the pid as a non-zero type, but the kernel answers 0 for a
-/// peer outside this pid namespace (containers that share a network namespace).
+/// Returns SO_PEERCRED by a raw system call. rustix returns the pid as a non-zero type, but the kernel answers 0 for a
+/// peer outside this pid namespace. Containers that share a network namespace have such peers.
 fn peer_credentials(fd: BorrowedFd<'_>) -> Result<Credentials, Errno> {
     let mut cred = libc::ucred { pid: 0, uid: 0, gid: 0 };
     let mut len = size_of::<libc::ucred>() as libc::socklen_t;

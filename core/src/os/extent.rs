@@ -12,7 +12,7 @@ use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, MprotectFlags, MremapFlags, ProtFlags};
 use rustix::mm::{madvise, mmap, mmap_anonymous, mprotect, mremap, mremap_fixed, munlock, munmap};
 
-/// The unit of mappings in bytes.
+/// The bytes of a page, the unit of mappings.
 pub const PAGE: usize = 4096;
 
 /// The accesses that a mapping permits.
@@ -232,8 +232,8 @@ unsafe fn file(
         // SAFETY: exactly the new mapping.
         let _ = unsafe { madvise(start, bytes, advice) };
     }
-    // Pages that are used are allocated before use, also in a program that has called mlockall(2). The rest of the
-    // range must not be filled when it is mapped.
+    // In a program that has called mlockall(2), pages are allocated when they are used (`back`). The part of the file
+    // behind the range (`followed_by`) must not be filled when it is mapped.
     // SAFETY: as above.
     let _ = unsafe { munlock(start, bytes) };
     Extent::of(start, bytes)

@@ -1,16 +1,15 @@
 //! The library's own memory: an allocator that never enters the program's `malloc`.
 //!
-//! Hooks run at any instruction of the program: in a signal handler above `malloc` or above this allocator itself, in a
-//! child forked by another thread in the middle of either, or inside a `malloc` that the program brings along. So this
-//! allocator has no locks, and no operation leaves a half-done state:
+//! Hooks run at any instruction of the program. They run in a signal handler above `malloc` or above this allocator, in
+//! a child forked by another thread in the middle of either, and inside a `malloc` that the program brings along. So
+//! this allocator has no locks, and no operation leaves a half-done state:
 //!
 //! - A small request is rounded up to one of `SIZES` sizes. The free blocks of a size form a stack, and one
 //!   compare-and-swap of 16 bytes pushes or pops a block. The 16 bytes are the top and a count of all changes. A thread
-//!   that was interrupted between its load and its swap finds another count if the stack has changed meanwhile, even if
-//!   the same block is on top again (Treiber, "Systems programming: coping with parallelism", 1986; the count is
-//!   IBM's).
-//! - If no block of the size is free, one is cut from a piece of memory that is mapped for small requests, by one such
-//!   swap too.
+//!   may be interrupted between its load and its swap. If the stack changes meanwhile, the thread finds another count,
+//!   even if the same block is on top again (Treiber, "Systems programming: coping with parallelism", 1986; the count
+//!   is IBM's).
+//! - If no block of the size is free, one such swap cuts it from a piece of memory that is mapped for small requests.
 //! - A large request is a mapping of its own, which is unmapped when it is freed.
 //! - Where the kernel refuses a mapping (RLIMIT_AS, RLIMIT_DATA, vm.overcommit_memory=2, vm.max_map_count), memory
 //!   comes from a reserve of 1 MiB.
@@ -18,8 +17,9 @@
 //! No allocation fails between two checks of the reserve. Code that begins something which needs memory for longer than
 //! a call (a socket's object, a promotion, a link, a channel) calls [`can_serve`] first; if that returns `false`, the
 //! connection stays on TCP. So the reserve has to cover only the operations in progress when the kernel refuses for the
-//! first time: some KiB for each thread of the program, and one link at most, since one thread makes the links. Buffers
-//! that can be longer than 512 KiB are allocated by `try_reserve`, and a failure there is the call's failure.
+//! first time. These are some KiB for each thread of the program, and one link at most, since one thread makes the
+//! links. Buffers that can be longer than 512 KiB are allocated by `try_reserve`, and a failure there is the call's
+//! failure.
 //!
 //! Memory for small requests is never unmapped, so a thread may still read a block that another thread has popped. A
 //! fork child loses the blocks that threads of its parent were pushing or popping at the fork, at most one a thread.
@@ -43,7 +43,7 @@ const SIZES: usize = 23;
 /// The bytes that are mapped at a time for small requests. Fewer in tests that refuse one mapping after the other.
 const PIECE: usize = if cfg!(feature = "points") { LARGE } else { 128 * 1024 };
 const PAGE: usize = 4096;
-/// The bytes of the reserve, for when the kernel refuses a mapping: 8 pieces, each of which serves the calls of some 20
+/// The bytes of the reserve, for when the kernel refuses a mapping: 8 pieces. Each piece serves the calls of some 20
 /// threads.
 const RESERVE: usize = 1 << 20;
 /// The longest request that the reserve serves, in bytes: half of it, so that one growing table leaves the other half.
@@ -210,8 +210,8 @@ impl Default for Heap {
     }
 }
 
-// SAFETY: a block is given to one caller at a time. The thread that pops a block, or cuts it from a piece, has won a
-// compare-and-swap that no other thread can win with the same count or the same start. The block has the size and the
+// SAFETY: a block is given to one caller at a time. The thread that pops a block, or cuts it, has won a
+// compare-and-swap. No other thread can win one with the same count or the same start. The block has the size and the
 // alignment of its class, which are at least those of the layout; or it is a mapping of its own. No function unwinds.
 unsafe impl GlobalAlloc for Heap {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
@@ -376,8 +376,8 @@ impl Pair {
     /// of libatomic unless the compiler may assume the instruction. Every x86-64 processor since 2006 has it.
     fn swap(&self, old: Two, new: Two) -> Result<(), Two> {
         let (mut first, mut second) = (old.first, old.second);
-        // SAFETY: 16 bytes, aligned to 16, that only atomic instructions touch. rbx, which the compiler does not give
-        // out by name, is as before at the end; it may be `low` itself.
+        // SAFETY: 16 bytes, aligned to 16, that only atomic instructions touch. The compiler does not accept rbx as an
+        // operand, so the code restores it; `low` may be rbx itself.
         unsafe {
             core::arch::asm!(
                 "xchg {low}, rbx",

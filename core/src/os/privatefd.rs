@@ -7,7 +7,7 @@
 //! The choice of numbers: The library never raises the program's limit (RLIMIT_NOFILE), not even for a moment. Other
 //! threads would see the raised limit, and children that they start would keep it. So the numbers are allocated
 //! downwards from `USUAL`, or from the limit, if that is lower or many numbers are needed. They do not start near the
-//! end of a high limit, because the kernel's fd table would then extend up to there. fork copies that table, and a
+//! end of a high limit, because the kernel's fd table would then extend up to there. Each fork copies that table. A
 //! select over getdtablesize() fds, which the kernel cuts to the table, would read beyond the 1,024 bits of an fd_set.
 //! Private fds leave the program most of its limit.
 //!
@@ -17,8 +17,8 @@
 //!
 //! A private fd never has a number in the lower part of the limit, which the program would lack as long as the fd is
 //! open. The last `SPARE` free numbers are left to the program. So a program at its limit, which closes some fds to
-//! open others, finds free numbers. A duplicate of an fd that the program is closing must have a number all the same:
-//! one that was set aside (`reserve`), or, if many are closed at once, any free number.
+//! open others, finds free numbers. A duplicate of an fd that the program is closing must have a number all the same.
+//! It gets one that was set aside (`reserve`), or any free number, if many are closed at once.
 
 pub mod left;
 mod reserve;
@@ -34,8 +34,8 @@ use rustix::process::{Resource, getrlimit};
 
 use super::kernel;
 
-/// Few private fds all have numbers below this: within an fd_set, above the numbers that most programs ever use, and
-/// not at an end of the range that programs choose for themselves.
+/// As long as private fds are few, all have numbers below this. Such numbers lie within an fd_set, above those that
+/// most programs ever use, and not at an end that programs choose for themselves.
 const USUAL: u32 = 960;
 
 /// No limit gives a private fd a number above this.
@@ -47,7 +47,7 @@ const END: u32 = 131_072;
 const WORD_BITS: u32 = u64::BITS;
 const WORDS: usize = (END / WORD_BITS) as usize;
 
-/// The bitmap, one bit a number: 16 KiB of zero pages, of which only the used pages take memory.
+/// The bitmap, one bit a number: 16 KiB of zero pages, where only the used pages take memory.
 static OWNED: [AtomicU64; WORDS] = [const { AtomicU64::new(0) }; WORDS];
 
 /// The number of private fds.

@@ -50,7 +50,7 @@ macro_rules! published {
             }
 
             /// Takes the value; leaves the word with nothing published. Acquires the writes of all threads that have
-            /// published bits here.
+            /// published here.
             #[inline]
             pub fn take(&self) -> $value {
                 self.0.swap(<$value>::default(), Ordering::SeqCst)

@@ -45,9 +45,9 @@ impl SleepFlag {
         self.0.load(Ordering::SeqCst) & SLEEPERS != 0
     }
 
-    /// Returns `true` if the doorbell must be rung now, after a [publication](super::Published). At most once per
-    /// process and state of the flag: a bell that was rung for this state leads to an `end`, which changes the state,
-    /// and a sweep.
+    /// Returns `true` if the doorbell must be rung now, after a [publication](super::Published). It does so at most
+    /// once per process and state of the flag. A bell that was rung for this state leads to an `end`, which changes the
+    /// state, and a sweep.
     pub fn must_ring(&self, mark: &RungMark) -> bool {
         let now = self.0.load(Ordering::SeqCst);
         now & SLEEPERS != 0 && mark.0.load(Ordering::Relaxed) != now && mark.0.swap(now, Ordering::Relaxed) != now

@@ -17,12 +17,12 @@ use crate::sys::{Id, event};
 /// connections in the lab stood still.
 const IWARP_SETTLES: Duration = Duration::from_millis(50);
 
-/// The number of ports to try. siw uses the port that the connection manager has chosen among those that RDMA does not
-/// use, even if TCP uses it. Each attempt gets another port.
+/// The number of ports to try, one for each attempt. With siw this is needed: it uses the port that the connection
+/// manager has chosen among those that RDMA does not use, even if TCP uses it.
 const PORTS_TRIED: u32 = 16;
 
 /// Connects; shares the resources of `beside` if there is one. The timeout applies to the resolution of the route, and
-/// again to the peer's answer. siw waits for its TCP connection within the call, until the kernel's own timeout.
+/// again to the peer's answer. On siw the call itself waits for the TCP connection, until the kernel's own timeout.
 pub fn connect(
     local: &Address,
     remote: &Address,

@@ -1,7 +1,7 @@
 //! Finds the device of a local address, opens it once, and handles its events. Queue pairs are elsewhere.
 //!
-//! [`find`] only reads sysfs. So a process that forks its workers can know that there is a device without opening it:
-//! children cannot use a device that their parent has opened (librdmacm keeps the parent's).
+//! [`find`] only reads sysfs. So a process that forks its workers can know that there is a device without opening it.
+//! Children cannot use a device that their parent has opened (librdmacm keeps the parent's).
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::sync::Arc;
@@ -122,8 +122,8 @@ pub fn take_events(context: Context) {
     });
 }
 
-/// Returns the meaning of an asynchronous event (by its number in `enum ibv_event_type`) for a connection: the reason
-/// why it ends, and whether all connections of the device end. `None` if no connection ends.
+/// Returns the effect of an asynchronous event, by its number in `enum ibv_event_type`: the reason why a connection
+/// ends, and whether all connections of the device end. `None` if no connection ends.
 fn judge(kind: u32) -> Option<(Errno, bool)> {
     match kind {
         // CQ_ERR: each connection has its own queue, but the event names the queue by an address that is not stored

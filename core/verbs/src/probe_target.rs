@@ -1,8 +1,8 @@
 //! The memory that a probe reads on iWARP: eight bytes of the peer's, whose key and address travel in the private data.
 //!
 //! A READ of no bytes would need neither a key nor an address. But siw answers such a READ with a wrong length if it
-//! has something else to send at that moment, and the connection ends (Linux 6.1, siw_qp.c, siw_activate_tx: the length
-//! of the previous request stays).
+//! has something else to send at that moment. Then the connection ends (Linux 6.1, siw_qp.c, siw_activate_tx: the
+//! length of the previous request stays).
 
 use std::sync::Arc;
 

@@ -119,8 +119,8 @@ impl Drop for Transit {
     }
 }
 
-/// A period in which every library fd is in the bitmap. Ends when dropped. It is also a section of the thread: a signal
-/// handler that runs in it and waits for something might wait for a thread that is about to begin a [`Transit`].
+/// A period in which every library fd is in the bitmap. Ends when dropped. It is also a section of the thread, so that
+/// signal handlers wait: one that ran in it and waited might wait for a thread that is about to begin a [`Transit`].
 #[derive(Debug)]
 pub struct Settled(());
 

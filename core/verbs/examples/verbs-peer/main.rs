@@ -6,7 +6,8 @@
 //!     verbs-peer client-ends PLUGIN ADDRESS PORT PEER   how connections begin and end
 //!     verbs-peer client-beside PLUGIN ADDRESS PORT PEER connections beside another one
 //!
-//! The client goes through the scenarios; the first byte of a connection's private data tells the server which.
+//! The client runs the scenarios in turn. The first byte of a connection's private data names the scenario to the
+//! server.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod beside;

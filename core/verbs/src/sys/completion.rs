@@ -92,7 +92,7 @@ impl Cq {
     }
 
     /// Makes the channel's fd readable at the next completion. Events of earlier completions do not keep the fd
-    /// readable. Needs no system call, except a read of the channel if the last event asked for has not been taken.
+    /// readable. From the second call on it reads the channel, which is its only system call.
     ///
     /// An event of another queue that the read finds is taken too, and that queue is asked for its next event in place
     /// of its owner. The owner of several queues on a channel arms and then polls all of them, and may have armed that

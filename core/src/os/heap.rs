@@ -56,7 +56,7 @@ static KEPT: Pair = Pair::new();
 #[repr(C, align(4096))]
 struct First(UnsafeCell<[u8; 2 * PIECE]>);
 
-// SAFETY: the bytes are given out as blocks, and `obtain` gives each block to one caller.
+// SAFETY: `obtain` divides the bytes into blocks, and returns each block to one caller.
 unsafe impl Sync for First {}
 
 static FIRST: First = First(UnsafeCell::new([0; 2 * PIECE]));

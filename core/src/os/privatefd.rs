@@ -15,10 +15,10 @@
 //! may get the next higher number. `shims/src/hooks/numbers.rs` corrects that, by the counts of `transit`, which also
 //! delay a close_range meanwhile.
 //!
-//! A private fd never has a number in the lower part of the limit, which the program would lack as long as the fd is
-//! open. The last `SPARE` free numbers are left to the program. So a program at its limit, which closes some fds to
-//! open others, finds free numbers. A duplicate of an fd that the program is closing must have a number all the same.
-//! It gets one that was set aside (`reserve`), or any free number, if many are closed at once.
+//! A private fd has no number in the lower part of the limit, which the program would lack as long as the fd is open.
+//! The last `SPARE` free numbers are left to the program. So a program at its limit, which closes some fds to open
+//! others, finds free numbers. The exception is a duplicate of an fd that the program is closing, which must have a
+//! number all the same. It gets one that was set aside (`reserve`), or any free number, if many are closed at once.
 
 pub mod left;
 mod reserve;

@@ -38,7 +38,7 @@ const BATCHES: usize = 64;
 const RECEIVE: u64 = 1 << 63;
 /// The id of a probe, which is not among the counted requests.
 const PROBE: u64 = 1 << 62;
-/// The bit that marks the id of a READ. The other bits tell what its completion frees.
+/// The bit that marks the id of a READ. The other bits are the value that its completion frees.
 const READ: u64 = 1 << 61;
 
 /// The resources that the queues of connections beside each other share. Work requests of each connection reach the

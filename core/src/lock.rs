@@ -32,7 +32,7 @@ pub fn forget_tid() {
 
 /// A lock that knows its owner; see the module.
 pub struct Lock<T> {
-    /// The owner's thread id, 0 when free. The top bit is set while a thread sleeps.
+    /// The owner's thread id, 0 when free. The top bit is set if a thread may sleep.
     word: AtomicU32,
     value: UnsafeCell<T>,
 }

@@ -1,25 +1,25 @@
-//! One end of a connection: what its two directions run on, and the promotion, the stay on a link and the way back of
-//! both, carried out. It is the same object in a process, on the kernel's socket and a real link, and in the
-//! simulation of the tests: all that it asks of either is in [`SocketIo`]. Nothing here blocks, reads a clock or makes
-//! a system call.
+//! One end of a connection: what its two directions run on, and the code that carries out promotion, the stay on a link
+//! and the way back. A process uses this object on the kernel's socket and a real link. The simulation of the tests
+//! uses the same object. All calls to the socket, the link and the process go through [`SocketIo`]. No code here
+//! blocks, reads a clock or makes a system call.
 //!
-//! What is to be done is decided by the machines of [`super::handshake`] and [`super::resume`]; what a direction may
-//! run on by [`super::mode`]. Here are the state that they act on and the acts:
+//! The state machines of [`super::handshake`] and [`super::resume`] decide what is to be done. [`super::mode`] decides
+//! what a direction may run on. The modules here hold the state that the machines act on, and carry the steps out:
 //!
 //! | module, lowest first | what it does |
 //! |---|---|
-//! | `object`, `carry`, `io` | the state; what is held back of TCP; what is asked of the world |
-//! | `receiving`, `sending` | what can be done with either direction |
+//! | `object`, `carry`, `io` | the state; bytes held back from the program; the interface to socket, link and process |
+//! | `receiving`, `sending` | the operations on either direction |
 //! | `stay` | carries out the way back from a link between hosts |
-//! | `streams`, `aside` | our stream on the link; what was set aside for another holder |
+//! | `streams`, `aside` | this end's stream on the link; data that was set aside for another holder |
 //! | `attempt` | carries out the handshake's steps |
-//! | `scan` | looks for markers in what TCP delivers, and hands them over |
-//! | `resume`, `leave`, `close` | what a program or its peer asks for: the way back, shutdown() and close() |
+//! | `scan` | scans what TCP delivers for markers, and hands them over |
+//! | `resume`, `leave`, `close` | requests of the program or its peer: the way back, shutdown() and close() |
 //! | `ahead` | markers behind data that the program does not read |
 //! | `hand_over` | data in front of a marker when the connection is handed to another holder |
-//! | `messages` | what the peer says on the link about the stream |
+//! | `messages` | messages of the peer on the link about the stream |
 //!
-//! Lock order: `control`, `rx`, `tx`. Each of these functions says which of them its caller holds.
+//! Lock order: `control`, `rx`, `tx`. Each function's comment names the locks that its caller holds.
 
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,5 @@
-//! What a connection asks of the world: the kernel's socket that it belongs to, links, and the process around it.
+//! The interface of a connection to the world: the kernel's socket that it belongs to, links, and the process around
+//! it.
 
 use std::net::IpAddr;
 use std::ops::Deref;
@@ -10,100 +11,105 @@ use crate::ids::{InstanceId, Vqpn};
 use crate::stats::{Reason, Why};
 use crate::wire::{LinkOffer, Message, RingOffer};
 
-/// What the service thread is to do for a connection as soon as it can; what has become of that by then it sees itself.
+/// A task for the service thread, to be done as soon as it can. The state may have changed by then, so the service
+/// thread checks it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Task {
-    /// Tell those who wait on the socket.
+    /// Wake the threads that wait on the socket.
     Notify,
-    /// Get marker bytes into TCP that it has not taken.
+    /// Send marker bytes that TCP has not taken.
     Flush,
-    /// Look for what may be behind unread data in TCP: the sending direction waits for it.
+    /// Look for the marker behind unread data in TCP that the sending direction waits for.
     ReadAhead,
-    /// A direction has changed: put the socket where it belongs.
+    /// A direction has changed: arm the socket for what it runs on now.
     Settle,
-    /// A direction is back on TCP: perhaps that was the last that was still to be done of a way back.
+    /// A direction is back on TCP: check whether that completes a way back.
     Drained,
 }
 
-/// What TCP has in front.
+/// What is at the front of TCP's receive buffer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Peeked {
-    /// So many bytes are in the buffer.
+    /// This number of bytes.
     Bytes(usize),
     /// Nothing now.
     Nothing,
     /// The end, or an error.
     Ended,
-    /// Nothing, and the program has shut its receiving direction: to it this is the end, but markers may come.
+    /// Nothing, and the program has shut its receiving direction. To the program this is the end, but markers may come.
     Shut,
 }
 
-/// Why TCP takes nothing.
+/// Why TCP has taken no byte.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Unsent {
-    /// It has no room now.
+    /// There is no room now.
     Full,
-    /// The connection has ended with this error (errno), which this send has learnt, and nobody else will.
+    /// The connection has ended with this error (errno). This send has taken it from the socket, so no other call will
+    /// see it.
     Failed(i32),
-    /// The connection is over.
+    /// The connection has ended.
     Dead,
 }
 
 /// A link, as its streams see it. Every call returns at once.
 pub trait StreamLink: Clone + PartialEq {
-    /// Who is at its other end.
+    /// Returns the instance at the link's other end.
     fn peer(&self) -> InstanceId;
-    /// Whether it works, as far as is known.
+    /// Returns whether the link works, as far as is known.
     fn is_alive(&self) -> bool;
-    /// Whether it leads to another host.
+    /// Returns whether the link leads to another host.
     fn is_remote(&self) -> bool;
-    /// A number for the connection of the socket with this [slot](SocketIo::slot), with a first ring to receive into.
+    /// Opens a stream for the connection of the socket with this [slot](SocketIo::slot). Returns its number and a first
+    /// ring to receive into.
     fn open(&self, slot: u32) -> Result<Opened, Reason>;
-    /// Our stream `mine` is the peer's `theirs`, which has this ring to begin with.
+    /// Pairs this end's stream `mine` with the peer's stream `theirs`, whose first ring is `first`.
     fn pair(&self, mine: Vqpn, theirs: Vqpn, first: RingOffer);
-    /// The end that sends to the peer's stream `theirs`.
+    /// Returns the producer that sends to the peer's stream `theirs`.
     fn producer(&self, theirs: Vqpn) -> Result<Producer, NoProducer>;
-    /// Nothing of ours sends to the peer's stream `theirs` any more.
+    /// Notes that no producer of this end sends to the peer's stream `theirs` any more.
     fn done_with(&self, theirs: Vqpn);
-    /// This end is done with its number `mine`; `theirs` is the other's, if it knows of `mine`.
+    /// Gives this end's number `mine` back. `theirs` is the peer's number, `None` if the peer does not know of `mine`.
     fn close(&self, mine: Vqpn, theirs: Option<Vqpn>, consumer: Option<Consumer>);
-    /// The same, where the peer may be about to use the number: OPEN is not answered.
+    /// Gives the number back whose OPEN is not answered: the peer may be about to use it.
     fn close_unanswered(&self, mine: Vqpn, consumer: Option<Consumer>);
-    /// Sends a message on the side channel. False if it cannot be sent.
+    /// Sends a message on the side channel. Returns false if it cannot be sent.
     fn send(&self, message: &Message) -> bool;
-    /// The same, with a file that holds `bytes`.
+    /// Sends a message with a file that holds `bytes`. Returns false if it cannot be sent.
     fn send_with(&self, message: &Message, bytes: &[u8]) -> bool;
-    /// Wakes whom a cursor's `wake` asks for, about the peer's stream `theirs`. errno is preserved.
+    /// Notifies the waiter that `wake`, from a cursor, names, about the peer's stream `theirs`. Preserves errno.
     fn notify(&self, wake: Wake, theirs: Vqpn);
-    /// Takes in what has come over it, where that is not simply there.
+    /// Processes the completions of a link between hosts. Within a host what has come is in the ring already.
     fn take_in(&self);
-    /// The other end has left a link between hosts unasked, so its end of it may have failed.
+    /// Notes that the peer has left a link between hosts unasked, so the peer's end of the link may have failed.
     fn doubt(&self);
 }
 
-/// The kernel's socket of a connection, as it was found a moment ago.
+/// The kernel's socket of a connection, by the fd that it had when this was made.
 pub trait Tcp {
-    /// Whether it has an error that was not told yet, or was reset.
+    /// Returns whether the socket has an error that no call has returned yet, or was reset.
     fn has_failed(&self) -> bool;
-    /// Gives bytes to TCP; gives how many it has taken, at least one.
+    /// Sends bytes on TCP. Returns how many TCP has taken, at least one.
     fn send(&self, bytes: &[u8]) -> Result<usize, Unsent>;
-    /// How many bytes it was given so far, if the kernel says so.
+    /// Returns how many bytes TCP was given so far. `None` if the kernel does not say.
     fn written(&self) -> Option<u64>;
-    /// Has TCP send at once what it has taken.
+    /// Makes TCP send what it has taken at once.
     fn push(&self);
-    /// Looks at what TCP has in front, without taking it and without taking an error of which others are to tell.
+    /// Copies what is at the front of TCP into `buf`, without taking it. Takes no error from the socket either, which
+    /// other calls are to return.
     fn peek(&self, buf: &mut [u8]) -> Peeked;
-    /// The same, of all that is there, whatever has ended; gives how many bytes.
+    /// Copies all that TCP has into `buf`, as far as there is room, even if the connection has ended. Returns the
+    /// number of bytes.
     fn peek_all(&self, buf: &mut [u8]) -> usize;
-    /// Bytes that TCP has.
+    /// Returns the number of bytes that TCP has for the reader.
     fn unread(&self) -> usize;
-    /// Takes `len` bytes that were seen out of TCP. False if they are not there any more.
+    /// Takes `len` bytes that were peeked out of TCP. Returns false if they are not there any more.
     fn take(&self, len: usize) -> bool;
-    /// Takes what TCP has in front, but nothing of what urgent data is in front of.
+    /// Takes bytes from the front of TCP, but none while urgent data is next.
     fn receive(&self, buf: &mut [u8]) -> Peeked;
-    /// Whether urgent data is next.
+    /// Returns whether urgent data is next.
     fn is_at_mark(&self) -> bool;
-    /// Whether the peer has ended its direction, or the connection is over: no marker can come any more.
+    /// Returns whether the peer has ended its direction, or the connection has ended: no marker can come any more.
     fn has_peer_ended(&self) -> bool;
     /// Ends the sending direction.
     fn end(&self);
@@ -111,104 +117,105 @@ pub trait Tcp {
     fn end_receiving(&self);
 }
 
-/// The socket that a [`Connection`] belongs to, which is in it.
+/// The socket that a [`Connection`] belongs to, and which contains it.
 pub trait SocketIo: Deref<Target = ConnectionOf<Self>> + Sized {
-    /// Its links.
+    /// The type of its links.
     type Link: StreamLink;
-    /// What the kernel has of it.
+    /// The type of the kernel's socket.
     type Tcp: Tcp;
-    /// What it keeps under the lock of the sending direction.
+    /// The socket's own state under the lock of the sending direction.
     type Tx: Default;
-    /// What it keeps under the lock of the receiving direction.
+    /// The socket's own state under the lock of the receiving direction.
     type Rx: Default;
-    /// What it keeps under the lock of both.
+    /// The socket's own state under the control lock.
     type Control: Default;
 
-    /// Its number in this process.
+    /// Returns the socket's number in this process.
     fn slot(&self) -> u32;
-    /// The instance that it belongs to.
+    /// Returns the instance that the socket belongs to.
     fn instance(&self) -> InstanceId;
-    /// Now, monotonic ns.
+    /// Returns the time now, monotonic ns.
     fn now(&self) -> u64;
-    /// Leaves something to the service thread.
+    /// Queues a task for the service thread.
     fn later(&self, task: Task);
 
-    /// The kernel's socket; `None` where that has been closed unseen. The caller holds one of the connection's locks,
-    /// so that its number cannot be closed and used again meanwhile.
+    /// Returns the kernel's socket, `None` if it has been closed where no hook saw it. The caller holds one of the
+    /// connection's locks, so the fd cannot be closed and used again meanwhile.
     fn tcp(&self) -> Option<Self::Tcp>;
-    /// A close is to reset the connection.
+    /// Makes a later close() reset the connection.
     fn reset_on_close(&self);
     /// Resets the connection, at both ends, now.
     fn reset(&self);
-    /// The next receive is to say that the connection was reset; `is_shut`: the program has shut sending down.
+    /// Makes the next receive return that the connection was reset. `is_shut`: the program has shut sending down.
     fn report_reset(&self, is_shut: bool);
-    /// Whether the kernel's receive may be replaced by a scan for markers: what the program has asked of the socket may
-    /// forbid it.
+    /// Returns whether a scan for markers may replace the kernel's receive. Options that the program has set on the
+    /// socket may forbid it.
     fn may_scan(&self, tcp: &Self::Tcp) -> bool;
-    /// What was sent may be acknowledged by nobody: has the kernel give up after a while.
+    /// Bounds the time that the kernel waits for acknowledgements: the other host may be gone.
     fn bound_wait(&self);
 
-    /// The link that a direction runs on, or is about to.
+    /// Returns the link that a direction runs on, or is about to.
     fn link(&self) -> Option<Self::Link>;
-    /// From now on it is this one, or none.
+    /// Sets that link, or none.
     fn set_link(&self, link: Option<&Self::Link>);
-    /// The peer's stream on it has this number.
+    /// Sets the peer's number for the stream on that link.
     fn set_peer(&self, theirs: Vqpn);
-    /// Wakes whom a cursor's `wake` asks for at the peer.
+    /// Notifies the peer's waiter that `wake`, from a cursor, names.
     fn notify_peer(&self, wake: Wake);
-    /// The farewell of a stream within a host: who is woken by `wake` once the kernel has sent its FIN.
+    /// Returns link, wake-up and peer's number of a stream within a host, to be notified once the kernel has sent its
+    /// FIN. `None` if `wake` names no waiter, or the link leads to another host.
     fn wakes_at_end(&self, wake: Wake) -> Option<(Self::Link, Wake, Vqpn)>;
-    /// Nothing more will come over the link: the connection has ended, or the link has.
+    /// Returns whether the link delivers no more: the connection has ended, or the link has.
     fn is_link_over(&self) -> bool;
-    /// A one-time offer of a link for the instance `peer`, which has reached us at `reached_at` if it is on another
-    /// host; `None` if there is a link.
+    /// Returns a one-time offer of a link for the instance `peer`; `None` if there is a link. `reached_at` is the
+    /// address of this host that `peer` has reached, if `peer` is on another host.
     fn offer_link(&self, peer: InstanceId, reached_at: Option<IpAddr>) -> Option<LinkOffer>;
-    /// Has the link to `peer` made, or found.
+    /// Requests the link to `peer`: an existing one, or else a new one.
     fn need_link(&self, peer: InstanceId, offer: Option<LinkOffer>);
 
-    /// The sending direction is on the link.
+    /// Called when the sending direction is on the link.
     fn on_link(&self, tx: &mut TxOf<Self>);
-    /// The sending direction has left the link.
+    /// Called when the sending direction has left the link.
     fn off_link(&self, tx: &mut TxOf<Self>);
-    /// The end mark is in the ring.
+    /// Called when the end mark is in the ring.
     fn on_marked(&self, tx: &TxOf<Self>);
-    /// What was committed and is not in the ring is put there: it is about to be read.
+    /// Puts what was committed and is not in the ring there: the ring is about to be read.
     fn fill_ring(&self, _tx: &TxOf<Self>) {}
 
-    /// Both directions are on the link.
+    /// Called when both directions are on the link.
     fn promoted(&self);
-    /// The connection stays on TCP, once it is back there.
+    /// Keeps the connection on TCP, from when it is back there.
     fn pin(&self);
-    /// An attempt has come to nothing; `is_unwanted`: there is to be no other.
+    /// Called when an attempt has failed; `is_unwanted`: no other is to follow.
     fn abandoned(&self, is_unwanted: bool);
 
-    /// For the statistics: why it is on TCP.
+    /// For the statistics: sets why the connection is on TCP.
     fn set_why(&self, why: Why);
-    /// For the statistics: a direction runs on the link, or on TCP.
+    /// For the statistics: sets that a direction runs on the link, or on TCP.
     fn set_path(&self, direction: Half, on_link: bool);
-    /// For the statistics: it has a stream on this link, or none.
+    /// For the statistics: sets the link that the connection has a stream on, or none.
     fn show_link(&self, link: Option<&Self::Link>);
-    /// For the statistics: so many bytes that went over the link go over TCP again.
+    /// For the statistics: counts `bytes` bytes that went over the link and go over TCP again.
     fn count_again(&self, bytes: usize);
-    /// So many bytes of TCP's are not the program's.
+    /// Counts `bytes` bytes of a direction of TCP that the program does not count as sent or received there.
     fn count_ours(&self, direction: Half, bytes: usize);
 }
 
 /// One of the two directions.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Half {
-    /// What this end sends.
+    /// The direction that this end sends in.
     Sending,
-    /// What it receives.
+    /// The direction that this end receives in.
     Receiving,
 }
 
-/// The connection of such a socket.
+/// The connection of a socket of the type `S`.
 pub type ConnectionOf<S> =
     Connection<<S as SocketIo>::Link, <S as SocketIo>::Tx, <S as SocketIo>::Rx, <S as SocketIo>::Control>;
 /// Its sending direction.
 pub type TxOf<S> = Tx<<S as SocketIo>::Tx>;
 /// Its receiving direction.
 pub type RxOf<S> = Rx<<S as SocketIo>::Rx>;
-/// What moves them.
+/// The control state of both.
 pub type ControlOf<S> = Control<<S as SocketIo>::Link, <S as SocketIo>::Control>;

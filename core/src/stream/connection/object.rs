@@ -1,5 +1,5 @@
-//! The state of one end of a connection: the two directions, and what moves them. What is done with it lies in the
-//! modules beside this.
+//! The state of one end of a connection: the two directions, and the control state of both. The modules beside this one
+//! have the operations on it.
 
 use std::net::IpAddr;
 use std::ops::Range;
@@ -24,32 +24,34 @@ use crate::wire::{LinkOffer, RingOffer};
 /// The sending direction.
 #[derive(Default)]
 pub struct Tx<O> {
-    /// Present while the direction is on the link, and until the peer has read it.
+    /// The writing end of the peer's ring. Present while the direction is on the link, and until the peer has read it.
     pub producer: Option<Producer>,
-    /// What TCP has not taken yet: marker bytes, and behind them [`again`](Self::again) bytes of the program's.
+    /// Bytes that TCP has not taken yet: markers, then [`again`](Self::again) bytes of the program's.
     pub marker: Vec<u8>,
-    /// How many bytes at the end of [`marker`](Self::marker) are the program's: what the peer has not read on the link
-    /// is sent again.
+    /// How many bytes at the end of [`marker`](Self::marker) are the program's. The peer has not read them on the link,
+    /// so they are sent again.
     pub again: usize,
-    /// Where in the stream of TCP the last markers are that TCP has taken, which may not be acknowledged yet.
+    /// Positions in TCP's stream of the last two runs of marker bytes that TCP has taken. The peer may not have
+    /// acknowledged them yet.
     pub ours: [Range<u64>; 2],
-    /// The pending marker is a SWITCH: once it is out the direction is on the link.
+    /// The pending marker is a SWITCH: once TCP has taken it, the direction is on the link.
     pub then_link: bool,
-    /// The direction has left a link between hosts, and the other's RESUME has not come: nothing but the marker
-    /// goes out.
+    /// The direction has left a link between hosts, and the peer's RESUME has not come. Only the marker is sent.
     pub is_suspended: bool,
-    /// The program has shut the direction down: once the marker is out the kernel is told.
+    /// The program has shut the direction down, and the kernel's shutdown() is still due: it follows once TCP has taken
+    /// the marker.
     pub then_shut: bool,
     /// The program has shut the direction down.
     pub is_shut: bool,
-    /// Bytes are in the ring of which the peer was not told: more follows.
+    /// The ring has bytes of which the peer was not notified, because more will follow.
     pub wake_delayed: bool,
-    /// What the socket keeps under the same lock.
+    /// State of the socket under the same lock.
     pub own: O,
 }
 
 impl<O> Tx<O> {
-    /// TCP, which was given `written` bytes in all, has taken `taken` of them last; they began with `ours` of a marker.
+    /// Notes that TCP has taken `taken` bytes, the first `ours` of which are a marker's. `written` is the number of
+    /// bytes that TCP was given in all, these included.
     pub(super) fn on_marker_taken(&mut self, written: u64, taken: usize, ours: usize) {
         let start = written.saturating_sub(taken as u64);
         let end = start + ours as u64;
@@ -61,7 +63,7 @@ impl<O> Tx<O> {
         }
     }
 
-    /// Bytes of those markers that are at or behind the position `at` in TCP's stream.
+    /// Returns how many bytes of those markers are at or behind the position `at` in TCP's stream.
     pub fn ours_from(&self, at: u64) -> u64 {
         let behind = |range: &Range<u64>| range.end.saturating_sub(range.start.max(at));
         self.ours.iter().map(behind).sum()
@@ -71,34 +73,36 @@ impl<O> Tx<O> {
 /// The receiving direction.
 #[derive(Default)]
 pub struct Rx<O> {
-    /// Present from OPEN on; in use while the direction is on the link.
+    /// The reading end of this end's ring. Present from OPEN on; in use while the direction is on the link.
     pub consumer: Option<Consumer>,
-    /// What markers to us start with, while we look for them.
+    /// The nonce that markers to this end start with, while the direction is scanned for them.
     pub scan: Option<Nonce>,
-    /// Bytes taken from TCP that may be the beginning of a marker, or that a call took which was in the
-    /// kernel when the direction left TCP, or that were read ahead.
+    /// Bytes taken from TCP that the program does not have yet. They may be the beginning of a marker, or were read
+    /// ahead, or a call that was in the kernel when the direction left TCP has taken them.
     pub carry: Carry,
-    /// The program has shut the direction down: once no marker may come any more the kernel is told.
+    /// The program has shut the direction down, and the kernel's shutdown() is still due: it follows once no marker may
+    /// come any more.
     pub then_shut: bool,
-    /// What came before all of that, while the connection is handed to another holder (`aside`).
+    /// Bytes that precede the carry, set aside while the connection is handed to another holder (`aside`).
     pub aside: Vec<u8>,
-    /// Bytes in front, in the carry and then in TCP, that a scan has found to be payload: small
-    /// reads do not scan them again.
+    /// Number of bytes in front, in the carry and then in TCP, that a scan has found to be payload. Small reads do not
+    /// scan them again.
     pub scanned: usize,
-    /// The ring is one of a link between hosts: it is not left before [`read_on`](Self::read_on).
+    /// The ring is one of a link between hosts: the direction does not leave it before [`read_on`](Self::read_on) is
+    /// set.
     pub stays: bool,
-    /// What follows the ring is in TCP: nothing more comes on a link between hosts.
+    /// What follows the ring is in TCP: the link between hosts delivers no more.
     pub read_on: bool,
-    /// After the ring comes ECONNRESET.
+    /// Once the ring is read, a receive fails with ECONNRESET.
     pub is_lost: bool,
-    /// Bytes that RESUME has announced and that TCP has not brought yet.
+    /// Number of bytes that RESUME has announced and that TCP has not brought yet.
     pub owed: u64,
-    /// What the socket keeps under the same lock.
+    /// State of the socket under the same lock.
     pub own: O,
 }
 
 impl<O> Rx<O> {
-    /// What was set aside is in front again.
+    /// Moves the bytes that were set aside back to the front of the carry.
     pub fn restore_aside(&mut self) {
         if !self.aside.is_empty() {
             let rest = self.carry.take();
@@ -107,7 +111,7 @@ impl<O> Rx<O> {
         }
     }
 
-    /// What follows the last byte in the ring is in TCP, and may be there already.
+    /// Returns whether what follows the last byte in the ring is in TCP; it may be there already.
     #[inline]
     pub fn goes_on_in_tcp(&self) -> bool {
         match &self.consumer {
@@ -117,7 +121,7 @@ impl<O> Rx<O> {
         }
     }
 
-    /// The program has taken `n` bytes that TCP has brought, among markers.
+    /// Notes that the program has taken `n` bytes that TCP has brought, in a direction that markers may come in.
     pub fn on_taken(&mut self, n: usize) {
         self.scanned = self.scanned.saturating_sub(n);
         self.owed = self.owed.saturating_sub(n as u64);
@@ -128,33 +132,34 @@ impl<O> Rx<O> {
 pub struct Control<L, O> {
     /// The attempt under way.
     pub handshake: Option<Handshake>,
-    /// Whose ASK the attempt began with (acceptor).
+    /// The instance whose ASK the attempt began with (acceptor).
     pub asked_by: Option<InstanceId>,
-    /// Whose HELLO has come.
+    /// The instance whose HELLO has come.
     pub greeted_by: Option<InstanceId>,
-    /// Since when the socket is being handed to another holder, monotonic ns, if data or a marker was in the way.
+    /// Since when the socket is being handed to another holder, monotonic ns. `None` unless data or a marker was in the
+    /// way.
     pub handed_since: Option<u64>,
-    /// Where that HELLO says that a link can be had.
+    /// The link offer of that HELLO: where a link can be had.
     pub offer: Option<LinkOffer>,
-    /// The connector is on another host, and has reached us at this address (acceptor).
+    /// The address of this host that the connector has reached, if the connector is on another host (acceptor).
     pub reached_at: Option<IpAddr>,
-    /// Our end of the stream on the link.
+    /// This end's stream on the link.
     pub opened: Option<Opened<L>>,
-    /// The other end's number for the stream, once it is open.
+    /// The peer's number for the stream, once it is open.
     pub peer: Option<Vqpn>,
-    /// The ring that it has to begin with, until it is told that it has one (acceptor).
+    /// The peer's first ring, from its OPEN until the link has paired it with this end's stream (acceptor).
     pub first: Option<RingOffer>,
-    /// Go back to TCP as soon as the handshake is over.
+    /// The reason to go back to TCP, as soon as the handshake has ended.
     pub leave: Option<Reason>,
-    /// The stay on a link between hosts, until the stream is given back.
+    /// The state machine of the stay on a link between hosts, until the stream is given back.
     pub resume: Option<Resume>,
-    /// Nothing but a failure of the link ends that stay: when it is over, the connection may be promoted again.
+    /// Only a failure of the link can end that stay. Once it has ended, the connection may be promoted again.
     pub returns: bool,
-    /// What RESUME starts with, to us and to the other.
+    /// The nonces that RESUME starts with: to this end, and to the peer.
     pub nonces: Option<[Nonce; 2]>,
-    /// The other end was asked to take its sending direction back to TCP.
+    /// This end has asked the peer to take its sending direction back to TCP.
     pub asked_back: bool,
-    /// What the socket keeps under the same lock.
+    /// State of the socket under the same lock.
     pub own: O,
 }
 
@@ -180,38 +185,38 @@ impl<L, O: Default> Default for Control<L, O> {
     }
 }
 
-/// Our end of a stream on a link.
+/// This end's stream on a link.
 #[derive(Clone, Debug)]
 pub struct Opened<L> {
     /// The link.
     pub link: L,
-    /// Our number for the stream.
+    /// This end's number for the stream.
     pub mine: Vqpn,
-    /// OPEN is out and not answered yet.
+    /// OPEN is sent and not answered yet.
     pub asked: bool,
 }
 
-/// One end of a connection, on links of the type `L`. `T`, `R` and `C` are what the socket keeps under the locks of the
-/// sending direction, the receiving one, and both.
+/// One end of a connection, on links of the type `L`. `T`, `R` and `C` are the state of the socket under the locks
+/// `tx`, `rx` and `control`.
 pub struct Connection<L, T, R, C> {
-    /// What sending runs on.
+    /// The mode of the sending direction.
     pub tx_mode: ModeCell<Sending>,
-    /// Calls inside the kernel's send.
+    /// Counts the calls that are inside the kernel's send.
     pub tx_inside: Presence,
-    /// The rest of it.
+    /// The other state of the sending direction.
     pub tx: CachePadded<Lock<Tx<T>>>,
-    /// What receiving runs on.
+    /// The mode of the receiving direction.
     pub rx_mode: ModeCell<Receiving>,
-    /// Calls inside the kernel's receive.
+    /// Counts the calls that are inside the kernel's receive.
     pub rx_inside: Presence,
-    /// The rest of it.
+    /// The other state of the receiving direction.
     pub rx: CachePadded<Lock<Rx<R>>>,
     /// The program has shut the receiving direction down.
     pub rx_shut: AtomicBool,
-    /// An error of the connection that no call has told of and that the kernel's socket does not hold, as errno; 0:
-    /// none. The next call that asks for it says it, once.
+    /// An error of the connection, as errno, that no call has returned and that the kernel's socket does not hold; 0:
+    /// none. The next call that asks for it returns it, once.
     untold: AtomicI32,
-    /// What moves the two.
+    /// The promotion, and the link that it led to.
     pub control: Lock<Control<L, C>>,
 }
 
@@ -232,36 +237,36 @@ impl<L, T: Default, R: Default, C: Default> Default for Connection<L, T, R, C> {
 }
 
 impl<L, T, R, C> Connection<L, T, R, C> {
-    /// Whether neither direction needs anything but the kernel's call.
+    /// Returns whether neither direction needs anything but the kernel's call.
     #[inline]
     pub fn is_plain(&self) -> bool {
         self.tx_mode.load(Acquire) == Mode::Tcp && self.rx_mode.load(Acquire) == Mode::Tcp
     }
 
-    /// The connection has ended with `error`, which the kernel's socket does not tell: it has seen an end where bytes
-    /// of ours were left unread, or a call of the library's has met the error, and so taken it from the socket
-    /// (`sk_err`).
+    /// Keeps `error` (errno), with which the connection has ended and which the kernel's socket does not report. Either
+    /// the kernel has seen an end where bytes on the link were left unread. Or a call of the library has met the error,
+    /// and so taken it from the socket (`sk_err`).
     pub fn keep_error(&self, error: i32) {
         self.untold.store(error, SeqCst);
     }
 
-    /// Whether such an error is still to be told.
+    /// Returns whether there is such an error that no call has returned yet.
     #[inline]
     pub fn has_untold(&self) -> bool {
         self.untold.load(SeqCst) != 0
     }
 
-    /// The same, for who tells it.
+    /// Takes that error, for the call that returns it to the program. `None` if there is none.
     pub fn take_untold(&self) -> Option<i32> {
         Some(self.untold.swap(0, SeqCst)).filter(|error| *error != 0)
     }
 
-    /// Whether calls are inside the kernel's receive or send.
+    /// Returns whether calls are inside the kernel's receive or send.
     pub fn is_inside(&self) -> bool {
         !self.rx_inside.is_empty() || !self.tx_inside.is_empty()
     }
 
-    /// With the mode set to MARKED: no call is inside the kernel's send.
+    /// Returns whether no call is inside the kernel's send. The caller has set the mode to MARKED before.
     pub fn is_tx_quiet(&self) -> bool {
         self.tx_inside.is_empty()
     }
@@ -285,7 +290,7 @@ mod tests {
         // Data alone.
         tx.on_marker_taken(1100, 10, 0);
         assert_eq!(tx.ours_from(0), 60);
-        // RESUME: what was before the last is acknowledged by then, as a rule.
+        // RESUME: as a rule, the marker before the last is acknowledged by then.
         tx.on_marker_taken(1150, 40, 40);
         assert_eq!(tx.ours, [1070..1090, 1110..1150]);
     }

@@ -1,4 +1,4 @@
-//! One end of a connection: what its two directions run on, and the code that carries out promotion, the stay on a link
+//! An end of a connection: what its two directions run on, and the code that carries out promotion, the stay on a link
 //! and the way back. A process uses this object on the kernel's socket and a real link. The simulation of the tests
 //! uses the same object. All calls to the socket, the link and the process go through [`SocketIo`]. No code here
 //! blocks, reads a clock or makes a system call.

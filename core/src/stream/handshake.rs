@@ -1,18 +1,17 @@
 //! One attempt to promote one connection, as a state machine without I/O (docs/protocol.md, P10–P39).
 //!
-//! The caller feeds it what arrives (answers out of band, markers found in TCP, records of the
-//! link) and carries out the [`Step`]s that it returns, in order. It holds no data of the stream
-//! and no clock: a time-out is an input like any other.
+//! The caller feeds it each input (an answer out of band, a marker found in TCP, a record of the link) and carries out
+//! the [`Step`]s that it returns, in order. It holds no data of the stream and no clock: a time-out is an input like
+//! any other.
 //!
 //! ```text
 //!  connector   Asked ──YES──▶ Greeted ──HELLO──▶ Linking ──link up──▶ Opening ──OPEN──▶ Closing
 //!  acceptor    Offered ──HELLO──▶ Opening ──OPEN──▶ Closing
 //! ```
 //!
-//! From the moment an end has let a HELLO of its own go, each end writes exactly one closing
-//! marker, SWITCH or ABORT, and reads (scans) until it has got the other's or the end of TCP. So
-//! the window in which TCP is scanned always ends with a definite event, and neither end can take
-//! a marker for data or data for a marker.
+//! Once an end has written HELLO, it writes exactly one closing marker, SWITCH or ABORT. It scans TCP until it has read
+//! the peer's closing marker or the end of TCP. So the window in which TCP is scanned always ends with a definite
+//! event. And neither end can take a marker for data or data for a marker.
 //!
 //! The two closing markers cross, so they may differ:
 //!
@@ -23,12 +22,12 @@
 //! | ABORT   | SWITCH | drains the link up to the DEMOTE that its ABORT leads to                 |
 //! | ABORT   | ABORT  | both directions stay on TCP                                              |
 //!
-//! On a link [between hosts](Handshake::between_hosts) there is no DEMOTE: where one of the two is SWITCH
-//! and the other ABORT, [`super::resume`] goes on from there.
+//! On a link [between hosts](Handshake::between_hosts) there is no DEMOTE. If one of the two is SWITCH and the other
+//! ABORT, [`super::resume`] goes on from there.
 
 use crate::ids::{InstanceId, Nonce};
 
-/// Which end of the TCP connection this is.
+/// The end of the TCP connection that this is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Role {
     /// The end that called connect().
@@ -46,68 +45,69 @@ pub enum Closing {
     Abort,
 }
 
-/// Where the attempt stands.
+/// The state of the attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Phase {
-    /// Connector: ASK is out.
+    /// Connector: ASK is sent.
     Asked,
-    /// Acceptor: YES is out; looks for HELLO in TCP.
+    /// Acceptor: YES is sent; scans TCP for HELLO.
     Offered,
-    /// Connector: HELLO is written; looks for the other's HELLO in TCP.
+    /// Connector: HELLO is written; scans TCP for the acceptor's HELLO.
     Greeted,
     /// Connector: waits for the link.
     Linking,
-    /// Waits for the other's OPEN on the link.
+    /// Waits for the peer's OPEN or OPEN-ACK on the link.
     Opening,
-    /// Has closed its own direction, or waits for the other to.
+    /// Has decided on its closing marker, and waits for the peer's unless that has come.
     Closing,
 }
 
-/// What the caller has to do next, in the order given.
+/// A step for the caller. Steps are carried out in the order given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Step {
-    /// From now on look for markers in what TCP delivers.
+    /// Scan what TCP delivers for markers from now on.
     StartScan,
-    /// Nothing more is to be looked for in TCP, which goes on.
+    /// Stop scanning: no marker is expected in TCP, which goes on.
     StopScan,
     /// Answer YES out of band.
     SendYes,
     /// Write HELLO in TCP.
     WriteHello,
-    /// Get the link to this instance (the one there is, or a new one).
+    /// Get the link to this instance: an existing one, or else a new one.
     NeedLink(InstanceId),
-    /// Send OPEN on the link, with a ring to receive into. If that cannot be done, feed
-    /// [`Handshake::on_open_failed`] and carry out its steps in place of those after this one.
+    /// Send OPEN on the link, with a ring to receive into. If that fails, the caller feeds
+    /// [`Handshake::on_open_failed`] and carries out its steps in place of those after this one.
     SendOpen,
     /// Write SWITCH in TCP; the next byte of this direction is on the link.
     WriteSwitch,
     /// Write ABORT in TCP; this direction stays on TCP.
     WriteAbort,
-    /// Nothing more is to be looked for in TCP, and the other's next byte is on the link. One step: a
-    /// reader that came in between would wait for that byte in TCP.
+    /// Stop scanning: the peer's next byte is on the link. This is one step, because a reader between two would wait
+    /// for that byte in TCP.
     ReceiveOnLink,
-    /// Mark the end of our direction on the link, even if SWITCH is not out yet: the byte after
-    /// SWITCH and after what the link got is on TCP.
+    /// Mark the end of this end's direction on the link, even if SWITCH is not out yet. The byte after SWITCH, and
+    /// after the bytes on the link, is on TCP.
     Demote,
-    /// Over: both directions are on the link.
+    /// The attempt has ended: both directions are on the link.
     Promoted,
-    /// Over: ours is on TCP as before; the other's is once the link is read up to its end mark.
+    /// The attempt has ended: this end's direction is on TCP as before. The peer's is once the link is read up to its
+    /// end mark.
     Drain,
-    /// Over, and one direction has switched to a link between hosts: it comes back by RESUME.
+    /// The attempt has ended, and one direction has switched to a link between hosts: it comes back by RESUME.
     Resume,
-    /// Over: both directions are on TCP as before.
+    /// The attempt has ended: both directions are on TCP as before.
     Abandoned,
 }
 
-/// An input that the machine has no use for in its phase.
+/// An input that the state machine does not expect in its phase.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Misplaced {
-    /// The peer sent something that an honest one cannot send now.
+    /// The peer sent this input, which an honest peer cannot send now.
     #[error("the peer sent {0} out of turn")]
     Peer(&'static str),
 }
 
-/// Up to a handful of steps.
+/// The steps that one input leads to, in order.
 pub type Steps = Vec<Step>;
 
 /// One attempt to promote one connection.
@@ -117,7 +117,7 @@ pub struct Handshake {
     mine: Nonce,
     theirs: Option<Nonce>,
     phase: Phase,
-    /// OPEN is out, so the other may switch.
+    /// OPEN is sent, so the peer may switch.
     opened: bool,
     /// The link is one between hosts.
     remote: bool,
@@ -126,7 +126,7 @@ pub struct Handshake {
 }
 
 impl Handshake {
-    /// The connector's end: ASK has just been sent with the nonce `mine`.
+    /// Creates the connector's end, which has just sent ASK with the nonce `mine`.
     pub fn connector(mine: Nonce) -> Self {
         Self {
             role: Role::Connector,
@@ -140,7 +140,7 @@ impl Handshake {
         }
     }
 
-    /// The acceptor's end: an ASK with the nonce `theirs` was accepted.
+    /// Creates the acceptor's end, which has accepted an ASK with the nonce `theirs`.
     pub fn acceptor(mine: Nonce, theirs: Nonce) -> (Self, Steps) {
         let this = Self {
             role: Role::Acceptor,
@@ -155,53 +155,53 @@ impl Handshake {
         (this, vec![Step::StartScan, Step::SendYes])
     }
 
-    /// The nonce that markers to this end start with.
+    /// Returns the nonce that markers to this end start with.
     pub fn mine(&self) -> Nonce {
         self.mine
     }
 
-    /// The nonce that markers to the other end start with, once known.
+    /// Returns the nonce that markers to the peer start with; `None` until it is known.
     pub fn theirs(&self) -> Option<Nonce> {
         self.theirs
     }
 
-    /// Where the attempt stands.
+    /// Returns the state of the attempt.
     pub fn phase(&self) -> Phase {
         self.phase
     }
 
-    /// Which end this is.
+    /// Returns which end this is.
     pub fn role(&self) -> Role {
         self.role
     }
 
-    /// Whether an ASK may simply be forgotten: nothing in TCP depends on it yet.
+    /// Returns whether the ASK may simply be forgotten: nothing in TCP depends on it yet.
     pub fn is_asking(&self) -> bool {
         self.phase == Phase::Asked
     }
 
-    /// Whether OPEN is what comes next.
+    /// Returns whether the peer's OPEN or OPEN-ACK is the next input.
     pub fn is_opening(&self) -> bool {
         self.phase == Phase::Opening && self.sent.is_none()
     }
 
-    /// The link that OPEN comes or goes over leads to another host. To be said before
+    /// Notes that the link which OPEN is sent over leads to another host. Called before
     /// [`on_link_up`](Self::on_link_up) or [`on_open`](Self::on_open).
     pub fn between_hosts(&mut self) {
         self.remote = true;
     }
 
-    /// Whether that was said.
+    /// Returns whether [`between_hosts`](Self::between_hosts) was called.
     pub fn is_between_hosts(&self) -> bool {
         self.remote
     }
 
-    /// The closing marker that this end has decided on.
+    /// Returns the closing marker that this end has decided on, `None` before that.
     pub fn sent(&self) -> Option<Closing> {
         self.sent
     }
 
-    /// YES from a trusted answerer.
+    /// Handles YES from a trusted answerer.
     pub fn on_yes(&mut self, theirs: Nonce) -> Result<Steps, Misplaced> {
         if self.phase != Phase::Asked {
             return Err(Misplaced::Peer("YES"));
@@ -211,7 +211,7 @@ impl Handshake {
         Ok(vec![Step::StartScan, Step::WriteHello])
     }
 
-    /// The connector gave up after our YES and has not written HELLO.
+    /// Handles CANCEL: the connector has given up after this end's YES and has not written HELLO.
     pub fn on_cancel(&mut self) -> Result<Steps, Misplaced> {
         if self.phase != Phase::Offered {
             return Err(Misplaced::Peer("CANCEL"));
@@ -219,10 +219,10 @@ impl Handshake {
         Ok(vec![Step::StopScan, Step::Abandoned])
     }
 
-    /// HELLO found in TCP, from the instance `peer`.
+    /// Handles HELLO, found in TCP, from the instance `peer`.
     pub fn on_hello(&mut self, peer: InstanceId) -> Result<Steps, Misplaced> {
         match self.phase {
-            // We have aborted since; its ABORT follows.
+            // This end has aborted since; the peer's ABORT follows.
             Phase::Closing if self.role == Role::Connector && self.sent == Some(Closing::Abort) => Ok(Steps::new()),
             Phase::Offered => {
                 self.phase = Phase::Opening;
@@ -236,7 +236,7 @@ impl Handshake {
         }
     }
 
-    /// The link asked for is there (connector).
+    /// Handles the link that [`Step::NeedLink`] has asked for (connector).
     pub fn on_link_up(&mut self) -> Result<Steps, Misplaced> {
         if self.phase != Phase::Linking {
             return Ok(Steps::new());
@@ -246,8 +246,8 @@ impl Handshake {
         Ok(vec![Step::SendOpen])
     }
 
-    /// OPEN with both nonces right: the other end can receive on the link. Without effect on an
-    /// end that has aborted meanwhile: if that is the acceptor, it is to be refused.
+    /// Handles OPEN or OPEN-ACK, with both nonces right: the peer can receive on the link. It has no effect on an end
+    /// that has aborted meanwhile. If that end is the acceptor, the caller refuses the OPEN.
     pub fn on_open(&mut self) -> Result<Steps, Misplaced> {
         if self.sent == Some(Closing::Abort) {
             return Ok(Steps::new());
@@ -264,21 +264,21 @@ impl Handshake {
         Ok(steps)
     }
 
-    /// [`Step::SendOpen`] could not be carried out, nor were the steps after it.
+    /// Handles a failure of [`Step::SendOpen`]. The caller has not carried out the steps after it either.
     pub fn on_open_failed(&mut self) -> Steps {
         self.opened = false;
         self.sent = None;
         self.give_up()
     }
 
-    /// This end cannot or will not go on (no link, no memory, time-out). Before anything is in
-    /// TCP the attempt just ends; after that ABORT closes it.
+    /// Gives the attempt up: this end cannot or will not go on (no link, no memory, time-out). If TCP has no marker
+    /// yet, the attempt just ends; else ABORT closes it.
     pub fn give_up(&mut self) -> Steps {
         if self.phase == Phase::Asked {
             return vec![Step::Abandoned];
         }
         if self.sent.is_some() || self.phase == Phase::Offered {
-            // Closed already, or only the connector can end this phase.
+            // This end has closed already, or is in a phase that only the connector can end.
             return Steps::new();
         }
         let mut steps = Steps::new();
@@ -286,8 +286,8 @@ impl Handshake {
         steps
     }
 
-    /// A marker that cannot be understood was found in TCP. Whoever wrote it has begun, so it
-    /// is owed an answer in every phase.
+    /// Handles a marker in TCP that cannot be decoded. Its writer has begun the exchange of markers, so this end owes
+    /// it an answer in every phase.
     pub fn on_bad_marker(&mut self) -> Steps {
         if self.phase == Phase::Offered {
             self.phase = Phase::Opening;
@@ -295,9 +295,9 @@ impl Handshake {
         self.give_up()
     }
 
-    /// The other's closing marker was found in TCP.
+    /// Handles the peer's closing marker, found in TCP.
     pub fn on_closing(&mut self, closing: Closing) -> Result<Steps, Misplaced> {
-        // The other switches only once it has our OPEN; the acceptor's comes with its own SWITCH.
+        // The peer switches only once it has this end's OPEN; the acceptor sends its OPEN together with its SWITCH.
         let too_early = closing == Closing::Switch
             && match self.role {
                 Role::Connector => !self.opened,
@@ -309,7 +309,7 @@ impl Handshake {
         Ok(self.closed_by_peer(closing))
     }
 
-    /// TCP has ended in the other's direction: no marker will come any more.
+    /// Handles the end of TCP in the peer's direction: no marker will come any more.
     pub fn on_end(&mut self) -> Steps {
         if self.got.is_some() || self.phase == Phase::Asked {
             return Steps::new();
@@ -320,9 +320,8 @@ impl Handshake {
         self.closed_by_peer(Closing::Abort)
     }
 
-    /// Our own direction of TCP ended before a byte of [`Step::WriteHello`] was in it, so the
-    /// acceptor will not answer. (What follows HELLO may be dropped then without a word: to the
-    /// other the end of TCP is an ABORT.)
+    /// Handles an end of this end's direction of TCP before a byte of [`Step::WriteHello`] was in it: the acceptor will
+    /// not answer. (Markers after HELLO may be dropped then without a word: to the peer the end of TCP is an ABORT.)
     pub fn on_hello_unwritten(&mut self) -> Steps {
         if self.phase == Phase::Greeted {
             vec![Step::StopScan, Step::Abandoned]

@@ -1,8 +1,8 @@
-//! What each direction of a connection runs on, and what moves it from there to something else. The one table of that:
-//! whoever moves a direction says why, and where it goes is said here. Not what is to be done then.
+//! What each direction of a connection runs on, and the one table of the moves between these modes. The code that moves
+//! a direction names the event; this table says where the event leads. What is to be done after a move is not here.
 //!
-//! A mode mirrors what the direction's lock protects, so that the plain case is decided by one load. It is changed
-//! under that lock, but for a fork's child, where nobody else is.
+//! A mode mirrors the state that the direction's lock protects, so that one load decides the plain case. It is changed
+//! under that lock. The exception is a fork child, in which no other thread uses the connection.
 //!
 //! Sending:
 //!
@@ -44,11 +44,11 @@ use crate::sync::{AtomicU8, Ordering, Published};
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub enum Mode {
-    /// Plain TCP: the kernel's call, nothing else.
+    /// The direction runs on the kernel's call alone.
     Tcp = 0,
-    /// TCP, but markers are in flight: sending flushes them first, receiving looks for them.
+    /// The direction runs on TCP, and markers are in flight: a send flushes them first, a receive scans for them.
     Marked = 1,
-    /// The link.
+    /// The direction runs on the link.
     Link = 2,
     /// In a fork child: another process has the stream on a link.
     Foreign = 3,
@@ -71,21 +71,21 @@ impl Mode {
 /// Why the sending direction moves.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Sending {
-    /// A marker, or what the peer is to be sent again, goes out over TCP before all that follows.
+    /// A marker, or bytes that the peer is to be sent again, precede on TCP all that follows.
     Announced,
     /// SWITCH is out.
     Switched,
-    /// All that was announced is out, and leads to no link.
+    /// TCP has taken all that was announced, which leads to no link.
     Flushed,
-    /// What was announced is not to go out: the program's end of the direction is first, or nobody waits for it.
+    /// The announced bytes are not to be sent: the program has ended the direction first, or no reader waits for them.
     Withdrawn,
-    /// The end mark is in the ring, nobody reads it, or the link is over.
+    /// The end mark is in the ring, the ring has no reader, or the link has ended.
     Left,
     /// In a fork child: the parent has the stream on a link.
     Inherited,
-    /// In a fork child: the parent has it back on TCP, or the child lets go of it.
+    /// In a fork child: the parent has the stream back on TCP, or the child closes its fd.
     Reclaimed,
-    /// The connection is over, for this process.
+    /// The connection has ended for this process.
     Closed,
 }
 
@@ -96,14 +96,14 @@ pub enum Receiving {
     Expected,
     /// SWITCH has been read.
     Switched,
-    /// No marker comes any more, and nothing is held back.
+    /// No marker comes any more, and no byte is held back.
     Settled,
-    /// What is in the ring was read, or stays unread, and the rest is the kernel's to bring.
+    /// The bytes in the ring were read, or stay unread, and the kernel delivers the rest.
     Left,
-    /// The ring was read, and something that came in TCP before, or is still to be said, comes ahead of what the kernel
-    /// brings.
+    /// The ring was read. Before the kernel's bytes come those that TCP has brought earlier, or an error that is still
+    /// to be returned.
     Retained,
-    /// The connection is reset: what was not read is lost.
+    /// The connection is reset: unread bytes are lost.
     Abandoned,
     /// As [`Sending::Inherited`].
     Inherited,
@@ -115,7 +115,7 @@ pub enum Receiving {
 
 /// A reason to move, from some modes to one.
 pub trait Event: Copy + Debug {
-    /// Where it can come, and where it leads.
+    /// Returns the modes in which the event can come, and the mode that it leads to.
     fn moves(self) -> (&'static [Mode], Mode);
 }
 
@@ -152,7 +152,7 @@ impl Event for Receiving {
     }
 }
 
-/// A direction's mode, for all threads to look at.
+/// The mode of a direction, for all threads to read.
 pub struct ModeCell<E> {
     mode: Published<AtomicU8>,
     events: PhantomData<fn(E)>,
@@ -168,20 +168,20 @@ impl<E: Event> Default for ModeCell<E> {
 }
 
 impl<E: Event> ModeCell<E> {
-    /// The mode now.
+    /// Returns the mode.
     #[inline]
     pub fn load(&self, order: Ordering) -> Mode {
         Mode::of(self.mode.load(order))
     }
 
-    /// The mode, for who is in the kernel's call, or is about to be or back, and has said so
-    /// ([`Presence`](crate::sync::Presence)).
+    /// Returns the mode, for a thread that is counted in by [`Presence`](crate::sync::Presence): it is in the kernel's
+    /// call, is about to be, or is back from it.
     #[inline]
     pub fn look(&self) -> Mode {
         Mode::of(self.mode.look())
     }
 
-    /// Moves the direction. Who changes it looks afterwards who is in the kernel's call.
+    /// Moves the direction. Afterwards the caller checks which calls are inside the kernel.
     pub fn go(&self, event: E) {
         let (from, to) = event.moves();
         let now = self.load(Ordering::Relaxed);

@@ -1,32 +1,32 @@
-//! When a connection has proved worth promoting (docs/performance.md has the figures behind the default).
+//! When a connection is worth promoting (docs/performance.md has the figures behind the default).
 //!
-//! Counts what a connection has carried so far. A connection that ends before it reaches the
-//! threshold has cost what plain TCP costs (ARCHITECTURE, I3).
+//! Counts the requests and bytes that a connection has carried. A connection that ends below the threshold has cost
+//! what plain TCP costs (ARCHITECTURE, I3).
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 
-/// What a call counts for at least, in bytes: small messages cost TCP their calls, not their bytes.
+/// Bytes that each call counts for at least. Small messages cost TCP by the call, not by the byte.
 pub const CALL_WEIGHT: u64 = 256;
 
-/// From what point on a connection is promoted; whichever is reached first.
+/// The point at which a connection is promoted: the first of the two limits that it reaches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Threshold {
-    /// The request (turn-around from receiving to sending; the first send is request 1) at whose
-    /// beginning the connection is promoted.
+    /// The request at whose beginning the connection is promoted. A request is a turn-around from receiving to sending;
+    /// the first send is request 1. `None`: no limit.
     pub requests: Option<u32>,
-    /// Bytes carried in either direction, where a call counts for at least [`CALL_WEIGHT`].
+    /// Bytes carried in either direction; each call counts for at least [`CALL_WEIGHT`]. `None`: no limit.
     pub bytes: Option<u64>,
 }
 
 impl Threshold {
-    /// Promote as soon as the connection is established.
+    /// Promotes a connection as soon as it is established.
     pub const AT_ONCE: Self = Self {
         requests: None,
         bytes: Some(0),
     };
 
-    /// What the accepting end has carried a moment before the connecting end reaches this: by then it has to be known
-    /// who holds the connection.
+    /// Returns the threshold that the accepting end reaches shortly before the connecting end reaches this one. By then
+    /// it has to be known which process holds the connection.
     pub fn just_before(&self) -> Self {
         Self {
             requests: self.requests.map(|n| n.saturating_sub(1).max(1)),
@@ -34,14 +34,14 @@ impl Threshold {
         }
     }
 
-    /// Whether a connection that has just been established is already worth promoting.
+    /// Returns whether a connection that has just been established is already worth promoting.
     pub fn is_at_once(&self) -> bool {
         self.bytes == Some(0)
     }
 }
 
-/// What one connection has carried. Updated without locks: two threads that race here at worst
-/// promote one call sooner or later.
+/// The requests and bytes that one connection has carried. Updated without locks: two threads that race here promote at
+/// worst one call sooner or later.
 #[derive(Debug, Default)]
 pub struct Progress {
     requests: AtomicU32,
@@ -50,32 +50,32 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Forgets everything (a new connection in the same slot).
+    /// Resets the counts, for a new connection in the same slot.
     pub fn reset(&self) {
         self.requests.store(0, Relaxed);
         self.bytes.store(0, Relaxed);
         self.receiving.store(true, Relaxed);
     }
 
-    /// Whether this process has carried a byte over the connection.
+    /// Returns whether this process has carried a byte over the connection.
     pub fn has_begun(&self) -> bool {
         self.bytes.load(Relaxed) > 0
     }
 
-    /// Returns how many requests there were: turn-arounds from receiving to sending.
+    /// Returns the number of requests: turn-arounds from receiving to sending.
     pub fn requests(&self) -> u32 {
         self.requests.load(Relaxed)
     }
 
-    /// The next byte reaches any threshold.
+    /// Raises the counts, so that the next byte reaches any threshold.
     pub fn hurry(&self) {
-        // Far from an overflow.
+        // Half of the range keeps the counts from an overflow.
         self.bytes.store(u64::MAX / 2, Relaxed);
         self.requests.store(u32::MAX / 2, Relaxed);
         self.receiving.store(true, Relaxed);
     }
 
-    /// Notes `n` bytes sent; true when this reaches the threshold.
+    /// Counts `n` bytes sent. Returns true if that reaches the threshold.
     #[inline]
     pub fn on_sent(&self, n: u64, threshold: &Threshold) -> bool {
         if self.receiving.load(Relaxed) {
@@ -89,7 +89,7 @@ impl Progress {
         self.add(n, threshold)
     }
 
-    /// Notes `n` bytes received; true when this reaches the threshold.
+    /// Counts `n` bytes received. Returns true if that reaches the threshold.
     #[inline]
     pub fn on_received(&self, n: u64, threshold: &Threshold) -> bool {
         if !self.receiving.load(Relaxed) {

@@ -1,86 +1,84 @@
 //! How a stream leaves a link between hosts, as a state machine without I/O (docs/protocol.md, P70–P79).
 //!
-//! Such a link can fail while both processes and the TCP connection live. Then each direction has
-//! to go on over TCP where the *reader* stands: only the reader knows what has come, and the
-//! sender still holds the rest in its mirror ring. So both ends write one marker in TCP, RESUME
-//! { received, sent }, and each sends from the position that it has read in the other's as
-//! `received`. `sent` is where its own direction stands, so that the other can tell a clean end of TCP from that of
-//! a process which has died before it could send again.
+//! Such a link can fail while both processes and the TCP connection live. Then each direction goes on over TCP where
+//! the *reader* stands. Only the reader knows which bytes have come, and the sender still holds the rest in its send
+//! buffer, the shadow of the peer's ring. So both ends write one marker in TCP, RESUME { received, sent }. Each end
+//! then sends from the position that the peer's `received` names. `sent` is the position of the writer's own direction.
+//! By it the peer can tell a clean end of TCP from the end of a process that has died before it could send again.
 //!
-//! There is no second way back. A stream that leaves a link that works (a use that the link does not
-//! serve, shutdown(), a fork) does the same, so the link may fail at any moment of that without
-//! a case of its own, and both directions always leave together. In TCP each direction reads
+//! There is no second way back. A stream that leaves a link that works (a use that the link does not serve, shutdown(),
+//! a fork) exchanges the same markers. So the link may fail at any moment of that exchange without a case of its own,
+//! and both directions always leave together. In TCP each direction reads
 //!
 //! ```text
 //!  data, HELLO, data, SWITCH,                RESUME, data, end        an end that had switched
 //!  data, HELLO, data, ABORT, data,           RESUME, data, end        one that had not, if the other had
 //! ```
 //!
-//! so whoever has switched, or has read SWITCH, knows that exactly one RESUME follows, and looks for
-//! it until it has come or TCP has ended. No direction of TCP is ended before its RESUME is in it, but
-//! for [`Step::Mark`]. An end writes RESUME as soon as
+//! so an end that has switched, or has read SWITCH, knows that exactly one RESUME follows. It looks for RESUME until
+//! that has come or TCP has ended. No direction of TCP is ended before its RESUME is in it, except by [`Step::Mark`].
+//! An end writes RESUME as soon as
 //!
 //! | it has written | and                                                                         |
 //! |----------------|-----------------------------------------------------------------------------|
 //! | SWITCH         | its link has failed (see below), or the peer has asked, or RESUME or ABORT has been read |
 //! | ABORT          | SWITCH has been read                                                        |
 //!
-//! and what comes then, whichever of the two is first:
+//! Then this follows; written and read come in either order:
 //!
-//! | RESUME written | RESUME read | the sending direction           | the receiving direction                  |
-//! |----------------|-------------|---------------------------------|------------------------------------------|
-//! | no             | no          | on the link                     | on the link                              |
-//! | yes            | no          | waits, as for a full window     | the ring up to `received`, then waits    |
-//! | yes            | yes         | TCP, from the other's `received` | the ring up to `received`, then TCP; ECONNRESET if that ends before the other's `sent` |
-//! | yes            | end of TCP  | the kernel's word               | the ring, then ECONNRESET                |
+//! | RESUME written | RESUME read | the sending direction | the receiving direction |
+//! |---|---|---|---|
+//! | no | no | on the link | on the link |
+//! | yes | no | waits, as for a full window | the ring up to `received`, then waits |
+//! | yes | yes | TCP, from the peer's `received` | the ring up to `received`, then TCP; ECONNRESET if TCP ends before `sent` |
+//! | yes | end of TCP | the kernel's results | the ring, then ECONNRESET |
 //!
-//! Reading RESUME is itself a reason to write one, so there is no fourth row with "no, yes".
+//! Reading RESUME is itself a reason to write one, so there is no row "no, yes".
 //!
-//! A program may read nothing until it has sent all that it has to say, so what comes in front of these markers may
-//! never be taken. Whoever cannot send on without them therefore looks for them behind it ([`Resume::looks_ahead`],
-//! [`Resume::on_ahead`]): for its sending direction they count from then on, for its receiving direction
-//! when it is their turn.
+//! A program may read nothing until it has sent all that it has to send, so the data in front of these markers may
+//! never be read. An end that cannot send on without a marker therefore looks for it behind that data
+//! ([`Resume::looks_ahead`], [`Resume::on_ahead`]). A marker counts for the end's sending direction from then on. It
+//! counts for its receiving direction when the program has read up to it.
 //!
-//! close() alone has a shorter way: the mark FIN goes out behind the last byte on the link, and once the
-//! peer's engine confirms that both have come, TCP ends without RESUME. A reader that has the mark
-//! has everything. Until the confirmation the sender can still write RESUME instead. So a reader whose link fails
-//! behind the mark writes RESUME once it has seen SWITCH: if the sender has closed its socket by then, the reset that
-//! RESUME is answered by costs nothing.
+//! Only close() has a shorter way: the mark FIN goes behind the last byte on the link. Once the peer's engine confirms
+//! that both have come, TCP ends without RESUME. A reader that has the mark has every byte. Until the confirmation the
+//! sender can still write RESUME instead. So a reader whose link fails behind the mark writes RESUME once it has read
+//! SWITCH. If the sender has closed its socket by then, its kernel answers RESUME by a reset, which costs nothing.
 
 use super::handshake::{Closing, Misplaced};
 
-/// What the caller has to do next, in the order given.
+/// A step for the caller. Steps are carried out in the order given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Step {
-    /// Ask the peer on the link, behind all that was sent there, to write its RESUME: so that it will have
-    /// received all of it. Nothing depends on it; if the link fails on the way RESUME is written
-    /// at once.
+    /// Ask the peer on the link, behind all that was sent there, to write its RESUME: so it will have received all of
+    /// it. Nothing depends on the request. If the link fails on the way, RESUME is written at once.
     Ask,
-    /// Mark the end (FIN) behind the last byte on the link.
+    /// Write the end mark (FIN) behind the last byte on the link.
     Mark,
-    /// Take nothing more from the link, give it nothing more, and write RESUME in TCP: up to where the other's
-    /// direction has come, and ours was given. If our own direction is on the link nothing follows in TCP before
-    /// [`Step::SendFrom`].
+    /// Stop receiving and sending on the link, and write RESUME in TCP: the position up to which the peer's direction
+    /// has come, and the one up to which this end's was given to the link. If this end's direction is on the link, no
+    /// other byte follows in TCP before [`Step::SendFrom`].
     WriteResume,
-    /// Our direction goes on over TCP: first what was given to the link from this position on,
-    /// then the rest. A position that was not sent or is no longer held is the peer's fault: reset.
+    /// Continue this end's direction over TCP: first the bytes that were given to the link from this position on, then
+    /// all later ones. A position that was not sent, or is no longer held, is a violation by the peer: reset the
+    /// connection.
     SendFrom(u64),
-    /// Our direction was on the link, and its reader has gone: what the kernel says about TCP holds.
+    /// Send no more: this end's direction was on the link, and its reader has gone. The kernel's results for TCP hold.
     SendNothing,
-    /// Nothing more is to be looked for in TCP. If the other's direction was on the link: once the ring
-    /// is read up to where we have stopped, the next byte is in TCP, or its end. An end before TCP has brought
-    /// all up to this position of the direction is [`Step::Lost`].
+    /// Stop scanning TCP. If the peer's direction was on the link, its next byte, or its end, is in TCP once the ring
+    /// is read up to the position at which this end has stopped. An end before TCP has brought all bytes up to the
+    /// position given here is [`Step::Lost`].
     ReadOn(u64),
-    /// The other's process has ended, and bytes may be missing: what is in the ring is read, then
+    /// The peer's process has ended, and bytes may be missing. The program reads the bytes in the ring, then gets
     /// ECONNRESET.
     Lost,
-    /// TCP's sending direction may be ended, after what was to be sent.
+    /// End TCP's sending direction, after the bytes that are to be sent.
     EndTcp,
-    /// Over: the stream's numbers on the link can be given back.
+    /// The exchange has ended: the stream's numbers on the link can be given back.
     Done,
 }
 
-/// What was seen in TCP behind data that the program has not taken.
+/// An event that was seen in TCP behind data that the program has not read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Ahead {
     /// The closing marker of the handshake.
@@ -96,10 +94,10 @@ pub enum Ahead {
     End,
 }
 
-/// Up to a handful of steps.
+/// The steps that one input leads to, in order.
 pub type Steps = Vec<Step>;
 
-/// How far the end of our direction is.
+/// The state of the end of this end's direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Fin {
     /// The program may send.
@@ -108,27 +106,28 @@ enum Fin {
     Wanted,
     /// As before, and the mark is on the link and not confirmed.
     Marked,
-    /// [`Step::EndTcp`] was given out.
+    /// [`Step::EndTcp`] was returned.
     Out,
 }
 
-/// A stream on a link between hosts, from our OPEN on.
+/// A stream on a link between hosts, from this end's OPEN on.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Resume {
     sent: Option<Closing>,
     got: Option<Closing>,
-    /// RESUME is to be written as soon as it may be.
+    /// RESUME is to be written as soon as the protocol allows it.
     due: bool,
-    /// The same, once the other's SWITCH has been seen: our end of the link has failed behind the other's mark.
+    /// RESUME is to be written once the peer's SWITCH has been seen: this end of the link has failed behind the peer's
+    /// mark.
     is_whole: bool,
     asked: bool,
     wrote: bool,
-    /// What the other's RESUME says: `received` and `sent`.
+    /// `received` and `sent` of the peer's RESUME.
     read: Option<(u64, u64)>,
-    /// What of `got` and `read` was seen before its turn.
+    /// The values of `got` and `read` that were seen before their turn.
     got_ahead: Option<Closing>,
     read_ahead: Option<(u64, u64)>,
-    /// Our direction has gone on, or has nobody to go to.
+    /// This end's direction has gone on over TCP, or its reader has gone.
     went_on: bool,
     fin: Fin,
     over: bool,
@@ -141,8 +140,8 @@ impl Default for Resume {
 }
 
 impl Resume {
-    /// OPEN goes out on a link between hosts. (Not after the end of our direction of TCP: then
-    /// the attempt is to be given up instead.)
+    /// Creates the state machine, when OPEN goes out on a link between hosts. The caller gives the attempt up instead
+    /// if this end's direction of TCP has ended.
     pub fn new() -> Self {
         Self {
             sent: None,
@@ -160,33 +159,34 @@ impl Resume {
         }
     }
 
-    /// The exchange is over, or was not needed.
+    /// Returns whether the exchange has ended, or was not needed.
     pub fn is_over(&self) -> bool {
         self.over
     }
 
-    /// The mark is on the link, and its confirmation is awaited.
+    /// Returns whether the mark is on the link and its confirmation is awaited.
     pub fn is_marked(&self) -> bool {
         self.fin == Fin::Marked && !self.wrote && !self.over
     }
 
-    /// RESUME is the next marker that TCP brings.
+    /// Returns whether RESUME is the next marker that TCP brings.
     pub fn is_expecting(&self) -> bool {
         let switched = self.sent == Some(Closing::Switch) || self.got == Some(Closing::Switch);
         self.got.is_some() && switched && self.read.is_none() && !self.over
     }
 
-    /// What TCP brings has to start with RESUME: the other's direction is not there.
+    /// Returns whether TCP's next bytes have to be RESUME, because the peer's direction is on the link.
     pub fn is_next(&self) -> bool {
         self.got == Some(Closing::Switch) && self.read.is_none() && !self.over
     }
 
-    /// Our direction has left the link and cannot go on yet.
+    /// Returns whether this end's direction has left the link and cannot go on yet.
     pub fn is_suspended(&self) -> bool {
         self.sent == Some(Closing::Switch) && self.wrote && !self.went_on && !self.over
     }
 
-    /// Our sending direction cannot go on, or end, before the other's next marker, wherever in TCP that is.
+    /// Returns whether this end's sending direction cannot go on, or end, before the peer's next marker, wherever in
+    /// TCP that is.
     pub fn looks_ahead(&self) -> bool {
         let leaves = self.asked || matches!(self.fin, Fin::Wanted | Fin::Marked);
         let waits = match self.sent {
@@ -197,14 +197,14 @@ impl Resume {
         waits && !self.over || self.is_suspended()
     }
 
-    /// The link has failed, and RESUME waits for the other's SWITCH.
+    /// Returns whether the link has failed, and RESUME waits for the peer's SWITCH.
     fn awaits_switch(&self) -> bool {
         let is_held = self.is_whole && !self.due && self.known().is_none();
         is_held && self.sent == Some(Closing::Switch) && !self.went_on && !self.over
     }
 
-    /// We have switched, and the other has not said what it does: it may have given up, and take nothing more from
-    /// the link.
+    /// Returns whether this end has switched, and the peer's closing marker has not come. The peer may have given up,
+    /// and then receives no more on the link.
     pub fn is_unanswered(&self) -> bool {
         self.sent == Some(Closing::Switch) && self.known().is_none() && !self.wrote && !self.over
     }
@@ -213,53 +213,54 @@ impl Resume {
         self.got.or(self.got_ahead)
     }
 
-    /// Whether our RESUME is in TCP, or about to be: nothing more is taken from the link.
+    /// Returns whether this end's RESUME is in TCP, or about to be: then this end receives no more on the link.
     pub fn is_frozen(&self) -> bool {
         self.wrote
     }
 
-    /// We have written our closing marker.
+    /// Notes that this end has written its closing marker.
     pub fn on_sent(&mut self, closing: Closing) -> Steps {
         self.sent.get_or_insert(closing);
         self.advance()
     }
 
-    /// The other's closing marker was read in TCP.
+    /// Handles the peer's closing marker, read in TCP.
     pub fn on_got(&mut self, closing: Closing) -> Steps {
         self.got.get_or_insert(closing);
         self.advance()
     }
 
-    /// Our end of the link has failed. An attempt that is not closed has been given up before. `marked`: all of the
-    /// other's direction has come over it, and its end mark. If that was confirmed the other has closed its socket, and
-    /// RESUME is answered by a reset, with which what TCP has not brought yet is lost: so SWITCH has to come first.
+    /// Handles a failure of this end of the link. The caller has given up an attempt that is not closed. `marked`: all
+    /// of the peer's direction has come over the link, with its end mark. If that was confirmed, the peer has closed
+    /// its socket. Then its kernel answers RESUME by a reset, and all that TCP has not brought yet is lost. So SWITCH
+    /// has to come first.
     pub fn on_link_failed(&mut self, marked: bool) -> Steps {
         self.is_whole |= marked;
         self.due |= !marked;
         self.advance()
     }
 
-    /// The peer asks on the link. An attempt that is not closed has been given up before.
+    /// Handles the peer's request on the link. The caller has given up an attempt that is not closed.
     pub fn on_asked(&mut self) -> Steps {
         self.due = true;
         self.advance()
     }
 
-    /// The stream is to leave the link, which works.
+    /// Begins to leave a link that works.
     pub fn leave(&mut self) -> Steps {
         let mut steps = Steps::new();
         self.ask(&mut steps);
         steps
     }
 
-    /// The stream is to leave the link for a new holder who reads the kernel only: at once, so that
-    /// the other sends again what the program has not read.
+    /// Leaves the link for a new holder, which reads the kernel alone. RESUME is written at once, so that the peer
+    /// sends again the bytes that the program has not read.
     pub fn hand_over(&mut self) -> Steps {
         self.due = true;
         self.advance()
     }
 
-    /// shutdown() of our direction. An attempt that is not closed has been given up before.
+    /// Shuts this end's direction. The caller has given up an attempt that is not closed.
     pub fn shut(&mut self) -> Steps {
         let mut steps = Steps::new();
         if self.fin == Fin::Open {
@@ -270,8 +271,8 @@ impl Resume {
         steps
     }
 
-    /// close(): the other's direction is of no interest any more. An attempt that is not closed has
-    /// been given up before.
+    /// Handles close(): the peer's direction is not needed any more. The caller has given up an attempt that is not
+    /// closed.
     pub fn close(&mut self) -> Steps {
         let mut steps = Steps::new();
         if self.fin == Fin::Open && self.is_on_link() && !self.asked && !self.due {
@@ -284,7 +285,7 @@ impl Resume {
         steps
     }
 
-    /// The peer has all that we have given to the link, and the mark.
+    /// Handles the peer's confirmation that it has all that this end has given to the link, and the mark.
     pub fn on_confirmed(&mut self) -> Steps {
         if self.fin != Fin::Marked || self.wrote || self.over {
             return Steps::new();
@@ -294,8 +295,8 @@ impl Resume {
         vec![Step::EndTcp, Step::Done]
     }
 
-    /// A marker, or the end, was seen in TCP before its turn. It is met again then. An attempt that is not
-    /// closed has been given up before.
+    /// Handles a marker, or the end, that was seen in TCP before its turn; it is met again then. The caller has given
+    /// up an attempt that is not closed.
     pub fn on_ahead(&mut self, ahead: Ahead) -> Result<Steps, Misplaced> {
         if self.over {
             return Ok(Steps::new());
@@ -330,13 +331,13 @@ impl Resume {
         Ok(self.advance())
     }
 
-    /// What a direction that was not on the link has received or sent there is nothing.
+    /// Returns whether RESUME may have these positions: they are 0 for a direction that was not on the link.
     fn may_say(&self, received: u64, sent: u64) -> bool {
         let fits = |closing, n| closing == Some(Closing::Switch) || n == 0;
         fits(self.sent, received) && fits(self.known(), sent)
     }
 
-    /// The other's RESUME was read in TCP. An attempt that is not closed has been given up before.
+    /// Handles the peer's RESUME, read in TCP. The caller has given up an attempt that is not closed.
     pub fn on_resume(&mut self, received: u64, sent: u64) -> Result<Steps, Misplaced> {
         let was_seen = self.read_ahead.is_none_or(|seen| seen == (received, sent));
         if !self.is_expecting() || !was_seen || !self.may_say(received, sent) {
@@ -347,8 +348,8 @@ impl Resume {
         Ok(self.advance())
     }
 
-    /// TCP has ended in the other's direction; `marked`: all that we have taken from the link has
-    /// its end mark behind it.
+    /// Handles the end of TCP in the peer's direction. `marked`: the bytes that this end has received on the link are
+    /// followed by the end mark.
     pub fn on_end(&mut self, marked: bool) -> Steps {
         if self.read.is_some() || self.over {
             return Steps::new();
@@ -406,7 +407,7 @@ impl Resume {
             self.wrote = true;
             steps.push(Step::WriteResume);
         }
-        // What we send is on TCP already, and RESUME is out if there is to be one.
+        // This end's direction is on TCP already, and RESUME is out if there is to be one.
         if self.sent == Some(Abort) && (self.wrote || self.known() == Some(Abort)) {
             self.end_tcp(&mut steps);
         }

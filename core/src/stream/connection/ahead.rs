@@ -1,6 +1,6 @@
-//! Markers behind data that the program does not read. It may read nothing before it has sent all that it has to say,
-//! as it may on TCP, and its sending direction may wait for such a marker (`stream::resume`): then what TCP has is
-//! taken into the carry, where the program finds it when it reads, until the marker is there.
+//! Markers behind data that the program does not read. As on TCP, a program may read nothing before it has sent all
+//! that it has to send. Its sending direction may wait for such a marker (`stream::resume`). Then this code moves bytes
+//! from TCP to the carry until the marker is there. The program's later reads take them from the carry.
 
 use std::sync::atomic::Ordering::Acquire;
 
@@ -15,17 +15,17 @@ use crate::stream::mode::Mode;
 use crate::stream::resume::Ahead;
 use crate::wire::Marker;
 
-/// No more than this is taken, nor more than all connections may (`carry`). Kernel TCP would not hold as much
-/// between two programs of which neither reads.
+/// Bytes of one connection that are moved to the carry, at most; all connections have a bound too (`carry`). Between
+/// two programs that both do not read, kernel TCP would not hold as much.
 const MOST: usize = 16 * 1024 * 1024;
-/// Bytes taken at a time.
+/// Bytes that one call takes.
 const PIECE: usize = 16 * 1024;
-/// Pieces that are dropped before others have their turn.
+/// Pieces that are dropped in one turn of the service thread, before it serves other connections.
 const DROPS: usize = 64;
 
-/// Does what the markers behind unread data allow for the sending direction, if that waits for one. `is_blocked`: it
-/// finds no room on the link, and the reader does not move. True if the kernel has less than before: those who wait for
-/// something to read are to be told.
+/// Reads markers behind unread data, if the sending direction waits for one, and does what they allow for that
+/// direction. `is_blocked`: a send finds no room on the link, and the reader's head does not move. Returns whether the
+/// kernel has less than before: then the caller wakes the threads that wait for data.
 pub fn read_ahead<S: SocketIo>(socket: &S, is_blocked: bool) -> bool {
     let mut took = false;
     let Some(mut control) = socket.control.lock() else {
@@ -47,7 +47,7 @@ pub fn read_ahead<S: SocketIo>(socket: &S, is_blocked: bool) -> bool {
             Seen::Marker(Marker::Resume { received, sent }) => {
                 on_ahead(socket, &mut control, Ahead::Resume { received, sent });
             }
-            // It has its turn only when the program has read up to it.
+            // The handshake gets it only when the program has read up to it.
             Seen::Marker(Marker::Hello(_)) => {}
             Seen::End => {
                 on_ahead(socket, &mut control, Ahead::End);
@@ -66,7 +66,7 @@ fn waits<L, O>(control: &Control<L, O>, is_blocked: bool) -> bool {
 fn on_ahead<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, ahead: Ahead) {
     tracing::trace!(target: "rdmasock::promote", slot = socket.slot(), ?ahead, "before its turn");
     match control.resume.as_mut().map(|r| r.on_ahead(ahead)) {
-        // As before: nothing is to be told to anybody.
+        // The state has not changed, so no thread is woken.
         Some(Ok(steps)) if steps.is_empty() => {}
         Some(Ok(steps)) => stay::carry_out(socket, control, steps),
         _ => stay::violation(socket, "a marker out of turn"),
@@ -78,10 +78,11 @@ enum Seen {
     End,
 }
 
-/// The next marker or the end, as far as TCP has brought it.
+/// Returns the next marker or the end, as far as TCP has brought it. Sets `took` if it takes bytes from the kernel.
+/// `None` if neither is there, if the direction is not scanned, or if no more may be read ahead.
 fn next<S: SocketIo>(socket: &S, rx: &mut RxOf<S>, took: &mut bool) -> Option<Seen> {
     loop {
-        // A call that was in the kernel before the scan began has the first turn.
+        // The bytes of a call that was in the kernel before the scan began come first.
         if socket.rx_mode.load(Acquire) != Mode::Marked || !socket.rx_inside.is_empty() {
             return None;
         }
@@ -104,13 +105,13 @@ fn next<S: SocketIo>(socket: &S, rx: &mut RxOf<S>, took: &mut bool) -> Option<Se
     }
 }
 
-/// The program has closed the socket, which lives on until the peer has all of it: what comes in front of the
-/// markers that this waits for is nobody's (P79).
+/// Drops the data in front of the markers that this end waits for (P79). The program has closed the socket, which lives
+/// on until the peer has all of its data.
 pub fn drop_unread<S: SocketIo>(socket: &S) {
     let Some(mut control) = socket.control.lock() else {
         return;
     };
-    // Not for ever: a peer that goes on sending is not to keep the service thread.
+    // Bounded: a peer that goes on sending does not occupy the service thread.
     for _ in 0..DROPS {
         let Some(rx) = socket.rx.lock() else {
             return;

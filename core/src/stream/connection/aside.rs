@@ -1,17 +1,18 @@
-//! What was set aside in front of a marker (P85; `hand_over`): the peer, which has sent it, is asked to take it back.
+//! The end of data that was set aside in front of a marker (P85; `hand_over`): this end asks the peer, which has sent
+//! the data, to take it back.
 //!
-//! Within a host. Between hosts, and to a peer that cannot, such a connection is reset: a gap in the data would be
-//! worse than its end.
+//! This works within a host only. Between hosts, and if the peer cannot take the data back, the connection is reset: a
+//! gap in the data would be worse than the end of the connection.
 
 use super::io::{ControlOf, RxOf, SocketIo, StreamLink};
 use crate::stream::mode::Receiving;
 use crate::wire::Message;
 
-/// No more is set aside, or taken back.
+/// Bytes that are set aside, or taken back, at most (P85).
 pub const MOST: usize = 16 * 1024 * 1024;
 
-/// SWITCH has been read, and something is set aside: the peer is asked to take it back. The caller holds the control
-/// lock.
+/// Asks the peer to take the data back that is set aside, once SWITCH has been read. Resets the connection if that
+/// cannot be asked. The caller holds the control lock.
 pub fn give_back<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
     if ask_peer(socket, control).is_none() {
         tracing::warn!(target: "rdmasock", slot = socket.slot(), "the peer cannot take back what was not read: reset");
@@ -32,7 +33,7 @@ fn ask_peer<S: SocketIo>(socket: &S, control: &ControlOf<S>) -> Option<()> {
     opened.link.send_with(&message, &rx.aside).then_some(())
 }
 
-/// Nothing is set aside any more.
+/// Drops the data that is set aside, and moves the direction by `event`.
 pub fn end<S: SocketIo>(socket: &S, rx: &mut RxOf<S>, event: Receiving) {
     rx.aside = Vec::new();
     socket.rx_mode.go(event);

@@ -1,7 +1,7 @@
-//! One attempt to promote the connection: carries out what the handshake's machine says (`stream::handshake`), and what
-//! the other's RESUME and the end of TCP mean for it.
+//! One attempt to promote the connection: carries out the steps of the handshake's state machine (`stream::handshake`),
+//! and feeds it the peer's RESUME and the end of TCP.
 //!
-//! Runs on the service thread and, where a marker is met by a call of the program, on that thread.
+//! Runs on the service thread; where a call of the program meets a marker, on the calling thread.
 
 use std::net::IpAddr;
 use std::sync::atomic::Ordering::Acquire;
@@ -22,7 +22,7 @@ use crate::stream::resume::Resume;
 use crate::wire::scan::{Found, scan};
 use crate::wire::{self, Hello, MAX_MARKER, Marker, Message};
 
-/// The connector asks, with the nonce `mine`. Nothing depends on it yet.
+/// Begins an attempt of the connector, which asks with the nonce `mine`. Nothing in TCP depends on it yet.
 pub fn begin_asking<L, O>(control: &mut Control<L, O>, mine: Nonce, between_hosts: bool) {
     let mut handshake = Handshake::connector(mine);
     if between_hosts {
@@ -31,8 +31,9 @@ pub fn begin_asking<L, O>(control: &mut Control<L, O>, mine: Nonce, between_host
     begin(control, handshake);
 }
 
-/// The acceptor says YES, with the nonce `mine`, to the ASK of `asker` with the nonce `theirs`, which has come from
-/// another host if it has `reached_at` an address of ours. It looks for markers already ([`super::start_scan`]).
+/// Begins an attempt of the acceptor, which answers YES, with the nonce `mine`, to the ASK of `asker` with the nonce
+/// `theirs`. `reached_at` is the address of this host that the ASK has reached; `None` if `asker` is on this host. The
+/// caller has begun to scan for markers ([`super::start_scan`]).
 pub fn begin_offering<L, O>(
     control: &mut Control<L, O>,
     (mine, theirs): (Nonce, Nonce),
@@ -59,7 +60,7 @@ fn run<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, steps: Steps) {
     for step in steps {
         tracing::trace!(target: "rdmasock::promote", slot = socket.slot(), ?step);
         match step {
-            // Done before the machine was made or fed (`start_scan`), because it can fail.
+            // Done before the machine was created or fed (`start_scan`), because it can fail.
             Step::StartScan | Step::SendYes => {}
             Step::StopScan => {
                 stop_scan(socket);
@@ -90,7 +91,7 @@ fn run<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, steps: Steps) {
             Step::ReceiveOnLink => {
                 receive_on_link(socket, control);
                 stay::feed(socket, control, |r| r.on_got(Closing::Switch));
-                // RESUME may have come with it, and its edge have gone by.
+                // RESUME may have come together with SWITCH. Then no further edge of the kernel's socket reports it.
                 look_for_resume(socket, control);
             }
             Step::Demote => demote_tx(socket),
@@ -138,7 +139,7 @@ fn write_hello<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
     queue_marker(socket, control, &Marker::Hello(hello), false);
 }
 
-/// Feeds the machine; a peer that is out of turn ends the attempt.
+/// Feeds the handshake's state machine. An input that is out of turn ends the attempt.
 pub fn feed<S: SocketIo>(
     socket: &S,
     control: &mut ControlOf<S>,
@@ -157,7 +158,7 @@ pub fn feed<S: SocketIo>(
     run(socket, control, steps);
 }
 
-// Not inlined: the stack may be a handler's, and each step has room of its own then.
+// Not inlined: the stack may be a signal handler's, and each step uses stack of its own only while it runs.
 #[inline(never)]
 fn receive_on_link<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
     let Some(mut rx) = socket.rx.lock() else {
@@ -171,12 +172,12 @@ fn receive_on_link<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
     if rx.consumer.is_some() {
         socket.rx_mode.go(Receiving::Switched);
         socket.set_path(Half::Receiving, true);
-        // Nobody has armed for what is in the ring already.
+        // No wake-up word is armed for what is in the ring already.
         socket.later(Task::Notify);
     }
 }
 
-/// Makes our end of the stream and tells the peer.
+/// Opens this end's stream, and sends OPEN or OPEN-ACK.
 #[inline(never)]
 fn send_open<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> Result<(), Reason> {
     let link = socket.link().filter(|l| l.is_alive()).ok_or(Reason::LinkFailed)?;
@@ -191,7 +192,8 @@ fn send_open<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> Result<(), 
         stay::begin(socket, control);
     }
     let link::Opened { vqpn, ring, consumer } = link.open(socket.slot())?;
-    // Looked at once the stream keeps the link what it is: the object may have become a link to somebody else.
+    // Checked once the stream is open, because an open stream keeps the link object from reuse. Before that the object
+    // may have become a link to another instance.
     if control.greeted_by != Some(link.peer()) {
         link.close(vqpn, None, Some(consumer));
         return Err(Reason::LinkFailed);
@@ -228,7 +230,7 @@ fn send_open<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> Result<(), 
     Ok(())
 }
 
-/// Says that the peer's OPEN, if there was one, is not answered.
+/// Refuses the peer's OPEN, if there was one.
 fn refuse_open<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     if let (Some(yours), Some(link)) = (control.peer.take(), socket.link()) {
         if let Some(mut tx) = socket.tx.lock() {
@@ -242,7 +244,7 @@ fn refuse_open<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     }
 }
 
-/// The link that the attempt needs is there.
+/// Continues the attempt: the link that it needs is up.
 pub fn on_link_up<S: SocketIo>(socket: &S, link: &S::Link) {
     let Some(mut control) = socket.control.lock() else {
         return;
@@ -251,14 +253,14 @@ pub fn on_link_up<S: SocketIo>(socket: &S, link: &S::Link) {
     feed(socket, &mut control, Handshake::on_link_up);
 }
 
-/// The attempt under way, if it is not closed, comes to an end: nobody has answered, there is no link for it, or the
-/// program has no use for it any more. The caller holds the control lock.
+/// Ends the attempt under way, if it is not closed. Causes: no answer has come, there is no link, or the program has no
+/// use for it any more. The caller holds the control lock.
 pub fn end_attempt<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     let steps = control.handshake.as_mut().map(Handshake::give_up).unwrap_or_default();
     run(socket, control, steps);
 }
 
-/// Appends a marker to what TCP is to take, and tries to get it out.
+/// Appends a marker to the bytes for TCP, and tries to send them.
 fn queue_marker<S: SocketIo>(socket: &S, control: &ControlOf<S>, marker: &Marker, then_link: bool) {
     let Some(reader) = control.handshake.as_ref().and_then(Handshake::theirs) else {
         return;
@@ -275,11 +277,11 @@ fn queue_marker<S: SocketIo>(socket: &S, control: &ControlOf<S>, marker: &Marker
     flush_or_later(socket);
 }
 
-/// The other's RESUME was found in TCP.
+/// Handles the peer's RESUME, which was found in TCP.
 pub fn on_resume<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, received: u64, sent: u64) {
     end_attempt(socket, control);
     let steps = control.resume.as_mut().map(|r| r.on_resume(received, sent));
-    // Unasked: its end of the link has failed.
+    // The peer has left unasked: its end of the link has failed.
     if let Some(opened) = &control.opened
         && control.returns
     {
@@ -291,7 +293,7 @@ pub fn on_resume<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, received: 
     }
 }
 
-/// TCP has ended in the other's direction.
+/// Handles the end of TCP in the peer's direction.
 pub fn on_end<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     control.returns = false;
     let marked = socket
@@ -302,7 +304,7 @@ pub fn on_end<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     stay::feed(socket, control, |r| r.on_end(marked));
 }
 
-/// Something has come in TCP, or its end, for a direction that is on the link: RESUME, if it is
+/// Looks for RESUME in a direction that is on the link, after TCP has brought bytes or its end. Handles RESUME if it is
 /// there as a whole.
 pub fn look_for_resume<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     let next = control.resume.as_ref().is_some_and(Resume::is_next);
@@ -321,7 +323,7 @@ pub fn look_for_resume<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
         };
         let mut over = false;
         loop {
-            // What was read ahead comes first, and tells more than what has become of TCP since.
+            // Bytes that were read ahead come first. They hold even if TCP has failed since.
             let carried = rx.carry.as_slice();
             let mut bytes = carried.get(..MAX_MARKER).unwrap_or(carried).to_vec();
             let mut buf = [0u8; MAX_MARKER];
@@ -341,9 +343,9 @@ pub fn look_for_resume<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
                     socket.count_ours(Half::Receiving, len);
                     Ok(Some((received, sent)))
                 }
-                // A part of it, and then the end, is the end.
+                // A part of RESUME, and then the end, counts as the end.
                 Found::Payload | Found::PartialMarker { .. } if over => Ok(None),
-                // Looks again after having seen the end, so that all that precedes it is there.
+                // Peeks again after the end was seen: all that precedes the end is there then.
                 Found::PartialMarker { .. } if tcp.has_peer_ended() => {
                     over = true;
                     continue;

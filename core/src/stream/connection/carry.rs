@@ -1,5 +1,5 @@
-//! What was taken from TCP and is not the program's yet: what may become a marker, what a call has brought that
-//! comes later, and what was read ahead (`ahead`).
+//! Bytes that were taken from TCP and that the program does not have yet: the possible beginning of a marker, bytes of
+//! a call that come later in the stream, and bytes that were read ahead (`ahead`).
 
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
@@ -7,50 +7,53 @@ use crate::ids::Nonce;
 use crate::wire::Marker;
 use crate::wire::scan::{Found, scan};
 
-/// So many bytes a connection may be read ahead of its program whatever others are: less than the kernel would hold.
+/// Bytes that each connection may be read ahead of its program, even if the others use up [`ALL`]. The kernel would
+/// hold more.
 const OWN: usize = 64 * 1024;
-/// What all connections together may beyond that: who sends decides how much it is.
+/// Bytes that all connections together may be read ahead beyond [`OWN`] each. The bound is needed because the peers
+/// decide how much it is.
 const ALL: usize = 256 * 1024 * 1024;
 
-/// What is read ahead beyond [`OWN`].
+/// Bytes that are read ahead beyond [`OWN`] now, over all connections.
 static AHEAD: AtomicUsize = AtomicUsize::new(0);
 
-/// See the module.
+/// Bytes that were taken from TCP and that the program has not read.
 #[derive(Default)]
 pub struct Carry {
-    /// What is held, behind what the program has already.
+    /// The bytes that are held, behind those that the program has read.
     bytes: Vec<u8>,
-    /// How many bytes the program has already.
+    /// How many bytes in front the program has read.
     read: usize,
-    /// So many in front hold no marker that [`Self::next_marker`] has not given.
+    /// Number of unread bytes in front whose markers [`Self::next_marker`] has all returned.
     looked: usize,
-    /// What of [`AHEAD`] is this one's.
+    /// How many bytes of [`AHEAD`] this connection has.
     charged: usize,
 }
 
 impl Carry {
-    /// All of it.
+    /// Returns all bytes that are held.
     pub fn as_slice(&self) -> &[u8] {
         self.bytes.get(self.read..).unwrap_or_default()
     }
 
-    /// Its bytes.
+    /// Returns the number of bytes that are held.
     pub fn len(&self) -> usize {
         self.bytes.len() - self.read
     }
 
-    /// Whether there is nothing.
+    /// Returns whether no byte is held.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Adds what comes next in TCP.
+    /// Appends the bytes that come next in TCP.
     pub fn push(&mut self, bytes: &[u8]) {
         self.bytes.extend_from_slice(bytes);
     }
 
-    /// Whether `more` bytes may be read ahead; they count then until the program has them. No other may be
-    /// [pushed](Self::push) meanwhile. False too without memory for them.
+    /// Returns whether `more` bytes may be read ahead, and reserves memory for them. They count until the program has
+    /// read them. The caller [pushes](Self::push) no other bytes before them. False if the bound is reached, or without
+    /// memory.
     pub fn charge(&mut self, more: usize) -> bool {
         if self.bytes.try_reserve(more).is_err() {
             return false;
@@ -68,14 +71,14 @@ impl Carry {
         may
     }
 
-    /// What is not held any more does not count any more.
+    /// Stops counting the bytes that are not held any more.
     fn settle(&mut self) {
         let held = self.len().saturating_sub(OWN).min(self.charged);
         AHEAD.fetch_sub(self.charged - held, Relaxed);
         self.charged = held;
     }
 
-    /// Takes back what was added last: `len` bytes stay.
+    /// Removes the bytes that were appended last: `len` bytes stay.
     pub fn truncate(&mut self, len: usize) {
         self.bytes.truncate(self.read + len);
         self.looked = self.looked.min(len);
@@ -88,16 +91,16 @@ impl Carry {
         self.looked = self.looked.saturating_sub(n);
         self.settle();
         if self.is_empty() {
-            // Its memory, which may be what was read far ahead, goes.
+            // Frees the memory: it may be large, if many bytes were read ahead.
             *self = Self::default();
         } else if self.read > self.len() {
-            // Fewer bytes move than were read since the last move.
+            // The move copies fewer bytes than the program has read since the last move.
             self.bytes.drain(..self.read);
             self.read = 0;
         }
     }
 
-    /// All of it; nothing is left.
+    /// Takes all bytes; none is left.
     pub fn take(&mut self) -> Vec<u8> {
         let mut bytes = std::mem::take(&mut self.bytes);
         bytes.drain(..self.read);
@@ -105,8 +108,9 @@ impl Carry {
         bytes
     }
 
-    /// The next marker for the reader that chose `nonce`, wherever it is; each is given once, and stays. `None`
-    /// where none is there as a whole, and in front of what is no marker that can be read.
+    /// Returns the next marker for the reader that chose `nonce`, however many bytes precede it. Each marker is
+    /// returned once, and its bytes stay. `None` if no whole marker is there, and in front of one that cannot be
+    /// decoded.
     pub fn next_marker(&mut self, nonce: &Nonce) -> Option<Marker> {
         let seen = scan(nonce, self.as_slice().get(self.looked..)?);
         self.looked += seen.payload;
@@ -126,7 +130,7 @@ impl Drop for Carry {
     }
 }
 
-/// In a fork child: what was carried is leaked there, and counts no more.
+/// Resets the count in a fork child: the carries of its parent are leaked there, and count no more.
 pub fn after_fork() {
     AHEAD.store(0, Relaxed);
 }

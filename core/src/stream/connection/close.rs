@@ -1,4 +1,4 @@
-//! What shutdown() and close() leave to be done.
+//! The work that shutdown() and close() leave to be done.
 
 use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
@@ -16,10 +16,11 @@ use crate::stream::handshake::{Handshake, Role};
 use crate::stream::mode::{Mode, Sending};
 use crate::wire::{self, MAX_MARKER, Marker};
 
-/// shutdown() of the sending direction, before the kernel's own: the mark says that what follows the last byte is on
-/// the anchor, namely its end. `farewell` is who is to be told of it when the kernel has sent its FIN. True: the
-/// kernel's shutdown of the direction follows by itself, once TCP has taken what is still to precede it, and, where the
-/// program shuts `both` directions, has brought the markers that may still come (P101).
+/// Shuts the sending direction, before the kernel's own shutdown(). The end mark says that the end follows the last
+/// byte, in TCP. Sets `farewell` to the waiter that is woken once the kernel has sent its FIN.
+///
+/// Returns true if the kernel's shutdown of the direction follows by itself. It does once TCP has taken the bytes that
+/// precede it. If the program shuts `both` directions, it also waits for the markers that may still come (P101).
 pub fn shut<S: SocketIo>(socket: &S, both: bool, farewell: &mut Farewell<S::Link>) -> bool {
     let Some(mut control) = socket.control.lock() else {
         return false;
@@ -42,7 +43,7 @@ pub fn shut<S: SocketIo>(socket: &S, both: bool, farewell: &mut Farewell<S::Link
     };
     let was_on_link = socket.tx_mode.load(Acquire) == Mode::Link;
     if waits {
-        // Nothing is sent from now on, on whatever it would be.
+        // No byte is sent from now on, neither on TCP nor on the link.
         tx.then_link |= was_on_link;
         socket.tx_mode.go(Sending::Announced);
     } else if was_on_link {
@@ -62,7 +63,7 @@ pub fn shut<S: SocketIo>(socket: &S, both: bool, farewell: &mut Farewell<S::Link
         flush(socket);
         return true;
     }
-    // A thread is blocked in the kernel's send, since before there was a marker; it is to get EPIPE.
+    // A thread has been blocked in the kernel's send since before there was a marker. It is to get EPIPE.
     tx.marker.clear();
     tx.then_link = false;
     socket.tx_mode.go(Sending::Withdrawn);
@@ -71,9 +72,9 @@ pub fn shut<S: SocketIo>(socket: &S, both: bool, farewell: &mut Farewell<S::Link
     false
 }
 
-/// The connection was closed where no hook saw it, so the kernel knows nothing of what is unread on the link. The peer
-/// sends that again over TCP, where it is answered as TCP answers it: by a reset. True if there is something. The
-/// caller holds the control lock.
+/// Asks the peer to send the unread bytes of the link again over TCP. The connection was closed where no hook saw it,
+/// so the kernel does not know of these bytes. TCP answers them as after any close: by a reset. Returns true if there
+/// are any. The caller holds the control lock.
 pub fn return_unread<S: SocketIo>(socket: &S, control: &ControlOf<S>) -> bool {
     let (Some(opened), Some(yours)) = (&control.opened, control.peer) else {
         return false;
@@ -82,7 +83,7 @@ pub fn return_unread<S: SocketIo>(socket: &S, control: &ControlOf<S>) -> bool {
         let Some(mut rx) = socket.rx.lock() else {
             return false;
         };
-        // What TCP has brought already comes after what the link holds.
+        // Bytes that TCP has brought already come after those on the link.
         if socket.rx_mode.load(Acquire) != Mode::Link || rx.stays || !rx.carry.is_empty() {
             return false;
         }
@@ -104,18 +105,19 @@ pub fn return_unread<S: SocketIo>(socket: &S, control: &ControlOf<S>) -> bool {
 
 /// Markers that may be on their way to a socket that is being closed.
 pub struct Awaited {
-    /// What each of the markers starts with.
+    /// The nonce that each of the markers starts with.
     pub nonce: Nonce,
-    /// Our end is to follow them (P101).
+    /// This end's FIN waits for these markers (P101).
     pub precede_end: bool,
-    /// The marker that a HELLO is answered with: without an end it has no other answer.
+    /// The marker that answers a HELLO while this end's FIN waits. Empty if the FIN does not wait: then the end of TCP
+    /// is the answer.
     pub answer: Vec<u8>,
     /// The part of the next marker that has come.
     pub part: Vec<u8>,
 }
 
-/// The program closes the socket: the markers that may be on their way from the other end. The caller
-/// holds the control lock.
+/// Returns the markers that may be on their way from the peer, when the program closes the socket. `None` if no marker
+/// is to come. The caller holds the control lock.
 pub fn scan_left<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> Option<Awaited> {
     let rx = socket.rx.lock()?;
     let (ahead, mut rx) = look_ahead(socket, control, rx, AtMark::GoOn)?;
@@ -129,7 +131,7 @@ pub fn scan_left<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> Option<
                 part: rx.carry.take(),
             }
         }),
-        // The kernel has no part in these unread bytes, so it would not reset.
+        // The kernel does not hold these unread bytes, so its close() would not reset.
         Ahead::Payload { carry: 1.., .. } => {
             socket.reset_on_close();
             None
@@ -138,7 +140,7 @@ pub fn scan_left<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> Option<
     }
 }
 
-/// What a HELLO that has not come is to be answered with.
+/// Returns the ABORT that answers a HELLO which has not come. Empty if no such answer is due.
 fn refusal<L, O>(control: &Control<L, O>) -> Vec<u8> {
     let mut buf = [0u8; MAX_MARKER];
     let is_unanswered = |h: &&Handshake| h.role() == Role::Acceptor && control.greeted_by.is_none();
@@ -152,8 +154,8 @@ fn refusal<L, O>(control: &Control<L, O>) -> Vec<u8> {
     bytes.map(<[u8]>::to_vec).unwrap_or_default()
 }
 
-/// The program closes the socket: ends the sending direction, and gives what TCP has not taken yet
-/// of what has to precede its end. The caller holds the control lock.
+/// Ends the sending direction when the program closes the socket. Returns the bytes that have to precede the end and
+/// that TCP has not taken yet, and the stream's farewell. The caller holds the control lock.
 pub fn close_tx<S: SocketIo>(socket: &S) -> (Vec<u8>, Farewell<S::Link>) {
     let mut farewell = Farewell::NONE;
     {
@@ -175,9 +177,9 @@ pub fn close_tx<S: SocketIo>(socket: &S) -> (Vec<u8>, Farewell<S::Link>) {
     (unsent.unwrap_or_default(), farewell)
 }
 
-/// With both directions on TCP and nothing under way the stream is given back, and the sets of the kernel can have the
-/// socket again. `None` if that is not so; else whether the connection may be promoted again. The caller holds the
-/// control lock.
+/// Gives the stream back if both directions are on TCP and nothing is under way. Then the kernel's epoll sets can have
+/// the socket again. Returns whether the connection may be promoted again; `None` if the stream is still in use. The
+/// caller holds the control lock.
 pub fn close_if_over<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> Option<bool> {
     let is_busy = control.handshake.is_some() || resume::is_staying(control);
     if is_busy || !socket.is_plain() {

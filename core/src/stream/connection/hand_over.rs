@@ -1,9 +1,9 @@
-//! Data in front of a marker when the connection is handed to somebody who reads the kernel alone: the marker would
-//! become his data (P85). It is set aside, so that the marker has its turn and the attempt goes on to its end. Then the
-//! peer, which has sent it, takes it back, and sends it again in TCP before all else.
+//! Data in front of a marker when the connection is handed to a new holder, which reads the kernel alone: to it the
+//! marker would be data (P85). This code sets that data aside, so that the marker is read and the attempt goes on to
+//! its end. Then the peer, which has sent the data, takes it back, and sends it again in TCP before all other bytes.
 //!
-//! Within a host. Between hosts, and to a peer that cannot, such a connection is reset: a gap in the data would be
-//! worse than its end.
+//! This works within a host only. Between hosts, and if the peer cannot take the data back, the connection is reset: a
+//! gap in the data would be worse than the end of the connection.
 
 use std::sync::atomic::Ordering::Acquire;
 
@@ -18,11 +18,11 @@ use crate::stream::mode::{Mode, Receiving};
 use crate::wire::Message;
 use crate::wire::scan::{Found, scan as scan_bytes};
 
-/// How long a marker may take that the peer can write at once, ns. One that waits for the end of a send does so until
-/// TCP has room.
+/// Time that a marker may take which the peer can write at once, ns. A marker behind a blocked send comes only when TCP
+/// has room.
 const AT_ONCE: u64 = 10_000_000;
 
-/// Brings the attempt under way within the host nearer to its end. True if there is none whose markers may come any
+/// Brings the attempt under way within the host nearer to its end. Returns true if no marker of an attempt may come any
 /// more.
 pub fn press_on<S: SocketIo>(socket: &S) -> bool {
     flush(socket);
@@ -42,7 +42,8 @@ pub fn press_on<S: SocketIo>(socket: &S) -> bool {
         let makes_room = now.saturating_sub(since) > AT_ONCE;
         match set_aside(socket, &mut rx, makes_room) {
             front @ (Front::Marker | Front::Part) => {
-                // It has its turn. A part does not stay in the kernel, whose window it might keep closed (P34).
+                // The marker is handled. A part does not stay in the kernel, where it might keep the window closed
+                // (P34).
                 let _ = look_ahead(socket, &mut control, rx, AtMark::HandOver);
                 if matches!(front, Front::Part) {
                     break;
@@ -65,21 +66,21 @@ pub fn press_on<S: SocketIo>(socket: &S) -> bool {
     !is_scanning(socket)
 }
 
-/// What is in front when data has been set aside.
+/// The front of TCP once data has been set aside.
 enum Front {
     Marker,
-    /// What may become one.
+    /// The possible beginning of a marker.
     Part,
     /// TCP has room for more data.
     Room,
-    /// Data, with no marker before TCP's end. It is where it was.
+    /// Data, with no marker before TCP's end. The data stays where it was.
     LastData,
     /// Data or nothing, and a marker may come.
     Unknown,
 }
 
 fn set_aside<S: SocketIo>(socket: &S, rx: &mut RxOf<S>, makes_room: bool) -> Front {
-    // A call that was in the kernel before the scan began has the first turn.
+    // The bytes of a call that was in the kernel before the scan began come first.
     let (Some(nonce), Some(tcp), true) = (rx.scan, socket.tcp(), socket.rx_inside.is_empty()) else {
         return Front::Unknown;
     };
@@ -113,8 +114,8 @@ fn set_aside<S: SocketIo>(socket: &S, rx: &mut RxOf<S>, makes_room: bool) -> Fro
     front
 }
 
-/// What the peer has taken out of TCP, `bytes` if they can be had, and what is on the link, is to be sent in TCP again.
-/// The caller holds the control lock.
+/// Sends in TCP again what the peer has taken out of TCP, and then what is on the link. `bytes` is `None` if the peer's
+/// file cannot be read: then it resets the connection. The caller holds the control lock.
 pub fn on_take_back<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, bytes: Option<&[u8]>) {
     let done = bytes.is_some_and(|bytes| {
         let Some(mut tx) = socket.tx.lock() else {
@@ -125,7 +126,7 @@ pub fn on_take_back<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, bytes: 
         if is_on_link {
             tx.marker.extend_from_slice(bytes);
             tx.again += bytes.len();
-            // The program has sent it once.
+            // The program has sent these bytes once, and they count once.
             socket.count_ours(Half::Sending, bytes.len());
             send_again(socket, &mut tx);
         }
@@ -140,7 +141,8 @@ pub fn on_take_back<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, bytes: 
     }
 }
 
-/// The peer has what was set aside, and sends it, and all that it has sent on the link, in TCP.
+/// Handles TAKEN-BACK: the peer has the bytes that were set aside. It sends them, and all that it has sent on the link,
+/// in TCP.
 pub fn on_taken_back<S: SocketIo>(socket: &S) {
     let Some(mut rx) = socket.rx.lock() else {
         return;

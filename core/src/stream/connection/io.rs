@@ -21,13 +21,14 @@ pub enum Task {
     Flush,
     /// Look for the marker behind unread data in TCP that the sending direction waits for.
     ReadAhead,
-    /// A direction has changed: arm the socket for what it runs on now.
+    /// A direction has changed: complete a close or a way back, or else arm the socket for what its directions run on
+    /// now.
     Settle,
     /// A direction is back on TCP: check whether that completes a way back.
     Drained,
 }
 
-/// What is at the front of TCP's receive buffer.
+/// The front of TCP's receive buffer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Peeked {
     /// This number of bytes.
@@ -197,7 +198,7 @@ pub trait SocketIo: Deref<Target = ConnectionOf<Self>> + Sized {
     fn show_link(&self, link: Option<&Self::Link>);
     /// For the statistics: counts `bytes` bytes that went over the link and go over TCP again.
     fn count_again(&self, bytes: usize);
-    /// Counts `bytes` bytes of a direction of TCP that the program does not count as sent or received there.
+    /// Counts `bytes` bytes that TCP has carried in a direction and that do not count as the program's.
     fn count_ours(&self, direction: Half, bytes: usize);
 }
 

@@ -1,4 +1,4 @@
-//! The way back to TCP that a program or its peer asks for.
+//! The way back to TCP that the program or its peer asks for.
 
 use std::sync::atomic::Ordering::Acquire;
 
@@ -11,14 +11,14 @@ use super::streams::{ask_back, leave_link};
 use crate::stats::Reason;
 use crate::stream::mode::{Mode, Receiving};
 
-/// Takes the socket back to TCP: our sending direction now, the other's when the peer follows our
-/// request. During a handshake: as soon as that is over.
+/// Takes the socket back to TCP: the sending direction now, the receiving one when the peer follows this end's request.
+/// During a handshake it does so as soon as the handshake has ended.
 pub fn leave<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason: Reason) {
     control.leave = Some(reason);
     let stays = resume::is_staying(control);
     if control.handshake.is_some() && !stays {
         end_attempt(socket, control);
-        // After our SWITCH the direction need not wait for the other's.
+        // After this end's SWITCH the direction need not wait for the peer's.
         return demote_tx(socket);
     }
     if stays {
@@ -28,9 +28,8 @@ pub fn leave<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason: Reason
     leave_link(socket, control, reason);
 }
 
-/// As [`leave`], but what the program has not read yet comes through the kernel too: for a new
-/// holder of the socket. Our receiving end is on TCP when this returns, unless a handshake is under
-/// way.
+/// As [`leave`], for a new holder of the socket: bytes that the program has not read yet come through the kernel too.
+/// The receiving direction is on TCP when this returns, unless a handshake is under way.
 pub fn return_to_tcp<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason: Reason) {
     if control.handshake.is_some() {
         return leave(socket, control, reason);
@@ -43,8 +42,8 @@ pub fn return_to_tcp<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason
     }
     hand_over_rest(socket);
     if !unread_returns_to_tcp(socket, control, reason) {
-        // P28: the peer has left the link already, and TCP may have later bytes. A gap in the
-        // data would be worse than the end of the connection.
+        // P28: the peer has left the link already, and TCP may have later bytes. A gap in the data would be worse than
+        // the end of the connection.
         tracing::warn!(target: "rdmasock", slot = socket.slot(), %reason, "unread data before its end cannot follow the socket: reset");
         socket.reset();
         socket.rx_mode.go(Receiving::Abandoned);
@@ -52,8 +51,8 @@ pub fn return_to_tcp<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason
     }
 }
 
-/// Both directions of a socket that is in no handshake go back to TCP with what was not read. False if the peer has
-/// left the link already: what is unread stays there, and what follows it may be in TCP.
+/// Takes both directions back to TCP, with the bytes that were not read. No handshake is under way. Returns false if
+/// the peer has left the link already: then unread bytes stay there, and the bytes after them may be in TCP.
 fn unread_returns_to_tcp<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason: Reason) -> bool {
     control.leave = Some(reason);
     socket.set_why(reason.into());
@@ -97,7 +96,7 @@ fn on_tcp_again<S: SocketIo>(socket: &S) {
     socket.later(Task::Settle);
 }
 
-/// As [`return_to_tcp`], for the same holder: what cannot come through the kernel is read where it is.
+/// As [`return_to_tcp`], for the same holder: bytes that cannot come through the kernel are read where they are.
 pub fn prefer_tcp<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason: Reason) {
     if control.handshake.is_some() || resume::is_staying(control) {
         leave(socket, control, reason);

@@ -1,5 +1,5 @@
-//! What the peer says on the link about a stream (docs/protocol.md, P20–P29). What does not concern a stream, and to
-//! whom a number belongs, is for the owner of the link to know.
+//! The peer's messages on the link about a stream (docs/protocol.md, P20–P29). The owner of the link handles all other
+//! messages, and finds the connection that a number belongs to.
 
 use super::attempt::{end_attempt, feed};
 use super::io::{ControlOf, SocketIo, StreamLink, Task};
@@ -12,13 +12,13 @@ use crate::stats::Reason;
 use crate::stream::handshake::Handshake;
 use crate::wire::{self, Message, RingOffer};
 
-/// The peer breaks the protocol: the link is to be closed.
+/// The peer breaks the protocol: the caller closes the link.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("the peer breaks the protocol of the link")]
 pub struct Broken;
 
-/// OPEN, for the attempt of `socket` that `nonce_yours` stands for, if there is one. True if it is followed; else it
-/// is refused.
+/// Handles OPEN, for the attempt of `socket` that `nonces` belong to, if there is one. Returns true if the attempt
+/// continues, false if the OPEN is refused.
 pub fn on_open<S: SocketIo>(
     socket: Option<&S>,
     link: &S::Link,
@@ -28,7 +28,7 @@ pub fn on_open<S: SocketIo>(
 ) -> Result<bool, Broken> {
     let opened = socket.and_then(|socket| {
         let mut control = socket.control.lock()?;
-        // P25: the nonces of this attempt, from the instance that the TCP connection leads to.
+        // P25: the nonces are those of this attempt, from the instance that the TCP connection leads to.
         let matches = control
             .handshake
             .as_ref()
@@ -48,16 +48,16 @@ pub fn on_open<S: SocketIo>(
     }
 }
 
-/// The nonces that OPEN carries, as the peer sees them.
+/// The nonces of OPEN, as the peer sees them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct OpenNonces {
-    /// What markers to the peer start with.
+    /// The nonce that markers to the peer start with.
     pub mine: Nonce,
-    /// What markers to us start with.
+    /// The nonce that markers to this end start with.
     pub yours: Nonce,
 }
 
-/// OPEN-ACK for our stream `mine`, which is `socket`'s, if it is anybody's.
+/// Handles OPEN-ACK for this end's stream `mine`. `socket` is the socket of that stream, `None` if it has none.
 pub fn on_open_ack<S: SocketIo>(
     socket: Option<&S>,
     link: &S::Link,
@@ -71,7 +71,7 @@ pub fn on_open_ack<S: SocketIo>(
         control.peer.is_none() && opened.is_some_and(|o| o.asked && o.mine == mine && o.link == *link)
     });
     let Some((socket, mut control)) = awaited else {
-        // We have left since: the peer's number is free once it has heard so.
+        // This end has left since. The peer's number is free once the peer has received CLOSED.
         link.send(&Message::Closed { yours: theirs });
         return Ok(());
     };
@@ -79,7 +79,7 @@ pub fn on_open_ack<S: SocketIo>(
         Ok(()) => Ok(()),
         Err(NoProducer::NoSuch) => Err(Broken),
         Err(NoProducer::Limits) => {
-            // As if we had left before the answer came.
+            // As if this end had left before the answer came.
             link.send(&Message::Closed { yours: theirs });
             end_attempt(socket, &mut control);
             Ok(())
@@ -87,7 +87,7 @@ pub fn on_open_ack<S: SocketIo>(
     }
 }
 
-/// OPEN-REFUSE for our stream `mine` of the socket. False if the socket could not be told.
+/// Handles OPEN-REFUSE for the socket's stream `mine`. Returns false if the control lock could not be taken.
 pub fn on_open_refused<S: SocketIo>(socket: &S, mine: Vqpn) -> bool {
     let Some(mut control) = socket.control.lock() else {
         return false;
@@ -99,7 +99,8 @@ pub fn on_open_refused<S: SocketIo>(socket: &S, mine: Vqpn) -> bool {
     true
 }
 
-/// DEMOTE-REQUEST: our sending direction is to go back to TCP, with what follows `resend_from` if that is said.
+/// Handles DEMOTE-REQUEST: the sending direction goes back to TCP. With `resend_from` the bytes from that position on
+/// are sent again.
 pub fn on_demote_request<S: SocketIo>(socket: &S, link: &S::Link, resend_from: Option<u64>) {
     let Some(mut control) = socket.control.lock() else {
         return;
@@ -110,12 +111,12 @@ pub fn on_demote_request<S: SocketIo>(socket: &S, link: &S::Link, resend_from: O
     if resend_from.is_some() {
         resend(socket);
     }
-    // An end that has left by itself keeps its own reason.
+    // An end that has left of its own accord keeps its own reason.
     let reason = control.leave.unwrap_or(Reason::PeerAsked);
     leave(socket, &mut control, reason);
 }
 
-/// The peer's stream `theirs`, which has this ring to begin with, is the other end of the attempt.
+/// Makes the peer's stream `theirs`, whose first ring is `first`, the other end of the attempt.
 fn opened<S: SocketIo>(
     socket: &S,
     control: &mut ControlOf<S>,
@@ -125,9 +126,9 @@ fn opened<S: SocketIo>(
 ) -> Result<(), NoProducer> {
     let producer = link.producer(theirs)?;
     control.peer = Some(theirs);
-    // First: the other may have switched before this was read, and then a reader takes what comes as soon as the two
-    // are a pair. What it tells of that is about this number. (Within a host it may have come before: who has sent it
-    // looks again when it reads our SWITCH.)
+    // Set first, because the peer may have switched before this message was read. Then a reader takes bytes as soon as
+    // the two streams are a pair, and notifies the peer by this number. (Within a host the bytes may have come before:
+    // the peer checks again when it reads this end's SWITCH.)
     socket.set_peer(theirs);
     socket.set_link(Some(link));
     match control.opened.as_mut() {
@@ -141,7 +142,7 @@ fn opened<S: SocketIo>(
         tx.producer = Some(producer);
     }
     feed(socket, control, Handshake::on_open);
-    // Arms for those who are interested now that there is a link.
+    // Arms the stream for the threads that wait on the socket, now that there is a link.
     socket.later(Task::Settle);
     Ok(())
 }

@@ -43,7 +43,7 @@ pub struct Tx<O> {
     pub then_shut: bool,
     /// The program has shut the direction down.
     pub is_shut: bool,
-    /// The ring has bytes of which the peer was not notified, because more will follow.
+    /// The peer was not notified of the ring's last bytes, because more will follow.
     pub wake_delayed: bool,
     /// State of the socket under the same lock.
     pub own: O,
@@ -91,7 +91,7 @@ pub struct Rx<O> {
     /// The ring is one of a link between hosts: the direction does not leave it before [`read_on`](Self::read_on) is
     /// set.
     pub stays: bool,
-    /// What follows the ring is in TCP: the link between hosts delivers no more.
+    /// The bytes that follow the ring are in TCP: the link between hosts delivers no more.
     pub read_on: bool,
     /// Once the ring is read, a receive fails with ECONNRESET.
     pub is_lost: bool,

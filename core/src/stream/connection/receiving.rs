@@ -1,4 +1,5 @@
-//! What can be done with the receiving direction: it is scanned for markers or not, and leaves the link.
+//! The operations on the receiving direction: it begins or ends to be scanned for markers, is shut, and leaves the
+//! link.
 
 use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
@@ -9,8 +10,8 @@ use crate::fabric::ring::{Consumer, RxFlags, Wake};
 use crate::ids::Nonce;
 use crate::stream::mode::{Mode, Receiving};
 
-/// Begins to look for markers: what the kernel delivers from now on is scanned. False if the
-/// socket is in a use that does not allow it.
+/// Begins to scan what the kernel delivers for markers that start with `nonce`. Returns false if the socket's use does
+/// not allow that.
 pub fn start_scan<S: SocketIo>(socket: &S, nonce: Nonce) -> bool {
     let Some(mut rx) = socket.rx.lock() else {
         return false;
@@ -20,7 +21,7 @@ pub fn start_scan<S: SocketIo>(socket: &S, nonce: Nonce) -> bool {
         return false;
     };
     if is_shut(socket) {
-        // A marker would be answered by a reset.
+        // The kernel would answer a marker by a reset.
         return false;
     }
     if !socket.may_scan(&tcp) {
@@ -31,8 +32,8 @@ pub fn start_scan<S: SocketIo>(socket: &S, nonce: Nonce) -> bool {
     rx.aside = Vec::new();
     rx.scanned = 0;
     socket.rx_mode.go(Receiving::Expected);
-    // One call may be inside the kernel: it scans what it got when it comes back. With two there
-    // would be no telling whose bytes come first.
+    // One call may be inside the kernel: when it returns it scans the bytes that it has taken. With two calls the order
+    // of their bytes would be unknown.
     if socket.rx_inside.count() > 1 {
         rx.scan = None;
         socket.rx_mode.go(Receiving::Settled);
@@ -41,7 +42,7 @@ pub fn start_scan<S: SocketIo>(socket: &S, nonce: Nonce) -> bool {
     true
 }
 
-/// Nothing more is to be looked for in TCP.
+/// Ends the scan: no marker is expected in TCP any more.
 pub fn stop_scan<S: SocketIo>(socket: &S) {
     let Some(mut rx) = socket.rx.lock() else {
         return;
@@ -55,14 +56,14 @@ pub fn stop_scan<S: SocketIo>(socket: &S) {
     if rx.carry.is_empty() && !socket.has_untold() {
         socket.rx_mode.go(Receiving::Settled);
     } else {
-        // What was held back is data after all, of which nothing in the kernel tells.
+        // Bytes that were held back are data after all, which no event of the kernel reports.
         socket.later(Task::Notify);
     }
 }
 
-/// For a new holder, who reads the kernel alone: no marker comes any more, so the rest is the kernel's. What
-/// was held back cannot be given back to it, and a gap in the data would be worse than the end of the
-/// connection. The caller holds the control lock.
+/// Leaves what follows to the kernel, for a new holder that reads the kernel alone, once no marker comes any more.
+/// Bytes that were held back cannot be given back to the kernel. So it resets the connection if there are any: a gap in
+/// the data would be worse than the end of the connection. The caller holds the control lock.
 pub fn hand_over_rest<S: SocketIo>(socket: &S) {
     let held_back = {
         let Some(mut rx) = socket.rx.lock() else {
@@ -85,7 +86,7 @@ pub fn hand_over_rest<S: SocketIo>(socket: &S) {
     }
 }
 
-/// No marker comes any more. The caller holds `rx`.
+/// Ends the scan, and does the kernel's shutdown() that was due. The caller holds `rx`.
 pub fn end_scan<S: SocketIo>(socket: &S, rx: &mut RxOf<S>) {
     rx.scan = None;
     if std::mem::take(&mut rx.then_shut)
@@ -94,20 +95,20 @@ pub fn end_scan<S: SocketIo>(socket: &S, rx: &mut RxOf<S>) {
         tcp.end_receiving();
     }
     if socket.rx_shut.load(SeqCst) {
-        // The end of the other direction may wait for that.
+        // The end of the sending direction may wait for this.
         socket.later(Task::Flush);
     }
 }
 
-/// Whether the end in TCP has to wait: the program has shut the receiving direction, and a marker may still come. What
-/// comes when both are shut the kernel answers by a reset, with which all would be lost that the peer has not been sent
-/// yet (P101).
+/// Returns whether the end of TCP's sending direction has to wait: the program has shut the receiving direction, and a
+/// marker may still come. The kernel answers bytes that come when both directions are shut by a reset. With the reset
+/// all is lost that the peer has not been sent yet (P101).
 pub fn awaits_marker<S: SocketIo>(socket: &S) -> bool {
-    // By the lock: a scan that does not see the shutdown has begun by then (`start_scan`).
+    // Reads `scan` under the lock: a scan that has not seen the shutdown has begun by then (`start_scan`).
     socket.rx_shut.load(SeqCst) && socket.rx.lock().is_some_and(|rx| is_scanned(socket, &rx))
 }
 
-/// Whether a marker may still come in the receiving direction.
+/// Returns whether a marker may still come in the receiving direction.
 pub fn is_scanning<S: SocketIo>(socket: &S) -> bool {
     socket.rx_mode.load(Acquire) == Mode::Marked && socket.rx.lock().is_some_and(|rx| is_scanned(socket, &rx))
 }
@@ -116,26 +117,27 @@ fn is_scanned<S: SocketIo>(socket: &S, rx: &RxOf<S>) -> bool {
     socket.rx_mode.load(Acquire) == Mode::Marked && rx.scan.is_some()
 }
 
-/// Whether the program has shut both directions.
+/// Returns whether the program has shut both directions.
 pub fn is_shut<S: SocketIo>(socket: &S) -> bool {
     socket.rx_shut.load(SeqCst) && socket.tx.lock().is_some_and(|tx| tx.is_shut)
 }
 
-/// shutdown() of the receiving direction. True: the kernel's follows by itself, once no marker may come, for the end of
-/// the other direction is out. (Who is blocked in the kernel's receive is woken by that alone, and is not to wait.)
+/// Shuts the receiving direction. Returns true if the kernel's shutdown() follows by itself once no marker may come,
+/// because the end of the sending direction is out. Returns false if a thread is blocked in the kernel's receive: only
+/// the kernel's shutdown() wakes it, so that may not wait.
 pub fn shut_receiving<S: SocketIo>(socket: &S) -> bool {
     let Some(mut rx) = socket.rx.lock() else {
         return false;
     };
     let is_out = socket.tx.lock().is_some_and(|tx| tx.is_shut && !tx.then_shut);
-    // Under the lock: no scan begins after this.
+    // Stored under the lock: no scan begins after this.
     socket.rx_shut.store(true, SeqCst);
     rx.then_shut = is_out && is_scanned(socket, &rx) && socket.rx_inside.is_empty();
     rx.then_shut
 }
 
-/// The program is told of the end that a look has found ([`Ahead::Ended`](super::scan::Ahead::Ended)): what follows is
-/// the kernel's to say. The caller holds `rx`.
+/// Leaves the direction to the kernel: a call returns the end to the program that a look has found
+/// ([`Ahead::Ended`](super::scan::Ahead::Ended)). The caller holds `rx`.
 pub fn on_end_told<S: SocketIo>(socket: &S, rx: &mut RxOf<S>) {
     end_scan(socket, rx);
     socket.rx_mode.go(Receiving::Settled);
@@ -144,19 +146,19 @@ pub fn on_end_told<S: SocketIo>(socket: &S, rx: &mut RxOf<S>) {
     }
 }
 
-/// Takes `len` bytes that were seen from the carry and the kernel. False if they are not there any more.
+/// Takes `len` bytes that were seen from the carry, then the kernel. Returns false if they are not there any more.
 pub fn take<O>(tcp: &impl Tcp, rx: &mut Rx<O>, len: usize) -> bool {
     let carried = rx.carry.len().min(len);
     rx.carry.consume(carried);
     tcp.take(len - carried)
 }
 
-/// Nothing more will come over the link: the connection has ended, or the link has. The caller holds `rx`.
+/// Returns whether the link delivers no more: the connection has ended, or the link has. The caller holds `rx`.
 pub fn is_over<S: SocketIo>(socket: &S, rx: &RxOf<S>) -> bool {
     if rx.stays { rx.read_on } else { socket.is_link_over() }
 }
 
-/// The ring is drained and what follows is on the anchor: its next byte or its end. False if that
+/// Leaves the link if the ring is drained and what follows is in TCP: its next byte or its end. Returns false if that
 /// is not so.
 pub fn leave_link_at_end<S: SocketIo>(socket: &S) -> bool {
     let Some(mut rx) = socket.rx.lock() else {
@@ -169,7 +171,7 @@ pub fn leave_link_at_end<S: SocketIo>(socket: &S) -> bool {
     let ended = is_over(socket, &rx);
     let over = match rx.consumer.as_mut() {
         None => true,
-        // Whatever the ring's end: RESUME may still come (P73).
+        // Even if the ring has an end mark: RESUME may still come (P73).
         Some(c) if stays => ended && !c.available().is_ok_and(|n| n > 0),
         Some(c) => match (c.has_data(), c.end()) {
             (_, Ok(Some(_))) => true,
@@ -181,11 +183,10 @@ pub fn leave_link_at_end<S: SocketIo>(socket: &S) -> bool {
     if !over {
         return false;
     }
-    // An end without a mark: the peer's process has ended. What it has not read TCP answers with a
-    // reset.
+    // An end without a mark: the peer's process has ended. TCP answers what that process has not read with a reset.
     let marked = rx.consumer.as_mut().is_some_and(|c| matches!(c.end(), Ok(Some(_))));
-    // The connection is over here, and the peer may go on sending (after a shutdown of both directions here): as in TCP
-    // that is answered by a reset, which is the kernel's to send (RFC 9293, 3.10.7.4). It sends there from now on.
+    // The connection has ended here, and the peer may go on sending (after a shutdown of both directions here). As in
+    // TCP, the kernel answers that by a reset (RFC 9293, 3.10.7.4). With this flag the peer sends over TCP from now on.
     let refused = match rx.consumer.as_ref() {
         Some(c) if !marked && !stays => c.set_flags(RxFlags::RX_CLOSED),
         _ => Wake::NONE,
@@ -199,8 +200,8 @@ pub fn leave_link_at_end<S: SocketIo>(socket: &S) -> bool {
     if rx.is_lost || unread && !marked && !stays {
         socket.report_reset(is_shut);
     }
-    // A call may have brought something from TCP that comes after what the link held; and of a reset that we
-    // have to report a call straight to the kernel would not learn.
+    // A call may have taken bytes from TCP that come after those on the link. And a call that goes straight to the
+    // kernel would not see a reset that this library has to report.
     let is_rest = rx.carry.is_empty() && rx.owed == 0 && !socket.has_untold();
     socket.rx_mode.go(match is_rest {
         true => Receiving::Left,
@@ -213,9 +214,9 @@ pub fn leave_link_at_end<S: SocketIo>(socket: &S) -> bool {
     true
 }
 
-/// Where TCP has ended without an end mark the peer has closed the connection where its library did not see it, and has
-/// left bytes unread. A receive is to say that: to TCP, which has seen an end, the reset that follows is none (RFC
-/// 9293, 3.10.7.4).
+/// Checks for an end of TCP without an end mark on the link. It means that the peer has closed the connection where its
+/// library did not see it, and has left bytes unread. Keeps ECONNRESET for the next call then. TCP has seen an end, so
+/// the reset that follows is no error to it (RFC 9293, 3.10.7.4).
 pub fn look_for_reset<S: SocketIo>(socket: &S) {
     let Some(rx) = socket.rx.lock() else { return };
     let is_unmarked = |c: &Consumer| !c.has_mark() && !c.has_left();
@@ -228,9 +229,10 @@ pub fn look_for_reset<S: SocketIo>(socket: &S) {
     }
 }
 
-/// The program has closed the socket: nobody will read what comes over the link. (Not for a direction that goes back to
-/// TCP: the peer would send there before it has sent again what we have not read.) Gives whom the peer has waiting for
-/// room: nobody, in a ring that has been read; else the reset of the kernel's socket tells, if there still is one.
+/// Sets the flag that no call reads the link any more: the program has closed the socket. (Not for a direction that
+/// goes back to TCP: the peer would send there before it has sent again what this end has not read.) Returns the waiter
+/// of the peer that waits for room. It is none in a ring that has been read; else the reset of the kernel's socket
+/// wakes it, if that socket still exists.
 pub fn refuse<S: SocketIo>(socket: &S) -> Wake {
     let rx = socket.rx.lock();
     let consumer = rx.as_ref().and_then(|rx| rx.consumer.as_ref());

@@ -1,4 +1,4 @@
-//! Markers in what TCP delivers: they are handed to the attempt, and what is left is the program's.
+//! Markers in what TCP delivers: this code hands them to the attempt, and leaves the other bytes to the program.
 
 use std::sync::atomic::Ordering::Acquire;
 
@@ -13,42 +13,43 @@ use crate::stream::mode::{Mode, Receiving};
 use crate::wire::scan::{Found, scan};
 use crate::wire::{MAX_MARKER, Marker};
 
-/// How far ahead of the program TCP is looked through for markers.
+/// Bytes ahead of the program in which TCP is scanned for markers.
 const PEEK: usize = 16 * 1024;
 
-/// What a look at TCP found in front.
+/// The result of a look at the front of TCP.
 pub enum Ahead {
     /// Payload.
     Payload {
-        /// So many bytes come first, and can be taken from the carry.
+        /// Number of bytes that come first, and can be taken from the carry.
         carry: usize,
-        /// So many follow, and can be taken from the kernel.
+        /// Number of bytes that follow, and can be taken from the kernel.
         kernel: usize,
     },
     /// Nothing now.
     Nothing,
     /// The end, or an error: the kernel's own call tells which.
     Ended,
-    /// Nothing now, which the program is told as the end: it has shut the direction. What comes is scanned all the
+    /// Nothing now. The program has shut the direction, so it gets the end. Bytes that come later are scanned all the
     /// same.
     Shut,
     /// The direction no longer scans.
     Changed,
 }
 
-/// What becomes of urgent data in front of a marker: whoever reads behind the mark takes the urgent byte from the
+/// How a look treats urgent data in front of a marker: a read behind the urgent mark takes the urgent byte from the
 /// kernel.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum AtMark {
-    /// The marker waits: the program may still ask for the byte.
+    /// The marker stays in TCP: the program may still ask for the byte.
     Stop,
     /// The program itself reads on, or has closed the socket.
     GoOn,
-    /// As `GoOn`, where what is in front is set aside for the next holder: nobody else reads before that is settled.
+    /// As `GoOn`. The data in front is set aside for the next holder, and no other reads go on before that is settled.
     HandOver,
 }
 
-/// What an earlier look has left, if that is all that the call wants.
+/// Returns the payload that an earlier look has found, if the call wants no more than that. `None` if a new look is
+/// needed.
 pub fn seen_ahead<S: SocketIo>(socket: &S, rx: &RxOf<S>, want: usize) -> Option<Ahead> {
     if rx.scanned < want || rx.scanned == 0 || socket.rx_mode.load(Acquire) != Mode::Marked {
         return None;
@@ -60,8 +61,8 @@ pub fn seen_ahead<S: SocketIo>(socket: &S, rx: &RxOf<S>, want: usize) -> Option<
     })
 }
 
-/// Looks at what TCP has for a scanning socket, and processes the markers at its front. The caller
-/// holds `control`, and `rx` through `guard`.
+/// Scans what TCP has for a socket whose receiving direction is MARKED, and handles the markers at the front. The
+/// caller holds `control`, and `rx` through `guard`. `None` without memory, or if a lock cannot be taken.
 pub fn look_ahead<'a, S: SocketIo>(
     socket: &'a S,
     control: &mut ControlOf<S>,
@@ -69,7 +70,7 @@ pub fn look_ahead<'a, S: SocketIo>(
     at_mark: AtMark,
 ) -> Option<(Ahead, Guard<'a, RxOf<S>>)> {
     let (ahead, guard) = look_at_front(socket, control, guard, at_mark)?;
-    // The kernel may not have been told of it yet.
+    // The kernel's shutdown() may still be due.
     let is_shut = guard.then_shut && matches!(ahead, Ahead::Nothing);
     Some((if is_shut { Ahead::Shut } else { ahead }, guard))
 }
@@ -86,7 +87,7 @@ fn look_at_front<'a, S: SocketIo>(
         if socket.rx_mode.load(Acquire) != Mode::Marked {
             return Some((Ahead::Changed, guard));
         }
-        // A call that was in the kernel before the scan began has the first turn.
+        // The bytes of a call that was in the kernel before the scan began come first.
         let is_aside = !guard.aside.is_empty();
         let waits = is_aside && (guard.scan.is_none() || at_mark != AtMark::HandOver);
         if waits || !socket.rx_inside.is_empty() {
@@ -99,7 +100,7 @@ fn look_at_front<'a, S: SocketIo>(
             return Some((Ahead::Ended, guard));
         };
         let peeked = if guard.carry.len() > carried {
-            // What TCP has is not what comes next.
+            // The bytes in TCP are not next: the carry has more than fits.
             0
         } else {
             match tcp.peek(rest) {
@@ -110,13 +111,13 @@ fn look_at_front<'a, S: SocketIo>(
             }
         };
         let Some(nonce) = guard.scan else {
-            // No longer scanning: only the carry is left to deliver, and what RESUME has announced, which is
-            // counted (P78), or all that precedes the reset which we have to report.
+            // No scan is on any more. The carry is left to deliver, and the bytes that RESUME has announced, which are
+            // counted (P78). If this end has a reset to report, all that precedes the reset is left.
             let resets = socket.has_untold();
             if carried == 0 && guard.owed == 0 && !resets {
                 socket.rx_mode.go(Receiving::Settled);
                 if guard.consumer.is_some() {
-                    // Perhaps the last that was still to be done of a way back.
+                    // This may complete a way back.
                     socket.later(Task::Drained);
                 }
                 return Some((Ahead::Changed, guard));
@@ -149,8 +150,8 @@ fn look_at_front<'a, S: SocketIo>(
         }
         let (marker, len) = match seen.what {
             Found::Payload => return Some((Ahead::Nothing, guard)),
-            // P34: if TCP ends here it will not become a marker. Looks again after having seen the
-            // end, so that all that precedes it is there.
+            // P34: if TCP ends here, the part does not become a marker. Peeks again after the end was seen: all that
+            // precedes the end is there then.
             Found::PartialMarker { have } if over => {
                 if have < ID_BYTES {
                     let carry = have.min(carried);
@@ -171,8 +172,8 @@ fn look_at_front<'a, S: SocketIo>(
                 if over {
                     continue;
                 }
-                // Not left in the kernel: a byte keeps all of the buffer that it came in, and with little
-                // room TCP would close its window to what is to follow.
+                // The part does not stay in the kernel. There a single byte keeps all of the buffer that it came in.
+                // With little room TCP would close its window to the bytes that follow.
                 let new = buf.get(carried..have).unwrap_or_default();
                 let len = guard.carry.len();
                 guard.carry.push(new);
@@ -195,7 +196,7 @@ fn look_at_front<'a, S: SocketIo>(
     }
 }
 
-/// Whether the program has something to read behind a mark and the markers that follow that.
+/// Returns whether the program has something to read behind an urgent mark and the markers that follow it.
 fn behind_mark(nonce: &Nonce, mut bytes: &[u8]) -> Ahead {
     loop {
         let seen = scan(nonce, bytes);
@@ -214,7 +215,7 @@ fn behind_mark(nonce: &Nonce, mut bytes: &[u8]) -> Ahead {
     }
 }
 
-/// TCP has ended in this direction: no marker comes any more.
+/// Handles the end of TCP in the receiving direction: no marker comes any more.
 fn ended<'a, S: SocketIo>(
     socket: &'a S,
     control: &mut ControlOf<S>,
@@ -235,10 +236,11 @@ fn ended<'a, S: SocketIo>(
 fn on_marker<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, marker: Option<Marker>) {
     match marker {
         Some(Marker::Hello(hello)) => {
-            // P32: a HELLO of somebody else than the asker is not followed.
+            // P32: a HELLO from another instance than the asker is not followed.
             let expected = control.handshake.as_ref().is_some_and(|h| h.role() == Role::Connector);
             if !expected && (control.leave.is_some() || is_shut(socket)) {
-                // The program has put the socket to a use since our YES that forbids it: ABORT is owed, and no more.
+                // Since this end's YES the program has put the socket to a use that forbids a promotion. This end owes
+                // an ABORT, and no more.
                 return feed(socket, control, |h| Ok(h.on_bad_marker()));
             }
             if !expected && control.asked_by != Some(hello.instance) {
@@ -261,9 +263,9 @@ fn on_marker<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, marker: Option
     }
 }
 
-/// Scans what a call that was inside the kernel when the scan began has brought: keeps the
-/// payload at the front of `buf`, processes markers, holds back what may become one. Gives the
-/// payload's length. The call is still counted in `rx_inside`.
+/// Scans the bytes of a call that was inside the kernel when the scan began. Moves the payload to the front of `bytes`,
+/// handles markers, and holds back the possible beginning of one. Returns the payload's length. The call still counts
+/// in `rx_inside`.
 pub fn scan_taken<S: SocketIo>(socket: &S, bytes: &mut [u8]) -> usize {
     let len = bytes.len();
     let Some(mut control) = socket.control.lock() else {
@@ -277,7 +279,7 @@ pub fn scan_taken<S: SocketIo>(socket: &S, bytes: &mut [u8]) -> usize {
         };
         let Some(nonce) = rx.scan else {
             if socket.rx_mode.load(Acquire) == Mode::Link {
-                // The direction has been to the link and back meanwhile: what it has there comes first.
+                // The direction has been to the link and back meanwhile: the bytes from there come first.
                 rx.carry.push(bytes.get(at..len).unwrap_or_default());
                 break;
             }
@@ -316,8 +318,8 @@ pub fn scan_taken<S: SocketIo>(socket: &S, bytes: &mut [u8]) -> usize {
     kept
 }
 
-/// Returns whether TCP has a marker that was not read yet, or the beginning of one with the whole nonce. `None` if it
-/// has more than is looked through, or a call of the program's has a part of it in hand.
+/// Returns whether TCP has a marker that was not read yet, or the beginning of one with the whole nonce. `None` if TCP
+/// has more than [`PEEK`] bytes, or if a call of the program has a part of it.
 pub fn has_marker<S: SocketIo>(socket: &S) -> Option<bool> {
     let rx = socket.rx.lock()?;
     let (Some(nonce), Some(tcp)) = (rx.scan, socket.tcp()) else {
@@ -338,7 +340,7 @@ pub fn has_marker<S: SocketIo>(socket: &S) -> Option<bool> {
     })
 }
 
-/// What there is to read for the program among markers; those in front are processed. `None` in a signal handler that
+/// Returns what the program can read among markers, and handles the markers in front. `None` in a signal handler that
 /// has interrupted this thread's use of the connection.
 pub fn look<S: SocketIo>(socket: &S) -> Option<Ahead> {
     let mut control = socket.control.lock()?;

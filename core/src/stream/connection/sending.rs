@@ -1,5 +1,5 @@
-//! What can be done with the sending direction: markers and what is sent again get into TCP, and the direction leaves
-//! the link.
+//! The operations on the sending direction: it sends markers, and bytes that are sent again, on TCP, and leaves the
+//! link.
 
 use std::sync::atomic::Ordering::Acquire;
 
@@ -9,30 +9,30 @@ use crate::fabric::ring::{EndMark, RingError, Stopped, Wake};
 use crate::ids::Vqpn;
 use crate::stream::mode::{Mode, Sending};
 
-/// Who sleeps at the other end of a link within the host, to be woken once the kernel has sent its FIN: only then is
-/// the mark an end. That the FIN wakes him too is not enough, for he would hear of it after what is sent on other
+/// The waiter at the other end of a link within the host that is woken once the kernel has sent its FIN. Only then does
+/// the end mark count as an end. The FIN wakes that waiter too, but too late: after data that is sent on other
 /// connections next.
 pub struct Farewell<L>(Option<(L, Wake, Vqpn)>);
 
 impl<L: StreamLink> Farewell<L> {
-    /// Nobody is to be woken.
+    /// No waiter is to be woken.
     pub const NONE: Self = Self(None);
 
-    /// Who is woken by `wake`, which the end mark has given.
+    /// Returns the farewell for the waiter that `wake` names, which the end mark has returned.
     pub fn of<S: SocketIo<Link = L>>(socket: &S, wake: Wake) -> Self {
         Self(socket.wakes_at_end(wake))
     }
 
-    /// The kernel's socket is closed, or shut down.
+    /// Wakes the waiter. The kernel's socket is closed or shut down by now.
     pub fn tell(self) {
-        // The number may be another stream's by now, which is looked at in vain then.
+        // The number may be another stream's by now. Then the waiter checks that stream in vain.
         if let Some((link, wake, theirs)) = self.0 {
             link.notify(wake, theirs);
         }
     }
 }
 
-/// Appends what the peer has not read on the link, behind the markers. An error without memory for it.
+/// Appends bytes that the peer has not read on the link, behind the markers. Returns an error without memory for them.
 pub fn queue_again<S: SocketIo>(socket: &S, tx: &mut TxOf<S>, bytes: &[u8]) -> Result<(), RingError> {
     tx.marker.try_reserve(bytes.len()).map_err(|_| RingError::NoMemory)?;
     tracing::debug!(target: "rdmasock::promote", slot = socket.slot(), bytes = bytes.len(), "sends again on TCP");
@@ -42,15 +42,15 @@ pub fn queue_again<S: SocketIo>(socket: &S, tx: &mut TxOf<S>, bytes: &[u8]) -> R
     Ok(())
 }
 
-/// As [`flush`]; what TCP does not take now the service thread gets out.
+/// Calls [`flush`]; the service thread sends later what TCP does not take now.
 pub fn flush_or_later<S: SocketIo>(socket: &S) {
     if !flush(socket) {
         socket.later(Task::Flush);
     }
 }
 
-/// Gets pending marker bytes into TCP. True when none are left: the direction's mode says what
-/// it runs on then. The caller holds neither `rx` nor `tx`.
+/// Sends the pending marker bytes on TCP. Returns true when none are left: then the mode says what the direction runs
+/// on. The caller holds neither `rx` nor `tx`.
 pub fn flush<S: SocketIo>(socket: &S) -> bool {
     let waits = awaits_marker(socket);
     let Some(mut tx) = socket.tx.lock() else {
@@ -68,15 +68,15 @@ pub fn flush<S: SocketIo>(socket: &S) -> bool {
         }
         return true;
     }
-    // A call that blocks inside the kernel could get its bytes between two parts of a marker.
+    // A call that blocks inside the kernel could send its bytes between two parts of a marker.
     if !socket.is_tx_quiet() {
         return false;
     }
     let Some(tcp) = socket.tcp() else {
         return false;
     };
-    // A send into a connection that has been reset would take the error from the socket, of which the program's own
-    // calls are to tell.
+    // A send into a connection that has been reset would take the error from the socket. The program's own calls are to
+    // return that error.
     if !tx.marker.is_empty() && tcp.has_failed() {
         tx.marker.clear();
         tx.then_link = false;
@@ -95,10 +95,10 @@ pub fn flush<S: SocketIo>(socket: &S) -> bool {
             Err(Unsent::Full) => return false,
             Err(error) => {
                 if let Unsent::Failed(error) = error {
-                    // Only now, and taken.
+                    // The connection has failed since the check above, and this send has taken the error.
                     socket.keep_error(error);
                 }
-                // The connection is dead: what was to be said no longer matters.
+                // The connection has ended: the pending bytes no longer matter.
                 tx.marker.clear();
                 tx.then_link = false;
             }
@@ -115,7 +115,7 @@ pub fn flush<S: SocketIo>(socket: &S) -> bool {
         socket.set_path(Half::Sending, true);
     } else {
         socket.tx_mode.go(Sending::Flushed);
-        // Perhaps the last that was still to be done of a way back, of a stream whose OPEN nobody has answered too.
+        // This may complete a way back, even if the stream's OPEN was not answered.
         if tx.producer.is_some() || socket.link().is_some() {
             socket.later(Task::Drained);
         }
@@ -126,7 +126,7 @@ pub fn flush<S: SocketIo>(socket: &S) -> bool {
             farewell = Farewell::of(socket, end_on_link(socket, &mut tx, EndMark::Fin));
         }
         if socket.tx_mode.load(Acquire) == Mode::Marked {
-            // The peer has stopped reading the link: what it has not read goes out first.
+            // The peer has stopped reading the link: the bytes that it has not read are sent first.
             tx.then_shut = true;
             drop(tx);
             return flush(socket);
@@ -134,14 +134,14 @@ pub fn flush<S: SocketIo>(socket: &S) -> bool {
         tcp.end();
         drop(tx);
         farewell.tell();
-        // The other direction may have left the link before this one was on it.
+        // The receiving direction may have left the link before the sending direction was on it.
         settle_if_plain(socket);
     }
     true
 }
 
-/// Ends our sending direction, which is on the link: what follows goes over TCP, after what the
-/// peer may want to be sent again.
+/// Ends the sending direction on the link with the mark `end`. The bytes that follow are sent on TCP, behind those that
+/// the peer may want again. Returns the peer's waiter to wake.
 pub fn end_on_link<S: SocketIo>(socket: &S, tx: &mut TxOf<S>, end: EndMark) -> Wake {
     let wake = match tx.producer.as_mut().map(|p| p.end(end)) {
         Some(Err(Stopped)) => {
@@ -162,7 +162,7 @@ pub fn end_on_link<S: SocketIo>(socket: &S, tx: &mut TxOf<S>, end: EndMark) -> W
     wake
 }
 
-/// Our sending direction leaves the link for TCP, where all that the peer has not read is sent again first.
+/// Moves the sending direction from the link to TCP, where all that the peer has not read is sent again first.
 pub fn send_again<S: SocketIo>(socket: &S, tx: &mut TxOf<S>) {
     let unread = tx.producer.as_mut().map_or(Ok(Vec::new()), |p| p.unread());
     if let Err(error) = unread.and_then(|bytes| queue_again(socket, tx, &bytes)) {
@@ -174,8 +174,8 @@ pub fn send_again<S: SocketIo>(socket: &S, tx: &mut TxOf<S>) {
     socket.set_path(Half::Sending, false);
 }
 
-/// Moves our sending direction back to TCP: what is on the link stays there and comes first. If
-/// its SWITCH is still to be written, that leads the peer to an empty link.
+/// Moves the sending direction back to TCP. Bytes on the link stay there and come first. If SWITCH is still to be
+/// written, it leads the peer to an empty link.
 pub fn demote_tx<S: SocketIo>(socket: &S) {
     let Some(mut tx) = socket.tx.lock() else {
         return;
@@ -194,20 +194,21 @@ pub fn demote_tx<S: SocketIo>(socket: &S) {
     settle_if_plain(socket);
 }
 
-/// The sending direction has left the link. If the other is on TCP already nobody else will see that this was the last.
+/// Called when the sending direction has left the link. If the receiving direction is on TCP already, this is the last
+/// place that can notice the end of the way back.
 pub fn settle_if_plain<S: SocketIo>(socket: &S) {
     if socket.is_plain() {
         socket.later(Task::Drained);
     }
 }
 
-/// The peer has stopped reading the link: what it has not read goes over TCP again.
+/// Sends again on TCP what the peer has not read: the peer has stopped reading the link.
 pub fn resend<S: SocketIo>(socket: &S) {
     look_for_reset(socket);
     let Some(mut tx) = socket.tx.lock() else {
         return;
     };
-    // If it has left the link meanwhile it met the peer's mark then (`end_on_link`).
+    // A direction that has left the link meanwhile met the peer's mark then (`end_on_link`).
     if socket.tx_mode.load(Acquire) == Mode::Link {
         send_again(socket, &mut tx);
         drop(tx);
@@ -215,8 +216,8 @@ pub fn resend<S: SocketIo>(socket: &S) {
     }
 }
 
-/// What is sent next is for TCP alone, and the stream [leaves](super::leave::leave) a link between hosts for it: until
-/// it has, sends wait.
+/// Makes sends wait until the stream has [left](super::leave::leave) a link between hosts, because what is sent next is
+/// for TCP alone.
 pub fn wait_for_tcp<S: SocketIo>(socket: &S) {
     let Some(mut tx) = socket.tx.lock() else {
         return;

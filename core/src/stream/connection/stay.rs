@@ -1,4 +1,4 @@
-//! A stay on a link between hosts: carries out what `stream::resume` says (P70–P79).
+//! A stay on a link between hosts: carries out the steps of the state machine in `stream::resume` (P70–P79).
 //!
 //! The caller of each function holds the control lock, and neither `rx` nor `tx`.
 
@@ -13,7 +13,7 @@ use crate::stream::mode::{Mode, Receiving, Sending};
 use crate::stream::resume::{Resume, Step, Steps};
 use crate::wire::{MAX_MARKER, Marker, Message};
 
-/// OPEN is about to go out on a link between hosts.
+/// Begins the stay: OPEN is about to be sent on a link between hosts.
 pub fn begin<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     let Some(handshake) = &control.handshake else {
         return;
@@ -29,12 +29,12 @@ pub fn begin<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     }
 }
 
-/// Whether the stream has a stay on a link between hosts that is not over.
+/// Returns whether the stream has a stay on a link between hosts that has not ended.
 pub fn is_staying<L, O>(control: &Control<L, O>) -> bool {
     control.resume.as_ref().is_some_and(|r| !r.is_over())
 }
 
-/// Feeds the machine.
+/// Feeds the state machine.
 pub fn feed<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, input: impl FnOnce(&mut Resume) -> Steps) {
     if let Some(steps) = control.resume.as_mut().map(input) {
         carry_out(socket, control, steps);
@@ -75,7 +75,7 @@ pub fn carry_out<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, steps: Ste
             }
             Step::ReadOn(sent) => read_on(socket, Some(sent)),
             Step::Lost => {
-                // What was sent before the reset has come, and is read before it; nobody sends it again.
+                // Bytes that were sent before the reset have come, and are read before it. No peer sends them again.
                 if let Some(opened) = &control.opened {
                     opened.link.take_in();
                 }
@@ -85,14 +85,14 @@ pub fn carry_out<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, steps: Ste
             Step::Done => socket.later(Task::Settle),
         }
     }
-    // Not here: an epoll set's lock is not taken under the control lock.
+    // Queued and not done here: an epoll set's lock is not taken under the control lock.
     socket.later(Task::Notify);
     if control.resume.as_ref().is_some_and(Resume::looks_ahead) {
         socket.later(Task::ReadAhead);
     }
 }
 
-/// The peer says what it cannot say: the connection is over at both ends.
+/// Resets the connection at both ends: the peer has sent what the protocol does not allow.
 pub fn violation<S: SocketIo>(socket: &S, what: &str) {
     tracing::warn!(target: "rdmasock", slot = socket.slot(), what, "resumption failed: reset");
     socket.reset();
@@ -110,7 +110,8 @@ fn write_resume<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
     let Some(Ok(received)) = received else {
         return violation(socket, "bad ring");
     };
-    // The other host may be gone. What the program has sent is TCP's to wait for as long as it does.
+    // The other host may be gone, so the kernel's wait for it is bounded. If the link holds unread bytes of the
+    // program, TCP waits for those as long as for any.
     let has_failed = control.opened.as_ref().is_some_and(|o| !o.link.is_alive());
     if has_failed && !is_unread(socket) {
         socket.bound_wait();
@@ -153,7 +154,8 @@ fn send_from<S: SocketIo>(socket: &S, from: u64) {
     flush_or_later(socket);
 }
 
-/// What follows the ring is in TCP, which brings all up to `sent`; `None`: it is a reset.
+/// Lets reads continue in TCP once the ring is read. TCP brings all bytes up to `sent`; `None`: the connection is
+/// reset.
 fn read_on<S: SocketIo>(socket: &S, sent: Option<u64>) {
     {
         let Some(mut rx) = socket.rx.lock() else {
@@ -193,7 +195,7 @@ fn end_tcp<S: SocketIo>(socket: &S) {
     }
 }
 
-/// Whether the link holds what the reader has not read.
+/// Returns whether the link holds bytes that the reader has not read.
 fn is_unread<S: SocketIo>(socket: &S) -> bool {
     let is_unread = || Some(socket.tx.lock()?.producer.as_mut()?.used().is_ok_and(|n| n > 0));
     socket.tx_mode.load(Acquire) == Mode::Link && is_unread() == Some(true)

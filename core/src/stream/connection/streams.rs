@@ -1,4 +1,4 @@
-//! Our stream on the link: it leaves that, and is given back.
+//! This end's stream on the link: it leaves the link, and is given back.
 
 use std::sync::atomic::Ordering::Acquire;
 
@@ -12,8 +12,8 @@ use crate::stream::mode::Mode;
 use crate::stream::resume::Resume;
 use crate::wire::Message;
 
-/// Takes the socket back to TCP: our sending direction now, the other's when the peer follows our request. No handshake
-/// is under way. The caller holds the control lock.
+/// Takes the socket back to TCP: the sending direction now, the receiving one when the peer follows this end's request.
+/// No handshake is under way. The caller holds the control lock.
 pub fn leave_link<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason: Reason) {
     socket.set_why(reason.into());
     if stay::is_staying(control) {
@@ -34,14 +34,13 @@ pub fn leave_link<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason: R
     socket.pin();
 }
 
-/// Asks the peer to take its sending direction back to TCP; with `resend_from`, a position in what it has
-/// sent, it sends again there what follows it.
+/// Asks the peer to take its sending direction back to TCP. With `resend_from`, a position in the bytes that the peer
+/// has sent, the peer sends the bytes from there on again.
 pub fn ask_back(link: &impl StreamLink, yours: Vqpn, resend_from: Option<u64>) {
     link.send(&Message::DemoteRequest { yours, resend_from });
 }
 
-/// Gives our end of the stream on the link back. The directions are on TCP, or the socket is
-/// being closed.
+/// Gives this end's stream on the link back. Both directions are on TCP, or the socket is being closed.
 pub fn close_stream<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     let consumer = socket.rx.lock().and_then(|mut rx| {
         rx.stays = false;

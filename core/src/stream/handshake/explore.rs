@@ -1,7 +1,6 @@
-//! Explores every order in which two ends can get what they send each other, with answers lost,
-//! ends giving up, closing their half of TCP and losing the link at any moment. Messages are
-//! whole here; how they are cut, and the data between them, is the pair tests' business
-//! (rdmasock-tests).
+//! Explores every order in which two ends can receive the messages and markers that they send each other. Answers may
+//! be lost, and at any moment an end may give up, close its half of TCP or lose the link. Messages are whole here. The
+//! pair tests (rdmasock-tests) cut them, and put data between them.
 
 use std::collections::{HashSet, VecDeque};
 
@@ -23,14 +22,14 @@ enum Side {
     Refuse,
 }
 
-/// Out of band.
+/// Messages out of band.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Oob {
     Yes,
     Cancel,
 }
 
-/// What one direction runs on, at one of its ends.
+/// What a direction runs on, at one of its ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum On {
     Tcp,
@@ -48,7 +47,7 @@ struct End {
     link: bool,
     wants_link: bool,
     fin: bool,
-    /// The other's FIN is the next in TCP, whenever one looks.
+    /// The peer's FIN is the next event in TCP, however often this end reads.
     eof: bool,
     over: Option<Step>,
     to_tcp: VecDeque<Tcp>,
@@ -109,7 +108,7 @@ impl End {
         self.handshake.as_ref().map(Handshake::role)
     }
 
-    /// Writes in TCP, if that still takes anything.
+    /// Writes in TCP. Returns false if TCP's direction has ended.
     fn write(&mut self, what: Tcp) -> bool {
         if !self.fin {
             self.to_tcp.push_back(what);
@@ -117,7 +116,7 @@ impl End {
         !self.fin
     }
 
-    /// Carries out steps, with a ring to receive into or without.
+    /// Carries out steps; `ring`: whether there is a ring to receive into.
     fn run(&mut self, steps: Steps, ring: bool) {
         for step in steps {
             match step {
@@ -187,7 +186,7 @@ impl End {
     }
 }
 
-/// Carries out `event` at `me`; false if it cannot happen now.
+/// Carries out `event` at `me`. Returns false if the event cannot happen now.
 fn happen(event: Event, me: &mut End, peer: &mut End) -> bool {
     match event {
         Event::Tcp => match peer.to_tcp.pop_front() {
@@ -269,7 +268,7 @@ fn happen(event: Event, me: &mut End, peer: &mut End) -> bool {
     true
 }
 
-/// Nothing is left to happen by itself: where did the attempt end?
+/// Checks where the attempt has ended, when no event is left that happens by itself.
 fn check_rest(c: &End, s: &End) {
     for (writer, reader) in [(c, s), (s, c)] {
         match writer.tx {

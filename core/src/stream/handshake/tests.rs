@@ -1,4 +1,4 @@
-//! The handshake step by step. Every order of events is the business of `explore.rs`.
+//! Tests of the handshake step by step. `explore.rs` explores every order of events.
 
 use super::*;
 
@@ -27,7 +27,7 @@ fn the_whole_handshake_promotes_both_ends() {
     assert_eq!(c.on_hello(peer), Ok(vec![Step::NeedLink(peer)]));
     assert_eq!(c.on_link_up(), Ok(vec![Step::SendOpen]));
     assert_eq!(s.on_open(), Ok(vec![Step::SendOpen, Step::WriteSwitch]));
-    // The acceptor's SWITCH may be seen before its OPEN: they travel on different paths.
+    // The connector may read the acceptor's SWITCH before its OPEN-ACK: they travel on different paths.
     assert_eq!(c.on_closing(Closing::Switch), Ok(vec![Step::ReceiveOnLink]));
     assert_eq!(c.on_open(), Ok(vec![Step::WriteSwitch, Step::Promoted]));
     assert_eq!(

@@ -24,7 +24,7 @@ const RECEIVING: [Receiving; 9] = [
     Receiving::Closed,
 ];
 
-/// Every move of the table.
+/// Returns every move of the table.
 fn table<E: Event>(events: &[E]) -> Vec<(Mode, E, Mode)> {
     let moves = events.iter().flat_map(|event| {
         let (from, to) = event.moves();

@@ -1,7 +1,6 @@
-//! Explores every order in which two ends of a link between hosts can write, read, get what the
-//! other sends in TCP and on the link, lose the link (each at a moment of its own, with what is in
-//! flight or without), leave it, shut down, close and die. Markers are whole here; how they are cut
-//! is the pair tests' business (rdmasock-tests).
+//! Explores every order of events at the two ends of a link between hosts. An end can write, read, receive what the
+//! peer sends in TCP and on the link, leave the link, shut down, close and die. Each end can lose the link at a moment
+//! of its own, with or without the records in flight. Markers are whole here; the pair tests (rdmasock-tests) cut them.
 
 use std::collections::{HashSet, VecDeque};
 
@@ -36,7 +35,7 @@ enum Record {
 enum On {
     Tcp,
     Link,
-    /// RESUME is out, the other's is not in.
+    /// RESUME is written, and the peer's is not read.
     Held,
     /// The reader has gone.
     Nobody,
@@ -52,32 +51,32 @@ struct End {
     dead: bool,
 
     tx: On,
-    /// Bytes that the program has written, and how many had been when SWITCH was.
+    /// Bytes that the program has written, and how many it had when SWITCH was written.
     written: u8,
     base: u8,
     /// The program has shut down or closed.
     shut: bool,
     closed: bool,
-    /// TCP's sending direction is ended.
+    /// TCP's sending direction has ended.
     fin: bool,
 
     /// SWITCH has been read, and the ring not been left yet.
     on_ring: bool,
-    /// Bytes that have come into the ring, and of these given to the program.
+    /// Bytes that have come into the ring, and how many of them the program has read.
     ring: u8,
     taken: u8,
     marked: bool,
     read_on: bool,
-    /// The byte at which the other's direction was switched, and the one up to which RESUME says that it goes.
+    /// The byte at which the peer's direction was switched, and the byte up to which RESUME says that it goes.
     began: u8,
     owed: u8,
     lost: bool,
-    /// Bytes given to the program.
+    /// Bytes that the program has read.
     delivered: u8,
-    /// The end of TCP has been read, and shown.
+    /// The end of TCP has been read, and the program has got the end of the stream.
     ended: bool,
     eof: bool,
-    /// The program reads nothing before it has sent all.
+    /// The program reads nothing before it has sent all its bytes.
     idle: bool,
 
     to_tcp: VecDeque<Tcp>,
@@ -137,7 +136,7 @@ impl End {
         }
     }
 
-    /// As after a handshake without a byte of data.
+    /// Returns an end as after a handshake without a byte of data.
     fn promoted(role: Role) -> Self {
         let mut this = Self::new(Handshake::connector(NONCES[0]));
         this.handshake = None;
@@ -168,7 +167,7 @@ impl End {
         }
     }
 
-    /// Feeds the handshake, and the resumption with what comes of it.
+    /// Feeds the handshake, and feeds the resumption with its results.
     fn feed(&mut self, ring: bool, input: impl FnOnce(&mut Handshake) -> Result<handshake::Steps, Misplaced>) {
         if let Some(h) = &mut self.handshake {
             let steps = input(h).expect("an honest peer is never out of turn");
@@ -276,7 +275,7 @@ impl End {
         self.settle();
     }
 
-    /// The ring is left when it is read and what follows is in TCP.
+    /// Leaves the ring when it is read and what follows is in TCP.
     fn settle(&mut self) {
         if self.on_ring && self.taken == self.ring && self.read_on {
             self.on_ring = false;
@@ -287,7 +286,7 @@ impl End {
         }
     }
 
-    /// The attempt under way, if it is not closed.
+    /// Gives up the attempt under way, if it is not closed.
     fn give_up(&mut self) {
         self.feed(true, |h| Ok(h.give_up()));
     }
@@ -313,7 +312,7 @@ impl End {
         self.delivered += 1;
     }
 
-    /// The next thing that TCP has, if it can be taken now.
+    /// Reads the next element of TCP. Returns false if there is none that can be read now.
     fn read_tcp(&mut self, peer: &mut VecDeque<Tcp>) -> bool {
         let Some(next) = peer.front().copied() else {
             return false;
@@ -359,7 +358,8 @@ impl End {
         true
     }
 
-    /// Looks for what the sending direction waits for behind data; anybody may who waits for an answer.
+    /// Looks behind data for the marker that the sending direction waits for. Any end may look that waits for an
+    /// answer.
     fn look_ahead(&mut self, peer: &VecDeque<Tcp>) {
         let Some(r) = &self.resume else { return };
         let in_the_way = matches!(peer.front(), Some(Tcp::Data(_))) && !self.on_ring;
@@ -413,7 +413,7 @@ impl End {
     }
 }
 
-/// Carries out `event` at `me`; false if it cannot happen now.
+/// Carries out `event` at `me`. Returns false if the event cannot happen now.
 fn happen(event: Event, bytes: u8, me: &mut End, peer: &mut End) -> bool {
     if me.dead {
         return false;
@@ -516,23 +516,24 @@ fn happen(event: Event, bytes: u8, me: &mut End, peer: &mut End) -> bool {
     *me != before
 }
 
-/// Whether what can happen does so sooner or later.
+/// Returns whether the event, if it can happen, does so sooner or later.
 fn is_by_itself(event: Event, me: &End, peer: &End) -> bool {
     match event {
         Event::Tcp | Event::Link | Event::Ring | Event::LinkUp => true,
         Event::Ahead => me.resume.as_ref().is_some_and(Resume::looks_ahead),
-        // An attempt over a link that has failed at the other end times out. Nobody else need notice.
+        // An attempt over a link that has failed at the other end times out. Without an attempt the failure may stay
+        // unnoticed.
         Event::LinkFails => !peer.link && (me.handshake.is_some() || me.idle),
         _ => false,
     }
 }
 
-/// What is written to a socket that was closed is answered by a reset, with which what is still on its way is gone: the
-/// program may do that, we may not.
+/// Checks that no marker goes to a socket that was closed. The kernel answers such bytes by a reset, with which all
+/// bytes on their way are lost. The program may cause that, the library may not.
 fn check_reset(me: &End, had: usize, peer: &End) {
     let is_gone = peer.closed && peer.fin && !peer.dead && !peer.is_resuming() && peer.handshake.is_none();
     let is_marker = |what: &Tcp| !matches!(what, Tcp::Data(_) | Tcp::Fin);
-    // What precedes a marker that was seen before its turn is here.
+    // The data in front of a marker that was seen before its turn has come.
     let has_seen = me.resume.as_ref().is_some_and(|r| r.known().is_some());
     let owed = !has_seen && peer.to_tcp.iter().any(|what| *what != Tcp::Fin);
     assert!(
@@ -541,7 +542,7 @@ fn check_reset(me: &End, had: usize, peer: &End) {
     );
 }
 
-/// Nothing is left to happen by itself: what has become of the connection?
+/// Checks what has become of the connection, when no event is left that happens by itself.
 fn check_rest(ends: [&End; 2]) {
     for (writer, reader) in [(ends[0], ends[1]), (ends[1], ends[0])] {
         let both = || format!("\nwriter {writer:?}\nreader {reader:?}");
@@ -581,8 +582,8 @@ fn check_rest(ends: [&End; 2]) {
     }
 }
 
-/// The same where programs do not read: each can send nonetheless. Its end goes out once the other has answered,
-/// for which that may have to read.
+/// Checks the same where programs do not read: each end can send nonetheless. Its FIN is sent once the peer has
+/// answered, for which the peer may have to read.
 fn check_rest_of_idle(ends: &[End; 2]) {
     for (me, peer) in [(&ends[0], &ends[1]), (&ends[1], &ends[0])] {
         assert!(me.tx != On::Held, "cannot send unless it reads\n{ends:?}");
@@ -596,7 +597,7 @@ fn check_rest_of_idle(ends: &[End; 2]) {
     }
 }
 
-/// Explores; gives the number of states and of those that are at rest.
+/// Explores all states. Returns the number of states, and how many of them are at rest.
 fn explore(start: [End; 2], bytes: [u8; 2], events: &[Event]) -> (usize, usize) {
     let mut seen = HashSet::from([start.clone()]);
     let mut todo = vec![start];
@@ -635,7 +636,7 @@ fn promoted() -> [End; 2] {
     [End::promoted(Role::Connector), End::promoted(Role::Acceptor)]
 }
 
-/// The connector has had its YES.
+/// Returns two ends; the connector has got its YES.
 fn greeting() -> [End; 2] {
     let mut c = End::new(Handshake::connector(NONCES[0]));
     c.feed(true, |h| h.on_yes(NONCES[1]));

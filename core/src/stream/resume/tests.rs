@@ -1,4 +1,4 @@
-//! The resumption step by step. Every order of events is the business of `explore.rs`.
+//! Tests of the resumption step by step. `explore.rs` explores every order of events.
 
 use super::*;
 

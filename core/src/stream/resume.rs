@@ -30,10 +30,11 @@
 //! |---|---|---|---|
 //! | no | no | on the link | on the link |
 //! | yes | no | waits, as for a full window | the ring up to `received`, then waits |
-//! | yes | yes | TCP, from the peer's `received` | the ring up to `received`, then TCP; ECONNRESET if TCP ends before `sent` |
+//! | yes | yes | TCP, from the peer's `received` | the ring up to `received`, then TCP |
 //! | yes | end of TCP | the kernel's results | the ring, then ECONNRESET |
 //!
-//! Reading RESUME is itself a reason to write one, so there is no row "no, yes".
+//! Reading RESUME is itself a reason to write one, so there is no row "no, yes". If TCP ends before it has brought all
+//! bytes up to the peer's `sent`, a receive fails with ECONNRESET.
 //!
 //! A program may read nothing until it has sent all that it has to send, so the data in front of these markers may
 //! never be read. An end that cannot send on without a marker therefore looks for it behind that data

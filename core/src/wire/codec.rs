@@ -1,5 +1,5 @@
-//! What the encodings of messages, markers, introductions and records share: the version, how bytes are read and
-//! appended, and what can be wrong with them. Not the encodings.
+//! The common parts of the encodings of messages, markers, introductions and records: the version, reading and
+//! appending bytes, and the errors. The encodings themselves are elsewhere.
 
 use std::net::{Ipv6Addr, SocketAddr};
 
@@ -13,18 +13,18 @@ use crate::ids::{Cookie, InstanceId, Nonce, Tuple, Vqpn, mapped};
 /// The version of the whole protocol, part of every service name, message and marker (P1).
 pub const VERSION: u8 = 2;
 
-/// How many instances a REDIRECT may name.
+/// Instances that a REDIRECT may name, at most (P10).
 pub const MAX_REDIRECT: usize = 64;
 
 /// Why bytes are not a message or a marker of this protocol.
 ///
-/// Always the peer's fault, or that of whoever else wrote to us.
+/// If decoding fails, the peer, or another writer of the bytes, is at fault. If encoding fails, the caller is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum WireError {
-    /// Shorter or longer than the message says or its kind demands.
+    /// Shorter or longer than the message says, or than its kind requires.
     #[error("wrong length")]
     Length,
-    /// Does not start as a message of this protocol.
+    /// Does not begin as a message of this protocol.
     #[error("not an rdmasock message")]
     Magic,
     /// Another version of the protocol.
@@ -36,19 +36,20 @@ pub enum WireError {
     /// A field has a value outside its range.
     #[error("{0} out of range")]
     Field(&'static str),
-    /// The buffer to encode into is too small: the caller's fault, not the peer's.
+    /// The buffer to encode into is too small. The caller is at fault, not the peer.
     #[error("buffer too small")]
     Buffer,
 }
 
-/// Reads a value off the front of `bytes`; gives the rest too.
+/// Reads a value off the front of `bytes`. Returns the value and the rest; [`WireError::Length`] if `bytes` is too
+/// short.
 pub(super) fn read_prefix<T: FromBytes + KnownLayout + Immutable + Unaligned>(
     bytes: &[u8],
 ) -> Result<(&T, &[u8]), WireError> {
     T::ref_from_prefix(bytes).map_err(|_| WireError::Length)
 }
 
-/// Appends to a caller's buffer and remembers the first overflow.
+/// Appends values to a caller's buffer. Each call fails if the buffer has no room for the value.
 pub(crate) struct Writer<'a> {
     buf: &'a mut [u8],
     /// Bytes appended.
@@ -72,7 +73,7 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// A field of a message or a record: integers are little-endian, and nothing lies between two fields.
+/// A field of a message or a record. Integers are little-endian, and no byte lies between two fields.
 pub(crate) trait Field<'a>: Sized {
     /// Appends the field.
     fn put(&self, out: &mut Writer<'_>) -> Result<(), WireError>;
@@ -87,7 +88,7 @@ fn take<T: FromBytes>(from: &mut &[u8]) -> Result<T, WireError> {
     Ok(value)
 }
 
-/// Fields that are other bytes on the wire than in memory: by what they are written as, and read from.
+/// Implements [`Field`] for types by the type that stands for them on the wire, and the conversions to and from it.
 macro_rules! fields {
     ($($type:ty as $wire:ty: |$value:ident| $put:expr, |$read:ident| $take:expr;)*) => {$(
         impl Field<'_> for $type {
@@ -133,7 +134,7 @@ impl Field<'_> for RingOffer {
     }
 }
 
-/// Declares structures that are their fields, one after the other in this order.
+/// Implements `Field` for structures: their fields follow each other in this order.
 macro_rules! structs {
     ($($Struct:ident { $($field:ident),* })*) => {$(
         impl $crate::wire::codec::Field<'_> for $Struct {
@@ -154,7 +155,8 @@ structs! {
     Geometry { arena_bytes, waiter_bytes, queue_entries, max_waiters, max_ring }
 }
 
-/// The addresses in their IPv4-mapped form, the ports, the namespace, the interface; any bytes are a tuple.
+/// On the wire: the addresses in their IPv4-mapped form, the ports, the namespace, the interface. Any bytes are a
+/// tuple.
 impl Field<'_> for Tuple {
     fn put(&self, out: &mut Writer<'_>) -> Result<(), WireError> {
         let ends = [self.connector(), self.acceptor()];
@@ -173,7 +175,7 @@ impl Field<'_> for Tuple {
     }
 }
 
-/// How many bytes there are, then the bytes.
+/// On the wire: the number of bytes, then the bytes.
 impl<'a> Field<'a> for &'a [u8] {
     fn put(&self, out: &mut Writer<'_>) -> Result<(), WireError> {
         let length = u16::try_from(self.len()).map_err(|_| WireError::Buffer)?;
@@ -189,7 +191,7 @@ impl<'a> Field<'a> for &'a [u8] {
     }
 }
 
-/// Whether there is a value, then the value.
+/// On the wire: whether there is a value, then the value.
 impl Field<'_> for Option<u64> {
     fn put(&self, out: &mut Writer<'_>) -> Result<(), WireError> {
         self.is_some().put(out)?;
@@ -202,7 +204,7 @@ impl Field<'_> for Option<u64> {
     }
 }
 
-/// How many there are, then each; at most [`MAX_REDIRECT`].
+/// On the wire: the number of instances, at most [`MAX_REDIRECT`], then each of them.
 impl Field<'_> for Vec<InstanceId> {
     fn put(&self, out: &mut Writer<'_>) -> Result<(), WireError> {
         let count = u16::try_from(self.len())
@@ -221,8 +223,8 @@ impl Field<'_> for Vec<InstanceId> {
     }
 }
 
-/// Declares an enum by the number and name of each variant, with its fields, or one without a name, in their order on
-/// the wire. A number is never used again for something else.
+/// Declares an enum by the number and name of each variant. A variant has fields in their order on the wire, or one
+/// field without a name. A number is never used again for another variant.
 macro_rules! kinds {
     (
         $(#[$about:meta])*
@@ -236,7 +238,7 @@ macro_rules! kinds {
         }
 
         impl $(<$life>)? $Enum $(<$life>)? {
-            /// Writes the fields and returns the kind.
+            /// Writes the fields. Returns the kind.
             #[inline(always)]
             fn put_body(&self, out: &mut $crate::wire::codec::Writer<'_>) -> Result<u8, $crate::wire::codec::WireError> {
                 match self {$(

@@ -1,7 +1,7 @@
-//! What one end of a link shows the other of its memory: sizes, and where a ring lies. Not what lies where in an arena
-//! (`fabric/layout.rs`).
+//! The parts of an end's memory that the peer on a link learns of: sizes, and where a ring lies. The layout of an arena
+//! is in `fabric/layout.rs`.
 
-/// A ring for incoming data, offered to the other end: where it lies in the offerer's arena.
+/// A ring for incoming data, offered to the peer: where it lies in the offerer's arena.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RingOffer {
     page: u32,
@@ -9,12 +9,13 @@ pub struct RingOffer {
 }
 
 impl RingOffer {
-    /// The smallest ring, as the logarithm of its bytes.
+    /// log2 of the bytes of the smallest ring.
     pub const MIN_LOG2: u8 = 12;
-    /// The largest ring, as the logarithm of its bytes.
+    /// log2 of the bytes of the largest ring.
     pub const MAX_LOG2: u8 = 26;
 
-    /// A ring of 2^`log2` bytes at page `page` of the arena; `None` where `log2` is out of range.
+    /// Creates the offer of a ring of 2^`log2` bytes that begins at page `page` of the arena's data area. `None` if
+    /// `log2` is out of range.
     ///
     /// The producer that adopts the ring checks that it lies within the arena.
     pub fn new(page: u32, log2: u8) -> Option<Self> {
@@ -23,27 +24,27 @@ impl RingOffer {
             .then_some(Self { page, log2 })
     }
 
-    /// The first page of the arena, of 4096 bytes each.
+    /// Returns the ring's first page, of 4,096 bytes each, counted from the beginning of the arena's data area.
     pub const fn page(&self) -> u32 {
         self.page
     }
 
-    /// The logarithm of the ring's bytes.
+    /// Returns log2 of the ring's bytes.
     pub const fn log2(&self) -> u8 {
         self.log2
     }
 }
 
-/// The sizes of what one end of a link shares with the other; the fds travel beside it (P24).
+/// The sizes of the memory that an end shares with the peer. The fds travel beside it (P24).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Geometry {
-    /// Bytes of the arena memfd, which holds the rings.
+    /// Bytes of the arena memfd, which holds the ready queues and the rings.
     pub arena_bytes: u64,
-    /// Bytes of the waiter memfd, which holds ready queues and sleeper flags.
+    /// Bytes of the waiter memfd, which holds sleep flags and futexes.
     pub waiter_bytes: u64,
-    /// Entries of one ready queue.
+    /// Streams that a ready queue has a bit for.
     pub queue_entries: u32,
-    /// How many waiters the end may announce.
+    /// Waiters that the end may announce, at most.
     pub max_waiters: u32,
     /// Bytes of the largest ring that the end writes into.
     pub max_ring: u64,

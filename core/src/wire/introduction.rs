@@ -1,5 +1,5 @@
-//! The first words on a new queue pair, each end's private data of the connection (docs/protocol.md, "Links
-//! between hosts"). Encoding and decoding only.
+//! The introduction on a new queue pair: each end sends it as private data of the connection (docs/protocol.md, "Links
+//! between hosts"). This module encodes and decodes it.
 
 use zerocopy::little_endian::U32;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -12,9 +12,9 @@ pub const INTRODUCTION: usize = size_of::<Frame>();
 
 const MAGIC: [u8; 4] = *b"rsok";
 
-/// As the transfers: past the rings too (P90 to P99).
+/// Value of `transfers`: data may go past the rings too (P90 to P99).
 const DIRECT: u8 = 1;
-/// As the purpose: it is a bulk queue pair, beside a link's.
+/// Value of `purpose`: the queue pair is a bulk queue pair, beside a link's.
 const BULK: u8 = 1;
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
@@ -32,26 +32,26 @@ struct Frame {
     cookie: Cookie,
 }
 
-/// Who is at an end of a new queue pair.
+/// The identity and the terms of an end of a new queue pair.
 #[derive(Debug, Clone, Copy)]
 pub struct Introduction {
     /// The process, in its own pid namespace.
     pub pid: u32,
     /// The instance.
     pub instance: InstanceId,
-    /// From who connects: the cookie of the other's HELLO. From who accepts: zeroes.
+    /// From the connecting end: the cookie of the other end's HELLO. From the accepting end: zeroes.
     pub cookie: Cookie,
-    /// Its user has not switched direct transfers off.
+    /// The end allows direct transfers: its user has not switched them off.
     pub is_direct: bool,
-    /// The new queue pair is not a link's, but beside one; the cookie is that of BULK.
+    /// The new queue pair is a bulk queue pair beside a link's; the cookie is that of BULK.
     pub is_bulk: bool,
 }
 
 impl Introduction {
-    /// What who accepts sends in the cookie's place.
+    /// The zeroes that the accepting end sends in the cookie's place.
     pub const NO_COOKIE: Cookie = Cookie::from_bytes([0; ID_BYTES]);
 
-    /// Its bytes.
+    /// Returns the introduction's bytes.
     pub fn encode(&self) -> [u8; INTRODUCTION] {
         zerocopy::transmute!(Frame {
             magic: MAGIC,
@@ -65,7 +65,8 @@ impl Introduction {
         })
     }
 
-    /// Reads what the peer's private data begins with. Total; transports may have padded it.
+    /// Reads the introduction at the beginning of the peer's private data. Total: any bytes give one or an error.
+    /// Transports may have padded the data.
     pub fn decode(bytes: &[u8]) -> Result<Self, WireError> {
         let (frame, _) = read_prefix::<Frame>(bytes)?;
         if frame.magic != MAGIC {

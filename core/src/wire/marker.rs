@@ -1,7 +1,7 @@
-//! Markers: what the library writes inside a TCP stream. See docs/protocol.md, P30–P39.
+//! Markers: the library writes them inside a TCP stream (docs/protocol.md, P30–P39).
 //!
-//! Encoding and decoding only. Finding a marker among data is [`super::scan`]'s business, deciding
-//! when to write one the stream's.
+//! This module encodes and decodes them. [`super::scan`] finds a marker among data, and `stream` decides when to write
+//! one.
 
 use std::net::{Ipv6Addr, SocketAddr};
 
@@ -21,7 +21,7 @@ pub const MIN_MARKER: usize = size_of::<MarkerHeader>();
 /// The longest marker, in bytes.
 pub const MAX_MARKER: usize = MIN_MARKER + MAX_BODY;
 
-/// What a marker starts with (P30).
+/// The header of a marker (P30).
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub(super) struct MarkerHeader {
@@ -39,7 +39,7 @@ const FABRIC_VERBS: u8 = 2;
 /// Where a link can be made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LinkAddress {
-    /// On the shm fabric: at the name of the HELLO's instance (P6).
+    /// On the shm fabric: by the name of the HELLO's instance (P6).
     Shm,
     /// On the verbs fabric: by rdma_cm, at this address.
     Verbs(SocketAddr),
@@ -48,18 +48,18 @@ pub enum LinkAddress {
 /// How to make a link to the writer of a HELLO.
 #[derive(Debug, Clone, Copy)]
 pub struct LinkOffer {
-    /// Where to connect.
+    /// The address to connect to.
     pub address: LinkAddress,
-    /// What to present there, once.
+    /// The cookie to present there, once.
     pub cookie: Cookie,
 }
 
 /// The body of a HELLO.
 #[derive(Debug, Clone, Copy)]
 pub struct Hello {
-    /// The writer.
+    /// The instance that writes the HELLO.
     pub instance: InstanceId,
-    /// In S's HELLO only, and there only where the two instances may have no link yet.
+    /// Only in S's HELLO, and only if the two instances may have no link yet.
     pub link: Option<LinkOffer>,
 }
 
@@ -68,25 +68,25 @@ structs! {
 }
 
 kinds! {
-    /// Something the library says inside a TCP direction.
+    /// A marker: the library's message inside a direction of TCP.
     #[derive(Debug, Clone, Copy)]
     #[allow(missing_docs, reason = "the fields of RESUME are said there")]
     pub enum Marker {
-        /// The writer is an end of this TCP connection and knows the reader's nonce (steps 3 and 4).
+        /// The writer is an end of this TCP connection and knows the reader's nonce (P32).
         1 = Hello(hello: Hello);
-        /// The next byte of this direction is on the link (step 7).
+        /// The next byte of this direction is on the link (P37).
         2 = Switch;
-        /// The attempt to promote is over, this direction stays on TCP.
+        /// The attempt to promote has ended, and this direction stays on TCP (P36).
         3 = Abort(reason: Reason);
-        /// The stream leaves a link between hosts: the writer takes nothing more from it (P70). It has the reader's
-        /// direction up to the position `received`, and has given its own to the link up to `sent`, both in bytes since
-        /// SWITCH.
+        /// The stream leaves a link between hosts: the writer receives no more from it (P70). `received` is the
+        /// position up to which the writer has the reader's direction. `sent` is the position up to which its own was
+        /// given to the link. Both are in bytes since SWITCH.
         4 = Resume { received: u64, sent: u64 };
     }
 }
 
 impl Marker {
-    /// Writes the marker for the reader that chose `reader_nonce` to the front of `buf`; gives its bytes.
+    /// Writes the marker for the reader that chose `reader_nonce` to the front of `buf`. Returns its bytes.
     ///
     /// Fails with [`WireError::Buffer`] if `buf` is too short; [`MAX_MARKER`] bytes always suffice.
     pub fn encode<'b>(&self, reader_nonce: &Nonce, buf: &'b mut [u8]) -> Result<&'b [u8], WireError> {
@@ -106,7 +106,7 @@ impl Marker {
 
     /// Reads the one marker that `bytes` consists of. Total: any bytes give a marker or an error.
     ///
-    /// The nonce is the caller's to compare; [`super::scan::scan`] does.
+    /// Does not compare the nonce; [`super::scan::scan`] does.
     pub fn decode(bytes: &[u8]) -> Result<Self, WireError> {
         let (header, mut body) = read_prefix::<MarkerHeader>(bytes)?;
         if header.version != VERSION {
@@ -123,7 +123,7 @@ impl Marker {
         }
     }
 
-    /// The length of the marker that starts with `bytes`, as its header says; `None` while the header
+    /// Returns the length in bytes of the marker that starts with `bytes`, as its header says. `None` while the header
     /// is not complete, an error if no marker is that long.
     pub(super) fn total_length(bytes: &[u8]) -> Result<Option<usize>, WireError> {
         let Ok((header, _)) = read_prefix::<MarkerHeader>(bytes) else {
@@ -138,7 +138,7 @@ impl Marker {
     }
 }
 
-/// Nothing, or the offer: it is the last field of what it is in.
+/// On the wire: no byte, or the offer. This is the last field of the structure that it is in.
 impl Field<'_> for Option<LinkOffer> {
     fn put(&self, out: &mut Writer<'_>) -> Result<(), WireError> {
         self.iter().try_for_each(|offer| offer.put(out))
@@ -149,7 +149,7 @@ impl Field<'_> for Option<LinkOffer> {
     }
 }
 
-/// The address, with its length, takes up the rest of a marker.
+/// On the wire: the cookie, the fabric, then the address with its length, up to the marker's end.
 impl Field<'_> for LinkOffer {
     fn put(&self, out: &mut Writer<'_>) -> Result<(), WireError> {
         self.cookie.put(out)?;
@@ -185,7 +185,7 @@ const IP_BYTES: usize = 16;
 /// Bytes of an address on the verbs fabric: IP, port.
 const VERBS_BYTES: usize = IP_BYTES + 2;
 
-/// `None` unless somebody can be there: no port 0, no multicast, no unspecified address.
+/// Returns the address. `None` if no listener can have it: port 0, multicast, or unspecified.
 fn verbs_address(bytes: &[u8]) -> Option<SocketAddr> {
     let (ip, port) = bytes.split_first_chunk::<IP_BYTES>()?;
     let ip = Ipv6Addr::from(*ip).to_canonical();

@@ -1,7 +1,7 @@
-//! Out-of-band messages: one a datagram, framed by a checked header. See docs/protocol.md, P10–P29.
+//! Out-of-band messages: one a datagram, framed by a checked header (docs/protocol.md, P10–P29).
 //!
-//! File descriptors travel beside a message (SCM_RIGHTS); how many belong to a kind is said by
-//! [`Message::fds`], moving them is `os::channel`'s business.
+//! File descriptors travel beside a message (SCM_RIGHTS). [`Message::fds`] returns how many belong to a kind;
+//! `os::channel` moves them.
 
 use zerocopy::little_endian::{U16, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -11,12 +11,12 @@ use super::geometry::{Geometry, RingOffer};
 use super::reason::Reason;
 use crate::ids::{Cookie, InstanceId, Nonce, Tuple, Vqpn};
 
-/// The longest message, in bytes; fits one Ethernet frame.
+/// Bytes of the longest message; it fits one Ethernet frame.
 pub const MAX_MESSAGE: usize = size_of::<Header>() + size_of::<(U64, U16)>() + MAX_REDIRECT * size_of::<InstanceId>();
 
 const MAGIC: [u8; 4] = *b"rsok";
 
-/// What precedes every message (P10).
+/// The header of every message (P10).
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 struct Header {
@@ -30,13 +30,13 @@ struct Header {
 kinds! {
     /// An out-of-band message. Units, order and meaning are in docs/protocol.md.
     ///
-    /// | field | what |
+    /// | field | meaning |
     /// |---|---|
     /// | `request` | the question's number, which the asker has chosen and the answer repeats (P11) |
     /// | `tuple` | the connection, as both ends see it (P12) |
-    /// | `nonce_c`, `nonce_s` | what markers to C, and to S, start with (P31) |
-    /// | `nonce_mine`, `nonce_yours` | the same, of the message's sender and of its receiver |
-    /// | `instance_c`, `instance_s`, `pid` | who speaks, and its process as it sees that itself |
+    /// | `nonce_c`, `nonce_s` | the nonces that markers to C, and to S, start with (P31) |
+    /// | `nonce_mine`, `nonce_yours` | those that markers to the message's sender, and to its receiver, start with |
+    /// | `instance_c`, `instance_s`, `pid` | the sender's instance, and its pid in its own pid namespace |
     /// | `geometry`, `ring` | the sizes of the sender's memory; a ring in it |
     /// | `yours`, `mine`, `vqpn` | the number that the receiver, and the sender, gave to the stream (P26) |
     /// | `id` | a waiter (P27) |
@@ -54,50 +54,51 @@ kinds! {
         3 = No { request: u64, reason: Reason };
         /// "I do not hold it; one of these, which listen on the same socket, may." At most [`MAX_REDIRECT`].
         4 = Redirect { request: u64, instances: Vec<InstanceId> };
-        /// The connector gives up after YES, and has not written its HELLO and never will.
+        /// The connector gives up after YES. It has not written its HELLO and never will.
         5 = Cancel { request: u64, nonce_c: Nonce, nonce_s: Nonce };
-        /// First on a new link, with the arena and waiter memfds: proves that C has read S's HELLO.
+        /// The first message on a new link, with the arena and waiter memfds. It proves that C has read S's HELLO.
         16 = Link { cookie: Cookie, instance_c: InstanceId, pid: u32, geometry: Geometry };
-        /// The link stands; with S's arena and waiter memfds.
+        /// The link is accepted; with S's arena and waiter memfds.
         17 = LinkAccept { instance_s: InstanceId, pid: u32, geometry: Geometry };
-        /// The link does not come about; the sender closes the channel.
+        /// The link is refused; the sender closes the channel.
         18 = LinkRefuse { reason: Reason };
-        /// "Write this stream's data to `ring`, under `vqpn`." The nonces say which stream.
+        /// "Write this stream's data to `ring`, under `vqpn`." The nonces name the stream.
         32 = Open { nonce_mine: Nonce, nonce_yours: Nonce, vqpn: Vqpn, ring: RingOffer };
-        /// The other half of OPEN: `yours` is the opener's number, `mine` and `ring` the sender's.
+        /// The answer to OPEN: `yours` is the opener's number, `mine` and `ring` are the sender's.
         33 = OpenAck { yours: Vqpn, mine: Vqpn, ring: RingOffer };
         /// The stream that the opener called `yours` stays on TCP.
         34 = OpenRefuse { yours: Vqpn, reason: Reason };
-        /// With the button of the doorbell on which waiter `id` of the sender sleeps.
+        /// Comes with the button of the doorbell that waiter `id` of the sender polls.
         35 = Waiter { id: u32 };
-        /// The button of the receiver's waiter `id` is not kept.
+        /// The sender does not keep the button of the receiver's waiter `id`.
         36 = WaiterGone { id: u32 };
-        /// "Move your sending direction of stream `yours` back to TCP"; from byte `resend_from` of that
-        /// direction if the link failed, else after the last byte on the link.
+        /// "Move your sending direction of stream `yours` back to TCP." With `resend_from` the sender of this no longer
+        /// reads the link: the bytes from that position on are sent again (P28). Else TCP follows the last byte on the
+        /// link.
         37 = DemoteRequest { yours: Vqpn, resend_from: Option<u64> };
         /// "Move your sending direction of stream `yours` to the ring that is on offer."
         38 = Adopt { yours: Vqpn };
-        /// "What is in this file you have sent in TCP, and it can be given to its reader there only: send it there
-        /// again, before all that is in the ring of stream `yours`, of which nothing was read."
+        /// "You have sent the bytes of this file in TCP, and their reader can get them only there. Send them there
+        /// again, before all bytes in the ring of stream `yours`. The reader has read none of those."
         41 = TakeBack { yours: Vqpn, bytes: u32 };
-        /// TAKE-BACK is carried out: stream `yours` is at its end in that direction.
+        /// TAKE-BACK is carried out: stream `yours` has ended in that direction.
         42 = TakenBack { yours: Vqpn };
-        /// The sender will not touch stream `yours` again; its own number for it is free.
+        /// The sender will not use stream `yours` again; its own number for it is free.
         39 = Closed { yours: Vqpn };
-        /// "Wake your waiter `id`": where its sender cannot.
+        /// "Wake your waiter `id`", where the sender cannot wake it.
         40 = Ring { id: u32 };
-        /// "Connect a bulk queue pair beside this link's, and introduce it with this cookie." From who has accepted the
-        /// link to who has [direct transfers](super::Introduction::is_direct).
+        /// "Connect a bulk queue pair beside this link's, and introduce it with this cookie." Sent by the end that has
+        /// accepted the link, to an end with [direct transfers](super::Introduction::is_direct).
         43 = Bulk { cookie: Cookie };
-        /// "Ask me for a bulk queue pair." The other way.
+        /// "Send me BULK: I want a bulk queue pair." Sent by the end that has connected the link.
         44 = BulkWanted;
-        /// The sender's end of the bulk queue pair is given up. Once from each end.
+        /// The sender has given its end of the bulk queue pair up. Each end sends this once.
         45 = BulkGone;
     }
 }
 
 impl Message {
-    /// The stream that it is about, by the number that its receiver chose (P26).
+    /// Returns the receiver's number for the stream that the message is about (P26). `None` for messages without one.
     pub const fn yours(&self) -> Option<Vqpn> {
         match self {
             Self::OpenAck { yours, .. }
@@ -111,7 +112,7 @@ impl Message {
         }
     }
 
-    /// How many file descriptors must travel beside this message.
+    /// Returns how many file descriptors have to travel beside this message.
     pub const fn fds(&self) -> usize {
         match self {
             Self::Link { .. } | Self::LinkAccept { .. } => 2,
@@ -120,10 +121,10 @@ impl Message {
         }
     }
 
-    /// Writes the message to the front of `buf`; gives its bytes.
+    /// Writes the message to the front of `buf`. Returns its bytes.
     ///
-    /// Fails with [`WireError::Buffer`] if `buf` is shorter than the message ([`MAX_MESSAGE`] always
-    /// suffices), and with [`WireError::Field`] if a REDIRECT names too many instances.
+    /// Fails with [`WireError::Buffer`] if `buf` is shorter than the message ([`MAX_MESSAGE`] bytes always suffice),
+    /// and with [`WireError::Field`] if a REDIRECT names too many instances.
     pub fn encode<'b>(&self, buf: &'b mut [u8]) -> Result<&'b [u8], WireError> {
         let (head, rest) = buf.split_at_mut_checked(size_of::<Header>()).ok_or(WireError::Buffer)?;
         let mut body = Writer::new(rest);

@@ -1,11 +1,12 @@
-//! Why an end says no, as it travels. Why a stream is on TCP for its own program is another list (`stats/reason.rs`).
+//! Reasons for a NO, as they are sent. The reasons why a stream is on TCP, for its own program, are in
+//! `stats/reason.rs`.
 
 use std::fmt;
 
 /// Declares [`Reason`] by the name, number and text of each reason that this version knows.
 macro_rules! reasons {
     ($($(#[$doc:meta])* $name:ident = $code:literal => $text:literal,)+) => {
-        /// Why an end says no, as it travels in NO, LINK-REFUSE, OPEN-REFUSE and ABORT.
+        /// Why an end refuses, as sent in NO, LINK-REFUSE, OPEN-REFUSE and ABORT.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
         pub enum Reason {
             $($(#[$doc])* $name,)+
@@ -14,12 +15,12 @@ macro_rules! reasons {
         }
 
         impl Reason {
-            /// The number on the wire.
+            /// Returns the number on the wire.
             pub fn code(self) -> u16 {
                 match self { $(Self::$name => $code,)+ Self::Other(code) => code }
             }
 
-            /// The reason with this number; every number is one.
+            /// Returns the reason with this number; every number is one.
             pub fn from_code(code: u16) -> Self {
                 match code { $($code => Self::$name,)+ other => Self::Other(other) }
             }
@@ -48,15 +49,15 @@ reasons! {
     Limit = 6 => "limit reached",
     /// No memory, no fd, no room in the arena.
     Resources = 7 => "out of memory, fds or arena",
-    /// The other end's parameters cannot be met.
+    /// The peer's parameters cannot be met.
     Unsupported = 8 => "parameters not supported",
     /// The nonce or the cookie is not the one that was given out.
     Secret = 9 => "wrong nonce or cookie",
-    /// The other end did not keep to the protocol.
+    /// The peer did not keep to the protocol.
     Violation = 10 => "protocol violation",
     /// A step did not come in time.
     Timeout = 11 => "no answer in time",
-    /// The other end withdrew.
+    /// The peer withdrew.
     Cancelled = 12 => "withdrawn",
     /// No program with the library listens on the port there.
     Absent = 13 => "no program with the library on the port",

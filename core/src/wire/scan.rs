@@ -1,57 +1,57 @@
-//! Finds markers in what TCP delivers. A pure function: the reading, and the window in which to
-//! scan at all, are the stream's business (docs/protocol.md, P33–P36).
+//! Finds markers in what TCP delivers. A pure function: `stream` reads TCP, and decides when to scan at all
+//! (docs/protocol.md, P33–P36).
 
 use super::codec::WireError;
 use super::marker::{MIN_MARKER, Marker};
 use crate::ids::Nonce;
 
-/// What follows the deliverable bytes.
+/// The bytes that follow the payload.
 #[derive(Debug, Clone, Copy)]
 pub enum Found {
-    /// Nothing: all bytes seen are data.
+    /// No byte: all bytes scanned are data.
     Payload,
-    /// `have` bytes (1 to `MAX_MARKER` − 1) that may become a marker: neither data nor a marker yet.
+    /// The possible beginning of a marker: `have` bytes (1 to `MAX_MARKER` − 1) that are neither data nor a marker yet.
     PartialMarker {
-        /// Bytes to hold back, up to the end of what was scanned.
+        /// Number of bytes to hold back, up to the end of those scanned.
         have: usize,
     },
-    /// A whole marker; what comes after its `len` bytes has not been looked at.
+    /// A whole marker. The bytes behind it have not been scanned.
     Marker {
         /// The marker.
         marker: Marker,
         /// Its length in bytes.
         len: usize,
     },
-    /// Starts with the reader's nonce, so it is not the application's data, but it is no marker
-    /// that this version can read. `len` bytes are to be dropped, and the attempt to promote is over.
+    /// Bytes that start with the reader's nonce, so they are not the application's data, but are no marker that this
+    /// version can read. `len` bytes are to be dropped, and the attempt to promote has ended.
     Bad {
-        /// What is wrong with it.
+        /// Why it is no marker.
         error: WireError,
-        /// Its length in bytes: as the header says, or the bare header where no marker is that long.
+        /// Its length in bytes: as the header says, or the bare header if no marker is that long.
         len: usize,
     },
 }
 
-/// What [`scan`] saw.
+/// The result of [`scan`].
 #[derive(Debug, Clone, Copy)]
 pub struct Scan {
-    /// This many bytes at the front are the application's data.
+    /// Number of bytes at the front that are the application's data.
     pub payload: usize,
-    /// What comes after them.
+    /// The bytes behind them.
     pub what: Found,
 }
 
-/// Looks for the first marker for the reader that chose `nonce` in `bytes`, the next bytes of TCP.
+/// Finds the first marker for the reader that chose `nonce` in `bytes`, the next bytes of TCP.
 ///
-/// `bytes` must begin where an earlier scan left off: at the byte after the data delivered, so that
-/// a tail held back is seen again. A tail that can still become a marker is never called data. To
-/// get past a partial marker, a caller needs room for the `MAX_MARKER` bytes of a whole one.
+/// `bytes` must begin where an earlier scan left off: at the byte after the data delivered, so that a tail held back is
+/// scanned again. A tail that can still become a marker is never called data. To get past a partial marker, a caller
+/// needs room for the `MAX_MARKER` bytes of a whole one.
 pub fn scan(nonce: &Nonce, bytes: &[u8]) -> Scan {
     let pattern = nonce.as_bytes();
     let [first, ..] = pattern;
     let mut payload = 0;
-    // The first place where all that is there agrees with the nonce; it may run out early only at the
-    // end of `bytes`. Trying every place in order also handles a nonce that contains its own beginning.
+    // Finds the first place where all bytes there agree with the nonce; they may run out early only at the end of
+    // `bytes`. Trying every place in order also handles a nonce that contains its own beginning.
     while let Some(skip) = bytes
         .get(payload..)
         .and_then(|rest| rest.iter().position(|b| b == first))
@@ -72,8 +72,8 @@ pub fn scan(nonce: &Nonce, bytes: &[u8]) -> Scan {
     }
 }
 
-/// How many of `bytes`, which follow each other in TCP from where an earlier scan left off, are the application's
-/// data, with markers among them or not.
+/// Returns how many of `bytes` are the application's data, with markers among them or not. `bytes` follow each other in
+/// TCP from where an earlier scan left off.
 pub fn payload_in(nonce: &Nonce, bytes: &[u8]) -> usize {
     let (mut payload, mut rest) = (0, bytes);
     loop {
@@ -88,7 +88,7 @@ pub fn payload_in(nonce: &Nonce, bytes: &[u8]) -> usize {
     }
 }
 
-/// Reads the marker at the front of `tail`, which agrees with the reader's nonce as far as it goes.
+/// Reads the marker at the front of `tail`, which agrees with the reader's nonce as far as it reaches.
 fn read_marker(tail: &[u8]) -> Found {
     let len = match Marker::total_length(tail) {
         Ok(Some(len)) => len,

@@ -1,4 +1,4 @@
-//! Tests of the out-of-band messages: what is encoded is decoded, and nothing else is.
+//! Tests of the out-of-band messages: all that is encoded is decoded, and no other bytes are.
 
 use std::net::SocketAddr;
 
@@ -105,7 +105,7 @@ fn message() -> impl Strategy<Value = Message> {
     ]
 }
 
-/// Every field, the cookie's bytes aside, as text: `Message` has no equality because cookies have none.
+/// Returns every field, the cookie's bytes aside, as text: `Message` has no equality because cookies have none.
 fn text(message: &Message) -> String {
     format!("{message:?}")
 }

@@ -21,8 +21,7 @@ fn hello() -> Marker {
     })
 }
 
-/// What a reader gets out of `wire` that reaches it in pieces cut at `cuts`: the data up to the first
-/// marker, and that marker.
+/// Returns what a reader gets out of `wire` in pieces cut at `cuts`: the data up to the first marker, and that marker.
 fn read_in_pieces(nonce: &Nonce, wire: &[u8], cuts: &[usize]) -> (Vec<u8>, Option<Marker>) {
     let mut cuts: Vec<usize> = cuts.iter().map(|c| c % (wire.len() + 1)).collect();
     cuts.sort_unstable();
@@ -48,13 +47,13 @@ fn read_in_pieces(nonce: &Nonce, wire: &[u8], cuts: &[usize]) -> (Vec<u8>, Optio
     (data, None)
 }
 
-/// Nonces with and without structure, among them those that contain their own beginning.
+/// Nonces with and without structure. Some contain their own beginning.
 fn nonces() -> impl Strategy<Value = Nonce> {
     let small = vec(0u8..2, 16).prop_map(|v| v.try_into().unwrap());
     prop_oneof![any::<[u8; 16]>(), small, Just([0xFF; 16])].prop_map(Nonce::from_bytes)
 }
 
-/// Data that teases the scanner: pieces of the nonce between other bytes, but never all of it.
+/// Data with pieces of the nonce between other bytes, but never all of it.
 fn teasing(nonce: Nonce) -> impl Strategy<Value = Vec<u8>> {
     let piece = prop_oneof![
         (0usize..16).prop_map(move |n| nonce.as_bytes()[..n].to_vec()),
@@ -79,7 +78,7 @@ proptest! {
     ) {
         let marker = [hello(), Marker::Switch, Marker::Abort(Reason::Timeout)][which as usize];
         let bytes = encoded(&marker, &nonce);
-        // The end of the data must not make an earlier nonce together with the marker's.
+        // The end of the data and the marker must not contain an earlier nonce together.
         prop_assume!(!contains(&[&data, &bytes[..15]].concat(), nonce.as_bytes()));
         let wire = [&data[..], &bytes, &after].concat();
         let (got, found) = read_in_pieces(&nonce, &wire, &cuts);
@@ -92,7 +91,7 @@ proptest! {
         (nonce, pieces) in nonces().prop_flat_map(|n| (Just(n), vec(teasing(n), 1..5))),
     ) {
         let wire = pieces.join(&encoded(&hello(), &nonce)[..]);
-        // Data and marker must not make another nonce together.
+        // Data and marker must not contain another nonce together.
         let markers = wire.windows(16).filter(|w| *w == nonce.as_bytes()).count();
         prop_assume!(markers + 1 == pieces.len());
         let data: usize = pieces.iter().map(Vec::len).sum();

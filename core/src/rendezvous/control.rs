@@ -1,8 +1,8 @@
-//! The datagrams of the control port (docs/protocol.md, P60–P64): what they look like, who may have written
-//! them, and whether the sender of a question is where it says it is.
+//! The datagrams of the control port (docs/protocol.md, P60–P64): their format, the check of their writer by an HMAC,
+//! and the check that the sender of a question can receive at its address.
 //!
-//! Pure: bytes in, values out, the time is an argument. The sockets are `os::datagram`'s, the limits
-//! `guard`'s; what an answer leads to is the service thread's business.
+//! Pure: bytes in, values out, the time is an argument. `os::datagram` has the sockets, `guard` the limits. The service
+//! thread decides what an answer leads to.
 
 #![cfg_attr(not(test), deny(clippy::indexing_slicing))]
 
@@ -21,19 +21,19 @@ use crate::os::privatefd::Transit;
 use crate::wire::codec::{Writer, kinds};
 use crate::wire::{self, VERSION, WireError};
 
-/// Every datagram has this many bytes, so that no answer is longer than its question.
+/// Bytes of every datagram. There is one size, so that no answer is longer than its question.
 pub const DATAGRAM: usize = size_of::<Frame>();
 
 /// Bytes of an HMAC-SHA256.
 const MAC: usize = 32;
-/// Room for what is said: the longest, ASK, has 88 bytes.
+/// Bytes for the body: the longest, ASK, has 88.
 const ROOM: usize = 120;
 
 const MAGIC: [u8; 4] = *b"rsku";
-/// The datagram ends with a MAC.
+/// Flag: the datagram ends with a MAC.
 const SIGNED: u8 = 1;
 
-/// A datagram. Plain bytes, no padding, any alignment.
+/// A datagram as it is sent. Plain bytes, no padding, any alignment.
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 struct Frame {
@@ -54,7 +54,7 @@ ids! {
     #[derive(PartialEq, Eq, Hash)]
     pub struct QueryId;
 
-    /// What an answerer gives to an address and wants to see again from there. Zero: none yet.
+    /// A MAC that an answerer gives to an address, and expects back from there. Zero: none yet.
     #[derive(PartialEq, Eq)]
     pub struct Stamp;
 }
@@ -67,7 +67,7 @@ impl QueryId {
 }
 
 impl fmt::Debug for QueryId {
-    /// The first four bytes, enough to follow one in a log.
+    /// Writes the first four bytes, enough to follow a question in a log.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [a, b, c, d, ..] = self.0;
         write!(f, "{a:02x}{b:02x}{c:02x}{d:02x}…")
@@ -75,7 +75,7 @@ impl fmt::Debug for QueryId {
 }
 
 impl Stamp {
-    /// What a question has that was sent before any answer came.
+    /// The stamp of a question that was sent before any answer came.
     pub const NONE: Self = Self([0; ID_BYTES]);
 }
 
@@ -85,27 +85,28 @@ impl fmt::Debug for Stamp {
     }
 }
 
-/// A datagram as it is understood.
+/// A decoded datagram.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Datagram {
-    /// The question that it is, answers or withdraws.
+    /// The question that the datagram asks, answers or withdraws.
     pub query: QueryId,
-    /// From the asker: the last stamp that came from there. From the answerer: a new one.
+    /// From the asker: the last stamp that came from the answerer. From the answerer: a new one.
     pub stamp: Stamp,
-    /// What it says.
+    /// The contents.
     pub body: Body,
 }
 
 kinds! {
-    /// What a datagram says. The fields are those of [`Message`](crate::wire::Message). Numbers of answers are 16 and up.
+    /// The contents of a datagram. The fields are those of [`Message`](crate::wire::Message). Answers have the numbers
+    /// from 16 on.
     #[derive(Debug, Clone, Copy, PartialEq)]
     #[allow(missing_docs, reason = "the fields mean the same as in a message")]
     pub enum Body {
         /// "I am the connecting end of `tuple`; do you hold the other end, and do you want it moved?"
         1 = Ask { request: u64, tuple: Tuple, nonce_c: Nonce, instance_c: InstanceId };
-        /// The asker gives up the attempt after YES, which this instance has said.
+        /// The asker gives up the attempt after a YES of this instance.
         2 = Cancel { nonce_s: Nonce, instance_s: InstanceId };
-        /// The YES has come: it need not be said again.
+        /// The YES has come: it need not be sent again.
         3 = Got;
         /// "Ask again with this stamp."
         16 = Stamp;
@@ -119,7 +120,7 @@ kinds! {
 /// The first kind of an answer.
 const ANSWERS: u8 = 16;
 
-/// Why a datagram is refused. Nobody is told: whoever sent it is not to be helped.
+/// Why a datagram is refused. The sender gets no answer: a refusal would help an attacker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Refused {
     /// Not [`DATAGRAM`] bytes long.
@@ -131,13 +132,13 @@ pub enum Refused {
     /// Not a datagram of this protocol, or of an unknown kind, or with contents that do not fit its kind.
     #[error("not understood")]
     Kind,
-    /// The MAC is missing, wrong, or there is one although this end has no secret.
+    /// The MAC is missing or wrong, or there is one although this end has no secret.
     #[error("wrong or missing HMAC")]
     Mac,
 }
 
 impl Datagram {
-    /// The datagram's bytes, with a MAC if there is a key.
+    /// Returns the datagram's bytes, with a MAC if there is a key.
     ///
     /// # Errors
     /// [`WireError::Buffer`] for a body that does not fit; none is that long.
@@ -165,14 +166,13 @@ impl Datagram {
             .map(|()| bytes)
     }
 
-    /// Reads a datagram. Total: any bytes give one or a reason to refuse them.
+    /// Reads a datagram. Total: any bytes give a datagram or a reason to refuse them.
     ///
-    /// With a key the MAC has to be there and right; without, there must be none.
+    /// With a key the MAC has to be there and right; without a key there must be none.
     ///
-    /// # Errors
-    /// Why it is refused. Nothing of what an unsigned datagram says is looked at but its version.
+    /// # Errors The reason to refuse it. With a key, the contents of a datagram without a right MAC are never read.
     pub fn decode(bytes: &[u8], key: Option<&Key>) -> Result<Self, Refused> {
-        // The version before the length: a later version may have another.
+        // The version is checked before the length: a later version may have another length.
         if let [a, b, c, d, version, ..] = *bytes
             && [a, b, c, d] == MAGIC
             && version != VERSION
@@ -201,7 +201,7 @@ impl Datagram {
     }
 }
 
-/// What all hosts have that may move connections to each other: the bytes of a file.
+/// The secret of all hosts that may move connections to each other: the bytes of a file.
 #[derive(Clone)]
 pub struct Key(Hmac<Sha256>);
 
@@ -212,10 +212,10 @@ impl fmt::Debug for Key {
 }
 
 impl Key {
-    /// How many bytes a secret may have.
+    /// Range of the number of bytes of a secret.
     pub const BYTES: std::ops::RangeInclusive<usize> = 16..=4096;
 
-    /// The key from a secret's bytes; `None` if it has too few or too many.
+    /// Creates the key from a secret's bytes. `None` if there are too few or too many.
     pub fn new(secret: &[u8]) -> Option<Self> {
         if !Self::BYTES.contains(&secret.len()) {
             return None;
@@ -223,14 +223,13 @@ impl Key {
         Hmac::new_from_slice(secret).ok().map(Self)
     }
 
-    /// The key from the file at `path`, all of its bytes.
+    /// Loads the key from the file at `path`, all of its bytes.
     ///
-    /// # Errors
-    /// What is wrong with the file, for a message: it has to be a regular file that others can neither read
-    /// nor write, of a length within [`Self::BYTES`].
+    /// # Errors A text that names what is wrong with the file. It has to be a regular file that others can neither
+    /// read, write nor execute, of a length within [`Self::BYTES`].
     pub fn load(path: &Path) -> Result<Self, String> {
         let failed = |errno: Errno| std::io::Error::from(errno).to_string();
-        // A FIFO must not block the program.
+        // O_NONBLOCK: a FIFO must not block the program.
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
         let _transit = Transit::begin();
         let file = rustix::fs::open(path, flags, Mode::empty()).map_err(failed)?;
@@ -255,7 +254,7 @@ impl Key {
         Self::new(secret).ok_or_else(|| format!("it must have {} to {} bytes", Self::BYTES.start(), Self::BYTES.end()))
     }
 
-    /// Over everything but the MAC itself, and which way the datagram goes.
+    /// Returns the MAC over the way that the datagram goes, and over all its bytes but the MAC itself.
     fn mac(&self, frame: &Frame) -> Hmac<Sha256> {
         let mut mac = self.0.clone();
         mac.update(if frame.kind < ANSWERS {
@@ -269,20 +268,20 @@ impl Key {
     }
 }
 
-/// Makes and knows the stamps of one instance.
+/// Creates and checks the stamps of one instance.
 ///
-/// A stamp is a MAC under a key that only this instance has, over the address it was sent to and the
-/// minute. Who brings it back can receive there, and does so within two minutes by this instance's
-/// clock: no clocks need agree, and no other instance takes it.
+/// A stamp is a MAC, under a key that only this instance has, over an address and the minute. A sender that returns the
+/// stamp can receive at that address, and did so less than two minutes ago by this instance's clock. So no clocks need
+/// agree, and no other instance accepts the stamp.
 pub struct Stamper(Hmac<Sha256>);
 
 impl Stamper {
-    /// A stamp is good for at least one and less than two of these, ns.
+    /// Nanoseconds of a slot. A stamp is good for at least one slot and less than two.
     const SLOT: u64 = 60_000_000_000;
-    /// No stamp is good for longer, ns.
+    /// Nanoseconds after which no stamp is good.
     pub const LIFE: u64 = 2 * Self::SLOT;
 
-    /// One with a fresh key. Fails only without getrandom(2).
+    /// Creates a stamper with a fresh key. Fails only without getrandom(2).
     pub fn random() -> Result<Self, Errno> {
         let key = [Cookie::random()?, Cookie::random()?];
         Hmac::new_from_slice(key.as_bytes()).map(Self).map_err(|_| Errno::INVAL)
@@ -300,7 +299,7 @@ impl Stamper {
         mac
     }
 
-    /// The stamp for the address `to` at `now` (ns).
+    /// Returns the stamp for the address `to` at `now` (ns).
     pub fn stamp(&self, to: SocketAddr, now: u64) -> Stamp {
         let full: [u8; MAC] = self.mac(to, now / Self::SLOT).finalize().into_bytes().into();
         let mut stamp = [0; ID_BYTES];
@@ -308,7 +307,7 @@ impl Stamper {
         Stamp(stamp)
     }
 
-    /// Whether `stamp` was given to the address `from` not long before `now` (ns).
+    /// Returns whether `stamp` was given to the address `from` less than two slots before `now` (ns).
     pub fn is_good(&self, stamp: &Stamp, from: SocketAddr, now: u64) -> bool {
         let slot = now / Self::SLOT;
         [Some(slot), slot.checked_sub(1)].into_iter().flatten().any(|slot| {

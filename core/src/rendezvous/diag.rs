@@ -1,9 +1,9 @@
-//! Whose is a TCP socket? Asked of the kernel by sock_diag(7), in the network namespace of the calling thread.
+//! Finds the owner of a TCP socket: asks the kernel by sock_diag(7), in the network namespace of the calling thread.
 //!
-//! A service name can be bound by anybody; it is believed only if its owner is the one who owns the port, or whose
-//! process has accepted the connection ([`acceptor_uid`]). The accepted socket alone does not serve for that: its uid
-//! is the accepting worker's, and the name may be its parent's. A question about a connection can be asked by anybody
-//! too; it is answered only if the asker owns the connector's socket. [`trusted`] decides.
+//! Any user can bind a service name. A name is believed only if its owner owns the port, or if its owner's process has
+//! accepted the connection ([`acceptor_uid`]). The accepted socket alone is not enough for that: its uid is the
+//! accepting worker's, and the name may be its parent's. Any user can ask about a connection, too. The question is
+//! answered only if the asker owns the connector's socket. [`trusted`] decides.
 
 use std::io::IoSlice;
 use std::mem::MaybeUninit;
@@ -25,21 +25,22 @@ use crate::os::privatefd::PrivateFd;
 /// The owner of a socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Owner {
-    /// This user, in our user namespace.
+    /// The user with this uid in this process's user namespace.
     Uid(u32),
     /// There is no such socket.
     None,
-    /// The kernel does not say, or shows users of other user namespaces as one.
+    /// The kernel does not report the owner, or reports all users of other user namespaces as one.
     Unknown,
 }
 
-/// The uid that the kernel shows for users that our user namespace does not map, unless an administrator has chosen
-/// another number (kernel.overflowuid).
+/// The uid that the kernel reports for users that this process's user namespace does not map, unless an administrator
+/// has chosen another number (kernel.overflowuid).
 const UNMAPPED: u32 = 65_534;
 
-/// Returns whether the user `uid` may speak for a socket (P5, P13).
+/// Returns whether the user `uid` may speak for a socket of `owner` (P5, P102).
 ///
-/// Root may speak for all, others for their own sockets; where the socket's owner is not known, only our own user.
+/// Root may speak for all sockets, other users for their own. If the owner is not known, only the user of this process
+/// may.
 pub fn trusted(uid: u32, owner: Owner, own_uid: u32) -> bool {
     match owner {
         Owner::Uid(owner) => uid == owner || uid == 0,
@@ -55,8 +56,9 @@ fn owner(uid: u32) -> Owner {
     }
 }
 
-/// Returns whether our user namespace maps all uids, as the first one does (user_namespaces(7)). Does not need /proc:
-/// the kernel refuses to send credentials with an id that is not mapped by EINVAL, and with another user's by EPERM.
+/// Returns whether this process's user namespace maps all uids, as the first one does (user_namespaces(7)). Does not
+/// need /proc: the kernel refuses to send credentials with an id that is not mapped by EINVAL, and with another user's
+/// by EPERM.
 fn maps_all() -> bool {
     /// The last uid, which is mapped if all are.
     const LAST: u32 = u32::MAX - 1;
@@ -77,7 +79,7 @@ fn maps_all() -> bool {
     matches!(sent, Some(Ok(_) | Err(Errno::PERM)))
 }
 
-/// Returns who owns the connector's socket of `connection`, if that is in our network namespace.
+/// Returns the owner of the connector's socket of `connection`, if that is in this thread's network namespace.
 pub fn connector_owner(connection: &Tuple) -> Owner {
     match find(connection.connector(), connection.acceptor(), connection.device()) {
         Ok(Some(socket)) => owner(socket.uid),
@@ -86,23 +88,23 @@ pub fn connector_owner(connection: &Tuple) -> Owner {
     }
 }
 
-/// Returns how many bytes the connector's end of `connection` has sent that the acceptor's has not received; `None` if
-/// the kernel does not say, or there is no such end in our network namespace.
+/// Returns how many bytes the connector's end of `connection` has sent that the acceptor's has not received. `None` if
+/// the kernel does not report it, or if this thread's network namespace has no such end.
 pub fn under_way(connection: &Tuple) -> Option<u32> {
     let (connector, acceptor) = (connection.connector(), connection.acceptor());
     let socket = ask_kernel(&request(IPPROTO_TCP, connector, Some(acceptor), connection.device())).ok()?;
     (socket.state != TCP_LISTEN).then_some(socket.write_queue)
 }
 
-/// Returns whether the end `local` of a connection in our network namespace is the socket with this inode number
-/// (fstat).
+/// Returns whether the end `local` of a connection in this thread's network namespace is the socket with this inode
+/// number (fstat).
 pub fn is_socket(local: SocketAddr, remote: SocketAddr, device: u32, inode: u64) -> bool {
-    // sock_diag(7) has 32 bits of it.
+    // sock_diag(7) has the lower 32 bits of the number.
     find(local, remote, device).is_ok_and(|socket| socket.is_some_and(|socket| socket.inode == inode as u32))
 }
 
-/// Returns who owns the UDP socket that a datagram to `port` of the loopback address would reach in our network
-/// namespace.
+/// Returns the owner of the UDP socket that a datagram to `port` of the loopback address would reach, in this thread's
+/// network namespace.
 pub fn udp_owner(port: u16) -> Owner {
     let local = SocketAddr::from(([127, 0, 0, 1], port));
     // The kernel's udp_diag takes the two ends the other way round.
@@ -110,14 +112,15 @@ pub fn udp_owner(port: u16) -> Owner {
     ask_kernel(&request).map_or(Owner::Unknown, |socket| owner(socket.uid))
 }
 
-/// The kernel does not say.
+/// Error: the kernel does not report the socket.
 struct Unknown;
 
 /// Returns the socket at the end `local` of a connection, `None` if there is none.
 fn find(local: SocketAddr, remote: SocketAddr, device: u32) -> Result<Option<Socket>, Unknown> {
     match ask_kernel(&request(IPPROTO_TCP, local, Some(remote), device)) {
         Ok(socket) => Ok(Some(socket).filter(|socket| socket.state != TCP_LISTEN)),
-        // Or the kernel has sock_diag but not its part for TCP: then it does not know the other end either.
+        // ENOENT comes too if the kernel has sock_diag but not its part for TCP: then it does not know the other end
+        // either.
         Err(Errno::NOENT) if ask_kernel(&request(IPPROTO_TCP, remote, Some(local), device)).is_ok() => Ok(None),
         Err(_) => {
             let ends = (normalise(local), normalise(remote));
@@ -126,16 +129,16 @@ fn find(local: SocketAddr, remote: SocketAddr, device: u32) -> Result<Option<Soc
     }
 }
 
-/// Who owns the socket that a SYN to the acceptor of `connection`, which is one of this host, would reach in our
-/// network namespace.
+/// Returns the owner of the socket that a SYN to the acceptor of `connection` would reach, in this thread's network
+/// namespace. The acceptor has to be on this host.
 ///
-/// By sock_diag, and where that is missing by /proc/net/tcp, which takes the kernel long: it goes through a table that
-/// is made for all connections that there could be.
+/// Asks sock_diag; where that is missing, reads /proc/net/tcp. The latter takes the kernel long, because it searches a
+/// hash table that is sized for all possible connections.
 pub fn listener_owner(connection: &Tuple) -> Owner {
     let (connector, acceptor) = (connection.connector(), connection.acceptor());
     match ask_kernel(&request(IPPROTO_TCP, acceptor, None, connection.device())) {
         Ok(socket) if socket.state == TCP_LISTEN => owner(socket.uid),
-        // An established connection of the same address.
+        // This is an established connection of the same address.
         Ok(_) => Owner::None,
         // As in `find`.
         Err(Errno::NOENT)
@@ -147,12 +150,12 @@ pub fn listener_owner(connection: &Tuple) -> Owner {
     }
 }
 
-/// The uid of the process that has accepted `connection`, which is one of this host; `None` if nobody has yet, or the
-/// kernel does not say.
+/// Returns the uid of the process that has accepted `connection`, which has to be one of this host. `None` if no
+/// process has accepted it yet, or the kernel does not report it.
 pub fn acceptor_uid(connection: &Tuple) -> Option<u32> {
     let (connector, acceptor) = (connection.connector(), connection.acceptor());
     let socket = ask_kernel(&request(IPPROTO_TCP, acceptor, Some(connector), connection.device())).ok()?;
-    // Of a connection that nobody has accepted the kernel says 0, whoever listens.
+    // For a connection that no process has accepted the kernel reports uid 0, whichever user listens.
     match owner(socket.uid) {
         Owner::Uid(uid) if socket.state != TCP_LISTEN && uid != 0 => Some(uid),
         _ => None,
@@ -168,7 +171,7 @@ const TCP_LISTEN: u8 = 10;
 pub(super) const AF_INET: u8 = 2;
 pub(super) const AF_INET6: u8 = 10;
 
-/// linux/netlink.h, struct nlmsghdr. Native byte order, as all of netlink but addresses and ports.
+/// linux/netlink.h, struct nlmsghdr. Native byte order, as all of netlink except addresses and ports.
 #[derive(Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub(super) struct NetlinkHeader {
@@ -204,7 +207,7 @@ struct Request {
     id: SocketId,
 }
 
-/// The beginning of struct inet_diag_msg, all of its fixed part.
+/// The fixed part of struct inet_diag_msg, which comes first.
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 struct Answer {
@@ -220,24 +223,24 @@ struct Answer {
     inode: u32,
 }
 
-/// A socket as the kernel describes it.
+/// The kernel's description of a socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Socket {
     pub state: u8,
     pub uid: u32,
-    /// 0 for a connection that no descriptor stands for.
+    /// 0 for a connection that no fd refers to.
     inode: u32,
     /// Bytes that were sent and are not acknowledged.
     write_queue: u32,
 }
 
-/// Returns the socket that is asked for. ENOENT if there is none, or no sock_diag for the protocol; EBADMSG for an
-/// answer that is none.
+/// Returns the socket that `request` names. ENOENT if there is none, or no sock_diag for the protocol; EBADMSG for an
+/// answer that cannot be read.
 fn ask_kernel(request: &Request) -> Result<Socket, Errno> {
     ask(SocketType::DGRAM, Some(netlink::SOCK_DIAG), request.as_bytes(), parse)
 }
 
-/// Asks one of the kernel's protocols of netlink(7), and reads the answer.
+/// Sends a request to one of the kernel's netlink(7) protocols, and reads the answer with `parse`.
 pub(super) fn ask<T>(
     kind: SocketType,
     protocol: Option<Protocol>,
@@ -253,10 +256,10 @@ pub(super) fn ask<T>(
     parse(bytes)
 }
 
-/// Asks for the one connection from `local` to `remote`, or without that for the one socket that would take a
-/// connection to `local`: the kernel looks it up as it does for a SYN, so wildcard, dual-stack and bound-to-device
-/// listeners are found with the right precedence. `device` is the interface that the segment would come in by, or
-/// that the socket is bound to.
+/// Returns a request for the one connection from `local` to `remote`. Without `remote` it is for the one socket that
+/// would take a connection to `local`. The kernel looks that up as it does for a SYN, so wildcard, dual-stack and
+/// bound-to-device listeners are found with the right precedence. `device` is the interface that the segment would come
+/// in by, or that the socket is bound to.
 fn request(protocol: u8, local: SocketAddr, remote: Option<SocketAddr>, device: u32) -> Request {
     Request {
         header: NetlinkHeader {
@@ -286,7 +289,7 @@ fn request(protocol: u8, local: SocketAddr, remote: Option<SocketAddr>, device: 
     }
 }
 
-/// The unused rest of an IPv4 address field is zero.
+/// Returns the address as netlink has it: the unused rest of an IPv4 address field is zero.
 fn address_field(ip: IpAddr) -> [u8; 16] {
     match ip.to_canonical() {
         IpAddr::V4(v4) => {
@@ -302,7 +305,7 @@ pub(crate) fn parse(bytes: &[u8]) -> Result<Socket, Errno> {
     let (header, body) = NetlinkHeader::read_from_prefix(bytes).map_err(|_| Errno::BADMSG)?;
     if header.kind == NLMSG_ERROR {
         let (code, _) = i32::read_from_prefix(body).map_err(|_| Errno::BADMSG)?;
-        // 1..4096 is what the kernel uses as errno; 0 is an acknowledgement, which we did not ask for.
+        // The kernel uses 1 to 4095 as errno. 0 is an acknowledgement, which was not requested.
         let errno = code
             .checked_neg()
             .filter(|e| (1..4096).contains(e))
@@ -321,16 +324,16 @@ pub(crate) fn parse(bytes: &[u8]) -> Result<Socket, Errno> {
     }
 }
 
-/// The owner of a listener from /proc, for kernels without sock_diag. Unknown if /proc cannot be read, or if sockets of
-/// different users fit equally well.
+/// Returns the owner of a listener from /proc, for kernels without sock_diag. Unknown if /proc cannot be read, or if
+/// sockets of different users fit equally well.
 fn read_listener(server: SocketAddr) -> Owner {
     let server = normalise(server);
     let find = |table: &str, _| Some(find_listener(table, server)).filter(|owner| *owner != Owner::None);
     read_proc(server, find).map_or(Owner::Unknown, |found| found.unwrap_or(Owner::None))
 }
 
-/// Has `find` look through the tables that may have a socket with the address `local`, until it finds something. It
-/// gets a table's text, and whether that is all of it.
+/// Calls `find` with the tables that may have a socket with the address `local`, until it finds one. `find` gets a
+/// table's text, and whether that is all of the table. `None` if no table has it.
 fn read_proc<T>(local: SocketAddr, find: impl Fn(&str, bool) -> Option<T>) -> Result<Option<T>, Unknown> {
     let tables = ["/proc/thread-self/net/tcp", "/proc/thread-self/net/tcp6"];
     for path in tables.into_iter().skip(usize::from(local.is_ipv6())) {
@@ -343,7 +346,8 @@ fn read_proc<T>(local: SocketAddr, find: impl Fn(&str, bool) -> Option<T>) -> Re
     Ok(None)
 }
 
-/// Reads a file of /proc. False if that is longer than is worth reading: listeners come first in the tables of sockets.
+/// Reads a file of /proc. Returns false if it is longer than `ENOUGH` bytes, and stops there: listeners come first in
+/// the tables of sockets.
 fn read_file(path: &str, text: &mut Vec<u8>) -> Result<bool, Errno> {
     const ENOUGH: usize = 256 * 1024;
     let flags = OFlags::RDONLY | OFlags::CLOEXEC;
@@ -360,8 +364,8 @@ fn read_file(path: &str, text: &mut Vec<u8>) -> Result<bool, Errno> {
     Ok(false)
 }
 
-/// Finds a connection in the text of /proc/net/tcp or tcp6 by its two addresses. Unknown if there are several, on
-/// different interfaces, or none in what was read of a longer text.
+/// Finds a connection in the text of /proc/net/tcp or tcp6 by its two addresses. [`Unknown`] if there are several, on
+/// different interfaces, or if a text that is not whole has none.
 fn find_connection(
     table: &str,
     is_whole: bool,
@@ -378,8 +382,8 @@ fn find_connection(
     }
 }
 
-/// Finds the listener for `server` in the text of /proc/net/tcp or tcp6: the one with that address, or
-/// else a wildcard one.
+/// Finds the listener for `server` in the text of /proc/net/tcp or tcp6: the one with that address, or else a wildcard
+/// one.
 pub(crate) fn find_listener(table: &str, server: SocketAddr) -> Owner {
     let listeners = || {
         let lines = table.lines().filter_map(parse_line);

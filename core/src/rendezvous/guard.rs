@@ -1,5 +1,5 @@
-//! What keeps a control port from being a burden: rate limits, and the memory of questions that were
-//! taken (docs/protocol.md, P64, P65). The clock (ns) is an argument; all tables are bounded.
+//! Limits on the load of a control port: rate limits, and the memory of questions that were taken (docs/protocol.md,
+//! P64, P65). The clock (ns) is an argument; all tables are bounded.
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::Hash;
@@ -7,26 +7,26 @@ use std::net::IpAddr;
 
 const SECOND: u64 = 1_000_000_000;
 
-/// How much may come.
+/// A limit on datagrams or questions.
 #[derive(Debug, Clone, Copy)]
 pub struct Rate {
-    /// In the long run.
+    /// How many may come in a second, on average.
     pub per_second: u32,
-    /// At once.
+    /// How many may come at once.
     pub burst: u32,
 }
 
-/// A token bucket, counted in time: a token is the interval between two of the rate.
+/// A token bucket, counted in time: a token is the interval between two events at the rate.
 #[derive(Debug, Clone, Copy)]
 pub struct Bucket {
     rate: Rate,
-    /// What has been saved up, ns, at most a burst.
+    /// Saved tokens, ns, at most a burst.
     saved: u64,
     at: u64,
 }
 
 impl Bucket {
-    /// A full one.
+    /// Creates a full bucket.
     pub fn new(rate: Rate, now: u64) -> Self {
         let mut bucket = Self {
             rate,
@@ -45,7 +45,7 @@ impl Bucket {
         self.interval().saturating_mul(u64::from(self.rate.burst.max(1)))
     }
 
-    /// Whether one may come at `now`. A clock that goes back gives nothing.
+    /// Returns whether an event may come at `now`. A clock that goes back adds no tokens.
     pub fn is_open(&mut self, now: u64) -> bool {
         let passed = now.saturating_sub(self.at);
         self.at = self.at.max(now);
@@ -53,7 +53,7 @@ impl Bucket {
         self.saved >= self.interval()
     }
 
-    /// Takes one if one may come.
+    /// Takes a token. Returns false if there is none.
     pub fn take(&mut self, now: u64) -> bool {
         let open = self.is_open(now);
         if open {
@@ -63,7 +63,7 @@ impl Bucket {
     }
 }
 
-/// Limits in total and for each source; of an IPv6 source the network (/64) counts.
+/// Limits in total and for each source. An IPv6 source counts by its network (/64).
 #[derive(Debug)]
 pub struct Limiter {
     total: Bucket,
@@ -73,7 +73,8 @@ pub struct Limiter {
 }
 
 impl Limiter {
-    /// Remembers at most `capacity` sources (at least one); the one that was heard last longest ago goes first.
+    /// Creates a limiter that remembers at most `capacity` sources (at least one). A new source replaces the one whose
+    /// last event is the oldest.
     pub fn new(total: Rate, each: Rate, capacity: usize, now: u64) -> Self {
         Self {
             total: Bucket::new(total, now),
@@ -83,9 +84,10 @@ impl Limiter {
         }
     }
 
-    /// Whether one from `source` may come; takes it from both limits or from none.
+    /// Takes a token for `source`. Returns false if either limit has none. If the source's limit has none, the total
+    /// keeps its token.
     pub fn take(&mut self, source: IpAddr, now: u64) -> bool {
-        // First, so that a flood does not even get at the table.
+        // The total is checked first, so that a flood does not even reach the table.
         if !self.total.is_open(now) {
             return false;
         }
@@ -111,18 +113,18 @@ fn network(ip: IpAddr) -> IpAddr {
     }
 }
 
-/// Remembers something under a key for a fixed time. Never forgets earlier: a full one takes nothing new.
+/// Remembers values by key for a fixed time. It never forgets one earlier: a full memory takes no new value.
 #[derive(Debug)]
 pub struct Memory<K, V> {
     entries: HashMap<K, V>,
-    /// When each ends, in the order of their coming.
+    /// When each entry ends, in the order of insertion.
     ends: VecDeque<(u64, K)>,
     life: u64,
     capacity: usize,
 }
 
 impl<K: Copy + Eq + Hash, V> Memory<K, V> {
-    /// An empty one of at most `capacity` entries, each for `life` ns.
+    /// Creates an empty memory of at most `capacity` entries, each for `life` ns.
     pub fn new(capacity: usize, life: u64) -> Self {
         Self {
             entries: HashMap::new(),
@@ -132,17 +134,17 @@ impl<K: Copy + Eq + Hash, V> Memory<K, V> {
         }
     }
 
-    /// What is remembered under `key`.
+    /// Returns the value under `key`.
     pub fn get(&self, key: &K) -> Option<&V> {
         self.entries.get(key)
     }
 
-    /// What is remembered under `key`, to be changed.
+    /// Returns the value under `key`, for a change.
     pub fn get_mut(&mut self, key: &K) -> Option<&mut V> {
         self.entries.get_mut(key)
     }
 
-    /// Remembers `value`. False if there is no room, or the key is known.
+    /// Remembers `value`. Returns false if there is no room, or the key is known.
     pub fn insert(&mut self, key: K, value: V, now: u64) -> bool {
         if self.entries.len() >= self.capacity || self.entries.contains_key(&key) {
             return false;
@@ -152,7 +154,7 @@ impl<K: Copy + Eq + Hash, V> Memory<K, V> {
         true
     }
 
-    /// Forgets what has been there for its time; gives it.
+    /// Removes and returns the entries whose time has ended.
     pub fn expire(&mut self, now: u64) -> Vec<(K, V)> {
         let mut over = Vec::new();
         while let Some((_, key)) = self.ends.front().copied().filter(|(end, _)| *end <= now) {
@@ -164,12 +166,12 @@ impl<K: Copy + Eq + Hash, V> Memory<K, V> {
         over
     }
 
-    /// How much is remembered.
+    /// Returns the number of entries.
     pub fn len(&self) -> usize {
         self.entries.len()
     }
 
-    /// Nothing is remembered.
+    /// Returns whether there is no entry.
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }

@@ -1,9 +1,9 @@
-//! Which process of those behind one listening name holds a connection, as far as they have said: the process that is
-//! asked on the name for another's connection leads to that one, instead of to all of them (REDIRECT, P14). A server
-//! that forks for each connection would else be asked as often as the square of their number.
+//! A page on which the processes behind one listening name note the connections that they hold. A process that is asked
+//! on the name for another's connection redirects to its holder, instead of to all processes (REDIRECT, P14). Otherwise
+//! a server that forks for each connection would be asked as often as the square of their number.
 //!
-//! Only a hint. What is wrong or gone costs a question in vain, so nothing is ever taken out: old entries are
-//! overwritten.
+//! The page is only a hint. A wrong or old entry costs a question in vain, so no entry is ever removed: new entries
+//! overwrite old ones.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -13,14 +13,14 @@ use rustix::io::Errno;
 use crate::ids::{InstanceId, Tuple};
 use crate::os::memfd::Mapping;
 
-/// How many connections a page remembers.
+/// Connections that a page remembers, at most.
 const ENTRIES: usize = BUCKETS * BUCKET;
 const BUCKETS: usize = 1024;
-/// Entries among which one connection may lie.
+/// Entries of a bucket. The hash of a connection names the bucket that its entry is in.
 const BUCKET: usize = 4;
 
-/// One connection. Written without a lock, by processes that may die in between: the check tells what was written as
-/// one.
+/// A connection and its holder. Written without a lock, by processes that may die between two stores: `check` proves
+/// that the words belong together.
 #[derive(Debug)]
 #[repr(C)]
 struct Entry {
@@ -36,7 +36,7 @@ pub struct HolderPage {
 }
 
 impl HolderPage {
-    /// One that knows of nothing. ENOMEM and the like.
+    /// Creates an empty page. Fails with ENOMEM and the like.
     pub fn new() -> Result<Self, Errno> {
         Mapping::anonymous(size_of::<[Entry; ENTRIES]>()).map(|map| Self { map })
     }
@@ -50,7 +50,7 @@ impl HolderPage {
         all.get(first..first + BUCKET).unwrap_or_default()
     }
 
-    /// The instance holds the connection.
+    /// Notes that the instance holds the connection.
     pub fn enter(&self, tuple: &Tuple, instance: &InstanceId) {
         let connection = name_of(tuple);
         let bucket = self.bucket(connection);
@@ -67,7 +67,8 @@ impl HolderPage {
         entry.check.store(check(connection, words), Relaxed);
     }
 
-    /// Who has said that he holds the connection.
+    /// Returns the instance that has noted last that it holds the connection. `None` if no entry says so, or if the
+    /// entry is half written.
     pub fn holder(&self, tuple: &Tuple) -> Option<InstanceId> {
         let connection = name_of(tuple);
         let mut bucket = self.bucket(connection).iter();
@@ -78,7 +79,7 @@ impl HolderPage {
     }
 }
 
-/// Of 64 bits, never 0.
+/// Returns a hash of the connection's addresses, never 0.
 fn name_of(tuple: &Tuple) -> u64 {
     let mut hasher = DefaultHasher::new();
     (tuple.connector(), tuple.acceptor()).hash(&mut hasher);

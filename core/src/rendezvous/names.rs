@@ -1,7 +1,7 @@
-//! Abstract AF_UNIX names: where the instances behind a TCP port, and a single instance, answer.
+//! Abstract AF_UNIX names, on which the instances behind a TCP port, and each single instance, answer.
 //!
-//! Abstract names belong to a network namespace, as TCP ports do, and vanish with the last fd. Anybody
-//! may bind one, so whoever connects must ask [`super::diag::trusted`] about the answerer first.
+//! Abstract names belong to a network namespace, as TCP ports do, and vanish with the last fd. Any user may bind one,
+//! so a connector must first check the answerer by [`super::diag::trusted`].
 
 use std::os::fd::{AsFd, BorrowedFd};
 
@@ -16,22 +16,22 @@ use crate::os::kernel;
 use crate::os::privatefd::PrivateFd;
 use crate::wire::VERSION;
 
-/// How many listening sockets of one port can have a name each (P3).
+/// Listening sockets of one port that can have a name each, at most (P3).
 pub const MAX_SERVICES: u32 = 64;
 
-/// How many names in a row must be missing before a connector takes it that there are no more (P4).
-/// More than one, because the first server of a port may end before a later one.
+/// Names in a row that must be missing before a connector takes it that there are no more (P4). More than one, because
+/// the first server of a port may end before a later one.
 const MAX_GAP: u32 = 2;
 
-/// Connections waiting to be accepted on a name. Each costs its connector one attempt at most.
+/// Connections that wait to be accepted on a name, at most. One that waits in vain costs its connector one attempt.
 const BACKLOG: i32 = 128;
 
-/// The name of the `k`th listening socket on TCP port `port` (P2), without the leading NUL.
+/// Returns the name of the `k`th listening socket on TCP port `port` (P2), without the leading NUL.
 pub fn service(port: u16, k: u32) -> String {
     format!("rdmasock/{VERSION}/tcp/{port}/{k}")
 }
 
-/// The name of one instance (P6), without the leading NUL.
+/// Returns the name of an instance (P6), without the leading NUL.
 pub fn instance(id: &InstanceId) -> String {
     format!("rdmasock/{VERSION}/i/{id}")
 }
@@ -43,10 +43,10 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Binds and listens on the first free service name of `port`; gives its number too.
+    /// Binds and listens on the first free service name of `port`. Returns its number too.
     ///
-    /// EADDRINUSE if all [`MAX_SERVICES`] are taken; otherwise the kernel's errno. None of them may make the
-    /// program's listen() fail.
+    /// EADDRINUSE if all [`MAX_SERVICES`] are taken; otherwise the kernel's errno. No error may make the program's
+    /// listen() fail.
     pub fn service(port: u16) -> Result<(Self, u32), Errno> {
         for k in 0..MAX_SERVICES {
             match Self::bind(&service(port, k), socket_without_fds()?) {
@@ -57,25 +57,25 @@ impl Listener {
         Err(Errno::ADDRINUSE)
     }
 
-    /// Binds and listens on the name of instance `id`. EADDRINUSE if somebody else has taken it.
+    /// Binds and listens on the name of instance `id`. EADDRINUSE if another socket has taken it.
     pub fn instance(id: &InstanceId) -> Result<Self, Errno> {
         Self::bind(&instance(id), socket()?)
     }
 
     fn bind(name: &str, fd: PrivateFd) -> Result<Self, Errno> {
         bind(&fd, &SocketAddrUnix::new_abstract_name(name.as_bytes())?)?;
-        // Here the kernel records whose name it is: SO_PEERCRED for all who connect.
+        // Here the kernel records the owner of the name: SO_PEERCRED returns it to all connectors.
         listen(&fd, BACKLOG)?;
         Ok(Self { fd })
     }
 
-    /// Accepts one connection; `None` if none is waiting. EMFILE and the like with the kernel's errno;
-    /// the connection then waits on.
+    /// Accepts one connection. `None` if none is waiting. Otherwise the kernel's errno (EMFILE and the like); then the
+    /// connection waits on.
     pub fn accept(&self) -> Result<Option<Channel>, Errno> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         match PrivateFd::open(|| accept_with(&self.fd, flags)) {
             Ok(fd) => Ok(Some(Channel::new(fd))),
-            // ECONNABORTED: the connector is gone already. The next call sees the next one.
+            // ECONNABORTED: the connector has closed its socket already. The next call accepts the next one.
             Err(Errno::AGAIN | Errno::CONNABORTED | Errno::INTR) => Ok(None),
             Err(errno) => Err(errno),
         }
@@ -83,7 +83,8 @@ impl Listener {
 }
 
 impl Drop for Listener {
-    /// Hangs up on each waiting connection first, so that this close does not release the files that they have sent.
+    /// Closes each waiting connection first, so that the close of the name does not release the files that they have
+    /// sent.
     fn drop(&mut self) {
         let mut waiting = (0..=BACKLOG).map_while(|_| self.accept().ok().flatten());
         waiting.by_ref().for_each(drop);
@@ -98,8 +99,8 @@ impl AsFd for Listener {
 
 /// Connects to an abstract name, without waiting.
 ///
-/// ECONNREFUSED if nobody listens there, EAGAIN if too many are waiting to be accepted, EINVAL for a
-/// name longer than 107 bytes.
+/// ECONNREFUSED if no socket listens there, EAGAIN if too many are waiting to be accepted, EINVAL for a name longer
+/// than 107 bytes.
 pub fn connect_to(name: &[u8]) -> Result<Channel, Errno> {
     connect_by(socket()?, name)
 }
@@ -110,22 +111,22 @@ fn connect_by(fd: PrivateFd, name: &[u8]) -> Result<Channel, Errno> {
     Ok(Channel::new(fd))
 }
 
-/// Whether there are service names of `port`, or that cannot be told now: less than [`connect_to_services`] does. Never
-/// waits.
+/// Returns whether `port` has service names, or that cannot be known now. Does less than [`connect_to_services`]: it
+/// tries the first `MAX_GAP` names. Never waits.
 pub fn is_served(port: u16) -> bool {
     let Ok(fd) = socket_without_fds() else { return true };
     (0..MAX_GAP).any(|k| {
         SocketAddrUnix::new_abstract_name(service(port, k).as_bytes())
-            // A socket that was refused is as good as new.
+            // A socket that was refused can connect again.
             .and_then(|address| connect(&fd, &address))
             != Err(Errno::CONNREFUSED)
     })
 }
 
-/// Connects to the service names of `port`, one after the other, until no more are found.
+/// Connects to the service names of `port`, one after the other, until `MAX_GAP` in a row are missing.
 ///
-/// Gives a channel or an errno for each name that exists (EAGAIN: it is too busy; EMFILE and the like:
-/// our own limits). No item at all means that no program with the library listens on the port.
+/// Returns a channel or an errno for each name that exists (EAGAIN: the name is too busy; EMFILE and the like: this
+/// process's own limits). No item at all means that no program with the library listens on the port.
 pub fn connect_to_services(port: u16) -> impl Iterator<Item = Result<Channel, Errno>> {
     let (mut k, mut gap) = (0, 0);
     std::iter::from_fn(move || {
@@ -149,7 +150,7 @@ fn socket() -> Result<PrivateFd, Errno> {
     PrivateFd::open(|| socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None))
 }
 
-/// Makes a socket that, with all that are accepted from it, refuses fds; before Linux 6.16 a usual one.
+/// Creates a socket that refuses fds, as do all that are accepted from it. Before Linux 6.16 it is an ordinary socket.
 fn socket_without_fds() -> Result<PrivateFd, Errno> {
     const SO_PASSRIGHTS: libc::c_int = 83;
     let fd = socket()?;
@@ -221,7 +222,7 @@ mod tests {
             assert_eq!(answerer.send(b"x", &[name.as_fd()]), Ok(()));
             match sent {
                 Err(Errno::PERM) => {}
-                // Before Linux 6.16.
+                // Linux before 6.16 delivers the fd.
                 sent => assert!(sent.is_ok() && answerer.next(&mut [0; 4]).unwrap().has_fds),
             }
         });

@@ -1,9 +1,9 @@
-//! Who is behind a name, and what earlier connections to a destination have taught.
+//! The instances behind a name, and what earlier connections to a destination have shown.
 //!
-//! [`PeerPage`]: shared by a listener and its forked workers, one slot a live instance; a worker that
-//! is asked for a connection that another one holds answers with this list (REDIRECT, P14).
-//! [`DestinationCache`]: in the connector, so that a server without the library costs one question per
-//! lifetime, not per connection. Neither does more than remember.
+//! [`PeerPage`] is shared by a listener and its forked workers, one slot a live instance. A worker that is asked for a
+//! connection which another one holds answers with this list (REDIRECT, P14). [`DestinationCache`] is in the connector,
+//! so that a server without the library costs one question per lifetime of an entry, not per connection. Neither of
+//! them asks or answers by itself.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -17,15 +17,15 @@ use crate::ids::InstanceId;
 use crate::os::memfd::Mapping;
 use crate::wire::MAX_REDIRECT;
 
-/// How many instances a page holds.
+/// Instances that a page holds, at most.
 pub const SLOTS: usize = MAX_REDIRECT;
 
-/// One instance. All zeroes: free and never used.
+/// The slot of an instance. All zeroes: free and never used.
 #[derive(Debug)]
 #[repr(C)]
 struct Slot {
-    /// pid << 32 | generation << 1 | live. Who changes it from what it was owns the slot: with a pid
-    /// and not live, its owner is writing the id (or died doing so); live, the id can be read.
+    /// pid << 32 | generation << 1 | live. The process whose compare-and-swap changes this word owns the slot. With a
+    /// pid and without `live`, the owner is writing the id (or died doing so). With `live`, the id can be read.
     owner: AtomicU64,
     id: [AtomicU64; 2],
 }
@@ -36,23 +36,23 @@ const fn pid_of(owner: u64) -> u32 {
     (owner >> 32) as u32
 }
 
-/// The word for a new owner: the generation makes it differ from all recent ones of the slot, so that
-/// a reader which is overtaken notices.
+/// Returns the word for a new owner. Its generation makes it differ from all recent ones of the slot, so that a reader
+/// which is overtaken notices.
 const fn next_owner(old: u64, pid: u32) -> u64 {
     (pid as u64) << 32 | (old as u32 as u64).wrapping_add(2) & 0xFFFF_FFFE
 }
 
 /// The MAP_SHARED page of the live instances behind one listening name. Workers inherit it by fork.
 ///
-/// A process that dies at any instruction leaves at worst a slot that is taken over once its pid is gone.
-/// Whatever a hostile worker writes into it, the others only read wrong ids.
+/// A process that dies at any instruction leaves at worst a slot that is taken over once its pid is gone. A hostile
+/// worker may write any bytes into the page; the others only read wrong ids then.
 #[derive(Debug)]
 pub struct PeerPage {
     map: Mapping,
 }
 
 impl PeerPage {
-    /// A page of free slots. ENOMEM and the like.
+    /// Creates a page of free slots. Fails with ENOMEM and the like.
     pub fn new() -> Result<Self, Errno> {
         Mapping::anonymous(size_of::<[Slot; SLOTS]>()).map(|map| Self { map })
     }
@@ -64,7 +64,7 @@ impl PeerPage {
         unsafe { &*self.map.as_ptr().cast::<[Slot; SLOTS]>() }
     }
 
-    /// Enters instance `id` of process `pid` (the caller's). False if all slots belong to live processes.
+    /// Enters instance `id` of process `pid` (the caller's). Returns false if all slots belong to live processes.
     pub fn register(&self, pid: u32, id: &InstanceId) -> bool {
         // Free slots first: a process in a pid namespace of its own looks dead to the others.
         self.claim(pid, id, |owner| pid_of(owner) == 0) || self.claim(pid, id, |owner| !is_alive(pid_of(owner)))
@@ -94,14 +94,14 @@ impl PeerPage {
         })
     }
 
-    /// The instances whose processes exist, in no order. At most [`SLOTS`].
+    /// Returns the instances whose processes exist, in no order. At most [`SLOTS`].
     pub fn list(&self) -> Vec<InstanceId> {
         let entries = self.slots().iter().filter_map(read);
         entries.filter(|(pid, _)| is_alive(*pid)).map(|(_, id)| id).collect()
     }
 }
 
-/// The pid and id in a slot, if it is live and stays so while it is read.
+/// Returns the pid and id in a slot. `None` if it is not live, or changes while it is read.
 fn read(slot: &Slot) -> Option<(u32, InstanceId)> {
     // Pairs with the Release store in `claim`.
     let before = slot.owner.load(Ordering::Acquire);
@@ -115,7 +115,7 @@ fn read(slot: &Slot) -> Option<(u32, InstanceId)> {
     (slot.owner.load(Ordering::Relaxed) == before).then_some((pid_of(before), id))
 }
 
-/// Does the process exist, as far as can be told? A zombie does.
+/// Returns whether the process exists, as far as can be told. A zombie does.
 fn is_alive(pid: u32) -> bool {
     let Some(pid) = i32::try_from(pid).ok().filter(|pid| *pid > 0).and_then(Pid::from_raw) else {
         return false;
@@ -123,10 +123,10 @@ fn is_alive(pid: u32) -> bool {
     test_kill_process(pid) != Err(Errno::SRCH)
 }
 
-/// What is known about a destination.
+/// The state of a destination, as far as is known.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Answer {
-    /// These instances answer for it; the one to ask first comes first.
+    /// These instances answer for it, in the order in which to ask them.
     Present(Vec<InstanceId>),
     /// No program with the library listens there, or none that is trusted.
     Absent,
@@ -138,8 +138,8 @@ struct Entry {
     expires: Instant,
 }
 
-/// What connections to a destination have taught, each fact for a limited time. Bounded; the caller
-/// locks and passes the time in.
+/// The results of earlier connections to destinations, each for a limited time. Bounded. The caller locks it and passes
+/// the time in.
 #[derive(Debug)]
 pub struct DestinationCache {
     entries: HashMap<SocketAddr, Entry>,
@@ -147,7 +147,7 @@ pub struct DestinationCache {
 }
 
 impl DestinationCache {
-    /// An empty cache of at most `capacity` destinations (at least one).
+    /// Creates an empty cache of at most `capacity` destinations (at least one).
     pub fn new(capacity: usize) -> Self {
         Self {
             entries: HashMap::new(),
@@ -155,7 +155,7 @@ impl DestinationCache {
         }
     }
 
-    /// What is known about `destination` at `now`, if anything.
+    /// Returns what is known about `destination` at `now`. `None` if nothing is.
     pub fn get(&self, destination: &SocketAddr, now: Instant) -> Option<&Answer> {
         self.entries
             .get(destination)
@@ -163,10 +163,10 @@ impl DestinationCache {
             .map(|entry| &entry.answer)
     }
 
-    /// Remembers `answer` from `now` for `lifetime`. When full, what has expired goes first, then what
-    /// would expire next.
+    /// Remembers `answer` from `now` for `lifetime`. When the cache is full, it drops expired entries first, then the
+    /// one that would expire next.
     pub fn insert(&mut self, destination: SocketAddr, answer: Answer, now: Instant, lifetime: Duration) {
-        // A lifetime beyond the end of time is not worth remembering.
+        // A lifetime beyond the range of the clock is not remembered.
         let Some(expires) = now.checked_add(lifetime) else {
             return;
         };
@@ -176,7 +176,7 @@ impl DestinationCache {
         self.entries.insert(destination, Entry { answer, expires });
     }
 
-    /// Forgets everything, as a fork child in another place may want to.
+    /// Forgets all destinations, as a fork child in another place may want to.
     pub fn clear(&mut self) {
         self.entries.clear();
     }

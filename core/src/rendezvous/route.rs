@@ -1,5 +1,5 @@
-//! Whether an address is this host's, and through which interface it is reached otherwise: a route lookup
-//! by rtnetlink(7). Decides whether a connection's other end is asked by name or by the control port.
+//! Whether an address is this host's, and else through which interface it is reached: a route lookup by rtnetlink(7).
+//! The result decides whether a connection's other end is asked by name or by the control port.
 
 use std::net::IpAddr;
 
@@ -9,24 +9,25 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::diag::{AF_INET, AF_INET6, NLM_F_REQUEST, NLMSG_ERROR, NetlinkHeader, ask};
 
-/// Where an address is.
+/// The place of an address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
     /// On this host, in this network namespace.
     Here,
-    /// Elsewhere.
+    /// On another host, or in another network namespace.
     There {
-        /// Index of the interface that leads there; `None` if the kernel did not say.
+        /// Index of the interface that leads there; `None` if the kernel does not report it.
         interface: Option<u32>,
     },
 }
 
-/// Where the peer `remote` of a connection from `local` is.
+/// Returns the place of the peer `remote` of a connection from `local`.
 ///
-/// Where the kernel does not answer: here if both addresses are the same or `remote` is a loopback address.
+/// Asks the kernel unless both addresses are the same or `remote` is a loopback address. If the kernel does not answer,
+/// the place is [`Place::There`].
 pub fn place_of(local: IpAddr, remote: IpAddr) -> Place {
     let (local, remote) = (local.to_canonical(), remote.to_canonical());
-    // No question needed for most connections of one host.
+    // Most connections within a host need no question.
     if local == remote || remote.is_loopback() {
         return Place::Here;
     }
@@ -95,7 +96,7 @@ fn request(remote: IpAddr) -> Vec<u8> {
 pub(crate) fn parse(bytes: &[u8]) -> Result<Place, Errno> {
     let (header, body) = NetlinkHeader::read_from_prefix(bytes).map_err(|_| Errno::BADMSG)?;
     match header.kind {
-        // No route: nothing that is to be reached is there.
+        // No route: no peer can be reached there.
         NLMSG_ERROR => return Ok(Place::There { interface: None }),
         RTM_NEWROUTE => {}
         _ => return Err(Errno::BADMSG),
@@ -113,7 +114,7 @@ pub(crate) fn parse(bytes: &[u8]) -> Result<Place, Errno> {
         if attribute.kind == RTA_OIF {
             interface = u32::read_from_bytes(value).ok();
         }
-        // The next is aligned to 4 bytes.
+        // The next attribute is aligned to 4 bytes.
         rest = rest.get(length.next_multiple_of(4)..).unwrap_or_default();
     }
     Ok(Place::There { interface })

@@ -1,4 +1,4 @@
-//! Tests of the owner of a port: against real sockets, both ways of asking, and a squatter.
+//! Tests of the owner of a port: with real sockets, by both ways of asking, and with a squatter.
 
 use std::net::{TcpListener, TcpStream};
 
@@ -16,7 +16,8 @@ fn at(ip: &str, port: u16) -> SocketAddr {
     SocketAddr::new(ip.parse().unwrap(), port)
 }
 
-/// Both ways must say the same; not every sandbox has sock_diag, so that one is compared if it is there.
+/// Returns the owner by /proc. sock_diag must say the same; not every sandbox has it, so it is compared where it
+/// exists.
 fn owner_of(server: SocketAddr) -> Owner {
     let by_proc = read_listener(server);
     match ask_kernel(&request(IPPROTO_TCP, server, None, 0)) {
@@ -29,7 +30,7 @@ fn owner_of(server: SocketAddr) -> Owner {
     answer
 }
 
-/// A listener that has gone is told from a kernel that does not say, by the connection, of either family.
+/// The connection distinguishes a listener that has gone from a kernel that does not report it, in either family.
 #[test]
 fn a_connection_is_known() {
     for bound in ["127.0.0.1", "::1"] {
@@ -142,7 +143,7 @@ fn a_squatter_of_another_uid_is_not_trusted() {
     }
     const NOBODY: u32 = 65_534;
     const OTHER: u32 = 65_533;
-    // In the child of a child: what it gives up, it cannot take back.
+    // In the child of a child, because a process cannot regain what it gives up.
     in_child(|| {
         set_uid(OTHER);
         let server = TcpListener::bind("127.0.0.1:0").unwrap();

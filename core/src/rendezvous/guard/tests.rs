@@ -1,4 +1,4 @@
-//! Tests of the limits on what the network may ask: rates, and what is remembered of whom.
+//! Tests of the limits on requests from the network: rates, and the memory of sources and questions.
 
 use proptest::prelude::*;
 

@@ -16,12 +16,13 @@ fn own_pid() -> u32 {
 }
 
 impl PeerPage {
-    /// Removes instance `id` of process `pid`; nothing if it is not there.
+    /// Removes instance `id` of process `pid`. Has no effect if it is not there.
     fn unregister(&self, pid: u32, id: &InstanceId) {
         for slot in self.slots() {
             let owner = slot.owner.load(Ordering::Relaxed);
             if pid_of(owner) == pid && read(slot).is_some_and(|(_, found)| found == *id) {
-                // Fails only if somebody took us for dead; then it is no longer ours to free.
+                // Fails only if another process took this one for dead. Then the slot is no longer this process's to
+                // free.
                 let _ = slot
                     .owner
                     .compare_exchange(owner, next_owner(owner, 0), Ordering::Release, Ordering::Relaxed);
@@ -30,7 +31,7 @@ impl PeerPage {
     }
 }
 
-/// The pid of a process that has just ended.
+/// Returns the pid of a process that has just ended.
 fn dead_pid() -> u32 {
     let mut child = std::process::Command::new("/bin/true").spawn().unwrap();
     let pid = child.id();
@@ -61,7 +62,7 @@ fn forked_workers_share_the_page() {
         assert!(page.register(own_pid(), &id(2)));
         assert_eq!(page.list().len(), 2);
     });
-    // The worker is dead and did not say so.
+    // The worker has died without an unregister.
     assert_eq!(page.list(), [id(1)]);
 }
 
@@ -123,7 +124,7 @@ fn a_reader_never_sees_half_of_an_id() {
             });
         }
         while !stop.load(Ordering::Relaxed) {
-            // Without the liveness check, which costs a system call.
+            // Without the check of the process, which costs a system call.
             for (_, found) in page.slots().iter().filter_map(read) {
                 let bytes = found.as_bytes();
                 assert!(bytes.iter().all(|b| *b == bytes[0]), "{found}");

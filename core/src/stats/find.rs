@@ -1,4 +1,4 @@
-//! Finding the pages of running instances, by the links of `/proc/<pid>/fd`.
+//! Finds the pages of running instances, by the links of `/proc/<pid>/fd`.
 //!
 //! Runs in tools and tests, never in the preloaded library, hence std::fs.
 
@@ -14,7 +14,7 @@ use super::sleepers::SleeperSnapshot;
 /// An instance among the running processes.
 #[derive(Clone, Debug)]
 pub struct Process {
-    /// Pid as this process sees it.
+    /// Pid as the calling process sees it.
     pub pid: u32,
     /// Real uid, from the kernel.
     pub uid: u32,
@@ -22,11 +22,10 @@ pub struct Process {
     pub instance: InstanceSnapshot,
 }
 
-/// All instances that the caller may look at (its own user's; root: everybody's), by pid.
+/// Returns all instances that the caller may read, by pid. Root may read the instances of all users, other users their
+/// own.
 ///
-/// # Errors
-/// `/proc` cannot be listed. A single process that ends meanwhile, or that the caller may not
-/// look at, is left out.
+/// # Errors `/proc` cannot be listed. A process that ends meanwhile, or that the caller may not read, is left out.
 pub fn instances() -> io::Result<Vec<Process>> {
     let mut pids: Vec<u32> = fs::read_dir("/proc")?
         .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
@@ -38,10 +37,9 @@ pub fn instances() -> io::Result<Vec<Process>> {
         .collect())
 }
 
-/// The instance that process `pid` is; `None` if it runs without the library.
+/// Returns the instance that process `pid` is. `None` if it runs without the library.
 ///
-/// # Errors
-/// No such process, no permission to look at it, or a page that cannot be read.
+/// # Errors There is no such process, the caller may not read it, or its page cannot be read.
 pub fn instance_of(pid: u32) -> Result<Option<Process>, ReadError> {
     let link_text = format!("/memfd:{MEMFD_NAME}");
     let links: Vec<PathBuf> = descriptors(pid)?
@@ -60,7 +58,7 @@ pub fn instance_of(pid: u32) -> Result<Option<Process>, ReadError> {
     let mut failure = None;
     for link in links {
         match StatsReader::open(&link) {
-            // A fork child may still have its parent's page open: that one is not its own.
+            // A fork child may still have its parent's page open: that page is not its own.
             Ok(reader) if reader.pid() != own_pid => {}
             Ok(reader) => {
                 let mut instance = reader.read()?;
@@ -73,8 +71,8 @@ pub fn instance_of(pid: u32) -> Result<Option<Process>, ReadError> {
     failure.map_or(Ok(None), Err)
 }
 
-/// Gives sleepers the numbers that their threads have for this process, which may look into another pid namespace. One
-/// that has ended without waking up sleeps no more.
+/// Translates the sleepers' thread ids for the calling process, which may be in another pid namespace than process
+/// `pid`. Removes sleepers whose thread has ended without waking up.
 fn name_threads(sleepers: &mut Vec<SleeperSnapshot>, pid: u32, own_pid: u32) {
     let task = format!("/proc/{pid}/task");
     if pid == own_pid {
@@ -95,8 +93,8 @@ fn name_threads(sleepers: &mut Vec<SleeperSnapshot>, pid: u32, own_pid: u32) {
     });
 }
 
-/// The links to what a process has open. A main thread that has ended before the others has none: theirs are those of
-/// the process.
+/// Returns the links of a process's open fds. A main thread that has ended before the others has none. Then the links
+/// of another thread stand for the process.
 fn descriptors(pid: u32) -> io::Result<Vec<PathBuf>> {
     let list = |of: PathBuf| -> io::Result<Vec<PathBuf>> {
         let entries = fs::read_dir(of)?;
@@ -111,7 +109,7 @@ fn descriptors(pid: u32) -> io::Result<Vec<PathBuf>> {
     Ok(theirs.into_iter().find(|l| !l.is_empty()).unwrap_or_default())
 }
 
-/// Real uid of a process, and its pid in its own (innermost) pid namespace.
+/// Returns the real uid of a process, and its pid in its own (innermost) pid namespace.
 fn identity(pid: u32) -> io::Result<(u32, u32)> {
     let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
     let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name));

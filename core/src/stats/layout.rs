@@ -1,7 +1,7 @@
-//! The shared page's layout: what the owner writes and a reader of another process sees.
+//! The shared page's layout: the owner writes it, and readers of other processes read it.
 //!
-//! Every field is an atomic, so all-zero memory is a valid empty page and both sides may look
-//! at it at any time. A change of layout changes [`VERSION`].
+//! Every field is an atomic. So all-zero memory is a valid empty page, and both sides may access it at any time. A
+//! change of layout changes [`VERSION`].
 
 use core::mem::size_of;
 use core::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -19,7 +19,7 @@ use super::sleepers::{SleeperStats, Waiting};
 pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"rdmastat");
 /// Version of this layout.
 pub(super) const VERSION: u32 = 6;
-/// Longest program name kept, in bytes.
+/// Bytes of the program's name that are kept, at most.
 pub(super) const PROGRAM_MAX: usize = 64;
 
 /// The whole shared mapping of one instance.
@@ -32,7 +32,7 @@ pub struct StatsPage {
     pub(super) streams: [StreamStats; STREAM_SLOTS as usize],
 }
 
-/// What identifies the instance, and its totals. `magic` is stored last (Release).
+/// The identity of the instance, and its totals. `magic` is stored last (Release).
 #[repr(C, align(4096))]
 #[derive(Debug)]
 pub(super) struct Header {
@@ -48,7 +48,7 @@ pub(super) struct Header {
     /// The owner's pid in its own pid namespace.
     pub pid: AtomicU32,
     pub program_len: AtomicU32,
-    /// CLOCK_MONOTONIC, ns.
+    /// When the instance began: CLOCK_MONOTONIC, ns.
     pub started: AtomicU64,
     pub instance: [AtomicU8; 16],
     pub program: [AtomicU8; PROGRAM_MAX],
@@ -57,17 +57,17 @@ pub(super) struct Header {
     pub opened: AtomicU64,
     /// Closed streams that had both directions on a link.
     pub promoted: AtomicU64,
-    /// Closed streams of which a direction was moved back to TCP.
+    /// Closed streams that had a direction moved back to TCP.
     pub demoted: AtomicU64,
     /// Sums over closed streams.
     pub closed_tx: Counters,
     pub closed_rx: Counters,
-    /// Closings begun and done: a reader whose copy spans none sees totals that add up.
+    /// Closings begun and done: a reader whose copy spans no closing sees totals that add up.
     pub closings_begun: AtomicU64,
     pub closings_done: AtomicU64,
     /// Why all connections are kept on TCP, as the code of a `Reason`.
     pub kept_on_tcp: AtomicU32,
-    /// The owner's alone: how many slots of streams it may write in its mapping.
+    /// Stream slots that the owner may write in its mapping. Only the owner uses this field.
     pub open: AtomicU32,
 }
 
@@ -110,7 +110,7 @@ impl Counters {
         }
     }
 
-    /// Adds to the totals.
+    /// Adds `counts` to the totals.
     pub fn fold(&self, counts: Counts) {
         bump(&self.tcp_bytes, counts.tcp_bytes);
         bump(&self.tcp_calls, counts.tcp_calls);
@@ -125,8 +125,8 @@ pub(super) fn bump(counter: &AtomicU64, by: u64) {
     counter.store(counter.load(Relaxed).wrapping_add(by), Relaxed);
 }
 
-/// Whether a slot is in use, with a generation, so that a reader knows if the slot was given to
-/// somebody else while it copied (a seqlock whose "being written" state is "free").
+/// Whether a slot is in use, with a generation. By it a reader knows if the slot was given to another stream or link
+/// while it copied: a seqlock whose "being written" state is "free".
 #[repr(transparent)]
 #[derive(Debug)]
 pub(super) struct SlotWord(AtomicU32);
@@ -134,7 +134,7 @@ pub(super) struct SlotWord(AtomicU32);
 impl SlotWord {
     const OPEN: u32 = 1;
 
-    /// True while the slot is in use.
+    /// Returns whether the slot is in use.
     pub fn is_open(&self) -> bool {
         self.0.load(Relaxed) & Self::OPEN != 0
     }
@@ -149,11 +149,11 @@ impl SlotWord {
     /// Frees the slot; fields may be rewritten afterwards.
     pub fn free(&self) {
         self.0.store(self.0.load(Relaxed) & !Self::OPEN, Relaxed);
-        // Pairs with the Acquire fence in `copy`: whoever sees a later field sees the free slot.
+        // Pairs with the Acquire fence in `copy`: a reader that sees a later field sees the free slot.
         fence(Release);
     }
 
-    /// Runs `copy` if the slot is in use, and gives its result if it stayed in use meanwhile.
+    /// Runs `copy` if the slot is in use. Returns its result, `None` if the slot was not in use all the time.
     pub fn copy<T>(&self, copy: impl FnOnce() -> T) -> Option<T> {
         let before = self.0.load(Acquire);
         if before & Self::OPEN == 0 {
@@ -165,14 +165,14 @@ impl SlotWord {
     }
 }
 
-/// An IP address with port; family 0 is "not known".
+/// An IP address with port; family 0 means "not known".
 #[repr(C)]
 #[derive(Debug)]
 pub(super) struct AddrCell {
     /// 0, 4 or 6.
     family: AtomicU16,
     port: AtomicU16,
-    /// In network order; IPv4 in the first.
+    /// The address in network order; IPv4 in the first word.
     words: [AtomicU32; 4],
 }
 
@@ -197,7 +197,7 @@ impl AddrCell {
         self.family.store(family, Relaxed);
     }
 
-    /// The address; `None` if not known or of no known family.
+    /// Returns the address. `None` if it is not known, or of no known family.
     pub fn load(&self) -> Option<SocketAddr> {
         let mut octets = [0_u8; 16];
         for (chunk, word) in octets.as_chunks_mut::<4>().0.iter_mut().zip(&self.words) {
@@ -215,7 +215,7 @@ impl AddrCell {
     }
 }
 
-/// One link of the instance.
+/// A link of the instance.
 #[repr(C, align(64))]
 #[derive(Debug)]
 pub struct LinkStats {
@@ -229,12 +229,12 @@ pub struct LinkStats {
 }
 
 impl LinkStats {
-    /// The link is up.
+    /// Sets that the link is up.
     pub fn set_up(&self) {
         self.state.store(LinkState::Up as u8, Relaxed);
     }
 
-    /// The link is down because of `why`; it stays listed until its slot is freed.
+    /// Sets that the link is down because of `why`. It stays listed until its slot is freed.
     pub fn set_down(&self, why: impl Into<Why>) {
         self.why.store(why.into().to_bits(), Relaxed);
         self.state.store(LinkState::Down as u8, Relaxed);
@@ -246,9 +246,8 @@ impl LinkStats {
     }
 }
 
-/// One open stream of the instance: the sender's counters in the first cache line, the
-/// receiver's in the second, since two threads may send and receive at once. What changes
-/// rarely fills the rest of both.
+/// An open stream of the instance. The sender's counters are in the first cache line and the receiver's in the second,
+/// since two threads may send and receive at once. Fields that change rarely fill the rest of both.
 #[repr(C, align(64))]
 #[derive(Debug)]
 pub struct StreamStats {
@@ -266,12 +265,13 @@ pub struct StreamStats {
     /// Slot of the link plus one; 0 is none.
     pub(super) link: AtomicU32,
     pub(super) why: AtomicU32,
-    /// Which sleepers are told of what comes: the thread that sleeps in a call or in poll, and the epoll set.
+    /// The waiters that events wake: `sleeper` for the thread that sleeps in a call or in poll, `set` for the epoll
+    /// set.
     pub(super) sleeper: AtomicU16,
     pub(super) set: AtomicU16,
 }
 
-/// Bits of [`StreamStats::moved`]: what has happened to the stream so far.
+/// Bits of [`StreamStats::moved`]: the moves of the stream so far.
 pub(super) mod moved {
     pub const TX: u8 = 1;
     pub const RX: u8 = 2;
@@ -281,71 +281,71 @@ pub(super) mod moved {
 }
 
 impl StreamStats {
-    /// A call sent `bytes` over TCP. One sender at a time.
+    /// Counts a call that sent `bytes` over TCP. One sender at a time.
     #[inline]
     pub fn add_tx_tcp(&self, bytes: u64) {
         bump(&self.tx.tcp_bytes, bytes);
         bump(&self.tx.tcp_calls, 1);
     }
 
-    /// A call sent `bytes` over the link. One sender at a time.
+    /// Counts a call that sent `bytes` over the link. One sender at a time.
     #[inline]
     pub fn add_tx_link(&self, bytes: u64) {
         bump(&self.tx.link_bytes, bytes);
         bump(&self.tx.link_calls, 1);
     }
 
-    /// Bytes that were sent over links.
+    /// Returns how many bytes were sent over links.
     #[inline]
     pub fn sent_on_link(&self) -> u64 {
         self.tx.link_bytes.load(Relaxed)
     }
 
-    /// What was sent.
+    /// Returns the counters of the sending direction.
     #[must_use]
     pub fn sent(&self) -> Counts {
         self.tx.load()
     }
 
-    /// What was received.
+    /// Returns the counters of the receiving direction.
     #[must_use]
     pub fn received(&self) -> Counts {
         self.rx.load()
     }
 
-    /// `bytes` that were sent over a link, and not read there, go over TCP now.
+    /// Moves `bytes` from the link's counter to TCP's: they were sent over a link, not read there, and go over TCP now.
     pub fn move_tx_to_tcp(&self, bytes: u64) {
         let moved = bytes.min(self.tx.link_bytes.load(Relaxed));
         bump(&self.tx.link_bytes, moved.wrapping_neg());
         bump(&self.tx.tcp_bytes, moved);
     }
 
-    /// Who is told of what comes, or of room.
+    /// Sets the waiters that are woken when data comes, or room.
     pub fn set_waiting(&self, sleeper: Waiting, set: Waiting) {
         self.sleeper.store(sleeper.to_word(), Relaxed);
         self.set.store(set.to_word(), Relaxed);
     }
 
-    /// A call received `bytes` over TCP. One receiver at a time.
+    /// Counts a call that received `bytes` over TCP. One receiver at a time.
     #[inline]
     pub fn add_rx_tcp(&self, bytes: u64) {
         bump(&self.rx.tcp_bytes, bytes);
         bump(&self.rx.tcp_calls, 1);
     }
 
-    /// A call received `bytes` over the link. One receiver at a time.
+    /// Counts a call that received `bytes` over the link. One receiver at a time.
     #[inline]
     pub fn add_rx_link(&self, bytes: u64) {
         bump(&self.rx.link_bytes, bytes);
         bump(&self.rx.link_calls, 1);
     }
 
-    /// What is sent from now on travels on `path`.
+    /// Sets what the sending direction runs on from now on.
     pub fn set_tx_path(&self, path: Path) {
         self.note_move(self.tx_path.swap(path as u8, Relaxed), path, moved::TX);
     }
 
-    /// What is received from now on travels on `path`.
+    /// Sets what the receiving direction runs on from now on.
     pub fn set_rx_path(&self, path: Path) {
         self.note_move(self.rx_path.swap(path as u8, Relaxed), path, moved::RX);
     }
@@ -359,25 +359,24 @@ impl StreamStats {
         self.moved.fetch_or(bit, Relaxed);
     }
 
-    /// Why the stream is on TCP; not shown while both directions are on a link.
+    /// Sets why the stream is on TCP; not shown while both directions are on a link.
     pub fn set_why(&self, why: impl Into<Why>) {
         self.why.store(why.into().to_bits(), Relaxed);
     }
 
-    /// Why the stream is on TCP; the code where this version does not know it.
+    /// Returns why the stream is on TCP.
     ///
-    /// # Errors
-    /// That code.
+    /// # Errors The code, if this version does not know it.
     pub fn why(&self) -> Result<Why, u16> {
         Why::from_bits(self.why.load(Relaxed))
     }
 
-    /// The slot of the link that carries the stream, or none.
+    /// Sets the slot of the link that carries the stream, or none.
     pub fn set_link(&self, link: Option<u32>) {
         self.link.store(link.map_or(0, |slot| slot.saturating_add(1)), Relaxed);
     }
 
-    /// Fills in an address that was not known when the stream was opened.
+    /// Sets addresses that were not known when the stream was opened.
     pub fn set_addrs(&self, local: Option<SocketAddr>, peer: Option<SocketAddr>) {
         self.local.store(local);
         self.peer.store(peer);

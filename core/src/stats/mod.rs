@@ -1,12 +1,10 @@
-//! Live counters of one instance in shared memory, for `rdmasock stat`.
+//! Live counters of an instance in shared memory, for `rdmasock stat`.
 //!
-//! Each instance owns one [`StatsPage`]: a sealed, sparse memfd named [`MEMFD_NAME`] that the
-//! library maps shared and keeps open. A reader finds it among the links of `/proc/<pid>/fd`,
-//! maps it read-only and copies what it needs ([`StatsReader`]), so looking never stops,
-//! signals or slows the program. Slots that were never used cost no memory.
+//! Each instance owns one [`StatsPage`]: a sealed, sparse memfd named [`MEMFD_NAME`] that the library maps shared and
+//! keeps open. A reader finds it among the links of `/proc/<pid>/fd`, maps it read-only and copies what it needs
+//! ([`StatsReader`]). So reading never stops, signals or slows the program. Slots that were never used cost no memory.
 //!
-//! Not here: the instance's own pointer to its page (shims hold it, and replace it after a fork),
-//! and how the figures are printed (cli).
+//! The pointer to an instance's own page is in shims, which replaces it after a fork. cli prints the figures.
 
 mod codes;
 mod find;

@@ -1,6 +1,6 @@
-//! The owner's side of the page: making it, opening and closing slots.
+//! The owner's side of the page: creates it, opens and closes slots.
 //!
-//! Not here: the counters' hot methods (layout.rs), and reading (read.rs).
+//! The counters' hot methods are in layout.rs, reading is in read.rs.
 
 use core::ffi::c_void;
 use core::mem::{offset_of, size_of};
@@ -21,13 +21,13 @@ use super::layout::{Header, LinkStats, MAGIC, PROGRAM_MAX, StatsPage, StreamStat
 use super::reason::{Reason, Why};
 use super::sleepers::SleeperStats;
 
-/// Slots of streams that are open to begin with.
+/// Stream slots that a new page opens.
 const FIRST: u32 = 32;
 
-/// Who the instance is.
+/// The identity of an instance.
 #[derive(Clone, Copy, Debug)]
 pub struct InstanceInfo<'a> {
-    /// getpid(): in the pid namespace of the process.
+    /// getpid(), in the pid namespace of the process.
     pub pid: u32,
     /// The instance's random 128-bit id.
     pub instance: [u8; 16],
@@ -35,25 +35,25 @@ pub struct InstanceInfo<'a> {
     pub program: &'a [u8],
 }
 
-/// A stream as it is opened: both directions on TCP.
+/// A stream when it is opened: both directions are on TCP.
 #[derive(Clone, Copy, Debug)]
 pub struct StreamInfo {
     /// The program's fd.
     pub fd: i32,
-    /// Which end of the connection this is.
+    /// The end of the connection that this is.
     pub direction: Direction,
     /// Local address, if known by now.
     pub local: Option<SocketAddr>,
     /// The peer's address, if known by now.
     pub peer: Option<SocketAddr>,
-    /// Why it is on TCP, as a rule [`super::Reason::BelowThreshold`].
+    /// Why it is on TCP, usually [`super::Reason::BelowThreshold`].
     pub why: Why,
 }
 
-/// A link as it is opened.
+/// A link when it is opened.
 #[derive(Clone, Copy, Debug)]
 pub struct LinkInfo {
-    /// What it runs on.
+    /// The fabric that it runs on.
     pub fabric: Path,
     /// The peer's instance id.
     pub peer: [u8; 16],
@@ -62,14 +62,13 @@ pub struct LinkInfo {
 }
 
 impl StatsPage {
-    /// Makes the page of this instance. The mapping is never undone. The fd has to stay open
-    /// (close-on-exec is set) for readers to find the page; the caller moves it to a high number.
-    /// `None` means that no memfd could be had: the page is then private, counted but not visible.
+    /// Creates the page of this instance. The mapping is never removed. The fd has to stay open (close-on-exec is set),
+    /// so that readers can find the page; the caller moves it to a high number. If `None` is returned for the fd, no
+    /// memfd could be had: then the page is private, counts, and is not visible.
     ///
-    /// A fork child makes its own page anew; the one it inherited still counts for the parent.
+    /// A fork child creates its own page; the one that it inherited still counts for the parent.
     ///
-    /// # Errors
-    /// `ENOMEM` and the like where not even private memory can be mapped.
+    /// # Errors `ENOMEM` and the like if not even private memory can be mapped.
     pub fn create(info: InstanceInfo<'_>) -> Result<(&'static StatsPage, Option<OwnedFd>), Errno> {
         let shared = sealed_memfd().and_then(|fd| Ok((map(Some(fd.as_fd()))?, Some(fd))));
         let (page, fd) = match shared {
@@ -105,7 +104,7 @@ impl StatsPage {
         header.magic.store(MAGIC, Release);
     }
 
-    /// All connections are kept on TCP from now on.
+    /// Sets that all connections are kept on TCP from now on, and why.
     pub fn set_kept_on_tcp(&self, reason: Reason) {
         self.header.kept_on_tcp.store(u32::from(reason as u16), Relaxed);
     }
@@ -115,33 +114,34 @@ impl StatsPage {
         self.count_many(event, 1);
     }
 
-    /// Counts several at once.
+    /// Counts an event `many` times.
     pub fn count_many(&self, event: Event, many: u64) {
         if let Some(counter) = self.header.events.get(event as usize) {
             counter.fetch_add(many, Relaxed);
         }
     }
 
-    /// How often an event has been counted.
+    /// Returns how often an event has been counted.
     #[must_use]
     pub fn counted(&self, event: Event) -> u64 {
         let counter = self.header.events.get(event as usize);
         counter.map_or(0, |counter| counter.load(Relaxed))
     }
 
-    /// The slot, whether in use or not; `None` beyond [`STREAM_SLOTS`], and while none so high was ever in use.
+    /// Returns the slot, in use or not. `None` beyond [`STREAM_SLOTS`], and for slots that [`Self::open_stream`] has
+    /// not opened.
     #[inline]
     #[must_use]
     pub fn stream(&self, slot: u32) -> Option<&StreamStats> {
-        // Acquire: pairs with the Release in `reach`, before which the slot cannot be read.
+        // Pairs with the Release in `reach`. Before that store the slot cannot be read.
         if slot >= self.header.open.load(Acquire) {
             return None;
         }
         self.streams.get(slot as usize)
     }
 
-    /// Makes sure that a slot can be written, and twice as many as were before. The caller sees to it that one thread
-    /// at a time does; `None` beyond [`STREAM_SLOTS`], and if the kernel refuses.
+    /// Opens `slot` for writing, and all slots below the next power of two, at least `FIRST`. The caller ensures that
+    /// one thread at a time does this. `None` beyond [`STREAM_SLOTS`], and if the kernel refuses.
     #[cold]
     fn reach(&self, slot: u32) -> Option<()> {
         let open = (slot + 1).next_power_of_two().max(FIRST);
@@ -153,22 +153,22 @@ impl StatsPage {
         Some(())
     }
 
-    /// The slot, whether in use or not; `None` beyond [`LINK_SLOTS`].
+    /// Returns the slot, in use or not. `None` beyond [`LINK_SLOTS`].
     #[inline]
     #[must_use]
     pub fn link(&self, slot: u32) -> Option<&LinkStats> {
         self.links.get(slot as usize)
     }
 
-    /// What is shown of those who sleep as waiter `number`; `None` beyond [`SLEEPER_SLOTS`].
+    /// Returns the figures of the threads that sleep as waiter `number`. `None` beyond [`SLEEPER_SLOTS`].
     #[inline]
     #[must_use]
     pub fn sleeper(&self, number: u16) -> Option<&SleeperStats> {
         self.sleepers.get(usize::from(number))
     }
 
-    /// Gives `slot` to a new stream, closing the one that had it. The caller owns the slot, so that nobody counts
-    /// on it meanwhile, and sees to it that no other thread opens or closes any. `None` beyond [`STREAM_SLOTS`], or
+    /// Gives `slot` to a new stream, and closes the one that had it. The caller owns the slot, so that no other thread
+    /// counts on it meanwhile, and ensures that no other thread opens or closes any. `None` beyond [`STREAM_SLOTS`], or
     /// without memory.
     pub fn open_stream(&self, slot: u32, info: &StreamInfo) -> Option<&StreamStats> {
         if self.stream(slot).is_none() {
@@ -184,14 +184,14 @@ impl StatsPage {
         Some(stream)
     }
 
-    /// Frees `slot` and adds its counters to the totals; nothing if it was free. For the caller as
-    /// [`Self::open_stream`].
+    /// Frees `slot` and adds its counters to the totals. Has no effect if the slot is free. The caller ensures the same
+    /// as for [`Self::open_stream`].
     pub fn close_stream(&self, slot: u32) {
         let Some(stream) = self.stream(slot).filter(|s| s.word.is_open()) else {
             return;
         };
         let header = &self.header;
-        // Release: what follows is not seen before it by a reader that then sees no closing begun.
+        // Release: a reader that sees any of the stores below also sees that a closing has begun.
         bump(&header.closings_begun, 1);
         core::sync::atomic::fence(Release);
         header.closed_tx.fold(stream.tx.load());
@@ -209,8 +209,7 @@ impl StatsPage {
         header.closings_done.store(done, Release);
     }
 
-    /// Gives `slot` to a new link that is being set up. The caller owns the slot. `None` beyond
-    /// [`LINK_SLOTS`].
+    /// Gives `slot` to a new link that is being set up. The caller owns the slot. `None` beyond [`LINK_SLOTS`].
     pub fn open_link(&self, slot: u32, info: &LinkInfo) -> Option<&LinkStats> {
         let link = self.link(slot)?;
         link.word.free();
@@ -234,7 +233,7 @@ impl StatsPage {
     }
 }
 
-/// CLOCK_MONOTONIC in ns.
+/// Returns CLOCK_MONOTONIC in ns.
 pub(super) fn monotonic_ns() -> u64 {
     let now = clock_gettime(ClockId::Monotonic);
     u64::try_from(now.tv_sec)
@@ -243,43 +242,44 @@ pub(super) fn monotonic_ns() -> u64 {
         .saturating_add(u64::try_from(now.tv_nsec).unwrap_or(0))
 }
 
-/// A sparse memfd of the page's size, sealed so that a reader's mapping can never fault.
+/// Creates a sparse memfd of the page's size, sealed so that a reader's mapping can never fault.
 fn sealed_memfd() -> Result<OwnedFd, Errno> {
     let size = size_of::<StatsPage>() as u64;
     within_file_limit(size)?;
     let base = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    // Kernels before 6.3 do not know NOEXEC_SEAL; vm.memfd_noexec=2 on later ones asks for it.
+    // Kernels before 6.3 do not know NOEXEC_SEAL; vm.memfd_noexec=2 on later ones requires it.
     let fd = memfd_create(MEMFD_NAME, base | MemfdFlags::NOEXEC_SEAL).or_else(|_| memfd_create(MEMFD_NAME, base))?;
     ftruncate(&fd, size)?;
     fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
     Ok(fd)
 }
 
-/// Maps an empty page for good: the sealed memfd, or private memory.
+/// Maps an empty page, never to be unmapped: the sealed memfd, or private memory.
 fn map(fd: Option<BorrowedFd<'_>>) -> Result<&'static StatsPage, Errno> {
     let length = size_of::<StatsPage>();
-    // NORESERVE, since hardly any of it is ever touched.
+    // NORESERVE, because the program touches hardly any of the page.
     let flags = match fd {
         Some(_) => MapFlags::SHARED,
         None => MapFlags::PRIVATE | MapFlags::NORESERVE,
     };
-    // What is not open mlockall(2) does not fill.
+    // mlockall(2) does not fill the parts that are not open.
     let address = lazy::map(length, ProtFlags::empty(), flags, fd)?;
     open_streams(address, FIRST)?;
     let page = NonNull::new(address.cast::<StatsPage>()).ok_or(Errno::NOMEM)?;
-    // SAFETY: what is not open is never read or written: `stream` gives no reference into it, and atomics are not read
-    // ahead of the program. The rest: the mapping is page-aligned (the type asks for 4096), as long as the type, zeroed
-    // (valid: all fields are atomics) and never unmapped; a memfd mapping cannot be cut short, because the file was
-    // sealed at this size before. Other processes map it read-only, and all accesses are atomic.
+    // SAFETY: the parts that are not open are never read or written: `stream` returns no reference into them, and
+    // atomics are not read ahead of the program's own accesses. The mapping is page-aligned (the type asks for 4096),
+    // as long as the type, zeroed (valid: all fields are atomics) and never unmapped. A memfd mapping cannot be cut
+    // short, because the file was sealed at this size before. Other processes map it read-only, and all accesses are
+    // atomic.
     let page = unsafe { page.as_ref() };
     page.header.open.store(FIRST, Release);
     Ok(page)
 }
 
-/// Opens the page at `start` with its first `count` slots of streams.
+/// Opens the page at `start`, with its first `count` stream slots.
 fn open_streams(start: *mut c_void, count: u32) -> Result<(), Errno> {
     let bytes = offset_of!(StatsPage, streams) + count as usize * size_of::<StreamStats>();
-    // SAFETY: within the page's mapping, which `map` has made: `count` is at most STREAM_SLOTS. The last page of it may
-    // be opened whole.
+    // SAFETY: within the page's mapping, which `map` has made: `count` is at most STREAM_SLOTS. The last memory page of
+    // the range may be opened whole.
     unsafe { lazy::open(start, bytes.next_multiple_of(PAGE)) }
 }

@@ -1,7 +1,7 @@
-//! The reader's side: copying the page of an instance. Which ones there are is in find.rs.
+//! The reader's side: copies the page of an instance. find.rs finds the instances.
 //!
-//! Runs in tools and tests, never in the preloaded library, hence std::fs. Nothing in a page is
-//! trusted: sizes are checked, codes decoded with a fallback, text cleaned of control characters.
+//! Runs in tools and tests, never in the preloaded library, hence std::fs. The bytes of a page are not trusted: sizes
+//! are checked, codes decoded with a fallback, text cleaned of control characters.
 
 use core::mem::size_of;
 use core::net::SocketAddr;
@@ -24,7 +24,7 @@ use super::page::monotonic_ns;
 use super::reason::{Reason, Why};
 use super::sleepers::{SleeperSnapshot, SleeperStats, Waiting};
 
-/// How often a copy of the whole page is tried again because streams were closed meanwhile.
+/// Copies of the whole page that a reader makes, at most, if streams are closed meanwhile.
 const ATTEMPTS: u32 = 8;
 
 /// Why a page cannot be read.
@@ -33,10 +33,10 @@ pub enum ReadError {
     /// Opening or mapping failed.
     #[error("cannot open it: {0}")]
     Io(#[from] io::Error),
-    /// Not a page of this program, or not one that is safe to map.
+    /// The file is not a page of this program, or is not safe to map.
     #[error("not a counter page: {0}")]
     NotAPage(&'static str),
-    /// The other program runs another version of the library.
+    /// The process that owns the page runs another version of the library.
     #[error("counter page of version {0}, this command reads version {VERSION}")]
     Version(u32),
 }
@@ -47,7 +47,7 @@ impl From<Errno> for ReadError {
     }
 }
 
-/// An instance as it was at one moment.
+/// An instance at one moment.
 #[derive(Clone, Debug)]
 pub struct InstanceSnapshot {
     /// The owner's pid in its own pid namespace.
@@ -56,9 +56,9 @@ pub struct InstanceSnapshot {
     pub program: String,
     /// Instance id.
     pub id: [u8; 16],
-    /// Time since the instance began.
+    /// Time since the start of the instance.
     pub uptime: Duration,
-    /// Why all of its connections are kept on TCP, if they are: a [`Reason`], or its unknown code.
+    /// Why all of its connections are kept on TCP: a [`Reason`], or its unknown code. `None` if they are not.
     pub kept_on_tcp: Option<Result<Reason, u16>>,
     /// Sums over all its streams, closed ones included.
     pub totals: Totals,
@@ -66,19 +66,19 @@ pub struct InstanceSnapshot {
     pub links: Vec<LinkSnapshot>,
     /// Open streams, by slot.
     pub streams: Vec<StreamSnapshot>,
-    /// Who sleeps until something comes over a link, or there is room on it.
+    /// Threads that sleep until data comes over a link, or until there is room on it.
     pub sleepers: Vec<SleeperSnapshot>,
     events: [u64; EVENTS],
 }
 
 impl InstanceSnapshot {
-    /// How often `event` has happened.
+    /// Returns how often `event` has happened.
     #[must_use]
     pub fn count(&self, event: Event) -> u64 {
         self.events.get(event as usize).copied().unwrap_or(0)
     }
 
-    /// Those of them who are told of what happens on `stream`.
+    /// Returns the sleepers that are woken by events on `stream`.
     pub fn asleep_on(&self, stream: &StreamSnapshot) -> impl Iterator<Item = &SleeperSnapshot> {
         let (slot, sleeper, set) = (stream.slot, stream.sleeper, stream.set);
         self.sleepers.iter().filter(move |s| match s.stream {
@@ -91,13 +91,13 @@ impl InstanceSnapshot {
 /// Sums over the open and the closed streams of an instance.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Totals {
-    /// Sent.
+    /// Bytes and calls that sent.
     pub tx: Counts,
-    /// Received.
+    /// Bytes and calls that received.
     pub rx: Counts,
     /// Streams that had both directions on a link.
     pub promoted: u64,
-    /// Streams of which a direction was moved back to TCP.
+    /// Streams that had a direction moved back to TCP.
     pub demoted: u64,
     /// Streams opened.
     pub streams: u64,
@@ -112,7 +112,7 @@ pub struct LinkSnapshot {
     pub peer: [u8; 16],
     /// The peer's pid as the owner sees it; 0 if not known.
     pub peer_pid: u32,
-    /// What it runs on; `None` for a code that this version does not know.
+    /// The fabric that it runs on; `None` for a code that this version does not know.
     pub fabric: Option<Path>,
     /// Its state; `None` for an unknown code.
     pub state: Option<LinkState>,
@@ -129,36 +129,36 @@ pub struct StreamSnapshot {
     pub slot: u32,
     /// The program's fd.
     pub fd: i32,
-    /// Which end of the connection; `None` for an unknown code.
+    /// The end of the connection; `None` for an unknown code.
     pub direction: Option<Direction>,
     /// Local address.
     pub local: Option<SocketAddr>,
     /// The peer's address.
     pub peer: Option<SocketAddr>,
-    /// What sent bytes travel on now; `None` for an unknown code.
+    /// The path of the sending direction now; `None` for an unknown code.
     pub tx_path: Option<Path>,
-    /// What received bytes travel on now; `None` for an unknown code.
+    /// The path of the receiving direction now; `None` for an unknown code.
     pub rx_path: Option<Path>,
-    /// Why a direction is on TCP; the code where it is not known.
+    /// Why a direction is on TCP; the code if this version does not know it.
     pub why: Result<Why, u16>,
     /// Slot of its link.
     pub link: Option<u32>,
-    /// Sent.
+    /// Bytes and calls that sent.
     pub tx: Counts,
-    /// Received.
+    /// Bytes and calls that received.
     pub rx: Counts,
     /// Both directions have been on a link.
     pub promoted: bool,
     /// A direction was moved back to TCP.
     pub demoted: bool,
-    /// Which thread in a call or in poll is told of what comes.
+    /// The waiter of the thread, in a call or in poll, that is woken when data comes.
     pub sleeper: Waiting,
-    /// Which epoll set is.
+    /// The waiter of the epoll set that is woken when data comes.
     pub set: Waiting,
 }
 
 impl StreamSnapshot {
-    /// True if at least one direction is on TCP, so that [`Self::why`] means something.
+    /// Returns true if at least one direction is on TCP, so that [`Self::why`] has a meaning.
     #[must_use]
     pub fn is_on_tcp(&self) -> bool {
         [self.tx_path, self.rx_path].contains(&Some(Path::Tcp))
@@ -174,8 +174,8 @@ pub struct StatsReader {
 
 impl Drop for StatsReader {
     fn drop(&mut self) {
-        // SAFETY: `open` mapped exactly these bytes, and no reference outlives `self`. A failure
-        // would leave the mapping in place, which harms nobody.
+        // SAFETY: `open` mapped exactly these bytes, and no reference outlives `self`. A failure would leave the
+        // mapping in place, which does no harm.
         let _ = unsafe { munmap(self.page.as_ptr().cast(), size_of::<StatsPage>()) };
     }
 }
@@ -183,23 +183,22 @@ impl Drop for StatsReader {
 impl StatsReader {
     /// Opens the page behind `path`, a link of `/proc/<pid>/fd`.
     ///
-    /// # Errors
-    /// No permission, gone, not a page, or one of another version.
+    /// # Errors The caller has no permission, the file is gone, or it is no page, or one of another version.
     pub fn open(path: &path::Path) -> Result<Self, ReadError> {
         let file = fs::OpenOptions::new()
             .read(true)
-            // Should the link lead to a FIFO by now, opening it must not block.
+            // If the link leads to a FIFO by now, opening it must not block.
             .custom_flags(libc::O_NONBLOCK)
             .open(path)?;
         if file.metadata()?.len() != size_of::<StatsPage>() as u64 {
             return Err(ReadError::NotAPage("size differs"));
         }
-        // Without this seal its owner could cut the file short under our mapping: SIGBUS.
+        // Without this seal the owner could cut the file short under this mapping: SIGBUS.
         if !fcntl_get_seals(&file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK)) {
             return Err(ReadError::NotAPage("not sealed"));
         }
-        // SAFETY: a new read-only mapping at an address of the kernel's choice touches no memory
-        // in use; the file holds at least this many bytes from here on (size and seal checked).
+        // SAFETY: a new read-only mapping at an address of the kernel's choice touches no memory in use. The file holds
+        // at least this many bytes from here on (size and seal checked).
         let address = unsafe {
             mmap(
                 ptr::null_mut(),
@@ -249,13 +248,13 @@ impl StatsReader {
         }
     }
 
-    /// The owner's pid in its own pid namespace.
+    /// Returns the owner's pid in its own pid namespace.
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.page().header.pid.load(Relaxed)
     }
 
-    /// Copies everything in use.
+    /// Copies all slots in use.
     ///
     /// # Errors
     /// The file's extents cannot be listed.
@@ -268,7 +267,7 @@ impl StatsReader {
             let snapshot = self.copy()?;
             core::sync::atomic::fence(Acquire);
             let is_quiet = begun == done && header.closings_begun.load(Relaxed) == begun;
-            // A program that closes streams all the time gets sums that may be off by one stream.
+            // If a program closes streams all the time, the sums may be off by one stream.
             if is_quiet || attempt == ATTEMPTS {
                 return Ok(snapshot);
             }
@@ -325,8 +324,8 @@ impl StatsReader {
         })
     }
 
-    /// The parts of the file that have memory behind them, as ranges of bytes. Only these are
-    /// looked at: reading a hole through a mapping would allocate it.
+    /// Returns the parts of the file that have memory, as ranges of bytes. Only these are read: to read a hole through
+    /// a mapping would allocate it.
     fn extents(&self) -> Result<Vec<core::ops::Range<u64>>, ReadError> {
         let mut extents = Vec::new();
         let mut at = 0;
@@ -342,8 +341,8 @@ impl StatsReader {
     }
 }
 
-/// The slots of `table`, which begins at `offset` in the file, that lie within `extent`.
-/// Extents end at page borders, which slots do not cross.
+/// Returns the slots of `table`, which begins at `offset` in the file, that lie within `extent`. Extents end at page
+/// borders, which slots do not cross.
 fn slots<'a, T>(table: &'a [T], offset: usize, extent: &core::ops::Range<u64>) -> impl Iterator<Item = (u32, &'a T)> {
     let index = |at: u64| {
         let at = usize::try_from(at).unwrap_or(usize::MAX);
@@ -407,7 +406,7 @@ impl Counts {
     }
 }
 
-/// Text of another process, fit for a terminal.
+/// Returns text of another process, fit for a terminal.
 fn printable(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes)
         .chars()

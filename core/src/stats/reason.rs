@@ -1,7 +1,7 @@
 //! Why a stream is on TCP, or a link is down: codes with one text each.
 //!
-//! The codes are stored in shared memory and sent to peers (in a NO), so a number is never
-//! given a second meaning; new ones go at the end.
+//! The codes are stored in shared memory and sent to peers (in a NO). So a number is never given a second meaning; new
+//! ones go at the end.
 
 use core::fmt;
 
@@ -11,18 +11,18 @@ codes! {
     /// Why a stream is on TCP, or a link is down. Its text is what `rdmasock stat` prints.
     #[derive(Default)]
     pub enum Reason: u16 {
-        /// Nothing to explain.
+        /// There is no reason.
         #[default]
         None = 0 => "none",
-        /// Has not yet proved worth promoting.
+        /// The connection is below the promotion threshold.
         BelowThreshold = 1 => "below the promotion threshold",
         /// The steps of a promotion are under way.
         Handshake = 2 => "handshake in progress",
-        /// No service name answered: the other program runs without the library.
+        /// No service name answered: the peer's program runs without the library.
         PeerWithout = 3 => "peer without the library",
-        /// A rule says leave.
+        /// A rule keeps the connection on TCP.
         Rule = 4 => "rule",
-        /// Switched off for this instance (`RDMASOCK=off`, or no fabric).
+        /// The library is switched off for this instance (`RDMASOCK=off`, or no fabric).
         Disabled = 5 => "disabled",
         /// Several processes hold the socket after a fork.
         Inherited = 6 => "inherited: held by several processes",
@@ -32,9 +32,9 @@ codes! {
         NoMatch = 8 => "no match at the peer (address translation?)",
         /// A step of the handshake did not come in time.
         TimedOut = 9 => "handshake timed out",
-        /// No room for another ring.
+        /// The arena has no room for another ring.
         ArenaFull = 10 => "arena full",
-        /// As many links as the instance can have.
+        /// The instance has as many links as it can have.
         LinkLimit = 11 => "link limit reached",
         /// The link could not be set up, or failed.
         LinkFailed = 12 => "link failed",
@@ -66,9 +66,9 @@ codes! {
         Violation = 25 => "protocol violation by the peer",
         /// The two ends speak different versions of the protocol.
         Version = 26 => "protocol version differs",
-        /// The service name is owned by somebody who may not answer for the port.
+        /// The service name belongs to a user that may not answer for the port.
         NotTrusted = 27 => "service name of another user",
-        /// No more memory or file descriptors.
+        /// There is no more memory, or there are no more file descriptors.
         Resources = 28 => "out of memory or file descriptors",
         /// The peer process has ended.
         PeerGone = 29 => "peer process ended",
@@ -78,15 +78,15 @@ codes! {
         LinkSilent = 31 => "link failed: no answer from the peer's device for 5 s",
         /// The program has made an io_uring, whose calls no hook sees.
         IoUring = 32 => "the program uses io_uring",
-        /// The rules file, which may say leave, cannot be read or understood.
+        /// The rules file, which may keep connections on TCP, cannot be read or understood.
         NoRules = 33 => "rules file cannot be used",
-        /// A seccomp filter of the program's does not allow what the library does.
+        /// A seccomp filter of the program does not allow the library's system calls.
         Confined = 34 => "the program restricts its system calls",
         /// The program has opened a library whose calls no hook sees.
         DeepBind = 35 => "a library was opened with RTLD_DEEPBIND",
-        /// The program has the socket from elsewhere, and its calls are the kernel's.
+        /// The program has got the socket from elsewhere, and its calls go straight to the kernel.
         Unseen = 36 => "not known to the library",
-        /// The program has asked for TCP (`rdmasock_prefer`).
+        /// The program has requested TCP (`rdmasock_prefer`).
         Asked = 37 => "asked for by the program",
         /// The program runs as another user than the one that made the socket, or in another network namespace.
         NotOwner = 38 => "socket of another user or network namespace",
@@ -98,24 +98,23 @@ codes! {
 impl TryFrom<u16> for Reason {
     type Error = u16;
 
-    /// # Errors
-    /// The code itself where this version does not know it.
+    /// # Errors The code itself if this version does not know it.
     fn try_from(code: u16) -> Result<Self, u16> {
         Self::from_code(code).ok_or(code)
     }
 }
 
-/// A [`Reason`], and the peer's own where it declined.
+/// A [`Reason`], and the peer's own reason if the peer declined.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Why {
     /// This end's reason.
     pub reason: Reason,
-    /// With [`Reason::Declined`]: what the peer gave.
+    /// The reason that the peer gave, with [`Reason::Declined`].
     pub peer: Option<Reason>,
 }
 
 impl Why {
-    /// The peer said NO because of `reason`.
+    /// Returns the value for a peer that answered NO because of `reason`.
     #[must_use]
     pub const fn declined(reason: Reason) -> Self {
         Self {
@@ -124,12 +123,12 @@ impl Why {
         }
     }
 
-    /// Both codes in one word: this end's below, the peer's above.
+    /// Returns both codes in one word: this end's in the lower half, the peer's in the upper.
     pub(crate) fn to_bits(self) -> u32 {
         u32::from(self.reason as u16) | u32::from(self.peer.unwrap_or_default() as u16) << u16::BITS
     }
 
-    /// The inverse of [`Self::to_bits`]; the unknown code where this version lacks one.
+    /// Returns the inverse of [`Self::to_bits`]; the unknown code if this version lacks one.
     pub(crate) fn from_bits(bits: u32) -> Result<Self, u16> {
         // The truncation takes the lower half.
         let reason = Reason::try_from(bits as u16)?;

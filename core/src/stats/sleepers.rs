@@ -1,7 +1,8 @@
-//! Who sleeps, in what, and since when: one slot a waiter, as the owner writes it and a reader sees it.
+//! The threads that sleep, in what call, and since when. There is one slot a waiter: the owner writes it, and readers
+//! read it.
 //!
-//! A thread writes here when it is about to sleep in the kernel until something comes over a link or there is room on
-//! it, and when it is awake again. Threads that sleep in the kernel's own calls on TCP are not here: the kernel shows
+//! A thread writes here when it is about to sleep in the kernel until data comes over a link or there is room on it,
+//! and when it is awake again. Threads that sleep in the kernel's own calls on TCP are not here: the kernel reports
 //! those.
 
 use core::mem::size_of;
@@ -13,10 +14,10 @@ use core::time::Duration;
 
 use super::codes::{Call, SLEEPER_SLOTS};
 
-/// Which waiter is told of something.
+/// The waiter that is woken by an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Waiting {
-    /// None.
+    /// No waiter.
     Nobody,
     /// The waiter with this number.
     One(u16),
@@ -45,26 +46,26 @@ impl Waiting {
 /// A thread that is about to sleep.
 #[derive(Clone, Copy, Debug)]
 pub struct Asleep {
-    /// The kernel's id of it, in its own pid namespace.
+    /// The thread's id, in its own pid namespace.
     pub thread: u32,
-    /// What it sleeps in.
+    /// The call that it sleeps in.
     pub call: Call,
     /// The slot of the stream that the call is on, if it is on one.
     pub stream: Option<u32>,
-    /// CLOCK_MONOTONIC, ns; the kernel's coarse clock will do.
+    /// When the sleep began: CLOCK_MONOTONIC, ns. The kernel's coarse clock is precise enough.
     pub since: u64,
-    /// For a sender: how many bytes its reader has not read.
+    /// For a sender: the number of bytes that its reader has not read.
     pub unread: u64,
 }
 
-/// Those who sleep as one waiter. Only an epoll set's can be several at once: then all but the count is that of who
-/// came last.
+/// The threads that sleep as one waiter. They are several at once only for an epoll set's waiter. Then all fields
+/// except `count` describe the thread that came last.
 #[repr(C, align(32))]
 #[derive(Debug)]
 pub struct SleeperStats {
     since: AtomicU64,
     unread: AtomicU64,
-    /// 0 if that one is awake, and others sleep on.
+    /// 0 if the thread that came last is awake, and others sleep on.
     thread: AtomicU32,
     /// The slot plus one; 0 is none.
     stream: AtomicU32,
@@ -72,12 +73,12 @@ pub struct SleeperStats {
     call: AtomicU8,
 }
 
-// No slot crosses the border of a page: a reader does not look beyond those that have memory.
+// No slot crosses the border of a page: a reader reads only pages that have memory.
 const _: () = assert!(size_of::<SleeperStats>() == 32);
 const _: () = assert!((SLEEPER_SLOTS as usize * size_of::<SleeperStats>()).is_multiple_of(4096));
 
 impl SleeperStats {
-    /// A thread goes to sleep.
+    /// Notes that a thread goes to sleep.
     pub fn begin(&self, asleep: &Asleep) {
         self.since.store(asleep.since, Relaxed);
         self.unread.store(asleep.unread, Relaxed);
@@ -85,11 +86,11 @@ impl SleeperStats {
         let stream = asleep.stream.map_or(0, |slot| slot.saturating_add(1));
         self.stream.store(stream, Relaxed);
         self.call.store(asleep.call as u8, Relaxed);
-        // Pairs with the Acquire in `copy`: who sees the sleeper sees what it is.
+        // Pairs with the Acquire in `copy`: a reader that sees the sleeper sees its fields.
         self.count.fetch_add(1, Release);
     }
 
-    /// It is awake.
+    /// Notes that the thread is awake.
     pub fn end(&self, thread: u32) {
         if self.thread.load(Relaxed) == thread {
             self.thread.store(0, Relaxed);
@@ -111,21 +112,21 @@ impl SleeperStats {
     }
 }
 
-/// Those who sleep as one waiter, at one moment.
+/// The threads that sleep as one waiter, at one moment.
 #[derive(Clone, Copy, Debug)]
 pub struct SleeperSnapshot {
     /// The waiter's number.
     pub waiter: u16,
-    /// How many threads.
+    /// The number of threads.
     pub count: u16,
-    /// The one who came last, if that still sleeps.
+    /// The thread that came last; `None` if it does not sleep any more.
     pub thread: Option<u32>,
-    /// What it sleeps in; `None` for a code that this version does not know.
+    /// The call that it sleeps in; `None` for a code that this version does not know.
     pub call: Option<Call>,
     /// The slot of the stream that the call is on; `None` for poll and epoll sets.
     pub stream: Option<u32>,
-    /// For how long.
+    /// How long it has slept.
     pub asleep: Duration,
-    /// For a sender: how many bytes its reader had not read when it went to sleep.
+    /// For a sender: the number of bytes that its reader had not read when the sender went to sleep.
     pub unread: u64,
 }

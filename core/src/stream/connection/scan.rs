@@ -319,7 +319,7 @@ pub fn scan_taken<S: SocketIo>(socket: &S, bytes: &mut [u8]) -> usize {
 }
 
 /// Returns whether TCP has a marker that was not read yet, or the beginning of one with the whole nonce. `None` if TCP
-/// has more than [`PEEK`] bytes, or if a call of the program has a part of it.
+/// has more than `PEEK` bytes, or if a call of the program has a part of it.
 pub fn has_marker<S: SocketIo>(socket: &S) -> Option<bool> {
     let rx = socket.rx.lock()?;
     let (Some(nonce), Some(tcp)) = (rx.scan, socket.tcp()) else {

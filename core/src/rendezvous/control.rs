@@ -1,5 +1,5 @@
-//! The datagrams of the control port (docs/protocol.md, P60–P64): their format, the check of their writer by an HMAC,
-//! and the check that the sender of a question can receive at its address.
+//! The datagrams of the control port (docs/protocol.md, P60–P64): their format. An HMAC proves who wrote them, and a
+//! stamp that the sender of a question receives at its address.
 //!
 //! Pure: bytes in, values out, the time is an argument. `os::datagram` has the sockets, `guard` the limits. The service
 //! thread decides what an answer leads to.
@@ -117,7 +117,7 @@ kinds! {
     }
 }
 
-/// The first kind of an answer.
+/// The lowest kind of an answer.
 const ANSWERS: u8 = 16;
 
 /// Why a datagram is refused. The sender gets no answer: a refusal would help an attacker.

@@ -42,9 +42,9 @@ impl HolderPage {
     }
 
     fn bucket(&self, connection: u64) -> &[Entry] {
-        // SAFETY: the mapping is as large as the array, aligned to a page, lives as long as `self`, and
-        // is never handed out otherwise; zeroes and all other bits are valid atomics, and atomics may
-        // be shared with other processes.
+        // SAFETY: the mapping is as large as the array, aligned to a page and lives as long as `self`. No other pointer
+        // to it is handed out. Zeroes and all other bits are valid atomics, and atomics may be shared with other
+        // processes.
         let all = unsafe { &*self.map.as_ptr().cast::<[Entry; ENTRIES]>() };
         let first = connection as usize % BUCKETS * BUCKET;
         all.get(first..first + BUCKET).unwrap_or_default()

@@ -58,9 +58,9 @@ impl PeerPage {
     }
 
     fn slots(&self) -> &[Slot; SLOTS] {
-        // SAFETY: the mapping is as large as the array, aligned to a page, lives as long as `self`, and
-        // is never handed out otherwise; zeroes and all other bits are valid atomics, and atomics may
-        // be shared with other processes.
+        // SAFETY: the mapping is as large as the array, aligned to a page and lives as long as `self`. No other pointer
+        // to it is handed out. Zeroes and all other bits are valid atomics, and atomics may be shared with other
+        // processes.
         unsafe { &*self.map.as_ptr().cast::<[Slot; SLOTS]>() }
     }
 

@@ -216,14 +216,14 @@ impl StatsReader {
     }
 
     fn page(&self) -> &StatsPage {
-        // SAFETY: mapped for as long as `self` lives, page-aligned, of the type's size; every bit
-        // pattern is valid, and every field is an atomic that is only loaded here.
+        // SAFETY: mapped for as long as `self` lives, page-aligned, of the type's size. Every bit pattern is valid, and
+        // every field is an atomic that is only loaded here.
         unsafe { self.page.as_ref() }
     }
 
     fn check_header(&self) -> Result<(), ReadError> {
         let header = &self.page().header;
-        // Pairs with the Release store at the end of `StatsPage::create`.
+        // Pairs with the Release store at the end of `StatsPage::fill_header`.
         if header.magic.load(Acquire) != MAGIC {
             return Err(ReadError::NotAPage("no magic number (yet)"));
         }

@@ -1,9 +1,8 @@
 //! The threads that sleep, in what call, and since when. There is one slot a waiter: the owner writes it, and readers
 //! read it.
 //!
-//! A thread writes here when it is about to sleep in the kernel until data comes over a link or there is room on it,
-//! and when it is awake again. Threads that sleep in the kernel's own calls on TCP are not here: the kernel reports
-//! those.
+//! A thread writes here when it is about to sleep in the kernel until a link has data or room, and when it is awake
+//! again. Threads that sleep in the kernel's own calls on TCP are not here: the kernel reports those.
 
 use core::mem::size_of;
 use core::sync::atomic::{
@@ -21,7 +20,7 @@ pub enum Waiting {
     Nobody,
     /// The waiter with this number.
     One(u16),
-    /// More than one.
+    /// More than one waiter.
     Several,
 }
 

@@ -1,8 +1,8 @@
 //! One attempt to promote one connection, as a state machine without I/O (docs/protocol.md, P10–P39).
 //!
-//! The caller feeds it each input (an answer out of band, a marker found in TCP, a record of the link) and carries out
-//! the [`Step`]s that it returns, in order. It holds no data of the stream and no clock: a time-out is an input like
-//! any other.
+//! The caller feeds it each input: an answer out of band, a marker found in TCP, or a record of the link. Then the
+//! caller carries out the [`Step`]s that it returns, in order. It holds no data of the stream and no clock: a time-out
+//! is an input like any other.
 //!
 //! ```text
 //!  connector   Asked ──YES──▶ Greeted ──HELLO──▶ Linking ──link up──▶ Opening ──OPEN──▶ Closing

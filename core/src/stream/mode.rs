@@ -73,7 +73,7 @@ impl Mode {
 pub enum Sending {
     /// A marker, or bytes that the peer is to be sent again, precede on TCP all that follows.
     Announced,
-    /// SWITCH is out.
+    /// TCP has taken SWITCH.
     Switched,
     /// TCP has taken all that was announced, which leads to no link.
     Flushed,

@@ -56,9 +56,9 @@ pub enum Step {
     Ask,
     /// Write the end mark (FIN) behind the last byte on the link.
     Mark,
-    /// Stop receiving and sending on the link, and write RESUME in TCP: the position up to which the peer's direction
-    /// has come, and the one up to which this end's was given to the link. If this end's direction is on the link, no
-    /// other byte follows in TCP before [`Step::SendFrom`].
+    /// Stop receiving and sending on the link, and write RESUME in TCP. It has the position up to which the peer's
+    /// direction has come, and the one up to which this end's was given to the link. If this end's direction is on the
+    /// link, no other byte follows in TCP before [`Step::SendFrom`].
     WriteResume,
     /// Continue this end's direction over TCP: first the bytes that were given to the link from this position on, then
     /// all later ones. A position that was not sent, or is no longer held, is a violation by the peer: reset the
@@ -66,9 +66,9 @@ pub enum Step {
     SendFrom(u64),
     /// Send no more: this end's direction was on the link, and its reader has gone. The kernel's results for TCP hold.
     SendNothing,
-    /// Stop scanning TCP. If the peer's direction was on the link, its next byte, or its end, is in TCP once the ring
-    /// is read up to the position at which this end has stopped. An end before TCP has brought all bytes up to the
-    /// position given here is [`Step::Lost`].
+    /// Stop scanning TCP. If the peer's direction was on the link, the reader reads the ring up to where this end has
+    /// stopped. Then the next byte of that direction, or its end, is in TCP. An end before TCP has brought all bytes up
+    /// to the position given here is [`Step::Lost`].
     ReadOn(u64),
     /// The peer's process has ended, and bytes may be missing. The program reads the bytes in the ring, then gets
     /// ECONNRESET.
@@ -86,9 +86,9 @@ pub enum Ahead {
     Closing(Closing),
     /// RESUME.
     Resume {
-        /// As [`Resume::on_resume`]'s.
+        /// Up to where the peer has received, as in [`Resume::on_resume`].
         received: u64,
-        /// As [`Resume::on_resume`]'s.
+        /// Up to where the peer has sent, as in [`Resume::on_resume`].
         sent: u64,
     },
     /// The end of TCP.
@@ -338,7 +338,9 @@ impl Resume {
         fits(self.sent, received) && fits(self.known(), sent)
     }
 
-    /// Handles the peer's RESUME, read in TCP. The caller has given up an attempt that is not closed.
+    /// Handles the peer's RESUME, read in TCP. `received` is the position up to which the peer has this end's
+    /// direction. `sent` is the one up to which the peer gave its own to the link. The caller has given up an attempt
+    /// that is not closed.
     pub fn on_resume(&mut self, received: u64, sent: u64) -> Result<Steps, Misplaced> {
         let was_seen = self.read_ahead.is_none_or(|seen| seen == (received, sent));
         if !self.is_expecting() || !was_seen || !self.may_say(received, sent) {

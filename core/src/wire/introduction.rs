@@ -35,9 +35,9 @@ struct Frame {
 /// The identity and the terms of an end of a new queue pair.
 #[derive(Debug, Clone, Copy)]
 pub struct Introduction {
-    /// The process, in its own pid namespace.
+    /// The pid of the end's process, in its own pid namespace.
     pub pid: u32,
-    /// The instance.
+    /// The end's instance.
     pub instance: InstanceId,
     /// From the connecting end: the cookie of the other end's HELLO. From the accepting end: zeroes.
     pub cookie: Cookie,

@@ -73,7 +73,7 @@ kinds! {
         /// The sender does not keep the button of the receiver's waiter `id`.
         36 = WaiterGone { id: u32 };
         /// "Move your sending direction of stream `yours` back to TCP." With `resend_from` the sender of this no longer
-        /// reads the link: the bytes from that position on are sent again (P28). Else TCP follows the last byte on the
+        /// reads the link. The bytes from that position on are sent again (P28). Else TCP follows the last byte on the
         /// link.
         37 = DemoteRequest { yours: Vqpn, resend_from: Option<u64> };
         /// "Move your sending direction of stream `yours` to the ring that is on offer."

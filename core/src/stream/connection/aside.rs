@@ -1,8 +1,8 @@
 //! The end of data that was set aside in front of a marker (P85; `hand_over`): this end asks the peer, which has sent
 //! the data, to take it back.
 //!
-//! This works within a host only. Between hosts, and if the peer cannot take the data back, the connection is reset: a
-//! gap in the data would be worse than the end of the connection.
+//! This works within a host only. Otherwise, and if the peer cannot take the data back, the connection is reset. A gap
+//! in the data would be worse than the end of the connection.
 
 use super::io::{ControlOf, RxOf, SocketIo, StreamLink};
 use crate::stream::mode::Receiving;

@@ -1,5 +1,5 @@
-//! Bytes that were taken from TCP and that the program does not have yet: the possible beginning of a marker, bytes of
-//! a call that come later in the stream, and bytes that were read ahead (`ahead`).
+//! Bytes that were taken from TCP and that the program does not have yet. They may be the beginning of a marker, bytes
+//! of a call that come later in the stream, or bytes that were read ahead (`ahead`).
 
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
@@ -162,7 +162,7 @@ mod tests {
         assert!(late.charge(OWN));
         late.push(&piece);
         assert!(!late.charge(OWN));
-        // A program reads.
+        // A program reads, which makes room for another.
         all.first_mut().unwrap().consume(2 * OWN);
         assert!(late.charge(OWN));
         drop(late);

@@ -1,9 +1,10 @@
-//! Data in front of a marker when the connection is handed to a new holder, which reads the kernel alone: to it the
-//! marker would be data (P85). This code sets that data aside, so that the marker is read and the attempt goes on to
-//! its end. Then the peer, which has sent the data, takes it back, and sends it again in TCP before all other bytes.
+//! Data in front of a marker when the connection is handed to a new holder (P85). The new holder reads the kernel
+//! alone, so the marker would be data to it. This code sets that data aside, so that the marker is read and the attempt
+//! goes on to its end. Then the peer, which has sent the data, takes it back, and sends it again in TCP before all
+//! other bytes.
 //!
-//! This works within a host only. Between hosts, and if the peer cannot take the data back, the connection is reset: a
-//! gap in the data would be worse than the end of the connection.
+//! This works within a host only. Otherwise, and if the peer cannot take the data back, the connection is reset. A gap
+//! in the data would be worse than the end of the connection.
 
 use std::sync::atomic::Ordering::Acquire;
 

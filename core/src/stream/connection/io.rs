@@ -214,9 +214,9 @@ pub enum Half {
 /// The connection of a socket of the type `S`.
 pub type ConnectionOf<S> =
     Connection<<S as SocketIo>::Link, <S as SocketIo>::Tx, <S as SocketIo>::Rx, <S as SocketIo>::Control>;
-/// Its sending direction.
+/// The sending direction of such a connection.
 pub type TxOf<S> = Tx<<S as SocketIo>::Tx>;
-/// Its receiving direction.
+/// The receiving direction of such a connection.
 pub type RxOf<S> = Rx<<S as SocketIo>::Rx>;
 /// The control state of both.
 pub type ControlOf<S> = Control<<S as SocketIo>::Link, <S as SocketIo>::Control>;

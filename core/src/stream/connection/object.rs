@@ -78,7 +78,7 @@ pub struct Rx<O> {
     /// The nonce that markers to this end start with, while the direction is scanned for them.
     pub scan: Option<Nonce>,
     /// Bytes taken from TCP that the program does not have yet. They may be the beginning of a marker, or were read
-    /// ahead, or a call that was in the kernel when the direction left TCP has taken them.
+    /// ahead. Or a call has taken them that was in the kernel when the direction left TCP.
     pub carry: Carry,
     /// The program has shut the direction down, and the kernel's shutdown() is still due: it follows once no marker may
     /// come any more.

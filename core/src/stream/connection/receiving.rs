@@ -229,10 +229,11 @@ pub fn look_for_reset<S: SocketIo>(socket: &S) {
     }
 }
 
-/// Sets the flag that no call reads the link any more: the program has closed the socket. (Not for a direction that
-/// goes back to TCP: the peer would send there before it has sent again what this end has not read.) Returns the waiter
-/// of the peer that waits for room. It is none in a ring that has been read; else the reset of the kernel's socket
-/// wakes it, if that socket still exists.
+/// Sets the flag that no call reads the link any more: the program has closed the socket. Not for a direction that goes
+/// back to TCP: the peer would send there before it has sent again what this end has not read.
+///
+/// Returns the peer's waiter that waits for room. There is none at a ring that has been read. Else the reset of the
+/// kernel's socket wakes it, if that socket still exists.
 pub fn refuse<S: SocketIo>(socket: &S) -> Wake {
     let rx = socket.rx.lock();
     let consumer = rx.as_ref().and_then(|rx| rx.consumer.as_ref());

@@ -6,7 +6,7 @@ use std::collections::{HashSet, VecDeque};
 
 use super::*;
 
-/// What TCP carries besides data.
+/// The elements of TCP's stream besides data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Tcp {
     Hello,
@@ -14,7 +14,7 @@ enum Tcp {
     Fin,
 }
 
-/// What travels on the link's side channel.
+/// The messages on the link's side channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Side {
     Open,

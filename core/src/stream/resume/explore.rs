@@ -8,7 +8,7 @@ use super::super::handshake::{self, Handshake, Phase, Role};
 use super::*;
 use crate::ids::{InstanceId, Nonce};
 
-/// What TCP carries. A byte of data is its number in its direction.
+/// The elements of TCP's stream. A byte of data is its number in its direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Tcp {
     Data(u8),
@@ -18,7 +18,7 @@ enum Tcp {
     Fin,
 }
 
-/// What the link carries, in order.
+/// The records of the link, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Record {
     Data(u8),

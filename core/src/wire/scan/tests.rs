@@ -108,7 +108,7 @@ proptest! {
         let scan = scan(&nonce, &data);
         let held = &data[scan.payload..];
         prop_assert!(held.len() < 16 && nonce.as_bytes().starts_with(held));
-        // And no longer tail of the data would be one.
+        // No longer tail of the data is the beginning of a marker.
         for start in 0..scan.payload {
             prop_assert!(!nonce.as_bytes().starts_with(&data[start..]));
         }

@@ -1,17 +1,17 @@
 //! One attempt to promote one connection, as a state machine without I/O (docs/protocol.md, P10–P39).
 //!
-//! The caller feeds it each input: an answer out of band, a marker found in TCP, or a record of the link. Then the
-//! caller carries out the [`Step`]s that it returns, in order. It holds no data of the stream and no clock: a time-out
-//! is an input like any other.
+//! The caller feeds the machine each input: an answer out of band, a marker found in TCP, or a record of the link. Then
+//! the caller carries out the [`Step`]s that the machine returns, in order. The machine holds no data of the stream and
+//! no clock: a time-out is an input like any other.
 //!
 //! ```text
 //!  connector   Asked ──YES──▶ Greeted ──HELLO──▶ Linking ──link up──▶ Opening ──OPEN──▶ Closing
 //!  acceptor    Offered ──HELLO──▶ Opening ──OPEN──▶ Closing
 //! ```
 //!
-//! Once an end has written HELLO, it writes exactly one closing marker, SWITCH or ABORT. It scans TCP until it has read
-//! the peer's closing marker or the end of TCP. So the window in which TCP is scanned always ends with a definite
-//! event. And neither end can take a marker for data or data for a marker.
+//! Once an end has written or read a HELLO, it writes exactly one closing marker, SWITCH or ABORT. It scans TCP until
+//! it has read the peer's closing marker or the end of TCP. So the window in which TCP is scanned always ends with a
+//! definite event. And neither end can take a marker for data or data for a marker.
 //!
 //! The two closing markers cross, so they may differ:
 //!
@@ -236,7 +236,7 @@ impl Handshake {
         }
     }
 
-    /// Handles the link that [`Step::NeedLink`] has asked for (connector).
+    /// Continues the attempt once the link that [`Step::NeedLink`] has requested is up (connector).
     pub fn on_link_up(&mut self) -> Result<Steps, Misplaced> {
         if self.phase != Phase::Linking {
             return Ok(Steps::new());
@@ -320,8 +320,9 @@ impl Handshake {
         self.closed_by_peer(Closing::Abort)
     }
 
-    /// Handles an end of this end's direction of TCP before a byte of [`Step::WriteHello`] was in it: the acceptor will
-    /// not answer. (Markers after HELLO may be dropped then without a word: to the peer the end of TCP is an ABORT.)
+    /// Ends the attempt: this end's direction of TCP has ended before a byte of [`Step::WriteHello`] was in it. The
+    /// acceptor will not answer then. Has an effect in the phase `Greeted` only. (Markers after HELLO may be dropped
+    /// then without a word: to the peer the end of TCP is an ABORT.)
     pub fn on_hello_unwritten(&mut self) -> Steps {
         if self.phase == Phase::Greeted {
             vec![Step::StopScan, Step::Abandoned]

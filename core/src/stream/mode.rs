@@ -83,9 +83,11 @@ pub enum Sending {
     Left,
     /// In a fork child: the parent has the stream on a link.
     Inherited,
-    /// In a fork child: the parent has the stream back on TCP, or the child closes its fd.
+    /// In a fork child: the parent has the stream back on TCP or does not answer, or the child has closed the
+    /// connection.
     Reclaimed,
-    /// The connection has ended for this process.
+    /// The object starts anew: the connection is closed in this process, or a fork child has a copy that is not on a
+    /// link.
     Closed,
 }
 

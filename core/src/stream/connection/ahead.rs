@@ -18,7 +18,7 @@ use crate::wire::Marker;
 /// Bytes of one connection that are moved to the carry, at most; all connections have a bound too (`carry`). Between
 /// two programs that both do not read, kernel TCP would not hold as much.
 const MOST: usize = 16 * 1024 * 1024;
-/// Bytes that one call takes.
+/// Bytes that are taken from TCP at a time.
 const PIECE: usize = 16 * 1024;
 /// Pieces that are dropped in one turn of the service thread, before it serves other connections.
 const DROPS: usize = 64;

@@ -116,7 +116,7 @@ fn set_aside<S: SocketIo>(socket: &S, rx: &mut RxOf<S>, makes_room: bool) -> Fro
 }
 
 /// Sends in TCP again what the peer has taken out of TCP, and then what is on the link. `bytes` is `None` if the peer's
-/// file cannot be read: then it resets the connection. The caller holds the control lock.
+/// file cannot be read: then this function resets the connection. The caller holds the control lock.
 pub fn on_take_back<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, bytes: Option<&[u8]>) {
     let done = bytes.is_some_and(|bytes| {
         let Some(mut tx) = socket.tx.lock() else {

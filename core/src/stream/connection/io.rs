@@ -72,7 +72,7 @@ pub trait StreamLink: Clone + PartialEq {
     fn done_with(&self, theirs: Vqpn);
     /// Gives this end's number `mine` back. `theirs` is the peer's number, `None` if the peer does not know of `mine`.
     fn close(&self, mine: Vqpn, theirs: Option<Vqpn>, consumer: Option<Consumer>);
-    /// Gives the number back whose OPEN is not answered: the peer may be about to use it.
+    /// Gives this end's number `mine` back although its OPEN is not answered: the peer may be about to use the number.
     fn close_unanswered(&self, mine: Vqpn, consumer: Option<Consumer>);
     /// Sends a message on the side channel. Returns false if it cannot be sent.
     fn send(&self, message: &Message) -> bool;

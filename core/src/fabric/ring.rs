@@ -1,7 +1,6 @@
-//! One direction of a stream: a single-producer single-consumer byte ring in the receiver's
-//! arena, with the words by which each side lets the other wake it. Not for waking anybody, for
-//! allocating ring memory, nor for what the attention words mean: a nonzero [`Wake`] goes to
-//! the caller.
+//! The byte ring of one direction of a stream: single producer, single consumer, in the receiver's arena. Beside the
+//! bytes lie the words by which each side asks the other for a wake-up. This module wakes no thread and allocates no
+//! ring memory. It does not interpret attention words either: a nonzero [`Wake`] goes to the caller.
 //!
 //! # Positions
 //! A position counts the bytes of the direction from its beginning and never wraps; the byte at
@@ -17,12 +16,12 @@
 //! ping-pong of spinning sides moves two lines per direction.
 //!
 //! # No lost wake-up
-//! W1. `want_data` is set by the consumer and swapped to 0 by the producer; `want_space` the
-//!     other way round. Who takes a nonzero word must wake what it names.
-//! W2. The side that will sleep sets its word (`arm_*`), then looks again. The other side
-//!     publishes (`tail`, `end`; `head`, flags, an offer), then looks at the word ([`Attention`](crate::sync::Attention)),
-//!     so at least one of the two sees the other: either the sleeper finds what it waits for and does not sleep, or
-//!     the publisher finds the word and wakes it.
+//! W1. `want_data` is set by the consumer and swapped to 0 by the producer; `want_space` the other way round. The side
+//!     that takes a nonzero word must wake the waiters that it names.
+//! W2. The side that will sleep sets its word (`arm_*`), then checks again. The other side publishes (`tail`, `end`;
+//!     `head`, flags, an offer), then reads the word ([`Attention`](crate::sync::Attention)), so at least one of the
+//!     two sees the other: either the sleeper finds what it waits for and does not sleep, or the publisher finds the
+//!     word and wakes it.
 //! W3. The consumer holds back less than a quarter of its ring: as soon as `consume` brings the
 //!     unpublished part to a quarter it publishes by W2.
 //! W4. The producer sleeps only while less than a quarter of the ring is free by the published
@@ -42,13 +41,14 @@
 //! The first ring is an offer too: an all-zero block is a direction without a ring.
 //!
 //! # The reserve
-//! A ring that is offered for good: addresses without memory, for a producer that finds no room while nobody reads. It
-//! switches to it as to any other ring, with the next generation, but says how much of its beginning it uses
-//! (`Adopted`), and sees to the memory itself, piece by piece before it writes, so it is charged for it. Where it finds
-//! none it is [starved](Producer::is_starved): reading frees none of what it has not been through, so it has to end the
-//! direction. It takes the reserve only once it knows that the consumer has come to the current ring, so that two rings
-//! hold all that is in flight. The consumer may be offering another ring at that moment: that has not the generation
-//! after the reserve's, so the producer leaves it alone and the consumer withdraws it.
+//! The reserve is a ring that stays on offer: addresses without memory, for a producer that finds no room while the
+//! program at the other end does not read. The producer switches to it as to any other ring, with the next generation,
+//! but says how much of its beginning it uses (`Adopted`). It gets memory for the reserve itself, piece by piece before
+//! it writes, so its process is charged for that memory. A producer that gets no memory is
+//! [starved](Producer::is_starved): reading frees no part of the ring that it has not yet passed, so it has to end the
+//! direction. The producer takes the reserve only once it knows that the consumer has come to the current ring, so that
+//! two rings hold all that is in flight. The consumer may be offering another ring at that moment. Its generation does
+//! not follow the reserve's, so the producer leaves it alone and the consumer withdraws it.
 //!
 //! # A bound
 //! A producer may keep less unread than the ring holds ([`Producer::set_bound`]), but not less than half of it: W4

@@ -1,6 +1,6 @@
-//! How much of a receiver's memory a sender writes into. A page of shared memory is charged to who touches it first,
-//! which is the sender; but it is the receiver who says where its rings are, and who gives their memory back. So a
-//! sender does not adopt whatever is offered.
+//! Bounds how much of a receiver's memory a sender writes into. A page of shared memory is charged to the process that
+//! touches it first, which is the sender. But the receiver decides where its rings lie and when their memory is given
+//! back, so a sender checks each offered ring against an allowance before it adopts it.
 
 use std::sync::Arc;
 use std::sync::atomic::{
@@ -10,22 +10,23 @@ use std::sync::atomic::{
 
 use crate::fabric::layout::{MAX_RING_LOG2, Region};
 
-/// Bytes of the area that are counted as one, as a power of two.
+/// log2 of the bytes of a piece, the unit in which written memory is counted.
 const PIECE_LOG2: u32 = 16;
 
-/// What was ever written into of one data area. A correct receiver takes the lowest place that is free for a ring, and
-/// gives back what it does not use: that is little more than what was in use at a time.
+/// The pieces of one data area that a sender has ever written into, and how many they may be. A correct receiver takes
+/// the lowest place that is free for a ring, and reuses the places that it frees: so the count is little more than the
+/// most that was in use at a time.
 #[derive(Debug)]
 pub struct TouchedArea {
-    /// A bit each piece.
+    /// A bit for each piece, set once the piece may have been written into.
     pieces: Box<[AtomicU64]>,
     count: AtomicU64,
-    /// Pieces that may be.
+    /// The most pieces that may be written into.
     most: AtomicU64,
 }
 
 impl TouchedArea {
-    /// An area of `bytes`, of which nothing was written into, nor may be.
+    /// Returns the state of an area of `bytes` bytes: no piece is written into, and none may be.
     pub fn new(bytes: u64) -> Self {
         let words = (bytes >> PIECE_LOG2).div_ceil(64) + 1;
         Self {
@@ -35,12 +36,13 @@ impl TouchedArea {
         }
     }
 
-    /// At least `bytes` may be written into.
+    /// Raises the limit to `bytes` bytes; never lowers it.
     pub fn allow(&self, bytes: u64) {
         self.most.fetch_max(bytes >> PIECE_LOG2, AcqRel);
     }
 
-    /// Enters the region. False if it is more than may be, by what was entered before.
+    /// Counts the region's pieces as written into. False if the area is too small for the region, or if more pieces are
+    /// counted than the limit allows.
     fn enter(&self, region: Region) -> bool {
         let first = region.offset() >> PIECE_LOG2;
         let last = (region.offset() + region.len() - 1) >> PIECE_LOG2;
@@ -58,7 +60,7 @@ impl TouchedArea {
     }
 }
 
-/// The rings that one sender adopts.
+/// Which rings a sender adopts: their largest size, and how much of the area they may touch.
 #[derive(Debug, Clone)]
 pub struct Allowance {
     largest: u8,
@@ -66,7 +68,7 @@ pub struct Allowance {
 }
 
 impl Default for Allowance {
-    /// All that there can be.
+    /// Admits every ring.
     fn default() -> Self {
         Self {
             largest: MAX_RING_LOG2,
@@ -76,7 +78,7 @@ impl Default for Allowance {
 }
 
 impl Allowance {
-    /// Rings of at most `1 << largest` bytes, as far as the area goes.
+    /// Admits rings of at most `1 << largest` bytes, as far as the limit of `touched` goes.
     pub fn new(largest: u8, touched: Arc<TouchedArea>) -> Self {
         Self {
             largest,
@@ -84,8 +86,9 @@ impl Allowance {
         }
     }
 
-    /// Whether the region lies as near to the area's beginning as rings may. Asked before it is mapped, which maps all
-    /// that precedes it: so what a peer says has addresses of this process taken only as far as it may be written into.
+    /// Returns whether the region ends within the limit, counted from the area's beginning. To be asked before the
+    /// region is mapped, which maps all that precedes it: so an offer takes addresses of this process only up to the
+    /// limit.
     pub(super) fn reaches(&self, region: Region) -> bool {
         let end = (region.offset() + region.len()) as u64;
         let most = |area: &Arc<TouchedArea>| area.most.load(Acquire) << PIECE_LOG2;

@@ -1,25 +1,25 @@
 //! The words that the two sides of a direction share: where they lie, what marks, flags and attention words stand for,
-//! and how an attention word is taken. In which order they are written is said in `ring.rs`; the cursors do it.
+//! and how an attention word is taken. `ring.rs` describes the order in which they are written; the cursors keep to it.
 
 use crate::sync::{AtomicU32, AtomicU64, Attention, Ordering, Published};
 
-/// Whom to wake: the attention word that was taken, as the other side set it. 0 is nobody.
+/// The waiters to wake: an attention word as the other side set it, now taken. 0 names no waiter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "whoever set these bits may be asleep"]
 pub struct Wake(pub u32);
 
 impl Wake {
-    /// Nobody.
+    /// No waiter.
     pub const NONE: Wake = Wake(0);
 
-    /// Nobody is to be woken.
+    /// Returns whether there is no waiter to wake.
     #[inline]
     pub fn is_none(self) -> bool {
         self.0 == 0
     }
 }
 
-/// What follows the last byte of a direction.
+/// The event that follows the last byte of a direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum EndMark {
@@ -33,10 +33,10 @@ pub enum EndMark {
 pub(super) const STOPPED: u32 = 3;
 
 bitflags::bitflags! {
-    /// What the consumer tells the producer.
+    /// The flags by which the consumer informs the producer.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct RxFlags: u32 {
-        /// Nobody will read any more.
+        /// The program will not read any more.
         const RX_CLOSED = 1;
     }
 }
@@ -62,7 +62,7 @@ pub(super) struct ProducerLine {
 }
 
 impl ProducerLine {
-    /// Whoever is to be told that there is space.
+    /// Takes the word `want_space`: the waiters to wake now that there is space.
     #[inline(always)]
     pub fn take_want_space(&self) -> Wake {
         Wake(self.want_space.take())
@@ -80,16 +80,17 @@ pub(super) struct ConsumerLine {
     pub flags: Published<AtomicU32>,
     /// The offered ring, see [`Offer`]; 0: none.
     pub offer: Published<AtomicU64>,
-    /// The reserve, likewise, where the generation only tells one from the other; 0: none.
+    /// The reserve, packed as `offer` is; its generation only tells one reserve from the next. 0: none.
     pub reserve: AtomicU64,
-    /// When `want_data` was last taken, by the host's [counter](crate::cycles): in which order streams have come to be
-    /// ready. Only a hint. In this line, which the producer has for itself when it has just taken that word: its own
-    /// the consumer may be reading again.
+    /// When `want_data` was last taken, by the host's [counter](crate::cycles): a hint for the order in which streams
+    /// became ready. It lies in the consumer's line because the producer has that line in its cache after taking the
+    /// word; the producer's own line the consumer may be reading again.
     pub taken_at: AtomicU64,
 }
 
 impl ConsumerLine {
-    /// Whoever is to be told that there is something to be read. Dated before anybody is.
+    /// Takes the word `want_data`: the waiters to wake now that there are bytes or an end mark. Stores the time first,
+    /// so that it is there when a waiter wakes.
     #[inline(always)]
     pub fn take_want_data(&self) -> Wake {
         let wake = Wake(self.want_data.take());
@@ -101,8 +102,8 @@ impl ConsumerLine {
     }
 }
 
-/// On a line of its own: the consumer writes it at every read, and the producer looks at it only
-/// when it is short of room and may not wait, or when the consumer's process has died.
+/// On a line of its own, because the consumer writes it at every read. The producer reads it only when it has no room
+/// and must not wait, or when the consumer's process has died.
 #[derive(Debug, Default)]
 #[repr(C, align(64))]
 pub(super) struct LastLine {
@@ -121,7 +122,7 @@ pub struct DirectionBlock {
 
 #[cfg(not(loom))]
 const _: () = {
-    // As the layout of an arena counts on.
+    // The layout of an arena relies on both.
     assert!(size_of::<DirectionBlock>() == crate::fabric::layout::BLOCK_BYTES);
     assert!(std::mem::offset_of!(DirectionBlock, consumer) == 64);
 };
@@ -132,8 +133,7 @@ impl DirectionBlock {
         Self::default()
     }
 
-    /// Back to the initial state, for the next stream with this vQPN; only when neither side has
-    /// a cursor on it any more.
+    /// Resets the block to the initial state, for the next stream with this vQPN. Neither side may have a cursor on it.
     pub fn reset(&self) {
         let (p, c) = (&self.producer, &self.consumer);
         p.end.reset(0);
@@ -160,7 +160,7 @@ impl DirectionBlock {
 }
 
 impl DirectionBlock {
-    /// When it was last said that there is something to be read.
+    /// Returns when the producer last took the word `want_data`, by the host's [counter](crate::cycles).
     #[inline]
     pub(in crate::fabric) fn told_at(&self) -> u64 {
         self.consumer.taken_at.load(Ordering::Relaxed)

@@ -23,31 +23,31 @@ pub enum OfferError {
     Unmapped,
 }
 
-/// What arming for data found.
+/// The result of arming for data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "the producer may be asleep, and the caller must not sleep when ready"]
 pub struct Armed {
-    /// There is data or an end mark: do not sleep.
+    /// There is data or an end mark, so the caller must not sleep.
     pub ready: bool,
-    /// Whom to wake because consumed space was published.
+    /// The producer's waiters to wake, because consumed space was published.
     pub wake: Wake,
 }
 
 /// Regions that a direction may hold at a time.
 pub const REGIONS: usize = 6;
 
-/// A ring on offer, and from which position on it is used, once that is known.
+/// A ring on offer, or adopted but not yet reached; `Consumer::switch_pos` is its first position.
 #[derive(Clone, Copy, Debug)]
 struct Pending {
     offer: Offer,
     ring: RingMemory,
 }
 
-/// The consumer of one direction; used under the owner's lock of that direction.
+/// The consumer of one direction. The owner uses it under the direction's lock.
 ///
-/// A receive is [`spans`](Self::spans), copy out, [`consume`](Self::consume), again until
-/// satisfied or empty: a switch of rings ends the spans early. When there is nothing:
-/// [`end`](Self::end), [`arm_data`](Self::arm_data), then sleep if that says so.
+/// A receive is [`spans`](Self::spans), copy out, [`consume`](Self::consume), again until satisfied or empty: a switch
+/// of rings ends the spans early. When the ring is empty: [`end`](Self::end), [`arm_data`](Self::arm_data), then sleep
+/// unless [`Armed::ready`] is set.
 #[derive(Debug)]
 pub struct Consumer {
     block: NonNull<DirectionBlock>,
@@ -56,14 +56,14 @@ pub struct Consumer {
     region: Option<Region>,
     /// Bytes ever consumed.
     head: u64,
-    /// What of `head` the producer has been told.
+    /// The head as last published to the producer.
     published: u64,
     /// The producer's tail as last seen and validated.
     tail: u64,
     /// First position in the pending ring; `u64::MAX` while not adopted.
     switch_pos: u64,
     pending: Option<Pending>,
-    /// To be freed: the ring before the last switch, and what a switch to the reserve has put in their places.
+    /// Regions to be freed: the ring before the last switch, and those that a switch to the reserve has replaced.
     retired: [Option<Region>; 3],
     reserve: Option<Offer>,
     /// Tells one reserve from the other.
@@ -71,7 +71,7 @@ pub struct Consumer {
     /// The last adopted ring, as the producer's word.
     adopted: u32,
     limited_seen: u32,
-    /// Nothing more is taken from the producer, whatever it publishes.
+    /// The consumer takes nothing more from the producer. See [`freeze`](Self::freeze).
     frozen: bool,
 }
 
@@ -79,8 +79,8 @@ pub struct Consumer {
 unsafe impl Send for Consumer {}
 
 impl Consumer {
-    /// The consumer of a direction in its initial state, with rings in `area`, the data area of
-    /// this side's own arena. It has no ring until one is [offered](Self::offer).
+    /// Returns the consumer of a direction in its initial state, with rings in `area`, the data area of this side's own
+    /// arena. It has no ring until one is [offered](Self::offer).
     ///
     /// # Safety
     /// `block` is mapped and aligned, and stays so while the cursor exists; this process has
@@ -117,8 +117,8 @@ impl Consumer {
         unsafe { &self.block.as_ref().producer }
     }
 
-    /// The readable pieces up to the next switch of rings. Looks at the producer only when less
-    /// than `want` bytes are known to be there. Empty means that nothing is there.
+    /// Returns the readable pieces up to the next switch of rings; empty when there are no bytes. Reads the producer's
+    /// line only when fewer than `want` bytes are known to be there.
     #[inline(always)]
     pub fn spans(&mut self, want: usize) -> Result<Spans<'_>, RingError> {
         if self.tail - self.head < want as u64 {
@@ -128,7 +128,8 @@ impl Consumer {
         Ok(self.ring.spans(self.head, end - self.head))
     }
 
-    /// As [`spans`](Self::spans), but `skip` bytes further on: for peeking across a switch.
+    /// Returns the readable pieces `skip` bytes further on, for peeking; unlike [`spans`](Self::spans) also those
+    /// behind a switch of rings.
     pub fn peek(&mut self, skip: usize, want: usize) -> Result<Spans<'_>, RingError> {
         let pos = self.head.saturating_add(skip as u64);
         if self.tail.saturating_sub(pos) < want as u64 {
@@ -144,25 +145,25 @@ impl Consumer {
         })
     }
 
-    /// What tells the stream from others whose numbers are taken at the same time.
+    /// Returns an id that tells the stream from all others that have a number at the same time.
     pub fn stream(&self) -> usize {
         self.block.addr().get()
     }
 
-    /// Bytes that are known to be there without a look.
+    /// Returns how many readable bytes are known without reading the producer's line.
     #[inline]
     pub fn known(&self) -> u64 {
         self.tail - self.head
     }
 
-    /// Bytes that can be read now (FIONREAD).
+    /// Returns how many bytes can be read now (FIONREAD).
     pub fn available(&mut self) -> Result<u64, RingError> {
         self.reload()?;
         Ok(self.tail - self.head)
     }
 
-    /// The first `n` bytes are read; not more than were there. Tells the producer only when a
-    /// quarter of the ring has become free since last time (W3).
+    /// Consumes the first `n` bytes, at most those that are known. Publishes the head only when a quarter of the ring
+    /// has become free since it was last published (W3), and returns the producer's waiters to wake.
     #[inline(always)]
     pub fn consume(&mut self, n: usize) -> Wake {
         self.head += (n as u64).min(self.tail - self.head);
@@ -179,7 +180,7 @@ impl Consumer {
         Wake::NONE
     }
 
-    /// Tells the producer all that was consumed.
+    /// Publishes the head if it has moved. Returns the producer's waiters to wake.
     pub fn publish(&mut self) -> Wake {
         if self.published == self.head {
             return Wake::NONE;
@@ -190,8 +191,8 @@ impl Consumer {
         self.theirs().take_want_space()
     }
 
-    /// Asks for a wake-up when there is data: publishes, sets `bits` in the attention word, then
-    /// looks. The bits stay set either way; other waiters may share them.
+    /// Asks for a wake-up when there is data: publishes the head, sets `bits` in the attention word, then checks for
+    /// data. The bits stay set either way; other waiters may share them.
     pub fn arm_data(&mut self, bits: u32) -> Result<Armed, RingError> {
         let wake = self.publish();
         self.mine().want_data.arm(bits);
@@ -204,18 +205,18 @@ impl Consumer {
         Ok(Armed { ready, wake })
     }
 
-    /// No wake-up for `bits` is needed any more (one may be on its way nonetheless).
+    /// Withdraws the request of `bits` for wake-ups; one may be on its way nonetheless.
     pub fn disarm_data(&self, bits: u32) {
         self.mine().want_data.disarm(bits);
     }
 
-    /// What was [asked for](Self::arm_data) and nobody has taken, as in
-    /// [`Attention::left`](crate::sync::Attention::left).
+    /// Returns the bits that were [set](Self::arm_data) and that the producer has not taken, as
+    /// [`Attention::left`](crate::sync::Attention::left) does.
     pub fn data_wanted(&self) -> u32 {
         self.mine().want_data.left()
     }
 
-    /// There is data or an end mark. This is also the condition for "readable".
+    /// Returns whether there is data or an end mark. This is also the condition for "readable".
     pub fn has_data(&mut self) -> Result<bool, RingError> {
         if self.tail != self.head {
             return Ok(true);
@@ -226,7 +227,7 @@ impl Consumer {
         Ok(ended || self.tail != self.head)
     }
 
-    /// What follows the last byte, once everything before it is consumed.
+    /// Returns the end mark once all bytes before it are consumed. `None`: bytes are left, or there is no mark.
     pub fn end(&mut self) -> Result<Option<EndMark>, RingError> {
         if self.tail != self.head {
             return Ok(None);
@@ -248,18 +249,19 @@ impl Consumer {
         }
     }
 
-    /// Stops reading here: the producer sends the rest again, on TCP. It is to be told.
+    /// Stops reading at the head: the producer has to send the rest again, on TCP. The caller informs the producer's
+    /// end of it. [`Ended`]: the producer has set an end mark before.
     pub fn stop(&mut self) -> Result<Wake, Ended> {
         let wake = self.publish();
         self.theirs().end.claim(STOPPED).map(|()| wake).map_err(|_| Ended)
     }
 
-    /// Takes nothing more from the producer than what has come up to `limit` (`u64::MAX`: all that
-    /// has come; 0: nothing that is unread); gives the position that was reached. After an end mark
-    /// that is all that was sent, whatever the limit. What has come can still be read, and a mark seen.
+    /// Freezes the consumer: it takes no byte beyond `limit` and none that comes later. `u64::MAX` stands for all bytes
+    /// that have come, 0 for no unread byte. Returns the position that was reached; after an end mark that is the end
+    /// of all that was sent, whatever `limit` is. Bytes up to there can still be read, and a mark is still seen.
     pub fn freeze(&mut self, limit: u64) -> Result<u64, RingError> {
         if !self.frozen {
-            // Marks and confirmations that come from now on find it taken.
+            // Later marks and confirmations of the producer find the word taken.
             let ended = self.theirs().end.claim(STOPPED);
             self.reload()?;
             self.frozen = true;
@@ -270,25 +272,25 @@ impl Consumer {
         Ok(self.tail)
     }
 
-    /// The producer has marked the end, behind bytes that may be unread.
+    /// Returns whether the producer has marked the end of the stream; bytes before it may be unread.
     pub fn has_mark(&self) -> bool {
         self.theirs().end.look() == EndMark::Fin as u32
     }
 
-    /// The producer goes on elsewhere, behind bytes that may be unread.
+    /// Returns whether the producer goes on on TCP; bytes before that may be unread.
     #[inline]
     pub fn has_left(&self) -> bool {
         self.theirs().end.look() == EndMark::Demote as u32
     }
 
-    /// Whether it is [frozen](Self::freeze).
+    /// Returns whether the consumer is [frozen](Self::freeze).
     pub fn is_frozen(&self) -> bool {
         self.frozen
     }
 
-    /// Offers `region` as the ring to use from the producer's next send on: the first one, a
-    /// larger one while the producer is limited, a smaller one when idle. The producer may be
-    /// waiting for just that.
+    /// Offers `region` as the ring to use from the producer's next send on: the first ring, a larger one for a producer
+    /// that is limited, or a smaller one when idle. Returns the producer's waiters to wake: it may be waiting for just
+    /// this.
     pub fn offer(&mut self, region: Region) -> Result<Wake, OfferError> {
         if self.is_switching() {
             return Err(OfferError::Pending);
@@ -328,12 +330,13 @@ impl Consumer {
         Ok(())
     }
 
-    /// Whether there is a reserve that has not been taken, as far as is known.
+    /// Returns whether there is a reserve that the producer has not taken, as far as this side knows.
     pub fn has_reserve(&self) -> bool {
         self.reserve.is_some()
     }
 
-    /// The region of a ring that is no longer used, once: to be freed by the caller. There may be more.
+    /// Returns the region of a ring that is no longer used, each region once; the caller frees it. `None`: no more of
+    /// them.
     pub fn take_retired(&mut self) -> Result<Option<Region>, RingError> {
         if self.pending.is_some() {
             self.reload()?;
@@ -342,19 +345,19 @@ impl Consumer {
     }
 
     fn retire(&mut self, region: Option<Region>) {
-        // There is a place: nothing is offered before all are taken.
+        // There is always a free place: the consumer offers no ring before all of them are taken.
         if let Some(place) = self.retired.iter_mut().find(|r| r.is_none()) {
             *place = region;
         }
     }
 
-    /// A switch of rings is under way, or its old ring has not been taken.
+    /// Returns whether a switch of rings is under way, or its old ring has not been taken.
     pub fn is_switching(&self) -> bool {
         self.pending.is_some() || self.retired.iter().any(Option::is_some)
     }
 
-    /// Every region that this direction holds, to be freed when it is over: current, offered,
-    /// the reserve, retired.
+    /// Returns every region that this direction holds, to be freed when the direction is over: current, offered,
+    /// reserve, retired.
     pub fn into_regions(self) -> [Option<Region>; REGIONS] {
         let [a, b, c] = self.retired;
         let pending = self.pending.map(|p| p.offer.region);
@@ -362,7 +365,7 @@ impl Consumer {
         [self.region, pending, reserve, a, b, c]
     }
 
-    /// Size of the current ring in bytes; 0 before the first one.
+    /// Returns the size of the current ring in bytes; 0 before the first one.
     pub fn ring_size(&self) -> u64 {
         self.ring.size()
     }
@@ -372,18 +375,19 @@ impl Consumer {
         self.head
     }
 
-    /// The window was too small for the producer since that was last [heeded](Self::heed_limit).
+    /// Returns whether the window was too small for the producer since [`heed_limit`](Self::heed_limit) was last
+    /// called.
     pub fn producer_limited(&self) -> bool {
         self.theirs().limited.load(Ordering::Relaxed) != self.limited_seen
     }
 
-    /// The same; what is done about it is done from now on.
+    /// Returns the same, and resets it: the caller now does something about it.
     pub fn heed_limit(&mut self) -> bool {
         let now = self.theirs().limited.load(Ordering::Relaxed);
         std::mem::replace(&mut self.limited_seen, now) != now
     }
 
-    /// Adds to what the producer is told.
+    /// Adds `flags` to those that the producer sees. Returns its waiters to wake.
     pub fn set_flags(&self, flags: RxFlags) -> Wake {
         self.mine().flags.add_bits(flags.bits());
         self.theirs().take_want_space()
@@ -395,7 +399,7 @@ impl Consumer {
         if self.frozen {
             return Ok(());
         }
-        // Acquires the payload before `tail`; and the second look of W2.
+        // Acquires the payload before `tail`; and is the second look of W2.
         let tail = self.theirs().tail.look();
         // After the tail: a switch that this tail can be beyond is seen.
         let adopted = self.theirs().generation.load(Ordering::Acquire);
@@ -416,7 +420,8 @@ impl Consumer {
         Ok(())
     }
 
-    /// The producer has adopted the pending ring, or the reserve: from which position on?
+    /// Takes in a switch: the producer has adopted the pending ring or the reserve, from a position that is checked
+    /// here.
     #[cold]
     fn see_switch(&mut self, word: u32) -> Result<(), RingError> {
         let Adopted { generation, part } = Adopted::unpack(word);
@@ -432,8 +437,8 @@ impl Consumer {
             && generation == Offer::next_generation(next.offer.generation)
         {
             // Two switches at once. The producer takes the reserve only when it knows that the ring before its own has
-            // been read to the end, and of nothing behind it have we seen a byte: the first of the two was where we
-            // are.
+            // been read to the end. This side has seen no byte behind that ring. So the first of the two switches is at
+            // the head.
             let first = self.theirs().switch_pos.load(Ordering::Relaxed);
             if self.tail != self.head || first != self.head {
                 return Err(Violation::BadSwitch.into());
@@ -450,7 +455,7 @@ impl Consumer {
             _ if taken.is_some() => {}
             _ => return Err(Violation::BadSwitch.into()),
         }
-        // It adopted after every tail seen with the generation before, within the old window.
+        // The producer adopted the ring after every tail seen with the generation before, within the old window.
         if pos < self.tail || pos > self.head + self.ring.size() {
             return Err(Violation::BadSwitch.into());
         }
@@ -470,7 +475,7 @@ impl Consumer {
         Ok(())
     }
 
-    /// The old ring is read to its end.
+    /// Moves to the pending ring: the old one is read to its end.
     #[cold]
     fn finish_switch(&mut self) {
         if let Some(next) = self.pending.take() {

@@ -1,4 +1,4 @@
-//! What a cursor can find: a peer that breaks the protocol, or a direction that the other side, or this one, has ended.
+//! The errors of the cursors: the peer has broken the protocol, or one of the two sides has ended the direction.
 
 #![forbid(unsafe_code)]
 
@@ -31,13 +31,13 @@ pub enum Violation {
     /// The offered ring has a bad size or is outside the data area.
     #[error("bad ring offer")]
     BadOffer,
-    /// The offered ring is larger than the producer lets it be, or one more than it writes into.
+    /// The offered ring is larger than the producer's allowance, or would take the memory written into beyond it.
     #[error("ring beyond what is written into")]
     BeyondAllowance,
     /// The producer adopted what was not offered, or at an impossible position.
     #[error("bad ring switch")]
     BadSwitch,
-    /// The consumer wants bytes again whose ring was given up two rings ago.
+    /// The consumer asks again for bytes of a ring that the producer no longer has.
     #[error("what is to be sent again is not held")]
     NotHeld,
     /// Unknown end mark.
@@ -51,10 +51,10 @@ pub enum RingError {
     /// The peer broke the protocol.
     #[error("peer violation: {0}")]
     PeerViolation(#[from] Violation),
-    /// The kernel does not open what it has mapped for a reserve.
+    /// The reserve that the producer has adopted cannot be mapped.
     #[error("the ring in reserve is not to be had")]
     Unmapped,
-    /// There is no memory for a copy of what is to be sent again.
+    /// There is no memory for a copy of the bytes to be sent again.
     #[error("no memory for what is to be sent again")]
     NoMemory,
 }

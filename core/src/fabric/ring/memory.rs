@@ -12,7 +12,7 @@ use crate::fabric::segments::DataSegments;
 /// read or overwritten without being ordered after the other side's access.
 #[cfg(not(loom))]
 pub type Byte = u8;
-/// A byte of shared memory, modelled.
+/// A byte of shared memory, as a modelled cell.
 #[cfg(loom)]
 pub type Byte = loom::cell::UnsafeCell<u8>;
 
@@ -22,9 +22,9 @@ pub struct DataArea(Place);
 
 #[derive(Clone, Copy, Debug)]
 enum Place {
-    /// All of it, side by side.
+    /// Mapped as a whole, at consecutive addresses.
     Whole { base: NonNull<Byte>, len: usize },
-    /// As much as is used.
+    /// Mapped in segments, as far as it is used.
     #[cfg(not(loom))]
     Segments(NonNull<DataSegments>),
 }
@@ -32,18 +32,18 @@ enum Place {
 /// Why there is no ring in a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum NoRing {
-    /// Whoever offers it has none there.
+    /// The region is outside the data area: the offer is wrong.
     Outside,
-    /// It cannot be mapped here: our own limits.
+    /// The region cannot be mapped in this process, because of limits of its own.
     Unmapped,
 }
 
 impl DataArea {
-    /// The `len` bytes from `base` on.
+    /// Returns the data area of the `len` bytes from `base` on.
     ///
     /// # Safety
-    /// They are mapped readable and writable, outside every Rust allocation that is accessed
-    /// through references, for as long as this value or a cursor made from it is used.
+    /// These bytes are mapped readable and writable, outside every Rust allocation that is accessed through references,
+    /// for as long as this value or a cursor made from it is used.
     pub unsafe fn new(base: *mut Byte, len: usize) -> Self {
         let (base, len) = match NonNull::new(base) {
             Some(base) => (base, len),
@@ -52,7 +52,7 @@ impl DataArea {
         Self(Place::Whole { base, len })
     }
 
-    /// The ring in `region`. Where the area is mapped as it is used, this maps as much of it.
+    /// Returns the memory of the ring in `region`. Where the area is mapped in segments, maps it as far as `region`.
     pub(super) fn ring(&self, region: Region) -> Result<RingMemory, NoRing> {
         let (base, len) = match self.0 {
             Place::Whole { base, len } => (base, len),
@@ -72,7 +72,7 @@ impl DataArea {
     }
 }
 
-/// The ring in `region` of an area of which more is mapped as more is used.
+/// Returns the memory of the ring in `region`, of an area that is mapped in segments; maps them as far as `region`.
 #[cfg(not(loom))]
 fn ring_in(segments: &DataSegments, region: Region) -> Result<RingMemory, NoRing> {
     if !segments.is_piece(region.offset(), region.len()) {
@@ -87,8 +87,8 @@ fn ring_in(segments: &DataSegments, region: Region) -> Result<RingMemory, NoRing
 }
 
 impl DataArea {
-    /// Sees to memory for `len` bytes from position `pos` on of the ring in `region`, which is mapped; cut to the ring.
-    /// False if there is none. An area that is mapped as a whole is the process's own.
+    /// Gets memory for `len` bytes from position `pos` on of the ring in `region`, which is mapped; `len` is cut to the
+    /// ring. False if there is no memory. An area that is mapped as a whole belongs to the process, and needs nothing.
     pub(super) fn back(&self, region: Region, pos: u64, len: u64) -> bool {
         match self.0 {
             Place::Whole { .. } => true,
@@ -110,10 +110,10 @@ impl DataArea {
 
 #[cfg(not(loom))]
 impl DataArea {
-    /// The area that these segments are of.
+    /// Returns the data area that `segments` map.
     ///
     /// # Safety
-    /// They are there, and what they show stays mapped, for as long as this value or a cursor made from it is used.
+    /// The segments exist, and their mappings stay, for as long as this value or a cursor made from it is used.
     pub(in crate::fabric) unsafe fn of_segments(segments: &DataSegments) -> Self {
         Self(Place::Segments(NonNull::from(segments)))
     }
@@ -121,14 +121,14 @@ impl DataArea {
 
 #[cfg(not(loom))]
 impl DataArea {
-    /// Where the positions from `pos` on lie in the ring in `region`, and how many of `len` without a
-    /// break; `None` when the region is not wholly inside the area.
+    /// Returns the address of position `pos` of the ring in `region`, and how many of `len` bytes follow there without
+    /// a break. `None` when the region is not wholly inside the area, or cannot be mapped.
     pub(in crate::fabric) fn piece(&self, region: Region, pos: u64, len: u64) -> Option<(*mut u8, usize)> {
         let [first, _] = self.ring(region).ok()?.spans(pos, len).pieces();
         Some(first)
     }
 
-    /// Bytes from the beginning of an area that is mapped as a whole to `at`, which is in it.
+    /// Returns the offset of `at`, in bytes, in an area that is mapped as a whole; `at` lies in the area.
     pub(in crate::fabric) fn offset_of(&self, at: *const u8) -> usize {
         let base = match self.0 {
             Place::Whole { base, .. } => base.as_ptr().addr(),
@@ -140,7 +140,7 @@ impl DataArea {
     /// Copies `bytes` to position `pos` of the ring in `region`. False if they do not fit.
     ///
     /// # Safety
-    /// Nobody else uses that part of the ring.
+    /// No other thread, process or device uses that part of the ring.
     pub(in crate::fabric) unsafe fn copy_in(&self, region: Region, pos: u64, bytes: &[u8]) -> bool {
         let Ok(ring) = self.ring(region) else {
             return false;
@@ -150,11 +150,10 @@ impl DataArea {
         unsafe { spans.copy_in(0, bytes.as_ptr(), bytes.len()) == bytes.len() }
     }
 
-    /// Copies position `pos` and on of the ring in `region` to `bytes`. False if that is more than a
-    /// ring holds.
+    /// Fills `bytes` from position `pos` on of the ring in `region`. False if `bytes` is longer than the ring.
     ///
     /// # Safety
-    /// Nobody writes to that part of the ring.
+    /// No thread, process or device writes to that part of the ring.
     pub(in crate::fabric) unsafe fn copy_out(&self, region: Region, pos: u64, bytes: &mut [u8]) -> bool {
         let Ok(ring) = self.ring(region) else {
             return false;
@@ -183,19 +182,20 @@ impl RingMemory {
         self.size
     }
 
-    /// A quarter of the ring: the unit in which space is given back and waited for.
+    /// Returns a quarter of the ring in bytes: the unit in which space is given back and waited for.
     #[inline(always)]
     pub(super) fn quarter(&self) -> u64 {
         self.size / 4
     }
 
-    /// The ring of `1 << log2` bytes at the beginning of this; `None` if there is no such.
+    /// Returns the ring of `1 << log2` bytes at the beginning of this one; `None` if no ring may be so small, or this
+    /// one is smaller.
     pub(super) fn part(&self, log2: u8) -> Option<Self> {
         let size = 1u64.checked_shl(log2.into())?;
         (log2 >= MIN_RING_LOG2 && size <= self.size).then_some(Self { size, ..*self })
     }
 
-    /// The pieces that hold positions `pos..pos + len`; `len` is cut to the size.
+    /// Returns the pieces that hold positions `pos..pos + len`; `len` is cut to the size.
     #[inline(always)]
     pub(super) fn spans<'a>(&self, pos: u64, len: u64) -> Spans<'a> {
         let len = len.min(self.size);
@@ -223,26 +223,25 @@ pub struct Spans<'a> {
 }
 
 impl Spans<'_> {
-    /// Bytes in both pieces.
+    /// Returns the bytes in both pieces.
     #[inline(always)]
     pub fn len(&self) -> usize {
         self.first_len + self.second_len
     }
 
-    /// There is no piece.
+    /// Returns whether both pieces are empty.
     #[inline(always)]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The pieces as (pointer, length in bytes), for vectored I/O on ring memory; the second may
-    /// be of length 0.
+    /// Returns the pieces as (pointer, length in bytes), for vectored I/O on ring memory; the second may be of length
+    /// 0.
     pub fn pieces(&self) -> [(*mut Byte, usize); 2] {
         [(self.first, self.first_len), (self.second, self.second_len)]
     }
 
-    /// Copies `len` bytes from `src` into the pieces, from byte `offset` of them on; returns how
-    /// many fitted.
+    /// Copies `len` bytes from `src` into the pieces, from byte `offset` of them on; returns how many bytes fitted.
     ///
     /// # Safety
     /// `src` is readable for `len` bytes and not part of the pieces.
@@ -253,7 +252,7 @@ impl Spans<'_> {
         self.each(offset, len, |ring, done, n| unsafe { to_ring(src.add(done), ring, n) })
     }
 
-    /// Copies up to `len` bytes from byte `offset` of the pieces on to `dst`; returns how many.
+    /// Copies up to `len` bytes from byte `offset` of the pieces on to `dst`; returns how many bytes that were.
     ///
     /// # Safety
     /// `dst` is writable for `len` bytes and not part of the pieces.
@@ -304,12 +303,11 @@ unsafe fn from_ring(ring: *const Byte, dst: *mut u8, len: usize) {
     unsafe { copy(ring, dst, len) }
 }
 
-/// memcpy; up to 16 bytes as two moves that may overlap in the middle, since calling memcpy
-/// costs more than such a copy.
+/// Copies as memcpy does. Up to 16 bytes take two moves that may overlap in the middle, since a call of memcpy costs
+/// more than such a copy.
 ///
-/// The side that is shared memory may change meanwhile: the result is then any mixture, which
-/// only a peer that breaks the protocol can cause, to its own bytes. Nothing is decided on them
-/// here.
+/// The side that is shared memory may change meanwhile: the result is then any mixture, which only a peer that breaks
+/// the protocol can cause, to its own bytes. The library decides nothing by these bytes here.
 ///
 /// # Safety
 /// `src` is readable and `dst` writable for `len` bytes; they do not overlap.
@@ -343,7 +341,7 @@ unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
 }
 
 /// # Safety
-/// As without loom.
+/// As of the function of this name without loom.
 #[cfg(loom)]
 unsafe fn to_ring(src: *const u8, ring: *mut Byte, len: usize) {
     for i in 0..len {
@@ -353,7 +351,7 @@ unsafe fn to_ring(src: *const u8, ring: *mut Byte, len: usize) {
 }
 
 /// # Safety
-/// As without loom.
+/// As of the function of this name without loom.
 #[cfg(loom)]
 unsafe fn from_ring(ring: *const Byte, dst: *mut u8, len: usize) {
     for i in 0..len {

@@ -1,12 +1,13 @@
-//! How a ring is named in a word of a direction block: the one that a consumer offers, and the one that a producer has
-//! adopted.
+//! Packs the name of a ring into one word of a direction block: the ring that a consumer offers, or the ring that a
+//! producer has adopted.
 
 #![forbid(unsafe_code)]
 
 use crate::fabric::layout::Region;
 
-/// The ring that a producer has adopted, as one word: the generation of the offer (24 bits), or the next one and the
-/// log2 of the bytes of the reserve's beginning that are the ring (8 bits; 0 for a ring that was offered).
+/// The ring that a producer has adopted, as one word. Low 24 bits: the generation of the offer, or for a reserve the
+/// generation after the ring before. High 8 bits: for a reserve, log2 of the bytes at its beginning that are the ring;
+/// 0 for an offered ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Adopted {
     pub generation: u32,
@@ -46,7 +47,7 @@ impl Offer {
         (generation != 0).then_some(Self { generation, region })
     }
 
-    /// The generation after `generation`.
+    /// Returns the generation after `generation`: 24 bits, never 0.
     pub fn next_generation(generation: u32) -> u32 {
         ((generation + 1) & 0xff_ffff).max(1)
     }

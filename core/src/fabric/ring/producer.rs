@@ -22,7 +22,7 @@ struct Earlier {
 }
 
 impl Earlier {
-    /// Nothing in front of `position` is held.
+    /// Returns an entry that holds no bytes before `position`.
     const fn none(position: u64) -> Self {
         Self {
             ring: RingMemory::NONE,
@@ -31,24 +31,24 @@ impl Earlier {
     }
 }
 
-/// The producer of one direction; used under the owner's lock of that direction.
+/// The producer of one direction. The owner uses it under the direction's lock.
 ///
 /// A send is [`spans`](Self::spans), copy in, [`commit`](Self::commit). When there is no room:
-/// [`arm_space`](Self::arm_space), then sleep if that says so.
+/// [`arm_space`](Self::arm_space), then sleep if that returns false.
 #[derive(Debug)]
 pub struct Producer {
     block: NonNull<DirectionBlock>,
     area: DataArea,
     ring: RingMemory,
-    /// The rings before, which may still hold bytes that were not read, the last first.
+    /// The rings before the current one, the last first; they may still hold unread bytes.
     earlier: [Earlier; 2],
     /// Bytes ever committed.
     tail: u64,
-    /// May write up to this position by what is known of the consumer.
+    /// The position up to which the producer may write, by what it knows of the consumer.
     limit: u64,
-    /// How far the consumer has come, as last seen.
+    /// The consumer's position as last seen, published or not.
     head: u64,
-    /// What it has published of that, as last seen.
+    /// The head that the consumer has published, as last seen.
     published: u64,
     /// First position in the current ring.
     switch_pos: u64,
@@ -58,22 +58,22 @@ pub struct Producer {
     generation: u32,
     /// The reserve that was taken last, as read.
     reserve: u64,
-    /// That is the current ring, and has memory up to this position.
+    /// The reserve's region while it is the current ring and lacks memory, and the position up to which it has some.
     backed: Option<(Region, u64)>,
-    /// There was no memory for more.
+    /// There was no memory for more of the reserve.
     starved: bool,
-    /// The ring is this end's own, not the consumer's.
+    /// The current ring is a buffer of this end, not one of the consumer's rings.
     aside: bool,
-    /// So many bytes may be unread, but no less than half of the ring; 0: not known yet.
+    /// The most bytes that may be unread, at least half of the ring; 0: not known yet.
     bound: u64,
-    /// That is an estimate.
+    /// `bound` is an estimate.
     bound_is_early: bool,
     seen_flags: u32,
     limited: u32,
     /// The tail when `limited` was last counted: once per position, however often retried.
     limited_at: Option<u64>,
     ended: bool,
-    /// What may be written into.
+    /// Which rings of the receiver the producer may adopt.
     allowance: Allowance,
 }
 
@@ -81,8 +81,8 @@ pub struct Producer {
 unsafe impl Send for Producer {}
 
 impl Producer {
-    /// The producer of a direction in its initial state, with rings in `area`, the data area of
-    /// the *receiver's* arena.
+    /// Returns the producer of a direction in its initial state, with rings in `area`, the data area of the
+    /// *receiver's* arena.
     ///
     /// # Safety
     /// `block` is mapped and aligned, and stays so while the cursor exists; this process has
@@ -114,7 +114,7 @@ impl Producer {
         }
     }
 
-    /// Only rings that are within this are adopted. Before the first.
+    /// Sets which rings the producer may adopt. To be called before it adopts the first.
     pub fn with_allowance(self, allowance: Allowance) -> Self {
         Self { allowance, ..self }
     }
@@ -136,8 +136,8 @@ impl Producer {
         self.theirs().take_want_data()
     }
 
-    /// All the free pieces. Looks at the consumer only when less than `want` bytes are known to
-    /// be free; when that is so after looking too, this counts as limited by the window.
+    /// Returns all free pieces. Reads the consumer's line only when fewer than `want` bytes are known to be free. If
+    /// fewer are free even then, this counts as limited by the window.
     #[inline(always)]
     pub fn spans(&mut self, want: usize) -> Result<Spans<'_>, RingError> {
         if self.limit - self.tail < want as u64 {
@@ -146,8 +146,8 @@ impl Producer {
         Ok(self.ring.spans(self.tail, self.limit - self.tail))
     }
 
-    /// Hands the first `n` bytes of the spans to the consumer; not more than was free, and
-    /// nothing after [`end`](Self::end).
+    /// Hands the first `n` bytes of the spans to the consumer; not more than was free, and nothing after
+    /// [`end`](Self::end). Returns the consumer's waiters to wake.
     #[inline(always)]
     pub fn commit(&mut self, n: usize) -> Wake {
         let n = (n as u64).min(self.limit - self.tail);
@@ -158,15 +158,15 @@ impl Producer {
         // Releases the payload to the consumer's load of `tail`; and W2.
         self.mine().tail.publish(self.tail);
         let wake = self.take_data();
-        // The line is here anyway: notice a new offer, and let the next `spans` adopt it.
+        // The consumer's line is in the cache anyway: notice a new offer, and let the next `spans` adopt it.
         if self.theirs().offer.load(Ordering::Relaxed) != self.offer {
             self.limit = self.tail;
         }
         wake
     }
 
-    /// As [`commit`](Self::commit), but nobody is woken, however long it takes until
-    /// [`wake`](Self::wake): more follows soon. Who looks finds the bytes.
+    /// Hands bytes to the consumer as [`commit`](Self::commit) does, but wakes no waiter until [`wake`](Self::wake),
+    /// however long that takes: the caller soon commits more. A consumer that reads meanwhile finds the bytes.
     #[inline]
     pub fn commit_quietly(&mut self, n: usize) {
         let n = (n as u64).min(self.limit - self.tail);
@@ -177,15 +177,15 @@ impl Producer {
         }
     }
 
-    /// Whom to wake for what was committed quietly.
+    /// Returns the consumer's waiters to wake for the bytes that were committed quietly.
     pub fn wake(&mut self) -> Wake {
-        // The same value again: W2.
+        // Publishes the same value again, for W2.
         self.mine().tail.publish(self.tail);
         self.take_data()
     }
 
-    /// Marks what follows the last byte. Only the first mark counts; nothing can be sent after,
-    /// whatever this returns.
+    /// Marks the event that follows the last byte, and returns the consumer's waiters to wake. Only the first mark
+    /// counts, and no byte can be sent afterwards, also after an error. [`Stopped`]: the consumer has stopped before.
     pub fn end(&mut self, end: EndMark) -> Result<Wake, Stopped> {
         if self.ended {
             return Ok(Wake::NONE);
@@ -196,28 +196,28 @@ impl Producer {
         Ok(self.take_data())
     }
 
-    /// Asks for a wake-up when there is space: sets `bits` in the attention word, then looks.
-    /// True: do not sleep, [`has_space`](Self::has_space) holds now. The bits stay set either
-    /// way; other waiters may share them.
+    /// Asks for a wake-up when there is space: sets `bits` in the attention word, then checks. True:
+    /// [`has_space`](Self::has_space) holds now, so the caller must not sleep. The bits stay set either way; other
+    /// waiters may share them.
     pub fn arm_space(&mut self, bits: u32) -> Result<bool, RingError> {
         self.mine().want_space.arm(bits);
         self.has_space()
     }
 
-    /// No wake-up for `bits` is needed any more (one may be on its way nonetheless).
+    /// Withdraws the request of `bits` for wake-ups; one may be on its way nonetheless.
     pub fn disarm_space(&self, bits: u32) {
         self.mine().want_space.disarm(bits);
     }
 
-    /// What was [asked for](Self::arm_space) and nobody has taken, as in
-    /// [`Attention::left`](crate::sync::Attention::left).
+    /// Returns the bits that were [set](Self::arm_space) and that the consumer has not taken, as
+    /// [`Attention::left`](crate::sync::Attention::left) does.
     pub fn space_wanted(&self) -> u32 {
         self.mine().want_space.left()
     }
 
-    /// At least a quarter of the ring is free, or another ring is offered, or the consumer's
-    /// flags say what [`consumer_flags`](Self::consumer_flags) has not yet reported. This is
-    /// also the condition for "writable".
+    /// Returns whether a quarter of the ring is free (of the bound, if that is smaller), another ring is offered, or
+    /// the consumer has set flags since [`consumer_flags`](Self::consumer_flags). This is also the condition for
+    /// "writable".
     pub fn has_space(&mut self) -> Result<bool, RingError> {
         self.reload()?;
         let size = self.ring.size();
@@ -227,20 +227,20 @@ impl Producer {
             || size != 0 && self.window() - self.tail >= quarter)
     }
 
-    /// What the consumer has told so far. Unknown bits are dropped.
+    /// Returns the flags that the consumer has set so far. Unknown bits are dropped.
     pub fn consumer_flags(&mut self) -> RxFlags {
         self.seen_flags = self.theirs().flags.look();
         RxFlags::from_bits_truncate(self.seen_flags)
     }
 
-    /// Bytes committed that the consumer has not published as consumed.
+    /// Returns how many committed bytes the consumer has not consumed, as far as this side knows.
     pub fn used(&mut self) -> Result<u64, RingError> {
         self.reload()?;
         Ok(self.tail - self.head)
     }
 
-    /// Up to where the consumer has read, as far as its own count of that is seen here (within a host), or was
-    /// published.
+    /// Returns the position up to which the consumer has read. Within a host this is its own count; between hosts it is
+    /// the published head.
     pub fn consumed(&mut self) -> Result<u64, RingError> {
         self.reload()?;
         // SAFETY: mapped while `self` exists, by the contract of `new`.
@@ -248,14 +248,14 @@ impl Producer {
         Ok(last.consumed.load(Ordering::Relaxed).clamp(self.head, self.tail))
     }
 
-    /// Whether the consumer, whose process has died, has left bytes unread.
+    /// Returns whether the consumer, whose process has died, has left bytes unread.
     pub fn is_unread(&self) -> bool {
         // SAFETY: mapped while `self` exists, by the contract of `new`.
         let last = unsafe { &self.block.as_ref().last };
         last.consumed.load(Ordering::Relaxed) < self.tail
     }
 
-    /// Bytes that could be written now.
+    /// Returns how many bytes could be written now.
     pub fn free(&mut self) -> Result<u64, RingError> {
         self.reload()?;
         Ok(self.limit - self.tail)
@@ -271,19 +271,20 @@ impl Producer {
         self.ring.size()
     }
 
-    /// Whether the ring that is on offer can be had: the first one, without which nothing can be sent.
+    /// Returns whether the ring on offer can be mapped within the allowance. For the first ring: without it no byte can
+    /// be sent.
     #[cfg(not(loom))]
     pub fn can_adopt(&self) -> bool {
         let word = self.theirs().offer.look();
-        // What is not a ring is for `adopt` to find.
+        // A word that names no ring is an error that `adopt` reports.
         Offer::unpack(word).is_none_or(|offer| {
             let region = offer.region;
             self.allowance.reaches(region) && self.area.ring(region) != Err(NoRing::Unmapped)
         })
     }
 
-    /// Moves on to the ring that the consumer offers, if it does; true when it did. `spans` does
-    /// this by itself; to be called for an idle direction whose consumer wants to shrink.
+    /// Moves on to the ring that the consumer offers. False if none is on offer, or it is passed over. `spans` does
+    /// this by itself; the caller does it for an idle direction whose consumer wants to shrink.
     pub fn adopt(&mut self) -> Result<bool, RingError> {
         let word = self.theirs().offer.look();
         if word == self.offer || self.ended {
@@ -291,7 +292,7 @@ impl Producer {
         }
         let offer = Offer::unpack(word).ok_or(Violation::BadOffer)?;
         if offer.generation != Offer::next_generation(self.generation) {
-            // Offered when the consumer did not know yet that the reserve was taken: it is withdrawn.
+            // The consumer offered it before it knew that the reserve was taken, and will withdraw it.
             self.offer = word;
             return Ok(false);
         }
@@ -303,7 +304,7 @@ impl Producer {
             Ok(ring) => ring,
             Err(NoRing::Outside) => return Err(Violation::BadOffer.into()),
             Err(NoRing::Unmapped) => {
-                // The direction stays on the ring that it has. Not tried again: each send would.
+                // The direction stays on its ring. The producer does not try again, since each send would.
                 self.offer = word;
                 return Ok(false);
             }
@@ -317,36 +318,38 @@ impl Producer {
         Ok(true)
     }
 
-    /// Whether a ring on offer would have the program's bound overstepped, and there are others.
+    /// Returns whether a ring on offer would exceed the program's bound while the producer can do without it.
     fn is_too_large(&self, region: Region) -> bool {
         let half = region.len() as u64 / 2;
         let has_others = self.ring.size() >= self.bound || self.has_reserve();
         self.ring.size() != 0 && self.bound != 0 && half > self.bound && has_others
     }
 
-    /// The program lets so many bytes be unread: taken for half of the ring if that is more.
+    /// Sets the bound: the most bytes, `bytes`, that the program lets be unread. Half of the ring counts if that is
+    /// more.
     pub fn set_bound(&mut self, bytes: u64) {
         self.bound = bytes.max(1);
         self.bound_is_early = false;
     }
 
-    /// As [`Self::set_bound`], at a time when it may still change: what is full is asked again.
+    /// Sets the bound while it may still change: [`has_bound`](Self::has_bound) stays false, so that the caller asks
+    /// the program's socket again when the ring is full.
     pub fn estimate_bound(&mut self, bytes: u64) {
         self.bound = bytes.max(1);
         self.bound_is_early = true;
     }
 
-    /// Whether it was said, and not estimated.
+    /// Returns whether the bound was set, and not estimated.
     pub fn has_bound(&self) -> bool {
         self.bound != 0 && !self.bound_is_early
     }
 
-    /// Whether more might be unread than the ring holds.
+    /// Returns whether the bound allows more unread bytes than the ring holds.
     pub fn may_grow(&self) -> bool {
         self.bound == 0 || self.ring.size() < self.bound
     }
 
-    /// How many bytes may be unread in this ring.
+    /// Returns the most bytes that may be unread in this ring.
     fn most(&self) -> u64 {
         match self.bound {
             0 => u64::MAX,
@@ -354,7 +357,7 @@ impl Producer {
         }
     }
 
-    /// What is committed from now on is in `ring`.
+    /// Makes `ring` the current ring from the tail on.
     fn change_ring(&mut self, ring: RingMemory) {
         let before = Earlier {
             ring: std::mem::replace(&mut self.ring, ring),
@@ -380,16 +383,17 @@ impl Producer {
         mine.generation.store(adopted.pack(), Ordering::Release);
     }
 
-    /// A copy of the bytes that a consumer which has [stopped](super::Consumer::stop) has not read.
-    /// It must not have freed their rings.
+    /// Returns a copy of the bytes that a consumer which has [stopped](super::Consumer::stop) has not read. The
+    /// consumer must not have freed their rings.
     #[cfg(not(loom))]
     pub fn unread(&mut self) -> Result<Vec<u8>, RingError> {
         self.reload()?;
         self.copy_from(self.head)
     }
 
-    /// A copy of the bytes from position `from` on, up to which a consumer that takes nothing more has
-    /// them. Bytes that it has consumed are not held, and those after the tail are not there.
+    /// Returns a copy of the bytes from position `from` to the tail, for a consumer that has all bytes up to `from` and
+    /// takes no more. A position before the head is an error, since consumed bytes are not held; so is one beyond the
+    /// tail.
     #[cfg(not(loom))]
     pub fn rest(&mut self, from: u64) -> Result<Vec<u8>, RingError> {
         self.reload()?;
@@ -402,15 +406,16 @@ impl Producer {
         self.copy_from(from)
     }
 
-    /// Whether this side has [ended](Self::end) the direction, or found it stopped when it tried to.
+    /// Returns whether this side has [ended](Self::end) the direction, or tried to and found it stopped.
     pub fn is_ended(&self) -> bool {
         self.ended
     }
 
-    /// A copy of what is in flight from position `from` on, which is from head to tail.
+    /// Returns a copy of the bytes in flight from position `from` on, which lies between head and tail.
     ///
-    /// A correct consumer has read up to the last switch before it offers the next ring, so two rings
-    /// hold all that it can ask for, and one that is written aside. Another one could ask for any number of bytes.
+    /// A correct consumer has read up to the last switch before it offers the next ring. So two rings hold all bytes
+    /// that it can ask for, together with a buffer that was written aside. A consumer that breaks the protocol could
+    /// ask for any number of bytes.
     #[cfg(not(loom))]
     fn copy_from(&self, from: u64) -> Result<Vec<u8>, RingError> {
         let [before, first] = self.earlier;
@@ -438,17 +443,18 @@ impl Producer {
         Ok(bytes)
     }
 
-    /// The end of the current ring's window: its bytes begin at the switch position, and older
-    /// ones are in the ring before.
+    /// Returns the end of the current ring's window. The ring's bytes begin at the switch position; older ones are in
+    /// the ring before.
     fn window(&self) -> u64 {
         let end = self.head.max(self.switch_pos) + self.ring.size();
-        // By the published head, as W4; so it takes a byte in this ring for the consumer to go by this ring's quarter.
+        // By the published head, as in W4. At least a quarter of this ring is in the window: the consumer applies this
+        // ring's quarter only once it has read a byte of it.
         let most = self.head.saturating_add(self.most());
         let least = self.switch_pos + self.ring.quarter();
         end.min(most.max(least)).max(self.tail)
     }
 
-    /// What of the window has memory.
+    /// Returns the end of the part of the window that has memory.
     fn writable(&self) -> u64 {
         match self.backed {
             Some((_, backed)) => self.window().min(backed).max(self.tail),
@@ -474,8 +480,8 @@ impl Producer {
 
     /// Copies and validates the consumer's head.
     fn reload(&mut self) -> Result<(), RingError> {
-        // Acquires what the consumer's publishing released: it has read the bytes before `head`,
-        // so they may be overwritten. And the second look of W2.
+        // Acquires what the consumer's publishing released: it has read the bytes before `head`, so they may be
+        // overwritten. This is also the second look of W2.
         let head = self.theirs().head.look();
         if head < self.published {
             return Err(Violation::HeadMovedBack.into());

@@ -1,6 +1,6 @@
-//! A direction block for the engine of a link between hosts, which is the proxy of the
-//! peer's cursor: of the consumer of a mirror, of the producer of our own. By the same rules (W1, W2):
-//! it publishes and then takes the attention word, it sets its own word and then looks.
+//! The engine's access to a direction block, on a link between hosts. The engine is the proxy of the peer's cursor: of
+//! the consumer for a send buffer (mirror), of the producer for a ring of this end. It keeps to the same rules (W1,
+//! W2): it publishes and then takes the attention word; it sets its own word and then reads the other side's.
 
 use super::block::{DirectionBlock, EndMark, STOPPED, Wake};
 use super::error::{Ended, Stopped};
@@ -8,19 +8,19 @@ use super::offer::Offer;
 use crate::fabric::layout::Region;
 use crate::sync::Ordering;
 
-/// What the local producer has published.
+/// The values that the local producer has published.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::fabric) struct ProducerView {
     /// The raw end word. If it is not 0 the tail is final.
     pub end: u32,
     pub tail: u64,
-    /// A switch that the tail can be beyond is seen.
+    /// Read after the tail, so it includes every switch that the tail can be beyond.
     pub generation: u32,
     pub switch_pos: u64,
     pub limited: u32,
 }
 
-/// What the local consumer has published.
+/// The values that the local consumer has published.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::fabric) struct ConsumerView {
     pub head: u64,
@@ -30,7 +30,7 @@ pub(in crate::fabric) struct ConsumerView {
 }
 
 impl DirectionBlock {
-    /// In place of the consumer: asks to be told with `bits`, then looks.
+    /// Acts for the consumer: sets `bits` in `want_data`, then reads the values that the producer has published.
     pub(in crate::fabric) fn watch_producer(&self, bits: u32) -> ProducerView {
         self.consumer.want_data.keep_armed(bits);
         let p = &self.producer;
@@ -48,7 +48,7 @@ impl DirectionBlock {
         }
     }
 
-    /// In place of the producer: asks to be told with `bits`, then looks.
+    /// Acts for the producer: sets `bits` in `want_space`, then reads the values that the consumer has published.
     pub(in crate::fabric) fn watch_consumer(&self, bits: u32) -> ConsumerView {
         self.producer.want_space.keep_armed(bits);
         let c = &self.consumer;
@@ -60,17 +60,17 @@ impl DirectionBlock {
         }
     }
 
-    /// The consumer's published head, without asking for more.
+    /// Returns the consumer's published head, without a request for a wake-up.
     pub(in crate::fabric) fn head(&self) -> u64 {
         self.consumer.head.look()
     }
 
-    /// The producer's published tail, without asking for more.
+    /// Returns the producer's published tail, without a request for a wake-up.
     pub(in crate::fabric) fn tail(&self) -> u64 {
         self.producer.tail.look()
     }
 
-    /// The producer has ended the direction.
+    /// Returns whether the producer has ended the direction.
     pub(in crate::fabric) fn has_ended(&self) -> bool {
         EndMark::from_word(self.producer.end.look()).is_some()
     }
@@ -91,7 +91,7 @@ impl DirectionBlock {
         self.producer.take_want_space()
     }
 
-    /// The peer's consumer has stopped.
+    /// Records that the peer's consumer has stopped. [`Ended`]: the direction has its end mark.
     pub(in crate::fabric) fn put_stop(&self) -> Result<(), Ended> {
         self.put_mark(STOPPED).map_err(|_| Ended)
     }
@@ -101,14 +101,15 @@ impl DirectionBlock {
         self.consumer.take_want_data()
     }
 
-    /// Before any tail beyond `position`.
+    /// Publishes a switch of the peer's producer. To be called before any tail beyond `position` is put.
     pub(in crate::fabric) fn put_switch(&self, generation: u32, position: u64) {
         self.producer.switch_pos.store(position, Ordering::Relaxed);
         // Releases `switch_pos` to the consumer's load of `generation`.
         self.producer.generation.store(generation, Ordering::Release);
     }
 
-    /// The peer's producer has ended the direction at the tail that was put before.
+    /// Records that the peer's producer has ended the direction, at the tail that was put before. Returns the
+    /// consumer's waiters to wake. [`Stopped`]: the consumer has stopped before.
     pub(in crate::fabric) fn put_end(&self, end: EndMark) -> Result<Wake, Stopped> {
         self.put_mark(end as u32).map_err(|_| Stopped)?;
         Ok(self.consumer.take_want_data())
@@ -124,23 +125,23 @@ impl DirectionBlock {
 }
 
 impl EndMark {
-    /// From the word of a block; `None` for 0 and for a consumer that has stopped.
+    /// Decodes the word `end` of a block; `None` for 0 and for a consumer that has stopped.
     pub(in crate::fabric) fn from_word(word: u32) -> Option<Self> {
         [Self::Fin, Self::Demote].into_iter().find(|e| *e as u32 == word)
     }
 }
 
-/// An offered ring as the word of a block has it: its generation and its place. `None` if it is none.
+/// Decodes the word of an offered ring: its generation and its place. `None` if the word names no ring.
 pub(in crate::fabric) fn unpack_offer(word: u64) -> Option<(u32, Region)> {
     Offer::unpack(word).map(|o| (o.generation, o.region))
 }
 
-/// The word for a ring of that generation.
+/// Encodes the word that offers `region` with `generation`.
 pub(in crate::fabric) fn pack_offer(generation: u32, region: Region) -> u64 {
     Offer { generation, region }.pack()
 }
 
-/// The generation after `generation`.
+/// Returns the generation after `generation`.
 pub(in crate::fabric) fn next_generation(generation: u32) -> u32 {
     Offer::next_generation(generation)
 }

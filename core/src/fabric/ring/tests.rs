@@ -11,8 +11,8 @@ mod loom_models;
 #[cfg(not(loom))]
 mod sequences;
 
-/// A block and a data area of `len` bytes on the heap, in place of a mapped arena.
-/// Not boxes, which a move would make the only way to what is in them.
+/// A block and a data area of `len` bytes on the heap, in place of a mapped arena. Not boxes: a move of a box
+/// invalidates other pointers to its content.
 struct Memory {
     block: std::sync::Arc<DirectionBlock>,
     area: Vec<std::cell::UnsafeCell<Byte>>,
@@ -52,7 +52,7 @@ fn area(len: usize) -> Vec<std::cell::UnsafeCell<Byte>> {
     (0..len).map(|_| loom::cell::UnsafeCell::new(0u8).into()).collect()
 }
 
-/// At once: byte by byte takes Miri seconds.
+/// Makes all cells at once: byte by byte takes Miri seconds.
 #[cfg(not(loom))]
 fn area(len: usize) -> Vec<std::cell::UnsafeCell<Byte>> {
     let mut zeros = std::mem::ManuallyDrop::new(vec![0u8; len]);

@@ -1,6 +1,6 @@
-//! A producer that finds no room while nobody reads: what it looks for, and its way to the ring that the consumer has
-//! in reserve (see *The reserve* in `ring.rs`), with the memory of that. Not for producers between hosts, whose
-//! consumers have none (`aside.rs`).
+//! A producer that finds no room while the consumer does not read: it first checks for consumed but unpublished bytes,
+//! then moves to the ring that the consumer has in reserve (see *The reserve* in `ring.rs`), and gets the memory for
+//! it. Between hosts consumers have no reserve; see `aside.rs`.
 
 use super::Producer;
 use crate::fabric::layout::{MIN_RING_LOG2, Region};
@@ -12,7 +12,7 @@ use crate::sync::Ordering;
 /// Bytes of a reserve that get memory at a time.
 const PIECE: u64 = 128 * 1024;
 
-/// A reserve: the consumer's word, its place, and the ring at its beginning that is wanted.
+/// A reserve: the consumer's word, the whole region, and the part at its beginning that the producer wants.
 struct Reserve {
     word: u64,
     whole: Region,
@@ -20,8 +20,8 @@ struct Reserve {
 }
 
 impl Producer {
-    /// A sender that is not to wait has found no room: looks for what the consumer has read and not published; else
-    /// moves on to as much of the reserve as the bound allows, if there is one, that is more than the ring, and
+    /// Makes room for a sender that must not wait. First counts the bytes that the consumer has read and not published.
+    /// If that is too little, moves on to as much of the reserve as the bound allows, if that is more than the ring and
     /// `may_take` agrees to its bytes. True if there is more room than before.
     pub fn make_room(&mut self, may_take: impl FnOnce(u64) -> bool) -> Result<bool, RingError> {
         if self.look_closely()? {
@@ -33,23 +33,23 @@ impl Producer {
         }
     }
 
-    /// Whether there would be room by [`make_room`](Self::make_room).
+    /// Returns whether [`make_room`](Self::make_room) would find room.
     pub fn could_have_room(&mut self) -> Result<bool, RingError> {
         Ok(self.look_closely()? || self.has_reserve())
     }
 
-    /// As far as is known of the consumer.
+    /// Returns whether there is a reserve to move to, by what is known of the consumer.
     pub(super) fn has_reserve(&self) -> bool {
         self.next_reserve().is_some_and(|next| self.has_more(next.part.log2()))
     }
 
-    /// The consumer's line with what it has read costs it a miss at its next read. True if a quarter of the ring is
-    /// free by that.
+    /// Reads the consumer's own count of consumed bytes; that costs the consumer a cache miss at its next read. True if
+    /// a quarter of the ring is then free.
     fn look_closely(&mut self) -> Result<bool, RingError> {
         self.reload()?;
         // SAFETY: mapped while `self` exists, by the contract of `new`.
         let last = unsafe { &self.block.as_ref().last };
-        // Acquires that the bytes before have been read, which `consume` releases.
+        // Acquires the consumer's reads of the bytes before, which `consume` releases.
         let consumed = last.consumed.load(Ordering::Acquire);
         if consumed > self.tail {
             return Err(Violation::HeadBeyondTail.into());
@@ -62,18 +62,19 @@ impl Producer {
         Ok(quarter != 0 && self.limit - self.tail >= quarter)
     }
 
-    /// Whether bytes are to be sent for which the ring has room but this process no memory.
+    /// Returns whether the ring has room for bytes to be sent, but this process no memory.
     pub fn is_starved(&self) -> bool {
         self.starved
     }
 
-    /// Whether a ring of `1 << log2` bytes would take more.
+    /// Returns whether the producer could write more bytes into a ring of `1 << log2` bytes.
     pub(super) fn has_more(&self, log2: u8) -> bool {
         let is_bound = self.bound != 0 && self.tail - self.head >= self.bound;
         1 << log2 > self.ring.size() && !is_bound
     }
 
-    /// As much of a ring of `1 << log2` bytes as the bound lets be used, likewise.
+    /// Returns log2 of the bytes that the bound lets the producer use of a ring of `1 << log2` bytes. `None` if the
+    /// bound has no next power of two.
     pub(super) fn part_of(&self, log2: u8) -> Option<u8> {
         let part = match self.bound {
             0 => log2,
@@ -82,7 +83,7 @@ impl Producer {
         Some(part.max(MIN_RING_LOG2).min(log2))
     }
 
-    /// The reserve, if it can be taken now.
+    /// Returns the reserve; `None` if it cannot be taken now.
     fn next_reserve(&self) -> Option<Reserve> {
         let word = self.theirs().reserve.load(Ordering::Acquire);
         if word == self.reserve || self.ended || self.aside || self.head < self.switch_pos {
@@ -117,8 +118,8 @@ impl Producer {
         Ok(true)
     }
 
-    /// Sees to memory for `want` bytes more in a reserve, of which the ring has been once around when all of it has
-    /// some.
+    /// Gets memory for `want` more bytes of the reserve. Once the producer has been around the ring, all of it has
+    /// memory.
     pub(super) fn back_more(&mut self, want: u64) {
         let Some((region, backed)) = self.backed else {
             return;

@@ -110,7 +110,7 @@ fn what_two_rings_do_not_hold_is_not_sent_again() {
     let _ = c.offer(Region::new(0, 12).unwrap()).unwrap();
     assert_eq!(send(&mut p, &[1; 5000]).unwrap().0, 4096);
     for page in 1..3_u64 {
-        // Nothing was read, so a correct consumer would not offer the third.
+        // The test has read nothing, so a correct consumer would not offer the third ring.
         let word = (page + 1) << 40 | 12 << 32 | page;
         m.block.consumer.offer.reset(word);
         assert_eq!(send(&mut p, &[page as u8 + 1; 5000]).unwrap().0, 4096);
@@ -131,8 +131,8 @@ fn word() -> impl Strategy<Value = u64> {
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: if cfg!(miri) { 4 } else { 512 }, ..ProptestConfig::default() })]
-    /// Every word of the block is overwritten at random between the operations of both sides.
-    /// Whatever comes out, the copies stay inside the area (miri and the bounds of `spans` tell).
+    /// Every word of the block is overwritten at random between the operations of both sides. Whatever the results, the
+    /// copies stay inside the area: Miri and the bounds of `spans` check it.
     #[test]
     fn random_words_never_leave_the_area(
         ops in proptest::collection::vec((0u8..13, word(), 0usize..6000), 1..100),
@@ -224,7 +224,7 @@ fn a_producer_moves_on_to_nothing_but_what_is_in_reserve() {
             assert_eq!(said.is_ok(), fits && is_place, "{word:x} at {at}: {said:?}");
         }
     }
-    // Without a reserve there is none to move on to.
+    // Without a reserve the producer cannot have moved to one.
     let (m, _, mut c) = pair();
     m.block.producer.generation.store(word(13, 2), Ordering::Relaxed);
     assert_eq!(c.available(), Err(Violation::BadSwitch.into()));

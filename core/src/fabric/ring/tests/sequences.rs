@@ -1,4 +1,4 @@
-//! What arrives is what was sent, over sequences of operations and between threads.
+//! The bytes received are those that were sent, over sequences of operations and between threads.
 
 use super::*;
 use crate::fabric::arena::Arena;
@@ -50,7 +50,7 @@ fn a_full_ring_wakes_the_producer_after_a_quarter() {
     assert_eq!(recv(&mut c, &mut buf[..1]), Ok((1, Wake(1))));
     assert_eq!(p.free(), Ok(1024));
     assert_eq!(p.has_space(), Ok(true));
-    // Arming for data tells the exact count.
+    // Arming for data publishes the exact count.
     assert_eq!(recv(&mut c, &mut buf[..3]), Ok((3, Wake::NONE)));
     assert!(c.arm_data(1).unwrap().ready);
     assert_eq!(p.used(), Ok(4096 - 1027));
@@ -192,7 +192,7 @@ proptest! {
         let (mut p, mut c) = (m.producer(), m.consumer());
         let _ = c.offer(arena.alloc(12).unwrap()).unwrap();
         let (mut sent, mut received) = (0u64, 0u64);
-        // Whether a side sleeps: its word is set and it was told that there is nothing.
+        // Whether a side sleeps: its word is set, and its check found nothing.
         let (mut data_asleep, mut space_asleep) = (false, false);
         for op in ops {
             let (mut to_consumer, mut to_producer) = (Wake::NONE, Wake::NONE);
@@ -220,7 +220,7 @@ proptest! {
                 {
                     arena.free(r);
                 },
-                // Nobody sleeps who could take it.
+                // A producer that takes the reserve does not sleep.
                 Op::TakeReserve => space_asleep &= !p.make_room(|_| true)?,
                 Op::Bound(bytes) => p.set_bound(bytes),
                 Op::Retire => if let Some(r) = c.take_retired()? { arena.free(r); },

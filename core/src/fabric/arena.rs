@@ -1,6 +1,6 @@
-//! Buddy allocator that carves the data area of one arena into rings. Private to the arena's
-//! owner and held in its own memory: a peer never sees or touches it. Not for mapping memory,
-//! and it does not give pages back to the kernel.
+//! Buddy allocator that divides the data area of one arena into rings. It is private to the arena's owner and lies in
+//! the owner's own memory: a peer never sees or changes it. It does not map memory, and gives no pages back to the
+//! kernel.
 
 #![forbid(unsafe_code)]
 
@@ -26,8 +26,8 @@ pub struct Arena {
 }
 
 impl Arena {
-    /// All of a data area of `data_bytes` bytes, free. What exceeds whole pages, or 2^32 pages,
-    /// is not used.
+    /// Returns the allocator of a data area of `data_bytes` bytes, all free. Bytes beyond whole pages, or beyond 2^32
+    /// pages, are not used.
     pub fn new(data_bytes: u64) -> Self {
         let pages = u32::try_from(data_bytes >> PAGE_LOG2).unwrap_or(u32::MAX);
         let mut arena = Self {
@@ -51,8 +51,8 @@ impl Arena {
         arena
     }
 
-    /// A region of `1 << log2` bytes, aligned to its size; the lowest that fits. `None` when
-    /// there is no room or when `log2` is outside `MIN_RING_LOG2..=MAX_RING_LOG2`.
+    /// Allocates the lowest free region of `1 << log2` bytes, aligned to its size. `None` when there is no room or when
+    /// `log2` is outside `MIN_RING_LOG2..=MAX_RING_LOG2`.
     pub fn alloc(&mut self, log2: u8) -> Option<Region> {
         let order = usize::from(log2.checked_sub(MIN_RING_LOG2)?);
         let (mut have, page) = (order..ORDERS)
@@ -96,7 +96,7 @@ impl Arena {
         }
     }
 
-    /// Bytes handed out and not yet given back.
+    /// Returns how many bytes are allocated.
     pub fn bytes_in_use(&self) -> u64 {
         self.pages_in_use << PAGE_LOG2
     }

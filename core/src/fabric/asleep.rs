@@ -1,55 +1,59 @@
-//! Threads that are already asleep in the kernel when what they wait for becomes ours, so that what comes next does not
-//! come to the kernel: those in poll or select name their sockets ([`Onlookers`]), those in the wait on an epoll set
-//! are counted ([`Gate`]). Not for who sleeps on what is ours already (`ready`, `waiter`), nor for how they are woken.
+//! Threads that sleep in the kernel already when the file or epoll set that they wait for moves from the kernel to the
+//! library, so that later events do not come to the kernel. Threads in poll or select name their sockets
+//! ([`Onlookers`]). Threads in the wait on an epoll set are counted ([`Gate`]). Not for threads that wait on sockets of
+//! the library already (`ready`, `waiter`), nor for how threads are woken.
 //!
-//! Who is about to sleep says so, and then looks whether it is still the kernel's; who makes it ours says that, and
-//! then looks who sleeps ([`crate::sync`]).
+//! A thread that is about to sleep publishes that, then checks whether the kernel still serves its socket. The thread
+//! that moves the socket publishes that, then checks for sleepers ([`crate::sync`]).
 
 use crate::sync::{AtomicBool, AtomicU64, Presence, Published};
 
-/// A set of sockets by their slots, of which it may say too many: a bit stands for all whose slots leave the same rest.
-/// So to sleep costs one exchange however many sockets are polled, and a thread that is told in vain looks once more.
+/// A set of sockets by their slots. It may name too many: a bit stands for all slots that are equal modulo 64. So a
+/// sleeping thread costs one exchange however many sockets it polls, and a thread that is woken in vain checks once
+/// more.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub struct Slots(u64);
 
 impl Slots {
-    /// With one more.
+    /// Returns the set with `slot` added.
     #[must_use]
     pub fn with(self, slot: u32) -> Self {
         Self(self.0 | 1 << (slot % u64::BITS))
     }
 
-    /// Whether nobody is in it.
+    /// Returns whether the set is empty.
     pub fn is_empty(self) -> bool {
         self.0 == 0
     }
 }
 
-/// By the number of a waiter: which sockets its thread polls in the kernel.
+/// The sockets that threads poll in the kernel, by the number of the thread's waiter.
 #[derive(Debug)]
 pub struct Onlookers(Box<[Published<AtomicU64>]>);
 
 impl Onlookers {
-    /// For waiters with numbers below `waiters`.
+    /// Returns an empty list for waiters with numbers below `waiters`.
     pub fn new(waiters: u16) -> Self {
         Self((0..waiters).map(|_| Published::default()).collect())
     }
 
-    /// The waiter's thread is about to poll these. It looks once more after this whether one has become ours.
+    /// Records that the thread of waiter `id` is about to poll `slots`. Afterwards the thread checks once more whether
+    /// one of them has moved to the library.
     pub fn enter(&self, id: u16, slots: Slots) {
         if let Some(word) = self.0.get(usize::from(id)) {
             word.publish(slots.0);
         }
     }
 
-    /// It is back.
+    /// Records that the thread of waiter `id` polls no longer.
     pub fn leave(&self, id: u16) {
         if let Some(word) = self.0.get(usize::from(id)) {
             word.publish_quietly(0);
         }
     }
 
-    /// Whose threads may poll a socket that has just become ours, which was [published](Published).
+    /// Returns the waiters whose threads may poll the socket in `slot`. Its move to the library was
+    /// [published](Published) before.
     pub fn of(&self, slot: u32) -> impl Iterator<Item = u16> {
         let one = Slots::default().with(slot).0;
         let polls = move |word: &Published<AtomicU64>| word.look() & one != 0;
@@ -58,7 +62,8 @@ impl Onlookers {
     }
 }
 
-/// A way into the kernel's wait, which is closed for good once something that is waited for is ours.
+/// A gate before the kernel's wait on an epoll set. It closes for good once a member of the set is served by the
+/// library.
 #[derive(Debug, Default)]
 pub struct Gate {
     closed: Published<AtomicBool>,
@@ -66,49 +71,49 @@ pub struct Gate {
 }
 
 impl Gate {
-    /// An open one with nobody inside.
+    /// Returns an open gate with no thread inside.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Counts the thread, until it [leaves](Self::leave). False, and it is to leave at once, if the gate is closed.
+    /// Counts the thread until it [leaves](Self::leave). False if the gate is closed: the thread must leave at once.
     #[must_use]
     pub fn enter(&self) -> bool {
         self.inside.enter();
         !self.is_closed()
     }
 
-    /// True if others are inside. Whoever was woken by the ring for the closing passes it on to one of them: it wakes
-    /// one thread.
+    /// Ends the count of this thread. True if others are inside. A thread that was woken by the ring for the closing
+    /// rings for another: each ring wakes one thread.
     #[must_use]
     pub fn leave(&self) -> bool {
         !self.inside.leave()
     }
 
-    /// Whether threads are inside.
+    /// Returns whether threads are inside.
     pub fn is_in_use(&self) -> bool {
         !self.inside.is_empty()
     }
 
-    /// From now on nobody goes in. True if threads are inside: one of them is to be rung for.
+    /// Closes the gate. True if threads are inside: the caller rings for one of them.
     #[must_use]
     pub fn close(&self) -> bool {
         self.closed.publish(true);
         self.is_in_use()
     }
 
-    /// Whether it is closed.
+    /// Returns whether the gate is closed.
     #[inline]
     pub fn is_closed(&self) -> bool {
         self.closed.look()
     }
 
-    /// Opens it again, where nobody waits. True if it was closed.
+    /// Opens the gate again, when no thread waits. True if it was closed.
     pub fn reopen(&self) -> bool {
         self.closed.take()
     }
 
-    /// In a fork child, where nobody is inside: as new.
+    /// Resets the gate in a fork child, where no thread is inside.
     pub fn reset(&self) {
         self.reopen();
         self.inside.reset();

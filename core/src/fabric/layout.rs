@@ -1,5 +1,5 @@
-//! Where things lie in one arena file: the groups of streams, then the data area. Only numbers; mapping
-//! the file and handing out the data area is done elsewhere.
+//! The layout of one arena file: the groups of streams, then the data area. This file only computes offsets; others map
+//! the file and allocate rings in the data area.
 //!
 //! ```text
 //! 0                GROUPS × group: READY_QUEUES × ReadyLine    (which of its streams have something to do)
@@ -7,9 +7,9 @@
 //! DATA_OFFSET      data area: rings, carved by `Arena`
 //! ```
 //!
-//! The file is sparse, and what was never touched costs no memory. Nor need it be mapped: both parts are
-//! mapped from their beginnings on as far as they are used, in segments that double (`Segments`). So the
-//! addresses of a link with few streams are a few hundred KiB.
+//! The file is sparse, and what was never touched costs no memory. It need not be mapped either: both parts are mapped
+//! from their beginnings on as far as they are used, in segments that double (`Segments`). So the addresses of a link
+//! with few streams are a few hundred KiB.
 
 #![forbid(unsafe_code)]
 
@@ -59,30 +59,30 @@ pub struct Region {
 }
 
 impl Region {
-    /// The region of `1 << log2` bytes that begins at page `page` of the data area. `None` when
-    /// no ring may have that size.
+    /// Returns the region of `1 << log2` bytes that begins at page `page` of the data area. `None` when no ring may
+    /// have that size.
     pub fn new(page: u32, log2: u8) -> Option<Self> {
         (MIN_RING_LOG2..=MAX_RING_LOG2)
             .contains(&log2)
             .then_some(Self { page, log2 })
     }
 
-    /// First page, counted from the beginning of the data area.
+    /// Returns the first page, counted from the beginning of the data area.
     pub fn page(self) -> u32 {
         self.page
     }
 
-    /// log2 of the size in bytes.
+    /// Returns log2 of the size in bytes.
     pub fn log2(self) -> u8 {
         self.log2
     }
 
-    /// First byte, counted from the beginning of the data area.
+    /// Returns the first byte, counted from the beginning of the data area.
     pub fn offset(self) -> usize {
         (self.page as usize) << PAGE_LOG2
     }
 
-    /// Size in bytes.
+    /// Returns the size in bytes.
     #[allow(clippy::len_without_is_empty)] // never empty
     pub fn len(self) -> usize {
         1 << self.log2
@@ -96,43 +96,43 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// The arena with a data area of `data_bytes` bytes: whole pages, at least one, at most
-    /// `MAX_DATA_BYTES`; `None` otherwise.
+    /// Returns the layout with a data area of `data_bytes` bytes: whole pages, at least one, at most `MAX_DATA_BYTES`.
+    /// `None` for any other size.
     pub fn for_data(data_bytes: u64) -> Option<Self> {
         let whole = data_bytes != 0 && data_bytes.is_multiple_of(PAGE as u64);
         (whole && data_bytes <= MAX_DATA_BYTES).then_some(Self { data_bytes })
     }
 
-    /// The arena in a file of so many bytes, `None` if that is not an arena's size.
+    /// Returns the layout of the arena in a file of `bytes` bytes; `None` if no arena has that size.
     pub fn of_file(bytes: u64) -> Option<Self> {
         Self::for_data(bytes.checked_sub(DATA_OFFSET as u64)?)
     }
 
-    /// The largest arena with a data area of a power of two, at most `data_bytes`, whose file has at most
-    /// `limit` bytes.
+    /// Returns the largest layout whose data area is a power of two, at most `data_bytes` bytes, and whose file has at
+    /// most `limit` bytes. `None` if there is none.
     pub fn within(data_bytes: u64, limit: u64) -> Option<Self> {
         let room = limit.checked_sub(DATA_OFFSET as u64)?.min(data_bytes);
         Self::for_data(1 << room.checked_ilog2()?)
     }
 
-    /// Bytes of the data area.
+    /// Returns the bytes of the data area.
     pub fn data_len(&self) -> usize {
         self.data_bytes as usize
     }
 
-    /// Bytes of the whole file.
+    /// Returns the bytes of the whole file.
     pub fn file_len(&self) -> u64 {
         DATA_OFFSET as u64 + self.data_bytes
     }
 }
 
-/// Offset in the file of the part of ready queue `queue` that is for the streams of `group`; `None` when
+/// Returns the offset in the file of the part of ready queue `queue` that is for the streams of `group`. `None` when
 /// there is no such queue or group.
 pub fn line_offset(queue: u32, group: u32) -> Option<usize> {
     (queue < READY_QUEUES && group < GROUPS).then(|| group as usize * GROUP_BYTES + queue as usize * LINE_BYTES)
 }
 
-/// Offset in the file of the direction block of `vqpn`; `None` when there is no such stream.
+/// Returns the offset in the file of the direction block of `vqpn`; `None` when there is no such stream.
 pub fn block_offset(vqpn: u32) -> Option<usize> {
     let (group, place) = (vqpn / GROUP_STREAMS, vqpn % GROUP_STREAMS);
     (vqpn < MAX_STREAMS).then(|| group as usize * GROUP_BYTES + LINES_BYTES + place as usize * BLOCK_BYTES)

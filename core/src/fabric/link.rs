@@ -1,6 +1,6 @@
-//! What the stream layer needs of one end of a link, whatever fabric it is on.
+//! The calls of one end of a link that the stream layer needs, on any fabric.
 //!
-//! Not here: making a link, sleeping, and what the messages mean.
+//! Not here: making a link, sleeping, and the meaning of the messages.
 
 use super::layout::Region;
 use super::ring::{Consumer, Producer, Wake};
@@ -8,7 +8,7 @@ use super::waiter::WaiterId;
 use crate::ids::Vqpn;
 use crate::wire::{Message, RingOffer};
 
-/// Why no stream was opened: our own limits.
+/// Why no stream was opened: limits of this end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum OpenError {
     /// All numbers are in use.
@@ -17,7 +17,7 @@ pub enum OpenError {
     /// The arena has no room for such a ring.
     #[error("no room in the arena")]
     Arena,
-    /// We are in a signal handler that has interrupted this thread's use of the end.
+    /// The call comes from a signal handler that has interrupted this thread's use of the end.
     #[error("the end is in use")]
     Busy,
 }
@@ -25,112 +25,112 @@ pub enum OpenError {
 /// Why a message was not sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SendError {
-    /// The side channel takes nothing now.
+    /// The side channel has no room now.
     #[error("the side channel is full")]
     Full,
     /// The link is down.
     #[error("the link is down")]
     Down,
-    /// It cannot be encoded: the caller's fault.
+    /// The message cannot be encoded: the caller's fault.
     #[error("not a message")]
     Encoding,
 }
 
-/// Why nothing of ours can send to a stream of the peer's.
+/// Why this end cannot send to a stream of the peer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum NoProducer {
-    /// A stream of ours sends there already, or there is no such number: the peer misbehaves.
+    /// A local stream sends there already, or there is no such number: the peer misbehaves.
     #[error("no such stream, or one that is in use")]
     NoSuch,
-    /// The link is over, or its memory has no room here.
+    /// The link is over, or this process has no room for its memory.
     #[error("no room for another stream")]
     Limits,
 }
 
-/// Our receiving end of a new stream.
+/// The receiving end of a new stream.
 #[derive(Debug)]
 pub struct Opened {
-    /// Our number for it.
+    /// The number that this end gave the stream.
     pub vqpn: Vqpn,
-    /// Its first ring, to be told to the peer in OPEN.
+    /// The first ring, which OPEN names to the peer.
     pub ring: RingOffer,
     /// The cursor.
     pub consumer: Consumer,
 }
 
-/// One end of a link. Every call returns at once.
+/// An end of a link. Every call returns at once.
 ///
-/// Whom a cursor's attention words name is said by [`WaiterId`]; they are the same on every fabric.
+/// [`WaiterId`] defines which waiters a cursor's attention words name; they are the same on every fabric.
 pub trait LinkEnd {
-    /// A number of ours for a stream, with a first ring of `1 << log2` bytes to receive into.
+    /// Opens a stream: takes a number of this end, with a first ring of `1 << log2` bytes to receive into.
     fn open(&self, log2: u8) -> Result<Opened, OpenError>;
 
-    /// Our stream `mine` is the peer's `theirs`, which has this ring to begin with. Before the first use of a cursor
-    /// that was given out for either.
+    /// Pairs this end's stream `mine` with the peer's `theirs`, whose first ring is `first`. To be called before the
+    /// first use of a cursor that was given out for either.
     fn pair(&self, mine: Vqpn, theirs: Vqpn, first: RingOffer) {
         let _ = (mine, theirs, first);
     }
 
-    /// The sending end of the peer's stream `theirs`; `None` if no stream has such a number. The
-    /// caller sees to it that there is one at a time for each number.
+    /// Returns the producer of the peer's stream `theirs`; `None` if no stream has such a number. The caller ensures
+    /// that there is one at a time for each number.
     fn producer(&self, theirs: Vqpn) -> Option<Producer>;
 
-    /// This end is done with its stream `mine`, and says so to the peer, whose number is `theirs`.
-    /// Without one the peer does not know of `mine` either. Once both ends are done the number
-    /// and its rings are free; without a `consumer` the rings are not, for nobody knows them.
+    /// Closes stream `mine` on this end, and sends CLOSED to the peer, whose number is `theirs`. Without `theirs` the
+    /// peer does not know of `mine` either. Once both ends are done, the number and its rings are free; without a
+    /// `consumer` the rings are not, because only the consumer knows them.
     fn close(&self, mine: Vqpn, theirs: Option<Vqpn>, consumer: Option<Consumer>);
 
-    /// This end is done with its stream `mine`, but the peer has not answered its OPEN: what does
-    /// ([`on_closed`](Self::on_closed) after a refusal, or CLOSED in the end) frees the number.
+    /// Closes stream `mine` on this end while the peer has not answered its OPEN. The answer frees the number: a
+    /// refusal ([`on_closed`](Self::on_closed)), or CLOSED in the end.
     fn close_unanswered(&self, mine: Vqpn, consumer: Option<Consumer>);
 
-    /// The peer is done with our stream `mine` (CLOSED has come, or its OPEN was refused).
+    /// Records that the peer is done with stream `mine`: CLOSED has come, or the peer has refused the OPEN.
     fn on_closed(&self, mine: Vqpn);
 
-    /// Room for another ring of `1 << log2` bytes.
+    /// Allocates another ring of `1 << log2` bytes; `None` if there is no room.
     fn allocate(&self, log2: u8) -> Option<Region>;
 
-    /// A ring of `1 << log2` bytes that may never be used, without memory ([`Consumer::offer_reserve`]), mapped so that
-    /// its use cannot fail. `None` where the fabric has no such, where that cannot be had, or where rings in use need
-    /// the room.
+    /// Allocates a ring of `1 << log2` bytes that may never be used ([`Consumer::offer_reserve`]). It has no memory
+    /// yet, but is mapped so that its use cannot fail. `None` if the fabric has no reserves, the addresses cannot be
+    /// had, or rings in use need the room.
     fn reserve(&self, log2: u8) -> Option<Region> {
         let _ = log2;
         None
     }
 
-    /// The peer's ring has no room, and this end can keep what is sent: `producer`, of the peer's stream `theirs`, gets
-    /// a buffer of this end's own in its place, of up to `1 << log2` bytes, as far as its bound goes. False where the
-    /// fabric has none, or that would not be more. The caller holds the producer's lock.
+    /// Lends a buffer of this end to a `producer` of the peer's stream `theirs`, because the peer's ring has no room.
+    /// The buffer has up to `1 << log2` bytes, as far as the producer's bound allows. False if the fabric has no
+    /// buffers, or one would hold no more than the ring. The caller holds the producer's lock.
     fn lend(&self, theirs: Vqpn, producer: &mut Producer, log2: u8) -> bool {
         let _ = (theirs, producer, log2);
         false
     }
 
-    /// Takes the buffer back, if all has been read. The caller holds the producer's lock.
+    /// Takes the buffer back, if the peer has read all bytes. False if it stays. The caller holds the producer's lock.
     fn take_back(&self, theirs: Vqpn, producer: &mut Producer) -> bool {
         let _ = (theirs, producer);
         false
     }
 
-    /// A ring that neither end uses any more.
+    /// Frees a ring that neither end uses any more.
     fn free(&self, region: Region);
 
-    /// Sends a message on the side channel: delivered once and in order as long as the link is up. An error says that
-    /// it never is; a link that goes down meanwhile may have delivered it or not.
+    /// Sends a message on the side channel: delivered once and in order as long as the link is up. After an error the
+    /// message is never delivered. A link that goes down meanwhile may have delivered it or not.
     fn send(&self, message: &Message) -> Result<(), SendError>;
 
-    /// Tells the peer what a cursor's `wake` asks for, about its stream `theirs`: queues it for the
-    /// waiter that has a queue, and rings its doorbell if that sleeps; rings at the sleeper.
+    /// Notifies the peer as a cursor's `wake` asks, about its stream `theirs`. For a waiter with a queue: queues the
+    /// stream, and rings the waiter's doorbell if it sleeps. For a sleeper: rings its doorbell.
     fn notify(&self, wake: Wake, theirs: Vqpn);
 
-    /// Takes what the peer has queued for our `waiter`: each stream at most once. A hostile peer
-    /// may name streams that are not open.
+    /// Takes the streams that the peer has queued for this end's `waiter`, each at most once. A hostile peer may name
+    /// streams that are not open.
     fn drain_ready(&self, waiter: WaiterId, each: impl FnMut(Vqpn));
 
-    /// When our stream `mine` was last queued because there is something to be read, by the host's
-    /// [counter](crate::cycles); 0 where that is not known. A hint for the order of streams.
+    /// Returns when stream `mine` was last queued for reading, by the host's [counter](crate::cycles); 0 if that is not
+    /// known. A hint for the order of streams.
     fn queued_at(&self, mine: Vqpn) -> u64;
 
-    /// Whether the peer has queued something for our `waiter`.
+    /// Returns whether the peer has queued a stream for this end's `waiter`.
     fn has_ready(&self, waiter: WaiterId) -> bool;
 }

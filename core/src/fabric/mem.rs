@@ -1,8 +1,8 @@
 //! The `mem` fabric, for tests: a link within one process, with a side channel under a virtual
 //! clock, and channels whose faults are scripted ([`Medium`]).
 //!
-//! Arenas, ready queues and rings are those of the shm fabric, on the heap. Not for production; built
-//! for tests and with the feature `mem`.
+//! The arenas, ready queues and rings of the shm fabric, on the heap. Not for production; built for tests and with the
+//! feature `mem`.
 
 use std::alloc::{Layout as AllocLayout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::collections::{BTreeMap, VecDeque};
@@ -21,28 +21,28 @@ use crate::ids::Vqpn;
 use crate::sync::{RungMark, SleepFlag};
 use crate::wire::{MAX_MESSAGE, Message, RingOffer};
 
-/// A test that failed under a lock has failed; the others may go on.
+/// Locks a mutex even if a test has failed under it: other tests may go on.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Virtual time, shared by all who hold a copy.
+/// Virtual time; all copies show the same.
 #[derive(Clone, Debug, Default)]
 pub struct Clock(Arc<AtomicU64>);
 
 impl Clock {
-    /// Now, in µs since the test began.
+    /// Returns the time in µs since the test began.
     pub fn now(&self) -> u64 {
         self.0.load(Ordering::SeqCst)
     }
 
-    /// Lets `us` pass.
+    /// Lets `us` µs pass.
     pub fn advance(&self, us: u64) {
         self.0.fetch_add(us, Ordering::SeqCst);
     }
 }
 
-/// What becomes of a message.
+/// The fate of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fate {
     /// Arrives after this many µs.
@@ -53,7 +53,7 @@ pub enum Fate {
     Twice(u64, u64),
 }
 
-/// One direction of a channel of messages, encoded, under a virtual clock.
+/// A channel of encoded messages in one direction, under a virtual clock.
 #[derive(Debug)]
 pub struct Medium {
     clock: Clock,
@@ -64,14 +64,14 @@ pub struct Medium {
 #[derive(Debug, Default)]
 struct Queue {
     script: VecDeque<Fate>,
-    /// By when they arrive, then by when they were sent.
+    /// In order of arrival, then of sending.
     messages: BTreeMap<(u64, u64), Vec<u8>>,
     sent: u64,
     latest: u64,
 }
 
 impl Medium {
-    /// Like SEQPACKET: delays do not change the order, nothing is lost or repeated.
+    /// Returns a channel like SEQPACKET: delays do not change the order, no message is lost or repeated.
     pub fn reliable(clock: &Clock) -> Self {
         Self {
             clock: clock.clone(),
@@ -80,7 +80,7 @@ impl Medium {
         }
     }
 
-    /// Like UDP: anything may happen.
+    /// Returns a channel like UDP: messages may be lost, repeated or reordered.
     pub fn datagrams(clock: &Clock) -> Self {
         Self {
             clock: clock.clone(),
@@ -89,12 +89,12 @@ impl Medium {
         }
     }
 
-    /// The fates of the next messages; those after them arrive at once.
+    /// Sets the fates of the next messages; later ones arrive at once.
     pub fn script(&self, fates: impl IntoIterator<Item = Fate>) {
         lock(&self.queue).script.extend(fates);
     }
 
-    /// Sends.
+    /// Sends a message, which has the next fate of the script.
     pub fn send(&self, message: &Message) -> Result<(), SendError> {
         let mut buf = [0u8; MAX_MESSAGE];
         let bytes = message.encode(&mut buf).map_err(|_| SendError::Encoding)?;
@@ -118,7 +118,7 @@ impl Medium {
         Ok(())
     }
 
-    /// The next message that has arrived.
+    /// Returns the next message that has arrived; `None` if there is none.
     pub fn recv(&self) -> Option<Message> {
         let mut queue = lock(&self.queue);
         let first = queue.messages.first_entry()?;
@@ -128,12 +128,12 @@ impl Medium {
         Message::decode(&first.remove()).ok()
     }
 
-    /// What is under way never arrives.
+    /// Loses all messages that are under way.
     pub fn lose_all(&self) {
         lock(&self.queue).messages.clear();
     }
 
-    /// When the next message arrives, in µs; `None` if none is under way.
+    /// Returns when the next message arrives, in µs; `None` if none is under way.
     pub fn next_arrival(&self) -> Option<u64> {
         lock(&self.queue).messages.first_key_value().map(|(at, _)| at.0)
     }
@@ -152,7 +152,7 @@ unsafe impl Send for Heap {}
 unsafe impl Sync for Heap {}
 
 impl Heap {
-    /// This many bytes; `None` if that is no size.
+    /// Allocates `bytes` bytes; `None` if no allocation can have that size.
     fn new(bytes: usize) -> Option<Self> {
         let layout = AllocLayout::from_size_align(bytes.max(1), PAGE).ok()?;
         // SAFETY: the size is not zero.
@@ -169,7 +169,7 @@ impl Drop for Heap {
     }
 }
 
-/// One arena; both ends reach the same.
+/// An arena; both ends share its memory.
 #[derive(Clone)]
 struct Side {
     memory: Arc<Heap>,
@@ -187,8 +187,8 @@ impl Side {
     }
 
     fn area(&self) -> DataArea {
-        // SAFETY: the memory is as long as the layout says (`new`). Whoever has a cursor keeps the
-        // end for longer (see `heap_pair`).
+        // SAFETY: the memory is as long as the layout says (`new`). Holders of a cursor keep the end for longer (see
+        // `heap_pair`).
         unsafe { DataArea::new(self.at(layout::DATA_OFFSET), self.layout.data_len()) }
     }
 
@@ -212,7 +212,7 @@ impl ReadyQueue for InArena<'_> {
     }
 }
 
-/// The waiters of one end: what its eventfds and its page of flags are to a real one.
+/// The waiters of one end, in place of a real end's eventfds and its page of flags.
 #[derive(Debug)]
 struct Waiters(Vec<(SleepFlag, AtomicU32)>);
 
@@ -237,7 +237,7 @@ struct Numbers {
     arena: Arena,
     next: u32,
     free: Vec<u32>,
-    /// Who is done, and the rings to be freed when both are.
+    /// By number: which ends are done, and the rings to be freed when both are.
     used: BTreeMap<u32, Used>,
 }
 
@@ -271,7 +271,7 @@ impl Numbers {
     }
 }
 
-/// One end of a link within the process.
+/// An end of a link within the process.
 pub struct End {
     mine: Side,
     theirs: Side,
@@ -293,8 +293,8 @@ impl fmt::Debug for End {
     }
 }
 
-/// The two ends of a link whose arenas have `data_bytes` each; `None` if no arena has that size.
-/// Cursors made by an end must not outlive it.
+/// Returns the two ends of a link whose arenas have `data_bytes` bytes each; `None` if no arena has that size. Cursors
+/// made by an end must not outlive it.
 pub fn heap_pair(data_bytes: u64, clock: &Clock) -> Option<[End; 2]> {
     let layout = Layout::for_data(data_bytes)?;
     let sides = [Side::new(layout)?, Side::new(layout)?];
@@ -322,12 +322,12 @@ pub fn heap_pair(data_bytes: u64, clock: &Clock) -> Option<[End; 2]> {
 }
 
 impl End {
-    /// The side channel that this end sends on, to script its delays.
+    /// Returns the side channel that this end sends on, to script its delays.
     pub fn medium(&self) -> &Medium {
         &self.outgoing
     }
 
-    /// The next message of the other end that has arrived.
+    /// Returns the next message of the other end that has arrived.
     pub fn recv(&self) -> Option<Message> {
         self.incoming.recv()
     }
@@ -337,19 +337,19 @@ impl End {
         self.up.store(false, Ordering::SeqCst);
     }
 
-    /// Whether the link is up.
+    /// Returns whether the link is up.
     pub fn is_up(&self) -> bool {
         self.up.load(Ordering::SeqCst)
     }
 
-    /// Our `waiter` is about to sleep; look at everything once more after this.
+    /// Records that this end's `waiter` is about to sleep. The caller checks its conditions once more afterwards.
     pub fn begin_sleep(&self, waiter: WaiterId) {
         if let Some((flag, _)) = self.waiters.get(waiter) {
             flag.begin();
         }
     }
 
-    /// It is awake. How often its doorbell was rung.
+    /// Records that `waiter` is awake. Returns how often its doorbell was rung.
     pub fn end_sleep(&self, waiter: WaiterId) -> u64 {
         self.waiters.get(waiter).map_or(0, |(flag, bell)| {
             flag.end();
@@ -357,7 +357,7 @@ impl End {
         })
     }
 
-    /// Bytes of our arena that rings take up.
+    /// Returns how many bytes of this end's arena rings take up.
     pub fn bytes_in_use(&self) -> u64 {
         lock(&self.numbers).arena.bytes_in_use()
     }

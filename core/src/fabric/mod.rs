@@ -1,5 +1,5 @@
-//! Fabrics: ways to move bytes between instances, and what a link on any of them has to offer
-//! ([`link::LinkEnd`]). Not how links are made, nor what their streams are for.
+//! Fabrics: the ways to move bytes between instances, and the calls that a link on any of them offers
+//! ([`link::LinkEnd`]). Not here: how links are made, and the purpose of their streams.
 
 pub mod arena;
 pub mod asleep;

@@ -1,5 +1,5 @@
-//! The numbers that an end gives to its streams, and the memory of its arena: who is done with a number,
-//! and which rings are free when both ends are. Private to the end; the peer never sees it.
+//! The numbers that an end gives to its streams, and the memory of its arena. Records which ends are done with a
+//! number; its rings are free once both are. Private to the end; the peer never sees it.
 
 #![forbid(unsafe_code)]
 
@@ -21,7 +21,7 @@ pub(super) mod done {
     pub const LOCAL: u8 = 1;
     pub const PEER: u8 = 2;
     pub const BOTH: u8 = LOCAL | PEER;
-    /// Somebody here still looks at its rings.
+    /// A user in this process still accesses its rings.
     pub const HELD: u8 = 4;
 }
 
@@ -29,7 +29,7 @@ struct Inner {
     arena: Arena,
     next: u32,
     free: Vec<u32>,
-    /// Rings of streams that we are done with but the peer is not.
+    /// Rings of streams that this end is done with but the peer is not.
     zombies: Vec<(u32, [Option<Region>; REGIONS])>,
 }
 
@@ -44,13 +44,13 @@ impl Inner {
     }
 }
 
-/// See the module.
+/// The numbers and the arena of one end.
 pub(super) struct Numbers {
     done: Sparse<AtomicU8, { MAX_STREAMS as usize / 128 }, 128>,
     inner: Lock<Inner>,
 }
 
-/// Both ends are done with a number. To be given back, after its rings.
+/// A number that both ends are done with. The caller gives back its rings, then the number.
 #[must_use = "the number and its rings stay taken"]
 #[derive(Debug)]
 pub(super) struct Done {
@@ -59,7 +59,7 @@ pub(super) struct Done {
 }
 
 impl Numbers {
-    /// Of an arena with a data area of so many bytes, with none given.
+    /// Returns the numbers for an arena whose data area has `data_bytes` bytes; none is in use.
     pub fn new(data_bytes: u64) -> Self {
         Self {
             done: Sparse::new(),
@@ -67,19 +67,19 @@ impl Numbers {
         }
     }
 
-    /// For another arena, with none given.
+    /// Starts anew for another arena, whose data area has `data_bytes` bytes; no number is in use.
     pub fn reset(&self, data_bytes: u64) {
         if let Some(mut inner) = self.inner.lock() {
             *inner = Inner::new(data_bytes);
         }
     }
 
-    /// Every number that was ever given is below this.
+    /// Returns a bound: every number ever given is below it.
     pub fn ever_given(&self) -> u32 {
         self.inner.lock().map_or(0, |n| n.next)
     }
 
-    /// A number with a ring of `1 << log2` bytes.
+    /// Takes a free number, and a ring of `1 << log2` bytes.
     pub fn take(&self, log2: u8) -> Result<(Vqpn, Region), OpenError> {
         let mut inner = self.inner.lock().ok_or(OpenError::Busy)?;
         let number = match inner.free.pop() {
@@ -100,7 +100,7 @@ impl Numbers {
         Ok((Vqpn(number), region))
     }
 
-    /// A number that came to nothing.
+    /// Gives back a number that was not used, and its ring.
     pub fn put_back(&self, number: Vqpn, region: Region) {
         if let Some(mut inner) = self.inner.lock() {
             inner.arena.free(region);
@@ -115,7 +115,8 @@ impl Numbers {
         }
     }
 
-    /// Who has `bits` ([`done`]) is done with a number.
+    /// Records that the ends in `bits` ([`done`]) are done with the number. Returns its rings, once: when both ends are
+    /// done and no user holds them.
     pub fn mark(&self, number: Vqpn, bits: u8) -> Option<Done> {
         let before = self.done.get(number.0 as usize)?.fetch_or(bits, AcqRel);
         if before == done::BOTH || before | bits != done::BOTH {
@@ -124,14 +125,15 @@ impl Numbers {
         self.done(number)
     }
 
-    /// The rings of a number that this end is not done with are not given back before they are let go of, once.
+    /// Holds the rings of a number that this end is not done with: they are not given back before
+    /// [`let_go`](Self::let_go) is called, once.
     pub fn hold(&self, number: Vqpn) {
         if let Some(done) = self.done.get(number.0 as usize) {
             done.fetch_or(done::HELD, AcqRel);
         }
     }
 
-    /// See [`hold`](Self::hold).
+    /// Ends a [`hold`](Self::hold). Returns the rings if both ends are done with the number by now.
     pub fn let_go(&self, number: Vqpn) -> Option<Done> {
         let before = self.done.get(number.0 as usize)?.fetch_and(!done::HELD, AcqRel);
         if before != done::BOTH | done::HELD {
@@ -152,26 +154,26 @@ impl Numbers {
         Some(Done { number, regions })
     }
 
-    /// The number may be given again.
+    /// Makes the number free for another stream.
     pub fn give_back(&self, number: Vqpn) {
         if let Some(mut inner) = self.inner.lock() {
             inner.free.push(number.0);
         }
     }
 
-    /// Room for a ring of `1 << log2` bytes.
+    /// Allocates a ring of `1 << log2` bytes; `None` if the arena has no room.
     pub fn allocate(&self, log2: u8) -> Option<Region> {
         self.inner.lock()?.arena.alloc(log2)
     }
 
-    /// The same, if no more than `most` bytes are in use with it.
+    /// Allocates a ring of `1 << log2` bytes, if then at most `most` bytes of the arena are in use; otherwise `None`.
     pub fn reserve(&self, log2: u8, most: u64) -> Option<Region> {
         let mut inner = self.inner.lock()?;
         let fits = inner.arena.bytes_in_use() + (1 << log2) <= most;
         fits.then(|| inner.arena.alloc(log2)).flatten()
     }
 
-    /// A ring that nobody uses any more.
+    /// Frees a ring that neither end uses any more.
     pub fn free(&self, region: Region) {
         if let Some(mut inner) = self.inner.lock() {
             inner.arena.free(region);

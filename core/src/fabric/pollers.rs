@@ -1,33 +1,35 @@
-//! Of the threads that sleep for what one descriptor brings: who polls it, and who stands by to do so next
-//! ([`Pollers`]). Each sleeps on something of its own too. Were all to poll, each event would wake all of them.
+//! Shares the polling of one descriptor between the threads that sleep for its events ([`Pollers`]). One thread polls,
+//! and the others stand by to do so next. Each also sleeps on a futex or doorbell of its own. If all of them polled,
+//! each event would wake all of them.
 //!
-//! Who is about to sleep stands by if somebody polls, and else polls. Who polled last and leaves calls one of those who
-//! stand by. So as long as one sleeps one polls, or is called to, or is on the way: who stands by says so and then
-//! looks who polls, who leaves does it the other way round (`sync`: [`Presence`]).
+//! A thread that is about to sleep stands by if another polls, and polls otherwise. The last poller that leaves calls
+//! one of the threads on standby. So as long as a thread sleeps, one polls, is called, or is on its way. A thread on
+//! standby first publishes that and then checks for pollers; a thread that leaves does the two in the other order
+//! (`sync`: [`Presence`]).
 
 use crate::sync::{AtomicU64, Presence, Published};
 
 const WORD: u16 = u64::BITS as u16;
 
-/// See the module. Threads have numbers, those of their waiters.
+/// The pollers of one descriptor, and the threads on standby. Threads go by the numbers of their waiters.
 #[derive(Debug)]
 pub struct Pollers {
     polling: Presence,
     standing_by: Box<[Published<AtomicU64>]>,
 }
 
-/// What the leaving of one who polled came to.
+/// The result of a poller's leaving.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "who is called sleeps"]
 pub enum Left {
-    /// Others poll.
+    /// Other threads poll.
     Others,
-    /// Nobody does. This one is called, who is to be woken, if one stood by.
+    /// No thread polls any more. The thread with this number, if one stood by, is called: the caller wakes it.
     Last(Option<u16>),
 }
 
 impl Pollers {
-    /// Nobody, with numbers below `numbers`.
+    /// Returns a set with no pollers, for threads with numbers below `numbers`.
     pub fn new(numbers: u16) -> Self {
         let words = numbers.div_ceil(WORD);
         Self {
@@ -36,22 +38,22 @@ impl Pollers {
         }
     }
 
-    /// Whether nobody polls.
+    /// Returns whether no thread polls.
     pub fn is_empty(&self) -> bool {
         self.polling.is_empty()
     }
 
-    /// Whether not more than one polls.
+    /// Returns whether at most one thread polls.
     pub fn is_at_most_one(&self) -> bool {
         self.polling.count() <= 1
     }
 
-    /// One more polls.
+    /// Counts one more poller.
     pub fn enter(&self) {
         self.polling.enter();
     }
 
-    /// One who polled leaves.
+    /// Ends the count of one poller. The last one calls a thread on standby.
     pub fn leave(&self) -> Left {
         if self.polling.leave() {
             Left::Last(self.call())
@@ -60,7 +62,7 @@ impl Pollers {
         }
     }
 
-    /// Stands by. False, and it does not, if nobody polls or there is no such number.
+    /// Puts thread `number` on standby. False if it is not, because no thread polls or there is no such number.
     #[must_use]
     pub fn stand_by(&self, number: u16) -> bool {
         let Some((word, bit)) = self.place(number) else {
@@ -74,13 +76,14 @@ impl Pollers {
         is_polled
     }
 
-    /// Stands by no longer. True if it was called: it polls next, or has another [called](Self::call).
+    /// Ends the standby of thread `number`. True if the thread was called: it polls next, or has another
+    /// [called](Self::call).
     #[must_use]
     pub fn stand_down(&self, number: u16) -> bool {
         self.place(number).is_some_and(|(word, bit)| word.take_bits(bit) == 0)
     }
 
-    /// Calls one who stands by, if nobody polls.
+    /// Calls a thread on standby, if no thread polls. Returns its number; the caller wakes it.
     #[must_use = "who is called sleeps"]
     pub fn call(&self) -> Option<u16> {
         for (at, word) in (0..).zip(&self.standing_by) {
@@ -150,7 +153,7 @@ mod loom_models {
             }
         }
 
-        /// Sleeps until it is called, if it has not to poll itself; then it polls, and leaves.
+        /// Sleeps until it is called, unless it has to poll itself; then polls, and leaves.
         fn sleeper(&self, number: u16) {
             while !self.pollers.is_empty() && self.pollers.stand_by(number) {
                 self.bells[usize::from(number)].wait();
@@ -161,7 +164,7 @@ mod loom_models {
         }
     }
 
-    /// Whoever is forgotten sleeps on, which loom reports as a deadlock.
+    /// A thread that is never called sleeps on, which loom reports as a deadlock.
     #[test]
     fn loom_as_long_as_one_sleeps_one_polls_or_is_called() {
         check(|| {

@@ -1,5 +1,5 @@
-//! How a peer tells a waiter which streams have something to do ([`ReadyQueue`]). Not for sleeping or waking
-//! ([`SleepFlag`], `waiter`, `os::doorbell`).
+//! The queue in which a peer lists, for a waiter, the streams that have events ([`ReadyQueue`]). Not for sleeping or
+//! waking ([`SleepFlag`], `waiter`, `os::doorbell`).
 //!
 //! A ready queue is a set of vQPNs, not a list: a bit per stream and a summary bit per word of
 //! them. So it holds each stream at most once however often that is pushed, cannot overflow,
@@ -7,10 +7,10 @@
 //! The waiter drains it in sweeps: a sweep takes the summary as it stands, then word by word,
 //! which bounds the work and serves every ready stream before any stream again.
 //!
-//! No wake-up is lost. The peer pushes, then looks at the flag; the waiter raises the flag, then
-//! looks at the queues ([`ReadyCursor::is_idle`]), then sleeps ([`crate::sync`]). A push
-//! that finds its summary bit already set relies on the waiter to take the word after the
-//! summary, which it does: the word's bit was set before that summary bit was seen.
+//! No wake-up is lost. The peer pushes, then reads the flag; the waiter raises the flag, then checks the queues
+//! ([`ReadyCursor::is_idle`]), then sleeps ([`crate::sync`]). A push that finds its summary bit already set relies on
+//! the waiter to take the word after the summary, which it does: the word's bit was set before that summary bit was
+//! seen.
 //!
 //! [`SleepFlag`]: crate::sync::SleepFlag
 
@@ -21,17 +21,17 @@ const WORDS: usize = MAX_STREAMS as usize / 64;
 const SUMMARY: usize = WORDS.div_ceil(64);
 const LINE_WORDS: usize = GROUP_STREAMS as usize / 64;
 
-/// What lies in one group of streams of the ready queue of one waiter. All-zero is empty.
+/// The part of one waiter's ready queue for one group of streams. All-zero is empty.
 #[derive(Debug, Default)]
 #[repr(C, align(64))]
 pub struct ReadyLine {
     words: [Published<AtomicU64>; LINE_WORDS],
-    /// In the first group's line only. Bit w of the whole: word w of the queue may be nonzero. There,
-    /// because a push for one of the first streams then touches one cache line.
+    /// In the first group's line only. Bit w, of all these words together: word w of the queue may be nonzero. The
+    /// summary lies there because a push for one of the first streams then touches one cache line.
     summary: [Published<AtomicU64>; SUMMARY],
 }
 
-// As the layout of an arena counts on.
+// The layout of an arena relies on both.
 #[cfg(not(loom))]
 const _: () = assert!(size_of::<ReadyLine>() == layout::LINE_BYTES);
 #[cfg(not(loom))]
@@ -46,11 +46,11 @@ impl ReadyLine {
 
 /// The ready queue of one waiter: many pushers (the threads of one peer), one sweeper.
 pub trait ReadyQueue {
-    /// The line of a group of streams; `None` where there is none, or not yet.
+    /// Returns the line of a group of streams; `None` where there is none, or not yet.
     fn line(&self, group: usize) -> Option<&ReadyLine>;
 
-    /// Adds `vqpn`; without effect when it is in already or when there is no such stream. To be
-    /// followed by [`SleepFlag::must_ring`](crate::sync::SleepFlag::must_ring) on the waiter's flag.
+    /// Adds `vqpn`. No effect when the queue holds it already, or when there is no such stream. The caller then calls
+    /// [`SleepFlag::must_ring`](crate::sync::SleepFlag::must_ring) on the waiter's flag.
     #[inline]
     fn push(&self, vqpn: u32) {
         let (at, bit) = (vqpn as usize / 64, 1u64 << (vqpn % 64));
@@ -81,7 +81,7 @@ impl Default for PrivateQueue {
 }
 
 impl PrivateQueue {
-    /// Empties it.
+    /// Empties the queue.
     pub fn clear(&self) {
         let mut cursor = ReadyCursor::new();
         cursor.begin(self);
@@ -98,7 +98,7 @@ impl ReadyQueue for PrivateQueue {
 /// The sweeper's private place in one ready queue. Used under the waiter's lock.
 #[derive(Debug, Default)]
 pub struct ReadyCursor {
-    /// What of the taken summary is still to be swept.
+    /// The part of the taken summary that is still to be swept.
     summary: [u64; SUMMARY],
     /// The word being served: the vQPN of its bit 0, and the bits left.
     base: u32,
@@ -106,7 +106,7 @@ pub struct ReadyCursor {
 }
 
 impl ReadyCursor {
-    /// A cursor at the beginning of an empty sweep.
+    /// Returns a cursor with no sweep begun.
     pub fn new() -> Self {
         Self::default()
     }
@@ -124,8 +124,8 @@ impl ReadyCursor {
         }
     }
 
-    /// The next vQPN of this sweep, below `MAX_STREAMS`; it need not be one that is open. At
-    /// most `MAX_STREAMS` per sweep; touches at most one word of shared memory per 64 streams.
+    /// Returns the next vQPN of this sweep, below `MAX_STREAMS`; it need not be open. `None` at the end. At most
+    /// `MAX_STREAMS` per sweep; touches at most one word of shared memory per 64 streams.
     pub fn pop(&mut self, queue: &(impl ReadyQueue + ?Sized)) -> Option<u32> {
         while self.bits == 0 {
             let (at, summary) = self.summary.iter_mut().enumerate().find(|(_, s)| **s != 0)?;
@@ -142,7 +142,7 @@ impl ReadyCursor {
         Some(vqpn)
     }
 
-    /// Nothing to sweep: neither left over nor newly pushed. The re-check between
+    /// Returns whether there is no stream to sweep, left over or newly pushed. This is the check between
     /// [`SleepFlag::begin`](crate::sync::SleepFlag::begin) and sleeping.
     #[inline]
     pub fn is_idle(&self, queue: &(impl ReadyQueue + ?Sized)) -> bool {

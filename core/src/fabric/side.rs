@@ -1,5 +1,5 @@
-//! One arena as mapped here, and its owner's places in the ready queues: what every fabric with arenas
-//! of its own makes an end of. Not for who makes an arena, nor for the cursors on it.
+//! An arena as mapped in this process, and its owner's cursors on the ready queues: the parts of an end on every fabric
+//! that has arenas of its own. Not for creating an arena, nor for the cursors on its rings.
 
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
@@ -16,11 +16,11 @@ use crate::lock::Lock;
 use crate::os::memfd::Mapping;
 use crate::sparse::Sparse;
 
-/// One side's arena as mapped here: all of it ([`new`](Self::new), [`anonymous`](Self::anonymous)), or as much as is
-/// used ([`blank`](Self::blank)). The last two are places for one arena after another.
+/// The arena of one side, as mapped in this process: whole ([`new`](Self::new), [`anonymous`](Self::anonymous)), or as
+/// far as it is used ([`blank`](Self::blank)). `anonymous` and `blank` make places for one arena after another.
 ///
-/// What threads reach without a lock, the groups, keeps its addresses from one arena to the next; so a thread
-/// that is late with a wake-up for a link that is gone does no harm.
+/// The groups, which threads access without a lock, keep their addresses from one arena to the next. So a thread that
+/// is late with a wake-up for a link that is gone does no harm.
 pub struct Side {
     groups: Segments<GROUP_BYTES>,
     data: DataSegments,
@@ -29,14 +29,14 @@ pub struct Side {
 
 /// The mappings of an arena that is mapped as a whole.
 struct Whole {
-    /// Of the groups; where the arena has one mapping, of all of it.
+    /// The mapping of the groups, or of the whole arena if it has one mapping.
     groups: Mapping,
-    /// Of the data area, where that is a mapping of its own and is mapped.
+    /// The data area's own mapping, if it has one and is mapped.
     data: Lock<Option<Mapping>>,
 }
 
 impl Side {
-    /// The arena in `mapping`; `None` if that is shorter than the layout says.
+    /// Returns the arena in `mapping`; `None` if the mapping is shorter than the layout says.
     pub fn new(mapping: Mapping, layout: Layout) -> Option<Self> {
         let start = mapping.as_ptr();
         (mapping.bytes() as u64 >= layout.file_len()).then(|| Self {
@@ -49,7 +49,7 @@ impl Side {
         })
     }
 
-    /// A place for an arena in memory of this process alone, with no data area yet.
+    /// Returns a place for an arena in memory of this process alone, with no data area yet.
     pub fn anonymous() -> Result<Self, Errno> {
         let groups = Mapping::anonymous(layout::DATA_OFFSET)?;
         Ok(Self {
@@ -71,7 +71,7 @@ impl Side {
         Ok(())
     }
 
-    /// A place for an arena, with none in it.
+    /// Returns a place for an arena, with none in it.
     pub fn blank() -> Result<Self, Errno> {
         let groups = Segments::new();
         groups.reserve(layout::DATA_OFFSET)?;
@@ -82,22 +82,22 @@ impl Side {
         })
     }
 
-    /// Maps the beginning of the arena that a file of that layout holds; more of it as it is used. For a place
-    /// without an arena, and a file that keeps its size.
+    /// Maps the beginning of the arena in a file of `layout`; later calls map more as it is used. For a place without
+    /// an arena, and a file that keeps its size.
     pub fn show(&self, fd: BorrowedFd<'_>, layout: &Layout) -> Result<(), Errno> {
         self.groups.show(fd, 0, layout::DATA_OFFSET)?;
         let data = layout::DATA_OFFSET as u64;
         self.data.show(fd, data, layout.data_len())
     }
 
-    /// Lets go of the arena.
+    /// Releases the arena's memory.
     ///
     /// # Safety
     /// No cursor on it is left, and no device reaches it.
     pub unsafe fn release(&self) {
         match &self.whole {
             None => {
-                // SAFETY: the data area is reached by cursors alone.
+                // SAFETY: only cursors access the data area.
                 unsafe { self.data.unmap() };
                 self.groups.neutralise();
             }
@@ -107,14 +107,15 @@ impl Side {
                     drop(data);
                 }
                 let groups = &whole.groups;
-                // Memory that the program has locked is replaced. If that fails too it stays.
+                // A hole in memory that the program has locked fails; that memory is replaced. If that fails too it
+                // stays.
                 let _ = groups.punch_hole(0..groups.bytes()).or_else(|_| groups.neutralise());
             }
         }
     }
 
-    /// In a fork child, which has none of the memory: what a call was about to touch that the fork has interrupted
-    /// reads as zeroes.
+    /// Replaces the memory in a fork child, which has none of it: a call that the fork has interrupted reads zeroes
+    /// there.
     pub fn after_fork(&self) {
         if self.whole.is_none() {
             self.groups.after_fork();
@@ -122,12 +123,12 @@ impl Side {
         }
     }
 
-    /// Bytes of the data area.
+    /// Returns the bytes of the data area.
     pub fn data_len(&self) -> usize {
         self.data.total()
     }
 
-    /// For an arena that is mapped as a whole.
+    /// Returns the address of `offset` in the data area. For an arena that is mapped as a whole.
     pub(super) fn data_at(&self, offset: usize) -> *mut u8 {
         let start = self.data.at(0).map_or(std::ptr::null_mut(), NonNull::as_ptr);
         start.wrapping_add(offset)
@@ -143,15 +144,16 @@ impl Side {
         }
     }
 
-    /// The block of a stream, once its group is [mapped](Self::reach).
+    /// Returns the block of a stream; `None` before its group is [mapped](Self::reach), or if there is no such stream.
     pub(super) fn block(&self, vqpn: Vqpn) -> Option<NonNull<DirectionBlock>> {
         Some(self.groups.at(layout::block_offset(vqpn.0)?)?.cast())
     }
 
-    /// When it was last said that there is something to be read of a stream; 0 if that is not known.
+    /// Returns when the producer last notified the owner of bytes to read, by the host's [counter](crate::cycles); 0 if
+    /// that is not known.
     #[inline]
     pub(super) fn told_at(&self, vqpn: Vqpn) -> u64 {
-        // SAFETY: inside a segment of groups, aligned (layout), only atomics. Its addresses take reads and writes for
+        // SAFETY: inside a segment of groups, aligned (layout), only atomics. The addresses accept reads and writes for
         // as long as the side lives.
         self.block(vqpn).map_or(0, |block| unsafe { block.as_ref() }.told_at())
     }
@@ -161,7 +163,7 @@ impl Side {
         self.groups.reach(layout::block_offset(vqpn.0).ok_or(Errno::INVAL)?)
     }
 
-    /// Sees to it that writes to a stream's block, and to its group's lines, find memory.
+    /// Gets memory for a stream's block and for its group's lines, so that writes to them do not fault.
     pub(super) fn back_stream(&self, vqpn: Vqpn) -> Result<(), Errno> {
         let block = layout::block_offset(vqpn.0).ok_or(Errno::INVAL)?;
         self.groups.back(block, size_of::<DirectionBlock>())?;
@@ -169,25 +171,25 @@ impl Side {
         self.groups.back(lines, layout::LINES_BYTES)
     }
 
-    /// Maps a ring, and sees to it that writes to it find memory.
+    /// Maps a ring and gets memory for it, so that writes to it do not fault.
     pub(super) fn back_ring(&self, region: Region) -> Result<(), Errno> {
         self.data.reach(region.offset())?;
         self.data.back(region.offset(), region.len())
     }
 
-    /// Maps a ring that may never be used, so that to use it [cannot fail](Segments::hold).
+    /// Maps a ring that may never be used, so that its use [cannot fail](Segments::hold).
     pub(super) fn hold_ring(&self, region: Region) -> Result<(), Errno> {
         self.data.hold(region.offset())
     }
 
-    /// Gives the memory of a ring back. If it fails it just stays.
+    /// Gives the memory of a ring back to the kernel. If that fails the memory stays.
     pub(super) fn give_back(&self, region: Region) {
-        // A reserve may have got memory by the peer alone.
+        // A reserve may have memory that only the peer has written to, and need not be mapped here yet.
         let reached = self.data.reach(region.offset());
         let _ = reached.and_then(|()| self.data.punch_hole(region.offset(), region.len()));
     }
 
-    /// The ready queue of a waiter of the arena's owner.
+    /// Returns the ready queue of a waiter of the arena's owner; `None` if the waiter has none.
     #[inline]
     pub(super) fn queue(&self, waiter: WaiterId) -> Option<Queue<'_>> {
         (u32::from(waiter.0) < layout::READY_QUEUES).then_some(Queue { side: self, waiter })
@@ -197,8 +199,8 @@ impl Side {
 impl Drop for Side {
     fn drop(&mut self) {
         if self.whole.is_none() {
-            // SAFETY: whoever has a pointer into the arena borrows this value, or has promised to outlive it
-            // (the contract of each fabric's `End::new`).
+            // SAFETY: holders of a pointer into the arena borrow this value, or have promised to outlive it (the
+            // contract of each fabric's `End::new`).
             unsafe {
                 self.groups.unmap();
                 self.data.unmap();
@@ -218,16 +220,16 @@ impl ReadyQueue for Queue<'_> {
     fn line(&self, group: usize) -> Option<&ReadyLine> {
         let offset = layout::line_offset(self.waiter.0.into(), u32::try_from(group).ok()?)?;
         let line = self.side.groups.at(offset)?.cast::<ReadyLine>();
-        // SAFETY: inside a segment of groups, aligned (layout), only atomics. Its addresses take reads and writes for
+        // SAFETY: inside a segment of groups, aligned (layout), only atomics. The addresses accept reads and writes for
         // as long as the side lives.
         Some(unsafe { line.as_ref() })
     }
 }
 
-/// Cursors that are made at once.
+/// Cursors that are allocated together.
 const CURSORS: usize = 4;
 
-/// The places of our waiters in the ready queues of our arena.
+/// The cursors of this end's waiters on the ready queues of its arena.
 pub(super) struct Sweeps(Sparse<Sweep, { layout::READY_QUEUES as usize / CURSORS }, CURSORS>);
 
 struct Sweep(Lock<ReadyCursor>);
@@ -243,12 +245,12 @@ impl Sweeps {
         Self(Sparse::new())
     }
 
-    /// Takes what is queued for `waiter` in `mine`.
+    /// Takes the streams that are queued for `waiter` in `mine`.
     pub fn drain(&self, mine: &Side, waiter: WaiterId, mut each: impl FnMut(Vqpn)) {
         let Some(queue) = mine.queue(waiter) else {
             return;
         };
-        // The last one has left nothing behind.
+        // The last drain has finished its sweep, so an empty queue is all to check.
         if ReadyCursor::new().is_idle(&queue) {
             return;
         }
@@ -262,14 +264,15 @@ impl Sweeps {
         }
     }
 
-    /// Whether something is queued for `waiter` in `mine`, and nobody is about to take it: a [`drain`](Self::drain)
-    /// leaves nothing behind. A set asks each of its links before each sleep, so no lock.
+    /// Returns whether a stream is queued for `waiter` in `mine` and no thread is about to take it: a
+    /// [`drain`](Self::drain) always finishes its sweep. Takes no lock, since a set checks each of its links before
+    /// each sleep.
     pub fn has_ready(mine: &Side, waiter: WaiterId) -> bool {
         mine.queue(waiter)
             .is_some_and(|queue| !ReadyCursor::new().is_idle(&queue))
     }
 
-    /// For another arena.
+    /// Resets the cursors for another arena.
     pub fn reset(&self) {
         for sweep in self.0.made() {
             if let Some(mut cursor) = sweep.0.lock() {

@@ -1,11 +1,11 @@
-//! Who can be woken through a link: the numbers of waiters, the attention words that name them, and
-//! the page by which an instance's waiters sleep. Not for who has which number, nor for doorbells.
+//! The waiters that can be woken through a link: their numbers, the attention words that name them, and the page by
+//! which an instance's waiters sleep. Not for which thread has which number, nor for doorbells.
 //!
-//! A thread that sleeps in one call sleeps on a futex in the page, which peers map to be read only: a peer can wake it,
-//! and can do nothing else. But for that reason a peer cannot change the word that the thread compares, so its wake-up
-//! is lost on a thread that is about to sleep and has not come to it. It sees that by the sleep flag, which still says
-//! that somebody sleeps though nobody was woken. Then it tries again a few times ([`FlagPage::wake`]), and at last asks
-//! the owner over the side channel, who can change the word ([`FlagPage::ring`]).
+//! A thread that sleeps in one call sleeps on a futex in the page. Peers map the page read only: they can wake the
+//! thread and do nothing else. So a peer cannot change the word that the thread compares, and its wake-up is lost on a
+//! thread that is about to sleep and not yet in the kernel. The peer detects that by the sleep flag: it is still raised
+//! although the wake-up reached no thread. Then the peer tries again up to `TRIES` times ([`FlagPage::wake`]). At last
+//! it asks the owner over the side channel, and the owner can change the word ([`FlagPage::ring`]).
 
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::AtomicU32;
@@ -21,17 +21,17 @@ use crate::sync::SleepFlag;
 /// Most waiters that an instance has.
 pub const MAX_WAITERS: u16 = 2048;
 
-/// Those below sleep in a system call that polls, on a doorbell; those from here on on a futex.
+/// Waiters below this number sleep in a system call that polls, on a doorbell. The others sleep on a futex.
 pub const POLLING: u16 = 1024;
 
-/// Where the futexes begin in the page.
+/// Offset of the futexes in the page, in bytes.
 const BELLS_OFFSET: usize = MAX_WAITERS as usize * size_of::<SleepFlag>();
 
 /// Bytes of the file of flags and futexes.
 pub const FLAGS_BYTES: u64 = (BELLS_OFFSET + MAX_WAITERS as usize * size_of::<AtomicU32>()) as u64;
 
-/// How often a thread that says that it sleeps is tried to be woken: it is a few instructions and the
-/// way into the kernel from sleeping, or was just about to say that it does not sleep after all.
+/// How often a peer tries to wake a thread whose sleep flag is raised. Such a thread is a few instructions and the way
+/// into the kernel from sleeping, or about to lower its flag after all.
 const TRIES: u32 = 8;
 
 /// The part of an attention word that names a sleeper; the rest names a ready queue.
@@ -43,12 +43,12 @@ pub const SLEEPER_MASK: u32 = 0x0000_ffff;
 pub struct WaiterId(pub u16);
 
 impl WaiterId {
-    /// For an atomic word where 0 means none.
+    /// Returns the number for an atomic word where 0 means none.
     pub fn to_word(self) -> u32 {
         u32::from(self.0) + 1
     }
 
-    /// The reverse of `to_word`.
+    /// Decodes a word of `to_word`; `None` if it names no waiter.
     pub fn from_word(word: u32) -> Option<Self> {
         u16::try_from(word.checked_sub(1)?)
             .ok()
@@ -56,8 +56,7 @@ impl WaiterId {
             .map(Self)
     }
 
-    /// The part of an attention word that asks for an entry in this waiter's ready queue; 0 if it
-    /// has none.
+    /// Returns the part of an attention word that asks for an entry in this waiter's ready queue; 0 if it has none.
     pub fn queue_bits(self) -> u32 {
         if u32::from(self.0) < READY_QUEUES {
             self.to_word() << 16
@@ -66,58 +65,60 @@ impl WaiterId {
         }
     }
 
-    /// The part of an attention word that asks for this waiter's doorbell alone.
+    /// Returns the part of an attention word that asks for this waiter's doorbell alone.
     pub fn sleeper_bits(self) -> u32 {
         self.to_word()
     }
 
-    /// Whether it sleeps on a doorbell, not on a futex.
+    /// Returns whether the waiter sleeps on a doorbell, not on a futex.
     pub fn is_polling(self) -> bool {
         self.0 < POLLING
     }
 
-    /// The reverse of `queue_bits`, in a whole attention word.
+    /// Decodes the `queue_bits` of a whole attention word; `None` if they name no waiter.
     pub fn of_queue(word: u32) -> Option<Self> {
         Self::from_word(word >> 16)
     }
 
-    /// The reverse of `sleeper_bits`, in a whole attention word.
+    /// Decodes the `sleeper_bits` of a whole attention word; `None` if they name no waiter.
     pub fn of_sleeper(word: u32) -> Option<Self> {
         Self::from_word(word & SLEEPER_MASK)
     }
 }
 
-/// The flags of the waiters of one instance, ours or a peer's.
+/// The sleep flags and futexes of the waiters of one instance, this one or a peer.
 #[derive(Debug)]
 pub struct FlagPage(Mapping);
 
 impl FlagPage {
-    /// `None` if that is less than [`FLAGS_BYTES`]. A peer's may be mapped to be read only.
+    /// Returns the page in `mapping`; `None` if it has fewer than [`FLAGS_BYTES`] bytes. A peer's page may be mapped
+    /// read only.
     pub fn new(mapping: Mapping) -> Option<Self> {
         (mapping.bytes() as u64 >= FLAGS_BYTES).then_some(Self(mapping))
     }
 
-    /// The page of no peer yet: nobody sleeps.
+    /// Returns a page that belongs to no peer yet: no flag in it is raised.
     pub fn blank() -> Result<Self, Errno> {
         Mapping::neutral(FLAGS_BYTES as usize).map(Self)
     }
 
-    /// Becomes the page that a peer has sent.
+    /// Maps the page that a peer has sent in place of this one.
     pub fn show_received(&self, fd: BorrowedFd<'_>) -> Result<(), MapError> {
         self.0.show_received(fd, Access::ReadOnly)
     }
 
-    /// Becomes nobody's: no flag is raised, and raising one is not seen by anybody.
+    /// Replaces the page by one that belongs to no instance: no flag is raised, and no process sees a flag that is
+    /// raised.
     pub fn neutralise(&self) -> Result<(), Errno> {
         self.0.neutralise()
     }
 
-    /// In a fork child, which does not have the page: as by [`neutralise`](Self::neutralise).
+    /// Replaces the page in a fork child, which does not have it, as [`neutralise`](Self::neutralise) does.
     pub fn after_fork(&self) {
         self.0.after_fork();
     }
 
-    /// The flag of a waiter; of a peer's only to be looked at.
+    /// Returns the flag of a waiter; `None` if there is no such waiter. A peer's flag may only be read.
     #[inline]
     pub fn flag(&self, id: WaiterId) -> Option<&SleepFlag> {
         let at = usize::from(id.0) * size_of::<SleepFlag>();
@@ -127,17 +128,17 @@ impl FlagPage {
         (id.0 < MAX_WAITERS).then(|| unsafe { &*self.0.as_ptr().add(at).cast::<SleepFlag>() })
     }
 
-    /// The futex of a waiter; of a peer's only to be looked at.
+    /// Returns the futex of a waiter; `None` if there is no such waiter. A peer's futex may only be read.
     fn bell(&self, id: WaiterId) -> Option<&AtomicU32> {
         let at = BELLS_OFFSET + usize::from(id.0) * size_of::<AtomicU32>();
         // SAFETY: as in `flag`; `at` is behind all flags and aligned to a word.
         (id.0 < MAX_WAITERS).then(|| unsafe { &*self.0.as_ptr().add(at).cast::<AtomicU32>() })
     }
 
-    /// What the futex of a waiter of ours holds now: to be read before anything is looked at that could be a reason not
-    /// to sleep, and given to the sleep on [`Self::futex`]. Never 0, which is what a fork child [finds
-    /// there](Self::after_fork): the kernel may restart a sleep in it that the fork has interrupted, and nobody would
-    /// end it.
+    /// Returns the value of the futex of one of this instance's waiters. The waiter reads it before it checks any
+    /// reason not to sleep, and passes it to the sleep on [`Self::futex`]. The value is never 0, which a fork child
+    /// [finds there](Self::after_fork). The kernel may restart in the child a sleep that the fork has interrupted; with
+    /// 0 no thread would end it.
     pub fn ticket(&self, id: WaiterId) -> u32 {
         let Some(bell) = self.bell(id) else { return 1 };
         match bell.load(SeqCst) {
@@ -148,12 +149,13 @@ impl FlagPage {
         }
     }
 
-    /// Where a waiter of ours sleeps with its ticket. Other processes wake it: the futex is not a private one.
+    /// Returns the address on which one of this instance's waiters sleeps with its ticket. Other processes wake it, so
+    /// the futex is not a private one.
     pub fn futex(&self, id: WaiterId) -> Option<*const u32> {
         self.bell(id).map(|bell| bell.as_ptr().cast_const())
     }
 
-    /// Wakes a waiter of ours that sleeps on its futex, or is about to.
+    /// Wakes a waiter of this instance that sleeps on its futex, or is about to.
     pub fn ring(&self, id: WaiterId) {
         if let Some(bell) = self.bell(id) {
             bell.fetch_add(1, SeqCst);
@@ -161,7 +163,7 @@ impl FlagPage {
         }
     }
 
-    /// Wakes a waiter of a peer's that sleeps on its futex. False if it says that it sleeps and nobody does.
+    /// Wakes a peer's waiter that sleeps on its futex. False if its flag is raised but no thread sleeps there.
     pub fn wake(&self, id: WaiterId) -> bool {
         let (Some(flag), Some(bell)) = (self.flag(id), self.bell(id)) else {
             return true;
@@ -244,7 +246,7 @@ mod tests {
         let ticket = mine.ticket(id);
         forked::in_child(|| {
             mine.after_fork();
-            // As the kernel does where it restarts the call.
+            // Repeats the call, as the kernel does when it restarts it.
             let slept = futex::wait(mine.bell(id).unwrap(), futex::Flags::empty(), ticket, None);
             assert_eq!(slept, Err(Errno::AGAIN));
         });

@@ -1,4 +1,4 @@
-//! Loom models of who sleeps in the kernel when something becomes ours.
+//! Loom models of threads that sleep in the kernel when their socket or set moves to the library.
 
 use loom::sync::{Arc, Condvar, Mutex};
 use loom::thread;
@@ -26,7 +26,8 @@ impl Doorbell {
     }
 }
 
-/// Threads in poll while their socket becomes ours. One that sleeps on shows as a deadlock, which loom reports.
+/// Threads in poll while their socket moves to the library. A thread that is not woken is a deadlock, which loom
+/// reports.
 #[test]
 fn loom_a_thread_in_poll_is_woken_when_its_socket_becomes_ours() {
     check(|| {
@@ -54,7 +55,7 @@ fn loom_a_thread_in_poll_is_woken_when_its_socket_becomes_ours() {
     });
 }
 
-/// Threads in the kernel's wait on a set while it becomes active: each comes out, though a ring wakes only one.
+/// Threads in the kernel's wait on a set while it becomes active: each is woken, though a ring wakes only one.
 #[test]
 fn loom_all_in_the_kernels_wait_come_out_when_the_gate_is_closed() {
     check(|| {

@@ -46,7 +46,7 @@ mod sequences {
         flag.begin();
         assert!(flag.must_ring(&a) && !flag.must_ring(&a));
         assert!(flag.must_ring(&b));
-        // A second sleeper, and one that wakes while the other sleeps on, are new occasions.
+        // A second sleeper, and a sleeper that wakes while the other sleeps on, are new occasions.
         flag.begin();
         assert!(flag.must_ring(&a) && !flag.must_ring(&a));
         flag.end();
@@ -71,7 +71,7 @@ mod sequences {
                     None => {
                         cursor.begin(&queue);
                         if let Some(v) = cursor.pop(&queue) {
-                            // It may have been pushed again after its word was taken.
+                            // The stream may have been pushed again after its word was taken.
                             model.remove(&v);
                         }
                     }

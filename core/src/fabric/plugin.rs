@@ -1,9 +1,9 @@
-//! The C interface between the library and a plugin that has queue pairs, which is opened on first need: two
-//! tables of functions, with a version and their size. Both sides are built from this file; not here is
-//! what they do. What plugins have in common is in the modules below: [`serve`] makes a plugin's table.
+//! The C interface between the library and a plugin that has queue pairs, which is opened on first need: two tables of
+//! functions, with a version and their size. Both sides are built from this file, which has no code of either. The
+//! modules below are common to all plugins: [`serve`] makes a plugin's table.
 //!
-//! A function that returns `i32` gives 0, or a count, or a negative errno. No panic, and no exception,
-//! crosses the interface. Pointers are valid for the call alone unless it says otherwise.
+//! A function of type `i32` returns 0, a count, or a negative errno. No panic, and no exception, crosses the interface.
+//! Pointers are valid for the call alone unless it says otherwise.
 
 pub mod errno;
 pub mod fate;
@@ -24,7 +24,7 @@ pub const ENTRY: &std::ffi::CStr = c"rdmasock_verbs_plugin";
 /// plugin's own.
 pub const PRIVATE_BYTES: usize = 44;
 
-/// What the library gives to the plugin.
+/// The functions of the library that the plugin calls.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Host {
@@ -32,14 +32,14 @@ pub struct Host {
     pub abi: u32,
     /// Bytes of this table.
     pub size: u32,
-    /// One line for the log, UTF-8; level 1 (error) to 5 (trace).
+    /// Writes a line of UTF-8 to the log; level 1 (error) to 5 (trace).
     pub log: unsafe extern "C" fn(level: u32, text: *const u8, len: usize),
-    /// Moves an fd to a number that the program does not see; gives that number, or a negative errno (then
-    /// `fd` is as before).
+    /// Moves an fd to a number that the program does not see. Returns that number, or a negative errno (then `fd` is as
+    /// before).
     pub hide_fd: unsafe extern "C" fn(fd: c_int) -> i32,
-    /// Closes an fd that `hide_fd` gave (libc's close, in the program's place, does not see it).
+    /// Closes an fd that `hide_fd` returned. (libc's close, called in the program's place, does not see it.)
     pub close_fd: unsafe extern "C" fn(fd: c_int),
-    /// Gives the folder where the kernel shows network interfaces and RDMA devices, which tests may replace. The path
+    /// Returns the folder where the kernel shows network interfaces and RDMA devices; tests may replace it. The path
     /// lives as long as the process.
     pub sys_class: unsafe extern "C" fn() -> *const c_char,
 }
@@ -68,23 +68,23 @@ pub struct Device {
     pub is_iwarp: u8,
 }
 
-/// A connection request that has come to a listener, or the answer to ours.
+/// A connection request that a listener has received.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Request {
     /// The connection: to be accepted or rejected.
     pub conn: *mut Conn,
-    /// What the peer sent along, and how much of it is there; transports may pad with zeroes.
+    /// The private data of the peer's request; transports may pad it with zeroes.
     pub private: [u8; PRIVATE_BYTES],
-    /// Bytes of it.
+    /// Bytes of `private`.
     pub private_len: u32,
 }
 
-/// What a connection can do, and where its events appear.
+/// The limits of a connection, and the fds of its events.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Info {
-    /// Readable when there is something for [`Plugin::state`](serve::Plugin::state).
+    /// Readable when [`Plugin::state`](serve::Plugin::state) has an event to take in.
     pub state_fd: c_int,
     /// Readable when a completion has come after [`Plugin::arm`](serve::Plugin::arm).
     pub completion_fd: c_int,
@@ -102,17 +102,17 @@ pub struct Info {
     pub qp_number: u32,
     /// The device.
     pub device: Device,
-    /// What the peer's accept sent along.
+    /// The private data of the peer's accept.
     pub private: [u8; PRIVATE_BYTES],
-    /// Bytes of it.
+    /// Bytes of `private`.
     pub private_len: u32,
 }
 
-/// What [`Plugin::poll`](serve::Plugin::poll) hands over.
+/// A completion that [`Plugin::poll`](serve::Plugin::poll) hands over.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Completion {
-    /// One of [`completion`].
+    /// A constant of [`completion`].
     pub kind: u32,
     /// The immediate, in host order.
     pub immediate: u32,
@@ -132,7 +132,7 @@ pub mod completion {
     pub const ROOM: u32 = 3;
     /// The peer's device has answered a probe.
     pub const PROBED: u32 = 4;
-    /// The bytes of a READ are here.
+    /// A READ has completed: its bytes have arrived.
     pub const READ: u32 = 5;
 }
 
@@ -190,17 +190,17 @@ pub struct Keys {
     pub local: u32,
     /// rkey.
     pub remote: u32,
-    /// By which [`Plugin::deregister`](serve::Plugin::deregister) knows it.
+    /// Names the memory to [`Plugin::deregister`](serve::Plugin::deregister).
     pub handle: u64,
 }
 
-/// What memory is registered for, as [`Role`](super::remote::qp::Role).
+/// The uses that memory is registered for, as [`Role`](super::remote::qp::Role).
 pub mod role {
     /// The source of this end's WRITEs and the target of its READs, and the target of the peer's WRITEs.
     pub const BOTH: u32 = 0;
     /// The source of this end's WRITEs.
     pub const SOURCE: u32 = 1;
-    /// The target of the peer's, and of this end's READs.
+    /// The target of the peer's WRITEs and of this end's READs.
     pub const TARGET: u32 = 2;
     /// The source of the peer's READs.
     pub const OFFERED: u32 = 3;

@@ -1,11 +1,12 @@
-//! The part of a shared file that is mapped here, which grows: a first segment of `UNIT` bytes, and then one
-//! after the other that is as long as all before it. A segment never moves.
+//! The mapped part of a shared file, which grows: a first segment of `UNIT` bytes, then segments that are each as long
+//! as all before them. A segment never moves.
 //!
-//! Either end maps more when it has to, by itself and in any thread: see `Extent::followed_by`. What is
-//! mapped in front of a segment is the last page of the one before, so the file needs no descriptor.
+//! Either end maps more when it needs to, by itself and in any thread: see `Extent::followed_by`. The page mapped in
+//! front of a segment is the last page of the segment before, so growing needs no descriptor of the file.
 //!
-//! What may have to be used at a moment at which nothing may fail is mapped in advance, without access
-//! ([`hold`](Segments::hold)): until it is reached it takes addresses, and never memory, whatever the program locks.
+//! Memory that may be needed at a moment at which no call may fail is mapped in advance, without access
+//! ([`hold`](Segments::hold)). Until it is reached it takes addresses and never memory, even if the program locks all
+//! of its memory.
 
 use std::fmt;
 use std::os::fd::BorrowedFd;
@@ -21,23 +22,23 @@ use super::layout::UNIT_LOG2;
 use crate::lock::Lock;
 use crate::os::extent::{Access, Extent, PAGE};
 
-/// More segments no part of an arena has.
+/// The most segments of a part of an arena.
 const MOST: usize = 20;
 
-/// Bytes that this process has mapped in advance, and how many there may be: addresses are many, but of mappings the
-/// kernel lets a process have 65,530, which its own memory needs too.
+/// Bytes that this process has mapped in advance, and their limit. Addresses are plentiful, but the kernel limits a
+/// process to 65,530 mappings, which its own memory needs too.
 static HELD: AtomicUsize = AtomicUsize::new(0);
 const MOST_HELD: usize = 8 << 30;
 
-/// See the module.
+/// The mapped segments of one part of a file.
 pub(super) struct Segments<const UNIT: usize> {
     /// The first byte of each segment that has addresses; in front of all but the first there is a page.
     at: [AtomicPtr<u8>; MOST],
-    /// How many show the file and can be used.
+    /// How many segments map the file and can be accessed.
     live: AtomicU32,
-    /// How many show the file: what is more cannot be accessed yet.
+    /// How many segments map the file; those beyond `live` cannot be accessed yet.
     shown: AtomicU32,
-    /// Bytes of what was mapped in advance ([`HELD`]).
+    /// Bytes that were mapped in advance for this part ([`HELD`]).
     held: AtomicUsize,
     /// Bytes of the part.
     total: AtomicUsize,
@@ -48,7 +49,7 @@ pub(super) struct Segments<const UNIT: usize> {
 pub(super) type DataSegments = Segments<{ 1 << UNIT_LOG2 }>;
 
 impl<const UNIT: usize> Segments<UNIT> {
-    /// Nothing mapped, of a part of no bytes.
+    /// Returns a part of no bytes, with no mapping.
     pub const fn new() -> Self {
         Self {
             at: [const { AtomicPtr::new(null_mut()) }; MOST],
@@ -60,14 +61,14 @@ impl<const UNIT: usize> Segments<UNIT> {
         }
     }
 
-    /// All of a part of `total` bytes, which somebody else has mapped at `start`.
+    /// Returns a part of `total` bytes that the caller has mapped at `start`, as a whole.
     pub fn whole(start: *mut u8, total: usize) -> Self {
         let this = Self::new();
         this.show_whole(start, total);
         this
     }
 
-    /// As [`whole`](Self::whole), for a part of no bytes.
+    /// Shows a mapping of the caller, as [`whole`](Self::whole) does. For a part of no bytes.
     pub fn show_whole(&self, start: *mut u8, total: usize) {
         self.total.store(total, Release);
         let mut count = 0;
@@ -82,14 +83,14 @@ impl<const UNIT: usize> Segments<UNIT> {
         self.live.store(count, Release);
     }
 
-    /// Is a part of no bytes again. Whoever has [shown](Self::show_whole) it sees to the mapping.
+    /// Becomes a part of no bytes again. The caller, which has [shown](Self::show_whole) the mapping, unmaps it.
     pub fn forget_whole(&self) {
         self.forget();
         self.total.store(0, Release);
         (0..MOST).for_each(|k| self.lose(k));
     }
 
-    /// Addresses for the first segment, before there is a file.
+    /// Reserves addresses for the first segment, before there is a file.
     pub fn reserve(&self, total: usize) -> Result<(), Errno> {
         self.total.store(total, Release);
         let first = Extent::neutral(self.length(0))?;
@@ -97,13 +98,13 @@ impl<const UNIT: usize> Segments<UNIT> {
         Ok(())
     }
 
-    /// Maps the first segment of the part that begins at `offset` of the file and has `total` bytes. Where the
-    /// segments have addresses, `total` is as before.
+    /// Maps the first segment of the part that begins at `offset` of the file and has `total` bytes. If the segments
+    /// have addresses already, `total` must be as before.
     pub fn show(&self, fd: BorrowedFd<'_>, offset: u64, total: usize) -> Result<(), Errno> {
         self.total.store(total, Release);
         match self.extent(0) {
             Some(kept) => {
-                // SAFETY: ours; only atomics are referred to.
+                // SAFETY: a mapping of this value; its users form references to atomics only.
                 let shown = unsafe { kept.show(fd, offset, Access::ReadWrite) };
                 shown.inspect_err(|_| self.lose(0))?;
             }
@@ -122,7 +123,7 @@ impl<const UNIT: usize> Segments<UNIT> {
         self.total.load(Acquire)
     }
 
-    /// The byte at `offset`, which is in the part, if it is mapped.
+    /// Returns the address of the byte at `offset`, which is in the part; `None` if it is not mapped.
     #[inline]
     pub fn at(&self, offset: usize) -> Option<NonNull<u8>> {
         let k = segment_of::<UNIT>(offset);
@@ -133,8 +134,8 @@ impl<const UNIT: usize> Segments<UNIT> {
         NonNull::new(start.as_ptr().wrapping_add(offset - first_of(k) * UNIT))
     }
 
-    /// Maps as much as reaches to the byte at `offset`. EINVAL if the part has no such byte; EBUSY in a signal handler
-    /// that has interrupted this. Does not fail for what is [held](Self::hold).
+    /// Maps the segments up to the byte at `offset`. EINVAL if the part has no such byte; EBUSY in a signal handler
+    /// that has interrupted this call. Does not fail for memory that is [held](Self::hold).
     pub fn reach(&self, offset: usize) -> Result<(), Errno> {
         if offset >= self.total() {
             return Err(Errno::INVAL);
@@ -147,7 +148,7 @@ impl<const UNIT: usize> Segments<UNIT> {
         for next in self.live.load(Acquire) as usize..=k {
             if next < self.shown.load(Acquire) as usize {
                 let extent = self.extent(next).ok_or(Errno::INVAL)?;
-                // SAFETY: one mapping of ours.
+                // SAFETY: a single mapping of this value.
                 unsafe { extent.open() }?;
             } else {
                 self.show_next(next)?;
@@ -157,8 +158,8 @@ impl<const UNIT: usize> Segments<UNIT> {
         Ok(())
     }
 
-    /// Maps as much as reaches to the byte at `offset`, without access but for what can be used already. Errors as
-    /// [`reach`](Self::reach)'s; ENOMEM also where the process has too much of this.
+    /// Maps the segments up to the byte at `offset`, without access to those that cannot be used already. Errors as
+    /// [`reach`](Self::reach)'s; ENOMEM also if the process would hold more than `MOST_HELD` bytes.
     pub fn hold(&self, offset: usize) -> Result<(), Errno> {
         if offset >= self.total() {
             return Err(Errno::INVAL);
@@ -176,21 +177,21 @@ impl<const UNIT: usize> Segments<UNIT> {
             }
             self.held.fetch_add(bytes, AcqRel);
             let extent = self.show_next(next)?;
-            // What is behind one without access has none either.
+            // A segment that follows one without access has none either.
             if next == self.live.load(Acquire) as usize {
-                // SAFETY: just mapped, and nobody knows of it.
+                // SAFETY: just mapped, and no other code has its address.
                 unsafe { extent.shut() }?;
             }
         }
         Ok(())
     }
 
-    /// Maps segment `next`, the first that is not, with the access of the one before.
+    /// Maps segment `next`, the first that is not mapped, with the access of the one before.
     fn show_next(&self, next: usize) -> Result<Extent, Errno> {
         let before = next.checked_sub(1).and_then(|k| self.extent(k));
         let before = before.ok_or(Errno::INVAL)?;
         let length = self.length(next);
-        // SAFETY: the segment before is a mapping of the file, which is sealed at a length that this is in.
+        // SAFETY: the segment before is a mapping of the file, which is sealed at a length that includes this segment.
         let made = unsafe { before.followed_by(length, self.extent(next)) };
         let made = made.inspect_err(|_| self.lose(next))?;
         if let Some(start) = NonNull::new(made.start().as_ptr().wrapping_add(PAGE)) {
@@ -200,66 +201,66 @@ impl<const UNIT: usize> Segments<UNIT> {
         Ok(made)
     }
 
-    /// Whether `length` bytes from `offset` on lie in one segment, which is where a peer may have placed something.
+    /// Returns whether `length` bytes from `offset` on lie in one segment. A ring that a peer offers must.
     pub fn is_piece(&self, offset: usize, length: usize) -> bool {
         let end = offset.checked_add(length).filter(|end| *end <= self.total());
         end.is_some_and(|end| segment_of::<UNIT>(offset) == segment_of::<UNIT>(end - 1))
     }
 
-    /// As [`Extent::back`], of a piece that is mapped.
+    /// Gets memory for a mapped piece, as [`Extent::back`] does.
     pub fn back(&self, offset: usize, length: usize) -> Result<(), Errno> {
         let (extent, at) = self.place(offset).ok_or(Errno::INVAL)?;
         extent.back(at..at + length)
     }
 
-    /// As [`Extent::punch_hole`], of a piece that is mapped.
+    /// Gives the memory of a mapped piece back, as [`Extent::punch_hole`] does.
     pub fn punch_hole(&self, offset: usize, length: usize) -> Result<(), Errno> {
         let (extent, at) = self.place(offset).ok_or(Errno::INVAL)?;
         extent.punch_hole(at..at + length)
     }
 
-    /// Lets go of the file, but keeps the addresses for the next.
+    /// Unmaps the file, but keeps the addresses for the next one.
     pub fn neutralise(&self) {
         self.forget();
         for k in 0..MOST {
             let Some(extent) = self.extent(k) else {
                 continue;
             };
-            // SAFETY: ours; only atomics are referred to.
+            // SAFETY: a mapping of this value; its users form references to atomics only.
             if unsafe { extent.neutralise() }.is_err() {
                 self.lose(k);
             }
         }
     }
 
-    /// In a fork child, which has none of the memory, and does not get any: a thread of the parent may have been
-    /// growing.
+    /// Replaces the mappings in a fork child, which has none of the memory, and sets the part to no bytes: a thread of
+    /// the parent may have been growing it.
     pub fn after_fork(&self) {
         self.forget();
         for extent in (0..MOST).filter_map(|k| self.extent(k)) {
-            // SAFETY: ours; only atomics are referred to.
+            // SAFETY: a mapping of this value; its users form references to atomics only.
             unsafe { extent.after_fork() };
         }
         self.total.store(0, Release);
     }
 
-    /// Lets go of the file and the addresses.
+    /// Unmaps the file and gives the addresses back.
     ///
     /// # Safety
-    /// Nobody has a pointer into a segment any more.
+    /// No pointer into a segment is used any more.
     pub unsafe fn unmap(&self) {
         self.forget();
         for k in 0..MOST {
             let extent = self.extent(k);
             self.lose(k);
             if let Some(extent) = extent {
-                // SAFETY: by the contract; ours.
+                // SAFETY: a mapping of this value, and no pointer into it is used, by the contract.
                 unsafe { extent.unmap() };
             }
         }
     }
 
-    /// None shows the file any more.
+    /// Records that no segment maps the file any more.
     fn forget(&self) {
         self.live.store(0, Release);
         self.shown.store(0, Release);
@@ -272,22 +273,22 @@ impl<const UNIT: usize> Segments<UNIT> {
         }
     }
 
-    /// The addresses of a segment are not ours any more: the kernel had no memory to replace what is mapped there, and
-    /// may have taken that away.
+    /// Forgets the addresses of a segment. The kernel had no memory to replace the mapping, and may have given the
+    /// addresses to another.
     fn lose(&self, k: usize) {
         if let Some(at) = self.at.get(k) {
             at.store(null_mut(), Release);
         }
     }
 
-    /// The extent and the place in it of a byte that is mapped.
+    /// Returns the extent of a mapped byte, and its offset in it.
     fn place(&self, offset: usize) -> Option<(Extent, usize)> {
         let at = self.at(offset)?;
         let extent = self.extent(segment_of::<UNIT>(offset))?;
         Some((extent, at.as_ptr().addr() - extent.start().as_ptr().addr()))
     }
 
-    /// All that is mapped for a segment, with the page in front.
+    /// Returns the whole mapping of a segment, with the page in front.
     fn extent(&self, k: usize) -> Option<Extent> {
         let start = NonNull::new(self.at.get(k)?.load(Acquire))?;
         let front = if k == 0 { 0 } else { PAGE };
@@ -310,7 +311,7 @@ impl<const UNIT: usize> fmt::Debug for Segments<UNIT> {
     }
 }
 
-/// The first unit of a segment.
+/// Returns the index of the first unit of segment `k`.
 const fn first_of(k: usize) -> usize {
     match k {
         0 => 0,

@@ -1,9 +1,8 @@
 //! The shm fabric: one end of a link whose memory two processes of one host share.
 //!
-//! Each end receives in an arena of its own, which the other maps ([`layout`]), and looks at the
-//! page of sleep flags that the other shows. What is not memory comes from whoever holds the end
-//! ([`Outside`]): the side channel and how a waiter is woken. Not here: making a link, whether it is up, and
-//! what its streams are for.
+//! Each end receives in an arena of its own, which the other maps ([`layout`]), and reads the page of sleep flags that
+//! the other shows. The owner of the end provides the rest ([`Outside`]): the side channel, and the wake-ups of
+//! waiters. Not here: making a link, whether it is up, and the purpose of its streams.
 
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{
@@ -26,28 +25,27 @@ use crate::os::memfd::{Access, MapError, check_received};
 use crate::sync::RungMark;
 use crate::wire::{Message, RingOffer};
 
-/// What an end needs that is not memory. Neither call may wait, or call the end.
+/// The services beside memory that an end needs. Neither call may wait, or call the end.
 pub trait Outside {
-    /// As [`LinkEnd::send`].
+    /// Sends a message, as [`LinkEnd::send`] does.
     fn send(&self, message: &Message) -> Result<(), SendError>;
 
-    /// Wakes whoever sleeps, or will next sleep, as the peer's `waiter`, by the `page` that the peer shows if that will
-    /// do.
+    /// Wakes the thread that sleeps, or will next sleep, as the peer's `waiter`; by the peer's `page` if that is
+    /// enough.
     fn ring(&self, waiter: WaiterId, page: &FlagPage);
 }
 
-/// What a link is made of: the files of the arenas, ours and the peer's, and of the peer's flags. The peer's are
-/// checked.
+/// The files of a link: the two arenas and the page of the peer's flags. Those of the peer are checked.
 pub struct Memory<'a> {
-    /// We receive here.
+    /// The file and the layout of the arena in which this end receives.
     pub mine: (BorrowedFd<'a>, Layout),
-    /// The peer receives here, by what it says.
+    /// The file and the layout, as the peer states them, of the arena in which the peer receives.
     pub theirs: (BorrowedFd<'a>, Layout),
-    /// The peer's waiters sleep by these.
+    /// The page of flags by which the peer's waiters sleep.
     pub flags: BorrowedFd<'a>,
 }
 
-/// See the module.
+/// An end of a link in shared memory.
 pub struct End<O> {
     mine: Side,
     theirs: Side,
@@ -55,14 +53,14 @@ pub struct End<O> {
     marks: [RungMark; layout::READY_QUEUES as usize],
     sweeps: Sweeps,
     numbers: Numbers,
-    /// Numbers of ours below this have memory for their blocks.
+    /// Stream numbers of this end below this have memory for their blocks.
     backed: AtomicU32,
     is_lost: AtomicBool,
     outside: O,
 }
 
 impl<O> End<O> {
-    /// An end with nothing open. We receive in `mine`, the peer in `theirs`, and it sleeps by
+    /// Returns an end with no stream open. It receives in `mine`, the peer in `theirs`; the peer sleeps by
     /// `peer_flags`.
     ///
     /// # Safety
@@ -83,7 +81,7 @@ impl<O> End<O> {
         }
     }
 
-    /// The end of no link yet, to be [given](Self::show) one.
+    /// Returns an end that has no link yet; [`show`](Self::show) gives it one.
     ///
     /// # Safety
     /// As for [`new`](Self::new).
@@ -93,8 +91,8 @@ impl<O> End<O> {
         Ok(unsafe { Self::new(mine, theirs, FlagPage::blank()?, outside) })
     }
 
-    /// Becomes the end of a link, with nothing open. An end that is [blank](Self::blank) or was
-    /// [released](Self::release) can be given one; after an error that too, if it [is usable](Self::is_usable).
+    /// Becomes the end of a link, with no stream open. The end must be [blank](Self::blank) or
+    /// [released](Self::release); after an error it can be used again if it [is usable](Self::is_usable).
     pub fn show(&self, memory: &Memory<'_>) -> Result<(), MapError> {
         let shown = self.try_show(memory);
         if shown.is_err() {
@@ -121,24 +119,24 @@ impl<O> End<O> {
         Ok(())
     }
 
-    /// Whether it can be given another link. Not if the kernel could not replace what is mapped.
+    /// Returns whether the end can be used for another link. It cannot if the kernel could not replace its mappings.
     pub fn is_usable(&self) -> bool {
         !self.is_lost.load(Acquire)
     }
 
-    /// What the end was given.
+    /// Returns the services that the end was given.
     #[inline]
     pub fn outside(&self) -> &O {
         &self.outside
     }
 
-    /// Every number that was ever given to a stream of ours is below this.
+    /// Returns a bound: every number that this end ever gave to a stream is below it.
     pub fn numbers(&self) -> u32 {
         self.numbers.ever_given()
     }
 
-    /// Gives the memory of a link back that carries nothing any more. What is reached without a cursor (queues and
-    /// flags) stays readable and writable, so that a thread that is late does no harm.
+    /// Gives the memory of a link back that carries no bytes any more. The memory that threads access without a cursor
+    /// (queues and flags) stays readable and writable, so that a thread that is late does no harm.
     ///
     /// # Safety
     /// No cursor is left.
@@ -157,19 +155,19 @@ impl<O> End<O> {
         }
     }
 
-    /// In a fork child, which has none of the memory, before anything else is done with the end.
+    /// Replaces the memory in a fork child, which has none of it. To be called before any other use of the end.
     pub fn after_fork(&self) {
         self.mine.after_fork();
         self.theirs.after_fork();
         self.peer_flags.after_fork();
     }
 
-    /// Memory for what a new stream writes, and is written to it.
+    /// Gets memory for the block and the first ring of a new stream.
     fn back(&self, vqpn: Vqpn, region: Region) -> Result<(), Errno> {
         self.mine.reach(vqpn)?;
         if vqpn.0 >= self.backed.load(Acquire) {
             self.mine.back_stream(vqpn)?;
-            // All blocks of a page have it.
+            // All blocks of a page have memory together.
             let (page, block) = (layout::PAGE, size_of::<DirectionBlock>());
             let next = (vqpn.0 + 1).next_multiple_of((page / block) as u32);
             self.backed.fetch_max(next, AcqRel);
@@ -184,13 +182,13 @@ impl<O> End<O> {
         }
     }
 
-    /// The rings of our stream `mine`, which this end has not left, stay what they are until they are
-    /// [let go of](Self::let_go), once.
+    /// Holds the rings of stream `mine`, which this end has not left: they are kept until [`let_go`](Self::let_go) is
+    /// called, once.
     pub fn hold(&self, mine: Vqpn) {
         self.numbers.hold(mine);
     }
 
-    /// See [`hold`](Self::hold).
+    /// Ends a [`hold`](Self::hold), and gives the rings back if both ends are done with the stream.
     pub fn let_go(&self, mine: Vqpn) {
         self.give_all_back(self.numbers.let_go(mine));
     }
@@ -213,7 +211,7 @@ impl<O> End<O> {
 }
 
 impl<O: Outside> End<O> {
-    // Not inlined: `notify` would grow, and be called for every message that wakes nobody.
+    // Not inlined: `notify` would grow, and it is called for every message, though most wake no thread.
     #[inline(never)]
     fn tell(&self, wake: Wake, theirs: Vqpn) {
         if let Some(waiter) = WaiterId::of_queue(wake.0)
@@ -249,7 +247,7 @@ impl<O: Outside> LinkEnd for End<O> {
             self.numbers.put_back(vqpn, region);
             return Err(OpenError::Arena);
         };
-        // Nobody can be waiting yet.
+        // No producer can be waiting yet.
         let _ = wake;
         let ring = RingOffer::new(region.page(), region.log2()).ok_or(OpenError::Arena)?;
         Ok(Opened { vqpn, ring, consumer })

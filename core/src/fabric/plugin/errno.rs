@@ -1,4 +1,4 @@
-//! Errors as the interface has them: an errno.
+//! The errors of the interface: an errno.
 
 use std::ffi::c_int;
 
@@ -11,7 +11,7 @@ pub struct Errno(pub c_int);
 pub type Result<T> = std::result::Result<T, Errno>;
 
 impl Errno {
-    /// What the last failing call of this thread has left.
+    /// Returns the errno of this thread's last failed call.
     pub fn last() -> Self {
         match std::io::Error::last_os_error().raw_os_error() {
             Some(code) if code > 0 => Self(code),
@@ -19,7 +19,7 @@ impl Errno {
         }
     }
 
-    /// As the functions of the interface return it.
+    /// Returns the negative errno, as the functions of the interface do.
     pub fn code(self) -> i32 {
         -self.0
     }

@@ -1,5 +1,4 @@
-//! Whether a connection is up, and why it is not any more: one word that every thread may look at. The first
-//! reason stays.
+//! Whether a connection is up, and why it has ended: one word that every thread may read. The first reason stays.
 
 use std::sync::atomic::{AtomicI32, Ordering};
 
@@ -10,23 +9,23 @@ use super::errno::Errno;
 pub struct Fate(AtomicI32);
 
 impl Fate {
-    /// As the interface gives it.
+    /// Returns the word as the interface does: 0 not up yet, 1 up, negative errno: over.
     pub fn code(&self) -> i32 {
         self.0.load(Ordering::Acquire)
     }
 
-    /// Why it is over, if it is.
+    /// Returns why the connection is over; `None` if it is not.
     pub fn over(&self) -> Option<Errno> {
         let code = self.code();
         (code < 0).then_some(Errno(-code))
     }
 
-    /// It is up, unless it is over already.
+    /// Records that the connection is up, unless it is over already.
     pub fn up(&self) {
         let _ = self.0.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Relaxed);
     }
 
-    /// It is over. True if it was not before.
+    /// Records that the connection is over. True if it was not before.
     pub fn end(&self, reason: Errno) -> bool {
         let code = -reason.0.max(1);
         self.0

@@ -1,10 +1,10 @@
-//! Which hidden fds are the plugin's, so that a fork child can close them. Without a lock: another thread
-//! of the parent may be anywhere at the fork.
+//! The plugin's hidden fds, so that a fork child can close them. It uses no lock: at the fork another thread of the
+//! parent may be anywhere.
 
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The host gives no number from here on.
+/// The host gives no number as high as this.
 const END: usize = 131_072;
 
 static OPEN: [AtomicU64; END / 64] = [const { AtomicU64::new(0) }; END / 64];
@@ -14,14 +14,14 @@ fn word(fd: c_int) -> Option<(&'static AtomicU64, u64)> {
     Some((OPEN.get(n / 64)?, 1 << (n % 64)))
 }
 
-/// This fd is ours now. Relaxed everywhere: only a fork child reads it, which has one thread.
+/// Adds an fd of the plugin. Relaxed everywhere: only a fork child reads the list, which has one thread.
 pub fn enter(fd: c_int) {
     if let Some((word, bit)) = word(fd) {
         word.fetch_or(bit, Ordering::Relaxed);
     }
 }
 
-/// It is about to be closed.
+/// Removes an fd that is about to be closed.
 pub fn leave(fd: c_int) {
     if let Some((word, bit)) = word(fd) {
         word.fetch_and(!bit, Ordering::Relaxed);

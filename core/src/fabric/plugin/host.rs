@@ -1,4 +1,4 @@
-//! A plugin's side: what the library lends to it: its log, and the numbers for fds that the program does not see.
+//! A plugin's access to the host: the log, and the numbers for fds that the program does not see.
 
 use std::ffi::{CStr, OsStr, c_int};
 use std::fmt::Arguments;
@@ -29,13 +29,13 @@ pub enum Level {
 /// Takes the host's table.
 ///
 /// # Safety
-/// `host` is null, or a table of which at least the first two fields are there, and as many bytes as they
-/// say; it lives as long as the process.
+/// `host` is null, or points to a table that has its first two fields and as many bytes as they say. The table lives as
+/// long as the process.
 pub unsafe fn attach(host: *const Host) -> Result<()> {
     if host.is_null() {
         return Err(Errno(libc::EINVAL));
     }
-    // SAFETY: by this function's contract these two fields exist, whatever the version.
+    // SAFETY: by this function's contract these two fields exist in any version.
     let (abi, size) = unsafe { ((*host).abi, (*host).size) };
     if abi != ABI || size as usize != size_of::<Host>() {
         return Err(Errno(libc::EPROTO));
@@ -54,12 +54,12 @@ fn get() -> Option<&'static Host> {
 pub fn log(level: Level, text: Arguments<'_>) {
     if let Some(host) = get() {
         let line = text.to_string();
-        // SAFETY: the pointer and the length are those of a string that lives during the call.
+        // SAFETY: pointer and length describe a string that lives during the call.
         unsafe { (host.log)(level as u32, line.as_ptr(), line.len()) };
     }
 }
 
-/// Where the kernel shows network interfaces and RDMA devices.
+/// Returns the folder where the kernel shows network interfaces and RDMA devices.
 pub fn sys_class() -> &'static Path {
     let Some(host) = get() else {
         return Path::new("/sys/class");
@@ -85,8 +85,9 @@ pub fn hide(fd: c_int) -> Result<c_int> {
     Ok(hidden)
 }
 
-/// A file at a hidden number for as long as the value lives: a program that closes numbers that are not its own, or
-/// counts on the lowest, misses nothing. Where no host is attached, as in tests, at the number that the kernel gave.
+/// A file at a hidden number for as long as the value lives. So a program that closes numbers that are not its own, or
+/// counts on the lowest free number, does no harm and sees no difference. With no host attached, as in tests, the file
+/// keeps the number that the kernel gave.
 #[derive(Debug)]
 pub struct Hidden(c_int);
 
@@ -97,9 +98,9 @@ impl Hidden {
         Self::place(rustix::fs::open(path, flags, Mode::empty())?)
     }
 
-    /// Moves what was just opened to a hidden number, and makes it nonblocking.
+    /// Moves an fd that was just opened to a hidden number, and makes it nonblocking.
     pub fn place(fd: OwnedFd) -> Result<Self> {
-        // Not to be closed as an `OwnedFd`: by libc, whose close may be the host's hook.
+        // Not to be closed as an `OwnedFd`: that calls libc's close, which may be the host's hook.
         let fd = fd.into_raw_fd();
         if get().is_none() {
             return Ok(Self(fd));
@@ -110,7 +111,7 @@ impl Hidden {
         })
     }
 
-    /// The number.
+    /// Returns the number of the fd.
     pub fn number(&self) -> c_int {
         self.0
     }
@@ -134,7 +135,7 @@ impl Drop for Hidden {
     }
 }
 
-/// Closes what [`hide`] gave.
+/// Closes an fd that [`hide`] returned.
 pub fn close(fd: c_int) {
     fds::leave(fd);
     if let Some(host) = get() {

@@ -1,5 +1,5 @@
-//! A plugin's table, made of a type that does the work: each function checks its pointers, calls what does the work,
-//! and turns the result into a number. No panic passes here.
+//! Makes a plugin's table from a [`Provider`]. Each function checks its pointers, calls the provider, and turns the
+//! result into a number. No panic leaves this module.
 
 use std::ffi::{c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -13,23 +13,23 @@ use super::{
 };
 use crate::fabric::remote::qp::{Completed, Read, Role, Write};
 
-/// Gives the plugin's table, which lives as long as the process; 0, or a negative errno. The host's table
-/// lives as long too.
+/// Stores the plugin's table in `table`; the table lives as long as the process, as the host's does. Returns 0, or a
+/// negative errno.
 pub type Entry = unsafe extern "C" fn(host: *const Host, table: *mut *const Plugin) -> i32;
 
-/// What a plugin does; how its functions are to be used is said in [`Plugin`].
+/// The work of a plugin. [`Plugin`] says how the functions are to be used.
 pub trait Provider: 'static {
-    /// Where requests come in.
+    /// The type of a listener, which receives requests.
     type Listener: Listen<Conn = Self::Conn>;
-    /// A connection.
+    /// The type of a connection.
     type Conn: Connection;
 
-    /// The device that has this local address; ENODEV if none has.
+    /// Returns the device that has this local address; ENODEV if none has.
     fn device(local: &Address) -> Result<Device>;
-    /// Listens at a local address, with port 0 at one that is free.
+    /// Listens at a local address; port 0 stands for a free port.
     fn listen(local: &Address) -> Result<Self::Listener>;
-    /// Connects, perhaps beside another connection. The timeout is for finding the way, and again for the peer's
-    /// answer.
+    /// Connects, perhaps beside another connection. The timeout bounds the search for a route, and then again the wait
+    /// for the peer's answer.
     fn connect(
         local: &Address,
         remote: &Address,
@@ -37,50 +37,51 @@ pub trait Provider: 'static {
         timeout: Duration,
         beside: Option<&Self::Conn>,
     ) -> Result<Self::Conn>;
-    /// In a fork child, which has one thread: forgets all without a word to the device.
+    /// Forgets all listeners and connections in a fork child, which has one thread, and does not access the device.
     fn after_fork();
 }
 
 /// A listener of a [`Provider`]; dropped when it is over.
 pub trait Listen {
-    /// What it makes.
+    /// The type of the connections that it receives.
     type Conn;
 
-    /// The port that it listens at.
+    /// Returns the port that it listens at.
     fn port(&self) -> u16;
-    /// Readable when there may be a request.
+    /// Returns an fd that is readable when there may be a request.
     fn fd(&self) -> c_int;
-    /// The next request; `None` if there is none now, an error if no more will come.
+    /// Returns the next request; `None` if there is none now, an error if no more will come.
     fn next(&self) -> Result<Option<Incoming<Self::Conn>>>;
 }
 
-/// A connection that somebody asks for.
+/// A connection request of a peer.
 #[derive(Debug)]
 pub struct Incoming<C> {
     /// To be accepted or rejected.
     pub conn: C,
-    /// What the peer has sent along.
+    /// The private data of the peer's request.
     pub private: [u8; PRIVATE_BYTES],
-    /// Bytes of it.
+    /// Bytes of `private`.
     pub private_len: u32,
 }
 
-/// A connection of a [`Provider`], whose functions are those of [`Plugin`]; dropped when it is over.
+/// A connection of a [`Provider`], with the functions of [`Plugin`]; dropped when it is over.
 pub trait Connection: Sized {
-    /// Accepts, with an answer, perhaps beside another connection.
+    /// Accepts the request with `private` as the answer, perhaps beside another connection.
     fn accept(&self, private: &[u8], beside: Option<&Self>) -> Result<()>;
-    /// Refuses.
+    /// Refuses the request.
     fn reject(self);
-    /// Facts.
+    /// Returns the [`Info`] of the connection.
     fn info(&self) -> Result<Info>;
-    /// Takes in what has happened: 0 it is not up yet, 1 it is up, negative: it is over, and why.
+    /// Takes in events, and returns the state: 0 is not up yet, 1 is up, a negative errno says why the connection is
+    /// over.
     fn state(&self) -> i32;
-    /// Makes memory usable, until it is deregistered or the connection is over.
+    /// Registers memory, until it is deregistered or the connection is over.
     ///
     /// # Safety
     /// As of [`QueuePair::register`](crate::fabric::remote::qp::QueuePair::register).
     unsafe fn register(&self, at: *mut c_void, len: usize, role: Role) -> Result<Keys>;
-    /// Undoes that: nobody reaches the memory any more when it returns.
+    /// Deregisters memory: no work request reaches it any more when this returns.
     fn deregister(&self, handle: u64);
     /// Posts a WRITE.
     ///
@@ -96,9 +97,9 @@ pub trait Connection: Sized {
     fn send<'a>(&self, parts: impl Iterator<Item = &'a [u8]> + Clone) -> Result<()>;
     /// Posts a probe.
     fn probe(&self) -> Result<()>;
-    /// Hands over what has completed; gives how many events that were.
+    /// Hands over completions. Returns how many events there were.
     fn poll(&self, each: &mut dyn FnMut(Completed<'_>)) -> Result<usize>;
-    /// The next completion makes the completion descriptor readable.
+    /// Makes the next completion turn the completion fd readable.
     fn arm(&self) -> Result<()>;
     /// Begins to end the connection.
     fn disconnect(&self);
@@ -106,7 +107,7 @@ pub trait Connection: Sized {
 
 const INVALID: Errno = Errno(libc::EINVAL);
 
-/// What a function of the table returns, or its body; nothing counts as 0.
+/// The result of a function of the table, or of its body; no result counts as 0.
 trait Code {
     fn of(code: i32) -> Self;
     fn code(self) -> i32;
@@ -130,23 +131,23 @@ impl Code for () {
     }
 }
 
-/// Runs `body`; a panic, which nothing here is meant to cause, becomes EIO.
+/// Runs `body`. A panic, which no code here is meant to cause, becomes EIO.
 fn guard<C: Code, R: Code>(body: impl FnOnce() -> Result<C>) -> R {
     R::of(match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(done)) => done.code(),
         Ok(Err(errno)) => errno.code(),
         Err(payload) => {
-            // Dropping it may panic again.
+            // A drop of the payload may panic again.
             std::mem::forget(payload);
             -libc::EIO
         }
     })
 }
 
-/// The connection behind a handle.
+/// Returns the connection behind a handle.
 ///
 /// # Safety
-/// The handle is null, or one that was given out and not taken back; it is not during the call.
+/// The handle is null, or one that `give` has returned and `take` has not taken back before the end of the call.
 unsafe fn connection<'a, P: Provider>(handle: *mut Conn) -> Result<&'a P::Conn> {
     // SAFETY: handles are pointers to a connection from Box::into_raw.
     unsafe { handle.cast::<P::Conn>().as_ref() }.ok_or(INVALID)
@@ -157,7 +158,7 @@ fn give<P: Provider>(conn: P::Conn) -> *mut Conn {
 }
 
 /// # Safety
-/// As of `connection`, and nobody uses the handle any more.
+/// As of `connection`, and no code uses the handle any more.
 unsafe fn take<P: Provider>(handle: *mut Conn) -> Option<Box<P::Conn>> {
     // SAFETY: a pointer from `give`, taken back once.
     (!handle.is_null()).then(|| unsafe { Box::from_raw(handle.cast::<P::Conn>()) })
@@ -187,7 +188,7 @@ unsafe fn put<T>(at: *mut T, value: T) -> Result<()> {
     Ok(())
 }
 
-/// Declares the functions of the table: each is a field of [`Plugin`], and what a [`Provider`] does for it.
+/// Declares the functions of the table: each is a field of [`Plugin`] and a function that calls a [`Provider`].
 macro_rules! functions {
     (
         $(#[$about:meta])*
@@ -216,15 +217,15 @@ macro_rules! functions {
     };
 }
 
-// What all functions below rely on is said in `Plugin`: pointers are null or valid for the call, handles are
-// those that were given out, and each connection is used as described there.
+// All functions below rely on the contract in `Plugin`: pointers are null or valid for the call, handles are those that
+// were given out, and each connection is used as described there.
 functions! {
-    /// What the plugin gives to the library. Every function but those of one connection may be called from
-    /// any thread; of one connection, `poll` by one thread at a time, `write`, `read`, `send` and `probe` by one
-    /// thread at a time, and `disconnect` by any. Only `connect` and `destroy` may wait.
+    /// The functions of the plugin that the library calls. Those without a connection may be called from any thread. Of
+    /// one connection, `poll` by one thread at a time, `write`, `read`, `send` and `probe` by one thread at a time, and
+    /// `disconnect` by any. Only `connect` and `destroy` may wait.
     pub struct Plugin;
 
-    /// The device that has this local address; -ENODEV if none has.
+    /// Stores the device that has this local address; -ENODEV if none has.
     fn device<P>(local: *const Address, out: *mut Device) -> i32 {
         // SAFETY: the pointers are as said above.
         unsafe { put(out, P::device(local.as_ref().ok_or(INVALID)?)?) }
@@ -245,7 +246,7 @@ functions! {
         }
     }
 
-    /// The next request; -EAGAIN if there is none now, else no more will come.
+    /// Stores the next request; -EAGAIN if there is none now. After any other error no more requests come.
     fn next_request<P>(listener: *mut Listener, out: *mut Request) -> i32 {
         // SAFETY: null or a handle of `listen`, a pointer to a listener.
         let listener = unsafe { listener.cast::<P::Listener>().as_ref() }.ok_or(INVALID)?;
@@ -267,9 +268,10 @@ functions! {
         Ok(())
     }
 
-    /// Connects from a local address, within a time. Waits: for a thread of its own. `beside` is null or a connection
-    /// to the same peer, which outlives this one: then what is registered with that one is good for this one too,
-    /// its completions are told by that one's descriptor, and its queues are short, for it is to carry bulk.
+    /// Connects from a local address, within `timeout_ms` ms for each step. It waits, so it needs a thread of its own.
+    /// `beside` is null, or a connection to the same peer that outlives this one. In that case memory registered with
+    /// `beside` is registered for this connection too, the completion fd of `beside` reports its completions, and its
+    /// queues are short, for it is to carry bulk.
     fn connect<P>(
         local: *const Address,
         remote: *const Address,
@@ -292,7 +294,7 @@ functions! {
         }
     }
 
-    /// Accepts; the connection is up when `state` says 1. `beside` as of `connect`.
+    /// Accepts a request; the connection is up when `state` returns 1. `beside` is as in `connect`.
     fn accept<P>(conn: *mut Conn, private: *const u8, private_len: usize, beside: *mut Conn) -> i32 {
         // SAFETY: the pointers are as said above.
         unsafe {
@@ -310,14 +312,14 @@ functions! {
         Ok(())
     }
 
-    /// Facts about a connection.
+    /// Stores the [`Info`] of a connection.
     fn info<P>(conn: *mut Conn, out: *mut Info) -> i32 {
         // SAFETY: the pointers are as said above.
         unsafe { put(out, connection::<P>(conn)?.info()?) }
     }
 
-    /// Takes in what has happened to the connection and its device: 0 it is not up yet, 1 it is up, negative: it
-    /// is over, and why.
+    /// Takes in events of the connection and its device. Returns 0 if it is not up yet, 1 if it is up, and the negative
+    /// reason if it is over.
     fn state<P>(conn: *mut Conn) -> i32 {
         // SAFETY: the handle is as said above.
         Ok(unsafe { connection::<P>(conn) }?.state())
@@ -369,14 +371,14 @@ functions! {
         let parts: &[Part] = match (parts.is_null(), count) {
             (_, 0) => &[],
             (true, _) => return Err(INVALID),
-            // SAFETY: not null, and as said above: so many parts.
+            // SAFETY: not null, and as said above an array of `count` parts.
             (false, _) => unsafe { std::slice::from_raw_parts(parts, count) },
         };
         for part in parts {
             // SAFETY: each part is memory that can be read, as said above; this is the check.
             unsafe { bytes(part.at, part.len)? };
         }
-        // SAFETY: as before; what could fail was checked.
+        // SAFETY: as before; the loop has checked all that can fail.
         let part = |part: &Part| unsafe { bytes(part.at, part.len) }.unwrap_or_default();
         // SAFETY: the handle is as said above.
         unsafe { connection::<P>(conn)? }.send(parts.iter().map(part))
@@ -397,7 +399,7 @@ functions! {
         // SAFETY: the handle is as said above.
         let count = unsafe { connection::<P>(conn)? }.poll(&mut |done| {
             let (kind, immediate, bytes, len) = match done {
-                // At most a buffer.
+                // The message fits a receive buffer, so its length fits `u32`.
                 Completed::Received(message) => (completion::RECEIVED, 0, message.as_ptr(), message.len() as u32),
                 Completed::Written { immediate, bytes } => (completion::WRITTEN, immediate, null(), bytes),
                 Completed::Room => (completion::ROOM, 0, null(), 0),
@@ -416,22 +418,22 @@ functions! {
         unsafe { connection::<P>(conn)? }.arm()
     }
 
-    /// Begins to end the connection: both ends see that it is over.
+    /// Begins to end the connection; `state` then reports at both ends that it is over.
     fn disconnect<P>(conn: *mut Conn) {
         // SAFETY: the handle is as said above.
         unsafe { connection::<P>(conn)? }.disconnect();
         Ok(())
     }
 
-    /// Frees it. Nobody is in another call for it, or will be.
+    /// Frees the connection. No thread is in another call for it, or will make one.
     fn destroy<P>(conn: *mut Conn) {
         // SAFETY: a handle that is not used any more.
         drop(unsafe { take::<P>(conn) });
         Ok(())
     }
 
-    /// In a fork child, before anything else: closes what was inherited without a word to the device. All
-    /// that was handed out is void.
+    /// Closes the inherited fds in a fork child, before any other call, and does not access the device. All handles are
+    /// void.
     fn after_fork<P>() {
         P::after_fork();
         Ok(())

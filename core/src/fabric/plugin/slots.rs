@@ -1,22 +1,24 @@
-//! Accounts for the send queue: how many work requests it holds, and how many bytes those have to move, which of
-//! them ask for a completion, and whether somebody waits for room. No device here.
+//! Accounts for the send queue: the number of work requests in it, the bytes that they move, which of them ask for a
+//! completion, and whether the poster waits for room. No device here.
 //!
-//! Work requests have numbers, from 0. Number n asks for a completion if n + 1 is a multiple of a quarter of
-//! the queue, or if a quarter of the bytes that may be in the queue have been posted since the last one that does. So a
-//! full queue always holds one; its completion frees all up to it. The poster and the poller may be two threads.
+//! Work requests have numbers, from 0. Number n asks for a completion if n + 1 is a multiple of a quarter of the queue.
+//! It also asks if a quarter of the queue's most bytes have been posted since the last request that asks. So a full
+//! queue always holds one that asks; its completion frees all requests up to it. The poster and the poller may be two
+//! threads.
 //!
-//! The device moves bytes in the order in which they were posted. So that a small message does not stand behind
-//! megabytes of others' the queue is full with fewer of them too: what keeps a fast device busy until the next look.
+//! The device moves bytes in the order in which they were posted. So that a small message does not wait behind
+//! megabytes of other streams, bytes fill the queue too. The limit is what keeps a fast device busy until the next
+//! poll.
 
 use crate::sync::{AtomicU64, Attention, Ordering, Published};
 
-/// Bytes for a queue pair of messages: a device of 400 Gbit/s needs 20 µs for so many, which is more than the way there
-/// and back takes.
+/// The most bytes in the queue of a queue pair for messages. A device of 400 Gbit/s needs 20 µs for them, which is
+/// longer than a round trip.
 pub const FOR_MESSAGES: u64 = 1 << 20;
-/// For one of bulk, whose pieces are as long as that.
+/// The most bytes in the queue of a bulk queue pair, whose pieces have up to 1 MiB.
 pub const FOR_BULK: u64 = 4 << 20;
 
-/// The poster wants to be told.
+/// The poster asks for a notification.
 const WANTED: u32 = 1;
 
 /// The accounts of one send queue.
@@ -29,29 +31,30 @@ pub struct Slots {
     posted: AtomicU64,
     /// Of these, completed; written by the poller.
     freed: Published<AtomicU64>,
-    /// Bytes of all that was posted up to the request of each slot; written by the poster.
+    /// By slot: bytes of all requests posted up to the one in it. Written by the poster.
     bytes: Box<[AtomicU64]>,
-    /// Bytes of all up to the last that asks for a completion; the poster's.
+    /// Bytes of all requests up to the last that asks for a completion. Used by the poster only.
     signalled: AtomicU64,
     /// Not 0: the poster has been turned away.
     wants_room: Attention,
 }
 
-/// The right to post one work request, which is told back with [`Slots::posted`] if it was.
+/// The right to post one work request. The poster calls [`Slots::posted`] if it has used it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Turn {
     /// The slot whose memory it may use.
     pub slot: usize,
-    /// It has to ask for a completion.
+    /// The work request has to ask for a completion.
     pub signal: bool,
-    /// Its number plus one: what its completion frees.
+    /// Its number plus one: as many requests are complete when it is.
     pub frees: u64,
-    /// Bytes of all that was posted, with it.
+    /// Bytes of all requests posted, this one included.
     bytes: u64,
 }
 
 impl Slots {
-    /// For a queue of this depth, at least 1. Nothing more is posted while it has to move `most_bytes` or more.
+    /// Returns the accounts of a queue of `depth` work requests, at least 1. It takes no more requests while it has to
+    /// move `most_bytes` or more.
     pub fn new(depth: u32, most_bytes: u64) -> Self {
         let depth = u64::from(depth.max(1));
         Self {
@@ -66,8 +69,8 @@ impl Slots {
         }
     }
 
-    /// The next turn, for a work request that moves so many bytes; `None` when the queue is full, and then
-    /// [`completed`](Self::completed) will say so when there is room. One caller at a time.
+    /// Returns the next turn, for a work request that moves `bytes` bytes. `None` when the queue is full; then
+    /// [`completed`](Self::completed) returns true when there is room. One caller at a time.
     pub fn turn(&self, bytes: u32) -> Option<Turn> {
         let number = self.posted.load(Ordering::Relaxed);
         if self.is_full(number) {
@@ -88,22 +91,22 @@ impl Slots {
     }
 
     fn is_full(&self, posted: u64) -> bool {
-        // Acquires what `completed` has published: the device has read the slots that it freed.
+        // Acquires the count that `completed` has published: the device has read the slots that it freed.
         let freed = self.freed.look();
         let outstanding = posted.wrapping_sub(freed);
-        // The slot of the last one that was freed is not used again before the queue is as full as it can be.
+        // The slot of the last freed request is not used again before the queue is as full as it can be.
         outstanding >= self.depth
             || outstanding > 0 && self.bytes_up_to(posted).wrapping_sub(self.bytes_up_to(freed)) >= self.most_bytes
     }
 
-    /// Bytes of the first `number` work requests.
+    /// Returns the bytes of the first `number` work requests.
     fn bytes_up_to(&self, number: u64) -> u64 {
         let slot = number.checked_sub(1).map(|last| (last % self.depth) as usize);
         let bytes = slot.and_then(|slot| self.bytes.get(slot));
         bytes.map_or(0, |bytes| bytes.load(Ordering::Relaxed))
     }
 
-    /// The work request of this turn is in the queue.
+    /// Records that the work request of this turn is in the queue.
     pub fn posted(&self, turn: Turn) {
         if let Some(bytes) = self.bytes.get(turn.slot) {
             bytes.store(turn.bytes, Ordering::Relaxed);
@@ -114,23 +117,24 @@ impl Slots {
         self.posted.store(turn.frees, Ordering::Relaxed);
     }
 
-    /// The poster was turned away for another reason, which `still` [looks](Published::look) for again; as for a full
-    /// queue, [`is_wanted`](Self::is_wanted) is true afterwards, unless the reason is gone.
+    /// Records that the poster was turned away for another reason. Returns whether it still holds, by `still`, which
+    /// [checks](Published::look) it again. If so, [`is_wanted`](Self::is_wanted) returns true afterwards, as for a full
+    /// queue.
     pub fn turn_away(&self, still: impl Fn() -> bool) -> bool {
         self.wants_room.arm(WANTED);
         still()
     }
 
-    /// True, once, if the poster was turned away. To be called after it was [published](Published::publish) that the
-    /// reason has gone.
+    /// Returns, once, whether the poster was turned away. To be called after the end of the reason was
+    /// [published](Published::publish).
     pub fn is_wanted(&self) -> bool {
         self.wants_room.take() != 0
     }
 
-    /// All up to this one have completed. True if the poster is to be told that there is room. One caller at
-    /// a time.
+    /// Records that all requests up to this one have completed. True if the poster is to be notified that there is
+    /// room. One caller at a time.
     pub fn completed(&self, frees: u64) -> bool {
-        // A completion is of something that was posted, and comes in order; the device is not relied upon.
+        // A correct device completes only requests that were posted, in order; the code does not rely on it.
         if frees > self.freed.load(Ordering::Relaxed) {
             self.freed.publish(frees);
         }

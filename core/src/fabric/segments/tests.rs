@@ -1,4 +1,4 @@
-//! Tests of memory that is mapped in segments: what it takes, and what is given back.
+//! Tests of memory that is mapped in segments: the addresses and memory that it takes, and gives back.
 
 use std::os::fd::AsFd;
 
@@ -12,7 +12,7 @@ fn file(total: usize) -> crate::os::privatefd::PrivateFd {
     memfd::create_file("rdmasock-test", OFFSET + total as u64).unwrap()
 }
 
-/// How much address space this process has, in pages.
+/// Returns the address space of this process, in pages.
 fn pages() -> usize {
     let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
     statm.split(' ').next().unwrap().parse().unwrap()
@@ -35,7 +35,7 @@ fn two_ends_that_map_by_themselves_see_the_same_bytes() {
         a.reach(offset).unwrap();
         b.reach(offset).unwrap();
         let (a, b) = (a.at(offset).unwrap(), b.at(offset).unwrap());
-        // SAFETY: mapped, and nobody else has the file.
+        // SAFETY: mapped, and no other code uses the file.
         unsafe {
             a.write(n as u8 + 1);
             assert_eq!(b.read(), n as u8 + 1, "{offset}");
@@ -90,7 +90,7 @@ fn addresses_outlive_the_file_and_serve_the_next() {
             }
         }
     }
-    // SAFETY: nobody uses them.
+    // SAFETY: no pointer into them is used.
     unsafe { end.unmap() };
 }
 
@@ -106,7 +106,7 @@ fn a_fork_child_does_not_wait_for_a_thread_that_was_growing() {
         assert_eq!(end.reach(5 * UNIT), Err(Errno::INVAL));
     });
     drop(growing);
-    // SAFETY: nobody uses them.
+    // SAFETY: no pointer into them is used.
     unsafe { end.unmap() };
 }
 
@@ -117,7 +117,7 @@ fn a_piece_lies_in_one_segment() {
     assert!(end.is_piece(0, UNIT) && !end.is_piece(0, 2 * UNIT));
     assert!(end.is_piece(4 * UNIT, 4 * UNIT) && !end.is_piece(4 * UNIT, 4 * UNIT + 1));
     assert!(!end.is_piece(usize::MAX, 2) && !end.is_piece(8 * UNIT, 1));
-    // SAFETY: nobody uses them.
+    // SAFETY: no pointer into them is used.
     unsafe { end.unmap() };
 }
 
@@ -136,7 +136,7 @@ fn what_is_held_takes_no_memory_and_can_be_reached_when_nothing_else_can() {
         assert!(!is_locked || locks(libc::MCL_CURRENT));
         let blocks = || rustix::fs::fstat(&fd).unwrap().st_blocks;
         assert!(blocks() <= 2 * UNIT as i64 / 512, "{}", blocks());
-        // No address and no locked page more.
+        // From here on the process gets no more addresses and no more locked pages.
         for resource in [rustix::process::Resource::As, rustix::process::Resource::Memlock] {
             let limit = rustix::process::Rlimit {
                 current: Some(0),
@@ -146,7 +146,7 @@ fn what_is_held_takes_no_memory_and_can_be_reached_when_nothing_else_can() {
         }
         end.reach(total / 4).unwrap();
         let at = end.at(total / 4).unwrap();
-        // SAFETY: mapped, and nobody else has the file.
+        // SAFETY: mapped, and no other code uses the file.
         unsafe { at.write(7) };
         assert!(end.reach(total - 1).is_err());
     });
@@ -182,6 +182,6 @@ fn memory_is_backed_and_given_back() {
     end.punch_hole(2 * UNIT, UNIT).unwrap();
     assert_eq!(blocks(), 0);
     assert_eq!(end.back(4 * UNIT, 1), Err(Errno::INVAL));
-    // SAFETY: nobody uses them.
+    // SAFETY: no pointer into them is used.
     unsafe { end.unmap() };
 }

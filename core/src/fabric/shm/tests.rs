@@ -44,7 +44,7 @@ impl Files {
         }
     }
 
-    /// As one of the two ends, or the other, has them.
+    /// Returns the files as end `me`, 0 or 1, has them.
     fn memory(&self, me: usize) -> Memory<'_> {
         Memory {
             mine: (self.arenas[me].as_fd(), self.layout),
@@ -53,7 +53,7 @@ impl Files {
         }
     }
 
-    /// Both ends, with that memory.
+    /// Returns both ends, with this memory.
     fn ends(&self) -> [End<Outer>; 2] {
         [0, 1].map(|me| {
             let end = blank();
@@ -62,7 +62,7 @@ impl Files {
         })
     }
 
-    /// Memory that the arena of an end takes, in pages.
+    /// Returns the memory that the arena of an end takes, in pages.
     fn pages(&self, me: usize) -> i64 {
         rustix::fs::fstat(&self.arenas[me]).unwrap().st_blocks / 8
     }
@@ -171,7 +171,7 @@ fn both_ends_follow_the_arenas_as_they_grow() {
     }
 }
 
-/// Bytes of addresses of this process.
+/// Returns the address space of this process in bytes.
 fn addresses() -> usize {
     let status = std::fs::read_to_string("/proc/self/statm").unwrap();
     status.split(' ').next().unwrap().parse::<usize>().unwrap() * 4096
@@ -196,7 +196,7 @@ fn a_ring_beyond_the_allowance_is_not_mapped() {
         let before = addresses();
         assert_eq!(producer.adopt(), Ok(false));
         assert!(addresses() < before + (1 << 26));
-        // Nor is it as a stream's first.
+        // Nor is that region used as a stream's first ring.
         let block = ends[0].mine.block(opened.vqpn).unwrap();
         let theirs = ends[1].theirs.block(opened.vqpn).unwrap();
         assert_ne!(block, theirs);
@@ -228,7 +228,7 @@ fn an_end_serves_one_link_after_another() {
         // SAFETY: no cursor is left.
         unsafe { end.release() };
         assert!(!end.has_ready(WaiterId(2)));
-        // Late, and for nobody.
+        // A late wake-up that reaches no waiter.
         end.notify(Wake(WaiterId(2).queue_bits()), Vqpn(0));
         assert_eq!(end.outside().rung.get(), 0);
     }
@@ -251,7 +251,7 @@ fn memory_that_a_peer_could_take_away_is_refused() {
     memory.theirs.0 = files.flags.0.as_fd();
     memory.theirs.1 = Layout::for_data(4096).unwrap();
     assert!(end.show(&memory).is_err());
-    // And the end is as good as before.
+    // The end can still be used.
     assert!(end.is_usable());
     end.show(&files.memory(0)).unwrap();
     assert!(end.open(12).is_ok());
@@ -273,7 +273,7 @@ fn a_ring_that_cannot_be_mapped_is_not_adopted_and_none_is_given() {
             maximum: None,
         };
         rustix::process::setrlimit(rustix::process::Resource::As, limit).unwrap();
-        // Its owner has mapped it, the sender cannot.
+        // The owner of the ring has mapped it; the sender cannot.
         assert_eq!(producer.spans(8192).map(|s| s.len()), Ok(4096));
         let _ = producer.commit(4096);
         assert_eq!(producer.has_space(), Ok(false), "it is not tried for ever");
@@ -281,7 +281,7 @@ fn a_ring_that_cannot_be_mapped_is_not_adopted_and_none_is_given() {
         assert_eq!(ends[1].open(22).err(), Some(OpenError::Arena));
         assert!(ends[1].open(12).is_ok());
         assert!(ends[1].producer(Vqpn(GROUP_STREAMS)).is_none());
-        // What was sent is there all the same.
+        // The bytes sent before are still there.
         assert_eq!(opened.consumer.available(), Ok(4096));
     });
 }
@@ -297,7 +297,7 @@ fn a_fork_child_reads_zeroes_and_writes_to_nobody() {
     unsafe { spans.copy_in(0, b"yes".as_ptr(), 3) };
     let _ = producer.commit(3);
     forked::in_child(|| {
-        // Without this the next line would be the child's end.
+        // Without this the next line would kill the child.
         ends.iter().for_each(End::after_fork);
         assert_eq!(opened.consumer.available(), Ok(0));
         let spans = producer.spans(3).unwrap();

@@ -1,32 +1,33 @@
-//! Links between hosts: each end keeps a local picture of the peer's arena, and an engine carries what
-//! changes over a queue pair.
+//! Links between hosts: each end keeps a local copy of the peer's arena (the *mirror*), and an engine carries changes
+//! over a queue pair.
 //!
-//! | file | what |
+//! | file | what it has |
 //! |---|---|
-//! | `qp.rs` | what is needed of a queue pair |
+//! | `qp.rs` | the queue pair that an end uses |
 //! | `record.rs` | the wire: messages of records |
-//! | `end.rs`, `past.rs` | an end of a link, its calls and its threads; the calls about what goes past the rings |
-//! | `local.rs`, `tuning.rs`, `counts.rs` | how it reaches those who wait here; what may be set for it; what it counts |
-//! | `shared.rs` | what it has that is used without the lock |
-//! | `engine.rs` | its state, and what its calls do to that |
-//! | `turn.rs`, `receive.rs` | a turn of the engine; what the peer's records do to it |
-//! | `pump.rs`, `sender.rs` | what is to be sent, and in which order; the message being collected |
+//! | `end.rs`, `past.rs` | an end of a link, its calls and its threads; the calls for transfers that bypass the rings |
+//! | `local.rs`, `tuning.rs`, `counts.rs` | the way to the waiters of this process; settings; counters |
+//! | `shared.rs` | the parts of an end that are used without the lock |
+//! | `engine.rs` | the engine's state, and the effects of the end's calls on it |
+//! | `turn.rs`, `receive.rs` | a turn of the engine; the effects of the peer's records |
+//! | `pump.rs`, `sender.rs` | what is sent, and in which order; the message being collected |
 //! | `stream.rs` | the two directions of one stream |
-//! | `lend.rs`, `buffers.rs` | send buffers: what is written while the peer's ring has no room |
-//! | `direct.rs`, `landing.rs`, `bulk.rs` | what goes straight into the memory of programs: the rules, what the engine does about it, the queue pair for it |
-//! | `loan.rs`, `taking.rs` | what the reader's device reads from the memory of a sending program: the rules, what the engine does about it |
+//! | `lend.rs`, `buffers.rs` | send buffers, for bytes for which the peer's ring has no room |
+//! | `direct.rs`, `landing.rs` | WRITEs straight into the memory of programs: the rules; the engine's part |
+//! | `loan.rs`, `taking.rs` | READs from the memory of a sending program: the rules; the engine's part |
+//! | `bulk.rs` | the queue pair for both |
 //! | `credits.rs`, `chunks.rs` | the peer's receive buffers; registered memory |
 //! | `fault.rs` | why a link is down |
 //! | `watch.rs` | whether the peer's device still answers |
 //! | `mem.rs` | a queue pair in memory, for tests |
 //!
-//! Each node has, for a link, two arenas of its own (`layout.rs`): `mine`, where its consumers read, and
-//! the `mirror` of the peer's, where its producers write. Producer and consumer are those of shm. The
-//! engine is the local opposite number of each: it keeps `want_data` of every block of the mirror and
-//! `want_space` of every block of mine set to [`ENGINE`], so that whoever publishes something is given
-//! that word, hands it to [`LinkEnd::notify`](super::link::LinkEnd::notify), and so has it carried over.
-//! What comes from the peer it writes into the blocks as the peer would on shm, and wakes whoever the
-//! other attention word names, who is in this process.
+//! Each node has, for a link, two arenas of its own (`layout.rs`): `mine`, where its consumers read, and the `mirror`
+//! of the peer's, where its producers write. Producer and consumer are the same types as on shm. The engine is the
+//! local counterpart of each: it keeps `want_data` of every block of the mirror and `want_space` of every block of mine
+//! set to [`ENGINE`], so that a cursor that publishes a change gets that word. Its caller passes the word to
+//! [`LinkEnd::notify`](super::link::LinkEnd::notify), and the engine carries the change over. Changes from the peer it
+//! writes into the blocks as the peer would on shm. Then it wakes the waiters of this process that the other attention
+//! word names.
 
 mod buffers;
 mod bulk;

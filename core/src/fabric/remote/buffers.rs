@@ -1,6 +1,6 @@
-//! Room for send buffers: rings of this end's own, where the producers of streams write whose peer's ring has no room.
-//! They lie in the mirror's data area, behind what is the peer's, so that a cursor reaches them as it does the peer's
-//! rings. Not who gets one (`lend.rs`).
+//! The memory for send buffers: rings of this end to which a producer moves whose peer's ring has no room. They lie in
+//! the mirror's data area, behind the copy of the peer's, so that a cursor reaches them as it does the peer's rings.
+//! `lend.rs` decides which stream gets one.
 
 #![forbid(unsafe_code)]
 
@@ -8,16 +8,16 @@ use crate::fabric::arena::Arena;
 use crate::fabric::layout::{PAGE_LOG2, Region};
 use crate::lock::Lock;
 
-/// Where there is room for buffers.
+/// The part of the mirror's data area that is for buffers.
 pub(super) struct Buffers {
     arena: Lock<Arena>,
     bytes: u64,
-    /// The page of the data area that they begin at.
+    /// The page of the data area at which the buffers begin.
     first: u32,
 }
 
 impl Buffers {
-    /// `bytes` of them behind the first `at` bytes of a data area, whole pages.
+    /// Returns room for `bytes` bytes of buffers behind the first `at` bytes of a data area, whole pages.
     pub fn new(at: usize, bytes: usize) -> Self {
         Self {
             arena: Lock::new(Arena::new(bytes as u64)),
@@ -26,7 +26,7 @@ impl Buffers {
         }
     }
 
-    /// For another link: none is taken.
+    /// Frees all buffers, for another link.
     pub fn reset(&self) {
         if let Some(mut arena) = self.arena.lock() {
             *arena = Arena::new(self.bytes);

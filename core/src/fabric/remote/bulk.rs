@@ -1,6 +1,6 @@
-//! The bulk queue pair of a link between hosts: what goes straight into the memory of programs goes over it, and what
-//! is told behind that. An access that is refused ends it and nothing else (docs/protocol.md, P90); another one may
-//! take its place. Not what goes over it (`pump/direct.rs`).
+//! The bulk queue pair of a link between hosts: it carries the transfers straight into the memory of programs, and the
+//! PLACED records behind them. A refused access ends it and nothing else (docs/protocol.md, P90); another one may take
+//! its place. `pump/direct.rs` decides what it carries.
 
 use std::collections::VecDeque;
 
@@ -8,63 +8,62 @@ use super::direct::Answer;
 use super::qp::{Completed, Down, PostError, QueuePair, Read, Write};
 use super::record::{self, Builder, HEADER_BYTES, LONGEST, Record, Serial};
 
-/// More answers are not kept: a correct peer has far fewer adverts that may be answered.
+/// The most answers that wait for room. A correct peer has far fewer adverts that may be answered.
 const MOST_ANSWERS: usize = 1024;
-/// More READs are not under way: what is posted next stands behind them.
+/// The most READs under way, since later work requests wait behind them.
 const MOST_READS: usize = 4;
 
-/// See the module.
+/// A bulk queue pair, with the answers and READs that wait for room.
 pub(super) struct Bulk<Q> {
     qp: Q,
-    /// PLACED records that wait for room, with the streams that they are for.
+    /// PLACED records that wait for room, each with the peer's number of its stream.
     answers: VecDeque<(u32, Answer)>,
     is_full: bool,
     /// Streams, by the peer's number, that wait for room.
     stalled: Vec<u32>,
-    /// Adverts of ours that may still be answered, and how many of them there may be: each answer takes a receive
-    /// buffer.
+    /// Adverts of this end that may still be answered, and their limit: each answer takes a receive buffer.
     landings: u16,
     most_landings: u16,
-    /// READs that were posted, and how many there may be.
+    /// READs that are posted and not complete, and their limit.
     reads: VecDeque<Asked>,
     most_reads: usize,
-    /// Streams of ours that may have more to read, in turns.
+    /// Local streams that may have more to read, in the order of their turns.
     readers: VecDeque<u32>,
 }
 
 /// A PLACED record of the peer's.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Placed {
-    /// Our stream.
+    /// This end's number of the stream.
     pub mine: u32,
     pub serial: u32,
     pub tail: u64,
 }
 
-/// A READ that was posted.
+/// A posted READ.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Asked {
-    /// Our stream.
+    /// This end's number of the stream.
     pub mine: u32,
     pub bytes: u32,
     /// The buffer that it fills; `None`: the ring.
     pub into: Option<Serial>,
 }
 
-/// What a bulk queue pair brings.
+/// An event of a bulk queue pair.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Came {
     Placed(Placed),
-    /// It is done.
+    /// The READ is complete.
     Read(Asked),
 }
 
-/// Why the bulk queue pair is to be given up.
+/// Why this end gives the bulk queue pair up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Lost {
-    /// It has ended.
+    /// The connection is over.
     Down,
-    /// The peer has sent what does not belong there.
+    /// The peer has sent a message that does not belong there.
     Malformed,
 }
 
@@ -98,20 +97,20 @@ impl<Q: QueuePair> Bulk<Q> {
         Ok(self.qp.arm()?)
     }
 
-    /// One more advert; false if there are too many.
+    /// Counts one more advert. False, and it is not counted, if there are too many.
     pub fn begin_landing(&mut self) -> bool {
         let may = self.landings < self.most_landings;
         self.landings += u16::from(may);
         may
     }
 
-    /// It is over.
+    /// Ends the count of an advert.
     pub fn end_landing(&mut self) {
         self.landings = self.landings.saturating_sub(1);
     }
 
-    /// Posts a WRITE from memory under a key to the peer's; false if there is no room, and then the stream is told when
-    /// there is.
+    /// Posts a WRITE of a stream. False if there is no room; then [`poll`](Self::poll) reports the stream when there
+    /// is.
     ///
     /// # Safety
     /// As [`QueuePair::write`].
@@ -130,25 +129,27 @@ impl<Q: QueuePair> Bulk<Q> {
         Ok(false)
     }
 
-    /// The stream has something to read.
+    /// Adds a stream that has bytes to read.
     pub fn add_reader(&mut self, mine: u32) {
         if !self.readers.contains(&mine) {
             self.readers.push_back(mine);
         }
     }
 
-    /// Whose turn it is to read, if there may be one more READ. Who has read is [added](Self::read) again.
+    /// Returns the stream whose turn it is to read; `None` if there is none, or no READ may be added.
+    /// [`read`](Self::read) adds the stream again.
     pub fn next_reader(&mut self) -> Option<u32> {
         let may = !self.is_full && (self.reads.len() < self.most_reads || self.most_reads == 0);
         may.then(|| self.readers.pop_front()).flatten()
     }
 
-    /// Whether there can be any.
+    /// Returns whether the queue pair can post READs.
     pub fn can_read(&self) -> bool {
         self.most_reads > 0
     }
 
-    /// Posts a READ for a stream, whose turn comes again; false if there is no room, and it is tried when there is.
+    /// Posts a READ for a stream, and adds the stream again. False if there is no room; the stream then has the first
+    /// turn when there is.
     ///
     /// # Safety
     /// As [`QueuePair::read`].
@@ -170,7 +171,7 @@ impl<Q: QueuePair> Bulk<Q> {
         }
     }
 
-    /// Says PLACED, behind all that was written before.
+    /// Sends PLACED, behind all that was written before. An error if too many answers wait.
     pub fn answer(&mut self, theirs: u32, answer: Answer) -> Result<(), Lost> {
         if self.answers.len() >= MOST_ANSWERS {
             return Err(Lost::Malformed);
@@ -198,7 +199,7 @@ impl<Q: QueuePair> Bulk<Q> {
         Ok(())
     }
 
-    /// Takes in what has completed; gives how many events that were. `came` gets the peer's records, and each READ;
+    /// Takes in completions. Returns how many events there were. `came` gets the peer's records and each complete READ;
     /// `wake` the streams that have room again.
     pub fn poll(&mut self, mut came: impl FnMut(Came), mut wake: impl FnMut(u32)) -> Result<usize, Lost> {
         let (mut has_room, mut is_malformed) = (false, false);
@@ -207,7 +208,7 @@ impl<Q: QueuePair> Bulk<Q> {
             Completed::Room => has_room = true,
             Completed::Received(bytes) => match read(bytes) {
                 Some(record) => came(Came::Placed(record)),
-                // On iWARP who connects says an empty word first.
+                // On iWARP the connecting side sends an empty message first.
                 None => is_malformed |= !bytes.is_empty(),
             },
             Completed::Read => match reads.pop_front() {
@@ -245,17 +246,17 @@ fn read(message: &[u8]) -> Option<Placed> {
     }
 }
 
-/// A piece of a direct transfer: where it comes from.
+/// The source of a piece of a direct transfer.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Piece {
     pub from: *const u8,
     pub len: u64,
-    /// Under which it is registered here.
+    /// The local key of the source.
     pub key: u32,
 }
 
 impl Piece {
-    /// Its WRITE to an address of the peer's.
+    /// Returns the WRITE of this piece to an address of the peer's process.
     pub fn to(self, address: u64, remote: u32) -> Write {
         Write {
             from: self.from,

@@ -1,8 +1,8 @@
-//! Registered memory: the data areas of both arenas in chunks, made usable for the device when they are
-//! first needed, since arenas are large and sparse. Not who reads or writes it.
+//! Registered memory: the data areas of both arenas in chunks. A chunk is registered with the device when it is first
+//! needed, since arenas are large and sparse. Not here: the reads and writes of that memory.
 //!
-//! The pages of a registered chunk are the device's as long as the queue pair lives: they must not be given
-//! back to the kernel (`punch_hole`), or the device and the process would see different memory.
+//! The device keeps the pages of a registered chunk as long as the queue pair lives. They must not be given back to the
+//! kernel (`punch_hole`), or the device and the process would see different memory.
 
 use std::ops::RangeInclusive;
 
@@ -14,19 +14,19 @@ use crate::lock::Lock;
 /// log2 of the bytes of a chunk: 1 MiB.
 pub(super) const CHUNK_LOG2: u8 = 20;
 
-/// Which chunks a region touches.
+/// Returns the chunks that a region touches.
 pub(super) fn of_region(region: Region, log2: u8) -> RangeInclusive<u32> {
     let first = region.offset() >> log2;
     let last = (region.offset() + region.len() - 1) >> log2;
     first as u32..=last as u32
 }
 
-/// How many chunks a data area of so many bytes has.
+/// Returns how many chunks a data area of `data_len` bytes has.
 pub(super) fn count(data_len: usize, log2: u8) -> u64 {
     (data_len as u64).div_ceil(1 << log2)
 }
 
-/// Which chunks of one arena were tried: each is registered once, by one thread.
+/// The chunks of one arena that a thread has tried to register: each is tried once.
 pub(super) struct Registry(Lock<Vec<bool>>);
 
 impl Registry {
@@ -34,15 +34,16 @@ impl Registry {
         Self(Lock::new(Vec::new()))
     }
 
-    /// For another link: none was tried.
+    /// Forgets all attempts, for another link.
     pub fn reset(&self) {
         if let Some(mut tried) = self.0.lock() {
             *tried = Vec::new();
         }
     }
 
-    /// Registers those of `chunks` that no one has tried. A chunk that the device refuses stays without a key,
-    /// and payload for it travels in messages. Not under the engine's lock: this takes long.
+    /// Registers those of `chunks` that no thread has tried, and returns their keys. A chunk that the device refuses
+    /// stays without a key, and payload for it travels in messages. Not to be called under the engine's lock, since it
+    /// takes long.
     pub fn register<Q: QueuePair>(
         &self,
         qp: &Q,
@@ -65,8 +66,8 @@ impl Registry {
             if len == 0 || tried.get_mut(at).is_none_or(|t| std::mem::replace(t, true)) {
                 continue;
             }
-            // SAFETY: within the data area, which is mapped for as long as the end, and so longer than
-            // its queue pair; ring memory is never referred to.
+            // SAFETY: within the data area, which is mapped for as long as the end, and so longer than its queue pair;
+            // no reference to ring memory is ever formed.
             if let Ok(region) = unsafe { qp.register(side.data_at(offset), len, Role::Both) } {
                 new.push((chunk, region.key));
             }
@@ -82,7 +83,7 @@ pub(super) struct Target {
     pub base: u64,
 }
 
-/// Keys by chunk; only as long as the highest that has one.
+/// Keys by chunk; the list ends at the highest chunk that has a key.
 #[derive(Debug)]
 pub(super) struct Keys<T>(Vec<Option<T>>);
 
@@ -97,7 +98,7 @@ impl<T: Copy> Keys<T> {
         self.0.get(chunk as usize).copied().flatten()
     }
 
-    /// False if it had one.
+    /// Sets the key of a chunk. False if the chunk has one already.
     pub fn set(&mut self, chunk: u32, key: T) -> bool {
         let at = chunk as usize;
         if self.0.len() <= at {
@@ -113,16 +114,16 @@ impl<T: Copy> Keys<T> {
     }
 }
 
-/// What the engine knows of both arenas' chunks.
+/// The keys of both arenas' chunks.
 #[derive(Debug, Default)]
 pub(super) struct Chunks {
-    /// Of ours: the key for the peer, and its address; taken out when announced.
+    /// Of this end's arena: the key for the peer, and the address.
     pub mine: Keys<Target>,
     pub announced: Keys<()>,
-    /// Of ours: the key for our READs.
+    /// Of this end's arena: the key for this end's READs.
     pub sinks: Keys<u32>,
-    /// Of the mirror: the key for our WRITEs.
+    /// Of the mirror: the key for this end's WRITEs.
     pub mirror: Keys<u32>,
-    /// Of the peer's.
+    /// Of the peer's arena, as its CHUNK records name them.
     pub theirs: Keys<Target>,
 }

@@ -1,4 +1,4 @@
-//! The peer's receive buffers: who sends without one would end the connection. Not the send queue.
+//! Counts the peer's receive buffers: a message that finds none would end the connection. Not for the send queue.
 //!
 //! Each end has `most` buffers posted. A message takes one; the peer has posted it again when it has
 //! handled the message, and gives it back with the next message that it sends (*grant*). Ordinary
@@ -16,7 +16,7 @@ pub(super) struct Credits {
     most: u16,
     /// Messages that may be sent.
     have: u16,
-    /// To be given back.
+    /// Buffers that are posted again and to be granted to the peer.
     owed: u16,
 }
 
@@ -29,35 +29,35 @@ impl Credits {
         }
     }
 
-    /// An ordinary message may be sent.
+    /// Returns whether an ordinary message may be sent.
     pub fn can_send(&self) -> bool {
         self.have > 1
     }
 
-    /// A message with only a grant is due, and may be sent.
+    /// Returns whether a message with only a grant is due, and may be sent.
     pub fn must_grant(&self) -> bool {
         self.owed >= self.most / 2 && self.have > 0
     }
 
-    /// What the next message gives back.
+    /// Returns how many buffers the next message gives back.
     pub fn grant(&self) -> u16 {
         self.owed
     }
 
-    /// A message was sent with that grant.
+    /// Records that a message was sent with this grant.
     pub fn on_sent(&mut self) {
         self.have = self.have.saturating_sub(1);
         self.owed = 0;
     }
 
-    /// A WRITE with an immediate was sent, which grants nothing.
+    /// Records that a WRITE with an immediate was sent, which grants nothing.
     pub fn on_immediate(&mut self) {
         self.have = self.have.saturating_sub(1);
     }
 
-    /// Something that took a buffer of ours was received.
+    /// Records a message or immediate that took a receive buffer of this end. An error if the peer had no credit.
     pub fn on_received(&mut self) -> Result<(), Breach> {
-        // The peer never has more credits than we have buffers.
+        // The peer never has more credits than this end has buffers.
         self.owed = self
             .owed
             .checked_add(1)
@@ -66,7 +66,7 @@ impl Credits {
         Ok(())
     }
 
-    /// The peer gave back.
+    /// Adds the credits of a grant. An error if that is more than the peer has buffers.
     pub fn on_grant(&mut self, grant: u16) -> Result<(), Breach> {
         self.have = self
             .have

@@ -1,11 +1,11 @@
-//! One end of a link between hosts: the calls, and which thread does the work. What the work is, is the
-//! engine's business (`engine.rs`, `turn.rs`). The calls about what goes past the rings are in `past.rs`.
+//! An end of a link between hosts: its calls, and which thread does the work. The engine does the work itself
+//! (`engine.rs`, `turn.rs`). `past.rs` has the calls for transfers that bypass the rings.
 //!
 //! # Threads
 //! Any thread may make any call. One lock guards the engine; it is held for posting and polling, and for nothing that
-//! waits. [`notify`](LinkEnd::notify), [`progress`](End::progress) and [`arm`](End::arm) leave their work to whoever
-//! holds it ([`Handoff`]). A signal handler that has interrupted the holder leaves its work in the same way. Doorbells
-//! are rung, and memory is registered, when the lock has been let go of.
+//! waits. [`notify`](LinkEnd::notify), [`progress`](End::progress) and [`arm`](End::arm) leave their work to the holder
+//! if it is taken ([`Handoff`]). A signal handler that has interrupted the holder leaves its work in the same way. The
+//! thread rings doorbells and registers memory after it has released the lock.
 
 use std::collections::VecDeque;
 use std::ops::RangeInclusive;
@@ -35,54 +35,54 @@ use crate::sparse::Sparse;
 use crate::sync::{AtomicBool, AtomicU64, Handoff, Presence, Published, Request, RungMark};
 use crate::wire::{MAX_MESSAGE, Message, RingOffer};
 
-/// One end of a link between hosts.
+/// An end of a link between hosts.
 ///
 /// # What whoever holds it has to do beside [`LinkEnd`]
 /// - [`pair`](LinkEnd::pair) before a cursor of the stream is used; by a thread that is not in a
 ///   signal handler.
-/// - Hand *every* [`Wake`] that a cursor gives to [`notify`](LinkEnd::notify), also that of
-///   [`Producer::end`] for FIN. After what gives none but has to be carried over,
-///   [`touch`](Self::touch): [`Producer::adopt`], [`Consumer::stop`].
-/// - Call [`progress`](Self::progress) while waiting, and when the queue pair's completion fd is readable;
-///   before a sleep [`arm`](Self::arm), then look once more.
-/// - When waiter 0 is told: [`take_message`](Self::take_message) until there is none, and
+/// - Pass *every* [`Wake`] that a cursor returns to [`notify`](LinkEnd::notify), also the one of [`Producer::end`] for
+///   FIN. Call [`touch`](Self::touch) after changes that have to be carried over without such a wake:
+///   [`Producer::adopt`], [`Consumer::stop`].
+/// - Call [`progress`](Self::progress) while waiting, and when the queue pair's completion fd is readable; before a
+///   sleep [`arm`](Self::arm), then check once more.
+/// - When waiter 0 is woken, call [`take_message`](Self::take_message) until it returns `None`, and
 ///   [`fault`](Self::fault).
 /// - Some ms after [`Local::settle_later`], call [`settle`](Self::settle), and again as long as it [owes](Self::owes).
-/// - While [`is_watched`](Self::is_watched), call [`tick`](Self::tick) about once a second. Waiter 0 is told when
-///   that begins.
+/// - While [`is_watched`](Self::is_watched), call [`tick`](Self::tick) about once a second. Waiter 0 is woken when the
+///   watch begins.
 ///
 /// # When the link is down
-/// Every call stays harmless, cursors too: producers fill their rings and consumers drain theirs.
-/// Nothing that comes from the peer is applied any more, so [`received`](Self::received) is final, and
-/// what the peer has to send again begins there; this end sends again from what the peer
-/// [received](Producer::rest).
+/// Every call stays harmless, cursors too: producers fill their rings and consumers drain theirs. No record of the peer
+/// is applied any more, so [`received`](Self::received) is final: from there on the peer has to send again. This end
+/// sends again from the position that the peer has [received](Producer::rest).
 ///
 /// # Both end a direction
-/// On shm one word decides whether a producer has ended a direction or its consumer has stopped it. Here
-/// both can win, each at its own end, with END and STOP crossing on their way. Both marks then stay, and
-/// [`has_crossed`](Self::has_crossed) holds at either end as soon as it knows. The producer's end may have gone on
-/// with TCP, so what was not read cannot be sent in its place: who gets the DEMOTE-REQUEST with a resumption for
-/// a stream that has crossed, or whose producer [is ended](Producer::is_ended), resets the connection.
+/// On shm one word decides whether a producer has ended a direction or its consumer has stopped it. Here both can win,
+/// each at its own end, with END and STOP crossing on their way. Both marks then stay, and
+/// [`has_crossed`](Self::has_crossed) holds at either end as soon as it knows. The producer's end may have gone on with
+/// TCP, so it cannot send the unread bytes in their place. So an end resets the connection when it gets the
+/// DEMOTE-REQUEST with a resumption for a stream that has crossed, or whose producer [is ended](Producer::is_ended).
 pub struct End<Q, L> {
     pub(super) shared: Shared<Q, L>,
     pub(super) engine: Lock<Engine<Q>>,
-    /// What is left to whoever holds the lock: [`PUMP`], [`POLL`], [`SETTLE`].
+    /// Work that is left to the holder of the lock: [`PUMP`], [`POLL`], [`SETTLE`].
     again: Handoff,
-    /// Looks that were not made because another thread was at it.
+    /// Polls that a thread left out because another thread held the engine.
     looks_saved: AtomicU64,
     fault: FaultCell,
     fault_unseen: Published<AtomicBool>,
     sweeps: Sweeps,
     numbers: Numbers,
     registries: [Registry; 2],
-    /// Threads that have let go of the engine's lock and still do what they found under it.
+    /// Threads that have released the engine's lock and still do the work that they found under it.
     pub(super) finishing: Presence,
 }
 
 impl<Q: QueuePair, L: Local> End<Q, L> {
-    /// An end with nothing open over a queue pair that is connected and has not been used. We receive in `mine`;
-    /// `mirror` has the layout of the peer's arena, and behind that room for [buffers](Tuning::buffers). Both are
-    /// zeroed memory of this process alone ([`Mapping::anonymous`](crate::os::memfd::Mapping::anonymous)).
+    /// Returns an end with no stream open, over a queue pair that is connected and has not been used. It receives in
+    /// `mine`; `mirror` has the layout of the peer's arena, and behind that room for [buffers](Tuning::buffers). Both
+    /// are zeroed memory of this process alone ([`Mapping::anonymous`](crate::os::memfd::Mapping::anonymous)).
+    /// [`Unusable`]: the queue pair's receive buffers are too few or too small.
     ///
     /// # Safety
     /// The end must live longer than every cursor that it gives out. [`producer`](LinkEnd::producer)
@@ -129,9 +129,9 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         })
     }
 
-    /// Becomes the end of another link, with nothing open, over a queue pair that is as the one that
-    /// [`new`](Self::new) was given, and that `put` puts in that one's place. The end was [released](Self::release),
-    /// and both of its sides have data areas again. False if threads are about to leave it; then `put` is not called.
+    /// Becomes the end of another link, with no stream open. `put` replaces the queue pair by another one that is like
+    /// the one that [`new`](Self::new) was given. The end was [released](Self::release), and both of its sides have
+    /// data areas again. False if threads still use the end; then `put` is not called.
     pub fn renew(&self, put: impl FnOnce(&Q)) -> bool {
         let Some(mut engine) = self.engine.lock() else {
             return false;
@@ -139,7 +139,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         if !self.finishing.is_empty() {
             return false;
         }
-        // What threads that are late have left here meanwhile.
+        // Drops what late threads have left here meanwhile.
         *engine = Engine::new(&self.shared.limits);
         self.shared.reset();
         self.again.take();
@@ -149,33 +149,33 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         self.registries.iter().for_each(Registry::reset);
         self.fault_unseen.publish(false);
         put(&self.shared.qp);
-        // Last, and under the lock: whoever has met the fault has set it by then, and not after.
+        // Last, and under the lock: a thread that has met the fault has set it by then, and not after.
         self.fault.clear();
         true
     }
 
-    /// The two arenas: of this end, and the peer's as seen from here.
+    /// Returns the two arenas: this end's, and the mirror of the peer's.
     pub fn sides(&self) -> [&Side; 2] {
         [&self.shared.mine, &self.shared.mirror]
     }
 
-    /// The queue pair.
+    /// Returns the queue pair.
     pub fn qp(&self) -> &Q {
         &self.shared.qp
     }
 
-    /// How it reaches our waiters.
+    /// Returns the calls by which the end reaches the waiters of this process.
     pub fn local(&self) -> &L {
         &self.shared.local
     }
 
-    /// Every number that was ever given to a stream of ours is below this.
+    /// Returns a bound: every number that this end ever gave to a stream is below it.
     pub fn numbers(&self) -> u32 {
         self.numbers.ever_given()
     }
 
-    /// Polls the queue pair, applies what has come, tells the waiters of this process, and sends what can
-    /// be sent. True if something came. False at once if another thread is at it.
+    /// Polls the queue pair, applies the peer's records, wakes the waiters of this process, and sends what can be sent.
+    /// True if there was a completion. False at once if another thread holds the engine.
     #[inline]
     pub fn progress(&self) -> Result<bool, Fault> {
         if let Some(fault) = self.fault.get() {
@@ -189,9 +189,9 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         Ok(came | self.again()?)
     }
 
-    /// Before a sleep: the next completion makes the queue pair's fd readable. Then looks once more, as
-    /// [`progress`](Self::progress); if another thread is at that, it looks in our place. Whoever has armed looks
-    /// at what it waits for after this.
+    /// Arms the queue pair before a sleep: the next completion makes its fd readable. Then polls once more, as
+    /// [`progress`](Self::progress) does; if another thread holds the engine, that thread polls in its place. The
+    /// caller checks its own conditions after this.
     pub fn arm(&self) -> Result<bool, Fault> {
         if let Some(fault) = self.fault.get() {
             return Err(fault);
@@ -204,55 +204,56 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         self.run(ARM | POLL)
     }
 
-    /// Whether nothing has come since the queue pair was armed, as far as anybody has looked: then the fd is readable
-    /// as soon as something has, and there is no need to look, or to arm it, before a sleep on it. (Who arms takes the
-    /// event and asks for the next one, and then looks. So what was armed once is so ever after, or the fd is readable,
-    /// or whoever takes the event is about to look: a sleep is at worst one that ends at once.)
+    /// Returns whether no thread has found a completion since the queue pair was armed. Then the fd becomes readable
+    /// with the next completion, and a thread need neither poll nor arm before it sleeps on it. (A thread that arms
+    /// takes the event, asks for the next one, and then polls. So a queue pair that was armed once stays armed, or its
+    /// fd is readable, or the thread that took the event is about to poll. At worst a sleep ends at once.)
     pub fn is_armed(&self) -> bool {
         self.shared.local.armed().load(Acquire)
     }
 
-    /// The fd was found readable: it is so until the queue pair is armed again.
+    /// Records that the fd was found readable. It stays so until the queue pair is armed again.
     pub fn on_readable(&self) {
         self.shared.local.armed().store(false, Relaxed);
     }
 
     /// Sends the heads that are held back since the last call. An idle direction's last bytes count as unread by the
-    /// peer until then (less than a quarter of a ring; nobody waits for it); to be called again while there is
-    /// [something](Self::owes) left.
+    /// peer until then: less than a quarter of a ring, and no thread waits for it. The caller calls it again while the
+    /// end still [owes](Self::owes) heads.
     pub fn settle(&self) {
         if self.shared.owes.begin() {
             let _ = self.run(SETTLE | PUMP);
         }
     }
 
-    /// There is something for [`settle`](Self::settle), perhaps not yet due.
+    /// Returns whether there is work for [`settle`](Self::settle), perhaps not yet due.
     pub fn owes(&self) -> bool {
         self.shared.owes.is_asked()
     }
 
-    /// Something was posted that is not proven to have arrived. For waiter 0, which is not told of it again.
+    /// Returns whether a posted work request is not proven to have arrived. Called for waiter 0, which is not woken for
+    /// it again.
     pub fn is_watched(&self) -> bool {
         if self.shared.watch_unseen.load(Relaxed) {
             self.shared.watch_unseen.publish(false);
         }
-        // After that, so that what begins now is told of again.
+        // After the line above, so that a watch that begins now wakes waiter 0 again.
         self.shared.is_watched.look()
     }
 
-    /// There is reason to doubt that the link works: the peer's device is asked even if nothing is posted.
+    /// Has the peer's device probed even if no work request is posted: the caller doubts that the link works.
     pub fn doubt(&self) {
         self.with(|engine| engine.sender.counts.doubts += 1);
         let _ = self.run(PUMP);
     }
 
-    /// A look at whether the peer's device still answers; the link is down with [`Fault::Silent`] if it has not
-    /// for too long. The time is in ns, of a clock that does not go back.
+    /// Checks whether the peer's device still answers. The link goes down with [`Fault::Silent`] if it has not for
+    /// `SILENCE` ns (`watch.rs`). `now` is in ns, of a clock that does not go back.
     pub fn tick(&self, now: u64) {
         if self.fault.get().is_some() {
             return;
         }
-        // In a signal handler that has interrupted the engine the next tick does it.
+        // In a signal handler that has interrupted the engine, the work is left to the next tick.
         let Some(mut engine) = self.engine.lock() else {
             return;
         };
@@ -261,14 +262,14 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         let _ = self.again();
     }
 
-    /// Carries over what has changed on the stream that the peer calls `theirs`, in either direction,
-    /// where no [`Wake`] said so: after [`Producer::adopt`] and [`Consumer::stop`].
+    /// Carries over the changes of the stream that the peer calls `theirs`, in either direction, that came without a
+    /// [`Wake`]: after [`Producer::adopt`] and [`Consumer::stop`].
     pub fn touch(&self, theirs: Vqpn) {
         self.shared.dirty.push(theirs.0);
         let _ = self.run(PUMP);
     }
 
-    /// The next message of the peer's. Waiter 0 is told when one comes.
+    /// Returns the peer's next message; `None` if there is none. Waiter 0 is woken when one comes.
     pub fn take_message(&self) -> Option<Message> {
         if self.shared.news.look() == 0 {
             return None;
@@ -282,11 +283,10 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         })?
     }
 
-    /// Bytes committed to the peer's stream `theirs` that are not known to be in the peer's ring, where the end mark
-    /// counts as one more; if it is
-    /// not 0 the peer is asked, and when it answers waiter 0 is told, in its ready queue. 0 also when the peer
-    /// has closed the stream, or it is not paired. `None` when the link is down, and in a signal
-    /// handler that has interrupted the engine.
+    /// Returns how many bytes committed to the peer's stream `theirs` are not known to be in the peer's ring; the end
+    /// mark counts as one more. If it is not 0 the peer is asked; when it answers, waiter 0 is woken, with the stream
+    /// in its ready queue. 0 also when the peer has closed the stream, or it is not paired. `None` when the link is
+    /// down, and in a signal handler that has interrupted the engine.
     pub fn unconfirmed(&self, theirs: Vqpn) -> Option<u64> {
         if self.fault.get().is_some() {
             return None;
@@ -298,64 +298,65 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         Some(bytes)
     }
 
-    /// Bytes committed to the peer's stream `theirs` that have not been sent: its ring has no room, or the queue pair.
-    /// 0 also in a signal handler that has interrupted the engine.
+    /// Returns how many bytes committed to the peer's stream `theirs` have not been sent, because its ring or the queue
+    /// pair has no room. 0 also in a signal handler that has interrupted the engine.
     pub fn unsent(&self, theirs: Vqpn) -> u64 {
         self.with(|engine| engine.unsent(&self.shared, theirs.0)).unwrap_or(0)
     }
 
-    /// Up to where our stream `mine` is in our ring. Final once the link is down. `None` if it is not open,
-    /// and in a signal handler that has interrupted the engine.
+    /// Returns the position up to which the bytes of stream `mine` have arrived. Final once the link is down. `None` if
+    /// the stream is not open, and in a signal handler that has interrupted the engine.
     pub fn received(&self, mine: Vqpn) -> Option<u64> {
         self.with(|engine| engine.received(mine.0))?
     }
 
-    /// Up to where the peer is known to have the bytes of its stream `theirs`. As far as this end knows:
-    /// the peer's own word may be more.
+    /// Returns the position up to which the peer is known to have the bytes of its stream `theirs`. The peer itself may
+    /// report more. `None` if the stream is not paired, and in a signal handler that has interrupted the engine.
     pub fn confirmed(&self, theirs: Vqpn) -> Option<u64> {
         self.with(|engine| engine.confirmed(theirs.0))?
     }
 
-    /// Both ends have ended one of the directions of our stream `mine`; see [`End`].
+    /// Returns whether both ends have ended one of the directions of stream `mine`; see [`End`].
     pub fn has_crossed(&self, mine: Vqpn) -> bool {
         self.with(|engine| engine.has_crossed(mine.0)).unwrap_or(false)
     }
 
-    /// Whether the link is down.
+    /// Returns whether the link is down.
     pub fn is_down(&self) -> bool {
         self.fault.get().is_some()
     }
 
-    /// Why the link is down, if it is. For waiter 0, which is not told of it again.
+    /// Returns why the link is down; `None` if it is up. Called for waiter 0, which is not woken for it again.
     pub fn fault(&self) -> Option<Fault> {
         let fault = self.fault.get();
         if fault.is_some() {
             self.fault_unseen.publish(false);
-            // There is nothing to be watched any more.
+            // A link that is down needs no watch.
             self.shared.watch_unseen.publish(false);
         }
         fault
     }
 
-    /// Takes in what has come by now, by whoever is at it.
+    /// Takes in all completions that have come by now; waits for a thread that holds the engine.
     pub fn take_in(&self) {
         if let Some(engine) = self.engine.lock() {
-            // A fault is met again.
+            // A fault is stored, and found again.
             let _ = self.turn(engine, POLL | PUMP);
         }
     }
 
-    /// Takes the link down. Nothing is sent or applied any more when this returns, but by a thread that this
-    /// one has interrupted. The queue pair is for the caller to end. True if it was up.
+    /// Takes the link down. When this returns no record is sent or applied any more, except by a thread that this call
+    /// has interrupted. The caller ends the queue pair. True if the link was up.
     pub fn set_down(&self) -> bool {
         let first = self.fault.set(Fault::Closed);
-        // Whoever is at it has looked for a fault before; let it finish.
+        // A thread that holds the engine has checked for a fault before; it may finish.
         drop(self.engine.lock());
         first
     }
 
-    /// Gives the memory of a link that is down back. What is reached without a cursor stays readable and writable, so
-    /// that a thread that is late does no harm. False if one is about to leave the data areas: then nothing is done.
+    /// Gives the memory of a link that is down back. Memory that threads access without a cursor stays readable and
+    /// writable, so that a thread that is late does no harm. False if a thread still uses the data areas: then nothing
+    /// is done.
     ///
     /// # Safety
     /// No cursor is left, and the queue pairs have been ended.
@@ -368,15 +369,15 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
             return false;
         }
         let old = std::mem::replace(&mut *engine, Engine::new(&self.shared.limits));
-        // Under the lock: whoever takes it next finds the fault, or streams that are not there.
-        // SAFETY: by the contract; what else reaches the data areas has the lock, or is among `finishing`.
+        // Under the lock: its next holder finds the fault, or no streams.
+        // SAFETY: by the contract; every other user of the data areas has the lock, or is among `finishing`.
         self.sides().into_iter().for_each(|side| unsafe { side.release() });
         drop(engine);
         drop(old);
         true
     }
 
-    /// What was done so far. Zeroes in a signal handler that has interrupted the engine.
+    /// Returns the counts so far. Zeroes in a signal handler that has interrupted the engine.
     pub fn counts(&self) -> Counts {
         let counts = self.with(|engine| engine.sender.counts).unwrap_or_default();
         Counts {
@@ -385,13 +386,13 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         }
     }
 
-    /// Does `what`, or leaves it to whoever holds the lock.
+    /// Does the work `what`, or leaves it to the holder of the lock.
     pub(super) fn run(&self, what: u32) -> Result<bool, Fault> {
         self.again.add(what);
         self.again()
     }
 
-    /// Does what was left to do. True if something came.
+    /// Does the work that was left. True if there was a completion.
     pub(super) fn again(&self) -> Result<bool, Fault> {
         let mut came = false;
         loop {
@@ -405,7 +406,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         }
     }
 
-    /// One turn of the engine. Gives the lock back.
+    /// Takes a turn of the engine, and releases the lock.
     fn turn(&self, mut engine: Guard<'_, Engine<Q>>, what: u32) -> Result<bool, Fault> {
         let what = what | self.again.take();
         let result = match self.fault.get() {
@@ -413,24 +414,24 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
             None => engine.run(&self.shared, what),
         };
         if let Err(fault) = result {
-            // Before the lock is let go of: nothing else is applied.
+            // Before the lock is released, so that no other record is applied.
             self.fail(fault);
         }
         self.let_go_of(engine);
         result
     }
 
-    /// Uses the engine; `None` in a signal handler that has interrupted this thread's use.
+    /// Calls `f` with the engine; `None` in a signal handler that has interrupted this thread's use.
     pub(super) fn with<T>(&self, f: impl FnOnce(&mut Engine<Q>) -> T) -> Option<T> {
         let mut engine = self.engine.lock()?;
         let value = f(&mut engine);
         self.let_go_of(engine);
-        // What others left to us.
+        // Other threads may have left work to this one.
         let _ = self.again();
         Some(value)
     }
 
-    /// Lets go of the lock, and does what is not done under it.
+    /// Releases the lock, and does the work that is not done under it.
     fn let_go_of(&self, mut engine: Guard<'_, Engine<Q>>) {
         let after = engine.after.take();
         let is_of_link = after.is_of_link();
@@ -479,12 +480,12 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         }
     }
 
-    /// As of `shm::End`.
+    /// Holds or releases the rings of a stream, as in `shm::End`.
     pub fn hold(&self, mine: Vqpn) {
         self.numbers.hold(mine);
     }
 
-    /// As of `shm::End`.
+    /// Holds or releases the rings of a stream, as in `shm::End`.
     pub fn let_go(&self, mine: Vqpn) {
         self.give_back(self.numbers.let_go(mine));
     }
@@ -497,16 +498,16 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         let Some(done) = done else {
             return;
         };
-        // Without the engine the number stays taken.
+        // If the engine cannot be used, the number stays taken.
         let forgot = self.with(|engine| engine.forget_when_quiet(&self.shared, done));
         if let Some(done) = forgot.flatten() {
             self.free_number(done);
         }
     }
 
-    /// The engine has forgotten it.
+    /// Frees a number that the engine has forgotten.
     fn free_number(&self, Done { number, regions }: Done) {
-        // Not given back to the kernel: the device has the pages.
+        // The memory is not given back to the kernel: the device keeps the pages.
         regions.into_iter().for_each(|r| self.numbers.free(r));
         self.numbers.give_back(number);
     }
@@ -527,12 +528,12 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
             error
         };
         let block = self.shared.mine.block(vqpn).ok_or(OpenError::Streams)?;
-        // SAFETY: within the mapping; the number is free, so nobody has a cursor on the block, and the engine
-        // has forgotten it.
+        // SAFETY: within the mapping; the number is free, so there is no cursor on the block, and the engine has
+        // forgotten it.
         unsafe { block.as_ref() }.reset();
         // SAFETY: as above; this is the block's only consumer, and the end outlives it (`new`).
         let mut consumer = unsafe { Consumer::new(block, self.shared.mine.area()) };
-        // Nobody is waiting yet; the offer is carried over by `pair`.
+        // No producer waits yet; `pair` carries the offer over.
         let _ = consumer.offer(region).map_err(|_| undo(OpenError::Arena))?;
         let ring = RingOffer::new(region.page(), region.log2()).ok_or(OpenError::Arena)?;
         self.register(Which::Mine, of_region(region, self.shared.tuning.chunk_log2));
@@ -563,10 +564,10 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
         taken.unwrap_or(false)
     }
 
-    /// CLOSED follows what is still to be carried over, as far as the peer's ring has room, or, before an end mark, all
-    /// of it; the number is done with when that is sent. That takes calls of [`progress`](Self::progress) if the queue
-    /// pair is full now, and it may not have arrived when the process ends: who cares asks
-    /// [`unconfirmed`](Self::unconfirmed) before.
+    /// CLOSED follows the bytes still to be carried over: before an end mark all of them, otherwise those for which the
+    /// peer's ring has room. This end is done with the number when CLOSED is sent. That takes calls of
+    /// [`progress`](Self::progress) if the queue pair is full now, and CLOSED may not have arrived when the process
+    /// ends. A caller that needs it to arrive asks [`unconfirmed`](Self::unconfirmed) before.
     fn close(&self, mine: Vqpn, theirs: Option<Vqpn>, consumer: Option<Consumer>) {
         self.numbers.keep(mine, consumer);
         let Some(yours) = theirs else {
@@ -574,7 +575,7 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
         };
         match self.with(|engine| engine.close(mine.0, yours.0)) {
             Some(true) => {}
-            // It was never paired: there is nothing to be carried over.
+            // The stream was never paired: there are no bytes to be carried over.
             Some(false) => {
                 if self.send(&Message::Closed { yours }).is_ok() {
                     self.mark_done(mine, done::LOCAL);
@@ -604,8 +605,8 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
         self.numbers.free(region);
     }
 
-    /// After what the peer has to know of the stream that the message is about: heads, offers, flags, a stop.
-    /// No message that comes with fds. CLOSED is sent by [`close`](Self::close) where there is a stream.
+    /// Sends a message after the state that the peer needs of its stream: heads, offers, flags, a stop. Messages with
+    /// fds are refused. [`close`](Self::close) sends CLOSED where there is a stream.
     fn send(&self, message: &Message) -> Result<(), SendError> {
         if self.fault.get().is_some() {
             return Err(SendError::Down);
@@ -627,14 +628,14 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
             }
             outbox.push_back(message);
         }
-        // A fault that is met now, perhaps behind the message, does not say that it was not sent: the peer may act on
-        // it. What has to be done about a link that is down is done where that is found.
+        // A fault that is met now, perhaps behind the message, does not prove that the message was not sent: the peer
+        // may act on it. The thread that finds the link down handles that.
         let _ = self.run(PUMP);
         Ok(())
     }
 
-    /// [`ENGINE`]: carries over what has changed on the stream. Other wakes travel to the peer, and
-    /// wake whom they name there.
+    /// [`ENGINE`]: carries over the changes of the stream. Other wakes travel to the peer, and wake the waiters that
+    /// they name there.
     #[inline]
     fn notify(&self, wake: Wake, theirs: Vqpn) {
         if wake.0 == ENGINE.0 {
@@ -652,8 +653,8 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
         self.shared.mine.told_at(mine)
     }
 
-    /// Of waiter 0 also whether there is a message, or a fault, the beginning of a watch or the end of a bulk queue
-    /// pair that was not asked for.
+    /// For waiter 0 also returns whether there is a message, or a fault, a new watch or a given-up bulk queue pair for
+    /// which it has not asked.
     fn has_ready(&self, waiter: WaiterId) -> bool {
         Sweeps::has_ready(&self.shared.mine, waiter)
             || waiter == SERVICE

@@ -1,5 +1,5 @@
-//! The state of one end of a link between hosts, and what this end's calls do to it. What a turn does is `turn.rs`; the
-//! lock around this, and what is done outside it, is `end.rs`.
+//! The state of one end of a link between hosts, and the effects of this end's calls on it. `turn.rs` has the engine's
+//! turn; `end.rs` has the lock around this state, and the work outside of it.
 
 use std::collections::VecDeque;
 
@@ -18,7 +18,7 @@ use crate::fabric::ready::{PrivateQueue, ReadyCursor};
 use crate::fabric::ring::DirectionBlock;
 use crate::wire::Message;
 
-/// See the module.
+/// The state of one end, under the end's lock.
 pub(super) struct Engine<Q> {
     pub streams: Streams,
     pub chunks: Chunks,
@@ -29,18 +29,18 @@ pub(super) struct Engine<Q> {
     pub sweep: ReadyCursor,
     pub closing: ReadyCursor,
     pub lazy: (PrivateQueue, ReadyCursor),
-    /// The stream, by the peer's number, that was served when there was no room to go on.
+    /// The stream, by the peer's number, whose turn was interrupted because there was no room.
     pub current: Option<u32>,
     pub watch: Watch,
     /// The time of the next tick, ns.
     pub now: u64,
     pub bulk: Option<Bulk<Q>>,
-    /// It is to be given up.
+    /// Why the bulk queue pair is to be given up.
     pub lost: Option<Lost>,
-    /// The advert that was made last.
+    /// The serial of the last advert or loan.
     pub serial: u32,
     pub direct: DirectCounts,
-    /// Numbers that both ends are done with, of streams into whose rings something may still be read.
+    /// Numbers that both ends are done with, of streams into whose rings READs may still bring bytes.
     pub unforgotten: Vec<Done>,
 }
 
@@ -66,14 +66,14 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    /// A new stream of ours.
+    /// Records a new stream of this end.
     pub fn open(&mut self, mine: u32) {
         if let Some(s) = self.streams.make(mine) {
             s.open();
         }
     }
 
-    /// Both ends are done with our number.
+    /// Forgets a stream whose number both ends are done with.
     pub fn forget<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32) {
         if let Some(s) = self.streams.get(mine) {
             let theirs = s.theirs;
@@ -90,7 +90,7 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    /// The peer's number is not that of our stream any more.
+    /// Ends the pairing of the peer's number with stream `mine`.
     pub fn unlink(&mut self, mine: u32, theirs: Option<u32>) {
         if let Some(theirs) = theirs
             && self.streams.mine(theirs) == Some(mine)
@@ -99,7 +99,7 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    /// See [`LinkEnd::pair`](crate::fabric::link::LinkEnd::pair).
+    /// Pairs two numbers, as [`LinkEnd::pair`](crate::fabric::link::LinkEnd::pair) says.
     pub fn pair<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, theirs: u32, first: Option<Region>) {
         let Some(block) = g.block_mirror(theirs) else {
             return;
@@ -107,7 +107,7 @@ impl<Q: QueuePair> Engine<Q> {
         if let Some(old) = self.streams.mine(theirs)
             && let Some(s) = self.streams.get(old)
         {
-            // The peer has opened its number anew, so it is done with what it was.
+            // The peer has opened its number anew, so it is done with the old stream.
             s.theirs = None;
         }
         let Some(s) = self.streams.get(mine) else {
@@ -123,7 +123,7 @@ impl<Q: QueuePair> Engine<Q> {
         block.reset();
         let early = std::mem::take(&mut s.early);
         if let Some(word) = early.offer {
-            // It was checked when it came. Nobody waits for it yet.
+            // The offer was checked when it came. No producer waits for it yet.
             let _ = s.out.on_offer(block, g.peers_len, word);
         } else if let Some(first) = first {
             s.out.foresee(block, g.peers_len, first);
@@ -135,7 +135,7 @@ impl<Q: QueuePair> Engine<Q> {
         self.streams.link(theirs, Some(mine));
     }
 
-    /// CLOSED is to be sent once all is carried over. False if the two are no pair.
+    /// Has CLOSED sent once all bytes are carried over. False if the two numbers are not paired.
     pub fn close(&mut self, mine: u32, theirs: u32) -> bool {
         match self.streams.get(mine) {
             Some(s) if s.state == State::Open && s.theirs == Some(theirs) => {
@@ -146,7 +146,7 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    /// Memory of ours was registered.
+    /// Stores the keys of chunks that were registered.
     pub fn on_registered<L: Local>(&mut self, g: &Shared<Q, L>, which: Which, keys: &[(u32, Key)]) {
         for (chunk, key) in keys {
             match which {
@@ -162,7 +162,7 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    /// What is not confirmed of what was committed to the peer's stream, and whether to ask.
+    /// Returns how many committed bytes of the peer's stream are not confirmed, and whether to ask for a confirmation.
     pub fn unconfirmed<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> (u64, bool) {
         let Some(s) = self.streams.of_peer(theirs) else {
             return (0, false);

@@ -1,9 +1,9 @@
-//! Which stream has a send buffer, and from which position on. The peer knows nothing of it: a buffer's bytes go to the
-//! peer's ring as that has room, at the same positions. Not how they are carried over (`pump/data.rs`).
+//! Gives send buffers to streams, and takes them back. The peer knows nothing of them: a buffer's bytes go to the
+//! peer's ring as that has room, at the same positions. `pump/data.rs` carries them over.
 //!
-//! A stream has at most one. Its producer moves there, and back when all has been read, under its own lock and the
-//! engine's, so that both know at the same moment where the next byte is. A buffer is free when its bytes have been
-//! read, or the peer has closed.
+//! A stream has at most one buffer. Its producer moves there, and back when all bytes have been read. It does so under
+//! its own lock and the engine's, so that both know at the same moment where the next byte is. A buffer is free when
+//! its bytes have been read, or when the peer has closed the stream.
 
 use super::engine::Engine;
 use super::local::{ENGINE, Local};
@@ -14,7 +14,7 @@ use crate::fabric::ring::proxy::pack_offer;
 use crate::fabric::ring::{Producer, Wake};
 
 impl<Q: QueuePair> Engine<Q> {
-    /// See [`LinkEnd::lend`](crate::fabric::link::LinkEnd::lend).
+    /// Moves a producer to a send buffer, as [`LinkEnd::lend`](crate::fabric::link::LinkEnd::lend) says.
     pub fn lend<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32, producer: &mut Producer, log2: u8) -> bool {
         let Some(part) = producer.fits_aside(log2) else {
             return false;
@@ -24,7 +24,7 @@ impl<Q: QueuePair> Engine<Q> {
         let (Some(s), Some(block)) = (s, g.block_mirror(theirs)) else {
             return false;
         };
-        // What it has adopted before comes before.
+        // The ring that the producer has adopted before comes first.
         s.out.look(block, ENGINE.0);
         let Some(region) = g.buffers.take(part) else {
             return false;
@@ -39,7 +39,7 @@ impl<Q: QueuePair> Engine<Q> {
         moves
     }
 
-    /// See [`LinkEnd::take_back`](crate::fabric::link::LinkEnd::take_back).
+    /// Moves a producer back, as [`LinkEnd::take_back`](crate::fabric::link::LinkEnd::take_back) says.
     pub fn take_back<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32, producer: &mut Producer) -> bool {
         let (Some(mine), Some(block)) = (self.streams.mine(theirs), g.block_mirror(theirs)) else {
             return false;
@@ -51,13 +51,14 @@ impl<Q: QueuePair> Engine<Q> {
             return false;
         };
         let next = out.offered;
-        // A ring that it has adopted before it moved aside, and has not used, is to be told of first.
+        // The producer may have adopted a ring before it moved aside, and not used it. The peer has to be sent that
+        // SWITCH first.
         let is_carried = out.told == producer.position() && out.switch_at.is_none();
         let moves = is_carried && producer.move_back(ring, out.generation, next.map(|(_, ring)| ring));
         if moves {
             out.aside = None;
             g.buffers.give_back(aside.region);
-            // From here on it is for the producer.
+            // From here on the producer adopts offers itself.
             let wake = next.map_or(Wake::NONE, |(generation, ring)| {
                 block.put_offer(pack_offer(generation, ring))
             });
@@ -66,7 +67,7 @@ impl<Q: QueuePair> Engine<Q> {
         moves
     }
 
-    /// See [`End::unsent`](super::End::unsent).
+    /// Returns how many committed bytes have not been sent, as [`End::unsent`](super::End::unsent) does.
     pub fn unsent<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> u64 {
         let told = self.streams.of_peer(theirs).map(|s| s.out.told);
         let tail = g.block_mirror(theirs).map(|block| block.tail());

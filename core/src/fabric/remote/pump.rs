@@ -1,7 +1,7 @@
-//! What is sent, and in which order: messages of the side channel first, then the streams that have something
-//! to send, in turns, then a grant if one is due. What was put into the message that is being collected counts as sent
-//! (`sender.rs`). So when the queue pair is full, or credits are used up, nothing has to be undone: the message waits,
-//! and the stream whose turn it was goes on from there.
+//! Decides what is sent, in this order: messages of the side channel, then the streams that have something to send, in
+//! turns, then a grant if one is due. Records in the message that is being collected count as sent (`sender.rs`). So
+//! when the queue pair is full, or credits are used up, nothing has to be undone. The message waits, and the stream
+//! whose turn it was goes on from there.
 
 mod control;
 mod data;
@@ -50,7 +50,7 @@ impl<Q: QueuePair> Engine<Q> {
                 Ok(Turn::Done | Turn::Full) => {}
                 Ok(Turn::More) => g.dirty.push(theirs),
                 Err(halt) => {
-                    // It is the first when there is room again, so that none is passed over for ever.
+                    // The stream is the first when there is room again, so that none is passed over for ever.
                     self.current = Some(theirs);
                     return Err(halt);
                 }
@@ -70,10 +70,10 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    /// Messages of the side channel, each after what the peer has to know of its stream.
+    /// Sends the messages of the side channel, each after the state that the peer needs of its stream.
     fn messages<L: Local>(&mut self, g: &Shared<Q, L>) -> Result<(), Halt> {
         let Some(mut outbox) = g.outbox.lock() else {
-            // We have interrupted whoever puts one there, and then comes here.
+            // This thread was interrupted while it queued a message; it pumps afterwards.
             return Ok(());
         };
         while let Some(message) = outbox.front() {
@@ -91,7 +91,7 @@ impl<Q: QueuePair> Engine<Q> {
         Ok(())
     }
 
-    /// A stream's turn.
+    /// Serves a stream's turn.
     fn serve<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> Result<Turn, Halt> {
         if let Some(cell) = g.tells.get(theirs as usize) {
             let word = cell.swap(0, SeqCst);
@@ -121,7 +121,8 @@ impl<Q: QueuePair> Engine<Q> {
         if turn == Turn::More {
             return Ok(turn);
         }
-        // What precedes an end mark is owed to whoever still reads. Without one it is not: it goes over TCP.
+        // Bytes before an end mark are owed to a peer that still reads. Bytes without an end mark are not: they go over
+        // TCP.
         let is_owed =
             turn == Turn::Full && !s.peer_left && g.block_mirror(theirs).is_some_and(DirectionBlock::has_ended);
         let closes = s.closing && !is_owed;
@@ -135,7 +136,7 @@ impl<Q: QueuePair> Engine<Q> {
                 }
                 return Ok(Turn::Done);
             }
-            // A message goes out anyway.
+            // A message is sent anyway.
             s.inc.settle = true;
         } else {
             return Ok(Turn::Done);

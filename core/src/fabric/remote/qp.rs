@@ -1,26 +1,26 @@
-//! What the engine of a link between hosts needs of a connected queue pair, whoever provides it: the
-//! verbs plugin, or memory in tests. Not here: connecting, and what the bytes mean.
+//! The connected queue pair that the engine of a link between hosts uses. Its provider is the verbs plugin, or memory
+//! in tests. Not here: connecting, and the meaning of the bytes.
 
-/// What a queue pair can do.
+/// The limits of a queue pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Receive buffers that this end keeps posted; the peer has as many. A message that meets none ends
-    /// the connection on some devices, so who sends counts them.
+    /// Receive buffers that this end keeps posted; the peer has as many. On some devices a message that finds none ends
+    /// the connection, so the sender counts them.
     pub receive_buffers: u16,
     /// Bytes of one receive buffer, and so the longest message.
     pub buffer_bytes: u32,
     /// A WRITE can carry an immediate (not on iWARP). It takes a receive buffer as a message does.
     pub immediate: bool,
-    /// What a packet carries at most, a power of two: messages and WRITEs are cut into such. 0: it does not matter (TCP
-    /// cuts iWARP's).
+    /// The most bytes of a packet, a power of two; messages and WRITEs are cut into such packets. 0: it does not matter
+    /// (TCP cuts iWARP's).
     pub packet_bytes: u32,
-    /// READs that may be under way at a time; more wait in the send queue, with what was posted behind them. 0: none
-    /// can be posted.
+    /// READs that may be under way at a time. More of them wait in the send queue, and all requests behind them too. 0:
+    /// none can be posted.
     pub reads: u8,
 }
 
 impl Limits {
-    /// Whether so many bytes, at least one, take more packets with `header` before them than without.
+    /// Returns whether `bytes` bytes, at least one, take more packets with `header` bytes before them than without.
     pub fn spills(&self, bytes: u64, header: u64) -> bool {
         let packet = u64::from(self.packet_bytes);
         packet != 0 && (bytes.wrapping_sub(1) & (packet - 1)) + header >= packet
@@ -36,25 +36,25 @@ pub struct Key {
     pub remote: u32,
 }
 
-/// What memory is registered for.
+/// The uses that memory is registered for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     /// The source of this end's WRITEs and the target of its READs, and the target of the peer's WRITEs.
     Both,
     /// The source of this end's WRITEs.
     Source,
-    /// The target of the peer's, and of this end's READs.
+    /// The target of the peer's WRITEs and of this end's READs.
     Target,
     /// The source of the peer's READs.
     Offered,
 }
 
-/// Memory that is registered, to be [given back](QueuePair::deregister).
+/// Registered memory, for a later [`deregister`](QueuePair::deregister).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Region {
-    /// How it is named.
+    /// The keys of the memory.
     pub key: Key,
-    /// By which it is given back.
+    /// Names the memory to the provider.
     pub handle: u64,
 }
 
@@ -90,7 +90,7 @@ pub struct Read {
     pub remote: u32,
 }
 
-/// Why nothing was posted.
+/// Why a work request was not posted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PostError {
     /// The send queue is full; [`Completed::Room`] follows.
@@ -106,12 +106,12 @@ pub enum PostError {
 #[error("the connection is down (errno {0})")]
 pub struct Down(pub i32);
 
-/// Something that has completed.
+/// A completion.
 #[derive(Debug)]
 pub enum Completed<'a> {
     /// A message of the peer; its buffer is posted again when the callback returns.
     Received(&'a [u8]),
-    /// A WRITE of the peer with this immediate has placed so many bytes.
+    /// A WRITE of the peer with an immediate has completed.
     Written {
         /// The immediate, in host order.
         immediate: u32,
@@ -120,27 +120,28 @@ pub enum Completed<'a> {
     },
     /// There is room in the send queue again.
     Room,
-    /// The bytes of a [READ](QueuePair::read) are here.
+    /// The bytes of a [READ](QueuePair::read) have arrived.
     Read,
     /// The peer's device has answered a [`probe`](QueuePair::probe).
     Probed,
 }
 
-/// A connected reliable queue pair. Work requests complete in the order in which they were posted, and
-/// the peer sees a message only after all that was written before it. No call waits.
+/// A connected reliable queue pair. Work requests complete in the order in which they were posted. The peer sees a
+/// message only after all bytes that were written before it. No call waits.
 pub trait QueuePair: Send + Sync {
-    /// What it can do.
+    /// Returns the limits of the queue pair.
     fn limits(&self) -> Limits;
 
-    /// Makes memory usable for a role, by this queue pair and those beside it. May take as long as it takes to pin it.
+    /// Registers memory for a role, for this queue pair and those beside it. Takes as long as the device needs to pin
+    /// the memory.
     ///
     /// # Safety
     /// Until it is deregistered or the queue pair is over the memory is accessed through raw pointers and atomics only.
-    /// Where it may be unmapped meanwhile, what is posted for it fails, or reaches what is not mapped any more.
+    /// If it is unmapped meanwhile, work requests for it fail, or reach pages that are not mapped any more.
     unsafe fn register(&self, at: *mut u8, len: usize, role: Role) -> Result<Region, Down>;
 
-    /// Undoes that: neither end's work requests reach the memory any more when this returns. One that is under way, or
-    /// comes later, ends the queue pair that it is of.
+    /// Deregisters memory: neither end's work requests reach it any more when this returns. A request for it that is
+    /// under way, or comes later, ends its queue pair.
     fn deregister(&self, region: Region);
 
     /// Posts a WRITE, with an immediate if [`Limits::immediate`] allows.
@@ -149,26 +150,26 @@ pub trait QueuePair: Send + Sync {
     /// The source is within memory that was registered under its key.
     unsafe fn write(&self, write: &Write, immediate: Option<u32>) -> Result<(), PostError>;
 
-    /// Posts a READ, where [`Limits::reads`] allows any. It completes as [`Completed::Read`]: one for each, in the
-    /// order in which they were posted.
+    /// Posts a READ, if [`Limits::reads`] allows any. Each READ completes as one [`Completed::Read`], in the order in
+    /// which they were posted.
     ///
     /// # Safety
-    /// The target is within memory that was registered under its key, and nobody relies on what is there before the
-    /// READ has completed, or the queue pair is no more.
+    /// The target is within memory that was registered under its key. No code relies on its content before the READ has
+    /// completed, or the queue pair is gone.
     unsafe fn read(&self, read: &Read) -> Result<(), PostError>;
 
-    /// Posts a message made of these parts, together at most [`Limits::buffer_bytes`] long. They are copied.
+    /// Posts a message made of these parts, together at most [`Limits::buffer_bytes`] bytes long. They are copied.
     fn send(&self, parts: &[&[u8]]) -> Result<(), PostError>;
 
-    /// Posts a request that completes, as [`Completed::Probed`], only when the peer's device has answered it, and so
-    /// has all that was posted before. The peer's process has no part in that, and it takes no receive buffer.
-    /// There is room for one whatever else was posted; at most one at a time. [`PostError::Full`] if nothing may
-    /// be posted yet: then no [`Completed::Room`] follows.
+    /// Posts a probe. It completes, as [`Completed::Probed`], only when the peer's device has answered it, and so has
+    /// all that was posted before. The peer's process has no part in that, and the probe takes no receive buffer. The
+    /// queue always has room for one probe; at most one may be under way. [`PostError::Full`] if it may not be posted
+    /// yet: then no [`Completed::Room`] follows.
     fn probe(&self) -> Result<(), PostError>;
 
-    /// Hands over what has completed, in order; gives how many events that were. One caller at a time.
+    /// Hands over completions in order. Returns how many events there were. One caller at a time.
     fn poll(&self, each: &mut dyn FnMut(Completed<'_>)) -> Result<usize, Down>;
 
-    /// The next completion makes the queue pair's fd readable. To be followed by a [`poll`](Self::poll).
+    /// Makes the next completion turn the queue pair's fd readable. The caller then [polls](Self::poll) once more.
     fn arm(&self) -> Result<(), Down>;
 }

@@ -1,5 +1,5 @@
-//! What the peer's records do to the engine of a link between hosts: each is checked before it is applied (I7). What is
-//! sent in turn is `pump.rs`.
+//! Applies the peer's records to the engine of a link between hosts; each is checked first (I7). `pump.rs` sends what
+//! follows from them.
 
 use super::chunks::{self, Target};
 use super::engine::Engine;
@@ -15,12 +15,12 @@ use crate::fabric::ring::Wake;
 use crate::wire::Message;
 
 impl<Q: QueuePair> Engine<Q> {
-    /// Something has completed on the queue pair.
+    /// Applies a completion of the queue pair.
     pub fn on_event<L: Local>(&mut self, g: &Shared<Q, L>, event: Completed<'_>) -> Result<(), Breach> {
         match event {
             Completed::Room => self.sender.on_room(),
             Completed::Probed => self.watch.on_answered(),
-            // None is posted here.
+            // This queue pair carries no READs.
             Completed::Read => {}
             Completed::Written { immediate, bytes } => {
                 self.sender.on_received()?;
@@ -129,7 +129,7 @@ impl<Q: QueuePair> Engine<Q> {
                 known(&mut self.streams, mine)?;
                 self.on_taken(g, mine, serial, tail)
             }
-            // It belongs on the bulk queue pair.
+            // PLACED belongs on the bulk queue pair.
             Record::Placed { .. } => Err(Breach::Advert),
             Record::Head { theirs: mine, .. }
             | Record::Offer { theirs: mine, .. }
@@ -139,7 +139,7 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    /// What the peer's consumer says to our producer.
+    /// Applies a record of the peer's consumer, for the local producer.
     fn on_consumer<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, record: Record<'_>) -> Result<(), Breach> {
         let s = known(&mut self.streams, mine)?;
         if s.state == State::Left {
@@ -165,7 +165,8 @@ impl<Q: QueuePair> Engine<Q> {
             _ => {}
         }
         g.tell_here(&mut self.after, wake, mine);
-        // It may have been waiting for this ring, or for this room, or for the program to take what went past the ring.
+        // The stream may have been waiting for this ring or this room, or for the program to take bytes that bypassed
+        // the ring.
         let has_room = matches!(record, Record::Head { .. }) && s.out.told < block.tail();
         let goes_on = was_held && !s.out.targets.holds(s.out.head);
         if has_room || goes_on || matches!(record, Record::Offer { .. }) {
@@ -202,7 +203,7 @@ impl<Q: QueuePair> Engine<Q> {
                 bulk.end_landing();
             }
             if let Some(theirs) = s.theirs.filter(|_| s.closing) {
-                // Nobody waits for the rest any more.
+                // The peer does not wait for the rest any more.
                 g.dirty.push(theirs);
             }
             self.on_reader_left(g, yours.0);
@@ -215,14 +216,14 @@ impl<Q: QueuePair> Engine<Q> {
 }
 
 impl Stream {
-    /// What the peer's consumer says before we know its number: kept until then.
+    /// Keeps a record of the peer's consumer that comes before its number is known here.
     fn on_early(&mut self, data_len: usize, record: Record<'_>) -> Result<(), Breach> {
         match record {
             Record::Offer { word, .. } => {
                 self.out.check_offer(data_len, word)?;
                 match self.early.offer.replace(word) {
                     None => Ok(()),
-                    // Nothing can have been adopted yet.
+                    // No ring can have been adopted yet, so a second offer is an error.
                     Some(_) => Err(Breach::Offer),
                 }
             }
@@ -240,7 +241,7 @@ impl Stream {
     }
 }
 
-/// A stream that the peer may speak of.
+/// Returns a stream that the peer's records may name; an error for any other number.
 fn known(streams: &mut Streams, mine: u32) -> Result<&mut Stream, Breach> {
     streams
         .get(mine)

@@ -1,5 +1,5 @@
-//! What an end of a link between hosts has beside its engine's state, and uses without the engine's lock too:
-//! the arenas, what is queued to be sent, and the ways to this process's waiters. Not what is done with it.
+//! The parts of an end of a link between hosts that are also used without the engine's lock: the arenas, the queues of
+//! messages and streams to be sent, and the ways to this process's waiters. Not how they are used.
 
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering::SeqCst;
@@ -19,7 +19,7 @@ use crate::lock::Lock;
 use crate::sparse::Sparse;
 use crate::sync::{AtomicBool, AtomicU32, Published, Request, RungMark};
 
-/// More messages are not kept, in either direction. A correct end owes at most a few a stream.
+/// The most messages that are kept, in either direction. A correct end owes at most a few for each stream.
 pub(super) const MAX_QUEUED_MESSAGES: usize = 8 * MAX_STREAMS as usize;
 
 /// One of the two arenas.
@@ -39,47 +39,47 @@ pub(super) struct QueuedMessage {
 /// A bulk queue pair that was given up.
 pub(super) struct Retired<Q> {
     pub qp: Q,
-    /// Streams of ours into whose rings something may come until it is no more.
+    /// Local streams into whose rings bytes may come until the queue pair is gone.
     pub under_way: Vec<u32>,
 }
 
-/// What is used without the engine's lock too.
+/// The parts of an end that are also used without the engine's lock.
 pub(super) struct Shared<Q, L> {
-    // First: nothing is registered any more when the memory goes away.
+    // First, so that it is dropped first: no memory is registered any more when it is unmapped.
     pub qp: Q,
     pub limits: Limits,
     pub mine: Side,
     pub mirror: Side,
-    /// Bytes of the mirror's data area that are the peer's.
+    /// Bytes of the mirror's data area that copy the peer's.
     pub peers_len: usize,
-    /// What is behind them.
+    /// The send buffers behind them.
     pub buffers: Buffers,
     pub local: L,
     pub tuning: Tuning,
     /// Streams with something to send, by the peer's number.
     pub dirty: PrivateQueue,
-    /// Streams that were closed while the engine could not be used, by our number.
+    /// Streams that were closed while the engine could not be used, by this end's number.
     pub closing: PrivateQueue,
-    /// Whom to tell at the peer about its stream.
+    /// By the peer's number of a stream: the attention word that the peer is to be sent for it.
     pub tells: Sparse<AtomicU32, { MAX_STREAMS as usize / 128 }, 128>,
     pub outbox: Lock<VecDeque<QueuedMessage>>,
     /// Messages in the inbox.
     pub news: Published<AtomicU32>,
-    /// A head was held back.
+    /// A head was held back, for [`End::settle`](super::End::settle).
     pub owes: Request,
-    /// Somebody has to tick for the engine's watch.
+    /// The engine's watch needs ticks.
     pub is_watched: Published<AtomicBool>,
-    /// That was not so before, and the service thread has not asked since.
+    /// The watch has begun, and the service thread has not asked since.
     pub watch_unseen: Published<AtomicBool>,
     pub marks: Box<[RungMark]>,
     /// Bulk queue pairs that were given up, to be ended where that may take its time.
     pub retired: Lock<Vec<Retired<Q>>>,
-    /// There is one that the service thread has not asked for.
+    /// `retired` has a queue pair for which the service thread has not asked.
     pub retired_unseen: Published<AtomicBool>,
 }
 
 impl<Q, L> Shared<Q, L> {
-    /// For another link: nothing is queued, and nobody is to be told. Under the engine's lock.
+    /// Resets all for another link: no message or stream is queued. Called under the engine's lock.
     pub fn reset(&self) {
         self.dirty.clear();
         self.closing.clear();
@@ -104,22 +104,23 @@ impl<Q: QueuePair, L: Local> Shared<Q, L> {
         Some(unsafe { block.as_ref() })
     }
 
-    /// The block of our stream that we receive.
+    /// Returns the block of the direction that this end receives, by its own number.
     pub fn block_mine(&self, mine: u32) -> Option<&DirectionBlock> {
         Self::block(&self.mine, mine)
     }
 
-    /// The block of the peer's stream that we send to.
+    /// Returns the block of the direction that this end sends, by the peer's number.
     pub fn block_mirror(&self, theirs: u32) -> Option<&DirectionBlock> {
         Self::block(&self.mirror, theirs)
     }
 
-    /// Adds to whom the peer is to tell about its stream. False if there is nobody, or no such stream.
+    /// Adds the waiters of `word` to those that the peer is to wake for its stream. False if `word` names none, or
+    /// there is no such stream.
     pub fn add_tell(&self, theirs: u32, word: u32) -> bool {
         let queue = WaiterId::of_queue(word).filter(|w| u32::from(w.0) < READY_QUEUES);
         let sleeper = WaiterId::of_sleeper(word);
         let word = queue.map_or(0, WaiterId::queue_bits) | sleeper.map_or(0, WaiterId::sleeper_bits);
-        // Made when the stream is paired, so that no handler has to.
+        // `pair` has allocated the cell, so that no signal handler has to.
         let theirs = theirs as usize;
         let Some(cell) = self.tells.get(theirs).or_else(|| self.tells.make(theirs)) else {
             return false;
@@ -128,7 +129,7 @@ impl<Q: QueuePair, L: Local> Shared<Q, L> {
         word != 0 && cell.fetch_update(SeqCst, SeqCst, merge).is_ok()
     }
 
-    /// Wakes whom an attention word names in this process, about our stream.
+    /// Queues stream `mine` for the waiters of this process that an attention word names, and wakes them.
     pub fn tell_here(&self, after: &mut After, wake: Wake, mine: u32) {
         if let Some(waiter) = WaiterId::of_queue(wake.0)
             && let Some(queue) = self.mine.queue(waiter)
@@ -157,8 +158,8 @@ impl<Q: QueuePair, L: Local> Shared<Q, L> {
     }
 }
 
-/// Two words that one stream's waiters are told by. Different waiters cannot share a word: then the
-/// service thread is told, which tells all.
+/// Merges two attention words of one stream. Two different waiters do not fit one word: then the service thread is
+/// notified, which wakes all of them.
 fn merge_tells(a: u32, b: u32) -> u32 {
     let part = |mask: u32| match (a & mask, b & mask) {
         (0, other) | (other, 0) => Some(other),
@@ -170,12 +171,12 @@ fn merge_tells(a: u32, b: u32) -> u32 {
     }
 }
 
-/// What is to be done when the lock has been let go of.
+/// The work that is left for after the release of the lock.
 #[derive(Debug, Default)]
 pub(super) struct After {
     rings: [u16; 8],
     count: u8,
-    /// CLOSED was sent for these streams of ours.
+    /// CLOSED was sent for these streams, by this end's number.
     pub closed: Vec<Vqpn>,
     /// A chunk of the mirror is to be registered.
     pub register: Option<u32>,
@@ -188,7 +189,7 @@ impl After {
         std::mem::take(self)
     }
 
-    /// Whether it is about streams or memory of the link, which are to stay what they are until it is done.
+    /// Returns whether the work uses streams or memory of the link, which must stay until it is done.
     pub fn is_of_link(&self) -> bool {
         self.register.is_some() || !self.closed.is_empty() || !self.done.is_empty()
     }

@@ -1,4 +1,4 @@
-//! What a link between hosts takes of a queue pair, and what may be set for it. Not what a queue pair is (`qp.rs`).
+//! The demands of a link between hosts on a queue pair, and its settings. `qp.rs` describes the queue pair.
 
 #![forbid(unsafe_code)]
 
@@ -14,21 +14,20 @@ pub const MIN_BUFFER: u32 = MAX_MESSAGE as u32 + 200;
 /// Least receive buffers: credits are given back by halves.
 pub const MIN_BUFFERS: u16 = 4;
 
-/// What may be set for a link.
+/// The settings of a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tuning {
-    /// Payloads of up to so many bytes travel in the message, if they fit; longer ones are written into
-    /// the peer's ring.
+    /// Payloads of up to this many bytes travel in the message, if they fit. Longer ones are written into the peer's
+    /// ring.
     pub eager_max: u32,
-    /// How many bytes of a stream are sent before others get their turn.
+    /// Bytes that one stream sends before other streams get their turn.
     pub piece: u32,
-    /// log2 of the bytes that are registered at a time. The same at both ends, so not to be changed but by
-    /// tests.
+    /// log2 of the bytes that are registered at a time. Both ends need the same, so only tests change it.
     pub chunk_log2: u8,
-    /// Bytes at the end of the mirror's data area, whole pages, that are not the peer's: room for send buffers
+    /// Bytes at the end of the mirror's data area, whole pages, that do not copy the peer's: room for send buffers
     /// ([`LinkEnd::lend`](crate::fabric::link::LinkEnd::lend)).
     pub buffers: u64,
-    /// Less is not written straight into a buffer that the peer's program waits with.
+    /// The fewest bytes that are written straight into a buffer with which the peer's program waits.
     pub direct_min: u32,
 }
 
@@ -45,8 +44,9 @@ impl Default for Tuning {
 }
 
 impl Tuning {
-    /// For a queue pair with these limits. Where a WRITE has no immediate a message follows each: what fits a message
-    /// goes in one, for a copy costs less than another work request. Elsewhere the one WRITE saves the copy.
+    /// Returns the settings for a queue pair with these limits. Where a WRITE has no immediate, a message follows each
+    /// WRITE. There a payload that fits a message goes in one, since a copy costs less than another work request.
+    /// Elsewhere the one WRITE saves the copy.
     pub fn fit(limits: &Limits) -> Self {
         let mut tuning = Self::default();
         if !limits.immediate {

@@ -1,5 +1,6 @@
-//! A turn of the engine of a link between hosts: takes what has come (`receive.rs`), sends what can be sent
-//! (`pump.rs`), and looks whether the peer's device still answers (`watch.rs`). Not who takes the turn (`end.rs`).
+//! A turn of the engine of a link between hosts: it takes in completions (`receive.rs`), sends what can be sent
+//! (`pump.rs`), and checks whether the peer's device still answers (`watch.rs`). `end.rs` decides which thread takes
+//! it.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -11,19 +12,20 @@ use super::shared::Shared;
 use super::watch::Step;
 use crate::fabric::ready::ReadyQueue;
 
-/// Send what is there. Whoever adds something says so: a [`POLL`] that finds nothing does not look for it.
+/// Send what is queued. A thread that queues something asks for this, since a [`POLL`] that finds no completion does
+/// not check the queues.
 pub(super) const PUMP: u32 = 1;
-/// Look at the queue pair first.
+/// Poll the queue pair first.
 pub(super) const POLL: u32 = 2;
-/// Send the heads that were held back, too.
+/// Also send the heads that were held back.
 pub(super) const SETTLE: u32 = 4;
-/// The watch's time has come.
+/// The watch is due for a tick.
 pub(super) const TICK: u32 = 8;
-/// Have the bulk queue pair tell of the next completion, before the look at it.
+/// Arm the bulk queue pair for its next completion, before it is polled.
 pub(super) const ARM: u32 = 16;
 
 impl<Q: QueuePair> Engine<Q> {
-    /// One turn: true if something came.
+    /// Takes a turn that does the work `what`. True if there was a completion.
     pub fn run<L: Local>(&mut self, g: &Shared<Q, L>, what: u32) -> Result<bool, Fault> {
         let mut events = 0;
         if what & ARM != 0 {
@@ -32,7 +34,7 @@ impl<Q: QueuePair> Engine<Q> {
         if what & POLL != 0 || self.sender.is_short() {
             events = self.poll(g)? + self.poll_bulk(g)?;
             self.sender.counts.looks += 1;
-            // Only where it changes: what stands beside it is others'.
+            // Only where it changes: the same cache line has the words of other links.
             if events > 0 && g.local.armed().load(Relaxed) {
                 g.local.armed().store(false, Relaxed);
             }
@@ -44,34 +46,34 @@ impl<Q: QueuePair> Engine<Q> {
         if what & SETTLE != 0 {
             self.settle(g);
         }
-        // A look that finds nothing leaves nothing to send: who adds something says PUMP, and what is blocked waits for
-        // something to come.
+        // A poll that finds no completion leaves nothing to send: a thread that queues something asks for PUMP, and
+        // blocked work waits for a completion.
         let pumped = if events > 0 || what & (PUMP | SETTLE) != 0 {
             self.pump(g)
         } else {
             Ok(())
         };
         if matches!(pumped, Err(Fault::Down(_))) {
-            // What has come is still good, and then there is a better reason.
+            // Completions that have come are still valid, and polling them may give a better reason.
             self.poll(g)?;
         }
         pumped?;
         if self.lost.is_some() {
             self.drop_bulk(g);
-            // What that leaves to say, nobody else knows of.
+            // Sends what that has queued: no other thread asks for a PUMP.
             self.pump(g)?;
         }
         if self.watch.on_done(self.sender.done()) {
             self.begin_watch(g);
         }
-        // After what has come: the answer may be there.
+        // After the completions, since the answer may be among them.
         if what & TICK != 0 {
             self.tick(g)?;
         }
         Ok(events > 0)
     }
 
-    /// Something was posted where nothing was for a while.
+    /// Begins the watch: a work request was posted after a while without any.
     #[cold]
     fn begin_watch<L: Local>(&mut self, g: &Shared<Q, L>) {
         g.is_watched.publish(true);
@@ -111,8 +113,8 @@ impl<Q: QueuePair> Engine<Q> {
         Ok(polled?)
     }
 
-    /// Heads that were held back, and have not moved since the last call, become due. Others are told with what their
-    /// stream sends, or after the next call.
+    /// Makes due the heads that were held back and have not moved since the last call. The others go with the next
+    /// message of their stream, or after the next call.
     fn settle<L: Local>(&mut self, g: &Shared<Q, L>) {
         let (queue, cursor) = &mut self.lazy;
         cursor.begin(queue);

@@ -1,6 +1,6 @@
-//! What is sent of what a consumer has published: rings on offer, with the keys of their memory, heads, flags, a stop,
-//! what the peer has asked to have confirmed, buffers that its program waits with, and how much was read of what the
-//! peer's lends. Not what producers say (`data.rs`).
+//! Sends the changes that a consumer has published: rings on offer with the keys of their memory, heads, flags, a stop.
+//! Also answers to CONFIRM, adverts and withdrawals of buffers with which the program waits, and TAKEN for memory that
+//! the peer lends. `data.rs` sends the producer's.
 
 use crate::fabric::remote::chunks::{Chunks, of_region};
 use crate::fabric::remote::local::{ENGINE, Local};
@@ -11,7 +11,7 @@ use crate::fabric::remote::shared::Shared;
 use crate::fabric::remote::stream::Stream;
 use crate::fabric::ring::proxy::unpack_offer;
 
-/// What our consumer has to say.
+/// Sends the records of the local consumer of a stream.
 pub(super) fn control<Q: QueuePair, L: Local>(
     g: &Shared<Q, L>,
     sender: &mut Sender,
@@ -24,11 +24,11 @@ pub(super) fn control<Q: QueuePair, L: Local>(
         return Ok(());
     };
     let inc = &mut s.inc;
-    // An advert is for what follows all that was read.
+    // An advert is for the bytes that follow the head, so the peer needs the head first.
     inc.settle |= inc.landings.untold().is_some();
     let view = block.watch_consumer(ENGINE.0);
     let taken = inc.takings.answer(inc.tail, view.head);
-    // What the peer hears was read it need not keep.
+    // The peer need not keep bytes that it knows were read.
     inc.settle |= taken.is_some();
     if view.offer != inc.offer_told {
         if let Some((_, region)) = unpack_offer(view.offer) {

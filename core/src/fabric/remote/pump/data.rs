@@ -1,6 +1,6 @@
-//! What is sent of what a producer has published: payload, switches of rings, the end mark. Each piece goes from where
-//! it was written here to the same positions of the peer's ring, which may be another size. Not what consumers say
-//! (`control.rs`).
+//! Sends the changes that a producer has published: payload, switches of rings, the end mark. Each piece goes from its
+//! place in the mirror to the same positions of the peer's ring, which may have another size. `control.rs` sends the
+//! consumer's.
 
 use super::direct::{Direct, Means, direct};
 use crate::fabric::remote::local::{ENGINE, Local};
@@ -14,15 +14,15 @@ use crate::fabric::ring::EndMark;
 /// How a stream's turn ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Turn {
-    /// It has nothing more to send.
+    /// The stream has nothing more to send.
     Done,
-    /// It has, but others are next.
+    /// The stream has more to send, but other streams are next.
     More,
-    /// It has, but the peer's ring has no room for it.
+    /// The stream has more to send, but has to wait for the peer, mostly for room in its ring.
     Full,
 }
 
-/// What our producer has to say: at most a piece.
+/// Sends the records of the local producer of a stream, with at most `Tuning::piece` bytes of payload.
 pub(super) fn data<Q: QueuePair, L: Local>(
     g: &Shared<Q, L>,
     sender: &mut Sender,
@@ -42,7 +42,7 @@ pub(super) fn data<Q: QueuePair, L: Local>(
         return Ok(Turn::Full);
     }
     if out.loans.is_open() && out.loans.reach().is_some() {
-        // Nothing but that before the peer's end has said how far it has come.
+        // Only a RECALL is sent before the peer's end has answered how far it has read.
         if let Some(serial) = out.loans.recalled() {
             sender.put(&g.qp, &Record::Recall { theirs, serial })?;
             out.loans.on_recall_told();
@@ -51,7 +51,7 @@ pub(super) fn data<Q: QueuePair, L: Local>(
     }
     let is_lent = out.targets.source.is_some_and(|source| source.is_offered);
     if is_lent && !out.loans.is_open() {
-        // It goes on when what is left has its place in the ring that it was lent for.
+        // The direction goes on when the rest has its place in the ring that was lent for it.
         return Ok(Turn::Full);
     }
     tell_limited(g, sender, out, theirs, view.limited)?;
@@ -67,7 +67,7 @@ pub(super) fn data<Q: QueuePair, L: Local>(
             };
             sender.put(&g.qp, &record)?;
             out.on_switched();
-            // What goes over the bulk queue pair could be there before this record.
+            // WRITEs over the bulk queue pair could arrive before this record.
             out.targets.drop_open();
             continue;
         }
@@ -78,7 +78,7 @@ pub(super) fn data<Q: QueuePair, L: Local>(
                 out.targets.drop_open();
                 return Ok(Turn::Full);
             }
-            // Whoever lends it is asked for it below.
+            // `direct` asks the lender for the bytes below.
             out.loans.recall();
         }
         match direct(g, means, out, theirs, view.tail, &mut left) {
@@ -88,7 +88,7 @@ pub(super) fn data<Q: QueuePair, L: Local>(
             Direct::Holds => return Ok(Turn::Full),
         }
         let next = out.next(view.tail).map(|next| Next {
-            // Not beyond what the mirror has.
+            // Only as far as the mirror has the bytes.
             until: out.targets.mirrored(out.placed, next.until),
             ..next
         });
@@ -113,7 +113,7 @@ pub(super) fn data<Q: QueuePair, L: Local>(
         let to = next.ring.offset() + in_ring;
         let target = means.chunks.theirs.get(chunk(to));
         let key = means.chunks.mirror.get(chunk(from));
-        // A WRITE with an immediate needs no header, which may be what takes another packet.
+        // A WRITE with an immediate needs no header, which may save a packet.
         let alone = g.limits.immediate && sender.is_empty() && out.placed == out.told;
         let header = (HEADER_BYTES + DATA_BYTES) as u64;
         let is_small =
@@ -133,14 +133,14 @@ pub(super) fn data<Q: QueuePair, L: Local>(
             // SAFETY: committed and not told, so the producer does not write there.
             let fill = |to: &mut [u8]| unsafe { area.copy_out(next.source, from, to) };
             if !sender.put_data(&g.qp, theirs, tail, want, fill)? {
-                // Cannot be: it is as small as the room, and within the ring.
+                // Cannot happen: the payload is no longer than the room, and lies within the ring.
                 return Ok(Turn::Done);
             }
             (out.placed, out.told) = (tail, tail);
             left = left.saturating_sub(want as u64);
             continue;
         };
-        // Both rings may wrap, and be in several chunks.
+        // Both rings may wrap, and lie in several chunks.
         let len = len
             .min(next.ring.len() - in_ring)
             .min((1 << log2) - in_chunk(from))
@@ -182,7 +182,7 @@ pub(super) fn data<Q: QueuePair, L: Local>(
     Ok(if has_rest { Turn::Full } else { Turn::Done })
 }
 
-/// Tells of what was written.
+/// Sends DATA without payload for the bytes that were written.
 fn announce<Q: QueuePair, L: Local>(g: &Shared<Q, L>, sender: &mut Sender, theirs: u32, tail: u64) -> Result<(), Halt> {
     let record = Record::Data {
         theirs,
@@ -192,7 +192,7 @@ fn announce<Q: QueuePair, L: Local>(g: &Shared<Q, L>, sender: &mut Sender, their
     sender.put(&g.qp, &record)
 }
 
-/// Tells how often the window was too small, if that is news.
+/// Sends how often the window was too small, if the count has changed.
 fn tell_limited<Q: QueuePair, L: Local>(
     g: &Shared<Q, L>,
     sender: &mut Sender,

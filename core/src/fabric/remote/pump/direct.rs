@@ -1,6 +1,6 @@
-//! What goes straight from where it is here, in the mirror or in our program's memory, into a buffer that the peer's
-//! program waits with (P90–P95). Positions go on when all is posted and PLACED is behind it, so before that nothing has
-//! to be undone.
+//! Writes bytes straight from the mirror or from the local program's memory into a buffer with which the peer's program
+//! waits (P90–P95). Positions go on only when all is posted with PLACED behind it, so before that nothing has to be
+//! undone.
 
 use crate::fabric::layout::Region;
 use crate::fabric::remote::bulk::{Bulk, Lost, Piece};
@@ -11,35 +11,35 @@ use crate::fabric::remote::qp::QueuePair;
 use crate::fabric::remote::shared::{After, Shared};
 use crate::fabric::remote::stream::Outgoing;
 
-/// The longest piece, bytes.
+/// The longest piece in bytes.
 const PIECE: u64 = 1 << 20;
 
-/// What the rest of the stream's turn is.
+/// How the stream's turn goes on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Direct {
-    /// What is next goes by the ring.
+    /// The next bytes go by the ring.
     No,
-    /// Nothing goes by the ring before something comes.
+    /// The direction waits for a record or a completion.
     Holds,
-    /// There is more, and it is others' turn.
+    /// There is more to send, but other streams are next.
     More,
-    /// Something new was done: look again.
+    /// A piece was posted: check again.
     Went,
 }
 
-/// What a direct transfer uses beside the stream.
+/// The parts of the engine that a direct transfer uses beside the stream.
 pub(super) struct Means<'a, Q> {
     pub bulk: &'a mut Option<Bulk<Q>>,
     pub chunks: &'a Chunks,
     pub counts: &'a mut DirectCounts,
     pub after: &'a mut After,
-    /// The bulk queue pair is to be given up.
+    /// Why the bulk queue pair is to be given up.
     pub lost: &'a mut Option<Lost>,
-    /// Our number of the stream.
+    /// This end's number of the stream.
     pub mine: u32,
 }
 
-/// Sends what can be sent of all up to `tail`, at most `left` bytes.
+/// Writes as many of the bytes up to `tail` as possible into an announced buffer, at most `left` bytes.
 pub(super) fn direct<Q: QueuePair, L: Local>(
     g: &Shared<Q, L>,
     means: &mut Means<'_, Q>,
@@ -62,10 +62,10 @@ pub(super) fn direct<Q: QueuePair, L: Local>(
     let pending = next.map_or(0, |next| next.until.min(advert.end()).saturating_sub(from));
     let source = out.targets.source.filter(|source| source.covers(from));
     if written == 0 && pending == 0 && is_next {
-        // It may come yet.
+        // Bytes for the advert may come yet.
         return Direct::No;
     }
-    // What was lent to the peer's device is not for ours, and goes by the mirror if that has not read it.
+    // Memory that was lent to the peer's device is not for this one; bytes that the peer has not read go by the mirror.
     let is_offered = source.is_some_and(|source| source.is_offered);
     let is_worth_it = written > 0 || source.is_some() || pending >= u64::from(g.tuning.direct_min);
     let piece = next
@@ -112,7 +112,7 @@ pub(super) fn direct<Q: QueuePair, L: Local>(
     finish(bulk, means.lost, out, theirs)
 }
 
-/// A piece of what the mirror has from a position on; `None` where the device does not have that memory.
+/// Returns a piece of the mirror from a position on; `None` if that memory is not registered.
 fn in_mirror<Q: QueuePair, L: Local>(
     g: &Shared<Q, L>,
     chunks: &Chunks,
@@ -134,7 +134,7 @@ fn in_mirror<Q: QueuePair, L: Local>(
     Some(Piece { from: at, len, key })
 }
 
-/// Tells of what was written.
+/// Ends the use of the advert: sends PLACED for the bytes that were written.
 fn finish<Q: QueuePair>(bulk: &mut Bulk<Q>, lost: &mut Option<Lost>, out: &mut Outgoing, theirs: u32) -> Direct {
     if let Some(answer) = out.targets.finish() {
         out.on_direct(answer.tail);
@@ -143,7 +143,7 @@ fn finish<Q: QueuePair>(bulk: &mut Bulk<Q>, lost: &mut Option<Lost>, out: &mut O
     Direct::Holds
 }
 
-/// What is next goes by the ring, if the mirror has it; else whoever has it is asked to put it there.
+/// Sends the next bytes by the ring, if the mirror has them; otherwise asks the lender to put them there.
 fn by_ring<Q: QueuePair, L: Local>(
     g: &Shared<Q, L>,
     means: &mut Means<'_, Q>,

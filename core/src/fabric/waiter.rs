@@ -122,9 +122,8 @@ impl FlagPage {
     #[inline]
     pub fn flag(&self, id: WaiterId) -> Option<&SleepFlag> {
         let at = usize::from(id.0) * size_of::<SleepFlag>();
-        // SAFETY: the mapping has FLAGS_BYTES (`new`), room for MAX_WAITERS flags, is aligned to a
-        // page and lives as long as `self`; a flag is an atomic word, valid whatever it holds, and
-        // another process may write it.
+        // SAFETY: the mapping has FLAGS_BYTES (`new`), room for MAX_WAITERS flags, is aligned to a page and lives as
+        // long as `self`; a flag is an atomic word, valid with any content, and another process may write it.
         (id.0 < MAX_WAITERS).then(|| unsafe { &*self.0.as_ptr().add(at).cast::<SleepFlag>() })
     }
 

@@ -1,5 +1,5 @@
 //! Registered memory: the data areas of both arenas in chunks. A chunk is registered with the device when it is first
-//! needed, since arenas are large and sparse. Not here: the reads and writes of that memory.
+//! needed, since arenas are large and sparse. Not here: the work requests for it.
 //!
 //! The device keeps the pages of a registered chunk as long as the queue pair lives. They must not be given back to the
 //! kernel (`punch_hole`), or the device and the process would see different memory.
@@ -41,9 +41,9 @@ impl Registry {
         }
     }
 
-    /// Registers those of `chunks` that no thread has tried, and returns their keys. A chunk that the device refuses
-    /// stays without a key, and payload for it travels in messages. Not to be called under the engine's lock, since it
-    /// takes long.
+    /// Registers each of `chunks` that no thread has tried, and returns the keys. A chunk that the device refuses stays
+    /// without a key, and payload for it travels in messages. Not to be called under the engine's lock, since it takes
+    /// long.
     pub fn register<Q: QueuePair>(
         &self,
         qp: &Q,

@@ -1,34 +1,35 @@
-//! Direct transfers of one direction: what an end knows of a buffer that its own program waits with, and of one that
-//! the peer's program waits with (docs/protocol.md, P90–P95). Positions are exact: a buffer stands for the bytes from
-//! the position at which its ring was empty, and is used if the sender has told nothing beyond that, and else not at
-//! all; or by this end's own device, for what the sender lends from that position on (P97). Pure; not what is posted
-//! (`pump/direct.rs`, `taking.rs`), nor the queue pair for it (`bulk.rs`).
+//! The state of direct transfers of one direction: the buffer with which the local program waits, and the one with
+//! which the peer's program waits (docs/protocol.md, P90–P95). Positions are exact: a buffer stands for the bytes from
+//! the position at which its ring was empty. The sender uses it only if it has told nothing beyond that position. This
+//! end's own device uses it for memory that the sender lends from that position on (P97). Pure: `pump/direct.rs` and
+//! `taking.rs` post the work requests, `bulk.rs` has the queue pair.
 
 use crate::fabric::remote::fault::Breach;
 use crate::fabric::remote::qp::Key;
 use crate::fabric::remote::record::{Memory, Serial, Withdrawal};
 
-/// A buffer that our program waits with.
+/// A buffer with which the local program waits.
 #[derive(Clone, Copy, Debug)]
 pub struct Buffer {
-    /// Where it is.
+    /// The address of its first byte.
     pub address: u64,
     /// Bytes.
     pub length: u32,
-    /// As which it is registered.
+    /// The keys of its registration.
     pub key: Key,
 }
 
-/// How far it is with a buffer of our program's.
+/// The stage of a transfer into a buffer of the local program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    /// The peer is to be told of it.
+    /// ADVERT is to be sent.
     Untold,
     Told,
-    /// The peer was told that it is withdrawn, and will answer.
+    /// WITHDRAW was sent, and the peer will answer.
     Withdrawn,
-    /// Nothing comes from the peer: it does not know of it, or lends memory instead. Our device may read from there
-    /// into it (`loan.rs`): so much was asked for, so much has come, and no more is asked for.
+    /// The peer's device writes no bytes: the peer does not know of the buffer, or lends memory instead. This end's
+    /// device may READ from that memory into the buffer (`loan.rs`): `asked` bytes are posted and `come` bytes of them
+    /// have arrived. With `is_ending` no more are posted.
     Own {
         asked: u64,
         come: u64,
@@ -36,28 +37,28 @@ enum Stage {
     },
 }
 
-/// A buffer of our program's, while it waits with that.
+/// A buffer of the local program, while the program waits with it.
 #[derive(Clone, Copy, Debug)]
 struct Landing {
     advert: Memory,
-    /// By which our device reaches it.
+    /// The local key of the buffer, for READs.
     key: u32,
     stage: Stage,
 }
 
-/// What has become of a buffer of ours.
+/// The state of a local program's buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Landed {
-    /// It is open.
+    /// The advert is open.
     Waits,
-    /// It is over, with so many bytes in the buffer, which the ring counts as its next ones and does not have. The
-    /// peer's device has written them.
+    /// The advert is over, with this many bytes in the buffer, written by the peer's device. The ring counts them as
+    /// its next ones and does not have them.
     Over(u64),
-    /// The same, but that ours has read them.
+    /// The advert is over as above, but this end's device has read the bytes into the buffer.
     Read(u64),
 }
 
-/// Where bytes are to go that our device reads.
+/// The place in a program's buffer for the next READ of this end's device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Spot {
     pub serial: Serial,
@@ -67,30 +68,30 @@ pub(super) struct Spot {
     pub room: u64,
 }
 
-/// The receiving side: at most one buffer is open.
+/// The receiving side of direct transfers; at most one buffer is open.
 #[derive(Debug, Default)]
 pub(super) struct Landings {
     open: Option<Landing>,
     over: Option<(Serial, Landed)>,
-    /// One that is over, but for the peer's answer.
+    /// An advert that is over, except that the peer will still answer it.
     owed: Option<Serial>,
-    /// To be told.
+    /// The withdrawal that is to be sent.
     withdrawal: Option<Withdrawal>,
 }
 
 impl Landings {
-    /// No other one can be made yet.
+    /// Returns whether no other advert can be made yet.
     pub fn is_busy(&self) -> bool {
         self.open.is_some() || self.owed.is_some()
     }
 
-    /// The peer may answer one.
+    /// Returns whether the peer may still answer an advert.
     pub fn may_be_answered(&self) -> bool {
         let is_theirs = |landing: Landing| !matches!(landing.stage, Stage::Own { .. });
         self.open.is_some_and(is_theirs) || self.owed.is_some()
     }
 
-    /// One that the peer is to hear of.
+    /// Begins an advert, which is to be sent to the peer.
     pub fn begin(&mut self, advert: Memory, key: u32) {
         let stage = Stage::Untold;
         self.open = Some(Landing { advert, key, stage });
@@ -106,7 +107,7 @@ impl Landings {
         }
     }
 
-    /// The advert that the peer is to be told of.
+    /// Returns the advert that is to be sent.
     pub fn untold(&self) -> Option<Memory> {
         self.in_stage(Stage::Untold)
     }
@@ -115,7 +116,7 @@ impl Landings {
         self.put_stage(Stage::Told);
     }
 
-    /// The withdrawal that the peer is to be told of.
+    /// Returns the withdrawal that is to be sent.
     pub fn withdrawal(&self) -> Option<Withdrawal> {
         self.withdrawal
     }
@@ -131,7 +132,7 @@ impl Landings {
         }
     }
 
-    /// Bytes have come by the ring: the peer has not used the advert, and never will.
+    /// Ends the advert because bytes have come by the ring: the peer has not used the advert, and never will.
     pub fn on_ring(&mut self) {
         self.owed = self
             .owed
@@ -140,8 +141,8 @@ impl Landings {
         self.withdrawal = None;
     }
 
-    /// The peer lends memory for what the buffer is for: it will not use the advert, and our device reads into the
-    /// buffer, if our program still waits with that.
+    /// Takes in a loan for the bytes that the buffer is for. The peer will not use the advert; this end's device reads
+    /// into the buffer, if the program still waits with it.
     pub fn on_loan(&mut self) {
         match self.open.map(|landing| landing.stage) {
             Some(Stage::Untold | Stage::Told) if self.withdrawal.is_none() => self.put_stage(Stage::OWN),
@@ -150,7 +151,7 @@ impl Landings {
         }
     }
 
-    /// Where the bytes from a position on are to go that our device reads; `None`: into the ring.
+    /// Returns the place for a READ of the bytes from `position` on; `None`: they go into the ring.
     pub fn spot(&self, position: u64) -> Option<Spot> {
         let Landing { advert, key, stage } = self.open?;
         let Stage::Own { asked, is_ending, .. } = stage else {
@@ -166,14 +167,14 @@ impl Landings {
         })
     }
 
-    /// So many bytes were asked for, for the [spot](Self::spot).
+    /// Records a posted READ of `bytes` bytes into the [spot](Self::spot).
     pub fn on_asked(&mut self, bytes: u64) {
         if let Some(Stage::Own { asked, .. }) = self.open.as_mut().map(|landing| &mut landing.stage) {
             *asked += bytes;
         }
     }
 
-    /// And have come.
+    /// Records that `bytes` bytes of a READ have come into the buffer of advert `serial`.
     pub fn on_come(&mut self, serial: Serial, bytes: u64) {
         let open = self.open.as_mut().filter(|landing| landing.advert.serial == serial);
         if let Some(Stage::Own { come, .. }) = open.map(|landing| &mut landing.stage) {
@@ -181,8 +182,8 @@ impl Landings {
         }
     }
 
-    /// Whether with that one is over that our device has read into, or would have: so many bytes are in the buffer.
-    /// There may be more to ask for.
+    /// If all READs into the buffer have completed and no more follow, ends the transfer and returns the bytes in the
+    /// buffer; otherwise `None`. `has_more`: the loan has more bytes to read.
     pub fn end_own(&mut self, has_more: bool) -> Option<u64> {
         let Landing { advert, stage, .. } = self.open?;
         let Stage::Own { asked, come, is_ending } = stage else {
@@ -196,10 +197,10 @@ impl Landings {
         is_over.then_some(come)
     }
 
-    /// PLACED has come: the direction's new tail, or `None` if nothing is new.
+    /// Takes in PLACED. Returns the direction's new tail, or `None` if it does not move.
     pub fn on_placed(&mut self, serial: Serial, tail: u64, window: u64) -> Result<Option<u64>, Breach> {
         let Some(Landing { advert, stage, .. }) = self.open.filter(|l| l.advert.serial == serial) else {
-            // It was given up before this came.
+            // The advert was given up before PLACED came.
             self.owed = self.owed.filter(|owed| *owed != serial);
             return Ok(None);
         };
@@ -213,8 +214,8 @@ impl Landings {
         Ok((bytes > 0).then_some(tail))
     }
 
-    /// The program waits no longer. PLACED confirms it, unless it is final; or what was asked for has
-    /// [come](Self::end_own).
+    /// Withdraws an advert: the program waits no longer. It ends by PLACED, unless the withdrawal is final, or when all
+    /// posted READs have [come](Self::end_own).
     pub fn withdraw(&mut self, serial: Serial, is_final: bool) {
         let Some(Landing { advert, stage, .. }) = self.open.filter(|l| l.advert.serial == serial) else {
             return;
@@ -241,7 +242,8 @@ impl Landings {
         }
     }
 
-    /// Nothing will be placed any more, and nothing that was asked for comes: gives how many bytes had.
+    /// Ends an advert whose queue pair is given up: no more bytes will be placed or read. Returns how many bytes READs
+    /// had brought.
     pub fn lapse(&mut self) -> u64 {
         self.owed = None;
         match self.open {
@@ -259,10 +261,10 @@ impl Landings {
         }
     }
 
-    /// The peer has left, and will not answer.
+    /// Ends the advert because the peer has left, and will not answer.
     pub fn on_left(&mut self) {
         match self.open.map(|landing| landing.stage) {
-            // Something may still come.
+            // READs may still bring bytes.
             Some(Stage::Own { .. }) => self.end_asking(),
             _ => self.on_ring(),
         }
@@ -286,19 +288,20 @@ impl Stage {
     };
 }
 
-/// Memory of our program's that stands for bytes of the mirror, which does not have them.
+/// Memory of the local program that stands for bytes of the mirror, which does not have them.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Source {
-    /// Positions that it stands for.
+    /// The first position that it stands for, and the one behind the last.
     pub from: u64,
     pub until: u64,
-    /// The address of the first.
+    /// The address of the byte at `from`.
     pub address: usize,
-    /// Under which it is registered.
+    /// The local key of the memory; 0 if `is_offered`.
     pub key: u32,
-    /// What is left of it has to go by the ring.
+    /// The rest of it has to go by the ring.
     pub is_needed: bool,
-    /// The peer's device reads it (`loan.rs`); else ours writes it into a buffer of the peer's.
+    /// The peer's device reads it (`loan.rs`); otherwise this end's device writes it into a buffer of the peer's
+    /// program.
     pub is_offered: bool,
 }
 
@@ -308,24 +311,24 @@ impl Source {
     }
 }
 
-/// What is to be done about an advert.
+/// The PLACED that answers an advert.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Answer {
     pub serial: Serial,
     pub tail: u64,
 }
 
-/// The sending side.
+/// The sending side of direct transfers.
 #[derive(Debug, Default)]
 pub(super) struct Targets {
     open: Option<Memory>,
-    /// Bytes that were posted to it, and not told.
+    /// Bytes that were posted to the open advert, and not told.
     written: u64,
     /// The last advert that was answered by PLACED.
     answered: Option<Serial>,
-    /// Nothing more is sent before the peer's program has taken all before this.
+    /// The direction waits until the peer's program has read all bytes before this position.
     held: Option<u64>,
-    /// How many adverts have come.
+    /// How many adverts the peer has sent.
     pub adverts: u32,
     pub source: Option<Source>,
 }
@@ -336,19 +339,19 @@ impl Targets {
             return Err(Breach::Advert);
         }
         self.adverts = self.adverts.wrapping_add(1);
-        // While memory is lent it goes on by that, and the consumer's end hears so.
+        // While memory is lent the direction goes on by the loan, and SOURCE makes the advert void.
         let is_next = advert.position == told && !is_lent;
         self.open = (is_next && self.held.is_none_or(|held| held <= told)).then_some(advert);
         Ok(())
     }
 
-    /// Whether the direction has to wait for the peer's program, which has read up to `head`.
+    /// Returns whether the direction has to wait for the peer's program, which has read up to `head`.
     pub fn holds(&mut self, head: u64) -> bool {
         self.held = self.held.filter(|held| *held > head);
         self.held.is_some()
     }
 
-    /// Up to where, from `position` on and at most `until`, the mirror has the bytes.
+    /// Returns the position, from `position` on and at most `until`, up to which the mirror has the bytes.
     pub fn mirrored(&self, position: u64, until: u64) -> u64 {
         match self.source {
             Some(source) if position < source.until => until.min(source.from.max(position)),
@@ -356,7 +359,7 @@ impl Targets {
         }
     }
 
-    /// The advert that the byte at `told` may go to, and how much of it was written.
+    /// Returns the advert for the byte at `told`, and how many bytes were written to it.
     pub fn at(&mut self, told: u64) -> Option<(Memory, u64)> {
         self.open = self.open.filter(|advert| advert.position == told);
         self.open.map(|advert| (advert, self.written))
@@ -366,7 +369,7 @@ impl Targets {
         self.written += bytes;
     }
 
-    /// Nothing more goes to it; what was written is told, and the direction goes on behind it.
+    /// Ends the open advert: PLACED tells the peer of the written bytes, and the direction goes on behind them.
     pub fn finish(&mut self) -> Option<Answer> {
         let advert = self.open.take()?;
         let tail = advert.position + std::mem::take(&mut self.written);
@@ -380,7 +383,8 @@ impl Targets {
         })
     }
 
-    /// What the peer is to be answered; and for a final one, where the direction has to go on again.
+    /// Takes in a withdrawal. Returns the answer to the peer, if one is due; and for a final one the position from
+    /// which the direction has to go on again.
     pub fn on_withdrawal(&mut self, withdrawal: Withdrawal) -> (Option<Answer>, Option<u64>) {
         let Withdrawal {
             serial,
@@ -409,7 +413,7 @@ impl Targets {
         (Some(Answer { serial, tail: position }), None)
     }
 
-    /// Nothing can be written there any more.
+    /// Drops the open advert: its buffer cannot be written any more.
     pub fn drop_open(&mut self) {
         self.open = None;
         self.written = 0;

@@ -37,7 +37,7 @@ use crate::wire::{MAX_MESSAGE, Message, RingOffer};
 
 /// An end of a link between hosts.
 ///
-/// # What whoever holds it has to do beside [`LinkEnd`]
+/// # Duties of the owner beside [`LinkEnd`]
 /// - [`pair`](LinkEnd::pair) before a cursor of the stream is used; by a thread that is not in a
 ///   signal handler.
 /// - Pass *every* [`Wake`] that a cursor returns to [`notify`](LinkEnd::notify), also the one of [`Producer::end`] for
@@ -52,9 +52,9 @@ use crate::wire::{MAX_MESSAGE, Message, RingOffer};
 ///   watch begins.
 ///
 /// # When the link is down
-/// Every call stays harmless, cursors too: producers fill their rings and consumers drain theirs. No record of the peer
-/// is applied any more, so [`received`](Self::received) is final: from there on the peer has to send again. This end
-/// sends again from the position that the peer has [received](Producer::rest).
+/// Every call stays harmless, cursors too: producers and consumers fill and drain their rings. No record of the peer is
+/// applied any more, so [`received`](Self::received) is final: from there on the peer has to send again. This end sends
+/// again from the position that the peer has [received](Producer::rest).
 ///
 /// # Both end a direction
 /// On shm one word decides whether a producer has ended a direction or its consumer has stopped it. Here both can win,

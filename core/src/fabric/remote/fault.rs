@@ -1,4 +1,4 @@
-//! Why a link between hosts is down. Not what is done about it.
+//! Why a link between hosts is down. Not the consequences.
 
 #![forbid(unsafe_code)]
 
@@ -12,7 +12,7 @@ use super::watch::SILENCE;
 use crate::codes::codes;
 
 codes! {
-    /// What the peer has done that no correct peer does (ARCHITECTURE, I7).
+    /// A violation of the protocol, which no correct peer commits (ARCHITECTURE, I7).
     pub enum Breach: u32 {
         /// A message that cannot be read ([`Malformed`](super::record::Malformed)).
         Malformed = 1 => "malformed message",
@@ -24,7 +24,7 @@ codes! {
         Tail = 4 => "bad tail",
         /// A switch to a ring that was not on offer, or at another position than the tail.
         Switch = 5 => "bad ring switch",
-        /// An end mark that is none, is not at the tail, or comes twice; or something after it.
+        /// An unknown end mark, one that is not at the tail or comes twice, or a record after the end.
         End = 6 => "bad end mark",
         /// A head that goes back or is beyond the tail.
         Head = 7 => "bad head",
@@ -36,14 +36,15 @@ codes! {
         Message = 10 => "bad side-channel message",
         /// More messages than a correct peer ever owes.
         Flood = 11 => "too many messages",
-        /// A confirmation of what was not sent.
+        /// A confirmation of bytes that were not sent.
         Ack = 12 => "bad confirmation",
         /// An immediate on a link that has none.
         Immediate = 13 => "unexpected immediate",
-        /// An advert of no memory, or while another is in use, or an answer beyond it; or what belongs to another queue
-        /// pair.
+        /// An advert of no memory or while another is in use, an answer beyond it, or a record that belongs on the
+        /// other queue pair.
         Advert = 14 => "bad advert",
-        /// A loan of no memory, or out of place, or something in the midst of one; or an answer to none, or beyond it.
+        /// A loan of no memory or out of place, a record that may not come during a loan, or an answer to no loan or
+        /// beyond it.
         Loan = 15 => "bad loan",
     }
 }
@@ -51,13 +52,13 @@ codes! {
 /// Why a link is down.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Fault {
-    /// The queue pair failed, or the peer is gone: what was not received can be sent again over TCP.
+    /// The queue pair failed, or the peer is gone. Bytes that were not received can be sent again over TCP.
     #[error("{0}")]
     Down(Down),
-    /// The peer broke the protocol: what is in the rings cannot be trusted.
+    /// The peer broke the protocol. The content of the rings cannot be trusted.
     #[error("peer violation: {0}")]
     Violation(Breach),
-    /// The peer's device has not answered for too long: what was not received can be sent again over TCP.
+    /// The peer's device has not answered for 5 s (`SILENCE`). Bytes that were not received can be sent again over TCP.
     #[error("no answer from the peer's device for {} s", SILENCE / 1_000_000_000)]
     Silent,
     /// This end took it down ([`End::set_down`](super::End::set_down)).
@@ -77,7 +78,7 @@ impl From<Down> for Fault {
     }
 }
 
-/// The first fault of a link; readable from anywhere, a signal handler too.
+/// The first fault of a link. Any thread may read it, and signal handlers too.
 #[derive(Debug, Default)]
 pub(super) struct FaultCell(AtomicU64);
 
@@ -94,12 +95,12 @@ impl FaultCell {
         }
     }
 
-    /// For another link.
+    /// Clears the fault, for another link.
     pub fn clear(&self) {
         self.0.store(0, Release);
     }
 
-    /// True if it is the first.
+    /// Stores the fault unless there is one. True if it is the first.
     pub fn set(&self, fault: Fault) -> bool {
         let word = match fault {
             Fault::Down(Down(errno)) => 1 << 32 | u64::from(errno as u32),

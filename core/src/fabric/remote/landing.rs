@@ -1,5 +1,5 @@
-//! What the engine of a link between hosts does about direct transfers: adverts of both ends, the program's memory as a
-//! source, and the bulk queue pair for them (docs/protocol.md, P90–P95). Not what is posted (`pump/direct.rs`).
+//! The engine's part of direct transfers on a link between hosts: adverts of both ends, the program's memory as a
+//! source, and the bulk queue pair (docs/protocol.md, P90–P95). `pump/direct.rs` posts the WRITEs.
 
 use super::bulk::{Bulk, Came, Placed};
 use super::direct::{Buffer, Landed, Source};
@@ -13,13 +13,13 @@ use super::stream::State;
 use crate::fabric::ready::ReadyQueue;
 
 impl<Q: QueuePair> Engine<Q> {
-    /// Direct transfers go over it from now on. Gives it back if there is one.
+    /// Uses `qp` for direct transfers from now on. Returns it if there is one already.
     pub fn attach_bulk(&mut self, qp: Q) -> Option<Q> {
         if self.bulk.is_some() {
             return Some(qp);
         }
         let bulk = Bulk::new(qp);
-        // From now on it is armed with the other.
+        // From now on it is armed together with the link's own queue pair.
         if let Err(lost) = bulk.arm() {
             self.lost = Some(lost);
         }
@@ -59,8 +59,8 @@ impl<Q: QueuePair> Engine<Q> {
         }))
     }
 
-    /// Nothing goes over the bulk queue pair any more: what our programs wait with is given up, and what the peer's
-    /// wait with is filled by the ring.
+    /// Gives the bulk queue pair up. Adverts of local programs end, and the bytes for adverts of the peer's programs go
+    /// by the ring.
     #[cold]
     pub fn drop_bulk<L: Local>(&mut self, g: &Shared<Q, L>) {
         self.lost = None;
@@ -87,7 +87,7 @@ impl<Q: QueuePair> Engine<Q> {
         if let Some(mut retired) = g.retired.lock() {
             retired.push(Retired { qp, under_way });
         } else {
-            // We have interrupted who looks for them.
+            // This thread was interrupted while it took the list.
             drop(qp);
             self.on_bulk_ended(g, &under_way);
         }
@@ -101,15 +101,15 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    /// See [`End::room_to_land`](super::End::room_to_land).
+    /// Returns the local number and the room for a buffer, as [`End::room_to_land`](super::End::room_to_land) says.
     pub fn room_to_land<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> Option<(u32, u64)> {
         let mine = self.streams.mine(theirs)?;
         let room = self.streams.get(mine)?.inc.room_to_land(g.block_mine(mine)?);
         (room > 0).then_some((mine, room))
     }
 
-    /// Our program waits with this buffer, and its stream's ring is empty. `None` if there is something in the ring, or
-    /// this cannot be.
+    /// Announces a buffer with which the local program waits while the stream's ring is empty. `None` if the ring is
+    /// not empty, or the buffer cannot be used.
     pub fn advertise<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, buffer: Buffer) -> Option<Memory> {
         let Buffer { address, length, key } = buffer;
         let block = g.block_mine(mine)?;
@@ -118,7 +118,7 @@ impl<Q: QueuePair> Engine<Q> {
             return None;
         };
         let room = s.inc.room_to_land(block).min(length.into()) as u32;
-        // What is lent by now has made it void: it is for our device alone.
+        // An open loan makes the advert void: the buffer is for this end's device alone.
         let is_void = s.inc.takings.is_open();
         if room < g.tuning.direct_min || !self.bulk.as_mut().is_some_and(|bulk| is_void || bulk.begin_landing()) {
             return None;
@@ -141,13 +141,13 @@ impl<Q: QueuePair> Engine<Q> {
         Some(advert)
     }
 
-    /// What has become of that.
+    /// Returns the state of an advert.
     pub fn landed(&mut self, mine: u32, serial: u32) -> Landed {
         let s = self.streams.get(mine);
         s.map_or(Landed::Over(0), |s| s.inc.landings.look(serial))
     }
 
-    /// Our program waits no longer.
+    /// Withdraws an advert: the local program waits no longer.
     pub fn withdraw<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, serial: u32) {
         let Some(s) = self.streams.get(mine) else {
             return;
@@ -165,7 +165,7 @@ impl<Q: QueuePair> Engine<Q> {
 
     fn on_placed<L: Local>(&mut self, g: &Shared<Q, L>, placed: Placed) -> Result<bool, Breach> {
         let Placed { mine, serial, tail } = placed;
-        // It may be late: the number may be another stream's, which has other adverts.
+        // PLACED may be late: the number may belong to another stream by now, which has other adverts.
         let (Some(s), Some(block)) = (self.streams.get(mine), g.block_mine(mine)) else {
             return Ok(false);
         };
@@ -185,11 +185,11 @@ impl<Q: QueuePair> Engine<Q> {
         else {
             return Ok(());
         };
-        // Where either is missing here the peer will hear of it, or has.
+        // If either is missing here, the peer will be informed, or has been.
         let (Some(theirs), Some(_)) = (s.theirs, &self.bulk) else {
             return Ok(());
         };
-        // What precedes it may be a switch of rings that has not arrived.
+        // A switch of rings before this position may not have arrived at the peer.
         if advert.position <= s.out.start {
             return Ok(());
         }
@@ -212,7 +212,7 @@ impl<Q: QueuePair> Engine<Q> {
         let Some(theirs) = s.theirs else {
             return Ok(());
         };
-        // It is about what has gone.
+        // The position of a withdrawal was told before.
         if withdrawal.position > s.out.told {
             return Err(Breach::Advert);
         }
@@ -232,8 +232,8 @@ impl<Q: QueuePair> Engine<Q> {
         Ok(())
     }
 
-    /// How many bytes of our program's memory the peer's stream has a use for at once: it waits with a buffer for what
-    /// is sent next.
+    /// Returns how many bytes of the local program's memory can go at once to the peer's program, which waits with a
+    /// buffer for the next bytes. 0 if it does not, or other bytes come before.
     pub fn wanted<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> u64 {
         let s = self.streams.of_peer(theirs);
         let s = s.filter(|s| s.state == State::Open && !s.out.stopped);
@@ -248,8 +248,8 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    /// What the producer commits next, up to `until`, is in our program's memory, and not in the mirror. False if it
-    /// has to be there.
+    /// Lends program memory as the source of the bytes that the producer commits next, up to `source.until`; the mirror
+    /// does not have them. False if it has to.
     pub fn lend_source<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32, source: Source) -> bool {
         if self.wanted(g, theirs) < source.until - source.from {
             return false;
@@ -262,7 +262,8 @@ impl<Q: QueuePair> Engine<Q> {
         true
     }
 
-    /// Whether the program's memory is needed no longer: the peer has all of it, or what is left has to go by the ring.
+    /// Returns whether the program's memory is needed no longer: the peer has all of the bytes, or the rest has to go
+    /// by the ring.
     pub fn is_source_done(&mut self, theirs: u32) -> bool {
         let s = self.streams.of_peer(theirs);
         s.is_none_or(|s| {
@@ -272,17 +273,18 @@ impl<Q: QueuePair> Engine<Q> {
         })
     }
 
-    /// Puts what the peer is not known to have into the mirror; gives how many bytes of that it may still take from the
-    /// program's memory: WRITEs of them are under way.
+    /// Copies the lent bytes that the peer is not known to have into the mirror. Returns how many of them the peer may
+    /// still take from the program's memory, because WRITEs or READs of them are under way. `None` if no memory was
+    /// lent.
     ///
     /// # Safety
-    /// The memory that was lent can be read.
+    /// The lent memory can be read.
     pub unsafe fn take_source<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> Option<u64> {
         let s = self.streams.of_peer(theirs)?;
         let source = s.out.targets.source.take()?;
         s.out.loans.recall();
-        // Also what the peer's device has read and its program has not: whoever has the connection next there may begin
-        // with that (P75).
+        // Includes bytes that the peer's device has read and its program has not: a process that takes over the
+        // connection there may begin with them (P75).
         let from = s.out.head.clamp(source.from, source.until);
         let at = std::ptr::with_exposed_provenance::<u8>(source.address + (from - source.from) as usize);
         // SAFETY: by this function's contract.
@@ -291,8 +293,8 @@ impl<Q: QueuePair> Engine<Q> {
             s.out.look(block, ENGINE.0);
         }
         if let Some(ring) = s.out.ring_at(from) {
-            // SAFETY: committed, and the peer has not confirmed it: the producer does not write there, and what the
-            // device reads of the mirror begins behind it.
+            // SAFETY: the bytes are committed and the peer has not confirmed them, so the producer does not write
+            // there; the part of the mirror that the device reads begins behind them.
             unsafe { g.mirror.area().copy_in(ring, from, rest) };
         }
         let posted = s
@@ -300,7 +302,7 @@ impl<Q: QueuePair> Engine<Q> {
             .targets
             .at(s.out.told)
             .map_or(s.out.told, |(advert, written)| advert.position + written);
-        // A loan that is open may still be read from.
+        // The peer may still read from an open loan.
         let posted = match source.is_offered {
             true => s.out.loans.reach().unwrap_or(from),
             false => posted,
@@ -309,19 +311,19 @@ impl<Q: QueuePair> Engine<Q> {
         Some(posted.saturating_sub(from).min(rest.len() as u64))
     }
 
-    /// How many adverts have come for what we send to the peer's stream.
+    /// Returns how many adverts have come for the peer's stream.
     pub fn adverts(&mut self, theirs: u32) -> u32 {
         let s = self.streams.of_peer(theirs);
         s.map_or(0, |s| s.out.targets.adverts)
     }
 
-    /// How many bytes up to `until` the peer is not known to have taken.
+    /// Returns how many bytes up to `until` the peer's program is not known to have read.
     pub fn untaken(&mut self, theirs: u32, until: u64) -> u64 {
         let s = self.streams.of_peer(theirs);
         s.map_or(0, |s| until.saturating_sub(s.out.head))
     }
 
-    /// The head of our stream is to be told at once.
+    /// Has the head of a local stream sent at once.
     pub fn settle_head<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32) {
         if let Some(s) = self.streams.get(mine) {
             s.inc.settle = true;

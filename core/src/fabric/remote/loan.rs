@@ -1,7 +1,7 @@
-//! Memory of a sending program that the reader's device reads into the reader's ring (docs/protocol.md, P96–P99):
-//! what either end knows of it. Exact as direct transfers are (`direct.rs`): while a loan is open nothing else is said
-//! of the direction, and its end says up to where the bytes went so. Pure; not what the engine does about it
-//! (`taking.rs`).
+//! The state of loans: memory of a sending program that the reader's device reads into the reader's ring
+//! (docs/protocol.md, P96–P99). Exact as direct transfers are (`direct.rs`): while a loan is open no other record of
+//! the direction is sent, and TAKEN says up to which position the bytes went by the loan. Pure: `taking.rs` has the
+//! engine's part.
 
 use super::fault::Breach;
 use super::record::{Memory, Serial};
@@ -16,17 +16,17 @@ struct Lent {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Recall {
     No,
-    /// To be told.
+    /// RECALL is to be sent.
     Due,
     Told,
 }
 
-/// The sending side: at most one is open, until TAKEN has come for it.
+/// The sending side of loans; at most one is open, until TAKEN has come for it.
 #[derive(Debug, Default)]
 pub(super) struct Loans(Option<Lent>);
 
 impl Loans {
-    /// The direction goes on when it is over.
+    /// Returns whether a loan is open; the direction goes on when it is over.
     pub fn is_open(&self) -> bool {
         self.0.is_some()
     }
@@ -39,7 +39,7 @@ impl Loans {
         });
     }
 
-    /// What the peer is to be told of.
+    /// Returns the loan for which SOURCE is to be sent.
     pub fn untold(&self) -> Option<Memory> {
         self.0.filter(|lent| !lent.is_told).map(|lent| lent.loan)
     }
@@ -50,12 +50,13 @@ impl Loans {
         }
     }
 
-    /// Up to where the peer may have read of what it was told.
+    /// Returns the position up to which the peer may have read; `None` if SOURCE was not sent.
     pub fn reach(&self) -> Option<u64> {
         self.0.filter(|lent| lent.is_told).map(|lent| lent.loan.end())
     }
 
-    /// Our program waits no longer. Nobody has to hear of it if the peer was not told. True if it is news.
+    /// Recalls the loan: the local program waits no longer. If SOURCE was not sent, the loan ends at once. True if
+    /// there was a loan that was not recalled before.
     pub fn recall(&mut self) -> bool {
         match &mut self.0 {
             Some(lent) if lent.is_told => {
@@ -69,7 +70,7 @@ impl Loans {
         }
     }
 
-    /// The recall that the peer is to be told of.
+    /// Returns the loan for which RECALL is to be sent.
     pub fn recalled(&self) -> Option<Serial> {
         let due = self.0.filter(|lent| lent.recall == Recall::Due);
         due.map(|lent| lent.loan.serial)
@@ -81,8 +82,8 @@ impl Loans {
         }
     }
 
-    /// TAKEN has come: the loan is over, and the direction goes on at `tail`, which is not before what the peer's
-    /// program has read. Gives how many bytes went so.
+    /// Takes in TAKEN: the loan is over, and the direction goes on at `tail`, which must not be before `head`, the
+    /// position up to which the peer's program has read. Returns how many bytes went by the loan.
     pub fn on_taken(&mut self, serial: Serial, tail: u64, head: u64) -> Result<u64, Breach> {
         let told = self.0.filter(|lent| lent.is_told && lent.loan.serial == serial);
         let loan = told.ok_or(Breach::Loan)?.loan;
@@ -97,10 +98,10 @@ impl Loans {
 /// The next bytes to be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Piece {
-    /// Their position.
+    /// The position of the first byte.
     pub position: u64,
     pub length: u64,
-    /// Where they are in the peer's process, and the key.
+    /// Their address in the peer's process, and the key.
     pub address: u64,
     pub rkey: u32,
 }
@@ -108,25 +109,25 @@ pub(super) struct Piece {
 #[derive(Clone, Copy, Debug)]
 struct Taking {
     loan: Memory,
-    /// All before it was asked for.
+    /// READs are posted for all bytes before this position.
     posted: u64,
-    /// All before it that is not in the ring is in a buffer that our program waits with, or was.
+    /// Bytes before this position that are not in the ring are, or were, in the local program's buffer.
     landed: u64,
-    /// No more is asked for.
+    /// No more READs are posted for the loan.
     is_ending: bool,
 }
 
-/// The reading side: at most one is open, until TAKEN is said.
+/// The reading side of loans; at most one is open, until TAKEN is sent.
 #[derive(Debug, Default)]
 pub(super) struct Takings(Option<Taking>);
 
 impl Takings {
-    /// Nothing else goes on in the direction, as long as the peer keeps to the protocol.
+    /// Returns whether a loan is open. A correct peer then sends no other data of the direction.
     pub fn is_open(&self) -> bool {
         self.0.is_some()
     }
 
-    /// The peer lends memory, for what follows `tail`, where the ring has room up to `window`.
+    /// Takes in a loan for the bytes that follow `tail`. The ring has room up to `window`.
     pub fn begin(&mut self, loan: Memory, tail: u64, window: u64) -> Result<(), Breach> {
         if !loan.is_possible() || self.is_open() || loan.position != tail || loan.end() > window {
             return Err(Breach::Loan);
@@ -140,7 +141,7 @@ impl Takings {
         Ok(())
     }
 
-    /// What is to be asked for next.
+    /// Returns the next bytes to be read; `None` if there are no more.
     pub fn next(&self) -> Option<Piece> {
         let Taking { loan, posted, .. } = self.0.filter(|taking| !taking.is_ending)?;
         let length = loan.end() - posted;
@@ -158,26 +159,26 @@ impl Takings {
         }
     }
 
-    /// No more is asked for.
+    /// Posts no more READs for the loan.
     pub fn stop(&mut self) {
         if let Some(taking) = &mut self.0 {
             taking.is_ending = true;
         }
     }
 
-    /// The peer wants it back.
+    /// Takes in a RECALL.
     pub fn on_recall(&mut self, serial: Serial) {
         if self.0.is_some_and(|taking| taking.loan.serial == serial) {
             self.stop();
         }
     }
 
-    /// Bytes may still come for what was asked for: all before `tail` has.
+    /// Returns whether posted READs may still bring bytes; all before `tail` have come.
     pub fn is_under_way(&self, tail: u64) -> bool {
         self.0.is_some_and(|taking| taking.posted > tail)
     }
 
-    /// What has not come by now never will.
+    /// Ends the READs: bytes that have not come by now never will.
     pub fn on_ended(&mut self, tail: u64) {
         if let Some(taking) = &mut self.0 {
             taking.is_ending = true;
@@ -185,15 +186,16 @@ impl Takings {
         }
     }
 
-    /// What has come up to `tail` is in a buffer that our program waits with: it is about to take that, and then the
-    /// peer does not have to keep it for its sake.
+    /// Records that bytes up to `tail` are in the local program's buffer. The program is about to take them, and TAKEN
+    /// waits for that, so that the peer need not keep them.
     pub fn on_landed(&mut self, tail: u64) {
         if let Some(taking) = &mut self.0 {
             taking.landed = tail;
         }
     }
 
-    /// What is to be said, when nothing can come any more: all up to the tail has. Our program has read up to `head`.
+    /// Returns the serial for TAKEN once no more bytes can come: all READs have brought their bytes, up to `tail`. The
+    /// local program has read up to `head`.
     pub fn answer(&self, tail: u64, head: u64) -> Option<Serial> {
         let Taking {
             loan,

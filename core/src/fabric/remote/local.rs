@@ -29,10 +29,10 @@ pub trait Local: Send + Sync {
     /// Asks for a call of [`End::settle`](super::End::settle) some ms later.
     fn settle_later(&self);
 
-    /// Reports that the peer's device has read `_bytes` bytes from the memory of this end's program.
+    /// Reports how many bytes the peer's device has just read from the memory of this end's program.
     fn on_lent(&self, _bytes: u64) {}
 
-    /// Reports that this end's device has read `_bytes` bytes from the memory of the peer's program.
+    /// Reports how many bytes this end's device has just read from the memory of the peer's program.
     fn on_taken(&self, _bytes: u64) {}
 
     /// Reports that this end's program recalls memory that it has lent.

@@ -12,16 +12,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use super::qp::{Completed, Down, Key, Limits, PostError, QueuePair, Read, Region, Role, Write};
 use crate::fabric::mem::Clock;
 
-/// What a pair of queue pairs is like.
+/// The properties of a pair of queue pairs.
 #[derive(Clone, Copy, Debug)]
 pub struct Config {
-    /// What each end can do.
+    /// The limits of each end.
     pub limits: Limits,
-    /// Work requests that are posted and whose completion was not polled.
+    /// The most work requests that are posted and whose completion was not polled.
     pub send_queue: usize,
-    /// Completions come for so many work requests at once; fewer only when the send queue is full.
+    /// How many work requests a completion is for; fewer only when the send queue is full.
     pub signal_every: usize,
-    /// µs from one end to the other.
+    /// The delay from one end to the other in µs.
     pub delay: u64,
 }
 
@@ -50,10 +50,10 @@ enum Work {
     Probe,
 }
 
-// SAFETY: the pointer is to memory that was registered, which any thread may reach.
+// SAFETY: the pointer is to registered memory, which any thread may access.
 unsafe impl Send for Work {}
 
-/// What memory may be used for under a key.
+/// The use of memory that a key allows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Use {
     Source,
@@ -68,28 +68,28 @@ enum Arrived {
     Written { immediate: u32, bytes: u32 },
 }
 
-/// One end's device.
+/// The device of one end.
 #[derive(Debug, Default)]
 struct Device {
-    /// Posted, with the time of arrival.
+    /// Posted work requests, with the time of arrival.
     posted: VecDeque<(u64, Work)>,
-    /// Carried out, and not seen by a poll.
+    /// Work requests that are carried out, and whose completion was not polled.
     completed: usize,
-    /// Not seen by a poll at all.
+    /// Work requests that are posted, carried out or not, and whose completion was not polled.
     outstanding: usize,
     was_full: bool,
     /// Receive buffers that are posted.
     buffers: u16,
     arrived: VecDeque<Arrived>,
-    /// Address, length, key, and what for: this end reads there, the peer writes there, this end's READs go there, the
-    /// peer reads there.
+    /// Address, length, key and use of registered memory. Uses: this end's WRITEs read there, the peer writes there,
+    /// this end's READs go there, the peer reads there.
     regions: Vec<(u64, u64, u32, Use)>,
     is_armed: bool,
-    /// Of this queue pair and those beside it, which have one completion fd.
+    /// How often the completion fd fired, which this queue pair and those beside it share.
     armed_fired: Arc<AtomicU64>,
     registered: u64,
     refuses_memory: bool,
-    /// What was carried out of probes, and of READs, and not seen by a poll.
+    /// Probes and READs that are carried out, and were not polled.
     probed: usize,
     read: usize,
 }
@@ -110,11 +110,11 @@ struct State {
     is_down: bool,
     is_mute: bool,
     why: &'static str,
-    /// Work requests that are still carried out.
+    /// How many more work requests are carried out before the connection ends; `None`: no limit.
     lives: Option<u64>,
-    /// What is registered there is good here too.
+    /// Memory registered with that queue pair counts here too.
     beside: Option<Arc<Shared>>,
-    /// Of what has arrived and was not polled at the end, so much at each end is never seen.
+    /// How many arrivals that were not polled when the connection ended are never seen, at each end.
     loses: usize,
     next_key: u32,
 }
@@ -135,7 +135,7 @@ impl State {
         }
     }
 
-    /// Carries out what has come to its time.
+    /// Carries out the work requests whose time has come.
     fn run(&mut self) {
         let now = self.clock.now();
         for me in [0, 1] {
@@ -187,7 +187,7 @@ impl State {
             self.die(why);
         } else if let Some(device) = self.devices.get_mut(me) {
             device.completed += 1;
-            // Some of them are signalled, and those are completions as others are.
+            // The signalled requests among them have completions, which fire as others do.
             device.fire();
         }
     }
@@ -200,7 +200,7 @@ impl State {
         Ok(())
     }
 
-    /// Whether an end has so many bytes there registered under the key for this.
+    /// Returns whether an end has `len` bytes at `at` registered under the key for this use.
     fn covers(&self, end: usize, key: u32, (at, len): (u64, u32), what: Use) -> bool {
         let covers = |device: Option<&Device>| {
             let regions = device.map(|d| d.regions.as_slice()).unwrap_or_default();
@@ -249,7 +249,7 @@ impl State {
 #[derive(Debug)]
 struct Shared {
     state: Mutex<State>,
-    /// So that a poll of nothing is cheap.
+    /// A copy of the state's flag, to be read without the lock.
     is_down: AtomicBool,
 }
 
@@ -259,7 +259,7 @@ impl Shared {
     }
 }
 
-/// One end of a pair.
+/// An end of a pair of queue pairs.
 #[derive(Debug)]
 pub struct MemQp {
     me: usize,
@@ -267,12 +267,12 @@ pub struct MemQp {
     shared: Arc<Shared>,
 }
 
-/// Two queue pairs that are connected with each other.
+/// Returns two queue pairs that are connected with each other.
 pub fn pair(config: Config, clock: &Clock) -> [MemQp; 2] {
     pair_beside(config, clock, None)
 }
 
-/// Likewise; what is registered with `other` is good for them too.
+/// Returns two connected queue pairs; memory that is registered with `other` is registered for them too.
 pub fn pair_beside(config: Config, clock: &Clock, other: Option<&MemQp>) -> [MemQp; 2] {
     let fired = |other: &MemQp| {
         other
@@ -310,8 +310,8 @@ pub fn pair_beside(config: Config, clock: &Clock, other: Option<&MemQp>) -> [Mem
 }
 
 impl MemQp {
-    /// The connection ends when so many more work requests of both ends were carried out: what follows is lost, and of
-    /// what has arrived by then `loses` messages at each end are never seen.
+    /// Ends the connection after `requests` more work requests of both ends. Later ones are lost. Of the messages that
+    /// have arrived by then, `loses` at each end are never seen.
     pub fn die_after(&self, requests: u64, loses: usize) {
         let mut state = self.shared.lock();
         state.lives = Some(requests);
@@ -323,12 +323,12 @@ impl MemQp {
         self.shared.lock().die("cut");
     }
 
-    /// From now on until told otherwise nothing arrives at either end, and nothing says so.
+    /// Mutes the connection: while `on`, no work request arrives at either end, and no error is reported.
     pub fn mute(&self, on: bool) {
         self.shared.lock().is_mute = on;
     }
 
-    /// Why it has ended; empty while it has not.
+    /// Returns why the connection has ended; empty while it has not.
     pub fn why(&self) -> &'static str {
         self.shared.lock().why
     }
@@ -338,17 +338,17 @@ impl MemQp {
         self.with(|d| d.refuses_memory = true);
     }
 
-    /// How often memory was registered.
+    /// Returns how often memory was registered.
     pub fn registered(&self) -> u64 {
         self.with(|d| d.registered)
     }
 
-    /// How often the completion fd would have become readable.
+    /// Returns how often the completion fd would have become readable.
     pub fn fired(&self) -> u64 {
         self.with(|d| d.armed_fired.load(Ordering::Relaxed))
     }
 
-    /// When the next work request of either end arrives, in µs; `None` if none is under way.
+    /// Returns when the next work request of either end arrives, in µs; `None` if none is under way.
     pub fn next_arrival(&self) -> Option<u64> {
         let state = self.shared.lock();
         if state.is_mute {
@@ -377,7 +377,7 @@ impl MemQp {
             if device.outstanding >= most {
                 device.was_full = true;
                 if device.completed > 0 {
-                    // Of these one would have been signalled.
+                    // A real device would have signalled one of these work requests.
                     device.fire();
                 }
                 return Err(PostError::Full);
@@ -511,7 +511,7 @@ impl QueuePair for MemQp {
 }
 
 impl Drop for MemQp {
-    /// Nothing more is carried out, as of a queue pair that is destroyed.
+    /// Carries out no more work requests, as a destroyed queue pair.
     fn drop(&mut self) {
         self.shared.lock().die("destroyed");
     }

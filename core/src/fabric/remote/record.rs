@@ -1,5 +1,5 @@
-//! What one message on the queue pair holds: a header and any number of records. Written into a buffer of
-//! fixed size, read from any bytes at all. See docs/protocol.md, P50–P58 and P90–P100. Not what a record does.
+//! The content of a message on the queue pair: a header and any number of records. It is written into a buffer of fixed
+//! size, and read from any bytes at all. See docs/protocol.md, P50–P58 and P90–P100. `receive.rs` applies the records.
 
 #![forbid(unsafe_code)]
 
@@ -12,7 +12,7 @@ use crate::wire::codec::{WireError, Writer, kinds, structs};
 pub const VERSION: u8 = 1;
 const MAGIC: u8 = 0xd7;
 
-/// What precedes the records of a message.
+/// The header of a message, before its records.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 struct Header {
@@ -28,25 +28,26 @@ struct Header {
 pub const HEADER_BYTES: usize = size_of::<Header>();
 
 kinds! {
-    /// One record (docs/protocol.md, P50).
+    /// A record (docs/protocol.md, P50).
     ///
     /// | field | what |
     /// |---|---|
-    /// | `theirs` | the number that the end which reads the record gave to the stream |
+    /// | `theirs` | the number that the receiver of the record gave to the stream |
     /// | `tail`, `head`, `position` | positions: bytes of the direction from its beginning on |
-    /// | `generation` | which of the rings that were offered one after the other |
-    /// | `end`, `flags`, `word`, `count` | a word of the direction block, as `fabric::ring` has it; in `Tell` an attention word |
-    /// | `serial` | an advert of the end whose program waits (P91), or memory lent by the one whose program sends (P96) |
-    /// | `memory` | a buffer of that program's, for the WRITEs, or READs, of the end that reads this |
-    /// | `index`, `rkey`, `base` | a chunk's place in the data area, in chunks; its key and address for the reader's WRITEs (P53) |
+    /// | `generation` | counts the rings that were offered one after the other |
+    /// | `end`, `flags`, `word`, `count` | a word of the direction block (`fabric::ring`); in `Tell` an attention word |
+    /// | `serial` | an advert of the end whose program waits (P91), or a loan of the end whose program sends (P96) |
+    /// | `memory` | a buffer of the sender's program, for the WRITEs or READs of the receiver of the record |
+    /// | `index` | a chunk's place in the data area, in chunks |
+    /// | `rkey`, `base` | the chunk's key and address, for the WRITEs of the receiver of the record (P53) |
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     #[allow(
         missing_docs,
         reason = "the fields mean the same in every record, and are in the table"
     )]
     pub enum Record<'a> {
-        /// The direction goes on to `tail`. The payload is the last part of that; what precedes it was written
-        /// before.
+        /// The direction goes on to `tail`. The payload is the last part of the new bytes; WRITEs have brought the
+        /// others before.
         1 = Data { theirs: u32, tail: u64, payload: &'a [u8] };
         /// From `position` on, which is the tail now, the direction is in the ring on offer.
         2 = Switch { theirs: u32, generation: u32, position: u64 };
@@ -66,65 +67,65 @@ kinds! {
         9 = Chunk { index: u32, rkey: u32, base: u64 };
         /// A message of the side channel.
         10 = Message { bytes: &'a [u8] };
-        /// "Tell me, by ACK, up to where you have it, now that you have read this."
+        /// Asks for an ACK of all that was sent before this record.
         11 = Confirm { theirs: u32 };
         /// All up to `tail` is in the ring.
         12 = Ack { theirs: u32, tail: u64 };
-        /// "Queue the stream for these waiters of yours."
+        /// Asks the receiver to queue the stream for these waiters of its process.
         13 = Tell { theirs: u32, word: u32 };
-        /// The reader's program waits with a buffer for the bytes from its position on.
+        /// The reader's program waits with a buffer for the bytes from the memory's position on.
         14 = Advert { theirs: u32, memory: Memory };
-        /// It does not any more.
+        /// The reader's program waits no longer.
         15 = Withdraw { theirs: u32, withdrawal: Withdrawal };
-        /// All up to `tail` is in the buffer of that advert, which is over. On the bulk queue pair only.
+        /// All bytes up to `tail` are in the buffer of an advert, which is over. On the bulk queue pair only.
         16 = Placed { theirs: u32, serial: Serial, tail: u64 };
-        /// The bytes from its position on can be read from the memory of the producer's program.
+        /// The bytes from the memory's position on can be read from the memory of the producer's program.
         17 = Source { theirs: u32, memory: Memory };
-        /// All up to `tail` was read from there, and nothing more will be.
+        /// All bytes up to `tail` were read from the lent memory, and no more will be.
         18 = Taken { theirs: u32, serial: Serial, tail: u64 };
         /// The producer's program waits no longer.
         19 = Recall { theirs: u32, serial: Serial };
     }
 }
 
-/// Names one advert, or one loan, of an end's; the next ones are others for a long time.
+/// Names an advert or a loan of one end. A serial is not used again for a long time.
 pub type Serial = u32;
 
-/// Memory of a program that stands for bytes of a direction, as the other end has to know it.
+/// Memory of a program that stands for bytes of a direction, as described to the other end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Memory {
-    /// Its name.
+    /// The serial of the advert or loan.
     pub serial: Serial,
-    /// The direction's position that its first byte is at.
+    /// The direction's position of its first byte.
     pub position: u64,
-    /// Where it is in the program's process.
+    /// The address in the program's process.
     pub address: u64,
     /// Bytes.
     pub length: u32,
-    /// By which the other end's device reaches it.
+    /// The key for the other end's device.
     pub rkey: u32,
 }
 
 impl Memory {
-    /// The position behind its last byte.
+    /// Returns the position behind its last byte.
     pub fn end(&self) -> u64 {
         self.position.saturating_add(self.length.into())
     }
 
-    /// Whether there is such memory: some bytes, which do not go beyond the last address.
+    /// Returns whether there can be such memory: at least one byte, and none beyond the last address.
     pub fn is_possible(&self) -> bool {
         self.length > 0 && self.address.checked_add(self.length.into()).is_some()
     }
 }
 
-/// An advert is over.
+/// The end of an advert.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Withdrawal {
-    /// The advert's name.
+    /// The advert's serial.
     pub serial: Serial,
-    /// Its position.
+    /// The advert's position.
     pub position: u64,
-    /// Bytes in its buffer that PLACED has not told of count for nothing, and nobody waits for PLACED.
+    /// Bytes in the buffer that no PLACED has reported do not count, and the reader does not wait for PLACED.
     pub is_final: bool,
 }
 
@@ -140,16 +141,16 @@ pub const MESSAGE_BYTES: usize = 1 + 2;
 /// Bytes of the longest records without a payload, ADVERT and SOURCE: the kind, `theirs` and the memory.
 pub const LONGEST: usize = 1 + 4 + (4 + 8 + 8 + 4 + 4);
 
-/// Bytes that are no message of this version. Only the peer can have sent them.
+/// Why bytes are not a message of this version. Only the peer can have sent them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Malformed {
     /// Shorter than a header.
     #[error("no header")]
     Short,
-    /// Not a message of ours, or of another version.
+    /// Not such a message, or one of another version.
     #[error("wrong magic or version")]
     Version,
-    /// The header's length is not that of what follows.
+    /// The header's length differs from the length of the records.
     #[error("wrong length")]
     Length,
     /// No record has that kind.
@@ -165,12 +166,11 @@ pub enum Malformed {
 pub struct Received<'a> {
     /// Receive buffers that the sender has posted again.
     pub grant: u16,
-    /// Its records, still to be read.
+    /// The records, still to be read.
     pub records: Records<'a>,
 }
 
-/// Reads a message's header. Bytes after the records are refused, since whoever makes messages is of our
-/// version.
+/// Reads a message's header. Bytes after the records are refused, since the sender has the same version.
 pub fn decode(bytes: &[u8]) -> Result<Received<'_>, Malformed> {
     let (header, rest) = Header::read_from_prefix(bytes).map_err(|_| Malformed::Short)?;
     if (header.magic, header.version) != (MAGIC, VERSION) {
@@ -203,7 +203,7 @@ impl<'a> Iterator for Records<'a> {
     }
 }
 
-/// A message being made.
+/// Builds a message.
 #[derive(Debug)]
 pub struct Builder {
     buf: Box<[u8]>,
@@ -211,7 +211,7 @@ pub struct Builder {
 }
 
 impl Builder {
-    /// For messages of at most so many bytes; no more than 64 KiB are used.
+    /// Returns a builder for messages of at most `bytes` bytes; it uses no more than 64 KiB of records.
     pub fn new(bytes: usize) -> Self {
         let bytes = bytes.clamp(HEADER_BYTES, HEADER_BYTES + usize::from(u16::MAX));
         Self {
@@ -220,27 +220,27 @@ impl Builder {
         }
     }
 
-    /// It has no records.
+    /// Returns whether the message has no records.
     pub fn is_empty(&self) -> bool {
         self.len == HEADER_BYTES
     }
 
-    /// Bytes that records can still take.
+    /// Returns how many more bytes records can take.
     pub fn room(&self) -> usize {
         self.buf.len() - self.len
     }
 
-    /// Bytes that records can take in an empty one.
+    /// Returns how many bytes records can take in an empty message.
     pub fn capacity(&self) -> usize {
         self.buf.len() - HEADER_BYTES
     }
 
-    /// Adds a record. False, and nothing is added, if there is no room for it.
+    /// Adds a record. False, and the message is unchanged, if there is no room for it.
     pub fn push(&mut self, record: &Record<'_>) -> bool {
         self.add(record)
     }
 
-    // Inlined, so that of a record whose kind is known its fields alone are left.
+    // Inlined, so that for a record of known kind only the stores of its fields remain.
     #[inline(always)]
     fn add(&mut self, record: &Record<'_>) -> bool {
         let free = self.buf.get_mut(self.len..);
@@ -256,14 +256,14 @@ impl Builder {
         true
     }
 
-    /// Adds a DATA record whose `n` bytes of payload `fill` writes. False, and nothing is added, if there
-    /// is no room or `fill` says so.
+    /// Adds a DATA record whose `n` bytes of payload `fill` writes. False, and the message is unchanged, if there is no
+    /// room or `fill` returns false.
     pub fn push_data(&mut self, theirs: u32, tail: u64, n: usize, fill: impl FnOnce(&mut [u8]) -> bool) -> bool {
         let Ok(length) = u16::try_from(n) else {
             return false;
         };
         let before = self.len;
-        // Without a payload, which follows with its length.
+        // Without its payload, which follows together with its length.
         let head = Record::Data {
             theirs,
             tail,
@@ -276,7 +276,7 @@ impl Builder {
         done
     }
 
-    /// Gives the record that was added last, which has none, a payload.
+    /// Adds a payload to the last record, which has none.
     fn put_payload(&mut self, length: u16, fill: impl FnOnce(&mut [u8]) -> bool) -> bool {
         let end = self.len.saturating_add(length.into());
         let is_filled = self.buf.get_mut(self.len..end).is_some_and(fill);
@@ -287,7 +287,7 @@ impl Builder {
         is_filled
     }
 
-    /// The message, with its header.
+    /// Returns the message, with its header.
     pub fn finish(&mut self, grant: u16) -> &[u8] {
         let header = Header {
             magic: MAGIC,
@@ -307,7 +307,7 @@ impl Builder {
     }
 }
 
-/// A message without records.
+/// Returns a message without records.
 pub fn bare(grant: u16) -> [u8; HEADER_BYTES] {
     zerocopy::transmute!(Header {
         magic: MAGIC,

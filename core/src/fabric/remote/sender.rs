@@ -1,6 +1,6 @@
-//! The message being collected, and what it takes to send it: credits, room in the send queue. Records are added until
-//! it is full or there is nothing more to add; what was put there counts as sent, and goes out before any later
-//! message. Not what is put there (`pump.rs`).
+//! Collects records into a message, and sends it when it is full or there is no more to add. That takes a credit and
+//! room in the send queue. Collected records count as sent, and go out before any later message. `pump.rs` decides what
+//! is collected.
 
 use super::counts::Counts;
 use super::credits::Credits;
@@ -9,10 +9,10 @@ use super::qp::{Down, Limits, PostError, QueuePair, Write};
 use super::record::{self, Builder, DATA_BYTES, HEADER_BYTES, MESSAGE_BYTES, Record};
 use crate::wire::MAX_MESSAGE;
 
-/// Why nothing more is sent for now.
+/// Why sending stops for now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Halt {
-    /// Neither a credit nor room in the send queue, one of the two: to be tried again when there is.
+    /// A credit or room in the send queue is missing; to be tried again when there is one.
     Blocked,
     /// The link is down.
     Down(Fault),
@@ -30,7 +30,7 @@ impl From<Breach> for Halt {
     }
 }
 
-/// What is blocked waits, and is no fault.
+/// Turns [`Halt::Blocked`] into success: blocked work waits, and is no fault.
 pub(super) fn unless_blocked(sent: Result<(), Halt>) -> Result<(), Fault> {
     match sent {
         Ok(()) | Err(Halt::Blocked) => Ok(()),
@@ -38,7 +38,7 @@ pub(super) fn unless_blocked(sent: Result<(), Halt>) -> Result<(), Fault> {
     }
 }
 
-/// The message being collected, and what it takes to send it.
+/// The message being collected, and the means to send it.
 pub(super) struct Sender {
     staged: Builder,
     credits: Credits,
@@ -56,12 +56,12 @@ impl Sender {
         }
     }
 
-    /// Only completions can bring what is missing.
+    /// Returns whether a credit or room is missing, which only completions can bring.
     pub fn is_short(&self) -> bool {
         self.is_full || !self.credits.can_send()
     }
 
-    /// Grows with all that is posted, with what found the queue full, and with doubts.
+    /// Returns a number that grows with each post, each attempt that found the queue full, and each doubt.
     #[inline]
     pub fn done(&self) -> u64 {
         let counts = &self.counts;
@@ -85,22 +85,22 @@ impl Sender {
         self.credits.on_grant(grant)
     }
 
-    /// Nothing is collected.
+    /// Returns whether no record is collected.
     pub fn is_empty(&self) -> bool {
         self.staged.is_empty()
     }
 
-    /// An ordinary message may be sent, as far as the peer is concerned.
+    /// Returns whether the peer has a receive buffer for an ordinary message.
     pub fn has_credit(&self) -> bool {
         self.credits.can_send()
     }
 
-    /// Bytes of payload that fit one message.
+    /// Returns how many bytes of payload fit one message.
     pub fn most_payload(&self) -> usize {
         self.staged.capacity().saturating_sub(DATA_BYTES)
     }
 
-    /// What posting came to.
+    /// Takes in the result of a post.
     fn posted(&mut self, result: Result<(), PostError>) -> Result<(), Halt> {
         match result {
             Ok(()) => Ok(()),
@@ -113,7 +113,7 @@ impl Sender {
         }
     }
 
-    /// Sends what was collected.
+    /// Sends the collected message, if it has records.
     fn flush(&mut self, qp: &impl QueuePair) -> Result<(), Halt> {
         if self.staged.is_empty() {
             return Ok(());
@@ -133,7 +133,7 @@ impl Sender {
         Ok(())
     }
 
-    /// Gives credits back if that is due and nothing else has done it.
+    /// Sends a message with only a grant, if one is due.
     fn grant(&mut self, qp: &impl QueuePair) -> Result<(), Halt> {
         if self.is_full || !self.credits.must_grant() {
             return Ok(());
@@ -146,27 +146,27 @@ impl Sender {
         Ok(())
     }
 
-    /// When there is nothing more to add: sends what was collected, and then a grant if one is due.
+    /// Sends the collected message, and then a grant if one is due. Called when there is no more to add.
     pub fn finish(&mut self, qp: &impl QueuePair) -> Result<(), Fault> {
         unless_blocked(self.flush(qp))?;
         unless_blocked(self.grant(qp))
     }
 
-    /// Adds a record, after sending what is there if need be.
+    /// Adds a record; first sends the collected message if there is no room.
     pub fn put(&mut self, qp: &impl QueuePair, record: &Record<'_>) -> Result<(), Halt> {
         if self.staged.push(record) {
             return Ok(());
         }
         self.flush(qp)?;
-        // A message's length is checked when it is queued; every other record fits an empty one.
+        // A message's length is checked when it is queued; every other record fits an empty message.
         if !self.staged.push(record) {
             return Err(Breach::Message.into());
         }
         Ok(())
     }
 
-    /// Likewise a record with `len` bytes of payload up to `tail`, at most [`most_payload`](Self::most_payload), which
-    /// `fill` writes. False if it does not.
+    /// Adds a DATA record with `len` bytes of payload up to `tail`, at most [`most_payload`](Self::most_payload), which
+    /// `fill` writes. First sends the collected message if there is no room. False if the record cannot be added.
     pub fn put_data(
         &mut self,
         qp: &impl QueuePair,

@@ -22,7 +22,7 @@ use crate::sync::{AtomicBool, AtomicU32, Published, Request, RungMark};
 /// The most messages that are kept, in either direction. A correct end owes at most a few for each stream.
 pub(super) const MAX_QUEUED_MESSAGES: usize = 8 * MAX_STREAMS as usize;
 
-/// One of the two arenas.
+/// Names an arena of the link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Which {
     Mine,

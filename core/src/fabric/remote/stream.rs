@@ -1,5 +1,5 @@
-//! The two directions of one stream as the engine sees them: what was carried over, and what the peer may
-//! do next. Its words are in the direction blocks, which are given to each call; nothing is sent here.
+//! The engine's state of the two directions of one stream: how far they were carried over, and which records of the
+//! peer are valid next. The shared words are in the direction blocks, which each call gets. This file sends nothing.
 
 use super::direct::{Landings, Targets};
 use super::fault::Breach;
@@ -9,19 +9,19 @@ use crate::fabric::layout::{MAX_STREAMS, Region};
 use crate::fabric::ring::proxy::{ProducerView, next_generation, pack_offer, unpack_offer};
 use crate::fabric::ring::{DataArea, DirectionBlock, EndMark, Wake};
 
-/// Where a number of ours is in its life.
+/// The state of a local number.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum State {
-    /// No stream has it.
+    /// No stream has the number.
     #[default]
     Free,
-    /// A stream of ours; `theirs` says whether it is paired.
+    /// A stream has the number; `theirs` says whether it is paired.
     Open,
-    /// CLOSED was sent. What the peer still says is of no interest.
+    /// CLOSED was sent. Later records of the peer have no effect.
     Left,
 }
 
-/// What the peer said about a stream whose number there we did not know yet.
+/// Records of the peer's consumer that came before the peer's number of the stream was known.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Early {
     pub offer: Option<u64>,
@@ -29,13 +29,13 @@ pub(super) struct Early {
     pub stop: bool,
 }
 
-/// See the module. By our number.
+/// A stream, by its local number.
 #[derive(Debug, Default)]
 pub(super) struct Stream {
     pub state: State,
     /// The peer's number.
     pub theirs: Option<u32>,
-    /// CLOSED is to be sent when all is carried over.
+    /// CLOSED is to be sent when all bytes are carried over.
     pub closing: bool,
     /// CLOSED has come.
     pub peer_left: bool,
@@ -47,7 +47,7 @@ pub(super) struct Stream {
 }
 
 impl Stream {
-    /// A new stream with this number.
+    /// Begins a new stream with this number.
     pub fn open(&mut self) {
         *self = Self {
             state: State::Open,
@@ -55,46 +55,46 @@ impl Stream {
         };
     }
 
-    /// Something may still come into its ring by what was asked for.
+    /// Returns whether READs may still bring bytes into its ring.
     pub fn is_read_into(&mut self) -> bool {
         self.inc.takings.is_under_way(self.inc.tail)
     }
 }
 
-/// The direction that we receive, in a block of mine: in place of its producer.
+/// The direction that this end receives, in a block of `mine`. The engine acts for its producer.
 #[derive(Debug, Default)]
 pub(super) struct Incoming {
-    /// All before it is in the ring.
+    /// All bytes before this position are in the ring.
     pub tail: u64,
     /// The ring that the peer uses.
     pub ring: Option<Region>,
     /// First position in the ring.
     start: u64,
-    /// A ring that the peer was told of and has not adopted.
+    /// A ring that was offered to the peer, and that it has not adopted.
     offered: Option<(u32, Region)>,
     pub offer_told: u64,
     pub head_told: u64,
-    /// Where the head was when it was last found held back.
+    /// The head when it was last found held back.
     pub head_held: u64,
     pub flags_told: u32,
     pub stop_told: bool,
     ended: bool,
-    /// The mark is in the block: our consumer has not stopped before.
+    /// The end mark is in the block: the local consumer had not stopped before.
     marked: bool,
     /// CONFIRM has come.
     pub ack_due: bool,
-    /// The head is to be told even if little is new.
+    /// The head is to be sent even if it has moved little.
     pub settle: bool,
-    /// A buffer that our program waits with.
+    /// The buffer with which the local program waits.
     pub landings: Landings,
-    /// Memory that the peer's program lends.
+    /// The memory that the peer's program lends.
     pub takings: Takings,
-    /// Bytes that our device has read from there into buffers of our program's.
+    /// Bytes that this end's device has read from lent memory into buffers of the local program.
     pub landed: u64,
 }
 
 impl Incoming {
-    /// A quarter of the ring: heads are told at least that often.
+    /// Returns a quarter of the ring in bytes: heads are sent at least that often.
     pub fn quarter(&self) -> u64 {
         self.ring.map_or(0, |r| r.len() as u64 / 4)
     }
@@ -128,14 +128,14 @@ impl Incoming {
         Ok(block.put_tail(tail))
     }
 
-    /// Up to where the peer may write: what the ring has room for.
+    /// Returns the position up to which the ring has room, and so the peer may write.
     fn window(&self, block: &DirectionBlock) -> u64 {
         let size = self.ring.map_or(0, |ring| ring.len() as u64);
         block.head().max(self.start).saturating_add(size)
     }
 
-    /// How much of a buffer may be used for what comes next: the ring is empty, and has room for so much. 0 if it
-    /// cannot be.
+    /// Returns how many bytes of a program's buffer may be used for the next bytes: the ring is empty, and has room for
+    /// as many. 0 if no buffer can be used.
     pub fn room_to_land(&self, block: &DirectionBlock) -> u64 {
         let is_empty = block.head() == self.tail && self.tail > 0;
         if !is_empty || self.ended || self.landings.is_busy() || self.takings.is_under_way(self.tail) {
@@ -144,7 +144,7 @@ impl Incoming {
         self.window(block) - self.tail
     }
 
-    /// Bytes are in our program's buffer, which count as if the ring had them.
+    /// Takes in PLACED: bytes in the local program's buffer count as if the ring had them. Returns the waiters to wake.
     pub fn on_placed(&mut self, block: &DirectionBlock, serial: u32, tail: u64) -> Result<Wake, Breach> {
         let window = self.window(block);
         match self.landings.on_placed(serial, tail, window)? {
@@ -157,8 +157,8 @@ impl Incoming {
         }
     }
 
-    /// The peer's program lends memory for what comes next. A buffer of ours is of no use to it then, but to our
-    /// device.
+    /// Takes in SOURCE: the peer's program lends memory for the next bytes. It has no use for a local program's buffer
+    /// then, but this end's device has.
     pub fn on_loan(&mut self, block: &DirectionBlock, loan: Memory) -> Result<(), Breach> {
         if self.ended {
             return Err(Breach::End);
@@ -168,20 +168,21 @@ impl Incoming {
         Ok(())
     }
 
-    /// The next bytes of that are in the ring.
+    /// Takes in a READ of lent memory into the ring. Returns the waiters to wake.
     pub fn on_read(&mut self, block: &DirectionBlock, bytes: u32) -> Wake {
         self.tail = self.tail.saturating_add(bytes.into());
         block.put_tail(self.tail)
     }
 
-    /// What our device reads into a buffer counts as if the ring had it, when that is over. Whom to wake.
+    /// If the READs into a program's buffer are over, counts their bytes as if the ring had them. Returns the waiters
+    /// to wake.
     pub fn end_own_landing(&mut self, block: &DirectionBlock) -> Wake {
         let has_more = self.takings.next().is_some();
         let bytes = self.landings.end_own(has_more);
         self.on_landed(block, bytes.unwrap_or(0))
     }
 
-    /// The bulk queue pair is given up. Gives whom to wake.
+    /// Ends the adverts because the bulk queue pair is given up. Returns the waiters to wake.
     pub fn lapse(&mut self, block: &DirectionBlock) -> Wake {
         let bytes = self.landings.lapse();
         self.on_landed(block, bytes)
@@ -211,7 +212,7 @@ impl Incoming {
         }
     }
 
-    /// Whom to wake; `None` if our consumer has stopped, and its mark stays.
+    /// Takes in END. Returns the waiters to wake; `None` if the local consumer has stopped, and its mark stays.
     pub fn on_end(&mut self, block: &DirectionBlock, end: u32, tail: u64) -> Result<Option<Wake>, Breach> {
         let end = EndMark::from_word(end).ok_or(Breach::End)?;
         if std::mem::replace(&mut self.ended, true) || tail != self.tail || self.takings.is_open() {
@@ -222,85 +223,86 @@ impl Incoming {
         Ok(put)
     }
 
-    /// Up to where all is in the ring, the end mark included.
+    /// Returns the position up to which all bytes are in the ring; the end mark counts as one.
     pub fn ack(&self) -> u64 {
         self.tail.saturating_add(self.marked.into())
     }
 
-    /// The peer is being told of this offer of our consumer's.
+    /// Records that an offer of the local consumer is being sent.
     pub fn on_offer_told(&mut self, word: u64) {
         self.offer_told = word;
         self.offered = unpack_offer(word);
     }
 }
 
-/// Where our producer writes while the peer's ring has no room.
+/// The buffer into which the local producer writes while the peer's ring has no room.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Aside {
-    /// From which position on it writes there.
+    /// The first position in the buffer.
     pub from: u64,
-    /// The ring of ours that it writes to (`lend.rs`).
+    /// The place of the buffer in the mirror's data area (`lend.rs`).
     pub region: Region,
 }
 
-/// What is to be carried over next.
+/// The next bytes to be carried over.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Next {
-    /// Our ring that it is in.
+    /// The ring or buffer of the mirror that has the bytes.
     pub source: Region,
-    /// The peer's ring that it goes to, at the same positions.
+    /// The peer's ring to which they go, at the same positions.
     pub ring: Region,
-    /// Up to which position it is to be carried.
+    /// The position up to which they are to be carried.
     pub until: u64,
 }
 
-/// The direction that we send, in a block of the mirror: in place of its consumer.
+/// The direction that this end sends, in a block of the mirror. The engine acts for its consumer.
 #[derive(Debug, Default)]
 pub(super) struct Outgoing {
     pub ring: Option<Region>,
     /// First position in the ring.
     pub start: u64,
     pub generation: u32,
-    /// A ring that our producer was told of; the peer has not seen it adopted.
+    /// A ring that was offered to the local producer; SWITCH to it was not sent yet.
     pub offered: Option<(u32, Region)>,
-    /// The first ring, as OPEN has named it: our producer may use it, and nothing is carried over before the peer has
+    /// The first ring, as OPEN has named it. The local producer may use it; no byte is carried over before the peer has
     /// offered it.
     foreseen: Option<u64>,
-    /// From where on our producer uses it. While that writes aside it does not: then it is for us to switch.
+    /// The position from which on the local producer uses the offered ring. A producer that writes aside adopts no
+    /// ring; the engine then decides when to switch.
     pub switch_at: Option<u64>,
     pub aside: Option<Aside>,
-    /// How often the peer's ring had no room for what is written aside, and where that was last.
+    /// How often the peer's ring had no room for bytes that are written aside, and at which position that was last.
     stalls: u32,
     stalled_at: Option<u64>,
-    /// All before it was written to the peer's ring, or sent.
+    /// All bytes before this position were written to the peer's ring, or sent in messages.
     pub placed: u64,
-    /// What of that the peer was told.
+    /// The position up to which the peer was told, at most `placed`.
     pub told: u64,
     pub head: u64,
-    /// As the peer said. The end mark counts as one byte after the last, as TCP's FIN does.
+    /// The position of the peer's last ACK. The end mark counts as one byte after the last, as TCP's FIN does.
     pub acked: u64,
     pub limited_told: u32,
     pub end_told: bool,
-    /// Our producer has ended, as far as we have looked.
+    /// The local producer had ended the direction when the engine last read its words.
     has_ended: bool,
     /// The peer's consumer has stopped.
     pub stopped: bool,
-    /// The position is to be confirmed when all is told.
+    /// CONFIRM is to be sent when all bytes are told.
     pub want_confirm: bool,
-    /// CONFIRM was sent when all up to here had been told.
+    /// The position, with the end mark, at which CONFIRM was last sent.
     pub asked: u64,
-    /// A buffer that the peer's program waits with.
+    /// The buffer with which the peer's program waits.
     pub targets: Targets,
-    /// Memory that our program lends.
+    /// The memory that the local program lends.
     pub loans: Loans,
 }
 
 impl Outgoing {
-    /// Asks to be told of more, then looks.
+    /// Asks for a notification with the word `wake`, then reads what the local producer has published.
     pub fn look(&mut self, block: &DirectionBlock, wake: u32) -> ProducerView {
         let view = block.watch_producer(wake);
         self.has_ended = EndMark::from_word(view.end).is_some();
-        // A producer that writes aside has adopted nothing since.
+        // A producer that writes aside has adopted no ring since.
         let is_new = self.switch_at.is_none() && self.aside.is_none();
         if is_new && self.offered.is_some_and(|(g, _)| g == view.generation) {
             self.switch_at = Some(view.switch_pos);
@@ -308,7 +310,7 @@ impl Outgoing {
         view
     }
 
-    /// The generation of the ring that begins at the position that was told.
+    /// Returns the generation of the ring that begins at the told position; `None` if none begins there.
     pub fn next_generation(&self) -> Option<u32> {
         let is_due = match self.switch_at {
             Some(at) => at == self.told,
@@ -318,7 +320,7 @@ impl Outgoing {
         self.offered.filter(|_| is_here).map(|(g, _)| g)
     }
 
-    /// SWITCH is told.
+    /// Records that SWITCH was sent.
     pub fn on_switched(&mut self) {
         if let Some((generation, region)) = self.offered.take() {
             self.generation = generation;
@@ -328,7 +330,7 @@ impl Outgoing {
         }
     }
 
-    /// The ring in which our producer has put the byte at a position that was not told.
+    /// Returns the ring in which the local producer has put the byte at a position that was not told.
     pub fn ring_at(&self, position: u64) -> Option<Region> {
         match (self.switch_at, self.offered) {
             (Some(at), Some((_, region))) if position >= at => Some(region),
@@ -340,9 +342,9 @@ impl Outgoing {
         self.aside.is_some_and(|aside| position >= aside.from)
     }
 
-    /// Whether we move on to the ring on offer, at a position at which our producer writes aside. Not to a larger one
-    /// than it has there, unless it has ended: of that the reader could hold back more than W4 allows. Nor behind the
-    /// end, where there is nothing that it could be for.
+    /// Returns whether the engine moves on to the ring on offer, at a position at which the producer writes aside. It
+    /// does not move to a ring larger than the buffer, unless the producer has ended: of a larger ring the reader could
+    /// hold back more than W4 allows. Nor does it move after the end mark, since no bytes follow.
     fn adopts(&self, position: u64) -> bool {
         let aside = self.aside.filter(|_| self.is_aside_at(position));
         let fits = aside.zip(self.offered);
@@ -350,14 +352,14 @@ impl Outgoing {
         !self.end_told && (is_small || fits.is_some() && self.has_ended)
     }
 
-    /// Up to where the peer's ring has room, as far as is known.
+    /// Returns the position up to which the peer's ring has room, as far as is known.
     pub fn window(&self) -> u64 {
         let size = self.ring.map_or(0, |ring| ring.len() as u64);
         self.head.max(self.start).saturating_add(size)
     }
 
-    /// What can be carried over of all up to `tail`, before the next switch of rings. `None` if the peer has no ring
-    /// yet.
+    /// Returns which of the bytes up to `tail` can be carried over before the next switch of rings. `None` if the peer
+    /// has no ring yet.
     pub fn next(&self, tail: u64) -> Option<Next> {
         let ring = self.ring?;
         let (source, until) = match self.aside {
@@ -375,13 +377,14 @@ impl Outgoing {
         })
     }
 
-    /// How often the window was too small, by what our producer has counted of that.
+    /// Returns how often the window was too small: `counted` by the local producer, and the stalls of bytes written
+    /// aside.
     pub fn limited(&self, counted: u32) -> u32 {
         counted.wrapping_add(self.stalls)
     }
 
-    /// There is more, up to `tail`. If that is for want of room in the peer's ring, and that is the smaller one, it
-    /// counts as limited, once per position, as it would if our producer had found it.
+    /// Records that bytes up to `tail` are left. If the peer's ring is full and smaller than the buffer, this counts as
+    /// limited. It counts once per position, as it would if the producer had found no room.
     pub fn on_rest(&mut self, tail: u64) {
         let ring = self.ring.map_or(0, Region::len);
         let is_small = self.aside.is_some_and(|aside| aside.region.len() > ring);
@@ -400,18 +403,19 @@ impl Outgoing {
         Ok(block.put_head(head))
     }
 
-    /// The peer has still to be told that we are here before it can offer its first ring, and our producer is not to
-    /// wait for that. (One that cannot be is not used: the offer tells.)
+    /// Lets the local producer use the first ring before the peer has offered it: the peer can offer it only once it
+    /// knows this end's number, and the producer need not wait for that. An impossible ring is not used; the peer's
+    /// offer then shows the error.
     pub fn foresee(&mut self, block: &DirectionBlock, data_len: usize, first: Region) {
         let word = pack_offer(next_generation(self.generation), first);
         if self.check_offer(data_len, word).is_ok() {
             self.foreseen = Some(word);
-            // Nobody waits for it yet.
+            // No producer waits for it yet.
             let _ = block.put_offer(word);
         }
     }
 
-    /// Whether our producer may be in a ring that the peer has not offered yet.
+    /// Returns whether the local producer may be in a ring that the peer has not offered yet.
     pub fn is_ahead_of_offers(&self) -> bool {
         self.foreseen.is_some()
     }
@@ -422,13 +426,13 @@ impl Outgoing {
             return Err(Breach::Offer);
         }
         Ok(match self.aside {
-            // It is for us to adopt it.
+            // The engine adopts it, not the producer.
             Some(_) => Wake::NONE,
             None => block.put_offer(word),
         })
     }
 
-    /// An offer that is the next one, within the peer's arena.
+    /// Checks that an offer is the next one, and lies within the peer's arena.
     pub fn check_offer(&self, data_len: usize, word: u64) -> Result<(u32, Region), Breach> {
         let (generation, region) = unpack_offer(word).ok_or(Breach::Offer)?;
         let fits = region
@@ -441,18 +445,18 @@ impl Outgoing {
         Ok((generation, region))
     }
 
-    /// False if our producer has ended the direction, and its mark stays.
+    /// Takes in STOP. False if the local producer has ended the direction, and its mark stays.
     pub fn on_stop(&mut self, block: &DirectionBlock) -> bool {
         self.stopped = block.put_stop().is_ok();
         self.stopped
     }
 
-    /// All up to `tail` was posted to a buffer of the peer's program, and is told.
+    /// Records that all bytes up to `tail` went past the ring, and that the peer is told.
     pub fn on_direct(&mut self, tail: u64) {
         (self.placed, self.told) = (tail, tail);
     }
 
-    /// What was told behind `position` has not come.
+    /// Goes back to `position`: bytes told behind it have not arrived.
     pub fn go_back(&mut self, position: u64) -> Result<(), Breach> {
         if !(self.head..=self.told).contains(&position) || self.loans.is_open() {
             return Err(Breach::Advert);
@@ -461,7 +465,7 @@ impl Outgoing {
         Ok(())
     }
 
-    /// What was lent, and not told, goes by the ring.
+    /// Cancels a loan for which SOURCE was not sent: its bytes go by the ring.
     pub fn cancel_loan(&mut self) {
         self.loans.recall();
         if let Some(source) = &mut self.targets.source {
@@ -469,7 +473,7 @@ impl Outgoing {
         }
     }
 
-    /// Up to where the peer may have the bytes: what it was told, and what it may have read of what is lent to it.
+    /// Returns the position up to which the peer may have the bytes: what it was told, or may have read of a loan.
     fn reach(&self) -> u64 {
         self.loans.reach().map_or(self.told, |reach| reach.max(self.told))
     }
@@ -485,10 +489,11 @@ impl Outgoing {
 
 const PAGE: usize = 64;
 
-/// All streams of a link, by our number; and our number by the peer's. Made as numbers are first used.
+/// All streams of a link by their local numbers, and the local numbers by the peer's. Pages of streams are allocated
+/// when their numbers are first used.
 pub(super) struct Streams {
     pages: Vec<Option<Box<[Stream]>>>,
-    /// Our number plus 1.
+    /// The local number plus 1; 0 for none.
     by_theirs: Vec<u16>,
 }
 
@@ -502,37 +507,37 @@ impl Streams {
         }
     }
 
-    /// Our stream; only if it was ever opened.
+    /// Returns the stream with a local number; `None` if no stream of its page was ever opened.
     pub fn get(&mut self, mine: u32) -> Option<&mut Stream> {
         let page = self.pages.get_mut(mine as usize / PAGE)?.as_deref_mut()?;
         page.get_mut(mine as usize % PAGE)
     }
 
-    /// Our stream, which is about to be opened.
+    /// Returns the stream with a local number, which is about to be opened; allocates its page.
     pub fn make(&mut self, mine: u32) -> Option<&mut Stream> {
         let page = self.pages.get_mut(mine as usize / PAGE)?;
         let page = page.get_or_insert_with(|| (0..PAGE).map(|_| Stream::default()).collect());
         page.get_mut(mine as usize % PAGE)
     }
 
-    /// Our stream that the peer calls `theirs`.
+    /// Returns the stream that the peer calls `theirs`.
     pub fn of_peer(&mut self, theirs: u32) -> Option<&mut Stream> {
         let mine = self.mine(theirs)?;
         self.get(mine)
     }
 
-    /// Our number for the peer's stream.
+    /// Returns the local number of the stream that the peer calls `theirs`.
     pub fn mine(&self, theirs: u32) -> Option<u32> {
         let number = *self.by_theirs.get(theirs as usize)?;
         u32::from(number).checked_sub(1)
     }
 
-    /// None has a number as high as this.
+    /// Returns a bound: all local numbers are below it.
     pub fn most(&self) -> u32 {
         (self.pages.len() * PAGE) as u32
     }
 
-    /// Sets or clears that.
+    /// Sets or clears the local number of the peer's `theirs`.
     pub fn link(&mut self, theirs: u32, mine: Option<u32>) {
         if let Some(slot) = self.by_theirs.get_mut(theirs as usize) {
             *slot = mine.map_or(0, |m| m as u16 + 1);

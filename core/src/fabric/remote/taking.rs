@@ -1,6 +1,5 @@
-//! What the engine of a link between hosts does about memory that a sending program lends to the reader's device
-//! (docs/protocol.md, P96–P99): loans of both ends, and the READs of what is lent here. Not what is known of a loan
-//! (`loan.rs`), nor the queue pair for it (`bulk.rs`).
+//! The engine's part of memory that a sending program lends to the reader's device (docs/protocol.md, P96–P99): loans
+//! of both ends, and the READs of memory lent to this end. `loan.rs` has the state of a loan, `bulk.rs` the queue pair.
 
 use super::bulk::{Asked, Bulk, Lost};
 use super::direct::Source;
@@ -16,12 +15,12 @@ use crate::fabric::numbers::Done;
 use crate::fabric::ready::ReadyQueue;
 use crate::fabric::ring::Wake;
 
-/// The longest READ, bytes: so much at a time is put into the ring, and its reader told of.
+/// The longest READ in bytes; its bytes become readable together.
 const READ: u64 = 128 * 1024;
 
 impl<Q: QueuePair> Engine<Q> {
-    /// What the producer commits next, up to `until`, is in our program's memory, where the peer's device may read it
-    /// under `rkey`. False if it has to be in the mirror.
+    /// Lends program memory to the peer's device under `rkey`, for the bytes that the producer commits next, up to
+    /// `source.until`. False if they have to be in the mirror.
     pub fn offer_source<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32, source: Source, rkey: u32) -> bool {
         let s = self.streams.of_peer(theirs);
         let s = s.filter(|s| s.state == State::Open && !s.closing && !s.peer_left && !s.out.stopped);
@@ -29,7 +28,7 @@ impl<Q: QueuePair> Engine<Q> {
             return false;
         };
         let out = &mut s.out;
-        // A ring that the producer moves on to is told of before.
+        // If the producer has moved on to another ring, SWITCH goes first.
         out.look(block, ENGINE.0);
         let is_at_end = [block.tail(), out.told, out.placed] == [source.from; 3] && out.aside.is_none();
         let is_free = out.targets.source.is_none() && !out.loans.is_open() && !out.targets.holds(out.head);
@@ -51,7 +50,8 @@ impl<Q: QueuePair> Engine<Q> {
         true
     }
 
-    /// Our program waits no longer for what it has lent. It is over when [`is_source_done`](Self::is_source_done).
+    /// Recalls a loan: the local program waits no longer. The loan is over when
+    /// [`is_source_done`](Self::is_source_done).
     pub fn recall_source<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) {
         let s = self.streams.of_peer(theirs);
         if s.is_some_and(|s| s.out.loans.recall()) {
@@ -61,7 +61,7 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    /// The peer's end has said how far its device has read.
+    /// Takes in TAKEN: the peer's device has read up to `tail`.
     pub fn on_taken<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, serial: u32, tail: u64) -> Result<(), Breach> {
         let Some(s) = self.streams.get(mine).filter(|s| s.state == State::Open) else {
             return Ok(());
@@ -81,7 +81,7 @@ impl<Q: QueuePair> Engine<Q> {
         Ok(())
     }
 
-    /// See [`End::taken`](super::End::taken).
+    /// Returns the position up to which the peer has read, as [`End::taken`](super::End::taken) says.
     pub fn taken(&mut self, theirs: u32) -> u64 {
         let s = self.streams.of_peer(theirs);
         s.map_or(0, |s| match s.out.loans.is_open() {
@@ -90,7 +90,7 @@ impl<Q: QueuePair> Engine<Q> {
         })
     }
 
-    /// Whoever waits for what becomes of its memory looks again.
+    /// Wakes the local sender, so that it checks again what became of its memory.
     pub fn wake_sender<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, theirs: u32) {
         if let (Some(s), Some(block)) = (self.streams.get(mine), g.block_mirror(theirs)) {
             let wake = block.put_head(s.out.head);
@@ -98,11 +98,11 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    /// The peer's program lends memory.
+    /// Takes in SOURCE: the peer's program lends memory.
     pub fn on_loan<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, loan: Memory) -> Result<(), Breach> {
         let block = g.block_mine(mine).ok_or(Breach::Stream)?;
         let Some(s) = self.streams.get(mine).filter(|s| s.state == State::Open) else {
-            // It hears that we have left.
+            // CLOSED informs the peer that this end has left.
             return Ok(());
         };
         let was_open = s.inc.landings.may_be_answered();
@@ -117,7 +117,7 @@ impl<Q: QueuePair> Engine<Q> {
         Ok(())
     }
 
-    /// The peer's program wants it back.
+    /// Takes in RECALL: the peer's program wants its memory back.
     pub fn on_recall<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, serial: u32) {
         if let Some(s) = self.streams.get(mine) {
             s.inc.takings.on_recall(serial);
@@ -125,7 +125,7 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    /// No more is asked for.
+    /// Posts no more READs for the loan of a stream.
     pub fn stop_taking<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32) {
         if let Some(s) = self.streams.get(mine) {
             s.inc.takings.stop();
@@ -133,7 +133,7 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    /// See [`End::put_back`](super::End::put_back).
+    /// Records that the bytes of a buffer are in the ring, as [`End::put_back`](super::End::put_back) says.
     pub fn put_back<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32) {
         if let Some(s) = self.streams.get(mine) {
             s.inc.takings.on_landed(0);
@@ -141,8 +141,8 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    /// Something may be over: a buffer is our program's again, the peer is to hear of that, or the stream's number is
-    /// free.
+    /// Checks whether a transfer is over: then the buffer belongs to the program again, TAKEN is due, or the stream's
+    /// number is free.
     pub fn go_on<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32) {
         let (Some(s), Some(block)) = (self.streams.get(mine), g.block_mine(mine)) else {
             return;
@@ -164,8 +164,8 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    /// Both ends are done with our number; it is to be given back, now or later: what was asked for may still come into
-    /// its ring.
+    /// Forgets a number that both ends are done with, and returns it to be freed. `None` if READs may still bring bytes
+    /// into its ring: then it is freed later.
     pub fn forget_when_quiet<L: Local>(&mut self, g: &Shared<Q, L>, done: Done) -> Option<Done> {
         let mine = done.number.0;
         if self.streams.get(mine).is_some_and(Stream::is_read_into) {
@@ -176,7 +176,7 @@ impl<Q: QueuePair> Engine<Q> {
         Some(done)
     }
 
-    /// Asks for what is lent, as far as there may be READs.
+    /// Posts READs of lent memory, as many as may be under way.
     pub fn read_on<L: Local>(&mut self, g: &Shared<Q, L>) {
         let Some(mut bulk) = self.bulk.take() else { return };
         let read = self.read_by(g, &mut bulk);
@@ -193,10 +193,10 @@ impl<Q: QueuePair> Engine<Q> {
                 self.stop_taking(g, mine);
                 continue;
             };
-            // SAFETY: within a chunk of our arena that is registered under the key, at positions that the ring has room
-            // for: the reader does not look there before the tail goes on, and the ring is kept as long as the READ may
-            // be under way (`forget_when_quiet`). Or within a buffer that a call of our program waits with, likewise:
-            // the call does not return before all that was asked for has come, or the registration has ended.
+            // SAFETY: within a chunk of this end's arena that is registered under the key, at positions for which the
+            // ring has room. The reader does not read there before the tail goes on, and the ring is kept as long as
+            // the READ may be under way (`forget_when_quiet`). Or within a buffer with which a call of the program
+            // waits: the call does not return before all READs into it have completed, or the registration has ended.
             if !unsafe { bulk.read(mine, &read, into) }? {
                 return Ok(());
             }
@@ -210,8 +210,8 @@ impl<Q: QueuePair> Engine<Q> {
         Ok(())
     }
 
-    /// The next READ of a stream, and the buffer that it fills, if it is none of the ring; `None` where the device does
-    /// not have the ring's memory.
+    /// Returns the next READ of a stream, and the buffer that it fills if it is not for the ring. `None` if the ring's
+    /// memory is not registered.
     fn next_read<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, piece: Piece) -> Option<(Read, Option<Serial>)> {
         let log2 = g.tuning.chunk_log2;
         let area = g.mine.area();
@@ -227,7 +227,7 @@ impl<Q: QueuePair> Engine<Q> {
             return Some((read, Some(spot.serial)));
         }
         let ring = inc.ring?;
-        // The ring wraps, and is in several chunks.
+        // The ring wraps, and lies in several chunks.
         let (to, len) = area.piece(ring, piece.position, piece.length.min(READ))?;
         let offset = area.offset_of(to);
         let local = self.chunks.sinks.get((offset >> log2) as u32)?;
@@ -242,7 +242,7 @@ impl<Q: QueuePair> Engine<Q> {
         (len > 0).then_some((read, None))
     }
 
-    /// The next bytes of a READ are in the ring, or in the buffer.
+    /// Takes in a complete READ: its bytes are in the ring, or in the buffer.
     pub fn on_read<L: Local>(&mut self, g: &Shared<Q, L>, asked: Asked) {
         let Asked { mine, bytes, into } = asked;
         let (Some(s), Some(block)) = (self.streams.get(mine), g.block_mine(mine)) else {
@@ -261,8 +261,8 @@ impl<Q: QueuePair> Engine<Q> {
         self.go_on(g, mine);
     }
 
-    /// Nothing more is read over a bulk queue pair that is given up. Gives the streams for which something may still
-    /// come until it is no more.
+    /// Stops all READs over a bulk queue pair that is given up. Returns the streams for which READs may still bring
+    /// bytes until it is gone.
     pub fn stop_reading<L: Local>(&mut self, g: &Shared<Q, L>) -> Vec<u32> {
         let mut under_way = Vec::new();
         for mine in 0..self.streams.most() {
@@ -278,7 +278,7 @@ impl<Q: QueuePair> Engine<Q> {
         under_way
     }
 
-    /// And then.
+    /// Ends the READs of streams whose bulk queue pair is gone.
     pub fn on_bulk_ended<L: Local>(&mut self, g: &Shared<Q, L>, under_way: &[u32]) {
         for mine in under_way {
             if let Some(s) = self.streams.get(*mine) {
@@ -288,7 +288,7 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    /// What was lent and not told goes by the ring.
+    /// Cancels the loans for which SOURCE was not sent: their bytes go by the ring.
     pub fn cancel_loans<L: Local>(&mut self, g: &Shared<Q, L>) {
         for mine in 0..self.streams.most() {
             let Some(s) = self.streams.get(mine) else { continue };
@@ -301,7 +301,8 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    /// The peer has left: it says nothing more of what was lent to it, and we ask for no more of what it lends.
+    /// Ends the loans of a stream that the peer has left: it sends no TAKEN for memory lent to it, and this end posts
+    /// no more READs of memory that it lends.
     pub fn on_reader_left<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32) {
         self.stop_taking(g, mine);
         let Some(s) = self.streams.get(mine) else { return };

@@ -38,7 +38,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         self.shared.buffers.bytes_in_use()
     }
 
-    /// As a signal handler finds it that has interrupted the engine's use.
+    /// Calls `f` as from a signal handler that has interrupted the engine's use.
     fn while_in_use<T>(&self, f: impl FnOnce() -> T) -> T {
         let engine = self.engine.lock();
         let value = f();
@@ -78,7 +78,7 @@ impl Local for Here {
         &self.armed
     }
 
-    /// Every test settles when it is quiet.
+    /// Each test calls `settle` itself.
     fn settle_later(&self) {}
 }
 
@@ -88,7 +88,7 @@ const DATA: u64 = 1 << 20;
 /// Bytes of an end's send buffers. Not whole chunks together with the data.
 const BUFFERS: u64 = 3 << 18;
 
-/// The ring that a peer of which there is no more than its messages has for each of its streams.
+/// The first ring of each stream of a peer that exists only as messages.
 fn first_ring() -> RingOffer {
     RingOffer::new(0, 12).unwrap()
 }
@@ -108,7 +108,7 @@ fn end(qp: MemQp, tuning: Tuning) -> TestEnd {
     unsafe { End::new(qp, mine, mirror, Here::new(), tuning) }.unwrap()
 }
 
-/// As small as a link can be.
+/// The smallest limits that a link can have.
 fn tiny(immediate: bool) -> (Config, Tuning) {
     let config = Config {
         limits: Limits {
@@ -132,7 +132,7 @@ fn tiny(immediate: bool) -> (Config, Tuning) {
     (config, tuning)
 }
 
-/// What is at one position of a direction.
+/// Returns the byte at a position of a direction.
 fn byte(seed: u64, pos: u64) -> u8 {
     ((seed.wrapping_mul(31) + pos).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8
 }
@@ -141,7 +141,7 @@ fn bytes(seed: u64, from: u64, to: u64) -> Vec<u8> {
     (from..to).map(|p| byte(seed, p)).collect()
 }
 
-/// One direction of a stream.
+/// A direction of a stream.
 struct Direction {
     seed: u64,
     producer: Producer,
@@ -210,7 +210,7 @@ impl Direction {
     }
 }
 
-/// The longest that anything takes over a bulk queue pair, in µs.
+/// The longest delay of a bulk queue pair, in µs.
 const BULK_DELAY: u64 = 12;
 
 /// Two ends and their streams, two directions each.
@@ -218,7 +218,7 @@ struct World {
     directions: Vec<Direction>,
     ends: [TestEnd; 2],
     clock: Clock,
-    /// How often the ends had fired when each was armed last.
+    /// By end: how often its completion fd had fired when it was last armed.
     fired: [u64; 2],
 }
 
@@ -262,7 +262,7 @@ impl World {
         }
     }
 
-    /// A larger ring for the first direction, which has to use its first one before; one byte is sent.
+    /// Offers a larger ring to the first direction, which has to use its first one before; sends one byte.
     fn grow(&mut self, log2: u8) {
         self.directions[0].write(&self.ends, 1);
         self.settle();
@@ -271,7 +271,7 @@ impl World {
         self.settle();
     }
 
-    /// One look at each end; true if something came.
+    /// Polls each end once; true if there was a completion.
     fn round(&self) -> bool {
         let mut came = false;
         for end in &self.ends {
@@ -286,7 +286,7 @@ impl World {
         came
     }
 
-    /// Reads all that comes, until nothing does, and says so.
+    /// Reads all bytes until none come any more, and publishes the heads.
     fn drain(&mut self) {
         loop {
             self.settle();
@@ -298,7 +298,7 @@ impl World {
         }
     }
 
-    /// The readers say what they have read, as before a sleep.
+    /// Has the readers publish their heads, as before a sleep.
     fn rest(&mut self) {
         for d in &mut self.directions {
             let wake = d.consumer.publish();
@@ -315,7 +315,7 @@ impl World {
             } else if is_quiet {
                 return;
             } else {
-                // There may be more on its way over a bulk queue pair.
+                // Bytes may be on their way over a bulk queue pair.
                 self.clock.advance(BULK_DELAY);
                 is_quiet = true;
             }
@@ -364,11 +364,11 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// How many messages were sent by each end.
+/// How many messages each end has sent.
 type Sent = [u32; 2];
 
 impl World {
-    /// Does it; what the link says is of no interest yet.
+    /// Applies an operation; errors of the link are checked later.
     fn apply(&mut self, op: &Op, sent: &mut Sent) {
         let (ends, all) = (&self.ends, &mut self.directions);
         let n = all.len();
@@ -425,7 +425,7 @@ impl World {
             Op::Look(at) => {
                 let was_armed = ends[*at].is_armed();
                 let came = ends[*at].progress().unwrap_or(false);
-                // The look has the device do what is due.
+                // The poll has the device carry out the work requests that are due.
                 let has_fired = ends[*at].qp().fired() > self.fired[*at];
                 assert!(
                     has_fired || !was_armed || !came,
@@ -437,7 +437,7 @@ impl World {
         }
     }
 
-    /// The next messages at an end are `from..to`.
+    /// Checks that the messages at end `at` are those numbered `0..to`.
     fn takes(&self, at: usize, to: u32) {
         for want in 0..to {
             match self.ends[at].take_message() {

@@ -1,10 +1,10 @@
-//! Whether the peer's device still answers: a state machine without clock and I/O. What a probe is, the
-//! queue pair knows; who ticks is `end.rs`, and what follows `turn.rs`.
+//! Detects whether the peer's device still answers: a state machine without clock and I/O. The queue pair posts the
+//! probes, `end.rs` provides the ticks, and `turn.rs` acts on the result.
 //!
-//! A device whose packets are lost need not say so: SoftRoCE has reported no failed request for 25 s, and on
-//! iWARP TCP tries for a quarter of an hour. So what was posted has to be proven: a probe is a request that
-//! completes only when the peer's device has answered it, and what was posted before it has arrived then. The
-//! peer's process has no part in that, so one that is stopped or busy is not taken for a dead one.
+//! A device whose packets are lost need not report it: SoftRoCE has reported no failed request for 25 s, and on iWARP
+//! TCP tries for a quarter of an hour. So the arrival of posted requests has to be proven. A probe is a request that
+//! completes only when the peer's device has answered it; all requests posted before it have arrived then. The peer's
+//! process has no part in that, so a process that is stopped or busy is not taken for a dead one.
 //!
 //! ```text
 //!            posted                  tick
@@ -14,25 +14,25 @@
 //!         all is proven            answered
 //! ```
 //!
-//! Where nothing is posted the watch is off, and nobody ticks.
+//! While no work request is posted the watch is off, and no thread ticks.
 
 #![forbid(unsafe_code)]
 
-/// How long a probe may stay without an answer, ns.
+/// How long a probe may stay without an answer, in ns (P80).
 pub(super) const SILENCE: u64 = 5_000_000_000;
 
-/// What the time between two ticks counts at most, ns. If there was more, this process, or its host, has not run
-/// for a while, and the peer is not to blame.
+/// The most that the time between two ticks counts, in ns. If more has passed, this process or its host has not run for
+/// a while, and the peer is not to blame.
 const GAP: u64 = 2_000_000_000;
 
-/// What is to be done.
+/// The action after a tick.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
-    /// Nothing, and no tick is needed before the next post.
+    /// No action, and no tick is needed before the next post.
     Idle,
     /// Post a probe, then [`Watch::on_posted`].
     Probe,
-    /// Nothing until the next tick.
+    /// No action until the next tick.
     Wait,
     /// The peer's device does not answer.
     Silent,
@@ -43,22 +43,22 @@ enum Stage {
     Off,
     On,
     Asked {
-        /// What had been done when the probe was posted.
+        /// The count of *done* when the probe was posted.
         covers: u64,
-        /// It is in the queue.
+        /// The probe is in the queue.
         posted: bool,
-        /// ns.
+        /// How long the probe has waited, in ns.
         waited: u64,
     },
 }
 
-/// See the module. What was *done* is a number that grows with every post, and every attempt at one.
+/// The state of the watch. *Done* is a number that grows with every post, and every attempt at one.
 #[derive(Debug)]
 pub(super) struct Watch {
     stage: Stage,
-    /// Of what was done, so much has arrived.
+    /// The value of *done* up to which requests have arrived.
     proven: u64,
-    /// The last tick, ns.
+    /// The time of the last tick in ns.
     last: u64,
 }
 
@@ -71,7 +71,7 @@ impl Watch {
         }
     }
 
-    /// So much was done. True if somebody has to tick from now on.
+    /// Takes in the current value of *done*. True if the watch begins, and needs ticks from now on.
     #[inline]
     pub fn on_done(&mut self, done: u64) -> bool {
         let starts = self.stage == Stage::Off && done != self.proven;
@@ -81,7 +81,7 @@ impl Watch {
         starts
     }
 
-    /// What is to be done at this time, ns of a clock that does not go back.
+    /// Takes a tick at the time `now`, in ns of a clock that does not go back. Returns the action.
     pub fn tick(&mut self, now: u64, done: u64) -> Step {
         let gap = now.saturating_sub(self.last).min(GAP);
         self.last = now;
@@ -113,14 +113,15 @@ impl Watch {
         }
     }
 
-    /// The probe is in the queue. If it could not be posted, the next tick asks for it again, and the time counts.
+    /// Records that the probe is in the queue. If it could not be posted, the next tick asks for it again, and the time
+    /// counts.
     pub fn on_posted(&mut self) {
         if let Stage::Asked { posted, .. } = &mut self.stage {
             *posted = true;
         }
     }
 
-    /// The peer's device has answered.
+    /// Records the answer of the peer's device.
     pub fn on_answered(&mut self) {
         if let Stage::Asked {
             covers, posted: true, ..
@@ -163,7 +164,7 @@ mod tests {
         watch.on_answered();
         assert!(!watch.on_done(2));
         assert_eq!(watch.tick(2 * SECOND, 2), Step::Idle);
-        // Nothing is new.
+        // *Done* has not changed.
         assert!(!watch.on_done(2));
         assert!(watch.on_done(3));
     }
@@ -192,7 +193,7 @@ mod tests {
         watch.on_done(1);
         for second in 1..6 {
             assert_eq!(watch.tick(second * SECOND, 1), Step::Probe);
-            // No answer of anything that could be meant.
+            // An answer without a posted probe has no effect.
             watch.on_answered();
         }
         assert_eq!(watch.tick(6 * SECOND, 1), Step::Silent);

@@ -258,7 +258,7 @@ impl Consumer {
 
     /// Freezes the consumer: it takes no byte beyond `limit` and none that comes later. `u64::MAX` stands for all bytes
     /// that have come, 0 for no unread byte. Returns the position that was reached; after an end mark that is the end
-    /// of all that was sent, whatever `limit` is. Bytes up to there can still be read, and a mark is still seen.
+    /// of all bytes sent, for any `limit`. Bytes up to there can still be read, and a mark is still seen.
     pub fn freeze(&mut self, limit: u64) -> Result<u64, RingError> {
         if !self.frozen {
             // Later marks and confirmations of the producer find the word taken.

@@ -1,4 +1,4 @@
-//! Tests of the records: what is written reads back, and what a peer makes of one is refused.
+//! Tests of the records: a written record reads back, and malformed ones are refused.
 
 use proptest::prelude::*;
 

@@ -1,10 +1,10 @@
-//! Send buffers: what the peer's ring has no room for is kept, goes on as it has, and is there to be sent again.
+//! Send buffers: bytes for which the peer's ring has no room are kept, carried over as it gets room, and can be sent
+//! again.
 
 use super::*;
 use crate::fabric::ring::EndMark;
 
-/// A stream whose first ring, of 4 KiB, is full, with a buffer of `1 << log2` bytes, which is full too; what was taken
-/// for that.
+/// Fills the first ring of a stream, of 4 KiB, and a buffer of `1 << log2` bytes. Returns how many bytes that took.
 fn full(world: &mut World, log2: u8) -> usize {
     let World { directions, ends, .. } = world;
     let d = &mut directions[0];
@@ -33,7 +33,7 @@ fn more_is_taken_at_once_than_the_peer_has_room_for() {
         world.settle();
         let d = &mut world.directions[0];
         assert_eq!(world.ends[0].received(d.number), Some(4096), "no more");
-        // The window is too small, though the producer has not found it so: the reader can tell.
+        // The window is too small, though the producer has not found that: the reader can detect it.
         assert_eq!(d.read(&world.ends, 1), 1);
         assert!(d.consumer.producer_limited());
         world.drain();
@@ -47,7 +47,7 @@ fn a_larger_ring_is_adopted_in_the_producers_place() {
     let mut world = World::new(Config::default(), Tuning::default(), 1);
     assert_eq!(full(&mut world, 17), 1 << 17);
     world.settle();
-    // It is offered while nobody sends, and takes what it can.
+    // The ring is offered while the producer is idle, and takes as many bytes as it can.
     world.directions[0].read(&world.ends, 1);
     world.directions[0].offer(&world.ends, 16);
     world.settle();
@@ -57,7 +57,7 @@ fn a_larger_ring_is_adopted_in_the_producers_place() {
     world.drain();
     world.rest();
     assert!(world.directions[0].take_back(&world.ends));
-    // The producer is where the peer is: a further switch is its own.
+    // The producer is back in the peer's ring: it makes further switches itself.
     for log2 in [12, 14] {
         world.directions[0].offer(&world.ends, log2);
         world.settle();
@@ -78,7 +78,7 @@ fn a_ring_that_was_on_offer_is_adopted_behind_what_was_sent_before() {
     d.read(ends, 1);
     d.offer(ends, 14);
     let _ = ends[1].progress();
-    // The producer has not looked at the offer.
+    // The producer has not read the offer.
     assert!(d.lend(ends, 16));
     assert_eq!(d.write(ends, 1 << 20), 1 << 16);
     world.settle();
@@ -100,7 +100,7 @@ fn a_buffer_is_given_back_when_all_is_read() {
     assert!(!world.directions[0].producer.is_aside());
     assert!(!world.directions[0].take_back(&world.ends), "once");
     assert_eq!(in_use(&world), 0);
-    // The peer's ring is all that is left, and serves.
+    // Only the peer's ring is left, and it works.
     assert_eq!(world.directions[0].write(&world.ends, 1 << 20), 4096);
     world.drain();
     assert_eq!(world.directions[0].got, world.directions[0].sent);
@@ -120,7 +120,7 @@ fn a_buffer_is_lent_before_it_is_known_that_the_ring_before_is_read() {
     assert_eq!(d.write(ends, 1 << 20), 1 << 14, "another ring");
     assert!(d.lend(ends, 16));
     assert_eq!(d.write(ends, 1 << 20), 1 << 16);
-    // Three rings hold what is not read.
+    // Three rings hold the unread bytes.
     for from in [0, 99, 100, 100 + (1 << 14), d.sent] {
         assert_eq!(d.producer.rest(from).unwrap(), bytes(d.seed, from, d.sent));
     }
@@ -151,7 +151,7 @@ fn a_bound_holds_in_a_buffer() {
     world.rest();
     assert!(!world.directions[0].take_back(&world.ends));
     assert_eq!(world.directions[0].write(&world.ends, 1 << 20), 10_000);
-    // It is not any more.
+    // The ring is no longer too large.
     world.drain();
     world.rest();
     world.directions[0].producer.set_bound(1 << 16);
@@ -212,12 +212,12 @@ fn what_has_arrived_is_confirmed_though_the_rest_waits() {
     assert_eq!(world.ends[1].unconfirmed(number), Some(kept));
     assert_eq!(world.ends[1].unsent(number), kept);
     world.drain();
-    // What was asked before is answered when there is more to say.
+    // A confirmation asked for before is answered with the next message.
     assert_eq!(world.ends[1].unconfirmed(number), Some(0));
     assert_eq!(world.ends[1].unsent(number), 0);
 }
 
-/// The two directions of a world's only stream, out of it.
+/// Takes the two directions of a world's only stream out of it.
 fn both(world: &mut World) -> [Direction; 2] {
     let all = std::mem::take(&mut world.directions);
     <[Direction; 2]>::try_from(all).ok().unwrap()
@@ -260,7 +260,7 @@ fn what_precedes_an_end_mark_goes_on_after_a_close() {
 
 #[test]
 fn what_nobody_waits_for_does_not_keep_a_stream() {
-    // Without an end mark it goes over TCP; and a peer that has closed reads nothing.
+    // Without an end mark the bytes go over TCP; and a peer that has closed the stream reads none.
     for marked in [false, true] {
         let mut world = World::new(Config::default(), Tuning::default(), 1);
         full(&mut world, 16);
@@ -294,7 +294,7 @@ fn a_producer_that_has_adopted_a_ring_and_not_used_it_comes_back_to_that() {
     world.directions[0].offer(&world.ends, 12);
     world.rest();
     let d = &mut world.directions[0];
-    // As a send does that then finds another way.
+    // A send does this before it finds another way.
     assert!(!d.producer.spans(1).unwrap().is_empty());
     assert!(d.lend(&world.ends, 13));
     let is_back = d.take_back(&world.ends);

@@ -1,18 +1,18 @@
-//! Direct transfers, and memory that is lent: whatever the order of adverts, withdrawals, loans, recalls, what goes by
-//! rings and the end of either queue pair, the bytes are read in order and once.
+//! Direct transfers and lent memory: the bytes are read in order and once. That holds for any order of adverts,
+//! withdrawals, loans, recalls, bytes by the rings, and the end of either queue pair.
 
 use super::*;
 use crate::fabric::remote::mem::pair_beside;
 use crate::fabric::remote::qp::{QueuePair, Region, Role};
 
-/// A buffer that the reader waits with.
+/// A buffer with which the reader waits.
 pub struct Waiting {
     memory: Vec<u8>,
     region: Region,
     serial: u32,
 }
 
-/// What the writer has lent.
+/// Memory that the writer has lent.
 pub struct Lent {
     memory: Vec<u8>,
     pub region: Region,
@@ -20,7 +20,7 @@ pub struct Lent {
     is_offered: bool,
 }
 
-/// Memory of a program's. It goes when it is deregistered, or with both ends.
+/// Registers memory of a program. It is freed when it is deregistered, or with both ends.
 fn registered(end: &TestEnd, mut memory: Vec<u8>, role: Role) -> Option<(Vec<u8>, Region)> {
     // SAFETY: the queue pair in memory reaches only what is registered, and only while an end polls.
     let region = unsafe { end.qp().register(memory.as_mut_ptr(), memory.len(), role) }.ok()?;
@@ -28,7 +28,7 @@ fn registered(end: &TestEnd, mut memory: Vec<u8>, role: Role) -> Option<(Vec<u8>
 }
 
 impl Direction {
-    /// The reader waits with a buffer, if its ring is empty.
+    /// Has the reader wait with a buffer, if its ring is empty.
     pub fn wait(&mut self, ends: &[TestEnd; 2], len: usize) {
         let end = &ends[self.reader];
         if self.waiting.is_some() || !self.consumer.spans(1).unwrap().is_empty() {
@@ -56,7 +56,7 @@ impl Direction {
         }
     }
 
-    /// What has come into the buffer, if that is over.
+    /// Returns the bytes that have come into the buffer, if the advert is over.
     fn landed(&mut self, ends: &[TestEnd; 2]) -> Option<Vec<u8>> {
         let end = &ends[self.reader];
         let is_down = end.fault().is_some();
@@ -77,7 +77,7 @@ impl Direction {
         Some(waiting.memory)
     }
 
-    /// Takes what has come into the buffer, if that is over; gives how much.
+    /// Takes the bytes that have come into the buffer, if the advert is over; returns how many.
     pub fn collect(&mut self, ends: &[TestEnd; 2]) -> usize {
         let Some(landed) = self.landed(ends) else {
             return 0;
@@ -97,8 +97,8 @@ impl Direction {
         }
     }
 
-    /// The reader's call is unwound, after it has waited for the device, in vain perhaps: what has come is for the
-    /// next.
+    /// Unwinds the reader's call after it has waited for the device, perhaps in vain: bytes that have come are for the
+    /// next call.
     pub fn unwind(&mut self, ends: &[TestEnd; 2]) {
         let end = &ends[self.reader];
         self.leave_off(ends);
@@ -114,7 +114,7 @@ impl Direction {
         }
     }
 
-    /// Sends from memory of the program's own, if the peer waits for it.
+    /// Sends from the program's own memory, if the peer waits with a buffer.
     fn write_from(&mut self, ends: &[TestEnd; 2], n: usize) {
         let n = n.min(ends[1 - self.reader].wanted(self.number) as usize);
         if self.producer.spans(n).unwrap().len() >= n {
@@ -122,7 +122,7 @@ impl Direction {
         }
     }
 
-    /// Sends from memory of the program's own, which the reader's device is to read.
+    /// Sends from the program's own memory, which the reader's device is to read.
     pub fn offer_from(&mut self, ends: &[TestEnd; 2], n: usize) {
         let n = n.min(self.producer.spans(n).unwrap().len());
         self.send_from(ends, n, true);
@@ -158,12 +158,12 @@ impl Direction {
         });
     }
 
-    /// The writer asks for its memory, and goes on waiting.
+    /// Has the writer recall its memory, and go on waiting.
     fn recall(&mut self, ends: &[TestEnd; 2]) {
         ends[1 - self.reader].recall_source(self.number);
     }
 
-    /// The writer wants its memory back. It is overwritten at once, if the device is done with it.
+    /// Has the writer take its memory back. It is overwritten at once, if the device is done with it.
     pub fn take(&mut self, ends: &[TestEnd; 2]) {
         let end = &ends[1 - self.reader];
         let Some(mut lent) = self.lent.take() else {
@@ -180,7 +180,7 @@ impl Direction {
             end.untaken(self.number, lent.until) > 0
         };
         if is_under_way && end.fault().is_none() {
-            // As who has waited in vain: nothing reaches the peer from there any more.
+            // As a writer that has waited in vain: no byte reaches the peer from there any more.
             end.drop_bulk();
         }
         end.qp().deregister(lent.region);
@@ -189,12 +189,12 @@ impl Direction {
 }
 
 impl World {
-    /// Both ends get a bulk queue pair, where neither has one.
+    /// Gives both ends a bulk queue pair, if neither has one.
     fn attach(&self, config: Config) {
         if self.ends.iter().any(TestEnd::has_bulk) {
             return;
         }
-        // Each has heard that the other has none.
+        // First each end learns that the other has none.
         self.settle();
         for end in &self.ends {
             end.end_retired(drop);
@@ -206,7 +206,7 @@ impl World {
         }
     }
 
-    /// Whoever has given its end up tells the other.
+    /// An end that has given its bulk queue pair up notifies the other.
     pub fn tell_lost(&self) {
         for at in [0, 1] {
             if self.ends[at].end_retired(drop) > 0 {
@@ -268,7 +268,7 @@ impl World {
     }
 }
 
-/// A bulk queue pair that is slower or faster than the link's own.
+/// Returns the properties of a bulk queue pair that is slower or faster than the link's own.
 fn bulk(delay: u64, config: Config) -> Config {
     Config { delay, ..config }
 }
@@ -291,7 +291,7 @@ proptest! {
         for step in &steps {
             world.step(step, bulk, &mut sent);
         }
-        // It comes to rest: nobody waits for what does not come.
+        // The world comes to rest: no call waits for bytes that do not come.
         for _ in 0..3 {
             world.tell_lost();
             for d in &mut world.directions {
@@ -307,7 +307,7 @@ proptest! {
         }
     }
 
-    /// What waits for a direct transfer goes on by itself when that is over.
+    /// Work that waits for a direct transfer goes on by itself when the transfer is over.
     #[test]
     fn an_end_behind_a_direct_transfer_comes_and_is_confirmed(
         immediate in any::<bool>(),
@@ -332,7 +332,7 @@ proptest! {
             world.drain();
             for d in &mut world.directions {
                 d.leave_off(&world.ends);
-                // An answer is about what had gone when it was asked for.
+                // An answer covers the bytes that were sent before the question.
                 let _ = world.ends[1 - d.reader].unconfirmed(d.number);
             }
         }
@@ -381,7 +381,7 @@ proptest! {
             d.read(&world.ends, usize::MAX);
             prop_assert_eq!(d.got, received);
             d.take(&world.ends);
-            // Who hands its end over asks for what its program has not read.
+            // A reader that hands its end over asks for the bytes that its program has not read.
             let unread = d.producer.rest(consumed).ok();
             prop_assert_eq!(unread, Some(bytes(d.seed, consumed, d.sent)));
             let again = d.producer.rest(received).ok();
@@ -441,7 +441,7 @@ fn bytes_of_the_mirror_go_into_the_readers_memory() {
     assert_eq!(world.directions[0].collect(&world.ends), 20_000);
     assert_eq!(world.ends[1].direct_counts().from_programs, 0);
     assert_eq!(world.ends[1].direct_counts().sent, 20_000);
-    // Little goes by the ring, which ends the advert.
+    // A short send goes by the ring, which ends the advert.
     world.settle();
     world.directions[0].wait(&world.ends, 40_000);
     world.settle();
@@ -458,7 +458,7 @@ fn what_was_lent_and_cannot_go_is_sent_by_the_ring() {
     world.directions[0].wait(&world.ends, 40_000);
     world.settle();
     world.directions[0].write_from(&world.ends, 30_000);
-    // The reader's bulk queue pair goes before anything has come.
+    // The reader's bulk queue pair ends before any byte has come.
     world.ends[0].drop_bulk();
     world.tell_lost();
     world.settle();
@@ -481,7 +481,7 @@ fn what_a_lost_bulk_queue_pair_leaves_to_say_is_said_in_the_same_turn() {
     let (mut world, _) = large();
     world.directions[0].wait(&world.ends, 40_000);
     world.settle();
-    // The device refuses what comes.
+    // The device refuses the WRITE.
     let region = world.directions[0].waiting.as_ref().unwrap().region;
     world.ends[0].qp().deregister(region);
     world.directions[0].write(&world.ends, 20_000);

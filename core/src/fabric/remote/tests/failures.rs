@@ -1,4 +1,5 @@
-//! A link that fails: nothing is lost or repeated if each end sends again from what the other has received.
+//! A link that fails: no byte is lost or repeated if each end sends again from the position that the other has
+//! received.
 
 use super::*;
 use crate::fabric::link::SendError;
@@ -84,15 +85,15 @@ fn a_released_end_gives_its_memory_back_and_carries_another_link() {
         world.directions.clear();
         for end in &world.ends {
             end.set_down();
-            // A thread that is about to do what it has found under the lock keeps the memory.
+            // A thread that still does the work that it found under the lock keeps the memory.
             end.finishing.enter();
-            // SAFETY: no cursor is left, and the device reaches nothing before it is told to.
+            // SAFETY: no cursor is left, and the device accesses no memory before an end polls.
             assert!(!unsafe { end.release() } && !end.renew(|_| ()));
             end.finishing.leave();
             // SAFETY: as above.
             assert!(unsafe { end.release() });
             assert!(end.sides().iter().all(|side| side.data_len() == 0));
-            // Threads that are late.
+            // Calls of late threads.
             end.notify(ENGINE, Vqpn(2));
             end.notify(crate::fabric::ring::Wake(WaiterId(0).queue_bits()), Vqpn(0));
             assert!(end.has_ready(WaiterId(5)).eq(&false) && end.progress().is_err());

@@ -8,7 +8,7 @@ use super::*;
 fn who_answers_an_open_need_not_wait_for_the_first_ring() {
     let (clock, tuning) = (Clock::default(), Tuning::default());
     let [a, b] = pair(Config::default(), &clock).map(|qp| end(qp, tuning));
-    // What `a` has opened `b` answers: it knows both numbers, and `a` not yet its.
+    // `b` answers the OPEN of `a`: it knows both numbers, and `a` does not yet know the number of `b`.
     let (mut asks, answers) = (a.open(12).unwrap(), b.open(12).unwrap());
     b.pair(answers.vqpn, asks.vqpn, asks.ring);
     let mut producer = b.producer(asks.vqpn).unwrap();

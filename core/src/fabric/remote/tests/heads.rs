@@ -1,4 +1,4 @@
-//! When a reader's head is told: with what goes the other way, and by itself only where nothing does.
+//! When a reader's head is sent: with messages in the other direction, and alone only where there are none.
 
 use super::*;
 
@@ -6,7 +6,7 @@ fn sends(world: &World) -> [u64; 2] {
     [0, 1].map(|at| world.ends[at].counts().sends)
 }
 
-/// 64 bytes in a direction, read by a thread that sleeps before what comes next.
+/// Carries 64 bytes in a direction; the thread that reads them sleeps before the next ones.
 fn carry(world: &mut World, direction: usize) {
     let World {
         directions,
@@ -36,11 +36,11 @@ fn heads_go_with_answers() {
     let before = sends(&world);
     for _ in 0..10 {
         ask(&mut world);
-        // As often as requests come.
+        // The ends settle as often as requests come.
         world.ends.iter().for_each(TestEnd::settle);
     }
     assert_eq!(sends(&world), before.map(|sends| sends + 10));
-    // The first asker's is the last to have read.
+    // The first asker was the last to read.
     world.settle();
     assert_eq!(sends(&world), [before[0] + 10, before[1] + 11]);
 }

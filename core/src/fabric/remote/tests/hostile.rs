@@ -1,4 +1,4 @@
-//! A peer that sends anything: the end goes on or ends the link with a reason, and what its cursors see is
+//! A peer that sends any bytes: the end goes on or ends the link with a reason, and the words that its cursors read are
 //! always valid.
 
 use super::mem::pair_beside;
@@ -6,16 +6,16 @@ use super::qp::{Completed, Key, QueuePair};
 use super::record::{Builder, Memory, Record, Withdrawal};
 use super::*;
 
-/// What the peer sends.
+/// An action of the peer.
 #[derive(Clone, Debug)]
 enum Sent {
     Bytes(Vec<u8>),
     Records(Vec<Fields>, u16, Option<(prop::sample::Index, u8)>),
-    /// The same on the bulk queue pair.
+    /// Records on the bulk queue pair.
     Bulk(Vec<Fields>, Option<(prop::sample::Index, u8)>),
-    /// Nothing: our program waits with a buffer.
+    /// No message: the local program waits with a buffer.
     Wait,
-    /// Nothing: our program lends memory.
+    /// No message: the local program lends memory.
     Lend,
 }
 
@@ -154,12 +154,12 @@ proptest! {
         let e = end(qp, tuning);
         let [bulk, bulk_peer] = pair_beside(config, &clock, Some(e.qp()));
         prop_assert!(e.attach_bulk(bulk).is_none());
-        // One stream that is paired, one that is not.
+        // A stream that is paired, and another that is not.
         let mut opened = [e.open(12).unwrap(), e.open(12).unwrap()];
         e.pair(opened[0].vqpn, Vqpn(7), first_ring());
         let mut producer = e.producer(Vqpn(7)).unwrap();
         let lent = [0u8; 100];
-        // So that there may be something in the ring.
+        // So that the ring may have bytes.
         let mut ready = Builder::new(1000);
         ready.push(&Record::Switch { theirs: 0, generation: 1, position: 0 });
         ready.push(&Record::Offer { theirs: 0, word: 1 << 40 | 12 << 32 });
@@ -170,7 +170,7 @@ proptest! {
                 Sent::Bytes(bytes) => peer.send(&[bytes]),
                 Sent::Records(fields, grant, mutation) => peer.send(&[&encoded(fields, *grant, *mutation)]),
                 Sent::Bulk(fields, mutation) => {
-                    // It may be over: that ends nothing else.
+                    // The bulk queue pair may be over; the link goes on.
                     let _ = bulk_peer.send(&[&encoded(fields, 0, *mutation)]);
                     Ok(())
                 }
@@ -223,7 +223,7 @@ proptest! {
     }
 }
 
-/// What the end makes of these records.
+/// Returns the fault that these records cause.
 fn verdict(records: &[Record<'_>]) -> Option<Fault> {
     let [qp, peer] = pair(Config::default(), &Clock::default());
     let e = end(qp, Tuning::default());
@@ -273,7 +273,7 @@ fn each_breach_has_its_name() {
         (&[offer(2 << 40 | 12 << 32)], Some(Breach::Offer)),
         (&[offer(1 << 40 | 21 << 32)], Some(Breach::Offer)),
         (&[offer(1 << 40 | 12 << 32 | 256)], Some(Breach::Offer)),
-        // Where this end has its buffers.
+        // In the part of the mirror that has this end's buffers.
         (&[offer(1 << 40 | 12 << 32 | 300)], Some(Breach::Offer)),
         (&[Record::Stop { theirs: 1 }], Some(Breach::Stream)),
         (&[Record::Ack { theirs: 0, tail: 1 }], Some(Breach::Ack)),

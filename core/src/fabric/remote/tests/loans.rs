@@ -1,4 +1,4 @@
-//! Memory that a sending program lends to the reader's device: one case each of what `direct.rs` plays in all orders.
+//! Memory that a sending program lends to the reader's device: single cases of what `direct.rs` tries in all orders.
 
 use super::direct::large;
 use super::mem::pair_beside;
@@ -7,7 +7,7 @@ use super::record::{Builder, Memory, Record};
 use super::*;
 use crate::fabric::remote::direct::Landings;
 
-/// Two ends, of which the first direction's writer is the second; bulk takes a while.
+/// Returns two ends with a slow bulk queue pair; the second end writes the first direction.
 fn slow() -> World {
     let tuning = Tuning {
         direct_min: 1000,
@@ -29,7 +29,7 @@ fn slow() -> World {
     world
 }
 
-/// All that needs no bulk queue pair happens.
+/// Lets all work happen that needs no bulk queue pair.
 fn pass(world: &World) {
     for _ in 0..20 {
         for end in &world.ends {
@@ -53,7 +53,7 @@ fn bytes_go_from_the_writers_memory_into_the_readers_ring() {
         );
         assert_eq!(world.directions[0].got, world.directions[0].sent - 40_000);
         world.directions[0].take(&world.ends);
-        // Whoever has the reader's end next may ask for what its program has not read.
+        // A process that takes over the reader's end may ask for the bytes that its program has not read.
         let d = &mut world.directions[0];
         assert_eq!(d.producer.rest(d.got).ok(), Some(bytes(d.seed, d.got, d.sent)));
         world.drain();
@@ -87,7 +87,7 @@ fn what_is_lent_to_a_reader_that_waits_goes_into_its_buffer_and_the_advert_is_vo
     for _ in 0..2 {
         let before = world.ends[0].direct_counts();
         let d = &mut world.directions[0];
-        // Before the writer hears of it.
+        // Before the writer gets the advert.
         d.wait(&world.ends, 30_000);
         d.offer_from(&world.ends, 20_000);
         world.settle();
@@ -108,7 +108,7 @@ fn what_is_lent_to_a_reader_that_waits_goes_into_its_buffer_and_the_advert_is_vo
             ),
             (20_000, 20_000, 0)
         );
-        // What the reader has taken the writer's end does not keep.
+        // The writer's end does not keep bytes that the reader has taken.
         assert!(world.ends[1].is_source_done(world.directions[0].number));
         assert_eq!(
             world.ends[1].untaken(world.directions[0].number, world.directions[0].sent),
@@ -116,7 +116,7 @@ fn what_is_lent_to_a_reader_that_waits_goes_into_its_buffer_and_the_advert_is_vo
         );
         world.directions[0].take(&world.ends);
     }
-    // The next one is of use again.
+    // The next buffer is used again.
     world.rest();
     world.directions[0].wait(&world.ends, 30_000);
     world.settle();
@@ -236,7 +236,7 @@ fn a_recall_is_answered_when_nothing_can_come_any_more() {
     world.ends[1].recall_source(number);
     pass(&world);
     assert!(!world.ends[1].is_source_done(number), "a READ is under way");
-    // The reader's end gives its queue pair up, which is not ended yet: what was asked for may still come.
+    // The reader's end gives its queue pair up, which is not ended yet: READs may still bring bytes.
     world.ends[0].drop_bulk();
     pass(&world);
     assert!(!world.ends[1].is_source_done(number));
@@ -268,7 +268,7 @@ fn a_key_that_is_none_costs_the_bulk_queue_pair_and_nothing_else() {
     let (mut world, _) = large();
     let number = world.directions[0].number;
     world.directions[0].offer_from(&world.ends, 30_000);
-    // The registration is gone before the reader's device comes.
+    // The registration ends before the reader's device reads.
     let region = world.directions[0].lent.as_ref().unwrap().region;
     world.ends[1].qp().deregister(region);
     for _ in 0..3 {

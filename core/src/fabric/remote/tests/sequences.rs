@@ -1,4 +1,4 @@
-//! Two ends that work: what is sent arrives, in turns, whatever the order of events.
+//! Two ends that work: all bytes sent arrive, stream by stream in turns, for any order of events.
 
 use super::*;
 use crate::fabric::ring::EndMark;
@@ -27,11 +27,11 @@ proptest! {
         }
         world.settle();
         prop_assert_eq!(world.ends[0].qp().why(), "");
-        // All is read, which lets more through.
+        // All bytes are read, which makes room for more.
         world.drain();
         for d in &mut world.directions {
-            // After its end a direction takes a ring of any size, whose reader may hold back more, and nobody waits for
-            // room.
+            // After its end a direction takes a ring of any size. The reader of a larger one may hold back more, but no
+            // producer waits for room.
             let has_space = d.producer.has_space();
             prop_assert!(
                 d.ended || has_space == Ok(true),
@@ -42,7 +42,7 @@ proptest! {
             prop_assert_eq!(d.consumer.end(), Ok(d.ended.then_some(EndMark::Fin)));
             let _ = d.consumer.publish();
             world.ends[d.reader].touch(d.back);
-            // The mark is not read, so it is asked for.
+            // The mark is not read, so the writer asks for a confirmation.
             let _ = world.ends[1 - d.reader].unconfirmed(d.number);
         }
         world.settle();
@@ -90,7 +90,7 @@ fn a_burst_of_small_writes_travels_in_few_messages() {
     let mut world = World::new(Config::default(), Tuning::default(), 40);
     let before = world.ends[1].counts().sends;
     {
-        // Nobody polls, so credits run out, and the rest is collected.
+        // No end polls, so credits run out, and further records are collected.
         let World { directions, ends, .. } = &mut world;
         for _ in 0..40 {
             for d in directions.iter_mut().filter(|d| d.reader == 0) {
@@ -133,7 +133,7 @@ fn a_write_with_an_immediate_needs_no_message() {
     config.limits.immediate = true;
     let mut world = World::new(config, Tuning::default(), 1);
     world.grow(16);
-    // The first of its chunk goes in messages, while memory is registered.
+    // The first bytes for a chunk go in messages, while its memory is registered.
     for _ in 0..3 {
         world.directions[0].write(&world.ends, 10_000);
         world.settle();
@@ -159,7 +159,7 @@ fn what_fills_a_packet_goes_without_a_header() {
         world.settle();
         world.ends[1].counts().immediates - before
     };
-    // The first of its chunk goes in messages, while memory is registered.
+    // The first bytes for a chunk go in messages, while its memory is registered.
     let _ = immediates(1024);
     for (size, expected) in [(64, 0), (1003, 0), (1004, 1), (1024, 1), (1025, 0), (2048, 1)] {
         assert_eq!(immediates(size), expected, "{size} bytes");
@@ -203,7 +203,7 @@ fn closed_comes_after_all_that_was_sent() {
         }
         assert_eq!(to_a.read(&world.ends, usize::MAX), 4096);
         assert_eq!(to_a.consumer.end(), Ok(Some(EndMark::Fin)));
-        // A is still to say so: the number is not free at B.
+        // A has not closed yet, so the number is not free at B.
         assert_ne!(world.ends[1].open(12).unwrap().vqpn, to_b.number);
         world.ends[0].on_closed(to_a.number);
         world.ends[0].close(to_a.number, Some(to_b.number), Some(to_a.consumer));
@@ -224,7 +224,7 @@ fn an_end_mark_and_a_stop_that_cross_are_seen_by_both() {
     let World { directions, ends, .. } = &mut world;
     let d = &mut directions[0];
     d.write(ends, 100);
-    // Neither end has heard of the other's.
+    // Neither end knows of the other's mark.
     let wake = d.producer.end(EndMark::Demote).unwrap();
     let _ = d.consumer.stop().unwrap();
     ends[1].notify(wake, d.number);

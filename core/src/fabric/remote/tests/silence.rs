@@ -4,7 +4,7 @@ use super::*;
 
 const SECOND: u64 = 1_000_000_000;
 
-/// Ticks at one end, a second each, from `second` on. The second in which it stops.
+/// Ticks at one end, a second apart, from `second` on. Returns the second in which the watch stops.
 fn ticks(world: &World, at: usize, mut second: u64) -> u64 {
     let end = &world.ends[at];
     while end.is_watched() && end.fault().is_none() {
@@ -16,7 +16,7 @@ fn ticks(world: &World, at: usize, mut second: u64) -> u64 {
     second
 }
 
-/// A world in which nothing is under way and nobody ticks.
+/// Returns a world in which no work request is under way and no watch is on.
 fn quiet(config: Config, tuning: Tuning) -> World {
     let world = World::new(config, tuning, 1);
     for _ in 0..3 {
@@ -44,7 +44,7 @@ fn a_link_on_which_nothing_is_posted_is_not_watched_and_what_is_posted_tells_the
     assert!(!world.ends[1].has_ready(WaiterId(0)));
     world.settle();
     let probes = world.ends[1].counts().probes;
-    // The probe, its answer, the end.
+    // Ticks for the probe, its answer and the end.
     assert!(ticks(&world, 1, 10) <= 13);
     assert_eq!(world.ends[1].counts().probes, probes + 1);
     assert_eq!(world.ends[1].fault(), None);
@@ -61,7 +61,7 @@ fn silence_takes_the_link_down_and_nothing_is_lost() {
     assert_eq!(writer.fault(), Some(Fault::Silent));
     assert_eq!(writer.progress(), Err(Fault::Silent));
     writer.tick(1000 * SECOND);
-    // The other end has posted nothing and knows of nothing.
+    // The other end has posted no work request, and has no fault.
     assert_eq!(world.ends[0].fault(), None);
     let d = &mut world.directions[0];
     let received = world.ends[0].received(d.number).unwrap();

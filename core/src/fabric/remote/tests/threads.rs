@@ -1,4 +1,4 @@
-//! Real threads on one link: nothing is lost when work is left to whoever holds the engine's lock.
+//! Real threads on one link: no work is lost when it is left to the holder of the engine's lock.
 
 use std::sync::atomic::AtomicUsize;
 use std::thread::{scope, yield_now};
@@ -49,7 +49,7 @@ fn four_threads_on_each_end_move_what_they_send() {
                             yield_now();
                         }
                     }
-                    // What could not be sent at once is for whoever looks.
+                    // A thread that polls sends the bytes that could not be sent at once.
                     while open.load(Ordering::SeqCst) > 0 {
                         ends[1 - reader].progress().unwrap();
                         yield_now();

@@ -29,8 +29,8 @@ pub enum Level {
 /// Takes the host's table.
 ///
 /// # Safety
-/// `host` is null, or points to a table that has its first two fields and as many bytes as they say. The table lives as
-/// long as the process.
+/// `host` is null, or points to a table that has at least its first two fields, and as many bytes as its `size` says.
+/// The table lives as long as the process.
 pub unsafe fn attach(host: *const Host) -> Result<()> {
     if host.is_null() {
         return Err(Errno(libc::EINVAL));

@@ -35,7 +35,7 @@ kinds! {
     /// | `theirs` | the number that the receiver of the record gave to the stream |
     /// | `tail`, `head`, `position` | positions: bytes of the direction from its beginning on |
     /// | `generation` | counts the rings that were offered one after the other |
-    /// | `end`, `flags`, `word`, `count` | a word of the direction block (`fabric::ring`); in `Tell` an attention word |
+    /// | `end`, `flags`, `word`, `count` | a word of the direction block; in `Tell` an attention word |
     /// | `serial` | an advert of the end whose program waits (P91), or a loan of the end whose program sends (P96) |
     /// | `memory` | a buffer of the sender's program, for the WRITEs or READs of the receiver of the record |
     /// | `index` | a chunk's place in the data area, in chunks |

@@ -14,8 +14,8 @@ use crate::fabric::layout::{MAX_RING_LOG2, Region};
 const PIECE_LOG2: u32 = 16;
 
 /// The pieces of one data area that a sender has ever written into, and how many they may be. A correct receiver takes
-/// the lowest place that is free for a ring, and reuses the places that it frees: so the count is little more than the
-/// most that was in use at a time.
+/// the lowest place that is free for a ring, and gives back places that it does not use. So the count is little more
+/// than the most that was in use at a time.
 #[derive(Debug)]
 pub struct TouchedArea {
     /// A bit for each piece, set once the piece may have been written into.

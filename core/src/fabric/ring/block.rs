@@ -36,7 +36,7 @@ bitflags::bitflags! {
     /// The flags by which the consumer informs the producer.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct RxFlags: u32 {
-        /// The program will not read any more.
+        /// The direction will not be read any more.
         const RX_CLOSED = 1;
     }
 }
@@ -89,8 +89,8 @@ pub(super) struct ConsumerLine {
 }
 
 impl ConsumerLine {
-    /// Takes the word `want_data`: the waiters to wake now that there are bytes or an end mark. Stores the time first,
-    /// so that it is there when a waiter wakes.
+    /// Takes the word `want_data`: the waiters to wake now that there are bytes or an end mark. Stores the time before
+    /// it returns, so before any waiter is woken.
     #[inline(always)]
     pub fn take_want_data(&self) -> Wake {
         let wake = Wake(self.want_data.take());

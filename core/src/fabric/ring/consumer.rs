@@ -381,13 +381,13 @@ impl Consumer {
         self.theirs().limited.load(Ordering::Relaxed) != self.limited_seen
     }
 
-    /// Returns the same, and resets it: the caller now does something about it.
+    /// Returns whether the producer was limited since the last call; the caller acts on it from now on.
     pub fn heed_limit(&mut self) -> bool {
         let now = self.theirs().limited.load(Ordering::Relaxed);
         std::mem::replace(&mut self.limited_seen, now) != now
     }
 
-    /// Adds `flags` to those that the producer sees. Returns its waiters to wake.
+    /// Adds `flags` to those that the producer sees. Returns the producer's waiters to wake.
     pub fn set_flags(&self, flags: RxFlags) -> Wake {
         self.mine().flags.add_bits(flags.bits());
         self.theirs().take_want_space()

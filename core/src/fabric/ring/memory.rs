@@ -341,7 +341,7 @@ unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
 }
 
 /// # Safety
-/// As of the function of this name without loom.
+/// As for the function of this name without loom.
 #[cfg(loom)]
 unsafe fn to_ring(src: *const u8, ring: *mut Byte, len: usize) {
     for i in 0..len {
@@ -351,7 +351,7 @@ unsafe fn to_ring(src: *const u8, ring: *mut Byte, len: usize) {
 }
 
 /// # Safety
-/// As of the function of this name without loom.
+/// As for the function of this name without loom.
 #[cfg(loom)]
 unsafe fn from_ring(ring: *const Byte, dst: *mut u8, len: usize) {
     for i in 0..len {

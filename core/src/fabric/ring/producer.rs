@@ -447,8 +447,8 @@ impl Producer {
     /// the ring before.
     fn window(&self) -> u64 {
         let end = self.head.max(self.switch_pos) + self.ring.size();
-        // By the published head, as in W4. At least a quarter of this ring is in the window: the consumer applies this
-        // ring's quarter only once it has read a byte of it.
+        // By the published head, as in W4. At least a quarter of this ring is in the window: the consumer goes by this
+        // ring's quarter only once there is a byte in it.
         let most = self.head.saturating_add(self.most());
         let least = self.switch_pos + self.ring.quarter();
         end.min(most.max(least)).max(self.tail)

@@ -1,6 +1,6 @@
 //! The engine's access to a direction block, on a link between hosts. The engine is the proxy of the peer's cursor: of
-//! the consumer for a send buffer (mirror), of the producer for a ring of this end. It keeps to the same rules (W1,
-//! W2): it publishes and then takes the attention word; it sets its own word and then reads the other side's.
+//! its consumer in a block of the mirror, of its producer in a block of this end's arena. It keeps to the same rules
+//! (W1, W2): it publishes and then takes the attention word; it sets its own word and then reads the other side's.
 
 use super::block::{DirectionBlock, EndMark, STOPPED, Wake};
 use super::error::{Ended, Stopped};

@@ -51,7 +51,7 @@ pub(super) fn data<Q: QueuePair, L: Local>(
     }
     let is_lent = out.targets.source.is_some_and(|source| source.is_offered);
     if is_lent && !out.loans.is_open() {
-        // The direction goes on when the rest has its place in the ring that was lent for it.
+        // The direction goes on when `take_source` has copied the rest into the mirror.
         return Ok(Turn::Full);
     }
     tell_limited(g, sender, out, theirs, view.limited)?;

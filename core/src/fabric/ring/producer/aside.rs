@@ -1,8 +1,7 @@
 //! A producer between hosts whose peer's ring has no room writes *aside*: into a buffer of its own end. The engine
 //! carries over from there as many bytes as the peer has room for. The end itself (`remote/lend.rs`) makes both moves,
 //! under its own lock and the producer's, so the block records neither. W4 holds as long as the peer's ring is no
-//! larger than this one. Producers within a host do not write aside, since their readers read the sender's ring
-//! directly.
+//! larger than this one. Producers within a host do not write aside: their readers see each byte as it is written.
 
 use super::{Earlier, Producer};
 use crate::fabric::layout::Region;

@@ -15,8 +15,8 @@ const UNIT: u32 = (UNIT_LOG2 - MIN_RING_LOG2) as u32;
 
 /// The free space of one data area.
 ///
-/// Only free blocks are stored, ordered by address: a fresh 1 GiB arena costs 24 entries, and
-/// taking the lowest block first keeps the touched part of a sparse file small.
+/// Only free blocks are stored, ordered by address: a fresh 1 GiB arena costs 24 entries. Taking the lowest block first
+/// keeps the touched part of a sparse file small.
 #[derive(Debug)]
 pub struct Arena {
     /// Free blocks by order (log2 of pages): their first page.

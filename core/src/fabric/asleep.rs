@@ -1,5 +1,5 @@
-//! Threads that sleep in the kernel already when the file or epoll set that they wait for moves from the kernel to the
-//! library, so that later events do not come to the kernel. Threads in poll or select name their sockets
+//! Threads that sleep in the kernel already when the socket or epoll set that they wait for moves to the library. Later
+//! events do not come to the kernel, so these threads have to be woken. Threads in poll or select name their sockets
 //! ([`Onlookers`]). Threads in the wait on an epoll set are counted ([`Gate`]). Not for threads that wait on sockets of
 //! the library already (`ready`, `waiter`), nor for how threads are woken.
 //!

@@ -1,6 +1,6 @@
-//! The C interface between the library and a plugin that has queue pairs, which is opened on first need: two tables of
-//! functions, with a version and their size. Both sides are built from this file, which has no code of either. The
-//! modules below are common to all plugins: [`serve`] makes a plugin's table.
+//! The C interface between the library and a plugin that has queue pairs, which is opened on first need. It consists of
+//! two tables of functions, each with a version and its size. Both sides are built from this file, which has no code of
+//! either. The modules below are common to all plugins: [`serve`] makes a plugin's table.
 //!
 //! A function of type `i32` returns 0, a count, or a negative errno. No panic, and no exception, crosses the interface.
 //! Pointers are valid for the call alone unless it says otherwise.

@@ -1,11 +1,10 @@
 //! The queue in which a peer lists, for a waiter, the streams that have events ([`ReadyQueue`]). Not for sleeping or
 //! waking ([`SleepFlag`], `waiter`, `os::doorbell`).
 //!
-//! A ready queue is a set of vQPNs, not a list: a bit per stream and a summary bit per word of
-//! them. So it holds each stream at most once however often that is pushed, cannot overflow,
-//! has no half-written entries, and every content that a hostile peer can write is a valid one.
-//! The waiter drains it in sweeps: a sweep takes the summary as it stands, then word by word,
-//! which bounds the work and serves every ready stream before any stream again.
+//! A ready queue is a set of vQPNs, not a list: a bit per stream and a summary bit per word of them. So it holds each
+//! stream at most once, however often that is pushed. It cannot overflow, and has no half-written entries. Every
+//! content that a hostile peer can write is a valid one. The waiter drains it in sweeps: a sweep takes the summary as
+//! it stands, then word by word. That bounds the work, and serves every ready stream before any stream again.
 //!
 //! No wake-up is lost. The peer pushes, then reads the flag; the waiter raises the flag, then checks the queues
 //! ([`ReadyCursor::is_idle`]), then sleeps ([`crate::sync`]). A push that finds its summary bit already set relies on

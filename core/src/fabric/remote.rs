@@ -23,8 +23,8 @@
 //!
 //! Each node has, for a link, two arenas of its own (`layout.rs`): `mine`, where its consumers read, and the `mirror`
 //! of the peer's, where its producers write. Producer and consumer are the same types as on shm. The engine is the
-//! local counterpart of each: it keeps `want_data` of every block of the mirror and `want_space` of every block of mine
-//! set to [`ENGINE`], so that a cursor that publishes a change gets that word. Its caller passes the word to
+//! local counterpart of each. It keeps `want_data` of every block of the mirror and `want_space` of every block of
+//! `mine` set to [`ENGINE`]. So a cursor that publishes a change gets that word. Its caller passes the word to
 //! [`LinkEnd::notify`](super::link::LinkEnd::notify), and the engine carries the change over. Changes from the peer it
 //! writes into the blocks as the peer would on shm. Then it wakes the waiters of this process that the other attention
 //! word names.

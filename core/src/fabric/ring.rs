@@ -3,17 +3,16 @@
 //! ring memory. It does not interpret attention words either: a nonzero [`Wake`] goes to the caller.
 //!
 //! # Positions
-//! A position counts the bytes of the direction from its beginning and never wraps; the byte at
-//! position p lies at `p & (size - 1)` of its ring. `head` ≤ position < `tail` is in flight. Each
-//! side's cursor ([`Producer`], [`Consumer`]) keeps its own position privately and only publishes
-//! it, so nothing that the peer writes can move it; what the peer publishes is copied, then
-//! validated, and a bad value is a [`Violation`].
+//! A position counts the bytes of the direction from its beginning and never wraps. The byte at position p lies at `p &
+//! (size - 1)` of its ring. `head` ≤ position < `tail` is in flight. Each side's cursor ([`Producer`], [`Consumer`])
+//! keeps its own position privately and only publishes it, so no value that the peer writes can move it. A value that
+//! the peer publishes is copied, then validated; a bad one is a [`Violation`].
 //!
 //! # Cache lines
-//! The block has one line per side. Per message the producer writes its own (`tail`) and the
-//! payload; it reads the consumer's line (`want_data`), which stays shared in its cache because
-//! the consumer writes it only when it arms or when a quarter of the ring is unpublished. So a
-//! ping-pong of spinning sides moves two lines per direction.
+//! The block has one line per side. Per message the producer writes its own (`tail`) and the payload, and reads the
+//! consumer's line (`want_data`). That line stays shared in the producer's cache, because the consumer writes it only
+//! when it arms or when a quarter of the ring is unpublished. So a ping-pong of spinning sides moves two lines per
+//! direction.
 //!
 //! # No lost wake-up
 //! W1. `want_data` is set by the consumer and swapped to 0 by the producer; `want_space` the other way round. The side
@@ -41,10 +40,10 @@
 //! The first ring is an offer too: an all-zero block is a direction without a ring.
 //!
 //! # The reserve
-//! The reserve is a ring that stays on offer: addresses without memory, for a producer that finds no room while the
-//! program at the other end does not read. The producer switches to it as to any other ring, with the next generation,
-//! but says how much of its beginning it uses (`Adopted`). It gets memory for the reserve itself, piece by piece before
-//! it writes, so its process is charged for that memory. A producer that gets no memory is
+//! The reserve is a ring that stays on offer: addresses without memory. It is for a producer that finds no room while
+//! the program at the other end does not read. The producer switches to it as to any other ring, with the next
+//! generation, but says how much of its beginning it uses (`Adopted`). It gets memory for the reserve itself, piece by
+//! piece before it writes, so its process is charged for that memory. A producer that gets no memory is
 //! [starved](Producer::is_starved): reading frees no part of the ring that it has not yet passed, so it has to end the
 //! direction. The producer takes the reserve only once it knows that the consumer has come to the current ring, so that
 //! two rings hold all that is in flight. The consumer may be offering another ring at that moment. Its generation does
@@ -55,10 +54,10 @@
 //! holds for three eighths. So it uses no more of a reserve than the next power of two.
 //!
 //! # Who ends a direction
-//! Either side may, once: the producer with an [`EndMark`], or the consumer that [stops](Consumer::stop)
-//! reading in the middle and wants the rest sent again on TCP. Both set the one word `end` from 0 by
-//! compare-and-swap, so exactly one of them wins and the other learns of it: a direction that the
-//! producer has left is drained, and one that the consumer has stopped is sent again, never both.
+//! Either side may, once: the producer with an [`EndMark`], or the consumer that [stops](Consumer::stop) reading in the
+//! middle and wants the rest sent again on TCP. Both set the one word `end` from 0 by compare-and-swap, so exactly one
+//! of them wins and the other learns of it. A direction that the producer has left is drained; a direction that the
+//! consumer has stopped is sent again; never both.
 
 mod allowance;
 mod block;

@@ -233,8 +233,8 @@ impl<const UNIT: usize> Segments<UNIT> {
         }
     }
 
-    /// Replaces the mappings in a fork child, which has none of the memory, and sets the part to no bytes: a thread of
-    /// the parent may have been growing it.
+    /// Replaces the mappings in a fork child, which has none of the memory. Sets the part to no bytes, since a thread
+    /// of the parent may have been growing it.
     pub fn after_fork(&self) {
         self.forget();
         for extent in (0..MOST).filter_map(|k| self.extent(k)) {

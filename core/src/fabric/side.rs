@@ -1,5 +1,5 @@
-//! An arena as mapped in this process, and its owner's cursors on the ready queues: the parts of an end on every fabric
-//! that has arenas of its own. Not for creating an arena, nor for the cursors on its rings.
+//! An arena as mapped in this process, and its owner's cursors on the ready queues. Every fabric with arenas of its own
+//! builds its ends from these. Not for creating an arena, nor for the cursors on its rings.
 
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;

@@ -270,8 +270,8 @@ functions! {
 
     /// Connects from a local address, within `timeout_ms` ms for each step. It waits, so it needs a thread of its own.
     /// `beside` is null, or a connection to the same peer that outlives this one. In that case memory registered with
-    /// `beside` is registered for this connection too, the completion fd of `beside` reports its completions, and its
-    /// queues are short, for it is to carry bulk.
+    /// `beside` is registered for this connection too, and the completion fd of `beside` reports its completions. Its
+    /// queues are short, since it is to carry bulk.
     fn connect<P>(
         local: *const Address,
         remote: *const Address,

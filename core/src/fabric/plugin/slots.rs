@@ -1,5 +1,5 @@
-//! Accounts for the send queue: the number of work requests in it, the bytes that they move, which of them ask for a
-//! completion, and whether the poster waits for room. No device here.
+//! Accounts for the send queue: the number of work requests in it, and the bytes that they move. Also decides which of
+//! them ask for a completion, and records whether the poster waits for room. No device here.
 //!
 //! Work requests have numbers, from 0. Number n asks for a completion if n + 1 is a multiple of a quarter of the queue.
 //! It also asks if a quarter of the queue's most bytes have been posted since the last request that asks. So a full

@@ -285,8 +285,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
 
     /// Returns how many bytes committed to the peer's stream `theirs` are not known to be in the peer's ring; the end
     /// mark counts as one more. If it is not 0 the peer is asked; when it answers, waiter 0 is woken, with the stream
-    /// in its ready queue. 0 also when the peer has closed the stream, or it is not paired. `None` when the link is
-    /// down, and in a signal handler that has interrupted the engine.
+    /// in its ready queue. It is 0 also when the peer has closed the stream, or it is not paired. `None` when the link
+    /// is down, and in a signal handler that has interrupted the engine.
     pub fn unconfirmed(&self, theirs: Vqpn) -> Option<u64> {
         if self.fault.get().is_some() {
             return None;
@@ -299,7 +299,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     }
 
     /// Returns how many bytes committed to the peer's stream `theirs` have not been sent, because its ring or the queue
-    /// pair has no room. 0 also in a signal handler that has interrupted the engine.
+    /// pair has no room. It is 0 also in a signal handler that has interrupted the engine.
     pub fn unsent(&self, theirs: Vqpn) -> u64 {
         self.with(|engine| engine.unsent(&self.shared, theirs.0)).unwrap_or(0)
     }

@@ -233,7 +233,7 @@ impl<Q: QueuePair> Engine<Q> {
     }
 
     /// Returns how many bytes of the local program's memory can go at once to the peer's program, which waits with a
-    /// buffer for the next bytes. 0 if it does not, or other bytes come before.
+    /// buffer. It is 0 if no program waits, or other bytes come before.
     pub fn wanted<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> u64 {
         let s = self.streams.of_peer(theirs);
         let s = s.filter(|s| s.state == State::Open && !s.out.stopped);

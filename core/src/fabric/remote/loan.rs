@@ -1,6 +1,6 @@
 //! The state of loans: memory of a sending program that the reader's device reads into the reader's ring
 //! (docs/protocol.md, P96–P99). Exact as direct transfers are (`direct.rs`): while a loan is open no other record of
-//! the direction is sent, and TAKEN says up to which position the bytes went by the loan. Pure: `taking.rs` has the
+//! the direction is sent. TAKEN says up to which position the bytes went by the loan. Pure: `taking.rs` has the
 //! engine's part.
 
 use super::fault::Breach;
@@ -82,7 +82,7 @@ impl Loans {
         }
     }
 
-    /// Takes in TAKEN: the loan is over, and the direction goes on at `tail`, which must not be before `head`, the
+    /// Takes in TAKEN: the loan is over, and the direction goes on at `tail`. An error if that is before `head`, the
     /// position up to which the peer's program has read. Returns how many bytes went by the loan.
     pub fn on_taken(&mut self, serial: Serial, tail: u64, head: u64) -> Result<u64, Breach> {
         let told = self.0.filter(|lent| lent.is_told && lent.loan.serial == serial);

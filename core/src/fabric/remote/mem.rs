@@ -1,6 +1,6 @@
-//! A queue pair in memory that behaves like a device, for tests: a bounded send queue whose entries come
-//! back with completions, receive buffers that end the connection when a message meets none, WRITEs that are
-//! checked against registered memory, delays under a virtual clock, and death at a work request.
+//! A queue pair in memory that behaves like a device, for tests. Its send queue is bounded, and completions free the
+//! entries. A message that finds no receive buffer ends the connection. WRITEs and READs are checked against registered
+//! memory. Tests set delays, under a virtual clock, and the work request at which the connection ends.
 //!
 //! The network runs when either end polls. Source memory is read then, not when the work request is posted, as
 //! a device may do. Built for tests and with the feature `mem`.

@@ -1,6 +1,6 @@
-//! The calls of an end of a link between hosts for transfers that bypass the rings: its bulk queue pair, buffers with
-//! which local programs wait, and memory that they lend. The engine does the work (`landing.rs`, `taking.rs`); `end.rs`
-//! decides which thread does it.
+//! The calls of an end of a link between hosts for transfers that bypass the rings. They are about its bulk queue pair,
+//! buffers with which local programs wait, and memory that they lend. The engine does the work (`landing.rs`,
+//! `taking.rs`); `end.rs` decides which thread does it.
 
 use super::counts::DirectCounts;
 use super::direct::{Buffer, Landed, Source};
@@ -99,8 +99,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         self.with(|engine| engine.adverts(theirs.0)).unwrap_or(0)
     }
 
-    /// Returns how many bytes fit the buffer with which the peer's program waits on its stream `theirs`. 0 if there is
-    /// none, or other bytes come before.
+    /// Returns how many bytes fit the buffer with which the peer's program waits on its stream `theirs`. It is 0 if
+    /// there is none, or other bytes come before.
     pub fn wanted(&self, theirs: Vqpn) -> u64 {
         self.with(|engine| engine.wanted(&self.shared, theirs.0)).unwrap_or(0)
     }

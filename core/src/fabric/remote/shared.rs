@@ -1,5 +1,5 @@
-//! The parts of an end of a link between hosts that are also used without the engine's lock: the arenas, the queues of
-//! messages and streams to be sent, and the ways to this process's waiters. Not how they are used.
+//! The parts of an end of a link between hosts that are also used without the engine's lock. They are the arenas, the
+//! queues of messages and streams to be sent, and the ways to this process's waiters.
 
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering::SeqCst;

@@ -134,8 +134,8 @@ impl Incoming {
         block.head().max(self.start).saturating_add(size)
     }
 
-    /// Returns how many bytes of a program's buffer may be used for the next bytes: the ring is empty, and has room for
-    /// as many. 0 if no buffer can be used.
+    /// Returns how many bytes of a program's buffer may be used for the next bytes, if the ring is empty: as many as it
+    /// has room for. 0 if no buffer can be used.
     pub fn room_to_land(&self, block: &DirectionBlock) -> u64 {
         let is_empty = block.head() == self.tail && self.tail > 0;
         if !is_empty || self.ended || self.landings.is_busy() || self.takings.is_under_way(self.tail) {
@@ -343,8 +343,8 @@ impl Outgoing {
     }
 
     /// Returns whether the engine moves on to the ring on offer, at a position at which the producer writes aside. It
-    /// does not move to a ring larger than the buffer, unless the producer has ended: of a larger ring the reader could
-    /// hold back more than W4 allows. Nor does it move after the end mark, since no bytes follow.
+    /// does not move to a ring larger than the buffer, since the reader could hold back more of it than W4 allows;
+    /// after the producer's end it does. Nor does it move after the end mark, since no bytes follow.
     fn adopts(&self, position: u64) -> bool {
         let aside = self.aside.filter(|_| self.is_aside_at(position));
         let fits = aside.zip(self.offered);
@@ -403,7 +403,7 @@ impl Outgoing {
         Ok(block.put_head(head))
     }
 
-    /// Lets the local producer use the first ring before the peer has offered it: the peer can offer it only once it
+    /// Lets the local producer use the first ring before the peer has offered it. The peer can offer it only once it
     /// knows this end's number, and the producer need not wait for that. An impossible ring is not used; the peer's
     /// offer then shows the error.
     pub fn foresee(&mut self, block: &DirectionBlock, data_len: usize, first: Region) {

@@ -196,7 +196,7 @@ impl<Q: QueuePair> Engine<Q> {
             // SAFETY: within a chunk of this end's arena that is registered under the key, at positions for which the
             // ring has room. The reader does not read there before the tail goes on, and the ring is kept as long as
             // the READ may be under way (`forget_when_quiet`). Or within a buffer with which a call of the program
-            // waits: the call does not return before all READs into it have completed, or the registration has ended.
+            // waits: the call returns only when all READs into it have completed, or the registration has ended.
             if !unsafe { bulk.read(mine, &read, into) }? {
                 return Ok(());
             }
@@ -301,8 +301,8 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    /// Ends the loans of a stream that the peer has left: it sends no TAKEN for memory lent to it, and this end posts
-    /// no more READs of memory that it lends.
+    /// Ends the loans of a stream that the peer has left. It sends no TAKEN for memory lent to it, and this end posts
+    /// no more READs of memory that the peer lends.
     pub fn on_reader_left<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32) {
         self.stop_taking(g, mine);
         let Some(s) = self.streams.get(mine) else { return };

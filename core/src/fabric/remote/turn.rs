@@ -1,4 +1,4 @@
-//! A turn of the engine of a link between hosts: it takes in completions (`receive.rs`), sends what can be sent
+//! A turn of the engine of a link between hosts. It takes in completions (`receive.rs`), sends what can be sent
 //! (`pump.rs`), and checks whether the peer's device still answers (`watch.rs`). `end.rs` decides which thread takes
 //! it.
 

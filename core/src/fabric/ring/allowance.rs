@@ -1,6 +1,6 @@
 //! Bounds how much of a receiver's memory a sender writes into. A page of shared memory is charged to the process that
 //! touches it first, which is the sender. But the receiver decides where its rings lie and when their memory is given
-//! back, so a sender checks each offered ring against an allowance before it adopts it.
+//! back. So a sender checks each offered ring against an allowance before it adopts it.
 
 use std::sync::Arc;
 use std::sync::atomic::{
@@ -87,8 +87,8 @@ impl Allowance {
     }
 
     /// Returns whether the region ends within the limit, counted from the area's beginning. To be asked before the
-    /// region is mapped, which maps all that precedes it: so an offer takes addresses of this process only up to the
-    /// limit.
+    /// region is mapped, since that maps all that precedes it. So an offer takes addresses of this process only up to
+    /// the limit.
     pub(super) fn reaches(&self, region: Region) -> bool {
         let end = (region.offset() + region.len()) as u64;
         let most = |area: &Arc<TouchedArea>| area.most.load(Acquire) << PIECE_LOG2;

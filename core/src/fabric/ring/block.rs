@@ -84,7 +84,7 @@ pub(super) struct ConsumerLine {
     pub reserve: AtomicU64,
     /// When `want_data` was last taken, by the host's [counter](crate::cycles): a hint for the order in which streams
     /// became ready. It lies in the consumer's line because the producer has that line in its cache after taking the
-    /// word; the producer's own line the consumer may be reading again.
+    /// word. The consumer may be reading the producer's own line again.
     pub taken_at: AtomicU64,
 }
 

@@ -163,7 +163,7 @@ impl Consumer {
     }
 
     /// Consumes the first `n` bytes, at most those that are known. Publishes the head only when a quarter of the ring
-    /// has become free since it was last published (W3), and returns the producer's waiters to wake.
+    /// has become free since it was last published (W3). Returns the producer's waiters to wake.
     #[inline(always)]
     pub fn consume(&mut self, n: usize) -> Wake {
         self.head += (n as u64).min(self.tail - self.head);
@@ -288,8 +288,8 @@ impl Consumer {
         self.frozen
     }
 
-    /// Offers `region` as the ring to use from the producer's next send on: the first ring, a larger one for a producer
-    /// that is limited, or a smaller one when idle. Returns the producer's waiters to wake: it may be waiting for just
+    /// Offers `region` as the ring to use from the producer's next send on. It is the first ring, a larger one for a
+    /// limited producer, or a smaller one when idle. Returns the producer's waiters to wake: it may be waiting for just
     /// this.
     pub fn offer(&mut self, region: Region) -> Result<Wake, OfferError> {
         if self.is_switching() {

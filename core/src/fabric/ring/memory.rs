@@ -306,8 +306,8 @@ unsafe fn from_ring(ring: *const Byte, dst: *mut u8, len: usize) {
 /// Copies as memcpy does. Up to 16 bytes take two moves that may overlap in the middle, since a call of memcpy costs
 /// more than such a copy.
 ///
-/// The side that is shared memory may change meanwhile: the result is then any mixture, which only a peer that breaks
-/// the protocol can cause, to its own bytes. The library decides nothing by these bytes here.
+/// The side that is shared memory may change meanwhile. The result is then any mixture; only a peer that breaks the
+/// protocol can cause that, to its own bytes. The library decides nothing by these bytes here.
 ///
 /// # Safety
 /// `src` is readable and `dst` writable for `len` bytes; they do not overlap.

@@ -215,9 +215,9 @@ impl Producer {
         self.mine().want_space.left()
     }
 
-    /// Returns whether a quarter of the ring is free (of the bound, if that is smaller), another ring is offered, or
-    /// the consumer has set flags since [`consumer_flags`](Self::consumer_flags). This is also the condition for
-    /// "writable".
+    /// Returns whether a quarter of the ring is free (of the bound, if that is smaller). Also true if another ring is
+    /// offered, or the consumer has set flags since [`consumer_flags`](Self::consumer_flags). This is also the
+    /// condition for "writable".
     pub fn has_space(&mut self) -> Result<bool, RingError> {
         self.reload()?;
         let size = self.ring.size();

@@ -1,5 +1,5 @@
-//! A producer that finds no room while the consumer does not read: it first checks for consumed but unpublished bytes,
-//! then moves to the ring that the consumer has in reserve (see *The reserve* in `ring.rs`), and gets the memory for
+//! A producer that finds no room while the consumer does not read. It first checks for consumed but unpublished bytes.
+//! Then it moves to the ring that the consumer has in reserve (see *The reserve* in `ring.rs`), and gets the memory for
 //! it. Between hosts consumers have no reserve; see `aside.rs`.
 
 use super::Producer;
@@ -21,8 +21,8 @@ struct Reserve {
 
 impl Producer {
     /// Makes room for a sender that must not wait. First counts the bytes that the consumer has read and not published.
-    /// If that is too little, moves on to as much of the reserve as the bound allows, if that is more than the ring and
-    /// `may_take` agrees to its bytes. True if there is more room than before.
+    /// If that is too little, moves on to as much of the reserve as the bound allows. That has to be more than the
+    /// ring, and `may_take` has to agree to its bytes. True if there is more room than before.
     pub fn make_room(&mut self, may_take: impl FnOnce(u64) -> bool) -> Result<bool, RingError> {
         if self.look_closely()? {
             return Ok(true);

@@ -7,9 +7,9 @@
 //! DATA_OFFSET      data area: rings, carved by `Arena`
 //! ```
 //!
-//! The file is sparse, and what was never touched costs no memory. It need not be mapped either: both parts are mapped
-//! from their beginnings on as far as they are used, in segments that double (`Segments`). So the addresses of a link
-//! with few streams are a few hundred KiB.
+//! The file is sparse: pages that were never touched cost no memory. It need not be mapped either: both parts are
+//! mapped from their beginnings on as far as they are used, in segments that double (`Segments`). So the addresses of a
+//! link with few streams are a few hundred KiB.
 
 #![forbid(unsafe_code)]
 
@@ -24,12 +24,12 @@ pub const MIN_RING_LOG2: u8 = PAGE_LOG2;
 pub const MAX_RING_LOG2: u8 = PAGE_LOG2 + 14;
 /// Streams of one link, and so the number of vQPNs.
 pub const MAX_STREAMS: u32 = if cfg!(loom) { 128 } else { 16384 };
-/// Ready queues of one arena, and so the number of waiters that one link can tell apart.
+/// Ready queues of one arena, and so the number of waiters that one link can distinguish.
 pub const READY_QUEUES: u32 = 64;
 /// Largest data area in bytes: 64 GiB.
 pub const MAX_DATA_BYTES: u64 = 64 << 30;
 
-/// Streams of one group: those whose numbers differ only in the lower bits.
+/// Streams of one group: their numbers differ only in the lower bits.
 pub const GROUP_STREAMS: u32 = if cfg!(loom) { 64 } else { 256 };
 /// Groups of one arena.
 pub const GROUPS: u32 = MAX_STREAMS / GROUP_STREAMS;

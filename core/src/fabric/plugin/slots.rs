@@ -7,8 +7,8 @@
 //! threads.
 //!
 //! The device moves bytes in the order in which they were posted. So that a small message does not wait behind
-//! megabytes of other streams, bytes fill the queue too. The limit is what keeps a fast device busy until the next
-//! poll.
+//! megabytes of other streams, bytes fill the queue too. The limit is as many bytes as keep a fast device busy until
+//! the next poll.
 
 use crate::sync::{AtomicU64, Attention, Ordering, Published};
 

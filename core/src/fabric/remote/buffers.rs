@@ -1,6 +1,6 @@
-//! The memory for send buffers: rings of this end to which a producer moves whose peer's ring has no room. They lie in
-//! the mirror's data area, behind the copy of the peer's, so that a cursor reaches them as it does the peer's rings.
-//! `lend.rs` decides which stream gets one.
+//! The memory for send buffers. A send buffer is a ring of this end, to which a producer moves when the peer's ring has
+//! no room. They lie in the mirror's data area, behind the copy of the peer's, so that a cursor reaches them as it does
+//! the peer's rings. `lend.rs` decides which stream gets one.
 
 #![forbid(unsafe_code)]
 

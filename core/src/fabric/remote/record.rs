@@ -156,7 +156,7 @@ pub enum Malformed {
     /// No record has that kind.
     #[error("unknown record {0}")]
     Kind(u8),
-    /// A record is longer than what is left.
+    /// A record is longer than the rest of the message.
     #[error("truncated record {0}")]
     Truncated(u8),
 }

@@ -298,7 +298,7 @@ pub(super) struct Outgoing {
 }
 
 impl Outgoing {
-    /// Asks for a notification with the word `wake`, then reads what the local producer has published.
+    /// Asks for a notification with the word `wake`, then reads the words of the local producer.
     pub fn look(&mut self, block: &DirectionBlock, wake: u32) -> ProducerView {
         let view = block.watch_producer(wake);
         self.has_ended = EndMark::from_word(view.end).is_some();
@@ -473,7 +473,8 @@ impl Outgoing {
         }
     }
 
-    /// Returns the position up to which the peer may have the bytes: what it was told, or may have read of a loan.
+    /// Returns the position up to which the peer may have the bytes: it was told of them, or may have read them from a
+    /// loan.
     fn reach(&self) -> u64 {
         self.loans.reach().map_or(self.told, |reach| reach.max(self.told))
     }

@@ -90,7 +90,7 @@ impl<Q: QueuePair> Engine<Q> {
         })
     }
 
-    /// Wakes the local sender, so that it checks again what became of its memory.
+    /// Wakes the local sender, so that it checks the state of its loan again.
     pub fn wake_sender<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, theirs: u32) {
         if let (Some(s), Some(block)) = (self.streams.get(mine), g.block_mirror(theirs)) {
             let wake = block.put_head(s.out.head);

@@ -7,11 +7,11 @@ use super::qp::Limits;
 use super::record::{DATA_BYTES, HEADER_BYTES};
 use crate::wire::MAX_MESSAGE;
 
-/// Least bytes of a receive buffer that a link can work with: a message of the side channel fits one, with
-/// what has to precede it.
+/// The fewest bytes of a receive buffer with which a link can work. A message of the side channel fits one, together
+/// with the records that have to precede it.
 pub const MIN_BUFFER: u32 = MAX_MESSAGE as u32 + 200;
 
-/// Least receive buffers: credits are given back by halves.
+/// The fewest receive buffers with which a link can work: credits are given back by halves.
 pub const MIN_BUFFERS: u16 = 4;
 
 /// The settings of a link.

@@ -12,8 +12,8 @@ use super::shared::Shared;
 use super::watch::Step;
 use crate::fabric::ready::ReadyQueue;
 
-/// Send what is queued. A thread that queues something asks for this, since a [`POLL`] that finds no completion does
-/// not check the queues.
+/// Send the queued messages and changes. A thread that queues one asks for this, since a [`POLL`] that finds no
+/// completion does not check the queues.
 pub(super) const PUMP: u32 = 1;
 /// Poll the queue pair first.
 pub(super) const POLL: u32 = 2;
@@ -60,7 +60,7 @@ impl<Q: QueuePair> Engine<Q> {
         pumped?;
         if self.lost.is_some() {
             self.drop_bulk(g);
-            // Sends what that has queued: no other thread asks for a PUMP.
+            // `drop_bulk` has queued changes, and no other thread asks for a PUMP.
             self.pump(g)?;
         }
         if self.watch.on_done(self.sender.done()) {

@@ -12,7 +12,7 @@ use crate::sync::Ordering;
 /// Why a ring cannot be offered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum OfferError {
-    /// The last offer is not adopted, or what it replaced is not yet taken by `take_retired`.
+    /// The last offer is not adopted, or the ring that it replaced is not yet taken by `take_retired`.
     #[error("an earlier ring switch is not finished")]
     Pending,
     /// The region is not inside the data area.
@@ -169,7 +169,7 @@ impl Consumer {
         self.head += (n as u64).min(self.tail - self.head);
         // SAFETY: mapped while `self` exists, by the contract of `new`.
         let last = unsafe { &self.block.as_ref().last };
-        // Releases our reads to a producer that is short of room (`Producer::make_room`).
+        // Releases the reads to a producer that is short of room (`Producer::make_room`).
         last.consumed.store(self.head, Ordering::Release);
         if self.head >= self.switch_pos {
             self.finish_switch();
@@ -186,7 +186,7 @@ impl Consumer {
             return Wake::NONE;
         }
         self.published = self.head;
-        // Releases our reads of the payload to the producer's load of `head`; and W2.
+        // Releases the reads of the payload to the producer's load of `head`; and W2.
         self.mine().head.publish(self.head);
         self.theirs().take_want_space()
     }
@@ -399,7 +399,7 @@ impl Consumer {
         if self.frozen {
             return Ok(());
         }
-        // Acquires the payload before `tail`; and is the second look of W2.
+        // Acquires the payload before `tail`; and is the second check of W2.
         let tail = self.theirs().tail.look();
         // After the tail: a switch that this tail can be beyond is seen.
         let adopted = self.theirs().generation.load(Ordering::Acquire);

@@ -2,8 +2,8 @@
 
 #![forbid(unsafe_code)]
 
-/// The consumer has [stopped](super::Consumer::stop): what it has not [read](super::Producer::unread) goes over
-/// TCP again, before anything else.
+/// The consumer has [stopped](super::Consumer::stop): the [unread](super::Producer::unread) bytes go over TCP again,
+/// before any others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the reader has stopped")]
 pub struct Stopped;
@@ -25,7 +25,7 @@ pub enum Violation {
     /// The consumer's head went back.
     #[error("head moved back")]
     HeadMovedBack,
-    /// The consumer has read what was not written.
+    /// The consumer's head is beyond the bytes written.
     #[error("head beyond the tail")]
     HeadBeyondTail,
     /// The offered ring has a bad size or is outside the data area.
@@ -34,7 +34,7 @@ pub enum Violation {
     /// The offered ring is larger than the producer's allowance, or would take the memory written into beyond it.
     #[error("ring beyond what is written into")]
     BeyondAllowance,
-    /// The producer adopted what was not offered, or at an impossible position.
+    /// The producer adopted a ring that was not offered, or at an impossible position.
     #[error("bad ring switch")]
     BadSwitch,
     /// The consumer asks again for bytes of a ring that the producer no longer has.

@@ -44,7 +44,7 @@ pub struct Producer {
     earlier: [Earlier; 2],
     /// Bytes ever committed.
     tail: u64,
-    /// The position up to which the producer may write, by what it knows of the consumer.
+    /// The position up to which the producer may write, by its knowledge of the consumer.
     limit: u64,
     /// The consumer's position as last seen, published or not.
     head: u64,
@@ -480,8 +480,8 @@ impl Producer {
 
     /// Copies and validates the consumer's head.
     fn reload(&mut self) -> Result<(), RingError> {
-        // Acquires what the consumer's publishing released: it has read the bytes before `head`, so they may be
-        // overwritten. This is also the second look of W2.
+        // Acquires the reads that the consumer released by publishing: it has read the bytes before `head`, so they may
+        // be overwritten. This is also the second check of W2.
         let head = self.theirs().head.look();
         if head < self.published {
             return Err(Violation::HeadMovedBack.into());

@@ -22,7 +22,7 @@ pub struct Lent {
 
 /// Registers memory of a program. It is freed when it is deregistered, or with both ends.
 fn registered(end: &TestEnd, mut memory: Vec<u8>, role: Role) -> Option<(Vec<u8>, Region)> {
-    // SAFETY: the queue pair in memory reaches only what is registered, and only while an end polls.
+    // SAFETY: the queue pair in memory accesses only registered memory, and only while an end polls.
     let region = unsafe { end.qp().register(memory.as_mut_ptr(), memory.len(), role) }.ok()?;
     Some((memory, region))
 }

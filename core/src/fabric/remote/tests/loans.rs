@@ -1,4 +1,4 @@
-//! Memory that a sending program lends to the reader's device: single cases of what `direct.rs` tries in all orders.
+//! Memory that a sending program lends to the reader's device: single cases; `direct.rs` tries all orders.
 
 use super::direct::large;
 use super::mem::pair_beside;

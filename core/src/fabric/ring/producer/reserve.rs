@@ -38,7 +38,7 @@ impl Producer {
         Ok(self.look_closely()? || self.has_reserve())
     }
 
-    /// Returns whether there is a reserve to move to, by what is known of the consumer.
+    /// Returns whether there is a reserve to move to, by this side's knowledge of the consumer.
     pub(super) fn has_reserve(&self) -> bool {
         self.next_reserve().is_some_and(|next| self.has_more(next.part.log2()))
     }

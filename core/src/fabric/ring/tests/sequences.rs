@@ -24,7 +24,7 @@ fn a_zero_block_is_a_direction_without_a_ring() {
             wake: Wake::NONE
         })
     );
-    // The first offer is what the producer waits for.
+    // The producer waits for the first offer.
     assert_eq!(c.offer(Region::new(0, 12).unwrap()), Ok(Wake(4)));
     assert_eq!(p.has_space(), Ok(true));
     assert_eq!(send(&mut p, b"hello"), Ok((5, Wake(8))));

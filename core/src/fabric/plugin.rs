@@ -88,15 +88,15 @@ pub struct Info {
     pub state_fd: c_int,
     /// Readable when a completion has come after [`Plugin::arm`](serve::Plugin::arm).
     pub completion_fd: c_int,
-    /// As [`Limits`](super::remote::qp::Limits).
+    /// As [`Limits::buffer_bytes`](super::remote::qp::Limits::buffer_bytes).
     pub buffer_bytes: u32,
-    /// As there.
+    /// As [`Limits::receive_buffers`](super::remote::qp::Limits::receive_buffers).
     pub receive_buffers: u16,
-    /// As there.
+    /// As [`Limits::immediate`](super::remote::qp::Limits::immediate).
     pub immediate: u8,
-    /// As there.
+    /// As [`Limits::reads`](super::remote::qp::Limits::reads).
     pub reads: u8,
-    /// As there.
+    /// As [`Limits::packet_bytes`](super::remote::qp::Limits::packet_bytes).
     pub packet_bytes: u32,
     /// Number of the queue pair.
     pub qp_number: u32,
@@ -146,7 +146,7 @@ pub struct Part {
     pub len: usize,
 }
 
-/// As [`Write`](super::remote::qp::Write).
+/// A WRITE, as [`Write`](super::remote::qp::Write).
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct WriteRequest {
@@ -166,7 +166,7 @@ pub struct WriteRequest {
     pub immediate: u32,
 }
 
-/// As [`Read`](super::remote::qp::Read).
+/// A READ, as [`Read`](super::remote::qp::Read).
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct ReadRequest {
@@ -206,14 +206,14 @@ pub mod role {
     pub const OFFERED: u32 = 3;
 }
 
-/// A listener of the plugin's.
+/// A listener of the plugin.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Listener {
     _opaque: [u8; 0],
 }
 
-/// A connection of the plugin's, with its queue pair and its buffers.
+/// A connection of the plugin, with its queue pair and its buffers.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Conn {

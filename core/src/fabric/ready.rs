@@ -37,7 +37,7 @@ const _: () = assert!(size_of::<ReadyLine>() == layout::LINE_BYTES);
 const _: () = assert!(align_of::<ReadyLine>() == layout::LINE_BYTES);
 
 impl ReadyLine {
-    /// An empty line outside shared memory.
+    /// Returns an empty line outside shared memory.
     pub fn new() -> Self {
         Self::default()
     }

@@ -118,7 +118,7 @@ impl<const UNIT: usize> Segments<UNIT> {
         Ok(())
     }
 
-    /// Bytes of the part.
+    /// Returns the bytes of the part.
     pub fn total(&self) -> usize {
         self.total.load(Acquire)
     }

@@ -96,7 +96,7 @@ impl<O> End<O> {
     pub fn show(&self, memory: &Memory<'_>) -> Result<(), MapError> {
         let shown = self.try_show(memory);
         if shown.is_err() {
-            // SAFETY: nothing was opened.
+            // SAFETY: no stream was opened, so there is no cursor.
             unsafe { self.release() };
         }
         shown

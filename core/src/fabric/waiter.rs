@@ -18,7 +18,7 @@ use super::layout::READY_QUEUES;
 use crate::os::memfd::{Access, MapError, Mapping};
 use crate::sync::SleepFlag;
 
-/// Most waiters that an instance has.
+/// The most waiters of an instance.
 pub const MAX_WAITERS: u16 = 2048;
 
 /// Waiters below this number sleep in a system call that polls, on a doorbell. The others sleep on a futex.
@@ -202,7 +202,7 @@ mod tests {
         assert!(page.futex(WaiterId(MAX_WAITERS)).is_none());
     }
 
-    /// A page as its owner and as a peer has it.
+    /// Returns a page as its owner has it, and as a peer has it.
     fn pages() -> [FlagPage; 2] {
         let (fd, mine) = memfd::create_read_only_for_peers("test-flags", FLAGS_BYTES).unwrap();
         let theirs = memfd::map_received(fd.as_fd(), FLAGS_BYTES, memfd::Access::ReadOnly);

@@ -210,7 +210,7 @@ macro_rules! functions {
             guard(|| $body)
         })*
 
-        /// The table of a provider.
+        /// Returns the table of a provider.
         pub const fn table<P: Provider>() -> Plugin {
             Plugin { abi: ABI, size: size_of::<Plugin>() as u32, $($name: $name::<P>),* }
         }
@@ -325,7 +325,8 @@ functions! {
         Ok(unsafe { connection::<P>(conn) }?.state())
     }
 
-    /// As [`QueuePair::register`](crate::fabric::remote::qp::QueuePair::register), for one of [`role`].
+    /// Registers memory for one of [`role`], as [`QueuePair::register`](crate::fabric::remote::qp::QueuePair::register)
+    /// does.
     fn register<P>(conn: *mut Conn, at: *mut c_void, len: usize, role: u32, out: *mut Keys) -> i32 {
         if out.is_null() {
             return Err(INVALID);
@@ -341,14 +342,16 @@ functions! {
         unsafe { put(out, connection::<P>(conn)?.register(at, len, role)?) }
     }
 
-    /// As [`QueuePair::deregister`](crate::fabric::remote::qp::QueuePair::deregister), by its handle.
+    /// Deregisters memory by its handle, as [`QueuePair::deregister`](crate::fabric::remote::qp::QueuePair::deregister)
+    /// does.
     fn deregister<P>(conn: *mut Conn, handle: u64) {
         // SAFETY: the handle is as said above.
         unsafe { connection::<P>(conn)? }.deregister(handle);
         Ok(())
     }
 
-    /// As [`QueuePair::write`](crate::fabric::remote::qp::QueuePair::write); -EAGAIN when the queue is full.
+    /// Posts a WRITE, as [`QueuePair::write`](crate::fabric::remote::qp::QueuePair::write) does; -EAGAIN when the queue
+    /// is full.
     fn write<P>(conn: *mut Conn, request: *const WriteRequest) -> i32 {
         // SAFETY: the pointers are as said above.
         let WriteRequest { from, to, len, local, remote, has_immediate, immediate } =
@@ -358,7 +361,8 @@ functions! {
         unsafe { connection::<P>(conn)?.write(&Write { from, local, len, to, remote }, immediate) }
     }
 
-    /// As [`QueuePair::read`](crate::fabric::remote::qp::QueuePair::read); -EAGAIN when the queue is full.
+    /// Posts a READ, as [`QueuePair::read`](crate::fabric::remote::qp::QueuePair::read) does; -EAGAIN when the queue is
+    /// full.
     fn read<P>(conn: *mut Conn, request: *const ReadRequest) -> i32 {
         // SAFETY: the pointers are as said above.
         let ReadRequest { to, from, len, local, remote } = *unsafe { request.as_ref() }.ok_or(INVALID)?;
@@ -366,7 +370,8 @@ functions! {
         unsafe { connection::<P>(conn)?.read(&Read { to, local, len, from, remote }) }
     }
 
-    /// As [`QueuePair::send`](crate::fabric::remote::qp::QueuePair::send); -EAGAIN when the queue is full.
+    /// Posts a message, as [`QueuePair::send`](crate::fabric::remote::qp::QueuePair::send) does; -EAGAIN when the queue
+    /// is full.
     fn send<P>(conn: *mut Conn, parts: *const Part, count: usize) -> i32 {
         let parts: &[Part] = match (parts.is_null(), count) {
             (_, 0) => &[],
@@ -384,13 +389,15 @@ functions! {
         unsafe { connection::<P>(conn)? }.send(parts.iter().map(part))
     }
 
-    /// As [`QueuePair::probe`](crate::fabric::remote::qp::QueuePair::probe); -EAGAIN when nothing may be posted yet.
+    /// Posts a probe, as [`QueuePair::probe`](crate::fabric::remote::qp::QueuePair::probe) does; -EAGAIN when it may
+    /// not be posted yet.
     fn probe<P>(conn: *mut Conn) -> i32 {
         // SAFETY: the handle is as said above.
         unsafe { connection::<P>(conn)? }.probe()
     }
 
-    /// As [`QueuePair::poll`](crate::fabric::remote::qp::QueuePair::poll); the count, or a negative errno.
+    /// Hands over completions, as [`QueuePair::poll`](crate::fabric::remote::qp::QueuePair::poll) does. Returns the
+    /// count, or a negative errno.
     fn poll<P>(
         conn: *mut Conn,
         context: *mut c_void,
@@ -412,7 +419,7 @@ functions! {
         Ok(i32::try_from(count).unwrap_or(i32::MAX))
     }
 
-    /// As [`QueuePair::arm`](crate::fabric::remote::qp::QueuePair::arm).
+    /// Arms the completion fd, as [`QueuePair::arm`](crate::fabric::remote::qp::QueuePair::arm) does.
     fn arm<P>(conn: *mut Conn) -> i32 {
         // SAFETY: the handle is as said above.
         unsafe { connection::<P>(conn)? }.arm()

@@ -29,7 +29,7 @@ pub struct Slots {
     most_bytes: u64,
     /// Work requests posted; written by the poster.
     posted: AtomicU64,
-    /// Of these, completed; written by the poller.
+    /// Work requests completed; written by the poller.
     freed: Published<AtomicU64>,
     /// By slot: bytes of all requests posted up to the one in it. Written by the poster.
     bytes: Box<[AtomicU64]>,
@@ -42,7 +42,7 @@ pub struct Slots {
 /// The right to post one work request. The poster calls [`Slots::posted`] if it has used it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Turn {
-    /// The slot whose memory it may use.
+    /// The slot whose memory the work request may use.
     pub slot: usize,
     /// The work request has to ask for a completion.
     pub signal: bool,

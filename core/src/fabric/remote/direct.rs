@@ -214,8 +214,9 @@ impl Landings {
         Ok((bytes > 0).then_some(tail))
     }
 
-    /// Withdraws an advert: the program waits no longer. It ends by PLACED, unless the withdrawal is final, or when all
-    /// posted READs have [come](Self::end_own).
+    /// Withdraws an advert: the program waits no longer. If the peer knows of it, PLACED ends it, or the withdrawal
+    /// itself if that is final. If this end's device reads into it, it ends when all posted READs have
+    /// [come](Self::end_own).
     pub fn withdraw(&mut self, serial: Serial, is_final: bool) {
         let Some(Landing { advert, stage, .. }) = self.open.filter(|l| l.advert.serial == serial) else {
             return;

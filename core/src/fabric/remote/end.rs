@@ -480,12 +480,12 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         }
     }
 
-    /// Holds or releases the rings of a stream, as in `shm::End`.
+    /// Holds the rings of stream `mine`, as `shm::End::hold` does.
     pub fn hold(&self, mine: Vqpn) {
         self.numbers.hold(mine);
     }
 
-    /// Holds or releases the rings of a stream, as in `shm::End`.
+    /// Ends a [`hold`](Self::hold), and frees the rings if both ends are done with the stream.
     pub fn let_go(&self, mine: Vqpn) {
         self.give_back(self.numbers.let_go(mine));
     }

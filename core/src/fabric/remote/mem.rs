@@ -333,7 +333,7 @@ impl MemQp {
         self.shared.lock().why
     }
 
-    /// The device refuses to register memory from now on.
+    /// Makes the device refuse to register memory from now on.
     pub fn refuse_memory(&self) {
         self.with(|d| d.refuses_memory = true);
     }

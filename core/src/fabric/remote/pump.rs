@@ -27,7 +27,7 @@ use crate::ids::Vqpn;
 use crate::wire::{MAX_MESSAGE, Message};
 
 impl<Q: QueuePair> Engine<Q> {
-    /// Sends what can be sent.
+    /// Sends messages, the streams' records and a grant, as far as credits and the send queue allow.
     pub fn pump<L: Local>(&mut self, g: &Shared<Q, L>) -> Result<(), Fault> {
         self.take_closing(g);
         let sent = self.messages(g).and_then(|()| self.turns(g));

@@ -72,7 +72,8 @@ pub(super) struct Shared<Q, L> {
     /// The watch has begun, and the service thread has not asked since.
     pub watch_unseen: Published<AtomicBool>,
     pub marks: Box<[RungMark]>,
-    /// Bulk queue pairs that were given up, to be ended where that may take its time.
+    /// Bulk queue pairs that were given up, for [`End::end_retired`](super::End::end_retired): to end them may take
+    /// long.
     pub retired: Lock<Vec<Retired<Q>>>,
     /// `retired` has a queue pair for which the service thread has not asked.
     pub retired_unseen: Published<AtomicBool>,

@@ -88,7 +88,7 @@ const DATA: u64 = 1 << 20;
 /// Bytes of an end's send buffers. Not whole chunks together with the data.
 const BUFFERS: u64 = 3 << 18;
 
-/// The first ring of each stream of a peer that exists only as messages.
+/// Returns the first ring of each stream of a peer that exists only as messages.
 fn first_ring() -> RingOffer {
     RingOffer::new(0, 12).unwrap()
 }
@@ -108,7 +108,7 @@ fn end(qp: MemQp, tuning: Tuning) -> TestEnd {
     unsafe { End::new(qp, mine, mirror, Here::new(), tuning) }.unwrap()
 }
 
-/// The smallest limits that a link can have.
+/// Returns the smallest limits that a link can have.
 fn tiny(immediate: bool) -> (Config, Tuning) {
     let config = Config {
         limits: Limits {

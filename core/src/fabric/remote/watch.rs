@@ -139,7 +139,7 @@ mod tests {
 
     const SECOND: u64 = 1_000_000_000;
 
-    /// On, with a probe posted at second 1.
+    /// Returns a watch that is on, with a probe posted at second 1.
     fn asked() -> Watch {
         let mut watch = Watch::new();
         assert!(watch.on_done(1));

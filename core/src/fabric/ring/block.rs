@@ -80,7 +80,7 @@ pub(super) struct ConsumerLine {
     pub flags: Published<AtomicU32>,
     /// The offered ring, see [`Offer`]; 0: none.
     pub offer: Published<AtomicU64>,
-    /// The reserve, packed as `offer` is; its generation only tells one reserve from the next. 0: none.
+    /// The reserve, packed as `offer` is; its generation only distinguishes one reserve from the next. 0: none.
     pub reserve: AtomicU64,
     /// When `want_data` was last taken, by the host's [counter](crate::cycles): a hint for the order in which streams
     /// became ready. It lies in the consumer's line because the producer has that line in its cache after taking the
@@ -128,7 +128,7 @@ const _: () = {
 };
 
 impl DirectionBlock {
-    /// A block outside shared memory, for tests and models.
+    /// Returns a block outside shared memory, for tests and models.
     pub fn new() -> Self {
         Self::default()
     }

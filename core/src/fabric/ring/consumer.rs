@@ -66,7 +66,7 @@ pub struct Consumer {
     /// Regions to be freed: the ring before the last switch, and those that a switch to the reserve has replaced.
     retired: [Option<Region>; 3],
     reserve: Option<Offer>,
-    /// Tells one reserve from the other.
+    /// The generation of the last reserve, which distinguishes it from the one before.
     reserves: u32,
     /// The last adopted ring, as the producer's word.
     adopted: u32,
@@ -145,7 +145,7 @@ impl Consumer {
         })
     }
 
-    /// Returns an id that tells the stream from all others that have a number at the same time.
+    /// Returns an id that distinguishes the stream from all others that have a number at the same time.
     pub fn stream(&self) -> usize {
         self.block.addr().get()
     }
@@ -370,7 +370,7 @@ impl Consumer {
         self.ring.size()
     }
 
-    /// Bytes ever consumed.
+    /// Returns how many bytes were ever consumed.
     pub fn position(&self) -> u64 {
         self.head
     }

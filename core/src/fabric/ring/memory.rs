@@ -56,7 +56,7 @@ impl DataArea {
     pub(super) fn ring(&self, region: Region) -> Result<RingMemory, NoRing> {
         let (base, len) = match self.0 {
             Place::Whole { base, len } => (base, len),
-            // SAFETY: there for as long as this value is used (`of_segments`).
+            // SAFETY: the segments exist for as long as this value is used (`of_segments`).
             #[cfg(not(loom))]
             Place::Segments(segments) => return ring_in(unsafe { segments.as_ref() }, region),
         };
@@ -98,7 +98,7 @@ impl DataArea {
                 let (at, len) = (pos & (size - 1), len.min(size));
                 let first = len.min(size - at);
                 let pieces = [(at, first), (0, len - first)];
-                // SAFETY: there for as long as this value is used (`of_segments`).
+                // SAFETY: the segments exist for as long as this value is used (`of_segments`).
                 let segments = unsafe { segments.as_ref() };
                 pieces
                     .into_iter()

@@ -40,7 +40,7 @@ impl Offer {
         u64::from(self.generation) << 40 | u64::from(self.region.log2()) << 32 | u64::from(self.region.page())
     }
 
-    /// `None` when the generation is 0 or no ring may have that size; the place is not checked.
+    /// Decodes an offer. `None` when the generation is 0 or no ring may have that size; the place is not checked.
     pub fn unpack(word: u64) -> Option<Self> {
         let region = Region::new(word as u32, (word >> 32) as u8)?;
         let generation = (word >> 40) as u32;

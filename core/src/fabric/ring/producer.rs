@@ -261,12 +261,12 @@ impl Producer {
         Ok(self.limit - self.tail)
     }
 
-    /// Bytes ever committed.
+    /// Returns how many bytes were ever committed.
     pub fn position(&self) -> u64 {
         self.tail
     }
 
-    /// Size of the current ring in bytes; 0 before the first one.
+    /// Returns the size of the current ring in bytes; 0 before the first one.
     pub fn ring_size(&self) -> u64 {
         self.ring.size()
     }

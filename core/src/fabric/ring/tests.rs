@@ -70,7 +70,7 @@ fn send(p: &mut Producer, data: &[u8]) -> Result<(usize, Wake), RingError> {
     Ok((n, p.commit(n)))
 }
 
-/// Receives into `buf` until it is full or nothing is there.
+/// Receives into `buf` until it is full or the ring is empty.
 fn recv(c: &mut Consumer, buf: &mut [u8]) -> Result<(usize, Wake), RingError> {
     let (mut done, mut wake) = (0, Wake::NONE);
     while done < buf.len() {

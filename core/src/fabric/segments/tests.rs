@@ -101,7 +101,7 @@ fn a_fork_child_does_not_wait_for_a_thread_that_was_growing() {
     let growing = end.growing.lock().unwrap();
     crate::os::forked::in_child(|| {
         end.after_fork();
-        // To the child this lock is another thread's.
+        // To the child it looks as if another thread held this lock.
         crate::lock::forget_tid();
         assert_eq!(end.reach(5 * UNIT), Err(Errno::INVAL));
     });

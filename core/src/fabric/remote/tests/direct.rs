@@ -206,7 +206,7 @@ impl World {
         }
     }
 
-    /// An end that has given its bulk queue pair up notifies the other.
+    /// Notifies the other end for each end that has given its bulk queue pair up.
     pub fn tell_lost(&self) {
         for at in [0, 1] {
             if self.ends[at].end_retired(drop) > 0 {

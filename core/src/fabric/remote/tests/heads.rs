@@ -23,7 +23,7 @@ fn carry(world: &mut World, direction: usize) {
     ends[d.reader].notify(armed.wake, d.back);
 }
 
-/// A request and its answer.
+/// Carries a request and its answer.
 fn ask(world: &mut World) {
     carry(world, 0);
     carry(world, 1);

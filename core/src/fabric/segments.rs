@@ -273,8 +273,7 @@ impl<const UNIT: usize> Segments<UNIT> {
         }
     }
 
-    /// Forgets the addresses of a segment. The kernel had no memory to replace the mapping, and may have given the
-    /// addresses to another.
+    /// Forgets the addresses of a segment. The kernel had no memory to replace the mapping, and may have removed it.
     fn lose(&self, k: usize) {
         if let Some(at) = self.at.get(k) {
             at.store(null_mut(), Release);

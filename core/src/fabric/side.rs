@@ -163,7 +163,7 @@ impl Side {
         self.groups.reach(layout::block_offset(vqpn.0).ok_or(Errno::INVAL)?)
     }
 
-    /// Gets memory for a stream's block and for its group's lines, so that writes to them do not fault.
+    /// Gets memory for a stream's block and for its group's lines, so that no write to them fails for lack of it.
     pub(super) fn back_stream(&self, vqpn: Vqpn) -> Result<(), Errno> {
         let block = layout::block_offset(vqpn.0).ok_or(Errno::INVAL)?;
         self.groups.back(block, size_of::<DirectionBlock>())?;
@@ -171,7 +171,7 @@ impl Side {
         self.groups.back(lines, layout::LINES_BYTES)
     }
 
-    /// Maps a ring and gets memory for it, so that writes to it do not fault.
+    /// Maps a ring and gets memory for it, so that no write to it fails for lack of memory.
     pub(super) fn back_ring(&self, region: Region) -> Result<(), Errno> {
         self.data.reach(region.offset())?;
         self.data.back(region.offset(), region.len())

@@ -4,8 +4,8 @@
 //! A thread that sleeps in one call sleeps on a futex in the page. Peers map the page read only: they can wake the
 //! thread and do nothing else. So a peer cannot change the word that the thread compares. Its wake-up is lost on a
 //! thread that is about to sleep and not yet in the kernel. The peer detects that by the sleep flag: it is still raised
-//! although the wake-up reached no thread. Then the peer tries again up to `TRIES` times ([`FlagPage::wake`]). At last
-//! it asks the owner over the side channel, and the owner can change the word ([`FlagPage::ring`]).
+//! although the wake-up reached no thread. Then the peer tries again, up to `TRIES` times in all ([`FlagPage::wake`]).
+//! At last it asks the owner over the side channel, and the owner can change the word ([`FlagPage::ring`]).
 
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::AtomicU32;

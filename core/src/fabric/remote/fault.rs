@@ -1,4 +1,4 @@
-//! Why a link between hosts is down. Not the consequences.
+//! Why a link between hosts is down: the faults, and the cell that keeps the first one.
 
 #![forbid(unsafe_code)]
 

@@ -82,8 +82,8 @@ impl Loans {
         }
     }
 
-    /// Takes in TAKEN: the loan is over, and the direction goes on at `tail`. An error if that is before `head`, the
-    /// position up to which the peer's program has read. Returns how many bytes went by the loan.
+    /// Takes in TAKEN: the loan is over, and the direction goes on at `tail`. An error if that is outside the loan, or
+    /// before `head`, the position up to which the peer's program has read. Returns how many bytes went by the loan.
     pub fn on_taken(&mut self, serial: Serial, tail: u64, head: u64) -> Result<u64, Breach> {
         let told = self.0.filter(|lent| lent.is_told && lent.loan.serial == serial);
         let loan = told.ok_or(Breach::Loan)?.loan;

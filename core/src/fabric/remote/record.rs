@@ -37,7 +37,7 @@ kinds! {
     /// | `generation` | counts the rings that were offered one after the other |
     /// | `end`, `flags`, `word`, `count` | a word of the direction block; in `Tell` an attention word |
     /// | `serial` | an advert of the end whose program waits (P91), or a loan of the end whose program sends (P96) |
-    /// | `memory` | a buffer of the sender's program, for the WRITEs or READs of the receiver of the record |
+    /// | `memory` | memory of the program at the record's sender, for WRITEs or READs by the record's receiver |
     /// | `index` | a chunk's place in the data area, in chunks |
     /// | `rkey`, `base` | the chunk's key and address, for the WRITEs of the receiver of the record (P53) |
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]

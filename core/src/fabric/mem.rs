@@ -47,9 +47,9 @@ impl Clock {
 pub enum Fate {
     /// Arrives after this many µs.
     Arrive(u64),
-    /// Never arrives.
+    /// Never arrives; on a reliable channel arrives at once.
     Lose,
-    /// Arrives after each of these many µs.
+    /// Arrives after each of these many µs; on a reliable channel only after the first.
     Twice(u64, u64),
 }
 

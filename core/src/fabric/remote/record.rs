@@ -1,5 +1,5 @@
 //! The content of a message on the queue pair: a header and any number of records. It is written into a buffer of fixed
-//! size, and read from any bytes at all. See docs/protocol.md, P50–P58 and P90–P100. `receive.rs` applies the records.
+//! size, and read from any bytes at all. See docs/protocol.md, P50–P58 and P90–P99. `receive.rs` applies the records.
 
 #![forbid(unsafe_code)]
 

@@ -176,7 +176,10 @@ impl<const UNIT: usize> Segments<UNIT> {
                 return Err(Errno::NOMEM);
             }
             self.held.fetch_add(bytes, AcqRel);
-            let extent = self.show_next(next)?;
+            let extent = self.show_next(next).inspect_err(|_| {
+                HELD.fetch_sub(bytes, AcqRel);
+                self.held.fetch_sub(bytes, AcqRel);
+            })?;
             // A segment that follows one without access has none either.
             if next == self.live.load(Acquire) as usize {
                 // SAFETY: just mapped, and no other code has its address.

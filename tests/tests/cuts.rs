@@ -27,7 +27,7 @@ const PER_LATE: u64 = 10;
 /// A program that says nothing for so long is given up; it finds out itself what hangs, and sooner.
 const LIMIT: Duration = Duration::from_secs(100);
 /// Pairs of programs without a fault after which there will be none.
-const IN_VAIN: u32 = 5;
+const IN_VAIN: u32 = 15;
 /// Seeds of a pair's connections.
 const SEEDS: u64 = 1000;
 

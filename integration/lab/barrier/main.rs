@@ -1,10 +1,12 @@
 //! `lab-barrier [--patient] NAME [VALUE]`: waits until the other node is at the barrier NAME, and prints its VALUE.
 //!
-//! For scripts that run on both nodes of the lab. Fails after `LAB_BARRIER_TIMEOUT` seconds (60), and when the other
-//! node is at a barrier of another name; `--patient` goes on waiting then, for the other node learns of it and fails.
-//! It is an exchange of one line over TCP, plain even if the library is preloaded: node a listens, node b tries until
-//! it is heard. A program of its own because there are many of them, and an emulated machine takes a second to start
-//! Python.
+//! For scripts that run on both nodes of the lab. Fails after `LAB_BARRIER_TIMEOUT` seconds (60). Fails also if the
+//! other node is at a barrier of another name. With `--patient` the program then keeps waiting, since the other node
+//! learns of the mismatch and fails.
+//!
+//! The nodes exchange one line each over TCP, which stays plain even if the library is preloaded. Node a listens, and
+//! node b connects again and again until an exchange succeeds. The barrier is a compiled program because a run has many
+//! barriers, and an emulated machine takes a second to start Python.
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -16,7 +18,7 @@ use std::{env, thread};
 
 const PORT: u16 = 7077;
 const RETRY: Duration = Duration::from_millis(20);
-/// An attempt to connect is given up after this: its packet may have been lost.
+/// Limit of one attempt to connect, as its packet may have been lost.
 const ATTEMPT: Duration = Duration::from_secs(2);
 
 fn main() -> ExitCode {
@@ -32,7 +34,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// The other's value, or what is wrong.
+/// Returns the value of the other node, or the text of the error.
 fn run() -> Result<String, String> {
     let mut words: Vec<String> = env::args_os()
         .skip(1)
@@ -103,12 +105,12 @@ fn seconds() -> Result<Duration, String> {
 
 struct Barrier {
     name: String,
-    /// Name and value, as they are sent.
+    /// Name and value, in the form that is sent.
     line: String,
     patient: bool,
 }
 
-/// Takes the other's line, or why an attempt has failed.
+/// Carries the line of the other node, or the error of an attempt.
 type Tell = Sender<io::Result<String>>;
 
 impl Barrier {
@@ -120,7 +122,7 @@ impl Barrier {
                 }
             }
         });
-        // Nobody waits for it any more: then the process ends.
+        // If the receiver is gone, the process is about to end.
         let _ = tell.send(heard);
     }
 
@@ -135,8 +137,8 @@ impl Barrier {
         }
     }
 
-    /// Sends our line and gives the other's; nothing if it went away before it had said anything, or, with patience,
-    /// if it is elsewhere.
+    /// Sends this node's line and returns the line of the other node. Returns `None` if the other node closes before a
+    /// whole line has arrived. With `patient`, returns `None` also if the other node is at a barrier of another name.
     fn exchange(&self, mut stream: &TcpStream) -> Option<String> {
         stream.write_all(format!("{}\n", self.line).as_bytes()).ok()?;
         let mut line = String::new();

@@ -1,9 +1,11 @@
-//! Counts instructions and system calls of an emulated machine of the lab between two marks that a program in it
-//! executes (`marks.rs`): a plugin of qemu's translator, for `scripts/bench-lab --costs`. Exact but for blocks that a
-//! fault ends half-way, which count as whole; of the machine, not of one program, so only one should run.
+//! Counts the instructions and system calls of an emulated machine of the lab, between two marks that a program in it
+//! executes (`marks.rs`). It is a plugin of qemu's translator, for `scripts/bench-lab --costs`. The counts are exact,
+//! except that a block which a fault ends half-way counts as whole. They cover the machine, so only one program should
+//! run.
 //!
-//! `-plugin liblab_counter.so,out=FILE` adds a line to FILE at each end: instructions in user space, instructions of
-//! the kernel, and system calls since the last begin. One processor: qemu adds without atomics.
+//! `-plugin liblab_counter.so,out=FILE` adds a line to FILE at each end mark: instructions in user space, instructions
+//! of the kernel, and system calls since the last begin mark. The machine must have one processor, as qemu adds without
+//! atomics.
 //!
 //! Source: qemu's `include/qemu/qemu-plugin.h`, version 1 of its interface (qemu 4.2 to 9.0).
 
@@ -15,14 +17,14 @@ use std::io::Write;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// The version of the interface that this is written for; qemu refuses others and says so.
+/// The version of the interface that this plugin is written for. qemu reports and refuses other versions.
 #[unsafe(no_mangle)]
 pub static qemu_plugin_version: c_int = 1;
 
 /// A block that is being translated.
 #[repr(C)]
 pub struct Block([u8; 0]);
-/// An instruction in it.
+/// An instruction in a [`Block`].
 #[repr(C)]
 pub struct Instruction([u8; 0]);
 
@@ -56,13 +58,13 @@ unsafe extern "C" {
     );
 }
 
-/// Instructions in user space, instructions of the kernel, system calls: all since the machine was started. Translated
-/// code adds to them.
+/// Instructions in user space, instructions of the kernel and system calls, all since the machine was started.
+/// Translated code adds to these counters.
 static COUNTED: [AtomicU64; 3] = [const { AtomicU64::new(0) }; 3];
 const USER: usize = 0;
 const KERNEL: usize = 1;
 const CALLS: usize = 2;
-/// What they were at the last begin.
+/// The values of [`COUNTED`] at the last begin mark.
 static BEGUN: [AtomicU64; 3] = [const { AtomicU64::new(0) }; 3];
 static OUT: OnceLock<File> = OnceLock::new();
 
@@ -87,10 +89,10 @@ extern "C" fn end(_processor: c_uint, _data: *mut c_void) {
 }
 
 extern "C" fn translated(_id: u64, block: *mut Block) {
-    // SAFETY: qemu's block and its instructions, which are there during this call; the counters are for ever.
+    // SAFETY: qemu keeps the block and its instructions alive during this call; the counters are static.
     unsafe {
         let count = qemu_plugin_tb_n_insns(block);
-        // The kernel's addresses are the upper half; a block is of one side.
+        // The kernel's addresses are the upper half, and a block lies in one half.
         let is_user = qemu_plugin_tb_vaddr(block) >> 63 == 0;
         let side = if is_user { USER } else { KERNEL };
         qemu_plugin_register_vcpu_tb_exec_inline(block, ADD, counter(side), count as u64);
@@ -101,7 +103,7 @@ extern "C" fn translated(_id: u64, block: *mut Block) {
             let instruction = qemu_plugin_tb_get_insn(block, index);
             let (data, size) = (qemu_plugin_insn_data(instruction), qemu_plugin_insn_size(instruction));
             match std::slice::from_raw_parts(data, size) {
-                // syscall
+                // The encoding of `syscall`.
                 [0x0f, 0x05] => qemu_plugin_register_vcpu_insn_exec_inline(instruction, ADD, counter(CALLS), 1),
                 [nop @ .., d0, d1, d2, d3] if *nop == marks::NOP => {
                     let call: OnInstruction = match i32::from_le_bytes([*d0, *d1, *d2, *d3]) {
@@ -117,7 +119,7 @@ extern "C" fn translated(_id: u64, block: *mut Block) {
     }
 }
 
-/// Called once, with the plugin's options as NAME=VALUE. Anything but 0 stops qemu.
+/// Called once by qemu, with the plugin's options as NAME=VALUE. Any result but 0 stops qemu.
 ///
 /// # Safety
 /// `options` are `count` C strings.
@@ -129,7 +131,7 @@ pub unsafe extern "C" fn qemu_plugin_install(
     options: *const *const c_char,
 ) -> c_int {
     for index in 0..usize::try_from(count).unwrap_or(0) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller passes `count` C strings.
         let option = unsafe { CStr::from_ptr(*options.add(index)) };
         let Some(path) = option.to_str().ok().and_then(|option| option.strip_prefix("out=")) else {
             eprintln!("lab-counter: unknown option {option:?}; it takes out=FILE");
@@ -147,7 +149,7 @@ pub unsafe extern "C" fn qemu_plugin_install(
         eprintln!("lab-counter: out=FILE is missing");
         return 1;
     }
-    // SAFETY: the id is ours, and the function stays.
+    // SAFETY: qemu passed this plugin's id, and the function is never unloaded.
     unsafe { qemu_plugin_register_vcpu_tb_trans_cb(id, translated) };
     0
 }

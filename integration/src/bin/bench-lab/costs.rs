@@ -1,6 +1,6 @@
-//! What a round trip and a MiB cost beside time: instructions and system calls (counted by the lab's plugin of the
-//! emulator, integration/lab/counter), sleeps and packets. Both ends print what they know as lines of text; the host
-//! puts them together with what the emulators have counted.
+//! Measures the cost of a round trip and of a MiB beside time: instructions, system calls, sleeps and packets. The
+//! lab's plugin of the emulator (integration/lab/counter) counts instructions and system calls. Both ends print their
+//! own figures as lines of text. The host joins these lines with the counts of the emulators.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -17,20 +17,20 @@ use crate::subject::{Job, Machine, Subject, name};
 #[path = "../../../lab/counter/marks.rs"]
 mod marks;
 
-/// What every line begins with, behind the node's name.
+/// The beginning of every line of costs, after the node's name.
 pub const MARK: &str = "cost ";
 
 /// The node with the client.
 const CLIENT: &str = "b";
 
-/// What this end has used since the beginning.
+/// The resources that this end has used since [`Meter::begin`].
 pub struct Meter {
     begin: Instant,
     sleeps: i64,
     packets: u64,
 }
 
-/// What was counted over `units` round trips or MiB, on one node.
+/// The costs of `units` round trips or MiB on one node.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Cost {
     #[serde(flatten)]
@@ -43,7 +43,7 @@ pub struct Cost {
     seconds: f64,
     sleeps: i64,
     packets: u64,
-    /// Of the client with the library.
+    /// The library's counters in the client; `None` without the library.
     totals: Option<Totals>,
 }
 
@@ -58,7 +58,7 @@ impl Meter {
         Ok(meter)
     }
 
-    /// Ends it.
+    /// Ends the measurement of `units` round trips or MiB.
     pub fn end(self, subject: Subject, job: Job, size: u32, units: f64) -> Result<Cost> {
         mark::<{ marks::END }>();
         Ok(Cost {
@@ -77,14 +77,14 @@ impl Meter {
 }
 
 impl Cost {
-    /// As one line, with what the library in front of this process has moved.
+    /// Prints the costs as one line, with `totals`, the library's counters in this process.
     pub fn print(mut self, totals: Option<Totals>) -> Result<()> {
         self.totals = totals;
         println!("{MARK}{}", serde_json::to_string(&self)?);
         Ok(())
     }
 
-    /// For who watches.
+    /// Returns a summary in one line, for the person who runs the benchmark.
     pub fn summary(&self) -> String {
         let Self {
             machine, node, size, ..
@@ -95,21 +95,21 @@ impl Cost {
     }
 }
 
-/// Tells the counter, if there is one: else this does nothing.
+/// Executes a mark for the counter. Without a counter the instruction has no effect.
 fn mark<const DISPLACEMENT: i32>() {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: an instruction without effect (`marks::NOP`, and its displacement).
+    // SAFETY: the instruction has no effect (`marks::NOP` with a displacement).
     unsafe {
         std::arch::asm!(".byte 0x0f, 0x1f, 0x80", ".long {}", const DISPLACEMENT, options(nostack, preserves_flags));
     }
 }
 
-/// How often a thread of this process has given up its processor to wait.
+/// Returns how often threads of this process have given up the processor to wait.
 fn sleeps() -> Result<i64> {
     Ok(getrusage(UsageWho::RUSAGE_SELF)?.voluntary_context_switches())
 }
 
-/// Sent by this machine; the lab's have one wire.
+/// Returns the packets that this machine has sent. Machines of the lab have one network interface.
 fn packets() -> Result<u64> {
     let path = "/sys/class/net/eth0/statistics/tx_packets";
     let text =
@@ -117,12 +117,13 @@ fn packets() -> Result<u64> {
     Ok(text.trim().parse()?)
 }
 
-/// What an emulator has counted between two marks: instructions in user space, of the kernel, and system calls.
+/// The counts of an emulator between two marks: instructions in user space, instructions of the kernel, and system
+/// calls.
 type Counted = [u64; 3];
-/// What one end has printed, and its emulator counted, one run after the other.
+/// The lines that one end has printed, each with the counts of its emulator, in the order of the runs.
 type End<'a> = Vec<(&'a Cost, Counted)>;
 
-/// What the emulator of a node has counted, one line of its file at a time.
+/// Reads the counts of a node's emulator, one line of its file for each run.
 fn read_counts(directory: &Path, device: &str, node: &str) -> Result<Vec<Counted>> {
     let path = directory.join(format!("counts-{device}-{node}"));
     let text = std::fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))?;
@@ -135,21 +136,21 @@ fn read_counts(directory: &Path, device: &str, node: &str) -> Result<Vec<Counted
         .collect()
 }
 
-/// One figure of a table.
+/// A figure of a table.
 struct Figure {
     name: &'static str,
     unit: &'static str,
-    /// How many times as good as rsocket it should be.
+    /// The goal: the least factor by which the library should be better than rsocket.
     goal: Option<f64>,
     of: fn(&Cost, &Counted) -> f64,
 }
 
-/// Of both machines together, for a round trip or MiB.
+/// The figures of a table, for one round trip or MiB. The rows add up both machines.
 const FIGURES: [Figure; 6] = [
     Figure {
         name: "instructions in user space",
         unit: "",
-        // At most 0.7 of rsocket's.
+        // The library has the goal of at most 0.7 times rsocket's value.
         goal: Some(1.43),
         of: |_, [user, _, _]| *user as f64,
     },
@@ -181,12 +182,13 @@ const FIGURES: [Figure; 6] = [
         name: "time",
         unit: "ms",
         goal: None,
-        // The client's, which has waited for it.
+        // Only the client's time counts, since the client waits for the end of each measurement.
         of: |cost, _| if cost.node == CLIENT { cost.seconds * 1e3 } else { 0.0 },
     },
 ];
 
-/// The rows of a device, of the lines that its nodes have printed, each node's in their order.
+/// Returns the rows of a device, from the lines that its nodes have printed. The lines of each node are in the order of
+/// the runs.
 pub fn rows(device: &str, costs: &[Cost], counts: Option<&Path>) -> Result<Vec<Row>> {
     if costs.is_empty() {
         return Ok(Vec::new());

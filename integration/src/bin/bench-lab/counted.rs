@@ -1,5 +1,6 @@
-//! The two ends of a measurement of what a round trip or a MiB costs (`costs`): a fixed number of them, behind some
-//! that do not count. What comes is not compared: that would be counted too.
+//! The two ends of a measurement of the cost of a round trip or a MiB (`costs`). A fixed number of round trips or
+//! messages counts, and a fixed number before does not. The ends do not compare the bytes that arrive, as the cost of a
+//! comparison would be counted.
 
 use anyhow::{Context, Result};
 
@@ -7,18 +8,18 @@ use crate::costs::{Cost, Meter};
 use crate::stream::{HELLO, LAST, Stream};
 use crate::subject::{Job, Subject};
 
-/// The first byte of the message behind which both ends begin to count.
+/// The first byte of the message after which both ends begin to count.
 const COUNTED: u8 = 2;
-/// Round trips of which costs are counted, and those before.
+/// The number of round trips that count, and of those before that do not.
 const TRIPS: [u32; 2] = [1000, 300];
-/// Messages one way of which costs are counted, and those before.
+/// The number of messages one way that count, and of those before that do not.
 const MESSAGES: [u32; 2] = [48, 16];
 
 fn mebibytes(messages: u32, size: usize) -> f64 {
     f64::from(messages) * size as f64 / f64::from(1 << 20)
 }
 
-/// Sends messages back to the last, and prints what the counted ones cost this end.
+/// Sends every message back, up to the last, and prints what the counted ones cost this end.
 pub fn echo(stream: &Stream, size: usize, subject: Subject) -> Result<()> {
     let (mut ball, mut meter, mut trips) = (vec![0; size], None, 0_u32);
     loop {
@@ -38,7 +39,7 @@ pub fn echo(stream: &Stream, size: usize, subject: Subject) -> Result<()> {
     }
 }
 
-/// Reads messages to the last, says so, and prints what the counted ones cost this end.
+/// Reads messages up to the last, confirms the last, and prints what the counted ones cost this end.
 pub fn drain(stream: &Stream, size: usize, subject: Subject) -> Result<()> {
     let (mut message, mut meter, mut messages) = (vec![0; size], None, 0_u32);
     loop {
@@ -57,7 +58,7 @@ pub fn drain(stream: &Stream, size: usize, subject: Subject) -> Result<()> {
     }
 }
 
-/// Round trips with an [`echo`].
+/// Makes round trips with a peer in [`echo`], and returns what the counted ones cost this end.
 pub fn trips(stream: &Stream, subject: Subject, size: u32) -> Result<Cost> {
     let (mut ball, mut back) = (vec![7; size as usize], vec![0; size as usize]);
     let meter = count(TRIPS, |mark| {
@@ -70,7 +71,8 @@ pub fn trips(stream: &Stream, subject: Subject, size: u32) -> Result<Cost> {
     meter.end(subject, Job::TripCosts, size, TRIPS[0].into())
 }
 
-/// Messages to a [`drain`], to its word that it has them all.
+/// Sends messages to a peer in [`drain`], and waits until the peer confirms the last. Returns what the counted ones
+/// cost this end.
 pub fn stream(stream: &Stream, subject: Subject, size: u32) -> Result<Cost> {
     let mut message = vec![0; size as usize];
     let meter = count(MESSAGES, |mark| {
@@ -83,7 +85,7 @@ pub fn stream(stream: &Stream, subject: Subject, size: u32) -> Result<Cost> {
     meter.end(subject, Job::StreamCosts, size, mebibytes(MESSAGES[0], size as usize))
 }
 
-/// Does so many that do not count, and so many that do, which the meter has seen.
+/// Calls `each` `before` times without counting and then `counted` times, and returns the meter of the latter.
 fn count([counted, before]: [u32; 2], mut each: impl FnMut(u8) -> Result<()>) -> Result<Meter> {
     for number in 1..=before {
         each(if number == before { COUNTED } else { 0 })?;

@@ -1,6 +1,6 @@
-//! `scripts/bench-lab`: latency, bandwidth and message rate between the two nodes of the RDMA lab, on
-//! kernel TCP, rsocket and rdmasock. It is the peer program on the nodes (`server`, `client`) and, on the host,
-//! what makes a table of their samples (`report`). What runs when is the business of integration/lab/bench.
+//! `scripts/bench-lab`: latency, bandwidth and message rate between the two nodes of the RDMA lab, on kernel TCP,
+//! rsocket and rdmasock. On the nodes it is the peer program (`server`, `client`). On the host it makes a table of
+//! their samples (`report`). The order of the measurements is in integration/lab/bench.
 
 mod costs;
 mod counted;
@@ -29,12 +29,12 @@ enum Part {
     Client(peer::Client),
     /// Turns rstream's output on standard input into a sample.
     Rstream(report::Rstream),
-    /// Makes tables of the samples on standard input; anything else there is passed on.
+    /// Makes tables of the samples on standard input; other lines there are passed on.
     Report {
         /// Also write the tables to FILE as JSON.
         #[arg(long, value_name = "FILE")]
         json: Option<PathBuf>,
-        /// Where the emulators have written what they counted.
+        /// The directory with the files of counts that the emulators have written.
         #[arg(long, value_name = "DIRECTORY")]
         counts: Option<PathBuf>,
     },

@@ -1,4 +1,4 @@
-//! The two ends of a measurement. Its last message has a 1 as its first byte.
+//! The two ends of a measurement. The first byte of its last message is 1.
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -19,12 +19,12 @@ use crate::subject::{Job, Subject};
 pub struct Server {
     #[command(flatten)]
     address: Address,
-    /// What is in front of this process, for what it prints.
+    /// The subject that this process runs on, for the lines that it prints.
     #[arg(long)]
     subject: Subject,
 }
 
-/// One sample.
+/// Takes one sample.
 #[derive(Debug, Args)]
 pub struct Client {
     #[command(flatten)]
@@ -36,13 +36,13 @@ pub struct Client {
     size: u32,
     #[arg(long)]
     seconds: f64,
-    /// What is in front of this process; checked.
+    /// The subject that this process runs on; the kind of its fd is checked.
     #[arg(long)]
     subject: Subject,
 }
 
 impl Client {
-    /// What it says first.
+    /// Returns the first message of the client.
     fn hello(&self) -> Vec<u8> {
         let mut hello = (self.job as u32).to_le_bytes().to_vec();
         hello.extend(self.size.to_le_bytes());
@@ -51,15 +51,15 @@ impl Client {
     }
 }
 
-/// What flows before it counts, as a part of the time.
+/// The time before bytes count, as a fraction of the measurement's time.
 const WARM_UP: f64 = 0.4;
-/// How long the library may take to promote the connection; between emulated machines that is seconds. After that
-/// the sample shows what TCP carried.
+/// How long the library may take to promote the connection; between emulated machines a promotion takes seconds. After
+/// that the sample shows what TCP carried.
 const PROMOTION: Duration = Duration::from_secs(20);
-/// What the reader of small messages reads at once, at least.
+/// The least bytes that one read of the one-way reader asks for, also if messages are smaller.
 const READ: usize = 64 << 10;
 
-/// Serves until it is killed; a client that fails is told on standard error.
+/// Serves one client after the other until the process is killed. The failure of a client goes to standard error.
 pub fn serve(server: &Server) -> Result<()> {
     let Server { address, subject } = server;
     let listener = Stream::new()?;
@@ -68,7 +68,7 @@ pub fn serve(server: &Server) -> Result<()> {
     listen(&listener.0, Backlog::new(8)?).context("listen")?;
     loop {
         let fd = accept(listener.0.as_raw_fd()).context("accept")?;
-        // SAFETY: accept has just made it, for nobody else.
+        // SAFETY: accept has just returned this fd, so no other object owns it.
         let stream = Stream(unsafe { OwnedFd::from_raw_fd(fd) });
         if let Err(error) = answer(&stream, *subject) {
             eprintln!("server: {error:#}");
@@ -110,14 +110,14 @@ fn echo(stream: &Stream, size: usize) -> Result<()> {
     }
 }
 
-/// Reads to the last message, and answers how many bytes came and how many a second after the warm-up.
+/// Reads up to the last message. Answers with the bytes that came and with the bytes a second after the warm-up.
 fn drain(stream: &Stream, size: usize, time: Duration) -> Result<()> {
     let (mut buffer, mut total) = (vec![0; size.max(READ)], 0_usize);
     let (begin, mut warm, mut is_last) = (Instant::now(), None, false);
     while !(is_last && total.is_multiple_of(size)) {
         let count = stream.receive(&mut buffer)?;
         ensure!(count > 0, "the other end has closed after {total} bytes");
-        // The next message that begins in these bytes, and all after it.
+        // The next message that begins in these bytes, and all bytes after it.
         let first = (size - total % size) % size;
         let got = buffer.get(first..count).unwrap_or_default();
         is_last |= got.iter().step_by(size).any(|byte| *byte == LAST);
@@ -169,8 +169,8 @@ pub fn sample(client: &Client) -> Result<()> {
     Sample::new(client.subject, client.job, client.size, value, totals).print()
 }
 
-/// µs from connect to the first byte of the answer, the median over connections that are made one after the other.
-/// The server is one without the library, so every byte has to stay on TCP.
+/// Measures the time from connect to the first byte of the answer, in µs. The result is the median over connections
+/// that are made one after the other. The server has not the library, so every byte has to stay on TCP.
 fn connects(client: &Client, time: Duration) -> Result<()> {
     let mut said = client.hello();
     said.extend([LAST; HELLO]);
@@ -192,15 +192,16 @@ fn connects(client: &Client, time: Duration) -> Result<()> {
     }
 }
 
-/// There and back; the other end goes on to the measurement after the last.
+/// Makes one round trip. After a round trip with [`LAST`] the other end goes on to the measurement.
 fn ping(stream: &Stream, mark: u8) -> Result<()> {
     stream.send_all(&[mark; HELLO])?;
     stream.receive_all(&mut [0; HELLO])
 }
 
-/// Uses the connection until it is on a link, or time is up; gives what is counted then.
+/// Uses the connection until both directions have moved bytes over a link, or until `PROMOTION` has passed. Returns the
+/// counters at that time.
 fn promoted(stream: &Stream) -> Result<Totals> {
-    // A program that asks for the counters would else be one more holder of the connection.
+    // Without this flag, the program that prints the counters would be one more holder of the connection.
     nix::fcntl::fcntl(&stream.0, nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::FD_CLOEXEC))?;
     let begin = Instant::now();
     loop {
@@ -214,7 +215,7 @@ fn promoted(stream: &Stream) -> Result<Totals> {
     }
 }
 
-/// What the library in front of this process has counted, while the connection is open.
+/// Returns the counters of the library in this process, while the connection is open.
 fn counters() -> Result<Totals> {
     let command = std::env::current_exe()?.with_file_name("rdmasock");
     // SAFETY: getpgrp has no preconditions.
@@ -224,7 +225,7 @@ fn counters() -> Result<Totals> {
     Ok(ours.context("the library is not in front of this process")?.totals)
 }
 
-/// µs of half a round trip, the median over batches.
+/// Measures half a round trip in µs, as the median over batches.
 fn trips(stream: &Stream, size: usize, time: Duration) -> Result<f64> {
     const BATCH: u32 = 10;
     let (mut ball, mut back) = (vec![7; size], vec![0; size]);
@@ -253,10 +254,10 @@ fn trips(stream: &Stream, size: usize, time: Duration) -> Result<f64> {
     Ok(median(&samples))
 }
 
-/// Bytes a second one way, as the other end has measured them.
+/// Measures the bytes a second one way, by the other end's clock.
 fn rate(stream: &Stream, size: usize, time: Duration) -> Result<f64> {
     let mut message = vec![0; size];
-    // Reading the clock costs about as much as a small message.
+    // Reading the clock costs about as much as sending a small message.
     let burst = if size < 1024 { 64 } else { 1 };
     let (begin, mut sent) = (Instant::now(), 0_u64);
     while begin.elapsed() < time.mul_f64(1.0 + WARM_UP) {

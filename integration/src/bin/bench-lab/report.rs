@@ -1,4 +1,4 @@
-//! Samples as lines of text, and the table that is made of them.
+//! Reads samples as lines of text, and makes a table of them.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, Read};
@@ -13,10 +13,10 @@ use serde::{Deserialize, Serialize};
 use crate::costs::{self, Cost};
 use crate::subject::{Job, Machine, Subject, name};
 
-/// What every line of a sample begins with, behind the node's name.
+/// The beginning of every line of a sample, after the node's name.
 const MARK: &str = "sample ";
 
-/// One sample.
+/// A sample of one job.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Sample {
     #[serde(flatten)]
@@ -29,7 +29,7 @@ pub struct Sample {
 }
 
 impl Sample {
-    /// Of this machine.
+    /// Makes a sample of this machine.
     pub fn new(subject: Subject, job: Job, size: u32, value: f64, totals: Option<Totals>) -> Self {
         Self {
             machine: Machine::here(),
@@ -41,14 +41,14 @@ impl Sample {
         }
     }
 
-    /// As one line.
+    /// Prints the sample as one line.
     pub fn print(&self) -> Result<()> {
         println!("{MARK}{}", serde_json::to_string(self)?);
         Ok(())
     }
 }
 
-/// What rstream was told to measure.
+/// Describes the measurement that rstream was asked for.
 #[derive(Debug, Args)]
 pub struct Rstream {
     #[arg(long)]
@@ -57,13 +57,14 @@ pub struct Rstream {
     size: u32,
 }
 
-/// The last line of rstream's output: name, bytes, transfers, iterations, total, time, Gb/s, µs a transfer.
+/// Turns the last line of rstream's output into a sample: name, bytes, transfers, iterations, total, time, Gb/s, µs a
+/// transfer.
 pub fn rstream(options: &Rstream) -> Result<()> {
     let mut text = String::new();
     std::io::stdin().read_to_string(&mut text)?;
     let line = text.lines().last().unwrap_or_default();
     let words: Vec<&str> = line.split_whitespace().collect();
-    // The Gb/s before it have two digits after the point, which is nothing for small messages.
+    // The Gb/s before it have two digits after the point, which are both 0 for small messages.
     let microseconds = match words.as_slice() {
         [.., _, word] => word.parse::<f64>().ok().filter(|figure| *figure > 0.0),
         _ => None,
@@ -96,8 +97,8 @@ struct Failure {
     size: u32,
 }
 
-/// Reads samples, writes tables. Fails when kernel TCP or the library could not be measured: rsocket's failures
-/// are its own, and only told.
+/// Reads samples and writes tables. Fails if kernel TCP or the library could not be measured. A failure of rsocket is
+/// printed and is no error.
 pub fn run(json: Option<&Path>, counts: Option<&Path>) -> Result<()> {
     let mut devices: BTreeMap<String, Device> = BTreeMap::new();
     let mut ours_failed = 0;
@@ -174,7 +175,7 @@ fn row((job, size): (Job, u32)) -> Row {
             "connect to first byte, server without it",
             "µs",
             Better::Lower,
-            // As good, but for the noise of emulated machines.
+            // The goal is as good as TCP, except for the noise of emulated machines.
             &[Goal::Times(table::Subject::Tcp, 0.9)],
         ),
         Job::Latency => Row::new(&format!("{size}, half a round trip"), "µs", Better::Lower, &goals),
@@ -183,7 +184,7 @@ fn row((job, size): (Job, u32)) -> Row {
             &format!("{size} writes, one way"),
             "bytes/s",
             Better::Higher,
-            // `auto` is about as good as the best.
+            // The goal of `auto` is to be about as good as the best way.
             &[table::Subject::Rings, table::Subject::Direct, table::Subject::Lent].map(|way| Goal::Times(way, 0.95)),
         ),
         Job::TripCosts | Job::StreamCosts => Row::new(&name(job), "", Better::Lower, &[]),
@@ -219,7 +220,7 @@ impl Device {
             match (row.link_bytes, row.tcp_bytes) {
                 (Some(0), _) => {
                     notes.push("rdmasock: tcp".to_owned());
-                    // What is not measured here meets no goal.
+                    // No byte was on a link, so the row does not measure the library and has no goals.
                     row.goals.clear();
                 }
                 (Some(link), Some(tcp)) if link < tcp => {

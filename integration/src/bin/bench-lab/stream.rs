@@ -1,4 +1,4 @@
-//! A connection as librspreload can take it: plain sockets without flags, blocking send and recv, and no half-close.
+//! A connection that librspreload supports: plain sockets without flags, blocking send and recv, and no half-close.
 
 use std::net::Ipv4Addr;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -9,7 +9,7 @@ use nix::sys::socket::{
     AddressFamily, MsgFlags, SockFlag, SockType, SockaddrIn, connect, recv, send, setsockopt, socket, sockopt,
 };
 
-/// Where a server listens.
+/// The address of a server.
 #[derive(Debug, Args)]
 pub struct Address {
     address: Ipv4Addr,
@@ -27,7 +27,7 @@ pub const HELLO: usize = 16;
 /// The first byte of the last message.
 pub const LAST: u8 = 1;
 
-/// One end of a connection.
+/// An end of a connection.
 pub struct Stream(pub OwnedFd);
 
 impl Stream {
@@ -47,7 +47,7 @@ impl Stream {
         setsockopt(&self.0, sockopt::TcpNoDelay, &true).context("TCP_NODELAY")
     }
 
-    /// Whether the kernel takes the descriptor for a socket: what librspreload puts in its place is none.
+    /// Returns whether the kernel has a socket at this fd. An fd of librspreload is no socket of the kernel.
     pub fn is_socket(&self) -> Result<bool> {
         let kind = nix::sys::stat::fstat(&self.0)?.st_mode & libc::S_IFMT;
         Ok(kind == libc::S_IFSOCK)

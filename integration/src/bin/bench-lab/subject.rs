@@ -1,31 +1,31 @@
-//! What is measured, what carries it, and on which machine.
+//! The jobs of a measurement, the subjects that carry the bytes, and the machine that a figure is of.
 
 use clap::ValueEnum;
 use rdmasock_integration::table;
 use serde::{Deserialize, Serialize};
 
-/// What is measured.
+/// A kind of measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum, Serialize, Deserialize)]
-// As on the command line.
+// The names of the command line.
 #[serde(rename_all = "kebab-case")]
 pub enum Job {
-    /// From connect to the first byte of the answer, of a server that has not the library.
+    /// The time from connect to the first byte of the answer of a server without the library.
     Connect = 1,
-    /// Half a round trip, both ends blocking in recv.
+    /// Half a round trip; both ends block in recv.
     Latency,
-    /// One way, reads as large as the writes.
+    /// Bytes one way; reads are as large as the writes.
     Bandwidth,
-    /// One way, large reads.
+    /// Messages one way; reads are large.
     Messages,
-    /// What a round trip costs beside time.
+    /// The cost of a round trip beside time.
     TripCosts,
-    /// What a MiB one way costs beside time.
+    /// The cost of a MiB one way beside time.
     StreamCosts,
-    /// As bandwidth, by each of the library's ways.
+    /// Bandwidth by each of the library's ways.
     Ways,
 }
 
-/// What carries it.
+/// A carrier of the bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Subject {
@@ -35,16 +35,16 @@ pub enum Subject {
     /// rsocket's own benchmark.
     Rstream,
     Library,
-    /// The library, with all bytes by rings.
+    /// The library; all bytes go through rings.
     Rings,
-    /// With all that can straight between the programs' memory.
+    /// The library; bytes go straight between the programs' memory where they can.
     Direct,
-    /// With all that can read by the reader's device.
+    /// The library; the reader's device reads the bytes where it can.
     Lent,
 }
 
 impl Subject {
-    /// Whether the library is in front of the program.
+    /// Returns whether the library is preloaded into the program.
     pub fn has_library(self) -> bool {
         matches!(self, Self::Library | Self::Rings | Self::Direct | Self::Lent)
     }
@@ -64,7 +64,7 @@ impl From<Subject> for table::Subject {
     }
 }
 
-/// What a figure was taken on.
+/// Describes the machine that a figure was measured on.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Machine {
     pub device: String,
@@ -83,7 +83,7 @@ impl Machine {
     }
 }
 
-/// The name of a value on the command line.
+/// Returns the name of a value on the command line.
 pub fn name(value: impl ValueEnum) -> String {
     value
         .to_possible_value()

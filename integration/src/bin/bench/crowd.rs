@@ -1,6 +1,6 @@
-//! The two ends of `scale`, each a process of its own: a server that echoes on all connections, in one thread or a
-//! thread for each, and a client with one or more of them that keeps a number of messages in flight. The client does
-//! what its standard input says.
+//! The two ends of `scale`, each a process of its own. The server echoes on all connections, in one thread or in a
+//! thread for each connection. The client has one or more connections and keeps a number of messages in flight. It
+//! takes orders from its standard input.
 
 use std::collections::VecDeque;
 use std::io::{BufRead, ErrorKind, Read, Write};
@@ -22,17 +22,17 @@ use crate::peer::connect;
 
 /// Bytes of a message.
 const MESSAGE: usize = 64;
-/// What one read of an end takes at most: all that may be in flight, as a rule.
+/// The most bytes that one read of an end takes: as a rule all that are in flight.
 const READ: usize = 4096;
-/// Messages that an order to warm up sends on each connection.
+/// Messages that the order `warm` sends on each connection.
 const WARM_UP: usize = 20;
-/// What a message consists of; and one after which the connection carries bulk, which the server only reads.
+/// The byte that fills a message. After a message of `BULK` the connection carries bulk, which the server only reads.
 const ORDINARY: u8 = 7;
 const BULK: u8 = 9;
 /// Bytes of a piece of bulk.
 const PIECE: usize = 64 << 10;
 
-/// One end.
+/// The options of an end.
 #[derive(Debug, Args)]
 pub struct Crowd {
     #[arg(long)]
@@ -46,33 +46,34 @@ pub struct Crowd {
     /// Connections of this client.
     #[arg(long, default_value_t = 1)]
     pub connections: usize,
-    /// Bulk streams beside them.
+    /// Bulk streams beside these connections.
     #[arg(long, default_value_t = 0)]
     pub bulk: usize,
-    /// Messages in flight, on all of them together.
+    /// Messages in flight, on all connections together.
     #[arg(long, default_value_t = 1)]
     pub in_flight: usize,
     #[arg(long, default_value_t = 1.0)]
     pub seconds: f64,
 }
 
-/// What a client answers to `go`.
+/// A client's answer to `go`.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Answered {
     pub messages: u64,
     pub seconds: f64,
-    /// Messages with those that do not count for the time.
+    /// Messages, including those before and after the measured time.
     pub served: u64,
-    /// How many took how many ns, so that those of several clients can be added.
+    /// Pairs of a time in ns and the number of messages that took it, so that the histograms of several clients can be
+    /// added.
     pub times: Vec<(u64, u64)>,
-    /// Bytes of bulk that were sent in that time.
+    /// Bytes of bulk that were sent in the measured time.
     pub bulk: u64,
 }
 
-/// Plays one end until its standard input ends (client) or it is killed (server).
+/// Plays one end: a client until its standard input ends, a server until it is killed.
 ///
 /// # Errors
-/// Those of the sockets.
+/// If a socket call fails, or a client gets an unknown order.
 pub fn run(options: &Crowd) -> Result<()> {
     signals::raise_nofile()?;
     match options.server {
@@ -103,9 +104,9 @@ fn play(options: &Crowd) -> Result<()> {
 /// A connection of a client.
 struct Connection {
     stream: TcpStream,
-    /// Bytes that have come of a message that is not whole yet.
+    /// The bytes that have arrived of an incomplete message.
     part: usize,
-    /// When the messages in flight were sent.
+    /// The times at which the messages in flight were sent, oldest first.
     sent: VecDeque<Instant>,
 }
 
@@ -116,7 +117,7 @@ struct Clients {
     bulk: Vec<TcpStream>,
 }
 
-/// What the threads of bulk streams share.
+/// The state that the threads of bulk streams share.
 #[derive(Default)]
 struct Bulk {
     bytes: AtomicU64,
@@ -151,7 +152,7 @@ impl Clients {
         Ok(())
     }
 
-    /// Enough messages on each connection for it to be promoted.
+    /// Sends `WARM_UP` messages on each connection, which is enough for a promotion.
     fn warm(&mut self) -> Result<()> {
         let streams = self.connections.iter_mut().map(|connection| &mut connection.stream);
         for stream in streams.chain(&mut self.bulk) {
@@ -164,7 +165,7 @@ impl Clients {
         Ok(())
     }
 
-    /// [`Self::talk`], while bulk goes over the other connections, each by a thread of its own.
+    /// Does [`Self::talk`] while each bulk stream sends from a thread of its own.
     fn talk_beside_bulk(&mut self, options: &Crowd) -> Result<Answered> {
         let bulk = Bulk::default();
         let streams = std::mem::take(&mut self.bulk);
@@ -176,12 +177,12 @@ impl Clients {
             bulk.is_over.store(true, Relaxed);
             answered
         });
-        // They are looked at afterwards.
+        // The streams stay open, because the benchmark inspects them after the measurement.
         self.bulk = streams;
         answered
     }
 
-    /// Keeps messages in flight for the time given; a first tenth does not count.
+    /// Keeps messages in flight for `options.seconds`, after a tenth of that time that does not count.
     fn talk(&mut self, options: &Crowd, bulk: &Bulk) -> Result<Answered> {
         let mut times = Histogram::<u64>::new(3)?;
         for _ in 0..options.in_flight {
@@ -210,7 +211,7 @@ impl Clients {
         })
     }
 
-    /// Sends a message for each that has come back, until `end`; how many have.
+    /// Sends a message for each one that comes back, until `end`. Returns the number that came back.
     fn answer_until(&mut self, end: Instant, mut times: Option<&mut Histogram<u64>>) -> Result<u64> {
         let mut messages = 0;
         while Instant::now() < end {
@@ -232,7 +233,7 @@ impl Clients {
         Ok(connection.stream.write_all(&[ORDINARY; MESSAGE])?)
     }
 
-    /// Waits for messages; how many have come back.
+    /// Waits for messages and returns the number of whole ones that came back.
     fn receive(&mut self, mut times: Option<&mut Histogram<u64>>) -> Result<u64> {
         let mut events = [EpollEvent::empty(); 64];
         let ready = wait(&self.epoll, &mut events)?;
@@ -260,7 +261,7 @@ impl Clients {
 }
 
 impl Bulk {
-    /// Sends pieces until it is over, or the server has ended.
+    /// Sends pieces until `is_over`, or until the server has ended.
     fn send(&self, mut stream: &TcpStream) {
         let piece = vec![BULK; PIECE];
         while !self.is_over.load(Relaxed) && stream.write_all(&piece).is_ok() {
@@ -269,7 +270,7 @@ impl Bulk {
     }
 }
 
-/// Reads bulk to its end, in a thread of its own.
+/// Reads bulk to its end in a new thread.
 fn drain(mut stream: TcpStream) -> Result<()> {
     stream.set_nonblocking(false)?;
     std::thread::spawn(move || {
@@ -310,7 +311,7 @@ fn echo(options: &Crowd, listener: BorrowedFd, accept: &dyn Fn() -> Result<TcpSt
     }
 }
 
-/// Sends back what comes, in a thread for each connection, which blocks.
+/// Sends back each message, in a blocking thread for each connection.
 fn echo_in_threads(accept: &dyn Fn() -> Result<TcpStream>) -> Result<()> {
     loop {
         let mut stream = accept()?;
@@ -321,25 +322,25 @@ fn echo_in_threads(accept: &dyn Fn() -> Result<TcpStream>) -> Result<()> {
     }
 }
 
-/// A connection of the server, and what it could not send back yet.
+/// A connection of the server, with the bytes that it could not send back yet.
 struct Echo {
     stream: TcpStream,
     left: Vec<u8>,
 }
 
-/// What becomes of a connection.
+/// The state of a connection after [`Echo::step`].
 #[derive(PartialEq)]
 enum Next {
-    /// More messages.
+    /// The connection stays open for more messages.
     Open,
     /// The client has ended.
     Over,
-    /// Bulk.
+    /// The connection carries bulk from now on.
     Bulk,
 }
 
 impl Echo {
-    /// Sends back what can be read.
+    /// Sends back the bytes that can be read now.
     fn step(&mut self, epoll: &Epoll, number: u64) -> Result<Next> {
         let had_left = !self.left.is_empty();
         if !had_left {
@@ -359,7 +360,7 @@ impl Echo {
             }
         }
         if had_left == self.left.is_empty() {
-            // The set is told when what it is to wait for changes.
+            // The events to wait for change only if `left` has become empty or is no longer empty.
             let wanted = match self.left.is_empty() {
                 true => EpollFlags::EPOLLIN,
                 false => EpollFlags::EPOLLOUT,
@@ -370,7 +371,7 @@ impl Echo {
     }
 }
 
-/// Sends back what comes, in one thread, on all connections.
+/// Sends back the bytes of all connections, in one thread.
 fn echo_in_one_thread(listener: BorrowedFd, accept: &dyn Fn() -> Result<TcpStream>) -> Result<()> {
     let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
     epoll.add(listener, EpollEvent::new(EpollFlags::EPOLLIN, u64::MAX))?;
@@ -394,7 +395,7 @@ fn echo_in_one_thread(listener: BorrowedFd, accept: &dyn Fn() -> Result<TcpStrea
                 };
                 match (next, slot.take()) {
                     (Next::Open, echo) => *slot = echo,
-                    // A client that has ended leaves the set with its number.
+                    // The connection of a client that has ended is closed, and its slot stays empty.
                     (Next::Over, _) => {}
                     (Next::Bulk, echo) => {
                         let stream = echo.context("no connection")?.stream;

@@ -1,7 +1,7 @@
-//! `bench device`: what a link's engine adds to the queue pair below it, and many connections on one queue pair against
-//! one each, on the local device within one process. All of it are models: the device copies by the processor, and what
-//! it keeps of queue pairs (`LOCALNIC`'s `cache` and `miss`) is made up. Rounds, and what is compared; the loads are in
-//! `device/{bare,link}.rs`.
+//! `bench device`: the cost that a link's engine adds to its queue pair, and many connections on one queue pair against
+//! one queue pair each. Both run on the local device within one process, so they are models: the device copies with the
+//! processor, and its cache of queue pairs (`LOCALNIC`'s `cache` and `miss`) is invented. This file has the rounds and
+//! the comparisons; the loads are in `device/{bare,link}.rs`.
 
 mod bare;
 mod link;
@@ -37,18 +37,18 @@ pub struct Options {
     model: Model,
 }
 
-/// What the device is like, where there are many queue pairs.
+/// Properties of the modelled device that matter with many queue pairs.
 #[derive(Debug, Clone, Copy, Args)]
 struct Model {
-    /// Queue pairs that it knows by heart.
+    /// Queue pairs whose state the device holds.
     #[arg(long, default_value_t = 400)]
     cache: u32,
-    /// ns that it takes to fetch another.
+    /// ns to load the state of another queue pair.
     #[arg(long, default_value_t = 2000)]
     miss: u64,
 }
 
-/// One measurement, in a process of its own, so that memory and descriptors are its own.
+/// Makes one measurement, in a process of its own so that memory and descriptors are its own.
 #[derive(Debug, Args)]
 pub struct Case {
     #[arg(long)]
@@ -63,17 +63,17 @@ pub struct Case {
     model: Model,
 }
 
-/// What carries the load, where it is not a link of the library.
+/// The queue pairs that carry the load without a link of the library.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Bare {
     /// A queue pair for each connection.
     Own,
-    /// One for all.
+    /// A queue pair for all connections.
     One,
 }
 
 impl Bare {
-    /// Which way it is, if it is bare.
+    /// Returns the use of queue pairs in `way`, or `None` if `way` has a link.
     fn of(way: Way) -> Option<Self> {
         match way {
             Way::BareOwn => Some(Self::Own),
@@ -90,7 +90,7 @@ impl Bare {
     }
 }
 
-/// The ways of a series.
+/// Returns the ways of a series.
 fn ways(series: Series) -> &'static [Way] {
     match series {
         Series::QueuePairs => &[Way::BareOwn, Way::BareOne, Way::Link],
@@ -98,10 +98,10 @@ fn ways(series: Series) -> &'static [Way] {
     }
 }
 
-/// Measures, prints and writes.
+/// Measures all series, prints the tables and writes the samples.
 ///
 /// # Errors
-/// When measurements failed.
+/// If a measurement failed.
 pub fn run(options: &Options) -> Result<()> {
     let rounds = options.repeats.rounds(3);
     let connections = options
@@ -140,7 +140,7 @@ pub fn run(options: &Options) -> Result<()> {
     page::publish(&results, &Series::MODELS, options.repeats.json.as_deref())
 }
 
-/// Has a process of its own measure.
+/// Starts a process that makes one measurement, and returns its figures.
 fn measure(model: Model, series: Series, x: u64, way: Way, seconds: f64) -> Result<Vec<(Figure, f64)>> {
     let mut command = Command::new(std::env::current_exe()?);
     command.args(["device-case", "--series", series.word(), "--x", &x.to_string()]);
@@ -155,10 +155,10 @@ fn measure(model: Model, series: Series, x: u64, way: Way, seconds: f64) -> Resu
     serde_json::from_slice(&said.stdout).with_context(words)
 }
 
-/// Is such a process: prints its figures.
+/// Makes one measurement in the process that `measure` has started, and prints its figures.
 ///
 /// # Errors
-/// When the device fails.
+/// If the device fails.
 pub fn case(case: &Case) -> Result<()> {
     signals::raise_nofile()?;
     let time = Duration::from_secs_f64(case.seconds);
@@ -193,14 +193,14 @@ pub fn case(case: &Case) -> Result<()> {
     Ok(())
 }
 
-/// Bytes of a message of many threads.
+/// Bytes of a message in the series of threads.
 const MESSAGE: usize = 64;
 /// Bytes of a transfer on one of many connections (RDMAvisor, section 3.2).
 const TRANSFER: usize = 64 << 10;
 
-/// Round trips until a time is over, ns each.
+/// Makes round trips until `time` has passed, and returns percentiles of their times in µs.
 fn trips_of(time: Duration, mut trip: impl FnMut() -> Result<()>) -> Result<Vec<(Figure, f64)>> {
-    // To 10 s.
+    // Times are recorded up to 10 s.
     let mut all = Histogram::<u64>::new_with_bounds(1, 10_000_000_000, 3)?;
     let until = Instant::now() + time;
     let mut since = Instant::now();
@@ -218,7 +218,8 @@ fn trips_of(time: Duration, mut trip: impl FnMut() -> Result<()>) -> Result<Vec<
     ])
 }
 
-/// What transfers on many connections have cost, and what the process has.
+/// Returns throughput and processor time of transfers on many connections, and the memory and descriptors of this
+/// process.
 fn costs(bytes: u64, time: Duration, processor: Duration) -> Result<Vec<(Figure, f64)>> {
     let status = std::fs::read_to_string("/proc/self/status")?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
@@ -232,12 +233,12 @@ fn costs(bytes: u64, time: Duration, processor: Duration) -> Result<Vec<(Figure,
     ])
 }
 
-/// Processor time of this process.
+/// Returns the processor time that this process has used.
 fn processor() -> Result<Duration> {
     Ok(clock_gettime(ClockId::CLOCK_PROCESS_CPUTIME_ID)?.into())
 }
 
-/// Numbers below `most`, without order.
+/// Returns a generator of pseudo-random numbers below `most`.
 fn numbers(most: usize) -> impl FnMut() -> usize {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     move || {

@@ -1,5 +1,5 @@
-//! What streams cost that do nothing: memory, descriptors, wake-ups and CPU time, read from /proc
-//! of both ends, between 100 and 1,100 streams.
+//! Measures the cost of idle streams: memory, descriptors, wake-ups and CPU time, read from /proc of both ends. Memory
+//! and descriptors of a stream are the difference between 100 and 1,100 streams.
 
 use std::io::Write;
 use std::time::Duration;
@@ -14,11 +14,11 @@ use crate::peer::{Job, command};
 
 const FEW: u32 = 100;
 const MANY: u32 = 1_100;
-/// What the library may need to notice that a stream is idle.
+/// The time that the library may need to notice that a stream is idle.
 pub const SETTLE: Duration = Duration::from_secs(2);
 const WATCH: Duration = Duration::from_secs(5);
 
-/// The rows that [`measure`] fills, in its order. "A side" is the mean of the two ends.
+/// Returns the rows that [`measure`] fills, in its order. "A side" is the mean of the two ends.
 pub fn rows() -> Vec<Row> {
     let row = |name, unit, goals: &[Goal]| Row::new(name, unit, Better::Lower, goals);
     vec![
@@ -29,7 +29,7 @@ pub fn rows() -> Vec<Row> {
     ]
 }
 
-/// One sample for each of [`rows`].
+/// Adds one sample to each of [`rows`].
 pub fn measure(lab: &Lab, rows: &mut [Row], subject: Subject) -> Result<()> {
     let port = free_port()?;
     let address = format!("127.0.0.1:{port}");
@@ -75,17 +75,17 @@ pub fn measure(lab: &Lab, rows: &mut [Row], subject: Subject) -> Result<()> {
     Ok(())
 }
 
-/// What some processes use together.
+/// The resources that several processes use, added up.
 #[derive(Debug, Default)]
 pub struct Usage {
-    /// Proportional set size, bytes: pages that both map count half on each side.
+    /// Proportional set size in bytes: a page that two processes map counts half in each.
     pub memory: f64,
     pub descriptors: f64,
-    /// Bytes.
+    /// Address space in bytes.
     pub addresses: f64,
-    /// Context switches of all threads: a thread that sleeps has none.
+    /// Context switches of all threads; a thread that sleeps has none.
     wake_ups: f64,
-    /// Of these, those of threads that went to sleep.
+    /// The voluntary ones of these context switches: a thread went to sleep.
     pub sleeps: f64,
     cpu_ms: f64,
 }
@@ -111,14 +111,15 @@ impl Usage {
     }
 }
 
-/// The number after `name` at the start of a line, 0 if there is none.
+/// Returns the number after `name` at the start of a line, or 0 if there is none.
 pub fn field(text: &str, name: &str) -> f64 {
     let line = text.lines().find_map(|line| line.strip_prefix(name));
     line.and_then(|rest| rest.split_whitespace().next()?.parse().ok())
         .unwrap_or(0.0)
 }
 
-/// utime and stime, fields 14 and 15 of proc_pid_stat(5), which count 10 ms each on Linux.
+/// Returns the CPU time of a process in ms: utime and stime, fields 14 and 15 of proc_pid_stat(5). Their unit is 10 ms
+/// on Linux.
 fn cpu_ms(pid: u32) -> Result<f64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
     let (_, fields) = stat.rsplit_once(')').context("stat")?;

@@ -1,9 +1,14 @@
-//! What single calls, messages and idle streams cost: kernel TCP, a Unix socket and the library, alternately in one
-//! run. It starts itself again as both ends of every measurement (`peer`). Its parts: `never-slower` measures whole
-//! programs (those that the library makes much faster are the business of `demo`), `sweep` transfers of growing size,
-//! `threshold` the ways of a link between hosts beside each other, `scale` more and more connections, clients and
-//! threads, `device` what is below a link's sockets, and `page` makes a page and pictures of what these have written.
-//! Nothing here is a test with a time limit.
+//! Measures the cost of single calls, messages and idle streams on kernel TCP, a Unix socket and the library,
+//! alternating in one run. The program starts itself again as both ends of every measurement (`peer`). Its parts:
+//!
+//! - `never-slower` measures whole programs (`demo` has the programs that the library makes much faster);
+//! - `sweep` measures transfers of growing size;
+//! - `threshold` compares the ways of a link between hosts;
+//! - `scale` measures more and more connections, clients and threads;
+//! - `device` measures what lies below a link's sockets;
+//! - `page` makes a page and pictures of the results of the other parts.
+//!
+//! None of them is a test with a time limit.
 
 mod crowd;
 mod device;
@@ -42,13 +47,13 @@ struct Options {
     choice: Choice,
 }
 
-/// What all parts take.
+/// The options that all parts take.
 #[derive(Debug, Args)]
 struct Choice {
     /// Also write the table to FILE as JSON.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// One short round.
+    /// Run one short round.
     #[arg(long)]
     quick: bool,
     /// How often each measurement is repeated, alternating.
@@ -57,7 +62,7 @@ struct Choice {
     /// Only rows whose name contains this.
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
-    /// Without the library: checks the benchmark itself.
+    /// Run without the library: checks the benchmark itself.
     #[arg(long, hide = true)]
     kernel: bool,
 }
@@ -68,29 +73,29 @@ enum Part {
     NeverSlower(Choice),
     /// Measures one connection with transfers of growing size: throughput, processor time, round trips.
     Sweep(sweep::Options),
-    /// Measures what a link between hosts takes for copies, and without, by size.
+    /// Measures the cost of a transfer over a link between hosts, with copies and without, by size.
     Threshold(threshold::Options),
     /// Measures one server with more and more connections and client processes.
     Scale(scale::Options),
     /// Measures a link's engine, and connections that share a queue pair, on a model of a device.
     Device(device::Options),
-    /// Makes docs/benchmarks.md and its pictures of what the other parts have written.
+    /// Makes docs/benchmarks.md and its pictures of the results that the other parts have written.
     Page(page::Options),
-    /// One measurement of device; started by the benchmark itself.
+    /// Makes one measurement of device; started by the benchmark itself.
     #[command(hide = true)]
     DeviceCase(device::Case),
-    /// One end of a measurement of sweep; started by the benchmark itself.
+    /// Plays an end in a measurement of sweep; started by the benchmark itself.
     #[command(hide = true)]
     Transfer(transfer::Transfer),
-    /// One end of a measurement of scale; likewise.
+    /// Plays an end in a measurement of scale; started by the benchmark itself.
     #[command(hide = true)]
     Crowd(crowd::Crowd),
-    /// One end of a measurement; started by the benchmark itself.
+    /// Plays an end in a measurement of calls; started by the benchmark itself.
     #[command(hide = true)]
     Peer(Peer),
 }
 
-/// What all measurements share.
+/// The state that all measurements share.
 struct Bench {
     build: Option<Build>,
     kernel: bool,
@@ -125,7 +130,7 @@ fn all() -> Result<()> {
     }
 }
 
-/// Calls, messages and idle streams.
+/// Measures calls, messages and idle streams.
 fn calls(options: &Choice) -> Result<()> {
     let build = Build::locate();
     let mut bench = Bench {
@@ -153,7 +158,7 @@ fn calls(options: &Choice) -> Result<()> {
     }
     let mut peers = peers::rows();
     if peers.iter().any(is_wanted) {
-        // A thousand processes do not come and go in every round.
+        // The rows of peers start a thousand processes, too many for every round.
         let rounds = std::mem::replace(&mut bench.rounds, 1);
         bench.repeat("peers", &[Subject::Tcp, Subject::Library], |bench, subject| {
             peers::measure(&bench.lab(subject)?, &mut peers, subject, options.quick)
@@ -182,10 +187,10 @@ impl Choice {
         self.only.as_ref().is_none_or(|text| row.name.contains(text))
     }
 
-    /// Prints and writes what was measured.
+    /// Prints and writes the results.
     ///
     /// # Errors
-    /// Those of writing it, and when there are `failures`.
+    /// If writing fails, or there are `failures`.
     fn publish(&self, report: &Report, failures: &[String]) -> Result<()> {
         println!("{report}");
         if let Some(path) = &self.json {
@@ -200,7 +205,7 @@ impl Choice {
     }
 }
 
-/// Measurements between a server and a client: the row, the job, and whether Unix sockets have it.
+/// Returns the measurements between a server and a client: the row, the job, and whether Unix sockets have it.
 fn pairs() -> Vec<(Row, Job, bool)> {
     let fifty = Goal::Times(Subject::Tcp, 50.0);
     let trip = [fifty, Goal::Times(Subject::Bare, 0.25)];
@@ -249,7 +254,7 @@ fn pairs() -> Vec<(Row, Job, bool)> {
     ]
 }
 
-/// Calls on sockets that are not accelerated.
+/// Returns the measurements of calls on sockets that are not accelerated.
 fn pass_through() -> Vec<(Row, Job)> {
     let row = |name| Row::new(name, "ns", Better::Lower, &[Goal::Over(Subject::Bare, 10.0)]);
     vec![
@@ -259,7 +264,7 @@ fn pass_through() -> Vec<(Row, Job)> {
 }
 
 impl Bench {
-    /// An experiment with the library on both sides for [`Subject::Library`], else on none.
+    /// Makes an experiment, for [`Subject::Library`] with the library on both sides, else on neither.
     fn lab(&self, subject: Subject) -> Result<Lab> {
         let mode = match subject {
             Subject::Library if !self.kernel => Mode::Both,
@@ -268,7 +273,7 @@ impl Bench {
         Lab::new(mode, self.build.clone(), Duration::from_secs(120))
     }
 
-    /// Runs `sample` in every round for every subject in turn; failures are noted, not fatal.
+    /// Runs `sample` in every round for every subject in turn. A failure is noted and does not end the run.
     fn repeat(&mut self, name: &str, subjects: &[Subject], mut sample: impl FnMut(&Self, Subject) -> Result<()>) {
         eprintln!("{name}");
         for _ in 0..self.rounds {
@@ -313,7 +318,7 @@ impl Bench {
     }
 }
 
-/// Runs a client that prints one figure.
+/// Runs a client that prints one figure, and returns the figure.
 fn figure(lab: &Lab, cmd: Cmd) -> Result<f64> {
     let text = lab.text(cmd)?;
     text.trim().parse().with_context(|| format!("not a figure: {text}"))

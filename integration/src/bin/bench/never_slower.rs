@@ -1,7 +1,7 @@
-//! `bench never-slower`: whole programs for which the library must never be slower than kernel TCP, because they have
-//! many processes for the cores, short connections, the library at one end only, or bytes that pass through the kernel.
-//! Each row alternately without and with the library; the losing ones are printed at the end. Those that must be much
-//! faster are in `demo`.
+//! `bench never-slower`: whole programs for which the library must never be slower than kernel TCP. They have many
+//! processes for the cores, short connections, the library at one end only, or bytes that pass through the kernel. Each
+//! row alternates between runs without and with the library. The losing rows are printed at the end. `demo` has the
+//! programs that must be much faster.
 
 use std::rc::Rc;
 
@@ -15,7 +15,7 @@ use rdmasock_integration::table::{Better, Goal, Report, Row, Subject};
 
 use crate::Choice;
 
-/// What is left of kernel TCP's speed where a measurement is off by its noise only.
+/// The goal of all rows here: at least this share of kernel TCP's speed, as measurements are off by their noise.
 const GOAL: Goal = Goal::Times(Subject::Tcp, 0.97);
 
 /// Bytes of a page, of a file that haproxy passes on, and of one that rsync fetches.
@@ -30,10 +30,10 @@ struct Size {
     seconds: u32,
 }
 
-/// Measures all rows that are wanted.
+/// Measures all rows that are chosen.
 ///
 /// # Errors
-/// When the library is not built, or a program fails.
+/// If the library is not built, or a program fails.
 pub fn run(choice: &Choice) -> Result<()> {
     let size = match choice.quick {
         true => Size {
@@ -77,7 +77,7 @@ pub fn run(choice: &Choice) -> Result<()> {
     published
 }
 
-/// A row whose goal is that of all here.
+/// Makes a row with [`GOAL`].
 fn measure(
     name: &str,
     unit: &'static str,
@@ -91,7 +91,7 @@ fn measure(
     }
 }
 
-/// A program whose server needs none behind it.
+/// Makes a program whose server needs no other server behind it.
 fn program(
     name: &'static str,
     mode: Mode,
@@ -107,7 +107,8 @@ fn program(
     }
 }
 
-/// A process for each connection: eight for two cores, a hundred, and one for each transaction.
+/// PostgreSQL has a process for each connection: eight connections for two cores, a hundred, and one for each
+/// transaction.
 fn postgres(size: Size) -> Vec<Program> {
     let data = Rc::new(Postgres::default());
     let row = |name: &str, options: &'static [&'static str]| {
@@ -147,7 +148,7 @@ fn postgres(size: Size) -> Vec<Program> {
     ]
 }
 
-/// A thread for each connection, fifty for two cores.
+/// MariaDB has a thread for each connection, fifty for two cores.
 fn mariadb(size: Size) -> Program {
     let data = MariaDb::default();
     let row = |test: &'static str, threads| {
@@ -164,7 +165,7 @@ fn mariadb(size: Size) -> Program {
     )
 }
 
-/// The library at one end only, and connections of one request.
+/// redis with the library at one end only, and with connections of one request.
 fn redis(size: Size) -> Vec<Program> {
     let row = |name, paths, options: &'static [&'static str]| {
         measure(name, "requests/s", paths, move |lab, server| {
@@ -198,7 +199,7 @@ fn redis(size: Size) -> Vec<Program> {
     ]
 }
 
-/// Connections of one request each, which the server closes.
+/// nginx with connections of one request each, which the server closes.
 fn nginx(size: Size) -> Program {
     let row = measure(
         "nginx, a connection per request",
@@ -212,14 +213,14 @@ fn nginx(size: Size) -> Program {
     program("nginx", Mode::Both, |lab| web(lab, "page", PAGE), vec![row])
 }
 
-/// nginx with one file.
+/// Starts nginx with one file.
 fn web(lab: &Lab, file: &str, bytes: usize) -> Result<Service> {
     let server = servers::nginx(lab, Role::Server, None)?;
     std::fs::write(lab.path("www").join(file), vec![b'x'; bytes])?;
     Ok(server)
 }
 
-/// Two connections for each of the client's, with requests that are passed on by recv and send.
+/// haproxy makes two connections for each of the client's, and passes small requests on by recv and send.
 fn relay_small(size: Size) -> Program {
     let row = measure(
         "haproxy before redis, GET -c 50",
@@ -239,7 +240,7 @@ fn relay_small(size: Size) -> Program {
     }
 }
 
-/// The same with bytes that are passed on by splice.
+/// haproxy as in [`relay_small`], with bytes that it passes on by splice.
 fn relay_large(size: Size) -> Program {
     let row = measure(
         "haproxy before nginx, files of 1 MiB",
@@ -261,7 +262,7 @@ fn behind_relay(lab: &Lab, back: Service) -> Result<Vec<Service>> {
     Ok(vec![relay, back])
 }
 
-/// A connection and a process for each transfer.
+/// rsync has a connection and a process for each transfer.
 fn rsync(size: Size) -> Program {
     let row = measure("rsync of 256 MiB", "bytes/s", Paths::Unseen, move |lab, server| {
         loads::rsync(lab, server, "large", LARGE as u64, size.seconds)

@@ -1,5 +1,6 @@
-//! The page of what the parts of `bench` have measured: tables, the losing cases by name, and the words
-//! around them. What they print themselves is a part of it. The pictures are in `pictures`.
+//! Makes the page of benchmarks from the results of the parts of `bench`: tables, the losing cases by name, and the
+//! words around them. [`publish`] prints the tables of one run, which are a part of the page. The pictures are in
+//! `pictures`.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -13,15 +14,15 @@ use crate::threshold;
 
 #[derive(Debug, Args)]
 pub struct Options {
-    /// What sweep, threshold, scale and device have written by --json.
+    /// Results that sweep, threshold, scale and device have written by --json.
     #[arg(long, value_name = "PATH", num_args = 1.., required = true)]
     from: Vec<PathBuf>,
-    /// The folder that benchmarks.md and benchmarks/*.svg go to.
+    /// The folder of benchmarks.md and benchmarks/*.svg.
     #[arg(long, value_name = "FOLDER")]
     into: PathBuf,
 }
 
-/// A table: the figures that a cell has, one after the other; the ratio is that of the first.
+/// A table, with the figures that each cell shows one after the other. The ratio in a cell compares the first figure.
 struct View {
     title: &'static str,
     figures: &'static [Figure],
@@ -115,13 +116,13 @@ const QUEUE_PAIRS: [View; 4] = [
     },
 ];
 
-/// A ratio below this is a loss; what is between it and 1 is shown as 1.00.
+/// A ratio below this is a loss. A ratio between it and 1 is shown as 1.00.
 const LOSS: f64 = 0.995;
 
 /// Writes the page and its pictures.
 ///
 /// # Errors
-/// Those of reading and writing.
+/// If reading or writing fails.
 pub fn run(options: &Options) -> Result<()> {
     let parts = options.from.iter().map(|path| Results::read(path));
     let parts = parts.collect::<Result<Vec<_>>>()?;
@@ -139,7 +140,7 @@ pub fn run(options: &Options) -> Result<()> {
 /// Prints the tables of a run and its losing cases, and writes its samples.
 ///
 /// # Errors
-/// Those of writing, and when measurements were refused or failed.
+/// If writing fails, or measurements were refused or failed.
 pub fn publish(results: &Results, series: &[Series], json: Option<&Path>) -> Result<()> {
     let mut out = String::new();
     for series in series {
@@ -165,7 +166,7 @@ pub fn publish(results: &Results, series: &[Series], json: Option<&Path>) -> Res
     Ok(())
 }
 
-/// The whole page.
+/// Returns the text of the whole page.
 fn text(parts: &[Results]) -> String {
     let mut out = String::from(HEAD);
     for results in parts {
@@ -240,7 +241,7 @@ The runs:
 
 ";
 
-/// On what and how a run was made.
+/// Returns a line on the machine and the extent of a run.
 fn run_in_words(results: &Results) -> String {
     let machine = &results.machine;
     let what = match results.points.first().map(|point| point.series) {
@@ -366,7 +367,7 @@ or each on a stream of one link. With more threads than cores it is partly the s
     series: &[Series::Threads],
 };
 
-/// The tables of what is varied.
+/// Adds the tables of a series to `out`.
 fn tables(out: &mut String, results: &Results, series: Series) {
     let (values, ways) = (results.values(series), results.ways(series));
     let views: &[View] = match series {
@@ -424,7 +425,7 @@ fn cell(results: &Results, series: Series, x: u64, way: Way, view: &View) -> Str
     cell
 }
 
-/// Three digits, which is more than is repeatable.
+/// Returns a number with three digits, which are more than is repeatable.
 fn number(value: f64) -> String {
     match value {
         0.0 => "0".to_owned(),
@@ -443,7 +444,7 @@ fn ratio(times: f64) -> String {
     }
 }
 
-/// Each figure in which the library is worse than `base`, with the cases.
+/// Adds each figure in which the library is worse than `base`, with the cases.
 fn losses(out: &mut String, parts: &[&Results], base: Way) {
     let figures: Vec<Figure> = SWEEP
         .iter()

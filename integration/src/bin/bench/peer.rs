@@ -1,5 +1,5 @@
-//! The two ends of a measurement, each a process of its own, with or without the library in front.
-//! They wait as applications do: in recv, or in epoll. A client prints its figure.
+//! The two ends of a measurement, each a process of its own, with or without the library preloaded. They wait as
+//! applications do: in recv, or in epoll. A client prints its figure.
 
 use std::hint::black_box;
 use std::io::{BufRead, ErrorKind, Read, Write};
@@ -16,7 +16,7 @@ use rdmasock_integration::lab::{Lab, Role};
 use rdmasock_integration::median;
 use rdmasock_integration::proc::Cmd;
 
-/// What the two ends do.
+/// The work of the two ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Job {
     EchoBlocking,
@@ -24,15 +24,15 @@ pub enum Job {
     MessagesLargeReads,
     MessagesSmallReads,
     Bulk,
-    /// Streams that are opened, used a little, and then left idle.
+    /// Opens streams, uses them a little, and then leaves them idle.
     Hold,
-    /// Two threads that pass a cache line to and fro: what the hardware allows.
+    /// Passes a cache line to and fro between two threads: the limit of the hardware.
     Bare,
     PassUdp,
     PassBadFd,
 }
 
-/// One end.
+/// The options of an end.
 #[derive(Debug, Args)]
 pub struct Peer {
     #[arg(long)]
@@ -46,10 +46,10 @@ pub struct Peer {
     seconds: f64,
 }
 
-/// The command that starts one end.
+/// Returns the command that starts one end.
 ///
 /// # Errors
-/// When this program's path is unknown.
+/// If this program's path is unknown.
 pub fn command(lab: &Lab, role: Role, job: Job, address: &str, seconds: f64) -> Result<Cmd> {
     let bench = std::env::current_exe()?;
     let job = job.to_possible_value().context("a job without a name")?;
@@ -64,10 +64,10 @@ pub fn command(lab: &Lab, role: Role, job: Job, address: &str, seconds: f64) -> 
     })
 }
 
-/// Plays one end until it is done (client) or killed (server).
+/// Plays one end: a client until it is done, a server until it is killed.
 ///
 /// # Errors
-/// Those of the sockets.
+/// If a socket call fails.
 pub fn run(peer: &Peer) -> Result<()> {
     if peer.server {
         return serve(peer);
@@ -90,11 +90,11 @@ pub fn run(peer: &Peer) -> Result<()> {
     Ok(())
 }
 
-/// A stream socket of either family: after connect and accept only recv and send are used, which
-/// are the same for both.
+/// Connects a stream socket of either family. After connect and accept only recv and send are used, which are the same
+/// for both families.
 ///
 /// # Errors
-/// Those of connect(2).
+/// If connect(2) fails.
 pub fn connect(address: &str) -> Result<TcpStream> {
     if address.starts_with('/') {
         return Ok(TcpStream::from(OwnedFd::from(UnixStream::connect(address)?)));
@@ -133,10 +133,10 @@ fn answer(stream: TcpStream, peer: &Peer) -> Result<()> {
     }
 }
 
-/// One end of a ping-pong of 8 bytes.
+/// An end of a ping-pong of 8 bytes.
 trait Ball {
     fn send(&mut self, ball: [u8; 8]) -> Result<()>;
-    /// None at the end of file.
+    /// Waits for the next ball. Returns `None` at the end of file.
     fn receive(&mut self) -> Result<Option<[u8; 8]>>;
 }
 
@@ -173,7 +173,7 @@ impl Waiting {
 
 impl Ball for Waiting {
     fn send(&mut self, ball: [u8; 8]) -> Result<()> {
-        // One ball is in the air: eight bytes always fit.
+        // Only one ball is in flight, so eight bytes always fit.
         Ok(self.stream.write_all(&ball)?)
     }
 
@@ -200,7 +200,7 @@ fn echo(ball: &mut impl Ball) -> Result<()> {
     Ok(())
 }
 
-/// The median over batches of a round trip's time, in ns.
+/// Returns the time of a round trip in ns, as the median over batches.
 fn trips(time: Duration, ball: &mut impl Ball) -> Result<f64> {
     const WARM_UP: u64 = 2000;
     for number in 0..WARM_UP {
@@ -217,7 +217,7 @@ fn trip(number: u64, ball: &mut impl Ball) -> Result<()> {
     }
 }
 
-/// Calls `work` in batches of `size` for `time`; the median over the batches of a call's ns.
+/// Calls `work` in batches of `size` for `time`. Returns the time of a call in ns, as the median over the batches.
 fn batches(time: Duration, size: u32, mut work: impl FnMut() -> Result<()>) -> Result<f64> {
     let (begin, mut samples) = (Instant::now(), Vec::new());
     while begin.elapsed() < time {
@@ -230,13 +230,13 @@ fn batches(time: Duration, size: u32, mut work: impl FnMut() -> Result<()>) -> R
     Ok(median(&samples))
 }
 
-/// For how long the bytes of a one-way measurement flow before they count, as a part of the whole:
-/// the beginning is TCP's also where the connection is promoted.
+/// The time before the bytes of a one-way measurement count, as a fraction of the whole. At the beginning TCP carries
+/// the bytes, also if the connection is promoted later.
 const WARM_UP: f64 = 0.3;
 
-/// Sends `message` again and again for `time`; bytes a second, as the other end has measured them.
+/// Sends `message` again and again for `time`. Returns the bytes a second that the other end has measured.
 fn send_for(mut stream: TcpStream, message: &[u8], time: Duration) -> Result<f64> {
-    // Reading the clock costs about as much as a small message on the fast path.
+    // Reading the clock costs about as much as sending a small message on the fast path.
     let burst = if message.len() < 1024 { 256 } else { 1 };
     let (begin, mut sent) = (Instant::now(), 0_u64);
     while begin.elapsed() < time {
@@ -256,8 +256,8 @@ fn send_for(mut stream: TcpStream, message: &[u8], time: Duration) -> Result<f64
     Ok(f64::from_le_bytes(rate))
 }
 
-/// Reads to the end of file with calls of `size` bytes and answers how many bytes came, and how many
-/// a second after the warm-up.
+/// Reads to the end of file with calls of `size` bytes. Answers with the bytes that came, and with the bytes a second
+/// after the warm-up.
 fn drain(mut stream: TcpStream, size: usize, time: Duration) -> Result<()> {
     let (mut buffer, mut total) = (vec![0; size], 0_u64);
     let (begin, mut warm, mut reads) = (Instant::now(), None, 0_u32);
@@ -278,11 +278,11 @@ fn drain(mut stream: TcpStream, size: usize, time: Duration) -> Result<()> {
     Ok(stream.write_all(&rate.to_le_bytes())?)
 }
 
-/// A cache line of its own, also under the prefetcher that fetches pairs of lines.
+/// A cache line of its own, also for a prefetcher that fetches pairs of lines.
 #[repr(align(128))]
 struct Line(AtomicU64);
 
-/// The round trip of a cache line between two threads, in ns.
+/// Returns the round trip of a cache line between two threads, in ns.
 fn bare_trip(time: Duration) -> f64 {
     const STOP: u64 = u64::MAX;
     let (there, back) = (Line(AtomicU64::new(0)), Line(AtomicU64::new(0)));
@@ -290,7 +290,7 @@ fn bare_trip(time: Duration) -> f64 {
         scope.spawn(|| {
             let mut last = 0;
             while last != STOP {
-                // Acquire and Release on both lines: each side sees what the other wrote before.
+                // Acquire and Release on both lines: each side sees all that the other wrote before.
                 let now = there.0.load(Ordering::Acquire);
                 if now == last {
                     std::hint::spin_loop();
@@ -314,7 +314,7 @@ fn bare_trip(time: Duration) -> f64 {
     })
 }
 
-/// What a `recv` costs that the kernel answers with `errno` at once, in ns.
+/// Returns the time in ns of a `recv` that the kernel answers with `errno` at once.
 fn call_cost(fd: i32, errno: i32, time: Duration) -> Result<f64> {
     let mut buffer = [0_u8; 8];
     batches(time, 5000, || {
@@ -335,8 +335,8 @@ fn call_cost(fd: i32, errno: i32, time: Duration) -> Result<f64> {
     })
 }
 
-/// Opens streams up to the number on each line of standard input, has twenty round trips on each
-/// new one, and answers `held <number>`. Then it blocks in the next read.
+/// Opens streams up to the number on each line of standard input, makes twenty round trips on each new one, and answers
+/// `held <number>`. Then it blocks in the next read.
 fn hold(address: &str) -> Result<()> {
     rdmasock_integration::signals::raise_nofile()?;
     let mut held = Vec::new();
@@ -354,7 +354,7 @@ fn hold(address: &str) -> Result<()> {
     Ok(())
 }
 
-/// One thread that echoes on every stream that is readable and otherwise sleeps in epoll_wait.
+/// Echoes in one thread on every readable stream, and otherwise sleeps in epoll_wait.
 fn serve_held(listener: TcpListener) -> Result<()> {
     rdmasock_integration::signals::raise_nofile()?;
     let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;

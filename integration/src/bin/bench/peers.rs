@@ -1,5 +1,6 @@
-//! What a link costs a server of many clients, each a process of its own with one stream that does nothing:
-//! descriptors, memory and address space, read from the server's /proc between few and many clients.
+//! Measures the cost of a link for a server of many clients, each a process of its own with one idle stream:
+//! descriptors, memory and address space, read from the server's /proc. The cost is the difference between few and many
+//! clients.
 
 use std::io::Write;
 
@@ -18,7 +19,7 @@ const MANY_QUICK: usize = 100;
 /// Clients that start at the same time.
 const AT_ONCE: usize = 10;
 
-/// The rows that [`measure`] fills, in its order. Kernel TCP's are those of the stream itself.
+/// Returns the rows that [`measure`] fills, in its order. On kernel TCP they show the cost of the stream alone.
 pub fn rows() -> Vec<Row> {
     let row = |name, unit, goal| Row::new(name, unit, Better::Lower, &[goal]);
     vec![
@@ -40,7 +41,7 @@ pub fn rows() -> Vec<Row> {
     ]
 }
 
-/// One sample for each of [`rows`].
+/// Adds one sample to each of [`rows`].
 pub fn measure(lab: &Lab, rows: &mut [Row], subject: Subject, quick: bool) -> Result<()> {
     let many = if quick { MANY_QUICK } else { MANY };
     let port = free_port()?;
@@ -85,7 +86,7 @@ pub fn measure(lab: &Lab, rows: &mut [Row], subject: Subject, quick: bool) -> Re
     Ok(())
 }
 
-/// A client that has one stream for as long as what goes with it is not dropped.
+/// Starts a client with one stream. The stream stays open until the returned process and pipe are dropped.
 fn client(lab: &Lab, address: &str) -> Result<(Proc, std::process::ChildStdin)> {
     let mut client = command(lab, Role::Client, Job::Hold, address, 0.0)?
         .stdin_pipe()

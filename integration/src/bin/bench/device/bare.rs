@@ -1,4 +1,4 @@
-//! The loads of `bench device` on queue pairs alone, as a program would use them by itself.
+//! The loads of `bench device` on bare queue pairs, as a program would use them without the library.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -16,7 +16,7 @@ fn connected(settings: Settings) -> Result<[LocalQp; 2]> {
     pair(settings).map_err(|error| anyhow!("no queue pair: errno {}", error.0))
 }
 
-/// Messages that have come.
+/// Polls the completion queue, and returns the number of messages received.
 fn poll(qp: &LocalQp) -> Result<u64> {
     let mut messages = 0;
     let polled = qp.poll(&mut |completed| messages += u64::from(matches!(completed, Completed::Received(_))));
@@ -24,7 +24,7 @@ fn poll(qp: &LocalQp) -> Result<u64> {
     Ok(messages)
 }
 
-/// Posts a message, when there is room in the send queue.
+/// Posts a message; polls while the send queue is full.
 fn send(qp: &LocalQp, message: &[u8]) -> Result<()> {
     while let Err(error) = qp.send(&[message]) {
         ensure!(error == PostError::Full, "{error}");
@@ -33,7 +33,7 @@ fn send(qp: &LocalQp, message: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// A message there and one back, and so on.
+/// Sends a message to and fro, and returns the times of the round trips.
 pub fn trips(settings: Settings, bytes: usize, time: Duration) -> Result<Vec<(Figure, f64)>> {
     let [here, there] = connected(settings)?;
     let message = vec![7; bytes];
@@ -60,8 +60,8 @@ pub fn trips(settings: Settings, bytes: usize, time: Duration) -> Result<Vec<(Fi
     })
 }
 
-/// Messages of some threads on one queue pair, one way, as many as the receive buffers let: whoever posts or polls
-/// holds the lock.
+/// Sends messages one way from several threads on one queue pair, as many as the receive buffers allow. A thread holds
+/// a lock while it posts or polls.
 pub fn one_way(settings: Settings, bytes: usize, threads: usize, time: Duration) -> Result<Vec<(Figure, f64)>> {
     let [here, there] = connected(settings)?;
     let buffers = u64::from(here.limits().receive_buffers);
@@ -72,7 +72,7 @@ pub fn one_way(settings: Settings, bytes: usize, threads: usize, time: Duration)
     let post = || {
         while !is_over.load(Relaxed) {
             let Ok(here) = here.lock() else { break };
-            // An answer stands for half of the buffers; none comes for the last ones.
+            // An answer stands for half of the buffers. The last messages get no answer.
             if sent.load(Relaxed) - answered.load(Relaxed) * (buffers / 2) < buffers {
                 send(&here, &message)?;
                 sent.fetch_add(1, Relaxed);
@@ -101,7 +101,7 @@ pub fn one_way(settings: Settings, bytes: usize, threads: usize, time: Duration)
     })
 }
 
-/// Memory that both ends of a connection have registered, for good.
+/// A READ between the registered memory of both ends. The memory is never released.
 struct Transfer {
     read: Read,
 }
@@ -111,7 +111,7 @@ fn transfer(qps: &[LocalQp; 2]) -> Result<Transfer> {
     let register = |qp: &LocalQp, role| {
         let memory = vec![7_u8; TRANSFER].leak();
         let at = memory.as_mut_ptr();
-        // SAFETY: it stays, and nothing refers to it but this pointer.
+        // SAFETY: the memory is leaked, and only this pointer refers to it.
         let region = unsafe { qp.register(at, TRANSFER, role) }.map_err(|down| anyhow!("{down}"))?;
         Ok::<(*mut u8, Key), anyhow::Error>((at, region.key))
     };
@@ -127,7 +127,8 @@ fn transfer(qps: &[LocalQp; 2]) -> Result<Transfer> {
     Ok(Transfer { read })
 }
 
-/// READs of one connection of many after the other, at random: on a queue pair each, or all on one.
+/// Makes one READ after the other, each on a random connection. If `is_own`, each connection has a queue pair, else all
+/// share one.
 pub fn reads(settings: Settings, connections: usize, is_own: bool, time: Duration) -> Result<Vec<(Figure, f64)>> {
     let pairs = if is_own { connections } else { 1 };
     let pairs = (0..pairs).map(|_| connected(settings)).collect::<Result<Vec<_>>>()?;
@@ -141,7 +142,7 @@ pub fn reads(settings: Settings, connections: usize, is_own: bool, time: Duratio
         let ([here, _], Some(transfer)) = (of(number)?, transfers.get(number)) else {
             break;
         };
-        // SAFETY: the target is registered, and nobody looks at it.
+        // SAFETY: the target is registered, and no reference to it exists.
         unsafe { here.read(&transfer.read) }?;
         let mut is_done = false;
         while !is_done {

@@ -1,4 +1,4 @@
-//! The loads of `bench device` on a link of the library: its engine over one queue pair, below the calls of sockets.
+//! The loads of `bench device` on a link of the library: its engine over one queue pair, without sockets.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
@@ -20,7 +20,7 @@ use rdmasock_localnic::within::{LocalQp, pair};
 use super::{TRANSFER, costs, numbers, processor, trips_of};
 use crate::results::Figure;
 
-/// Nobody sleeps: all threads look.
+/// A host whose threads poll and never sleep, so that no thread has to be woken.
 struct Awake(SleepFlag, AtomicBool);
 
 impl Local for Awake {
@@ -39,14 +39,14 @@ impl Local for Awake {
 
 type Here = End<LocalQp, Awake>;
 
-/// Who is told of streams that have something to be read.
+/// The waiter of streams that have bytes to read.
 const READER: WaiterId = WaiterId(1);
-/// Who is told of room; nobody is woken.
+/// The waiter of streams that have room; no thread is woken.
 const WRITER: WaiterId = WaiterId(2);
-/// How long heads may be held back, as the library's second thread has it.
+/// The longest time that ring heads are held back, the same as in the library's service thread.
 const SETTLED: Duration = Duration::from_millis(5);
 
-/// One end as a thread uses it.
+/// An end, as used by one thread.
 struct Thread<'a> {
     end: &'a Here,
     settled: Instant,
@@ -60,7 +60,7 @@ impl<'a> Thread<'a> {
         }
     }
 
-    /// There is nothing to do: what a waiting thread does.
+    /// Does the work of a waiting thread: makes progress, and settles held-back heads after `SETTLED`.
     fn look(&mut self) -> Result<()> {
         if !self.end.progress().map_err(|fault| anyhow!("{fault}"))? {
             std::hint::spin_loop();
@@ -73,17 +73,17 @@ impl<'a> Thread<'a> {
     }
 }
 
-/// Sends on a stream of the peer's.
+/// Sends on a stream, which the peer calls `theirs`.
 struct Sender {
     producer: Producer,
     theirs: Vqpn,
 }
 
 impl Sender {
-    /// As much of a message as there is room for.
+    /// Copies as much of a message as there is room for, and returns the number of bytes.
     fn put(&mut self, end: &Here, message: &[u8]) -> Result<usize> {
         let spans = self.producer.spans(message.len()).map_err(|error| anyhow!("{error}"))?;
-        // SAFETY: the message is readable, and apart from the ring.
+        // SAFETY: the message is readable and does not overlap the ring.
         let put = unsafe { spans.copy_in(0, message.as_ptr(), message.len()) };
         if put > 0 {
             end.notify(self.producer.commit(put), self.theirs);
@@ -95,7 +95,7 @@ impl Sender {
         Ok(put)
     }
 
-    /// All of it, or until `is_over`.
+    /// Sends the whole message, unless `is_over` is set before.
     fn send(&mut self, thread: &mut Thread<'_>, mut message: &[u8], is_over: &AtomicBool) -> Result<()> {
         while !message.is_empty() && !is_over.load(Relaxed) {
             match self.put(thread.end, message)? {
@@ -107,18 +107,18 @@ impl Sender {
     }
 }
 
-/// Receives a stream of this end's.
+/// Receives a stream, which the peer calls `theirs`.
 struct Receiver {
     consumer: Consumer,
     theirs: Vqpn,
 }
 
 impl Receiver {
-    /// What is there, at most as much as fits.
+    /// Copies the bytes that are in the ring, at most as many as fit, and returns their number.
     fn take(&mut self, end: &Here, into: &mut [u8]) -> Result<usize> {
         let spans = self.consumer.spans(into.len()).map_err(|error| anyhow!("{error}"))?;
         let len = spans.len().min(into.len());
-        // SAFETY: the target is writable, and apart from the ring.
+        // SAFETY: the target is writable and does not overlap the ring.
         unsafe { spans.copy_out(0, into.as_mut_ptr(), len) };
         if len > 0 {
             end.notify(self.consumer.consume(len), self.theirs);
@@ -126,7 +126,7 @@ impl Receiver {
         Ok(len)
     }
 
-    /// True if there is something after all; else [`READER`] is told when there is.
+    /// Returns true if bytes are in the ring already. On false, [`READER`] is notified when bytes arrive.
     fn arm(&mut self, end: &Here) -> Result<bool> {
         let armed = self
             .consumer
@@ -141,13 +141,13 @@ impl Receiver {
 struct Stream {
     senders: [Sender; 2],
     receivers: [Receiver; 2],
-    /// Their numbers at either end.
+    /// The numbers (vQPNs) of the stream at either end.
     numbers: [Vqpn; 2],
 }
 
-/// A link with streams whose rings have `1 << log2` bytes.
+/// Makes a link with `streams` streams, whose rings have `1 << log2` bytes.
 fn link(settings: Settings, streams: usize, log2: u8) -> Result<([Here; 2], Vec<Stream>)> {
-    // Both directions, and what the arenas' allocator keeps free.
+    // The arena has to hold both directions, and the space that its allocator keeps free.
     let data = ((streams.next_power_of_two() as u64) << log2) * 2;
     let end = |qp: LocalQp| {
         let side = || {
@@ -190,7 +190,7 @@ fn stream([a, b]: &[Here; 2], log2: u8) -> Result<Stream> {
     })
 }
 
-/// A message there and one back, and so on.
+/// Sends a message to and fro, and returns the times of the round trips.
 pub fn trips(settings: Settings, bytes: usize, time: Duration) -> Result<Vec<(Figure, f64)>> {
     let (ends, mut streams) = link(settings, 1, 16)?;
     let one = streams.pop().context("no stream")?;
@@ -228,7 +228,7 @@ pub fn trips(settings: Settings, bytes: usize, time: Duration) -> Result<Vec<(Fi
     })
 }
 
-/// Messages of some threads, each on a stream of its own, one way, to one thread that reads them.
+/// Sends messages one way from several threads, each on its own stream, to one thread that reads all streams.
 pub fn one_way(settings: Settings, bytes: usize, threads: usize, time: Duration) -> Result<Vec<(Figure, f64)>> {
     let (ends, streams) = link(settings, threads, 18)?;
     let [a, b] = &ends;
@@ -268,7 +268,7 @@ pub fn one_way(settings: Settings, bytes: usize, threads: usize, time: Duration)
     })
 }
 
-/// Transfers on one stream of many after the other, at random, to one thread that reads what it is told of.
+/// Sends one transfer after the other, each on a random stream, to one thread that reads the streams reported ready.
 pub fn sends(settings: Settings, connections: usize, time: Duration) -> Result<Vec<(Figure, f64)>> {
     let (ends, streams) = link(settings, connections, TRANSFER.ilog2() as u8)?;
     let [a, b] = &ends;

@@ -1,6 +1,6 @@
-//! `scripts/demo`: unmodified redis, nginx and iperf3 on kernel TCP and with the library,
-//! alternately in one run, as a table. Fails when a program fails or is not promoted; that a goal
-//! is missed only shows in the table. What single calls cost is the benchmark's business (`bench`).
+//! `scripts/demo`: unmodified redis, nginx and iperf3 on kernel TCP and with the library, alternating in one run, as a
+//! table. Fails if a program fails or is not promoted. A missed goal shows in the table alone. `bench` measures single
+//! calls.
 
 use std::path::PathBuf;
 
@@ -19,7 +19,7 @@ struct Options {
     /// Also write the table to FILE as JSON.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// One short round: shows that it works, not how fast.
+    /// Run one short round, which shows that the library works, not how fast.
     #[arg(long)]
     quick: bool,
     /// How often each measurement is repeated, alternating.
@@ -28,7 +28,7 @@ struct Options {
     /// Only rows whose program has this name (redis, nginx, iperf3).
     #[arg(long, value_name = "PROGRAM")]
     only: Option<String>,
-    /// Kernel TCP on both sides of the table: checks the demonstration itself.
+    /// Run on kernel TCP on both sides of the table: checks the demonstration itself.
     #[arg(long, hide = true)]
     kernel: bool,
 }

@@ -1,5 +1,5 @@
-//! Pictures of what was measured, as SVG: one figure over what is varied, a line for each way. Text is the viewer's own
-//! font, so no font of this machine has a part in it.
+//! Draws pictures of results as SVG: one figure over the varied value, with a line for each way. Text uses the viewer's
+//! own font, so no font of this machine has a part in it.
 
 use std::path::Path;
 
@@ -10,13 +10,13 @@ use crate::results::{Figure, Results, Series, Way};
 
 const SIZE: (u32, u32) = (800, 420);
 
-/// One picture.
+/// A picture of a series.
 pub struct Picture {
     pub series: Series,
     figure: Figure,
 }
 
-/// The pictures of a run: those figures that it has.
+/// Returns the pictures of the figures that a run has.
 pub fn of(results: &Results) -> Vec<Picture> {
     let all = Series::TRANSFERS
         .into_iter()
@@ -42,12 +42,12 @@ pub fn of(results: &Results) -> Vec<Picture> {
 }
 
 impl Picture {
-    /// What it shows.
+    /// Returns the title of the picture.
     pub fn title(&self) -> String {
         format!("{}: {}", self.series.title(), self.figure.title())
     }
 
-    /// The name of its file.
+    /// Returns the name of the picture's file.
     pub fn file(&self) -> String {
         let figure = match self.figure {
             Figure::Processor => "processor",
@@ -59,10 +59,10 @@ impl Picture {
         format!("{figure}-{}.svg", self.series.word())
     }
 
-    /// Writes it to `dir`.
+    /// Draws the picture into a file in `dir`.
     ///
     /// # Errors
-    /// Those of writing.
+    /// If the file cannot be written.
     pub fn draw(&self, results: &Results, dir: &Path) -> Result<()> {
         let path = dir.join(self.file());
         let lines: Vec<(Way, Vec<(f64, f64)>)> = results
@@ -70,7 +70,7 @@ impl Picture {
             .into_iter()
             .map(|way| (way, self.line(results, way)))
             .collect();
-        // The backend's errors are not those of other threads.
+        // The backend's errors cannot be sent to other threads, so they become text.
         let failed = |error: &dyn std::fmt::Display| anyhow!("draw {}: {error}", path.display());
         draw(&path, &self.title(), self.series, &lines).map_err(|error| failed(&error))
     }

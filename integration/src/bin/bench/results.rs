@@ -1,5 +1,5 @@
-//! What the parts of `bench` have measured, as they write it to JSON and `page` reads it: the samples of each round,
-//! their medians, and how they compare. Nothing is measured here.
+//! The results of the parts of `bench`, as they are written to JSON and read by `page`: the samples of each round,
+//! their medians, and comparisons. This file measures nothing.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use clap::{Args, ValueEnum};
 use rdmasock_integration::median;
 use serde::{Deserialize, Serialize};
 
-/// What carries the bytes.
+/// A carrier of the bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "snake_case")]
 pub enum Way {
@@ -19,27 +19,27 @@ pub enum Way {
     Unix,
     /// The library, within the host.
     Shm,
-    /// The library over the local device, as if between hosts: a model. All bytes go by rings.
+    /// The library over the local device, as if between hosts: a model. All bytes go through rings.
     Device,
-    /// The same, with all that can go straight between the programs' memory.
+    /// As `Device`, but bytes go straight between the programs' memory where they can.
     DeviceDirect,
-    /// The same, with all that can read by the reader's device from the sender's memory.
+    /// As `Device`, but the reader's device reads bytes from the sender's memory where it can.
     DeviceLent,
-    /// The same, where the library chooses between the three.
+    /// As `Device`, but the library chooses between these three.
     DeviceDynamic,
-    /// Queue pairs of the local device without the library: one for each connection.
+    /// Queue pairs of the local device without the library, one for each connection.
     #[value(skip)]
     BareOwn,
-    /// The same: one for all.
+    /// A queue pair of the local device without the library, for all connections.
     #[value(skip)]
     BareOne,
-    /// The engine of a link of the library's over one queue pair of the local device, without sockets.
+    /// The engine of a link of the library over one queue pair of the local device, without sockets.
     #[value(skip)]
     Link,
 }
 
 impl Way {
-    /// All of them, what the others are compared with first.
+    /// All ways, first those that the others are compared with.
     pub const ALL: [Self; 10] = [
         Self::Tcp,
         Self::Unix,
@@ -52,10 +52,10 @@ impl Way {
         Self::BareOne,
         Self::Link,
     ];
-    /// Those of the local device, of which one is always the same.
+    /// The ways of the local device; the base of their comparisons is the first.
     pub const DEVICE: [Self; 4] = [Self::Device, Self::DeviceDirect, Self::DeviceLent, Self::DeviceDynamic];
 
-    /// The name in tables and pictures.
+    /// Returns the name in tables and pictures.
     pub fn title(self) -> &'static str {
         match self {
             Self::Tcp => "kernel TCP",
@@ -71,12 +71,12 @@ impl Way {
         }
     }
 
-    /// Whether both ends have the library.
+    /// Returns whether both ends have the library.
     pub fn has_library(self) -> bool {
         !matches!(self, Self::Tcp | Self::Unix | Self::BareOwn | Self::BareOne)
     }
 
-    /// `RDMASOCK_ZCOPY_MIN`, where it matters.
+    /// Returns the value of `RDMASOCK_ZCOPY_MIN`, or `None` where it has no effect.
     pub fn least_direct(self) -> Option<&'static str> {
         match self {
             Self::Tcp | Self::Unix | Self::Shm | Self::BareOwn | Self::BareOne | Self::Link => None,
@@ -86,7 +86,7 @@ impl Way {
         }
     }
 
-    /// `RDMASOCK_DEV_WAY`, where it is one of those that large sends may go.
+    /// Returns the value of `RDMASOCK_DEV_WAY`, or `None` if large sends may take more than one way.
     pub fn fixed(self) -> Option<&'static str> {
         match self {
             Self::DeviceDirect => Some("put"),
@@ -96,28 +96,28 @@ impl Way {
     }
 }
 
-/// What is varied: the size of a transfer, with one of three receivers, or the number of connections or client
-/// processes.
+/// The value that a series of measurements varies: the size of a transfer with one of three receivers, the number of
+/// connections or client processes, or a load of `device`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "snake_case")]
 pub enum Series {
     /// Sizes; the receiver blocks in recv(2).
     Recv,
-    /// Sizes; it blocks in recv(2) with MSG_WAITALL.
+    /// Sizes; the receiver blocks in recv(2) with MSG_WAITALL.
     Waitall,
-    /// Sizes; it waits in epoll_wait(2) and then reads what is there, without blocking.
+    /// Sizes; the receiver waits in epoll_wait(2) and then reads without blocking.
     Epoll,
-    /// Sizes; as the second, on the ways of the local device alone.
+    /// Sizes; the receiver blocks as in `Waitall`, on the ways of the local device alone.
     Threshold,
     /// Connections between two processes.
     Connections,
     /// Client processes with one connection each.
     Clients,
-    /// Client processes of which one sends.
+    /// Client processes, with one that sends.
     Among,
     /// Bulk streams beside a connection of small messages.
     Beside,
-    /// Connections between two processes with a thread of the server's each.
+    /// Connections between two processes, with a thread of the server for each.
     Sleepers,
     /// Bytes of a message, on a queue pair.
     Engine,
@@ -128,11 +128,11 @@ pub enum Series {
 }
 
 impl Series {
-    /// Those of `sweep`.
+    /// The series of `sweep`.
     pub const RECEIVERS: [Self; 3] = [Self::Recv, Self::Waitall, Self::Epoll];
-    /// Those whose transfers differ in size.
+    /// The series with transfers of different sizes.
     pub const TRANSFERS: [Self; 4] = [Self::Recv, Self::Waitall, Self::Epoll, Self::Threshold];
-    /// Those of `scale`.
+    /// The series of `scale`.
     pub const CROWDS: [Self; 5] = [
         Self::Connections,
         Self::Clients,
@@ -140,10 +140,10 @@ impl Series {
         Self::Beside,
         Self::Sleepers,
     ];
-    /// Those of `device`.
+    /// The series of `device`.
     pub const MODELS: [Self; 3] = [Self::Engine, Self::QueuePairs, Self::Threads];
 
-    /// The heading.
+    /// Returns the heading of the series.
     pub fn title(self) -> &'static str {
         match self {
             Self::Recv => "Receiver that blocks in recv",
@@ -161,7 +161,7 @@ impl Series {
         }
     }
 
-    /// The word in names of files.
+    /// Returns the word for the series in file names.
     pub fn word(self) -> &'static str {
         match self {
             Self::Recv => "recv",
@@ -179,7 +179,7 @@ impl Series {
         }
     }
 
-    /// What is varied, as the head of a column.
+    /// Returns the head of the column with the varied values.
     pub fn varied(self) -> &'static str {
         match self {
             Self::Recv | Self::Waitall | Self::Epoll | Self::Threshold => "transfer",
@@ -191,7 +191,7 @@ impl Series {
         }
     }
 
-    /// Of whose powers values are.
+    /// Returns the base whose powers the varied values are.
     pub fn base(self) -> f64 {
         match self {
             Self::Recv | Self::Waitall | Self::Epoll | Self::Threshold => 4.0,
@@ -201,7 +201,7 @@ impl Series {
         }
     }
 
-    /// What its ways are compared with.
+    /// Returns the way that the other ways of the series are compared with.
     pub fn compared_with(self) -> Way {
         match self {
             Self::Threshold => Way::Device,
@@ -211,7 +211,7 @@ impl Series {
         }
     }
 
-    /// One value of what is varied.
+    /// Returns a varied value as text.
     pub fn value(self, x: u64) -> String {
         match self {
             Self::Recv | Self::Waitall | Self::Epoll | Self::Threshold | Self::Engine => size(x),
@@ -220,7 +220,7 @@ impl Series {
     }
 }
 
-/// What is measured; the unit is in its title.
+/// A measured figure. Its unit is in its title.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Figure {
@@ -244,7 +244,7 @@ pub enum Figure {
 }
 
 impl Figure {
-    /// What it is, with its unit.
+    /// Returns the name of the figure with its unit.
     pub fn title(self) -> &'static str {
         match self {
             Self::Throughput => "throughput, GB/s",
@@ -267,28 +267,28 @@ impl Figure {
         }
     }
 
-    /// Whether more of it is better.
+    /// Returns whether a greater value is better.
     fn is_better_higher(self) -> bool {
         matches!(self, Self::Throughput | Self::Direct | Self::Messages)
     }
 }
 
-/// The machine, as far as it matters: no names.
+/// The properties of the machine that matter to results, without names.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Machine {
     pub cores: usize,
-    /// Version of Linux without what its builder has appended.
+    /// The version of Linux, without the suffix of its builder.
     pub kernel: String,
     pub is_virtual: bool,
-    /// Threads that wanted to run in the minute before, of other programs then.
+    /// The load average of the last minute, taken before the run: threads of other programs that wanted to run.
     pub load: f64,
 }
 
 impl Machine {
-    /// This one.
+    /// Returns the properties of this machine.
     ///
     /// # Errors
-    /// When /proc cannot be read.
+    /// If /proc cannot be read.
     pub fn this() -> Result<Self> {
         let read = |path: &str| std::fs::read_to_string(path).with_context(|| path.to_owned());
         let (kernel, load) = (read("/proc/sys/kernel/osrelease")?, read("/proc/loadavg")?);
@@ -302,23 +302,23 @@ impl Machine {
     }
 }
 
-/// One value of what is varied, on one way.
+/// The samples of one varied value on one way.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Point {
     pub series: Series,
     pub x: u64,
     pub way: Way,
-    /// Of each round, in the order measured.
+    /// The samples of each figure, one for each round in order.
     pub samples: BTreeMap<Figure, Vec<f64>>,
 }
 
-/// How often what is measured, and where all of it goes.
+/// The number of rounds, and the file for their samples.
 #[derive(Debug, Args)]
 pub struct Repeats {
     /// Also write all samples to PATH as JSON.
     #[arg(long, value_name = "PATH")]
     pub json: Option<PathBuf>,
-    /// One short round of few cases.
+    /// Run one short round of few cases.
     #[arg(long)]
     pub quick: bool,
     /// How often each measurement is repeated, alternating [default: 3, of transfers 5, with --quick 1].
@@ -327,7 +327,7 @@ pub struct Repeats {
 }
 
 impl Repeats {
-    /// How often each measurement is repeated, where that is so often if nothing is asked for.
+    /// Returns the number of rounds; `default` applies without --rounds and --quick.
     pub fn rounds(&self, default: u32) -> u32 {
         self.rounds.unwrap_or(if self.quick { 1 } else { default })
     }
@@ -340,15 +340,15 @@ pub struct Results {
     pub rounds: u32,
     pub is_quick: bool,
     pub points: Vec<Point>,
-    /// Measurements that do not count, and why.
+    /// Measurements that do not count, with the reason.
     pub refused: Vec<String>,
 }
 
 impl Results {
-    /// Without points, on this machine.
+    /// Makes results of this machine, without points.
     ///
     /// # Errors
-    /// Those of [`Machine::this`].
+    /// As [`Machine::this`].
     pub fn new(rounds: u32, is_quick: bool) -> Result<Self> {
         Ok(Self {
             machine: Machine::this()?,
@@ -358,7 +358,7 @@ impl Results {
         })
     }
 
-    /// Adds what one round has measured.
+    /// Adds the figures of one round.
     pub fn add(&mut self, series: Series, x: u64, way: Way, figures: &[(Figure, f64)]) {
         let is_it = |point: &Point| (point.series, point.x, point.way) == (series, x, way);
         let at = self.points.iter().position(is_it).unwrap_or_else(|| {
@@ -377,14 +377,15 @@ impl Results {
         }
     }
 
-    /// The median of the rounds.
+    /// Returns the median of the rounds, or `None` without samples.
     pub fn median(&self, series: Series, x: u64, way: Way, figure: Figure) -> Option<f64> {
         let is_it = |point: &&Point| (point.series, point.x, point.way) == (series, x, way);
         let samples = self.points.iter().find(is_it)?.samples.get(&figure)?;
         (!samples.is_empty()).then(|| median(samples))
     }
 
-    /// How many times as good as on `base` it is on `way`, by the medians.
+    /// Returns how many times as good the figure is on `way` as on `base`, by the medians. Returns `None` if a sample
+    /// is missing.
     pub fn times(&self, series: Series, x: u64, way: Way, figure: Figure, base: Way) -> Option<f64> {
         let (value, base) = (
             self.median(series, x, way, figure)?,
@@ -397,7 +398,7 @@ impl Results {
         (better > 0.0 && worse > 0.0).then(|| better / worse)
     }
 
-    /// The values that were measured, in order.
+    /// Returns the varied values with samples, in ascending order.
     pub fn values(&self, series: Series) -> Vec<u64> {
         let of_series = self.points.iter().filter(|point| point.series == series);
         let mut values: Vec<u64> = of_series.map(|point| point.x).collect();
@@ -406,32 +407,32 @@ impl Results {
         values
     }
 
-    /// The ways that were measured.
+    /// Returns the ways with samples, in the order of [`Way::ALL`].
     pub fn ways(&self, series: Series) -> Vec<Way> {
         let has = |way: &Way| self.points.iter().any(|p| p.series == series && p.way == *way);
         Way::ALL.into_iter().filter(has).collect()
     }
 
-    /// Writes it as JSON.
+    /// Writes the results as JSON.
     ///
     /// # Errors
-    /// Those of writing.
+    /// If the file cannot be written.
     pub fn write(&self, path: &Path) -> Result<()> {
         let text = serde_json::to_string_pretty(self)? + "\n";
         std::fs::write(path, text).with_context(|| format!("write {}", path.display()))
     }
 
-    /// Reads what [`Results::write`] has written.
+    /// Reads results that [`Results::write`] has written.
     ///
     /// # Errors
-    /// Those of reading, or when it is something else.
+    /// If the file cannot be read or has another form.
     pub fn read(path: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(path).with_context(|| format!("read {}", path.display()))?;
         serde_json::from_str(&text).with_context(|| format!("{} is not of a part of bench", path.display()))
     }
 }
 
-/// A number of bytes in words.
+/// Returns a number of bytes in words.
 pub fn size(bytes: u64) -> String {
     match bytes {
         0x10_0000.. if bytes.is_multiple_of(1 << 20) => format!("{} MiB", bytes >> 20),
@@ -443,7 +444,7 @@ pub fn size(bytes: u64) -> String {
 /// Reads a number of bytes with suffix K, M or G, or none.
 ///
 /// # Errors
-/// When it is something else, or less than a transfer's number takes.
+/// If the text is no number of bytes, or not from 8 B, which the number of a transfer takes, to 64 GiB.
 pub fn parse_size(text: &str) -> Result<u64, String> {
     let (digits, shift) = match text.chars().last() {
         Some('K') => (text.trim_end_matches('K'), 10),

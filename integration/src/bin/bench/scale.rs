@@ -1,7 +1,7 @@
-//! `bench scale`: one server that echoes, with more and more connections of one client, with more and more client
-//! processes, of which all send or one, with more and more bulk beside one connection, and with more and more threads
-//! that sleep on one each, on each way in turn: messages a second, their time, processor time, sleeps, memory and
-//! descriptors of the server. The ends are in `crowd`.
+//! `bench scale`: one server that echoes, on each way in turn. The load grows in five series: connections of one
+//! client; client processes that all send; client processes of which a single one sends; bulk streams beside one
+//! connection; and threads that sleep on one connection each. The figures are messages a second, the time of a message,
+//! processor time, sleeps, memory and descriptors of the server. The two ends are in `crowd`.
 
 use anyhow::{Result, bail, ensure};
 use clap::Args;
@@ -18,11 +18,11 @@ use crate::page;
 use crate::results::{Figure, Repeats, Results, Series, Way};
 use crate::way::{Player, serve};
 
-/// Messages in flight, of all clients together as long as these are fewer.
+/// Messages in flight of all clients together, if there are fewer clients than that.
 const IN_FLIGHT: usize = 32;
 /// Clients that start at the same time.
 const AT_ONCE: usize = 10;
-/// Descriptors that a process needs beside its connections; the library takes up to a quarter of the limit.
+/// Descriptors that a process needs beside its connections. The library takes up to a quarter of the limit.
 const OTHERS: u64 = 1_000;
 
 #[derive(Debug, Args)]
@@ -35,13 +35,13 @@ pub struct Options {
     /// Client processes of one server [default: 1,10,100,1000, with --quick to 100].
     #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u64).range(1..=4_000))]
     clients: Option<Vec<u64>>,
-    /// Client processes of which one sends [default: 1,10,100,500, with --quick to 100].
+    /// Client processes, one of which sends [default: 1,10,100,500, with --quick to 100].
     #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u64).range(1..=4_000))]
     among: Option<Vec<u64>>,
     /// Bulk streams beside one connection [default: 0,1,4,16, with --quick to 4].
     #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u64).range(0..=1_000))]
     bulk: Option<Vec<u64>>,
-    /// Connections with a thread of the server's each [default: 1,4,16,64,256, with --quick 1,16,256].
+    /// Connections with a thread of the server for each [default: 1,4,16,64,256, with --quick 1,16,256].
     #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u64).range(1..=1_000))]
     sleepers: Option<Vec<u64>>,
     /// Only these ways.
@@ -49,10 +49,10 @@ pub struct Options {
     ways: Vec<Way>,
 }
 
-/// Measures, prints and writes.
+/// Measures the series, prints the tables and writes the samples.
 ///
 /// # Errors
-/// When something is not built, or measurements were refused or failed.
+/// If something is not built, or measurements were refused or failed.
 pub fn run(options: &Options) -> Result<()> {
     let build = Build::locate()?;
     let limit = signals::raise_nofile()?;
@@ -123,7 +123,7 @@ fn command(lab: &Lab, role: Role, address: &str, more: &[String]) -> Result<Cmd>
         .args(more))
 }
 
-/// One round of one case on one way, which all connections must have been on from its beginning to its end.
+/// Measures a round of a case on one way. Fails if a connection was not on that way all the time.
 fn measure(build: &Build, way: Way, series: Series, number: usize, seconds: f64) -> Result<Vec<(Figure, f64)>> {
     let (processes, each, bulk, in_flight) = match series {
         Series::Clients => (number, 1, 0, (IN_FLIGHT / number.max(1)).max(1)),
@@ -213,7 +213,7 @@ fn measure(build: &Build, way: Way, series: Series, number: usize, seconds: f64)
     Ok(figures)
 }
 
-/// Gives all clients an order, and then waits for all answers.
+/// Gives an order to all clients, and then waits for their answers.
 fn all<'a>(lab: &Lab, clients: impl Iterator<Item = &'a mut Player>, order: &str) -> Result<Vec<String>> {
     let mut asked = Vec::new();
     for client in clients {
@@ -223,7 +223,7 @@ fn all<'a>(lab: &Lab, clients: impl Iterator<Item = &'a mut Player>, order: &str
     asked.into_iter().map(|client| client.answer(lab)).collect()
 }
 
-/// Processor seconds so far, all threads.
+/// Processor seconds of all threads so far.
 struct Processor {
     server: f64,
     clients: f64,

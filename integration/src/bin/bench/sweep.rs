@@ -1,5 +1,6 @@
-//! `bench sweep`: one connection, one direction, transfers of growing size, by three kinds of receivers on each way in
-//! turn: throughput, processor time and, for small sizes, the time of a round trip. The ends are in `transfer`.
+//! `bench sweep`: transfers of growing size in one direction of one connection, with three kinds of receivers, on each
+//! way in turn. The figures are throughput, processor time and, for small sizes, the time of a round trip. The two ends
+//! are in `transfer`.
 
 use anyhow::{Result, bail, ensure};
 use clap::Args;
@@ -12,17 +13,17 @@ use crate::results::{Figure, Repeats, Results, Series, Way, parse_size, size};
 use crate::transfer::{Moved, Trips};
 use crate::way::{Player, serve};
 
-/// Sizes up to this have round trips too.
+/// Round trips are measured up to this size in bytes.
 const LARGEST_TRIP: u64 = 64 << 10;
-/// What small transfers are limited to, as otherwise they would take minutes.
+/// The most transfers and round trips of a measurement; more small ones would take minutes.
 const MOST_TRANSFERS: u64 = 500_000;
 const MOST_TRIPS: u64 = 20_000;
-/// What `rdmasock stat` counts of bytes past the rings.
+/// Counters of `rdmasock stat` for bytes that did not go through rings.
 const PAST_THE_RINGS: [&str; 2] = ["direct_received_bytes", "rendezvous_received_bytes"];
-/// A percentile of fewer says nothing.
+/// The least number of round trips, as percentiles of fewer mean nothing.
 const FEWEST_TRIPS: u64 = 1_000;
 
-/// How much is measured of transfers, and where the samples go.
+/// The amount of transfers to measure, and the file for the samples.
 #[derive(Debug, Args)]
 pub struct Extent {
     #[command(flatten)]
@@ -48,7 +49,7 @@ pub struct Options {
     receivers: Vec<Series>,
 }
 
-/// One cell of the table: what is moved, and how much of it.
+/// The work of one cell of the table: the size and number of transfers.
 #[derive(Debug, Clone, Copy)]
 struct Case {
     receiver: Series,
@@ -57,10 +58,10 @@ struct Case {
     trips: u64,
 }
 
-/// Measures, prints and writes.
+/// Measures the sizes, prints the tables and writes the samples.
 ///
 /// # Errors
-/// When something is not built, or measurements were refused or failed.
+/// If something is not built, or measurements were refused or failed.
 pub fn run(options: &Options) -> Result<()> {
     ensure!(
         options.receivers.iter().all(|r| Series::RECEIVERS.contains(r)),
@@ -75,17 +76,17 @@ pub fn run(options: &Options) -> Result<()> {
     page::publish(&results, &Series::RECEIVERS, options.extent.repeats.json.as_deref())
 }
 
-/// What is measured in each round.
+/// The cases of each round.
 pub struct Plan<'a> {
     pub receivers: &'a [Series],
     pub sizes: &'a [u64],
     pub ways: &'a [Way],
 }
 
-/// Measures all of it, as often as that.
+/// Measures all cases of a plan, in as many rounds as `extent` has.
 ///
 /// # Errors
-/// When something is not built.
+/// If something is not built.
 pub fn rounds(extent: &Extent, plan: &Plan<'_>) -> Result<Results> {
     let is_quick = extent.repeats.quick;
     let build = Build::locate()?;
@@ -150,7 +151,7 @@ impl Case {
     }
 }
 
-/// One round of one case on one way, which the connection must have been on from its beginning to its end.
+/// Measures a round of a case on one way. Fails if the connection was not on that way all the time.
 fn measure(build: &Build, way: Way, case: Case) -> Result<Vec<(Figure, f64)>> {
     let lab = way.lab(build)?;
     let (server, address) = serve(&lab, way == Way::Unix, |address| {
@@ -193,7 +194,7 @@ fn measure(build: &Build, way: Way, case: Case) -> Result<Vec<(Figure, f64)>> {
         (Figure::ProcessorReceiver, moved.receiver / gigabytes),
     ];
     if way.least_direct().is_some() {
-        // The first transfers, which do not count, are an eighth more.
+        // The counters include the first transfers, an eighth more, which do not count.
         let share = direct as f64 / (moved.bytes as f64 * 9.0 / 8.0);
         figures.push((Figure::Direct, 100.0 * share.min(1.0)));
     }

@@ -1,7 +1,7 @@
-//! `bench threshold`: what a link between hosts takes for bytes that are copied into rings and out of them, for bytes
-//! that the device moves between the programs' memory, and for those that the reader's device reads there, by the size
-//! of a transfer, and where the first two cross; and whether what the library chooses is as good as the best of them.
-//! Over the local device; the ends are `sweep`'s.
+//! `bench threshold`: the cost of bytes on a link between hosts, by the size of a transfer and the way of the bytes.
+//! The ways are copies through rings, writes by the device between the programs' memory, and reads by the reader's
+//! device. The findings are the sizes where the first two ways cross, and whether the library's choice is as good as
+//! the best way. All runs over the local device; the two ends are those of `sweep`.
 
 use std::fmt::Write;
 
@@ -22,10 +22,10 @@ pub struct Options {
     sizes: Vec<u64>,
 }
 
-/// Measures, prints and writes.
+/// Measures the sizes, prints the tables and writes the samples.
 ///
 /// # Errors
-/// When something is not built, or measurements were refused or failed.
+/// If something is not built, or measurements were refused or failed.
 pub fn run(options: &Options) -> Result<()> {
     let plan = Plan {
         receivers: &[Series::Threshold],
@@ -36,12 +36,12 @@ pub fn run(options: &Options) -> Result<()> {
     page::publish(&results, &[Series::Threshold], options.extent.repeats.json.as_deref())
 }
 
-/// What to ask of the choice: of the throughput of the best fixed way at least so much, and of the processor time of
-/// the one that takes less at most so much.
+/// The goals of the library's choice: at least `THROUGHPUT` times the throughput of the best fixed way, and at most
+/// `PROCESSOR` times the processor time of the cheapest.
 const THROUGHPUT: f64 = 0.95;
 const PROCESSOR: f64 = 1.05;
 
-/// Where the first two ways cross, and how the choice compares with the best one, in words.
+/// Returns in words where the first two ways cross, and how the choice compares with the best way.
 pub fn findings(results: &Results) -> String {
     let mut out = String::new();
     for (figure, words) in [
@@ -66,7 +66,8 @@ pub fn findings(results: &Results) -> String {
     out
 }
 
-/// The size from which on the direct way is better at each.
+/// Returns the size from which on the direct way is better at each size. Returns `None` if it is not better at the
+/// largest.
 fn crossing(results: &Results, figure: Figure) -> Option<u64> {
     let better = |x: &u64| {
         let times = results.times(Series::Threshold, *x, Way::DeviceDirect, figure, Way::Device);
@@ -83,7 +84,7 @@ fn worse_than_best(results: &Results, figure: Figure) -> Vec<String> {
     };
     let of = |x: u64| {
         let times = |base| results.times(Series::Threshold, x, Way::DeviceDynamic, figure, base);
-        // A run may be of some of them only.
+        // A run may have some of the fixed ways only.
         let fixed = [Way::Device, Way::DeviceDirect, Way::DeviceLent]
             .into_iter()
             .filter_map(times);

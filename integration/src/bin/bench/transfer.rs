@@ -1,6 +1,6 @@
-//! The two ends of `sweep`, each a process of its own: one connection, on which the client sends transfers of one size
-//! that the server receives whole, or both send one to and fro. The client does what its standard input says, line by
-//! line.
+//! The two ends of `sweep`, each a process of its own, with one connection. The client sends transfers of one size that
+//! the server receives whole, or both send one transfer to and fro. The client takes orders from its standard input,
+//! one a line.
 
 use std::io::{BufRead, ErrorKind, Write};
 use std::net::{TcpListener, TcpStream};
@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 use crate::peer::connect;
 use crate::results::Series;
 
-/// One end.
+/// The options of an end.
 #[derive(Debug, Args)]
 pub struct Transfer {
     #[arg(long)]
@@ -29,7 +29,7 @@ pub struct Transfer {
     /// `address:port`, or the path of a Unix socket.
     #[arg(long)]
     pub address: String,
-    /// How an end waits.
+    /// How both ends wait.
     #[arg(long)]
     pub receiver: Series,
     /// Bytes of a transfer.
@@ -43,17 +43,17 @@ pub struct Transfer {
     pub trips: u64,
 }
 
-/// What a client answers to `transfer`.
+/// A client's answer to `transfer`.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Moved {
     pub bytes: u64,
     pub seconds: f64,
-    /// Processor seconds of each side.
+    /// Processor seconds of the sender and of the receiver.
     pub sender: f64,
     pub receiver: f64,
 }
 
-/// What it answers to `trips`: ns.
+/// A client's answer to `trips`, in ns.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Trips {
     pub p50: u64,
@@ -61,31 +61,33 @@ pub struct Trips {
     pub p999: u64,
 }
 
-/// The client's word to the server, which sends it back: a round trip, or what comes next.
+/// An order of the client to the server, which sends it back: a round trip alone, or the announcement of transfers or
+/// trips.
 type Word = [u8; 8];
 const NOTHING: Word = *b"nothing.";
 const TRANSFER: Word = *b"transfer";
 const TRIPS: Word = *b"trips...";
 
-/// Round trips that an order to warm up makes.
+/// Round trips that the order `warm` makes.
 const WARM_UP: u32 = 50;
 
 impl Transfer {
-    /// Transfers before those that count: memory is touched, and buffers have the size that they need.
+    /// Returns the number of transfers before those that count. They touch the memory and grow the buffers to the size
+    /// needed.
     fn first(&self) -> u64 {
         (self.count / 8).max(1)
     }
 
-    /// Round trips before those that count.
+    /// Returns the number of round trips before those that count.
     fn first_trips(&self) -> u64 {
         (self.trips / 8).max(10)
     }
 }
 
-/// Plays one end until the other is gone, or its standard input ends.
+/// Plays one end until the other end is gone, or until its standard input ends.
 ///
 /// # Errors
-/// Those of the sockets, or when something else arrives than was sent.
+/// If a socket call fails, or an end receives other bytes than were sent.
 pub fn run(options: &Transfer) -> Result<()> {
     match options.server {
         true => serve(options),
@@ -146,7 +148,7 @@ fn serve(options: &Transfer) -> Result<()> {
     Ok(())
 }
 
-/// Sends `count` transfers; the clock stops when the other end says that it has them all.
+/// Sends `count` transfers. The clock stops when the receiver has confirmed them all.
 fn send(end: &mut End, size: usize, count: u64) -> Result<Moved> {
     let mut buffer = vec![7; size];
     let (begin, before) = (Instant::now(), processor()?);
@@ -164,7 +166,7 @@ fn send(end: &mut End, size: usize, count: u64) -> Result<Moved> {
     })
 }
 
-/// Receives `count` transfers and answers with the processor seconds that this has taken.
+/// Receives `count` transfers, and answers with the processor seconds that this took.
 fn take(end: &mut End, size: usize, count: u64) -> Result<()> {
     let mut buffer = vec![0; size];
     let before = processor()?;
@@ -203,7 +205,7 @@ fn give_back(end: &mut End, size: usize, count: u64) -> Result<()> {
     Ok(())
 }
 
-/// Numbers a transfer in its first bytes.
+/// Writes the number of a transfer into its first bytes.
 fn mark(buffer: &mut [u8], number: u64) {
     if let Some(first) = buffer.first_chunk_mut() {
         *first = number.to_le_bytes();
@@ -217,14 +219,14 @@ fn check(buffer: &[u8], number: u64) -> Result<()> {
     Ok(())
 }
 
-/// Processor seconds of this process so far, all threads.
+/// Returns the processor seconds that all threads of this process have used.
 fn processor() -> Result<f64> {
     let usage = getrusage(UsageWho::RUSAGE_SELF)?;
     let time = usage.user_time() + usage.system_time();
     Ok(time.num_microseconds() as f64 / 1e6)
 }
 
-/// A connection and how this end waits on it.
+/// A connection, with the way in which this end waits.
 struct End {
     stream: TcpStream,
     flags: MsgFlags,
@@ -252,7 +254,7 @@ impl End {
         Ok(self.stream.write_all(buffer)?)
     }
 
-    /// Fills the buffer; false at the end of file.
+    /// Fills the buffer. Returns false at the end of file.
     fn receive(&mut self, buffer: &mut [u8]) -> Result<bool> {
         let mut got = 0;
         while let Some(rest) = buffer.get_mut(got..).filter(|rest| !rest.is_empty()) {
@@ -273,7 +275,7 @@ impl End {
         Ok(true)
     }
 
-    /// Sends a word and waits for its return.
+    /// Sends a word and waits until the server returns it.
     fn say(&mut self, word: Word) -> Result<()> {
         self.send(&word)?;
         let mut back = NOTHING;

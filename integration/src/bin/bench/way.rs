@@ -1,5 +1,5 @@
-//! How a way that is measured is made, and whether a connection was on it: the programs' environment, the server that
-//! clients can connect to, a conversation with them, and what `rdmasock stat` says. Not what is measured.
+//! Prepares a way that is measured, and checks that connections were on it. This file has the environment of programs,
+//! the start of servers, the conversation with clients, and questions to `rdmasock stat`. It measures nothing.
 
 use std::io::Write;
 use std::process::ChildStdin;
@@ -13,14 +13,14 @@ use rdmasock_integration::stat::Stat;
 
 use crate::results::Way;
 
-/// Longest time of one measurement, on a machine that is busy otherwise.
+/// The longest time of one measurement, with room for other load on the machine.
 const TIME: Duration = Duration::from_secs(180);
 
 impl Way {
-    /// An experiment on this way.
+    /// Makes an experiment on this way.
     ///
     /// # Errors
-    /// When the local device is not built; the text names the remedy.
+    /// If the local device is not built; the text names the remedy.
     pub fn lab(self, build: &Build) -> Result<Lab> {
         let mode = match self.has_library() {
             true => Mode::Both,
@@ -34,7 +34,7 @@ impl Way {
                 "the local device is not built: cargo build --release -p rdmasock-localnic"
             );
             lab.set("RDMASOCK_DEV_LOCAL_DEVICE", plugin.display().to_string());
-            // And what else is asked of it, as the differential suite has it.
+            // Further words of the caller's `LOCALNIC` follow, as in the differential suite.
             let more = std::env::var("LOCALNIC").unwrap_or_default();
             lab.set("LOCALNIC", format!("roce,{more}"));
             if let Some(least) = self.least_direct() {
@@ -43,13 +43,13 @@ impl Way {
             if let Some(way) = self.fixed() {
                 lab.set("RDMASOCK_DEV_WAY", way);
             }
-            // The two ends ask each other by name, as within a host.
+            // Port 0 makes the two ends ask each other by name, as within a host.
             lab.set("RDMASOCK_CONTROL_PORT", "0");
         }
         Ok(lab)
     }
 
-    /// The word of `rdmasock stat` for a connection on this way.
+    /// Returns the word of `rdmasock stat` for a connection on this way, or `None` without the library.
     fn path(self) -> Option<&'static str> {
         match self {
             Self::Tcp | Self::Unix | Self::BareOwn | Self::BareOne | Self::Link => None,
@@ -58,10 +58,11 @@ impl Way {
         }
     }
 
-    /// Whether `number` connections of a process are on this way now, else a sentence on where they are.
+    /// Checks that exactly `number` connections of a process are on this way now. If not, the inner `Err` says where
+    /// they are.
     ///
     /// # Errors
-    /// When `rdmasock stat` fails, or the library is in a process that must not have it.
+    /// If `rdmasock stat` fails, or if a process has the library against the plan.
     pub fn look(self, stat: &Stat, process: &Proc, number: usize) -> Result<Result<(), String>> {
         let instances = stat.group(process.pid())?;
         let Some(path) = self.path() else {
@@ -92,7 +93,7 @@ impl Way {
         )))
     }
 
-    /// Refuses a result whose connections are not where they are expected to be.
+    /// Checks like [`Way::look`], and refuses a result whose connections are elsewhere.
     ///
     /// # Errors
     /// As [`Way::look`], or with its sentence.
@@ -101,10 +102,10 @@ impl Way {
             .map_err(|sentence| anyhow::anyhow!("refused, {sentence}"))
     }
 
-    /// Has `traffic` made until all connections of a process are on this way.
+    /// Calls `traffic` until all connections of a process are on this way.
     ///
     /// # Errors
-    /// Those of [`Way::look`] and `traffic`; at the deadline its sentence.
+    /// If [`Way::look`] or `traffic` fails, or with its sentence after 30 s.
     pub fn settle(
         self,
         lab: &Lab,
@@ -113,7 +114,7 @@ impl Way {
         number: usize,
         mut traffic: impl FnMut() -> Result<()>,
     ) -> Result<()> {
-        // A promotion takes milliseconds; what has not come by then does not come.
+        // A promotion takes milliseconds, so a connection that is elsewhere after this time stays there.
         let last = std::time::Instant::now() + Duration::from_secs(30);
         loop {
             let Err(sentence) = self.look(stat, process, number)? else {
@@ -126,10 +127,10 @@ impl Way {
     }
 }
 
-/// Starts a server by the command that `command` makes for an address, and waits until one can connect to it.
+/// Starts a server by the command that `command` makes for an address, and waits until clients can connect to it.
 ///
 /// # Errors
-/// When it ends, or does not listen in time.
+/// If the server ends, or does not listen in time.
 pub fn serve(lab: &Lab, is_unix: bool, command: impl FnOnce(&str) -> Result<Cmd>) -> Result<(Proc, String)> {
     if !is_unix {
         let port = free_port()?;
@@ -154,10 +155,10 @@ pub struct Player {
 }
 
 impl Player {
-    /// Starts it.
+    /// Starts the program.
     ///
     /// # Errors
-    /// Those of starting it.
+    /// If the program cannot be started.
     pub fn start(command: Cmd) -> Result<Self> {
         let mut process = command.stdin_pipe().spawn()?;
         let orders = process.stdin().context("a pipe")?;
@@ -168,10 +169,10 @@ impl Player {
         })
     }
 
-    /// Sends it a line.
+    /// Sends a line to the program.
     ///
     /// # Errors
-    /// When it has ended.
+    /// If the program has ended.
     pub fn order(&mut self, line: &str) -> Result<()> {
         if writeln!(self.orders, "{line}").is_err() {
             self.process.check_running()?;
@@ -180,10 +181,10 @@ impl Player {
         Ok(())
     }
 
-    /// Waits for the line with which it answers the last.
+    /// Waits for the answer to the last line.
     ///
     /// # Errors
-    /// When it has ended, or there is none in time.
+    /// If the program has ended, or has not answered in time.
     pub fn answer(&mut self, lab: &Lab) -> Result<String> {
         let mut answer = None;
         wait_until("an answer", lab.deadline(), || {
@@ -203,10 +204,10 @@ impl Player {
         answer.context("an answer")
     }
 
-    /// Both.
+    /// Sends a line and waits for the answer.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Player::order`] and [`Player::answer`].
     pub fn ask(&mut self, lab: &Lab, line: &str) -> Result<String> {
         self.order(line)?;
         self.answer(lab)

@@ -1,5 +1,5 @@
-//! What a suite consists of, as the comparison sees it: parts, which are processes of their own, and cases, which
-//! have an outcome. Not how any suite is fetched or read: `families` has that.
+//! The form of a suite, for the comparison: parts, which are processes of their own, and cases, which have an outcome.
+//! `families` has the ways in which suites are fetched and read.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -18,29 +18,30 @@ pub enum Outcome {
     Passed,
     Failed,
     Skipped,
-    /// It began, and has not ended when its process did, or when it was stopped for its silence; or it never began.
+    /// The case began and has not ended when its process ended or was stopped for its silence. Also a case that never
+    /// began.
     Unfinished,
 }
 
 /// Cases by name.
 pub type Cases = BTreeMap<String, Outcome>;
 
-/// What a process of a suite runs on.
+/// The carrier of connections while a process of a suite runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Way {
     Kernel,
-    /// With the library as it is by default.
+    /// The library with its default settings.
     Default,
-    /// With the library, each connection promoted as soon as it is connected.
+    /// The library, with each connection promoted as soon as it is connected.
     AtOnce,
 }
 
 impl Way {
-    /// Those that are compared with the kernel's.
+    /// The ways that are compared with the kernel's.
     pub const LIBRARY: [Self; 2] = [Self::Default, Self::AtOnce];
 
-    /// As the tables call it.
+    /// Returns the name in tables.
     pub fn title(self) -> &'static str {
         match self {
             Self::Kernel => "kernel TCP",
@@ -58,11 +59,11 @@ pub enum Selection<'a> {
     Except(&'a [String]),
 }
 
-/// A suite that lies ready.
+/// A suite that is fetched and built.
 #[derive(Debug)]
 pub struct Place {
     pub version: String,
-    /// Holds all that was fetched and built.
+    /// The folder of all that was fetched and built.
     pub dir: PathBuf,
 }
 
@@ -71,22 +72,23 @@ pub struct Place {
 pub struct Job {
     /// The program and its arguments.
     pub command: Vec<String>,
-    /// Beside the few variables that every job has.
+    /// Variables beside the few that every job has.
     pub env: Vec<(String, String)>,
-    /// Where it runs, if relative in its scratch folder; an empty folder otherwise.
+    /// The folder that the process runs in; a relative path is below its scratch folder. On `None` it is an empty
+    /// folder.
     pub dir: Option<PathBuf>,
-    /// A folder that it sees laid over /usr/share.
+    /// A folder that is laid over /usr/share for the process.
     pub over_share: Option<PathBuf>,
-    /// The user that it runs as; root otherwise.
+    /// The user that the process runs as; on `None` it is root.
     pub user: Option<&'static str>,
-    /// How long it may be silent before it is stopped.
+    /// The longest time without output before the process is stopped.
     pub silence: Duration,
-    /// How long it may run.
+    /// The longest time that the process may run.
     pub limit: Duration,
 }
 
 impl Job {
-    /// A job that may run for ten minutes and be silent for two.
+    /// Makes a job that may run for ten minutes and be silent for two.
     pub fn new<I: IntoIterator<Item: Into<String>>>(command: I) -> Self {
         Self {
             command: command.into_iter().map(Into::into).collect(),
@@ -106,7 +108,7 @@ impl Job {
         self
     }
 
-    /// Runs in `dir`.
+    /// Runs the job in `dir`.
     #[must_use]
     pub fn dir(mut self, dir: PathBuf) -> Self {
         self.dir = Some(dir);
@@ -114,48 +116,49 @@ impl Job {
     }
 }
 
-/// One suite.
+/// A test suite of another project.
 pub trait Suite: Sync {
-    /// As it is called on the command line and in the table.
+    /// Returns the name on the command line and in the table.
     fn name(&self) -> &'static str;
 
-    /// Debian packages that have to be installed for it.
+    /// Returns the Debian packages that have to be installed for the suite.
     fn packages(&self) -> &'static [&'static str] {
         &[]
     }
 
-    /// What it is fetched by; where that changes it is fetched anew.
+    /// Returns the key of the fetched files. If it changes, the suite is fetched anew.
     fn recipe(&self) -> String {
         String::new()
     }
 
-    /// Fetches and builds it into an empty folder, and returns its version.
+    /// Fetches and builds the suite into an empty folder, and returns its version.
     ///
     /// # Errors
-    /// When something cannot be had or built.
+    /// If something cannot be fetched or built.
     fn fetch(&self, shop: &Workshop, dir: &Path) -> Result<String>;
 
-    /// Its parts; if `quick`, those that are for CI.
+    /// Returns the parts of the suite; if `quick`, the parts for CI.
     ///
     /// # Errors
-    /// When they cannot be listed.
+    /// If the parts cannot be listed.
     fn parts(&self, place: &Place, quick: bool) -> Result<Vec<String>>;
 
-    /// Whether it has parts for CI; if not, it is not fetched there.
+    /// Returns whether the suite has parts for CI. If not, CI does not fetch it.
     fn is_quick(&self) -> bool {
         true
     }
 
-    /// The process that runs `selection` of a part. `scratch` is its own, empty, and removed afterwards.
+    /// Returns the process that runs `selection` of a part. `scratch` is a folder for this process alone: empty at
+    /// first, and removed afterwards.
     ///
     /// # Errors
-    /// When what it needs cannot be written.
+    /// If files for the process cannot be written.
     fn job(&self, place: &Place, part: &str, selection: Selection<'_>, scratch: &Path) -> Result<Job>;
 
-    /// The cases that a process ran, from what it left.
+    /// Returns the cases that a process ran, read from its output and its files in `scratch`.
     fn cases(&self, part: &str, ran: &Ran, scratch: &Path) -> Cases;
 
-    /// Whether [`Suite::job`] heeds a selection. Where not, it runs the part.
+    /// Returns whether [`Suite::job`] respects a selection. If not, it runs the whole part.
     fn selects(&self) -> bool {
         false
     }

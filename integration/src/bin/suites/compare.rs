@@ -1,6 +1,6 @@
-//! Runs a part of a suite without the library and with it, and compares case by case. What differs is run again, alone,
-//! several times on both, which tells a case that is unsteady on kernel TCP too from one that the library changes.
-//! Not in which order parts run: `run` has that.
+//! Runs a part of a suite without the library and with it, and compares the cases. A case that differs is run again
+//! several times on both, alone if possible. The repeats tell a case that is unsteady on kernel TCP too from a case
+//! that the library changes. The order of parts is in `run`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -13,23 +13,24 @@ use crate::case::{Cases, Outcome, Place, Selection, Suite, Way};
 use crate::record::{Counts, Difference, Tally};
 use crate::sandbox::Sandbox;
 
-/// How often a case that differs is run again on each, at most and, if the difference has come back by then, at least.
+/// The most repeats of a case that differs, on kernel TCP and with the library. If the difference has come back,
+/// `ENOUGH` repeats are enough.
 const REPEATS: usize = 5;
 const ENOUGH: usize = 2;
-/// Where more cases of a part differ than this, the part is what is run again.
+/// If more cases of a part differ than this, the whole part is run again.
 const SINGLY: usize = 12;
-/// How often a part goes on behind a case that was stopped.
+/// The most times that a part goes on after a case that was stopped.
 const RESUMES: usize = 6;
 
 /// A part's outcomes by way.
 type Outcomes = BTreeMap<Way, Cases>;
 
-/// What a part left in one way.
+/// The results of a part on one way.
 struct Whole {
     cases: Cases,
     /// Ends of connections that were promoted.
     promoted: usize,
-    /// What it has printed.
+    /// The output of the part.
     said: String,
 }
 
@@ -38,11 +39,11 @@ pub struct Runner<'a> {
     pub suite: &'a dyn Suite,
     pub place: &'a Place,
     pub sandbox: &'a Sandbox,
-    /// Where what parts have printed is written if they differ.
+    /// The folder for the output of parts that differ.
     pub said: &'a Path,
 }
 
-/// What became of a case. One that a run has no word of did not come to its end there.
+/// Returns the outcome of a case: `Unfinished` if the run has no result of it.
 fn outcome(outcomes: &Outcomes, way: Way, name: &str) -> Outcome {
     outcomes
         .get(&way)
@@ -52,10 +53,10 @@ fn outcome(outcomes: &Outcomes, way: Way, name: &str) -> Outcome {
 }
 
 impl Runner<'_> {
-    /// A part in each way once.
+    /// Runs a part once on each way, and counts its cases.
     ///
     /// # Errors
-    /// When it cannot be started, or the run is interrupted.
+    /// If the part cannot be started, or the run is interrupted.
     pub fn once(&self, part: &str) -> Result<Counts> {
         let began = Instant::now();
         let mut outcomes = Outcomes::new();
@@ -84,7 +85,7 @@ impl Runner<'_> {
         Ok(counts)
     }
 
-    /// Counts the cases, and notes those that differ.
+    /// Counts the cases, and notes the cases that differ.
     fn count(&self, part: &str, outcomes: &Outcomes, counts: &mut Counts) {
         let names: BTreeSet<&String> = outcomes.values().flat_map(Cases::keys).collect();
         let mut failing = Vec::new();
@@ -115,7 +116,8 @@ impl Runner<'_> {
         }
     }
 
-    /// A part's cases. Goes on behind a case at which the part was stopped, or that ended it.
+    /// Runs a part and returns its cases. If the part was stopped at a case, or a case ended it, runs the cases that
+    /// are left.
     fn part(&self, part: &str, way: Way, selection: Selection<'_>, counted: bool) -> Result<Whole> {
         let mut whole = Whole {
             cases: Cases::new(),
@@ -134,7 +136,7 @@ impl Runner<'_> {
             whole.promoted += ran.promoted;
             whole.said += &ran.output;
             let mut found = self.suite.cases(part, &ran, scratch.path());
-            // What tells of no case is one itself: a program, or a part that does not begin.
+            // A part without results of cases counts as one case: it is a program, or it does not begin.
             if whole.cases.is_empty() && found.is_empty() {
                 found.insert(part.to_owned(), ran.end.outcome());
             }
@@ -148,7 +150,7 @@ impl Runner<'_> {
         Ok(whole)
     }
 
-    /// Runs the cases of a part that differ again.
+    /// Runs the cases of a part that differ again, on kernel TCP and with the library.
     ///
     /// # Errors
     /// As [`Runner::once`].
@@ -178,7 +180,7 @@ impl Runner<'_> {
                 )?;
             }
         }
-        // What differs only among its fellows must not pass for unsteady.
+        // A case may differ only beside other cases. Run with them, it does not pass for unsteady.
         let mut rest: Vec<Difference> = Vec::new();
         differences.retain(|difference| {
             let steady = difference.is_steady();
@@ -228,7 +230,7 @@ impl Runner<'_> {
         Ok(())
     }
 
-    /// By which a difference can be understood.
+    /// Writes the output of a part into the folder `said`, for the analysis of differences.
     fn keep_what_was_said(&self, part: &str, way: Way, when: &str, text: &str) -> Result<()> {
         let dir = self.said.join(self.suite.name());
         fs::create_dir_all(&dir)?;

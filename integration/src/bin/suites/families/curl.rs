@@ -1,4 +1,4 @@
-//! curl's test suite: the command and programs on libcurl, against servers of the suite's own, built from Debian's
+//! curl's test suite: the command and programs on libcurl, against the suite's own servers. It is built from Debian's
 //! source.
 
 use std::fs;
@@ -13,7 +13,7 @@ use crate::case::{Cases, Job, Outcome, Place, Selection, Suite};
 use crate::sandbox::Ran;
 use crate::workshop::{Workshop, run};
 
-/// Test numbers that one process runs: its servers are started once.
+/// The size of the range of test numbers that one process runs, so that its servers are started once.
 const TOGETHER: u32 = 100;
 
 const CONFIGURATION: &[&str] = &[
@@ -26,7 +26,7 @@ const CONFIGURATION: &[&str] = &[
     "--disable-curldebug",
 ];
 
-/// The suite.
+/// curl's test suite.
 pub struct Curl;
 
 impl Suite for Curl {
@@ -60,7 +60,7 @@ impl Suite for Curl {
             command.current_dir(dir.join("tree"));
             command
         };
-        // Debian's last patches build the library for each of its TLS libraries.
+        // The last patches of Debian build the library for each of its TLS libraries.
         for patch in ["99_nss.patch", "90_gnutls.patch"] {
             let patch = format!("debian/patches/{patch}");
             run(in_tree("patch").args(["-R", "-p1", "-s", "-i", &patch]))?;
@@ -71,12 +71,12 @@ impl Suite for Curl {
             run(in_tree("make").args(["-sj2", "-C", folder]))?;
         }
         run(in_tree("find").args([".", "-name", "*.o", "-delete"]))?;
-        // Not installed, since Debian would start it with the machine.
+        // stunnel is not installed, since Debian would start it at boot.
         shop.unpack(&["stunnel4"], &dir.join("stunnel"))?;
         Ok(version)
     }
 
-    /// A part is a range of numbers in which there are tests.
+    /// Returns the ranges of numbers that have tests.
     fn parts(&self, place: &Place, _: bool) -> Result<Vec<String>> {
         let dir = place.dir.join("tree/tests/data");
         let mut ranges: Vec<u32> = fs::read_dir(&dir)
@@ -99,7 +99,7 @@ impl Suite for Curl {
     }
 
     fn job(&self, place: &Place, part: &str, selection: Selection<'_>, scratch: &Path) -> Result<Job> {
-        // It writes below itself: files that are there by links, and folders of its own.
+        // The suite writes below its own folder. So files are links into the tree, and folders are made anew.
         run(Command::new("cp")
             .arg("-as")
             .arg(place.dir.join("tree/tests"))
@@ -126,7 +126,7 @@ impl Suite for Curl {
         Ok(job.env("PATH", path))
     }
 
-    /// `PASS: NUMBER - TITLE`, or FAIL; of what it skips it tells the number only.
+    /// Reads lines such as `PASS: NUMBER - TITLE`, or FAIL. A skipped test has its number only.
     fn cases(&self, _: &str, ran: &Ran, _: &Path) -> Cases {
         told(&ran.output, |line| {
             if let Some(rest) = line.strip_prefix("test ") {

@@ -1,4 +1,4 @@
-//! The tests of Erlang's gen_tcp and inet, by its Common Test.
+//! The tests of Erlang's gen_tcp and inet, run by Erlang's Common Test.
 
 use std::fs;
 use std::path::Path;
@@ -20,7 +20,7 @@ const SUITES: &[&str] = &[
     "inet_sockopt_SUITE",
     "sendfile_SUITE",
 ];
-/// The longest of them runs in pieces: a group, or cases that are in none below the first.
+/// The longest of these suites runs in pieces: a group, or cases that are in no group below `FIRST`.
 const LONG: &str = "gen_tcp_misc_SUITE";
 const FIRST: &str = "inet_backend_default";
 const PIECES: &[&str] = &[
@@ -41,17 +41,17 @@ const PIECES: &[&str] = &[
     "case zombie_sockets",
     "case default_options http_bad_packet busy_send fill_sendq so_priority otp_7731 otp_7816 otp_8102 otp_9389 otp_12242 delay_send_error bidirectional_traffic otp_17492",
 ];
-/// What they call.
+/// The modules that the suites call.
 const HELPERS: &[&str] = &[
     "kernel_test_lib",
     "kernel_test_sys_monitor",
     "kernel_test_global_sys_monitor",
     "ts_install_cth",
 ];
-/// Stands for the hook of Erlang's own build, which would compile programs of C that these suites do without.
+/// A stand-in for the hook of Erlang's own build. The hook would compile C programs that these suites do not need.
 const HOOK: &str = "-module(ts_install_cth).\n-export([init/2]).\ninit(_, _) -> {ok, []}.\n";
 
-/// The suite.
+/// Erlang's test suites.
 pub struct Erlang;
 
 impl Suite for Erlang {
@@ -107,13 +107,13 @@ impl Suite for Erlang {
             groups => select(&mut command, "-group", groups),
         }
         let mut job = Job::new(command);
-        // The limit of a case is below that, and what it prints goes to files.
+        // The time limit of a case is below these limits. Output goes to files, so the process is silent.
         job.silence = Duration::from_secs(900);
         job.limit = Duration::from_secs(1800);
         Ok(job)
     }
 
-    /// From the log that Common Test keeps for programs: `=case`, the group of it, and `=result`.
+    /// Reads the log that Common Test writes for programs: `=case`, the group of the case, and `=result`.
     fn cases(&self, _: &str, _: &Ran, scratch: &Path) -> Cases {
         let mut cases = Cases::new();
         let mut name = String::new();
@@ -135,7 +135,7 @@ impl Suite for Erlang {
                 "=result" => Outcome::Failed,
                 _ => continue,
             };
-            // Those that prepare a group are cases too there.
+            // In this log, functions that prepare a group are cases too.
             if !name.contains("_per_") || outcome == Outcome::Failed {
                 cases.insert(name.clone(), outcome);
             }
@@ -144,13 +144,13 @@ impl Suite for Erlang {
     }
 }
 
-/// Has ct_run take these only.
+/// Restricts ct_run to `names`.
 fn select(command: &mut Vec<String>, option: &str, names: &[&str]) {
     command.push(option.to_owned());
     command.extend(names.iter().map(|name| (*name).to_owned()));
 }
 
-/// The text of the log, which lies two folders below, both named after the time.
+/// Returns the text of the log. It lies two folders below `dir`, and both have names with the time.
 fn log(dir: &Path) -> Option<String> {
     let run = entry(dir, |name| name.starts_with("ct_run.")).ok()?;
     let suite = entry(&run, |name| name.ends_with(".logs")).ok()?;

@@ -1,4 +1,4 @@
-//! libevent's regression tests, on each of its ways to wait.
+//! libevent's regression tests, on each of its backends.
 
 use std::path::Path;
 use std::process::Command;
@@ -10,17 +10,17 @@ use crate::case::{Cases, Job, Outcome, Place, Selection, Suite};
 use crate::sandbox::Ran;
 use crate::workshop::{Workshop, run};
 
-/// The ways to wait, by the variables that forbid the others.
+/// The backends, each with the variables that forbid the other ones.
 const BACKENDS: &[(&str, &[&str])] = &[
     ("epoll", &["EVENT_NOPOLL", "EVENT_NOSELECT"]),
     ("poll", &["EVENT_NOEPOLL", "EVENT_NOSELECT"]),
     ("select", &["EVENT_NOEPOLL", "EVENT_NOPOLL"]),
 ];
 
-/// Groups that are for CI.
+/// The groups for CI.
 const CI: &[&str] = &["bufferevent", "listener", "et"];
 
-/// The suite.
+/// libevent's test suite.
 pub struct Libevent;
 
 impl Suite for Libevent {
@@ -91,7 +91,7 @@ impl Suite for Libevent {
         Ok(forbidden.fold(Job::new(command), |job, name| job.env(name, "1")))
     }
 
-    /// A line a case: `group/name: OK`, or FAILED after what it has printed.
+    /// Reads lines such as `group/name: OK`; FAILED comes after the output of the case.
     fn cases(&self, _: &str, ran: &Ran, _: &Path) -> Cases {
         let mut cases = Cases::new();
         let mut current: Option<String> = None;

@@ -1,4 +1,4 @@
-//! libuv's own tests: each is a process, with helpers of its own.
+//! libuv's own tests. Each is a process, which starts helpers of its own.
 
 use std::path::Path;
 
@@ -9,10 +9,10 @@ use crate::case::{Cases, Job, Place, Selection, Suite};
 use crate::sandbox::Ran;
 use crate::workshop::Workshop;
 
-/// Tests by the beginning of their names that are for CI.
+/// The beginnings of the names of tests for CI.
 const CI: &[&str] = &["tcp_", "poll_", "ping_pong", "delayed_accept", "pipe_connect"];
 
-/// The suite.
+/// libuv's test suite.
 pub struct Libuv;
 
 impl Suite for Libuv {
@@ -32,13 +32,13 @@ impl Suite for Libuv {
             &["-DCMAKE_BUILD_TYPE=Release"],
             "uv_run_tests_a",
         )?;
-        // Some tests read and make files below where they run.
+        // Some tests read and write files below the folder that they run in.
         std::fs::rename(source.join("test"), dir.join("test"))?;
         Ok(version)
     }
 
     fn parts(&self, place: &Place, quick: bool) -> Result<Vec<String>> {
-        // Only these lines of the list name a test; it refuses to be printed for root.
+        // Only these lines of the list name a test. The program refuses to print its list as root.
         let list = std::fs::read_to_string(place.dir.join("test/test-list.h"))?;
         let mut names: Vec<String> = list
             .lines()

@@ -1,4 +1,4 @@
-//! memcached's t/: Perl scripts that start a server and tell of each check by TAP.
+//! memcached's t/: Perl scripts that start a server and report each check by TAP.
 
 use std::path::Path;
 use std::process::Command;
@@ -9,9 +9,9 @@ use crate::case::{Cases, Job, Place, Selection, Suite};
 use crate::sandbox::Ran;
 use crate::workshop::{Workshop, run};
 
-/// Scripts about the source code, or that take minutes.
+/// Scripts that check the source code, or that take minutes.
 const NOT: &[&str] = &["whitespace.t", "malicious-commands.t"];
-/// The suite.
+/// memcached's test suite.
 pub struct Memcached;
 
 impl Suite for Memcached {

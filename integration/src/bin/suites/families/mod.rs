@@ -1,4 +1,4 @@
-//! The suites, by how they are fetched and read.
+//! The suites: how each is fetched and read.
 
 mod curl;
 mod erlang;
@@ -24,7 +24,7 @@ use crate::case::{Cases, Outcome, Suite};
 use crate::sandbox::Ran;
 use crate::workshop::{Workshop, run};
 
-/// All of them, in the order of the table.
+/// Returns all suites, in the order of the table.
 pub fn all() -> Vec<Box<dyn Suite>> {
     let mut suites = python::all();
     suites.push(Box::new(redis::Redis));
@@ -44,7 +44,7 @@ pub fn all() -> Vec<Box<dyn Suite>> {
     suites
 }
 
-/// Builds a target with CMake from `source` in `build`.
+/// Builds a CMake target from `source` in `build`.
 fn cmake(source: &Path, build: &Path, options: &[&str], target: &str) -> Result<()> {
     run(Command::new("cmake")
         .arg("-S")
@@ -59,7 +59,8 @@ fn cmake(source: &Path, build: &Path, options: &[&str], target: &str) -> Result<
     Ok(())
 }
 
-/// Fetches a source package, keeps these of its folders and files, each under another name, and returns its version.
+/// Fetches a source package and returns its version. Of its folders and files it keeps those in `wanted`, each under
+/// another name.
 fn kept(shop: &Workshop, package: &str, dir: &Path, wanted: &[(&str, &str)]) -> Result<String> {
     let (source, version) = shop.source(package, dir)?;
     for (path, name) in wanted {
@@ -73,7 +74,7 @@ fn kept(shop: &Workshop, package: &str, dir: &Path, wanted: &[(&str, &str)]) -> 
     Ok(version)
 }
 
-/// A word of what a program says of its version, counted from 0.
+/// Returns a word of the output of `program --version`; `word` counts from 0.
 fn version_of(program: &str, word: usize) -> Result<String> {
     let said = run(Command::new(program).arg("--version"))?;
     let version = said.split_whitespace().nth(word);
@@ -82,12 +83,12 @@ fn version_of(program: &str, word: usize) -> Result<String> {
         .to_owned())
 }
 
-/// The cases that lines of an output tell of, as `case` reads them. What is told last of a case stands.
+/// Returns the cases in the lines of an output, which `case` reads. The last line for a case decides.
 fn told(output: &str, case: impl Fn(&str) -> Option<(String, Outcome)>) -> Cases {
     output.lines().filter_map(case).collect()
 }
 
-/// The checks of a Perl script, by number and what they are called.
+/// Returns the checks of a Perl script, each named `check NUMBER`. A check marked TODO or skip counts as skipped.
 fn tap(output: &str) -> Cases {
     told(output, |line| {
         let (outcome, rest) = match (line.strip_prefix("ok "), line.strip_prefix("not ok ")) {
@@ -102,8 +103,8 @@ fn tap(output: &str) -> Cases {
     })
 }
 
-/// A Perl script as the one case that it is, and each of its checks that fails. Those that pass can be tens of
-/// thousands.
+/// Returns a Perl script as one case, and each of its checks that did not pass. Checks that pass are left out, as they
+/// can be tens of thousands.
 fn script_cases(ran: &Ran) -> Cases {
     let mut cases = tap(&ran.output);
     cases.retain(|_, outcome| *outcome != Outcome::Passed);

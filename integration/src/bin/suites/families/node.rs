@@ -1,4 +1,5 @@
-//! Node's test/parallel and test/sequential: a program each. Debian's Node, whatever the machine's own is, beside it.
+//! Node's test/parallel and test/sequential, where each test is a program. They run on Debian's Node, which is unpacked
+//! beside the machine's own.
 
 use std::path::Path;
 
@@ -8,10 +9,10 @@ use crate::case::{Cases, Job, Outcome, Place, Selection, Suite};
 use crate::sandbox::Ran;
 use crate::workshop::Workshop;
 
-/// What the tests are about, by the word after `test-`.
+/// The subjects of tests to run: the word after `test-` in a file name.
 const SUBJECTS: &[&str] = &["net", "http", "https", "http2", "tls", "cluster", "child-process"];
 
-/// The suite.
+/// Node's test suite.
 pub struct Node;
 
 impl Suite for Node {
@@ -75,7 +76,7 @@ impl Suite for Node {
             )
             .env("NODE_TEST_DIR", scratch.display().to_string())
             .dir(place.dir.join("tree"));
-        // Debian's Node has some of its modules there.
+        // Debian's Node reads some of its modules from /usr/share.
         job.over_share = Some(node.join("share"));
         job.silence = std::time::Duration::from_secs(60);
         Ok(job)

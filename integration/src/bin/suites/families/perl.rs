@@ -1,5 +1,5 @@
-//! The tests of perl's sockets and of what comes with it for them: scripts that tell of each check by TAP, run by
-//! Debian's perl.
+//! The tests of perl's sockets and of its modules for sockets: scripts that report each check by TAP, run by Debian's
+//! perl.
 
 use std::fs;
 use std::path::Path;
@@ -12,7 +12,7 @@ use crate::case::{Cases, Job, Place, Selection, Suite};
 use crate::sandbox::Ran;
 use crate::workshop::{Workshop, run};
 
-/// Folders of the source; each is the root of a distribution, with its scripts in t.
+/// Folders of the source. Each is the root of a distribution, with its scripts in t.
 const DISTRIBUTIONS: &[&str] = &[
     "cpan/Socket",
     "cpan/IO-Socket-IP",
@@ -20,10 +20,10 @@ const DISTRIBUTIONS: &[&str] = &[
     "cpan/libnet",
     "dist/IO",
 ];
-/// Scripts of perl itself.
+/// Scripts of perl's own tests.
 const CORE: &[&str] = &["t/io/socket.t", "t/io/socketpair.t"];
 
-/// The suite.
+/// perl's test suite.
 pub struct Perl;
 
 impl Suite for Perl {
@@ -38,7 +38,7 @@ impl Suite for Perl {
     fn fetch(&self, shop: &Workshop, dir: &Path) -> Result<String> {
         let wanted: Vec<_> = DISTRIBUTIONS.iter().chain(&["t"]).map(|path| (*path, *path)).collect();
         let version = kept(shop, "perl", dir, &wanted)?;
-        // Those of perl itself look for modules in ../lib alone.
+        // The scripts of perl's own tests search for modules in ../lib alone.
         let lib = dir.join("lib");
         fs::create_dir(&lib)?;
         let folders = run(Command::new("perl").args(["-e", "print join qq(\\n), reverse @INC"]))?;
@@ -68,7 +68,7 @@ impl Suite for Perl {
     }
 
     fn job(&self, place: &Place, part: &str, _: Selection<'_>, scratch: &Path) -> Result<Job> {
-        // They write where they are.
+        // The scripts write into their working directory, so each job gets a copy.
         let root = part.split_once("/t/").map_or("t", |(root, _)| root);
         let home = scratch.join(root);
         fs::create_dir_all(&home)?;

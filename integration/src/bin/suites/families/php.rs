@@ -1,4 +1,4 @@
-//! The tests of PHP's sockets, streams and servers, by the suite's own runner and Debian's PHP.
+//! The tests of PHP's sockets, streams and servers, run by the suite's own runner on Debian's PHP.
 
 use std::path::Path;
 use std::process::Command;
@@ -22,7 +22,7 @@ const FOLDERS: &[&str] = &[
     "sapi/cli/tests",
 ];
 
-/// The suite.
+/// PHP's test suite.
 pub struct Php;
 
 impl Suite for Php {
@@ -49,7 +49,7 @@ impl Suite for Php {
     }
 
     fn job(&self, place: &Place, part: &str, selection: Selection<'_>, scratch: &Path) -> Result<Job> {
-        // It writes beside each test, and tests use the files of other folders.
+        // The runner writes beside each test, and tests use the files of other folders. So each job gets a copy.
         for name in ["ext", "sapi", "run-tests.php"] {
             run(Command::new("cp").arg("-a").arg(place.dir.join(name)).arg(scratch))?;
         }
@@ -66,7 +66,7 @@ impl Suite for Php {
         Ok(job)
     }
 
-    /// `PASS TITLE [FILE]`, behind the line of progress that it replaces.
+    /// Reads lines such as `PASS TITLE [FILE]`, which follow the line of progress that they replace.
     fn cases(&self, _: &str, ran: &Ran, _: &Path) -> Cases {
         told(&ran.output, |line| {
             let line = line.rsplit('\r').next().unwrap_or(line);

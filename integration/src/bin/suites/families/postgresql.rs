@@ -1,5 +1,5 @@
-//! PostgreSQL's regression and isolation tests over TCP, on servers that are made for them: psql and a backend for each
-//! script, and several sessions whose steps wait for each other.
+//! PostgreSQL's regression and isolation tests over TCP, on servers that are made for them. Regression tests are
+//! scripts with a psql and a backend each. Isolation tests have several sessions whose steps wait for each other.
 
 use std::fs;
 use std::path::Path;
@@ -14,16 +14,16 @@ use crate::workshop::{Workshop, run};
 
 const PROGRAMS: &str = "/usr/lib/postgresql/15";
 
-/// One of the two.
+/// A test suite of PostgreSQL: regression or isolation.
 pub struct Postgresql {
     name: &'static str,
-    /// The folder below src/test, the program that runs them, and the schedule.
+    /// The folder below src/test, the program that runs its tests, and its schedule.
     tests: &'static str,
     runner: &'static str,
     schedule: &'static str,
-    /// Groups of the schedule that one server is made for.
+    /// The number of groups of the schedule that one server is made for.
     together: usize,
-    /// Tests that others need what they leave.
+    /// Tests whose results other tests need.
     first: &'static [&'static str],
 }
 
@@ -48,7 +48,7 @@ pub const ALL: [Postgresql; 2] = [
 ];
 
 impl Postgresql {
-    /// The tests in their order, in groups that run at the same time.
+    /// Returns the tests in their order, in groups that run at the same time.
     fn groups(&self, place: &Place) -> Result<Vec<Vec<String>>> {
         let text = fs::read_to_string(place.dir.join(self.tests).join(self.schedule))?;
         let groups = text.lines().filter_map(|line| line.strip_prefix("test:"));
@@ -83,7 +83,7 @@ impl Suite for Postgresql {
         version_of(&format!("{PROGRAMS}/bin/postgres"), 2)
     }
 
-    /// A part is a range of the schedule.
+    /// Returns the ranges of the schedule.
     fn parts(&self, place: &Place, _: bool) -> Result<Vec<String>> {
         let count = self.groups(place)?.chunks(self.together).len();
         Ok((0..count).map(|part| format!("schedule {part}")).collect())
@@ -122,7 +122,7 @@ impl Suite for Postgresql {
         Ok(job)
     }
 
-    /// `test NAME ... ok N ms`, or without the first word in a group.
+    /// Reads lines such as `test NAME ... ok N ms`, without the first word in a group.
     fn cases(&self, _: &str, ran: &Ran, _: &Path) -> Cases {
         told(&ran.output, |line| {
             let (name, rest) = line.split_once(" ... ")?;
@@ -141,7 +141,8 @@ impl Suite for Postgresql {
     }
 }
 
-/// A schedule's line for what is selected of a group, and for what others need.
+/// Returns a schedule's line with the selected tests of a group and the tests that others need. Returns `None` if no
+/// test is left.
 fn line(group: &[String], selection: Selection<'_>, first: &[&str]) -> Option<String> {
     let is_chosen = |name: &&String| {
         first.contains(&name.as_str())
@@ -155,8 +156,8 @@ fn line(group: &[String], selection: Selection<'_>, first: &[&str]) -> Option<St
     (!chosen.is_empty()).then(|| format!("test: {}\n", chosen.join(" ")))
 }
 
-/// The functions in C that the regression tests load, beside the extensions that they load from the same folder. They
-/// are built with the headers of the source, which are as old as they are, and those that only a build makes from the
+/// Builds the C functions that the regression tests load, beside the extensions that they load from the same folder.
+/// The source package has most headers, in the version of the functions. Headers that only a build makes are from the
 /// development package.
 fn build_functions(shop: &Workshop, dir: &Path) -> Result<()> {
     let (headers, lib) = (dir.join("headers"), dir.join("lib"));

@@ -1,6 +1,6 @@
-//! Suites of Python's unittest: CPython's own, and those of packages that are written with it. They are run by
-//! integration/suites/cases.py, which tells of each case as it begins and ends, so that one that hangs is known by
-//! name.
+//! Suites of Python's unittest: CPython's own, and the suites of packages that use unittest.
+//! integration/suites/cases.py runs them and reports the beginning and the end of each case. So a case that hangs is
+//! known by name.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,10 +12,10 @@ use crate::case::{Cases, Job, Outcome, Place, Selection, Suite};
 use crate::sandbox::Ran;
 use crate::workshop::{Workshop, entry};
 
-/// What runs the cases; it is written into each scratch folder, so that it can be read by any user.
+/// The program that runs the cases. It is written into each scratch folder, so that every user can read it.
 const CASES: &str = include_str!("../../../../suites/cases.py");
 
-/// CPython's modules whose subject are connections, or what waits for them.
+/// CPython's test modules for connections, or for ways to wait for them.
 const CPYTHON: &[&str] = &[
     "test_asynchat",
     "test_asyncore",
@@ -58,7 +58,7 @@ const CPYTHON: &[&str] = &[
     "test_xmlrpc",
 ];
 
-/// Those of them that are for CI.
+/// The modules of [`CPYTHON`] for CI, and modules of asyncio's tests.
 const CPYTHON_CI: &[&str] = &[
     "test_asynchat",
     "test_httpservers",
@@ -115,7 +115,7 @@ pub fn all() -> Vec<Box<dyn Suite>> {
     ]
 }
 
-/// Debian's, unpacked beside the machine's own.
+/// The suite of Debian's CPython, which is unpacked beside the machine's own.
 struct CPython;
 
 impl Suite for CPython {
@@ -165,15 +165,15 @@ impl Suite for CPython {
     }
 }
 
-/// A package of PyPI that has its tests with it, or in its source.
+/// A package of PyPI whose tests are in the package or in its source.
 struct Package {
     name: &'static str,
-    /// For pip, the package itself first.
+    /// The requirements for pip, the package itself first.
     requirements: &'static [&'static str],
-    /// The folder of the tests, in site-packages or the source, and what it is called as a package.
+    /// The folder of the tests, in site-packages or the source, and the name of its Python package.
     tests: &'static str,
     module: &'static str,
-    /// Modules for CI.
+    /// The modules for CI.
     ci: &'static [&'static str],
 }
 
@@ -210,7 +210,7 @@ impl Suite for Package {
             place.dir.join(self.tests)
         };
         let mut parts = modules(&dir, self.module)?;
-        // twisted has a folder of tests in each of its packages; these are the ones about connections.
+        // twisted has a folder of tests in each of its packages. These folders have the tests of connections.
         for inner in [
             "test",
             "internet/test",
@@ -254,7 +254,7 @@ fn site_packages(dir: &Path) -> PathBuf {
     python.join("site-packages")
 }
 
-/// The modules `test_*.py` and `*_test.py` in a folder, as they are imported.
+/// Returns the modules `test_*.py` and `*_test.py` in a folder, with the names for import.
 fn modules(dir: &Path, package: &str) -> Result<Vec<String>> {
     let mut found: Vec<String> = fs::read_dir(dir)
         .with_context(|| dir.display().to_string())?
@@ -269,7 +269,7 @@ fn modules(dir: &Path, package: &str) -> Result<Vec<String>> {
     Ok(found)
 }
 
-/// `python` running a module's cases.
+/// Returns the job that runs a module's cases with `python`.
 fn job(python: &str, part: &str, selection: Selection<'_>, scratch: &Path) -> Result<Job> {
     let at = |name: &str| scratch.join(name).display().to_string();
     fs::write(at("cases.py"), CASES)?;
@@ -284,14 +284,14 @@ fn job(python: &str, part: &str, selection: Selection<'_>, scratch: &Path) -> Re
     Ok(quick_to_stop(command))
 }
 
-/// No case of these suites takes a minute.
+/// Makes a job that is stopped after 60 s of silence, as no case of these suites takes a minute.
 fn quick_to_stop(command: Vec<String>) -> Job {
     let mut job = Job::new(command);
     job.silence = Duration::from_secs(60);
     job
 }
 
-/// What cases.py has told. A case that began and has not ended was under way when the process ended.
+/// Reads the cases that cases.py has reported. A case that began and has not ended is `Unfinished`.
 fn cases(scratch: &Path) -> Cases {
     let told = fs::read(scratch.join("cases")).unwrap_or_default();
     super::told(&String::from_utf8_lossy(&told), |line| {

@@ -1,4 +1,4 @@
-//! redis' suite in Tcl, whose client, servers and replicas talk over TCP.
+//! redis' suite in Tcl, whose client, servers and replicas communicate over TCP.
 
 use std::path::Path;
 use std::process::Command;
@@ -11,7 +11,7 @@ use crate::case::{Cases, Job, Outcome, Place, Selection, Suite};
 use crate::sandbox::Ran;
 use crate::workshop::{Workshop, run};
 
-/// What the suite runs; the machine's own is of the same version.
+/// The programs that the suite runs. The installed ones have the version of the suite.
 const PROGRAMS: &[&str] = &[
     "redis-server",
     "redis-cli",
@@ -21,10 +21,10 @@ const PROGRAMS: &[&str] = &[
     "redis-sentinel",
 ];
 
-/// Files that are for CI.
+/// The files of tests for CI.
 const CI: &[&str] = &["unit/protocol", "unit/multi", "unit/type/hash", "unit/querybuf"];
 
-/// The suite.
+/// redis' test suite.
 pub struct Redis;
 
 impl Suite for Redis {
@@ -40,7 +40,7 @@ impl Suite for Redis {
         let version = kept(shop, "redis", dir, &[("tests", "tests")])?;
         std::fs::create_dir(dir.join("src"))?;
         for program in PROGRAMS {
-            // One program under many names; the sentinel's package, which would start at boot, adds only that.
+            // The server's program has several names. The sentinel's package would start at boot and adds only a name.
             let installed = if *program == "redis-sentinel" {
                 "redis-server"
             } else {
@@ -65,7 +65,7 @@ impl Suite for Redis {
     }
 
     fn job(&self, place: &Place, part: &str, selection: Selection<'_>, scratch: &Path) -> Result<Job> {
-        // It writes below itself.
+        // The suite writes below its own folder, so each job gets a copy.
         for dir in ["tests", "src"] {
             run(Command::new("cp").arg("-a").arg(place.dir.join(dir)).arg(scratch))?;
         }
@@ -82,7 +82,7 @@ impl Suite for Redis {
             job.command
                 .extend(names.iter().flat_map(|name| ["--only".to_owned(), name.clone()]));
         }
-        // A file of many cases with replicas takes ten minutes on a busy machine, and a case that fills buffers two.
+        // A file of many cases with replicas takes ten minutes on a busy machine. A case that fills buffers takes two.
         job.limit = Duration::from_secs(1800);
         job.silence = Duration::from_secs(300);
         Ok(job.dir(scratch.to_owned()))
@@ -92,23 +92,23 @@ impl Suite for Redis {
         true
     }
 
-    /// `[ok]: NAME (N ms)`, or `[err]: NAME in FILE`, in colours.
+    /// Reads lines such as `[ok]: NAME (N ms)` or `[err]: NAME in FILE`, in colours.
     fn cases(&self, _: &str, ran: &Ran, _: &Path) -> Cases {
         let mut cases = Cases::new();
         for (name, outcome) in ran.output.lines().filter_map(case) {
-            // Those that are called the same are one case, which passes if all do.
+            // Cases of the same name count as one, which passes if all pass.
             let all = cases.entry(name).or_insert(outcome);
             *all = (*all).max(outcome);
         }
         if cases.is_empty() && ran.output.contains("All tests passed") {
-            // Every case of the file is for other settings than ours.
+            // Every case of the file needs other settings than this run has.
             cases.insert("the whole file".to_owned(), Outcome::Skipped);
         }
         cases
     }
 }
 
-/// What a line tells of a case. Some have random numbers in their names, of replicas and keys.
+/// Returns the case and outcome in a line, or `None`. Some names contain random numbers, of replicas and keys.
 fn case(line: &str) -> Option<(String, Outcome)> {
     let line = without_colours(line);
     let (word, rest) = line.strip_prefix('[')?.split_once("]: ")?;
@@ -126,7 +126,7 @@ fn case(line: &str) -> Option<(String, Outcome)> {
     Some((name, outcome))
 }
 
-/// A line without the terminal's escapes.
+/// Returns a line without the terminal's escape sequences.
 fn without_colours(line: &str) -> String {
     let mut pieces = line.split("\u{1b}[");
     let first = pieces.next().unwrap_or_default().to_owned();

@@ -1,4 +1,4 @@
-//! The tests of Ruby's sockets and of what is built on them, by the suite's own runner and Debian's Ruby.
+//! The tests of Ruby's sockets and of the libraries on them, run by the suite's own runner on Debian's Ruby.
 
 use std::fs;
 use std::path::Path;
@@ -11,7 +11,7 @@ use crate::case::{Cases, Job, Outcome, Place, Selection, Suite};
 use crate::sandbox::Ran;
 use crate::workshop::Workshop;
 
-/// Folders whose files are parts.
+/// Folders of tests; each file in them is a part.
 const FOLDERS: &[&str] = &[
     "socket",
     "net/http",
@@ -23,7 +23,7 @@ const FOLDERS: &[&str] = &[
     "io/nonblock",
 ];
 
-/// The suite.
+/// Ruby's test suite.
 pub struct Ruby;
 
 impl Suite for Ruby {
@@ -81,8 +81,8 @@ impl Suite for Ruby {
         Ok(job)
     }
 
-    /// `[N/M] CLASS#test = SECONDS s` for each, and at the end, below `N) Failure:` and the like, those that did not
-    /// pass.
+    /// Reads a line `[N/M] CLASS#test = SECONDS s` for each case. At the end, below `N) Failure:` and the like, are the
+    /// cases that did not pass.
     fn cases(&self, _: &str, ran: &Ran, _: &Path) -> Cases {
         let mut cases = told(&ran.output, |line| {
             let (_, line) = line.strip_prefix('[')?.split_once("] ")?;
@@ -111,7 +111,7 @@ impl Suite for Ruby {
     }
 }
 
-/// A name as a regular expression.
+/// Returns a name as a regular expression.
 fn escaped(name: &str) -> String {
     let quoted = |c: char| match c.is_alphanumeric() || c == '_' {
         true => c.to_string(),

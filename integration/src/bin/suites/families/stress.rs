@@ -1,4 +1,4 @@
-//! stress-ng's stressors of sockets and of what waits for them, with its own verification.
+//! stress-ng's stressors of sockets and of ways to wait for them, with stress-ng's own verification.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use crate::case::{Cases, Job, Outcome, Place, Selection, Suite};
 use crate::sandbox::Ran;
 use crate::workshop::Workshop;
 
-/// What is run: a stressor, with options.
+/// The runs: a stressor with its options.
 const STRESSORS: &[&str] = &[
     "sock",
     "sock --sock-domain ipv6",
@@ -35,7 +35,7 @@ const STRESSORS: &[&str] = &[
     "close",
 ];
 
-/// The suite.
+/// stress-ng's stressors as a suite.
 pub struct Stress;
 
 impl Suite for Stress {

@@ -1,5 +1,5 @@
 //! The filter of system calls that a service manager gives a service by `SystemCallFilter=@system-service`, with
-//! `SystemCallErrorNumber=kill`: in force before the program begins, and whatever else the process calls ends it.
+//! `SystemCallErrorNumber=kill`. It is in force before the program begins. Any other system call ends the process.
 
 #[path = "../../tests/src/filters/system_service.rs"]
 mod system_service;
@@ -8,15 +8,15 @@ use std::io;
 
 use libc::{sock_filter, sock_fprog};
 
-/// What the kernel makes of a filter's word (linux/seccomp.h).
+/// The kernel's actions for a filter's result (linux/seccomp.h).
 const ALLOW: u32 = 0x7fff_0000;
 const KILL_PROCESS: u32 = 0x8000_0000;
 
-/// A program for the kernel.
+/// A filter, as a program for the kernel.
 #[derive(Debug)]
 pub struct Filter(Vec<Step>);
 
-/// `sock_filter`, which cannot be printed.
+/// A `sock_filter` with `Debug`.
 #[derive(Debug, Clone, Copy)]
 #[repr(transparent)]
 struct Step(#[allow(dead_code, reason = "the kernel reads it")] sock_filter);
@@ -26,9 +26,9 @@ const fn step(code: u16, jt: u8, jf: u8, k: u32) -> Step {
 }
 
 impl Filter {
-    /// See the module.
+    /// Returns the filter that allows the system calls of `@system-service` and kills the process for any other.
     pub fn system_service() -> Self {
-        // The number of the call; then a comparison and an answer for each.
+        // The program loads the number of the call. Then each number has a comparison and an answer.
         let mut steps = vec![step(0x20, 0, 0, 0)];
         for number in system_service::SYSTEM_SERVICE {
             steps.push(step(0x15, 0, 1, *number as u32));
@@ -38,16 +38,17 @@ impl Filter {
         Self(steps)
     }
 
-    /// Loads it for the calling thread and all that it becomes and starts. Async-signal-safe.
+    /// Loads the filter for the calling thread. The filter stays in force across exec and in children.
+    /// Async-signal-safe.
     ///
     /// # Errors
-    /// Those of prctl(2).
+    /// If prctl(2) fails.
     pub fn load(&self) -> io::Result<()> {
         let program = sock_fprog {
             len: self.0.len() as u16,
             filter: self.0.as_ptr().cast_mut().cast(),
         };
-        // SAFETY: the kernel reads the program, which is as long as it says, and writes nothing.
+        // SAFETY: the kernel reads `len` steps of the program, which exist, and writes nothing.
         let failed = unsafe {
             libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0
                 || libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) != 0

@@ -1,5 +1,5 @@
-//! One experiment: a temporary directory, a deadline, and which of the two sides has the library
-//! in front of it. Starts programs accordingly and checks afterwards what their counters say.
+//! An experiment: a temporary directory, a deadline, and the sides that have the library preloaded. The lab starts
+//! programs accordingly, and afterwards checks their counters.
 
 use std::cell::Cell;
 use std::io::Write;
@@ -14,7 +14,7 @@ use crate::ports;
 use crate::proc::{Cmd, Proc, wait_until};
 use crate::stat::{Stat, Totals};
 
-/// Which side runs with the library in front.
+/// The sides that have the library preloaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
     Kernel,
@@ -24,10 +24,10 @@ pub enum Mode {
 }
 
 impl Mode {
-    /// All of them, the baseline first.
+    /// All modes, the baseline first.
     pub const ALL: [Self; 4] = [Self::Kernel, Self::Both, Self::ServerOnly, Self::ClientOnly];
 
-    /// The name in test names and tables.
+    /// Returns the name in test names and tables.
     pub fn name(self) -> &'static str {
         match self {
             Self::Kernel => "kernel",
@@ -46,7 +46,7 @@ impl Mode {
     }
 }
 
-/// The part that a program plays. An outsider is a tool of the experiment, never preloaded.
+/// The part that a program plays. An outsider is a tool of the experiment and never has the library.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
     Server,
@@ -54,7 +54,7 @@ pub enum Role {
     Outsider,
 }
 
-/// The library and the command as built.
+/// The built library and the built command.
 #[derive(Debug, Clone)]
 pub struct Build {
     pub library: PathBuf,
@@ -62,10 +62,10 @@ pub struct Build {
 }
 
 impl Build {
-    /// Looks for the release build in the target directory that the running program is in.
+    /// Finds the release build in the target directory of the running program.
     ///
     /// # Errors
-    /// When it is not built; the text names the remedy.
+    /// If the library or the command is not built; the text names the remedy.
     pub fn locate() -> Result<Self> {
         let here = std::env::current_exe()?;
         let release = here
@@ -84,11 +84,11 @@ impl Build {
         })
     }
 
-    /// The same with the library, and its plugin if there is one, copied to `dir`: a server that runs as another user
-    /// cannot load it from a home directory, and would run on without it.
+    /// Returns the build with the library, and its plugin if there is one, copied to `dir`. A server that runs as
+    /// another user cannot load the library from a home directory, and would run on without it.
     ///
     /// # Errors
-    /// Those of the copy.
+    /// If a file cannot be copied.
     pub fn copy_for_all(self, dir: &Path) -> Result<Self> {
         std::fs::set_permissions(dir, PermissionsExt::from_mode(0o755))?;
         for name in ["librdmasock.so", "librdmasock_verbs.so"] {
@@ -104,7 +104,7 @@ impl Build {
     }
 }
 
-/// One experiment; its files go with it.
+/// An experiment. Its files are removed when it is dropped.
 #[derive(Debug)]
 pub struct Lab {
     dir: TempDir,
@@ -116,13 +116,14 @@ pub struct Lab {
 }
 
 impl Lab {
-    /// `build` is needed in every mode but [`Mode::Kernel`].
+    /// Makes an experiment that may take `time`. `build` is needed in every mode but [`Mode::Kernel`]; on `None` the
+    /// library is located.
     ///
     /// # Errors
-    /// When the temporary directory cannot be made, or the library is not built.
+    /// If the temporary directory cannot be made, or the library is not built.
     pub fn new(mode: Mode, build: Option<Build>, time: Duration) -> Result<Self> {
         let dir = tempfile::Builder::new().prefix("rdmasock-").tempdir()?;
-        // Workers that drop their privileges read their files here.
+        // Workers that drop their privileges read files in this directory.
         std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o755))?;
         let build = match mode {
             Mode::Kernel => build,
@@ -139,37 +140,38 @@ impl Lab {
         })
     }
 
-    /// Which side has the library.
+    /// Returns the sides that have the library.
     pub fn mode(&self) -> Mode {
         self.mode
     }
 
-    /// When every wait gives up.
+    /// Returns the time at which every wait gives up.
     pub fn deadline(&self) -> Instant {
         self.deadline
     }
 
-    /// A path in the temporary directory.
+    /// Returns a path in the temporary directory.
     pub fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
 
-    /// Sets a variable for every preloaded program started from now on.
+    /// Sets a variable for every preloaded program that is started from now on.
     pub fn set(&mut self, key: &str, value: impl Into<String>) {
         self.vars.push((key.to_owned(), value.into()));
     }
 
-    /// Has the library log warnings into the temporary directory.
+    /// Makes the library log warnings into the temporary directory.
     pub fn log_warnings(&mut self) {
         let file = self.path("rdmasock.%p.log").display().to_string();
         self.set("RDMASOCK_LOG", "warn");
         self.set("RDMASOCK_LOG_FILE", file);
     }
 
-    /// A command whose output goes to a numbered log here, preloaded if its role says so.
+    /// Returns a command whose output goes to a numbered log in the temporary directory. The library is preloaded if
+    /// the mode has it for this role.
     ///
     /// # Errors
-    /// When the program is not installed.
+    /// If the program is not installed.
     pub fn cmd(&self, role: Role, program: &str) -> Result<Cmd> {
         let number = self.commands.replace(self.commands.get() + 1);
         let name = program.rsplit('/').next().unwrap_or(program);
@@ -186,7 +188,7 @@ impl Lab {
     /// Starts a server and waits until it listens on `port`.
     ///
     /// # Errors
-    /// When it ends, or does not listen in time.
+    /// If the server ends, or does not listen in time.
     pub fn serve(&self, cmd: Cmd, port: u16) -> Result<Proc> {
         let mut proc = cmd.spawn()?;
         wait_until("a server to listen", self.deadline(), || {
@@ -196,22 +198,22 @@ impl Lab {
         Ok(proc)
     }
 
-    /// Runs a client to its successful end and returns its standard output. While it runs with
-    /// the library against a server without, its counters must not show a byte on a link.
+    /// Runs a client to its successful end and returns its standard output. If only the client has the library, its
+    /// counters must not show a byte on a link while it runs.
     ///
     /// # Errors
-    /// When it fails or is not done in time.
+    /// If the client fails or is not done in time.
     pub fn run(&self, cmd: Cmd) -> Result<Vec<u8>> {
         self.finish(cmd.spawn()?)
     }
 
-    /// As [`Lab::run`], for a client that runs already.
+    /// Does the same as [`Lab::run`] for a client that runs already.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Lab::run`].
     pub fn finish(&self, client: Proc) -> Result<Vec<u8>> {
         let group = client.pid();
-        // Less and less often, as a look takes time from what may be a measurement.
+        // The checks become rarer, since each takes time from a possible measurement.
         let mut pause = Duration::from_millis(150);
         let mut look = Instant::now() + pause;
         client.success(self.deadline, || {
@@ -224,28 +226,28 @@ impl Lab {
         })
     }
 
-    /// As [`Lab::run`], with the output as text.
+    /// Does the same as [`Lab::run`] and returns the output as text.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Lab::run`], or if the output is not UTF-8.
     pub fn text(&self, cmd: Cmd) -> Result<String> {
         Ok(String::from_utf8(self.run(cmd)?)?)
     }
 
-    /// What the counters of a running program say (zero without the library).
+    /// Returns the counters of a running program; all are zero without a build.
     ///
     /// # Errors
-    /// When `rdmasock stat` fails.
+    /// If `rdmasock stat` fails.
     pub fn totals(&self, group: u32) -> Result<Totals> {
         self.build
             .as_ref()
             .map_or(Ok(Totals::default()), |build| build.stat.totals(group))
     }
 
-    /// Why streams of a running program are on TCP (nothing without the library).
+    /// Returns the reasons why streams of a running program are on TCP; empty without a build.
     ///
     /// # Errors
-    /// When `rdmasock stat` fails.
+    /// If `rdmasock stat` fails.
     pub fn reasons(&self, group: u32) -> Result<String> {
         let Some(build) = &self.build else {
             return Ok(String::new());
@@ -255,14 +257,12 @@ impl Lab {
         Ok(reasons.join("; "))
     }
 
-    /// Checks the counters of a server, while it runs: with both sides preloaded its streams
-    /// were promoted and bytes went over a link; with one side only, none did. A promotion takes
-    /// its time, however long that is on a busy machine: as long as there are no bytes on a link,
-    /// `more` makes traffic.
+    /// Checks the counters of a server while it runs. With both sides preloaded, streams were promoted and bytes went
+    /// over a link. With the server alone preloaded, no byte went over a link. A promotion takes its time on a busy
+    /// machine, so `more` makes traffic until bytes are on a link.
     ///
     /// # Errors
-    /// When the counters say otherwise; the text has them, and the reasons that streams give.
-    /// Those of `more`.
+    /// If the counters differ from that; the text has them, with the reasons of the streams. Also if `more` fails.
     pub fn check_paths(&self, server: &Proc, mut more: impl FnMut() -> Result<()>) -> Result<()> {
         match self.mode {
             Mode::Kernel | Mode::ClientOnly => Ok(()),
@@ -285,10 +285,11 @@ impl Lab {
         }
     }
 
-    /// Checks that the library is active in a server that is to have it: what cannot load it runs on without.
+    /// Checks that the library is active in a server that should have it. A program that cannot load it would run on
+    /// without it.
     ///
     /// # Errors
-    /// When it is not.
+    /// If the library is not active.
     pub fn check_loaded(&self, server: &Proc) -> Result<()> {
         if !self.mode.preloads(Role::Server) {
             return Ok(());
@@ -302,7 +303,7 @@ impl Lab {
         Ok(())
     }
 
-    /// A sentence on a server that was expected to be promoted.
+    /// Returns a sentence on a server that was expected to be promoted.
     pub fn not_promoted(&self, server: &Proc) -> String {
         let instances = self
             .build
@@ -320,10 +321,10 @@ impl Lab {
         format!("{} was not promoted: {said}", server.name())
     }
 
-    /// A new file of `size` bytes that look random (xorshift64*, the same for the same seed).
+    /// Makes a file of `size` bytes that look random (xorshift64*, the same for the same seed).
     ///
     /// # Errors
-    /// Those of writing it.
+    /// If the file cannot be written.
     pub fn random_file(&self, name: &str, size: usize, seed: u64) -> Result<PathBuf> {
         let path = self.path(name);
         let mut out = std::io::BufWriter::new(std::fs::File::create(&path)?);
@@ -342,10 +343,10 @@ impl Lab {
         Ok(path)
     }
 
-    /// The sha256 of a file, from coreutils.
+    /// Returns the sha256 of a file, from coreutils.
     ///
     /// # Errors
-    /// When it cannot be read.
+    /// If the file cannot be read.
     pub fn sha256(&self, path: &Path) -> Result<String> {
         let line = self.text(self.cmd(Role::Outsider, "sha256sum")?.args([path]))?;
         Ok(line.split_whitespace().next().unwrap_or_default().to_owned())
@@ -354,7 +355,7 @@ impl Lab {
     /// Copies the logs out of the temporary directory.
     ///
     /// # Errors
-    /// Those of the copy.
+    /// If a log cannot be copied.
     pub fn keep_logs(&self, to: &Path) -> Result<()> {
         std::fs::create_dir_all(to)?;
         for entry in std::fs::read_dir(self.dir.path())?.flatten() {

@@ -13,7 +13,7 @@ pub mod signals;
 pub mod stat;
 pub mod table;
 
-/// What `main` returns: an error goes to standard error in one line, without a backtrace.
+/// Returns the exit status of `main`. An error goes to standard error in one line, without a backtrace.
 pub fn exit(result: anyhow::Result<()>) -> std::process::ExitCode {
     match result {
         Ok(()) => std::process::ExitCode::SUCCESS,
@@ -24,7 +24,8 @@ pub fn exit(result: anyhow::Result<()>) -> std::process::ExitCode {
     }
 }
 
-/// The middle value of `samples` (the mean of the two middle ones for an even count), 0 if empty.
+/// Returns the middle value of `samples`, or the mean of the two middle ones for an even count. Returns 0 if `samples`
+/// is empty.
 pub fn median(samples: &[f64]) -> f64 {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f64::total_cmp);

@@ -1,5 +1,5 @@
-//! Programs that put load on a server of [`crate::servers`] and print how much it bore: their arguments, and the figure
-//! in what they print. Each has the part of the client.
+//! Programs that load a server of [`crate::servers`] and print how much it served. For each of them this file has the
+//! arguments, and reads the figure in the output. Each program has the role of the client.
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -10,10 +10,10 @@ use crate::lab::{Lab, Role};
 use crate::servers::{Service, databases, redis_unix};
 use crate::table::Subject;
 
-/// redis-benchmark with 50 connections; `options` are appended. Requests per second of `test`.
+/// Runs redis-benchmark with 50 connections; `options` are appended. Returns the requests per second of `test`.
 ///
 /// # Errors
-/// When it fails, or prints no figure; so for all below.
+/// If the program fails or prints no figure. The same holds for all functions below.
 pub fn redis_benchmark(
     lab: &Lab,
     server: &Service,
@@ -38,10 +38,10 @@ pub fn redis_benchmark(
         .with_context(|| format!("no figure in what redis-benchmark printed: {text}"))
 }
 
-/// wrk with 50 connections that fetch `path`, and a header. Requests per second.
+/// Runs wrk with 50 connections that fetch `path`, with an optional header. Returns requests per second.
 ///
 /// # Errors
-/// See above.
+/// As [`redis_benchmark`].
 pub fn wrk(lab: &Lab, server: &Service, path: &str, seconds: u32, header: Option<&str>) -> Result<f64> {
     let mut cmd = lab
         .cmd(Role::Client, "wrk")?
@@ -58,10 +58,10 @@ pub fn wrk(lab: &Lab, server: &Service, path: &str, seconds: u32, header: Option
         .with_context(|| format!("no figure in what wrk printed: {text}"))
 }
 
-/// iperf3 with one stream. Bytes per second.
+/// Runs iperf3 with one stream. Returns bytes per second.
 ///
 /// # Errors
-/// See above.
+/// As [`redis_benchmark`].
 pub fn iperf3(lab: &Lab, server: &Service, seconds: u32) -> Result<f64> {
     let cmd = lab.cmd(Role::Client, "iperf3")?;
     let port = server.port.to_string();
@@ -75,11 +75,11 @@ pub fn iperf3(lab: &Lab, server: &Service, seconds: u32) -> Result<f64> {
         .with_context(|| format!("no figure in what iperf3 printed: {json}"))
 }
 
-/// pgbench's reads by primary key on [`databases::Postgres`], with `options`. Transactions per second, the time for the
-/// connections included where each transaction has one of its own, as pgbench prints it.
+/// Runs pgbench's reads by primary key on [`databases::Postgres`], with `options`. Returns transactions per second as
+/// pgbench prints them. If each transaction has its own connection, they include the time to connect.
 ///
 /// # Errors
-/// See above.
+/// As [`redis_benchmark`].
 pub fn pgbench(lab: &Lab, server: &Service, seconds: u32, options: &[&str]) -> Result<f64> {
     let program = databases::postgres_program("pgbench")?;
     let cmd = lab
@@ -97,10 +97,10 @@ pub fn pgbench(lab: &Lab, server: &Service, seconds: u32, options: &[&str]) -> R
     after(&text, "tps =").with_context(|| format!("no figure in what pgbench printed: {text}"))
 }
 
-/// One of sysbench's tests on [`databases::MariaDb`]. Transactions per second.
+/// Runs one of sysbench's tests on [`databases::MariaDb`]. Returns transactions per second.
 ///
 /// # Errors
-/// See above.
+/// As [`redis_benchmark`].
 pub fn sysbench(lab: &Lab, server: &Service, test: &str, threads: u32, seconds: u32) -> Result<f64> {
     let cmd = databases::sysbench(lab, Role::Client, server.port, test)?
         .args([format!("--threads={threads}"), format!("--time={seconds}")])
@@ -114,11 +114,11 @@ pub fn sysbench(lab: &Lab, server: &Service, test: &str, threads: u32, seconds: 
         .with_context(|| format!("no figure in what sysbench printed: {text}"))
 }
 
-/// rsync of a file of `bytes` from [`rsync`](crate::servers::relays::rsync), as often as it takes for `seconds`. Bytes
+/// Fetches a file of `bytes` from [`rsync`](crate::servers::relays::rsync) again and again for `seconds`. Returns bytes
 /// per second.
 ///
 /// # Errors
-/// See above.
+/// As [`redis_benchmark`].
 pub fn rsync(lab: &Lab, server: &Service, file: &str, bytes: u64, seconds: u32) -> Result<f64> {
     let begin = Instant::now();
     let mut moved = 0;
@@ -137,7 +137,7 @@ pub fn rsync(lab: &Lab, server: &Service, file: &str, bytes: u64, seconds: u32) 
     Ok(moved as f64 / begin.elapsed().as_secs_f64())
 }
 
-/// The number after `label` in the line that begins with it.
+/// Returns the number after `label` in the line that begins with it, or `None`.
 fn after(text: &str, label: &str) -> Option<f64> {
     let rest = text.lines().find_map(|line| line.trim().strip_prefix(label))?;
     rest.split_whitespace().next()?.parse().ok()

@@ -1,19 +1,20 @@
-//! Free TCP ports for private servers, and whether a server listens on its port yet.
-//! Neither ever connects to a server: a probe would count as a client (iperf3 serves only one).
+//! Finds free TCP ports for private servers, and checks whether a server listens on its port. No function connects to a
+//! server: a probe would count as a client (iperf3 serves only one).
 
 use std::net::{Ipv4Addr, TcpListener};
 use std::sync::atomic::{AtomicU16, Ordering};
 
-/// Below Linux's default ephemeral range (32768 and up), so that no client's source port takes it.
+/// The first port. The range is below Linux's default ephemeral range (32768 and up), so that no client's source port
+/// takes it.
 const FIRST: u16 = 12_000;
 const COUNT: u16 = 20_000;
 
 static NEXT: AtomicU16 = AtomicU16::new(0);
 
-/// A port of 127.0.0.1 that was free a moment ago and that this process has not handed out before.
+/// Returns a port of 127.0.0.1 that was free a moment ago and that this process has not handed out before.
 ///
 /// # Errors
-/// The last bind error when a whole round finds none free.
+/// The last bind error, if none of the `COUNT` ports is free.
 pub fn free_port() -> std::io::Result<u16> {
     let start = (std::process::id().wrapping_mul(97) % u32::from(COUNT)) as u16;
     let mut last = std::io::Error::from(std::io::ErrorKind::AddrInUse);
@@ -28,7 +29,7 @@ pub fn free_port() -> std::io::Result<u16> {
     Err(last)
 }
 
-/// Whether a socket of this network namespace listens on TCP `port` (proc_net_tcp(5)).
+/// Returns whether a socket of this network namespace listens on TCP `port` (proc_net_tcp(5)).
 pub fn is_listening(port: u16) -> bool {
     ["/proc/net/tcp", "/proc/net/tcp6"]
         .iter()
@@ -36,7 +37,8 @@ pub fn is_listening(port: u16) -> bool {
         .any(|table| table.lines().skip(1).any(|line| listens(line, port)))
 }
 
-/// One row: `sl local_address rem_address st …`, with addresses in hexadecimal; state 0A is LISTEN.
+/// Returns whether a row listens on `port`. A row is `sl local_address rem_address st …`, with addresses in
+/// hexadecimal; state 0A is LISTEN.
 fn listens(line: &str, port: u16) -> bool {
     let mut fields = line.split_ascii_whitespace().skip(1);
     let local = fields.next().and_then(|address| address.rsplit_once(':'));

@@ -1,5 +1,5 @@
-//! Child processes that never outlive their owner: each runs in a process group of its own, with
-//! its output in a file, and dropping it ends and reaps the whole group.
+//! Child processes that never outlive their owner. Each runs in a process group of its own, with its output in a file.
+//! Dropping the owner ends and reaps the whole group.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -15,9 +15,9 @@ use nix::unistd::{Gid, Pid, Uid};
 use crate::filter::Filter;
 use crate::signals;
 
-/// How often a wait looks again.
+/// The interval between checks of a wait.
 const TICK: Duration = Duration::from_millis(5);
-/// How long a program has to end by itself after SIGTERM.
+/// The time that a program has to end by itself after SIGTERM.
 const GRACE: Duration = Duration::from_secs(20);
 
 /// A command and the file that its output goes to.
@@ -30,11 +30,10 @@ pub struct Cmd {
 }
 
 impl Cmd {
-    /// `program` is looked up with [`find`]; standard output and error go to `log` (which is
+    /// Makes a command of `program`, which is searched with [`find`]. Standard output and error go to `log` (which is
     /// replaced) and `log` + ".err".
     ///
-    /// # Errors
-    /// When the program is not installed; the text names the remedy.
+    /// If the program is not installed; the text names the remedy.
     pub fn new(program: &str, log: PathBuf) -> Result<Self> {
         let path = find(program)?;
         Ok(Self {
@@ -59,30 +58,30 @@ impl Cmd {
         self
     }
 
-    /// Reads standard input from a file.
+    /// Connects standard input to a file.
     ///
     /// # Errors
-    /// Those of opening it.
+    /// If the file cannot be opened.
     pub fn stdin_file(mut self, path: &Path) -> Result<Self> {
         self.stdin = File::open(path).with_context(|| path.display().to_string())?.into();
         Ok(self)
     }
 
-    /// Connects standard input to a pipe; see [`Proc::stdin`].
+    /// Connects standard input to a pipe, whose write end is [`Proc::stdin`].
     #[must_use]
     pub fn stdin_pipe(mut self) -> Self {
         self.stdin = Stdio::piped();
         self
     }
 
-    /// Runs it as another user, which takes root.
+    /// Sets the user and group that the program runs as; only root may do so.
     #[must_use]
     pub fn owner(mut self, user: Uid, group: Gid) -> Self {
         self.command.uid(user.as_raw()).gid(group.as_raw());
         self
     }
 
-    /// Restricts its system calls from its beginning.
+    /// Restricts the program's system calls by `filter` from its beginning.
     #[must_use]
     pub fn confined(mut self, filter: Filter) -> Self {
         // SAFETY: loading is async-signal-safe, and the filter was made before the fork.
@@ -92,10 +91,10 @@ impl Cmd {
         self
     }
 
-    /// Starts it.
+    /// Starts the program.
     ///
     /// # Errors
-    /// When the log cannot be written or the program cannot be executed.
+    /// If the log cannot be written or the program cannot be executed.
     pub fn spawn(mut self) -> Result<Proc> {
         let create = |path: &Path| OpenOptions::new().create(true).write(true).truncate(true).open(path);
         let err_log = self.log.with_extension("err");
@@ -104,8 +103,7 @@ impl Cmd {
             .stdout(create(&self.log)?)
             .stderr(create(&err_log)?)
             .process_group(0);
-        // SAFETY: prctl is async-signal-safe and touches no memory of ours; it runs between fork
-        // and exec.
+        // SAFETY: prctl is async-signal-safe and touches no memory of this process; it runs between fork and exec.
         unsafe {
             self.command.pre_exec(|| {
                 libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
@@ -121,7 +119,7 @@ impl Cmd {
     }
 }
 
-/// A running child; ended and reaped with its process group on drop.
+/// A running child. On drop it is ended and reaped with its process group.
 #[derive(Debug)]
 pub struct Proc {
     child: Child,
@@ -130,48 +128,49 @@ pub struct Proc {
 }
 
 impl Proc {
-    /// Its process id, which is also its process group.
+    /// Returns the process id, which is also the id of the process group.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// The program's name, for messages.
+    /// Returns the program's name, for messages.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The write end of its standard input, once, after [`Cmd::stdin_pipe`].
+    /// Returns the write end of the child's standard input. Returns `None` the second time, or without
+    /// [`Cmd::stdin_pipe`].
     pub fn stdin(&mut self) -> Option<std::process::ChildStdin> {
         self.child.stdin.take()
     }
 
-    /// What it has written to standard output so far.
+    /// Returns the bytes that the child has written to standard output so far.
     pub fn stdout(&self) -> Vec<u8> {
         std::fs::read(&self.log).unwrap_or_default()
     }
 
-    /// What it has written to standard output so far, as text.
+    /// Returns the text that the child has written to standard output so far.
     pub fn text(&self) -> String {
         String::from_utf8_lossy(&self.stdout()).into_owned()
     }
 
-    /// Sends it a signal (not its group).
+    /// Sends a signal to the child, not to its group.
     ///
     /// # Errors
-    /// Those of kill(2).
+    /// If kill(2) fails.
     pub fn signal(&self, signal: Signal) -> nix::Result<()> {
         kill(self.nix_pid(), signal)
     }
 
-    /// Whether it is still running.
+    /// Returns whether the child is still running, and reaps it if it has ended.
     pub fn is_running(&mut self) -> bool {
         matches!(self.child.try_wait(), Ok(None))
     }
 
-    /// Waits until it ends, calling `watch` again and again.
+    /// Waits until the child ends, and calls `watch` again and again.
     ///
     /// # Errors
-    /// At `deadline`, on an interrupt, or what `watch` returns; the program is then still running.
+    /// At `deadline`, on an interrupt, or if `watch` fails. The program is then still running.
     pub fn wait(&mut self, deadline: Instant, mut watch: impl FnMut() -> Result<()>) -> Result<ExitStatus> {
         loop {
             if let Some(status) = self.child.try_wait()? {
@@ -185,7 +184,7 @@ impl Proc {
     /// Waits for a successful end and returns standard output.
     ///
     /// # Errors
-    /// As [`Proc::wait`], or a failed exit with the end of its output.
+    /// As [`Proc::wait`], or if the program exits with a failure; the error has the end of its output.
     pub fn success(mut self, deadline: Instant, watch: impl FnMut() -> Result<()>) -> Result<Vec<u8>> {
         let status = self.wait(deadline, watch)?;
         if !status.success() {
@@ -194,10 +193,10 @@ impl Proc {
         Ok(self.stdout())
     }
 
-    /// Fails with the end of its output if it has ended.
+    /// Checks that the child is still running.
     ///
     /// # Errors
-    /// See above.
+    /// If the child has ended; the error has the end of its output.
     pub fn check_running(&mut self) -> Result<()> {
         match self.child.try_wait()? {
             None => Ok(()),
@@ -219,7 +218,7 @@ impl Proc {
         Pid::from_raw(self.child.id().cast_signed())
     }
 
-    /// Whether it has ended, leaving it unreaped, so that its process group's number stays taken.
+    /// Returns whether the child has ended. Leaves it unreaped, so that the id of its process group stays taken.
     fn has_ended(&self) -> bool {
         let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
         !matches!(waitid(Id::Pid(self.nix_pid()), flags), Ok(WaitStatus::StillAlive))
@@ -228,7 +227,7 @@ impl Proc {
 
 impl Drop for Proc {
     fn drop(&mut self) {
-        // Once reaped its number may belong to someone else: signal the group only before that.
+        // After the reaping, another process group may get this id. So the group gets signals only before.
         if matches!(self.child.try_wait(), Ok(None)) {
             let _ = kill(self.nix_pid(), Signal::SIGTERM);
             let deadline = Instant::now() + GRACE;
@@ -241,10 +240,10 @@ impl Drop for Proc {
     }
 }
 
-/// Sleeps a moment.
+/// Sleeps for `TICK`.
 ///
 /// # Errors
-/// After `deadline`, or when the user has interrupted the run.
+/// If `deadline` has passed, or if the user has interrupted the run.
 pub fn pause(deadline: Instant) -> Result<()> {
     if signals::is_interrupted() {
         bail!("interrupted");
@@ -259,7 +258,7 @@ pub fn pause(deadline: Instant) -> Result<()> {
 /// Waits until `done` is true.
 ///
 /// # Errors
-/// As [`pause`], with `what` for context, or what `done` returns.
+/// If [`pause`] fails, with `what` for context, or if `done` fails.
 pub fn wait_until(what: &str, deadline: Instant, mut done: impl FnMut() -> Result<bool>) -> Result<()> {
     while !done()? {
         pause(deadline).with_context(|| format!("waiting for {what}"))?;
@@ -267,11 +266,10 @@ pub fn wait_until(what: &str, deadline: Instant, mut done: impl FnMut() -> Resul
     Ok(())
 }
 
-/// The path of an installed program. The distribution's directories come before `PATH`, so that a
-/// version manager's shell wrapper is not what gets measured.
+/// Returns the path of an installed program. The distribution's directories come before `PATH`, so that no shell
+/// wrapper of a version manager is measured.
 ///
-/// # Errors
-/// When there is none; the text names the remedy.
+/// If the program is not installed; the text names the remedy.
 pub fn find(program: &str) -> Result<PathBuf> {
     if program.contains('/') {
         return Ok(program.into());
@@ -288,7 +286,7 @@ pub fn find(program: &str) -> Result<PathBuf> {
         })
 }
 
-/// The last `limit` bytes of some output, trimmed, for messages.
+/// Returns the last `limit` bytes of some output, trimmed, for messages.
 pub fn tail(output: &[u8], limit: usize) -> String {
     let start = output.len().saturating_sub(limit);
     String::from_utf8_lossy(output.get(start..).unwrap_or_default())

@@ -1,5 +1,5 @@
-//! Measurements on whole programs: a server, what is measured on it, and rounds that alternate between kernel TCP and
-//! the library. What `demo` and `bench never-slower` have in common; which programs and which goals is their business.
+//! Measurements of whole programs, for `demo` and `bench never-slower`: a server, the measurements on it, and rounds
+//! that alternate between kernel TCP and the library. `demo` and `bench` choose the programs and the goals.
 
 use std::time::Duration;
 
@@ -12,58 +12,59 @@ use crate::signals;
 use crate::stat::Totals;
 use crate::table::{Row, Subject};
 
-/// How long one round of one program may take, with a machine that is busy otherwise.
+/// The longest time of one round of one program, with room for other load on the machine.
 const TIME: Duration = Duration::from_secs(300);
 
-/// What the server's counters have to do with a row, where both ends have the library.
+/// The use of the server's counters for a row, in rounds with the library on both sides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Paths {
-    /// Bytes must have gone over a link.
+    /// The counters must show bytes on a link.
     Link,
-    /// The row shows which way they went.
+    /// The row shows the bytes on a link and on TCP.
     Any,
-    /// They say nothing: each connection has a process of its own, whose counters end with it.
+    /// The counters are not used: each connection has a process of its own, and the counters end with the process.
     Unseen,
 }
 
 /// Takes a sample from a running server.
 pub type Sample = dyn Fn(&Lab, &Service, Subject) -> Result<f64>;
 
-/// Starts the servers of a round: the one that clients connect to, then those behind it.
+/// Starts the servers of a round: first the one that clients connect to, then the ones behind it.
 pub type Start = dyn Fn(&Lab) -> Result<Vec<Service>>;
 
-/// One measurement.
+/// A row of the table, with the function that takes its samples.
 pub struct Measure {
     pub row: Row,
     pub paths: Paths,
     pub sample: Box<Sample>,
 }
 
-/// A server and what is measured on it.
+/// A server, with the measurements on it.
 pub struct Program {
     pub name: &'static str,
-    /// Who has the library in the rounds with it.
+    /// The sides that have the library, in rounds with the library.
     pub mode: Mode,
     pub start: Box<Start>,
     pub measures: Vec<Measure>,
-    /// Whether [`Subject::Unix`] is measured too.
+    /// True if [`Subject::Unix`] is measured too.
     pub has_unix: bool,
 }
 
-/// How all programs of a run are measured.
+/// The rounds that all programs of a run are measured in.
 #[derive(Debug)]
 pub struct Rounds {
     pub build: Option<Build>,
     pub number: u32,
-    /// Kernel TCP in every round: checks the measurements themselves.
+    /// Run every round on kernel TCP: checks the measurements themselves.
     pub kernel: bool,
 }
 
 impl Rounds {
-    /// Measures all `programs`, one after the other; returns what failed. A failure ends its round of its program only.
+    /// Measures all `programs`, one after the other, and returns the failures. A failure ends only the round of that
+    /// program.
     ///
     /// # Errors
-    /// When the user has interrupted the run.
+    /// If the user has interrupted the run.
     pub fn run(&self, programs: &mut [Program]) -> Result<Vec<String>> {
         let mut failures = Vec::new();
         for program in programs {
@@ -88,7 +89,7 @@ impl Rounds {
         Ok(failures)
     }
 
-    /// One round of all of a program's measurements on one fresh server.
+    /// Takes a sample of each of a program's measurements, on one fresh server.
     fn round(&self, program: &mut Program, subject: Subject, mode: Mode) -> Result<()> {
         let lab = Lab::new(mode, self.build.clone(), TIME)?;
         let mut servers = (program.start)(&lab)?;

@@ -1,5 +1,5 @@
-//! The servers under test, each on a private port, with its files in the experiment's directory
-//! and without the distribution's configuration. A family that needs more than a few lines has a file of its own.
+//! Starts the servers under test, each on a private port. Their files are in the experiment's directory, and they
+//! ignore the distribution's configuration. A family of servers that needs more than a few lines has a file of its own.
 
 pub mod databases;
 pub mod relays;
@@ -20,21 +20,21 @@ pub struct Service {
 }
 
 impl Service {
-    /// `127.0.0.1:<port>`.
+    /// Returns `127.0.0.1:<port>`.
     pub fn address(&self) -> String {
         format!("127.0.0.1:{}", self.port)
     }
 
-    /// `http://127.0.0.1:<port>/<path>`.
+    /// Returns `http://127.0.0.1:<port>/<path>`.
     pub fn url(&self, path: &str) -> String {
         format!("http://{}/{path}", self.address())
     }
 }
 
-/// redis-server in memory only; `options` are appended. Its Unix socket is [`redis_unix`].
+/// Starts redis-server in memory only; `options` are appended. Its Unix socket is [`redis_unix`].
 ///
 /// # Errors
-/// When it does not come up; so for all below.
+/// If the server does not start to listen in time. The same holds for all servers below.
 pub fn redis(lab: &Lab, role: Role, options: &[&str]) -> Result<Service> {
     let (cmd, port) = redis_cmd(lab, role, options)?;
     Ok(Service {
@@ -43,10 +43,10 @@ pub fn redis(lab: &Lab, role: Role, options: &[&str]) -> Result<Service> {
     })
 }
 
-/// What starts [`redis`], and its port.
+/// Returns the command that starts [`redis`], and its port.
 ///
 /// # Errors
-/// When it is not installed.
+/// If redis is not installed.
 pub fn redis_cmd(lab: &Lab, role: Role, options: &[&str]) -> Result<(Cmd, u16)> {
     let port = free_port()?;
     let dir = lab.path(&format!("redis-{port}"));
@@ -75,12 +75,12 @@ pub fn redis_cmd(lab: &Lab, role: Role, options: &[&str]) -> Result<(Cmd, u16)> 
     Ok((cmd, port))
 }
 
-/// The Unix socket of the redis server on `port`.
+/// Returns the path of the Unix socket of the redis server on `port`.
 pub fn redis_unix(lab: &Lab, port: u16) -> PathBuf {
     lab.path(&format!("redis-{port}")).join("unix")
 }
 
-/// nginx with two workers that serve `lab.path("www")`, or pass everything on to `upstream`.
+/// Starts nginx with two workers that serve `lab.path("www")`, or pass all requests on to `upstream`.
 ///
 /// # Errors
 /// As [`redis`].
@@ -92,10 +92,10 @@ pub fn nginx(lab: &Lab, role: Role, upstream: Option<u16>) -> Result<Service> {
     })
 }
 
-/// What starts [`nginx`], and its port.
+/// Returns the command that starts [`nginx`], and its port.
 ///
 /// # Errors
-/// When it is not installed.
+/// If nginx is not installed.
 pub fn nginx_cmd(lab: &Lab, role: Role, upstream: Option<u16>) -> Result<(Cmd, u16)> {
     let port = free_port()?;
     let conf = nginx_conf(lab, port, upstream)?;
@@ -103,13 +103,13 @@ pub fn nginx_cmd(lab: &Lab, role: Role, upstream: Option<u16>) -> Result<(Cmd, u
     Ok((cmd, port))
 }
 
-/// The arguments that select a configuration; more may follow (`-s reload`).
+/// Returns the arguments that select a configuration; more may follow (`-s reload`).
 pub fn nginx_args(conf: &Path) -> [&std::ffi::OsStr; 4] {
     let dir = conf.parent().unwrap_or(conf);
     ["-c".as_ref(), conf.as_os_str(), "-p".as_ref(), dir.as_os_str()]
 }
 
-/// Where [`nginx`] on `port` has its configuration.
+/// Returns the path of the configuration of [`nginx`] on `port`.
 pub fn nginx_conf_path(lab: &Lab, port: u16) -> PathBuf {
     lab.path(&format!("nginx-{port}.conf"))
 }
@@ -129,7 +129,7 @@ fn nginx_conf(lab: &Lab, port: u16, upstream: Option<u16>) -> Result<PathBuf> {
     let back = upstream.map_or(String::new(), |port| {
         format!("upstream back {{ server 127.0.0.1:{port}; keepalive 16; }}")
     });
-    // Only the workers of a root master change their user: the usual deployment.
+    // Only the workers of a root master change their user, which is the usual deployment.
     let user = if nix::unistd::geteuid().is_root() {
         "user nobody nogroup;"
     } else {
@@ -165,7 +165,7 @@ http {{
     Ok(conf)
 }
 
-/// `iperf3 -s`.
+/// Starts `iperf3 -s`.
 ///
 /// # Errors
 /// As [`redis`].
@@ -180,7 +180,7 @@ pub fn iperf3(lab: &Lab, role: Role) -> Result<Service> {
     })
 }
 
-/// memcached with four threads, without UDP.
+/// Starts memcached with four threads, without UDP.
 ///
 /// # Errors
 /// As [`redis`].
@@ -207,7 +207,7 @@ pub fn memcached(lab: &Lab, role: Role) -> Result<Service> {
     })
 }
 
-/// A Python program that is given its port in place of the argument `PORT`.
+/// Starts a Python program. The argument `PORT` is replaced by its port.
 ///
 /// # Errors
 /// As [`redis`].
@@ -215,7 +215,7 @@ pub fn python(lab: &Lab, role: Role, args: &[&str]) -> Result<Service> {
     interpreted(lab, role, "python3", args, &[("PYTHONUNBUFFERED", "1")])
 }
 
-/// The same for Node, with variables.
+/// Starts a Node program with variables. The argument `PORT` is replaced by its port.
 ///
 /// # Errors
 /// As [`redis`].

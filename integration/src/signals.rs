@@ -1,5 +1,5 @@
-//! Turns SIGINT and SIGTERM into a flag, so that every wait ends early and every `Drop` still
-//! kills its children and removes its files. Not for anything that runs in a program under test.
+//! Turns SIGINT, SIGTERM and SIGHUP into a flag, so that every wait ends early and every `Drop` still kills its
+//! children and removes its files. The programs under test do not use this module.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -15,7 +15,7 @@ extern "C" fn note(_signal: libc::c_int) {
 /// Installs the handlers. System calls in progress return EINTR.
 ///
 /// # Errors
-/// Those of sigaction(2).
+/// If sigaction(2) fails.
 pub fn catch() -> nix::Result<()> {
     let action = SigAction::new(SigHandler::Handler(note), SaFlags::empty(), SigSet::empty());
     for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {
@@ -25,15 +25,15 @@ pub fn catch() -> nix::Result<()> {
     Ok(())
 }
 
-/// Whether one of the signals has come.
+/// Returns whether one of these signals has arrived.
 pub fn is_interrupted() -> bool {
     INTERRUPTED.load(Ordering::Relaxed)
 }
 
-/// Raises the soft limit on open files to the hard one; children inherit it.
+/// Raises the soft limit on open files to the hard one, and returns the limit. Children inherit it.
 ///
 /// # Errors
-/// Those of setrlimit(2).
+/// If setrlimit(2) fails.
 pub fn raise_nofile() -> nix::Result<u64> {
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?;

@@ -21,12 +21,12 @@ pub struct Totals {
 }
 
 impl Totals {
-    /// Bytes that went over links, both directions.
+    /// Returns the bytes that went over links, both directions.
     pub fn link(&self) -> u64 {
         self.tx_link_bytes + self.rx_link_bytes
     }
 
-    /// Bytes that went over TCP, both directions.
+    /// Returns the bytes that went over TCP, both directions.
     pub fn tcp(&self) -> u64 {
         self.tx_tcp_bytes + self.rx_tcp_bytes
     }
@@ -43,13 +43,13 @@ impl Totals {
         }
     }
 
-    /// The sum, field by field.
+    /// Returns the sum, field by field.
     #[must_use]
     pub fn plus(self, other: Self) -> Self {
         self.zip(other, u64::saturating_add)
     }
 
-    /// What has been added since `earlier`, field by field.
+    /// Returns the increase since `earlier`, field by field.
     #[must_use]
     pub fn since(self, earlier: Self) -> Self {
         self.zip(earlier, u64::saturating_sub)
@@ -61,7 +61,7 @@ struct Report {
     instances: Vec<Instance>,
 }
 
-/// One process with the library loaded.
+/// A process with the library loaded.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Instance {
     pub pid: u32,
@@ -71,18 +71,18 @@ pub struct Instance {
     pub totals: Totals,
     #[serde(default)]
     pub streams: Vec<Stream>,
-    /// What is counted for the whole process, by name.
+    /// Counters of the whole process, by name.
     #[serde(default)]
     pub events: BTreeMap<String, u64>,
 }
 
-/// One open stream of an instance.
+/// An open stream of an instance.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Stream {
-    /// `None` while the connection is below the threshold.
+    /// The local address; `None` while the connection is below the threshold.
     #[serde(default)]
     pub local: Option<String>,
-    /// As `local`.
+    /// The peer's address; `None` while the connection is below the threshold.
     #[serde(default)]
     pub peer: Option<String>,
     pub tx_path: String,
@@ -92,7 +92,7 @@ pub struct Stream {
 }
 
 impl Instance {
-    /// Why streams of this instance are on TCP, for messages: the distinct reasons.
+    /// Returns the distinct reasons why streams of this instance are on TCP, for messages.
     pub fn reasons(&self) -> String {
         let mut reasons: Vec<&str> = self
             .streams
@@ -117,15 +117,15 @@ impl Stat {
         Self { command }
     }
 
-    /// The path of the command.
+    /// Returns the path of the command.
     pub fn command(&self) -> &Path {
         &self.command
     }
 
-    /// The live instances in process group `group`: a server with all its workers.
+    /// Returns the live instances in process group `group`: a server with all its workers.
     ///
     /// # Errors
-    /// When the command fails or prints something else than the documented JSON.
+    /// If the command fails or prints another form than the documented JSON.
     pub fn group(&self, group: u32) -> Result<Vec<Instance>> {
         let output = Command::new(&self.command)
             .args(["stat", "--json"])
@@ -140,19 +140,19 @@ impl Stat {
         Ok(instances)
     }
 
-    /// What [`Stat::group`] has counted of an event.
+    /// Returns the count of an event, added up over the instances of [`Stat::group`].
     ///
     /// # Errors
-    /// As there.
+    /// As [`Stat::group`].
     pub fn count(&self, group: u32, event: &str) -> Result<u64> {
         let instances = self.group(group)?;
         Ok(instances.iter().filter_map(|instance| instance.events.get(event)).sum())
     }
 
-    /// The totals of [`Stat::group`].
+    /// Returns the totals, added up over the instances of [`Stat::group`].
     ///
     /// # Errors
-    /// As there.
+    /// As [`Stat::group`].
     pub fn totals(&self, group: u32) -> Result<Totals> {
         let instances = self.group(group)?;
         Ok(instances
@@ -161,7 +161,8 @@ impl Stat {
     }
 }
 
-/// The process group of a process: the third field after the parenthesised name (proc_pid_stat(5)).
+/// Returns the process group of a process: the third field after the parenthesised name (proc_pid_stat(5)). Returns
+/// `None` if the process does not exist.
 fn process_group(pid: u32) -> Option<u32> {
     let line = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     let (_, fields) = line.rsplit_once(')')?;

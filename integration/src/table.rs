@@ -1,4 +1,4 @@
-//! What was measured, against what, and whether the goal is met: as a table and as JSON.
+//! Compares measurements of several subjects, checks their goals, and shows them as a table and as JSON.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -9,8 +9,8 @@ use serde::Serialize;
 
 use crate::median;
 
-/// What was measured: the bare mechanism, kernel TCP, a Unix socket, rsocket in front of the same program, its own
-/// benchmark rstream, or TCP with the library.
+/// A subject of measurements: the bare mechanism, kernel TCP, a Unix socket, rsocket in front of the same program,
+/// rsocket's own benchmark rstream, or TCP with the library.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Subject {
@@ -19,11 +19,11 @@ pub enum Subject {
     Unix,
     Rsocket,
     Rstream,
-    /// The library with one of its ways fixed: rings,
+    /// The library; all bytes go through rings.
     Rings,
-    /// straight between the programs' memory,
+    /// The library; bytes go straight between the programs' memory.
     Direct,
-    /// read by the reader's device.
+    /// The library; the reader's device reads the bytes.
     Lent,
     Library,
 }
@@ -56,19 +56,19 @@ impl Subject {
     }
 }
 
-/// What the library's median should reach.
+/// A goal for the library's median.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Goal {
     /// At least this many times as good as the subject, in this run.
     Times(Subject, f64),
-    /// At most this, in the row's unit.
+    /// At most this value, in the row's unit.
     AtMost(f64),
-    /// At most this more than the subject, in the row's unit.
+    /// At most this much more than the subject, in the row's unit.
     Over(Subject, f64),
 }
 
-/// Which way is better.
+/// The direction in which values are better.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Better {
@@ -76,14 +76,14 @@ pub enum Better {
     Lower,
 }
 
-/// One metric.
+/// A metric, with its samples.
 #[derive(Debug, Clone, Serialize)]
 pub struct Row {
     pub name: String,
     pub unit: &'static str,
     pub better: Better,
     pub goals: Vec<Goal>,
-    /// In the order measured.
+    /// The samples of each subject, in the order measured.
     pub samples: BTreeMap<Subject, Vec<f64>>,
     /// Bytes that the server moved over a link and over TCP, all rounds with the library together.
     pub link_bytes: Option<u64>,
@@ -117,17 +117,18 @@ impl Row {
         *self.tcp_bytes.get_or_insert(0) += tcp;
     }
 
-    /// The median of a subject's samples.
+    /// Returns the median of a subject's samples, or `None` without samples.
     pub fn median(&self, subject: Subject) -> Option<f64> {
         self.samples.get(&subject).map(|samples| median(samples))
     }
 
-    /// How many times as good as `subject` the library is; none where that is not a number.
+    /// Returns how many times as good as `subject` the library is. Returns `None` if samples are missing or the ratio
+    /// is no number.
     pub fn times(&self, subject: Subject) -> Option<f64> {
         self.ratio(self.median(Subject::Library)?, self.median(subject)?)
     }
 
-    /// The same for each round that has both.
+    /// Returns the same ratio for each round in which both subjects have samples.
     pub fn times_by_round(&self, subject: Subject) -> Vec<f64> {
         let samples = |subject| self.samples.get(&subject).into_iter().flatten();
         samples(Subject::Library)
@@ -144,7 +145,7 @@ impl Row {
         times.is_finite().then_some(times)
     }
 
-    /// Whether a goal is met; none when a figure is missing.
+    /// Returns whether a goal is met, or `None` if a figure is missing.
     pub fn is_met(&self, goal: Goal) -> Option<bool> {
         let ours = self.median(Subject::Library)?;
         Some(match goal {
@@ -164,7 +165,7 @@ impl Row {
     }
 }
 
-/// A whole run.
+/// The results of a whole run.
 #[derive(Debug, Clone, Serialize)]
 pub struct Report {
     pub title: String,
@@ -174,7 +175,7 @@ pub struct Report {
     pub rows: Vec<SummedRow>,
 }
 
-/// A row with what follows from its samples.
+/// A row, with the values that follow from its samples.
 #[derive(Debug, Clone, Serialize)]
 pub struct SummedRow {
     #[serde(flatten)]
@@ -186,7 +187,7 @@ pub struct SummedRow {
 }
 
 impl Report {
-    /// Sums `rows` up.
+    /// Makes a report, and computes the values of each row.
     pub fn new(title: &str, rounds: u32, rows: Vec<Row>) -> Self {
         let rows = rows
             .into_iter()
@@ -214,8 +215,8 @@ impl Report {
         }
     }
 
-    /// The rows that miss their goals, in lines: how many times as good as `subject` each is, and was in its worst and
-    /// its best round. One round says little where the two are far apart.
+    /// Returns lines on the rows that miss their goals: how many times as good as `subject` the library is, and was in
+    /// its worst and best round. One round says little if these two are far apart.
     pub fn losing(&self, subject: Subject) -> String {
         let losing: Vec<_> = self.rows.iter().filter(|r| r.met == Some(false)).collect();
         let measured = self.rows.iter().filter(|r| r.met.is_some()).count();
@@ -234,10 +235,10 @@ impl Report {
         text
     }
 
-    /// Writes it as JSON.
+    /// Writes the report as JSON.
     ///
     /// # Errors
-    /// Those of writing the file.
+    /// If the file cannot be written.
     pub fn write(&self, path: &Path) -> Result<()> {
         Ok(std::fs::write(path, serde_json::to_string_pretty(self)? + "\n")?)
     }
@@ -304,7 +305,7 @@ fn number(text: Option<String>) -> Cell {
     Cell::new(text.unwrap_or_else(|| "–".to_owned())).set_alignment(CellAlignment::Right)
 }
 
-/// Three significant digits, thousands with a suffix.
+/// Returns a value with three significant digits; large values have a suffix for their power of 1,000.
 fn figure(value: f64) -> String {
     match value.abs() {
         v if v >= 1e9 => format!("{:.2} G", value / 1e9),
@@ -317,7 +318,7 @@ fn figure(value: f64) -> String {
     }
 }
 
-/// Bytes with a decimal suffix.
+/// Returns a number of bytes with a decimal suffix.
 fn size(bytes: u64) -> String {
     match bytes {
         0..10_000 => format!("{bytes} B"),

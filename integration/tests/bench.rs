@@ -1,12 +1,12 @@
-//! That `bench sweep` runs, and that its connections are where it says, and that `bench device` runs. Not what they
-//! measure.
+//! Checks that `bench sweep` and `bench device` run, and that the connections of `bench sweep` are on the path that it
+//! says. Their figures are not checked.
 #![allow(clippy::unwrap_used)]
 
 use std::process::Command;
 
 use serde_json::Value;
 
-/// What a part of bench has measured, where it is asked like this.
+/// Runs a part of bench with the arguments in `words`, and returns its points.
 fn measured(words: &str) -> Vec<Value> {
     let dir = tempfile::tempdir().unwrap();
     let json = dir.path().join("results.json");
@@ -23,7 +23,7 @@ fn measured(words: &str) -> Vec<Value> {
 
 #[test]
 fn a_short_sweep_has_all_that_was_asked_for() {
-    // Not the local device, which is not beside the released library.
+    // The local device is left out, as it is not beside the released library.
     let points = measured("sweep --rounds 1 --sizes 64,65536 --bytes 1M --ways tcp,unix,shm --receivers recv");
     assert_eq!(points.len(), 6);
     for point in points {
@@ -36,7 +36,7 @@ fn a_short_sweep_has_all_that_was_asked_for() {
 #[test]
 fn a_short_run_on_bare_queue_pairs_and_links_has_all_that_was_asked_for() {
     let points = measured("device --quick --messages 8 --connections 1,30 --threads 2");
-    // One size and one number of threads on two ways, two numbers of connections on three.
+    // Two ways have one size and one number of threads; three ways have two numbers of connections.
     assert_eq!(points.len(), 2 + 2 + 6);
     for point in points {
         for (figure, values) in point["samples"].as_object().unwrap() {

@@ -1,6 +1,6 @@
-//! PostgreSQL and MariaDB, with a small table in memory. Neither runs as root: there they get the user that their
-//! packages have made, else the caller's. A run makes its data once, without the library, and each round starts a
-//! server on it.
+//! PostgreSQL and MariaDB, with a small table in memory. Neither server runs as root: if the caller is root, it runs as
+//! the user that its package has made. A run makes the data once, without the library, and each round starts a server
+//! on the data.
 
 use std::path::Path;
 
@@ -15,15 +15,15 @@ use crate::proc::{Cmd, find, wait_until};
 
 /// The name of the database that the tables are in.
 pub const DATABASE: &str = "bench";
-/// The user that owns it, without a password; both servers listen on the loopback interface only.
+/// The user that owns the database, without a password. Both servers listen on the loopback interface only.
 pub const USER: &str = "bench";
 
-/// A data folder, made when a server first needs it, that goes with its owner.
+/// A data folder. It is made when a server first needs it, and removed with its owner.
 #[derive(Debug, Default)]
 pub struct Data(std::cell::OnceCell<TempDir>);
 
 impl Data {
-    /// The folder; `make` fills it the first time.
+    /// Returns the folder; `make` fills it the first time.
     fn folder(&self, user: Option<&User>, make: impl FnOnce(&Path) -> Result<()>) -> Result<&Path> {
         if let Some(dir) = self.0.get() {
             return Ok(dir.path());
@@ -37,7 +37,7 @@ impl Data {
     }
 }
 
-/// Who runs a server that is not to be root: none where we are not root ourselves.
+/// Returns the user that runs a server, or `None` if the caller is not root.
 fn user(name: &str) -> Result<Option<User>> {
     if !geteuid().is_root() {
         return Ok(None);
@@ -54,10 +54,11 @@ fn owned(cmd: Cmd, user: Option<&User>) -> Cmd {
     }
 }
 
-/// The path of one of PostgreSQL's programs, of its newest version: those in /usr/bin are scripts around them.
+/// Returns the path of a program of PostgreSQL, in its newest version. The programs in /usr/bin are scripts around
+/// these.
 ///
 /// # Errors
-/// When it is not installed.
+/// If the program is not installed.
 pub fn postgres_program(name: &str) -> Result<String> {
     let versions = std::fs::read_dir("/usr/lib/postgresql").into_iter().flatten();
     let newest = versions
@@ -74,15 +75,15 @@ pub fn postgres_program(name: &str) -> Result<String> {
     }
 }
 
-/// PostgreSQL with pgbench's tables of scale 10, which is 1,000,000 rows; a process for each connection.
+/// PostgreSQL with pgbench's tables of scale 10, which is 1,000,000 rows. It has a process for each connection.
 #[derive(Debug, Default)]
 pub struct Postgres(Data);
 
 impl Postgres {
-    /// A server on the data, which it makes first if there is none.
+    /// Starts a server on the data, which is made first if there is none.
     ///
     /// # Errors
-    /// When it does not come up.
+    /// If the server does not start in time.
     pub fn start(&self, lab: &Lab, role: Role) -> Result<Service> {
         let user = user("postgres")?;
         let folder = self.0.folder(user.as_ref(), |folder| {
@@ -124,7 +125,8 @@ impl Postgres {
                 .flat_map(|setting| ["-c", setting]),
             );
         let mut proc = lab.serve(owned(cmd, user), port)?;
-        // It listens before it is ready, and turns clients away until then; its last line here says which.
+        // PostgreSQL listens before it is ready, and refuses clients until then. The last line of this file has its
+        // status.
         let status = folder.join("postmaster.pid");
         wait_until("PostgreSQL to be ready", lab.deadline(), || {
             proc.check_running()?;
@@ -134,15 +136,15 @@ impl Postgres {
     }
 }
 
-/// MariaDB with sysbench's table of 100,000 rows; a thread for each connection.
+/// MariaDB with sysbench's table of 100,000 rows. It has a thread for each connection.
 #[derive(Debug, Default)]
 pub struct MariaDb(Data);
 
 impl MariaDb {
-    /// As [`Postgres::start`].
+    /// Starts a server on the data, which is made first if there is none.
     ///
     /// # Errors
-    /// As there.
+    /// If the server does not start in time.
     pub fn start(&self, lab: &Lab, role: Role) -> Result<Service> {
         let user = user("mysql")?;
         let folder = self.0.folder(user.as_ref(), |folder| {
@@ -189,10 +191,11 @@ impl MariaDb {
     }
 }
 
-/// What runs one of sysbench's tests on [`MariaDb`]; the command and further options are to be appended.
+/// Returns the command that runs one of sysbench's tests on [`MariaDb`]. The caller appends sysbench's command and
+/// further options.
 ///
 /// # Errors
-/// When it is not installed.
+/// If sysbench is not installed.
 pub fn sysbench(lab: &Lab, role: Role, port: u16, test: &str) -> Result<Cmd> {
     Ok(lab.cmd(role, "sysbench")?.args([
         test,

@@ -1,4 +1,4 @@
-//! haproxy in front of another server, and an rsync daemon: what passes on bytes that it does not look at.
+//! haproxy in front of another server, and an rsync daemon: servers that pass on bytes without reading them.
 
 use anyhow::Result;
 
@@ -6,10 +6,10 @@ use super::Service;
 use crate::lab::{Lab, Role};
 use crate::ports::free_port;
 
-/// haproxy that passes TCP connections on to `upstream`, by splice where it thinks that this pays.
+/// Starts haproxy, which passes TCP connections on to `upstream`. It uses splice if it expects this to pay.
 ///
 /// # Errors
-/// When it does not come up; so for all below.
+/// If the server does not start to listen in time. The same holds for all servers below.
 pub fn haproxy(lab: &Lab, role: Role, upstream: u16) -> Result<Service> {
     let port = free_port()?;
     let conf = lab.path(&format!("haproxy-{port}.conf"));
@@ -35,10 +35,10 @@ listen relay
     })
 }
 
-/// An rsync daemon that gives out `lab.path("files")`, as "files"; a process for each connection.
+/// Starts an rsync daemon that serves `lab.path("files")` as "files". It has a process for each connection.
 ///
 /// # Errors
-/// See above.
+/// As [`haproxy`].
 pub fn rsync(lab: &Lab, role: Role) -> Result<Service> {
     let port = free_port()?;
     let files = lab.path("files");

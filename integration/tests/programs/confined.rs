@@ -1,5 +1,5 @@
-//! Servers whose system calls are restricted, by a service manager or by themselves: they are never killed for what the
-//! library does, and their connections are promoted, or stay on TCP for a reason that `rdmasock stat` gives.
+//! Servers whose system calls are restricted, by a service manager or by themselves. They are never killed for a system
+//! call of the library. Their connections are promoted, or stay on TCP for a reason that `rdmasock stat` gives.
 
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ pub const CASES: &[Case] = &[
     ("confined_vsftpd_by_its_sandbox", vsftpd),
 ];
 
-/// The server, with the service manager's filter in force before it begins.
+/// Starts a server, with the service manager's filter in force before it begins.
 fn as_service(lab: &Lab, (cmd, port): (Cmd, u16)) -> Result<Service> {
     let proc = lab.serve(cmd.confined(Filter::system_service()), port)?;
     let status = std::fs::read_to_string(format!("/proc/{}/status", proc.pid()))?;
@@ -52,7 +52,7 @@ fn redis(lab: &mut Lab) -> Result<()> {
     };
     requests()?;
     lab.check_paths(&server.proc, requests)?;
-    // It forks, and the child writes a file.
+    // SAVE makes the server write a file.
     let cmd = lab.cmd(Role::Client, "redis-cli")?;
     ensure!(lab.text(cmd.args(["-p", &port, "SAVE"]))?.trim() == "OK", "SAVE");
     server.proc.check_running()
@@ -61,7 +61,7 @@ fn redis(lab: &mut Lab) -> Result<()> {
 fn nginx(lab: &mut Lab) -> Result<()> {
     let mut server = as_service(lab, nginx_cmd(lab, Role::Server, None)?)?;
     let want = lab.random_file("www/page", 30_000, 11)?;
-    // Over one connection.
+    // The requests use one connection.
     let url = server.url("page?[1-200]");
     let requests = || -> Result<()> {
         let got = lab.path("got");
@@ -74,7 +74,7 @@ fn nginx(lab: &mut Lab) -> Result<()> {
     server.proc.check_running()
 }
 
-/// What a root's sshd needs to be there; removed if it was not.
+/// A directory that sshd needs when it runs as root. It is removed if it did not exist before.
 struct Directory(Option<PathBuf>);
 
 impl Directory {
@@ -95,8 +95,8 @@ impl Drop for Directory {
     }
 }
 
-/// sshd executes itself for each connection, and who has not logged in yet is talked to in its sandbox, which kills.
-/// The connection survives an exec, so it stays on TCP.
+/// sshd executes itself for each connection. Before the login a sandboxed process serves the client, and the sandbox
+/// kills for a forbidden call. The connection survives an exec, so it stays on TCP.
 fn sshd(lab: &mut Lab) -> Result<()> {
     const BYTES: usize = 5_000_000;
     let _directory = Directory::new(Path::new("/run/sshd"))?;
@@ -157,7 +157,7 @@ fn sshd(lab: &mut Lab) -> Result<()> {
     server.check_running()
 }
 
-/// vsftpd in the foreground on `port`, with `role`.
+/// Starts vsftpd in the foreground on `port`, with `role`.
 fn start_vsftpd(lab: &Lab, role: Role, port: u16, sandbox: &str) -> Result<Proc> {
     let cmd = lab.cmd(role, "/usr/sbin/vsftpd")?;
     let cmd = cmd
@@ -166,7 +166,7 @@ fn start_vsftpd(lab: &Lab, role: Role, port: u16, sandbox: &str) -> Result<Proc>
     lab.serve(cmd.args([format!("-oseccomp_sandbox={sandbox}")]), port)
 }
 
-/// A file of `port`'s server.
+/// Fetches a file from the server on `port`.
 fn fetch(lab: &Lab, role: Role, port: u16) -> Result<PathBuf> {
     let got = lab.path("fetched");
     let url = format!("ftp://127.0.0.1:{port}/file");
@@ -176,7 +176,7 @@ fn fetch(lab: &Lab, role: Role, port: u16) -> Result<PathBuf> {
 }
 
 /// vsftpd makes its children by clone(2), with namespaces of their own, and passes them the connections. Its sandbox is
-/// of an older libc: where it kills vsftpd itself, without the library, it is left out.
+/// made for an older libc. If the sandbox kills vsftpd without the library, the test runs without the sandbox.
 fn vsftpd(lab: &mut Lab) -> Result<()> {
     if !nix::unistd::geteuid().is_root() {
         println!("\nskipped: vsftpd's children are of other users, which only root may start");

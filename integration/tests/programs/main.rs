@@ -1,11 +1,10 @@
-//! Unmodified programs with the library on both sides, on the server's only and on the client's
-//! only. Every result is checked as on kernel TCP; the counters must show promotion in the first
-//! case and not one byte on a link in the others. Speed is the business of `demo` and `bench`.
+//! Unmodified programs with the library on both sides, on the server's side only, and on the client's side only. Every
+//! result is checked as on kernel TCP. The counters must show promotion if both sides have the library, and no byte on
+//! a link otherwise. `demo` and `bench` measure speed.
 //!
-//! `INTEGRATION_MODES` (a comma list of kernel, both, server-only, client-only, roce, iwarp) selects the modes;
-//! `kernel` runs the checks without the library at all, the last two with it on both sides and links as between hosts,
-//! on the local device (`core/localnic`). The logs of a failed test stay in
-//! `target/test-logs/programs/`.
+//! `INTEGRATION_MODES` (a comma list of kernel, both, server-only, client-only, roce, iwarp) selects the modes. Mode
+//! `kernel` runs the checks without the library. `roce` and `iwarp` have the library on both sides and links as between
+//! hosts, on the local device (`core/localnic`). The logs of a failed test stay in `target/test-logs/programs/`.
 
 mod confined;
 mod nginx;
@@ -24,16 +23,17 @@ use libtest_mimic::{Arguments, Failed, Trial};
 use rdmasock_integration::lab::{Build, Lab, Mode};
 use rdmasock_integration::signals;
 
-/// Longer than any of them takes on a machine of which others take most; a hang ends here.
+/// Ends a test that hangs. No test takes this long, even if other programs use most of the machine.
 const TIME_LIMIT: Duration = Duration::from_secs(180);
 
-/// Which sides have the library, and how the local device is if links are made on it.
+/// The sides that have the library, and the kind of local device if links are made on it.
 type How = (Mode, Option<&'static str>);
 
 /// The devices that links may be made on in place of shared memory.
 const DEVICES: [&str; 2] = ["roce", "iwarp"];
 
-/// Programs whose connections cannot be moved to the local device, and why: their names, or what these begin with.
+/// Programs whose connections cannot be moved to the local device, with the reason. An entry is a name of a test or its
+/// beginning.
 const NOT_ON_DEVICE: [(&str, &str); 5] = [
     ("nginx", OTHER_USER),
     ("memcached", OTHER_USER),
@@ -43,7 +43,7 @@ const NOT_ON_DEVICE: [(&str, &str); 5] = [
 ];
 const OTHER_USER: &str = "it runs as another user, whose memory the device does not reach";
 
-/// A test: its name and what it does.
+/// A test: its name and its function.
 type Case = (&'static str, fn(&mut Lab) -> Result<()>);
 
 fn main() -> ExitCode {
@@ -60,7 +60,7 @@ fn run() -> Result<ExitCode> {
     signals::catch()?;
     signals::raise_nofile()?;
     let mut arguments = Arguments::from_args();
-    // Each test runs several busy programs: side by side they would only wait for each other.
+    // Each test runs several busy programs, so tests side by side would only wait for each other.
     arguments.test_threads.get_or_insert(1);
     let modes = modes()?;
     let mut trials = Vec::new();
@@ -111,7 +111,7 @@ fn trial(name: &str, case: fn(&mut Lab) -> Result<()>, (mode, device): How) -> T
             use_device(&mut lab, device).map_err(failed)?;
         }
         lab.log_warnings();
-        // Soon, so that a few requests are enough for a test.
+        // The low threshold lets a few requests suffice for a promotion.
         lab.set("RDMASOCK_PROMOTE_AFTER", "2r,16K");
         let result =
             catch_unwind(AssertUnwindSafe(|| case(&mut lab))).unwrap_or_else(|_| Err(anyhow!("the test panicked")));
@@ -123,12 +123,12 @@ fn trial(name: &str, case: fn(&mut Lab) -> Result<()>, (mode, device): How) -> T
     trial.with_ignored_flag(why.is_some())
 }
 
-/// Links are made on the local device.
+/// Makes links on the local device.
 fn use_device(lab: &mut Lab, device: &str) -> Result<()> {
     let plugin = std::env::current_exe()?.with_file_name("librdmasock_localnic.so");
     lab.set("RDMASOCK_DEV_LOCAL_DEVICE", plugin.display().to_string());
     lab.set("LOCALNIC", device);
-    // Asked by name, as within a host.
+    // Port 0 makes both ends ask each other by name, as within a host.
     lab.set("RDMASOCK_CONTROL_PORT", "0");
     Ok(())
 }
@@ -137,7 +137,7 @@ fn failed(error: anyhow::Error) -> Failed {
     format!("{error:#}").into()
 }
 
-/// `test-logs/programs` in the target directory that this test runs from.
+/// Returns `test-logs/programs` in the target directory that this test runs from.
 fn logs_dir() -> PathBuf {
     let here = std::env::current_exe().unwrap_or_default();
     let target = here.ancestors().nth(3).unwrap_or(Path::new("."));

@@ -19,7 +19,7 @@ pub const CASES: &[Case] = &[
 
 const PAGE: &str = "www/page.bin";
 
-/// A server that has a page of 3,000 bytes.
+/// Starts a server that has a page of 3,000 bytes.
 fn with_page(lab: &Lab) -> Result<Service> {
     let server = nginx(lab, Role::Server, None)?;
     lab.random_file(PAGE, 3000, 5)?;
@@ -68,7 +68,7 @@ fn keep_alive(lab: &mut Lab) -> Result<()> {
 
 fn connection_per_request(lab: &mut Lab) -> Result<()> {
     let server = with_page(lab)?;
-    // By default such connections stay on TCP; here each is promoted in its short life.
+    // By default such connections stay on TCP. With threshold 0 each is promoted in its short life.
     wrk(lab, &server, &["-H", "Connection: close"])?;
     lab.set("RDMASOCK_PROMOTE_AFTER", "0");
     let eager = with_page(lab)?;
@@ -96,7 +96,7 @@ fn large_file(lab: &mut Lab) -> Result<()> {
         want.get(12_345_678..=55_555_555) == Some(&std::fs::read(&copy)?[..]),
         "the range differs"
     );
-    // Slower than the server: its sendfile must find the way full, again and again.
+    // The client is slower than the server, so the server's sendfile finds the send buffer full again and again.
     curl(&["-r", "0-19999999", "--limit-rate", "15M"])?;
     ensure!(
         want.get(..20_000_000) == Some(&std::fs::read(&copy)?[..]),
@@ -106,7 +106,8 @@ fn large_file(lab: &mut Lab) -> Result<()> {
 }
 
 fn reverse_proxy(lab: &mut Lab) -> Result<()> {
-    // To the server in front, the one behind is what a client is elsewhere: the other side.
+    // For the server in front, the server behind is the other side, as a client is in other tests. So it has the
+    // client's role.
     let back = nginx(lab, Role::Client, None)?;
     let front = nginx(lab, Role::Server, Some(back.port))?;
     lab.random_file(PAGE, 3000, 5)?;
@@ -153,13 +154,13 @@ fn reload(lab: &mut Lab) -> Result<()> {
         .with_context(|| format!("reload {generation}"))?;
     }
     let said = String::from_utf8(lab.finish(load)?)?;
-    // None fails on the kernel: mode `kernel` runs this same check.
+    // No request fails on kernel TCP: mode `kernel` runs the same check.
     ensure!(said.contains(", 0 failed"), "{said}");
     ensure!(!said.starts_with("0 requests"), "{said}");
     lab.check_paths(&server.proc, || curl_pages(lab, &server, 100))
 }
 
-/// The children of a process.
+/// Returns the pids of a process's children.
 fn workers(pid: u32) -> Result<Vec<String>> {
     let list = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"))?;
     Ok(list.split_whitespace().map(str::to_owned).collect())

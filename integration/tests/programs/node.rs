@@ -1,5 +1,5 @@
-//! Node: keep-alive connections, connections that either end destroys and files that get their numbers, a cluster;
-//! libuv closes by `syscall` and would use io_uring.
+//! Node: keep-alive connections, connections that either end destroys while files get their fds, and a cluster. libuv
+//! closes by `syscall` and would use io_uring.
 
 use anyhow::{Result, ensure};
 use rdmasock_integration::lab::{Lab, Role};
@@ -12,7 +12,7 @@ pub const CASES: &[Case] = &[
     ("node_asks_for_io_uring", |lab| {
         web(lab, "server", &[("UV_USE_IO_URING", "1")], true)
     }),
-    // The primary passes what it has accepted, so nothing is promoted.
+    // The primary passes accepted connections to its workers, so none is promoted.
     ("node_cluster", |lab| web(lab, "cluster", &[], false)),
 ];
 

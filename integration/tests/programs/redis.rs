@@ -23,20 +23,20 @@ pub const CASES: &[Case] = &[
 
 const KEYS: usize = 20_000;
 
-/// `redis-cli` on `server`, in a role.
+/// Returns the command `redis-cli` on `server`, with a role.
 fn cli(lab: &Lab, role: Role, server: &Service) -> Result<Cmd> {
     Ok(lab
         .cmd(role, "redis-cli")?
         .args(["-h", "127.0.0.1", "-p", &server.port.to_string()]))
 }
 
-/// One command of a tool of the test, never preloaded; the answer without its line end.
+/// Sends a command by a tool that never has the library. Returns the answer without its line end.
 fn ask(lab: &Lab, server: &Service, words: &[&str]) -> Result<String> {
     let answer = lab.text(cli(lab, Role::Outsider, server)?.args(words))?;
     Ok(answer.trim_end().to_owned())
 }
 
-/// Sends one command a line through one client, and returns one answer a line.
+/// Sends each line as a command through one client, and returns one answer a line.
 fn script(lab: &Lab, server: &Service, name: &str, lines: &str) -> Result<String> {
     let path = lab.path(name);
     std::fs::write(&path, lines)?;
@@ -64,7 +64,7 @@ fn load_keys(lab: &Lab, server: &Service) -> Result<()> {
     Ok(())
 }
 
-/// Reads the keys of [`load_keys`] back, every `step`th.
+/// Reads every `step`th key of [`load_keys`] back.
 fn check_keys(lab: &Lab, server: &Service, step: usize) -> Result<()> {
     let keys = || (0..KEYS).step_by(step);
     let mut lines = String::new();
@@ -93,7 +93,7 @@ fn pipelining(lab: &mut Lab) -> Result<()> {
 
 fn publish_subscribe(lab: &mut Lab) -> Result<()> {
     const MESSAGES: usize = 500;
-    // A subscriber sends only once: promotion must come from what the server sends.
+    // A subscriber sends only once, so the bytes from the server must cause the promotion.
     lab.set("RDMASOCK_PROMOTE_AFTER", "0");
     let server = redis(lab, Role::Server, &[])?;
     let mut subscriber = cli(lab, Role::Client, &server)?.args(["SUBSCRIBE", "news"]).spawn()?;
@@ -220,7 +220,7 @@ fn transactions_and_large_values(lab: &mut Lab) -> Result<()> {
     lab.check_paths(&server.proc, || script(lab, &server, "multi", &lines).map(drop))
 }
 
-/// `redis-cli --raw` adds a line end to the value.
+/// Compares the value that `redis-cli --raw` printed, with its added line end, to a file.
 fn same_but_line_end(got: &[u8], file: &Path) -> Result<()> {
     let want = std::fs::read(file)?;
     ensure!(got.strip_suffix(b"\n") == Some(want.as_slice()), "the value differs");

@@ -84,7 +84,7 @@ fn curl_download(lab: &mut Lab) -> Result<()> {
     lab.check_paths(&server.proc, download)
 }
 
-/// Valgrind's processor has no vDSO, and runs one thread at a time, so that a promotion takes a while.
+/// Valgrind's processor has no vDSO and runs one thread at a time, so a promotion takes longer.
 fn curl_under_valgrind(lab: &mut Lab) -> Result<()> {
     std::fs::create_dir(lab.path("www"))?;
     let file = lab.random_file("www/file.bin", 60_000_000, 12)?;
@@ -137,7 +137,7 @@ fn socat_both_ways(lab: &mut Lab) -> Result<()> {
     let from_client = lab.random_file("client.bin", SIZE, 11)?;
     let (data, mut sent) = ([std::fs::read(&from_server)?, std::fs::read(&from_client)?], 0);
     let mut pipes = [&mut server, &mut client].map(Proc::stdin);
-    // A little at a time until it is promoted, then the rest as fast as it goes.
+    // The writers send little at a time until the connection is promoted, then the rest as fast as possible.
     lab.check_paths(&server, || {
         let more = sent..SIZE.min(sent + 16_384);
         sent = more.end;

@@ -182,7 +182,7 @@ impl Clients {
         answered
     }
 
-    /// Keeps messages in flight for `options.seconds`, after a tenth of that time that does not count.
+    /// Keeps messages in flight for `options.seconds`. A tenth of this time goes before and does not count.
     fn talk(&mut self, options: &Crowd, bulk: &Bulk) -> Result<Answered> {
         let mut times = Histogram::<u64>::new(3)?;
         for _ in 0..options.in_flight {

@@ -8,7 +8,7 @@
 //! - `device` measures what lies below a link's sockets;
 //! - `page` makes a page and pictures of the results of the other parts.
 //!
-//! None of them is a test with a time limit.
+//! No part is a test with a time limit.
 
 mod crowd;
 mod device;

@@ -1,6 +1,6 @@
-//! `bench scale`: one server that echoes, on each way in turn. The load grows in five series: connections of one
-//! client; client processes that all send; client processes of which a single one sends; bulk streams beside one
-//! connection; and threads that sleep on one connection each. The figures are messages a second, the time of a message,
+//! `bench scale`: one server that echoes, on each way in turn, under a growing load. The load has five series:
+//! connections of one client, client processes that all send, client processes with one sender, bulk streams beside one
+//! connection, and threads that sleep on one connection each. The figures are messages a second, the time of a message,
 //! processor time, sleeps, memory and descriptors of the server. The two ends are in `crowd`.
 
 use anyhow::{Result, bail, ensure};
@@ -35,7 +35,7 @@ pub struct Options {
     /// Client processes of one server [default: 1,10,100,1000, with --quick to 100].
     #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u64).range(1..=4_000))]
     clients: Option<Vec<u64>>,
-    /// Client processes, one of which sends [default: 1,10,100,500, with --quick to 100].
+    /// Client processes, only one sends [default: 1,10,100,500, with --quick to 100].
     #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u64).range(1..=4_000))]
     among: Option<Vec<u64>>,
     /// Bulk streams beside one connection [default: 0,1,4,16, with --quick to 4].

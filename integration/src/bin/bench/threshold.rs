@@ -1,7 +1,7 @@
 //! `bench threshold`: the cost of bytes on a link between hosts, by the size of a transfer and the way of the bytes.
 //! The ways are copies through rings, writes by the device between the programs' memory, and reads by the reader's
 //! device. The findings are the sizes where the first two ways cross, and whether the library's choice is as good as
-//! the best way. All runs over the local device; the two ends are those of `sweep`.
+//! the best way. The bench uses the local device, and `sweep` has the two ends.
 
 use std::fmt::Write;
 

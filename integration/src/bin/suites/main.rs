@@ -1,5 +1,6 @@
-//! `scripts/suites`: other people's test suites without and with the library, compared case by case. What is fetched
-//! lies in target/suites and is used again; results are kept there, and `--all` makes docs/compatibility.md of them.
+//! `scripts/suites`: test suites of other projects without and with the library, compared case by case. Fetched suites
+//! are kept in target/suites and used again. Results are kept there too, and `--all` makes docs/compatibility.md of
+//! them.
 
 mod case;
 mod compare;
@@ -30,19 +31,19 @@ struct Options {
     /// Every suite, and docs/compatibility.md.
     #[arg(long)]
     all: bool,
-    /// The parts that are quick and steady, of the suites that have such.
+    /// Run the parts that are quick and steady, of the suites that have such parts.
     #[arg(long)]
     ci: bool,
-    /// Only parts whose names begin so; more than once for several.
+    /// Run only parts whose names begin with PART; may be repeated.
     #[arg(long, value_name = "PART")]
     part: Vec<String>,
-    /// Only parts of which no result of this library is there: goes on with a run that was interrupted.
+    /// Run only parts without a result of this library: continues an interrupted run.
     #[arg(long)]
     missing: bool,
-    /// Parts that run at the same time.
+    /// The number of parts that run at the same time.
     #[arg(long, default_value_t = 2)]
     jobs: usize,
-    /// Write docs/compatibility.md of the results that are there, and run nothing.
+    /// Write docs/compatibility.md from the kept results, and run nothing.
     #[arg(long)]
     table: bool,
     /// Print the names of the suites.
@@ -51,13 +52,13 @@ struct Options {
     /// Print the Debian packages that the suites need.
     #[arg(long)]
     packages: bool,
-    /// The library.
+    /// The library to test.
     #[arg(long, value_name = "FILE", default_value = "target/release/librdmasock.so")]
     library: PathBuf,
-    /// What the library is called in the results; those of another one are not put together with these.
+    /// The library's name in the results; results of different libraries are not combined.
     #[arg(long, value_name = "NAME", default_value = "unknown")]
     library_name: String,
-    /// Where suites lie, and results.
+    /// The folder of suites and results.
     #[arg(long, value_name = "DIR", default_value = "target/suites")]
     dir: PathBuf,
 }
@@ -96,7 +97,7 @@ fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// The suites that the command line means.
+/// Returns the suites that the command line selects.
 fn chosen(options: &Options) -> Result<Vec<Box<dyn Suite>>> {
     let mut suites = families::all();
     let everything = options.all || options.ci || options.list || options.table;
@@ -111,7 +112,7 @@ fn chosen(options: &Options) -> Result<Vec<Box<dyn Suite>>> {
                 }
             }
             suites.retain(|suite| options.names.iter().any(|name| name == suite.name()));
-            // In the order of the names.
+            // The suites keep the order of the names.
             suites.sort_by_key(|suite| options.names.iter().position(|name| name == suite.name()));
             Ok(suites)
         }

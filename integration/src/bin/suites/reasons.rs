@@ -1,5 +1,5 @@
-//! The written reasons for differences that are known, from integration/suites/reasons.toml: by suite and case, in
-//! which `*` stands for anything.
+//! The written reasons for known differences, from integration/suites/reasons.toml. An entry is for a suite and a case;
+//! `*` in a case stands for any text.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -9,7 +9,7 @@ use serde::Deserialize;
 
 use crate::record::{Counts, Difference, Record};
 
-/// All that is written.
+/// All entries of the file.
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Reasons {
@@ -23,21 +23,22 @@ struct Entry {
     suite: String,
     case: String,
     reason: String,
-    /// The library that it is of, where the cause was mended since: a relapse has no reason.
+    /// The library that had the difference, if the cause was mended since. A relapse with another library has no
+    /// reason.
     library: Option<String>,
 }
 
 impl Reasons {
-    /// Reads the file.
+    /// Reads the file of reasons.
     ///
     /// # Errors
-    /// When it cannot be read, or is not of this form.
+    /// If the file cannot be read, or has another form.
     pub fn read(file: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(file).with_context(|| file.display().to_string())?;
         toml::from_str(&text).with_context(|| file.display().to_string())
     }
 
-    /// Why this case of a suite differs with the record's library, if that is written.
+    /// Returns the reason why this case of a suite differs with the record's library, or `None` if the file has none.
     pub fn of(&self, record: &Record, difference: &Difference) -> Option<&str> {
         let is_it = |entry: &&Entry| {
             let library = entry.library.as_ref();
@@ -49,7 +50,7 @@ impl Reasons {
         entry.map(|entry| entry.reason.as_str())
     }
 
-    /// How many cases of a suite differ, steadily and without a reason.
+    /// Returns how many cases of a suite differ, steadily and without a reason.
     pub fn missing(&self, record: &Record, counts: &Counts) -> usize {
         let cases: BTreeSet<&str> = counts
             .differences
@@ -61,7 +62,7 @@ impl Reasons {
     }
 }
 
-/// Whether `text` is `pattern`, in which `*` is any text.
+/// Returns whether `text` matches `pattern`, in which `*` is any text.
 fn is_like(text: &str, pattern: &str) -> bool {
     let Some((head, tail)) = pattern.split_once('*') else {
         return text == pattern;

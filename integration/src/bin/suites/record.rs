@@ -1,6 +1,6 @@
-//! What came of a suite, as it is kept in a file: by part, so that a long suite can be put together from several runs,
-//! as long as they were of the same library and the same suite. Not how it came about (`compare`), nor how it is shown
-//! (`report`).
+//! The results of a suite, as they are kept in a file. The results are kept by part. So a long suite can be combined
+//! from several runs, if these had the same library and the same version of the suite. `compare` makes the results, and
+//! `report` shows them.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -11,10 +11,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::case::{Outcome, Way};
 
-/// What a case's outcomes were, over all of its runs, and how often each.
+/// The outcomes of a case over all of its runs, with the number of runs for each.
 pub type Tally = BTreeMap<Outcome, usize>;
 
-/// A case that had another outcome with the library in its first run.
+/// A case whose first run with the library had another outcome than on kernel TCP.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Difference {
     pub case: String,
@@ -24,8 +24,8 @@ pub struct Difference {
 }
 
 impl Difference {
-    /// Whether the repeats say that it is the library: outcomes came back that kernel TCP never had. What differed once
-    /// and then in none of the repeats is unsteady.
+    /// Returns whether the repeats show that the library causes the difference: outcomes came back that kernel TCP
+    /// never had. A difference that came once and in no repeat is unsteady.
     pub fn is_steady(&self) -> bool {
         let foreign = |(outcome, times): (&Outcome, &usize)| {
             if self.kernel.contains_key(outcome) { 0 } else { *times }
@@ -33,25 +33,25 @@ impl Difference {
         self.library.iter().map(foreign).sum::<usize>() > 1
     }
 
-    /// Whether it was run again since.
+    /// Returns whether the case was run again after the first run.
     fn is_repeated(&self) -> bool {
         self.kernel.values().sum::<usize>() > 1
     }
 
-    /// Whether the library had an outcome that kernel TCP had in none of its runs.
+    /// Returns whether the library had an outcome that kernel TCP had in none of its runs.
     pub fn is_foreign(&self) -> bool {
         self.library.keys().any(|outcome| !self.kernel.contains_key(outcome))
     }
 }
 
-/// What came of cases: those of a part, or of a suite.
+/// The results of the cases of a part or of a suite.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Counts {
-    /// Cases that ran in some way.
+    /// Cases that ran on at least one way.
     pub cases: usize,
-    /// Cases that ran in none, by the suite's own decision.
+    /// Cases that ran on no way, as the suite skipped them.
     pub skipped: usize,
-    /// Of those that ran, the ones that kernel TCP did not pass in its first run.
+    /// Cases that ran and did not pass in the first run on kernel TCP.
     pub failing: usize,
     /// Ends of connections that were promoted, by way.
     pub promoted: BTreeMap<Way, usize>,
@@ -59,12 +59,12 @@ pub struct Counts {
 }
 
 impl Counts {
-    /// Whether what differs was run again.
+    /// Returns whether all differing cases were run again.
     pub fn is_complete(&self) -> bool {
         self.differences.iter().all(Difference::is_repeated)
     }
 
-    /// The same, with cases named as they are where there are other parts.
+    /// Returns the counts with the part's name in front of each case, for use beside other parts.
     pub fn of_part(&self, part: &str) -> Self {
         let mut counts = self.clone();
         for difference in &mut counts.differences {
@@ -86,34 +86,34 @@ impl Counts {
     }
 }
 
-/// What came of a suite, or of as much of it as was run.
+/// The results of a suite, or of the parts of it that were run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
     pub suite: String,
     pub version: String,
-    /// The library that it ran with.
+    /// The library that the suite ran with.
     pub library: String,
-    /// How many parts there are.
+    /// The number of parts that the suite has.
     pub all: usize,
     pub parts: BTreeMap<String, Counts>,
 }
 
 impl Record {
-    /// Its parts together.
+    /// Returns the counts of all parts, added up.
     pub fn total(&self) -> Counts {
         let mut total = Counts::default();
         self.parts.values().for_each(|part| total.add(part));
         total
     }
 
-    /// The same without the parts whose differences were not run again, of which nothing can be said yet.
+    /// Returns the record without parts whose differences were not run again, as these have no verdict yet.
     pub fn complete(&self) -> Self {
         let mut record = self.clone();
         record.parts.retain(|_, part| part.is_complete());
         record
     }
 
-    /// The parts that are kept of the same suite and library.
+    /// Returns the parts that are kept of the same suite and library.
     pub fn earlier(&self, results: &Path) -> BTreeMap<String, Counts> {
         let key = |record: &Self| (record.version.clone(), record.library.clone());
         match Self::read(results, &self.suite) {
@@ -122,10 +122,10 @@ impl Record {
         }
     }
 
-    /// Writes it into the folder of results, together with what is there already of the same suite and library.
+    /// Writes the record into the folder of results. Parts that are kept of the same suite and library are added.
     ///
     /// # Errors
-    /// Those of writing.
+    /// If the file cannot be written.
     pub fn keep(&self, results: &Path) -> Result<()> {
         let mut all = self.clone();
         for (part, counts) in self.earlier(results) {
@@ -135,10 +135,10 @@ impl Record {
         fs::write(&file, serde_json::to_string_pretty(&all)? + "\n").with_context(|| file.display().to_string())
     }
 
-    /// What is kept of a suite.
+    /// Reads the kept record of a suite. Returns `None` if there is no file.
     ///
     /// # Errors
-    /// When the file is there, but is not of this form.
+    /// If the file exists and cannot be read, or has another form.
     pub fn read(results: &Path, suite: &str) -> Result<Option<Self>> {
         let file = file_of(results, suite);
         match fs::read_to_string(&file) {

@@ -1,6 +1,6 @@
-//! docs/compatibility.md, made of what the comparisons found: a table of suites, the cases that differ with the
-//! reasons, those that are unsteady, and the page on programs that is kept by hand. Not a place for judgement: what is
-//! no reason in the file is shown without one.
+//! Makes docs/compatibility.md from the results of comparisons: a table of suites, the differing cases with their
+//! reasons, the unsteady cases, and the page on programs that is written by hand. The report does not judge: a case
+//! without a reason in the file is shown without one.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -28,10 +28,10 @@ back, and *unsteady* if it does not. *Failing* are cases that kernel TCP does no
 |---|---|--:|--:|--:|--:|--:|--:|--:|--:|
 ";
 
-/// The page, with `programs` at its end. `suites` are all that there are.
+/// Returns the page, with `programs` at its end. `suites` are the names of all suites.
 ///
 /// # Errors
-/// When there are no records, or they are of several libraries.
+/// If there are no records, or records of several libraries.
 pub fn page(suites: &[&str], records: &[Record], reasons: &Reasons, programs: &str) -> Result<String> {
     let Some(first) = records.first() else {
         bail!("there are no results to make a table of");
@@ -79,7 +79,7 @@ pub fn page(suites: &[&str], records: &[Record], reasons: &Reasons, programs: &s
     Ok(page + "\n" + programs)
 }
 
-/// The suite, and how much of it was run where that is not all.
+/// Returns the name of the suite, with the number of parts that were run if that is not all.
 fn named(record: &Record) -> String {
     match (record.parts.len(), record.all) {
         (run, all) if run < all => format!("{} ({run} of {all} parts)", record.suite),
@@ -87,7 +87,7 @@ fn named(record: &Record) -> String {
     }
 }
 
-/// How many cases differ, and how many are unsteady with the library alone.
+/// Returns how many cases differ steadily, and how many are unsteady with the library alone.
 fn differing(counts: &Counts) -> (usize, usize) {
     let mut steady: BTreeMap<&str, bool> = BTreeMap::new();
     for difference in counts.differences.iter().filter(|d| d.is_foreign()) {
@@ -97,7 +97,7 @@ fn differing(counts: &Counts) -> (usize, usize) {
     (different, steady.len() - different)
 }
 
-/// A table of the differences that `note` has a note for.
+/// Adds a table of the differences for which `note` returns a note.
 fn section<'a>(
     page: &mut String,
     title: &str,
@@ -133,7 +133,7 @@ fn section<'a>(
     }
 }
 
-/// A difference in a line.
+/// Returns a difference as one line.
 pub fn line(difference: &Difference) -> String {
     let Difference {
         case,
@@ -145,7 +145,7 @@ pub fn line(difference: &Difference) -> String {
     format!("{case} | kernel TCP {kernel} | {} {library}", way.title())
 }
 
-/// A tally in words.
+/// Returns a tally in words.
 fn tally(tally: &Tally) -> String {
     let word = |outcome: &Outcome| match outcome {
         Outcome::Passed => "passed",

@@ -1,6 +1,6 @@
-//! A run of several suites: they are fetched one after the other, while the parts of those that lie ready run, several
-//! at a time; at the end, when less runs beside them, parts that differ run again. What comes of each part is kept as
-//! soon as it is known. Not what a part is and how it is compared: `case` and `compare` have that.
+//! A run of several suites. The suites are fetched one after the other, while parts of suites that are ready run,
+//! several at a time. At the end the parts that differ run again, with fewer of them at a time. The results of each
+//! part are kept as soon as they are known. `case` defines a part, and `compare` compares its cases.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -19,36 +19,36 @@ use crate::report;
 use crate::sandbox::Sandbox;
 use crate::workshop::Workshop;
 
-/// What is to be run, and where it is kept.
+/// The suites and parts to run, and the folder for their results.
 pub struct Plan<'a> {
     pub suites: &'a [Box<dyn Suite>],
-    /// Only parts that are for CI.
+    /// Run only parts that are for CI.
     pub is_quick: bool,
-    /// Only parts whose names begin so, if there are any.
+    /// If not empty, run only parts whose names begin with one of these.
     pub prefixes: &'a [String],
-    /// Only parts that no result of this library is there of.
+    /// Run only parts without a complete result of this library.
     pub only_missing: bool,
-    /// Parts that run at the same time.
+    /// The number of parts that run at the same time.
     pub jobs: usize,
-    /// What the library is called.
+    /// The library's name in the results.
     pub library: &'a str,
     /// The folder of results.
     pub results: PathBuf,
 }
 
-/// A suite that lies ready.
+/// A suite that is fetched and built.
 struct Ready<'a> {
     suite: &'a dyn Suite,
     place: Place,
-    /// What is to be run of it.
+    /// The parts to run.
     parts: Vec<String>,
-    /// What has come of it.
+    /// The results so far.
     record: Mutex<Record>,
-    /// Why it could not be run.
+    /// The error that kept the suite from running.
     failure: Mutex<Option<Error>>,
 }
 
-/// A part of a suite, and what came of its first runs.
+/// A part of a suite whose first runs differ, with the counts of these runs.
 struct Differing<'a> {
     ready: Arc<Ready<'a>>,
     part: String,
@@ -59,10 +59,10 @@ fn lock<T>(mutex: &Mutex<T>) -> Result<MutexGuard<'_, T>> {
     mutex.lock().ok().context("a worker panicked")
 }
 
-/// Runs the plan, and prints what comes of it.
+/// Runs the plan, and prints the results.
 ///
 /// # Errors
-/// When a suite cannot be run, a case differs without a written reason, or the run is interrupted.
+/// If a suite cannot be run, a case differs without a written reason, or the run is interrupted.
 pub fn run(plan: &Plan<'_>, dir: &Path, sandbox: &Sandbox, reasons: &Reasons) -> Result<()> {
     let shop = Workshop::new(dir.join("fetched"));
     std::fs::create_dir_all(dir.join("fetched"))?;
@@ -110,13 +110,13 @@ struct Run<'a> {
     sandbox: &'a Sandbox,
     said: PathBuf,
     began: Instant,
-    /// Parts that are to be run or to be run again, as far as that is known, and those that were.
+    /// The number of parts to run or to run again, as far as it is known, and the number of finished ones.
     known: AtomicUsize,
     done: AtomicUsize,
 }
 
 impl<'a> Run<'a> {
-    /// Each part once, and which of them differ. A suite that cannot be fetched counts as failed.
+    /// Runs each part once, and returns the parts that differ. A suite that cannot be fetched adds 1 to `failed`.
     fn first(
         &self,
         suites: &mut Vec<Arc<Ready<'a>>>,
@@ -153,12 +153,12 @@ impl<'a> Run<'a> {
                         println!("{} {}", self.time(), suite.name());
                         self.known.fetch_add(ready.parts.len(), Ordering::Relaxed);
                         for part in &ready.parts {
-                            // Where all workers have ended, joining them tells why.
+                            // If all workers have ended, joining them returns the error.
                             let _ = sender.send((ready.clone(), part.clone()));
                         }
                         suites.push(ready);
                     }
-                    // The others can be run all the same.
+                    // The other suites can still be run.
                     Err(error) => {
                         *failed += 1;
                         println!("  {} FAILED: {error:#}", suite.name());
@@ -171,7 +171,7 @@ impl<'a> Run<'a> {
         differing.into_inner().ok().context("a worker panicked")
     }
 
-    /// Parts that differ, again, as many at a time as leave each of them alone on a core.
+    /// Runs the parts that differ again. Half as many run at a time, so that each has a core for itself.
     fn again(&self, differing: &mut [Differing<'a>]) -> Result<()> {
         let jobs = (self.plan.jobs / 2).max(1);
         println!("{} {} parts again", self.time(), differing.len());
@@ -194,7 +194,7 @@ impl<'a> Run<'a> {
         std::thread::scope(|scope| join((0..jobs).map(|_| scope.spawn(work)).collect()))
     }
 
-    /// Fetches a suite where it is not there, and says what is to be run of it.
+    /// Fetches a suite unless it is kept, and selects its parts.
     fn ready(&self, suite: &'a dyn Suite, shop: &Workshop) -> Result<Ready<'a>> {
         let plan = self.plan;
         let place = shop.place(suite)?;
@@ -222,7 +222,7 @@ impl<'a> Run<'a> {
         })
     }
 
-    /// Does something with a part, and keeps what comes of it. None if the suite cannot be run.
+    /// Calls `f` for a part, and keeps the counts that it returns. Returns `None` if the suite cannot be run.
     fn part(
         &self,
         ready: &Ready<'a>,
@@ -270,7 +270,7 @@ fn join(workers: Vec<std::thread::ScopedJoinHandle<'_, Result<()>>>) -> Result<(
 }
 
 impl Ready<'_> {
-    /// What came of it.
+    /// Returns the results of the suite.
     fn outcome(&self) -> Result<Record> {
         if let Some(error) = lock(&self.failure)?.take() {
             return Err(error);

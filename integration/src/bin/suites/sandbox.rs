@@ -1,6 +1,6 @@
-//! Runs a process of a suite such that it cannot be noticed afterwards, nor by another that runs at the same time: with
-//! loopback, temporary files and shared memory of its own, process ids of its own, which end with it, a scratch folder
-//! that is removed, and nothing of the user's environment.
+//! Runs a process of a suite so that no later process, and none that runs at the same time, can notice it. The process
+//! has its own loopback, temporary files, shared memory and process ids; all its processes end with it. It has a
+//! scratch folder that is removed, and no variable of the user's environment.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -12,15 +12,18 @@ use rdmasock_integration::signals;
 
 use crate::case::{Job, Outcome, Way};
 
-/// How often it is looked whether a process is silent.
+/// The interval between checks for silence.
 const TICK: Duration = Duration::from_millis(50);
 
-/// Brings loopback up, and stays as the first process of the namespace: it reaps, and what it starts gets signals as
-/// any other process does. The first argument is what is laid over /usr/share. The second is a folder that other users
-/// may not enter, the third the one of the suites, which the job's user has to see: /tmp, and the former, are covered
-/// by empty folders in which there is nothing else. Process ids begin anew in each job, so what is named after them
-/// must not be where another job finds it. What the machine runs on cannot be changed: suites that run as root make
-/// files there, and change the modes of devices.
+/// Brings loopback up, and stays as the first process of the namespace. It reaps children, and the job that it starts
+/// gets signals as any other process does.
+///
+/// The first argument is a folder to lay over /usr/share. The second is a folder that other users may not enter. The
+/// third is the folder of the suites, which the job's user has to see. /tmp and the second folder are covered by empty
+/// folders that contain only the third.
+///
+/// Process ids begin anew in each job, so a job must not find files that another job has named after a process id.
+/// /dev, /etc and /usr are read-only: suites that run as root make files there, and change the modes of devices.
 const INIT: &str = r#"ip link set lo up || exit 125
 [ -z "$1" ] || mount -t overlay -o "ro,lowerdir=$1:/usr/share" overlay /usr/share || exit 125
 cover() { mount --bind "$3" /mnt && mount -t tmpfs -o "mode=$2" none "$1" && mkdir -p "$3" && mount --move /mnt "$3"; }
@@ -30,17 +33,17 @@ for dir in /dev /etc /usr; do mount --rbind "$dir" "$dir" && mount -o remount,bi
 mount -t tmpfs -o mode=1777 none /dev/shm || exit 125
 shift 3; "$@" 2>&1; exit $?"#;
 
-/// How a process ended.
+/// The end of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum End {
-    /// With this status; 128 and the signal's number if by one.
+    /// The process exited with this status. After a signal the status is 128 plus the signal's number.
     Exited(i32),
-    /// It was stopped, for its silence or at its limit.
+    /// The process was stopped, for its silence or at its limit.
     Stopped,
 }
 
 impl End {
-    /// The outcome of a process that is one case.
+    /// Returns the outcome of a process that is one case.
     pub fn outcome(self) -> Outcome {
         match self {
             Self::Exited(0) => Outcome::Passed,
@@ -50,27 +53,27 @@ impl End {
     }
 }
 
-/// What a process left.
+/// The results of a process that has ended.
 #[derive(Debug)]
 pub struct Ran {
     pub end: End,
     /// Standard output and error.
     pub output: String,
-    /// Ends of connections that were promoted, if it was asked to be counted.
+    /// Ends of connections that were promoted; 0 unless the process was counted.
     pub promoted: usize,
 }
 
-/// Where jobs run and with what.
+/// The folders in which jobs run, and the library that they get.
 #[derive(Debug)]
 pub struct Sandbox {
     library: PathBuf,
-    /// Where suites lie, and below it the folder of the jobs.
+    /// The folder of the suites; the folder of the jobs is below it.
     base: PathBuf,
     root: PathBuf,
     next: AtomicU32,
 }
 
-/// A folder that goes with this object.
+/// A folder that is removed when this object is dropped.
 #[derive(Debug)]
 pub struct Scratch(PathBuf);
 
@@ -88,16 +91,16 @@ impl Drop for Sandbox {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // What cannot be removed is in the way of nobody: the next run clears the folder above.
+        // A folder that cannot be removed does no harm: the next run clears the folder above.
         let _ = std::fs::remove_dir_all(&self.0);
     }
 }
 
 impl Sandbox {
-    /// Jobs get a copy of `library`; their folders lie in one of this process in `base`.
+    /// Makes the folder of this process's jobs below `base`, with a copy of `library`.
     ///
     /// # Errors
-    /// Those of making it.
+    /// If the folder or the copy cannot be made.
     pub fn new(library: &Path, base: PathBuf) -> Result<Self> {
         let root = base.join(format!("run-{}", std::process::id()));
         if root.exists() {
@@ -114,10 +117,10 @@ impl Sandbox {
         })
     }
 
-    /// An empty folder, in which every user may make files.
+    /// Makes an empty folder, in which every user may make files.
     ///
     /// # Errors
-    /// Those of making it.
+    /// If the folder cannot be made.
     pub fn scratch(&self) -> Result<Scratch> {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         let path = self.root.join(number.to_string());
@@ -129,7 +132,7 @@ impl Sandbox {
     /// Runs `job`. If `counted`, the library logs into the scratch folder, and its promotions are counted.
     ///
     /// # Errors
-    /// When it cannot be started, or the run is interrupted.
+    /// If the job cannot be started, or the run is interrupted.
     pub fn run(&self, job: &Job, way: Way, scratch: &Path, counted: bool) -> Result<Ran> {
         let temp = scratch.join("tmp");
         let logs = scratch.join("log");
@@ -157,7 +160,8 @@ impl Sandbox {
                 let status = proc.wait(Instant::now(), never)?;
                 break End::Exited(status.code().unwrap_or(-1));
             }
-            // What was stopped as a whole, as a virtual machine may be, has not been silent meanwhile.
+            // A step counts as at most 20 ticks. A longer stop of the whole machine, such as a virtual machine, is no
+            // silence.
             let step = looked.elapsed().min(TICK * 20);
             looked = Instant::now();
             ran += step;
@@ -183,7 +187,7 @@ impl Sandbox {
         })
     }
 
-    /// The words after the init's: the user, the environment, the folder, and the job's own.
+    /// Returns the arguments after the first three of `INIT`: the user, the environment, the folder, and the job's own.
     fn command(&self, job: &Job, way: Way, scratch: &Path, counted: bool) -> Vec<String> {
         let temp = scratch.join("tmp");
         let dir = match &job.dir {
@@ -219,13 +223,13 @@ impl Sandbox {
     }
 }
 
-/// Lets jobs that run as another user write there.
+/// Allows every user to write into `dir`, for jobs that run as another user.
 fn open_to_all(dir: &Path) -> Result<()> {
     use std::os::unix::fs::PermissionsExt;
     Ok(std::fs::set_permissions(dir, std::fs::Permissions::from_mode(0o1777))?)
 }
 
-/// The highest folder above `dir` that other users may not enter.
+/// Returns the highest folder above `dir` that other users may not enter, or `None`.
 fn closed_above(dir: &Path) -> Option<PathBuf> {
     use std::os::unix::fs::PermissionsExt;
     let is_closed = |dir: &&Path| std::fs::metadata(dir).is_ok_and(|data| data.permissions().mode() & 1 == 0);
@@ -236,7 +240,7 @@ fn said(file: &Path) -> u64 {
     std::fs::metadata(file).map_or(0, |data| data.len())
 }
 
-/// How many ends of connections say in the logs that they were promoted.
+/// Returns the number of ends of connections that logged a promotion.
 fn promotions(logs: &Path) -> usize {
     let Ok(entries) = std::fs::read_dir(logs) else {
         return 0;

@@ -1,6 +1,6 @@
-//! Where suites come from: Debian's binary and source packages through apt, and PyPI through pip. apt is used with
-//! entries derived from the machine's own, in a folder of ours: its settings, its lists and what is installed stay as
-//! they are.
+//! Fetches suites: Debian's binary and source packages through apt, and PyPI packages through pip. apt uses entries
+//! derived from the machine's own, in a folder of this program. So the machine's settings, lists and installed packages
+//! stay as they are.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,22 +10,22 @@ use anyhow::{Context, Result, bail};
 
 use crate::case::{Place, Suite};
 
-/// apt's folders of ours, and the suites that were fetched.
+/// The folder of fetched suites, and of apt's own files.
 #[derive(Debug)]
 pub struct Workshop {
     root: PathBuf,
 }
 
 impl Workshop {
-    /// Works in `root`.
+    /// Makes a workshop in the folder `root`.
     pub fn new(root: PathBuf) -> Self {
         Self { root }
     }
 
-    /// The suite as it was fetched earlier, or fetches it.
+    /// Returns the suite as it was fetched earlier, or fetches it.
     ///
     /// # Errors
-    /// When something cannot be had or built.
+    /// If something cannot be fetched or built.
     pub fn place(&self, suite: &dyn Suite) -> Result<Place> {
         let dir = self.root.join(suite.name());
         let stamp = self.root.join(format!("{}.version", suite.name()));
@@ -48,10 +48,10 @@ impl Workshop {
         Ok(Place { version, dir })
     }
 
-    /// Unpacks binary packages into `dir`, without installing them, and returns the first one's version.
+    /// Unpacks binary packages into `dir` without installing them, and returns the version of the first.
     ///
     /// # Errors
-    /// When one cannot be had.
+    /// If a package cannot be fetched.
     pub fn unpack(&self, packages: &[&str], dir: &Path) -> Result<String> {
         let debs = dir.join("debs");
         fs::create_dir_all(&debs)?;
@@ -69,11 +69,11 @@ impl Workshop {
         version.context("no package")
     }
 
-    /// Unpacks a source package, and returns its folder and version. The newest version that can be had: a mirror may
-    /// list one before it has it.
+    /// Unpacks a source package, and returns its folder and version. It is the newest version that can be fetched, as a
+    /// mirror may list a version before it has the files.
     ///
     /// # Errors
-    /// When none can be had.
+    /// If no version can be fetched.
     pub fn source(&self, package: &str, dir: &Path) -> Result<(PathBuf, String)> {
         let listed = run(self.apt("apt-cache")?.args(["showsrc", "--only-source", package]))?;
         let mut versions: Vec<&str> = listed
@@ -103,10 +103,10 @@ impl Workshop {
         bail!(failure)
     }
 
-    /// A Python with these packages from PyPI, in `dir`; returns the first one's version.
+    /// Makes a Python environment with these packages from PyPI in `dir`, and returns the version of the first.
     ///
     /// # Errors
-    /// When they cannot be installed.
+    /// If a package cannot be installed.
     pub fn venv(&self, packages: &[&str], dir: &Path) -> Result<String> {
         run(Command::new("/usr/bin/python3").args(["-m", "venv"]).arg(dir))?;
         let pip = dir.join("bin/pip");
@@ -118,14 +118,14 @@ impl Workshop {
         Ok(version.context("pip show tells no version")?.to_owned())
     }
 
-    /// The folder `tests` of a package's source on PyPI, into `dir`.
+    /// Moves the folder `tests` of a package's source on PyPI into `dir`.
     ///
     /// # Errors
-    /// When it cannot be had.
+    /// If the source cannot be fetched.
     pub fn pypi_source(&self, package: &str, tests: &str, dir: &Path) -> Result<()> {
         let source = dir.join("source");
         let name = package.split(['[', '=', '<']).next().unwrap_or(package);
-        // Of this package alone: what its source is looked at with need not be compiled.
+        // Only this package is fetched as source, so the packages that inspect it need not be compiled.
         run(Command::new(dir.join("venv/bin/pip"))
             .args(["download", "-q", "--no-deps", "--no-binary", name, "-d"])
             .arg(&source)
@@ -137,7 +137,7 @@ impl Workshop {
         Ok(fs::remove_dir_all(&source)?)
     }
 
-    /// An apt command on the entries and lists of ours.
+    /// Returns an apt command that uses the entries and lists in this folder.
     fn apt(&self, program: &str) -> Result<Command> {
         let root = self.root.join("apt");
         if !root.join("updated").exists() {
@@ -155,7 +155,7 @@ impl Workshop {
             format!("Dir::State::lists={}", at("lists")),
             format!("Dir::State::status={}", at("status")),
             format!("Dir::Cache={}", at("cache")),
-            // Our folders are not open to the user that apt fetches as.
+            // The user that apt fetches as cannot enter these folders.
             "APT::Sandbox::User=root".to_owned(),
         ] {
             command.args(["-o", &option]);
@@ -167,7 +167,8 @@ impl Workshop {
         for dir in ["parts", "lists/partial", "cache/archives/partial"] {
             fs::create_dir_all(root.join(dir))?;
         }
-        // Nothing is installed as far as this apt knows, so that it always means the distribution's own version.
+        // An empty status file means that no package is installed. So this apt always selects the distribution's own
+        // version.
         fs::write(root.join("status"), "")?;
         let release = fs::read_to_string("/etc/os-release")?;
         let codename = release
@@ -203,7 +204,7 @@ impl Workshop {
     }
 }
 
-/// Removes what a source package was unpacked from.
+/// Removes the archives that a source package was unpacked from.
 fn remove_archives(package: &str, dir: &Path) -> Result<()> {
     let prefix = format!("{package}_");
     for entry in fs::read_dir(dir)?.flatten() {
@@ -214,7 +215,7 @@ fn remove_archives(package: &str, dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The entries for this release of a file of stanzas, with sources.
+/// Returns the entries for this release in a file of stanzas, with sources.
 fn stanzas(text: &str, codename: &str) -> String {
     let fits = |stanza: &&str| {
         let suites = stanza.lines().find_map(|line| line.strip_prefix("Suites:"));
@@ -227,14 +228,14 @@ fn stanzas(text: &str, codename: &str) -> String {
     text.split("\n\n").filter(fits).map(with_sources).collect()
 }
 
-/// The entries for this release of a file of lines, with sources.
+/// Returns the entries for this release in a file of lines, with sources.
 fn lines(text: &str, codename: &str) -> String {
     let mut derived = String::new();
     for line in text.lines() {
         let Some(entry) = line.trim().strip_prefix("deb ") else {
             continue;
         };
-        // Options in brackets may have spaces; the words after them are the address, the suite and the components.
+        // Options in brackets may contain spaces. The words after them are the address, the suite and the components.
         let plain = entry.rsplit_once(']').map_or(entry, |(_, rest)| rest);
         let suite = plain.split_whitespace().nth(1);
         if suite.is_some_and(|suite| suite.starts_with(codename)) {
@@ -244,7 +245,7 @@ fn lines(text: &str, codename: &str) -> String {
     derived
 }
 
-/// Debian's order of versions, from the newest.
+/// Compares two versions in Debian's order, the newest first.
 fn newer_first(a: &str, b: &str) -> std::cmp::Ordering {
     use std::cmp::Ordering::{Equal, Greater, Less};
     let holds = |relation: &str| {
@@ -260,10 +261,10 @@ fn newer_first(a: &str, b: &str) -> std::cmp::Ordering {
     }
 }
 
-/// The one entry of `dir` that `fits`.
+/// Returns the path of an entry of `dir` whose name `fits`.
 ///
 /// # Errors
-/// When there is none.
+/// If no entry fits, or `dir` cannot be read.
 pub fn entry(dir: &Path, fits: impl Fn(&str) -> bool) -> Result<PathBuf> {
     fs::read_dir(dir)?
         .flatten()
@@ -275,7 +276,7 @@ pub fn entry(dir: &Path, fits: impl Fn(&str) -> bool) -> Result<PathBuf> {
 /// Runs a command to its end and returns its standard output.
 ///
 /// # Errors
-/// When it fails, with the end of what it said.
+/// If the command fails; the error has the end of its output.
 pub fn run(command: &mut Command) -> Result<String> {
     use rdmasock_integration::proc::tail;
     let output = command

@@ -73,7 +73,7 @@ impl<'a> Thread<'a> {
     }
 }
 
-/// Sends on a stream, which the peer calls `theirs`.
+/// Sends on a stream whose vQPN at the peer is `theirs`.
 struct Sender {
     producer: Producer,
     theirs: Vqpn,
@@ -107,7 +107,7 @@ impl Sender {
     }
 }
 
-/// Receives a stream, which the peer calls `theirs`.
+/// Receives a stream whose vQPN at the peer is `theirs`.
 struct Receiver {
     consumer: Consumer,
     theirs: Vqpn,

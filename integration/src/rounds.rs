@@ -55,7 +55,7 @@ pub struct Program {
 pub struct Rounds {
     pub build: Option<Build>,
     pub number: u32,
-    /// Run every round on kernel TCP: checks the measurements themselves.
+    /// True if every round runs on kernel TCP: this checks the measurements themselves.
     pub kernel: bool,
 }
 

@@ -112,7 +112,7 @@ pub struct Stat {
 }
 
 impl Stat {
-    /// `command` is the path of the built `rdmasock`.
+    /// Makes a reader of counters that runs `command`, the path of the built `rdmasock`.
     pub fn new(command: PathBuf) -> Self {
         Self { command }
     }

@@ -9,8 +9,8 @@ use serde::Serialize;
 
 use crate::median;
 
-/// A subject of measurements: the bare mechanism, kernel TCP, a Unix socket, rsocket in front of the same program,
-/// rsocket's own benchmark rstream, or TCP with the library.
+/// A subject of measurements. Beside kernel TCP, a Unix socket and TCP with the library, these are the bare mechanism,
+/// rsocket in front of the same program, and rsocket's own benchmark rstream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Subject {
@@ -92,7 +92,7 @@ pub struct Row {
 }
 
 impl Row {
-    /// A row without samples.
+    /// Makes a row without samples.
     pub fn new(name: &str, unit: &'static str, better: Better, goals: &[Goal]) -> Self {
         Self {
             name: name.to_owned(),
@@ -215,8 +215,8 @@ impl Report {
         }
     }
 
-    /// Returns lines on the rows that miss their goals: how many times as good as `subject` the library is, and was in
-    /// its worst and best round. One round says little if these two are far apart.
+    /// Returns a line for each row that misses its goals. The line says how many times as good as `subject` the library
+    /// is, and was in its worst and best round. One round says little if these two are far apart.
     pub fn losing(&self, subject: Subject) -> String {
         let losing: Vec<_> = self.rows.iter().filter(|r| r.met == Some(false)).collect();
         let measured = self.rows.iter().filter(|r| r.met.is_some()).count();

@@ -3,9 +3,9 @@
 //! except that a block which a fault ends half-way counts as whole. They cover the machine, so only one program should
 //! run.
 //!
-//! `-plugin liblab_counter.so,out=FILE` adds a line to FILE at each end mark: instructions in user space, instructions
-//! of the kernel, and system calls since the last begin mark. The machine must have one processor, as qemu adds without
-//! atomics.
+//! `-plugin liblab_counter.so,out=FILE` adds a line to FILE at each end mark. The line has the counts since the last
+//! begin mark: instructions in user space, instructions of the kernel, and system calls. The machine must have one
+//! processor, as qemu adds without atomics.
 //!
 //! Source: qemu's `include/qemu/qemu-plugin.h`, version 1 of its interface (qemu 4.2 to 9.0).
 
@@ -119,7 +119,8 @@ extern "C" fn translated(_id: u64, block: *mut Block) {
     }
 }
 
-/// Called once by qemu, with the plugin's options as NAME=VALUE. Any result but 0 stops qemu.
+/// Installs the plugin. qemu calls this function once, with the plugin's options as NAME=VALUE. Any result but 0 stops
+/// qemu.
 ///
 /// # Safety
 /// `options` are `count` C strings.

@@ -95,8 +95,8 @@ impl Drop for Directory {
     }
 }
 
-/// sshd executes itself for each connection. Before the login a sandboxed process serves the client, and the sandbox
-/// kills for a forbidden call. The connection survives an exec, so it stays on TCP.
+/// Checks sshd, which executes itself for each connection. Before the login a sandboxed process serves the client, and
+/// the sandbox kills for a forbidden call. The connection survives an exec, so it stays on TCP.
 fn sshd(lab: &mut Lab) -> Result<()> {
     const BYTES: usize = 5_000_000;
     let _directory = Directory::new(Path::new("/run/sshd"))?;
@@ -175,8 +175,9 @@ fn fetch(lab: &Lab, role: Role, port: u16) -> Result<PathBuf> {
     Ok(got)
 }
 
-/// vsftpd makes its children by clone(2), with namespaces of their own, and passes them the connections. Its sandbox is
-/// made for an older libc. If the sandbox kills vsftpd without the library, the test runs without the sandbox.
+/// Checks vsftpd, which makes its children by clone(2), with namespaces of their own, and passes them the connections.
+/// Its sandbox is made for an older libc. If the sandbox kills vsftpd without the library, the test runs without the
+/// sandbox.
 fn vsftpd(lab: &mut Lab) -> Result<()> {
     if !nix::unistd::geteuid().is_root() {
         println!("\nskipped: vsftpd's children are of other users, which only root may start");

@@ -84,7 +84,8 @@ fn curl_download(lab: &mut Lab) -> Result<()> {
     lab.check_paths(&server.proc, download)
 }
 
-/// Valgrind's processor has no vDSO and runs one thread at a time, so a promotion takes longer.
+/// Checks curl under Valgrind. Valgrind's processor has no vDSO and runs one thread at a time, so a promotion takes
+/// longer.
 fn curl_under_valgrind(lab: &mut Lab) -> Result<()> {
     std::fs::create_dir(lab.path("www"))?;
     let file = lab.random_file("www/file.bin", 60_000_000, 12)?;

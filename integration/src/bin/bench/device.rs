@@ -1,7 +1,7 @@
 //! `bench device`: the cost that a link's engine adds to its queue pair, and many connections on one queue pair against
-//! one queue pair each. Both run on the local device within one process, so they are models: the device copies with the
-//! processor, and its cache of queue pairs (`LOCALNIC`'s `cache` and `miss`) is invented. This file has the rounds and
-//! the comparisons; the loads are in `device/{bare,link}.rs`.
+//! one queue pair each. Both run on the local device within one process. The results are of models: the device copies
+//! with the processor, and its cache of queue pairs (`LOCALNIC`'s `cache` and `miss`) is invented. This file has the
+//! rounds and the comparisons; the loads are in `device/{bare,link}.rs`.
 
 mod bare;
 mod link;

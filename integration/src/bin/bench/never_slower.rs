@@ -107,8 +107,8 @@ fn program(
     }
 }
 
-/// PostgreSQL has a process for each connection: eight connections for two cores, a hundred, and one for each
-/// transaction.
+/// Returns the programs with PostgreSQL, which has a process for each connection. The rows have eight connections for
+/// two cores, a hundred connections, and one connection for each transaction.
 fn postgres(size: Size) -> Vec<Program> {
     let data = Rc::new(Postgres::default());
     let row = |name: &str, options: &'static [&'static str]| {
@@ -148,7 +148,7 @@ fn postgres(size: Size) -> Vec<Program> {
     ]
 }
 
-/// MariaDB has a thread for each connection, fifty for two cores.
+/// Returns the program with MariaDB, which has a thread for each connection: up to fifty for two cores.
 fn mariadb(size: Size) -> Program {
     let data = MariaDb::default();
     let row = |test: &'static str, threads| {
@@ -165,7 +165,7 @@ fn mariadb(size: Size) -> Program {
     )
 }
 
-/// redis with the library at one end only, and with connections of one request.
+/// Returns the programs with redis: the library at one end only, and connections of one request.
 fn redis(size: Size) -> Vec<Program> {
     let row = |name, paths, options: &'static [&'static str]| {
         measure(name, "requests/s", paths, move |lab, server| {
@@ -199,7 +199,7 @@ fn redis(size: Size) -> Vec<Program> {
     ]
 }
 
-/// nginx with connections of one request each, which the server closes.
+/// Returns the program with nginx. Each connection has one request, and the server closes it.
 fn nginx(size: Size) -> Program {
     let row = measure(
         "nginx, a connection per request",
@@ -220,7 +220,8 @@ fn web(lab: &Lab, file: &str, bytes: usize) -> Result<Service> {
     Ok(server)
 }
 
-/// haproxy makes two connections for each of the client's, and passes small requests on by recv and send.
+/// Returns a program with haproxy before redis. haproxy doubles the number of connections, and passes small requests on
+/// by recv and send.
 fn relay_small(size: Size) -> Program {
     let row = measure(
         "haproxy before redis, GET -c 50",
@@ -240,7 +241,7 @@ fn relay_small(size: Size) -> Program {
     }
 }
 
-/// haproxy as in [`relay_small`], with bytes that it passes on by splice.
+/// Returns a program with haproxy before nginx. haproxy passes the bytes of files on by splice.
 fn relay_large(size: Size) -> Program {
     let row = measure(
         "haproxy before nginx, files of 1 MiB",
@@ -262,7 +263,7 @@ fn behind_relay(lab: &Lab, back: Service) -> Result<Vec<Service>> {
     Ok(vec![relay, back])
 }
 
-/// rsync has a connection and a process for each transfer.
+/// Returns the program with rsync, which has a connection and a process for each transfer.
 fn rsync(size: Size) -> Program {
     let row = measure("rsync of 256 MiB", "bytes/s", Paths::Unseen, move |lab, server| {
         loads::rsync(lab, server, "large", LARGE as u64, size.seconds)

@@ -1,6 +1,6 @@
-//! Measures the cost of a link for a server of many clients, each a process of its own with one idle stream:
-//! descriptors, memory and address space, read from the server's /proc. The cost is the difference between few and many
-//! clients.
+//! Measures the cost of a link for a server of many clients. Each client is a process of its own with one idle stream.
+//! Descriptors, memory and address space are read from the server's /proc. The cost is the difference between few and
+//! many clients.
 
 use std::io::Write;
 

@@ -99,7 +99,7 @@ fn colour(way: Way) -> RGBColor {
     }
 }
 
-/// Both axes are logarithmic: sizes and figures span decades.
+/// Draws a picture into the file at `path`. Both axes are logarithmic, as sizes and figures span decades.
 fn draw(
     path: &Path,
     title: &str,

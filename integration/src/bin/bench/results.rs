@@ -1,5 +1,5 @@
-//! The results of the parts of `bench`, as they are written to JSON and read by `page`: the samples of each round,
-//! their medians, and comparisons. This file measures nothing.
+//! The results of the parts of `bench`: the samples of each round, their medians, and comparisons. The parts write them
+//! to JSON, and `page` reads them. This file measures nothing.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -96,8 +96,8 @@ impl Way {
     }
 }
 
-/// The value that a series of measurements varies: the size of a transfer with one of three receivers, the number of
-/// connections or client processes, or a load of `device`.
+/// A series of measurements, by the varied value. The value is the size of a transfer with one of three receivers, the
+/// number of connections or client processes, or a load of `device`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "snake_case")]
 pub enum Series {

@@ -1,7 +1,7 @@
-//! `bench scale`: one server that echoes, on each way in turn, under a growing load. The load has five series:
-//! connections of one client, client processes that all send, client processes with one sender, bulk streams beside one
-//! connection, and threads that sleep on one connection each. The figures are messages a second, the time of a message,
-//! processor time, sleeps, memory and descriptors of the server. The two ends are in `crowd`.
+//! `bench scale`: one server that echoes, on each way in turn, under a growing load. The load grows in connections of
+//! one client or in client processes, where all or one send. It also grows in bulk streams beside one connection, and
+//! in threads that sleep on one connection each. The figures are messages a second, the time of a message, processor
+//! time, sleeps, memory and descriptors of the server. The two ends are in `crowd`.
 
 use anyhow::{Result, bail, ensure};
 use clap::Args;

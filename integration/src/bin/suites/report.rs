@@ -1,6 +1,6 @@
-//! Makes docs/compatibility.md from the results of comparisons: a table of suites, the differing cases with their
-//! reasons, the unsteady cases, and the page on programs that is written by hand. The report does not judge: a case
-//! without a reason in the file is shown without one.
+//! Makes docs/compatibility.md from the results of comparisons. It has a table of suites, the differing cases with
+//! their reasons, the unsteady cases, and the page on programs that is written by hand. The report does not judge: a
+//! case without a reason in the file is shown without one.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;

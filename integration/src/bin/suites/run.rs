@@ -22,11 +22,11 @@ use crate::workshop::Workshop;
 /// The suites and parts to run, and the folder for their results.
 pub struct Plan<'a> {
     pub suites: &'a [Box<dyn Suite>],
-    /// Run only parts that are for CI.
+    /// True if only parts for CI run.
     pub is_quick: bool,
-    /// If not empty, run only parts whose names begin with one of these.
+    /// Beginnings of the names of parts to run; if empty, all parts run.
     pub prefixes: &'a [String],
-    /// Run only parts without a complete result of this library.
+    /// True if only parts without a complete result of this library run.
     pub only_missing: bool,
     /// The number of parts that run at the same time.
     pub jobs: usize,

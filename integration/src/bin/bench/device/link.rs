@@ -20,7 +20,7 @@ use rdmasock_localnic::within::{LocalQp, pair};
 use super::{TRANSFER, costs, numbers, processor, trips_of};
 use crate::results::Figure;
 
-/// A host whose threads poll and never sleep, so that no thread has to be woken.
+/// A [`Local`] whose threads poll and never sleep, so that no thread has to be woken.
 struct Awake(SleepFlag, AtomicBool);
 
 impl Local for Awake {

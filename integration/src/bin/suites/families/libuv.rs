@@ -32,7 +32,7 @@ impl Suite for Libuv {
             &["-DCMAKE_BUILD_TYPE=Release"],
             "uv_run_tests_a",
         )?;
-        // Some tests read and write files below the folder that they run in.
+        // Tests read and write files below the folder that they run in.
         std::fs::rename(source.join("test"), dir.join("test"))?;
         Ok(version)
     }

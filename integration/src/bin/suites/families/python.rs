@@ -71,7 +71,7 @@ const CPYTHON_CI: &[&str] = &[
     "test_asyncio.test_server",
 ];
 
-/// The suites of this family.
+/// Returns the suites of this family.
 pub fn all() -> Vec<Box<dyn Suite>> {
     vec![
         Box::new(CPython),

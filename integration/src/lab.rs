@@ -234,7 +234,7 @@ impl Lab {
         Ok(String::from_utf8(self.run(cmd)?)?)
     }
 
-    /// Returns the counters of a running program; all are zero without a build.
+    /// Returns the counters of a running program; all are zero without the library.
     ///
     /// # Errors
     /// If `rdmasock stat` fails.
@@ -244,7 +244,7 @@ impl Lab {
             .map_or(Ok(Totals::default()), |build| build.stat.totals(group))
     }
 
-    /// Returns the reasons why streams of a running program are on TCP; empty without a build.
+    /// Returns the reasons why streams of a running program are on TCP; empty without the library.
     ///
     /// # Errors
     /// If `rdmasock stat` fails.

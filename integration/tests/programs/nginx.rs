@@ -96,7 +96,7 @@ fn large_file(lab: &mut Lab) -> Result<()> {
         want.get(12_345_678..=55_555_555) == Some(&std::fs::read(&copy)?[..]),
         "the range differs"
     );
-    // The client is slower than the server, so the server's sendfile finds the send buffer full again and again.
+    // The client is slower than the server, so the server's sendfile finds the connection full again and again.
     curl(&["-r", "0-19999999", "--limit-rate", "15M"])?;
     ensure!(
         want.get(..20_000_000) == Some(&std::fs::read(&copy)?[..]),

@@ -1,5 +1,5 @@
-//! Node: keep-alive connections, connections that either end destroys while files get their fds, and a cluster. libuv
-//! closes by `syscall` and would use io_uring.
+//! Node: keep-alive connections, connections that either end destroys, files that get the fds of these, and a cluster.
+//! libuv closes by `syscall` and would use io_uring.
 
 use anyhow::{Result, ensure};
 use rdmasock_integration::lab::{Lab, Role};

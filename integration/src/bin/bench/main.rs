@@ -90,7 +90,7 @@ enum Part {
     /// Plays an end in a measurement of scale; started by the benchmark itself.
     #[command(hide = true)]
     Crowd(crowd::Crowd),
-    /// Plays an end in a measurement of calls; started by the benchmark itself.
+    /// Plays an end of a measurement; started by the benchmark itself.
     #[command(hide = true)]
     Peer(Peer),
 }

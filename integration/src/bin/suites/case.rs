@@ -126,7 +126,7 @@ pub trait Suite: Sync {
         &[]
     }
 
-    /// Returns the key of the fetched files. If it changes, the suite is fetched anew.
+    /// Returns the recipe of the fetch, such as pinned versions. If it changes, the suite is fetched anew.
     fn recipe(&self) -> String {
         String::new()
     }

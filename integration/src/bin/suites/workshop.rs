@@ -125,7 +125,7 @@ impl Workshop {
     pub fn pypi_source(&self, package: &str, tests: &str, dir: &Path) -> Result<()> {
         let source = dir.join("source");
         let name = package.split(['[', '=', '<']).next().unwrap_or(package);
-        // Only this package is fetched as source, so the packages that inspect it need not be compiled.
+        // Only this package is fetched as source, so the tools that read its source need not be compiled.
         run(Command::new(dir.join("venv/bin/pip"))
             .args(["download", "-q", "--no-deps", "--no-binary", name, "-d"])
             .arg(&source)

@@ -7,9 +7,9 @@ use crate::sys::{Ret, zeroed};
 /// A socket address with its length.
 #[derive(Clone, Copy)]
 pub struct Addr {
-    /// The address, whatever its family.
+    /// The address, of any family.
     pub storage: libc::sockaddr_storage,
-    /// Its length in bytes.
+    /// The length of the address in bytes.
     pub len: libc::socklen_t,
 }
 
@@ -120,14 +120,14 @@ impl Addr {
         }
     }
 
-    /// What getsockname gives.
+    /// Calls getsockname, and returns its result and the address.
     pub fn local_of(fd: c_int) -> (Ret, Self) {
         let mut a = Self::empty();
         let r = call!(libc::getsockname(fd, a.mut_ptr(), &mut a.len));
         (r, a)
     }
 
-    /// What getpeername gives.
+    /// Calls getpeername, and returns its result and the address.
     pub fn peer_of(fd: c_int) -> (Ret, Self) {
         let mut a = Self::empty();
         let r = call!(libc::getpeername(fd, a.mut_ptr(), &mut a.len));

@@ -1,5 +1,5 @@
-//! What every link has to do, whatever fabric it is on: one suite over [`LinkEnd`], to be run for
-//! each of them by `tests/conformance.rs`. Not here: how a link is made.
+//! The rules that every link keeps, on every fabric: one suite over [`LinkEnd`], which `tests/conformance.rs` runs for
+//! each fabric. Not here: how a link is made.
 
 use rdmasock_core::fabric::layout::{MAX_STREAMS, READY_QUEUES};
 use rdmasock_core::fabric::link::{LinkEnd, OpenError};
@@ -8,21 +8,21 @@ use rdmasock_core::fabric::waiter::{MAX_WAITERS, WaiterId};
 use rdmasock_core::ids::Vqpn;
 use rdmasock_core::wire::{Message, Reason, RingOffer};
 
-/// How the suite gets links of one fabric, and what it needs beside [`LinkEnd`].
+/// How the suite gets links of one fabric, and the calls that it needs beside [`LinkEnd`].
 pub trait Harness {
-    /// One end.
+    /// An end of a link.
     type End: LinkEnd;
-    /// Whether an end keeps what its peer's ring has no room for.
+    /// Whether an end keeps the bytes that its peer's ring has no room for.
     const KEEPS: bool = false;
     /// A link whose arenas have this many bytes each for rings, up, with nothing open.
     fn link(data_bytes: u64) -> [Self::End; 2];
-    /// The next message that has arrived.
+    /// Returns the next message that has arrived; `None` if none has.
     fn recv(end: &Self::End) -> Option<Message>;
     /// A waiter of this end announces that it will sleep.
     fn begin_sleep(end: &Self::End, waiter: WaiterId);
-    /// It is awake: how often its doorbell was rung since.
+    /// The waiter is awake again. Returns how often its doorbell was rung while it slept.
     fn end_sleep(end: &Self::End, waiter: WaiterId) -> u64;
-    /// Everything that was notified or sent gets to the other end, where that does not happen by itself.
+    /// Carries all notifications and messages to the other end, where that does not happen by itself.
     fn settle(_ends: &[Self::End; 2]) {}
 }
 
@@ -59,20 +59,20 @@ pub fn suite<H: Harness>() -> Vec<(&'static str, Test)> {
     }
 }
 
-/// A link whose ends have all that they tell each other carried over at once.
+/// A link whose ends have all that they send each other carried over at once.
 struct Link<H: Harness>([H::End; 2]);
 
-/// A stream of which one direction is used.
+/// A stream with one direction in use.
 struct Stream {
     /// The end that reads.
     reader: usize,
-    /// Its number there.
+    /// The stream's vQPN at the end that reads.
     number: Vqpn,
-    /// Its number at the end that writes.
+    /// The stream's vQPN at the end that writes.
     back: Vqpn,
     consumer: Consumer,
     producer: Producer,
-    /// Of the direction that is not used.
+    /// The consumer of the direction that is not used.
     other: Consumer,
 }
 
@@ -104,19 +104,19 @@ impl<H: Harness> Link<H> {
         }
     }
 
-    /// The reading end tells the other what its cursor asks for.
+    /// The reading end notifies the other as its cursor asks.
     fn by_reader(&self, s: &Stream, wake: Wake) {
         self.0[s.reader].notify(wake, s.back);
         H::settle(&self.0);
     }
 
-    /// The writing end does.
+    /// The writing end notifies the other as its cursor asks.
     fn by_writer(&self, s: &Stream, wake: Wake) {
         self.0[1 - s.reader].notify(wake, s.number);
         H::settle(&self.0);
     }
 
-    /// Writes what there is room for.
+    /// Writes as much as there is room for. Returns the number of bytes.
     fn write(&self, s: &mut Stream, data: &[u8]) -> usize {
         let (n, wake) = write(&mut s.producer, data);
         self.by_writer(s, wake);
@@ -128,7 +128,7 @@ impl<H: Harness> Link<H> {
         assert_eq!(self.write(s, data), data.len());
     }
 
-    /// All that is there.
+    /// Reads all bytes that are in the ring.
     fn read(&self, s: &mut Stream) -> Vec<u8> {
         let (data, wake) = read(&mut s.consumer);
         self.by_reader(s, wake);
@@ -146,13 +146,13 @@ impl<H: Harness> Link<H> {
         self.by_writer(s, wake);
     }
 
-    /// Tells the peer of `from` about its stream.
+    /// Notifies the peer of `from` about its stream.
     fn notify(&self, from: usize, word: u32, theirs: Vqpn) {
         self.0[from].notify(Wake(word), theirs);
         H::settle(&self.0);
     }
 
-    /// The next message at an end.
+    /// Returns the next message at an end.
     fn recv(&self, at: usize) -> Option<Message> {
         H::settle(&self.0);
         H::recv(&self.0[at])
@@ -166,7 +166,7 @@ fn write(producer: &mut Producer, data: &[u8]) -> (usize, Wake) {
     (n, producer.commit(n))
 }
 
-/// All that is there.
+/// Reads all bytes that are in the ring.
 fn read(consumer: &mut Consumer) -> (Vec<u8>, Wake) {
     let (mut all, mut wake) = (Vec::new(), Wake::NONE);
     loop {
@@ -183,7 +183,7 @@ fn read(consumer: &mut Consumer) -> (Vec<u8>, Wake) {
     }
 }
 
-/// Bytes that tell where they belong.
+/// Returns bytes whose values follow from their offset.
 pub fn pattern(from: usize, len: usize) -> Vec<u8> {
     (from..from + len)
         .map(|i| ((i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8)
@@ -237,7 +237,7 @@ fn a_ring_grows_and_shrinks_in_mid_stream<H: Harness>() {
     let mut at = 0;
     for log2 in [14, 16, 12, 13] {
         at += link.write(&mut s, &pattern(at, 100));
-        // The switch before this is over once the reader has seen it.
+        // The switch before this ends when the reader has seen it.
         assert!(s.consumer.has_data().unwrap());
         link.offer(&mut s, log2);
         let n = link.write(&mut s, &pattern(at, 1 << 17));
@@ -260,7 +260,7 @@ fn what_was_not_read_can_be_sent_again<H: Harness>() {
     assert_eq!(s.consumer.position(), 1000);
     let wake = s.consumer.stop().unwrap();
     link.by_reader(&s, wake);
-    // What the message says has to hold when it has come.
+    // The message's promise has to hold when the message has arrived.
     let request = Message::DemoteRequest {
         yours: s.back,
         resend_from: Some(1000),
@@ -368,7 +368,7 @@ fn a_number_used_again_starts_a_new_stream<H: Harness>() {
         link.end(&mut s, EndMark::Fin);
         let wake = s.consumer.set_flags(RxFlags::RX_CLOSED);
         link.by_reader(&s, wake);
-        // The one is done before it is told, the other after.
+        // The first stream is closed before it is notified, the other after.
         a.close(s.number, Some(s.back), Some(s.consumer));
         assert!(matches!(link.recv(1), Some(Message::Closed { yours }) if yours == s.back));
         b.on_closed(s.back);
@@ -428,7 +428,7 @@ fn messages_arrive_once_and_in_order<H: Harness>() {
     }
 }
 
-/// What is queued for a waiter.
+/// Returns the streams that are queued for a waiter.
 fn ready<E: LinkEnd>(end: &E, waiter: WaiterId) -> Vec<Vqpn> {
     let mut all = Vec::new();
     end.drain_ready(waiter, |v| all.push(v));

@@ -1,5 +1,5 @@
-//! What a scenario has at hand: which side it plays, its transcript, and a barrier with the
-//! other side that does not go over TCP.
+//! The context of a scenario: the side that it plays, its transcript, and a barrier with the
+//! other side that does not use TCP.
 //!
 //! Transcript and barrier use raw syscalls, so that the library never sees them, and fds from
 //! 900 up, so that fd numbers in a scenario start at 3.
@@ -42,7 +42,7 @@ impl Side {
     }
 }
 
-/// One side of a running scenario.
+/// The state of one side of a running scenario.
 pub struct Ctx {
     /// The side that this process plays.
     pub side: Side,
@@ -50,9 +50,9 @@ pub struct Ctx {
     pub param: u32,
     /// A private directory of this run, shared by the two sides.
     pub dir: PathBuf,
-    /// What the process enters when its listener listens, or before it connects.
+    /// Environments that the process enters when its listener listens, or before it connects.
     pub when_listening: Vec<String>,
-    /// Whether somebody watches for the promotion, so that `warm_up` waits for it.
+    /// Whether a harness watches for the promotion, so that `warm_up` waits for it.
     observed: bool,
     log_fd: c_int,
     sync_fd: c_int,
@@ -85,7 +85,7 @@ impl Ctx {
         self.side == Side::Server
     }
 
-    /// One line of the transcript.
+    /// Writes a line of the transcript.
     pub fn log(&self, line: impl Display) {
         let line = format!("{line}\n");
         let n = raw(
@@ -95,7 +95,7 @@ impl Ctx {
         assert_eq!(n, line.len() as i64, "transcript");
     }
 
-    /// Logs what a call gave and hands it on.
+    /// Logs the result of a call and returns it.
     pub fn ret(&self, what: impl Display, r: Ret) -> Ret {
         self.log(format_args!("{what} -> {r}"));
         r
@@ -111,7 +111,7 @@ impl Ctx {
         r
     }
 
-    /// Logs what a receiving call gave, with the bytes.
+    /// Logs the result of a receiving call, with the bytes.
     pub fn bytes(&self, what: impl Display, r: Ret, buf: &[u8]) -> Ret {
         let n = usize::try_from(r.value).unwrap_or(0).min(buf.len());
         if n > 0 {
@@ -214,7 +214,7 @@ impl Ctx {
         self.exchange(name, 0);
     }
 
-    /// Like [`Ctx::sync`]; each side also hands the other a number.
+    /// Like [`Ctx::sync`]; each side also passes the other a number.
     #[track_caller]
     pub fn exchange(&self, name: &str, value: u64) -> u64 {
         let mut out = [0u8; 40];
@@ -254,8 +254,8 @@ impl Ctx {
     pub fn pair_at(&self, listen: fn(u16) -> Addr, connect: fn(u16) -> Addr) -> c_int {
         let (fd, listener) = self.cold_pair_at(listen, connect);
         self.warm_up(fd);
-        // The library's fds of a new link are, for an instant each, the lowest free number, before they
-        // are moved out of the way: scenarios that look at numbers begin after that.
+        // The library's fds of a new link are, for an instant each, the lowest free fd, before they
+        // are moved out of the way: scenarios that look at fds begin after that.
         sys::pause_ms(20);
         if let Some(listener) = listener {
             sys::close(listener).ok();
@@ -263,7 +263,7 @@ impl Ctx {
         fd
     }
 
-    /// A connection that nothing was sent on yet.
+    /// Returns a connection on which nothing has been sent yet.
     pub fn cold_pair(&self) -> c_int {
         let (fd, listener) = self.cold_pair_at(Addr::v4, Addr::v4);
         if let Some(listener) = listener {
@@ -272,7 +272,7 @@ impl Ctx {
         fd
     }
 
-    /// A connection that nothing was sent on yet, and the server's listener.
+    /// Returns a connection on which nothing has been sent yet, and the server's listener.
     pub fn cold_pair_at(&self, listen: fn(u16) -> Addr, connect: fn(u16) -> Addr) -> (c_int, Option<c_int>) {
         if self.is_server() {
             let (listener, port) = sys::listener(&listen(0), 16);
@@ -286,7 +286,7 @@ impl Ctx {
         }
     }
 
-    /// So many connections, none of them warmed up; the listener stays open.
+    /// Returns `count` connections, none of them warmed up; the listener stays open.
     pub fn connections(&self, count: usize) -> Vec<c_int> {
         let (listener, port) = self.listener(count as c_int);
         let one = |_| match listener {
@@ -323,7 +323,8 @@ impl Ctx {
         self.warm_up_told(fd, || {});
     }
 
-    /// As [`Ctx::warm_up`], with something to be done in between, again and again; gives the bytes that went each way.
+    /// Warms up as [`Ctx::warm_up`] does, and calls `between` again and again meanwhile. Returns the bytes that went
+    /// each way.
     pub fn warm_up_told(&self, fd: c_int, mut between: impl FnMut()) -> u64 {
         let mut bytes = 0;
         if self.is_server() {
@@ -366,8 +367,9 @@ impl Ctx {
         bytes
     }
 
-    /// How many bytes have gone past the rings of the two programs so far; `None` where links are not as between hosts,
-    /// or nobody watches. One side asks.
+    /// Returns how many bytes the two programs have moved outside their rings so far. `None` if links are not as
+    /// between
+    /// hosts, or if no harness watches. Only one side may ask.
     pub fn past_the_rings(&self) -> Option<PastTheRings> {
         if !self.observed {
             return None;
@@ -391,30 +393,30 @@ impl Ctx {
     }
 }
 
-/// See [`Ctx::past_the_rings`]. Bytes.
+/// The counts of [`Ctx::past_the_rings`], in bytes.
 pub struct PastTheRings {
     /// Written by the sender's device into a buffer that a receive waited with.
     pub written: u64,
     /// Read by the receiver's device from the sender's memory.
     pub read: u64,
-    /// And of these into such a buffer.
+    /// Bytes of `read` that went into a buffer that a receive waited with.
     pub landed: u64,
 }
 
-/// The events that are counted so, in that order.
+/// The events that are counted in [`PastTheRings`], in the order of its fields.
 pub const COUNTED: [&str; 3] = [
     "direct_received_bytes",
     "rendezvous_received_bytes",
     "rendezvous_landed_bytes",
 ];
 
-/// The file by which a side asks for [`Ctx::past_the_rings`], and that of the answer: numbers, or nothing.
+/// The file by which a side asks for [`Ctx::past_the_rings`].
 pub const ASKED: &str = "asked";
-/// See [`ASKED`].
+/// The file that holds the answer to [`ASKED`]: numbers, or nothing.
 pub const ANSWERED: &str = "answered";
-/// The file by which the client says that its connection may be promoted by now.
+/// The file by which the client reports that its connection may be promoted by now.
 pub const WARM: &str = "warm";
-/// The file by which the observer says that it has seen the promotion, or has given up.
+/// The file by which the observer reports that it has seen the promotion, or has given up.
 pub const SEEN: &str = "seen";
 
 const MESSAGE: usize = 64;
@@ -423,10 +425,10 @@ const SMALL: u8 = b's';
 const BIG: u8 = b'b';
 const END: u8 = b'e';
 
-/// A system call that goes by the library unseen; the kernel's result, errors negated.
+/// Makes a system call that the library does not see. Returns the kernel's result, errors negated.
 fn raw(number: libc::c_long, args: [i64; 3]) -> i64 {
     let [a, b, c] = args.map(|argument| argument as usize);
-    // SAFETY: live locals of the callers, whose lengths are taken from the same locals.
+    // SAFETY: the arguments are live locals of the callers, whose lengths are taken from the same locals.
     match unsafe { kernel::call(number, [a, b, c, 0, 0, 0]) } {
         Ok(value) => value as i64,
         Err(error) => -i64::from(error.raw_os_error()),

@@ -1,5 +1,5 @@
-//! One connection of `tests/cuts.rs`, as both ends play it: each sends a sequence that follows from the connection's
-//! seed, and compares every byte that comes with the other's. Not here: the processes (`bin/cuts-peer.rs`).
+//! Both ends of a connection of `tests/cuts.rs`: each end sends a sequence that follows from the connection's seed, and
+//! compares every byte that it receives with the other end's sequence. Not here: the processes (`bin/cuts-peer.rs`).
 
 use std::fmt;
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read, Write};
@@ -14,66 +14,66 @@ use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTime
 
 use crate::data::{self, Rng};
 
-/// An end: of the client, or of the server.
+/// The index of the client's end.
 pub const CLIENT: usize = 0;
-/// See [`CLIENT`].
+/// The index of the server's end.
 pub const SERVER: usize = 1;
 
-/// Most bytes of a direction are, as a rule, twice two to the power of this.
+/// As a rule, a direction carries at most twice two to the power of this in bytes.
 const LONGEST: u64 = 19;
-/// Sends of not much at the beginning of one that warms up, and the pause before each.
+/// Small sends at the beginning of a direction that warms up, and the pause before each.
 const WARMING: u64 = 30;
 const WARMING_PAUSE: Duration = Duration::from_millis(2);
-/// Most that one call sends, or has room for.
+/// The most bytes that one call sends, or has room for.
 const MOST: u64 = 256 * 1024;
 
-/// How one end of a connection is to be played.
+/// How one end of a connection plays.
 #[derive(Clone, Debug)]
 pub struct Part {
-    /// Bytes that it sends.
+    /// Bytes that the end sends.
     pub len: u64,
     way: Way,
     pace: Pace,
-    /// It begins with small pieces, so that the rest goes over a link.
+    /// The end begins with small pieces, so that the rest uses a link.
     warms_up: bool,
-    /// It sends the second half when it has read the other's end.
+    /// The end sends the second half when it has read the other end's EOF.
     answers: bool,
-    /// It shuts its direction down behind the last byte; else its close is the end.
+    /// The end shuts its direction down behind the last byte; else its close ends the direction.
     shuts: bool,
-    /// It reads until the other's end; else it closes when it has read all bytes.
+    /// The end reads until EOF; else it closes when it has read all bytes.
     reads_end: bool,
 }
 
-/// By which calls it waits.
+/// The calls by which an end waits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Way {
     /// Two threads, each in a call that blocks.
     Blocking,
-    /// One thread, in poll.
+    /// A single thread, in poll.
     Poll,
-    /// One thread, in epoll_wait.
+    /// A single thread, in epoll_wait.
     Epoll,
-    /// The same, told of edges.
+    /// A single thread, in epoll_wait, edge-triggered.
     Edges,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Pace {
-    /// As fast as it can.
+    /// As fast as the end can.
     Fast,
-    /// It often waits before it sends.
+    /// The end often waits before it sends.
     SlowSender,
-    /// It often waits before it receives, so that rings are full.
+    /// The end often waits before it receives, so that rings are full.
     SlowReader,
-    /// Small pieces with pauses, for so many times what it takes to return to a link.
+    /// Small pieces with pauses. They last this many times as long as a stream needs to return to a link.
     Long(u64),
 }
 
-/// A stream returns to a link a second after its failure: [`Pace::Long`] makes so many pieces, and pauses before each.
+/// Pieces for one return, with [`PAUSE`] before each, for [`Pace::Long`]. A stream returns a second after its failure.
 const PIECES: u64 = 75;
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// What both ends are to do, by the connection's seed; a `long` one lasts some seconds.
+/// Returns the parts of both ends, by the connection's seed; a `long` connection lasts some seconds.
 pub fn plan(seed: u64, long: u8) -> [Part; 2] {
     let mut rng = Rng::new(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x5eed);
     for _ in 0..8 {
@@ -82,7 +82,7 @@ pub fn plan(seed: u64, long: u8) -> [Part; 2] {
     let mut part = || {
         let warms_up = rng.below(4) > 0;
         let least = if warms_up { LONGEST - 5 } else { 0 };
-        // Few are long, for bytes take time to compare.
+        // Few directions are long, because bytes take time to compare.
         let most = LONGEST + 2 * u64::from(rng.below(16) == 0);
         let bits = least + rng.below(most - least + 1);
         let pace = match rng.below(8) {
@@ -105,16 +105,16 @@ pub fn plan(seed: u64, long: u8) -> [Part; 2] {
     let mut parts = [part(), part()];
     let first = rng.below(2) as usize;
     match rng.below(4) {
-        // Each shuts down when it likes.
+        // Each end shuts down independently.
         0 => {}
-        // One shuts down, the other goes on after that, and closes.
+        // The first end shuts down; the other sends on after that, and closes.
         1 => {
             parts[1 - first].answers = true;
             parts[1 - first].shuts = false;
         }
-        // The same, but it shuts down too.
+        // As above, but the other end shuts down too.
         2 => parts[1 - first].answers = true,
-        // One closes with its last byte, and the other then.
+        // The first end closes with its last byte, and the other closes then.
         _ => {
             parts[first].shuts = false;
             parts[first].reads_end = false;
@@ -124,7 +124,7 @@ pub fn plan(seed: u64, long: u8) -> [Part; 2] {
     parts
 }
 
-/// How far an end is.
+/// The progress of an end.
 #[derive(Debug)]
 pub struct Progress {
     seed: u64,
@@ -136,7 +136,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Of a connection that begins.
+    /// Returns the progress of a connection that begins.
     pub fn new(seed: u64, long: u8, end: usize) -> Self {
         Self {
             seed,
@@ -153,12 +153,12 @@ impl Progress {
         self.received.load(Relaxed)
     }
 
-    /// Grows as long as it goes on.
+    /// Returns a number that grows while the connection moves bytes.
     pub fn moved(&self) -> u64 {
         self.sent.load(Relaxed) + self.received()
     }
 
-    /// Whether it has ended.
+    /// Returns whether the end has finished.
     pub fn is_over(&self) -> bool {
         self.is_over.load(Relaxed)
     }
@@ -171,7 +171,7 @@ impl Progress {
         &self.parts[1 - self.end]
     }
 
-    /// The name of the direction that an end sends in.
+    /// Returns the name of the direction that an end sends in.
     fn stream(&self, end: usize) -> u64 {
         self.seed.wrapping_mul(2) + end as u64
     }
@@ -190,7 +190,7 @@ impl fmt::Display for Progress {
     }
 }
 
-/// Whether the other's end was read, for the thread that sends.
+/// Whether the other end's EOF was read, for the thread that sends.
 #[derive(Default)]
 struct Ended(Mutex<bool>, Condvar);
 
@@ -206,7 +206,7 @@ impl Ended {
     }
 }
 
-/// Plays an end to its close. The error says what was wrong, and where.
+/// Plays an end to its close. The error is the fault, and its place.
 pub fn play(stream: TcpStream, progress: &Progress) -> Result<(), String> {
     let played = match progress.own().way {
         Way::Blocking => blocking(&stream, progress),
@@ -216,20 +216,20 @@ pub fn play(stream: TcpStream, progress: &Progress) -> Result<(), String> {
     played.map_err(|why| format!("{why}; {progress}"))
 }
 
-/// What a call has led to.
+/// The result of a call.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Step {
     /// There is nothing left to do.
     Done,
-    /// It can go on.
+    /// The end can call again.
     Again,
-    /// It has to wait.
+    /// The end has to wait.
     Blocked,
 }
 
 fn blocking(stream: &TcpStream, progress: &Progress) -> Result<(), String> {
     let ended = Ended::default();
-    // The other thread is not to wait for what does not come.
+    // The other thread must not wait for an EOF that never comes.
     let guarded = |outcome: Result<(), String>| {
         if outcome.is_err() {
             ended.set();
@@ -310,7 +310,7 @@ impl Wait {
         Self::Edges(epoll)
     }
 
-    /// Until it can be read, or written.
+    /// Waits until the stream is readable, or writable.
     fn wait(&self, stream: &TcpStream, (reads, writes): (bool, bool)) {
         let mut event = [EpollEvent::empty()];
         match self {
@@ -334,7 +334,7 @@ impl Wait {
     }
 }
 
-/// A size for a call: few bytes as often as many.
+/// Returns a size for a call: few bytes as often as many.
 fn size(rng: &mut Rng) -> usize {
     let most = [16, 1500, 16 * 1024, MOST][rng.below(4) as usize];
     1 + rng.below(most) as usize
@@ -348,7 +348,7 @@ struct Sender<'a> {
     progress: &'a Progress,
     rng: Rng,
     calls: u64,
-    /// The other's end has been read.
+    /// The other end's EOF has been read.
     may_go_on: bool,
 }
 
@@ -363,7 +363,7 @@ impl<'a> Sender<'a> {
         }
     }
 
-    /// Bytes that may be sent now.
+    /// Returns the offset up to which bytes may be sent now.
     fn limit(&self) -> u64 {
         let part = self.progress.own();
         if part.answers && !self.may_go_on {
@@ -373,13 +373,13 @@ impl<'a> Sender<'a> {
         }
     }
 
-    /// Whether it has to read the other's end first.
+    /// Returns whether the sender has to read the other end's EOF first.
     fn waits(&self) -> bool {
         let part = self.progress.own();
         part.answers && !self.may_go_on && self.progress.sent.load(Relaxed) == self.limit()
     }
 
-    /// One call.
+    /// Makes one sending call.
     fn step(&mut self, mut stream: &TcpStream) -> Result<Step, String> {
         let (part, at) = (self.progress.own(), self.progress.sent.load(Relaxed));
         if at == part.len {
@@ -398,7 +398,7 @@ impl<'a> Sender<'a> {
                 std::thread::sleep(PAUSE);
             }
             _ if part.warms_up && self.calls < WARMING => {
-                // On a link the larger ones are WRITEs.
+                // On a link the larger sizes are WRITEs.
                 size = 1 + self.rng.below([100, 16 * 1024][usize::from(self.calls > WARMING / 4)]) as usize;
                 std::thread::sleep(WARMING_PAUSE);
             }
@@ -441,7 +441,7 @@ impl<'a> Receiver<'a> {
         Self { progress, rng, buffer }
     }
 
-    /// One call.
+    /// Makes one receiving call.
     fn step(&mut self, mut stream: &TcpStream) -> Result<Step, String> {
         let (part, at) = (self.progress.own(), self.progress.received());
         let len = self.progress.other().len;
@@ -492,7 +492,7 @@ impl<'a> Receiver<'a> {
     }
 }
 
-/// Where in the sequence wrong bytes belong, for who looks for the cause.
+/// Returns where in the sequence wrong bytes belong, for an error text that points to the cause.
 fn whence(stream: u64, bytes: &[u8], len: u64) -> String {
     let some = &bytes[..bytes.len().min(12)];
     let belongs = |at: &u64| data::pattern(stream, *at, some.len()) == some;

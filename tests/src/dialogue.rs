@@ -22,17 +22,17 @@ const SIZES: [(usize, usize); 12] = [
 /// How many rounds there are; in each the client sends a request, then the server a response.
 pub const ROUNDS: usize = SIZES.len();
 
-/// What the client sends in `round`.
+/// Returns the bytes that the client sends in `round`.
 pub fn request(round: usize) -> Vec<u8> {
     data::pattern(100 + round as u64, 0, SIZES[round].0)
 }
 
-/// What the server sends in `round`.
+/// Returns the bytes that the server sends in `round`.
 pub fn response(round: usize) -> Vec<u8> {
     data::pattern(200 + round as u64, 0, SIZES[round].1)
 }
 
-/// What the server sends after the client's EOF, before it closes.
+/// Returns the bytes that the server sends after the client's EOF, before it closes.
 pub fn farewell() -> Vec<u8> {
     data::pattern(300, 0, 5000)
 }

@@ -1,8 +1,9 @@
-//! What a process can be in: limits, locked memory, small stacks, filters of system calls, another root, user or
-//! cgroup. Each is a word, which a launcher carries out before the program begins (`scenario helper within`), or the
-//! program itself.
+//! Environments of a process: limits, locked memory, small stacks, filters of system calls, another root, user or
+//! cgroup. Each environment is a word. A launcher enters it before the program begins (`scenario helper within`), or
+//! the
+//! program enters it itself.
 //!
-//! Which environments the scenarios run in says `tests/environment_matrix.rs`.
+//! `tests/environment_matrix.rs` lists the environments that the scenarios run in.
 
 pub mod cgroup;
 mod roots;
@@ -14,39 +15,39 @@ use std::process::Command;
 use crate::filters::{self, By};
 use crate::sys::{self, Ret};
 
-/// The least that pthread_attr_setstacksize takes.
+/// The least size in bytes that pthread_attr_setstacksize accepts.
 const SMALL_STACK: usize = 16 * 1024;
 
-/// What the two sides of a scenario are in. In the words stand `{dir}` for the run's directory, `{side}` for the side,
-/// and `{program}` and `{library}` for the files under test.
+/// The environment of both sides of a scenario. In the words `{dir}` is the run's directory, `{side}` the side, and
+/// `{program}` and `{library}` the files under test.
 #[derive(Clone, Debug)]
 pub struct Environment {
-    /// The name in a test's name.
+    /// The environment's name in a test's name.
     pub name: &'static str,
-    /// What the launcher does, which has no library yet.
+    /// Words for the launcher, which does not have the library yet.
     pub before: Vec<String>,
-    /// What the program does before it makes a socket.
+    /// Words for the program before it makes a socket.
     pub inside: Vec<String>,
-    /// What the program does when its listener listens, or before it connects.
+    /// Words for the program when its listener listens, or before it connects.
     pub listening: Vec<String>,
-    /// What becomes of a connection that would be promoted elsewhere.
+    /// The outcome for a connection that would be promoted elsewhere.
     pub outcome: Outcome,
 }
 
 /// Whether a connection is promoted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// As without any environment.
+    /// The connection is promoted, as without any environment.
     Promoted,
-    /// It stays on TCP, and `rdmasock stat` gives this reason at one end at least.
+    /// The connection stays on TCP, and `rdmasock stat` gives this reason at one end at least.
     Plain(&'static str),
-    /// It stays on TCP, and `rdmasock stat` knows of neither process: what the library begins with could not be had.
+    /// The connection stays on TCP, and `rdmasock stat` lists neither process: the library could not start there.
     Unknown,
-    /// Either: it may depend on how much the process has done by then.
+    /// Either outcome: it may depend on how much the process has done by then.
     Any,
 }
 
-/// What `word` gave; a panic where there is no such word.
+/// Enters the environment of `word`, and returns the result. Panics if there is no such word.
 pub fn enter(word: &str) -> Ret {
     let (what, how) = word.split_once(':').unwrap_or((word, ""));
     match what {
@@ -59,7 +60,7 @@ pub fn enter(word: &str) -> Ret {
         "lock all memory" => call!(libc::mlockall(libc::MCL_CURRENT | libc::MCL_FUTURE)),
         "lock present memory" => call!(libc::mlockall(libc::MCL_CURRENT)),
         "small stacks" => small_stacks(),
-        // Of root only.
+        // Only root may call this.
         "nobody" => {
             call!(libc::setgid(65_534)).ok();
             call!(libc::setuid(65_534))
@@ -94,7 +95,7 @@ fn by(how: &str) -> By {
     }
 }
 
-/// Sets a limit, to what it is if it is lower already.
+/// Lowers a limit to `to`, or keeps it if it is lower already.
 fn limited(what: libc::__rlimit_resource_t, to: &str) -> Ret {
     let mut present: libc::rlimit = sys::zeroed();
     call!(libc::getrlimit(what, &mut present)).ok();
@@ -110,7 +111,7 @@ unsafe extern "C" {
     fn pthread_setattr_default_np(attributes: *const libc::pthread_attr_t) -> libc::c_int;
 }
 
-/// Of all threads whose maker names no size. (Rust's own name one: see [`launch`].)
+/// Sets the stack size of all threads whose maker names none. (Rust's own name one: see [`launch`].)
 fn small_stacks() -> Ret {
     let mut attributes: libc::pthread_attr_t = sys::zeroed();
     // SAFETY: a live local, initialised by the first call, and copied by the last.
@@ -123,8 +124,8 @@ fn small_stacks() -> Ret {
     Ret::of(0)
 }
 
-/// `LIBRARY WORD… -- PROGRAM ARGUMENT…`: enters each, and becomes the program, with the library unless that is `none`.
-/// Returns only if something has failed.
+/// `LIBRARY WORD… -- PROGRAM ARGUMENT…`: enters each word, then becomes the program, with the library unless that is
+/// `none`. Returns only if a step has failed.
 pub fn launch(words: &[String]) -> bool {
     let Some(end) = words.iter().position(|word| word == "--") else {
         return false;

@@ -10,8 +10,8 @@ use rdmasock_core::os::kernel;
 
 use crate::sys::Ret;
 
-/// What the guest itself needs that serves a connection, in the manner of the sandbox in which OpenSSH's child talks
-/// before anybody has logged in: reading, writing, waiting, memory, and the way out.
+/// System calls that a guest needs which serves a connection: reading, writing, waiting, memory, and exit. They are
+/// like the sandbox of OpenSSH's child before a user has logged in.
 pub const SANDBOX: &[c_long] = &[
     libc::SYS_accept4,
     libc::SYS_brk,
@@ -34,8 +34,8 @@ pub const SANDBOX: &[c_long] = &[
     libc::SYS_write,
 ];
 
-/// What a worker that plays scenarios needs beside [`SANDBOX`], in one process and without files: nothing by which a
-/// thread could begin, memory be shared, or another program be found.
+/// Further system calls, beside [`SANDBOX`], for a worker that plays scenarios in one process and without files. No
+/// call here can begin a thread, share memory, or find another program.
 pub const WORKER: &[c_long] = &[
     libc::SYS_accept,
     libc::SYS_bind,
@@ -82,7 +82,7 @@ pub const WORKER: &[c_long] = &[
     libc::SYS_writev,
 ];
 
-/// What the kernel makes of a filter's word (linux/seccomp.h).
+/// Return values of a filter (linux/seccomp.h).
 const ALLOW: u32 = 0x7fff_0000;
 const KILL_PROCESS: u32 = 0x8000_0000;
 const ERRNO: u32 = 0x0005_0000;
@@ -94,13 +94,13 @@ pub enum By {
     Prctl,
     /// seccomp() by its number, for all threads.
     Seccomp,
-    /// The same for the calling thread, by a system call in line, which no hook sees.
+    /// seccomp() for the calling thread, by a system call in line, which no hook sees.
     Unseen,
 }
 
 /// Loads a filter by which all calls but `allowed` kill the process.
 pub fn load(allowed: &[c_long], by: By) -> Ret {
-    // The number; one pair of steps for each.
+    // Load the system call's number; then comes one pair of steps for each call.
     let mut steps = vec![step(0x20, 0, 0, 0)];
     for number in allowed {
         steps.push(step(0x15, 0, 1, *number as u32));
@@ -110,18 +110,18 @@ pub fn load(allowed: &[c_long], by: By) -> Ret {
     load_steps(&mut steps, by)
 }
 
-/// Loads a filter by which all of `calls` fail with `error`: those with a third argument where it is this one.
+/// Loads a filter by which all of `calls` fail with `error`. An entry with a third argument matches only that argument.
 pub fn refuse(calls: &[(c_long, Option<c_int>)], error: c_int) -> Ret {
     load_steps(&mut refusal(calls, error), By::Prctl)
 }
 
-/// The same of this thread, without that the library knows.
+/// As [`refuse`], for this thread only, without the library's knowledge.
 pub fn refuse_unseen(calls: &[(c_long, Option<c_int>)], error: c_int) {
     load_steps(&mut refusal(calls, error), By::Unseen).ok();
 }
 
 fn refusal(calls: &[(c_long, Option<c_int>)], error: c_int) -> Vec<sock_filter> {
-    /// Of `struct seccomp_data`: the lower half of the third argument.
+    /// The offset of the lower half of the third argument in `struct seccomp_data`.
     const THIRD: u32 = 32;
     let mut steps = Vec::new();
     for (number, third) in calls {
@@ -178,7 +178,7 @@ fn load_steps(steps: &mut [sock_filter], by: By) -> Ret {
     }
 }
 
-/// Only read, write, and the end of the thread.
+/// Allows only read, write, and the end of the thread.
 pub fn strict() -> Ret {
     call!(libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_STRICT, 0, 0, 0))
 }

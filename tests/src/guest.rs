@@ -1,5 +1,5 @@
-//! The two ends of a connection that goes on until the test ends it, for tests of what a process is in or has done:
-//! each is a `scenario helper guest …` whose messages are checked, and which the test can question meanwhile.
+//! Both ends of a connection that lasts until the test ends it, for tests of a process's environment or past calls.
+//! Each end is a `scenario helper guest …` whose messages are checked, and which the test can question meanwhile.
 
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -30,7 +30,7 @@ pub fn main(words: &[String]) -> bool {
 fn server(what: &[String]) -> bool {
     let acts = |when: &str| -> Vec<_> { what.iter().filter_map(|w| w.strip_prefix(when)).map(act).collect() };
     let mut said = acts("early:");
-    // By another image of this program.
+    // Another image of this program passes the listener.
     let given = what.iter().find_map(|word| word.strip_prefix("given:"));
     let listener = given.map_or_else(|| sys::tcp(libc::AF_INET), |fd| fd.parse().unwrap());
     if given.is_none() {
@@ -70,7 +70,7 @@ fn server(what: &[String]) -> bool {
         }
         match sys::read(fd, &mut message).value {
             0 if STRICT.load(SeqCst) => {
-                // Of the calls that end a process this one is left, and it ends the thread: the last one, if all is
+                // Of the calls that end a process only this one is left. It ends the thread: the last one, if all is
                 // well. SAFETY: does not return.
                 let _ = unsafe { kernel::call(libc::SYS_exit, [0; 6]) };
             }
@@ -90,7 +90,7 @@ fn server(what: &[String]) -> bool {
     }
 }
 
-/// Becomes another image of this program, which is given the listener.
+/// Becomes another image of this program, and passes it the listener.
 fn exec(listener: i32) {
     call!(libc::fcntl(listener, libc::F_SETFD, 0)).ok();
     let given = format!("given:{listener}");
@@ -119,13 +119,13 @@ fn client(port: u16) -> bool {
     end.value == 0 && rest.is_empty()
 }
 
-/// A line to the test.
+/// Prints a line for the test.
 fn say(line: &str) {
     let line = format!("{line}\n");
     sys::write(1, line.as_bytes());
 }
 
-/// A line from the test, if there is one.
+/// Returns a line from the test, or `None` if there is none.
 fn command() -> Option<String> {
     if sys::poll_one(0, libc::POLLIN, 0) & libc::POLLIN == 0 {
         return None;
@@ -136,10 +136,10 @@ fn command() -> Option<String> {
     (n > 0).then(|| text.trim().to_owned())
 }
 
-/// Does one thing, and says what it gave.
+/// Carries out one command, and returns its result as text.
 fn act(word: &str) -> String {
     match word {
-        // That it is still there.
+        // The reply proves that the guest still runs.
         "say" => "said".into(),
         "deep bind" => {
             let name = c"libm.so.6";
@@ -153,7 +153,7 @@ fn act(word: &str) -> String {
             let ring = call!(libc::syscall(libc::SYS_io_uring_setup, 4, parameters.as_mut_ptr()));
             outcome(ring)
         }
-        // Whether the limit of open files is seen to change.
+        // Check that the limit of open files changes.
         "watch the limit" => {
             std::thread::spawn(|| {
                 let before = open_files();
@@ -170,7 +170,8 @@ fn act(word: &str) -> String {
             let how = if CHANGED.load(SeqCst) { "changed" } else { "kept" };
             how.into()
         }
-        // Locked, resident, and resident of no program's or library's file, in KiB.
+        // Returns locked memory, resident memory, and resident memory that no program's or library's file backs, in
+        // KiB.
         "memory" => {
             let status = std::fs::read_to_string("/proc/self/status").unwrap();
             let field = |name: &str| {
@@ -181,7 +182,7 @@ fn act(word: &str) -> String {
             let unnamed = shared + field("RssAnon:").parse::<u64>().unwrap();
             format!("{} {} {unnamed}", field("VmLck:"), field("VmRSS:"))
         }
-        // Before each read, and nothing but the connection may be reported.
+        // Wait before each read; only the connection may be reported.
         "wait by epoll" => {
             EPOLL.store(true, SeqCst);
             "done".into()
@@ -190,7 +191,7 @@ fn act(word: &str) -> String {
             STRICT.store(true, SeqCst);
             outcome(filters::strict())
         }
-        // With the hard limit as it is, so that it could be raised again.
+        // Keep the hard limit, so that the soft limit could be raised again.
         "1024 open files for now" => {
             let limit = libc::rlimit {
                 rlim_cur: 1024,
@@ -204,12 +205,12 @@ fn act(word: &str) -> String {
 
 /// The server waits by an epoll set.
 static EPOLL: AtomicBool = AtomicBool::new(false);
-/// Only read and write are left.
+/// Only read and write are allowed.
 static STRICT: AtomicBool = AtomicBool::new(false);
 static WATCHED: AtomicBool = AtomicBool::new(false);
 static CHANGED: AtomicBool = AtomicBool::new(false);
 
-/// The soft and the hard limit.
+/// Returns the soft and the hard limit of open files.
 fn open_files() -> (u64, u64) {
     let mut limit: libc::rlimit = sys::zeroed();
     call!(libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit)).ok();

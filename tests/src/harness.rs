@@ -1,7 +1,7 @@
 //! Plays a scenario: two processes, in one of ten modes, and compares their transcripts.
 //!
-//! It runs without the library and knows no scenario; `tests/differential.rs` makes the matrix, and
-//! `tests/environment_matrix.rs` that of scenarios and environments.
+//! The harness runs without the library and knows no scenario. `tests/differential.rs` makes the matrix;
+//! `tests/environment_matrix.rs` makes the matrix of scenarios and environments.
 
 use std::collections::HashMap;
 use std::fs;
@@ -29,39 +29,39 @@ const PROMOTION_LIMIT: Duration = Duration::from_secs(20);
 /// Which sides have the library preloaded.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, clap::ValueEnum)]
 pub enum Mode {
-    /// None: the reference.
+    /// Neither side: the reference.
     Kernel,
-    /// Both, so that the connection is promoted.
+    /// Both sides, so that the connection is promoted.
     Both,
     /// The client only.
     Client,
     /// The server only.
     Server,
-    /// None, in a storm of signals (`storm`).
+    /// Neither side, in a storm of signals (`storm`).
     KernelStorm,
-    /// Both, in such a storm.
+    /// Both sides, in a storm of signals.
     Storm,
-    /// Both, over the local device as one with immediates.
+    /// Both sides, over the local device with immediates.
     Roce,
-    /// Both, over the local device as one without.
+    /// Both sides, over the local device without immediates.
     Iwarp,
-    /// Both, over the verbs plugin on the stand-in for rdma-core, as RoCE.
+    /// Both sides, over the verbs plugin on the stand-in for rdma-core, as RoCE.
     Verbs,
-    /// Both, over the verbs plugin on the stand-in, as iWARP.
+    /// Both sides, over the verbs plugin on the stand-in, as iWARP.
     VerbsIwarp,
 }
 
 impl Mode {
-    /// All of them, the reference first.
+    /// The modes of every scenario, the reference first.
     pub const ALL: [Self; 4] = [Self::Kernel, Self::Both, Self::Client, Self::Server];
 
-    /// Those in which links are as between hosts.
+    /// The modes in which links are as between hosts.
     pub const DEVICES: [Self; 2] = [Self::Roce, Self::Iwarp];
 
-    /// Those in which the verbs plugin runs.
+    /// The modes in which the verbs plugin runs.
     pub const PLUGIN: [Self; 2] = [Self::Verbs, Self::VerbsIwarp];
 
-    /// The name in a test's name.
+    /// Returns the mode's name in a test's name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Kernel => "kernel",
@@ -77,17 +77,18 @@ impl Mode {
         }
     }
 
-    /// Whether neither side has the library.
+    /// Returns whether neither side has the library.
     pub fn is_plain(self) -> bool {
         matches!(self, Self::Kernel | Self::KernelStorm)
     }
 
-    /// Whether the timer of `storm` fires.
+    /// Returns whether the timer of `storm` fires.
     pub fn storms(self) -> bool {
         matches!(self, Self::KernelStorm | Self::Storm)
     }
 
-    /// How the local device or the stand-in is, where one is used (`LOCALNIC`, `VERBS_STANDIN`).
+    /// Returns the words for the local device or the stand-in (`LOCALNIC`, `VERBS_STANDIN`); `None` where neither is
+    /// used.
     pub fn device(self) -> Option<&'static str> {
         match self {
             Self::Roce | Self::Verbs => Some("roce"),
@@ -96,7 +97,7 @@ impl Mode {
         }
     }
 
-    /// Whether `side` has the library.
+    /// Returns whether `side` has the library.
     pub fn preloads(self, side: Side) -> bool {
         match self {
             Self::Kernel | Self::KernelStorm => false,
@@ -107,28 +108,28 @@ impl Mode {
     }
 }
 
-/// What one side left behind.
+/// The results of one side.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct SideOutcome {
-    /// The lines of its transcript.
+    /// The lines of the side's transcript.
     pub transcript: String,
-    /// What it wrote to stdout and stderr.
+    /// The side's stdout and stderr.
     pub output: String,
-    /// How it ended.
+    /// The side's exit status, or the signal that ended it.
     pub exit: String,
 }
 
-/// What both sides left behind.
+/// The results of both sides.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Outcome {
-    /// The server's.
+    /// The server's results.
     pub server: SideOutcome,
-    /// The client's.
+    /// The client's results.
     pub client: SideOutcome,
 }
 
 impl Outcome {
-    /// One side's.
+    /// Returns the results of one side.
     pub fn side(&self, side: Side) -> &SideOutcome {
         match side {
             Side::Server => &self.server,
@@ -150,7 +151,7 @@ pub struct Paths {
 }
 
 impl Paths {
-    /// Finds them: `RDMASOCK_LIBRARY` and `RDMASOCK_COMMAND`, or beside the scenario binary.
+    /// Finds the files: by `RDMASOCK_LIBRARY` and `RDMASOCK_COMMAND`, or beside the scenario binary.
     pub fn find(scenario: &Path) -> Self {
         let beside = |name: &str| scenario.with_file_name(name);
         let named = std::env::var_os("RDMASOCK_LIBRARY").map(PathBuf::from);
@@ -175,12 +176,13 @@ impl Paths {
 }
 
 impl Paths {
-    /// The stand-in for rdma-core; compiles it at the first call.
+    /// Returns the stand-in for rdma-core; the first call compiles it.
     pub fn standin(&self) -> Result<Arc<Standin>> {
         Standin::get(self.library.as_ref().map_err(|why| anyhow!("{why}"))?)
     }
 
-    /// Has a program move its connections to the device of a mode, which is as these words say.
+    /// Sets the variables by which a program moves its connections to the device of a mode, as `words` describe that
+    /// device.
     pub fn set_device(&self, mode: Mode, words: &str, command: &mut Command) -> Result<()> {
         if Mode::PLUGIN.contains(&mode) {
             self.standin()?.set(command, words);
@@ -188,13 +190,13 @@ impl Paths {
             command
                 .env("RDMASOCK_DEV_LOCAL_DEVICE", &self.device)
                 .env("LOCALNIC", words)
-                // Asked by name, as within a host: one port would be for all that run at once.
+                // Peers ask by name, as within a host: a single control port would serve all tests that run at once.
                 .env("RDMASOCK_CONTROL_PORT", "0");
         }
         Ok(())
     }
 
-    /// What to preload for the library with the registered allocator, which is beside it.
+    /// Returns the files to preload for the library with the registered allocator, which lies beside it.
     pub fn with_allocator(&self) -> Result<String> {
         let library = self.library.as_ref().map_err(|why| anyhow!("{why}"))?;
         let allocator = library.with_file_name("librdmasock_alloc.so");
@@ -209,8 +211,8 @@ impl Paths {
     }
 }
 
-/// Takes every `RDMASOCK*` variable out of `command`, except those for logging; a failed
-/// expectation is one line, without a backtrace.
+/// Removes every `RDMASOCK*` variable from `command`, except those for logging. A failed
+/// expectation is then one line, without a backtrace.
 pub fn clean_environment(command: &mut Command) {
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
@@ -233,7 +235,8 @@ impl Place<'_> {
         self.dir.join(format!("{}.{what}", side.name()))
     }
 
-    /// What a side writes: a file, or a pipe where the environment may limit files or its side may be somebody else.
+    /// Makes the files that a side writes. They are pipes where the environment may limit files or change the side's
+    /// user.
     fn make(&self, side: Side) -> Result<Vec<(&'static str, fs::File)>> {
         let mut made = Vec::new();
         for what in ["transcript", "output"] {
@@ -252,7 +255,7 @@ impl Place<'_> {
         Ok(made)
     }
 
-    /// The program that plays a side, with what comes before it.
+    /// Returns the command that plays a side, with its launcher.
     fn command(&self, paths: &Paths, side: Side, library: Option<&Path>) -> Command {
         let program = &paths.scenario;
         let mut command = Command::new(program);
@@ -356,8 +359,9 @@ impl Running {
         let text = |what: &str| {
             let mut bytes = Vec::new();
             let mut file = &self.written.iter().find(|(name, _)| *name == what).unwrap().1;
-            // A pipe says EAGAIN at its end: this end is open for writing too, and nobody waits for children that have
-            // one.
+            // A pipe gives EAGAIN at its end. This end is open for writing too, and the read need not wait for children
+            // that
+            // hold a copy.
             let _ = file.read_to_end(&mut bytes);
             String::from_utf8_lossy(&bytes).into_owned()
         };
@@ -385,17 +389,17 @@ impl Drop for Running {
     }
 }
 
-/// Plays `scenario` in `mode` and checks that it was promoted, or not, as it should be.
+/// Plays `scenario` in `mode` and checks that it was promoted, or not, as the mode demands.
 pub fn play(paths: &Paths, scenario: &Scenario, mode: Mode) -> Result<Outcome> {
     play_in(None, paths, scenario, mode)
 }
 
-/// The same with both sides in an environment.
+/// As [`play`], with both sides in an environment.
 pub fn play_in(environment: Option<&Environment>, paths: &Paths, scenario: &Scenario, mode: Mode) -> Result<Outcome> {
     let dir = tempfile::tempdir()?;
     let dir = dir.path();
     if environment.is_some() {
-        // Its sides need not be this user.
+        // The sides may run as another user.
         fs::set_permissions(dir, fs::Permissions::from_mode(0o777))?;
     }
     let place = Place { dir, environment };
@@ -410,7 +414,7 @@ pub fn play_in(environment: Option<&Environment>, paths: &Paths, scenario: &Scen
         }
         let failed = |r: &Running| r.exit.is_some_and(|e| e.code() == Some(101));
         if failed(&server) || failed(&client) {
-            // The other side would wait for it until the time limit.
+            // The other side would wait for this side until the time limit.
             std::thread::sleep(Duration::from_millis(200));
             server.has_ended()?;
             client.has_ended()?;
@@ -457,13 +461,13 @@ pub fn play_in(environment: Option<&Environment>, paths: &Paths, scenario: &Scen
     Ok(outcome)
 }
 
-/// The device's words, the scenario's, and those that whoever plays it has in the environment: `thread`, say.
+/// Returns the device's words, the scenario's, and those of the caller's `LOCALNIC` (such as `thread`).
 fn words(device: &str, of_scenario: &str) -> String {
     let more = std::env::var("LOCALNIC").unwrap_or_default();
     format!("{device},{of_scenario},{more}")
 }
 
-/// See [`Ctx::past_the_rings`](crate::ctx::Ctx::past_the_rings).
+/// Returns the count of an event at both sides: see [`Ctx::past_the_rings`](crate::ctx::Ctx::past_the_rings).
 fn received(paths: &Paths, event: &str, sides: [&Running; 2]) -> Result<u64> {
     let counts = sides.map(|side| count(&paths.command, side.child.id(), event));
     counts.into_iter().map(|count| Ok(count?.unwrap_or(0))).sum()
@@ -502,7 +506,7 @@ fn watch(paths: &Paths, mode: Mode, server: &Running, client: &Running) -> Resul
     Ok(())
 }
 
-/// Waits until one end says that it stays on TCP because of `reason`, and neither is on a link.
+/// Waits until one end reports that it stays on TCP because of `reason`, and neither is on a link.
 fn watch_plain(paths: &Paths, reason: &str, server: &Running, client: &Running) -> Result<()> {
     let end = Instant::now() + PROMOTION_LIMIT;
     loop {
@@ -510,7 +514,7 @@ fn watch_plain(paths: &Paths, reason: &str, server: &Running, client: &Running) 
         let mut on_link = 0;
         for side in [server, client] {
             let pid = side.child.id();
-            // The command fails if it knows nothing of the other end.
+            // The command fails if the library has no entry for the other end.
             given.extend(reasons(&paths.command, pid).unwrap_or_default());
             let state = promotion_state(&paths.command, pid).unwrap_or_default();
             on_link += state.map_or(0, |state| state.on_link);
@@ -535,7 +539,7 @@ fn watch_unknown(paths: &Paths, server: &Running, client: &Running) -> Result<()
     Ok(())
 }
 
-/// Both transcripts with what the sides printed; of a long one, its end.
+/// Returns both transcripts with the output of the sides; of a long transcript, only the end.
 pub fn describe(outcome: &Outcome) -> String {
     let one = |side: Side| {
         let s = outcome.side(side);
@@ -578,7 +582,7 @@ impl References {
         self.get_in(None, paths, scenario)
     }
 
-    /// The same in an environment.
+    /// The outcome of `scenario` on kernel TCP in an environment.
     pub fn get_in(
         &self,
         environment: Option<&Environment>,
@@ -596,7 +600,7 @@ impl References {
     }
 }
 
-/// The difference between two outcomes, or None.
+/// Returns the difference between two outcomes; `None` if they are equal.
 pub fn difference(kernel: &Outcome, other: &Outcome) -> Option<String> {
     let mut text = String::new();
     for side in Side::ALL {
@@ -615,7 +619,7 @@ pub fn difference(kernel: &Outcome, other: &Outcome) -> Option<String> {
     (!text.is_empty()).then_some(text)
 }
 
-/// The lines that differ, with up to three equal lines before and after.
+/// Returns the lines that differ, with up to three equal lines before and after.
 fn diff(a: &str, b: &str) -> String {
     const AROUND: usize = 3;
     let (a, b): (Vec<_>, Vec<_>) = (a.lines().collect(), b.lines().collect());

@@ -1,6 +1,6 @@
-//! Whether a process's connections were promoted, and what else was counted, asked of `rdmasock stat`.
+//! Asks `rdmasock stat` whether a process's connections were promoted, and for its other counts.
 //!
-//! In one place, so that the way of asking can change without the harness noticing.
+//! The queries are in one place, so that they can change without a change of the harness.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -9,7 +9,7 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 
-/// What the library says about one process.
+/// The promotions of one process, as the library counts them.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Promotion {
     /// Streams, open or closed, that moved both directions to a link.
@@ -44,7 +44,7 @@ struct Stream {
     why_tcp: Option<String>,
 }
 
-/// Asks `command` (the `rdmasock` binary) about `pid`. None: it knows no such instance.
+/// Asks `command` (the `rdmasock` binary) about `pid`. `None` if the command lists no such instance.
 pub fn promotion_state(command: &Path, pid: u32) -> Result<Option<Promotion>> {
     Ok(instance(command, pid)?.map(|i| Promotion {
         promoted: i.totals.promoted,
@@ -56,7 +56,7 @@ pub fn promotion_state(command: &Path, pid: u32) -> Result<Option<Promotion>> {
     }))
 }
 
-/// Why connections of `pid` are on TCP: all of them, and each one that is.
+/// Returns why connections of `pid` are on TCP: the reasons for all of them, and for each that is.
 pub fn reasons(command: &Path, pid: u32) -> Result<Vec<String>> {
     let Some(instance) = instance(command, pid)? else {
         return Ok(Vec::new());
@@ -65,7 +65,7 @@ pub fn reasons(command: &Path, pid: u32) -> Result<Vec<String>> {
     Ok(instance.held.into_iter().chain(streams).collect())
 }
 
-/// How often `pid` has counted an event, by its name. None: it knows no such instance, or no such event.
+/// Returns how often `pid` has counted an event, by its name. `None` if there is no such instance, or no such event.
 pub fn count(command: &Path, pid: u32, event: &str) -> Result<Option<u64>> {
     Ok(instance(command, pid)?.and_then(|i| i.events.get(event).copied()))
 }

@@ -1,6 +1,6 @@
 //! The programs of the control port's tests, and the pair of network namespaces that they run in.
 //!
-//! `scenario helper remote listen|talk|squat|flood …`; what each does is said at its function.
+//! `scenario helper remote listen|talk|squat|flood …`; the function of each program documents it.
 
 use std::io::{self, BufRead, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket};
@@ -19,7 +19,7 @@ pub const CONTROL_PORT: u16 = 4797;
 /// Bytes of a request, and of its response.
 const REQUEST: usize = 64;
 
-/// Runs one of the programs; whether all went as it should.
+/// Runs one of the programs. Returns whether all went as it should.
 pub fn main(words: &[String]) -> bool {
     let number = |i: usize| words.get(i).and_then(|w| w.parse().ok()).unwrap_or(0);
     let address = || words[1].parse::<SocketAddr>().unwrap();
@@ -37,8 +37,8 @@ fn until_told() {
     let _ = io::stdin().lock().read_to_end(&mut Vec::new());
 }
 
-/// `listen ADDRESS WORKERS`: sends back all that comes, in as many processes, or in this one if 0. Prints
-/// their pids, and ends them when stdin ends.
+/// `listen ADDRESS WORKERS`: sends all received bytes back, in WORKERS processes, or in this one if WORKERS is 0.
+/// Prints their pids, and ends them when stdin ends.
 fn listen(address: SocketAddr, workers: usize) -> bool {
     let listener = TcpListener::bind(address).unwrap();
     let serve = move || -> ! {
@@ -79,7 +79,7 @@ fn listen(address: SocketAddr, workers: usize) -> bool {
     true
 }
 
-/// `talk ADDRESS CONNECTIONS ROUNDS`: holds so many conversations, one after the other, and checks each byte;
+/// `talk ADDRESS CONNECTIONS ROUNDS`: holds CONNECTIONS conversations, one after the other, and checks each byte;
 /// prints its pid, and stays until stdin ends.
 fn talk(address: SocketAddr, connections: usize, rounds: usize) -> bool {
     for connection in 0..connections {
@@ -91,7 +91,7 @@ fn talk(address: SocketAddr, connections: usize, rounds: usize) -> bool {
             let mut response = vec![0; REQUEST];
             tcp.read_exact(&mut response).unwrap();
             assert!(response == request, "connection {connection}, round {round}");
-            // Time for an answer from elsewhere, so that it is acted upon in mid-connection.
+            // The pause gives time for a false answer, so that the library acts on it in mid-connection.
             std::thread::sleep(Duration::from_millis(5));
         }
         tcp.shutdown(std::net::Shutdown::Write).unwrap();
@@ -104,8 +104,8 @@ fn talk(address: SocketAddr, connections: usize, rounds: usize) -> bool {
     true
 }
 
-/// `squat HOW`: has the control port of this host, and answers each question with `garbage`, its own bytes
-/// (`echo`), a YES that repeats another number (`nonce`), a right one without an HMAC (`yes`), or an
+/// `squat HOW`: binds the control port of this host, and answers each question. The answer is `garbage`, the question's
+/// own bytes (`echo`), a YES that repeats another number (`nonce`), a right YES without an HMAC (`yes`), or an
 /// everlasting "ask again" (`stamp`). Prints "squatting", then, when stdin ends, how much came.
 fn squat(how: &str) -> bool {
     let socket = UdpSocket::bind((IpAddr::from([0, 0, 0, 0]), CONTROL_PORT)).unwrap();
@@ -133,7 +133,7 @@ fn squat(how: &str) -> bool {
 
 fn answers(how: &str, question: &[u8]) -> Vec<Vec<u8>> {
     let mut answer = question.to_vec();
-    // From the layout in docs/protocol.md, P61 and P10.
+    // The bytes follow the layout in docs/protocol.md, P61 and P10.
     let yes = |answer: &mut Vec<u8>| {
         answer[5] = 17;
         answer[56..58].copy_from_slice(&48_u16.to_le_bytes());
@@ -160,11 +160,11 @@ fn answers(how: &str, question: &[u8]) -> Vec<Vec<u8>> {
         }
         _ => {}
     }
-    // Twice: the second is a replay of the first.
+    // The answer is sent twice: the second is a replay of the first.
     vec![answer.clone(), answer]
 }
 
-/// `flood ADDRESS COUNT`: sends so many datagrams of random bytes, some of which begin like ours.
+/// `flood ADDRESS COUNT`: sends COUNT datagrams of random bytes, some of which begin as the library's do.
 fn flood(address: SocketAddr, count: usize) -> bool {
     let socket = UdpSocket::bind((IpAddr::from([0, 0, 0, 0]), 0)).unwrap();
     for i in 0..count {
@@ -177,11 +177,11 @@ fn flood(address: SocketAddr, count: usize) -> bool {
     true
 }
 
-/// A network namespace without a name: it is gone when nothing runs in it and this value is dropped.
+/// A network namespace without a name. It ends when no process runs in it and this value is dropped.
 pub struct Namespace(OwnedFd);
 
 impl Namespace {
-    /// A new one. EPERM without root.
+    /// Makes a namespace. Fails with EPERM without root.
     fn new() -> Result<Self> {
         // The namespace belongs to the thread, which ends; the fd keeps it.
         let made = std::thread::spawn(|| {
@@ -194,7 +194,7 @@ impl Namespace {
         made.join().unwrap_or_else(|_| bail!("unshare failed"))
     }
 
-    /// Has `command` run in here.
+    /// Has `command` run in the namespace.
     pub fn enter(&self, command: &mut Command) {
         let fd = self.0.as_raw_fd();
         // SAFETY: one system call, on a fd that is open as long as `self`, which outlives the start of the
@@ -207,7 +207,7 @@ impl Namespace {
         }
     }
 
-    /// Runs `ip` with these words in here.
+    /// Runs `ip` with these words in the namespace.
     fn ip(&self, words: &str) -> Result<()> {
         let mut command = Command::new("ip");
         command.args(words.split(' '));
@@ -219,7 +219,7 @@ impl Namespace {
         Ok(())
     }
 
-    /// A counter of the kernel's UDP in here, such as `NoPorts`.
+    /// Returns a counter of the kernel's UDP in the namespace, such as `NoPorts`.
     pub fn udp_counter(&self, name: &str) -> Result<u64> {
         let mut command = Command::new("cat");
         command.arg("/proc/self/net/snmp");
@@ -238,14 +238,14 @@ impl Namespace {
 
 /// Two hosts, as far as the network is concerned: `a` has 10.77.0.1 and fd77::1, `b` .2 and ::2.
 pub struct Hosts {
-    /// The client's.
+    /// The client's host.
     pub a: Namespace,
-    /// The server's.
+    /// The server's host.
     pub b: Namespace,
 }
 
 impl Hosts {
-    /// Makes them. An error says why that cannot be done here.
+    /// Makes the two hosts. The error is why that cannot be done here.
     pub fn new() -> Result<Self> {
         let (a, b) = (Namespace::new()?, Namespace::new()?);
         let path = format!("/proc/{}/fd/{}", std::process::id(), b.0.as_raw_fd());
@@ -255,7 +255,7 @@ impl Hosts {
             host.ip("link set lo up")?;
             host.ip(&format!("addr add 10.77.0.{n}/24 dev {link}"))?;
             host.ip(&format!("link set {link} up"))?;
-            // Where there is no IPv6 its tests are left out.
+            // Without IPv6 its tests are left out.
             let _ = host.ip(&format!("addr add fd77::{n}/64 dev {link} nodad"));
         }
         Ok(Self { a, b })

@@ -12,11 +12,11 @@ use std::time::{Duration, Instant};
 
 use rdmasock_tests::cuts::{CLIENT, Progress, SERVER, play};
 
-/// A connection on which nothing has moved for so long hangs. Far more than a link that is silent takes.
+/// A connection on which no byte has moved for this time hangs. A silent link needs far less to fail.
 const LIMIT: Duration = Duration::from_secs(45);
-/// Threads of the client.
+/// Threads of the client, each with one connection at a time.
 const AT_ONCE: u64 = 12;
-/// Bytes that the client says first: the connection's seed, and how long it is to last.
+/// Bytes that the client sends first: the connection's seed, and how long the connection is to last.
 const GREETING: usize = 9;
 
 fn main() {
@@ -37,7 +37,7 @@ fn main() {
     }
 }
 
-/// The connections of this process, and what has become of them.
+/// The connections of this process, and how each ended.
 #[derive(Default)]
 struct Book {
     open: Mutex<Vec<Arc<Progress>>>,
@@ -45,7 +45,7 @@ struct Book {
 }
 
 impl Book {
-    /// One whose hangs are seen.
+    /// Returns a book with a thread that reports connections that hang.
     fn watched() -> Arc<Self> {
         let book = Arc::new(Self::default());
         let watched = Arc::clone(&book);
@@ -92,7 +92,7 @@ impl Book {
     }
 }
 
-/// A line, in one piece.
+/// Prints a line, in one piece.
 fn say(line: &str) {
     let mut out = std::io::stdout().lock();
     writeln!(out, "{line}").unwrap();
@@ -120,7 +120,8 @@ fn serve(connections: u64) {
     book.finish();
 }
 
-/// So many connections, the first of them `times` as long as it takes to return to a link.
+/// Opens `connections` connections, one after the other in each of [`AT_ONCE`] threads. The first `long` of them last
+/// `times` as long as a return to a link takes.
 fn dial(port: u16, first_seed: u64, connections: u64, long: u64, times: u8) {
     let book = Book::watched();
     let next = AtomicU64::new(0);

@@ -20,7 +20,7 @@ struct Args {
     /// The scenario, or `list`, or `all` (both sides only).
     #[arg(long)]
     name: String,
-    /// Play only this side; the other one is started likewise, with the same --dir.
+    /// Play only this side; the other side is started in the same way, with the same --dir.
     #[arg(long, requires = "dir")]
     side: Option<Side>,
     /// A directory for the run's transcripts and its barrier, empty or not yet there.
@@ -29,10 +29,10 @@ struct Args {
     /// A harness watches: wait in the warm-up until it has seen the promotion.
     #[arg(long)]
     observed: bool,
-    /// What the side is in before it makes a socket: see `environment::enter`.
+    /// An environment that the side enters before it makes a socket: see `environment::enter`.
     #[arg(long)]
     enter: Vec<String>,
-    /// The same for when its listener listens, or before it connects.
+    /// An environment that the side enters when its listener listens, or before it connects.
     #[arg(long)]
     enter_listening: Vec<String>,
     /// In a storm of signals.
@@ -41,7 +41,7 @@ struct Args {
     /// Which sides get the library, when both are played.
     #[arg(long, value_enum, default_value = "kernel")]
     mode: Mode,
-    /// Play it that often and compare the runs.
+    /// Play the scenario that often and compare the runs.
     #[arg(long, default_value_t = 1)]
     repeat: u32,
 }

@@ -12,7 +12,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::unistd::{ForkResult, fork};
 use rdmasock_core::stats::{Event, instance_of};
 
-/// A machine that stands still for so long is not worth waiting for.
+/// The time limit of a wait. A machine that stands still for longer is not worth waiting for.
 const LIMIT: Duration = Duration::from_secs(60);
 const MESSAGE: usize = 64;
 
@@ -40,7 +40,7 @@ fn listen() -> TcpListener {
     listener
 }
 
-/// False at the end of the stream.
+/// Answers one message. Returns false at the end of the stream.
 fn answer(stream: &mut TcpStream) -> bool {
     let mut message = [0; MESSAGE];
     match stream.read(&mut message) {
@@ -144,7 +144,7 @@ const WAYS: [fn(TcpStream); 6] = [
     |mut stream| while answer(&mut stream) {},
 ];
 
-/// In a set of its own, with a duplicate of the number.
+/// Serves by an epoll set of its own, with a duplicate of the fd.
 fn serve_by_epoll(mut stream: TcpStream) {
     use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags};
     let set = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).unwrap();
@@ -159,7 +159,7 @@ fn serve_by_epoll(mut stream: TcpStream) {
     }
 }
 
-/// What comes goes through a connection to a listener that is made for it.
+/// Sends all bytes that arrive through a second connection, to a listener that is made for it.
 fn serve_behind_another_listener(mut stream: TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let mut near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -186,8 +186,8 @@ fn serve_every_way() {
     }
 }
 
-/// So many connections for each way of [`serve_every_way`], with as many messages each as promote one. Then
-/// says how many were promoted.
+/// Opens `rounds` connections for each way of [`serve_every_way`], with as many messages each as promote one. Then
+/// prints how many were promoted.
 fn dial_every_way(port: u16, rounds: u64) {
     for _ in 0..rounds * WAYS.len() as u64 {
         let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
@@ -206,8 +206,8 @@ fn dial_every_way(port: u16, rounds: u64) {
     println!("{promoted}");
 }
 
-/// So many connections, each until it is promoted, with a few messages behind that; then says "done", and lives until
-/// its stdin ends.
+/// Opens `connections` connections, each until it is promoted, with a few messages behind that. Then prints "done", and
+/// lives until its stdin ends.
 fn dial(port: u16, connections: u64) {
     let promoted = || {
         let own = instance_of(std::process::id()).unwrap();
@@ -232,7 +232,8 @@ fn dial(port: u16, connections: u64) {
     std::io::stdin().lock().lines().for_each(drop);
 }
 
-/// So many connections at once, all used until all are promoted; then says how many questions that took.
+/// Opens `connections` connections at once, and uses all until all are promoted. Then prints how many questions that
+/// took.
 fn dial_at_once(port: u16, connections: u64) {
     raise_limit();
     let mut streams: Vec<TcpStream> = (0..connections)

@@ -1,14 +1,15 @@
-//! A control group of this process's own that limits memory (cgroups(7)), where such a one may be made.
+//! A control group of this process's own that limits memory (cgroups(7)), where one may be made.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Removed when it is dropped; nothing may be left in it then.
+/// A control group that is removed when it is dropped; it must be empty then.
 #[derive(Debug)]
 pub struct Cgroup(PathBuf);
 
 impl Cgroup {
-    /// One beside or below this process's own, in which `bytes` may be used; or why there can be none.
+    /// Makes a group beside or below this process's own, which may use `bytes` of memory. The error is why there can be
+    /// none.
     pub fn with_memory(bytes: u64) -> Result<Self, String> {
         Self::version_two(bytes).or_else(|why| Self::version_one(bytes).map_err(|other| format!("{why}; {other}")))
     }
@@ -25,7 +26,7 @@ impl Cgroup {
         Ok(made)
     }
 
-    /// The file by which a process enters it.
+    /// Returns the file by which a process enters the group.
     pub fn entrance(&self) -> PathBuf {
         self.0.join("cgroup.procs")
     }
@@ -50,7 +51,7 @@ impl Cgroup {
         Ok(made)
     }
 
-    /// How a launcher enters it.
+    /// Returns the word by which a launcher enters the group.
     pub fn word(&self) -> String {
         format!("cgroup:{}", self.0.display())
     }
@@ -72,7 +73,7 @@ fn mounted() -> Result<PathBuf, String> {
     found.ok_or_else(|| "no control groups of version 2 are mounted".into())
 }
 
-/// Relative to where they are mounted.
+/// Returns this process's group, relative to where groups are mounted.
 fn own() -> Result<PathBuf, String> {
     let all = fs::read_to_string("/proc/self/cgroup").map_err(|e| e.to_string())?;
     let own = all.lines().find_map(|line| line.strip_prefix("0::/"));

@@ -1,4 +1,4 @@
-//! Mount namespaces of a process of its own, of which nothing is left when it ends. For root only.
+//! Mount namespaces of a process of its own, which end with the process and leave nothing behind. For root only.
 
 use std::ffi::CString;
 use std::fs;
@@ -6,8 +6,8 @@ use std::path::Path;
 
 use crate::sys::{self, Ret};
 
-/// A root in which is nothing but what a program loads, `/dev/null`, and the `files` (separated by colons; the first is
-/// an empty directory, where the root is made).
+/// Enters a root that holds only the files that a program loads, `/dev/null`, and the `files`. A colon separates the
+/// `files`; the first is an empty directory, where the root is made.
 pub fn own(files: &str) -> Ret {
     private();
     let mut files = files.split(':');
@@ -34,7 +34,7 @@ pub fn own(files: &str) -> Ret {
     call!(libc::chdir(c"/".as_ptr()))
 }
 
-/// Nothing can be written but in `directory`.
+/// Makes all directories read-only except `directory`.
 pub fn read_only(directory: &str) -> Ret {
     private();
     let path = Path::new(directory);
@@ -43,7 +43,7 @@ pub fn read_only(directory: &str) -> Ret {
     set(path, 0, 0, libc::MOUNT_ATTR_RDONLY)
 }
 
-/// No byte is free in `/dev/shm`.
+/// Leaves no byte free in `/dev/shm`.
 pub fn full_shared_memory() -> Ret {
     let shm = Path::new("/dev/shm");
     private();
@@ -53,7 +53,7 @@ pub fn full_shared_memory() -> Ret {
     Ret::of(0)
 }
 
-/// What is mounted from now on nobody else sees.
+/// Hides later mounts from all other processes.
 fn private() {
     call!(libc::unshare(libc::CLONE_NEWNS)).ok();
     let flags = libc::MS_REC | libc::MS_PRIVATE;

@@ -1,5 +1,5 @@
-//! The list of a service manager's, as a service is given it by `SystemCallFilter=@system-service`; for tests of this
-//! package and of `rdmasock-integration`.
+//! A service manager's list of system calls, as a service gets it by `SystemCallFilter=@system-service`. For tests of
+//! this package and of `rdmasock-integration`.
 
 use libc::c_long;
 

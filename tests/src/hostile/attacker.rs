@@ -1,5 +1,5 @@
-//! The client of the attack: how it gets its link, as docs/protocol.md says (P13, P32, P22, P25, P37), and what it has
-//! then.
+//! The client of the attack: how it gets its link, as docs/protocol.md says (P13, P32, P22, P25, P37), and its state
+//! after that.
 
 use std::io::{Read, Write};
 use std::mem::ManuallyDrop;
@@ -38,7 +38,7 @@ impl Outside for Outer {
         say(&self.0, message, &[]).map_err(|_| SendError::Down)
     }
 
-    /// As a correct peer that has no button.
+    /// Rings as a correct peer that has no button.
     fn ring(&self, waiter: WaiterId, page: &FlagPage) {
         if waiter.is_polling() || !page.wake(waiter) {
             let id = waiter.0.into();
@@ -47,11 +47,11 @@ impl Outside for Outer {
     }
 }
 
-/// See the module.
+/// A client with a link to the victim.
 pub struct Attacker {
     pub tcp: TcpStream,
     pub channel: Rc<Channel>,
-    /// Outlives the cursors: it is never dropped.
+    /// The attacker's end of the link. It is never dropped, and so outlives the cursors.
     pub end: ManuallyDrop<Box<End<Outer>>>,
     pub consumer: Consumer,
     pub producer: Producer,
@@ -59,14 +59,14 @@ pub struct Attacker {
     pub theirs: Vqpn,
     nonce_s: Nonce,
     pub victim: InstanceId,
-    /// The page of flags that the victim looks at.
+    /// The page of flags that the victim reads.
     pub flags: FlagPage,
     pub arena: PrivateFd,
-    /// What the victim has sent to wake its waiters.
+    /// The bells that the victim has sent to wake its waiters.
     pub bells: Vec<PrivateFd>,
 }
 
-/// Sends a message, and waits for room: the victim may be busy with the descriptors of earlier ones.
+/// Sends a message, and waits for room: the victim may be busy with the descriptors of earlier messages.
 pub fn say(channel: &Channel, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<()> {
     let end = Instant::now() + PATIENCE;
     let mut buf = [0; MAX_MESSAGE];
@@ -81,7 +81,7 @@ pub fn say(channel: &Channel, message: &Message, fds: &[BorrowedFd<'_>]) -> Resu
     }
 }
 
-/// The next message, in time.
+/// Returns the next message; fails after [`PATIENCE`].
 fn hear(channel: &Channel) -> Result<(Message, Vec<PrivateFd>)> {
     let end = Instant::now() + PATIENCE;
     let mut buf = [0; MAX_MESSAGE];
@@ -98,7 +98,7 @@ fn hear(channel: &Channel) -> Result<(Message, Vec<PrivateFd>)> {
     }
 }
 
-/// One request and its answer, over TCP.
+/// Sends one request over TCP and receives its answer.
 pub fn exchange(tcp: &mut TcpStream) -> Result<()> {
     tcp.write_all(&[b'a'; REQUEST])?;
     let mut answer = [0; REQUEST];
@@ -106,13 +106,13 @@ pub fn exchange(tcp: &mut TcpStream) -> Result<()> {
 }
 
 impl Attacker {
-    /// Connects, and goes as far as a link on which the victim sends. `data` is the size of the arena that it is
-    /// offered.
+    /// Connects, and goes as far as a link on which the victim sends. `data` is the size in bytes of the arena that the
+    /// victim is offered.
     pub fn connect(port: u16, data: u64) -> Result<Self> {
         Self::connect_with(port, data, None)
     }
 
-    /// The same, with something else in the place of its page of flags.
+    /// As [`connect`](Self::connect), with `flags` in the place of its page of flags.
     pub fn connect_with(port: u16, data: u64, flags: Option<BorrowedFd<'_>>) -> Result<Self> {
         let mut tcp = TcpStream::connect(("127.0.0.1", port))?;
         tcp.set_read_timeout(Some(PATIENCE))?;
@@ -160,12 +160,12 @@ impl Attacker {
         })
     }
 
-    /// What it sends is on the link from now on, too.
+    /// Moves the sending direction to the link, too.
     pub fn switch(&mut self) -> Result<()> {
         put(&mut self.tcp, &self.nonce_s, Marker::Switch)
     }
 
-    /// Sends a request on the link; the victim is told as a correct peer tells it. False if there is no room.
+    /// Sends a request on the link, and notifies the victim as a correct peer does. False if there is no room.
     pub fn request(&mut self, first: u8) -> Result<bool> {
         let Ok(spans) = self.producer.spans(REQUEST) else {
             bail!("the victim's ring is not one any more");
@@ -181,7 +181,7 @@ impl Attacker {
         Ok(true)
     }
 
-    /// Drops what the victim has answered; gives how much it was.
+    /// Drops the victim's answers. Returns the number of bytes.
     pub fn swallow(&mut self) -> usize {
         let n = self.consumer.spans(1).map_or(0, |s| s.len());
         let wake = self.consumer.consume(n);
@@ -191,12 +191,12 @@ impl Attacker {
         n
     }
 
-    /// Announces one of its waiters with whatever this is.
+    /// Announces one of its waiters, with any descriptor.
     pub fn announce(&self, id: u32, fd: BorrowedFd<'_>) -> Result<()> {
         say(&self.channel, &Message::Waiter { id }, &[fd])
     }
 
-    /// Takes the victim's messages. False once it has closed the channel.
+    /// Receives the victim's messages. False once the victim has closed the channel.
     pub fn listen(&mut self) -> bool {
         let mut buf = [0; MAX_MESSAGE];
         loop {
@@ -209,7 +209,7 @@ impl Attacker {
     }
 }
 
-/// Asks about its connection. The channel has to stay open until HELLO is in TCP (P16).
+/// Asks about its own connection. The channel has to stay open until HELLO is in TCP (P16).
 fn ask(port: u16, tcp: &TcpStream, nonce_c: Nonce, me: InstanceId) -> Result<(Channel, Nonce, InstanceId)> {
     let tuple = Tuple::new(tcp.local_addr()?, tcp.peer_addr()?).at(namespace()?, 0);
     match ask_by_name(port, tuple, nonce_c, me)? {
@@ -275,7 +275,7 @@ pub fn ask_by_control_port(port: u16, tuple: Tuple, nonce_c: Nonce, instance_c: 
 
 /// The cookie of this process' network namespace.
 pub fn namespace() -> Result<u64> {
-    // Not among libc's constants.
+    // libc has no such constant.
     const SO_NETNS_COOKIE: libc::c_int = 71;
     let socket = UdpSocket::bind("127.0.0.1:0")?;
     let (mut cookie, mut len) = (0u64, size_of::<u64>() as libc::socklen_t);
@@ -303,7 +303,7 @@ fn put(tcp: &mut TcpStream, to: &Nonce, marker: Marker) -> Result<()> {
     Ok(tcp.write_all(bytes)?)
 }
 
-/// The next marker, byte by byte: nothing behind it is taken.
+/// Reads the next marker, byte by byte, so that no byte behind it is read.
 fn get(tcp: &mut TcpStream, nonce: &Nonce) -> Result<Marker> {
     let mut bytes = Vec::new();
     loop {

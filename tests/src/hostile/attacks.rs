@@ -1,4 +1,4 @@
-//! What the attacker does with its link. Each attack goes on until stdin ends, or the victim wants no more of it.
+//! The attacks. Each goes on until stdin ends, or until the victim closes the link.
 
 use std::io::Write;
 use std::mem::ManuallyDrop;
@@ -22,18 +22,18 @@ use rdmasock_core::wire::{MAX_MARKER, Message};
 use super::attacker::{self, Attacker, exchange, say};
 use super::{REQUEST, STREAM, end_with_stdin};
 
-/// The waiter that the victim is to wake: one that sleeps on what is sent, not on a futex.
+/// The waiter that the victim has to wake. It sleeps on a socket, not on a futex.
 const WAITER: u32 = 100;
-/// Data area of the arena that the victim is offered.
+/// Bytes of the data area of the arena that the victim is offered.
 const ARENA: u64 = 64 << 20;
 const ARENA_OF_RINGS: u64 = 1 << 30;
-/// For how long an attack goes on at least before it is said to be on.
+/// The least time for which an attack goes on before it prints `on`.
 const AT_LEAST: Duration = Duration::from_millis(300);
 
-/// The control port of a server that is asked about connections of others.
+/// The control port of a server that is asked about connections of other processes.
 pub const ASKED_PORT: u16 = 4790;
 
-/// All of them, and the victim that each is for.
+/// All attacks, and the victim that each is for.
 pub const ALL: &[(&str, &str)] = &[
     ("full_pipe", "epoll"),
     ("full_pipe", "threads"),
@@ -61,7 +61,7 @@ pub const ALL: &[(&str, &str)] = &[
     ("silent_channels", "threads"),
 ];
 
-/// Those that do nothing to a process of the same user, which is trusted as far as this goes.
+/// Attacks that do nothing to a process of the same user, which the library trusts this far.
 pub const OF_ANOTHER_USER: &[(&str, &str)] = &[
     ("lock_by_guest", "epoll"),
     ("lock_by_link", "epoll"),
@@ -81,7 +81,7 @@ pub fn run(port: u16, name: &str, file: &str) -> bool {
     if let Err(error) = &result {
         eprintln!("{name}: {error:#}");
     }
-    // What is left is held until the test has seen enough.
+    // The attack's remains stay open until the test has seen enough.
     loop {
         std::thread::sleep(Duration::from_secs(1));
     }
@@ -187,7 +187,7 @@ fn attack(port: u16, name: &str, file: &str) -> Result<()> {
             }
             let more = provoke(a);
             for bell in &a.bells {
-                // Drained, too.
+                // The bell is drained, too.
                 let _ = nix::unistd::read(bell, &mut [0; 4096]);
             }
             more
@@ -218,7 +218,7 @@ fn attack(port: u16, name: &str, file: &str) -> Result<()> {
                 for _ in 0..1000 {
                     a.end.notify(Wake(WaiterId(0).queue_bits()), theirs);
                 }
-                // As a correct peer wakes it.
+                // Wakes the victim as a correct peer does.
                 say(&a.channel, &Message::Ring { id: 0 }, &[])?;
                 Ok(true)
             })
@@ -235,12 +235,12 @@ fn attack(port: u16, name: &str, file: &str) -> Result<()> {
             a.channel.send(b"rsok\x02\x63\x00\x00", &[])?;
             provoke(a)
         }),
-        // It takes none of the victim's messages: `be` would.
+        // This attack receives none of the victim's messages: `be` would.
         "unread_messages" => {
             tell("on");
             loop {
                 let (ours, _theirs) = socket_pair(libc::SOCK_STREAM);
-                // Each is refused by a message.
+                // The victim refuses each by a message.
                 if a.announce(WAITER, ours.as_fd()).is_err() {
                     std::thread::sleep(Duration::from_millis(1));
                 }
@@ -253,12 +253,12 @@ fn attack(port: u16, name: &str, file: &str) -> Result<()> {
     }
 }
 
-/// Goes on with `step` until it, or the victim, has had enough.
+/// Repeats `step` until `step` returns false, or the victim closes the link.
 fn be(a: &mut Attacker, mut step: impl FnMut(&mut Attacker) -> Result<bool>) -> Result<()> {
     let begun = Instant::now();
     let mut is_told = false;
     loop {
-        // The victim may have no room for what is said.
+        // The victim may have no room for the message.
         let goes_on = step(a).unwrap_or(true) && a.listen();
         if !is_told && (begun.elapsed() > AT_LEAST || !goes_on) {
             is_told = true;
@@ -271,13 +271,13 @@ fn be(a: &mut Attacker, mut step: impl FnMut(&mut Attacker) -> Result<bool>) -> 
     }
 }
 
-/// Has the victim ring at this, again and again.
+/// Has the victim ring at `fd`, again and again.
 fn be_rung(a: &mut Attacker, fd: BorrowedFd<'_>) -> Result<()> {
     a.announce(WAITER, fd)?;
     be(a, provoke)
 }
 
-/// One request on the link, whose answer the victim has to tell several waiters of that are always about to sleep.
+/// Sends one request on the link. The victim has to notify several waiters of its answer, all about to sleep.
 fn provoke(a: &mut Attacker) -> Result<bool> {
     let waiter = WaiterId(WAITER as u16);
     for id in [0, 1, WAITER as u16] {
@@ -301,7 +301,7 @@ fn socket_pair(kind: i32) -> (OwnedFd, OwnedFd) {
     use std::os::fd::FromRawFd;
     let mut pair = [-1; 2];
     call!(libc::socketpair(libc::AF_UNIX, kind, 0, pair.as_mut_ptr())).ok();
-    // SAFETY: just made, and nobody else's.
+    // SAFETY: just made, and owned by no other code.
     pair.map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }).into()
 }
 
@@ -317,14 +317,14 @@ fn fill(fd: BorrowedFd<'_>) {
     {}
 }
 
-/// What the attacker offers.
+/// The rings that the attacker offers.
 #[derive(Clone, Copy, PartialEq)]
 enum Rings {
-    /// One of 64 MiB.
+    /// A single ring of 64 MiB.
     Large,
-    /// Ever new ones, all over a large arena.
+    /// New rings again and again, all over a large arena.
     AllOver,
-    /// Small ones, and ever new ones in reserve.
+    /// Small rings, and new ones in reserve again and again.
     Reserves,
 }
 
@@ -334,7 +334,7 @@ fn rings(port: u16, which: Rings) -> Result<()> {
     let is_large = which == Rings::Large;
     let log2 = if is_large { 26 } else { 22 };
     let end = Instant::now() + Duration::from_secs(3);
-    // Behind its first ring. Not from its allocator, which would see to the memory itself.
+    // The rings lie behind the first. They do not come from the allocator, which would handle the memory itself.
     let mut next = 1;
     let mut offer = |a: &mut Attacker| -> Result<()> {
         let is_there = (next + 1) << log2 <= ARENA_OF_RINGS;
@@ -365,7 +365,7 @@ fn rings(port: u16, which: Rings) -> Result<()> {
             break;
         }
         if !is_large {
-            // It reads, but gives no ring back.
+            // The attacker reads, but returns no ring.
             while a.swallow() > 0 {}
             while let Ok(Some(_)) = a.consumer.take_retired() {}
             if !a.consumer.is_switching() && offer(&mut a).is_err() {
@@ -382,9 +382,9 @@ fn backed(a: &Attacker) -> Result<i64> {
     Ok(nix::sys::stat::fstat(&a.arena)?.st_blocks * 512)
 }
 
-/// Connects to the victim's names as often as it is let, and says nothing.
+/// Connects to the victim's names as often as the victim lets it, and sends nothing.
 fn silent_channels(port: u16) -> Result<()> {
-    // So that it has a name, and answers there.
+    // The victim then has a name, and answers there.
     let mut tcp = std::net::TcpStream::connect(("127.0.0.1", port))?;
     exchange(&mut tcp)?;
     let mut all: Vec<Channel> = Vec::new();
@@ -395,7 +395,7 @@ fn silent_channels(port: u16) -> Result<()> {
             let more = names::connect_to_services(port).filter_map(Result::ok);
             all.extend(more.take(8));
         } else {
-            // In the place of those that the victim has closed.
+            // New channels replace those that the victim has closed.
             let is_open = |c: &Channel| matches!(c.recv(&mut [0; 8]), Err(RecvError::WouldBlock));
             all.retain(is_open);
         }
@@ -411,7 +411,7 @@ fn silent_channels(port: u16) -> Result<()> {
 fn lingering() -> Result<OwnedFd> {
     let listener = std::net::TcpListener::bind("127.0.0.1:0")?;
     let tcp = std::net::TcpStream::connect(listener.local_addr()?)?;
-    // Nobody reads there.
+    // The peer never reads.
     std::mem::forget(listener.accept()?);
     tcp.set_nonblocking(true)?;
     while (&tcp).write(&[0; 65_536]).is_ok() {}
@@ -433,22 +433,22 @@ fn lingering() -> Result<OwnedFd> {
     Ok(tcp.into())
 }
 
-/// Sends a message with these descriptors, whose last copies are then the victim's as a rule. In a thread: it may lose
-/// that race, and wait for its own close.
+/// Sends a message with these descriptors, whose last copies are then the victim's as a rule. The send has its own
+/// thread: it may lose that race, and wait for its own close.
 fn give(channel: &Channel, message: &[u8], fds: Vec<OwnedFd>) {
     let (number, message) = (channel.as_fd().as_raw_fd(), message.to_vec());
     std::thread::spawn(move || {
         if let Some(fd) = PrivateFd::adopt(number) {
             let channel = ManuallyDrop::new(Channel::new(fd));
             let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
-            // Where the kernel lets nothing of the kind be sent to a name there is no attack.
+            // Where the kernel refuses such a message to a name, there is no attack.
             let _ = channel.send(&message, &fds);
         }
         drop(fds);
     });
 }
 
-/// Long enough for the victim to have seen what was sent.
+/// Waits long enough for the victim to have seen the messages.
 fn be_seen() {
     std::thread::sleep(AT_LEAST);
 }
@@ -461,7 +461,7 @@ fn encoded(message: &Message) -> Result<Vec<u8>> {
 /// Rounds of an attack that may lose a race.
 const TRIES: usize = 3;
 
-/// Sends these with messages of all kinds, to all names of the victim, from channels without a link.
+/// Sends such descriptors with messages of all kinds, to all names of the victim, from channels without a link.
 fn descriptors_of_guests(port: u16, what: impl Fn() -> Result<OwnedFd>) -> Result<()> {
     let a = Attacker::connect(port, ARENA)?;
     let ring = encoded(&Message::Ring { id: 0 })?;
@@ -471,7 +471,7 @@ fn descriptors_of_guests(port: u16, what: impl Fn() -> Result<OwnedFd>) -> Resul
         let all = [to_instance()?, to_instance()?, to_instance()?, to_service];
         give(&all[0], &ring, vec![what()?]);
         give(&all[1], &encoded(&link_without_cookie()?)?, vec![what()?, what()?]);
-        // What is unread when the channel is hung up on.
+        // The junk is unread when the channel is hung up.
         all[2].send(b"junk", &[])?;
         give(&all[2], &ring, vec![what()?]);
         give(&all[3], &ring, vec![what()?]);
@@ -498,7 +498,7 @@ fn link_without_cookie() -> Result<Message> {
     })
 }
 
-/// Sends these over links, in each place where a peer may send descriptors, and where it may not.
+/// Sends such descriptors over links, in each place where a peer may send descriptors, and where it may not.
 fn descriptors_of_links(port: u16, what: impl Fn() -> Result<OwnedFd>) -> Result<()> {
     for _ in 0..TRIES {
         let mut links = Vec::new();
@@ -513,7 +513,7 @@ fn descriptors_of_links(port: u16, what: impl Fn() -> Result<OwnedFd>) -> Result
         give(&links[0].channel, &waiter, vec![what()?]);
         give(&links[1].channel, &take_back, vec![what()?]);
         give(&links[2].channel, &encoded(&Message::Ring { id: 0 })?, vec![what()?]);
-        // In what is a button else.
+        // The socket takes the place of a button.
         let (ours, theirs) = socket_pair(libc::SOCK_SEQPACKET);
         let theirs = Channel::new(PrivateFd::place(theirs)?);
         give(&theirs, b"x", vec![what()?]);
@@ -522,7 +522,7 @@ fn descriptors_of_links(port: u16, what: impl Fn() -> Result<OwnedFd>) -> Result
         be_seen();
         let flags = what()?;
         let _ = Attacker::connect_with(port, ARENA, Some(flags.as_fd()));
-        // In a thread, as in `give`.
+        // The drop has its own thread, as in `give`.
         std::thread::spawn(move || drop(flags));
         drop(links);
         be_seen();

@@ -1,7 +1,7 @@
-//! A peer that keeps to the protocol until it has a link, and then to nothing: who attacks, what is attacked and who
-//! else is there meanwhile. `tests/hostile_peer.rs` starts them and says what has to hold.
+//! A peer that keeps to the protocol until it has a link, and then breaks it: the attacker, its victim, and the
+//! victim's other clients. `tests/hostile_peer.rs` starts them and checks what has to hold.
 //!
-//! `scenario helper hostile victim|friend|attack …`; what each does is said at its function.
+//! `scenario helper hostile victim|friend|attack …`; the function of each program documents it.
 
 pub mod attacker;
 pub mod attacks;
@@ -9,10 +9,10 @@ pub mod victim;
 
 /// Bytes of a request, and of its answer.
 pub const REQUEST: usize = 64;
-/// The first byte of a request that is answered by all that the connection takes.
+/// The first byte of a request whose answer is all that the connection has room for.
 pub const STREAM: u8 = b's';
 
-/// Runs one of the programs; whether all went as it should.
+/// Runs one of the programs. Returns whether all went as it should.
 pub fn main(words: &[String]) -> bool {
     let word = |i: usize| words.get(i).map_or("", String::as_str);
     let number = |i: usize| word(i).parse().unwrap_or(0);
@@ -25,7 +25,7 @@ pub fn main(words: &[String]) -> bool {
     }
 }
 
-/// Ends the process when stdin does.
+/// Ends the process when its stdin ends.
 pub fn end_with_stdin() {
     std::thread::spawn(|| {
         use std::io::Read;

@@ -1,4 +1,4 @@
-//! What is attacked, a server, and its other clients: plain programs, to be run with the library.
+//! The victim, a server, and its other clients: plain programs, to be run with the library.
 
 use std::io::{BufRead, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -10,11 +10,11 @@ use nix::sys::resource::{Resource, setrlimit};
 
 use super::{REQUEST, STREAM, end_with_stdin};
 
-/// No answer for so long is none.
+/// The time after which a missing answer counts as none.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// `victim HOW FDS FILE`: answers requests, with `epoll` in one thread or with `threads`, each of which blocks; prints
-/// its port. It has at most FDS descriptors, if that is not 0, and a lock on FILE, if there is one.
+/// its port. The victim has at most FDS descriptors unless FDS is 0, and a lock on FILE unless FILE is empty.
 pub fn serve(how: &str, fds: u64, file: &str) -> bool {
     let file = (!file.is_empty()).then(|| std::fs::File::options().write(true).open(file).unwrap());
     if let Some(file) = &file {
@@ -26,7 +26,7 @@ pub fn serve(how: &str, fds: u64, file: &str) -> bool {
     if fds != 0 {
         setrlimit(Resource::RLIMIT_NOFILE, fds, fds).unwrap();
     }
-    // As it is for a program in C; Rust ignores it.
+    // The default action is in force, as for a program in C; Rust ignores the signal.
     call!(libc::signal(libc::SIGPIPE, libc::SIG_DFL));
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     println!("{}", listener.local_addr().unwrap().port());
@@ -87,7 +87,7 @@ fn by_epoll(listener: &TcpListener) -> bool {
             };
             let mut request = [0; 4096];
             match guests[at].read(&mut request) {
-                // An answer that has no room is not for this test.
+                // This test does not cover an answer that has no room.
                 Ok(n @ 1..) if guests[at].write_all(&request[..n]).is_ok() => {}
                 Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {}
                 _ => drop(guests.swap_remove(at)),
@@ -96,8 +96,8 @@ fn by_epoll(listener: &TcpListener) -> bool {
     }
 }
 
-/// `friend PORT`: two connections. For each line of stdin, a number of rounds, sends a request and waits for the answer
-/// as often on both, then prints `done`.
+/// `friend PORT`: opens two connections. Each line of stdin is a number of rounds. In each round both connections
+/// send a request and wait for the answer. Prints `done` after the last.
 pub fn visit(port: u16) -> bool {
     let mut guests = [(); 2].map(|()| {
         let tcp = TcpStream::connect(("127.0.0.1", port)).unwrap();

@@ -1,6 +1,6 @@
-//! One simulated end: the product's own connection (`stream::connection`) on simulated media, and what surrounds one
-//! in a process, as little as there can be: a program that reads, writes and shuts down, and a service thread that
-//! does what it is asked. Single-threaded.
+//! A simulated end: the product's own connection (`stream::connection`) on simulated media, with the least that a
+//! process has around a connection. A program reads, writes and shuts down; a service thread carries out its tasks.
+//! Single-threaded.
 
 mod io;
 mod program;
@@ -32,11 +32,11 @@ pub enum Outcome {
     Promoted,
     /// The connection is on TCP, and may be tried again.
     Abandoned,
-    /// It is to stay on TCP once it is back there.
+    /// The connection is to stay on TCP once it is back there.
     Pinned,
 }
 
-/// What an end reaches of the world.
+/// The outside world of an end.
 #[derive(Debug)]
 pub struct Net {
     /// The time.
@@ -49,23 +49,23 @@ pub struct Net {
     pub oob: Rc<Medium>,
 }
 
-/// See the module.
+/// A simulated end.
 pub struct Endpoint {
     connection: ConnectionOf<Endpoint>,
     id: InstanceId,
-    /// Which end it is.
+    /// Which end this is.
     pub role: Role,
     net: Rc<Net>,
     /// Our end of the link that there is, whether or not the connection is on it.
     link: RefCell<Link>,
-    /// That of the connection.
+    /// The link that the connection is on.
     its_link: RefCell<Option<Link>>,
-    /// What the service thread was asked to do.
+    /// The tasks of the service thread.
     tasks: RefCell<VecDeque<Task>>,
-    /// The link was asked for.
+    /// The connection has asked for the link.
     pub wants_link: Cell<bool>,
     request: Cell<u64>,
-    /// The YES that is out, and when it is to be repeated.
+    /// The YES that is out, and when to repeat it.
     yes: RefCell<Option<(Message, u64)>>,
     /// Nonces that a HELLO was written for: never to be cancelled, however late a YES comes again.
     greeted: RefCell<Vec<Nonce>>,
@@ -74,7 +74,7 @@ pub struct Endpoint {
     fin: Cell<bool>,
     /// A read of the program's is in the kernel.
     inside: Cell<bool>,
-    /// What the program was given, and whether the end as well.
+    /// The bytes that the program has received, and whether it has received EOF.
     received: RefCell<Vec<u8>>,
     eof: Cell<bool>,
 }
@@ -130,22 +130,22 @@ impl Endpoint {
         self.connection.control.lock().expect("nobody holds it")
     }
 
-    /// What sending runs on.
+    /// Returns the mode of the sending direction.
     pub fn tx(&self) -> Mode {
         self.tx_mode.load(SeqCst)
     }
 
-    /// What receiving runs on.
+    /// Returns the mode of the receiving direction.
     pub fn rx(&self) -> Mode {
         self.rx_mode.load(SeqCst)
     }
 
-    /// Nothing but TCP, and no attempt, nor a stream.
+    /// Returns whether the connection is on TCP alone, without an attempt or a stream.
     pub fn is_plain(&self) -> bool {
         self.connection.is_plain() && self.control().handshake.is_none()
     }
 
-    /// It has a number on the link.
+    /// Returns whether the connection has a vQPN on the link.
     pub fn has_stream(&self) -> bool {
         let control = self.control();
         let has_producer = self.tx.lock().is_none_or(|tx| tx.producer.is_some());
@@ -153,17 +153,17 @@ impl Endpoint {
         control.opened.is_some() || has_producer || has_consumer
     }
 
-    /// Where the attempt under way stands.
+    /// Returns the phase of the attempt under way; `None` if there is no attempt.
     pub fn phase(&self) -> Option<Phase> {
         self.control().handshake.as_ref().map(Handshake::phase)
     }
 
-    /// How attempts ended.
+    /// Returns how attempts ended.
     pub fn outcomes(&self) -> Vec<Outcome> {
         self.outcomes.borrow().clone()
     }
 
-    /// Bytes that TCP has to bring before it may end.
+    /// Returns the bytes that TCP has to bring before it may end.
     pub fn owed(&self) -> u64 {
         self.rx.lock().map_or(0, |rx| rx.owed)
     }
@@ -201,7 +201,7 @@ impl Endpoint {
         }
     }
 
-    /// A message out of band; `fresh` is a nonce for whoever needs one.
+    /// Handles a message out of band; `fresh` is a nonce for an answer that needs one.
     pub fn on_oob(&self, message: Message, fresh: Nonce) {
         match message {
             Message::Ask {
@@ -281,7 +281,7 @@ impl Endpoint {
         self.net.oob.send(&cancel).unwrap();
     }
 
-    /// While nothing has come for our YES, it or the answer may be lost: a tail of the data that
+    /// While nothing has come for this end's YES, it or the answer may be lost. A tail of the data that
     /// could be the beginning of a HELLO must not be held back for ever (P16).
     pub fn repeat_yes(&self, every: u64) {
         if self.phase() != Some(Phase::Offered) {
@@ -300,7 +300,7 @@ impl Endpoint {
 
     // ---- the link ----
 
-    /// The link that was asked for is there, or will not be.
+    /// Handles the result of the request for a link: the link is up, or there will be none.
     pub fn on_link(&self, is_up: bool) {
         self.wants_link.set(false);
         if is_up {
@@ -310,7 +310,7 @@ impl Endpoint {
         }
     }
 
-    /// A message on the link's side channel.
+    /// Handles a message on the link's side channel.
     pub fn on_side(&self, message: Message) {
         let link = self.link_here();
         if !link.is_up() {
@@ -367,13 +367,13 @@ impl Endpoint {
         }
     }
 
-    /// This end, if the number is its stream's.
+    /// Returns this end if `mine` is its stream's vQPN.
     fn of_stream(&self, mine: Vqpn) -> Option<&Self> {
         let control = self.control();
         control.opened.as_ref().is_some_and(|o| o.mine == mine).then_some(self)
     }
 
-    /// Our end of the link fails; of what has come and is unread, `keep` bytes have really come.
+    /// Fails this end's side of the link. Of the bytes that are in the ring and unread, only `keep` have really come.
     pub fn link_failed(&self, keep: u64) {
         if !self.link_here().go_down() {
             return;
@@ -390,14 +390,14 @@ impl Endpoint {
         self.settle();
     }
 
-    /// There is another link.
+    /// Replaces the link by another.
     pub fn set_fresh_link(&self, link: Link) {
         *self.link.borrow_mut() = link;
     }
 
     // ---- the service thread ----
 
-    /// Everything that it does by itself at this instant.
+    /// Does all that the service thread does by itself at this instant.
     pub fn poll(&self) {
         self.on_tcp();
         while let Some(task) = { self.tasks.borrow_mut().pop_front() } {
@@ -414,7 +414,7 @@ impl Endpoint {
         }
     }
 
-    /// Something has come in TCP, or there is room in it.
+    /// Handles bytes or room in TCP.
     fn on_tcp(&self) {
         if self.tx() == Mode::Marked {
             connection::flush(self);
@@ -428,7 +428,7 @@ impl Endpoint {
         }
     }
 
-    /// The link has no room for more.
+    /// Returns whether the link has no room for more.
     fn is_full(&self) -> bool {
         let has_space = || Some(self.tx.lock()?.producer.as_mut()?.has_space() == Ok(false));
         self.tx() == Mode::Link && has_space() == Some(true)
@@ -438,7 +438,7 @@ impl Endpoint {
         let _ = connection::close_if_over(self, &mut self.control());
     }
 
-    /// The stay on a link between hosts is not over.
+    /// Returns whether the connection's stay on a link between hosts lasts on.
     fn is_staying(&self) -> bool {
         self.control().resume.as_ref().is_some_and(|r: &Resume| !r.is_over())
     }

@@ -1,5 +1,5 @@
 //! Two simulated ends of one connection under a virtual clock: TCP, the channel out of band and a
-//! link of the mem fabric between them. What is tested with it is in `tests/stream_pairs.rs`.
+//! link of the mem fabric between them. `tests/stream_pairs.rs` has the tests.
 
 pub mod endpoint;
 pub mod tcp;
@@ -17,7 +17,7 @@ use crate::conformance::pattern;
 use endpoint::{Endpoint, Link, Net, Outcome};
 use tcp::{Shape, Tcp};
 
-/// After how many µs without an answer the connector gives an ASK up, and a link that it waits for.
+/// The µs without an answer after which the connector gives up an ASK, or a link that it waits for.
 const TIMEOUT: u64 = 2_000;
 
 /// The index of the end that called connect().
@@ -28,20 +28,20 @@ pub const ACCEPTOR: usize = 1;
 /// How the media behave.
 #[derive(Clone, Debug)]
 pub struct Weather {
-    /// Each direction of TCP.
+    /// The shape of each direction of TCP.
     pub tcp: [Shape; 2],
-    /// What becomes of the messages out of band, of either end.
+    /// The fates of messages out of band, by the end that sends them.
     pub oob: [Vec<Fate>; 2],
     /// Delays on the link's side channel.
     pub side: [Vec<Fate>; 2],
-    /// µs until a link is there; `None`: never.
+    /// µs until a link is there; `None` if there never is one.
     pub link: Option<u64>,
-    /// The link is one between hosts.
+    /// Whether the link is one between hosts.
     pub remote: bool,
 }
 
 impl Weather {
-    /// Nothing is late, small or lost.
+    /// Returns media on which nothing is late, small or lost.
     pub fn fair() -> Self {
         let shape = Shape {
             capacity: 4096,
@@ -57,7 +57,7 @@ impl Weather {
         }
     }
 
-    /// As [`fair`](Self::fair), between hosts.
+    /// Returns media as [`fair`](Self::fair), between hosts.
     pub fn fair_between_hosts() -> Self {
         Self {
             remote: true,
@@ -66,20 +66,20 @@ impl Weather {
     }
 }
 
-/// See the module.
+/// Two ends and the media between them.
 #[derive(Debug)]
 pub struct World {
     clock: Clock,
-    /// The ends. Before the link in order, so that their cursors go first.
+    /// The ends. They stand before the link, so that their cursors are dropped first.
     pub ends: [Endpoint; 2],
-    /// By sender.
+    /// The two directions of TCP, by sender.
     tcp: [Rc<RefCell<Tcp>>; 2],
     oob: [Rc<Medium>; 2],
     remote: bool,
     link_after: Option<u64>,
     asked_at: u64,
     linking_since: Option<u64>,
-    /// When the link failed at the first of the ends.
+    /// The time at which the link failed at the first of the ends.
     failed_at: u64,
     nonces: u8,
     /// Bytes that each application has written.
@@ -89,7 +89,7 @@ pub struct World {
 }
 
 impl World {
-    /// A connection that has just been made.
+    /// Returns a connection that has just been made.
     pub fn new(weather: Weather) -> Self {
         let clock = Clock::default();
         let oob = weather.oob.map(|fates| {
@@ -136,7 +136,7 @@ impl World {
         Nonce::from_bytes(bytes)
     }
 
-    /// The connector asks, if it may.
+    /// The connector sends an ASK, if it may.
     pub fn promote(&mut self) {
         let nonce = self.nonce();
         let address: SocketAddr = ([127, 0, 0, 1], 1).into();
@@ -144,7 +144,7 @@ impl World {
         self.ends[CONNECTOR].ask(nonce, Tuple::new(address, address));
     }
 
-    /// An application writes up to `n` bytes; gives how many were taken.
+    /// An application writes up to `n` bytes. Returns how many were accepted.
     pub fn write(&mut self, end: usize, n: usize) -> usize {
         let data = pattern(self.sent[end] + end * 100_003, n);
         let taken = self.ends[end].write(&data);
@@ -159,7 +159,7 @@ impl World {
         got
     }
 
-    /// What `end` has received is what the other has sent, as far as it goes.
+    /// Checks that the bytes which `end` has received are those that the other has sent, as far as they go.
     fn check_received(&mut self, end: usize) {
         let got = self.ends[end].received();
         assert!(got.len() <= self.sent[1 - end], "more than was sent");
@@ -168,20 +168,20 @@ impl World {
         assert!(got[from..] == expected, "not what was sent");
     }
 
-    /// One end's program hands the socket to somebody who knows nothing of links.
+    /// A program at one end passes the socket to code that knows nothing of links.
     pub fn return_to_tcp(&mut self, end: usize) {
         self.ends[end].return_to_tcp();
     }
 
-    /// Half-closes.
+    /// Shuts an end's sending direction down.
     pub fn shut(&mut self, end: usize) {
         if !self.ends[end].has_shut() {
             self.ends[end].shut();
         }
     }
 
-    /// The link fails at one end, which has got `keep` of the bytes that it has not read; with
-    /// `flight`, what is said on the way in either direction is lost too.
+    /// The link fails at one end, which has got `keep` of the bytes that it has not read. With
+    /// `flight`, messages on the way in either direction are lost too.
     pub fn fail(&mut self, end: usize, keep: u64, flight: bool) {
         if flight {
             self.ends.iter().for_each(|e| e.link_here().end().medium().lose_all());
@@ -192,7 +192,7 @@ impl World {
         self.ends[end].link_failed(keep);
     }
 
-    /// A link that has failed is noticed at both ends in the end, and replaced once nobody is on it.
+    /// Both ends notice a failed link in the end. The link is replaced when neither end is on it.
     fn mend(&mut self) {
         let up = [0, 1].map(|i| self.ends[i].link_here().is_up());
         if up == [true, true] {
@@ -213,7 +213,7 @@ impl World {
         }
     }
 
-    /// Everything that happens by itself at this instant.
+    /// Does all that happens by itself at this instant.
     pub fn settle(&mut self) {
         for end in [CONNECTOR, ACCEPTOR] {
             while let Some(message) = self.oob[1 - end].recv() {
@@ -252,7 +252,7 @@ impl World {
         }
     }
 
-    /// Lets both applications read until nothing is left to happen; then all must have arrived.
+    /// Lets both applications read until nothing is left to happen. Then all bytes must have arrived.
     pub fn finish(&mut self) {
         let mut quiet = 0;
         while quiet < 100 {
@@ -305,12 +305,12 @@ impl World {
         )
     }
 
-    /// How the last attempt ended at each end.
+    /// Returns how the last attempt ended at each end.
     pub fn outcomes(&self) -> [Option<Outcome>; 2] {
         [0, 1].map(|i| self.ends[i].outcomes().last().copied())
     }
 
-    /// Bytes that an end has written in TCP, the application's and the library's.
+    /// Returns the bytes that an end has written in TCP, the application's and the library's.
     pub fn in_tcp(&self, end: usize) -> usize {
         self.tcp[end].borrow().total
     }

@@ -1,28 +1,28 @@
-//! One direction of a simulated TCP connection: bounded, cut into segments, delivered late.
+//! A direction of a simulated TCP connection: bounded, cut into segments, delivered late.
 
 use std::collections::VecDeque;
 
 use rdmasock_core::fabric::mem::Clock;
 
-/// How a direction treats what is written to it.
+/// How a direction treats the bytes that are written to it.
 #[derive(Clone, Debug)]
 pub struct Shape {
     /// Bytes that may be under way or unread.
     pub capacity: usize,
     /// Lengths of the segments, in turn.
     pub segments: Vec<usize>,
-    /// µs from the writing to the delivery of a segment.
+    /// µs from the write of a segment to its delivery.
     pub latency: u64,
 }
 
-/// See the module.
+/// A direction of a simulated TCP connection.
 #[derive(Debug)]
 pub struct Tcp {
     clock: Clock,
     shape: Shape,
     next: usize,
     bytes: VecDeque<u8>,
-    /// When how many more bytes arrive.
+    /// Segments under way: the time at which each arrives, and its bytes.
     segments: VecDeque<(u64, usize)>,
     arrived: usize,
     fin: Option<u64>,
@@ -31,7 +31,7 @@ pub struct Tcp {
 }
 
 impl Tcp {
-    /// An open direction.
+    /// Returns an open direction.
     pub fn new(clock: &Clock, shape: Shape) -> Self {
         Self {
             clock: clock.clone(),
@@ -45,12 +45,12 @@ impl Tcp {
         }
     }
 
-    /// How much can be written.
+    /// Returns how many bytes can be written.
     pub fn room(&self) -> usize {
         self.shape.capacity - self.bytes.len()
     }
 
-    /// Writes what there is room for.
+    /// Writes as many bytes as there is room for.
     pub fn write(&mut self, data: &[u8]) -> usize {
         assert!(self.fin.is_none(), "written after the end");
         let n = data.len().min(self.room());
@@ -67,7 +67,7 @@ impl Tcp {
         n
     }
 
-    /// Whether it has been ended.
+    /// Returns whether the direction has been ended.
     pub fn is_shut(&self) -> bool {
         self.fin.is_some()
     }
@@ -82,7 +82,7 @@ impl Tcp {
         self.fin.get_or_insert(self.clock.now() + self.shape.latency);
     }
 
-    /// One more segment arrives, if it is due.
+    /// Lets the next segment arrive, if it is due.
     fn arrive(&mut self) {
         if let Some((due, n)) = self.segments.front().copied()
             && due <= self.clock.now()
@@ -92,7 +92,7 @@ impl Tcp {
         }
     }
 
-    /// What has arrived and is unread; each look finds at most one segment more.
+    /// Returns the bytes that have arrived and are unread. Each call finds at most one segment more.
     pub fn peek(&mut self) -> Vec<u8> {
         self.arrive();
         self.bytes.iter().take(self.arrived).copied().collect()
@@ -105,7 +105,7 @@ impl Tcp {
         self.bytes.drain(..n).collect()
     }
 
-    /// All has arrived, and the end too.
+    /// Returns whether all bytes have arrived, and the end too.
     pub fn is_ended(&self) -> bool {
         self.fin.is_some_and(|due| due <= self.clock.now()) && self.arrived == self.bytes.len()
     }

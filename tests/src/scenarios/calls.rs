@@ -10,7 +10,7 @@ use crate::sys::{self, Addr, Ret, iov, msghdr};
 
 const BAD: usize = 8;
 
-/// Every sending call, in turn; the peer checks the sum of what came.
+/// Every sending call, in turn; the peer checks the hash of the bytes.
 pub fn send_forms(c: &Ctx) {
     let fd = c.pair();
     if c.is_server() {
@@ -102,7 +102,7 @@ pub fn recv_forms(c: &Ctx) {
     c.close(fd);
 }
 
-/// recvmmsg: all filled, some left, with a time-out, MSG_WAITFORONE.
+/// recvmmsg: all buffers filled, some left, with a time-out, MSG_WAITFORONE.
 pub fn recvmmsg(c: &Ctx) {
     let fd = c.pair();
     if !c.is_server() {
@@ -165,7 +165,7 @@ pub fn by_handle(c: &Ctx) {
     looked_up_in(c, fd, || unsafe { libc::dlopen(c"libc.so.6".as_ptr(), libc::RTLD_NOW) });
 }
 
-/// The server loads a second libc in a namespace of its own, and calls that.
+/// The server loads a second libc in a namespace of its own, and calls that libc's functions.
 pub fn by_another_libc(c: &Ctx) {
     unsafe extern "C" {
         fn dlmopen(namespace: libc::c_long, path: *const libc::c_char, flags: c_int) -> *mut c_void;
@@ -354,7 +354,7 @@ pub fn wild_lengths(c: &Ctx) {
     const NONE: usize = usize::MAX;
     const PAGE: usize = 4096;
     let fd = c.pair();
-    // Nothing is mapped behind the buffer.
+    // No page is mapped behind the buffer.
     let pages = call!(libc::mmap(
         ptr::null_mut(),
         2 * PAGE,
@@ -405,7 +405,7 @@ pub fn wild_lengths(c: &Ctx) {
     c.close(fd);
 }
 
-/// The socket calls on an fd, whatever it is.
+/// Makes the socket calls on an fd of any kind.
 fn try_all(c: &Ctx, fd: c_int) {
     let mut b = [0u8; 8];
     let p = b.as_mut_ptr().cast::<c_void>();
@@ -422,7 +422,7 @@ fn try_all(c: &Ctx, fd: c_int) {
     c.ret("sendmmsg", call!(libc::sendmmsg(fd, null.cast(), 0, 0)));
 }
 
-/// fds that are not open: EBADF from everything.
+/// fds that are not open: every call fails with EBADF.
 pub fn bad_fds(c: &Ctx) {
     for fd in [-1, 500, 1 << 30] {
         c.log(format_args!("fd {fd}"));

@@ -1,5 +1,5 @@
-//! How much a connection takes at once from a sender that does not wait, while nobody reads: programs count on the
-//! megabytes that kernel TCP takes (a server drops clients, or its data, that it cannot write to).
+//! How many bytes a connection accepts at once from a sender that does not wait, while the peer does not read. Programs
+//! count on the megabytes that kernel TCP accepts: a server drops clients that it cannot write to, or their data.
 
 use std::os::fd::AsRawFd;
 
@@ -9,12 +9,12 @@ use crate::ctx::Ctx;
 use crate::data;
 use crate::sys;
 
-/// What is taken at once at least, and at most, in bytes: kernel TCP takes 4.2 MB by default, and more once the reader
-/// has read much.
+/// The bounds of the bytes that a connection accepts at once. Kernel TCP accepts 4.2 MB by default, and more once the
+/// reader has read much.
 const AT_LEAST: usize = 3_800_000;
 const AT_MOST: usize = 16 << 20;
 
-/// Sends pieces of `len` bytes until one is not taken; gives the bytes that were.
+/// Sends pieces of `len` bytes until one is refused. Returns how many bytes were accepted.
 fn fill(fd: c_int, seed: u64, len: usize) -> usize {
     let all = data::pattern(seed, 0, AT_MOST + len);
     let mut sent = 0;
@@ -33,14 +33,14 @@ fn judge(c: &Ctx, what: &str, sent: usize) {
     c.log(format_args!("{what}: as much as TCP takes: {fits}"));
 }
 
-/// The reader's part: all of it, once the other has filled the connection.
+/// The reader's part: reads all bytes once the other end has filled the connection.
 fn drain(c: &Ctx, fd: c_int, seed: u64) {
     let sent = c.exchange("full", 0) as usize;
     data::verify(seed, 0, &sys::recv_exact(fd, sent));
     c.sync("drained");
 }
 
-/// In pieces of several sizes, each time when all before has been read, and once when it has been for a while.
+/// In pieces of several sizes, each time when all earlier bytes have been read, and once a while after that.
 pub fn at_once(c: &Ctx) {
     let fd = c.pair();
     for (i, len) in [100, 4096, 65_536, 1 << 20, 8 << 20].into_iter().enumerate() {
@@ -59,7 +59,7 @@ pub fn at_once(c: &Ctx) {
     c.close(fd);
 }
 
-/// What the two ends have set: the sender's send buffer, the reader's receive buffer; 0 is nothing.
+/// Buffer sizes that the ends set: the sender's send buffer, the reader's receive buffer. 0 sets none.
 const SIZES: [(c_int, c_int); 5] = [
     (0, 0),
     (32 * 1024, 0),
@@ -68,16 +68,18 @@ const SIZES: [(c_int, c_int); 5] = [
     (0, 16 * 1024),
 ];
 
-/// As much as connections take that stay with the kernel, whatever sizes the program has set: nine tenths of what these
-/// do at least, for a program counts on what it has had, and half as much again at most. Where sizes are set the kernel
-/// takes another amount of each connection (it counts what it stores bytes in, and pieces that are under way), so that
-/// it is 0.7 of the least of three.
+/// A connection accepts about as much as connections that stay with the kernel, whatever sizes the program has set.
+/// The lower bound is nine tenths of the least of these, because a program counts on what it has had; the upper bound
+/// is half
+/// as much again as the most. Where sizes are set, the kernel accepts another amount on each connection: it counts its
+/// own
+/// overhead and pieces under way. There the lower bound is 0.7 of the least of three.
 pub fn set_sizes(c: &Ctx) {
     for (seed, (send, receive)) in SIZES.into_iter().enumerate() {
         let seed = seed as u64;
         let mut fds: Vec<c_int> = (0..3).map(|_| c.cold_pair()).collect();
         for fd in &fds {
-            // It is not promoted then.
+            // This option keeps the connection on TCP.
             sys::set_int(*fd, libc::SOL_SOCKET, libc::SO_RCVLOWAT, 2).ok();
         }
         fds.push(c.cold_pair());
@@ -116,7 +118,7 @@ pub fn set_sizes(c: &Ctx) {
     }
 }
 
-/// A size that is set while the connection is in use is a bound once it has rested.
+/// A size that is set while the connection is in use becomes a bound when the connection has rested.
 pub fn size_changes(c: &Ctx) {
     let fd = c.pair();
     let before = data::pattern(9, 0, 3 << 20);
@@ -124,7 +126,7 @@ pub fn size_changes(c: &Ctx) {
         sys::send_all(fd, &before).ok();
     } else {
         assert!(sys::recv_exact(fd, before.len()) == before);
-        // Else the kernel's own receive buffer is large by now.
+        // Without this the kernel's own receive buffer is large by now.
         sys::set_int(fd, libc::SOL_SOCKET, libc::SO_RCVBUF, 64 * 1024).ok();
     }
     c.sync("large");
@@ -141,7 +143,7 @@ pub fn size_changes(c: &Ctx) {
     c.close(fd);
 }
 
-/// Addresses that this process may have beyond what it has, for the time until it is dropped.
+/// Limits the addresses that this process may have beyond those in use, until it is dropped.
 struct FewAddresses(libc::rlimit);
 
 impl FewAddresses {
@@ -165,20 +167,20 @@ impl Drop for FewAddresses {
     }
 }
 
-/// What is sent where addresses or memory are few.
+/// Bytes sent where addresses or memory are few.
 const SOME: usize = 3 << 20;
 
 /// Cases of [`few_addresses`].
 pub const FEW: u32 = 4;
 
-/// The reader, and in the last case the sender, has few addresses left: 0, when the connection comes to be; 1, when the
-/// sender begins; 2, when the reader does; 3, the sender when it begins.
+/// The reader, and in the last case the sender, has few addresses left. The case says since when: 0, before the
+/// connection is made; 1, when the sender begins; 2, when the reader begins; 3, the sender, when it begins.
 pub fn few_addresses(c: &Ctx) {
     let all = data::pattern(13, 0, SOME);
     let mut buf = vec![0; 64 * 1024];
     let is_reader = !c.is_server();
     let few = |case: u32| (c.param == case).then(|| FewAddresses::begin(64 << 10));
-    // Enough for a link, which needs a thread.
+    // The bytes are enough for a link, which needs a thread.
     let at_first = (is_reader && c.param == 0).then(|| FewAddresses::begin(200 << 20));
     let fd = c.pair();
     let before = is_reader.then(|| few(1)).flatten();
@@ -205,7 +207,7 @@ pub fn few_addresses(c: &Ctx) {
     c.close(fd);
 }
 
-/// The sender has no memory left in the middle.
+/// The sender has no memory left in the middle of its transfer.
 pub fn no_memory(c: &Ctx) {
     const BEFORE: usize = 300_000;
     let fd = c.pair();
@@ -239,8 +241,8 @@ pub fn both_ways(c: &Ctx) {
     c.close(fd);
 }
 
-/// What poll and epoll say of a connection that nobody reads: that it can be written to until it is full, and an edge
-/// when there is room again.
+/// The events of poll and epoll for a connection without a reader: writable until it is full, and an edge when there
+/// is room again.
 pub fn announced(c: &Ctx) {
     let fd = c.pair();
     if !c.is_server() {
@@ -264,7 +266,7 @@ pub fn announced(c: &Ctx) {
         }
         sent += r.count();
     }
-    // The kernel no longer calls it writable before it is full.
+    // The kernel stops reporting the connection as writable before it is full.
     judge(c, "while poll says OUT", sent.max(AT_LEAST));
     c.log(format_args!("more than a megabyte: {}", sent > 1 << 20));
     while let Ok(n @ 1..) = usize::try_from(sys::send(fd, &all[sent..], libc::MSG_DONTWAIT).value) {
@@ -280,7 +282,7 @@ pub fn announced(c: &Ctx) {
     c.close(fd);
 }
 
-/// By sendfile, and what is left behind by a close, an exit and a shutdown at that moment arrives.
+/// Bytes sent by sendfile, and left unread at a close, an exit and a shutdown, arrive.
 pub fn left_behind(c: &Ctx) {
     let fds: Vec<c_int> = (0..3).map(|_| c.pair()).collect();
     if !c.is_server() {

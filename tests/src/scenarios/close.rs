@@ -75,8 +75,8 @@ pub fn shutdown_read(c: &Ctx) {
     c.close(fd);
 }
 
-/// SHUT_RD by one end before anything has been sent, so before the connection has proved to last: what it does is the
-/// same when that has sent much.
+/// SHUT_RD by one end before any byte is sent, so before the connection is worth a promotion: its effect stays the
+/// same when that end has sent much.
 pub fn read_shut_early(c: &Ctx) {
     const MANY: usize = 300;
     let message = data::pattern(9, 0, 500);
@@ -132,7 +132,7 @@ pub fn shutdown_both(c: &Ctx) {
 }
 
 /// Connections that get their last answer, and are shut both ways, after so few requests that they are on TCP, on their
-/// way to a link, or just there: the client has all of the answer, and after it the end.
+/// way to a link, or just there: the client receives the whole answer, then EOF.
 pub fn shut_on_the_way(c: &Ctx) {
     const REQUEST: usize = 200;
     const LAST: usize = 1 << 20;
@@ -148,7 +148,7 @@ pub fn shut_on_the_way(c: &Ctx) {
                 assert!(sys::recv_exact(fd, REQUEST) == answer(n), "round {round}, answer {n}");
             }
             sys::send_all(fd, &data::pattern(round, last, REQUEST)).ok();
-            // So that much of it is still to come when the server shuts.
+            // The pause leaves much of the answer under way when the server shuts down.
             sys::pause_ms(round % 4);
             let (end, got) = sys::recv_to_end(fd);
             assert!(
@@ -171,7 +171,7 @@ pub fn shut_on_the_way(c: &Ctx) {
         let ways: &[c_int] = [&[SHUT_RDWR][..], &[SHUT_RD, SHUT_WR], &[SHUT_WR, SHUT_RD]][round as usize / 3 % 3];
         for (at, how) in ways.iter().enumerate() {
             let shut = call!(libc::shutdown(fd, *how));
-            // The client may have read all, and closed, before the second.
+            // The client may have read all, and closed, before the second shutdown.
             assert!(
                 !shut.failed() || at > 0 && shut.is(libc::ENOTCONN),
                 "round {round}: {shut}"
@@ -191,7 +191,7 @@ pub fn shut_on_the_way(c: &Ctx) {
     c.log("all equal");
 }
 
-/// The own end as it is seen directly after each part of it, by a look and by threads that wait for nothing else.
+/// The effect of an end's own shutdowns directly after each, in a call that does not wait and in threads that wait.
 pub fn shutdown_in_parts(c: &Ctx) {
     for parts in [&[SHUT_RDWR][..], &[SHUT_RD, SHUT_WR], &[SHUT_WR, SHUT_RD]] {
         let fd = c.pair();
@@ -299,7 +299,7 @@ pub fn unread_data(c: &Ctx) {
     }
 }
 
-/// The same, the peer noticing by SO_ERROR and by send.
+/// As [`unread_data`], with a peer that notices by SO_ERROR and by send.
 pub fn unread_data_so_error(c: &Ctx) {
     let fd = c.pair();
     if c.is_server() {
@@ -320,7 +320,7 @@ pub fn unread_data_so_error(c: &Ctx) {
     }
 }
 
-/// What the peer had received before an RST can still be read, then ECONNRESET.
+/// Bytes that the peer had received before an RST can still be read, then ECONNRESET.
 pub fn reset_keeps_received(c: &Ctx) {
     let fd = c.pair();
     if c.is_server() {
@@ -458,7 +458,7 @@ pub fn sigpipe_kills(c: &Ctx) {
     }
 }
 
-/// What is sent right before close() arrives.
+/// Bytes that are sent right before close() arrive.
 pub fn sent_before_close(c: &Ctx) {
     let fd = c.pair();
     if c.is_server() {
@@ -471,7 +471,7 @@ pub fn sent_before_close(c: &Ctx) {
     }
 }
 
-/// The server leaves without close, with bytes in flight; the client reads them all, then EOF.
+/// The server exits without close, with bytes in flight; the client reads them all, then EOF.
 fn leave(c: &Ctx, how: fn()) {
     let fd = c.pair();
     if c.is_server() {
@@ -485,22 +485,22 @@ fn leave(c: &Ctx, how: fn()) {
     }
 }
 
-/// By return from main.
+/// The server returns from main.
 pub fn leave_by_return(c: &Ctx) {
     leave(c, || ());
 }
 
-/// By exit().
+/// The server calls exit().
 pub fn leave_by_exit(c: &Ctx) {
     leave(c, || sys::leave(3));
 }
 
-/// By _exit().
+/// The server calls _exit().
 pub fn leave_by_immediate_exit(c: &Ctx) {
     leave(c, || sys::leave_at_once(4));
 }
 
-/// By exec of another program, the socket being close-on-exec.
+/// The server calls exec with another program; the socket is close-on-exec.
 pub fn leave_by_exec(c: &Ctx) {
     let fd = c.pair();
     if c.is_server() {
@@ -602,7 +602,7 @@ pub fn killed_while_peer_waits(c: &Ctx) {
     }
 }
 
-/// One after the other closes; the second one's last bytes go nowhere, silently.
+/// The ends close one after the other; the last bytes of the second are lost silently.
 pub fn close_order(c: &Ctx) {
     let fd = c.pair();
     if c.is_server() {

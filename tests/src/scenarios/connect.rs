@@ -8,7 +8,7 @@ use crate::ctx::Ctx;
 use crate::data;
 use crate::sys::{self, Addr};
 
-/// A port of 127.0.0.1 at which nobody listens while the returned socket is open.
+/// Returns a port of 127.0.0.1 that refuses connections while the returned socket is open.
 fn unused_port() -> (c_int, u16) {
     let fd = sys::tcp(libc::AF_INET);
     sys::bind(fd, &Addr::v4(0)).ok();
@@ -29,7 +29,7 @@ pub fn fast_open(c: &Ctx) {
     });
 }
 
-/// With TCP_FASTOPEN_CONNECT connect() leaves the rest to the first send.
+/// With TCP_FASTOPEN_CONNECT, connect() leaves the handshake to the first send.
 pub fn fast_open_later(c: &Ctx) {
     fast_opened(c, |fd, port| {
         // Without a cookie the kernel would connect at once.
@@ -37,7 +37,7 @@ pub fn fast_open_later(c: &Ctx) {
             c.ret("set", sys::set_int(fd, libc::IPPROTO_TCP, option, 1));
         }
         c.ret("connect", sys::connect(fd, &Addr::v4(port)));
-        // It may be asked for meanwhile.
+        // The library may ask for a promotion meanwhile.
         sys::pause_ms(30);
         c.send(fd, b"first", 0);
     });
@@ -260,7 +260,7 @@ pub fn names(c: &Ctx) {
     }
 }
 
-/// A connect that is reset before accept: accept still gives it, reads then fail.
+/// A connect that is reset before accept: accept still returns it, reads then fail.
 pub fn reset_before_accept(c: &Ctx) {
     let (listener, port) = c.listener(4);
     if let Some(listener) = listener {

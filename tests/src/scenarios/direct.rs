@@ -1,10 +1,10 @@
 //! Direct transfers between hosts: the peer's device writes into the buffer that a blocking receive waits with, and
-//! takes the bytes from the memory of a blocking send. Here: what calls of all forms give, time-outs, and senders. Who
-//! else may be at the socket, or at the memory, is in `direct_more`. All of them are played also as `lent_into_…`: then
+//! reads the bytes from the memory of a blocking send. Here: the results of calls of all forms, time-outs, and senders.
+//! `direct_more` has other users of the socket or the memory. All scenarios are played also as `lent_into_…`: then
 //! the sender lends its memory (`RDMASOCK_DEV_WAY`), and the reader's own device reads it into that buffer.
 //!
-//! The server reads and the client sends. Before what matters there are large messages whose reader waits for each,
-//! until they do go past the rings, and something of what matters has to go so too.
+//! The server reads and the client sends. A run-up comes before the part that is tested: large messages whose reader
+//! waits for each, until they are direct transfers. Some bytes of the tested part have to be direct, too.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
@@ -18,17 +18,17 @@ use crate::ctx::Ctx;
 use crate::data::{self, Rng};
 use crate::sys::{self, Ret};
 
-/// What a buffer is full of before it is received into.
+/// The byte that fills a buffer before a receive.
 pub const FILL: u8 = 0xA5;
-/// Bytes of a large buffer; most that are sent or received at once are twice as many.
+/// Bytes of a large buffer; the largest sends and receives are twice as long.
 pub const LARGE: usize = 1 << 20;
-/// The bytes of a stream come again after so many.
+/// The bytes of a stream repeat after this many.
 const PERIOD: usize = 1_999_993;
 /// Messages of a run-up at a time, and bytes of one.
 const RUN: usize = 200;
 const MESSAGE: usize = 16 * 1024;
 
-/// `len` bytes of the stream from `at` on.
+/// Returns `len` bytes of the stream from `at` on.
 fn bytes_at(at: u64, len: usize) -> &'static [u8] {
     static TABLE: OnceLock<Vec<u8>> = OnceLock::new();
     let table = TABLE.get_or_init(|| {
@@ -41,33 +41,33 @@ fn bytes_at(at: u64, len: usize) -> &'static [u8] {
     &table[from..from + len]
 }
 
-/// The reader is in its next call by then, and sleeps.
+/// Waits until the reader is in its next call, and sleeps.
 pub fn rest() {
     sys::pause_ms(3);
 }
 
-/// One direction of a connection, as one end of it sees it.
+/// A direction of a connection, as one end of it sees it.
 pub struct Flow<'a> {
     c: &'a Ctx,
     /// The connection.
     pub fd: c_int,
     /// Whether this end reads.
     pub reads: bool,
-    /// So much was sent, or received.
+    /// Bytes sent, or received, so far.
     pub at: u64,
-    /// It is about what the reader's device reads from the sender's memory.
+    /// Whether the tested bytes are those that the reader's device reads from the sender's memory.
     pub is_lent: bool,
 }
 
 impl<'a> Flow<'a> {
-    /// On a new connection, whose server reads.
+    /// Makes a connection whose server reads, and runs it up.
     pub fn begin(c: &'a Ctx) -> Self {
         let mut flow = Self::of(c, c.pair(), c.is_server());
         flow.run_up();
         flow
     }
 
-    /// A direction of this connection, without a run-up.
+    /// Returns a direction of this connection, without a run-up.
     pub fn of(c: &'a Ctx, fd: c_int, reads: bool) -> Self {
         Self {
             c,
@@ -78,24 +78,24 @@ impl<'a> Flow<'a> {
         }
     }
 
-    /// The same, read by who waits in epoll_wait.
+    /// As [`begin`](Self::begin), with a reader that waits in epoll_wait.
     pub fn lent(c: &'a Ctx) -> Self {
         let mut flow = Self::of(c, c.pair(), c.is_server()).lending();
         flow.run_up();
         flow
     }
 
-    /// It is read by who waits in epoll_wait.
+    /// Has the reader wait in epoll_wait.
     pub fn lending(mut self) -> Self {
         self.is_lent = true;
         self
     }
 
-    /// Large messages until they go directly.
+    /// Sends large messages until they are direct transfers.
     #[track_caller]
     pub fn run_up(&mut self) {
         let end = Instant::now() + Duration::from_secs(30);
-        // Longer each time: on a machine that has much else to do the reader is late.
+        // The pause doubles each time: on a machine that has much else to do the reader is late.
         let mut pause = Duration::from_micros(60);
         loop {
             self.c.sync("run-up");
@@ -109,7 +109,7 @@ impl<'a> Flow<'a> {
                 }
             }
             pause = (2 * pause).min(Duration::from_millis(2));
-            // What is counted is counted when the call has returned.
+            // The counters are up to date when the call has returned.
             self.c.sync("run");
             if self.went(before, (RUN * MESSAGE / 8) as u64) {
                 return;
@@ -118,14 +118,15 @@ impl<'a> Flow<'a> {
         }
     }
 
-    /// Plays a part that logs nothing, until something of it has gone directly: on a machine that has much else to do a
-    /// reader need not be there in time. Each time follows a run-up.
+    /// Plays a part that logs nothing, until some of its bytes were direct transfers. On a machine that has much else
+    /// to
+    /// do, a reader need not be there in time. A run-up precedes each attempt.
     #[track_caller]
     pub fn play(&mut self, part: impl FnMut(&mut Self)) {
         self.play_until(1, part);
     }
 
-    /// The same, until so many bytes of it have.
+    /// As [`play`](Self::play), until `bytes` of its bytes were direct.
     #[track_caller]
     pub fn play_until(&mut self, bytes: usize, mut part: impl FnMut(&mut Self)) {
         let end = Instant::now() + Duration::from_secs(30);
@@ -142,7 +143,7 @@ impl<'a> Flow<'a> {
         }
     }
 
-    /// Whether so many bytes have gone directly since, as far as that can be known.
+    /// Returns whether at least `bytes` were direct transfers since `before`, or the count is not known.
     fn went(&self, before: Option<u64>, bytes: u64) -> bool {
         let went = before
             .zip(self.asked())
@@ -150,7 +151,7 @@ impl<'a> Flow<'a> {
         self.c.exchange("went", u64::from(went)) != 0 && went
     }
 
-    /// What has gone directly so far, asked by who sends.
+    /// Returns the bytes of direct transfers so far, which the sender asks for. `None` at the reader, or if not known.
     fn asked(&self) -> Option<u64> {
         let past = if self.reads { None } else { self.c.past_the_rings() }?;
         Some(match std::env::var("RDMASOCK_DEV_WAY").is_ok_and(|way| way == "get") {
@@ -160,14 +161,15 @@ impl<'a> Flow<'a> {
         })
     }
 
-    /// The end, when all was received that was sent.
+    /// Ends the connection, when all bytes that were sent have been received.
     pub fn end(self) {
         self.c.sync("end");
         self.c.log("every byte is right");
         self.c.close(self.fd);
     }
 
-    /// Sends so many bytes, or receives them. A sender pauses then, if its reader is to wait with a buffer by the next.
+    /// Sends `len` bytes, or receives them. A sender then pauses, if its reader is to wait with a buffer by the next
+    /// send.
     #[track_caller]
     pub fn pass(&mut self, len: usize, pause: Duration) {
         if self.reads {
@@ -179,14 +181,15 @@ impl<'a> Flow<'a> {
         }
     }
 
-    /// Sends so many bytes from memory that is overwritten as soon as it was taken; what ends a call early has it go
-    /// on.
+    /// Sends `len` bytes from memory that is overwritten as soon as the call has accepted the bytes. A call that ends
+    /// early is
+    /// followed by another.
     #[track_caller]
     pub fn send(&mut self, len: usize) {
         self.send_from(&mut vec![0; len]);
     }
 
-    /// The same, from this memory.
+    /// As [`send`](Self::send), from this memory.
     #[track_caller]
     pub fn send_from(&mut self, bytes: &mut [u8]) {
         let (len, mut sent) = (bytes.len(), 0);
@@ -202,7 +205,7 @@ impl<'a> Flow<'a> {
         self.at += len as u64;
     }
 
-    /// The same with one call, and in pieces.
+    /// Sends these pieces with one call.
     #[track_caller]
     pub fn send_pieces(&mut self, lens: &[usize], is_message: bool) {
         let whole: usize = lens.iter().sum();
@@ -219,8 +222,8 @@ impl<'a> Flow<'a> {
         self.at += whole as u64;
     }
 
-    /// One call with a buffer of so many bytes: gives what it gave, and the buffer. What it has is looked at, and that
-    /// it has no more.
+    /// Receives once into `buf`. Checks that the buffer holds the stream's next bytes, and that no byte was written
+    /// behind them. Returns the call's result and the buffer.
     #[track_caller]
     pub fn receive_into(&mut self, mut buf: Vec<u8>, flags: c_int) -> (Ret, Vec<u8>) {
         buf.fill(FILL);
@@ -229,13 +232,13 @@ impl<'a> Flow<'a> {
         (r, buf)
     }
 
-    /// Likewise.
+    /// As [`receive_into`](Self::receive_into), with a new buffer.
     #[track_caller]
     pub fn receive(&mut self, len: usize, flags: c_int) -> Ret {
         self.receive_into(vec![0; len], flags).0
     }
 
-    /// Likewise, into pieces.
+    /// As [`receive_into`](Self::receive_into), into pieces.
     #[track_caller]
     pub fn receive_pieces(&mut self, lens: &[usize], is_message: bool, flags: c_int) -> Ret {
         let mut buf = vec![FILL; lens.iter().sum()];
@@ -250,7 +253,7 @@ impl<'a> Flow<'a> {
         r
     }
 
-    /// Receives exactly so many, whatever ends a call early.
+    /// Receives exactly `len` bytes, in further calls if one ends early.
     #[track_caller]
     pub fn receive_all(&mut self, len: usize) {
         if self.is_lent {
@@ -272,7 +275,7 @@ impl<'a> Flow<'a> {
         }
     }
 
-    /// One receive that does not wait, of at most so many bytes, when epoll_wait has told of something.
+    /// Receives at most `most` bytes when epoll_wait has reported an event, with one call that does not wait.
     #[track_caller]
     fn receive_when_told(&mut self, most: usize) -> Ret {
         loop {
@@ -288,7 +291,7 @@ impl<'a> Flow<'a> {
         }
     }
 
-    /// Receives until the end, or an error; gives how much there was, and which.
+    /// Receives until EOF, or an error. Returns the number of bytes, and the last call's result.
     pub fn receive_to_end(&mut self) -> (usize, Ret) {
         let mut got = 0;
         loop {
@@ -300,7 +303,7 @@ impl<'a> Flow<'a> {
         }
     }
 
-    /// Sends again and again until that fails; gives what failed.
+    /// Sends again and again until a call fails. Returns the failed call's result.
     pub fn send_until_it_fails(&mut self) -> Ret {
         loop {
             let mut bytes = bytes_at(self.at, LARGE).to_vec();
@@ -313,7 +316,7 @@ impl<'a> Flow<'a> {
         }
     }
 
-    /// What a call gave is what comes next, and nothing is behind it.
+    /// Checks that a call has received the stream's next bytes, and that no byte was written behind them.
     #[track_caller]
     pub fn check(&mut self, r: Ret, buf: &[u8]) {
         let n = usize::try_from(r.value).unwrap_or(0);
@@ -329,14 +332,14 @@ impl<'a> Flow<'a> {
     }
 }
 
-/// Nothing was written there.
+/// Checks that no byte of the buffer was written.
 #[track_caller]
 pub fn assert_filled(buf: &[u8]) {
     let written = buf.iter().position(|byte| *byte != FILL);
     assert_eq!(written, None, "written behind what was received, of {}", buf.len());
 }
 
-/// Whether `part` is in the stream, from a position in this range on.
+/// Returns whether `part` is in the stream, from a position in this range on.
 pub fn is_of_stream(part: &[u8], from: u64, until: u64) -> bool {
     (from..=until).any(|at| bytes_at(at, part.len()) == part)
 }
@@ -351,17 +354,17 @@ fn pieces(mut buf: &mut [u8], lens: &[usize]) -> Vec<libc::iovec> {
     all
 }
 
-/// Buffers that calls have returned, as they were then: nobody writes there any more.
+/// Buffers that calls have returned, with a copy of their bytes: no device may write there any more.
 #[derive(Default)]
 pub struct Kept(Vec<(Vec<u8>, Vec<u8>)>);
 
 impl Kept {
-    /// One more.
+    /// Adds a buffer.
     pub fn keep(&mut self, buf: Vec<u8>) {
         self.0.push((buf.clone(), buf));
     }
 
-    /// Looks at all of them, and forgets them.
+    /// Checks that all buffers are unchanged, and drops them.
     #[track_caller]
     pub fn check(&mut self) {
         assert!(
@@ -371,7 +374,7 @@ impl Kept {
     }
 }
 
-/// Does something in this thread while it gets SIGUSR1 again and again.
+/// Runs `act` in this thread, which gets SIGUSR1 again and again meanwhile.
 pub fn under_signals(act: impl FnOnce()) {
     let me = call!(libc::pthread_self()).value as libc::pthread_t;
     let is_over = AtomicBool::new(false);
@@ -388,7 +391,7 @@ pub fn under_signals(act: impl FnOnce()) {
     });
 }
 
-/// A receive with a large buffer gets no more than what was sent at once.
+/// A receive with a large buffer returns no more than was sent at once.
 pub fn sizes(c: &Ctx) {
     const SIZES: [usize; 17] = [
         4096,
@@ -428,7 +431,7 @@ pub fn sizes(c: &Ctx) {
     flow.end();
 }
 
-/// Several pieces on both ends, the first of them large, or not.
+/// Several pieces at both ends; the first is large, or not.
 pub fn vectors(c: &Ctx) {
     const PIECES: [&[usize]; 6] = [
         &[65_536, 10, 7000],
@@ -488,7 +491,7 @@ pub fn whole(c: &Ctx) {
     flow.end();
 }
 
-/// A head and a body in one send, which the reader receives one after the other: much of the bodies goes directly.
+/// A head and a body in one send, which the reader receives one after the other: many of the bodies are direct.
 pub fn behind_heads(c: &Ctx) {
     const HEAD: usize = 100;
     const ROUNDS: usize = 40;
@@ -499,7 +502,7 @@ pub fn behind_heads(c: &Ctx) {
                 flow.receive_all(HEAD);
                 flow.receive_all(LARGE);
             } else {
-                // A third piece is sent as the second one is.
+                // A third piece is sent in the same way as the second.
                 let parts: [&[usize]; 2] = [&[HEAD, LARGE], &[HEAD / 2, HEAD / 2, LARGE / 2, LARGE / 2]];
                 flow.send_pieces(parts[round % 2], round % 3 == 0);
             }
@@ -508,7 +511,7 @@ pub fn behind_heads(c: &Ctx) {
     flow.end();
 }
 
-/// SO_RCVTIMEO is over before anything has come, or all: what comes then goes elsewhere.
+/// SO_RCVTIMEO expires before any byte, or the last, has come: later bytes go elsewhere.
 pub fn time_outs(c: &Ctx) {
     const PART: usize = 10_000;
     const LATE: usize = 50_000;
@@ -540,7 +543,7 @@ pub fn time_outs(c: &Ctx) {
     flow.end();
 }
 
-/// SO_RCVTIMEO is over at about the time when something comes.
+/// SO_RCVTIMEO expires at about the time at which bytes come.
 pub fn late_time_outs(c: &Ctx) {
     const ROUNDS: usize = 400;
     let mut flow = Flow::begin(c);

@@ -1,7 +1,8 @@
-//! Direct transfers (see `direct`) with the registered allocator (`RDMASOCK_ALLOC=registered`): what devices know of
-//! large blocks is kept. Here are blocks whose memory becomes another one between two calls, by all calls that can do
-//! that, and blocks that come and go while other threads allocate; and what the other scenarios of direct
-//! transfers are about. The device takes pages for what they were when they were registered.
+//! Direct transfers (see `direct`) with the registered allocator (`RDMASOCK_ALLOC=registered`), which keeps large
+//! blocks
+//! registered with devices. Here are blocks whose memory is replaced between two calls, by all calls that can do
+//! that, and blocks that come and go while other threads allocate. The scenarios of the other direct modules are played
+//! with it too. A device goes on using the pages that were there at the registration.
 
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::thread;
@@ -22,15 +23,15 @@ const PAGE: usize = 4096;
 /// `SHM_REMAP` of bits/shm.h.
 const SHM_REMAP: c_int = 0o40000;
 
-/// What becomes of the pages within a block.
+/// A change of the pages within a block.
 #[derive(Clone, Copy, Debug)]
 enum How {
     As(Change),
-    /// Advice that may drop them, now or in a child.
+    /// Advice that may drop the pages, now or in a child.
     Advice(c_int),
-    /// Dropped by process_madvise(2), where the kernel does that.
+    /// The pages are dropped by process_madvise(2), where the kernel does that.
     DropByProcess,
-    /// A segment of System V's is attached in their place.
+    /// A segment of System V is attached in their place.
     Segment,
 }
 
@@ -73,7 +74,7 @@ fn drop_by_process(place: &Place, is_raw: bool) {
         iov_base: at.cast(),
         iov_len: len,
     };
-    // Before Linux 6.13 it is refused.
+    // Before Linux 6.13 the call is refused.
     if is_raw {
         let (number, advice) = (libc::SYS_process_madvise, i64::from(libc::MADV_DONTNEED));
         call!(libc::syscall(number, i64::from(me), &places, 1_i64, advice, 0_i64));
@@ -83,7 +84,7 @@ fn drop_by_process(place: &Place, is_raw: bool) {
     sys::close(me).ok();
 }
 
-/// Gives another view of the segment.
+/// Attaches a segment in the place. Returns another view of the segment.
 fn attach(place: &Place, is_raw: bool) -> Place {
     let (at, len) = place.span();
     let id = call!(libc::shmget(libc::IPC_PRIVATE, len, libc::IPC_CREAT | 0o600)).ok();
@@ -99,9 +100,9 @@ fn attach(place: &Place, is_raw: bool) -> Place {
     Place::at(std::ptr::with_exposed_provenance_mut(seen.value as usize), len)
 }
 
-/// A block of malloc's, of which the first page is malloc's too.
+/// Allocates a block by malloc, which also owns its first page.
 fn block(len: usize) -> &'static mut [u8] {
-    // SAFETY: so many bytes, and this is all that leads there.
+    // SAFETY: malloc returned `len` bytes, and no other reference leads there.
     unsafe {
         let at = libc::malloc(len).cast::<u8>();
         assert!(!at.is_null());
@@ -111,22 +112,22 @@ fn block(len: usize) -> &'static mut [u8] {
 }
 
 fn free(block: &'static mut [u8]) {
-    // SAFETY: of `block`, once.
+    // SAFETY: the block comes from `block`, and is freed once.
     unsafe { libc::free(block.as_mut_ptr().cast()) };
 }
 
-/// The pages within a block.
+/// Returns the pages within a block.
 fn within(block: &[u8]) -> Place {
     let at = block.as_ptr().expose_provenance();
     let from = (at + PAGE).next_multiple_of(PAGE);
-    // Half of them are whole pages too.
+    // Half of the pages have to be whole pages too.
     let len = (at + block.len() - from) / (2 * PAGE) * (2 * PAGE);
     Place::at(std::ptr::with_exposed_provenance_mut(from), len)
 }
 
-/// Two transfers from each block, between which its pages become others.
+/// Two transfers from each block, between which its pages are replaced.
 pub fn changes(c: &Ctx) {
-    // Without the allocator large blocks are mappings of their own, which bear that.
+    // Without the allocator large blocks are mappings of their own, whose pages can be replaced.
     call!(libc::mallopt(libc::M_MMAP_THRESHOLD, 64 << 10));
     let mut flow = Flow::begin(c);
     let mut lens = Rng::new(47);
@@ -156,7 +157,7 @@ pub fn changes(c: &Ctx) {
                 before,
                 "{how:?}: other memory was to come to the same place"
             );
-            // The compiler does not know that it is other memory.
+            // The compiler does not know that the memory has been replaced.
             let block = std::hint::black_box(block);
             transfer(flow, block);
             if let Some(mut other) = elsewhere {
@@ -181,7 +182,7 @@ pub fn changes(c: &Ctx) {
     flow.end();
 }
 
-/// Blocks that come and go, here and in other threads, so that addresses and memory are used again, and given back to
+/// Blocks that come and go, here and in other threads, so that addresses and memory are used again, and returned to
 /// the kernel.
 pub fn others(c: &Ctx) {
     let mut flow = Flow::begin(c);
@@ -204,29 +205,30 @@ pub fn others(c: &Ctx) {
     flow.end();
 }
 
-/// Blocks at the same place, whose memory goes back to the kernel between them.
+/// Blocks at the same place, whose memory returns to the kernel between them.
 pub fn given_back(c: &Ctx) {
-    /// More than is kept of what is free.
+    /// More bytes than the allocator keeps of free memory.
     const MUCH: usize = 300 << 20;
     let mut flow = Flow::begin(c);
     flow.play(|flow| {
         for _ in 0..60 {
-            // Nothing is written there, so there is next to no memory.
-            // SAFETY: it leads nowhere.
+            // No byte is written there, so the block takes next to no memory.
+            // SAFETY: the pointer is not followed.
             let before = std::hint::black_box(unsafe { libc::malloc(MUCH) });
-            // Behind it, where arenas give back first; others fill what is free in front.
+            // These blocks lie behind it, where arenas return memory first; other threads fill the free memory in
+            // front.
             let mut blocks: Vec<_> = (0..8).map(|_| block(LARGE)).collect();
             blocks.sort_by_key(|block| block.as_ptr());
             blocks.last_mut().into_iter().for_each(|block| transfer(flow, block));
             blocks.into_iter().for_each(free);
-            // SAFETY: had above, once.
+            // SAFETY: allocated above, and freed once.
             unsafe { libc::free(before) };
         }
     });
     flow.end();
 }
 
-/// Allocates, and looks whether what is its own stays as it was.
+/// Allocates, and checks that no other code changes its blocks.
 fn churn(seed: u64, is_over: &AtomicBool) {
     let mut rng = Rng::new(59 + seed);
     let mut held: Vec<(Vec<u8>, u8)> = Vec::new();
@@ -241,7 +243,7 @@ fn churn(seed: u64, is_over: &AtomicBool) {
         );
         mark(&mut block, tag);
         held.push((block, tag));
-        // Now and then so much at once that what is free goes back to the kernel.
+        // Now and then many blocks are freed at once, so that free memory returns to the kernel.
         if held.len() > 60 {
             held.clear();
         }
@@ -255,7 +257,7 @@ fn churn(seed: u64, is_over: &AtomicBool) {
     }
 }
 
-/// Those of this module, and those of others that are played with the allocator too.
+/// Adds the scenarios of this module, and those of others that are played with the allocator too.
 pub fn add_to(all: &mut Vec<Scenario>) {
     let played: [(&str, Run, bool); 15] = [
         ("changes", changes, true),

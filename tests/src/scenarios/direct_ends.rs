@@ -1,5 +1,6 @@
-//! What ends a direct transfer (see `direct`) while a thread waits with a buffer: the connection's end, by either of
-//! its ends, or that it goes on in TCP.
+//! Events that end a direct transfer (see `direct`) while a thread waits with a buffer: the connection's end, by either
+//! of
+//! its ends, or its return to TCP.
 
 use std::thread;
 
@@ -10,7 +11,7 @@ use crate::sys;
 
 const MUCH: usize = 100_000;
 
-/// A new connection, which goes directly as the first does.
+/// Makes a further connection, whose transfers are direct as the first one's are.
 fn another(c: &Ctx, is_lent: bool) -> Flow<'_> {
     let mut flow = Flow::of(c, c.cold_pair(), c.is_server());
     flow.is_lent = is_lent;
@@ -19,13 +20,13 @@ fn another(c: &Ctx, is_lent: bool) -> Flow<'_> {
     flow
 }
 
-/// The connection leaves the link while a thread waits with a buffer: a child has become a program that has it too, or
+/// The connection leaves the link while a thread waits with a buffer: a child that has it too runs another program, or
 /// one of the ends asks for urgent data.
 pub fn on_tcp(c: &Ctx) {
     leaves_the_link(c, false);
 }
 
-/// The same while memory is lent.
+/// As [`on_tcp`], while memory is lent.
 pub fn on_tcp_lent(c: &Ctx) {
     leaves_the_link(c, true);
 }
@@ -83,7 +84,7 @@ fn leaves_the_link(c: &Ctx, is_lent: bool) {
     }
 }
 
-/// What ends the wait.
+/// The events that end the wait.
 const WAYS: [&str; 8] = [
     "write_shut",
     "close",
@@ -95,7 +96,7 @@ const WAYS: [&str; 8] = [
     "own_close",
 ];
 
-/// Adds the ends to the table: each way, with nothing that has come before it (even) and with something.
+/// Adds the ends to the table: each way, with no byte before it (even) and with some.
 pub fn add_to(all: &mut Vec<Scenario>) {
     for n in 0..2 * WAYS.len() as u32 {
         let base = format!("direct_ends_by_{}", WAYS[n as usize / 2]);
@@ -132,8 +133,9 @@ fn ends(c: &Ctx) {
             _ => {
                 c.sync("ended");
                 if way == "own_close" {
-                    // Not more than is read: what is not is a reason for a reset, which may come before the send is
-                    // done.
+                    // The peer sends no more than is read. Unread bytes are a reason for a reset, which may come before
+                    // the send
+                    // returns.
                     flow.send(LARGE - if has_part { MUCH } else { 0 });
                 }
                 c.sync("seen");

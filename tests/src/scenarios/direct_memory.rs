@@ -1,5 +1,5 @@
-//! Direct transfers (see `direct`) from and into memory that is other memory at each call, at the same address: a
-//! device that knew it from the call before would take old bytes, or put new ones where nobody looks for them.
+//! Direct transfers (see `direct`) from and into memory that is other memory at each call, at the same address. A
+//! device with a registration from the call before would read old bytes, or write new ones into the old pages.
 
 use libc::c_int;
 
@@ -8,30 +8,30 @@ use crate::ctx::Ctx;
 use crate::data::Rng;
 use crate::sys;
 
-/// Addresses that stay the same.
+/// A range of addresses that stays the same.
 pub struct Place {
     at: *mut u8,
     len: usize,
 }
 
-/// What becomes of the memory that was at a place.
+/// A change of the memory at a place.
 #[derive(Clone, Copy, Debug)]
 pub enum Change {
     /// munmap, then mmap.
     Unmap,
     /// mmap in its place.
     Replace,
-    /// Other memory is moved there.
+    /// Other memory is moved to the place.
     MoveHere,
-    /// It is moved to another place, and other memory comes.
+    /// The memory is moved to another place, and other memory comes.
     MoveAway,
-    /// Its pages are dropped.
+    /// The pages of the memory are dropped.
     Drop,
-    /// Half of them are.
+    /// Half of the pages are dropped.
     DropHalf,
-    /// It cannot be reached for a moment.
+    /// The memory cannot be reached for a moment.
     Protect,
-    /// A file is mapped in its place, which is looked at by another mapping.
+    /// A file is mapped in its place; the test reads the file by another mapping.
     File,
 }
 
@@ -52,14 +52,14 @@ const PRIVATE: c_int = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
 /// The functions that change memory, by libc or past it.
 #[derive(Clone, Copy)]
 pub struct Calls {
-    /// By `syscall`.
+    /// Whether the calls are made by `syscall`.
     pub is_raw: bool,
 }
 
 impl Calls {
     fn map(self, at: *mut u8, len: usize, how: c_int, fd: c_int) -> *mut u8 {
         let mapped = if self.is_raw {
-            // Wide: a number of C's int leaves half of its place as it was.
+            // These are 64 bits wide: a C int would leave half of its place as it was.
             let (access, how, fd) = (i64::from(ACCESS), i64::from(how), i64::from(fd));
             call!(libc::syscall(libc::SYS_mmap, at, len, access, how, fd, 0_i64))
         } else {
@@ -116,30 +116,30 @@ impl Place {
         Self { at, len }
     }
 
-    /// Of memory that is there.
+    /// Returns the place of mapped memory.
     pub fn at(at: *mut u8, len: usize) -> Self {
         Self { at, len }
     }
 
-    /// Where it is, and its bytes.
+    /// Returns the address of the place, and its bytes.
     pub fn span(&self) -> (*mut u8, usize) {
         (self.at, self.len)
     }
 
-    /// What is there.
+    /// Returns the memory at the place.
     pub fn bytes(&mut self) -> &mut [u8] {
-        // SAFETY: mapped, and this is all that leads there.
+        // SAFETY: mapped, and no other reference leads there.
         unsafe { std::slice::from_raw_parts_mut(self.at, self.len) }
     }
 
-    /// Puts other memory here; gives where else it can be seen.
+    /// Replaces the memory. Returns another place at which the new or old memory can be seen, if there is one.
     pub fn change(&mut self, change: Change, calls: Calls) -> Option<Place> {
         let Place { at, len } = *self;
         let anywhere = std::ptr::null_mut();
         match change {
             Change::Unmap => {
                 calls.unmap(at, len);
-                // Where another thread has mapped something meanwhile the place is another one.
+                // If another thread has mapped memory there meanwhile, the place moves.
                 self.at = calls.map(at, len, PRIVATE, -1);
                 None
             }
@@ -157,7 +157,7 @@ impl Place {
                 calls.move_to(at, len, moved.at);
                 self.at = calls.map(at, len, PRIVATE, -1);
                 moved.bytes().fill(FILL);
-                // It is looked at when the next call has returned.
+                // The caller checks it when the next call has returned.
                 Some(moved)
             }
             Change::Drop => {
@@ -185,7 +185,7 @@ impl Place {
     }
 }
 
-/// One transfer of `len` bytes with this memory.
+/// Makes a transfer of `len` bytes with this memory.
 pub fn transfer(flow: &mut Flow<'_>, memory: &mut [u8]) {
     if !flow.reads {
         if !flow.is_lent {
@@ -214,7 +214,7 @@ pub fn same_place(c: &Ctx) {
     at_same_place(Flow::begin(c));
 }
 
-/// The same, where the reader's device reads from there.
+/// As [`same_place`], where the reader's device reads from the place.
 pub fn same_place_lent(c: &Ctx) {
     at_same_place(Flow::lent(c));
 }
@@ -244,12 +244,12 @@ fn at_same_place(mut flow: Flow<'_>) {
     flow.end();
 }
 
-/// Each call with memory of malloc, which gives it back to the kernel within itself.
+/// Each call uses memory of malloc, which malloc itself returns to the kernel.
 pub fn heap(c: &Ctx) {
     in_heap(Flow::begin(c));
 }
 
-/// The same, where the reader's device reads from there.
+/// As [`heap`], where the reader's device reads from the memory.
 pub fn heap_lent(c: &Ctx) {
     in_heap(Flow::lent(c));
 }
@@ -259,13 +259,13 @@ fn in_heap(mut flow: Flow<'_>) {
     flow.play(|flow| {
         for n in 0..240_usize {
             if n % 60 == 0 {
-                // In the heap that brk moves, and in mappings of their own.
+                // The blocks lie in the heap that brk moves, and in mappings of their own.
                 let least = if n % 120 == 0 { 64 << 20 } else { 64 << 10 };
                 call!(libc::mallopt(libc::M_MMAP_THRESHOLD, least));
                 call!(libc::mallopt(libc::M_TRIM_THRESHOLD, 4096));
             }
             let len = (LARGE >> lens.below(4)) - lens.below(5000) as usize;
-            // SAFETY: so many bytes, and this is all that leads there.
+            // SAFETY: malloc returned `len` bytes, and no other reference leads there.
             let memory = unsafe {
                 let at = libc::malloc(len).cast::<u8>();
                 assert!(!at.is_null());
@@ -273,7 +273,7 @@ fn in_heap(mut flow: Flow<'_>) {
                 std::slice::from_raw_parts_mut(at, len)
             };
             transfer(flow, memory);
-            // SAFETY: what malloc gave, once.
+            // SAFETY: returned by malloc, and freed once.
             unsafe { libc::free(memory.as_mut_ptr().cast()) };
             if n % 3 == 0 {
                 call!(libc::malloc_trim(0));

@@ -42,7 +42,7 @@ pub fn interrupted(c: &Ctx) {
                 let (r, buf) = flow.receive_into(vec![0; MUCH], libc::MSG_WAITALL);
                 c.ret("recv", r);
                 if !restart {
-                    // Not before: what comes ahead of the return is given in place of the interruption.
+                    // Bytes that come before the return would be returned in place of EINTR.
                     c.sync("handled");
                 }
                 kept.keep(buf);
@@ -61,7 +61,7 @@ pub fn interrupted(c: &Ctx) {
     flow.end();
 }
 
-/// Signals at any moment of receives, from which much comes.
+/// Signals at any moment of receives, many of which return bytes.
 pub fn interrupted_often(c: &Ctx) {
     let mut flow = Flow::begin(c);
     for restart in [false, true] {
@@ -102,7 +102,7 @@ static CANCEL_FD: AtomicI32 = AtomicI32::new(-1);
 static BUFFER: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
 extern "C" fn blocked_in_recv(_: *mut c_void) -> *mut c_void {
-    // SAFETY: the buffer is never freed, and as long as said. A plain call: no frame here has a destructor, so that the
+    // SAFETY: the buffer is never freed, and is [`LARGE`] bytes long. No frame here has a destructor, so the
     // cancellation's unwinding passes.
     unsafe { libc::recv(CANCEL_FD.load(SeqCst), BUFFER.load(SeqCst), LARGE, libc::MSG_WAITALL) };
     std::ptr::null_mut()
@@ -112,7 +112,7 @@ unsafe extern "C" {
     fn pthread_cancel(thread: libc::pthread_t) -> c_int;
 }
 
-/// pthread_cancel of the thread that waits with a buffer. What comes then is another's.
+/// pthread_cancel of the thread that waits with a buffer. Bytes that come later belong to another call.
 pub fn cancel(c: &Ctx) {
     let mut flow = Flow::begin(c);
     for _ in 0..8 {
@@ -135,7 +135,7 @@ pub fn cancel(c: &Ctx) {
             c.log(format_args!("cancelled: {}", ended as isize == -1));
             c.sync("cancelled");
             flow.receive_all(MUCH);
-            // SAFETY: mapped by `map`, and nobody's any more.
+            // SAFETY: mapped by `map`, and no thread uses it any more.
             assert_filled(unsafe { std::slice::from_raw_parts(buffer, LARGE) });
             unmap(buffer, LARGE);
         } else {
@@ -147,7 +147,7 @@ pub fn cancel(c: &Ctx) {
     flow.end();
 }
 
-/// Two threads that receive from the connection, and a third that takes what there is without waiting.
+/// Two threads that receive from the connection, and a third that receives without waiting.
 pub fn two_readers(c: &Ctx) {
     const ALL: usize = 30_000_000;
     let flow = Flow::begin(c);
@@ -203,7 +203,7 @@ fn sum_of(bytes: &[u8]) -> u64 {
     bytes.iter().map(|byte| u64::from(*byte)).sum()
 }
 
-/// While a thread waits with a buffer another asks what there is.
+/// While a thread waits with a buffer, another asks for the number of bytes.
 pub fn others_look(c: &Ctx) {
     let mut flow = Flow::begin(c);
     let fd = flow.fd;
@@ -233,7 +233,7 @@ pub fn others_look(c: &Ctx) {
     flow.end();
 }
 
-/// While much comes to a thread, another one peeks, with waiting and without, and asks whether there is anything.
+/// While a thread receives much, another one peeks, with waiting and without, and asks whether there is data.
 pub fn others_peek(c: &Ctx) {
     const PEEKED: usize = 3000;
     let mut flow = Flow::begin(c);
@@ -274,7 +274,7 @@ pub fn others_peek(c: &Ctx) {
                 thread::sleep(std::time::Duration::from_micros(200));
             }
         }
-        // Whoever waits in a peek wakes up.
+        // A thread that waits in a peek wakes up.
         if flow.reads {
             is_over.store(true, SeqCst);
             c.sync("over");
@@ -290,7 +290,7 @@ pub fn others_peek(c: &Ctx) {
     flow.end();
 }
 
-/// New memory, full.
+/// Maps new memory, and fills it.
 fn map(len: usize) -> *mut u8 {
     map_at(std::ptr::null_mut(), len, 0)
 }
@@ -300,10 +300,10 @@ fn map_at(at: *mut u8, len: usize, how: c_int) -> *mut u8 {
         libc::PROT_READ | libc::PROT_WRITE,
         libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | how,
     );
-    // SAFETY: anywhere, or in place of memory that the caller says is nobody's.
+    // SAFETY: at any address, or in place of memory that the caller does not use any more.
     let memory = unsafe { libc::mmap(at.cast(), len, access, how, -1, 0) }.cast::<u8>();
     assert_ne!(memory.cast(), libc::MAP_FAILED);
-    // SAFETY: it has just been made, so long, and is nobody else's.
+    // SAFETY: just mapped with `len` bytes, and used by no other code.
     unsafe { std::slice::from_raw_parts_mut(memory, len) }.fill(FILL);
     memory
 }
@@ -314,18 +314,18 @@ fn unmap(memory: *mut u8, len: usize) {
 
 /// Memory of [`LARGE`] bytes that a call has returned.
 struct Used(*mut u8);
-// SAFETY: whoever has the value has the memory.
+// SAFETY: the owner of the value is the only user of the memory.
 unsafe impl Send for Used {}
 
-/// Puts other memory in the place of what it is given, and looks at it a moment later: who gives it has had no call
-/// with it since.
+/// Replaces memory that it receives by other memory, and checks the new memory a moment later. The sender has made no
+/// call with that memory since.
 fn replaces() -> (SyncSender<Used>, thread::JoinHandle<()>) {
     let (give, taken) = sync_channel::<Used>(1);
     let replacer = thread::spawn(move || {
         let mut before: Option<Used> = None;
         let look = |used: Option<Used>| {
             if let Some(Used(memory)) = used {
-                // SAFETY: mapped by `map_at` below, and given to nobody.
+                // SAFETY: mapped by `map_at` below, and used by no other code.
                 assert_filled(unsafe { std::slice::from_raw_parts(memory, LARGE) });
                 unmap(memory, LARGE);
             }
@@ -333,16 +333,16 @@ fn replaces() -> (SyncSender<Used>, thread::JoinHandle<()>) {
         for (n, used) in taken.iter().enumerate() {
             if n % 2 == 0 {
                 unmap(used.0, LARGE);
-                // Not where another thread has mapped something meanwhile.
+                // Memory that another thread has mapped there meanwhile is not replaced.
                 let access = libc::PROT_READ | libc::PROT_WRITE;
                 let how = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
-                // SAFETY: nothing that is there is replaced.
+                // SAFETY: no existing mapping is replaced.
                 let again = unsafe { libc::mmap(used.0.cast(), LARGE, access, how, -1, 0) };
                 if again == libc::MAP_FAILED {
                     look(before.take());
                     continue;
                 }
-                // SAFETY: it has just been made, so long, and is nobody else's.
+                // SAFETY: just mapped with `LARGE` bytes, and used by no other code.
                 unsafe { std::slice::from_raw_parts_mut(used.0, LARGE) }.fill(FILL);
             } else {
                 map_at(used.0, LARGE, libc::MAP_FIXED);
@@ -354,7 +354,7 @@ fn replaces() -> (SyncSender<Used>, thread::JoinHandle<()>) {
     (give, replacer)
 }
 
-/// The memory of each call is unmapped, and is other memory, as soon as the call has returned, on both ends.
+/// The memory of each call is unmapped or replaced as soon as the call has returned, on both ends.
 pub fn unmapped(c: &Ctx) {
     let mut flow = Flow::begin(c);
     let (give, replacer) = replaces();
@@ -387,11 +387,11 @@ pub fn unmapped(c: &Ctx) {
     flow.end();
 }
 
-/// Forks of the process, at both ends, while a thread waits with a buffer, or sends; the child ends, or becomes another
-/// program, before what is awaited comes or afterwards.
+/// Forks of the process, at both ends, while a thread waits with a buffer, or sends. The child ends, or runs another
+/// program, before the awaited bytes come or afterwards.
 pub fn forks(c: &Ctx) {
     let mut flow = Flow::begin(c);
-    // A program that has it too would take it off the link: see `direct_ends`.
+    // A program that inherits the connection would take it off the link: see `direct_ends`.
     call!(libc::fcntl(flow.fd, libc::F_SETFD, libc::FD_CLOEXEC)).ok();
     flow.play(|flow| {
         for round in 0..24 {

@@ -1,6 +1,8 @@
-//! Senders past the rings (see `direct`) that time out, are interrupted, or whose reader is not at work: what a call
-//! has taken is the program's again when the call returns. Readers that wait with buffers are here; those that wait in
-//! epoll_wait, to whose device memory is lent, are in `lent` and play the same.
+//! Senders of direct transfers (see `direct`) that time out, are interrupted, or whose reader is not at work. The bytes
+//! that
+//! a call has accepted belong to the program again when the call returns. Readers that wait with buffers are here. In
+//! `lent`
+//! readers wait in epoll_wait, and their device reads lent memory, in the same scenarios.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -17,7 +19,7 @@ pub fn times_out(c: &Ctx) {
     time_outs(Flow::begin(c));
 }
 
-/// The same with this flow.
+/// As [`times_out`], with this flow.
 pub fn time_outs(mut flow: Flow<'_>) {
     if !flow.reads {
         sys::set_timeout(flow.fd, libc::SO_SNDTIMEO, Duration::from_millis(5)).ok();
@@ -29,12 +31,12 @@ pub fn time_outs(mut flow: Flow<'_>) {
     flow.end();
 }
 
-/// A signal at any moment of a send, whose handler lets it end, or go on.
+/// A signal at any moment of a send, whose handler ends the send, or lets it go on.
 pub fn interrupted(c: &Ctx) {
     interruptions(Flow::begin(c));
 }
 
-/// The same with this flow.
+/// As [`interrupted`], with this flow.
 pub fn interruptions(mut flow: Flow<'_>) {
     for restart in [false, true] {
         sys::on_signal(libc::SIGUSR1, nothing, restart);
@@ -68,7 +70,7 @@ pub fn to_a_stopped_reader(c: &Ctx) {
     stops(c, Flow::begin(c));
 }
 
-/// The same with this flow.
+/// As [`to_a_stopped_reader`], with this flow.
 pub fn stops(c: &Ctx, mut flow: Flow<'_>) {
     let reader = c.exchange("process", u64::from(std::process::id())) as libc::pid_t;
     let mut rng = Rng::new(if flow.is_lent { 23 } else { 13 });
@@ -100,7 +102,7 @@ pub fn both_first(c: &Ctx) {
     both_send(c, flow, back);
 }
 
-/// The same with these two directions of a connection, of which the second has had its run-up.
+/// As [`both_first`], with these two directions of a connection, after the second one's run-up.
 pub fn both_send<'a>(c: &Ctx, mut flow: Flow<'a>, mut back: Flow<'a>) {
     flow.run_up();
     back.run_up();

@@ -26,7 +26,7 @@ pub fn basic(c: &Ctx) {
     c.close(fd);
 }
 
-/// The same on a connection that was never used before.
+/// As [`basic`], on a connection that was never used before.
 pub fn short(c: &Ctx) {
     let fd = c.cold_pair();
     if c.is_server() {
@@ -60,7 +60,7 @@ pub fn answers_without_waiting(c: &Ctx) {
                 let request = data::pattern(connection as u64, (message * LEN) as u64, LEN);
                 sys::send_all(fd, &request).ok();
                 assert!(sys::recv_exact(fd, LEN) == request);
-                // So that messages and what the library does meet in many ways.
+                // Pauses vary the order of messages and the library's own steps.
                 thread::sleep(std::time::Duration::from_micros(
                     10 * (connection * message % 40) as u64,
                 ));

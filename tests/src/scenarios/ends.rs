@@ -1,6 +1,6 @@
-//! Every way in which one end of a connection ends, with and without data that it has not read, and what the other end
-//! sees in each of its calls: five connections at once, whose client is blocked in a receive, in a send, in poll, in
-//! epoll_wait, or looks only afterwards.
+//! Every way in which one end of a connection ends, with and without data that it has not read, and the result of each
+//! call at the other end. Five connections at once: their client is blocked in a receive, in a send, in poll, in
+//! epoll_wait, or calls only afterwards.
 
 use std::fmt::Write;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
@@ -15,7 +15,7 @@ use crate::sys::{self, Addr};
 
 const ALL_EVENTS: i16 = libc::POLLIN | libc::POLLOUT | libc::POLLRDHUP | libc::POLLPRI;
 
-/// What the server does.
+/// The ways in which the server ends a connection.
 const WAYS: [&str; 11] = [
     "close",
     "write_shut",
@@ -30,20 +30,20 @@ const WAYS: [&str; 11] = [
     "close_range",
 ];
 
-/// Ways in which a process ends with what it has open.
+/// Ways in which a process ends with open connections.
 const EXITS: [&str; 2] = ["exit", "exit_at_once"];
 const MANY: usize = 150;
 
-/// Receives that wait for more than comes, and whether the connection goes back to TCP in the middle.
+/// Receives that wait for more bytes than come, and whether the connection goes back to TCP in the middle.
 const CALLS: [(&str, bool); 4] = [("recv", false), ("recv", true), ("recvmmsg", false), ("recvmmsg", true)];
-/// Who asks first how it has ended.
+/// The call that first learns how the connection has ended.
 const ASKS: [&str; 3] = ["poll", "SO_ERROR", "send"];
 const PART: usize = 100;
 
-/// Names of what the client is in.
+/// The client's state on each connection.
 const STATES: [&str; 5] = ["recv", "send", "poll", "epoll", "later"];
 
-/// Adds the family to the table: the way, with nothing unread (even) and with something.
+/// Adds the family to the table: each way, with nothing unread (even) and with unread data.
 pub fn add_to(all: &mut Vec<Scenario>) {
     for (way, name) in WAYS.iter().enumerate() {
         for unread in 0..4 {
@@ -60,8 +60,9 @@ pub fn add_to(all: &mut Vec<Scenario>) {
     }
 }
 
-/// A reset finds the client in a receive that has something already, on the link or in TCP behind it, and returns that:
-/// the error is for the call that follows, whichever that is.
+/// A reset finds the client in a receive that has some bytes already, on the link or in TCP behind it. That call
+/// returns
+/// the bytes; the next call, of any kind, gets the error.
 fn within(c: &Ctx) {
     let (call, asks) = (
         CALLS[c.param as usize % CALLS.len()],
@@ -78,7 +79,7 @@ fn within(c: &Ctx) {
         sys::send_all(fd, &[b'a'; PART]).ok();
         sys::pause_ms(60);
         if call.1 {
-            // Which no link serves.
+            // No link serves this flag.
             c.ret("send", sys::send(fd, &[b'b'; PART], libc::MSG_DONTROUTE));
             sys::pause_ms(60);
         }
@@ -113,7 +114,7 @@ fn within(c: &Ctx) {
     c.close(fd);
 }
 
-/// Receives messages of [`PART`] bytes until something ends that.
+/// Receives messages of [`PART`] bytes until a call ends that.
 fn receive_messages(fd: c_int, buf: &mut [u8; 4 * PART]) -> sys::Ret {
     let mut pieces: Vec<libc::iovec> = buf.chunks_mut(PART).map(sys::iov).collect();
     let mut messages: Vec<libc::mmsghdr> = pieces
@@ -133,7 +134,7 @@ fn receive_messages(fd: c_int, buf: &mut [u8; 4 * PART]) -> sys::Ret {
     ))
 }
 
-/// A process ends with many connections, of which the other end knows nothing yet when the link between them goes.
+/// A process ends with many connections, whose other end has not noticed when the link between them goes.
 fn many(c: &Ctx) {
     let fds: Vec<c_int> = (0..MANY).map(|_| c.cold_pair()).collect();
     for _ in 0..40 {
@@ -165,11 +166,11 @@ fn many(c: &Ctx) {
     }
 }
 
-/// See the module.
+/// Plays one way of the family.
 fn ends(c: &Ctx) {
     let (way, unread, last_words) = (c.param / 4, c.param & 1 == 1, c.param & 2 == 2);
     let fds: Vec<c_int> = (0..STATES.len()).map(|_| c.pair()).collect();
-    // Those after the first are not watched by the harness: they have time to be promoted.
+    // The harness watches only the first connection: the others get time to be promoted.
     for fd in &fds {
         for _ in 0..40 {
             exchange(c, *fd);
@@ -193,7 +194,8 @@ fn exchange(c: &Ctx, fd: c_int) {
     }
 }
 
-/// Whether the server has data unread on the connection in this state: who is blocked in a send has filled it.
+/// Returns whether the server has unread data on the connection in this state: a client that is blocked in a send has
+/// filled it.
 fn is_unread(state: usize, unread: bool) -> bool {
     unread || STATES[state] == "send"
 }
@@ -291,12 +293,12 @@ fn watch(c: &Ctx, fds: &[c_int], way: &str, unread: bool, last_words: bool) {
                         sys::pause_ms(1);
                     }
                     if STATES[state] == "send" {
-                        // The send may have taken the error with it, or not.
+                        // The send may have cleared the error, or not.
                         sys::get_int(*fd, libc::SOL_SOCKET, libc::SO_ERROR);
                     }
                     look(&mut log, *fd);
                     if way != "kill" {
-                        // The library has to break the association itself then, which takes the address.
+                        // The library then has to break the association itself, which clears the address.
                         look_at_names(&mut log, *fd, &local);
                     }
                     let r = sys::close(*fd);
@@ -311,7 +313,7 @@ fn watch(c: &Ctx, fds: &[c_int], way: &str, unread: bool, last_words: bool) {
         if stays {
             c.sync("closed");
         }
-        // Who has died says nothing.
+        // A killed server sends no message.
         let end = std::time::Instant::now() + std::time::Duration::from_millis(sys::SOON as u64);
         while told.load(SeqCst) < STATES.len() as u32 && std::time::Instant::now() < end {
             sys::pause_ms(1);
@@ -325,7 +327,7 @@ fn watch(c: &Ctx, fds: &[c_int], way: &str, unread: bool, last_words: bool) {
     }
 }
 
-/// The call in which the end finds the client.
+/// Makes the call in which the end finds the client.
 fn meet(log: &mut String, fd: c_int, state: &str, last_words: bool) {
     match state {
         "recv" => {
@@ -369,7 +371,7 @@ fn receive(log: &mut String, fd: c_int, len: usize) {
     writeln!(log, "  recv -> {r} {}", data::show(&buf[..n])).unwrap();
 }
 
-/// What every call says afterwards.
+/// Logs the result of every call afterwards.
 fn look(log: &mut String, fd: c_int) {
     let events = |log: &mut String| {
         let mut p = libc::pollfd {

@@ -15,7 +15,7 @@ pub const ONESHOT: u32 = libc::EPOLLONESHOT as u32;
 pub const RDHUP: u32 = libc::EPOLLRDHUP as u32;
 pub const EXCLUSIVE: u32 = libc::EPOLLEXCLUSIVE as u32;
 
-/// A new epoll instance.
+/// Makes an epoll instance.
 pub fn create() -> c_int {
     call!(libc::epoll_create1(libc::EPOLL_CLOEXEC)).ok()
 }
@@ -26,7 +26,7 @@ pub fn ctl(ep: c_int, op: c_int, fd: c_int, events: u32, data: u64) -> Ret {
     call!(libc::epoll_ctl(ep, op, fd, &mut ev))
 }
 
-/// epoll_wait(), as sorted (data, events).
+/// Calls epoll_wait(), and returns sorted pairs of data and events.
 pub fn wait(ep: c_int, max: usize, timeout_ms: c_int) -> (Ret, Vec<(u64, u32)>) {
     let mut evs = vec![libc::epoll_event { events: 0, u64: 0 }; max];
     let r = call!(libc::epoll_wait(ep, evs.as_mut_ptr(), max as c_int, timeout_ms));
@@ -116,11 +116,11 @@ pub fn edge(c: &Ctx) {
         log_wait(c, ep, 0);
         c.recv(fd, 100, libc::MSG_DONTWAIT);
         c.sync("closing");
-        // The kernel wakes twice for a FIN: here before the first look.
+        // The kernel wakes twice for a FIN: both wake-ups come before the first wait.
         sys::wait_for(fd, libc::POLLRDHUP);
         sys::pause_ms(20);
         log_wait(c, ep, sys::SOON);
-        // Long enough for a service thread to report it a second time.
+        // The time is enough for a service thread to report the end a second time.
         log_wait(c, ep, 30);
     } else {
         c.sync("armed");
@@ -280,7 +280,7 @@ pub fn control(c: &Ctx) {
     c.close(fd);
 }
 
-/// close() takes the fd out of the set; the number reused is not in it.
+/// close() removes the fd from the set; the fd, used again, is not in it.
 pub fn closed_is_removed(c: &Ctx) {
     let fd = c.pair();
     let (listener, port) = c.listener(2);
@@ -362,7 +362,7 @@ pub fn fairness(c: &Ctx) {
                 seen[i as usize] += 1;
             }
         }
-        // The order among them is nobody's promise.
+        // The kernel promises no order among them.
         c.log(format_args!("all had a turn: {}", seen.iter().all(|n| *n > 0)));
     } else {
         for fd in &fds {
@@ -373,7 +373,7 @@ pub fn fairness(c: &Ctx) {
     c.sync("done");
 }
 
-/// Peer's half-close, full close and reset as epoll tells them without being asked for.
+/// Peer's half-close, full close and reset, as epoll reports them without a registration for them.
 pub fn hangups(c: &Ctx) {
     let fd = c.pair();
     let ep = create();
@@ -398,7 +398,7 @@ pub fn hangups(c: &Ctx) {
     c.close(fd);
 }
 
-/// Edge-triggered readers that take a short read for the end of what is there, as the kernel lets them (epoll(7),
+/// Edge-triggered readers that treat a short read as the end of the data, as the kernel lets them (epoll(7),
 /// question 9), on connections that are promoted with a backlog in TCP.
 pub fn short_reads(c: &Ctx) {
     backlogs(c, |fd, got| {
@@ -417,8 +417,8 @@ pub fn short_reads(c: &Ctx) {
     });
 }
 
-/// As [`short_reads`], by readers that also take a read of more than FIONREAD has counted for that end, as nginx
-/// does: what has come since then makes another edge.
+/// As [`short_reads`], by readers that also treat a read of more bytes than FIONREAD has counted as that end, as
+/// nginx does: bytes that have come since then make another edge.
 pub fn counted_reads(c: &Ctx) {
     backlogs(c, |fd, got| {
         let mut buffer = vec![0; 20_000];
@@ -482,7 +482,7 @@ fn backlogs(c: &Ctx, read: fn(c_int, &mut Vec<u8>)) {
     c.sync("done");
 }
 
-/// One large read at each edge gets what came before and after the sender's fd was passed on, which takes the
+/// A large read at each edge gets the bytes from before and after the sender's fd was passed on, which takes the
 /// connection back to TCP, and in all pieces of a vector.
 pub fn edge_across_demotion(c: &Ctx) {
     const LEN: usize = 3000;
@@ -525,7 +525,7 @@ pub fn edge_across_demotion(c: &Ctx) {
     c.close(fd);
 }
 
-/// One thread that reads once, blocking, for each report: a report without data would hang it. Each
+/// A single thread that reads once, blocking, for each report: a report without data would hang it. Each
 /// connection is promoted while the set is in use.
 pub fn blocking_reads(c: &Ctx) {
     const N: usize = 300;

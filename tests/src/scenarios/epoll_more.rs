@@ -34,7 +34,7 @@ pub fn nested(c: &Ctx) {
         sys::wait_readable_bytes(fd, 4);
         look(sys::SOON);
         c.recv_all(fd, 4);
-        // (That the outer ones are no longer ready may show only once they have been asked.)
+        // The outer sets may stop being ready only after a wait.
         wait(outermost, 8, 0);
         wait(outer, 8, 0);
         log_wait(c, inner, 0);
@@ -89,7 +89,7 @@ pub fn mixed(c: &Ctx) {
             c.ret("read", sys::read(fd, &mut b));
         }
         log_wait(c, ep, 0);
-        // Asleep on all: the other kinds wake it as well.
+        // The wait sleeps on all fds: the other kinds wake it as well.
         let writer = pipe[1];
         std::thread::scope(|s| {
             s.spawn(move || {
@@ -107,7 +107,7 @@ pub fn mixed(c: &Ctx) {
     c.close(fd);
 }
 
-/// A connection and a pipe that are ready all the time, asked for one event at a time: each has its turn.
+/// A connection and a pipe that are ready all the time, with one event at a time: both take turns.
 pub fn in_turns(c: &Ctx) {
     let fd = c.pair();
     if c.is_server() {
@@ -145,20 +145,20 @@ pub fn in_turns(c: &Ctx) {
     c.close(fd);
 }
 
-/// One connection in two epolls with different interest.
+/// A connection in two epolls with different interest.
 pub fn two_epolls(c: &Ctx) {
     let fd = c.pair();
     if c.is_server() {
         let (a, b) = (create(), create());
         c.ret("add", ctl(a, EPOLL_CTL_ADD, fd, IN, 1));
         c.ret("add", ctl(b, EPOLL_CTL_ADD, fd, IN | OUT | ET, 2));
-        // The library has all sets look again when another is added, which may be one edge more (docs/limits.md).
+        // When a set is added, the library has all sets check again, which may be one edge more (docs/limits.md).
         sys::pause_ms(100);
         log_wait(c, a, 0);
         log_wait(c, b, 0);
         for _ in 0..2 {
             c.sync("round");
-            // Once the send is over the bytes are there, and both sets know it.
+            // When the send has returned, the bytes are there and both sets report them.
             c.sync("sent");
             sys::wait_readable_bytes(fd, 4);
             log_wait(c, a, sys::SOON);
@@ -241,7 +241,7 @@ pub fn two_sleepers(c: &Ctx) {
 /// epoll_pwait2's time-outs, in ns, and its errors.
 pub fn pwait2(c: &Ctx) {
     let fd = c.pair();
-    // SAFETY: the prototype is that of epoll_pwait2(2); a null means an old libc.
+    // SAFETY: the prototype is epoll_pwait2(2)'s; a null means an old libc.
     let symbol = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"epoll_pwait2".as_ptr()) };
     type Pwait2 = unsafe extern "C" fn(
         c_int,
@@ -410,8 +410,8 @@ pub fn shared_with_child(c: &Ctx) {
     c.close(fd);
 }
 
-/// Registered before the threshold and changed after it: whether the other end has the library has been found out in
-/// between.
+/// Registered before the threshold and changed after it; in between the library learns whether the other end has
+/// the library.
 pub fn registered_before(c: &Ctx) {
     let fd = c.cold_pair();
     if c.is_server() {
@@ -468,8 +468,8 @@ pub fn registered_before(c: &Ctx) {
     log_wait(c, other, 0);
 }
 
-/// An array that cannot be written: nothing is said of it while nothing is ready, then EFAULT, and the event is there
-/// for the next.
+/// An array that cannot be written: no error while nothing is ready, then EFAULT, and the next wait returns the
+/// event.
 pub fn unwritable(c: &Ctx) {
     const PAGE: usize = 4096;
     let fd = c.pair();
@@ -497,7 +497,7 @@ pub fn unwritable(c: &Ctx) {
             sys::close(set).ok();
         }
         arrays.into_iter().for_each(|array| {
-            // SAFETY: ours, and not used any more.
+            // SAFETY: mapped above, and not used any more.
             unsafe { libc::munmap(array, PAGE) };
         });
     } else {

@@ -10,7 +10,7 @@ use crate::ctx::{Ctx, OWN_FD_COUNT, OWN_FDS};
 use crate::data;
 use crate::sys::{self, Addr};
 
-/// One exchange over `fd`, logged.
+/// Makes an exchange over `fd`, logged.
 fn exchange(c: &Ctx, fd: c_int, seed: u64) {
     if c.is_server() {
         let got = c.recv_all(fd, 3000);
@@ -21,7 +21,7 @@ fn exchange(c: &Ctx, fd: c_int, seed: u64) {
     }
 }
 
-/// dup, dup2, dup3, F_DUPFD and F_DUPFD_CLOEXEC of a live connection: all are the connection.
+/// dup, dup2, dup3, F_DUPFD and F_DUPFD_CLOEXEC of a live connection: all refer to the connection.
 pub fn dups(c: &Ctx) {
     let fd = c.pair();
     let all = [
@@ -105,7 +105,7 @@ pub fn dup2_swap(c: &Ctx) {
     c.sync("done");
 }
 
-/// The lowest free number is given, whatever happened in between.
+/// Each new fd is the lowest free one, after all kinds of calls.
 pub fn numbering(c: &Ctx) {
     let fd = c.pair();
     c.log(format_args!("pair {fd}"));
@@ -147,7 +147,7 @@ pub fn numbering(c: &Ctx) {
     c.sync("done");
 }
 
-/// Everything up to EMFILE: the same number of fds, the same refusals.
+/// Opens fds up to EMFILE: the same number of fds, the same refusals.
 pub fn limit(c: &Ctx) {
     let fd = c.pair();
     let limit = libc::rlimit {
@@ -155,7 +155,7 @@ pub fn limit(c: &Ctx) {
         rlim_max: 4096,
     };
     let (listener, port) = c.listener(8);
-    // A connection that waits to be accepted when no number is left.
+    // A connection waits to be accepted when no fd is left.
     let waiting = listener.is_none().then(|| sys::connected(&Addr::v4(port)));
     c.sync("connected");
     c.ret("setrlimit", call!(libc::setrlimit(libc::RLIMIT_NOFILE, &limit)));
@@ -182,8 +182,8 @@ pub fn limit(c: &Ctx) {
     }
 }
 
-/// Connections that are closed while every number is in use, with data and the library's markers under way: all of it
-/// arrives, and the number is free for the next.
+/// Connections that are closed while every fd is in use, with data and the library's markers under way: all bytes
+/// arrive, and the fd is free for the next.
 pub fn closed_at_the_limit(c: &Ctx) {
     const CONNECTIONS: u64 = 300;
     let (listener, port) = c.listener(8);
@@ -192,7 +192,7 @@ pub fn closed_at_the_limit(c: &Ctx) {
         rlim_max: 4096,
     };
     c.ret("setrlimit", call!(libc::setrlimit(libc::RLIMIT_NOFILE, &limit)));
-    // The closer of each is the other end than of the one before.
+    // The ends close in turn.
     for connection in 0..CONNECTIONS {
         let fd = match listener {
             Some(listener) => sys::accept4(listener, 0).ok(),
@@ -231,7 +231,7 @@ pub fn closed_at_the_limit(c: &Ctx) {
     }
 }
 
-/// A loop that closes every number but the connection's; the connection goes on.
+/// A loop that closes every fd but the connection's; the connection goes on.
 pub fn close_everything(c: &Ctx) {
     let fd = c.pair();
     let mut closed = Vec::new();
@@ -291,7 +291,7 @@ pub fn close_range_under_use(c: &Ctx) {
             for seed in 0..60 {
                 let (done, is_done) = std::sync::mpsc::channel();
                 let over = &over;
-                // Each thread that waits is another one to the library, as long as it lives.
+                // The library counts each waiting thread as another waiter, as long as the thread lives.
                 s.spawn(move || {
                     exchange(c, fd, seed);
                     done.send(()).ok();
@@ -318,7 +318,7 @@ pub fn close_range_under_use(c: &Ctx) {
     c.close(fd);
 }
 
-/// Close and reuse of numbers at once: a new connection on the number of an old one.
+/// Close and reuse of fds at once: a new connection on the fd of an old one.
 pub fn reuse(c: &Ctx) {
     let mut fd = c.pair();
     let (listener, port) = c.listener(8);

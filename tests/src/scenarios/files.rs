@@ -20,7 +20,7 @@ fn file(c: &Ctx) -> std::fs::File {
     std::fs::File::open(path).unwrap()
 }
 
-/// sendfile() in a loop until `count` bytes went; gives the last result.
+/// Calls sendfile() in a loop until `count` bytes were sent. Returns the last result.
 fn sendfile_all(fd: c_int, from: c_int, mut offset: Option<&mut i64>, mut count: usize) -> sys::Ret {
     loop {
         let at = offset.as_deref_mut().map_or(std::ptr::null_mut(), std::ptr::from_mut);

@@ -1,4 +1,4 @@
-//! The MSG_* flags, urgent data, and the byte counts that ioctl gives.
+//! The MSG_* flags, urgent data, and the byte counts that ioctl returns.
 
 use std::ptr;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use crate::ctx::Ctx;
 use crate::data;
 use crate::sys::{self, Addr};
 
-/// The client sends `bytes`, the server waits until all can be read.
+/// The client sends `bytes`; the server waits until all can be read.
 fn deliver(c: &Ctx, fd: c_int, bytes: &[u8]) {
     if !c.is_server() {
         sys::send_all(fd, bytes).ok();
@@ -108,7 +108,7 @@ pub fn waitall(c: &Ctx) {
     c.sync("done");
     c.close(fd);
 }
-/// Bytes wanted, and in how many pieces they come.
+/// Bytes that the receive wants, and the number of pieces that they come in.
 const WAITALL: [(usize, usize); 4] = [(10, 3), (5000, 4), (100_000, 5), (1, 1)];
 
 /// MSG_WAITALL into several pieces, by which a connection may be promoted while a call waits for the rest: each byte is
@@ -138,7 +138,7 @@ pub fn waitall_pieces(c: &Ctx) {
     c.log("all in place");
 }
 
-/// One recvmsg() with MSG_WAITALL into pieces of these lengths.
+/// Calls recvmsg() once with MSG_WAITALL into pieces of these lengths.
 fn recv_pieces(fd: c_int, lengths: &[usize]) -> Vec<u8> {
     let mut pieces: Vec<Vec<u8>> = lengths.iter().map(|n| vec![0; *n]).collect();
     let mut array: Vec<libc::iovec> = pieces
@@ -179,7 +179,7 @@ pub fn waitall_cut(c: &Ctx) {
     }
 }
 
-/// MSG_WAITALL on a nonblocking socket, and with MSG_DONTWAIT, takes what there is.
+/// MSG_WAITALL on a nonblocking socket, and with MSG_DONTWAIT, receives the bytes that are there.
 pub fn waitall_nonblocking(c: &Ctx) {
     let fd = c.pair();
     deliver(c, fd, &data::pattern(4, 0, 50));
@@ -194,7 +194,7 @@ pub fn waitall_nonblocking(c: &Ctx) {
     c.close(fd);
 }
 
-/// MSG_TRUNC on TCP throws bytes away.
+/// MSG_TRUNC on TCP discards bytes.
 pub fn trunc(c: &Ctx) {
     let fd = c.pair();
     deliver(c, fd, &data::pattern(5, 0, 1000));
@@ -267,15 +267,15 @@ pub fn more(c: &Ctx) {
     c.close(fd);
 }
 
-/// Bytes of a send that has to wait for its reader, in the middle of which that sends what only the kernel carries.
+/// Bytes of a send that has to wait for its reader. In the middle the reader sends urgent data, which needs the kernel.
 const MUCH: usize = 6 << 20;
 
-/// A send that waits takes all of it, though the connection leaves its link meanwhile.
+/// A send that waits sends all its bytes, though the connection leaves its link meanwhile.
 pub fn oob_meanwhile(c: &Ctx) {
     taken_as_a_whole(c, |fd, bytes| sys::send(fd, bytes, 0));
 }
 
-/// The same of several pieces.
+/// As [`oob_meanwhile`], with several pieces.
 pub fn oob_meanwhile_vectors(c: &Ctx) {
     taken_as_a_whole(c, |fd, bytes| {
         let pieces: Vec<libc::iovec> = bytes
@@ -289,7 +289,7 @@ pub fn oob_meanwhile_vectors(c: &Ctx) {
     });
 }
 
-/// The same of a file.
+/// As [`oob_meanwhile`], with a file.
 pub fn oob_meanwhile_sendfile(c: &Ctx) {
     taken_as_a_whole(c, |fd, bytes| {
         let file = call!(libc::memfd_create(c"file".as_ptr(), 0)).ok() as c_int;
@@ -310,7 +310,7 @@ fn taken_as_a_whole(c: &Ctx, send: fn(c_int, &[u8]) -> sys::Ret) {
         c.recv(fd, 1, libc::MSG_OOB);
     } else {
         data::verify(1, 0, &sys::recv_exact(fd, 1000));
-        // The sender has come to its wait.
+        // The sender has begun to wait.
         sys::pause_ms(50);
         c.send(fd, b"!", libc::MSG_OOB);
         sys::pause_ms(20);
@@ -454,7 +454,7 @@ pub fn rcvlowat(c: &Ctx) {
     c.close(fd);
 }
 
-/// SO_RCVLOWAT of a listener is that of what it accepts, also after a while.
+/// An accepted socket has its listener's SO_RCVLOWAT, also after a while.
 pub fn rcvlowat_of_listener(c: &Ctx) {
     let (listener, port) = c.listener(4);
     if let Some(l) = listener {
@@ -465,7 +465,7 @@ pub fn rcvlowat_of_listener(c: &Ctx) {
         Some(l) => sys::accept4(l, 0).ok(),
         None => sys::connected(&Addr::v4(port)),
     };
-    // So much that it would be promoted.
+    // The bytes are enough for a promotion.
     for seed in 0..30 {
         let data = data::pattern(seed, 0, 2000);
         if c.is_server() {
@@ -481,7 +481,7 @@ pub fn rcvlowat_of_listener(c: &Ctx) {
     c.close(fd);
 }
 
-/// SO_RCVLOWAT set between the peer's end and the receiving of what came before it.
+/// SO_RCVLOWAT is set after the peer's end has come, and before the bytes that precede it are received.
 pub fn rcvlowat_after_end(c: &Ctx) {
     let fd = c.pair();
     if !c.is_server() {
@@ -522,7 +522,7 @@ fn set_low_water(fd: c_int) -> sys::Ret {
     sys::set_int(fd, libc::SOL_SOCKET, libc::SO_RCVLOWAT, LOW_WATER)
 }
 
-/// Less than [`LOW_WATER`] is neither reported nor enough for a receive that waits.
+/// Fewer bytes than [`LOW_WATER`] are neither reported nor enough for a receive that waits.
 fn below_low_water(c: &Ctx, fd: c_int) {
     if c.is_server() {
         c.sync("armed");
@@ -545,7 +545,7 @@ fn below_low_water(c: &Ctx, fd: c_int) {
         c.sync("waits");
         c.send(fd, b"abcd", 0);
         sys::pause_ms(30);
-        // Linux counts anew from what a waiting receive has taken: six more would not wake it.
+        // Linux counts anew from the bytes that a waiting receive has taken: six more would not wake it.
         c.send(fd, b"efghijklmn", 0);
     }
     c.sync("done");
@@ -568,7 +568,7 @@ pub fn odd(c: &Ctx) {
     c.close(fd);
 }
 
-/// What MSG_MORE and TCP_CORK hold back comes in the end though nothing follows: to a sleeping
+/// Bytes that MSG_MORE and TCP_CORK hold back come in the end though no bytes follow: to a sleeping
 /// receive, and to a sleeping epoll_wait.
 pub fn held_back(c: &Ctx) {
     let fd = c.pair();

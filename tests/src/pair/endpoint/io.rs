@@ -1,4 +1,4 @@
-//! What a connection asks of the world, answered by simulated media.
+//! The connection's traits for the outside world, on simulated media.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -16,7 +16,7 @@ use rdmasock_core::wire::{LinkOffer, Message, RingOffer};
 
 use super::{Endpoint, Net, Outcome, id_of};
 
-/// One end of the link between the two.
+/// An end of the link between the two endpoints.
 #[derive(Clone, Debug)]
 pub struct Link(Rc<Ends>);
 
@@ -29,12 +29,12 @@ struct Ends {
     peer: InstanceId,
     is_remote: bool,
     is_up: Cell<bool>,
-    /// Those to the other end, and those to us.
+    /// Files on the way to the other end, and files on the way to this end.
     files: [Files; 2],
 }
 
 impl Link {
-    /// The two ends, that of the connector first.
+    /// Returns the two ends, the connector's first.
     pub fn pair([c, s]: [End; 2], is_remote: bool) -> [Self; 2] {
         let (to_s, to_c) = (Files::default(), Files::default());
         let link = |end, peer, files| {
@@ -57,22 +57,22 @@ impl Link {
         &self.0.end
     }
 
-    /// Whether it works here.
+    /// Returns whether the link works at this end.
     pub fn is_up(&self) -> bool {
         self.0.is_up.get()
     }
 
-    /// It does not any more. False if that was so already.
+    /// Marks the link as failed at this end. Returns false if it was marked already.
     pub fn go_down(&self) -> bool {
         self.0.is_up.replace(false)
     }
 
-    /// The file that came with a message.
+    /// Takes the file that came with a message.
     pub fn take_file(&self) -> Option<Vec<u8>> {
         self.0.files[1].borrow_mut().pop_front()
     }
 
-    /// The peer is done with our stream.
+    /// The peer has closed this end's stream.
     pub fn on_closed(&self, mine: Vqpn) {
         self.0.end.on_closed(mine);
     }
@@ -112,7 +112,7 @@ impl StreamLink for Link {
     fn done_with(&self, _theirs: Vqpn) {}
 
     fn close(&self, mine: Vqpn, theirs: Option<Vqpn>, consumer: Option<Consumer>) {
-        // A link that has failed takes its memory with it.
+        // When a link has failed, its memory is lost with it.
         if self.is_up() {
             self.0.end.close(mine, theirs, consumer);
         }
@@ -217,7 +217,7 @@ impl Tcp for Wires {
     fn end_receiving(&self) {}
 }
 
-/// The peers here are honest, and nobody dies: no connection is reset.
+/// The peers here are honest, and neither dies: no connection is reset.
 impl SocketIo for Endpoint {
     type Link = Link;
     type Tcp = Wires;

@@ -1,4 +1,4 @@
-//! The program at a simulated end, and the calls that it makes; none of them waits.
+//! The program at a simulated end, and its calls, none of which waits.
 
 use std::cell::Ref;
 
@@ -9,27 +9,27 @@ use rdmasock_core::stream::mode::Mode;
 use super::Endpoint;
 
 impl Endpoint {
-    /// What the program was given.
+    /// Returns the bytes that the program has received.
     pub fn received(&self) -> Ref<'_, Vec<u8>> {
         self.received.borrow()
     }
 
-    /// It was given the end as well.
+    /// Returns whether the program has received EOF.
     pub fn has_read_end(&self) -> bool {
         self.eof.get()
     }
 
-    /// It has shut its sending direction down.
+    /// Returns whether the program has shut its sending direction down.
     pub fn has_shut(&self) -> bool {
         self.fin.get()
     }
 
-    /// The attempt is to end.
+    /// Ends the attempt.
     pub fn give_up(&self) {
         connection::end_attempt(self, &mut self.control());
     }
 
-    /// Both directions are to go back to TCP.
+    /// Asks that both directions go back to TCP.
     pub fn leave(&self) {
         connection::leave(self, &mut self.control(), Reason::Unsupported);
     }
@@ -53,7 +53,7 @@ impl Endpoint {
         }
     }
 
-    /// Reads up to `n` bytes, as far as they are there.
+    /// Reads up to `n` bytes, as far as they have arrived.
     pub fn read(&self, n: usize) -> usize {
         let before = self.received.borrow().len();
         let got = || self.received.borrow().len() - before;
@@ -87,7 +87,7 @@ impl Endpoint {
         !bytes.is_empty()
     }
 
-    /// A read that entered the kernel before the scan began comes back with what there is.
+    /// A read that entered the kernel before the scan began returns with the bytes that are there.
     fn read_inside(&self, want: usize) {
         let mut bytes = {
             let mut inn = self.net.inn.borrow_mut();
@@ -109,7 +109,7 @@ impl Endpoint {
 
     fn read_link(&self, want: usize) -> bool {
         let mut rx = self.rx.lock().unwrap();
-        // Before the look at the ring: what was sent before the end is in the ring when we see the end.
+        // This comes before the ring is read: all bytes sent before the end are in the ring when this end sees the end.
         let is_over = connection::is_over(self, &rx);
         let stays = rx.stays;
         let consumer = rx.consumer.as_mut().unwrap();
@@ -160,7 +160,7 @@ impl Endpoint {
         }
     }
 
-    /// Writes; gives how much was taken.
+    /// Writes; returns the number of bytes accepted.
     pub fn write(&self, data: &[u8]) -> usize {
         if self.fin.get() {
             return 0;

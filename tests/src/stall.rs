@@ -13,7 +13,7 @@ const MESSAGE: usize = 64;
 /// Bytes of a large piece.
 pub const PIECE: usize = 256 * 1024;
 
-/// Runs one of them; true if all went well.
+/// Runs one of the ends. True if all went well.
 pub fn main(words: &[String]) -> bool {
     let port = words.get(1).and_then(|port| port.parse().ok());
     let fd = match (words.first().map(String::as_str), port) {
@@ -38,7 +38,7 @@ pub fn main(words: &[String]) -> bool {
 fn act(fd: c_int, what: &str, n: usize, piece: &mut [u8]) {
     let message = data::pattern(1, 0, MESSAGE);
     match what {
-        // So many messages and their answers.
+        // Sends `n` messages, and receives their answers.
         "ask" => (0..n).for_each(|_| {
             sys::send_all(fd, &message).ok();
             assert!(sys::recv_exact(fd, MESSAGE) == message);
@@ -53,14 +53,14 @@ fn act(fd: c_int, what: &str, n: usize, piece: &mut [u8]) {
         "receive" => {
             sys::recv_exact(fd, n);
         }
-        // In large pieces, whose reader wants each in one call.
+        // Sends large pieces, whose reader wants each in one call.
         "send-pieces" => {
             piece.copy_from_slice(&data::pattern(3, 0, PIECE));
             for at in 0..n {
                 piece[..8].copy_from_slice(&at.to_le_bytes());
                 assert_eq!(sys::send_all(fd, piece).count(), PIECE);
                 piece[..8].fill(0xA5);
-                // The reader has time to be back in its next call.
+                // The pause gives the reader time to be back in its next call.
                 sys::pause_ms(1);
             }
         }
@@ -72,7 +72,7 @@ fn act(fd: c_int, what: &str, n: usize, piece: &mut [u8]) {
                 assert!(piece == want, "piece {at}");
             }
         }
-        // The same by epoll_wait and receives that do not wait.
+        // Receives the same by epoll_wait and receives that do not wait.
         "receive-by-epoll" => receive_by_epoll(fd, n, piece),
         "poll" => {
             sys::poll_one(fd, libc::POLLIN, -1);
@@ -83,7 +83,7 @@ fn act(fd: c_int, what: &str, n: usize, piece: &mut [u8]) {
             epoll::wait(set, 1, -1);
             sys::close(set).ok();
         }
-        // Both directions at once, each by a thread of its own.
+        // Moves bytes in both directions at once, each by a thread of its own.
         "both" => {
             let thread = std::thread::spawn(move || sys::recv_exact(fd, 1));
             sys::send_all(fd, &data::pattern(2, 0, n)).ok();
@@ -113,13 +113,13 @@ fn receive_by_epoll(fd: c_int, n: usize, piece: &mut [u8]) {
     sys::close(set).ok();
 }
 
-/// A line to the test.
+/// Prints a line for the test.
 fn say(line: &str) {
     let line = format!("{line}\n");
     sys::write(1, line.as_bytes());
 }
 
-/// The next line from the test.
+/// Returns the next line from the test.
 fn command() -> Option<String> {
     let mut line = [0; 200];
     let n = usize::try_from(sys::read(0, &mut line).value).ok()?;

@@ -7,13 +7,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::{Context, Result, bail};
 
-/// The compiled stand-in, with what the plugin reads in `/sys/class`.
+/// The compiled stand-in, with the files that the plugin reads in `/sys/class`.
 pub struct Standin {
     directory: tempfile::TempDir,
     plugin: PathBuf,
 }
 
-/// What the device has for a process.
+/// The device's resources for a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Counters {
     /// Bytes that are pinned.
@@ -26,21 +26,21 @@ pub struct Counters {
     pub refused: i64,
 }
 
-/// The one of this process, until it ends.
+/// The stand-in of this process, until the process ends.
 static STANDIN: Mutex<Option<Arc<Standin>>> = Mutex::new(None);
 
-/// Takes its files away.
+/// Removes the stand-in's files.
 extern "C" fn remove() {
     STANDIN.lock().unwrap_or_else(PoisonError::into_inner).take();
 }
 
-/// What the device has for a process; `None` if it has not opened it.
+/// Returns the device's resources for a process; `None` if the process has not opened it.
 pub fn counters(pid: u32) -> Option<Counters> {
     STANDIN.lock().ok()?.as_ref()?.counters(pid)
 }
 
 impl Standin {
-    /// The stand-in for the plugin beside this library; compiles it at the first call.
+    /// Returns the stand-in for the plugin beside this library; the first call compiles it.
     pub fn get(library: &Path) -> Result<Arc<Self>> {
         let mut standin = STANDIN.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(standin) = &*standin {
@@ -93,7 +93,7 @@ impl Standin {
         Ok(Self { directory, plugin })
     }
 
-    /// Has a program move its connections to the plugin, on a device as these words say (`c/verbs.c`).
+    /// Has a program move its connections to the plugin, on a device as `words` describe it (`c/verbs.c`).
     pub fn set(&self, command: &mut Command, words: &str) {
         let kind = if words.contains("iwarp") { "iwarp" } else { "roce" };
         command
@@ -101,7 +101,7 @@ impl Standin {
             .env("VERBS_STANDIN", words)
             .env("RDMASOCK_DEV_LOCAL_DEVICE", &self.plugin)
             .env("RDMASOCK_DEV_SYS_CLASS", self.directory.path().join(kind))
-            // Asked by name, as within a host: one port would be for all that run at once.
+            // Peers ask by name, as within a host: a single control port would serve all tests that run at once.
             .env("RDMASOCK_CONTROL_PORT", "0");
     }
 

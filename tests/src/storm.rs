@@ -1,10 +1,12 @@
-//! A storm of signals over a scenario: a fast timer whose handler makes each call that may be made in a handler
-//! (signal-safety(7)) and that the library hooks, on connections and files of its own, above whatever the scenario is
-//! at, its allocations too. Each of them has to do what it does anywhere; what is wrong is said on standard error,
+//! A storm of signals over a scenario: a fast timer whose handler makes every call that a handler may make
+//! (signal-safety(7)) and that the library hooks. The calls use connections and files of the storm's own. They
+//! interrupt the
+//! scenario anywhere, in its allocations too. Each call must have its usual effect; a fault is printed on standard
+//! error,
 //! which is compared.
 //!
 //! The timer's signal goes to the process, so to its main thread as a rule; every other time the handler sends it on to
-//! the next of its threads. A child has no timer, nor has what is executed.
+//! the next thread. A child has no timer, nor has an executed program.
 
 use std::sync::atomic::{
     AtomicBool, AtomicI32, AtomicPtr, AtomicU32,
@@ -18,23 +20,23 @@ use crate::addr::Addr;
 use crate::ctx::OWN_FDS;
 use crate::sys;
 
-/// Of the handler alone.
+/// The signal, which only this handler uses, and the timer's period.
 const SIGNAL: c_int = libc::SIGPROF;
 const PERIOD_NS: i64 = 700_000;
-/// The handler's descriptors, below those of the scenario's runner.
+/// The first of the handler's descriptors, which lie below those of the scenario's runner.
 const FIRST_FD: c_int = OWN_FDS - 20;
 
-/// Whether there is one in this process.
+/// Returns whether there is a storm in this process.
 pub fn blows() -> bool {
     PID.load(Relaxed) != 0
 }
 
 static TICKS: AtomicU32 = AtomicU32::new(0);
-/// One handler at a time: they share connections.
+/// Whether a handler runs: only one runs at a time, because they share connections.
 static IS_BUSY: AtomicBool = AtomicBool::new(false);
 /// A connection to a process that echoes.
 static ECHO: AtomicI32 = AtomicI32::new(-1);
-/// One end of a pair of local sockets, and the other.
+/// Both ends of a pair of local sockets.
 static PAIR: [AtomicI32; 2] = [AtomicI32::new(-1), AtomicI32::new(-1)];
 static LISTENER: AtomicI32 = AtomicI32::new(-1);
 static PORT: AtomicU32 = AtomicU32::new(0);
@@ -49,7 +51,7 @@ unsafe extern "C" {
     fn _Fork() -> libc::pid_t;
 }
 
-/// Begins it, before the process has any other thread.
+/// Begins the storm, before the process has any other thread.
 pub fn begin() {
     let port = echo_process();
     ECHO.store(up(sys::connected(&Addr::v4(port)), 0), Relaxed);
@@ -91,7 +93,8 @@ pub fn begin() {
     soon();
 }
 
-/// The next signal, from now on: as long as a handler may take, what it interrupts gets on.
+/// Starts the timer for the next signal. Its time counts from now: the interrupted code makes progress even if handlers
+/// take long.
 fn soon() {
     let mut next: libc::itimerspec = sys::zeroed();
     next.it_value.tv_nsec = PERIOD_NS;
@@ -99,14 +102,14 @@ fn soon() {
     unsafe { libc::timer_settime(TIMER.load(Relaxed), 0, &raw const next, std::ptr::null_mut()) };
 }
 
-/// Gives a descriptor one of the handler's numbers.
+/// Moves a descriptor to one of the handler's numbers.
 fn up(fd: c_int, at: c_int) -> c_int {
     let high = call!(libc::dup3(fd, FIRST_FD + at, libc::O_CLOEXEC)).ok();
     sys::close(fd).ok();
     high
 }
 
-/// A process that echoes what one connection brings, and is nobody's child; gives its port.
+/// Starts a process that echoes the bytes of one connection, and that is not a child of this one. Returns its port.
 fn echo_process() -> u16 {
     let mut pipe = [0; 2];
     call!(libc::pipe(pipe.as_mut_ptr())).ok();
@@ -135,7 +138,7 @@ fn echo_process() -> u16 {
     u16::from_ne_bytes(port)
 }
 
-/// Says what is not so. Nothing else is sure to be seen that is done in a handler.
+/// Prints `what` unless `is_so`: no other failure in a handler is sure to be seen.
 fn so(is_so: bool, what: &str) {
     if !is_so {
         let errno = Errno::last_raw();
@@ -172,7 +175,7 @@ extern "C" fn on_timer(_: c_int) {
     Errno::from_raw(kept).set();
 }
 
-/// The next thread of the process is interrupted too.
+/// Sends the signal to the next thread of the process.
 fn send_on(tick: u32) {
     let mut entries = [0u8; 2048];
     let tasks = TASKS.load(Relaxed);
@@ -192,7 +195,7 @@ fn send_on(tick: u32) {
                 .fold(0, |id: i64, byte| id * 10 + i64::from(byte - b'0'));
             if id != 0 {
                 seen += 1;
-                // Each is the last one seen in some tick.
+                // Each thread is the last one seen in some tick.
                 if (tick / 2).is_multiple_of(seen) {
                     chosen = id;
                 }
@@ -223,7 +226,7 @@ unsafe fn each_call(tick: u32) {
     }
 }
 
-/// One byte into `to` and out of `from`, by each call in turn.
+/// Sends a byte into `to` and receives one from `from`, by each call in turn.
 unsafe fn byte_on(to: c_int, from: c_int, how: u32) {
     let mut out = how as u8;
     let mut back = 0u8;
@@ -262,7 +265,7 @@ unsafe fn byte_on(to: c_int, from: c_int, how: u32) {
     }
 }
 
-/// Signals of the scenario interrupt what waits here, and it waits again.
+/// Repeats a call that the scenario's signals interrupt.
 fn whatever_interrupts(mut call: impl FnMut() -> c_int) -> c_int {
     loop {
         let result = call();
@@ -272,7 +275,7 @@ fn whatever_interrupts(mut call: impl FnMut() -> c_int) -> c_int {
     }
 }
 
-/// Until there is something to be read.
+/// Waits until the fd is readable.
 unsafe fn waits(fd: c_int, how: u32) {
     let mut entry = libc::pollfd {
         fd,
@@ -301,7 +304,7 @@ unsafe fn waits(fd: c_int, how: u32) {
     so(ready == 1, "readable");
 }
 
-/// What only asks.
+/// Makes the calls that only query.
 unsafe fn asks(fd: c_int) {
     let mut value: c_int = 1;
     let mut len = size_of::<c_int>() as libc::socklen_t;
@@ -325,7 +328,7 @@ unsafe fn asks(fd: c_int) {
     }
 }
 
-/// The connection by other numbers.
+/// Uses the connection by other fds.
 unsafe fn copies(fd: c_int, how: u32) {
     // SAFETY: numbers that are the handler's.
     unsafe {
@@ -341,7 +344,7 @@ unsafe fn copies(fd: c_int, how: u32) {
     }
 }
 
-/// A connection for the moment, and its end.
+/// Makes a connection for the moment, and ends it.
 unsafe fn connection() {
     let mut byte = 1u8;
     let at: *mut c_void = (&raw mut byte).cast();
@@ -371,7 +374,7 @@ unsafe fn connection() {
     }
 }
 
-/// So many entries that memory for them is not at hand.
+/// Polls more entries than the library has memory for at hand.
 unsafe fn many(fd: c_int) {
     const MANY: usize = 300;
     static mut ENTRIES: [libc::pollfd; MANY] = [libc::pollfd {
@@ -392,7 +395,7 @@ unsafe fn many(fd: c_int) {
     }
 }
 
-/// epoll is system calls alone in glibc.
+/// Uses an epoll set: glibc's epoll functions are system calls alone.
 unsafe fn set_of_its_own(fd: c_int) {
     let mut event = libc::epoll_event { events: 0, u64: 0 };
     let byte = 9u8;
@@ -409,9 +412,9 @@ unsafe fn set_of_its_own(fd: c_int) {
     }
 }
 
-/// A child that ends at once.
+/// Forks a child that ends at once.
 unsafe fn fork() {
-    // SAFETY: the child only ends, and nobody else waits for it.
+    // SAFETY: the child only ends, and no other code waits for it by its id.
     unsafe {
         let child = _Fork();
         if child == 0 {
@@ -428,7 +431,7 @@ unsafe fn fork() {
     }
 }
 
-/// A file, which takes a number that a connection had.
+/// Makes a file, which gets an fd that a connection had.
 unsafe fn file() {
     // SAFETY: live locals.
     unsafe {
@@ -441,7 +444,7 @@ unsafe fn file() {
     }
 }
 
-/// Whether the handler has run, so that it means something that nothing was wrong.
+/// Returns whether the handler has run, so that the absence of errors has a meaning.
 pub fn has_blown() -> bool {
     TICKS.load(Acquire) > 0
 }

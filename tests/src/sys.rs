@@ -1,7 +1,7 @@
 //! Thin wrappers around the libc symbols that the library interposes.
 //!
-//! They must stay plain calls of the dynamic symbols (no raw syscalls, no std::net), or the
-//! library would not see them. Nothing here writes a transcript; see `ctx`.
+//! These functions must stay plain calls of the dynamic symbols (no raw syscalls, no std::net), or the
+//! library would not see them. No function here writes a transcript; see `ctx`.
 
 use std::fmt;
 use std::time::{Duration, Instant};
@@ -11,10 +11,10 @@ use nix::errno::Errno;
 
 pub use crate::addr::Addr;
 
-/// The time limit, in ms, for what will come: longer than a virtual machine may stand still.
+/// The time limit, in ms, for an event that will come: longer than a virtual machine may stand still.
 pub const SOON: c_int = 30_000;
 
-/// What a libc call gave: its value and, if that is -1, errno.
+/// The result of a libc call: its value and, if that is -1, errno.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Ret {
     /// The value returned.
@@ -24,7 +24,7 @@ pub struct Ret {
 }
 
 impl Ret {
-    /// Takes errno at once; to be called right after the libc call.
+    /// Reads errno at once; to be called right after the libc call.
     pub fn of(value: i64) -> Self {
         let errno = if value == -1 { Errno::last_raw() } else { 0 };
         Self { value, errno }
@@ -64,7 +64,7 @@ impl fmt::Display for Ret {
     }
 }
 
-/// One libc call, with its errno: `call!(libc::listen(fd, 5))`.
+/// Makes a libc call, and returns its result with errno: `call!(libc::listen(fd, 5))`.
 #[macro_export]
 macro_rules! call {
     ($e:expr) => {
@@ -209,7 +209,7 @@ pub fn send_all(fd: c_int, data: &[u8]) -> Ret {
     }
 }
 
-/// Receives until `n` bytes are there, EOF or an error; gives what came.
+/// Receives until `n` bytes are there, EOF or an error. Returns the last result and the bytes.
 pub fn recv_up_to(fd: c_int, n: usize) -> (Ret, Vec<u8>) {
     let mut buf = vec![0; n];
     let mut got = 0;
@@ -241,7 +241,7 @@ pub fn recv_exact(fd: c_int, n: usize) -> Vec<u8> {
     buf
 }
 
-/// Receives until EOF or an error: how it ended, and the bytes.
+/// Receives until EOF or an error. Returns the last result and the bytes.
 pub fn recv_to_end(fd: c_int) -> (Ret, Vec<u8>) {
     let mut all = Vec::new();
     let mut buf = vec![0; 64 * 1024];
@@ -257,8 +257,7 @@ pub fn recv_to_end(fd: c_int) -> (Ret, Vec<u8>) {
     }
 }
 
-/// poll() on one fd; gives the events that came (0 on a time-out). `timeout_ms` -1 is for ever. A signal begins it
-/// anew.
+/// Calls poll() on one fd, and again after a signal. Returns the events (0 on a time-out). `timeout_ms` -1 is for ever.
 pub fn poll_one(fd: c_int, events: i16, timeout_ms: c_int) -> i16 {
     let mut p = libc::pollfd { fd, events, revents: 0 };
     loop {
@@ -276,7 +275,7 @@ pub fn wait_for(fd: c_int, events: i16) {
     assert!(poll_one(fd, events, SOON) != 0, "no event");
 }
 
-/// Waits until FIONREAD says that `n` bytes can be read; panics after a while.
+/// Waits until FIONREAD reports that `n` bytes can be read; panics after a while.
 #[track_caller]
 pub fn wait_readable_bytes(fd: c_int, n: c_int) {
     let end = Instant::now() + Duration::from_millis(SOON as u64);
@@ -335,7 +334,7 @@ pub fn thread_id() -> i32 {
 
 /// Waits until thread `id` of this process has gone to sleep in a call that it is about to make.
 pub fn wait_asleep(id: i32) {
-    // It may sleep for a moment before it gets there.
+    // The thread may sleep for a moment before it gets there.
     pause_ms(40);
     let end = Instant::now() + Duration::from_millis(SOON as u64);
     while !is_asleep(id) {
@@ -353,8 +352,8 @@ pub fn is_asleep(id: i32) -> bool {
     state == Some('S')
 }
 
-/// Whether thread `id` of this process sleeps on a futex that no other process wakes (futex(2), FUTEX_WAIT_PRIVATE), as
-/// locks do. False if that is not told.
+/// Returns whether thread `id` of this process sleeps on a futex that no other process wakes (futex(2),
+/// FUTEX_WAIT_PRIVATE), as locks do. False if the kernel does not tell.
 pub fn is_in_lock(id: i32) -> bool {
     const WAITS_PRIVATE: &str = "0x80";
     let call = std::fs::read_to_string(format!("/proc/self/task/{id}/syscall")).unwrap_or_default();

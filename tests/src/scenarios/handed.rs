@@ -1,5 +1,5 @@
 //! Connections that are handed to another process while their promotion is under way and data waits unread: in front of
-//! the library's markers, between them and behind them. The new holder reads each byte once, and nothing else.
+//! the library's markers, between them and behind them. The new owner reads each byte once, and nothing else.
 
 use libc::c_int;
 
@@ -8,20 +8,21 @@ use crate::ctx::Ctx;
 use crate::data;
 use crate::sys;
 
-/// One after the other, each handed over a little later than the one before.
+/// Connections one after the other, and the µs by which each is handed over later than the one before.
 const CONNECTIONS: usize = 20;
 const STEP_US: u64 = 60;
-/// What the first holder reads of a stream, in bytes, and what each piece of it has.
+/// Bytes of a stream that the first owner reads, and bytes of each piece that the peer sends.
 const FIRST: usize = 64;
 const PIECE: usize = 1400;
 
-/// Bytes of a connection's stream: what waits unread is less than a look at TCP, more than one, or more than TCP takes.
+/// Returns the bytes of a connection's stream. The unread bytes are less than one scan of TCP reads, more than that, or
+/// more than TCP takes.
 fn total(connection: usize) -> usize {
     [FIRST + PIECE, 60_000, 900_000][connection % 3]
 }
 
-/// One end sends its stream at once and reads the answer; the other `hands` each connection over when it has read the
-/// beginning.
+/// One end sends its stream at once and reads the answer. The other end, which `hands` each connection over, does so
+/// when it has read the beginning.
 fn hand(c: &Ctx, hands: bool, mut over: impl FnMut(usize, c_int)) {
     let (listener, port) = c.listener(16);
     for connection in 0..CONNECTIONS {
@@ -49,19 +50,19 @@ fn pause_us(us: u64) {
     std::thread::sleep(std::time::Duration::from_micros(us));
 }
 
-/// What the new holder does.
+/// Reads the rest of the stream at the new owner, and answers.
 fn take_over(connection: usize, fd: c_int) {
     let rest = sys::recv_exact(fd, total(connection) - FIRST);
     data::verify(connection as u64, FIRST as u64, &rest);
     sys::send_all(fd, b"all of it").ok();
 }
 
-/// To a child that is forked for it; the parent closes.
+/// The new owner is a child that is forked for the connection; the parent closes.
 pub fn forked(c: &Ctx) {
     hand_to_children(c, c.is_server());
 }
 
-/// The same, by the end that has connected.
+/// As [`forked`], by the end that has connected.
 pub fn forked_by_the_client(c: &Ctx) {
     hand_to_children(c, !c.is_server());
 }
@@ -77,7 +78,7 @@ fn hand_to_children(c: &Ctx, hands: bool) {
     });
 }
 
-/// To a child that is forked for it; the parent keeps it for a while.
+/// The new owner is a child that is forked for the connection; the parent keeps its fd for a while.
 pub fn forked_and_kept(c: &Ctx) {
     hand(c, c.is_server(), |connection, fd| {
         let child = sys::fork_child(|| {
@@ -89,7 +90,7 @@ pub fn forked_and_kept(c: &Ctx) {
     });
 }
 
-/// To a worker that was there before.
+/// The new owner is a worker that was forked before.
 pub fn passed(c: &Ctx) {
     let [ours, theirs] = super::process::socketpair();
     let worker = c.is_server().then(|| {

@@ -6,9 +6,9 @@ use std::time::Duration;
 use crate::dialogue;
 use crate::sys::{self, Addr};
 
-/// Runs one of them; each succeeds if all went as it should.
+/// Runs one of the programs. Each succeeds if all went as it should.
 ///
-/// - `echo FD` sends back all that comes until EOF; `say FD TEXT` sends a text; `gone FD` wants
+/// - `echo FD` sends all received bytes back until EOF; `say FD TEXT` sends a text; `gone FD` expects
 ///   the fd not to be open.
 /// - `serve PORT CONNECTIONS` and `dial PORT CONNECTIONS` hold the conversation of `dialogue`.
 ///   The server prints its port once it listens.
@@ -85,7 +85,7 @@ fn dial(port: u16, connections: i32) -> bool {
             sys::send_all(fd, &dialogue::request(round)).ok();
             let want = dialogue::response(round);
             assert!(sys::recv_exact(fd, want.len()) == want, "response {round}");
-            // Time for an answer from elsewhere, so that it is acted upon in mid-connection.
+            // The pause gives time for a false answer, so that the library acts on it in mid-connection.
             std::thread::sleep(Duration::from_millis(5));
         }
         call!(libc::shutdown(fd, libc::SHUT_WR)).ok();
@@ -147,7 +147,7 @@ fn squat(port: u16, how: &str) -> bool {
     }
 }
 
-/// Answers one message; false once the guest has left.
+/// Answers one message. False once the guest has left.
 fn reply(fd: i32, how: &str) -> bool {
     let mut message = [0; 2048];
     let n = sys::recv(fd, &mut message, 0).value;

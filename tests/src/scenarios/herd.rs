@@ -1,6 +1,7 @@
-//! Who is woken, and who is not: of many threads that sleep on connections to one program a message wakes whom it is
-//! for and few others, none of them depends on what another's signal handler does, and a thread that sends without a
-//! pause is not joined by the library's own.
+//! Threads that are woken, and threads that are not, when many threads sleep on connections to one program. A message
+//! wakes the thread that it is for and few others. No thread depends on another's signal handler. The library's own
+//! thread
+//! does not wake beside a thread that sends without a pause.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
 use std::thread;
@@ -12,19 +13,19 @@ use super::epoll::{IN, create, ctl, wait};
 use crate::ctx::Ctx;
 use crate::sys;
 
-/// Connections, and threads of the server's, one each.
+/// Connections of the server, with one thread for each.
 const THREADS: usize = 24;
-/// Messages to each, one at a time, that are not counted: the connection leaves TCP.
+/// Messages to each connection, one at a time, that are not counted: the connection leaves TCP.
 const WARM: usize = 8;
-/// Messages that are, to one connection after the other.
+/// Counted messages, to one connection after the other.
 const ROUNDS: usize = 12;
-/// Of a process, for each message: the kernel's one, and few more.
+/// Context switches of a process that each message may cost: the kernel's one, and few more.
 const SWITCHES_A_MESSAGE: u64 = 4;
-/// A sleep of all others' is long over.
+/// ms of the pause before each message, far longer than the threads need for the message before.
 const REST_MS: u64 = 1;
 const AT_MOST_MS: c_int = 20_000;
 
-/// How a thread waits for the next byte of a connection. False if it does not come in time.
+/// A wait for the next byte of a connection. False if the byte does not come in time.
 type Wait = fn(c_int) -> bool;
 
 fn receives(fd: c_int) -> bool {
@@ -36,7 +37,7 @@ fn polls(fd: c_int) -> bool {
     sys::poll_one(fd, libc::POLLIN, AT_MOST_MS) == libc::POLLIN
 }
 
-/// On a set of the thread's own.
+/// Waits on a set of the thread's own.
 fn waits_on_a_set(fd: c_int) -> bool {
     thread_local! {
         static SET: std::cell::OnceCell<c_int> = const { std::cell::OnceCell::new() };
@@ -51,7 +52,7 @@ fn waits_on_a_set(fd: c_int) -> bool {
     })
 }
 
-/// Voluntary switches of this process so far, or of this thread: each is a sleep.
+/// Returns the voluntary context switches of this process so far, or of this thread: each is a sleep.
 fn sleeps(of: c_int) -> u64 {
     let mut usage: libc::rusage = sys::zeroed();
     call!(libc::getrusage(of, &mut usage)).ok();
@@ -72,7 +73,7 @@ fn answer(fd: c_int, waits: impl Fn(c_int) -> bool) -> bool {
     true
 }
 
-/// One message at a time, to one thread after the other.
+/// Sends one message at a time, to one thread after the other.
 fn one_at_a_time(c: &Ctx, waits: Wait) {
     let all = c.connections(THREADS);
     if !c.is_server() {
@@ -107,17 +108,17 @@ fn one_at_a_time(c: &Ctx, waits: Wait) {
     });
 }
 
-/// In recv().
+/// The threads wait in recv().
 pub fn receive(c: &Ctx) {
     one_at_a_time(c, receives);
 }
 
-/// In poll().
+/// The threads wait in poll().
 pub fn poll(c: &Ctx) {
     one_at_a_time(c, polls);
 }
 
-/// In epoll_wait(), each on its own set.
+/// The threads wait in epoll_wait(), each on its own set.
 pub fn epoll(c: &Ctx) {
     one_at_a_time(c, waits_on_a_set);
 }
@@ -132,13 +133,13 @@ extern "C" fn hold(_: c_int) {
     }
 }
 
-/// So long after the last message the library's service thread does not look at the connection's device any more
-/// (docs/protocol.md, P80), and nobody but the threads themselves can hear of the next.
+/// This many ms after the last message the library's service thread no longer watches the connection's device
+/// (docs/protocol.md, P80). Only the threads themselves can notice the next message.
 const QUIET_MS: u64 = 3_500;
 
-/// All threads but one, in all ways to wait, are in handlers that wait for that one.
+/// All threads but one, in all ways to wait, are in handlers that wait for that thread.
 pub fn under_handlers(c: &Ctx) {
-    // In recv(), and not the first of them, which polls.
+    // This thread waits in recv(); the first thread polls.
     const FREE: usize = THREADS - 3;
     let all = c.connections(THREADS);
     if !c.is_server() {
@@ -193,18 +194,18 @@ pub fn under_handlers(c: &Ctx) {
 /// Sends of a bulk transfer, and bytes of one.
 const SENDS: usize = 32_768;
 const SEND: usize = 16 * 1024;
-/// So many in which other threads sleep once at most, beside the sleeps of those that look at something now and then,
-/// once in so many ms.
+/// Other threads may sleep once for this many sends. Periodic checks may add one sleep for each
+/// `MS_A_SLEEP` ms.
 const SENDS_A_SLEEP: usize = 64;
 const MS_A_SLEEP: u64 = 10;
-/// How often a sender does something else in between, for so long that the library's own thread hears of the
-/// connection; and sleeps until that has noticed that it need not any more.
+/// Pauses of a sender, each long enough for the library's own thread to watch the connection again; the length of
+/// a pause in ms; and the sleeps for one pause until that thread stops.
 const RESTS: usize = 16;
 const AT_REST_MS: u64 = 100;
 const SLEEPS_A_REST: usize = 64;
 
-/// A thread that sends all the time, so much and so often, to a reader that waits with buffers (the ways past the
-/// rings): many completions, and hardly a sleep. Other threads are to sleep at most so often, but for the clock's sake.
+/// Sends without a pause to a reader that waits with buffers (direct transfers): many completions, and hardly a
+/// sleep. Other threads may sleep at most `most` times, and once for each `MS_A_SLEEP` ms.
 fn busily(c: &Ctx, bulks: usize, sends: usize, most: usize) {
     let fd = c.pair();
     let buffer = [7; SEND];
@@ -232,12 +233,12 @@ fn busily(c: &Ctx, bulks: usize, sends: usize, most: usize) {
     }
 }
 
-/// Without a pause.
+/// The sender makes no pause.
 pub fn busy_sender(c: &Ctx) {
     busily(c, 1, SENDS, SENDS / SENDS_A_SLEEP);
 }
 
-/// One that does something else now and then.
+/// The sender pauses now and then.
 pub fn busy_sender_rests(c: &Ctx) {
     busily(c, 1 + RESTS, SENDS / 4, RESTS * SLEEPS_A_REST);
 }

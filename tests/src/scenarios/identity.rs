@@ -1,6 +1,7 @@
-//! What a call belongs to when its number is closed under it and stands for something else at once: one thread is
-//! blocked in a call on a connection, another closes it in each of the ways that there are and gives its number to the
-//! next connection or file. Every byte says which connection or file it belongs to.
+//! Calls whose fd is closed meanwhile and stands for another file at once. One thread is blocked in a call on a
+//! connection. Another thread closes the connection, in every way, and gives its fd to the next connection or file.
+//! Every
+//! byte names the connection or file that it belongs to.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
@@ -13,30 +14,30 @@ use crate::ctx::Ctx;
 use crate::data;
 use crate::sys::{self, Addr};
 
-/// Bytes of a record; the stream that they are of names the connection.
+/// Bytes of a record; the stream of the record names the connection.
 const RECORD: usize = 24;
 /// Rounds of each way to close, with each call.
 const ROUNDS: u64 = 4;
-/// Exchanges before the call: none, so that it is on TCP; so many that a promotion is about to begin or under way; and
-/// so many that the connection is on a link.
+/// Exchanges before the call: none, so that the connection is on TCP; two or three, so that a promotion is about to
+/// begin or under way; and enough for a link.
 const WARM: [u64; 4] = [0, 2, 3, 500];
 
-/// How a number is given up.
+/// A way to close an fd.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Close {
     Libc,
     /// libc's `syscall`, as libuv does it.
     Syscall,
     Range,
-    /// Another file is put in its place.
+    /// Another file is put in the connection's place by dup2.
     Over,
-    /// A system call of the program's own, which no library sees.
+    /// A system call in line, which no library sees.
     Inline,
 }
 
 const SEEN: [Close; 4] = [Close::Libc, Close::Syscall, Close::Range, Close::Over];
 const EVERY: [Close; 5] = [Close::Libc, Close::Syscall, Close::Range, Close::Over, Close::Inline];
-/// A number that was closed unseen may pass for the connection for less than this after its last use.
+/// In ms: an fd that was closed unseen may pass for the connection for less than this after its last use.
 const REST_MS: u64 = 15;
 
 fn close_by(how: Close, fd: c_int) {
@@ -48,15 +49,15 @@ fn close_by(how: Close, fd: c_int) {
             let other = call!(libc::memfd_create(c"over".as_ptr(), 0)).ok();
             call!(libc::dup2(other, fd)).ok();
             sys::close(other).ok();
-            // The number is to be free for what comes next.
+            // The fd has to be free for the next file.
             sys::close(fd).ok()
         }
         Close::Inline => inline_close(fd),
     };
 }
 
-/// Until the library looks again what a number stands for: the kernel's clock, by which it tells, has moved on. (A
-/// processor that keeps that clock and is itself held up, as in a virtual machine, holds it up too.)
+/// Waits until the library checks again which file an fd is: until the kernel's clock, by which it decides, has moved
+/// on. (A processor that keeps that clock and is itself held up, as in a virtual machine, holds it up too.)
 fn rest() {
     let clock = || {
         let mut now: libc::timespec = sys::zeroed();
@@ -85,7 +86,7 @@ fn inline_close(fd: c_int) -> i32 {
 /// The calls that wait for bytes.
 const RECEIVERS: usize = 8;
 
-/// Receives up to one record by the call number `which`.
+/// Receives up to one record by call `which`.
 fn receive(which: usize, fd: c_int, buf: &mut [u8; RECORD]) -> i64 {
     let at: *mut c_void = buf.as_mut_ptr().cast();
     let mut iov = libc::iovec {
@@ -96,7 +97,7 @@ fn receive(which: usize, fd: c_int, buf: &mut [u8; RECORD]) -> i64 {
     message.msg_hdr.msg_iov = &raw mut iov;
     message.msg_hdr.msg_iovlen = 1;
     let nothing: *mut c_void = std::ptr::null_mut();
-    // SAFETY: one buffer of that length behind all of them.
+    // SAFETY: all structures point to one buffer of that length.
     unsafe {
         match which {
             0 => libc::recv(fd, at, RECORD, 0) as i64,
@@ -128,7 +129,7 @@ fn expect_record(fd: c_int, of: u64, at: u64) {
 }
 
 /// The client of every scenario here: connection `i` is warmed up; the word to go on comes on connection `i + 1`.
-/// `late` is what it does then on the old one, which the server has closed.
+/// Then the client calls `late` with the old connection, which the server has closed.
 fn client(port: u16, which: u64, rounds: u64, mut late: impl FnMut(c_int, u64)) {
     let mut fd = sys::connected(&Addr::v4(port));
     for round in 0..rounds {
@@ -147,7 +148,7 @@ fn client(port: u16, which: u64, rounds: u64, mut late: impl FnMut(c_int, u64)) 
     sys::close(fd).ok();
 }
 
-/// Fills the numbers below `fd`, so that it is the lowest free one when it is closed.
+/// Fills the fds below `fd`, so that `fd` is the lowest free one when it is closed.
 fn plug(fd: c_int) {
     loop {
         let filler = call!(libc::open(c"/dev/null".as_ptr(), libc::O_RDONLY)).ok();
@@ -167,12 +168,12 @@ fn warm_up(fd: c_int, which: u64, round: u64) {
         send_record(fd, me, i);
     }
     if WARM[round as usize % WARM.len()] > 10 {
-        // On the link by now, if it is to be.
+        // The connection is on the link by now, if it ever gets there.
         sys::pause_ms(2);
     }
 }
 
-/// Takes the next connection, which gets the number that has just become free, and tells the client to go on.
+/// Accepts the next connection, which gets the fd that has just become free, and tells the client to go on.
 fn next_connection(listener: c_int, which: u64, round: u64) -> c_int {
     let next = sys::accept4(listener, 0).ok();
     expect_record(next, name(which, round + 1), 1_000_000);
@@ -180,7 +181,7 @@ fn next_connection(listener: c_int, which: u64, round: u64) -> c_int {
     next
 }
 
-/// Runs `call` in a thread, and `meanwhile` once that is asleep in it.
+/// Runs `call` in a thread, and `meanwhile` once that thread is asleep in it.
 fn beside_a_blocked<R: Send>(call: impl FnOnce() -> R + Send, meanwhile: impl FnOnce()) -> R {
     let id = &AtomicI32::new(0);
     thread::scope(|s| {
@@ -202,8 +203,8 @@ fn beside_a_blocked<R: Send>(call: impl FnOnce() -> R + Send, meanwhile: impl Fn
     })
 }
 
-/// A thread is blocked in each of the calls that receive. After shutdown it gets the end of its own stream; after a
-/// mere close the call still holds the file, and what the peer sends then.
+/// A thread is blocked in each of the calls that receive. After a shutdown the call gets the end of its own stream.
+/// After a mere close the call still holds the file, and gets the bytes that the peer sends then.
 pub fn receivers(c: &Ctx) {
     let rounds = RECEIVERS as u64 * SEEN.len() as u64 * ROUNDS * 2;
     let (listener, port) = c.listener(8);
@@ -247,8 +248,8 @@ pub fn receivers(c: &Ctx) {
     c.log("all equal");
 }
 
-/// A thread is blocked in send() on a connection whose peer does not read; the connection is closed, and its number is
-/// the next one's. The peer gets what it was sent, all of it, and the next connection nothing.
+/// A thread is blocked in send() on a connection whose peer does not read. The connection is closed, and the next
+/// connection gets its fd. The peer gets all bytes that were sent to it, and the next connection none.
 pub fn senders(c: &Ctx) {
     const MUCH: usize = 24 << 20;
     let rounds = 8;
@@ -286,10 +287,10 @@ pub fn senders(c: &Ctx) {
     c.log("all equal");
 }
 
-/// A thread waits for the connection by poll, select or epoll_wait; the connection is closed, and its number is a
-/// file's, which the wait does not touch.
+/// A thread waits for the connection by poll, select or epoll_wait. The connection is closed, and a file gets its
+/// fd, which the wait does not touch.
 pub fn waiters(c: &Ctx) {
-    /// Longer than a busy machine needs to get there.
+    /// ms of the wait, longer than a busy machine needs to get there.
     const MS: c_int = 400;
     let rounds = 4 * 3;
     let (listener, port) = c.listener(8);
@@ -335,12 +336,12 @@ pub fn waiters(c: &Ctx) {
                 check_file(file.get(), round);
             },
         );
-        // At the end of their time poll and select look the number up again, and a file can always be read.
+        // At the end of their time poll and select look the fd up again, and a file can always be read.
         let expected = i32::from(which < 2);
         assert_eq!(waited, expected, "round {round}: {how:?}, wait {which}");
         check_file(file.get(), round);
         sys::close(file.get()).ok();
-        // A set that was closed while a thread was in it is not that of its number either.
+        // A set that was closed while a thread was in it is not confused with the next file of its fd either.
         let again = beside_a_blocked(
             move || epoll::wait(ep, 8, MS).1.len(),
             || {
@@ -360,7 +361,7 @@ pub fn waiters(c: &Ctx) {
     c.log("all equal");
 }
 
-/// A file of one of the kinds that there are, with its name in it.
+/// Makes a file of one of the kinds, with its name in it.
 fn tagged_file(round: u64) -> c_int {
     let fd = match round % 3 {
         0 => call!(libc::memfd_create(c"tagged".as_ptr(), 0)).ok(),
@@ -381,7 +382,7 @@ fn tagged_file(round: u64) -> c_int {
     fd
 }
 
-/// The file has what was written to it, and nothing else.
+/// Checks that the file holds the bytes that were written to it, and nothing else.
 fn check_file(fd: c_int, round: u64) {
     let mut buf = [0u8; 2 * RECORD];
     call!(libc::lseek(fd, 0, libc::SEEK_SET)).ok();
@@ -393,8 +394,8 @@ fn check_file(fd: c_int, round: u64) {
     assert_eq!(kind.st_size, RECORD as i64, "round {round}");
 }
 
-/// A connection is closed where no library sees it, after a rest, and the next file has its number: what is written to
-/// the file is in the file, and the peer of the connection gets its end, and nothing else.
+/// A connection is closed where no library sees it, after a rest, and the next file gets its fd. Bytes written to
+/// the file are in the file; the peer of the connection gets EOF, and nothing else.
 pub fn files(c: &Ctx) {
     let rounds = 240;
     let ways = [Close::Inline, Close::Syscall, Close::Libc];
@@ -403,7 +404,7 @@ pub fn files(c: &Ctx) {
         client(port, 5, rounds, |fd, round| {
             let (_, got) = sys::recv_to_end(fd);
             assert!(got.is_empty(), "round {round}: {} bytes", got.len());
-            // Nobody reads what is sent there any more, and the kernel says so.
+            // No process holds the connection any more, so the kernel refuses the send.
             let mut last = sys::send(fd, b"x", libc::MSG_NOSIGNAL);
             for _ in 0..1_000 {
                 if last.failed() {
@@ -432,14 +433,14 @@ pub fn files(c: &Ctx) {
     c.log("all equal");
 }
 
-/// A connection in an epoll set, closed where no library sees it: the set no longer reports it, and its number in the
-/// set is the next connection's.
+/// A connection in an epoll set, closed where no library sees it: the set no longer reports it, and its fd in the
+/// set belongs to the next connection.
 pub fn sets(c: &Ctx) {
     let rounds = 120;
     let (listener, port) = c.listener(8);
     let Some(listener) = listener else {
         client(port, 6, rounds, |fd, round| {
-            // What comes too late for the old one.
+            // These bytes come too late for the old connection.
             let _ = sys::send(fd, &data::pattern(name(6, round), 0, RECORD), libc::MSG_NOSIGNAL);
         });
         c.log("all equal");
@@ -450,12 +451,12 @@ pub fn sets(c: &Ctx) {
     epoll::ctl(ep, libc::EPOLL_CTL_ADD, fd, epoll::IN, 0).ok();
     for round in 0..rounds {
         warm_up(fd, 6, round);
-        // What the set has reported of it is seen to.
+        // The set's reports of the connection are drained.
         while !epoll::wait(ep, 8, 0).1.is_empty() {}
         rest();
         let how = [Close::Inline, Close::Syscall][round as usize % 2];
         close_by(how, fd);
-        // Its number is an event counter's first, which is in the set from then on.
+        // An event counter gets the fd first, and is in the set from then on.
         let counter = call!(libc::eventfd(7, 0)).ok();
         epoll::ctl(ep, libc::EPOLL_CTL_ADD, counter, epoll::IN, 1_000).ok();
         let reported = epoll::wait(ep, 8, 1_000).1;
@@ -482,15 +483,15 @@ pub fn sets(c: &Ctx) {
 /// Connections of the churn.
 const CHURNED: u64 = 1_500;
 
-/// Records of the churn: who sent it, which one it is, and what that makes, as text. (The end of other bytes may be
-/// held back where a marker may begin, and several threads receive here.)
+/// Returns a record of the churn: the connection, the record's index, and their hash, as text. (The end of other
+/// bytes may be held back where a marker may begin, and several threads receive here.)
 fn churn_record(connection: u64, at: u64) -> Vec<u8> {
     let head = format!("{connection:08x}{at:08x}");
     let sum = data::hash(head.as_bytes()) as u32;
     format!("{head}{sum:08x}").into_bytes()
 }
 
-/// What the victims are to use: the connection's number among all, and its descriptor in the low bits. 0: nothing.
+/// The connection that the victims use: its index among all, and its fd in the low bits. 0: none.
 static CURRENT: AtomicU64 = AtomicU64::new(0);
 
 /// A thread of the churn that makes one call after the other.
@@ -501,8 +502,8 @@ struct Victim {
 }
 
 impl Victim {
-    /// Waits until the call that it may be in has ended, or sleeps for good: not only for a lock, on its way there,
-    /// where nobody can tell that the call has begun.
+    /// Waits until the call that the victim may be in has ended, or sleeps for good. A sleep on a lock on the way there
+    /// does not count: no thread can know then that the call has begun.
     fn settle(&self) {
         let mut asleep = 0;
         while self.is_inside.load(Ordering::SeqCst) && asleep < 4 {
@@ -514,9 +515,10 @@ impl Victim {
     }
 }
 
-/// One thread closes connections in every way that there is and fills their numbers with files, socket pairs and the
-/// next connections, while others sit in every call that receives or waits. What they get is of the connection that
-/// they began on, and what is in a file stays.
+/// One thread closes connections in every way and fills their fds with files, socket pairs and the next connections.
+/// Meanwhile other threads are in every call that receives or waits. Each call gets bytes of the connection that it
+/// began
+/// on, and a file keeps its bytes.
 pub fn churn(c: &Ctx) {
     let (listener, port) = c.listener(8);
     let Some(listener) = listener else {
@@ -533,7 +535,7 @@ pub fn churn(c: &Ctx) {
                 let mut rng = data::Rng::new(seed as u64);
                 let ep = epoll::create();
                 while !is_over.load(Ordering::SeqCst) {
-                    // First this, so that who takes the number away sees it.
+                    // This comes first, so that the thread that takes the connection away sees it.
                     victim.is_inside.store(true, Ordering::SeqCst);
                     let current = CURRENT.load(Ordering::SeqCst);
                     if current != 0 {
@@ -549,7 +551,7 @@ pub fn churn(c: &Ctx) {
         for round in 1..=CHURNED {
             let fd = sys::accept4(listener, 0).ok();
             CURRENT.store(round << 32 | fd as u64, Ordering::SeqCst);
-            // Some long enough for a link, most for a piece of the way there.
+            // Some connections get long enough for a link, most for a part of the way there.
             let us = match rng.below(4) {
                 0 => 3_000,
                 1 => 900,
@@ -574,7 +576,7 @@ pub fn churn(c: &Ctx) {
     c.log("all whole");
 }
 
-/// The number that has become free is a file's, or a socket pair's, for a moment.
+/// Gives the fd that has become free to a file, or a socket pair, for a moment.
 fn fill_number(round: u64, what: u64) {
     match what {
         0 => {
@@ -598,7 +600,7 @@ fn fill_number(round: u64, what: u64) {
     }
 }
 
-/// One call on the connection, which may be closed while it waits.
+/// Makes one call on the connection, which may be closed while the call waits.
 fn churn_call(current: u64, ep: c_int, rng: &mut data::Rng) {
     let (round, fd) = (current >> 32, current as u32 as c_int);
     let which = rng.below(RECEIVERS as u64 + 4) as usize;
@@ -629,7 +631,7 @@ fn churn_call(current: u64, ep: c_int, rng: &mut data::Rng) {
     }
 }
 
-/// Sends records on one connection after the other, each until it is closed; ends when there is nobody to connect to.
+/// Sends records on one connection after the other, each until it is closed. Returns when a connect is refused.
 fn churn_client(port: u16) {
     let mut connection = 0;
     loop {

@@ -1,6 +1,6 @@
-//! Sends between hosts whose bytes the reader's device reads from the sender's memory, since the reader does not wait
-//! in a receive: what programs see of that, and that what a call has taken is the program's again when it returns. As
-//! `direct`, whose run-ups and comparisons it shares, but that the reader waits in epoll_wait.
+//! Sends between hosts whose bytes the reader's device reads from the sender's memory, because the reader does not
+//! wait in a receive. Programs see no difference, and the memory of accepted bytes is the program's again when the call
+//! returns. The run-ups and comparisons are those in `direct`, but the reader waits in epoll_wait.
 
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::thread;
@@ -16,7 +16,7 @@ use crate::ctx::Ctx;
 use crate::data::{self, Rng};
 use crate::sys;
 
-/// Sends of all sizes, from memory that is overwritten as soon as it was taken.
+/// Sends of all sizes, from memory that is overwritten as soon as the call has accepted the bytes.
 pub fn sizes(c: &Ctx) {
     const SIZES: [usize; 12] = [
         4096,
@@ -41,7 +41,7 @@ pub fn sizes(c: &Ctx) {
     flow.end();
 }
 
-/// Sends of several pieces, of which the first is large, or not.
+/// Sends of several pieces; the first is large, or not.
 pub fn vectors(c: &Ctx) {
     const PIECES: [&[usize]; 5] = [
         &[65_536, 10, 7000],
@@ -74,7 +74,7 @@ pub fn interrupted(c: &Ctx) {
     direct_send::interruptions(Flow::lent(c));
 }
 
-/// As `direct_send::to_a_stopped_reader`: no end of it answers.
+/// As `direct_send::to_a_stopped_reader`: neither end of it answers.
 pub fn to_a_stopped_reader(c: &Ctx) {
     direct_send::stops(c, Flow::lent(c));
 }
@@ -108,8 +108,8 @@ pub fn forks(c: &Ctx) {
     flow.end();
 }
 
-/// Connections, bytes of a send on one, sends, ms between them, and from the first until it goes back to TCP: the
-/// first, and each later one.
+/// Connections; bytes of a send; sends on each; ms between two sends; ms until the first connection goes back to
+/// TCP; and the ms by which each later one follows.
 const BACK: usize = 16;
 const SEND: usize = 256 * 1024;
 const SENDS: usize = 40;
@@ -143,7 +143,7 @@ pub fn goes_back(c: &Ctx) {
     });
 }
 
-/// As who does not wait in a receive.
+/// Receives without waiting in a receive.
 fn receive(fd: c_int, want: &[u8]) {
     let mut got = vec![0; want.len()];
     let mut at = 0;
@@ -158,7 +158,7 @@ fn receive(fd: c_int, want: &[u8]) {
     assert!(got == want, "not the bytes that were sent");
 }
 
-/// What ends a connection while one end sends without a pause.
+/// The events that end a connection while one end sends without a pause.
 const WAYS: [&str; 8] = [
     "sender_closes",
     "sender_shuts",
@@ -185,7 +185,7 @@ fn ends(c: &Ctx) {
     c.sync("begins");
     if flow.reads {
         flow.receive_all(2 * LARGE);
-        // A reset may take what was not read.
+        // A reset may discard the unread bytes.
         c.sync("part");
         match way {
             "reader_closes" => {
@@ -197,7 +197,7 @@ fn ends(c: &Ctx) {
                 call!(libc::raise(libc::SIGKILL)).ok();
             }
             _ => {
-                // Whatever comes is right, up to the end.
+                // All bytes are right, up to the end.
                 let (got, last) = flow.receive_to_end();
                 let is_all = got == LARGE;
                 match way {
@@ -242,7 +242,7 @@ fn ends(c: &Ctx) {
             });
         }
         _ => {
-            // By the reset or after it.
+            // The send fails at the reset or after it.
             let error = flow.send_until_it_fails();
             c.log(format_args!(
                 "over: {}",

@@ -6,7 +6,7 @@ use crate::ctx::Ctx;
 use crate::data::{self, Rng};
 use crate::sys;
 
-/// Offsets 1 to this one are tried.
+/// The largest offset that is tried; the smallest is 1.
 const OFFSETS: u32 = 64;
 const LEN: usize = 400;
 
@@ -33,7 +33,7 @@ fn promote_at(c: &Ctx) {
         while at < LEN {
             let n = (1 + rng.below(37) as usize).min(LEN - at);
             let (there, back) = (data::pattern(1, at as u64, n), data::pattern(2, at as u64, n));
-            // Odd rounds stream first and read later, even ones go back and forth.
+            // Odd rounds stream first and read later; even rounds go back and forth.
             let lockstep = round % 2 == 0;
             if c.is_server() {
                 assert!(sys::recv_exact(fd, n) == there, "round {round} at {at}");
@@ -64,7 +64,7 @@ fn demote_at(c: &Ctx) {
     let out = data::pattern(1 + c.side as u64, 0, LEN);
     let incoming = 2 - c.side as u64;
     sys::send_all(fd, &out[..n]).ok();
-    // Part of the peer's bytes is read before, part after.
+    // A part of the peer's bytes is read before, a part after.
     let before = n / 2;
     data::verify(incoming, 0, &sys::recv_exact(fd, before));
     if n.is_multiple_of(2) == c.is_server() {

@@ -48,22 +48,22 @@ mod zerocopy_more;
 use crate::ctx::{Ctx, Side};
 use crate::harness::Mode;
 
-/// One scenario.
+/// An entry of the table.
 #[derive(Clone)]
 pub struct Scenario {
-    /// Its name; `base/n` where a family of scenarios differs by a number.
+    /// The scenario's name; `base/n` where a family of scenarios differs by a number.
     pub name: String,
-    /// What each side does.
+    /// The function that each side runs.
     pub run: fn(&Ctx),
     /// The number in the name, or 0.
     pub param: u32,
-    /// Whether it warms a connection up; then mode `both` demands that it is promoted.
+    /// Whether the scenario warms a connection up; then mode `both` demands that it is promoted.
     pub warms_up: bool,
     /// Variables for the sides that have the library.
     pub env: Vec<(&'static str, String)>,
-    /// How the local device is beside what its mode says (`LOCALNIC`).
+    /// Further words for the local device, beside the mode's (`LOCALNIC`).
     pub device: &'static str,
-    /// The side whose threads are held up, and the point at which (see `tests/wakes.rs`).
+    /// The side whose threads are held up, and the point where (see `tests/wakes.rs`).
     pub held: Option<(Side, String)>,
     /// The modes in which it runs.
     pub modes: &'static [Mode],
@@ -214,32 +214,32 @@ pub fn all() -> Vec<Scenario> {
     all
 }
 
-/// A scenario of direct transfers as one of memory that is lent, whose reader's device reads it into the buffer that
-/// the reader waits with.
+/// Returns a scenario of direct transfers as one with lent memory, whose reader's device reads it into the buffer
+/// that the reader waits with. `None` if there is no such variant.
 fn lent_into(scenario: &Scenario) -> Option<Scenario> {
     let rest = scenario.name.strip_prefix("direct_")?;
-    // Some of those are of memory that is lent anyway, or of registrations that are kept, which those for a peer are
-    // not.
+    // Some of these scenarios are about lent memory anyway, or about kept registrations, which memory for a peer does
+    // not have.
     if rest.contains("lent") || rest.starts_with("alloc_") {
         return None;
     }
     Some(Scenario {
         name: format!("lent_into_{rest}"),
-        // Within a host it is the other scenario.
+        // Within a host it would repeat the original scenario.
         modes: &Mode::DEVICES,
         env: vec![("RDMASOCK_ZCOPY_MIN", "4K".into()), ("RDMASOCK_DEV_WAY", "get".into())],
         ..scenario.clone()
     })
 }
 
-/// Families that are played over links between hosts with immediates and without (`roce`, `iwarp`). Of the others each
-/// scenario is played in one of the two ways, by its name.
+/// Families that are played over links between hosts with immediates and without (`roce`, `iwarp`). In other
+/// families each scenario is played in one of the two ways, by its name.
 pub const BETWEEN_HOSTS_BOTH_WAYS: [&str; 14] = [
     "calls_", "connect_", "direct_", "echo_", "files_", "flags_", "herd_", "lent_", "options_", "peers_", "poll_",
     "signals_", "timing_", "urgent_",
 ];
 
-/// What is known to differ there from kernel TCP, and why (docs/limits.md).
+/// Scenarios that are known to differ there from kernel TCP, and why (docs/limits.md).
 pub const DIFFERS_BETWEEN_HOSTS: [(&str, &str); 18] = [
     ("capacity_announced", CAPACITY),
     ("capacity_both_ways", CAPACITY),
@@ -275,7 +275,7 @@ pub const DIFFERS_BETWEEN_HOSTS: [(&str, &str); 18] = [
         "of a close that no hook sees the peer may hear an end in place of a reset",
     ),
 ];
-/// Why a scenario differs there, if that is known.
+/// Returns why a scenario differs there; `None` if no difference is known.
 pub fn differs_between_hosts(name: &str) -> Option<&'static str> {
     let mut differing = DIFFERS_BETWEEN_HOSTS.iter();
     differing
@@ -287,7 +287,7 @@ const CAPACITY: &str = "a sender that is not read gets rid of less, or of more";
 const HANDED: &str = "a connection that is handed over in the middle of its promotion is reset";
 const KILLED: &str = "who is killed resets its connections, for nobody knows whether all has arrived that it had sent";
 
-/// Families whose outcome depends on signals, on times, or on what a process may not do.
+/// Families whose outcome depends on signals, on times, or on forbidden calls.
 const WITHOUT_STORM: [&str; 12] = [
     "direct_",
     "ends_",
@@ -302,8 +302,8 @@ const WITHOUT_STORM: [&str; 12] = [
     "unseen_",
     "wakes_",
 ];
-/// Scenarios whose outcome does on kernel TCP too, mostly by EINTR of poll, select and epoll_wait, which is never
-/// restarted; or that end before the first signal comes, or close the storm's own descriptors.
+/// Scenarios whose outcome depends on signals on kernel TCP too, mostly by EINTR of poll, select and epoll_wait,
+/// which is never restarted; or that end before the first signal comes, or close the storm's own descriptors.
 const NOT_IN_A_STORM: &[&str] = &[
     "calls_bad_fds",
     "calls_not_sockets",
@@ -375,9 +375,9 @@ const NOT_IN_A_STORM: &[&str] = &[
     "zerocopy_woken",
 ];
 
-/// Whether a scenario says the same in a storm of signals (`storm`).
+/// Returns whether a scenario's transcript is the same in a storm of signals (`storm`).
 fn fits_a_storm(scenario: &Scenario) -> bool {
-    // Of a family that differs by a number some are enough.
+    // A few of a family that differs by a number are enough.
     scenario.param.is_multiple_of(8)
         && !NOT_IN_A_STORM.contains(&scenario.name.as_str())
         && !WITHOUT_STORM.iter().any(|f| scenario.name.starts_with(f))

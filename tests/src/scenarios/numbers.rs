@@ -1,5 +1,5 @@
-//! The calls by their numbers, through `syscall`: each does what the function of its name does. Here those that move
-//! bytes and wait; see `numbers_more`.
+//! The calls by their numbers, through `syscall`: each has the effect of the function of its name. Here are those that
+//! move bytes and wait; see `numbers_more`.
 
 use std::os::fd::AsRawFd;
 use std::ptr::{null, null_mut};
@@ -62,7 +62,7 @@ impl Pieces {
     }
 }
 
-/// What [`bytes_out`] sends.
+/// The bytes that [`bytes_out`] sends.
 const SENT: &[u8] = b"writtenonetwoonetwosentonetwoonetwoonetwofrom the filefrom a pipe";
 
 /// Sent by number, by every call that sends, and received by name.
@@ -120,7 +120,7 @@ pub fn bytes_in(c: &Ctx) {
         c.close(fd);
         return;
     }
-    // All is there: what a call takes is not a matter of time.
+    // All bytes have arrived, so that a call's result does not depend on time.
     sys::wait_readable_bytes(fd, SENT.len() as c_int);
     let mut buf = [0u8; 64];
     let at = buf.as_mut_ptr();
@@ -158,7 +158,7 @@ pub fn bytes_in(c: &Ctx) {
     close(c, fd);
 }
 
-/// A time-out that the kernel leaves the rest in: gone, kept, or something in between.
+/// Compares a time-out after the call, in which the kernel leaves the rest: gone, kept, or something in between.
 fn rest(given: (i64, i64), now: (i64, i64)) -> &'static str {
     match now {
         (0, 0) => "nothing",
@@ -187,7 +187,7 @@ pub fn waits(c: &Ctx) {
     };
     let select = |seconds: i64, six: bool, mask: *const [usize; 2]| {
         let mut set: libc::fd_set = sys::zeroed();
-        // SAFETY: a set of ours, and the number is below FD_SETSIZE.
+        // SAFETY: a live set of this function, and the number is below FD_SETSIZE.
         unsafe { libc::FD_SET(fd, &mut set) };
         let none: *mut libc::fd_set = null_mut();
         let (r, left) = if six {

@@ -1,5 +1,5 @@
-//! The calls by their numbers that make, duplicate, close and leave connections. And numbers of descriptors that are
-//! closed in that way, as libuv closes: the next file that gets one is itself.
+//! The calls by their numbers that make, duplicate, close and leave connections. Also fds that are closed by number, as
+//! libuv does: the next file that gets the fd is not confused with the connection.
 
 use std::ptr::null;
 
@@ -10,7 +10,7 @@ use crate::ctx::Ctx;
 use crate::data;
 use crate::sys::{self, Addr};
 
-/// A connection made by number is one like others; options of it.
+/// A connection made by number is promoted like others; its options.
 pub fn sockets(c: &Ctx) {
     let (stream, none) = (libc::SOCK_STREAM, 0);
     let fd = number!(SYS_socket, libc::AF_INET, stream, none).ok();
@@ -40,7 +40,7 @@ pub fn sockets(c: &Ctx) {
         let second = number!(SYS_socket, libc::AF_INET, stream, none).ok();
         c.ret("connect", number!(SYS_connect, second, at.ptr(), at.len));
         c.sync("second");
-        // Whether the other end is nonblocking before it has come.
+        // The other end has tried a read before it sends this.
         sys::wait_for(second, POLLIN);
         read(c, second, 5);
         close(c, second);
@@ -116,14 +116,14 @@ pub fn descriptors(c: &Ctx) {
     }
     c.sync("counted");
     close(c, all[0].ok());
-    // The last but one goes by another file that takes its number.
+    // The last copy but one is closed when another file takes its fd.
     let mut pipe = [0; 2];
     call!(libc::pipe(pipe.as_mut_ptr())).ok();
     c.ret("over it", number!(SYS_dup2, pipe[1], 60));
     c.ret("into the pipe", send(60, b"not on the connection"));
     read(c, pipe[0], 30);
     if c.is_server() {
-        // Without its last number the connection is at its end.
+        // Without its last fd the connection is at its end.
         close(c, 61);
     } else {
         read(c, 61, 4);
@@ -133,7 +133,7 @@ pub fn descriptors(c: &Ctx) {
     c.sync("done");
 }
 
-/// The ways to get a number that libuv has just closed.
+/// The ways to get an fd that libuv has just closed.
 const MAKERS: [&str; 7] = ["open", "memfd", "eventfd", "dup", "pipe", "mkstemp", "socketpair"];
 
 fn make(c: &Ctx, how: &str) -> c_int {
@@ -172,8 +172,8 @@ fn make(c: &Ctx, how: &str) -> c_int {
     }
 }
 
-/// A connection is closed by number, and the next file gets that number: what is written goes into the file, what is
-/// read comes from it, and the peer sees the end of its stream.
+/// A connection is closed by number, and the next file gets that fd. Written bytes go into the file, read bytes come
+/// from it, and the peer sees the end of its stream.
 pub fn closed_number(c: &Ctx) {
     let mut fd = c.pair();
     let (listener, port) = c.listener(8);
@@ -200,14 +200,14 @@ pub fn closed_number(c: &Ctx) {
         } else {
             c.recv_to_end(fd);
             c.sync("read");
-            // The end that closed first has ended the connection for this one.
+            // The end that closed first has ended the connection for this end too.
             sys::pause_ms(1);
             call!(libc::signal(libc::SIGPIPE, libc::SIG_IGN));
             sys::send(fd, b"x", 0);
             close(c, fd);
             fd = sys::connected(&Addr::v4(port));
         }
-        // Promoted again.
+        // The new connection is promoted again.
         for _ in 0..40 {
             if c.is_server() {
                 let request = sys::recv_exact(fd, 500);

@@ -36,7 +36,7 @@ const OPTIONS: [(&str, c_int, c_int, &[c_int]); 21] = [
 pub fn matrix(c: &Ctx) {
     let fd = c.pair();
     for (name, level, option, values) in OPTIONS {
-        // Auto-tuned or a property of the path at this moment: not comparable before it is set.
+        // These are auto-tuned or depend on the path at this moment: not comparable before they are set.
         let varies = matches!(option, libc::SO_SNDBUF | libc::SO_RCVBUF) && level == SOL_SOCKET
             || level == IPPROTO_TCP && matches!(option, libc::TCP_WINDOW_CLAMP | libc::TCP_QUICKACK | libc::TCP_MAXSEG);
         let get = |log: bool| {
@@ -288,7 +288,7 @@ pub fn fcntl(c: &Ctx) {
     c.close(fd);
 }
 
-/// Options of which the kernel takes a null for 0, though they come with a length.
+/// Options for which the kernel reads a null pointer as 0, though it comes with a length.
 pub fn null_value(c: &Ctx) {
     let fd = c.pair_at(Addr::v6, Addr::v6);
     for name in [libc::IPV6_RECVERR, libc::IPV6_RECVPKTINFO, libc::IPV6_RECVHOPLIMIT] {
@@ -307,7 +307,7 @@ extern "C" fn count(_: c_int) {
     SIGNALS.fetch_add(1, SeqCst);
 }
 
-/// O_ASYNC on a promoted connection: the kernel signals what comes.
+/// O_ASYNC on a promoted connection: the kernel signals arriving data.
 pub fn signal(c: &Ctx) {
     let fd = c.pair();
     if c.is_server() {
@@ -318,7 +318,7 @@ pub fn signal(c: &Ctx) {
     signalled(c, fd);
 }
 
-/// The same, set by FIOASYNC before the connection could be promoted.
+/// As [`signal`], set by FIOASYNC before the connection could be promoted.
 pub fn signal_before(c: &Ctx) {
     let fd = c.cold_pair();
     if c.is_server() {
@@ -327,7 +327,7 @@ pub fn signal_before(c: &Ctx) {
         c.ret("FIOASYNC", call!(libc::ioctl(fd, libc::FIOASYNC, &raw const on)));
     }
     c.sync("set");
-    // Long enough for a promotion to come about.
+    // The time is enough for a promotion.
     for _ in 0..5 {
         c.warm_up(fd);
         sys::pause_ms(10);
@@ -360,7 +360,7 @@ fn signalled(c: &Ctx, fd: c_int) {
     c.close(fd);
 }
 
-/// TCP_NOTSENT_LOWAT on a promoted connection: beyond what the window takes there is room for little more.
+/// TCP_NOTSENT_LOWAT on a promoted connection: beyond the window there is room for little more.
 pub fn unsent_low_water(c: &Ctx) {
     let fd = c.pair();
     if c.is_server() {

@@ -1,4 +1,4 @@
-//! The order in which a set tells of several connections whose peer has sent on one after the other.
+//! The order in which a set reports several connections whose peers have sent one after the other.
 
 use libc::{EPOLL_CTL_ADD, c_int};
 
@@ -21,7 +21,7 @@ fn permutation(round: usize) -> Vec<usize> {
         .collect()
 }
 
-/// epoll_wait(), as data in the order of the kernel's list.
+/// Calls epoll_wait(), and returns the data in the order of the kernel's list.
 fn listed(ep: c_int) -> Vec<usize> {
     let mut evs = [libc::epoll_event { events: 0, u64: 0 }; 2 * CONNECTIONS];
     let max = evs.len() as c_int;
@@ -47,7 +47,7 @@ pub fn of_arrival(c: &Ctx) {
         let mut in_order = 0;
         for round in 0..ROUNDS {
             if c.is_server() {
-                // What was found before is off the list.
+                // This wait takes earlier reports off the list.
                 wait(ep, CONNECTIONS, 0);
                 c.sync("go");
                 c.sync("sent");
@@ -73,8 +73,8 @@ pub fn of_arrival(c: &Ctx) {
     c.sync("done");
 }
 
-/// A message on a connection that stays on TCP, and then one on an older connection: both are there when the set is
-/// looked at.
+/// A message on a connection that stays on TCP, and then one on an older connection: a later wait on the set reports
+/// both.
 pub fn young_first(c: &Ctx) {
     let (old, young) = (c.pair(), c.cold_pair());
     // A socket with this option stays on TCP.
@@ -98,7 +98,7 @@ pub fn young_first(c: &Ctx) {
                 sys::recv_exact(fd, 4);
                 sys::send_all(fd, b"okay").ok();
             }
-            // What was found before is off the list.
+            // This wait takes earlier reports off the list.
             wait(ep, 2, 0);
         } else {
             sys::send_all(young, b"last").ok();
@@ -117,7 +117,7 @@ pub fn young_first(c: &Ctx) {
     c.sync("done");
 }
 
-/// One result lists a connection once, also if something comes for it while the rest is looked at: a program may close
+/// One result lists a connection once, even if bytes come for it during the call: a program may close
 /// it at the first entry.
 pub fn listed_once(c: &Ctx) {
     const MESSAGES: usize = 40_000;
@@ -161,7 +161,7 @@ pub fn listed_once(c: &Ctx) {
     c.sync("done");
 }
 
-/// Who hears the second of two messages on two connections has heard the first: both on links, or one kept on TCP.
+/// A reader that sees the second of two messages on two connections has seen the first: both on links, or one on TCP.
 pub fn none_alone(c: &Ctx) {
     const PAIRS: usize = 4000;
     let mut fds: Vec<c_int> = (1..CONNECTIONS).map(|_| c.pair()).collect();
@@ -217,8 +217,8 @@ pub fn none_alone(c: &Ctx) {
     c.sync("done");
 }
 
-/// A close, or a shutdown, of one connection, then a message on another: who hears the message has heard of the end.
-/// All ends are in one thread, which does nothing in between that would let others run.
+/// A close, or a shutdown, of one connection, then a message on another: a reader that sees the message has seen
+/// the end. All ends are in one thread, which makes no call in between that would let others run.
 pub fn end_first(c: &Ctx) {
     const ENDS: usize = 60;
     const WARM: usize = 24;
@@ -239,7 +239,7 @@ pub fn end_first(c: &Ctx) {
                     sys::send_all(theirs, &[message as u8]).ok();
                     sys::recv_exact(ours, 1);
                 }
-                // Promotions come about.
+                // Promotions take place.
                 sys::pause_ms(u64::from(message < 4) * 3);
             }
             for (at, (_, theirs)) in pairs.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! One epoll set with connections to many processes, so with a link for each.
+//! An epoll set with connections to many processes, so with a link for each.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,9 +10,9 @@ use crate::sys;
 
 /// Client processes, with one connection each.
 const PEERS: usize = 40;
-/// Messages of each before those that are looked at: the connection leaves TCP.
+/// Messages of each before those that are tested: the connection leaves TCP.
 const WARM: usize = 12;
-/// Of each, where all talk all the time.
+/// Messages of each peer, where all send all the time.
 const TURNS: usize = 12;
 const AT_MOST_MS: c_int = 20_000;
 
@@ -22,14 +22,14 @@ fn one_peer(port: u16) -> i32 {
         sys::send_all(fd, b"?").ok();
         assert_eq!(sys::recv_exact(fd, 1), b"!");
     }
-    // Whenever it is told to, once.
+    // The peer sends one byte for each request.
     while sys::recv_exact(fd, 1) == b"s" {
         sys::send_all(fd, b"x").ok();
     }
     0
 }
 
-/// Who is answered says the next at once. None keeps others out.
+/// A peer that is answered sends the next byte at once. No peer keeps others out.
 fn talk_all_the_time(set: c_int, peers: &[c_int]) {
     let mut turns = BTreeMap::new();
     for fd in peers {
@@ -52,8 +52,8 @@ fn talk_all_the_time(set: c_int, peers: &[c_int]) {
     }
 }
 
-/// All have sent something, and some have to be waited for several times: nobody is left out, and nobody is reported
-/// without reason.
+/// All peers have sent, and some need several waits: each peer is reported, and no peer is reported
+/// without data.
 pub fn in_one_set(c: &Ctx) {
     let (listener, port) = c.listener(PEERS as c_int);
     let Some(listener) = listener else {
@@ -75,7 +75,7 @@ pub fn in_one_set(c: &Ctx) {
         sys::send_all(fd, b"!").ok();
     }
     for most in [1, 3, 64] {
-        // Some have nothing to say.
+        // These peers send nothing.
         let silent = peers.iter().step_by(7);
         let silent: BTreeSet<c_int> = silent.copied().collect();
         let speak = peers.iter().filter(|fd| !silent.contains(fd));

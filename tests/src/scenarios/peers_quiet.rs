@@ -1,5 +1,5 @@
-//! Sets with connections to many processes of which one speaks at a time, so that it has to be told among many links on
-//! which nothing happens.
+//! Sets with connections to many processes, of which one sends at a time. The library has to find it among many links
+//! on which nothing happens.
 
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::time::{Duration, Instant};
@@ -10,14 +10,14 @@ use super::epoll::{IN, create, ctl, wait};
 use crate::ctx::Ctx;
 use crate::sys;
 
-/// Client processes: more than the library looks at in any case.
+/// Client processes: more links than the library checks in any case.
 const PEERS: usize = 24;
-/// Messages of each before those that are looked at: the connection leaves TCP.
+/// Messages of each before those that are tested: the connection leaves TCP.
 const WARM: usize = 12;
 const ROUNDS: usize = 20;
 const AT_MOST_MS: c_int = 20_000;
 
-/// Says something on the connection that it is asked on, whenever it is.
+/// Sends a byte on the connection that asks for it, each time.
 fn one_peer(port: u16, number: u8, connections: usize) -> i32 {
     let fds: Vec<c_int> = (0..connections).map(|_| sys::connected(&sys::Addr::v4(port))).collect();
     for _ in 0..WARM {
@@ -40,7 +40,7 @@ fn one_peer(port: u16, number: u8, connections: usize) -> i32 {
     }
 }
 
-/// At the server: of each peer, its connections, which are promoted. `None` at the client, when all is over.
+/// Returns, at the server, the connections of each peer, which are promoted. `None` at the client, when all have ended.
 fn peers(c: &Ctx, connections: usize) -> Option<Vec<Vec<c_int>>> {
     let (listener, port) = c.listener((PEERS * connections) as c_int);
     let Some(listener) = listener else {
@@ -73,7 +73,7 @@ fn peers(c: &Ctx, connections: usize) -> Option<Vec<Vec<c_int>>> {
     Some(peers)
 }
 
-/// A set with the connection `at` of each.
+/// Returns a set with the connection `at` of each peer.
 fn set_of(peers: &[Vec<c_int>], at: usize) -> c_int {
     let set = create();
     for fd in peers.iter().map(|fds| fds[at]) {
@@ -89,7 +89,7 @@ fn end(c: &Ctx, peers: Vec<Vec<c_int>>) {
     }
 }
 
-/// The only one of `set` that speaks is told by `look`, and no other.
+/// Checks that `look` reports the only connection of `set` that has data, and no other.
 fn hears(set: c_int, fd: c_int, look: &dyn Fn(c_int) -> Vec<(u64, u32)>) {
     sys::send_all(fd, b"s").ok();
     assert_eq!(look(set), [(fd as u64, IN)]);
@@ -107,7 +107,7 @@ fn again_and_again(look: impl Fn() -> Vec<(u64, u32)>) -> Vec<(u64, u32)> {
     }
 }
 
-/// By each kind of wait, after sleeps in which nobody spoke and without.
+/// Each kind of wait, after sleeps in which no peer sent and without.
 pub fn one_speaks(c: &Ctx) {
     let Some(all) = peers(c, 1) else { return };
     let set = set_of(&all, 0);
@@ -130,15 +130,15 @@ pub fn one_speaks(c: &Ctx) {
     end(c, all);
 }
 
-/// Two threads with a set each, and connections of the same peers in both: while the one that was woken does something
-/// else, the other hears of what is its own.
+/// Two threads with a set each, and connections of the same peers in both: while the first thread to wake is busy,
+/// the other wakes for its own connection.
 pub fn two_sets(c: &Ctx) {
     let Some(all) = peers(c, 2) else { return };
     let sets = [0, 1].map(|at| set_of(&all, at));
     let heard = AtomicUsize::new(0);
     for round in 0..ROUNDS {
         let peer = &all[round % PEERS];
-        // Which of the two the kernel wakes for what is the other's is its choice, and always the same.
+        // The kernel chooses which of the two it wakes for the other's message, and always chooses the same.
         let (busy, other) = (round % 2, 1 - round % 2);
         let (first, second) = (peer[busy], peer[other]);
         std::thread::scope(|scope| {
@@ -150,7 +150,7 @@ pub fn two_sets(c: &Ctx) {
                 assert_eq!(wait(sets[busy], 8, AT_MOST_MS).1, [(first as u64, IN)]);
                 assert_eq!(sys::recv_exact(first, 1), b"x");
                 sys::send_all(second, b"s").ok();
-                // It does not wait for anything again before the other has heard.
+                // This thread waits for nothing again before the other has woken.
                 let end = Instant::now() + Duration::from_millis(AT_MOST_MS as u64);
                 while heard.load(SeqCst) == round {
                     assert!(Instant::now() < end, "the other sleeps on");

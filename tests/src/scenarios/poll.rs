@@ -294,7 +294,7 @@ pub fn two_connections(c: &Ctx) {
     c.sync("done");
 }
 
-/// As many entries as the limit of open files, with one that sleeps in them; and one more.
+/// As many entries as the limit of open files, with a thread that sleeps in poll; and one more.
 pub fn as_many_as_the_limit(c: &Ctx) {
     const LIMIT: usize = 64;
     let fd = c.pair();
@@ -305,7 +305,7 @@ pub fn as_many_as_the_limit(c: &Ctx) {
     limit.rlim_cur = LIMIT as libc::rlim_t;
     call!(libc::setrlimit(libc::RLIMIT_NOFILE, &limit)).ok();
     let mut fds = vec![(pipe[0], POLLIN); LIMIT];
-    // What stands in `revents` after an error is nobody's business.
+    // `revents` after an error is not defined.
     let poll = |what: &str, fds: &[(c_int, i16)], ms: c_int| {
         let entry = |(fd, events): &(c_int, i16)| libc::pollfd {
             fd: *fd,
@@ -337,7 +337,7 @@ pub fn as_many_as_the_limit(c: &Ctx) {
     c.close(fd);
 }
 
-/// select() over all numbers that there may be, with a set that has bits for 1,024 only.
+/// select() over all possible fds, with a set that has bits for 1,024 only.
 pub fn select_all(c: &Ctx) {
     #[repr(C)]
     struct Set {

@@ -9,7 +9,7 @@ use crate::ctx::Ctx;
 use crate::data;
 use crate::sys::{self, Addr, Ret};
 
-/// The client's part of most scenarios: `rounds` requests of `len` bytes, echoed.
+/// The client's part of most scenarios: sends `rounds` requests of `len` bytes, which come back.
 fn ask(c: &Ctx, fd: c_int, rounds: u64, len: usize) {
     for i in 0..rounds {
         sys::send_all(fd, &data::pattern(i, 0, len)).ok();
@@ -18,7 +18,7 @@ fn ask(c: &Ctx, fd: c_int, rounds: u64, len: usize) {
     c.log(format_args!("{rounds} rounds of {len}"));
 }
 
-/// Its counterpart.
+/// The counterpart of [`ask`].
 fn answer(fd: c_int, rounds: u64, len: usize) {
     for _ in 0..rounds {
         sys::send_all(fd, &sys::recv_exact(fd, len)).ok();
@@ -44,7 +44,7 @@ pub fn fork_child_then_parent(c: &Ctx) {
     }
 }
 
-/// The child closes its copy (or just ends); the connection stays the parent's.
+/// The child closes its copy (or just ends); the parent keeps the connection.
 pub fn fork_child_closes(c: &Ctx) {
     let fd = c.pair();
     if c.is_server() {
@@ -82,7 +82,7 @@ pub fn fork_parent_closes(c: &Ctx) {
     }
 }
 
-/// The same on the connecting side.
+/// As [`fork_parent_closes`], on the connecting side.
 pub fn fork_client(c: &Ctx) {
     let fd = c.pair();
     if c.is_server() {
@@ -100,7 +100,7 @@ pub fn fork_client(c: &Ctx) {
     }
 }
 
-/// What the peer sends to the parent is not the child's to read: it does not have the memory.
+/// A child cannot read the bytes that the peer sends to the parent: the child does not have the memory.
 pub fn fork_child_has_no_arena(c: &Ctx) {
     let fd = c.pair();
     if c.is_server() {
@@ -124,7 +124,7 @@ pub fn fork_child_has_no_arena(c: &Ctx) {
     }
 }
 
-/// Bytes received before the fork and not read are for whoever reads first, once.
+/// Bytes received before the fork and not read go to the first reader, once.
 pub fn fork_with_unread_data(c: &Ctx) {
     let fd = c.pair();
     if c.is_server() {
@@ -294,8 +294,8 @@ pub fn fork_per_connection(c: &Ctx) {
     }
 }
 
-/// The same for many clients at once, so that each has to wait for its turn: a child's end is an end also in the middle
-/// of a promotion.
+/// As [`fork_per_connection`], for many clients at once, so that each has to wait for its turn. A child's exit ends
+/// the connection also in the middle of a promotion.
 pub fn fork_per_connection_crowd(c: &Ctx) {
     const CLIENTS: usize = 24;
     const CONNECTIONS: usize = 10;
@@ -337,7 +337,7 @@ pub fn fork_per_connection_crowd(c: &Ctx) {
     c.log(format_args!("resets: {}", resets.into_inner()));
 }
 
-/// The children of a forking server are another user's, who may not open the log file: nothing is said about that.
+/// The children of a forking server run as another user, who may not open the log file; no error is printed.
 pub fn fork_changes_user(c: &Ctx) {
     let (listener, port) = c.listener(32);
     for _ in 0..2 {
@@ -360,8 +360,8 @@ pub fn fork_changes_user(c: &Ctx) {
     }
 }
 
-/// A child that may not open another file goes on with the connection that its parent has accepted, and with one that
-/// it finds in a poll.
+/// A child that may not open another file goes on with the connection that its parent has accepted, and with one
+/// that it finds in a poll.
 pub fn fork_without_descriptors(c: &Ctx) {
     let (listener, port) = c.listener(32);
     let Some(listener) = listener else {
@@ -399,7 +399,7 @@ pub(super) fn helper_words(what: &str, fd: c_int, more: &[&str]) -> Vec<CString>
     words
 }
 
-/// Null-terminated pointers to them.
+/// Returns null-terminated pointers to the words.
 pub(super) fn argv(words: &[CString]) -> Vec<*mut libc::c_char> {
     let mut v: Vec<_> = words.iter().map(|w| w.as_ptr().cast_mut()).collect();
     v.push(std::ptr::null_mut());
@@ -494,8 +494,9 @@ pub fn spawn(c: &Ctx) {
     }
 }
 
-/// A close-on-exec connection becomes the standard input and output of a program, which `start` starts with a copy of
-/// it as descriptor 0. `unread`: bytes wait on it by then. `keeps`: the server closes its own copy when the program has
+/// A close-on-exec connection becomes the standard input and output of a program, which `start` starts with a copy
+/// of it as descriptor 0. `unread`: bytes wait on it by then. `keeps`: the server closes its own copy when the program
+/// has
 /// ended, and not before.
 fn hand_to_program(c: &Ctx, unread: bool, keeps: bool, start: impl FnOnce(c_int, &[CString]) -> c_int) {
     const BYTES: usize = 5000;
@@ -533,7 +534,7 @@ fn hand_to_program(c: &Ctx, unread: bool, keeps: bool, start: impl FnOnce(c_int,
     sys::close(fd).ok();
 }
 
-/// By posix_spawn's file actions.
+/// Starts a program by posix_spawn's file actions.
 fn spawn_on(fd: c_int, words: &[CString]) -> c_int {
     let env = std::env::vars()
         .map(|(k, v)| CString::new(format!("{k}={v}")).unwrap())
@@ -555,7 +556,7 @@ fn spawn_on(fd: c_int, words: &[CString]) -> c_int {
     pid
 }
 
-/// In a vfork child, as Python's subprocess does.
+/// Starts a program in a vfork child, as Python's subprocess does.
 #[inline(never)]
 fn vfork_on(fd: c_int, words: &[CString]) -> c_int {
     unsafe extern "C" {
@@ -574,27 +575,27 @@ fn vfork_on(fd: c_int, words: &[CString]) -> c_int {
     }
 }
 
-/// See [`hand_to_program`].
+/// [`hand_to_program`] by posix_spawn.
 pub fn spawn_as_stdin(c: &Ctx) {
     hand_to_program(c, false, false, spawn_on);
 }
 
-/// See [`hand_to_program`].
+/// [`hand_to_program`] by posix_spawn, with unread bytes and a copy that the server keeps.
 pub fn spawn_as_stdin_unread(c: &Ctx) {
     hand_to_program(c, true, true, spawn_on);
 }
 
-/// See [`hand_to_program`].
+/// [`hand_to_program`] by vfork, with a copy that the server keeps.
 pub fn vfork_as_stdin(c: &Ctx) {
     hand_to_program(c, false, true, vfork_on);
 }
 
-/// See [`hand_to_program`].
+/// [`hand_to_program`] by vfork, with unread bytes.
 pub fn vfork_as_stdin_unread(c: &Ctx) {
     hand_to_program(c, true, false, vfork_on);
 }
 
-/// system() and a close-on-exec connection: the program does not have it, the parent keeps it.
+/// system() and a close-on-exec connection: the program does not get it, the parent keeps it.
 pub fn system(c: &Ctx) {
     let fd = c.pair();
     call!(libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC)).ok();
@@ -661,7 +662,9 @@ pub fn take_fd(over: c_int) -> c_int {
     }
 }
 
-/// A child reads what its parent has on a link while that is stopped: what was sent, or an error, and not for ever.
+/// A child reads bytes that its parent has on a link while the parent is stopped. It gets the bytes, or an error, and
+/// does
+/// not wait for ever.
 pub fn child_of_a_stopped_parent(c: &Ctx) {
     const BYTES: usize = 3000;
     let fd = c.pair();
@@ -688,7 +691,7 @@ pub fn child_of_a_stopped_parent(c: &Ctx) {
     sys::close(fd).ok();
 }
 
-/// A parent that becomes another program, which does not get the connection: the child has it all.
+/// A parent becomes another program, which does not get the connection: the child has all of it.
 pub fn child_of_a_replaced_parent(c: &Ctx) {
     const BYTES: usize = 3000;
     let fd = c.pair();
@@ -714,7 +717,7 @@ pub fn child_of_a_replaced_parent(c: &Ctx) {
     }
 }
 
-/// A grandchild uses a connection of its parent's and one of its parent's parent, each of which has its own on a link.
+/// A grandchild uses a connection of its parent and one of its grandparent; each of these has its own on a link.
 pub fn grandchild(c: &Ctx) {
     const BYTES: usize = 3000;
     let (listener, port) = c.listener(2);
@@ -750,8 +753,8 @@ pub fn grandchild(c: &Ctx) {
     sys::close(oldest).ok();
 }
 
-/// A parent that is killed when its connection is on a link, or on the way there: with the library its child may get a
-/// reset, but no byte that is not the peer's.
+/// A parent that is killed when its connection is on a link, or on the way there. With the library its child may
+/// get a reset, but only bytes that the peer has sent.
 pub fn child_of_a_killed_parent(c: &Ctx) {
     const BYTES: usize = 3000;
     let (listener, port) = c.listener(1);
@@ -796,7 +799,7 @@ pub fn child_of_a_killed_parent(c: &Ctx) {
     }
 }
 
-/// As [`ask`], of ten rounds, the last five of which may end in a reset.
+/// As [`ask`], with ten rounds, the last five of which may end in a reset.
 fn ask_until_reset(to: &Addr, len: usize) {
     let fd = sys::connected(to);
     for round in 0..10 {
@@ -822,7 +825,7 @@ pub fn pass_to_child(c: &Ctx) {
         answer(fd, 2, 3000);
         let [ours, theirs] = socketpair();
         let child = sys::fork_child(|| {
-            // Its inherited copy is closed: it only has what is passed.
+            // The inherited copy is closed: the child only has the fd that is passed.
             sys::close(fd).ok();
             answer(take_fd(theirs), 5, 3000);
             0
@@ -836,7 +839,7 @@ pub fn pass_to_child(c: &Ctx) {
     }
 }
 
-/// A connection accepted here and passed to a worker that was there before (unused so far).
+/// A connection accepted here, not used yet, and passed to a worker that was forked before.
 pub fn pass_fresh(c: &Ctx) {
     let [ours, theirs] = socketpair();
     let (listener, port) = c.listener(4);
@@ -856,7 +859,7 @@ pub fn pass_fresh(c: &Ctx) {
     }
 }
 
-/// Passed to oneself, with unread data and data in flight; both fds are the connection.
+/// A connection passed to the same process, with unread data and data in flight; both fds are the connection.
 pub fn pass_to_itself(c: &Ctx) {
     let fd = c.pair();
     if c.is_server() {

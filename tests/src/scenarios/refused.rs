@@ -1,4 +1,4 @@
-//! Forks that the kernel refuses, by a filter that no library has seen being loaded: the connections go on as without.
+//! Forks that the kernel refuses, by a filter whose loading no library has seen: the connections go on as without it.
 
 use libc::{c_int, c_long, sock_filter, sock_fprog};
 use rdmasock_core::os::kernel;
@@ -14,7 +14,7 @@ const RETURN: u16 = 0x06;
 const ALLOW: u32 = 0x7fff_0000;
 const FAIL_WITH: u32 = 0x0005_0000;
 
-/// Where `struct seccomp_data` has the number, and the low half of an argument.
+/// Offsets in `struct seccomp_data` of the number, and of the low half of an argument.
 const NUMBER: u32 = 0;
 const fn argument(n: u32) -> u32 {
     16 + 8 * n
@@ -42,7 +42,7 @@ fn step(code: u16, jt: u8, jf: u8, k: u32) -> sock_filter {
     sock_filter { code, jt, jf, k }
 }
 
-/// No fork; threads can be made.
+/// Refuses forks; threads can be made.
 fn refuse_forks() {
     load(&mut [
         step(LOAD, 0, 0, NUMBER),
@@ -63,7 +63,7 @@ fn fork() -> Ret {
     forked
 }
 
-/// A fork that fails, at either end, leaves a connection what it was: held by one process, which may have it promoted.
+/// A fork that fails, at either end, leaves a connection as it was: held by one process, which may have it promoted.
 pub fn fork_before(c: &Ctx) {
     let fd = c.cold_pair();
     refuse_forks();
@@ -74,7 +74,7 @@ pub fn fork_before(c: &Ctx) {
     end_unread(c, fd);
 }
 
-/// The same on a link; a close with unread data still resets the connection.
+/// As [`fork_before`], on a link; a close with unread data still resets the connection.
 pub fn fork_on_a_link(c: &Ctx) {
     let fd = c.pair();
     refuse_forks();

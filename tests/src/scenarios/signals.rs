@@ -14,8 +14,8 @@ extern "C" fn count(_: c_int) {
     HITS.fetch_add(1, Ordering::Relaxed);
 }
 
-/// Runs `blocked` in this thread while another one sends it SIGUSR1 once it sleeps; where the
-/// call is to be restarted, `finish` then ends its wait.
+/// Runs `blocked` in this thread; another thread sends SIGUSR1 once it sleeps. If the call
+/// restarts, `finish` then ends its wait.
 fn interrupt(blocked: impl FnOnce(), finish: impl FnOnce() + Send) {
     let me = call!(libc::pthread_self()).value as libc::pthread_t;
     let id = sys::thread_id();
@@ -31,7 +31,7 @@ fn interrupt(blocked: impl FnOnce(), finish: impl FnOnce() + Send) {
     });
 }
 
-/// poll() that nothing but a signal ends. (`Ctx::poll` goes on after one.)
+/// Calls poll() that only a signal ends. (`Ctx::poll` goes on after one.)
 fn interrupted_poll(c: &Ctx, fd: c_int) {
     let mut p = libc::pollfd {
         fd,
@@ -295,7 +295,7 @@ pub fn masks(c: &Ctx) {
     c.sync("send");
     c.send(fd, b"x", 0);
     sys::wait_readable_bytes(fd, 1);
-    // Ready and a pending signal with a zero time-out: the kernel reports readiness.
+    // The fd is ready, a signal is pending, and the time-out is zero: the kernel reports readiness.
     pend();
     c.ret("ppoll", call!(libc::ppoll(&mut p, 1, &zero, &before)));
     hits("ready ppoll");

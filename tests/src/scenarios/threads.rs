@@ -65,7 +65,7 @@ pub fn eight_on_one_epoll(c: &Ctx) {
     ));
 }
 
-/// One thread sends while another receives, on both sides.
+/// A thread sends while another receives, on both sides.
 pub fn send_and_receive(c: &Ctx) {
     const LEN: u64 = 4 << 20;
     let fd = c.pair();
@@ -158,7 +158,7 @@ pub fn four_receivers(c: &Ctx) {
     }
 }
 
-/// A thread blocked in recv, another one shuts the connection down: EOF.
+/// A thread is blocked in recv when another shuts the connection down: EOF.
 pub fn shutdown_wakes(c: &Ctx) {
     let fd = c.pair();
     if c.is_server() {
@@ -220,10 +220,10 @@ pub fn close_does_not_wake(c: &Ctx) {
     }
 }
 
-/// What pthread_create runs.
+/// The function that pthread_create runs.
 type ThreadFn = extern "C" fn(*mut libc::c_void) -> *mut libc::c_void;
 
-/// More than a connection of kernel TCP takes from a sender whose peer does not read.
+/// More bytes than a connection of kernel TCP accepts from a sender whose peer does not read.
 const MUCH_BYTES: usize = 32 * 1024 * 1024;
 
 static CANCEL_FD: AtomicI32 = AtomicI32::new(-1);
@@ -255,8 +255,8 @@ extern "C" fn blocked_in_poll(_: *mut libc::c_void) -> *mut libc::c_void {
     std::ptr::null_mut()
 }
 
-// What could panic, such as FD_SET, is done before: a frame that knows of panics does not let the
-// cancellation's unwinding pass.
+// The caller has already run all code that could panic, such as FD_SET: a frame that handles panics stops the
+// cancellation's unwinding.
 extern "C" fn blocked_in_select(set: *mut libc::c_void) -> *mut libc::c_void {
     let fd = CANCEL_FD.load(Ordering::Relaxed);
     let none = std::ptr::null_mut();
@@ -316,12 +316,12 @@ fn cancel_in(c: &Ctx, blocked: ThreadFn) {
     c.log(format_args!("cancelled: {}", ended as isize == -1));
 }
 
-/// pthread_cancel of a thread blocked in recv; the connection then works for others.
+/// pthread_cancel of a thread blocked in recv; the connection then works for other threads.
 pub fn cancel(c: &Ctx) {
     cancel_each(c, |_| {}, &[blocked_in_recv]);
 }
 
-/// The same on a connection that is not promoted yet, and is afterwards.
+/// As [`cancel`], on a connection that is not promoted yet, and is afterwards.
 pub fn cancel_early(c: &Ctx) {
     let fd = c.cold_pair();
     if c.is_server() {
@@ -333,7 +333,7 @@ pub fn cancel_early(c: &Ctx) {
     c.close(fd);
 }
 
-/// Likewise, in send.
+/// As [`cancel_early`], in send.
 pub fn cancel_sender_early(c: &Ctx) {
     let fd = c.cold_pair();
     if c.is_server() {
@@ -342,7 +342,7 @@ pub fn cancel_sender_early(c: &Ctx) {
     }
     c.sync("cancelled");
     if !c.is_server() {
-        // How much had gone out nobody knows.
+        // The number of bytes that were sent is not known.
         while sys::poll_one(fd, libc::POLLIN, 500) != 0 {
             sys::recv(fd, &mut [0; 65536], 0).ok();
         }
@@ -352,7 +352,7 @@ pub fn cancel_sender_early(c: &Ctx) {
     c.close(fd);
 }
 
-/// pthread_cancel of threads that wait for readiness, likewise.
+/// As [`cancel`], of threads that wait for readiness.
 pub fn cancel_pollers(c: &Ctx) {
     let add_to_epoll = |fd| {
         let ep = epoll::create();

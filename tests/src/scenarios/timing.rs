@@ -19,8 +19,9 @@ pub fn rcvtimeo(c: &Ctx) {
             sys::set_timeout(fd, libc::SO_RCVTIMEO, Duration::from_millis(80)),
         );
         c.recv(fd, 10, 0);
-        // Once is enough: on a machine that stood still the kernel's own wait ends early, as it has yet to count
-        // the ticks of that time.
+        // A single full wait is enough: on a machine that stood still the kernel's own wait ends early, because it has
+        // yet
+        // to count the ticks of that time.
         let waited = (0..20).any(|_| {
             let start = Instant::now();
             sys::recv(fd, &mut [0; 10], 0);
@@ -73,7 +74,7 @@ pub fn sndtimeo(c: &Ctx) {
     }
 }
 
-/// O_NONBLOCK is shared by dup'd fds, whichever sets it and however.
+/// O_NONBLOCK is shared by dup'd fds, no matter which fd sets it and how.
 pub fn nonblock_shared(c: &Ctx) {
     let fd = c.pair();
     if c.is_server() {
@@ -100,7 +101,7 @@ pub fn nonblock_shared(c: &Ctx) {
     c.close(fd);
 }
 
-/// SO_RCVTIMEO and O_NONBLOCK set by a fork child, who has the same socket, after this process has waited on it.
+/// SO_RCVTIMEO and O_NONBLOCK set by a fork child, which has the same socket, after this process has waited on it.
 pub fn set_by_child(c: &Ctx) {
     let fd = c.pair();
     if c.is_server() {
@@ -161,8 +162,8 @@ pub fn woken(c: &Ctx) {
     c.close(fd);
 }
 
-/// Fills the connection until nothing more goes for 300 ms (kernel TCP may take more a moment
-/// after EAGAIN: buffers grow, and the peer's window is probed after 200 ms); gives the bytes.
+/// Fills the connection until no more bytes are accepted for 300 ms. (Kernel TCP may accept more a moment
+/// after EAGAIN: buffers grow, and the peer's window is probed after 200 ms.) Returns the number of bytes.
 fn fill(fd: c_int, seed: u64) -> usize {
     let mut sent = 0;
     loop {
@@ -248,7 +249,7 @@ pub fn blocked_send(c: &Ctx) {
     c.close(fd);
 }
 
-/// A blocked send ends with what was taken when the peer resets.
+/// A blocked send returns the bytes accepted so far when the peer resets.
 pub fn blocked_send_reset(c: &Ctx) {
     let fd = c.pair();
     if c.is_server() {

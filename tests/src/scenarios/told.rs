@@ -1,5 +1,5 @@
-//! What a connection tells of itself: TCP_INFO and the queues, before it is promoted, on the link, half closed, when
-//! its peer is gone, and back on TCP. Bytes are counted exactly, apart from those of the warm-up, whose number differs.
+//! The state that a connection reports: TCP_INFO and the queues, before it is promoted, on the link, half closed,
+//! after its peer's death, and back on TCP. Bytes are counted exactly, apart from the warm-up's, whose number differs.
 
 use libc::{IPPROTO_TCP, SOL_SOCKET, c_int};
 
@@ -61,32 +61,32 @@ impl Info {
         self.u32(144)
     }
 
-    /// Without what TCP has sent again.
+    /// Returns the bytes sent, without retransmissions.
     fn sent(&self) -> u64 {
         self.u64(200) - self.u64(208)
     }
 
-    /// Segments: out, in, and of those with data in, out, and that have arrived.
+    /// Returns segments: out, in, with data in, with data out, and delivered.
     fn segments(&self) -> [u32; 5] {
         [136, 140, 152, 156, 192].map(|at| self.u32(at))
     }
 }
 
-/// getsockopt() into `bytes`: its result and the length that it gives.
+/// Calls getsockopt() into `bytes`. Returns the call's result and the length.
 pub fn get(fd: c_int, level: c_int, name: c_int, bytes: &mut [u8]) -> (Ret, usize) {
     let mut len = bytes.len() as libc::socklen_t;
     let r = call!(libc::getsockopt(fd, level, name, bytes.as_mut_ptr().cast(), &mut len));
     (r, len as usize)
 }
 
-/// SIOCOUTQ or the other.
+/// Returns the value of SIOCOUTQ or SIOCOUTQNSD.
 pub fn queue(fd: c_int, request: libc::c_ulong) -> c_int {
     let mut n: c_int = -1;
     call!(libc::ioctl(fd, request, &mut n)).ok();
     n
 }
 
-/// Waits until the peer's host has all that was sent; an acknowledgement may be delayed.
+/// Waits until the peer's host has all bytes that were sent; an acknowledgement may be delayed.
 pub fn until_acknowledged(fd: c_int) {
     let mut left = 0;
     for _ in 0..5000 {
@@ -99,7 +99,7 @@ pub fn until_acknowledged(fd: c_int) {
     panic!("{left} bytes are not acknowledged");
 }
 
-/// Logs everything that can be compared, when nothing is on its way. Counts of bytes are told less `before`.
+/// Logs everything that can be compared, when nothing is on its way. Counts of bytes are logged less `before`.
 fn tell(c: &Ctx, fd: c_int, when: &str, before: [u64; 3]) -> Info {
     let info = Info::of(fd);
     let [acked, received, sent] = before;
@@ -133,7 +133,7 @@ fn counts(fd: c_int) -> [u64; 3] {
     [info.acked(), info.received(), info.sent()]
 }
 
-/// A request and its answer.
+/// Sends a request and receives its answer.
 pub fn exchange(c: &Ctx, fd: c_int, round: u64) {
     let (request, answer) = (data::pattern(1, round, 100), data::pattern(2, round, 300));
     if c.is_server() {
@@ -145,8 +145,8 @@ pub fn exchange(c: &Ctx, fd: c_int, round: u64) {
     }
 }
 
-/// Every byte that was sent, and no other, is counted from the first on, while the connection is promoted; and no count
-/// ever falls.
+/// Every byte that was sent, and no other, is counted from the first on, while the connection is promoted. No
+/// count ever falls.
 pub fn counts_across_a_promotion(c: &Ctx) {
     let fd = c.cold_pair();
     for round in 0..3 {
@@ -169,7 +169,7 @@ pub fn counts_across_a_promotion(c: &Ctx) {
     c.close(fd);
 }
 
-/// A look at counts that must not be less than they were, and that belong together.
+/// Reads counts, and checks that none is less than before, and that they are consistent.
 fn not_less(fd: c_int, before: &Info) -> Info {
     let now = Info::of(fd);
     for (what, then, is) in [
@@ -250,13 +250,13 @@ pub fn unread_and_half_closed(c: &Ctx) {
     }
 }
 
-/// When something was last sent and received: not since the connection left TCP.
+/// The times of the last send and receive stay current after the connection has left TCP.
 pub fn time_of_the_last(c: &Ctx) {
     let fd = c.pair();
     sys::pause_ms(600);
     exchange(c, fd, 0);
     c.sync("exchanged");
-    // The machine may stand still for a moment between the exchange and the look: once is enough.
+    // The machine may stand still for a moment between the exchange and the query: one recent value is enough.
     let mut is_recent = [false; 2];
     for round in 1..20 {
         exchange(c, fd, round);
@@ -296,7 +296,7 @@ pub fn counts_across_a_demotion(c: &Ctx) {
         let [a, b] = socketpair();
         c.ret("pass", pass_fd(a, fd));
         let other = take_fd(b);
-        // What the kernel has not got yet comes as it is read.
+        // Bytes that the kernel does not have yet come as the others are read.
         c.recv(fd, 1000, libc::MSG_WAITALL);
         c.recv(other, 500, libc::MSG_WAITALL);
         not_less(fd, &last);
@@ -326,7 +326,7 @@ pub fn counts_across_a_demotion(c: &Ctx) {
     c.close(fd);
 }
 
-/// A child of fork reads of its connection what the parent would, before it uses it and after.
+/// A child of fork gets the counts that the parent would, before it uses the connection and after.
 pub fn counts_in_a_child(c: &Ctx) {
     let fd = c.pair();
     until_acknowledged(fd);
@@ -346,7 +346,7 @@ pub fn counts_in_a_child(c: &Ctx) {
     let parents = talk(0..5, "parent");
     if c.is_server() {
         let child = sys::fork_child(|| {
-            // On a link what the parent has said of the fork is on its way.
+            // On a link the parent's message about the fork is still on its way.
             until_acknowledged(fd);
             let first = tell(c, fd, "child", before);
             assert!(first.sent() == parents.sent() && first.received() == parents.received());
@@ -390,7 +390,7 @@ pub fn peer_killed(c: &Ctx) {
     c.close(fd);
 }
 
-/// TCP_INFO of any length: as much as there is, or is asked for, and the rest of the buffer is left alone.
+/// TCP_INFO of any length: returns as much as there is, or is asked for, and leaves the rest of the buffer alone.
 pub fn lengths(c: &Ctx) {
     let fd = c.pair();
     exchange(c, fd, 0);
@@ -400,7 +400,7 @@ pub fn lengths(c: &Ctx) {
     for len in [0, 1, 3, 104, 121, 124, 128, 137, 200, 205, 208] {
         let mut bytes = [0xee; 512];
         let (r, got) = get(fd, IPPROTO_TCP, libc::TCP_INFO, &mut bytes[..len]);
-        // The counts of bytes, as far as they go.
+        // The counts of bytes are compared as far as the length reaches.
         let same = (120..136.min(len)).all(|at| bytes[at] == whole.0[at]);
         let left_alone = bytes[len..].iter().all(|b| *b == 0xee);
         c.log(format_args!("{len}: {r} {got} {same} {left_alone}"));

@@ -1,4 +1,4 @@
-//! Options of a connection that are read back, and do what they say, before it is promoted, on the link, and back on
+//! Options of a connection that are read back, and have their effect, before it is promoted, on the link, and back on
 //! TCP.
 
 use std::os::fd::AsRawFd;
@@ -48,7 +48,7 @@ const KEPT: [(&str, c_int, c_int, c_int); 25] = [
     ("IP_TTL", libc::IPPROTO_IP, libc::IP_TTL, 33),
 ];
 
-/// Options that were set before the promotion are read back after it, and after the demotion; likewise those set on the
+/// Options that were set before the promotion are read back after it, and after the demotion; so are those set on the
 /// link.
 pub fn kept(c: &Ctx) {
     let fd = c.cold_pair();
@@ -56,7 +56,7 @@ pub fn kept(c: &Ctx) {
         for (name, level, option, set) in KEPT {
             let (r, value) = sys::get_int(fds, level, option);
             let value = match (level, option) {
-                // Where it was processed last.
+                // The processor of the last packet varies.
                 (SOL_SOCKET, libc::SO_INCOMING_CPU) => c_int::from(value >= 0),
                 // The kernel takes off some percent when it first sees how much memory a full segment takes, which a
                 // connection that is promoted early never gets on TCP (tcp_measure_rcv_mss in Linux's tcp_input.c).
@@ -115,12 +115,12 @@ pub fn kept(c: &Ctx) {
     c.close(fd);
 }
 
-/// TCP_NODELAY is as the program has set it, whatever a promotion does meanwhile: a thread looks all the time.
+/// TCP_NODELAY stays as the program has set it during a promotion: a thread reads it all the time.
 pub fn nodelay_while_promoted(c: &Ctx) {
     look_at_nodelay(c, 250, 0);
 }
 
-/// The same at one promotion, in whose middle threads can be held up (`tests/wakes.rs`).
+/// As [`nodelay_while_promoted`], at one promotion, in whose middle threads can be held up (`tests/wakes.rs`).
 pub fn nodelay_at_a_promotion(c: &Ctx) {
     look_at_nodelay(c, 1, 5);
 }
@@ -149,14 +149,15 @@ fn look_at_nodelay(c: &Ctx, connections: usize, pause_ms: u64) {
         c.sync("round");
         c.close(fd);
     }
-    // How often depends on how fast it looks.
+    // The number of reads depends on the machine's speed.
     c.log(format_args!("always as it was set: {}", differs == 0));
 }
 
 #[repr(align(8))]
 struct Control([u8; 64]);
 
-/// recvmsg() of up to `len` bytes with room for `room` bytes of control data: what came, and the control data.
+/// Calls recvmsg() for up to `len` bytes with room for `room` bytes of control data. Logs the bytes and the control
+/// data.
 fn receive(c: &Ctx, fd: c_int, len: usize, room: usize) {
     let mut bytes = vec![0; len];
     let mut iov = [sys::iov(&mut bytes)];
@@ -174,7 +175,7 @@ fn receive(c: &Ctx, fd: c_int, len: usize, room: usize) {
     ));
 }
 
-/// TCP_INQ: a receive tells how much is left.
+/// TCP_INQ: a receive returns how many bytes are left.
 pub fn how_much_is_left(c: &Ctx) {
     let fd = c.pair();
     if c.is_server() {
@@ -208,7 +209,7 @@ pub fn how_much_is_left(c: &Ctx) {
     c.close(fd);
 }
 
-/// The same, set on a listener.
+/// As [`how_much_is_left`], set on a listener.
 pub fn how_much_is_left_by_listener(c: &Ctx) {
     let (listener, port) = c.listener(4);
     if let Some(l) = listener {
@@ -232,7 +233,7 @@ pub fn how_much_is_left_by_listener(c: &Ctx) {
     c.close(fd);
 }
 
-/// Options by which a receive tells when a packet has come.
+/// Options by which a receive returns the time at which a packet came.
 pub fn timestamps(c: &Ctx) {
     const RX_SOFTWARE: c_int = 1 << 3;
     const SOFTWARE: c_int = 1 << 4;
@@ -260,7 +261,7 @@ pub fn timestamps(c: &Ctx) {
             let kind = &control.0[..16];
             c.log(format_args!("recvmsg -> {r}, {used} {kind:?}"));
         } else {
-            // Time for the connection to be back on TCP, also on a busy machine: what comes before has no time.
+            // Time for the connection to be back on TCP, also on a busy machine: earlier bytes have no time.
             sys::pause_ms(250);
             sys::send_all(fd, &data::pattern(1, 0, 1000)).ok();
         }
@@ -269,7 +270,7 @@ pub fn timestamps(c: &Ctx) {
     }
 }
 
-/// SO_MAX_PACING_RATE holds back what is sent.
+/// SO_MAX_PACING_RATE limits the rate of sends.
 pub fn pacing(c: &Ctx) {
     let fd = c.pair();
     if !c.is_server() {
@@ -291,8 +292,8 @@ pub fn pacing(c: &Ctx) {
     c.close(fd);
 }
 
-/// TCP_REPAIR: the state that the kernel tells is the connection's, and the connection goes on. (Without the right to,
-/// it is refused.)
+/// TCP_REPAIR: the state that the kernel returns is the connection's, and the connection goes on. (Without the
+/// privilege, it is refused.)
 pub fn repair(c: &Ctx) {
     const TCP_REPAIR: c_int = 19;
     const TCP_REPAIR_QUEUE: c_int = 20;
@@ -311,12 +312,12 @@ pub fn repair(c: &Ctx) {
         let set = |name, value| sys::set_int(fd, IPPROTO_TCP, name, value);
         c.ret("repair", set(TCP_REPAIR, 1));
         c.log(format_args!("{:?}", sys::get_int(fd, IPPROTO_TCP, TCP_REPAIR)));
-        // Of no queue, and then of the other: the kernel neither takes nor gives.
+        // No queue is selected, and then the receive queue: the kernel neither accepts nor returns bytes.
         c.ret("send", sys::send(fd, b"x", libc::MSG_NOSIGNAL));
         c.recv(fd, 10, libc::MSG_DONTWAIT);
         c.ret("queue", set(TCP_REPAIR_QUEUE, RECV_QUEUE));
         c.recv(fd, 10, libc::MSG_DONTWAIT);
-        // What is unread is looked at without being taken, when the peer has sent it again over TCP.
+        // The unread bytes are peeked, when the peer has sent them again over TCP.
         sys::wait_readable_bytes(fd, 500);
         c.recv(fd, 600, libc::MSG_PEEK | libc::MSG_DONTWAIT);
         c.ret("off", set(TCP_REPAIR, OFF_WITHOUT_PROBE));
@@ -331,7 +332,7 @@ pub fn repair(c: &Ctx) {
     c.close(fd);
 }
 
-/// TCP_ZEROCOPY_RECEIVE: all bytes come, mapped or copied, whatever was unread when it was first asked for.
+/// TCP_ZEROCOPY_RECEIVE: all bytes come, mapped or copied, with any number of bytes unread at the first call.
 pub fn zero_copy_receive(c: &Ctx) {
     const TCP_ZEROCOPY_RECEIVE: c_int = 35;
     const MAPPED: usize = 1 << 18;
@@ -372,7 +373,7 @@ pub fn zero_copy_receive(c: &Ctx) {
             c.log(format_args!("refused: {asked}"));
             break;
         }
-        // SAFETY: the kernel has mapped so many bytes there.
+        // SAFETY: the kernel has mapped `request.length` bytes there.
         got.extend_from_slice(unsafe { std::slice::from_raw_parts(at.cast::<u8>(), request.length as usize) });
         let skip = (request.skip as usize).min(all.len() - got.len());
         if skip > 0 {
@@ -387,7 +388,7 @@ pub fn zero_copy_receive(c: &Ctx) {
     c.close(fd);
 }
 
-/// Keepalive asks the peer's host, not its program: one that stands still for longer than all probes together lives.
+/// Keepalive probes the peer's host, not its program: a program that stands still for longer than all probes lives.
 pub fn keepalive_of_a_frozen_peer(c: &Ctx) {
     let fd = c.pair();
     let pid = c.exchange("pid", std::process::id().into()) as libc::pid_t;
@@ -410,8 +411,8 @@ pub fn keepalive_of_a_frozen_peer(c: &Ctx) {
     c.close(fd);
 }
 
-/// Keepalive ends a connection at rest to a host that is gone, while a receive waits: here the loopback interface of a
-/// network of their own goes down.
+/// Keepalive ends a connection at rest to a host that is gone, while a receive waits: here the loopback interface
+/// of a network of their own goes down.
 pub fn keepalive_of_a_host_that_is_gone(c: &Ctx) {
     if call!(libc::geteuid()).value != 0 {
         eprintln!("as root only");
@@ -430,8 +431,8 @@ pub fn keepalive_of_a_host_that_is_gone(c: &Ctx) {
     for round in 0..20 {
         exchange(c, fd, round);
     }
-    // While anything is on its way the kernel does not probe: nor what a promotion has said, which is acknowledged 40
-    // ms later.
+    // While bytes are on their way the kernel does not probe. The promotion's own messages count too: they are
+    // acknowledged 40 ms later.
     until_acknowledged(fd);
     sys::pause_ms(300);
     c.sync("at rest");
@@ -457,7 +458,7 @@ fn loopback(flags: c_int) {
     sys::close(control).ok();
 }
 
-/// 3 s of silence end the connection.
+/// Sets keepalive so that 3 s of silence end the connection.
 fn probe_soon(c: &Ctx, fd: c_int) {
     for (name, value) in [
         (libc::TCP_KEEPIDLE, 1),
@@ -470,8 +471,8 @@ fn probe_soon(c: &Ctx, fd: c_int) {
     c.ret("keepalive", on);
 }
 
-/// TCP_USER_TIMEOUT ends a connection whose peer takes nothing for so long, for a blocking sender and for one that
-/// polls.
+/// TCP_USER_TIMEOUT ends a connection whose peer accepts no bytes for that time, for a blocking sender and for one
+/// that polls.
 pub fn user_timeout(c: &Ctx) {
     for polls in [false, true] {
         let fd = c.pair();

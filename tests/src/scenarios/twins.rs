@@ -1,5 +1,5 @@
 //! Two live connections with equal addresses and ports at both ends: in two network namespaces, or on two interfaces
-//! of one namespace. Each byte tells which connection it belongs to.
+//! of one namespace. Each byte names the connection that it belongs to.
 
 use std::os::fd::AsRawFd;
 
@@ -21,7 +21,7 @@ const FIRST_CLIENT_PORT: u16 = 20_000;
 /// The address that both interfaces have.
 const LINK_LOCAL: std::net::Ipv6Addr = std::net::Ipv6Addr::new(0xfe80, 0, 0, 0, 0, 0, 0, 0x77);
 
-/// Where a connection is: in this network namespace, to this address.
+/// The place of a connection: this network namespace, and the address.
 #[derive(Clone, Copy)]
 struct Place {
     namespace: c_int,
@@ -99,7 +99,7 @@ fn exchange(fd: c_int, tag: u8, round: u8) {
     );
 }
 
-/// Connections from all of these places at the same time, with equal ports.
+/// Holds conversations on connections from all of these places at the same time, with equal ports.
 fn talk(places: &[(Place, u8)]) {
     for pair in 0..PAIRS {
         let fds: Vec<_> = places
@@ -170,7 +170,7 @@ fn play(c: &Ctx, places: &[(Place, u8)], are_servers_two: bool, are_clients_two:
     }
 }
 
-/// A network namespace of this thread's own, in which it stays.
+/// Makes a network namespace for this thread, which stays in it.
 fn namespace() -> std::fs::File {
     call!(libc::unshare(libc::CLONE_NEWNET)).ok();
     ip("link set lo up");
@@ -254,7 +254,7 @@ pub fn on_interfaces(c: &Ctx) {
     on_two_interfaces(c, false);
 }
 
-/// The same with a server for each interface.
+/// As [`on_interfaces`], with a server for each interface.
 pub fn on_interfaces_of_two_servers(c: &Ctx) {
     on_two_interfaces(c, true);
 }

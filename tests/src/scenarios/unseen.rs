@@ -1,8 +1,9 @@
-//! What the peer of a connection sees that is closed by a system call in line, which no library sees, and whose number
-//! nobody touches after that: a table of what the peer is doing, what is unread, how the connection was shut down
-//! before, and what has become of its number by then. The bounds are there to tell what never comes.
+//! The peer's view of a connection that is closed by a system call in line, which no library sees, and whose fd is not
+//! used after that. A table: the peer's activity, its unread data, an earlier shutdown of the connection, and the later
+//! use
+//! of its fd. The time bounds only detect events that never come.
 //!
-//! And a program that sends and receives by libc, but waits by system calls in line.
+//! Also a program that sends and receives by libc, but waits by system calls in line.
 
 use std::thread;
 
@@ -14,43 +15,43 @@ use crate::ctx::Ctx;
 use crate::data;
 use crate::sys::{self, Addr, Ret};
 
-/// Exchanges before: so many that the connection is on a link.
+/// Exchanges before the close: enough for the connection to be on a link.
 const WARM: usize = 300;
 const REQUEST: usize = 32;
-/// More than a connection holds that is not read.
+/// More unread bytes than a connection holds.
 const MUCH: usize = 32 << 20;
-/// How long the peer waits for what comes by itself, and for the end of what it sends, ms.
+/// How long the peer waits for an event that comes by itself, and for the end of its sends, in ms.
 const BOUND: c_int = 3_000;
 
-/// What the peer is doing when the connection is closed.
+/// The peer's activity when the connection is closed.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Peer {
-    /// Nothing, and all that it has sent is read.
+    /// The peer is idle, and all bytes that it has sent are read.
     Idle,
-    /// Nothing, and some of what it has sent is not read.
+    /// The peer is idle, and some of the bytes that it has sent are not read.
     Unread,
     /// A thread is blocked in a send.
     Blocked,
-    /// It waits by epoll for room.
+    /// The peer waits by epoll for room.
     WaitsForRoom,
 }
 
 const PEERS: [Peer; 4] = [Peer::Idle, Peer::Unread, Peer::Blocked, Peer::WaitsForRoom];
 
-/// What has become of its number when the peer looks.
+/// The use of the closed fd when the peer checks.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Number {
     Free,
-    /// It is another file's.
+    /// Another file has the fd.
     Reused,
-    /// It was another file's, which libc has closed.
+    /// Another file had the fd, and libc has closed it.
     ClosedAgain,
 }
 
 /// The scenario's number: how the connection was shut down before.
 const SHUT: [Option<c_int>; 4] = [None, Some(libc::SHUT_RD), Some(libc::SHUT_WR), Some(libc::SHUT_RDWR)];
 
-/// How many there are.
+/// The number of these states.
 pub const WAYS: u32 = SHUT.len() as u32;
 
 /// A connection in each state of the table is closed in line.
@@ -77,7 +78,7 @@ fn closer(c: &Ctx, listener: c_int, before: Option<c_int>, number: Number) {
     c.sync("ready");
     if let Some(how) = before {
         call!(libc::shutdown(fd, how)).ok();
-        // What the peer sees of that it has seen.
+        // The peer has seen the effect of the shutdown.
         sys::pause_ms(10);
     }
     in_line(libc::SYS_close, fd as usize);
@@ -93,20 +94,20 @@ fn closer(c: &Ctx, listener: c_int, before: Option<c_int>, number: Number) {
     }
 }
 
-/// How a program waits that no hook sees wait.
+/// How a program waits where no hook sees it.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Waits {
-    /// For each receive, level-triggered.
+    /// Before each receive, level-triggered.
     Always,
     /// When there was nothing to receive, level-triggered.
     AfterEagain,
-    /// The same, edge-triggered.
+    /// When there was nothing to receive, edge-triggered.
     AtEdges,
 }
 
 const WAITS: [Waits; 3] = [Waits::Always, Waits::AfterEagain, Waits::AtEdges];
 
-/// How many scenarios there are of [`readiness`]: which side, how it waits, and whether the first message is large.
+/// The number of scenarios of [`readiness`]: which side, how it waits, and whether the first message is large.
 pub const READINESS: u32 = 2 * WAITS.len() as u32 * 2;
 
 const ROUNDS: usize = 60;
@@ -206,7 +207,7 @@ impl Drop for Unseen {
     }
 }
 
-/// A system call that no library sees.
+/// Makes a system call that no library sees.
 fn in_line(number: libc::c_long, argument: usize) -> c_int {
     in_line_with(number, [argument, 0, 0, 0, 0, 0])
 }
@@ -223,7 +224,9 @@ fn observer(c: &Ctx, port: u16, peer: Peer, what: &str) {
         sys::send_all(fd, &request).ok();
         assert!(sys::recv_exact(fd, REQUEST) == request);
         if i == WARM {
-            // On the link by then, if it is to be; what is exchanged after that takes the last marker out of TCP.
+            // The connection is on the link by then, if it ever gets there; the exchanges after that take the last
+            // marker out of
+            // TCP.
             sys::pause_ms(40);
         }
     }
@@ -249,9 +252,9 @@ fn observer(c: &Ctx, port: u16, peer: Peer, what: &str) {
     report(c, fd, peer, what);
 }
 
-/// What came by itself, how receiving ends, and how sending does.
+/// Logs whether a reset came by itself, how receiving ends, and how sending ends.
 fn report(c: &Ctx, fd: c_int, peer: Peer, what: &str) {
-    // A reset comes by itself where something was unread, and nowhere else.
+    // A reset comes by itself if bytes were unread, and only then.
     let ms = if peer == Peer::Idle { 400 } else { BOUND };
     let is_reset = sys::poll_one(fd, 0, ms) != 0;
     let mut buf = [0; 8];
@@ -262,7 +265,7 @@ fn report(c: &Ctx, fd: c_int, peer: Peer, what: &str) {
     sys::close(fd).ok();
 }
 
-/// Sends until that fails, or nothing can be sent for a long time.
+/// Sends until a send fails, or none is accepted for a long time.
 fn last_send(fd: c_int) -> Ret {
     sys::set_nonblocking(fd, true);
     for _ in 0..BOUND {
@@ -299,14 +302,14 @@ fn blocked(c: &Ctx, fd: c_int, what: &str) {
         sent
     });
     sys::wait_asleep(told.recv().unwrap());
-    // A ring that stands still is given more room.
+    // A ring that stands still gets more room.
     sys::pause_ms(30);
     c.sync("ready");
     c.sync("closed");
     let bound = std::time::Duration::from_millis(BOUND as u64);
     let is_back = told.recv_timeout(bound).is_ok();
     if !is_back {
-        // Ends it, for the scenarios that follow.
+        // The shutdown ends the send, for the scenarios that follow.
         call!(libc::shutdown(fd, libc::SHUT_RDWR)).ok();
     }
     let sent = sender.join().unwrap();

@@ -1,5 +1,5 @@
-//! Urgent data around the moment of a promotion: what the library writes into TCP must not follow or pass the mark.
-//! What a promoted connection does with it is in `flags`.
+//! Urgent data around the moment of a promotion: the library's own bytes in TCP must not follow or pass the mark.
+//! `flags` has urgent data on a promoted connection.
 
 use libc::c_int;
 
@@ -11,7 +11,7 @@ use crate::sys;
 const CONNECTIONS: u32 = 24;
 const SIOCATMARK: libc::c_ulong = 0x8905;
 
-/// Ways in which a scenario's connections differ: who sends the urgent byte, and whether it is received in line.
+/// Ways in which a scenario's connections differ: which end sends the urgent byte, and whether it is received in line.
 pub const WAYS: u32 = 4;
 
 /// Adds the family to the table: with thresholds that are reached by the urgent send itself, and earlier.
@@ -23,8 +23,8 @@ pub fn add_to(all: &mut Vec<Scenario>) {
     }
 }
 
-/// Connections that each send an urgent byte near the request at which they are promoted, and then nothing until the
-/// other end has read it.
+/// Connections on which an end sends an urgent byte near the request at which they are promoted, and then nothing
+/// until the other end has read it.
 pub fn at_promotion(c: &Ctx) {
     let (listener, port) = c.listener(16);
     for n in 0..CONNECTIONS {
@@ -51,7 +51,7 @@ fn one(c: &Ctx, fd: c_int, n: u32) {
         exchange(c, fd);
     }
     if by_server {
-        // A request of which the urgent byte is the answer.
+        // The urgent byte is the answer to this request.
         if c.is_server() {
             sys::recv_exact(fd, 16);
         } else {
@@ -67,7 +67,7 @@ fn one(c: &Ctx, fd: c_int, n: u32) {
     } else {
         sys::wait_for(fd, libc::POLLPRI);
         c.sync("sent");
-        // Whatever follows has time to come.
+        // Later bytes have time to come.
         sys::pause_ms(3);
         if n.is_multiple_of(2) {
             read_to_mark(c, fd);

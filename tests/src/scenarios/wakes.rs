@@ -1,5 +1,5 @@
 //! Threads that enter each kind of wait at each moment of a promotion, of a demotion and of a hand-over: short
-//! dialogues on new connections, in which every message has to end a wait, and nothing may be reported that was not
+//! dialogues on new connections. Every message has to end a wait, and no event may be reported that was not
 //! registered. `tests/wakes.rs` plays them with threads held up in between.
 
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
@@ -13,16 +13,16 @@ use crate::{data, sys};
 /// Connections one after the other, and messages each way on each.
 const CONNECTIONS: usize = 4;
 const MESSAGES: usize = 24;
-/// Before this one one end takes the connection off its link.
+/// The message before which one end takes the connection off its link.
 const DEMOTED_AT: usize = 16;
-/// A wait that is not ended within this time never is.
+/// In ms: a wait that is not ended within this time never ends.
 const AT_MOST_MS: c_int = 5_000;
 const LEN: usize = 4;
 
-/// Long enough for a promotion to come about while the other end waits, whose threads may be held up.
+/// In ms: long enough for a promotion while the other end, whose threads may be held up, waits.
 const THINKING_MS: u64 = 15;
 
-/// Before an answer: in the messages after which a connection is promoted or demoted.
+/// Pauses before an answer, in the messages after which a connection is promoted or demoted.
 fn think(message: usize) {
     if (1..4).contains(&message) || (DEMOTED_AT..DEMOTED_AT + 2).contains(&message) {
         sys::pause_ms(THINKING_MS);
@@ -32,7 +32,7 @@ fn think(message: usize) {
 /// A wait until a connection can be read. False if it has not ended in time.
 type Wait = Box<dyn FnMut() -> bool>;
 
-/// The dialogues of both ends, each of which waits in the way that is `prepared` for a new connection.
+/// The dialogues of both ends. For each new connection, `prepare` returns the wait that the end uses.
 fn talk(c: &Ctx, prepare: impl Fn(c_int) -> Wait) {
     let (listener, port) = c.listener(16);
     for connection in 0..CONNECTIONS {
@@ -86,8 +86,8 @@ fn say(fd: c_int, message: usize) {
     }
 }
 
-/// The program asks for the bytes in a way that only TCP serves, or has a child that holds the connection too for a
-/// moment.
+/// Takes the connection off its link: the program asks for the bytes in a way that only TCP serves, or has a child
+/// that holds the connection too for a moment.
 fn leave_link(fd: c_int, connection: usize) {
     if connection < CONNECTIONS / 2 {
         sys::set_int(fd, libc::SOL_SOCKET, libc::SO_RCVLOWAT, LEN as c_int).ok();
@@ -96,14 +96,14 @@ fn leave_link(fd: c_int, connection: usize) {
     }
 }
 
-/// In poll().
+/// Waits in poll().
 pub fn poll(c: &Ctx) {
     talk(c, |fd| {
         Box::new(move || sys::poll_one(fd, libc::POLLIN, AT_MOST_MS) == libc::POLLIN)
     });
 }
 
-/// In select().
+/// Waits in select().
 pub fn select(c: &Ctx) {
     talk(c, |fd| Box::new(move || is_selected(fd)));
 }
@@ -120,7 +120,7 @@ fn is_selected(fd: c_int) -> bool {
     call!(libc::select(fd + 1, &mut set, null, null, &mut time)).value == 1
 }
 
-/// In a receiving call.
+/// Waits in a receiving call.
 pub fn receive(c: &Ctx) {
     talk(c, |fd| {
         let time = std::time::Duration::from_millis(AT_MOST_MS as u64);
@@ -129,11 +129,11 @@ pub fn receive(c: &Ctx) {
     });
 }
 
-/// A set of one's own; closed with the wait.
+/// An epoll set of the wait's own; closed with the wait.
 struct Owned(c_int);
 
 impl Owned {
-    /// (By this a closure takes the whole value, not the number alone.)
+    /// (By this call a closure captures the whole value, not the fd alone.)
     fn fd(&self) -> c_int {
         self.0
     }
@@ -151,7 +151,7 @@ fn set_of(fd: c_int, events: u32) -> Owned {
     set
 }
 
-/// Whether a wait on a set reports the connection, and nothing else ever.
+/// Waits on a set. Returns whether it reported the connection; panics if it reported anything else.
 fn reports(set: c_int, fd: c_int) -> bool {
     let (_, events) = wait(set, 8, AT_MOST_MS);
     assert!(
@@ -164,7 +164,7 @@ fn reports(set: c_int, fd: c_int) -> bool {
     events == [(fd as u64, IN)]
 }
 
-/// In epoll_wait().
+/// Waits in epoll_wait().
 pub fn epoll(c: &Ctx) {
     talk(c, |fd| {
         let set = set_of(fd, IN);
@@ -172,8 +172,8 @@ pub fn epoll(c: &Ctx) {
     });
 }
 
-/// In epoll_wait(), once for each edge. (A connection that changes between the kernel's set and ours may have more
-/// edges.)
+/// Waits in epoll_wait(), once for each edge. (A connection that changes between the kernel's set and the library's
+/// may have more edges.)
 pub fn edge(c: &Ctx) {
     talk(c, |fd| {
         let set = set_of(fd, IN | ET);
@@ -188,7 +188,7 @@ pub fn edge(c: &Ctx) {
     });
 }
 
-/// In epoll_wait(), armed again for each.
+/// Waits in epoll_wait(), armed again for each message.
 pub fn oneshot(c: &Ctx) {
     talk(c, |fd| {
         let set = set_of(fd, 0);
@@ -199,7 +199,7 @@ pub fn oneshot(c: &Ctx) {
     });
 }
 
-/// In epoll_wait(), where the connection is added for each, and taken out again.
+/// Waits in epoll_wait(), where the connection is added for each message, and removed again.
 pub fn added(c: &Ctx) {
     talk(c, |fd| {
         let set = Owned(create());
@@ -212,7 +212,7 @@ pub fn added(c: &Ctx) {
     });
 }
 
-/// In epoll_wait(), while the connection is in a second set in which nobody waits.
+/// Waits in epoll_wait(), while the connection is in a second set on which no thread waits.
 pub fn two_sets(c: &Ctx) {
     talk(c, |fd| {
         let (set, other) = (set_of(fd, IN), set_of(fd, OUT));
@@ -220,13 +220,13 @@ pub fn two_sets(c: &Ctx) {
     });
 }
 
-/// In epoll_wait() on a set that holds the connection's set.
+/// Waits in epoll_wait() on a set that holds the connection's set.
 pub fn nested(c: &Ctx) {
     talk(c, |fd| {
         let inner = set_of(fd, IN);
         let outer = set_of(inner.fd(), IN);
         Box::new(move || {
-            // What the inner one reports may be over when it is asked, as in the kernel.
+            // The inner set may no longer be ready when it is asked, as in the kernel.
             while reports(outer.fd(), inner.fd()) {
                 let (_, events) = wait(inner.fd(), 8, 0);
                 if !events.is_empty() {
@@ -238,7 +238,7 @@ pub fn nested(c: &Ctx) {
     });
 }
 
-/// In poll() on the connection's set.
+/// Waits in poll() on the connection's set.
 pub fn polled_set(c: &Ctx) {
     talk(c, |fd| {
         let set = set_of(fd, IN);
@@ -254,7 +254,7 @@ pub fn polled_set(c: &Ctx) {
     });
 }
 
-/// Two threads in epoll_wait() on one set. One of them leaves in the middle of it, and the other has the rest.
+/// Two threads in epoll_wait() on one set. One of them leaves in the middle of the dialogue; the other gets the rest.
 pub fn two_waiters(c: &Ctx) {
     talk(c, |fd| {
         let set = set_of(fd, IN | ONESHOT);
@@ -281,7 +281,7 @@ pub fn two_waiters(c: &Ctx) {
     });
 }
 
-/// A client whose every message comes back.
+/// Runs a client whose every message comes back.
 fn be_answered(port: u16) {
     let fd = sys::connected(&sys::Addr::v4(port));
     for message in 0..MESSAGES {
@@ -291,7 +291,7 @@ fn be_answered(port: u16) {
     sys::close(fd).ok();
 }
 
-/// In a receiving call in two threads, the first of which has one message and leaves; the other has the rest.
+/// Two threads in a receiving call. The first gets one message and leaves; the other gets the rest.
 pub fn two_receivers(c: &Ctx) {
     let (listener, port) = c.listener(16);
     for connection in 0..CONNECTIONS {
@@ -325,13 +325,13 @@ pub fn two_receivers(c: &Ctx) {
     c.log("every message has ended a wait");
 }
 
-/// How long the thread that is to sleep is given to come to where it may be held up, and to be on again.
+/// ms that a thread which is about to sleep gets to reach a point where it may be held up, and ms to go on from there.
 const ON_ITS_WAY_MS: u64 = 3;
 const ASLEEP_MS: u64 = 15;
-/// A wait each, the first of which are held up.
+/// Rounds of one wait each; the first waits are held up.
 const ROUNDS: usize = 10;
 
-/// A thread receives, and what comes while it is on its way to sleep another thread takes, which leaves it the next.
+/// A thread receives. Another thread takes the bytes that come while it is on its way to sleep, and leaves it the next.
 pub fn data_taken(c: &Ctx) {
     let fd = c.pair();
     let ask = || sys::send_all(fd, b"?").ok();
@@ -366,8 +366,8 @@ pub fn data_taken(c: &Ctx) {
     c.close(fd);
 }
 
-/// A thread receives, and what it waits for comes while the connection is added to an epoll set under a second number,
-/// or taken out again, which changes nothing for the thread.
+/// A thread receives. The bytes come while the connection is added to an epoll set under a second fd,
+/// or removed again, which changes nothing for the thread.
 pub fn set_changed(c: &Ctx) {
     let fd = c.pair();
     if c.is_server() {
@@ -394,11 +394,11 @@ pub fn set_changed(c: &Ctx) {
     c.close(fd);
 }
 
-/// In epoll_wait() for room, once for each edge, by a sender that fills its link as soon as it is on one: its reader's
-/// end may not have heard yet what the stream is called there.
+/// Waits in epoll_wait() for room, once for each edge, in a sender that fills its link as soon as it is on one. The
+/// reader's end may not know the stream's vQPN there yet.
 pub fn filled_at_once(c: &Ctx) {
-    // With small buffers little is on its way by TCP when the link is there, and the link is full as soon. What is said
-    // after the first turns would tell how far this end has read.
+    // With small buffers TCP holds few bytes when the link is there, and the link is full as soon. After the first
+    // turns the peer's messages would show how far this end has read.
     const BUFFER: c_int = 16 << 10;
     const LEN: usize = 2 << 20;
     const PIECE: usize = 32 << 10;
@@ -406,7 +406,7 @@ pub fn filled_at_once(c: &Ctx) {
     const PAUSE: std::time::Duration = std::time::Duration::from_micros(200);
     let time = std::time::Duration::from_millis(AT_MOST_MS as u64);
     let bytes = data::pattern(1, 0, LEN);
-    // The first keeps the link's first number.
+    // The first connection keeps the link's first vQPN.
     for (connection, fd) in c.connections(1 + CONNECTIONS).into_iter().enumerate() {
         sys::set_timeout(fd, libc::SO_RCVTIMEO, time);
         for option in [libc::SO_SNDBUF, libc::SO_RCVBUF] {
@@ -451,7 +451,7 @@ pub fn filled_at_once(c: &Ctx) {
     c.log("all of it has come");
 }
 
-/// A client that answers each byte, after a moment.
+/// Runs a client that answers each byte, after a moment.
 fn be_asked(fd: c_int) {
     while sys::recv(fd, &mut [0], 0).value > 0 {
         sys::pause_ms(1);
@@ -459,7 +459,7 @@ fn be_asked(fd: c_int) {
     }
 }
 
-/// A thread waits for room, and what room there is while it is on its way to sleep another thread takes, before there
+/// A thread waits for room. Another thread uses the room that comes while it is on its way to sleep, before there
 /// is more.
 pub fn room_taken(c: &Ctx) {
     const SOME: usize = 1 << 20;
@@ -483,7 +483,7 @@ pub fn room_taken(c: &Ctx) {
                 let sender = s.spawn(|| sys::send(fd, &[3; LEN], 0));
                 sys::pause_ms(ON_ITS_WAY_MS);
                 c.sync("some");
-                // The kernel need not make room for so little.
+                // The kernel need not make room for so small a read.
                 for _ in 0..ASLEEP_MS {
                     if sender.is_finished() || fill() > 0 {
                         break;
@@ -514,7 +514,7 @@ pub fn room_taken(c: &Ctx) {
     c.close(fd);
 }
 
-/// Three threads in epoll_wait() on one set, each of which leaves after its share: whoever is left has the rest.
+/// Three threads in epoll_wait() on one set, each of which leaves after its share; the remaining ones get the rest.
 pub fn crowd(c: &Ctx) {
     const EACH: usize = MESSAGES / 3;
     let (listener, port) = c.listener(16);
@@ -541,7 +541,7 @@ pub fn crowd(c: &Ctx) {
                         sys::send_all(fd, &bytes).ok();
                     }
                 });
-                // So that they come one after the other.
+                // The messages come one after the other.
                 sys::pause_ms(1);
             }
         });
@@ -550,7 +550,7 @@ pub fn crowd(c: &Ctx) {
     c.log("every message has ended a wait");
 }
 
-/// In epoll_wait() on a set that a child waits on too, which cannot use the connections that come after it.
+/// Waits in epoll_wait() on a set that a child waits on too; the child cannot use the connections that come later.
 pub fn shared_set(c: &Ctx) {
     let set = Owned(create());
     let number = set.fd();
@@ -565,7 +565,7 @@ pub fn shared_set(c: &Ctx) {
                 eprintln!("reported to the child: {events:x?}");
             }
             if !events.is_empty() {
-                // What the parent is to read.
+                // The bytes are for the parent.
                 sys::pause_ms(1);
             }
         }
@@ -579,8 +579,8 @@ pub fn shared_set(c: &Ctx) {
     c.log(format_args!("child {}", sys::wait_child(child)));
 }
 
-/// EPOLLONESHOT has fired when the connection leaves its link, and again when it ends: nothing is reported before it is
-/// armed again.
+/// EPOLLONESHOT has fired when the connection leaves its link, and again when it ends: no event is reported before
+/// it is armed again.
 pub fn oneshot_over(c: &Ctx) {
     let fd = c.pair();
     if c.is_server() {
@@ -620,8 +620,8 @@ pub fn oneshot_over(c: &Ctx) {
     }
 }
 
-/// A server that hands each connection to a child in the middle of a dialogue, when its peer may just have asked for a
-/// promotion: no byte of that comes to the child.
+/// A server that hands each connection to a child in the middle of a dialogue, when its peer may just have asked
+/// for a promotion: none of the promotion's bytes come to the child.
 pub fn forked(c: &Ctx) {
     let (listener, port) = c.listener(16);
     let echo = |fd: c_int, messages: std::ops::Range<usize>| {
@@ -651,8 +651,8 @@ pub fn forked(c: &Ctx) {
 
 extern "C" fn nothing(_: c_int) {}
 
-/// In a call on a connection of which another thread puts a dead socket in the place, and then sends a signal, as Java
-/// closes one: the call ends by the signal, or finds the dead socket.
+/// A call on a connection while another thread puts a dead socket in its place and then sends a signal, as Java does
+/// to close a socket. The call ends by the signal, or finds the dead socket.
 pub fn replaced(c: &Ctx) {
     let (listener, port) = c.listener(16);
     let Some(listener) = listener else {

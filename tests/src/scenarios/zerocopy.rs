@@ -12,7 +12,7 @@ use crate::ctx::Ctx;
 use crate::data;
 use crate::sys::{self, Addr, Ret};
 
-/// As a rule the client sends so, and the server reads all to its end.
+/// Runs `send` at the client. As a rule the server reads all bytes until EOF.
 fn with_sender(c: &Ctx, send: impl FnOnce(c_int)) {
     let fd = c.pair();
     play(c, fd, send);
@@ -32,14 +32,14 @@ fn play(c: &Ctx, fd: c_int, send: impl FnOnce(c_int)) {
 #[repr(C, align(8))]
 struct Info([u32; 64]);
 
-/// A function of the library's; `None` without it.
+/// Looks up a function of the library; `None` without it.
 fn function(name: &std::ffi::CStr) -> Option<*mut libc::c_void> {
     // SAFETY: a NUL-terminated name, looked up in the global scope.
     let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) };
     (!found.is_null()).then_some(found)
 }
 
-/// What sends go by, and receives; `None` without the library.
+/// Returns the paths of sends and receives; `None` without the library.
 fn ways(fd: c_int) -> Option<[u32; 2]> {
     type Function = unsafe extern "C" fn(c_int, *mut Info) -> c_int;
     // SAFETY: the type that the header gives it.
@@ -50,12 +50,12 @@ fn ways(fd: c_int) -> Option<[u32; 2]> {
     Some([info.0[1], info.0[2]])
 }
 
-/// Asserts that sends go by TCP.
+/// Asserts that sends use TCP.
 pub fn is_on_tcp(fd: c_int) {
     assert_eq!(ways(fd).map_or(0, |[sends, _]| sends), 0, "sends go by a link");
 }
 
-/// Takes the connection back to TCP for good, where the library has promoted it. Waits until it is there.
+/// Takes the connection back to TCP for good, if the library has promoted it. Waits until it is there.
 pub fn prefer_tcp(fd: c_int) {
     type Function = unsafe extern "C" fn(c_int, c_int) -> c_int;
     let Some(found) = function(c"rdmasock_prefer") else {
@@ -69,10 +69,10 @@ pub fn prefer_tcp(fd: c_int) {
     }
 }
 
-/// Waits until both directions are on TCP, and the kernel reports on the socket. Nothing is to be read.
+/// Waits until both directions are on TCP, and the kernel reports on the socket. No bytes may be unread.
 fn until_returned(fd: c_int) {
     while ways(fd).is_some_and(|ways| ways != [0, 0]) {
-        // The peer's mark on the link is met by a look.
+        // This poll finds the peer's mark on the link.
         sys::poll_one(fd, libc::POLLIN, 0);
         sys::pause_ms(1);
     }
@@ -83,7 +83,7 @@ pub fn turn(fd: c_int, on: c_int) -> Ret {
     sys::set_int(fd, SOL_SOCKET, libc::SO_ZEROCOPY, on)
 }
 
-/// One message of the error queue, into control data of `room` bytes.
+/// A message of the error queue, with control data of up to `room` bytes.
 pub struct Notice {
     pub r: Ret,
     pub flags: c_int,
@@ -110,7 +110,7 @@ pub fn read_notice(fd: c_int, room: usize, flags: c_int) -> Notice {
 }
 
 impl Notice {
-    /// Which sends it tells of.
+    /// Returns the range of sends that the message reports.
     pub fn range(&self) -> Option<(u32, u32)> {
         let words = self.words();
         let is_whole = self.r.value == 0 && self.used >= 32 && self.flags & libc::MSG_CTRUNC == 0;
@@ -143,19 +143,19 @@ pub fn notice(c: &Ctx, fd: c_int) {
     read_notice(fd, ROOM, 0).log(c);
 }
 
-/// Nothing is to be read of errors.
+/// Logs a poll and a read of the error queue, which should be empty.
 pub fn nothing(c: &Ctx, fd: c_int) {
     c.poll(fd, 0, 0);
     read_notice(fd, ROOM, 0).log(c);
 }
 
-/// When all that was sent has arrived its completions are in the queue, and have been merged.
+/// Waits until the completions of all sends are in the queue, and have been merged.
 pub fn until_complete(fd: c_int) {
     until_acknowledged(fd);
     sys::pause_ms(5);
 }
 
-/// Reads until `ids` are all told of, each once; logs them, and whether they came in their order.
+/// Reads until all of `ids` are reported, and panics unless each is reported once. Logs them.
 pub fn collect(c: &Ctx, fd: c_int, ids: std::ops::Range<u32>) {
     let (mut seen, mut ranges) = (Vec::new(), Vec::new());
     while seen.len() < ids.len() {
@@ -173,8 +173,8 @@ pub fn collect(c: &Ctx, fd: c_int, ids: std::ops::Range<u32>) {
     c.log(format_args!("told of {ids:?}"));
 }
 
-/// What is told of sends, merged where they follow each other: neither of empty sends, nor of those that fail, nor
-/// without SO_ZEROCOPY.
+/// Completions of sends, merged where they follow each other. Empty sends, failed sends, and sends without
+/// SO_ZEROCOPY have none.
 pub fn completions(c: &Ctx) {
     with_sender(c, |fd| {
         let option = || c.log(sys::get_int(fd, SOL_SOCKET, libc::SO_ZEROCOPY).1);
@@ -202,7 +202,7 @@ pub fn completions(c: &Ctx) {
         until_complete(fd);
         notice(c, fd);
         nothing(c, fd);
-        // Without the option there is no number; what is unread stays.
+        // Without the option there is no number; unread messages stay.
         c.send(fd, b"unread", MSG_ZEROCOPY);
         until_complete(fd);
         turn(fd, 0).ok();
@@ -271,13 +271,13 @@ pub fn ipv6(c: &Ctx) {
     play(c, fd, |fd| control_of(c, fd));
 }
 
-/// The same for an IPv6 socket whose connection is not.
+/// As [`ipv6`], for an IPv6 socket whose connection is IPv4.
 pub fn mapped(c: &Ctx) {
     let fd = c.pair_at(Addr::v4, Addr::mapped);
     play(c, fd, |fd| control_of(c, fd));
 }
 
-/// One notice a message, as long as there are some.
+/// Each message of recvmmsg holds one notice, as long as there are some.
 pub fn recvmmsg(c: &Ctx) {
     with_sender(c, |fd| {
         turn(fd, 1).ok();
@@ -309,11 +309,11 @@ pub fn recvmmsg(c: &Ctx) {
     });
 }
 
-/// An error to poll, select and epoll as long as the queue is not empty, and an edge for each completion.
+/// poll, select and epoll report an error as long as the queue is not empty, and an edge for each completion.
 pub fn readiness(c: &Ctx) {
     with_sender(c, |fd| {
         turn(fd, 1).ok();
-        // An edge more may be told where the kernel gets the socket back.
+        // One edge more may be reported when the kernel gets the socket back.
         sys::send(fd, b"back to TCP", MSG_ZEROCOPY).ok();
         collect(c, fd, 0..1);
         until_returned(fd);
@@ -358,7 +358,7 @@ pub fn readiness(c: &Ctx) {
     });
 }
 
-/// Readable, writable, exceptional.
+/// Returns whether the fd is readable, writable, exceptional.
 fn select(fd: c_int) -> (Ret, [bool; 3]) {
     let mut sets: [libc::fd_set; 3] = sys::zeroed();
     let mut now: libc::timeval = sys::zeroed();
@@ -372,7 +372,7 @@ fn select(fd: c_int) -> (Ret, [bool; 3]) {
     (result, sets.map(|set| unsafe { libc::FD_ISSET(fd, &set) }))
 }
 
-/// Who sleeps for errors alone is woken by another thread's send: in poll, in epoll_wait, and in select.
+/// A thread that sleeps for errors alone is woken by another thread's send: in poll, in epoll_wait, and in select.
 pub fn woken(c: &Ctx) {
     with_sender(c, |fd| {
         turn(fd, 1).ok();
@@ -406,14 +406,14 @@ pub fn woken(c: &Ctx) {
     });
 }
 
-/// One number a call, however it is made and whatever of it is taken.
+/// Each call has one number, in all its forms, even if only some of its bytes are accepted.
 pub fn forms(c: &Ctx) {
     let fd = c.pair();
     if c.is_server() {
         c.recv_all(fd, 8 + 10 + 9 + 3 + 1_000_000);
         c.sync("full");
         let all = c.exchange("sent", 0);
-        // How much there was room for is another thing (`capacity`).
+        // The amount of room is another subject (`capacity`).
         sys::recv_exact(fd, all as usize);
         c.recv_to_end(fd);
         c.close(fd);
@@ -445,7 +445,7 @@ pub fn forms(c: &Ctx) {
     for more in [libc::MSG_MORE, libc::MSG_MORE, 0] {
         c.send(fd, b"m", MSG_ZEROCOPY | more);
     }
-    // One that waits for its reader, in parts.
+    // This send waits for its reader, in parts.
     let bytes = data::pattern(3, 0, 1_000_000);
     c.send(fd, &bytes, MSG_ZEROCOPY);
     collect(c, fd, 0..8);
@@ -475,7 +475,7 @@ pub fn forms(c: &Ctx) {
     c.close(fd);
 }
 
-/// Through which number it is sent, read or looked at makes no difference; and an end with the queue unread is as any.
+/// Through which fd bytes are sent, read or checked makes no difference; an end with the queue unread is as any.
 pub fn dup(c: &Ctx) {
     with_sender(c, |fd| {
         let other = call!(libc::dup(fd)).ok();
@@ -495,7 +495,7 @@ pub fn dup(c: &Ctx) {
 
 pub static SEVENS: [u8; 100] = [7; 100];
 
-/// Eight threads send, one reads what is told: of each once.
+/// Eight threads send, one reads the completions: each send is reported once.
 pub fn threads(c: &Ctx) {
     with_sender(c, |fd| {
         turn(fd, 1).ok();
@@ -513,7 +513,7 @@ pub fn threads(c: &Ctx) {
     });
 }
 
-/// Both ends send so, and each byte is what it was when it was sent though the memory is used again.
+/// Both ends send with MSG_ZEROCOPY. Each byte has the value of its send, though the memory is used again.
 pub fn both_ways(c: &Ctx) {
     let fd = c.pair();
     turn(fd, 1).ok();

@@ -1,4 +1,4 @@
-//! MSG_ZEROCOPY where the connection changes: it would be promoted, goes back to TCP, comes to its end, or is shared
+//! MSG_ZEROCOPY where the connection changes: it would be promoted, goes back to TCP, ends, or is shared
 //! with a child. The numbers are the kernel's.
 
 use libc::{MSG_ZEROCOPY, SOL_SOCKET, c_int};
@@ -39,8 +39,8 @@ pub fn accepted(c: &Ctx) {
     c.close(fd);
 }
 
-/// The peer ends its direction, and then resets the connection: what is unread can be read all the same, and is no
-/// error of the connection's.
+/// The peer ends its direction, and then resets the connection: unread notices can still be read, and are not an
+/// error of the connection.
 pub fn reset(c: &Ctx) {
     let fd = c.pair();
     if c.is_server() {
@@ -86,7 +86,8 @@ pub fn reset(c: &Ctx) {
     c.close(fd);
 }
 
-/// The client's end of a connection on which it has sent so much, and was told; the server has read all.
+/// Returns the client's end of a connection on which it has sent `bytes`, and read the completion; the server has read
+/// all. `None` at the server.
 fn sent_once(c: &Ctx, bytes: &[u8]) -> Option<c_int> {
     let fd = c.pair();
     if c.is_server() {
@@ -101,7 +102,7 @@ fn sent_once(c: &Ctx, bytes: &[u8]) -> Option<c_int> {
     Some(fd)
 }
 
-/// What the error queue has to say of other things comes through: the times at which packets have gone, in between and
+/// Other messages of the error queue come through: the times at which packets have gone, in between and
 /// with control data that are cut.
 pub fn timestamps(c: &Ctx) {
     const TX_SOFTWARE: c_int = 1 << 1;
@@ -109,7 +110,7 @@ pub fn timestamps(c: &Ctx) {
     const ID: c_int = 1 << 7;
     const WITHOUT_DATA: c_int = 1 << 11;
     let Some(fd) = sent_once(c, b"on the link") else { return };
-    // Only so the kernel numbers them by the bytes that follow: else markers count that are on their way.
+    // With this flag the kernel numbers them by the bytes that follow: else it counts markers that are on their way.
     const ID_TCP: c_int = 1 << 16;
     prefer_tcp(fd);
     for (how, data) in [(WITHOUT_DATA, false), (0, true)] {
@@ -147,8 +148,8 @@ pub fn timestamps(c: &Ctx) {
     c.close(fd);
 }
 
-/// A child lets go of its copy, and the parent's numbers go on; so they do where the connection was sent on by the
-/// child, to whom the sends before it are told if nobody has read of them.
+/// A child closes its copy, and the parent's numbers go on. They also go on if the child has sent on the connection;
+/// the child may read the notices of earlier sends that are still unread.
 pub fn forked(c: &Ctx) {
     let Some(fd) = sent_once(c, b"before") else { return };
     let child = sys::fork_child(|| {
@@ -222,7 +223,7 @@ fn across(c: &Ctx) {
     c.close(fd);
 }
 
-/// The connection would be promoted after so many bytes, while it is sent on: it stays on TCP, and each send is told of
+/// The connection would reach its threshold while the program sends: it stays on TCP, and each send is reported
 /// once.
 fn promoted_at(c: &Ctx) {
     let fd = c.cold_pair();
@@ -262,7 +263,7 @@ fn promoted_at(c: &Ctx) {
     c.close(fd);
 }
 
-/// Adds those that differ by a number.
+/// Adds the scenarios that differ by a number.
 pub fn add_to(all: &mut Vec<super::Scenario>) {
     let across = |n| super::Scenario::numbered("zerocopy_across", n, across, true);
     all.extend((0..4).map(across));

@@ -1,5 +1,5 @@
 //! The registered allocator as a malloc: `c/alloc.c` plays each case on libc's malloc, on the allocator alone, and on
-//! the allocator with the library. What devices know of its memory is in `direct.rs` and `scenarios/direct_alloc.rs`.
+//! the allocator with the library. `direct.rs` and `scenarios/direct_alloc.rs` test its registrations with devices.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::io::{BufRead, BufReader};
@@ -22,7 +22,7 @@ const CASES: [&str; 7] = [
     "limited_late",
 ];
 
-/// Whose malloc it is.
+/// The malloc that a case runs on.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Whose {
     Libc,
@@ -32,7 +32,7 @@ enum Whose {
 
 fn main() -> ExitCode {
     let mut args = Arguments::from_args();
-    // Some take much memory, and say how much there is.
+    // Some cases take much memory, and measure how much there is.
     args.test_threads.get_or_insert(1);
     let paths = Arc::new(Paths::find(Path::new(env!("CARGO_BIN_EXE_scenario"))));
     let mut trials = Vec::new();
@@ -88,7 +88,7 @@ fn play(paths: &Paths, case: &str, whose: Whose) -> Result<(), Failed> {
     clean_environment(&mut command);
     let both = paths.with_allocator().map_err(|e| format!("{e:#}"))?;
     match whose {
-        // Its own malloc does not bear a fork past it.
+        // libc's own malloc does not survive a fork that bypasses it.
         Whose::Libc => command.env("FORKED_BY_LIBC_ALONE", "1"),
         Whose::Allocator => command.env("LD_PRELOAD", both.split(':').next_back().unwrap_or_default()),
         Whose::Both => command.env("LD_PRELOAD", both).env("RDMASOCK_ALLOC", "registered"),
@@ -101,7 +101,7 @@ fn play(paths: &Paths, case: &str, whose: Whose) -> Result<(), Failed> {
     Err(format!("{}\n{}{}", said.status, text(&said.stdout), text(&said.stderr)).into())
 }
 
-/// Killed if it is still there when this is dropped.
+/// A process, killed if it still runs when this is dropped.
 struct Killed(Child);
 
 impl Drop for Killed {
@@ -111,8 +111,8 @@ impl Drop for Killed {
     }
 }
 
-/// Unmodified Python programs that send arrays to each other, which add up; and devices know their memory from step to
-/// step.
+/// Unmodified Python programs that send arrays to each other, whose sums agree. Devices keep the registration of
+/// their memory from step to step.
 fn exchange(paths: &Paths, device: &str) -> Result<(), Failed> {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../integration/tensors/exchange.py");
     let both = paths.with_allocator().map_err(|e| format!("{e:#}"))?;
@@ -155,7 +155,7 @@ fn exchange(paths: &Paths, device: &str) -> Result<(), Failed> {
         if kept > 0 {
             return Ok(());
         }
-        // On a machine that has much else to do no reader need have waited.
+        // On a machine that has much else to do, no reader may have waited.
         assert!(
             Instant::now() < end,
             "nothing was sent from memory that the device knew"
@@ -163,7 +163,7 @@ fn exchange(paths: &Paths, device: &str) -> Result<(), Failed> {
     }
 }
 
-/// It has threads, children and files that it maps.
+/// Runs git on the allocator: it has threads, children and files that it maps.
 fn git(paths: &Paths) -> Result<(), Failed> {
     let directory = tempfile::tempdir()?;
     let both = paths.with_allocator().map_err(|e| format!("{e:#}"))?;
@@ -189,7 +189,7 @@ fn git(paths: &Paths) -> Result<(), Failed> {
     Ok(())
 }
 
-/// A program with sockets, for which the allocator was asked for and is not there, runs on after one line.
+/// A program with sockets, where the allocator was requested and is missing, runs on after one line.
 fn is_missing(paths: &Paths) -> Result<(), Failed> {
     let run = |preload: &str| -> Result<String, Failed> {
         let mut command = Command::new("python3");

@@ -1,7 +1,7 @@
-//! The conformance suite on each fabric that one process can be both ends of: `mem`; `shm` with two
-//! mappings of each memfd, a SEQPACKET channel and eventfds, as two processes have them; and links between
-//! hosts over queue pairs in memory, with and without immediates, and with tiny queues, over those of
-//! the local device, and over those of the verbs plugin on the stand-in for rdma-core, in a process of their own.
+//! The conformance suite on each fabric of which one process can be both ends. These are `mem`; `shm` with two
+//! mappings of each memfd, a SEQPACKET channel and eventfds, as two processes have them; and links between hosts. Links
+//! between hosts run over queue pairs in memory, with and without immediates, and with tiny queues; over the local
+//! device's queue pairs; and over the verbs plugin's on the stand-in for rdma-core, in a process of their own.
 #![allow(clippy::expect_used, clippy::panic)]
 
 use std::collections::BTreeMap;
@@ -33,9 +33,9 @@ use rdmasock_shims::config::verbs::{self, State};
 use rdmasock_tests::conformance::{Harness, suite};
 use rdmasock_tests::harness::{Paths, clean_environment};
 
-/// Set where the suite is run on the plugin alone.
+/// The variable that is set where the suite is run on the plugin alone.
 const ON_PLUGIN: &str = "CONFORMANCE_ON_PLUGIN";
-/// Far more than two threads of one process need.
+/// In ms, far more than two threads of one process need.
 const CONNECTS_WITHIN_MS: u32 = 20_000;
 
 /// Links on the heap.
@@ -77,10 +77,10 @@ impl Bells {
     }
 }
 
-/// What an end of a [`Shm`] link has beside its memory.
+/// The parts of an end of a [`Shm`] link beside its memory.
 struct Outer {
     channel: Channel,
-    /// By which our waiters sleep, as we have it.
+    /// The flags of this end's waiters, as this end maps them.
     flags: FlagPage,
     bells: Arc<Bells>,
     peers: Arc<Bells>,
@@ -98,7 +98,7 @@ impl Outside for Outer {
     }
 }
 
-/// An arena as its owner maps it and as the peer does: each as much as it uses.
+/// Returns an arena as its owner maps it and as the peer does; each maps as much as it uses.
 fn arena(data_bytes: u64) -> [Side; 2] {
     let layout = Layout::for_data(data_bytes).expect("a size that arenas have");
     let fd = memfd::create_file("rdmasock-conformance", layout.file_len()).expect("a memfd");
@@ -164,7 +164,7 @@ impl Harness for Shm {
         if let Some(flag) = end.outside().flags.flag(waiter) {
             flag.end();
         }
-        // EAGAIN: not rung.
+        // EAGAIN: the bell was not rung.
         end.outside().bells.with(waiter, |bell| bell.read().unwrap_or(0))
     }
 }
@@ -201,22 +201,22 @@ impl Local for Here {
         &self.armed
     }
 
-    /// Every test settles when it is quiet.
+    /// Every test settles when the link is quiet.
     fn settle_later(&self) {}
 }
 
 /// Queue pairs of one kind, both ends in this process.
 trait Pairs {
     type Qp: QueuePair;
-    /// Two that are connected.
+    /// Returns two connected queue pairs.
     fn pair() -> [Self::Qp; 2];
-    /// How a link uses them.
+    /// Returns how a link uses them.
     fn tuning() -> Tuning {
         Tuning::default()
     }
 }
 
-/// Queue pairs in memory: with immediates, and if `TINY` with queues and buffers that are as small as can be.
+/// Queue pairs in memory: with immediates or without, and if `TINY` with the smallest queues and buffers.
 struct InMemory<const IMMEDIATE: bool, const TINY: bool>;
 
 impl<const IMMEDIATE: bool, const TINY: bool> Pairs for InMemory<IMMEDIATE, TINY> {
@@ -356,7 +356,7 @@ impl<P: Pairs> Harness for Remote<P> {
     }
 }
 
-/// Runs the suite on the plugin in a process that finds the stand-in, and by whose variables it is as `words` say.
+/// Runs the suite on the plugin, in a process that finds the stand-in. `words` set the stand-in's variables.
 fn on_plugin(words: &str) -> Result<(), Failed> {
     let paths = Paths::find(Path::new(env!("CARGO_BIN_EXE_scenario")));
     let mut command = Command::new(std::env::current_exe()?);

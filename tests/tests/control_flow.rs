@@ -1,6 +1,7 @@
-//! Signals, longjmp and fork at any instruction: programs of C (`c/`) that do with sockets what a program may, in
-//! signal handlers, out of them, and in children of a process with threads. Each ends by itself, with the library as
-//! without.
+//! Signals, longjmp and fork at any instruction: programs of C (`c/`) that use sockets in every permitted way, in
+//! signal handlers, out of them, and in children of a process with threads. Each program ends by itself, with the
+//! library
+//! as without.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::io::{BufRead, BufReader, Write};
@@ -17,19 +18,19 @@ use rdmasock_tests::environment::cgroup::Cgroup;
 use rdmasock_tests::harness::{Paths, clean_environment};
 use rdmasock_tests::observe::promotion_state;
 
-/// After so many seconds a program that has not ended hangs.
+/// Seconds after which a program that has not ended hangs.
 const LIMIT: u32 = 90;
 
-/// Which connections are moved.
+/// The connections that are moved.
 #[derive(Clone, Copy, PartialEq)]
 enum With {
     /// No library.
     Kernel,
-    /// None: all stay on TCP.
+    /// None: all connections stay on TCP.
     Defaults,
-    /// All, soon.
+    /// All connections, soon.
     Soon,
-    /// All, soon, over the local device as one with immediates, and what is large past the rings.
+    /// All connections, soon, over the local device with immediates; large sends are direct transfers.
     Device,
 }
 
@@ -159,14 +160,14 @@ const PROGRAMS: &[Program] = &[
 
 fn main() -> ExitCode {
     let mut args = Arguments::from_args();
-    // Most of them have several threads each.
+    // Most programs have several threads each.
     args.test_threads.get_or_insert(1);
     let paths = Arc::new(Paths::find(Path::new(env!("CARGO_BIN_EXE_scenario"))));
     let mut trials = Vec::new();
     for program in PROGRAMS {
         for (with, name) in [(With::Kernel, "kernel"), (With::Defaults, "tcp"), (With::Soon, "link")] {
             let paths = Arc::clone(&paths);
-            // The first argument is how often.
+            // The first argument is the number of repetitions.
             let how: String = program.arguments.iter().skip(1).map(|a| format!("_{a}")).collect();
             let title = format!("{name}/{}{how}", program.name);
             trials.push(Trial::test(title, move || run(&paths, program, with)));
@@ -214,7 +215,7 @@ fn compile(name: &str) -> Result<PathBuf, String> {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("c/{name}.c"));
     let output = Command::new("cc")
         .args(["-O1", "-g", "-Wall", "-Werror", "-pthread"])
-        // The dynamic linker's own work at a first call would count as the call's.
+        // The dynamic linker's own work at a first call would count as part of the call.
         .args(["-Wl,-z,now", "-o"])
         .args([&program, &source])
         .output()
@@ -226,12 +227,12 @@ fn compile(name: &str) -> Result<PathBuf, String> {
     }
 }
 
-/// A running program, in a process group of its own; killed with all that it has started when this is dropped.
+/// A running program, in a process group of its own; killed with its descendants when this is dropped.
 struct Running(Child);
 
 impl Running {
     fn start(paths: &Paths, name: &str, arguments: &[&str], with: With) -> Result<Self, Failed> {
-        // What hangs for good is ended by the kernel: the alarm's handler of a program is its own, `timeout` is not.
+        // `timeout` kills a program that hangs for good: the program may have replaced the alarm's handler itself.
         let mut command = Command::new("timeout");
         command
             .args(["--signal", "KILL", &LIMIT.to_string(), "env"])
@@ -249,7 +250,7 @@ impl Running {
         }
         if with == With::Device {
             let device = format!("RDMASOCK_DEV_LOCAL_DEVICE={}", paths.device.display());
-            // Asked by name, as within a host: one port would be for all that run at once.
+            // Peers ask by name, as within a host: a single control port would serve all tests that run at once.
             command.args([
                 device.as_str(),
                 "LOCALNIC=roce",
@@ -261,7 +262,7 @@ impl Running {
         Ok(Self(command.spawn().map_err(|e| e.to_string())?))
     }
 
-    /// Its output, and whether it ended well.
+    /// Returns the program's output. Fails unless the program succeeds with an empty stderr.
     fn end(mut self) -> Result<String, Failed> {
         drop(self.0.stdin.take());
         let (mut out, mut errors) = (String::new(), String::new());
@@ -312,7 +313,7 @@ fn late_readers(paths: &Paths) -> Result<(), Failed> {
     Ok(())
 }
 
-/// How many connections of the process are on a link.
+/// Returns how many connections of the process are on a link.
 fn on_link(paths: &Paths, pid: u32) -> Result<usize, Failed> {
     let state = promotion_state(&paths.command, pid).map_err(|e| e.to_string())?;
     Ok(state.map_or(0, |s| s.on_link))
@@ -326,7 +327,7 @@ fn fork_holds(paths: &Paths) -> Result<(), Failed> {
     if next()? != "warm" {
         return running.end().map(drop);
     }
-    // `timeout` has it as its child.
+    // `timeout` has the program as its child.
     let pid = child_of(running.0.id())?;
     while on_link(paths, pid)? == 0 {
         std::thread::sleep(Duration::from_millis(5));
@@ -343,7 +344,7 @@ fn fork_holds(paths: &Paths) -> Result<(), Failed> {
     running.end().map(drop)
 }
 
-/// What a process that is gone has held is promoted for the one that is left.
+/// A connection that a dead process has held too is promoted for the remaining owner.
 fn killed(paths: &Paths, who: &str) -> Result<(), Failed> {
     let mut running = Running::start(paths, "killed", &[who], With::Soon)?;
     let mut lines = BufReader::new(running.0.stdout.take().unwrap()).lines();
@@ -371,7 +372,7 @@ fn promoted_without_main(paths: &Paths) -> Result<(), Failed> {
             break pid;
         }
     };
-    // It is not there yet, or not yet shown.
+    // The program may not run yet, or `rdmasock stat` may not show it yet.
     while on_link(paths, pid).unwrap_or(0) == 0 {
         std::thread::sleep(Duration::from_millis(5));
         if running.0.try_wait()?.is_some() {

@@ -1,5 +1,6 @@
-//! Two hosts, played by two network namespaces: who finds whom by the control port, and that nobody on it can
-//! disturb a connection. There is no RDMA here, so an attempt ends where the link would be made.
+//! Two hosts, played by two network namespaces. The tests check that peers find each other by the control port, and
+//! that no other process on it can disturb a connection. There is no RDMA here, so an attempt ends before the link is
+//! made.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::collections::HashMap;
@@ -58,7 +59,7 @@ fn main() -> ExitCode {
     libtest_mimic::run(&args, trials).exit_code()
 }
 
-/// A helper process, killed if it is still there when this is dropped.
+/// A helper process, killed if it still runs when this is dropped.
 struct Helper {
     child: Child,
     lines: BufReader<std::process::ChildStdout>,
@@ -71,7 +72,7 @@ impl Drop for Helper {
     }
 }
 
-/// A file with a secret; its directory goes with it.
+/// A file with a secret; its directory is removed with this value.
 struct Secret(tempfile::TempDir);
 
 impl Secret {
@@ -85,7 +86,7 @@ impl Secret {
 }
 
 impl Helper {
-    /// `library`: with it, and with this secret.
+    /// `library`: `Some` starts the helper with the library, and with this secret, if there is one.
     fn start(
         paths: &Paths,
         host: &Namespace,
@@ -113,7 +114,7 @@ impl Helper {
         Ok(Self { child, lines })
     }
 
-    /// The next line that it prints; an error with what it had to say if there is none.
+    /// Returns the next line that the helper prints. If there is none, the error has its stderr.
     fn line(&mut self) -> Result<String, Failed> {
         let mut line = String::new();
         if self.lines.read_line(&mut line)? == 0 {
@@ -125,7 +126,7 @@ impl Helper {
         Ok(line.trim().to_owned())
     }
 
-    /// Ends its stdin and waits for its end, which must be a success without a word on stderr.
+    /// Ends the helper's stdin and waits for its exit, which must be a success with an empty stderr.
     fn succeed(mut self) -> Result<String, Failed> {
         drop(self.child.stdin.take());
         let end = Instant::now() + LIMIT;
@@ -150,7 +151,7 @@ impl Helper {
     }
 }
 
-/// What the processes have counted, in sum.
+/// Returns the sums of the processes' counters.
 fn events(paths: &Paths, pids: &str) -> Result<HashMap<String, u64>, Failed> {
     let mut sums = HashMap::new();
     for pid in pids.split(' ') {
@@ -166,7 +167,7 @@ fn events(paths: &Paths, pids: &str) -> Result<HashMap<String, u64>, Failed> {
     Ok(sums)
 }
 
-/// Fails with all that was counted unless `good`.
+/// Fails with all counters unless `good`.
 fn expect(
     what: &str,
     counts: &HashMap<String, u64>,
@@ -181,7 +182,7 @@ fn expect(
     Err(format!("{what}: {counts:?}").into())
 }
 
-/// A server with `workers`, a client, each with its secret: the holder's YES is heard.
+/// A server with `workers` and a client, each with its secret: the client receives the YES of the connection's owner.
 fn finds(paths: &Paths, address: &str, workers: usize, secrets: [Option<&str>; 2]) -> Result<(), Failed> {
     let hosts = Hosts::new()?;
     let [ours, theirs] = secrets.map(|s| s.map(Secret::new).transpose());
@@ -189,7 +190,7 @@ fn finds(paths: &Paths, address: &str, workers: usize, secrets: [Option<&str>; 2
     let words = ["listen", address, &workers.to_string()];
     let mut server = Helper::start(paths, &hosts.b, &words, Some(theirs.as_ref()))?;
     let pids = server.line()?;
-    // More than one connection: with workers, some questions come to one that does not hold it.
+    // More than one connection: with workers, some questions come to a worker that does not hold the connection.
     let connections = if workers == 0 { "2" } else { "8" };
     let words = ["talk", address, connections, "40"];
     let mut client = Helper::start(paths, &hosts.a, &words, Some(ours.as_ref()))?;
@@ -202,7 +203,8 @@ fn finds(paths: &Paths, address: &str, workers: usize, secrets: [Option<&str>; 2
         count("control_answers") >= wanted
             && count("control_stamps") >= 1
             && count("control_refused_hmac") == 0
-            // A single process holds all. Of several, who take turns, each gets questions about what others hold.
+            // A single process holds all connections. Several workers take turns: each gets questions about others'
+            // connections.
             && (count("control_relays") == 0) == (workers == 0)
     })?;
     client.succeed()?;
@@ -241,7 +243,7 @@ fn plain_host(paths: &Paths) -> Result<(), Failed> {
         count("yes") == 0 && count("control_asks") >= 1
     })?;
     let came = hosts.b.udp_counter("NoPorts")?;
-    // One question at a time, and the client may end before the second.
+    // The client asks one question at a time, and may end before the second.
     if !(1..=3).contains(&came) {
         return Err(format!("{came} datagrams came, not 1 to 3").into());
     }
@@ -249,7 +251,7 @@ fn plain_host(paths: &Paths) -> Result<(), Failed> {
     server.succeed().map(drop)
 }
 
-/// Somebody else has the port of the server's host; the server has the library or not.
+/// Another process has the port of the server's host; the server has the library or not.
 fn squatter(paths: &Paths, how: &str, secret: Option<&str>) -> Result<(), Failed> {
     let secret = secret.map(Secret::new).transpose()?;
     for has_library in [false, true] {
@@ -281,7 +283,7 @@ fn squatter(paths: &Paths, how: &str, secret: Option<&str>) -> Result<(), Failed
         client.succeed()?;
         server.succeed()?;
         let came: u64 = squatter.succeed()?.parse()?;
-        // Two connections, each asked for a few times at most.
+        // There are two connections, and each is asked for a few times at most.
         if !(1..=20).contains(&came) {
             return Err(format!("{came} questions came to the squatter").into());
         }
@@ -293,7 +295,7 @@ fn flood(paths: &Paths) -> Result<(), Failed> {
     let hosts = Hosts::new()?;
     let mut server = Helper::start(paths, &hosts.b, &["listen", SERVER, "0"], Some(None))?;
     let pids = server.line()?;
-    // The port is bound with the first connection.
+    // The library binds the port with the first connection.
     let mut first = Helper::start(paths, &hosts.a, &["talk", SERVER, "1", "20"], Some(None))?;
     first.line()?;
     let target = format!("10.77.0.2:{CONTROL_PORT}");

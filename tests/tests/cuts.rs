@@ -1,6 +1,6 @@
-//! Links between hosts that fail while bytes are on them, on the local device: cut in the middle of a WRITE or a READ,
-//! silent, gone with the device, or late; and over the verbs plugin, whose queue pairs fail. Every byte of each
-//! connection arrives once, and in its place. As many cuts as `CUTS` says, with seeds from `CUTS_SEED` on.
+//! Links between hosts that fail while bytes are on them. On the local device they are cut in the middle of a WRITE or
+//! a READ, silent, gone with the device, or late; over the verbs plugin queue pairs fail. Every byte of each connection
+//! arrives once, and in its place. `CUTS` is the number of cuts; seeds begin at `CUTS_SEED`.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::fmt;
@@ -17,33 +17,33 @@ use rdmasock_tests::harness::{Mode, Paths, clean_environment};
 
 /// Cuts on each kind of device.
 const CUTS: u64 = 100;
-/// Cuts for each in a transfer past the rings, silent link, queue pair of the plugin, device that goes, and late
+/// Cuts for each one in a direct transfer, silent link, queue pair of the plugin, device that goes, and late
 /// answer: those take longer.
 const PER_SILENCE: u64 = 100;
 const PER_DIRECT: u64 = 3;
 const PER_PLUGIN: u64 = 5;
 const PER_LOSS: u64 = 25;
 const PER_LATE: u64 = 10;
-/// A program that says nothing for so long is given up; it finds out itself what hangs, and sooner.
+/// A program that prints nothing for this time is given up. It detects hangs itself, and sooner.
 const LIMIT: Duration = Duration::from_secs(100);
-/// Pairs of programs without a fault after which there will be none.
+/// Pairs of programs in a row without a fault after which the test fails.
 const IN_VAIN: u32 = 15;
 /// Seeds of a pair's connections.
 const SEEDS: u64 = 1000;
 
 /// Lines of each log that a failure shows.
 const LAST_LINES: usize = 60;
-/// What the library and the device log of faults.
+/// The log settings under which the library and the device log faults.
 const LOG: &str = "rdmasock=info,rdmasock::link=debug,rdmasock::verbs=debug";
 const CUT: &str = "cut by LOCALNIC";
 const CUT_WRITE: &str = "cut by LOCALNIC in the middle of a WRITE";
-/// Of a queue pair whose peer answers no more (IBV_WC_RETRY_EXC_ERR).
+/// The log line of a queue pair whose peer no longer answers (IBV_WC_RETRY_EXC_ERR).
 const FAILED: &str = "a work request failed with status 12";
 const CUT_READ: &str = "cut by LOCALNIC in the middle of a READ";
 const SILENT: &str = "link failed: no answer from the peer's device";
 const GONE: &str = "the device is gone";
 const CONNECTED: &str = "connected";
-/// What no peer may give reason to say.
+/// Log lines that no peer may cause.
 const DEFECTS: [&str; 4] = [
     "breaks the protocol",
     "violation",
@@ -51,27 +51,27 @@ const DEFECTS: [&str; 4] = [
     "a defect of the library",
 ];
 
-/// What goes wrong.
+/// A kind of fault.
 #[derive(Clone, Copy)]
 struct Fault {
     name: &'static str,
-    /// What is counted in the logs: in both, or in the one that has more.
+    /// The log line that is counted: in both logs, or in the log that has more.
     mark: &'static str,
     in_both: bool,
-    /// One for so many cuts.
+    /// The number of `CUTS` for which there is one such fault.
     share: u64,
-    /// The way that large sends go (`RDMASOCK_DEV_WAY`); empty: as they would.
+    /// The path of large sends (`RDMASOCK_DEV_WAY`); empty is the default.
     way: &'static str,
     modes: [Mode; 2],
     settings: fn(round: u64) -> Settings,
 }
 
-/// Of a pair of programs.
+/// The settings of a pair of programs.
 struct Settings {
     /// `LOCALNIC`, without kind and seed.
     device: String,
     connections: u64,
-    /// Those of them that last, and for how many times a second or so.
+    /// The number of connections that last, and how many times as long as a return to a link (about a second) they do.
     long: (u64, u8),
 }
 
@@ -93,7 +93,7 @@ const FAULTS: [Fault; 7] = [
             long: (3, 1),
         },
     },
-    // Rarer, so that there is time for direct transfers, which they hit.
+    // These cuts are rarer, so that there is time for direct transfers, which they hit.
     Fault {
         name: "direct",
         mark: CUT,
@@ -200,7 +200,7 @@ fn pick<T: Copy, const N: usize>(round: u64, all: [T; N]) -> T {
 
 fn main() -> ExitCode {
     let mut args = Arguments::from_args();
-    // Most of the time they wait.
+    // The programs wait most of the time.
     args.test_threads.get_or_insert(8);
     let cases = ["silence", "late", "direct", "lent", "gone", "plugin", "cut"].into_iter();
     let cases = cases.flat_map(|name| FAULTS.into_iter().filter(move |fault| fault.name == name));
@@ -218,7 +218,7 @@ fn number(variable: &str, default: u64) -> u64 {
     asked.map_or(default, |n| n.parse().expect("a number"))
 }
 
-/// What has happened.
+/// The counts of a run.
 #[derive(Clone, Copy, Default)]
 struct Figures {
     pairs: u64,
@@ -229,11 +229,11 @@ struct Figures {
     links: u64,
     bytes: u64,
     link_bytes: u64,
-    /// Of those that were received, past the rings.
+    /// Received bytes of direct transfers.
     direct_bytes: u64,
-    /// And from the memory of programs that sent them, by READs.
+    /// Received bytes that READs took from the senders' memory.
     lent_bytes: u64,
-    /// Of these, into buffers that programs waited with.
+    /// Of these, bytes that landed in buffers that programs waited with.
     landed_bytes: u64,
     promoted: u64,
 }
@@ -278,7 +278,7 @@ impl fmt::Display for Figures {
     }
 }
 
-/// Pairs of programs until there have been enough faults.
+/// Runs pairs of programs until there have been enough faults.
 fn rounds(fault: Fault, mode: Mode, device: &str) -> Result<(), Failed> {
     let asked = number("CUTS", CUTS).div_ceil(fault.share);
     let first_seed = number("CUTS_SEED", 1);
@@ -311,13 +311,13 @@ fn rounds(fault: Fault, mode: Mode, device: &str) -> Result<(), Failed> {
     Ok(())
 }
 
-/// One pair of programs, to its end.
+/// Runs a pair of programs to its end.
 fn pair(fault: Fault, mode: Mode, device: &str, settings: &Settings, seed: u64) -> Result<Figures, Failed> {
     let dir = tempfile::tempdir()?;
     let start = |args: &[&str], seed: u64| {
         let localnic = format!("{device},{},seed={seed}", settings.device);
         let promote_after = pick(seed / SEEDS, ["0", "2r,16K"]);
-        // Much goes past the rings, or by turns.
+        // The settings alternate: many sends are direct, or as `auto` decides.
         let least = pick(seed / SEEDS / 2, ["4K", "auto"]);
         Peer::start(args, (mode, &localnic), promote_after, (least, fault.way), dir.path())
     };
@@ -325,7 +325,7 @@ fn pair(fault: Fault, mode: Mode, device: &str, settings: &Settings, seed: u64) 
     let mut server = start(&["serve", &connections], seed)?;
     let port = server.line()?;
     let (long, times) = (settings.long.0.to_string(), settings.long.1.to_string());
-    // Of another seed, so that not both ends are cut at the same work request.
+    // The client has another seed, so that the ends are not both cut at the same work request.
     let mut client = start(
         &["dial", &port, &seed.to_string(), &connections, &long, &times],
         seed + 1,
@@ -392,7 +392,7 @@ struct Peer {
 }
 
 impl Peer {
-    /// From `least` bytes on sends go past the rings, and that `way`, if it is not empty.
+    /// Starts a program whose sends from `least` bytes on are direct, by `way` unless that is empty.
     fn start(
         args: &[&str],
         (mode, device): (Mode, &str),
@@ -421,7 +421,7 @@ impl Peer {
             .spawn()?;
         let (give, lines) = sync_channel(10_000);
         let out = BufReader::new(child.stdout.take().unwrap());
-        // It ends with the program.
+        // The thread ends with the program.
         std::thread::spawn(move || {
             for line in out.lines().map_while(Result::ok) {
                 if give.send(line).is_err() {
@@ -432,7 +432,7 @@ impl Peer {
         Ok(Self { child, lines })
     }
 
-    /// The next line that it prints.
+    /// Returns the next line that the program prints.
     fn line(&mut self) -> Result<String, String> {
         self.lines.recv_timeout(LIMIT).map_err(|error| match error {
             RecvTimeoutError::Timeout => "it says nothing".to_owned(),
@@ -443,7 +443,7 @@ impl Peer {
         })
     }
 
-    /// That it has had its connections, and how many bytes it has compared.
+    /// Waits until the program's connections have ended. Returns how many bytes it has compared.
     fn until_done(&mut self) -> Result<u64, String> {
         let mut wrong = String::new();
         loop {
@@ -458,7 +458,7 @@ impl Peer {
         }
     }
 
-    /// It ends by itself.
+    /// Ends the program's stdin, and waits for its exit, which must be a success.
     fn end(mut self) -> Result<(), String> {
         drop(self.child.stdin.take());
         let status = self.child.wait().map_err(|e| e.to_string())?;
@@ -472,7 +472,7 @@ impl Peer {
 
 impl Drop for Peer {
     fn drop(&mut self) {
-        // It may have ended by itself.
+        // The program may have ended by itself.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

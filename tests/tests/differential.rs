@@ -13,7 +13,7 @@ use rdmasock_tests::scenarios::{self, Scenario};
 
 fn main() -> ExitCode {
     let mut args = Arguments::from_args();
-    // Scenarios are two processes each, and some of them want a core for each; but most of the time they wait.
+    // Scenarios are two processes each, and some use a core for each; but most of the time they wait.
     args.test_threads.get_or_insert(5);
     let paths = Arc::new(Paths::find(Path::new(env!("CARGO_BIN_EXE_scenario"))));
     let references = Arc::new(References::default());
@@ -30,7 +30,8 @@ fn main() -> ExitCode {
             trials.push(trial.with_ignored_flag(why.is_some()));
         }
     }
-    // Mixed, so that those of a family that wait, or want all cores, do not come together; always in the same way.
+    // The order is mixed, so that the scenarios of a family that wait, or use all cores, do not run together. The mix
+    // is the same each time.
     trials.sort_by_cached_key(|trial| {
         let mut hasher = DefaultHasher::new();
         trial.name().hash(&mut hasher);
@@ -45,7 +46,7 @@ fn main() -> ExitCode {
     libtest_mimic::run(&args, trials).exit_code()
 }
 
-/// Why a scenario is not played between hosts in this way unless that is asked for.
+/// Returns why a scenario is not played between hosts in this mode unless it is asked for; `None` if it is played.
 fn why_left_out(name: &str, mode: Mode) -> Option<&'static str> {
     if let Some(why) = scenarios::differs_between_hosts(name) {
         return Some(why);

@@ -1,5 +1,5 @@
-//! Whether direct transfers are used where they should be: two programs that move much over the local device, and what
-//! `rdmasock stat` has counted. That every byte is right then is also what `scenarios/direct.rs` is about.
+//! Whether direct transfers are used where they should be: two programs that move many bytes over the local device,
+//! and the counts of `rdmasock stat`. `scenarios/direct.rs` compares the bytes.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::io::{BufRead, BufReader, Write};
@@ -13,7 +13,7 @@ use rdmasock_tests::harness::{Paths, clean_environment};
 use rdmasock_tests::observe::count;
 use rdmasock_tests::stall::PIECE;
 
-/// How long it may take until most of a transfer goes directly.
+/// How long it may take until most of a transfer is direct.
 const LIMIT: Duration = Duration::from_secs(60);
 /// Pieces of a transfer.
 const MANY: usize = 200;
@@ -29,7 +29,7 @@ const DEVICES: [&str; 6] = [
 
 fn main() -> ExitCode {
     let mut args = Arguments::from_args();
-    // Two programs that both work all the time.
+    // Two programs run that both work all the time.
     args.test_threads.get_or_insert(1);
     let paths = Arc::new(Paths::find(Path::new(env!("CARGO_BIN_EXE_scenario"))));
     let mut trials = Vec::new();
@@ -78,7 +78,7 @@ fn main() -> ExitCode {
     libtest_mimic::run(&args, trials).exit_code()
 }
 
-/// One end, killed if it is still there when this is dropped.
+/// An end of the connection, killed if it still runs when this is dropped.
 struct End {
     child: Child,
     lines: BufReader<ChildStdout>,
@@ -92,7 +92,7 @@ impl Drop for End {
 }
 
 impl End {
-    /// `least` is `RDMASOCK_ZCOPY_MIN`, perhaps with the protocol that is fixed behind a colon; `+alloc` is for the
+    /// `least` is `RDMASOCK_ZCOPY_MIN`, perhaps with a colon and a fixed protocol behind it; `+alloc` selects the
     /// registered allocator.
     fn start(paths: &Paths, device: &str, least: &str, words: &[&str]) -> Result<Self, Failed> {
         let mut command = Command::new(&paths.scenario);
@@ -112,7 +112,7 @@ impl End {
         let mut child = command
             .env("RDMASOCK_DEV_LOCAL_DEVICE", &paths.device)
             .env("LOCALNIC", device)
-            // Asked by name, as within a host: one port would be for all that run at once.
+            // Peers ask by name, as within a host: a single control port would serve all tests that run at once.
             .env("RDMASOCK_CONTROL_PORT", "0")
             .env("RDMASOCK_PROMOTE_AFTER", "2r,16K")
             .args(["helper", "stall"])
@@ -130,14 +130,14 @@ impl End {
         Ok(line.trim().to_owned())
     }
 
-    /// Has it do something with so many pieces or messages.
+    /// Tells the end to do `what` with `n` pieces or messages.
     fn begin(&mut self, what: &str, n: usize) -> Result<(), Failed> {
-        // In one piece: it reads a line at a time.
+        // The line is written in one piece: the program reads a line at a time.
         let line = format!("{what} {n}\n");
         Ok(self.child.stdin.as_mut().unwrap().write_all(line.as_bytes())?)
     }
 
-    /// Waits until it has.
+    /// Waits until the end has finished.
     fn finish(&mut self) -> Result<(), Failed> {
         match self.line()?.as_str() {
             "done" => Ok(()),
@@ -151,12 +151,12 @@ impl End {
     }
 }
 
-/// The sender and the receiver, the first of which is the client or the server.
+/// Returns the sender and the receiver. `sender` says whether the client or the server sends.
 fn pair(paths: &Paths, device: &str, sender: &str) -> Result<(End, End), Failed> {
     pair_with(paths, device, sender, ["128K"; 2])
 }
 
-/// With `RDMASOCK_ZCOPY_MIN` of the client and of the server.
+/// Returns a pair, with `RDMASOCK_ZCOPY_MIN` of the client and of the server.
 fn pair_with(paths: &Paths, device: &str, sender: &str, least: [&str; 2]) -> Result<(End, End), Failed> {
     let mut server = End::start(paths, device, least[1], &["server"])?;
     let port = server.line()?;
@@ -173,7 +173,7 @@ fn pair_with(paths: &Paths, device: &str, sender: &str, least: [&str; 2]) -> Res
     })
 }
 
-/// Moves so many pieces. Gives how many bytes were sent and received directly.
+/// Moves `pieces` pieces. Returns how many bytes were sent and received directly.
 fn transfer(paths: &Paths, from: &mut End, to: &mut End, pieces: usize) -> Result<(u64, u64), Failed> {
     let before = (
         from.count(paths, "direct_sent_bytes")?,
@@ -192,7 +192,7 @@ fn transfer(paths: &Paths, from: &mut End, to: &mut End, pieces: usize) -> Resul
 }
 
 fn limit_locked_memory(pid: u32, bytes: u32) -> Result<(), Failed> {
-    // The soft limit only.
+    // Only the soft limit is set.
     let words = [format!("--pid={pid}"), format!("--memlock={bytes}:")];
     let status = Command::new("prlimit").args(words).status()?;
     if status.success() {
@@ -202,8 +202,8 @@ fn limit_locked_memory(pid: u32, bytes: u32) -> Result<(), Failed> {
     }
 }
 
-/// Half of the limit on locked memory is less than what is worth a direct transfer; then it is not. What the sender has
-/// in a ring by the time that the receiver waits may still go into the receiver's buffer.
+/// If half of the limit on locked memory is less than the least direct transfer, there is none. Bytes that the
+/// sender has in a ring when the receiver waits may still go into the receiver's buffer.
 fn nothing_is_direct(paths: &Paths, short: &str) -> Result<(), Failed> {
     let (mut from, mut to) = pair(paths, "roce", "client")?;
     let limited = if short == "sender" { &from } else { &to };
@@ -224,7 +224,7 @@ fn nothing_is_direct(paths: &Paths, short: &str) -> Result<(), Failed> {
         if by_limited > 0 {
             break;
         }
-        // On a machine that has much else to do none of the two may have come to wait.
+        // On a machine that has much else to do, neither end may have come to wait.
         assert!(Instant::now() < end, "it was never tried");
     }
     limit_locked_memory(pid, 1_000_000)?;
@@ -237,8 +237,8 @@ fn nothing_is_direct(paths: &Paths, short: &str) -> Result<(), Failed> {
     Ok(())
 }
 
-/// A piece of the registered allocator's is registered once for a link, whatever becomes of the blocks in it, and ends
-/// with the link.
+/// A chunk of the registered allocator's memory is registered once for a link, whatever happens to the blocks in it,
+/// until the link ends.
 fn pieces_are_registered_once(paths: &Paths, device: &str) -> Result<(), Failed> {
     let (mut from, mut to) = pair_with(paths, device, "client", ["128K:put+alloc", "128K:put"])?;
     let end = Instant::now() + LIMIT;
@@ -258,10 +258,10 @@ fn pieces_are_registered_once(paths: &Paths, device: &str) -> Result<(), Failed>
     Ok(())
 }
 
-/// The ring bounds what goes past it at a time, and grows for that too, though nothing ever fills it: a piece that is
-/// longer than a ring is at first is registered by its sender once, not a ring's length at a time.
+/// The ring bounds the bytes of a direct transfer, and grows for it too, though direct bytes never fill the ring.
+/// The sender registers a piece that is longer than a first ring once, not a ring's length at a time.
 fn a_piece_goes_at_once(paths: &Paths, device: &str) -> Result<(), Failed> {
-    // Less than the first ring, so that it need not grow.
+    // Less than the first ring, so that the ring need not grow.
     const LITTLE: usize = 60_000;
     let (mut from, mut to) = pair_with(paths, device, "client", ["32K:put"; 2])?;
     let end = Instant::now() + LIMIT;
@@ -288,8 +288,8 @@ fn a_piece_goes_at_once(paths: &Paths, device: &str) -> Result<(), Failed> {
     }
 }
 
-/// An end that takes longer for a loan than a sender waits that knows nothing of it: 10 ms for each work request, and a
-/// loan has three.
+/// An end takes longer for a loan than an uninformed sender waits: 10 ms for each work request, and a loan has
+/// three.
 fn pieces_are_read_late(paths: &Paths, device: &str) -> Result<(), Failed> {
     const FEW: usize = 10;
     let device = format!("{device},delay=10000");
@@ -314,7 +314,7 @@ fn pieces_are_read_late(paths: &Paths, device: &str) -> Result<(), Failed> {
 
 fn most_is_direct(paths: &Paths, device: &str, sender: &str) -> Result<(), Failed> {
     let (mut from, mut to) = pair(paths, device, sender)?;
-    // On a machine that has much else to do a reader may be late for a while, and then less is tried.
+    // On a machine that has much else to do a reader may be late for a while, and then fewer transfers are tried.
     let end = Instant::now() + LIMIT;
     loop {
         let (sent, received) = transfer(paths, &mut from, &mut to, MANY)?;
@@ -363,8 +363,8 @@ fn most_is_read(paths: &Paths, device: &str, sender: &str) -> Result<(), Failed>
     }
 }
 
-/// What a sender lends to a reader that waits in a receive goes into that one's buffer. Whether its end hears of the
-/// buffer or not, it keeps nothing of what was read so.
+/// Bytes that a sender lends to a reader that waits in a receive land in the reader's buffer. The library keeps no
+/// copy of them, whether or not the sender's end learns of the buffer.
 fn most_lands(paths: &Paths, device: &str, least: &str) -> Result<(), Failed> {
     let (mut from, mut to) = pair_with(paths, device, "client", [least; 2])?;
     let end = Instant::now() + LIMIT;
@@ -388,7 +388,7 @@ fn most_lands(paths: &Paths, device: &str, least: &str) -> Result<(), Failed> {
     }
 }
 
-/// With `auto` pieces of a MiB do not go by the rings, and small ones do.
+/// With `auto` pieces of a MiB bypass the rings, and small ones do not.
 fn auto_goes_directly(paths: &Paths) -> Result<(), Failed> {
     let (mut from, mut to) = pair_with(paths, "roce", "client", ["auto"; 2])?;
     let end = Instant::now() + LIMIT;

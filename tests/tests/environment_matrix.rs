@@ -1,8 +1,9 @@
 //! Scenarios of the differential suite with both sides in an environment: limits, locked memory, small stacks, filters
-//! of system calls, another root, user or cgroup. Each side's transcript, output and end must be those on kernel TCP in
-//! the same environment, and the connection is promoted, or stays on TCP for the reason that the environment names.
+//! of system calls, another root, user or cgroup. Each side's transcript, output and exit status must be those on
+//! kernel
+//! TCP in the same environment. The connection is promoted, or stays on TCP for the reason that the environment names.
 //!
-//! What a process does in the middle of a connection is in `tests/environments.rs`.
+//! `tests/environments.rs` tests changes in the middle of a connection.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::path::Path;
@@ -15,7 +16,7 @@ use rdmasock_tests::environment::{Environment, Outcome};
 use rdmasock_tests::harness::{Mode, Paths, References, describe, difference, play_in};
 use rdmasock_tests::scenarios::{self, Scenario};
 
-/// What is played everywhere: what finishes soon, and between them most of what a program can do with a connection.
+/// Scenarios for all environments: they finish soon, and together use a connection in most ways.
 const EVERYWHERE: &[&str] = &[
     "echo_basic",
     "echo_many_short",
@@ -36,7 +37,7 @@ const EVERYWHERE: &[&str] = &[
     "options_identity",
 ];
 
-/// What needs processes or threads beside: not where the filter forbids a program to make some.
+/// Scenarios that need further processes or threads: not played where the filter forbids a program to make them.
 const WITH_OTHERS: &[&str] = &[
     "echo_large_both_ways",
     "close_killed_sending",
@@ -47,10 +48,10 @@ const WITH_OTHERS: &[&str] = &[
     "epoll_oneshot_threads",
 ];
 
-/// One of the matrix's rows.
+/// A row of the matrix.
 struct Row {
     environment: Environment,
-    /// Whether only root can make it.
+    /// Whether only root can enter the environment.
     for_root: bool,
     has_others: bool,
 }
@@ -106,13 +107,13 @@ impl Row {
     }
 }
 
-/// Of both sides of as many scenarios as run at a time, bytes.
+/// Bytes of memory for both sides of all scenarios that run at a time.
 const MEMORY: u64 = 256 << 20;
 const OWN_ROOT: &str = "root of its own:{dir}/{side}-root:{program}:{library}:{dir}";
 const NO_ROOM: &str = "arena full";
 const CONFINED: &str = "the program restricts its system calls";
 
-/// How an environment ends a process: SIGILL, SIGABRT, SIGBUS, SIGSEGV, SIGXFSZ, SIGSYS.
+/// Signals by which an environment ends a process: SIGILL, SIGABRT, SIGBUS, SIGSEGV, SIGXFSZ, SIGSYS.
 const DEADLY: &[&str] = &[
     "signal 4",
     "signal 6",
@@ -129,7 +130,7 @@ fn rows(cgroup: Option<&Cgroup>) -> Vec<Row> {
         Row::new("file_size").before(&["file size:0"]).unknown(),
         Row::new("locked_memory").inside(&["locked memory:67108864", "lock memory"]),
         Row::new("all_memory_locked").inside(&["locked memory:67108864", "lock all memory"]),
-        // Less than the library begins with: root's memory is not counted.
+        // Less than the library needs at its start. Root's memory is not counted.
         Row::new("little_locked_memory")
             .before(&["locked memory:8388608", OWN_ROOT, "nobody"])
             .inside(&["lock memory"])
@@ -171,7 +172,7 @@ fn rows(cgroup: Option<&Cgroup>) -> Vec<Row> {
 
 fn main() -> ExitCode {
     let mut args = Arguments::from_args();
-    // Scenarios wait for each other more than they work.
+    // Scenarios spend more time waiting for each other than working.
     args.test_threads.get_or_insert(4);
     let paths = Arc::new(Paths::find(Path::new(env!("CARGO_BIN_EXE_scenario"))));
     let references = Arc::new(References::default());
@@ -207,7 +208,7 @@ fn run(paths: &Paths, references: &References, scenario: &Scenario, row: &Row) -
     let kernel = references
         .get_in(environment, paths, scenario)
         .map_err(|e| Failed::from(format!("on kernel TCP: {e}")))?;
-    // An environment in which the scenario itself cannot be played would show nothing.
+    // If the scenario itself cannot be played in an environment, the comparison shows nothing.
     if [&kernel.server, &kernel.client]
         .iter()
         .any(|side| DEADLY.contains(&side.exit.as_str()))

@@ -1,5 +1,5 @@
-//! What a program is in, or does, that decides whether its connections may leave TCP: rules, io_uring, limits, seccomp.
-//! A connection of two guests (`src/guest.rs`) goes on all the while, and each byte of it is checked.
+//! Environments and calls of a program that decide whether its connections may leave TCP: rules, io_uring, limits,
+//! seccomp. A connection of two guests (`src/guest.rs`) goes on all the while, and each byte of it is checked.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::io::{BufRead, BufReader, Read, Write};
@@ -95,7 +95,7 @@ fn main() -> ExitCode {
     libtest_mimic::run(&args, CASES.iter().map(trial).collect()).exit_code()
 }
 
-/// A guest, killed if it is still there when this is dropped.
+/// A guest, killed if it still runs when this is dropped.
 struct Guest {
     child: Child,
     lines: BufReader<std::process::ChildStdout>,
@@ -109,7 +109,7 @@ impl Drop for Guest {
 }
 
 impl Guest {
-    /// With the library if it is given variables for it.
+    /// Starts a guest; with the library if `variables` are given for it.
     fn start(paths: &Paths, words: &[&str], variables: Option<&[(&str, &str)]>) -> Result<Self, Failed> {
         let mut command = Command::new(&paths.scenario);
         clean_environment(&mut command);
@@ -136,15 +136,15 @@ impl Guest {
         Ok(line.trim().to_owned())
     }
 
-    /// Tells it to do something, and gives what it says about that.
+    /// Sends a command to the guest, and returns its answer.
     fn tell(&mut self, what: &str) -> Result<String, Failed> {
         self.write(what)?;
         self.line()
     }
 
-    /// If it has ended already the error is how.
+    /// Writes a command. If the guest has ended already, the error is how it ended.
     fn write(&mut self, what: &str) -> Result<(), Failed> {
-        // At once: a guest that reads in between would take what comes for a line.
+        // The line is written at once: a guest that reads in between would treat a part as a line.
         let line = format!("{what}\n");
         let stdin = self.child.stdin.as_mut().unwrap();
         if stdin.write_all(line.as_bytes()).is_err() {
@@ -159,12 +159,12 @@ impl Guest {
         Ok(state.ok_or("not among the instances")?)
     }
 
-    /// Why its connections are on TCP.
+    /// Returns why the guest's connections are on TCP.
     fn reasons(&self, paths: &Paths) -> Result<Vec<String>, Failed> {
         Ok(reasons(&paths.command, self.child.id()).map_err(|e| e.to_string())?)
     }
 
-    /// Waits for its end, which must be a success; gives what it wrote to stderr.
+    /// Waits for the guest's exit, which must be a success. Returns its stderr.
     fn succeed(&mut self, who: &str) -> Result<String, Failed> {
         let end = Instant::now() + LIMIT;
         let status = loop {
@@ -186,7 +186,7 @@ impl Guest {
     }
 }
 
-/// A server and its client, who talk.
+/// A server and its client, with a conversation between them.
 struct Talk<'a> {
     paths: &'a Paths,
     server: Guest,
@@ -233,7 +233,7 @@ impl<'a> Talk<'a> {
         }
     }
 
-    /// Waits until the server says that its connection is on TCP because of `reason`.
+    /// Waits until the server reports that its connection is on TCP because of `reason`.
     fn stays(&self, reason: &str) -> Result<(), Failed> {
         let end = Instant::now() + LIMIT;
         loop {
@@ -251,11 +251,11 @@ impl<'a> Talk<'a> {
         }
     }
 
-    /// A good many more messages go there and back.
+    /// Waits for many more messages in both directions.
     fn goes_on(&mut self) -> Result<(), Failed> {
         for _ in 0..20 {
             if let Err(why) = self.client.tell("say") {
-                // Perhaps because of the server.
+                // The client may have failed because of the server.
                 let server = self.server.succeed("server");
                 return Err(format!("{}\n{server:?}", why.message().unwrap_or_default()).into());
             }
@@ -264,7 +264,7 @@ impl<'a> Talk<'a> {
         Ok(())
     }
 
-    /// Both ends end as they should; gives what the server wrote to stderr.
+    /// Ends both guests, which must succeed. Returns the server's stderr.
     fn end(mut self) -> Result<String, Failed> {
         self.client.write("end")?;
         let words = self.client.succeed("client")?;
@@ -289,7 +289,7 @@ fn without_rules(paths: &Paths) -> Result<(), Failed> {
     expect("stderr", &talk.end()?, "")
 }
 
-/// A server whose rules cannot be had leaves its connections on TCP, and says so in one line.
+/// A server whose rules cannot be read leaves its connections on TCP, and prints one line about it.
 fn with_rules(paths: &Paths, file: &Path) -> Result<(), Failed> {
     let file = file.to_str().unwrap();
     let (talk, _) = Talk::begin(paths, &[], &[("RDMASOCK_RULES", file)])?;
@@ -308,7 +308,7 @@ fn rules_file_missing(paths: &Paths) -> Result<(), Failed> {
 }
 
 fn rules_file_unreadable(paths: &Paths) -> Result<(), Failed> {
-    // A directory: root may read any file.
+    // The file is a directory, because root may read any file.
     let dir = tempfile::tempdir()?;
     with_rules(paths, dir.path())
 }
@@ -324,7 +324,7 @@ fn io_uring_is_hidden(paths: &Paths) -> Result<(), Failed> {
     hidden_from(paths, &[("RDMASOCK_IO_URING", "hide")])
 }
 
-/// It adds descriptors to its epoll sets by a ring, and does without where there is none.
+/// libuv adds descriptors to its epoll sets by a ring, and works without it where there is none.
 fn io_uring_is_hidden_from_libuv(paths: &Paths) -> Result<(), Failed> {
     let dir = tempfile::tempdir()?;
     let (source, library) = (dir.path().join("uv.c"), dir.path().join("libuv.so.1"));
@@ -348,11 +348,11 @@ fn hidden_from(paths: &Paths, variables: &[(&str, &str)]) -> Result<(), Failed> 
 }
 
 const ALLOWED: &[(&str, &str)] = &[("RDMASOCK_IO_URING", "allow")];
-/// A program that knows nothing else gets what the kernel has.
+/// Without variables a program gets the kernel's io_uring.
 const BY_DEFAULT: &[(&str, &str)] = &[];
 const HAS_RING: &str = "the program uses io_uring";
 
-/// Whether the kernel gives this process an io_uring, which has no library.
+/// Returns whether the kernel gives this process, which has no library, an io_uring.
 fn has_rings() -> bool {
     let mut parameters = [0u64; 32];
     // SAFETY: room for the parameters.
@@ -410,7 +410,7 @@ fn deep_bind_on_a_link(paths: &Paths) -> Result<(), Failed> {
     expect("stderr", &talk.end()?, "")
 }
 
-/// Whether it is promoted or not: no SIGXFSZ, which would end it.
+/// Promoted or not, the program gets no SIGXFSZ, which would end it.
 fn no_files_at_all(paths: &Paths) -> Result<(), Failed> {
     let (mut talk, said) = Talk::begin(paths, &["early:file size:0"], &[])?;
     expect("the limit", &said[0], "done")?;
@@ -425,7 +425,7 @@ fn no_large_files(paths: &Paths) -> Result<(), Failed> {
     expect("stderr", &talk.end()?, "")
 }
 
-/// The library's own descriptors come and go under the limit that there is.
+/// The library opens and closes its own descriptors under the program's limit.
 fn limit_of_open_files_is_kept(paths: &Paths) -> Result<(), Failed> {
     let (mut talk, said) = Talk::begin(paths, &["early:1024 open files for now", "early:watch the limit"], &[])?;
     expect("the limit", &said[0], "done")?;
@@ -441,10 +441,10 @@ fn few_open_files(paths: &Paths) -> Result<(), Failed> {
     expect("stderr", &talk.end()?, "")
 }
 
-/// What the library maps is not filled because the program locks what it maps.
+/// The library's mappings are not filled though the program locks its mappings.
 fn locked_memory(paths: &Paths) -> Result<(), Failed> {
-    /// What may be locked and resident of a link and its thread, KiB. glibc reserves 64 MiB for what the thread
-    /// allocates.
+    /// KiB of a link and its thread that may be locked, and resident. glibc reserves 64 MiB for the thread's
+    /// allocations.
     const ROOM: [u64; 2] = [80 * 1024, 16 * 1024];
     let words = ["early:lock memory", "early:memory"];
     let (mut talk, said) = Talk::begin(paths, &words, &[])?;
@@ -463,9 +463,9 @@ fn locked_memory(paths: &Paths) -> Result<(), Failed> {
     expect("stderr", &talk.end()?, "")
 }
 
-/// A program that locks what it has fills what is in use of a link, not what one might become.
+/// A program that locks its present memory fills the parts of a link that are in use, not those it may grow into.
 fn locked_memory_on_a_link(paths: &Paths) -> Result<(), Failed> {
-    /// More may not become resident, KiB: most of it are one segment of each arena and the stacks and heaps of two
+    /// KiB that may become resident: mostly one segment of each arena, and the stacks and heaps of two
     /// threads.
     const ROOM: u64 = 5 * 1024;
     let (mut talk, _) = Talk::begin(paths, &[], &[])?;
@@ -488,7 +488,7 @@ fn numbers(of: &str) -> Vec<u64> {
     of.split(' ').map(|n| n.parse().unwrap()).collect()
 }
 
-/// Too little for a link: that costs the promotion alone.
+/// The address space is too little for a link: that costs the promotion alone.
 fn little_address_space(paths: &Paths) -> Result<(), Failed> {
     let (mut talk, said) = Talk::begin(paths, &["early:address space:300000000"], &[])?;
     expect("the limit", &said[0], "done")?;
@@ -496,7 +496,7 @@ fn little_address_space(paths: &Paths) -> Result<(), Failed> {
     expect("stderr", &talk.end()?, "")
 }
 
-/// A server that has done what only root may, before it made a socket, is promoted all the same.
+/// A server that has made calls for root only, before it made a socket, is promoted all the same.
 fn as_root(paths: &Paths, what: &[&str]) -> Result<(), Failed> {
     if !nix::unistd::geteuid().is_root() {
         println!("skipped: only root may");
@@ -511,7 +511,7 @@ fn as_root(paths: &Paths, what: &[&str]) -> Result<(), Failed> {
     expect("stderr", &talk.end()?, "")
 }
 
-/// A server that is given its listener over an exec (systemd, an update without a pause) is promoted.
+/// A server that gets its listener over an exec (systemd, an update without a pause) is promoted.
 fn listener_of_another_image(paths: &Paths) -> Result<(), Failed> {
     let (mut talk, _) = Talk::begin(paths, &["exec"], &[])?;
     talk.on_link()?;
@@ -519,7 +519,7 @@ fn listener_of_another_image(paths: &Paths) -> Result<(), Failed> {
     expect("stderr", &talk.end()?, "")
 }
 
-/// What only a receive with room for control data is told does not keep others on TCP.
+/// Options whose data only a receive with room for control data gets do not keep other receives on TCP.
 fn stamps_of_the_listener(paths: &Paths) -> Result<(), Failed> {
     let (mut talk, _) = Talk::begin(paths, &["stamps"], &[])?;
     talk.on_link()?;
@@ -527,7 +527,7 @@ fn stamps_of_the_listener(paths: &Paths) -> Result<(), Failed> {
     expect("stderr", &talk.end()?, "")
 }
 
-/// An option that no link serves is the reason that both ends give, and the client asks no second time.
+/// An option that no link serves is the reason that both ends report, and the client asks no second time.
 fn low_water_is_refused_once(paths: &Paths) -> Result<(), Failed> {
     let (mut talk, _) = Talk::begin(paths, &["low water"], &[])?;
     talk.stays("socket option or call not supported on a link")?;
@@ -552,7 +552,7 @@ fn chroot_and_nobody(paths: &Paths) -> Result<(), Failed> {
 const EPOLL: &str = "early:wait by epoll";
 const CONFINED: &str = "the program restricts its system calls";
 
-/// A server that allows itself little after it has begun to listen serves its client, on TCP.
+/// A server that forbids itself most calls after it has begun to listen serves its client, on TCP.
 fn sandboxed(paths: &Paths, what: &[&str], is_client_ours: bool) -> Result<(), Failed> {
     let (mut talk, said) = Talk::with_client(paths, what, &[], !is_client_ours)?;
     for said in said {
@@ -563,7 +563,7 @@ fn sandboxed(paths: &Paths, what: &[&str], is_client_ours: bool) -> Result<(), F
     expect("stderr", &talk.end()?, "")
 }
 
-/// The same in the middle of a connection that is on a link.
+/// As [`sandboxed`], in the middle of a connection that is on a link.
 fn sandboxed_on_a_link(paths: &Paths, before: &[&str], how: &str) -> Result<(), Failed> {
     let (mut talk, _) = Talk::begin(paths, before, &[])?;
     talk.on_link()?;
@@ -573,7 +573,7 @@ fn sandboxed_on_a_link(paths: &Paths, before: &[&str], how: &str) -> Result<(), 
     expect("stderr", &talk.end()?, "")
 }
 
-/// A filter that allows what services need leaves everything as it is.
+/// A filter that allows the calls of services changes nothing.
 fn service(paths: &Paths, how: &str) -> Result<(), Failed> {
     let (mut talk, said) = Talk::begin(paths, &[how], &[])?;
     expect("the filter", &said[0], "done")?;

@@ -1,4 +1,4 @@
-//! What `include/rdmasock.h` promises: `c/header.c` plays each case with and without the library, within a host and
+//! The promises of `include/rdmasock.h`: `c/header.c` plays each case with and without the library, within a host and
 //! over the local device. The header itself is compiled as strict C and as C++, and has the reasons of `rdmasock stat`.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -11,10 +11,10 @@ use libtest_mimic::{Arguments, Failed, Trial};
 use rdmasock_core::stats::Reason;
 use rdmasock_tests::harness::{Mode, Paths, clean_environment};
 
-/// Cases that are played wherever the connection comes to run.
+/// Cases that are played on every path.
 const EVERYWHERE: &[&str] = &["info", "errors", "stay", "view", "view_errors"];
 
-/// Those that are played where it comes to a link.
+/// Cases that are played where the connection gets a link.
 const ON_LINKS: &[&str] = &[
     "hurry",
     "view_mixed",
@@ -25,15 +25,15 @@ const ON_LINKS: &[&str] = &[
     "view_passed",
 ];
 
-/// Those that are about links between hosts.
+/// Cases about links between hosts.
 const OVER_THE_DEVICE: &[&str] = &["view_cut"];
 
-/// What the connection comes to run on.
+/// The path that the connection gets.
 #[derive(Clone, Copy)]
 enum Way {
     /// There is no library.
     None,
-    /// By a rule.
+    /// TCP, by a rule.
     Tcp,
     Shm,
     Device(Mode),
@@ -49,7 +49,7 @@ impl Way {
         }
     }
 
-    /// As the programs have it.
+    /// Returns the path's name for the programs.
     fn argument(self) -> &'static str {
         match self {
             Self::Device(_) => "rdma",
@@ -103,7 +103,7 @@ fn directory() -> &'static Path {
     DIRECTORY.get_or_init(|| tempfile::tempdir().unwrap()).path()
 }
 
-/// Has the compiler make `output` of `source`, with all that it can say of it.
+/// Has the compiler make `output` of `source`, with all warnings.
 fn compile(compiler: &str, flags: &[&str], source: &Path, output: &Path) -> Result<(), Failed> {
     let include = format!("-I{}", root().join("include").display());
     let said = Command::new(compiler)
@@ -121,7 +121,7 @@ fn compile(compiler: &str, flags: &[&str], source: &Path, output: &Path) -> Resu
     }
 }
 
-/// A program of two files that include nothing else first.
+/// Compiles a program of two files that include nothing else first.
 fn compiles(compiler: &str, flags: &[&str]) -> Result<(), Failed> {
     let name = format!("{compiler}{}", flags.concat());
     let source = directory().join(format!("{name}.source"));
@@ -144,7 +144,8 @@ fn program() -> Result<&'static Path, Failed> {
     made.as_deref().map_err(Clone::clone)
 }
 
-/// A rules file that leaves all on TCP, written once: who reads it while it is written again has no rule.
+/// Writes a rules file that leaves all connections on TCP, once: a program that reads it during a second write would
+/// find no rule.
 fn rules_that_leave() -> Result<&'static Path, Failed> {
     static RULES: OnceLock<Result<PathBuf, Failed>> = OnceLock::new();
     let written = RULES.get_or_init(|| {
@@ -155,7 +156,7 @@ fn rules_that_leave() -> Result<&'static Path, Failed> {
     written.as_deref().map_err(Clone::clone)
 }
 
-/// What a program gets for its connections to come to run so.
+/// Sets the variables by which a program's connections get this path.
 fn environment(paths: &Paths, command: &mut Command, way: Way) -> Result<(), Failed> {
     clean_environment(command);
     if matches!(way, Way::None) {
@@ -168,7 +169,7 @@ fn environment(paths: &Paths, command: &mut Command, way: Way) -> Result<(), Fai
         command
             .env("RDMASOCK_DEV_LOCAL_DEVICE", &paths.device)
             .env("LOCALNIC", mode.device().unwrap())
-            // Asked by name, as within a host: one port would be for all that run at once.
+            // Peers ask by name, as within a host: a single control port would serve all tests that run at once.
             .env("RDMASOCK_CONTROL_PORT", "0");
     }
     if matches!(way, Way::Tcp) {
@@ -196,14 +197,14 @@ fn play(paths: &Paths, case: &str, way: Way) -> Result<(), Failed> {
     Err(format!("{}\n{}{}", said.status, text(&said.stdout), text(&said.stderr)).into())
 }
 
-/// The example, and a client that compares what comes back.
+/// Runs the example, and a client that compares the bytes that come back.
 fn example(paths: &Paths, way: Way) -> Result<(), Failed> {
     let program = directory().join(format!("echo-{}", way.name()));
     let source = root().join("include/examples/echo.c");
     compile("cc", &["-std=gnu99", "-Wextra", "-Wpedantic"], &source, &program)?;
     let mut server = Command::new(&program);
     environment(paths, &mut server, way)?;
-    // It ends with the client, which does not live long.
+    // The server ends with its client, which does not live long.
     let mut server = Killed(server.args(["0", "1"]).stdout(Stdio::piped()).spawn()?);
     let mut lines = BufReader::new(server.0.stdout.take().unwrap()).lines();
     let mut line = || lines.next().transpose().map(Option::unwrap_or_default);
@@ -231,7 +232,7 @@ fn example(paths: &Paths, way: Way) -> Result<(), Failed> {
     Ok(())
 }
 
-/// Killed if it is still there when this is dropped.
+/// A process, killed if it still runs when this is dropped.
 struct Killed(Child);
 
 impl Drop for Killed {

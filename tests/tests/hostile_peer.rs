@@ -1,5 +1,5 @@
-//! A server with the library has one client that attacks it over the link, as another user where that is possible: all
-//! others are served, also those that come then.
+//! A server with the library has one client that attacks it over the link, as another user where that is possible. All
+//! other clients are served, also those that come during the attack.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::fs::Permissions;
@@ -17,17 +17,17 @@ use rdmasock_tests::harness::{Paths, clean_environment};
 use rdmasock_tests::hostile::attacks;
 use rdmasock_tests::observe::promotion_state;
 
-/// Longest time that any step may take; it takes milliseconds.
+/// The longest time that any step may take; a step takes milliseconds.
 const LIMIT: Duration = Duration::from_secs(60);
-/// Rounds of a friend on each of its connections, while nothing happens and under attack.
+/// Rounds of a friend on each of its connections, before and under the attack.
 const ROUNDS: u32 = 300;
-/// What the victim may have in descriptors.
+/// The most descriptors that the victim may have open.
 const DESCRIPTORS: u32 = 200;
 /// The memory that a receiver of one stream may make the victim use, MiB: eight of the largest rings.
 const MOST_BACKED: u64 = 34;
-/// A user who owns nothing.
+/// A user who owns no files.
 const OTHER: u32 = 65_534;
-/// Clients that come and go.
+/// Clients that come and go during the attack.
 const VISITS: usize = 30;
 
 fn main() -> ExitCode {
@@ -102,7 +102,7 @@ impl Program {
         })
     }
 
-    /// The next line that it prints, in time.
+    /// Returns the next line that the program prints; fails after [`LIMIT`].
     fn line(&mut self) -> Result<String, Failed> {
         self.lines.recv_timeout(LIMIT).map_err(|_| {
             let status = self.child.try_wait();
@@ -118,13 +118,13 @@ impl Program {
         Err(format!("the {}: {line:?} for {want:?}", self.who).into())
     }
 
-    /// Makes a friend talk.
+    /// Makes a friend hold its conversations.
     fn talk(&mut self) -> Result<(), Failed> {
         writeln!(self.stdin, "{ROUNDS}")?;
         self.expect("done")
     }
 
-    /// A friend whose connections are on a link.
+    /// Waits until a friend's connections are on a link.
     fn promoted(&mut self, paths: &Paths) -> Result<(), Failed> {
         let end = Instant::now() + LIMIT;
         loop {
@@ -174,7 +174,7 @@ fn attack(paths: &Paths, name: &str, victim: &str) -> Result<(), Failed> {
         new.talk()?;
     }
     match name {
-        // A link over which nothing but noise comes is left.
+        // A link that carries nothing but noise is left.
         "ready_bits" | "service_bits" => attacker.expect("out")?,
         "large_ring" | "rings_all_over" | "reserves_all_over" => {
             let line = attacker.line()?;
@@ -206,8 +206,8 @@ fn is_locked(file: &std::fs::File) -> Result<bool, Failed> {
     Ok(lock.l_type != libc::F_UNLCK as libc::c_short)
 }
 
-/// A server with the library has a client without it, which sends what an asker chooses that has asked the server about
-/// the connection. All of it is answered, and nothing else comes.
+/// A server with the library has a client without it. An asker that has asked the server about the connection chooses
+/// the client's bytes. All bytes are answered, and no others come.
 fn ask_about_a_plain_peer(paths: &Paths, asker: u32, is_believed: bool) -> Result<(), Failed> {
     let mut victim = Program::start(paths, "asked", &[], true)?;
     let port = victim.line()?;
@@ -234,7 +234,7 @@ fn ask_about_a_plain_peer(paths: &Paths, asker: u32, is_believed: bool) -> Resul
         .map(|i| u8::from_str_radix(&digits[2 * i..2 * i + 2], 16).unwrap())
         .collect();
     if is_yes && is_believed {
-        // Root may ask. The scan ends with its channel.
+        // Root may ask. The scan ends with the asker's channel.
         writeln!(asker.stdin)?;
         asker.expect("gone")?;
     }
@@ -266,7 +266,7 @@ fn come_and_go(paths: &Paths, victim: &str) -> Result<(), Failed> {
     Err(format!("{before} descriptors before {VISITS} clients, {after} after them").into())
 }
 
-/// How many descriptors it has once that no longer falls.
+/// Returns how many descriptors the victim has once their number no longer falls.
 fn settled(victim: &Program) -> Result<usize, Failed> {
     let mut fewest = victim.descriptors()?;
     for _ in 0..20 {

@@ -84,7 +84,7 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
-/// Panics with the imports that go upwards, the folders that are in no layer, and the names of no folder.
+/// Panics with the imports that go upwards, the folders that are in no layer, and layer names without a folder.
 fn check(src: &str, layers: &[&str]) {
     let layer = |name: &str| layers.iter().position(|l| l.split_whitespace().any(|n| n == name));
     let mut wrong = Vec::new();

@@ -1,6 +1,6 @@
-//! Scenarios whose processes get no more memory for the library's heap from one mapping on, or miss one: with each
-//! number of that mapping, with a library that refuses it (`core/src/os/heap.rs`). What they do is what they do on
-//! kernel TCP; whether the connection is promoted is left open.
+//! Scenarios whose processes get no more memory for the library's heap from one mapping on, or miss one mapping. The
+//! tests use each number of that mapping, with a library that refuses it (`core/src/os/heap.rs`). Transcripts must be
+//! those of kernel TCP; the connection may be promoted or not.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ use rdmasock_tests::scenarios;
 /// Mappings that are refused, one after the other. Most processes of these scenarios need fewer.
 const MAPPINGS: u32 = 14;
 
-/// What needs most of the library's memory, and each kind of object.
+/// Scenarios that need most of the library's memory, and each kind of object.
 const PLAYED: &[&str] = &[
     "echo_basic",
     "echo_large_both_ways",
@@ -27,7 +27,7 @@ const PLAYED: &[&str] = &[
     "threads_four_receivers",
 ];
 
-/// Where a connection is between hosts.
+/// Scenarios that are played between hosts too.
 const ON_DEVICE: &[&str] = &["echo_large_both_ways", "epoll_level"];
 
 fn main() -> ExitCode {

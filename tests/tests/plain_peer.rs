@@ -1,5 +1,5 @@
-//! One end has the library, the other is this process, without it, which records every byte:
-//! it must see the application's bytes and nothing else, whoever answers on the service names.
+//! One end has the library; the other is this process, without it, which records every byte.
+//! It must see the application's bytes and nothing else, no matter which process answers on the service names.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::io::{BufRead, BufReader, Read, Write};
@@ -17,7 +17,7 @@ use rdmasock_tests::harness::{Paths, clean_environment};
 const CONNECTIONS: usize = 3;
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Who has the library.
+/// The ends that have the library.
 #[derive(Clone, Copy, PartialEq)]
 enum Role {
     Nobody,
@@ -33,7 +33,7 @@ fn main() -> ExitCode {
     let mut trials = Vec::new();
     let mut add = |name: String, role, after: &'static str, squatter: Option<&'static str>| {
         let paths = Arc::clone(&paths);
-        // A squatter of one's own uid is trusted by design: only root can play another uid.
+        // The library trusts a squatter of its own uid by design: only root can play another uid.
         let cannot = squatter.is_some() && !nix::unistd::geteuid().is_root();
         trials.push(Trial::test(name, move || run(&paths, role, after, squatter)).with_ignored_flag(cannot));
     };
@@ -60,7 +60,7 @@ fn main() -> ExitCode {
     libtest_mimic::run(&args, trials).exit_code()
 }
 
-/// A helper process, killed if it is still there when this is dropped.
+/// A helper process, killed if it still runs when this is dropped.
 struct Helper(Child);
 
 impl Drop for Helper {
@@ -88,14 +88,14 @@ impl Helper {
         Ok(Self(child))
     }
 
-    /// The first line that it prints.
+    /// Returns the first line that the helper prints.
     fn line(&mut self) -> Result<String, Failed> {
         let mut line = String::new();
         BufReader::new(self.0.stdout.as_mut().unwrap()).read_line(&mut line)?;
         Ok(line.trim().to_owned())
     }
 
-    /// Waits for its end, which must be a success without a word on stderr.
+    /// Waits for the helper's exit, which must be a success with an empty stderr.
     fn succeed(mut self, who: &str) -> Result<(), Failed> {
         let end = Instant::now() + LIMIT;
         let status = loop {
@@ -127,7 +127,7 @@ fn run(paths: &Paths, role: Role, after: &str, squatter: Option<&str>) -> Result
         let recorded = plain_server(&listener);
         return both(recorded, client.succeed("client"));
     }
-    // Free for a moment: the squatter has to know the server's port before the server does.
+    // The port is free for a moment: the squatter has to know the server's port before the server does.
     let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
     let port = port.to_string();
     let _squatter = squat(paths, squatter, &port)?;
@@ -144,7 +144,7 @@ fn run(paths: &Paths, role: Role, after: &str, squatter: Option<&str>) -> Result
     both(recorded, server.succeed("server"))
 }
 
-/// Success, or what went wrong at either end.
+/// Returns success, or the errors of both ends.
 fn both(recorded: Result<(), Failed>, helper: Result<(), Failed>) -> Result<(), Failed> {
     let words: Vec<_> = [recorded, helper]
         .into_iter()
@@ -157,7 +157,7 @@ fn both(recorded: Result<(), Failed>, helper: Result<(), Failed>) -> Result<(), 
     }
 }
 
-/// A squatter on the service names of `port`, once it listens.
+/// Starts a squatter on the service names of `port`, and waits until it listens.
 fn squat(paths: &Paths, how: Option<&str>, port: &str) -> Result<Option<Helper>, Failed> {
     let Some(how) = how else { return Ok(None) };
     let mut helper = Helper::start(paths, &["squat", port, how], None)?;
@@ -170,7 +170,7 @@ fn squat(paths: &Paths, how: Option<&str>, port: &str) -> Result<Option<Helper>,
     }
 }
 
-/// Compares what came with what the application sent.
+/// Compares the received bytes with the application's.
 fn compare(got: &[u8], want: &[u8]) -> Result<(), Failed> {
     if got == want {
         return Ok(());
@@ -196,7 +196,7 @@ fn plain_server(listener: &TcpListener) -> Result<(), Failed> {
             let mut request = vec![0; dialogue::request(round).len()];
             tcp.read_exact(&mut request)?;
             got.extend(request);
-            // A wrong byte shifts all that follows: stop at the first.
+            // A wrong byte shifts all later ones, so the comparison stops at the first.
             compare(&got, &dialogue::all_requests()[..got.len()])?;
             tcp.write_all(&dialogue::response(round))?;
         }
@@ -207,7 +207,7 @@ fn plain_server(listener: &TcpListener) -> Result<(), Failed> {
     Ok(())
 }
 
-/// accept(), but not for ever.
+/// Calls accept(), with a time limit.
 fn accept(listener: &TcpListener) -> Result<TcpStream, Failed> {
     listener.set_nonblocking(true)?;
     let end = Instant::now() + LIMIT;

@@ -1,6 +1,7 @@
-//! Peers that come and go leave nothing behind: after many short ones a process has the descriptors, mappings,
-//! address space, memory and idleness that it had after ten. A thousand of them within a host, a fifth of that over
-//! each kind of the local device and a twentieth over the verbs plugin, or as many as `SOAK_PEERS` says; `scripts/soak`
+//! Peers that come and go leave nothing behind: after many short peers a process has the descriptors, mappings,
+//! address space, memory and idleness that it had after ten. There are a thousand peers within a host, a fifth of that
+//! over
+//! each kind of the local device and a twentieth over the verbs plugin, or as many as `SOAK_PEERS` says. `scripts/soak`
 //! runs them for hours.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -17,25 +18,28 @@ use rdmasock_core::stats::instance_of;
 use rdmasock_tests::harness::{Paths, clean_environment};
 use rdmasock_tests::standin;
 
-/// Peers that are there before anything is counted: objects and addresses for as many as there are at once exist then.
+/// Peers before the first count: by then there are objects and addresses for as many peers as there are at once.
 const FIRST: u64 = 10;
 const PEERS: u64 = 1000;
-/// Of a client that uses a server in every way there are fewer.
+/// The divisor for clients that use a server in every way: there are fewer of them.
 const PEERS_A_CLIENT: u64 = 10;
-/// What the connections are promoted to.
+/// The fabrics that connections are promoted to.
 const FABRICS: [&str; 4] = ["shm", "roce", "iwarp", "verbs"];
-/// Connections between two processes at once: so many questions at a time, asked at once, the service threads of a busy
-/// machine do not answer within the time for one.
+/// Connections between two processes at once. The service threads of a busy machine cannot answer this many questions
+/// at a time, all asked at once, within the time limit for one.
 const AT_ONE_TIME: u64 = 6000;
-/// How often the threads of a process that has nothing to do may be woken in a second.
+/// How often the threads of an idle process may be woken in a second.
 const WAKES: u64 = 6;
 /// Clients at once.
 const AT_ONCE: usize = 2;
-/// What is still being cleared away gets this long.
+/// The time that a process gets to clear away its remains.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// What more a process may have at the end than after the first peers: what is being cleared away, the allocator's
-/// whims, and link objects for a few more peers at once. A leak of one descriptor, mapping or page a peer is far more.
+/// The excess that a process may have at the end over its counts after the first peers. It covers remains that are
+/// still
+/// being cleared away, variations of the allocator, and link objects for a few more peers at once. A leak of one
+/// descriptor,
+/// mapping or page a peer is far more.
 const SLACK: Counts = Counts {
     fds: 4,
     mappings: 40,
@@ -48,12 +52,12 @@ const SLACK: Counts = Counts {
 /// A test of one fabric.
 type OnFabric = fn(&'static str) -> Result<(), Failed>;
 
-/// Addresses of link objects between hosts for a few more peers at once, beside that.
+/// KiB of addresses of link objects between hosts for a few more peers at once, beside `SLACK`.
 const FAR_KIB: u64 = 30 * 1024;
 
 fn main() -> ExitCode {
     let mut args = Arguments::from_args();
-    // They compare what a process has, not how fast it is, but two cores are few for more.
+    // The tests compare what a process has, not how fast it is, but two cores are too few for more at a time.
     args.test_threads.get_or_insert(1);
     let mut trials = vec![
         Trial::test("a_child_for_a_short_connection_is_no_instance", short_child),
@@ -82,19 +86,19 @@ fn peers(fabric: &str) -> u64 {
     asked.map_or(PEERS / few, |n| n.parse().expect("SOAK_PEERS is a number"))
 }
 
-/// What a process has.
+/// The resources of a process.
 #[derive(Clone, Copy, Debug)]
 struct Counts {
     fds: u64,
     mappings: u64,
     locked_kib: u64,
-    /// What the verbs plugin has registered.
+    /// Memory that the verbs plugin has registered.
     pinned_kib: u64,
     size_kib: u64,
     resident_kib: u64,
 }
 
-/// How often the threads of a process have gone to sleep.
+/// Returns how often the threads of a process have gone to sleep.
 fn sleeps_of(pid: u32) -> u64 {
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).expect("it runs");
     let of = |task: fs::DirEntry| {
@@ -116,7 +120,7 @@ impl Counts {
             let number = line.and_then(|l| l.split_whitespace().next());
             number.and_then(|n| n.parse().ok()).expect("a number")
         };
-        // A thread may have a table of descriptors of its own.
+        // A thread may have an fd table of its own.
         let tables = fs::read_dir(proc("task")).expect("it runs");
         let fds = tables.filter_map(|t| Some(fs::read_dir(t.ok()?.path().join("fd")).ok()?.count()));
         Self {
@@ -158,7 +162,7 @@ impl fmt::Display for Counts {
     }
 }
 
-/// A program of `soak-peer`, and what its connections are promoted to; killed when this is dropped.
+/// A program of `soak-peer`, and the fabric that its connections are promoted to; killed when this is dropped.
 struct Peer(Child, &'static str);
 
 impl Peer {
@@ -177,7 +181,7 @@ impl Peer {
         } else if fabric != "shm" {
             command.env("RDMASOCK_DEV_LOCAL_DEVICE", &paths.device);
             command.env("LOCALNIC", fabric);
-            // Asked by name, as within a host: one port would be for all that run at once.
+            // Peers ask by name, as within a host: a single control port would serve all tests that run at once.
             command.env("RDMASOCK_CONTROL_PORT", "0");
         }
         let child = command
@@ -189,14 +193,14 @@ impl Peer {
         Ok(Self(child, fabric))
     }
 
-    /// The next line that it prints.
+    /// Returns the next line that the program prints.
     fn line(&mut self) -> Result<String, Failed> {
         let mut line = String::new();
         BufReader::new(self.0.stdout.as_mut().unwrap()).read_line(&mut line)?;
         Ok(line.trim().to_owned())
     }
 
-    /// That it has had its connections.
+    /// Waits until the program's connections have ended.
     fn is_done(&mut self) -> Result<(), Failed> {
         match self.line()?.as_str() {
             "done" => Ok(()),
@@ -208,7 +212,7 @@ impl Peer {
         Counts::of(self.0.id())
     }
 
-    /// What it has once it has cleared away what can be, compared with what it had.
+    /// Waits until the program's counts are within [`SLACK`] of `first` and its threads rest; fails after [`PATIENCE`].
     fn settle(&self, first: &Counts) -> Result<(), Failed> {
         let end = Instant::now() + PATIENCE;
         loop {
@@ -229,13 +233,13 @@ impl Peer {
 
 impl Drop for Peer {
     fn drop(&mut self) {
-        // It may have ended by itself.
+        // The program may have ended by itself.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-/// Short clients, `AT_ONCE` at a time.
+/// Runs short clients, `AT_ONCE` at a time.
 fn come_and_go(fabric: &'static str, port: &str, count: u64) -> Result<(), Failed> {
     let mut left = count;
     while left > 0 {
@@ -258,7 +262,8 @@ fn many_clients(fabric: &'static str) -> Result<(), Failed> {
     server.settle(&first)
 }
 
-/// Threads, sets, listeners, children that go on with a connection, and such that are killed while they have it.
+/// A server with threads, sets, listeners, children that go on with a connection, and children that are killed with
+/// one.
 fn every_kind(fabric: &'static str) -> Result<(), Failed> {
     let mut server = Peer::start(fabric, &["serve-every-way"])?;
     let port = server.line()?;
@@ -296,7 +301,7 @@ fn thousands() -> Result<(), Failed> {
 fn forking_server(fabric: &'static str) -> Result<(), Failed> {
     let mut server = Peer::start(fabric, &["serve-forking"])?;
     let port = server.line()?;
-    // One that has had few peers, and one that has had many.
+    // The first client has had few peers, the second many.
     let mut few = Peer::start(fabric, &["dial", &port, &FIRST.to_string()])?;
     few.is_done()?;
     let first = (few.counts(), server.counts());
@@ -304,7 +309,7 @@ fn forking_server(fabric: &'static str) -> Result<(), Failed> {
     many.is_done()?;
     many.settle(&first.0)?;
     server.settle(&first.1)?;
-    // They end by themselves.
+    // The clients end by themselves.
     for mut client in [few, many] {
         client.0.stdin.take().unwrap().flush()?;
         if !client.0.wait()?.success() {
@@ -314,7 +319,7 @@ fn forking_server(fabric: &'static str) -> Result<(), Failed> {
     Ok(())
 }
 
-/// To be an instance costs a process as much as a short connection does: a child for one becomes none.
+/// To be an instance costs a process as much as a short connection does: a child for a short connection becomes none.
 fn short_child() -> Result<(), Failed> {
     let mut server = Peer::start_with("shm", &["serve-forking"], "16r")?;
     let port: u16 = server.line()?.parse()?;
@@ -345,7 +350,7 @@ fn short_child() -> Result<(), Failed> {
     Ok(())
 }
 
-/// A server with a process for each of a hundred connections: more than a name lists.
+/// A server with a process for each of a hundred connections: more processes than a name lists.
 fn questions() -> Result<(), Failed> {
     const CONNECTIONS: u64 = 100;
     let mut server = Peer::start_with("shm", &["serve-forking"], "16r")?;
@@ -354,7 +359,8 @@ fn questions() -> Result<(), Failed> {
     let line = Peer::start_with("shm", &args, "16r")?.line()?;
     let asked: u64 = line.parse().map_err(|_| "not all were promoted")?;
     println!("{asked} questions for {CONNECTIONS} connections");
-    // One by name and one to who has it, a few over links at first, and what is asked again on a slow machine.
+    // Each connection has one question by name and one to its owner. A few questions over links come first, and a slow
+    // machine repeats some.
     if asked > 5 * CONNECTIONS {
         return Err(format!("{asked} questions for {CONNECTIONS} connections").into());
     }

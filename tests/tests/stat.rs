@@ -1,5 +1,5 @@
-//! What `rdmasock stat` says of a connection that stands still: who sleeps on it, in what, and what is unread at either
-//! end. It is said while it lasts, also of a program that is stopped.
+//! The report of `rdmasock stat` about a connection that stands still: the threads that sleep on it, in which calls,
+//! and the unread bytes at either end. The report comes while the stall lasts, also about a stopped program.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::io::{BufRead, BufReader, Write};
@@ -40,7 +40,7 @@ fn main() -> ExitCode {
     libtest_mimic::run(&args, CASES.iter().map(trial).collect()).exit_code()
 }
 
-/// One end, killed if it is still there when this is dropped.
+/// An end of the connection, killed if it still runs when this is dropped.
 struct End {
     child: Child,
     lines: BufReader<ChildStdout>,
@@ -79,14 +79,14 @@ impl End {
         Ok(line.trim().to_owned())
     }
 
-    /// Has it do something.
+    /// Tells the end to do `what`.
     fn begin(&mut self, what: &str) -> Result<(), Failed> {
-        // In one piece: it reads a line at a time.
+        // The line is written in one piece: the program reads a line at a time.
         let line = format!("{what}\n");
         Ok(self.child.stdin.as_mut().unwrap().write_all(line.as_bytes())?)
     }
 
-    /// Waits until it has.
+    /// Waits until the end has finished.
     fn finish(&mut self) -> Result<(), Failed> {
         match self.line()?.as_str() {
             "done" => Ok(()),
@@ -130,12 +130,12 @@ impl<'a> Pair<'a> {
         }
     }
 
-    /// What `rdmasock stat` says of the one connection of an end.
+    /// Returns the report of `rdmasock stat` about the one connection of an end.
     fn stream(&self, end: &End) -> Value {
         stream(self.paths, end)
     }
 
-    /// The same, when it satisfies `condition`.
+    /// Waits until the report about an end satisfies `condition`, and returns it.
     fn until(&self, end: &End, condition: impl Fn(&Value) -> bool) -> Result<Value, Failed> {
         let until = Instant::now() + LIMIT;
         loop {
@@ -155,7 +155,7 @@ impl<'a> Pair<'a> {
         self.until(end, |s| is_asleep(s, call))
     }
 
-    /// Nobody sleeps, and nothing is unread.
+    /// Waits until no thread sleeps, and nothing is unread.
     fn until_quiet(&self) -> Result<(), Failed> {
         for end in [&self.server, &self.client] {
             self.until(end, |s| {
@@ -172,7 +172,7 @@ fn stream(paths: &Paths, end: &End) -> Value {
         .args(["stat", "--json", "--pid", &pid])
         .output()
         .unwrap();
-    // Before it has used a socket it is not known, nor when it has ended.
+    // `rdmasock stat` does not list a program that has not used a socket yet, or that has ended.
     let seen: Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
     let stream = seen.pointer("/instances/0/streams/0");
     stream.cloned().unwrap_or_default()
@@ -192,7 +192,7 @@ fn receiver(paths: &Paths) -> Result<(), Failed> {
     pair.until_quiet()?;
     pair.client.begin("receive 10")?;
     let first = pair.until_asleep(&pair.client, "recv")?;
-    // Its main thread has the number of the process.
+    // The main thread's id is the process id.
     assert_eq!(first["asleep"][0]["thread"], pair.client.pid(), "{first:#}");
     assert_eq!((&first["unread_here"], &first["unread_there"]), (&0.into(), &0.into()));
     let later = pair.until(&pair.client, |s| is_asleep(s, "recv") && seconds(s) >= 0.1)?;
@@ -204,14 +204,14 @@ fn receiver(paths: &Paths) -> Result<(), Failed> {
     pair.until_quiet()
 }
 
-/// More than a ring takes.
+/// More bytes than a ring takes.
 const MUCH: usize = 20_000_000;
 
 fn sender(paths: &Paths) -> Result<(), Failed> {
     let mut pair = Pair::promoted(paths)?;
     pair.client.begin(&format!("send {MUCH}"))?;
     let client = pair.until(&pair.client, |s| {
-        // The ring has grown to its last.
+        // The ring has grown to its largest size.
         is_asleep(s, "send") && seconds(s) >= 0.1
     })?;
     let server = pair.stream(&pair.server);
@@ -235,7 +235,7 @@ fn stopped(paths: &Paths) -> Result<(), Failed> {
     pair.client.begin(&format!("send {MUCH}"))?;
     let client = pair.until_asleep(&pair.client, "send")?;
     let server = pair.until(&pair.server, |s| s["unread_here"] != 0)?;
-    // It was asleep when it was stopped, and has not found out that something has come.
+    // The server was asleep when it was stopped, and has not noticed the arrived bytes.
     assert!(is_asleep(&server, "recv"), "{server:#}");
     assert!(client["unread_there"].as_u64().unwrap() > 0, "{client:#}");
     pair.server.signal(Signal::SIGCONT);
@@ -302,7 +302,7 @@ fn killed(paths: &Paths) -> Result<(), Failed> {
     pair.server.signal(Signal::SIGKILL);
     pair.server.child.wait()?;
     pair.client.finish()?;
-    // The program has not read the end; what the other end had is not known any more.
+    // The program has not read the end; the other end's counts are not known any more.
     let client = pair.until(&pair.client, |s| s["asleep"] == Value::Array(Vec::new()))?;
     assert_eq!(client["unread_here"], Value::Null, "{client:#}");
     assert_eq!(stream(paths, &pair.server), Value::Null);

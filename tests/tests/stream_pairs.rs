@@ -1,5 +1,5 @@
-//! Both ends of a connection in one test, under a virtual clock: whatever the applications, the
-//! policy and the media do, what arrives is what was sent, and nobody waits for the library.
+//! Both ends of a connection in one test, under a virtual clock. Under all operations of the applications, the
+//! policy and the media, the received bytes are those sent, and no application waits for the library.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use proptest::collection::vec;
@@ -10,7 +10,7 @@ use rdmasock_tests::pair::endpoint::Outcome;
 use rdmasock_tests::pair::tcp::Shape;
 use rdmasock_tests::pair::{ACCEPTOR, CONNECTOR, Weather, World};
 
-/// What may happen next, at which end.
+/// An operation, and the end that it happens at.
 #[derive(Clone, Debug)]
 enum Op {
     Write(usize, usize),
@@ -22,8 +22,8 @@ enum Op {
     Leave(usize),
     ReturnToTcp(usize),
     Shut(usize),
-    /// The link between the hosts fails at one end, which has got this many of the bytes unread there; with what
-    /// is said on the way, or without.
+    /// The link between the hosts fails at one end, which has got this many of the bytes unread there. Messages on
+    /// the way are lost too, or not.
     Fail(usize, u64, bool),
     Pass(u64),
 }
@@ -63,7 +63,7 @@ fn fate() -> impl Strategy<Value = Fate> {
 }
 
 fn shape() -> impl Strategy<Value = Shape> {
-    // A reader takes a marker only as a whole, so what TCP holds must not be less; no kernel's is.
+    // A reader takes a marker only as a whole, so TCP must hold at least a marker; every kernel's does.
     (
         prop_oneof![MAX_MARKER..300usize, Just(5000)],
         vec(1..80usize, 1..6),
@@ -161,7 +161,7 @@ proptest! {
         weather.oob[silent] = vec![Fate::Lose; 100];
         let mut world = World::new(weather);
         ops.iter().for_each(|op| play(&mut world, op));
-        // Tells data that looks like the beginning of a marker from one.
+        // The end tells data that looks like the beginning of a marker from a marker.
         world.shut(CONNECTOR);
         world.shut(ACCEPTOR);
         world.finish();
@@ -266,7 +266,7 @@ fn shutting_down_both_ends_at_any_moment_gives_the_rings_back() {
                 ..Weather::fair()
             });
             world.promote();
-            // Nobody reads: TCP has no room for all markers.
+            // Neither end reads: TCP has no room for all markers.
             for step in 0..moment {
                 if step == moment / 2 {
                     world.write(1 - first, 151);
@@ -333,7 +333,7 @@ fn a_connection_can_be_demoted_and_promoted_again_and_again() {
     }
 }
 
-/// A connection between hosts that is busy both ways, whose link fails after this many µs at one end, and `later` at
+/// A connection between hosts that is busy both ways. Its link fails after `moment` µs at one end, and `later` at
 /// the other.
 fn failing(moment: u64, later: u64, keep: u64, cut: usize) -> World {
     let shape = Shape {
@@ -428,7 +428,7 @@ fn shutdown_between_hosts_ends_the_direction_behind_its_last_byte() {
     }
 }
 
-/// TCP has room for the end of RESUME only when all else of the way back is done.
+/// TCP has room for the end of RESUME only when all other steps of the way back are done.
 #[test]
 fn a_stream_that_was_not_answered_is_given_back_when_the_last_marker_is_out() {
     let shape = |segment| Shape {

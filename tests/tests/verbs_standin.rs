@@ -1,6 +1,6 @@
-//! The verbs plugin itself, on a stand-in for rdma-core (`c/verbs.c`), as over RoCE and as over iWARP: scenarios of the
-//! differential suite, each promoted and then compared with kernel TCP (`--ignored` plays the others); and what is left
-//! of registrations and queue pairs.
+//! The verbs plugin itself, on a stand-in for rdma-core (`c/verbs.c`), as over RoCE and as over iWARP. The tests play
+//! scenarios of the differential suite, each promoted and then compared with kernel TCP (`--ignored` plays the others).
+//! They also count the remaining registrations and queue pairs.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::io::{BufRead, BufReader, Write};
@@ -15,7 +15,8 @@ use rdmasock_tests::observe::{count, promotion_state};
 use rdmasock_tests::scenarios::{self, Scenario};
 use rdmasock_tests::standin::{Counters, counters};
 
-/// The scenarios that are played, by the beginnings of their names: each kind of call, and what ends or moves links.
+/// The scenarios that are played, by the beginnings of their names: each kind of call, and events that end or move
+/// links.
 const PLAYED: &[&str] = &[
     "calls_send_forms",
     "calls_vectors",
@@ -61,7 +62,7 @@ const PLAYED: &[&str] = &[
     "urgent_twice",
     "zerocopy_both_ways",
 ];
-/// How long a process may take for what it does in the end.
+/// How long a process may take to release its resources in the end.
 const LIMIT: Duration = Duration::from_secs(30);
 /// Pieces of a transfer.
 const MANY: usize = 50;
@@ -73,7 +74,7 @@ fn main() -> ExitCode {
     let paths = Arc::new(Paths::find(Path::new(env!("CARGO_BIN_EXE_scenario"))));
     let references = Arc::new(References::default());
     let mut trials = Vec::new();
-    // What the stand-in has no words for is a matter of the local device.
+    // Device settings that the stand-in does not have are tested on the local device.
     let is_playable = |s: &Scenario| s.modes.iter().any(|mode| [Mode::Both, Mode::Roce].contains(mode));
     for scenario in scenarios::all().into_iter().filter(is_playable) {
         let scenario = Arc::new(scenario);
@@ -148,7 +149,7 @@ impl End {
     }
 
     fn begin(&mut self, what: &str, n: usize) -> Result<(), Failed> {
-        // In one piece: it reads a line at a time.
+        // The line is written in one piece: the program reads a line at a time.
         let line = format!("{what} {n}\n");
         Ok(self.child.stdin.as_mut().unwrap().write_all(line.as_bytes())?)
     }
@@ -160,7 +161,7 @@ impl End {
         }
     }
 
-    /// What the device has for it.
+    /// Returns the device's resources for the program; `None` if it has not opened the device.
     fn counters(&self) -> Option<Counters> {
         counters(self.child.id())
     }
@@ -171,7 +172,7 @@ impl End {
     }
 }
 
-/// A client and its server that have exchanged so many messages.
+/// Makes a client and its server exchange `messages` messages.
 fn exchange(client: &mut End, server: &mut End, messages: usize) -> Result<(), Failed> {
     server.begin("answer", messages)?;
     client.begin("ask", messages)?;
@@ -179,7 +180,7 @@ fn exchange(client: &mut End, server: &mut End, messages: usize) -> Result<(), F
     client.finish()
 }
 
-/// A killed peer ends registrations, queue pairs and what is pinned, also of transfers past the rings.
+/// A killed peer's registrations, queue pairs and pinned memory end, also those of direct transfers.
 fn killed_peer_leaves_nothing(paths: &Paths, mode: Mode) -> Result<(), Failed> {
     let mut server = End::start(paths, mode, "", &["server"])?;
     let port = server.line()?;
@@ -214,11 +215,11 @@ fn killed_peer_leaves_nothing(paths: &Paths, mode: Mode) -> Result<(), Failed> {
     }
 }
 
-/// A process that may not lock what a link needs stays on TCP, and keeps nothing of what it has tried.
+/// A process that may not lock enough memory for a link stays on TCP, and releases all memory of the attempt.
 fn limit_keeps_tcp(paths: &Paths, mode: Mode) -> Result<(), Failed> {
     let mut server = End::start(paths, mode, ",memlock", &["server"])?;
     let port = server.line()?;
-    // The soft limit only.
+    // Only the soft limit is set.
     let words = [format!("--pid={}", server.child.id()), "--memlock=200000:".to_owned()];
     let status = Command::new("prlimit").args(words).status()?;
     if !status.success() {

@@ -1,6 +1,7 @@
-//! No thread sleeps on for what has come, none is told what it has not asked for, and a child of a fork reads what is
-//! the program's, wherever another thread is held up: the scenarios `wakes_…` with a library whose threads are held up
-//! at one point after the other (`shims/src/sys/points.rs`). What they do without that is in the differential suite.
+//! No thread sleeps on when its event has come, no wait reports an unregistered event, and a child of a fork reads only
+//! the program's bytes, wherever another thread is held up. The scenarios `wakes_…` run with a library whose threads
+//! are
+//! held up at one point after the other (`shims/src/sys/points.rs`). The differential suite plays them without that.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::collections::BTreeSet;
@@ -53,10 +54,10 @@ const POINTS: &[&str] = &[
     "writable: markers are out",
 ];
 
-/// Where something else can be seen than who is woken, by a scenario of its own.
+/// The point whose scenario tests TCP_NODELAY, not a wake-up.
 const NODELAY: &str = "flush: TCP_NODELAY is on for a moment";
 
-/// Where it matters which fabric it is: on a device nothing comes before the number is known to the engine.
+/// The point whose fabric matters: on a device no message comes before the engine knows the number.
 const NUMBER: &str = "opened: the peer's number is not known";
 
 fn main() -> ExitCode {
@@ -92,7 +93,7 @@ fn library() -> Result<PathBuf, String> {
     })
 }
 
-/// Every scenario with threads held up at one point, which some of them reach.
+/// Plays every scenario with threads held up at one point, which some of them reach.
 fn hold(paths: &Paths, references: &References, point: &str) -> Result<(), Failed> {
     if let Err(why) = &paths.library {
         return Err(why.into());
@@ -109,7 +110,7 @@ fn hold(paths: &Paths, references: &References, point: &str) -> Result<(), Faile
         }
     });
     for scenario in &mut played {
-        // Without spinning they come to where they sleep before anybody has been asked about a promotion.
+        // Without spinning, threads reach the point where they sleep before the library has asked about a promotion.
         scenario.env = vec![
             ("RDMASOCK_SPIN_US", "0".into()),
             ("POINTS_REACHED", reached.to_string_lossy().into()),

@@ -40,7 +40,7 @@ pub fn sockets(c: &Ctx) {
         let second = number!(SYS_socket, libc::AF_INET, stream, none).ok();
         c.ret("connect", number!(SYS_connect, second, at.ptr(), at.len));
         c.sync("second");
-        // The other end has tried a read before it sends this.
+        // The other end's read, which does not wait, may come first; its close ends this wait.
         sys::wait_for(second, POLLIN);
         read(c, second, 5);
         close(c, second);

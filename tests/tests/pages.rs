@@ -1,5 +1,5 @@
-//! The pages of the repository, and the comments: what pages link to is there, and so are the files and names that they
-//! speak of; no comment is wider than code may be. Not whether what they say is true.
+//! Checks the pages of the repository, and the comments: links of pages lead somewhere, and the files and names that
+//! pages mention exist; no comment is wider than code may be. Whether a page is true is not checked.
 
 #![allow(clippy::unwrap_used)]
 
@@ -11,8 +11,8 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_owned()
 }
 
-/// Every file of the repository, as a path from its top; nothing that was built, fetched or is hidden, but for what CI
-/// reads.
+/// Returns every file of the repository, as a path from its top. Built, fetched and hidden files are left out, except
+/// those that CI reads.
 fn files() -> BTreeSet<String> {
     let root = root();
     let mut found = BTreeSet::new();
@@ -46,7 +46,7 @@ fn pages() -> Vec<(String, String)> {
     files().into_iter().filter(is_page).map(read).collect()
 }
 
-/// What is between each `open` and the next `close`, outside blocks of code, with the line.
+/// Returns the text between each `open` and the next `close`, outside blocks of code, with its line number.
 fn between<'a>(text: &'a str, open: &str, close: char) -> Vec<(usize, &'a str)> {
     let mut found = Vec::new();
     let mut is_code = false;
@@ -154,7 +154,7 @@ fn every_file_that_a_page_names_is_there() {
     let mut seen = 0;
     let mut missing = Vec::new();
     for (page, text) in pages() {
-        // Those of other people's suites and of rdma-core are theirs.
+        // These pages name files of foreign suites and of rdma-core.
         if page == "docs/compatibility.md" || page == "integration/suites/programs.md" {
             continue;
         }
@@ -175,7 +175,7 @@ fn every_file_that_a_page_names_is_there() {
     assert!(missing.is_empty(), "{missing:#?}");
 }
 
-/// What rustfmt does not look at: it leaves comments as they are, and code that it cannot break.
+/// rustfmt leaves comments as they are, and code that it cannot break.
 #[test]
 fn no_comment_is_wider_than_code_may_be() {
     let format = std::fs::read_to_string(root().join("rustfmt.toml")).unwrap();
@@ -218,10 +218,10 @@ fn what_may_be_wide_is_known() {
     }
 }
 
-/// The words of a comment, if there is one on this line of a source file.
+/// Returns the words of a comment, if there is one on this line of a source file.
 fn comment(line: &str) -> Option<&str> {
     let (code, comment) = line.split_once("//")?;
-    // Behind code there is a space in front; what else has these signs is a string.
+    // A comment behind code has a space in front; other uses of these signs are strings.
     let is_one = code.trim().is_empty() || code.ends_with(' ') && code.matches('"').count() % 2 == 0;
     is_one.then(|| comment.trim_start_matches(['/', '!']).trim())
 }

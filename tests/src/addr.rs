@@ -1,4 +1,4 @@
-//! Socket addresses as libc takes them. No calls but getsockname and getpeername.
+//! Socket addresses in libc's form. The only calls are getsockname and getpeername.
 
 use libc::c_int;
 
@@ -87,7 +87,7 @@ impl Addr {
         all
     }
 
-    /// The address as libc takes it.
+    /// Returns the address in libc's form.
     pub fn ptr(&self) -> *const libc::sockaddr {
         (&raw const self.storage).cast()
     }
@@ -103,7 +103,7 @@ impl Addr {
         u16::from_be(unsafe { (*(&raw const self.storage).cast::<libc::sockaddr_in>()).sin_port })
     }
 
-    /// The IP address without its port, or the family's number.
+    /// Returns the IP address without its port, or the family's number.
     pub fn ip(&self) -> String {
         match self.family() {
             libc::AF_INET => {
@@ -142,7 +142,7 @@ impl Addr {
         }
     }
 
-    /// Where libc writes an address.
+    /// Returns the place where libc writes an address.
     pub fn mut_ptr(&mut self) -> *mut libc::sockaddr {
         (&raw mut self.storage).cast()
     }

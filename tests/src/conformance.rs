@@ -368,7 +368,7 @@ fn a_number_used_again_starts_a_new_stream<H: Harness>() {
         link.end(&mut s, EndMark::Fin);
         let wake = s.consumer.set_flags(RxFlags::RX_CLOSED);
         link.by_reader(&s, wake);
-        // The first stream is closed before it is notified, the other after.
+        // End `a` closes before it is notified, end `b` after.
         a.close(s.number, Some(s.back), Some(s.consumer));
         assert!(matches!(link.recv(1), Some(Message::Closed { yours }) if yours == s.back));
         b.on_closed(s.back);

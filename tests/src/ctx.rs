@@ -254,8 +254,8 @@ impl Ctx {
     pub fn pair_at(&self, listen: fn(u16) -> Addr, connect: fn(u16) -> Addr) -> c_int {
         let (fd, listener) = self.cold_pair_at(listen, connect);
         self.warm_up(fd);
-        // The library's fds of a new link are, for an instant each, the lowest free fd, before they
-        // are moved out of the way: scenarios that look at fds begin after that.
+        // While a link is made, each of the library's fds is for an instant the lowest free fd, before it
+        // is moved out of the way. Scenarios that check fds begin after that.
         sys::pause_ms(20);
         if let Some(listener) = listener {
             sys::close(listener).ok();
@@ -316,8 +316,8 @@ impl Ctx {
         }
     }
 
-    /// Requests and responses until the connection can have been promoted: a few small ones,
-    /// one above 16 KiB each way, then small ones until the observer has seen the promotion
+    /// Exchanges requests and responses until the connection can have been promoted: a few small ones,
+    /// then one above 16 KiB each way. Small ones follow until the observer has seen the promotion
     /// (or has given up). Leaves no byte behind and nothing in the transcript.
     pub fn warm_up(&self, fd: c_int) {
         self.warm_up_told(fd, || {});
@@ -368,8 +368,7 @@ impl Ctx {
     }
 
     /// Returns how many bytes the two programs have moved outside their rings so far. `None` if links are not as
-    /// between
-    /// hosts, or if no harness watches. Only one side may ask.
+    /// between hosts, or if no harness watches. Only one side may ask.
     pub fn past_the_rings(&self) -> Option<PastTheRings> {
         if !self.observed {
             return None;

@@ -1,5 +1,5 @@
-//! The fixed conversation of the plain-peer tests: what each end sends is known in advance, so
-//! that a recording of all that came can be compared byte by byte.
+//! The fixed conversation of the plain-peer tests. The bytes of each end are known in advance, so
+//! that a recording of all received bytes can be compared byte by byte.
 
 use crate::data;
 
@@ -19,7 +19,7 @@ const SIZES: [(usize, usize); 12] = [
     (64, 64),
 ];
 
-/// How many rounds there are; in each the client sends a request, then the server a response.
+/// The number of rounds. In each the client sends a request, then the server a response.
 pub const ROUNDS: usize = SIZES.len();
 
 /// Returns the bytes that the client sends in `round`.
@@ -37,12 +37,12 @@ pub fn farewell() -> Vec<u8> {
     data::pattern(300, 0, 5000)
 }
 
-/// All that the client sends in a connection.
+/// Returns all bytes that the client sends in a connection.
 pub fn all_requests() -> Vec<u8> {
     (0..ROUNDS).flat_map(request).collect()
 }
 
-/// All that the server sends in a connection.
+/// Returns all bytes that the server sends in a connection.
 pub fn all_responses() -> Vec<u8> {
     (0..ROUNDS).flat_map(response).chain(farewell()).collect()
 }

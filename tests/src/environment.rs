@@ -1,7 +1,6 @@
 //! Environments of a process: limits, locked memory, small stacks, filters of system calls, another root, user or
 //! cgroup. Each environment is a word. A launcher enters it before the program begins (`scenario helper within`), or
-//! the
-//! program enters it itself.
+//! the program enters it itself.
 //!
 //! `tests/environment_matrix.rs` lists the environments that the scenarios run in.
 

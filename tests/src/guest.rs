@@ -16,9 +16,9 @@ use crate::sys::{self, Addr, Ret};
 /// Bytes of a message.
 const MESSAGE: usize = 64;
 
-/// `server WHAT…` listens, prints its port, does each WHAT (`early:WHAT` before it makes a socket, `bound:WHAT` between
-/// bind() and listen()), and sends back what comes over one connection; `client PORT` says one thing after the other
-/// until it is told to `end`. Both do what a line on their standard input says. True if all went well.
+/// `server WHAT…` listens, prints its port, does each WHAT, and sends back the bytes of one connection. `early:WHAT` is
+/// done before it makes a socket, `bound:WHAT` between bind() and listen(). `client PORT` sends one message after the
+/// other until the command `end`. Both carry out the commands on their standard input. True if all went well.
 pub fn main(words: &[String]) -> bool {
     match words.first().map(String::as_str) {
         Some("server") => server(&words[1..]),

@@ -21,7 +21,7 @@ use crate::observe::{Promotion, count, promotion_state, reasons};
 use crate::scenarios::Scenario;
 use crate::standin::Standin;
 
-/// Longest time that a scenario may take; then its processes are killed and it has failed.
+/// The longest time that a scenario may take. Then its processes are killed and it has failed.
 pub const TIME_LIMIT: Duration = Duration::from_secs(60);
 /// How long the observer waits for a promotion; longer than a virtual machine may stand still.
 const PROMOTION_LIMIT: Duration = Duration::from_secs(20);
@@ -360,8 +360,7 @@ impl Running {
             let mut bytes = Vec::new();
             let mut file = &self.written.iter().find(|(name, _)| *name == what).unwrap().1;
             // A pipe gives EAGAIN at its end. This end is open for writing too, and the read need not wait for children
-            // that
-            // hold a copy.
+            // that hold a copy.
             let _ = file.read_to_end(&mut bytes);
             String::from_utf8_lossy(&bytes).into_owned()
         };

@@ -105,8 +105,9 @@ fn talk(address: SocketAddr, connections: usize, rounds: usize) -> bool {
 }
 
 /// `squat HOW`: binds the control port of this host, and answers each question. The answer is `garbage`, the question's
-/// own bytes (`echo`), a YES that repeats another number (`nonce`), a right YES without an HMAC (`yes`), or an
-/// everlasting "ask again" (`stamp`). Prints "squatting", then, when stdin ends, how much came.
+/// own bytes (`echo`), or a YES that repeats another number (`nonce`). It can also be a right YES without an HMAC
+/// (`yes`), or an everlasting "ask again" (`stamp`). Prints "squatting", then, when stdin ends, how many datagrams
+/// came.
 fn squat(how: &str) -> bool {
     let socket = UdpSocket::bind((IpAddr::from([0, 0, 0, 0]), CONTROL_PORT)).unwrap();
     let port = socket.try_clone().unwrap();

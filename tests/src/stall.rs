@@ -1,6 +1,6 @@
-//! Two ends of a connection that do what a line on their standard input says, so that a test can have each of them
-//! stand still in any call: `scenario helper stall server`, which prints its port, and `scenario helper stall client
-//! PORT`.
+//! Two ends of a connection that carry out commands from their standard input, so that a test can have each of them
+//! stand still in any call. `scenario helper stall server` prints its port; `scenario helper stall client PORT`
+//! connects.
 
 use libc::c_int;
 

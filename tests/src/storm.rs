@@ -1,9 +1,7 @@
 //! A storm of signals over a scenario: a fast timer whose handler makes every call that a handler may make
 //! (signal-safety(7)) and that the library hooks. The calls use connections and files of the storm's own. They
-//! interrupt the
-//! scenario anywhere, in its allocations too. Each call must have its usual effect; a fault is printed on standard
-//! error,
-//! which is compared.
+//! interrupt the scenario anywhere, in its allocations too. Each call must have its usual effect; a fault is printed on
+//! standard error, which is compared.
 //!
 //! The timer's signal goes to the process, so to its main thread as a rule; every other time the handler sends it on to
 //! the next thread. A child has no timer, nor has an executed program.
@@ -167,7 +165,7 @@ extern "C" fn on_timer(_: c_int) {
         if tick % 2 == 1 {
             send_on(tick);
         }
-        // SAFETY: what a handler may do, on what is the handler's.
+        // SAFETY: only calls that a handler may make, on the handler's own files.
         unsafe { each_call(tick) };
         IS_BUSY.store(false, Release);
         soon();
@@ -330,7 +328,7 @@ unsafe fn asks(fd: c_int) {
 
 /// Uses the connection by other fds.
 unsafe fn copies(fd: c_int, how: u32) {
-    // SAFETY: numbers that are the handler's.
+    // SAFETY: the fds are the handler's own.
     unsafe {
         let copy = libc::dup(fd);
         so(copy >= 0, "a copy");

@@ -1,7 +1,6 @@
 //! Signals, longjmp and fork at any instruction: programs of C (`c/`) that use sockets in every permitted way, in
 //! signal handlers, out of them, and in children of a process with threads. Each program ends by itself, with the
-//! library
-//! as without.
+//! library as without.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::io::{BufRead, BufReader, Write};

@@ -17,8 +17,8 @@ use rdmasock_tests::harness::{Mode, Paths, clean_environment};
 
 /// Cuts on each kind of device.
 const CUTS: u64 = 100;
-/// Cuts for each one in a direct transfer, silent link, queue pair of the plugin, device that goes, and late
-/// answer: those take longer.
+/// Cuts for each fault that takes longer: a cut in a direct transfer, a silent link, a failed queue pair of the
+/// plugin, a device that goes, or a late answer.
 const PER_SILENCE: u64 = 100;
 const PER_DIRECT: u64 = 3;
 const PER_PLUGIN: u64 = 5;

@@ -288,8 +288,7 @@ fn a_piece_goes_at_once(paths: &Paths, device: &str) -> Result<(), Failed> {
     }
 }
 
-/// An end takes longer for a loan than an uninformed sender waits: 10 ms for each work request, and a loan has
-/// three.
+/// An end takes longer for a loan than an uninformed sender waits: 10 ms for each work request, and a loan has three.
 fn pieces_are_read_late(paths: &Paths, device: &str) -> Result<(), Failed> {
     const FEW: usize = 10;
     let device = format!("{device},delay=10000");

@@ -1,7 +1,7 @@
 //! Scenarios of the differential suite with both sides in an environment: limits, locked memory, small stacks, filters
 //! of system calls, another root, user or cgroup. Each side's transcript, output and exit status must be those on
-//! kernel
-//! TCP in the same environment. The connection is promoted, or stays on TCP for the reason that the environment names.
+//! kernel TCP in the same environment. The connection is promoted, or stays on TCP for the reason that the environment
+//! names.
 //!
 //! `tests/environments.rs` tests changes in the middle of a connection.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]

@@ -194,7 +194,7 @@ struct Talk<'a> {
 }
 
 impl<'a> Talk<'a> {
-    /// The server does `what` after it has begun to listen.
+    /// Starts both ends. The server does `what` after it has begun to listen.
     fn begin(paths: &'a Paths, what: &[&str], variables: &[(&str, &str)]) -> Result<(Self, Vec<String>), Failed> {
         Self::with_client(paths, what, variables, false)
     }
@@ -465,8 +465,7 @@ fn locked_memory(paths: &Paths) -> Result<(), Failed> {
 
 /// A program that locks its present memory fills the parts of a link that are in use, not those it may grow into.
 fn locked_memory_on_a_link(paths: &Paths) -> Result<(), Failed> {
-    /// KiB that may become resident: mostly one segment of each arena, and the stacks and heaps of two
-    /// threads.
+    /// KiB that may become resident: mostly one segment of each arena, and the stacks and heaps of two threads.
     const ROOM: u64 = 5 * 1024;
     let (mut talk, _) = Talk::begin(paths, &[], &[])?;
     talk.on_link()?;

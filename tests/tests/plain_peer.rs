@@ -13,7 +13,7 @@ use libtest_mimic::{Arguments, Failed, Trial};
 use rdmasock_tests::dialogue;
 use rdmasock_tests::harness::{Paths, clean_environment};
 
-/// Connections of each test, one after the other: the later ones meet what the library cached.
+/// Connections of each test, one after the other: the later ones meet the library's cache.
 const CONNECTIONS: usize = 3;
 const LIMIT: Duration = Duration::from_secs(60);
 

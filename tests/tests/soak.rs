@@ -1,6 +1,5 @@
-//! Peers that come and go leave nothing behind: after many short peers a process has the descriptors, mappings,
-//! address space, memory and idleness that it had after ten. There are a thousand peers within a host, a fifth of that
-//! over
+//! Peers that come and go leave nothing behind: after many short peers a process has the descriptors, mappings, address
+//! space, memory and idleness that it had after ten. There are a thousand peers within a host, a fifth of that over
 //! each kind of the local device and a twentieth over the verbs plugin, or as many as `SOAK_PEERS` says. `scripts/soak`
 //! runs them for hours.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
@@ -36,10 +35,8 @@ const AT_ONCE: usize = 2;
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// The excess that a process may have at the end over its counts after the first peers. It covers remains that are
-/// still
-/// being cleared away, variations of the allocator, and link objects for a few more peers at once. A leak of one
-/// descriptor,
-/// mapping or page a peer is far more.
+/// still being cleared away, variations of the allocator, and link objects for a few more peers at once. A leak of one
+/// descriptor, mapping or page a peer is far more.
 const SLACK: Counts = Counts {
     fds: 4,
     mappings: 40,

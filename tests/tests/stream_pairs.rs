@@ -161,7 +161,7 @@ proptest! {
         weather.oob[silent] = vec![Fate::Lose; 100];
         let mut world = World::new(weather);
         ops.iter().for_each(|op| play(&mut world, op));
-        // The end tells data that looks like the beginning of a marker from a marker.
+        // The end of the stream shows that data which looks like the beginning of a marker is not one.
         world.shut(CONNECTOR);
         world.shut(ACCEPTOR);
         world.finish();

@@ -1,7 +1,7 @@
 //! No thread sleeps on when its event has come, no wait reports an unregistered event, and a child of a fork reads only
 //! the program's bytes, wherever another thread is held up. The scenarios `wakes_…` run with a library whose threads
-//! are
-//! held up at one point after the other (`shims/src/sys/points.rs`). The differential suite plays them without that.
+//! are held up at one point after the other (`shims/src/sys/points.rs`). The differential suite plays them without
+//! that.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::collections::BTreeSet;

@@ -85,7 +85,7 @@ impl Book {
         self.open.lock().unwrap().retain(|other| !Arc::ptr_eq(other, &progress));
     }
 
-    /// All connections are over.
+    /// Prints the sum of compared bytes when all connections have ended, then waits until stdin ends.
     fn finish(&self) {
         say(&format!("done {}", self.bytes.load(Relaxed)));
         std::io::stdin().lock().lines().for_each(drop);

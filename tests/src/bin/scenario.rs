@@ -26,7 +26,7 @@ struct Args {
     /// A directory for the run's transcripts and its barrier, empty or not yet there.
     #[arg(long)]
     dir: Option<PathBuf>,
-    /// A harness watches: wait in the warm-up until it has seen the promotion.
+    /// A harness watches: wait in the warm-up until the harness has seen the promotion.
     #[arg(long)]
     observed: bool,
     /// An environment that the side enters before it makes a socket: see `environment::enter`.
@@ -35,7 +35,7 @@ struct Args {
     /// An environment that the side enters when its listener listens, or before it connects.
     #[arg(long)]
     enter_listening: Vec<String>,
-    /// In a storm of signals.
+    /// Play the side in a storm of signals.
     #[arg(long)]
     storm: bool,
     /// Which sides get the library, when both are played.

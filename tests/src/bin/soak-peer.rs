@@ -1,6 +1,6 @@
-//! The programs of `tests/soak.rs`, which preloads the library: a server that serves all connections, one that
-//! forks a child for each, and a client that opens connections one after the other. They know nothing of the
-//! library but whether it has promoted a connection, which is what they wait for.
+//! The programs of `tests/soak.rs`, which preloads the library. They are a server that serves all connections, a server
+//! that forks a child for each, and a client that opens connections one after the other. They know nothing of the
+//! library but whether it has promoted a connection, which they wait for.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::io::{BufRead, Read, Write};
@@ -116,7 +116,7 @@ fn serve_forking() {
     }
 }
 
-/// How [`serve_every_way`] serves a connection, in turn.
+/// The ways in which [`serve_every_way`] serves connections, in turn.
 const WAYS: [fn(TcpStream); 6] = [
     |mut stream| {
         let served = std::thread::spawn(move || while answer(&mut stream) {});
@@ -196,7 +196,7 @@ fn dial_every_way(port: u16, rounds: u64) {
             stream.write_all(&message).unwrap();
             stream.read_exact(&mut message).unwrap();
             if n % 50 == 49 {
-                // A promotion takes its time.
+                // The pause gives the promotion time.
                 std::thread::sleep(Duration::from_millis(3));
             }
         }

@@ -87,8 +87,8 @@ pub fn run(port: u16, name: &str, file: &str) -> bool {
     }
 }
 
-/// `ask PORT OTHER UID`: as that user, asks the server on PORT about the connection that another process has to it from
-/// the port OTHER, by its name and by the control port. Prints `no`, or the HELLO for which the server looks then.
+/// `ask PORT OTHER UID`: as that user, asks the server on PORT about another process's connection from the port OTHER,
+/// by the server's name and by the control port. Prints `no`, or the HELLO that the server then scans for.
 /// Holds the channel until a line comes on stdin, then prints `gone`.
 pub fn ask_about(port: u16, other: u16, uid: u32) -> bool {
     call!(libc::setgid(uid)).ok();

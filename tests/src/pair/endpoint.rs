@@ -41,9 +41,9 @@ pub enum Outcome {
 pub struct Net {
     /// The time.
     pub clock: Clock,
-    /// Our sending direction.
+    /// This end's sending direction.
     pub out: Rc<RefCell<Tcp>>,
-    /// Our receiving direction.
+    /// This end's receiving direction.
     pub inn: Rc<RefCell<Tcp>>,
     /// Out of band, to the other end.
     pub oob: Rc<Medium>,
@@ -56,7 +56,7 @@ pub struct Endpoint {
     /// Which end this is.
     pub role: Role,
     net: Rc<Net>,
-    /// Our end of the link that there is, whether or not the connection is on it.
+    /// This end of the current link, whether or not the connection is on it.
     link: RefCell<Link>,
     /// The link that the connection is on.
     its_link: RefCell<Option<Link>>,
@@ -168,7 +168,7 @@ impl Endpoint {
         self.rx.lock().map_or(0, |rx| rx.owed)
     }
 
-    /// Our end of the link that there is.
+    /// Returns this end of the current link.
     pub fn link_here(&self) -> Link {
         self.link.borrow().clone()
     }

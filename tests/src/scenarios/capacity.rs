@@ -68,12 +68,10 @@ const SIZES: [(c_int, c_int); 5] = [
     (0, 16 * 1024),
 ];
 
-/// A connection accepts about as much as connections that stay with the kernel, whatever sizes the program has set.
-/// The lower bound is nine tenths of the least of these, because a program counts on what it has had; the upper bound
-/// is half
-/// as much again as the most. Where sizes are set, the kernel accepts another amount on each connection: it counts its
-/// own
-/// overhead and pieces under way. There the lower bound is 0.7 of the least of three.
+/// A connection accepts about as much as connections that stay with the kernel, whatever sizes the program has set. The
+/// lower bound is nine tenths of the least of these, because a program counts on what it has had; the upper bound is
+/// half as much again as the most. Where sizes are set, the kernel accepts another amount on each connection: it counts
+/// its own overhead and pieces under way. There the lower bound is 0.7 of the least of three.
 pub fn set_sizes(c: &Ctx) {
     for (seed, (send, receive)) in SIZES.into_iter().enumerate() {
         let seed = seed as u64;

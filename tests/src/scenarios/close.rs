@@ -131,8 +131,8 @@ pub fn shutdown_both(c: &Ctx) {
     c.close(fd);
 }
 
-/// Connections that get their last answer, and are shut both ways, after so few requests that they are on TCP, on their
-/// way to a link, or just there: the client receives the whole answer, then EOF.
+/// Connections that get their last answer, and are shut both ways, after few requests: they are on TCP, on their
+/// way to a link, or just there. The client receives the whole answer, then EOF.
 pub fn shut_on_the_way(c: &Ctx) {
     const REQUEST: usize = 200;
     const LAST: usize = 1 << 20;

@@ -119,8 +119,7 @@ impl<'a> Flow<'a> {
     }
 
     /// Plays a part that logs nothing, until some of its bytes were direct transfers. On a machine that has much else
-    /// to
-    /// do, a reader need not be there in time. A run-up precedes each attempt.
+    /// to do, a reader need not be there in time. A run-up precedes each attempt.
     #[track_caller]
     pub fn play(&mut self, part: impl FnMut(&mut Self)) {
         self.play_until(1, part);
@@ -182,8 +181,7 @@ impl<'a> Flow<'a> {
     }
 
     /// Sends `len` bytes from memory that is overwritten as soon as the call has accepted the bytes. A call that ends
-    /// early is
-    /// followed by another.
+    /// early is followed by another.
     #[track_caller]
     pub fn send(&mut self, len: usize) {
         self.send_from(&mut vec![0; len]);

@@ -1,6 +1,5 @@
 //! Direct transfers (see `direct`) with the registered allocator (`RDMASOCK_ALLOC=registered`), which keeps large
-//! blocks
-//! registered with devices. Here are blocks whose memory is replaced between two calls, by all calls that can do
+//! blocks registered with devices. Here are blocks whose memory is replaced between two calls, by all calls that can do
 //! that, and blocks that come and go while other threads allocate. The scenarios of the other direct modules are played
 //! with it too. A device goes on using the pages that were there at the registration.
 

@@ -1,6 +1,5 @@
 //! Events that end a direct transfer (see `direct`) while a thread waits with a buffer: the connection's end, by either
-//! of
-//! its ends, or its return to TCP.
+//! of its ends, or its return to TCP.
 
 use std::thread;
 
@@ -20,8 +19,8 @@ fn another(c: &Ctx, is_lent: bool) -> Flow<'_> {
     flow
 }
 
-/// The connection leaves the link while a thread waits with a buffer: a child that has it too runs another program, or
-/// one of the ends asks for urgent data.
+/// The connection leaves the link while a thread waits with a buffer. A child that has the connection too runs another
+/// program, or one of the ends asks for urgent data.
 pub fn on_tcp(c: &Ctx) {
     leaves_the_link(c, false);
 }
@@ -134,8 +133,7 @@ fn ends(c: &Ctx) {
                 c.sync("ended");
                 if way == "own_close" {
                     // The peer sends no more than is read. Unread bytes are a reason for a reset, which may come before
-                    // the send
-                    // returns.
+                    // the send returns.
                     flow.send(LARGE - if has_part { MUCH } else { 0 });
                 }
                 c.sync("seen");

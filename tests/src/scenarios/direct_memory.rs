@@ -209,7 +209,7 @@ pub fn transfer(flow: &mut Flow<'_>, memory: &mut [u8]) {
     }
 }
 
-/// Each call at the same place, where the memory is another one each time, on both ends.
+/// Each call uses the same place, whose memory is replaced before each, on both ends.
 pub fn same_place(c: &Ctx) {
     at_same_place(Flow::begin(c));
 }

@@ -1,8 +1,6 @@
 //! Senders of direct transfers (see `direct`) that time out, are interrupted, or whose reader is not at work. The bytes
-//! that
-//! a call has accepted belong to the program again when the call returns. Readers that wait with buffers are here. In
-//! `lent`
-//! readers wait in epoll_wait, and their device reads lent memory, in the same scenarios.
+//! that a call has accepted belong to the program again when the call returns. Readers that wait with buffers are here.
+//! In `lent` readers wait in epoll_wait, and their device reads lent memory, in the same scenarios.
 
 use std::thread;
 use std::time::{Duration, Instant};

@@ -71,8 +71,9 @@ pub fn answers_without_waiting(c: &Ctx) {
     c.log("all answered");
 }
 
-/// Connections that get a large answer after two requests, read with little room: while they are promoted, what has
-/// come often ends in a byte that a marker could begin with, and more comes only once that is out of TCP's buffer.
+/// Connections that get a large answer after two requests, read with little room. While they are promoted, the received
+/// bytes often end in a byte that a marker could begin with. More bytes come only once that byte is out of TCP's
+/// buffer.
 pub fn large_answers(c: &Ctx) {
     const N: u64 = 150;
     const ANSWER: usize = 2_000_000;
@@ -154,7 +155,7 @@ fn pour(fd: c_int, seed: u64) {
     }
 }
 
-/// Receives `LARGE` bytes in random pieces, each checked; gives the hash.
+/// Receives `LARGE` bytes in random pieces, and checks each. Returns the hash.
 fn drink(fd: c_int, seed: u64) -> u64 {
     let mut rng = Rng::new(seed + 77);
     let (mut at, mut state) = (0usize, data::HASH_START);
@@ -240,12 +241,12 @@ pub fn mapped_client(c: &Ctx) {
     echo_with_names(c, fd);
 }
 
-/// Both ends in one process, in each of the two.
+/// Both ends are in one process, once in each of the two processes.
 pub fn own_process(c: &Ctx) {
     let (listener, port) = sys::listener(&Addr::v4(0), 4);
     let a = sys::connected(&Addr::v4(port));
     let b = sys::accept4(listener, 0).ok();
-    // As many as take longer than the first signal of a storm.
+    // These exchanges take longer than the first signal of a storm.
     for i in 0..200 {
         c.send(a, &data::pattern(i, 0, 3000), 0);
         c.recv_all(b, 3000);

@@ -61,8 +61,7 @@ pub fn add_to(all: &mut Vec<Scenario>) {
 }
 
 /// A reset finds the client in a receive that has some bytes already, on the link or in TCP behind it. That call
-/// returns
-/// the bytes; the next call, of any kind, gets the error.
+/// returns the bytes; the next call, of any kind, gets the error.
 fn within(c: &Ctx) {
     let (call, asks) = (
         CALLS[c.param as usize % CALLS.len()],

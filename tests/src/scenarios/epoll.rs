@@ -96,7 +96,7 @@ pub fn level(c: &Ctx) {
     c.close(fd);
 }
 
-/// Edge-triggered: once per arrival, not again for what is left, again for more.
+/// Edge-triggered: reported once for each arrival, not again for unread bytes, again for more.
 pub fn edge(c: &Ctx) {
     let fd = c.pair();
     if c.is_server() {
@@ -134,7 +134,7 @@ pub fn edge(c: &Ctx) {
     c.close(fd);
 }
 
-/// Re-arming an edge-triggered fd by MOD reports what is there.
+/// Re-arming an edge-triggered fd by MOD reports its present state.
 pub fn edge_mod(c: &Ctx) {
     let fd = c.pair();
     if c.is_server() {
@@ -241,7 +241,7 @@ pub fn data_kept(c: &Ctx) {
     c.close(fd);
 }
 
-/// MOD and DEL, their errors, and ADD of what cannot be added.
+/// MOD and DEL, their errors, and ADD of fds that cannot be added.
 pub fn control(c: &Ctx) {
     let fd = c.pair();
     let ep = create();
@@ -399,7 +399,7 @@ pub fn hangups(c: &Ctx) {
 }
 
 /// Edge-triggered readers that treat a short read as the end of the data, as the kernel lets them (epoll(7),
-/// question 9), on connections that are promoted with a backlog in TCP.
+/// question 9). The connections are promoted with a backlog in TCP.
 pub fn short_reads(c: &Ctx) {
     backlogs(c, |fd, got| {
         let mut buffer = vec![0; 50_000];
@@ -417,8 +417,8 @@ pub fn short_reads(c: &Ctx) {
     });
 }
 
-/// As [`short_reads`], by readers that also treat a read of more bytes than FIONREAD has counted as that end, as
-/// nginx does: bytes that have come since then make another edge.
+/// As [`short_reads`], by readers that also stop after a read of more bytes than FIONREAD has counted, as nginx
+/// does. Bytes that have come since the count make another edge.
 pub fn counted_reads(c: &Ctx) {
     backlogs(c, |fd, got| {
         let mut buffer = vec![0; 20_000];
@@ -482,8 +482,8 @@ fn backlogs(c: &Ctx, read: fn(c_int, &mut Vec<u8>)) {
     c.sync("done");
 }
 
-/// A large read at each edge gets the bytes from before and after the sender's fd was passed on, which takes the
-/// connection back to TCP, and in all pieces of a vector.
+/// The sender's fd is passed on, which takes the connection back to TCP. A large read at each edge gets the bytes from
+/// before and after that, in all pieces of a vector.
 pub fn edge_across_demotion(c: &Ctx) {
     const LEN: usize = 3000;
     let fd = c.pair();

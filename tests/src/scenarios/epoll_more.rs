@@ -183,7 +183,7 @@ pub fn two_epolls(c: &Ctx) {
     c.close(fd);
 }
 
-/// A connection in two epolls: waits that do not sleep report in both, each time, what was sent before.
+/// A connection in two epolls: waits that do not sleep report the earlier send in both, each time.
 pub fn two_epolls_at_once(c: &Ctx) {
     let fd = c.pair();
     let (a, b) = (create(), create());
@@ -468,8 +468,7 @@ pub fn registered_before(c: &Ctx) {
     log_wait(c, other, 0);
 }
 
-/// An array that cannot be written: no error while nothing is ready, then EFAULT, and the next wait returns the
-/// event.
+/// An array that cannot be written: no error while nothing is ready, then EFAULT, and the next wait returns the event.
 pub fn unwritable(c: &Ctx) {
     const PAGE: usize = 4096;
     let fd = c.pair();

@@ -182,8 +182,8 @@ pub fn limit(c: &Ctx) {
     }
 }
 
-/// Connections that are closed while every fd is in use, with data and the library's markers under way: all bytes
-/// arrive, and the fd is free for the next.
+/// Connections that are closed while every fd is in use, with data and the library's markers under way. All bytes
+/// arrive, and the fd is free for the next connection.
 pub fn closed_at_the_limit(c: &Ctx) {
     const CONNECTIONS: u64 = 300;
     let (listener, port) = c.listener(8);

@@ -39,7 +39,7 @@ pub fn main(words: &[String]) -> ExitCode {
     if good { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// With read and write, as `cat` would.
+/// Echoes with read and write, as `cat` would.
 fn echo(fd: i32) -> bool {
     let mut buf = [0; 5000];
     loop {

@@ -1,7 +1,6 @@
 //! Threads that are woken, and threads that are not, when many threads sleep on connections to one program. A message
 //! wakes the thread that it is for and few others. No thread depends on another's signal handler. The library's own
-//! thread
-//! does not wake beside a thread that sends without a pause.
+//! thread does not wake beside a thread that sends without a pause.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
 use std::thread;
@@ -194,12 +193,11 @@ pub fn under_handlers(c: &Ctx) {
 /// Sends of a bulk transfer, and bytes of one.
 const SENDS: usize = 32_768;
 const SEND: usize = 16 * 1024;
-/// Other threads may sleep once for this many sends. Periodic checks may add one sleep for each
-/// `MS_A_SLEEP` ms.
+/// Other threads may sleep once for this many sends. Periodic checks may add one sleep for each `MS_A_SLEEP` ms.
 const SENDS_A_SLEEP: usize = 64;
 const MS_A_SLEEP: u64 = 10;
-/// Pauses of a sender, each long enough for the library's own thread to watch the connection again; the length of
-/// a pause in ms; and the sleeps for one pause until that thread stops.
+/// The number of a sender's pauses; their length in ms, enough for the library's own thread to watch the connection
+/// again; and the sleeps for one pause until that thread stops.
 const RESTS: usize = 16;
 const AT_REST_MS: u64 = 100;
 const SLEEPS_A_REST: usize = 64;

@@ -1,7 +1,6 @@
 //! Calls whose fd is closed meanwhile and stands for another file at once. One thread is blocked in a call on a
 //! connection. Another thread closes the connection, in every way, and gives its fd to the next connection or file.
-//! Every
-//! byte names the connection or file that it belongs to.
+//! Every byte names the connection or file that it belongs to.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
@@ -433,7 +432,7 @@ pub fn files(c: &Ctx) {
     c.log("all equal");
 }
 
-/// A connection in an epoll set, closed where no library sees it: the set no longer reports it, and its fd in the
+/// A connection in an epoll set is closed where no library sees it. The set no longer reports it, and its fd in the
 /// set belongs to the next connection.
 pub fn sets(c: &Ctx) {
     let rounds = 120;
@@ -517,8 +516,7 @@ impl Victim {
 
 /// One thread closes connections in every way and fills their fds with files, socket pairs and the next connections.
 /// Meanwhile other threads are in every call that receives or waits. Each call gets bytes of the connection that it
-/// began
-/// on, and a file keeps its bytes.
+/// began on, and a file keeps its bytes.
 pub fn churn(c: &Ctx) {
     let (listener, port) = c.listener(8);
     let Some(listener) = listener else {

@@ -23,8 +23,8 @@ pub fn add_to(all: &mut Vec<Scenario>) {
     all.push(Scenario::new("promote_at_once", promote_at, false).with_env("RDMASOCK_PROMOTE_AFTER", "0"));
 }
 
-/// `LEN` bytes each way in odd pieces that depend on `param`, several times over, so that the
-/// promotion falls into the middle of a piece, of a request, or between.
+/// `LEN` bytes each way in odd pieces that depend on `param`, several times over. The promotion falls into the middle
+/// of a piece, of a request, or between.
 fn promote_at(c: &Ctx) {
     let fd = c.cold_pair();
     let mut rng = Rng::new(u64::from(c.param) * 7919 + 13);
@@ -56,8 +56,8 @@ fn promote_at(c: &Ctx) {
     c.close(fd);
 }
 
-/// After `param` of `LEN` bytes in each direction the server's fd (odd: the client's) is
-/// passed by SCM_RIGHTS, which demotes it; the stream goes on byte-exactly on either fd.
+/// After `param` of `LEN` bytes in each direction the server's fd (odd: the client's) is passed by SCM_RIGHTS, which
+/// demotes the connection. The stream goes on byte-exactly on either fd.
 fn demote_at(c: &Ctx) {
     let mut fd = c.pair();
     let n = c.param as usize;

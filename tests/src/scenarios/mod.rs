@@ -1,5 +1,5 @@
 //! The scenarios, by theme, and the table of them. A scenario is one function that both sides
-//! run; it uses libc calls only, and logs what must not depend on the path of the bytes.
+//! run. It uses libc calls only, and logs only results that must not depend on the path of the bytes.
 
 mod calls;
 mod capacity;
@@ -303,7 +303,7 @@ const WITHOUT_STORM: [&str; 12] = [
     "wakes_",
 ];
 /// Scenarios whose outcome depends on signals on kernel TCP too, mostly by EINTR of poll, select and epoll_wait,
-/// which is never restarted; or that end before the first signal comes, or close the storm's own descriptors.
+/// which is never restarted. Others end before the first signal comes, or close the storm's own descriptors.
 const NOT_IN_A_STORM: &[&str] = &[
     "calls_bad_fds",
     "calls_not_sockets",

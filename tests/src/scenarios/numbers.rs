@@ -43,7 +43,7 @@ struct Pieces {
 }
 
 impl Pieces {
-    /// In a box, since it points into itself.
+    /// Returns a box, because the value points into itself.
     fn new(parts: [[u8; 3]; 2]) -> Box<Self> {
         let mut this = Box::new(Self {
             parts,
@@ -65,7 +65,7 @@ impl Pieces {
 /// The bytes that [`bytes_out`] sends.
 const SENT: &[u8] = b"writtenonetwoonetwosentonetwoonetwoonetwofrom the filefrom a pipe";
 
-/// Sent by number, by every call that sends, and received by name.
+/// Sends by number, with every call that sends, and receives by name.
 pub fn bytes_out(c: &Ctx) {
     let fd = c.pair();
     if !c.is_server() {
@@ -110,7 +110,7 @@ pub fn bytes_out(c: &Ctx) {
     close(c, fd);
 }
 
-/// Sent by name, and received by number, by every call that receives.
+/// Sends by name, and receives by number, with every call that receives.
 pub fn bytes_in(c: &Ctx) {
     let fd = c.pair();
     if c.is_server() {

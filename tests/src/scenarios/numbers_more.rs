@@ -160,7 +160,7 @@ fn make(c: &Ctx, how: &str) -> c_int {
         "mkstemp" => {
             let template = name(&c.dir.join("XXXXXX")).into_raw();
             let fd = call!(libc::mkstemp(template)).ok();
-            // SAFETY: what `into_raw` gave, in its own length.
+            // SAFETY: `into_raw` returned the pointer, and the length is unchanged.
             drop(unsafe { std::ffi::CString::from_raw(template) });
             fd
         }

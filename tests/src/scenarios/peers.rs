@@ -52,8 +52,7 @@ fn talk_all_the_time(set: c_int, peers: &[c_int]) {
     }
 }
 
-/// All peers have sent, and some need several waits: each peer is reported, and no peer is reported
-/// without data.
+/// All peers have sent, and some need several waits: each peer is reported, and no peer is reported without data.
 pub fn in_one_set(c: &Ctx) {
     let (listener, port) = c.listener(PEERS as c_int);
     let Some(listener) = listener else {

@@ -214,8 +214,8 @@ pub fn prefork(c: &Ctx) {
     }
 }
 
-/// A child that the server makes by clone(2) as it is, right after it has accepted, and that then changes its user:
-/// libc waits for every other thread that it knows of, and a clone's child has none of its parent's.
+/// The server makes a child by plain clone(2), right after it has accepted; the child then changes its user. libc
+/// waits for every other thread that it knows of, and the child has none of its parent's threads.
 pub fn cloned_changes_user(c: &Ctx) {
     let (listener, port) = c.listener(32);
     for _ in 0..20 {
@@ -228,7 +228,7 @@ pub fn cloned_changes_user(c: &Ctx) {
         let fd = sys::accept4(listener, 0).ok();
         let child = call!(libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0)).ok();
         if child == 0 {
-            // To what it is.
+            // The user id stays as it is.
             let unchanged = libc::uid_t::MAX;
             let changed = call!(libc::setresuid(unchanged, unchanged, unchanged));
             sys::leave_at_once(i32::from(changed.failed()));
@@ -494,9 +494,8 @@ pub fn spawn(c: &Ctx) {
     }
 }
 
-/// A close-on-exec connection becomes the standard input and output of a program, which `start` starts with a copy
-/// of it as descriptor 0. `unread`: bytes wait on it by then. `keeps`: the server closes its own copy when the program
-/// has
+/// A close-on-exec connection becomes the standard input and output of a program, which `start` starts with a copy of
+/// it as descriptor 0. `unread`: bytes wait on it by then. `keeps`: the server closes its own copy when the program has
 /// ended, and not before.
 fn hand_to_program(c: &Ctx, unread: bool, keeps: bool, start: impl FnOnce(c_int, &[CString]) -> c_int) {
     const BYTES: usize = 5000;
@@ -663,8 +662,7 @@ pub fn take_fd(over: c_int) -> c_int {
 }
 
 /// A child reads bytes that its parent has on a link while the parent is stopped. It gets the bytes, or an error, and
-/// does
-/// not wait for ever.
+/// does not wait for ever.
 pub fn child_of_a_stopped_parent(c: &Ctx) {
     const BYTES: usize = 3000;
     let fd = c.pair();

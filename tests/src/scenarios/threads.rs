@@ -230,7 +230,7 @@ static CANCEL_FD: AtomicI32 = AtomicI32::new(-1);
 extern "C" fn blocked_in_recv(_: *mut libc::c_void) -> *mut libc::c_void {
     let fd = CANCEL_FD.load(Ordering::Relaxed);
     let mut b = [0u8; 4];
-    // SAFETY: the buffer is as long as said. A plain call: no frame here has a destructor,
+    // SAFETY: the buffer is 4 bytes long. A plain call: no frame here has a destructor,
     // so that the cancellation's unwinding passes.
     unsafe { libc::recv(fd, b.as_mut_ptr().cast(), 4, 0) };
     std::ptr::null_mut()
@@ -239,7 +239,7 @@ extern "C" fn blocked_in_recv(_: *mut libc::c_void) -> *mut libc::c_void {
 extern "C" fn blocked_in_send(_: *mut libc::c_void) -> *mut libc::c_void {
     let fd = CANCEL_FD.load(Ordering::Relaxed);
     static MUCH: [u8; MUCH_BYTES] = [7; MUCH_BYTES];
-    // SAFETY: as many bytes as said. A plain call, as above.
+    // SAFETY: `MUCH` has `MUCH_BYTES` bytes. A plain call, as above.
     unsafe { libc::send(fd, MUCH.as_ptr().cast(), MUCH_BYTES, 0) };
     std::ptr::null_mut()
 }

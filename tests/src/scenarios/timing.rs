@@ -20,8 +20,7 @@ pub fn rcvtimeo(c: &Ctx) {
         );
         c.recv(fd, 10, 0);
         // A single full wait is enough: on a machine that stood still the kernel's own wait ends early, because it has
-        // yet
-        // to count the ticks of that time.
+        // yet to count the ticks of that time.
         let waited = (0..20).any(|_| {
             let start = Instant::now();
             sys::recv(fd, &mut [0; 10], 0);

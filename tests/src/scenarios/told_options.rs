@@ -58,8 +58,9 @@ pub fn kept(c: &Ctx) {
             let value = match (level, option) {
                 // The processor of the last packet varies.
                 (SOL_SOCKET, libc::SO_INCOMING_CPU) => c_int::from(value >= 0),
-                // The kernel takes off some percent when it first sees how much memory a full segment takes, which a
-                // connection that is promoted early never gets on TCP (tcp_measure_rcv_mss in Linux's tcp_input.c).
+                // The kernel takes off some percent when it first sees how much memory a full segment takes
+                // (tcp_measure_rcv_mss in Linux's tcp_input.c). A connection that is promoted early never gets one on
+                // TCP.
                 (IPPROTO_TCP, libc::TCP_WINDOW_CLAMP) if (set * 9 / 10..set).contains(&value) => set,
                 _ => value,
             };

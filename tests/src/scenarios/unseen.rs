@@ -1,7 +1,6 @@
 //! The peer's view of a connection that is closed by a system call in line, which no library sees, and whose fd is not
 //! used after that. A table: the peer's activity, its unread data, an earlier shutdown of the connection, and the later
-//! use
-//! of its fd. The time bounds only detect events that never come.
+//! use of its fd. The time bounds only detect events that never come.
 //!
 //! Also a program that sends and receives by libc, but waits by system calls in line.
 
@@ -213,7 +212,7 @@ fn in_line(number: libc::c_long, argument: usize) -> c_int {
 }
 
 fn in_line_with(number: libc::c_long, arguments: [usize; 6]) -> c_int {
-    // SAFETY: close, memfd_create or a call on an epoll set, of what lives on.
+    // SAFETY: close, memfd_create or a call on an epoll set, with arguments that outlive the call.
     unsafe { kernel::call(number, arguments).unwrap() as c_int }
 }
 
@@ -225,8 +224,7 @@ fn observer(c: &Ctx, port: u16, peer: Peer, what: &str) {
         assert!(sys::recv_exact(fd, REQUEST) == request);
         if i == WARM {
             // The connection is on the link by then, if it ever gets there; the exchanges after that take the last
-            // marker out of
-            // TCP.
+            // marker out of TCP.
             sys::pause_ms(40);
         }
     }

@@ -86,7 +86,7 @@ fn say(fd: c_int, message: usize) {
     }
 }
 
-/// Takes the connection off its link: the program asks for the bytes in a way that only TCP serves, or has a child
+/// Takes the connection off its link. The program asks for the bytes in a way that only TCP serves, or has a child
 /// that holds the connection too for a moment.
 fn leave_link(fd: c_int, connection: usize) {
     if connection < CONNECTIONS / 2 {
@@ -621,7 +621,7 @@ pub fn oneshot_over(c: &Ctx) {
 }
 
 /// A server that hands each connection to a child in the middle of a dialogue, when its peer may just have asked
-/// for a promotion: none of the promotion's bytes come to the child.
+/// for a promotion. The child reads none of the promotion's bytes.
 pub fn forked(c: &Ctx) {
     let (listener, port) = c.listener(16);
     let echo = |fd: c_int, messages: std::ops::Range<usize>| {

@@ -177,8 +177,8 @@ pub fn forked(c: &Ctx) {
     c.close(fd);
 }
 
-/// The first send with MSG_ZEROCOPY behind others on the link: the stream keeps its order, and each such send is told
-/// of by the kernel's number. By `param`: whether the peer reads what the link has only later, and whether the number
+/// The first send with MSG_ZEROCOPY follows others on the link. The stream keeps its order, and each such send is
+/// reported by the kernel's number. `param`: whether the peer reads the link's bytes only later, and whether the number
 /// is read at once.
 fn across(c: &Ctx) {
     let fd = c.pair();
@@ -223,8 +223,7 @@ fn across(c: &Ctx) {
     c.close(fd);
 }
 
-/// The connection would reach its threshold while the program sends: it stays on TCP, and each send is reported
-/// once.
+/// The connection would reach its threshold while the program sends: it stays on TCP, and each send is reported once.
 fn promoted_at(c: &Ctx) {
     let fd = c.cold_pair();
     const ROUNDS: u32 = 200;

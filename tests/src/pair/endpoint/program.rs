@@ -1,4 +1,4 @@
-//! The program at a simulated end, and its calls, none of which waits.
+//! The program at a simulated end. None of its calls waits.
 
 use std::cell::Ref;
 
@@ -34,8 +34,8 @@ impl Endpoint {
         connection::leave(self, &mut self.control(), Reason::Unsupported);
     }
 
-    /// As [`leave`](Self::leave), but our receiving direction goes back to TCP here and now, unless
-    /// the other has ended it already.
+    /// As [`leave`](Self::leave), but this end's receiving direction goes back to TCP at once, unless
+    /// the other end has ended it already.
     pub fn return_to_tcp(&self) {
         let stays = self.is_staying();
         let mut control = self.control();
@@ -183,7 +183,7 @@ impl Endpoint {
         n
     }
 
-    /// shutdown(SHUT_WR): what was begun is finished before the end.
+    /// Calls shutdown(SHUT_WR). The connection finishes the step that it has begun before the end.
     pub fn shut(&self) {
         self.fin.set(true);
         let mut farewell = Farewell::NONE;

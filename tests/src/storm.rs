@@ -30,7 +30,7 @@ pub fn blows() -> bool {
 }
 
 static TICKS: AtomicU32 = AtomicU32::new(0);
-/// Whether a handler runs: only one runs at a time, because they share connections.
+/// Whether a handler runs: only one runs at a time, because handlers share connections.
 static IS_BUSY: AtomicBool = AtomicBool::new(false);
 /// A connection to a process that echoes.
 static ECHO: AtomicI32 = AtomicI32::new(-1);

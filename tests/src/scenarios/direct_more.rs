@@ -102,7 +102,7 @@ static CANCEL_FD: AtomicI32 = AtomicI32::new(-1);
 static BUFFER: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
 extern "C" fn blocked_in_recv(_: *mut c_void) -> *mut c_void {
-    // SAFETY: the buffer is never freed, and is [`LARGE`] bytes long. No frame here has a destructor, so the
+    // SAFETY: the buffer is never freed, and is `LARGE` bytes long. No frame here has a destructor, so the
     // cancellation's unwinding passes.
     unsafe { libc::recv(CANCEL_FD.load(SeqCst), BUFFER.load(SeqCst), LARGE, libc::MSG_WAITALL) };
     std::ptr::null_mut()

@@ -211,8 +211,8 @@ impl Paths {
     }
 }
 
-/// Removes every `RDMASOCK*` variable from `command`, except those for logging. A failed
-/// expectation is then one line, without a backtrace.
+/// Removes LD_PRELOAD and every `RDMASOCK*` variable from `command`, except those for logging. Sets RUST_BACKTRACE=0,
+/// so that a failed expectation is one line.
 pub fn clean_environment(command: &mut Command) {
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();

@@ -75,9 +75,9 @@ pub trait LinkEnd {
     /// that there is one at a time for each number.
     fn producer(&self, theirs: Vqpn) -> Option<Producer>;
 
-    /// Closes stream `mine` on this end, and sends CLOSED to the peer, whose number is `theirs`. Without `theirs` the
-    /// peer does not know of `mine` either. Once both ends are done, the number and its rings are free; without a
-    /// `consumer` the rings are not, because only the consumer knows them.
+    /// Closes stream `mine` on this end, and sends CLOSED to the peer, whose number is `theirs`. Without `theirs`
+    /// nothing is sent, because the peer does not know of `mine`. Once both ends are done, the number and its rings are
+    /// free; without a `consumer` the rings are not, because only the consumer knows them.
     fn close(&self, mine: Vqpn, theirs: Option<Vqpn>, consumer: Option<Consumer>);
 
     /// Closes stream `mine` on this end while the peer has not answered its OPEN. The answer frees the number: a

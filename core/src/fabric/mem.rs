@@ -372,7 +372,8 @@ impl LinkEnd for End {
         let region = numbers.arena.alloc(log2).ok_or(OpenError::Arena)?;
         // SAFETY: within the memory; the number is free, so neither end has a cursor on it.
         unsafe { block.as_ref() }.reset();
-        // SAFETY: as above; its only consumer, which does not outlive the end (`heap_pair`).
+        // SAFETY: within the memory, as above. The number was free, so this is the block's only consumer; it does not
+        // outlive the end (`heap_pair`).
         let mut consumer = unsafe { Consumer::new(block, self.mine.area()) };
         let offered = consumer.offer(region).is_ok();
         let Some(ring) = RingOffer::new(region.page(), region.log2()).filter(|_| offered) else {

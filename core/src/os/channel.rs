@@ -235,8 +235,9 @@ struct Shown {
     flags: i32,
 }
 
-/// Reads the next message without removing it. Control messages for which `control` has no room are cut (MSG_CTRUNC);
-/// no fd is received. Makes the system call itself, as rustix has no value for the pid 0 of an unknown sender.
+/// Reads the next message without removing it. `control` has room for a sender's credentials at most, so a peek
+/// receives no fd; control messages without room are cut (MSG_CTRUNC). Makes the system call itself, as rustix has no
+/// value for the pid 0 of an unknown sender.
 fn peek(socket: BorrowedFd<'_>, buf: &mut [u8], control: &mut [u64]) -> Result<Shown, Errno> {
     let mut part = libc::iovec {
         iov_base: buf.as_mut_ptr().cast(),

@@ -396,8 +396,8 @@ impl Pair {
     }
 }
 
-/// Mappings that a test has refused (`tests/tests/no_memory.rs`): mapping number `HEAP_REFUSES`, and all later ones if
-/// the value ends with a plus.
+/// The mappings that fail at a test's wish (`tests/tests/no_memory.rs`). The environment variable `HEAP_REFUSES` is the
+/// number of the first; with a plus at its end, all later ones fail too.
 #[cfg(feature = "points")]
 mod refused {
     use core::ffi::CStr;

@@ -202,7 +202,7 @@ impl Thread {
             self.base.set(stack_pointer());
         }
         self.depth.set(depth + 1);
-        // All announcements of the section come after this, and are withdrawn before `end`.
+        // What the thread announces while the section is open is stored after this fence, and withdrawn before `end`.
         compiler_fence(SeqCst);
     }
 
@@ -303,7 +303,8 @@ impl Thread {
         self.handler.set((context, returns_to));
     }
 
-    /// Returns the frame that was noted last.
+    /// Returns the signal handler's frame that [`note_handler`](Self::note_handler) noted last: the address of its
+    /// `ucontext`, and its return address.
     pub fn handler(&self) -> (usize, usize) {
         self.handler.get()
     }

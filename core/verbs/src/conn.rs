@@ -69,7 +69,7 @@ impl Conn {
         self.queue.get().ok_or(Errno(libc::ENOTCONN))
     }
 
-    /// Stores the offer in the peer's private data, if there is one.
+    /// Keeps the offer that the peer's private data contains, if it contains one.
     pub fn hear(&self, private: &Private) {
         if let Some(offer) = Offer::read(private) {
             let _ = self.offer.set(offer);

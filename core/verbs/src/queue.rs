@@ -160,7 +160,7 @@ impl Queue {
     }
 
     pub fn receive_buffers(&self) -> u16 {
-        // At most the wished number, which fits.
+        // At most the `receives` that were wished for, which fit a u16.
         self.sizes.receives as u16
     }
 

@@ -452,7 +452,8 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int, landing: &mut 
         if here == 0 {
             break;
         }
-        // Checked after the ring: bytes that the ring counts may be in a waiting call's buffer.
+        // Checked only after the ring's tail was read: bytes before the tail may lie in the buffer of a call that waits
+        // for a direct transfer.
         if state.own.direct.is_waiting {
             return from_buffer(rx, iov, landing);
         }

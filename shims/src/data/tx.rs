@@ -435,7 +435,7 @@ fn goes_on(call: &mut Call, flags: c_int) -> bool {
     wait::may_wait(call.socket, flags).is_ok() && call.hold_now() == Place::Here && rest::is_taken(call.socket)
 }
 
-/// Makes one attempt to send what precedes the last `until` bytes.
+/// Makes one attempt to send the bytes of `iov`, except its last `until` bytes.
 #[inline]
 unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int, until: usize) -> SendStep {
     let socket = call.socket;

@@ -18,8 +18,8 @@ const CLONE_NEWTIME: c_int = 0x80;
 /// The flags of unshare(2) that only a process with one thread may use.
 const UNSHARED_ALONE: c_int = libc::CLONE_NEWUSER | libc::CLONE_THREAD | libc::CLONE_SIGHAND | libc::CLONE_VM;
 
-/// The namespaces that setns(2) lets a thread enter only if it shares nothing with others (user, time), or not its root
-/// and working directory (mount).
+/// The namespaces that setns(2) refuses to a thread that shares anything with others (user, time), or that shares its
+/// root and working directory (mount).
 const ENTERED_ALONE: c_int = libc::CLONE_NEWUSER | libc::CLONE_NEWNS | CLONE_NEWTIME;
 
 /// The namespaces for the next child that leave a process unable to make a thread.

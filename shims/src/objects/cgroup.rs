@@ -53,7 +53,7 @@ pub fn give_back(bytes: u64) {
     let _ = LEFT.fetch_update(AcqRel, Acquire, with);
 }
 
-/// Returns whether `bytes` are left, without taking them.
+/// Returns whether rings may still take `bytes`, without taking them.
 pub fn has(bytes: u64) -> bool {
     LEFT.load(Acquire) >= bytes
 }

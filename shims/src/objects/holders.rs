@@ -68,7 +68,7 @@ pub fn begin_epoch() -> u32 {
 /// The epoch in which this process began; 0 if it is no fork child.
 static BIRTH: AtomicU32 = AtomicU32::new(0);
 
-/// Begins a new epoch in a fork child: the sockets that it has so far come from its parent.
+/// Begins a new epoch in a fork child. All sockets that the child has at this moment come from its parent.
 pub fn begin_life() {
     BIRTH.store(begin_epoch(), Release);
 }

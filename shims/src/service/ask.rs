@@ -167,7 +167,7 @@ impl Worker {
         }
     }
 
-    /// Asks the other host, or the service names of this host.
+    /// Asks for the promotion: the other host, or within the host the names that belong to the port.
     pub(super) fn ask_out(&mut self, request: u64, asking: &mut Asking) {
         if asking.remote {
             self.ask_host(request, asking);

@@ -29,7 +29,7 @@ const RELAYS: usize = 256;
 /// How often a YES is repeated: first `FIRST_REPEAT` ns after it, then after twice as long each time (P67).
 const REPEATS: u32 = 8;
 const FIRST_REPEAT: u64 = 200 * MS;
-/// How long binding the port is not tried again after it has failed, ns.
+/// The pause after a failed bind of the control port, until the next attempt, ns.
 const BIND_AGAIN: u64 = 10_000 * MS;
 /// The most datagrams that are read in a row.
 const AT_ONCE: usize = 64;

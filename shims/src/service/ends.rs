@@ -72,8 +72,9 @@ struct Unmarked {
     deadline: u64,
 }
 
-/// A connection whose peer has sent its last byte, as TCP shows, and may still have bytes on the link to read. If the
-/// peer closes it past its library, TCP shows nothing more, so the peer's library has to check.
+/// A connection that sends on a link to a peer which, as TCP shows, has sent its last byte. If the peer's program
+/// closes the fd where no hook sees it, TCP shows nothing more. So while bytes stay unread, this end has the peer's
+/// library check whether there still is a reader.
 struct OneWay {
     r: Ref,
     /// The position of the reader at the last check.

@@ -44,9 +44,9 @@ impl Guests {
         }
     }
 
-    /// Adds the channel `id`, larger than those before, as a guest. Returns the guest that has to be closed for it,
-    /// `None` if there is room. It is this user's if the user has reached its share, else a guest of the user with the
-    /// most guests.
+    /// Adds the channel `id` as a guest; ids only grow, so it is the newest. Returns the guest that has to be closed to
+    /// make room, `None` if there is room. If `uid` has reached its share, that is one of `uid`'s guests; else one of
+    /// the user with the most.
     pub fn admit(&mut self, id: u64, uid: u32, now: u64) -> Option<u64> {
         let leaves = if self.count(uid) >= (self.most / SHARE).max(LEAST) {
             self.first_of(uid)

@@ -459,7 +459,8 @@ impl Worker {
                 socket.tx_mode.go(Sending::Left);
             }
         }
-        // The bytes that the peer has written can still be read. `leave_link_at_end` goes on from there.
+        // The program can still read the bytes in the ring. With an empty ring this leaves the link at once; else the
+        // receive that empties it does.
         connection::leave_link_at_end(socket);
         crate::notify::ready::notify_local(socket);
         self.settle(Ref::new(socket));

@@ -136,7 +136,8 @@ extern "C" fn hold(_: c_int) {
 /// (docs/protocol.md, P80). Only the threads themselves can notice the next message.
 const QUIET_MS: u64 = 3_500;
 
-/// All threads but one, in all ways to wait, are in handlers that wait for that thread.
+/// Threads wait in recv(), poll() or epoll_wait(). A signal handler then holds all but one of them until that one has
+/// answered.
 pub fn under_handlers(c: &Ctx) {
     // This thread waits in recv(); the first thread polls.
     const FREE: usize = THREADS - 3;

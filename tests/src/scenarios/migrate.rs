@@ -64,7 +64,7 @@ fn demote_at(c: &Ctx) {
     let out = data::pattern(1 + c.side as u64, 0, LEN);
     let incoming = 2 - c.side as u64;
     sys::send_all(fd, &out[..n]).ok();
-    // A part of the peer's bytes is read before, a part after.
+    // Half of `n` bytes are read before the fd is passed, the rest after.
     let before = n / 2;
     data::verify(incoming, 0, &sys::recv_exact(fd, before));
     if n.is_multiple_of(2) == c.is_server() {

@@ -63,7 +63,7 @@ pub(super) enum Came {
 pub(super) enum Lost {
     /// The connection is over.
     Down,
-    /// The peer has sent a message that does not belong there.
+    /// The peer has sent a message that does not belong on a bulk queue pair.
     Malformed,
 }
 

@@ -141,8 +141,8 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    /// Checks whether a transfer is over: then the buffer belongs to the program again, TAKEN is due, or the stream's
-    /// number is free.
+    /// Checks what of stream `mine` is over. A transfer into the program's buffer: the buffer is the program's again. A
+    /// loan: TAKEN is to be sent. All READs, with both ends done: the number is free.
     pub fn go_on<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32) {
         let (Some(s), Some(block)) = (self.streams.get(mine), g.block_mine(mine)) else {
             return;

@@ -31,7 +31,8 @@ pub enum Violation {
     /// The offered ring has a bad size or is outside the data area.
     #[error("bad ring offer")]
     BadOffer,
-    /// The offered ring is larger than the producer's allowance, or would take the memory written into beyond it.
+    /// The offered ring is larger than the allowance's largest ring, or with it this end would write into more of the
+    /// area than the allowance permits.
     #[error("ring beyond what is written into")]
     BeyondAllowance,
     /// The producer adopted a ring that was not offered, or at an impossible position.

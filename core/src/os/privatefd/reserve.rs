@@ -1,7 +1,7 @@
 //! Numbers set aside for duplicates that must not fail. A program may have all other numbers in use and close a
 //! connection whose calls or bytes would be lost without a duplicate of the fd.
 //!
-//! A number is set aside by an open file at it, or the program would get it: an eventfd that is never used.
+//! Each such number is occupied by an eventfd that is never used, so that the kernel does not give it to the program.
 
 use std::mem::ManuallyDrop;
 use std::ops::Range;

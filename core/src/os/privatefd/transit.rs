@@ -125,7 +125,8 @@ impl Drop for Transit {
 pub struct Settled(());
 
 impl Settled {
-    /// Begins such a period. Async-signal-safe; waits for some seconds at most.
+    /// Begins a period in which every library fd is in the bitmap. Async-signal-safe. Waits for fds in transit, some
+    /// seconds at most.
     pub fn begin() -> Self {
         let thread = thread::current();
         thread.begin();

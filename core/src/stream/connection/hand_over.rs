@@ -74,7 +74,7 @@ enum Front {
     Part,
     /// TCP has room for more data.
     Room,
-    /// Data, with no marker before TCP's end. The data stays where it was.
+    /// TCP holds data and then its end, with no marker between. This data was not set aside.
     LastData,
     /// Data or nothing, and a marker may come.
     Unknown,

@@ -78,7 +78,8 @@ pub trait StreamLink: Clone + PartialEq {
     fn send(&self, message: &Message) -> bool;
     /// Sends a message with a file that holds `bytes`. Returns false if it cannot be sent.
     fn send_with(&self, message: &Message, bytes: &[u8]) -> bool;
-    /// Notifies the waiter that `wake`, from a cursor, names, about the peer's stream `theirs`. Preserves errno.
+    /// Notifies a waiter about the peer's stream `theirs`. `wake`, which a cursor has returned, names the waiter.
+    /// Preserves errno.
     fn notify(&self, wake: Wake, theirs: Vqpn);
     /// Processes the completions of a link between hosts. Within a host what has come is in the ring already.
     fn take_in(&self);

@@ -71,7 +71,8 @@ pub fn on_open_ack<S: SocketIo>(
         control.peer.is_none() && opened.is_some_and(|o| o.asked && o.mine == mine && o.link == *link)
     });
     let Some((socket, mut control)) = awaited else {
-        // This end has left since. The peer's number is free once the peer has received CLOSED.
+        // This end has given the stream up since it sent OPEN. The peer's number becomes free when the peer receives
+        // CLOSED.
         link.send(&Message::Closed { yours: theirs });
         return Ok(());
     };

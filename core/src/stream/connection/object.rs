@@ -63,7 +63,7 @@ impl<O> Tx<O> {
         }
     }
 
-    /// Returns how many bytes of those markers are at or behind the position `at` in TCP's stream.
+    /// Returns how many of the marker bytes in [`ours`](Self::ours) are at or after the position `at` of TCP's stream.
     pub fn ours_from(&self, at: u64) -> u64 {
         let behind = |range: &Range<u64>| range.end.saturating_sub(range.start.max(at));
         self.ours.iter().map(behind).sum()

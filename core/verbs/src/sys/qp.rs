@@ -19,7 +19,7 @@ pub struct QueueLengths {
     pub receives: u32,
 }
 
-/// A queue pair, in an id.
+/// A queue pair that belongs to an rdma_cm id.
 pub struct Qp {
     ptr: NonNull<ffi::ibv_qp>,
     id: Arc<Id>,

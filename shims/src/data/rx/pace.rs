@@ -7,7 +7,8 @@ use crate::notify::wait;
 use crate::objects::socket::{Mode, Socket};
 use crate::sys::time::now_ns;
 
-/// Time from one check to the next, ns. This is several cache misses long, and shorter than any wake-up.
+/// The pause of a reader that keeps up, before it looks for data again, ns. Several cache misses long, and shorter than
+/// any wake-up.
 const REST: u64 = 200;
 
 /// Puts off the check of a receive with these `flags`, if that is due and the call may wait.

@@ -69,8 +69,8 @@ pub(super) fn owns_fd(fd: usize, served: impl FnOnce() -> c_long, plain: impl Fn
     if concerns { owns(fd, served, plain) } else { plain() }
 }
 
-/// Serves a call that makes an fd out of the descriptor `fd`, by [`owns`] if the tables have `fd`. Otherwise the hook
-/// serves it in any process: it acts on the new fd alone.
+/// Serves a call that makes a new fd from `fd`. If the tables have `fd`, by [`owns`]. Otherwise the call is served also
+/// in a process that the tables are not about, because the hook then changes nothing but the new fd.
 pub(super) fn owns_made(fd: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> c_long) -> c_long {
     if table::is_known(fd as c_int) {
         owns(fd, served, plain)

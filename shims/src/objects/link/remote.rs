@@ -122,8 +122,8 @@ pub(super) struct Terms {
 }
 
 impl Terms {
-    /// Returns the layouts of the two arenas: this end's, and the peer's with this end's send buffers behind it. `None`
-    /// if a size has no layout.
+    /// Returns the layouts of this end's arena and of the mirror: the picture of the peer's arena, then this end's send
+    /// buffers. `None` if a size has no layout.
     fn layouts(&self) -> Option<[Layout; 2]> {
         let with_buffers = self.arena_bytes + self.tuning.buffers;
         Some([Layout::for_data(self.arena_bytes)?, Layout::for_data(with_buffers)?])

@@ -27,7 +27,7 @@ const PER_LATE: u64 = 10;
 /// A program that prints nothing for this time is given up. It detects hangs itself, and sooner.
 const LIMIT: Duration = Duration::from_secs(100);
 /// Pairs of programs in a row without a fault after which the test fails.
-const IN_VAIN: u32 = 15;
+const IN_VAIN: u32 = 5;
 /// Seeds of a pair's connections.
 const SEEDS: u64 = 1000;
 

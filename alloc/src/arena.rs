@@ -1,10 +1,8 @@
 //! An arena: 1 GiB of addresses that are never unmapped, with blocks of whole grains. Memory is committed and given
 //! back in pieces of one huge page. `arenas.rs` chooses the arena of a request, and the time to give memory back.
 
-use core::sync::atomic::{
-    AtomicU32, AtomicU64, AtomicUsize,
-    Ordering::{Acquire, Relaxed, Release, SeqCst},
-};
+use core::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
+use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize};
 
 use rdmasock_core::allocator::{LOST, NEXT, WHOLE};
 

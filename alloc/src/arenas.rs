@@ -2,10 +2,8 @@
 //! the kernel. `calls.rs` has the requests.
 
 use core::ptr::null_mut;
-use core::sync::atomic::{
-    AtomicPtr, AtomicU32,
-    Ordering::{AcqRel, Acquire, Relaxed, Release},
-};
+use core::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
+use core::sync::atomic::{AtomicPtr, AtomicU32};
 
 use rdmasock_core::allocator::End;
 

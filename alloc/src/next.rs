@@ -3,10 +3,8 @@
 
 use core::ffi::{CStr, c_int, c_void};
 use core::mem::transmute_copy;
-use core::sync::atomic::{
-    AtomicPtr, AtomicU32, AtomicUsize,
-    Ordering::{Acquire, Relaxed, Release},
-};
+use core::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicUsize};
 
 use libc::size_t;
 

@@ -2,10 +2,8 @@
 //! of free grains, then takes it word by word. If another thread has taken one of them meanwhile, it gives its words
 //! back and searches again.
 
-use core::sync::atomic::{
-    AtomicU64,
-    Ordering::{Acquire, Relaxed, Release},
-};
+use core::sync::atomic::AtomicU64;
+use core::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 const BITS: usize = 64;
 

@@ -7,7 +7,8 @@
 //! device, hold as long as the epoch is the same as before they were learned. No epoch is used twice.
 
 use std::ffi::{c_int, c_long};
-use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::SeqCst;
 
 /// The version of the table; changes with any change to this file.
 pub const ABI: u32 = 1;

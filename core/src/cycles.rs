@@ -7,7 +7,8 @@ pub fn now() -> u64 {
     // Miri has no such instruction. Any increasing count suffices for what it checks.
     #[cfg(miri)]
     {
-        use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+        use std::sync::atomic::AtomicU64;
+        use std::sync::atomic::Ordering::Relaxed;
         static COUNT: AtomicU64 = AtomicU64::new(1);
         COUNT.fetch_add(1, Relaxed)
     }

@@ -2,10 +2,8 @@
 //! a signal handler may be the first to need, since making a chunk allocates memory.
 
 use std::ptr::null_mut;
-use std::sync::atomic::{
-    AtomicPtr,
-    Ordering::{AcqRel, Acquire},
-};
+use std::sync::atomic::AtomicPtr;
+use std::sync::atomic::Ordering::{AcqRel, Acquire};
 
 /// An array of `CHUNKS` times `LEN` values, which begin as their defaults.
 pub struct Sparse<T, const CHUNKS: usize, const LEN: usize> {
@@ -74,7 +72,8 @@ impl<T, const CHUNKS: usize, const LEN: usize> Drop for Sparse<T, CHUNKS, LEN> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+    use std::sync::atomic::AtomicU32;
+    use std::sync::atomic::Ordering::Relaxed;
 
     use super::*;
 

@@ -5,6 +5,7 @@
 //! `before` returns, with unchanged arguments and stack.
 
 use core::arch::naked_asm;
+
 use libc::{c_char, c_int, c_void};
 use rdmasock_shims::hooks::dlopen::{before_dlmopen, before_dlopen, before_dlsym, before_dlvsym};
 use rdmasock_shims::sys::real::Lmid;

@@ -7,6 +7,7 @@
 
 use core::arch::naked_asm;
 use core::ffi::c_long;
+
 use rdmasock_shims::hooks::syscall::{HANDLERS, LIBC, NUMBERS};
 
 /// Makes the system call with the given number, as `syscall(2)`.

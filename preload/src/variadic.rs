@@ -15,6 +15,7 @@
 //! named one.
 
 use core::arch::naked_asm;
+
 use libc::{c_char, c_int, c_void};
 use rdmasock_shims::config::environment;
 use rdmasock_shims::hooks::{bypass, process};

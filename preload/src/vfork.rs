@@ -5,6 +5,7 @@
 //! address stays in a register that the system call preserves, as in glibc's own vfork.
 
 use core::arch::naked_asm;
+
 use rdmasock_shims::sys::vfork::{done, prepare};
 
 /// Makes a child that shares this process's memory until it execs or ends, as `vfork(2)`.

@@ -6,8 +6,7 @@
 use std::cell::Cell;
 use std::fs;
 
-use rdmasock_shims::config::Config;
-use rdmasock_shims::config::log;
+use rdmasock_shims::config::{Config, log};
 
 struct LogsWhenDropped;
 

@@ -11,9 +11,8 @@ use std::time::{Duration, Instant};
 use libc::c_int;
 use rdmasock_core::os::kernel;
 
-use crate::data;
-use crate::environment;
 use crate::sys::{self, Addr, Ret};
+use crate::{data, environment};
 
 /// The fds from here on (two of them) are the test's own.
 pub const OWN_FDS: c_int = 900;

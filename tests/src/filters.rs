@@ -3,10 +3,8 @@
 mod system_service;
 
 use libc::{c_int, c_long, sock_filter, sock_fprog};
-
-pub use system_service::SYSTEM_SERVICE;
-
 use rdmasock_core::os::kernel;
+pub use system_service::SYSTEM_SERVICE;
 
 use crate::sys::Ret;
 

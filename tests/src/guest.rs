@@ -3,15 +3,14 @@
 
 use std::os::unix::process::CommandExt;
 use std::process::Command;
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::SeqCst;
 
 use rdmasock_core::os::kernel;
 
-use crate::data;
-use crate::environment;
-use crate::filters;
 use crate::scenarios::epoll;
 use crate::sys::{self, Addr, Ret};
+use crate::{data, environment, filters};
 
 /// Bytes of a message.
 const MESSAGE: usize = 64;

@@ -6,10 +6,8 @@
 //! The timer's signal goes to the process, so to its main thread as a rule; every other time the handler sends it on to
 //! the next thread. A child has no timer, nor has an executed program.
 
-use std::sync::atomic::{
-    AtomicBool, AtomicI32, AtomicPtr, AtomicU32,
-    Ordering::{AcqRel, Acquire, Relaxed, Release},
-};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU32};
 
 use libc::{c_int, c_void};
 use nix::errno::Errno;

@@ -3,13 +3,12 @@
 //! arrives once, and in its place. `CUTS` is the number of cuts; seeds begin at `CUTS_SEED`.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use std::fmt;
-use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::Duration;
+use std::{fmt, fs};
 
 use libtest_mimic::{Arguments, Failed, Trial};
 use rdmasock_core::stats::{Event, instance_of};

@@ -4,13 +4,12 @@
 //! runs them for hours.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use std::fmt;
-use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::path::Path;
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
+use std::{fmt, fs};
 
 use libtest_mimic::{Arguments, Failed, Trial};
 use rdmasock_core::stats::instance_of;

@@ -8,8 +8,7 @@ use rdmasock_core::fabric::plugin::errno::{Errno, Result};
 use rdmasock_core::fabric::plugin::fate::Fate;
 use rdmasock_core::fabric::plugin::host::Hidden;
 use rdmasock_core::fabric::plugin::serve::Connection;
-use rdmasock_core::fabric::plugin::slots;
-use rdmasock_core::fabric::plugin::{Address, Info, Keys};
+use rdmasock_core::fabric::plugin::{Address, Info, Keys, slots};
 use rdmasock_core::fabric::remote::qp::{Completed, Read, Role, Write};
 use rdmasock_core::lock::Lock;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
@@ -17,11 +16,10 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
 
 use crate::domain::{self, Table};
 use crate::greeting::{self, Greeting, Kind, Private, files};
-use crate::names;
-use crate::nic;
 use crate::pair::{self, BUFFER_BYTES, Pair, RECEIVES, Shared};
 use crate::queue::{Far, Queue, READS};
 use crate::settings::Settings;
+use crate::{names, nic};
 
 /// The time between attempts to connect while the listener's queue is full.
 const AGAIN: Duration = Duration::from_millis(1);

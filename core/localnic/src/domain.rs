@@ -2,7 +2,8 @@
 //! and no other. A user of an entry counts itself in, so that no peer accesses memory after its deregistration.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release, Ordering::SeqCst};
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 use std::time::{Duration, Instant};
 
 use rdmasock_core::fabric::plugin::errno::{Errno, Result};

@@ -24,12 +24,11 @@ pub mod settings;
 mod tests;
 pub mod within;
 
-use rdmasock_core::fabric::plugin::serve::{Plugin, table};
-use rdmasock_core::fabric::plugin::{Host, host};
-
 pub use conn::Conn;
 pub use device::LocalNic;
 pub use listen::Listener;
+use rdmasock_core::fabric::plugin::serve::{Plugin, table};
+use rdmasock_core::fabric::plugin::{Host, host};
 
 static TABLE: Plugin = table::<LocalNic>();
 

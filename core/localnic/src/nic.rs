@@ -1,8 +1,8 @@
 //! The NIC's thread, if the settings ask for one; and the device as a whole, which can disappear and return.
 
-use std::sync::Arc;
-use std::sync::Weak;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Weak};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 

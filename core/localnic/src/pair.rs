@@ -3,7 +3,8 @@
 use std::cell::UnsafeCell;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use rdmasock_core::fabric::plugin::errno::{Errno, Result};
 use rdmasock_core::fabric::plugin::host::Hidden;

@@ -2,7 +2,8 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
+use std::sync::atomic::Ordering::{Relaxed, SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
 use std::time::{Duration, Instant};
 
 use rdmasock_core::fabric::plugin::Keys;
@@ -15,13 +16,12 @@ use rdmasock_core::lock::Lock;
 use rdmasock_core::sync::Published;
 use rustix::net::Shutdown;
 
-use crate::contexts;
 use crate::domain::{Domain, Registration, Table};
 use crate::faults::{Fault, Faults};
 use crate::nic::{self, Left, Nic, Served};
 use crate::pair::{Arrived, BUFFER_BYTES, Pair};
-use crate::pins;
 use crate::settings::Settings;
+use crate::{contexts, pins};
 
 /// The length of the send queue, work requests.
 const SENDS: u32 = 240;

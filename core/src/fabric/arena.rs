@@ -113,8 +113,9 @@ impl Arena {
 
 #[cfg(all(test, not(loom)))]
 mod tests {
-    use super::*;
     use proptest::prelude::*;
+
+    use super::*;
 
     #[test]
     fn everything_freed_merges_back() {

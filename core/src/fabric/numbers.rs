@@ -3,10 +3,8 @@
 
 #![forbid(unsafe_code)]
 
-use std::sync::atomic::{
-    AtomicU8,
-    Ordering::{AcqRel, Release},
-};
+use std::sync::atomic::AtomicU8;
+use std::sync::atomic::Ordering::{AcqRel, Release};
 
 use super::arena::Arena;
 use super::layout::{MAX_STREAMS, Region};

@@ -11,10 +11,8 @@
 use std::fmt;
 use std::os::fd::BorrowedFd;
 use std::ptr::{NonNull, null_mut};
-use std::sync::atomic::{
-    AtomicPtr, AtomicU32, AtomicUsize,
-    Ordering::{AcqRel, Acquire, Release},
-};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Release};
+use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicUsize};
 
 use rustix::io::Errno;
 

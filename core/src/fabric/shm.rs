@@ -5,10 +5,8 @@
 //! waiters. Not here: making a link, whether it is up, and the purpose of its streams.
 
 use std::os::fd::BorrowedFd;
-use std::sync::atomic::{
-    AtomicBool, AtomicU32,
-    Ordering::{AcqRel, Acquire, Release},
-};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Release};
+use std::sync::atomic::{AtomicBool, AtomicU32};
 
 use rustix::io::Errno;
 

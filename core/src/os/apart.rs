@@ -19,10 +19,8 @@
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
 use std::os::fd::{BorrowedFd, IntoRawFd, OwnedFd};
-use std::sync::atomic::{
-    AtomicU32, AtomicU64,
-    Ordering::{Acquire, Relaxed, Release},
-};
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::{Errno, IoSlice, IoSliceMut};
@@ -258,10 +256,11 @@ fn forever(fd: OwnedFd) -> BorrowedFd<'static> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsFd;
+
     use rustix::event::{EventfdFlags, eventfd};
     use rustix::fs::{Mode, OFlags, open};
     use rustix::net::socketpair;
-    use std::os::fd::AsFd;
 
     use super::*;
     use crate::os::forked::in_child;

@@ -50,7 +50,8 @@ pub fn text(path: &str) -> Result<String, Errno> {
 #[cfg(test)]
 mod tests {
     use std::os::fd::{AsFd, OwnedFd};
-    use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+    use std::sync::atomic::AtomicBool;
+    use std::sync::atomic::Ordering::Relaxed;
 
     use super::*;
     use crate::os::forked::in_child;

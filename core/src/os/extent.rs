@@ -9,8 +9,10 @@ use std::os::fd::BorrowedFd;
 use std::ptr::{NonNull, null_mut};
 
 use rustix::io::Errno;
-use rustix::mm::{Advice, MapFlags, MprotectFlags, MremapFlags, ProtFlags};
-use rustix::mm::{madvise, mmap, mmap_anonymous, mprotect, mremap, mremap_fixed, munlock, munmap};
+use rustix::mm::{
+    Advice, MapFlags, MprotectFlags, MremapFlags, ProtFlags, madvise, mmap, mmap_anonymous, mprotect, mremap,
+    mremap_fixed, munlock, munmap,
+};
 
 /// The bytes of a page, the unit of mappings.
 pub const PAGE: usize = 4096;

@@ -29,10 +29,8 @@
 use core::alloc::{GlobalAlloc, Layout};
 use core::cell::UnsafeCell;
 use core::ptr::null_mut;
-use core::sync::atomic::{
-    AtomicU64, AtomicUsize,
-    Ordering::{Acquire, Relaxed},
-};
+use core::sync::atomic::Ordering::{Acquire, Relaxed};
+use core::sync::atomic::{AtomicU64, AtomicUsize};
 
 use rustix::mm::{MapFlags, MremapFlags, ProtFlags, mmap_anonymous, mremap, munlock, munmap};
 
@@ -401,7 +399,8 @@ impl Pair {
 #[cfg(feature = "points")]
 mod refused {
     use core::ffi::CStr;
-    use core::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+    use core::sync::atomic::AtomicUsize;
+    use core::sync::atomic::Ordering::Relaxed;
 
     pub fn is_next() -> bool {
         static MAPPINGS: AtomicUsize = AtomicUsize::new(0);

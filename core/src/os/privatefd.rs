@@ -24,13 +24,12 @@ pub mod left;
 mod reserve;
 mod transit;
 
-pub use transit::{Look, Settled, Transit};
-
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use rustix::io::{Errno, fcntl_dupfd_cloexec};
 use rustix::process::{Resource, getrlimit};
+pub use transit::{Look, Settled, Transit};
 
 use super::kernel;
 

@@ -3,9 +3,8 @@
 //! Runs in tools and tests, never in the preloaded library, hence std::fs.
 
 use std::collections::HashMap;
-use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
+use std::{fs, io};
 
 use super::codes::MEMFD_NAME;
 use super::read::{InstanceSnapshot, ReadError, StatsReader};

@@ -5,11 +5,8 @@
 
 use core::mem::size_of;
 use core::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
-use core::sync::atomic::{
-    AtomicI32, AtomicU8, AtomicU16, AtomicU32, AtomicU64,
-    Ordering::{Acquire, Relaxed, Release},
-    fence,
-};
+use core::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use core::sync::atomic::{AtomicI32, AtomicU8, AtomicU16, AtomicU32, AtomicU64, fence};
 
 use super::codes::{Direction, EVENTS, LINK_SLOTS, LinkState, Path, SLEEPER_SLOTS, STREAM_SLOTS};
 use super::reason::Why;

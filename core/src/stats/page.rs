@@ -14,12 +14,13 @@ use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 use rustix::time::{ClockId, clock_gettime};
 
-use crate::os::{extent::PAGE, lazy, memfd::within_file_limit};
-
 use super::codes::{Direction, Event, LINK_SLOTS, LinkState, MEMFD_NAME, Path, SLEEPER_SLOTS, STREAM_SLOTS};
 use super::layout::{Header, LinkStats, MAGIC, PROGRAM_MAX, StatsPage, StreamStats, VERSION, bump, moved};
 use super::reason::{Reason, Why};
 use super::sleepers::SleeperStats;
+use crate::os::extent::PAGE;
+use crate::os::lazy;
+use crate::os::memfd::within_file_limit;
 
 /// Stream slots that a new page opens.
 const FIRST: u32 = 32;

@@ -9,9 +9,8 @@ use core::ptr::{self, NonNull};
 use core::sync::atomic::Ordering::{Acquire, Relaxed};
 use core::time::Duration;
 use std::fs::{self, File};
-use std::io;
 use std::os::unix::fs::OpenOptionsExt;
-use std::path;
+use std::{io, path};
 
 use rustix::fs::{SealFlags, SeekFrom, fcntl_get_seals, seek};
 use rustix::io::Errno;

@@ -5,10 +5,8 @@
 //! again. Threads that sleep in the kernel's own calls on TCP are not here: the kernel reports those.
 
 use core::mem::size_of;
-use core::sync::atomic::{
-    AtomicU8, AtomicU16, AtomicU32, AtomicU64,
-    Ordering::{Acquire, Relaxed, Release},
-};
+use core::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use core::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64};
 use core::time::Duration;
 
 use super::codes::{Call, SLEEPER_SLOTS};

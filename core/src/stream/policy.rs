@@ -3,7 +3,8 @@
 //! Counts the requests and bytes that a connection has carried. A connection that ends below the threshold has cost
 //! what plain TCP costs (ARCHITECTURE, I3).
 
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
 
 /// Bytes that each call counts for at least. Small messages cost TCP by the call, not by the byte.
 pub const CALL_WEIGHT: u64 = 256;

@@ -4,6 +4,8 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
+use rdmasock_core::fabric::plugin::fate::Fate;
+use rdmasock_core::fabric::plugin::host::{Level, log};
 use rdmasock_core::fabric::plugin::serve::Connection;
 use rdmasock_core::fabric::plugin::{Device, Info, Keys, PRIVATE_BYTES};
 use rdmasock_core::fabric::remote::qp::{Completed, Read, Role, Write};
@@ -16,8 +18,6 @@ use crate::probe_target::{Offer, compose};
 use crate::queue::{BUFFER_BYTES, Common, Queue};
 use crate::sizes::{Sizes, Wish};
 use crate::sys::{Context, Event, Id, Private, event};
-use rdmasock_core::fabric::plugin::fate::Fate;
-use rdmasock_core::fabric::plugin::host::{Level, log};
 
 /// About 1 s. With seven repetitions, a silent peer is given up after some 8 s.
 const ACK_TIMEOUT: u8 = 18;

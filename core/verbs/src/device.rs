@@ -7,6 +7,8 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use rdmasock_core::fabric::plugin::fate::Fate;
+use rdmasock_core::fabric::plugin::host::{self, Level, log};
 use rdmasock_core::fabric::plugin::{Address, Device};
 use rdmasock_core::lock::Lock;
 
@@ -14,8 +16,6 @@ use crate::error::{Errno, Result};
 use crate::explain::explain;
 use crate::sys::{Context, Id, prepare_for_fork};
 use crate::sysfs::device_on;
-use rdmasock_core::fabric::plugin::fate::Fate;
-use rdmasock_core::fabric::plugin::host::{self, Level, log};
 
 /// Whether a call of librdmacm was made in this process, or in the process that it was forked from.
 static USED: AtomicBool = AtomicBool::new(false);

@@ -3,10 +3,10 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use rdmasock_core::fabric::plugin::host::{Level, log};
 use rustix::process::{Resource, getrlimit};
 
 use crate::error::Errno;
-use rdmasock_core::fabric::plugin::host::{Level, log};
 
 /// Whether a remedy was logged already.
 static SAID: AtomicBool = AtomicBool::new(false);

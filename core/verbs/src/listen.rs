@@ -1,5 +1,6 @@
 //! A listener, and its connection requests.
 
+use rdmasock_core::fabric::plugin::host::{Level, log};
 use rdmasock_core::fabric::plugin::serve::{Incoming, Listen};
 use rdmasock_core::fabric::plugin::{Address, PRIVATE_BYTES};
 
@@ -8,7 +9,6 @@ use crate::device;
 use crate::error::{Errno, Result};
 use crate::explain::explain;
 use crate::sys::{Id, event};
-use rdmasock_core::fabric::plugin::host::{Level, log};
 
 /// The most requests that the kernel queues.
 const BACKLOG: i32 = 64;

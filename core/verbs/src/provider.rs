@@ -7,10 +7,9 @@ use rdmasock_core::fabric::plugin::serve::Provider;
 use rdmasock_core::fabric::plugin::{Address, Device, fds};
 
 use crate::conn::Conn;
-use crate::connect;
-use crate::device;
 use crate::listen::Listener;
 use crate::sys::Context;
+use crate::{connect, device};
 
 /// The plugin's implementation; see the module.
 pub struct Verbs;

@@ -10,6 +10,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use rdmasock_core::fabric::plugin::Keys;
+use rdmasock_core::fabric::plugin::fate::Fate;
+use rdmasock_core::fabric::plugin::host::{Level, log};
+use rdmasock_core::fabric::plugin::slots::Slots;
 use rdmasock_core::fabric::remote::qp::{Completed, Read, Role, Write};
 use rdmasock_core::lock::Lock;
 use rdmasock_core::sync::Published;
@@ -21,9 +24,6 @@ use crate::memory::Slab;
 use crate::probe_target::{Offer, ProbeTarget};
 use crate::sizes::Sizes;
 use crate::sys::{BATCH, CompletionChannel, Context, Cq, Done, Id, Mr, Pd, Piece, Qp, QueueLengths, Work, status};
-use rdmasock_core::fabric::plugin::fate::Fate;
-use rdmasock_core::fabric::plugin::host::{Level, log};
-use rdmasock_core::fabric::plugin::slots::Slots;
 
 /// Bytes of a receive buffer, and of a send slot.
 pub const BUFFER_BYTES: usize = 4096 + 64;

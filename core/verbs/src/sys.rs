@@ -10,12 +10,11 @@ mod completion;
 mod context;
 mod qp;
 
-use rdma_sys as ffi;
-
 pub use cm::{Event, Id, Private, WIRE_BYTES, event};
 pub use completion::{BATCH, CompletionChannel, Cq, Done, status};
 pub use context::{Context, DeviceLimits, Mr, Pd};
 pub use qp::{Piece, Qp, QueueLengths, Work};
+use rdma_sys as ffi;
 
 /// Makes registered memory stay whole across a fork, where the kernel does not do so by itself (since 5.12 it does). To
 /// be called before all other calls of the library.

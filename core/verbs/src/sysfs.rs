@@ -5,10 +5,9 @@ use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
 use rdmasock_core::fabric::plugin::Device;
+use rdmasock_core::fabric::plugin::host::Hidden;
 use rdmasock_core::os::dir::names;
 use rustix::fs::OFlags;
-
-use rdmasock_core::fabric::plugin::host::Hidden;
 
 /// Returns the device on an interface, or `None`; `class` is `/sys/class`.
 pub fn device_on(class: &Path, interface: &str) -> Option<Device> {

@@ -6,10 +6,12 @@
 mod peer;
 mod wire;
 
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicU32};
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
 use libfuzzer_sys::fuzz_target;
+use peer::Said;
 use rdmasock_core::fabric::layout::{DATA_OFFSET, Layout, PAGE, Region};
 use rdmasock_core::fabric::link::{LinkEnd, Opened};
 use rdmasock_core::fabric::remote::{End, Local, Tuning};
@@ -20,8 +22,6 @@ use rdmasock_core::ids::Vqpn;
 use rdmasock_core::os::memfd::Mapping;
 use rdmasock_core::sync::SleepFlag;
 use rdmasock_core::wire::{Message, Reason, RingOffer};
-
-use peer::Said;
 use wire::{Setting, Wire};
 
 #[derive(Arbitrary, Debug)]

@@ -7,11 +7,10 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, bail};
 use clap::Parser;
 use rdmasock_integration::lab::{Build, Lab, Mode, Role};
-use rdmasock_integration::loads;
 use rdmasock_integration::rounds::{Measure, Paths, Program, Rounds};
 use rdmasock_integration::servers::{self, Service};
-use rdmasock_integration::signals;
 use rdmasock_integration::table::{Better, Goal, Report, Row, Subject};
+use rdmasock_integration::{loads, signals};
 
 /// Runs redis, nginx and iperf3 on kernel TCP and with rdmasock, and compares.
 #[derive(Debug, Parser)]

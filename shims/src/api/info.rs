@@ -14,9 +14,8 @@ use crate::objects::link::Link;
 use crate::objects::socket::{Mode, Socket};
 use crate::signals::jump::within;
 use crate::startup::instance;
-use crate::sys::errno;
 use crate::sys::iov::is_plausible;
-use crate::sys::kept_on_tcp;
+use crate::sys::{errno, kept_on_tcp};
 
 /// `RDMASOCK_WAYS`: the number of ways (TCP, shared memory, RDMA).
 const WAYS: usize = 3;

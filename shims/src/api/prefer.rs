@@ -8,10 +8,9 @@ use rdmasock_core::stream::handshake::Role;
 
 use super::is_tcp;
 use crate::data::tx;
-use crate::notify::closing;
 use crate::notify::reclaim::reclaim;
 use crate::notify::table::Entry;
-use crate::notify::threshold;
+use crate::notify::{closing, threshold};
 use crate::objects::listener::Listener;
 use crate::objects::socket::{Socket, Stage, tuple_of};
 use crate::signals::jump::within;

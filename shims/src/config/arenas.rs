@@ -8,10 +8,8 @@
 
 use std::ffi::c_long;
 use std::sync::Arc;
-use std::sync::atomic::{
-    AtomicBool, AtomicPtr, AtomicU64,
-    Ordering::{Acquire, Relaxed, Release},
-};
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64};
 
 use rdmasock_core::allocator::{ABI, End, Entry, Piece, Table, WHOLE};
 use rdmasock_core::fabric::remote::qp::{Key, Region};

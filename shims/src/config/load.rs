@@ -2,10 +2,8 @@
 //! draws the conclusions.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
-use std::sync::atomic::{
-    AtomicI32, AtomicU32,
-    Ordering::{Acquire, Relaxed, Release},
-};
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicI32, AtomicU32};
 
 use rdmasock_core::os::privatefd::PrivateFd;
 

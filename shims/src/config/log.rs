@@ -8,7 +8,8 @@
 //! The call sites decide what is logged. Messages about bad settings are in `config/mod.rs`.
 
 use core::fmt::{self, Write};
-use core::sync::atomic::{AtomicI32, Ordering::Relaxed};
+use core::sync::atomic::AtomicI32;
+use core::sync::atomic::Ordering::Relaxed;
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};

@@ -23,7 +23,6 @@ use std::os::unix::ffi::OsStrExt;
 
 use once_cell::race::OnceBox;
 use rustix::fd::BorrowedFd;
-
 pub use settings::{Alloc, Config, Fabrics, IoUring, OnExec, Way, ZeroCopy};
 pub use value::{LogFilter, PromoteAfter, Size};
 use variables::DEVELOPER;

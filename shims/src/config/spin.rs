@@ -1,6 +1,7 @@
 //! How long a waiting thread spins before it sleeps.
 
-use std::sync::atomic::{AtomicI32, AtomicU8, AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicI32, AtomicU8, AtomicU32, AtomicU64};
 
 use crate::config::load;
 use crate::sys::time::now_ns;

@@ -207,8 +207,9 @@ fn level(word: &str) -> Option<LevelFilter> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use proptest::prelude::*;
+
+    use super::*;
 
     proptest! {
         #[test]

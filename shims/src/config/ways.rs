@@ -14,7 +14,8 @@
 //! here. The cost of a registration is measured for each link, whenever a registration is made. No registration is made
 //! only to measure.
 
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
 
 use crate::config::ZeroCopy;
 

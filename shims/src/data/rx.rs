@@ -10,39 +10,32 @@ pub mod splice;
 mod step;
 pub mod view;
 
-pub use count::{Uncounted, after_receive, available, comes_before_tcp, may_have_markers, uncounted};
-pub use ring::{Shrunk, first as first_ring, relieve, reserve, shrink};
-
-use direct::Landing;
-use marked::{enter, finish_on_tcp, from_marked, go_on, is_at_mark, leave, leave_scanned, scanned};
-use step::RecvStep;
-
 use std::cell::Cell;
 use std::ffi::c_int;
 use std::ops::ControlFlow::{self, Break, Continue};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
+pub use count::{Uncounted, after_receive, available, comes_before_tcp, may_have_markers, uncounted};
+use direct::Landing;
 use libc::ssize_t;
+use marked::{enter, finish_on_tcp, from_marked, go_on, is_at_mark, leave, leave_scanned, scanned};
 use rdmasock_core::fabric::ring::Wake;
 use rdmasock_core::lock::Guard;
 use rdmasock_core::os::thread;
+use rdmasock_core::stats::Reason;
+use rdmasock_core::stream::connection;
+pub use ring::{Shrunk, first as first_ring, relieve, reserve, shrink};
+use step::RecvStep;
 
 use crate::data::tx;
-use crate::notify::blocking;
 use crate::notify::call::{Began, Call, Direction, Place, on_its_file};
-use crate::notify::closing;
-use crate::notify::ready;
-use crate::notify::reset;
-use crate::notify::table;
-use crate::notify::wait;
+use crate::notify::{blocking, closing, ready, reset, table, wait};
 use crate::objects::socket::{Mode, Rx, Socket, Stage};
 use crate::signals::jump::{cancellation_point, or_if_cancelled, quick_or_if_cancelled, within};
 use crate::sys::errno;
 use crate::sys::iov::Iov;
 use crate::sys::points::point;
 use crate::sys::time::wait_until;
-use rdmasock_core::stats::Reason;
-use rdmasock_core::stream::connection;
 
 /// The flags that a link serves. Any other flag takes the socket back to TCP.
 const SERVED: c_int = libc::MSG_DONTWAIT

@@ -19,10 +19,8 @@ use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, Shutdown};
 
-use crate::data::rx;
-use crate::data::tx;
-use crate::notify::ready;
-use crate::notify::reset;
+use crate::data::{rx, tx};
+use crate::notify::{ready, reset};
 use crate::objects::library::Library;
 use crate::objects::link::{Link, up};
 use crate::objects::mailbox::Command;

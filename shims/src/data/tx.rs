@@ -9,41 +9,34 @@ mod rest;
 mod room;
 pub mod sendfile;
 
+use std::cell::Cell;
+use std::ffi::c_int;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
+
 pub use cork::{cork, pass_cork, send_delayed_wake};
+use cork::{delay_wake, is_more_to_come};
+use direct::Went;
+use libc::ssize_t;
+use rdmasock_core::fabric::ring::Wake;
+use rdmasock_core::os::{kernel, thread};
+use rdmasock_core::stream::connection;
+use rdmasock_core::stream::policy::{Progress, Threshold};
+use rdmasock_core::sync::store_load_fence;
+use room::{Room, no_room};
 pub use room::{
     ask_for_room, could_have_room, forget_standing, give_back, is_full, is_unread, on_buffer_size, on_link, reader_at,
     report_blocked, report_blocked_at_end, stands_still, unread,
 };
 
-use cork::{delay_wake, is_more_to_come};
-use direct::Went;
-use room::{Room, no_room};
-
-use std::cell::Cell;
-use std::ffi::c_int;
-use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
-
-use libc::ssize_t;
-use rdmasock_core::fabric::ring::Wake;
-use rdmasock_core::os::{kernel, thread};
-use rdmasock_core::sync::store_load_fence;
-
-use crate::notify::blocking;
 use crate::notify::call::{Began, Call, Direction, Place, on_its_file};
-use crate::notify::closing;
-use crate::notify::ready;
-use crate::notify::reset;
-use crate::notify::table;
 use crate::notify::threshold::worth_it;
-use crate::notify::wait;
+use crate::notify::{blocking, closing, ready, reset, table, wait};
 use crate::objects::library::{Library, threshold_of};
 use crate::objects::mailbox::Command;
 use crate::objects::socket::{Mode, Sending, Socket, Stage};
 use crate::signals::jump::{about_or_if_cancelled, cancellation_point, outside, quick_or_if_cancelled, within};
 use crate::sys::errno;
 use crate::sys::iov::Iov;
-use rdmasock_core::stream::connection;
-use rdmasock_core::stream::policy::{Progress, Threshold};
 
 /// Bytes that a long send commits to the ring at a time. The reader copies one piece out while the sender copies the
 /// next one in.

@@ -1,9 +1,10 @@
 //! The calls that hand a descriptor to I/O inside libc, which no hook sees: the stream goes back to
 //! TCP for good before the call.
 
+use libc::{FILE, aiocb, c_char, c_int, c_void, sigevent};
+
 use crate::hooks::simple::hooks;
 use crate::sys::real::{AioFn, FdopenFn, LioFn, VdprintfChkFn, VdprintfFn};
-use libc::{FILE, aiocb, c_char, c_int, c_void, sigevent};
 
 hooks! {
     /// `fdopen(3)`.

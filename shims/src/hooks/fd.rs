@@ -2,6 +2,9 @@
 
 use std::os::fd::BorrowedFd;
 
+use libc::{c_int, c_uint, c_ulong, c_void};
+use rdmasock_core::os::privatefd::{self, Settled};
+
 use crate::data::rx;
 use crate::hooks::numbers::{lowest, lowest_from, onto};
 use crate::hooks::report;
@@ -12,12 +15,8 @@ use crate::objects::socket::Farewell;
 use crate::process::pass;
 use crate::signals::jump::within;
 use crate::startup::lifecycle;
-use crate::sys::errno;
-use crate::sys::vfork;
-use rdmasock_core::os::privatefd::{self, Settled};
-
 use crate::sys::real::{CloseFn, CloseFromFn, CloseRangeFn, Dup2Fn, Dup3Fn, DupFn, FcntlFn, IoctlFn};
-use libc::{c_int, c_uint, c_ulong, c_void};
+use crate::sys::{errno, vfork};
 
 /// `close(2)`.
 #[inline]

@@ -6,8 +6,7 @@ use core::ffi::c_int;
 use crate::config::arenas;
 use crate::objects::library::Library;
 use crate::signals::jump::within;
-use crate::sys::errno;
-use crate::sys::vfork;
+use crate::sys::{errno, vfork};
 
 /// The variable, by name, since the configuration is not read before it is needed.
 const VARIABLE: &str = "RDMASOCK_ALLOC";

@@ -44,8 +44,7 @@ mod simple;
 pub mod socket;
 pub mod syscall;
 
-use crate::sys::real;
-use crate::sys::vfork;
+use crate::sys::{real, vfork};
 
 /// Runs when the library is loaded, before `main`, but perhaps after the first hook: another library's constructor may
 /// have made a hooked call.

@@ -9,9 +9,8 @@ use crate::objects::library::Library;
 use crate::service::{self, SignalsBlocked};
 use crate::signals::handler;
 use crate::startup::confine;
-use crate::sys::errno;
 use crate::sys::real::{SetnsFn, UnshareFn};
-use crate::sys::vfork;
+use crate::sys::{errno, vfork};
 
 const CLONE_NEWTIME: c_int = 0x80;
 

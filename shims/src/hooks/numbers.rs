@@ -17,12 +17,11 @@ use rdmasock_core::os::privatefd::{Look, Settled};
 use rustix::io::{Errno, FdFlags, fcntl_dupfd_cloexec, fcntl_getfd};
 
 use crate::hooks::simple::hooks;
-use crate::sys::errno;
 use crate::sys::real::{
     CreatFn, EventfdFn, InotifyFn, InotifyInitFn, MemfdFn, Open2Fn, OpenFn, Openat2Fn, OpenatFn, Pipe2Fn, PipeFn,
     SignalfdFn, SocketpairFn, TimerfdFn,
 };
-use crate::sys::vfork;
+use crate::sys::{errno, vfork};
 
 /// How often a call that finds no free fd is made again, if descriptors of the library were being moved each time.
 const TRIES: u32 = 100;

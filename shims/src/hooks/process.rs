@@ -1,13 +1,14 @@
 //! The calls that replace, spawn or end a process. Before an exec or a spawn, streams whose descriptor survives it go
 //! back to TCP. The work around a `fork` is done by the library's handlers of `pthread_atfork`.
 
+use libc::{FILE, c_char, c_int, c_void, pid_t, posix_spawn_file_actions_t, posix_spawnattr_t};
+
 use crate::hooks::simple::hooks;
 use crate::signals::jump::within;
 use crate::sys::real::{
     CloneChildFn, CloneFn, ExecEnvFn, ExecFn, ExecveatFn, ExitFn, FexecveFn, ForkFn, PopenFn, PosixSpawnDup2Fn,
     PosixSpawnFn, SystemFn,
 };
-use libc::{FILE, c_char, c_int, c_void, pid_t, posix_spawn_file_actions_t, posix_spawnattr_t};
 
 /// The arguments or the environment of a program.
 type Strings = *const *const c_char;

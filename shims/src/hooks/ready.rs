@@ -1,5 +1,7 @@
 //! The calls that wait for readiness.
 
+use libc::{c_int, epoll_event, fd_set, nfds_t, pollfd, sigset_t, size_t, timespec, timeval};
+
 use crate::hooks::numbers::lowest;
 use crate::hooks::simple::hooks;
 use crate::notify::closing;
@@ -10,14 +12,11 @@ use crate::objects::socket::{Socket, Stage};
 use crate::polling::poll::{self, Sets};
 use crate::signals::jump::{outside, within, within_point};
 use crate::startup::lifecycle;
-use crate::sys::real::Cancellable;
-use crate::sys::time::Timeout;
-
 use crate::sys::real::{
-    EpollCreateFn, EpollCtlFn, EpollPwait2Fn, EpollPwaitFn, EpollWaitFn, PollChkFn, PollFn, PpollChkFn, PpollFn,
-    PselectFn, SelectFn,
+    Cancellable, EpollCreateFn, EpollCtlFn, EpollPwait2Fn, EpollPwaitFn, EpollWaitFn, PollChkFn, PollFn, PpollChkFn,
+    PpollFn, PselectFn, SelectFn,
 };
-use libc::{c_int, epoll_event, fd_set, nfds_t, pollfd, sigset_t, size_t, timespec, timeval};
+use crate::sys::time::Timeout;
 
 hooks! {
     /// `poll(2)`, time-out in ms.

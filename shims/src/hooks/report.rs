@@ -9,10 +9,8 @@
 //! A reported count never falls, even while bytes move from the link to TCP.
 
 use std::ffi::c_int;
-use std::sync::atomic::{
-    AtomicU32,
-    Ordering::{Acquire, Relaxed},
-};
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
 use rdmasock_core::ids::Vqpn;
 use rdmasock_core::stats::StreamStats;

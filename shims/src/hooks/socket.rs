@@ -4,33 +4,28 @@
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering::{Acquire, Release};
 
+use libc::{c_int, c_void, sockaddr, socklen_t};
 use rdmasock_core::stats::Reason;
+use rdmasock_core::stream::connection;
 
-use crate::data::rx;
-use crate::data::tx;
+use crate::data::{rx, tx};
 use crate::hooks::numbers::lowest;
 use crate::hooks::report;
 use crate::hooks::simple::hooks;
-use crate::notify::closing;
 use crate::notify::reclaim::reclaim;
-use crate::notify::reset;
 use crate::notify::table::{self, Entry};
+use crate::notify::{closing, reset};
 use crate::objects::listener::Listener;
-use crate::objects::socket::Farewell;
-use crate::objects::socket::{Mode, Socket};
+use crate::objects::socket::{Farewell, Mode, Socket};
 use crate::process::pass;
-use crate::signals::jump::or_if_cancelled;
-use crate::signals::jump::within;
+use crate::signals::jump::{or_if_cancelled, within};
 use crate::startup::lifecycle;
-use crate::sys::errno;
-use crate::sys::iov;
 use crate::sys::keepalive::Keepalive;
-use crate::sys::real::Cancellable;
+use crate::sys::real::{
+    Accept4Fn, AcceptFn, Cancellable, ConnectFn, GetSockOptFn, SetSockOptFn, SocketFn, SocketIntFn,
+};
 use crate::sys::sockopt::{self, Name};
-use rdmasock_core::stream::connection;
-
-use crate::sys::real::{Accept4Fn, AcceptFn, ConnectFn, GetSockOptFn, SetSockOptFn, SocketFn, SocketIntFn};
-use libc::{c_int, c_void, sockaddr, socklen_t};
+use crate::sys::{errno, iov};
 
 /// `socket(2)`.
 #[inline]

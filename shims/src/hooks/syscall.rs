@@ -16,12 +16,12 @@ use libc::{
     c_char, c_int, c_uint, c_ulong, c_void, epoll_event, fd_set, iovec, mmsghdr, msghdr, nfds_t, off_t, pollfd, size_t,
     sockaddr, socklen_t, ssize_t, timespec, timeval,
 };
-use rdmasock_core::os::kernel;
-
-use super::{confine, fd, io, namespaces, numbers, process, ready, socket};
 pub use own::{LIBC, resolve};
+use rdmasock_core::os::kernel;
 pub use ways::Handler;
 use ways::{direct, owns, owns_fd, owns_made, result, waits, waits_on};
+
+use super::{confine, fd, io, namespaces, numbers, process, ready, socket};
 
 /// The length of [`HANDLERS`]: larger than every number that is served.
 pub const NUMBERS: usize = 448;

@@ -16,8 +16,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::os::thread;
 
-use crate::notify::closing;
-use crate::notify::table;
+use crate::notify::{closing, table};
 use crate::objects::socket::{Socket, closed};
 use crate::sys::identity::Seen;
 

@@ -19,19 +19,20 @@ pub mod key;
 pub mod links;
 mod takeover;
 
-pub use key::without_ours;
-
-use key::Key;
-use links::Links;
-
 use std::collections::VecDeque;
 use std::ffi::c_int;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::atomic::{
-    AtomicBool, AtomicI32, AtomicU32, AtomicU64,
-    Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst},
-};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64};
 
+use key::Key;
+pub use key::without_ours;
+use links::Links;
+use rdmasock_core::fabric::asleep::Gate;
+use rdmasock_core::fabric::waiter::WaiterId;
+use rdmasock_core::lock::Lock;
+use rdmasock_core::os::privatefd::PrivateFd;
+use rdmasock_core::sync::{Presence, Published};
 use rustix::event::epoll as kernel;
 
 use crate::config::spin::Spinner;
@@ -41,11 +42,6 @@ use crate::objects::link::Watch;
 use crate::objects::socket::{EpollSet, Socket};
 use crate::sys::points::point;
 use crate::sys::registry::Registry;
-use rdmasock_core::fabric::asleep::Gate;
-use rdmasock_core::fabric::waiter::WaiterId;
-use rdmasock_core::lock::Lock;
-use rdmasock_core::os::privatefd::PrivateFd;
-use rdmasock_core::sync::{Presence, Published};
 
 pub const ET: u32 = libc::EPOLLET as u32;
 pub const ONESHOT: u32 = libc::EPOLLONESHOT as u32;

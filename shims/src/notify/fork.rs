@@ -4,22 +4,18 @@
 //! parent's.
 
 use std::os::fd::AsFd;
-use std::sync::atomic::{
-    AtomicBool,
-    Ordering::{AcqRel, Acquire, Relaxed, Release},
-};
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 
 use rdmasock_core::os::privatefd::{self, Settled};
-
 use rdmasock_core::stream::connection;
 
 use crate::notify::epoll::Epoll;
 use crate::notify::table::{self, Entry};
-use crate::objects::ancestors;
-use crate::objects::holders;
 use crate::objects::library::Library;
 use crate::objects::listener::Listener;
 use crate::objects::socket::{self, Mode, Receiving, Sending, Socket, Stage};
+use crate::objects::{ancestors, holders};
 use crate::sys::vfork;
 
 static REGISTERED: AtomicBool = AtomicBool::new(false);

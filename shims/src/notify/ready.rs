@@ -9,9 +9,8 @@ use rdmasock_core::fabric::ring::{Consumer, Producer, RxFlags, Wake};
 use rdmasock_core::fabric::waiter::{SLEEPER_MASK, WaiterId};
 use rdmasock_core::ids::Vqpn;
 use rdmasock_core::stats::Waiting;
-use rustix::event::{PollFd, PollFlags};
-
 use rdmasock_core::stream::connection::{self, Ahead, SocketIo as _, Task};
+use rustix::event::{PollFd, PollFlags};
 
 use crate::objects::library::Library;
 use crate::objects::link::Link;

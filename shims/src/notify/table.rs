@@ -8,10 +8,8 @@
 //! Lock-free, allocation-free, async-signal-safe: a hook that passes through reads nothing else (ARCHITECTURE, I10).
 
 use std::ffi::c_int;
-use std::sync::atomic::{
-    AtomicUsize,
-    Ordering::{AcqRel, Acquire, Relaxed},
-};
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
 
 use rdmasock_core::os::lazy;
 

@@ -9,11 +9,11 @@ use rdmasock_core::fabric::waiter::WaiterId;
 use rdmasock_core::os::thread;
 use rdmasock_core::stats::{Call, Reason};
 use rdmasock_core::stream::connection;
+pub use record::Record;
 
 use crate::config::spin::Peers;
-use crate::notify::blocking;
-use crate::notify::closing;
 use crate::notify::ready::{self, change_interest};
+use crate::notify::{blocking, closing};
 use crate::objects::library::Library;
 use crate::objects::link::{Link, Poller, Remote, Turn};
 use crate::objects::socket::{Sleeping, Socket};
@@ -22,8 +22,6 @@ use crate::signals::duty;
 use crate::signals::jump::within;
 use crate::sys::points::point;
 use crate::sys::time::{Deadline, Timeout};
-
-pub use record::Record;
 
 /// Bound on the wait of a call that has moved bytes, after a handler has run, ns.
 const PARTIAL: u64 = 20_000_000;

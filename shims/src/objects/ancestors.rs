@@ -9,10 +9,8 @@
 //! Both work across pid namespaces, and also for a process that has ended and was not waited for.
 
 use std::os::fd::BorrowedFd;
-use std::sync::atomic::{
-    AtomicI32, AtomicU32,
-    Ordering::{AcqRel, Acquire, Relaxed, Release},
-};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicI32, AtomicU32};
 
 use rdmasock_core::lock::Lock;
 use rdmasock_core::os::doorbell;

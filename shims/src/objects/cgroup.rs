@@ -7,10 +7,8 @@
 //! service thread reads the files again, and rings may take half of what is left then. Pages of files do not count as
 //! used, since the kernel can reclaim them.
 
-use std::sync::atomic::{
-    AtomicBool, AtomicU64,
-    Ordering::{AcqRel, Acquire, Relaxed, Release},
-};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicBool, AtomicU64};
 
 use rdmasock_core::os::dir;
 

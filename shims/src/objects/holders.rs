@@ -5,13 +5,11 @@
 //! The owner, one of the holders, may have the stream on a link, which the others cannot use. Flags beside the count
 //! carry their request for it, and the owner's answer. The work at a fork itself is in `fork`.
 
-use rdmasock_core::sync::store_load_fence;
-use std::sync::atomic::{
-    AtomicPtr, AtomicU32,
-    Ordering::{AcqRel, Acquire, Relaxed, Release},
-};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicPtr, AtomicU32};
 
 use rdmasock_core::os::memfd::Mapping;
+use rdmasock_core::sync::store_load_fence;
 
 use crate::objects::ancestors;
 use crate::objects::library::Library;

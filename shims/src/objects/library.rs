@@ -4,10 +4,8 @@
 //! parent's and makes its own when it first needs one (`fork`).
 
 use std::net::SocketAddr;
-use std::sync::atomic::{
-    AtomicBool, AtomicPtr, AtomicU8,
-    Ordering::{AcqRel, Acquire, Relaxed},
-};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8};
 
 use once_cell::race::{OnceBox, OnceRef};
 use rdmasock_core::ids::InstanceId;

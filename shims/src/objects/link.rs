@@ -17,12 +17,13 @@ mod watchers;
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-use std::sync::atomic::{
-    AtomicBool, AtomicPtr, AtomicU32, AtomicU64,
-    Ordering::{AcqRel, Acquire, Relaxed, Release},
-};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64};
 
 use crossbeam_utils::CachePadded;
+use local_peer::LocalPeer;
+pub use local_peer::Refused;
+pub use news::News;
 use rdmasock_core::fabric::layout::{MAX_STREAMS, Region};
 use rdmasock_core::fabric::link::{LinkEnd, NoProducer, OpenError, Opened, SendError};
 use rdmasock_core::fabric::ring::{Consumer, Producer, TouchedArea, Wake};
@@ -36,17 +37,13 @@ use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::sparse::Sparse;
 use rdmasock_core::stats::{LinkStats, Path, Reason};
 use rdmasock_core::wire::{Message, RingOffer};
+pub use remote::sleepers::{Maintained, Poller, StandBy, Turn};
+pub use remote::{Remote, has_few_addresses};
+pub use watchers::Watch;
 
 use crate::objects::library::Library;
 use crate::objects::mailbox::Command;
 use crate::objects::waiters::SERVICE;
-
-use local_peer::LocalPeer;
-pub use local_peer::Refused;
-pub use news::News;
-pub use remote::sleepers::{Maintained, Poller, StandBy, Turn};
-pub use remote::{Remote, has_few_addresses};
-pub use watchers::Watch;
 
 /// Time after which a button that the peer has not kept is sent again, ns.
 const REFUSED_FOR: u64 = 1_000_000_000;

@@ -6,10 +6,8 @@
 
 use std::ffi::c_int;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
-use std::sync::atomic::{
-    AtomicBool, AtomicU32,
-    Ordering::{AcqRel, Acquire, Release},
-};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Release};
+use std::sync::atomic::{AtomicBool, AtomicU32};
 
 use rdmasock_core::ids::{InstanceId, Tuple};
 use rdmasock_core::lock::Lock;

@@ -6,17 +6,13 @@
 mod command;
 mod queue;
 
-pub use command::{Command, Ref};
-
-use queue::Queue;
-
 use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
-use std::sync::atomic::{
-    AtomicBool, AtomicI32, AtomicU32, AtomicU64,
-    Ordering::{AcqRel, Acquire, Release},
-};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Release};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64};
 
+pub use command::{Command, Ref};
+use queue::Queue;
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::sync::{Published, Request};
 use rustix::event::epoll as kernel;

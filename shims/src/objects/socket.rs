@@ -15,13 +15,16 @@ mod told;
 
 use std::ffi::c_int;
 use std::ops::Deref;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, fence};
 
-use std::sync::atomic::{
-    AtomicBool, AtomicPtr, AtomicU32, AtomicU64,
-    Ordering::{Acquire, Relaxed, Release, SeqCst},
-    fence,
-};
-
+use blocking::Blocking;
+use numbers::Numbers;
+pub use numbers::closed;
+use options::Options;
+use pace::Pace;
+use promotion::Promotion;
+pub use promotion::Stage;
 use rdmasock_core::fabric::waiter::WaiterId;
 use rdmasock_core::ids::{Tuple, Vqpn};
 use rdmasock_core::lock::Lock;
@@ -29,8 +32,10 @@ use rdmasock_core::os::thread;
 use rdmasock_core::stats::{Direction, Reason, StatsPage, StreamInfo};
 use rdmasock_core::stream::connection::{self, Connection, ConnectionOf};
 use rdmasock_core::stream::handshake::Role;
+pub use rdmasock_core::stream::mode::{Mode, Receiving, Sending};
 use rdmasock_core::sync::Published;
 use smallvec::SmallVec;
+use told::Told;
 
 use crate::config::spin::Spinner;
 use crate::objects::link::Link;
@@ -38,18 +43,6 @@ use crate::objects::link::held::Held;
 use crate::objects::mailbox::Ref;
 use crate::sys::identity::Seen;
 use crate::sys::keepalive::Keepalive;
-
-use blocking::Blocking;
-use numbers::Numbers;
-use options::Options;
-use pace::Pace;
-use promotion::Promotion;
-use told::Told;
-
-pub use numbers::closed;
-pub use promotion::Stage;
-
-pub use rdmasock_core::stream::mode::{Mode, Receiving, Sending};
 
 /// The sending direction's state in core's connection, with [`TxOwn`] of this process.
 pub type Tx = connection::TxOf<Socket>;

@@ -22,10 +22,8 @@
 //! only the eventfd, since its peers wake it by the side channel.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
-use std::sync::atomic::{
-    AtomicI32, AtomicU8, AtomicU16,
-    Ordering::{Acquire, Relaxed, Release},
-};
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicI32, AtomicU8, AtomicU16};
 
 use rdmasock_core::fabric::asleep::Onlookers;
 use rdmasock_core::fabric::layout::READY_QUEUES;

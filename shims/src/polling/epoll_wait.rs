@@ -6,16 +6,15 @@ mod links;
 mod ours;
 mod visit;
 
-use links::{Asleep, Sweep};
-use visit::Visit;
-
 use std::cell::Cell;
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
+use links::{Asleep, Sweep};
 use rdmasock_core::cycles;
 use rdmasock_core::os::thread;
 use rdmasock_core::stats::Call;
+use visit::Visit;
 
 use crate::config::spin::{self, Peers};
 use crate::notify::epoll::{ALWAYS, ET, Epoll, ONESHOT, Set};

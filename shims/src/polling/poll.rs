@@ -14,10 +14,9 @@ use rdmasock_core::stats::Call;
 use smallvec::SmallVec;
 
 use crate::config::spin::{Peers, Spinner};
-use crate::notify::closing;
-use crate::notify::ready;
 use crate::notify::table::{self, Entry, Token};
 use crate::notify::wait::{Record, Sleeper, prefer_tcp};
+use crate::notify::{closing, ready};
 use crate::objects::library::Library;
 use crate::objects::link::{Link, Poller, StandBy, Turn};
 use crate::objects::socket::{Socket, Stage};

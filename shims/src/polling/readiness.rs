@@ -5,13 +5,13 @@
 
 use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
+use rdmasock_core::stream::connection;
 use rustix::event::PollFlags;
 
 use crate::data::tx;
 use crate::notify::ready::{ENDED, among_markers, arm_data, is_reader_gone, kernel, progress};
 use crate::objects::socket::{ERROR_QUEUE, Mode, Socket};
 use crate::sys::points::point;
-use rdmasock_core::stream::connection;
 
 const IN: u32 = (libc::EPOLLIN | libc::EPOLLRDNORM) as u32;
 const OUT: u32 = (libc::EPOLLOUT | libc::EPOLLWRNORM) as u32;

@@ -11,8 +11,7 @@ use rdmasock_core::stream::connection;
 use rdmasock_core::stream::resume::Resume;
 
 use crate::data::rx;
-use crate::notify::closing;
-use crate::notify::ready;
+use crate::notify::{closing, ready};
 use crate::objects::link::{Link, up};
 use crate::objects::socket::{self, Socket};
 use crate::objects::waiters::SERVICE;

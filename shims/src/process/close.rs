@@ -3,30 +3,24 @@
 
 use std::ffi::c_int;
 use std::os::fd::{AsRawFd, BorrowedFd};
-use std::sync::atomic::{
-    AtomicBool,
-    Ordering::{AcqRel, Acquire, Release, SeqCst},
-};
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Release, SeqCst};
 
 use rdmasock_core::lock::Guard;
 use rdmasock_core::os::kernel;
 use rdmasock_core::os::privatefd::{self, PrivateFd};
 use rdmasock_core::stats::Reason;
+use rdmasock_core::stream::connection::{self, Awaited, SocketIo as _, Task};
 use rustix::net::{self, AddressFamily, SocketFlags, SocketType};
 
-use crate::data::rx;
-use crate::data::tx;
-use crate::notify::anchor;
+use crate::data::{rx, tx};
 use crate::notify::closing::Told;
-use crate::notify::ready;
-use crate::notify::table;
+use crate::notify::{anchor, ready, table};
 use crate::objects::library::Library;
 use crate::objects::mailbox::Command;
-use crate::objects::socket::Farewell;
-use crate::objects::socket::{self, Control, Mode, Receiving, Sending, Socket, Stage, closed};
+use crate::objects::socket::{self, Control, Farewell, Mode, Receiving, Sending, Socket, Stage, closed};
 use crate::sys::errno;
 use crate::sys::remains::Remains;
-use rdmasock_core::stream::connection::{self, Awaited, SocketIo as _, Task};
 
 /// The functions that `notify/closing` calls when a thread finds the end of a connection.
 pub static TOLD: Told = Told { on_call_back, lose };

@@ -3,16 +3,13 @@
 use std::sync::atomic::Ordering::Acquire;
 
 use rdmasock_core::stats::Reason;
+use rdmasock_core::stream::connection::{self, resume};
 
 use crate::objects::library::Library;
 use crate::objects::socket::{self, Mode};
-use crate::process::close;
-use crate::process::pass;
-use crate::sys::errno;
-use crate::sys::remains;
+use crate::process::{close, pass};
 use crate::sys::time::now_ns;
-use crate::sys::vfork;
-use rdmasock_core::stream::connection::{self, resume};
+use crate::sys::{errno, remains, vfork};
 
 /// Bound on each of two waits at the end of a process, ns. The first is for promotions under way, the second for other
 /// hosts to receive their bytes. Longer than a busy machine keeps a peer's thread from running.

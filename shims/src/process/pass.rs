@@ -10,6 +10,7 @@ use std::sync::atomic::Ordering::Acquire;
 
 use libc::{mmsghdr, msghdr};
 use rdmasock_core::stats::Reason;
+use rdmasock_core::stream::connection;
 use rdmasock_core::sync::store_load_fence;
 
 use crate::data::rx;
@@ -17,11 +18,8 @@ use crate::notify::reclaim::reclaim;
 use crate::notify::table;
 use crate::objects::library::Library;
 use crate::objects::socket::{self, Mode, Socket, Stage};
-use crate::sys::errno;
-use crate::sys::sockopt;
 use crate::sys::time::wait_until;
-use crate::sys::vfork;
-use rdmasock_core::stream::connection;
+use crate::sys::{errno, sockopt, vfork};
 
 /// Takes back the sockets that a message is about to pass. For a message without control data this reads two fields.
 ///

@@ -18,15 +18,15 @@
 //! Jumps out of handlers are in `signals/jump`.
 
 use std::ffi::{c_int, c_void};
-use std::sync::atomic::{AtomicUsize, Ordering::AcqRel, Ordering::Acquire};
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::{AcqRel, Acquire};
 
 use libc::sighandler_t;
 use rdmasock_core::os::kernel;
 use rdmasock_core::os::thread::{self, Thread};
 
 use crate::objects::library::Library;
-use crate::signals::duty;
-use crate::signals::handler;
+use crate::signals::{duty, handler};
 use crate::sys::real::{PthreadCancelFn, SigactionFn, SignalFn};
 use crate::sys::vfork;
 

@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering::SeqCst;
 use rdmasock_core::ids::{InstanceId, Nonce, Tuple};
 use rdmasock_core::rendezvous::diag::{Owner, trusted, udp_owner};
 use rdmasock_core::stats::{Direction, Reason};
+use rdmasock_core::stream::connection;
 use rdmasock_core::stream::handshake::{Handshake, Phase};
 use rdmasock_core::sync::store_load_fence;
 use rdmasock_core::wire::{self, Message};
@@ -14,14 +15,12 @@ use rustix::event::epoll as kernel;
 use super::asking::ASK_TIMEOUT;
 use super::handshakes::Deferred;
 use super::state::{Conn, Peer, Watched, Worker};
-use crate::notify::ready;
-use crate::notify::threshold;
+use crate::notify::{ready, threshold};
 use crate::objects::listener::Listener;
 use crate::objects::mailbox::{Ref, kind, tag};
 use crate::objects::socket::{self, Socket, Stage};
 use crate::sys::points::point;
 use crate::sys::sockopt;
-use rdmasock_core::stream::connection;
 
 /// Why an ASK is not answered by YES.
 enum Refusal {

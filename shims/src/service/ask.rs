@@ -7,19 +7,17 @@ use std::time::{Duration, Instant};
 
 use rdmasock_core::ids::Nonce;
 use rdmasock_core::os::channel::Channel;
-use rdmasock_core::rendezvous::diag;
-use rdmasock_core::rendezvous::names;
 use rdmasock_core::rendezvous::peers::Answer;
 use rdmasock_core::rendezvous::route::{Place, place_of};
+use rdmasock_core::rendezvous::{diag, names};
 use rdmasock_core::stats::{Direction, Event, Reason};
 use rdmasock_core::stream::connection;
+use rdmasock_core::sync::store_load_fence;
 use rdmasock_core::wire::{self, MAX_MESSAGE, Message};
 
 use super::asking::{Asker, Asking};
 use super::retry::{after_no, later, nobody};
 use super::state::{Peer, Worker};
-use rdmasock_core::sync::store_load_fence;
-
 use crate::notify::threshold::stay;
 use crate::objects::link::{Link, up};
 use crate::objects::mailbox::Ref;

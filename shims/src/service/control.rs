@@ -17,11 +17,11 @@ use rdmasock_core::stats::Event;
 use rdmasock_core::wire::{self, MAX_MESSAGE, Message};
 use rustix::event::epoll as kernel;
 use rustix::io::Errno;
+use taken::{Control, MS, Query, State, count_refused};
 
 use super::asking::Asking;
 use super::state::{Conn, Peer, Worker};
 use crate::objects::mailbox::{kind, tag};
-use taken::{Control, MS, Query, State, count_refused};
 
 const PAUSE: u64 = 50 * MS;
 /// The most questions that are relayed to other instances of this host at once.

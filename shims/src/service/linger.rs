@@ -13,6 +13,7 @@
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd};
 
+use rdmasock_core::stream::connection::Awaited;
 use rdmasock_core::wire::scan::{Found, scan};
 use rdmasock_core::wire::{MAX_MARKER, Marker};
 use rustix::event::epoll as kernel;
@@ -21,7 +22,6 @@ use rustix::net::{RecvFlags, SendFlags};
 
 use super::link_table::LINK_TIMEOUT;
 use crate::sys::remains::Remains;
-use rdmasock_core::stream::connection::Awaited;
 
 /// How long the other end may take to write a marker, ns. It writes one when there is a link, or none can be made.
 const PATIENCE: u64 = LINK_TIMEOUT.as_nanos() as u64 + 5_000_000_000;

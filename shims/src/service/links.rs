@@ -13,6 +13,7 @@ use rdmasock_core::os::memfd;
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::rendezvous::names;
 use rdmasock_core::stats::{LinkInfo, LinkStats, Path, Reason};
+use rdmasock_core::stream::connection::{self, Broken, MOST_ASIDE, OpenNonces, SocketIo as _};
 use rdmasock_core::stream::handshake::Role;
 use rdmasock_core::wire::{self, Geometry, LinkAddress, LinkOffer, MAX_MESSAGE, Message};
 
@@ -28,7 +29,6 @@ use crate::objects::mailbox::Ref;
 use crate::objects::socket::{self, Mode, Sending, Socket};
 use crate::objects::waiters::SERVICE;
 use crate::sys::points::point;
-use rdmasock_core::stream::connection::{self, Broken, MOST_ASIDE, OpenNonces, SocketIo as _};
 
 /// Time to the next check of a dead link on which a thread still sleeps, ns. Work requests that are in flight on its
 /// queue pair complete as failed, which wakes the thread.

@@ -33,22 +33,18 @@ mod state;
 mod timers;
 mod watch;
 
-pub use signals::SignalsBlocked;
-use signals::spawn;
-use state::Worker;
-
 use std::ops::ControlFlow;
 use std::ptr::null_mut;
-use std::sync::atomic::{
-    AtomicI32, AtomicPtr,
-    Ordering::{AcqRel, Acquire, Release, SeqCst},
-};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Release, SeqCst};
+use std::sync::atomic::{AtomicI32, AtomicPtr};
 
 use rdmasock_core::rendezvous::names;
 use rdmasock_core::stats::Reason;
-use rustix::event::epoll as kernel;
-
 use rdmasock_core::stream::connection::{self, SocketIo as _, Task};
+use rustix::event::epoll as kernel;
+pub use signals::SignalsBlocked;
+use signals::spawn;
+use state::Worker;
 
 use crate::objects::library::Library;
 use crate::objects::link::up;

@@ -10,6 +10,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsFd;
 use std::time::Instant;
 
+use hosts::{Fate, Host, Hosts, MS, NEVER, QUIET, Query};
 use rdmasock_core::ids::{InstanceId, Nonce};
 use rdmasock_core::os::datagram::Asker;
 use rdmasock_core::rendezvous::control::{Body, DATAGRAM, Datagram, QueryId, Stamp};
@@ -24,7 +25,6 @@ use super::control::taken::count_refused;
 use super::retry::HOST_ABSENT_FOR;
 use super::state::Worker;
 use crate::objects::mailbox::{kind, tag};
-use hosts::{Fate, Host, Hosts, MS, NEVER, QUIET, Query};
 
 /// The times from each sending of a question to the next, ns. Their sum is less than the time that an answer may take.
 const AGAIN: [u64; 4] = [400 * MS, 700 * MS, 1500 * MS, 2000 * MS];

@@ -2,6 +2,7 @@
 
 use std::sync::atomic::Ordering::Acquire;
 
+use rdmasock_core::stream::connection;
 use rdmasock_core::wire::Message;
 
 use super::alarms::Alarm;
@@ -11,7 +12,6 @@ use crate::notify::ready;
 use crate::objects::cgroup;
 use crate::objects::mailbox::Ref;
 use crate::objects::socket::{self, Mode};
-use rdmasock_core::stream::connection;
 
 /// A reader that has not read for this time, ns, stands still: its ring grows without it.
 const STILL_FOR: u64 = 2_000_000;

@@ -1,26 +1,25 @@
 //! Tests which peer may answer which question: the rules P10, P11, P14 and P15, and the memory of attempts, on one
 //! worker.
 
-use rdmasock_core::stream::connection::Task;
-
-use crate::objects::listener::Listener;
-use crate::objects::mailbox::{Command, Ref};
-use crate::service::asking::Asking;
-use crate::service::state::Peer;
-use rdmasock_core::ids::{Cookie, InstanceId, Nonce};
 use std::collections::VecDeque;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Mutex;
 
+use rdmasock_core::ids::{Cookie, InstanceId, Nonce};
 use rdmasock_core::os::channel::Channel;
 use rdmasock_core::rendezvous::diag::{self, Owner};
+use rdmasock_core::stream::connection::Task;
 use rdmasock_core::stream::handshake::{Handshake, Role};
 use rdmasock_core::wire::{self, MAX_MESSAGE, Message};
 
 use super::*;
+use crate::objects::listener::Listener;
+use crate::objects::mailbox::{Command, Ref};
 use crate::objects::socket::{Mode, Socket, Stage};
+use crate::service::asking::Asking;
+use crate::service::state::Peer;
 
 /// Returns a worker beside which no service thread runs.
 pub(super) fn worker() -> Worker {

@@ -3,18 +3,16 @@
 
 use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
-use rustix::event::PollFlags;
-use rustix::event::epoll as kernel;
+use rdmasock_core::stream::connection;
+use rustix::event::{PollFlags, epoll as kernel};
 
 use super::state::{Watched, Worker};
 use crate::data::tx;
-use crate::notify::anchor;
-use crate::notify::ready;
+use crate::notify::{anchor, ready};
 use crate::objects::mailbox::Ref;
 use crate::objects::socket::{self, ERROR_QUEUE, Mode, Socket};
 use crate::polling::served;
 use crate::sys::points::point;
-use rdmasock_core::stream::connection;
 
 impl Worker {
     /// Begins to watch the TCP socket; from now on the library reports the socket's readiness.

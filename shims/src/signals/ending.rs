@@ -10,10 +10,8 @@
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
 use std::sync::OnceLock;
-use std::sync::atomic::{
-    AtomicBool, AtomicU32,
-    Ordering::{Acquire, Relaxed, Release},
-};
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicBool, AtomicU32};
 
 use rdmasock_core::os::privatefd::Transit;
 use rustix::fs::{CWD, Mode, OFlags};

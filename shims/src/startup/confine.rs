@@ -20,9 +20,7 @@ use crate::objects::library::Library;
 use crate::objects::socket::Socket;
 use crate::process::pass;
 use crate::service;
-use crate::sys::errno;
-use crate::sys::time;
-use crate::sys::vfork;
+use crate::sys::{errno, time, vfork};
 
 /// The most steps of a filter (linux/bpf_common.h, BPF_MAXINSNS).
 const LONGEST: u16 = 4096;

@@ -12,12 +12,10 @@ use crate::notify::epoll::Epoll;
 use crate::notify::table::{self, Entry};
 use crate::objects::library::{Library, threshold_of};
 use crate::objects::listener::Listener;
-use crate::objects::socket::Farewell;
-use crate::objects::socket::{Socket, Stage};
+use crate::objects::socket::{Farewell, Socket, Stage};
 use crate::process::close;
 use crate::startup::instance;
-use crate::sys::errno;
-use crate::sys::sockopt;
+use crate::sys::{errno, sockopt};
 
 /// Handles a socket() that returned a TCP socket.
 pub fn on_socket(fd: c_int, nonblocking: bool) {

@@ -2,7 +2,8 @@
 //! and counts them, like the rings, against the limit on locked memory. So this budget is half of the limit; the other
 //! half is for links to come.
 
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
 
 use rustix::process::{Resource, getrlimit};
 

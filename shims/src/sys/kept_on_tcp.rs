@@ -2,7 +2,8 @@
 //! link cannot serve them. This file does not keep a single connection there, has no rules, and does not bring
 //! connections back that have left TCP (`pass`).
 
-use std::sync::atomic::{AtomicU16, Ordering::SeqCst};
+use std::sync::atomic::AtomicU16;
+use std::sync::atomic::Ordering::SeqCst;
 
 use rdmasock_core::stats::Reason;
 

@@ -1,7 +1,8 @@
 //! The counts that a socket needs to answer a program correctly about its connection. They are the traffic that the
 //! kernel does not know of, and the numbers that the program was given before. `hooks/report.rs` gives the answers.
 
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use rdmasock_core::stats::StreamStats;
 

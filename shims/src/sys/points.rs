@@ -11,15 +11,15 @@ macro_rules! point {
         }
     };
 }
-pub(crate) use point;
-
 #[cfg(feature = "points")]
 pub use held::reach;
+pub(crate) use point;
 
 #[cfg(feature = "points")]
 mod held {
     use std::ffi::CStr;
-    use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+    use std::sync::atomic::AtomicU32;
+    use std::sync::atomic::Ordering::Relaxed;
 
     use rdmasock_core::os::privatefd::PrivateFd;
     use rustix::fs::{Mode, OFlags};

@@ -18,6 +18,7 @@ pub mod loaded;
 
 use core::ffi::CStr;
 use core::sync::atomic::{AtomicPtr, Ordering};
+
 use libc::{
     FILE, aiocb, c_char, c_int, c_long, c_uint, c_ulong, c_void, epoll_event, fd_set, iovec, mmsghdr, msghdr, nfds_t,
     off_t, pid_t, pollfd, posix_spawn_file_actions_t, posix_spawnattr_t, sigevent, sighandler_t, sigset_t, size_t,

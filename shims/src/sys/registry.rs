@@ -1,10 +1,8 @@
 //! Every object of a kind that this process has made. A fork child needs them all, whether or not an fd leads to them.
 //! It repairs the objects that another thread of its parent was about to change.
 
-use std::sync::atomic::{
-    AtomicPtr,
-    Ordering::{Acquire, Relaxed, Release},
-};
+use std::sync::atomic::AtomicPtr;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 struct Node<T: 'static> {
     object: T,

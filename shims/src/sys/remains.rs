@@ -2,10 +2,8 @@
 //! its FIN, or markers still have to come in. The service thread finishes the connection (`service::linger`). The end
 //! of the process waits a moment for it.
 
-use std::sync::atomic::{
-    AtomicUsize,
-    Ordering::{AcqRel, Acquire, Release},
-};
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Release};
 
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::stream::connection::Awaited;

@@ -10,6 +10,7 @@
 
 use core::ffi::c_void;
 use core::sync::atomic::{AtomicI32, AtomicPtr, AtomicU32, Ordering};
+
 use libc::{c_int, c_long};
 use rustix::io::Errno;
 use rustix::mm::{Advice, madvise};

@@ -9,10 +9,9 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use rdmasock_tests::ctx::{Ctx, Side};
-use rdmasock_tests::environment;
 use rdmasock_tests::harness::{self, Mode, Paths};
 use rdmasock_tests::scenarios::{self, Scenario, helper};
-use rdmasock_tests::storm;
+use rdmasock_tests::{environment, storm};
 
 /// Plays a scenario of the differential suite.
 #[derive(Parser)]

@@ -13,6 +13,7 @@ use std::ops::Deref;
 use std::rc::Rc;
 use std::sync::atomic::Ordering::SeqCst;
 
+pub use io::Link;
 use rdmasock_core::fabric::mem::{Clock, Medium};
 use rdmasock_core::ids::{InstanceId, Nonce, Tuple, Vqpn};
 use rdmasock_core::stats::Reason;
@@ -23,7 +24,6 @@ use rdmasock_core::stream::resume::Resume;
 use rdmasock_core::wire::{self, Message};
 
 use super::tcp::Tcp;
-pub use io::Link;
 
 /// How an attempt to promote the connection ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

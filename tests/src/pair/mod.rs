@@ -8,14 +8,14 @@ use std::cell::RefCell;
 use std::net::SocketAddr;
 use std::rc::Rc;
 
+use endpoint::{Endpoint, Link, Net, Outcome};
 use rdmasock_core::fabric::mem::{Clock, Fate, Medium, heap_pair};
 use rdmasock_core::ids::{Nonce, Tuple};
 use rdmasock_core::stream::handshake::{Phase, Role};
 use rdmasock_core::stream::mode::Mode;
+use tcp::{Shape, Tcp};
 
 use crate::conformance::pattern;
-use endpoint::{Endpoint, Link, Net, Outcome};
-use tcp::{Shape, Tcp};
 
 /// The µs without an answer after which the connector gives up an ASK, or a link that it waits for.
 const TIMEOUT: u64 = 2_000;

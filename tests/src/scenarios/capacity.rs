@@ -6,8 +6,7 @@ use std::os::fd::AsRawFd;
 use libc::c_int;
 
 use crate::ctx::Ctx;
-use crate::data;
-use crate::sys;
+use crate::{data, sys};
 
 /// The bounds of the bytes that a connection accepts at once. Kernel TCP accepts 4.2 MB by default, and more once the
 /// reader has read much.

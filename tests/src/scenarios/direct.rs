@@ -7,7 +7,8 @@
 //! waits for each, until they are direct transfers. Some bytes of the tested part have to be direct, too.
 
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::SeqCst;
 use std::thread;
 use std::time::{Duration, Instant};
 

@@ -3,7 +3,8 @@
 //! that, and blocks that come and go while other threads allocate. The scenarios of the other direct modules are played
 //! with it too. A device goes on using the pages that were there at the registration.
 
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::SeqCst;
 use std::thread;
 
 use libc::c_int;

@@ -1,7 +1,8 @@
 //! Direct transfers (see `direct`) while others are at work: signal handlers, a cancellation, other threads at the
 //! socket or at the memory, and forks.
 
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU64, Ordering::SeqCst};
+use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU64};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::thread;
 

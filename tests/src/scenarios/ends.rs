@@ -3,7 +3,8 @@
 //! epoll_wait, or calls only afterwards.
 
 use std::fmt::Write;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
+use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::thread;
 
 use libc::{SHUT_RD, SHUT_RDWR, SHUT_WR, c_int};

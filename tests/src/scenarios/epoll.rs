@@ -578,7 +578,8 @@ pub fn blocking_reads(c: &Ctx) {
 /// Four threads on one set of EPOLLONESHOT connections that are promoted meanwhile: no two threads
 /// ever have the same connection.
 pub fn oneshot_threads(c: &Ctx) {
-    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
+    use std::sync::atomic::Ordering::SeqCst;
+    use std::sync::atomic::{AtomicBool, AtomicUsize};
     const N: usize = 40;
     const TRIPS: u64 = 30;
     let (listener, port) = c.listener(64);

@@ -6,8 +6,7 @@ use std::os::fd::AsRawFd;
 use libc::c_int;
 
 use crate::ctx::Ctx;
-use crate::data;
-use crate::sys;
+use crate::{data, sys};
 
 const SIZE: usize = 1 << 20;
 

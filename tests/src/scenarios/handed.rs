@@ -5,8 +5,7 @@ use libc::c_int;
 
 use super::process::{pass_fd, take_fd};
 use crate::ctx::Ctx;
-use crate::data;
-use crate::sys;
+use crate::{data, sys};
 
 /// Connections one after the other, and the µs by which each is handed over later than the one before.
 const CONNECTIONS: usize = 20;

@@ -2,7 +2,8 @@
 //! wakes the thread that it is for and few others. No thread depends on another's signal handler. The library's own
 //! thread does not wake beside a thread that sends without a pause.
 
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
+use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::thread;
 use std::time::Instant;
 

@@ -2,16 +2,16 @@
 //! wait in a receive. Programs see no difference, and the memory of accepted bytes is the program's again when the call
 //! returns. The run-ups and comparisons are those in `direct`, but the reader waits in epoll_wait.
 
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::SeqCst;
 use std::thread;
 use std::time::Duration;
 
 use libc::c_int;
 
-use super::Scenario;
 use super::direct::{Flow, LARGE};
-use super::direct_send;
 use super::zerocopy::prefer_tcp;
+use super::{Scenario, direct_send};
 use crate::ctx::Ctx;
 use crate::data::{self, Rng};
 use crate::sys;

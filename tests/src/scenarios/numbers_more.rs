@@ -224,7 +224,8 @@ pub fn closed_number(c: &Ctx) {
 
 /// A signal's handler that interrupts a receive answers by number.
 pub fn in_handler(c: &Ctx) {
-    use std::sync::atomic::{AtomicI32, Ordering::SeqCst};
+    use std::sync::atomic::AtomicI32;
+    use std::sync::atomic::Ordering::SeqCst;
     static FD: AtomicI32 = AtomicI32::new(-1);
     extern "C" fn handler(_: c_int) {
         // SAFETY: async-signal-safe.

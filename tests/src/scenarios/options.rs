@@ -1,6 +1,7 @@
 //! setsockopt, getsockopt, fcntl and ioctl: set and read back, on a live connection.
 
-use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::SeqCst;
 
 use libc::{IPPROTO_TCP, SOL_SOCKET, c_int};
 

@@ -1,7 +1,8 @@
 //! Sets with connections to many processes, of which one sends at a time. The library has to find it among many links
 //! on which nothing happens.
 
-use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
 use libc::{EPOLL_CTL_ADD, c_int};

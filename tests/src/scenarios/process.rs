@@ -1,7 +1,8 @@
 //! Several processes: fork, exec, posix_spawn, and fds passed by SCM_RIGHTS.
 
 use std::ffi::CString;
-use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::Relaxed;
 
 use libc::c_int;
 

@@ -6,8 +6,7 @@ use std::thread;
 use libc::c_int;
 
 use crate::ctx::Ctx;
-use crate::data;
-use crate::sys;
+use crate::{data, sys};
 
 static HITS: AtomicI32 = AtomicI32::new(0);
 extern "C" fn count(_: c_int) {

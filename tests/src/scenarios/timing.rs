@@ -7,8 +7,7 @@ use std::time::{Duration, Instant};
 use libc::c_int;
 
 use crate::ctx::Ctx;
-use crate::data;
-use crate::sys;
+use crate::{data, sys};
 
 /// SO_RCVTIMEO: EAGAIN after the time; data that comes in time ends the wait.
 pub fn rcvtimeo(c: &Ctx) {

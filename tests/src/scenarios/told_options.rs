@@ -2,15 +2,15 @@
 //! TCP.
 
 use std::os::fd::AsRawFd;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
 
 use libc::{IPPROTO_TCP, SOL_SOCKET, c_int};
 
 use super::process::{pass_fd, socketpair, take_fd};
 use super::told::{SIOCOUTQNSD, exchange, get, queue, until_acknowledged};
 use crate::ctx::{Ctx, poll_names};
-use crate::data;
-use crate::sys;
+use crate::{data, sys};
 
 /// linux/tcp.h; the control message has the same number.
 const TCP_INQ: c_int = 36;

@@ -2,7 +2,8 @@
 //! dialogues on new connections. Every message has to end a wait, and no event may be reported that was not
 //! registered. `tests/wakes.rs` plays them with threads held up in between.
 
-use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::SeqCst;
 
 use libc::{EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, c_int};
 

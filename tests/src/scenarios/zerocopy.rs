@@ -1,7 +1,8 @@
 //! MSG_ZEROCOPY on a connection that was promoted: the first such send takes it back to TCP for good, before the send
 //! reaches the kernel. So the kernel numbers all of them, and the error queue and readiness are as without the library.
 
-use std::sync::atomic::{AtomicI32, Ordering::SeqCst};
+use std::sync::atomic::AtomicI32;
+use std::sync::atomic::Ordering::SeqCst;
 use std::thread;
 
 use libc::{MSG_DONTWAIT, MSG_ERRQUEUE, MSG_ZEROCOPY, SOL_SOCKET, c_int};

@@ -10,8 +10,7 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 use rustix::fs::{Mode, OFlags};
 
 use super::errno::{Errno, Result};
-use super::fds;
-use super::{ABI, Host};
+use super::{ABI, Host, fds};
 
 /// The host's table; set once, by the entry.
 static HOST: AtomicPtr<Host> = AtomicPtr::new(std::ptr::null_mut());

@@ -5,9 +5,11 @@ use crate::sync::{RungMark, SleepFlag};
 
 #[cfg(not(loom))]
 mod sequences {
-    use super::*;
-    use proptest::prelude::*;
     use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
 
     #[test]
     fn a_sweep_ends_though_streams_are_pushed_again() {

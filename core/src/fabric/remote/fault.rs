@@ -2,10 +2,8 @@
 
 #![forbid(unsafe_code)]
 
-use std::sync::atomic::{
-    AtomicU64,
-    Ordering::{Acquire, Release},
-};
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::{Acquire, Release};
 
 use super::qp::Down;
 use super::watch::SILENCE;

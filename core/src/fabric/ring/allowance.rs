@@ -3,10 +3,8 @@
 //! back. So a sender checks each offered ring against an allowance before it adopts it.
 
 use std::sync::Arc;
-use std::sync::atomic::{
-    AtomicU64,
-    Ordering::{AcqRel, Acquire},
-};
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::{AcqRel, Acquire};
 
 use crate::fabric::layout::{MAX_RING_LOG2, Region};
 

@@ -1,8 +1,9 @@
 //! Tests of the ring: sequences over heap memory, hostile values, threads; loom models.
 
+use std::ptr::NonNull;
+
 use super::*;
 use crate::fabric::layout::Region;
-use std::ptr::NonNull;
 
 #[cfg(not(loom))]
 mod hostile;

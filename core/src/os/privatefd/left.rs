@@ -2,10 +2,8 @@
 //! (`os::apart`).
 
 use std::os::fd::RawFd;
-use std::sync::atomic::{
-    AtomicI32, AtomicU32,
-    Ordering::{AcqRel, Acquire, Relaxed, Release},
-};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicI32, AtomicU32};
 
 const NONE: RawFd = -1;
 static NUMBERS: [AtomicI32; 64] = [const { AtomicI32::new(NONE) }; 64];

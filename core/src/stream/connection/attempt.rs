@@ -6,13 +6,12 @@
 use std::net::IpAddr;
 use std::sync::atomic::Ordering::Acquire;
 
-use super::aside;
 use super::io::{ControlOf, Half, Peeked, SocketIo, StreamLink, Task, Tcp};
 use super::object::{Control, Opened};
 use super::receiving::{end_scan, stop_scan, take};
 use super::sending::{demote_tx, flush_or_later};
-use super::stay;
 use super::streams::{close_stream, leave_link};
+use super::{aside, stay};
 use crate::fabric::link;
 use crate::ids::{InstanceId, Nonce};
 use crate::stats::Reason;

@@ -1,7 +1,8 @@
 //! Bytes that were taken from TCP and that the program does not have yet. They may be the beginning of a marker, bytes
 //! of a call that come later in the stream, or bytes that were read ahead (`ahead`).
 
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::Relaxed;
 
 use crate::ids::Nonce;
 use crate::wire::Marker;

@@ -3,10 +3,8 @@
 
 use std::net::IpAddr;
 use std::ops::Range;
-use std::sync::atomic::{
-    AtomicBool, AtomicI32,
-    Ordering::{Acquire, SeqCst},
-};
+use std::sync::atomic::Ordering::{Acquire, SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicI32};
 
 use crossbeam_utils::CachePadded;
 

@@ -5,9 +5,8 @@
 
 use super::attempt::{end_attempt, look_for_resume};
 use super::io::{ControlOf, SocketIo, Task};
-use crate::stream::resume::Resume;
-
 pub use super::stay::{feed, is_staying};
+use crate::stream::resume::Resume;
 
 /// Handles a failure of this end of the link.
 pub fn link_failed<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {

@@ -5,13 +5,12 @@ use std::ffi::{c_int, c_void};
 use std::mem::zeroed;
 use std::ptr::{NonNull, null_mut};
 
+pub use ffi::rdma_cm_event_type as event;
 use rdma_sys as ffi;
 use rdmasock_core::fabric::plugin::{Address, PRIVATE_BYTES, host};
 
 use super::context::Context;
 use crate::error::{Errno, Result, check};
-
-pub use ffi::rdma_cm_event_type as event;
 
 /// The longest private data that a connection request can carry on every transport, in bytes.
 pub const WIRE_BYTES: usize = PRIVATE_BYTES + 12;

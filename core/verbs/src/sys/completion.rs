@@ -6,14 +6,13 @@ use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+pub use ffi::ibv_wc_status as status;
 use rdma_sys as ffi;
 use rdmasock_core::fabric::plugin::host;
 use rdmasock_core::lock::Lock;
 
 use super::context::Context;
 use crate::error::{Errno, Result, check_code};
-
-pub use ffi::ibv_wc_status as status;
 
 /// A completion queue.
 pub struct Cq {

@@ -30,12 +30,11 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::{Args, Parser, Subcommand};
+use peer::{Job, Peer};
 use rdmasock_integration::lab::{Build, Lab, Mode, Role};
 use rdmasock_integration::proc::{Cmd, Proc};
 use rdmasock_integration::signals;
 use rdmasock_integration::table::{Better, Goal, Report, Row, Subject};
-
-use peer::{Job, Peer};
 
 /// Measures calls, messages and idle streams on kernel TCP, Unix sockets and rdmasock.
 #[derive(Debug, Parser)]

@@ -8,9 +8,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 
-use crate::pictures;
 use crate::results::{Figure, Results, Series, Way};
-use crate::threshold;
+use crate::{pictures, threshold};
 
 #[derive(Debug, Args)]
 pub struct Options {

@@ -6,12 +6,12 @@
 use std::sync::atomic::Ordering::Acquire;
 
 use rdmasock_core::scratch::Scratch;
+use rdmasock_core::stream::connection::{self, Ahead, AtMark};
 use rdmasock_core::wire::scan::payload_in;
 use rustix::net::RecvFlags;
 
 use crate::notify::ready::{ENDED, has_peer_ended, is_watched};
 use crate::objects::socket::{Mode, Rx, Socket};
-use rdmasock_core::stream::connection::{self, Ahead, AtMark};
 
 /// Returns the bytes that can be read now; `None` where the kernel's own count is right.
 pub fn available(socket: &'static Socket) -> Option<usize> {

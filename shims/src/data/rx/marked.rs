@@ -6,22 +6,19 @@ use std::sync::atomic::Ordering::Acquire;
 
 use libc::ssize_t;
 use rdmasock_core::os::thread;
+use rdmasock_core::scratch::Scratch;
+use rdmasock_core::stream::connection::{self, Ahead, AtMark};
 use rustix::event::PollFlags;
 use rustix::net::RecvFlags;
 
 use super::step::RecvStep;
 use crate::notify::call::{Call, Place};
-use crate::notify::closing;
-use crate::notify::ready;
-use crate::notify::reset;
-use crate::notify::wait;
+use crate::notify::{closing, ready, reset, wait};
 use crate::objects::socket::{Mode, Rx, Socket};
 use crate::signals::jump::or_if_cancelled;
 use crate::sys::errno;
 use crate::sys::iov::Iov;
 use crate::sys::real::Cancellable;
-use rdmasock_core::scratch::Scratch;
-use rdmasock_core::stream::connection::{self, Ahead, AtMark};
 
 /// Scans what a call has received, because the scan began while the call was in the kernel. Returns what `plain`
 /// returns.

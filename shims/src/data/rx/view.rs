@@ -12,22 +12,17 @@ use libc::ssize_t;
 use rdmasock_core::fabric::ring::{Consumer, Wake};
 use rdmasock_core::stream::connection;
 
-use super::ring;
 use super::step::RecvStep;
-use super::{Data, at_nothing, recv};
+use super::{Data, at_nothing, recv, ring};
 use crate::data::tx;
 use crate::notify::call::{Began, Call, Direction, Place};
-use crate::notify::closing;
-use crate::notify::ready;
 use crate::notify::reclaim::reclaim;
-use crate::notify::table;
-use crate::notify::wait;
+use crate::notify::{closing, ready, table, wait};
 use crate::objects::link::held::Held;
 use crate::objects::socket::{Mode, Rx, Socket, View};
 use crate::signals::jump::within;
-use crate::sys::errno;
 use crate::sys::iov::Iov;
-use crate::sys::real;
+use crate::sys::{errno, real};
 
 /// Where the bytes lie: up to two pieces. The second may be empty.
 pub type Pieces = [(*mut u8, usize); 2];

@@ -5,20 +5,16 @@ use std::sync::atomic::Ordering::Acquire;
 
 use libc::ssize_t;
 use rdmasock_core::os::kernel;
+use rdmasock_core::stream::connection;
 
 use super::cork::{delay_wake, is_more_to_come};
 use super::room::{Room, no_room};
 use super::{PIECE, count_sent, in_kernel, leave, plain, take_back, violation};
 use crate::notify::call::{Began, Call, Direction, Place, on_its_file};
-use crate::notify::closing;
-use crate::notify::ready;
-use crate::notify::reset;
-use crate::notify::table;
-use crate::notify::wait;
+use crate::notify::{closing, ready, reset, table, wait};
 use crate::objects::socket::{Mode, Sending, Socket, Stage};
 use crate::sys::errno;
 use crate::sys::real::{self, Cancellable};
-use rdmasock_core::stream::connection;
 
 /// Serves sendfile(). On a link, reads the file straight into the ring.
 ///

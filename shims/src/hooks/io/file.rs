@@ -1,15 +1,13 @@
 //! The calls that move bytes between a socket and a file or pipe.
 
+use libc::{c_int, c_uint, off_t, size_t, ssize_t};
+
 use super::shape::call;
-use crate::data::rx;
-use crate::data::tx;
+use crate::data::{rx, tx};
 use crate::notify::closing;
 use crate::objects::socket::Socket;
 use crate::signals::jump::within;
-use crate::sys::real::Cancellable;
-
-use crate::sys::real::{SendFileFn, SpliceFn};
-use libc::{c_int, c_uint, off_t, size_t, ssize_t};
+use crate::sys::real::{Cancellable, SendFileFn, SpliceFn};
 
 call! {
     /// `sendfile(2)`; only `out` can be a socket.

@@ -4,22 +4,22 @@ use std::cell::Cell;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering::Acquire;
 
+use libc::{c_int, c_uint, c_void, iovec, mmsghdr, msghdr, off_t, size_t, sockaddr, socklen_t, ssize_t, timespec};
 use rdmasock_core::stats::Reason;
 
 use super::shape::{call, fortified, vector_at};
 use crate::data::rx;
-use crate::notify::reset;
-use crate::notify::table;
+use crate::notify::{reset, table};
 use crate::objects::socket::{Mode, Socket, Stage};
 use crate::process::pass;
 use crate::signals::jump::within;
 use crate::sys::errno;
 use crate::sys::iov::{Iov, is_no_length};
-use crate::sys::real::{self, ReadChkFn, ReadFn, RecvChkFn, RecvFn, RecvFromChkFn, RecvFromFn, RecvMmsgFn, RecvMsgFn};
-use crate::sys::real::{VectorFlagsFn, VectorFn};
+use crate::sys::real::{
+    self, ReadChkFn, ReadFn, RecvChkFn, RecvFn, RecvFromChkFn, RecvFromFn, RecvMmsgFn, RecvMsgFn, VectorFlagsFn,
+    VectorFn,
+};
 use crate::sys::time::Timeout;
-
-use libc::{c_int, c_uint, c_void, iovec, mmsghdr, msghdr, off_t, size_t, sockaddr, socklen_t, ssize_t, timespec};
 
 call! {
     /// `read(2)`.

@@ -1,5 +1,7 @@
 //! send() and similar calls.
 
+use libc::{c_int, c_uint, c_void, iovec, mmsghdr, msghdr, off_t, size_t, sockaddr, socklen_t, ssize_t};
+
 use super::shape::{call, vector_at};
 use crate::data::tx;
 use crate::notify::table;
@@ -9,8 +11,6 @@ use crate::signals::jump::within;
 use crate::startup::lifecycle;
 use crate::sys::iov::{Iov, is_no_length};
 use crate::sys::real::{self, SendFn, SendMmsgFn, SendMsgFn, SendToFn, VectorFlagsFn, VectorFn, WriteFn};
-
-use libc::{c_int, c_uint, c_void, iovec, mmsghdr, msghdr, off_t, size_t, sockaddr, socklen_t, ssize_t};
 
 call! {
     /// `write(2)`.

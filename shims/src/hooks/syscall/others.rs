@@ -7,16 +7,12 @@ use rdmasock_core::os::kernel;
 use rdmasock_core::stats::Reason;
 
 use super::ways::{Handler, result, waits, waits_on};
-use crate::config::IoUring;
-use crate::config::config;
+use crate::config::{IoUring, config};
 use crate::hooks::{io, process, ready};
 use crate::polling::poll;
 use crate::process::pass;
 use crate::startup::instance;
-use crate::sys::errno;
-use crate::sys::iov;
-use crate::sys::time;
-use crate::sys::vfork;
+use crate::sys::{errno, iov, time, vfork};
 
 /// The numbers of these calls, with their handlers.
 pub(super) const OTHERS: &[(c_long, Handler)] = &[

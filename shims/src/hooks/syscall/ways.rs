@@ -8,8 +8,7 @@ use rustix::io::Errno;
 
 use crate::notify::table;
 use crate::startup::lifecycle;
-use crate::sys::errno;
-use crate::sys::vfork;
+use crate::sys::{errno, vfork};
 
 /// The handler of a number. It gets six arguments, and uses as many as the call has. It returns the result as `syscall`
 /// does.

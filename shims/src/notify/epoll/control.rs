@@ -5,13 +5,13 @@ use std::ffi::c_int;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
+use rdmasock_core::lock::Guard;
 use rustix::event::epoll as kernel;
 
 use super::{ALWAYS, EXCLUSIVE, Epoll, Item, ONESHOT, Set};
 use crate::notify::ready;
 use crate::objects::library::Library;
 use crate::objects::socket::{Membership, Socket};
-use rdmasock_core::lock::Guard;
 
 /// The events that may be combined with EPOLLEXCLUSIVE.
 const EXCLUSIVE_OK: u32 =

@@ -5,12 +5,12 @@ use std::ffi::c_int;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering::{Relaxed, Release};
 
+use rdmasock_core::os::dir;
 use rustix::event::epoll as kernel;
 
 use super::{ET, EXCLUSIVE, Epoll, ONESHOT};
 use crate::objects::socket::Socket;
 use crate::sys::points::point;
-use rdmasock_core::os::dir;
 
 /// Flags that are not events, and remain when an EPOLLONESHOT has fired.
 const PRIVATE: u32 = ONESHOT | ET | EXCLUSIVE | libc::EPOLLWAKEUP as u32;

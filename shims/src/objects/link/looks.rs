@@ -1,6 +1,7 @@
 //! Counts the checks that a peer causes. Nearly all of them are to find something.
 
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicU32, AtomicU64};
 
 /// Checks in vain after which the service thread is asked about the peer.
 pub const MOST_VAIN: u32 = 8192;

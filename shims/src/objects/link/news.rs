@@ -1,10 +1,8 @@
 //! The state that an epoll set checks of each of its links to other hosts before each sleep. The states of all links
 //! lie side by side, so that hundreds of links take a few cache lines, and not several each.
 
-use std::sync::atomic::{
-    AtomicBool, AtomicU64,
-    Ordering::{Acquire, Relaxed, SeqCst},
-};
+use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU64};
 
 use rdmasock_core::fabric::layout::READY_QUEUES;
 use rdmasock_core::fabric::waiter::WaiterId;

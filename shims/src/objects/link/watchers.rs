@@ -7,10 +7,8 @@
 //!
 //! [`Mailbox::taken_back`]: crate::objects::mailbox::Mailbox::taken_back
 
-use std::sync::atomic::{
-    AtomicU32,
-    Ordering::{Acquire, Relaxed, Release},
-};
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use rdmasock_core::lock::Lock;
 use rdmasock_core::sync::Presence;

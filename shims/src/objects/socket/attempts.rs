@@ -1,6 +1,7 @@
 //! How often promotions of a connection were attempted, and when the next attempt may begin.
 
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use crate::sys::time::now_ns;
 

@@ -2,10 +2,8 @@
 //! SO_SNDTIMEO. The kernel is asked in `notify/blocking.rs`.
 
 use std::ffi::c_int;
-use std::sync::atomic::{
-    AtomicBool, AtomicU32,
-    Ordering::{Relaxed, Release},
-};
+use std::sync::atomic::Ordering::{Relaxed, Release};
+use std::sync::atomic::{AtomicBool, AtomicU32};
 
 use rdmasock_core::lock::Lock;
 

@@ -1,7 +1,8 @@
 //! Socket options that the program has set and that change what a link does.
 
 use std::os::fd::BorrowedFd;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32};
 
 use crate::sys::sockopt;
 

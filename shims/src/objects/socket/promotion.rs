@@ -1,9 +1,7 @@
 //! Whether a connection is promoted, or may be, and the state on which that decision depends.
 
-use std::sync::atomic::{
-    AtomicBool, AtomicPtr, AtomicU8,
-    Ordering::{AcqRel, Acquire, Relaxed, Release},
-};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8};
 
 use rdmasock_core::stream::handshake::Role;
 use rdmasock_core::stream::policy::Progress;

@@ -1,7 +1,8 @@
 //! Reports about a connection: errors that the kernel would have reported and calls of the program have, and the counts
 //! for `rdmasock stat`.
 
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8};
 
 use rdmasock_core::stats::{Path, StreamStats, Why};
 

@@ -5,8 +5,7 @@
 
 use std::sync::atomic::AtomicU32;
 
-use rdmasock_core::os::kernel;
-use rdmasock_core::os::thread;
+use rdmasock_core::os::{kernel, thread};
 use rustix::io::Errno;
 
 /// Arguments of a FUTEX_WAKE_OP that adds 0 to its second word. The word must be writable, and no thread is woken for

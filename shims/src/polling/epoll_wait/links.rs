@@ -2,10 +2,8 @@
 //! many links to other hosts, the kernel's set reports which of them have completions (`epoll::links`); only the others
 //! are checked.
 
-use std::sync::atomic::{
-    AtomicBool,
-    Ordering::{Acquire, Relaxed},
-};
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
 use rdmasock_core::fabric::waiter::WaiterId;
 

@@ -8,11 +8,10 @@ use rdmasock_core::rendezvous::names;
 use rdmasock_core::rendezvous::peers::Answer;
 use rdmasock_core::stats::{Event, Reason};
 use rdmasock_core::stream::connection;
+use rdmasock_core::sync::store_load_fence;
 use rdmasock_core::wire::{self, Message};
 
 use super::{CHANNEL_LIFE, MAX_KNOWN, abandon, is_asking};
-use rdmasock_core::sync::store_load_fence;
-
 use crate::objects::link::up;
 use crate::objects::socket::Stage;
 use crate::service::asking::{Asker, Asking};

@@ -1,9 +1,6 @@
 //! Tests the control port on one worker: the answers and their receivers, and what an asker makes of answers
 //! (docs/protocol.md, P60–P69). Both ends are on this host; sockets of the test play the other.
 
-use crate::objects::mailbox::Ref;
-use crate::service::asking::Asking;
-use crate::service::state::Peer;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream, UdpSocket};
 use std::time::Duration;
 
@@ -16,7 +13,10 @@ use rdmasock_core::stream::handshake::Handshake;
 
 use super::super::tests::{accepted, connected, received, say, worker};
 use super::super::*;
+use crate::objects::mailbox::Ref;
 use crate::objects::socket::{Socket, Stage};
+use crate::service::asking::Asking;
+use crate::service::state::Peer;
 
 const HERE: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 

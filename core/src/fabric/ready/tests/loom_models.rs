@@ -1,9 +1,10 @@
 //! Loom models of the ready queue and the sleeper flag: no wake-up is lost.
 
-use super::*;
-use crate::sync::loom_models::{Doorbell, check};
 use loom::sync::Arc;
 use loom::thread;
+
+use super::*;
+use crate::sync::loom_models::{Doorbell, check};
 
 struct Waiter {
     queue: PrivateQueue,

@@ -1,8 +1,9 @@
 //! Values that no correct peer writes give an error and never an access outside the ring.
 
+use proptest::prelude::*;
+
 use super::*;
 use crate::sync::Ordering;
-use proptest::prelude::*;
 
 fn pair() -> (Memory, Producer, Consumer) {
     let m = Memory::new(1 << 14);

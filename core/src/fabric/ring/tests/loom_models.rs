@@ -1,10 +1,11 @@
 //! loom models: every interleaving of small exchanges over rings of 4 and 8 bytes. A lost wake-up
 //! shows as a deadlock, an unordered access to payload as a failure of the modelled byte.
 
-use super::*;
-use crate::sync::loom_models::Doorbell;
 use loom::sync::Arc;
 use loom::thread;
+
+use super::*;
+use crate::sync::loom_models::Doorbell;
 
 fn ring(bell: &Doorbell, wake: Wake) {
     if !wake.is_none() {

@@ -1,9 +1,11 @@
 //! The bytes received are those that were sent, over sequences of operations and between threads.
 
+use std::sync::{Arc, Condvar, Mutex};
+
+use proptest::prelude::*;
+
 use super::*;
 use crate::fabric::arena::Arena;
-use proptest::prelude::*;
-use std::sync::{Arc, Condvar, Mutex};
 
 fn pattern(from: u64, len: usize) -> Vec<u8> {
     (from..from + len as u64)

@@ -1,7 +1,8 @@
 //! The loads of `bench device` on bare queue pairs, as a program would use them without the library.
 
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow, ensure};

@@ -1,7 +1,8 @@
 //! The loads of `bench device` on a link of the library: its engine over one queue pair, without sockets.
 
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow};

@@ -4,7 +4,8 @@
 
 #![forbid(unsafe_code)]
 
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
 
 /// A call waits for this many times the known answer time, but no longer than `LONGEST`, ns.
 const TIMES: u64 = 2;

@@ -3,7 +3,8 @@
 
 #![forbid(unsafe_code)]
 
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicU32, AtomicU64};
 
 /// Checks of the program's threads that find something, from one maintenance of links to the next, from which on they
 /// are frequent.

@@ -3,13 +3,11 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 
-use crate::config::config;
+use super::Remote;
 use crate::config::verbs::Pair;
-use crate::config::ways;
+use crate::config::{config, ways};
 use crate::objects::library::Library;
 use crate::objects::mailbox::Command;
-
-use super::Remote;
 
 /// Least time between two requests for a bulk queue pair, ns.
 const WISH_EVERY: u64 = 500_000_000;

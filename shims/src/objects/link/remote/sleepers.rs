@@ -5,17 +5,14 @@
 //! - the service thread.
 
 use std::os::fd::BorrowedFd;
-use std::sync::atomic::{
-    AtomicBool,
-    Ordering::{Acquire, Relaxed, Release},
-};
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use rdmasock_core::fabric::pollers::Left;
 use rdmasock_core::fabric::waiter::WaiterId;
 
-use crate::objects::library::Library;
-
 use super::Remote;
+use crate::objects::library::Library;
 
 /// The result of [`Remote::maintain`].
 pub enum Maintained {

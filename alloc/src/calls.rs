@@ -7,8 +7,8 @@ use core::ptr::null_mut;
 use libc::size_t;
 
 use crate::arena::Arena;
-use crate::arenas::{self, LARGE};
-use crate::next;
+use crate::arenas::LARGE;
+use crate::{arenas, next};
 
 const PAGE: usize = 4096;
 

@@ -15,7 +15,8 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow};
 use clap::Args;
 use off::Off;
-use rdmasock_core::stats::{self, Process};
+use rdmasock_core::stats;
+use rdmasock_core::stats::Process;
 
 /// Options of `rdmasock stat`.
 #[derive(Debug, Args)]

@@ -6,8 +6,8 @@ use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::LazyLock;
 
-use libfuzzer_sys::arbitrary::{self, Arbitrary};
-use libfuzzer_sys::fuzz_target;
+use libfuzzer_sys::arbitrary::Arbitrary;
+use libfuzzer_sys::{arbitrary, fuzz_target};
 use rdmasock_core::ids::{InstanceId, Nonce, Tuple};
 use rdmasock_core::rendezvous::control::{Body, DATAGRAM, Datagram, Key, QueryId, Refused, Stamp, Stamper};
 use rdmasock_core::rendezvous::guard::{Limiter, Memory, Rate};

@@ -4,8 +4,8 @@
 
 use std::net::{IpAddr, SocketAddr};
 
-use libfuzzer_sys::arbitrary::{self, Arbitrary};
-use libfuzzer_sys::fuzz_target;
+use libfuzzer_sys::arbitrary::Arbitrary;
+use libfuzzer_sys::{arbitrary, fuzz_target};
 use rdmasock_core::fuzzing::{proc_net_tcp, route, sock_diag};
 use rdmasock_core::rendezvous::diag::Owner;
 

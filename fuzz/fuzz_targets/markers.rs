@@ -2,8 +2,8 @@
 //! a decoded marker encodes to the same bytes.
 #![no_main]
 
-use libfuzzer_sys::arbitrary::{self, Arbitrary};
-use libfuzzer_sys::fuzz_target;
+use libfuzzer_sys::arbitrary::Arbitrary;
+use libfuzzer_sys::{arbitrary, fuzz_target};
 use rdmasock_core::ids::Nonce;
 use rdmasock_core::wire::scan::{Found, scan};
 use rdmasock_core::wire::{MAX_MARKER, MIN_MARKER, Marker, VERSION};

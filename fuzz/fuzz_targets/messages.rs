@@ -2,8 +2,8 @@
 //! decoded message encodes to the same bytes.
 #![no_main]
 
-use libfuzzer_sys::arbitrary::{self, Arbitrary};
-use libfuzzer_sys::fuzz_target;
+use libfuzzer_sys::arbitrary::Arbitrary;
+use libfuzzer_sys::{arbitrary, fuzz_target};
 use rdmasock_core::wire::{INTRODUCTION, Introduction, MAX_MESSAGE, Message, VERSION};
 
 #[derive(Arbitrary, Debug)]

@@ -2,8 +2,8 @@
 //! written as the same bytes.
 #![no_main]
 
-use libfuzzer_sys::arbitrary::{self, Arbitrary};
-use libfuzzer_sys::fuzz_target;
+use libfuzzer_sys::arbitrary::Arbitrary;
+use libfuzzer_sys::{arbitrary, fuzz_target};
 use rdmasock_core::fabric::remote::record::{Builder, HEADER_BYTES, VERSION, decode};
 
 #[derive(Arbitrary, Debug)]

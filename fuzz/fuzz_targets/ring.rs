@@ -7,8 +7,8 @@ use std::ptr::NonNull;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
-use libfuzzer_sys::arbitrary::{self, Arbitrary};
-use libfuzzer_sys::fuzz_target;
+use libfuzzer_sys::arbitrary::Arbitrary;
+use libfuzzer_sys::{arbitrary, fuzz_target};
 use rdmasock_core::fabric::layout::{GROUPS, Layout, MAX_STREAMS, Region};
 use rdmasock_core::fabric::ready::{ReadyCursor, ReadyLine, ReadyQueue};
 use rdmasock_core::fabric::ring::{Consumer, DataArea, DirectionBlock, EndMark, Producer, RxFlags, Spans};

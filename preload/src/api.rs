@@ -2,8 +2,8 @@
 //! `rdmasock_shims::api` implements them.
 
 use libc::{c_int, iovec, size_t, ssize_t};
-use rdmasock_shims::api::info::{self, Info};
-use rdmasock_shims::api::{prefer, view};
+use rdmasock_shims::api;
+use rdmasock_shims::api::Info;
 
 /// Fills `info`: what the connection runs on, and the bytes that it has carried. Returns 0, or -1 with errno.
 ///
@@ -12,7 +12,7 @@ use rdmasock_shims::api::{prefer, view};
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn rdmasock_info(fd: c_int, info: *mut Info) -> c_int {
     // SAFETY: by the contract.
-    unsafe { info::info(fd, info) }
+    unsafe { api::info(fd, info) }
 }
 
 /// Sets what the connection is to run on. Returns 0, or -1 with errno.
@@ -22,7 +22,7 @@ pub unsafe extern "C" fn rdmasock_info(fd: c_int, info: *mut Info) -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn rdmasock_prefer(fd: c_int, way: c_int) -> c_int {
     // SAFETY: the function has no precondition.
-    unsafe { prefer::prefer(fd, way) }
+    unsafe { api::prefer(fd, way) }
 }
 
 /// Points `pieces` to the next received bytes in the ring. Returns their number, 0 at the end of the stream, or -1 with
@@ -33,7 +33,7 @@ pub unsafe extern "C" fn rdmasock_prefer(fd: c_int, way: c_int) -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn rdmasock_view(fd: c_int, pieces: *mut iovec, count: *mut c_int, flags: c_int) -> ssize_t {
     // SAFETY: by the contract.
-    unsafe { view::view(fd, pieces, count, flags) }
+    unsafe { api::view(fd, pieces, count, flags) }
 }
 
 /// Gives back the first `n` bytes of the view. Returns 0, or -1 with errno.
@@ -43,5 +43,5 @@ pub unsafe extern "C" fn rdmasock_view(fd: c_int, pieces: *mut iovec, count: *mu
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn rdmasock_release(fd: c_int, n: size_t) -> c_int {
     // SAFETY: by the contract.
-    unsafe { view::release(fd, n) }
+    unsafe { api::release(fd, n) }
 }

@@ -1,5 +1,5 @@
 //! The hooks of the calls that hand a descriptor to I/O inside libc. The implementation is in
-//! `rdmasock_shims::hooks::bypass`. `dprintf` is variadic and so in `variadic.rs`.
+//! `rdmasock_shims::hooks::io`. `dprintf` is variadic and so in `variadic.rs`.
 
 #![allow(
     unsafe_op_in_unsafe_fn,
@@ -7,7 +7,7 @@
 )]
 
 use libc::{FILE, aiocb, c_char, c_int, c_void, sigevent};
-use rdmasock_shims::hooks::bypass as calls;
+use rdmasock_shims::hooks::io as calls;
 use rdmasock_shims::sys::real;
 use redhook::hook;
 

@@ -1,5 +1,5 @@
 //! The hooks of calls that only make a descriptor. They see to it that the descriptor gets the lowest free number.
-//! `rdmasock_shims::hooks::numbers` implements them.
+//! `rdmasock_shims::hooks::fd` implements them.
 
 #![allow(
     unsafe_op_in_unsafe_fn,
@@ -7,7 +7,7 @@
 )]
 
 use libc::{c_char, c_int, c_uint, sigset_t};
-use rdmasock_shims::hooks::numbers as calls;
+use rdmasock_shims::hooks::fd as calls;
 use rdmasock_shims::sys::real;
 use redhook::hook;
 

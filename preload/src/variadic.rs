@@ -18,7 +18,7 @@ use core::arch::naked_asm;
 
 use libc::{c_char, c_int, c_void};
 use rdmasock_shims::config::environment;
-use rdmasock_shims::hooks::{bypass, process};
+use rdmasock_shims::hooks::{io, process};
 use rdmasock_shims::sys::real;
 
 /// Runs `execl` with its arguments as an argv. Returns -1 with errno, or not at all.
@@ -50,13 +50,13 @@ unsafe extern "C" fn execle_argv(path: *const c_char, argv: *const *const c_char
 /// Runs `dprintf` with its arguments as a `va_list`.
 unsafe extern "C" fn dprintf_list(fd: c_int, format: *const c_char, list: *mut c_void) -> c_int {
     // SAFETY: `list` is a `va_list` whose first argument is the one after `format`.
-    unsafe { bypass::vdprintf(real::vdprintf(), fd, format, list) }
+    unsafe { io::vdprintf(real::vdprintf(), fd, format, list) }
 }
 
 /// Runs `__dprintf_chk` with its arguments as a `va_list`.
 unsafe extern "C" fn dprintf_chk_list(fd: c_int, flag: c_int, format: *const c_char, list: *mut c_void) -> c_int {
     // SAFETY: as in `dprintf_list`.
-    unsafe { bypass::vdprintf_chk(real::__vdprintf_chk(), fd, flag, format, list) }
+    unsafe { io::vdprintf_chk(real::__vdprintf_chk(), fd, flag, format, list) }
 }
 
 /// A function `name(path, arg0, …, NULL, …)` that calls `$argv(path, &arg0)`.

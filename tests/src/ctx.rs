@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use libc::c_int;
 use rdmasock_core::os::kernel;
 
-use crate::sys::{self, Addr, Ret};
-use crate::{data, environment};
+use crate::sys::{Addr, Ret};
+use crate::{data, environment, sys};
 
 /// The fds from here on (two of them) are the test's own.
 pub const OWN_FDS: c_int = 900;

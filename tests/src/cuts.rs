@@ -1,19 +1,20 @@
 //! Both ends of a connection of `tests/cuts.rs`: each end sends a sequence that follows from the connection's seed, and
 //! compares every byte that it receives with the other end's sequence. Not here: the processes (`bin/cuts-peer.rs`).
 
-use std::fmt;
-use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read, Write};
+use std::io::{ErrorKind, IoSlice, IoSliceMut, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::AsFd;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Condvar, Mutex};
 use std::time::Duration;
+use std::{fmt, io};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 
-use crate::data::{self, Rng};
+use crate::data;
+use crate::data::Rng;
 
 /// The index of the client's end.
 pub const CLIENT: usize = 0;

@@ -11,8 +11,9 @@ use std::ffi::CString;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-use crate::filters::{self, By};
-use crate::sys::{self, Ret};
+use crate::filters::By;
+use crate::sys::Ret;
+use crate::{filters, sys};
 
 /// The least size in bytes that pthread_attr_setstacksize accepts.
 const SMALL_STACK: usize = 16 * 1024;

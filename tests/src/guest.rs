@@ -9,8 +9,8 @@ use std::sync::atomic::Ordering::SeqCst;
 use rdmasock_core::os::kernel;
 
 use crate::scenarios::epoll;
-use crate::sys::{self, Addr, Ret};
-use crate::{data, environment, filters};
+use crate::sys::{Addr, Ret};
+use crate::{data, environment, filters, sys};
 
 /// Bytes of a message.
 const MESSAGE: usize = 64;

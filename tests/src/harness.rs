@@ -16,7 +16,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, bail};
 
 use crate::ctx::{ANSWERED, ASKED, COUNTED, SEEN, Side, WARM};
-use crate::environment::{self, Environment};
+use crate::environment;
+use crate::environment::Environment;
 use crate::observe::{Promotion, count, promotion_state, reasons};
 use crate::scenarios::Scenario;
 use crate::standin::Standin;

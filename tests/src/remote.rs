@@ -2,7 +2,8 @@
 //!
 //! `scenario helper remote listen|talk|squat|flood …`; the function of each program documents it.
 
-use std::io::{self, BufRead, Read, Write};
+use std::io;
+use std::io::{BufRead, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;

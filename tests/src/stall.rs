@@ -4,9 +4,9 @@
 
 use libc::c_int;
 
-use crate::data;
 use crate::scenarios::epoll;
-use crate::sys::{self, Addr};
+use crate::sys::Addr;
+use crate::{data, sys};
 
 /// Bytes of a message.
 const MESSAGE: usize = 64;

@@ -17,19 +17,25 @@ use libtest_mimic::{Arguments, Failed, Trial};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use rdmasock_core::fabric::layout::Layout;
 use rdmasock_core::fabric::link::SendError;
-use rdmasock_core::fabric::mem::{self, Clock};
-use rdmasock_core::fabric::remote::mem::{self as memqp, MemQp};
+use rdmasock_core::fabric::mem::Clock;
+use rdmasock_core::fabric::remote::mem::{
+    MemQp, {self as memqp},
+};
 use rdmasock_core::fabric::remote::qp::{Limits, QueuePair};
-use rdmasock_core::fabric::remote::{self, Local, MIN_BUFFER, MIN_BUFFERS, Tuning};
-use rdmasock_core::fabric::shm::{self, Outside, Side};
+use rdmasock_core::fabric::remote::{Local, MIN_BUFFER, MIN_BUFFERS, Tuning};
+use rdmasock_core::fabric::shm::{Outside, Side};
 use rdmasock_core::fabric::waiter::{FLAGS_BYTES, FlagPage, MAX_WAITERS, WaiterId};
+use rdmasock_core::fabric::{mem, remote, shm};
 use rdmasock_core::os::channel::{Channel, RecvError};
-use rdmasock_core::os::memfd::{self, Access, Mapping};
+use rdmasock_core::os::memfd;
+use rdmasock_core::os::memfd::{Access, Mapping};
 use rdmasock_core::sync::SleepFlag;
 use rdmasock_core::wire::{MAX_MESSAGE, Message};
 use rdmasock_localnic::settings::Settings;
-use rdmasock_localnic::within::{self, LocalQp};
-use rdmasock_shims::config::verbs::{self, State};
+use rdmasock_localnic::within;
+use rdmasock_localnic::within::LocalQp;
+use rdmasock_shims::config::verbs;
+use rdmasock_shims::config::verbs::State;
 use rdmasock_tests::conformance::{Harness, suite};
 use rdmasock_tests::harness::{Paths, clean_environment};
 

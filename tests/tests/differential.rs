@@ -9,7 +9,8 @@ use std::sync::Arc;
 
 use libtest_mimic::{Arguments, Failed, Trial};
 use rdmasock_tests::harness::{Mode, Paths, References, describe, difference, play};
-use rdmasock_tests::scenarios::{self, Scenario};
+use rdmasock_tests::scenarios;
+use rdmasock_tests::scenarios::Scenario;
 
 fn main() -> ExitCode {
     let mut args = Arguments::from_args();

@@ -14,7 +14,8 @@ use libtest_mimic::{Arguments, Failed, Trial};
 use rdmasock_tests::environment::cgroup::Cgroup;
 use rdmasock_tests::environment::{Environment, Outcome};
 use rdmasock_tests::harness::{Mode, Paths, References, describe, difference, play_in};
-use rdmasock_tests::scenarios::{self, Scenario};
+use rdmasock_tests::scenarios;
+use rdmasock_tests::scenarios::Scenario;
 
 /// Scenarios for all environments: they finish soon, and together use a connection in most ways.
 const EVERYWHERE: &[&str] = &[

@@ -12,7 +12,8 @@ use std::time::{Duration, Instant};
 use libtest_mimic::{Arguments, Failed, Trial};
 use rdmasock_tests::harness::{Mode, Paths, References, clean_environment, describe, difference, play};
 use rdmasock_tests::observe::{count, promotion_state};
-use rdmasock_tests::scenarios::{self, Scenario};
+use rdmasock_tests::scenarios;
+use rdmasock_tests::scenarios::Scenario;
 use rdmasock_tests::standin::{Counters, counters};
 
 /// The scenarios that are played, by the beginnings of their names: each kind of call, and events that end or move

@@ -10,7 +10,8 @@ use serde::Serialize;
 
 use super::connections::Connection;
 use super::off::Off;
-use super::words::{self, hex, why_tcp, word};
+use super::words;
+use super::words::{hex, why_tcp, word};
 
 /// The whole output.
 #[derive(Debug, Serialize)]

@@ -14,12 +14,12 @@ use rdmasock_core::lock::Lock;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
 
-use crate::domain::{self, Table};
-use crate::greeting::{self, Greeting, Kind, Private, files};
-use crate::pair::{self, BUFFER_BYTES, Pair, RECEIVES, Shared};
+use crate::domain::Table;
+use crate::greeting::{Greeting, Kind, Private, files};
+use crate::pair::{BUFFER_BYTES, Pair, RECEIVES, Shared};
 use crate::queue::{Far, Queue, READS};
 use crate::settings::Settings;
-use crate::{names, nic};
+use crate::{domain, greeting, names, nic, pair};
 
 /// The time between attempts to connect while the listener's queue is full.
 const AGAIN: Duration = Duration::from_millis(1);

@@ -11,10 +11,10 @@ use rustix::event::epoll;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, accept_with, bind, listen, socket_with};
 
 use crate::conn::Conn;
-use crate::greeting::{self, Kind};
+use crate::greeting::Kind;
 use crate::names::name_of;
-use crate::nic;
 use crate::settings::Settings;
+use crate::{greeting, nic};
 
 /// The most requests that the kernel queues.
 const BACKLOG: i32 = 64;

@@ -18,10 +18,10 @@ use rustix::net::Shutdown;
 
 use crate::domain::{Domain, Registration, Table};
 use crate::faults::{Fault, Faults};
-use crate::nic::{self, Left, Nic, Served};
+use crate::nic::{Left, Nic, Served};
 use crate::pair::{Arrived, BUFFER_BYTES, Pair};
 use crate::settings::Settings;
-use crate::{contexts, pins};
+use crate::{contexts, nic, pins};
 
 /// The length of the send queue, work requests.
 const SENDS: u32 = 240;

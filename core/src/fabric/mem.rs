@@ -12,7 +12,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::arena::Arena;
-use super::layout::{self, Layout, PAGE, READY_QUEUES, Region};
+use super::layout;
+use super::layout::{Layout, PAGE, READY_QUEUES, Region};
 use super::link::{LinkEnd, OpenError, Opened, SendError};
 use super::ready::{ReadyCursor, ReadyLine, ReadyQueue};
 use super::ring::{Consumer, DataArea, DirectionBlock, Producer, Wake};

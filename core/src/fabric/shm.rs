@@ -10,7 +10,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32};
 
 use rustix::io::Errno;
 
-use super::layout::{self, Layout, Region};
+use super::layout;
+use super::layout::{Layout, Region};
 use super::link::{LinkEnd, OpenError, Opened, SendError};
 use super::numbers::{Done, Numbers, done};
 use super::ready::ReadyQueue;

@@ -6,7 +6,8 @@ use std::ptr::NonNull;
 
 use rustix::io::Errno;
 
-use super::layout::{self, GROUP_BYTES, Layout, Region};
+use super::layout;
+use super::layout::{GROUP_BYTES, Layout, Region};
 use super::ready::{ReadyCursor, ReadyLine, ReadyQueue};
 use super::ring::{DataArea, DirectionBlock};
 use super::segments::{DataSegments, Segments};

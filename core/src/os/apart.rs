@@ -30,10 +30,10 @@ use rustix::net::{
     getsockname, listen, recvmsg, sendmsg, socket_with,
 };
 
-use super::channel::{self, Channel, MAX_FDS};
+use super::channel::{Channel, MAX_FDS};
 use super::doorbell::Button;
 use super::privatefd::PrivateFd;
-use super::{kernel, memfd};
+use super::{channel, kernel, memfd};
 
 /// The most threads at a time. A thread that does not end is blocked in the close of a file that it holds.
 const MOST: usize = 8;

@@ -18,8 +18,9 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::ids::{Cookie, ID_BYTES, InstanceId, Nonce, Tuple, ids};
 use crate::os::privatefd::Transit;
+use crate::wire;
 use crate::wire::codec::{Writer, kinds};
-use crate::wire::{self, VERSION, WireError};
+use crate::wire::{VERSION, WireError};
 
 /// Bytes of every datagram. There is one size, so that no answer is longer than its question.
 pub const DATAGRAM: usize = size_of::<Frame>();

@@ -5,12 +5,13 @@
 
 use core::mem::size_of;
 use core::net::SocketAddr;
-use core::ptr::{self, NonNull};
+use core::ptr;
+use core::ptr::NonNull;
 use core::sync::atomic::Ordering::{Acquire, Relaxed};
 use core::time::Duration;
-use std::fs::{self, File};
+use std::fs::File;
 use std::os::unix::fs::OpenOptionsExt;
-use std::{io, path};
+use std::{fs, io, path};
 
 use rustix::fs::{SealFlags, SeekFrom, fcntl_get_seals, seek};
 use rustix::io::Errno;

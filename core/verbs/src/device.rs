@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use rdmasock_core::fabric::plugin::fate::Fate;
-use rdmasock_core::fabric::plugin::host::{self, Level, log};
-use rdmasock_core::fabric::plugin::{Address, Device};
+use rdmasock_core::fabric::plugin::host::{Level, log};
+use rdmasock_core::fabric::plugin::{Address, Device, host};
 use rdmasock_core::lock::Lock;
 
 use crate::error::{Errno, Result};

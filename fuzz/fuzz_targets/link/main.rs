@@ -9,13 +9,14 @@ mod wire;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU32};
 
-use libfuzzer_sys::arbitrary::{self, Arbitrary};
-use libfuzzer_sys::fuzz_target;
+use libfuzzer_sys::arbitrary::Arbitrary;
+use libfuzzer_sys::{arbitrary, fuzz_target};
 use peer::Said;
 use rdmasock_core::fabric::layout::{DATA_OFFSET, Layout, PAGE, Region};
 use rdmasock_core::fabric::link::{LinkEnd, Opened};
 use rdmasock_core::fabric::remote::{End, Local, Tuning};
-use rdmasock_core::fabric::ring::{self, Consumer, Producer, RxFlags, Wake};
+use rdmasock_core::fabric::ring;
+use rdmasock_core::fabric::ring::{Consumer, Producer, RxFlags, Wake};
 use rdmasock_core::fabric::shm::Side;
 use rdmasock_core::fabric::waiter::WaiterId;
 use rdmasock_core::ids::Vqpn;

@@ -1,7 +1,8 @@
 //! The messages of the peer: values that are right, nearly right, or arbitrary. `main.rs` checks how this end handles
 //! them.
 
-use libfuzzer_sys::arbitrary::{self, Arbitrary};
+use libfuzzer_sys::arbitrary;
+use libfuzzer_sys::arbitrary::Arbitrary;
 use rdmasock_core::fabric::remote::record::{Builder, Memory, Record, Withdrawal};
 use rdmasock_core::ids::Vqpn;
 use rdmasock_core::wire::{MAX_MESSAGE, Message};

@@ -3,7 +3,8 @@
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard};
 
-use libfuzzer_sys::arbitrary::{self, Arbitrary};
+use libfuzzer_sys::arbitrary;
+use libfuzzer_sys::arbitrary::Arbitrary;
 use rdmasock_core::fabric::remote::qp::{
     Completed, Down, Key, Limits, PostError, QueuePair, Read, Region, Role, Write,
 };

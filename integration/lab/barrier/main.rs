@@ -8,13 +8,13 @@
 //! node b connects again and again until an exchange succeeds. The barrier is a compiled program because a run has many
 //! barriers, and an emulated machine takes a second to start Python.
 
-use std::io::{self, BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
 use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
-use std::{env, thread};
+use std::{env, io, thread};
 
 const PORT: u16 = 7077;
 const RETRY: Duration = Duration::from_millis(20);

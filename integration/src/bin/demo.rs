@@ -8,9 +8,9 @@ use anyhow::{Context, Result, bail};
 use clap::Parser;
 use rdmasock_integration::lab::{Build, Lab, Mode, Role};
 use rdmasock_integration::rounds::{Measure, Paths, Program, Rounds};
-use rdmasock_integration::servers::{self, Service};
+use rdmasock_integration::servers::Service;
 use rdmasock_integration::table::{Better, Goal, Report, Row, Subject};
-use rdmasock_integration::{loads, signals};
+use rdmasock_integration::{loads, servers, signals};
 
 /// Runs redis, nginx and iperf3 on kernel TCP and with rdmasock, and compares.
 #[derive(Debug, Parser)]

@@ -2,21 +2,33 @@
 //! ABI. This file has the check that they share: whether an fd is a TCP socket of the program.
 //!
 //! As in [`hooks`](crate::hooks), code that blocks or has destructors lies below these, in functions of Rust's own ABI.
-
 #![allow(
     clippy::missing_safety_doc,
     reason = "the contract of each function is what the header says of the one with its name"
 )]
 
-pub mod info;
-pub mod prefer;
-pub mod view;
-
-use std::ffi::c_int;
+use std::ffi::{c_char, c_int, c_void};
+use std::fmt::Write;
 use std::os::fd::BorrowedFd;
+use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
+use libc::{iovec, ssize_t};
+use rdmasock_core::stats::{Path, Reason, StreamStats, Why};
+use rdmasock_core::stream::handshake::Role;
+
+use crate::data::{tx, view as rx};
+use crate::notify::fork::reclaim;
+use crate::notify::table::Entry;
+use crate::notify::{call, table, threshold};
+use crate::objects::library;
+use crate::objects::link::Link;
+use crate::objects::listener::Listener;
+use crate::objects::socket::{Mode, Socket, Stage, tuple_of};
+use crate::signals::jump::within;
+use crate::startup;
 use crate::startup::lifecycle;
-use crate::sys::sockopt;
+use crate::sys::iov::is_plausible;
+use crate::sys::{errno, sockopt};
 
 /// Returns `Ok` if `fd` is a TCP socket of the program. `Err` is the errno with which a call on another fd fails.
 fn is_tcp(fd: c_int) -> Result<(), c_int> {
@@ -33,5 +45,391 @@ fn is_tcp(fd: c_int) -> Result<(), c_int> {
         Ok(())
     } else {
         Err(libc::EOPNOTSUPP)
+    }
+}
+
+// `rdmasock_info`: reports what a connection runs on, and how many bytes it has carried.
+
+/// `RDMASOCK_WAYS`: the number of ways (TCP, shared memory, RDMA).
+const WAYS: usize = 3;
+
+/// `struct rdmasock_info` of `include/rdmasock.h`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Info {
+    /// Size in bytes: set by the caller to the size of its struct, by the library to the bytes that it has filled.
+    pub size: u32,
+    /// The way of the sending direction.
+    pub sends_by: u32,
+    /// The way of the receiving direction.
+    pub receives_by: u32,
+    /// The code of the [`Reason`] for which a direction is on TCP.
+    pub why: u32,
+    /// The code of the [`Reason`] that the peer gave.
+    pub peer_why: u32,
+    /// Always 0.
+    pub reserved: u32,
+    /// Bytes sent, by way.
+    pub sent: [u64; WAYS],
+    /// Bytes received, by way.
+    pub received: [u64; WAYS],
+    /// Bytes sent past the rings.
+    pub sent_directly: u64,
+    /// Bytes received past the rings.
+    pub received_directly: u64,
+    /// The text of the reason, ended by a zero byte.
+    pub why_text: [c_char; 128],
+}
+
+/// The size of the struct's first version: no program passes a smaller one.
+const FIRST: usize = size_of::<Info>();
+const _: () = assert!(FIRST == 216);
+
+/// Implements `rdmasock_info`: fills `*info` with the state of the connection `fd`. Returns 0, or -1 with errno.
+pub unsafe extern "C" fn info(fd: c_int, info: *mut Info) -> c_int {
+    if !is_plausible(info) {
+        return errno::fail(libc::EFAULT);
+    }
+    // SAFETY: the program passes a pointer to its struct, which begins with `size`. The read needs no alignment.
+    let size = unsafe { (&raw const (*info).size).read_unaligned() } as usize;
+    if size < FIRST {
+        return errno::fail(libc::EINVAL);
+    }
+    let before = errno::get();
+    match within(|| of(fd)) {
+        Ok(known) => {
+            // SAFETY: the program says that its struct has `size` bytes, which is at least `FIRST`, the size of `Info`.
+            unsafe {
+                info.cast::<u8>().write_bytes(0, size);
+                info.write_unaligned(known);
+            }
+            errno::set(before);
+            0
+        }
+        Err(error) => errno::fail(error),
+    }
+}
+
+fn of(fd: c_int) -> Result<Info, c_int> {
+    if let Some(socket) = call::connection(fd) {
+        return of_socket(socket, fd);
+    }
+    match table::lookup(fd) {
+        Entry::Listener(_) | Entry::Fresh { .. } => Err(libc::ENOTCONN),
+        Entry::Epoll(_) => Err(libc::ENOTSOCK),
+        _ => {
+            is_tcp(fd)?;
+            is_connected(fd)?;
+            let is_on = startup::is_on();
+            let why = if is_on { Reason::Unseen } else { Reason::Disabled };
+            Ok(told(blank(), why.into()))
+        }
+    }
+}
+
+fn is_connected(fd: c_int) -> Result<(), c_int> {
+    // SAFETY: `is_tcp` has found `fd` to be a TCP socket, so it is not -1. The program keeps it open during its call.
+    let peer = rustix::net::getpeername(unsafe { BorrowedFd::borrow_raw(fd) });
+    match peer {
+        Ok(_) => Ok(()),
+        // The connection has failed, so it was connected before.
+        Err(error) if error != rustix::io::Errno::NOTCONN => Err(error.raw_os_error()),
+        Err(_) => Err(libc::ENOTCONN),
+    }
+}
+
+fn of_socket(socket: &'static Socket, fd: c_int) -> Result<Info, c_int> {
+    let counts = socket.told.stats();
+    let [sent, received] = [
+        counts.map(StreamStats::sent).unwrap_or_default(),
+        counts.map(StreamStats::received).unwrap_or_default(),
+    ];
+    let has_carried = sent.tcp_bytes | sent.link_bytes | received.tcp_bytes | received.link_bytes != 0;
+    if !has_carried && socket.is_plain() {
+        is_connected(fd)?;
+    }
+    let mut info = blank();
+    let between_hosts = socket.told.was_between_hosts();
+    let by_link = if between_hosts { Path::Verbs } else { Path::Shm };
+    let ledger = &socket.told.ledger;
+    for (place, counts, way) in [
+        (&mut info.sent, sent, &ledger.sent),
+        (&mut info.received, received, &ledger.received),
+    ] {
+        let link_bytes = counts.link_bytes + way.bytes.load(Acquire);
+        *place = match by_link {
+            Path::Verbs => [counts.tcp_bytes, 0, link_bytes],
+            _ => [counts.tcp_bytes, link_bytes, 0],
+        };
+    }
+    {
+        let rx = socket.rx.lock();
+        info.receives_by = way_of(socket, socket.rx_mode.load(Acquire));
+        info.received_directly = rx.map_or(0, |rx| rx.own.direct.bytes);
+    }
+    {
+        let tx = socket.tx.lock();
+        info.sends_by = way_of(socket, socket.tx_mode.load(Acquire));
+        info.sent_directly = tx.map_or(0, |tx| tx.own.direct.bytes);
+    }
+    let tcp = Path::Tcp as u32;
+    if info.sends_by != tcp && info.receives_by != tcp {
+        return Ok(info);
+    }
+    Ok(told(info, why(socket, counts)))
+}
+
+/// Returns the way of a direction in this mode, which is the code of its [`Path`].
+fn way_of(socket: &Socket, mode: Mode) -> u32 {
+    let path = match mode {
+        Mode::Link => socket.link().map_or(Path::Tcp, Link::path),
+        _ => Path::Tcp,
+    };
+    path as u32
+}
+
+fn why(socket: &Socket, counts: Option<&StreamStats>) -> Why {
+    if socket.tx_mode.load(Acquire) == Mode::Foreign {
+        return Reason::Inherited.into();
+    }
+    let known = counts.and_then(|stats| stats.why().ok());
+    match known {
+        Some(why) if why.reason != Reason::BelowThreshold => why,
+        _ => library::reason().unwrap_or(Reason::BelowThreshold).into(),
+    }
+}
+
+fn blank() -> Info {
+    Info {
+        size: size_of::<Info>() as u32,
+        sends_by: Path::Tcp as u32,
+        receives_by: Path::Tcp as u32,
+        why: Reason::None as u32,
+        peer_why: Reason::None as u32,
+        reserved: 0,
+        sent: [0; WAYS],
+        received: [0; WAYS],
+        sent_directly: 0,
+        received_directly: 0,
+        why_text: [0; 128],
+    }
+}
+
+fn told(mut info: Info, why: Why) -> Info {
+    info.why = why.reason as u32;
+    info.peer_why = why.peer.unwrap_or_default() as u32;
+    if why.reason != Reason::None {
+        let mut text = Text {
+            room: &mut info.why_text,
+            at: 0,
+        };
+        // Text beyond the end of the field is cut.
+        let _ = write!(text, "{why}");
+    }
+    info
+}
+
+/// Writes text into a C string: the last byte stays zero.
+struct Text<'a> {
+    room: &'a mut [c_char],
+    at: usize,
+}
+
+impl Write for Text<'_> {
+    fn write_str(&mut self, text: &str) -> std::fmt::Result {
+        let end = self.room.len() - 1;
+        let free = self.room.get_mut(self.at..end).unwrap_or_default();
+        for (place, byte) in free.iter_mut().zip(text.bytes()) {
+            *place = byte as c_char;
+        }
+        self.at = (self.at + text.len()).min(end);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod info_tests {
+    use super::*;
+
+    #[test]
+    fn the_longest_reason_fits() {
+        let longest = Reason::ALL.iter().max_by_key(|r| r.text().len()).unwrap();
+        let info = told(blank(), Why::declined(*longest));
+        let text: Vec<u8> = info
+            .why_text
+            .iter()
+            .take_while(|c| **c != 0)
+            .map(|c| *c as u8)
+            .collect();
+        assert_eq!(String::from_utf8(text).unwrap(), Why::declined(*longest).to_string());
+    }
+
+    #[test]
+    fn text_that_does_not_fit_is_cut_and_still_ended() {
+        let mut room = [0; 5];
+        let mut text = Text { room: &mut room, at: 0 };
+        text.write_str("abc").unwrap();
+        text.write_str("defg").unwrap();
+        assert_eq!(room.map(|c| c as u8), *b"abcd\0");
+    }
+}
+
+// `rdmasock_prefer`: a program says what a connection is to run on.
+
+/// The value of `RDMASOCK_TCP`.
+const TCP: c_int = 0;
+/// The value of `RDMASOCK_LINK`.
+const LINK: c_int = 3;
+
+/// Implements `rdmasock_prefer`: makes the connection `fd` prefer `way`. Returns 0, or -1 with errno.
+pub unsafe extern "C" fn prefer(fd: c_int, way: c_int) -> c_int {
+    let before = errno::get();
+    match within(|| on(fd, way)) {
+        Ok(()) => {
+            errno::set(before);
+            0
+        }
+        Err(error) => errno::fail(error),
+    }
+}
+
+fn on(fd: c_int, way: c_int) -> Result<(), c_int> {
+    let stays = match way {
+        TCP => true,
+        LINK => false,
+        _ => return is_tcp(fd).and(Err(libc::EINVAL)),
+    };
+    let entry = match call::connection(fd) {
+        Some(socket) => Entry::Socket(socket),
+        // The socket gets its object now, which keeps the preference for its connection.
+        None => lifecycle::on_epoll_add(fd),
+    };
+    match entry {
+        Entry::Socket(socket) if stays => {
+            stay(socket);
+            Ok(())
+        }
+        Entry::Socket(socket) => hurry(socket),
+        Entry::Listener(listener) => {
+            of_accepted(listener, stays);
+            Ok(())
+        }
+        Entry::Epoll(_) => Err(libc::ENOTSOCK),
+        Entry::Fresh { .. } | Entry::None => {
+            is_tcp(fd)?;
+            // The library does not serve this socket: all its calls go to the kernel.
+            if stays { Ok(()) } else { Err(libc::EOPNOTSUPP) }
+        }
+    }
+}
+
+/// Keeps the connection on TCP for good, and takes it back there.
+fn stay(socket: &'static Socket) {
+    reclaim(socket);
+    if matches!(socket.promotion.stage(), Stage::Pinned | Stage::Plain) {
+        return;
+    }
+    // An attempt that has not begun finds this reason when it begins.
+    tx::take_back(socket, Reason::Asked);
+    if !socket.may_be_on_link() {
+        threshold::stay(socket, Reason::Asked.into());
+    }
+}
+
+/// Asks for a link without waiting for the threshold. `Err(EOPNOTSUPP)`: the connection stays on TCP for good.
+fn hurry(socket: &'static Socket) -> Result<(), c_int> {
+    match socket.promotion.stage() {
+        Stage::Busy => return Ok(()),
+        Stage::Pinned | Stage::Plain => return Err(libc::EOPNOTSUPP),
+        Stage::New | Stage::Watching => {}
+    }
+    if socket.promotion.role() == Role::Acceptor {
+        // The connector asks for the promotion; this end prepares to answer.
+        threshold::worth_it(socket);
+        return Ok(());
+    }
+    socket.promotion.progress.hurry();
+    // A socket that is not connected yet asks with its first bytes.
+    if socket.promotion.stage() == Stage::Watching && tuple_of(socket).is_some() {
+        threshold::worth_it(socket);
+    }
+    Ok(())
+}
+
+/// Sets whether connections accepted from now on stay on TCP. This end cannot ask for links, since the connector does.
+fn of_accepted(listener: &Listener, stays: bool) {
+    listener.keeps_on_tcp.store(stays, Relaxed);
+}
+
+// `rdmasock_view` and `rdmasock_release`: receiving without a copy.
+
+/// Implements `rdmasock_view`: fills `pieces` and `*count` with the places of the next received bytes. Returns the
+/// number of those bytes, or -1 with errno.
+pub unsafe extern "C" fn view(fd: c_int, pieces: *mut iovec, count: *mut c_int, flags: c_int) -> ssize_t {
+    if !is_plausible(pieces) || !is_plausible(count) {
+        return errno::fail(libc::EFAULT);
+    }
+    // SAFETY: the program passes a pointer to its `int`. The read needs no alignment.
+    let most = unsafe { count.read_unaligned() };
+    if most < 1 || flags & !libc::MSG_DONTWAIT != 0 {
+        return errno::fail(libc::EINVAL);
+    }
+    let before = errno::get();
+    match look(fd, most as usize, flags) {
+        Ok((found, n)) => {
+            let used = found.iter().take(most as usize).filter(|(_, len)| *len > 0);
+            let mut filled = 0;
+            for (at, len) in used {
+                // SAFETY: the program says that its array has `most` entries, and `filled` is less.
+                unsafe {
+                    pieces.add(filled).write_unaligned(iovec {
+                        iov_base: at.cast::<c_void>(),
+                        iov_len: *len,
+                    });
+                }
+                filled += 1;
+            }
+            // SAFETY: the program passes a pointer to its `int`. The write needs no alignment.
+            unsafe { count.write_unaligned(filled as c_int) };
+            errno::set(before);
+            n as ssize_t
+        }
+        Err(error) => errno::fail(error),
+    }
+}
+
+// Not inlined: the forced unwind of pthread_cancel runs destructors in the functions below (see `hooks`).
+#[inline(never)]
+fn look(fd: c_int, most: usize, flags: c_int) -> Result<(rx::Pieces, usize), c_int> {
+    match within(|| call::connection(fd)) {
+        Some(socket) => rx::view(socket, fd, most, flags),
+        None => Err(why_not(fd)),
+    }
+}
+
+/// Returns the errno for an fd that stands for no connection.
+fn why_not(fd: c_int) -> c_int {
+    match table::lookup(fd) {
+        Entry::Listener(_) | Entry::Fresh { .. } => libc::ENOTCONN,
+        _ => is_tcp(fd).err().unwrap_or(libc::EOPNOTSUPP),
+    }
+}
+
+/// Implements `rdmasock_release`: receives the first `n` bytes of the view of `fd`. Returns 0, or -1 with errno.
+pub unsafe extern "C" fn release(fd: c_int, n: usize) -> c_int {
+    let before = errno::get();
+    let released = within(|| match call::connection(fd) {
+        Some(socket) => rx::release(socket, n),
+        None => Err(match why_not(fd) {
+            libc::EOPNOTSUPP | libc::ENOTCONN => libc::EINVAL,
+            error => error,
+        }),
+    });
+    match released {
+        Ok(()) => {
+            errno::set(before);
+            0
+        }
+        Err(error) => errno::fail(error),
     }
 }

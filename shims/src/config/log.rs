@@ -7,7 +7,8 @@
 //!
 //! The call sites decide what is logged. Messages about bad settings are in `config/mod.rs`.
 
-use core::fmt::{self, Write};
+use core::fmt;
+use core::fmt::Write;
 use core::sync::atomic::AtomicI32;
 use core::sync::atomic::Ordering::Relaxed;
 use std::ffi::OsString;

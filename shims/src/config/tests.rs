@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 
-use super::*;
+use crate::config::*;
 
 fn parse(vars: &[(&str, &str)]) -> (Config, Vec<String>) {
     let vars = vars.iter().map(|(name, value)| (name.into(), value.into()));

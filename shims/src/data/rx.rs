@@ -1,41 +1,36 @@
 //! Receiving: moves bytes from what the direction runs on, TCP or a link, into the program's buffers. This file has the
 //! call itself and the receive from a link.
 
-mod count;
-mod direct;
-mod marked;
-pub mod pace;
-mod ring;
-pub mod splice;
-mod step;
-pub mod view;
-
 use std::cell::Cell;
 use std::ffi::c_int;
-use std::ops::ControlFlow::{self, Break, Continue};
+use std::ops::ControlFlow;
+use std::ops::ControlFlow::{Break, Continue};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
-pub use count::{Uncounted, after_receive, available, comes_before_tcp, may_have_markers, uncounted};
-use direct::Landing;
 use libc::ssize_t;
-use marked::{enter, finish_on_tcp, from_marked, go_on, is_at_mark, leave, leave_scanned, scanned};
 use rdmasock_core::fabric::ring::Wake;
 use rdmasock_core::lock::Guard;
 use rdmasock_core::os::thread;
+use rdmasock_core::scratch::Scratch;
 use rdmasock_core::stats::Reason;
 use rdmasock_core::stream::connection;
-pub use ring::{Shrunk, first as first_ring, relieve, reserve, shrink};
-use step::RecvStep;
+use rdmasock_core::stream::connection::{Ahead, AtMark};
+use rdmasock_core::wire::scan::payload_in;
+use rustix::net::RecvFlags;
 
-use crate::data::tx;
+pub use crate::data::backpressure::{Shrunk, first as first_ring, relieve, reserve, shrink};
+use crate::data::scanning::{enter, finish_on_tcp, from_marked, go_on, is_at_mark, leave, leave_scanned, scanned};
+use crate::data::zero_copy::Landing;
+use crate::data::{backpressure, tx};
 use crate::notify::call::{Began, Call, Direction, Place, on_its_file};
-use crate::notify::{blocking, closing, ready, reset, table, wait};
+use crate::notify::ready::{ENDED, has_peer_ended, is_watched};
+use crate::notify::{call, ready, reset, table, wait};
 use crate::objects::socket::{Mode, Rx, Socket, Stage};
 use crate::signals::jump::{cancellation_point, or_if_cancelled, quick_or_if_cancelled, within};
 use crate::sys::errno;
 use crate::sys::iov::Iov;
 use crate::sys::points::point;
-use crate::sys::time::wait_until;
+use crate::sys::time::{now_ns, wait_until};
 
 /// The flags that a link serves. Any other flag takes the socket back to TCP.
 const SERVED: c_int = libc::MSG_DONTWAIT
@@ -126,7 +121,7 @@ unsafe fn plain(
     real: &impl Fn(c_int) -> ssize_t,
 ) -> ControlFlow<ssize_t, usize> {
     point!("receive: is about to sleep in the kernel");
-    let n = if blocking::is_quick(socket, flags) {
+    let n = if wait::is_quick(socket, flags) {
         quick_or_if_cancelled(|| real(fd), || leave(socket))
     } else {
         or_if_cancelled(|| real(fd), || leave(socket))
@@ -183,7 +178,7 @@ pub fn account(socket: &'static Socket, n: u64) {
 /// thread's count of signal handlers when the call began.
 // Not inlined: the forced unwind of pthread_cancel runs the call's destructor here (see `hooks`).
 #[inline(never)]
-unsafe fn recv_slow(
+pub(super) unsafe fn recv_slow(
     began: Began,
     iov: &mut Iov,
     flags: c_int,
@@ -198,7 +193,7 @@ unsafe fn recv_slow(
         go_on(&mut call);
     }
     let mut got = taken.unwrap_or(0);
-    crate::notify::reclaim::reclaim(socket);
+    crate::notify::fork::reclaim(socket);
     if flags & !SERVED != 0 {
         let reason = if flags & libc::MSG_OOB != 0 {
             Reason::OutOfBand
@@ -250,7 +245,7 @@ unsafe fn recv_loop(
     let all = flags & libc::MSG_WAITALL != 0;
     let whole = *got + iov.len();
     let mut has_returned = false;
-    pace::rest(socket, flags);
+    rest(socket, flags);
     loop {
         let mode = socket.rx_mode.load(Acquire);
         // SAFETY: the pieces are writable by `recv`'s contract.
@@ -284,12 +279,12 @@ unsafe fn recv_loop(
                 return Some(errno::after(*got, error));
             }
             RecvStep::Elsewhere(Place::Moved) if *got == 0 => {
-                closing::look_again(socket, call.fd);
+                call::look_again(socket, call.fd);
                 return None;
             }
             RecvStep::Elsewhere(Place::Here) => {}
             RecvStep::Elsewhere(_) => {
-                closing::look_again(socket, call.fd);
+                call::look_again(socket, call.fd);
                 return Some(errno::after(*got, libc::EBADF));
             }
             RecvStep::Kernel => {
@@ -376,7 +371,7 @@ unsafe fn recv_loop(
                     match call.hold_now() {
                         Place::Here => {}
                         Place::Moved if *got == 0 => {
-                            closing::look_again(socket, call.fd);
+                            call::look_again(socket, call.fd);
                             continue;
                         }
                         Place::Moved | Place::Lost => return Some(errno::after(*got, libc::EBADF)),
@@ -498,7 +493,7 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int, landing: &mut 
                     socket.wakes.rx_rests.store(rests, Relaxed);
                 }
             }
-            ring::keep_fit(socket, consumer);
+            backpressure::keep_fit(socket, consumer);
         }
         let is_short = iov.len() > 0;
         let part = is_short && rx.goes_on_in_tcp();
@@ -522,7 +517,7 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int, landing: &mut 
 /// Returns the step of a receive that has found the ring empty. The stream is at its end, goes on in TCP, or may bring
 /// more bytes. `ended` was read before the ring, so if it is true all bytes of the stream were in the ring by then.
 #[inline(always)]
-fn at_nothing(call: &mut Call, mut rx: Guard<'_, Rx>, flags: c_int, ended: bool) -> RecvStep {
+pub(super) fn at_nothing(call: &mut Call, mut rx: Guard<'_, Rx>, flags: c_int, ended: bool) -> RecvStep {
     let socket = call.socket;
     let stays = rx.stays;
     let Some(consumer) = rx.consumer.as_mut() else {
@@ -575,7 +570,7 @@ fn from_buffer(mut rx: Guard<'_, Rx>, iov: &mut Iov, landing: &mut Option<Landin
     }
     let (taken, wake) = mine.take(&mut rx);
     if let Some(consumer) = rx.consumer.as_mut() {
-        ring::keep_fit(mine.socket(), consumer);
+        backpressure::keep_fit(mine.socket(), consumer);
     }
     rx.own.last = rx.own.seen.tick();
     let section = rx.unlock();
@@ -619,7 +614,7 @@ pub fn has_unread(socket: &'static Socket) -> bool {
 }
 
 /// A wait for bytes to receive.
-struct Data;
+pub(super) struct Data;
 
 impl wait::Wanted for Data {
     const IS_DATA: bool = true;
@@ -656,4 +651,179 @@ pub fn shut(socket: &'static Socket) {
         socket.wakes.anchor.fetch_or(libc::EPOLLRDHUP as u32, SeqCst);
         ready::notify_local(socket);
     }
+}
+
+// The outcome of one attempt of a receive, from the link or among markers.
+
+/// The outcome of one attempt of a receive.
+pub enum RecvStep {
+    /// Try again.
+    Again,
+    /// The receive is for the kernel: make its own call.
+    Kernel,
+    /// There is nothing to receive now.
+    Empty,
+    /// The call waits with a buffer ([`Landing`](crate::data::zero_copy::Landing)), and has to end that wait.
+    Leave,
+    /// The connection is no longer the one of this call ([`Place`]).
+    Elsewhere(Place),
+    /// The attempt has received this many bytes.
+    Got(usize),
+    /// The attempt has received this many bytes, and more may be in TCP or on the link.
+    GotPart(usize),
+    /// The call fails with this errno.
+    Fail(c_int),
+}
+
+// Puts off the next check of a reader that keeps up with a writer of small messages (`socket/pace.rs`).
+
+/// The pause of a reader that keeps up, before it looks for data again, ns. Several cache misses long, and shorter than
+/// any wake-up.
+const REST: u64 = 200;
+
+/// Puts off the check of a receive with these `flags`, if that is due and the call may wait.
+#[inline]
+pub fn rest(socket: &Socket, flags: c_int) {
+    if socket.wakes.rx_rests.load(Relaxed)
+        && socket.rx_mode.load(Relaxed) == Mode::Link
+        && wait::may_wait(socket, flags).is_ok()
+    {
+        rest_now();
+    }
+}
+
+#[inline(never)]
+fn rest_now() {
+    let start = now_ns();
+    while now_ns().wrapping_sub(start) < REST {
+        std::hint::spin_loop();
+    }
+}
+
+// How many bytes can be read: FIONREAD.
+//
+// The count has all bytes that have come, as the kernel's has. An edge-triggered program may read just as many bytes,
+// take that for the end of the available bytes (nginx does), and wait.
+
+/// Returns the bytes that can be read now; `None` where the kernel's own count is right.
+pub fn available(socket: &'static Socket) -> Option<usize> {
+    crate::notify::fork::reclaim(socket);
+    // Each pass may move the direction on. It moves at most from TCP to the link and back.
+    for _ in 0..4 {
+        match socket.rx_mode.load(Acquire) {
+            Mode::Link => {
+                let mut rx = socket.rx.lock()?;
+                let goes_on = rx.goes_on_in_tcp();
+                let n = rx.consumer.as_mut()?.available().ok()? as usize;
+                if n > 0 && goes_on {
+                    return Some(n + rx.carry.len() + in_kernel(socket));
+                }
+                drop(rx);
+                if n > 0 || !connection::leave_link_at_end(socket) {
+                    return Some(n);
+                }
+            }
+            Mode::Marked => {
+                let mut control = socket.control.lock()?;
+                let rx = socket.rx.lock()?;
+                let (ahead, rx) = connection::look_ahead(socket, &mut control, rx, AtMark::Stop)?;
+                match ahead {
+                    Ahead::Payload { .. } => return Some(among_markers(socket, &rx)),
+                    Ahead::Nothing | Ahead::Shut => return Some(0),
+                    Ahead::Ended => return None,
+                    Ahead::Changed => {}
+                }
+            }
+            _ => return None,
+        }
+    }
+    None
+}
+
+/// Returns whether the bytes that TCP has may be markers.
+pub fn may_have_markers(socket: &'static Socket) -> bool {
+    socket.rx_mode.load(Acquire) != Mode::Tcp
+}
+
+/// Returns whether the program reads something else before the first byte that TCP has. An urgent mark in TCP is not
+/// next then.
+pub fn comes_before_tcp(socket: &'static Socket) -> bool {
+    let mode = socket.rx_mode.load(Acquire);
+    mode != Mode::Tcp
+        && socket.rx.lock().is_some_and(|mut rx| {
+            let consumer = rx.consumer.as_mut().filter(|_| mode == Mode::Link);
+            let on_link = consumer.is_some_and(|c| c.available().is_ok_and(|n| n > 0));
+            on_link || !rx.carry.is_empty()
+        })
+}
+
+/// The part of the receiving direction that the kernel does not count, or wrongly counts as the program's.
+#[derive(Clone, Copy, Default)]
+pub struct Uncounted {
+    /// Bytes on the link that have not been read.
+    pub on_link: u64,
+    /// Bytes taken from TCP that have not been read.
+    pub carried: u64,
+    /// Bytes of markers that TCP has brought, whether they are still in TCP or in the carry.
+    pub ours: u64,
+    /// When bytes were last taken from the link, by the [tick](crate::sys::time::tick); 0 means never.
+    pub last: u64,
+}
+
+/// Returns the [`Uncounted`] of this moment, without moving the direction on. The caller holds the direction's lock.
+pub fn uncounted(socket: &Socket, rx: &mut Rx) -> Uncounted {
+    let mode = socket.rx_mode.load(Acquire);
+    let in_tcp = || (rx.carry.len() + in_kernel(socket)) as u64;
+    let ours = match mode {
+        // The bytes that TCP has are, or will be, a RESUME.
+        Mode::Link if !rx.goes_on_in_tcp() => in_tcp(),
+        Mode::Marked => in_tcp().saturating_sub(among_markers(socket, rx) as u64),
+        _ => 0,
+    };
+    let (carried, last) = (rx.carry.len() as u64, rx.own.last);
+    let consumer = rx.consumer.as_mut().filter(|_| mode == Mode::Link);
+    Uncounted {
+        on_link: consumer.map_or(0, |c| c.available().unwrap_or(0)),
+        carried,
+        ours,
+        last,
+    }
+}
+
+/// Returns how many bytes can be read after a receive, for TCP_INQ. The end counts as one more, as in Linux
+/// (`tcp_inq_hint`). On a watched socket the check for the end makes no system call before the connection has ended.
+pub fn after_receive(socket: &'static Socket) -> usize {
+    let n = available(socket).unwrap_or_else(|| in_kernel(socket));
+    let may_have_ended = !is_watched(socket) || socket.wakes.anchor.load(Acquire) & ENDED != 0;
+    let has_ended = || {
+        let _rx = socket.rx.lock();
+        socket.numbers.anchor_fd().is_some_and(has_peer_ended)
+    };
+    n + usize::from(may_have_ended && has_ended())
+}
+
+fn among_markers(socket: &Socket, rx: &Rx) -> usize {
+    let (carried, more) = (rx.carry.len(), in_kernel(socket));
+    let Some(nonce) = rx.scan else {
+        return carried + more;
+    };
+    let Some(mut bytes) = Scratch::new(carried + more) else {
+        return carried + more;
+    };
+    if let Some(front) = bytes.get_mut(..carried) {
+        front.copy_from_slice(rx.carry.as_slice());
+    }
+    let peeked = match (socket.numbers.anchor_fd(), bytes.get_mut(carried..)) {
+        // Without room, a receive would take an error from the socket.
+        (Some(fd), Some(rest)) if more > 0 => {
+            rustix::net::recv(fd, rest, RecvFlags::PEEK | RecvFlags::DONTWAIT).map_or(0, |(_, n)| n.min(more))
+        }
+        _ => 0,
+    };
+    payload_in(&nonce, bytes.get(..carried + peeked).unwrap_or_default())
+}
+
+fn in_kernel(socket: &Socket) -> usize {
+    let n = socket.numbers.anchor_fd().map(rustix::io::ioctl_fionread);
+    n.and_then(Result::ok).unwrap_or(0) as usize
 }

@@ -22,9 +22,10 @@ use rustix::net::{RecvFlags, SendFlags, Shutdown};
 use crate::data::{rx, tx};
 use crate::notify::{ready, reset};
 use crate::objects::library::Library;
-use crate::objects::link::{Link, up};
+use crate::objects::link::Link;
 use crate::objects::mailbox::Command;
-use crate::objects::socket::{self, Socket, Stage, Tx};
+use crate::objects::socket::{Socket, Stage, Tx};
+use crate::objects::{link, socket};
 use crate::sys::points::point;
 use crate::sys::sockopt;
 use crate::sys::tcp_info::Positions;
@@ -126,7 +127,7 @@ impl SocketIo for Socket {
     }
 
     fn offer_link(&self, peer: InstanceId, reached_at: Option<IpAddr>) -> Option<LinkOffer> {
-        up::offer(peer, reached_at)
+        link::offer(peer, reached_at)
     }
 
     fn need_link(&self, peer: InstanceId, offer: Option<LinkOffer>) {

@@ -1,46 +1,39 @@
 //! Sending: moves the program's bytes onto what the direction runs on, TCP or a link. This file has the call itself and
 //! what takes the direction back to TCP.
 
-mod cork;
-mod direct;
-mod lent;
-mod offered;
-mod rest;
-mod room;
-pub mod sendfile;
-
 use std::cell::Cell;
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
-pub use cork::{cork, pass_cork, send_delayed_wake};
-use cork::{delay_wake, is_more_to_come};
-use direct::Went;
 use libc::ssize_t;
 use rdmasock_core::fabric::ring::Wake;
 use rdmasock_core::os::{kernel, thread};
 use rdmasock_core::stream::connection;
+use rdmasock_core::stream::connection::{SocketIo as _, Tcp as _};
 use rdmasock_core::stream::policy::{Progress, Threshold};
 use rdmasock_core::sync::store_load_fence;
-use room::{Room, no_room};
-pub use room::{
+
+use crate::data::backpressure::{Room, no_room};
+pub use crate::data::backpressure::{
     ask_for_room, could_have_room, forget_standing, give_back, is_full, is_unread, on_buffer_size, on_link, reader_at,
     report_blocked, report_blocked_at_end, stands_still, unread,
 };
-
+use crate::data::zero_copy::Went;
+use crate::data::{backpressure, zero_copy};
 use crate::notify::call::{Began, Call, Direction, Place, on_its_file};
 use crate::notify::threshold::worth_it;
-use crate::notify::{blocking, closing, ready, reset, table, wait};
+use crate::notify::{call, ready, reset, table, wait};
 use crate::objects::library::{Library, threshold_of};
 use crate::objects::mailbox::Command;
-use crate::objects::socket::{Mode, Sending, Socket, Stage};
+use crate::objects::socket::{Mode, Sending, Socket, Stage, Tx};
 use crate::signals::jump::{about_or_if_cancelled, cancellation_point, outside, quick_or_if_cancelled, within};
-use crate::sys::errno;
 use crate::sys::iov::Iov;
+use crate::sys::real::Cancellable;
+use crate::sys::{errno, real};
 
 /// Bytes that a long send commits to the ring at a time. The reader copies one piece out while the sender copies the
 /// next one in.
-const PIECE: usize = 64 * 1024;
+pub(super) const PIECE: usize = 64 * 1024;
 
 /// The flags that a link serves. Any other flag takes the socket back to TCP.
 const SERVED: c_int = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL | libc::MSG_MORE | libc::MSG_EOR | libc::MSG_CONFIRM;
@@ -72,7 +65,7 @@ pub unsafe fn send(
         }
         if socket.enter_tx() {
             if began.is_named() {
-                return plain(socket, blocking::is_quick(socket, flags), || real(fd));
+                return plain(socket, wait::is_quick(socket, flags), || real(fd));
             }
             leave(socket);
         }
@@ -106,7 +99,7 @@ unsafe fn begin_anew(fd: c_int, iov: &mut Iov, flags: c_int, real: &impl Fn(c_in
 
 /// Counts the bytes that TCP has taken on a connection that stays there.
 #[inline]
-fn count_sent(began: &Began, n: ssize_t) {
+pub(super) fn count_sent(began: &Began, n: ssize_t) {
     if n > 0
         && began.is_named()
         && let Some(stats) = began.socket().told.stats()
@@ -118,7 +111,7 @@ fn count_sent(began: &Began, n: ssize_t) {
 /// Makes the program's call on a plain direction. If an error is still to be reported, fails with that error instead.
 /// The caller has entered the direction (`enter_tx`); this function leaves it.
 #[inline]
-fn plain(socket: &'static Socket, is_quick: bool, real: impl FnOnce() -> ssize_t) -> ssize_t {
+pub(super) fn plain(socket: &'static Socket, is_quick: bool, real: impl FnOnce() -> ssize_t) -> ssize_t {
     if socket.has_untold()
         && let Some(error) = reset::take_untold(socket)
     {
@@ -131,7 +124,7 @@ fn plain(socket: &'static Socket, is_quick: bool, real: impl FnOnce() -> ssize_t
 /// Makes the kernel's call on a plain direction and counts the bytes. The caller has entered the direction
 /// (`enter_tx`); this function leaves it.
 #[inline]
-fn in_kernel(socket: &'static Socket, is_quick: bool, real: impl FnOnce() -> ssize_t) -> ssize_t {
+pub(super) fn in_kernel(socket: &'static Socket, is_quick: bool, real: impl FnOnce() -> ssize_t) -> ssize_t {
     let n = if is_quick {
         quick_or_if_cancelled(real, || leave(socket))
     } else {
@@ -163,7 +156,7 @@ pub fn is_above_own_send(socket: &'static Socket) -> bool {
 /// Counts a call out of the kernel's send and closes the thread's critical section. The last call out does what has
 /// waited for it.
 #[inline]
-fn leave(socket: &'static Socket) {
+pub(super) fn leave(socket: &'static Socket) {
     if socket.leave_tx() {
         go_on(socket);
     }
@@ -179,7 +172,7 @@ fn go_on(socket: &'static Socket) {
         ready::notify_local(socket);
     }
     if socket.numbers.is_closed() {
-        closing::on_call_back(socket);
+        call::on_call_back(socket);
     }
     errno::set(errno);
 }
@@ -292,7 +285,7 @@ unsafe fn send_slow(began: Began, iov: &mut Iov, flags: c_int, real: &impl Fn(c_
 #[inline]
 unsafe fn send_loop(call: &mut Call, iov: &mut Iov, flags: c_int, real: &impl Fn(c_int) -> ssize_t) -> Option<ssize_t> {
     let socket = call.socket;
-    crate::notify::reclaim::reclaim(socket);
+    crate::notify::fork::reclaim(socket);
     let beyond = flags & !SERVED;
     if beyond != 0 {
         within(|| take_back(socket, reason_for(beyond)));
@@ -307,8 +300,8 @@ unsafe fn send_loop(call: &mut Call, iov: &mut Iov, flags: c_int, real: &impl Fn
             connection::wait_for_tcp(socket);
         }
         let mut until = 0;
-        if total >= direct::LEAST && socket.tx_mode.load(Acquire) == Mode::Link {
-            match direct::send(call, iov, flags, total) {
+        if total >= zero_copy::LEAST && socket.tx_mode.load(Acquire) == Mode::Link {
+            match zero_copy::send(call, iov, flags, total) {
                 Went::Directly(bytes) => {
                     sent += bytes;
                     if iov.len() == 0 {
@@ -331,11 +324,11 @@ unsafe fn send_loop(call: &mut Call, iov: &mut Iov, flags: c_int, real: &impl Fn
             SendStep::Again => continue,
             SendStep::Elsewhere(Place::Here) => {}
             SendStep::Elsewhere(Place::Moved) if sent == 0 => {
-                closing::look_again(socket, call.fd);
+                call::look_again(socket, call.fd);
                 return None;
             }
             SendStep::Elsewhere(_) => {
-                closing::look_again(socket, call.fd);
+                call::look_again(socket, call.fd);
                 return Some(errno::after(sent, libc::EBADF));
             }
             SendStep::Ahead => {
@@ -364,7 +357,7 @@ unsafe fn send_loop(call: &mut Call, iov: &mut Iov, flags: c_int, real: &impl Fn
                     let went = on_its_file(call, |fd| {
                         in_kernel(socket, false, || match is_over() {
                             true => 0,
-                            false => rest::send(socket, fd, iov, flags),
+                            false => send_rest(socket, fd, iov, flags),
                         })
                     });
                     let taken = went.unwrap_or_else(|| {
@@ -375,7 +368,7 @@ unsafe fn send_loop(call: &mut Call, iov: &mut Iov, flags: c_int, real: &impl Fn
                 }
                 if sent == 0 && socket.enter_tx() {
                     let went = on_its_file(call, |fd| {
-                        plain(socket, blocking::is_quick(socket, flags), || match is_over() {
+                        plain(socket, wait::is_quick(socket, flags), || match is_over() {
                             true => errno::fail(libc::EINTR),
                             false => real(fd),
                         })
@@ -402,7 +395,7 @@ unsafe fn send_loop(call: &mut Call, iov: &mut Iov, flags: c_int, real: &impl Fn
                     match call.hold_now() {
                         Place::Here => {}
                         Place::Moved if sent == 0 => {
-                            closing::look_again(socket, call.fd);
+                            call::look_again(socket, call.fd);
                             continue;
                         }
                         Place::Moved | Place::Lost => return Some(errno::after(sent, libc::EBADF)),
@@ -424,8 +417,8 @@ unsafe fn send_loop(call: &mut Call, iov: &mut Iov, flags: c_int, real: &impl Fn
 /// Returns whether the rest of a call, whose beginning went over the link, continues in TCP. It does if the call may
 /// wait and the peer can still take the rest. The call then holds the connection, because all its bytes belong to one
 /// connection.
-fn goes_on(call: &mut Call, flags: c_int) -> bool {
-    wait::may_wait(call.socket, flags).is_ok() && call.hold_now() == Place::Here && rest::is_taken(call.socket)
+pub(super) fn goes_on(call: &mut Call, flags: c_int) -> bool {
+    wait::may_wait(call.socket, flags).is_ok() && call.hold_now() == Place::Here && is_taken(call.socket)
 }
 
 /// Makes one attempt to send the bytes of `iov`, except its last `until` bytes.
@@ -575,7 +568,7 @@ fn reason_for(flags: c_int) -> rdmasock_core::stats::Reason {
 // Not inlined, for the reason at `send_slow`.
 #[inline(never)]
 pub fn send_on_tcp(socket: &'static Socket, fd: c_int, flags: c_int, real: &impl Fn(c_int) -> ssize_t) -> ssize_t {
-    crate::notify::reclaim::reclaim(socket);
+    crate::notify::fork::reclaim(socket);
     let mut call = Call::new(Began::now(socket, fd), Direction::Send);
     let mut patience = wait::Patience::default();
     loop {
@@ -593,7 +586,7 @@ pub fn send_on_tcp(socket: &'static Socket, fd: c_int, flags: c_int, real: &impl
             match call.place_now() {
                 Place::Here => return after_shutdown(0, flags),
                 Place::Moved => {
-                    closing::look_again(socket, fd);
+                    call::look_again(socket, fd);
                     continue;
                 }
                 Place::Lost => return errno::fail(libc::EBADF),
@@ -612,7 +605,7 @@ pub fn send_on_tcp(socket: &'static Socket, fd: c_int, flags: c_int, real: &impl
         match call.hold_now() {
             Place::Here => {}
             Place::Moved => {
-                closing::look_again(socket, fd);
+                call::look_again(socket, fd);
                 continue;
             }
             Place::Lost => return errno::fail(libc::EBADF),
@@ -652,7 +645,7 @@ pub fn violation(socket: &'static Socket, error: &rdmasock_core::fabric::ring::R
 /// Makes room for a send that is about to sleep. Returns true if there is room now, in the reserve ring or in TCP.
 #[cold]
 pub fn make_room(socket: &'static Socket) -> bool {
-    let room = room::before_sleep(socket);
+    let room = backpressure::before_sleep(socket);
     if let Room::Unbacked = room {
         within(|| take_back(socket, rdmasock_core::stats::Reason::Resources));
     }
@@ -660,7 +653,7 @@ pub fn make_room(socket: &'static Socket) -> bool {
 }
 
 /// A wait for room to send.
-struct Space;
+pub(super) struct Space;
 
 impl wait::Wanted for Space {
     const IS_DATA: bool = false;
@@ -692,4 +685,113 @@ fn is_worth_a_look(socket: &'static Socket) -> bool {
         Mode::Marked => connection::flush(socket),
         _ => true,
     }
+}
+
+// The rest of a send whose beginning went over a link, once the direction is on TCP again. The call goes on there. A
+// blocking send of kernel TCP does not return short when the peer's program puts its socket to another use. Few
+// programs check for a short return.
+
+/// Returns whether the peer can still take the rest. If the peer has ended its direction, or the connection is over,
+/// kernel TCP too returns with what it has taken. The program's next call then gets the error.
+pub fn is_taken(socket: &'static Socket) -> bool {
+    let Some(_control) = socket.control.lock() else {
+        return false;
+    };
+    let tcp = socket.tcp();
+    !socket.wakes.is_dead() && !socket.has_untold() && tcp.is_some_and(|tcp| !tcp.has_failed() && !tcp.has_peer_ended())
+}
+
+/// Gives the rest to the kernel by `fd`. Returns how many bytes TCP has taken, 0 if none. The program gets the count of
+/// bytes sent, not an error. An error that ends the connection is kept for the next call; of any other error only the
+/// errno is lost.
+fn send_rest(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_int) -> ssize_t {
+    // A send that has taken bytes raises no SIGPIPE.
+    let flags = flags | libc::MSG_NOSIGNAL;
+    let before = errno::get();
+    let mut taken = 0;
+    while iov.len() > 0 {
+        let (piece, len) = iov.head();
+        let more = if len < iov.len() { libc::MSG_MORE } else { 0 };
+        // SAFETY: a piece of the program's memory, readable during the program's call.
+        let n = unsafe { real::send().cancellable()(fd, piece.cast(), len, flags | more) };
+        if n < 0 {
+            // The failed send has taken the error from the socket.
+            reset::keep(socket, errno::get());
+            break;
+        }
+        iov.advance(n.cast_unsigned());
+        taken += n;
+        if n.cast_unsigned() < len {
+            break;
+        }
+    }
+    errno::set(before);
+    taken
+}
+
+// MSG_MORE and TCP_CORK: delay the peer's wake-up, not the bytes.
+
+/// Returns whether the peer's wake-up for these `n` bytes can wait. It can if the program has announced more (MSG_MORE,
+/// TCP_CORK): the kernel too would hold back less than a full segment (tcp(7)).
+#[inline]
+pub(super) fn is_more_to_come(socket: &Socket, flags: c_int, n: usize) -> bool {
+    /// Bytes. A send of this many or more wakes the peer at once.
+    const SEGMENT: usize = 16 * 1024;
+    (flags & libc::MSG_MORE != 0 || socket.options.corked.load(Relaxed)) && n < SEGMENT
+}
+
+/// Leaves the peer's wake-up to the next send, or to the service thread ([`send_delayed_wake`]).
+pub(super) fn delay_wake(tx: &mut Tx) {
+    if !tx.wake_delayed {
+        tx.wake_delayed = true;
+        Library::get().service.delay_wake();
+    }
+}
+
+/// Wakes the peer for bytes whose wake-up was delayed.
+pub fn send_delayed_wake(socket: &'static Socket) {
+    let Some(mut tx) = socket.tx.lock() else {
+        return;
+    };
+    if !std::mem::take(&mut tx.wake_delayed) {
+        return;
+    }
+    let wake = tx.producer.as_mut().map(|p| p.wake());
+    drop(tx);
+    if let Some(wake) = wake {
+        ready::notify_peer(socket, wake);
+    }
+}
+
+/// Serves setsockopt(TCP_CORK). Returns true if the kernel need not be called: on the link the library itself holds
+/// wake-ups back. The kernel gets the option when the direction is back on TCP ([`pass_cork`]).
+pub fn cork(socket: &'static Socket, on: bool) -> bool {
+    let on_link = {
+        let Some(mut tx) = socket.tx.lock() else {
+            return false;
+        };
+        socket.options.corked.store(on, Relaxed);
+        let on_link = socket.tx_mode.load(Acquire) == Mode::Link;
+        if !on_link {
+            tx.own.kernel_corked = on;
+        }
+        on_link
+    };
+    if !on {
+        send_delayed_wake(socket);
+    }
+    on_link
+}
+
+/// Passes the program's TCP_CORK to the kernel when the direction is back on TCP. The caller holds the direction's
+/// lock.
+pub fn pass_cork(socket: &Socket, tx: &mut Tx) {
+    let corked = socket.options.corked.load(Relaxed);
+    if tx.own.kernel_corked != corked
+        && let Some(fd) = socket.numbers.anchor_fd()
+    {
+        tx.own.kernel_corked = corked;
+        let _ = rustix::net::sockopt::set_tcp_cork(fd, corked);
+    }
+    tx.wake_delayed = false;
 }

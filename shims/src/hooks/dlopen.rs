@@ -9,9 +9,9 @@ use core::ffi::{CStr, c_char, c_int, c_void};
 use rdmasock_core::stats::Reason;
 
 use crate::process::pass;
-use crate::startup::instance;
+use crate::startup;
 use crate::sys::real;
-use crate::sys::real::{Lmid, loaded};
+use crate::sys::real::Lmid;
 
 /// Returns libc's `dlopen`. With RTLD_DEEPBIND the opened library finds libc's functions before the preloaded ones, so
 /// no hook sees its calls: all connections go back to TCP first. PHP opens its extensions so.
@@ -31,7 +31,7 @@ pub extern "C" fn before_dlmopen(namespace: Lmid, _path: *const c_char, flags: c
 }
 
 fn no_more_links() {
-    if instance::is_on() {
+    if startup::is_on() {
         pass::all_on_tcp(Reason::DeepBind);
     }
 }
@@ -95,7 +95,7 @@ unsafe fn hook_of(name: *const c_char, found: *mut c_void) -> *mut c_void {
     // SAFETY: by the contract.
     let name = unsafe { CStr::from_ptr(name) };
     let mut hook = None;
-    let hook = loaded::find(|object| {
+    let hook = real::find(|object| {
         if object.is_own() {
             hook = object.function(name);
             // Ends the search for most names.

@@ -1,10 +1,662 @@
 //! The calls that move bytes.
 
-mod file;
-mod recv;
-mod send;
-mod shape;
+use std::cell::Cell;
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::Ordering::Acquire;
 
-pub use file::{sendfile, splice};
-pub use recv::{preadv2, read, read_chk, readv, recv, recv_chk, recvfrom, recvfrom_chk, recvmmsg, recvmsg};
-pub use send::{pwritev2, send, sendmmsg, sendmsg, sendto, write, writev};
+use libc::{
+    FILE, aiocb, c_char, c_int, c_uint, c_void, iovec, mmsghdr, msghdr, off_t, sigevent, size_t, sockaddr, socklen_t,
+    ssize_t, timespec,
+};
+use rdmasock_core::stats::Reason;
+
+use crate::data::{rx, sendfile, tx};
+use crate::hooks::hooks;
+use crate::notify::{call, reset, table};
+use crate::objects::socket::{Mode, Socket, Stage};
+use crate::process::pass;
+use crate::signals::jump::within;
+use crate::startup::lifecycle;
+use crate::sys::iov::{Iov, is_no_length};
+use crate::sys::real::{
+    AioFn, Cancellable, FdopenFn, LioFn, ReadChkFn, ReadFn, RecvChkFn, RecvFn, RecvFromChkFn, RecvFromFn, RecvMmsgFn,
+    RecvMsgFn, SendFileFn, SendFn, SendMmsgFn, SendMsgFn, SendToFn, SpliceFn, VdprintfChkFn, VdprintfFn, VectorFlagsFn,
+    VectorFn, WriteFn,
+};
+use crate::sys::time::Timeout;
+use crate::sys::{errno, real};
+
+// The shape of the calls on one fd. Without a connection the call goes to libc's own function, with unchanged
+// arguments; on a connection it is served. Not for calls on two fds (`file.rs`).
+
+/// Defines a call as two functions, of the shape that `hooks/mod.rs` explains:
+///
+/// ```text
+/// call! {
+///     pub fn NAME(TYPE OF LIBC'S, fd, ARGUMENT: TYPE, …) -> RESULT;
+///     before EXPRESSION;                    // optional: runs before libc's function, if `fd` has no connection
+///     fn NAME_ON(socket, plain, kernel) …   // a block
+/// }
+/// ```
+///
+/// The block serves the call on `socket`. It may leave the call to libc by `plain()`. It may go to the kernel by
+/// `kernel(fd)`, which may block, and is a cancellation point.
+macro_rules! call {
+    (
+        $(#[$what:meta])*
+        pub fn $name:ident($real:ty, $fd:ident $(, $argument:ident: $type:ty)*) -> $result:ty;
+        $(before $before:expr;)?
+        fn $served:ident($socket:ident, $plain:ident, $kernel:ident) $body:block
+    ) => {
+        $(#[$what])*
+        #[inline]
+        pub unsafe extern "C" fn $name(real: $real, $fd: c_int $(, $argument: $type)*) -> $result {
+            match $crate::notify::table::socket($fd) {
+                // SAFETY: the caller's arguments, as they are.
+                None => unsafe {
+                    $($before;)?
+                    real($fd $(, $argument)*)
+                },
+                // SAFETY: likewise.
+                Some(socket) => unsafe { $served(socket, real, $fd $(, $argument)*) },
+            }
+        }
+
+        #[inline(never)]
+        unsafe extern "C" fn $served(
+            $socket: &'static $crate::objects::socket::Socket,
+            real: $real,
+            $fd: c_int
+            $(, $argument: $type)*
+        ) -> $result {
+            // SAFETY: the caller's arguments, as they are.
+            let $plain = move || unsafe { real($fd $(, $argument)*) };
+            // SAFETY: the caller's arguments, as they are, but for the fd.
+            let $kernel = move |fd: c_int| unsafe { $crate::sys::real::Cancellable::cancellable(real)(fd $(, $argument)*) };
+            $body
+        }
+    };
+}
+
+/// Defines calls as fortified programs make them: libc aborts if `len` exceeds `size`, and accepts the call otherwise.
+/// Each is served as the call without `size`, and gets that call's libc function.
+macro_rules! fortified {
+    ($(
+        $(#[$what:meta])*
+        pub fn $name:ident($real:ty $(, $argument:ident: $type:ty)*) = $served:ident($plain:path);
+    )*) => {$(
+        $(#[$what])*
+        #[inline]
+        pub unsafe extern "C" fn $name(
+            real: $real,
+            fd: c_int,
+            buf: *mut c_void,
+            len: size_t,
+            size: size_t
+            $(, $argument: $type)*
+        ) -> ssize_t {
+            match $crate::notify::table::socket(fd) {
+                // SAFETY: the caller's arguments, as they are.
+                Some(socket) if len <= size => unsafe { $served(socket, $plain(), fd, buf, len $(, $argument)*) },
+                // SAFETY: likewise.
+                _ => unsafe { real(fd, buf, len, size $(, $argument)*) },
+            }
+        }
+    )*};
+}
+
+/// Returns the buffers of preadv2(2) or pwritev2(2), and the call's flags as flags of recv(2) or send(2). `None` if the
+/// kernel refuses the call on a socket.
+///
+/// # Safety
+/// As for [`Iov::vector`].
+pub(super) unsafe fn vector_at(iov: *const iovec, count: c_int, offset: off_t, flags: c_int) -> Option<(Iov, c_int)> {
+    if offset != -1 {
+        return None;
+    }
+    let flags = match flags {
+        0 => 0,
+        libc::RWF_NOWAIT => libc::MSG_DONTWAIT,
+        _ => return None,
+    };
+    // SAFETY: by the contract.
+    Some((unsafe { Iov::vector(iov, count) }?, flags))
+}
+
+// recv() and similar calls.
+
+call! {
+    /// `read(2)`.
+    pub fn read(ReadFn, fd, buf: *mut c_void, len: size_t) -> ssize_t;
+    fn read_on(socket, plain, kernel) {
+        if len == 0 || is_no_length(len) {
+            // The kernel only checks the arguments.
+            return plain();
+        }
+        // SAFETY: the program's buffer.
+        unsafe { rx::recv(socket, fd, &mut Iov::one(buf, len), 0, &kernel) }
+    }
+}
+
+call! {
+    /// `readv(2)`.
+    pub fn readv(VectorFn, fd, iov: *const iovec, count: c_int) -> ssize_t;
+    fn readv_on(socket, plain, kernel) {
+        // SAFETY: the program's array.
+        let Some(mut array) = (unsafe { Iov::vector(iov, count) }).filter(|a| a.len() > 0) else {
+            // The kernel refuses a bad array; for an empty one it checks only the fd.
+            return plain();
+        };
+        // SAFETY: the program's buffers.
+        unsafe { rx::recv(socket, fd, &mut array, 0, &kernel) }
+    }
+}
+
+call! {
+    /// `preadv2(2)`; on a socket only offset -1 is valid.
+    pub fn preadv2(VectorFlagsFn, fd, iov: *const iovec, count: c_int, offset: off_t, flags: c_int) -> ssize_t;
+    fn preadv2_on(socket, plain, kernel) {
+        // SAFETY: the program's array.
+        let array = unsafe { vector_at(iov, count, offset, flags) };
+        let Some((mut array, how)) = array.filter(|(a, _)| a.len() > 0) else {
+            // The kernel refuses bad arguments; for an empty array it checks only the fd.
+            return plain();
+        };
+        // SAFETY: the program's buffers.
+        unsafe { rx::recv(socket, fd, &mut array, how, &kernel) }
+    }
+}
+
+call! {
+    /// `recv(2)`.
+    pub fn recv(RecvFn, fd, buf: *mut c_void, len: size_t, flags: c_int) -> ssize_t;
+    fn recv_on(socket, plain, kernel) {
+        if flags & libc::MSG_ERRQUEUE != 0 {
+            // The error queue is the kernel's alone.
+            return plain();
+        }
+        // SAFETY: the program's buffer.
+        unsafe { rx::recv(socket, fd, &mut Iov::one(buf, len), flags, &kernel) }
+    }
+}
+
+call! {
+    /// `recvfrom(2)`.
+    pub fn recvfrom(
+        RecvFromFn, fd, buf: *mut c_void, len: size_t, flags: c_int, address: *mut sockaddr, address_len: *mut socklen_t
+    ) -> ssize_t;
+    fn recvfrom_on(socket, plain, kernel) {
+        if flags & libc::MSG_ERRQUEUE != 0 {
+            return plain();
+        }
+        // SAFETY: the program's buffer.
+        let n = unsafe { rx::recv(socket, fd, &mut Iov::one(buf, len), flags, &kernel) };
+        if n >= 0 && !address.is_null() && !address_len.is_null() {
+            // The length that the kernel reports for the address of a stream's sender.
+            // SAFETY: the program's own, checked for null.
+            unsafe { *address_len = 0 };
+        }
+        n
+    }
+}
+
+fortified! {
+    /// `read(2)` of a fortified program.
+    pub fn read_chk(ReadChkFn) = read_on(real::read);
+    /// `recv(2)` of a fortified program.
+    pub fn recv_chk(RecvChkFn, flags: c_int) = recv_on(real::recv);
+    /// `recvfrom(2)` of a fortified program.
+    pub fn recvfrom_chk(RecvFromChkFn, flags: c_int, address: *mut sockaddr, address_len: *mut socklen_t)
+        = recvfrom_on(real::recvfrom);
+}
+
+call! {
+    /// `recvmsg(2)`.
+    pub fn recvmsg(RecvMsgFn, fd, message: *mut msghdr, flags: c_int) -> ssize_t;
+    fn recvmsg_on(socket, plain, kernel) {
+        if flags & libc::MSG_ERRQUEUE != 0 {
+            return plain();
+        }
+        // SAFETY: checked for plausibility; the program's own.
+        let array = unsafe { crate::sys::iov::plausible(message).and_then(|m| Iov::many(m.msg_iov, m.msg_iovlen)) };
+        let Some(array) = array else {
+            return plain();
+        };
+        // SAFETY: the program's message, not null, and its buffers.
+        unsafe { receive_message(socket, fd, message, array, flags, kernel) }
+    }
+}
+
+/// Receives into `array`, and fills in the message as the kernel would.
+///
+/// # Safety
+/// `message` is the program's own, and `array` its buffers.
+#[inline]
+unsafe fn receive_message(
+    socket: &'static Socket,
+    fd: c_int,
+    message: *mut msghdr,
+    mut array: Iov,
+    flags: c_int,
+    kernel: impl Fn(c_int) -> ssize_t,
+) -> ssize_t {
+    // SAFETY: by the contract.
+    let room = unsafe { (*message).msg_controllen };
+    if room > 0 && !matches!(socket.promotion.stage(), Stage::Pinned | Stage::Plain) {
+        // SAFETY: the program's fd of a socket, in the middle of its call.
+        if socket.options.stamps(unsafe { BorrowedFd::borrow_raw(fd) }) {
+            // Only the kernel knows when the data arrived.
+            within(|| pass::keep_on_tcp(socket, Reason::Unsupported));
+        }
+    }
+    let was_plain = socket.rx_mode.load(Acquire) == Mode::Tcp;
+    let is_kernels = Cell::new(false);
+    // SAFETY: the program's buffers.
+    let n = unsafe {
+        rx::recv(socket, fd, &mut array, flags, &|fd| {
+            let n = kernel(fd);
+            is_kernels.set(n >= 0);
+            n
+        })
+    };
+    // If the direction has moved meanwhile, the kernel's message is not about all bytes that were received.
+    let is_all = was_plain && is_kernels.get() && socket.rx_mode.load(Acquire) == Mode::Tcp;
+    if n >= 0 && !is_all {
+        // A stream's message has no sender, and has control data only if the program asks how much is left.
+        // SAFETY: by the contract.
+        unsafe {
+            (*message).msg_namelen = 0;
+            (*message).msg_controllen = room;
+            (*message).msg_flags = 0;
+            within(|| tell_more(socket, &mut *message));
+        }
+    }
+    n
+}
+
+/// Writes the control data of a message that was received without the kernel: the number of bytes left, if the program
+/// has set TCP_INQ.
+///
+/// # Safety
+/// The control buffer is the program's own, and of the length that the message says.
+unsafe fn tell_more(socket: &'static Socket, message: &mut msghdr) {
+    /// TCP_CM_INQ (linux/tcp.h).
+    const LEFT: c_int = 36;
+    let room = std::mem::replace(&mut message.msg_controllen, 0);
+    if !socket.options.tells_more.load(Acquire) {
+        return;
+    }
+    let header = size_of::<libc::cmsghdr>();
+    if message.msg_control.is_null() || room < header {
+        message.msg_flags |= libc::MSG_CTRUNC;
+        return;
+    }
+    let errno = errno::get();
+    let left = c_int::try_from(rx::after_receive(socket)).unwrap_or(c_int::MAX);
+    errno::set(errno);
+    let (whole, space) = (header + size_of::<c_int>(), header + size_of::<usize>());
+    if room < whole {
+        message.msg_flags |= libc::MSG_CTRUNC;
+    }
+    let bytes = left.to_ne_bytes();
+    // SAFETY: `room` bytes are writable by the contract, and a header fits: `room` was compared with its size.
+    unsafe {
+        let at: *mut u8 = message.msg_control.cast();
+        let cmsg = libc::cmsghdr {
+            cmsg_len: whole.min(room),
+            cmsg_level: libc::IPPROTO_TCP,
+            cmsg_type: LEFT,
+        };
+        at.cast::<libc::cmsghdr>().write_unaligned(cmsg);
+        let n = bytes.len().min(room - header);
+        std::ptr::copy_nonoverlapping(bytes.as_ptr(), at.add(header), n);
+    }
+    message.msg_controllen = space.min(room);
+}
+
+call! {
+    /// `recvmmsg(2)`.
+    pub fn recvmmsg(
+        RecvMmsgFn, fd, messages: *mut mmsghdr, count: c_uint, flags: c_int, timeout: *mut timespec
+    ) -> c_int;
+    fn recvmmsg_on(socket, _plain, _kernel) {
+        // SAFETY: the caller's arguments, as they are.
+        unsafe { receive_messages(socket, fd, messages, count, flags, timeout) }
+    }
+}
+
+/// Makes one recvmsg after the other, as the kernel does.
+///
+/// # Safety
+/// The arguments are the program's.
+#[inline]
+unsafe fn receive_messages(
+    socket: &'static Socket,
+    fd: c_int,
+    messages: *mut mmsghdr,
+    count: c_uint,
+    flags: c_int,
+    timeout: *mut timespec,
+) -> c_int {
+    // SAFETY: null, or the program's own.
+    let deadline = unsafe { timeout.as_ref() }.map(|t| Timeout::from_timespec(Some(t)));
+    let deadline = match deadline {
+        Some(None) => return errno::fail(libc::EINVAL),
+        Some(Some(t)) => Some(t.deadline()),
+        None => None,
+    };
+    let mut done = 0;
+    let began_on = table::token(fd);
+    // A file that gets the fd later is not this call's.
+    while done < count && (done == 0 || table::token(fd) == began_on) {
+        let how = if done > 0 && flags & libc::MSG_WAITFORONE != 0 {
+            flags | libc::MSG_DONTWAIT
+        } else {
+            flags
+        };
+        // SAFETY: the program's array has `count` entries.
+        let entry = unsafe { &mut *messages.add(done as usize) };
+        // SAFETY: likewise.
+        let n = unsafe {
+            recvmsg_on(
+                socket,
+                real::recvmsg(),
+                fd,
+                &raw mut entry.msg_hdr,
+                how & !libc::MSG_WAITFORONE,
+            )
+        };
+        if n < 0 {
+            if done == 0 {
+                return -1;
+            }
+            // As in the kernel, the next call reports the error.
+            if table::token(fd) == began_on {
+                reset::keep(socket, errno::get());
+            }
+            break;
+        }
+        entry.msg_len = n as c_uint;
+        done += 1;
+        // The kernel checks the time only after a message.
+        if n == 0 && flags & libc::MSG_ERRQUEUE == 0 || deadline.is_some_and(|d| d.is_over()) {
+            break;
+        }
+    }
+    done as c_int
+}
+
+// send() and similar calls.
+
+call! {
+    /// `write(2)`.
+    pub fn write(WriteFn, fd, buf: *const c_void, len: size_t) -> ssize_t;
+    fn write_on(socket, plain, kernel) {
+        if is_no_length(len) {
+            // The kernel only checks the arguments.
+            return plain();
+        }
+        // SAFETY: the program's buffer.
+        unsafe { tx::send(socket, fd, &mut Iov::one(buf, len), 0, &kernel) }
+    }
+}
+
+call! {
+    /// `writev(2)`.
+    pub fn writev(VectorFn, fd, iov: *const iovec, count: c_int) -> ssize_t;
+    fn writev_on(socket, plain, kernel) {
+        // SAFETY: the program's array; `vector` gives `None` for an array that the kernel refuses.
+        let Some(mut array) = (unsafe { Iov::vector(iov, count) }) else {
+            return plain();
+        };
+        // SAFETY: the program's buffers.
+        unsafe { tx::send(socket, fd, &mut array, 0, &kernel) }
+    }
+}
+
+call! {
+    /// `pwritev2(2)`; on a socket only offset -1 is valid.
+    pub fn pwritev2(VectorFlagsFn, fd, iov: *const iovec, count: c_int, offset: off_t, flags: c_int) -> ssize_t;
+    fn pwritev2_on(socket, plain, kernel) {
+        // SAFETY: the program's array; `vector_at` gives `None` for arguments that the kernel refuses.
+        let Some((mut array, how)) = (unsafe { vector_at(iov, count, offset, flags) }) else {
+            return plain();
+        };
+        // SAFETY: the program's buffers.
+        unsafe { tx::send(socket, fd, &mut array, how, &kernel) }
+    }
+}
+
+call! {
+    /// `send(2)`.
+    pub fn send(SendFn, fd, buf: *const c_void, len: size_t, flags: c_int) -> ssize_t;
+    fn send_on(socket, _plain, kernel) {
+        if is_no_length(len) {
+            return send_what_there_is(socket, fd, flags, &kernel);
+        }
+        // SAFETY: the program's buffer.
+        unsafe { tx::send(socket, fd, &mut Iov::one(buf, len), flags, &kernel) }
+    }
+}
+
+call! {
+    /// `sendto(2)`.
+    pub fn sendto(
+        SendToFn, fd, buf: *const c_void, len: size_t, flags: c_int, address: *const sockaddr, address_len: socklen_t
+    ) -> ssize_t;
+    before before_fast_open(fd, flags);
+    fn sendto_on(socket, _plain, kernel) {
+        before_fast_open(fd, flags);
+        if is_no_length(len) {
+            return send_what_there_is(socket, fd, flags, &kernel);
+        }
+        // SAFETY: the program's buffer.
+        unsafe { tx::send(socket, fd, &mut Iov::one(buf, len), flags, &kernel) }
+    }
+}
+
+call! {
+    /// `sendmsg(2)`.
+    pub fn sendmsg(SendMsgFn, fd, message: *const msghdr, flags: c_int) -> ssize_t;
+    before { pass::before_passing(message); before_fast_open(fd, flags) };
+    fn sendmsg_on(socket, _plain, kernel) {
+        before_fast_open(fd, flags);
+        // SAFETY: checked for plausibility; the program's own.
+        let array = unsafe {
+            crate::sys::iov::plausible(message)
+                .filter(|m| m.msg_controllen == 0)
+                .and_then(|m| Iov::many(m.msg_iov, m.msg_iovlen))
+        };
+        let Some(mut array) = array else {
+            // Control data on a TCP socket ask for a service of the kernel.
+            return send_what_there_is(socket, fd, flags, &kernel);
+        };
+        // SAFETY: the program's buffers.
+        unsafe { tx::send(socket, fd, &mut array, flags, &kernel) }
+    }
+}
+
+/// Takes the connection back to TCP for a send whose arguments only the kernel can judge. If the length exceeds all
+/// memory, the kernel sends the bytes that can be read.
+#[cold]
+fn send_what_there_is(socket: &'static Socket, fd: c_int, flags: c_int, kernel: &impl Fn(c_int) -> ssize_t) -> ssize_t {
+    tx::take_back(socket, rdmasock_core::stats::Reason::Unsupported);
+    within(|| tx::send_on_tcp(socket, fd, flags, kernel))
+}
+
+call! {
+    /// `sendmmsg(2)`.
+    pub fn sendmmsg(SendMmsgFn, fd, messages: *mut mmsghdr, count: c_uint, flags: c_int) -> c_int;
+    before { pass::before_passing_many(messages, count); before_fast_open(fd, flags) };
+    fn sendmmsg_on(socket, _plain, _kernel) {
+        // SAFETY: the caller's arguments, as they are.
+        unsafe { send_messages(socket, fd, messages, count, flags) }
+    }
+}
+
+/// With MSG_FASTOPEN a send connects the socket first.
+#[inline]
+fn before_fast_open(fd: c_int, flags: c_int) {
+    if flags & libc::MSG_FASTOPEN != 0 {
+        within(|| lifecycle::before_fast_open(fd));
+    }
+}
+
+/// Makes one sendmsg after the other, as the kernel does.
+///
+/// # Safety
+/// The arguments are the program's.
+#[inline]
+unsafe fn send_messages(
+    socket: &'static Socket,
+    fd: c_int,
+    messages: *mut mmsghdr,
+    count: c_uint,
+    flags: c_int,
+) -> c_int {
+    let mut done = 0;
+    let began_on = table::token(fd);
+    while done < count.min(1024) && (done == 0 || table::token(fd) == began_on) {
+        // SAFETY: the program's array has `count` entries.
+        let entry = unsafe { &mut *messages.add(done as usize) };
+        // SAFETY: likewise.
+        let n = unsafe { sendmsg_on(socket, real::sendmsg(), fd, &raw const entry.msg_hdr, flags) };
+        if n < 0 {
+            return if done > 0 { done as c_int } else { -1 };
+        }
+        entry.msg_len = n as c_uint;
+        done += 1;
+    }
+    done as c_int
+}
+
+// The calls that move bytes between a socket and a file or pipe.
+
+call! {
+    /// `sendfile(2)`; only `out` can be a socket.
+    pub fn sendfile(SendFileFn, out, input: c_int, offset: *mut off_t, count: size_t) -> ssize_t;
+    fn sendfile_on(socket, _plain, kernel) {
+        // SAFETY: the program's own offset.
+        within(|| unsafe { sendfile::sendfile(socket, out, input, offset, count, &kernel) })
+    }
+}
+
+/// `splice(2)`; one end is a pipe, the other can be a socket.
+#[inline]
+pub unsafe extern "C" fn splice(
+    real: SpliceFn,
+    input: c_int,
+    input_offset: *mut off_t,
+    out: c_int,
+    out_offset: *mut off_t,
+    len: size_t,
+    flags: c_uint,
+) -> ssize_t {
+    match (call::connection(input), call::connection(out)) {
+        // SAFETY: the caller's arguments, as they are.
+        (None, None) => unsafe { real(input, input_offset, out, out_offset, len, flags) },
+        // SAFETY: likewise.
+        (from, to) => unsafe { splice_on(from, to, real, input, input_offset, out, out_offset, len, flags) },
+    }
+}
+
+/// Takes the sockets back to TCP and splices there: bytes that go through a pipe have to be in the kernel.
+#[inline(never)]
+#[allow(clippy::too_many_arguments)]
+unsafe extern "C" fn splice_on(
+    from: Option<&'static Socket>,
+    to: Option<&'static Socket>,
+    real: SpliceFn,
+    input: c_int,
+    input_offset: *mut off_t,
+    out: c_int,
+    out_offset: *mut off_t,
+    len: size_t,
+    flags: c_uint,
+) -> ssize_t {
+    // SAFETY: the caller's arguments, as they are.
+    let call = || unsafe { real.cancellable()(input, input_offset, out, out_offset, len, flags) };
+    let plain = !input_offset.is_null() || !out_offset.is_null() || len == 0 || !takes_splice(out);
+    if from.is_some() && plain {
+        // The kernel refuses the call, with or without bytes in the socket.
+        return call();
+    }
+    for socket in [from, to].into_iter().flatten() {
+        tx::take_back(socket, rdmasock_core::stats::Reason::Splice);
+    }
+    match (from, to) {
+        (Some(socket), _) => {
+            let nonblocking = flags & libc::SPLICE_F_NONBLOCK != 0;
+            within(|| sendfile::splice(socket, input, out, len, nonblocking, call))
+        }
+        (_, Some(socket)) => {
+            // SAFETY: likewise.
+            let call = |out| unsafe { real.cancellable()(input, input_offset, out, out_offset, len, flags) };
+            within(|| tx::send_on_tcp(socket, out, 0, &call))
+        }
+        _ => call(),
+    }
+}
+
+/// Returns whether `fd` is the writing end of a pipe.
+fn takes_splice(fd: c_int) -> bool {
+    use rustix::fs::{FileType, OFlags};
+    // SAFETY: the program's own number, in the middle of its call.
+    let fd = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) };
+    rustix::fs::fstat(fd).is_ok_and(|s| FileType::from_raw_mode(s.st_mode) == FileType::Fifo)
+        && rustix::fs::fcntl_getfl(fd).is_ok_and(|f| f.intersects(OFlags::WRONLY | OFlags::RDWR))
+}
+
+// The calls that hand a descriptor to I/O inside libc, which no hook sees: the stream goes back to
+// TCP for good before the call.
+
+hooks! {
+    /// `fdopen(3)`.
+    pub fn fdopen(FdopenFn, fd: c_int, mode: *const c_char) -> *mut FILE;
+    |plain| { give_to_libc(fd); plain() }
+
+    /// `vdprintf(3)`, and `dprintf`; `arguments` is the `va_list`.
+    pub fn vdprintf(VdprintfFn, fd: c_int, format: *const c_char, arguments: *mut c_void) -> c_int;
+    |plain| { give_to_libc(fd); plain() }
+
+    /// `vdprintf(3)` and `dprintf` of a fortified program.
+    pub fn vdprintf_chk(VdprintfChkFn, fd: c_int, flag: c_int, format: *const c_char, arguments: *mut c_void) -> c_int;
+    |plain| { give_to_libc(fd); plain() }
+
+    /// `aio_read(3)` and `aio_write`.
+    pub fn aio(AioFn, block: *mut aiocb) -> c_int;
+    // SAFETY: null, or the program's own.
+    |plain| { unsafe { give_block(block) }; plain() }
+
+    /// `lio_listio(3)`.
+    pub fn lio_listio(
+        LioFn, mode: c_int, blocks: *const *mut aiocb, count: c_int, event: *mut sigevent
+    ) -> c_int;
+    |plain| {
+        for i in 0..if blocks.is_null() { 0 } else { count.max(0) as usize } {
+            // SAFETY: the program's array of pointers, each null or to a block.
+            unsafe { give_block(*blocks.add(i)) };
+        }
+        plain()
+    }
+}
+
+/// Releases the descriptor of an aio block to libc.
+///
+/// # Safety
+/// `block` is null, or the program's own.
+#[inline]
+unsafe fn give_block(block: *const aiocb) {
+    // SAFETY: by the contract.
+    if let Some(block) = unsafe { block.as_ref() } {
+        give_to_libc(block.aio_fildes);
+    }
+}
+
+/// Takes the stream behind `fd` back to TCP for good: from now on libc does the I/O.
+#[inline]
+fn give_to_libc(fd: c_int) {
+    if let Some(socket) = crate::notify::table::socket(fd) {
+        crate::process::pass::release(socket, rdmasock_core::stats::Reason::Stdio);
+    }
+}

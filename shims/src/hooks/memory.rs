@@ -1,9 +1,12 @@
 //! The registered allocator (`arenas.rs`): how it is found, and its calls into the library. Not the system calls by
 //! number that it is notified of (`syscall/memory.rs`).
 
-use core::ffi::c_int;
+use core::ffi::{c_int, c_long};
+
+use rdmasock_core::os::kernel;
 
 use crate::config::arenas;
+use crate::hooks::syscall::{Handler, result};
 use crate::objects::library::Library;
 use crate::signals::jump::within;
 use crate::sys::{errno, vfork};
@@ -44,4 +47,31 @@ unsafe extern "C" fn end(start: usize, len: usize, force: c_int) -> c_int {
     });
     errno::set(errno);
     ended.into()
+}
+
+// System calls that change the memory map: the registered allocator is notified before each. It finds out about libc's
+// functions itself (`alloc/`).
+
+macro_rules! changes {
+    ($($name:ident $number:ident;)*) => {
+        /// Calls whose arguments the allocator checks.
+        pub(super) const MEMORY: &[(c_long, Handler)] = &[$((libc::$number, $name)),*];
+
+        $(unsafe extern "C" fn $name(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
+            arenas::before(libc::$number, [a, b, c, d, e, f]);
+            // SAFETY: the program's own call.
+            result(unsafe { kernel::call(libc::$number, [a, b, c, d, e, f]) })
+        })*
+    };
+}
+
+changes! {
+    mmap SYS_mmap;
+    munmap SYS_munmap;
+    mremap SYS_mremap;
+    mprotect SYS_mprotect;
+    pkey_mprotect SYS_pkey_mprotect;
+    madvise SYS_madvise;
+    process_madvise SYS_process_madvise;
+    shmat SYS_shmat;
 }

@@ -23,28 +23,22 @@
 //!
 //! For the calls that move bytes a macro makes both functions (`io/shape.rs`). For other calls that go on to libc's
 //! function another macro makes the one (`simple.rs`).
-
 #![allow(
     clippy::missing_safety_doc,
     reason = "the contract of each function is that of the libc function it is named after, and that `real` is that function"
 )]
 
-pub mod bypass;
-pub mod confine;
+use crate::sys::{real, vfork};
+
 pub mod dlopen;
 pub mod fd;
 pub mod io;
 mod memory;
-pub mod namespaces;
-pub mod numbers;
 pub mod process;
 pub mod ready;
 mod report;
-mod simple;
 pub mod socket;
 pub mod syscall;
-
-use crate::sys::{real, vfork};
 
 /// Runs when the library is loaded, before `main`, but perhaps after the first hook: another library's constructor may
 /// have made a hooked call.
@@ -57,3 +51,41 @@ pub extern "C" fn on_load() {
     crate::config::environment::remember();
     memory::find_allocator();
 }
+
+// The shape of hooks that are one function: it acts before libc's function, or on its result. Calls that are served on
+// a connection have another shape (`io/shape.rs`).
+
+/// Defines hooks that go on to libc's function, with unchanged arguments:
+///
+/// ```text
+/// hooks! {
+///     pub fn NAME(TYPE OF LIBC'S, ARGUMENT: TYPE, …) -> RESULT;
+///     |plain| EXPRESSION
+/// }
+/// ```
+///
+/// The expression calls libc's function by `plain()`: as the last thing that it does, or where the call cannot block.
+/// With `|blocking plain|` the call is a cancellation point, and may be made anywhere.
+macro_rules! hooks {
+    ($(
+        $(#[$what:meta])*
+        pub fn $name:ident($real:ty $(, $argument:ident: $type:ty)*) $(-> $result:ty)?;
+        |$($word:ident)+| $body:expr
+    )*) => {$(
+        $(#[$what])*
+        #[inline]
+        pub unsafe extern "C" fn $name(real: $real $(, $argument: $type)*) $(-> $result)? {
+            hooks!(@bind real ($($argument),*) $($word)+);
+            $body
+        }
+    )*};
+    (@bind $real:ident ($($argument:ident),*) blocking $plain:ident) => {
+        // SAFETY: the caller's arguments, as they are.
+        let $plain = move || unsafe { $crate::sys::real::Cancellable::cancellable($real)($($argument),*) };
+    };
+    (@bind $real:ident ($($argument:ident),*) $plain:ident) => {
+        // SAFETY: the caller's arguments, as they are.
+        let $plain = move || unsafe { $real($($argument),*) };
+    };
+}
+pub(super) use hooks;

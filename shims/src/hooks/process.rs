@@ -1,14 +1,21 @@
 //! The calls that replace, spawn or end a process. Before an exec or a spawn, streams whose descriptor survives it go
 //! back to TCP. The work around a `fork` is done by the library's handlers of `pthread_atfork`.
 
-use libc::{FILE, c_char, c_int, c_void, pid_t, posix_spawn_file_actions_t, posix_spawnattr_t};
+use libc::{FILE, c_char, c_int, c_uint, c_ulong, c_void, pid_t, posix_spawn_file_actions_t, posix_spawnattr_t};
+use rdmasock_core::stats::Reason;
 
-use crate::hooks::simple::hooks;
+use crate::hooks::hooks;
+use crate::objects::library::Library;
+use crate::service;
+use crate::service::SignalsBlocked;
+use crate::signals::handler;
 use crate::signals::jump::within;
+use crate::startup::seccomp;
 use crate::sys::real::{
     CloneChildFn, CloneFn, ExecEnvFn, ExecFn, ExecveatFn, ExitFn, FexecveFn, ForkFn, PopenFn, PosixSpawnDup2Fn,
-    PosixSpawnFn, SystemFn,
+    PosixSpawnFn, PrctlFn, SeccompFn, SetnsFn, SystemFn, UnshareFn,
 };
+use crate::sys::{errno, vfork};
 
 /// The arguments or the environment of a program.
 type Strings = *const *const c_char;
@@ -143,4 +150,116 @@ fn before_exec(replaces: bool) {
     if !crate::sys::vfork::is_stray() {
         crate::process::pass::before_exec(replaces);
     }
+}
+
+// The calls by which a program enters namespaces. The kernel refuses some of them to a process with several threads.
+// For those the service thread ends, and is made again afterwards. If it cannot be made again, the library lets go of
+// the process first.
+
+const CLONE_NEWTIME: c_int = 0x80;
+
+/// The flags of unshare(2) that only a process with one thread may use.
+const UNSHARED_ALONE: c_int = libc::CLONE_NEWUSER | libc::CLONE_THREAD | libc::CLONE_SIGHAND | libc::CLONE_VM;
+
+/// The namespaces that setns(2) refuses to a thread that shares anything with others (user, time), or that shares its
+/// root and working directory (mount).
+const ENTERED_ALONE: c_int = libc::CLONE_NEWUSER | libc::CLONE_NEWNS | CLONE_NEWTIME;
+
+/// The namespaces for the next child that leave a process unable to make a thread.
+const LEAVES_NO_THREAD: c_int = libc::CLONE_NEWPID | CLONE_NEWTIME;
+
+/// How often a refused call is made, and the pause between two tries, ns. The kernel forgets a thread's id some
+/// instructions before the thread, and a thread of `os/apart.rs` lasts 0.1 ms.
+const TRIES: u32 = 20;
+const PAUSE: i64 = 50_000;
+
+/// `unshare(2)`.
+pub unsafe extern "C" fn unshare(real: UnshareFn, flags: c_int) -> c_int {
+    // SAFETY: the caller's arguments, as they are.
+    let call = || unsafe { real(flags) };
+    call_alone(flags & UNSHARED_ALONE != 0, flags, &call)
+}
+
+/// `setns(2)`. `kind` 0 stands for any kind.
+pub unsafe extern "C" fn setns(real: SetnsFn, fd: c_int, kind: c_int) -> c_int {
+    // SAFETY: the caller's arguments, as they are.
+    let call = || unsafe { real(fd, kind) };
+    call_alone(kind == 0 || kind & ENTERED_ALONE != 0, kind, &call)
+}
+
+/// Makes the call. If it fails as it does in a process with several threads, makes it again without the service thread.
+/// `may_be_refused` is whether that can be the reason. A signal handler cannot make that thread again, so there the
+/// error stands.
+#[inline(never)]
+fn call_alone(may_be_refused: bool, flags: c_int, call: &dyn Fn() -> c_int) -> c_int {
+    let before = errno::get();
+    let mut result = call();
+    if result == 0 || !may_be_refused || !is_refused() {
+        return result;
+    }
+    let mut error = errno::get();
+    let is_ours = !Library::has_retired() && !vfork::is_child() && !vfork::is_stranger() && !handler::is_in_one();
+    if let Some(library) = Library::current().filter(|library| is_ours && library.service.is_started()) {
+        let _blocked = SignalsBlocked::new();
+        if flags & LEAVES_NO_THREAD != 0 || !service::can_resume() {
+            seccomp::let_go(Reason::Alone);
+            result = repeat(call);
+            error = errno::get();
+        } else if service::pause(library) {
+            result = repeat(call);
+            error = errno::get();
+            service::resume(library);
+        }
+    }
+    errno::set(if result == 0 { before } else { error });
+    result
+}
+
+/// Returns whether the failed call may have failed because the process has several threads.
+fn is_refused() -> bool {
+    matches!(errno::get(), libc::EINVAL | libc::EUSERS)
+}
+
+/// Makes the call until it is not refused, at most `TRIES` times. Returns the result of the last try.
+fn repeat(call: &dyn Fn() -> c_int) -> c_int {
+    for _ in 1..TRIES {
+        let result = call();
+        if result == 0 || !is_refused() {
+            return result;
+        }
+        let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
+            tv_sec: 0,
+            tv_nsec: PAUSE,
+        });
+    }
+    call()
+}
+
+// The calls by which a program restricts its own system calls.
+
+/// `prctl(2)`. Arguments are arbitrary where the option has none.
+#[inline]
+pub unsafe extern "C" fn prctl(real: PrctlFn, option: c_int, a: c_ulong, b: c_ulong, c: c_ulong, d: c_ulong) -> c_int {
+    if option == libc::PR_SET_SECCOMP {
+        match a as c_uint {
+            libc::SECCOMP_MODE_STRICT => seccomp::before_strict(),
+            // SAFETY: what the program gives the kernel for a filter.
+            libc::SECCOMP_MODE_FILTER => unsafe { seccomp::before_filter(b as *const _) },
+            _ => {}
+        }
+    }
+    // SAFETY: the caller's arguments, as they are.
+    unsafe { real(option, a, b, c, d) }
+}
+
+/// `seccomp(2)`, for which libc has no function.
+pub unsafe extern "C" fn seccomp(real: SeccompFn, operation: c_uint, flags: c_uint, argument: *mut c_void) -> c_int {
+    match operation {
+        libc::SECCOMP_SET_MODE_STRICT => seccomp::before_strict(),
+        // SAFETY: what the program gives the kernel for a filter.
+        libc::SECCOMP_SET_MODE_FILTER => unsafe { seccomp::before_filter(argument.cast()) },
+        _ => {}
+    }
+    // SAFETY: the caller's arguments, as they are.
+    unsafe { real(operation, flags, argument) }
 }

@@ -2,14 +2,15 @@
 
 use libc::{c_int, epoll_event, fd_set, nfds_t, pollfd, sigset_t, size_t, timespec, timeval};
 
-use crate::hooks::numbers::lowest;
-use crate::hooks::simple::hooks;
-use crate::notify::closing;
+use crate::hooks::fd::lowest;
+use crate::hooks::hooks;
 use crate::notify::epoll::{Epoll, without_ours};
-use crate::notify::table::{self, Entry};
+use crate::notify::table::Entry;
+use crate::notify::{call, table};
 use crate::objects::library::Library;
 use crate::objects::socket::{Socket, Stage};
-use crate::polling::poll::{self, Sets};
+use crate::polling::poll;
+use crate::polling::poll::Sets;
 use crate::signals::jump::{outside, within, within_point};
 use crate::startup::lifecycle;
 use crate::sys::real::{
@@ -183,7 +184,7 @@ pub unsafe extern "C" fn epoll_ctl(
             unsafe { real(epoll, operation, fd, event) }
         }
         // SAFETY: the caller's arguments, as they are.
-        Entry::Socket(_) if closing::connection(fd).is_none() => unsafe { real(epoll, operation, fd, event) },
+        Entry::Socket(_) if call::connection(fd).is_none() => unsafe { real(epoll, operation, fd, event) },
         // SAFETY: likewise.
         Entry::Socket(socket) => unsafe { epoll_ctl_on(socket, real, epoll, operation, fd, event) },
         Entry::Epoll(inner) => {

@@ -15,12 +15,13 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use rdmasock_core::ids::Vqpn;
 use rdmasock_core::stats::StreamStats;
 
-use crate::data::rx::{self, Uncounted};
+use crate::data::rx;
+use crate::data::rx::Uncounted;
 use crate::notify::ready;
 use crate::objects::link::Link;
 use crate::objects::socket::{Mode, Socket, Tx};
-use crate::sys::sockopt;
-use crate::sys::tcp_info::{self, Fields, Positions, at};
+use crate::sys::tcp_info::{Fields, Positions, at};
+use crate::sys::{sockopt, tcp_info};
 
 /// The traffic of one direction up to now.
 #[derive(Clone, Copy, Default)]

@@ -9,23 +9,21 @@ use rdmasock_core::stats::Reason;
 use rdmasock_core::stream::connection;
 
 use crate::data::{rx, tx};
-use crate::hooks::numbers::lowest;
-use crate::hooks::report;
-use crate::hooks::simple::hooks;
-use crate::notify::reclaim::reclaim;
-use crate::notify::table::{self, Entry};
-use crate::notify::{closing, reset};
+use crate::hooks::fd::lowest;
+use crate::hooks::{hooks, report};
+use crate::notify::fork::reclaim;
+use crate::notify::table::Entry;
+use crate::notify::{call, reset, table};
 use crate::objects::listener::Listener;
 use crate::objects::socket::{Farewell, Mode, Socket};
 use crate::process::pass;
 use crate::signals::jump::{or_if_cancelled, within};
 use crate::startup::lifecycle;
-use crate::sys::keepalive::Keepalive;
 use crate::sys::real::{
     Accept4Fn, AcceptFn, Cancellable, ConnectFn, GetSockOptFn, SetSockOptFn, SocketFn, SocketIntFn,
 };
-use crate::sys::sockopt::{self, Name};
-use crate::sys::{errno, iov};
+use crate::sys::sockopt::{Keepalive, Name};
+use crate::sys::{errno, iov, sockopt};
 
 /// `socket(2)`.
 #[inline]
@@ -131,7 +129,7 @@ unsafe extern "C" fn connect_on(real: ConnectFn, fd: c_int, address: *const sock
 /// `shutdown(2)`.
 #[inline]
 pub unsafe extern "C" fn shutdown(real: SocketIntFn, fd: c_int, how: c_int) -> c_int {
-    match closing::connection(fd) {
+    match call::connection(fd) {
         // SAFETY: the caller's arguments, as they are.
         None => unsafe { real(fd, how) },
         // SAFETY: likewise.
@@ -218,7 +216,7 @@ unsafe extern "C" fn get_corrected(
 ) -> c_int {
     // SAFETY: the caller's arguments, as they are.
     let ask = || unsafe { real(fd, level, name, value, value_len) };
-    let Some(socket) = closing::connection(fd) else {
+    let Some(socket) = call::connection(fd) else {
         return ask();
     };
     within(|| {
@@ -284,7 +282,7 @@ unsafe extern "C" fn get_kept(
     value_len: *mut socklen_t,
 ) -> c_int {
     let kept = || {
-        closing::connection(fd).and_then(|socket| {
+        call::connection(fd).and_then(|socket| {
             if (level, name) == (libc::IPPROTO_TCP, libc::TCP_CORK) {
                 let is_kept = socket.tx_mode.load(Acquire) == Mode::Link;
                 is_kept.then(|| c_int::from(socket.options.corked.load(Acquire)))
@@ -321,7 +319,7 @@ pub unsafe extern "C" fn setsockopt(
     value: *const c_void,
     value_len: socklen_t,
 ) -> c_int {
-    match closing::connection(fd) {
+    match call::connection(fd) {
         // SAFETY: the caller's arguments, as they are.
         None => unsafe { real(fd, level, name, value, value_len) },
         Some(socket) => {

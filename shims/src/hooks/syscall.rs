@@ -4,24 +4,26 @@
 //! In place of libc's function (`real`) a hook gets the system call itself, in line. The functions of libc are
 //! cancellation points, take other arguments in places, and are not what the program has asked for.
 
-mod forks;
-mod memory;
-mod others;
-mod own;
-mod ways;
-
 use core::ffi::c_long;
+use core::sync::atomic::{AtomicPtr, Ordering};
 
 use libc::{
-    c_char, c_int, c_uint, c_ulong, c_void, epoll_event, fd_set, iovec, mmsghdr, msghdr, nfds_t, off_t, pollfd, size_t,
-    sockaddr, socklen_t, ssize_t, timespec, timeval,
+    c_char, c_int, c_uint, c_ulong, c_void, epoll_event, fd_set, iovec, mmsghdr, msghdr, nfds_t, off_t, pollfd,
+    sigset_t, size_t, sockaddr, socklen_t, ssize_t, timespec, timeval,
 };
-pub use own::{LIBC, resolve};
 use rdmasock_core::os::kernel;
-pub use ways::Handler;
-use ways::{direct, owns, owns_fd, owns_made, result, waits, waits_on};
+use rdmasock_core::stats::Reason;
+use rustix::io::Errno;
 
-use super::{confine, fd, io, namespaces, numbers, process, ready, socket};
+use crate::config::{IoUring, config};
+use crate::hooks::{fd, io, process, ready, socket};
+use crate::notify::{fork, table};
+use crate::polling::poll;
+use crate::process::pass;
+use crate::startup;
+use crate::startup::lifecycle;
+use crate::sys::real::SyscallFn;
+use crate::sys::{errno, iov, time, vfork};
 
 /// The length of [`HANDLERS`]: larger than every number that is served.
 pub const NUMBERS: usize = 448;
@@ -112,13 +114,13 @@ served! { (a b c d e f) DESCRIPTORS:
 }
 
 served! { (a b c d e f) FILES:
-    direct SYS_openat = numbers::openat, (a: c_int, b: *const c_char, c: c_int, d: c_uint) -> c_int;
-    direct SYS_socketpair = numbers::socketpair, (a: c_int, b: c_int, c: c_int, d: *mut c_int) -> c_int;
-    direct SYS_pipe2 = numbers::pipe2, (a: *mut c_int, b: c_int) -> c_int;
-    direct SYS_eventfd2 = numbers::eventfd, (a: c_uint, b: c_int) -> c_int;
-    direct SYS_timerfd_create = numbers::timerfd_create, (a: c_int, b: c_int) -> c_int;
-    direct SYS_inotify_init1 = numbers::inotify_init1, (a: c_int) -> c_int;
-    direct SYS_memfd_create = numbers::memfd_create, (a: *const c_char, b: c_uint) -> c_int;
+    direct SYS_openat = fd::openat, (a: c_int, b: *const c_char, c: c_int, d: c_uint) -> c_int;
+    direct SYS_socketpair = fd::socketpair, (a: c_int, b: c_int, c: c_int, d: *mut c_int) -> c_int;
+    direct SYS_pipe2 = fd::pipe2, (a: *mut c_int, b: c_int) -> c_int;
+    direct SYS_eventfd2 = fd::eventfd, (a: c_uint, b: c_int) -> c_int;
+    direct SYS_timerfd_create = fd::timerfd_create, (a: c_int, b: c_int) -> c_int;
+    direct SYS_inotify_init1 = fd::inotify_init1, (a: c_int) -> c_int;
+    direct SYS_memfd_create = fd::memfd_create, (a: *const c_char, b: c_uint) -> c_int;
 }
 
 served! { (a b c d e f) PROCESSES:
@@ -126,10 +128,10 @@ served! { (a b c d e f) PROCESSES:
         (a: *const c_char, b: *const *const c_char, c: *const *const c_char) -> c_int;
     owns SYS_execveat = process::execveat,
         (a: c_int, b: *const c_char, c: *const *const c_char, d: *const *const c_char, e: c_int) -> c_int;
-    owns SYS_prctl = confine::prctl, (a: c_int, b: c_ulong, c: c_ulong, d: c_ulong, e: c_ulong) -> c_int;
-    owns SYS_seccomp = confine::seccomp, (a: c_uint, b: c_uint, c: *mut c_void) -> c_int;
-    owns SYS_unshare = namespaces::unshare, (a: c_int) -> c_int;
-    owns SYS_setns = namespaces::setns, (a: c_int, b: c_int) -> c_int;
+    owns SYS_prctl = process::prctl, (a: c_int, b: c_ulong, c: c_ulong, d: c_ulong, e: c_ulong) -> c_int;
+    owns SYS_seccomp = process::seccomp, (a: c_uint, b: c_uint, c: *mut c_void) -> c_int;
+    owns SYS_unshare = process::unshare, (a: c_int) -> c_int;
+    owns SYS_setns = process::setns, (a: c_int, b: c_int) -> c_int;
 }
 
 /// Calls that newer architectures do not have.
@@ -144,9 +146,9 @@ served! { (a b c d e f) OLD:
     owns SYS_epoll_create = ready::epoll_create, (a: c_int) -> c_int;
     waits_on SYS_epoll_wait = ready::epoll_wait, (a: c_int, b: *mut epoll_event, c: c_int, d: c_int) -> c_int;
     owns SYS_dup2 = fd::dup2, (a: c_int, b: c_int) -> c_int;
-    direct SYS_open = numbers::open, (a: *const c_char, b: c_int, c: c_uint) -> c_int;
-    direct SYS_creat = numbers::creat, (a: *const c_char, b: c_uint) -> c_int;
-    direct SYS_pipe = numbers::pipe, (a: *mut c_int) -> c_int;
+    direct SYS_open = fd::open, (a: *const c_char, b: c_int, c: c_uint) -> c_int;
+    direct SYS_creat = fd::creat, (a: *const c_char, b: c_uint) -> c_int;
+    direct SYS_pipe = fd::pipe, (a: *mut c_int) -> c_int;
 }
 
 const SERVED: [&[(c_long, Handler)]; 9] = [
@@ -156,7 +158,470 @@ const SERVED: [&[(c_long, Handler)]; 9] = [
     FILES,
     PROCESSES,
     OLD,
-    others::OTHERS,
-    forks::FORKS,
-    memory::MEMORY,
+    OTHERS,
+    FORKS,
+    super::memory::MEMORY,
 ];
+
+// The ways to serve a call by number. They differ in whether the call may be a connection's, whether it may wait, and
+// whether it is about the library's tables.
+
+/// The handler of a number. It gets six arguments, and uses as many as the call has. It returns the result as `syscall`
+/// does.
+pub type Handler = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> c_long;
+
+unsafe extern "C" {
+    fn pthread_setcancelstate(state: c_int, before: *mut c_int) -> c_int;
+}
+
+/// `PTHREAD_CANCEL_DISABLE` of glibc's pthread.h.
+const CANCEL_DISABLE: c_int = 1;
+
+/// Returns a system call's result as libc does: -1 on an error, with errno set.
+pub(super) fn result(of: Result<usize, Errno>) -> c_long {
+    match of {
+        Ok(value) => value as c_long,
+        Err(error) => errno::fail::<c_long>(error.raw_os_error()),
+    }
+}
+
+/// Serves a call that waits only for the kernel, in any process.
+pub(super) fn direct(_first: usize, served: impl FnOnce() -> c_long, _plain: impl FnOnce() -> c_long) -> c_long {
+    served()
+}
+
+/// Serves a call that may wait for a link. Such a wait is a cancellation point, as libc's functions are, but a system
+/// call by number is none. So cancellation is disabled meanwhile.
+pub(super) fn waits(_first: usize, served: impl FnOnce() -> c_long, _plain: impl FnOnce() -> c_long) -> c_long {
+    let mut before = 0;
+    // SAFETY: async-signal-safe in glibc; the state is this thread's own.
+    unsafe { pthread_setcancelstate(CANCEL_DISABLE, &mut before) };
+    let result = served();
+    // SAFETY: as above.
+    unsafe { pthread_setcancelstate(before, core::ptr::null_mut()) };
+    result
+}
+
+/// Serves a call by [`waits`] if the library's tables have the descriptor `fd`; otherwise makes the system call.
+pub(super) fn waits_on(fd: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> c_long) -> c_long {
+    if table::is_known(fd as c_int) {
+        waits(fd, served, plain)
+    } else {
+        plain()
+    }
+}
+
+/// Serves a call that changes the library's tables. A process may run on this memory without the library knowing how it
+/// began. The tables are not about such a process, so there the system call is made.
+pub(super) fn owns(_first: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> c_long) -> c_long {
+    if vfork::is_stranger() { plain() } else { served() }
+}
+
+/// Serves a call by [`owns`] if the tables have the descriptor `fd`, or if it is the library's own. Otherwise makes the
+/// system call.
+pub(super) fn owns_fd(fd: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> c_long) -> c_long {
+    let concerns = table::is_known(fd as c_int) || lifecycle::is_hidden(fd as c_int);
+    if concerns { owns(fd, served, plain) } else { plain() }
+}
+
+/// Serves a call that makes a new fd from `fd`. If the tables have `fd`, by [`owns`]. Otherwise the call is served also
+/// in a process that the tables are not about, because the hook then changes nothing but the new fd.
+pub(super) fn owns_made(fd: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> c_long) -> c_long {
+    if table::is_known(fd as c_int) {
+        owns(fd, served, plain)
+    } else {
+        served()
+    }
+}
+
+// libc's own `syscall`, which gets the calls that are not served.
+
+/// libc's own `syscall`. Until it is known, a function that finds it and goes on there.
+pub static LIBC: AtomicPtr<c_void> = AtomicPtr::new(unresolved as *mut c_void);
+
+/// Finds libc's own `syscall`.
+pub extern "C" fn resolve() -> SyscallFn {
+    let function = crate::sys::real::syscall();
+    LIBC.store(function as *mut c_void, Ordering::Relaxed);
+    function
+}
+
+/// Stands in for libc's `syscall` before the library's constructor has run.
+#[cfg(target_arch = "x86_64")]
+#[unsafe(naked)]
+unsafe extern "C" fn unresolved() {
+    core::arch::naked_asm!(
+        ".cfi_startproc",
+        "push rdi",
+        "push rsi",
+        "push rdx",
+        "push rcx",
+        "push r8",
+        "push r9",
+        "sub rsp, 8", // A call needs rsp at a multiple of 16.
+        ".cfi_adjust_cfa_offset 56",
+        "call {resolve}",
+        "add rsp, 8",
+        "pop r9",
+        "pop r8",
+        "pop rcx",
+        "pop rdx",
+        "pop rsi",
+        "pop rdi",
+        ".cfi_adjust_cfa_offset -56",
+        "jmp rax",
+        ".cfi_endproc",
+        resolve = sym resolve,
+    )
+}
+
+/// Stands in for libc's `syscall` before the library's constructor has run.
+#[cfg(target_arch = "aarch64")]
+#[unsafe(naked)]
+unsafe extern "C" fn unresolved() {
+    core::arch::naked_asm!(
+        ".cfi_startproc",
+        "stp x29, x30, [sp, #-80]!",
+        ".cfi_def_cfa_offset 80",
+        ".cfi_offset x29, -80",
+        ".cfi_offset x30, -72",
+        "mov x29, sp",
+        "stp x0, x1, [sp, #16]",
+        "stp x2, x3, [sp, #32]",
+        "stp x4, x5, [sp, #48]",
+        "str x6, [sp, #64]",
+        "bl {resolve}",
+        "mov x16, x0",
+        "ldp x0, x1, [sp, #16]",
+        "ldp x2, x3, [sp, #32]",
+        "ldp x4, x5, [sp, #48]",
+        "ldr x6, [sp, #64]",
+        "ldp x29, x30, [sp], #80",
+        ".cfi_def_cfa_offset 0",
+        ".cfi_restore x29",
+        ".cfi_restore x30",
+        "br x16",
+        ".cfi_endproc",
+        resolve = sym resolve,
+    )
+}
+
+// fork and clone by number. A child with memory and descriptors of its own is treated like a child of fork(3): the
+// library's handlers run, though no handler of `pthread_atfork` does. A call whose child shares either with its parent
+// goes on to libc by a jump.
+
+pub(super) const FORKS: &[(c_long, Handler)] = &[
+    #[cfg(target_arch = "x86_64")]
+    (libc::SYS_fork, fork_by_number),
+    (libc::SYS_clone, clone),
+    (libc::SYS_clone3, clone3),
+];
+
+/// The flags by which a child shares memory or descriptors with its parent.
+const SHARES: c_int = libc::CLONE_VM | libc::CLONE_FILES;
+
+/// `by_number!(NAME NUMBER OWN: X86_64; AARCH64)`: a handler that goes to `OWN` if the instructions find that the child
+/// is like a child of fork(3). It jumps to libc's `syscall` if they come to the label 2.
+///
+/// Naked, since the child of a clone that shares the memory, or is given a stack, returns on another stack (see
+/// `preload/src/syscall.rs`). The moves of the arguments there are undone here.
+macro_rules! by_number {
+    ($name:ident $number:ident $own:ident: $($x86_64:literal)*; $($aarch64:literal)*) => {
+        #[cfg(target_arch = "x86_64")]
+        #[unsafe(naked)]
+        unsafe extern "C" fn $name(_: usize, _: usize, _: usize, _: usize, _: usize, _: usize) -> c_long {
+            core::arch::naked_asm!(
+                ".cfi_startproc",
+                $($x86_64,)*
+                "jz {own}",
+                "2: mov r9, r8",
+                "mov r8, rcx",
+                "mov rcx, rdx",
+                "mov rdx, rsi",
+                "mov rsi, rdi",
+                "mov edi, {NUMBER}",
+                "jmp [rip + {LIBC}]",
+                ".cfi_endproc",
+                SHARES = const SHARES,
+                NUMBER = const libc::$number,
+                own = sym $own,
+                LIBC = sym LIBC,
+            )
+        }
+
+        #[cfg(target_arch = "aarch64")]
+        #[unsafe(naked)]
+        unsafe extern "C" fn $name(_: usize, _: usize, _: usize, _: usize, _: usize, _: usize) -> c_long {
+            core::arch::naked_asm!(
+                ".cfi_startproc",
+                "mov w16, {SHARES}",
+                $($aarch64,)*
+                "b {own}",
+                "2: mov x5, x4",
+                "mov x4, x3",
+                "mov x3, x2",
+                "mov x2, x1",
+                "mov x1, x0",
+                "mov x0, {NUMBER}",
+                "adrp x16, {LIBC}",
+                "ldr x16, [x16, :lo12:{LIBC}]",
+                "br x16",
+                ".cfi_endproc",
+                SHARES = const SHARES,
+                NUMBER = const libc::$number,
+                own = sym $own,
+                LIBC = sym LIBC,
+            )
+        }
+    };
+}
+
+by_number! { clone SYS_clone clone_of_its_own:
+    "test edi, {SHARES}" "jnz 2f" "test rsi, rsi";
+    "tst w0, w16" "b.ne 2f" "cbnz x1, 2f"
+}
+
+// Of clone_args, the flags lie at 0 and the stack at 40 (linux/sched.h).
+by_number! { clone3 SYS_clone3 clone3_of_its_own:
+    "test rdi, rdi" "jz 2f" "test dword ptr [rdi], {SHARES}" "jnz 2f" "cmp qword ptr [rdi + 40], 0";
+    "cbz x0, 2f" "ldr w17, [x0]" "tst w17, w16" "b.ne 2f" "ldr x17, [x0, #40]" "cbnz x17, 2f"
+}
+
+unsafe extern "C" fn clone_of_its_own(a: usize, b: usize, c: usize, d: usize, e: usize, _: usize) -> c_long {
+    // SAFETY: the program's own call; nothing is shared, and the child goes on here, on a copy of this stack.
+    forked(|| unsafe { kernel::call(libc::SYS_clone, [a, b, c, d, e, 0]) })
+}
+
+unsafe extern "C" fn clone3_of_its_own(a: usize, b: usize, _: usize, _: usize, _: usize, _: usize) -> c_long {
+    // SAFETY: as in `clone_of_its_own`.
+    forked(|| unsafe { kernel::call(libc::SYS_clone3, [a, b, 0, 0, 0, 0]) })
+}
+
+#[cfg(target_arch = "x86_64")]
+unsafe extern "C" fn fork_by_number(_: usize, _: usize, _: usize, _: usize, _: usize, _: usize) -> c_long {
+    // SAFETY: the program's own call.
+    forked(|| unsafe { kernel::call(libc::SYS_fork, [0; 6]) })
+}
+
+/// Makes the call as `_Fork(3)` does, with the library's handlers around it. No handler runs if the calling process
+/// began unseen by any hook, and so runs on memory that may not be its own.
+fn forked(call: impl FnOnce() -> Result<usize, Errno>) -> c_long {
+    if vfork::is_stranger() {
+        return result(call());
+    }
+    // The kernel's value, as is, in which an errno is negative.
+    let made = fork::around(|| call().map_or_else(|e| -e.raw_os_error() as isize, |pid| pid as isize));
+    result(usize::try_from(made).map_err(|_| Errno::from_raw_os_error(-made as i32)))
+}
+
+// System calls that differ from libc's functions in their arguments, or in the values that they leave in them.
+
+/// The numbers of these calls, with their handlers.
+pub(super) const OTHERS: &[(c_long, Handler)] = &[
+    (libc::SYS_preadv2, preadv2),
+    (libc::SYS_pwritev2, pwritev2),
+    (libc::SYS_ppoll, ppoll),
+    (libc::SYS_pselect6, pselect6),
+    (libc::SYS_epoll_pwait, epoll_pwait),
+    (libc::SYS_epoll_pwait2, epoll_pwait2),
+    (libc::SYS_exit_group, exit_group),
+    (libc::SYS_io_uring_setup, io_uring_setup),
+];
+
+/// `system_call!(NUMBER(ARGUMENT: TYPE, …) -> RESULT = WORD, …)`: a function of libc's shape for the system call.
+macro_rules! system_call {
+    ($number:ident($($argument:ident: $type:ty),*) -> $result:ty = $($word:expr),*) => {{
+        unsafe extern "C" fn system_call($($argument: $type),*) -> $result {
+            // SAFETY: the program's own call.
+            result(unsafe { kernel::call(libc::$number, [$($word as usize),*]) }) as $result
+        }
+        system_call
+    }};
+}
+
+/// Defines a handler for a call whose offset comes in two halves. On a 64-bit machine the lower half is the whole
+/// offset.
+macro_rules! vector_at {
+    ($name:ident, $number:ident) => {
+        unsafe extern "C" fn $name(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
+            let call = system_call!($number(fd: c_int, iov: *const iovec, count: c_int, at: off_t, flags: c_int) -> ssize_t
+                = fd, iov, count, at, 0, flags);
+            let (fd, iov, count, flags) = (a as c_int, b as *const iovec, c as c_int, f as c_int);
+            // SAFETY: the program's own call.
+            let served = || unsafe { io::$name(call, fd, iov, count, d as off_t, flags) } as c_long;
+            // SAFETY: likewise.
+            let plain = || result(unsafe { kernel::call(libc::$number, [a, b, c, d, e, f]) });
+            waits_on(a, served, plain)
+        }
+    };
+}
+
+vector_at!(preadv2, SYS_preadv2);
+vector_at!(pwritev2, SYS_pwritev2);
+
+/// The size of a signal mask that the kernel accepts, bytes.
+const MASK_SIZE: usize = 8;
+
+/// Returns whether the kernel accepts a signal mask of the program. (libc's type is longer, but only the kernel reads
+/// the mask.)
+fn is_mask(mask: usize, size: usize) -> bool {
+    mask == 0 || size == MASK_SIZE
+}
+
+/// Makes the call, and leaves the rest of the time in the program's time-out, as the kernel does.
+unsafe fn leave_rest(timeout: *mut timespec, call: impl FnOnce() -> c_int) -> c_int {
+    let begun = time::now_ns();
+    // SAFETY: by the contract.
+    let given = time::Timeout::from_timespec(unsafe { timeout.as_ref() });
+    let done = call();
+    if let Some(time::Timeout::Ns(ns @ 1..)) = given {
+        let left = ns.saturating_sub(time::now_ns().saturating_sub(begun));
+        // SAFETY: not null, since it had a time in it.
+        unsafe {
+            (*timeout).tv_sec = (left / 1_000_000_000) as libc::time_t;
+            (*timeout).tv_nsec = (left % 1_000_000_000) as libc::c_long;
+        }
+    }
+    done
+}
+
+unsafe extern "C" fn ppoll(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
+    let system_call = system_call!(
+        SYS_ppoll(fds: *mut pollfd, count: nfds_t, timeout: *const timespec, mask: *const sigset_t) -> c_int
+            = fds, count, timeout, mask, MASK_SIZE, 0
+    );
+    let (fds, count, timeout) = (a as *mut pollfd, b as nfds_t, c as *mut timespec);
+    // SAFETY: the program's array.
+    let served = is_mask(d, e) && unsafe { poll::has_ours(fds, count) };
+    if !served {
+        // SAFETY: the program's own call.
+        return result(unsafe { kernel::call(libc::SYS_ppoll, [a, b, c, d, e, f]) });
+    }
+    // SAFETY: likewise.
+    let call = || unsafe { ready::ppoll(system_call, fds, count, timeout, d as *const sigset_t) };
+    // SAFETY: the program's own time-out.
+    let call = || c_long::from(unsafe { leave_rest(timeout, call) });
+    waits(a, call, || 0)
+}
+
+/// The sixth argument of pselect6(2).
+#[repr(C)]
+struct Mask {
+    mask: *const sigset_t,
+    size: size_t,
+}
+
+unsafe extern "C" fn pselect6(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
+    unsafe extern "C" fn system_call(
+        count: c_int,
+        read: *mut fd_set,
+        write: *mut fd_set,
+        except: *mut fd_set,
+        timeout: *const timespec,
+        mask: *const sigset_t,
+    ) -> c_int {
+        let mask = Mask { mask, size: MASK_SIZE };
+        let sets = [read, write, except].map(|set| set as usize);
+        let mask = kernel::address(&raw const mask);
+        let words = [count as usize, sets[0], sets[1], sets[2], timeout as usize, mask];
+        // SAFETY: the program's own call.
+        result(unsafe { kernel::call(libc::SYS_pselect6, words) }) as c_int
+    }
+    let sets = poll::Sets {
+        count: a as c_int,
+        read: b as *mut fd_set,
+        write: c as *mut fd_set,
+        except: d as *mut fd_set,
+    };
+    let timeout = e as *mut timespec;
+    // SAFETY: the program's own, or an address where no memory can be.
+    let mask = match unsafe { iov::plausible(f as *const Mask) } {
+        Some(given) if is_mask(given.mask as usize, given.size) => Some(given.mask),
+        None if f == 0 => Some(core::ptr::null()),
+        _ => None,
+    };
+    // SAFETY: the program's sets.
+    let Some(mask) = mask.filter(|_| unsafe { sets.has_ours() }) else {
+        // SAFETY: the program's own call.
+        return result(unsafe { kernel::call(libc::SYS_pselect6, [a, b, c, d, e, f]) });
+    };
+    // SAFETY: likewise.
+    let call = || unsafe {
+        ready::pselect(
+            system_call,
+            sets.count,
+            sets.read,
+            sets.write,
+            sets.except,
+            timeout,
+            mask,
+        )
+    };
+    // SAFETY: the program's own time-out.
+    let call = || c_long::from(unsafe { leave_rest(timeout, call) });
+    waits(a, call, || 0)
+}
+
+/// Defines a handler for a wait on an epoll set. The argument behind the mask is the size of the mask.
+macro_rules! epoll_wait {
+    ($name:ident, $number:ident, $timeout:ty) => {
+        unsafe extern "C" fn $name(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
+            let call = system_call!(
+                $number(epoll: c_int, events: *mut epoll_event, n: c_int, time: $timeout, mask: *const sigset_t) -> c_int
+                    = epoll, events, n, time, mask, MASK_SIZE
+            );
+            // SAFETY: the program's own call.
+            let plain = || result(unsafe { kernel::call(libc::$number, [a, b, c, d, e, f]) });
+            if !is_mask(e, f) {
+                return plain();
+            }
+            let (epoll, events, n, mask) = (a as c_int, b as *mut epoll_event, c as c_int, e as *const sigset_t);
+            // SAFETY: likewise.
+            let served = || unsafe { ready::$name(call, epoll, events, n, d as $timeout, mask) } as c_long;
+            waits_on(a, served, plain)
+        }
+    };
+}
+
+epoll_wait!(epoll_pwait, SYS_epoll_pwait, c_int);
+epoll_wait!(epoll_pwait2, SYS_epoll_pwait2, *const timespec);
+
+unsafe extern "C" fn exit_group(a: usize, _: usize, _: usize, _: usize, _: usize, _: usize) -> c_long {
+    unsafe extern "C" fn system_call(status: c_int) {
+        // SAFETY: the program's own call, which does not return.
+        let _ = unsafe { kernel::call(libc::SYS_exit_group, [status as usize, 0, 0, 0, 0, 0]) };
+    }
+    if vfork::is_stranger() {
+        // SAFETY: likewise.
+        unsafe { system_call(a as c_int) };
+    }
+    // SAFETY: likewise.
+    unsafe { process::exit_now(system_call, a as c_int) };
+    0
+}
+
+/// Hides io_uring, or takes all connections to TCP once the program has a ring. liburing makes this call in line, which
+/// no hook sees.
+unsafe extern "C" fn io_uring_setup(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
+    let is_on = startup::is_on();
+    if is_on && is_hidden(config().io_uring) {
+        return errno::fail(libc::ENOSYS);
+    }
+    // SAFETY: the program's own call.
+    let ring = result(unsafe { kernel::call(libc::SYS_io_uring_setup, [a, b, c, d, e, f]) });
+    if ring >= 0 && is_on {
+        pass::all_on_tcp(Reason::IoUring);
+    }
+    ring
+}
+
+/// Returns whether io_uring is hidden from the program. An event loop of libuv makes an io_uring to add descriptors to
+/// its epoll set, and works without one. The functions of libuv are exported, in Node too.
+fn is_hidden(setting: IoUring) -> bool {
+    match setting {
+        IoUring::Hide => true,
+        IoUring::Allow => false,
+        // SAFETY: a C string.
+        IoUring::Auto => !unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"uv_loop_init".as_ptr()) }.is_null(),
+    }
+}

@@ -14,34 +14,29 @@
 //!
 //! This file has the set's life and its membership; waiting is in `polling/epoll_wait`.
 
-mod control;
-pub mod key;
-pub mod links;
-mod takeover;
-
 use std::collections::VecDeque;
 use std::ffi::c_int;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64};
 
-use key::Key;
-pub use key::without_ours;
-use links::Links;
 use rdmasock_core::fabric::asleep::Gate;
 use rdmasock_core::fabric::waiter::WaiterId;
-use rdmasock_core::lock::Lock;
+use rdmasock_core::lock::{Guard, Lock};
+use rdmasock_core::os::dir;
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::sync::{Presence, Published};
 use rustix::event::epoll as kernel;
+use rustix::io::Errno;
 
 use crate::config::spin::Spinner;
 use crate::notify::ready;
 use crate::objects::library::Library;
-use crate::objects::link::Watch;
-use crate::objects::socket::{EpollSet, Socket};
+use crate::objects::link::{Link, News, Pin, Remote, Watch};
+use crate::objects::socket::{EpollSet, Membership, Socket};
 use crate::sys::points::point;
 use crate::sys::registry::Registry;
+use crate::sys::time::Timeout;
 
 pub const ET: u32 = libc::EPOLLET as u32;
 pub const ONESHOT: u32 = libc::EPOLLONESHOT as u32;
@@ -581,4 +576,719 @@ mod tests {
         let (a, b) = (set.insert(item()), set.insert(item()));
         assert_ne!(a, b);
     }
+}
+
+// epoll_ctl() on a socket that the library knows. The kernel's set has the socket while it is on plain TCP; the
+// library's list has it while it is taken over.
+
+/// The events that may be combined with EPOLLEXCLUSIVE.
+const EXCLUSIVE_OK: u32 =
+    EXCLUSIVE | ALWAYS | (libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLWAKEUP | libc::EPOLLET) as u32;
+
+impl Epoll {
+    /// Carries out epoll_ctl() on a socket that the library knows. `real` is the kernel's call. Returns what
+    /// epoll_ctl() returns, and sets errno.
+    pub fn control(
+        &'static self,
+        socket: &'static Socket,
+        fd: c_int,
+        op: c_int,
+        event: Option<libc::epoll_event>,
+        real: impl FnOnce() -> c_int,
+    ) -> c_int {
+        crate::notify::fork::reclaim(socket);
+        let Some(mut set) = self.set.lock() else {
+            return real();
+        };
+        let asked = event.map_or(0, |e| e.events);
+        if let (libc::EPOLL_CTL_ADD, Some(event)) = (op, event) {
+            if asked & EXCLUSIVE != 0 && asked & !EXCLUSIVE_OK != 0 {
+                return crate::sys::errno::fail(libc::EINVAL);
+            }
+            return self.add(set, socket, fd, event, real);
+        }
+        let index = self.find(&set, socket, fd);
+        let item = index.and_then(|i| set.items.get(i));
+        let taken = item.map(|i| i.taken);
+        let parked = item.is_some_and(|i| i.parked);
+        let exclusive = item.is_some_and(|i| i.events & EXCLUSIVE != 0);
+        if op == libc::EPOLL_CTL_MOD && (asked & EXCLUSIVE != 0 || exclusive) {
+            return crate::sys::errno::fail(libc::EINVAL);
+        }
+        match (op, event, index, taken) {
+            (libc::EPOLL_CTL_MOD, Some(event), Some(index), Some(true)) => {
+                set.arm(index, event);
+                set.enqueue(index);
+                drop(set);
+                self.ring_if_sleeping();
+                0
+            }
+            (libc::EPOLL_CTL_MOD, Some(event), Some(index), _)
+                if asked & ONESHOT != 0 && socket.promotion.asked.swap(false, SeqCst) =>
+            {
+                // A promotion waits for this moment: the item has fired, and no other thread has it. The service thread
+                // continues the promotion, or hands the item back.
+                if let Some(kernel_fd) = self.kernel_fd() {
+                    // SAFETY: the program's own fd, in the middle of its call.
+                    let _ = kernel::delete(kernel_fd, unsafe { BorrowedFd::borrow_raw(fd) });
+                }
+                set.arm(index, event);
+                self.activate(&mut set);
+                drop(set);
+                Library::get()
+                    .service
+                    .submit(crate::objects::mailbox::Command::Used(socket.into()));
+                0
+            }
+            (libc::EPOLL_CTL_MOD, Some(event), Some(index), _) => {
+                let result = if parked { self.unpark(fd, event) } else { real() };
+                if let Some(item) = set.items.get_mut(index).filter(|_| result == 0) {
+                    item.events = event.events;
+                    item.data = event.u64;
+                    item.parked = false;
+                }
+                result
+            }
+            (libc::EPOLL_CTL_DEL, _, Some(index), Some(taken)) => {
+                let result = if taken || parked { 0 } else { real() };
+                if result == 0 {
+                    set.remove(index);
+                    drop(set);
+                    self.leave(socket, index);
+                }
+                result
+            }
+            _ => real(),
+        }
+    }
+
+    /// Records an EPOLL_CTL_ADD of a connection that stays on TCP for good, and has no item.
+    #[inline]
+    pub fn on_plain(&self) {
+        if !self.has_plain.load(Relaxed) {
+            self.has_plain.store(true, Relaxed);
+            self.mixed.store(true, Relaxed);
+        }
+    }
+
+    /// Carries out EPOLL_CTL_MOD on a parked item: adds it to the kernel's set again.
+    fn unpark(&self, fd: c_int, event: libc::epoll_event) -> c_int {
+        let added = self.kernel_fd().map(|set| {
+            kernel::add(
+                set,
+                // SAFETY: the program's own fd, in the middle of its call.
+                unsafe { BorrowedFd::borrow_raw(fd) },
+                kernel::EventData::new_u64(event.u64),
+                kernel::EventFlags::from_bits_retain(event.events),
+            )
+        });
+        match added {
+            Some(Ok(())) => 0,
+            Some(Err(error)) => crate::sys::errno::fail(error.raw_os_error()),
+            None => crate::sys::errno::fail(libc::EBADF),
+        }
+    }
+
+    /// Carries out EPOLL_CTL_ADD.
+    fn add(
+        &'static self,
+        mut set: Guard<'_, Set>,
+        socket: &'static Socket,
+        fd: c_int,
+        event: libc::epoll_event,
+        real: impl FnOnce() -> c_int,
+    ) -> c_int {
+        if !set.has_room() {
+            return crate::sys::errno::fail(libc::ENOMEM);
+        }
+        socket.blocking.set_polled();
+        let index = set.insert(Item {
+            socket,
+            fd,
+            events: event.events,
+            data: event.u64,
+            taken: false,
+            moved_at: 0,
+            listed_in: 0,
+            queued: false,
+            disabled: false,
+            parked: false,
+            dead: false,
+        });
+        if ready::is_watched(socket) {
+            // Before the membership is added, which announces this set's ready queue to peers.
+            self.activate(&mut set);
+        }
+        // First the membership is added, then the socket is checked; a promotion does it the other way round (`watch`).
+        // So a promotion that begins now is seen here, or sees the membership.
+        let mut is_there = false;
+        ready::change_interest(socket, |i| {
+            let mut items = i.members.iter().filter(|m| is_of(m, self, fd));
+            is_there = items.any(|m| set.has(m.item, socket, fd));
+            if !is_there {
+                i.members.push(Membership {
+                    epoll: self,
+                    fd,
+                    item: index,
+                });
+            }
+        });
+        if is_there {
+            set.remove(index);
+            return crate::sys::errno::fail(libc::EEXIST);
+        }
+        socket.wakes.last_item.store(index as u32, Relaxed);
+        if ready::is_watched(socket) {
+            set.set_taken(index, true);
+            self.activate(&mut set);
+            if let Some(link) = socket.link() {
+                set.links.add(link);
+            }
+            set.enqueue(index);
+            drop(set);
+            self.ring_if_sleeping();
+            return 0;
+        }
+        let result = real();
+        if result != 0 {
+            let errno = crate::sys::errno::get();
+            set.remove(index);
+            drop(set);
+            self.leave(socket, index);
+            crate::sys::errno::set(errno);
+        } else {
+            self.mixed.store(true, Relaxed);
+        }
+        result
+    }
+
+    /// Returns the index of the socket's item under this fd. `None` if there is none.
+    fn find(&self, set: &Set, socket: &'static Socket, fd: c_int) -> Option<usize> {
+        let last = socket.wakes.last_item.load(Relaxed) as usize;
+        if set.has(last, socket, fd) {
+            return Some(last);
+        }
+        let interest = socket.wakes.interest.lock()?;
+        let mut items = interest.members.iter().filter(|m| is_of(m, self, fd));
+        items.find(|m| set.has(m.item, socket, fd)).map(|m| m.item)
+    }
+
+    /// Removes the item's membership: the set is not notified for it any more.
+    fn leave(&'static self, socket: &'static Socket, index: usize) {
+        ready::change_interest(socket, |i| {
+            i.members.retain(|m| !(m.is_in(self) && m.item == index));
+        });
+    }
+}
+
+fn is_of(member: &Membership, epoll: &Epoll, fd: c_int) -> bool {
+    member.fd == fd && member.is_in(epoll)
+}
+
+impl Set {
+    /// Whether this item is the socket under this fd.
+    fn has(&self, index: usize, socket: &Socket, fd: c_int) -> bool {
+        self.items
+            .get(index)
+            .is_some_and(|i| !i.dead && i.fd == fd && std::ptr::eq(i.socket, socket))
+    }
+
+    /// Applies an EPOLL_CTL_MOD to an item that is taken over, or is taken over by this.
+    fn arm(&mut self, index: usize, event: libc::epoll_event) {
+        if let Some(item) = self.items.get_mut(index) {
+            item.events = event.events;
+            item.data = event.u64;
+            item.disabled = false;
+            item.parked = false;
+        }
+        self.set_taken(index, true);
+    }
+}
+
+// Keys: the data under which the library's own fds are in a kernel's set, so that they are never reported to the
+// program.
+//
+// All holders of a set share one kernel object: fork children, the programs that they execute, and receivers of its
+// fd. So each process may find the fds of another process in a set. Every process knows them by their keys.
+
+/// The upper 34 bits of all keys. No address begins so (it would not be canonical), and no small number. A program's
+/// random data has this prefix with a probability of 2^-34.
+const OURS: u64 = 0x2_d785_3e71;
+/// Bits of the owner's process id, below the prefix (Linux has none above 2^22).
+const OWNER_BITS: u32 = 22;
+/// Bits of the tag, the lowest: 0 for the owner's bell, else one of its links.
+const TAG_BITS: u32 = 8;
+
+/// The number of tags for links. Several links may share a tag.
+const LINK_TAGS: u32 = (1 << TAG_BITS) - 1;
+
+/// The data of one of the library's fds in a kernel's set.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Key(pub u64);
+
+impl Key {
+    /// Returns the key of this process's bells.
+    pub fn of_this_process() -> Self {
+        let pid = rustix::process::getpid().as_raw_nonzero().get() as u64;
+        Self((OURS << OWNER_BITS | pid & ((1 << OWNER_BITS) - 1)) << TAG_BITS)
+    }
+
+    /// Returns the same process's key for the link with this slot.
+    pub fn of_link(self, slot: u32) -> Self {
+        Self(self.owner().0 | u64::from(1 + slot % LINK_TAGS))
+    }
+
+    fn owner(self) -> Self {
+        Self(self.0 >> TAG_BITS << TAG_BITS)
+    }
+
+    fn tag(self) -> u8 {
+        self.0 as u8
+    }
+
+    /// Returns the key in these data. `None` if they are the program's own.
+    pub fn from_data(data: u64) -> Option<Self> {
+        (data >> (OWNER_BITS + TAG_BITS) == OURS).then_some(Self(data))
+    }
+}
+
+/// The links that a kernel's set has reported, by their tags.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Named([u64; 1 << (TAG_BITS - 6)]);
+
+impl Named {
+    fn add(&mut self, tag: u8) {
+        if let Some(word) = self.0.get_mut(usize::from(tag / 64)) {
+            *word |= 1 << (tag % 64);
+        }
+    }
+
+    pub fn is_none(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// Whether the link with this slot may be among them; another link may have the same tag.
+    pub fn has(&self, slot: u32) -> bool {
+        let tag = 1 + slot % LINK_TAGS;
+        self.0
+            .get(tag as usize / 64)
+            .is_some_and(|word| word >> (tag % 64) & 1 != 0)
+    }
+}
+
+/// The result of [`strip`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Stripped {
+    /// The number of entries that are the program's, which are in front now.
+    pub kept: c_int,
+    /// This process's bell, or one of its links, was among the entries.
+    pub own: bool,
+    /// An fd of another process's library was among the entries.
+    pub foreign: bool,
+    /// The links of this process that were among the entries.
+    pub named: Named,
+}
+
+/// Removes the entries of library fds, of any process, and moves the program's to the front. `own` is the key of the
+/// set's bell, or 0.
+///
+/// # Safety
+/// `n` entries are filled, if it is above 0.
+pub unsafe fn strip(events: *mut libc::epoll_event, n: c_int, own: u64) -> Stripped {
+    let mut stripped = Stripped {
+        kept: 0,
+        own: false,
+        foreign: false,
+        named: Named::default(),
+    };
+    if n <= 0 {
+        return stripped;
+    }
+    // SAFETY: `n` entries are filled, by the contract.
+    let filled = unsafe { std::slice::from_raw_parts_mut(events, n as usize) };
+    for at in 0..filled.len() {
+        let Some(event) = filled.get(at).copied() else {
+            break;
+        };
+        match Key::from_data(event.u64) {
+            Some(key) if key.owner().0 == own => {
+                stripped.own = true;
+                if key.tag() != 0 {
+                    stripped.named.add(key.tag());
+                }
+            }
+            Some(_) => stripped.foreign = true,
+            None => {
+                if let Some(slot) = filled.get_mut(stripped.kept as usize) {
+                    *slot = event;
+                }
+                stripped.kept += 1;
+            }
+        }
+    }
+    stripped
+}
+
+/// Waits on a set that the library does not know, and removes library fds of other processes from the result.
+/// `real(left)` is the kernel's wait with the time that is left.
+///
+/// # Safety
+/// `events` is the array that `real` fills, with as many entries as `real` returns.
+pub unsafe fn without_ours(events: *mut libc::epoll_event, timeout: Timeout, real: impl Fn(Timeout) -> c_int) -> c_int {
+    let deadline = timeout.deadline();
+    let mut left = timeout;
+    loop {
+        let n = real(left);
+        if n <= 0 {
+            return n;
+        }
+        // SAFETY: `real` has filled `n` entries, by the contract.
+        let kept = unsafe { strip(events, n, 0) }.kept;
+        if kept > 0 || deadline.is_zero() {
+            return kept;
+        }
+        left = deadline.left();
+    }
+}
+
+#[cfg(test)]
+mod key_tests {
+    use super::*;
+
+    #[test]
+    fn what_is_ours_is_taken_out_and_the_rest_keeps_its_order() {
+        let own = Key::of_this_process();
+        let foreign = Key(own.0 ^ 1 << TAG_BITS);
+        assert_eq!(Key::from_data(own.0), Some(own));
+        for data in [0, 5, 0x7fff_ffff_f000, u64::MAX, own.0 ^ 1 << (OWNER_BITS + TAG_BITS)] {
+            assert_eq!(Key::from_data(data), None);
+        }
+        let event = |u64| libc::epoll_event { events: 1, u64 };
+        let mut events = [own.0, 7, foreign.0, 8, own.0].map(event);
+        // SAFETY: `events` has five entries.
+        let stripped = unsafe { strip(events.as_mut_ptr(), 5, own.0) };
+        let expected = Stripped {
+            kept: 2,
+            own: true,
+            foreign: true,
+            named: Named::default(),
+        };
+        assert_eq!(stripped, expected);
+        assert_eq!(events.map(|e| e.u64)[..2], [7, 8]);
+        // SAFETY: no entry is filled.
+        assert_eq!(unsafe { strip(std::ptr::null_mut(), -1, own.0) }.kept, 0);
+    }
+
+    #[test]
+    fn links_are_told_apart_and_from_the_doorbell() {
+        let own = Key::of_this_process();
+        let event = |u64| libc::epoll_event { events: 1, u64 };
+        let mut events = [
+            own.of_link(3),
+            own,
+            own.of_link(254),
+            Key(own.0 ^ 1 << TAG_BITS).of_link(7),
+        ]
+        .map(|k| event(k.0));
+        // SAFETY: `events` has four entries.
+        let stripped = unsafe { strip(events.as_mut_ptr(), 4, own.0) };
+        assert!(stripped.own && stripped.foreign && stripped.kept == 0);
+        let named = |slot| stripped.named.has(slot);
+        assert!(named(3) && named(254) && !named(0) && !named(7) && !named(4));
+        assert!(named(3 + LINK_TAGS), "several links have the same tag");
+        let mut bell = [event(own.0)];
+        // SAFETY: `bell` has one entry.
+        assert!(unsafe { strip(bell.as_mut_ptr(), 1, own.0) }.named.is_none());
+    }
+}
+
+// The links that carry a set's sockets. A wait checks every link within this host. To check a link to another host is
+// to poll its completions. If there are many such links, the kernel's set reports which of them have completions.
+
+/// A link to another host, and its state in this set.
+pub(crate) struct Far {
+    pub link: &'static Link,
+    /// Keeps the link object from reuse: the state below is true of no other link.
+    _pin: Pin,
+    pub remote: &'static Remote,
+    pub slot: u32,
+    /// The remote end's flags: what is queued, and whether it is armed.
+    pub news: &'static News,
+    /// The kernel's set has the link's completion descriptor.
+    pub is_watched: bool,
+    /// The service thread handles the link's completions on behalf of this set.
+    is_left: bool,
+}
+
+impl Far {
+    /// Whether the kernel's set reports the next completion, so that the link need not be armed again.
+    pub fn is_told(&self) -> bool {
+        self.is_watched && self.news.is_armed()
+    }
+
+    /// Arms the link before a sleep on `set`: a completion makes the set readable. `watch` counts the threads that
+    /// sleep on the set.
+    fn watch(&mut self, set: BorrowedFd<'_>, key: Key, watch: &'static Watch) {
+        let Self {
+            link,
+            remote,
+            is_watched,
+            ..
+        } = self;
+        remote.watch(|fd| {
+            if !*is_watched {
+                let data = kernel::EventData::new_u64(key.of_link(link.slot()).0);
+                let flags = kernel::EventFlags::IN | kernel::EventFlags::EXCLUSIVE;
+                *is_watched = matches!(kernel::add(set, fd, data, flags), Ok(()) | Err(Errno::EXIST));
+                if *is_watched {
+                    remote.watchers.add(watch);
+                }
+            }
+            *is_watched
+        });
+    }
+
+    fn unwatch(&mut self, set: Option<BorrowedFd<'_>>, watch: &'static Watch) {
+        if std::mem::take(&mut self.is_watched) {
+            self.remote.watchers.remove(watch);
+            self.remote.while_open(|fd| {
+                if let Some(set) = set {
+                    let _ = kernel::delete(set, fd);
+                }
+            });
+        }
+    }
+
+    /// Makes the service thread handle completions, even while threads of the program sleep on the link.
+    fn leave_to_service(&mut self) {
+        if !std::mem::replace(&mut self.is_left, true) {
+            self.remote.leave_to_service();
+        }
+    }
+
+    /// Ends the set's use of the link.
+    fn let_go(&mut self, set: Option<BorrowedFd<'_>>, watch: &'static Watch) {
+        self.unwatch(set, watch);
+        if std::mem::take(&mut self.is_left) {
+            self.remote.take_from_service();
+        }
+    }
+}
+
+/// All links of a set, see the module.
+#[derive(Default)]
+pub(crate) struct Links {
+    /// Links within this host.
+    pub near: Vec<&'static Link>,
+    pub far: Vec<Far>,
+    /// The index in `far` at which the next check begins.
+    pub next: usize,
+    /// Links of `far` that had data for the present harvest. Empty between harvests.
+    pub spoke: Vec<&'static Link>,
+    /// The service thread's `taken_back` before the last sleep: how often it has begun to handle completions of a link.
+    taken_back: u32,
+    /// The service thread handles completions of all links, and the kernel's set has none of their descriptors.
+    are_left: bool,
+}
+
+impl Links {
+    pub fn add(&mut self, link: &'static Link) {
+        let Some(remote) = link.remote() else {
+            if !self.near.iter().any(|l| std::ptr::eq(*l, link)) {
+                self.near.push(link);
+            }
+            return;
+        };
+        if !self.far.iter().any(|f| std::ptr::eq(f.link, link))
+            && let Some(pin) = Pin::new(link)
+            // Checked after the link is pinned. The service thread first ends links, then has the sets drop them; so it
+            // sees this entry, or the link is seen dead here.
+            && link.is_alive()
+        {
+            let mut far = Far {
+                link,
+                _pin: pin,
+                remote,
+                slot: link.slot(),
+                news: remote.news(),
+                is_watched: false,
+                is_left: false,
+            };
+            if self.are_left {
+                far.leave_to_service();
+            }
+            self.far.push(far);
+        }
+    }
+
+    /// Removes links that are down. No thread takes in completions of a dead link, and the kernel's set would be
+    /// readable until its queue pair is destroyed.
+    pub fn drop_dead(&mut self, set: Option<BorrowedFd<'_>>, watch: &'static Watch) {
+        self.near.retain(|link| link.is_alive());
+        self.far.retain_mut(|far| {
+            let is_alive = far.link.is_alive();
+            if !is_alive {
+                far.let_go(set, watch);
+            }
+            is_alive
+        });
+    }
+
+    /// Ends the set's use of all links.
+    pub fn let_go(&mut self, set: Option<BorrowedFd<'_>>, watch: &'static Watch) {
+        self.far.iter_mut().for_each(|far| far.let_go(set, watch));
+    }
+
+    /// Makes the service thread handle all completions, because another set holds this one from now on. The kernel's
+    /// object must then show what is ready for the program, and not every completion is.
+    pub fn leave_to_service(&mut self, set: Option<BorrowedFd<'_>>, watch: &'static Watch) {
+        self.are_left = true;
+        for far in &mut self.far {
+            far.leave_to_service();
+            far.unwatch(set, watch);
+        }
+    }
+
+    /// Whether completions on some link have to wake a sleep on the set.
+    pub fn are_to_wake(&self) -> bool {
+        !self.far.is_empty() && !self.are_left
+    }
+
+    /// Returns the links to other hosts with their indices, beginning with `next`.
+    pub fn far_in_turn(&self) -> impl Iterator<Item = (usize, &Far)> {
+        let (before, rest) = self.far.split_at(self.next.min(self.far.len()));
+        let rest = rest.iter().enumerate().map(move |(n, far)| (before.len() + n, far));
+        rest.chain(before.iter().enumerate())
+    }
+
+    /// Arms the links before a sleep on `set`: a completion on any of them makes the set readable. Skips links that are
+    /// still armed, unless the service thread has begun to handle completions since the last sleep (`taken_back`).
+    pub fn watch(&mut self, set: BorrowedFd<'_>, key: Key, watch: &'static Watch, taken_back: u32) {
+        if self.are_left {
+            return;
+        }
+        let is_heard_elsewhere = std::mem::replace(&mut self.taken_back, taken_back) != taken_back;
+        for far in &mut self.far {
+            if is_heard_elsewhere || !far.is_told() {
+                far.watch(set, key, watch);
+            }
+        }
+    }
+}
+
+// Moves an item from the kernel's set to the library's list when its socket's promotion begins. Moves it back when the
+// socket is on TCP for good.
+
+/// Flags that are not events, and remain when an EPOLLONESHOT has fired.
+const PRIVATE: u32 = ONESHOT | ET | EXCLUSIVE | libc::EPOLLWAKEUP as u32;
+
+impl Epoll {
+    /// Moves an item from the kernel's set to the library's list. Returns false if that cannot be done now: an
+    /// EPOLLONESHOT that has not fired may fire at this moment, and would be reported twice. One that has fired is
+    /// silent until its MOD, which the library handles.
+    pub fn take_over(&'static self, index: usize, socket: &'static Socket) -> bool {
+        let Some(mut set) = self.set.lock() else {
+            return false;
+        };
+        let Some(item) = set.items.get_mut(index) else {
+            return true;
+        };
+        if item.dead || item.taken || !std::ptr::eq(item.socket, socket) {
+            return true;
+        }
+        if self.kernel_fd().is_none() {
+            // The set is closed, and a wait that began before continues in the kernel alone.
+            return false;
+        }
+        let fd = item.fd;
+        // A parked item has fired.
+        item.disabled = item.events & ONESHOT != 0;
+        if item.disabled
+            && !std::mem::replace(&mut item.parked, false)
+            && !self.kernel_fd().is_some_and(|set| has_fired(set, fd, item.data))
+        {
+            item.disabled = false;
+            return false;
+        }
+        set.set_taken(index, true);
+        self.activate(&mut set);
+        point!("take over: both sets have the socket");
+        if let Some(control) = socket.control.lock()
+            && control.own.fds.contains(&fd)
+            && let Some(kernel_fd) = self.kernel_fd()
+        {
+            // SAFETY: the fd is still one of the socket's, and the control lock keeps close() out.
+            let _ = kernel::delete(kernel_fd, unsafe { BorrowedFd::borrow_raw(fd) });
+        }
+        point!("take over: the kernel's set has it no more");
+        // After the removal: a thread that reads the new count finds the socket in one set only.
+        let moved_at = self.moves.fetch_add(1, Release) + 1;
+        if let Some(item) = set.items.get_mut(index) {
+            item.moved_at = moved_at;
+        }
+        if let Some(link) = socket.link() {
+            set.links.add(link);
+        }
+        set.enqueue(index);
+        drop(set);
+        self.ring_if_sleeping();
+        true
+    }
+
+    /// Moves an item back into the kernel's set, when its socket is on plain TCP again. A disabled item is parked
+    /// instead.
+    pub fn hand_back(&'static self, index: usize, socket: &'static Socket) {
+        let Some(mut set) = self.set.lock() else {
+            return;
+        };
+        let Some(item) = set.items.get_mut(index) else {
+            return;
+        };
+        if item.dead || !item.taken || !std::ptr::eq(item.socket, socket) {
+            return;
+        }
+        let Some(control) = socket.control.lock() else {
+            return;
+        };
+        if !control.own.fds.contains(&item.fd) {
+            return;
+        }
+        let (fd, data, events) = (item.fd, item.data, item.events);
+        item.parked = item.disabled;
+        let parked = item.parked;
+        set.set_taken(index, false);
+        point!("hand back: neither set has the socket");
+        self.mixed.store(true, Relaxed);
+        self.moves.fetch_add(1, Release);
+        if parked {
+            return;
+        }
+        if let Some(kernel_fd) = self.kernel_fd() {
+            let _ = kernel::add(
+                kernel_fd,
+                // SAFETY: the fd is still one of the socket's, and the control lock keeps close() out.
+                unsafe { BorrowedFd::borrow_raw(fd) },
+                kernel::EventData::new_u64(data),
+                kernel::EventFlags::from_bits_retain(events),
+            );
+        }
+    }
+}
+
+/// Whether an EPOLLONESHOT item of a kernel's set has fired and waits for its MOD. The kernel shows the remaining
+/// events in fdinfo (proc_pid_fdinfo(5)). False if it cannot be read.
+fn has_fired(set: BorrowedFd<'_>, fd: c_int, data: u64) -> bool {
+    use std::os::fd::AsRawFd;
+    let path = format!("/proc/thread-self/fdinfo/{}", set.as_raw_fd());
+    let Ok(info) = dir::text(&path) else {
+        return false;
+    };
+    info.lines().any(|line| {
+        let mut words = line.split_whitespace();
+        let mut after = |name: &str| words.find(|w| *w == name).and_then(|_| words.next());
+        let tfd = after("tfd:").and_then(|w| w.parse().ok());
+        let events = after("events:").and_then(|w| u32::from_str_radix(w, 16).ok());
+        let key = after("data:").and_then(|w| u64::from_str_radix(w, 16).ok());
+        tfd == Some(fd) && key == Some(data) && events.is_some_and(|e| e & !PRIVATE == 0)
+    })
 }

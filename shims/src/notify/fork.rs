@@ -7,15 +7,17 @@ use std::os::fd::AsFd;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 
-use rdmasock_core::os::privatefd::{self, Settled};
+use rdmasock_core::os::privatefd;
+use rdmasock_core::os::privatefd::Settled;
 use rdmasock_core::stream::connection;
 
 use crate::notify::epoll::Epoll;
-use crate::notify::table::{self, Entry};
+use crate::notify::table::Entry;
+use crate::notify::{reset, table};
 use crate::objects::library::Library;
 use crate::objects::listener::Listener;
-use crate::objects::socket::{self, Mode, Receiving, Sending, Socket, Stage};
-use crate::objects::{ancestors, holders};
+use crate::objects::socket::{Mode, Receiving, Sending, Socket, Stage};
+use crate::objects::{holders, socket};
 use crate::sys::vfork;
 
 static REGISTERED: AtomicBool = AtomicBool::new(false);
@@ -43,7 +45,7 @@ pub extern "C" fn prepare() {
     if vfork::is_child() {
         return;
     }
-    ancestors::begin_fork();
+    holders::begin_fork();
     count_holders();
     // From here to the fork no private fd has a low number, which the child would keep.
     Settled::begin().hold();
@@ -72,7 +74,7 @@ fn count_holders() {
     // The new epoch begins once all sockets count as shared. The child may also get sockets of the new epoch.
     let epoch = holders::begin_epoch();
     if wants_button {
-        ancestors::equip_child(epoch, Library::current().map(|library| library.service.epoll.as_fd()));
+        holders::equip_child(epoch, Library::current().map(|library| library.service.epoll.as_fd()));
     }
     crate::sys::errno::set(errno);
 }
@@ -80,7 +82,7 @@ fn count_holders() {
 /// Runs after a fork, in the parent.
 pub extern "C" fn parent() {
     if !vfork::is_child() {
-        ancestors::end_fork();
+        holders::end_fork();
         Settled::end();
         hold_uncounted();
         // Sockets that are made from here on are not the child's.
@@ -116,7 +118,7 @@ fn hold_uncounted() {
 /// Runs after a fork, in the child.
 pub extern "C" fn child() {
     // No fork has begun if no handler ran before it, or if the forking process is not one that the library serves.
-    if !ancestors::is_forking() {
+    if !holders::is_forking() {
         return;
     }
     vfork::restore_table();
@@ -167,24 +169,24 @@ unsafe fn begin_anew() {
     });
     // SAFETY: this is the only thread. The write ends of the ancestors' bells are still open: private fds are closed
     // further down.
-    if !unsafe { ancestors::remember_parent() } {
+    if !unsafe { holders::remember_parent() } {
         holders::lose_sight();
     }
     holders::begin_life();
     // Called before the child's copies of its descriptors are closed.
     crate::config::verbs::after_fork();
-    crate::config::load::after_fork();
-    crate::sys::remains::after_fork();
+    crate::config::spin::after_fork();
+    crate::objects::mailbox::after_fork();
     let log = crate::config::log::fd().unwrap_or(-1);
     // SAFETY: this is the only thread, by the contract. The old instance is forgotten, so no code uses the fds that are
     // closed.
     unsafe {
         Listener::forget_unused();
-        privatefd::reset_in_fork_child(|fd| fd == log || ancestors::is_button(fd) || Listener::has_name(fd));
+        privatefd::reset_in_fork_child(|fd| fd == log || holders::is_button(fd) || Listener::has_name(fd));
     }
     crate::config::log::after_fork_in_child();
     // SAFETY: this is the only thread.
-    unsafe { crate::objects::link::life::after_fork() };
+    unsafe { crate::objects::link::after_fork() };
     connection::after_fork();
     Library::forget();
 }
@@ -233,4 +235,34 @@ unsafe fn forget_stream(socket: &'static Socket) {
     socket.numbers.closed.reset(socket::closed::OPEN);
     socket.numbers.orphaned.store(false, Relaxed);
     socket.numbers.fd.store(-1, Release);
+}
+
+// Takes a stream back to TCP before this process uses it, if another holder of the socket has it on a link.
+
+/// Returns when no other process has the stream on a link. Waits until the owner has taken it back to TCP; if the owner
+/// does not answer, resets the connection.
+#[inline]
+pub fn reclaim(socket: &'static Socket) {
+    if socket.tx_mode.load(Acquire) == Mode::Foreign {
+        reclaim_slow(socket);
+    }
+}
+
+#[cold]
+fn reclaim_slow(socket: &'static Socket) {
+    let errno = crate::sys::errno::get();
+    if !socket.promotion.holders.await_return() {
+        // The owner may still write a marker, or data may be on the link. A gap in the data would be worse than a
+        // reset.
+        tracing::warn!(target: "rdmasock", slot = socket.slot, "the process that has it on a link does not answer, or was killed: reset");
+        reset::reset_after_unsent(socket);
+    }
+    socket.tx_mode.go(Sending::Reclaimed);
+    socket.rx_mode.go(Receiving::Reclaimed);
+    crate::sys::errno::set(errno);
+}
+
+/// Calls [`reclaim`] for all connections of this process, which a fork child has inherited.
+pub fn reclaim_all() {
+    socket::in_use().for_each(reclaim);
 }

@@ -9,11 +9,13 @@ use rdmasock_core::fabric::ring::{Consumer, Producer, RxFlags, Wake};
 use rdmasock_core::fabric::waiter::{SLEEPER_MASK, WaiterId};
 use rdmasock_core::ids::Vqpn;
 use rdmasock_core::stats::Waiting;
-use rdmasock_core::stream::connection::{self, Ahead, SocketIo as _, Task};
-use rustix::event::{PollFd, PollFlags};
+use rdmasock_core::stream::connection;
+use rdmasock_core::stream::connection::{Ahead, SocketIo as _, Task};
+use rustix::event::{PollFd, PollFlags, epoll as kernel};
 
 use crate::objects::library::Library;
 use crate::objects::link::Link;
+use crate::objects::mailbox::{kind, tag};
 use crate::objects::socket::{Interest, Mode, Sleeping, Socket};
 use crate::objects::waiters::SERVICE;
 use crate::sys::points::point;
@@ -308,5 +310,29 @@ pub fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut Interes
     drop(interest);
     if sets_look || come && sleep_on > 0 {
         socket.later(Task::Notify);
+    }
+}
+
+// Adds the TCP sockets (anchors) of connections that the library reports on to the service thread's epoll set.
+
+/// Adds the TCP socket to the service thread's epoll set, edge-triggered. Returns false if the kernel refuses.
+pub fn watch(socket: &Socket, fd: BorrowedFd<'_>) -> bool {
+    let generation = socket.generation.load(Acquire) & 0xffff_ffff;
+    let data = tag(kind::ANCHOR, u64::from(socket.slot) << 32 | generation);
+    let flags = kernel::EventFlags::IN
+        | kernel::EventFlags::OUT
+        | kernel::EventFlags::RDHUP
+        | kernel::EventFlags::PRI
+        | kernel::EventFlags::ET;
+    let set = &Library::get().service.epoll;
+    kernel::add(set, fd, kernel::EventData::new_u64(data), flags).is_ok()
+}
+
+/// Removes the TCP socket from the service thread's epoll set before it is closed. The caller holds the control lock.
+pub fn forget(socket: &Socket) {
+    if socket.is_watched()
+        && let Some(fd) = socket.numbers.anchor_fd()
+    {
+        let _ = kernel::delete(&Library::get().service.epoll, fd);
     }
 }

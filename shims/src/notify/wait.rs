@@ -1,26 +1,27 @@
 //! Waits in one call: spins, then sleeps until the peer or this process notifies it (ARCHITECTURE, I8). The caller
 //! defines the condition ([`Wanted`]).
 
-mod asleep;
-mod record;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::sync::atomic::Ordering::Acquire;
 
 use libc::c_int;
 use rdmasock_core::fabric::waiter::WaiterId;
 use rdmasock_core::os::thread;
-use rdmasock_core::stats::{Call, Reason};
+use rdmasock_core::stats::{Asleep, Call, Reason, StatsPage};
 use rdmasock_core::stream::connection;
-pub use record::Record;
 
 use crate::config::spin::Peers;
-use crate::notify::ready::{self, change_interest};
-use crate::notify::{blocking, closing};
+use crate::notify::ready::change_interest;
+use crate::notify::{call, ready};
+use crate::objects::holders;
 use crate::objects::library::Library;
 use crate::objects::link::{Link, Poller, Remote, Turn};
-use crate::objects::socket::{Sleeping, Socket};
+use crate::objects::socket::{Known, Sleeping, Socket, Stage};
 use crate::objects::waiters::Waiters;
-use crate::signals::duty;
+use crate::signals::handler;
 use crate::signals::jump::within;
 use crate::sys::points::point;
+use crate::sys::sockopt;
 use crate::sys::time::{Deadline, Timeout};
 
 /// Bound on the wait of a call that has moved bytes, after a handler has run, ns.
@@ -87,9 +88,9 @@ impl Patience {
     #[cold]
     pub fn interrupt(&mut self, socket: &Socket, is_data: bool) -> Result<bool, c_int> {
         let thread = thread::current();
-        let bound = blocking::patience(socket, is_data);
+        let bound = time_of_call(socket, is_data);
         let is_bounded = self.deadline.map_or(bound, |d| Some(d.left())) != Some(Timeout::Forever);
-        if is_bounded || thread.is_leaving() || !asleep::are_calls_restarted(thread.handled()) {
+        if is_bounded || thread.is_leaving() || !are_calls_restarted(thread.handled()) {
             return Err(libc::EINTR);
         }
         self.handlers = thread.handlers();
@@ -162,7 +163,7 @@ fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Resul
         return Ok(true);
     }
     // Read before each sleep: O_NONBLOCK may have been set since the last.
-    let Some(bound) = blocking::patience(socket, A::IS_DATA) else {
+    let Some(bound) = time_of_call(socket, A::IS_DATA) else {
         return Err(libc::EAGAIN);
     };
     let mut deadline = *patience.deadline.get_or_insert_with(|| bound.deadline());
@@ -320,11 +321,11 @@ impl<'a> Lease<'a> {
             self.waiters.ring(self.waiter);
         };
         let Some(bell) = self.waiters.doorbell(self.waiter) else {
-            duty::on_duty(&hand_over, || asleep::on_futex(self.futex, self.ticket, left))?;
+            handler::on_duty(&hand_over, || on_futex(self.futex, self.ticket, left))?;
             return Ok(Slept::Rung);
         };
         let also = poller.map_or(bell, Poller::fd);
-        if !duty::on_duty(&hand_over, || asleep::on_two(bell, also, left))? {
+        if !handler::on_duty(&hand_over, || on_two(bell, also, left))? {
             return Ok(Slept::Completed);
         }
         self.waiters.quiet(self.waiter);
@@ -365,7 +366,247 @@ impl Drop for Sleeper {
             }
         });
         if self.socket.numbers.is_closed() {
-            closing::on_call_back(self.socket);
+            call::on_call_back(self.socket);
         }
     }
+}
+
+// The sleep of a thread in one call, with the rules of the kernel's own socket calls. A signal ends or restarts it,
+// and it is a cancellation point.
+
+/// Sleeps until `futex` no longer holds `ticket`, or is woken. `Err` is the errno that the call fails with.
+///
+/// After a handler with SA_RESTART the kernel restarts the sleep if it has no time-out; with a time-out it never does.
+pub fn on_futex(futex: *const u32, ticket: u32, left: Timeout) -> Result<(), c_int> {
+    let timeout = left.to_timespec();
+    let timeout = timeout.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+    let slept = crate::signals::jump::outside(|| {
+        // SAFETY: the word is in a mapping that is never undone; `timeout` is null, or points into `left`'s timespec,
+        // which outlives the call.
+        let result = unsafe { futex_wait(futex, ticket, timeout) };
+        if result < 0 {
+            crate::sys::errno::set(-result as c_int);
+            return -1;
+        }
+        0
+    });
+    match if slept < 0 { crate::sys::errno::get() } else { 0 } {
+        libc::ETIMEDOUT => Err(libc::EAGAIN),
+        libc::EINTR => Err(libc::EINTR),
+        // The futex was woken, or did not hold the ticket.
+        _ => Ok(()),
+    }
+}
+
+unsafe extern "C-unwind" {
+    /// glibc's function, declared as one that may unwind: the thread may have been cancelled before.
+    fn pthread_setcanceltype(kind: c_int, old: *mut c_int) -> c_int;
+}
+
+/// PTHREAD_CANCEL_ASYNCHRONOUS of glibc's `pthread.h`.
+const ASYNCHRONOUS: c_int = 1;
+
+/// FUTEX_WAIT on a word that other processes wake. Returns the system call's result, a negative errno on failure.
+///
+/// The thread can be cancelled meanwhile, as in glibc's own calls: the cancel type is asynchronous around the system
+/// call and nothing else.
+///
+/// A frame of its own, without destructors. The forced unwind may begin at any of its instructions. Rust's personality
+/// routine ends the process if it meets a frame with destructors at an instruction that is no call. Not by libc's
+/// `syscall`, which is a hook.
+///
+/// # Safety
+/// `futex` is readable; `timeout` is null or readable.
+#[inline(never)]
+unsafe extern "C-unwind" fn futex_wait(futex: *const u32, ticket: u32, timeout: *const libc::timespec) -> isize {
+    let mut old = 0;
+    // SAFETY: the type is valid and `old` is writable. The call may unwind, and this frame has no destructors.
+    unsafe { pthread_setcanceltype(ASYNCHRONOUS, &raw mut old) };
+    let result: isize;
+    // SAFETY: futex(2) reads four arguments here, valid by the contract. The kernel changes rax, rcx and r11 only,
+    // which are declared.
+    unsafe {
+        std::arch::asm!(
+            "syscall",
+            inlateout("rax") libc::SYS_futex as isize => result,
+            in("rdi") futex,
+            in("rsi") libc::FUTEX_WAIT,
+            in("rdx") ticket as usize,
+            in("r10") timeout,
+            in("r8") 0usize,
+            in("r9") 0usize,
+            lateout("rcx") _,
+            lateout("r11") _,
+            options(nostack),
+        );
+        pthread_setcanceltype(old, std::ptr::null_mut());
+    }
+    result
+}
+
+/// Sleeps until one of the two fds is readable. Returns true if `bell` is. `Err` is the errno that the call fails with.
+///
+/// The sleep is a ppoll, which the kernel never restarts after a handler. If the sleep has no time-out, the restart
+/// rule of a socket call is applied afterwards.
+pub fn on_two(bell: BorrowedFd<'_>, also: BorrowedFd<'_>, left: Timeout) -> Result<bool, c_int> {
+    use crate::sys::real::Cancellable;
+    let timeout = left.to_timespec();
+    let mut set = [bell, also].map(|fd| libc::pollfd {
+        fd: fd.as_raw_fd(),
+        events: libc::POLLIN,
+        revents: 0,
+    });
+    let thread = rdmasock_core::os::thread::current();
+    let handlers = thread.handlers();
+    // SAFETY: `set` has two entries; the time-out is null, or points into a timespec that outlives the call.
+    let n = crate::signals::jump::outside(|| unsafe {
+        crate::sys::real::ppoll().cancellable()(
+            set.as_mut_ptr(),
+            set.len() as libc::nfds_t,
+            timeout.as_ref().map_or(std::ptr::null(), std::ptr::from_ref),
+            std::ptr::null(),
+        )
+    });
+    match n {
+        0 => Err(libc::EAGAIN),
+        n if n < 0 => {
+            let error = crate::sys::errno::get();
+            // If the library has counted the handler, the caller decides about the restart.
+            let restart =
+                error == libc::EINTR && timeout.is_none() && thread.handlers() == handlers && are_calls_restarted(0);
+            if restart { Ok(false) } else { Err(error) }
+        }
+        _ => Ok(set.first().is_some_and(|bell| bell.revents != 0)),
+    }
+}
+
+/// Whether the kernel would restart a call that these signals have interrupted. `handled` has a bit for each signal
+/// whose handler has run.
+///
+/// If `handled` is 0, the handler was one that the library does not call (`process/sigaction`). Then every handler must
+/// have SA_RESTART. Exempt are signals that the processor raises, which a sleeping thread does not get (Rust's runtime
+/// installs some).
+#[cold]
+pub fn are_calls_restarted(handled: u64) -> bool {
+    const RAISED: [c_int; 6] = [
+        libc::SIGSEGV,
+        libc::SIGBUS,
+        libc::SIGFPE,
+        libc::SIGILL,
+        libc::SIGTRAP,
+        libc::SIGSYS,
+    ];
+    let is_asked = |signal: c_int| match handled {
+        0 => !RAISED.contains(&signal),
+        handled => handled & 1 << (signal - 1) != 0,
+    };
+    (1..=libc::SIGRTMAX()).filter(|signal| is_asked(*signal)).all(|signal| {
+        // SAFETY: all zeroes are a valid value of this plain struct, and the call only fills it.
+        let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+        // SAFETY: `action` is writable, and a null new action changes nothing.
+        let asked = unsafe { libc::sigaction(signal, std::ptr::null(), &raw mut action) };
+        asked != 0
+            || matches!(action.sa_sigaction, libc::SIG_DFL | libc::SIG_IGN)
+            || action.sa_flags & libc::SA_RESTART != 0
+    })
+}
+
+// The entry in `rdmasock stat` for a thread that sleeps until data or space comes over a link.
+
+/// Shows the thread as asleep, until the value is dropped.
+pub struct Record {
+    page: &'static StatsPage,
+    waiter: WaiterId,
+    thread: u32,
+}
+
+impl Record {
+    /// Records that the thread is about to sleep as `waiter` in `call`. `stream`: the slot of the call's stream, if it
+    /// is about one. `unread`: bytes of a sender that its reader has not read.
+    pub fn begin(page: &'static StatsPage, waiter: WaiterId, call: Call, stream: Option<u32>, unread: u64) -> Self {
+        let thread = thread::current().tid();
+        if let Some(sleeper) = page.sleeper(waiter.0) {
+            sleeper.begin(&Asleep {
+                thread,
+                call,
+                stream,
+                since: crate::sys::time::tick(),
+                unread,
+            });
+        }
+        Self { page, waiter, thread }
+    }
+}
+
+impl Drop for Record {
+    fn drop(&mut self) {
+        // A fork may have interrupted the sleep. In the child the record belongs to the parent's thread.
+        let is_ours = thread::current().tid() == self.thread;
+        if is_ours && let Some(sleeper) = self.page.sleeper(self.waiter.0) {
+            sleeper.end(self.thread);
+        }
+    }
+}
+
+// Whether a socket's calls wait, and for how long: O_NONBLOCK, SO_RCVTIMEO and SO_SNDTIMEO.
+//
+// Another process that holds the socket can change these without a hook of this process. So the kernel is asked before
+// a sleep; while this process is the only holder, it is asked only once.
+
+/// Whether a call with these flags returns at once, even if another process changes the socket's O_NONBLOCK. Without
+/// MSG_DONTWAIT it is false for a socket that was passed to another process. Such a socket is not in
+/// [`Stage::Watching`] any more, or has several holders.
+#[inline]
+pub fn is_quick(socket: &Socket, flags: c_int) -> bool {
+    flags & libc::MSG_DONTWAIT != 0
+        || socket.blocking.is_nonblocking()
+            && socket.promotion.stage() == Stage::Watching
+            && !socket.promotion.holders.may_be_several()
+}
+
+/// Returns how long a call may wait now, to receive (`data`) or to send. `None`: the call may not wait.
+pub fn time_of_call(socket: &Socket, data: bool) -> Option<Timeout> {
+    let blocking = &socket.blocking;
+    // Without the lock (in a signal handler above its holder) every value is asked for.
+    let mut unknown = Known::default();
+    let mut guard = blocking.known.lock();
+    let known = guard.as_deref_mut().unwrap_or(&mut unknown);
+    // The counters are read first: a value that changes while the kernel is asked is asked for again next time.
+    let now = (holders::epoch(), blocking.sets.load(Acquire));
+    let is_shared = socket.promotion.holders.may_be_several();
+    if is_shared || known.at != Some(now) {
+        // This lock keeps close() out.
+        let _control = socket.control.lock();
+        if let Some(fd) = socket.numbers.anchor_fd() {
+            let flags = rustix::fs::fcntl_getfl(fd);
+            if flags.is_ok_and(|f| f.contains(rustix::fs::OFlags::NONBLOCK)) {
+                blocking.set_nonblocking(true);
+            }
+            *known = Known {
+                at: (!is_shared).then_some(now),
+                receive: option_timeout(fd, libc::SO_RCVTIMEO),
+                send: option_timeout(fd, libc::SO_SNDTIMEO),
+            };
+        }
+    }
+    if blocking.is_nonblocking() {
+        return None;
+    }
+    Some(match if data { known.receive } else { known.send } {
+        0 => Timeout::Forever,
+        ns => Timeout::Ns(ns),
+    })
+}
+
+/// Returns the value of a time-out option, ns; 0: no bound.
+fn option_timeout(fd: BorrowedFd<'_>, option: c_int) -> u64 {
+    let mut tv = libc::timeval { tv_sec: 0, tv_usec: 0 };
+    let mut len = size_of::<libc::timeval>() as libc::socklen_t;
+    // SAFETY: `tv` is a timeval and `len` is its size; both outlive the call.
+    if !unsafe { sockopt::read(fd.as_raw_fd(), (libc::SOL_SOCKET, option), &raw mut tv, &mut len) } {
+        return 0;
+    }
+    (tv.tv_sec as u64)
+        .saturating_mul(1_000_000_000)
+        .saturating_add(tv.tv_usec as u64 * 1000)
 }

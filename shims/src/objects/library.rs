@@ -4,8 +4,8 @@
 //! parent's and makes its own when it first needs one (`fork`).
 
 use std::net::SocketAddr;
-use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, AtomicU16};
 
 use once_cell::race::{OnceBox, OnceRef};
 use rdmasock_core::ids::InstanceId;
@@ -15,15 +15,12 @@ use rdmasock_core::stats::{Event, Reason, StatsPage};
 use rdmasock_core::stream::handshake::Role;
 use rdmasock_core::stream::policy::Threshold;
 
-use crate::config::arenas::Pieces;
+use crate::config::arenas::{Budget, Pieces};
 use crate::config::config;
 use crate::config::reach::Reach;
 use crate::config::rules::{Decision, Rules};
-use crate::objects::mailbox::Mailbox;
-use crate::objects::offers::Offers;
+use crate::objects::mailbox::{Mailbox, Offers};
 use crate::objects::waiters::Waiters;
-use crate::sys::budget::Budget;
-use crate::sys::kept_on_tcp;
 
 /// The instance of this process.
 pub struct Library {
@@ -122,7 +119,7 @@ impl Library {
 
     /// Keeps all connections on TCP from now on. Connections that are on links stay there.
     pub fn keep_on_tcp(reason: Reason) {
-        kept_on_tcp::begin(reason);
+        begin(reason);
         if let Some(library) = Self::current() {
             library.stats.set_kept_on_tcp(reason);
         }
@@ -188,7 +185,7 @@ impl Library {
         };
         match rules.decide(&self.program, local, peer, direction) {
             Decision::Leave => Some(Reason::Rule),
-            Decision::Accelerate => kept_on_tcp::reason(),
+            Decision::Accelerate => reason(),
         }
     }
 
@@ -256,4 +253,24 @@ pub fn random_u64() -> u64 {
         Ok(8) => u64::from_ne_bytes(bytes),
         _ => crate::sys::time::now_ns().wrapping_mul(0x9e37_79b9_7f4a_7c15),
     }
+}
+
+// The reason that keeps all further connections of this process on TCP: the process has done something after which a
+// link cannot serve them. This file does not keep a single connection there, has no rules, and does not bring
+// connections back that have left TCP (`pass`).
+
+/// The first reason, as its code; [`Reason::None`] means there is none. A fork child inherits the reason, which holds
+/// for it too.
+static REASON: AtomicU16 = AtomicU16::new(Reason::None as u16);
+
+/// Returns why no connection may leave TCP any more; `None` if connections may.
+pub fn reason() -> Option<Reason> {
+    Reason::try_from(REASON.load(SeqCst))
+        .ok()
+        .filter(|reason| *reason != Reason::None)
+}
+
+/// Keeps connections on TCP from now on. Connections on a link stay there. Only the first reason is recorded.
+pub fn begin(reason: Reason) {
+    let _ = REASON.compare_exchange(Reason::None as u16, reason as u16, SeqCst, SeqCst);
 }

@@ -2,32 +2,22 @@
 //! has the link's memory, and gets most calls.
 //!
 //! Link objects are never freed. A link that is down and has no streams or producers left becomes another link
-//! (`life`). A stream, a producer or a [`Pin`](held::Pin) keeps the object the same link. A call that holds a bare
+//! (`life`). A stream, a producer or a [`Pin`](Pin) keeps the object the same link. A call that holds a bare
 //! pointer, to wake a waiter, may wake a waiter of another link.
 
-mod bounds;
-pub mod held;
-pub mod life;
-mod local_peer;
-mod looks;
-mod news;
-mod remote;
-pub mod up;
-mod watchers;
-
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::ptr::null_mut;
 use std::sync::Arc;
-use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64};
 
 use crossbeam_utils::CachePadded;
-use local_peer::LocalPeer;
-pub use local_peer::Refused;
-pub use news::News;
-use rdmasock_core::fabric::layout::{MAX_STREAMS, Region};
+use rdmasock_core::fabric::layout::{MAX_RING_LOG2, MAX_STREAMS, MIN_RING_LOG2, READY_QUEUES, Region};
 use rdmasock_core::fabric::link::{LinkEnd, NoProducer, OpenError, Opened, SendError};
-use rdmasock_core::fabric::ring::{Consumer, Producer, TouchedArea, Wake};
+use rdmasock_core::fabric::ring::{Allowance, Consumer, Producer, TouchedArea, Wake};
 use rdmasock_core::fabric::shm;
+use rdmasock_core::fabric::shm::Memory;
 use rdmasock_core::fabric::waiter::WaiterId;
 use rdmasock_core::ids::{InstanceId, Vqpn};
 use rdmasock_core::lock::Lock;
@@ -36,13 +26,17 @@ use rdmasock_core::os::doorbell::Doorbell;
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::sparse::Sparse;
 use rdmasock_core::stats::{LinkStats, Path, Reason};
-use rdmasock_core::wire::{Message, RingOffer};
-pub use remote::sleepers::{Maintained, Poller, StandBy, Turn};
-pub use remote::{Remote, has_few_addresses};
-pub use watchers::Watch;
+use rdmasock_core::sync::Presence;
+use rdmasock_core::wire::{Introduction, LinkAddress, LinkOffer, Message, RingOffer};
 
+use crate::config::config;
+use crate::config::verbs::Pair;
 use crate::objects::library::Library;
+use crate::objects::local_link::LocalPeer;
+pub use crate::objects::local_link::Refused;
 use crate::objects::mailbox::Command;
+use crate::objects::remote_link::Terms;
+pub use crate::objects::remote_link::{Maintained, Poller, Remote, StandBy, Turn, has_few_addresses};
 use crate::objects::waiters::SERVICE;
 
 /// Time after which a button that the peer has not kept is sent again, ns.
@@ -98,7 +92,7 @@ pub struct Link {
     serial: AtomicU64,
     end: AnyEnd,
     alive: AtomicBool,
-    /// Number of streams, producers and [`Pin`](held::Pin)s of this end, or [`OVER`].
+    /// Number of streams, producers and [`Pin`](Pin)s of this end, or [`OVER`].
     pins: AtomicU32,
     announced: Lock<Vec<Announced>>,
     /// A bit for each of the first 64 waiters that has a doorbell in `announced`; these are the epoll sets with ready
@@ -111,7 +105,7 @@ pub struct Link {
     touched: Lock<Option<Arc<TouchedArea>>>,
     /// Counts of the checks that the peer has caused, see [`Self::judge`]. All threads write them, so they lie on other
     /// cache lines than the fields that all threads only read.
-    looks: CachePadded<looks::Looks>,
+    looks: CachePadded<Looks>,
     /// The link's sockets have been asked to leave it because of those checks.
     pub is_left: AtomicBool,
     /// By this end's vQPN: the slot of its socket, plus one.
@@ -512,3 +506,679 @@ impl Link {
 
 #[cfg(test)]
 mod tests;
+
+// The life of link objects: an object becomes a link, and becomes another one when nothing of the first is left. The
+// other files have a link's work in between.
+
+/// The link object that was made last; the objects form a list.
+static LAST: AtomicPtr<Link> = AtomicPtr::new(null_mut());
+
+/// Objects that are no link now, for reuse.
+static FREE: Lock<Vec<&'static Link>> = Lock::new(Vec::new());
+
+/// The identity of a link.
+pub struct Identity {
+    /// The index in the library's list and in the statistics.
+    pub slot: u32,
+    /// The instance at the other end.
+    pub peer: InstanceId,
+    /// Its counters.
+    pub stats: Option<&'static LinkStats>,
+}
+
+impl Link {
+    /// Makes a link within the host, over the memory from the handshake, still without a side channel. `None` if the
+    /// memory cannot be mapped, by this process's limits or because of what the peer has sent.
+    pub fn new(identity: Identity, memory: &Memory<'_>) -> Option<&'static Self> {
+        let recycled = take_free(|link| !link.is_remote());
+        let link = match recycled {
+            Some(link) => link,
+            None => Self::blank()?,
+        };
+        let AnyEnd::Shm(end) = &link.end else {
+            return None;
+        };
+        if let Err(error) = end.show(memory) {
+            tracing::debug!(target: "rdmasock::link", %error, "no memory for a link");
+            if end.is_usable() {
+                put_free(link);
+            }
+            return None;
+        }
+        link.begin(identity);
+        Some(link)
+    }
+
+    /// Sets the side channel, before any other thread has the link.
+    pub fn attach(&self, channel: Channel) {
+        if let Some(local_peer) = self.local_peer() {
+            local_peer.begin(self.slot(), channel);
+        }
+    }
+
+    /// Makes a link to another host, over a connected queue pair. `None` without memory for it. `other` is the other
+    /// end's introduction. `dialled` has the addresses from which and to which this end has connected, if it has.
+    pub fn between_hosts(
+        identity: Identity,
+        pair: Pair,
+        arena_bytes: u64,
+        other: &Introduction,
+        dialled: Option<(IpAddr, SocketAddr)>,
+    ) -> Option<&'static Self> {
+        let info = pair.info().ok()?;
+        let terms = Terms::of(&pair, arena_bytes, other);
+        let link = match take_free(|link| link.remote().is_some_and(|remote| remote.fits(&terms))) {
+            Some(link) if link.remote()?.renew(&pair) => link,
+            Some(link) => {
+                put_free(link);
+                return None;
+            }
+            None => Self::leak(AnyEnd::Verbs(Box::new(Remote::new(pair, terms)?))),
+        };
+        link.remote()?.begin(&info, dialled);
+        link.begin(identity);
+        Some(link)
+    }
+
+    /// Returns a new object for links within the host, which is no link yet.
+    fn blank() -> Option<&'static Self> {
+        // SAFETY: the object and its end are leaked below, so no cursor outlives the end. `Link::producer` gives out
+        // one producer at a time for each vQPN of the peer.
+        let end = unsafe { shm::End::blank(LocalPeer::new()) }.ok()?;
+        Some(Self::leak(AnyEnd::Shm(end)))
+    }
+
+    fn leak(end: AnyEnd) -> &'static Self {
+        let link: &'static Self = Box::leak(Box::new(Self {
+            slot: AtomicU32::new(0),
+            peer: [const { AtomicU64::new(0) }; 2],
+            serial: AtomicU64::new(0),
+            end,
+            alive: AtomicBool::new(false),
+            pins: AtomicU32::new(OVER),
+            announced: Lock::new(Vec::new()),
+            has_bell: AtomicU64::new(0),
+            peers_max_ring: AtomicU64::new(u64::MAX),
+            touched: Lock::new(None),
+            looks: CachePadded::default(),
+            is_left: AtomicBool::new(false),
+            sockets: Sparse::new(),
+            taken: Sparse::new(),
+            count: AtomicU32::new(0),
+            stats: AtomicPtr::new(null_mut()),
+            next: AtomicPtr::new(null_mut()),
+        }));
+        let me = std::ptr::from_ref(link).cast_mut();
+        let mut last = LAST.load(Acquire);
+        loop {
+            link.next.store(last, Relaxed);
+            match LAST.compare_exchange(last, me, AcqRel, Acquire) {
+                Ok(_) => return link,
+                Err(other) => last = other,
+            }
+        }
+    }
+
+    /// Turns the object into the link `identity`. No thread has pinned the object, and what a thread does with a stale
+    /// pointer without a pin is harmless.
+    fn begin(&self, identity: Identity) {
+        static SERIALS: AtomicU64 = AtomicU64::new(0);
+        self.serial.store(SERIALS.fetch_add(1, Relaxed), Release);
+        self.slot.store(identity.slot, Release);
+        let halves = identity.peer.as_bytes().as_chunks().0;
+        for (word, half) in self.peer.iter().zip(halves) {
+            word.store(u64::from_ne_bytes(*half), Release);
+        }
+        // The peer's value follows by `on_geometry`.
+        self.peers_max_ring.store(u64::MAX, Relaxed);
+        self.looks.reset();
+        self.is_left.store(false, Relaxed);
+        let stats = identity.stats.map_or(null_mut(), |s| std::ptr::from_ref(s).cast_mut());
+        self.stats.store(stats, Release);
+        self.alive.store(true, SeqCst);
+        self.pins.store(0, SeqCst);
+    }
+
+    /// Gives up a link that is down, whose channel is [closed](Self::close_channel) and that no stream uses any more:
+    /// its memory and the object. False if that is not possible yet.
+    pub fn release(&'static self) -> bool {
+        match self.pins.compare_exchange(0, OVER, AcqRel, Acquire) {
+            Ok(_) => {}
+            // The last try failed because a thread was about to leave the link.
+            Err(OVER) if self.is_remote() => {}
+            Err(_) => return false,
+        }
+        if self
+            .remote()
+            .is_some_and(|remote| !remote.retire() || !remote.release())
+        {
+            return false;
+        }
+        let slot = self.slot();
+        let had_stats = !self.stats.swap(null_mut(), AcqRel).is_null();
+        match &self.end {
+            AnyEnd::Verbs(_) => put_free(self),
+            AnyEnd::Shm(end) => {
+                if let Some(mut touched) = self.touched.lock() {
+                    *touched = None;
+                }
+                // SAFETY: no cursor is left. Streams and producers pin the link until they have given up their cursors,
+                // and the exchange above has found no pin.
+                unsafe { end.release() };
+                if end.is_usable() {
+                    put_free(self);
+                }
+            }
+        }
+        if had_stats {
+            Library::get().stats.close_link(slot);
+        }
+        true
+    }
+}
+
+/// Takes an object for which `fits` holds from those that are no link now; `None` if there is none.
+fn take_free(fits: impl Fn(&Link) -> bool) -> Option<&'static Link> {
+    let mut free = FREE.lock()?;
+    let at = free.iter().position(|link| fits(link))?;
+    Some(free.swap_remove(at))
+}
+
+/// Keeps an object that is no link now for reuse.
+fn put_free(link: &'static Link) {
+    if let Some(mut free) = FREE.lock() {
+        free.push(link);
+    }
+}
+
+/// Gives up all links in a fork child: they are the parent's, and their memory is not mapped.
+///
+/// # Safety
+/// The caller is the only thread.
+pub unsafe fn after_fork() {
+    let mut next = LAST.swap(null_mut(), AcqRel);
+    // SAFETY: null, or an object that is never freed.
+    while let Some(link) = unsafe { next.as_ref() } {
+        // A signal handler may have forked in the middle of a call, which then goes on in the child.
+        if let AnyEnd::Shm(end) = &link.end {
+            end.after_fork();
+            end.outside().after_fork();
+        }
+        next = link.next.load(Acquire);
+    }
+    // SAFETY: by the contract, no other thread uses the lock. The vectors are leaked and not read, since a thread of the
+    // parent may have been changing it.
+    unsafe {
+        std::mem::forget(std::mem::take(UP.get_unlocked()));
+        UP.reset();
+        std::mem::forget(std::mem::take(FREE.get_unlocked()));
+        FREE.reset();
+    }
+}
+
+// Guards that keep a link object the same link. [`Pin`] keeps the object alone. [`Held`] also keeps the rings of a
+// stream of this end. The rings stay mapped, and no other stream gets them, even after both ends have left the stream.
+// Neither guard reads or writes the rings.
+
+/// A pin of a link: its object does not become another link until this is dropped.
+pub struct Pin(&'static Link);
+
+impl Pin {
+    /// Pins the link; `None` if the link is over.
+    pub fn new(link: &'static Link) -> Option<Self> {
+        link.pin().then_some(Self(link))
+    }
+
+    /// Returns the link.
+    pub fn link(&self) -> &'static Link {
+        self.0
+    }
+}
+
+impl Drop for Pin {
+    fn drop(&mut self) {
+        self.0.unpin();
+    }
+}
+
+/// A hold on the rings of a stream, which ends when this is dropped.
+pub struct Held {
+    pin: Pin,
+    mine: Vqpn,
+}
+
+impl Held {
+    /// Holds the rings of this end's stream `mine`, which this end has not closed. `None` if the link is over.
+    pub fn new(link: &'static Link, mine: Vqpn) -> Option<Self> {
+        let pin = Pin::new(link)?;
+        link.hold(mine);
+        Some(Self { pin, mine })
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.pin.link().let_go(self.mine);
+    }
+}
+
+// Bounds on what a peer can make this process spend on a link: memory by the rings that it offers, time by the streams
+// that it queues. The bound on its buttons is in `local_peer`.
+
+/// The size of a peer's data area that this end writes into is at most this many of the largest rings. For each of the
+/// peer's streams: its ring, the ring before, and twice as much for the gaps between them; and some for all streams.
+const RINGS_A_STREAM: u64 = 4;
+const RINGS: u64 = 4;
+
+impl Link {
+    /// Sets the peer's geometry: the size of the largest ring that it writes into, and the size of its data area. This
+    /// end uses that area only as far as the peer's streams need. To be called before the first stream.
+    pub fn on_geometry(&self, max_ring: u64, data_bytes: u64) {
+        let max_ring = max_ring.clamp(1 << MIN_RING_LOG2, 1 << MAX_RING_LOG2);
+        let max_ring = 1 << max_ring.ilog2();
+        self.peers_max_ring.store(max_ring, Release);
+        if let Some(mut touched) = self.touched.lock() {
+            *touched = Some(Arc::new(TouchedArea::new(data_bytes)));
+        }
+    }
+
+    /// Returns the size of the largest ring that this end receives in, bytes.
+    pub fn max_ring(&self) -> u64 {
+        let ours = config().ring_max.bytes();
+        ours.min(self.peers_max_ring.load(Acquire))
+    }
+
+    /// Returns the allowance by which this end adopts rings that the peer offers to one more stream.
+    pub(super) fn allowance(&self) -> Allowance {
+        let touched = self.touched.lock();
+        let Some(touched) = touched.as_ref().and_then(|touched| touched.as_ref()) else {
+            return Allowance::default();
+        };
+        let largest = config().ring_max.bytes();
+        let rings = RINGS + RINGS_A_STREAM * u64::from(self.streams() + 1);
+        touched.allow(rings.saturating_mul(largest));
+        Allowance::new(largest.ilog2() as u8, Arc::clone(touched))
+    }
+
+    /// Counts a check of a stream that the peer may have queued; `found` if the stream was ready. A peer that queues
+    /// unready streams again and again keeps this process's threads awake. If nearly all checks find nothing, and there
+    /// are many, the service thread checks whether bytes move on the link.
+    #[inline]
+    pub fn judge(&self, found: bool) {
+        if found {
+            self.looks.found.bump();
+        } else if self.looks.vain.bump().is_multiple_of(MOST_VAIN) {
+            self.on_many_vain();
+        }
+    }
+
+    #[cold]
+    fn on_many_vain(&self) {
+        if self.looks.are_noise(crate::sys::time::now_ns()) && !self.is_remote() {
+            Library::get().service.submit(Command::Vain(self.slot()));
+        }
+    }
+
+    /// Returns whether hardly a byte has moved on the link since the last call. `moved` is the sum of its streams'
+    /// positions, bytes. Service thread only.
+    ///
+    /// The counts of [`Self::judge`] alone do not say that. If several threads check for the same bytes, all but one
+    /// find nothing. And threads that block in a receive do not count what they find.
+    pub fn is_idle(&self, moved: u64) -> bool {
+        let before = self.looks.moved.swap(moved, Relaxed);
+        moved.wrapping_sub(before) < u64::from(MOST_VAIN)
+    }
+}
+
+// The list of links that are up, and the offers by which a further link is made.
+
+/// How long a cookie of this instance may be presented, ns.
+const COOKIE_LIFE: u64 = 40_000_000_000;
+
+static UP: Lock<Vec<&'static Link>> = Lock::new(Vec::new());
+
+/// Adds the link to the list.
+pub fn add(link: &'static Link) {
+    if let Some(mut up) = UP.lock() {
+        up.push(link);
+    }
+}
+
+/// Removes the link from the list.
+pub fn remove(link: &'static Link) {
+    if let Some(mut up) = UP.lock() {
+        up.retain(|l| !std::ptr::eq(*l, link));
+    }
+}
+
+/// Returns all links that are up.
+pub fn all() -> Vec<&'static Link> {
+    UP.lock().map(|up| up.clone()).unwrap_or_default()
+}
+
+/// Returns the live link to this instance; `None` if there is none.
+pub fn to(peer: &InstanceId) -> Option<&'static Link> {
+    let up = UP.lock()?;
+    up.iter().copied().find(|l| l.peer() == *peer && l.is_alive())
+}
+
+/// Makes a one-time offer of a link for the instance `peer`. `local` is given if the peer is on another host: the
+/// address by which it has reached this host. `None` if there is a link already, or none can be offered.
+pub fn offer(peer: InstanceId, local: Option<IpAddr>) -> Option<LinkOffer> {
+    if to(&peer).is_some() {
+        return None;
+    }
+    let library = Library::get();
+    let address = match local {
+        Some(local) => LinkAddress::Verbs(library.offers.place_at(local)?),
+        None => LinkAddress::Shm,
+    };
+    let cookie = library.offers.make(peer, COOKIE_LIFE)?;
+    Some(LinkOffer { address, cookie })
+}
+
+// The epoll sets whose kernel's sets have the completion descriptor of a link to another host, and whether threads
+// sleep on them ([`Watchers`]). A set may have hundreds of such links, so its thread does not notify each link of its
+// sleep. Instead it counts itself in a word of the set ([`Watch`]), which the service thread reads.
+//
+// A thread that is about to sleep counts itself in, and then checks whether the service thread was subscribed to links
+// again ([`Mailbox::taken_back`]). The service thread uses the reverse order.
+//
+// [`Mailbox::taken_back`]: crate::objects::mailbox::Mailbox::taken_back
+
+/// Counts the threads that sleep on an epoll set.
+#[derive(Default)]
+pub struct Watch {
+    asleep: Presence,
+    /// Number of sleeps that have begun; wraps.
+    sleeps: AtomicU32,
+}
+
+impl Watch {
+    /// Counts in a thread that is about to sleep. The thread then checks once more for reasons not to sleep.
+    pub fn enter(&self) {
+        self.asleep.enter();
+        self.sleeps.fetch_add(1, Relaxed);
+    }
+
+    /// Counts out a thread that is awake. True if no other thread sleeps on the set.
+    pub fn leave(&self) -> bool {
+        self.asleep.leave()
+    }
+
+    /// Resets the count in a fork child, where no thread sleeps.
+    pub fn reset(&self) {
+        self.asleep.reset();
+    }
+}
+
+/// The epoll sets that have one link's completion descriptor.
+pub struct Watchers {
+    all: Lock<Vec<&'static Watch>>,
+    count: AtomicU32,
+}
+
+impl Watchers {
+    pub fn new() -> Self {
+        Self {
+            all: Lock::new(Vec::new()),
+            count: AtomicU32::new(0),
+        }
+    }
+
+    /// Adds an epoll set, whose kernel's set has the descriptor from now on.
+    pub fn add(&self, watch: &'static Watch) {
+        self.change(|all| all.push(watch));
+    }
+
+    /// Removes an epoll set, whose kernel's set has the descriptor no longer.
+    pub fn remove(&self, watch: &'static Watch) {
+        self.change(|all| all.retain(|one| !std::ptr::eq(*one, watch)));
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Vec<&'static Watch>)) {
+        if let Some(mut all) = self.all.lock() {
+            change(&mut all);
+            self.count.store(all.len() as u32, Release);
+        }
+    }
+
+    /// Returns the number of epoll sets.
+    pub fn count(&self) -> u32 {
+        self.count.load(Acquire)
+    }
+
+    /// Returns whether a thread sleeps on one of them; true also if that is not known.
+    pub fn is_any_asleep(&self) -> bool {
+        self.count() > 0
+            && self
+                .all
+                .lock()
+                .is_none_or(|all| all.iter().any(|w| !w.asleep.is_empty()))
+    }
+
+    /// Returns a number that changes whenever a thread goes to sleep on one of them.
+    pub fn sleeps(&self) -> u32 {
+        let all = self.all.lock();
+        let each = |all: &Vec<&Watch>| {
+            all.iter()
+                .fold(0, |sum: u32, w| sum.wrapping_add(w.sleeps.load(Relaxed)))
+        };
+        all.map_or(0, |all| each(&all))
+    }
+}
+
+// The state that an epoll set checks of each of its links to other hosts before each sleep. The states of all links
+// lie side by side, so that hundreds of links take a few cache lines, and not several each.
+
+/// The state of one link.
+#[derive(Default)]
+pub struct News {
+    /// A bit for each waiter whose ready queue may have an entry.
+    queued: AtomicU64,
+    /// Whether the queue pair is armed, see [`End::is_armed`](rdmasock_core::fabric::remote::End::is_armed).
+    armed: AtomicBool,
+}
+
+const _: () = assert!(READY_QUEUES == u64::BITS);
+
+fn bit(waiter: WaiterId) -> u64 {
+    1_u64.checked_shl(waiter.0.into()).unwrap_or(0)
+}
+
+impl News {
+    /// Resets the state for another link: no queue has an entry, and nothing is armed.
+    pub fn reset(&self) {
+        self.queued.store(0, SeqCst);
+        self.armed.store(false, SeqCst);
+    }
+
+    pub fn armed(&self) -> &AtomicBool {
+        &self.armed
+    }
+
+    /// Returns the value of [`End::is_armed`](rdmasock_core::fabric::remote::End::is_armed).
+    pub fn is_armed(&self) -> bool {
+        self.armed.load(Acquire)
+    }
+
+    /// Notes that the waiter's ready queue got an entry. The caller checks next whether the waiter sleeps. A thread
+    /// that goes to sleep says so before it [checks the queue](Self::is_queued). So one of the two sees the other.
+    pub fn on_queued(&self, waiter: WaiterId) {
+        self.queued.fetch_or(bit(waiter), SeqCst);
+    }
+
+    /// Returns whether the waiter's ready queue may have an entry.
+    pub fn is_queued(&self, waiter: WaiterId) -> bool {
+        self.queued.load(SeqCst) & bit(waiter) != 0
+    }
+
+    /// Notes that all entries of the waiter's ready queue are about to be taken out.
+    pub fn on_take(&self, waiter: WaiterId) {
+        if self.queued.load(Relaxed) & bit(waiter) != 0 {
+            self.queued.fetch_and(!bit(waiter), SeqCst);
+        }
+    }
+}
+
+/// Number of states made at a time. A state is never freed, as its link is not.
+const AT_A_TIME: usize = 64;
+
+/// The unused states among those that were made last.
+static FREE_NEWS: Lock<&'static [News]> = Lock::new(&[]);
+
+/// Returns a state for a link object that is made.
+pub fn new() -> &'static News {
+    let mut free = FREE_NEWS.lock();
+    if let Some(first) = free.as_mut().and_then(|free| free.split_off_first()) {
+        return first;
+    }
+    let made: &'static [News; AT_A_TIME] = Box::leak(Box::new(std::array::from_fn(|_| News::default())));
+    let [first, rest @ ..] = made;
+    // If a thread of the parent held the lock at the fork, the rest is not used.
+    if let Some(free) = free.as_mut() {
+        **free = rest;
+    }
+    first
+}
+
+#[cfg(test)]
+mod news_tests {
+    use super::*;
+
+    #[test]
+    fn each_is_its_own_and_those_made_together_lie_together() {
+        let all: Vec<_> = (0..2 * AT_A_TIME).map(|_| new()).collect();
+        for (at, news) in all.iter().enumerate() {
+            assert!(!news.armed().swap(true, Relaxed), "{at}");
+        }
+        let next = |pair: &&[&'static News]| matches!(pair, [a, b] if a.armed.as_ptr().addr() + size_of::<News>() == b.armed.as_ptr().addr());
+        let together = all.windows(2).filter(next).count();
+        assert!(together >= 2 * AT_A_TIME - 4, "{together}");
+    }
+
+    #[test]
+    fn a_waiter_hears_of_its_own_alone() {
+        let (news, [first, last]) = (News::default(), [0, 63].map(WaiterId));
+        news.on_queued(first);
+        news.on_queued(last);
+        news.on_take(first);
+        assert!(news.is_queued(last) && !news.is_queued(first));
+        // This waiter has no ready queue.
+        news.on_queued(WaiterId(64));
+        assert!(!news.is_queued(WaiterId(64)) && !news.is_queued(first));
+    }
+}
+
+// Counts the checks that a peer causes. Nearly all of them are to find something.
+
+/// Checks in vain after which the service thread is asked about the peer.
+pub const MOST_VAIN: u32 = 8192;
+/// A check that finds something makes up for this many checks in vain.
+const VAIN_A_FIND: u32 = 256;
+/// `MOST_VAIN` checks in vain that take longer than this do no harm, ns.
+const FAST: u64 = 10_000_000_000;
+
+/// The counts of a link's checks, and their values at the last question.
+#[derive(Default)]
+pub struct Looks {
+    pub vain: Counter,
+    pub found: Counter,
+    vain_before: AtomicU32,
+    found_before: AtomicU32,
+    /// Time of the last question, monotonic ns.
+    at: AtomicU64,
+    /// Sum of the streams' positions at the last question, bytes.
+    pub moved: AtomicU64,
+}
+
+impl Looks {
+    /// Resets the counts for another peer.
+    pub fn reset(&self) {
+        let Self {
+            vain,
+            found,
+            vain_before,
+            found_before,
+            at,
+            moved,
+        } = self;
+        for count in [&vain.0, &found.0, vain_before, found_before] {
+            count.store(0, Relaxed);
+        }
+        at.store(0, Relaxed);
+        moved.store(0, Relaxed);
+    }
+
+    /// Returns whether nearly all checks since the last question were in vain, and came fast. `now` in monotonic ns.
+    pub fn are_noise(&self, now: u64) -> bool {
+        let since = |count: &Counter, before: &AtomicU32| {
+            let count = count.get();
+            count.wrapping_sub(before.swap(count, Relaxed))
+        };
+        let vain = since(&self.vain, &self.vain_before);
+        let found = since(&self.found, &self.found_before);
+        let is_fast = now.wrapping_sub(self.at.swap(now, Relaxed)) < FAST;
+        // A thread that was slow to write its count has turned the count back. The difference is then small, or so
+        // large that it looks like a wrap.
+        let is_whole = (MOST_VAIN / 2..2 * MOST_VAIN).contains(&vain);
+        is_whole && is_fast && found < vain / VAIN_A_FIND
+    }
+}
+
+/// A counter that several threads may count too low: an exact one would cost more than it is worth.
+#[derive(Default)]
+pub struct Counter(AtomicU32);
+
+impl Counter {
+    #[inline]
+    pub fn bump(&self) -> u32 {
+        let n = self.get().wrapping_add(1);
+        self.0.store(n, Relaxed);
+        n
+    }
+
+    fn get(&self) -> u32 {
+        self.0.load(Relaxed)
+    }
+}
+
+#[cfg(test)]
+mod looks_tests {
+    use super::*;
+
+    /// Returns whether checks that come every `pause` ns are ever noise, if each `find_every`th of them finds
+    /// something.
+    fn is_noise(find_every: u32, pause: u64) -> bool {
+        let looks = Looks::default();
+        let mut now = 1 << 40;
+        (1..200_000).any(|n| {
+            now += pause;
+            if n % find_every == 0 {
+                looks.found.bump();
+                return false;
+            }
+            looks.vain.bump().is_multiple_of(MOST_VAIN) && looks.are_noise(now)
+        })
+    }
+
+    #[test]
+    fn looks_in_vain_are_noise_if_they_are_many_and_fast_and_hardly_anything_is_found() {
+        assert!(is_noise(u32::MAX, 1_000));
+        assert!(is_noise(1_000, 1_000));
+        assert!(!is_noise(100, 1_000), "something is found");
+        assert!(!is_noise(2, 10), "an event loop looks again at what it has reported");
+        assert!(!is_noise(u32::MAX, 2_000_000), "they cost nothing");
+    }
+
+    #[test]
+    fn a_question_that_is_asked_twice_is_answered_once() {
+        let looks = Looks::default();
+        assert!((1..=MOST_VAIN).all(|_| looks.vain.bump() > 0));
+        looks.are_noise(1 << 40);
+        assert!(!looks.are_noise((1 << 40) + 1));
+        looks.vain.0.fetch_sub(1, Relaxed);
+        looks.vain.bump();
+        assert!(!looks.are_noise((1 << 40) + 2));
+    }
+}

@@ -3,21 +3,22 @@
 //! mailbox is given the functions that start and wake the thread ([`Thread`]). The mailbox also says whether the thread
 //! runs, and has the epoll set that the thread sleeps on.
 
-mod command;
-mod queue;
-
 use std::collections::VecDeque;
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Release};
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize};
 
-pub use command::{Command, Ref};
-use queue::Queue;
+use rdmasock_core::ids::{Cookie, InstanceId};
+use rdmasock_core::lock::Lock;
 use rdmasock_core::os::privatefd::PrivateFd;
+use rdmasock_core::stream::connection::{Awaited, Task};
 use rdmasock_core::sync::{Published, Request};
+use rdmasock_core::wire::LinkOffer;
 use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
+use crate::config::verbs::{Dialled, Pair};
 use crate::signals::handler;
 use crate::sys::time::now_ns;
 
@@ -209,4 +210,283 @@ mod tests {
             mailbox.retry_at.store(0, Release);
         }
     }
+}
+
+// The commands for the service thread, and how they name a connection.
+
+/// Names a connection as it was when the command was made. The object may have become another connection by the time
+/// the service thread reads it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Ref {
+    /// The slot of its object.
+    pub slot: u32,
+    /// The generation of the object, which changes with each connection that it becomes.
+    pub generation: u64,
+}
+
+/// A request of a call to the service thread. A link is named by its slot or serial.
+pub enum Command {
+    /// Ask the peer for a promotion: the connection has reached the threshold (connector).
+    Promote(Ref),
+    /// Do a task that the connection itself asks for.
+    Do(Ref, Task),
+    /// Answer the ASK that waited for the program's first use of the connection, or for its close.
+    Used(Ref),
+    /// Record this instance as the holder of the connection: several processes accept on its listener's name.
+    Hold(Ref),
+    /// Find or make a link to the instance, by the peer's offer if there is one: a handshake needs it.
+    NeedLink(Ref, InstanceId, Option<LinkOffer>),
+    /// The thread that connects to another host's instance has ended with this result.
+    Dialled(InstanceId, Result<Dialled, Errno>),
+    /// Make a bulk queue pair: a call wants direct transfers on the link.
+    WantBulk(u32),
+    /// The thread that connects a bulk queue pair, for the link with this serial, has ended with this result.
+    BulkDialled(u64, Result<Pair, Errno>),
+    /// Send the queued messages when the link's side channel has room again.
+    AwaitRoom(u32),
+    /// Break the link off: its peer does not read its messages.
+    Overfull(u32),
+    /// Take the link of the socket's stream down: the peer broke the protocol in the stream's memory.
+    Violation(Ref),
+    /// Free the links that are down and have lost their last pin.
+    FreeLinks,
+    /// Check whether bytes move on the link: the checks that its peer caused found almost nothing.
+    Vain(u32),
+    /// Answer on the names of all listeners: one has accepted its first connection in this process.
+    Listen,
+    /// Keep the anchor of a connection that was closed in the middle of a promotion, until the peer's marker or end has
+    /// come.
+    Linger(Remains),
+    /// Shrink rings when they are idle, and read the memory limits again: a ring has grown, or was refused memory.
+    Grown,
+    /// Ask for a larger ring if the reader stands still: a sender finds no room.
+    Blocked(Ref),
+    /// Watch how long the reader takes nothing: a sender finds no room, and `TCP_USER_TIMEOUT` bounds its wait.
+    Standing(Ref),
+    /// Check the fd of the anchor, which seems to stand for another file.
+    Lost(Ref),
+    /// Send the held-back wake-ups after a delay.
+    DelayedWakes,
+    /// Maintain the links to other hosts after a delay.
+    Maintain,
+}
+
+// The commands that calls leave to the service thread, in order. [`Queue::push`] never waits and takes no lock, since
+// it may run in a signal handler that has interrupted another `push`. The service thread alone takes commands out,
+// always all of them.
+
+struct Node {
+    command: Command,
+    before: *mut Node,
+}
+
+/// A queue of commands. The caller of [`Self::push`] checks next whether the thread sleeps. The thread, about to sleep,
+/// checks whether a command was added. [`Published`] makes one of them see the other.
+#[derive(Default)]
+pub struct Queue {
+    /// The node that was added last; null if the queue is empty.
+    last: Published<AtomicPtr<Node>>,
+}
+
+impl Queue {
+    pub fn push(&self, command: Command) {
+        let mut before = std::ptr::null_mut();
+        let node = Box::into_raw(Box::new(Node { command, before }));
+        while let Err(now) = self.last.exchange(before, node) {
+            before = now;
+            // SAFETY: the exchange has failed, so the node is not in the queue, and this call alone has it.
+            unsafe { (*node).before = before };
+        }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.last.look().is_null()
+    }
+
+    /// Moves all commands to the end of `to`, the oldest first.
+    pub fn take_all(&self, to: &mut VecDeque<Command>) {
+        let begin = to.len();
+        let mut next = self.last.take();
+        while !next.is_null() {
+            // SAFETY: `push` has made each node by `Box::into_raw`. `take` has removed the whole chain from the queue,
+            // so no other call frees it.
+            let node = unsafe { *Box::from_raw(next) };
+            next = node.before;
+            to.insert(begin, node.command);
+        }
+    }
+}
+
+impl Drop for Queue {
+    fn drop(&mut self) {
+        self.take_all(&mut VecDeque::new());
+    }
+}
+
+#[cfg(test)]
+mod queue_tests {
+    use rdmasock_core::ids::InstanceId;
+    use rustix::io::Errno;
+
+    use super::*;
+
+    #[test]
+    fn what_threads_add_comes_in_each_ones_order() {
+        const EACH: u64 = 1000;
+        let queue = Queue::default();
+        let command = |from: u64, i: u64| {
+            let mut id = [0; 16];
+            id[..8].copy_from_slice(&from.to_le_bytes());
+            id[8..].copy_from_slice(&i.to_le_bytes());
+            Command::Dialled(InstanceId::from_bytes(id), Err(Errno::IO))
+        };
+        let mut got = VecDeque::new();
+        std::thread::scope(|s| {
+            for from in 0..3 {
+                let queue = &queue;
+                s.spawn(move || (0..EACH).for_each(|i| queue.push(command(from, i))));
+            }
+            while got.len() < 3 * EACH as usize {
+                queue.take_all(&mut got);
+            }
+        });
+        assert!(queue.is_empty());
+        let mut next = [0; 3];
+        for command in got {
+            let Command::Dialled(id, _) = command else {
+                panic!("another command");
+            };
+            let (from, i) = id.as_bytes().split_at(8);
+            let at = usize::from(from[0]);
+            assert_eq!(i, u64::to_le_bytes(next[at]));
+            next[at] += 1;
+        }
+    }
+}
+
+// Links that other instances may ask for. Calls of the program write down one-time offers, and the service thread
+// redeems them. Also the addresses at which other hosts can present their offers.
+
+struct Offer {
+    cookie: Cookie,
+    /// The instance that may present the offer.
+    peer: InstanceId,
+    /// When the offer expires, monotonic ns.
+    until: u64,
+}
+
+/// The open offers and the addresses for them. There are as many offers as links are being made.
+pub struct Offers {
+    made: Lock<Vec<Offer>>,
+    /// Addresses at which other hosts can make links to this one.
+    pub places: Lock<Vec<SocketAddr>>,
+}
+
+impl Offers {
+    /// Returns an empty list.
+    pub const fn new() -> Self {
+        Self {
+            made: Lock::new(Vec::new()),
+            places: Lock::new(Vec::new()),
+        }
+    }
+
+    /// Makes an offer for `peer` that expires after `life` ns, and returns its cookie. `None` if the kernel gives no
+    /// random bytes, or in a signal handler that has interrupted another use of the list.
+    pub fn make(&self, peer: InstanceId, life: u64) -> Option<Cookie> {
+        let cookie = Cookie::random().ok()?;
+        let until = now_ns() + life;
+        self.made.lock()?.push(Offer { cookie, peer, until });
+        Some(cookie)
+    }
+
+    /// Returns whether `cookie` is valid: made for `peer`, not expired, not yet redeemed.
+    pub fn has(&self, cookie: &Cookie, peer: &InstanceId) -> bool {
+        self.position(cookie, peer, |_, _| ())
+    }
+
+    /// Redeems a cookie, which is then no longer valid. False if it was not valid.
+    pub fn redeem(&self, cookie: &Cookie, peer: &InstanceId) -> bool {
+        self.position(cookie, peer, |offers, at| {
+            offers.swap_remove(at);
+        })
+    }
+
+    /// Returns the address and port at which links can be made at the local address `local`; `None` if there is none.
+    pub fn place_at(&self, local: IpAddr) -> Option<SocketAddr> {
+        let places = self.places.lock()?;
+        places.iter().find(|a| a.ip() == local).copied()
+    }
+
+    fn position(&self, cookie: &Cookie, peer: &InstanceId, found: impl FnOnce(&mut Vec<Offer>, usize)) -> bool {
+        let Some(mut offers) = self.made.lock() else {
+            return false;
+        };
+        let now = now_ns();
+        offers.retain(|o| o.until > now);
+        let at = offers.iter().position(|o| o.peer == *peer && o.cookie.matches(cookie));
+        at.map(|at| found(&mut offers, at)).is_some()
+    }
+}
+
+#[cfg(test)]
+mod offers_tests {
+    use super::*;
+
+    #[test]
+    fn an_offer_is_good_once_for_whom_it_was_made_in_time() {
+        let offers = Offers::new();
+        let [mine, other] = [1, 2].map(|n| InstanceId::from_bytes([n; 16]));
+        let cookie = offers.make(mine, u64::MAX / 2).unwrap();
+        let late = offers.make(mine, 0).unwrap();
+        assert!(!offers.has(&late, &mine) && !offers.redeem(&late, &mine));
+        assert!(!offers.has(&cookie, &other) && !offers.redeem(&cookie, &other));
+        assert!(offers.has(&cookie, &mine) && offers.redeem(&cookie, &mine));
+        assert!(!offers.has(&cookie, &mine) && !offers.redeem(&cookie, &mine));
+    }
+}
+
+// The rest of a connection that the program has closed too early for TCP. Bytes or markers still have to go out before
+// its FIN, or markers still have to come in. The service thread finishes the connection (`service::linger`). The end
+// of the process waits a moment for it.
+
+static COUNT: AtomicUsize = AtomicUsize::new(0);
+
+/// The rest of one connection.
+pub struct Remains {
+    /// A copy of the kernel's socket, which is closed when this value is dropped.
+    pub fd: PrivateFd,
+    /// The markers that may still come.
+    pub awaited: Option<Awaited>,
+    /// The bytes that are still to be sent.
+    pub unsent: Vec<u8>,
+}
+
+impl Remains {
+    /// Counts and returns the rest of a connection that is being closed.
+    pub fn new(fd: PrivateFd, awaited: Option<Awaited>, unsent: Vec<u8>) -> Self {
+        COUNT.fetch_add(1, AcqRel);
+        Self { fd, awaited, unsent }
+    }
+
+    /// Returns whether the awaited markers have to come before this end's FIN.
+    pub fn ends_last(&self) -> bool {
+        self.awaited.as_ref().is_some_and(|awaited| awaited.precede_end)
+    }
+}
+
+impl Drop for Remains {
+    fn drop(&mut self) {
+        let _ = COUNT.fetch_update(AcqRel, Acquire, |n| n.checked_sub(1));
+    }
+}
+
+/// Returns whether this process has any.
+pub fn are_any() -> bool {
+    COUNT.load(Acquire) != 0
+}
+
+/// Sets the count to 0 in a fork child, which has none.
+pub fn after_fork() {
+    COUNT.store(0, Release);
 }

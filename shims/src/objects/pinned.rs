@@ -7,10 +7,10 @@ use rdmasock_core::fabric::remote::qp::{Key, QueuePair, Region, Role};
 use rdmasock_core::os::thread;
 use rdmasock_core::stats::Event;
 
-use crate::config::arenas::{self, Kept, Known};
+use crate::config::arenas;
+use crate::config::arenas::{Budget, Kept, Known};
 use crate::objects::library::Library;
 use crate::objects::link::Remote;
-use crate::sys::budget::{self, Budget};
 use crate::sys::time::now_ns;
 
 /// How long a registration lasts.
@@ -77,7 +77,7 @@ impl Pinned {
     /// # Safety
     /// The contract of [`Self::new`], and the caller holds the queue pair.
     unsafe fn own(remote: &'static Remote, memory: *mut u8, len: usize, least: usize, role: Role) -> Option<Self> {
-        let (len, cost) = take_or_make_room(|budget| budget.take(len, least, budget::limit()), len)?;
+        let (len, cost) = take_or_make_room(|budget| budget.take(len, least, arenas::limit()), len)?;
         let begun = now_ns();
         // SAFETY: by the contract, the memory is the program's until the value is dropped, which ends the registration.
         let Ok(region) = (unsafe { remote.end().qp().register(memory, len, role) }) else {
@@ -186,7 +186,7 @@ fn key_of(remote: &'static Remote, kept: &Kept) -> Option<Key> {
     stats.count(event);
     known.or_else(|| {
         let (_, bytes) = kept.memory();
-        let cost = take_or_make_room(|budget| budget.take_pages(bytes as u64, budget::limit()), bytes)?;
+        let cost = take_or_make_room(|budget| budget.take_pages(bytes as u64, arenas::limit()), bytes)?;
         let (key, is_new) = tell_device(remote, kept, cost)?;
         stats.count_many(Event::AllocKept, if is_new { cost } else { 0 });
         Some(key)
@@ -198,7 +198,7 @@ fn key_of(remote: &'static Remote, kept: &Kept) -> Option<Key> {
 fn take_or_make_room<T>(take: impl Fn(&Budget) -> Option<T>, bytes: usize) -> Option<T> {
     let library = Library::get();
     take(&library.pinned).or_else(|| {
-        let free = library.arenas.make_room(bytes as u64 + 2 * budget::PAGE);
+        let free = library.arenas.make_room(bytes as u64 + 2 * arenas::PAGE);
         library.free_kept(free);
         if free > 0 { take(&library.pinned) } else { None }
     })

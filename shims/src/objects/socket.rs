@@ -4,45 +4,35 @@
 //! `rx`, `tx`. No thread blocks under any of these locks, or takes an epoll set's lock while it holds a lock of a
 //! socket.
 
-mod attempts;
-pub(crate) mod blocking;
-pub mod direct;
-mod numbers;
-mod options;
-mod pace;
-mod promotion;
-mod told;
-
 use std::ffi::c_int;
 use std::ops::Deref;
-use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, fence};
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU8, AtomicU32, AtomicU64, fence};
 
-use blocking::Blocking;
-use numbers::Numbers;
-pub use numbers::closed;
-use options::Options;
-use pace::Pace;
-use promotion::Promotion;
-pub use promotion::Stage;
 use rdmasock_core::fabric::waiter::WaiterId;
 use rdmasock_core::ids::{Tuple, Vqpn};
 use rdmasock_core::lock::Lock;
 use rdmasock_core::os::thread;
-use rdmasock_core::stats::{Direction, Reason, StatsPage, StreamInfo};
-use rdmasock_core::stream::connection::{self, Connection, ConnectionOf};
+use rdmasock_core::stats::{Direction, Path, Reason, StatsPage, StreamInfo, StreamStats, Why};
+use rdmasock_core::stream::connection;
+use rdmasock_core::stream::connection::{Connection, ConnectionOf};
 use rdmasock_core::stream::handshake::Role;
 pub use rdmasock_core::stream::mode::{Mode, Receiving, Sending};
+use rdmasock_core::stream::policy::Progress;
 use rdmasock_core::sync::Published;
 use smallvec::SmallVec;
-use told::Told;
 
 use crate::config::spin::Spinner;
-use crate::objects::link::Link;
-use crate::objects::link::held::Held;
+use crate::objects::holders::Holders;
+use crate::objects::link::{Held, Link};
+use crate::objects::listener::Listener;
 use crate::objects::mailbox::Ref;
-use crate::sys::identity::Seen;
-use crate::sys::keepalive::Keepalive;
+use crate::sys::identity::{Cookie, Seen};
+use crate::sys::sockopt;
+use crate::sys::sockopt::Keepalive;
+use crate::sys::tcp_info::Ledger;
+use crate::sys::time::now_ns;
 
 /// The sending direction's state in core's connection, with [`TxOwn`] of this process.
 pub type Tx = connection::TxOf<Socket>;
@@ -72,7 +62,7 @@ pub struct TxOwn {
     /// When an fd was last seen to stand for the socket (`identity`).
     pub seen: Seen,
     /// Whether direct transfers pay.
-    pub direct: direct::Sends,
+    pub direct: Sends,
 }
 
 /// State of this process for the receiving direction.
@@ -91,7 +81,7 @@ pub struct RxOwn {
     /// The [tick](crate::sys::time::tick) of the last bytes taken from the link.
     pub last: u64,
     /// Whether direct transfers pay, and whether a call waits for one.
-    pub direct: direct::Receives,
+    pub direct: Receives,
     /// The bytes in a ring that the program has been shown.
     pub view: Option<View>,
 }
@@ -391,7 +381,7 @@ impl Socket {
             tx.own.last = 0;
             tx.own.blocked = false;
             tx.own.timed = false;
-            tx.own.direct = direct::Sends::default();
+            tx.own.direct = Sends::default();
             tx.own.seen.forget();
         }
         if let Some(mut rx) = socket.rx.lock() {
@@ -546,4 +536,810 @@ pub fn tuple_of(socket: &'static Socket) -> Option<Tuple> {
         Role::Acceptor => Tuple::new(peer, local),
     };
     Some(tuple.at(crate::sys::sockopt::namespace(fd), crate::sys::sockopt::device(fd)?))
+}
+
+// Whether a connection is promoted, or may be, and the state on which that decision depends.
+
+/// Whether the socket may be promoted.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u8)]
+pub enum Stage {
+    /// Not connected yet, or not checked yet.
+    New = 0,
+    /// Plain TCP below the threshold.
+    Watching = 1,
+    /// A promotion is under way, or done.
+    Busy = 2,
+    /// Stays on TCP for good, once the way back to TCP has ended.
+    Pinned = 3,
+    /// Stays on TCP for good, and no byte of the library's was ever in it: all its calls go to the kernel.
+    Plain = 4,
+}
+
+impl Stage {
+    fn of(code: u8) -> Self {
+        match code {
+            0 => Self::New,
+            1 => Self::Watching,
+            2 => Self::Busy,
+            4 => Self::Plain,
+            _ => Self::Pinned,
+        }
+    }
+}
+
+/// The state of a connection's promotion.
+pub struct Promotion {
+    stage: AtomicU8,
+    role: AtomicU8,
+    /// How much the connection has carried, compared with the threshold.
+    pub progress: Progress,
+    /// Attempts so far, and when the next one may begin.
+    pub attempts: Attempts,
+    /// Which processes hold the socket.
+    pub holders: Holders,
+    /// The listener that the connection was accepted on.
+    listener: AtomicPtr<Listener>,
+    /// The connector has asked, and the answer waits for this process's first use of the connection.
+    pub asked: AtomicBool,
+    /// In a fork child: this instance has taken the connection into its statistics.
+    pub adopted: AtomicBool,
+}
+
+impl Promotion {
+    /// Returns the state of a connection that was not checked yet.
+    pub fn new() -> Self {
+        Self {
+            stage: AtomicU8::new(Stage::New as u8),
+            role: AtomicU8::new(0),
+            progress: Progress::default(),
+            attempts: Attempts::default(),
+            holders: Holders::default(),
+            listener: AtomicPtr::new(std::ptr::null_mut()),
+            asked: AtomicBool::new(false),
+            adopted: AtomicBool::new(false),
+        }
+    }
+
+    /// Resets the state for a new connection. The caller alone has it.
+    pub fn reset(&self) {
+        self.stage.store(Stage::New as u8, Relaxed);
+        self.progress.reset();
+        self.attempts.reset();
+        self.holders.reset();
+        self.listener.store(std::ptr::null_mut(), Relaxed);
+        self.asked.store(false, Relaxed);
+        self.adopted.store(false, Relaxed);
+    }
+
+    /// Returns the stage.
+    #[inline]
+    pub fn stage(&self) -> Stage {
+        Stage::of(self.stage.load(Acquire))
+    }
+
+    /// Sets the stage.
+    pub fn set_stage(&self, stage: Stage) {
+        self.stage.store(stage as u8, Release);
+    }
+
+    /// Sets the stage if it is `from`. True if it was `from`.
+    pub fn exchange_stage(&self, from: Stage, to: Stage) -> bool {
+        let (from, to) = (from as u8, to as u8);
+        self.stage.compare_exchange(from, to, AcqRel, Acquire).is_ok()
+    }
+
+    /// Notes that the connection is on TCP after a failure. It may be promoted again after a pause, which doubles with
+    /// each failure.
+    pub fn retry_later(&self) {
+        self.attempts.on_failure();
+        self.set_stage(Stage::Watching);
+    }
+
+    /// Returns which end of the connection this is.
+    pub fn role(&self) -> Role {
+        if self.role.load(Relaxed) == 0 {
+            Role::Connector
+        } else {
+            Role::Acceptor
+        }
+    }
+
+    /// Notes that this end has connected.
+    pub fn set_connector(&self) {
+        self.role.store(0, Relaxed);
+    }
+
+    /// Notes that this end was accepted, on `listener` if that is known.
+    pub fn set_acceptor(&self, listener: Option<&'static Listener>) {
+        self.role.store(1, Relaxed);
+        if let Some(listener) = listener {
+            self.listener.store(std::ptr::from_ref(listener).cast_mut(), Relaxed);
+        }
+    }
+
+    /// Returns the listener that the connection was accepted on; `None` if there is none, or it is not known.
+    pub fn listener(&self) -> Option<&'static Listener> {
+        // SAFETY: null, or a listener, which is never freed.
+        unsafe { self.listener.load(Relaxed).as_ref() }
+    }
+
+    /// Returns [`Self::listener`] and removes it.
+    pub fn take_listener(&self) -> Option<&'static Listener> {
+        // SAFETY: null, or a listener, which is never freed.
+        unsafe { self.listener.swap(std::ptr::null_mut(), Relaxed).as_ref() }
+    }
+}
+
+// How often promotions of a connection were attempted, and when the next attempt may begin.
+
+/// Pause after the first failure, ns, and how many times later failures double it: up to four minutes.
+const RETRY_AFTER: u64 = 1_000_000_000;
+const RETRY_DOUBLINGS: u32 = 8;
+/// Time without a failure, counted from the end of the last pause, after which the pause starts small again, ns.
+const FORGIVEN_AFTER: u64 = 60_000_000_000;
+
+/// The attempts to promote one connection.
+#[derive(Default)]
+pub struct Attempts {
+    /// Earliest time of the next attempt, monotonic ns; 0: at any time.
+    retry_at: AtomicU64,
+    /// Attempts since the connection was last promoted.
+    tries: AtomicU32,
+    /// Recent attempts that failed after they had begun, and recent failures of links under the connection.
+    failures: AtomicU32,
+}
+
+impl Attempts {
+    /// Resets the counts for a new connection.
+    pub fn reset(&self) {
+        self.retry_at.store(0, Relaxed);
+        self.tries.store(0, Relaxed);
+        self.failures.store(0, Relaxed);
+    }
+
+    /// Returns whether it is too early for another attempt.
+    pub fn is_early(&self) -> bool {
+        let retry_at = self.retry_at.load(Relaxed);
+        retry_at != 0 && now_ns() < retry_at
+    }
+
+    /// Puts the next attempt off by `pause` ns from now.
+    pub fn put_off(&self, pause: u64) {
+        self.retry_at.store(now_ns() + pause, Relaxed);
+    }
+
+    /// Returns whether there was no attempt since the connection was made or last promoted.
+    pub fn is_first(&self) -> bool {
+        self.tries.load(Relaxed) == 0
+    }
+
+    /// Counts one more attempt. Returns the number of attempts before it.
+    pub fn count(&self) -> u32 {
+        self.tries.fetch_add(1, Relaxed)
+    }
+
+    /// Notes that the connection is promoted.
+    pub fn on_promoted(&self) {
+        self.tries.store(0, Relaxed);
+    }
+
+    /// Returns whether an attempt or link has failed lately.
+    pub fn have_failed(&self) -> bool {
+        self.failures.load(Relaxed) > 0
+    }
+
+    /// Counts a failure and puts the next attempt off, for a pause that doubles with each failure.
+    pub fn on_failure(&self) {
+        let now = now_ns();
+        if now.saturating_sub(self.retry_at.load(Relaxed)) > FORGIVEN_AFTER {
+            self.failures.store(0, Relaxed);
+        }
+        let failures = self.failures.fetch_add(1, Relaxed).min(RETRY_DOUBLINGS);
+        self.retry_at.store(now + (RETRY_AFTER << failures), Relaxed);
+    }
+
+    /// Returns for how long the next attempt is put off, ns.
+    #[cfg(test)]
+    pub fn pause(&self) -> u64 {
+        self.retry_at.load(Relaxed).saturating_sub(now_ns())
+    }
+}
+
+// Whether the calls of a socket wait, and for how long, as far as this process knows: O_NONBLOCK, SO_RCVTIMEO and
+// SO_SNDTIMEO. The kernel is asked in `notify/blocking.rs`.
+
+/// O_NONBLOCK and the timeouts of a socket, as far as this process knows.
+pub struct Blocking {
+    /// O_NONBLOCK as this process last saw it.
+    nonblocking: AtomicBool,
+    /// A hook has seen the program ask for the socket's readiness: by epoll, poll or select.
+    polled: AtomicBool,
+    /// Number of times that the program has set one of the timeouts.
+    pub sets: AtomicU32,
+    pub known: Lock<Known>,
+}
+
+/// The timeouts that the kernel has reported.
+#[derive(Default)]
+pub struct Known {
+    /// The epoch of forks and the value of `sets` when the kernel was asked; `None` if it has to be asked.
+    pub at: Option<(u32, u32)>,
+    /// SO_RCVTIMEO and SO_SNDTIMEO in ns; 0: no timeout.
+    pub receive: u64,
+    pub send: u64,
+}
+
+impl Blocking {
+    pub const fn new() -> Self {
+        Self {
+            nonblocking: AtomicBool::new(false),
+            polled: AtomicBool::new(false),
+            sets: AtomicU32::new(0),
+            known: Lock::new(Known {
+                at: None,
+                receive: 0,
+                send: 0,
+            }),
+        }
+    }
+
+    /// Resets the values for a new socket.
+    pub fn reset(&self, nonblocking: bool) {
+        self.set_nonblocking(nonblocking);
+        self.polled.store(false, Relaxed);
+        self.sets.fetch_add(1, Release);
+    }
+
+    /// Forgets the timeouts of the same socket in a fork child.
+    ///
+    /// # Safety
+    /// The caller is the only thread.
+    pub unsafe fn after_fork(&self) {
+        // SAFETY: by the contract, no other thread uses the lock.
+        unsafe {
+            *self.known.get_unlocked() = Known::default();
+            self.known.reset();
+        }
+    }
+
+    /// Notes that the program has set or cleared O_NONBLOCK.
+    pub fn set_nonblocking(&self, on: bool) {
+        self.nonblocking.store(on, Relaxed);
+    }
+
+    /// Returns O_NONBLOCK as this process last saw it.
+    pub fn is_nonblocking(&self) -> bool {
+        self.nonblocking.load(Relaxed)
+    }
+
+    /// Notes that the program asks for the socket's readiness in a call that has a hook.
+    #[inline]
+    pub fn set_polled(&self) {
+        if !self.polled.load(Relaxed) {
+            self.polled.store(true, Relaxed);
+        }
+    }
+
+    /// Returns whether the socket is non-blocking, and no hook has seen the program ask for its readiness. Such a
+    /// program may ask by inline system calls (`rustix`), which report the readiness of the TCP socket alone.
+    pub fn is_polled_unseen(&self) -> bool {
+        self.is_nonblocking() && !self.polled.load(Relaxed)
+    }
+
+    /// Notes that the program has set a socket option. A timeout is then asked of the kernel again.
+    pub fn on_set(&self, level: c_int, name: c_int) {
+        /// SO_RCVTIMEO_NEW and SO_SNDTIMEO_NEW, for a 64-bit time_t on 32-bit machines (linux/socket.h). Every kernel
+        /// takes them.
+        const NEW: [c_int; 2] = [66, 67];
+        if level == libc::SOL_SOCKET && (name == libc::SO_RCVTIMEO || name == libc::SO_SNDTIMEO || NEW.contains(&name))
+        {
+            self.sets.fetch_add(1, Release);
+        }
+    }
+}
+
+// Whether a direction of a stream between hosts is worth a direct transfer, by the results of its last ones.
+//
+// A receive that advertises its buffer to the peer pays for that even if the peer does not use it. A send that waits
+// for a reader with a buffer waits in vain if there is none. After the first failure, each further failure in a row
+// doubles the number of calls that do not try. A try is allowed earlier if a reader has advertised a buffer meanwhile,
+// or if `LONGEST` has passed, so that tries cost next to nothing. The logic is pure: the caller passes the time.
+//
+// The size from which a direct transfer is worth it at all is in `ways.rs`.
+
+/// A read of at least this fraction of the least direct transfer (1/4) still belongs to a bulk transfer.
+const LARGE: usize = 4;
+/// The longest pause after failures: 2^(`MOST` - 1) calls, or `LONGEST` ns. A try in vain takes some ms.
+const MOST: u8 = 8;
+const LONGEST: u64 = 1_000_000_000;
+
+/// The results of direct transfers in the receiving direction.
+#[derive(Default)]
+pub struct Receives {
+    /// A call waits with a buffer that the peer knows: the next bytes that the ring counts may lie in that buffer.
+    pub is_waiting: bool,
+    /// Bytes that direct transfers have received.
+    pub bytes: u64,
+    last_read: usize,
+    /// Tries to receive with an advertised buffer.
+    tries: Tries,
+}
+
+impl Receives {
+    /// Notes that a call has read `bytes` bytes.
+    pub fn on_read(&mut self, bytes: usize) {
+        self.last_read = bytes;
+    }
+
+    /// Returns whether a call that is about to wait is to advertise its buffer to the peer, if `least` bytes are worth
+    /// a direct transfer. With a size that the user has fixed (`is_fixed`), earlier failures do not count.
+    pub fn may_try(&mut self, least: usize, is_fixed: bool, now: u64) -> bool {
+        let is_bulk = self.last_read >= least / LARGE && !self.is_waiting;
+        is_bulk && (is_fixed || self.tries.may_try(false, now))
+    }
+
+    /// Notes that the wait has ended with `bytes` bytes in the buffer.
+    pub fn on_landed(&mut self, bytes: usize, now: u64) {
+        self.is_waiting = false;
+        self.tries.on_tried(bytes > 0, now);
+        if bytes > 0 {
+            self.last_read = bytes;
+        }
+    }
+}
+
+/// The results of tries. A try that fails costs time.
+#[derive(Default)]
+struct Tries {
+    /// Failures in a row, at most `MOST`.
+    misses: u8,
+    /// Calls that may not try yet, and until when at most, monotonic ns.
+    pause: u16,
+    until: u64,
+}
+
+impl Tries {
+    fn may_try(&mut self, is_new: bool, now: u64) -> bool {
+        let may = self.pause == 0 || is_new || now >= self.until;
+        self.pause = self.pause.saturating_sub(1);
+        may
+    }
+
+    fn on_tried(&mut self, has_helped: bool, now: u64) {
+        self.until = now + LONGEST;
+        self.misses = if has_helped { 0 } else { (self.misses + 1).min(MOST) };
+        // The first failure causes no pause: a reader that is only late comes a moment later.
+        self.pause = if self.misses > 1 { 1 << (self.misses - 1) } else { 0 };
+    }
+}
+
+/// The results of direct transfers in the sending direction.
+#[derive(Default)]
+pub struct Sends {
+    /// Tries to find a reader with a buffer, and tries to lend memory to the reader's device.
+    to_readers: Tries,
+    to_devices: Tries,
+    /// Number of buffers that readers had advertised at the last question.
+    adverts: u32,
+    /// Bytes that direct transfers have sent.
+    pub bytes: u64,
+}
+
+impl Sends {
+    /// Returns whether a large send is to wait for a reader with a buffer. `adverts` is the number of buffers that
+    /// readers have advertised so far.
+    pub fn may_try(&mut self, adverts: u32, now: u64) -> bool {
+        let is_new = std::mem::replace(&mut self.adverts, adverts) != adverts;
+        self.to_readers.may_try(is_new, now)
+    }
+
+    /// Returns whether the last reader that a send waited for came.
+    pub fn goes_well(&self) -> bool {
+        self.to_readers.misses == 0
+    }
+
+    /// Notes whether a reader with a buffer came.
+    pub fn on_tried(&mut self, is_there: bool, now: u64) {
+        self.to_readers.on_tried(is_there, now);
+    }
+
+    /// Returns whether a large send is to lend its memory to the reader's device.
+    pub fn may_lend(&mut self, now: u64) -> bool {
+        self.to_devices.may_try(false, now)
+    }
+
+    /// Notes whether the reader's device has read most of the lent memory in time.
+    pub fn on_lent(&mut self, is_most: bool, now: u64) {
+        self.to_devices.on_tried(is_most, now);
+    }
+}
+
+#[cfg(test)]
+mod direct_tests {
+    use super::*;
+
+    #[test]
+    fn failures_in_a_row_are_tried_less_and_less_often_and_a_success_makes_up_for_them() {
+        let mut sends = Sends::default();
+        let mut tries = |calls: u32, success: bool| {
+            let mut tried = 0;
+            for _ in 0..calls {
+                if sends.may_try(7, 0) {
+                    tried += 1;
+                    sends.on_tried(success, 0);
+                }
+            }
+            tried
+        };
+        assert_eq!(tries(10, true), 10);
+        let few = tries(1000, false);
+        assert!((8..20).contains(&few), "{few}");
+        assert!(tries(200, true) > 50);
+        assert_eq!(tries(10, true), 10);
+    }
+
+    #[test]
+    fn a_reader_that_has_told_of_a_buffer_is_tried_at_once() {
+        let mut sends = Sends::default();
+        for _ in 0..5 {
+            sends.on_tried(false, 0);
+        }
+        let mut may_try = |adverts| sends.may_try(adverts, 0);
+        assert!(may_try(1) && !may_try(1) && may_try(2) && !may_try(2));
+        // The pause for readers does not apply to lending.
+        assert!(sends.may_lend(0));
+        for _ in 0..5 {
+            sends.on_lent(false, 0);
+        }
+        assert!(!sends.may_lend(0));
+    }
+
+    #[test]
+    fn who_sends_now_and_then_tries_again_after_a_while() {
+        let mut sends = Sends::default();
+        let mut tried = 0;
+        for second in 0..60 {
+            for piece in 0..10 {
+                let now = second * LONGEST + piece * 1000;
+                if sends.may_lend(now) {
+                    tried += 1;
+                    sends.on_lent(false, now);
+                }
+            }
+        }
+        assert!((60..100).contains(&tried), "{tried}");
+    }
+
+    #[test]
+    fn only_bulk_is_worth_it() {
+        let mut receives = Receives::default();
+        assert!(!receives.may_try(4096, false, 0));
+        receives.on_read(1024);
+        assert!(receives.may_try(4096, false, 0));
+        receives.on_landed(4096, 0);
+        assert!(receives.may_try(4096, false, 0));
+        receives.on_read(64);
+        assert!(!receives.may_try(4096, false, 0));
+    }
+
+    #[test]
+    fn receive_whose_sender_writes_nothing_is_rarely_posted() {
+        let mut receives = Receives::default();
+        receives.on_read(4096);
+        let posted = (0..1000).filter(|_| {
+            let may = receives.may_try(4096, false, 0);
+            if may {
+                receives.on_landed(0, 0);
+            }
+            may
+        });
+        assert!((8..20).contains(&posted.count()));
+    }
+}
+
+// Which fds stand for a connection, or have stood for it, and the kernel's socket behind them.
+
+/// How the fds that stood for a socket were closed.
+pub mod closed {
+    /// An fd is open; or the object is not in use.
+    pub const OPEN: u8 = 0;
+    /// The program has closed the last fd, and calls that began before have not returned. Until then the connection
+    /// stays as it is.
+    pub const HELD: u8 = 1;
+    /// The last fd was closed where no hook saw it, and calls that began before have not returned. There is no anchor
+    /// any more.
+    pub const LOST: u8 = 2;
+}
+
+/// The fds of one connection.
+pub struct Numbers {
+    /// An fd of the socket, -1 when all are closed. It is a hidden fd of the library's if the connection lives on after
+    /// the program's close, for its last bytes.
+    pub fd: AtomicI32,
+    /// The kernel's socket behind them.
+    pub cookie: Cookie,
+    /// When the kernel's socket was last seen behind an fd, for calls that take no direction's lock.
+    pub seen: Seen,
+    /// The fd that the program is closing and that stands for a dead socket already, or -1. It counts as the
+    /// connection's until the table has removed it.
+    pub hidden: AtomicI32,
+    /// How the fds were closed ([`closed`]).
+    pub closed: Published<AtomicU8>,
+    /// A signal handler closed fds while it had interrupted a use of the object.
+    pub orphaned: AtomicBool,
+    /// The program has closed all fds; the connection lives on until the peer has all bytes.
+    pub left_behind: AtomicBool,
+}
+
+impl Numbers {
+    /// Returns a record without fds.
+    pub fn new() -> Self {
+        Self {
+            fd: AtomicI32::new(-1),
+            cookie: Cookie::default(),
+            seen: Seen::default(),
+            hidden: AtomicI32::new(-1),
+            closed: Published::from(closed::OPEN),
+            orphaned: AtomicBool::new(false),
+            left_behind: AtomicBool::new(false),
+        }
+    }
+
+    /// Resets the record for a new connection, which `fd` stands for, if it is not negative. The caller alone has it.
+    pub fn reset(&self, fd: c_int) {
+        self.closed.reset(closed::OPEN);
+        self.hidden.store(-1, Relaxed);
+        self.orphaned.store(false, Relaxed);
+        // SAFETY: the fd comes from the program's call that has just made it or that uses it, and is open meanwhile.
+        match (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) }) {
+            Some(fd) => {
+                self.cookie.record(fd);
+                // `record` has asked the kernel. So a short connection need not ask again in its few calls.
+                self.seen.note(fd.as_raw_fd());
+            }
+            None => {
+                self.cookie.clear();
+                self.seen.forget();
+            }
+        }
+        self.fd.store(fd, Release);
+    }
+
+    /// Returns the anchor, for a system call that does not block. The caller holds one of the socket's locks, so that
+    /// the fd cannot be closed and reused meanwhile. `None` if no fd is left, or the fd was closed unseen and reused.
+    pub fn anchor_fd(&self) -> Option<BorrowedFd<'static>> {
+        let fd = self.fd.load(Acquire);
+        // SAFETY: the caller holds a lock that `close` takes, so the fd stays open. An fd that was closed past the
+        // hooks is only asked for the socket behind it.
+        let fd = (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) })?;
+        self.cookie.is_behind(fd).then_some(fd)
+    }
+
+    /// Asks the kernel whether `fd` stands for the connection.
+    pub fn is_behind(&self, fd: c_int) -> bool {
+        // SAFETY: the fd is only asked for the socket behind it, which is harmless for any number.
+        let is_it = || self.cookie.is_behind(unsafe { BorrowedFd::borrow_raw(fd) });
+        fd >= 0 && (self.hidden.load(Acquire) == fd || is_it())
+    }
+
+    /// Returns whether `fd` stands for the connection. Asks the kernel unless it was asked at the same
+    /// [tick](crate::sys::time::tick), which the caller has just read. The result is recorded only after the kernel's
+    /// answer: other calls that rely on the record would go on before it.
+    #[inline]
+    pub fn is_seen(&self, fd: c_int, tick: u64) -> bool {
+        if self.seen.is_at(fd, tick) {
+            return true;
+        }
+        let is_it = self.is_behind(fd);
+        if is_it {
+            self.seen.note_at(fd, tick);
+        }
+        is_it
+    }
+
+    /// Returns whether no fd stands for the connection any more.
+    #[inline]
+    pub fn is_closed(&self) -> bool {
+        self.closed.look() != closed::OPEN
+    }
+
+    /// Returns whether an fd still stands for the connection, by an answer of the kernel's that is at most a tick old.
+    #[inline]
+    pub fn is_alive(&self) -> bool {
+        self.is_seen(self.fd.load(Acquire), crate::sys::time::tick())
+    }
+}
+
+// Socket options that the program has set and that change what a link does.
+
+/// The options of one socket.
+#[derive(Default)]
+pub struct Options {
+    /// TCP_CORK.
+    pub corked: AtomicBool,
+    /// TCP_USER_TIMEOUT, ms; 0: no timeout.
+    pub user_timeout: AtomicU32,
+    /// TCP_INQ.
+    pub tells_more: AtomicBool,
+    /// Whether SO_TIMESTAMP or a similar option is set: 0 not known yet, 1 no, 2 yes.
+    stamps: AtomicU8,
+}
+
+impl Options {
+    /// Resets the options for a new connection.
+    pub fn reset(&self) {
+        self.corked.store(false, Relaxed);
+        self.user_timeout.store(0, Relaxed);
+        self.tells_more.store(false, Relaxed);
+        self.forget_stamps();
+    }
+
+    /// Forgets whether SO_TIMESTAMP or a similar option is set, since the program has set one. The next receive that
+    /// depends on it asks the kernel.
+    pub fn forget_stamps(&self) {
+        self.stamps.store(0, Relaxed);
+    }
+
+    /// Returns whether receives report when data came. Asks the kernel once.
+    pub fn stamps(&self, fd: BorrowedFd<'_>) -> bool {
+        let mut known = self.stamps.load(Relaxed);
+        if known == 0 {
+            known = 1 + u8::from(sockopt::stamps(fd));
+            self.stamps.store(known, Relaxed);
+        }
+        known == 2
+    }
+}
+
+// Lets a reader that keeps up with a writer of small messages check its ring a little less often.
+//
+// Each check takes the cache lines of the ring's tail and of the payload away from the writer. The writer then pays
+// two cache misses for the next message. If the checks are several misses apart, the writer sends many messages for
+// those two misses. The reader waits only if no program can be waiting for its answer: it has sent nothing during its
+// last `KEEPS_UP` checks.
+
+/// The reader keeps up after this many checks in a row that each found at most `LITTLE` bytes.
+const KEEPS_UP: u8 = 16;
+/// Bytes above which a check found enough to be late enough.
+const LITTLE: u64 = 256;
+/// How the reader of one direction has kept up lately.
+#[derive(Default)]
+pub struct Pace {
+    /// Checks in a row that found at most `LITTLE` bytes, while nothing was sent in the other direction.
+    kept_up: u8,
+    /// Bytes read since the last check began.
+    found: u64,
+    /// Bytes sent in the other direction up to the last check.
+    sent: u64,
+}
+
+impl Pace {
+    /// Notes that `got` bytes were read and `left` are known to be unread, when `sent` bytes were sent in the other
+    /// direction. True if the reader is to wait before its next check.
+    #[inline]
+    pub fn on_read(&mut self, got: u64, left: u64, sent: u64) -> bool {
+        self.found = self.found.saturating_add(got);
+        if left > 0 {
+            return false;
+        }
+        let is_stream = std::mem::replace(&mut self.sent, sent) == sent;
+        let is_little = std::mem::take(&mut self.found) <= LITTLE;
+        self.kept_up = if is_stream && is_little {
+            self.kept_up.saturating_add(1)
+        } else {
+            0
+        };
+        self.kept_up >= KEEPS_UP
+    }
+}
+
+#[cfg(test)]
+mod pace_tests {
+    use super::*;
+
+    fn reads(pace: &mut Pace, times: u8, got: u64) -> bool {
+        (0..times).fold(false, |_, _| pace.on_read(got, 0, 7))
+    }
+
+    #[test]
+    fn only_a_row_of_small_looks_puts_the_next_off() {
+        let mut pace = Pace::default();
+        assert!(!reads(&mut pace, KEEPS_UP, 8), "the first follows a send");
+        assert!(reads(&mut pace, 1, 8));
+        assert!(!reads(&mut pace, 1, LITTLE + 1), "found much");
+        assert!(!reads(&mut pace, KEEPS_UP - 1, 8));
+        assert!(reads(&mut pace, 1, 8));
+    }
+
+    #[test]
+    fn what_one_look_has_found_is_read_without_a_rest() {
+        let mut pace = Pace::default();
+        reads(&mut pace, KEEPS_UP, 8);
+        assert!(!pace.on_read(8, 16, 7));
+        assert!(!pace.on_read(8, 8, 7));
+        assert!(pace.on_read(8, 0, 7));
+        assert!(!pace.on_read(LITTLE, 8, 7));
+        assert!(!pace.on_read(8, 0, 7), "more than a little in two reads");
+    }
+
+    #[test]
+    fn whoever_answers_does_not_rest() {
+        let mut pace = Pace::default();
+        let mut sent = 0;
+        for _ in 0..100 {
+            sent += 8;
+            assert!(!pace.on_read(8, 0, sent));
+        }
+    }
+}
+
+// Reports about a connection: errors that the kernel would have reported and calls of the program have, and the counts
+// for `rdmasock stat`.
+
+/// The reports about one connection.
+pub struct Told {
+    /// TCP_USER_TIMEOUT has run out, and no call has reported it yet.
+    pub timed_out: AtomicBool,
+    /// A call has reported the reset to the program.
+    pub reset_told: AtomicBool,
+    /// Traffic of the connection that the kernel does not know.
+    pub ledger: Ledger,
+    /// The statistics show its addresses.
+    pub shown: AtomicBool,
+    /// The code of the [`Path`] of the link that a direction is on, or was on last.
+    links: AtomicU8,
+    stats: AtomicPtr<StreamStats>,
+}
+
+impl Told {
+    /// Returns an empty record.
+    pub fn new() -> Self {
+        Self {
+            timed_out: AtomicBool::new(false),
+            reset_told: AtomicBool::new(false),
+            ledger: Ledger::default(),
+            shown: AtomicBool::new(false),
+            links: AtomicU8::new(Path::Shm as u8),
+            stats: AtomicPtr::new(std::ptr::null_mut()),
+        }
+    }
+
+    /// Resets the record for a new connection. The caller alone has it.
+    pub fn reset(&self) {
+        self.timed_out.store(false, Relaxed);
+        self.reset_told.store(false, Relaxed);
+        self.ledger.reset();
+        self.shown.store(false, Relaxed);
+    }
+
+    /// Returns the connection's counters; `None` if it has no slot in the statistics.
+    #[inline]
+    pub fn stats(&self) -> Option<&'static StreamStats> {
+        // SAFETY: null, or a slot of a page that is never unmapped.
+        unsafe { self.stats.load(Relaxed).as_ref() }
+    }
+
+    /// Sets the connection's slot in the statistics, or none.
+    pub fn set_stats(&self, stats: Option<&'static StreamStats>) {
+        let stats = stats.map_or(std::ptr::null_mut(), |s| std::ptr::from_ref(s).cast_mut());
+        self.stats.store(stats, Relaxed);
+    }
+
+    /// Notes that a direction is on a link with this path from now on.
+    pub fn note_link(&self, path: Path) {
+        self.links.store(path as u8, Relaxed);
+    }
+
+    /// Returns whether the link that a direction is on, or was on last, leads to another host.
+    pub fn was_between_hosts(&self) -> bool {
+        self.links.load(Relaxed) == Path::Verbs as u8
+    }
+
+    /// Sets the reason why the socket is on TCP, for `rdmasock stat`.
+    pub fn set_why(&self, why: impl Into<Why>) {
+        if let Some(stats) = self.stats() {
+            stats.set_why(why);
+        }
+    }
 }

@@ -1,32 +1,34 @@
 //! epoll_wait(): reports what is ready in the kernel's set and in the library's list, with one sleep for both.
 
-mod alone;
-mod buffer;
-mod links;
-mod ours;
-mod visit;
-
 use std::cell::Cell;
 use std::ffi::c_int;
-use std::sync::atomic::Ordering::{Acquire, Relaxed};
+use std::os::fd::AsRawFd;
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU32};
 
-use links::{Asleep, Sweep};
 use rdmasock_core::cycles;
-use rdmasock_core::os::thread;
+use rdmasock_core::fabric::waiter::WaiterId;
+use rdmasock_core::os::{kernel, thread};
 use rdmasock_core::stats::Call;
-use visit::Visit;
+use rustix::io::Errno;
 
-use crate::config::spin::{self, Peers};
-use crate::notify::epoll::{ALWAYS, ET, Epoll, ONESHOT, Set};
-use crate::notify::table::{self, Entry};
+use crate::config::spin;
+use crate::config::spin::Peers;
+use crate::notify::epoll::{ALWAYS, ET, Epoll, Far, Key, Links, Named, ONESHOT, Set, Stripped, enqueue, strip};
+use crate::notify::table;
+use crate::notify::table::Entry;
 use crate::notify::wait::Record;
 use crate::objects::library::Library;
+use crate::objects::link::Link;
 use crate::objects::mailbox::Command;
-use crate::polling::readiness::{self, Arm};
-use crate::polling::served;
-use crate::signals::duty;
+use crate::objects::waiters::SERVICE;
+use crate::objects::{holders, socket};
+use crate::polling::readiness;
+use crate::polling::readiness::Arm;
+use crate::signals::handler;
+use crate::signals::jump::or_if_cancelled;
 use crate::sys::points::point;
-use crate::sys::time::Timeout;
+use crate::sys::time::{Deadline, Timeout};
 
 /// How long waits may be answered from the links alone before the kernel's set is checked again, in
 /// [cycles](rdmasock_core::cycles), some 20 us. Short enough not to be noticed, long enough that a busy program makes
@@ -239,7 +241,7 @@ impl Epoll {
                 asleep.iter().for_each(Asleep::hand_over);
                 waiters.ring(waiter);
             };
-            let n = duty::on_duty(&hand_over, || real(visit.number(), events, max, left));
+            let n = handler::on_duty(&hand_over, || real(visit.number(), events, max, left));
             let errno = crate::sys::errno::get();
             point!("epoll: is awake");
             drop(record);
@@ -395,7 +397,7 @@ impl Epoll {
     /// Reports ready items behind the entries of `to` that are filled. Returns how many.
     fn harvest(&'static self, visit: &Visit, to: &Results, how: Harvest) -> c_int {
         if self.served.load(Acquire) {
-            served::tell_all();
+            readiness::tell_all();
         }
         let Some(mut guard) = self.set.lock() else {
             return 0;
@@ -590,4 +592,548 @@ unsafe fn without_repeats(events: *mut libc::epoll_event, front: usize, n: usize
         }
     }
     kept as c_int
+}
+
+// A wait in the kernel's set alone, while no item of the set is taken over.
+//
+// An item may be taken over at any moment of the wait, so the gate counts the thread. The thread that makes the set
+// active sees it there, rings the bell, and counts a sleeper for it.
+
+impl Epoll {
+    /// Waits in the kernel alone. Returns what epoll_wait() returns. `None` if the set is active or the fd stands for
+    /// another file: the caller continues with the library's list.
+    pub(super) fn wait_plain(
+        &'static self,
+        visit: &mut Visit,
+        events: *mut libc::epoll_event,
+        max: c_int,
+        deadline: Deadline,
+        mut left: Timeout,
+        real: &impl Fn(c_int, *mut libc::epoll_event, c_int, Timeout) -> c_int,
+    ) -> Option<c_int> {
+        let fd = visit.number();
+        if max <= 0 {
+            return Some(real(fd, events, max, left));
+        }
+        if events.is_null() || self.is_active() && !can_be_written(events) {
+            let is_there = self.is_ready();
+            return Some(if is_there {
+                crate::sys::errno::fail(libc::EFAULT)
+            } else {
+                real(fd, events, max, left)
+            });
+        }
+        if self.is_active() {
+            return None;
+        }
+        if self.inherited.load(Acquire) && self.inherited.swap(false, AcqRel) {
+            crate::notify::fork::reclaim_all();
+        }
+        loop {
+            point!("epoll alone: the set is not active");
+            // Either this thread sees that the set is active or another's, or the thread that made it so (`activate`,
+            // `release`) sees this one inside.
+            if !self.gate.enter() || !visit.is_here() {
+                self.leave_plain();
+                return None;
+            }
+            point!("epoll alone: is about to sleep");
+            let n = or_if_cancelled(
+                || real(fd, events, max, left),
+                || {
+                    self.leave_plain();
+                },
+            );
+            let errno = crate::sys::errno::get();
+            point!("epoll alone: is awake");
+            if self.is_active() {
+                visit.stay();
+            }
+            point!("epoll alone: holds the set");
+            let others = self.leave_plain();
+            if others && self.is_active() {
+                // A ring wakes one thread; the next one must leave the kernel's wait too.
+                self.ring();
+            }
+            if n < 0 {
+                crate::sys::errno::set(errno);
+                return Some(n);
+            }
+            // The bell may be in the kernel's set before the set counts as active.
+            let kept = if left.is_zero() {
+                self.after_look(visit, events, n)
+            } else {
+                self.after_sleep(events, n, max)
+            };
+            crate::sys::errno::set(errno);
+            let is_active = self.is_active();
+            if kept > 0 || left.is_zero() || n == 0 && !is_active {
+                return Some(kept);
+            }
+            // Only another process's library fds were reported, so the set may still be the kernel's alone.
+            if is_active || !visit.is_here() {
+                return None;
+            }
+            left = deadline.left();
+        }
+    }
+
+    /// Leaves the gate. Returns true if other threads are inside.
+    fn leave_plain(&'static self) -> bool {
+        let waiter = self.waiter();
+        let others = self.gate.leave();
+        // The thread that makes the set active counts a sleeper for those inside, and then checks whether they are
+        // still there.
+        if !others && self.plain_sleeps.look() {
+            self.end_plain_sleep(waiter);
+        }
+        if self.closed.look() {
+            self.end_if_left();
+        }
+        others
+    }
+}
+
+// Whether the program's array of events can be written.
+//
+// If it cannot, the kernel returns EFAULT once there is an event. A store by the library would be a segmentation
+// fault, and an endless one if a handler of the program's jumps out of it (`jump`).
+
+/// Arguments of a FUTEX_WAKE_OP that adds 0 to its second word. The word must be writable, and no thread is woken for
+/// it. FUTEX_OP(ADD, 0, LT, 0) of <linux/futex.h>, and FUTEX_WAKE_OP with FUTEX_PRIVATE_FLAG.
+const ADD_NOTHING: usize = 1 << 28 | 2 << 24;
+const WAKE_OP: usize = 5 | 128;
+
+/// Whether the first entry can be written. Asks the kernel only if the array is not the one of the thread's last wait.
+pub(super) fn can_be_written(events: *mut libc::epoll_event) -> bool {
+    let at = events.addr();
+    let thread = thread::current();
+    if thread.note_results(at) {
+        return true;
+    }
+    let nobody = AtomicU32::new(0);
+    let (word, other) = (kernel::address(&raw const nobody), at & !3);
+    // SAFETY: the kernel checks both addresses, and changes neither word.
+    let asked = unsafe { kernel::call(libc::SYS_futex, [word, WAKE_OP, 0, 0, other, ADD_NOTHING]) };
+    let can = asked != Err(Errno::FAULT);
+    if !can {
+        thread.note_results(0);
+    }
+    can
+}
+
+#[cfg(test)]
+mod buffer_tests {
+    use super::*;
+
+    #[test]
+    fn an_array_is_looked_at_without_being_changed() {
+        const PAGE: usize = 4096;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        let (write, none) = (libc::PROT_READ | libc::PROT_WRITE, libc::PROT_NONE);
+        // SAFETY: a new mapping, at an address of the kernel's choice.
+        let page = unsafe { libc::mmap(std::ptr::null_mut(), PAGE, write, flags, -1, 0) };
+        let events = page.cast::<libc::epoll_event>();
+        // SAFETY: the page was mapped above, readable and writable.
+        unsafe { events.cast::<u64>().write(0x0123_4567_89ab_cdef) };
+        assert!(can_be_written(events) && can_be_written(events));
+        // SAFETY: the page was mapped above, readable and writable.
+        let kept = unsafe { events.cast::<u64>().read() };
+        assert_eq!(kept, 0x0123_4567_89ab_cdef);
+        let other = events.wrapping_add(1);
+        for protection in [libc::PROT_READ, none] {
+            // SAFETY: the page was mapped above, and no reference into it is alive.
+            assert_eq!(unsafe { libc::mprotect(page, PAGE, protection) }, 0);
+            assert!(!can_be_written(other) && !can_be_written(other));
+        }
+        // SAFETY: the page was mapped above, and is not used any more.
+        unsafe { libc::munmap(page, PAGE) };
+    }
+}
+
+// The links that a wait checks, and by which it is woken. Links within this host are checked each time. If there are
+// many links to other hosts, the kernel's set reports which of them have completions (`epoll::links`); only the others
+// are checked.
+
+/// The number of links to other hosts that are checked at most, once one of them had data. To check such a link is to
+/// poll its completions.
+///
+/// If a set has more links than this, links for which the kernel's set reports completions are skipped. If one of the
+/// others has data, this many more are checked, and the next harvest begins with the rest. To check all of them for one
+/// message each would cost more than the messages. (The network does not preserve the order between peers on other
+/// hosts either.)
+const MANY: usize = 16;
+
+/// The links to other hosts that are checked; links within this host always are.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) enum Sweep {
+    /// All of them.
+    Every,
+    /// Links whose completions the kernel's set would not report.
+    Untold,
+    /// Links of [`Sweep::Untold`], until [`MANY`] have been checked after the first with data.
+    Some,
+    /// Links that had data before in the same harvest.
+    Again,
+}
+
+impl Links {
+    /// Whether any link has something for `waiter`. If so, the next check begins at that link.
+    pub(super) fn have_ready(&mut self, waiter: WaiterId) -> bool {
+        if self.near.iter().any(|link| link.has_ready(waiter)) {
+            return true;
+        }
+        let are_many = self.far.len() > MANY;
+        let is_ready = |far: &Far| match are_many && far.is_told() {
+            // Completions that were taken in already.
+            true => far.news.is_queued(waiter),
+            false => far.link.has_ready(waiter),
+        };
+        let found = self.far_in_turn().find(|(_, far)| is_ready(far)).map(|(at, _)| at);
+        if let Some(at) = found {
+            self.next = at;
+        }
+        found.is_some()
+    }
+
+    /// Whether any link has a wake-up for the service thread, which notifies the set (`served`).
+    fn have_told_the_service(&self) -> bool {
+        let far = self.far.iter().map(|far| far.link);
+        self.near.iter().copied().chain(far).any(|link| link.has_ready(SERVICE))
+    }
+}
+
+impl Epoll {
+    pub(super) fn has_ready(&self) -> bool {
+        let Some(waiter) = self.waiter() else {
+            return true;
+        };
+        let Some(mut set) = self.set.lock() else {
+            return true;
+        };
+        !set.ready.is_empty()
+            || set.links.have_ready(waiter)
+            || self.served.load(Acquire) && set.links.have_told_the_service()
+    }
+
+    /// Moves what peers have put into the ready queues to the set's list. Returns true if links were skipped that may
+    /// have data, and that the kernel's set would not report.
+    pub(super) fn sweep(&'static self, set: &mut Set, of: Sweep) -> bool {
+        let Some(waiter) = self.waiter() else { return false };
+        let mut come = std::mem::take(&mut set.come);
+        let mut drain = |link: &'static Link| {
+            let before = come.len();
+            if let Some(remote) = link.remote() {
+                remote.news().on_take(waiter);
+            }
+            link.drain_ready(waiter, |slot, at| {
+                let Some(interest) = socket::by_slot(slot).and_then(|socket| socket.wakes.interest.lock()) else {
+                    return;
+                };
+                for m in &interest.members {
+                    if m.is_in(self) {
+                        come.push((at, m.item));
+                    }
+                }
+            });
+            come.len() > before
+        };
+        for link in &set.links.near {
+            drain(link);
+        }
+        let (mut left, mut next, mut spoke) = (usize::MAX, set.links.next, std::mem::take(&mut set.links.spoke));
+        if of == Sweep::Again {
+            for link in &spoke {
+                link.progress();
+                drain(link);
+            }
+        } else {
+            let are_many = set.links.far.len() > MANY;
+            for (at, far) in set.links.far_in_turn() {
+                let is_left_out = are_many && of != Sweep::Every && far.is_told();
+                if is_left_out {
+                    // Other threads may have taken in its completions.
+                    if far.news.is_queued(waiter) && drain(far.link) {
+                        spoke.push(far.link);
+                    }
+                } else if left > 0 {
+                    left -= 1;
+                    next = at + 1;
+                    far.link.progress();
+                    if drain(far.link) {
+                        spoke.push(far.link);
+                        left = if of == Sweep::Some { left.min(MANY) } else { left };
+                    }
+                }
+            }
+        }
+        set.links.next = next;
+        set.links.spoke = spoke;
+        set.come = come;
+        let Set { items, ready, come, .. } = set;
+        // A queue does not keep an order, and each link has its own. The kernel's list is in the order of arrival.
+        come.sort_unstable();
+        for (_, index) in come.drain(..) {
+            enqueue(items, ready, index);
+        }
+        left == 0
+    }
+
+    /// Prepares a sleep: completions on links to other hosts wake this thread itself, or one that sleeps on another
+    /// set. Their descriptors are in the kernel's set from the first such sleep on. `None` if there are no such links,
+    /// or the service thread handles their completions.
+    pub(super) fn watch_links(&'static self) -> Option<Asleep> {
+        if !self.set.lock()?.links.are_to_wake() {
+            return None;
+        }
+        let asleep = Asleep::begin(self);
+        // Read after that: the service thread, if it begins to handle a link's completions now, sees that a thread
+        // sleeps.
+        let taken_back = Library::get().service.taken_back.look();
+        if let (Some(mut set), Some(kernel_fd)) = (self.set.lock(), self.kernel_fd()) {
+            let key = Key(self.key.load(Relaxed));
+            set.links.watch(kernel_fd, key, &self.watch, taken_back);
+        }
+        Some(asleep)
+    }
+
+    /// Handles links that the kernel's set has reported.
+    pub(super) fn on_named(&'static self, named: &Named) {
+        if named.is_none() {
+            return;
+        }
+        let Some(set) = self.set.lock() else {
+            return;
+        };
+        for far in set.links.far.iter().filter(|far| named.has(far.slot)) {
+            far.remote.on_readable();
+        }
+    }
+
+    /// Arms the links again for other threads. Several threads may sleep on one link, and this thread may have consumed
+    /// its event without knowing which link it was.
+    pub(super) fn arm_for_others(&'static self) {
+        if let Some(set) = self.set.lock() {
+            set.links.far.iter().for_each(|far| far.remote.arm_for_others());
+        }
+    }
+}
+
+/// Counts a thread as asleep on a set with links to other hosts, until it is dropped.
+pub(super) struct Asleep {
+    set: &'static Epoll,
+    /// The thread is not counted any more; read by the thread's own signal handlers too.
+    has_left: AtomicBool,
+}
+
+impl Asleep {
+    fn begin(set: &'static Epoll) -> Self {
+        set.watch.enter();
+        Self {
+            set,
+            has_left: AtomicBool::new(false),
+        }
+    }
+
+    fn leave(&self) {
+        if !self.has_left.swap(true, Relaxed) && self.set.watch.leave() {
+            let errno = crate::sys::errno::get();
+            Library::get().service.maintain_later();
+            crate::sys::errno::set(errno);
+        }
+    }
+
+    /// Leaves this thread's completions to others: a signal handler runs above the sleep, for any time.
+    pub fn hand_over(&self) {
+        let errno = crate::sys::errno::get();
+        self.leave();
+        self.set.arm_for_others();
+        crate::sys::errno::set(errno);
+    }
+}
+
+impl Drop for Asleep {
+    fn drop(&mut self) {
+        self.leave();
+    }
+}
+
+// Keeps the kernel's object of a set in step with the library. Removes library fds from results, and makes a nested
+// set readable while an item is ready.
+
+/// How long a thread that has consumed another process's ring stays away from the set, ns.
+const OUT_OF_THE_WAY: i64 = 1_000_000;
+
+impl Epoll {
+    /// Removes library fds from a kernel result, for a thread that has not slept and need not check again. A ring that
+    /// it has consumed is passed on to a sleeping thread. Returns the number of entries left.
+    pub(super) fn after_look(&'static self, visit: &Visit, events: *mut libc::epoll_event, n: c_int) -> c_int {
+        let stripped = self.strip(events, n);
+        if !stripped.named.is_none() {
+            visit.is_told.set(true);
+            self.on_named(&stripped.named);
+        }
+        if stripped.own && self.has_ready() {
+            self.ring_if_sleeping();
+        }
+        stripped.kept
+    }
+
+    /// Removes library fds from the result of a sleep. The thread checks the links again if no entry is left. There was
+    /// room for `max` entries. Returns the number of entries left.
+    pub(super) fn after_sleep(&'static self, events: *mut libc::epoll_event, n: c_int, max: c_int) -> c_int {
+        let stripped = self.strip(events, n);
+        self.on_named(&stripped.named);
+        if n == max {
+            // The entry of the link that woke the thread may not have found room.
+            self.arm_for_others();
+        }
+        if stripped.own && stripped.kept > 0 && self.has_ready() {
+            self.ring_if_sleeping();
+        }
+        if stripped.foreign && stripped.kept == 0 {
+            // The process that the ring was meant for has to get it before this thread sleeps on the same set again.
+            let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
+                tv_sec: 0,
+                tv_nsec: OUT_OF_THE_WAY,
+            });
+        }
+        stripped.kept
+    }
+
+    fn strip(&'static self, events: *mut libc::epoll_event, n: c_int) -> Stripped {
+        // SAFETY: the kernel has just filled `n` entries.
+        let stripped = unsafe { strip(events, n, self.key.load(Relaxed)) };
+        if stripped.foreign {
+            holders::give_ring_back();
+        }
+        if stripped.own && self.nested.load(Acquire) {
+            self.show_ready();
+        }
+        stripped
+    }
+
+    /// Prepares for a nested use: another set is about to hold this one, or a thread to sleep on it in poll() or
+    /// select().
+    pub fn on_nested(&'static self) {
+        // Both sides use SeqCst (`activate`): one of the two sees the other.
+        if !self.nested.load(Acquire) && !self.nested.publish(true) {
+            if let Some(mut set) = self.set.lock() {
+                set.links.leave_to_service(self.kernel_fd(), &self.watch);
+            }
+            if self.is_active() {
+                self.show_ready();
+            }
+        }
+    }
+
+    /// Makes the kernel's object of a nested set show whether an item is ready. It is readable until a ring is
+    /// consumed, and after a ring, peers do not ring again before a new epoch. So every thread that has taken items
+    /// from the set, or has consumed a ring, calls this afterwards.
+    pub(super) fn show_ready(&'static self) {
+        let Some(waiter) = self.waiter() else {
+            return;
+        };
+        let waiters = &Library::get().waiters;
+        if self.shown.publish(true) {
+            waiters.leave_sleep(waiter);
+        }
+        waiters.enter_sleep(waiter);
+        point!("nested: a new epoch has begun");
+        // In this order: if a ring of the new epoch is consumed here, its reason is seen below.
+        waiters.quiet(waiter);
+        if self.is_ready() {
+            waiters.ring(waiter);
+        }
+    }
+}
+
+// A wait on a set: keeps its set, even if the fd is closed or reused meanwhile.
+//
+// This is what `call` does for a connection. A wait that has found no event yet may begin again on the file that the
+// fd stands for by then. From its first sleep or spin on, it holds the set, and makes the kernel's call on a private
+// fd.
+
+/// A wait on a set, see the module.
+pub struct Visit {
+    pub set: &'static Epoll,
+    fd: c_int,
+    generation: u32,
+    is_inside: bool,
+    /// A check of the kernel's set has reported links to other hosts.
+    pub is_told: Cell<bool>,
+}
+
+impl Visit {
+    /// Records that a wait on `fd` begins; the table has just returned `set` for it.
+    pub fn new(set: &'static Epoll, fd: c_int) -> Self {
+        Self {
+            set,
+            fd,
+            generation: set.generation.load(Relaxed),
+            is_inside: false,
+            is_told: Cell::new(false),
+        }
+    }
+
+    /// Whether the set is still the one on which the wait began.
+    #[inline]
+    pub fn is_here(&self) -> bool {
+        self.is_inside || self.is_named()
+    }
+
+    fn is_named(&self) -> bool {
+        matches!(table::lookup(self.fd), Entry::Epoll(e) if std::ptr::eq(e, self.set))
+            && self.set.generation.load(Relaxed) == self.generation
+    }
+
+    /// Holds the set from now on: the wait is about to spin or sleep. Returns false if the fd stands for another file
+    /// by now.
+    pub fn enter(&mut self) -> bool {
+        if !self.is_inside {
+            // `Epoll::release` is called once the table has lost the fd, and then checks for waits inside.
+            self.set.inside.enter();
+            self.is_inside = true;
+            if !self.is_named() {
+                self.leave();
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Holds the set without a check: the kernel's wait has been on it already, so it is the right one.
+    pub fn stay(&mut self) {
+        if !self.is_inside {
+            self.set.inside.enter();
+            self.is_inside = true;
+        }
+    }
+
+    /// Returns the fd for the kernel's call.
+    pub fn number(&self) -> c_int {
+        match self.set.kernel_fd() {
+            Some(own) if self.is_inside => own.as_raw_fd(),
+            _ => self.fd,
+        }
+    }
+
+    fn leave(&mut self) {
+        self.is_inside = false;
+        self.set.inside.leave();
+        if self.set.closed.look() {
+            self.set.end_if_left();
+        }
+    }
+}
+
+impl Drop for Visit {
+    #[inline]
+    fn drop(&mut self) {
+        if self.is_inside {
+            let errno = crate::sys::errno::get();
+            self.leave();
+            crate::sys::errno::set(errno);
+        }
+    }
 }

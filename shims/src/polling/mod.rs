@@ -3,4 +3,3 @@
 pub(crate) mod epoll_wait;
 pub(crate) mod poll;
 pub(crate) mod readiness;
-pub(crate) mod served;

@@ -14,14 +14,15 @@ use rdmasock_core::stats::Call;
 use smallvec::SmallVec;
 
 use crate::config::spin::{Peers, Spinner};
-use crate::notify::table::{self, Entry, Token};
+use crate::notify::table::{Entry, Token};
 use crate::notify::wait::{Record, Sleeper, prefer_tcp};
-use crate::notify::{closing, ready};
+use crate::notify::{call, ready, table};
 use crate::objects::library::Library;
 use crate::objects::link::{Link, Poller, StandBy, Turn};
 use crate::objects::socket::{Socket, Stage};
-use crate::polling::readiness::{self, Arm};
-use crate::signals::duty;
+use crate::polling::readiness;
+use crate::polling::readiness::Arm;
+use crate::signals::handler;
 use crate::signals::jump::within;
 use crate::sys::errno;
 use crate::sys::points::point;
@@ -85,7 +86,7 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
     for p in set.iter() {
         if let Some(socket) = table::socket(p.fd) {
             socket.blocking.set_polled();
-            crate::notify::reclaim::reclaim(socket);
+            crate::notify::fork::reclaim(socket);
         }
     }
     if Library::current().is_none() && Library::ensure().is_none() {
@@ -207,7 +208,7 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
             pollers.iter().for_each(Poller::leave);
             waiters.ring(waiter);
         };
-        let r = duty::on_duty(&hand_over, || real(copy.as_mut_ptr(), copy.len() as nfds_t, left));
+        let r = handler::on_duty(&hand_over, || real(copy.as_mut_ptr(), copy.len() as nfds_t, left));
         let error = errno::get();
         point!("poll: is awake");
         drop(record);
@@ -271,7 +272,7 @@ fn look_up(set: &[pollfd], tokens: &mut Tokens) {
     let now = crate::sys::time::tick();
     tokens.extend(set.iter().map(|p| {
         // This removes the table's entry of an fd that was closed without a hook.
-        let _ = closing::connection_at(p.fd, now);
+        let _ = call::connection_at(p.fd, now);
         if let Entry::Epoll(set) = table::lookup(p.fd) {
             set.on_nested();
         }

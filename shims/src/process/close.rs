@@ -7,20 +7,22 @@ use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Release, SeqCst};
 
 use rdmasock_core::lock::Guard;
-use rdmasock_core::os::kernel;
-use rdmasock_core::os::privatefd::{self, PrivateFd};
+use rdmasock_core::os::privatefd::PrivateFd;
+use rdmasock_core::os::{kernel, privatefd};
 use rdmasock_core::stats::Reason;
-use rdmasock_core::stream::connection::{self, Awaited, SocketIo as _, Task};
-use rustix::net::{self, AddressFamily, SocketFlags, SocketType};
+use rdmasock_core::stream::connection;
+use rdmasock_core::stream::connection::{Awaited, SocketIo as _, Task};
+use rustix::net;
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
-use crate::data::{rx, tx};
-use crate::notify::closing::Told;
-use crate::notify::{anchor, ready, table};
+use crate::data::{rx, tx, view};
+use crate::notify::call::Told;
+use crate::notify::{ready, table};
 use crate::objects::library::Library;
-use crate::objects::mailbox::Command;
-use crate::objects::socket::{self, Control, Farewell, Mode, Receiving, Sending, Socket, Stage, closed};
+use crate::objects::mailbox::{Command, Remains};
+use crate::objects::socket;
+use crate::objects::socket::{Control, Farewell, Mode, Receiving, Sending, Socket, Stage, closed};
 use crate::sys::errno;
-use crate::sys::remains::Remains;
 
 /// The functions that `notify/closing` calls when a thread finds the end of a connection.
 pub static TOLD: Told = Told { on_call_back, lose };
@@ -196,13 +198,13 @@ fn move_anchor(socket: &'static Socket) -> bool {
     let Some(Ok(copy)) = socket.numbers.anchor_fd().map(PrivateFd::duplicate_closing) else {
         return false;
     };
-    anchor::forget(socket);
+    ready::forget(socket);
     socket.numbers.fd.store(copy.release(), Release);
     if socket.is_watched()
         && let Some(fd) = socket.numbers.anchor_fd()
     {
         // The service thread's set has to watch the new fd.
-        anchor::watch(socket, fd);
+        ready::watch(socket, fd);
     }
     true
 }
@@ -356,7 +358,7 @@ fn linger(socket: &'static Socket, awaited: Option<Awaited>, unsent: Vec<u8>) {
 fn let_go_of(socket: &'static Socket, control: &mut Control) {
     control.handshake = None;
     connection::close_stream(socket, control);
-    anchor::forget(socket);
+    ready::forget(socket);
     {
         let rx = socket.rx.lock();
         let tx = socket.tx.lock();
@@ -453,7 +455,7 @@ fn forget_interest(socket: &'static Socket) {
 
 fn forget(socket: &'static Socket) {
     forget_interest(socket);
-    rx::view::end(socket);
+    view::end(socket);
     if let Some(listener) = socket.promotion.take_listener() {
         listener.release();
     }

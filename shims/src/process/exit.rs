@@ -3,13 +3,15 @@
 use std::sync::atomic::Ordering::Acquire;
 
 use rdmasock_core::stats::Reason;
-use rdmasock_core::stream::connection::{self, resume};
+use rdmasock_core::stream::connection;
+use rdmasock_core::stream::connection::resume;
 
 use crate::objects::library::Library;
-use crate::objects::socket::{self, Mode};
+use crate::objects::socket::Mode;
+use crate::objects::{mailbox, socket};
 use crate::process::{close, pass};
 use crate::sys::time::now_ns;
-use crate::sys::{errno, remains, vfork};
+use crate::sys::{errno, vfork};
 
 /// Bound on each of two waits at the end of a process, ns. The first is for promotions under way, the second for other
 /// hosts to receive their bytes. Longer than a busy machine keeps a peer's thread from running.
@@ -63,7 +65,7 @@ pub extern "C" fn at_exit() {
         })
     };
     let until = now_ns() + LAST_WORDS;
-    while (is_owed() || remains::are_any()) && now_ns() < until {
+    while (is_owed() || mailbox::are_any()) && now_ns() < until {
         let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
             tv_sec: 0,
             tv_nsec: 100_000,

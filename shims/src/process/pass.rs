@@ -14,10 +14,11 @@ use rdmasock_core::stream::connection;
 use rdmasock_core::sync::store_load_fence;
 
 use crate::data::rx;
-use crate::notify::reclaim::reclaim;
+use crate::notify::fork::reclaim;
 use crate::notify::table;
 use crate::objects::library::Library;
-use crate::objects::socket::{self, Mode, Socket, Stage};
+use crate::objects::socket;
+use crate::objects::socket::{Mode, Socket, Stage};
 use crate::sys::time::wait_until;
 use crate::sys::{errno, sockopt, vfork};
 

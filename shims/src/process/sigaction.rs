@@ -22,11 +22,11 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::{AcqRel, Acquire};
 
 use libc::sighandler_t;
-use rdmasock_core::os::kernel;
-use rdmasock_core::os::thread::{self, Thread};
+use rdmasock_core::os::thread::Thread;
+use rdmasock_core::os::{kernel, thread};
 
 use crate::objects::library::Library;
-use crate::signals::{duty, handler};
+use crate::signals::handler;
 use crate::sys::real::{PthreadCancelFn, SigactionFn, SignalFn};
 use crate::sys::vfork;
 
@@ -202,7 +202,7 @@ unsafe extern "C" fn route(signal: c_int, info: *mut c_void, context: *mut c_voi
         return 0;
     }
     thread.note_handled(1u64 << (signal - 1));
-    duty::on_handler();
+    handler::on_handler();
     handler::note(thread, context.addr());
     kept & !IS_TOLD
 }

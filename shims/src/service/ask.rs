@@ -1,27 +1,27 @@
 //! The connector's part of a rendezvous: asking whether the other end can be promoted. `ask/answers.rs` handles the
 //! answers.
 
-mod answers;
-
+use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
-use rdmasock_core::ids::Nonce;
+use rdmasock_core::ids::{InstanceId, Nonce, Tuple};
 use rdmasock_core::os::channel::Channel;
 use rdmasock_core::rendezvous::peers::Answer;
 use rdmasock_core::rendezvous::route::{Place, place_of};
 use rdmasock_core::rendezvous::{diag, names};
-use rdmasock_core::stats::{Direction, Event, Reason};
+use rdmasock_core::stats::{Direction, Event, Reason, Why};
 use rdmasock_core::stream::connection;
 use rdmasock_core::sync::store_load_fence;
-use rdmasock_core::wire::{self, MAX_MESSAGE, Message};
+use rdmasock_core::wire;
+use rdmasock_core::wire::{MAX_MESSAGE, Message};
 
-use super::asking::{Asker, Asking};
-use super::retry::{after_no, later, nobody};
-use super::state::{Peer, Worker};
 use crate::notify::threshold::stay;
-use crate::objects::link::{Link, up};
+use crate::objects::link;
+use crate::objects::link::Link;
 use crate::objects::mailbox::Ref;
-use crate::objects::socket::Socket;
+use crate::objects::socket::{Socket, Stage};
+use crate::service::{Peer, Watched, Worker};
+use crate::sys::sockopt;
 
 /// How long the channel of one question is kept, ns. Longer than the answer counts, so that a late YES is cancelled.
 const CHANNEL_LIFE: u64 = 10_000_000_000;
@@ -129,7 +129,7 @@ impl Worker {
             return;
         }
         for instance in known {
-            if let Some(link) = up::to(&instance)
+            if let Some(link) = link::to(&instance)
                 && self.ask_over(request, asking, link)
             {
                 asking.tried.insert(instance);
@@ -286,4 +286,521 @@ fn abandon(socket: &'static Socket, nonce: Nonce) -> bool {
         control.handshake = None;
     }
     ours
+}
+
+// The outcome of a question: which answers count, and what each leads to. `retry.rs` decides about connections that
+// are not promoted.
+
+/// How long an instance that has sent YES counts as one that answers for its destination.
+const PRESENT_FOR: Duration = Duration::from_secs(600);
+/// The most instances that are asked about one connection: a chain of REDIRECTs must end.
+const MAX_ASKED: usize = 64;
+
+/// How an answer is treated.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Taken {
+    /// The question waits for this answer.
+    Yes,
+    /// The question is over.
+    Late,
+    /// The channel was not asked, so the answer does not count.
+    No,
+}
+
+impl Worker {
+    /// Checks an answer: it counts only if the question went out on this channel (P11), and once. An answer on a
+    /// channel that was not asked is a violation, which closes the channel unless it is a link's.
+    fn take_answer(&mut self, conn: u64, request: u64) -> Taken {
+        let on_link = match self.conns.get(&conn).map(|c| &c.peer) {
+            Some(Peer::Link(_)) => true,
+            Some(Peer::Asked { request: asked, .. }) if *asked == request => false,
+            _ => {
+                self.violation(conn);
+                return Taken::No;
+            }
+        };
+        let Some(asking) = self.asks.get_mut(&request) else {
+            return Taken::Late;
+        };
+        if asking.asked.remove(&conn) {
+            return Taken::Yes;
+        }
+        tracing::warn!(target: "rdmasock", request, "an answer from whom was not asked");
+        self.library.stats.count(Event::LinkViolation);
+        if !on_link {
+            self.hang_up(conn, Reason::Violation);
+        }
+        Taken::No
+    }
+
+    /// Closes the channel of one question once HELLO is in TCP, or will not be (P16). Until then keeps it, for
+    /// `CHANNEL_LIFE` at a time.
+    fn done_asking(&mut self, conn: u64) {
+        let Some(Peer::Asked { greets, .. }) = self.conns.get(&conn).map(|c| &c.peer) else {
+            return;
+        };
+        let socket = greets.and_then(|r| r.get());
+        if socket.is_some_and(|socket| socket.tx.lock().is_none_or(|tx| !tx.marker.is_empty())) {
+            let until = crate::sys::time::now_ns() + CHANNEL_LIFE;
+            return self.asked_until.push_back((until, conn));
+        }
+        self.hang_up(conn, Reason::None);
+    }
+
+    pub(in crate::service) fn on_redirect(&mut self, conn: u64, request: u64, instances: Vec<InstanceId>) {
+        let by_name = matches!(
+            self.conns.get(&conn).map(|c| &c.peer),
+            Some(Peer::Asked { by_name: true, .. })
+        );
+        let taken = self.take_answer(conn, request);
+        self.done_asking(conn);
+        if taken != Taken::Yes {
+            return;
+        }
+        let Some(mut asking) = self.asks.remove(&request) else {
+            return;
+        };
+        asking.answered.get_or_insert(wire::Reason::NotHeld);
+        // P14: only a service name may redirect. A REDIRECT over a link, or from an instance's own name, counts as NO.
+        for instance in instances.into_iter().filter(|_| by_name) {
+            if asking.tried.len() >= MAX_ASKED {
+                break;
+            }
+            if !asking.tried.insert(instance) {
+                continue;
+            }
+            if let Some(link) = link::to(&instance) {
+                self.ask_over(request, &mut asking, link);
+            } else if let Ok(channel) = names::connect_to(names::instance(&instance).as_bytes()) {
+                self.ask_on(request, &mut asking, channel, false);
+            }
+        }
+        self.go_on(request, asking);
+    }
+
+    pub(in crate::service) fn on_no(&mut self, conn: u64, request: u64, reason: wire::Reason) {
+        let taken = self.take_answer(conn, request);
+        self.done_asking(conn);
+        if taken == Taken::Yes {
+            self.library.stats.count(Event::No);
+            self.declined(request, reason);
+        }
+    }
+
+    pub(in crate::service) fn declined(&mut self, request: u64, reason: wire::Reason) {
+        let Some(mut asking) = self.asks.remove(&request) else {
+            return;
+        };
+        if !matches!(reason, wire::Reason::NotHeld | wire::Reason::Shared) {
+            // This answer is from the connection's only holder. Other answers cannot change it, and some may never
+            // come.
+            asking.answered = Some(reason);
+            asking.asked.clear();
+        }
+        asking.answered.get_or_insert(reason);
+        self.go_on(request, asking);
+    }
+
+    /// Treats the end of a channel without an answer as NO.
+    pub(in crate::service) fn on_silence(&mut self, conn: u64, request: u64) {
+        if self.asks.get_mut(&request).is_some_and(|a| a.asked.remove(&conn)) {
+            self.declined(request, wire::Reason::NotHeld);
+        }
+    }
+
+    /// Treats the end of a link as NO to the questions that were asked on it. Between hosts an answer may have been on
+    /// its way: the same question is asked in another way.
+    pub(in crate::service) fn on_link_silence(&mut self, conn: u64, is_remote: bool) {
+        let waiting = self
+            .asks
+            .iter()
+            .filter(|(_, a)| a.asked.contains(&conn))
+            .map(|(r, _)| *r);
+        for request in waiting.collect::<Vec<_>>() {
+            if let Some(asking) = self.asks.get_mut(&request) {
+                asking.is_unheard |= is_remote;
+                asking.named &= !is_remote;
+            }
+            self.on_silence(conn, request);
+        }
+    }
+
+    pub(in crate::service) fn on_yes(&mut self, conn: u64, request: u64, nonce_s: Nonce, instance_s: InstanceId) {
+        match self.take_answer(conn, request) {
+            Taken::No => {}
+            // The acceptor scans TCP for a HELLO that will not come (P15).
+            Taken::Late => self.reply(
+                conn,
+                &Message::Cancel {
+                    request,
+                    nonce_c: nonce_s,
+                    nonce_s,
+                },
+            ),
+            Taken::Yes => {
+                let asking = self.asks.remove(&request);
+                if let Some(Peer::Asked { greets, .. }) = self.conns.get_mut(&conn).map(|c| &mut c.peer)
+                    && let Some(Asker::Here(r)) = asking.as_ref().map(|a| a.who)
+                {
+                    *greets = Some(r);
+                }
+                if let Some(asking) = &asking
+                    && !self.accept_yes(asking, nonce_s, instance_s)
+                {
+                    self.reply(
+                        conn,
+                        &Message::Cancel {
+                            request,
+                            nonce_c: asking.nonce,
+                            nonce_s,
+                        },
+                    );
+                }
+            }
+        }
+        self.done_asking(conn);
+    }
+
+    /// Goes on after a YES: a connection of this process sends HELLO, the asker on another host gets the YES. Returns
+    /// false if the YES comes too late.
+    pub(in crate::service) fn accept_yes(&mut self, asking: &Asking, nonce_s: Nonce, instance_s: InstanceId) -> bool {
+        let r = match asking.who {
+            Asker::Here(r) => r,
+            Asker::Elsewhere { conn, .. } => {
+                let yes = Message::Yes {
+                    request: 0,
+                    nonce_s,
+                    instance_s,
+                };
+                self.reply(conn, &yes);
+                return true;
+            }
+        };
+        self.library.stats.count(Event::Yes);
+        let greeted = self.greet(asking, nonce_s, instance_s);
+        if !greeted {
+            self.settle(r);
+        }
+        greeted
+    }
+
+    /// Watches the socket and begins HELLO. Returns false if the attempt is over.
+    fn greet(&mut self, asking: &Asking, nonce_s: Nonce, instance_s: InstanceId) -> bool {
+        let destination = asking.tuple.acceptor();
+        let mut known = match self.cache.get(&destination, Instant::now()) {
+            Some(Answer::Present(instances)) => instances.clone(),
+            _ => Vec::new(),
+        };
+        known.retain(|i| *i != instance_s);
+        known.insert(0, instance_s);
+        known.truncate(MAX_KNOWN + 1);
+        self.cache
+            .insert(destination, Answer::Present(known), Instant::now(), PRESENT_FOR);
+        let Some(socket) = asking.socket().filter(|s| is_asking(s, asking.nonce)) else {
+            return false;
+        };
+        if self.watch(socket) != Watched::Done || !connection::start_scan(socket, asking.nonce) {
+            if abandon(socket, asking.nonce) {
+                later(socket, Reason::Unsupported.into());
+                if socket.numbers.anchor_fd().is_some_and(sockopt::is_beyond_links) {
+                    socket.promotion.exchange_stage(Stage::Watching, Stage::Pinned);
+                }
+            }
+            return false;
+        }
+        let Some(mut control) = socket.control.lock() else {
+            return false;
+        };
+        // The program may have given up since, or be about to end. In that case it first keeps all connections on TCP
+        // and then checks which sockets scan, so one of the two sees the other.
+        store_load_fence();
+        let is_kept = crate::objects::library::reason().is_some();
+        let is_asking = control
+            .handshake
+            .as_ref()
+            .is_some_and(|h| h.is_asking() && h.mine() == asking.nonce);
+        if is_kept || !is_asking {
+            connection::stop_scan(socket);
+            if is_asking {
+                connection::end_attempt(socket, &mut control);
+            }
+            return false;
+        }
+        connection::feed(socket, &mut control, |h| h.on_yes(nonce_s));
+        true
+    }
+
+    pub(in crate::service) fn expire_asks(&mut self, now: u64) {
+        let late: Vec<u64> = self
+            .asks
+            .iter()
+            .filter(|(_, a)| a.deadline <= now)
+            .map(|(r, _)| *r)
+            .collect();
+        for request in late {
+            let Some(asking) = self.asks.remove(&request) else {
+                continue;
+            };
+            self.library.stats.count(Event::HandshakeTimeout);
+            if let Asker::Elsewhere { conn, .. } = asking.who {
+                let reason = wire::Reason::Timeout;
+                self.reply(conn, &Message::No { request, reason });
+                continue;
+            }
+            if asking.is_unheard {
+                self.ask_again(request, asking, now);
+                continue;
+            }
+            let why = if asking.remote && self.is_host_silent(&asking) {
+                Reason::PeerWithout
+            } else {
+                Reason::TimedOut
+            };
+            if let Some(socket) = asking.socket()
+                && abandon(socket, asking.nonce)
+            {
+                if why == Reason::TimedOut {
+                    later(socket, why.into());
+                } else {
+                    nobody(socket, asking.remote);
+                }
+            }
+        }
+    }
+
+    /// Asks the same question again, as long as the connection is in the attempt.
+    fn ask_again(&mut self, request: u64, mut asking: Asking, now: u64) {
+        if !asking.socket().is_some_and(|s| is_asking(s, asking.nonce)) {
+            return;
+        }
+        asking.answered = None;
+        asking.put_off(now);
+        self.ask_out(request, &mut asking);
+        self.asks.insert(request, asking);
+    }
+
+    /// Ends the wait on channels of one question whose time is over: an answer that has not come by then will not come.
+    pub(in crate::service) fn expire_asked(&mut self, now: u64) {
+        while let Some((until, conn)) = self.asked_until.front().copied()
+            && until <= now
+        {
+            self.asked_until.pop_front();
+            self.done_asking(conn);
+        }
+    }
+}
+
+// A question under way: whether the other end of a connection can be promoted.
+
+/// How long an answer within the host may take.
+pub const ASK_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long an answer from another host may take. A busy machine may have to open its RDMA device first; no call of the
+/// program waits meanwhile.
+pub const REMOTE_TIMEOUT: Duration = Duration::from_secs(6);
+
+/// The first and the longest pause of a question that is asked again and again. Each is twice the one before.
+const FIRST_PAUSE: Duration = Duration::from_secs(1);
+const LONGEST_PAUSE: Duration = Duration::from_secs(64);
+
+/// The asker of a question.
+#[derive(Clone, Copy)]
+pub enum Asker {
+    /// A connection of this process.
+    Here(Ref),
+    /// An instance of another host, whose question came in as `conn`.
+    Elsewhere {
+        /// The pseudo channel that the question came over.
+        conn: u64,
+        /// The asking instance.
+        instance: InstanceId,
+    },
+}
+
+/// An ASK under way, to one or more instances.
+pub struct Asking {
+    pub who: Asker,
+    pub nonce: Nonce,
+    pub tuple: Tuple,
+    /// The other end is on another host: its control port is asked, not the names of this host.
+    pub remote: bool,
+    /// The channels whose answer has not come yet. An answer on any other channel does not count.
+    pub asked: HashSet<u64>,
+    /// Instances asked so far.
+    pub tried: HashSet<InstanceId>,
+    /// The service names have been asked, not only links.
+    pub named: bool,
+    /// The reason of a NO, a REDIRECT or a closed channel; `None` if none has come. With any reason but `Absent` the
+    /// peer has the library.
+    pub answered: Option<wire::Reason>,
+    /// A service name exists, but its instance could not take the question now.
+    pub busy: bool,
+    /// A service name exists, but its user may not answer for this connection.
+    pub untrusted: bool,
+    /// A YES may have been lost with a link between hosts. Its sender scans for HELLO until this end answers. So the
+    /// question is asked until it is answered, or the connection is over (P16).
+    pub is_unheard: bool,
+    /// The pause after an unanswered question before the next one is asked.
+    pub pause: Duration,
+    /// When the wait for an answer ends, monotonic ns.
+    pub deadline: u64,
+}
+
+#[cfg(test)]
+impl Asking {
+    /// A question that is out on the channel `conn`.
+    pub fn for_test(r: Ref, nonce: Nonce, conn: u64) -> Self {
+        let address = std::net::SocketAddr::from(([127, 0, 0, 1], 9));
+        Self {
+            asked: HashSet::from([conn]),
+            named: true,
+            deadline: u64::MAX,
+            ..Self::new(Asker::Here(r), nonce, Tuple::new(address, address), false)
+        }
+    }
+
+    /// A question about a connection to another host, not asked yet.
+    pub fn remote_for_test(r: Ref, nonce: Nonce, tuple: Tuple) -> Self {
+        Self::new(Asker::Here(r), nonce, tuple, true)
+    }
+
+    /// Adds another channel that the question is out on.
+    pub fn also_for_test(&mut self, conn: u64) {
+        self.asked.insert(conn);
+    }
+}
+
+impl Asking {
+    /// Returns a question that has not been sent yet.
+    pub fn new(who: Asker, nonce: Nonce, tuple: Tuple, remote: bool) -> Self {
+        Self {
+            who,
+            nonce,
+            tuple,
+            remote,
+            asked: HashSet::new(),
+            tried: HashSet::new(),
+            named: false,
+            answered: None,
+            busy: false,
+            untrusted: false,
+            is_unheard: false,
+            pause: FIRST_PAUSE,
+            deadline: crate::sys::time::now_ns() + if remote { REMOTE_TIMEOUT } else { ASK_TIMEOUT }.as_nanos() as u64,
+        }
+    }
+
+    /// Returns a question that came from another host over the pseudo channel `conn`.
+    pub fn relayed(conn: u64, tuple: Tuple, nonce: Nonce, instance: InstanceId) -> Self {
+        Self::new(Asker::Elsewhere { conn, instance }, nonce, tuple, false)
+    }
+
+    /// Has the question asked again after `pause`, between hosts not before `REMOTE_TIMEOUT`, and doubles the pause.
+    pub fn put_off(&mut self, now: u64) {
+        let answer_within = if self.remote { REMOTE_TIMEOUT } else { Duration::ZERO };
+        self.deadline = now + self.pause.max(answer_within).as_nanos() as u64;
+        self.pause = LONGEST_PAUSE.min(self.pause * 2);
+    }
+
+    /// Returns whether an answer is still needed although this one has come. Only the sender of a lost YES knows of it,
+    /// and its attempt goes on until it knows that the link is down.
+    pub fn goes_on_after(&self, answered: Option<wire::Reason>) -> bool {
+        use wire::Reason::{Absent, Limit, NotHeld};
+        self.is_unheard && matches!(answered, None | Some(NotHeld | Absent | Limit))
+    }
+
+    /// Returns whether other questions wait for this one. False if it is relayed, or asked again and again.
+    pub fn takes_turn(&self) -> bool {
+        !self.is_unheard && !self.is_relayed()
+    }
+
+    /// Returns whether the question came from another host.
+    pub fn is_relayed(&self) -> bool {
+        matches!(self.who, Asker::Elsewhere { .. })
+    }
+
+    /// Returns the connection of this process that the question is about. `None` if the question came from another
+    /// host, or the connection has ended.
+    pub fn socket(&self) -> Option<&'static Socket> {
+        match self.who {
+            Asker::Here(r) => r.get(),
+            Asker::Elsewhere { .. } => None,
+        }
+    }
+}
+
+// Decides about a connection whose promotion has not come about: whether it stays on TCP for good, and when it is
+// asked for again.
+
+/// How often a connection is asked for again when the peer could not answer YES yet: its program may take seconds to
+/// accept it. A reason that [`passes`] has no such bound: after the longest pause the connection is asked for again.
+const TRIES: u32 = 8;
+/// The first pause, ns. Each is four times the one before, the last 16 s.
+const FIRST_RETRY: u64 = 1_000_000;
+/// How long a host that does not answer is not asked.
+pub(super) const HOST_ABSENT_FOR: Duration = Duration::from_secs(30);
+/// The pause after another host has not answered, ns.
+const NOBODY_PAUSE: u64 = HOST_ABSENT_FOR.as_nanos() as u64;
+
+/// Handles a peer without the library. Within the host that is certain, and the connection stays on TCP. Another host
+/// may have been too busy to answer, or its datagrams were lost: a connection that lives on is asked for again.
+pub(super) fn nobody(socket: &'static Socket, remote: bool) {
+    let why = Reason::PeerWithout.into();
+    if remote {
+        later_than(socket, why, NOBODY_PAUSE);
+    } else {
+        stay(socket, why);
+    }
+}
+
+/// Has the connection asked for again after a pause. After `TRIES` keeps it on TCP for good, unless the reason passes.
+pub(super) fn later(socket: &'static Socket, why: Why) {
+    later_than(socket, why, 0);
+}
+
+fn later_than(socket: &'static Socket, why: Why, pause: u64) {
+    let tries = socket.promotion.attempts.count();
+    if tries >= TRIES && !passes(why) {
+        return stay(socket, why);
+    }
+    if let Some(stats) = socket.told.stats() {
+        stats.set_why(why);
+    }
+    let pause = pause.max(FIRST_RETRY << (2 * tries.min(TRIES - 1)));
+    socket.promotion.attempts.put_off(pause);
+    socket.promotion.set_stage(Stage::Watching);
+}
+
+/// Returns whether the reason is only the present load of one of the two processes, and not the connection.
+fn passes(why: Why) -> bool {
+    let reason = why.peer.unwrap_or(why.reason);
+    matches!(reason, Reason::LinkLimit | Reason::TimedOut | Reason::Resources)
+}
+
+/// Handles a NO from the other end.
+pub(super) fn after_no(socket: &'static Socket, reason: wire::Reason) {
+    let why = why_declined(reason);
+    match reason {
+        // The other end has not finished with the link that failed.
+        wire::Reason::Use | wire::Reason::Limit if socket.promotion.attempts.have_failed() => {
+            socket.told.set_why(why);
+            socket.promotion.retry_later();
+        }
+        wire::Reason::Rule | wire::Reason::Use | wire::Reason::NotOwner => stay(socket, why),
+        _ => later(socket, why),
+    }
+}
+
+fn why_declined(reason: wire::Reason) -> Why {
+    Why::declined(match reason {
+        wire::Reason::NotHeld => Reason::NoMatch,
+        wire::Reason::Rule => Reason::Rule,
+        wire::Reason::Shared => Reason::Inherited,
+        wire::Reason::NotOwner => Reason::NotOwner,
+        wire::Reason::Closing => Reason::Closed,
+        wire::Reason::Limit => Reason::LinkLimit,
+        wire::Reason::Resources => Reason::Resources,
+        wire::Reason::Timeout => Reason::TimedOut,
+        wire::Reason::Violation | wire::Reason::Secret => Reason::Violation,
+        _ => Reason::Unsupported,
+    })
 }

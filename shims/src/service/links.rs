@@ -1,8 +1,10 @@
 //! Links: how they are made, the messages on their side channels, and their end.
 
+use std::collections::HashMap;
 use std::net::IpAddr;
 use std::os::fd::AsFd;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
+use std::time::Duration;
 
 use rdmasock_core::fabric::layout::{Layout, MAX_STREAMS};
 use rdmasock_core::fabric::shm::Memory;
@@ -13,21 +15,25 @@ use rdmasock_core::os::memfd;
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::rendezvous::names;
 use rdmasock_core::stats::{LinkInfo, LinkStats, Path, Reason};
-use rdmasock_core::stream::connection::{self, Broken, MOST_ASIDE, OpenNonces, SocketIo as _};
+use rdmasock_core::stream::connection;
+use rdmasock_core::stream::connection::{Broken, MOST_ASIDE, OpenNonces, SocketIo as _};
 use rdmasock_core::stream::handshake::Role;
-use rdmasock_core::wire::{self, Geometry, LinkAddress, LinkOffer, MAX_MESSAGE, Message};
+use rdmasock_core::wire;
+use rdmasock_core::wire::{Geometry, Introduction, LinkAddress, LinkOffer, MAX_MESSAGE, Message};
 
-use super::asking::ASK_TIMEOUT;
-use super::link_table::{LINK_TIMEOUT, Pending};
-use super::state::{Conn, Peer, Worker};
 use crate::config::config;
+use crate::config::verbs::{Acceptor, Pair};
+use crate::data::rx::Shrunk;
+use crate::data::{rx, tx};
 use crate::notify::epoll::Epoll;
 use crate::notify::ready;
-use crate::objects::link::life::Identity;
-use crate::objects::link::{Link, Refused, up};
+use crate::objects::link::{Identity, Link, Refused};
 use crate::objects::mailbox::Ref;
-use crate::objects::socket::{self, Mode, Sending, Socket};
+use crate::objects::socket::{Mode, Sending, Socket};
 use crate::objects::waiters::SERVICE;
+use crate::objects::{cgroup, link, socket};
+use crate::service::ask::ASK_TIMEOUT;
+use crate::service::{Alarm, Conn, Peer, Worker};
 use crate::sys::points::point;
 
 /// Time to the next check of a dead link on which a thread still sleeps, ns. Work requests that are in flight on its
@@ -37,7 +43,7 @@ const FREE_AGAIN: u64 = 100_000_000;
 impl Worker {
     /// Gets the link to `peer` that a handshake needs, and makes one if there is none.
     pub(super) fn need_link(&mut self, r: Ref, peer: InstanceId, offer: Option<LinkOffer>) {
-        if let Some(link) = up::to(&peer) {
+        if let Some(link) = link::to(&peer) {
             return on_link(r, link);
         }
         if let Some(pending) = self.links.pending.get_mut(&peer) {
@@ -214,7 +220,7 @@ impl Worker {
         self.guests.on_gone(conn);
         // The fd's registration in the epoll set stays. The fd belongs to the link now.
         self.conns.insert(conn, Conn::new(None, Peer::Link(link)));
-        up::add(link);
+        link::add(link);
     }
 
     pub(super) fn open_stats(
@@ -401,7 +407,7 @@ impl Worker {
             return;
         }
         tracing::info!(target: "rdmasock", peer = %link.peer(), %why, "link down");
-        up::remove(link);
+        link::remove(link);
         self.bulks.forget(link);
         if link.is_remote() {
             self.forget_arriving_beside(link);
@@ -607,5 +613,189 @@ mod tests {
         assert_eq!(read_given_back(0, &file(b"unread")), None);
         let large = memfd::create_file("test-back", MOST_ASIDE as u64 + 1).unwrap();
         assert_eq!(read_given_back(MOST_ASIDE as u32 + 1, &large), None);
+    }
+}
+
+// Links that are being made, and dead ones that are not freed yet. Live links are in `link::up`.
+
+/// How long connecting a link to another host may take; less than a cookie lives. No call waits for it: TCP carries the
+/// data meanwhile.
+pub const LINK_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// A link that this instance has asked for.
+pub struct Pending {
+    pub waiting: Vec<Ref>,
+    /// The arena that this end receives in; `None` between hosts.
+    pub mine: Option<(PrivateFd, Layout)>,
+    /// When the attempt is given up, monotonic ns.
+    pub deadline: u64,
+}
+
+/// An accepted connection that is not up yet.
+pub struct Arriving {
+    pub pair: Pair,
+    /// The introduction that the other end has sent.
+    pub introduction: Introduction,
+    /// The link that the connection is to be a bulk queue pair of; `None` for a link of its own.
+    pub bulk: Option<&'static Link>,
+    /// When the connection is given up, monotonic ns.
+    pub deadline: u64,
+}
+
+/// An accepted link over which nothing has come yet. The other end may not know of it: on iWARP the link is up here as
+/// soon as the answer has been sent.
+pub struct HalfOpen {
+    pub peer: InstanceId,
+    /// The cookie of the other end's request.
+    pub cookie: Cookie,
+    /// When the link is given up, monotonic ns.
+    pub deadline: u64,
+}
+
+/// Links that are being made, accepted links over which nothing has come yet, and dead links.
+#[derive(Default)]
+pub struct LinkTable {
+    /// Links that this instance has asked for, by their peers.
+    pub pending: HashMap<InstanceId, Pending>,
+    /// The listeners for connections of other hosts.
+    pub acceptors: HashMap<u64, Acceptor>,
+    pub arriving: HashMap<u64, Arriving>,
+    pub half_open: HashMap<u64, HalfOpen>,
+    /// Dead links that are not freed yet.
+    pub dead: Vec<&'static Link>,
+}
+
+impl LinkTable {
+    /// Returns the lowest slot that no link has.
+    pub fn free_slot(&self) -> u32 {
+        let links = link::all();
+        let used = |s: &u32| links.iter().chain(&self.dead).any(|l| l.slot() == *s);
+        (0..).find(|s| !used(s)).unwrap_or(u32::MAX)
+    }
+
+    /// Returns the earliest deadline of a link that is being made, or over which nothing has come yet, monotonic ns.
+    /// `None` if there is no such link.
+    pub fn next_timeout(&self) -> Option<u64> {
+        let pending = self.pending.values().map(|pending| pending.deadline);
+        let arriving = self.arriving.values().map(|arriving| arriving.deadline);
+        let half_open = self.half_open.values().map(|half_open| half_open.deadline);
+        pending.chain(arriving).chain(half_open).min()
+    }
+}
+
+// Rings of the wrong size: too small for a sender whose reader stands still, or large and idle.
+
+/// A reader that has not read for this time, ns, stands still: its ring grows without it.
+const STILL_FOR: u64 = 2_000_000;
+
+/// The longest time between two checks of a sender that stands still, ns.
+const LONGEST: u64 = 1_000_000_000;
+
+/// How often idle rings are searched for after a ring has grown, ns.
+const SHRINK_EVERY: u64 = 1_000_000_000;
+
+/// A sender that found no room, and the position of its reader then.
+struct Blocked {
+    r: Ref,
+    reader_at: u64,
+    /// Time between two checks of the sender, ns.
+    every: u64,
+    /// The time of the next check, monotonic ns.
+    deadline: u64,
+}
+
+/// The rings whose size may have to change.
+#[derive(Default)]
+pub struct Rings {
+    blocked: Vec<Blocked>,
+    /// When idle rings are searched for.
+    shrink: Alarm,
+}
+
+impl Rings {
+    /// Begins to check a sender that has found no room.
+    pub fn on_blocked(&mut self, r: Ref) {
+        if let Some(socket) = r.get()
+            && let Some(reader_at) = tx::reader_at(socket)
+        {
+            self.blocked.push(Blocked {
+                r,
+                reader_at,
+                every: STILL_FOR,
+                deadline: crate::sys::time::now_ns() + STILL_FOR,
+            });
+        }
+    }
+
+    /// Returns the time of the next check, monotonic ns; `None` if there is none.
+    pub fn next_timeout(&self) -> Option<u64> {
+        let blocked = self.blocked.iter().map(|blocked| blocked.deadline);
+        blocked.chain(self.shrink.next()).min()
+    }
+
+    /// Helps senders that have found no room for a while, and shrinks idle rings.
+    pub fn on_timeout(&mut self, now: u64) {
+        self.relieve(now);
+        if self.shrink.rings(now) {
+            cgroup::look();
+            self.shrink(now);
+        }
+    }
+
+    fn relieve(&mut self, now: u64) {
+        let late: Vec<Blocked> = self.blocked.extract_if(.., |p| p.deadline <= now).collect();
+        for blocked in late {
+            let Some(socket) = blocked.r.get() else {
+                continue;
+            };
+            if let Some(reader_at) = tx::ask_for_room(socket, blocked.reader_at) {
+                let every = match reader_at == blocked.reader_at {
+                    true => (blocked.every * 2).min(LONGEST),
+                    false => STILL_FOR,
+                };
+                self.blocked.push(Blocked {
+                    reader_at,
+                    every,
+                    deadline: now + every,
+                    ..blocked
+                });
+            } else if connection::read_ahead(socket, true) {
+                ready::notify_local(socket);
+            }
+        }
+    }
+
+    /// Schedules a search for idle rings, after a ring has grown.
+    pub fn on_grown(&mut self) {
+        self.shrink.set_if_off(|| {
+            cgroup::look();
+            crate::sys::time::now_ns() + SHRINK_EVERY
+        });
+    }
+
+    /// Gives idle rings their first size, and searches again later if some are in use.
+    fn shrink(&mut self, now: u64) {
+        let mut again = false;
+        for socket in socket::all() {
+            again |= !tx::give_back(socket);
+            if socket.rx_mode.load(Acquire) != Mode::Link {
+                continue;
+            }
+            let Some(link) = socket.link() else { continue };
+            match rx::shrink(socket, link) {
+                Shrunk::Small => {}
+                Shrunk::Busy => again = true,
+                Shrunk::Offered => {
+                    again = true;
+                    let peer = socket.control.lock().and_then(|c| c.peer);
+                    if let Some(yours) = peer {
+                        let _ = link.send(&Message::Adopt { yours }, &[]);
+                    }
+                }
+            }
+        }
+        if again {
+            self.shrink.set(now + SHRINK_EVERY);
+        }
     }
 }

@@ -3,26 +3,27 @@
 //! The address and the cookie come from the HELLO in the TCP connection; this file connects to nothing else. Connecting
 //! can block in the kernel, so a thread of its own does it.
 
+use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
 use rdmasock_core::fabric::plugin::PRIVATE_BYTES;
 use rdmasock_core::ids::{Cookie, InstanceId};
-use rdmasock_core::stats::Reason;
-use rdmasock_core::wire::{INTRODUCTION, Introduction};
+use rdmasock_core::stats::{Event, Reason};
+use rdmasock_core::wire::{INTRODUCTION, Introduction, Message};
 use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
-use super::link_table::{Arriving, HalfOpen, LINK_TIMEOUT};
-use super::signals::{SignalsBlocked, spawn};
-use super::state::{Conn, Peer, Worker};
-use crate::config::verbs::{self, Acceptor, Dialled, Incoming, Pair, State};
-use crate::config::{ZeroCopy, config};
-use crate::objects::link::life::Identity;
-use crate::objects::link::{Link, Maintained, Remote, up};
+use crate::config::verbs::{Acceptor, Dialled, Incoming, Pair, State};
+use crate::config::{ZeroCopy, config, verbs};
+use crate::objects::library::Library;
+use crate::objects::link;
+use crate::objects::link::{Identity, Link, Maintained, Remote};
 use crate::objects::mailbox::{Command, kind, tag};
 use crate::objects::waiters::SERVICE;
+use crate::service::links::{Arriving, HalfOpen, LINK_TIMEOUT};
+use crate::service::{Conn, Peer, SignalsBlocked, Worker, spawn};
 
 const _: () = assert!(INTRODUCTION == PRIVATE_BYTES);
 
@@ -330,7 +331,7 @@ impl Worker {
             remote.set_token(tag(kind::COMPLETION, id));
         }
         self.conns.insert(id, Conn::new(None, Peer::Link(link)));
-        up::add(link);
+        link::add(link);
         tracing::info!(target: "rdmasock", %peer, pid, slot, qp = info.qp_number, "link to another host up");
         self.on_completion(id);
         Some(link)
@@ -372,7 +373,7 @@ impl Worker {
         // First, so that a request that comes from now on is a new one.
         self.service.maintaining.begin();
         let mut again = false;
-        for link in up::all() {
+        for link in link::all() {
             let Some(remote) = link.remote() else {
                 continue;
             };
@@ -397,7 +398,7 @@ impl Worker {
     /// Checks whether the peers' devices still answer, on links on which something was sent. `poll_remote` handles the
     /// links that have failed.
     pub(super) fn watch_links(&mut self, now: u64) {
-        for remote in up::all().iter().filter_map(|l| l.remote()) {
+        for remote in link::all().iter().filter_map(|l| l.remote()) {
             if remote.is_watched() {
                 remote.tick(now);
             }
@@ -487,4 +488,318 @@ pub(super) fn dial(
         local,
         remote,
     })
+}
+
+// Bulk queue pairs beside the queue pairs of links to other hosts (docs/protocol.md, P90): when one is made, and what
+// follows when it is lost. The transfers over it are the engine's.
+//
+// The end that has connected the link connects the bulk queue pair too, with a cookie that the other end sends over
+// the link. A link that has lost one gets another only after both ends have reported the loss, and some time later.
+
+/// How long making a bulk queue pair may take, ns.
+const WITHIN: u64 = 40_000_000_000;
+
+fn remote_at(slot: u32) -> Option<(&'static Link, &'static Remote)> {
+    let link = link::all().into_iter().find(|link| link.slot() == slot)?;
+    Some((link, link.remote()?))
+}
+
+impl Worker {
+    /// Gets a bulk queue pair for this link, on which a call would transfer directly, if none is there or being made.
+    pub(super) fn want_bulk(&mut self, slot: u32) {
+        let Some((link, remote)) = remote_at(slot) else { return };
+        let now = crate::sys::time::now_ns();
+        if !remote.is_direct() || !self.bulks.of(link).may_begin(now) {
+            return;
+        }
+        if remote.dialled().is_none() {
+            return self.offer_bulk(link);
+        }
+        if link.send(&Message::BulkWanted, &[]).is_ok() {
+            self.bulks.of(link).stage = Stage::Asked { until: now + WITHIN };
+        }
+    }
+
+    fn offer_bulk(&mut self, link: &'static Link) {
+        let now = crate::sys::time::now_ns();
+        let Ok(fresh) = Cookie::random() else { return };
+        let cookie = self.bulks.of(link).to_offer(now, fresh);
+        if link.send(&Message::Bulk { cookie }, &[]).is_ok() {
+            self.bulks.of(link).on_offered(cookie, now + WITHIN);
+        }
+    }
+
+    /// Handles a message about the link's bulk queue pair. Returns false if the message does not belong there.
+    pub(super) fn on_bulk_message(&mut self, link: &'static Link, message: &Message) -> bool {
+        let Some(remote) = link.remote().filter(|remote| remote.is_direct()) else {
+            return false;
+        };
+        let now = crate::sys::time::now_ns();
+        match (message, remote.dialled()) {
+            (Message::BulkWanted, None) => {
+                // The asker may not have received the earlier cookie yet.
+                let bulk = self.bulks.of(link);
+                if bulk.may_begin(now) || matches!(bulk.stage, Stage::Offered { .. }) {
+                    self.offer_bulk(link);
+                }
+            }
+            (Message::Bulk { cookie }, Some(place)) => {
+                let bulk = self.bulks.of(link);
+                if matches!(bulk.stage, Stage::None { .. } | Stage::Asked { .. }) {
+                    bulk.stage = Stage::Connecting;
+                    if !dial_beside(link, remote, place, self.library.id, *cookie) {
+                        self.bulks.of(link).end(now);
+                    }
+                }
+            }
+            (Message::BulkGone, _) => {
+                let bulk = self.bulks.of(link);
+                match bulk.stage {
+                    Stage::Connecting => bulk.is_lost_there = true,
+                    Stage::Up | Stage::Lost { .. } => {
+                        bulk.on_lost(now, false);
+                        remote.drop_bulk();
+                        self.retire_bulk(link, remote);
+                    }
+                    // This end has never had one.
+                    Stage::None { .. } | Stage::Asked { .. } | Stage::Offered { .. } => {
+                        let _ = link.send(&Message::BulkGone, &[]);
+                    }
+                }
+            }
+            _ => return false,
+        }
+        true
+    }
+
+    pub(super) fn on_bulk_dialled(&mut self, serial: u64, dialled: Result<Pair, Errno>) {
+        let link = link::all().into_iter().find(|link| link.serial() == serial);
+        let Some((link, remote)) = link.and_then(|link| Some((link, link.remote()?))) else {
+            return;
+        };
+        match dialled {
+            Ok(pair) => self.attach_bulk(link, remote, pair),
+            Err(error) => {
+                tracing::debug!(target: "rdmasock::link", peer = %link.peer(), %error, "no bulk queue pair");
+                self.bulks.of(link).end(crate::sys::time::now_ns());
+            }
+        }
+    }
+
+    /// Accepts a bulk queue pair beside the link that has offered it. `Err(Some)` gives the connection back if no link
+    /// has; `Err(None)` if accepting has failed.
+    pub(super) fn accept_bulk(
+        &mut self,
+        incoming: Incoming,
+        introduction: &Introduction,
+    ) -> Result<(&'static Link, Pair), Option<Incoming>> {
+        let Some(link) = self.bulks.offered(introduction) else {
+            return Err(Some(incoming));
+        };
+        let Some(remote) = link.remote() else {
+            return Err(Some(incoming));
+        };
+        // The other end has given up its last request, and does not know of a queue pair that came of it.
+        self.forget_arriving_beside(link);
+        remote.drop_bulk();
+        remote.end_retired();
+        let answer = introduce(self.library.id, Introduction::NO_COOKIE, true);
+        let accepted = remote.with_pair(|pair| incoming.accept(&answer, Some(pair)));
+        let bulk = self.bulks.of(link);
+        match accepted {
+            Some(Ok(pair)) => {
+                bulk.stage = Stage::Connecting;
+                Ok((link, pair))
+            }
+            _ => {
+                bulk.end(crate::sys::time::now_ns());
+                Err(None)
+            }
+        }
+    }
+
+    /// Handles the end of an accepted connection's set-up: `pair` if the bulk queue pair is up, `None` if not.
+    pub(super) fn on_bulk_arrived(&mut self, link: &'static Link, pair: Option<Pair>) {
+        match (pair, link.remote().filter(|_| link.is_alive())) {
+            (Some(pair), Some(remote)) => self.attach_bulk(link, remote, pair),
+            (None, Some(_)) => self.bulks.of(link).end(crate::sys::time::now_ns()),
+            (_, None) => {}
+        }
+    }
+
+    fn attach_bulk(&mut self, link: &'static Link, remote: &'static Remote, pair: Pair) {
+        let bulk = self.bulks.of(link);
+        bulk.stage = Stage::Up;
+        let is_lost_there = std::mem::take(&mut bulk.is_lost_there);
+        tracing::debug!(target: "rdmasock::link", peer = %link.peer(), "bulk queue pair up");
+        drop(remote.attach_bulk(pair));
+        if is_lost_there {
+            self.bulks.of(link).on_lost(crate::sys::time::now_ns(), false);
+            remote.drop_bulk();
+        }
+        self.retire_bulk(link, remote);
+    }
+
+    /// Ends the bulk queue pairs that were lost, and reports each to the peer.
+    pub(super) fn retire_bulk(&mut self, link: &'static Link, remote: &'static Remote) {
+        for _ in 0..remote.end_retired() {
+            self.library.stats.count(Event::BulkLost);
+            tracing::debug!(target: "rdmasock::link", peer = %link.peer(), "bulk queue pair lost");
+            let _ = link.send(&Message::BulkGone, &[]);
+            self.bulks.of(link).on_lost(crate::sys::time::now_ns(), true);
+        }
+    }
+}
+
+/// Connects a bulk queue pair beside a link, in a new thread. Returns false if no thread can be made.
+fn dial_beside(
+    link: &'static Link,
+    remote: &'static Remote,
+    (local, address): (IpAddr, SocketAddr),
+    me: rdmasock_core::ids::InstanceId,
+    cookie: Cookie,
+) -> bool {
+    let greeting = introduce(me, cookie, true);
+    let (peer, serial) = (link.peer(), link.serial());
+    let blocked = SignalsBlocked::new();
+    let spawned = spawn(c"rdmasock-dial", 256 * 1024, move || {
+        let dialled = remote.with_pair(|pair| dial(peer, local, address, &greeting, Some(pair)));
+        let dialled = dialled.unwrap_or(Err(Errno::NOTCONN)).map(|dialled| dialled.pair);
+        Library::get().service.submit(Command::BulkDialled(serial, dialled));
+    });
+    drop(blocked);
+    spawned.is_ok()
+}
+
+// The state of each link's bulk queue pair (docs/protocol.md, P90). `bulk.rs` acts on it.
+
+/// Time from the loss of one bulk queue pair to the next, ns. It doubles with each loss, at most `DOUBLINGS` times.
+const AGAIN_AFTER: u64 = 1_000_000_000;
+const DOUBLINGS: u32 = 6;
+
+/// The state of a link's bulk queue pair.
+pub enum Stage {
+    /// No queue pair exists, and none is made before this time, monotonic ns.
+    None { before: u64 },
+    /// The other end was asked for a cookie, which counts until then, monotonic ns.
+    Asked { until: u64 },
+    /// The other end was given a cookie, which counts until then, monotonic ns.
+    Offered { until: u64 },
+    /// The queue pair is being connected.
+    Connecting,
+    /// Both ends have it, as far as this end knows.
+    Up,
+    /// The queue pair is lost. `here`: this end has reported that; `there`: the other end has.
+    Lost { here: bool, there: bool },
+}
+
+/// The bulk queue pair of one link.
+pub struct Bulk {
+    pub stage: Stage,
+    /// The cookie that the other end was given last. A request with it may be repeated, as for a link.
+    pub cookie: Option<Cookie>,
+    /// How many were lost, or failed to come up.
+    lost: u32,
+    /// The other end has lost the queue pair before this end has it.
+    pub is_lost_there: bool,
+}
+
+impl Bulk {
+    fn new() -> Self {
+        Self {
+            stage: Stage::None { before: 0 },
+            cookie: None,
+            lost: 0,
+            is_lost_there: false,
+        }
+    }
+
+    /// Returns whether a queue pair may be made now: none is there, or being made.
+    pub fn may_begin(&self, now: u64) -> bool {
+        match self.stage {
+            Stage::None { before } => now >= before,
+            Stage::Asked { until } | Stage::Offered { until } => now >= until,
+            Stage::Connecting | Stage::Up | Stage::Lost { .. } => false,
+        }
+    }
+
+    /// Returns the cookie for the other end: the same as before if the other end may be about to use that one. Both
+    /// ends may want a queue pair at the same moment, and their messages cross.
+    pub fn to_offer(&self, now: u64, fresh: Cookie) -> Cookie {
+        match self.stage {
+            Stage::Offered { until } if now < until => self.cookie.unwrap_or(fresh),
+            _ => fresh,
+        }
+    }
+
+    /// Notes the cookie that the other end was given, and until when it counts, monotonic ns.
+    pub fn on_offered(&mut self, cookie: Cookie, until: u64) {
+        self.cookie = Some(cookie);
+        self.stage = Stage::Offered { until };
+    }
+
+    /// Ends an attempt that has failed, or a queue pair that is over. The next may begin after a pause.
+    pub fn end(&mut self, now: u64) {
+        let after = AGAIN_AFTER << self.lost.min(DOUBLINGS);
+        self.lost = self.lost.saturating_add(1);
+        self.cookie = None;
+        self.is_lost_there = false;
+        self.stage = Stage::None { before: now + after };
+    }
+
+    /// Notes that an end has reported the loss. Once both have, the next queue pair may begin after a pause.
+    pub fn on_lost(&mut self, now: u64, is_here: bool) {
+        let (here, there) = match self.stage {
+            Stage::Lost { here, there } => (here || is_here, there || !is_here),
+            _ => (is_here, !is_here),
+        };
+        if here && there {
+            self.end(now);
+        } else {
+            self.stage = Stage::Lost { here, there };
+        }
+    }
+}
+
+/// The states, by the slot of the link.
+#[derive(Default)]
+pub struct Bulks(HashMap<u32, Bulk>);
+
+impl Bulks {
+    /// Returns the state of the link's bulk queue pair.
+    pub fn of(&mut self, link: &Link) -> &mut Bulk {
+        self.0.entry(link.slot()).or_insert_with(Bulk::new)
+    }
+
+    /// Removes the state of a link that is down.
+    pub fn forget(&mut self, link: &Link) {
+        self.0.remove(&link.slot());
+    }
+
+    /// Returns the link for which this cookie was given out; `None` if there is none.
+    pub fn offered(&self, introduction: &Introduction) -> Option<&'static Link> {
+        let is_it = |link: &&'static Link| {
+            let cookie = self.0.get(&link.slot()).and_then(|bulk| bulk.cookie.as_ref());
+            cookie.is_some_and(|cookie| cookie.matches(&introduction.cookie)) && link.peer() == introduction.instance
+        };
+        link::all().into_iter().find(is_it)
+    }
+}
+
+#[cfg(test)]
+mod bulks_tests {
+    use super::*;
+
+    #[test]
+    fn who_asks_while_an_offer_is_on_its_way_is_offered_the_same() {
+        let [first, second] = [1, 2].map(|n| Cookie::from_bytes([n; 16]));
+        let mut bulk = Bulk::new();
+        let given = bulk.to_offer(0, first);
+        bulk.on_offered(given, 100);
+        assert!(bulk.to_offer(50, second).matches(&first));
+        // No request has come with the first cookie.
+        assert!(bulk.to_offer(100, second).matches(&second));
+        bulk.end(60);
+        assert!(bulk.to_offer(70, second).matches(&second));
+    }
 }

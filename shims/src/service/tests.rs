@@ -9,17 +9,18 @@ use std::sync::Mutex;
 
 use rdmasock_core::ids::{Cookie, InstanceId, Nonce};
 use rdmasock_core::os::channel::Channel;
-use rdmasock_core::rendezvous::diag::{self, Owner};
+use rdmasock_core::rendezvous::diag;
+use rdmasock_core::rendezvous::diag::Owner;
 use rdmasock_core::stream::connection::Task;
 use rdmasock_core::stream::handshake::{Handshake, Role};
-use rdmasock_core::wire::{self, MAX_MESSAGE, Message};
+use rdmasock_core::wire;
+use rdmasock_core::wire::{MAX_MESSAGE, Message};
 
-use super::*;
 use crate::objects::listener::Listener;
 use crate::objects::mailbox::{Command, Ref};
 use crate::objects::socket::{Mode, Socket, Stage};
-use crate::service::asking::Asking;
-use crate::service::state::Peer;
+use crate::service::ask::Asking;
+use crate::service::{Peer, *};
 
 /// Returns a worker beside which no service thread runs.
 pub(super) fn worker() -> Worker {
@@ -30,7 +31,7 @@ pub(super) fn worker() -> Worker {
 
 /// Prevents the start of a service thread, so that submitted commands stay in the queue.
 pub(crate) fn without_thread() {
-    assert!(crate::startup::instance::is_on());
+    assert!(crate::startup::is_on());
     Library::get().service.claim_start();
 }
 
@@ -502,7 +503,7 @@ fn all_listeners_are_served_with_the_first() {
 fn a_cookie_is_good_once_and_for_whom_it_was_made() {
     let worker = worker();
     let (peer, other) = (InstanceId::random().unwrap(), InstanceId::random().unwrap());
-    let cookie = up::offer(peer, None).unwrap().cookie;
+    let cookie = link::offer(peer, None).unwrap().cookie;
     assert!(!worker.library.offers.redeem(&cookie, &other));
     assert!(!worker.library.offers.redeem(&Cookie::random().unwrap(), &peer));
     // A request to connect may be lost, and come again.

@@ -1,17 +1,29 @@
 //! Watches the TCP sockets of connections that are being promoted or are on a link. Puts them back into the kernel's
 //! epoll sets when both directions are on TCP again.
 
+use std::collections::HashMap;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
+use rdmasock_core::fabric::ring::Wake;
+use rdmasock_core::stats::Reason;
 use rdmasock_core::stream::connection;
+use rdmasock_core::stream::connection::Awaited;
+use rdmasock_core::wire::scan::{Found, scan};
+use rdmasock_core::wire::{MAX_MARKER, Marker};
 use rustix::event::{PollFlags, epoll as kernel};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendFlags};
 
-use super::state::{Watched, Worker};
 use crate::data::tx;
-use crate::notify::{anchor, ready};
-use crate::objects::mailbox::Ref;
-use crate::objects::socket::{self, ERROR_QUEUE, Mode, Socket};
-use crate::polling::served;
+use crate::notify::{ready, reset};
+use crate::objects::link::Link;
+use crate::objects::mailbox::{Ref, Remains};
+use crate::objects::socket;
+use crate::objects::socket::{ERROR_QUEUE, Mode, Socket};
+use crate::polling::readiness;
+use crate::service::links::LINK_TIMEOUT;
+use crate::service::{Watched, Worker};
 use crate::sys::points::point;
 
 impl Worker {
@@ -28,7 +40,7 @@ impl Worker {
             let Some(fd) = socket.numbers.anchor_fd() else {
                 return Watched::Impossible;
             };
-            if !anchor::watch(socket, fd) {
+            if !ready::watch(socket, fd) {
                 return Watched::Impossible;
             }
             // Events from before, which possibly no later event reports.
@@ -106,7 +118,7 @@ impl Worker {
     pub(super) fn settle(&mut self, r: Ref) {
         let Some(socket) = r.get() else { return };
         if let Some(link) = socket.link() {
-            served::look_for_confirmation(socket, link);
+            readiness::look_for_confirmation(socket, link);
         }
         if socket.numbers.left_behind.load(Acquire) {
             if socket.rx_mode.load(Acquire) == Mode::Marked {
@@ -140,7 +152,7 @@ impl Worker {
                 socket.keepalive.end(fd);
             }
         }
-        crate::data::rx::view::settle(socket);
+        crate::data::view::settle(socket);
         self.forget_asks(socket);
         self.unwatch(socket);
         socket.promotion.holders.on_returned();
@@ -156,4 +168,475 @@ fn note_anchor(socket: &Socket) {
     let events = ready::without_queue(now);
     let queue = if events == now { 0 } else { ERROR_QUEUE };
     socket.wakes.anchor.fetch_or(events & told | queue, SeqCst);
+}
+
+// Connections with an end that is over, or may be, although no message or mark on the link shows it.
+
+/// How long the other end's process may take to mark an end that TCP has shown, ns. It is asked to check, and marks the
+/// end or is itself seen to have ended.
+const MARK_WITHIN: u64 = 1_000_000_000;
+
+/// Time to the first check for a reader, and the longest time between two, ns. Half-closed connections may live for
+/// days.
+const LOOK_FIRST: u64 = 100_000_000;
+const LOOK_LAST: u64 = 1_000_000_000;
+
+/// Returns whether the receiving direction is on a link within the host, and no end mark has come.
+fn is_unmarked(socket: &'static Socket) -> bool {
+    let Some(rx) = socket.rx.lock() else {
+        return false;
+    };
+    socket.rx_mode.load(Acquire) == Mode::Link
+        && !rx.stays
+        && !socket.rx_shut.load(Acquire)
+        && rx.consumer.as_ref().is_some_and(|c| !c.has_mark() && !c.has_left())
+}
+
+/// Returns whether the sending direction is on a link within the host.
+fn sends_on_link(socket: &'static Socket) -> bool {
+    socket.tx_mode.load(Acquire) == Mode::Link && socket.link().is_some_and(|l| l.is_alive() && !l.is_remote())
+}
+
+/// How long TCP has to show the end of a peer whose process has ended, ns. If another process has that end too, TCP
+/// never shows it.
+const END_WITHIN: u64 = 1_000_000_000;
+
+fn awaits_end(socket: &'static Socket) -> bool {
+    let is_unread = socket.tx.lock().is_some_and(|tx| {
+        let unread = tx.producer.as_ref().is_some_and(|p| p.is_unread());
+        unread && !tx.is_shut && socket.tx_mode.load(Acquire) == Mode::Link
+    });
+    is_unread && !has_ended(socket)
+}
+
+fn has_ended(socket: &'static Socket) -> bool {
+    let Some(_control) = socket.control.lock() else {
+        return true;
+    };
+    ready::without_queue(ready::kernel(socket, rustix::event::PollFlags::RDHUP)) & ready::ENDED != 0
+}
+
+/// A stream whose peer's process has ended without reading all bytes from here, and whose TCP does not show that yet.
+/// Until then the stream stays as it is: a call that was woken before would find the connection still standing.
+struct Dying {
+    r: Ref,
+    /// When the wait for TCP ends, monotonic ns.
+    deadline: u64,
+}
+
+/// A connection whose other end is over in TCP, though not on the link.
+struct Unmarked {
+    r: Ref,
+    /// When the wait for the mark ends, monotonic ns.
+    deadline: u64,
+}
+
+/// A connection that sends on a link to a peer which, as TCP shows, has sent its last byte. If the peer's program
+/// closes the fd where no hook sees it, TCP shows nothing more. So while bytes stay unread, this end has the peer's
+/// library check whether there still is a reader.
+struct OneWay {
+    r: Ref,
+    /// The position of the reader at the last check.
+    reader_at: Option<u64>,
+    /// The time between two checks, ns.
+    every: u64,
+    /// The time of the next check, monotonic ns.
+    deadline: u64,
+}
+
+/// The connections of this file, by what they wait for.
+#[derive(Default)]
+pub struct Ends {
+    /// Connections whose other end was probably closed past its library.
+    unmarked: Vec<Unmarked>,
+    dying: Vec<Dying>,
+    /// Connections that send over a link to a peer that has sent its last byte; by their slots.
+    one_way: HashMap<u32, OneWay>,
+}
+
+impl Ends {
+    /// Returns the time of the next check, monotonic ns; `None` if there is none.
+    pub fn next_timeout(&self) -> Option<u64> {
+        let unmarked = self.unmarked.iter().map(|unmarked| unmarked.deadline);
+        let dying = self.dying.iter().map(|dying| dying.deadline);
+        let one_way = self.one_way.values().map(|look| look.deadline);
+        unmarked.chain(dying).chain(one_way).min()
+    }
+
+    /// Makes the checks that are due, except for [dying streams](Self::over), which the caller handles.
+    pub fn on_timeout(&mut self, now: u64) {
+        self.leave_unmarked(now);
+        self.look_for_readers(now);
+    }
+
+    /// Handles that the process at the other end of the socket's link has ended. Returns true if the stream waits for
+    /// TCP to show it.
+    pub fn on_peer_gone(&mut self, socket: &'static Socket) -> bool {
+        let waits = awaits_end(socket);
+        if waits {
+            self.dying.push(Dying {
+                r: Ref::new(socket),
+                deadline: crate::sys::time::now_ns() + END_WITHIN,
+            });
+        }
+        waits
+    }
+
+    /// Returns whether a stream waits for TCP to show the end of its peer.
+    pub fn has_dying(&self) -> bool {
+        !self.dying.is_empty()
+    }
+
+    /// Removes and returns the dying streams whose peer's end is visible in TCP, or whose time for that is over.
+    pub fn over(&mut self, now: u64) -> Vec<&'static Socket> {
+        let is_over = |d: &mut Dying| d.deadline <= now || d.r.get().is_none_or(has_ended);
+        self.dying.extract_if(.., is_over).filter_map(|d| d.r.get()).collect()
+    }
+
+    /// Handles that TCP shows the peer's last byte.
+    pub fn on_end_of_tcp(&mut self, socket: &'static Socket) {
+        let now = crate::sys::time::now_ns();
+        let r = Ref::new(socket);
+        let is_unmarked = is_unmarked(socket);
+        if is_unmarked {
+            let deadline = now + MARK_WITHIN;
+            self.unmarked.push(Unmarked { r, deadline });
+        }
+        if is_unmarked || tx::is_full(socket) {
+            // Has the peer's service thread check whether there still is a reader.
+            ready::notify_peer(socket, Wake(Link::service_bits()));
+        }
+        if sends_on_link(socket) {
+            let look = OneWay {
+                r,
+                reader_at: None,
+                every: LOOK_FIRST,
+                deadline: now + LOOK_FIRST,
+            };
+            self.one_way.insert(socket.slot, look);
+        }
+    }
+
+    /// Has the peer's process check whether there still is a reader, for each connection whose bytes are not read.
+    fn look_for_readers(&mut self, now: u64) {
+        self.one_way.retain(|_, look| {
+            let Some(socket) = look.r.get().filter(|s| sends_on_link(s)) else {
+                return false;
+            };
+            if look.deadline > now {
+                return true;
+            }
+            let reader_at = tx::reader_at(socket);
+            let has_read = std::mem::replace(&mut look.reader_at, reader_at) != reader_at;
+            if tx::is_unread(socket) && !has_read {
+                ready::notify_peer(socket, Wake(Link::service_bits()));
+            }
+            look.every = (look.every * 2).min(LOOK_LAST);
+            look.deadline = now + look.every;
+            true
+        });
+    }
+
+    /// Takes the connections back to TCP that the peer has closed or shut down past its library. TCP knows how to
+    /// answer what is sent from now on.
+    fn leave_unmarked(&mut self, now: u64) {
+        let late: Vec<Unmarked> = self.unmarked.extract_if(.., |u| u.deadline <= now).collect();
+        for socket in late.into_iter().filter_map(|u| u.r.get()) {
+            if is_unmarked(socket) && socket.link().is_some_and(Link::is_alive) {
+                if tx::is_unread(socket) {
+                    connection::look_for_reset(socket);
+                }
+                tx::take_back(socket, Reason::Closed);
+            }
+        }
+    }
+}
+
+// Connections that the program has closed while a promotion was under way.
+//
+// The other end still writes markers, which no thread here would read. The kernel answers bytes that arrive unread at
+// a closed socket with a reset. So the peer program would see its connection fail because of an attempt to promote it
+// (ARCHITECTURE, I2).
+//
+// Therefore the TCP socket stays open here, with its sending half shut as close() would, until the other end's closing
+// marker or its end has come. Any other bytes that arrive are bytes that the program has not read: they lead to the
+// reset that close() would have sent.
+//
+// A connection also stays if TCP has not taken all bytes of the direction that was being closed.
+
+/// How long the other end may take to write a marker, ns. It writes one when there is a link, or none can be made.
+const PATIENCE: u64 = LINK_TIMEOUT.as_nanos() as u64 + 5_000_000_000;
+/// How long the other end may take to make room for the unsent bytes, ns.
+const PATIENCE_UNSENT: u64 = 60_000_000_000;
+
+/// A connection that outlives its close.
+struct Closed {
+    remains: Remains,
+    /// When the connection is closed in any case, monotonic ns.
+    deadline: u64,
+}
+
+/// The events that the epoll set reports of each connection.
+pub const EVENTS: kernel::EventFlags = kernel::EventFlags::IN
+    .union(kernel::EventFlags::OUT)
+    .union(kernel::EventFlags::RDHUP)
+    .union(kernel::EventFlags::ET);
+
+/// The connections that outlive their close.
+#[derive(Default)]
+pub struct Lingering {
+    all: HashMap<u64, Closed>,
+}
+
+impl Lingering {
+    /// Adds a connection, known by `id`, and does what can be done for it at once.
+    pub fn begin(&mut self, id: u64, remains: Remains) {
+        let patience = match remains.unsent.is_empty() {
+            true => PATIENCE,
+            false => PATIENCE_UNSENT,
+        };
+        let closed = Closed {
+            remains,
+            deadline: crate::sys::time::now_ns() + patience,
+        };
+        self.all.insert(id, closed);
+        self.on_event(id);
+    }
+
+    /// Handles an event of the connection `id`: bytes have come, or there is room.
+    pub fn on_event(&mut self, id: u64) {
+        if self.all.get_mut(&id).is_none_or(|closed| closed.remains.is_over()) {
+            self.all.remove(&id);
+        }
+    }
+
+    /// Returns when the next connection is closed in any case, monotonic ns; `None` if there is none.
+    pub fn next_timeout(&self) -> Option<u64> {
+        self.all.values().map(|closed| closed.deadline).min()
+    }
+
+    /// Closes the connections whose time is over.
+    pub fn on_timeout(&mut self, now: u64) {
+        self.all.retain(|_, closed| closed.deadline > now);
+    }
+}
+
+impl Remains {
+    /// Sends and receives as far as possible. Returns true when the connection can be closed.
+    fn is_over(&mut self) -> bool {
+        if !self.send() {
+            return false;
+        }
+        let Some(awaited) = self.awaited.as_mut() else {
+            return true;
+        };
+        let is_over = is_over(self.fd.as_fd(), awaited, &mut self.unsent);
+        self.send();
+        is_over
+    }
+
+    /// Sends the unsent bytes, then the end. Returns false while TCP does not take all of them.
+    fn send(&mut self) -> bool {
+        if self.unsent.is_empty() {
+            return true;
+        }
+        while !self.unsent.is_empty() {
+            let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+            match rustix::net::send(&self.fd, &self.unsent, flags) {
+                Ok(n) => {
+                    self.unsent.drain(..n);
+                }
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return false,
+                Err(_) => self.unsent.clear(),
+            }
+        }
+        if !self.ends_last() {
+            let _ = rustix::net::shutdown(&self.fd, rustix::net::Shutdown::Write);
+        }
+        true
+    }
+}
+
+/// Takes the markers that have come, and appends the answer to `unsent`. Returns true when the connection can be
+/// closed.
+fn is_over(fd: BorrowedFd<'_>, awaited: &mut Awaited, unsent: &mut Vec<u8>) -> bool {
+    let mut buf = [0u8; MAX_MARKER];
+    loop {
+        match rustix::net::recv(fd, &mut buf[..], RecvFlags::DONTWAIT) {
+            Ok((_, n)) if n > 0 => {
+                let new = buf.get(..n).unwrap_or_default();
+                awaited.part.extend_from_slice(new);
+            }
+            Err(Errno::AGAIN) => return false,
+            Err(Errno::INTR) => continue,
+            // The program has shut the receiving direction here; that is no end of the peer's.
+            Ok(_) if awaited.precede_end && !crate::notify::ready::has_peer_ended(fd) => return false,
+            _ => return true,
+        }
+        loop {
+            let seen = scan(&awaited.nonce, &awaited.part);
+            let len = match seen.what {
+                _ if seen.payload > 0 => {
+                    reset(fd);
+                    return true;
+                }
+                Found::Marker {
+                    marker: Marker::Hello(_),
+                    len,
+                } => {
+                    unsent.append(&mut awaited.answer);
+                    len
+                }
+                Found::Marker { len, .. } | Found::Bad { len, .. } => {
+                    if awaited.part.len() > len {
+                        reset(fd);
+                    }
+                    return true;
+                }
+                Found::PartialMarker { .. } | Found::Payload => break,
+            };
+            awaited.part.drain(..len);
+        }
+    }
+}
+
+/// Has the close that follows send a reset: unread data has come, though the kernel does not have it any more.
+fn reset(fd: BorrowedFd<'_>) {
+    let _ = rustix::net::sockopt::set_socket_linger(fd, Some(std::time::Duration::ZERO));
+}
+
+#[cfg(test)]
+mod linger_tests {
+    use std::io::{Read, Write};
+    use std::net::{TcpListener, TcpStream};
+    use std::os::fd::AsFd;
+
+    use rdmasock_core::ids::{InstanceId, Nonce};
+    use rdmasock_core::os::privatefd::PrivateFd;
+    use rdmasock_core::wire::{Hello, Reason};
+
+    use super::*;
+
+    /// A connection was shut, and then closed before a HELLO had come. The HELLO is answered, and the end follows the
+    /// marker that closes the attempt.
+    #[test]
+    fn a_greeting_of_what_has_not_ended_yet_is_answered() {
+        let [mine, theirs] = [[0xc0; 16], [0xc1; 16]].map(Nonce::from_bytes);
+        let encoded = |marker: Marker, to: &Nonce| {
+            let mut buf = [0u8; MAX_MARKER];
+            marker.encode(to, &mut buf).unwrap().to_vec()
+        };
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (ours, _) = listener.accept().unwrap();
+        rustix::net::shutdown(&ours, rustix::net::Shutdown::Read).unwrap();
+        let abort = encoded(Marker::Abort(Reason::Cancelled), &theirs);
+        let awaited = Awaited {
+            nonce: mine,
+            precede_end: true,
+            answer: abort.clone(),
+            part: Vec::new(),
+        };
+        let copy = PrivateFd::duplicate_closing(ours.as_fd()).unwrap();
+        drop(ours);
+        let mut remains = Remains::new(copy, Some(awaited), Vec::new());
+        assert!(!remains.is_over(), "an end of our own is none of the peer's");
+        let hello = Hello {
+            instance: InstanceId::random().unwrap(),
+            link: None,
+        };
+        peer.write_all(&encoded(Marker::Hello(hello), &mine)).unwrap();
+        let mut answer = vec![0; abort.len()];
+        peer.set_nonblocking(true).unwrap();
+        while peer.read_exact(&mut answer).is_err() {
+            assert!(!remains.is_over());
+        }
+        assert_eq!(answer, abort);
+        peer.write_all(&encoded(Marker::Abort(Reason::Cancelled), &mine))
+            .unwrap();
+        while !remains.is_over() {
+            std::thread::yield_now();
+        }
+        peer.set_nonblocking(false).unwrap();
+        drop(remains);
+        assert_eq!(peer.read(&mut answer).unwrap(), 0, "an end, and no reset");
+    }
+}
+
+// TCP_USER_TIMEOUT on a link: times a connection out whose other end reads nothing for that time, although bytes wait
+// for it (tcp(7)). TCP counts from when the window is closed, this file from when a send has found no room. On TCP the
+// kernel counts.
+
+fn patience(socket: &Socket) -> u64 {
+    u64::from(socket.options.user_timeout.load(Acquire)) * 1_000_000
+}
+
+/// A sender that has found no room, and waits at most TCP_USER_TIMEOUT for its reader.
+struct Standing {
+    r: Ref,
+    /// The position of the reader at the last check.
+    reader_at: u64,
+    /// Since when the reader has not moved, monotonic ns.
+    since: u64,
+    /// The time of the next check, monotonic ns.
+    deadline: u64,
+}
+
+/// The senders whose readers are timed.
+#[derive(Default)]
+pub struct Standstill {
+    standing: Vec<Standing>,
+}
+
+impl Standstill {
+    /// Begins to time the reader of a sender that has found no room.
+    pub fn on_standing(&mut self, r: Ref) {
+        if let Some(socket) = r.get()
+            && let Some(reader_at) = tx::stands_still(socket)
+        {
+            let since = crate::sys::time::now_ns();
+            self.standing.push(Standing {
+                r,
+                reader_at,
+                since,
+                deadline: since + patience(socket),
+            });
+        }
+    }
+
+    /// Returns the time of the next check, monotonic ns; `None` if no reader is timed.
+    pub fn next_timeout(&self) -> Option<u64> {
+        self.standing.iter().map(|standing| standing.deadline).min()
+    }
+
+    /// Times out the connections whose readers have not moved for too long.
+    pub fn on_timeout(&mut self, now: u64) {
+        self.standing.retain_mut(|standing| {
+            if standing.deadline > now {
+                return true;
+            }
+            let Some(socket) = standing.r.get() else {
+                return false;
+            };
+            let Some(reader_at) = tx::stands_still(socket) else {
+                return false;
+            };
+            if std::mem::replace(&mut standing.reader_at, reader_at) != reader_at {
+                standing.since = now;
+            }
+            // The program may have set another time meanwhile, or none.
+            let patience = patience(socket);
+            standing.deadline = standing.since + patience;
+            let is_over = patience != 0 && standing.deadline <= now;
+            if is_over {
+                tracing::debug!(target: "rdmasock", slot = socket.slot, "timed out");
+                reset::time_out(socket);
+            }
+            if is_over || patience == 0 {
+                tx::forget_standing(socket);
+            }
+            patience != 0 && !is_over
+        });
+    }
 }

@@ -9,17 +9,18 @@ use rdmasock_core::stats::{Direction, Reason};
 use rdmasock_core::stream::handshake::Role;
 
 use crate::notify::epoll::Epoll;
-use crate::notify::table::{self, Entry};
+use crate::notify::table;
+use crate::notify::table::Entry;
 use crate::objects::library::{Library, threshold_of};
 use crate::objects::listener::Listener;
 use crate::objects::socket::{Farewell, Socket, Stage};
 use crate::process::close;
-use crate::startup::instance;
+use crate::startup;
 use crate::sys::{errno, sockopt};
 
 /// Handles a socket() that returned a TCP socket.
 pub fn on_socket(fd: c_int, nonblocking: bool) {
-    if instance::is_on() {
+    if startup::is_on() {
         let serial = table::new_serial();
         let entry = Entry::Fresh { nonblocking, serial };
         drop_entry(table::insert(fd, entry), fd);
@@ -55,7 +56,7 @@ pub fn on_listen(fd: c_int) {
         _ => false,
     };
     let errno = errno::get();
-    if instance::is_on() && (known || is_tcp(fd)) {
+    if startup::is_on() && (known || is_tcp(fd)) {
         let listener = Listener::new(fd);
         drop_entry(table::insert(fd, Entry::Listener(listener)), fd);
         // A connector that asks on one name of a port waits for the answers on all names of the port.
@@ -86,7 +87,7 @@ pub fn on_accept(listener: &'static Listener, fd: c_int, nonblocking: bool) {
 /// from another image (systemd, an exec of itself). The library knows such a listener from its first connection on.
 pub fn on_accept_of_unknown(fd: c_int, new: c_int, nonblocking: bool) {
     let errno = errno::get();
-    if instance::is_on() && is_tcp(new) {
+    if startup::is_on() && is_tcp(new) {
         // SAFETY: the program's fd, in the middle of its call, and not -1, since accept() has succeeded.
         let borrowed = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) };
         // `fd` may stand for another file by now.
@@ -117,7 +118,7 @@ pub fn on_connect(fd: c_int) {
     let errno = errno::get();
     let socket = match table::lookup(fd) {
         Entry::Fresh { nonblocking, .. } => begin(fd, nonblocking, Direction::Connect),
-        Entry::None if instance::is_on() && is_tcp(fd) => begin(fd, is_nonblocking(fd), Direction::Connect),
+        Entry::None if startup::is_on() && is_tcp(fd) => begin(fd, is_nonblocking(fd), Direction::Connect),
         Entry::Socket(socket) if socket.promotion.stage() == Stage::New => Some(socket),
         _ => None,
     };
@@ -144,7 +145,7 @@ pub fn before_fast_open(fd: c_int) {
 }
 
 fn begin(fd: c_int, nonblocking: bool, direction: Direction) -> Option<&'static Socket> {
-    if !instance::is_on() || !table::covers(fd) {
+    if !startup::is_on() || !table::covers(fd) {
         return None;
     }
     let socket = Socket::allocate(fd, nonblocking)?;
@@ -169,7 +170,7 @@ pub fn before_disconnect(fd: c_int) {
 
 /// Handles an epoll_create() that returned `fd`.
 pub fn on_epoll(fd: c_int) {
-    if instance::is_on()
+    if startup::is_on()
         && let Some(epoll) = Epoll::allocate(fd)
     {
         drop_entry(table::insert(fd, Entry::Epoll(epoll)), fd);

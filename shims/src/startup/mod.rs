@@ -1,5 +1,85 @@
 //! Makes the instance, and decides what a new fd becomes.
 
-pub(crate) mod confine;
-pub(crate) mod instance;
+use once_cell::race::OnceBox;
+use rdmasock_core::ids::InstanceId;
+use rdmasock_core::os::privatefd::{PrivateFd, Transit};
+use rdmasock_core::stats::{InstanceInfo, StatsPage};
+
+use crate::config::arenas::{Budget, Pieces};
+use crate::config::reach::Reach;
+use crate::config::rules::Rules;
+use crate::config::{Config, arenas, config};
+use crate::objects::library::{Build, Library, program_name};
+use crate::objects::mailbox::{Mailbox, Offers};
+use crate::objects::waiters::Waiters;
+use crate::service;
+
 pub(crate) mod lifecycle;
+pub(crate) mod seccomp;
+
+// Makes the instance from all its parts, in a layer above all of them.
+
+/// Whether connections are accelerated in this process. Makes the instance, but not in a fork child whose ancestors had
+/// one. Many children live for one short connection, and an instance costs as much as such a connection. There
+/// [`Library::ensure`] makes it when a connection is worth it. False without memory, and in a child that borrows the
+/// memory or whose fork no hook has seen.
+#[inline]
+pub fn is_on() -> bool {
+    const BUILD: &Build = &(build as Build);
+    Library::is_on(BUILD) && !crate::sys::vfork::is_child()
+}
+
+fn build() -> Option<Library> {
+    let config = config();
+    if !config.enabled || config.fabrics.is_empty() {
+        return None;
+    }
+    crate::notify::table::init().ok()?;
+    arenas::warn_if_missing();
+    crate::config::log::init(config);
+    crate::notify::call::tell(&crate::process::close::TOLD);
+    crate::notify::fork::register(crate::process::exit::at_exit);
+    let program = program_name();
+    let rules = RULES.get_or_init(|| Box::new(read_rules(config)));
+    let id = InstanceId::random().ok()?;
+    let transit = Transit::begin();
+    let (stats, stats_fd) = StatsPage::create(InstanceInfo {
+        pid: rustix::process::getpid().as_raw_nonzero().get() as u32,
+        instance: *id.as_bytes(),
+        program: program.as_bytes(),
+    })
+    .ok()?;
+    let stats_fd = stats_fd.and_then(|fd| PrivateFd::place(fd).ok());
+    drop(transit);
+    let library = Library {
+        rules: rules.as_ref(),
+        reach: REACH.get_or_init(|| Box::new(Reach::new(config))),
+        program,
+        id,
+        stats,
+        _stats_fd: stats_fd,
+        waiters: Waiters::new().ok()?,
+        offers: Offers::new(),
+        pinned: Budget::default(),
+        arenas: Pieces::new(),
+        service: Mailbox::new(service::THREAD).ok()?,
+    };
+    tracing::info!(target: "rdmasock", instance = %library.id, program = %library.program, "instance made");
+    Some(library)
+}
+
+/// The rules, read once: a fork child may not be allowed to read the file again.
+static RULES: OnceBox<Option<Rules>> = OnceBox::new();
+
+/// Reads the user's rules. `None` if that fails; the reason goes to stderr.
+fn read_rules(config: &Config) -> Option<Rules> {
+    let Some(path) = &config.rules else {
+        return Some(Rules::default());
+    };
+    Rules::load(path)
+        .inspect_err(|problem| crate::config::warn(problem))
+        .ok()
+}
+
+/// With the secret, which is read once: a fork child may not be allowed to read it again.
+static REACH: OnceBox<Reach> = OnceBox::new();

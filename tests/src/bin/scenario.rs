@@ -9,9 +9,9 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use rdmasock_tests::ctx::{Ctx, Side};
-use rdmasock_tests::harness::{self, Mode, Paths};
-use rdmasock_tests::scenarios::{self, Scenario, helper};
-use rdmasock_tests::{environment, storm};
+use rdmasock_tests::harness::{Mode, Paths};
+use rdmasock_tests::scenarios::{Scenario, helper};
+use rdmasock_tests::{environment, harness, scenarios, storm};
 
 /// Plays a scenario of the differential suite.
 #[derive(Parser)]

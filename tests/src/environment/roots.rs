@@ -4,7 +4,8 @@ use std::ffi::CString;
 use std::fs;
 use std::path::Path;
 
-use crate::sys::{self, Ret};
+use crate::sys;
+use crate::sys::Ret;
 
 /// Enters a root that holds only the files that a program loads, `/dev/null`, and the `files`. A colon separates the
 /// `files`; the first is an empty directory, where the root is made.

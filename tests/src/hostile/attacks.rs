@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use nix::sys::eventfd::{EfdFlags, EventFd};
-use rdmasock_core::fabric::layout::{self, Region};
+use rdmasock_core::fabric::layout;
+use rdmasock_core::fabric::layout::Region;
 use rdmasock_core::fabric::link::LinkEnd;
 use rdmasock_core::fabric::ring::Wake;
 use rdmasock_core::fabric::waiter::WaiterId;
@@ -19,8 +20,8 @@ use rdmasock_core::rendezvous::control::Body;
 use rdmasock_core::rendezvous::names;
 use rdmasock_core::wire::{MAX_MARKER, Message};
 
-use super::attacker::{self, Attacker, exchange, say};
-use super::{REQUEST, STREAM, end_with_stdin};
+use super::attacker::{Attacker, exchange, say};
+use super::{REQUEST, STREAM, attacker, end_with_stdin};
 
 /// The waiter that the victim has to wake. It sleeps on a socket, not on a futex.
 const WAITER: u32 = 100;

@@ -17,11 +17,13 @@ pub use io::Link;
 use rdmasock_core::fabric::mem::{Clock, Medium};
 use rdmasock_core::ids::{InstanceId, Nonce, Tuple, Vqpn};
 use rdmasock_core::stats::Reason;
-use rdmasock_core::stream::connection::{self, Connection, ConnectionOf, ControlOf, OpenNonces, StreamLink as _, Task};
+use rdmasock_core::stream::connection;
+use rdmasock_core::stream::connection::{Connection, ConnectionOf, ControlOf, OpenNonces, StreamLink as _, Task};
 use rdmasock_core::stream::handshake::{Handshake, Phase, Role};
 use rdmasock_core::stream::mode::Mode;
 use rdmasock_core::stream::resume::Resume;
-use rdmasock_core::wire::{self, Message};
+use rdmasock_core::wire;
+use rdmasock_core::wire::Message;
 
 use super::tcp::Tcp;
 

@@ -5,8 +5,8 @@ use std::ptr;
 use libc::{c_int, c_void, size_t, ssize_t};
 
 use crate::ctx::Ctx;
-use crate::data;
-use crate::sys::{self, Addr, Ret, iov, msghdr};
+use crate::sys::{Addr, Ret, iov, msghdr};
+use crate::{data, sys};
 
 const BAD: usize = 8;
 

@@ -6,8 +6,8 @@ use std::thread;
 use libc::{SHUT_RD, SHUT_RDWR, SHUT_WR, c_int};
 
 use crate::ctx::{Ctx, poll_names};
-use crate::data;
-use crate::sys::{self, Addr};
+use crate::sys::Addr;
+use crate::{data, sys};
 
 const ALL_EVENTS: i16 = libc::POLLIN | libc::POLLOUT | libc::POLLRDHUP | libc::POLLPRI;
 

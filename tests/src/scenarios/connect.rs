@@ -5,8 +5,8 @@ use std::time::Duration;
 use libc::{SOCK_CLOEXEC, SOCK_NONBLOCK, c_int};
 
 use crate::ctx::Ctx;
-use crate::data;
-use crate::sys::{self, Addr};
+use crate::sys::Addr;
+use crate::{data, sys};
 
 /// Returns a port of 127.0.0.1 that refuses connections while the returned socket is open.
 fn unused_port() -> (c_int, u16) {

@@ -16,8 +16,9 @@ use libc::c_int;
 
 use super::epoll;
 use crate::ctx::Ctx;
-use crate::data::{self, Rng};
-use crate::sys::{self, Ret};
+use crate::data::Rng;
+use crate::sys::Ret;
+use crate::{data, sys};
 
 /// The byte that fills a buffer before a receive.
 pub const FILL: u8 = 0xA5;

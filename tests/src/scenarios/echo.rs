@@ -5,8 +5,9 @@ use std::thread;
 use libc::c_int;
 
 use crate::ctx::Ctx;
-use crate::data::{self, Rng};
-use crate::sys::{self, Addr};
+use crate::data::Rng;
+use crate::sys::Addr;
+use crate::{data, sys};
 
 const LARGE: usize = 16 << 20;
 

@@ -11,8 +11,8 @@ use libc::{SHUT_RD, SHUT_RDWR, SHUT_WR, c_int};
 
 use super::Scenario;
 use crate::ctx::Ctx;
-use crate::data;
-use crate::sys::{self, Addr};
+use crate::sys::Addr;
+use crate::{data, sys};
 
 const ALL_EVENTS: i16 = libc::POLLIN | libc::POLLOUT | libc::POLLRDHUP | libc::POLLPRI;
 

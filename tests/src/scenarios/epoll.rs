@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 use libc::{EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, c_int};
 
 use crate::ctx::{Ctx, epoll_names};
-use crate::data;
-use crate::sys::{self, Addr, Ret};
+use crate::sys::{Addr, Ret};
+use crate::{data, sys};
 
 pub const IN: u32 = libc::EPOLLIN as u32;
 pub const OUT: u32 = libc::EPOLLOUT as u32;

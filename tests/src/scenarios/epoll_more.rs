@@ -4,8 +4,8 @@ use libc::{EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, c_int};
 
 use super::epoll::{ET, IN, ONESHOT, OUT, create, ctl, log_wait, look_until_reported, wait};
 use crate::ctx::{Ctx, epoll_names};
-use crate::data;
-use crate::sys::{self, Addr};
+use crate::sys::Addr;
+use crate::{data, sys};
 
 /// An epoll in an epoll, in poll and in select.
 pub fn nested(c: &Ctx) {

@@ -7,8 +7,8 @@ use libc::c_int;
 
 use super::epoll;
 use crate::ctx::{Ctx, OWN_FD_COUNT, OWN_FDS};
-use crate::data;
-use crate::sys::{self, Addr};
+use crate::sys::Addr;
+use crate::{data, sys};
 
 /// Makes an exchange over `fd`, logged.
 fn exchange(c: &Ctx, fd: c_int, seed: u64) {

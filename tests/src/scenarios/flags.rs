@@ -6,8 +6,8 @@ use std::time::Duration;
 use libc::{MSG_DONTWAIT, MSG_PEEK, MSG_TRUNC, MSG_WAITALL, c_int};
 
 use crate::ctx::Ctx;
-use crate::data;
-use crate::sys::{self, Addr};
+use crate::sys::Addr;
+use crate::{data, sys};
 
 /// The client sends `bytes`; the server waits until all can be read.
 fn deliver(c: &Ctx, fd: c_int, bytes: &[u8]) {

@@ -3,8 +3,8 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
-use crate::dialogue;
-use crate::sys::{self, Addr};
+use crate::sys::Addr;
+use crate::{dialogue, sys};
 
 /// Runs one of the programs. Each succeeds if all went as it should.
 ///

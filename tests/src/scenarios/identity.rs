@@ -10,8 +10,8 @@ use libc::{c_int, c_void};
 
 use super::epoll;
 use crate::ctx::Ctx;
-use crate::data;
-use crate::sys::{self, Addr};
+use crate::sys::Addr;
+use crate::{data, sys};
 
 /// Bytes of a record; the stream of the record names the connection.
 const RECORD: usize = 24;

@@ -13,8 +13,8 @@ use super::direct::{Flow, LARGE};
 use super::zerocopy::prefer_tcp;
 use super::{Scenario, direct_send};
 use crate::ctx::Ctx;
-use crate::data::{self, Rng};
-use crate::sys;
+use crate::data::Rng;
+use crate::{data, sys};
 
 /// Sends of all sizes, from memory that is overwritten as soon as the call has accepted the bytes.
 pub fn sizes(c: &Ctx) {

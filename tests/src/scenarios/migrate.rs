@@ -3,8 +3,8 @@
 use super::Scenario;
 use super::process::{pass_fd, socketpair, take_fd};
 use crate::ctx::Ctx;
-use crate::data::{self, Rng};
-use crate::sys;
+use crate::data::Rng;
+use crate::{data, sys};
 
 /// The largest offset that is tried; the smallest is 1.
 const OFFSETS: u32 = 64;

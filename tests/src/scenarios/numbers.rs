@@ -8,7 +8,8 @@ use libc::{POLLIN, POLLOUT, c_int, c_long};
 
 use super::epoll::{IN, OUT};
 use crate::ctx::{Ctx, epoll_names, poll_names};
-use crate::sys::{self, Addr, Ret};
+use crate::sys;
+use crate::sys::{Addr, Ret};
 
 /// `number!(SYS_read, fd, buf, len)`: the call by its number.
 macro_rules! number {

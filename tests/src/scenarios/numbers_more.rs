@@ -7,8 +7,8 @@ use libc::{POLLIN, c_int};
 
 use super::numbers::{NONE, close, number, read, send};
 use crate::ctx::Ctx;
-use crate::data;
-use crate::sys::{self, Addr};
+use crate::sys::Addr;
+use crate::{data, sys};
 
 /// A connection made by number is promoted like others; its options.
 pub fn sockets(c: &Ctx) {

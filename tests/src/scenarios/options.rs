@@ -6,8 +6,8 @@ use std::sync::atomic::Ordering::SeqCst;
 use libc::{IPPROTO_TCP, SOL_SOCKET, c_int};
 
 use crate::ctx::Ctx;
-use crate::data;
-use crate::sys::{self, Addr, CLOSE_WAIT, CLOSED, FIN_WAIT2};
+use crate::sys::{Addr, CLOSE_WAIT, CLOSED, FIN_WAIT2};
+use crate::{data, sys};
 
 const OPTIONS: [(&str, c_int, c_int, &[c_int]); 21] = [
     ("TCP_NODELAY", IPPROTO_TCP, libc::TCP_NODELAY, &[1, 0, 7]),

@@ -4,7 +4,8 @@ use libc::{EPOLL_CTL_ADD, c_int};
 
 use super::epoll::{ET, IN, create, ctl, wait};
 use crate::ctx::Ctx;
-use crate::sys::{self, Addr, Ret};
+use crate::sys;
+use crate::sys::{Addr, Ret};
 
 const CONNECTIONS: usize = 6;
 const ROUNDS: usize = 60;

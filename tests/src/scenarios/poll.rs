@@ -3,7 +3,8 @@
 use libc::{POLLIN, POLLOUT, POLLPRI, POLLRDHUP, c_int};
 
 use crate::ctx::{Ctx, poll_names};
-use crate::sys::{self, Addr};
+use crate::sys;
+use crate::sys::Addr;
 
 /// Logged poll() of several fds.
 fn poll(c: &Ctx, what: &str, fds: &[(c_int, i16)], timeout_ms: c_int) {

@@ -7,8 +7,8 @@ use std::sync::atomic::Ordering::Relaxed;
 use libc::c_int;
 
 use crate::ctx::Ctx;
-use crate::data;
-use crate::sys::{self, Addr, Ret};
+use crate::sys::{Addr, Ret};
+use crate::{data, sys};
 
 /// The client's part of most scenarios: sends `rounds` requests of `len` bytes, which come back.
 fn ask(c: &Ctx, fd: c_int, rounds: u64, len: usize) {

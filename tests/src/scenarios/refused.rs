@@ -4,8 +4,8 @@ use libc::{c_int, c_long, sock_filter, sock_fprog};
 use rdmasock_core::os::kernel;
 
 use crate::ctx::Ctx;
-use crate::data;
-use crate::sys::{self, Ret};
+use crate::sys::Ret;
+use crate::{data, sys};
 
 const LOAD: u16 = 0x20;
 const EQUAL: u16 = 0x15;

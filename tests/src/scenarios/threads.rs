@@ -5,10 +5,11 @@ use std::thread;
 
 use libc::c_int;
 
-use super::epoll::{self, IN, ONESHOT, ctl, wait};
+use super::epoll;
+use super::epoll::{IN, ONESHOT, ctl, wait};
 use crate::ctx::Ctx;
-use crate::data;
-use crate::sys::{self, Addr};
+use crate::sys::Addr;
+use crate::{data, sys};
 
 /// Eight threads on one epoll with ONESHOT serve 40 connections.
 pub fn eight_on_one_epoll(c: &Ctx) {

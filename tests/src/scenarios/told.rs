@@ -5,8 +5,8 @@ use libc::{IPPROTO_TCP, SOL_SOCKET, c_int};
 
 use super::process::{pass_fd, socketpair, take_fd};
 use crate::ctx::Ctx;
-use crate::data;
-use crate::sys::{self, Ret};
+use crate::sys::Ret;
+use crate::{data, sys};
 
 /// linux/sockios.h.
 pub const SIOCOUTQNSD: libc::c_ulong = 0x894b;

@@ -6,7 +6,8 @@ use std::os::fd::AsRawFd;
 use libc::c_int;
 
 use crate::ctx::Ctx;
-use crate::sys::{self, Addr};
+use crate::sys;
+use crate::sys::Addr;
 
 /// Bytes of a message.
 const MESSAGE: usize = 300;

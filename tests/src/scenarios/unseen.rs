@@ -11,8 +11,8 @@ use rdmasock_core::os::kernel;
 
 use super::epoll;
 use crate::ctx::Ctx;
-use crate::data;
-use crate::sys::{self, Addr, Ret};
+use crate::sys::{Addr, Ret};
+use crate::{data, sys};
 
 /// Exchanges before the close: enough for the connection to be on a link.
 const WARM: usize = 300;

@@ -7,11 +7,12 @@ use std::thread;
 
 use libc::{MSG_DONTWAIT, MSG_ERRQUEUE, MSG_ZEROCOPY, SOL_SOCKET, c_int};
 
-use super::epoll::{self, ET, IN, ONESHOT, OUT, log_wait};
+use super::epoll;
+use super::epoll::{ET, IN, ONESHOT, OUT, log_wait};
 use super::told::until_acknowledged;
 use crate::ctx::Ctx;
-use crate::data;
-use crate::sys::{self, Addr, Ret};
+use crate::sys::{Addr, Ret};
+use crate::{data, sys};
 
 /// Runs `send` at the client. As a rule the server reads all bytes until EOF.
 fn with_sender(c: &Ctx, send: impl FnOnce(c_int)) {

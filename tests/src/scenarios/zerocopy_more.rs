@@ -3,13 +3,14 @@
 
 use libc::{MSG_ZEROCOPY, SOL_SOCKET, c_int};
 
-use super::epoll::{self, IN, log_wait, log_wait_for};
+use super::epoll;
+use super::epoll::{IN, log_wait, log_wait_for};
 use super::zerocopy::{
     ROOM, SEVENS, collect, is_on_tcp, nothing, notice, prefer_tcp, read_notice, turn, until_complete,
 };
 use crate::ctx::Ctx;
-use crate::data;
-use crate::sys::{self, Addr};
+use crate::sys::Addr;
+use crate::{data, sys};
 
 /// An accepted connection has its listener's option.
 pub fn accepted(c: &Ctx) {

@@ -6,7 +6,8 @@ use std::collections::VecDeque;
 
 use super::direct::Answer;
 use super::qp::{Completed, Down, PostError, QueuePair, Read, Write};
-use super::record::{self, Builder, HEADER_BYTES, LONGEST, Record, Serial};
+use super::record;
+use super::record::{Builder, HEADER_BYTES, LONGEST, Record, Serial};
 
 /// The most answers that wait for room. A correct peer has far fewer adverts that may be answered.
 const MOST_ANSWERS: usize = 1024;

@@ -1,14 +1,15 @@
 //! Applies the peer's records to the engine of a link between hosts; each is checked first (I7). `pump.rs` sends what
 //! follows from them.
 
-use super::chunks::{self, Target};
+use super::chunks::Target;
 use super::engine::Engine;
 use super::fault::Breach;
 use super::local::{Local, SERVICE};
 use super::qp::{Completed, QueuePair};
-use super::record::{self, Record};
+use super::record::Record;
 use super::shared::{MAX_QUEUED_MESSAGES, Shared};
 use super::stream::{State, Stream, Streams};
+use super::{chunks, record};
 use crate::fabric::layout::MAX_STREAMS;
 use crate::fabric::ready::ReadyQueue;
 use crate::fabric::ring::Wake;

@@ -6,7 +6,8 @@ use super::counts::Counts;
 use super::credits::Credits;
 use super::fault::{Breach, Fault};
 use super::qp::{Down, Limits, PostError, QueuePair, Write};
-use super::record::{self, Builder, DATA_BYTES, HEADER_BYTES, MESSAGE_BYTES, Record};
+use super::record;
+use super::record::{Builder, DATA_BYTES, HEADER_BYTES, MESSAGE_BYTES, Record};
 use crate::wire::MAX_MESSAGE;
 
 /// Why sending stops for now.

@@ -18,8 +18,9 @@ use crate::stats::Reason;
 use crate::stream::handshake::{Closing, Handshake, Misplaced, Role, Step, Steps};
 use crate::stream::mode::{Mode, Receiving, Sending};
 use crate::stream::resume::Resume;
+use crate::wire;
 use crate::wire::scan::{Found, scan};
-use crate::wire::{self, Hello, MAX_MARKER, Marker, Message};
+use crate::wire::{Hello, MAX_MARKER, Marker, Message};
 
 /// Begins an attempt of the connector, which asks with the nonce `mine`. Nothing in TCP depends on it yet.
 pub fn begin_asking<L, O>(control: &mut Control<L, O>, mine: Nonce, between_hosts: bool) {

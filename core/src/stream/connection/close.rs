@@ -14,7 +14,8 @@ use crate::fabric::ring::EndMark;
 use crate::ids::Nonce;
 use crate::stream::handshake::{Handshake, Role};
 use crate::stream::mode::{Mode, Sending};
-use crate::wire::{self, MAX_MARKER, Marker};
+use crate::wire;
+use crate::wire::{MAX_MARKER, Marker};
 
 /// Shuts the sending direction, before the kernel's own shutdown(). The end mark says that the end follows the last
 /// byte, in TCP. Sets `farewell` to the waiter that is woken once the kernel has sent its FIN.

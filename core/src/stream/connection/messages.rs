@@ -10,7 +10,8 @@ use crate::fabric::link::NoProducer;
 use crate::ids::{Nonce, Vqpn};
 use crate::stats::Reason;
 use crate::stream::handshake::Handshake;
-use crate::wire::{self, Message, RingOffer};
+use crate::wire;
+use crate::wire::{Message, RingOffer};
 
 /// The peer breaks the protocol: the caller closes the link.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]

@@ -4,7 +4,8 @@
 
 use std::collections::{HashSet, VecDeque};
 
-use super::super::handshake::{self, Handshake, Phase, Role};
+use super::super::handshake;
+use super::super::handshake::{Handshake, Phase, Role};
 use super::*;
 use crate::ids::{InstanceId, Nonce};
 

@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use nix::sys::resource::{UsageWho, getrusage};
 use rdmasock_integration::stat::Totals;
-use rdmasock_integration::table::{self, Better, Goal, Row};
+use rdmasock_integration::table;
+use rdmasock_integration::table::{Better, Goal, Row};
 use serde::{Deserialize, Serialize};
 
 use crate::subject::{Job, Machine, Subject, name};

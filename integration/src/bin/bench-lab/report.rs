@@ -7,10 +7,12 @@ use std::path::Path;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use rdmasock_integration::stat::Totals;
-use rdmasock_integration::table::{self, Better, Goal, Report, Row};
+use rdmasock_integration::table;
+use rdmasock_integration::table::{Better, Goal, Report, Row};
 use serde::{Deserialize, Serialize};
 
-use crate::costs::{self, Cost};
+use crate::costs;
+use crate::costs::Cost;
 use crate::subject::{Job, Machine, Subject, name};
 
 /// The beginning of every line of a sample, after the node's name.

@@ -7,11 +7,11 @@ use std::rc::Rc;
 
 use anyhow::Result;
 use rdmasock_integration::lab::{Build, Lab, Mode, Role};
-use rdmasock_integration::loads;
 use rdmasock_integration::rounds::{Measure, Paths, Program, Rounds};
 use rdmasock_integration::servers::databases::{MariaDb, Postgres};
-use rdmasock_integration::servers::{self, Service, relays};
+use rdmasock_integration::servers::{Service, relays};
 use rdmasock_integration::table::{Better, Goal, Report, Row, Subject};
+use rdmasock_integration::{loads, servers};
 
 use crate::Choice;
 

@@ -8,9 +8,9 @@ use std::fmt::Write;
 use anyhow::Result;
 use clap::Args;
 
-use crate::page;
 use crate::results::{Figure, Results, Series, Way, parse_size};
-use crate::sweep::{self, Extent, Plan};
+use crate::sweep::{Extent, Plan};
+use crate::{page, sweep};
 
 #[derive(Debug, Args)]
 pub struct Options {

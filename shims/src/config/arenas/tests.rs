@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering::SeqCst;
 
 use rdmasock_core::allocator::NEXT;
 
-use super::*;
+use crate::config::arenas::*;
 
 const LEN: usize = 2 << 20;
 /// Where the pieces of the tests begin. No test reads the memory there.

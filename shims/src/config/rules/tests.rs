@@ -4,7 +4,7 @@ use std::io::Write;
 
 use proptest::prelude::*;
 
-use super::*;
+use crate::config::rules::*;
 
 fn decide(rules: &str, program: &str, local: &str, peer: &str, direction: Direction) -> Decision {
     let rules = Rules::parse(rules).unwrap();

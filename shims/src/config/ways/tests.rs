@@ -1,4 +1,4 @@
-use super::*;
+use crate::config::ways::*;
 
 fn auto(costs: &Costs, is_registered: bool) -> usize {
     threshold(ZeroCopy::Auto, costs, is_registered)

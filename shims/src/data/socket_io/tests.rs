@@ -14,8 +14,9 @@ use rdmasock_core::stream::handshake::Closing;
 use rdmasock_core::stream::resume::Resume;
 use rdmasock_core::wire::{MAX_MARKER, Marker};
 
-use super::*;
-use crate::notify::table::{self, Entry};
+use crate::data::socket_io::*;
+use crate::notify::table;
+use crate::notify::table::Entry;
 use crate::objects::socket::{Mode, Receiving, Sending};
 use crate::service::tests::{connected, left_to_do, without_thread};
 

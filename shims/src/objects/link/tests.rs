@@ -7,8 +7,7 @@ use rdmasock_core::fabric::shm::Memory;
 use rdmasock_core::fabric::waiter::FLAGS_BYTES;
 use rdmasock_core::os::memfd;
 
-use super::life::Identity;
-use super::*;
+use crate::objects::link::{Identity, *};
 
 /// Returns a link, and the peer's end of its channel.
 fn link() -> (&'static Link, Channel) {

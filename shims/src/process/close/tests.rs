@@ -4,8 +4,8 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
 
-use super::*;
 use crate::notify::table::Entry;
+use crate::process::close::*;
 use crate::service::tests::without_thread;
 
 /// Returns a connection that the library knows, and its other end, which does not block.

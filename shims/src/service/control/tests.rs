@@ -7,16 +7,16 @@ use std::time::Duration;
 use rdmasock_core::ids::{InstanceId, Nonce, Tuple};
 use rdmasock_core::os::datagram::Answerer;
 use rdmasock_core::rendezvous::control::{Body, DATAGRAM, Datagram, QueryId, Stamp};
-use rdmasock_core::rendezvous::diag::{self, Owner};
+use rdmasock_core::rendezvous::diag;
+use rdmasock_core::rendezvous::diag::Owner;
 use rdmasock_core::stats::Event;
 use rdmasock_core::stream::handshake::Handshake;
 
-use super::super::tests::{accepted, connected, received, say, worker};
-use super::super::*;
 use crate::objects::mailbox::Ref;
 use crate::objects::socket::{Socket, Stage};
-use crate::service::asking::Asking;
-use crate::service::state::Peer;
+use crate::service::ask::Asking;
+use crate::service::tests::{accepted, connected, received, say, worker};
+use crate::service::{Peer, *};
 
 const HERE: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 

@@ -3,7 +3,8 @@
 use std::cell::Ref;
 
 use rdmasock_core::stats::Reason;
-use rdmasock_core::stream::connection::{self, Ahead, AtMark, Farewell};
+use rdmasock_core::stream::connection;
+use rdmasock_core::stream::connection::{Ahead, AtMark, Farewell};
 use rdmasock_core::stream::mode::Mode;
 
 use super::Endpoint;

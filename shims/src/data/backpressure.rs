@@ -1,0 +1,452 @@
+//! Senders that find no room in the ring: they ask for a wake-up, and they get a larger ring. A reader that stands
+//! still provides it, or, between hosts, this end of the link.
+
+use std::ffi::c_int;
+use std::sync::atomic::Ordering::{Acquire, Relaxed};
+
+use rdmasock_core::fabric::ring::{Consumer, Producer, Wake};
+use rdmasock_core::ids::Vqpn;
+use rdmasock_core::stats::Reason;
+
+use crate::config::config;
+use crate::data::tx;
+use crate::notify::ready;
+use crate::objects::cgroup;
+use crate::objects::library::Library;
+use crate::objects::link::{Link, has_few_addresses};
+use crate::objects::mailbox::Command;
+use crate::objects::socket::{Mode, Socket, Tx};
+use crate::sys::sockopt;
+
+/// The room that a send has found when the ring had too little.
+pub(super) enum Room {
+    /// There is room.
+    There,
+    /// There is no room now.
+    Full,
+    /// The ring has room, but this process has no memory for it. The next bytes have to go by TCP, whose memory is the
+    /// kernel's.
+    Unbacked,
+}
+
+/// Handles a send that has found too little room. A call that may not wait (`waits` is false) first makes room by
+/// [`take_reserve`]. If there is still none, asks for a wake-up on behalf of the epoll sets, because an edge-triggered
+/// set reports only changes after this moment.
+#[cold]
+pub(super) fn no_room(socket: &'static Socket, tx: &mut Tx, waits: bool) -> Room {
+    match if waits { Room::Full } else { take_reserve(socket, tx) } {
+        Room::Full => {}
+        room => return room,
+    }
+    let bits = tx.own.bits;
+    if let Some(producer) = tx.producer.as_mut() {
+        if producer.is_starved() {
+            return Room::Unbacked;
+        }
+        if bits != 0 && producer.arm_space(bits).unwrap_or(true) {
+            return Room::There;
+        }
+    }
+    report_blocked(socket, tx);
+    Room::Full
+}
+
+/// Makes room by a closer look at the ring, by the reader's reserve ring, or by a send buffer of this end. A broken
+/// ring counts as room: the next send finds the fault. A reserve without memory is not taken, because its reader stands
+/// still and TCP has the kernel's memory.
+fn take_reserve(socket: &Socket, tx: &mut Tx) -> Room {
+    let Some(producer) = tx.producer.as_mut() else {
+        return Room::Full;
+    };
+    if !could_have_room(socket, producer) {
+        return Room::Full;
+    }
+    let mut is_short = false;
+    let made = producer.make_room(|bytes| {
+        is_short = !cgroup::take(bytes);
+        !is_short
+    });
+    match made.unwrap_or(true) {
+        true => Room::There,
+        false if is_short => Room::Unbacked,
+        false => Room::Full,
+    }
+}
+
+/// Returns whether a full ring has room at a closer look, or can be exchanged for one with room. The program's bound on
+/// unread bytes decides. Between hosts this may move the producer to a send buffer of this end.
+pub fn could_have_room(socket: &Socket, producer: &mut Producer) -> bool {
+    if !producer.has_bound() {
+        producer.set_bound(bound(socket));
+    }
+    producer.could_have_room().unwrap_or(true) || borrow(socket, producer)
+}
+
+/// Moves the producer to a send buffer of this end, between hosts. The buffer keeps the bytes that the peer's ring has
+/// no room for. Returns false if there is no buffer or no memory, or if the producer is there already.
+fn borrow(socket: &Socket, producer: &mut Producer) -> bool {
+    let bytes = config().ring_max.bytes();
+    if producer.is_aside() || !cgroup::has(bytes) {
+        return false;
+    }
+    let largest = bytes.trailing_zeros() as u8;
+    let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
+    let has_borrowed = socket.link().is_some_and(|link| link.lend(theirs, producer, largest));
+    if has_borrowed {
+        cgroup::take(bytes);
+        Library::get().service.submit(Command::Grown);
+    }
+    has_borrowed
+}
+
+/// Has the service thread ask the peer for room, repeatedly, if the direction has ended with bytes in a send buffer of
+/// this end.
+pub fn report_blocked_at_end(socket: &Socket, tx: &Tx) {
+    if tx.producer.as_ref().is_some_and(Producer::is_aside) {
+        Library::get().service.submit(Command::Blocked(socket.into()));
+    }
+}
+
+/// Gives the send buffer back if the peer has read all of it. Returns false if the buffer is still in use.
+pub fn give_back(socket: &Socket) -> bool {
+    if socket.tx_mode.load(Acquire) != Mode::Link {
+        return true;
+    }
+    let Some(mut tx) = socket.tx.lock() else {
+        return false;
+    };
+    let Some(producer) = tx.producer.as_mut().filter(|p| p.is_aside()) else {
+        return true;
+    };
+    let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
+    socket.link().is_none_or(|link| link.take_back(theirs, producer))
+}
+
+/// Returns how many unread bytes kernel TCP would allow in this direction. The program may have [set](set_size) that.
+/// If not, it is what the kernel's own buffer would grow to, 4 MiB by default.
+fn bound(socket: &Socket) -> u64 {
+    let most = config().ring_max.bytes();
+    set_size(socket).map_or(most, |size| size.min(most))
+}
+
+/// Returns the size of the send buffer, if the program has set one, plus the window that the peer's receive buffer
+/// grants, bytes. `None` if the program has set no size.
+fn set_size(socket: &Socket) -> Option<u64> {
+    // Which sizes the program has set (Linux 5.14). The constant is not among libc's.
+    const SO_BUF_LOCK: c_int = 72;
+    const SNDBUF: c_int = 1;
+    let fd = socket.numbers.anchor_fd()?;
+    let get = |name| sockopt::get(fd, (libc::SOL_SOCKET, name));
+    get(SO_BUF_LOCK).filter(|set| set & SNDBUF != 0)?;
+    let own = u64::try_from(get(libc::SO_SNDBUF)?).ok()?;
+    Some(own + sockopt::peers_window(fd))
+}
+
+/// Bounds the ring of a direction that has just come to the link. A ring that its reader finds too small grows no
+/// further than what the program has set.
+pub fn on_link(socket: &Socket, tx: &mut Tx) {
+    if let Some(size) = set_size(socket)
+        && let Some(producer) = tx.producer.as_mut()
+    {
+        producer.estimate_bound(size.min(config().ring_max.bytes()));
+    }
+}
+
+/// Applies a new size of the send buffer, which the program has set.
+#[cold]
+pub fn on_buffer_size(socket: &'static Socket) {
+    if let Some(mut tx) = socket.tx.lock()
+        && socket.tx_mode.load(Acquire) == Mode::Link
+        && let Some(producer) = tx.producer.as_mut()
+    {
+        producer.set_bound(bound(socket));
+        drop(tx);
+        ready::notify_local(socket);
+    }
+}
+
+/// Moves a send that is about to sleep for want of room to the reserve ring, if there is one.
+pub(super) fn before_sleep(socket: &'static Socket) -> Room {
+    if socket.tx_mode.load(Acquire) != Mode::Link {
+        return Room::Full;
+    }
+    let room = socket.tx.lock().map(|mut tx| take_reserve(socket, &mut tx));
+    room.unwrap_or(Room::Full)
+}
+
+/// Has the service thread ask for a larger ring if the reader stands still, because nothing can be sent now. Kernel TCP
+/// takes megabytes without a reader, and programs count on it (both ends may send before they read). But a ring grows
+/// only as its reader finds it too small.
+pub fn report_blocked(socket: &'static Socket, tx: &mut Tx) {
+    if !tx.own.timed && tx.producer.is_some() && socket.options.user_timeout.load(Relaxed) != 0 {
+        tx.own.timed = true;
+        Library::get().service.submit(Command::Standing(socket.into()));
+    }
+    let max = config().ring_max.bytes();
+    // Until the other end's answer to a promotion has been read, the sender may be waiting for that answer (P73). The
+    // service thread then looks for it in TCP.
+    let is_answered = socket.rx_mode.load(Acquire) != Mode::Marked;
+    let may_grow = |p: &Producer| {
+        let grows = p.ring_size() < max && p.may_grow();
+        grows || p.is_aside() && !is_answered
+    };
+    if !tx.own.blocked && tx.producer.as_ref().is_some_and(may_grow) {
+        tx.own.blocked = true;
+        Library::get().service.submit(Command::Blocked(socket.into()));
+    }
+}
+
+/// Returns whether the direction is on a link that has no room for more bytes.
+pub fn is_full(socket: &'static Socket) -> bool {
+    let full = |tx: &mut Tx| Some(tx.producer.as_mut()?.has_space() == Ok(false));
+    socket.tx_mode.load(Acquire) == Mode::Link && socket.tx.lock().and_then(|mut tx| full(&mut tx)) == Some(true)
+}
+
+/// Returns whether the direction is on a link with bytes that the reader has not read.
+pub fn is_unread(socket: &'static Socket) -> bool {
+    let unread = |tx: &mut Tx| Some(tx.producer.as_mut()?.used().is_ok_and(|n| n > 0));
+    socket.tx_mode.load(Acquire) == Mode::Link && socket.tx.lock().and_then(|mut tx| unread(&mut tx)) == Some(true)
+}
+
+/// Returns the bytes on the link that the reader is not known to have read; `None` if there is no ring.
+pub fn unread(socket: &'static Socket) -> Option<u64> {
+    let mut tx = socket.tx.lock()?;
+    tx.producer.as_mut()?.used().ok()
+}
+
+/// Returns the reader's position while the link has no room; the service thread then goes on watching whether the
+/// reader stands still ([`report_blocked`]). `None` if there is room or the direction is not on the link.
+pub fn stands_still(socket: &'static Socket) -> Option<u64> {
+    let mut tx = socket.tx.lock()?;
+    let on_link = socket.tx_mode.load(Acquire) == Mode::Link;
+    let full = |tx: &mut Tx| {
+        let producer = tx.producer.as_mut().filter(|_| on_link)?;
+        (producer.has_space() == Ok(false)).then(|| producer.consumed().ok())?
+    };
+    let at = full(&mut tx);
+    tx.own.timed = at.is_some();
+    at
+}
+
+/// Stops watching whether the reader stands still.
+pub fn forget_standing(socket: &'static Socket) {
+    if let Some(mut tx) = socket.tx.lock() {
+        tx.own.timed = false;
+    }
+}
+
+/// Returns the position up to which the reader is known to have read; `None` if there is no ring.
+pub fn reader_at(socket: &'static Socket) -> Option<u64> {
+    let mut tx = socket.tx.lock()?;
+    let producer = tx.producer.as_mut()?;
+    Some(producer.position().saturating_sub(producer.used().ok()?))
+}
+
+/// Asks the peer for the largest ring if the reader has not moved from `then` and only that ring makes room. The
+/// service thread calls this some time after [`report_blocked`].
+///
+/// Returns the reader's position if the socket is to be checked again, else `None`. A send buffer of this end keeps its
+/// bytes until the direction has ended. After that the peer has to keep the rest, because this process may end too.
+pub fn ask_for_room(socket: &'static Socket, then: u64) -> Option<u64> {
+    let now = reader_at(socket);
+    let mut tx = socket.tx.lock()?;
+    let on_link = socket.tx_mode.load(Acquire) == Mode::Link;
+    let mut producer = tx.producer.as_mut().filter(|_| on_link);
+    let (is_aside, has_ended) = producer
+        .as_ref()
+        .map_or((false, false), |p| (p.is_aside(), p.is_ended()));
+    let is_owed = is_aside && has_ended && is_behind(socket);
+    let full = is_owed || producer.as_mut().is_some_and(|p| p.has_space() == Ok(false));
+    if full && now != Some(then) {
+        return now;
+    }
+    tx.own.blocked = false;
+    drop(tx);
+    if full && (is_owed || !is_aside) {
+        ready::notify_peer(socket, Wake(Link::service_bits()));
+    }
+    now.filter(|_| is_owed)
+}
+
+/// Returns whether this end keeps bytes that the peer's ring has no room for.
+fn is_behind(socket: &Socket) -> bool {
+    let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
+    let remote = socket.link().and_then(Link::remote);
+    remote.is_some_and(|remote| remote.unsent(theirs) > 0)
+}
+
+// The size of the ring that a direction receives in. The ring grows for a sender that finds it too small, and shrinks
+// when it is idle.
+
+/// The size to which a ring grows for a reader that keeps up, bytes. A larger ring makes such a reader no faster.
+const READING: u64 = 1024 * 1024;
+
+/// log2 of how many times larger the first ring is between hosts. Each quarter that is read there costs a message,
+/// which also wakes the writer.
+const BETWEEN_HOSTS: u32 = 4;
+
+/// Returns log2 of the bytes of a direction's first ring.
+pub fn first(link: &Link) -> u8 {
+    let config = config();
+    let (min, max) = (config.ring_min.bytes(), link.max_ring());
+    let bytes = if link.is_remote() { min << BETWEEN_HOSTS } else { min }.min(max);
+    bytes.trailing_zeros() as u8
+}
+
+/// Offers addresses for the largest ring, the reserve. A sender that finds no room while the program does not read
+/// moves there, as far as its bound allows, and provides the memory. Kernel TCP takes megabytes at once in that case.
+pub fn reserve(link: &Link, consumer: &mut Consumer) {
+    let bytes = link.max_ring();
+    if consumer.has_reserve() || bytes <= 1 << first(link) || has_few_addresses() {
+        return;
+    }
+    if let Some(region) = link.reserve(bytes.trailing_zeros() as u8)
+        && consumer.offer_reserve(region).is_err()
+    {
+        link.free(region);
+    }
+}
+
+/// Offers a larger ring after a read, if the window limits the sender.
+#[inline(always)]
+pub(super) fn keep_fit(socket: &'static Socket, consumer: &mut Consumer) {
+    if consumer.producer_limited() || consumer.is_switching() {
+        fit(socket, consumer);
+    }
+}
+
+/// Frees the old ring, and offers a larger one, up to the bound, if the window limits the sender.
+#[cold]
+fn fit(socket: &'static Socket, consumer: &mut Consumer) {
+    let Some(link) = socket.link() else { return };
+    let mut has_moved = false;
+    while let Ok(Some(old)) = consumer.take_retired() {
+        link.free(old);
+        has_moved = true;
+    }
+    let now = consumer.ring_size();
+    if has_moved && now > 1 << first(link) {
+        // The sender itself may have moved to the reserve.
+        Library::get().service.submit(Command::Grown);
+    }
+    let max = link.max_ring().min(READING);
+    // The sender's request for a larger ring is kept while a switch is under way. Without a request only the switch is
+    // finished: a ring that grew for the switch alone would exceed what the sender may have unread.
+    if !consumer.is_switching() && consumer.heed_limit() && now < max {
+        let max = if link.is_remote() {
+            // Between hosts the ring only doubles. By W4 the sender uses at least half of a ring, and that must not be
+            // more than it may have unread. A sender that finds no room while the program does not read has a send
+            // buffer (`Link::lend`).
+            (now * 2).min(max)
+        } else {
+            // Within a host the ring grows in one step. No further ring can follow until the reader has come to this
+            // one. A reader that stops in between (both ends may be sending) would leave the sender with a small ring.
+            max
+        };
+        offer(socket, link, consumer, max);
+    }
+}
+
+/// Offers a ring of `bytes`, a power of two. Returns false if the link has no room for the ring, the control group no
+/// memory, or the consumer no use for it.
+fn offer(socket: &'static Socket, link: &'static Link, consumer: &mut Consumer, bytes: u64) -> bool {
+    if !cgroup::take(bytes) {
+        return false;
+    }
+    let region = link.allocate(bytes.trailing_zeros() as u8);
+    let offered = region.and_then(|region| {
+        let wake = consumer.offer(region).ok();
+        if wake.is_none() {
+            link.free(region);
+        }
+        wake
+    });
+    let Some(wake) = offered else {
+        cgroup::give_back(bytes);
+        return false;
+    };
+    ready::notify_peer(socket, wake);
+    Library::get().service.submit(Command::Grown);
+    true
+}
+
+/// Offers the largest ring that there is to a sender whose ring is full while the program does not read. The peer has
+/// asked for attention, which may be for this. The ring grows in one step, because a second switch of rings would wait
+/// for the reader.
+pub fn relieve(socket: &'static Socket, link: &'static Link) {
+    let Some(mut rx) = socket.rx.lock() else {
+        return;
+    };
+    let Some(consumer) = rx.consumer.as_mut() else {
+        return;
+    };
+    while let Ok(Some(old)) = consumer.take_retired() {
+        link.free(old);
+    }
+    let now = consumer.ring_size();
+    let is_full = consumer.available().is_ok_and(|n| n > now / 4 * 3);
+    if !is_full || consumer.is_switching() {
+        return;
+    }
+    let mut bytes = link.max_ring();
+    while bytes > now && !offer(socket, link, consumer, bytes) {
+        bytes /= 2;
+    }
+    if bytes <= now && now < link.max_ring() && cgroup::is_short() {
+        // The reader stands still while the sender may be waiting for room. TCP has the kernel's memory for such bytes.
+        drop(rx);
+        tx::take_back(socket, Reason::Resources);
+    }
+}
+
+/// The outcome of a check whether an idle direction's ring can shrink.
+pub enum Shrunk {
+    /// The ring has its first size.
+    Small,
+    /// The ring cannot shrink now.
+    Busy,
+    /// A smaller ring is on offer.
+    Offered,
+}
+
+/// Offers an idle direction a ring of the first size. The direction is idle if no byte was read since the last check.
+pub fn shrink(socket: &'static Socket, link: &'static Link) -> Shrunk {
+    let Some(mut rx) = socket.rx.lock() else {
+        return Shrunk::Busy;
+    };
+    let Some(consumer) = rx.consumer.as_mut() else {
+        return Shrunk::Small;
+    };
+    while let Ok(Some(old)) = consumer.take_retired() {
+        link.free(old);
+    }
+    let log2 = first(link);
+    if !consumer.is_switching() && consumer.ring_size() <= 1 << log2 {
+        reserve(link, consumer);
+        return Shrunk::Small;
+    }
+    let position = consumer.position();
+    let idle = std::mem::replace(&mut rx.own.seen_at, position) == position;
+    let Some(consumer) = rx.consumer.as_mut() else {
+        return Shrunk::Small;
+    };
+    if !idle || consumer.is_switching() || consumer.has_data().unwrap_or(true) {
+        return Shrunk::Busy;
+    }
+    let Some(region) = link.allocate(log2) else {
+        return Shrunk::Busy;
+    };
+    match consumer.offer(region) {
+        Ok(wake) => {
+            // The sender may fill the small ring again at any time.
+            reserve(link, consumer);
+            drop(rx);
+            ready::notify_peer(socket, wake);
+            Shrunk::Offered
+        }
+        Err(_) => {
+            link.free(region);
+            Shrunk::Busy
+        }
+    }
+}

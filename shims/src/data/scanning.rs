@@ -1,0 +1,314 @@
+//! Receiving from TCP while it may hold markers: a scan takes the markers out and leaves the rest to the program.
+
+use std::ffi::c_int;
+use std::ops::ControlFlow;
+use std::ops::ControlFlow::{Break, Continue};
+use std::sync::atomic::Ordering::Acquire;
+
+use libc::ssize_t;
+use rdmasock_core::os::thread;
+use rdmasock_core::scratch::Scratch;
+use rdmasock_core::stream::connection;
+use rdmasock_core::stream::connection::{Ahead, AtMark};
+use rustix::event::PollFlags;
+use rustix::net::RecvFlags;
+
+use crate::data::rx::RecvStep;
+use crate::notify::call::{Call, Place};
+use crate::notify::{call, ready, reset, wait};
+use crate::objects::socket::{Mode, Rx, Socket};
+use crate::signals::jump::or_if_cancelled;
+use crate::sys::errno;
+use crate::sys::iov::Iov;
+use crate::sys::real::Cancellable;
+
+/// Scans what a call has received, because the scan began while the call was in the kernel. Returns what `plain`
+/// returns.
+#[cold]
+pub(super) unsafe fn scanned(
+    socket: &'static Socket,
+    iov: &mut Iov,
+    flags: c_int,
+    n: ssize_t,
+) -> ControlFlow<ssize_t, usize> {
+    let errno = errno::get();
+    let peeked = flags & libc::MSG_PEEK != 0;
+    let mut kept = n;
+    if n > 0 && !peeked && flags & libc::MSG_TRUNC == 0 {
+        // Gathers the pieces so that a marker across two of them is seen.
+        let mut bytes = vec![0u8; n as usize];
+        let mut from = *iov;
+        // SAFETY: the kernel has just written these `n` bytes into the pieces.
+        unsafe {
+            from.copy_to(bytes.as_mut_ptr(), n as usize);
+        }
+        kept = connection::scan_taken(socket, &mut bytes) as ssize_t;
+        // SAFETY: `kept` is at most `n`, for which the pieces have room.
+        unsafe {
+            iov.copy_from(bytes.as_ptr(), kept as usize);
+        }
+    }
+    errno::set(errno);
+    if n > 0 && peeked {
+        // Peeked bytes are still in TCP, where the scan finds them in order.
+        return Continue(0);
+    }
+    if kept > 0
+        && let Some(stats) = socket.told.stats()
+    {
+        stats.add_rx_tcp(kept as u64);
+    }
+    if kept < n {
+        // Markers have taken room in the program's buffer. The bytes behind them, in TCP or on the link, belong to this
+        // receive too.
+        return Continue(kept as usize);
+    }
+    Break(kept)
+}
+
+/// Counts a call out of the kernel's receive during which a scan has begun.
+#[cold]
+pub(super) fn leave_scanned(socket: &'static Socket) {
+    socket.leave_rx();
+    look_again(socket);
+    thread::current().end();
+}
+
+/// Counts a call out of the kernel's receive, like [`leave_scanned`], but the call goes on. The call has waited, so it
+/// holds the connection before it leaves. Otherwise a close that found the call in the kernel would end the connection.
+/// The call would then begin anew on what its fd stands for by then.
+#[cold]
+pub(super) fn go_on(call: &mut Call) {
+    let socket = call.socket;
+    if let Some(mut rx) = socket.rx.lock() {
+        call.hold(&mut rx.own.waiting);
+    }
+    leave_scanned(socket);
+}
+
+/// Counts a call into the kernel's receive, as [`Socket::enter_rx`] does. If the direction is no longer plain, returns
+/// false and scans TCP, because the attempt may have kept another thread from scanning.
+#[inline]
+pub(super) fn enter(socket: &'static Socket) -> bool {
+    let entered = socket.enter_rx();
+    if !entered {
+        look_again(socket);
+    }
+    entered
+}
+
+/// Counts a call out of the kernel's receive and closes the thread's critical section. The last call out scans TCP, if
+/// a scan has begun meanwhile, or ends a connection that the program has closed.
+#[inline]
+pub(super) fn leave(socket: &'static Socket) {
+    if socket.leave_rx() {
+        look_again(socket);
+    }
+    thread::current().end();
+}
+
+/// Does what no thread could do while a call was inside the kernel's receive. Scans TCP, for which the kernel has
+/// reported its edge already, wakes the waiting threads, and ends a connection that the program has closed.
+#[cold]
+pub(super) fn look_again(socket: &'static Socket) {
+    let errno = errno::get();
+    ready::among_markers(socket);
+    connection::read_ahead(socket, false);
+    if socket.rx_mode.load(Acquire) == Mode::Link
+        && let Some(mut control) = socket.control.lock()
+    {
+        // The bytes that the call has received may have had RESUME among them.
+        connection::look_for_resume(socket, &mut control);
+    }
+    // Other threads that found the direction occupied meanwhile try again.
+    ready::notify_local(socket);
+    if socket.numbers.is_closed() {
+        call::on_call_back(socket);
+    }
+    errno::set(errno);
+}
+
+/// Receives what TCP has while the direction is scanned. `has_some` says that the call has bytes already and does not
+/// want all (MSG_WAITALL).
+pub(super) unsafe fn from_marked(call: &mut Call, iov: &mut Iov, flags: c_int, has_some: bool) -> RecvStep {
+    let socket = call.socket;
+    let Some(mut control) = socket.control.lock() else {
+        return RecvStep::Fail(libc::EINTR);
+    };
+    let Some(rx) = socket.rx.lock() else {
+        return RecvStep::Fail(libc::EINTR);
+    };
+    let place = call.place(&rx.own.seen);
+    if place != Place::Here {
+        return RecvStep::Elsewhere(place);
+    }
+    let looked = match connection::seen_ahead(socket, &rx, iov.len()) {
+        Some(ahead) => Some((ahead, rx)),
+        None => connection::look_ahead(socket, &mut control, rx, AtMark::GoOn),
+    };
+    let Some((ahead, mut rx)) = looked else {
+        return RecvStep::Fail(libc::EINTR);
+    };
+    match ahead {
+        Ahead::Changed => RecvStep::Again,
+        Ahead::Nothing => {
+            if wait::may_wait(socket, flags).is_ok() {
+                call.hold(&mut rx.own.waiting);
+            }
+            RecvStep::Empty
+        }
+        // The call returns the bytes that it has, and the next call reports the end.
+        Ahead::Shut if has_some => RecvStep::Empty,
+        Ahead::Shut => RecvStep::Got(0),
+        Ahead::Ended => {
+            // Only the kernel's call can say how the connection has ended. It does not block now.
+            let Some(anchor) = socket.numbers.anchor_fd() else {
+                return RecvStep::Fail(libc::EBADF);
+            };
+            let mut byte = [0u8; 1];
+            if has_some {
+                // The next call reports the end.
+                return RecvStep::Empty;
+            }
+            let step = match rustix::net::recv(anchor, &mut byte, RecvFlags::DONTWAIT | RecvFlags::PEEK) {
+                Ok((_, 0)) => RecvStep::Kernel,
+                Err(error) if error != rustix::io::Errno::AGAIN => {
+                    // The kernel has just reported this error, so the kept copy must not be reported again.
+                    socket.take_untold();
+                    RecvStep::Fail(reset::as_timed_out(socket, error.raw_os_error()))
+                }
+                _ => return RecvStep::Again,
+            };
+            connection::on_end_told(socket, &mut rx);
+            step
+        }
+        // SAFETY: the pieces of `iov` are writable by this function's contract.
+        Ahead::Payload { carry, kernel } => unsafe {
+            let step = take_payload(socket, &mut rx, iov, flags, carry, kernel);
+            // A marker behind the payload has had its edge at the anchor already, so an edge-triggered program would
+            // not call again for it.
+            if rx.scanned == 0 {
+                let _ = connection::look_ahead(socket, &mut control, rx, AtMark::Stop);
+            }
+            step
+        },
+    }
+}
+
+unsafe fn take_payload(
+    socket: &'static Socket,
+    rx: &mut Rx,
+    iov: &mut Iov,
+    flags: c_int,
+    carry: usize,
+    kernel: usize,
+) -> RecvStep {
+    let peek = flags & libc::MSG_PEEK != 0;
+    let discard = flags & libc::MSG_TRUNC != 0;
+    let mut got = 0;
+    if carry > 0 {
+        let n = carry.min(iov.len()).min(rx.carry.len());
+        if !discard {
+            // SAFETY: the carry holds at least `n` bytes.
+            unsafe { iov.copy_from(rx.carry.as_slice().as_ptr(), n) };
+        }
+        if !peek {
+            rx.carry.consume(n);
+        }
+        got += n;
+    }
+    let Some(anchor) = socket.numbers.anchor_fd() else {
+        return RecvStep::Fail(libc::EBADF);
+    };
+    // Without memory for a buffer, the receive takes the carry alone.
+    let mut buf = Scratch::new(kernel.min(iov.len()).min(4096)).unwrap_or_default();
+    let mut skip = 0;
+    // A receive ends in front of urgent data, which may follow the carry directly.
+    while got < carry + kernel && iov.len() > 0 && !(peek && skip > 0) && !(got > 0 && is_at_mark(socket)) {
+        let want = (carry + kernel - got).min(iov.len()).min(buf.len());
+        let Some(piece) = buf.get_mut(..want) else {
+            break;
+        };
+        let flags = RecvFlags::DONTWAIT | if peek { RecvFlags::PEEK } else { RecvFlags::empty() };
+        match rustix::net::recv(anchor, piece, flags) {
+            Ok((_, n)) if n > 0 => {
+                if discard {
+                    iov.advance(n);
+                } else {
+                    // SAFETY: the buffer holds `n` bytes, which the kernel has just written.
+                    unsafe { iov.copy_from(buf.as_ptr(), n) };
+                }
+                got += n;
+                skip += n;
+            }
+            Err(rustix::io::Errno::INTR) => {}
+            _ => break,
+        }
+    }
+    if got == 0 {
+        // Another reader has taken the bytes that the scan saw.
+        rx.scanned = 0;
+        return RecvStep::Empty;
+    }
+    if !peek {
+        rx.on_taken(got);
+    }
+    if !peek && let Some(stats) = socket.told.stats() {
+        stats.add_rx_tcp(got as u64);
+    }
+    // A scan takes one piece at a time and stops at markers, so more bytes may follow.
+    RecvStep::GotPart(got)
+}
+
+/// Returns whether urgent data is next in TCP. A receive that has bytes ends there (tcp(7), SIOCATMARK).
+pub(super) fn is_at_mark(socket: &Socket) -> bool {
+    socket.numbers.anchor_fd().is_some_and(crate::sys::sockopt::is_at_mark)
+}
+
+/// Returns whether TCP has an error and no bytes. A receive that has bytes leaves the error to the next call, and must
+/// not look, because that would take the error from the socket.
+fn is_error_next(socket: &Socket) -> bool {
+    socket.numbers.anchor_fd().is_some_and(|fd| {
+        rustix::io::ioctl_fionread(fd) == Ok(0) && ready::has_failed(ready::anchor(fd, PollFlags::IN))
+    })
+}
+
+/// Receives the rest of a call from the kernel, after the direction has gone back to TCP. The first `got` bytes came
+/// over the link or from among markers. Returns how many bytes the call has then. If the direction has begun to scan
+/// meanwhile, more may follow among the markers.
+pub(super) unsafe fn finish_on_tcp(
+    socket: &'static Socket,
+    iov: &mut Iov,
+    fd: c_int,
+    flags: c_int,
+    mut got: usize,
+) -> ssize_t {
+    loop {
+        let (to, len) = iov.head();
+        if len == 0 || is_at_mark(socket) || is_error_next(socket) {
+            return got as ssize_t;
+        }
+        if !enter(socket) {
+            return got as ssize_t;
+        }
+        // SAFETY: the program's contract with recv(2) makes the piece writable.
+        let call = || unsafe { crate::sys::real::recv().cancellable()(fd, to.cast(), len, flags) };
+        let n = or_if_cancelled(call, || leave(socket));
+        if n < 0 {
+            reset::keep(socket, errno::get());
+        }
+        let n = n.max(0) as usize;
+        let mut kept = n;
+        if n > 0 && socket.rx_was_marked() {
+            // SAFETY: the kernel has written `n` bytes there, and only this call uses the program's buffer before it
+            // returns.
+            kept = connection::scan_taken(socket, unsafe { std::slice::from_raw_parts_mut(to, n) });
+        }
+        leave(socket);
+        got += kept;
+        iov.advance(kept);
+        if kept < len {
+            return got as ssize_t;
+        }
+    }
+}

@@ -1,0 +1,268 @@
+//! Receiving without a copy: the program reads the bytes where they lie in the ring, and releases them afterwards.
+//!
+//! A view takes nothing from the ring, so the writer cannot write there. When the direction leaves the link, the bytes
+//! are still unread: they are read where they are, or come again by TCP. In the second case the stream leaves its ring
+//! while the program still reads there. The ring must then stay mapped, and must not go to another stream. So a view
+//! [holds](crate::objects::link::Held) the stream's number.
+
+use std::ffi::c_int;
+use std::sync::atomic::Ordering::{Acquire, Relaxed};
+
+use libc::ssize_t;
+use rdmasock_core::fabric::ring::{Consumer, Wake};
+use rdmasock_core::stream::connection;
+
+use crate::data::rx::{Data, RecvStep, at_nothing, recv};
+use crate::data::{backpressure, tx};
+use crate::notify::call::{Began, Call, Direction, Place};
+use crate::notify::fork::reclaim;
+use crate::notify::{call, ready, table, wait};
+use crate::objects::link::Held;
+use crate::objects::socket::{Mode, Rx, Socket, View};
+use crate::signals::jump::within;
+use crate::sys::iov::Iov;
+use crate::sys::{errno, real};
+
+/// Where the bytes lie: up to two pieces. The second may be empty.
+pub type Pieces = [(*mut u8, usize); 2];
+
+/// Returns the next bytes that the link has brought, in at most `most` pieces, and their count: 0 at the end of the
+/// stream. Waits for them as a receive with these flags does. `Err` is the errno; EOPNOTSUPP means that the next bytes
+/// are in TCP.
+// Not inlined: the forced unwind of pthread_cancel runs the call's destructor here (see `hooks`).
+#[inline(never)]
+pub fn view(socket: &'static Socket, fd: c_int, most: usize, flags: c_int) -> Result<(Pieces, usize), c_int> {
+    let mut call = Call::new(Began::now(socket, fd), Direction::Receive);
+    reclaim(socket);
+    let mut patience = wait::Patience::default();
+    let mut is_again = false;
+    loop {
+        if socket.rx_mode.load(Acquire) != Mode::Link {
+            if !call.is_held() && !call.is_named() {
+                return Err(moved(socket, fd));
+            }
+            match tcp(socket, call.fd)? {
+                true => return Ok(([(std::ptr::null_mut(), 0); 2], 0)),
+                false if socket.rx_mode.load(Acquire) == Mode::Link => continue,
+                false => return Err(libc::EOPNOTSUPP),
+            }
+        }
+        let mut pieces = [(std::ptr::null_mut(), 0); 2];
+        match look(&mut call, most, flags, &mut is_again, &mut pieces) {
+            RecvStep::Got(n) | RecvStep::GotPart(n) => return Ok((pieces, n)),
+            RecvStep::Again | RecvStep::Kernel | RecvStep::Leave => {}
+            RecvStep::Fail(error) => return Err(error),
+            RecvStep::Elsewhere(Place::Here) => {}
+            RecvStep::Elsewhere(Place::Moved) => {
+                call::look_again(socket, call.fd);
+                return Err(moved(socket, fd));
+            }
+            RecvStep::Elsewhere(Place::Lost) => {
+                call::look_again(socket, call.fd);
+                return Err(libc::EBADF);
+            }
+            RecvStep::Empty => {
+                wait::may_wait(socket, flags)?;
+                if !call.is_held() && call.hold_now() != Place::Here {
+                    call::look_again(socket, call.fd);
+                    return Err(libc::EBADF);
+                }
+                call.is_fresh = wait::wait_for::<Data>(socket, &mut patience)?;
+            }
+        }
+    }
+}
+
+/// Returns the errno for an fd that no longer stands for this socket: EBADF if it was closed, EOPNOTSUPP if it stands
+/// for another socket. The other socket has no view.
+fn moved(socket: &'static Socket, fd: c_int) -> c_int {
+    if table::socket(fd).is_some_and(|now| !std::ptr::eq(now, socket)) {
+        libc::EOPNOTSUPP
+    } else {
+        libc::EBADF
+    }
+}
+
+/// Returns whether TCP, which has the next bytes, is at its end. `Err` is an error that TCP has, and this call reports
+/// it.
+fn tcp(socket: &'static Socket, fd: c_int) -> Result<bool, c_int> {
+    let mut byte = 0u8;
+    let buf = (&raw mut byte).cast();
+    let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
+    let before = errno::get();
+    // SAFETY: `buf` is one writable byte.
+    let kernel = |fd| unsafe { real::recv()(fd, buf, 1, flags) };
+    // SAFETY: `buf` is one writable byte.
+    let n: ssize_t = unsafe { recv(socket, fd, &mut Iov::one(buf, 1), flags, &kernel) };
+    let error = errno::get();
+    errno::set(before);
+    match n {
+        0 => Ok(true),
+        n if n < 0 && error != libc::EAGAIN => Err(error),
+        _ => Ok(false),
+    }
+}
+
+/// Finds the bytes in the ring, as a receive does. `is_again` says that this call has already taken in what the peer
+/// has sent.
+fn look(call: &mut Call, most: usize, flags: c_int, is_again: &mut bool, pieces: &mut Pieces) -> RecvStep {
+    let socket = call.socket;
+    let Some(mut rx) = socket.rx.lock() else {
+        return RecvStep::Fail(libc::EINTR);
+    };
+    if socket.rx_mode.load(Acquire) != Mode::Link {
+        return RecvStep::Again;
+    }
+    if !is_held(&rx) {
+        drop(rx);
+        return match within(|| hold(socket)) {
+            true => RecvStep::Again,
+            false => RecvStep::Fail(libc::EOPNOTSUPP),
+        };
+    }
+    let place = call.place_by_name();
+    if place != Place::Here {
+        return RecvStep::Elsewhere(place);
+    }
+    // Read before the ring: when the end is seen, all bytes that precede it are in the ring.
+    let ended = connection::is_over(socket, &rx);
+    let state = &mut *rx;
+    let Some(consumer) = state.consumer.as_mut() else {
+        return RecvStep::Again;
+    };
+    let found = match consumer.spans(usize::MAX) {
+        Ok(spans) => spans.pieces(),
+        Err(error) => {
+            let _section = rx.unlock();
+            tx::violation(socket, &error);
+            return RecvStep::Fail(libc::ECONNRESET);
+        }
+    };
+    let [(_, first), (_, second)] = found;
+    let n = if most > 1 { first + second } else { first };
+    if n > 0 && state.own.direct.is_waiting {
+        // The bytes are in the buffer of another call, which is about to take them.
+        drop(rx);
+        std::thread::yield_now();
+        return RecvStep::Empty;
+    }
+    if n > 0 {
+        let place = call.place_by_kernel(&state.own.seen);
+        if place != Place::Here {
+            return RecvStep::Elsewhere(place);
+        }
+        if let Some(view) = &mut state.own.view {
+            let at = consumer.position();
+            let end = at + n as u64;
+            if (view.at, view.end) == (at, end) && !std::mem::replace(is_again, true) {
+                // The program has seen these bytes already and asks for those that follow. A link between hosts brings
+                // them only when this end takes them in.
+                let _section = rx.unlock();
+                ready::progress(socket);
+                return RecvStep::Again;
+            }
+            (view.at, view.end) = (at, end);
+        }
+        *pieces = found;
+        call.let_go(&mut rx.own.waiting);
+        return RecvStep::Got(n);
+    }
+    at_nothing(call, rx, flags, ended)
+}
+
+/// Holds the ring of the direction's stream for views, if the direction has a stream. Returns false if the ring cannot
+/// be held.
+fn hold(socket: &'static Socket) -> bool {
+    let Some(control) = socket.control.lock() else {
+        return false;
+    };
+    let Some(opened) = &control.opened else { return true };
+    let Some(mut rx) = socket.rx.lock() else {
+        return false;
+    };
+    let Some(stream) = rx.consumer.as_ref().map(Consumer::stream) else {
+        return true;
+    };
+    let before = rx.own.view.take();
+    rx.own.view = Held::new(opened.link, opened.mine).map(|held| View {
+        _held: held,
+        stream,
+        at: 0,
+        end: 0,
+    });
+    let can_be = rx.own.view.is_some();
+    // The hold on the ring before is released without the locks.
+    drop(rx);
+    drop(control);
+    drop(before);
+    can_be
+}
+
+fn is_held(rx: &Rx) -> bool {
+    let stream = rx.consumer.as_ref().map(Consumer::stream);
+    stream.is_some() && rx.own.view.as_ref().map(|view| view.stream) == stream
+}
+
+/// Releases the next `n` bytes of the view: they count as received. `Err` is the errno. EINVAL: the view has fewer
+/// bytes. ECANCELED: the connection has left the link with the bytes, and they come again by TCP.
+pub fn release(socket: &'static Socket, n: usize) -> Result<(), c_int> {
+    let mut rx = socket.rx.lock().ok_or(libc::EINTR)?;
+    let is_here = socket.rx_mode.load(Acquire) == Mode::Link && is_held(&rx);
+    let rx_stays = rx.stays;
+    let state = &mut *rx;
+    let Some(view) = &mut state.own.view else {
+        return if n == 0 { Ok(()) } else { Err(libc::EINVAL) };
+    };
+    let Some(consumer) = state.consumer.as_mut().filter(|_| is_here) else {
+        let was_open = view.at < view.end;
+        let over = rx.own.view.take();
+        drop(rx);
+        drop(over);
+        return match n {
+            0 => Ok(()),
+            _ if was_open => Err(libc::ECANCELED),
+            _ => Err(libc::EINVAL),
+        };
+    };
+    let left = view.end.saturating_sub(consumer.position());
+    if n as u64 > left {
+        return Err(libc::EINVAL);
+    }
+    if n as u64 > consumer.known() {
+        // The direction takes no more bytes from the link.
+        return Err(libc::ECANCELED);
+    }
+    if n == 0 {
+        return Ok(());
+    }
+    let wake = consumer.consume(n);
+    view.at = consumer.position();
+    state.own.direct.on_read(n);
+    state.own.last = state.own.seen.tick();
+    if let Some(stats) = socket.told.stats() {
+        stats.add_rx_link(n as u64);
+        let rests = !rx_stays && state.own.pace.on_read(n as u64, consumer.known(), stats.sent_on_link());
+        socket.wakes.rx_rests.store(rests, Relaxed);
+    }
+    backpressure::keep_fit(socket, consumer);
+    let _section = rx.unlock();
+    if wake != Wake::NONE {
+        ready::notify_peer(socket, wake);
+    }
+    Ok(())
+}
+
+/// Ends the hold of a view without unreleased bytes, after the stream has left the link for good.
+pub fn settle(socket: &'static Socket) {
+    let over = socket.rx.lock().and_then(|mut rx| {
+        let is_over = !is_held(&rx) && rx.own.view.as_ref().is_some_and(|view| view.at >= view.end);
+        is_over.then(|| rx.own.view.take()).flatten()
+    });
+    drop(over);
+}
+
+/// Ends the view of a connection that is being closed.
+pub fn end(socket: &'static Socket) {
+    let over = socket.rx.lock().and_then(|mut rx| rx.own.view.take());
+    drop(over);
+}

@@ -1,0 +1,732 @@
+//! Put: the device writes a large blocking send (`ways.rs`) into the buffer of the peer's blocked receive
+//! (docs/protocol.md, P90–P95). The bytes go from the program's memory, past the mirror. The send waits for such a
+//! reader only for a moment, because kernel TCP would not wait at all.
+
+use std::ffi::c_int;
+use std::sync::atomic::Ordering::{Acquire, Relaxed};
+
+use rdmasock_core::fabric::remote::qp::Role;
+use rdmasock_core::fabric::remote::{Buffer, Landed};
+use rdmasock_core::fabric::ring::{Producer, Wake};
+use rdmasock_core::ids::Vqpn;
+use rdmasock_core::stats::Event;
+
+use crate::config::{Way, ZeroCopy, arenas, config};
+use crate::data::backpressure::give_back;
+use crate::notify::call::{Call, Place};
+use crate::notify::wait::Wanted;
+use crate::notify::{ready, wait};
+use crate::objects::library::Library;
+use crate::objects::link::Remote;
+use crate::objects::pinned::Pinned;
+use crate::objects::socket::{Mode, Rx, Socket};
+use crate::signals::handler;
+use crate::sys::errno;
+use crate::sys::iov::Iov;
+use crate::sys::time::{Timeout, now_ns};
+
+/// The smallest send that may go directly, bytes. A smaller `RDMASOCK_ZCOPY_MIN` does not lower it.
+pub(super) const LEAST: usize = 4096;
+
+/// How long a send waits for a reader with a buffer, ns. The longer time is for a reader that has just read a direct
+/// transfer and may have to be woken.
+const READER_WITHIN: u64 = 200_000;
+const READER_BACK_WITHIN: u64 = 1_000_000;
+/// How long the reader may stand still while it reads earlier bytes, ns. `ALL_READ_WITHIN` bounds that time in all, ns.
+const READS_WITHIN: u64 = 500_000;
+const ALL_READ_WITHIN: u64 = 10_000_000;
+/// How long the peer may take to read the lent bytes. The rest then goes by the mirror.
+const TAKEN: Within = Within {
+    begins: 100_000_000,
+    byte: 0,
+};
+
+/// A wait for a reader with a buffer, which a large send makes first.
+struct Reader;
+
+impl Wanted for Reader {
+    const IS_DATA: bool = false;
+
+    fn is_worth_a_look(socket: &'static Socket) -> bool {
+        let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
+        let remote = socket.link().and_then(|link| link.remote());
+        Taken::is_over(socket) || remote.is_some_and(|remote| remote.end().wanted(theirs) >= remote.direct_min() as u64)
+    }
+}
+
+/// How a large send went.
+pub(super) enum Went {
+    /// This many bytes went past the mirror.
+    Directly(usize),
+    /// No byte went directly. Bytes go by the mirror; the next attempt sends all that precedes the last `first` bytes,
+    /// because a large piece follows small ones. 0 means all.
+    Not { first: usize },
+}
+
+const NOTHING: Went = Went::Not { first: 0 };
+
+/// Sends from the next piece of `iov` directly, if a reader waits with a buffer, or will in a moment. If none does,
+/// offers the piece to the reader's device. The call began with `total` bytes.
+pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int, total: usize) -> Went {
+    let socket = call.socket;
+    let Some((link, remote)) = socket.link().and_then(|link| Some((link, link.remote()?))) else {
+        return NOTHING;
+    };
+    let (memory, len) = iov.head();
+    if total < remote.direct_min() || total < remote.threshold(arenas::is_kept(memory.addr())) {
+        return NOTHING;
+    }
+    if flags & libc::MSG_MORE != 0 || !remote.goes_direct(link.slot()) {
+        return NOTHING;
+    }
+    let way = config().way;
+    let can_wait = wait::may_wait(socket, flags).is_ok();
+    if way == Some(Way::Eager) || !can_wait || iov.is_implausible() {
+        return NOTHING;
+    }
+    if len < remote.direct_min() {
+        let first = iov.left_at_large(remote.direct_min());
+        return Went::Not { first };
+    }
+    // Registering memory allocates, which a signal handler must not do.
+    if handler::is_in_one() || !call.is_held() && call.hold_now() != Place::Here {
+        return NOTHING;
+    }
+    let errno = errno::get();
+    let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
+    let mut sent = 0;
+    if way != Some(Way::Get) {
+        let adverts = remote.end().adverts(theirs);
+        let may_try = socket
+            .tx
+            .lock()
+            .is_some_and(|mut tx| tx.own.direct.may_try(adverts, now_ns()));
+        if may_try {
+            sent = to_reader(call, remote, theirs, memory, len);
+            if let Some(mut tx) = socket.tx.lock() {
+                tx.own.direct.on_tried(sent > 0, now_ns());
+            }
+        }
+    }
+    if sent == 0 && way != Some(Way::Put) {
+        sent = offer(call, remote, theirs, memory, len);
+    }
+    // The call has not failed: restores the errno from before the attempts.
+    errno::set(errno);
+    iov.advance(sent);
+    if sent > 0 { Went::Directly(sent) } else { NOTHING }
+}
+
+/// Waits for a reader with a buffer, and longer while the reader still reads earlier bytes. Returns how many of `len`
+/// bytes the buffer takes; `None` if no buffer came in time.
+fn await_reader(call: &Call, remote: &'static Remote, theirs: Vqpn, len: usize) -> Option<usize> {
+    let (socket, end) = (call.socket, remote.end());
+    let (sent, reader_within) = {
+        let tx = socket.tx.lock()?;
+        let within = if tx.own.direct.goes_well() {
+            READER_BACK_WITHIN
+        } else {
+            READER_WITHIN
+        };
+        (tx.producer.as_ref()?.position(), within)
+    };
+    let begun = now_ns();
+    let (mut moved, mut unread) = (begun, u64::MAX);
+    loop {
+        let wanted = (end.wanted(theirs) as usize).min(len);
+        if wanted >= remote.direct_min() {
+            return Some(wanted);
+        }
+        let now = now_ns();
+        let before = std::mem::replace(&mut unread, end.untaken(theirs, sent));
+        if unread < before {
+            moved = now;
+            if unread == 0 {
+                // The earlier bytes may have gone by a send buffer of this end, which can be given back now.
+                give_back(socket);
+            }
+        }
+        let within = if unread == 0 { reader_within } else { READS_WITHIN };
+        let left = (moved + within).min(begun + ALL_READ_WITHIN).saturating_sub(now);
+        if left == 0 || Taken::is_over(socket) {
+            return None;
+        }
+        // The wait ends when the time is up or when the reader notifies this end.
+        let mut patience = wait::Patience::at_most(Timeout::Ns(left));
+        if wait::wait_for::<Reader>(socket, &mut patience) == Err(libc::EINTR) {
+            return None;
+        }
+    }
+}
+
+fn to_reader(call: &mut Call, remote: &'static Remote, theirs: Vqpn, memory: *mut u8, len: usize) -> usize {
+    let Some(wanted) = await_reader(call, remote, theirs, len) else {
+        return 0;
+    };
+    lend(call, (remote, theirs), (memory, wanted, len), By::Writes, TAKEN).0
+}
+
+// Memory of the program that a blocking send lends to a device, past the mirror (docs/protocol.md, P90–P99). This
+// end's device writes the bytes into a buffer of the peer's program, or the peer's device reads them. `direct.rs` and
+// `offered.rs` decide when.
+//
+// Lent bytes count as sent. When the call returns, the peer has taken them or the rest is in the mirror, and no device
+// reaches the program's memory any more.
+
+/// Which device moves the bytes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum By {
+    /// This end's device writes them.
+    Writes,
+    /// The peer's device reads them.
+    Reads,
+}
+
+/// How long the peer may take, ns: `begins` until it begins, then `byte` for each byte.
+pub(super) struct Within {
+    pub begins: u64,
+    pub byte: u64,
+}
+
+/// A loan: memory that is lent until the call takes it back.
+struct Lent {
+    remote: &'static Remote,
+    theirs: Vqpn,
+    /// The position behind its last byte.
+    until: u64,
+    by: By,
+    is_recalled: bool,
+    /// Dropped after `Lent::drop` has run, so that the registration ends last.
+    memory: Pinned,
+}
+
+impl Lent {
+    /// Recalls the memory from the peer's device, if that may still read it. When this returns, the peer has confirmed
+    /// that its device reads no more, or the device can no longer reach the memory.
+    fn recall(&mut self) {
+        let (end, theirs) = (self.remote.end(), self.theirs);
+        if self.by == By::Reads && !self.is_recalled && !end.is_source_done(theirs) {
+            self.is_recalled = true;
+            end.recall_source(theirs);
+            self.remote.await_word(|| end.is_source_done(theirs));
+        }
+    }
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        if self.memory.is_of_a_parent() {
+            return;
+        }
+        let (end, theirs) = (self.remote.end(), self.theirs);
+        self.recall();
+        // SAFETY: the loan is of the program's buffer, which stays readable until the call returns; the call drops this
+        // value first.
+        let left = unsafe { end.take_source(theirs) };
+        if self.by == By::Writes && left.is_some_and(|left| left > 0) {
+            self.remote.await_word(|| end.untaken(theirs, self.until) == 0);
+        }
+    }
+}
+
+/// A wait for the end of a loan.
+pub(super) struct Taken;
+
+impl Taken {
+    /// Returns whether the peer takes no more: the connection or the link is down, or the direction has left the link.
+    pub fn is_over(socket: &Socket) -> bool {
+        let remote = socket.link().and_then(|link| link.remote());
+        socket.wakes.is_dead() || socket.tx_mode.load(Acquire) != Mode::Link || remote.is_none_or(Remote::is_down)
+    }
+}
+
+impl Wanted for Taken {
+    const IS_DATA: bool = false;
+
+    fn is_worth_a_look(socket: &'static Socket) -> bool {
+        let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
+        let remote = socket.link().and_then(|link| link.remote());
+        Self::is_over(socket) || remote.is_none_or(|remote| remote.end().is_source_done(theirs))
+    }
+}
+
+/// Lends as many of the next `wanted` bytes as possible, from a piece of `len` bytes. Waits `within` its bounds until
+/// the peer has them. Returns how many bytes count as sent, and how many of those a device is known to have moved past
+/// the mirror.
+pub(super) fn lend(
+    call: &mut Call,
+    (remote, theirs): (&'static Remote, Vqpn),
+    (memory, wanted, len): (*mut u8, usize, usize),
+    by: By,
+    within: Within,
+) -> (usize, usize) {
+    let (socket, end) = (call.socket, remote.end());
+    let least = remote.direct_min();
+    let role = match by {
+        By::Writes => Role::Source,
+        By::Reads => Role::Offered,
+    };
+    // SAFETY: the memory is the program's buffer, which the device only reads. `pinned`, or the `Lent` that takes it
+    // over, is dropped before the call returns.
+    let Some(pinned) = (unsafe { Pinned::new(remote, memory, wanted, least, role) }) else {
+        return (0, 0);
+    };
+    let lent = socket.tx.lock().and_then(|mut tx| {
+        let state = &mut *tx;
+        let producer = state.producer.as_mut()?;
+        // Meanwhile the stream may have left the link and come back as another stream.
+        let is_same = socket.tx_mode.load(Acquire) == Mode::Link && socket.peer_vqpn.load(Relaxed) == theirs.0;
+        let is_open = is_same && !state.is_shut && !socket.wakes.is_dead();
+        if !is_open || call.place(&state.own.seen) != Place::Here || ready::is_reader_gone(producer) {
+            return None;
+        }
+        // Half a ring at most, so that the peer's program can read one half while its device fetches the next.
+        let most = match by {
+            By::Writes => wanted,
+            By::Reads => wanted.min(producer.ring_size() as usize / 2),
+        };
+        // Asking for `len` bytes makes a ring grow that is too small for the piece. The ring bounds what is lent,
+        // though nothing is copied into it.
+        let room = producer.spans(len).map_or(0, |spans| spans.len()).min(most);
+        let (from, bytes) = (producer.position(), pinned.len().min(room));
+        let (address, key) = (memory.expose_provenance(), pinned.key());
+        let is_lent = bytes >= least
+            && match by {
+                By::Writes => end.lend_source(theirs, from, address, bytes as u64, key.local),
+                By::Reads => end.offer_source(theirs, from, address, bytes as u64, key.remote),
+            };
+        if !is_lent {
+            return None;
+        }
+        call.hold(&mut state.own.waiting);
+        let wake = producer.commit(bytes);
+        state.wake_delayed = false;
+        state.own.last = state.own.seen.tick();
+        if let Some(stats) = socket.told.stats() {
+            stats.add_tx_link(bytes as u64);
+        }
+        if by == By::Writes {
+            Library::get().stats.count_many(Event::DirectSent, bytes as u64);
+            state.own.direct.bytes += bytes as u64;
+        }
+        Some((wake, bytes, from))
+    });
+    let Some((wake, bytes, from)) = lent else {
+        return (0, 0);
+    };
+    let until = from + bytes as u64;
+    let mut lent = Lent {
+        remote,
+        theirs,
+        until,
+        by,
+        is_recalled: false,
+        memory: pinned,
+    };
+    ready::notify_peer(socket, wake);
+    let bytes_within = bytes as u64 * within.byte;
+    let mut patience = wait::Patience::at_most(Timeout::Ns(within.begins + bytes_within));
+    let begun = now_ns();
+    while !Taken::is_worth_a_look(socket) && wait::wait_for::<Taken>(socket, &mut patience).is_ok() {}
+    let waited = now_ns() - begun;
+    lent.recall();
+    if by == By::Reads && !Taken::is_over(socket) {
+        // A peer that has not begun and answers the recall at once would not have begun later either. So after a recall
+        // only the time of the recall's answer counts.
+        let answer = if lent.is_recalled {
+            now_ns() - begun - waited
+        } else {
+            waited.saturating_sub(bytes_within)
+        };
+        remote.answers.on_answer(answer);
+    }
+    let taken = match by {
+        By::Writes => bytes,
+        By::Reads => end.taken(theirs).clamp(from, until).abs_diff(from) as usize,
+    };
+    drop(lent);
+    if by == By::Reads
+        && let Some(mut tx) = socket.tx.lock()
+    {
+        tx.own.direct.bytes += taken as u64;
+    }
+    (bytes, taken)
+}
+
+// Get: the peer's device reads a large blocking send from the program's memory into the reader's ring
+// (docs/protocol.md, P96–P99). This is for a peer whose program does not wait with a buffer. The send waits a moment
+// for room in the ring and then for the device; kernel TCP would wait for neither. Each failure makes later tries
+// rarer.
+
+/// How long the reader may stand still before there is room, ns. `ALL_ROOM_WITHIN` bounds that time in all, ns. If the
+/// reader's end has to be asked, the time of its answer comes on top.
+const ROOM_WITHIN: u64 = 500_000;
+const ALL_ROOM_WITHIN: u64 = 5_000_000;
+/// How long the peer's device may take; the rest then goes by the mirror. A peer that is known to be slow has longer to
+/// begin.
+const TAKEN_BY_READS: Within = Within {
+    begins: 5_000_000,
+    byte: 50,
+};
+
+/// A wait for room in the peer's ring, for a send that wants to lend memory.
+struct RoomToLend;
+
+impl Wanted for RoomToLend {
+    const IS_DATA: bool = false;
+
+    fn is_worth_a_look(socket: &'static Socket) -> bool {
+        let remote = socket.link().and_then(|link| link.remote());
+        let has_room = |remote: &Remote| free(socket) >= remote.direct_min() || is_read_aside(socket, remote);
+        Taken::is_over(socket) || remote.is_none_or(has_room)
+    }
+}
+
+/// Returns whether the producer writes aside, into a send buffer of this end, because the peer's ring had no room.
+fn is_aside(socket: &Socket) -> bool {
+    let tx = socket.tx.lock();
+    tx.is_some_and(|tx| tx.producer.as_ref().is_some_and(Producer::is_aside))
+}
+
+/// Returns whether the producer writes aside and the reader has read all of it.
+fn is_read_aside(socket: &Socket, remote: &Remote) -> bool {
+    let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
+    let position = {
+        let tx = socket.tx.lock();
+        let producer = tx.as_ref().and_then(|tx| tx.producer.as_ref());
+        producer.filter(|producer| producer.is_aside()).map(Producer::position)
+    };
+    position.is_some_and(|position| remote.end().untaken(theirs, position) == 0)
+}
+
+/// Returns the bytes that the peer's ring has room for; 0 if the next bytes do not go there.
+fn free(socket: &Socket) -> usize {
+    if socket.tx_mode.load(Acquire) != Mode::Link {
+        return 0;
+    }
+    let mut tx = socket.tx.lock();
+    let producer = tx.as_mut().and_then(|tx| tx.producer.as_mut());
+    let producer = producer.filter(|producer| !producer.is_aside());
+    producer.map_or(0, |producer| producer.free().unwrap_or(0) as usize)
+}
+
+/// Offers `len` bytes at `memory` to the reader's device, if the reader's ring has enough room. Returns the bytes that
+/// count as sent; 0 if the bytes have to go by the mirror.
+pub(super) fn offer(call: &mut Call, remote: &'static Remote, theirs: Vqpn, memory: *mut u8, len: usize) -> usize {
+    let socket = call.socket;
+    let may_try = |socket: &Socket| socket.tx.lock().is_some_and(|mut tx| tx.own.direct.may_lend(now_ns()));
+    if !may_try(socket) {
+        return 0;
+    }
+    let (sent, taken) = if has_room(socket, remote, theirs) {
+        let within = Within {
+            begins: remote.answers.patience(TAKEN_BY_READS.begins),
+            ..TAKEN_BY_READS
+        };
+        lend(call, (remote, theirs), (memory, len, len), By::Reads, within)
+    } else {
+        (0, 0)
+    };
+    if let Some(mut tx) = socket.tx.lock() {
+        tx.own.direct.on_lent(sent > 0 && taken >= sent / 2, now_ns());
+    }
+    sent
+}
+
+/// A question to the reader's end: how far is the reader?
+struct Question {
+    /// When it was asked, monotonic ns.
+    at: u64,
+    /// The answer covers all bytes before this position.
+    position: u64,
+    /// All bytes before `position` were sent, and no answer has come yet. Only then is the time of the answer a
+    /// measurement, because it does not depend on the reader.
+    counts: bool,
+}
+
+impl Question {
+    fn ask(remote: &Remote, theirs: Vqpn, position: u64, now: u64) -> Self {
+        remote.end().unconfirmed(theirs);
+        Self {
+            at: now,
+            position,
+            counts: remote.end().unsent(theirs) == 0,
+        }
+    }
+
+    /// Returns until when the send waits for the answer, monotonic ns.
+    fn until(&self, remote: &Remote) -> u64 {
+        let within = match self.counts {
+            true => remote.answers.patience(ROOM_WITHIN),
+            false => ROOM_WITHIN,
+        };
+        self.at + within
+    }
+
+    /// Takes in the answer, which is that the reader has read all bytes.
+    fn on_answer(&mut self, remote: &Remote, now: u64) {
+        if std::mem::take(&mut self.counts) {
+            remote.answers.on_answer(now - self.at);
+        }
+    }
+
+    /// Ends the wait for the answer. If none has come, records that the peer took longer than the time so far.
+    fn give_up(&self, remote: &Remote, theirs: Vqpn, now: u64) {
+        let is_answered = remote
+            .end()
+            .confirmed(theirs)
+            .is_none_or(|until| until >= self.position);
+        if self.counts && !is_answered {
+            remote.answers.on_none(now - self.at);
+        }
+    }
+}
+
+/// Waits a moment for room in the peer's ring. Returns false if there is none in time, or if the next bytes have to go
+/// another way. A signal handler ends the wait, also with false.
+fn has_room(socket: &'static Socket, remote: &'static Remote, theirs: Vqpn) -> bool {
+    let begun = now_ns();
+    let (mut moved, mut unread, mut asked) = (begun, u64::MAX, None::<Question>);
+    loop {
+        let sent = socket.tx.lock().and_then(|tx| Some(tx.producer.as_ref()?.position()));
+        let sent = sent.unwrap_or(0);
+        let (before, now) = (unread, now_ns());
+        unread = remote.end().untaken(theirs, sent);
+        if unread < before {
+            moved = now;
+        }
+        if Taken::is_over(socket) {
+            return false;
+        }
+        if unread == 0 {
+            if let Some(question) = &mut asked {
+                question.on_answer(remote, now);
+            }
+            if !give_back(socket) {
+                // The earlier bytes have gone by a send buffer of this end, so the next bytes have to go there too.
+                return false;
+            }
+        }
+        if free(socket) >= remote.direct_min() {
+            return true;
+        }
+        let until = (moved + ROOM_WITHIN).min(begun + ALL_ROOM_WITHIN);
+        let answered = asked.as_ref().map_or(0, |question| question.until(remote));
+        let left = until.max(answered).saturating_sub(now);
+        if left == 0 && asked.is_none() && is_aside(socket) {
+            // A reader does not report less than a quarter of its ring unasked (P55). The producer cannot leave the
+            // send buffer before this end knows that all its bytes were read.
+            asked = Some(Question::ask(remote, theirs, sent, now));
+            continue;
+        }
+        if left == 0 {
+            if let Some(question) = asked {
+                question.give_up(remote, theirs, now);
+            }
+            return false;
+        }
+        let mut patience = wait::Patience::at_most(Timeout::Ns(left));
+        if wait::wait_for::<RoomToLend>(socket, &mut patience) == Err(libc::EINTR) {
+            return false;
+        }
+    }
+}
+
+// A blocking receive whose buffer a device writes to, past the ring. The peer's device does so after an advert
+// (docs/protocol.md, P90–P95). This end's device does so by a READ of what the peer's program lends (P97). Bytes in
+// the buffer count as the ring's next bytes, though the ring does not have them.
+//
+// The buffer is registered for one wait. Before the call returns, in any way, the peer has confirmed that it writes no
+// more, and all READs have completed. If the peer does not answer, the bulk queue pair is given up instead. Then the
+// registration ends too.
+
+/// The wait of a receive with a buffer that a device may write to. See the file's header.
+pub struct Landing {
+    socket: &'static Socket,
+    remote: &'static Remote,
+    mine: Vqpn,
+    serial: u32,
+    memory: *mut u8,
+    /// Dropped after `Landing::drop` has run, so that the registration ends last.
+    pinned: Pinned,
+    /// Whether the call has taken the bytes from the buffer.
+    is_taken: bool,
+}
+
+impl Landing {
+    /// Advertises the next piece of `iov` to the peer. The call is about to wait, holds the connection and has found
+    /// the ring empty. Returns `None` if an advert does not pay or is not possible. Preserves errno.
+    pub fn new(socket: &'static Socket, iov: &mut Iov) -> Option<Self> {
+        let errno = errno::get();
+        let landing = Self::advertise(socket, iov);
+        errno::set(errno);
+        landing
+    }
+
+    fn advertise(socket: &'static Socket, iov: &mut Iov) -> Option<Self> {
+        let link = socket.link()?;
+        let remote = link.remote()?;
+        let (memory, len) = iov.head();
+        let least = remote.threshold(false);
+        if len < least || !remote.goes_direct(link.slot()) {
+            return None;
+        }
+        let is_fixed = config().zcopy != ZeroCopy::Auto;
+        let may_try = socket.rx.lock()?.own.direct.may_try(least, is_fixed, now_ns());
+        // Registering memory allocates, which a signal handler must not do.
+        if !may_try || handler::is_in_one() {
+            return None;
+        }
+        let is_on_link = || socket.rx_mode.load(Acquire) == Mode::Link;
+        // The advert is for the bytes that follow all that was read, so the peer has to know the head first.
+        let (theirs, wake) = {
+            let mut rx = socket.rx.lock().filter(|_| is_on_link())?;
+            (socket.peer_vqpn.load(Relaxed), rx.consumer.as_mut()?.publish())
+        };
+        ready::notify_peer(socket, wake);
+        let end = remote.end();
+        let (mine, room) = end.room_to_land(Vqpn(theirs))?;
+        let len = len.min(room as usize);
+        if len < least {
+            return None;
+        }
+        // SAFETY: the memory is the program's buffer, which only this call uses before it returns. This value is
+        // dropped before that.
+        let pinned = unsafe { Pinned::new(remote, memory, len, least, Role::Target) }?;
+        let address = memory.expose_provenance() as u64;
+        let serial = socket.rx.lock().and_then(|mut rx| {
+            // Meanwhile the stream may have left the link and come back as another stream.
+            let is_same = is_on_link() && link.slot_of(mine) == Some(socket.slot);
+            let is_free = is_same && !rx.own.direct.is_waiting && rx.consumer.as_ref().is_some_and(|c| !c.is_frozen());
+            let buffer = Buffer {
+                address,
+                length: pinned.len() as u32,
+                key: *pinned.key(),
+            };
+            let advert = is_free.then(|| end.advertise(mine, buffer))?;
+            rx.own.direct.is_waiting = advert.is_some();
+            Some(advert?.serial)
+        })?;
+        Some(Self {
+            socket,
+            remote,
+            mine,
+            serial,
+            memory,
+            pinned,
+            is_taken: false,
+        })
+    }
+
+    /// If the transfer is over, returns the bytes in the buffer, and true if this end's device has read them. `None` if
+    /// the transfer goes on.
+    fn look(&self) -> Option<(usize, bool)> {
+        // Read first: bytes that have not come when the link is down never will.
+        let is_down = self.remote.is_down();
+        match self.remote.end().landed(self.mine, self.serial) {
+            Some(Landed::Over(bytes)) => Some((bytes as usize, false)),
+            Some(Landed::Read(bytes)) => Some((bytes as usize, true)),
+            Some(Landed::Waits) if is_down => Some((0, false)),
+            Some(Landed::Waits) | None => None,
+        }
+    }
+
+    /// Returns the socket whose call waits.
+    pub fn socket(&self) -> &'static Socket {
+        self.socket
+    }
+
+    /// Returns whether the transfer is over.
+    pub fn is_over(&self) -> bool {
+        self.look().is_some()
+    }
+
+    /// Takes the bytes in the buffer. Returns how many, and the wake-up that [`tell`](Self::tell) has to send. The
+    /// caller holds the direction's lock, and drops this value only after it has released the lock.
+    pub fn take(&mut self, rx: &mut Rx) -> (usize, Wake) {
+        let (landed, is_read) = self.look().unwrap_or_default();
+        rx.own.direct.on_landed(landed, now_ns());
+        self.is_taken = true;
+        // The count is bounded by what the ring counts, because after RESUME the rest comes by TCP.
+        let Some(consumer) = rx.consumer.as_mut().filter(|_| landed > 0) else {
+            return (0, Wake::NONE);
+        };
+        let taken = consumer.spans(landed).map_or(0, |spans| spans.len()).min(landed);
+        if let Some(stats) = self.socket.told.stats() {
+            stats.add_rx_link(taken as u64);
+        }
+        let stats = &Library::get().stats;
+        let event = if is_read {
+            Event::RendezvousLanded
+        } else {
+            Event::DirectReceived
+        };
+        stats.count_many(event, taken as u64);
+        rx.own.direct.bytes += taken as u64;
+        let wake = consumer.consume(taken);
+        let other = consumer.publish();
+        (taken, if wake.is_none() { other } else { wake })
+    }
+
+    /// Notifies the peer that the bytes were taken.
+    pub fn tell(&self, wake: Wake) {
+        ready::notify_peer(self.socket, wake);
+        self.remote.end().settle_head(self.mine);
+    }
+
+    /// Ends a wait whose transfer is not known to be over, because the call returns or goes on by another way.
+    /// Withdraws the advert and waits until the peer confirms. Returns the bytes in the buffer. Preserves errno, which
+    /// may be the one that the call fails with.
+    #[cold]
+    pub fn leave(mut self) -> usize {
+        if self.pinned.is_of_a_parent() {
+            return 0;
+        }
+        let errno = errno::get();
+        self.end_wait();
+        let socket = self.socket;
+        let landed = socket.rx.lock().map(|mut rx| self.take(&mut rx));
+        if let Some((_, wake)) = landed {
+            self.tell(wake);
+        }
+        // The drop ends the registration.
+        drop(self);
+        errno::set(errno);
+        landed.map_or(0, |(taken, _)| taken)
+    }
+
+    fn end_wait(&self) {
+        if !self.is_over() {
+            self.remote.end().withdraw(self.mine, self.serial);
+            self.remote.await_word(|| self.is_over());
+        }
+    }
+
+    /// Puts the bytes from the buffer into the ring, where the next call looks for them. The call is being unwound.
+    #[cold]
+    fn put_back(&mut self) {
+        self.end_wait();
+        let (landed, _) = self.look().unwrap_or_default();
+        if let Some(mut rx) = self.socket.rx.lock() {
+            rx.own.direct.on_landed(landed, now_ns());
+            if let Some(Ok(spans)) = rx.consumer.as_mut().map(|consumer| consumer.spans(landed)) {
+                // SAFETY: a device has written at least `landed` bytes to the buffer. The ring's spans at these
+                // positions hold no bytes, and the producer does not write there before the bytes are consumed.
+                unsafe { spans.copy_in(0, self.memory, landed.min(spans.len())) };
+            }
+        }
+        self.remote.end().put_back(self.mine);
+        ready::notify_local(self.socket);
+    }
+}
+
+impl Drop for Landing {
+    fn drop(&mut self) {
+        if self.pinned.is_of_a_parent() {
+            return;
+        }
+        if !self.is_taken {
+            self.put_back();
+        }
+    }
+}

@@ -1,0 +1,1009 @@
+//! The end of a link to another host: the engine over the verbs plugin's queue pair, and how it reaches the waiters of
+//! this process. Wake-ups by completions are in `remote/sleepers.rs`, transfers past the rings in
+//! `remote/past_rings.rs`.
+
+use std::ffi::c_int;
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64};
+
+use rdmasock_core::fabric::layout::{Layout, MAX_DATA_BYTES};
+use rdmasock_core::fabric::plugin::Info;
+use rdmasock_core::fabric::pollers::{Left, Pollers};
+use rdmasock_core::fabric::remote::qp::{Limits, QueuePair, Region};
+use rdmasock_core::fabric::remote::{End, Fault, Local, Tuning};
+use rdmasock_core::fabric::shm::Side;
+use rdmasock_core::fabric::waiter::{MAX_WAITERS, WaiterId};
+use rdmasock_core::ids::Vqpn;
+use rdmasock_core::lock::Lock;
+use rdmasock_core::stats::{Event, Reason};
+use rdmasock_core::sync::{Presence, Published, SleepFlag};
+use rdmasock_core::wire::{Introduction, Message};
+
+use crate::config::arenas::Device;
+use crate::config::verbs::{Pair, State};
+use crate::config::ways::Costs;
+use crate::config::{ZeroCopy, config, ways};
+use crate::objects::library::Library;
+use crate::objects::link;
+use crate::objects::link::{News, Watchers};
+use crate::objects::mailbox::Command;
+
+/// The waiters of this process, as the engine wakes them.
+pub struct Here {
+    news: &'static News,
+}
+
+impl Local for Here {
+    fn flag(&self, waiter: WaiterId) -> Option<&SleepFlag> {
+        Library::get().waiters.flag(waiter)
+    }
+
+    fn ring(&self, waiter: WaiterId) {
+        Library::get().waiters.ring(waiter);
+    }
+
+    fn on_queued(&self, waiter: WaiterId) {
+        self.news.on_queued(waiter);
+    }
+
+    fn armed(&self) -> &AtomicBool {
+        self.news.armed()
+    }
+
+    fn settle_later(&self) {
+        Library::get().service.maintain_later();
+    }
+
+    fn on_lent(&self, bytes: u64) {
+        Library::get().stats.count_many(Event::RendezvousSent, bytes);
+    }
+
+    fn on_taken(&self, bytes: u64) {
+        Library::get().stats.count_many(Event::RendezvousReceived, bytes);
+    }
+
+    fn on_recalled(&self) {
+        Library::get().stats.count(Event::RendezvousRecalled);
+    }
+}
+
+impl Device for Remote {
+    fn deregister(&self, region: Region) {
+        self.with_pair(|pair| pair.deregister(region));
+    }
+}
+
+/// Returns whether the address space is limited (RLIMIT_AS). The program then needs the addresses itself.
+pub fn has_few_addresses() -> bool {
+    rustix::process::getrlimit(rustix::process::Resource::As)
+        .current
+        .is_some()
+}
+
+/// Returns the bytes of addresses for the send buffers of a link whose arenas have `arena_bytes` each; 0 if the address
+/// space is limited. They bound the buffers' memory too, since registered memory is not given back before the link is
+/// over.
+fn buffers(arena_bytes: u64) -> u64 {
+    if has_few_addresses() {
+        return 0;
+    }
+    (arena_bytes / 4).min(MAX_DATA_BYTES - arena_bytes)
+}
+
+/// Returns whether the kernel copies pages that a device accesses for a fork child, as Linux does from 5.12 on. Before,
+/// the child could get the program's page, and the program a new page that the device does not access.
+fn copies_what_is_pinned() -> bool {
+    let uname = rustix::system::uname();
+    let release = uname.release().to_string_lossy();
+    let mut numbers = release
+        .split(['.', '-'])
+        .map(|number| number.parse::<u32>().unwrap_or(0));
+    (numbers.next(), numbers.next()) >= (Some(5), Some(12))
+}
+
+/// The properties of a link that its object keeps for its later links.
+#[derive(PartialEq)]
+pub(super) struct Terms {
+    limits: Limits,
+    tuning: Tuning,
+    arena_bytes: u64,
+    /// Both ends support direct transfers.
+    is_direct: bool,
+}
+
+impl Terms {
+    /// Returns the layouts of this end's arena and of the mirror: the picture of the peer's arena, then this end's send
+    /// buffers. `None` if a size has no layout.
+    fn layouts(&self) -> Option<[Layout; 2]> {
+        let with_buffers = self.arena_bytes + self.tuning.buffers;
+        Some([Layout::for_data(self.arena_bytes)?, Layout::for_data(with_buffers)?])
+    }
+
+    pub(super) fn of(pair: &Pair, arena_bytes: u64, other: &Introduction) -> Self {
+        let limits = pair.limits();
+        let mut tuning = Tuning::fit(&limits);
+        tuning.buffers = buffers(arena_bytes);
+        let zcopy = config().zcopy;
+        let is_direct = other.is_direct && zcopy != ZeroCopy::Off && copies_what_is_pinned();
+        tuning.direct_min = ways::least_piece(zcopy).min(1 << 30) as u32;
+        Self {
+            limits,
+            tuning,
+            arena_bytes,
+            is_direct,
+        }
+    }
+}
+
+/// The end of a link to another host. Never freed, but used for one link after another, of the same [terms](Terms).
+pub struct Remote {
+    end: End<Pair, Here>,
+    terms: Terms,
+    /// The queue pair's descriptors, for its state and for completions.
+    state_fd: AtomicI32,
+    completion_fd: AtomicI32,
+    /// The link is up: its queue pair may be used.
+    up: Published<AtomicBool>,
+    /// The data of the completion descriptor's events in the service thread's epoll set.
+    token: AtomicU64,
+    /// Threads that sleep on the completion descriptor in a call of their own, and threads that stand by to do so next.
+    pollers: Pollers,
+    /// Epoll sets whose kernel's sets have the completion descriptor.
+    pub watchers: Watchers,
+    /// Threads that may be using the queue pair or its descriptors.
+    users: Presence,
+    /// The queue pair is ended.
+    is_ended: Published<AtomicBool>,
+    /// Number of times that a thread has begun to poll; wraps.
+    sleeps: AtomicU32,
+    /// The sum of `sleeps` and the epoll sets' sleeps at the last [`maintain`](Self::maintain).
+    sleeps_seen: AtomicU32,
+    /// How often the program's threads check the link by themselves.
+    own_looks: OwnLooks,
+    /// Completions wake the service thread.
+    is_subscribed: Published<AtomicBool>,
+    /// Number of epoll sets that want the service thread to be woken by completions.
+    left: Published<AtomicU32>,
+    /// Held to change `is_subscribed`.
+    subscribing: Lock<()>,
+    /// The addresses from which and to which this end has connected, if it has.
+    dialled: Lock<Option<(IpAddr, SocketAddr)>>,
+    /// There is a bulk queue pair.
+    has_bulk: AtomicBool,
+    /// When a bulk queue pair was last asked for, monotonic ns.
+    wished: AtomicU64,
+    /// The measured costs of registering memory.
+    pub costs: Costs,
+    /// How long the peer's end takes to answer without its program.
+    pub answers: Answers,
+}
+
+impl Remote {
+    /// Makes an end over a connected queue pair. `None` without memory for it.
+    pub(super) fn new(pair: Pair, terms: Terms) -> Option<Self> {
+        let (mine, mirror) = (Side::anonymous().ok()?, Side::anonymous().ok()?);
+        let layouts = terms.layouts()?;
+        for (side, layout) in [&mine, &mirror].into_iter().zip(&layouts) {
+            side.map_data(layout).ok()?;
+        }
+        let here = Here { news: link::new() };
+        // SAFETY: the end is leaked with its link object, so it outlives its cursors. `Link::producer` asks for one
+        // producer at a time for each vQPN of the peer.
+        let end = unsafe { End::new(pair, mine, mirror, here, terms.tuning) }.ok()?;
+        Some(Self {
+            end,
+            terms,
+            state_fd: AtomicI32::new(-1),
+            completion_fd: AtomicI32::new(-1),
+            up: Published::default(),
+            token: AtomicU64::new(0),
+            pollers: Pollers::new(MAX_WAITERS),
+            watchers: Watchers::new(),
+            users: Presence::new(),
+            is_ended: Published::from(true),
+            sleeps: AtomicU32::new(0),
+            sleeps_seen: AtomicU32::new(0),
+            own_looks: OwnLooks::default(),
+            is_subscribed: Published::from(true),
+            left: Published::default(),
+            subscribing: Lock::new(()),
+            dialled: Lock::new(None),
+            has_bulk: AtomicBool::new(false),
+            wished: AtomicU64::new(0),
+            costs: Costs::default(),
+            answers: Answers::default(),
+        })
+    }
+
+    /// Becomes the end over another connected queue pair, whose [terms](Terms) are the same. To be called on an end
+    /// that was [released](Self::release). False, and `pair` stays the caller's, without memory for it or while a
+    /// thread is about to leave the earlier link.
+    pub(super) fn renew(&self, pair: &Pair) -> bool {
+        let Some(layouts) = self.terms.layouts() else {
+            return false;
+        };
+        let [mine, mirror] = self.end.sides();
+        let is_mapped = mine.map_data(&layouts[0]).is_ok() && mirror.map_data(&layouts[1]).is_ok();
+        let is_renewed = is_mapped && self.end.renew(|old| old.stand_for(pair));
+        if !is_renewed {
+            // SAFETY: no stream was opened on the end since its last release, so there is no cursor; it has no queue
+            // pair either.
+            unsafe { self.end.release() };
+        }
+        is_renewed
+    }
+
+    /// Returns whether the end can be [renewed](Self::renew) for a link of these terms.
+    pub(super) fn fits(&self, terms: &Terms) -> bool {
+        self.terms == *terms
+    }
+
+    /// Begins the link: from now on threads may use its queue pair.
+    pub(super) fn begin(&self, info: &Info, dialled: Option<(IpAddr, SocketAddr)>) {
+        self.state_fd.store(info.state_fd, Release);
+        self.completion_fd.store(info.completion_fd, Release);
+        if let Some(mut place) = self.dialled.lock() {
+            *place = dialled;
+        }
+        self.is_subscribed.publish(true);
+        self.has_bulk.store(false, Relaxed);
+        self.wished.store(0, Relaxed);
+        self.costs.reset();
+        self.answers.reset();
+        self.news().reset();
+        self.is_ended.publish(false);
+        self.up.publish(true);
+    }
+
+    pub fn end(&self) -> &End<Pair, Here> {
+        &self.end
+    }
+
+    /// Returns the state that epoll sets check before each sleep.
+    pub fn news(&self) -> &'static News {
+        self.end.local().news
+    }
+
+    /// Returns the queue pair's descriptors, for its state and for completions; -1 before the first link.
+    pub fn fds(&self) -> [c_int; 2] {
+        [self.state_fd.load(Acquire), self.completion_fd.load(Acquire)]
+    }
+
+    /// Returns the state of the queue pair.
+    pub fn state(&self) -> State {
+        self.end.qp().state()
+    }
+
+    /// Takes in what has come, and sends what can be sent. True if something has come.
+    #[inline]
+    pub fn progress(&self) -> bool {
+        self.end.progress().unwrap_or(false)
+    }
+
+    /// Arms the descriptor: the next completion makes it readable. True if something has come meanwhile.
+    pub fn arm(&self) -> bool {
+        self.end.arm().unwrap_or(false)
+    }
+
+    /// Takes the link down: the link carries nothing more, and no thread begins to sleep on its descriptor.
+    pub(super) fn set_down(&self) {
+        self.up.publish(false);
+        // Taken in first: if TCP has been reset, the peer does not send these bytes again.
+        self.end.take_in();
+        self.end.set_down();
+        self.drop_bulk();
+        self.end.qp().disconnect();
+    }
+
+    /// Ends the queue pair of a link that is down. False if a thread may still use it or its descriptors.
+    pub(super) fn retire(&self) -> bool {
+        // Either this thread sees the user that `while_open` has counted in, or that user sees `is_ended`.
+        self.is_ended.publish(true);
+        let is_free = self.users.is_empty();
+        if is_free {
+            self.end.end_retired(drop);
+            let library = Library::get();
+            library.free_kept(library.arenas.forget(self));
+            self.end.qp().destroy();
+        } else {
+            self.is_ended.publish(false);
+        }
+        is_free
+    }
+
+    /// Gives the memory of the link back once its queue pair is [ended](Self::retire). False if a thread is about to
+    /// leave that memory.
+    pub(super) fn release(&self) -> bool {
+        // SAFETY: no cursor is left, since streams and producers pin the link until they have given up their cursors.
+        // The caller has ended the queue pair by `retire`.
+        unsafe { self.end.release() }
+    }
+
+    /// Calls `f` with the completion descriptor, if it is still open.
+    pub fn while_open(&self, f: impl FnOnce(BorrowedFd<'_>)) {
+        self.users.enter();
+        if !self.is_ended.look() {
+            f(self.fd());
+        }
+        self.users.leave();
+    }
+
+    /// Calls `f` with the queue pair; `None`, without a call, if it is ended.
+    pub fn with_pair<R>(&self, f: impl FnOnce(&Pair) -> R) -> Option<R> {
+        self.users.enter();
+        let result = (!self.is_ended.look()).then(|| f(self.end.qp()));
+        self.users.leave();
+        result
+    }
+
+    /// Keeps the queue pair from being ended until [`let_pair_go`](Self::let_pair_go). False if it is ended already.
+    pub fn hold_pair(&self) -> bool {
+        self.users.enter();
+        let is_there = !self.is_ended.look();
+        if !is_there {
+            self.users.leave();
+        }
+        is_there
+    }
+
+    /// Undoes one [`hold_pair`](Self::hold_pair).
+    pub fn let_pair_go(&self) {
+        self.users.leave();
+    }
+
+    /// Returns the addresses from which and to which this end has connected; `None` if the peer has connected.
+    pub fn dialled(&self) -> Option<(IpAddr, SocketAddr)> {
+        self.dialled.lock().and_then(|place| *place)
+    }
+
+    /// Returns whether the peer has all bytes committed to its stream `theirs`. If not, the peer is asked, and its
+    /// answer notifies the service thread about the stream.
+    pub fn is_confirmed(&self, theirs: Vqpn) -> bool {
+        self.end.unconfirmed(theirs) == Some(0)
+    }
+
+    /// Returns how many bytes committed to the peer's stream `theirs` the peer is not known to have. If there are any,
+    /// the peer is asked.
+    pub fn unconfirmed(&self, theirs: Vqpn) -> u64 {
+        self.end.unconfirmed(theirs).unwrap_or(0)
+    }
+
+    /// Returns how many bytes committed to the peer's stream `theirs` are not sent yet, since the peer's ring has no
+    /// room.
+    pub fn unsent(&self, theirs: Vqpn) -> u64 {
+        self.end.unsent(theirs)
+    }
+
+    /// Returns whether the service thread has to check, about once a second, that the peer's device still answers.
+    pub fn is_watched(&self) -> bool {
+        self.end.is_watched()
+    }
+
+    /// Returns whether anything has come from the peer.
+    pub fn has_received(&self) -> bool {
+        self.end.counts().received > 0
+    }
+
+    /// Notes a doubt about the link, since the peer reports that its end has failed. The peer's device is then asked
+    /// even if nothing is posted.
+    pub fn doubt(&self) {
+        self.end.doubt();
+    }
+
+    /// Checks that the peer's device still answers. `now` in monotonic ns.
+    pub fn tick(&self, now: u64) {
+        self.end.tick(now);
+    }
+
+    /// Returns the next message on the side channel; `None` if there is none.
+    pub fn take_message(&self) -> Option<Message> {
+        self.end.take_message()
+    }
+
+    /// Returns whether the link cannot be used further. No more bytes come from the peer then.
+    pub fn is_down(&self) -> bool {
+        self.end.is_down()
+    }
+
+    /// Returns why the link cannot be used further; `None` if it can. For the service thread, which is not notified
+    /// again.
+    pub fn fault(&self) -> Option<Reason> {
+        self.end.fault().map(|fault| match fault {
+            Fault::Violation(_) => Reason::Violation,
+            Fault::Silent => Reason::LinkSilent,
+            _ => Reason::LinkFailed,
+        })
+    }
+
+    fn fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: the descriptor is open as long as the queue pair. `retire` ends that only when no stream or producer
+        // pins the link and `users` is empty. Callers are counted in `users`, or are the service thread, which alone
+        // calls `retire`.
+        unsafe { BorrowedFd::borrow_raw(self.completion_fd.load(Acquire)) }
+    }
+}
+
+// How long a peer's end takes to give the answers for which it does not need its program. The time bounds how long
+// calls wait for such an answer. It is microseconds if a thread of the peer checks all the time, and tens of ms on an
+// overloaded machine. The logic is pure: the caller passes the times.
+
+/// A call waits for this many times the known answer time, but no longer than `LONGEST`, ns.
+const TIMES: u64 = 2;
+const LONGEST: u64 = 50_000_000;
+/// The difference to a longer answer counts by 1/`UP` at once, to a shorter one by 1/`DOWN`.
+const UP: u64 = 2;
+const DOWN: u64 = 8;
+
+/// The answer time of one peer. Two threads that write at once may lose one measurement, which does no harm.
+#[derive(Default)]
+pub struct Answers {
+    /// The smoothed answer time, ns; 0: not known.
+    time: AtomicU64,
+}
+
+impl Answers {
+    /// Forgets the answer time, for another peer.
+    pub fn reset(&self) {
+        self.time.store(0, Relaxed);
+    }
+
+    /// Notes that an answer has taken `ns`.
+    pub fn on_answer(&self, ns: u64) {
+        let time = self.time.load(Relaxed);
+        let next = if ns > time {
+            time + (ns - time).div_ceil(UP)
+        } else {
+            time - (time - ns) / DOWN
+        };
+        if next != time {
+            self.time.store(next, Relaxed);
+        }
+    }
+
+    /// Notes that an answer has taken longer than `ns`, and that its full time is not known.
+    pub fn on_none(&self, ns: u64) {
+        if ns >= self.time.load(Relaxed) {
+            self.on_answer(ns.saturating_mul(TIMES));
+        }
+    }
+
+    /// Returns how long to wait for the next answer, ns; at least `least`.
+    pub fn patience(&self, least: u64) -> u64 {
+        (self.time.load(Relaxed) * TIMES).min(LONGEST).max(least)
+    }
+}
+
+#[cfg(test)]
+mod answers_tests {
+    use super::*;
+
+    const MS: u64 = 1_000_000;
+
+    #[test]
+    fn a_peer_that_answers_at_once_is_waited_for_as_long_as_the_caller_likes() {
+        let answers = Answers::default();
+        (0..100).for_each(|_| answers.on_answer(3000));
+        assert_eq!(answers.patience(5 * MS), 5 * MS);
+    }
+
+    #[test]
+    fn a_slow_one_is_waited_for_after_a_few_answers_and_not_for_ever() {
+        let answers = Answers::default();
+        (0..3).for_each(|_| answers.on_answer(20 * MS));
+        assert!((30 * MS..=40 * MS).contains(&answers.patience(5 * MS)));
+        (0..100).for_each(|_| answers.on_answer(u64::MAX / 4));
+        assert_eq!(answers.patience(5 * MS), LONGEST);
+    }
+
+    #[test]
+    fn one_that_is_slower_than_anybody_waits_is_waited_for_in_the_end() {
+        let answers = Answers::default();
+        let given_up = (0..).find(|_| {
+            let patience = answers.patience(MS / 2);
+            if patience >= 20 * MS {
+                return true;
+            }
+            answers.on_none(patience);
+            false
+        });
+        assert!(given_up < Some(15), "{given_up:?}");
+    }
+
+    #[test]
+    fn one_slow_answer_among_fast_ones_is_forgotten() {
+        let answers = Answers::default();
+        answers.on_answer(40 * MS);
+        assert!(answers.patience(5 * MS) > 30 * MS);
+        (0..20).for_each(|_| answers.on_answer(3000));
+        assert_eq!(answers.patience(5 * MS), 5 * MS);
+    }
+}
+
+// Whether threads of the program check a link all the time, as a thread does that sends without a pause. If they do,
+// each completion would wake the service thread, which would be in their way.
+
+/// Checks of the program's threads that find something, from one maintenance of links to the next, from which on they
+/// are frequent.
+const OFTEN: u64 = 16;
+/// Number of checks of the service thread after which it compares them with those by other threads. Each of its checks
+/// counts as `LOOKS_A_LOOK`, since it checks once more after arming.
+const OWN: u32 = 8;
+const LOOKS_A_LOOK: u32 = 2;
+
+/// The counts for one link. Only the service thread uses them.
+#[derive(Default)]
+pub struct OwnLooks {
+    /// Checks of all threads that had found something, at the last question.
+    finds: AtomicU64,
+    /// Checks of all threads at the last question, and checks of the service thread since then.
+    all: AtomicU64,
+    own: AtomicU32,
+}
+
+impl OwnLooks {
+    /// Returns whether the program's threads find enough by themselves that the service thread, which is not woken for
+    /// the link, need not be. `finds` is the number of checks so far that found something.
+    pub fn find_often(&self, finds: u64) -> bool {
+        finds.wrapping_sub(self.finds.swap(finds, Relaxed)) >= OFTEN
+    }
+
+    /// Counts a check of the service thread, which completions wake. Returns whether it is in the way of other threads,
+    /// since they check as often; `looks` gives the number of all checks so far. (The finds are no measure here, since
+    /// the service thread often comes first.)
+    pub fn is_in_the_way(&self, looks: impl FnOnce() -> u64) -> bool {
+        let own = self.own.load(Relaxed) + 1;
+        if own < OWN {
+            self.own.store(own, Relaxed);
+            return false;
+        }
+        self.own.store(0, Relaxed);
+        let looks = looks();
+        let since = looks.wrapping_sub(self.all.swap(looks, Relaxed));
+        since >= (own + own * LOOKS_A_LOOK).into()
+    }
+}
+
+#[cfg(test)]
+mod own_looks_tests {
+    use super::*;
+
+    /// Returns how often the service thread is found in the way, if other threads check `others` times for each of its
+    /// checks.
+    fn asked(others: u64) -> u32 {
+        let looks = OwnLooks::default();
+        let mut all = 0;
+        let in_the_way = (0..4 * OWN).filter(|_| {
+            all += u64::from(LOOKS_A_LOOK) + others;
+            looks.is_in_the_way(|| all)
+        });
+        in_the_way.count() as u32
+    }
+
+    #[test]
+    fn the_service_thread_alone_is_in_nobodys_way() {
+        assert_eq!(asked(0), 0);
+    }
+
+    #[test]
+    fn it_is_where_others_look_as_often() {
+        assert_eq!(asked(1), 4);
+    }
+
+    #[test]
+    fn who_finds_little_by_himself_is_helped() {
+        let looks = OwnLooks::default();
+        assert!(looks.find_often(100) && !looks.find_often(101));
+    }
+}
+
+// Transfers past a link's rings: whether they are possible, from which size on they pay, and which queue pair carries
+// them.
+
+/// Least time between two requests for a bulk queue pair, ns.
+const WISH_EVERY: u64 = 500_000_000;
+
+/// How long the peer's end may take for an answer, and how long this end polls for it without a pause, ns.
+const WORD_WITHIN: u64 = 200_000_000;
+const SPINS_FOR: u64 = 100_000;
+
+impl Remote {
+    /// Returns whether both ends support direct transfers.
+    pub fn is_direct(&self) -> bool {
+        self.terms.is_direct
+    }
+
+    /// Returns the least size of a direct transfer that pays, bytes.
+    pub fn direct_min(&self) -> usize {
+        ways::least_piece(config().zcopy)
+    }
+
+    /// Returns the size from which on a send or a receive is not eager, bytes. `is_registered`: the device knows the
+    /// memory already.
+    pub fn threshold(&self, is_registered: bool) -> usize {
+        ways::threshold(config().zcopy, &self.costs, is_registered)
+    }
+
+    /// Waits until `is_there` says that the peer's end has answered, which it does without its program. After
+    /// `WORD_WITHIN`, longer than any live end needs, gives up the bulk queue pair: the device then cannot access the
+    /// memory any more.
+    #[cold]
+    pub fn await_word(&self, is_there: impl Fn() -> bool) {
+        let begun = crate::sys::time::now_ns();
+        loop {
+            self.progress();
+            let waited = crate::sys::time::now_ns() - begun;
+            if is_there() || self.is_down() {
+                return;
+            }
+            if waited > WORD_WITHIN {
+                return self.drop_bulk();
+            }
+            if waited > SPINS_FOR {
+                let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
+                    tv_sec: 0,
+                    tv_nsec: 20_000,
+                });
+            }
+        }
+    }
+
+    /// Returns whether direct transfers are possible now. If not, a bulk queue pair is asked for, which the service
+    /// thread makes later.
+    pub fn goes_direct(&self, slot: u32) -> bool {
+        if !self.terms.is_direct {
+            return false;
+        }
+        let has_bulk = self.has_bulk.load(Relaxed);
+        if !has_bulk {
+            self.wish(slot);
+        }
+        has_bulk
+    }
+
+    #[cold]
+    fn wish(&self, slot: u32) {
+        let (now, last) = (crate::sys::time::now_ns(), self.wished.load(Relaxed));
+        let is_due = last == 0 || now > last + WISH_EVERY;
+        if is_due && self.wished.compare_exchange(last, now, Relaxed, Relaxed).is_ok() {
+            Library::get().service.submit(Command::WantBulk(slot));
+        }
+    }
+
+    /// Makes direct transfers use this queue pair from now on. Returns it if the link has one already, or is down.
+    /// Service thread only.
+    pub fn attach_bulk(&self, pair: Pair) -> Option<Pair> {
+        let back = self.end.attach_bulk(pair);
+        self.has_bulk.store(back.is_none(), Relaxed);
+        back
+    }
+
+    /// Gives up the bulk queue pair, for both ends.
+    pub fn drop_bulk(&self) {
+        self.end.drop_bulk();
+        self.has_bulk.store(false, Relaxed);
+    }
+
+    /// Ends the bulk queue pairs that were given up. Returns how many. Service thread only.
+    pub fn end_retired(&self) -> usize {
+        let count = self.end.end_retired(drop);
+        if count > 0 {
+            self.has_bulk.store(false, Relaxed);
+        }
+        count
+    }
+}
+
+// Which threads the completions of a link to another host wake. There are three kinds:
+//
+// - a thread that sleeps on an epoll set whose kernel's set has the completion descriptor,
+// - one of the threads that sleep in calls of their own,
+// - the service thread.
+
+/// The result of [`Remote::maintain`].
+pub enum Maintained {
+    /// The link needs no further maintenance.
+    Quiet,
+    /// The link is to be maintained again.
+    Busy,
+    /// Completions wake the service thread from now on.
+    TakenBack,
+}
+
+impl Remote {
+    /// Makes completions wake a thread that is about to sleep on an epoll set. `has` adds the descriptor to the set if
+    /// need be, and says whether the set has it. Completions then do not wake the service thread until no thread has
+    /// slept here for some ms. Otherwise a program that sleeps again and again would cost two more system calls each
+    /// time.
+    pub fn watch(&self, has: impl FnOnce(BorrowedFd<'_>) -> bool) {
+        // Counted in as in `while_open`.
+        self.users.enter();
+        if self.up.look() {
+            if has(self.fd()) {
+                self.hush_service();
+            } else {
+                // The user may have no watch left (epoll(7), max_user_watches).
+                Library::get().service.maintain_later();
+            }
+            self.arm();
+        }
+        self.users.leave();
+    }
+
+    /// Notes that an epoll set has found the descriptor readable. It is armed now if other threads sleep on it too, and
+    /// else before the next sleep.
+    pub fn on_readable(&self) {
+        self.end.on_readable();
+        self.arm_for_others();
+    }
+
+    /// Arms the descriptor if other threads may sleep on it: the event that woke a set's thread may have used up the
+    /// last arming.
+    pub fn arm_for_others(&self) {
+        if self.watchers.count() > 1 || !self.pollers.is_empty() {
+            // Counted in as in `while_open`: a link that is down may be about to lose its queue pair.
+            self.users.enter();
+            if self.up.look() {
+                self.arm();
+            }
+            self.users.leave();
+        }
+    }
+
+    /// Assigns a turn to a thread that is about to sleep as `waiter` in a call of its own. The thread polls the
+    /// completion descriptor if no thread does, and else stands by. Otherwise each event would wake all threads that
+    /// sleep on the descriptor.
+    pub fn in_turn(&self, waiter: WaiterId) -> Turn<'_> {
+        if !self.pollers.is_empty()
+            && let Some(standby) = self.stand_by(waiter)
+        {
+            return Turn::StandsBy(standby);
+        }
+        self.enter().map_or(Turn::Down, Turn::Polls)
+    }
+
+    /// Makes completions wake this thread until the value is dropped. The caller checks once more after this, and then
+    /// sleeps on the descriptor too. `None` if the link is down.
+    fn enter(&self) -> Option<Poller<'_>> {
+        // Counted in as in `while_open`.
+        self.users.enter();
+        if !self.up.look() {
+            self.users.leave();
+            return None;
+        }
+        // Counted in before `is_subscribed` is read; `maintain` uses the reverse order.
+        self.pollers.enter();
+        self.sleeps.fetch_add(1, Relaxed);
+        let poller = Poller {
+            remote: self,
+            has_left: AtomicBool::new(false),
+        };
+        self.hush_service();
+        self.arm();
+        Some(poller)
+    }
+
+    /// Makes completions wake the service thread too, even if threads of the program sleep on them, until
+    /// [`take_from_service`](Self::take_from_service) was called as often.
+    pub fn leave_to_service(&self) {
+        self.left.add_one();
+        self.users.enter();
+        if self.up.look() {
+            if !self.subscribe_service(true) {
+                Library::get().service.maintain_later();
+            }
+            self.arm();
+        }
+        self.users.leave();
+    }
+
+    /// Undoes one [`leave_to_service`](Self::leave_to_service).
+    pub fn take_from_service(&self) {
+        self.left.take_one();
+    }
+
+    /// Stops completions from waking the service thread, unless an epoll set wants it.
+    fn hush_service(&self) {
+        if self.is_subscribed.look() {
+            self.subscribe_service(false);
+        }
+    }
+
+    /// Makes the thread stand by until the value is dropped. Threads that poll wake `waiter` when it has something, and
+    /// the last one of them that leaves wakes it to poll in its place. `None` if no thread polls.
+    fn stand_by(&self, waiter: WaiterId) -> Option<StandBy<'_>> {
+        let others = self.pollers.stand_by(waiter.0);
+        others.then_some(StandBy {
+            remote: self,
+            waiter,
+            goes_on: false,
+        })
+    }
+
+    /// Makes completions wake the service thread if `on`, and else stops that. False if that is not possible now.
+    fn subscribe_service(&self, on: bool) -> bool {
+        let Some(_subscribing) = self.subscribing.lock() else {
+            return false;
+        };
+        if !on && self.left.look() > 0 {
+            return true;
+        }
+        if self.is_subscribed.look() != on {
+            let token = self.token.load(Acquire);
+            if !Library::get().service.subscribe(self.fd(), token, on) {
+                return false;
+            }
+            self.is_subscribed.publish(on);
+            if on {
+                Library::get().service.taken_back.add_one();
+            }
+        }
+        true
+    }
+
+    /// Sends what is owed to the peer. Makes completions wake the service thread again if no thread of the program
+    /// sleeps on them any more. Service thread only, some ms after it was asked for.
+    pub fn maintain(&self) -> Maintained {
+        self.end.settle();
+        let sleeps = self.sleeps.load(Relaxed).wrapping_add(self.watchers.sleeps());
+        if self.sleeps_seen.swap(sleeps, Relaxed) != sleeps {
+            return Maintained::Busy;
+        }
+        if self.end.owes() {
+            return Maintained::Busy;
+        }
+        if self.is_subscribed.look() || !self.is_unheard() {
+            return Maintained::Quiet;
+        }
+        // The program's threads check all the time and need not sleep. Each completion would wake the service thread,
+        // which would be in their way.
+        if self.own_looks.find_often(self.end.counts().finds) {
+            return Maintained::Busy;
+        }
+        if !self.subscribe_service(true) {
+            // The user may have no watch left (epoll(7), max_user_watches). The check here makes up for that, and the
+            // next maintenance does.
+            self.progress();
+            return Maintained::Busy;
+        }
+        if !self.is_unheard() {
+            self.subscribe_service(false);
+            return Maintained::Busy;
+        }
+        Maintained::TakenBack
+    }
+
+    /// Returns whether the next completion is to wake the service thread, which has just checked the link. False if
+    /// completions wake a thread of the program, or the program's threads check as often by themselves. (The service
+    /// thread may have been subscribed while they paused for a moment.) Service thread only.
+    pub fn service_hears_on(&self) -> bool {
+        if !self.is_subscribed.look() || !self.is_unheard() {
+            return false;
+        }
+        if self.left.look() == 0 && self.own_looks.is_in_the_way(|| self.end.counts().looks) {
+            self.hush_service();
+            Library::get().service.maintain_later();
+        }
+        self.is_subscribed.look()
+    }
+
+    /// Sets the data of the completion descriptor's events in the service thread's epoll set.
+    pub fn set_token(&self, token: u64) {
+        self.token.store(token, Release);
+    }
+
+    /// Returns whether no thread polls in a call of its own.
+    pub fn is_unpolled(&self) -> bool {
+        self.pollers.is_empty()
+    }
+
+    /// Returns whether completions wake no thread of the program.
+    pub fn is_unheard(&self) -> bool {
+        self.is_unpolled() && !self.watchers.is_any_asleep()
+    }
+}
+
+/// Makes its thread one that sleeps on the completion descriptor, see [`Remote::in_turn`].
+pub struct Poller<'a> {
+    remote: &'a Remote,
+    /// The thread polls no more. Also set by the thread's own signal handlers.
+    has_left: AtomicBool,
+}
+
+/// The turn of a thread that is about to sleep.
+pub enum Turn<'a> {
+    /// Sleeps on the completion descriptor too.
+    Polls(Poller<'a>),
+    /// Sleeps on its own waiter.
+    StandsBy(StandBy<'a>),
+    /// Sleeps on its own waiter, since the link is down and has no more completions.
+    Down,
+}
+
+impl Poller<'_> {
+    /// Returns the descriptor that is readable when something has completed.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.remote.fd()
+    }
+
+    /// Prepares another sleep, as at the beginning, after a sleep that ended for other threads. False if the thread is
+    /// to stand by from now on. Then it has left its place to others meanwhile, or several threads have come to poll at
+    /// the same time.
+    pub fn stays(&self) -> bool {
+        let stays = !self.has_left.load(Relaxed) && self.remote.pollers.is_at_most_one();
+        if stays {
+            self.remote.arm();
+        }
+        stays
+    }
+
+    /// Returns whether it belongs to this link.
+    pub fn is_of(&self, remote: &Remote) -> bool {
+        std::ptr::eq(self.remote, remote)
+    }
+
+    /// Ends this thread's polling. If no other thread polls, wakes one that stands by.
+    pub fn leave(&self) {
+        if self.has_left.swap(true, Relaxed) {
+            return;
+        }
+        let errno = crate::sys::errno::get();
+        match self.remote.pollers.leave() {
+            Left::Last(next) => {
+                call(next);
+                Library::get().service.maintain_later();
+            }
+            Left::Others => {
+                // The event that woke this thread has used up the arming, and other threads sleep on.
+                self.remote.arm();
+            }
+        }
+        crate::sys::errno::set(errno);
+    }
+}
+
+impl Drop for Poller<'_> {
+    fn drop(&mut self) {
+        self.leave();
+        self.remote.users.leave();
+    }
+}
+
+/// A thread that lets other threads poll, see [`Remote::in_turn`].
+pub struct StandBy<'a> {
+    remote: &'a Remote,
+    waiter: WaiterId,
+    goes_on: bool,
+}
+
+impl StandBy<'_> {
+    /// Returns whether it belongs to this link.
+    pub fn is_of(&self, remote: &Remote) -> bool {
+        std::ptr::eq(self.remote, remote)
+    }
+
+    /// Notes that the thread sleeps again at once, and then polls if it was called to.
+    pub fn go_on(mut self) {
+        self.goes_on = true;
+    }
+}
+
+impl Drop for StandBy<'_> {
+    fn drop(&mut self) {
+        let pollers = &self.remote.pollers;
+        let is_called = pollers.stand_down(self.waiter.0);
+        if is_called && !self.goes_on {
+            let errno = crate::sys::errno::get();
+            call(pollers.call());
+            crate::sys::errno::set(errno);
+        }
+    }
+}
+
+/// Wakes a thread that stands by, so that it polls.
+fn call(next: Option<u16>) {
+    if let Some(next) = next {
+        Library::get().waiters.ring(WaiterId(next));
+    }
+}

@@ -1,0 +1,486 @@
+//! The asker's part of the control port: questions to other hosts (docs/protocol.md, P60–P69).
+//!
+//! Each pair of a host and a local address has one connected UDP socket. A host that has not answered yet gets one
+//! question; the others wait for the stamp that its answer brings. A host that does not answer, or whose port is
+//! closed, is not asked for a while. `ask/answers.rs` goes on after a YES.
+
+use std::collections::HashMap;
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::AsFd;
+use std::time::Instant;
+
+use rdmasock_core::ids::{InstanceId, Nonce};
+use rdmasock_core::os::datagram::Asker;
+use rdmasock_core::rendezvous::control::{Body, DATAGRAM, Datagram, QueryId, Stamp};
+use rdmasock_core::rendezvous::guard::Memory;
+use rdmasock_core::rendezvous::peers::{Answer, DestinationCache};
+use rdmasock_core::stats::Event;
+use rdmasock_core::wire;
+use rdmasock_core::wire::Message;
+use rustix::event::epoll as kernel;
+use rustix::io::Errno;
+
+use crate::objects::mailbox::{kind, tag};
+use crate::service::Worker;
+use crate::service::ask::{Asking, HOST_ABSENT_FOR};
+use crate::service::control::count_refused;
+
+/// The times from each sending of a question to the next, ns. Their sum is less than the time that an answer may take.
+const AGAIN: [u64; 4] = [400 * MS, 700 * MS, 1500 * MS, 2000 * MS];
+/// How many refusals in a row (ICMP: port closed) make a host one without the library. A program that has just accepted
+/// its first connection is about to bind the port.
+const REFUSALS: u32 = 3;
+/// How often one question is sent anew because its stamp was not good.
+const RESTAMPS: u32 = 3;
+/// The most hosts that have a socket at once.
+const HOSTS: usize = 1024;
+
+impl Worker {
+    /// Asks the host that the connection leads to. Does nothing if the host is known not to answer.
+    pub(super) fn ask_host(&mut self, request: u64, asking: &mut Asking) {
+        let now = crate::sys::time::now_ns();
+        let address = (asking.tuple.connector().ip(), asking.tuple.acceptor().ip());
+        let Some(id) = self.host(address, now) else {
+            return;
+        };
+        let Ok(query) = QueryId::random() else { return };
+        self.hosts.queries.expire(now);
+        let Some(host) = self.hosts.hosts.get_mut(&id) else {
+            return;
+        };
+        let is_first = host.stamp.is_some() || host.waiting.is_empty();
+        let entry = Query {
+            host: id,
+            request,
+            sent: 0,
+            restamped: 0,
+            // `hosts_on_time` sends it, once the question is in `asks`.
+            next: if is_first { now } else { NEVER },
+            fate: Fate::Asked,
+        };
+        if !self.hosts.queries.insert(query, entry, now) {
+            return;
+        }
+        host.waiting.push(query);
+        asking.asked.insert(id);
+        self.library.stats.count(Event::Ask);
+        self.library.stats.count(Event::ControlAsk);
+    }
+
+    /// Returns the id of the host at `address`, and makes its socket if it has none. `None` if the host does not
+    /// answer, or no socket can be made.
+    fn host(&mut self, address: (IpAddr, IpAddr), now: u64) -> Option<u64> {
+        let remote = SocketAddr::new(address.1, self.library.reach.port()?);
+        if self.hosts.absent.get(&remote, Instant::now()).is_some() {
+            return None;
+        }
+        if let Some(id) = self.hosts.by_address.get(&address) {
+            return Some(*id);
+        }
+        if self.hosts.hosts.len() >= HOSTS {
+            return None;
+        }
+        let socket = Asker::connect(address.0, remote).ok()?;
+        let id = self.new_conn();
+        if !self.add(socket.as_fd(), tag(kind::HOST, id), kernel::EventFlags::IN) {
+            return None;
+        }
+        self.hosts.by_address.insert(address, id);
+        self.hosts.hosts.insert(
+            id,
+            Host {
+                socket,
+                address,
+                stamp: None,
+                waiting: Vec::new(),
+                refused: 0,
+                quiet_since: now,
+            },
+        );
+        Some(id)
+    }
+
+    /// Sends the questions that are due, and closes the sockets that have been quiet for `QUIET`.
+    pub(super) fn hosts_on_time(&mut self, now: u64) {
+        if self.hosts.hosts.is_empty() {
+            return;
+        }
+        let all: Vec<u64> = self.hosts.hosts.keys().copied().collect();
+        for id in all {
+            self.forget_given_up(id);
+            let Some(host) = self.hosts.hosts.get(&id) else {
+                continue;
+            };
+            if host.waiting.is_empty() {
+                if now >= host.quiet_since + QUIET {
+                    self.close_host(id);
+                }
+                continue;
+            }
+            let due: Vec<QueryId> = host
+                .waiting
+                .iter()
+                .filter(|q| self.hosts.queries.get(q).is_some_and(|q| q.next <= now))
+                .copied()
+                .collect();
+            for query in due {
+                if !self.send_query(id, query, now) {
+                    self.host_absent(id);
+                    break;
+                }
+            }
+            self.probe(id, now);
+        }
+    }
+
+    /// Forgets the questions whose asker has given up: a YES to them is not wanted.
+    fn forget_given_up(&mut self, id: u64) {
+        let Hosts { hosts, queries, .. } = &mut self.hosts;
+        let Some(host) = hosts.get_mut(&id) else {
+            return;
+        };
+        host.waiting.retain(|query| {
+            let Some(query) = queries.get_mut(query) else {
+                return false;
+            };
+            let wanted = self.asks.contains_key(&query.request);
+            if !wanted {
+                query.fate = Fate::Unwanted;
+            }
+            wanted
+        });
+    }
+
+    /// Sends the next question of a host that has not answered, if the question that was out has been given up.
+    fn probe(&mut self, id: u64, now: u64) {
+        let Hosts { hosts, queries, .. } = &mut self.hosts;
+        let Some(host) = hosts.get(&id).filter(|h| h.stamp.is_none()) else {
+            return;
+        };
+        let is_out = |q: &QueryId| queries.get(q).is_some_and(|q| q.sent > 0);
+        if !host.waiting.iter().any(is_out)
+            && let Some(first) = host.waiting.first()
+            && let Some(query) = queries.get_mut(first)
+        {
+            query.next = now;
+        }
+    }
+
+    /// Sends a question, for the first time or again. Returns false if the host is to count as one without the library.
+    fn send_query(&mut self, id: u64, query: QueryId, now: u64) -> bool {
+        let request = self.hosts.queries.get(&query).map(|q| q.request);
+        let message = request
+            .and_then(|r| Some((r, self.asks.get(&r)?)))
+            .map(|(r, asking)| self.question(r, asking));
+        let (Some(host), Some(entry)) = (self.hosts.hosts.get_mut(&id), self.hosts.queries.get_mut(&query)) else {
+            return true;
+        };
+        let Some(Message::Ask {
+            request,
+            tuple,
+            nonce_c,
+            instance_c,
+        }) = message
+        else {
+            return true;
+        };
+        entry.next = AGAIN.get(entry.sent).map_or(NEVER, |after| now + after);
+        entry.sent += 1;
+        host.quiet_since = now;
+        let datagram = Datagram {
+            query,
+            stamp: host.stamp.unwrap_or(Stamp::NONE),
+            body: Body::Ask {
+                request,
+                tuple,
+                nonce_c,
+                instance_c,
+            },
+        };
+        let Ok(bytes) = datagram.encode(self.library.reach.key()) else {
+            return true;
+        };
+        match host.socket.send(&bytes) {
+            // A datagram that finds no room is lost, as it may be on the way.
+            Ok(()) | Err(Errno::AGAIN | Errno::NOBUFS | Errno::INTR) => true,
+            // An earlier datagram was refused. This one has not been sent, and is sent again at its next time.
+            Err(Errno::CONNREFUSED) => {
+                host.refused += 1;
+                host.refused < REFUSALS
+            }
+            Err(error) => {
+                tracing::debug!(target: "rdmasock", host = %host.address.1, %error, "control port");
+                false
+            }
+        }
+    }
+
+    /// Reads and handles the datagrams of a host, and the errors of its socket.
+    pub(super) fn on_host(&mut self, id: u64) {
+        let mut buf = [0u8; DATAGRAM + 1];
+        for _ in 0..64 {
+            let Some(host) = self.hosts.hosts.get_mut(&id) else {
+                return;
+            };
+            match host.socket.recv(&mut buf) {
+                Ok(None) => return,
+                Ok(Some(length)) => {
+                    host.refused = 0;
+                    let bytes = buf.get(..length).unwrap_or(&buf);
+                    match Datagram::decode(bytes, self.library.reach.key()) {
+                        Ok(datagram) => self.on_host_datagram(id, &datagram),
+                        Err(refused) => count_refused(self.library.stats, refused),
+                    }
+                }
+                Err(error) => {
+                    tracing::debug!(target: "rdmasock", host = %host.address.1, %error, "control port");
+                    host.refused += 1;
+                    if error != Errno::CONNREFUSED || host.refused >= REFUSALS {
+                        return self.host_absent(id);
+                    }
+                }
+            }
+        }
+    }
+
+    fn on_host_datagram(&mut self, id: u64, datagram: &Datagram) {
+        let now = crate::sys::time::now_ns();
+        let (Some(host), Some(query)) = (
+            self.hosts.hosts.get_mut(&id),
+            self.hosts.queries.get_mut(&datagram.query).filter(|q| q.host == id),
+        ) else {
+            return self.library.stats.count(Event::ControlMisplaced);
+        };
+        let request = query.request;
+        match datagram.body {
+            Body::Stamp if query.fate == Fate::Asked => {
+                if query.restamped >= RESTAMPS {
+                    return self.library.stats.count(Event::ControlMisplaced);
+                }
+                query.restamped += 1;
+                query.next = now;
+                host.stamp = Some(datagram.stamp);
+                // Sends the questions that have waited for the stamp.
+                for waiting in &host.waiting {
+                    if let Some(q) = self.hosts.queries.get_mut(waiting).filter(|q| q.sent == 0) {
+                        q.next = now;
+                    }
+                }
+            }
+            Body::Stamp => {}
+            Body::Yes {
+                request: repeated,
+                nonce_s,
+                instance_s,
+            } if repeated == request => {
+                host.stamp = Some(datagram.stamp);
+                self.on_host_yes(id, datagram.query, nonce_s, instance_s);
+            }
+            Body::No {
+                request: repeated,
+                reason,
+            } if repeated == request => {
+                host.stamp = Some(datagram.stamp);
+                self.on_host_no(id, datagram.query, reason);
+            }
+            _ => self.library.stats.count(Event::ControlMisplaced),
+        }
+    }
+
+    /// Ends the wait for a question's answer; `fate` is how a repeated YES is answered.
+    fn close_query(&mut self, id: u64, query: QueryId, fate: Fate) {
+        if let Some(host) = self.hosts.hosts.get_mut(&id) {
+            host.waiting.retain(|q| *q != query);
+            host.quiet_since = crate::sys::time::now_ns();
+        }
+        if let Some(query) = self.hosts.queries.get_mut(&query) {
+            query.fate = fate;
+        }
+    }
+
+    fn on_host_yes(&mut self, id: u64, query: QueryId, nonce_s: Nonce, instance_s: InstanceId) {
+        let Some((fate, request)) = self.hosts.queries.get(&query).map(|q| (q.fate, q.request)) else {
+            return;
+        };
+        let fate = if fate != Fate::Asked {
+            fate
+        } else if let Some(asking) = self.asks.remove(&request)
+            && self.accept_yes(&asking, nonce_s, instance_s)
+        {
+            Fate::Greeted
+        } else {
+            Fate::Unwanted
+        };
+        self.close_query(id, query, fate);
+        let body = if fate == Fate::Greeted {
+            Body::Got
+        } else {
+            Body::Cancel { nonce_s, instance_s }
+        };
+        if let Some(host) = self.hosts.hosts.get(&id) {
+            let stamp = host.stamp.unwrap_or(Stamp::NONE);
+            let datagram = Datagram { query, stamp, body };
+            if let Ok(bytes) = datagram.encode(self.library.reach.key()) {
+                let _ = host.socket.send(&bytes);
+            }
+        }
+    }
+
+    fn on_host_no(&mut self, id: u64, query: QueryId, reason: wire::Reason) {
+        let Some(request) = self
+            .hosts
+            .queries
+            .get(&query)
+            .filter(|q| q.fate == Fate::Asked)
+            .map(|q| q.request)
+        else {
+            return;
+        };
+        self.close_query(id, query, Fate::Unwanted);
+        if self.asks.get_mut(&request).is_some_and(|a| a.asked.remove(&id)) {
+            self.library.stats.count(Event::No);
+            self.declined(request, reason);
+        }
+    }
+
+    /// Returns whether the host of an expired question is silent: no answer has come from it, or none since its last
+    /// expired question. Then it is not asked for `HOST_ABSENT_FOR`.
+    pub(super) fn is_host_silent(&mut self, asking: &Asking) -> bool {
+        let address = (asking.tuple.connector().ip(), asking.tuple.acceptor().ip());
+        let Some(id) = self.hosts.by_address.get(&address).copied() else {
+            return self.is_absent(address.1);
+        };
+        if !asking.asked.contains(&id) {
+            // Only links were asked, and not this host.
+            return false;
+        }
+        let Some(host) = self.hosts.hosts.get_mut(&id) else {
+            return false;
+        };
+        // The host may be gone: the next question waits again for its first answer.
+        if host.stamp.take().is_some() {
+            return false;
+        }
+        // The socket stays for now. A host that was only slow repeats its YES until CANCEL reaches it. Until then it
+        // answers NO to another question about that connection.
+        self.leave_alone(id);
+        true
+    }
+
+    fn is_absent(&self, remote: IpAddr) -> bool {
+        let port = self.library.reach.port().unwrap_or_default();
+        let remote = SocketAddr::new(remote, port);
+        self.hosts.absent.get(&remote, Instant::now()).is_some()
+    }
+
+    /// Handles a host whose port is closed.
+    fn host_absent(&mut self, id: u64) {
+        self.leave_alone(id);
+        self.close_host(id);
+    }
+
+    /// Has the host not asked for a while. The connections whose questions wait for it stay on TCP.
+    fn leave_alone(&mut self, id: u64) {
+        let Some(host) = self.hosts.hosts.get_mut(&id) else {
+            return;
+        };
+        let waiting = std::mem::take(&mut host.waiting);
+        host.stamp = None;
+        self.library.stats.count(Event::ControlAbsent);
+        if let Some(port) = self.library.reach.port() {
+            let remote = SocketAddr::new(host.address.1, port);
+            let now = Instant::now();
+            self.hosts.absent.insert(remote, Answer::Absent, now, HOST_ABSENT_FOR);
+        }
+        for query in waiting {
+            let Some(query) = self.hosts.queries.get_mut(&query) else {
+                continue;
+            };
+            query.fate = Fate::Unwanted;
+            let request = query.request;
+            if self.asks.get_mut(&request).is_some_and(|a| a.asked.remove(&id))
+                && let Some(asking) = self.asks.remove(&request)
+            {
+                self.go_on(request, asking);
+            }
+        }
+    }
+
+    fn close_host(&mut self, id: u64) {
+        if let Some(host) = self.hosts.hosts.remove(&id) {
+            self.hosts.by_address.remove(&host.address);
+            let _ = kernel::delete(&self.service.epoll, host.socket.as_fd());
+        }
+    }
+}
+
+// Other hosts that are asked, and the questions to them.
+
+/// A host's socket is closed after this time without a datagram in either direction, ns. Longer than a YES is repeated
+/// (P67).
+pub const QUIET: u64 = 150_000 * MS;
+/// The most questions that are remembered, so that a repeated YES gets the same answer as the first.
+pub const QUERIES: usize = 16_384;
+pub const REMEMBERED: u64 = 300_000 * MS;
+pub const NEVER: u64 = u64::MAX;
+pub const MS: u64 = 1_000_000;
+
+/// The state of the asker.
+pub struct Hosts {
+    pub by_address: HashMap<(IpAddr, IpAddr), u64>,
+    pub hosts: HashMap<u64, Host>,
+    pub queries: Memory<QueryId, Query>,
+    pub absent: DestinationCache,
+}
+
+pub struct Host {
+    pub socket: Asker,
+    pub address: (IpAddr, IpAddr),
+    /// The stamp of the host's last answer. `None` if the host has not answered yet, or not the last question.
+    pub stamp: Option<Stamp>,
+    /// Questions whose answer is outstanding.
+    pub waiting: Vec<QueryId>,
+    /// How many times in a row the kernel has reported that the port is closed.
+    pub refused: u32,
+    pub quiet_since: u64,
+}
+
+/// A question to another host.
+pub struct Query {
+    pub host: u64,
+    pub request: u64,
+    pub sent: usize,
+    pub restamped: u32,
+    /// When the question is sent next, monotonic ns.
+    pub next: u64,
+    pub fate: Fate,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Fate {
+    Asked,
+    /// The question's YES has led to a HELLO.
+    Greeted,
+    /// A YES to the question is not wanted, or not any more.
+    Unwanted,
+}
+
+impl Hosts {
+    pub fn new() -> Self {
+        Self {
+            by_address: HashMap::new(),
+            hosts: HashMap::new(),
+            queries: Memory::new(QUERIES, REMEMBERED),
+            absent: DestinationCache::new(4096),
+        }
+    }
+
+    /// Returns when a question is sent or a socket closed next, monotonic ns; `None` if nothing is due.
+    pub fn next_timeout(&self) -> Option<u64> {
+        let idle = self.hosts.values().filter(|h| h.waiting.is_empty());
+        let quiet = idle.map(|h| h.quiet_since + QUIET);
+        let waiting = self.hosts.values().flat_map(|h| &h.waiting);
+        let sends = waiting.filter_map(|id| Some(self.queries.get(id)?.next));
+        sends.chain(quiet).min().filter(|at| *at != NEVER)
+    }
+}

@@ -1,0 +1,457 @@
+//! Programs that restrict their own system calls (seccomp(2)) after the library has begun, often on pain of death.
+//!
+//! Before a filter is installed, it is asked about all system calls of the library. If one is not allowed, the library
+//! first ends its part in the process. All connections return to TCP, the service thread ends, names are given up, and
+//! the tables are emptied. From then on every hook passes through, in fork children too. A filter that was installed
+//! before the program began is not checked here.
+
+use std::sync::atomic::Ordering::Release;
+
+use libc::{
+    AF_INET, AF_NETLINK, AF_UNIX, F_ADD_SEALS, F_DUPFD, F_DUPFD_CLOEXEC, F_GET_SEALS, F_GETFD, F_GETFL, F_OFD_GETLK,
+    FIONREAD, MADV_DONTDUMP, MADV_DONTFORK, MADV_DONTNEED, MADV_POPULATE_WRITE, MADV_REMOVE, MAP_ANONYMOUS,
+    MAP_NORESERVE, MAP_PRIVATE, MAP_SHARED, PROT_NONE, PROT_READ, PROT_WRITE, SOCK_CLOEXEC, SOCK_DGRAM, SOCK_NONBLOCK,
+    SOCK_SEQPACKET, SOCK_STREAM, c_int, c_long, sock_filter,
+};
+use rdmasock_core::os::privatefd;
+use rdmasock_core::stats::Reason;
+
+use crate::notify::table::Entry;
+use crate::notify::{ready, table};
+use crate::objects::library::Library;
+use crate::objects::socket::Socket;
+use crate::process::pass;
+use crate::service;
+use crate::sys::{errno, time, vfork};
+
+/// The most steps of a filter (linux/bpf_common.h, BPF_MAXINSNS).
+const LONGEST: u16 = 4096;
+
+/// Runs before the strict mode, in which only reading and writing is allowed.
+pub fn before_strict() {
+    begin(|| false);
+}
+
+/// Runs before the program installs the filter `program`.
+///
+/// # Safety
+/// `program` is a filter that the kernel is about to read, or an address that it will refuse.
+pub unsafe fn before_filter(program: *const libc::sock_fprog) {
+    // SAFETY: the kernel reads a plausible address, by the contract.
+    let Some(program) = (unsafe { crate::sys::iov::plausible(program) }) else {
+        return;
+    };
+    let (steps, len) = (program.filter.cast_const(), program.len);
+    if !crate::sys::iov::is_plausible(steps) || len == 0 || len > LONGEST {
+        return;
+    }
+    // SAFETY: `program` is a filter, by the contract, and the kernel reads `len` steps from the same address.
+    let steps: &[sock_filter] = unsafe { std::slice::from_raw_parts(steps, len.into()) };
+    begin(|| are_allowed(steps));
+}
+
+fn begin(is_harmless: impl FnOnce() -> bool) {
+    if Library::has_retired() || vfork::is_stranger() || vfork::is_child() {
+        return;
+    }
+    let errno = errno::get();
+    if !is_harmless() {
+        let_go(Reason::Confined);
+    }
+    errno::set(errno);
+}
+
+/// Takes all connections back to TCP and ends the library's part in this process, for `reason`.
+pub fn let_go(reason: Reason) {
+    pass::all_on_tcp(reason);
+    time::wait_until(is_at_rest);
+    if let Some(library) = Library::current() {
+        tracing::info!(target: "rdmasock", %reason, "nothing is accelerated any more");
+        service::end(library);
+    }
+    table::for_each(0..=u32::MAX, |fd, entry| match entry {
+        Entry::None => {}
+        Entry::Fresh { .. } => {
+            table::put(fd, Entry::None);
+        }
+        Entry::Listener(listener) => {
+            table::put(fd, Entry::None);
+            listener.release();
+        }
+        Entry::Epoll(set) => {
+            table::put(fd, Entry::None);
+            set.retire();
+            set.release(fd, table::another_of);
+        }
+        Entry::Socket(socket) if is_plain(socket) => {
+            table::put(fd, Entry::None);
+            forget(socket);
+        }
+        Entry::Socket(_) => {
+            tracing::warn!(target: "rdmasock", fd, "a connection that cannot leave its link is used on");
+        }
+    });
+    privatefd::dismiss_reserve();
+    Library::retire();
+}
+
+fn is_plain(socket: &'static Socket) -> bool {
+    socket.is_plain() && !ready::is_watched(socket)
+}
+
+/// Whether the service thread has finished all that the way back to TCP needs.
+fn is_at_rest() -> bool {
+    let mut all = true;
+    table::for_each(0..=u32::MAX, |_, entry| {
+        all &= match entry {
+            Entry::Socket(socket) => is_plain(socket),
+            Entry::Epoll(set) => set.is_kernels_alone(),
+            _ => true,
+        };
+    });
+    all
+}
+
+/// Releases the socket's object: the socket is the program's alone from now on. The count of its holders is not
+/// changed, since this process still holds it.
+fn forget(socket: &'static Socket) {
+    // Called once for each of the socket's fds; the first call does the work.
+    if socket.numbers.fd.swap(-1, Release) < 0 {
+        return;
+    }
+    if let Some(listener) = socket.promotion.take_listener() {
+        listener.release();
+    }
+    socket.recycle(Library::current().map(|library| library.stats));
+}
+
+// Answers how a seccomp filter would treat a system call, without a call that the filter could punish. Runs the part
+// of classic BPF that the kernel accepts in filters (seccomp(2); Linux, kernel/seccomp.c, `seccomp_check_filter`).
+
+/// A system call as a filter sees it.
+#[derive(Clone, Copy, Debug)]
+pub struct Call {
+    /// The number of the system call.
+    pub number: c_long,
+    /// The arguments, as far as filters may check them.
+    pub arguments: [u64; 6],
+}
+
+/// This machine's word for filters (linux/audit.h): the ELF machine, 64 bits, little-endian.
+#[cfg(target_arch = "x86_64")]
+const ARCHITECTURE: u32 = 62 | 0xc000_0000;
+#[cfg(target_arch = "aarch64")]
+const ARCHITECTURE: u32 = 183 | 0xc000_0000;
+
+/// The actions in a filter's result (linux/seccomp.h).
+const ACTION: u32 = 0xffff_0000;
+const ALLOW: u32 = 0x7fff_0000;
+const LOG: u32 = 0x7ffc_0000;
+const ERRNO: u32 = 0x0005_0000;
+
+/// A filter's answer to a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Answer {
+    /// The call is carried out.
+    Allowed,
+    /// The call fails with an errno.
+    Fails,
+    /// The call ends the thread or the process, raises a signal, or goes to another process; or the answer is not
+    /// known.
+    Other,
+}
+
+/// Returns what `filter` answers to `call`.
+pub fn answer(filter: &[sock_filter], call: &Call) -> Answer {
+    match run(filter, call).map(|word| word & ACTION) {
+        Some(ALLOW | LOG) => Answer::Allowed,
+        Some(ERRNO) => Answer::Fails,
+        _ => Answer::Other,
+    }
+}
+
+/// Returns a word of `struct seccomp_data`. The caller's address is not known, and is 0. `None` for an offset that the
+/// kernel refuses.
+fn load(call: &Call, offset: u32) -> Option<u32> {
+    let half = |of: u64| (of >> (offset % 8 * 8)) as u32;
+    match offset {
+        0 => Some(call.number as u32),
+        4 => Some(ARCHITECTURE),
+        8 | 12 => Some(0),
+        16..64 if offset.is_multiple_of(4) => call.arguments.get((offset as usize - 16) / 8).map(|a| half(*a)),
+        _ => None,
+    }
+}
+
+/// Runs the filter. It ends, since jumps only lead forward. `None` if the kernel would not accept the filter.
+fn run(filter: &[sock_filter], call: &Call) -> Option<u32> {
+    /// `sizeof(struct seccomp_data)`
+    const LENGTH: u32 = 64;
+    let (mut a, mut x) = (0u32, 0u32);
+    let mut memory = [0u32; 16];
+    let mut at = 0usize;
+    loop {
+        let step = filter.get(at)?;
+        at += 1;
+        let k = step.k;
+        // linux/bpf_common.h: the lowest three bits are the class.
+        match step.code {
+            0x20 => a = load(call, k)?,
+            0x80 => a = LENGTH,
+            0x81 => x = LENGTH,
+            0x00 => a = k,
+            0x01 => x = k,
+            0x60 => a = *memory.get(k as usize)?,
+            0x61 => x = *memory.get(k as usize)?,
+            0x02 => *memory.get_mut(k as usize)? = a,
+            0x03 => *memory.get_mut(k as usize)? = x,
+            0x07 => x = a,
+            0x87 => a = x,
+            0x84 => a = a.wrapping_neg(),
+            0x06 => return Some(k),
+            0x16 => return Some(a),
+            code if code & 7 == 4 => {
+                let by = if code & 8 == 0 { k } else { x };
+                a = match code & 0xf0 {
+                    0x00 => a.wrapping_add(by),
+                    0x10 => a.wrapping_sub(by),
+                    0x20 => a.wrapping_mul(by),
+                    0x30 => a.checked_div(by)?,
+                    0x40 => a | by,
+                    0x50 => a & by,
+                    0x60 => a.checked_shl(by)?,
+                    0x70 => a.checked_shr(by)?,
+                    0xa0 => a ^ by,
+                    _ => return None,
+                };
+            }
+            0x05 => at = at.checked_add(k as usize)?,
+            code if code & 7 == 5 => {
+                let with = if code & 8 == 0 { k } else { x };
+                let is_true = match code & 0xf0 {
+                    0x10 => a == with,
+                    0x20 => a > with,
+                    0x30 => a >= with,
+                    0x40 => a & with != 0,
+                    _ => return None,
+                };
+                at += usize::from(if is_true { step.jt } else { step.jf });
+            }
+            _ => return None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod filter_tests {
+    use super::*;
+
+    const fn step(code: u16, jt: u8, jf: u8, k: u32) -> sock_filter {
+        sock_filter { code, jt, jf, k }
+    }
+
+    fn call(number: c_long, first: u64) -> Call {
+        Call {
+            number,
+            arguments: [first, 0, 0, 0, 0, 0],
+        }
+    }
+
+    const KILL: u32 = 0x8000_0000;
+
+    #[test]
+    fn an_allow_list_allows_what_is_on_it() {
+        let filter = [
+            step(0x20, 0, 0, 4),
+            step(0x15, 1, 0, ARCHITECTURE),
+            step(0x06, 0, 0, KILL),
+            step(0x20, 0, 0, 0),
+            step(0x15, 0, 1, libc::SYS_read as u32),
+            step(0x06, 0, 0, ALLOW),
+            step(0x15, 0, 1, libc::SYS_clone3 as u32),
+            step(0x06, 0, 0, ERRNO | 38),
+            step(0x06, 0, 0, KILL),
+        ];
+        let of = |number| answer(&filter, &call(number, 0));
+        assert_eq!(of(libc::SYS_read), Answer::Allowed);
+        assert_eq!(of(libc::SYS_clone3), Answer::Fails);
+        assert_eq!(of(libc::SYS_write), Answer::Other);
+    }
+
+    #[test]
+    fn arguments_are_seen_in_halves() {
+        // The upper half of the first argument has to be 7, and the lower half to have bit 1 after a shift.
+        let filter = [
+            step(0x20, 0, 0, 20),
+            step(0x15, 0, 5, 7),
+            step(0x20, 0, 0, 16),
+            step(0x74, 0, 0, 3),
+            step(0x07, 0, 0, 0),
+            step(0x87, 0, 0, 0),
+            step(0x45, 1, 0, 1),
+            step(0x06, 0, 0, KILL),
+            step(0x06, 0, 0, LOG),
+        ];
+        let of = |first| answer(&filter, &call(0, first));
+        assert_eq!(of(7 << 32 | 8), Answer::Allowed);
+        assert_eq!(of(7 << 32 | 4), Answer::Other);
+        assert_eq!(of(8), Answer::Other);
+    }
+
+    #[test]
+    fn what_is_no_filter_allows_nothing() {
+        for odd in [
+            &[][..],
+            &[step(0x00, 0, 0, ALLOW)],
+            &[step(0x05, 0, 0, u32::MAX)],
+            &[step(0x15, 200, 200, 0)],
+            &[step(0x20, 0, 0, 2)],
+            &[step(0x20, 0, 0, 64)],
+            &[step(0x34, 0, 0, 0), step(0x06, 0, 0, ALLOW)],
+            &[step(0x02, 0, 0, 16), step(0x06, 0, 0, ALLOW)],
+            &[step(0x28, 0, 0, 0), step(0x06, 0, 0, ALLOW)],
+        ] {
+            assert_eq!(answer(odd, &call(0, 0)), Answer::Other);
+        }
+    }
+}
+
+// The system calls that the library makes for links within the host, and for streams on them. They come in addition to
+// the program's own, in the program's threads and in the service thread. Named as strace shows them, with the
+// arguments that filters check.
+
+/// Calls that have to be allowed with any arguments.
+const ANY: &[c_long] = &[
+    libc::SYS_accept4,
+    libc::SYS_bind,
+    libc::SYS_brk,
+    libc::SYS_clock_nanosleep,
+    libc::SYS_clone,
+    libc::SYS_close,
+    libc::SYS_close_range,
+    libc::SYS_connect,
+    libc::SYS_dup3,
+    libc::SYS_epoll_create1,
+    libc::SYS_epoll_ctl,
+    libc::SYS_epoll_pwait,
+    libc::SYS_eventfd2,
+    libc::SYS_exit,
+    libc::SYS_fallocate,
+    libc::SYS_fstat,
+    libc::SYS_fstatfs,
+    libc::SYS_ftruncate,
+    libc::SYS_futex,
+    libc::SYS_getdents64,
+    libc::SYS_geteuid,
+    libc::SYS_getpeername,
+    libc::SYS_getpid,
+    libc::SYS_getrandom,
+    libc::SYS_getsockname,
+    libc::SYS_getsockopt,
+    libc::SYS_gettid,
+    libc::SYS_kill,
+    libc::SYS_listen,
+    libc::SYS_lseek,
+    libc::SYS_memfd_create,
+    libc::SYS_mprotect,
+    libc::SYS_mremap,
+    libc::SYS_munlock,
+    libc::SYS_munmap,
+    libc::SYS_nanosleep,
+    libc::SYS_newfstatat,
+    libc::SYS_openat,
+    libc::SYS_ppoll,
+    libc::SYS_prctl,
+    libc::SYS_pread64,
+    libc::SYS_preadv,
+    libc::SYS_prlimit64,
+    libc::SYS_read,
+    libc::SYS_readlinkat,
+    libc::SYS_readv,
+    libc::SYS_recvfrom,
+    libc::SYS_recvmsg,
+    libc::SYS_rseq,
+    libc::SYS_rt_sigaction,
+    libc::SYS_rt_sigprocmask,
+    libc::SYS_rt_tgsigqueueinfo,
+    libc::SYS_sched_getaffinity,
+    libc::SYS_sched_yield,
+    libc::SYS_sendmsg,
+    libc::SYS_sendto,
+    libc::SYS_set_robust_list,
+    libc::SYS_setsockopt,
+    libc::SYS_shutdown,
+    libc::SYS_sigaltstack,
+    libc::SYS_socketpair,
+    libc::SYS_statx,
+    libc::SYS_tgkill,
+    libc::SYS_uname,
+    libc::SYS_write,
+    libc::SYS_writev,
+];
+
+/// Calls that have to be allowed with this second argument.
+const SECOND: &[(c_long, c_int)] = &[
+    (libc::SYS_fcntl, F_DUPFD),
+    (libc::SYS_fcntl, F_DUPFD_CLOEXEC),
+    (libc::SYS_fcntl, F_GETFD),
+    (libc::SYS_fcntl, F_GETFL),
+    (libc::SYS_fcntl, F_OFD_GETLK),
+    (libc::SYS_fcntl, F_ADD_SEALS),
+    (libc::SYS_fcntl, F_GET_SEALS),
+    (libc::SYS_ioctl, FIONREAD as c_int),
+];
+
+/// Calls that have to be allowed with this third argument.
+const THIRD: &[(c_long, c_int)] = &[
+    (libc::SYS_madvise, MADV_DONTNEED),
+    (libc::SYS_madvise, MADV_REMOVE),
+    (libc::SYS_madvise, MADV_DONTDUMP),
+    (libc::SYS_madvise, MADV_DONTFORK),
+    (libc::SYS_madvise, MADV_POPULATE_WRITE),
+];
+
+/// Families and types of sockets that have to be allowed.
+const SOCKETS: &[[c_int; 2]] = &[
+    [AF_UNIX, SOCK_SEQPACKET],
+    [AF_UNIX, SOCK_DGRAM],
+    [AF_UNIX, SOCK_STREAM],
+    [AF_NETLINK, SOCK_DGRAM],
+    [AF_INET, SOCK_DGRAM],
+];
+
+/// Protections and flags of mappings that have to be allowed.
+const MAPPINGS: &[[c_int; 2]] = &[
+    [PROT_NONE, MAP_SHARED | MAP_NORESERVE],
+    [PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE],
+    [PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS],
+];
+
+/// Whether a filter allows all system calls of the library.
+pub fn are_allowed(filter: &[libc::sock_filter]) -> bool {
+    let with = |number, arguments| Call { number, arguments };
+    let any = ANY.iter().map(|number| with(*number, [0; 6]));
+    let second = SECOND
+        .iter()
+        .map(|(number, second)| with(*number, [3, *second as u64, 0, 0, 0, 0]));
+    let third = THIRD
+        .iter()
+        .map(|(number, third)| with(*number, [4096, 4096, *third as u64, 0, 0, 0]));
+    let sockets = SOCKETS.iter().map(|[family, kind]| {
+        let kind = kind | SOCK_CLOEXEC | SOCK_NONBLOCK;
+        with(libc::SYS_socket, [*family as u64, kind as u64, 0, 0, 0, 0])
+    });
+    let mappings = MAPPINGS.iter().map(|[protection, flags]| {
+        let (protection, flags) = (*protection as u64, *flags as u64);
+        with(libc::SYS_mmap, [0, 4096, protection, flags, 3, 0])
+    });
+    // If clone3 fails, libc makes threads with clone. So clone3 may fail, but must not end the process.
+    let is_clone3_known = answer(filter, &with(libc::SYS_clone3, [0; 6])) != Answer::Other;
+    is_clone3_known
+        && any
+            .chain(second)
+            .chain(third)
+            .chain(sockets)
+            .chain(mappings)
+            .all(|call| answer(filter, &call) == Answer::Allowed)
+}

@@ -29,23 +29,447 @@
 //! work. Miri follows the orderings themselves, and so checks that those accesses are `SeqCst`. The tests beside the
 //! models run in Miri too, often enough to fail if an ordering is weaker.
 
-mod attention;
-mod handoff;
+#[cfg(not(loom))]
+pub use std::sync::atomic::AtomicBool;
+#[cfg(not(loom))]
+pub use std::sync::atomic::AtomicPtr;
+#[cfg(not(loom))]
+pub use std::sync::atomic::AtomicU8;
+#[cfg(not(loom))]
+pub use std::sync::atomic::AtomicU32;
+#[cfg(not(loom))]
+pub use std::sync::atomic::AtomicU64;
+#[cfg(not(loom))]
+pub use std::sync::atomic::Ordering;
+#[cfg(not(loom))]
+pub use std::sync::atomic::fence;
+
+#[cfg(loom)]
+pub use loom::sync::atomic::AtomicBool;
+#[cfg(loom)]
+pub use loom::sync::atomic::AtomicPtr;
+#[cfg(loom)]
+pub use loom::sync::atomic::AtomicU8;
+#[cfg(loom)]
+pub use loom::sync::atomic::AtomicU32;
+#[cfg(loom)]
+pub use loom::sync::atomic::AtomicU64;
+#[cfg(loom)]
+pub use loom::sync::atomic::Ordering;
+#[cfg(loom)]
+pub use loom::sync::atomic::fence;
+
 #[cfg(all(test, loom))]
 pub(crate) mod loom_models;
-mod presence;
-mod published;
-mod request;
-mod sleep_flag;
 #[cfg(not(loom))]
 #[cfg(test)]
 mod tests;
-mod words;
 
-pub use attention::Attention;
-pub use handoff::Handoff;
-pub use presence::Presence;
-pub use published::Published;
-pub use request::Request;
-pub use sleep_flag::{RungMark, SleepFlag};
-pub use words::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering, fence, store_load_fence};
+// A word that names the waiter to notify about news ([`Attention`]).
+
+/// A word by which a reader asks a publisher for a notification. The reader arms the word, then checks for news; the
+/// publisher publishes its news, then takes the word. So the reader finds the news, or the publisher finds the word
+/// armed. A publisher that takes a value other than 0 must notify the waiter that the value names.
+///
+/// In memory: one word, where 0 names no waiter.
+#[derive(Debug, Default)]
+#[repr(transparent)]
+pub struct Attention(AtomicU32);
+
+impl Attention {
+    /// Returns a word that is not armed.
+    pub fn new() -> Self {
+        Self(AtomicU32::new(0))
+    }
+
+    /// Asks for a notification by these bits, in addition to the bits that are set. Then check for news
+    /// ([`Published::look`](Published::look)).
+    #[inline]
+    pub fn arm(&self, bits: u32) {
+        self.0.fetch_or(bits, Ordering::SeqCst);
+        fence_after_rmw();
+    }
+
+    /// Arms the word as [`arm`](Self::arm) does, for a reader that has armed it before and whose bits are seldom taken
+    /// since.
+    #[inline]
+    pub fn keep_armed(&self, bits: u32) {
+        // If the bits are still set, no publisher has taken them: a publisher that publishes after this load takes
+        // them.
+        if self.0.load(Ordering::SeqCst) & bits != bits {
+            self.0.fetch_or(bits, Ordering::SeqCst);
+        }
+        fence_after_rmw();
+    }
+
+    /// Takes the word after a [publication](Published::publish). Returns the waiters to notify of it; 0 if there
+    /// are none.
+    #[inline(always)]
+    pub fn take(&self) -> u32 {
+        // The word is seldom set: a load leaves the cache line shared, a swap would not.
+        if self.0.load(Ordering::SeqCst) == 0 {
+            return 0;
+        }
+        let bits = self.0.swap(0, Ordering::SeqCst);
+        fence_after_rmw();
+        bits
+    }
+
+    /// Returns the bits that this side has armed and no publisher has taken. A reader that arms the word before it
+    /// raises its [`SleepFlag`](SleepFlag) checks this afterwards. A publisher that took the word before has
+    /// found the flag down, so it rings no bell.
+    #[inline]
+    pub fn left(&self) -> u32 {
+        self.0.load(Ordering::SeqCst)
+    }
+
+    /// Withdraws the bits that this side has armed; writes to the cache line only if needed. A notification that a
+    /// publisher has begun already still arrives.
+    pub fn disarm(&self, bits: u32) {
+        if self.0.load(Ordering::Relaxed) & bits != 0 {
+            self.0.fetch_and(!bits, Ordering::SeqCst);
+        }
+    }
+
+    /// Disarms the word where neither side uses it. Releases the resets before it to later users of the word.
+    pub fn reset(&self) {
+        self.0.store(0, Ordering::Release);
+    }
+}
+
+// Work that is left to the holder of a lock ([`Handoff`]).
+
+/// Work to be done under a lock that callers only try to take. A thread with work adds it, and then tries the lock. The
+/// holder of the lock takes the work, does it, releases the lock, and then [checks](Self::is_empty) again. So one of
+/// the two does the work, and neither waits. The holder may be the very thread that a signal handler has interrupted.
+#[derive(Debug, Default)]
+pub struct Handoff(AtomicU32);
+
+impl Handoff {
+    /// Returns a value without work.
+    pub fn new() -> Self {
+        Self(AtomicU32::new(0))
+    }
+
+    /// Adds these bits to the work. Then, until [none is left](Self::is_empty), try the lock and [take](Self::take) the
+    /// work; finished if another thread holds the lock.
+    pub fn add(&self, bits: u32) {
+        self.0.fetch_or(bits, Ordering::SeqCst);
+    }
+
+    /// Returns whether there is no work. To be called after work was added, before the lock is tried; and after the
+    /// lock was released.
+    pub fn is_empty(&self) -> bool {
+        // The lock's own operations are not `SeqCst`. This fence is ordered before the attempt to lock, and after the
+        // release.
+        store_load_fence();
+        self.0.load(Ordering::SeqCst) == 0
+    }
+
+    /// Takes the work. The caller holds the lock.
+    pub fn take(&self) -> u32 {
+        self.0.swap(0, Ordering::SeqCst)
+    }
+}
+
+// Counts threads inside a region that may be closed at any moment ([`Presence`]).
+
+/// Counts the threads inside a region. A thread that enters counts itself, then checks whether it may stay, and leaves
+/// at once if not. A thread that needs the region empty publishes that it is closed, then checks the count. So no
+/// thread stays unseen. The last thread to leave checks whether another waits for that, which has
+/// [published](Published) its wait first. So one of the two finds the region empty.
+#[derive(Debug, Default)]
+pub struct Presence(AtomicU32);
+
+impl Presence {
+    /// Returns an empty region.
+    pub fn new() -> Self {
+        Self(AtomicU32::new(0))
+    }
+
+    /// Counts the calling thread in. Then check whether it may stay ([`Published::look`](Published::look)).
+    #[inline(always)]
+    pub fn enter(&self) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+        fence_after_rmw();
+    }
+
+    /// Counts the calling thread out; returns `true` if it was the last. Then check whether another thread waits for
+    /// that. Releases the accesses inside to a thread that sees the region [empty](Self::is_empty).
+    #[inline(always)]
+    pub fn leave(&self) -> bool {
+        let is_last = self.0.fetch_sub(1, Ordering::SeqCst) == 1;
+        fence_after_rmw();
+        is_last
+    }
+
+    /// Returns whether the region is empty. To be called after the closing was published, or by the last thread that
+    /// left.
+    #[inline(always)]
+    pub fn is_empty(&self) -> bool {
+        self.count() == 0
+    }
+
+    /// Returns the number of threads inside.
+    #[inline(always)]
+    pub fn count(&self) -> u32 {
+        self.0.load(Ordering::SeqCst)
+    }
+
+    /// Empties the region in a fork child, which has none of the other threads.
+    pub fn reset(&self) {
+        self.0.store(0, Ordering::Relaxed);
+    }
+}
+
+// A word that one side publishes and the other reads ([`Published`]).
+
+/// Two sides with a word each. A side publishes its word, and then [reads](Self::look) the other's word. So it sees
+/// what the other side published before reading here, or the other side sees its publication. Writes before a
+/// publication are released to the side that reads it.
+///
+/// In memory: the atomic alone, where 0 means that nothing is published.
+#[derive(Debug, Default)]
+#[repr(transparent)]
+pub struct Published<A>(A);
+
+macro_rules! published {
+    ($($atomic:ty: $value:ty),*) => {$(
+        impl From<$value> for Published<$atomic> {
+            /// Returns a word with this value, which no other thread can access yet.
+            fn from(value: $value) -> Self {
+                Self(<$atomic>::new(value))
+            }
+        }
+
+        impl Published<$atomic> {
+            /// Publishes the value; returns the one before. Then look.
+            #[inline(always)]
+            pub fn publish(&self, value: $value) -> $value {
+                let before = self.0.swap(value, Ordering::SeqCst);
+                fence_after_rmw();
+                before
+            }
+
+            /// Publishes the value without the order towards a later look, which may come too early. For a side that
+            /// need not notify the other. A look that sees the value acquires the writes before it.
+            #[inline(always)]
+            pub fn publish_quietly(&self, value: $value) {
+                self.0.store(value, Ordering::Release);
+            }
+
+            /// Returns what the other side has published. To be called after the own word was published. Acquires the
+            /// writes before that publication.
+            #[inline(always)]
+            pub fn look(&self) -> $value {
+                self.0.load(Ordering::SeqCst)
+            }
+
+            /// Returns the value, where the other side cannot miss a publication.
+            #[inline(always)]
+            pub fn load(&self, order: Ordering) -> $value {
+                self.0.load(order)
+            }
+
+            /// Takes the value; leaves the word with nothing published. Acquires the writes of all threads that have
+            /// published here.
+            #[inline]
+            pub fn take(&self) -> $value {
+                self.0.swap(<$value>::default(), Ordering::SeqCst)
+            }
+
+            /// Sets the value where no other thread uses the word.
+            pub fn reset(&self, value: $value) {
+                self.0.store(value, Ordering::Relaxed);
+            }
+        }
+    )*};
+}
+
+published!(AtomicBool: bool, AtomicU8: u8, AtomicU32: u32, AtomicU64: u64);
+
+macro_rules! published_numbers {
+    ($($atomic:ty: $value:ty),*) => {$(
+        impl Published<$atomic> {
+            /// Publishes these bits, in addition to the bits that are set. Then look.
+            #[inline(always)]
+            pub fn add_bits(&self, bits: $value) {
+                self.0.fetch_or(bits, Ordering::SeqCst);
+                fence_after_rmw();
+            }
+
+            /// Clears these bits; returns those of them that were set.
+            #[inline(always)]
+            pub fn take_bits(&self, bits: $value) -> $value {
+                self.0.fetch_and(!bits, Ordering::SeqCst) & bits
+            }
+        }
+    )*};
+}
+
+published_numbers!(AtomicU32: u32, AtomicU64: u64);
+
+impl Published<AtomicU32> {
+    /// Publishes the value if nothing is published. Otherwise returns the word's value as the error, and changes
+    /// nothing. Then look.
+    pub fn claim(&self, value: u32) -> Result<(), u32> {
+        self.0.compare_exchange(0, value, Ordering::SeqCst, Ordering::SeqCst)?;
+        fence_after_rmw();
+        Ok(())
+    }
+
+    /// Adds one to a count, and so publishes it. Then look.
+    pub fn add_one(&self) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+        fence_after_rmw();
+    }
+
+    /// Subtracts one that [`add_one`](Self::add_one) has added.
+    pub fn take_one(&self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// Publishes a pointer, which releases the value that it points to.
+impl<T> Published<AtomicPtr<T>> {
+    /// Publishes `new` if the word is `before`; otherwise returns the word's value as the error. May fail without a
+    /// reason. Then look.
+    pub fn exchange(&self, before: *mut T, new: *mut T) -> Result<(), *mut T> {
+        self.0
+            .compare_exchange_weak(before, new, Ordering::SeqCst, Ordering::Relaxed)?;
+        fence_after_rmw();
+        Ok(())
+    }
+
+    /// Returns the pointer that the other side has published, and acquires the writes before that.
+    pub fn look(&self) -> *mut T {
+        self.0.load(Ordering::SeqCst)
+    }
+
+    /// Takes the pointer and leaves null, which means that nothing is published.
+    pub fn take(&self) -> *mut T {
+        self.0.swap(std::ptr::null_mut(), Ordering::SeqCst)
+    }
+}
+
+// Requests of many threads that one thread serves together ([`Request`]).
+
+/// A request that many threads make, and one thread serves later for all of them. Before a thread asks, it has
+/// [published](Published) what is to be done, or has changed it under a lock that the server takes. Only the
+/// first to ask notifies the server. The server first clears the request, and then checks what is to be done. So what a
+/// thread has published is served after it asked, or is requested again.
+#[derive(Debug, Default)]
+pub struct Request(AtomicBool);
+
+impl Request {
+    /// Returns a request that was not made.
+    pub fn new() -> Self {
+        Self(AtomicBool::new(false))
+    }
+
+    /// Makes the request. Returns `true` for the first request since the server last began: the caller must notify the
+    /// server.
+    #[inline]
+    #[must_use]
+    pub fn ask(&self) -> bool {
+        // The request is mostly pending already: a load leaves the cache line shared, a swap would not.
+        !self.0.load(Ordering::SeqCst) && !self.0.swap(true, Ordering::SeqCst)
+    }
+
+    /// Returns whether a request is pending. Only a hint.
+    #[inline]
+    pub fn is_asked(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    /// Clears the request before it is served: later requests count anew. Then check what is to be done. Returns `true`
+    /// if a request was pending.
+    pub fn begin(&self) -> bool {
+        let was_asked = self.0.swap(false, Ordering::SeqCst);
+        fence_after_rmw();
+        was_asked
+    }
+}
+
+// Whether a thread sleeps that must be woken ([`SleepFlag`]), and whether it was ([`RungMark`]). `fabric::waiter` and
+// `os::doorbell` do the sleeping and waking.
+
+/// Bits of the flag that count sleepers; the others are the epoch.
+const SLEEPERS: u64 = 0xffff;
+const EPOCH: u64 = SLEEPERS + 1;
+
+/// Tells whether a waiter sleeps, or is about to. Only the waiter writes to it; peers may map it read-only. All-zero:
+/// no thread sleeps.
+///
+/// Holds the number of sleeping threads and an epoch that every `begin` advances. Together they never repeat: 48 bits
+/// of epoch do not wrap, and between two `begin`s the number only falls. So a peer can tell that it has rung for this
+/// state already.
+#[derive(Debug, Default)]
+#[repr(C, align(64))]
+pub struct SleepFlag(AtomicU64);
+
+/// The state for which one process last rang at a waiter. Private to the ringing process.
+#[derive(Debug, Default)]
+pub struct RungMark(AtomicU64);
+
+impl SleepFlag {
+    /// Returns a flag outside shared memory, for tests and models.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Announces that this thread is about to sleep. Then check again every reason not to sleep, sleep if there is
+    /// none, call [`end`](Self::end), and sweep.
+    pub fn begin(&self) {
+        self.0.fetch_add(EPOCH + 1, Ordering::SeqCst);
+        fence_after_rmw();
+    }
+
+    /// Announces that this thread is awake. If it leaves entries in the queues while other threads sleep on the same
+    /// waiter, it must ring for them.
+    pub fn end(&self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// Returns whether a thread sleeps, or is about to. To be called after a [publication](Published).
+    pub fn is_sleeping(&self) -> bool {
+        self.0.load(Ordering::SeqCst) & SLEEPERS != 0
+    }
+
+    /// Returns `true` if the doorbell must be rung now, after a [publication](Published). It does so at most
+    /// once per process and state of the flag. A bell that was rung for this state leads to an `end`, which changes the
+    /// state, and a sweep.
+    pub fn must_ring(&self, mark: &RungMark) -> bool {
+        let now = self.0.load(Ordering::SeqCst);
+        now & SLEEPERS != 0 && mark.0.load(Ordering::Relaxed) != now && mark.0.swap(now, Ordering::Relaxed) != now
+    }
+}
+
+impl RungMark {
+    /// Returns the mark of a process that has never rung.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Forgets the last ring, for another peer's waiter.
+    pub fn reset(&self) {
+        self.0.store(0, Ordering::Relaxed);
+    }
+}
+
+// The atomics of shared memory, and the fences between a store and a load: those of std, or of loom in a model.
+
+/// Orders this side's stores before its later loads, where the other side does the same with the words exchanged. For
+/// words with other uses too, whose own orderings do not give that. It is a full fence, so it is not for the path of
+/// each message.
+#[inline]
+pub fn store_load_fence() {
+    fence(Ordering::SeqCst);
+}
+
+/// Separates, in a loom model, a `SeqCst` read-modify-write from the `SeqCst` loads that follow it; see [`super`].
+#[inline(always)]
+pub fn fence_after_rmw() {
+    #[cfg(loom)]
+    fence(Ordering::SeqCst);
+}

@@ -9,8 +9,9 @@ use std::sync::LazyLock;
 use libfuzzer_sys::arbitrary::Arbitrary;
 use libfuzzer_sys::{arbitrary, fuzz_target};
 use rdmasock_core::ids::{InstanceId, Nonce, Tuple};
-use rdmasock_core::rendezvous::control::{Body, DATAGRAM, Datagram, Key, QueryId, Refused, Stamp, Stamper};
-use rdmasock_core::rendezvous::guard::{Limiter, Memory, Rate};
+use rdmasock_core::rendezvous::control::{
+    Body, DATAGRAM, Datagram, Key, Limiter, Memory, QueryId, Rate, Refused, Stamp, Stamper,
+};
 use rdmasock_core::wire::Reason;
 
 #[derive(Arbitrary, Debug)]

@@ -5,7 +5,7 @@
 use libfuzzer_sys::arbitrary::Arbitrary;
 use libfuzzer_sys::{arbitrary, fuzz_target};
 use rdmasock_core::ids::Nonce;
-use rdmasock_core::wire::scan::{Found, scan};
+use rdmasock_core::wire::marker::{Found, scan};
 use rdmasock_core::wire::{MAX_MARKER, MIN_MARKER, Marker, VERSION};
 
 #[derive(Arbitrary, Debug)]

@@ -2,9 +2,9 @@
 //! each fabric. Not here: how a link is made.
 
 use rdmasock_core::fabric::layout::{MAX_STREAMS, READY_QUEUES};
-use rdmasock_core::fabric::link::{LinkEnd, OpenError};
 use rdmasock_core::fabric::ring::{Consumer, EndMark, Ended, Producer, RxFlags, Stopped, Wake};
 use rdmasock_core::fabric::waiter::{MAX_WAITERS, WaiterId};
+use rdmasock_core::fabric::{LinkEnd, OpenError};
 use rdmasock_core::ids::Vqpn;
 use rdmasock_core::wire::{Message, Reason, RingOffer};
 

@@ -16,7 +16,6 @@ use std::sync::{Arc, Mutex};
 use libtest_mimic::{Arguments, Failed, Trial};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use rdmasock_core::fabric::layout::Layout;
-use rdmasock_core::fabric::link::SendError;
 use rdmasock_core::fabric::mem::Clock;
 use rdmasock_core::fabric::remote::mem::{
     MemQp, {self as memqp},
@@ -25,7 +24,7 @@ use rdmasock_core::fabric::remote::qp::{Limits, QueuePair};
 use rdmasock_core::fabric::remote::{Local, MIN_BUFFER, MIN_BUFFERS, Tuning};
 use rdmasock_core::fabric::shm::{Outside, Side};
 use rdmasock_core::fabric::waiter::{FLAGS_BYTES, FlagPage, MAX_WAITERS, WaiterId};
-use rdmasock_core::fabric::{mem, remote, shm};
+use rdmasock_core::fabric::{SendError, mem, remote, shm};
 use rdmasock_core::os::channel::{Channel, RecvError};
 use rdmasock_core::os::memfd;
 use rdmasock_core::os::memfd::{Access, Mapping};

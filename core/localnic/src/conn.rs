@@ -4,11 +4,8 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use rdmasock_core::fabric::plugin::errno::{Errno, Result};
-use rdmasock_core::fabric::plugin::fate::Fate;
-use rdmasock_core::fabric::plugin::host::Hidden;
 use rdmasock_core::fabric::plugin::serve::Connection;
-use rdmasock_core::fabric::plugin::{Address, Info, Keys, slots};
+use rdmasock_core::fabric::plugin::{Address, Errno, Fate, Hidden, Info, Keys, Result, serve};
 use rdmasock_core::fabric::remote::qp::{Completed, Read, Role, Write};
 use rdmasock_core::lock::Lock;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
@@ -253,8 +250,8 @@ impl Drop for Conn {
 /// Returns the bound on the bytes in the send queue, for a connection beside another one or not.
 fn most_bytes(beside: Option<&Conn>) -> u64 {
     match beside {
-        Some(_) => slots::FOR_BULK,
-        None => slots::FOR_MESSAGES,
+        Some(_) => serve::FOR_BULK,
+        None => serve::FOR_MESSAGES,
     }
 }
 

@@ -6,8 +6,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 use std::time::{Duration, Instant};
 
-use rdmasock_core::fabric::plugin::errno::{Errno, Result};
-use rdmasock_core::fabric::plugin::host::Hidden;
+use rdmasock_core::fabric::plugin::{Errno, Hidden, Result};
 use rdmasock_core::fabric::remote::qp::Role;
 use rdmasock_core::lock::Lock;
 

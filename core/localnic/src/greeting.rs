@@ -5,9 +5,7 @@ use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
 
-use rdmasock_core::fabric::plugin::PRIVATE_BYTES;
-use rdmasock_core::fabric::plugin::errno::{Errno, Result};
-use rdmasock_core::fabric::plugin::host::Hidden;
+use rdmasock_core::fabric::plugin::{Errno, Hidden, PRIVATE_BYTES, Result};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
     recvmsg, sendmsg,

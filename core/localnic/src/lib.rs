@@ -27,8 +27,9 @@ pub mod within;
 pub use conn::Conn;
 pub use device::LocalNic;
 pub use listen::Listener;
+use rdmasock_core::fabric::plugin;
+use rdmasock_core::fabric::plugin::Host;
 use rdmasock_core::fabric::plugin::serve::{Plugin, table};
-use rdmasock_core::fabric::plugin::{Host, host};
 
 static TABLE: Plugin = table::<LocalNic>();
 
@@ -42,7 +43,7 @@ pub unsafe extern "C" fn rdmasock_verbs_plugin(host: *const Host, table: *mut *c
         return -libc::EINVAL;
     }
     // SAFETY: by this function's contract.
-    if let Err(errno) = unsafe { host::attach(host) } {
+    if let Err(errno) = unsafe { plugin::attach(host) } {
         return errno.code();
     }
     // SAFETY: not null, and valid for a write by this function's contract.

@@ -2,10 +2,8 @@
 
 use std::os::fd::AsFd;
 
-use rdmasock_core::fabric::plugin::Address;
-use rdmasock_core::fabric::plugin::errno::{Errno, Result};
-use rdmasock_core::fabric::plugin::host::{Hidden, Level, log};
 use rdmasock_core::fabric::plugin::serve::{Incoming, Listen};
+use rdmasock_core::fabric::plugin::{Address, Errno, Hidden, Level, Result, log};
 use rdmasock_core::lock::Lock;
 use rustix::event::epoll;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, accept_with, bind, listen, socket_with};

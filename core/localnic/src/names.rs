@@ -1,7 +1,6 @@
 //! The names of the device and of its listeners.
 
-use rdmasock_core::fabric::plugin::errno::{Errno, Result};
-use rdmasock_core::fabric::plugin::{Address, Device};
+use rdmasock_core::fabric::plugin::{Address, Device, Errno, Result};
 use rustix::net::SocketAddrUnix;
 
 use crate::settings::Settings;

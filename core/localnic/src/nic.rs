@@ -6,7 +6,7 @@ use std::sync::{Arc, Weak};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
-use rdmasock_core::fabric::plugin::errno::{Errno, Result};
+use rdmasock_core::fabric::plugin::{Errno, Result};
 use rdmasock_core::lock::Lock;
 
 use crate::faults::due;

@@ -6,8 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
-use rdmasock_core::fabric::plugin::errno::{Errno, Result};
-use rdmasock_core::fabric::plugin::host::Hidden;
+use rdmasock_core::fabric::plugin::{Errno, Hidden, Result};
 use rdmasock_core::sync::{Attention, Published};
 use rustix::fs::MemfdFlags;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};

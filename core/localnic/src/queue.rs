@@ -6,11 +6,8 @@ use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
 use std::time::{Duration, Instant};
 
-use rdmasock_core::fabric::plugin::Keys;
-use rdmasock_core::fabric::plugin::errno::{Errno, Result};
-use rdmasock_core::fabric::plugin::fate::Fate;
-use rdmasock_core::fabric::plugin::host::{Hidden, Level, log};
-use rdmasock_core::fabric::plugin::slots::Slots;
+use rdmasock_core::fabric::plugin::serve::Slots;
+use rdmasock_core::fabric::plugin::{Errno, Fate, Hidden, Keys, Level, Result, log};
 use rdmasock_core::fabric::remote::qp::{Completed, Read, Role, Write};
 use rdmasock_core::lock::Lock;
 use rdmasock_core::sync::Published;

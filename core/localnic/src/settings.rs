@@ -2,7 +2,7 @@
 
 use std::sync::OnceLock;
 
-use rdmasock_core::fabric::plugin::host::{Level, log};
+use rdmasock_core::fabric::plugin::{Level, log};
 
 /// The name of the variable.
 pub const VARIABLE: &str = "LOCALNIC";

@@ -2,9 +2,8 @@
 
 use std::time::Duration;
 
-use rdmasock_core::fabric::plugin::Address;
-use rdmasock_core::fabric::plugin::errno::{Errno, Result};
 use rdmasock_core::fabric::plugin::serve::{Connection, Listen};
+use rdmasock_core::fabric::plugin::{Address, Errno, Result};
 use rdmasock_core::fabric::remote::qp::{
     Completed, Down, Key, Limits, PostError, QueuePair, Read, Region, Role, Write,
 };

@@ -6,7 +6,7 @@
 
 use std::collections::BTreeSet;
 
-use super::layout::{MAX_RING_LOG2, MIN_RING_LOG2, PAGE_LOG2, Region, UNIT_LOG2};
+use crate::fabric::layout::{MAX_RING_LOG2, MIN_RING_LOG2, PAGE_LOG2, Region, UNIT_LOG2};
 
 /// Number of sizes: one page up to the largest ring, in powers of two.
 const ORDERS: usize = (MAX_RING_LOG2 - MIN_RING_LOG2 + 1) as usize;

@@ -5,14 +5,16 @@
 //! A function of type `i32` returns 0, a count, or a negative errno. No panic, and no exception, crosses the interface.
 //! Pointers are valid for the call alone unless it says otherwise.
 
-pub mod errno;
-pub mod fate;
-pub mod fds;
-pub mod host;
-pub mod serve;
-pub mod slots;
+use std::ffi::{CStr, OsStr, c_char, c_int};
+use std::fmt::Arguments;
+use std::os::fd::{AsFd, BorrowedFd, IntoRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64, Ordering};
 
-use std::ffi::{c_char, c_int};
+use rustix::fs::{Mode, OFlags};
+
+pub mod serve;
 
 /// Version of the tables; changes with any change to this file.
 pub const ABI: u32 = 8;
@@ -88,15 +90,15 @@ pub struct Info {
     pub state_fd: c_int,
     /// Readable when a completion has come after [`Plugin::arm`](serve::Plugin::arm).
     pub completion_fd: c_int,
-    /// As [`Limits::buffer_bytes`](super::remote::qp::Limits::buffer_bytes).
+    /// As [`Limits::buffer_bytes`](crate::fabric::remote::qp::Limits::buffer_bytes).
     pub buffer_bytes: u32,
-    /// As [`Limits::receive_buffers`](super::remote::qp::Limits::receive_buffers).
+    /// As [`Limits::receive_buffers`](crate::fabric::remote::qp::Limits::receive_buffers).
     pub receive_buffers: u16,
-    /// As [`Limits::immediate`](super::remote::qp::Limits::immediate).
+    /// As [`Limits::immediate`](crate::fabric::remote::qp::Limits::immediate).
     pub immediate: u8,
-    /// As [`Limits::reads`](super::remote::qp::Limits::reads).
+    /// As [`Limits::reads`](crate::fabric::remote::qp::Limits::reads).
     pub reads: u8,
-    /// As [`Limits::packet_bytes`](super::remote::qp::Limits::packet_bytes).
+    /// As [`Limits::packet_bytes`](crate::fabric::remote::qp::Limits::packet_bytes).
     pub packet_bytes: u32,
     /// Number of the queue pair.
     pub qp_number: u32,
@@ -146,7 +148,7 @@ pub struct Part {
     pub len: usize,
 }
 
-/// A WRITE, as [`Write`](super::remote::qp::Write).
+/// A WRITE, as [`Write`](crate::fabric::remote::qp::Write).
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct WriteRequest {
@@ -166,7 +168,7 @@ pub struct WriteRequest {
     pub immediate: u32,
 }
 
-/// A READ, as [`Read`](super::remote::qp::Read).
+/// A READ, as [`Read`](crate::fabric::remote::qp::Read).
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct ReadRequest {
@@ -194,7 +196,7 @@ pub struct Keys {
     pub handle: u64,
 }
 
-/// The uses that memory is registered for, as [`Role`](super::remote::qp::Role).
+/// The uses that memory is registered for, as [`Role`](crate::fabric::remote::qp::Role).
 pub mod role {
     /// The source of this end's WRITEs and the target of its READs, and the target of the peer's WRITEs.
     pub const BOTH: u32 = 0;
@@ -218,4 +220,279 @@ pub struct Listener {
 #[derive(Debug)]
 pub struct Conn {
     _opaque: [u8; 0],
+}
+
+// The errors of the interface: an errno.
+
+/// A positive errno.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{}", std::io::Error::from_raw_os_error(*.0))]
+pub struct Errno(pub c_int);
+
+/// Result with an [`Errno`].
+pub type Result<T> = std::result::Result<T, Errno>;
+
+impl Errno {
+    /// Returns the errno of this thread's last failed call.
+    pub fn last() -> Self {
+        match std::io::Error::last_os_error().raw_os_error() {
+            Some(code) if code > 0 => Self(code),
+            _ => Self(libc::EIO),
+        }
+    }
+
+    /// Returns the negative errno, as the functions of the interface do.
+    pub fn code(self) -> i32 {
+        -self.0
+    }
+}
+
+impl From<rustix::io::Errno> for Errno {
+    fn from(errno: rustix::io::Errno) -> Self {
+        Self(errno.raw_os_error())
+    }
+}
+
+// Whether a connection is up, and why it has ended: one word that every thread may read. The first reason stays.
+
+/// 0 not up yet, 1 up, negative: over, with the errno.
+#[derive(Debug, Default)]
+pub struct Fate(AtomicI32);
+
+impl Fate {
+    /// Returns the word as the interface does: 0 not up yet, 1 up, negative errno: over.
+    pub fn code(&self) -> i32 {
+        self.0.load(Ordering::Acquire)
+    }
+
+    /// Returns why the connection is over; `None` if it is not.
+    pub fn over(&self) -> Option<Errno> {
+        let code = self.code();
+        (code < 0).then_some(Errno(-code))
+    }
+
+    /// Records that the connection is up, unless it is over already.
+    pub fn up(&self) {
+        let _ = self.0.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Relaxed);
+    }
+
+    /// Records that the connection is over. True if it was not before.
+    pub fn end(&self, reason: Errno) -> bool {
+        let code = -reason.0.max(1);
+        self.0
+            .fetch_update(Ordering::AcqRel, Ordering::Relaxed, |now| (now >= 0).then_some(code))
+            .is_ok()
+    }
+}
+
+#[cfg(test)]
+mod fate_tests {
+    use super::*;
+
+    #[test]
+    fn the_first_reason_stays() {
+        let fate = Fate::default();
+        assert_eq!((fate.code(), fate.over()), (0, None));
+        fate.up();
+        assert_eq!((fate.code(), fate.over()), (1, None));
+        assert!(fate.end(Errno(libc::ECONNRESET)));
+        assert!(!fate.end(Errno(libc::EIO)));
+        fate.up();
+        assert_eq!(fate.code(), -libc::ECONNRESET);
+        assert_eq!(fate.over(), Some(Errno(libc::ECONNRESET)));
+    }
+}
+
+// The plugin's hidden fds, so that a fork child can close them. It uses no lock: at the fork another thread of the
+// parent may be anywhere.
+
+/// The host gives no number as high as this.
+const END: usize = 131_072;
+
+static OPEN: [AtomicU64; END / 64] = [const { AtomicU64::new(0) }; END / 64];
+
+fn word(fd: c_int) -> Option<(&'static AtomicU64, u64)> {
+    let n = usize::try_from(fd).ok()?;
+    Some((OPEN.get(n / 64)?, 1 << (n % 64)))
+}
+
+/// Adds an fd of the plugin. Relaxed everywhere: only a fork child reads the list, which has one thread.
+pub fn enter(fd: c_int) {
+    if let Some((word, bit)) = word(fd) {
+        word.fetch_or(bit, Ordering::Relaxed);
+    }
+}
+
+/// Removes an fd that is about to be closed.
+pub fn leave(fd: c_int) {
+    if let Some((word, bit)) = word(fd) {
+        word.fetch_and(!bit, Ordering::Relaxed);
+    }
+}
+
+/// Empties the list, with each fd of it handed to `each`.
+pub fn take_all(mut each: impl FnMut(c_int)) {
+    for (at, word) in OPEN.iter().enumerate() {
+        let mut bits = word.swap(0, Ordering::Relaxed);
+        while bits != 0 {
+            // Below END, which fits.
+            each((at * 64) as c_int + bits.trailing_zeros() as c_int);
+            bits &= bits - 1;
+        }
+    }
+}
+
+#[cfg(test)]
+mod fds_tests {
+    use super::*;
+
+    #[test]
+    fn what_was_entered_and_not_left_is_found_once() {
+        for fd in [0, 63, 64, 131_071] {
+            enter(fd);
+        }
+        leave(63);
+        for none in [-1, 131_072, c_int::MAX] {
+            enter(none);
+            leave(none);
+        }
+        let mut found = Vec::new();
+        take_all(|fd| found.push(fd));
+        assert_eq!(found, [0, 64, 131_071]);
+        take_all(|fd| found.push(fd));
+        assert_eq!(found.len(), 3);
+    }
+}
+
+// A plugin's access to the host: the log, and the numbers for fds that the program does not see.
+
+/// The host's table; set once, by the entry.
+static HOST: AtomicPtr<Host> = AtomicPtr::new(std::ptr::null_mut());
+
+/// How important a line of the log is.
+#[derive(Clone, Copy, Debug)]
+#[repr(u32)]
+pub enum Level {
+    /// Something does not work, with the remedy.
+    Error = 1,
+    /// Why something ended.
+    Debug = 4,
+}
+
+/// Takes the host's table.
+///
+/// # Safety
+/// `host` is null, or points to a table that has at least its first two fields, and as many bytes as its `size` says.
+/// The table lives as long as the process.
+pub unsafe fn attach(host: *const Host) -> Result<()> {
+    if host.is_null() {
+        return Err(Errno(libc::EINVAL));
+    }
+    // SAFETY: by this function's contract these two fields exist in any version.
+    let (abi, size) = unsafe { ((*host).abi, (*host).size) };
+    if abi != ABI || size as usize != size_of::<Host>() {
+        return Err(Errno(libc::EPROTO));
+    }
+    // Release: pairs with the Acquire in `get`.
+    HOST.store(host.cast_mut(), Ordering::Release);
+    Ok(())
+}
+
+fn get() -> Option<&'static Host> {
+    // SAFETY: null, or a table that `attach` has checked and that lives as long as the process.
+    unsafe { HOST.load(Ordering::Acquire).as_ref() }
+}
+
+/// Writes one line to the host's log.
+pub fn log(level: Level, text: Arguments<'_>) {
+    if let Some(host) = get() {
+        let line = text.to_string();
+        // SAFETY: pointer and length describe a string that lives during the call.
+        unsafe { (host.log)(level as u32, line.as_ptr(), line.len()) };
+    }
+}
+
+/// Returns the folder where the kernel shows network interfaces and RDMA devices.
+pub fn sys_class() -> &'static Path {
+    let Some(host) = get() else {
+        return Path::new("/sys/class");
+    };
+    // SAFETY: the function of a checked table; its path ends with a zero and lives as long as the process.
+    let path = unsafe { CStr::from_ptr((host.sys_class)()) };
+    Path::new(OsStr::from_bytes(path.to_bytes()))
+}
+
+/// Makes `fd` nonblocking and moves it to a hidden number, where a fork child finds it.
+pub fn hide(fd: c_int) -> Result<c_int> {
+    let host = get().ok_or(Errno(libc::EINVAL))?;
+    // SAFETY: the caller's fd is open for the duration of this call; it is not kept.
+    let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
+    let flags = rustix::fs::fcntl_getfl(borrowed)?;
+    rustix::fs::fcntl_setfl(borrowed, flags | OFlags::NONBLOCK)?;
+    // SAFETY: the function of a checked table; it takes any number.
+    let hidden = unsafe { (host.hide_fd)(fd) };
+    if hidden < 0 {
+        return Err(Errno(-hidden));
+    }
+    enter(hidden);
+    Ok(hidden)
+}
+
+/// A file at a hidden number for as long as the value lives. So a program that closes numbers that are not its own, or
+/// counts on the lowest free number, does no harm and sees no difference. With no host attached, as in tests, the file
+/// keeps the number that the kernel gave.
+#[derive(Debug)]
+pub struct Hidden(c_int);
+
+impl Hidden {
+    /// Opens `path` for reading.
+    pub fn open(path: &Path, flags: OFlags) -> Result<Self> {
+        let flags = flags | OFlags::RDONLY | OFlags::CLOEXEC;
+        Self::place(rustix::fs::open(path, flags, Mode::empty())?)
+    }
+
+    /// Moves an fd that was just opened to a hidden number, and makes it nonblocking.
+    pub fn place(fd: OwnedFd) -> Result<Self> {
+        // Not to be closed as an `OwnedFd`: that calls libc's close, which may be the host's hook.
+        let fd = fd.into_raw_fd();
+        if get().is_none() {
+            return Ok(Self(fd));
+        }
+        hide(fd).map(Self).inspect_err(|_| {
+            // SAFETY: opened by the caller, and given up.
+            unsafe { rustix::io::close(fd) };
+        })
+    }
+
+    /// Returns the number of the fd.
+    pub fn number(&self) -> c_int {
+        self.0
+    }
+}
+
+impl AsFd for Hidden {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: open until `self` is dropped.
+        unsafe { BorrowedFd::borrow_raw(self.0) }
+    }
+}
+
+impl Drop for Hidden {
+    fn drop(&mut self) {
+        if get().is_some() {
+            close(self.0);
+        } else {
+            // SAFETY: opened by `open`, and given up.
+            unsafe { rustix::io::close(self.0) };
+        }
+    }
+}
+
+/// Closes an fd that [`hide`] returned.
+pub fn close(fd: c_int) {
+    leave(fd);
+    if let Some(host) = get() {
+        // SAFETY: the fd is one that `hide_fd` gave, and its owner gives it up.
+        unsafe { (host.close_fd)(fd) };
+    }
 }

@@ -13,8 +13,8 @@
 //!
 //! [`SleepFlag`]: crate::sync::SleepFlag
 
-use super::layout;
-use super::layout::{GROUP_STREAMS, GROUPS, MAX_STREAMS};
+use crate::fabric::layout;
+use crate::fabric::layout::{GROUP_STREAMS, GROUPS, MAX_STREAMS};
 use crate::sync::{AtomicU64, Ordering, Published};
 
 const WORDS: usize = MAX_STREAMS as usize / 64;

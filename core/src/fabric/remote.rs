@@ -25,43 +25,316 @@
 //! of the peer's, where its producers write. Producer and consumer are the same types as on shm. The engine is the
 //! local counterpart of each. It keeps `want_data` of every block of the mirror and `want_space` of every block of
 //! `mine` set to [`ENGINE`]. So a cursor that publishes a change gets that word. Its caller passes the word to
-//! [`LinkEnd::notify`](super::link::LinkEnd::notify), and the engine carries the change over. Changes from the peer it
+//! [`LinkEnd::notify`](crate::fabric::LinkEnd::notify), and the engine carries the change over. Changes from the peer it
 //! writes into the blocks as the peer would on shm. Then it wakes the waiters of this process that the other attention
 //! word names.
 
-mod buffers;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::{Acquire, Release};
+
+use crate::codes::codes;
+pub use crate::fabric::remote::end::End;
+pub use crate::fabric::remote::put::{Buffer, Landed};
+use crate::fabric::remote::qp::{Down, Limits};
+use crate::fabric::remote::record::{DATA_BYTES, HEADER_BYTES};
+use crate::fabric::remote::shared::CHUNK_LOG2;
+use crate::fabric::remote::watch::SILENCE;
+use crate::fabric::ring::Wake;
+use crate::fabric::waiter::WaiterId;
+use crate::sync::{AtomicBool, SleepFlag};
+use crate::wire::MAX_MESSAGE;
+
 mod bulk;
-mod chunks;
-mod counts;
-mod credits;
-mod direct;
 mod end;
 mod engine;
-mod fault;
-mod landing;
+mod get;
 mod lend;
-mod loan;
-mod local;
 #[cfg(any(test, feature = "mem"))]
 pub mod mem;
-mod past;
 mod pump;
+mod put;
 pub mod qp;
 mod receive;
 pub mod record;
 mod sender;
 mod shared;
 mod stream;
-mod taking;
 #[cfg(test)]
 mod tests;
-mod tuning;
-mod turn;
 mod watch;
 
-pub use counts::{Counts, DirectCounts};
-pub use direct::{Buffer, Landed};
-pub use end::End;
-pub use fault::{Breach, Fault};
-pub use local::{ENGINE, Local};
-pub use tuning::{MIN_BUFFER, MIN_BUFFERS, Tuning, Unusable};
+// The counters of an end of a link between hosts, for tests and measurements. Programs see the counters of `stats/`.
+
+/// The counts since the end was made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Messages sent on the queue pair.
+    pub sends: u64,
+    /// WRITEs posted, those with an immediate included.
+    pub writes: u64,
+    /// WRITEs with an immediate.
+    pub immediates: u64,
+    /// Messages that contained only a grant of credits.
+    pub bare_grants: u64,
+    /// Payload bytes sent in messages.
+    pub eager_bytes: u64,
+    /// Payload bytes sent by WRITEs.
+    pub written_bytes: u64,
+    /// Messages received, and WRITEs with an immediate.
+    pub received: u64,
+    /// Records in them.
+    pub records: u64,
+    /// Polls of the queue pair, including those that a thread left to another thread.
+    pub looks: u64,
+    /// Polls that have found a completion.
+    pub finds: u64,
+    /// How often the send queue was full.
+    pub full: u64,
+    /// How often no credit was left.
+    pub no_credit: u64,
+    /// How often the peer's device was probed.
+    pub probes: u64,
+    /// How often there was reason to probe although no work request was posted.
+    pub doubts: u64,
+}
+
+/// Counts of the transfers that bypass the rings.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DirectCounts {
+    /// Bytes that went straight into buffers of the peer's programs.
+    pub sent: u64,
+    /// Of these, bytes that came straight from the memory of this end's program.
+    pub from_programs: u64,
+    /// Buffers of this end's program that were announced to the peer.
+    pub adverts: u64,
+    /// Bytes that have come into them.
+    pub received: u64,
+    /// Bytes that the peer's device has read from the memory of this end's program.
+    pub lent: u64,
+    /// Bytes that this end's device has read from the memory of the peer's program.
+    pub taken: u64,
+    /// Of these, bytes that went straight into buffers of this end's program.
+    pub taken_into: u64,
+    /// How often this end's program has recalled memory that it had lent.
+    pub recalled: u64,
+    /// Bulk queue pairs that were given up.
+    pub lost: u64,
+}
+
+// Why a link between hosts is down: the faults, and the cell that keeps the first one.
+
+codes! {
+    /// A violation of the protocol, which no correct peer commits (ARCHITECTURE, I7).
+    pub enum Breach: u32 {
+        /// A message that cannot be read ([`Malformed`](record::Malformed)).
+        Malformed = 1 => "malformed message",
+        /// A record about a stream that is not open, or that the peer has closed.
+        Stream = 2 => "a record about no stream",
+        /// More credits than there are receive buffers.
+        Grant = 3 => "too many receive buffers granted",
+        /// A tail that goes back, or is beyond the window, or does not fit its payload.
+        Tail = 4 => "bad tail",
+        /// A switch to a ring that was not on offer, or at another position than the tail.
+        Switch = 5 => "bad ring switch",
+        /// An unknown end mark, one that is not at the tail or comes twice, or a record after the end.
+        End = 6 => "bad end mark",
+        /// A head that goes back or is beyond the tail.
+        Head = 7 => "bad head",
+        /// An offer while another is pending, or out of turn, or outside the arena.
+        Offer = 8 => "bad ring offer",
+        /// A chunk outside the arena, or announced twice.
+        Chunk = 9 => "bad chunk",
+        /// A message of the side channel that cannot be read, or does not belong there.
+        Message = 10 => "bad side-channel message",
+        /// More messages than a correct peer ever owes.
+        Flood = 11 => "too many messages",
+        /// A confirmation of bytes that were not sent.
+        Ack = 12 => "bad confirmation",
+        /// An immediate on a link that has none.
+        Immediate = 13 => "unexpected immediate",
+        /// An advert of no memory or while another is in use, an answer beyond it, or a record that belongs on the
+        /// other queue pair.
+        Advert = 14 => "bad advert",
+        /// A loan of no memory or out of place, a record that may not come during a loan, or an answer to no loan or
+        /// beyond it.
+        Loan = 15 => "bad loan",
+    }
+}
+
+/// Why a link is down.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Fault {
+    /// The queue pair failed, or the peer is gone. Bytes that were not received can be sent again over TCP.
+    #[error("{0}")]
+    Down(Down),
+    /// The peer broke the protocol. The content of the rings cannot be trusted.
+    #[error("peer violation: {0}")]
+    Violation(Breach),
+    /// The peer's device has not answered for 5 s (`SILENCE`). Bytes that were not received can be sent again over TCP.
+    #[error("no answer from the peer's device for {} s", SILENCE / 1_000_000_000)]
+    Silent,
+    /// This end took it down ([`End::set_down`](End::set_down)).
+    #[error("taken down")]
+    Closed,
+}
+
+impl From<Breach> for Fault {
+    fn from(breach: Breach) -> Self {
+        Self::Violation(breach)
+    }
+}
+
+impl From<Down> for Fault {
+    fn from(down: Down) -> Self {
+        Self::Down(down)
+    }
+}
+
+/// The first fault of a link. Any thread may read it, and signal handlers too.
+#[derive(Debug, Default)]
+pub(super) struct FaultCell(AtomicU64);
+
+impl FaultCell {
+    pub fn get(&self) -> Option<Fault> {
+        let word = self.0.load(Acquire);
+        let value = word as u32;
+        match word >> 32 {
+            0 => None,
+            1 => Some(Fault::Down(Down(value as i32))),
+            2 => Breach::from_code(value).map(Fault::Violation),
+            4 => Some(Fault::Silent),
+            _ => Some(Fault::Closed),
+        }
+    }
+
+    /// Clears the fault, for another link.
+    pub fn clear(&self) {
+        self.0.store(0, Release);
+    }
+
+    /// Stores the fault unless there is one. True if it is the first.
+    pub fn set(&self, fault: Fault) -> bool {
+        let word = match fault {
+            Fault::Down(Down(errno)) => 1 << 32 | u64::from(errno as u32),
+            Fault::Violation(breach) => 2 << 32 | u64::from(breach as u32),
+            Fault::Closed => 3 << 32,
+            Fault::Silent => 4 << 32,
+        };
+        self.0.compare_exchange(0, word, Release, Acquire).is_ok()
+    }
+}
+
+#[cfg(test)]
+mod fault_tests {
+    use super::*;
+
+    #[test]
+    fn the_first_fault_stays_and_reads_back() {
+        let faults = Breach::ALL.iter().copied().map(Fault::Violation).chain([
+            Fault::Down(Down(-5)),
+            Fault::Down(Down(0)),
+            Fault::Closed,
+            Fault::Silent,
+        ]);
+        for fault in faults {
+            let cell = FaultCell::default();
+            assert_eq!(cell.get(), None);
+            assert!(cell.set(fault) && !cell.set(Fault::Closed));
+            assert_eq!(cell.get(), Some(fault));
+        }
+    }
+}
+
+// The demands of a link between hosts on a queue pair, and its settings. `qp.rs` describes the queue pair.
+
+/// The fewest bytes of a receive buffer with which a link can work. A message of the side channel fits one, together
+/// with the records that have to precede it.
+pub const MIN_BUFFER: u32 = MAX_MESSAGE as u32 + 200;
+
+/// The fewest receive buffers with which a link can work: credits are given back by halves.
+pub const MIN_BUFFERS: u16 = 4;
+
+/// The settings of a link.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tuning {
+    /// Payloads of up to this many bytes travel in the message, if they fit. Longer ones are written into the peer's
+    /// ring.
+    pub eager_max: u32,
+    /// Bytes that one stream sends before other streams get their turn.
+    pub piece: u32,
+    /// log2 of the bytes that are registered at a time. Both ends need the same, so only tests change it.
+    pub chunk_log2: u8,
+    /// Bytes at the end of the mirror's data area, whole pages, that do not copy the peer's: room for send buffers
+    /// ([`LinkEnd::lend`](crate::fabric::LinkEnd::lend)).
+    pub buffers: u64,
+    /// The fewest bytes that are written straight into a buffer with which the peer's program waits.
+    pub direct_min: u32,
+}
+
+impl Default for Tuning {
+    fn default() -> Self {
+        Self {
+            eager_max: 2048,
+            piece: 64 * 1024,
+            chunk_log2: CHUNK_LOG2,
+            buffers: 0,
+            direct_min: 64 * 1024,
+        }
+    }
+}
+
+impl Tuning {
+    /// Returns the settings for a queue pair with these limits. Where a WRITE has no immediate, a message follows each
+    /// WRITE. There a payload that fits a message goes in one, since a copy costs less than another work request.
+    /// Elsewhere the one WRITE saves the copy.
+    pub fn fit(limits: &Limits) -> Self {
+        let mut tuning = Self::default();
+        if !limits.immediate {
+            let headers = (HEADER_BYTES + DATA_BYTES) as u32;
+            tuning.eager_max = limits.buffer_bytes.saturating_sub(headers);
+        }
+        tuning
+    }
+}
+
+/// The queue pair cannot carry a link: [`MIN_BUFFER`], [`MIN_BUFFERS`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("receive buffers too few or too small")]
+pub struct Unusable;
+
+// The connection between the engine of a link between hosts and the waiters of its own process: the words by which
+// either is notified. Not which thread waits for which event.
+
+/// The attention word by which the engine is notified. It names no waiter.
+pub const ENGINE: Wake = Wake(1 << 31);
+
+/// The service thread's waiter.
+pub(super) const SERVICE: WaiterId = WaiterId(0);
+
+/// The calls by which the engine reaches the waiters of this process. No call may wait, or call the end.
+pub trait Local: Send + Sync {
+    /// Returns the sleep flag of this process's `waiter`.
+    fn flag(&self, waiter: WaiterId) -> Option<&SleepFlag>;
+
+    /// Wakes the thread that sleeps, or will next sleep, on the doorbell of this process's `waiter`.
+    fn ring(&self, waiter: WaiterId);
+
+    /// Reports that a stream is in the ready queue of `waiter`, which is rung afterwards if it sleeps.
+    fn on_queued(&self, _waiter: WaiterId) {}
+
+    /// Returns the word that records whether the queue pair [is armed](End::is_armed); each end has its own. A
+    /// process with many links reads all these words, so they are best side by side.
+    fn armed(&self) -> &AtomicBool;
+
+    /// Asks for a call of [`End::settle`](End::settle) some ms later.
+    fn settle_later(&self);
+
+    /// Reports how many bytes the peer's device has just read from the memory of this end's program.
+    fn on_lent(&self, _bytes: u64) {}
+
+    /// Reports how many bytes this end's device has just read from the memory of the peer's program.
+    fn on_taken(&self, _bytes: u64) {}
+
+    /// Reports that this end's program recalls memory that it has lent.
+    fn on_recalled(&self) {}
+}

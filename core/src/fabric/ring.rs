@@ -59,21 +59,128 @@
 //! of them wins and the other learns of it. A direction that the producer has left is drained; a direction that the
 //! consumer has stopped is sent again; never both.
 
-mod allowance;
+use crate::fabric::layout::Region;
+pub use crate::fabric::ring::block::{DirectionBlock, EndMark, RxFlags, Wake};
+pub use crate::fabric::ring::consumer::{Armed, Consumer, OfferError, REGIONS};
+pub use crate::fabric::ring::memory::{Allowance, Byte, DataArea, Spans, TouchedArea};
+pub use crate::fabric::ring::producer::Producer;
+
 mod block;
 mod consumer;
-mod error;
 mod memory;
-mod offer;
 mod producer;
 #[cfg(not(loom))]
 pub(super) mod proxy;
 #[cfg(test)]
 mod tests;
 
-pub use allowance::{Allowance, TouchedArea};
-pub use block::{DirectionBlock, EndMark, RxFlags, Wake};
-pub use consumer::{Armed, Consumer, OfferError, REGIONS};
-pub use error::{Ended, RingError, Stopped, Violation};
-pub use memory::{Byte, DataArea, Spans};
-pub use producer::Producer;
+// The errors of the cursors: the peer has broken the protocol, or one of the two sides has ended the direction.
+
+/// The consumer has [stopped](Consumer::stop): the [unread](Producer::unread) bytes go over TCP again,
+/// before any others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the reader has stopped")]
+pub struct Stopped;
+
+/// The producer has [ended](Producer::end) the direction: it can only be drained.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the direction has its end mark")]
+pub struct Ended;
+
+/// A value in shared memory that no correct peer writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Violation {
+    /// The producer's tail went back.
+    #[error("tail moved back")]
+    TailMovedBack,
+    /// The producer's tail is beyond the space that it had.
+    #[error("tail beyond the window")]
+    TailBeyondWindow,
+    /// The consumer's head went back.
+    #[error("head moved back")]
+    HeadMovedBack,
+    /// The consumer's head is beyond the bytes written.
+    #[error("head beyond the tail")]
+    HeadBeyondTail,
+    /// The offered ring has a bad size or is outside the data area.
+    #[error("bad ring offer")]
+    BadOffer,
+    /// The offered ring is larger than the allowance's largest ring, or with it this end would write into more of the
+    /// area than the allowance permits.
+    #[error("ring beyond what is written into")]
+    BeyondAllowance,
+    /// The producer adopted a ring that was not offered, or at an impossible position.
+    #[error("bad ring switch")]
+    BadSwitch,
+    /// The consumer asks again for bytes of a ring that the producer no longer has.
+    #[error("what is to be sent again is not held")]
+    NotHeld,
+    /// Unknown end mark.
+    #[error("bad end mark")]
+    BadEnd,
+}
+
+/// Why a cursor cannot go on. The link is to be killed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RingError {
+    /// The peer broke the protocol.
+    #[error("peer violation: {0}")]
+    PeerViolation(#[from] Violation),
+    /// The reserve that the producer has adopted cannot be mapped.
+    #[error("the ring in reserve is not to be had")]
+    Unmapped,
+    /// There is no memory for a copy of the bytes to be sent again.
+    #[error("no memory for what is to be sent again")]
+    NoMemory,
+}
+
+// Packs the name of a ring into one word of a direction block: the ring that a consumer offers, or the ring that a
+// producer has adopted.
+
+/// The ring that a producer has adopted, as one word. Low 24 bits: the generation of the offer, or for a reserve the
+/// generation after the ring before. High 8 bits: for a reserve, log2 of the bytes at its beginning that are the ring;
+/// 0 for an offered ring.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Adopted {
+    pub generation: u32,
+    pub part: u8,
+}
+
+impl Adopted {
+    pub fn pack(self) -> u32 {
+        u32::from(self.part) << 24 | self.generation
+    }
+
+    pub fn unpack(word: u32) -> Self {
+        Self {
+            generation: word & 0xff_ffff,
+            part: (word >> 24) as u8,
+        }
+    }
+}
+
+/// An offered ring. In one word, so that it is read whole: generation (24 bits, never 0),
+/// log2 of the size in bytes (8), first page (32).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Offer {
+    pub generation: u32,
+    pub region: Region,
+}
+
+impl Offer {
+    pub fn pack(self) -> u64 {
+        u64::from(self.generation) << 40 | u64::from(self.region.log2()) << 32 | u64::from(self.region.page())
+    }
+
+    /// Decodes an offer. `None` when the generation is 0 or no ring may have that size; the place is not checked.
+    pub fn unpack(word: u64) -> Option<Self> {
+        let region = Region::new(word as u32, (word >> 32) as u8)?;
+        let generation = (word >> 40) as u32;
+        (generation != 0).then_some(Self { generation, region })
+    }
+
+    /// Returns the generation after `generation`: 24 bits, never 0.
+    pub fn next_generation(generation: u32) -> u32 {
+        ((generation + 1) & 0xff_ffff).max(1)
+    }
+}

@@ -10,15 +10,13 @@ use std::sync::atomic::{AtomicBool, AtomicU32};
 
 use rustix::io::Errno;
 
-use super::layout;
-use super::layout::{Layout, Region};
-use super::link::{LinkEnd, OpenError, Opened, SendError};
-use super::numbers::{Done, Numbers, done};
-use super::ready::ReadyQueue;
-use super::ring::{Consumer, DirectionBlock, Producer, Wake};
-pub use super::side::Side;
-use super::side::Sweeps;
-use super::waiter::{FLAGS_BYTES, FlagPage, WaiterId};
+use crate::fabric::layout::{Done, Layout, Numbers, Region, done};
+use crate::fabric::ready::ReadyQueue;
+use crate::fabric::ring::{Consumer, DirectionBlock, Producer, Wake};
+pub use crate::fabric::side::Side;
+use crate::fabric::side::Sweeps;
+use crate::fabric::waiter::{FLAGS_BYTES, FlagPage, WaiterId};
+use crate::fabric::{LinkEnd, OpenError, Opened, SendError, layout};
 use crate::ids::Vqpn;
 use crate::os::memfd::{Access, MapError, check_received};
 use crate::sync::RungMark;

@@ -1,20 +1,22 @@
 //! An arena as mapped in this process, and its owner's cursors on the ready queues. Every fabric with arenas of its own
 //! builds its ends from these. Not for creating an arena, nor for the cursors on its rings.
 
+use std::fmt;
 use std::os::fd::BorrowedFd;
-use std::ptr::NonNull;
+use std::ptr::{NonNull, null_mut};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Release};
+use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicUsize};
 
 use rustix::io::Errno;
 
-use super::layout;
-use super::layout::{GROUP_BYTES, Layout, Region};
-use super::ready::{ReadyCursor, ReadyLine, ReadyQueue};
-use super::ring::{DataArea, DirectionBlock};
-use super::segments::{DataSegments, Segments};
-use super::waiter::WaiterId;
+use crate::fabric::layout;
+use crate::fabric::layout::{GROUP_BYTES, Layout, Region, UNIT_LOG2};
+use crate::fabric::ready::{ReadyCursor, ReadyLine, ReadyQueue};
+use crate::fabric::ring::{DataArea, DirectionBlock};
+use crate::fabric::waiter::WaiterId;
 use crate::ids::Vqpn;
 use crate::lock::Lock;
-use crate::os::memfd::Mapping;
+use crate::os::memfd::{Access, Extent, Mapping, PAGE};
 use crate::sparse::Sparse;
 
 /// The arena of one side, as mapped in this process: whole ([`new`](Self::new), [`anonymous`](Self::anonymous)), or as
@@ -282,3 +284,320 @@ impl Sweeps {
         }
     }
 }
+
+// The mapped part of a shared file, which grows: a first segment of `UNIT` bytes, then segments that are each as long
+// as all before them. A segment never moves.
+//
+// Either end maps more when it needs to, by itself and in any thread: see `Extent::followed_by`. The page mapped in
+// front of a segment is the last page of the segment before, so growing needs no descriptor of the file.
+//
+// Memory that may be needed at a moment at which no call may fail is mapped in advance, without access
+// ([`hold`](Segments::hold)). Until it is reached it takes addresses and never memory, even if the program locks all
+// of its memory.
+
+/// The most segments of a part of an arena.
+const MOST: usize = 20;
+
+/// Bytes that this process has mapped in advance, and their limit. Addresses are plentiful, but the kernel limits a
+/// process to 65,530 mappings, which its own memory needs too.
+static HELD: AtomicUsize = AtomicUsize::new(0);
+const MOST_HELD: usize = 8 << 30;
+
+/// The mapped segments of one part of a file.
+pub(super) struct Segments<const UNIT: usize> {
+    /// The first byte of each segment that has addresses; in front of all but the first there is a page.
+    at: [AtomicPtr<u8>; MOST],
+    /// How many segments map the file and can be accessed.
+    live: AtomicU32,
+    /// How many segments map the file; those beyond `live` cannot be accessed yet.
+    shown: AtomicU32,
+    /// Bytes that were mapped in advance for this part ([`HELD`]).
+    held: AtomicUsize,
+    /// Bytes of the part.
+    total: AtomicUsize,
+    growing: Lock<()>,
+}
+
+/// The mapped part of a data area.
+pub(super) type DataSegments = Segments<{ 1 << UNIT_LOG2 }>;
+
+impl<const UNIT: usize> Segments<UNIT> {
+    /// Returns a part of no bytes, with no mapping.
+    pub const fn new() -> Self {
+        Self {
+            at: [const { AtomicPtr::new(null_mut()) }; MOST],
+            live: AtomicU32::new(0),
+            shown: AtomicU32::new(0),
+            held: AtomicUsize::new(0),
+            total: AtomicUsize::new(0),
+            growing: Lock::new(()),
+        }
+    }
+
+    /// Returns a part of `total` bytes that the caller has mapped at `start`, as a whole.
+    pub fn whole(start: *mut u8, total: usize) -> Self {
+        let this = Self::new();
+        this.show_whole(start, total);
+        this
+    }
+
+    /// Shows a mapping of the caller, as [`whole`](Self::whole) does. For a part of no bytes.
+    pub fn show_whole(&self, start: *mut u8, total: usize) {
+        self.total.store(total, Release);
+        let mut count = 0;
+        for (k, at) in self.at.iter().enumerate() {
+            if first_of(k) * UNIT >= total {
+                break;
+            }
+            at.store(start.wrapping_add(first_of(k) * UNIT), Release);
+            count += 1;
+        }
+        self.shown.store(count, Release);
+        self.live.store(count, Release);
+    }
+
+    /// Becomes a part of no bytes again. The caller, which has [shown](Self::show_whole) the mapping, unmaps it.
+    pub fn forget_whole(&self) {
+        self.forget();
+        self.total.store(0, Release);
+        (0..MOST).for_each(|k| self.lose(k));
+    }
+
+    /// Reserves addresses for the first segment, before there is a file.
+    pub fn reserve(&self, total: usize) -> Result<(), Errno> {
+        self.total.store(total, Release);
+        let first = Extent::neutral(self.length(0))?;
+        self.set(0, first.start());
+        Ok(())
+    }
+
+    /// Maps the first segment of the part that begins at `offset` of the file and has `total` bytes. If the segments
+    /// have addresses already, `total` must be as before.
+    pub fn show(&self, fd: BorrowedFd<'_>, offset: u64, total: usize) -> Result<(), Errno> {
+        self.total.store(total, Release);
+        match self.extent(0) {
+            Some(kept) => {
+                // SAFETY: a mapping of this value; its users form references to atomics only.
+                let shown = unsafe { kept.show(fd, offset, Access::ReadWrite) };
+                shown.inspect_err(|_| self.lose(0))?;
+            }
+            None => {
+                let first = Extent::of_file(fd, offset, self.length(0), Access::ReadWrite)?;
+                self.set(0, first.start());
+            }
+        }
+        self.shown.store(1, Release);
+        self.live.store(1, Release);
+        Ok(())
+    }
+
+    /// Returns the bytes of the part.
+    pub fn total(&self) -> usize {
+        self.total.load(Acquire)
+    }
+
+    /// Returns the address of the byte at `offset`, which is in the part; `None` if it is not mapped.
+    #[inline]
+    pub fn at(&self, offset: usize) -> Option<NonNull<u8>> {
+        let k = segment_of::<UNIT>(offset);
+        if k >= self.live.load(Acquire) as usize {
+            return None;
+        }
+        let start = NonNull::new(self.at.get(k)?.load(Acquire))?;
+        NonNull::new(start.as_ptr().wrapping_add(offset - first_of(k) * UNIT))
+    }
+
+    /// Maps the segments up to the byte at `offset`. EINVAL if the part has no such byte; EBUSY in a signal handler
+    /// that has interrupted this call. Does not fail for memory that is [held](Self::hold).
+    pub fn reach(&self, offset: usize) -> Result<(), Errno> {
+        if offset >= self.total() {
+            return Err(Errno::INVAL);
+        }
+        let k = segment_of::<UNIT>(offset);
+        if k < self.live.load(Acquire) as usize {
+            return Ok(());
+        }
+        let _growing = self.growing.lock().ok_or(Errno::BUSY)?;
+        for next in self.live.load(Acquire) as usize..=k {
+            if next < self.shown.load(Acquire) as usize {
+                let extent = self.extent(next).ok_or(Errno::INVAL)?;
+                // SAFETY: a single mapping of this value.
+                unsafe { extent.open() }?;
+            } else {
+                self.show_next(next)?;
+            }
+            self.live.store(next as u32 + 1, Release);
+        }
+        Ok(())
+    }
+
+    /// Maps the segments up to the byte at `offset`, without access to those that cannot be used already. Errors as
+    /// [`reach`](Self::reach)'s; ENOMEM also if the process would hold more than `MOST_HELD` bytes.
+    pub fn hold(&self, offset: usize) -> Result<(), Errno> {
+        if offset >= self.total() {
+            return Err(Errno::INVAL);
+        }
+        let k = segment_of::<UNIT>(offset);
+        if k < self.shown.load(Acquire) as usize {
+            return Ok(());
+        }
+        let _growing = self.growing.lock().ok_or(Errno::BUSY)?;
+        for next in self.shown.load(Acquire) as usize..=k {
+            let bytes = self.length(next);
+            if HELD.fetch_add(bytes, AcqRel) + bytes > MOST_HELD {
+                HELD.fetch_sub(bytes, AcqRel);
+                return Err(Errno::NOMEM);
+            }
+            self.held.fetch_add(bytes, AcqRel);
+            let extent = self.show_next(next).inspect_err(|_| {
+                HELD.fetch_sub(bytes, AcqRel);
+                self.held.fetch_sub(bytes, AcqRel);
+            })?;
+            // A segment that follows one without access has none either.
+            if next == self.live.load(Acquire) as usize {
+                // SAFETY: just mapped, and no other code has its address.
+                unsafe { extent.shut() }?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Maps segment `next`, the first that is not mapped, with the access of the one before.
+    fn show_next(&self, next: usize) -> Result<Extent, Errno> {
+        let before = next.checked_sub(1).and_then(|k| self.extent(k));
+        let before = before.ok_or(Errno::INVAL)?;
+        let length = self.length(next);
+        // SAFETY: the segment before is a mapping of the file, which is sealed at a length that includes this segment.
+        let made = unsafe { before.followed_by(length, self.extent(next)) };
+        let made = made.inspect_err(|_| self.lose(next))?;
+        if let Some(start) = NonNull::new(made.start().as_ptr().wrapping_add(PAGE)) {
+            self.set(next, start);
+        }
+        self.shown.store(next as u32 + 1, Release);
+        Ok(made)
+    }
+
+    /// Returns whether `length` bytes from `offset` on lie in one segment. A ring that a peer offers must.
+    pub fn is_piece(&self, offset: usize, length: usize) -> bool {
+        let end = offset.checked_add(length).filter(|end| *end <= self.total());
+        end.is_some_and(|end| segment_of::<UNIT>(offset) == segment_of::<UNIT>(end - 1))
+    }
+
+    /// Gets memory for a mapped piece, as [`Extent::back`] does.
+    pub fn back(&self, offset: usize, length: usize) -> Result<(), Errno> {
+        let (extent, at) = self.place(offset).ok_or(Errno::INVAL)?;
+        extent.back(at..at + length)
+    }
+
+    /// Gives the memory of a mapped piece back, as [`Extent::punch_hole`] does.
+    pub fn punch_hole(&self, offset: usize, length: usize) -> Result<(), Errno> {
+        let (extent, at) = self.place(offset).ok_or(Errno::INVAL)?;
+        extent.punch_hole(at..at + length)
+    }
+
+    /// Unmaps the file, but keeps the addresses for the next one.
+    pub fn neutralise(&self) {
+        self.forget();
+        for k in 0..MOST {
+            let Some(extent) = self.extent(k) else {
+                continue;
+            };
+            // SAFETY: a mapping of this value; its users form references to atomics only.
+            if unsafe { extent.neutralise() }.is_err() {
+                self.lose(k);
+            }
+        }
+    }
+
+    /// Replaces the mappings in a fork child, which has none of the memory. Sets the part to no bytes, since a thread
+    /// of the parent may have been growing it.
+    pub fn after_fork(&self) {
+        self.forget();
+        for extent in (0..MOST).filter_map(|k| self.extent(k)) {
+            // SAFETY: a mapping of this value; its users form references to atomics only.
+            unsafe { extent.after_fork() };
+        }
+        self.total.store(0, Release);
+    }
+
+    /// Unmaps the file and gives the addresses back.
+    ///
+    /// # Safety
+    /// No pointer into a segment is used any more.
+    pub unsafe fn unmap(&self) {
+        self.forget();
+        for k in 0..MOST {
+            let extent = self.extent(k);
+            self.lose(k);
+            if let Some(extent) = extent {
+                // SAFETY: a mapping of this value, and no pointer into it is used, by the contract.
+                unsafe { extent.unmap() };
+            }
+        }
+    }
+
+    /// Records that no segment maps the file any more.
+    fn forget(&self) {
+        self.live.store(0, Release);
+        self.shown.store(0, Release);
+        HELD.fetch_sub(self.held.swap(0, AcqRel), AcqRel);
+    }
+
+    fn set(&self, k: usize, start: NonNull<u8>) {
+        if let Some(at) = self.at.get(k) {
+            at.store(start.as_ptr(), Release);
+        }
+    }
+
+    /// Forgets the addresses of a segment. The kernel had no memory to replace the mapping, and may have removed it.
+    fn lose(&self, k: usize) {
+        if let Some(at) = self.at.get(k) {
+            at.store(null_mut(), Release);
+        }
+    }
+
+    /// Returns the extent of a mapped byte, and its offset in it.
+    fn place(&self, offset: usize) -> Option<(Extent, usize)> {
+        let at = self.at(offset)?;
+        let extent = self.extent(segment_of::<UNIT>(offset))?;
+        Some((extent, at.as_ptr().addr() - extent.start().as_ptr().addr()))
+    }
+
+    /// Returns the whole mapping of a segment, with the page in front.
+    fn extent(&self, k: usize) -> Option<Extent> {
+        let start = NonNull::new(self.at.get(k)?.load(Acquire))?;
+        let front = if k == 0 { 0 } else { PAGE };
+        let start = NonNull::new(start.as_ptr().wrapping_sub(front))?;
+        Some(Extent::new(start, front + self.length(k)))
+    }
+
+    fn length(&self, k: usize) -> usize {
+        let (first, end) = (first_of(k) * UNIT, first_of(k + 1) * UNIT);
+        end.min(self.total()).saturating_sub(first)
+    }
+}
+
+impl<const UNIT: usize> fmt::Debug for Segments<UNIT> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Segments")
+            .field("live", &self.live)
+            .field("total", &self.total)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Returns the index of the first unit of segment `k`.
+const fn first_of(k: usize) -> usize {
+    match k {
+        0 => 0,
+        k => 1 << (k - 1),
+    }
+}
+
+#[inline]
+const fn segment_of<const UNIT: usize>(offset: usize) -> usize {
+    (usize::BITS - (offset / UNIT).leading_zeros()) as usize
+}
+
+#[cfg(test)]
+mod segments_tests;

@@ -14,9 +14,9 @@ use std::sync::atomic::Ordering::SeqCst;
 use rustix::io::Errno;
 use rustix::thread::futex;
 
-use super::layout::READY_QUEUES;
+use crate::fabric::layout::READY_QUEUES;
 use crate::os::memfd::{Access, MapError, Mapping};
-use crate::sync::SleepFlag;
+use crate::sync::{AtomicBool, AtomicU64, Presence, Published, SleepFlag};
 
 /// The most waiters of an instance.
 pub const MAX_WAITERS: u16 = 2048;
@@ -248,6 +248,344 @@ mod tests {
             // Repeats the call, as the kernel does when it restarts it.
             let slept = futex::wait(mine.bell(id).unwrap(), futex::Flags::empty(), ticket, None);
             assert_eq!(slept, Err(Errno::AGAIN));
+        });
+    }
+}
+
+// Threads that sleep in the kernel already when the socket or epoll set that they wait for moves to the library. Later
+// events do not come to the kernel, so these threads have to be woken. Threads in poll or select name their sockets
+// ([`Onlookers`]). Threads in the wait on an epoll set are counted ([`Gate`]). Not for threads that wait on sockets of
+// the library already (`ready`, `waiter`), nor for how threads are woken.
+//
+// A thread that is about to sleep publishes that, then checks whether the kernel still serves its socket. The thread
+// that moves the socket publishes that, then checks for sleepers ([`crate::sync`]).
+
+/// A set of sockets by their slots. It may name too many: a bit stands for all slots that are equal modulo 64. So a
+/// sleeping thread costs one exchange however many sockets it polls, and a thread that is woken in vain checks once
+/// more.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+pub struct Slots(u64);
+
+impl Slots {
+    /// Returns the set with `slot` added.
+    #[must_use]
+    pub fn with(self, slot: u32) -> Self {
+        Self(self.0 | 1 << (slot % u64::BITS))
+    }
+
+    /// Returns whether the set is empty.
+    pub fn is_empty(self) -> bool {
+        self.0 == 0
+    }
+}
+
+/// The sockets that threads poll in the kernel, by the number of the thread's waiter.
+#[derive(Debug)]
+pub struct Onlookers(Box<[Published<AtomicU64>]>);
+
+impl Onlookers {
+    /// Returns an empty list for waiters with numbers below `waiters`.
+    pub fn new(waiters: u16) -> Self {
+        Self((0..waiters).map(|_| Published::default()).collect())
+    }
+
+    /// Records that the thread of waiter `id` is about to poll `slots`. Afterwards the thread checks once more whether
+    /// one of them has moved to the library.
+    pub fn enter(&self, id: u16, slots: Slots) {
+        if let Some(word) = self.0.get(usize::from(id)) {
+            word.publish(slots.0);
+        }
+    }
+
+    /// Records that the thread of waiter `id` polls no longer.
+    pub fn leave(&self, id: u16) {
+        if let Some(word) = self.0.get(usize::from(id)) {
+            word.publish_quietly(0);
+        }
+    }
+
+    /// Returns the waiters whose threads may poll the socket in `slot`. Its move to the library was
+    /// [published](Published) before.
+    pub fn of(&self, slot: u32) -> impl Iterator<Item = u16> {
+        let one = Slots::default().with(slot).0;
+        let polls = move |word: &Published<AtomicU64>| word.look() & one != 0;
+        let words = self.0.iter().zip(0u16..);
+        words.filter_map(move |(word, id)| polls(word).then_some(id))
+    }
+}
+
+/// A gate before the kernel's wait on an epoll set. It closes for good once a member of the set is served by the
+/// library.
+#[derive(Debug, Default)]
+pub struct Gate {
+    closed: Published<AtomicBool>,
+    inside: Presence,
+}
+
+impl Gate {
+    /// Returns an open gate with no thread inside.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Counts the thread until it [leaves](Self::leave). False if the gate is closed: the thread must leave at once.
+    #[must_use]
+    pub fn enter(&self) -> bool {
+        self.inside.enter();
+        !self.is_closed()
+    }
+
+    /// Ends the count of this thread. True if others are inside. A thread that was woken by the ring for the closing
+    /// rings for another: each ring wakes one thread.
+    #[must_use]
+    pub fn leave(&self) -> bool {
+        !self.inside.leave()
+    }
+
+    /// Returns whether threads are inside.
+    pub fn is_in_use(&self) -> bool {
+        !self.inside.is_empty()
+    }
+
+    /// Closes the gate. True if threads are inside: the caller rings for one of them.
+    #[must_use]
+    pub fn close(&self) -> bool {
+        self.closed.publish(true);
+        self.is_in_use()
+    }
+
+    /// Returns whether the gate is closed.
+    #[inline]
+    pub fn is_closed(&self) -> bool {
+        self.closed.look()
+    }
+
+    /// Opens the gate again, when no thread waits. True if it was closed.
+    pub fn reopen(&self) -> bool {
+        self.closed.take()
+    }
+
+    /// Resets the gate in a fork child, where no thread is inside.
+    pub fn reset(&self) {
+        self.reopen();
+        self.inside.reset();
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod asleep_tests {
+    use super::*;
+
+    #[test]
+    fn whoever_polls_a_socket_is_named_until_he_is_back() {
+        let onlookers = Onlookers::new(100);
+        let named = |slot| onlookers.of(slot).collect::<Vec<_>>();
+        let (first, last) = (0, 99);
+        onlookers.enter(first, Slots::default().with(3).with(64));
+        onlookers.enter(last, Slots::default().with(67));
+        assert_eq!(named(3), [first, last]);
+        assert_eq!(named(64), [first]);
+        assert_eq!(named(4), []);
+        onlookers.leave(first);
+        assert_eq!((named(67), named(64)), (vec![last], vec![]));
+    }
+
+    #[test]
+    fn a_gate_is_closed_until_it_is_opened_again() {
+        let gate = Gate::new();
+        assert!(gate.enter() && gate.is_in_use());
+        assert!(gate.close(), "one is inside");
+        assert!(!gate.enter());
+        assert!(gate.leave());
+        assert!(!gate.leave() && !gate.is_in_use());
+        assert!(gate.reopen() && !gate.reopen() && !gate.is_closed());
+    }
+}
+
+#[cfg(all(test, loom))]
+mod loom_models;
+
+// Shares the polling of one descriptor between the threads that sleep for its events ([`Pollers`]). One thread polls,
+// and the others stand by to do so next. Each also sleeps on a futex or doorbell of its own. If all of them polled,
+// each event would wake all of them.
+//
+// A thread that is about to sleep stands by if another polls, and polls otherwise. The last poller that leaves calls
+// one of the threads on standby. So as long as a thread sleeps, one polls, is called, or is on its way. A thread on
+// standby first publishes that and then checks for pollers; a thread that leaves does the two in the other order
+// (`sync`: [`Presence`]).
+
+const WORD: u16 = u64::BITS as u16;
+
+/// The pollers of one descriptor, and the threads on standby. Threads go by the numbers of their waiters.
+#[derive(Debug)]
+pub struct Pollers {
+    polling: Presence,
+    standing_by: Box<[Published<AtomicU64>]>,
+}
+
+/// The result of a poller's leaving.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use = "who is called sleeps"]
+pub enum Left {
+    /// Other threads poll.
+    Others,
+    /// No thread polls any more. The thread with this number, if one stood by, is called: the caller wakes it.
+    Last(Option<u16>),
+}
+
+impl Pollers {
+    /// Returns a set with no pollers, for threads with numbers below `numbers`.
+    pub fn new(numbers: u16) -> Self {
+        let words = numbers.div_ceil(WORD);
+        Self {
+            polling: Presence::new(),
+            standing_by: (0..words).map(|_| Published::default()).collect(),
+        }
+    }
+
+    /// Returns whether no thread polls.
+    pub fn is_empty(&self) -> bool {
+        self.polling.is_empty()
+    }
+
+    /// Returns whether at most one thread polls.
+    pub fn is_at_most_one(&self) -> bool {
+        self.polling.count() <= 1
+    }
+
+    /// Counts one more poller.
+    pub fn enter(&self) {
+        self.polling.enter();
+    }
+
+    /// Ends the count of one poller. The last one calls a thread on standby.
+    pub fn leave(&self) -> Left {
+        if self.polling.leave() {
+            Left::Last(self.call())
+        } else {
+            Left::Others
+        }
+    }
+
+    /// Puts thread `number` on standby. False if it is not, because no thread polls or there is no such number.
+    #[must_use]
+    pub fn stand_by(&self, number: u16) -> bool {
+        let Some((word, bit)) = self.place(number) else {
+            return false;
+        };
+        word.add_bits(bit);
+        let is_polled = !self.polling.is_empty();
+        if !is_polled {
+            word.take_bits(bit);
+        }
+        is_polled
+    }
+
+    /// Ends the standby of thread `number`. True if the thread was called: it polls next, or has another
+    /// [called](Self::call).
+    #[must_use]
+    pub fn stand_down(&self, number: u16) -> bool {
+        self.place(number).is_some_and(|(word, bit)| word.take_bits(bit) == 0)
+    }
+
+    /// Calls a thread on standby, if no thread polls. Returns its number; the caller wakes it.
+    #[must_use = "who is called sleeps"]
+    pub fn call(&self) -> Option<u16> {
+        for (at, word) in (0..).zip(&self.standing_by) {
+            let mut bits = word.look();
+            while bits != 0 && self.polling.is_empty() {
+                let lowest = bits & bits.wrapping_neg();
+                if word.take_bits(lowest) != 0 {
+                    return Some(at * WORD + lowest.trailing_zeros() as u16);
+                }
+                bits &= !lowest;
+            }
+        }
+        None
+    }
+
+    fn place(&self, number: u16) -> Option<(&Published<AtomicU64>, u64)> {
+        let word = self.standing_by.get(usize::from(number / WORD))?;
+        Some((word, 1 << (number % WORD)))
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod pollers_tests {
+    use super::*;
+
+    #[test]
+    fn one_of_those_who_stand_by_is_called_when_nobody_polls_any_more() {
+        let pollers = Pollers::new(130);
+        assert!(!pollers.stand_by(7), "nobody polls");
+        pollers.enter();
+        pollers.enter();
+        assert!(pollers.stand_by(129) && pollers.stand_by(64));
+        assert_eq!(pollers.leave(), Left::Others);
+        assert_eq!(pollers.call(), None);
+        assert_eq!(pollers.leave(), Left::Last(Some(64)));
+        assert!(pollers.stand_down(64), "it was called");
+        assert!(!pollers.stand_down(129), "it was not");
+        pollers.enter();
+        assert_eq!(pollers.leave(), Left::Last(None));
+    }
+
+    #[test]
+    fn there_is_no_number_beyond_the_last() {
+        let pollers = Pollers::new(64);
+        pollers.enter();
+        assert!(!pollers.stand_by(64) && pollers.stand_by(63));
+    }
+}
+
+#[cfg(all(test, loom))]
+mod pollers_loom_models {
+    use loom::sync::Arc;
+    use loom::thread;
+
+    use super::*;
+    use crate::sync::loom_models::{Doorbell, check};
+
+    struct Model {
+        pollers: Pollers,
+        bells: [Doorbell; 2],
+    }
+
+    impl Model {
+        fn leave(&self) {
+            if let Left::Last(Some(next)) = self.pollers.leave() {
+                self.bells[usize::from(next)].ring();
+            }
+        }
+
+        /// Sleeps until it is called, unless it has to poll itself; then polls, and leaves.
+        fn sleeper(&self, number: u16) {
+            while !self.pollers.is_empty() && self.pollers.stand_by(number) {
+                self.bells[usize::from(number)].wait();
+                assert!(self.pollers.stand_down(number));
+            }
+            self.pollers.enter();
+            self.leave();
+        }
+    }
+
+    /// A thread that is never called sleeps on, which loom reports as a deadlock.
+    #[test]
+    fn loom_as_long_as_one_sleeps_one_polls_or_is_called() {
+        check(|| {
+            let model = Arc::new(Model {
+                pollers: Pollers::new(2),
+                bells: [Doorbell::new(), Doorbell::new()],
+            });
+            model.pollers.enter();
+            let sleepers = [0, 1].map(|number| {
+                let model = model.clone();
+                thread::spawn(move || model.sleeper(number))
+            });
+            model.leave();
+            for sleeper in sleepers {
+                sleeper.join().unwrap();
+            }
         });
     }
 }

@@ -30,10 +30,10 @@ use rustix::net::{
     getsockname, listen, recvmsg, sendmsg, socket_with,
 };
 
-use super::channel::{Channel, MAX_FDS};
-use super::doorbell::Button;
-use super::privatefd::PrivateFd;
-use super::{channel, kernel, memfd};
+use crate::os::channel::{Channel, MAX_FDS};
+use crate::os::doorbell::Button;
+use crate::os::privatefd::PrivateFd;
+use crate::os::{channel, kernel, memfd};
 
 /// The most threads at a time. A thread that does not end is blocked in the close of a file that it holds.
 const MOST: usize = 8;
@@ -264,7 +264,7 @@ mod tests {
 
     use super::*;
     use crate::os::forked::in_child;
-    use crate::os::privatefd::left;
+    use crate::os::privatefd;
 
     /// Sends a message with `fd` and has it received in a separate thread. Returns the number of descriptors that
     /// arrive; `None` if the message is refused.
@@ -341,9 +341,9 @@ mod tests {
                     a.send(b"x", if *has_fd { &fds } else { &[] }).unwrap();
                 }
                 drop((b, writer));
-                assert_eq!(left::is_any(), is_apart);
+                assert_eq!(privatefd::is_any_left(), is_apart);
                 assert_eq!(a.send(b"x", &[]), Err(Errno::PIPE));
-                assert!(close_left() && !left::is_any());
+                assert!(close_left() && !privatefd::is_any_left());
                 // The pipe's reader is at its end once the thread has ended.
                 assert_eq!(rustix::io::read(&reader, &mut [0u8; 1][..]), Ok(0));
             }

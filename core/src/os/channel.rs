@@ -14,8 +14,8 @@ use rustix::net::{
     sockopt,
 };
 
-use super::kernel;
-use super::privatefd::{PrivateFd, Transit};
+use crate::os::kernel;
+use crate::os::privatefd::{PrivateFd, Transit};
 
 /// The most fds that one message may carry.
 pub const MAX_FDS: usize = 4;

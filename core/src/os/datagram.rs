@@ -13,8 +13,8 @@ use rustix::net::{
     AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, bind, connect, recv, send, socket_with, sockopt,
 };
 
-use super::kernel;
-use super::privatefd::PrivateFd;
+use crate::os::kernel;
+use crate::os::privatefd::PrivateFd;
 
 /// A datagram that an [`Answerer`] has received.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -9,7 +9,7 @@ use std::os::unix::ffi::OsStrExt;
 use rustix::fs::{Mode, OFlags, RawDir};
 use rustix::io::Errno;
 
-use super::privatefd::PrivateFd;
+use crate::os::privatefd::PrivateFd;
 use crate::scratch::Scratch;
 
 /// Returns the names in the directory that `dir` is open for, from the current offset on, in the kernel's order

@@ -22,7 +22,7 @@ use rustix::event::epoll;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, getpeername, socketpair, sockopt};
 
-use super::privatefd::{PrivateFd, Transit};
+use crate::os::privatefd::{PrivateFd, Transit};
 
 /// The end that is polled: edge-triggered, for input.
 #[derive(Debug)]

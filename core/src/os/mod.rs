@@ -8,13 +8,11 @@ pub mod channel;
 pub mod datagram;
 pub mod dir;
 pub mod doorbell;
-pub mod extent;
 #[cfg(test)]
 pub(crate) mod forked;
 #[cfg(target_arch = "x86_64")]
 pub mod heap;
 pub mod kernel;
-pub mod lazy;
 pub mod memfd;
 pub mod privatefd;
 pub mod thread;

@@ -20,18 +20,18 @@
 //! others, finds free numbers. The exception is a duplicate of an fd that the program is closing, which must have a
 //! number all the same. It gets one that was set aside (`reserve`), or any free number, if many are closed at once.
 
-pub mod left;
-mod reserve;
-mod transit;
+use std::cell::Cell;
+use std::mem::ManuallyDrop;
+use std::ops::Range;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
 
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd, RawFd};
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-
-use rustix::io::{Errno, fcntl_dupfd_cloexec};
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::io::{DupFlags, Errno, dup3, fcntl_dupfd_cloexec};
 use rustix::process::{Resource, getrlimit};
-pub use transit::{Look, Settled, Transit};
 
-use super::kernel;
+use crate::os::{kernel, thread};
 
 /// As long as private fds are few, all have numbers below this. Such numbers lie within an fd_set, above those that
 /// most programs ever use, and not at an end that programs choose for themselves.
@@ -150,7 +150,7 @@ impl PrivateFd {
 
     /// Leaves the close, which may block, to [`Self::close_left`].
     pub fn leave(self) {
-        left::leave(self.release());
+        leave_open(self.release());
     }
 
     /// Closes each fd that was [left](Self::leave) and that `take_over` has copied elsewhere. Returns `false` at the
@@ -158,7 +158,7 @@ impl PrivateFd {
     pub fn close_left(mut take_over: impl FnMut(BorrowedFd<'_>) -> bool) -> bool {
         let close = |number| drop(Self { fd: number });
         // SAFETY: an fd that was left stays open until it is closed here.
-        left::close(|number| take_over(unsafe { BorrowedFd::borrow_raw(number) }), close)
+        close_each_left(|number| take_over(unsafe { BorrowedFd::borrow_raw(number) }), close)
     }
 }
 
@@ -178,7 +178,7 @@ impl AsRawFd for PrivateFd {
 
 impl Drop for PrivateFd {
     fn drop(&mut self) {
-        if reserve::give_back(self.fd) {
+        if give_back(self.fd) {
             return;
         }
         // The bitmap entry is removed before the close: afterwards another thread may be given the same number and
@@ -290,11 +290,11 @@ fn place_closing(fd: BorrowedFd<'_>) -> Result<PrivateFd, Errno> {
 
 /// Closes the numbers that are set aside for fds that the program closes.
 pub fn dismiss_reserve() {
-    reserve::dismiss(|number| drop(PrivateFd { fd: number }));
+    dismiss_numbers(|number| drop(PrivateFd { fd: number }));
 }
 
 fn stock_reserve(place: &Place) {
-    reserve::stock(
+    stock_numbers(
         place.least()..place.end as RawFd,
         |file| place_in(file, place, Take::High).map(PrivateFd::release),
         |number| drop(PrivateFd { fd: number }),
@@ -302,9 +302,9 @@ fn stock_reserve(place: &Place) {
 }
 
 fn take_reserved(fd: BorrowedFd<'_>) -> Option<PrivateFd> {
-    let number = PrivateFd { fd: reserve::take()? };
+    let number = PrivateFd { fd: take_number()? };
     // On an error the number is dropped, which sets it aside again.
-    reserve::put(fd, number.fd).ok().map(|()| number)
+    put_at(fd, number.fd).ok().map(|()| number)
 }
 
 fn place_in(fd: BorrowedFd<'_>, place: &Place, take: Take) -> Option<PrivateFd> {
@@ -367,9 +367,9 @@ fn keep(new: OwnedFd) -> Option<PrivateFd> {
 /// No [`PrivateFd`] that `keep` refuses may be used or dropped in the child afterwards, as its number may be another
 /// file's. (Forget its owner.)
 pub unsafe fn reset_in_fork_child(keep: impl Fn(RawFd) -> bool) {
-    transit::reset_in_fork_child();
-    reserve::reset_in_fork_child();
-    left::reset_in_fork_child();
+    reset_transit();
+    reset_reserve();
+    reset_left();
     let mut from = 0;
     while let Some(n) = next_private(from, END) {
         from = n + 1;
@@ -387,3 +387,447 @@ pub unsafe fn reset_in_fork_child(keep: impl Fn(RawFd) -> bool) {
 
 #[cfg(test)]
 mod tests;
+
+// A list of unused descriptors whose close may block. Each stays open until a thread that may block has taken it over
+// (`os::apart`).
+
+static LEFT: [AtomicI32; 64] = [const { AtomicI32::new(NONE) }; 64];
+static LEFT_COUNT: AtomicU32 = AtomicU32::new(0);
+
+/// Adds a descriptor. Any thread may call this; it never waits. If the list is full, the descriptor stays open for
+/// good, which [`is_left_full`] prevents.
+pub(super) fn leave_open(number: RawFd) {
+    let is_entered = |slot: &AtomicI32| slot.compare_exchange(NONE, number, AcqRel, Relaxed).is_ok();
+    if LEFT.iter().any(is_entered) {
+        LEFT_COUNT.fetch_add(1, AcqRel);
+    }
+}
+
+/// Closes each descriptor that `take_over` has taken over. Returns `false` at the first descriptor that it has not.
+pub(super) fn close_each_left(mut take_over: impl FnMut(RawFd) -> bool, close: impl Fn(RawFd)) -> bool {
+    for slot in &LEFT {
+        let number = slot.load(Acquire);
+        if number == NONE {
+            continue;
+        }
+        if !take_over(number) {
+            return false;
+        }
+        close(number);
+        slot.store(NONE, Release);
+        LEFT_COUNT.fetch_sub(1, AcqRel);
+    }
+    true
+}
+
+/// Returns whether the list has entries.
+#[inline]
+pub fn is_any_left() -> bool {
+    LEFT_COUNT.load(Relaxed) != 0
+}
+
+/// Returns whether the list is half full: then no further channel may be accepted.
+pub fn is_left_full() -> bool {
+    LEFT_COUNT.load(Relaxed) as usize >= LEFT.len() / 2
+}
+
+/// Empties the list in a fork child, where the descriptors are closed with the other private ones.
+pub(super) fn reset_left() {
+    for slot in &LEFT {
+        slot.store(NONE, Relaxed);
+    }
+    LEFT_COUNT.store(0, Relaxed);
+}
+
+// Numbers set aside for duplicates that must not fail. A program may have all other numbers in use and close a
+// connection whose calls or bytes would be lost without a duplicate of the fd.
+//
+// Each such number is occupied by an eventfd that is never used, so that the kernel does not give it to the program.
+
+const NONE: RawFd = -1;
+
+/// The numbers that are set aside. A single one would prevent any loss: each close frees a number for the next. With
+/// more of them, fewer closes at the same time need a number that the program would have been given.
+static NUMBERS: [AtomicI32; RESERVED] = [const { AtomicI32::new(NONE) }; RESERVED];
+pub(super) const RESERVED: usize = 4;
+
+/// The number of the eventfd that is duplicated to all of `NUMBERS`. It is never given out.
+static RESERVE_FILE: AtomicI32 = AtomicI32::new(NONE);
+
+/// The least number that may be set aside.
+static RESERVE_LEAST: AtomicI32 = AtomicI32::new(0);
+
+/// Sets missing numbers aside. Replaces those at or above the end of `range`, which are left from before the program
+/// lowered its limit. `another` duplicates a file to a number in the range; `close` closes a number that is not needed.
+pub(super) fn stock_numbers(
+    range: Range<RawFd>,
+    mut another: impl FnMut(BorrowedFd<'_>) -> Option<RawFd>,
+    close: impl Fn(RawFd),
+) {
+    RESERVE_LEAST.store(range.start, Relaxed);
+    let mut fill = |slot: &AtomicI32, before, file: BorrowedFd<'_>| {
+        let number = another(file)?;
+        // If another thread was faster, the new number is surplus; otherwise the one that was in the slot before.
+        let surplus = slot.compare_exchange(before, number, AcqRel, Relaxed).unwrap_or(number);
+        (surplus != NONE).then(|| close(surplus));
+        Some(())
+    };
+    if reserve_file().is_none() {
+        let Ok(file) = eventfd(0, EventfdFlags::CLOEXEC) else {
+            return;
+        };
+        fill(&RESERVE_FILE, NONE, file.as_fd());
+        // SAFETY: `into_raw_fd` has taken the fd out of its owner, whose drop would call libc's close, which is hooked.
+        unsafe { rustix::io::close(file.into_raw_fd()) };
+    }
+    let Some(file) = reserve_file() else { return };
+    for slot in &NUMBERS {
+        let before = slot.load(Relaxed);
+        if (before == NONE || before >= range.end) && fill(slot, before, file).is_none() {
+            return;
+        }
+    }
+}
+
+fn reserve_file() -> Option<BorrowedFd<'static>> {
+    let number = RESERVE_FILE.load(Acquire);
+    // SAFETY: the file stays open as long as the process. A fork child closes it, but forgets the number first.
+    (number != NONE).then(|| unsafe { BorrowedFd::borrow_raw(number) })
+}
+
+/// Returns one of the numbers, which the caller owns from now on; `None` if none is set aside.
+pub(super) fn take_number() -> Option<RawFd> {
+    let mut taken = NUMBERS.iter().map(|slot| slot.swap(NONE, AcqRel));
+    taken.find(|number| *number != NONE)
+}
+
+/// Sets `number` aside instead of closing it, if one is missing. Returns `false` if not: then the caller closes it. The
+/// number is private, and only the caller uses it.
+pub(super) fn give_back(number: RawFd) -> bool {
+    let mut missing = NUMBERS.iter().filter(|slot| slot.load(Relaxed) == NONE).peekable();
+    if missing.peek().is_none() || number < RESERVE_LEAST.load(Relaxed) {
+        return false;
+    }
+    reserve_file().is_some_and(|file| {
+        put_at(file, number).is_ok() && missing.any(|slot| slot.compare_exchange(NONE, number, AcqRel, Relaxed).is_ok())
+    })
+}
+
+/// Puts the open file of `fd` at `number`, which the caller owns, in place of the file that was there.
+pub(super) fn put_at(fd: BorrowedFd<'_>, number: RawFd) -> Result<(), Errno> {
+    // SAFETY: the caller owns the number, and still does afterwards (`ManuallyDrop`).
+    let mut at = ManuallyDrop::new(unsafe { OwnedFd::from_raw_fd(number) });
+    dup3(fd, &mut at, DupFlags::CLOEXEC)
+}
+
+/// Sets no number aside from now on, and passes the existing ones to `close`. The eventfd stays open, as another thread
+/// may be about to duplicate it.
+pub(super) fn dismiss_numbers(close: impl Fn(RawFd)) {
+    RESERVE_FILE.store(NONE, Relaxed);
+    std::iter::from_fn(take_number).for_each(close);
+}
+
+/// Forgets the numbers in a fork child, which does not keep them.
+pub(super) fn reset_reserve() {
+    for slot in [&RESERVE_FILE].into_iter().chain(&NUMBERS) {
+        slot.store(NONE, Relaxed);
+    }
+}
+
+// Keeps calls of the program apart from a library fd on its way to a private number.
+//
+// The kernel gives a new fd the lowest number first, and the number of a duplicate is unknown until the call that
+// makes it returns. Until the bitmap has that number, it looks like a number of the program's. So there are two sides,
+// and each waits for the other: fds in transit ([`Transit`]), and calls that need all fds settled ([`Settled`]). Such
+// a call closes a range, forks, or puts a file at a number that the program chooses.
+//
+// The wait is short as a rule. A thread does not wait for what it has begun itself: a signal handler may have
+// interrupted the very thread that it would wait for. The calls of the program come first: an fd whose transit has not
+// begun waits until they are done. Otherwise transits one after the other might never leave such a call a moment.
+//
+// A call that makes an fd for the program waits for neither side, and neither side waits for it, as it may block. The
+// hook takes a [`Look`] before, and corrects the number afterwards if the call was disturbed.
+
+/// Counts of both sides, 16 bits each: fds in transit, and callers that need them settled. The upper half counts the
+/// transits that have begun, and wraps.
+struct Sides(AtomicU64);
+
+const FD: u64 = 1;
+const SETTLED: u64 = 1 << 16;
+const BEGUN: u64 = 1 << 32;
+
+static SIDES: Sides = Sides(AtomicU64::new(0));
+
+impl Sides {
+    /// Counts an fd in transit once no caller needs fds settled, or after `turns` checks. If `is_part` of a transit of
+    /// the same thread, for which such a caller waits already, it is counted at once.
+    fn enter_fd(&self, is_part: bool, turns: u32) {
+        let others = if is_part { 0 } else { mask(SETTLED) };
+        for turn in 0..turns {
+            let free = |sides: u64| (sides & others == 0).then_some(sides.wrapping_add(FD + BEGUN));
+            // Acquire pairs with the Release in `leave`: the accesses of the other side have happened before.
+            if self.0.fetch_update(Ordering::AcqRel, Ordering::Relaxed, free).is_ok() {
+                return;
+            }
+            pause(turn);
+        }
+        self.0.fetch_add(FD + BEGUN, Ordering::AcqRel);
+    }
+
+    /// Counts a caller that needs fds settled, and waits until no fd is in transit, or for `turns` checks.
+    fn enter_settled(&self, turns: u32) {
+        let mut sides = self.0.fetch_add(SETTLED, Ordering::AcqRel);
+        for turn in 0..turns {
+            if sides & mask(FD) == 0 {
+                return;
+            }
+            pause(turn);
+            sides = self.0.load(Ordering::Acquire);
+        }
+    }
+
+    /// Removes one from the count `own`, but never below zero: a signal handler may have forked meanwhile, and a child
+    /// counts anew.
+    fn leave(&self, own: u64) {
+        let less = |sides: u64| (sides & mask(own) != 0).then(|| sides - own);
+        let _ = self.0.fetch_update(Ordering::Release, Ordering::Relaxed, less);
+    }
+}
+
+/// Returns the bits of the counts of these kinds.
+fn mask(kinds: u64) -> u64 {
+    kinds * (SETTLED - 1)
+}
+
+/// The most checks before giving up: 2 s at least, as on a busy machine the other thread may not get to run. Bounded,
+/// because the other thread may have been stopped.
+const TURNS: u32 = 20_000;
+/// The first checks yield the processor; each later check sleeps 100 µs.
+const SHORT_TURNS: u32 = 100;
+
+/// Waits between two checks. The other side needs only a few system calls to finish, once its thread runs.
+fn pause(turn: u32) {
+    if turn < SHORT_TURNS {
+        rustix::thread::sched_yield();
+    } else {
+        let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
+            tv_sec: 0,
+            tv_nsec: 100_000,
+        });
+    }
+}
+
+/// Returns how often to check for the other side: not at all if the calling thread has `own` entries there, which
+/// cannot end while it waits.
+fn turns(own: &Cell<u32>) -> u32 {
+    if own.get() > 0 { 0 } else { TURNS }
+}
+
+/// Subtracts one, but not below zero, for the reason given at [`Sides::leave`].
+fn one_less(own: &Cell<u32>) {
+    own.set(own.get().saturating_sub(1));
+}
+
+/// A period in which a library fd has, or is about to get, a number that is not in the bitmap yet. Ends when dropped.
+#[derive(Debug)]
+pub struct Transit(());
+
+impl Transit {
+    /// Begins a transit. Async-signal-safe; waits for some seconds at most.
+    pub fn begin() -> Self {
+        let thread = thread::current();
+        let own = thread.transits();
+        SIDES.enter_fd(own.get() > 0, turns(thread.settles()));
+        own.set(own.get() + 1);
+        Self(())
+    }
+}
+
+impl Drop for Transit {
+    fn drop(&mut self) {
+        one_less(thread::current().transits());
+        SIDES.leave(FD);
+    }
+}
+
+/// A period in which every library fd is in the bitmap. Ends when dropped. It is also a section of the thread, so that
+/// signal handlers wait: one that ran in it and waited might wait for a thread that is about to begin a [`Transit`].
+#[derive(Debug)]
+pub struct Settled(());
+
+impl Settled {
+    /// Begins a period in which every library fd is in the bitmap. Async-signal-safe. Waits for fds in transit, some
+    /// seconds at most.
+    pub fn begin() -> Self {
+        let thread = thread::current();
+        thread.begin();
+        let own = thread.settles();
+        SIDES.enter_settled(turns(thread.transits()));
+        own.set(own.get() + 1);
+        Self(())
+    }
+}
+
+impl Drop for Settled {
+    fn drop(&mut self) {
+        let thread = thread::current();
+        one_less(thread.settles());
+        SIDES.leave(SETTLED);
+        thread.end();
+    }
+}
+
+impl Settled {
+    /// Lets the period last until [`Self::end`], which may be called elsewhere in this thread, or by its copy in a fork
+    /// child.
+    pub fn hold(self) {
+        std::mem::forget(self);
+    }
+
+    /// Ends a period that was [held](Self::hold).
+    pub fn end() {
+        drop(Self(()));
+    }
+}
+
+/// The counts before a call that makes an fd for the program: were library fds in transit then?
+#[derive(Clone, Copy, Debug)]
+pub struct Look(u64);
+
+impl Look {
+    /// Returns the counts of now. Async-signal-safe; one load.
+    #[inline]
+    pub fn now() -> Self {
+        Self(SIDES.0.load(Ordering::Acquire))
+    }
+
+    /// Returns whether a library fd was in transit at any time since. Then the number that the kernel has given
+    /// meanwhile may be higher than the lowest free number without library fds.
+    ///
+    /// The kernel gives numbers under a lock. A library fd that got its number before the program's fd was counted
+    /// before that, and is seen here.
+    #[inline]
+    pub fn is_disturbed(self) -> bool {
+        is_disturbed(self.0, SIDES.0.load(Ordering::Acquire))
+    }
+}
+
+#[inline]
+fn is_disturbed(before: u64, after: u64) -> bool {
+    before & mask(FD) != 0 || (before ^ after) / BEGUN != 0
+}
+
+/// Clears the counts in a fork child, which has none of its parent's other threads.
+pub(super) fn reset_transit() {
+    SIDES.0.fetch_and(!mask(FD | SETTLED), Ordering::Relaxed);
+    thread::current().transits().set(0);
+    thread::current().settles().set(0);
+}
+
+#[cfg(test)]
+mod transit_tests {
+    use super::*;
+
+    const SHORT: u32 = 20;
+
+    fn counts(sides: &Sides) -> u64 {
+        sides.0.load(Ordering::Relaxed) & mask(FD | SETTLED)
+    }
+
+    /// Waits until the counts are as expected.
+    fn await_counts(sides: &Sides, expected: u64) {
+        while counts(sides) != expected {
+            std::thread::yield_now();
+        }
+    }
+
+    /// Gives a mistake time to show, and checks that the counts stay the same.
+    fn nothing_changes(sides: &Sides) {
+        let before = counts(sides);
+        std::thread::sleep(std::time::Duration::from_millis(2));
+        assert_eq!(counts(sides), before);
+    }
+
+    #[test]
+    fn who_wants_fds_settled_waits_for_those_under_way_and_comes_before_others() {
+        let sides = Sides(AtomicU64::new(0));
+        sides.enter_fd(false, SHORT);
+        sides.enter_fd(false, SHORT);
+        sides.leave(FD);
+        std::thread::scope(|s| {
+            let settled = s.spawn(|| {
+                sides.enter_settled(u32::MAX);
+                assert_eq!(counts(&sides) & mask(FD), 0);
+            });
+            await_counts(&sides, FD + SETTLED);
+            let next = s.spawn(|| sides.enter_fd(false, u32::MAX));
+            nothing_changes(&sides);
+            // A part of a transit that is in progress does not wait.
+            sides.enter_fd(true, SHORT);
+            sides.leave(FD);
+            assert!(!settled.is_finished());
+            sides.leave(FD);
+            assert!(settled.join().is_ok());
+            nothing_changes(&sides);
+            // Two callers need fds settled at the same time.
+            sides.enter_settled(SHORT);
+            sides.leave(SETTLED);
+            nothing_changes(&sides);
+            sides.leave(SETTLED);
+            assert!(next.join().is_ok());
+        });
+        assert_eq!(counts(&sides), FD);
+    }
+
+    #[test]
+    fn who_would_wait_for_itself_goes_on() {
+        let sides = Sides(AtomicU64::new(0));
+        sides.enter_fd(false, SHORT);
+        sides.enter_settled(SHORT);
+        sides.enter_fd(false, SHORT);
+        assert_eq!(counts(&sides), 2 * FD + SETTLED);
+        sides.leave(FD);
+        sides.leave(SETTLED);
+        sides.leave(FD);
+        // As in a fork child, whose counts begin at zero.
+        sides.leave(FD);
+        sides.leave(SETTLED);
+        assert_eq!(counts(&sides), 0);
+    }
+
+    #[test]
+    fn a_call_is_disturbed_by_what_was_under_way_at_any_time_of_it() {
+        let sides = Sides(AtomicU64::new(u64::MAX - mask(FD | SETTLED)));
+        let look = || sides.0.load(Ordering::Relaxed);
+        let quiet = look();
+        sides.enter_settled(SHORT);
+        assert!(!is_disturbed(quiet, look()));
+        sides.leave(SETTLED);
+        assert!(!is_disturbed(quiet, look()));
+        // The count of transits wraps.
+        sides.enter_fd(false, SHORT);
+        let amid = look();
+        assert!(is_disturbed(quiet, look()));
+        sides.leave(FD);
+        assert!(is_disturbed(quiet, look()), "it began and ended meanwhile");
+        assert!(is_disturbed(amid, look()), "it had begun before");
+        assert!(!is_disturbed(look(), look()));
+    }
+
+    #[test]
+    fn nobody_waits_for_what_its_own_thread_has() {
+        let thread = thread::current();
+        let own = || (turns(thread.transits()), turns(thread.settles()));
+        assert_eq!(own(), (TURNS, TURNS));
+        let outer = Transit::begin();
+        drop(Transit::begin());
+        assert_eq!(own(), (0, TURNS));
+        drop(outer);
+        Settled::begin().hold();
+        assert_eq!(own(), (TURNS, 0));
+        assert_eq!(thread.depth(), 1, "signal handlers wait");
+        Settled::end();
+        assert_eq!(own(), (TURNS, TURNS));
+        assert_eq!(thread.depth(), 0);
+    }
+}

@@ -4,8 +4,6 @@
 
 pub mod control;
 pub mod diag;
-pub mod guard;
-pub mod holders;
 pub mod names;
 pub mod peers;
 pub mod route;

@@ -1,7 +1,7 @@
 //! Abstract AF_UNIX names, on which the instances behind a TCP port, and each single instance, answer.
 //!
 //! Abstract names belong to a network namespace, as TCP ports do, and vanish with the last fd. Any user may bind one,
-//! so a connector must first check the answerer by [`super::diag::trusted`].
+//! so a connector must first check the answerer by [`crate::rendezvous::diag::trusted`].
 
 use std::os::fd::{AsFd, BorrowedFd};
 
@@ -237,7 +237,7 @@ mod tests {
             let waits = connect_to(instance(&id).as_bytes()).unwrap();
             waits.send(b"x", &[writer.as_fd()]).unwrap();
             drop((name, writer));
-            assert!(crate::os::privatefd::left::is_any());
+            assert!(crate::os::privatefd::is_any_left());
             assert!(crate::os::apart::close_left());
             assert_eq!(rustix::io::read(&reader, &mut [0u8; 1][..]), Ok(0));
         });

@@ -7,7 +7,7 @@ use rustix::io::Errno;
 use rustix::net::SocketType;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-use super::diag::{AF_INET, AF_INET6, NLM_F_REQUEST, NLMSG_ERROR, NetlinkHeader, ask};
+use crate::rendezvous::diag::{AF_INET, AF_INET6, NLM_F_REQUEST, NLMSG_ERROR, NetlinkHeader, ask};
 
 /// The place of an address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -7,10 +7,10 @@ use core::mem::size_of;
 use core::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use core::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use core::sync::atomic::{AtomicI32, AtomicU8, AtomicU16, AtomicU32, AtomicU64, fence};
+use core::time::Duration;
 
-use super::codes::{Direction, EVENTS, LINK_SLOTS, LinkState, Path, SLEEPER_SLOTS, STREAM_SLOTS};
-use super::reason::Why;
-use super::sleepers::{SleeperStats, Waiting};
+use crate::codes::codes;
+use crate::stats::reason::Why;
 
 /// "rdmastat", read as a little-endian number.
 pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"rdmastat");
@@ -396,3 +396,264 @@ impl StreamStats {
 
 const _: () = assert!(size_of::<StreamStats>() == 128 && size_of::<LinkStats>() == 64);
 const _: () = assert!(size_of::<Header>() == 4096);
+
+// The threads that sleep, in what call, and since when. There is one slot a waiter: the owner writes it, and readers
+// read it.
+//
+// A thread writes here when it is about to sleep in the kernel until a link has data or room, and when it is awake
+// again. Threads that sleep in the kernel's own calls on TCP are not here: the kernel reports those.
+
+/// The waiter that is woken by an event.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Waiting {
+    /// No waiter.
+    Nobody,
+    /// The waiter with this number.
+    One(u16),
+    /// More than one waiter.
+    Several,
+}
+
+impl Waiting {
+    pub(super) fn to_word(self) -> u16 {
+        match self {
+            Self::Nobody => 0,
+            Self::One(number) => number.saturating_add(1),
+            Self::Several => u16::MAX,
+        }
+    }
+
+    pub(super) fn from_word(word: u16) -> Self {
+        match word {
+            0 => Self::Nobody,
+            u16::MAX => Self::Several,
+            word => Self::One(word - 1),
+        }
+    }
+}
+
+/// A thread that is about to sleep.
+#[derive(Clone, Copy, Debug)]
+pub struct Asleep {
+    /// The thread's id, in its own pid namespace.
+    pub thread: u32,
+    /// The call that it sleeps in.
+    pub call: Call,
+    /// The slot of the stream that the call is on, if it is on one.
+    pub stream: Option<u32>,
+    /// When the sleep began: CLOCK_MONOTONIC, ns. The kernel's coarse clock is precise enough.
+    pub since: u64,
+    /// For a sender: the number of bytes that its reader has not read.
+    pub unread: u64,
+}
+
+/// The threads that sleep as one waiter. They are several at once only for an epoll set's waiter. Then all fields
+/// except `count` describe the thread that came last.
+#[repr(C, align(32))]
+#[derive(Debug)]
+pub struct SleeperStats {
+    since: AtomicU64,
+    unread: AtomicU64,
+    /// 0 if the thread that came last is awake, and others sleep on.
+    thread: AtomicU32,
+    /// The slot plus one; 0 is none.
+    stream: AtomicU32,
+    count: AtomicU16,
+    call: AtomicU8,
+}
+
+// No slot crosses the border of a page: a reader reads only pages that have memory.
+const _: () = assert!(size_of::<SleeperStats>() == 32);
+const _: () = assert!((SLEEPER_SLOTS as usize * size_of::<SleeperStats>()).is_multiple_of(4096));
+
+impl SleeperStats {
+    /// Notes that a thread goes to sleep.
+    pub fn begin(&self, asleep: &Asleep) {
+        self.since.store(asleep.since, Relaxed);
+        self.unread.store(asleep.unread, Relaxed);
+        self.thread.store(asleep.thread, Relaxed);
+        let stream = asleep.stream.map_or(0, |slot| slot.saturating_add(1));
+        self.stream.store(stream, Relaxed);
+        self.call.store(asleep.call as u8, Relaxed);
+        // Pairs with the Acquire in `copy`: a reader that sees the sleeper sees its fields.
+        self.count.fetch_add(1, Release);
+    }
+
+    /// Notes that the thread is awake.
+    pub fn end(&self, thread: u32) {
+        if self.thread.load(Relaxed) == thread {
+            self.thread.store(0, Relaxed);
+        }
+        self.count.fetch_sub(1, Relaxed);
+    }
+
+    pub(super) fn copy(&self, waiter: u16, now: u64) -> Option<SleeperSnapshot> {
+        let count = self.count.load(Acquire);
+        (count > 0).then(|| SleeperSnapshot {
+            waiter,
+            count,
+            thread: Some(self.thread.load(Relaxed)).filter(|id| *id != 0),
+            call: Call::from_code(self.call.load(Relaxed)),
+            stream: self.stream.load(Relaxed).checked_sub(1),
+            asleep: Duration::from_nanos(now.saturating_sub(self.since.load(Relaxed))),
+            unread: self.unread.load(Relaxed),
+        })
+    }
+}
+
+/// The threads that sleep as one waiter, at one moment.
+#[derive(Clone, Copy, Debug)]
+pub struct SleeperSnapshot {
+    /// The waiter's number.
+    pub waiter: u16,
+    /// The number of threads.
+    pub count: u16,
+    /// The thread that came last; `None` if it does not sleep any more.
+    pub thread: Option<u32>,
+    /// The call that it sleeps in; `None` for a code that this version does not know.
+    pub call: Option<Call>,
+    /// The slot of the stream that the call is on; `None` for poll and epoll sets.
+    pub stream: Option<u32>,
+    /// How long it has slept.
+    pub asleep: Duration,
+    /// For a sender: the number of bytes that its reader had not read when the sender went to sleep.
+    pub unread: u64,
+}
+
+// Constants that the owner of a page and its readers share: the page's name and sizes, and the codes in it. Reasons
+// are in reason.rs, the layout of the page is in layout.rs.
+
+/// Name of the memfd; the link in `/proc/<pid>/fd` reads `/memfd:rdmasock-stats (deleted)`.
+pub const MEMFD_NAME: &str = "rdmasock-stats";
+/// Streams that an instance can show at once. Streams beyond that are not listed.
+pub const STREAM_SLOTS: u32 = 65_536;
+/// Links that an instance can show at once.
+pub const LINK_SLOTS: u32 = 1_024;
+/// Sleepers that an instance can show at once: one a waiter.
+pub const SLEEPER_SLOTS: u32 = crate::fabric::waiter::MAX_WAITERS as u32;
+
+codes! {
+    /// What a direction of a stream runs on.
+    pub enum Path: u8 {
+        /// The kernel's TCP.
+        Tcp = 0 => "tcp",
+        /// A link on shared memory.
+        Shm = 1 => "shm",
+        /// A link on RDMA verbs.
+        Verbs = 2 => "verbs",
+        /// A link in the same process (tests).
+        Mem = 3 => "mem",
+    }
+}
+
+codes! {
+    /// The end of the TCP connection that the stream is.
+    pub enum Direction: u8 {
+        /// This instance called accept().
+        Accept = 0 => "accept",
+        /// This instance called connect().
+        Connect = 1 => "connect",
+    }
+}
+
+codes! {
+    /// The call that a thread sleeps in.
+    pub enum Call: u8 {
+        /// A call that receives.
+        Receive = 0 => "recv",
+        /// A call that sends.
+        Send = 1 => "send",
+        /// poll or select.
+        Poll = 2 => "poll",
+        /// epoll_wait.
+        Epoll = 3 => "epoll_wait",
+    }
+}
+
+codes! {
+    /// State of a link.
+    pub enum LinkState: u8 {
+        /// The link is being set up.
+        Opening = 0 => "opening",
+        /// The link carries streams.
+        Up = 1 => "up",
+        /// The link failed, or the peer closed it; see its reason.
+        Down = 2 => "down",
+    }
+}
+
+codes! {
+    /// An event, counted for the whole instance. Its text is its name in JSON.
+    pub enum Event: usize {
+        /// An ASK was sent.
+        Ask = 0 => "asks",
+        /// A YES came back.
+        Yes = 1 => "yes",
+        /// A NO came back.
+        No = 2 => "no",
+        /// A step of a handshake did not come in time.
+        HandshakeTimeout = 3 => "timeouts",
+        /// A peer broke the protocol, on a link or while asking; the channel was closed, or the message ignored.
+        LinkViolation = 4 => "violations",
+        /// A connection's question went to another host. It counts once, however often it was sent.
+        ControlAsk = 5 => "control_asks",
+        /// A question from another host was answered YES or NO.
+        ControlAnswer = 6 => "control_answers",
+        /// A question from another host was passed on to the service names of this one.
+        ControlRelay = 7 => "control_relays",
+        /// A host did not answer, or no instance listens there: it is not asked for a while.
+        ControlAbsent = 8 => "control_absent",
+        /// A question came without a stamp of this instance, and got one.
+        ControlStamp = 9 => "control_stamps",
+        /// The control port could not be bound.
+        ControlUnbound = 10 => "control_unbound",
+        /// A datagram was refused: it does not have the one length that there is.
+        ControlLength = 11 => "control_refused_length",
+        /// A datagram was refused: it is of another version of the protocol.
+        ControlVersion = 12 => "control_refused_version",
+        /// A datagram was refused: it was not understood, or out of place.
+        ControlKind = 13 => "control_refused_kind",
+        /// A datagram was refused: its HMAC is wrong or missing, or there is one and this instance has no secret.
+        ControlMac = 14 => "control_refused_hmac",
+        /// A datagram was refused: an answer to no question of this instance, or a question from an address that is not
+        /// its connection's.
+        ControlMisplaced = 15 => "control_refused_misplaced",
+        /// A datagram was refused: its question had ended, or is known with other contents.
+        ControlReplay = 16 => "control_refused_replay",
+        /// A datagram was refused: too many came.
+        ControlRate = 17 => "control_refused_rate",
+        /// A bulk queue pair between hosts was lost while direct transfers were under way: their bytes went on by
+        /// rings.
+        BulkLost = 18 => "bulk_lost",
+        /// Bytes that this end's device was to send straight from the program's memory.
+        DirectSent = 19 => "direct_sent_bytes",
+        /// Bytes that the peer's device has written straight into the program's memory.
+        DirectReceived = 20 => "direct_received_bytes",
+        /// A call's memory was not registered: that would exceed half of the memlock limit, or the device refused it.
+        /// The bytes went by rings.
+        DirectUnpinned = 21 => "direct_unpinned",
+        /// Memory of the program was registered: for a call, or a piece of the registered allocator for a link.
+        DirectRegistered = 22 => "direct_registrations",
+        /// Bytes that the peer's device has read straight from the program's memory.
+        RendezvousSent = 23 => "rendezvous_sent_bytes",
+        /// Bytes that this end's device has read straight from the memory of the peer's program.
+        RendezvousReceived = 24 => "rendezvous_received_bytes",
+        /// A send recalled the memory that it had lent, before the peer's device had read all of it.
+        RendezvousRecalled = 25 => "rendezvous_recalled",
+        /// A call's memory lay in a piece of the registered allocator that is registered with the device.
+        AllocHit = 26 => "alloc_hits",
+        /// A call's memory lay in a piece of the registered allocator that is not registered with the device. It is
+        /// registered then if the budget has room.
+        AllocMiss = 27 => "alloc_misses",
+        /// Bytes of such pieces that were registered with a device.
+        AllocKept = 28 => "alloc_kept_bytes",
+        /// Bytes of such pieces whose registration with a device has ended.
+        AllocEnded = 29 => "alloc_ended_bytes",
+        /// Bytes that this end's device has read straight into the buffer of a waiting call. They count as read from
+        /// the peer's memory too.
+        RendezvousLanded = 30 => "rendezvous_landed_bytes",
+    }
+}
+
+/// Number of [`Event`]s.
+pub(super) const EVENTS: usize = Event::ALL.len();

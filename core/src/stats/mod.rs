@@ -6,20 +6,19 @@
 //!
 //! The pointer to an instance's own page is in shims, which replaces it after a fork. cli prints the figures.
 
-mod codes;
-mod find;
 mod layout;
 mod page;
 mod read;
 mod reason;
-mod sleepers;
 #[cfg(test)]
 mod tests;
 
-pub use codes::{Call, Direction, Event, LINK_SLOTS, LinkState, MEMFD_NAME, Path, SLEEPER_SLOTS, STREAM_SLOTS};
-pub use find::{Process, instance_of, instances};
-pub use layout::{Counts, LinkStats, StatsPage, StreamStats};
-pub use page::{InstanceInfo, LinkInfo, StreamInfo};
-pub use read::{InstanceSnapshot, LinkSnapshot, ReadError, StatsReader, StreamSnapshot, Totals};
-pub use reason::{Reason, Why};
-pub use sleepers::{Asleep, SleeperSnapshot, SleeperStats, Waiting};
+pub use crate::stats::layout::{
+    Asleep, Call, Counts, Direction, Event, LINK_SLOTS, LinkState, LinkStats, MEMFD_NAME, Path, SLEEPER_SLOTS,
+    STREAM_SLOTS, SleeperSnapshot, SleeperStats, StatsPage, StreamStats, Waiting,
+};
+pub use crate::stats::page::{InstanceInfo, LinkInfo, StreamInfo};
+pub use crate::stats::read::{
+    InstanceSnapshot, LinkSnapshot, Process, ReadError, StatsReader, StreamSnapshot, Totals, instance_of, instances,
+};
+pub use crate::stats::reason::{Reason, Why};

@@ -14,13 +14,13 @@ use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 use rustix::time::{ClockId, clock_gettime};
 
-use super::codes::{Direction, Event, LINK_SLOTS, LinkState, MEMFD_NAME, Path, SLEEPER_SLOTS, STREAM_SLOTS};
-use super::layout::{Header, LinkStats, MAGIC, PROGRAM_MAX, StatsPage, StreamStats, VERSION, bump, moved};
-use super::reason::{Reason, Why};
-use super::sleepers::SleeperStats;
-use crate::os::extent::PAGE;
-use crate::os::lazy;
-use crate::os::memfd::within_file_limit;
+use crate::os::memfd;
+use crate::os::memfd::{PAGE, within_file_limit};
+use crate::stats::layout::{
+    Direction, Event, Header, LINK_SLOTS, LinkState, LinkStats, MAGIC, MEMFD_NAME, PROGRAM_MAX, Path, SLEEPER_SLOTS,
+    STREAM_SLOTS, SleeperStats, StatsPage, StreamStats, VERSION, bump, moved,
+};
+use crate::stats::reason::{Reason, Why};
 
 /// Stream slots that a new page opens.
 const FIRST: u32 = 32;
@@ -47,7 +47,7 @@ pub struct StreamInfo {
     pub local: Option<SocketAddr>,
     /// The peer's address, if known by now.
     pub peer: Option<SocketAddr>,
-    /// Why it is on TCP, usually [`super::Reason::BelowThreshold`].
+    /// Why it is on TCP, usually [`crate::stats::Reason::BelowThreshold`].
     pub why: Why,
 }
 
@@ -264,7 +264,7 @@ fn map(fd: Option<BorrowedFd<'_>>) -> Result<&'static StatsPage, Errno> {
         None => MapFlags::PRIVATE | MapFlags::NORESERVE,
     };
     // mlockall(2) does not fill the parts that are not open.
-    let address = lazy::map(length, ProtFlags::empty(), flags, fd)?;
+    let address = memfd::map(length, ProtFlags::empty(), flags, fd)?;
     open_streams(address, FIRST)?;
     let page = NonNull::new(address.cast::<StatsPage>()).ok_or(Errno::NOMEM)?;
     // SAFETY: the parts that are not open are never read or written: `stream` returns no reference into them, and
@@ -282,5 +282,5 @@ fn open_streams(start: *mut c_void, count: u32) -> Result<(), Errno> {
     let bytes = offset_of!(StatsPage, streams) + count as usize * size_of::<StreamStats>();
     // SAFETY: within the page's mapping, which `map` has made: `count` is at most STREAM_SLOTS. The last memory page of
     // the range may be opened whole.
-    unsafe { lazy::open(start, bytes.next_multiple_of(PAGE)) }
+    unsafe { memfd::open(start, bytes.next_multiple_of(PAGE)) }
 }

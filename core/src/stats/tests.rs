@@ -3,7 +3,7 @@
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 
-use super::*;
+use crate::stats::*;
 
 const INFO: InstanceInfo<'static> = InstanceInfo {
     pid: 4242,

@@ -3,7 +3,7 @@
 //! uses the same object. All calls to the socket, the link and the process go through [`SocketIo`]. No code here
 //! blocks, reads a clock or makes a system call.
 //!
-//! The state machines of [`super::handshake`] and [`super::resume`] decide what is to be done. [`super::mode`] decides
+//! The state machines of [`crate::stream::handshake`] and [`crate::stream::resume`] decide what is to be done. [`crate::stream::mode`] decides
 //! what a direction may run on. The modules here hold the state that the machines act on, and carry the steps out:
 //!
 //! | module, lowest first | what it does |
@@ -21,39 +21,387 @@
 //!
 //! Lock order: `control`, `rx`, `tx`. Each function's comment names the locks that its caller holds.
 
-#![forbid(unsafe_code)]
+use std::net::IpAddr;
+use std::ops::Range;
+use std::sync::atomic::Ordering::{Acquire, SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicI32};
 
-mod ahead;
-mod aside;
-mod attempt;
-mod carry;
-mod close;
-mod hand_over;
-mod io;
-mod leave;
-mod messages;
-mod object;
-mod receiving;
-pub mod resume;
-mod scan;
-mod sending;
-mod stay;
-mod streams;
+use crossbeam_utils::CachePadded;
 
-pub use ahead::{drop_unread, read_ahead};
-pub use aside::MOST as MOST_ASIDE;
-pub use attempt::{begin_asking, begin_offering, end_attempt, feed, look_for_resume, on_link_up};
-pub use carry::{Carry, after_fork};
-pub use close::{Awaited, close_if_over, close_tx, return_unread, scan_left, shut};
-pub use hand_over::{on_take_back, on_taken_back, press_on};
-pub use io::{ConnectionOf, ControlOf, Half, Peeked, RxOf, SocketIo, StreamLink, Task, Tcp, TxOf, Unsent};
-pub use leave::{leave, prefer_tcp, return_to_tcp};
-pub use messages::{Broken, OpenNonces, on_demote_request, on_open, on_open_ack, on_open_refused};
-pub use object::{Connection, Control, Opened, Rx, Tx};
-pub use receiving::{
-    hand_over_rest, is_over, is_scanning, leave_link_at_end, look_for_reset, on_end_told, refuse, shut_receiving,
-    start_scan, stop_scan,
+use crate::fabric::ring::{Consumer, Producer};
+use crate::ids::{InstanceId, Nonce, Vqpn};
+use crate::lock::Lock;
+use crate::stats::Reason;
+pub use crate::stream::connection::attempt::{
+    begin_asking, begin_offering, end_attempt, feed, look_for_resume, on_link_up,
 };
-pub use scan::{Ahead, AtMark, has_marker, look, look_ahead, scan_taken, seen_ahead};
-pub use sending::{Farewell, flush, resend, wait_for_tcp};
-pub use streams::close_stream;
+pub use crate::stream::connection::close::{
+    Awaited, MOST as MOST_ASIDE, close_if_over, close_tx, on_take_back, on_taken_back, press_on, return_unread,
+    scan_left, shut,
+};
+use crate::stream::connection::directions::demote_tx;
+pub use crate::stream::connection::directions::{
+    Farewell, flush, hand_over_rest, is_over, is_scanning, leave_link_at_end, look_for_reset, on_end_told, refuse,
+    resend, shut_receiving, start_scan, stop_scan, wait_for_tcp,
+};
+pub use crate::stream::connection::io::{
+    ConnectionOf, ControlOf, Half, Peeked, RxOf, SocketIo, StreamLink, Task, Tcp, TxOf, Unsent,
+};
+pub use crate::stream::connection::messages::{
+    Broken, OpenNonces, on_demote_request, on_open, on_open_ack, on_open_refused,
+};
+pub use crate::stream::connection::scan::{
+    Ahead, AtMark, Carry, after_fork, drop_unread, has_marker, look, look_ahead, read_ahead, scan_taken, seen_ahead,
+};
+pub use crate::stream::connection::stay::{leave, prefer_tcp, return_to_tcp};
+use crate::stream::handshake::Handshake;
+use crate::stream::mode::{Mode, ModeCell, Receiving, Sending};
+use crate::stream::resume::Resume;
+use crate::sync::Presence;
+use crate::wire::{LinkOffer, Message, RingOffer};
+
+mod attempt;
+mod close;
+mod directions;
+mod io;
+mod messages;
+mod scan;
+pub mod stay;
+
+// The state of one end of a connection: the two directions, and the control state of both. The modules beside this one
+// have the operations on it.
+
+/// The sending direction.
+#[derive(Default)]
+pub struct Tx<O> {
+    /// The writing end of the peer's ring. Present while the direction is on the link, and until the peer has read it.
+    pub producer: Option<Producer>,
+    /// Bytes that TCP has not taken yet: markers, then [`again`](Self::again) bytes of the program's.
+    pub marker: Vec<u8>,
+    /// How many bytes at the end of [`marker`](Self::marker) are the program's. The peer has not read them on the link,
+    /// so they are sent again.
+    pub again: usize,
+    /// Positions in TCP's stream of the last two runs of marker bytes that TCP has taken. The peer may not have
+    /// acknowledged them yet.
+    pub ours: [Range<u64>; 2],
+    /// The pending marker is a SWITCH: once TCP has taken it, the direction is on the link.
+    pub then_link: bool,
+    /// The direction has left a link between hosts, and the peer's RESUME has not come. Only the marker is sent.
+    pub is_suspended: bool,
+    /// The program has shut the direction down, and the kernel's shutdown() is still due: it follows once TCP has taken
+    /// the marker.
+    pub then_shut: bool,
+    /// The program has shut the direction down.
+    pub is_shut: bool,
+    /// The peer was not notified of the ring's last bytes, because more will follow.
+    pub wake_delayed: bool,
+    /// State of the socket under the same lock.
+    pub own: O,
+}
+
+impl<O> Tx<O> {
+    /// Notes that TCP has taken `taken` bytes, the first `ours` of which are a marker's. `written` is the number of
+    /// bytes that TCP was given in all, these included.
+    pub(super) fn on_marker_taken(&mut self, written: u64, taken: usize, ours: usize) {
+        let start = written.saturating_sub(taken as u64);
+        let end = start + ours as u64;
+        let [before, last] = &mut self.ours;
+        if last.end == start {
+            last.end = end;
+        } else if ours > 0 {
+            *before = std::mem::replace(last, start..end);
+        }
+    }
+
+    /// Returns how many of the marker bytes in [`ours`](Self::ours) are at or after the position `at` of TCP's stream.
+    pub fn ours_from(&self, at: u64) -> u64 {
+        let behind = |range: &Range<u64>| range.end.saturating_sub(range.start.max(at));
+        self.ours.iter().map(behind).sum()
+    }
+}
+
+/// The receiving direction.
+#[derive(Default)]
+pub struct Rx<O> {
+    /// The reading end of this end's ring. Present from OPEN on; in use while the direction is on the link.
+    pub consumer: Option<Consumer>,
+    /// The nonce that markers to this end start with, while the direction is scanned for them.
+    pub scan: Option<Nonce>,
+    /// Bytes taken from TCP that the program does not have yet. They may be the beginning of a marker, or were read
+    /// ahead. Or a call has taken them that was in the kernel when the direction left TCP.
+    pub carry: Carry,
+    /// The program has shut the direction down, and the kernel's shutdown() is still due: it follows once no marker may
+    /// come any more.
+    pub then_shut: bool,
+    /// Bytes that precede the carry, set aside while the connection is handed to another holder (`aside`).
+    pub aside: Vec<u8>,
+    /// Number of bytes in front, in the carry and then in TCP, that a scan has found to be payload. Small reads do not
+    /// scan them again.
+    pub scanned: usize,
+    /// The ring is one of a link between hosts: the direction does not leave it before [`read_on`](Self::read_on) is
+    /// set.
+    pub stays: bool,
+    /// The bytes that follow the ring are in TCP: the link between hosts delivers no more.
+    pub read_on: bool,
+    /// Once the ring is read, a receive fails with ECONNRESET.
+    pub is_lost: bool,
+    /// Number of bytes that RESUME has announced and that TCP has not brought yet.
+    pub owed: u64,
+    /// State of the socket under the same lock.
+    pub own: O,
+}
+
+impl<O> Rx<O> {
+    /// Moves the bytes that were set aside back to the front of the carry.
+    pub fn restore_aside(&mut self) {
+        if !self.aside.is_empty() {
+            let rest = self.carry.take();
+            self.carry.push(&std::mem::take(&mut self.aside));
+            self.carry.push(&rest);
+        }
+    }
+
+    /// Returns whether what follows the last byte in the ring is in TCP; it may be there already.
+    #[inline]
+    pub fn goes_on_in_tcp(&self) -> bool {
+        match &self.consumer {
+            Some(_) if self.stays => self.read_on,
+            Some(consumer) => consumer.has_left(),
+            None => false,
+        }
+    }
+
+    /// Notes that the program has taken `n` bytes that TCP has brought, in a direction that markers may come in.
+    pub fn on_taken(&mut self, n: usize) {
+        self.scanned = self.scanned.saturating_sub(n);
+        self.owed = self.owed.saturating_sub(n as u64);
+    }
+}
+
+/// The promotion under way and the link that it led to.
+pub struct Control<L, O> {
+    /// The attempt under way.
+    pub handshake: Option<Handshake>,
+    /// The instance whose ASK the attempt began with (acceptor).
+    pub asked_by: Option<InstanceId>,
+    /// The instance whose HELLO has come.
+    pub greeted_by: Option<InstanceId>,
+    /// Since when the socket is being handed to another holder, monotonic ns. `None` unless data or a marker was in the
+    /// way.
+    pub handed_since: Option<u64>,
+    /// The link offer of that HELLO: where a link can be had.
+    pub offer: Option<LinkOffer>,
+    /// The address of this host that the connector has reached, if the connector is on another host (acceptor).
+    pub reached_at: Option<IpAddr>,
+    /// This end's stream on the link.
+    pub opened: Option<Opened<L>>,
+    /// The peer's number for the stream, once it is open.
+    pub peer: Option<Vqpn>,
+    /// The peer's first ring, from its OPEN until the link has paired it with this end's stream (acceptor).
+    pub first: Option<RingOffer>,
+    /// The reason to go back to TCP, as soon as the handshake has ended.
+    pub leave: Option<Reason>,
+    /// The state machine of the stay on a link between hosts, until the stream is given back.
+    pub resume: Option<Resume>,
+    /// Only a failure of the link can end that stay. Once it has ended, the connection may be promoted again.
+    pub returns: bool,
+    /// The nonces that RESUME starts with: to this end, and to the peer.
+    pub nonces: Option<[Nonce; 2]>,
+    /// This end has asked the peer to take its sending direction back to TCP.
+    pub asked_back: bool,
+    /// State of the socket under the same lock.
+    pub own: O,
+}
+
+impl<L, O: Default> Default for Control<L, O> {
+    fn default() -> Self {
+        Self {
+            handshake: None,
+            asked_by: None,
+            greeted_by: None,
+            handed_since: None,
+            offer: None,
+            reached_at: None,
+            opened: None,
+            peer: None,
+            first: None,
+            leave: None,
+            resume: None,
+            returns: false,
+            nonces: None,
+            asked_back: false,
+            own: O::default(),
+        }
+    }
+}
+
+/// This end's stream on a link.
+#[derive(Clone, Debug)]
+pub struct Opened<L> {
+    /// The link.
+    pub link: L,
+    /// This end's number for the stream.
+    pub mine: Vqpn,
+    /// OPEN is sent and not answered yet.
+    pub asked: bool,
+}
+
+/// One end of a connection, on links of the type `L`. `T`, `R` and `C` are the state of the socket under the locks
+/// `tx`, `rx` and `control`.
+pub struct Connection<L, T, R, C> {
+    /// The mode of the sending direction.
+    pub tx_mode: ModeCell<Sending>,
+    /// Counts the calls that are inside the kernel's send.
+    pub tx_inside: Presence,
+    /// The other state of the sending direction.
+    pub tx: CachePadded<Lock<Tx<T>>>,
+    /// The mode of the receiving direction.
+    pub rx_mode: ModeCell<Receiving>,
+    /// Counts the calls that are inside the kernel's receive.
+    pub rx_inside: Presence,
+    /// The other state of the receiving direction.
+    pub rx: CachePadded<Lock<Rx<R>>>,
+    /// The program has shut the receiving direction down.
+    pub rx_shut: AtomicBool,
+    /// An error of the connection, as errno, that no call has returned and that the kernel's socket does not hold; 0:
+    /// none. The next call that asks for it returns it, once.
+    untold: AtomicI32,
+    /// The promotion, and the link that it led to.
+    pub control: Lock<Control<L, C>>,
+}
+
+impl<L, T: Default, R: Default, C: Default> Default for Connection<L, T, R, C> {
+    fn default() -> Self {
+        Self {
+            tx_mode: ModeCell::default(),
+            tx_inside: Presence::new(),
+            tx: CachePadded::new(Lock::new(Tx::default())),
+            rx_mode: ModeCell::default(),
+            rx_inside: Presence::new(),
+            rx: CachePadded::new(Lock::new(Rx::default())),
+            rx_shut: AtomicBool::new(false),
+            untold: AtomicI32::new(0),
+            control: Lock::new(Control::default()),
+        }
+    }
+}
+
+impl<L, T, R, C> Connection<L, T, R, C> {
+    /// Returns whether neither direction needs anything but the kernel's call.
+    #[inline]
+    pub fn is_plain(&self) -> bool {
+        self.tx_mode.load(Acquire) == Mode::Tcp && self.rx_mode.load(Acquire) == Mode::Tcp
+    }
+
+    /// Keeps `error` (errno), with which the connection has ended and which the kernel's socket does not report. Either
+    /// the kernel has seen an end where bytes on the link were left unread. Or a call of the library has met the error,
+    /// and so taken it from the socket (`sk_err`).
+    pub fn keep_error(&self, error: i32) {
+        self.untold.store(error, SeqCst);
+    }
+
+    /// Returns whether there is such an error that no call has returned yet.
+    #[inline]
+    pub fn has_untold(&self) -> bool {
+        self.untold.load(SeqCst) != 0
+    }
+
+    /// Takes that error, for the call that returns it to the program. `None` if there is none.
+    pub fn take_untold(&self) -> Option<i32> {
+        Some(self.untold.swap(0, SeqCst)).filter(|error| *error != 0)
+    }
+
+    /// Returns whether calls are inside the kernel's receive or send.
+    pub fn is_inside(&self) -> bool {
+        !self.rx_inside.is_empty() || !self.tx_inside.is_empty()
+    }
+
+    /// Returns whether no call is inside the kernel's send. The caller has set the mode to MARKED before.
+    pub fn is_tx_quiet(&self) -> bool {
+        self.tx_inside.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod object_tests {
+    use super::*;
+
+    #[test]
+    fn what_of_ours_is_behind_a_position() {
+        let mut tx = Tx::<()>::default();
+        assert_eq!(tx.ours_from(0), 0);
+        // HELLO in two parts, the second with data behind it; data; SWITCH.
+        tx.on_marker_taken(1010, 10, 10);
+        tx.on_marker_taken(1045, 35, 30);
+        tx.on_marker_taken(1090, 20, 20);
+        assert_eq!(tx.ours, [1000..1040, 1070..1090]);
+        let behind = [0, 1000, 1039, 1040, 1069, 1080, 1090].map(|at| tx.ours_from(at));
+        assert_eq!(behind, [60, 60, 21, 20, 20, 10, 0]);
+        // Data alone.
+        tx.on_marker_taken(1100, 10, 0);
+        assert_eq!(tx.ours_from(0), 60);
+        // RESUME: as a rule, the marker before the last is acknowledged by then.
+        tx.on_marker_taken(1150, 40, 40);
+        assert_eq!(tx.ours, [1070..1090, 1110..1150]);
+    }
+}
+
+// This end's stream on the link: it leaves the link, and is given back.
+
+/// Takes the socket back to TCP: the sending direction now, the receiving one when the peer follows this end's request.
+/// No handshake is under way. The caller holds the control lock.
+pub fn leave_link<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason: Reason) {
+    socket.set_why(reason.into());
+    if stay::is_staying(control) {
+        socket.pin();
+        control.returns = false;
+        return stay::feed(socket, control, Resume::leave);
+    }
+    demote_tx(socket);
+    if let Some(opened) = control.opened.clone()
+        && socket.rx_mode.load(Acquire) == Mode::Link
+        && !control.asked_back
+    {
+        control.asked_back = true;
+        if let Some(yours) = control.peer {
+            ask_back(&opened.link, yours, None);
+        }
+    }
+    socket.pin();
+}
+
+/// Asks the peer to take its sending direction back to TCP. With `resend_from`, a position in the bytes that the peer
+/// has sent, the peer sends the bytes from there on again.
+pub fn ask_back(link: &impl StreamLink, yours: Vqpn, resend_from: Option<u64>) {
+    link.send(&Message::DemoteRequest { yours, resend_from });
+}
+
+/// Gives this end's stream on the link back. Both directions are on TCP, or the socket is being closed.
+pub fn close_stream<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
+    let consumer = socket.rx.lock().and_then(|mut rx| {
+        rx.stays = false;
+        rx.consumer.take()
+    });
+    control.resume = None;
+    if let Some(mut tx) = socket.tx.lock() {
+        tx.producer = None;
+        tx.is_suspended = false;
+    }
+    let peer = control.peer.take();
+    match control.opened.take() {
+        Some(Opened {
+            link,
+            mine,
+            asked: true,
+        }) => link.close_unanswered(mine, consumer),
+        Some(Opened { link, mine, .. }) => link.close(mine, peer, consumer),
+        None => {
+            if let (Some(link), Some(peer)) = (socket.link(), peer) {
+                link.done_with(peer);
+            }
+        }
+    }
+    socket.set_link(None);
+    control.asked_back = false;
+    socket.show_link(None);
+}

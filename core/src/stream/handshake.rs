@@ -23,7 +23,7 @@
 //! | ABORT   | ABORT  | both directions stay on TCP                                              |
 //!
 //! On a link [between hosts](Handshake::between_hosts) there is no DEMOTE. If one of the two is SWITCH and the other
-//! ABORT, [`super::resume`] goes on from there.
+//! ABORT, [`crate::stream::resume`] goes on from there.
 
 use crate::ids::{InstanceId, Nonce};
 

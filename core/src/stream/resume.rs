@@ -46,7 +46,7 @@
 //! sender can still write RESUME instead. So a reader whose link fails behind the mark writes RESUME once it has read
 //! SWITCH. If the sender has closed its socket by then, its kernel answers RESUME by a reset, which costs nothing.
 
-use super::handshake::{Closing, Misplaced};
+use crate::stream::handshake::{Closing, Misplaced};
 
 /// A step for the caller. Steps are carried out in the order given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

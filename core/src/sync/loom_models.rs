@@ -5,7 +5,7 @@ use loom::cell::UnsafeCell;
 use loom::sync::{Arc, Condvar, Mutex};
 use loom::thread;
 
-use super::*;
+use crate::sync::*;
 
 /// Models an eventfd: `ring` adds one, `wait` sleeps until the count is not 0 and clears it.
 pub(crate) struct Doorbell(Mutex<u32>, Condvar);

@@ -3,7 +3,7 @@
 
 use std::sync::Barrier;
 
-use super::*;
+use crate::sync::*;
 
 /// Runs `one` and `other` against each other 500 times (40 in Miri), on fresh words from `make`. Each returns whether
 /// it has seen the other.

@@ -4,8 +4,8 @@
 use zerocopy::little_endian::U32;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use super::codec::{VERSION, WireError, read_prefix};
 use crate::ids::{Cookie, ID_BYTES, InstanceId};
+use crate::wire::codec::{VERSION, WireError, read_prefix};
 
 /// Bytes of an introduction.
 pub const INTRODUCTION: usize = size_of::<Frame>();

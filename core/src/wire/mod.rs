@@ -8,16 +8,11 @@
 #![cfg_attr(not(test), deny(clippy::indexing_slicing))]
 
 pub(crate) mod codec;
-mod geometry;
 mod introduction;
-mod marker;
+pub mod marker;
 mod message;
-mod reason;
-pub mod scan;
 
-pub use codec::{MAX_REDIRECT, VERSION, WireError};
-pub use geometry::{Geometry, RingOffer};
-pub use introduction::{INTRODUCTION, Introduction};
-pub use marker::{Hello, LinkAddress, LinkOffer, MAX_MARKER, MIN_MARKER, Marker};
-pub use message::{MAX_MESSAGE, Message};
-pub use reason::Reason;
+pub use crate::wire::codec::{Geometry, MAX_REDIRECT, RingOffer, VERSION, WireError};
+pub use crate::wire::introduction::{INTRODUCTION, Introduction};
+pub use crate::wire::marker::{Hello, LinkAddress, LinkOffer, MAX_MARKER, MIN_MARKER, Marker};
+pub use crate::wire::message::{MAX_MESSAGE, Message, Reason};

@@ -4,10 +4,8 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use rdmasock_core::fabric::plugin::fate::Fate;
-use rdmasock_core::fabric::plugin::host::{Level, log};
 use rdmasock_core::fabric::plugin::serve::Connection;
-use rdmasock_core::fabric::plugin::{Device, Info, Keys, PRIVATE_BYTES};
+use rdmasock_core::fabric::plugin::{Device, Fate, Info, Keys, Level, PRIVATE_BYTES, log};
 use rdmasock_core::fabric::remote::qp::{Completed, Read, Role, Write};
 use rdmasock_core::lock::Lock;
 

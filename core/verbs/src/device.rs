@@ -7,9 +7,8 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use rdmasock_core::fabric::plugin::fate::Fate;
-use rdmasock_core::fabric::plugin::host::{Level, log};
-use rdmasock_core::fabric::plugin::{Address, Device, host};
+use rdmasock_core::fabric::plugin;
+use rdmasock_core::fabric::plugin::{Address, Device, Fate, Level, log};
 use rdmasock_core::lock::Lock;
 
 use crate::error::{Errno, Result};
@@ -34,7 +33,7 @@ pub fn find(local: &Address) -> Result<Device> {
     usable()?;
     let ip = ip(local)?;
     let interface = interface_of(ip)?;
-    device_on(host::sys_class(), &interface).ok_or(Errno(libc::ENODEV))
+    device_on(plugin::sys_class(), &interface).ok_or(Errno(libc::ENODEV))
 }
 
 /// Opens the device that has this local address; returns its context if it is open already.

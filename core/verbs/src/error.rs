@@ -2,7 +2,7 @@
 
 use std::ffi::c_int;
 
-pub use rdmasock_core::fabric::plugin::errno::{Errno, Result};
+pub use rdmasock_core::fabric::plugin::{Errno, Result};
 
 /// Converts the result of a call that returns 0, or -1 with errno set.
 pub fn check(result: c_int) -> Result<()> {

@@ -3,7 +3,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use rdmasock_core::fabric::plugin::host::{Level, log};
+use rdmasock_core::fabric::plugin::{Level, log};
 use rustix::process::{Resource, getrlimit};
 
 use crate::error::Errno;

@@ -16,8 +16,9 @@ mod sizes;
 mod sys;
 mod sysfs;
 
+use rdmasock_core::fabric::plugin;
+use rdmasock_core::fabric::plugin::Host;
 use rdmasock_core::fabric::plugin::serve::{Plugin, table};
-use rdmasock_core::fabric::plugin::{Host, host};
 
 static TABLE: Plugin = table::<provider::Verbs>();
 
@@ -31,7 +32,7 @@ pub unsafe extern "C" fn rdmasock_verbs_plugin(host: *const Host, table: *mut *c
         return -libc::EINVAL;
     }
     // SAFETY: by this function's contract.
-    if let Err(errno) = unsafe { host::attach(host) } {
+    if let Err(errno) = unsafe { plugin::attach(host) } {
         return errno.code();
     }
     // SAFETY: not null, and valid for a write by this function's contract.

@@ -1,8 +1,7 @@
 //! A listener, and its connection requests.
 
-use rdmasock_core::fabric::plugin::host::{Level, log};
 use rdmasock_core::fabric::plugin::serve::{Incoming, Listen};
-use rdmasock_core::fabric::plugin::{Address, PRIVATE_BYTES};
+use rdmasock_core::fabric::plugin::{Address, Level, PRIVATE_BYTES, log};
 
 use crate::conn::{Conn, words};
 use crate::device;

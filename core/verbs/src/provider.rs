@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use rdmasock_core::fabric::plugin::errno::Result;
+use rdmasock_core::fabric::plugin;
 use rdmasock_core::fabric::plugin::serve::Provider;
-use rdmasock_core::fabric::plugin::{Address, Device, fds};
+use rdmasock_core::fabric::plugin::{Address, Device, Result};
 
 use crate::conn::Conn;
 use crate::listen::Listener;
@@ -37,7 +37,7 @@ impl Provider for Verbs {
     }
 
     fn after_fork() {
-        fds::take_all(|fd| {
+        plugin::take_all(|fd| {
             // SAFETY: the plugin owned this fd in the parent, and the child has closed no fd yet, as this is called
             // before anything else. A raw system call, as libc's may be hooked.
             unsafe { rustix::io::close(fd) };

@@ -9,10 +9,8 @@ use std::ffi::c_void;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use rdmasock_core::fabric::plugin::Keys;
-use rdmasock_core::fabric::plugin::fate::Fate;
-use rdmasock_core::fabric::plugin::host::{Level, log};
-use rdmasock_core::fabric::plugin::slots::Slots;
+use rdmasock_core::fabric::plugin::serve::Slots;
+use rdmasock_core::fabric::plugin::{Fate, Keys, Level, log};
 use rdmasock_core::fabric::remote::qp::{Completed, Read, Role, Write};
 use rdmasock_core::lock::Lock;
 use rdmasock_core::sync::Published;

@@ -1,6 +1,6 @@
 //! The lengths of a connection's queues: as wished for its traffic, or as the device allows. `queue.rs` has the queues.
 
-use rdmasock_core::fabric::plugin::slots;
+use rdmasock_core::fabric::plugin::serve;
 
 use crate::sys::{BATCH, DeviceLimits};
 
@@ -24,13 +24,13 @@ impl Wish {
     pub const MESSAGES: Self = Self {
         receives: 128,
         sends: 256,
-        bytes: slots::FOR_MESSAGES,
+        bytes: serve::FOR_MESSAGES,
     };
     /// For few and large WRITEs, with an occasional message.
     pub const BULK: Self = Self {
         receives: 32,
         sends: 64 + MARGIN,
-        bytes: slots::FOR_BULK,
+        bytes: serve::FOR_BULK,
     };
 }
 

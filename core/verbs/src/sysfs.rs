@@ -4,8 +4,7 @@ use std::ffi::{OsStr, OsString};
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
-use rdmasock_core::fabric::plugin::Device;
-use rdmasock_core::fabric::plugin::host::Hidden;
+use rdmasock_core::fabric::plugin::{Device, Hidden};
 use rdmasock_core::os::dir::names;
 use rustix::fs::OFlags;
 

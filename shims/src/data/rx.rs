@@ -15,7 +15,7 @@ use rdmasock_core::scratch::Scratch;
 use rdmasock_core::stats::Reason;
 use rdmasock_core::stream::connection;
 use rdmasock_core::stream::connection::{Ahead, AtMark};
-use rdmasock_core::wire::scan::payload_in;
+use rdmasock_core::wire::marker::payload_in;
 use rustix::net::RecvFlags;
 
 pub use crate::data::backpressure::{Shrunk, first as first_ring, relieve, reserve, shrink};

@@ -7,8 +7,8 @@ use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
-use rdmasock_core::fabric::link::{NoProducer, Opened};
 use rdmasock_core::fabric::ring::{Consumer, Producer, Wake};
+use rdmasock_core::fabric::{NoProducer, Opened};
 use rdmasock_core::ids::{InstanceId, Vqpn};
 use rdmasock_core::os::memfd;
 use rdmasock_core::stats::{Path, Reason, Why};

@@ -20,8 +20,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64};
 
-use rdmasock_core::fabric::asleep::Gate;
-use rdmasock_core::fabric::waiter::WaiterId;
+use rdmasock_core::fabric::waiter::{Gate, WaiterId};
 use rdmasock_core::lock::{Guard, Lock};
 use rdmasock_core::os::dir;
 use rdmasock_core::os::privatefd::PrivateFd;

@@ -11,7 +11,7 @@ use std::ffi::c_int;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
 
-use rdmasock_core::os::lazy;
+use rdmasock_core::os::memfd;
 
 use crate::notify::epoll::Epoll;
 use crate::objects::holders;
@@ -85,7 +85,7 @@ pub fn init() -> Result<(), rustix::io::Errno> {
     let bytes = ENTRIES * size_of::<AtomicUsize>();
     let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
     // All-zero bytes are a valid AtomicUsize.
-    let base = lazy::map(bytes, ProtFlags::READ, flags, None)?;
+    let base = memfd::map(bytes, ProtFlags::READ, flags, None)?;
     let set = vfork::set_table(base);
     if set != Ok(true) {
         // Another thread was first, or the kernel cannot wipe a page for fork children.
@@ -110,7 +110,7 @@ fn open(fd: usize) -> bool {
     let count = (fd + 1).next_power_of_two().max(FIRST);
     // SAFETY: the range is whole pages from the table's beginning. The table has as many: `fd` is below ENTRIES, which
     // is a power of two. Threads may open overlapping ranges at once: it only adds permissions.
-    let opened = unsafe { lazy::open(base.cast(), count * size_of::<AtomicUsize>()) };
+    let opened = unsafe { memfd::open(base.cast(), count * size_of::<AtomicUsize>()) };
     if opened.is_ok() {
         // Release: pairs with the Acquire in `is_open`, so a thread that reads the count finds the entries open.
         OPEN.fetch_max(count, AcqRel);

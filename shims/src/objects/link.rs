@@ -14,11 +14,10 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64};
 
 use crossbeam_utils::CachePadded;
 use rdmasock_core::fabric::layout::{MAX_RING_LOG2, MAX_STREAMS, MIN_RING_LOG2, READY_QUEUES, Region};
-use rdmasock_core::fabric::link::{LinkEnd, NoProducer, OpenError, Opened, SendError};
 use rdmasock_core::fabric::ring::{Allowance, Consumer, Producer, TouchedArea, Wake};
-use rdmasock_core::fabric::shm;
 use rdmasock_core::fabric::shm::Memory;
 use rdmasock_core::fabric::waiter::WaiterId;
+use rdmasock_core::fabric::{LinkEnd, NoProducer, OpenError, Opened, SendError, shm};
 use rdmasock_core::ids::{InstanceId, Vqpn};
 use rdmasock_core::lock::Lock;
 use rdmasock_core::os::channel::Channel;

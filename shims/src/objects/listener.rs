@@ -12,9 +12,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32};
 use rdmasock_core::ids::{InstanceId, Tuple};
 use rdmasock_core::lock::Lock;
 use rdmasock_core::os::channel::Channel;
-use rdmasock_core::rendezvous::holders::HolderPage;
 use rdmasock_core::rendezvous::names;
-use rdmasock_core::rendezvous::peers::PeerPage;
+use rdmasock_core::rendezvous::peers::{HolderPage, PeerPage};
 use rustix::io::Errno;
 
 use crate::objects::library::Library;

@@ -10,8 +10,8 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64};
 
+use rdmasock_core::fabric::SendError;
 use rdmasock_core::fabric::layout::MAX_STREAMS;
-use rdmasock_core::fabric::link::SendError;
 use rdmasock_core::fabric::shm::Outside;
 use rdmasock_core::fabric::waiter::{FlagPage, MAX_WAITERS, POLLING, WaiterId};
 use rdmasock_core::lock::Lock;

@@ -10,11 +10,10 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64};
 
 use rdmasock_core::fabric::layout::{Layout, MAX_DATA_BYTES};
 use rdmasock_core::fabric::plugin::Info;
-use rdmasock_core::fabric::pollers::{Left, Pollers};
 use rdmasock_core::fabric::remote::qp::{Limits, QueuePair, Region};
 use rdmasock_core::fabric::remote::{End, Fault, Local, Tuning};
 use rdmasock_core::fabric::shm::Side;
-use rdmasock_core::fabric::waiter::{MAX_WAITERS, WaiterId};
+use rdmasock_core::fabric::waiter::{Left, MAX_WAITERS, Pollers, WaiterId};
 use rdmasock_core::ids::Vqpn;
 use rdmasock_core::lock::Lock;
 use rdmasock_core::stats::{Event, Reason};

@@ -25,9 +25,8 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicI32, AtomicU8, AtomicU16};
 
-use rdmasock_core::fabric::asleep::Onlookers;
 use rdmasock_core::fabric::layout::READY_QUEUES;
-use rdmasock_core::fabric::waiter::{FLAGS_BYTES, FlagPage, MAX_WAITERS, POLLING, WaiterId};
+use rdmasock_core::fabric::waiter::{FLAGS_BYTES, FlagPage, MAX_WAITERS, Onlookers, POLLING, WaiterId};
 use rdmasock_core::lock::Lock;
 use rdmasock_core::os::doorbell;
 use rdmasock_core::os::doorbell::{Button, Doorbell};

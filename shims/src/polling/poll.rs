@@ -7,8 +7,7 @@ use std::ffi::c_int;
 use std::os::fd::AsRawFd;
 
 use libc::{nfds_t, pollfd};
-use rdmasock_core::fabric::asleep::Slots;
-use rdmasock_core::fabric::waiter::WaiterId;
+use rdmasock_core::fabric::waiter::{Slots, WaiterId};
 use rdmasock_core::os::{kernel, thread};
 use rdmasock_core::stats::Call;
 use smallvec::SmallVec;

@@ -262,6 +262,6 @@ pub fn look_for_confirmation(socket: &'static Socket, link: &Link) {
         && control.resume.as_ref().is_some_and(Resume::is_marked)
         && remote.is_confirmed(theirs)
     {
-        connection::resume::confirmed(socket, &mut control);
+        connection::stay::confirmed(socket, &mut control);
     }
 }

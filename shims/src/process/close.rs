@@ -376,10 +376,10 @@ fn let_go_of(socket: &'static Socket, control: &mut Control) {
 /// Keeps a stream between hosts, and its TCP socket, until the peer has received all bytes (P77). For a stream whose
 /// last fd is closed. Returns false if there is nothing to wait for, or no fd is left.
 fn stay_behind(socket: &'static Socket, control: &mut Control) -> bool {
-    if !connection::resume::is_staying(control) || !move_anchor(socket) {
+    if !connection::stay::is_staying(control) || !move_anchor(socket) {
         return false;
     }
-    connection::resume::close(socket, control);
+    connection::stay::close(socket, control);
     true
 }
 
@@ -390,7 +390,7 @@ pub fn finish(socket: &'static Socket) -> bool {
             return false;
         };
         let unsent = socket.tx.lock().is_none_or(|tx| !tx.marker.is_empty());
-        if connection::resume::is_staying(&control) || control.handshake.is_some() || unsent {
+        if connection::stay::is_staying(&control) || control.handshake.is_some() || unsent {
             return false;
         }
         socket.numbers.left_behind.store(false, Release);

@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering::Acquire;
 
 use rdmasock_core::stats::Reason;
 use rdmasock_core::stream::connection;
-use rdmasock_core::stream::connection::resume;
+use rdmasock_core::stream::connection::stay;
 
 use crate::objects::library::Library;
 use crate::objects::socket::Mode;
@@ -49,7 +49,7 @@ pub extern "C" fn at_exit() {
         if !shared && !socket.numbers.left_behind.load(Acquire) {
             let resets = close::resets_at_exit(socket);
             if !resets && let Some(mut control) = socket.control.lock() {
-                resume::end(socket, &mut control);
+                stay::end(socket, &mut control);
             }
         }
         socket.promotion.holders.let_go(socket.is_plain());
@@ -59,7 +59,7 @@ pub extern "C" fn at_exit() {
     let is_owed = || {
         socket::all().any(|socket| {
             let control = socket.control.lock();
-            let is_staying = control.is_some_and(|c| resume::is_staying(&c));
+            let is_staying = control.is_some_and(|c| stay::is_staying(&c));
             let is_open = socket.numbers.fd.load(Acquire) >= 0;
             is_open && is_staying && !close::is_hard(socket)
         })

@@ -76,7 +76,7 @@ unsafe fn pass(message: *const msghdr) {
 pub fn release(socket: &'static Socket, reason: Reason) {
     withdraw(socket, reason);
     let is_staying = match socket.control.lock() {
-        Some(control) => connection::resume::is_staying(&control),
+        Some(control) => connection::stay::is_staying(&control),
         None => false,
     };
     if is_staying || socket.rx_mode.load(Acquire) == Mode::Marked {
@@ -191,7 +191,7 @@ pub fn on_option_beyond_links(socket: &'static Socket, fd: BorrowedFd<'_>) {
 /// Whether the socket is not, or not completely, back on TCP.
 fn is_on_link(socket: &'static Socket) -> bool {
     let control = socket.control.lock();
-    !socket.is_plain() || control.is_some_and(|c| connection::resume::is_staying(&c))
+    !socket.is_plain() || control.is_some_and(|c| connection::stay::is_staying(&c))
 }
 
 /// Takes sockets that survive an exec or a spawn back to TCP first. An exec `replaces` this process, which then no

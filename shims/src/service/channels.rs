@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 use std::os::fd::AsFd;
 
-use rdmasock_core::os::apart;
 use rdmasock_core::os::channel::{Channel, Received, RecvError};
-use rdmasock_core::os::privatefd::{PrivateFd, left};
+use rdmasock_core::os::privatefd::PrivateFd;
+use rdmasock_core::os::{apart, privatefd};
 use rdmasock_core::stats::{Event, Reason};
 use rdmasock_core::wire;
 use rdmasock_core::wire::{MAX_MESSAGE, Message};
@@ -44,7 +44,7 @@ impl Worker {
         listener: Option<&'static Listener>,
         accept: impl Fn(&Self) -> Result<Option<Channel>, Errno>,
     ) {
-        if left::is_full() {
+        if privatefd::is_left_full() {
             return self.listen_to_names(false);
         }
         // Not all waiting connections at once: channels that are open have their turn between.
@@ -302,7 +302,7 @@ impl Worker {
     /// Has a thread apart close the channels that hold descriptors. If that fails, it is tried again after
     /// `APART_AGAIN`.
     pub(super) fn close_left(&mut self) {
-        if left::is_any() && self.alarms.apart.next().is_none() && !apart::close_left() {
+        if privatefd::is_any_left() && self.alarms.apart.next().is_none() && !apart::close_left() {
             self.alarms.apart.set(crate::sys::time::now_ns() + APART_AGAIN);
         }
     }

@@ -9,8 +9,9 @@ use std::os::fd::AsFd;
 
 use rdmasock_core::ids::{InstanceId, Nonce, Tuple};
 use rdmasock_core::os::datagram::{Answerer, Arrival};
-use rdmasock_core::rendezvous::control::{Body, DATAGRAM, Datagram, QueryId, Refused, Stamp, Stamper};
-use rdmasock_core::rendezvous::guard::{Bucket, Limiter, Memory, Rate};
+use rdmasock_core::rendezvous::control::{
+    Body, Bucket, DATAGRAM, Datagram, Limiter, Memory, QueryId, Rate, Refused, Stamp, Stamper,
+};
 use rdmasock_core::rendezvous::names;
 use rdmasock_core::stats::{Event, StatsPage};
 use rdmasock_core::wire;

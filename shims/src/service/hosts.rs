@@ -11,8 +11,7 @@ use std::time::Instant;
 
 use rdmasock_core::ids::{InstanceId, Nonce};
 use rdmasock_core::os::datagram::Asker;
-use rdmasock_core::rendezvous::control::{Body, DATAGRAM, Datagram, QueryId, Stamp};
-use rdmasock_core::rendezvous::guard::Memory;
+use rdmasock_core::rendezvous::control::{Body, DATAGRAM, Datagram, Memory, QueryId, Stamp};
 use rdmasock_core::rendezvous::peers::{Answer, DestinationCache};
 use rdmasock_core::stats::Event;
 use rdmasock_core::wire;

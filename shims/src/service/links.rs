@@ -427,7 +427,7 @@ impl Worker {
                 // The stream goes on over TCP.
                 if let Some(mut control) = socket.control.lock() {
                     socket.told.set_why(why);
-                    connection::resume::link_failed(socket, &mut control);
+                    connection::stay::link_failed(socket, &mut control);
                 }
                 ready::notify_local(socket);
                 self.settle(Ref::new(socket));

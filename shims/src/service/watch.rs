@@ -9,7 +9,7 @@ use rdmasock_core::fabric::ring::Wake;
 use rdmasock_core::stats::Reason;
 use rdmasock_core::stream::connection;
 use rdmasock_core::stream::connection::Awaited;
-use rdmasock_core::wire::scan::{Found, scan};
+use rdmasock_core::wire::marker::{Found, scan};
 use rdmasock_core::wire::{MAX_MARKER, Marker};
 use rustix::event::{PollFlags, epoll as kernel};
 use rustix::io::Errno;

@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
 use rdmasock_core::fabric::layout::{Layout, MAX_STREAMS};
-use rdmasock_core::fabric::link::{LinkEnd, SendError};
 use rdmasock_core::fabric::ring::{Consumer, Producer};
 use rdmasock_core::fabric::shm::{End, Outside, Side};
 use rdmasock_core::fabric::waiter::{FLAGS_BYTES, FlagPage, MAX_WAITERS, WaiterId};
+use rdmasock_core::fabric::{LinkEnd, SendError};
 use rdmasock_core::ids::{InstanceId, Nonce, Tuple, Vqpn};
 use rdmasock_core::os::channel::{Channel, RecvError};
 use rdmasock_core::os::memfd;
@@ -21,7 +21,7 @@ use rdmasock_core::os::memfd::Access;
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::rendezvous::control::{Body, DATAGRAM, Datagram, QueryId, Stamp};
 use rdmasock_core::rendezvous::names;
-use rdmasock_core::wire::scan::{Found, scan};
+use rdmasock_core::wire::marker::{Found, scan};
 use rdmasock_core::wire::{Geometry, Hello, LinkAddress, LinkOffer, MAX_MARKER, MAX_MESSAGE, Marker, Message};
 
 use super::REQUEST;

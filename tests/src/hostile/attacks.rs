@@ -8,11 +8,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use nix::sys::eventfd::{EfdFlags, EventFd};
-use rdmasock_core::fabric::layout;
 use rdmasock_core::fabric::layout::Region;
-use rdmasock_core::fabric::link::LinkEnd;
 use rdmasock_core::fabric::ring::Wake;
 use rdmasock_core::fabric::waiter::WaiterId;
+use rdmasock_core::fabric::{LinkEnd, layout};
 use rdmasock_core::ids::{InstanceId, Nonce, Tuple};
 use rdmasock_core::os::channel::{Channel, RecvError};
 use rdmasock_core::os::privatefd::PrivateFd;

@@ -387,7 +387,7 @@ impl Endpoint {
             let until = consumer.position().saturating_add(keep);
             let _ = consumer.freeze(until).unwrap();
         }
-        connection::resume::link_failed(self, &mut control);
+        connection::stay::link_failed(self, &mut control);
         drop(control);
         self.settle();
     }

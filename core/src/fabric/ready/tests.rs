@@ -1,6 +1,6 @@
 //! Tests of the ready queue and the sleeper flag: sequences, and loom models.
 
-use super::*;
+use crate::fabric::ready::*;
 use crate::sync::{RungMark, SleepFlag};
 
 #[cfg(not(loom))]

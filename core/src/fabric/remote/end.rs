@@ -11,23 +11,19 @@ use std::collections::VecDeque;
 use std::ops::RangeInclusive;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
-use super::buffers::Buffers;
-use super::chunks::{Registry, of_region};
-use super::counts::Counts;
-use super::engine::Engine;
-use super::fault::{Fault, FaultCell};
-use super::local::{ENGINE, Local, SERVICE};
-use super::qp::QueuePair;
-use super::shared::{After, MAX_QUEUED_MESSAGES, QueuedMessage, Shared, Which};
-use super::tuning::{MIN_BUFFER, MIN_BUFFERS, Tuning, Unusable};
-use super::turn::{ARM, POLL, PUMP, SETTLE, TICK};
-use crate::fabric::layout::Region;
-use crate::fabric::link::{LinkEnd, OpenError, Opened, SendError};
-use crate::fabric::numbers::{Done, Numbers, done};
+use crate::fabric::layout::{Done, Numbers, Region, done};
 use crate::fabric::ready::{PrivateQueue, ReadyQueue};
+use crate::fabric::remote::engine::{ARM, Engine, POLL, PUMP, SETTLE, TICK};
+use crate::fabric::remote::lend::Buffers;
+use crate::fabric::remote::qp::QueuePair;
+use crate::fabric::remote::shared::{After, MAX_QUEUED_MESSAGES, QueuedMessage, Registry, Shared, Which, of_region};
+use crate::fabric::remote::{
+    Counts, ENGINE, Fault, FaultCell, Local, MIN_BUFFER, MIN_BUFFERS, SERVICE, Tuning, Unusable,
+};
 use crate::fabric::ring::{Consumer, Producer, Wake};
 use crate::fabric::side::{Side, Sweeps};
 use crate::fabric::waiter::{MAX_WAITERS, WaiterId};
+use crate::fabric::{LinkEnd, OpenError, Opened, SendError};
 use crate::ids::Vqpn;
 use crate::lock::{Guard, Lock};
 use crate::scratch::Scratch;

@@ -5,16 +5,19 @@
 //! its own lock and the engine's, so that both know at the same moment where the next byte is. A buffer is free when
 //! its bytes have been read, or when the peer has closed the stream.
 
-use super::engine::Engine;
-use super::local::{ENGINE, Local};
-use super::qp::QueuePair;
-use super::shared::Shared;
-use super::stream::{Aside, State};
+use crate::fabric::arena::Arena;
+use crate::fabric::layout::{PAGE_LOG2, Region};
+use crate::fabric::remote::engine::Engine;
+use crate::fabric::remote::qp::QueuePair;
+use crate::fabric::remote::shared::Shared;
+use crate::fabric::remote::stream::{Aside, State};
+use crate::fabric::remote::{ENGINE, Local};
 use crate::fabric::ring::proxy::pack_offer;
 use crate::fabric::ring::{Producer, Wake};
+use crate::lock::Lock;
 
 impl<Q: QueuePair> Engine<Q> {
-    /// Moves a producer to a send buffer, as [`LinkEnd::lend`](crate::fabric::link::LinkEnd::lend) says.
+    /// Moves a producer to a send buffer, as [`LinkEnd::lend`](crate::fabric::LinkEnd::lend) says.
     pub fn lend<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32, producer: &mut Producer, log2: u8) -> bool {
         let Some(part) = producer.fits_aside(log2) else {
             return false;
@@ -39,7 +42,7 @@ impl<Q: QueuePair> Engine<Q> {
         moves
     }
 
-    /// Moves a producer back, as [`LinkEnd::take_back`](crate::fabric::link::LinkEnd::take_back) says.
+    /// Moves a producer back, as [`LinkEnd::take_back`](crate::fabric::LinkEnd::take_back) says.
     pub fn take_back<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32, producer: &mut Producer) -> bool {
         let (Some(mine), Some(block)) = (self.streams.mine(theirs), g.block_mirror(theirs)) else {
             return false;
@@ -67,10 +70,59 @@ impl<Q: QueuePair> Engine<Q> {
         moves
     }
 
-    /// Returns how many committed bytes have not been sent, as [`End::unsent`](super::End::unsent) does.
+    /// Returns how many committed bytes have not been sent, as [`End::unsent`](crate::fabric::remote::End::unsent) does.
     pub fn unsent<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> u64 {
         let told = self.streams.of_peer(theirs).map(|s| s.out.told);
         let tail = g.block_mirror(theirs).map(|block| block.tail());
         told.zip(tail).map_or(0, |(told, tail)| tail.saturating_sub(told))
+    }
+}
+
+// The memory for send buffers. A send buffer is a ring of this end, to which a producer moves when the peer's ring has
+// no room. They lie in the mirror's data area, behind the copy of the peer's, so that a cursor reaches them as it does
+// the peer's rings. `lend.rs` decides which stream gets one.
+
+/// The part of the mirror's data area that is for buffers.
+pub(super) struct Buffers {
+    arena: Lock<Arena>,
+    bytes: u64,
+    /// The page of the data area at which the buffers begin.
+    first: u32,
+}
+
+impl Buffers {
+    /// Returns room for `bytes` bytes of buffers behind the first `at` bytes of a data area, whole pages.
+    pub fn new(at: usize, bytes: usize) -> Self {
+        Self {
+            arena: Lock::new(Arena::new(bytes as u64)),
+            bytes: bytes as u64,
+            first: (at >> PAGE_LOG2) as u32,
+        }
+    }
+
+    /// Frees all buffers, for another link.
+    pub fn reset(&self) {
+        if let Some(mut arena) = self.arena.lock() {
+            *arena = Arena::new(self.bytes);
+        }
+    }
+
+    pub fn take(&self, log2: u8) -> Option<Region> {
+        let region = self.arena.lock()?.alloc(log2)?;
+        Region::new(self.first.checked_add(region.page())?, log2)
+    }
+
+    pub fn give_back(&self, buffer: Region) {
+        if let Some(page) = buffer.page().checked_sub(self.first)
+            && let Some(region) = Region::new(page, buffer.log2())
+            && let Some(mut arena) = self.arena.lock()
+        {
+            arena.free(region);
+        }
+    }
+
+    #[cfg(test)]
+    pub fn bytes_in_use(&self) -> u64 {
+        self.arena.lock().map_or(0, |a| a.bytes_in_use())
     }
 }

@@ -9,8 +9,8 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::qp::{Completed, Down, Key, Limits, PostError, QueuePair, Read, Region, Role, Write};
 use crate::fabric::mem::Clock;
+use crate::fabric::remote::qp::{Completed, Down, Key, Limits, PostError, QueuePair, Read, Region, Role, Write};
 
 /// The properties of a pair of queue pairs.
 #[derive(Clone, Copy, Debug)]

@@ -3,26 +3,20 @@
 //! when the queue pair is full, or credits are used up, nothing has to be undone. The message waits, and the stream
 //! whose turn it was goes on from there.
 
-mod control;
-mod data;
-mod direct;
-
 use std::sync::atomic::Ordering::SeqCst;
 
-use control::control;
-use data::{Turn, data};
-use direct::Means;
-
-use super::engine::Engine;
-use super::fault::Fault;
-use super::local::Local;
-use super::qp::QueuePair;
-use super::record::Record;
-use super::sender::{Halt, unless_blocked};
-use super::shared::Shared;
-use super::stream::State;
+use crate::fabric::layout::Region;
 use crate::fabric::ready::ReadyQueue;
-use crate::fabric::ring::DirectionBlock;
+use crate::fabric::remote::bulk::{Bulk, Lost, Piece};
+use crate::fabric::remote::engine::Engine;
+use crate::fabric::remote::qp::{QueuePair, Write};
+use crate::fabric::remote::record::{DATA_BYTES, HEADER_BYTES, Record};
+use crate::fabric::remote::sender::{Halt, Sender, unless_blocked};
+use crate::fabric::remote::shared::{After, Chunks, Shared, of_region};
+use crate::fabric::remote::stream::{Next, Outgoing, State, Stream};
+use crate::fabric::remote::{DirectCounts, ENGINE, Fault, Local};
+use crate::fabric::ring::proxy::unpack_offer;
+use crate::fabric::ring::{DirectionBlock, EndMark};
 use crate::ids::Vqpn;
 use crate::wire::{MAX_MESSAGE, Message};
 
@@ -157,4 +151,447 @@ impl<Q: QueuePair> Engine<Q> {
         }
         Ok(Turn::Done)
     }
+}
+
+// Sends the changes that a consumer has published: rings on offer with the keys of their memory, heads, flags, a stop.
+// Also answers to CONFIRM, adverts and withdrawals of buffers with which the program waits, and TAKEN for memory that
+// the peer lends. `data.rs` sends the producer's.
+
+/// Sends the records of the local consumer of a stream.
+pub(super) fn control<Q: QueuePair, L: Local>(
+    g: &Shared<Q, L>,
+    sender: &mut Sender,
+    chunks: &mut Chunks,
+    s: &mut Stream,
+    mine: u32,
+    theirs: u32,
+) -> Result<(), Halt> {
+    let Some(block) = g.block_mine(mine) else {
+        return Ok(());
+    };
+    let inc = &mut s.inc;
+    // An advert is for the bytes that follow the head, so the peer needs the head first.
+    inc.settle |= inc.landings.untold().is_some();
+    let view = block.watch_consumer(ENGINE.0);
+    let taken = inc.takings.answer(inc.tail, view.head);
+    // The peer need not keep bytes that it knows were read.
+    inc.settle |= taken.is_some();
+    if view.offer != inc.offer_told {
+        if let Some((_, region)) = unpack_offer(view.offer) {
+            for index in of_region(region, g.tuning.chunk_log2) {
+                if chunks.announced.get(index).is_none()
+                    && let Some(target) = chunks.mine.get(index)
+                {
+                    let record = Record::Chunk {
+                        index,
+                        rkey: target.rkey,
+                        base: target.base,
+                    };
+                    sender.put(&g.qp, &record)?;
+                    chunks.announced.set(index, ());
+                }
+            }
+        }
+        let word = view.offer;
+        sender.put(&g.qp, &Record::Offer { theirs, word })?;
+        inc.on_offer_told(word);
+    }
+    let head = view.head;
+    let untold = head.saturating_sub(inc.head_told);
+    if untold > 0 && (inc.settle || untold >= inc.quarter()) {
+        sender.put(&g.qp, &Record::Head { theirs, head })?;
+        inc.head_told = head;
+    }
+    inc.settle = false;
+    if view.flags != inc.flags_told {
+        let flags = view.flags;
+        sender.put(&g.qp, &Record::Flags { theirs, flags })?;
+        inc.flags_told = flags;
+    }
+    if view.stopped && !inc.stop_told {
+        sender.put(&g.qp, &Record::Stop { theirs })?;
+        inc.stop_told = true;
+    }
+    if inc.ack_due {
+        let tail = inc.ack();
+        sender.put(&g.qp, &Record::Ack { theirs, tail })?;
+        inc.ack_due = false;
+    }
+    if let Some(serial) = taken {
+        let tail = inc.tail;
+        sender.put(&g.qp, &Record::Taken { theirs, serial, tail })?;
+        inc.takings.on_answered();
+    }
+    if let Some(withdrawal) = inc.landings.withdrawal() {
+        sender.put(&g.qp, &Record::Withdraw { theirs, withdrawal })?;
+        inc.landings.on_withdrawal_told();
+    }
+    if let Some(memory) = inc.landings.untold() {
+        sender.put(&g.qp, &Record::Advert { theirs, memory })?;
+        inc.landings.on_told();
+    }
+    Ok(())
+}
+
+// Sends the changes that a producer has published: payload, switches of rings, the end mark. Each piece goes from its
+// place in the mirror to the same positions of the peer's ring, which may have another size. `control.rs` sends the
+// consumer's.
+
+/// How a stream's turn ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Turn {
+    /// The stream has nothing more to send.
+    Done,
+    /// The stream has more to send, but other streams are next.
+    More,
+    /// The stream has more to send, but has to wait for the peer, mostly for room in its ring.
+    Full,
+}
+
+/// Sends the records of the local producer of a stream, with at most `Tuning::piece` bytes of payload.
+pub(super) fn data<Q: QueuePair, L: Local>(
+    g: &Shared<Q, L>,
+    sender: &mut Sender,
+    means: &mut Means<'_, Q>,
+    s: &mut Stream,
+    theirs: u32,
+) -> Result<Turn, Halt> {
+    let Some(block) = g.block_mirror(theirs) else {
+        return Ok(Turn::Done);
+    };
+    let out = &mut s.out;
+    let view = out.look(block, ENGINE.0);
+    if out.stopped {
+        return Ok(Turn::Done);
+    }
+    if out.targets.holds(out.head) {
+        return Ok(Turn::Full);
+    }
+    if out.loans.is_open() && out.loans.reach().is_some() {
+        // Only a RECALL is sent before the peer's end has answered how far it has read.
+        if let Some(serial) = out.loans.recalled() {
+            sender.put(&g.qp, &Record::Recall { theirs, serial })?;
+            out.loans.on_recall_told();
+        }
+        return Ok(Turn::Full);
+    }
+    let is_lent = out.targets.source.is_some_and(|source| source.is_offered);
+    if is_lent && !out.loans.is_open() {
+        // The direction goes on when `take_source` has copied the rest into the mirror.
+        return Ok(Turn::Full);
+    }
+    tell_limited(g, sender, out, theirs, view.limited)?;
+    let area = g.mirror.area();
+    let mut left = u64::from(g.tuning.piece.max(1));
+    loop {
+        if let Some(generation) = out.next_generation() {
+            let position = out.told;
+            let record = Record::Switch {
+                theirs,
+                generation,
+                position,
+            };
+            sender.put(&g.qp, &record)?;
+            out.on_switched();
+            // WRITEs over the bulk queue pair could arrive before this record.
+            out.targets.drop_open();
+            continue;
+        }
+        if let Some(loan) = out.loans.untold() {
+            if loan.position == out.told && loan.end() <= out.window() {
+                sender.put(&g.qp, &Record::Source { theirs, memory: loan })?;
+                out.loans.on_told();
+                out.targets.drop_open();
+                return Ok(Turn::Full);
+            }
+            // `direct` asks the lender for the bytes below.
+            out.loans.recall();
+        }
+        match direct(g, means, out, theirs, view.tail, &mut left) {
+            Direct::No => {}
+            Direct::Went => continue,
+            Direct::More => return Ok(Turn::More),
+            Direct::Holds => return Ok(Turn::Full),
+        }
+        let next = out.next(view.tail).map(|next| Next {
+            // Only as far as the mirror has the bytes.
+            until: out.targets.mirrored(out.placed, next.until),
+            ..next
+        });
+        let there = next.map_or(0, |next| next.until.saturating_sub(out.placed));
+        let next = next.filter(|_| there > 0 && left > 0).and_then(|next| {
+            let (at, len) = area.piece(next.source, out.placed, there.min(left))?;
+            Some((next, at, len))
+        });
+        let Some((next, at, len)) = next else {
+            if out.placed == out.told {
+                break;
+            }
+            announce(g, sender, theirs, out.placed)?;
+            out.told = out.placed;
+            continue;
+        };
+        let log2 = g.tuning.chunk_log2;
+        let chunk = |offset: usize| (offset >> log2) as u32;
+        let in_chunk = |offset: usize| offset & ((1 << log2) - 1);
+        let from = area.offset_of(at);
+        let in_ring = (out.placed & (next.ring.len() as u64 - 1)) as usize;
+        let to = next.ring.offset() + in_ring;
+        let target = means.chunks.theirs.get(chunk(to));
+        let key = means.chunks.mirror.get(chunk(from));
+        // A WRITE with an immediate needs no header, which may save a packet.
+        let alone = g.limits.immediate && sender.is_empty() && out.placed == out.told;
+        let header = (HEADER_BYTES + DATA_BYTES) as u64;
+        let is_small =
+            there <= u64::from(g.tuning.eager_max) && !(alone && g.limits.spills(there, header) && sender.has_credit());
+        let (Some(target), Some(local), false) = (target, key, is_small) else {
+            if key.is_none() && target.is_some() && !is_small {
+                means.after.register = Some(chunk(from));
+            }
+            if out.placed != out.told {
+                announce(g, sender, theirs, out.placed)?;
+                out.told = out.placed;
+            }
+            let want = there.min(left).min(u64::from(u16::MAX)) as usize;
+            let want = want.min(sender.most_payload());
+            let tail = out.placed + want as u64;
+            let from = out.placed;
+            // SAFETY: committed and not told, so the producer does not write there.
+            let fill = |to: &mut [u8]| unsafe { area.copy_out(next.source, from, to) };
+            if !sender.put_data(&g.qp, theirs, tail, want, fill)? {
+                // Cannot happen: the payload is no longer than the room, and lies within the ring.
+                return Ok(Turn::Done);
+            }
+            (out.placed, out.told) = (tail, tail);
+            left = left.saturating_sub(want as u64);
+            continue;
+        };
+        // Both rings may wrap, and lie in several chunks.
+        let len = len
+            .min(next.ring.len() - in_ring)
+            .min((1 << log2) - in_chunk(from))
+            .min((1 << log2) - in_chunk(to)) as u64;
+        let whole = alone && len == there && sender.has_credit();
+        let write = Write {
+            from: at,
+            local,
+            len: len as u32,
+            to: target.base.wrapping_add(in_chunk(to) as u64),
+            remote: target.rkey,
+        };
+        // SAFETY: within the chunk, which was registered under the key.
+        unsafe { sender.write(&g.qp, &write, whole.then_some(theirs)) }?;
+        out.placed += len;
+        left = left.saturating_sub(len);
+        if whole {
+            out.told = out.placed;
+        }
+    }
+    let has_rest = out.told < view.tail;
+    if has_rest && left == 0 {
+        return Ok(Turn::More);
+    }
+    if has_rest {
+        out.on_rest(view.tail);
+        tell_limited(g, sender, out, theirs, view.limited)?;
+    } else if !out.end_told && EndMark::from_word(view.end).is_some() {
+        let (end, tail) = (view.end as u8, view.tail);
+        sender.put(&g.qp, &Record::End { theirs, end, tail })?;
+        out.end_told = true;
+    }
+    let asks = out.told.saturating_add(out.end_told.into());
+    if out.want_confirm && asks > out.asked {
+        sender.put(&g.qp, &Record::Confirm { theirs })?;
+        out.want_confirm = false;
+        out.asked = asks;
+    }
+    Ok(if has_rest { Turn::Full } else { Turn::Done })
+}
+
+/// Sends DATA without payload for the bytes that were written.
+fn announce<Q: QueuePair, L: Local>(g: &Shared<Q, L>, sender: &mut Sender, theirs: u32, tail: u64) -> Result<(), Halt> {
+    let record = Record::Data {
+        theirs,
+        tail,
+        payload: &[],
+    };
+    sender.put(&g.qp, &record)
+}
+
+/// Sends how often the window was too small, if the count has changed.
+fn tell_limited<Q: QueuePair, L: Local>(
+    g: &Shared<Q, L>,
+    sender: &mut Sender,
+    out: &mut Outgoing,
+    theirs: u32,
+    counted: u32,
+) -> Result<(), Halt> {
+    let count = out.limited(counted);
+    if count != out.limited_told {
+        sender.put(&g.qp, &Record::Limited { theirs, count })?;
+        out.limited_told = count;
+    }
+    Ok(())
+}
+
+// Writes bytes straight from the mirror or from the local program's memory into a buffer with which the peer's program
+// waits (P90–P95). Positions go on only when all is posted with PLACED behind it, so before that nothing has to be
+// undone.
+
+/// The longest piece in bytes.
+const PIECE: u64 = 1 << 20;
+
+/// How the stream's turn goes on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Direct {
+    /// The next bytes go by the ring.
+    No,
+    /// The direction waits for a record or a completion.
+    Holds,
+    /// There is more to send, but other streams are next.
+    More,
+    /// A piece was posted: check again.
+    Went,
+}
+
+/// The parts of the engine that a direct transfer uses beside the stream.
+pub(super) struct Means<'a, Q> {
+    pub bulk: &'a mut Option<Bulk<Q>>,
+    pub chunks: &'a Chunks,
+    pub counts: &'a mut DirectCounts,
+    pub after: &'a mut After,
+    /// Why the bulk queue pair is to be given up.
+    pub lost: &'a mut Option<Lost>,
+    /// This end's number of the stream.
+    pub mine: u32,
+}
+
+/// Writes as many of the bytes up to `tail` as possible into an announced buffer, at most `left` bytes.
+pub(super) fn direct<Q: QueuePair, L: Local>(
+    g: &Shared<Q, L>,
+    means: &mut Means<'_, Q>,
+    out: &mut Outgoing,
+    theirs: u32,
+    tail: u64,
+    left: &mut u64,
+) -> Direct {
+    if out.targets.holds(out.head) {
+        return Direct::Holds;
+    }
+    let told = out.told;
+    let (Some((advert, written)), Some(bulk)) = (out.targets.at(told), means.bulk.as_mut()) else {
+        out.targets.drop_open();
+        return by_ring(g, means, out, theirs, tail);
+    };
+    let is_next = out.placed == told && out.aside.is_none();
+    let next = out.next(tail).filter(|_| is_next);
+    let from = told + written;
+    let pending = next.map_or(0, |next| next.until.min(advert.end()).saturating_sub(from));
+    let source = out.targets.source.filter(|source| source.covers(from));
+    if written == 0 && pending == 0 && is_next {
+        // Bytes for the advert may come yet.
+        return Direct::No;
+    }
+    // Memory that was lent to the peer's device is not for this one; bytes that the peer has not read go by the mirror.
+    let is_offered = source.is_some_and(|source| source.is_offered);
+    let is_worth_it = written > 0 || source.is_some() || pending >= u64::from(g.tuning.direct_min);
+    let piece = next
+        .filter(|_| pending > 0 && is_worth_it && !is_offered)
+        .and_then(|next| match source {
+            Some(source) => Some(Piece {
+                from: std::ptr::with_exposed_provenance(source.address + (from - source.from) as usize),
+                len: pending.min(PIECE).min(source.until - from),
+                key: source.key,
+            }),
+            None => in_mirror(g, means.chunks, means.after, next.source, from, {
+                out.targets.mirrored(from, from + pending.min(PIECE)) - from
+            }),
+        });
+    let Some(piece) = piece else {
+        if written == 0 {
+            out.targets.drop_open();
+            return by_ring(g, means, out, theirs, tail);
+        }
+        return finish(bulk, means.lost, out, theirs);
+    };
+    if *left == 0 {
+        return Direct::More;
+    }
+    let write = piece.to(advert.address + written, advert.rkey);
+    // SAFETY: within a chunk of the mirror, or within the program's memory, each registered under the key.
+    match unsafe { bulk.write(theirs, &write) } {
+        Ok(true) => {}
+        Ok(false) => return Direct::Holds,
+        Err(lost) => {
+            *means.lost = Some(lost);
+            return Direct::Holds;
+        }
+    }
+    out.targets.on_written(piece.len);
+    *left -= piece.len.min(*left);
+    means.counts.sent += piece.len;
+    if source.is_some() {
+        means.counts.from_programs += piece.len;
+    }
+    if piece.len < pending {
+        return Direct::Went;
+    }
+    finish(bulk, means.lost, out, theirs)
+}
+
+/// Returns a piece of the mirror from a position on; `None` if that memory is not registered.
+fn in_mirror<Q: QueuePair, L: Local>(
+    g: &Shared<Q, L>,
+    chunks: &Chunks,
+    after: &mut After,
+    ring: Region,
+    from: u64,
+    most: u64,
+) -> Option<Piece> {
+    let log2 = g.tuning.chunk_log2;
+    let area = g.mirror.area();
+    let (at, len) = area.piece(ring, from, most).filter(|(_, len)| *len > 0)?;
+    let offset = area.offset_of(at);
+    let chunk = (offset >> log2) as u32;
+    let Some(key) = chunks.mirror.get(chunk) else {
+        after.register = Some(chunk);
+        return None;
+    };
+    let len = len.min((1 << log2) - (offset & ((1 << log2) - 1))) as u64;
+    Some(Piece { from: at, len, key })
+}
+
+/// Ends the use of the advert: sends PLACED for the bytes that were written.
+fn finish<Q: QueuePair>(bulk: &mut Bulk<Q>, lost: &mut Option<Lost>, out: &mut Outgoing, theirs: u32) -> Direct {
+    if let Some(answer) = out.targets.finish() {
+        out.on_direct(answer.tail);
+        *lost = lost.or(bulk.answer(theirs, answer).err());
+    }
+    Direct::Holds
+}
+
+/// Sends the next bytes by the ring, if the mirror has them; otherwise asks the lender to put them there.
+fn by_ring<Q: QueuePair, L: Local>(
+    g: &Shared<Q, L>,
+    means: &mut Means<'_, Q>,
+    out: &mut Outgoing,
+    theirs: u32,
+    tail: u64,
+) -> Direct {
+    let position = out.placed;
+    let Some(source) = out
+        .targets
+        .source
+        .as_mut()
+        .filter(|s| s.covers(position) && position < tail)
+    else {
+        return Direct::No;
+    };
+    if !std::mem::replace(&mut source.is_needed, true)
+        && let Some(block) = g.block_mirror(theirs)
+    {
+        let wake = block.put_head(out.head);
+        g.tell_here(means.after, wake, means.mine);
+    }
+    Direct::Holds
 }

@@ -1,17 +1,14 @@
 //! Applies the peer's records to the engine of a link between hosts; each is checked first (I7). `pump.rs` sends what
 //! follows from them.
 
-use super::chunks::Target;
-use super::engine::Engine;
-use super::fault::Breach;
-use super::local::{Local, SERVICE};
-use super::qp::{Completed, QueuePair};
-use super::record::Record;
-use super::shared::{MAX_QUEUED_MESSAGES, Shared};
-use super::stream::{State, Stream, Streams};
-use super::{chunks, record};
 use crate::fabric::layout::MAX_STREAMS;
 use crate::fabric::ready::ReadyQueue;
+use crate::fabric::remote::engine::Engine;
+use crate::fabric::remote::qp::{Completed, QueuePair};
+use crate::fabric::remote::record::Record;
+use crate::fabric::remote::shared::{MAX_QUEUED_MESSAGES, Shared, Target};
+use crate::fabric::remote::stream::{State, Stream, Streams};
+use crate::fabric::remote::{Breach, Local, SERVICE, record, shared};
 use crate::fabric::ring::Wake;
 use crate::wire::Message;
 
@@ -178,7 +175,7 @@ impl<Q: QueuePair> Engine<Q> {
 
     fn on_chunk<L: Local>(&mut self, g: &Shared<Q, L>, index: u32, target: Target) -> Result<(), Breach> {
         let log2 = g.tuning.chunk_log2;
-        let all = chunks::count(g.peers_len, log2);
+        let all = shared::count(g.peers_len, log2);
         let fits = u64::from(index) < all && target.base.checked_add(1 << log2).is_some();
         if !fits || !self.chunks.theirs.set(index, target) {
             return Err(Breach::Chunk);

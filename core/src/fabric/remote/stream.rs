@@ -1,11 +1,11 @@
 //! The engine's state of the two directions of one stream: how far they were carried over, and which records of the
 //! peer are valid next. The shared words are in the direction blocks, which each call gets. This file sends nothing.
 
-use super::direct::{Landings, Targets};
-use super::fault::Breach;
-use super::loan::{Loans, Takings};
-use super::record::Memory;
 use crate::fabric::layout::{MAX_STREAMS, Region};
+use crate::fabric::remote::Breach;
+use crate::fabric::remote::get::{Loans, Takings};
+use crate::fabric::remote::put::{Landings, Targets};
+use crate::fabric::remote::record::Memory;
 use crate::fabric::ring::proxy::{ProducerView, next_generation, pack_offer, unpack_offer};
 use crate::fabric::ring::{DataArea, DirectionBlock, EndMark, Wake};
 

@@ -15,15 +15,15 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use proptest::prelude::*;
 
-use super::mem::{Config, MemQp, pair};
-use super::qp::{Limits, QueuePair};
-use super::*;
 use crate::fabric::layout::Layout;
-use crate::fabric::link::{LinkEnd, Opened};
 use crate::fabric::mem::Clock;
+use crate::fabric::remote::mem::{Config, MemQp, pair};
+use crate::fabric::remote::qp::{Limits, QueuePair};
+use crate::fabric::remote::*;
 use crate::fabric::ring::{Consumer, Producer};
 use crate::fabric::side::Side;
 use crate::fabric::waiter::{MAX_WAITERS, WaiterId};
+use crate::fabric::{LinkEnd, Opened};
 use crate::ids::Vqpn;
 use crate::os::memfd::Mapping;
 use crate::sync::SleepFlag;

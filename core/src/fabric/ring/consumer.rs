@@ -2,11 +2,10 @@
 
 use std::ptr::NonNull;
 
-use super::block::{ConsumerLine, DirectionBlock, EndMark, ProducerLine, RxFlags, STOPPED, Wake};
-use super::error::{Ended, RingError, Violation};
-use super::memory::{DataArea, NoRing, RingMemory, Spans};
-use super::offer::{Adopted, Offer};
 use crate::fabric::layout::Region;
+use crate::fabric::ring::block::{ConsumerLine, DirectionBlock, EndMark, ProducerLine, RxFlags, STOPPED, Wake};
+use crate::fabric::ring::memory::{DataArea, NoRing, RingMemory, Spans};
+use crate::fabric::ring::{Adopted, Ended, Offer, RingError, Violation};
 use crate::sync::Ordering;
 
 /// Why a ring cannot be offered.
@@ -312,7 +311,7 @@ impl Consumer {
         })
     }
 
-    /// Offers `region`, which need not have memory but [can be mapped](crate::fabric::link::LinkEnd::reserve), for a
+    /// Offers `region`, which need not have memory but [can be mapped](crate::fabric::LinkEnd::reserve), for a
     /// producer that finds no room. One at a time; a ring may be on offer beside it.
     pub fn offer_reserve(&mut self, region: Region) -> Result<(), OfferError> {
         let has_retired = self.retired.iter().any(Option::is_some);

@@ -2,10 +2,9 @@
 //! its consumer in a block of the mirror, of its producer in a block of this end's arena. It keeps to the same rules
 //! (W1, W2): it publishes and then takes the attention word; it sets its own word and then reads the other side's.
 
-use super::block::{DirectionBlock, EndMark, STOPPED, Wake};
-use super::error::{Ended, Stopped};
-use super::offer::Offer;
 use crate::fabric::layout::Region;
+use crate::fabric::ring::block::{DirectionBlock, EndMark, STOPPED, Wake};
+use crate::fabric::ring::{Ended, Offer, Stopped};
 use crate::sync::Ordering;
 
 /// The values that the local producer has published.

@@ -2,8 +2,8 @@
 
 use std::ptr::NonNull;
 
-use super::*;
 use crate::fabric::layout::Region;
+use crate::fabric::ring::*;
 
 #[cfg(not(loom))]
 mod hostile;

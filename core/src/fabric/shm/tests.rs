@@ -3,9 +3,9 @@
 use std::cell::Cell;
 use std::os::fd::AsFd;
 
-use super::super::waiter::FLAGS_BYTES;
-use super::*;
 use crate::fabric::layout::GROUP_STREAMS;
+use crate::fabric::shm::*;
+use crate::fabric::waiter::FLAGS_BYTES;
 use crate::os::privatefd::PrivateFd;
 use crate::os::{forked, memfd};
 

@@ -3,7 +3,7 @@
 use rustix::fs::{CWD, Mode, OFlags, openat};
 use rustix::io::{pread, pwrite};
 
-use super::*;
+use crate::os::memfd::*;
 
 fn memfd(bytes: u64, seals: SealFlags) -> PrivateFd {
     let fd = memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
@@ -56,7 +56,7 @@ fn the_size_can_no_longer_be_changed() {
 
 #[test]
 fn a_file_is_not_made_larger_than_files_may_be() {
-    super::super::forked::in_child(|| {
+    crate::os::forked::in_child(|| {
         let limit = rustix::process::Rlimit {
             current: Some(1 << 20),
             maximum: None,

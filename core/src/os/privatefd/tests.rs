@@ -4,8 +4,8 @@
 use rustix::io::{FdFlags, fcntl_getfd};
 use rustix::process::{Rlimit, setrlimit};
 
-use super::*;
 use crate::os::forked::in_child;
+use crate::os::privatefd::*;
 
 fn pipe() -> (OwnedFd, OwnedFd) {
     rustix::pipe::pipe().unwrap()
@@ -35,7 +35,7 @@ fn in_bare_child(test: impl FnOnce()) {
 }
 
 /// The numbers that are set aside, and that of the eventfd.
-const SET_ASIDE: usize = reserve::SIZE + 1;
+const SET_ASIDE: usize = RESERVED + 1;
 
 fn is_open(fd: RawFd) -> bool {
     // SAFETY: the borrowed fd is used only to check whether the number is in use.
@@ -99,7 +99,7 @@ fn what_is_set_aside_comes_within_a_lower_limit() {
         limits(64, 64);
         private.push(duplicate());
         let _taken = fill(&reader);
-        for _ in 0..2 * reserve::SIZE {
+        for _ in 0..2 * RESERVED {
             assert!(PrivateFd::duplicate_closing(reader.as_fd()).is_ok());
         }
     });
@@ -187,7 +187,7 @@ fn what_is_being_closed_has_a_number_where_the_program_has_all() {
             assert!(fcntl_getfd(&copy).unwrap().contains(FdFlags::CLOEXEC));
         }
         let all: Vec<_> = std::iter::from_fn(|| closing().ok()).collect();
-        assert_eq!(all.len(), reserve::SIZE);
+        assert_eq!(all.len(), RESERVED);
         assert_eq!(closing().unwrap_err(), Errno::MFILE);
         drop(all);
         assert!(closing().is_ok());
@@ -210,7 +210,7 @@ fn what_is_being_closed_has_no_low_number_but_where_many_are() {
             let copy = PrivateFd::duplicate_closing(reader.as_fd());
             copy.map(PrivateFd::release).unwrap()
         };
-        for _ in 0..reserve::SIZE {
+        for _ in 0..RESERVED {
             assert!(closing() >= 40);
         }
         assert_eq!(closing(), 39);

@@ -4,7 +4,7 @@ use std::os::unix::fs::PermissionsExt;
 
 use proptest::prelude::*;
 
-use super::*;
+use crate::rendezvous::control::*;
 
 fn key() -> Key {
     Key::new(b"sixteen bytes...").unwrap()

@@ -4,8 +4,8 @@ use std::net::{TcpListener, TcpStream};
 
 use proptest::prelude::*;
 
-use super::*;
 use crate::os::forked::{free_port, in_child};
+use crate::rendezvous::diag::*;
 use crate::rendezvous::names::{Listener, connect_to_services};
 
 fn own_uid() -> u32 {

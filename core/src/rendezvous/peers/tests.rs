@@ -4,8 +4,8 @@ use std::collections::HashSet;
 
 use proptest::prelude::*;
 
-use super::*;
 use crate::os::forked::in_child;
+use crate::rendezvous::peers::*;
 
 fn id(n: u8) -> InstanceId {
     InstanceId::from_bytes([n; 16])

@@ -6,21 +6,17 @@
 use std::net::IpAddr;
 use std::sync::atomic::Ordering::Acquire;
 
-use super::io::{ControlOf, Half, Peeked, SocketIo, StreamLink, Task, Tcp};
-use super::object::{Control, Opened};
-use super::receiving::{end_scan, stop_scan, take};
-use super::sending::{demote_tx, flush_or_later};
-use super::streams::{close_stream, leave_link};
-use super::{aside, stay};
-use crate::fabric::link;
 use crate::ids::{InstanceId, Nonce};
 use crate::stats::Reason;
+use crate::stream::connection::directions::{demote_tx, end_scan, flush_or_later, stop_scan, take};
+use crate::stream::connection::io::{ControlOf, Half, Peeked, SocketIo, StreamLink, Task, Tcp};
+use crate::stream::connection::{Control, Opened, close, close_stream, leave_link, stay};
 use crate::stream::handshake::{Closing, Handshake, Misplaced, Role, Step, Steps};
 use crate::stream::mode::{Mode, Receiving, Sending};
 use crate::stream::resume::Resume;
-use crate::wire;
-use crate::wire::scan::{Found, scan};
+use crate::wire::marker::{Found, scan};
 use crate::wire::{Hello, MAX_MARKER, Marker, Message};
+use crate::{fabric, wire};
 
 /// Begins an attempt of the connector, which asks with the nonce `mine`. Nothing in TCP depends on it yet.
 pub fn begin_asking<L, O>(control: &mut Control<L, O>, mine: Nonce, between_hosts: bool) {
@@ -33,7 +29,7 @@ pub fn begin_asking<L, O>(control: &mut Control<L, O>, mine: Nonce, between_host
 
 /// Begins an attempt of the acceptor, which answers YES, with the nonce `mine`, to the ASK of `asker` with the nonce
 /// `theirs`. `reached_at` is the address of this host that the ASK has reached; `None` if `asker` is on this host. The
-/// caller has begun to scan for markers ([`super::start_scan`]).
+/// caller has begun to scan for markers ([`crate::stream::connection::start_scan`]).
 pub fn begin_offering<L, O>(
     control: &mut Control<L, O>,
     (mine, theirs): (Nonce, Nonce),
@@ -167,7 +163,7 @@ fn receive_on_link<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
     end_scan(socket, &mut rx);
     if !rx.aside.is_empty() {
         drop(rx);
-        return aside::give_back(socket, control);
+        return close::give_back(socket, control);
     }
     if rx.consumer.is_some() {
         socket.rx_mode.go(Receiving::Switched);
@@ -191,7 +187,7 @@ fn send_open<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> Result<(), 
         }
         stay::begin(socket, control);
     }
-    let link::Opened { vqpn, ring, consumer } = link.open(socket.slot())?;
+    let fabric::Opened { vqpn, ring, consumer } = link.open(socket.slot())?;
     // Checked once the stream is open, because an open stream keeps the link object from reuse. Before that the object
     // may have become a link to another instance.
     if control.greeted_by != Some(link.peer()) {

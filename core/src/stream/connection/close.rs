@@ -2,20 +2,20 @@
 
 use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
-use super::attempt::{end_attempt, feed};
-use super::io::{ControlOf, SocketIo};
-use super::object::Control;
-use super::receiving::awaits_marker;
-use super::resume;
-use super::scan::{Ahead, AtMark, look_ahead};
-use super::sending::{Farewell, end_on_link, flush, settle_if_plain};
-use super::streams::{ask_back, close_stream};
 use crate::fabric::ring::EndMark;
 use crate::ids::Nonce;
+use crate::stream::connection::attempt::{end_attempt, feed};
+use crate::stream::connection::directions::{
+    Farewell, awaits_marker, end_on_link, flush, is_scanning, send_again, settle_if_plain, take,
+};
+use crate::stream::connection::io::{ControlOf, Half, RxOf, SocketIo, StreamLink, Task, Tcp};
+use crate::stream::connection::scan::{Ahead, AtMark, look_ahead};
+use crate::stream::connection::{Control, ask_back, close_stream, scan, stay};
 use crate::stream::handshake::{Handshake, Role};
-use crate::stream::mode::{Mode, Sending};
+use crate::stream::mode::{Mode, Receiving, Sending};
 use crate::wire;
-use crate::wire::{MAX_MARKER, Marker};
+use crate::wire::marker::{Found, scan as scan_bytes};
+use crate::wire::{MAX_MARKER, Marker, Message};
 
 /// Shuts the sending direction, before the kernel's own shutdown(). The end mark says that the end follows the last
 /// byte, in TCP. Sets `farewell` to the waiter that is woken once the kernel has sent its FIN.
@@ -32,7 +32,7 @@ pub fn shut<S: SocketIo>(socket: &S, both: bool, farewell: &mut Farewell<S::Link
     if both {
         socket.rx_shut.store(true, SeqCst);
     }
-    if resume::shut(socket, &mut control) {
+    if stay::shut(socket, &mut control) {
         return true;
     }
     if awaits_marker(socket) {
@@ -182,11 +182,197 @@ pub fn close_tx<S: SocketIo>(socket: &S) -> (Vec<u8>, Farewell<S::Link>) {
 /// the socket again. Returns whether the connection may be promoted again; `None` if the stream is still in use. The
 /// caller holds the control lock.
 pub fn close_if_over<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> Option<bool> {
-    let is_busy = control.handshake.is_some() || resume::is_staying(control);
+    let is_busy = control.handshake.is_some() || stay::is_staying(control);
     if is_busy || !socket.is_plain() {
         return None;
     }
     let returns = std::mem::take(&mut control.returns) && control.leave.is_none();
     close_stream(socket, control);
     Some(returns)
+}
+
+// Data in front of a marker when the connection is handed to a new holder (P85). The new holder reads the kernel
+// alone, so the marker would be data to it. This code sets that data aside, so that the marker is read and the attempt
+// goes on to its end. Then the peer, which has sent the data, takes it back, and sends it again in TCP before all
+// other bytes.
+//
+// This works within a host only. Otherwise, and if the peer cannot take the data back, the connection is reset. A gap
+// in the data would be worse than the end of the connection.
+
+/// Time that a marker may take which the peer can write at once, ns. A marker behind a blocked send comes only when TCP
+/// has room.
+const AT_ONCE: u64 = 10_000_000;
+
+/// Brings the attempt under way within the host nearer to its end. Returns true if no marker of an attempt may come any
+/// more.
+pub fn press_on<S: SocketIo>(socket: &S) -> bool {
+    flush(socket);
+    while let Some(mut control) = socket.control.lock() {
+        let handshake = control.handshake.as_ref();
+        if handshake.is_none_or(Handshake::is_between_hosts) {
+            return true;
+        }
+        let Some(mut rx) = socket.rx.lock() else {
+            return true;
+        };
+        if socket.rx_mode.load(Acquire) != Mode::Marked || rx.scan.is_none() {
+            return true;
+        }
+        let now = socket.now();
+        let since = *control.handed_since.get_or_insert(now);
+        let makes_room = now.saturating_sub(since) > AT_ONCE;
+        match set_aside(socket, &mut rx, makes_room) {
+            front @ (Front::Marker | Front::Part) => {
+                // The marker is handled. A part does not stay in the kernel, where it might keep the window closed
+                // (P34).
+                let _ = look_ahead(socket, &mut control, rx, AtMark::HandOver);
+                if matches!(front, Front::Part) {
+                    break;
+                }
+            }
+            Front::Room => {}
+            Front::LastData => {
+                drop(rx);
+                feed(socket, &mut control, |h| Ok(h.on_end()));
+                return true;
+            }
+            Front::Unknown => {
+                drop(rx);
+                drop(control);
+                scan::look(socket);
+                break;
+            }
+        }
+    }
+    !is_scanning(socket)
+}
+
+/// The front of TCP once data has been set aside.
+enum Front {
+    Marker,
+    /// The possible beginning of a marker.
+    Part,
+    /// TCP has room for more data.
+    Room,
+    /// TCP holds data and then its end, with no marker between. This data was not set aside.
+    LastData,
+    /// Data or nothing, and a marker may come.
+    Unknown,
+}
+
+fn set_aside<S: SocketIo>(socket: &S, rx: &mut RxOf<S>, makes_room: bool) -> Front {
+    // The bytes of a call that was in the kernel before the scan began come first.
+    let (Some(nonce), Some(tcp), true) = (rx.scan, socket.tcp(), socket.rx_inside.is_empty()) else {
+        return Front::Unknown;
+    };
+    let has_ended = tcp.has_peer_ended();
+    let waiting = tcp.unread();
+    let carried = rx.carry.len();
+    let mut seen = Vec::new();
+    if carried + waiting > MOST || seen.try_reserve_exact(carried + waiting).is_err() {
+        return Front::Unknown;
+    }
+    seen.extend_from_slice(rx.carry.as_slice());
+    seen.resize(carried + waiting, 0);
+    let room = seen.get_mut(carried..).unwrap_or_default();
+    let peeked = tcp.peek_all(room).min(waiting);
+    seen.truncate(carried + peeked);
+    let found = scan_bytes(&nonce, &seen);
+    let front = match found.what {
+        Found::Payload if has_ended && found.payload > 0 => return Front::LastData,
+        Found::PartialMarker { .. } if found.payload == 0 => return Front::Part,
+        Found::Payload | Found::PartialMarker { .. } if makes_room && found.payload > 0 => Front::Room,
+        Found::Payload | Found::PartialMarker { .. } => return Front::Unknown,
+        Found::Marker { .. } | Found::Bad { .. } => Front::Marker,
+    };
+    seen.truncate(found.payload);
+    if rx.aside.len() + seen.len() > MOST || !take(&tcp, rx, seen.len()) {
+        return Front::Unknown;
+    }
+    rx.scanned = 0;
+    rx.aside.append(&mut seen);
+    socket.count_ours(Half::Receiving, found.payload);
+    front
+}
+
+/// Sends in TCP again what the peer has taken out of TCP, and then what is on the link. `bytes` is `None` if the peer's
+/// file cannot be read: then this function resets the connection. The caller holds the control lock.
+pub fn on_take_back<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, bytes: Option<&[u8]>) {
+    let done = bytes.is_some_and(|bytes| {
+        let Some(mut tx) = socket.tx.lock() else {
+            return false;
+        };
+        // If the program has ended the direction meanwhile, it is too late.
+        let is_on_link = socket.tx_mode.load(Acquire) == Mode::Link && tx.producer.is_some();
+        if is_on_link {
+            tx.marker.extend_from_slice(bytes);
+            tx.again += bytes.len();
+            // The program has sent these bytes once, and they count once.
+            socket.count_ours(Half::Sending, bytes.len());
+            send_again(socket, &mut tx);
+        }
+        is_on_link
+    });
+    flush(socket);
+    if let (true, Some(opened), Some(yours)) = (done, &control.opened, control.peer) {
+        opened.link.send(&Message::TakenBack { yours });
+    } else {
+        tracing::warn!(target: "rdmasock", slot = socket.slot(), "cannot send again what was not read: reset");
+        socket.reset();
+    }
+}
+
+/// Handles TAKEN-BACK: the peer has the bytes that were set aside. It sends them, and all that it has sent on the link,
+/// in TCP.
+pub fn on_taken_back<S: SocketIo>(socket: &S) {
+    let Some(mut rx) = socket.rx.lock() else {
+        return;
+    };
+    if socket.rx_mode.load(Acquire) == Mode::Marked && rx.scan.is_none() && !rx.aside.is_empty() {
+        if let Some(consumer) = rx.consumer.as_mut() {
+            let _ = consumer.stop();
+        }
+        end(socket, &mut rx, Receiving::Settled);
+        drop(rx);
+        socket.set_path(Half::Receiving, false);
+        socket.later(Task::Drained);
+        socket.later(Task::Notify);
+    }
+}
+
+// The end of data that was set aside in front of a marker (P85; `hand_over`): this end asks the peer, which has sent
+// the data, to take it back.
+//
+// This works within a host only. Otherwise, and if the peer cannot take the data back, the connection is reset. A gap
+// in the data would be worse than the end of the connection.
+
+/// Bytes that are set aside, or taken back, at most (P85).
+pub const MOST: usize = 16 * 1024 * 1024;
+
+/// Asks the peer to take the data back that is set aside, once SWITCH has been read. Resets the connection if that
+/// cannot be asked. The caller holds the control lock.
+pub fn give_back<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
+    if ask_peer(socket, control).is_none() {
+        tracing::warn!(target: "rdmasock", slot = socket.slot(), "the peer cannot take back what was not read: reset");
+        socket.reset();
+        if let Some(mut rx) = socket.rx.lock() {
+            end(socket, &mut rx, Receiving::Abandoned);
+        }
+    }
+}
+
+fn ask_peer<S: SocketIo>(socket: &S, control: &ControlOf<S>) -> Option<()> {
+    let opened = control.opened.as_ref().filter(|o| !o.link.is_remote())?;
+    let yours = control.peer?;
+    let rx = socket.rx.lock()?;
+    let bytes = u32::try_from(rx.aside.len()).ok()?;
+    tracing::debug!(target: "rdmasock::promote", slot = socket.slot(), bytes, "to be taken back");
+    let message = Message::TakeBack { yours, bytes };
+    opened.link.send_with(&message, &rx.aside).then_some(())
+}
+
+/// Drops the data that is set aside, and moves the direction by `event`.
+pub fn end<S: SocketIo>(socket: &S, rx: &mut RxOf<S>, event: Receiving) {
+    rx.aside = Vec::new();
+    socket.rx_mode.go(event);
 }

@@ -4,11 +4,11 @@
 use std::net::IpAddr;
 use std::ops::Deref;
 
-use super::object::{Connection, Control, Rx, Tx};
-use crate::fabric::link::{NoProducer, Opened};
 use crate::fabric::ring::{Consumer, Producer, Wake};
+use crate::fabric::{NoProducer, Opened};
 use crate::ids::{InstanceId, Vqpn};
 use crate::stats::{Reason, Why};
+use crate::stream::connection::{Connection, Control, Rx, Tx};
 use crate::wire::{LinkOffer, Message, RingOffer};
 
 /// A task for the service thread, to be done as soon as it can. The state may have changed by then, so the service

@@ -1,14 +1,14 @@
 //! The peer's messages on the link about a stream (docs/protocol.md, P20–P29). The owner of the link handles all other
 //! messages, and finds the connection that a number belongs to.
 
-use super::attempt::{end_attempt, feed};
-use super::io::{ControlOf, SocketIo, StreamLink, Task};
-use super::leave::leave;
-use super::resume;
-use super::sending::resend;
-use crate::fabric::link::NoProducer;
+use crate::fabric::NoProducer;
 use crate::ids::{Nonce, Vqpn};
 use crate::stats::Reason;
+use crate::stream::connection::attempt::{end_attempt, feed};
+use crate::stream::connection::directions::resend;
+use crate::stream::connection::io::{ControlOf, SocketIo, StreamLink, Task};
+use crate::stream::connection::stay;
+use crate::stream::connection::stay::leave;
 use crate::stream::handshake::Handshake;
 use crate::wire;
 use crate::wire::{Message, RingOffer};
@@ -108,7 +108,7 @@ pub fn on_demote_request<S: SocketIo>(socket: &S, link: &S::Link, resend_from: O
         return;
     };
     if link.is_remote() {
-        return resume::on_asked(socket, &mut control);
+        return stay::on_asked(socket, &mut control);
     }
     if resend_from.is_some() {
         resend(socket);

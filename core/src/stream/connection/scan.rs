@@ -1,16 +1,19 @@
 //! Markers in what TCP delivers: this code hands them to the attempt, and leaves the other bytes to the program.
 
-use std::sync::atomic::Ordering::Acquire;
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
-use super::attempt::{feed, on_end, on_resume};
-use super::io::{ControlOf, Half, Peeked, RxOf, SocketIo, Task, Tcp};
-use super::receiving::{is_shut, take};
 use crate::ids::{ID_BYTES, Nonce};
 use crate::lock::Guard;
 use crate::scratch::Scratch;
+use crate::stream::connection::attempt::{feed, on_end, on_resume};
+use crate::stream::connection::directions::{is_shut, take};
+use crate::stream::connection::io::{ControlOf, Half, Peeked, RxOf, SocketIo, Task, Tcp};
+use crate::stream::connection::{Control, stay};
 use crate::stream::handshake::{Closing, Role};
 use crate::stream::mode::{Mode, Receiving};
-use crate::wire::scan::{Found, scan};
+use crate::stream::resume;
+use crate::wire::marker::{Found, scan};
 use crate::wire::{MAX_MARKER, Marker};
 
 /// Bytes ahead of the program in which TCP is scanned for markers.
@@ -350,4 +353,328 @@ pub fn look<S: SocketIo>(socket: &S) -> Option<Ahead> {
     }
     let (ahead, _rx) = look_ahead(socket, &mut control, rx, AtMark::Stop)?;
     Some(ahead)
+}
+
+// Markers behind data that the program does not read. As on TCP, a program may read nothing before it has sent all
+// that it has to send. Its sending direction may wait for such a marker (`stream::resume`). Then this code moves bytes
+// from TCP to the carry until the marker is there. The program's later reads take them from the carry.
+
+/// Bytes of one connection that are moved to the carry, at most; all connections have a bound too (`carry`). Between
+/// two programs that both do not read, kernel TCP would not hold as much.
+const MOST: usize = 16 * 1024 * 1024;
+/// Bytes that are taken from TCP at a time.
+const PIECE: usize = 16 * 1024;
+/// Pieces that are dropped in one turn of the service thread, before it serves other connections.
+const DROPS: usize = 64;
+
+/// Reads markers behind unread data, if the sending direction waits for one, and does what they allow for that
+/// direction. `is_blocked`: a send finds no room on the link, and the reader's head does not move. Returns whether the
+/// kernel has less than before: then the caller wakes the threads that wait for data.
+pub fn read_ahead<S: SocketIo>(socket: &S, is_blocked: bool) -> bool {
+    let mut took = false;
+    let Some(mut control) = socket.control.lock() else {
+        return false;
+    };
+    while waits(&control, is_blocked) {
+        let ahead = {
+            let Some(mut rx) = socket.rx.lock() else {
+                break;
+            };
+            match next(socket, &mut rx, &mut took) {
+                Some(ahead) => ahead,
+                None => break,
+            }
+        };
+        match ahead {
+            Seen::Marker(Marker::Switch) => on_ahead(socket, &mut control, resume::Ahead::Closing(Closing::Switch)),
+            Seen::Marker(Marker::Abort(_)) => on_ahead(socket, &mut control, resume::Ahead::Closing(Closing::Abort)),
+            Seen::Marker(Marker::Resume { received, sent }) => {
+                on_ahead(socket, &mut control, resume::Ahead::Resume { received, sent });
+            }
+            // The handshake gets it only when the program has read up to it.
+            Seen::Marker(Marker::Hello(_)) => {}
+            Seen::End => {
+                on_ahead(socket, &mut control, resume::Ahead::End);
+                break;
+            }
+        }
+    }
+    took
+}
+
+fn waits<L, O>(control: &Control<L, O>, is_blocked: bool) -> bool {
+    let resume = control.resume.as_ref();
+    resume.is_some_and(|r| r.looks_ahead() || is_blocked && r.is_unanswered())
+}
+
+fn on_ahead<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, ahead: resume::Ahead) {
+    tracing::trace!(target: "rdmasock::promote", slot = socket.slot(), ?ahead, "before its turn");
+    match control.resume.as_mut().map(|r| r.on_ahead(ahead)) {
+        // The state has not changed, so no thread is woken.
+        Some(Ok(steps)) if steps.is_empty() => {}
+        Some(Ok(steps)) => stay::carry_out(socket, control, steps),
+        _ => stay::violation(socket, "a marker out of turn"),
+    }
+}
+
+enum Seen {
+    Marker(Marker),
+    End,
+}
+
+/// Returns the next marker or the end, as far as TCP has brought it. Sets `took` if it takes bytes from the kernel.
+/// `None` if neither is there, if the direction is not scanned, or if no more may be read ahead.
+fn next<S: SocketIo>(socket: &S, rx: &mut RxOf<S>, took: &mut bool) -> Option<Seen> {
+    loop {
+        // The bytes of a call that was in the kernel before the scan began come first.
+        if socket.rx_mode.load(Acquire) != Mode::Marked || !socket.rx_inside.is_empty() {
+            return None;
+        }
+        let nonce = rx.scan?;
+        if let Some(marker) = rx.carry.next_marker(&nonce) {
+            return Some(Seen::Marker(marker));
+        }
+        if rx.carry.len() >= MOST || !rx.carry.charge(PIECE) {
+            return None;
+        }
+        let mut piece = Scratch::new(PIECE)?;
+        match socket.tcp()?.receive(&mut piece) {
+            Peeked::Ended => return Some(Seen::End),
+            Peeked::Bytes(n) => {
+                rx.carry.push(piece.get(..n).unwrap_or_default());
+                *took = true;
+            }
+            Peeked::Nothing | Peeked::Shut => return None,
+        }
+    }
+}
+
+/// Drops the data in front of the markers that this end waits for (P79). The program has closed the socket, which lives
+/// on until the peer has all of its data.
+pub fn drop_unread<S: SocketIo>(socket: &S) {
+    let Some(mut control) = socket.control.lock() else {
+        return;
+    };
+    // Bounded: a peer that goes on sending does not occupy the service thread.
+    for _ in 0..DROPS {
+        let Some(rx) = socket.rx.lock() else {
+            return;
+        };
+        match look_ahead(socket, &mut control, rx, AtMark::GoOn) {
+            Some((Ahead::Payload { carry, kernel }, mut rx)) => {
+                rx.scanned = 0;
+                let Some(tcp) = socket.tcp() else {
+                    return;
+                };
+                if !take(&tcp, &mut rx, carry + kernel) {
+                    return;
+                }
+            }
+            _ => return,
+        }
+    }
+    drop(control);
+    socket.later(Task::Settle);
+}
+
+// Bytes that were taken from TCP and that the program does not have yet. They may be the beginning of a marker, bytes
+// of a call that come later in the stream, or bytes that were read ahead (`ahead`).
+
+/// Bytes that each connection may be read ahead of its program, even if the others use up [`ALL`]. The kernel would
+/// hold more.
+const OWN: usize = 64 * 1024;
+/// Bytes that all connections together may be read ahead beyond [`OWN`] each. The bound is needed because the peers
+/// decide how much it is.
+const ALL: usize = 256 * 1024 * 1024;
+
+/// Bytes that are read ahead beyond [`OWN`] now, over all connections.
+static AHEAD: AtomicUsize = AtomicUsize::new(0);
+
+/// Bytes that were taken from TCP and that the program has not read.
+#[derive(Default)]
+pub struct Carry {
+    /// The bytes that are held, behind those that the program has read.
+    bytes: Vec<u8>,
+    /// How many bytes in front the program has read.
+    read: usize,
+    /// Number of unread bytes in front whose markers [`Self::next_marker`] has all returned.
+    looked: usize,
+    /// How many bytes of [`AHEAD`] this connection has.
+    charged: usize,
+}
+
+impl Carry {
+    /// Returns all bytes that are held.
+    pub fn as_slice(&self) -> &[u8] {
+        self.bytes.get(self.read..).unwrap_or_default()
+    }
+
+    /// Returns the number of bytes that are held.
+    pub fn len(&self) -> usize {
+        self.bytes.len() - self.read
+    }
+
+    /// Returns whether no byte is held.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Appends the bytes that come next in TCP.
+    pub fn push(&mut self, bytes: &[u8]) {
+        self.bytes.extend_from_slice(bytes);
+    }
+
+    /// Returns whether `more` bytes may be read ahead, and reserves memory for them. They count until the program has
+    /// read them. The caller [pushes](Self::push) no other bytes before them. False if the bound is reached, or without
+    /// memory.
+    pub fn charge(&mut self, more: usize) -> bool {
+        if self.bytes.try_reserve(more).is_err() {
+            return false;
+        }
+        let beyond = (self.len() + more).saturating_sub(OWN.max(self.charged + OWN));
+        if beyond == 0 {
+            return true;
+        }
+        let before = AHEAD.fetch_add(beyond, Relaxed);
+        self.charged += beyond;
+        let may = before + beyond <= ALL;
+        if !may {
+            self.settle();
+        }
+        may
+    }
+
+    /// Stops counting the bytes that are not held any more.
+    fn settle(&mut self) {
+        let held = self.len().saturating_sub(OWN).min(self.charged);
+        AHEAD.fetch_sub(self.charged - held, Relaxed);
+        self.charged = held;
+    }
+
+    /// Removes the bytes that were appended last: `len` bytes stay.
+    pub fn truncate(&mut self, len: usize) {
+        self.bytes.truncate(self.read + len);
+        self.looked = self.looked.min(len);
+        self.settle();
+    }
+
+    /// Drops up to `n` bytes in front.
+    pub fn consume(&mut self, n: usize) {
+        self.read += n.min(self.len());
+        self.looked = self.looked.saturating_sub(n);
+        self.settle();
+        if self.is_empty() {
+            // Frees the memory: it may be large, if many bytes were read ahead.
+            *self = Self::default();
+        } else if self.read > self.len() {
+            // The move copies fewer bytes than the program has read since the last move.
+            self.bytes.drain(..self.read);
+            self.read = 0;
+        }
+    }
+
+    /// Takes all bytes; none is left.
+    pub fn take(&mut self) -> Vec<u8> {
+        let mut bytes = std::mem::take(&mut self.bytes);
+        bytes.drain(..self.read);
+        *self = Self::default();
+        bytes
+    }
+
+    /// Returns the next marker for the reader that chose `nonce`, however many bytes precede it. Each marker is
+    /// returned once, and its bytes stay. `None` if no whole marker is there, and in front of one that cannot be
+    /// decoded.
+    pub fn next_marker(&mut self, nonce: &Nonce) -> Option<Marker> {
+        let seen = scan(nonce, self.as_slice().get(self.looked..)?);
+        self.looked += seen.payload;
+        match seen.what {
+            Found::Marker { marker, len } => {
+                self.looked += len;
+                Some(marker)
+            }
+            Found::Payload | Found::PartialMarker { .. } | Found::Bad { .. } => None,
+        }
+    }
+}
+
+impl Drop for Carry {
+    fn drop(&mut self) {
+        AHEAD.fetch_sub(self.charged, Relaxed);
+    }
+}
+
+/// Resets the count in a fork child: the carries of its parent are leaked there, and count no more.
+pub fn after_fork() {
+    AHEAD.store(0, Relaxed);
+}
+
+#[cfg(test)]
+mod carry_tests {
+    use super::*;
+    use crate::wire::MAX_MARKER;
+
+    #[test]
+    fn what_all_together_read_ahead_has_a_bound_and_a_little_is_always_allowed() {
+        let piece = vec![0; OWN];
+        let mut all: Vec<Carry> = Vec::new();
+        let mut read = 0;
+        'all: for _ in 0..100 {
+            all.push(Carry::default());
+            let carry = all.last_mut().unwrap();
+            for at in 0..MOST / OWN {
+                if !carry.charge(OWN) {
+                    assert!(at > 0, "the first piece is its own");
+                    break 'all;
+                }
+                carry.push(&piece);
+                read += OWN;
+            }
+        }
+        assert!((ALL..=ALL + all.len() * OWN).contains(&read), "{read}");
+        let mut late = Carry::default();
+        assert!(late.charge(OWN));
+        late.push(&piece);
+        assert!(!late.charge(OWN));
+        // A program reads, which makes room for another.
+        all.first_mut().unwrap().consume(2 * OWN);
+        assert!(late.charge(OWN));
+        drop(late);
+        drop(all);
+        assert_eq!(AHEAD.load(Relaxed), 0);
+    }
+
+    const MOST: usize = 16 * 1024 * 1024;
+
+    const NONCE: Nonce = Nonce::from_bytes([0xc0; 16]);
+
+    fn encoded(marker: &Marker) -> Vec<u8> {
+        let mut buf = [0; MAX_MARKER];
+        marker.encode(&NONCE, &mut buf).unwrap().to_vec()
+    }
+
+    #[test]
+    fn each_marker_behind_data_is_given_once_and_stays_where_it_is() {
+        let resume = Marker::Resume { received: 3, sent: 5 };
+        let (first, second) = (encoded(&Marker::Switch), encoded(&resume));
+        let mut carry = Carry::default();
+        carry.push(b"data");
+        assert!(carry.next_marker(&NONCE).is_none());
+        carry.push(&first);
+        let (part, rest) = second.split_at(20);
+        carry.push(part);
+        assert!(matches!(carry.next_marker(&NONCE), Some(Marker::Switch)));
+        assert!(carry.next_marker(&NONCE).is_none(), "not as a whole yet");
+        // The program reads some of it meanwhile.
+        carry.consume(2);
+        carry.push(rest);
+        assert!(matches!(
+            carry.next_marker(&NONCE),
+            Some(Marker::Resume { received: 3, sent: 5 })
+        ));
+        assert!(carry.next_marker(&NONCE).is_none());
+        assert_eq!(carry.as_slice(), [&b"ta"[..], &first, &second].concat());
+        carry.consume(2 + first.len());
+        assert_eq!(carry.take(), second);
+        assert!(carry.is_empty());
+    }
 }

@@ -4,11 +4,14 @@
 
 use std::sync::atomic::Ordering::Acquire;
 
-use super::io::{ControlOf, Half, SocketIo, StreamLink, Task, Tcp};
-use super::object::Control;
-use super::receiving::{awaits_marker, end_scan, leave_link_at_end};
-use super::sending::{flush, flush_or_later, queue_again};
 use crate::fabric::ring::EndMark;
+use crate::stats::Reason;
+use crate::stream::connection::attempt::{end_attempt, look_for_resume};
+use crate::stream::connection::directions::{
+    awaits_marker, demote_tx, end_scan, flush, flush_or_later, hand_over_rest, leave_link_at_end, queue_again,
+};
+use crate::stream::connection::io::{ControlOf, Half, SocketIo, StreamLink, Task, Tcp};
+use crate::stream::connection::{Control, ask_back, leave_link};
 use crate::stream::mode::{Mode, Receiving, Sending};
 use crate::stream::resume::{Resume, Step, Steps};
 use crate::wire::{MAX_MARKER, Marker, Message};
@@ -199,4 +202,182 @@ fn end_tcp<S: SocketIo>(socket: &S) {
 fn is_unread<S: SocketIo>(socket: &S) -> bool {
     let is_unread = || Some(socket.tx.lock()?.producer.as_mut()?.used().is_ok_and(|n| n > 0));
     socket.tx_mode.load(Acquire) == Mode::Link && is_unread() == Some(true)
+}
+
+// Events that make a stream leave a link between hosts, and what they lead to (P70–P79). An attempt that is not closed
+// is given up first.
+//
+// The caller of each function holds the control lock, and neither `rx` nor `tx`.
+
+/// Handles a failure of this end of the link.
+pub fn link_failed<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
+    end_attempt(socket, control);
+    let is_marked = is_staying(control) && is_marked(socket);
+    if is_marked {
+        // The peer may have got the confirmation of its mark, and have ended TCP before it left the link. That end of
+        // TCP comes first: the kernel would answer a RESUME by a reset.
+        look_for_resume(socket, control);
+    }
+    feed(socket, control, |r| r.on_link_failed(is_marked));
+}
+
+/// Returns whether all of the peer's direction has come over the link, with its end mark. This end may have confirmed
+/// that. A mark that comes from now on is not taken, and not confirmed.
+fn is_marked<S: SocketIo>(socket: &S) -> bool {
+    let Some(mut rx) = socket.rx.lock() else {
+        return false;
+    };
+    rx.consumer
+        .as_mut()
+        .is_some_and(|c| c.freeze(u64::MAX).is_ok() && c.has_mark())
+}
+
+/// Handles the peer's request on the link to leave it (P75).
+pub fn on_asked<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
+    control.returns = false;
+    end_attempt(socket, control);
+    feed(socket, control, Resume::on_asked);
+}
+
+/// Handles the peer's confirmation: it has all bytes that this end has given to the link, and the end mark.
+pub fn confirmed<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
+    feed(socket, control, Resume::on_confirmed);
+}
+
+/// Leaves the link for a new holder, which reads the kernel alone: unread bytes come through the kernel again. The
+/// socket can be handed over once [`is_staying`] returns false.
+pub fn hand_over<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
+    control.returns = false;
+    end_attempt(socket, control);
+    if let Some(mut rx) = socket.rx.lock()
+        && let Some(consumer) = rx.consumer.as_mut()
+    {
+        // An error is met again when RESUME is written.
+        let _ = consumer.freeze(0);
+    }
+    feed(socket, control, Resume::hand_over);
+}
+
+/// Shuts the sending direction. Returns true if the kernel's shutdown() follows by itself; false if the stream is not
+/// on a link between hosts.
+pub fn shut<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> bool {
+    if !is_staying(control) {
+        return false;
+    }
+    end_attempt(socket, control);
+    let stays = is_staying(control);
+    control.returns = false;
+    feed(socket, control, Resume::shut);
+    stays
+}
+
+/// Handles the program's close().
+pub fn close<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
+    control.returns = false;
+    end_attempt(socket, control);
+    feed(socket, control, Resume::close);
+}
+
+/// Handles the end of the process as a close of a stream that is on a link between hosts.
+pub fn end<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
+    if is_staying(control) {
+        close(socket, control);
+        socket.later(Task::Settle);
+    }
+}
+
+// The way back to TCP that the program or its peer asks for.
+
+/// Takes the socket back to TCP: the sending direction now, the receiving one when the peer follows this end's request.
+/// During a handshake it does so as soon as the handshake has ended.
+pub fn leave<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason: Reason) {
+    control.leave = Some(reason);
+    let stays = is_staying(control);
+    if control.handshake.is_some() && !stays {
+        end_attempt(socket, control);
+        // After this end's SWITCH the direction need not wait for the peer's.
+        return demote_tx(socket);
+    }
+    if stays {
+        control.returns = false;
+        end_attempt(socket, control);
+    }
+    leave_link(socket, control, reason);
+}
+
+/// As [`leave`], for a new holder of the socket: bytes that the program has not read yet come through the kernel too.
+/// The receiving direction is on TCP when this returns, unless a handshake is under way.
+pub fn return_to_tcp<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason: Reason) {
+    if control.handshake.is_some() {
+        return leave(socket, control, reason);
+    }
+    if is_staying(control) {
+        control.leave = Some(reason);
+        socket.set_why(reason.into());
+        socket.pin();
+        return hand_over(socket, control);
+    }
+    hand_over_rest(socket);
+    if !unread_returns_to_tcp(socket, control, reason) {
+        // P28: the peer has left the link already, and TCP may have later bytes. A gap in the data would be worse than
+        // the end of the connection.
+        tracing::warn!(target: "rdmasock", slot = socket.slot(), %reason, "unread data before its end cannot follow the socket: reset");
+        socket.reset();
+        socket.rx_mode.go(Receiving::Abandoned);
+        on_tcp_again(socket);
+    }
+}
+
+/// Takes both directions back to TCP, with the bytes that were not read. No handshake is under way. Returns false if
+/// the peer has left the link already: then unread bytes stay there, and the bytes after them may be in TCP.
+fn unread_returns_to_tcp<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason: Reason) -> bool {
+    control.leave = Some(reason);
+    socket.set_why(reason.into());
+    socket.pin();
+    demote_tx(socket);
+    let (Some(opened), Some(yours)) = (control.opened.clone(), control.peer) else {
+        return true;
+    };
+    let stopped = {
+        let Some(mut rx) = socket.rx.lock() else {
+            return true;
+        };
+        if socket.rx_mode.load(Acquire) != Mode::Link {
+            return true;
+        }
+        let is_clean = rx.carry.is_empty();
+        let Some(consumer) = rx.consumer.as_mut() else {
+            return true;
+        };
+        if !is_clean {
+            return false;
+        }
+        consumer.stop().ok().map(|wake| {
+            socket.rx_mode.go(Receiving::Left);
+            (consumer.position(), wake)
+        })
+    };
+    tracing::debug!(target: "rdmasock::promote", slot = socket.slot(), %reason, ?stopped, "goes back to TCP");
+    if let Some((from, wake)) = stopped {
+        socket.notify_peer(wake);
+        ask_back(&opened.link, yours, Some(from));
+    } else if !leave_link_at_end(socket) {
+        return false;
+    }
+    on_tcp_again(socket);
+    true
+}
+
+fn on_tcp_again<S: SocketIo>(socket: &S) {
+    socket.set_path(Half::Receiving, false);
+    socket.later(Task::Settle);
+}
+
+/// As [`return_to_tcp`], for the same holder: bytes that cannot come through the kernel are read where they are.
+pub fn prefer_tcp<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason: Reason) {
+    if control.handshake.is_some() || is_staying(control) {
+        leave(socket, control, reason);
+    } else {
+        unread_returns_to_tcp(socket, control, reason);
+    }
 }

@@ -4,7 +4,7 @@
 
 use std::collections::{HashSet, VecDeque};
 
-use super::*;
+use crate::stream::handshake::*;
 
 /// The elements of TCP's stream besides data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

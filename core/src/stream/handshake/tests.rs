@@ -1,6 +1,6 @@
 //! Tests of the handshake step by step. `explore.rs` explores every order of events.
 
-use super::*;
+use crate::stream::handshake::*;
 
 fn nonce() -> Nonce {
     Nonce::random().unwrap()

@@ -1,6 +1,6 @@
 //! Tests of the table of modes: every cell of it, and that the page says the same.
 
-use super::*;
+use crate::stream::mode::*;
 
 const SENDING: [Sending; 8] = [
     Sending::Announced,

@@ -4,10 +4,10 @@
 
 use std::collections::{HashSet, VecDeque};
 
-use super::super::handshake;
-use super::super::handshake::{Handshake, Phase, Role};
-use super::*;
 use crate::ids::{InstanceId, Nonce};
+use crate::stream::handshake;
+use crate::stream::handshake::{Handshake, Phase, Role};
+use crate::stream::resume::*;
 
 /// The elements of TCP's stream. A byte of data is its number in its direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -1,6 +1,6 @@
 //! Tests of the resumption step by step. `explore.rs` explores every order of events.
 
-use super::*;
+use crate::stream::resume::*;
 
 fn promoted() -> Resume {
     let mut r = Resume::new();

@@ -3,7 +3,7 @@
 use proptest::collection::vec;
 use proptest::prelude::*;
 
-use super::*;
+use crate::wire::marker::*;
 
 pub fn marker() -> impl Strategy<Value = Marker> {
     let offer = any::<[u8; 16]>().prop_map(|cookie| LinkOffer {

@@ -5,8 +5,8 @@ use std::net::SocketAddr;
 use proptest::collection::vec;
 use proptest::prelude::*;
 
-use super::*;
 use crate::wire::codec::Field;
+use crate::wire::message::*;
 
 fn ids() -> impl Strategy<Value = [u8; 16]> {
     any::<[u8; 16]>()

@@ -7,7 +7,8 @@ use std::ptr::{NonNull, null_mut};
 
 pub use ffi::rdma_cm_event_type as event;
 use rdma_sys as ffi;
-use rdmasock_core::fabric::plugin::{Address, PRIVATE_BYTES, host};
+use rdmasock_core::fabric::plugin;
+use rdmasock_core::fabric::plugin::{Address, PRIVATE_BYTES};
 
 use super::context::Context;
 use crate::error::{Errno, Result, check};
@@ -108,7 +109,7 @@ impl Channel {
         // SAFETY: no arguments. Null is handled.
         let ptr = NonNull::new(unsafe { ffi::rdma_create_event_channel() }).ok_or_else(Errno::last)?;
         // SAFETY: the channel was just made, and no other thread has it.
-        match host::hide(unsafe { (*ptr.as_ptr()).fd }) {
+        match plugin::hide(unsafe { (*ptr.as_ptr()).fd }) {
             Ok(fd) => {
                 // SAFETY: as for the read of the fd.
                 unsafe { (*ptr.as_ptr()).fd = fd };
@@ -161,7 +162,7 @@ impl Drop for Channel {
         // SAFETY: the channel has no other user any more, as each id owns its channel. Without its fd it is memory
         // only.
         unsafe { (*self.ptr.as_ptr()).fd = -1 };
-        host::close(self.fd);
+        plugin::close(self.fd);
         // SAFETY: made by rdma_create_event_channel, destroyed once.
         unsafe { ffi::rdma_destroy_event_channel(self.ptr.as_ptr()) };
     }

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 pub use ffi::ibv_wc_status as status;
 use rdma_sys as ffi;
-use rdmasock_core::fabric::plugin::host;
+use rdmasock_core::fabric::plugin;
 use rdmasock_core::lock::Lock;
 
 use super::context::Context;
@@ -184,7 +184,7 @@ impl CompletionChannel {
         // SAFETY: the channel was just made, and no other thread has it. It closes its fd itself if the fd was not
         // moved.
         unsafe {
-            match host::hide((*ptr.as_ptr()).fd) {
+            match plugin::hide((*ptr.as_ptr()).fd) {
                 Ok(fd) => {
                     (*ptr.as_ptr()).fd = fd;
                     Ok(Self {
@@ -235,7 +235,7 @@ impl Drop for CompletionChannel {
         // only.
         unsafe {
             (*self.ptr.as_ptr()).fd = -1;
-            host::close(self.fd);
+            plugin::close(self.fd);
             ffi::ibv_destroy_comp_channel(self.ptr.as_ptr());
         }
     }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 use rdma_sys as ffi;
-use rdmasock_core::fabric::plugin::host;
+use rdmasock_core::fabric::plugin;
 use rdmasock_core::fabric::remote::qp::Role;
 
 use crate::error::{Errno, Result, check_code};
@@ -45,9 +45,9 @@ impl Context {
         // SAFETY: the context lives for ever. By this function's condition no other thread uses its fds now.
         unsafe {
             let ptr = self.0.as_ptr();
-            (*ptr).cmd_fd = host::hide((*ptr).cmd_fd)?;
+            (*ptr).cmd_fd = plugin::hide((*ptr).cmd_fd)?;
             if (*ptr).async_fd >= 0 {
-                (*ptr).async_fd = host::hide((*ptr).async_fd)?;
+                (*ptr).async_fd = plugin::hide((*ptr).async_fd)?;
             }
         }
         for place in &HIDDEN {

@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, AsRawFd};
 
 use rdmasock_core::ids::Nonce;
 use rdmasock_core::stream::connection::{
-    Farewell, Task, flush, read_ahead, resume, shut, shut_receiving, start_scan, stop_scan,
+    Farewell, Task, flush, read_ahead, shut, shut_receiving, start_scan, stay, stop_scan,
 };
 use rdmasock_core::stream::handshake::Closing;
 use rdmasock_core::stream::resume::Resume;
@@ -28,7 +28,7 @@ const DATA: usize = 50_000;
 fn suspended() -> (&'static Socket, TcpStream, TcpStream) {
     let (socket, ours, theirs) = unanswered(Closing::Switch);
     let mut control = socket.control.lock().unwrap();
-    resume::feed(socket, &mut control, |r| r.on_got(Closing::Abort));
+    stay::feed(socket, &mut control, |r| r.on_got(Closing::Abort));
     drop(control);
     (socket, ours, theirs)
 }

@@ -5,9 +5,9 @@ use std::collections::VecDeque;
 use std::net::IpAddr;
 use std::rc::Rc;
 
-use rdmasock_core::fabric::link::{LinkEnd as _, NoProducer, Opened};
 use rdmasock_core::fabric::mem::End;
 use rdmasock_core::fabric::ring::{Consumer, Producer, Wake};
+use rdmasock_core::fabric::{LinkEnd as _, NoProducer, Opened};
 use rdmasock_core::ids::{InstanceId, Vqpn};
 use rdmasock_core::stats::{Reason, Why};
 use rdmasock_core::stream::connection::{Half, Peeked, SocketIo, StreamLink, Task, Tcp, TxOf, Unsent};

@@ -3,7 +3,7 @@
 use loom::sync::Arc;
 use loom::thread;
 
-use super::*;
+use crate::fabric::ready::tests::*;
 use crate::sync::loom_models::{Doorbell, check};
 
 struct Waiter {

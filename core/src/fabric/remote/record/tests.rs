@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 
-use super::*;
+use crate::fabric::remote::record::*;
 
 fn all() -> Vec<Record<'static>> {
     vec![

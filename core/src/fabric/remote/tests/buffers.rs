@@ -1,7 +1,7 @@
 //! Send buffers: bytes for which the peer's ring has no room are kept, carried over as it gets room, and can be sent
 //! again.
 
-use super::*;
+use crate::fabric::remote::tests::*;
 use crate::fabric::ring::EndMark;
 
 /// Fills the first ring of a stream, of 4 KiB, and a buffer of `1 << log2` bytes. Returns how many bytes that took.

@@ -1,9 +1,9 @@
 //! Direct transfers and lent memory: the bytes are read in order and once. That holds for any order of adverts,
 //! withdrawals, loans, recalls, bytes by the rings, and the end of either queue pair.
 
-use super::*;
 use crate::fabric::remote::mem::pair_beside;
 use crate::fabric::remote::qp::{QueuePair, Region, Role};
+use crate::fabric::remote::tests::*;
 
 /// A buffer with which the reader waits.
 pub struct Waiting {

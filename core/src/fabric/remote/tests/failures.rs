@@ -1,8 +1,8 @@
 //! A link that fails: no byte is lost or repeated if each end sends again from the position that the other has
 //! received.
 
-use super::*;
-use crate::fabric::link::SendError;
+use crate::fabric::SendError;
+use crate::fabric::remote::tests::*;
 
 /// Runs both ends until they know that the link is down.
 fn until_down(world: &World) {

@@ -1,8 +1,8 @@
 //! The first ring of a stream, which the end that answers OPEN knows before it is on offer.
 
-use super::qp::QueuePair;
-use super::record::{Builder, Record};
-use super::*;
+use crate::fabric::remote::tests::qp::QueuePair;
+use crate::fabric::remote::tests::record::{Builder, Record};
+use crate::fabric::remote::tests::*;
 
 #[test]
 fn who_answers_an_open_need_not_wait_for_the_first_ring() {

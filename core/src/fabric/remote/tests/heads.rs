@@ -1,6 +1,6 @@
 //! When a reader's head is sent: with messages in the other direction, and alone only where there are none.
 
-use super::*;
+use crate::fabric::remote::tests::*;
 
 fn sends(world: &World) -> [u64; 2] {
     [0, 1].map(|at| world.ends[at].counts().sends)

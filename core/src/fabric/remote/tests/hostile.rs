@@ -1,10 +1,10 @@
 //! A peer that sends any bytes: the end goes on or ends the link with a reason, and the words that its cursors read are
 //! always valid.
 
-use super::mem::pair_beside;
-use super::qp::{Completed, Key, QueuePair};
-use super::record::{Builder, Memory, Record, Withdrawal};
-use super::*;
+use crate::fabric::remote::tests::mem::pair_beside;
+use crate::fabric::remote::tests::qp::{Completed, Key, QueuePair};
+use crate::fabric::remote::tests::record::{Builder, Memory, Record, Withdrawal};
+use crate::fabric::remote::tests::*;
 
 /// An action of the peer.
 #[derive(Clone, Debug)]

@@ -1,11 +1,11 @@
 //! Memory that a sending program lends to the reader's device: single cases; `direct.rs` tries all orders.
 
-use super::direct::large;
-use super::mem::pair_beside;
-use super::qp::QueuePair;
-use super::record::{Builder, Memory, Record};
-use super::*;
-use crate::fabric::remote::direct::Landings;
+use crate::fabric::remote::put::Landings;
+use crate::fabric::remote::tests::direct::large;
+use crate::fabric::remote::tests::mem::pair_beside;
+use crate::fabric::remote::tests::qp::QueuePair;
+use crate::fabric::remote::tests::record::{Builder, Memory, Record};
+use crate::fabric::remote::tests::*;
 
 /// Returns two ends with a slow bulk queue pair; the second end writes the first direction.
 fn slow() -> World {

@@ -1,6 +1,6 @@
 //! Two ends that work: all bytes sent arrive, stream by stream in turns, for any order of events.
 
-use super::*;
+use crate::fabric::remote::tests::*;
 use crate::fabric::ring::EndMark;
 use crate::wire::Message;
 

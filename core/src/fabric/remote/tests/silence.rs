@@ -1,6 +1,6 @@
 //! A peer's device that does not answer any more, and a peer that does not answer although its device does.
 
-use super::*;
+use crate::fabric::remote::tests::*;
 
 const SECOND: u64 = 1_000_000_000;
 

@@ -3,7 +3,7 @@
 use std::sync::atomic::AtomicUsize;
 use std::thread::{scope, yield_now};
 
-use super::*;
+use crate::fabric::remote::tests::*;
 
 #[test]
 fn four_threads_on_each_end_move_what_they_send() {
@@ -95,7 +95,7 @@ fn a_signal_handler_that_interrupts_the_engine_leaves_its_work() {
         assert_eq!(ends[1].received(Vqpn(0)), None);
         assert_eq!(ends[1].unconfirmed(directions[0].number), None);
         assert!(ends[1].take_message().is_none());
-        assert_eq!(ends[1].open(12).err(), Some(crate::fabric::link::OpenError::Busy));
+        assert_eq!(ends[1].open(12).err(), Some(crate::fabric::OpenError::Busy));
     });
     world.settle();
     assert_eq!(world.directions[0].read(&world.ends, 200), 100);

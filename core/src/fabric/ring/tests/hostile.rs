@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 
-use super::*;
+use crate::fabric::ring::tests::*;
 use crate::sync::Ordering;
 
 fn pair() -> (Memory, Producer, Consumer) {

@@ -4,7 +4,7 @@
 use loom::sync::Arc;
 use loom::thread;
 
-use super::*;
+use crate::fabric::ring::tests::*;
 use crate::sync::loom_models::Doorbell;
 
 fn ring(bell: &Doorbell, wake: Wake) {

@@ -4,8 +4,8 @@ use std::sync::{Arc, Condvar, Mutex};
 
 use proptest::prelude::*;
 
-use super::*;
 use crate::fabric::arena::Arena;
+use crate::fabric::ring::tests::*;
 
 fn pattern(from: u64, len: usize) -> Vec<u8> {
     (from..from + len as u64)

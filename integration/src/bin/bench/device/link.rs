@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow};
+use rdmasock_core::fabric::LinkEnd;
 use rdmasock_core::fabric::layout::Layout;
-use rdmasock_core::fabric::link::LinkEnd;
 use rdmasock_core::fabric::remote::{End, Local, Tuning};
 use rdmasock_core::fabric::ring::{Consumer, Producer};
 use rdmasock_core::fabric::shm::Side;

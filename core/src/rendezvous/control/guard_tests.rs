@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 
-use super::*;
+use crate::rendezvous::control::*;
 
 const RATE: Rate = Rate {
     per_second: 10,

@@ -3,8 +3,8 @@
 use proptest::collection::vec;
 use proptest::prelude::*;
 
-use super::*;
 use crate::ids::{Cookie, InstanceId};
+use crate::wire::marker::*;
 use crate::wire::{Hello, LinkAddress, LinkOffer, MAX_MARKER, Reason};
 
 fn encoded(marker: &Marker, nonce: &Nonce) -> Vec<u8> {

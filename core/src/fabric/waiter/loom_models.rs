@@ -3,7 +3,7 @@
 use loom::sync::{Arc, Condvar, Mutex};
 use loom::thread;
 
-use super::*;
+use crate::fabric::waiter::*;
 use crate::sync::loom_models::check;
 
 /// A doorbell: each ring wakes one thread.

@@ -2,7 +2,7 @@
 
 use std::os::fd::AsFd;
 
-use super::*;
+use crate::fabric::side::*;
 use crate::os::memfd;
 
 const UNIT: usize = 8192;

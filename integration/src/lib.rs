@@ -5,6 +5,7 @@
 pub mod filter;
 pub mod lab;
 pub mod loads;
+pub mod picture;
 pub mod ports;
 pub mod proc;
 pub mod rounds;

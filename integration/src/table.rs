@@ -41,7 +41,7 @@ impl Subject {
         Self::Library,
     ];
 
-    fn title(self) -> &'static str {
+    pub(crate) fn title(self) -> &'static str {
         match self {
             Self::Bare => "bare",
             Self::Tcp => "TCP",
@@ -120,6 +120,12 @@ impl Row {
     /// Returns the median of a subject's samples, or `None` without samples.
     pub fn median(&self, subject: Subject) -> Option<f64> {
         self.samples.get(&subject).map(|samples| median(samples))
+    }
+
+    /// Returns how many times as good as kernel TCP `subject` is. Returns `None` if samples are missing or the ratio is no
+    /// number.
+    pub fn times_tcp_of(&self, subject: Subject) -> Option<f64> {
+        self.ratio(self.median(subject)?, self.median(Subject::Tcp)?)
     }
 
     /// Returns how many times as good as `subject` the library is. Returns `None` if samples are missing or the ratio

@@ -10,7 +10,7 @@ use rdmasock_integration::lab::{Build, Lab, Mode, Role};
 use rdmasock_integration::rounds::{Measure, Paths, Program, Rounds};
 use rdmasock_integration::servers::Service;
 use rdmasock_integration::table::{Better, Goal, Report, Row, Subject};
-use rdmasock_integration::{loads, servers, signals};
+use rdmasock_integration::{loads, picture, servers, signals};
 
 /// Runs redis, nginx and iperf3 on kernel TCP and with rdmasock, and compares.
 #[derive(Debug, Parser)]
@@ -18,6 +18,9 @@ struct Options {
     /// Also write the table to FILE as JSON.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+    /// Also draw the table into FILE as an SVG.
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
     /// Run one short round, which shows that the library works, not how fast.
     #[arg(long)]
     quick: bool,
@@ -79,6 +82,9 @@ fn all() -> Result<()> {
         report
             .write(path)
             .with_context(|| format!("write {}", path.display()))?;
+    }
+    if let Some(path) = &options.svg {
+        picture::draw(&report, path)?;
     }
     if !failures.is_empty() {
         bail!("{} of the runs failed:\n  {}", failures.len(), failures.join("\n  "));

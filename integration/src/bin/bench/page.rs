@@ -13,7 +13,7 @@ use crate::{pictures, threshold};
 
 #[derive(Debug, Args)]
 pub struct Options {
-    /// Results that sweep, threshold, scale and device have written by --json.
+    /// Results that sweep and scale have written by --json.
     #[arg(long, value_name = "PATH", num_args = 1.., required = true)]
     from: Vec<PathBuf>,
     /// The folder of benchmarks.md and benchmarks/*.svg.
@@ -176,18 +176,7 @@ fn text(parts: &[Results]) -> String {
     losses(&mut out, &refs, Way::Tcp);
     out += "\nAnd to the Unix socket, which programs have to be written for:\n\n";
     losses(&mut out, &refs, Way::Unix);
-    for group in [
-        &TRANSFERS,
-        &COPYING,
-        &CONNECTIONS,
-        &CLIENTS,
-        &AMONG,
-        &BESIDE,
-        &SLEEPERS,
-        &ENGINES,
-        &SHARING,
-        &THREADS,
-    ] {
+    for group in [&TRANSFERS, &CONNECTIONS, &CLIENTS, &AMONG, &BESIDE, &SLEEPERS] {
         let has = |results: &&Results| group.series.iter().any(|series| !results.values(*series).is_empty());
         let Some(results) = parts.iter().find(has) else {
             continue;
@@ -204,9 +193,6 @@ fn text(parts: &[Results]) -> String {
                 let _ = write!(out, "\n![{}](benchmarks/{})\n", picture.title(), picture.file());
             }
             tables(&mut out, results, *series);
-            if *series == Series::Threshold {
-                let _ = write!(out, "\n{}", threshold::findings(results));
-            }
         }
     }
     let refused: Vec<&String> = parts.iter().flat_map(|results| &results.refused).collect();
@@ -230,9 +216,8 @@ How to read it:
 - **Ratios count, absolute numbers do not.** `×2.0` is twice as good as kernel TCP in the same run, whichever direction is
   better, and `×0.5` half as good. The ways take turns within each round, so that what else the machine does meets all of them.
 - Figures are medians of the rounds; a ratio is that of the medians.
-- The local device is **a model of a device**, not a measurement of one: queue pairs between processes of one host
-  (`core/localnic`), for which the processor copies. It shows what the library itself takes for a link as between hosts,
-  and nothing about a wire. What it is compared with runs on the loopback interface.
+- All programs run on one host. `scripts/bench-lab` measures between two. `bench threshold` and `bench device` print figures
+  of links between hosts on a model of a device (`core/localnic`), which say nothing about a wire.
 - A measurement counts if its connections were on the path that they are listed under, from its beginning to its end, by
   what `rdmasock stat` says; others are refused.
 
@@ -245,8 +230,6 @@ fn run_in_words(results: &Results) -> String {
     let machine = &results.machine;
     let what = match results.points.first().map(|point| point.series) {
         Some(series) if Series::CROWDS.contains(&series) => "`bench scale`",
-        Some(Series::Threshold) => "`bench threshold`",
-        Some(Series::Engine | Series::QueuePairs | Series::Threads) => "`bench device`",
         _ => "`bench sweep`",
     };
     let rounds = match results.rounds {
@@ -285,16 +268,6 @@ One connection, one direction. The sender blocks in send with a whole transfer, 
 clock stops when the sender has heard that all has arrived. Processor time is that of both processes, what the kernel does
 for them and the library's second thread included. In a round trip one transfer goes there and comes back.",
     series: &Series::RECEIVERS,
-};
-
-const COPYING: Group = Group {
-    title: "Copying against registering",
-    about: "\
-The ways of a link between hosts, over the local device, in turns: all bytes by rings (`RDMASOCK_ZCOPY_MIN=off`), all
-that can straight between the memory of the programs (`4K`), all that can read by the reader's device into its ring, and what
-the library chooses (`auto`). Both ends block in their calls, the receiver with MSG_WAITALL. Ratios are to the first. The local device registers memory for nothing, and copies at
-the sender's cost; a real one pins each page, and copies by itself.",
-    series: &[Series::Threshold],
 };
 
 const CONNECTIONS: Group = Group {
@@ -337,33 +310,6 @@ A server with a thread for each connection, which blocks in recv, and a client p
 connection in turn: who is woken by a message that is for one of many. One sleep a message is the least where each is for
 another thread.",
     series: &[Series::Sleepers],
-};
-
-const ENGINES: Group = Group {
-    title: "A link's engine and the queue pair below it",
-    about: "\
-Messages between two threads of one process that look all the time, on a queue pair of the local device by itself, and on a
-stream of a link over one, below the calls of sockets. One way the queue pair by itself is given a message a work request;
-the engine puts several into one.",
-    series: &[Series::Engine],
-};
-
-const SHARING: Group = Group {
-    title: "Connections with a queue pair each, and on one",
-    about: "\
-What figures 5, 7 and 8 of the paper on RDMAvisor (2018) show of devices, on a **model** of one that knows 400 queue pairs by
-heart and takes 2 µs to fetch another. One of so many connections at random transfers 64 KiB: by a READ on a queue pair each, by a
-READ on the one queue pair of all, or by a send on a link, which copies twice more and has a second thread that reads. Its memory is that
-of both ends of all connections.",
-    series: &[Series::QueuePairs],
-};
-
-const THREADS: Group = Group {
-    title: "Threads that share a queue pair",
-    about: "\
-What figure 6 there shows: threads that send messages of 64 B to one that reads, each holding a lock while it posts or polls,
-or each on a stream of one link. With more threads than cores it is partly the scheduler that is measured.",
-    series: &[Series::Threads],
 };
 
 /// Adds the tables of a series to `out`.

@@ -18,18 +18,10 @@ pub struct Picture {
 
 /// Returns the pictures of the figures that a run has.
 pub fn of(results: &Results) -> Vec<Picture> {
-    let all = Series::TRANSFERS
+    let all = Series::RECEIVERS
         .into_iter()
         .flat_map(|series| [(series, Figure::Throughput), (series, Figure::Processor)])
-        .chain(Series::CROWDS.map(|series| (series, Figure::Messages)))
-        .chain([
-            (Series::Engine, Figure::TripP50),
-            (Series::Engine, Figure::Messages),
-            (Series::QueuePairs, Figure::Throughput),
-            (Series::QueuePairs, Figure::Processor),
-            (Series::QueuePairs, Figure::Resident),
-            (Series::Threads, Figure::Messages),
-        ]);
+        .chain(Series::CROWDS.map(|series| (series, Figure::Messages)));
     let has = |(series, figure): &(Series, Figure)| {
         let points = &results.points;
         points
@@ -52,8 +44,6 @@ impl Picture {
         let figure = match self.figure {
             Figure::Processor => "processor",
             Figure::Messages => "messages",
-            Figure::TripP50 => "trip",
-            Figure::Resident => "memory",
             _ => "throughput",
         };
         format!("{figure}-{}.svg", self.series.word())

@@ -130,8 +130,6 @@ pub enum Series {
 impl Series {
     /// The series of `sweep`.
     pub const RECEIVERS: [Self; 3] = [Self::Recv, Self::Waitall, Self::Epoll];
-    /// The series with transfers of different sizes.
-    pub const TRANSFERS: [Self; 4] = [Self::Recv, Self::Waitall, Self::Epoll, Self::Threshold];
     /// The series of `scale`.
     pub const CROWDS: [Self; 5] = [
         Self::Connections,

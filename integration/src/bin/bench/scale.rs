@@ -45,7 +45,7 @@ pub struct Options {
     #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u64).range(1..=1_000))]
     sleepers: Option<Vec<u64>>,
     /// Only these ways.
-    #[arg(long, value_delimiter = ',', default_value = "tcp,unix,shm,device")]
+    #[arg(long, value_delimiter = ',', default_value = "tcp,unix,shm")]
     ways: Vec<Way>,
 }
 

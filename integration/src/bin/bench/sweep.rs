@@ -42,7 +42,7 @@ pub struct Options {
         default_value = "64,1K,16K,64K,256K,1M,4M,16M,64M")]
     sizes: Vec<u64>,
     /// Only these ways.
-    #[arg(long, value_delimiter = ',', default_value = "tcp,unix,shm,device")]
+    #[arg(long, value_delimiter = ',', default_value = "tcp,unix,shm")]
     ways: Vec<Way>,
     /// Only these receivers.
     #[arg(long, value_delimiter = ',', default_value = "recv,waitall,epoll")]

@@ -12,7 +12,7 @@ Rounds go on until both ends have seen what they WANT of their own counters (`rd
            more memory: it was tried, and nothing of its memory was reached any more
   lent     bytes of this end's memory were read by the other's device, and the other way round
 
-LAB_LIBRARY, if set, must be loaded."""
+LAB_PIECE=2M makes the pieces larger. LAB_LIBRARY, if set, must be loaded."""
 import json
 import os
 import random
@@ -25,7 +25,7 @@ import time
 from ends import be_counted, connect, take
 
 ROLE, ADDRESS, PORT, ROUNDS, WANTED = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
-PIECE, PIECES = 160 << 10, 16
+PIECE, PIECES = {"": 160 << 10, "2M": 2 << 20}[os.environ.get("LAB_PIECE", "")], 16
 # No two pieces of a run begin at the same byte of the source, nor on the same byte of a page.
 STEP = 4099
 # How long, s, what is wanted may be waited for: on a busy host a reader may come late again and again.

@@ -5,9 +5,13 @@
 //! - Until a call has waited or moved a byte, no other thread can observe that it has begun. If the fd changes, the
 //!   call begins again on the new file.
 //! - From its first wait on, the call is counted in its direction (`Rx::waiting`, `Tx::waiting`). A close then leaves
-//!   the connection as it is until the last counted call has returned (`close`).
+//!   the connection as it is until the last counted call has returned (`process/close`).
 //!
 //! Calls inside the kernel's own receive or send are counted by `Socket::enter_rx` and `enter_tx`.
+//!
+//! Threads also find the end of a connection here: the fd stands for another file by now, or a call is the last that
+//! the close has waited for. The work of a close is in `process/close`, in a layer above, which [registers](tell) its
+//! functions.
 
 use std::ffi::c_int;
 use std::os::fd::AsRawFd;
@@ -64,7 +68,7 @@ fn is_named(fd: c_int, socket: &'static Socket, generation: u64) -> bool {
     table::still(fd, socket) && socket.generation.load(Relaxed) == generation
 }
 
-/// A receive or send of the program, see the module.
+/// A receive or send of the program.
 pub struct Call {
     pub socket: &'static Socket,
     pub fd: c_int,
@@ -141,7 +145,7 @@ impl Call {
     #[cold]
     fn place_when_due(&self, seen: &Seen) -> Place {
         // A check by the other direction at the same tick is recent enough.
-        let place = self.place_if(|| self.socket.numbers.is_seen(self.fd, crate::sys::time::tick()));
+        let place = self.place_if(|| self.socket.numbers.is_seen(self.fd, time::tick()));
         if place != Place::Here {
             seen.forget();
         }
@@ -242,6 +246,27 @@ impl Call {
             }
         })
     }
+
+    #[cold]
+    fn uncount(&mut self) {
+        self.locked(|call, _, waiting| call.let_go(waiting));
+    }
+}
+
+impl Drop for Call {
+    #[inline]
+    fn drop(&mut self) {
+        if !self.was_counted {
+            return;
+        }
+        if self.is_counted {
+            self.uncount();
+        }
+        if self.socket.numbers.closed.look() != closed::OPEN {
+            on_call_back(self.socket);
+        }
+        thread::current().end();
+    }
 }
 
 /// Calls `f` with an fd of the connection, for the kernel's own call. `None` if the TCP socket is gone. A call that has
@@ -264,33 +289,6 @@ pub fn on_its_file<R>(call: &Call, f: impl FnOnce(c_int) -> R) -> Option<R> {
         None => None,
     }
 }
-
-impl Drop for Call {
-    #[inline]
-    fn drop(&mut self) {
-        if !self.was_counted {
-            return;
-        }
-        if self.is_counted {
-            self.uncount();
-        }
-        if self.socket.numbers.closed.look() != closed::OPEN {
-            on_call_back(self.socket);
-        }
-        thread::current().end();
-    }
-}
-
-impl Call {
-    #[cold]
-    fn uncount(&mut self) {
-        self.locked(|call, _, waiting| call.let_go(waiting));
-    }
-}
-
-// Calls the hooks that end a connection, for threads that find its end while they use it.
-// There are two reasons: the fd stands for another file by now, or the thread's call is the last that the close has
-// waited for. The work itself is in `process/close`, in a layer above, which registers its functions here.
 
 /// The functions that [`tell`] registers.
 pub struct Told {

@@ -1,4 +1,5 @@
-//! Epoll sets: the object behind a program's epoll fd.
+//! Epoll sets: the object behind a program's epoll fd, its membership, and epoll_ctl(). Waits are in
+//! `polling/epoll_wait`.
 //!
 //! A socket on plain TCP is in the kernel's set, with the program's own data; the library only keeps an item for it.
 //! When a promotion begins, the socket is *taken over*: it is removed from the kernel's set, and reported from this
@@ -9,14 +10,13 @@
 //! - the ready queues of the links, with one entry for each stream that has something to do, so a wait costs O(ready);
 //! - the service thread, for events on the TCP socket.
 //!
-//! The kernel's set also holds the bell of this set, an eventfd under a key of the library's. So one sleep in the
-//! kernel waits for both.
-//!
-//! This file has the set's life and its membership; waiting is in `polling/epoll_wait`.
+//! The kernel's set also holds the bell of this set, an eventfd under a [key](Key) of the library's. So one sleep in
+//! the kernel waits for both. If the set's sockets are on many links to other hosts, the kernel's set also holds their
+//! completion descriptors, and reports which of the links have completions.
 
 use std::collections::VecDeque;
 use std::ffi::c_int;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64};
 
@@ -33,6 +33,7 @@ use crate::notify::ready;
 use crate::objects::library::Library;
 use crate::objects::link::{Link, News, Pin, Remote, Watch};
 use crate::objects::socket::{EpollSet, Membership, Socket};
+use crate::sys::errno;
 use crate::sys::points::point;
 use crate::sys::registry::Registry;
 use crate::sys::time::Timeout;
@@ -42,11 +43,16 @@ pub const ONESHOT: u32 = libc::EPOLLONESHOT as u32;
 /// Events that are reported whether asked for or not.
 pub const ALWAYS: u32 = (libc::EPOLLERR | libc::EPOLLHUP) as u32;
 const EXCLUSIVE: u32 = libc::EPOLLEXCLUSIVE as u32;
+/// The events that may be combined with EPOLLEXCLUSIVE.
+const EXCLUSIVE_OK: u32 =
+    EXCLUSIVE | ALWAYS | (libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLWAKEUP | libc::EPOLLET) as u32;
+/// Flags that are not events, and remain when an EPOLLONESHOT has fired.
+const PRIVATE: u32 = ONESHOT | ET | EXCLUSIVE | libc::EPOLLWAKEUP as u32;
 
 /// A socket in the set, under one fd. A socket that was added under two fds has two items.
 pub(crate) struct Item {
     pub(crate) socket: &'static Socket,
-    pub(crate) fd: c_int,
+    fd: c_int,
     pub(crate) events: u32,
     pub(crate) data: u64,
     /// The item is taken over: the kernel's set no longer has it.
@@ -61,7 +67,7 @@ pub(crate) struct Item {
     pub(crate) disabled: bool,
     /// The item is disabled, and its socket was handed back. It is in neither set until its MOD, since the kernel's set
     /// would report the end of the connection even for a disabled item.
-    pub(crate) parked: bool,
+    parked: bool,
     /// The item is removed, but still in `ready`.
     pub(crate) dead: bool,
 }
@@ -84,19 +90,19 @@ pub(crate) struct Set {
     pub(crate) links: Links,
 }
 
-/// An epoll set of the program, see the module.
+/// An epoll set of the program.
 #[repr(align(64))]
 pub struct Epoll {
     pub(crate) set: Lock<Set>,
     /// The set's waiter as a word; 0: none.
-    pub(crate) waiter: AtomicU32,
+    waiter: AtomicU32,
     /// The bell's data in the kernel's set, once the bell is there ([`Key`]).
     pub(crate) key: AtomicU64,
     /// An fd of the program's for the set, -1 when the last is closed.
-    pub(crate) fd: AtomicI32,
+    fd: AtomicI32,
     /// A private fd of the same set, made when the set becomes active. System calls and sleeps on the set then do not
     /// depend on the program's fds. -1: none.
-    pub(crate) own: AtomicI32,
+    own: AtomicI32,
     /// Changes when the object is reused for another set.
     pub(crate) generation: AtomicU32,
     /// Waits that are under way in `epoll_wait`, and hold the set.
@@ -105,20 +111,21 @@ pub struct Epoll {
     pub(crate) closed: Published<AtomicBool>,
     /// Another set holds this one, so the kernel's object must show when an item is ready. Peers therefore always ring.
     pub(crate) nested: Published<AtomicBool>,
-    /// Peers notify the service thread for some of the set's sockets, in place of this set's waiter (`served`).
+    /// Peers notify the service thread for some of the set's sockets, in place of this set's waiter
+    /// (`readiness::tell`).
     pub(crate) served: AtomicBool,
     /// For a nested set: the waiter's sleep flag counts one sleeper for the set itself.
     pub(crate) shown: Published<AtomicBool>,
     /// The set is shared with the parent process, which may have taken sockets over.
     pub(crate) inherited: AtomicBool,
-    /// Gate to a wait in the kernel alone (`alone`). It closes when the first item is taken over: the set is active
-    /// then, and waits use the library's list too.
+    /// Gate to a wait in the kernel alone (`wait_plain`). It closes when the first item is taken over: the set is
+    /// active then, and waits use the library's list too.
     pub(crate) gate: Gate,
     /// The waiter's sleep flag counts one sleeper for the threads that were inside the gate when the set became active,
     /// until the last has left.
     pub(crate) plain_sleeps: Published<AtomicBool>,
     /// The number of fds that stand for the set.
-    pub(crate) fds: AtomicU32,
+    fds: AtomicU32,
     /// Counts the moves of sockets from the kernel's set to the library's list, and back.
     pub(crate) moves: AtomicU64,
     /// The kernel's set has connections too, and not only other files.
@@ -330,7 +337,7 @@ impl Epoll {
         }
     }
 
-    /// Returns an fd of the kernel's set. The caller holds the set's lock, or is inside (`epoll_wait::visit`). `None`
+    /// Returns an fd of the kernel's set. The caller holds the set's lock, or is inside (`epoll_wait::Visit`). `None`
     /// if the program has closed the last fd and there is no private one.
     pub(crate) fn kernel_fd(&self) -> Option<BorrowedFd<'static>> {
         let fd = match self.own.load(Acquire) {
@@ -357,7 +364,7 @@ impl Epoll {
     }
 
     /// Makes the set active: from now on waits use the library's list. The caller holds the set's lock.
-    pub(crate) fn activate(&self, _held: &mut Set) {
+    fn activate(&self, _held: &mut Set) {
         if self.is_active() {
             return;
         }
@@ -433,6 +440,312 @@ impl Epoll {
             Library::get().waiters.ring(waiter);
         }
     }
+}
+
+impl Epoll {
+    /// Carries out epoll_ctl() on a socket that the library knows. `real` is the kernel's call. Returns what
+    /// epoll_ctl() returns, and sets errno.
+    pub fn control(
+        &'static self,
+        socket: &'static Socket,
+        fd: c_int,
+        op: c_int,
+        event: Option<libc::epoll_event>,
+        real: impl FnOnce() -> c_int,
+    ) -> c_int {
+        crate::notify::fork::reclaim(socket);
+        let Some(mut set) = self.set.lock() else {
+            return real();
+        };
+        let asked = event.map_or(0, |e| e.events);
+        if let (libc::EPOLL_CTL_ADD, Some(event)) = (op, event) {
+            if asked & EXCLUSIVE != 0 && asked & !EXCLUSIVE_OK != 0 {
+                return errno::fail(libc::EINVAL);
+            }
+            return self.add(set, socket, fd, event, real);
+        }
+        let index = self.find(&set, socket, fd);
+        let item = index.and_then(|i| set.items.get(i));
+        let taken = item.map(|i| i.taken);
+        let parked = item.is_some_and(|i| i.parked);
+        let exclusive = item.is_some_and(|i| i.events & EXCLUSIVE != 0);
+        if op == libc::EPOLL_CTL_MOD && (asked & EXCLUSIVE != 0 || exclusive) {
+            return errno::fail(libc::EINVAL);
+        }
+        match (op, event, index, taken) {
+            (libc::EPOLL_CTL_MOD, Some(event), Some(index), Some(true)) => {
+                set.arm(index, event);
+                set.enqueue(index);
+                drop(set);
+                self.ring_if_sleeping();
+                0
+            }
+            (libc::EPOLL_CTL_MOD, Some(event), Some(index), _)
+                if asked & ONESHOT != 0 && socket.promotion.asked.swap(false, SeqCst) =>
+            {
+                // A promotion waits for this moment: the item has fired, and no other thread has it. The service thread
+                // continues the promotion, or hands the item back.
+                if let Some(kernel_fd) = self.kernel_fd() {
+                    // SAFETY: the program's own fd, in the middle of its call.
+                    let _ = kernel::delete(kernel_fd, unsafe { BorrowedFd::borrow_raw(fd) });
+                }
+                set.arm(index, event);
+                self.activate(&mut set);
+                drop(set);
+                Library::get()
+                    .service
+                    .submit(crate::objects::mailbox::Command::Used(socket.into()));
+                0
+            }
+            (libc::EPOLL_CTL_MOD, Some(event), Some(index), _) => {
+                let result = if parked { self.unpark(fd, event) } else { real() };
+                if let Some(item) = set.items.get_mut(index).filter(|_| result == 0) {
+                    item.events = event.events;
+                    item.data = event.u64;
+                    item.parked = false;
+                }
+                result
+            }
+            (libc::EPOLL_CTL_DEL, _, Some(index), Some(taken)) => {
+                let result = if taken || parked { 0 } else { real() };
+                if result == 0 {
+                    set.remove(index);
+                    drop(set);
+                    self.leave(socket, index);
+                }
+                result
+            }
+            _ => real(),
+        }
+    }
+
+    /// Records an EPOLL_CTL_ADD of a connection that stays on TCP for good, and has no item.
+    #[inline]
+    pub fn on_plain(&self) {
+        if !self.has_plain.load(Relaxed) {
+            self.has_plain.store(true, Relaxed);
+            self.mixed.store(true, Relaxed);
+        }
+    }
+
+    /// Carries out EPOLL_CTL_MOD on a parked item: adds it to the kernel's set again.
+    fn unpark(&self, fd: c_int, event: libc::epoll_event) -> c_int {
+        let added = self.kernel_fd().map(|set| {
+            kernel::add(
+                set,
+                // SAFETY: the program's own fd, in the middle of its call.
+                unsafe { BorrowedFd::borrow_raw(fd) },
+                kernel::EventData::new_u64(event.u64),
+                kernel::EventFlags::from_bits_retain(event.events),
+            )
+        });
+        match added {
+            Some(Ok(())) => 0,
+            Some(Err(error)) => errno::fail(error.raw_os_error()),
+            None => errno::fail(libc::EBADF),
+        }
+    }
+
+    /// Carries out EPOLL_CTL_ADD.
+    fn add(
+        &'static self,
+        mut set: Guard<'_, Set>,
+        socket: &'static Socket,
+        fd: c_int,
+        event: libc::epoll_event,
+        real: impl FnOnce() -> c_int,
+    ) -> c_int {
+        if !set.has_room() {
+            return errno::fail(libc::ENOMEM);
+        }
+        socket.blocking.set_polled();
+        let index = set.insert(Item {
+            socket,
+            fd,
+            events: event.events,
+            data: event.u64,
+            taken: false,
+            moved_at: 0,
+            listed_in: 0,
+            queued: false,
+            disabled: false,
+            parked: false,
+            dead: false,
+        });
+        if ready::is_watched(socket) {
+            // Before the membership is added, which announces this set's ready queue to peers.
+            self.activate(&mut set);
+        }
+        // First the membership is added, then the socket is checked; a promotion does it the other way round
+        // (`service/watch`). So a promotion that begins now is seen here, or sees the membership.
+        let mut is_there = false;
+        ready::change_interest(socket, |i| {
+            let mut items = i.members.iter().filter(|m| is_of(m, self, fd));
+            is_there = items.any(|m| set.has(m.item, socket, fd));
+            if !is_there {
+                i.members.push(Membership {
+                    epoll: self,
+                    fd,
+                    item: index,
+                });
+            }
+        });
+        if is_there {
+            set.remove(index);
+            return errno::fail(libc::EEXIST);
+        }
+        socket.wakes.last_item.store(index as u32, Relaxed);
+        if ready::is_watched(socket) {
+            set.set_taken(index, true);
+            self.activate(&mut set);
+            if let Some(link) = socket.link() {
+                set.links.add(link);
+            }
+            set.enqueue(index);
+            drop(set);
+            self.ring_if_sleeping();
+            return 0;
+        }
+        let result = real();
+        if result != 0 {
+            let errno = errno::get();
+            set.remove(index);
+            drop(set);
+            self.leave(socket, index);
+            errno::set(errno);
+        } else {
+            self.mixed.store(true, Relaxed);
+        }
+        result
+    }
+
+    /// Returns the index of the socket's item under this fd. `None` if there is none.
+    fn find(&self, set: &Set, socket: &'static Socket, fd: c_int) -> Option<usize> {
+        let last = socket.wakes.last_item.load(Relaxed) as usize;
+        if set.has(last, socket, fd) {
+            return Some(last);
+        }
+        let interest = socket.wakes.interest.lock()?;
+        let mut items = interest.members.iter().filter(|m| is_of(m, self, fd));
+        items.find(|m| set.has(m.item, socket, fd)).map(|m| m.item)
+    }
+
+    /// Removes the item's membership: the set is not notified for it any more.
+    fn leave(&'static self, socket: &'static Socket, index: usize) {
+        ready::change_interest(socket, |i| {
+            i.members.retain(|m| !(m.is_in(self) && m.item == index));
+        });
+    }
+}
+
+impl Epoll {
+    /// Moves an item from the kernel's set to the library's list. Returns false if that cannot be done now: an
+    /// EPOLLONESHOT that has not fired may fire at this moment, and would be reported twice. One that has fired is
+    /// silent until its MOD, which the library handles.
+    fn take_over(&'static self, index: usize, socket: &'static Socket) -> bool {
+        let Some(mut set) = self.set.lock() else {
+            return false;
+        };
+        let Some(item) = set.items.get_mut(index) else {
+            return true;
+        };
+        if item.dead || item.taken || !std::ptr::eq(item.socket, socket) {
+            return true;
+        }
+        if self.kernel_fd().is_none() {
+            // The set is closed, and a wait that began before continues in the kernel alone.
+            return false;
+        }
+        let fd = item.fd;
+        // A parked item has fired.
+        item.disabled = item.events & ONESHOT != 0;
+        if item.disabled
+            && !std::mem::replace(&mut item.parked, false)
+            && !self.kernel_fd().is_some_and(|set| has_fired(set, fd, item.data))
+        {
+            item.disabled = false;
+            return false;
+        }
+        set.set_taken(index, true);
+        self.activate(&mut set);
+        point!("take over: both sets have the socket");
+        if let Some(control) = socket.control.lock()
+            && control.own.fds.contains(&fd)
+            && let Some(kernel_fd) = self.kernel_fd()
+        {
+            // SAFETY: the fd is still one of the socket's, and the control lock keeps close() out.
+            let _ = kernel::delete(kernel_fd, unsafe { BorrowedFd::borrow_raw(fd) });
+        }
+        point!("take over: the kernel's set has it no more");
+        // After the removal: a thread that reads the new count finds the socket in one set only.
+        let moved_at = self.moves.fetch_add(1, Release) + 1;
+        if let Some(item) = set.items.get_mut(index) {
+            item.moved_at = moved_at;
+        }
+        if let Some(link) = socket.link() {
+            set.links.add(link);
+        }
+        set.enqueue(index);
+        drop(set);
+        self.ring_if_sleeping();
+        true
+    }
+
+    /// Moves an item back into the kernel's set, when its socket is on plain TCP again. A disabled item is parked
+    /// instead.
+    fn hand_back(&'static self, index: usize, socket: &'static Socket) {
+        let Some(mut set) = self.set.lock() else {
+            return;
+        };
+        let Some(item) = set.items.get_mut(index) else {
+            return;
+        };
+        if item.dead || !item.taken || !std::ptr::eq(item.socket, socket) {
+            return;
+        }
+        let Some(control) = socket.control.lock() else {
+            return;
+        };
+        if !control.own.fds.contains(&item.fd) {
+            return;
+        }
+        let (fd, data, events) = (item.fd, item.data, item.events);
+        item.parked = item.disabled;
+        let parked = item.parked;
+        set.set_taken(index, false);
+        point!("hand back: neither set has the socket");
+        self.mixed.store(true, Relaxed);
+        self.moves.fetch_add(1, Release);
+        if parked {
+            return;
+        }
+        if let Some(kernel_fd) = self.kernel_fd() {
+            let _ = kernel::add(
+                kernel_fd,
+                // SAFETY: the fd is still one of the socket's, and the control lock keeps close() out.
+                unsafe { BorrowedFd::borrow_raw(fd) },
+                kernel::EventData::new_u64(data),
+                kernel::EventFlags::from_bits_retain(events),
+            );
+        }
+    }
+}
+
+/// Whether an EPOLLONESHOT item of a kernel's set has fired and waits for its MOD. The kernel shows the remaining
+/// events in fdinfo (proc_pid_fdinfo(5)). False if it cannot be read.
+fn has_fired(set: BorrowedFd<'_>, fd: c_int, data: u64) -> bool {
+    let path = format!("/proc/thread-self/fdinfo/{}", set.as_raw_fd());
+    let Ok(info) = dir::text(&path) else {
+        return false;
+    };
+    info.lines().any(|line| {
+        let mut words = line.split_whitespace();
+        let mut after = |name: &str| words.find(|w| *w == name).and_then(|_| words.next());
+        let tfd = after("tfd:").and_then(|w| w.parse().ok());
+        let events = after("events:").and_then(|w| u32::from_str_radix(w, 16).ok());
+        let key = after("data:").and_then(|w| u64::from_str_radix(w, 16).ok());
+        tfd == Some(fd) && key == Some(data) && events.is_some_and(|e| e & !PRIVATE == 0)
+    })
 }
 
 impl EpollSet for Epoll {
@@ -532,259 +845,7 @@ impl Set {
             self.plain = if taken { self.plain - 1 } else { self.plain + 1 };
         }
     }
-}
 
-/// Appends an item to the list of ready items, unless it is there already.
-pub(crate) fn enqueue(items: &mut [Item], ready: &mut VecDeque<usize>, index: usize) {
-    // A removed item is skipped: its place may be free already, and would be handed out twice.
-    if let Some(item) = items.get_mut(index)
-        && !item.queued
-        && !item.dead
-    {
-        item.queued = true;
-        ready.push_back(index);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_place_is_not_given_out_twice_when_a_removed_item_is_pushed() {
-        let socket = Socket::allocate(-1, false).unwrap();
-        let item = || Item {
-            socket,
-            fd: -1,
-            events: 0,
-            data: 0,
-            taken: true,
-            moved_at: 0,
-            listed_in: 0,
-            queued: false,
-            disabled: false,
-            parked: false,
-            dead: false,
-        };
-        let mut set = Set::default();
-        let first = set.insert(item());
-        set.remove(first);
-        // The service thread still has a copy of the membership.
-        set.enqueue(first);
-        assert!(set.ready.is_empty());
-        let (a, b) = (set.insert(item()), set.insert(item()));
-        assert_ne!(a, b);
-    }
-}
-
-// epoll_ctl() on a socket that the library knows. The kernel's set has the socket while it is on plain TCP; the
-// library's list has it while it is taken over.
-
-/// The events that may be combined with EPOLLEXCLUSIVE.
-const EXCLUSIVE_OK: u32 =
-    EXCLUSIVE | ALWAYS | (libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLWAKEUP | libc::EPOLLET) as u32;
-
-impl Epoll {
-    /// Carries out epoll_ctl() on a socket that the library knows. `real` is the kernel's call. Returns what
-    /// epoll_ctl() returns, and sets errno.
-    pub fn control(
-        &'static self,
-        socket: &'static Socket,
-        fd: c_int,
-        op: c_int,
-        event: Option<libc::epoll_event>,
-        real: impl FnOnce() -> c_int,
-    ) -> c_int {
-        crate::notify::fork::reclaim(socket);
-        let Some(mut set) = self.set.lock() else {
-            return real();
-        };
-        let asked = event.map_or(0, |e| e.events);
-        if let (libc::EPOLL_CTL_ADD, Some(event)) = (op, event) {
-            if asked & EXCLUSIVE != 0 && asked & !EXCLUSIVE_OK != 0 {
-                return crate::sys::errno::fail(libc::EINVAL);
-            }
-            return self.add(set, socket, fd, event, real);
-        }
-        let index = self.find(&set, socket, fd);
-        let item = index.and_then(|i| set.items.get(i));
-        let taken = item.map(|i| i.taken);
-        let parked = item.is_some_and(|i| i.parked);
-        let exclusive = item.is_some_and(|i| i.events & EXCLUSIVE != 0);
-        if op == libc::EPOLL_CTL_MOD && (asked & EXCLUSIVE != 0 || exclusive) {
-            return crate::sys::errno::fail(libc::EINVAL);
-        }
-        match (op, event, index, taken) {
-            (libc::EPOLL_CTL_MOD, Some(event), Some(index), Some(true)) => {
-                set.arm(index, event);
-                set.enqueue(index);
-                drop(set);
-                self.ring_if_sleeping();
-                0
-            }
-            (libc::EPOLL_CTL_MOD, Some(event), Some(index), _)
-                if asked & ONESHOT != 0 && socket.promotion.asked.swap(false, SeqCst) =>
-            {
-                // A promotion waits for this moment: the item has fired, and no other thread has it. The service thread
-                // continues the promotion, or hands the item back.
-                if let Some(kernel_fd) = self.kernel_fd() {
-                    // SAFETY: the program's own fd, in the middle of its call.
-                    let _ = kernel::delete(kernel_fd, unsafe { BorrowedFd::borrow_raw(fd) });
-                }
-                set.arm(index, event);
-                self.activate(&mut set);
-                drop(set);
-                Library::get()
-                    .service
-                    .submit(crate::objects::mailbox::Command::Used(socket.into()));
-                0
-            }
-            (libc::EPOLL_CTL_MOD, Some(event), Some(index), _) => {
-                let result = if parked { self.unpark(fd, event) } else { real() };
-                if let Some(item) = set.items.get_mut(index).filter(|_| result == 0) {
-                    item.events = event.events;
-                    item.data = event.u64;
-                    item.parked = false;
-                }
-                result
-            }
-            (libc::EPOLL_CTL_DEL, _, Some(index), Some(taken)) => {
-                let result = if taken || parked { 0 } else { real() };
-                if result == 0 {
-                    set.remove(index);
-                    drop(set);
-                    self.leave(socket, index);
-                }
-                result
-            }
-            _ => real(),
-        }
-    }
-
-    /// Records an EPOLL_CTL_ADD of a connection that stays on TCP for good, and has no item.
-    #[inline]
-    pub fn on_plain(&self) {
-        if !self.has_plain.load(Relaxed) {
-            self.has_plain.store(true, Relaxed);
-            self.mixed.store(true, Relaxed);
-        }
-    }
-
-    /// Carries out EPOLL_CTL_MOD on a parked item: adds it to the kernel's set again.
-    fn unpark(&self, fd: c_int, event: libc::epoll_event) -> c_int {
-        let added = self.kernel_fd().map(|set| {
-            kernel::add(
-                set,
-                // SAFETY: the program's own fd, in the middle of its call.
-                unsafe { BorrowedFd::borrow_raw(fd) },
-                kernel::EventData::new_u64(event.u64),
-                kernel::EventFlags::from_bits_retain(event.events),
-            )
-        });
-        match added {
-            Some(Ok(())) => 0,
-            Some(Err(error)) => crate::sys::errno::fail(error.raw_os_error()),
-            None => crate::sys::errno::fail(libc::EBADF),
-        }
-    }
-
-    /// Carries out EPOLL_CTL_ADD.
-    fn add(
-        &'static self,
-        mut set: Guard<'_, Set>,
-        socket: &'static Socket,
-        fd: c_int,
-        event: libc::epoll_event,
-        real: impl FnOnce() -> c_int,
-    ) -> c_int {
-        if !set.has_room() {
-            return crate::sys::errno::fail(libc::ENOMEM);
-        }
-        socket.blocking.set_polled();
-        let index = set.insert(Item {
-            socket,
-            fd,
-            events: event.events,
-            data: event.u64,
-            taken: false,
-            moved_at: 0,
-            listed_in: 0,
-            queued: false,
-            disabled: false,
-            parked: false,
-            dead: false,
-        });
-        if ready::is_watched(socket) {
-            // Before the membership is added, which announces this set's ready queue to peers.
-            self.activate(&mut set);
-        }
-        // First the membership is added, then the socket is checked; a promotion does it the other way round (`watch`).
-        // So a promotion that begins now is seen here, or sees the membership.
-        let mut is_there = false;
-        ready::change_interest(socket, |i| {
-            let mut items = i.members.iter().filter(|m| is_of(m, self, fd));
-            is_there = items.any(|m| set.has(m.item, socket, fd));
-            if !is_there {
-                i.members.push(Membership {
-                    epoll: self,
-                    fd,
-                    item: index,
-                });
-            }
-        });
-        if is_there {
-            set.remove(index);
-            return crate::sys::errno::fail(libc::EEXIST);
-        }
-        socket.wakes.last_item.store(index as u32, Relaxed);
-        if ready::is_watched(socket) {
-            set.set_taken(index, true);
-            self.activate(&mut set);
-            if let Some(link) = socket.link() {
-                set.links.add(link);
-            }
-            set.enqueue(index);
-            drop(set);
-            self.ring_if_sleeping();
-            return 0;
-        }
-        let result = real();
-        if result != 0 {
-            let errno = crate::sys::errno::get();
-            set.remove(index);
-            drop(set);
-            self.leave(socket, index);
-            crate::sys::errno::set(errno);
-        } else {
-            self.mixed.store(true, Relaxed);
-        }
-        result
-    }
-
-    /// Returns the index of the socket's item under this fd. `None` if there is none.
-    fn find(&self, set: &Set, socket: &'static Socket, fd: c_int) -> Option<usize> {
-        let last = socket.wakes.last_item.load(Relaxed) as usize;
-        if set.has(last, socket, fd) {
-            return Some(last);
-        }
-        let interest = socket.wakes.interest.lock()?;
-        let mut items = interest.members.iter().filter(|m| is_of(m, self, fd));
-        items.find(|m| set.has(m.item, socket, fd)).map(|m| m.item)
-    }
-
-    /// Removes the item's membership: the set is not notified for it any more.
-    fn leave(&'static self, socket: &'static Socket, index: usize) {
-        ready::change_interest(socket, |i| {
-            i.members.retain(|m| !(m.is_in(self) && m.item == index));
-        });
-    }
-}
-
-fn is_of(member: &Membership, epoll: &Epoll, fd: c_int) -> bool {
-    member.fd == fd && member.is_in(epoll)
-}
-
-impl Set {
     /// Whether this item is the socket under this fd.
     fn has(&self, index: usize, socket: &Socket, fd: c_int) -> bool {
         self.items
@@ -804,11 +865,193 @@ impl Set {
     }
 }
 
-// Keys: the data under which the library's own fds are in a kernel's set, so that they are never reported to the
-// program.
-//
-// All holders of a set share one kernel object: fork children, the programs that they execute, and receivers of its
-// fd. So each process may find the fds of another process in a set. Every process knows them by their keys.
+/// Appends an item to the list of ready items, unless it is there already.
+pub(crate) fn enqueue(items: &mut [Item], ready: &mut VecDeque<usize>, index: usize) {
+    // A removed item is skipped: its place may be free already, and would be handed out twice.
+    if let Some(item) = items.get_mut(index)
+        && !item.queued
+        && !item.dead
+    {
+        item.queued = true;
+        ready.push_back(index);
+    }
+}
+
+fn is_of(member: &Membership, epoll: &Epoll, fd: c_int) -> bool {
+    member.fd == fd && member.is_in(epoll)
+}
+
+/// A link to another host, and its state in this set.
+pub(crate) struct Far {
+    pub link: &'static Link,
+    /// Keeps the link object from reuse: the state below is true of no other link.
+    _pin: Pin,
+    pub remote: &'static Remote,
+    pub slot: u32,
+    /// The remote end's flags: what is queued, and whether it is armed.
+    pub news: &'static News,
+    /// The kernel's set has the link's completion descriptor.
+    is_watched: bool,
+    /// The service thread handles the link's completions on behalf of this set.
+    is_left: bool,
+}
+
+impl Far {
+    /// Whether the kernel's set reports the next completion, so that the link need not be armed again.
+    pub fn is_told(&self) -> bool {
+        self.is_watched && self.news.is_armed()
+    }
+
+    /// Arms the link before a sleep on `set`: a completion makes the set readable. `watch` counts the threads that
+    /// sleep on the set.
+    fn watch(&mut self, set: BorrowedFd<'_>, key: Key, watch: &'static Watch) {
+        let Self {
+            link,
+            remote,
+            is_watched,
+            ..
+        } = self;
+        remote.watch(|fd| {
+            if !*is_watched {
+                let data = kernel::EventData::new_u64(key.of_link(link.slot()).0);
+                let flags = kernel::EventFlags::IN | kernel::EventFlags::EXCLUSIVE;
+                *is_watched = matches!(kernel::add(set, fd, data, flags), Ok(()) | Err(Errno::EXIST));
+                if *is_watched {
+                    remote.watchers.add(watch);
+                }
+            }
+            *is_watched
+        });
+    }
+
+    fn unwatch(&mut self, set: Option<BorrowedFd<'_>>, watch: &'static Watch) {
+        if std::mem::take(&mut self.is_watched) {
+            self.remote.watchers.remove(watch);
+            self.remote.while_open(|fd| {
+                if let Some(set) = set {
+                    let _ = kernel::delete(set, fd);
+                }
+            });
+        }
+    }
+
+    /// Makes the service thread handle completions, even while threads of the program sleep on the link.
+    fn leave_to_service(&mut self) {
+        if !std::mem::replace(&mut self.is_left, true) {
+            self.remote.leave_to_service();
+        }
+    }
+
+    /// Ends the set's use of the link.
+    fn let_go(&mut self, set: Option<BorrowedFd<'_>>, watch: &'static Watch) {
+        self.unwatch(set, watch);
+        if std::mem::take(&mut self.is_left) {
+            self.remote.take_from_service();
+        }
+    }
+}
+
+/// The links that carry a set's sockets. A wait checks every link within this host. To check a link to another host is
+/// to poll its completions.
+#[derive(Default)]
+pub(crate) struct Links {
+    /// Links within this host.
+    pub near: Vec<&'static Link>,
+    pub far: Vec<Far>,
+    /// The index in `far` at which the next check begins.
+    pub next: usize,
+    /// Links of `far` that had data for the present harvest. Empty between harvests.
+    pub spoke: Vec<&'static Link>,
+    /// The service thread's `taken_back` before the last sleep: how often it has begun to handle completions of a link.
+    taken_back: u32,
+    /// The service thread handles completions of all links, and the kernel's set has none of their descriptors.
+    are_left: bool,
+}
+
+impl Links {
+    fn add(&mut self, link: &'static Link) {
+        let Some(remote) = link.remote() else {
+            if !self.near.iter().any(|l| std::ptr::eq(*l, link)) {
+                self.near.push(link);
+            }
+            return;
+        };
+        if !self.far.iter().any(|f| std::ptr::eq(f.link, link))
+            && let Some(pin) = Pin::new(link)
+            // Checked after the link is pinned. The service thread first ends links, then has the sets drop them; so it
+            // sees this entry, or the link is seen dead here.
+            && link.is_alive()
+        {
+            let mut far = Far {
+                link,
+                _pin: pin,
+                remote,
+                slot: link.slot(),
+                news: remote.news(),
+                is_watched: false,
+                is_left: false,
+            };
+            if self.are_left {
+                far.leave_to_service();
+            }
+            self.far.push(far);
+        }
+    }
+
+    /// Removes links that are down. No thread takes in completions of a dead link, and the kernel's set would be
+    /// readable until its queue pair is destroyed.
+    pub fn drop_dead(&mut self, set: Option<BorrowedFd<'_>>, watch: &'static Watch) {
+        self.near.retain(|link| link.is_alive());
+        self.far.retain_mut(|far| {
+            let is_alive = far.link.is_alive();
+            if !is_alive {
+                far.let_go(set, watch);
+            }
+            is_alive
+        });
+    }
+
+    /// Ends the set's use of all links.
+    fn let_go(&mut self, set: Option<BorrowedFd<'_>>, watch: &'static Watch) {
+        self.far.iter_mut().for_each(|far| far.let_go(set, watch));
+    }
+
+    /// Makes the service thread handle all completions, because another set holds this one from now on. The kernel's
+    /// object must then show what is ready for the program, and not every completion is.
+    pub fn leave_to_service(&mut self, set: Option<BorrowedFd<'_>>, watch: &'static Watch) {
+        self.are_left = true;
+        for far in &mut self.far {
+            far.leave_to_service();
+            far.unwatch(set, watch);
+        }
+    }
+
+    /// Whether completions on some link have to wake a sleep on the set.
+    pub fn are_to_wake(&self) -> bool {
+        !self.far.is_empty() && !self.are_left
+    }
+
+    /// Returns the links to other hosts with their indices, beginning with `next`.
+    pub fn far_in_turn(&self) -> impl Iterator<Item = (usize, &Far)> {
+        let (before, rest) = self.far.split_at(self.next.min(self.far.len()));
+        let rest = rest.iter().enumerate().map(move |(n, far)| (before.len() + n, far));
+        rest.chain(before.iter().enumerate())
+    }
+
+    /// Arms the links before a sleep on `set`: a completion on any of them makes the set readable. Skips links that are
+    /// still armed, unless the service thread has begun to handle completions since the last sleep (`taken_back`).
+    pub fn watch(&mut self, set: BorrowedFd<'_>, key: Key, watch: &'static Watch, taken_back: u32) {
+        if self.are_left {
+            return;
+        }
+        let is_heard_elsewhere = std::mem::replace(&mut self.taken_back, taken_back) != taken_back;
+        for far in &mut self.far {
+            if is_heard_elsewhere || !far.is_told() {
+                far.watch(set, key, watch);
+            }
+        }
+    }
+}
 
 /// The upper 34 bits of all keys. No address begins so (it would not be canonical), and no small number. A program's
 /// random data has this prefix with a probability of 2^-34.
@@ -821,19 +1064,22 @@ const TAG_BITS: u32 = 8;
 /// The number of tags for links. Several links may share a tag.
 const LINK_TAGS: u32 = (1 << TAG_BITS) - 1;
 
-/// The data of one of the library's fds in a kernel's set.
+/// The data of one of the library's fds in a kernel's set, by which the fd is never reported to the program.
+///
+/// All holders of a set share one kernel object: fork children, the programs that they execute, and receivers of its
+/// fd. So each process may find the fds of another process in a set. Every process knows them by their keys.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Key(pub u64);
 
 impl Key {
     /// Returns the key of this process's bells.
-    pub fn of_this_process() -> Self {
+    fn of_this_process() -> Self {
         let pid = rustix::process::getpid().as_raw_nonzero().get() as u64;
         Self((OURS << OWNER_BITS | pid & ((1 << OWNER_BITS) - 1)) << TAG_BITS)
     }
 
     /// Returns the same process's key for the link with this slot.
-    pub fn of_link(self, slot: u32) -> Self {
+    fn of_link(self, slot: u32) -> Self {
         Self(self.owner().0 | u64::from(1 + slot % LINK_TAGS))
     }
 
@@ -846,7 +1092,7 @@ impl Key {
     }
 
     /// Returns the key in these data. `None` if they are the program's own.
-    pub fn from_data(data: u64) -> Option<Self> {
+    fn from_data(data: u64) -> Option<Self> {
         (data >> (OWNER_BITS + TAG_BITS) == OURS).then_some(Self(data))
     }
 }
@@ -951,8 +1197,34 @@ pub unsafe fn without_ours(events: *mut libc::epoll_event, timeout: Timeout, rea
 }
 
 #[cfg(test)]
-mod key_tests {
+mod tests {
     use super::*;
+
+    #[test]
+    fn a_place_is_not_given_out_twice_when_a_removed_item_is_pushed() {
+        let socket = Socket::allocate(-1, false).unwrap();
+        let item = || Item {
+            socket,
+            fd: -1,
+            events: 0,
+            data: 0,
+            taken: true,
+            moved_at: 0,
+            listed_in: 0,
+            queued: false,
+            disabled: false,
+            parked: false,
+            dead: false,
+        };
+        let mut set = Set::default();
+        let first = set.insert(item());
+        set.remove(first);
+        // The service thread still has a copy of the membership.
+        set.enqueue(first);
+        assert!(set.ready.is_empty());
+        let (a, b) = (set.insert(item()), set.insert(item()));
+        assert_ne!(a, b);
+    }
 
     #[test]
     fn what_is_ours_is_taken_out_and_the_rest_keeps_its_order() {
@@ -999,295 +1271,4 @@ mod key_tests {
         // SAFETY: `bell` has one entry.
         assert!(unsafe { strip(bell.as_mut_ptr(), 1, own.0) }.named.is_none());
     }
-}
-
-// The links that carry a set's sockets. A wait checks every link within this host. To check a link to another host is
-// to poll its completions. If there are many such links, the kernel's set reports which of them have completions.
-
-/// A link to another host, and its state in this set.
-pub(crate) struct Far {
-    pub link: &'static Link,
-    /// Keeps the link object from reuse: the state below is true of no other link.
-    _pin: Pin,
-    pub remote: &'static Remote,
-    pub slot: u32,
-    /// The remote end's flags: what is queued, and whether it is armed.
-    pub news: &'static News,
-    /// The kernel's set has the link's completion descriptor.
-    pub is_watched: bool,
-    /// The service thread handles the link's completions on behalf of this set.
-    is_left: bool,
-}
-
-impl Far {
-    /// Whether the kernel's set reports the next completion, so that the link need not be armed again.
-    pub fn is_told(&self) -> bool {
-        self.is_watched && self.news.is_armed()
-    }
-
-    /// Arms the link before a sleep on `set`: a completion makes the set readable. `watch` counts the threads that
-    /// sleep on the set.
-    fn watch(&mut self, set: BorrowedFd<'_>, key: Key, watch: &'static Watch) {
-        let Self {
-            link,
-            remote,
-            is_watched,
-            ..
-        } = self;
-        remote.watch(|fd| {
-            if !*is_watched {
-                let data = kernel::EventData::new_u64(key.of_link(link.slot()).0);
-                let flags = kernel::EventFlags::IN | kernel::EventFlags::EXCLUSIVE;
-                *is_watched = matches!(kernel::add(set, fd, data, flags), Ok(()) | Err(Errno::EXIST));
-                if *is_watched {
-                    remote.watchers.add(watch);
-                }
-            }
-            *is_watched
-        });
-    }
-
-    fn unwatch(&mut self, set: Option<BorrowedFd<'_>>, watch: &'static Watch) {
-        if std::mem::take(&mut self.is_watched) {
-            self.remote.watchers.remove(watch);
-            self.remote.while_open(|fd| {
-                if let Some(set) = set {
-                    let _ = kernel::delete(set, fd);
-                }
-            });
-        }
-    }
-
-    /// Makes the service thread handle completions, even while threads of the program sleep on the link.
-    fn leave_to_service(&mut self) {
-        if !std::mem::replace(&mut self.is_left, true) {
-            self.remote.leave_to_service();
-        }
-    }
-
-    /// Ends the set's use of the link.
-    fn let_go(&mut self, set: Option<BorrowedFd<'_>>, watch: &'static Watch) {
-        self.unwatch(set, watch);
-        if std::mem::take(&mut self.is_left) {
-            self.remote.take_from_service();
-        }
-    }
-}
-
-/// All links of a set, see the module.
-#[derive(Default)]
-pub(crate) struct Links {
-    /// Links within this host.
-    pub near: Vec<&'static Link>,
-    pub far: Vec<Far>,
-    /// The index in `far` at which the next check begins.
-    pub next: usize,
-    /// Links of `far` that had data for the present harvest. Empty between harvests.
-    pub spoke: Vec<&'static Link>,
-    /// The service thread's `taken_back` before the last sleep: how often it has begun to handle completions of a link.
-    taken_back: u32,
-    /// The service thread handles completions of all links, and the kernel's set has none of their descriptors.
-    are_left: bool,
-}
-
-impl Links {
-    pub fn add(&mut self, link: &'static Link) {
-        let Some(remote) = link.remote() else {
-            if !self.near.iter().any(|l| std::ptr::eq(*l, link)) {
-                self.near.push(link);
-            }
-            return;
-        };
-        if !self.far.iter().any(|f| std::ptr::eq(f.link, link))
-            && let Some(pin) = Pin::new(link)
-            // Checked after the link is pinned. The service thread first ends links, then has the sets drop them; so it
-            // sees this entry, or the link is seen dead here.
-            && link.is_alive()
-        {
-            let mut far = Far {
-                link,
-                _pin: pin,
-                remote,
-                slot: link.slot(),
-                news: remote.news(),
-                is_watched: false,
-                is_left: false,
-            };
-            if self.are_left {
-                far.leave_to_service();
-            }
-            self.far.push(far);
-        }
-    }
-
-    /// Removes links that are down. No thread takes in completions of a dead link, and the kernel's set would be
-    /// readable until its queue pair is destroyed.
-    pub fn drop_dead(&mut self, set: Option<BorrowedFd<'_>>, watch: &'static Watch) {
-        self.near.retain(|link| link.is_alive());
-        self.far.retain_mut(|far| {
-            let is_alive = far.link.is_alive();
-            if !is_alive {
-                far.let_go(set, watch);
-            }
-            is_alive
-        });
-    }
-
-    /// Ends the set's use of all links.
-    pub fn let_go(&mut self, set: Option<BorrowedFd<'_>>, watch: &'static Watch) {
-        self.far.iter_mut().for_each(|far| far.let_go(set, watch));
-    }
-
-    /// Makes the service thread handle all completions, because another set holds this one from now on. The kernel's
-    /// object must then show what is ready for the program, and not every completion is.
-    pub fn leave_to_service(&mut self, set: Option<BorrowedFd<'_>>, watch: &'static Watch) {
-        self.are_left = true;
-        for far in &mut self.far {
-            far.leave_to_service();
-            far.unwatch(set, watch);
-        }
-    }
-
-    /// Whether completions on some link have to wake a sleep on the set.
-    pub fn are_to_wake(&self) -> bool {
-        !self.far.is_empty() && !self.are_left
-    }
-
-    /// Returns the links to other hosts with their indices, beginning with `next`.
-    pub fn far_in_turn(&self) -> impl Iterator<Item = (usize, &Far)> {
-        let (before, rest) = self.far.split_at(self.next.min(self.far.len()));
-        let rest = rest.iter().enumerate().map(move |(n, far)| (before.len() + n, far));
-        rest.chain(before.iter().enumerate())
-    }
-
-    /// Arms the links before a sleep on `set`: a completion on any of them makes the set readable. Skips links that are
-    /// still armed, unless the service thread has begun to handle completions since the last sleep (`taken_back`).
-    pub fn watch(&mut self, set: BorrowedFd<'_>, key: Key, watch: &'static Watch, taken_back: u32) {
-        if self.are_left {
-            return;
-        }
-        let is_heard_elsewhere = std::mem::replace(&mut self.taken_back, taken_back) != taken_back;
-        for far in &mut self.far {
-            if is_heard_elsewhere || !far.is_told() {
-                far.watch(set, key, watch);
-            }
-        }
-    }
-}
-
-// Moves an item from the kernel's set to the library's list when its socket's promotion begins. Moves it back when the
-// socket is on TCP for good.
-
-/// Flags that are not events, and remain when an EPOLLONESHOT has fired.
-const PRIVATE: u32 = ONESHOT | ET | EXCLUSIVE | libc::EPOLLWAKEUP as u32;
-
-impl Epoll {
-    /// Moves an item from the kernel's set to the library's list. Returns false if that cannot be done now: an
-    /// EPOLLONESHOT that has not fired may fire at this moment, and would be reported twice. One that has fired is
-    /// silent until its MOD, which the library handles.
-    pub fn take_over(&'static self, index: usize, socket: &'static Socket) -> bool {
-        let Some(mut set) = self.set.lock() else {
-            return false;
-        };
-        let Some(item) = set.items.get_mut(index) else {
-            return true;
-        };
-        if item.dead || item.taken || !std::ptr::eq(item.socket, socket) {
-            return true;
-        }
-        if self.kernel_fd().is_none() {
-            // The set is closed, and a wait that began before continues in the kernel alone.
-            return false;
-        }
-        let fd = item.fd;
-        // A parked item has fired.
-        item.disabled = item.events & ONESHOT != 0;
-        if item.disabled
-            && !std::mem::replace(&mut item.parked, false)
-            && !self.kernel_fd().is_some_and(|set| has_fired(set, fd, item.data))
-        {
-            item.disabled = false;
-            return false;
-        }
-        set.set_taken(index, true);
-        self.activate(&mut set);
-        point!("take over: both sets have the socket");
-        if let Some(control) = socket.control.lock()
-            && control.own.fds.contains(&fd)
-            && let Some(kernel_fd) = self.kernel_fd()
-        {
-            // SAFETY: the fd is still one of the socket's, and the control lock keeps close() out.
-            let _ = kernel::delete(kernel_fd, unsafe { BorrowedFd::borrow_raw(fd) });
-        }
-        point!("take over: the kernel's set has it no more");
-        // After the removal: a thread that reads the new count finds the socket in one set only.
-        let moved_at = self.moves.fetch_add(1, Release) + 1;
-        if let Some(item) = set.items.get_mut(index) {
-            item.moved_at = moved_at;
-        }
-        if let Some(link) = socket.link() {
-            set.links.add(link);
-        }
-        set.enqueue(index);
-        drop(set);
-        self.ring_if_sleeping();
-        true
-    }
-
-    /// Moves an item back into the kernel's set, when its socket is on plain TCP again. A disabled item is parked
-    /// instead.
-    pub fn hand_back(&'static self, index: usize, socket: &'static Socket) {
-        let Some(mut set) = self.set.lock() else {
-            return;
-        };
-        let Some(item) = set.items.get_mut(index) else {
-            return;
-        };
-        if item.dead || !item.taken || !std::ptr::eq(item.socket, socket) {
-            return;
-        }
-        let Some(control) = socket.control.lock() else {
-            return;
-        };
-        if !control.own.fds.contains(&item.fd) {
-            return;
-        }
-        let (fd, data, events) = (item.fd, item.data, item.events);
-        item.parked = item.disabled;
-        let parked = item.parked;
-        set.set_taken(index, false);
-        point!("hand back: neither set has the socket");
-        self.mixed.store(true, Relaxed);
-        self.moves.fetch_add(1, Release);
-        if parked {
-            return;
-        }
-        if let Some(kernel_fd) = self.kernel_fd() {
-            let _ = kernel::add(
-                kernel_fd,
-                // SAFETY: the fd is still one of the socket's, and the control lock keeps close() out.
-                unsafe { BorrowedFd::borrow_raw(fd) },
-                kernel::EventData::new_u64(data),
-                kernel::EventFlags::from_bits_retain(events),
-            );
-        }
-    }
-}
-
-/// Whether an EPOLLONESHOT item of a kernel's set has fired and waits for its MOD. The kernel shows the remaining
-/// events in fdinfo (proc_pid_fdinfo(5)). False if it cannot be read.
-fn has_fired(set: BorrowedFd<'_>, fd: c_int, data: u64) -> bool {
-    use std::os::fd::AsRawFd;
-    let path = format!("/proc/thread-self/fdinfo/{}", set.as_raw_fd());
-    let Ok(info) = dir::text(&path) else {
-        return false;
-    };
-    info.lines().any(|line| {
-        let mut words = line.split_whitespace();
-        let mut after = |name: &str| words.find(|w| *w == name).and_then(|_| words.next());
-        let tfd = after("tfd:").and_then(|w| w.parse().ok());
-        let events = after("events:").and_then(|w| u32::from_str_radix(w, 16).ok());
-        let key = after("data:").and_then(|w| u64::from_str_radix(w, 16).ok());
-        tfd == Some(fd) && key == Some(data) && events.is_some_and(|e| e & !PRIVATE == 0)
-    })
 }

@@ -1,7 +1,7 @@
 //! fork: the child is a new instance (docs/design/processes.md).
 //!
-//! Its sockets are marked as held by several processes (`holders`). Streams that the parent has on a link stay the
-//! parent's.
+//! Its sockets are marked as held by several processes (`objects/holders`). Streams that the parent has on a link stay
+//! the parent's. A process that uses such a socket has the stream [taken back](reclaim) to TCP first.
 
 use std::os::fd::AsFd;
 use std::sync::atomic::AtomicBool;
@@ -18,7 +18,7 @@ use crate::objects::library::Library;
 use crate::objects::listener::Listener;
 use crate::objects::socket::{Mode, Receiving, Sending, Socket, Stage};
 use crate::objects::{holders, socket};
-use crate::sys::vfork;
+use crate::sys::{errno, vfork};
 
 static REGISTERED: AtomicBool = AtomicBool::new(false);
 
@@ -36,7 +36,7 @@ pub fn register(at_exit: extern "C" fn()) {
 }
 
 /// Whether the handlers are registered, so that a fork concerns the library at all.
-pub fn is_registered() -> bool {
+fn is_registered() -> bool {
     REGISTERED.load(Acquire)
 }
 
@@ -57,7 +57,7 @@ fn count_holders() {
     if Library::has_retired() {
         return;
     }
-    let errno = crate::sys::errno::get();
+    let errno = errno::get();
     let mut wants_button = false;
     table::for_each(0..=u32::MAX, |fd, entry| {
         // The child may consume an event of a shared epoll set that was meant for this process. The bell also reports
@@ -76,7 +76,7 @@ fn count_holders() {
     if wants_button {
         holders::equip_child(epoch, Library::current().map(|library| library.service.epoll.as_fd()));
     }
-    crate::sys::errno::set(errno);
+    errno::set(errno);
 }
 
 /// Runs after a fork, in the parent.
@@ -124,11 +124,11 @@ pub extern "C" fn child() {
     vfork::restore_table();
     // A retired library has nothing to do here, and its system calls may be forbidden by a filter.
     if !Library::has_retired() {
-        let errno = crate::sys::errno::get();
+        let errno = errno::get();
         // SAFETY: this is the only thread of the child.
         unsafe { begin_anew() };
         hold_uncounted();
-        crate::sys::errno::set(errno);
+        errno::set(errno);
     }
     Settled::end();
 }
@@ -237,8 +237,6 @@ unsafe fn forget_stream(socket: &'static Socket) {
     socket.numbers.fd.store(-1, Release);
 }
 
-// Takes a stream back to TCP before this process uses it, if another holder of the socket has it on a link.
-
 /// Returns when no other process has the stream on a link. Waits until the owner has taken it back to TCP; if the owner
 /// does not answer, resets the connection.
 #[inline]
@@ -250,7 +248,7 @@ pub fn reclaim(socket: &'static Socket) {
 
 #[cold]
 fn reclaim_slow(socket: &'static Socket) {
-    let errno = crate::sys::errno::get();
+    let errno = errno::get();
     if !socket.promotion.holders.await_return() {
         // The owner may still write a marker, or data may be on the link. A gap in the data would be worse than a
         // reset.
@@ -259,7 +257,7 @@ fn reclaim_slow(socket: &'static Socket) {
     }
     socket.tx_mode.go(Sending::Reclaimed);
     socket.rx_mode.go(Receiving::Reclaimed);
-    crate::sys::errno::set(errno);
+    errno::set(errno);
 }
 
 /// Calls [`reclaim`] for all connections of this process, which a fork child has inherited.

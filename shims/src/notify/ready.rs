@@ -1,6 +1,7 @@
 //! The readiness model under epoll, poll and select.
 //! Keeps which threads and epoll sets are notified when a socket's readiness changes, at this end and at the peer's.
-//! Also asks the kernel about the TCP socket (anchor). The present readiness is in `polling/readiness`.
+//! Also asks the kernel about the TCP socket (anchor), and adds it to the service thread's epoll set. The present
+//! readiness is in `polling/readiness`.
 
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
@@ -313,9 +314,8 @@ pub fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut Interes
     }
 }
 
-// Adds the TCP sockets (anchors) of connections that the library reports on to the service thread's epoll set.
-
-/// Adds the TCP socket to the service thread's epoll set, edge-triggered. Returns false if the kernel refuses.
+/// Adds the TCP socket of a connection that the library reports on to the service thread's epoll set, edge-triggered.
+/// Returns false if the kernel refuses.
 pub fn watch(socket: &Socket, fd: BorrowedFd<'_>) -> bool {
     let generation = socket.generation.load(Acquire) & 0xffff_ffff;
     let data = tag(kind::ANCHOR, u64::from(socket.slot) << 32 | generation);

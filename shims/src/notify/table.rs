@@ -3,7 +3,7 @@
 //! Objects are type-stable: they are recycled but never unmapped, so a pointer from the table is always valid. Whether
 //! the object is still the one behind the fd is checked under the object's own lock, by reading the table again
 //! ([`still`]). A close that races with a call takes those locks before the kernel can reuse the fd. For a call that
-//! has begun to wait, `call` keeps the connection.
+//! has begun to wait, `notify/call` keeps the connection.
 //!
 //! Lock-free, allocation-free, async-signal-safe: a hook that passes through reads nothing else (ARCHITECTURE, I10).
 
@@ -246,7 +246,7 @@ pub fn for_each(range: std::ops::RangeInclusive<u32>, mut f: impl FnMut(c_int, E
 }
 
 /// Returns the lowest fd whose entry `is_such` accepts. `None` if there is none.
-pub fn find(mut is_such: impl FnMut(Entry) -> bool) -> Option<c_int> {
+fn find(mut is_such: impl FnMut(Entry) -> bool) -> Option<c_int> {
     let mut found = None;
     for_each(0..=u32::MAX, |fd, entry| {
         if found.is_none() && is_such(entry) {

@@ -1,5 +1,8 @@
 //! Waits in one call: spins, then sleeps until the peer or this process notifies it (ARCHITECTURE, I8). The caller
 //! defines the condition ([`Wanted`]).
+//!
+//! The sleep has the rules of the kernel's own socket calls: a signal ends or restarts it, it is a cancellation point,
+//! and O_NONBLOCK, SO_RCVTIMEO and SO_SNDTIMEO say whether and how long a call waits.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::atomic::Ordering::Acquire;
@@ -21,8 +24,9 @@ use crate::objects::waiters::Waiters;
 use crate::signals::handler;
 use crate::signals::jump::within;
 use crate::sys::points::point;
-use crate::sys::sockopt;
+use crate::sys::real::Cancellable;
 use crate::sys::time::{Deadline, Timeout};
+use crate::sys::{errno, sockopt};
 
 /// Bound on the wait of a call that has moved bytes, after a handler has run, ns.
 const PARTIAL: u64 = 20_000_000;
@@ -315,7 +319,7 @@ impl<'a> Lease<'a> {
 
     /// Sleeps until the waiter is rung, or the poller's descriptor is readable. A cancellation point. A signal handler
     /// that interrupts the sleep ends it, also one that runs just before the system call.
-    fn sleep(&self, left: crate::sys::time::Timeout, poller: Option<&Poller<'_>>) -> Result<Slept, c_int> {
+    fn sleep(&self, left: Timeout, poller: Option<&Poller<'_>>) -> Result<Slept, c_int> {
         let hand_over = || {
             poller.into_iter().for_each(Poller::leave);
             self.waiters.ring(self.waiter);
@@ -371,13 +375,10 @@ impl Drop for Sleeper {
     }
 }
 
-// The sleep of a thread in one call, with the rules of the kernel's own socket calls. A signal ends or restarts it,
-// and it is a cancellation point.
-
 /// Sleeps until `futex` no longer holds `ticket`, or is woken. `Err` is the errno that the call fails with.
 ///
 /// After a handler with SA_RESTART the kernel restarts the sleep if it has no time-out; with a time-out it never does.
-pub fn on_futex(futex: *const u32, ticket: u32, left: Timeout) -> Result<(), c_int> {
+fn on_futex(futex: *const u32, ticket: u32, left: Timeout) -> Result<(), c_int> {
     let timeout = left.to_timespec();
     let timeout = timeout.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
     let slept = crate::signals::jump::outside(|| {
@@ -385,12 +386,12 @@ pub fn on_futex(futex: *const u32, ticket: u32, left: Timeout) -> Result<(), c_i
         // which outlives the call.
         let result = unsafe { futex_wait(futex, ticket, timeout) };
         if result < 0 {
-            crate::sys::errno::set(-result as c_int);
+            errno::set(-result as c_int);
             return -1;
         }
         0
     });
-    match if slept < 0 { crate::sys::errno::get() } else { 0 } {
+    match if slept < 0 { errno::get() } else { 0 } {
         libc::ETIMEDOUT => Err(libc::EAGAIN),
         libc::EINTR => Err(libc::EINTR),
         // The futex was woken, or did not hold the ticket.
@@ -448,15 +449,14 @@ unsafe extern "C-unwind" fn futex_wait(futex: *const u32, ticket: u32, timeout: 
 ///
 /// The sleep is a ppoll, which the kernel never restarts after a handler. If the sleep has no time-out, the restart
 /// rule of a socket call is applied afterwards.
-pub fn on_two(bell: BorrowedFd<'_>, also: BorrowedFd<'_>, left: Timeout) -> Result<bool, c_int> {
-    use crate::sys::real::Cancellable;
+fn on_two(bell: BorrowedFd<'_>, also: BorrowedFd<'_>, left: Timeout) -> Result<bool, c_int> {
     let timeout = left.to_timespec();
     let mut set = [bell, also].map(|fd| libc::pollfd {
         fd: fd.as_raw_fd(),
         events: libc::POLLIN,
         revents: 0,
     });
-    let thread = rdmasock_core::os::thread::current();
+    let thread = thread::current();
     let handlers = thread.handlers();
     // SAFETY: `set` has two entries; the time-out is null, or points into a timespec that outlives the call.
     let n = crate::signals::jump::outside(|| unsafe {
@@ -470,7 +470,7 @@ pub fn on_two(bell: BorrowedFd<'_>, also: BorrowedFd<'_>, left: Timeout) -> Resu
     match n {
         0 => Err(libc::EAGAIN),
         n if n < 0 => {
-            let error = crate::sys::errno::get();
+            let error = errno::get();
             // If the library has counted the handler, the caller decides about the restart.
             let restart =
                 error == libc::EINTR && timeout.is_none() && thread.handlers() == handlers && are_calls_restarted(0);
@@ -487,7 +487,7 @@ pub fn on_two(bell: BorrowedFd<'_>, also: BorrowedFd<'_>, left: Timeout) -> Resu
 /// have SA_RESTART. Exempt are signals that the processor raises, which a sleeping thread does not get (Rust's runtime
 /// installs some).
 #[cold]
-pub fn are_calls_restarted(handled: u64) -> bool {
+fn are_calls_restarted(handled: u64) -> bool {
     const RAISED: [c_int; 6] = [
         libc::SIGSEGV,
         libc::SIGBUS,
@@ -511,9 +511,7 @@ pub fn are_calls_restarted(handled: u64) -> bool {
     })
 }
 
-// The entry in `rdmasock stat` for a thread that sleeps until data or space comes over a link.
-
-/// Shows the thread as asleep, until the value is dropped.
+/// Shows the thread in `rdmasock stat` as asleep until data or space comes over a link, until the value is dropped.
 pub struct Record {
     page: &'static StatsPage,
     waiter: WaiterId,
@@ -548,11 +546,6 @@ impl Drop for Record {
     }
 }
 
-// Whether a socket's calls wait, and for how long: O_NONBLOCK, SO_RCVTIMEO and SO_SNDTIMEO.
-//
-// Another process that holds the socket can change these without a hook of this process. So the kernel is asked before
-// a sleep; while this process is the only holder, it is asked only once.
-
 /// Whether a call with these flags returns at once, even if another process changes the socket's O_NONBLOCK. Without
 /// MSG_DONTWAIT it is false for a socket that was passed to another process. Such a socket is not in
 /// [`Stage::Watching`] any more, or has several holders.
@@ -565,7 +558,10 @@ pub fn is_quick(socket: &Socket, flags: c_int) -> bool {
 }
 
 /// Returns how long a call may wait now, to receive (`data`) or to send. `None`: the call may not wait.
-pub fn time_of_call(socket: &Socket, data: bool) -> Option<Timeout> {
+///
+/// Another process that holds the socket can change O_NONBLOCK and the time-outs without a hook of this process. So the
+/// kernel is asked before each sleep; while this process is the only holder, it is asked only once.
+fn time_of_call(socket: &Socket, data: bool) -> Option<Timeout> {
     let blocking = &socket.blocking;
     // Without the lock (in a signal handler above its holder) every value is asked for.
     let mut unknown = Known::default();

@@ -1,4 +1,8 @@
-//! epoll_wait(): reports what is ready in the kernel's set and in the library's list, with one sleep for both.
+//! epoll_wait(): reports what is ready in the kernel's set and in the library's list, with one sleep for both. While no
+//! item of a set is taken over, the wait is in the kernel alone.
+//!
+//! Library fds in the kernel's set are removed from results. A nested set, which another set holds, is kept readable in
+//! the kernel while an item is ready.
 
 use std::cell::Cell;
 use std::ffi::c_int;
@@ -27,6 +31,7 @@ use crate::polling::readiness;
 use crate::polling::readiness::Arm;
 use crate::signals::handler;
 use crate::signals::jump::or_if_cancelled;
+use crate::sys::errno;
 use crate::sys::points::point;
 use crate::sys::time::{Deadline, Timeout};
 
@@ -36,6 +41,19 @@ use crate::sys::time::{Deadline, Timeout};
 const KERNEL_EVERY: u64 = 1 << 16;
 /// The longest sleep of a set without a bell, ns: no peer can wake it.
 const WITHOUT_DOORBELL: u64 = 1_000_000;
+/// The most rounds in which one harvest checks for newly queued items. Without a bound, a set in which each round finds
+/// some would be checked forever.
+const ROUNDS: usize = 4;
+/// The number of links to other hosts that are checked at most, once one of them had data. To check such a link is to
+/// poll its completions.
+///
+/// If a set has more links than this, links for which the kernel's set reports completions are skipped. If one of the
+/// others has data, this many more are checked, and the next harvest begins with the rest. To check all of them for one
+/// message each would cost more than the messages. (The network does not preserve the order between peers on other
+/// hosts either.)
+const MANY: usize = 16;
+/// How long a thread that has consumed another process's ring stays away from the set, ns.
+const OUT_OF_THE_WAY: i64 = 1_000_000;
 
 /// The items that a harvest checks.
 #[derive(Clone, Copy, PartialEq)]
@@ -46,10 +64,6 @@ enum Harvest {
     /// Only items that were queued since the last harvest.
     News,
 }
-
-/// The most rounds in which one harvest checks for newly queued items. Without a bound, a set in which each round finds
-/// some would be checked forever.
-const ROUNDS: usize = 4;
 
 /// The result of a wait: the program's array, and its filled part.
 struct Results {
@@ -242,21 +256,21 @@ impl Epoll {
                 waiters.ring(waiter);
             };
             let n = handler::on_duty(&hand_over, || real(visit.number(), events, max, left));
-            let errno = crate::sys::errno::get();
+            let errno = errno::get();
             point!("epoll: is awake");
             drop(record);
             waiters.leave_sleep(waiter);
             drop(asleep);
             let kept = self.after_sleep(events, n, max);
             if n < 0 {
-                crate::sys::errno::set(errno);
+                errno::set(errno);
                 return n;
             }
             if kept > 0 {
                 return self.with_ours(&visit, &all, kept);
             }
             if is_interrupted {
-                return crate::sys::errno::fail(libc::EINTR);
+                return errno::fail(libc::EINTR);
             }
             if deadline.is_over() {
                 // An item may have become ready just before the time was over.
@@ -594,15 +608,13 @@ unsafe fn without_repeats(events: *mut libc::epoll_event, front: usize, n: usize
     kept as c_int
 }
 
-// A wait in the kernel's set alone, while no item of the set is taken over.
-//
-// An item may be taken over at any moment of the wait, so the gate counts the thread. The thread that makes the set
-// active sees it there, rings the bell, and counts a sleeper for it.
+// A wait in the kernel's set alone. An item may be taken over at any moment of the wait, so the gate counts the thread.
+// The thread that makes the set active sees it there, rings the bell, and counts a sleeper for it.
 
 impl Epoll {
     /// Waits in the kernel alone. Returns what epoll_wait() returns. `None` if the set is active or the fd stands for
     /// another file: the caller continues with the library's list.
-    pub(super) fn wait_plain(
+    fn wait_plain(
         &'static self,
         visit: &mut Visit,
         events: *mut libc::epoll_event,
@@ -618,7 +630,7 @@ impl Epoll {
         if events.is_null() || self.is_active() && !can_be_written(events) {
             let is_there = self.is_ready();
             return Some(if is_there {
-                crate::sys::errno::fail(libc::EFAULT)
+                errno::fail(libc::EFAULT)
             } else {
                 real(fd, events, max, left)
             });
@@ -644,7 +656,7 @@ impl Epoll {
                     self.leave_plain();
                 },
             );
-            let errno = crate::sys::errno::get();
+            let errno = errno::get();
             point!("epoll alone: is awake");
             if self.is_active() {
                 visit.stay();
@@ -656,7 +668,7 @@ impl Epoll {
                 self.ring();
             }
             if n < 0 {
-                crate::sys::errno::set(errno);
+                errno::set(errno);
                 return Some(n);
             }
             // The bell may be in the kernel's set before the set counts as active.
@@ -665,7 +677,7 @@ impl Epoll {
             } else {
                 self.after_sleep(events, n, max)
             };
-            crate::sys::errno::set(errno);
+            errno::set(errno);
             let is_active = self.is_active();
             if kept > 0 || left.is_zero() || n == 0 && !is_active {
                 return Some(kept);
@@ -694,18 +706,17 @@ impl Epoll {
     }
 }
 
-// Whether the program's array of events can be written.
-//
-// If it cannot, the kernel returns EFAULT once there is an event. A store by the library would be a segmentation
-// fault, and an endless one if a handler of the program's jumps out of it (`jump`).
-
 /// Arguments of a FUTEX_WAKE_OP that adds 0 to its second word. The word must be writable, and no thread is woken for
 /// it. FUTEX_OP(ADD, 0, LT, 0) of <linux/futex.h>, and FUTEX_WAKE_OP with FUTEX_PRIVATE_FLAG.
 const ADD_NOTHING: usize = 1 << 28 | 2 << 24;
 const WAKE_OP: usize = 5 | 128;
 
-/// Whether the first entry can be written. Asks the kernel only if the array is not the one of the thread's last wait.
-pub(super) fn can_be_written(events: *mut libc::epoll_event) -> bool {
+/// Whether the first entry of the program's array can be written. If it cannot, the kernel returns EFAULT once there is
+/// an event. A store by the library would be a segmentation fault, and an endless one if a handler of the program's
+/// jumps out of it (`signals/jump`).
+///
+/// Asks the kernel only if the array is not the one of the thread's last wait.
+fn can_be_written(events: *mut libc::epoll_event) -> bool {
     let at = events.addr();
     let thread = thread::current();
     if thread.note_results(at) {
@@ -722,51 +733,12 @@ pub(super) fn can_be_written(events: *mut libc::epoll_event) -> bool {
     can
 }
 
-#[cfg(test)]
-mod buffer_tests {
-    use super::*;
-
-    #[test]
-    fn an_array_is_looked_at_without_being_changed() {
-        const PAGE: usize = 4096;
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-        let (write, none) = (libc::PROT_READ | libc::PROT_WRITE, libc::PROT_NONE);
-        // SAFETY: a new mapping, at an address of the kernel's choice.
-        let page = unsafe { libc::mmap(std::ptr::null_mut(), PAGE, write, flags, -1, 0) };
-        let events = page.cast::<libc::epoll_event>();
-        // SAFETY: the page was mapped above, readable and writable.
-        unsafe { events.cast::<u64>().write(0x0123_4567_89ab_cdef) };
-        assert!(can_be_written(events) && can_be_written(events));
-        // SAFETY: the page was mapped above, readable and writable.
-        let kept = unsafe { events.cast::<u64>().read() };
-        assert_eq!(kept, 0x0123_4567_89ab_cdef);
-        let other = events.wrapping_add(1);
-        for protection in [libc::PROT_READ, none] {
-            // SAFETY: the page was mapped above, and no reference into it is alive.
-            assert_eq!(unsafe { libc::mprotect(page, PAGE, protection) }, 0);
-            assert!(!can_be_written(other) && !can_be_written(other));
-        }
-        // SAFETY: the page was mapped above, and is not used any more.
-        unsafe { libc::munmap(page, PAGE) };
-    }
-}
-
-// The links that a wait checks, and by which it is woken. Links within this host are checked each time. If there are
-// many links to other hosts, the kernel's set reports which of them have completions (`epoll::links`); only the others
-// are checked.
-
-/// The number of links to other hosts that are checked at most, once one of them had data. To check such a link is to
-/// poll its completions.
-///
-/// If a set has more links than this, links for which the kernel's set reports completions are skipped. If one of the
-/// others has data, this many more are checked, and the next harvest begins with the rest. To check all of them for one
-/// message each would cost more than the messages. (The network does not preserve the order between peers on other
-/// hosts either.)
-const MANY: usize = 16;
+// The links that a wait checks, and by which it is woken. Links within this host are checked each time. Of many links
+// to other hosts, only those are checked whose completions the kernel's set does not report.
 
 /// The links to other hosts that are checked; links within this host always are.
 #[derive(Clone, Copy, PartialEq)]
-pub(super) enum Sweep {
+enum Sweep {
     /// All of them.
     Every,
     /// Links whose completions the kernel's set would not report.
@@ -779,7 +751,7 @@ pub(super) enum Sweep {
 
 impl Links {
     /// Whether any link has something for `waiter`. If so, the next check begins at that link.
-    pub(super) fn have_ready(&mut self, waiter: WaiterId) -> bool {
+    fn have_ready(&mut self, waiter: WaiterId) -> bool {
         if self.near.iter().any(|link| link.has_ready(waiter)) {
             return true;
         }
@@ -796,7 +768,7 @@ impl Links {
         found.is_some()
     }
 
-    /// Whether any link has a wake-up for the service thread, which notifies the set (`served`).
+    /// Whether any link has a wake-up for the service thread, which notifies the set (`Epoll::served`).
     fn have_told_the_service(&self) -> bool {
         let far = self.far.iter().map(|far| far.link);
         self.near.iter().copied().chain(far).any(|link| link.has_ready(SERVICE))
@@ -804,7 +776,7 @@ impl Links {
 }
 
 impl Epoll {
-    pub(super) fn has_ready(&self) -> bool {
+    fn has_ready(&self) -> bool {
         let Some(waiter) = self.waiter() else {
             return true;
         };
@@ -818,7 +790,7 @@ impl Epoll {
 
     /// Moves what peers have put into the ready queues to the set's list. Returns true if links were skipped that may
     /// have data, and that the kernel's set would not report.
-    pub(super) fn sweep(&'static self, set: &mut Set, of: Sweep) -> bool {
+    fn sweep(&'static self, set: &mut Set, of: Sweep) -> bool {
         let Some(waiter) = self.waiter() else { return false };
         let mut come = std::mem::take(&mut set.come);
         let mut drain = |link: &'static Link| {
@@ -882,7 +854,7 @@ impl Epoll {
     /// Prepares a sleep: completions on links to other hosts wake this thread itself, or one that sleeps on another
     /// set. Their descriptors are in the kernel's set from the first such sleep on. `None` if there are no such links,
     /// or the service thread handles their completions.
-    pub(super) fn watch_links(&'static self) -> Option<Asleep> {
+    fn watch_links(&'static self) -> Option<Asleep> {
         if !self.set.lock()?.links.are_to_wake() {
             return None;
         }
@@ -898,7 +870,7 @@ impl Epoll {
     }
 
     /// Handles links that the kernel's set has reported.
-    pub(super) fn on_named(&'static self, named: &Named) {
+    fn on_named(&'static self, named: &Named) {
         if named.is_none() {
             return;
         }
@@ -912,7 +884,7 @@ impl Epoll {
 
     /// Arms the links again for other threads. Several threads may sleep on one link, and this thread may have consumed
     /// its event without knowing which link it was.
-    pub(super) fn arm_for_others(&'static self) {
+    fn arm_for_others(&'static self) {
         if let Some(set) = self.set.lock() {
             set.links.far.iter().for_each(|far| far.remote.arm_for_others());
         }
@@ -920,7 +892,7 @@ impl Epoll {
 }
 
 /// Counts a thread as asleep on a set with links to other hosts, until it is dropped.
-pub(super) struct Asleep {
+struct Asleep {
     set: &'static Epoll,
     /// The thread is not counted any more; read by the thread's own signal handlers too.
     has_left: AtomicBool,
@@ -937,18 +909,18 @@ impl Asleep {
 
     fn leave(&self) {
         if !self.has_left.swap(true, Relaxed) && self.set.watch.leave() {
-            let errno = crate::sys::errno::get();
+            let errno = errno::get();
             Library::get().service.maintain_later();
-            crate::sys::errno::set(errno);
+            errno::set(errno);
         }
     }
 
     /// Leaves this thread's completions to others: a signal handler runs above the sleep, for any time.
-    pub fn hand_over(&self) {
-        let errno = crate::sys::errno::get();
+    fn hand_over(&self) {
+        let errno = errno::get();
         self.leave();
         self.set.arm_for_others();
-        crate::sys::errno::set(errno);
+        errno::set(errno);
     }
 }
 
@@ -958,16 +930,10 @@ impl Drop for Asleep {
     }
 }
 
-// Keeps the kernel's object of a set in step with the library. Removes library fds from results, and makes a nested
-// set readable while an item is ready.
-
-/// How long a thread that has consumed another process's ring stays away from the set, ns.
-const OUT_OF_THE_WAY: i64 = 1_000_000;
-
 impl Epoll {
     /// Removes library fds from a kernel result, for a thread that has not slept and need not check again. A ring that
     /// it has consumed is passed on to a sleeping thread. Returns the number of entries left.
-    pub(super) fn after_look(&'static self, visit: &Visit, events: *mut libc::epoll_event, n: c_int) -> c_int {
+    fn after_look(&'static self, visit: &Visit, events: *mut libc::epoll_event, n: c_int) -> c_int {
         let stripped = self.strip(events, n);
         if !stripped.named.is_none() {
             visit.is_told.set(true);
@@ -981,7 +947,7 @@ impl Epoll {
 
     /// Removes library fds from the result of a sleep. The thread checks the links again if no entry is left. There was
     /// room for `max` entries. Returns the number of entries left.
-    pub(super) fn after_sleep(&'static self, events: *mut libc::epoll_event, n: c_int, max: c_int) -> c_int {
+    fn after_sleep(&'static self, events: *mut libc::epoll_event, n: c_int, max: c_int) -> c_int {
         let stripped = self.strip(events, n);
         self.on_named(&stripped.named);
         if n == max {
@@ -1030,7 +996,7 @@ impl Epoll {
     /// Makes the kernel's object of a nested set show whether an item is ready. It is readable until a ring is
     /// consumed, and after a ring, peers do not ring again before a new epoch. So every thread that has taken items
     /// from the set, or has consumed a ring, calls this afterwards.
-    pub(super) fn show_ready(&'static self) {
+    fn show_ready(&'static self) {
         let Some(waiter) = self.waiter() else {
             return;
         };
@@ -1048,25 +1014,23 @@ impl Epoll {
     }
 }
 
-// A wait on a set: keeps its set, even if the fd is closed or reused meanwhile.
-//
-// This is what `call` does for a connection. A wait that has found no event yet may begin again on the file that the
-// fd stands for by then. From its first sleep or spin on, it holds the set, and makes the kernel's call on a private
-// fd.
-
-/// A wait on a set, see the module.
-pub struct Visit {
-    pub set: &'static Epoll,
+/// A wait on a set: keeps its set, even if the fd is closed or reused meanwhile. `notify/call` does this for a
+/// connection.
+///
+/// A wait that has found no event yet may begin again on the file that the fd stands for by then. From its first sleep
+/// or spin on, it holds the set, and makes the kernel's call on a private fd.
+struct Visit {
+    set: &'static Epoll,
     fd: c_int,
     generation: u32,
     is_inside: bool,
     /// A check of the kernel's set has reported links to other hosts.
-    pub is_told: Cell<bool>,
+    is_told: Cell<bool>,
 }
 
 impl Visit {
     /// Records that a wait on `fd` begins; the table has just returned `set` for it.
-    pub fn new(set: &'static Epoll, fd: c_int) -> Self {
+    fn new(set: &'static Epoll, fd: c_int) -> Self {
         Self {
             set,
             fd,
@@ -1078,7 +1042,7 @@ impl Visit {
 
     /// Whether the set is still the one on which the wait began.
     #[inline]
-    pub fn is_here(&self) -> bool {
+    fn is_here(&self) -> bool {
         self.is_inside || self.is_named()
     }
 
@@ -1089,7 +1053,7 @@ impl Visit {
 
     /// Holds the set from now on: the wait is about to spin or sleep. Returns false if the fd stands for another file
     /// by now.
-    pub fn enter(&mut self) -> bool {
+    fn enter(&mut self) -> bool {
         if !self.is_inside {
             // `Epoll::release` is called once the table has lost the fd, and then checks for waits inside.
             self.set.inside.enter();
@@ -1103,7 +1067,7 @@ impl Visit {
     }
 
     /// Holds the set without a check: the kernel's wait has been on it already, so it is the right one.
-    pub fn stay(&mut self) {
+    fn stay(&mut self) {
         if !self.is_inside {
             self.set.inside.enter();
             self.is_inside = true;
@@ -1111,7 +1075,7 @@ impl Visit {
     }
 
     /// Returns the fd for the kernel's call.
-    pub fn number(&self) -> c_int {
+    fn number(&self) -> c_int {
         match self.set.kernel_fd() {
             Some(own) if self.is_inside => own.as_raw_fd(),
             _ => self.fd,
@@ -1131,9 +1095,38 @@ impl Drop for Visit {
     #[inline]
     fn drop(&mut self) {
         if self.is_inside {
-            let errno = crate::sys::errno::get();
+            let errno = errno::get();
             self.leave();
-            crate::sys::errno::set(errno);
+            errno::set(errno);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_array_is_looked_at_without_being_changed() {
+        const PAGE: usize = 4096;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        let (write, none) = (libc::PROT_READ | libc::PROT_WRITE, libc::PROT_NONE);
+        // SAFETY: a new mapping, at an address of the kernel's choice.
+        let page = unsafe { libc::mmap(std::ptr::null_mut(), PAGE, write, flags, -1, 0) };
+        let events = page.cast::<libc::epoll_event>();
+        // SAFETY: the page was mapped above, readable and writable.
+        unsafe { events.cast::<u64>().write(0x0123_4567_89ab_cdef) };
+        assert!(can_be_written(events) && can_be_written(events));
+        // SAFETY: the page was mapped above, readable and writable.
+        let kept = unsafe { events.cast::<u64>().read() };
+        assert_eq!(kept, 0x0123_4567_89ab_cdef);
+        let other = events.wrapping_add(1);
+        for protection in [libc::PROT_READ, none] {
+            // SAFETY: the page was mapped above, and no reference into it is alive.
+            assert_eq!(unsafe { libc::mprotect(page, PAGE, protection) }, 0);
+            assert!(!can_be_written(other) && !can_be_written(other));
+        }
+        // SAFETY: the page was mapped above, and is not used any more.
+        unsafe { libc::munmap(page, PAGE) };
     }
 }

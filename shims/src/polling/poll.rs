@@ -1,7 +1,7 @@
 //! poll() and select() over sockets on TCP and sockets that the library reports on.
 //!
-//! The latter are taken out of the kernel's array, and checked by `readiness`. The others stay in it, together with a
-//! bell that wakes the thread for the former.
+//! The latter are taken out of the kernel's array, and checked by `polling/readiness`. The others stay in it, together
+//! with a bell that wakes the thread for the former.
 
 use std::ffi::c_int;
 use std::os::fd::AsRawFd;

@@ -2,6 +2,9 @@
 //!
 //! A direction on the link is checked by its ring, a direction on TCP by the kernel. While markers may be in flight the
 //! payload counts, not what the kernel reports as readable.
+//!
+//! If several sets or threads of this process wait on a socket, its peer notifies the service thread, which notifies
+//! all of them ([`tell`]).
 
 use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
@@ -92,7 +95,7 @@ fn error_queue(socket: &'static Socket) -> u32 {
 }
 
 /// Returns the readiness of the receiving direction (EPOLL* bits).
-pub fn readable(socket: &'static Socket, arm: Arm) -> u32 {
+fn readable(socket: &'static Socket, arm: Arm) -> u32 {
     point!("readable: is about to look");
     let Some(mut rx) = socket.rx.lock() else {
         return 0;
@@ -172,7 +175,7 @@ pub fn readable(socket: &'static Socket, arm: Arm) -> u32 {
 }
 
 /// Returns the readiness of the sending direction (EPOLL* bits).
-pub fn writable(socket: &'static Socket, arm: Arm) -> u32 {
+fn writable(socket: &'static Socket, arm: Arm) -> u32 {
     let mut tx = loop {
         if socket.tx_mode.load(Acquire) == Mode::Marked && !connection::flush(socket) {
             return if tx::is_above_own_send(socket) {
@@ -221,15 +224,11 @@ pub fn writable(socket: &'static Socket, arm: Arm) -> u32 {
     0
 }
 
-// Wake-ups that peers send to the service thread, because several sets or threads of this process wait on the socket.
-//
-// The service thread notifies all of them. A thread that checks such a set does the same first. Otherwise data would
-// be there before the set knows of it.
-
 /// Held while wake-ups are passed on. A thread that gets it next finds that all earlier wake-ups have been passed on.
 static TURN: Lock<()> = Lock::new(());
 
-/// Notifies the waiting sets and threads of all that the link's peer has queued for the service thread.
+/// Notifies the waiting sets and threads of all that the link's peer has queued for the service thread. A thread that
+/// checks a set does so first: otherwise data would be there before the set knows of it.
 pub fn tell(link: &'static Link) {
     // In a signal handler above the lock's holder: the holder continues afterwards.
     let Some(_turn) = TURN.lock() else { return };

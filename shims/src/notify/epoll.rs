@@ -349,11 +349,6 @@ impl Epoll {
         (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) })
     }
 
-    /// Returns the waiter that peers wake for the set. `None` until the set is active, or if there is no fd for a bell.
-    pub fn waiter(&self) -> Option<WaiterId> {
-        WaiterId::from_word(self.waiter.load(Relaxed))
-    }
-
     /// Removes the sleeper that stood for the threads in the kernel's wait alone, when the last of them has returned.
     pub(crate) fn end_plain_sleep(&self, waiter: Option<WaiterId>) {
         if let Some(waiter) = waiter
@@ -638,7 +633,37 @@ impl Epoll {
     }
 }
 
-impl Epoll {
+impl EpollSet for Epoll {
+    fn be_served(&self) {
+        self.served.store(true, Release);
+    }
+
+    fn forget(&self, index: usize, socket: &'static Socket) {
+        if let Some(mut set) = self.set.lock()
+            && set.items.get(index).is_some_and(|i| std::ptr::eq(i.socket, socket))
+        {
+            set.remove(index);
+        }
+    }
+
+    fn push(&self, index: usize, socket: &'static Socket) {
+        let Some(mut set) = self.set.lock() else {
+            return;
+        };
+        if set
+            .items
+            .get(index)
+            .is_some_and(|i| i.taken && std::ptr::eq(i.socket, socket))
+        {
+            if let Some(link) = socket.link() {
+                set.links.add(link);
+            }
+            set.enqueue(index);
+            drop(set);
+            self.ring_if_sleeping();
+        }
+    }
+
     /// Moves an item from the kernel's set to the library's list. Returns false if that cannot be done now: an
     /// EPOLLONESHOT that has not fired may fire at this moment, and would be reported twice. One that has fired is
     /// silent until its MOD, which the library handles.
@@ -729,6 +754,11 @@ impl Epoll {
             );
         }
     }
+
+    /// Returns the waiter that peers wake for the set. `None` until the set is active, or if there is no fd for a bell.
+    fn waiter(&self) -> Option<WaiterId> {
+        WaiterId::from_word(self.waiter.load(Relaxed))
+    }
 }
 
 /// Whether an EPOLLONESHOT item of a kernel's set has fired and waits for its MOD. The kernel shows the remaining
@@ -746,50 +776,6 @@ fn has_fired(set: BorrowedFd<'_>, fd: c_int, data: u64) -> bool {
         let key = after("data:").and_then(|w| u64::from_str_radix(w, 16).ok());
         tfd == Some(fd) && key == Some(data) && events.is_some_and(|e| e & !PRIVATE == 0)
     })
-}
-
-impl EpollSet for Epoll {
-    fn be_served(&self) {
-        self.served.store(true, Release);
-    }
-
-    fn forget(&self, index: usize, socket: &'static Socket) {
-        if let Some(mut set) = self.set.lock()
-            && set.items.get(index).is_some_and(|i| std::ptr::eq(i.socket, socket))
-        {
-            set.remove(index);
-        }
-    }
-
-    fn push(&self, index: usize, socket: &'static Socket) {
-        let Some(mut set) = self.set.lock() else {
-            return;
-        };
-        if set
-            .items
-            .get(index)
-            .is_some_and(|i| i.taken && std::ptr::eq(i.socket, socket))
-        {
-            if let Some(link) = socket.link() {
-                set.links.add(link);
-            }
-            set.enqueue(index);
-            drop(set);
-            self.ring_if_sleeping();
-        }
-    }
-
-    fn take_over(&'static self, index: usize, socket: &'static Socket) -> bool {
-        Self::take_over(self, index, socket)
-    }
-
-    fn hand_back(&'static self, index: usize, socket: &'static Socket) {
-        Self::hand_back(self, index, socket);
-    }
-
-    fn waiter(&self) -> Option<WaiterId> {
-        Self::waiter(self)
-    }
 }
 
 impl Set {

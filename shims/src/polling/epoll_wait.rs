@@ -25,6 +25,7 @@ use crate::notify::wait::Record;
 use crate::objects::library::Library;
 use crate::objects::link::Link;
 use crate::objects::mailbox::Command;
+use crate::objects::socket::EpollSet as _;
 use crate::objects::waiters::SERVICE;
 use crate::objects::{holders, socket};
 use crate::polling::readiness;

@@ -29,7 +29,7 @@ use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
 use crate::config::spin::Spinner;
-use crate::notify::ready;
+use crate::notify::{ready, table};
 use crate::objects::library::Library;
 use crate::objects::link::{Link, News, Pin, Remote, Watch};
 use crate::objects::socket::{EpollSet, Membership, Socket};
@@ -194,15 +194,14 @@ impl Epoll {
         self.fds.fetch_add(1, Relaxed);
     }
 
-    /// Uncounts a closed fd, which is not in the table any more. `another` finds another fd of the set in the table.
-    /// With the last fd the set ends, once no wait holds it.
-    pub fn release(&'static self, fd: c_int, another: impl FnOnce(&'static Self) -> Option<c_int>) {
+    /// Uncounts a closed fd, which is not in the table any more. With the last fd the set ends, once no wait holds it.
+    pub fn release(&'static self, fd: c_int) {
         if self.fds.fetch_sub(1, AcqRel) == 1 {
             self.fd.store(-1, Release);
             self.closed.publish(true);
             self.end_if_left();
         } else if self.fd.load(Acquire) == fd {
-            self.fd.store(another(self).unwrap_or(-1), Release);
+            self.fd.store(table::another_of(self).unwrap_or(-1), Release);
         }
     }
 

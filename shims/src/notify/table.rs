@@ -245,20 +245,15 @@ pub fn for_each(range: std::ops::RangeInclusive<u32>, mut f: impl FnMut(c_int, E
     }
 }
 
-/// Returns the lowest fd whose entry `is_such` accepts. `None` if there is none.
-fn find(mut is_such: impl FnMut(Entry) -> bool) -> Option<c_int> {
+/// Returns the lowest fd that stands for this set. `None` if the table has none.
+pub fn another_of(set: &'static Epoll) -> Option<c_int> {
     let mut found = None;
     for_each(0..=u32::MAX, |fd, entry| {
-        if found.is_none() && is_such(entry) {
+        if found.is_none() && matches!(entry, Entry::Epoll(e) if std::ptr::eq(e, set)) {
             found = Some(fd);
         }
     });
     found
-}
-
-/// Returns an fd that stands for this set. `None` if the table has none.
-pub fn another_of(set: &'static Epoll) -> Option<c_int> {
-    find(|entry| matches!(entry, Entry::Epoll(e) if std::ptr::eq(e, set)))
 }
 
 /// The highest fd that ever had an entry, so that walks end early.

@@ -205,7 +205,7 @@ fn release(entry: Entry, fd: c_int) -> Farewell {
     match entry {
         Entry::None | Entry::Fresh { .. } => {}
         Entry::Listener(listener) => listener.release(),
-        Entry::Epoll(epoll) => epoll.release(fd, table::another_of),
+        Entry::Epoll(epoll) => epoll.release(fd),
         Entry::Socket(socket) => return close::release(socket, fd),
     }
     Farewell::NONE

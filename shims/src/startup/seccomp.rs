@@ -81,7 +81,7 @@ pub fn let_go(reason: Reason) {
         Entry::Epoll(set) => {
             table::put(fd, Entry::None);
             set.retire();
-            set.release(fd, table::another_of);
+            set.release(fd);
         }
         Entry::Socket(socket) if is_plain(socket) => {
             table::put(fd, Entry::None);

@@ -40,6 +40,12 @@ unsafe impl<T: Send> Sync for Lock<T> {}
 // SAFETY: moving the lock moves the value, which is Send.
 unsafe impl<T: Send> Send for Lock<T> {}
 
+impl<T: Default> Default for Lock<T> {
+    fn default() -> Self {
+        Self::new(T::default())
+    }
+}
+
 impl<T> Lock<T> {
     /// Returns a free lock around `value`.
     pub const fn new(value: T) -> Self {

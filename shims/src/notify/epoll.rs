@@ -91,6 +91,7 @@ pub(crate) struct Set {
 }
 
 /// An epoll set of the program.
+#[derive(Default)]
 #[repr(align(64))]
 pub struct Epoll {
     pub(crate) set: Lock<Set>,
@@ -154,30 +155,9 @@ impl Epoll {
         let recycled = FREE.lock()?.pop();
         let epoll = recycled.unwrap_or_else(|| {
             ALL.add(Epoll {
-                set: Lock::new(Set::default()),
-                waiter: AtomicU32::new(0),
-                key: AtomicU64::new(0),
                 fd: AtomicI32::new(-1),
                 own: AtomicI32::new(-1),
-                generation: AtomicU32::new(0),
-                inside: Presence::new(),
-                closed: Published::default(),
-                nested: Published::default(),
-                shown: Published::default(),
-                inherited: AtomicBool::new(false),
-                gate: Gate::new(),
-                plain_sleeps: Published::default(),
-                fds: AtomicU32::new(0),
-                moves: AtomicU64::new(0),
-                mixed: AtomicBool::new(false),
-                served: AtomicBool::new(false),
-                has_plain: AtomicBool::new(false),
-                looked_at: AtomicU64::new(0),
-                kernel_quiet: AtomicBool::new(false),
-                full: AtomicU32::new(0),
-                turn: AtomicBool::new(false),
-                spinner: Spinner::new(),
-                watch: Watch::default(),
+                ..Epoll::default()
             })
         });
         epoll.fd.store(fd, Release);

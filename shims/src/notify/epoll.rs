@@ -403,6 +403,16 @@ impl Epoll {
         }
     }
 
+    /// Appends an item that is taken over to the list of ready items, and wakes a thread that sleeps on the set.
+    fn make_ready(&self, mut set: Guard<'_, Set>, index: usize, socket: &'static Socket) {
+        if let Some(link) = socket.link() {
+            set.links.add(link);
+        }
+        set.enqueue(index);
+        drop(set);
+        self.ring_if_sleeping();
+    }
+
     pub(crate) fn ring_if_sleeping(&self) {
         if let Some(waiter) = self.waiter() {
             Library::get().waiters.ring_if_sleeping(waiter);
@@ -572,12 +582,7 @@ impl Epoll {
         if ready::is_watched(socket) {
             set.set_taken(index, true);
             self.activate(&mut set);
-            if let Some(link) = socket.link() {
-                set.links.add(link);
-            }
-            set.enqueue(index);
-            drop(set);
-            self.ring_if_sleeping();
+            self.make_ready(set, index, socket);
             return 0;
         }
         let result = real();
@@ -626,20 +631,12 @@ impl EpollSet for Epoll {
     }
 
     fn push(&self, index: usize, socket: &'static Socket) {
-        let Some(mut set) = self.set.lock() else {
-            return;
-        };
-        if set
-            .items
-            .get(index)
-            .is_some_and(|i| i.taken && std::ptr::eq(i.socket, socket))
+        if let Some(set) = self.set.lock()
+            && let Some(item) = set.items.get(index)
+            && item.taken
+            && std::ptr::eq(item.socket, socket)
         {
-            if let Some(link) = socket.link() {
-                set.links.add(link);
-            }
-            set.enqueue(index);
-            drop(set);
-            self.ring_if_sleeping();
+            self.make_ready(set, index, socket);
         }
     }
 
@@ -686,12 +683,7 @@ impl EpollSet for Epoll {
         if let Some(item) = set.items.get_mut(index) {
             item.moved_at = moved_at;
         }
-        if let Some(link) = socket.link() {
-            set.links.add(link);
-        }
-        set.enqueue(index);
-        drop(set);
-        self.ring_if_sleeping();
+        self.make_ready(set, index, socket);
         true
     }
 
@@ -785,8 +777,16 @@ impl Set {
         }
     }
 
-    fn enqueue(&mut self, index: usize) {
-        enqueue(&mut self.items, &mut self.ready, index);
+    /// Appends an item to the list of ready items, unless it is there already.
+    pub(crate) fn enqueue(&mut self, index: usize) {
+        // A removed item is skipped: its place may be free already, and would be handed out twice.
+        if let Some(item) = self.items.get_mut(index)
+            && !item.queued
+            && !item.dead
+        {
+            item.queued = true;
+            self.ready.push_back(index);
+        }
     }
 
     fn remove(&mut self, index: usize) {
@@ -827,18 +827,6 @@ impl Set {
             item.parked = false;
         }
         self.set_taken(index, true);
-    }
-}
-
-/// Appends an item to the list of ready items, unless it is there already.
-pub(crate) fn enqueue(items: &mut [Item], ready: &mut VecDeque<usize>, index: usize) {
-    // A removed item is skipped: its place may be free already, and would be handed out twice.
-    if let Some(item) = items.get_mut(index)
-        && !item.queued
-        && !item.dead
-    {
-        item.queued = true;
-        ready.push_back(index);
     }
 }
 

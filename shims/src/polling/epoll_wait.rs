@@ -18,7 +18,7 @@ use rustix::io::Errno;
 
 use crate::config::spin;
 use crate::config::spin::Peers;
-use crate::notify::epoll::{ALWAYS, ET, Epoll, Far, Key, Links, Named, ONESHOT, Set, Stripped, enqueue, strip};
+use crate::notify::epoll::{ALWAYS, ET, Epoll, Far, Key, Links, Named, ONESHOT, Set, Stripped, strip};
 use crate::notify::table;
 use crate::notify::table::Entry;
 use crate::notify::wait::Record;
@@ -842,13 +842,12 @@ impl Epoll {
         }
         set.links.next = next;
         set.links.spoke = spoke;
-        set.come = come;
-        let Set { items, ready, come, .. } = set;
         // A queue does not keep an order, and each link has its own. The kernel's list is in the order of arrival.
         come.sort_unstable();
         for (_, index) in come.drain(..) {
-            enqueue(items, ready, index);
+            set.enqueue(index);
         }
+        set.come = come;
         left == 0
     }
 

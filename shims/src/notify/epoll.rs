@@ -304,13 +304,8 @@ impl Epoll {
                 let _ = kernel::delete(kernel_fd, bell);
             }
             for item in set.items.iter().filter(|i| i.parked && !i.dead) {
-                let _ = kernel::add(
-                    kernel_fd,
-                    // SAFETY: an item is removed before its fd is closed, and the set's lock is held.
-                    unsafe { BorrowedFd::borrow_raw(item.fd) },
-                    kernel::EventData::new_u64(item.data),
-                    kernel::EventFlags::from_bits_retain(ONESHOT),
-                );
+                // SAFETY: an item is removed before its fd is closed, and the set's lock is held.
+                let _ = unsafe { add_to(kernel_fd, item.fd, ONESHOT, item.data) };
             }
             set.links.let_go(Some(kernel_fd), &self.watch);
         }
@@ -514,19 +509,11 @@ impl Epoll {
 
     /// Carries out EPOLL_CTL_MOD on a parked item: adds it to the kernel's set again.
     fn unpark(&self, fd: c_int, event: libc::epoll_event) -> c_int {
-        let added = self.kernel_fd().map(|set| {
-            kernel::add(
-                set,
-                // SAFETY: the program's own fd, in the middle of its call.
-                unsafe { BorrowedFd::borrow_raw(fd) },
-                kernel::EventData::new_u64(event.u64),
-                kernel::EventFlags::from_bits_retain(event.events),
-            )
-        });
-        match added {
-            Some(Ok(())) => 0,
-            Some(Err(error)) => errno::fail(error.raw_os_error()),
-            None => errno::fail(libc::EBADF),
+        // SAFETY: the program's own fd, in the middle of its call.
+        let add = |set| unsafe { add_to(set, fd, event.events, event.u64) };
+        match self.kernel_fd().ok_or(Errno::BADF).and_then(add) {
+            Ok(()) => 0,
+            Err(error) => errno::fail(error.raw_os_error()),
         }
     }
 
@@ -716,13 +703,8 @@ impl EpollSet for Epoll {
             return;
         }
         if let Some(kernel_fd) = self.kernel_fd() {
-            let _ = kernel::add(
-                kernel_fd,
-                // SAFETY: the fd is still one of the socket's, and the control lock keeps close() out.
-                unsafe { BorrowedFd::borrow_raw(fd) },
-                kernel::EventData::new_u64(data),
-                kernel::EventFlags::from_bits_retain(events),
-            );
+            // SAFETY: the fd is still one of the socket's, and the control lock keeps close() out.
+            let _ = unsafe { add_to(kernel_fd, fd, events, data) };
         }
     }
 
@@ -730,6 +712,19 @@ impl EpollSet for Epoll {
     fn waiter(&self) -> Option<WaiterId> {
         WaiterId::from_word(self.waiter.load(Relaxed))
     }
+}
+
+/// Adds the fd of an item to a kernel's set.
+///
+/// # Safety
+/// The fd stays open until this returns.
+unsafe fn add_to(set: BorrowedFd<'_>, fd: c_int, events: u32, data: u64) -> rustix::io::Result<()> {
+    let (events, data) = (
+        kernel::EventFlags::from_bits_retain(events),
+        kernel::EventData::new_u64(data),
+    );
+    // SAFETY: the fd is open, by the contract.
+    kernel::add(set, unsafe { BorrowedFd::borrow_raw(fd) }, data, events)
 }
 
 /// Whether an EPOLLONESHOT item of a kernel's set has fired and waits for its MOD. The kernel shows the remaining

@@ -1070,7 +1070,7 @@ impl Named {
 }
 
 /// The result of [`strip`].
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Stripped {
     /// The number of entries that are the program's, which are in front now.
     pub kept: c_int,
@@ -1088,22 +1088,15 @@ pub struct Stripped {
 /// # Safety
 /// `n` entries are filled, if it is above 0.
 pub unsafe fn strip(events: *mut libc::epoll_event, n: c_int, own: u64) -> Stripped {
-    let mut stripped = Stripped {
-        kept: 0,
-        own: false,
-        foreign: false,
-        named: Named::default(),
-    };
+    let mut stripped = Stripped::default();
     if n <= 0 {
         return stripped;
     }
     // SAFETY: `n` entries are filled, by the contract.
     let filled = unsafe { std::slice::from_raw_parts_mut(events, n as usize) };
-    for at in 0..filled.len() {
-        let Some(event) = filled.get(at).copied() else {
-            break;
-        };
-        match Key::from_data(event.u64) {
+    let kept = keep(filled, |data| {
+        let key = Key::from_data(data);
+        match key {
             Some(key) if key.owner().0 == own => {
                 stripped.own = true;
                 if key.tag() != 0 {
@@ -1111,15 +1104,27 @@ pub unsafe fn strip(events: *mut libc::epoll_event, n: c_int, own: u64) -> Strip
                 }
             }
             Some(_) => stripped.foreign = true,
-            None => {
-                if let Some(slot) = filled.get_mut(stripped.kept as usize) {
-                    *slot = event;
-                }
-                stripped.kept += 1;
-            }
+            None => {}
+        }
+        key.is_none()
+    });
+    stripped.kept = kept as c_int;
+    stripped
+}
+
+/// Moves the entries whose data `stays` accepts to the front, in their order. Returns how many.
+pub(crate) fn keep(events: &mut [libc::epoll_event], mut stays: impl FnMut(u64) -> bool) -> usize {
+    let mut kept = 0;
+    for at in 0..events.len() {
+        if let Some(event) = events.get(at).copied()
+            && stays(event.u64)
+            && let Some(slot) = events.get_mut(kept)
+        {
+            *slot = event;
+            kept += 1;
         }
     }
-    stripped
+    kept
 }
 
 /// Waits on a set that the library does not know, and removes library fds of other processes from the result.

@@ -18,7 +18,7 @@ use rustix::io::Errno;
 
 use crate::config::spin;
 use crate::config::spin::Peers;
-use crate::notify::epoll::{ALWAYS, ET, Epoll, Far, Key, Links, Named, ONESHOT, Set, Stripped, strip};
+use crate::notify::epoll::{ALWAYS, ET, Epoll, Far, Key, Links, Named, ONESHOT, Set, Stripped, keep, strip};
 use crate::notify::table;
 use crate::notify::table::Entry;
 use crate::notify::wait::Record;
@@ -591,22 +591,9 @@ unsafe fn begin_anew(
 unsafe fn without_repeats(events: *mut libc::epoll_event, front: usize, n: usize) -> c_int {
     // SAFETY: `n` entries are filled, by the contract.
     let all = unsafe { std::slice::from_raw_parts_mut(events, n) };
-    let mut kept = front;
-    for at in front..n {
-        let (before, from) = all.split_at(at);
-        let Some(event) = from.first().copied() else {
-            break;
-        };
-        let listed = before.get(..front).unwrap_or_default();
-        if listed.iter().any(|e| e.u64 == event.u64) {
-            continue;
-        }
-        if let Some(slot) = all.get_mut(kept) {
-            *slot = event;
-            kept += 1;
-        }
-    }
-    kept as c_int
+    let (listed, rest) = all.split_at_mut(front.min(n));
+    let kept = keep(rest, |data| !listed.iter().any(|e| e.u64 == data));
+    (front + kept) as c_int
 }
 
 // A wait in the kernel's set alone. An item may be taken over at any moment of the wait, so the gate counts the thread.

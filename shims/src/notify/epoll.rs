@@ -551,8 +551,7 @@ impl Epoll {
         // (`service/watch`). So a promotion that begins now is seen here, or sees the membership.
         let mut is_there = false;
         ready::change_interest(socket, |i| {
-            let mut items = i.members.iter().filter(|m| is_of(m, self, fd));
-            is_there = items.any(|m| set.has(m.item, socket, fd));
+            is_there = self.item_of(&i.members, &set, socket, fd).is_some();
             if !is_there {
                 i.members.push(Membership {
                     epoll: self,
@@ -591,9 +590,12 @@ impl Epoll {
         if set.has(last, socket, fd) {
             return Some(last);
         }
-        let interest = socket.wakes.interest.lock()?;
-        let mut items = interest.members.iter().filter(|m| is_of(m, self, fd));
-        items.find(|m| set.has(m.item, socket, fd)).map(|m| m.item)
+        self.item_of(&socket.wakes.interest.lock()?.members, set, socket, fd)
+    }
+
+    fn item_of(&self, members: &[Membership], set: &Set, socket: &Socket, fd: c_int) -> Option<usize> {
+        let mut items = members.iter().filter(|m| m.fd == fd && m.is_in(self)).map(|m| m.item);
+        items.find(|item| set.has(*item, socket, fd))
     }
 
     /// Removes the item's membership: the set is not notified for it any more.
@@ -823,10 +825,6 @@ impl Set {
         }
         self.set_taken(index, true);
     }
-}
-
-fn is_of(member: &Membership, epoll: &Epoll, fd: c_int) -> bool {
-    member.fd == fd && member.is_in(epoll)
 }
 
 /// A link to another host, and its state in this set.

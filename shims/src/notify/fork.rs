@@ -259,8 +259,3 @@ fn reclaim_slow(socket: &'static Socket) {
     socket.rx_mode.go(Receiving::Reclaimed);
     errno::set(errno);
 }
-
-/// Calls [`reclaim`] for all connections of this process, which a fork child has inherited.
-pub fn reclaim_all() {
-    socket::in_use().for_each(reclaim);
-}

@@ -19,6 +19,7 @@ use rustix::io::Errno;
 use crate::config::spin;
 use crate::config::spin::Peers;
 use crate::notify::epoll::{ALWAYS, ET, Epoll, Far, Key, Links, Named, ONESHOT, Set, Stripped, keep, strip};
+use crate::notify::fork::reclaim;
 use crate::notify::table;
 use crate::notify::table::Entry;
 use crate::notify::wait::Record;
@@ -27,7 +28,7 @@ use crate::objects::link::Link;
 use crate::objects::mailbox::Command;
 use crate::objects::socket::EpollSet as _;
 use crate::objects::waiters::SERVICE;
-use crate::objects::{holders, socket};
+use crate::objects::{holders, link, socket};
 use crate::polling::readiness;
 use crate::polling::readiness::Arm;
 use crate::signals::handler;
@@ -177,7 +178,7 @@ impl Epoll {
             all.moves = self.moves.load(Acquire);
             let may_have = due || !self.kernel_quiet.load(Relaxed);
             let starved = may_have && self.full.load(Relaxed) != 0 && self.full.swap(0, Relaxed) != 0;
-            let its_turn = due && !self.is_mixed() && self.turn.fetch_xor(true, Relaxed);
+            let its_turn = due && !self.mixed.load(Relaxed) && self.turn.fetch_xor(true, Relaxed);
             if starved || its_turn {
                 let n = self.look(&visit, events, max, real);
                 if n > 0 {
@@ -281,11 +282,6 @@ impl Epoll {
         }
     }
 
-    /// Whether the kernel's set has connections, and not only other files.
-    fn is_mixed(&self) -> bool {
-        self.mixed.load(Relaxed)
-    }
-
     /// Appends ready items of the links to the first `n` entries, which the kernel has filled since `all.moves` was
     /// read. A peer may have sent on a link before it sent what the kernel reports. The program must not get only the
     /// later of the two.
@@ -308,7 +304,7 @@ impl Epoll {
         look: bool,
         real: &impl Fn(c_int, *mut libc::epoll_event, c_int, Timeout) -> c_int,
     ) -> c_int {
-        if n >= all.max || !(look || self.is_mixed()) {
+        if n >= all.max || !(look || self.mixed.load(Relaxed)) {
             return n;
         }
         let Results { events, max, moves, .. } = *all;
@@ -323,7 +319,7 @@ impl Epoll {
             // SAFETY: `end + news` entries are filled.
             return unsafe { without_repeats(events, n as usize, (end + news) as usize) };
         }
-        if self.is_mixed() {
+        if self.mixed.load(Relaxed) {
             // The order of arrival across the two sets is unknown, so the kernel's entries go first. A peer on a link
             // has usually waited for its replies, so its data there is what it sent last. A peer that sends on a young
             // connection without waiting expects that data to be read before.
@@ -412,7 +408,7 @@ impl Epoll {
     /// Reports ready items behind the entries of `to` that are filled. Returns how many.
     fn harvest(&'static self, visit: &Visit, to: &Results, how: Harvest) -> c_int {
         if self.served.load(Acquire) {
-            readiness::tell_all();
+            link::all().into_iter().for_each(readiness::tell);
         }
         let Some(mut guard) = self.set.lock() else {
             return 0;
@@ -545,19 +541,12 @@ impl Epoll {
         let set = &mut *guard;
         self.sweep(set, Sweep::Every);
         set.links.spoke.clear();
-        for at in 0..set.ready.len() {
-            let Some(item) = set.ready.get(at).and_then(|i| set.items.get(*i)) else {
-                continue;
-            };
-            if !item.dead
+        set.ready.iter().filter_map(|index| set.items.get(*index)).any(|item| {
+            !item.dead
                 && !item.disabled
                 && item.taken
                 && readiness::evaluate(item.socket, item.events, Arm::IfNotReady) & (item.events | ALWAYS) != 0
-            {
-                return true;
-            }
-        }
-        false
+        })
     }
 }
 
@@ -616,8 +605,7 @@ impl Epoll {
             return Some(real(fd, events, max, left));
         }
         if events.is_null() || self.is_active() && !can_be_written(events) {
-            let is_there = self.is_ready();
-            return Some(if is_there {
+            return Some(if self.is_ready() {
                 errno::fail(libc::EFAULT)
             } else {
                 real(fd, events, max, left)
@@ -627,7 +615,8 @@ impl Epoll {
             return None;
         }
         if self.inherited.load(Acquire) && self.inherited.swap(false, AcqRel) {
-            crate::notify::fork::reclaim_all();
+            // Streams of the parent's, which this process has inherited.
+            socket::in_use().for_each(reclaim);
         }
         loop {
             point!("epoll alone: the set is not active");
@@ -790,11 +779,8 @@ impl Epoll {
                 let Some(interest) = socket::by_slot(slot).and_then(|socket| socket.wakes.interest.lock()) else {
                     return;
                 };
-                for m in &interest.members {
-                    if m.is_in(self) {
-                        come.push((at, m.item));
-                    }
-                }
+                let items = interest.members.iter().filter(|m| m.is_in(self));
+                come.extend(items.map(|m| (at, m.item)));
             });
             come.len() > before
         };
@@ -845,7 +831,11 @@ impl Epoll {
         if !self.set.lock()?.links.are_to_wake() {
             return None;
         }
-        let asleep = Asleep::begin(self);
+        self.watch.enter();
+        let asleep = Asleep {
+            set: self,
+            has_left: AtomicBool::new(false),
+        };
         // Read after that: the service thread, if it begins to handle a link's completions now, sees that a thread
         // sleeps.
         let taken_back = Library::get().service.taken_back.look();
@@ -886,14 +876,6 @@ struct Asleep {
 }
 
 impl Asleep {
-    fn begin(set: &'static Epoll) -> Self {
-        set.watch.enter();
-        Self {
-            set,
-            has_left: AtomicBool::new(false),
-        }
-    }
-
     fn leave(&self) {
         if !self.has_left.swap(true, Relaxed) && self.set.watch.leave() {
             let errno = errno::get();

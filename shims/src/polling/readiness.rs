@@ -18,9 +18,9 @@ use crate::data::{rx, tx};
 use crate::notify::ready::{ENDED, among_markers, arm_data, is_reader_gone, kernel, progress};
 use crate::notify::{call, ready};
 use crate::objects::link::Link;
+use crate::objects::socket;
 use crate::objects::socket::{ERROR_QUEUE, Mode, Socket};
 use crate::objects::waiters::SERVICE;
-use crate::objects::{link, socket};
 use crate::sys::points::point;
 
 const IN: u32 = (libc::EPOLLIN | libc::EPOLLRDNORM) as u32;
@@ -243,11 +243,6 @@ pub fn tell(link: &'static Link) {
         look_for_confirmation(socket, link);
         ready::notify_local(socket);
     }
-}
-
-/// Calls [`tell`] for each link that is up.
-pub fn tell_all() {
-    link::all().into_iter().for_each(tell);
 }
 
 /// Checks whether the peer has received all bytes that a stream between hosts has given to the link. If so, the

@@ -21,9 +21,9 @@ use crate::objects::socket::{Interest, Mode, Sleeping, Socket};
 use crate::objects::waiters::SERVICE;
 use crate::sys::points::point;
 
-const RDHUP: u32 = libc::EPOLLRDHUP as u32;
-const HUP: u32 = libc::EPOLLHUP as u32;
-const ERR: u32 = libc::EPOLLERR as u32;
+pub const RDHUP: u32 = libc::EPOLLRDHUP as u32;
+pub const HUP: u32 = libc::EPOLLHUP as u32;
+pub const ERR: u32 = libc::EPOLLERR as u32;
 /// EPOLL* bits that report the end of the connection, or of its receiving half.
 pub const ENDED: u32 = RDHUP | HUP | ERR;
 
@@ -155,8 +155,7 @@ pub fn tell_onlookers(socket: &'static Socket) {
 
 /// Moves the socket back into the kernel's epoll sets, in each set that has it.
 pub fn hand_back(socket: &'static Socket) {
-    let members = socket.wakes.members();
-    for m in members {
+    for m in socket.wakes.members() {
         m.epoll.hand_back(m.item, socket);
     }
 }

@@ -15,7 +15,7 @@ use rdmasock_core::stream::resume::Resume;
 use rustix::event::PollFlags;
 
 use crate::data::{rx, tx};
-use crate::notify::ready::{ENDED, among_markers, arm_data, is_reader_gone, kernel, progress};
+use crate::notify::ready::{ENDED, ERR, HUP, RDHUP, among_markers, arm_data, is_reader_gone, kernel, progress};
 use crate::notify::{call, ready};
 use crate::objects::link::Link;
 use crate::objects::socket;
@@ -25,9 +25,6 @@ use crate::sys::points::point;
 
 const IN: u32 = (libc::EPOLLIN | libc::EPOLLRDNORM) as u32;
 const OUT: u32 = (libc::EPOLLOUT | libc::EPOLLWRNORM) as u32;
-const RDHUP: u32 = libc::EPOLLRDHUP as u32;
-const HUP: u32 = libc::EPOLLHUP as u32;
-const ERR: u32 = libc::EPOLLERR as u32;
 const PRI: u32 = libc::EPOLLPRI as u32;
 const WRBAND: u32 = libc::EPOLLWRBAND as u32;
 
@@ -129,11 +126,7 @@ fn readable(socket: &'static Socket, arm: Arm) -> u32 {
     let ready = match arm {
         Arm::Always => arm_data(socket, consumer, bits),
         Arm::No => consumer.has_data().unwrap_or(true),
-        Arm::IfNotReady => match consumer.has_data() {
-            Ok(false) => arm_data(socket, consumer, bits),
-            Ok(true) => true,
-            Err(_) => true,
-        },
+        Arm::IfNotReady => consumer.has_data().unwrap_or(true) || arm_data(socket, consumer, bits),
     };
     let anchor = socket.wakes.anchor.load(Acquire);
     if !ready && goes_on {
@@ -147,9 +140,7 @@ fn readable(socket: &'static Socket, arm: Arm) -> u32 {
     if !ready {
         return if waits && socket.rx_shut.load(Acquire) {
             IN | RDHUP
-        } else if waits {
-            0
-        } else if anchor & ENDED != 0 {
+        } else if !waits && anchor & ENDED != 0 {
             // An error is over once a call has returned it: the kernel reports whether there still is one.
             IN | anchor & ENDED & !ERR
         } else {
@@ -210,13 +201,7 @@ fn writable(socket: &'static Socket, arm: Arm) -> u32 {
     if is_reader_gone(producer) || socket.wakes.anchor.load(Acquire) & (HUP | ERR) != 0 {
         return OUT;
     }
-    let ready = match arm {
-        Arm::Always | Arm::IfNotReady => match producer.has_space() {
-            Ok(false) => producer.arm_space(bits).unwrap_or(true),
-            _ => true,
-        },
-        Arm::No => producer.has_space().unwrap_or(true),
-    };
+    let ready = producer.has_space().unwrap_or(true) || arm != Arm::No && producer.arm_space(bits).unwrap_or(true);
     if ready || tx::could_have_room(socket, producer) {
         return OUT;
     }

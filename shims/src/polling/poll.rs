@@ -13,6 +13,7 @@ use rdmasock_core::stats::Call;
 use smallvec::SmallVec;
 
 use crate::config::spin::{Peers, Spinner};
+use crate::notify::epoll::ALWAYS;
 use crate::notify::table::{Entry, Token};
 use crate::notify::wait::{Record, Sleeper, prefer_tcp};
 use crate::notify::{call, ready, table};
@@ -26,9 +27,6 @@ use crate::signals::jump::within;
 use crate::sys::errno;
 use crate::sys::points::point;
 use crate::sys::time::Timeout;
-
-/// Events that are reported whether asked for or not.
-const ALWAYS: u32 = (libc::POLLERR | libc::POLLHUP) as u32;
 
 static SPINNER: Spinner = Spinner::new();
 
@@ -227,14 +225,16 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
             return r;
         }
         let is_over = deadline.is_over();
-        let is_for_others = !(is_there || is_over || copy.iter().any(|c| c.revents != 0));
-        if is_for_others {
+        // The event was for other threads only.
+        spun = !(is_there || is_over || copy.iter().any(|c| c.revents != 0));
+        if spun {
             standing_by.into_iter().for_each(StandBy::go_on);
             kept = pollers;
+            if is_interrupted {
+                return errno::fail(libc::EINTR);
+            }
         } else {
             drop((pollers, standing_by));
-        }
-        if is_there || is_over || copy.iter().any(|c| c.revents != 0) {
             let is_same = |(p, token): (&pollfd, &Token)| table::token(p.fd) == *token;
             if set.iter().zip(&tokens).all(is_same) {
                 evaluate(set, &tokens);
@@ -246,10 +246,7 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
             }
             look_up(set, &mut tokens);
             is_last = is_over;
-        } else if is_interrupted {
-            return errno::fail(libc::EINTR);
         }
-        spun = is_for_others;
     }
 }
 

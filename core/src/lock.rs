@@ -130,6 +130,22 @@ impl<T> Lock<T> {
         self.word.store(0, Release);
     }
 
+    /// Frees the lock in a fork child, as [`Self::reset`] does, with a new value. The old value is leaked: another
+    /// thread of the parent may have been changing it.
+    ///
+    /// # Safety
+    /// No other thread of this process may use the lock.
+    pub unsafe fn renew(&self)
+    where
+        T: Default,
+    {
+        // SAFETY: by this function's contract. The old value is not used.
+        unsafe {
+            std::mem::forget(std::mem::take(self.get_unlocked()));
+            self.reset();
+        }
+    }
+
     /// Returns the value without taking the lock.
     ///
     /// # Safety

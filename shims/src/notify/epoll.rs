@@ -248,35 +248,24 @@ impl Epoll {
     /// # Safety
     /// In a fork child only, before any other use.
     pub unsafe fn after_fork() {
-        // SAFETY: this is the only thread, by the contract. A value that was being changed is leaked, not used.
-        unsafe {
-            std::mem::forget(std::mem::take(FREE.get_unlocked()));
-            FREE.reset();
-        }
+        // SAFETY: this is the only thread, by the contract.
+        unsafe { FREE.renew() };
         for epoll in ALL.all() {
             // SAFETY: this is the only thread, by the contract.
-            unsafe { epoll.forget_parent() };
+            unsafe { epoll.set.renew() };
+            epoll.fd.store(-1, Release);
+            epoll.fds.store(0, Release);
+            epoll.gate.reset();
+            epoll.inherited.store(true, Release);
+            epoll.own.store(-1, Release);
+            epoll.inside.reset();
+            epoll.watch.reset();
+            epoll.closed.reset(false);
+            epoll.waiter.store(0, Relaxed);
+            epoll.plain_sleeps.reset(false);
+            epoll.shown.reset(false);
+            epoll.key.store(0, Relaxed);
         }
-    }
-
-    unsafe fn forget_parent(&self) {
-        // SAFETY: this is the only thread, by the contract of `after_fork`, the only caller.
-        unsafe {
-            std::mem::forget(std::mem::take(self.set.get_unlocked()));
-            self.set.reset();
-        }
-        self.fd.store(-1, Release);
-        self.fds.store(0, Release);
-        self.gate.reset();
-        self.inherited.store(true, Release);
-        self.own.store(-1, Release);
-        self.inside.reset();
-        self.watch.reset();
-        self.closed.reset(false);
-        self.waiter.store(0, Relaxed);
-        self.plain_sleeps.reset(false);
-        self.shown.reset(false);
-        self.key.store(0, Relaxed);
     }
 
     /// Adds an fd that stands for the set. For a fork child, after [`Self::after_fork`].

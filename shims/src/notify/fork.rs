@@ -197,17 +197,12 @@ unsafe fn begin_anew() {
 /// # Safety
 /// In a fork child only, before any other use of the socket.
 unsafe fn forget_stream(socket: &'static Socket) {
-    // SAFETY: this is the only thread, before any other use, by the contract. The old values are leaked, not dropped:
-    // another thread of the parent may have been changing them.
+    // SAFETY: this is the only thread, before any other use, by the contract.
     unsafe {
-        std::mem::forget(std::mem::take(socket.tx.get_unlocked()));
-        socket.tx.reset();
-        std::mem::forget(std::mem::take(socket.rx.get_unlocked()));
-        socket.rx.reset();
-        std::mem::forget(std::mem::take(socket.wakes.interest.get_unlocked()));
-        socket.wakes.interest.reset();
-        std::mem::forget(std::mem::take(socket.control.get_unlocked()));
-        socket.control.reset();
+        socket.tx.renew();
+        socket.rx.renew();
+        socket.wakes.interest.renew();
+        socket.control.renew();
         socket.keepalive.reset_in_child();
         socket.blocking.after_fork();
     }
@@ -216,8 +211,6 @@ unsafe fn forget_stream(socket: &'static Socket) {
     socket.rx_inside.reset();
     if foreign {
         socket.promotion.set_stage(Stage::Pinned);
-    }
-    if foreign {
         socket.tx_mode.go(Sending::Inherited);
         socket.rx_mode.go(Receiving::Inherited);
     } else {

@@ -35,11 +35,6 @@ pub fn register(at_exit: extern "C" fn()) {
     }
 }
 
-/// Whether the handlers are registered, so that a fork concerns the library at all.
-fn is_registered() -> bool {
-    REGISTERED.load(Acquire)
-}
-
 /// Runs before a fork: counts the future holders, and keeps private fds in place until the fork is done.
 pub extern "C" fn prepare() {
     if vfork::is_child() {
@@ -93,7 +88,8 @@ pub extern "C" fn parent() {
 /// Runs `call`, which makes a child, with the handlers around it: for calls at which no handler of `pthread_atfork`
 /// runs. `call` returns the child's id, 0 in the child, or a negative value on failure.
 pub fn around(call: impl FnOnce() -> isize) -> isize {
-    if !is_registered() {
+    // Without the handlers a fork does not concern the library.
+    if !REGISTERED.load(Acquire) {
         return call();
     }
     prepare();

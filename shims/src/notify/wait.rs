@@ -263,14 +263,8 @@ fn sleep<A: Wanted>(
         return Ok(Slept::Not);
     }
     let call = if A::IS_DATA { Call::Receive } else { Call::Send };
-    let page = Library::get().stats;
-    let record = Record::begin(
-        page,
-        lease.waiter,
-        call,
-        Some(socket.slot),
-        A::unread(socket).unwrap_or(0),
-    );
+    let unread = A::unread(socket).unwrap_or(0);
+    let record = Record::begin(lease.waiter, call, Some(socket.slot), unread);
     point!("wait: is about to sleep");
     let slept = lease.sleep(deadline.left(), poller);
     point!("wait: is awake");
@@ -521,8 +515,8 @@ pub struct Record {
 impl Record {
     /// Records that the thread is about to sleep as `waiter` in `call`. `stream`: the slot of the call's stream, if it
     /// is about one. `unread`: bytes of a sender that its reader has not read.
-    pub fn begin(page: &'static StatsPage, waiter: WaiterId, call: Call, stream: Option<u32>, unread: u64) -> Self {
-        let thread = thread::current().tid();
+    pub fn begin(waiter: WaiterId, call: Call, stream: Option<u32>, unread: u64) -> Self {
+        let (page, thread) = (Library::get().stats, thread::current().tid());
         if let Some(sleeper) = page.sleeper(waiter.0) {
             sleeper.begin(&Asleep {
                 thread,

@@ -248,8 +248,7 @@ impl Epoll {
                 continue;
             }
             point!("epoll: is about to sleep");
-            let page = Library::get().stats;
-            let record = Record::begin(page, waiter, Call::Epoll, None, 0);
+            let record = Record::begin(waiter, Call::Epoll, None, 0);
             // A signal handler that has run since the call began ends the call after a last check, as in the kernel.
             let is_interrupted = thread::current().handlers() != handlers;
             let left = if is_interrupted { Timeout::ZERO } else { deadline.left() };

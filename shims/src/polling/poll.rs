@@ -199,8 +199,7 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
         let bell = bell.map(|d| d.as_raw_fd());
         let completions = pollers.iter().map(|poller| poller.fd().as_raw_fd());
         let seats = Seats::take(&mut copy, bell.into_iter().chain(completions));
-        let page = Library::get().stats;
-        let record = (!sleepers.is_empty()).then(|| Record::begin(page, waiter, Call::Poll, None, 0));
+        let record = (!sleepers.is_empty()).then(|| Record::begin(waiter, Call::Poll, None, 0));
         let hand_over = || {
             pollers.iter().for_each(Poller::leave);
             waiters.ring(waiter);

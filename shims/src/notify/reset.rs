@@ -10,7 +10,7 @@ use rustix::event::PollFlags;
 
 use crate::notify::ready;
 use crate::objects::socket::Socket;
-use crate::sys::sockopt;
+use crate::sys::{sockopt, time};
 
 /// Makes the next receive fail with ECONNRESET: the peer is gone, and has left data unread or has lost data that it
 /// sent.
@@ -66,10 +66,7 @@ pub fn reset(socket: &Socket) {
 /// Another process has written those bytes to TCP, and a reset discards all bytes that the peer's host has not
 /// confirmed. The wait is at most `STEPS` times `STEP`, 200 ms. The caller holds no lock.
 pub fn reset_after_unsent(socket: &Socket) {
-    const STEP: rustix::time::Timespec = rustix::time::Timespec {
-        tv_sec: 0,
-        tv_nsec: 200_000,
-    };
+    const STEP: i64 = 200_000;
     const STEPS: usize = 1000;
     let is_unsent = || {
         let _keeps_close_out = socket.control.lock();
@@ -79,7 +76,7 @@ pub fn reset_after_unsent(socket: &Socket) {
         if !is_unsent() {
             break;
         }
-        let _ = rustix::thread::nanosleep(&STEP);
+        time::sleep(STEP);
     }
     reset(socket);
 }

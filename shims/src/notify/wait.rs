@@ -26,7 +26,7 @@ use crate::signals::jump::within;
 use crate::sys::points::point;
 use crate::sys::real::Cancellable;
 use crate::sys::time::{Deadline, Timeout};
-use crate::sys::{errno, sockopt};
+use crate::sys::{errno, sockopt, time};
 
 /// Bound on the wait of a call that has moved bytes, after a handler has run, ns.
 const PARTIAL: u64 = 20_000_000;
@@ -184,10 +184,7 @@ fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Resul
     let Some(mut lease) = Lease::new(waiters, polls) else {
         // Out of waiters or fds: the kernel has to wake the thread.
         prefer_tcp(socket);
-        let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
-            tv_sec: 0,
-            tv_nsec: 1_000_000,
-        });
+        time::sleep(1_000_000);
         return Ok(false);
     };
     // Before the sleeper is added: arming takes in completions, and would ring the sleeper's bell for them.

@@ -33,9 +33,9 @@ use crate::polling::readiness;
 use crate::polling::readiness::Arm;
 use crate::signals::handler;
 use crate::signals::jump::or_if_cancelled;
-use crate::sys::errno;
 use crate::sys::points::point;
 use crate::sys::time::{Deadline, Timeout};
+use crate::sys::{errno, time};
 
 /// How long waits may be answered from the links alone before the kernel's set is checked again, in
 /// [cycles](rdmasock_core::cycles), some 20 us. Short enough not to be noticed, long enough that a busy program makes
@@ -927,10 +927,7 @@ impl Epoll {
         }
         if stripped.foreign && stripped.kept == 0 {
             // The process that the ring was meant for has to get it before this thread sleeps on the same set again.
-            let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
-                tv_sec: 0,
-                tv_nsec: OUT_OF_THE_WAY,
-            });
+            time::sleep(OUT_OF_THE_WAY);
         }
         stripped.kept
     }

@@ -125,9 +125,12 @@ const PATIENCE: u64 = 2_000_000_000;
 pub fn wait_until(mut done: impl FnMut() -> bool) {
     let until = now_ns() + PATIENCE;
     while !done() && now_ns() < until {
-        let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
-            tv_sec: 0,
-            tv_nsec: 50_000,
-        });
+        sleep(50_000);
     }
+}
+
+/// Sleeps for this many ns, which are less than a second, or until a signal comes.
+pub fn sleep(ns: i64) {
+    let time = rustix::time::Timespec { tv_sec: 0, tv_nsec: ns };
+    let _ = rustix::thread::nanosleep(&time);
 }

@@ -5,7 +5,6 @@ use std::ffi::c_int;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering::SeqCst;
 
-use rdmasock_core::os::kernel;
 use rustix::event::PollFlags;
 
 use crate::notify::ready;
@@ -83,24 +82,7 @@ pub fn reset_after_unsent(socket: &Socket) {
 
 /// Disconnects the TCP socket: a RST goes out, this end gets ECONNRESET once, and unread bytes are dropped.
 fn break_off(fd: BorrowedFd<'_>) {
-    let unspecified = libc::sockaddr {
-        sa_family: libc::AF_UNSPEC as libc::sa_family_t,
-        sa_data: [0; 14],
-    };
-    // SAFETY: `unspecified` is a valid sockaddr that outlives the call, and the length is its size.
-    let _ = unsafe {
-        kernel::call(
-            libc::SYS_connect,
-            [
-                std::os::fd::AsRawFd::as_raw_fd(&fd) as usize,
-                kernel::address(&raw const unspecified),
-                size_of::<libc::sockaddr>(),
-                0,
-                0,
-                0,
-            ],
-        )
-    };
+    let _ = rustix::net::connect_unspec(fd);
 }
 
 /// Ends the connection at both ends, because the peer has read nothing for as long as the program allows

@@ -12,6 +12,7 @@ use rdmasock_core::fabric::waiter::WaiterId;
 use rdmasock_core::os::thread;
 use rdmasock_core::stats::{Asleep, Call, Reason, StatsPage};
 use rdmasock_core::stream::connection;
+use rustix::net::sockopt;
 
 use crate::config::spin::Peers;
 use crate::notify::ready::change_interest;
@@ -26,7 +27,7 @@ use crate::signals::jump::within;
 use crate::sys::points::point;
 use crate::sys::real::Cancellable;
 use crate::sys::time::{Deadline, Timeout};
-use crate::sys::{errno, sockopt, time};
+use crate::sys::{errno, time};
 
 /// Bound on the wait of a call that has moved bytes, after a handler has run, ns.
 const PARTIAL: u64 = 20_000_000;
@@ -571,8 +572,8 @@ fn time_of_call(socket: &Socket, data: bool) -> Option<Timeout> {
             }
             *known = Known {
                 at: (!is_shared).then_some(now),
-                receive: option_timeout(fd, libc::SO_RCVTIMEO),
-                send: option_timeout(fd, libc::SO_SNDTIMEO),
+                receive: option_timeout(fd, sockopt::Timeout::Recv),
+                send: option_timeout(fd, sockopt::Timeout::Send),
             };
         }
     }
@@ -586,14 +587,7 @@ fn time_of_call(socket: &Socket, data: bool) -> Option<Timeout> {
 }
 
 /// Returns the value of a time-out option, ns; 0: no bound.
-fn option_timeout(fd: BorrowedFd<'_>, option: c_int) -> u64 {
-    let mut tv = libc::timeval { tv_sec: 0, tv_usec: 0 };
-    let mut len = size_of::<libc::timeval>() as libc::socklen_t;
-    // SAFETY: `tv` is a timeval and `len` is its size; both outlive the call.
-    if !unsafe { sockopt::read(fd.as_raw_fd(), (libc::SOL_SOCKET, option), &raw mut tv, &mut len) } {
-        return 0;
-    }
-    (tv.tv_sec as u64)
-        .saturating_mul(1_000_000_000)
-        .saturating_add(tv.tv_usec as u64 * 1000)
+fn option_timeout(fd: BorrowedFd<'_>, option: sockopt::Timeout) -> u64 {
+    let bound = sockopt::socket_timeout(fd, option).ok().flatten();
+    bound.map_or(0, |bound| u64::try_from(bound.as_nanos()).unwrap_or(u64::MAX))
 }

@@ -189,14 +189,11 @@ pub struct Token {
 /// Returns the token of the file behind `fd` now.
 pub fn token(fd: c_int) -> Token {
     let word = word(fd).map_or(0, |w| w.load(Acquire));
-    let generation = match decode(word) {
-        Entry::Socket(socket) => socket.generation.load(Acquire),
-        _ => 0,
-    };
-    // The program may set O_NONBLOCK meanwhile, which does not make it another file.
-    let word = match decode(word) {
-        Entry::Fresh { .. } => word & !NONBLOCKING,
-        _ => word,
+    let (word, generation) = match decode(word) {
+        Entry::Socket(socket) => (word, socket.generation.load(Acquire)),
+        // The program may set O_NONBLOCK meanwhile, which does not make it another file.
+        Entry::Fresh { .. } => (word & !NONBLOCKING, 0),
+        _ => (word, 0),
     };
     Token { word, generation }
 }

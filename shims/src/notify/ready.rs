@@ -175,31 +175,20 @@ struct Attention {
 fn attention(socket: &Socket, interest: &Interest) -> Attention {
     let link = socket.link();
     let told = |w: WaiterId| link.is_some_and(|l| l.announce(w));
-    let words = match interest.sleepers.as_slice() {
-        [] => Attention {
-            sets: of_sets(interest, told),
-            data: 0,
-            space: 0,
-        },
-        [one] if told(one.waiter) => Attention {
-            sets: of_sets(interest, told),
-            data: if one.data { one.waiter.sleeper_bits() } else { 0 },
-            space: if one.space { one.waiter.sleeper_bits() } else { 0 },
-        },
-        _ => {
-            let sets = Link::service_bits();
-            Attention {
-                sets,
-                data: sets,
-                space: sets,
-            }
+    let service = Link::service_bits();
+    let (sets, data, space) = match interest.sleepers.as_slice() {
+        [] => (of_sets(interest, told), 0, 0),
+        [one] if told(one.waiter) => {
+            let bits = |waits| if waits { one.waiter.sleeper_bits() } else { 0 };
+            (of_sets(interest, told), bits(one.data), bits(one.space))
         }
+        _ => (service, service, service),
     };
-    if words.sets == Link::service_bits() {
+    if sets == service {
         // Before the peer learns of the service thread's bits.
         interest.members.iter().for_each(|m| m.epoll.be_served());
     }
-    words
+    Attention { sets, data, space }
 }
 
 /// Returns the bits of the only epoll set, if its waiter has a ready queue and the peer can wake it. Else returns the

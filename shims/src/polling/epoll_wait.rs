@@ -163,7 +163,7 @@ impl Epoll {
             return unsafe { begin_anew(fd, events, max, timeout, real) };
         }
         let due = self.is_time_to_look();
-        if !due && !deadline.is_zero() && self.await_last(&visit, events) {
+        if !due && !deadline.is_zero() && self.await_last(&visit, &all) {
             if max == 1 {
                 self.full.store(1, Relaxed);
             }
@@ -351,14 +351,14 @@ impl Epoll {
 
     /// Checks the socket that was reported last, and alone, for a moment before its peer is asked for a wake-up. That
     /// socket is likely to be the next, and four cache lines then need not move between the two sides. Returns true if
-    /// it is reported: `events` has room for one.
-    fn await_last(&'static self, visit: &Visit, events: *mut libc::epoll_event) -> bool {
+    /// it is reported: `to` has room for one.
+    fn await_last(&'static self, visit: &Visit, to: &Results) -> bool {
         if self.nested.load(Relaxed) || !self.kernel_quiet.load(Relaxed) || !self.spinner.pays() {
             return false;
         }
         let mut last = Last::Quiet;
         spin::glance(|| {
-            last = self.look_at_last(visit, events);
+            last = self.look_at_last(visit, to);
             last != Last::Quiet
         });
         last == Last::Reported
@@ -366,7 +366,7 @@ impl Epoll {
 
     /// Checks the set's only listed socket, if it is on a link within this host. If it is ready, reports it and keeps
     /// it in the list.
-    fn look_at_last(&'static self, visit: &Visit, events: *mut libc::epoll_event) -> Last {
+    fn look_at_last(&'static self, visit: &Visit, to: &Results) -> Last {
         let (Some(waiter), Some(mut set)) = (self.waiter(), self.set.lock()) else {
             return Last::NotAlone;
         };
@@ -394,13 +394,7 @@ impl Epoll {
         if others || !goes_on {
             return Last::NotAlone;
         }
-        // SAFETY: `max` is above 0, and `max` entries are writable, by `wait`'s contract.
-        unsafe {
-            events.write(libc::epoll_event {
-                events: mask,
-                u64: item.data,
-            });
-        }
+        to.put(0, mask, item.data);
         Last::Reported
     }
 

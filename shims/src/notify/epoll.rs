@@ -436,8 +436,8 @@ impl Epoll {
         let item = index.and_then(|i| set.items.get(i));
         let taken = item.map(|i| i.taken);
         let parked = item.is_some_and(|i| i.parked);
-        let exclusive = item.is_some_and(|i| i.events & EXCLUSIVE != 0);
-        if op == libc::EPOLL_CTL_MOD && (asked & EXCLUSIVE != 0 || exclusive) {
+        let exclusive = (asked | item.map_or(0, |i| i.events)) & EXCLUSIVE != 0;
+        if op == libc::EPOLL_CTL_MOD && exclusive {
             return errno::fail(libc::EINVAL);
         }
         match (op, event, index, taken) {
@@ -840,22 +840,16 @@ impl Far {
     /// Arms the link before a sleep on `set`: a completion makes the set readable. `watch` counts the threads that
     /// sleep on the set.
     fn watch(&mut self, set: BorrowedFd<'_>, key: Key, watch: &'static Watch) {
-        let Self {
-            link,
-            remote,
-            is_watched,
-            ..
-        } = self;
-        remote.watch(|fd| {
-            if !*is_watched {
-                let data = kernel::EventData::new_u64(key.of_link(link.slot()).0);
+        self.remote.watch(|fd| {
+            if !self.is_watched {
+                let data = kernel::EventData::new_u64(key.of_link(self.slot).0);
                 let flags = kernel::EventFlags::IN | kernel::EventFlags::EXCLUSIVE;
-                *is_watched = matches!(kernel::add(set, fd, data, flags), Ok(()) | Err(Errno::EXIST));
-                if *is_watched {
-                    remote.watchers.add(watch);
+                self.is_watched = matches!(kernel::add(set, fd, data, flags), Ok(()) | Err(Errno::EXIST));
+                if self.is_watched {
+                    self.remote.watchers.add(watch);
                 }
             }
-            *is_watched
+            self.is_watched
         });
     }
 

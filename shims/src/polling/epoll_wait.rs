@@ -442,8 +442,7 @@ impl Epoll {
             }
             set.ready.rotate_left(before);
         }
-        let Set { ready, again, .. } = set;
-        ready.extend(again.drain(..));
+        set.ready.extend(set.again.drain(..));
         set.links.spoke.clear();
         let more = set.ready.len() > n as usize;
         let mixed = set.plain > 0 || self.has_plain.load(Relaxed);
@@ -484,8 +483,7 @@ impl Epoll {
             if item.disabled || !item.taken {
                 continue;
             }
-            let is_listed = item.listed_in == serial || item.moved_at > to.moves && to.is_listed(item.data);
-            if is_listed {
+            if item.listed_in == serial || item.moved_at > to.moves && to.is_listed(item.data) {
                 // A socket must not be listed twice in one result: the program may have closed it before it comes to
                 // the second entry. Either data has come again, or the kernel has reported the socket just before it
                 // was taken over. The next result gets it.
@@ -608,7 +606,7 @@ impl Epoll {
             return None;
         }
         if self.inherited.load(Acquire) && self.inherited.swap(false, AcqRel) {
-            // Streams of the parent's, which this process has inherited.
+            // The process is a fork child, and has inherited its connections.
             socket::in_use().for_each(reclaim);
         }
         loop {
@@ -841,14 +839,11 @@ impl Epoll {
 
     /// Handles links that the kernel's set has reported.
     fn on_named(&'static self, named: &Named) {
-        if named.is_none() {
-            return;
-        }
-        let Some(set) = self.set.lock() else {
-            return;
-        };
-        for far in set.links.far.iter().filter(|far| named.has(far.slot)) {
-            far.remote.on_readable();
+        if !named.is_none()
+            && let Some(set) = self.set.lock()
+        {
+            let far = set.links.far.iter().filter(|far| named.has(far.slot));
+            far.for_each(|far| far.remote.on_readable());
         }
     }
 

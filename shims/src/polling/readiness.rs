@@ -103,10 +103,8 @@ fn readable(socket: &'static Socket, arm: Arm) -> u32 {
         Mode::Link => {}
         Mode::Marked => {
             drop(rx);
-            return match among_markers(socket) {
-                Some(mask) => mask,
-                None => evaluate(socket, libc::EPOLLIN as u32, Arm::IfNotReady),
-            };
+            let scanned = among_markers(socket);
+            return scanned.unwrap_or_else(|| evaluate(socket, libc::EPOLLIN as u32, Arm::IfNotReady));
         }
         Mode::Tcp | Mode::Foreign => {
             let mask = kernel(

@@ -37,6 +37,11 @@ const SLEEPERS: usize = 16_384;
 type Tokens = SmallVec<[Token; FEW]>;
 type Entries = SmallVec<[pollfd; FEW]>;
 
+/// Returns an entry for poll() that has no result yet.
+fn entry(fd: c_int, events: i16) -> pollfd {
+    pollfd { fd, events, revents: 0 }
+}
+
 /// Whether the library may have to report on this fd.
 fn is_ours(fd: c_int) -> bool {
     match table::lookup(fd) {
@@ -108,11 +113,7 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
         copy.clear();
         copy.extend(set.iter().zip(&tokens).map(|(p, token)| {
             let is_kernels = !is_watched(p.fd) && table::token(p.fd) == *token;
-            pollfd {
-                fd: if is_kernels { p.fd } else { -1 },
-                events: p.events,
-                revents: 0,
-            }
+            entry(if is_kernels { p.fd } else { -1 }, p.events)
         }));
         point!("poll: it is seen what is the kernel's");
         let ours = evaluate(set, &tokens);
@@ -317,11 +318,7 @@ impl Seats {
             while copy.get(at).is_some_and(|p| p.fd >= 0) {
                 at += 1;
             }
-            let seat = pollfd {
-                fd,
-                events: libc::POLLIN,
-                revents: 0,
-            };
+            let seat = entry(fd, libc::POLLIN);
             match copy.get_mut(at) {
                 Some(free) => *free = seat,
                 None => copy.push(seat),
@@ -354,10 +351,8 @@ impl Lease {
     /// Publishes the sockets that the kernel polls, so that the waiter is rung when the library begins to report on
     /// one. Returns false if there is no such socket.
     fn look_on(&self, kernel: &[pollfd]) -> bool {
-        let mut slots = Slots::default();
-        for socket in kernel.iter().filter_map(|p| table::socket(p.fd)) {
-            slots = slots.with(socket.slot);
-        }
+        let sockets = kernel.iter().filter_map(|p| table::socket(p.fd));
+        let slots = sockets.fold(Slots::default(), |slots, socket| slots.with(socket.slot));
         if !slots.is_empty() {
             Library::get().waiters.onlookers.enter(self.0.0, slots);
         }
@@ -531,7 +526,7 @@ impl Sets {
                 if set.try_reserve(1).is_err() {
                     return errno::fail(libc::ENOMEM);
                 }
-                set.push(pollfd { fd, events, revents: 0 });
+                set.push(entry(fd, events));
             }
         }
         // SAFETY: `set` has as many entries as its length says.

@@ -408,9 +408,7 @@ impl Epoll {
             Library::get().waiters.ring(waiter);
         }
     }
-}
 
-impl Epoll {
     /// Carries out epoll_ctl() on a socket that the library knows. `real` is the kernel's call. Returns what
     /// epoll_ctl() returns, and sets errno.
     pub fn control(

@@ -854,40 +854,7 @@ impl Epoll {
             set.links.far.iter().for_each(|far| far.remote.arm_for_others());
         }
     }
-}
 
-/// Counts a thread as asleep on a set with links to other hosts, until it is dropped.
-struct Asleep {
-    set: &'static Epoll,
-    /// The thread is not counted any more; read by the thread's own signal handlers too.
-    has_left: AtomicBool,
-}
-
-impl Asleep {
-    fn leave(&self) {
-        if !self.has_left.swap(true, Relaxed) && self.set.watch.leave() {
-            let errno = errno::get();
-            Library::get().service.maintain_later();
-            errno::set(errno);
-        }
-    }
-
-    /// Leaves this thread's completions to others: a signal handler runs above the sleep, for any time.
-    fn hand_over(&self) {
-        let errno = errno::get();
-        self.leave();
-        self.set.arm_for_others();
-        errno::set(errno);
-    }
-}
-
-impl Drop for Asleep {
-    fn drop(&mut self) {
-        self.leave();
-    }
-}
-
-impl Epoll {
     /// Removes library fds from a kernel result, for a thread that has not slept and need not check again. A ring that
     /// it has consumed is passed on to a sleeping thread. Returns the number of entries left.
     fn after_look(&'static self, visit: &Visit, events: *mut libc::epoll_event, n: c_int) -> c_int {
@@ -965,6 +932,37 @@ impl Epoll {
         if self.is_ready() {
             waiters.ring(waiter);
         }
+    }
+}
+
+/// Counts a thread as asleep on a set with links to other hosts, until it is dropped.
+struct Asleep {
+    set: &'static Epoll,
+    /// The thread is not counted any more; read by the thread's own signal handlers too.
+    has_left: AtomicBool,
+}
+
+impl Asleep {
+    fn leave(&self) {
+        if !self.has_left.swap(true, Relaxed) && self.set.watch.leave() {
+            let errno = errno::get();
+            Library::get().service.maintain_later();
+            errno::set(errno);
+        }
+    }
+
+    /// Leaves this thread's completions to others: a signal handler runs above the sleep, for any time.
+    fn hand_over(&self) {
+        let errno = errno::get();
+        self.leave();
+        self.set.arm_for_others();
+        errno::set(errno);
+    }
+}
+
+impl Drop for Asleep {
+    fn drop(&mut self) {
+        self.leave();
     }
 }
 

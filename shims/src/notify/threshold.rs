@@ -86,13 +86,9 @@ fn adopt(socket: &'static Socket) -> bool {
 /// Writes the addresses into the statistics, once the connection has proved to last.
 pub fn show_addresses(socket: &Socket) {
     if let (Some(stats), Some(fd)) = (socket.told.stats(), socket.numbers.anchor_fd()) {
-        let local = rustix::net::getsockname(fd)
-            .ok()
-            .and_then(|a| SocketAddr::try_from(a).ok());
-        let peer = rustix::net::getpeername(fd)
-            .ok()
-            .flatten()
-            .and_then(|a| SocketAddr::try_from(a).ok());
+        let address = |any: rustix::net::SocketAddrAny| SocketAddr::try_from(any).ok();
+        let local = rustix::net::getsockname(fd).ok().and_then(address);
+        let peer = rustix::net::getpeername(fd).ok().flatten().and_then(address);
         stats.set_addrs(local, peer);
     }
 }

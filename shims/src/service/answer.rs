@@ -1,4 +1,7 @@
 //! The acceptor's part of a rendezvous: answering ASKs about connections that this instance holds.
+//!
+//! [`Handshakes`] finds these connections by their addresses, and by the nonces of handshakes under way. It keeps the
+//! questions that it is too early to answer.
 
 use std::collections::HashMap;
 use std::os::fd::AsFd;
@@ -24,6 +27,14 @@ use crate::service::ask::ASK_TIMEOUT;
 use crate::service::{Conn, Peer, Watched, Worker};
 use crate::sys::points::point;
 use crate::sys::sockopt;
+
+/// From this number of attempts on, those that are over are removed, and again whenever the number has doubled.
+const OFFERED_MIN: usize = 64;
+/// Time to the second check of an orphan, and the longest time between two checks, ns.
+const LOOK_FIRST: u64 = 5_000_000;
+const LOOK_LAST: u64 = 1_000_000_000;
+/// The most questions that wait at a time. As a rule there is one for each connection.
+const MOST_DEFERRED: usize = 4096;
 
 /// Why an ASK is not answered by YES.
 enum Refusal {
@@ -396,28 +407,17 @@ fn stand_back(socket: &Socket) {
     socket.promotion.holders.on_returned();
 }
 
-// Finds the connections of this process that peers ask about: by their addresses, and by the nonces of handshakes
-// under way. Keeps the questions that it is too early to answer.
-
-/// From this number of attempts on, those that are over are removed, and again whenever the number has doubled.
-const OFFERED_MIN: usize = 64;
-/// Time to the second check of an orphan, and the longest time between two checks, ns.
-const LOOK_FIRST: u64 = 5_000_000;
-const LOOK_LAST: u64 = 1_000_000_000;
-/// The most questions that wait at a time. As a rule there is one for each connection.
-const MOST_DEFERRED: usize = 4096;
-
 /// An ASK about a connection that this process has accepted and not used yet. The process may be about to fork a child
 /// that will use the connection; then the child answers.
-pub struct Deferred {
-    pub r: Ref,
-    pub conn: u64,
-    pub request: u64,
-    pub tuple: Tuple,
-    pub nonce_c: Nonce,
-    pub instance_c: InstanceId,
+struct Deferred {
+    r: Ref,
+    conn: u64,
+    request: u64,
+    tuple: Tuple,
+    nonce_c: Nonce,
+    instance_c: InstanceId,
     /// When the asker stops waiting, monotonic ns.
-    pub deadline: u64,
+    deadline: u64,
 }
 
 /// A connection for which a YES was sent.
@@ -508,7 +508,7 @@ impl Handshakes {
     }
 
     /// Returns the link between hosts that the YES with this nonce went over; `None` if it went another way.
-    pub fn link_of(&self, nonce: &Nonce) -> Option<u64> {
+    fn link_of(&self, nonce: &Nonce) -> Option<u64> {
         self.offered.get(nonce)?.link
     }
 
@@ -528,7 +528,7 @@ impl Handshakes {
     }
 
     /// Keeps a question until it can be answered. Returns false if `MOST_DEFERRED` questions wait already.
-    pub fn defer(&mut self, question: Deferred) -> bool {
+    fn defer(&mut self, question: Deferred) -> bool {
         let has_room = self.deferred.len() < MOST_DEFERRED;
         if has_room {
             self.deferred.push(question);
@@ -537,7 +537,7 @@ impl Handshakes {
     }
 
     /// Removes and returns the questions about a connection that can be answered now.
-    pub fn take_deferred(&mut self, about: Ref) -> Vec<Deferred> {
+    fn take_deferred(&mut self, about: Ref) -> Vec<Deferred> {
         self.deferred.extract_if(.., |question| question.r == about).collect()
     }
 
@@ -600,7 +600,7 @@ fn is_attempt(socket: &Socket, nonce: Nonce) -> bool {
 }
 
 #[cfg(test)]
-mod handshakes_tests {
+mod tests {
     use super::*;
     use crate::service::tests::connected;
 

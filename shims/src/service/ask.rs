@@ -1,5 +1,6 @@
-//! The connector's part of a rendezvous: asking whether the other end can be promoted. `ask/answers.rs` handles the
-//! answers.
+//! The connector's part of a rendezvous: asking whether the other end can be promoted, and what each answer leads to.
+//!
+//! A connection whose promotion has not come about stays on TCP for good, or is asked for again after a pause.
 
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
@@ -32,8 +33,84 @@ const ABSENT_FOR: Duration = Duration::from_secs(5);
 const MAX_KNOWN: usize = 4;
 
 /// The most questions that wait for an answer at a time. More would come faster than the peer's one thread answers, and
-/// time out. The bound is below the number of channels that one user may have at a name (`guests`).
+/// time out. The bound is below the number of channels that one user may have at a name (`channels::Guests`).
 const MOST_ASKS: usize = 48;
+/// How long an instance that has sent YES counts as one that answers for its destination.
+const PRESENT_FOR: Duration = Duration::from_secs(600);
+/// The most instances that are asked about one connection: a chain of REDIRECTs must end.
+const MAX_ASKED: usize = 64;
+/// How long an answer within the host may take.
+pub const ASK_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long an answer from another host may take. A busy machine may have to open its RDMA device first; no call of the
+/// program waits meanwhile.
+const REMOTE_TIMEOUT: Duration = Duration::from_secs(6);
+
+/// The first and the longest pause of a question that is asked again and again. Each is twice the one before.
+const FIRST_PAUSE: Duration = Duration::from_secs(1);
+const LONGEST_PAUSE: Duration = Duration::from_secs(64);
+/// How often a connection is asked for again when the peer could not answer YES yet: its program may take seconds to
+/// accept it. A reason that [`passes`] has no such bound: after the longest pause the connection is asked for again.
+const TRIES: u32 = 8;
+/// The first pause of a connection that is asked for again, ns. Each is four times the one before, the last 16 s.
+const FIRST_RETRY: u64 = 1_000_000;
+/// How long a host that does not answer is not asked.
+pub(super) const HOST_ABSENT_FOR: Duration = Duration::from_secs(30);
+/// The pause after another host has not answered, ns.
+const NOBODY_PAUSE: u64 = HOST_ABSENT_FOR.as_nanos() as u64;
+
+/// The asker of a question.
+#[derive(Clone, Copy)]
+enum Asker {
+    /// A connection of this process.
+    Here(Ref),
+    /// An instance of another host, whose question came in as `conn`.
+    Elsewhere {
+        /// The pseudo channel that the question came over.
+        conn: u64,
+        /// The asking instance.
+        instance: InstanceId,
+    },
+}
+
+/// An ASK under way, to one or more instances.
+pub struct Asking {
+    who: Asker,
+    nonce: Nonce,
+    pub tuple: Tuple,
+    /// The other end is on another host: its control port is asked, not the names of this host.
+    remote: bool,
+    /// The channels whose answer has not come yet. An answer on any other channel does not count.
+    pub asked: HashSet<u64>,
+    /// Instances asked so far.
+    tried: HashSet<InstanceId>,
+    /// The service names have been asked, not only links.
+    named: bool,
+    /// The reason of a NO, a REDIRECT or a closed channel; `None` if none has come. With any reason but `Absent` the
+    /// peer has the library.
+    answered: Option<wire::Reason>,
+    /// A service name exists, but its instance could not take the question now.
+    busy: bool,
+    /// A service name exists, but its user may not answer for this connection.
+    untrusted: bool,
+    /// A YES may have been lost with a link between hosts. Its sender scans for HELLO until this end answers. So the
+    /// question is asked until it is answered, or the connection is over (P16).
+    pub is_unheard: bool,
+    /// The pause after an unanswered question before the next one is asked.
+    pause: Duration,
+    /// When the wait for an answer ends, monotonic ns.
+    pub deadline: u64,
+}
+
+/// How an answer is treated.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Taken {
+    /// The question waits for this answer.
+    Yes,
+    /// The question is over.
+    Late,
+    /// The channel was not asked, so the answer does not count.
+    No,
+}
 
 impl Worker {
     /// Queues a connection that has reached its threshold. It is asked for when its turn comes.
@@ -166,7 +243,7 @@ impl Worker {
     }
 
     /// Asks for the promotion: the other host, or within the host the names that belong to the port.
-    pub(super) fn ask_out(&mut self, request: u64, asking: &mut Asking) {
+    fn ask_out(&mut self, request: u64, asking: &mut Asking) {
         if asking.remote {
             self.ask_host(request, asking);
         } else {
@@ -265,49 +342,7 @@ impl Worker {
         self.asks
             .retain(|_, a| !a.socket().is_some_and(|s| std::ptr::eq(s, socket)) || is_asking(socket, a.nonce));
     }
-}
 
-/// Returns whether the socket is still in the attempt that `nonce` was drawn for, with no marker in TCP.
-fn is_asking(socket: &Socket, nonce: Nonce) -> bool {
-    let control = socket.control.lock();
-    control.is_some_and(|c| c.handshake.as_ref().is_some_and(|h| h.is_asking() && h.mine() == nonce))
-}
-
-/// Ends the attempt before any marker was in TCP. Returns false if the socket is not in this attempt any more.
-fn abandon(socket: &'static Socket, nonce: Nonce) -> bool {
-    let Some(mut control) = socket.control.lock() else {
-        return false;
-    };
-    let ours = control
-        .handshake
-        .as_ref()
-        .is_some_and(|h| h.is_asking() && h.mine() == nonce);
-    if ours {
-        control.handshake = None;
-    }
-    ours
-}
-
-// The outcome of a question: which answers count, and what each leads to. `retry.rs` decides about connections that
-// are not promoted.
-
-/// How long an instance that has sent YES counts as one that answers for its destination.
-const PRESENT_FOR: Duration = Duration::from_secs(600);
-/// The most instances that are asked about one connection: a chain of REDIRECTs must end.
-const MAX_ASKED: usize = 64;
-
-/// How an answer is treated.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Taken {
-    /// The question waits for this answer.
-    Yes,
-    /// The question is over.
-    Late,
-    /// The channel was not asked, so the answer does not count.
-    No,
-}
-
-impl Worker {
     /// Checks an answer: it counts only if the question went out on this channel (P11), and once. An answer on a
     /// channel that was not asked is a violation, which closes the channel unless it is a link's.
     fn take_answer(&mut self, conn: u64, request: u64) -> Taken {
@@ -347,7 +382,7 @@ impl Worker {
         self.hang_up(conn, Reason::None);
     }
 
-    pub(in crate::service) fn on_redirect(&mut self, conn: u64, request: u64, instances: Vec<InstanceId>) {
+    pub(super) fn on_redirect(&mut self, conn: u64, request: u64, instances: Vec<InstanceId>) {
         let by_name = matches!(
             self.conns.get(&conn).map(|c| &c.peer),
             Some(Peer::Asked { by_name: true, .. })
@@ -378,7 +413,7 @@ impl Worker {
         self.go_on(request, asking);
     }
 
-    pub(in crate::service) fn on_no(&mut self, conn: u64, request: u64, reason: wire::Reason) {
+    pub(super) fn on_no(&mut self, conn: u64, request: u64, reason: wire::Reason) {
         let taken = self.take_answer(conn, request);
         self.done_asking(conn);
         if taken == Taken::Yes {
@@ -387,7 +422,7 @@ impl Worker {
         }
     }
 
-    pub(in crate::service) fn declined(&mut self, request: u64, reason: wire::Reason) {
+    pub(super) fn declined(&mut self, request: u64, reason: wire::Reason) {
         let Some(mut asking) = self.asks.remove(&request) else {
             return;
         };
@@ -402,7 +437,7 @@ impl Worker {
     }
 
     /// Treats the end of a channel without an answer as NO.
-    pub(in crate::service) fn on_silence(&mut self, conn: u64, request: u64) {
+    pub(super) fn on_silence(&mut self, conn: u64, request: u64) {
         if self.asks.get_mut(&request).is_some_and(|a| a.asked.remove(&conn)) {
             self.declined(request, wire::Reason::NotHeld);
         }
@@ -410,7 +445,7 @@ impl Worker {
 
     /// Treats the end of a link as NO to the questions that were asked on it. Between hosts an answer may have been on
     /// its way: the same question is asked in another way.
-    pub(in crate::service) fn on_link_silence(&mut self, conn: u64, is_remote: bool) {
+    pub(super) fn on_link_silence(&mut self, conn: u64, is_remote: bool) {
         let waiting = self
             .asks
             .iter()
@@ -425,7 +460,7 @@ impl Worker {
         }
     }
 
-    pub(in crate::service) fn on_yes(&mut self, conn: u64, request: u64, nonce_s: Nonce, instance_s: InstanceId) {
+    pub(super) fn on_yes(&mut self, conn: u64, request: u64, nonce_s: Nonce, instance_s: InstanceId) {
         match self.take_answer(conn, request) {
             Taken::No => {}
             // The acceptor scans TCP for a HELLO that will not come (P15).
@@ -463,7 +498,7 @@ impl Worker {
 
     /// Goes on after a YES: a connection of this process sends HELLO, the asker on another host gets the YES. Returns
     /// false if the YES comes too late.
-    pub(in crate::service) fn accept_yes(&mut self, asking: &Asking, nonce_s: Nonce, instance_s: InstanceId) -> bool {
+    pub(super) fn accept_yes(&mut self, asking: &Asking, nonce_s: Nonce, instance_s: InstanceId) -> bool {
         let r = match asking.who {
             Asker::Here(r) => r,
             Asker::Elsewhere { conn, .. } => {
@@ -530,7 +565,7 @@ impl Worker {
         true
     }
 
-    pub(in crate::service) fn expire_asks(&mut self, now: u64) {
+    pub(super) fn expire_asks(&mut self, now: u64) {
         let late: Vec<u64> = self
             .asks
             .iter()
@@ -580,7 +615,7 @@ impl Worker {
     }
 
     /// Ends the wait on channels of one question whose time is over: an answer that has not come by then will not come.
-    pub(in crate::service) fn expire_asked(&mut self, now: u64) {
+    pub(super) fn expire_asked(&mut self, now: u64) {
         while let Some((until, conn)) = self.asked_until.front().copied()
             && until <= now
         {
@@ -590,59 +625,84 @@ impl Worker {
     }
 }
 
-// A question under way: whether the other end of a connection can be promoted.
-
-/// How long an answer within the host may take.
-pub const ASK_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long an answer from another host may take. A busy machine may have to open its RDMA device first; no call of the
-/// program waits meanwhile.
-pub const REMOTE_TIMEOUT: Duration = Duration::from_secs(6);
-
-/// The first and the longest pause of a question that is asked again and again. Each is twice the one before.
-const FIRST_PAUSE: Duration = Duration::from_secs(1);
-const LONGEST_PAUSE: Duration = Duration::from_secs(64);
-
-/// The asker of a question.
-#[derive(Clone, Copy)]
-pub enum Asker {
-    /// A connection of this process.
-    Here(Ref),
-    /// An instance of another host, whose question came in as `conn`.
-    Elsewhere {
-        /// The pseudo channel that the question came over.
-        conn: u64,
-        /// The asking instance.
-        instance: InstanceId,
-    },
+/// Returns whether the socket is still in the attempt that `nonce` was drawn for, with no marker in TCP.
+fn is_asking(socket: &Socket, nonce: Nonce) -> bool {
+    let control = socket.control.lock();
+    control.is_some_and(|c| c.handshake.as_ref().is_some_and(|h| h.is_asking() && h.mine() == nonce))
 }
 
-/// An ASK under way, to one or more instances.
-pub struct Asking {
-    pub who: Asker,
-    pub nonce: Nonce,
-    pub tuple: Tuple,
-    /// The other end is on another host: its control port is asked, not the names of this host.
-    pub remote: bool,
-    /// The channels whose answer has not come yet. An answer on any other channel does not count.
-    pub asked: HashSet<u64>,
-    /// Instances asked so far.
-    pub tried: HashSet<InstanceId>,
-    /// The service names have been asked, not only links.
-    pub named: bool,
-    /// The reason of a NO, a REDIRECT or a closed channel; `None` if none has come. With any reason but `Absent` the
-    /// peer has the library.
-    pub answered: Option<wire::Reason>,
-    /// A service name exists, but its instance could not take the question now.
-    pub busy: bool,
-    /// A service name exists, but its user may not answer for this connection.
-    pub untrusted: bool,
-    /// A YES may have been lost with a link between hosts. Its sender scans for HELLO until this end answers. So the
-    /// question is asked until it is answered, or the connection is over (P16).
-    pub is_unheard: bool,
-    /// The pause after an unanswered question before the next one is asked.
-    pub pause: Duration,
-    /// When the wait for an answer ends, monotonic ns.
-    pub deadline: u64,
+/// Ends the attempt before any marker was in TCP. Returns false if the socket is not in this attempt any more.
+fn abandon(socket: &'static Socket, nonce: Nonce) -> bool {
+    let Some(mut control) = socket.control.lock() else {
+        return false;
+    };
+    let ours = control
+        .handshake
+        .as_ref()
+        .is_some_and(|h| h.is_asking() && h.mine() == nonce);
+    if ours {
+        control.handshake = None;
+    }
+    ours
+}
+
+impl Asking {
+    /// Returns a question that has not been sent yet.
+    fn new(who: Asker, nonce: Nonce, tuple: Tuple, remote: bool) -> Self {
+        Self {
+            who,
+            nonce,
+            tuple,
+            remote,
+            asked: HashSet::new(),
+            tried: HashSet::new(),
+            named: false,
+            answered: None,
+            busy: false,
+            untrusted: false,
+            is_unheard: false,
+            pause: FIRST_PAUSE,
+            deadline: crate::sys::time::now_ns() + if remote { REMOTE_TIMEOUT } else { ASK_TIMEOUT }.as_nanos() as u64,
+        }
+    }
+
+    /// Returns a question that came from another host over the pseudo channel `conn`.
+    pub fn relayed(conn: u64, tuple: Tuple, nonce: Nonce, instance: InstanceId) -> Self {
+        Self::new(Asker::Elsewhere { conn, instance }, nonce, tuple, false)
+    }
+
+    /// Has the question asked again after `pause`, between hosts not before `REMOTE_TIMEOUT`, and doubles the pause.
+    fn put_off(&mut self, now: u64) {
+        let answer_within = if self.remote { REMOTE_TIMEOUT } else { Duration::ZERO };
+        self.deadline = now + self.pause.max(answer_within).as_nanos() as u64;
+        self.pause = LONGEST_PAUSE.min(self.pause * 2);
+    }
+
+    /// Returns whether an answer is still needed although this one has come. Only the sender of a lost YES knows of it,
+    /// and its attempt goes on until it knows that the link is down.
+    fn goes_on_after(&self, answered: Option<wire::Reason>) -> bool {
+        use wire::Reason::{Absent, Limit, NotHeld};
+        self.is_unheard && matches!(answered, None | Some(NotHeld | Absent | Limit))
+    }
+
+    /// Returns whether other questions wait for this one. False if it is relayed, or asked again and again.
+    fn takes_turn(&self) -> bool {
+        !self.is_unheard && !self.is_relayed()
+    }
+
+    /// Returns whether the question came from another host.
+    pub fn is_relayed(&self) -> bool {
+        matches!(self.who, Asker::Elsewhere { .. })
+    }
+
+    /// Returns the connection of this process that the question is about. `None` if the question came from another
+    /// host, or the connection has ended.
+    fn socket(&self) -> Option<&'static Socket> {
+        match self.who {
+            Asker::Here(r) => r.get(),
+            Asker::Elsewhere { .. } => None,
+        }
+    }
 }
 
 #[cfg(test)]
@@ -669,81 +729,11 @@ impl Asking {
     }
 }
 
-impl Asking {
-    /// Returns a question that has not been sent yet.
-    pub fn new(who: Asker, nonce: Nonce, tuple: Tuple, remote: bool) -> Self {
-        Self {
-            who,
-            nonce,
-            tuple,
-            remote,
-            asked: HashSet::new(),
-            tried: HashSet::new(),
-            named: false,
-            answered: None,
-            busy: false,
-            untrusted: false,
-            is_unheard: false,
-            pause: FIRST_PAUSE,
-            deadline: crate::sys::time::now_ns() + if remote { REMOTE_TIMEOUT } else { ASK_TIMEOUT }.as_nanos() as u64,
-        }
-    }
-
-    /// Returns a question that came from another host over the pseudo channel `conn`.
-    pub fn relayed(conn: u64, tuple: Tuple, nonce: Nonce, instance: InstanceId) -> Self {
-        Self::new(Asker::Elsewhere { conn, instance }, nonce, tuple, false)
-    }
-
-    /// Has the question asked again after `pause`, between hosts not before `REMOTE_TIMEOUT`, and doubles the pause.
-    pub fn put_off(&mut self, now: u64) {
-        let answer_within = if self.remote { REMOTE_TIMEOUT } else { Duration::ZERO };
-        self.deadline = now + self.pause.max(answer_within).as_nanos() as u64;
-        self.pause = LONGEST_PAUSE.min(self.pause * 2);
-    }
-
-    /// Returns whether an answer is still needed although this one has come. Only the sender of a lost YES knows of it,
-    /// and its attempt goes on until it knows that the link is down.
-    pub fn goes_on_after(&self, answered: Option<wire::Reason>) -> bool {
-        use wire::Reason::{Absent, Limit, NotHeld};
-        self.is_unheard && matches!(answered, None | Some(NotHeld | Absent | Limit))
-    }
-
-    /// Returns whether other questions wait for this one. False if it is relayed, or asked again and again.
-    pub fn takes_turn(&self) -> bool {
-        !self.is_unheard && !self.is_relayed()
-    }
-
-    /// Returns whether the question came from another host.
-    pub fn is_relayed(&self) -> bool {
-        matches!(self.who, Asker::Elsewhere { .. })
-    }
-
-    /// Returns the connection of this process that the question is about. `None` if the question came from another
-    /// host, or the connection has ended.
-    pub fn socket(&self) -> Option<&'static Socket> {
-        match self.who {
-            Asker::Here(r) => r.get(),
-            Asker::Elsewhere { .. } => None,
-        }
-    }
-}
-
-// Decides about a connection whose promotion has not come about: whether it stays on TCP for good, and when it is
-// asked for again.
-
-/// How often a connection is asked for again when the peer could not answer YES yet: its program may take seconds to
-/// accept it. A reason that [`passes`] has no such bound: after the longest pause the connection is asked for again.
-const TRIES: u32 = 8;
-/// The first pause, ns. Each is four times the one before, the last 16 s.
-const FIRST_RETRY: u64 = 1_000_000;
-/// How long a host that does not answer is not asked.
-pub(super) const HOST_ABSENT_FOR: Duration = Duration::from_secs(30);
-/// The pause after another host has not answered, ns.
-const NOBODY_PAUSE: u64 = HOST_ABSENT_FOR.as_nanos() as u64;
+// Connections that are not promoted now.
 
 /// Handles a peer without the library. Within the host that is certain, and the connection stays on TCP. Another host
 /// may have been too busy to answer, or its datagrams were lost: a connection that lives on is asked for again.
-pub(super) fn nobody(socket: &'static Socket, remote: bool) {
+fn nobody(socket: &'static Socket, remote: bool) {
     let why = Reason::PeerWithout.into();
     if remote {
         later_than(socket, why, NOBODY_PAUSE);
@@ -753,7 +743,7 @@ pub(super) fn nobody(socket: &'static Socket, remote: bool) {
 }
 
 /// Has the connection asked for again after a pause. After `TRIES` keeps it on TCP for good, unless the reason passes.
-pub(super) fn later(socket: &'static Socket, why: Why) {
+fn later(socket: &'static Socket, why: Why) {
     later_than(socket, why, 0);
 }
 
@@ -777,7 +767,7 @@ fn passes(why: Why) -> bool {
 }
 
 /// Handles a NO from the other end.
-pub(super) fn after_no(socket: &'static Socket, reason: wire::Reason) {
+fn after_no(socket: &'static Socket, reason: wire::Reason) {
     let why = why_declined(reason);
     match reason {
         // The other end has not finished with the link that failed.

@@ -1,4 +1,5 @@
-//! The channels to peers: the messages that come over them, their handlers, and the end of a channel.
+//! The channels to peers: the messages that come over them, their handlers, and the end of a channel. [`Guests`] limits
+//! how many channels peers keep open.
 
 use std::collections::BTreeMap;
 use std::os::fd::AsFd;
@@ -25,6 +26,18 @@ const DEAF_FOR: u64 = 100_000_000;
 const APART_AGAIN: u64 = 50_000_000;
 /// The uid that the kernel shows for each user of another user namespace.
 const OVERFLOW_UID: u32 = 65_534;
+/// Time until a guest must send its first message, ns.
+const SILENT_FOR: u64 = 3_000_000_000;
+/// Time that a guest may stay after its last message, ns. Longer than any asker waits for an answer.
+const IDLE_FOR: u64 = 10_000_000_000;
+/// The most guests, if the process may have enough descriptors.
+const MOST: usize = 256;
+/// A user's share of the guests, as a divisor: a quarter.
+const SHARE: usize = 4;
+/// The guests' share of the process's descriptors, as a divisor: an eighth.
+const DESCRIPTORS: u64 = 8;
+/// The least bound, for all guests and for one user's.
+const LEAST: usize = 8;
 
 impl Worker {
     /// Takes a channel into the epoll set and returns its id; `None` if the set does not take it.
@@ -457,26 +470,6 @@ impl Worker {
     }
 }
 
-// Limits how many channels peers keep open to this instance, and for how long: any process on the host can connect to
-// its names. This is only the account; the channels are in `channels`.
-//
-// A guest is a channel that was opened to one of this instance's names and has not become a link. A correct peer asks
-// at once, waits some seconds at most for the answer, and closes. So evicting the oldest guest hits a peer that is
-// done, or that never sent a request.
-
-/// Time until a guest must send its first message, ns.
-const SILENT_FOR: u64 = 3_000_000_000;
-/// Time that a guest may stay after its last message, ns. Longer than any asker waits for an answer.
-const IDLE_FOR: u64 = 10_000_000_000;
-/// The most guests, if the process may have enough descriptors.
-const MOST: usize = 256;
-/// A user's share of the guests, as a divisor: a quarter.
-const SHARE: usize = 4;
-/// The guests' share of the process's descriptors, as a divisor: an eighth.
-const DESCRIPTORS: u64 = 8;
-/// The least bound, for all guests and for one user's.
-const LEAST: usize = 8;
-
 struct Guest {
     uid: u32,
     has_spoken: bool,
@@ -484,7 +477,12 @@ struct Guest {
     until: u64,
 }
 
-/// The open guests.
+/// The open guests: an account that limits how many channels peers keep open to this instance, and for how long. Any
+/// process on the host can connect to its names.
+///
+/// A guest is a channel that was opened to one of this instance's names and has not become a link. A correct peer asks
+/// at once, waits some seconds at most for the answer, and closes. So evicting the oldest guest hits a peer that is
+/// done, or that never sent a request.
 pub struct Guests {
     /// By channel id, so that the oldest guest is first.
     all: BTreeMap<u64, Guest>,
@@ -504,7 +502,7 @@ impl Guests {
     /// Adds the channel `id` as a guest; ids only grow, so it is the newest. Returns the guest that has to be closed to
     /// make room, `None` if there is room. If `uid` has reached its share, that is one of `uid`'s guests; else one of
     /// the user with the most.
-    pub fn admit(&mut self, id: u64, uid: u32, now: u64) -> Option<u64> {
+    fn admit(&mut self, id: u64, uid: u32, now: u64) -> Option<u64> {
         let leaves = if self.count(uid) >= (self.most / SHARE).max(LEAST) {
             self.first_of(uid)
         } else if self.all.len() >= self.most {
@@ -542,7 +540,7 @@ impl Guests {
     }
 
     /// Notes that a message has come over the channel.
-    pub fn on_word(&mut self, id: u64, now: u64) {
+    fn on_word(&mut self, id: u64, now: u64) {
         if let Some(guest) = self.all.get_mut(&id) {
             guest.has_spoken = true;
             guest.until = now + IDLE_FOR;
@@ -560,7 +558,7 @@ impl Guests {
     }
 
     /// Returns the guests whose time is over.
-    pub fn overdue(&self, now: u64) -> Vec<u64> {
+    fn overdue(&self, now: u64) -> Vec<u64> {
         let overdue = self.all.iter().filter(|(_, g)| g.until <= now);
         overdue.map(|(id, _)| *id).collect()
     }
@@ -572,7 +570,7 @@ impl Guests {
 }
 
 #[cfg(test)]
-mod guests_tests {
+mod tests {
     use super::*;
 
     #[test]

@@ -2,7 +2,7 @@
 //!
 //! Each pair of a host and a local address has one connected UDP socket. A host that has not answered yet gets one
 //! question; the others wait for the stamp that its answer brings. A host that does not answer, or whose port is
-//! closed, is not asked for a while. `ask/answers.rs` goes on after a YES.
+//! closed, is not asked for a while. `Worker::accept_yes` goes on after a YES.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
@@ -24,6 +24,7 @@ use crate::service::Worker;
 use crate::service::ask::{Asking, HOST_ABSENT_FOR};
 use crate::service::control::count_refused;
 
+const MS: u64 = 1_000_000;
 /// The times from each sending of a question to the next, ns. Their sum is less than the time that an answer may take.
 const AGAIN: [u64; 4] = [400 * MS, 700 * MS, 1500 * MS, 2000 * MS];
 /// How many refusals in a row (ICMP: port closed) make a host one without the library. A program that has just accepted
@@ -33,6 +34,73 @@ const REFUSALS: u32 = 3;
 const RESTAMPS: u32 = 3;
 /// The most hosts that have a socket at once.
 const HOSTS: usize = 1024;
+/// A host's socket is closed after this time without a datagram in either direction, ns. Longer than a YES is repeated
+/// (P67).
+const QUIET: u64 = 150_000 * MS;
+/// The most questions that are remembered, so that a repeated YES gets the same answer as the first.
+const QUERIES: usize = 16_384;
+const REMEMBERED: u64 = 300_000 * MS;
+const NEVER: u64 = u64::MAX;
+
+/// The state of the asker.
+pub struct Hosts {
+    by_address: HashMap<(IpAddr, IpAddr), u64>,
+    hosts: HashMap<u64, Host>,
+    queries: Memory<QueryId, Query>,
+    absent: DestinationCache,
+}
+
+struct Host {
+    socket: Asker,
+    address: (IpAddr, IpAddr),
+    /// The stamp of the host's last answer. `None` if the host has not answered yet, or not the last question.
+    stamp: Option<Stamp>,
+    /// Questions whose answer is outstanding.
+    waiting: Vec<QueryId>,
+    /// How many times in a row the kernel has reported that the port is closed.
+    refused: u32,
+    quiet_since: u64,
+}
+
+/// A question to another host.
+struct Query {
+    host: u64,
+    request: u64,
+    sent: usize,
+    restamped: u32,
+    /// When the question is sent next, monotonic ns.
+    next: u64,
+    fate: Fate,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Fate {
+    Asked,
+    /// The question's YES has led to a HELLO.
+    Greeted,
+    /// A YES to the question is not wanted, or not any more.
+    Unwanted,
+}
+
+impl Hosts {
+    pub fn new() -> Self {
+        Self {
+            by_address: HashMap::new(),
+            hosts: HashMap::new(),
+            queries: Memory::new(QUERIES, REMEMBERED),
+            absent: DestinationCache::new(4096),
+        }
+    }
+
+    /// Returns when a question is sent or a socket closed next, monotonic ns; `None` if nothing is due.
+    pub fn next_timeout(&self) -> Option<u64> {
+        let idle = self.hosts.values().filter(|h| h.waiting.is_empty());
+        let quiet = idle.map(|h| h.quiet_since + QUIET);
+        let waiting = self.hosts.values().flat_map(|h| &h.waiting);
+        let sends = waiting.filter_map(|id| Some(self.queries.get(id)?.next));
+        sends.chain(quiet).min().filter(|at| *at != NEVER)
+    }
+}
 
 impl Worker {
     /// Asks the host that the connection leads to. Does nothing if the host is known not to answer.
@@ -410,76 +478,5 @@ impl Worker {
             self.hosts.by_address.remove(&host.address);
             let _ = kernel::delete(&self.service.epoll, host.socket.as_fd());
         }
-    }
-}
-
-// Other hosts that are asked, and the questions to them.
-
-/// A host's socket is closed after this time without a datagram in either direction, ns. Longer than a YES is repeated
-/// (P67).
-pub const QUIET: u64 = 150_000 * MS;
-/// The most questions that are remembered, so that a repeated YES gets the same answer as the first.
-pub const QUERIES: usize = 16_384;
-pub const REMEMBERED: u64 = 300_000 * MS;
-pub const NEVER: u64 = u64::MAX;
-pub const MS: u64 = 1_000_000;
-
-/// The state of the asker.
-pub struct Hosts {
-    pub by_address: HashMap<(IpAddr, IpAddr), u64>,
-    pub hosts: HashMap<u64, Host>,
-    pub queries: Memory<QueryId, Query>,
-    pub absent: DestinationCache,
-}
-
-pub struct Host {
-    pub socket: Asker,
-    pub address: (IpAddr, IpAddr),
-    /// The stamp of the host's last answer. `None` if the host has not answered yet, or not the last question.
-    pub stamp: Option<Stamp>,
-    /// Questions whose answer is outstanding.
-    pub waiting: Vec<QueryId>,
-    /// How many times in a row the kernel has reported that the port is closed.
-    pub refused: u32,
-    pub quiet_since: u64,
-}
-
-/// A question to another host.
-pub struct Query {
-    pub host: u64,
-    pub request: u64,
-    pub sent: usize,
-    pub restamped: u32,
-    /// When the question is sent next, monotonic ns.
-    pub next: u64,
-    pub fate: Fate,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Fate {
-    Asked,
-    /// The question's YES has led to a HELLO.
-    Greeted,
-    /// A YES to the question is not wanted, or not any more.
-    Unwanted,
-}
-
-impl Hosts {
-    pub fn new() -> Self {
-        Self {
-            by_address: HashMap::new(),
-            hosts: HashMap::new(),
-            queries: Memory::new(QUERIES, REMEMBERED),
-            absent: DestinationCache::new(4096),
-        }
-    }
-
-    /// Returns when a question is sent or a socket closed next, monotonic ns; `None` if nothing is due.
-    pub fn next_timeout(&self) -> Option<u64> {
-        let idle = self.hosts.values().filter(|h| h.waiting.is_empty());
-        let quiet = idle.map(|h| h.quiet_since + QUIET);
-        let waiting = self.hosts.values().flat_map(|h| &h.waiting);
-        let sends = waiting.filter_map(|id| Some(self.queries.get(id)?.next));
-        sends.chain(quiet).min().filter(|at| *at != NEVER)
     }
 }

@@ -1,4 +1,5 @@
-//! Links: how they are made, the messages on their side channels, and their end.
+//! Links: how they are made, the messages on their side channels, and their end. [`Rings`] changes the sizes of the
+//! rings on them.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -39,6 +40,77 @@ use crate::sys::points::point;
 /// Time to the next check of a dead link on which a thread still sleeps, ns. Work requests that are in flight on its
 /// queue pair complete as failed, which wakes the thread.
 const FREE_AGAIN: u64 = 100_000_000;
+/// How long connecting a link to another host may take; less than a cookie lives. No call waits for it: TCP carries the
+/// data meanwhile.
+pub const LINK_TIMEOUT: Duration = Duration::from_secs(30);
+/// A reader that has not read for this time, ns, stands still: its ring grows without it.
+const STILL_FOR: u64 = 2_000_000;
+/// The longest time between two checks of a sender that stands still, ns.
+const LONGEST: u64 = 1_000_000_000;
+/// How often idle rings are searched for after a ring has grown, ns.
+const SHRINK_EVERY: u64 = 1_000_000_000;
+
+/// A link that this instance has asked for.
+pub struct Pending {
+    waiting: Vec<Ref>,
+    /// The arena that this end receives in; `None` between hosts.
+    mine: Option<(PrivateFd, Layout)>,
+    /// When the attempt is given up, monotonic ns.
+    deadline: u64,
+}
+
+/// An accepted connection that is not up yet.
+pub struct Arriving {
+    pub pair: Pair,
+    /// The introduction that the other end has sent.
+    pub introduction: Introduction,
+    /// The link that the connection is to be a bulk queue pair of; `None` for a link of its own.
+    pub bulk: Option<&'static Link>,
+    /// When the connection is given up, monotonic ns.
+    pub deadline: u64,
+}
+
+/// An accepted link over which nothing has come yet. The other end may not know of it: on iWARP the link is up here as
+/// soon as the answer has been sent.
+pub struct HalfOpen {
+    pub peer: InstanceId,
+    /// The cookie of the other end's request.
+    pub cookie: Cookie,
+    /// When the link is given up, monotonic ns.
+    pub deadline: u64,
+}
+
+/// Links that are being made, accepted links over which nothing has come yet, and dead links. Live links are in
+/// `objects::link`.
+#[derive(Default)]
+pub struct LinkTable {
+    /// Links that this instance has asked for, by their peers.
+    pub pending: HashMap<InstanceId, Pending>,
+    /// The listeners for connections of other hosts.
+    pub acceptors: HashMap<u64, Acceptor>,
+    pub arriving: HashMap<u64, Arriving>,
+    pub half_open: HashMap<u64, HalfOpen>,
+    /// Dead links that are not freed yet.
+    pub dead: Vec<&'static Link>,
+}
+
+impl LinkTable {
+    /// Returns the lowest slot that no link has.
+    pub fn free_slot(&self) -> u32 {
+        let links = link::all();
+        let used = |s: &u32| links.iter().chain(&self.dead).any(|l| l.slot() == *s);
+        (0..).find(|s| !used(s)).unwrap_or(u32::MAX)
+    }
+
+    /// Returns the earliest deadline of a link that is being made, or over which nothing has come yet, monotonic ns.
+    /// `None` if there is no such link.
+    pub fn next_timeout(&self) -> Option<u64> {
+        let pending = self.pending.values().map(|pending| pending.deadline);
+        let arriving = self.arriving.values().map(|arriving| arriving.deadline);
+        let half_open = self.half_open.values().map(|half_open| half_open.deadline);
+        pending.chain(arriving).chain(half_open).min()
+    }
+}
 
 impl Worker {
     /// Gets the link to `peer` that a handshake needs, and makes one if there is none.
@@ -582,118 +654,6 @@ fn read_given_back(bytes: u32, file: &PrivateFd) -> Option<Vec<u8>> {
     Some(read)
 }
 
-/// Tests that a peer's file is only read as data, and only if it is a sealed memfd.
-#[cfg(test)]
-mod tests {
-    use rustix::fs::{MemfdFlags, Mode, OFlags, memfd_create, open};
-
-    use super::*;
-
-    fn file(bytes: &[u8]) -> PrivateFd {
-        let file = memfd::create_file("test-back", bytes.len() as u64).unwrap();
-        assert_eq!(rustix::io::write(&file, bytes), Ok(bytes.len()));
-        file
-    }
-
-    #[test]
-    fn a_file_is_read_from_its_beginning_wherever_the_peer_has_left_it() {
-        assert_eq!(read_given_back(4, &file(b"unread")), Some(b"unre".to_vec()));
-    }
-
-    /// Reading another file than a memfd might block the service thread, and one that is not sealed could shrink.
-    #[test]
-    fn nothing_but_a_sealed_file_of_that_size_is_read() {
-        let device = PrivateFd::open(|| open("/dev/zero", OFlags::RDONLY, Mode::empty()));
-        assert_eq!(read_given_back(1, &device.unwrap()), None);
-        let unsealed = PrivateFd::open(|| memfd_create("test-back", MemfdFlags::ALLOW_SEALING));
-        let unsealed = unsealed.unwrap();
-        rustix::fs::ftruncate(&unsealed, 4096).unwrap();
-        assert_eq!(read_given_back(1, &unsealed), None);
-        assert_eq!(read_given_back(7, &file(b"unread")), None);
-        assert_eq!(read_given_back(0, &file(b"unread")), None);
-        let large = memfd::create_file("test-back", MOST_ASIDE as u64 + 1).unwrap();
-        assert_eq!(read_given_back(MOST_ASIDE as u32 + 1, &large), None);
-    }
-}
-
-// Links that are being made, and dead ones that are not freed yet. Live links are in `link::up`.
-
-/// How long connecting a link to another host may take; less than a cookie lives. No call waits for it: TCP carries the
-/// data meanwhile.
-pub const LINK_TIMEOUT: Duration = Duration::from_secs(30);
-
-/// A link that this instance has asked for.
-pub struct Pending {
-    pub waiting: Vec<Ref>,
-    /// The arena that this end receives in; `None` between hosts.
-    pub mine: Option<(PrivateFd, Layout)>,
-    /// When the attempt is given up, monotonic ns.
-    pub deadline: u64,
-}
-
-/// An accepted connection that is not up yet.
-pub struct Arriving {
-    pub pair: Pair,
-    /// The introduction that the other end has sent.
-    pub introduction: Introduction,
-    /// The link that the connection is to be a bulk queue pair of; `None` for a link of its own.
-    pub bulk: Option<&'static Link>,
-    /// When the connection is given up, monotonic ns.
-    pub deadline: u64,
-}
-
-/// An accepted link over which nothing has come yet. The other end may not know of it: on iWARP the link is up here as
-/// soon as the answer has been sent.
-pub struct HalfOpen {
-    pub peer: InstanceId,
-    /// The cookie of the other end's request.
-    pub cookie: Cookie,
-    /// When the link is given up, monotonic ns.
-    pub deadline: u64,
-}
-
-/// Links that are being made, accepted links over which nothing has come yet, and dead links.
-#[derive(Default)]
-pub struct LinkTable {
-    /// Links that this instance has asked for, by their peers.
-    pub pending: HashMap<InstanceId, Pending>,
-    /// The listeners for connections of other hosts.
-    pub acceptors: HashMap<u64, Acceptor>,
-    pub arriving: HashMap<u64, Arriving>,
-    pub half_open: HashMap<u64, HalfOpen>,
-    /// Dead links that are not freed yet.
-    pub dead: Vec<&'static Link>,
-}
-
-impl LinkTable {
-    /// Returns the lowest slot that no link has.
-    pub fn free_slot(&self) -> u32 {
-        let links = link::all();
-        let used = |s: &u32| links.iter().chain(&self.dead).any(|l| l.slot() == *s);
-        (0..).find(|s| !used(s)).unwrap_or(u32::MAX)
-    }
-
-    /// Returns the earliest deadline of a link that is being made, or over which nothing has come yet, monotonic ns.
-    /// `None` if there is no such link.
-    pub fn next_timeout(&self) -> Option<u64> {
-        let pending = self.pending.values().map(|pending| pending.deadline);
-        let arriving = self.arriving.values().map(|arriving| arriving.deadline);
-        let half_open = self.half_open.values().map(|half_open| half_open.deadline);
-        pending.chain(arriving).chain(half_open).min()
-    }
-}
-
-// Rings of the wrong size: too small for a sender whose reader stands still, or large and idle.
-
-/// A reader that has not read for this time, ns, stands still: its ring grows without it.
-const STILL_FOR: u64 = 2_000_000;
-
-/// The longest time between two checks of a sender that stands still, ns.
-const LONGEST: u64 = 1_000_000_000;
-
-/// How often idle rings are searched for after a ring has grown, ns.
-const SHRINK_EVERY: u64 = 1_000_000_000;
-
 /// A sender that found no room, and the position of its reader then.
 struct Blocked {
     r: Ref,
@@ -704,7 +664,7 @@ struct Blocked {
     deadline: u64,
 }
 
-/// The rings whose size may have to change.
+/// The rings whose size may have to change: too small for a sender whose reader stands still, or large and idle.
 #[derive(Default)]
 pub struct Rings {
     blocked: Vec<Blocked>,
@@ -797,5 +757,39 @@ impl Rings {
         if again {
             self.shrink.set(now + SHRINK_EVERY);
         }
+    }
+}
+
+/// Tests that a peer's file is only read as data, and only if it is a sealed memfd.
+#[cfg(test)]
+mod tests {
+    use rustix::fs::{MemfdFlags, Mode, OFlags, memfd_create, open};
+
+    use super::*;
+
+    fn file(bytes: &[u8]) -> PrivateFd {
+        let file = memfd::create_file("test-back", bytes.len() as u64).unwrap();
+        assert_eq!(rustix::io::write(&file, bytes), Ok(bytes.len()));
+        file
+    }
+
+    #[test]
+    fn a_file_is_read_from_its_beginning_wherever_the_peer_has_left_it() {
+        assert_eq!(read_given_back(4, &file(b"unread")), Some(b"unre".to_vec()));
+    }
+
+    /// Reading another file than a memfd might block the service thread, and one that is not sealed could shrink.
+    #[test]
+    fn nothing_but_a_sealed_file_of_that_size_is_read() {
+        let device = PrivateFd::open(|| open("/dev/zero", OFlags::RDONLY, Mode::empty()));
+        assert_eq!(read_given_back(1, &device.unwrap()), None);
+        let unsealed = PrivateFd::open(|| memfd_create("test-back", MemfdFlags::ALLOW_SEALING));
+        let unsealed = unsealed.unwrap();
+        rustix::fs::ftruncate(&unsealed, 4096).unwrap();
+        assert_eq!(read_given_back(1, &unsealed), None);
+        assert_eq!(read_given_back(7, &file(b"unread")), None);
+        assert_eq!(read_given_back(0, &file(b"unread")), None);
+        let large = memfd::create_file("test-back", MOST_ASIDE as u64 + 1).unwrap();
+        assert_eq!(read_given_back(MOST_ASIDE as u32 + 1, &large), None);
     }
 }

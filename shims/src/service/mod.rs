@@ -5,7 +5,7 @@
 //! the waiter that peers notify when a stream has more than one waiter.
 //!
 //! Calls of the program hand it [`Command`](crate::objects::mailbox::Command)s; all other work comes through its epoll
-//! set. This file has the thread's start, loop and end; its state is in `state`.
+//! set. This file has the thread's state, its start, loop and end, the commands and the timers.
 
 use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
@@ -63,6 +63,111 @@ mod hosts;
 mod links;
 mod pairs;
 mod watch;
+
+/// A cookie that no network namespace has.
+const ELSEWHERE: u64 = u64::MAX;
+/// How long the wake-up for bytes that more is to follow is held back, ns: as long as TCP_CORK holds data (tcp(7)).
+const DELAYED_FOR: u64 = 200_000_000;
+/// The first pause after a panic; each is twice as long as the one before, up to `LAST_PAUSE`. So a panic that repeats
+/// costs little.
+const FIRST_PAUSE: Duration = Duration::from_millis(1);
+const LAST_PAUSE: Duration = Duration::from_secs(1);
+
+/// The purpose of a channel.
+enum Peer {
+    /// A peer has connected to one of this instance's names.
+    Incoming {
+        listener: Option<&'static Listener>,
+        /// The nonce of the last YES that was sent there.
+        offered: Option<Nonce>,
+    },
+    /// A question was sent there, to a service name or an instance's name.
+    Asked {
+        request: u64,
+        by_name: bool,
+        /// The connection that sends HELLO after the YES that came over this channel.
+        greets: Option<Ref>,
+    },
+    /// A link was asked for there.
+    Linking { peer: InstanceId },
+    /// A link's side channel.
+    Link(&'static Link),
+    /// No channel: a question on the control port, to which the answer is sent.
+    Remote(QueryId),
+}
+
+/// A channel in the service thread's epoll set.
+struct Conn {
+    /// `None` for a link's channel, which the link owns, and for another host's question.
+    channel: Option<Channel>,
+    peer: Peer,
+    /// The channel that brings the next message, received apart. Until then the peer's channel is not read.
+    apart: Option<Channel>,
+}
+
+impl Conn {
+    fn new(channel: Option<Channel>, peer: Peer) -> Self {
+        let apart = None;
+        Self { channel, peer, apart }
+    }
+}
+
+/// Whether the library reports a socket's readiness.
+#[derive(PartialEq, Eq)]
+enum Watched {
+    Done,
+    /// Not before the program has used epoll_ctl(EPOLL_CTL_MOD) on the socket (see `Epoll::take_over`).
+    AfterMod,
+    Impossible,
+}
+
+/// The state of the service thread.
+struct Worker {
+    library: &'static Library,
+    service: &'static Mailbox,
+    instance_name: Option<names::Listener>,
+    /// The cookie of the network namespace that this thread is in; 0 if the kernel does not have cookies. The value is
+    /// [`ELSEWHERE`] if the thread is not in the namespace that it began in.
+    namespace: u64,
+    /// Returns the owner of the connector's socket.
+    owner_of: fn(&Tuple) -> Owner,
+    listeners: Vec<&'static Listener>,
+    conns: HashMap<u64, Conn>,
+    /// Links whose next message has descriptors that could not be received yet.
+    unread: Vec<u64>,
+    /// Channels that peers have opened to this instance's names.
+    guests: channels::Guests,
+    next_conn: u64,
+    asks: HashMap<u64, Asking>,
+    /// Connections that are asked for when earlier questions are over, in this order.
+    to_ask: VecDeque<Ref>,
+    /// Channels that were made for one question, with the time until which they are kept (monotonic ns), in that order.
+    asked_until: VecDeque<(u64, u64)>,
+    cache: DestinationCache,
+    devices: Devices,
+    handshakes: Handshakes,
+    links: LinkTable,
+    bulks: Bulks,
+    lingering: Lingering,
+    /// Questions of other hosts.
+    control: Control,
+    /// Questions to other hosts.
+    hosts: Hosts,
+    rings: Rings,
+    standstill: Standstill,
+    ends: Ends,
+    alarms: Alarms,
+    /// How many times in a row links to other hosts were maintained and in use, up to `MAINTAIN_DOUBLINGS`.
+    maintained: u32,
+    /// Watches whether this thread is the last one of a process that is ending.
+    ending: ending::ThreadWatch,
+    /// The count of requests of fork children seen so far.
+    requests: u32,
+    /// Commands that were taken from the mailbox and are not carried out yet.
+    commands: VecDeque<Command>,
+    /// Events of the epoll set that are not handled yet. Many of them are reported only once.
+    events: VecDeque<kernel::Event>,
+}
 
 /// The functions that a mailbox calls to start the thread and to wake it.
 pub const THREAD: Thread = Thread {
@@ -336,456 +441,8 @@ impl Worker {
             _ => {}
         }
     }
-}
 
-#[cfg(test)]
-pub(crate) mod tests;
-
-// The state of the service thread. Each part is in the file that is named after it, with what the thread does with it.
-
-/// The purpose of a channel.
-pub enum Peer {
-    /// A peer has connected to one of this instance's names.
-    Incoming {
-        listener: Option<&'static Listener>,
-        /// The nonce of the last YES that was sent there.
-        offered: Option<Nonce>,
-    },
-    /// A question was sent there, to a service name or an instance's name.
-    Asked {
-        request: u64,
-        by_name: bool,
-        /// The connection that sends HELLO after the YES that came over this channel.
-        greets: Option<Ref>,
-    },
-    /// A link was asked for there.
-    Linking { peer: InstanceId },
-    /// A link's side channel.
-    Link(&'static Link),
-    /// No channel: a question on the control port, to which the answer is sent.
-    Remote(QueryId),
-}
-
-/// A channel in the service thread's epoll set.
-pub struct Conn {
-    /// `None` for a link's channel, which the link owns, and for another host's question.
-    pub channel: Option<Channel>,
-    pub peer: Peer,
-    /// The channel that brings the next message, received apart. Until then the peer's channel is not read.
-    pub apart: Option<Channel>,
-}
-
-impl Conn {
-    pub fn new(channel: Option<Channel>, peer: Peer) -> Self {
-        let apart = None;
-        Self { channel, peer, apart }
-    }
-}
-
-/// Whether the library reports a socket's readiness.
-#[derive(PartialEq, Eq)]
-pub enum Watched {
-    Done,
-    /// Not before the program has used epoll_ctl(EPOLL_CTL_MOD) on the socket (see `Epoll::take_over`).
-    AfterMod,
-    Impossible,
-}
-
-/// A cookie that no network namespace has.
-const ELSEWHERE: u64 = u64::MAX;
-
-/// The state of the service thread.
-pub struct Worker {
-    pub library: &'static Library,
-    pub service: &'static Mailbox,
-    pub instance_name: Option<names::Listener>,
-    /// The cookie of the network namespace that this thread is in; 0 if the kernel does not have cookies. The value is
-    /// [`ELSEWHERE`] if the thread is not in the namespace that it began in.
-    pub namespace: u64,
-    /// Returns the owner of the connector's socket.
-    pub owner_of: fn(&Tuple) -> Owner,
-    pub listeners: Vec<&'static Listener>,
-    pub conns: HashMap<u64, Conn>,
-    /// Links whose next message has descriptors that could not be received yet.
-    pub unread: Vec<u64>,
-    /// Channels that peers have opened to this instance's names.
-    pub guests: channels::Guests,
-    pub next_conn: u64,
-    pub asks: HashMap<u64, Asking>,
-    /// Connections that are asked for when earlier questions are over, in this order.
-    pub to_ask: VecDeque<Ref>,
-    /// Channels that were made for one question, with the time until which they are kept (monotonic ns), in that order.
-    pub asked_until: VecDeque<(u64, u64)>,
-    pub cache: DestinationCache,
-    pub devices: Devices,
-    pub handshakes: Handshakes,
-    pub links: LinkTable,
-    pub bulks: Bulks,
-    pub lingering: Lingering,
-    /// Questions of other hosts.
-    pub control: Control,
-    /// Questions to other hosts.
-    pub hosts: Hosts,
-    pub rings: Rings,
-    pub standstill: Standstill,
-    pub ends: Ends,
-    pub alarms: Alarms,
-    /// How many times in a row links to other hosts were maintained and in use, up to `MAINTAIN_DOUBLINGS`.
-    pub maintained: u32,
-    /// Watches whether this thread is the last one of a process that is ending.
-    pub ending: ending::ThreadWatch,
-    /// The count of requests of fork children seen so far.
-    pub requests: u32,
-    /// Commands that were taken from the mailbox and are not carried out yet.
-    pub commands: VecDeque<Command>,
-    /// Events of the epoll set that are not handled yet. Many of them are reported only once.
-    pub events: VecDeque<kernel::Event>,
-}
-
-impl Worker {
-    /// Returns the state of a new thread; `mask` is the signal mask of the thread that starts it. `None` without
-    /// descriptors for it.
-    pub fn new(mask: libc::sigset_t, instance_name: Option<names::Listener>) -> Option<Self> {
-        let library = Library::get();
-        crate::objects::cgroup::look();
-        let worker = Self {
-            library,
-            service: &library.service,
-            namespace: own_namespace(),
-            instance_name,
-            owner_of: diag::connector_owner,
-            listeners: Vec::new(),
-            conns: HashMap::new(),
-            unread: Vec::new(),
-            guests: channels::Guests::new(descriptors()),
-            next_conn: 1,
-            asks: HashMap::new(),
-            to_ask: VecDeque::new(),
-            asked_until: VecDeque::new(),
-            cache: DestinationCache::new(4096),
-            devices: Devices::default(),
-            handshakes: Handshakes::new(),
-            links: LinkTable::default(),
-            bulks: Bulks::default(),
-            lingering: Lingering::default(),
-            control: Control::new(crate::sys::time::now_ns()),
-            hosts: Hosts::new(),
-            rings: Rings::default(),
-            standstill: Standstill::default(),
-            ends: Ends::default(),
-            alarms: Alarms::default(),
-            maintained: 0,
-            ending: ending::ThreadWatch::new(mask),
-            requests: crate::objects::holders::requests(),
-            commands: VecDeque::new(),
-            events: VecDeque::new(),
-        };
-        worker.add(
-            library.waiters.doorbell(SERVICE)?,
-            tag(kind::DOORBELL, 0),
-            kernel::EventFlags::IN | kernel::EventFlags::ET,
-        );
-        if let Some(name) = &worker.instance_name {
-            worker.add(name.as_fd(), tag(kind::INSTANCE, 0), kernel::EventFlags::IN);
-        }
-        Some(worker)
-    }
-
-    /// Returns whether there is memory for one more question, channel, attempt and link. Asked before the first step of
-    /// each; later steps need little, which the reserve has.
-    pub fn can_begin(&mut self) -> bool {
-        heap::can_serve()
-            && self.conns.try_reserve(1).is_ok()
-            && self.asks.try_reserve(1).is_ok()
-            && self.asked_until.try_reserve(1).is_ok()
-            && self.links.pending.try_reserve(1).is_ok()
-            && self.handshakes.has_room()
-    }
-
-    /// Returns a new id for a channel, or for another descriptor in the epoll set.
-    pub fn new_conn(&mut self) -> u64 {
-        let id = self.next_conn;
-        self.next_conn += 1;
-        id
-    }
-
-    /// Returns whether the connection is in this thread's network namespace. Names, and what the kernel reports of
-    /// addresses, belong to this namespace.
-    pub fn is_here(&self, socket: &'static Socket, tuple: &Tuple) -> bool {
-        if self.namespace != 0 || tuple.namespace() != 0 {
-            return tuple.namespace() == self.namespace;
-        }
-        let (connector, acceptor) = (tuple.connector(), tuple.acceptor());
-        let (local, remote) = match socket.promotion.role() {
-            Role::Connector => (connector, acceptor),
-            Role::Acceptor => (acceptor, connector),
-        };
-        let inode = socket.control.lock().and_then(|_control| {
-            let anchor = socket.numbers.anchor_fd()?;
-            Some(rustix::fs::fstat(anchor).ok()?.st_ino)
-        });
-        inode.is_some_and(|inode| diag::is_socket(local, remote, tuple.device(), inode))
-    }
-
-    /// Checks the namespace of a thread that was made again. Names and the control port stay in the first thread's
-    /// namespace, so in another one no further connection is promoted.
-    pub fn return_to_namespace(&mut self) {
-        if own_namespace() != self.namespace {
-            self.namespace = ELSEWHERE;
-        }
-    }
-
-    /// Adds a descriptor to the thread's epoll set. Returns false if the kernel refuses it.
-    pub fn add(&self, fd: BorrowedFd<'_>, data: u64, flags: kernel::EventFlags) -> bool {
-        kernel::add(&self.service.epoll, fd, kernel::EventData::new_u64(data), flags).is_ok()
-    }
-}
-
-/// Returns the cookie of this thread's network namespace; 0 without descriptors, or if the kernel has no cookies.
-fn own_namespace() -> u64 {
-    let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
-    let socket = PrivateFd::open(|| socket_with(family, kind, SocketFlags::CLOEXEC, None));
-    socket.map_or(0, |socket| crate::sys::sockopt::namespace(socket.as_fd()))
-}
-
-/// Returns how many descriptors this process may have, the library's own among them.
-fn descriptors() -> u64 {
-    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
-    limit.maximum.unwrap_or(u64::MAX)
-}
-
-// The thread's timers: one row for each concern, with its next deadline and the function that handles it.
-
-/// A concern of the thread that has deadlines.
-struct Timer {
-    /// Returns the next deadline, monotonic ns; `None` if nothing is scheduled.
-    next: fn(&Worker) -> Option<u64>,
-    /// Does what is due. Called after every sleep, however long that was.
-    run: fn(&mut Worker, now: u64),
-}
-
-/// A field of the worker, handled by its own `on_timeout` or by a function of the worker.
-macro_rules! part {
-    ($name:ident) => {
-        part!($name, |worker, now| worker.$name.on_timeout(now))
-    };
-    ($name:ident, $run:expr) => {
-        Timer {
-            next: |worker| worker.$name.next_timeout(),
-            run: $run,
-        }
-    };
-}
-
-/// In the order in which they are handled.
-const TIMERS: &[Timer] = &[
-    Timer {
-        next: |worker| worker.asks.values().map(|asking| asking.deadline).min(),
-        run: Worker::expire_asks,
-    },
-    Timer {
-        next: |worker| worker.asked_until.front().map(|(until, _)| *until),
-        run: Worker::expire_asked,
-    },
-    part!(links, |worker, now| {
-        worker.expire_links(now);
-        worker.expire_arriving(now);
-    }),
-    part!(guests, Worker::expire_guests),
-    part!(alarms, Worker::on_alarms),
-    part!(lingering),
-    part!(handshakes),
-    part!(rings),
-    part!(standstill),
-    part!(ends, |worker, now| {
-        worker.ends.on_timeout(now);
-        worker.leave_dying(now);
-    }),
-    part!(control, Worker::control_on_time),
-    part!(hosts, Worker::hosts_on_time),
-    part!(ending),
-];
-
-/// Returns the earliest deadline of all timers, monotonic ns; `None` if nothing is scheduled.
-pub fn next(worker: &Worker) -> Option<u64> {
-    TIMERS.iter().filter_map(|timer| (timer.next)(worker)).min()
-}
-
-/// Handles all timers that are due.
-fn run_due(worker: &mut Worker, now: u64) {
-    for timer in TIMERS {
-        (timer.run)(worker, now);
-    }
-}
-
-// Work that the thread does once, at a time that was set for it.
-
-/// The time of one piece of work, monotonic ns; `None` while the alarm is off.
-#[derive(Clone, Copy, Default)]
-pub struct Alarm(Option<u64>);
-
-impl Alarm {
-    /// Sets the alarm to `at`, monotonic ns, in place of an earlier time.
-    pub fn set(&mut self, at: u64) {
-        self.0 = Some(at);
-    }
-
-    /// Sets the alarm to `at` if it is off; otherwise leaves it as it is.
-    pub fn set_if_off(&mut self, at: impl FnOnce() -> u64) {
-        self.0.get_or_insert_with(at);
-    }
-
-    /// Turns the alarm off.
-    pub fn turn_off(&mut self) {
-        self.0 = None;
-    }
-
-    /// Returns whether the alarm is due at `now`; if so, turns it off.
-    pub fn rings(&mut self, now: u64) -> bool {
-        self.0.take_if(|at| *at <= now).is_some()
-    }
-
-    /// Returns the alarm's time, monotonic ns; `None` if it is off.
-    pub fn next(self) -> Option<u64> {
-        self.0
-    }
-}
-
-/// All alarms of the thread.
-#[derive(Default)]
-pub struct Alarms {
-    /// Listens again on the names that were not polled for want of descriptors.
-    pub listen: Alarm,
-    /// Checks again whether dead links that no socket uses can be freed.
-    pub free_links: Alarm,
-    /// Sends the wake-ups that were delayed.
-    pub wake: Alarm,
-    /// Maintains the links to other hosts.
-    pub maintain: Alarm,
-    /// Checks whether links to other hosts still work.
-    pub watch: Alarm,
-    /// Tries again to receive or close descriptors in a thread apart.
-    pub apart: Alarm,
-}
-
-impl Alarms {
-    /// Returns the time of the first alarm, monotonic ns; `None` if all are off.
-    pub fn next_timeout(&self) -> Option<u64> {
-        let Self {
-            listen,
-            free_links,
-            wake,
-            maintain,
-            watch,
-            apart,
-        } = self;
-        let all = [listen, free_links, wake, maintain, watch, apart];
-        all.into_iter().filter_map(|alarm| alarm.next()).min()
-    }
-}
-
-#[cfg(test)]
-mod alarms_tests {
-    use super::*;
-
-    #[test]
-    fn an_alarm_rings_once() {
-        let mut alarms = Alarms::default();
-        assert_eq!(alarms.next_timeout(), None);
-        alarms.wake.set(9);
-        alarms.watch.set(7);
-        alarms.watch.set_if_off(|| 5);
-        assert_eq!(alarms.next_timeout(), Some(7));
-        assert!(!alarms.watch.rings(6) && alarms.watch.rings(7) && !alarms.watch.rings(8));
-        assert_eq!(alarms.next_timeout(), Some(9));
-        alarms.wake.turn_off();
-        assert!(!alarms.wake.rings(u64::MAX));
-    }
-}
-
-// Catches panics of the service thread. A panic is a defect of the library; neither the program nor its other
-// connections are to suffer from it.
-
-/// The first pause; each is twice as long as the one before, up to `LAST_PAUSE`. So a panic that repeats costs little.
-const FIRST_PAUSE: Duration = Duration::from_millis(1);
-const LAST_PAUSE: Duration = Duration::from_secs(1);
-
-thread_local! {
-    /// Whether this thread's panics are caught here. Has no destructor, so it may be read at any time.
-    static IS_GUARDED: Cell<bool> = const { Cell::new(false) };
-}
-
-/// Calls `round` until it breaks. A panic ends the one round; the next begins after a `pause`.
-///
-/// The command or event that the round was about is lost. Its connection may stay on TCP, or wait until its promotion's
-/// time is up. The next round handles the others. Locks are released as their guards unwind.
-pub fn rounds(mut round: impl FnMut() -> ControlFlow<()>, mut pause: impl FnMut(Duration)) {
-    log_caught_panics();
-    let mut rest = FIRST_PAUSE;
-    loop {
-        match catch_unwind(AssertUnwindSafe(&mut round)) {
-            Ok(ControlFlow::Continue(())) => {}
-            Ok(ControlFlow::Break(())) => return,
-            Err(_) => {
-                pause(rest);
-                rest = (rest * 2).min(LAST_PAUSE);
-            }
-        }
-    }
-}
-
-/// Logs a panic that this thread's [`rounds`] will catch. The standard library would write it to fd 2, which is the
-/// program's. Any other panic ends the process, and is reported as usual. That standard library is linked into this
-/// one: a program in Rust has its own, with its own hook.
-fn log_caught_panics() {
-    IS_GUARDED.set(true);
-    // No `Once`: a fork child must not wait for a thread that it does not have.
-    static IS_SET: AtomicBool = AtomicBool::new(false);
-    if IS_SET.swap(true, Relaxed) {
-        return;
-    }
-    let others = take_hook();
-    set_hook(Box::new(move |panic| {
-        if IS_GUARDED.get() {
-            tracing::error!(target: "rdmasock", %panic, "a defect of the library; please report it");
-        } else {
-            others(panic);
-        }
-    }));
-}
-
-#[cfg(test)]
-mod guard_tests {
-    use super::*;
-
-    /// A round that panics is not the last, and pauses grow up to their bound.
-    #[test]
-    fn a_panic_costs_one_round() {
-        let (mut done, mut pauses) = (0, Vec::new());
-        let round = || {
-            done += 1;
-            assert!(done % 2 == 0, "round {done}");
-            if done < 40 {
-                ControlFlow::Continue(())
-            } else {
-                ControlFlow::Break(())
-            }
-        };
-        rounds(round, |pause| pauses.push(pause));
-        assert_eq!((done, pauses.len()), (40, 20));
-        assert_eq!(pauses.first(), Some(&FIRST_PAUSE));
-        assert_eq!(pauses.last(), Some(&LAST_PAUSE));
-        assert!(pauses.is_sorted());
-    }
-}
-
-// Carries out the commands that calls of the program leave to the service thread.
-
-/// How long the wake-up for bytes that more is to follow is held back, ns: as long as TCP_CORK holds data (tcp(7)).
-const DELAYED_FOR: u64 = 200_000_000;
-
-impl Worker {
-    pub(super) fn on_command(&mut self, command: Command) {
+    fn on_command(&mut self, command: Command) {
         match command {
             Command::Promote(r) => self.ask_in_turn(r),
             Command::Do(r, task) => self.do_for(r, task),
@@ -865,11 +522,296 @@ impl Worker {
             ready::notify_local(socket);
         }
     }
+
+    /// Returns the state of a new thread; `mask` is the signal mask of the thread that starts it. `None` without
+    /// descriptors for it.
+    fn new(mask: libc::sigset_t, instance_name: Option<names::Listener>) -> Option<Self> {
+        let library = Library::get();
+        crate::objects::cgroup::look();
+        let worker = Self {
+            library,
+            service: &library.service,
+            namespace: own_namespace(),
+            instance_name,
+            owner_of: diag::connector_owner,
+            listeners: Vec::new(),
+            conns: HashMap::new(),
+            unread: Vec::new(),
+            guests: channels::Guests::new(descriptors()),
+            next_conn: 1,
+            asks: HashMap::new(),
+            to_ask: VecDeque::new(),
+            asked_until: VecDeque::new(),
+            cache: DestinationCache::new(4096),
+            devices: Devices::default(),
+            handshakes: Handshakes::new(),
+            links: LinkTable::default(),
+            bulks: Bulks::default(),
+            lingering: Lingering::default(),
+            control: Control::new(crate::sys::time::now_ns()),
+            hosts: Hosts::new(),
+            rings: Rings::default(),
+            standstill: Standstill::default(),
+            ends: Ends::default(),
+            alarms: Alarms::default(),
+            maintained: 0,
+            ending: ending::ThreadWatch::new(mask),
+            requests: crate::objects::holders::requests(),
+            commands: VecDeque::new(),
+            events: VecDeque::new(),
+        };
+        worker.add(
+            library.waiters.doorbell(SERVICE)?,
+            tag(kind::DOORBELL, 0),
+            kernel::EventFlags::IN | kernel::EventFlags::ET,
+        );
+        if let Some(name) = &worker.instance_name {
+            worker.add(name.as_fd(), tag(kind::INSTANCE, 0), kernel::EventFlags::IN);
+        }
+        Some(worker)
+    }
+
+    /// Returns whether there is memory for one more question, channel, attempt and link. Asked before the first step of
+    /// each; later steps need little, which the reserve has.
+    fn can_begin(&mut self) -> bool {
+        heap::can_serve()
+            && self.conns.try_reserve(1).is_ok()
+            && self.asks.try_reserve(1).is_ok()
+            && self.asked_until.try_reserve(1).is_ok()
+            && self.links.pending.try_reserve(1).is_ok()
+            && self.handshakes.has_room()
+    }
+
+    /// Returns a new id for a channel, or for another descriptor in the epoll set.
+    fn new_conn(&mut self) -> u64 {
+        let id = self.next_conn;
+        self.next_conn += 1;
+        id
+    }
+
+    /// Returns whether the connection is in this thread's network namespace. Names, and what the kernel reports of
+    /// addresses, belong to this namespace.
+    fn is_here(&self, socket: &'static Socket, tuple: &Tuple) -> bool {
+        if self.namespace != 0 || tuple.namespace() != 0 {
+            return tuple.namespace() == self.namespace;
+        }
+        let (connector, acceptor) = (tuple.connector(), tuple.acceptor());
+        let (local, remote) = match socket.promotion.role() {
+            Role::Connector => (connector, acceptor),
+            Role::Acceptor => (acceptor, connector),
+        };
+        let inode = socket.control.lock().and_then(|_control| {
+            let anchor = socket.numbers.anchor_fd()?;
+            Some(rustix::fs::fstat(anchor).ok()?.st_ino)
+        });
+        inode.is_some_and(|inode| diag::is_socket(local, remote, tuple.device(), inode))
+    }
+
+    /// Checks the namespace of a thread that was made again. Names and the control port stay in the first thread's
+    /// namespace, so in another one no further connection is promoted.
+    fn return_to_namespace(&mut self) {
+        if own_namespace() != self.namespace {
+            self.namespace = ELSEWHERE;
+        }
+    }
+
+    /// Adds a descriptor to the thread's epoll set. Returns false if the kernel refuses it.
+    fn add(&self, fd: BorrowedFd<'_>, data: u64, flags: kernel::EventFlags) -> bool {
+        kernel::add(&self.service.epoll, fd, kernel::EventData::new_u64(data), flags).is_ok()
+    }
 }
 
 /// Returns the live link with this slot; `None` if there is none.
 fn link_at(slot: u32) -> Option<&'static Link> {
     link::all().into_iter().find(|link| link.slot() == slot)
+}
+
+/// Returns the cookie of this thread's network namespace; 0 without descriptors, or if the kernel has no cookies.
+fn own_namespace() -> u64 {
+    let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
+    let socket = PrivateFd::open(|| socket_with(family, kind, SocketFlags::CLOEXEC, None));
+    socket.map_or(0, |socket| crate::sys::sockopt::namespace(socket.as_fd()))
+}
+
+/// Returns how many descriptors this process may have, the library's own among them.
+fn descriptors() -> u64 {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+    limit.maximum.unwrap_or(u64::MAX)
+}
+
+// The thread's timers: one row for each concern, with its next deadline and the function that handles it.
+
+/// A concern of the thread that has deadlines.
+struct Timer {
+    /// Returns the next deadline, monotonic ns; `None` if nothing is scheduled.
+    next: fn(&Worker) -> Option<u64>,
+    /// Does what is due. Called after every sleep, however long that was.
+    run: fn(&mut Worker, now: u64),
+}
+
+/// A field of the worker, handled by its own `on_timeout` or by a function of the worker.
+macro_rules! part {
+    ($name:ident) => {
+        part!($name, |worker, now| worker.$name.on_timeout(now))
+    };
+    ($name:ident, $run:expr) => {
+        Timer {
+            next: |worker| worker.$name.next_timeout(),
+            run: $run,
+        }
+    };
+}
+
+/// In the order in which they are handled.
+const TIMERS: &[Timer] = &[
+    Timer {
+        next: |worker| worker.asks.values().map(|asking| asking.deadline).min(),
+        run: Worker::expire_asks,
+    },
+    Timer {
+        next: |worker| worker.asked_until.front().map(|(until, _)| *until),
+        run: Worker::expire_asked,
+    },
+    part!(links, |worker, now| {
+        worker.expire_links(now);
+        worker.expire_arriving(now);
+    }),
+    part!(guests, Worker::expire_guests),
+    part!(alarms, Worker::on_alarms),
+    part!(lingering),
+    part!(handshakes),
+    part!(rings),
+    part!(standstill),
+    part!(ends, |worker, now| {
+        worker.ends.on_timeout(now);
+        worker.leave_dying(now);
+    }),
+    part!(control, Worker::control_on_time),
+    part!(hosts, Worker::hosts_on_time),
+    part!(ending),
+];
+
+/// Returns the earliest deadline of all timers, monotonic ns; `None` if nothing is scheduled.
+fn next(worker: &Worker) -> Option<u64> {
+    TIMERS.iter().filter_map(|timer| (timer.next)(worker)).min()
+}
+
+/// Handles all timers that are due.
+fn run_due(worker: &mut Worker, now: u64) {
+    for timer in TIMERS {
+        (timer.run)(worker, now);
+    }
+}
+
+/// The time of one piece of work, monotonic ns; `None` while the alarm is off.
+#[derive(Clone, Copy, Default)]
+struct Alarm(Option<u64>);
+
+impl Alarm {
+    /// Sets the alarm to `at`, monotonic ns, in place of an earlier time.
+    fn set(&mut self, at: u64) {
+        self.0 = Some(at);
+    }
+
+    /// Sets the alarm to `at` if it is off; otherwise leaves it as it is.
+    fn set_if_off(&mut self, at: impl FnOnce() -> u64) {
+        self.0.get_or_insert_with(at);
+    }
+
+    /// Turns the alarm off.
+    fn turn_off(&mut self) {
+        self.0 = None;
+    }
+
+    /// Returns whether the alarm is due at `now`; if so, turns it off.
+    fn rings(&mut self, now: u64) -> bool {
+        self.0.take_if(|at| *at <= now).is_some()
+    }
+
+    /// Returns the alarm's time, monotonic ns; `None` if it is off.
+    fn next(self) -> Option<u64> {
+        self.0
+    }
+}
+
+/// All alarms of the thread.
+#[derive(Default)]
+struct Alarms {
+    /// Listens again on the names that were not polled for want of descriptors.
+    listen: Alarm,
+    /// Checks again whether dead links that no socket uses can be freed.
+    free_links: Alarm,
+    /// Sends the wake-ups that were delayed.
+    wake: Alarm,
+    /// Maintains the links to other hosts.
+    maintain: Alarm,
+    /// Checks whether links to other hosts still work.
+    watch: Alarm,
+    /// Tries again to receive or close descriptors in a thread apart.
+    apart: Alarm,
+}
+
+impl Alarms {
+    /// Returns the time of the first alarm, monotonic ns; `None` if all are off.
+    fn next_timeout(&self) -> Option<u64> {
+        let Self {
+            listen,
+            free_links,
+            wake,
+            maintain,
+            watch,
+            apart,
+        } = self;
+        let all = [listen, free_links, wake, maintain, watch, apart];
+        all.into_iter().filter_map(|alarm| alarm.next()).min()
+    }
+}
+
+// Panics of the thread are caught. A panic is a defect of the library; neither the program nor its other connections
+// are to suffer from it.
+
+thread_local! {
+    /// Whether this thread's panics are caught here. Has no destructor, so it may be read at any time.
+    static IS_GUARDED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Calls `round` until it breaks. A panic ends the one round; the next begins after a `pause`.
+///
+/// The command or event that the round was about is lost. Its connection may stay on TCP, or wait until its promotion's
+/// time is up. The next round handles the others. Locks are released as their guards unwind.
+fn rounds(mut round: impl FnMut() -> ControlFlow<()>, mut pause: impl FnMut(Duration)) {
+    log_caught_panics();
+    let mut rest = FIRST_PAUSE;
+    loop {
+        match catch_unwind(AssertUnwindSafe(&mut round)) {
+            Ok(ControlFlow::Continue(())) => {}
+            Ok(ControlFlow::Break(())) => return,
+            Err(_) => {
+                pause(rest);
+                rest = (rest * 2).min(LAST_PAUSE);
+            }
+        }
+    }
+}
+
+/// Logs a panic that this thread's [`rounds`] will catch. The standard library would write it to fd 2, which is the
+/// program's. Any other panic ends the process, and is reported as usual. That standard library is linked into this
+/// one: a program in Rust has its own, with its own hook.
+fn log_caught_panics() {
+    IS_GUARDED.set(true);
+    // No `Once`: a fork child must not wait for a thread that it does not have.
+    static IS_SET: AtomicBool = AtomicBool::new(false);
+    if IS_SET.swap(true, Relaxed) {
+        return;
+    }
+    let others = take_hook();
+    set_hook(Box::new(move |panic| {
+        if IS_GUARDED.get() {
+            tracing::error!(target: "rdmasock", %panic, "a defect of the library; please report it");
+        } else {
+            others(panic);
+        }
+    }));
 }
 
 // Threads of the library. They run no signal handlers of the program, and a thread that cannot be made is an error.
@@ -878,7 +820,7 @@ fn link_at(slot: u32) -> Option<&'static Link> {
 type Body = Box<dyn FnOnce() + Send>;
 
 /// Runs `body` in a new, detached thread with a stack of `stack` bytes. Returns the errors of pthread_create(3).
-pub fn spawn(name: &'static CStr, stack: usize, body: impl FnOnce() + Send + 'static) -> Result<(), Errno> {
+fn spawn(name: &'static CStr, stack: usize, body: impl FnOnce() + Send + 'static) -> Result<(), Errno> {
     let body: Body = Box::new(move || {
         let _ = rustix::thread::set_name(name);
         body();
@@ -911,7 +853,7 @@ extern "C" fn run(body: *mut c_void) -> *mut c_void {
 
 /// Blocks all signals of the calling thread until it is dropped, so that a new thread starts with them blocked. Holds
 /// the mask from before.
-pub struct SignalsBlocked(pub libc::sigset_t);
+pub struct SignalsBlocked(libc::sigset_t);
 
 impl SignalsBlocked {
     pub fn new() -> Self {
@@ -934,3 +876,6 @@ impl Drop for SignalsBlocked {
         }
     }
 }
+
+#[cfg(test)]
+pub(crate) mod tests;

@@ -1,4 +1,5 @@
-//! Links to other hosts: connecting, accepting, and the events of their descriptors.
+//! Links to other hosts: connecting, accepting, and the events of their descriptors. Also the bulk queue pairs beside
+//! the queue pairs of these links (docs/protocol.md, P90): when one is made, and what follows when it is lost.
 //!
 //! The address and the cookie come from the HELLO in the TCP connection; this file connects to nothing else. Connecting
 //! can block in the kernel, so a thread of its own does it.
@@ -35,17 +36,18 @@ const MAINTAIN_DOUBLINGS: u32 = 2;
 
 /// How often links on which something was sent are checked, ns.
 const WATCH_EVERY: u64 = 1_000_000_000;
-
-pub(super) fn introduce(instance: InstanceId, cookie: Cookie, is_bulk: bool) -> [u8; PRIVATE_BYTES] {
-    let introduction = Introduction {
-        pid: rustix::process::getpid().as_raw_nonzero().get() as u32,
-        instance,
-        cookie,
-        is_direct: config().zcopy != ZeroCopy::Off,
-        is_bulk,
-    };
-    introduction.encode()
-}
+/// The time after which an unanswered request to connect counts as lost, and is made anew. Each further one is given
+/// twice as long, for the peer may only be slow.
+///
+/// RoCE's requests are datagrams, which the kernel repeats after more than 4 s (Linux, `CMA_CM_RESPONSE_TIMEOUT`). With
+/// iWARP a request is a TCP connection, which the kernel tries at longer and longer intervals. The first request after
+/// a failure of the network often comes too early.
+const LOST_AFTER: Duration = Duration::from_secs(3);
+/// How long making a bulk queue pair may take, ns.
+const WITHIN: u64 = 40_000_000_000;
+/// Time from the loss of one bulk queue pair to the next, ns. It doubles with each loss, at most `DOUBLINGS` times.
+const AGAIN_AFTER: u64 = 1_000_000_000;
+const DOUBLINGS: u32 = 6;
 
 impl Worker {
     /// Listens for links at this local address, the acceptor's end of a connection. Returns false if there is no device
@@ -448,15 +450,18 @@ impl Worker {
     }
 }
 
-/// The time after which an unanswered request to connect counts as lost, and is made anew. Each further one is given
-/// twice as long, for the peer may only be slow.
-///
-/// RoCE's requests are datagrams, which the kernel repeats after more than 4 s (Linux, `CMA_CM_RESPONSE_TIMEOUT`). With
-/// iWARP a request is a TCP connection, which the kernel tries at longer and longer intervals. The first request after
-/// a failure of the network often comes too early.
-const LOST_AFTER: Duration = Duration::from_secs(3);
+fn introduce(instance: InstanceId, cookie: Cookie, is_bulk: bool) -> [u8; PRIVATE_BYTES] {
+    let introduction = Introduction {
+        pid: rustix::process::getpid().as_raw_nonzero().get() as u32,
+        instance,
+        cookie,
+        is_direct: config().zcopy != ZeroCopy::Off,
+        is_bulk,
+    };
+    introduction.encode()
+}
 
-pub(super) fn dial(
+fn dial(
     peer: InstanceId,
     local: IpAddr,
     remote: SocketAddr,
@@ -490,19 +495,41 @@ pub(super) fn dial(
     })
 }
 
-// Bulk queue pairs beside the queue pairs of links to other hosts (docs/protocol.md, P90): when one is made, and what
-// follows when it is lost. The transfers over it are the engine's.
+// Bulk queue pairs. The transfers over them are the engine's.
 //
 // The end that has connected the link connects the bulk queue pair too, with a cookie that the other end sends over
 // the link. A link that has lost one gets another only after both ends have reported the loss, and some time later.
 
-/// How long making a bulk queue pair may take, ns.
-const WITHIN: u64 = 40_000_000_000;
-
-fn remote_at(slot: u32) -> Option<(&'static Link, &'static Remote)> {
-    let link = link::all().into_iter().find(|link| link.slot() == slot)?;
-    Some((link, link.remote()?))
+/// The state of a link's bulk queue pair.
+enum Stage {
+    /// No queue pair exists, and none is made before this time, monotonic ns.
+    None { before: u64 },
+    /// The other end was asked for a cookie, which counts until then, monotonic ns.
+    Asked { until: u64 },
+    /// The other end was given a cookie, which counts until then, monotonic ns.
+    Offered { until: u64 },
+    /// The queue pair is being connected.
+    Connecting,
+    /// Both ends have it, as far as this end knows.
+    Up,
+    /// The queue pair is lost. `here`: this end has reported that; `there`: the other end has.
+    Lost { here: bool, there: bool },
 }
+
+/// The bulk queue pair of one link.
+struct Bulk {
+    stage: Stage,
+    /// The cookie that the other end was given last. A request with it may be repeated, as for a link.
+    cookie: Option<Cookie>,
+    /// How many were lost, or failed to come up.
+    lost: u32,
+    /// The other end has lost the queue pair before this end has it.
+    is_lost_there: bool,
+}
+
+/// The states, by the slot of the link.
+#[derive(Default)]
+pub struct Bulks(HashMap<u32, Bulk>);
 
 impl Worker {
     /// Gets a bulk queue pair for this link, on which a call would transfer directly, if none is there or being made.
@@ -588,7 +615,7 @@ impl Worker {
 
     /// Accepts a bulk queue pair beside the link that has offered it. `Err(Some)` gives the connection back if no link
     /// has; `Err(None)` if accepting has failed.
-    pub(super) fn accept_bulk(
+    fn accept_bulk(
         &mut self,
         incoming: Incoming,
         introduction: &Introduction,
@@ -619,7 +646,7 @@ impl Worker {
     }
 
     /// Handles the end of an accepted connection's set-up: `pair` if the bulk queue pair is up, `None` if not.
-    pub(super) fn on_bulk_arrived(&mut self, link: &'static Link, pair: Option<Pair>) {
+    fn on_bulk_arrived(&mut self, link: &'static Link, pair: Option<Pair>) {
         match (pair, link.remote().filter(|_| link.is_alive())) {
             (Some(pair), Some(remote)) => self.attach_bulk(link, remote, pair),
             (None, Some(_)) => self.bulks.of(link).end(crate::sys::time::now_ns()),
@@ -641,7 +668,7 @@ impl Worker {
     }
 
     /// Ends the bulk queue pairs that were lost, and reports each to the peer.
-    pub(super) fn retire_bulk(&mut self, link: &'static Link, remote: &'static Remote) {
+    fn retire_bulk(&mut self, link: &'static Link, remote: &'static Remote) {
         for _ in 0..remote.end_retired() {
             self.library.stats.count(Event::BulkLost);
             tracing::debug!(target: "rdmasock::link", peer = %link.peer(), "bulk queue pair lost");
@@ -649,6 +676,11 @@ impl Worker {
             self.bulks.of(link).on_lost(crate::sys::time::now_ns(), true);
         }
     }
+}
+
+fn remote_at(slot: u32) -> Option<(&'static Link, &'static Remote)> {
+    let link = link::all().into_iter().find(|link| link.slot() == slot)?;
+    Some((link, link.remote()?))
 }
 
 /// Connects a bulk queue pair beside a link, in a new thread. Returns false if no thread can be made.
@@ -671,39 +703,6 @@ fn dial_beside(
     spawned.is_ok()
 }
 
-// The state of each link's bulk queue pair (docs/protocol.md, P90). `bulk.rs` acts on it.
-
-/// Time from the loss of one bulk queue pair to the next, ns. It doubles with each loss, at most `DOUBLINGS` times.
-const AGAIN_AFTER: u64 = 1_000_000_000;
-const DOUBLINGS: u32 = 6;
-
-/// The state of a link's bulk queue pair.
-pub enum Stage {
-    /// No queue pair exists, and none is made before this time, monotonic ns.
-    None { before: u64 },
-    /// The other end was asked for a cookie, which counts until then, monotonic ns.
-    Asked { until: u64 },
-    /// The other end was given a cookie, which counts until then, monotonic ns.
-    Offered { until: u64 },
-    /// The queue pair is being connected.
-    Connecting,
-    /// Both ends have it, as far as this end knows.
-    Up,
-    /// The queue pair is lost. `here`: this end has reported that; `there`: the other end has.
-    Lost { here: bool, there: bool },
-}
-
-/// The bulk queue pair of one link.
-pub struct Bulk {
-    pub stage: Stage,
-    /// The cookie that the other end was given last. A request with it may be repeated, as for a link.
-    pub cookie: Option<Cookie>,
-    /// How many were lost, or failed to come up.
-    lost: u32,
-    /// The other end has lost the queue pair before this end has it.
-    pub is_lost_there: bool,
-}
-
 impl Bulk {
     fn new() -> Self {
         Self {
@@ -715,7 +714,7 @@ impl Bulk {
     }
 
     /// Returns whether a queue pair may be made now: none is there, or being made.
-    pub fn may_begin(&self, now: u64) -> bool {
+    fn may_begin(&self, now: u64) -> bool {
         match self.stage {
             Stage::None { before } => now >= before,
             Stage::Asked { until } | Stage::Offered { until } => now >= until,
@@ -725,7 +724,7 @@ impl Bulk {
 
     /// Returns the cookie for the other end: the same as before if the other end may be about to use that one. Both
     /// ends may want a queue pair at the same moment, and their messages cross.
-    pub fn to_offer(&self, now: u64, fresh: Cookie) -> Cookie {
+    fn to_offer(&self, now: u64, fresh: Cookie) -> Cookie {
         match self.stage {
             Stage::Offered { until } if now < until => self.cookie.unwrap_or(fresh),
             _ => fresh,
@@ -733,13 +732,13 @@ impl Bulk {
     }
 
     /// Notes the cookie that the other end was given, and until when it counts, monotonic ns.
-    pub fn on_offered(&mut self, cookie: Cookie, until: u64) {
+    fn on_offered(&mut self, cookie: Cookie, until: u64) {
         self.cookie = Some(cookie);
         self.stage = Stage::Offered { until };
     }
 
     /// Ends an attempt that has failed, or a queue pair that is over. The next may begin after a pause.
-    pub fn end(&mut self, now: u64) {
+    fn end(&mut self, now: u64) {
         let after = AGAIN_AFTER << self.lost.min(DOUBLINGS);
         self.lost = self.lost.saturating_add(1);
         self.cookie = None;
@@ -748,7 +747,7 @@ impl Bulk {
     }
 
     /// Notes that an end has reported the loss. Once both have, the next queue pair may begin after a pause.
-    pub fn on_lost(&mut self, now: u64, is_here: bool) {
+    fn on_lost(&mut self, now: u64, is_here: bool) {
         let (here, there) = match self.stage {
             Stage::Lost { here, there } => (here || is_here, there || !is_here),
             _ => (is_here, !is_here),
@@ -761,13 +760,9 @@ impl Bulk {
     }
 }
 
-/// The states, by the slot of the link.
-#[derive(Default)]
-pub struct Bulks(HashMap<u32, Bulk>);
-
 impl Bulks {
     /// Returns the state of the link's bulk queue pair.
-    pub fn of(&mut self, link: &Link) -> &mut Bulk {
+    fn of(&mut self, link: &Link) -> &mut Bulk {
         self.0.entry(link.slot()).or_insert_with(Bulk::new)
     }
 
@@ -777,7 +772,7 @@ impl Bulks {
     }
 
     /// Returns the link for which this cookie was given out; `None` if there is none.
-    pub fn offered(&self, introduction: &Introduction) -> Option<&'static Link> {
+    fn offered(&self, introduction: &Introduction) -> Option<&'static Link> {
         let is_it = |link: &&'static Link| {
             let cookie = self.0.get(&link.slot()).and_then(|bulk| bulk.cookie.as_ref());
             cookie.is_some_and(|cookie| cookie.matches(&introduction.cookie)) && link.peer() == introduction.instance
@@ -787,7 +782,7 @@ impl Bulks {
 }
 
 #[cfg(test)]
-mod bulks_tests {
+mod tests {
     use super::*;
 
     #[test]

@@ -1,5 +1,5 @@
 //! Tests which peer may answer which question: the rules P10, P11, P14 and P15, and the memory of attempts, on one
-//! worker.
+//! worker. Also tests alarms, and what a panic of the thread costs.
 
 use std::collections::VecDeque;
 use std::io::{Read, Write};
@@ -529,4 +529,38 @@ fn another_namespace_is_of_no_connection() {
     worker.return_to_namespace();
     assert!(!worker.is_here(socket, &tuple.at(first, 0)));
     assert!(!worker.is_here(socket, &tuple.at(first + 1, 0)));
+}
+
+#[test]
+fn an_alarm_rings_once() {
+    let mut alarms = Alarms::default();
+    assert_eq!(alarms.next_timeout(), None);
+    alarms.wake.set(9);
+    alarms.watch.set(7);
+    alarms.watch.set_if_off(|| 5);
+    assert_eq!(alarms.next_timeout(), Some(7));
+    assert!(!alarms.watch.rings(6) && alarms.watch.rings(7) && !alarms.watch.rings(8));
+    assert_eq!(alarms.next_timeout(), Some(9));
+    alarms.wake.turn_off();
+    assert!(!alarms.wake.rings(u64::MAX));
+}
+
+/// A round that panics is not the last, and pauses grow up to their bound.
+#[test]
+fn a_panic_costs_one_round() {
+    let (mut done, mut pauses) = (0, Vec::new());
+    let round = || {
+        done += 1;
+        assert!(done % 2 == 0, "round {done}");
+        if done < 40 {
+            ControlFlow::Continue(())
+        } else {
+            ControlFlow::Break(())
+        }
+    };
+    rounds(round, |pause| pauses.push(pause));
+    assert_eq!((done, pauses.len()), (40, 20));
+    assert_eq!(pauses.first(), Some(&FIRST_PAUSE));
+    assert_eq!(pauses.last(), Some(&LAST_PAUSE));
+    assert!(pauses.is_sorted());
 }

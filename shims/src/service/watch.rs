@@ -1,5 +1,8 @@
 //! Watches the TCP sockets of connections that are being promoted or are on a link. Puts them back into the kernel's
 //! epoll sets when both directions are on TCP again.
+//!
+//! Also has the ends that only TCP shows ([`Ends`]), the closed connections whose other end still writes markers
+//! ([`Lingering`]), and the senders whose readers stand still ([`Standstill`]).
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -25,6 +28,26 @@ use crate::polling::readiness;
 use crate::service::links::LINK_TIMEOUT;
 use crate::service::{Watched, Worker};
 use crate::sys::points::point;
+
+/// How long the other end's process may take to mark an end that TCP has shown, ns. It is asked to check, and marks the
+/// end or is itself seen to have ended.
+const MARK_WITHIN: u64 = 1_000_000_000;
+/// Time to the first check for a reader, and the longest time between two, ns. Half-closed connections may live for
+/// days.
+const LOOK_FIRST: u64 = 100_000_000;
+const LOOK_LAST: u64 = 1_000_000_000;
+/// How long TCP has to show the end of a peer whose process has ended, ns. If another process has that end too, TCP
+/// never shows it.
+const END_WITHIN: u64 = 1_000_000_000;
+/// How long the other end may take to write a marker, ns. It writes one when there is a link, or none can be made.
+const PATIENCE: u64 = LINK_TIMEOUT.as_nanos() as u64 + 5_000_000_000;
+/// How long the other end may take to make room for the unsent bytes, ns.
+const PATIENCE_UNSENT: u64 = 60_000_000_000;
+/// The events that the epoll set reports of a closed connection.
+pub const EVENTS: kernel::EventFlags = kernel::EventFlags::IN
+    .union(kernel::EventFlags::OUT)
+    .union(kernel::EventFlags::RDHUP)
+    .union(kernel::EventFlags::ET);
 
 impl Worker {
     /// Begins to watch the TCP socket; from now on the library reports the socket's readiness.
@@ -172,50 +195,6 @@ fn note_anchor(socket: &Socket) {
 
 // Connections with an end that is over, or may be, although no message or mark on the link shows it.
 
-/// How long the other end's process may take to mark an end that TCP has shown, ns. It is asked to check, and marks the
-/// end or is itself seen to have ended.
-const MARK_WITHIN: u64 = 1_000_000_000;
-
-/// Time to the first check for a reader, and the longest time between two, ns. Half-closed connections may live for
-/// days.
-const LOOK_FIRST: u64 = 100_000_000;
-const LOOK_LAST: u64 = 1_000_000_000;
-
-/// Returns whether the receiving direction is on a link within the host, and no end mark has come.
-fn is_unmarked(socket: &'static Socket) -> bool {
-    let Some(rx) = socket.rx.lock() else {
-        return false;
-    };
-    socket.rx_mode.load(Acquire) == Mode::Link
-        && !rx.stays
-        && !socket.rx_shut.load(Acquire)
-        && rx.consumer.as_ref().is_some_and(|c| !c.has_mark() && !c.has_left())
-}
-
-/// Returns whether the sending direction is on a link within the host.
-fn sends_on_link(socket: &'static Socket) -> bool {
-    socket.tx_mode.load(Acquire) == Mode::Link && socket.link().is_some_and(|l| l.is_alive() && !l.is_remote())
-}
-
-/// How long TCP has to show the end of a peer whose process has ended, ns. If another process has that end too, TCP
-/// never shows it.
-const END_WITHIN: u64 = 1_000_000_000;
-
-fn awaits_end(socket: &'static Socket) -> bool {
-    let is_unread = socket.tx.lock().is_some_and(|tx| {
-        let unread = tx.producer.as_ref().is_some_and(|p| p.is_unread());
-        unread && !tx.is_shut && socket.tx_mode.load(Acquire) == Mode::Link
-    });
-    is_unread && !has_ended(socket)
-}
-
-fn has_ended(socket: &'static Socket) -> bool {
-    let Some(_control) = socket.control.lock() else {
-        return true;
-    };
-    ready::without_queue(ready::kernel(socket, rustix::event::PollFlags::RDHUP)) & ready::ENDED != 0
-}
-
 /// A stream whose peer's process has ended without reading all bytes from here, and whose TCP does not show that yet.
 /// Until then the stream stays as it is: a call that was woken before would find the connection still standing.
 struct Dying {
@@ -244,7 +223,7 @@ struct OneWay {
     deadline: u64,
 }
 
-/// The connections of this file, by what they wait for.
+/// These connections, by what they wait for.
 #[derive(Default)]
 pub struct Ends {
     /// Connections whose other end was probably closed past its library.
@@ -283,7 +262,7 @@ impl Ends {
     }
 
     /// Returns whether a stream waits for TCP to show the end of its peer.
-    pub fn has_dying(&self) -> bool {
+    fn has_dying(&self) -> bool {
         !self.dying.is_empty()
     }
 
@@ -294,7 +273,7 @@ impl Ends {
     }
 
     /// Handles that TCP shows the peer's last byte.
-    pub fn on_end_of_tcp(&mut self, socket: &'static Socket) {
+    fn on_end_of_tcp(&mut self, socket: &'static Socket) {
         let now = crate::sys::time::now_ns();
         let r = Ref::new(socket);
         let is_unmarked = is_unmarked(socket);
@@ -352,22 +331,36 @@ impl Ends {
     }
 }
 
-// Connections that the program has closed while a promotion was under way.
-//
-// The other end still writes markers, which no thread here would read. The kernel answers bytes that arrive unread at
-// a closed socket with a reset. So the peer program would see its connection fail because of an attempt to promote it
-// (ARCHITECTURE, I2).
-//
-// Therefore the TCP socket stays open here, with its sending half shut as close() would, until the other end's closing
-// marker or its end has come. Any other bytes that arrive are bytes that the program has not read: they lead to the
-// reset that close() would have sent.
-//
-// A connection also stays if TCP has not taken all bytes of the direction that was being closed.
+/// Returns whether the receiving direction is on a link within the host, and no end mark has come.
+fn is_unmarked(socket: &'static Socket) -> bool {
+    let Some(rx) = socket.rx.lock() else {
+        return false;
+    };
+    socket.rx_mode.load(Acquire) == Mode::Link
+        && !rx.stays
+        && !socket.rx_shut.load(Acquire)
+        && rx.consumer.as_ref().is_some_and(|c| !c.has_mark() && !c.has_left())
+}
 
-/// How long the other end may take to write a marker, ns. It writes one when there is a link, or none can be made.
-const PATIENCE: u64 = LINK_TIMEOUT.as_nanos() as u64 + 5_000_000_000;
-/// How long the other end may take to make room for the unsent bytes, ns.
-const PATIENCE_UNSENT: u64 = 60_000_000_000;
+/// Returns whether the sending direction is on a link within the host.
+fn sends_on_link(socket: &'static Socket) -> bool {
+    socket.tx_mode.load(Acquire) == Mode::Link && socket.link().is_some_and(|l| l.is_alive() && !l.is_remote())
+}
+
+fn awaits_end(socket: &'static Socket) -> bool {
+    let is_unread = socket.tx.lock().is_some_and(|tx| {
+        let unread = tx.producer.as_ref().is_some_and(|p| p.is_unread());
+        unread && !tx.is_shut && socket.tx_mode.load(Acquire) == Mode::Link
+    });
+    is_unread && !has_ended(socket)
+}
+
+fn has_ended(socket: &'static Socket) -> bool {
+    let Some(_control) = socket.control.lock() else {
+        return true;
+    };
+    ready::without_queue(ready::kernel(socket, rustix::event::PollFlags::RDHUP)) & ready::ENDED != 0
+}
 
 /// A connection that outlives its close.
 struct Closed {
@@ -376,13 +369,17 @@ struct Closed {
     deadline: u64,
 }
 
-/// The events that the epoll set reports of each connection.
-pub const EVENTS: kernel::EventFlags = kernel::EventFlags::IN
-    .union(kernel::EventFlags::OUT)
-    .union(kernel::EventFlags::RDHUP)
-    .union(kernel::EventFlags::ET);
-
-/// The connections that outlive their close.
+/// The connections that outlive their close: the program has closed them while a promotion was under way.
+///
+/// The other end still writes markers, which no thread here would read. The kernel answers bytes that arrive unread at
+/// a closed socket with a reset. So the peer program would see its connection fail because of an attempt to promote it
+/// (ARCHITECTURE, I2).
+///
+/// Therefore the TCP socket stays open here, with its sending half shut as close() would, until the other end's closing
+/// marker or its end has come. Any other bytes that arrive are bytes that the program has not read: they lead to the
+/// reset that close() would have sent.
+///
+/// A connection also stays if TCP has not taken all bytes of the direction that was being closed.
 #[derive(Default)]
 pub struct Lingering {
     all: HashMap<u64, Closed>,
@@ -506,72 +503,6 @@ fn reset(fd: BorrowedFd<'_>) {
     let _ = rustix::net::sockopt::set_socket_linger(fd, Some(std::time::Duration::ZERO));
 }
 
-#[cfg(test)]
-mod linger_tests {
-    use std::io::{Read, Write};
-    use std::net::{TcpListener, TcpStream};
-    use std::os::fd::AsFd;
-
-    use rdmasock_core::ids::{InstanceId, Nonce};
-    use rdmasock_core::os::privatefd::PrivateFd;
-    use rdmasock_core::wire::{Hello, Reason};
-
-    use super::*;
-
-    /// A connection was shut, and then closed before a HELLO had come. The HELLO is answered, and the end follows the
-    /// marker that closes the attempt.
-    #[test]
-    fn a_greeting_of_what_has_not_ended_yet_is_answered() {
-        let [mine, theirs] = [[0xc0; 16], [0xc1; 16]].map(Nonce::from_bytes);
-        let encoded = |marker: Marker, to: &Nonce| {
-            let mut buf = [0u8; MAX_MARKER];
-            marker.encode(to, &mut buf).unwrap().to_vec()
-        };
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let mut peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        let (ours, _) = listener.accept().unwrap();
-        rustix::net::shutdown(&ours, rustix::net::Shutdown::Read).unwrap();
-        let abort = encoded(Marker::Abort(Reason::Cancelled), &theirs);
-        let awaited = Awaited {
-            nonce: mine,
-            precede_end: true,
-            answer: abort.clone(),
-            part: Vec::new(),
-        };
-        let copy = PrivateFd::duplicate_closing(ours.as_fd()).unwrap();
-        drop(ours);
-        let mut remains = Remains::new(copy, Some(awaited), Vec::new());
-        assert!(!remains.is_over(), "an end of our own is none of the peer's");
-        let hello = Hello {
-            instance: InstanceId::random().unwrap(),
-            link: None,
-        };
-        peer.write_all(&encoded(Marker::Hello(hello), &mine)).unwrap();
-        let mut answer = vec![0; abort.len()];
-        peer.set_nonblocking(true).unwrap();
-        while peer.read_exact(&mut answer).is_err() {
-            assert!(!remains.is_over());
-        }
-        assert_eq!(answer, abort);
-        peer.write_all(&encoded(Marker::Abort(Reason::Cancelled), &mine))
-            .unwrap();
-        while !remains.is_over() {
-            std::thread::yield_now();
-        }
-        peer.set_nonblocking(false).unwrap();
-        drop(remains);
-        assert_eq!(peer.read(&mut answer).unwrap(), 0, "an end, and no reset");
-    }
-}
-
-// TCP_USER_TIMEOUT on a link: times a connection out whose other end reads nothing for that time, although bytes wait
-// for it (tcp(7)). TCP counts from when the window is closed, this file from when a send has found no room. On TCP the
-// kernel counts.
-
-fn patience(socket: &Socket) -> u64 {
-    u64::from(socket.options.user_timeout.load(Acquire)) * 1_000_000
-}
-
 /// A sender that has found no room, and waits at most TCP_USER_TIMEOUT for its reader.
 struct Standing {
     r: Ref,
@@ -583,7 +514,9 @@ struct Standing {
     deadline: u64,
 }
 
-/// The senders whose readers are timed.
+/// The senders whose readers are timed: TCP_USER_TIMEOUT on a link. It times a connection out whose other end reads
+/// nothing for that time, although bytes wait for it (tcp(7)). TCP counts from when the window is closed, this thread
+/// from when a send has found no room. On TCP the kernel counts.
 #[derive(Default)]
 pub struct Standstill {
     standing: Vec<Standing>,
@@ -638,5 +571,67 @@ impl Standstill {
             }
             patience != 0 && !is_over
         });
+    }
+}
+
+fn patience(socket: &Socket) -> u64 {
+    u64::from(socket.options.user_timeout.load(Acquire)) * 1_000_000
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::net::{TcpListener, TcpStream};
+    use std::os::fd::AsFd;
+
+    use rdmasock_core::ids::{InstanceId, Nonce};
+    use rdmasock_core::os::privatefd::PrivateFd;
+    use rdmasock_core::wire::{Hello, Reason};
+
+    use super::*;
+
+    /// A connection was shut, and then closed before a HELLO had come. The HELLO is answered, and the end follows the
+    /// marker that closes the attempt.
+    #[test]
+    fn a_greeting_of_what_has_not_ended_yet_is_answered() {
+        let [mine, theirs] = [[0xc0; 16], [0xc1; 16]].map(Nonce::from_bytes);
+        let encoded = |marker: Marker, to: &Nonce| {
+            let mut buf = [0u8; MAX_MARKER];
+            marker.encode(to, &mut buf).unwrap().to_vec()
+        };
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (ours, _) = listener.accept().unwrap();
+        rustix::net::shutdown(&ours, rustix::net::Shutdown::Read).unwrap();
+        let abort = encoded(Marker::Abort(Reason::Cancelled), &theirs);
+        let awaited = Awaited {
+            nonce: mine,
+            precede_end: true,
+            answer: abort.clone(),
+            part: Vec::new(),
+        };
+        let copy = PrivateFd::duplicate_closing(ours.as_fd()).unwrap();
+        drop(ours);
+        let mut remains = Remains::new(copy, Some(awaited), Vec::new());
+        assert!(!remains.is_over(), "an end of our own is none of the peer's");
+        let hello = Hello {
+            instance: InstanceId::random().unwrap(),
+            link: None,
+        };
+        peer.write_all(&encoded(Marker::Hello(hello), &mine)).unwrap();
+        let mut answer = vec![0; abort.len()];
+        peer.set_nonblocking(true).unwrap();
+        while peer.read_exact(&mut answer).is_err() {
+            assert!(!remains.is_over());
+        }
+        assert_eq!(answer, abort);
+        peer.write_all(&encoded(Marker::Abort(Reason::Cancelled), &mine))
+            .unwrap();
+        while !remains.is_over() {
+            std::thread::yield_now();
+        }
+        peer.set_nonblocking(false).unwrap();
+        drop(remains);
+        assert_eq!(peer.read(&mut answer).unwrap(), 0, "an end, and no reset");
     }
 }

@@ -120,7 +120,7 @@ impl Worker {
             .filter_map(|(id, listener)| Some((listener.name()?, tag(kind::NAME, id as u64), exclusive)));
         for (fd, data, flags) in instance.into_iter().chain(services) {
             // The kernel modifies no entry that is EXCLUSIVE.
-            let _ = kernel::delete(&self.service.epoll, fd);
+            self.service.forget(fd);
             if on {
                 self.add(fd, data, flags);
             }
@@ -252,9 +252,7 @@ impl Worker {
             }
             return true;
         }
-        self.with_channel(id, |channel| {
-            let _ = kernel::delete(&self.service.epoll, channel.as_fd());
-        });
+        self.with_channel(id, |channel| self.service.forget(channel.as_fd()));
         match self.with_channel(id, |channel| apart::receive(channel.as_fd())) {
             Some(Ok(apart)) => {
                 if self.add(apart.as_fd(), tag(kind::APART, id), kernel::EventFlags::IN)
@@ -432,9 +430,7 @@ impl Worker {
         if link.is_remote() {
             return self.forget_remote(link);
         }
-        link.with_channel(|channel| {
-            let _ = kernel::delete(&self.service.epoll, channel.as_fd());
-        });
+        link.with_channel(|channel| self.service.forget(channel.as_fd()));
     }
 
     /// Closes a channel whose other end breaks the protocol.
@@ -452,7 +448,7 @@ impl Worker {
             return;
         };
         if let Some(channel) = &conn.channel {
-            let _ = kernel::delete(&self.service.epoll, channel.as_fd());
+            self.service.forget(channel.as_fd());
         }
         match conn.peer {
             Peer::Incoming {

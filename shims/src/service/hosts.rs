@@ -476,7 +476,7 @@ impl Worker {
     fn close_host(&mut self, id: u64) {
         if let Some(host) = self.hosts.hosts.remove(&id) {
             self.hosts.by_address.remove(&host.address);
-            let _ = kernel::delete(&self.service.epoll, host.socket.as_fd());
+            self.service.forget(host.socket.as_fd());
         }
     }
 }

@@ -295,7 +295,7 @@ impl Worker {
     fn forget_fd(&self, fd: Result<i32, Errno>) {
         if let Ok(fd) = fd {
             // SAFETY: the caller still has the pair or the acceptor, so the fd is open.
-            let _ = kernel::delete(&self.service.epoll, unsafe { BorrowedFd::borrow_raw(fd) });
+            self.service.forget(unsafe { BorrowedFd::borrow_raw(fd) });
         }
     }
 

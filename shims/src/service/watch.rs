@@ -90,7 +90,7 @@ impl Worker {
                 return;
             }
             if let Some(fd) = socket.numbers.anchor_fd() {
-                let _ = kernel::delete(&self.service.epoll, fd);
+                self.service.forget(fd);
             }
             socket.wakes.anchor.store(0, SeqCst);
         }

@@ -74,7 +74,7 @@ impl Worker {
             let reason = wire::Reason::Resources;
             return self.reply(conn, &Message::No { request, reason });
         }
-        let link = self.remote_link_of(conn);
+        let link = self.link_of(conn).filter(|link| link.is_remote()).map(|_| conn);
         let tuple = match link {
             // Namespaces and interfaces of this host mean nothing to another host.
             Some(_) => tuple.at(self.namespace, 0),
@@ -187,12 +187,6 @@ impl Worker {
                 Owner::Unknown => reach.is_between_hosts(tuple.acceptor().ip(), tuple.connector().ip()),
             },
         }
-    }
-
-    /// Returns `conn` if it is a link between hosts, else `None`.
-    fn remote_link_of(&self, conn: u64) -> Option<u64> {
-        let peer = self.conns.get(&conn).map(|c| &c.peer);
-        matches!(peer, Some(Peer::Link(link)) if link.is_remote()).then_some(conn)
     }
 
     /// Returns whether the YES with this nonce may have been lost, with a link between hosts. On any other channel it

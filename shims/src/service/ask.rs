@@ -21,7 +21,7 @@ use crate::objects::link;
 use crate::objects::link::Link;
 use crate::objects::mailbox::Ref;
 use crate::objects::socket::{Socket, Stage};
-use crate::service::{Peer, Watched, Worker};
+use crate::service::{Peer, Watched, Worker, keys};
 use crate::sys::sockopt;
 
 /// How long the channel of one question is kept, ns. Longer than the answer counts, so that a late YES is cancelled.
@@ -446,12 +446,7 @@ impl Worker {
     /// Treats the end of a link as NO to the questions that were asked on it. Between hosts an answer may have been on
     /// its way: the same question is asked in another way.
     pub(super) fn on_link_silence(&mut self, conn: u64, is_remote: bool) {
-        let waiting = self
-            .asks
-            .iter()
-            .filter(|(_, a)| a.asked.contains(&conn))
-            .map(|(r, _)| *r);
-        for request in waiting.collect::<Vec<_>>() {
+        for request in keys(&self.asks, |asking| asking.asked.contains(&conn)) {
             if let Some(asking) = self.asks.get_mut(&request) {
                 asking.is_unheard |= is_remote;
                 asking.named &= !is_remote;
@@ -566,13 +561,7 @@ impl Worker {
     }
 
     pub(super) fn expire_asks(&mut self, now: u64) {
-        let late: Vec<u64> = self
-            .asks
-            .iter()
-            .filter(|(_, a)| a.deadline <= now)
-            .map(|(r, _)| *r)
-            .collect();
-        for request in late {
+        for request in keys(&self.asks, |asking| asking.deadline <= now) {
             let Some(asking) = self.asks.remove(&request) else {
                 continue;
             };

@@ -16,7 +16,7 @@ use rustix::io::Errno;
 use crate::objects::link::Link;
 use crate::objects::listener::Listener;
 use crate::objects::mailbox::{kind, tag};
-use crate::service::{Conn, Peer, Worker};
+use crate::service::{Conn, Peer, Worker, keys};
 
 /// The most waiting connections to a name that are accepted before other events have their turn.
 const GUESTS_AT_ONCE: usize = 16;
@@ -140,7 +140,7 @@ impl Worker {
 
     /// Reads the messages that have come over a channel.
     pub(super) fn on_channel(&mut self, id: u64) {
-        if let Some(Peer::Link(link)) = self.conns.get(&id).map(|c| &c.peer)
+        if let Some(link) = self.link_of(id)
             && link.has_outbox()
             && link.flush()
         {
@@ -272,17 +272,16 @@ impl Worker {
     /// Handles that no thread for receiving descriptors can be made now.
     fn on_none_apart(&mut self, id: u64, error: Errno) {
         tracing::debug!(target: "rdmasock", %error, "descriptors of another user's process cannot be received now");
-        match self.conns.get(&id).map(|c| &c.peer) {
-            Some(Peer::Link(link)) => {
+        match self.link_of(id) {
+            Some(link) => {
                 // The streams leave the link by marks in their rings and in TCP; messages of the channel wait.
-                let link = *link;
                 self.unread.push(id);
                 self.alarms
                     .apart
                     .set_if_off(|| crate::sys::time::now_ns() + APART_AGAIN);
                 self.prefer_tcp(link, Reason::Resources);
             }
-            _ => self.hang_up(id, Reason::Resources),
+            None => self.hang_up(id, Reason::Resources),
         }
     }
 
@@ -304,7 +303,7 @@ impl Worker {
     /// Polls a channel again after a message was received apart.
     pub(super) fn listen_to(&mut self, id: u64) {
         let mut flags = kernel::EventFlags::IN | kernel::EventFlags::RDHUP;
-        if let Some(Peer::Link(link)) = self.conns.get(&id).map(|c| &c.peer) {
+        if let Some(link) = self.link_of(id) {
             flags.set(kernel::EventFlags::OUT, link.has_outbox());
         }
         self.with_channel(id, |channel| self.add(channel.as_fd(), tag(kind::CHANNEL, id), flags));
@@ -371,16 +370,10 @@ impl Worker {
                 tracing::debug!(target: "rdmasock", %reason, "link refused");
                 self.hang_up(id, Reason::LinkFailed);
             }
-            other => {
-                let link = match self.conns.get(&id).map(|c| &c.peer) {
-                    Some(Peer::Link(link)) => Some(*link),
-                    _ => None,
-                };
-                match link {
-                    Some(link) => self.on_link_message(link, other, fds),
-                    None => self.violation(id),
-                }
-            }
+            other => match self.link_of(id) {
+                Some(link) => self.on_link_message(link, other, fds),
+                None => self.violation(id),
+            },
         }
     }
 
@@ -418,11 +411,7 @@ impl Worker {
 
     /// Returns the channel of a link; `None` if it has none any more.
     pub(super) fn conn_of(&self, link: &'static Link) -> Option<u64> {
-        let found = self
-            .conns
-            .iter()
-            .find(|(_, c)| matches!(c.peer, Peer::Link(l) if std::ptr::eq(l, link)));
-        found.map(|(id, _)| *id)
+        self.conn_where(|peer| matches!(peer, Peer::Link(l) if *l == link))
     }
 
     /// Takes the descriptors of a link out of the epoll set.
@@ -555,8 +544,7 @@ impl Guests {
 
     /// Returns the guests whose time is over.
     fn overdue(&self, now: u64) -> Vec<u64> {
-        let overdue = self.all.iter().filter(|(_, g)| g.until <= now);
-        overdue.map(|(id, _)| *id).collect()
+        keys(&self.all, |guest| guest.until <= now)
     }
 
     /// Returns when the next guest's time is over, monotonic ns; `None` without guests.

@@ -34,7 +34,7 @@ use crate::objects::socket::{Mode, Sending, Socket};
 use crate::objects::waiters::SERVICE;
 use crate::objects::{cgroup, link, socket};
 use crate::service::ask::ASK_TIMEOUT;
-use crate::service::{Alarm, Conn, Peer, Worker};
+use crate::service::{Alarm, Conn, Peer, Worker, keys};
 use crate::sys::points::point;
 
 /// Time to the next check of a dead link on which a thread still sleeps, ns. Work requests that are in flight on its
@@ -323,19 +323,8 @@ impl Worker {
     }
 
     pub(super) fn expire_links(&mut self, now: u64) {
-        let late: Vec<InstanceId> = self
-            .links
-            .pending
-            .iter()
-            .filter(|(_, p)| p.deadline <= now)
-            .map(|(i, _)| *i)
-            .collect();
-        for peer in late {
-            let conn = self
-                .conns
-                .iter()
-                .find(|(_, c)| matches!(c.peer, Peer::Linking { peer: p } if p == peer));
-            match conn.map(|(id, _)| *id) {
+        for peer in keys(&self.links.pending, |pending| pending.deadline <= now) {
+            match self.conn_where(|other| matches!(other, Peer::Linking { peer: p } if *p == peer)) {
                 Some(id) => self.hang_up(id, Reason::TimedOut),
                 None => self.link_failed(peer),
             }
@@ -486,11 +475,7 @@ impl Worker {
             Epoll::drop_dead_links();
             forget_unopened(link);
         }
-        let conn = self
-            .conns
-            .iter()
-            .find(|(_, c)| matches!(c.peer, Peer::Link(l) if std::ptr::eq(l, link)));
-        if let Some(id) = conn.map(|(id, _)| *id) {
+        if let Some(id) = self.conn_of(link) {
             self.forget_link_fds(link);
             self.conns.remove(&id);
         }

@@ -589,6 +589,20 @@ impl Worker {
         id
     }
 
+    /// Returns the first channel with such a purpose; `None` if there is none.
+    fn conn_where(&self, is_it: impl Fn(&Peer) -> bool) -> Option<u64> {
+        let found = self.conns.iter().find(|(_, conn)| is_it(&conn.peer));
+        found.map(|(id, _)| *id)
+    }
+
+    /// Returns the link that this channel belongs to; `None` if it is no link's.
+    fn link_of(&self, id: u64) -> Option<&'static Link> {
+        match self.conns.get(&id)?.peer {
+            Peer::Link(link) => Some(link),
+            _ => None,
+        }
+    }
+
     /// Returns whether the connection is in this thread's network namespace. Names, and what the kernel reports of
     /// addresses, belong to this namespace.
     fn is_here(&self, socket: &'static Socket, tuple: &Tuple) -> bool {
@@ -619,6 +633,15 @@ impl Worker {
     fn add(&self, fd: BorrowedFd<'_>, data: u64, flags: kernel::EventFlags) -> bool {
         kernel::add(&self.service.epoll, fd, kernel::EventData::new_u64(data), flags).is_ok()
     }
+}
+
+/// Returns the keys of the entries for which `is_it` holds.
+fn keys<'a, K: Copy + 'a, V: 'a>(
+    map: impl IntoIterator<Item = (&'a K, &'a V)>,
+    is_it: impl Fn(&V) -> bool,
+) -> Vec<K> {
+    let found = map.into_iter().filter(|(_, value)| is_it(value));
+    found.map(|(key, _)| *key).collect()
 }
 
 /// Returns the live link with this slot; `None` if there is none.

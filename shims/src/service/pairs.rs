@@ -24,7 +24,7 @@ use crate::objects::link::{Identity, Link, Maintained, Remote};
 use crate::objects::mailbox::{Command, kind, tag};
 use crate::objects::waiters::SERVICE;
 use crate::service::links::{Arriving, HalfOpen, LINK_TIMEOUT};
-use crate::service::{Conn, Peer, SignalsBlocked, Worker, spawn};
+use crate::service::{Conn, Peer, SignalsBlocked, Worker, keys, spawn};
 
 const _: () = assert!(INTRODUCTION == PRIVATE_BYTES);
 
@@ -252,8 +252,7 @@ impl Worker {
     }
 
     fn drop_half_open(&mut self, is_over: impl Fn(&HalfOpen) -> bool) {
-        let over = self.links.half_open.iter().filter(|(_, u)| is_over(u));
-        for id in over.map(|(id, _)| *id).collect::<Vec<_>>() {
+        for id in keys(&self.links.half_open, is_over) {
             self.hang_up(id, Reason::LinkFailed);
         }
     }
@@ -270,8 +269,7 @@ impl Worker {
     }
 
     fn drop_arriving(&mut self, is_over: impl Fn(&Arriving) -> bool) {
-        let over = self.links.arriving.iter().filter(|(_, a)| is_over(a));
-        for id in over.map(|(id, _)| *id).collect::<Vec<_>>() {
+        for id in keys(&self.links.arriving, is_over) {
             if let Some(arriving) = self.links.arriving.remove(&id) {
                 self.forget_fd(arriving.pair.info().map(|i| i.state_fd));
                 if let Some(link) = arriving.bulk {
@@ -283,9 +281,7 @@ impl Worker {
 
     /// Gives up the bulk queue pairs that are being accepted beside a link.
     pub(super) fn forget_arriving_beside(&mut self, link: &'static Link) {
-        let is_it = |arriving: &Arriving| arriving.bulk.is_some_and(|other| other == link);
-        let ids = self.links.arriving.iter().filter(|(_, arriving)| is_it(arriving));
-        for id in ids.map(|(id, _)| *id).collect::<Vec<_>>() {
+        for id in keys(&self.links.arriving, |arriving| arriving.bulk == Some(link)) {
             if let Some(arriving) = self.links.arriving.remove(&id) {
                 self.forget_fd(arriving.pair.info().map(|i| i.state_fd));
             }
@@ -340,10 +336,8 @@ impl Worker {
     }
 
     fn remote_link(&self, id: u64) -> Option<(&'static Link, &'static Remote)> {
-        match self.conns.get(&id).map(|c| &c.peer) {
-            Some(Peer::Link(link)) => Some((link, link.remote()?)),
-            _ => None,
-        }
+        let link = self.link_of(id)?;
+        Some((link, link.remote()?))
     }
 
     /// Handles the work for this thread on a link to another host.

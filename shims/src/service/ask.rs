@@ -14,13 +14,14 @@ use rdmasock_core::stats::{Direction, Event, Reason, Why};
 use rdmasock_core::stream::connection;
 use rdmasock_core::sync::store_load_fence;
 use rdmasock_core::wire;
-use rdmasock_core::wire::{MAX_MESSAGE, Message};
+use rdmasock_core::wire::Message;
 
 use crate::notify::threshold::stay;
 use crate::objects::link;
 use crate::objects::link::Link;
 use crate::objects::mailbox::Ref;
 use crate::objects::socket::{Socket, Stage};
+use crate::service::channels::send;
 use crate::service::{Peer, Watched, Worker, keys};
 use crate::sys::sockopt;
 
@@ -316,11 +317,7 @@ impl Worker {
     }
 
     fn ask_on(&mut self, request: u64, asking: &mut Asking, channel: Channel, by_name: bool) {
-        let mut buf = [0u8; MAX_MESSAGE];
-        let Ok(bytes) = self.question(request, asking).encode(&mut buf) else {
-            return;
-        };
-        if channel.send(bytes, &[]).is_ok()
+        if send(&channel, &self.question(request, asking), &[])
             && let Some(conn) = self.register(
                 channel,
                 Peer::Asked {

@@ -2,7 +2,7 @@
 //! how many channels peers keep open.
 
 use std::collections::BTreeMap;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 
 use rdmasock_core::os::channel::{Channel, Received, RecvError};
 use rdmasock_core::os::privatefd::PrivateFd;
@@ -396,11 +396,8 @@ impl Worker {
             Some(Conn {
                 channel: Some(channel), ..
             }) => {
-                let mut buf = [0u8; MAX_MESSAGE];
                 // A channel for one question has room for its answer.
-                message
-                    .encode(&mut buf)
-                    .is_ok_and(|bytes| channel.send(bytes, &[]).is_ok())
+                send(channel, message, &[])
             }
             Some(Conn {
                 peer: Peer::Link(link), ..
@@ -453,6 +450,13 @@ impl Worker {
             }
         }
     }
+}
+
+/// Sends a message over a channel that is not a link's. Returns false if that fails.
+pub(super) fn send(channel: &Channel, message: &Message, fds: &[BorrowedFd<'_>]) -> bool {
+    let mut buf = [0u8; MAX_MESSAGE];
+    let bytes = message.encode(&mut buf);
+    bytes.is_ok_and(|bytes| channel.send(bytes, fds).is_ok())
 }
 
 struct Guest {

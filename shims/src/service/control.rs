@@ -15,12 +15,13 @@ use rdmasock_core::rendezvous::control::{
 use rdmasock_core::rendezvous::names;
 use rdmasock_core::stats::{Event, StatsPage};
 use rdmasock_core::wire;
-use rdmasock_core::wire::{MAX_MESSAGE, Message};
+use rdmasock_core::wire::Message;
 use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
 use crate::objects::mailbox::{kind, tag};
 use crate::service::ask::Asking;
+use crate::service::channels::send;
 use crate::service::{Conn, Peer, Worker};
 
 pub const MS: u64 = 1_000_000;
@@ -426,12 +427,9 @@ fn pass_on_cancel(nonce_s: Nonce, instance_s: &InstanceId) {
         nonce_c: nonce_s,
         nonce_s,
     };
-    let mut buf = [0u8; MAX_MESSAGE];
-    if let Ok(bytes) = message.encode(&mut buf)
-        && let Ok(channel) = names::connect_to(names::instance(instance_s).as_bytes())
-    {
+    if let Ok(channel) = names::connect_to(names::instance(instance_s).as_bytes()) {
         // The message can be read even after the channel has been closed.
-        let _ = channel.send(bytes, &[]);
+        send(&channel, &message, &[]);
     }
 }
 

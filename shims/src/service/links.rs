@@ -20,7 +20,7 @@ use rdmasock_core::stream::connection;
 use rdmasock_core::stream::connection::{Broken, MOST_ASIDE, OpenNonces, SocketIo as _};
 use rdmasock_core::stream::handshake::Role;
 use rdmasock_core::wire;
-use rdmasock_core::wire::{Geometry, Introduction, LinkAddress, LinkOffer, MAX_MESSAGE, Message};
+use rdmasock_core::wire::{Geometry, Introduction, LinkAddress, LinkOffer, Message};
 
 use crate::config::config;
 use crate::config::verbs::{Acceptor, Pair};
@@ -34,6 +34,7 @@ use crate::objects::socket::{Mode, Sending, Socket};
 use crate::objects::waiters::SERVICE;
 use crate::objects::{cgroup, link, socket};
 use crate::service::ask::ASK_TIMEOUT;
+use crate::service::channels::send;
 use crate::service::{Alarm, Conn, Peer, Worker, keys};
 use crate::sys::points::point;
 
@@ -174,11 +175,9 @@ impl Worker {
             pid: rustix::process::getpid().as_raw_nonzero().get() as u32,
             geometry: self.geometry(&layout),
         };
-        let mut buf = [0u8; MAX_MESSAGE];
-        let bytes = message.encode(&mut buf).ok()?;
-        channel
-            .send(bytes, &[arena.as_fd(), self.library.waiters.flags_fd()])
-            .ok()?;
+        if !send(&channel, &message, &[arena.as_fd(), self.library.waiters.flags_fd()]) {
+            return None;
+        }
         self.register(channel, Peer::Linking { peer })?;
         Some((arena, layout))
     }
@@ -213,12 +212,7 @@ impl Worker {
             pid: rustix::process::getpid().as_raw_nonzero().get() as u32,
             geometry: self.geometry(&layout),
         };
-        let mut buf = [0u8; MAX_MESSAGE];
-        let sent = message.encode(&mut buf).is_ok_and(|bytes| {
-            let fds = [arena.as_fd(), self.library.waiters.flags_fd()];
-            channel.send(bytes, &fds).is_ok()
-        });
-        if !sent {
+        if !send(&channel, &message, &[arena.as_fd(), self.library.waiters.flags_fd()]) {
             self.conns.remove(&conn);
             self.give_up(link);
             return;

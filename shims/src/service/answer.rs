@@ -70,9 +70,15 @@ impl Worker {
     }
 
     pub(super) fn on_ask(&mut self, conn: u64, request: u64, tuple: Tuple, nonce_c: Nonce, instance_c: InstanceId) {
+        let instance_s = self.library.id;
+        let yes = |nonce_s| Message::Yes {
+            request,
+            nonce_s,
+            instance_s,
+        };
+        let no = |reason| Message::No { request, reason };
         if !self.can_begin() {
-            let reason = wire::Reason::Resources;
-            return self.reply(conn, &Message::No { request, reason });
+            return self.reply(conn, &no(wire::Reason::Resources));
         }
         let link = self.link_of(conn).filter(|link| link.is_remote()).map(|_| conn);
         let tuple = match link {
@@ -86,22 +92,14 @@ impl Worker {
             && !(self.is_here(socket, &tuple) && self.may_ask(conn, &tuple))
         {
             tracing::debug!(target: "rdmasock::promote", ?tuple, "asked by who is not its other end");
-            let reason = wire::Reason::NotOwner;
-            return self.reply(conn, &Message::No { request, reason });
+            return self.reply(conn, &no(wire::Reason::NotOwner));
         }
         if let Some(socket) = accepted
             && let Some(nonce_s) = said_yes(socket, nonce_c, instance_c)
             && self.is_lost(&nonce_s)
         {
             self.handshakes.enter(nonce_s, Ref::new(socket), link);
-            let instance_s = self.library.id;
-            let yes = Message::Yes {
-                request,
-                nonce_s,
-                instance_s,
-            };
-            self.reply(conn, &yes);
-            return;
+            return self.reply(conn, &yes(nonce_s));
         }
         let answer = match accepted {
             None => Err(wire::Reason::NotHeld.into()),
@@ -128,24 +126,14 @@ impl Worker {
                 if let Some(Peer::Incoming { offered, .. }) = self.conns.get_mut(&conn).map(|c| &mut c.peer) {
                     *offered = Some(nonce_s);
                 }
-                Message::Yes {
-                    request,
-                    nonce_s,
-                    instance_s: self.library.id,
-                }
+                yes(nonce_s)
             }
             Err(Refusal::No(wire::Reason::NotHeld)) => match self.others(conn, &tuple) {
                 instances if !instances.is_empty() => Message::Redirect { request, instances },
-                _ => Message::No {
-                    request,
-                    reason: wire::Reason::NotHeld,
-                },
+                _ => no(wire::Reason::NotHeld),
             },
-            Err(Refusal::No(reason)) => Message::No { request, reason },
-            Err(Refusal::NotYet(_)) => Message::No {
-                request,
-                reason: wire::Reason::Limit,
-            },
+            Err(Refusal::No(reason)) => no(reason),
+            Err(Refusal::NotYet(_)) => no(wire::Reason::Limit),
         };
         tracing::debug!(target: "rdmasock::promote", ?reply, "answer");
         if !self.send_reply(conn, &reply)
@@ -265,13 +253,7 @@ impl Worker {
             socket.told.set_why(Reason::UnknownEpoll);
             // A program that reads before it asks for readiness does so at its first request. After that the refusal is
             // final.
-            let is_final = socket.promotion.progress.requests() > 1;
-            return Err(if is_final {
-                wire::Reason::Use
-            } else {
-                wire::Reason::Limit
-            }
-            .into());
+            return Err(refused(socket.promotion.progress.requests() > 1));
         }
         if socket.promotion.holders.are_several() {
             return Err(wire::Reason::Shared.into());
@@ -287,13 +269,7 @@ impl Worker {
         let nonce_s = Nonce::random().map_err(|_| wire::Reason::Resources)?;
         if !socket.promotion.exchange_stage(Stage::Watching, Stage::Busy) {
             // An attempt that the asker has given up may still be under way here.
-            let is_busy = socket.promotion.stage() == Stage::Busy;
-            return Err(if is_busy {
-                wire::Reason::Limit
-            } else {
-                wire::Reason::Use
-            }
-            .into());
+            return Err(refused(socket.promotion.stage() != Stage::Busy));
         }
         // The object may have become another connection meanwhile.
         if r.get().is_none() {
@@ -373,6 +349,12 @@ impl Worker {
             connection::feed(socket, &mut control, Handshake::on_cancel);
         }
     }
+}
+
+/// Returns the NO for a connection that cannot be promoted at all if `is_final`, or else not now.
+fn refused(is_final: bool) -> Refusal {
+    use wire::Reason::{Limit, Use};
+    Refusal::No(if is_final { Use } else { Limit })
 }
 
 /// Returns this end's nonce if the same question was answered by a YES and no marker has come since, else `None`.

@@ -636,10 +636,7 @@ impl Worker {
 }
 
 /// Returns the keys of the entries for which `is_it` holds.
-fn keys<'a, K: Copy + 'a, V: 'a>(
-    map: impl IntoIterator<Item = (&'a K, &'a V)>,
-    is_it: impl Fn(&V) -> bool,
-) -> Vec<K> {
+fn keys<'a, K: Copy + 'a, V: 'a>(map: impl IntoIterator<Item = (&'a K, &'a V)>, is_it: impl Fn(&V) -> bool) -> Vec<K> {
     let found = map.into_iter().filter(|(_, value)| is_it(value));
     found.map(|(key, _)| *key).collect()
 }

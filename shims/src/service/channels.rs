@@ -51,18 +51,18 @@ impl Worker {
         Some(id)
     }
 
-    /// Accepts connections to one of this instance's names.
-    pub(super) fn receive_guests(
-        &mut self,
-        listener: Option<&'static Listener>,
-        accept: impl Fn(&Self) -> Result<Option<Channel>, Errno>,
-    ) {
+    /// Accepts connections to the listener's name, or to this instance's own.
+    pub(super) fn receive_guests(&mut self, listener: Option<&'static Listener>) {
         if privatefd::is_left_full() {
             return self.listen_to_names(false);
         }
         // Not all waiting connections at once: channels that are open have their turn between.
         for _ in 0..GUESTS_AT_ONCE {
-            match accept(self) {
+            let accepted = match listener {
+                Some(listener) => listener.accept_asker(),
+                None => self.instance_name.as_ref().map_or(Ok(None), |name| name.accept()),
+            };
+            match accepted {
                 Ok(Some(channel)) => self.receive_guest(channel, listener),
                 Ok(None) => return,
                 Err(_) => {

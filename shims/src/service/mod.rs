@@ -416,18 +416,11 @@ impl Worker {
         let data = event.data.u64();
         let id = data & 0x00ff_ffff_ffff_ffff;
         match data >> 56 {
-            kind::INSTANCE => {
-                let accept = |worker: &Self| match &worker.instance_name {
-                    Some(name) => name.accept(),
-                    None => Ok(None),
-                };
-                self.receive_guests(None, accept);
-            }
+            kind::INSTANCE => self.receive_guests(None),
             kind::NAME => {
-                let Some(listener) = self.listeners.get(id as usize).copied() else {
-                    return;
-                };
-                self.receive_guests(Some(listener), |_| listener.accept_asker());
+                if let Some(listener) = self.listeners.get(id as usize).copied() {
+                    self.receive_guests(Some(listener));
+                }
             }
             kind::CHANNEL => self.on_channel(id),
             kind::APART => self.on_apart(id),

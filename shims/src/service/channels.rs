@@ -107,8 +107,8 @@ impl Worker {
 
     pub(super) fn listen_to_names(&mut self, on: bool) {
         match on {
-            true => self.alarms.listen.turn_off(),
-            false => self.alarms.listen.set(crate::sys::time::now_ns() + DEAF_FOR),
+            true => self.alarms.listen = None,
+            false => self.alarms.listen = Some(crate::sys::time::now_ns() + DEAF_FOR),
         }
         let instance = self.instance_name.as_ref().map(|name| name.as_fd());
         let instance = instance.map(|fd| (fd, tag(kind::INSTANCE, 0), kernel::EventFlags::IN));
@@ -276,9 +276,8 @@ impl Worker {
             Some(link) => {
                 // The streams leave the link by marks in their rings and in TCP; messages of the channel wait.
                 self.unread.push(id);
-                self.alarms
-                    .apart
-                    .set_if_off(|| crate::sys::time::now_ns() + APART_AGAIN);
+                let again = crate::sys::time::now_ns() + APART_AGAIN;
+                self.alarms.apart.get_or_insert(again);
                 self.prefer_tcp(link, Reason::Resources);
             }
             None => self.hang_up(id, Reason::Resources),
@@ -312,8 +311,8 @@ impl Worker {
     /// Has a thread apart close the channels that hold descriptors. If that fails, it is tried again after
     /// `APART_AGAIN`.
     pub(super) fn close_left(&mut self) {
-        if privatefd::is_any_left() && self.alarms.apart.next().is_none() && !apart::close_left() {
-            self.alarms.apart.set(crate::sys::time::now_ns() + APART_AGAIN);
+        if privatefd::is_any_left() && self.alarms.apart.is_none() && !apart::close_left() {
+            self.alarms.apart = Some(crate::sys::time::now_ns() + APART_AGAIN);
         }
     }
 

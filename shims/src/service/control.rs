@@ -22,7 +22,7 @@ use rustix::io::Errno;
 use crate::objects::mailbox::{kind, tag};
 use crate::service::ask::Asking;
 use crate::service::channels::send;
-use crate::service::{Conn, Peer, Worker};
+use crate::service::{Conn, Peer, Worker, rings};
 
 pub const MS: u64 = 1_000_000;
 const PAUSE: u64 = 50 * MS;
@@ -77,8 +77,8 @@ pub struct Control {
     bind_again: u64,
     stamper: Option<Stamper>,
     arrivals: Bucket,
-    /// Until when the socket is not polled, monotonic ns; 0 if it is polled.
-    paused_until: u64,
+    /// Until when the socket is not polled, monotonic ns; `None` if it is polled.
+    paused_until: Option<u64>,
     strangers: Limiter,
     known: Limiter,
     queries: Memory<QueryId, Query>,
@@ -118,7 +118,7 @@ impl Control {
             bind_again: 0,
             stamper: Stamper::random().ok(),
             arrivals: Bucket::new(ARRIVALS, now),
-            paused_until: 0,
+            paused_until: None,
             strangers: limiter(STRANGERS),
             known: limiter(KNOWN),
             queries: Memory::new(QUERIES, REMEMBERED),
@@ -128,7 +128,6 @@ impl Control {
 
     /// Returns the time of the next repeat, or of the end of a pause, monotonic ns; `None` if there is none.
     pub fn next_timeout(&self) -> Option<u64> {
-        let paused = (self.paused_until != 0).then_some(self.paused_until);
         let repeats = self
             .repeating
             .iter()
@@ -136,7 +135,7 @@ impl Control {
                 State::Answered { again, .. } => Some(again),
                 _ => None,
             });
-        repeats.chain(paused).min()
+        repeats.chain(self.paused_until).min()
     }
 }
 
@@ -186,7 +185,8 @@ impl Worker {
         for _ in 0..AT_ONCE {
             if !self.control.arrivals.take(now) {
                 self.library.stats.count(Event::ControlRate);
-                return self.pause_control(now);
+                self.control.paused_until = Some(now + PAUSE);
+                return self.watch_control(kernel::EventFlags::empty());
             }
             let Some(socket) = &self.control.socket else {
                 return;
@@ -204,11 +204,6 @@ impl Worker {
                 Err(_) => {}
             }
         }
-    }
-
-    fn pause_control(&mut self, now: u64) {
-        self.control.paused_until = now + PAUSE;
-        self.watch_control(kernel::EventFlags::empty());
     }
 
     fn watch_control(&self, flags: kernel::EventFlags) {
@@ -390,8 +385,7 @@ impl Worker {
     /// Repeats each YES that is due, and polls the socket again when the pause after a flood is over.
     pub(super) fn control_on_time(&mut self, now: u64) {
         self.open_control(now);
-        if self.control.paused_until != 0 && now >= self.control.paused_until {
-            self.control.paused_until = 0;
+        if rings(&mut self.control.paused_until, now) {
             self.watch_control(kernel::EventFlags::IN);
         }
         let Control {

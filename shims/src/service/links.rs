@@ -35,7 +35,7 @@ use crate::objects::waiters::SERVICE;
 use crate::objects::{cgroup, link, socket};
 use crate::service::ask::ASK_TIMEOUT;
 use crate::service::channels::send;
-use crate::service::{Alarm, Conn, Peer, Worker, keys};
+use crate::service::{Conn, Peer, Worker, keys, rings};
 use crate::sys::points::point;
 
 /// Time to the next check of a dead link on which a thread still sleeps, ns. Work requests that are in flight on its
@@ -534,19 +534,19 @@ impl Worker {
     /// `FREE_AGAIN`: such a thread sends no notification when it goes on.
     pub(super) fn free_dead_links(&mut self) {
         let alarm = &mut self.alarms.free_links;
-        alarm.turn_off();
+        *alarm = None;
         let now = crate::sys::time::now_ns();
         self.links.dead.retain(|link| {
             if !link.close_channel() {
                 // A thread is about to use the channel.
-                alarm.set(now + FREE_AGAIN);
+                *alarm = Some(now + FREE_AGAIN);
                 return true;
             }
             // A pin on the link notifies this thread when it is released. A thread that sleeps on a link to another
             // host does not.
             let is_released = link.release();
             if !is_released && link.is_remote() && link.streams() == 0 {
-                alarm.set(now + FREE_AGAIN);
+                *alarm = Some(now + FREE_AGAIN);
             }
             !is_released
         });
@@ -648,7 +648,7 @@ struct Blocked {
 pub struct Rings {
     blocked: Vec<Blocked>,
     /// When idle rings are searched for.
-    shrink: Alarm,
+    shrink: Option<u64>,
 }
 
 impl Rings {
@@ -669,13 +669,13 @@ impl Rings {
     /// Returns the time of the next check, monotonic ns; `None` if there is none.
     pub fn next_timeout(&self) -> Option<u64> {
         let blocked = self.blocked.iter().map(|blocked| blocked.deadline);
-        blocked.chain(self.shrink.next()).min()
+        blocked.chain(self.shrink).min()
     }
 
     /// Helps senders that have found no room for a while, and shrinks idle rings.
     pub fn on_timeout(&mut self, now: u64) {
         self.relieve(now);
-        if self.shrink.rings(now) {
+        if rings(&mut self.shrink, now) {
             cgroup::look();
             self.shrink(now);
         }
@@ -706,7 +706,7 @@ impl Rings {
 
     /// Schedules a search for idle rings, after a ring has grown.
     pub fn on_grown(&mut self) {
-        self.shrink.set_if_off(|| {
+        self.shrink.get_or_insert_with(|| {
             cgroup::look();
             crate::sys::time::now_ns() + SHRINK_EVERY
         });
@@ -734,7 +734,7 @@ impl Rings {
             }
         }
         if again {
-            self.shrink.set(now + SHRINK_EVERY);
+            self.shrink = Some(now + SHRINK_EVERY);
         }
     }
 }

@@ -384,34 +384,6 @@ impl Worker {
         self.ask_next();
     }
 
-    /// Does the one-time work whose alarms are due.
-    fn on_alarms(&mut self, now: u64) {
-        if self.alarms.listen.rings(now) {
-            self.listen_to_names(true);
-        }
-        if self.alarms.maintain.rings(now) {
-            self.maintain_links();
-        }
-        if self.alarms.watch.rings(now) {
-            self.watch_links(now);
-        }
-        if self.alarms.apart.rings(now) {
-            for id in std::mem::take(&mut self.unread) {
-                self.listen_to(id);
-                self.on_channel(id);
-            }
-        }
-        if self.alarms.free_links.rings(now) {
-            self.free_dead_links();
-        }
-        if self.alarms.wake.rings(now) {
-            self.service.delaying.begin();
-            for socket in socket::all() {
-                crate::data::tx::send_delayed_wake(socket);
-            }
-        }
-    }
-
     fn on_event(&mut self, event: kernel::Event) {
         let data = event.data.u64();
         let id = data & 0x00ff_ffff_ffff_ffff;
@@ -485,12 +457,9 @@ impl Worker {
                     crate::notify::call::look_at_anchor(socket);
                 }
             }
-            Command::DelayedWakes => self.alarms.wake.set(crate::sys::time::now_ns() + DELAYED_FOR),
+            Command::DelayedWakes => self.alarms.wake = Some(time::now_ns() + DELAYED_FOR),
             Command::Grown => self.rings.on_grown(),
-            Command::Maintain => self
-                .alarms
-                .maintain
-                .set(crate::sys::time::now_ns() + self.maintain_after()),
+            Command::Maintain => self.alarms.maintain = Some(time::now_ns() + self.maintain_after()),
         }
     }
 
@@ -675,6 +644,21 @@ macro_rules! part {
     };
 }
 
+/// Work that is done once, when its alarm is due.
+macro_rules! alarm {
+    ($name:ident, $run:expr) => {
+        Timer {
+            next: |worker| worker.alarms.$name,
+            run: |worker, now| {
+                let run: fn(&mut Worker, u64) = $run;
+                if rings(&mut worker.alarms.$name, now) {
+                    run(worker, now);
+                }
+            },
+        }
+    };
+}
+
 /// In the order in which they are handled.
 const TIMERS: &[Timer] = &[
     Timer {
@@ -690,7 +674,20 @@ const TIMERS: &[Timer] = &[
         worker.expire_arriving(now);
     }),
     part!(guests, Worker::expire_guests),
-    part!(alarms, Worker::on_alarms),
+    alarm!(listen, |worker, _| worker.listen_to_names(true)),
+    alarm!(maintain, |worker, _| worker.maintain_links()),
+    alarm!(watch, Worker::watch_links),
+    alarm!(apart, |worker, _| {
+        for id in std::mem::take(&mut worker.unread) {
+            worker.listen_to(id);
+            worker.on_channel(id);
+        }
+    }),
+    alarm!(free_links, |worker, _| worker.free_dead_links()),
+    alarm!(wake, |worker, _| {
+        worker.service.delaying.begin();
+        socket::all().for_each(crate::data::tx::send_delayed_wake);
+    }),
     part!(lingering),
     part!(handshakes),
     part!(rings),
@@ -716,68 +713,26 @@ fn run_due(worker: &mut Worker, now: u64) {
     }
 }
 
-/// The time of one piece of work, monotonic ns; `None` while the alarm is off.
-#[derive(Clone, Copy, Default)]
-struct Alarm(Option<u64>);
-
-impl Alarm {
-    /// Sets the alarm to `at`, monotonic ns, in place of an earlier time.
-    fn set(&mut self, at: u64) {
-        self.0 = Some(at);
-    }
-
-    /// Sets the alarm to `at` if it is off; otherwise leaves it as it is.
-    fn set_if_off(&mut self, at: impl FnOnce() -> u64) {
-        self.0.get_or_insert_with(at);
-    }
-
-    /// Turns the alarm off.
-    fn turn_off(&mut self) {
-        self.0 = None;
-    }
-
-    /// Returns whether the alarm is due at `now`; if so, turns it off.
-    fn rings(&mut self, now: u64) -> bool {
-        self.0.take_if(|at| *at <= now).is_some()
-    }
-
-    /// Returns the alarm's time, monotonic ns; `None` if it is off.
-    fn next(self) -> Option<u64> {
-        self.0
-    }
+/// Returns whether the alarm is due at `now`; if so, turns it off.
+fn rings(alarm: &mut Option<u64>, now: u64) -> bool {
+    alarm.take_if(|at| *at <= now).is_some()
 }
 
-/// All alarms of the thread.
+/// The work that the thread does once, at a time that was set for it: monotonic ns; `None` if there is none to do.
 #[derive(Default)]
 struct Alarms {
     /// Listens again on the names that were not polled for want of descriptors.
-    listen: Alarm,
+    listen: Option<u64>,
     /// Checks again whether dead links that no socket uses can be freed.
-    free_links: Alarm,
+    free_links: Option<u64>,
     /// Sends the wake-ups that were delayed.
-    wake: Alarm,
+    wake: Option<u64>,
     /// Maintains the links to other hosts.
-    maintain: Alarm,
+    maintain: Option<u64>,
     /// Checks whether links to other hosts still work.
-    watch: Alarm,
+    watch: Option<u64>,
     /// Tries again to receive or close descriptors in a thread apart.
-    apart: Alarm,
-}
-
-impl Alarms {
-    /// Returns the time of the first alarm, monotonic ns; `None` if all are off.
-    fn next_timeout(&self) -> Option<u64> {
-        let Self {
-            listen,
-            free_links,
-            wake,
-            maintain,
-            watch,
-            apart,
-        } = self;
-        let all = [listen, free_links, wake, maintain, watch, apart];
-        all.into_iter().filter_map(|alarm| alarm.next()).min()
-    }
+    apart: Option<u64>,
 }
 
 // Panics of the thread are caught. A panic is a defect of the library; neither the program nor its other connections

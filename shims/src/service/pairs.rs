@@ -347,9 +347,8 @@ impl Worker {
         };
         self.retire_bulk(link, remote);
         if remote.is_watched() {
-            self.alarms
-                .watch
-                .set_if_off(|| crate::sys::time::now_ns() + WATCH_EVERY);
+            let at = || crate::sys::time::now_ns() + WATCH_EVERY;
+            self.alarms.watch.get_or_insert_with(at);
         }
         if link.has_ready(SERVICE)
             && let Some(id) = self.conn_of(link)
@@ -399,7 +398,7 @@ impl Worker {
                 remote.tick(now);
             }
             if remote.is_watched() {
-                self.alarms.watch.set(now + WATCH_EVERY);
+                self.alarms.watch = Some(now + WATCH_EVERY);
             }
         }
     }

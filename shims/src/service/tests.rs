@@ -533,16 +533,8 @@ fn another_namespace_is_of_no_connection() {
 
 #[test]
 fn an_alarm_rings_once() {
-    let mut alarms = Alarms::default();
-    assert_eq!(alarms.next_timeout(), None);
-    alarms.wake.set(9);
-    alarms.watch.set(7);
-    alarms.watch.set_if_off(|| 5);
-    assert_eq!(alarms.next_timeout(), Some(7));
-    assert!(!alarms.watch.rings(6) && alarms.watch.rings(7) && !alarms.watch.rings(8));
-    assert_eq!(alarms.next_timeout(), Some(9));
-    alarms.wake.turn_off();
-    assert!(!alarms.wake.rings(u64::MAX));
+    let mut alarm = Some(7);
+    assert!(!rings(&mut alarm, 6) && rings(&mut alarm, 7) && !rings(&mut alarm, 8));
 }
 
 /// A round that panics is not the last, and pauses grow up to their bound.

@@ -410,14 +410,6 @@ impl Worker {
         self.conn_where(|peer| matches!(peer, Peer::Link(l) if *l == link))
     }
 
-    /// Takes the descriptors of a link out of the epoll set.
-    pub(super) fn forget_link_fds(&mut self, link: &'static Link) {
-        if link.is_remote() {
-            return self.forget_remote(link);
-        }
-        link.with_channel(|channel| self.service.forget(channel.as_fd()));
-    }
-
     /// Closes a channel whose other end breaks the protocol.
     pub(super) fn violation(&mut self, id: u64) {
         tracing::warn!(target: "rdmasock", "a peer breaks the protocol");
@@ -441,7 +433,7 @@ impl Worker {
             } if why == Reason::PeerGone => self.handshakes.on_asker_gone(nonce, crate::sys::time::now_ns()),
             Peer::Incoming { .. } | Peer::Remote(_) => {}
             Peer::Asked { request, .. } => self.on_silence(id, request),
-            Peer::Linking { peer } => self.link_failed(peer),
+            Peer::Linking { peer } => self.end_pending(peer, None),
             Peer::Link(link) => {
                 self.forget_link_fds(link);
                 self.on_link_silence(id, link.is_remote());

@@ -2,7 +2,6 @@
 //! rings on them.
 
 use std::collections::HashMap;
-use std::net::IpAddr;
 use std::os::fd::AsFd;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use std::time::Duration;
@@ -18,7 +17,6 @@ use rdmasock_core::rendezvous::names;
 use rdmasock_core::stats::{LinkInfo, LinkStats, Path, Reason};
 use rdmasock_core::stream::connection;
 use rdmasock_core::stream::connection::{Broken, MOST_ASIDE, OpenNonces, SocketIo as _};
-use rdmasock_core::stream::handshake::Role;
 use rdmasock_core::wire;
 use rdmasock_core::wire::{Geometry, Introduction, LinkAddress, LinkOffer, Message};
 
@@ -35,7 +33,7 @@ use crate::objects::waiters::SERVICE;
 use crate::objects::{cgroup, link, socket};
 use crate::service::ask::ASK_TIMEOUT;
 use crate::service::channels::send;
-use crate::service::{Conn, Peer, Worker, keys, rings};
+use crate::service::{Conn, Peer, Worker, ends_of, keys, rings};
 use crate::sys::points::point;
 
 /// Time to the next check of a dead link on which a thread still sleeps, ns. Work requests that are in flight on its
@@ -123,19 +121,19 @@ impl Worker {
             pending.waiting.push(r);
             return;
         }
-        let dialled = match offer.filter(|_| self.can_begin()) {
-            Some(offer) => match offer.address {
-                LinkAddress::Shm => self.dial(peer, &offer.cookie).map(Some),
-                LinkAddress::Verbs(at) => ends_of(r)
-                    // Connects only to the host at the other end of the TCP connection.
-                    .filter(|(_, remote)| *remote == at.ip())
-                    .filter(|(local, _)| self.dial_remote(peer, *local, at, &offer.cookie))
-                    .map(|_| None),
-            },
-            None => None,
-        };
+        let offer = offer.filter(|_| self.can_begin());
+        let dialled = offer.and_then(|offer| match offer.address {
+            LinkAddress::Shm => self.dial(peer, &offer.cookie).map(Some),
+            LinkAddress::Verbs(at) => {
+                let socket = r.get()?;
+                let (local, remote) = ends_of(socket, &socket::tuple_of(socket)?);
+                // Connects only to the host at the other end of the TCP connection.
+                let is_it = remote.ip() == at.ip();
+                (is_it && self.dial_remote(peer, local.ip(), at, &offer.cookie)).then_some(None)
+            }
+        });
         let Some(mine) = dialled else {
-            return no_link(r, Reason::LinkFailed);
+            return no_link(r);
         };
         let patience = if mine.is_some() { ASK_TIMEOUT } else { LINK_TIMEOUT };
         let deadline = crate::sys::time::now_ns() + patience.as_nanos() as u64;
@@ -250,14 +248,16 @@ impl Worker {
             return self.give_up(link);
         };
         self.establish(conn, link, channel);
-        self.link_made(expected, link);
+        self.end_pending(expected, Some(link));
     }
 
-    /// Continues the handshakes that wait for a link to `peer`.
-    pub(super) fn link_made(&mut self, peer: InstanceId, link: &'static Link) {
-        if let Some(pending) = self.links.pending.remove(&peer) {
-            for r in pending.waiting {
-                on_link(r, link);
+    /// Continues the handshakes that wait for a link to `peer`: on `link`, or without one.
+    pub(super) fn end_pending(&mut self, peer: InstanceId, link: Option<&'static Link>) {
+        let pending = self.links.pending.remove(&peer);
+        for r in pending.map_or(Vec::new(), |pending| pending.waiting) {
+            match link {
+                Some(link) => on_link(r, link),
+                None => no_link(r),
             }
         }
     }
@@ -308,19 +308,11 @@ impl Worker {
         stats
     }
 
-    pub(super) fn link_failed(&mut self, peer: InstanceId) {
-        if let Some(pending) = self.links.pending.remove(&peer) {
-            for r in pending.waiting {
-                no_link(r, Reason::LinkFailed);
-            }
-        }
-    }
-
     pub(super) fn expire_links(&mut self, now: u64) {
         for peer in keys(&self.links.pending, |pending| pending.deadline <= now) {
             match self.conn_where(|other| matches!(other, Peer::Linking { peer: p } if *p == peer)) {
                 Some(id) => self.hang_up(id, Reason::TimedOut),
-                None => self.link_failed(peer),
+                None => self.end_pending(peer, None),
             }
         }
     }
@@ -590,17 +582,6 @@ fn moved_on(link: &Link) -> u64 {
     moved.fold(0, u64::wrapping_add)
 }
 
-/// Returns the two addresses of a connection, the local one first. `None` if it has ended.
-fn ends_of(r: Ref) -> Option<(IpAddr, IpAddr)> {
-    let socket = r.get()?;
-    let tuple = socket::tuple_of(socket)?;
-    let (connector, acceptor) = (tuple.connector().ip(), tuple.acceptor().ip());
-    Some(match socket.promotion.role() {
-        Role::Connector => (connector, acceptor),
-        Role::Acceptor => (acceptor, connector),
-    })
-}
-
 /// Continues a handshake on this link.
 fn on_link(r: Ref, link: &'static Link) {
     if let Some(socket) = r.get() {
@@ -608,12 +589,13 @@ fn on_link(r: Ref, link: &'static Link) {
     }
 }
 
-fn no_link(r: Ref, reason: Reason) {
+/// Ends a handshake for which no link can be made.
+fn no_link(r: Ref) {
     let Some(socket) = r.get() else { return };
     let Some(mut control) = socket.control.lock() else {
         return;
     };
-    socket.told.set_why(reason);
+    socket.told.set_why(Reason::LinkFailed);
     connection::end_attempt(socket, &mut control);
 }
 

@@ -10,6 +10,7 @@
 use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
 use std::ffi::{CStr, c_void};
+use std::net::SocketAddr;
 use std::ops::ControlFlow;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
@@ -571,11 +572,7 @@ impl Worker {
         if self.namespace != 0 || tuple.namespace() != 0 {
             return tuple.namespace() == self.namespace;
         }
-        let (connector, acceptor) = (tuple.connector(), tuple.acceptor());
-        let (local, remote) = match socket.promotion.role() {
-            Role::Connector => (connector, acceptor),
-            Role::Acceptor => (acceptor, connector),
-        };
+        let (local, remote) = ends_of(socket, tuple);
         let inode = socket.control.lock().and_then(|_control| {
             let anchor = socket.numbers.anchor_fd()?;
             Some(rustix::fs::fstat(anchor).ok()?.st_ino)
@@ -606,6 +603,14 @@ fn keys<'a, K: Copy + 'a, V: 'a>(map: impl IntoIterator<Item = (&'a K, &'a V)>, 
 /// Returns the live link with this slot; `None` if there is none.
 fn link_at(slot: u32) -> Option<&'static Link> {
     link::all().into_iter().find(|link| link.slot() == slot)
+}
+
+/// Returns the two addresses of a connection, the local one first.
+fn ends_of(socket: &Socket, tuple: &Tuple) -> (SocketAddr, SocketAddr) {
+    match socket.promotion.role() {
+        Role::Connector => (tuple.connector(), tuple.acceptor()),
+        Role::Acceptor => (tuple.acceptor(), tuple.connector()),
+    }
 }
 
 /// Returns the cookie of this thread's network namespace; 0 without descriptors, or if the kernel has no cookies.

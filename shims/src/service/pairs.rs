@@ -6,7 +6,7 @@
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use rdmasock_core::fabric::plugin::PRIVATE_BYTES;
@@ -24,7 +24,7 @@ use crate::objects::link::{Identity, Link, Maintained, Remote};
 use crate::objects::mailbox::{Command, kind, tag};
 use crate::objects::waiters::SERVICE;
 use crate::service::links::{Arriving, HalfOpen, LINK_TIMEOUT};
-use crate::service::{Conn, Peer, SignalsBlocked, Worker, keys, spawn};
+use crate::service::{Conn, Peer, SignalsBlocked, Worker, keys, link_at, spawn};
 
 const _: () = assert!(INTRODUCTION == PRIVATE_BYTES);
 
@@ -166,33 +166,26 @@ impl Worker {
             return false;
         }
         let greeting = introduce(self.library.id, *cookie, false);
-        let blocked = SignalsBlocked::new();
-        let spawned = spawn(c"rdmasock-dial", 256 * 1024, move || {
+        in_thread(move || {
             let dialled = dial(peer, local, remote, &greeting, None);
-            crate::objects::library::Library::get()
-                .service
-                .submit(Command::Dialled(peer, dialled));
-        });
-        drop(blocked);
-        spawned.is_ok()
+            Library::get().service.submit(Command::Dialled(peer, dialled));
+        })
     }
 
     pub(super) fn on_dialled(&mut self, peer: InstanceId, dialled: Result<Dialled, Errno>) {
-        match dialled {
+        let link = match dialled {
             // A link that comes late serves the next attempt.
             Ok(dialled) => {
                 let id = self.new_conn();
                 let place = Some((dialled.local, dialled.remote));
-                match self.establish_remote(id, &dialled.introduction, place, dialled.pair) {
-                    Some(link) => self.link_made(peer, link),
-                    None => self.link_failed(peer),
-                }
+                self.establish_remote(id, &dialled.introduction, place, dialled.pair)
             }
             Err(error) => {
                 tracing::warn!(target: "rdmasock", %peer, %error, "no link");
-                self.link_failed(peer);
+                None
             }
-        }
+        };
+        self.end_pending(peer, link);
     }
 
     /// Handles an event of a queue pair whose state may have changed.
@@ -435,8 +428,9 @@ impl Worker {
         }
     }
 
-    /// Takes the descriptors of a link that goes down out of the epoll set.
-    pub(super) fn forget_remote(&mut self, link: &'static Link) {
+    /// Takes the descriptors of a link out of the epoll set.
+    pub(super) fn forget_link_fds(&self, link: &'static Link) {
+        link.with_channel(|channel| self.service.forget(channel.as_fd()));
         if let Some(remote) = link.remote() {
             remote.fds().into_iter().for_each(|fd| self.forget_fd(Ok(fd)));
         }
@@ -452,6 +446,12 @@ fn introduce(instance: InstanceId, cookie: Cookie, is_bulk: bool) -> [u8; PRIVAT
         is_bulk,
     };
     introduction.encode()
+}
+
+/// Runs `dial` in a new thread, since it may block. Returns false if no thread can be made.
+fn in_thread(dial: impl FnOnce() + Send + 'static) -> bool {
+    let _blocked = SignalsBlocked::new();
+    spawn(c"rdmasock-dial", 256 * 1024, dial).is_ok()
 }
 
 fn dial(
@@ -527,7 +527,9 @@ pub struct Bulks(HashMap<u32, Bulk>);
 impl Worker {
     /// Gets a bulk queue pair for this link, on which a call would transfer directly, if none is there or being made.
     pub(super) fn want_bulk(&mut self, slot: u32) {
-        let Some((link, remote)) = remote_at(slot) else { return };
+        let Some((link, remote)) = link_at(slot).and_then(|link| Some((link, link.remote()?))) else {
+            return;
+        };
         let now = crate::sys::time::now_ns();
         if !remote.is_direct() || !self.bulks.of(link).may_begin(now) {
             return;
@@ -671,11 +673,6 @@ impl Worker {
     }
 }
 
-fn remote_at(slot: u32) -> Option<(&'static Link, &'static Remote)> {
-    let link = link::all().into_iter().find(|link| link.slot() == slot)?;
-    Some((link, link.remote()?))
-}
-
 /// Connects a bulk queue pair beside a link, in a new thread. Returns false if no thread can be made.
 fn dial_beside(
     link: &'static Link,
@@ -686,14 +683,11 @@ fn dial_beside(
 ) -> bool {
     let greeting = introduce(me, cookie, true);
     let (peer, serial) = (link.peer(), link.serial());
-    let blocked = SignalsBlocked::new();
-    let spawned = spawn(c"rdmasock-dial", 256 * 1024, move || {
+    in_thread(move || {
         let dialled = remote.with_pair(|pair| dial(peer, local, address, &greeting, Some(pair)));
         let dialled = dialled.unwrap_or(Err(Errno::NOTCONN)).map(|dialled| dialled.pair);
         Library::get().service.submit(Command::BulkDialled(serial, dialled));
-    });
-    drop(blocked);
-    spawned.is_ok()
+    })
 }
 
 impl Bulk {

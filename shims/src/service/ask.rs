@@ -20,7 +20,7 @@ use crate::notify::threshold::stay;
 use crate::objects::link;
 use crate::objects::link::Link;
 use crate::objects::mailbox::Ref;
-use crate::objects::socket::{Socket, Stage};
+use crate::objects::socket::{Control, Socket, Stage};
 use crate::service::channels::send;
 use crate::service::{Peer, Watched, Worker, keys};
 use crate::sys::sockopt;
@@ -50,7 +50,7 @@ const REMOTE_TIMEOUT: Duration = Duration::from_secs(6);
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_secs(64);
 /// How often a connection is asked for again when the peer could not answer YES yet: its program may take seconds to
-/// accept it. A reason that [`passes`] has no such bound: after the longest pause the connection is asked for again.
+/// accept it. A reason that passes has no such bound: after the longest pause the connection is asked for again.
 const TRIES: u32 = 8;
 /// The first pause of a connection that is asked for again, ns. Each is four times the one before, the last 16 s.
 const FIRST_RETRY: u64 = 1_000_000;
@@ -125,7 +125,9 @@ impl Worker {
         if self.to_ask.is_empty() {
             return;
         }
-        let under_way = self.asks.values().filter(|asking| asking.takes_turn()).count();
+        // Questions that are relayed, or asked again and again, take no turn.
+        let takes_turn = |asking: &&Asking| !asking.is_unheard && !asking.is_relayed();
+        let under_way = self.asks.values().filter(takes_turn).count();
         for _ in under_way..MOST_ASKS {
             let Some(r) = self.to_ask.pop_front() else { return };
             self.ask(r);
@@ -156,21 +158,15 @@ impl Worker {
         let Ok(nonce) = Nonce::random() else {
             return later(socket, Reason::Resources.into());
         };
+        let reach = self.library.reach;
+        let (local, there) = (connector.ip(), acceptor.ip());
+        let remote = place_of(local, there) != Place::Here;
         if self.cache.get(&acceptor, Instant::now()) == Some(&Answer::Absent) {
-            let there = !matches!(place_of(connector.ip(), acceptor.ip()), Place::Here);
-            return nobody(socket, there);
+            return nobody(socket, remote);
         }
-        let remote = match place_of(connector.ip(), acceptor.ip()) {
-            Place::Here => false,
-            Place::There { .. } => {
-                let reach = self.library.reach;
-                let ends = (connector.ip(), acceptor.ip());
-                if !reach.verbs_ready() || !reach.is_candidate(ends.0, ends.1, &mut self.devices) {
-                    return stay(socket, Reason::OtherHost.into());
-                }
-                true
-            }
-        };
+        if remote && !(reach.verbs_ready() && reach.is_candidate(local, there, &mut self.devices)) {
+            return stay(socket, Reason::OtherHost.into());
+        }
         socket.told.set_why(Reason::Handshake);
         let request = self.new_request();
         {
@@ -182,7 +178,7 @@ impl Worker {
                 drop(control);
                 return stay(socket, reason.into());
             }
-            connection::begin_asking(&mut control, nonce, remote || self.library.reach.is_device_for_here());
+            connection::begin_asking(&mut control, nonce, remote || reach.is_device_for_here());
         }
         let mut asking = Asking::new(Asker::Here(r), nonce, tuple, remote);
         self.ask_links(request, &mut asking);
@@ -273,7 +269,7 @@ impl Worker {
         let Some(socket) = asking.socket() else {
             return;
         };
-        if asking.goes_on_after(asking.answered) && is_asking(socket, asking.nonce) {
+        if asking.goes_on() && is_asking(socket, asking.nonce) {
             asking.put_off(crate::sys::time::now_ns());
             self.asks.insert(request, asking);
             return;
@@ -533,10 +529,7 @@ impl Worker {
         // and then checks which sockets scan, so one of the two sees the other.
         store_load_fence();
         let is_kept = crate::objects::library::reason().is_some();
-        let is_asking = control
-            .handshake
-            .as_ref()
-            .is_some_and(|h| h.is_asking() && h.mine() == asking.nonce);
+        let is_asking = asks(&control, asking.nonce);
         if is_kept || !is_asking {
             connection::stop_scan(socket);
             if is_asking {
@@ -563,18 +556,13 @@ impl Worker {
                 self.ask_again(request, asking, now);
                 continue;
             }
-            let why = if asking.remote && self.is_host_silent(&asking) {
-                Reason::PeerWithout
-            } else {
-                Reason::TimedOut
-            };
+            let is_silent = asking.remote && self.is_host_silent(&asking);
             if let Some(socket) = asking.socket()
                 && abandon(socket, asking.nonce)
             {
-                if why == Reason::TimedOut {
-                    later(socket, why.into());
-                } else {
-                    nobody(socket, asking.remote);
+                match is_silent {
+                    true => nobody(socket, true),
+                    false => later(socket, Reason::TimedOut.into()),
                 }
             }
         }
@@ -604,8 +592,12 @@ impl Worker {
 
 /// Returns whether the socket is still in the attempt that `nonce` was drawn for, with no marker in TCP.
 fn is_asking(socket: &Socket, nonce: Nonce) -> bool {
-    let control = socket.control.lock();
-    control.is_some_and(|c| c.handshake.as_ref().is_some_and(|h| h.is_asking() && h.mine() == nonce))
+    socket.control.lock().is_some_and(|control| asks(&control, nonce))
+}
+
+fn asks(control: &Control, nonce: Nonce) -> bool {
+    let handshake = control.handshake.as_ref();
+    handshake.is_some_and(|h| h.is_asking() && h.mine() == nonce)
 }
 
 /// Ends the attempt before any marker was in TCP. Returns false if the socket is not in this attempt any more.
@@ -613,10 +605,7 @@ fn abandon(socket: &'static Socket, nonce: Nonce) -> bool {
     let Some(mut control) = socket.control.lock() else {
         return false;
     };
-    let ours = control
-        .handshake
-        .as_ref()
-        .is_some_and(|h| h.is_asking() && h.mine() == nonce);
+    let ours = asks(&control, nonce);
     if ours {
         control.handshake = None;
     }
@@ -655,16 +644,11 @@ impl Asking {
         self.pause = LONGEST_PAUSE.min(self.pause * 2);
     }
 
-    /// Returns whether an answer is still needed although this one has come. Only the sender of a lost YES knows of it,
-    /// and its attempt goes on until it knows that the link is down.
-    fn goes_on_after(&self, answered: Option<wire::Reason>) -> bool {
+    /// Returns whether an answer is still needed although one has come. Only the sender of a lost YES knows of it, and
+    /// its attempt goes on until it knows that the link is down.
+    fn goes_on(&self) -> bool {
         use wire::Reason::{Absent, Limit, NotHeld};
-        self.is_unheard && matches!(answered, None | Some(NotHeld | Absent | Limit))
-    }
-
-    /// Returns whether other questions wait for this one. False if it is relayed, or asked again and again.
-    fn takes_turn(&self) -> bool {
-        !self.is_unheard && !self.is_relayed()
+        self.is_unheard && matches!(self.answered, None | Some(NotHeld | Absent | Limit))
     }
 
     /// Returns whether the question came from another host.
@@ -699,11 +683,6 @@ impl Asking {
     pub fn remote_for_test(r: Ref, nonce: Nonce, tuple: Tuple) -> Self {
         Self::new(Asker::Here(r), nonce, tuple, true)
     }
-
-    /// Adds another channel that the question is out on.
-    pub fn also_for_test(&mut self, conn: u64) {
-        self.asked.insert(conn);
-    }
 }
 
 // Connections that are not promoted now.
@@ -726,7 +705,12 @@ fn later(socket: &'static Socket, why: Why) {
 
 fn later_than(socket: &'static Socket, why: Why, pause: u64) {
     let tries = socket.promotion.attempts.count();
-    if tries >= TRIES && !passes(why) {
+    // Only the present load of one of the two processes, and not the connection, is the reason.
+    let passes = matches!(
+        why.peer.unwrap_or(why.reason),
+        Reason::LinkLimit | Reason::TimedOut | Reason::Resources
+    );
+    if tries >= TRIES && !passes {
         return stay(socket, why);
     }
     if let Some(stats) = socket.told.stats() {
@@ -737,28 +721,9 @@ fn later_than(socket: &'static Socket, why: Why, pause: u64) {
     socket.promotion.set_stage(Stage::Watching);
 }
 
-/// Returns whether the reason is only the present load of one of the two processes, and not the connection.
-fn passes(why: Why) -> bool {
-    let reason = why.peer.unwrap_or(why.reason);
-    matches!(reason, Reason::LinkLimit | Reason::TimedOut | Reason::Resources)
-}
-
 /// Handles a NO from the other end.
 fn after_no(socket: &'static Socket, reason: wire::Reason) {
-    let why = why_declined(reason);
-    match reason {
-        // The other end has not finished with the link that failed.
-        wire::Reason::Use | wire::Reason::Limit if socket.promotion.attempts.have_failed() => {
-            socket.told.set_why(why);
-            socket.promotion.retry_later();
-        }
-        wire::Reason::Rule | wire::Reason::Use | wire::Reason::NotOwner => stay(socket, why),
-        _ => later(socket, why),
-    }
-}
-
-fn why_declined(reason: wire::Reason) -> Why {
-    Why::declined(match reason {
+    let why = Why::declined(match reason {
         wire::Reason::NotHeld => Reason::NoMatch,
         wire::Reason::Rule => Reason::Rule,
         wire::Reason::Shared => Reason::Inherited,
@@ -769,5 +734,14 @@ fn why_declined(reason: wire::Reason) -> Why {
         wire::Reason::Timeout => Reason::TimedOut,
         wire::Reason::Violation | wire::Reason::Secret => Reason::Violation,
         _ => Reason::Unsupported,
-    })
+    });
+    match reason {
+        // The other end has not finished with the link that failed.
+        wire::Reason::Use | wire::Reason::Limit if socket.promotion.attempts.have_failed() => {
+            socket.told.set_why(why);
+            socket.promotion.retry_later();
+        }
+        wire::Reason::Rule | wire::Reason::Use | wire::Reason::NotOwner => stay(socket, why),
+        _ => later(socket, why),
+    }
 }

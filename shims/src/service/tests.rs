@@ -207,7 +207,7 @@ fn redirects_end() {
             },
         )
         .unwrap();
-    worker.asks.get_mut(&request).unwrap().also_for_test(more);
+    worker.asks.get_mut(&request).unwrap().asked.insert(more);
     say(
         &holder,
         &Message::Redirect {
@@ -480,7 +480,7 @@ fn a_holders_no_ends_the_wait_for_others() {
     ] {
         let (socket, _stream) = connected();
         let (request, conn, holder) = asked(&mut worker, socket, true);
-        worker.asks.get_mut(&request).unwrap().also_for_test(conn + 1);
+        worker.asks.get_mut(&request).unwrap().asked.insert(conn + 1);
         say(&holder, &Message::No { request, reason });
         worker.on_channel(conn);
         assert_eq!(!worker.asks.contains_key(&request), is_over, "{reason:?}");

@@ -109,7 +109,7 @@ impl Worker {
             return;
         }
         note_anchor(socket);
-        if self.ends.has_dying() && socket.wakes.anchor.load(Acquire) & ready::ENDED != 0 {
+        if !self.ends.dying.is_empty() && socket.wakes.anchor.load(Acquire) & ready::ENDED != 0 {
             self.leave_dying(0);
         }
         if socket.tx_mode.load(Acquire) == Mode::Marked {
@@ -195,18 +195,10 @@ fn note_anchor(socket: &Socket) {
 
 // Connections with an end that is over, or may be, although no message or mark on the link shows it.
 
-/// A stream whose peer's process has ended without reading all bytes from here, and whose TCP does not show that yet.
-/// Until then the stream stays as it is: a call that was woken before would find the connection still standing.
-struct Dying {
+/// A connection whose end only one of TCP and the link shows.
+struct Ending {
     r: Ref,
-    /// When the wait for TCP ends, monotonic ns.
-    deadline: u64,
-}
-
-/// A connection whose other end is over in TCP, though not on the link.
-struct Unmarked {
-    r: Ref,
-    /// When the wait for the mark ends, monotonic ns.
+    /// When the wait for the other one ends, monotonic ns.
     deadline: u64,
 }
 
@@ -226,9 +218,11 @@ struct OneWay {
 /// These connections, by what they wait for.
 #[derive(Default)]
 pub struct Ends {
-    /// Connections whose other end was probably closed past its library.
-    unmarked: Vec<Unmarked>,
-    dying: Vec<Dying>,
+    /// Connections whose other end is over in TCP, though not on the link: it was probably closed past its library.
+    unmarked: Vec<Ending>,
+    /// Streams whose peer's process has ended without reading all bytes from here, and whose TCP does not show that
+    /// yet. Until then a stream stays as it is: a call that was woken before would find the connection still standing.
+    dying: Vec<Ending>,
     /// Connections that send over a link to a peer that has sent its last byte; by their slots.
     one_way: HashMap<u32, OneWay>,
 }
@@ -236,10 +230,9 @@ pub struct Ends {
 impl Ends {
     /// Returns the time of the next check, monotonic ns; `None` if there is none.
     pub fn next_timeout(&self) -> Option<u64> {
-        let unmarked = self.unmarked.iter().map(|unmarked| unmarked.deadline);
-        let dying = self.dying.iter().map(|dying| dying.deadline);
+        let ending = self.unmarked.iter().chain(&self.dying).map(|ending| ending.deadline);
         let one_way = self.one_way.values().map(|look| look.deadline);
-        unmarked.chain(dying).chain(one_way).min()
+        ending.chain(one_way).min()
     }
 
     /// Makes the checks that are due, except for [dying streams](Self::over), which the caller handles.
@@ -253,22 +246,15 @@ impl Ends {
     pub fn on_peer_gone(&mut self, socket: &'static Socket) -> bool {
         let waits = awaits_end(socket);
         if waits {
-            self.dying.push(Dying {
-                r: Ref::new(socket),
-                deadline: crate::sys::time::now_ns() + END_WITHIN,
-            });
+            let (r, deadline) = (Ref::new(socket), crate::sys::time::now_ns() + END_WITHIN);
+            self.dying.push(Ending { r, deadline });
         }
         waits
     }
 
-    /// Returns whether a stream waits for TCP to show the end of its peer.
-    fn has_dying(&self) -> bool {
-        !self.dying.is_empty()
-    }
-
     /// Removes and returns the dying streams whose peer's end is visible in TCP, or whose time for that is over.
     pub fn over(&mut self, now: u64) -> Vec<&'static Socket> {
-        let is_over = |d: &mut Dying| d.deadline <= now || d.r.get().is_none_or(has_ended);
+        let is_over = |d: &mut Ending| d.deadline <= now || d.r.get().is_none_or(has_ended);
         self.dying.extract_if(.., is_over).filter_map(|d| d.r.get()).collect()
     }
 
@@ -279,7 +265,7 @@ impl Ends {
         let is_unmarked = is_unmarked(socket);
         if is_unmarked {
             let deadline = now + MARK_WITHIN;
-            self.unmarked.push(Unmarked { r, deadline });
+            self.unmarked.push(Ending { r, deadline });
         }
         if is_unmarked || tx::is_full(socket) {
             // Has the peer's service thread check whether there still is a reader.
@@ -319,8 +305,8 @@ impl Ends {
     /// Takes the connections back to TCP that the peer has closed or shut down past its library. TCP knows how to
     /// answer what is sent from now on.
     fn leave_unmarked(&mut self, now: u64) {
-        let late: Vec<Unmarked> = self.unmarked.extract_if(.., |u| u.deadline <= now).collect();
-        for socket in late.into_iter().filter_map(|u| u.r.get()) {
+        let late = self.unmarked.extract_if(.., |u| u.deadline <= now);
+        for socket in late.filter_map(|u| u.r.get()) {
             if is_unmarked(socket) && socket.link().is_some_and(Link::is_alive) {
                 if tx::is_unread(socket) {
                     connection::look_for_reset(socket);

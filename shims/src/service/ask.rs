@@ -215,28 +215,11 @@ impl Worker {
         let Some(conn) = self.conn_of(link) else {
             return false;
         };
-        if link.send(&self.question(request, asking), &[]).is_err() {
+        if link.send(&asking.question(request, self.library.id), &[]).is_err() {
             return false;
         }
         self.library.stats.count(Event::Ask);
         asking.asked.insert(conn)
-    }
-
-    pub(super) fn question(&self, request: u64, asking: &Asking) -> Message {
-        Message::Ask {
-            request,
-            // Namespaces and interfaces of this host mean nothing to another host.
-            tuple: if asking.remote {
-                asking.tuple.at(0, 0)
-            } else {
-                asking.tuple
-            },
-            nonce_c: asking.nonce,
-            instance_c: match asking.who {
-                Asker::Here(_) => self.library.id,
-                Asker::Elsewhere { instance, .. } => instance,
-            },
-        }
     }
 
     /// Asks for the promotion: the other host, or within the host the names that belong to the port.
@@ -313,7 +296,7 @@ impl Worker {
     }
 
     fn ask_on(&mut self, request: u64, asking: &mut Asking, channel: Channel, by_name: bool) {
-        if send(&channel, &self.question(request, asking), &[])
+        if send(&channel, &asking.question(request, self.library.id), &[])
             && let Some(conn) = self.register(
                 channel,
                 Peer::Asked {
@@ -629,6 +612,20 @@ impl Asking {
             is_unheard: false,
             pause: FIRST_PAUSE,
             deadline: crate::sys::time::now_ns() + if remote { REMOTE_TIMEOUT } else { ASK_TIMEOUT }.as_nanos() as u64,
+        }
+    }
+
+    /// Returns the question as a message of the instance `own`.
+    pub fn question(&self, request: u64, own: InstanceId) -> Message {
+        Message::Ask {
+            request,
+            // Namespaces and interfaces of this host mean nothing to another host.
+            tuple: if self.remote { self.tuple.at(0, 0) } else { self.tuple },
+            nonce_c: self.nonce,
+            instance_c: match self.who {
+                Asker::Here(_) => own,
+                Asker::Elsewhere { instance, .. } => instance,
+            },
         }
     }
 

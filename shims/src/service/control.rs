@@ -215,11 +215,8 @@ impl Worker {
 
     fn on_datagram(&mut self, datagram: &Datagram, arrival: &Arrival, now: u64) {
         let source = arrival.from.ip().to_canonical();
-        let is_stamped = self
-            .control
-            .stamper
-            .as_ref()
-            .is_some_and(|s| s.is_good(&datagram.stamp, arrival.from, now));
+        let stamper = self.control.stamper.as_ref();
+        let is_stamped = stamper.is_some_and(|s| s.is_good(&datagram.stamp, arrival.from, now));
         let limiter = if is_stamped {
             &mut self.control.known
         } else {
@@ -274,7 +271,9 @@ impl Worker {
 
     /// Handles a question whose source address was proved by its stamp.
     fn on_query(&mut self, id: QueryId, mut query: Query, tuple: Tuple, instance_c: InstanceId, now: u64) {
-        self.forget_queries(now);
+        for (_, query) in self.control.queries.expire(now) {
+            self.conns.remove(&query.conn);
+        }
         if let Some(known) = self.control.queries.get_mut(&id) {
             let same = known.from == query.from && known.request == query.request && known.nonce_c == query.nonce_c;
             match &known.state {
@@ -289,15 +288,12 @@ impl Worker {
             }
             return;
         }
-        let conn = self.next_conn;
+        let (conn, request, nonce_c) = (self.new_conn(), query.request, query.nonce_c);
         query.conn = conn;
-        let (request, nonce_c) = (query.request, query.nonce_c);
         if !self.control.queries.insert(id, query, now) {
             return self.library.stats.count(Event::ControlRate);
         }
-        self.next_conn += 1;
-        let peer = Peer::Remote(id);
-        self.conns.insert(conn, Conn::new(None, peer));
+        self.conns.insert(conn, Conn::new(None, Peer::Remote(id)));
         if self.handshakes.accepted(&tuple).is_some() {
             return self.on_ask(conn, request, tuple, nonce_c, instance_c);
         }
@@ -332,10 +328,8 @@ impl Worker {
                 reason: wire::Reason::NotHeld,
             },
         };
-        let stamp = match &self.control.stamper {
-            Some(stamper) => stamper.stamp(query.from, now),
-            None => Stamp::NONE,
-        };
+        let stamper = self.control.stamper.as_ref();
+        let stamp = stamper.map_or(Stamp::NONE, |stamper| stamper.stamp(query.from, now));
         let datagram = Datagram { query: id, stamp, body };
         let Ok(answer) = datagram.encode(self.library.reach.key()) else {
             return;
@@ -373,12 +367,6 @@ impl Worker {
         {
             query.state = State::Over;
             self.control.repeating.retain(|repeating| *repeating != id);
-        }
-    }
-
-    fn forget_queries(&mut self, now: u64) {
-        for (_, query) in self.control.queries.expire(now) {
-            self.conns.remove(&query.conn);
         }
     }
 

@@ -22,9 +22,8 @@ use rustix::io::Errno;
 use crate::objects::mailbox::{kind, tag};
 use crate::service::Worker;
 use crate::service::ask::{Asking, HOST_ABSENT_FOR};
-use crate::service::control::count_refused;
+use crate::service::control::{MS, count_refused};
 
-const MS: u64 = 1_000_000;
 /// The times from each sending of a question to the next, ns. Their sum is less than the time that an answer may take.
 const AGAIN: [u64; 4] = [400 * MS, 700 * MS, 1500 * MS, 2000 * MS];
 /// How many refusals in a row (ICMP: port closed) make a host one without the library. A program that has just accepted
@@ -138,7 +137,7 @@ impl Worker {
     /// answer, or no socket can be made.
     fn host(&mut self, address: (IpAddr, IpAddr), now: u64) -> Option<u64> {
         let remote = SocketAddr::new(address.1, self.library.reach.port()?);
-        if self.hosts.absent.get(&remote, Instant::now()).is_some() {
+        if self.is_absent(address.1) {
             return None;
         }
         if let Some(id) = self.hosts.by_address.get(&address) {
@@ -235,19 +234,16 @@ impl Worker {
 
     /// Sends a question, for the first time or again. Returns false if the host is to count as one without the library.
     fn send_query(&mut self, id: u64, query: QueryId, now: u64) -> bool {
-        let request = self.hosts.queries.get(&query).map(|q| q.request);
-        let message = request
-            .and_then(|r| Some((r, self.asks.get(&r)?)))
-            .map(|(r, asking)| self.question(r, asking));
         let (Some(host), Some(entry)) = (self.hosts.hosts.get_mut(&id), self.hosts.queries.get_mut(&query)) else {
             return true;
         };
+        let question = |asking: &Asking| asking.question(entry.request, self.library.id);
         let Some(Message::Ask {
             request,
             tuple,
             nonce_c,
             instance_c,
-        }) = message
+        }) = self.asks.get(&entry.request).map(question)
         else {
             return true;
         };
@@ -394,13 +390,8 @@ impl Worker {
     }
 
     fn on_host_no(&mut self, id: u64, query: QueryId, reason: wire::Reason) {
-        let Some(request) = self
-            .hosts
-            .queries
-            .get(&query)
-            .filter(|q| q.fate == Fate::Asked)
-            .map(|q| q.request)
-        else {
+        let asked = self.hosts.queries.get(&query).filter(|q| q.fate == Fate::Asked);
+        let Some(request) = asked.map(|q| q.request) else {
             return;
         };
         self.close_query(id, query, Fate::Unwanted);

@@ -106,8 +106,10 @@ impl Worker {
             Some(socket) if !is_used(socket) => Err(Refusal::NotYet(socket)),
             Some(socket) => self.answer(socket, &tuple, nonce_c, instance_c),
         };
-        if let Err(Refusal::NotYet(socket)) = answer {
-            let question = Deferred {
+        if let Err(Refusal::NotYet(socket)) = answer
+            && self.handshakes.deferred.len() < MOST_DEFERRED
+        {
+            return self.handshakes.deferred.push(Deferred {
                 r: Ref::new(socket),
                 conn,
                 request,
@@ -115,10 +117,7 @@ impl Worker {
                 nonce_c,
                 instance_c,
                 deadline: crate::sys::time::now_ns() + ASK_TIMEOUT.as_nanos() as u64,
-            };
-            if self.handshakes.defer(question) {
-                return;
-            }
+            });
         }
         let reply = match answer {
             Ok((nonce_s, r)) => {
@@ -180,7 +179,7 @@ impl Worker {
     /// Returns whether the YES with this nonce may have been lost, with a link between hosts. On any other channel it
     /// was not lost, or its asker is gone. An asker that has acted on the first YES would cancel a second one.
     fn is_lost(&self, nonce_s: &Nonce) -> bool {
-        let link = self.handshakes.link_of(nonce_s);
+        let link = self.handshakes.offered.get(nonce_s).and_then(|offered| offered.link);
         link.is_some_and(|link| !self.conns.contains_key(&link))
     }
 
@@ -483,11 +482,6 @@ impl Handshakes {
         });
     }
 
-    /// Returns the link between hosts that the YES with this nonce went over; `None` if it went another way.
-    fn link_of(&self, nonce: &Nonce) -> Option<u64> {
-        self.offered.get(nonce)?.link
-    }
-
     /// Returns the connection that made the attempt with this nonce; `None` if it is over.
     pub fn by_nonce(&self, nonce: &Nonce) -> Option<&'static Socket> {
         self.offered.get(nonce).and_then(|offered| offered.r.get())
@@ -501,15 +495,6 @@ impl Handshakes {
     /// Removes the attempt with this nonce, and returns its connection.
     pub fn remove(&mut self, nonce: &Nonce) -> Option<&'static Socket> {
         self.offered.remove(nonce).and_then(|offered| offered.r.get())
-    }
-
-    /// Keeps a question until it can be answered. Returns false if `MOST_DEFERRED` questions wait already.
-    fn defer(&mut self, question: Deferred) -> bool {
-        let has_room = self.deferred.len() < MOST_DEFERRED;
-        if has_room {
-            self.deferred.push(question);
-        }
-        has_room
     }
 
     /// Removes and returns the questions about a connection that can be answered now.

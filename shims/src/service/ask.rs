@@ -296,15 +296,13 @@ impl Worker {
     }
 
     fn ask_on(&mut self, request: u64, asking: &mut Asking, channel: Channel, by_name: bool) {
+        let peer = Peer::Asked {
+            request,
+            by_name,
+            greets: None,
+        };
         if send(&channel, &asking.question(request, self.library.id), &[])
-            && let Some(conn) = self.register(
-                channel,
-                Peer::Asked {
-                    request,
-                    by_name,
-                    greets: None,
-                },
-            )
+            && let Some(conn) = self.register(channel, peer)
         {
             self.library.stats.count(Event::Ask);
             asking.asked.insert(conn);

@@ -83,13 +83,8 @@ impl Worker {
         }
         // All users that the kernel cannot name count as one.
         let uid = channel.peer().map_or(u32::MAX, |c| c.uid);
-        let Some(id) = self.register(
-            channel,
-            Peer::Incoming {
-                listener,
-                offered: None,
-            },
-        ) else {
+        let offered = None;
+        let Some(id) = self.register(channel, Peer::Incoming { listener, offered }) else {
             return;
         };
         if let Some(leaves) = self.guests.admit(id, uid, crate::sys::time::now_ns()) {

@@ -152,17 +152,15 @@ impl Worker {
             return None;
         }
         self.hosts.by_address.insert(address, id);
-        self.hosts.hosts.insert(
-            id,
-            Host {
-                socket,
-                address,
-                stamp: None,
-                waiting: Vec::new(),
-                refused: 0,
-                quiet_since: now,
-            },
-        );
+        let host = Host {
+            socket,
+            address,
+            stamp: None,
+            waiting: Vec::new(),
+            refused: 0,
+            quiet_since: now,
+        };
+        self.hosts.hosts.insert(id, host);
         Some(id)
     }
 

@@ -14,7 +14,7 @@ use rdmasock_core::os::channel::Channel;
 use rdmasock_core::os::memfd;
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::rendezvous::names;
-use rdmasock_core::stats::{LinkInfo, LinkStats, Path, Reason};
+use rdmasock_core::stats::{Event, LinkInfo, LinkStats, Path, Reason};
 use rdmasock_core::stream::connection;
 use rdmasock_core::stream::connection::{Broken, MOST_ASIDE, OpenNonces, SocketIo as _};
 use rdmasock_core::wire;
@@ -137,14 +137,12 @@ impl Worker {
         };
         let patience = if mine.is_some() { ASK_TIMEOUT } else { LINK_TIMEOUT };
         let deadline = crate::sys::time::now_ns() + patience.as_nanos() as u64;
-        self.links.pending.insert(
-            peer,
-            Pending {
-                waiting: vec![r],
-                mine,
-                deadline,
-            },
-        );
+        let pending = Pending {
+            waiting: vec![r],
+            mine,
+            deadline,
+        };
+        self.links.pending.insert(peer, pending);
     }
 
     fn geometry(&self, layout: &Layout) -> Geometry {
@@ -411,7 +409,7 @@ impl Worker {
             Message::Closed { yours } => link.on_closed(yours),
             message if self.on_bulk_message(link, &message) => {}
             _ => {
-                self.library.stats.count(rdmasock_core::stats::Event::LinkViolation);
+                self.library.stats.count(Event::LinkViolation);
                 self.link_down(link, Reason::Violation);
             }
         }
@@ -432,7 +430,7 @@ impl Worker {
         }
         tracing::warn!(target: "rdmasock", link = link.slot(), "the peer wakes us for nothing, again and again: back to TCP");
         if link.is_left.swap(true, Relaxed) {
-            self.library.stats.count(rdmasock_core::stats::Event::LinkViolation);
+            self.library.stats.count(Event::LinkViolation);
             return self.link_down(link, Reason::Violation);
         }
         self.prefer_tcp(link, Reason::Violation);

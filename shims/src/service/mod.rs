@@ -34,6 +34,7 @@ use rdmasock_core::stream::handshake::Role;
 use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
+use rustix::time::Timespec;
 
 use crate::config::reach::Devices;
 use crate::notify::ready;
@@ -172,13 +173,9 @@ struct Worker {
 
 /// The functions that a mailbox calls to start the thread and to wake it.
 pub const THREAD: Thread = Thread {
-    wake: wake_if_asleep,
+    wake: || Library::get().waiters.ring_if_sleeping(SERVICE),
     start,
 };
-
-fn wake_if_asleep() {
-    Library::get().waiters.ring_if_sleeping(SERVICE);
-}
 
 /// Starts the thread; the caller makes sure that it does not run yet. Returns false if it cannot be made.
 fn start() -> bool {
@@ -298,7 +295,7 @@ pub fn resume(library: &Library) {
 /// Wakes the service thread, if there is one, so that it checks its timers and conditions.
 pub fn wake() {
     if let Some(library) = Library::current() {
-        library.waiters.ring(crate::objects::waiters::SERVICE);
+        library.waiters.ring(SERVICE);
     }
 }
 
@@ -342,10 +339,7 @@ impl Worker {
             && !link::all().iter().any(|l| l.has_ready(SERVICE));
         // The epoll set is polled even while commands are queued: they may come faster than they are carried out.
         let timeout = if idle { timeout } else { Some(0) };
-        let timeout = timeout.map(|ns| rustix::time::Timespec {
-            tv_sec: (ns / 1_000_000_000) as i64,
-            tv_nsec: (ns % 1_000_000_000) as i64,
-        });
+        let timeout = timeout.and_then(|ns| Timespec::try_from(Duration::from_nanos(ns)).ok());
         let n = kernel::wait(&self.service.epoll, &mut reported[..], timeout.as_ref()).unwrap_or(0);
         self.library.waiters.leave_sleep(SERVICE);
         self.events.extend(reported.iter().take(n).copied());

@@ -117,7 +117,10 @@ impl Worker {
                 Err(incoming) => return incoming.map_or((), Incoming::reject),
             },
             Some(introduction) if self.library.offers.has(&introduction.cookie, &introduction.instance) => {
-                self.drop_request(&introduction.cookie);
+                // An earlier request with the same cookie is dropped. The sender has given that request up, and does not
+                // know of the link that it has led to.
+                self.drop_arriving(|arriving| arriving.introduction.cookie.matches(&introduction.cookie));
+                self.drop_half_open(|half_open| half_open.cookie.matches(&introduction.cookie));
                 match incoming.accept(&introduce(self.library.id, Introduction::NO_COOKIE, false), None) {
                     Ok(pair) => (introduction, None, pair),
                     Err(error) => {
@@ -126,7 +129,11 @@ impl Worker {
                     }
                 }
             }
-            _ => return self.refuse(incoming),
+            _ => {
+                self.library.stats.count(Event::LinkViolation);
+                tracing::warn!(target: "rdmasock", "a link without a cookie of ours is refused");
+                return incoming.reject();
+            }
         };
         let id = self.new_conn();
         let is_watched = pair.info().is_ok_and(|info| {
@@ -141,23 +148,14 @@ impl Worker {
             return;
         }
         let deadline = crate::sys::time::now_ns() + LINK_TIMEOUT.as_nanos() as u64;
-        self.links.arriving.insert(
-            id,
-            Arriving {
-                pair,
-                introduction,
-                bulk,
-                deadline,
-            },
-        );
+        let arriving = Arriving {
+            pair,
+            introduction,
+            bulk,
+            deadline,
+        };
+        self.links.arriving.insert(id, arriving);
         self.on_pair_state(id);
-    }
-
-    /// Refuses a connection that shows no cookie of this instance.
-    fn refuse(&self, incoming: Incoming) {
-        self.library.stats.count(rdmasock_core::stats::Event::LinkViolation);
-        tracing::warn!(target: "rdmasock", "a link without a cookie of ours is refused");
-        incoming.reject();
     }
 
     /// Connects to the address of a HELLO, in a new thread. Returns false if there is no device or no thread for it.
@@ -235,13 +233,6 @@ impl Worker {
     pub(super) fn expire_arriving(&mut self, now: u64) {
         self.drop_arriving(|arriving| arriving.deadline <= now);
         self.drop_half_open(|half_open| half_open.deadline <= now);
-    }
-
-    /// Drops the connection or link of an earlier request with the same cookie. The sender has given that request up,
-    /// and does not know of the link that it has led to.
-    fn drop_request(&mut self, cookie: &Cookie) {
-        self.drop_arriving(|arriving| arriving.introduction.cookie.matches(cookie));
-        self.drop_half_open(|half_open| half_open.cookie.matches(cookie));
     }
 
     fn drop_half_open(&mut self, is_over: impl Fn(&HalfOpen) -> bool) {

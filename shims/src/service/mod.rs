@@ -331,7 +331,8 @@ impl Worker {
             data: kernel::EventData::new_u64(0),
         }; 64];
         self.drain();
-        let timeout = next(self).map(|at| at.saturating_sub(time::now_ns()));
+        let next = TIMERS.iter().filter_map(|timer| (timer.next)(self)).min();
+        let timeout = next.map(|at| at.saturating_sub(time::now_ns()));
         self.library.waiters.enter_sleep(SERVICE);
         let idle = self.events.is_empty()
             && self.commands.is_empty()
@@ -346,7 +347,10 @@ impl Worker {
         while let Some(event) = self.events.pop_front() {
             self.on_event(event);
         }
-        run_due(self, time::now_ns());
+        let now = time::now_ns();
+        for timer in TIMERS {
+            (timer.run)(self, now);
+        }
         self.close_left();
         ControlFlow::Continue(())
     }
@@ -465,10 +469,7 @@ impl Worker {
             Task::Notify => true,
             Task::Flush => connection::flush(socket),
             Task::ReadAhead => connection::read_ahead(socket, false),
-            Task::Settle => {
-                self.settle(r);
-                false
-            }
+            Task::Settle => return self.settle(r),
             Task::Drained => {
                 // Sends no notification: an edge-triggered set would report again what it has reported.
                 self.close_if_over(socket);
@@ -692,25 +693,14 @@ const TIMERS: &[Timer] = &[
     part!(rings),
     part!(standstill),
     part!(ends, |worker, now| {
-        worker.ends.on_timeout(now);
+        worker.ends.leave_unmarked(now);
+        worker.ends.look_for_readers(now);
         worker.leave_dying(now);
     }),
     part!(control, Worker::control_on_time),
     part!(hosts, Worker::hosts_on_time),
     part!(ending),
 ];
-
-/// Returns the earliest deadline of all timers, monotonic ns; `None` if nothing is scheduled.
-fn next(worker: &Worker) -> Option<u64> {
-    TIMERS.iter().filter_map(|timer| (timer.next)(worker)).min()
-}
-
-/// Handles all timers that are due.
-fn run_due(worker: &mut Worker, now: u64) {
-    for timer in TIMERS {
-        (timer.run)(worker, now);
-    }
-}
 
 /// Returns whether the alarm is due at `now`; if so, turns it off.
 fn rings(alarm: &mut Option<u64>, now: u64) -> bool {

@@ -235,12 +235,6 @@ impl Ends {
         ending.chain(one_way).min()
     }
 
-    /// Makes the checks that are due, except for [dying streams](Self::over), which the caller handles.
-    pub fn on_timeout(&mut self, now: u64) {
-        self.leave_unmarked(now);
-        self.look_for_readers(now);
-    }
-
     /// Handles that the process at the other end of the socket's link has ended. Returns true if the stream waits for
     /// TCP to show it.
     pub fn on_peer_gone(&mut self, socket: &'static Socket) -> bool {
@@ -283,7 +277,7 @@ impl Ends {
     }
 
     /// Has the peer's process check whether there still is a reader, for each connection whose bytes are not read.
-    fn look_for_readers(&mut self, now: u64) {
+    pub fn look_for_readers(&mut self, now: u64) {
         self.one_way.retain(|_, look| {
             let Some(socket) = look.r.get().filter(|s| sends_on_link(s)) else {
                 return false;
@@ -304,7 +298,7 @@ impl Ends {
 
     /// Takes the connections back to TCP that the peer has closed or shut down past its library. TCP knows how to
     /// answer what is sent from now on.
-    fn leave_unmarked(&mut self, now: u64) {
+    pub fn leave_unmarked(&mut self, now: u64) {
         let late = self.unmarked.extract_if(.., |u| u.deadline <= now);
         for socket in late.filter_map(|u| u.r.get()) {
             if is_unmarked(socket) && socket.link().is_some_and(Link::is_alive) {

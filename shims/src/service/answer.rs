@@ -24,7 +24,7 @@ use crate::objects::mailbox::{Ref, kind, tag};
 use crate::objects::socket;
 use crate::objects::socket::{Socket, Stage};
 use crate::service::ask::ASK_TIMEOUT;
-use crate::service::{Conn, Peer, Watched, Worker};
+use crate::service::{Peer, Watched, Worker};
 use crate::sys::points::point;
 use crate::sys::sockopt;
 
@@ -146,16 +146,10 @@ impl Worker {
     /// Returns whether the asker owns the connector's end (P13). If that end is on another host, no user can be proved
     /// to own it. Then a question is accepted from there, or from the owner of the control port here.
     fn may_ask(&self, conn: u64, tuple: &Tuple) -> bool {
-        let credentials = match self.conns.get(&conn) {
-            Some(Conn {
-                channel: Some(channel), ..
-            }) => channel.peer().ok(),
-            Some(Conn {
-                peer: Peer::Link(link), ..
-            }) => link.with_channel(|channel| channel.peer().ok()).flatten(),
-            Some(_) => None,
-            None => return false,
-        };
+        if !self.conns.contains_key(&conn) {
+            return false;
+        }
+        let credentials = self.with_channel(conn, |channel| channel.peer().ok()).flatten();
         let reach = self.library.reach;
         let own = rustix::process::geteuid().as_raw();
         match credentials.map(|c| c.uid) {
@@ -412,6 +406,7 @@ struct Orphan {
 }
 
 /// The connections that peers ask about, and the questions that wait.
+#[derive(Default)]
 pub struct Handshakes {
     /// Sockets whose addresses have been looked up.
     tuples: HashMap<Tuple, Ref>,
@@ -424,17 +419,6 @@ pub struct Handshakes {
 }
 
 impl Handshakes {
-    /// Returns an empty set.
-    pub fn new() -> Self {
-        Self {
-            tuples: HashMap::new(),
-            offered: HashMap::new(),
-            bound: OFFERED_MIN,
-            deferred: Vec::new(),
-            orphans: Vec::new(),
-        }
-    }
-
     /// Returns whether there is memory for one more attempt.
     pub fn has_room(&mut self) -> bool {
         self.offered.try_reserve(1).is_ok()
@@ -567,7 +551,7 @@ mod tests {
 
     #[test]
     fn attempts_that_are_over_are_forgotten() {
-        let mut handshakes = Handshakes::new();
+        let mut handshakes = Handshakes::default();
         let (socket, _stream) = connected();
         let live = Nonce::random().unwrap();
         socket.control.lock().unwrap().handshake = Some(Handshake::acceptor(live, live).0);

@@ -212,12 +212,10 @@ impl Worker {
     }
 
     fn ask_over(&mut self, request: u64, asking: &mut Asking, link: &'static Link) -> bool {
-        let Some(conn) = self.conn_of(link) else {
+        let question = asking.question(request, self.library.id);
+        let Some(conn) = self.conn_of(link).filter(|_| link.send(&question, &[]).is_ok()) else {
             return false;
         };
-        if link.send(&asking.question(request, self.library.id), &[]).is_err() {
-            return false;
-        }
         self.library.stats.count(Event::Ask);
         asking.asked.insert(conn)
     }

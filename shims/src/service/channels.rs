@@ -101,10 +101,7 @@ impl Worker {
     }
 
     pub(super) fn listen_to_names(&mut self, on: bool) {
-        match on {
-            true => self.alarms.listen = None,
-            false => self.alarms.listen = Some(crate::sys::time::now_ns() + DEAF_FOR),
-        }
+        self.alarms.listen = (!on).then(|| crate::sys::time::now_ns() + DEAF_FOR);
         let instance = self.instance_name.as_ref().map(|name| name.as_fd());
         let instance = instance.map(|fd| (fd, tag(kind::INSTANCE, 0), kernel::EventFlags::IN));
         let exclusive = kernel::EventFlags::IN | kernel::EventFlags::EXCLUSIVE;
@@ -174,7 +171,7 @@ impl Worker {
     }
 
     /// Calls `f` with a channel, also with a link's. `None` without a channel, or if it is closed.
-    fn with_channel<R>(&self, id: u64, f: impl FnOnce(&Channel) -> R) -> Option<R> {
+    pub(super) fn with_channel<R>(&self, id: u64, f: impl FnOnce(&Channel) -> R) -> Option<R> {
         match self.conns.get(&id)? {
             Conn {
                 channel: Some(channel), ..

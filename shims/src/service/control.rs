@@ -154,12 +154,8 @@ impl Worker {
         }
         let Some(port) = reach.port() else { return };
         let bound = Answerer::bind(port).and_then(|socket| {
-            let flags = kernel::EventFlags::IN;
-            if self.add(socket.as_fd(), tag(kind::CONTROL, 0), flags) {
-                Ok(socket)
-            } else {
-                Err(Errno::NOMEM)
-            }
+            let is_added = self.add(socket.as_fd(), tag(kind::CONTROL, 0), kernel::EventFlags::IN);
+            is_added.then_some(socket).ok_or(Errno::NOMEM)
         });
         match bound {
             Ok(socket) => {
@@ -217,10 +213,9 @@ impl Worker {
         let source = arrival.from.ip().to_canonical();
         let stamper = self.control.stamper.as_ref();
         let is_stamped = stamper.is_some_and(|s| s.is_good(&datagram.stamp, arrival.from, now));
-        let limiter = if is_stamped {
-            &mut self.control.known
-        } else {
-            &mut self.control.strangers
+        let limiter = match is_stamped {
+            true => &mut self.control.known,
+            false => &mut self.control.strangers,
         };
         if !limiter.take(source, now) {
             return self.library.stats.count(Event::ControlRate);

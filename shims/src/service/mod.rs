@@ -502,7 +502,7 @@ impl Worker {
             asked_until: VecDeque::new(),
             cache: DestinationCache::new(4096),
             devices: Devices::default(),
-            handshakes: Handshakes::new(),
+            handshakes: Handshakes::default(),
             links: LinkTable::default(),
             bulks: Bulks::default(),
             lingering: Lingering::default(),

@@ -195,25 +195,17 @@ impl Worker {
             }
             return;
         }
-        let state = match self.links.arriving.get(&id) {
-            Some(arriving) => arriving.pair.state(),
-            None => return,
-        };
-        if state == State::Connecting {
-            return;
-        }
-        let Some(Arriving {
-            pair,
-            introduction,
-            bulk,
-            ..
-        }) = self.links.arriving.remove(&id)
-        else {
+        let state = self.links.arriving.get(&id).map(|arriving| arriving.pair.state());
+        let Some(state) = state.filter(|state| *state != State::Connecting) else {
             return;
         };
+        let Some(arriving) = self.links.arriving.remove(&id) else {
+            return;
+        };
+        let (pair, introduction) = (arriving.pair, arriving.introduction);
         self.forget_fd(pair.info().map(|i| i.state_fd));
         let peer = introduction.instance;
-        match (state, bulk) {
+        match (state, arriving.bulk) {
             (State::Up, Some(link)) => self.on_bulk_arrived(link, Some(pair)),
             (_, Some(link)) => self.on_bulk_arrived(link, None),
             (State::Up, None) => {

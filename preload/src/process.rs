@@ -1,6 +1,6 @@
 //! The hooks of the calls that replace, spawn, restrict, move or end a process. The implementation is in
-//! `rdmasock_shims::hooks::{process,confine,namespaces}`. Three are elsewhere: the shims handle `exit` by `atexit`,
-//! `variadic.rs` has `execl*`, and `vfork.rs` has `vfork`.
+//! `rdmasock_shims::hooks::process`. Three are elsewhere: the shims handle `exit` by `atexit`, `variadic.rs` has
+//! `execl*`, and `vfork.rs` has `vfork`.
 
 #![allow(
     unsafe_op_in_unsafe_fn,
@@ -9,7 +9,7 @@
 
 use libc::{FILE, c_char, c_int, c_ulong, c_void, pid_t, posix_spawn_file_actions_t, posix_spawnattr_t};
 use rdmasock_shims::config::environment;
-use rdmasock_shims::hooks::{process, process as calls};
+use rdmasock_shims::hooks::process as calls;
 use rdmasock_shims::sys::real;
 use redhook::hook;
 
@@ -123,18 +123,18 @@ hook! {
 
 hook! {
     unsafe fn prctl(option: c_int, a: c_ulong, b: c_ulong, c: c_ulong, d: c_ulong) -> c_int => hook_prctl {
-        process::prctl(real::prctl(), option, a, b, c, d)
+        calls::prctl(real::prctl(), option, a, b, c, d)
     }
 }
 
 hook! {
     unsafe fn unshare(flags: c_int) -> c_int => hook_unshare {
-        process::unshare(real::unshare(), flags)
+        calls::unshare(real::unshare(), flags)
     }
 }
 
 hook! {
     unsafe fn setns(fd: c_int, kind: c_int) -> c_int => hook_setns {
-        process::setns(real::setns(), fd, kind)
+        calls::setns(real::setns(), fd, kind)
     }
 }

@@ -1,5 +1,6 @@
-//! Senders that find no room in the ring: they ask for a wake-up, and they get a larger ring. A reader that stands
-//! still provides it, or, between hosts, this end of the link.
+//! The room in a ring. A sender that finds none asks for a wake-up, and gets a larger ring: from a reader that stands
+//! still, or, between hosts, from this end of the link. The ring that a direction receives in grows for a sender that
+//! finds it too small, and shrinks when it is idle.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
@@ -17,6 +18,13 @@ use crate::objects::link::{Link, has_few_addresses};
 use crate::objects::mailbox::Command;
 use crate::objects::socket::{Mode, Socket, Tx};
 use crate::sys::sockopt;
+
+/// The size to which a ring grows for a reader that keeps up, bytes. A larger ring makes such a reader no faster.
+const READING: u64 = 1024 * 1024;
+
+/// log2 of how many times larger the first ring is between hosts. Each quarter that is read there costs a message,
+/// which also wakes the writer.
+const BETWEEN_HOSTS: u32 = 4;
 
 /// The room that a send has found when the ring had too little.
 pub(super) enum Room {
@@ -275,15 +283,7 @@ fn is_behind(socket: &Socket) -> bool {
     remote.is_some_and(|remote| remote.unsent(theirs) > 0)
 }
 
-// The size of the ring that a direction receives in. The ring grows for a sender that finds it too small, and shrinks
-// when it is idle.
-
-/// The size to which a ring grows for a reader that keeps up, bytes. A larger ring makes such a reader no faster.
-const READING: u64 = 1024 * 1024;
-
-/// log2 of how many times larger the first ring is between hosts. Each quarter that is read there costs a message,
-/// which also wakes the writer.
-const BETWEEN_HOSTS: u32 = 4;
+// The receiving end.
 
 /// Returns log2 of the bytes of a direction's first ring.
 pub fn first(link: &Link) -> u8 {

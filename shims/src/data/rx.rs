@@ -1,5 +1,6 @@
 //! Receiving: moves bytes from what the direction runs on, TCP or a link, into the program's buffers. This file has the
-//! call itself and the receive from a link.
+//! call itself, the receive from a link, the pause of a reader that keeps up, and the count of the bytes that can be
+//! read. [`scanning`](crate::data::scanning) receives from TCP that may hold markers.
 
 use std::cell::Cell;
 use std::ffi::c_int;
@@ -40,6 +41,30 @@ const SERVED: c_int = libc::MSG_DONTWAIT
     | libc::MSG_TRUNC
     | libc::MSG_CMSG_CLOEXEC
     | libc::MSG_WAITFORONE;
+
+/// The pause of a reader that keeps up with a writer of small messages, before it looks for data again, ns. Several
+/// cache misses long, and shorter than any wake-up.
+const REST: u64 = 200;
+
+/// The outcome of one attempt of a receive.
+pub enum RecvStep {
+    /// Try again.
+    Again,
+    /// The receive is for the kernel: make its own call.
+    Kernel,
+    /// There is nothing to receive now.
+    Empty,
+    /// The call waits with a buffer ([`Landing`]), and has to end that wait.
+    Leave,
+    /// The connection is no longer the one of this call ([`Place`]).
+    Elsewhere(Place),
+    /// The attempt has received this many bytes.
+    Got(usize),
+    /// The attempt has received this many bytes, and more may be in TCP or on the link.
+    GotPart(usize),
+    /// The call fails with this errno.
+    Fail(c_int),
+}
 
 /// Serves recv() and its kin. `real(fd)` is libc's own call with the program's other arguments. Returns what recv(2)
 /// returns, and sets errno as recv(2) does.
@@ -393,6 +418,26 @@ unsafe fn recv_loop(
     }
 }
 
+/// Puts off the check of a receive with these `flags`, if that is due
+/// ([`Pace`](crate::objects::socket::Pace)) and the call may wait.
+#[inline]
+fn rest(socket: &Socket, flags: c_int) {
+    if socket.wakes.rx_rests.load(Relaxed)
+        && socket.rx_mode.load(Relaxed) == Mode::Link
+        && wait::may_wait(socket, flags).is_ok()
+    {
+        rest_now();
+    }
+}
+
+#[inline(never)]
+fn rest_now() {
+    let start = now_ns();
+    while now_ns().wrapping_sub(start) < REST {
+        std::hint::spin_loop();
+    }
+}
+
 /// Receives what the ring holds, or what a device has put into the buffer of a waiting call.
 #[inline]
 unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int, landing: &mut Option<Landing>) -> RecvStep {
@@ -653,57 +698,8 @@ pub fn shut(socket: &'static Socket) {
     }
 }
 
-// The outcome of one attempt of a receive, from the link or among markers.
-
-/// The outcome of one attempt of a receive.
-pub enum RecvStep {
-    /// Try again.
-    Again,
-    /// The receive is for the kernel: make its own call.
-    Kernel,
-    /// There is nothing to receive now.
-    Empty,
-    /// The call waits with a buffer ([`Landing`](crate::data::zero_copy::Landing)), and has to end that wait.
-    Leave,
-    /// The connection is no longer the one of this call ([`Place`]).
-    Elsewhere(Place),
-    /// The attempt has received this many bytes.
-    Got(usize),
-    /// The attempt has received this many bytes, and more may be in TCP or on the link.
-    GotPart(usize),
-    /// The call fails with this errno.
-    Fail(c_int),
-}
-
-// Puts off the next check of a reader that keeps up with a writer of small messages (`socket/pace.rs`).
-
-/// The pause of a reader that keeps up, before it looks for data again, ns. Several cache misses long, and shorter than
-/// any wake-up.
-const REST: u64 = 200;
-
-/// Puts off the check of a receive with these `flags`, if that is due and the call may wait.
-#[inline]
-pub fn rest(socket: &Socket, flags: c_int) {
-    if socket.wakes.rx_rests.load(Relaxed)
-        && socket.rx_mode.load(Relaxed) == Mode::Link
-        && wait::may_wait(socket, flags).is_ok()
-    {
-        rest_now();
-    }
-}
-
-#[inline(never)]
-fn rest_now() {
-    let start = now_ns();
-    while now_ns().wrapping_sub(start) < REST {
-        std::hint::spin_loop();
-    }
-}
-
-// How many bytes can be read: FIONREAD.
-//
-// The count has all bytes that have come, as the kernel's has. An edge-triggered program may read just as many bytes,
-// take that for the end of the available bytes (nginx does), and wait.
+// The count of bytes that can be read (FIONREAD) has all bytes that have come, as the kernel's has. An edge-triggered
+// program may read just as many bytes, take that for the end of the available bytes (nginx does), and wait.
 
 /// Returns the bytes that can be read now; `None` where the kernel's own count is right.
 pub fn available(socket: &'static Socket) -> Option<usize> {

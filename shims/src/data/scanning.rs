@@ -110,7 +110,7 @@ pub(super) fn leave(socket: &'static Socket) {
 /// Does what no thread could do while a call was inside the kernel's receive. Scans TCP, for which the kernel has
 /// reported its edge already, wakes the waiting threads, and ends a connection that the program has closed.
 #[cold]
-pub(super) fn look_again(socket: &'static Socket) {
+fn look_again(socket: &'static Socket) {
     let errno = errno::get();
     ready::among_markers(socket);
     connection::read_ahead(socket, false);

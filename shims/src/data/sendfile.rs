@@ -19,6 +19,9 @@ use crate::sys::iov::Iov;
 use crate::sys::real::Cancellable;
 use crate::sys::{errno, real};
 
+/// The result in place of libc's call. It says that the direction is on TCP.
+const LEFT: ssize_t = -2;
+
 /// Serves sendfile(). On a link, reads the file straight into the ring.
 ///
 /// # Safety
@@ -110,7 +113,7 @@ unsafe fn sendfile_slow(
                 return sent as ssize_t;
             }
             if sent > 0 && socket.enter_tx() {
-                // The rest of the call goes on in TCP, as a send's does (`rest`). `offset`, or the file's own position,
+                // The rest of the call goes on in TCP, as a send's does (`tx::goes_on`). `offset`, or the file's own position,
                 // is where this call has come to.
                 let before = errno::get();
                 // SAFETY: the program's own arguments, which it keeps valid during its call.
@@ -237,8 +240,6 @@ fn is_regular(fd: c_int) -> bool {
         .is_ok_and(|s| rustix::fs::FileType::from_raw_mode(s.st_mode) == rustix::fs::FileType::RegularFile)
 }
 
-// splice() out of a socket.
-
 /// Serves splice() from a socket that is on its way back to TCP. Bytes from the link or from among markers are copied
 /// to the pipe `to`, at most `len` bytes. `real` is libc's own call, for bytes that are in TCP.
 // Not inlined: the forced unwind of pthread_cancel runs the destructors here (see `hooks`).
@@ -283,9 +284,6 @@ pub fn splice(
         return n;
     }
 }
-
-/// The result in place of libc's call. It says that the direction is on TCP.
-const LEFT: ssize_t = -2;
 
 /// Waits until the pipe is writable, unless `nonblocking`, and returns how many bytes it surely takes at once. Another
 /// writer may fill the pipe between the poll and the write; then the write waits. `Err` is the errno.

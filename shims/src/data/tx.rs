@@ -1,5 +1,5 @@
-//! Sending: moves the program's bytes onto what the direction runs on, TCP or a link. This file has the call itself and
-//! what takes the direction back to TCP.
+//! Sending: moves the program's bytes onto what the direction runs on, TCP or a link. This file has the call itself,
+//! what takes the direction back to TCP, and the wake-ups of the peer that MSG_MORE and TCP_CORK delay.
 
 use std::cell::Cell;
 use std::ffi::c_int;
@@ -416,9 +416,48 @@ unsafe fn send_loop(call: &mut Call, iov: &mut Iov, flags: c_int, real: &impl Fn
 
 /// Returns whether the rest of a call, whose beginning went over the link, continues in TCP. It does if the call may
 /// wait and the peer can still take the rest. The call then holds the connection, because all its bytes belong to one
-/// connection.
+/// connection. A blocking send of kernel TCP does not return short when the peer's program puts its socket to another
+/// use, and few programs check for a short return.
 pub(super) fn goes_on(call: &mut Call, flags: c_int) -> bool {
     wait::may_wait(call.socket, flags).is_ok() && call.hold_now() == Place::Here && is_taken(call.socket)
+}
+
+/// Returns whether the peer can still take the rest. If the peer has ended its direction, or the connection is over,
+/// kernel TCP too returns with what it has taken. The program's next call then gets the error.
+fn is_taken(socket: &'static Socket) -> bool {
+    let Some(_control) = socket.control.lock() else {
+        return false;
+    };
+    let tcp = socket.tcp();
+    !socket.wakes.is_dead() && !socket.has_untold() && tcp.is_some_and(|tcp| !tcp.has_failed() && !tcp.has_peer_ended())
+}
+
+/// Gives the rest to the kernel by `fd`. Returns how many bytes TCP has taken, 0 if none. The program gets the count of
+/// bytes sent, not an error. An error that ends the connection is kept for the next call; of any other error only the
+/// errno is lost.
+fn send_rest(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_int) -> ssize_t {
+    // A send that has taken bytes raises no SIGPIPE.
+    let flags = flags | libc::MSG_NOSIGNAL;
+    let before = errno::get();
+    let mut taken = 0;
+    while iov.len() > 0 {
+        let (piece, len) = iov.head();
+        let more = if len < iov.len() { libc::MSG_MORE } else { 0 };
+        // SAFETY: a piece of the program's memory, readable during the program's call.
+        let n = unsafe { real::send().cancellable()(fd, piece.cast(), len, flags | more) };
+        if n < 0 {
+            // The failed send has taken the error from the socket.
+            reset::keep(socket, errno::get());
+            break;
+        }
+        iov.advance(n.cast_unsigned());
+        taken += n;
+        if n.cast_unsigned() < len {
+            break;
+        }
+    }
+    errno::set(before);
+    taken
 }
 
 /// Makes one attempt to send the bytes of `iov`, except its last `until` bytes.
@@ -644,7 +683,7 @@ pub fn violation(socket: &'static Socket, error: &rdmasock_core::fabric::ring::R
 
 /// Makes room for a send that is about to sleep. Returns true if there is room now, in the reserve ring or in TCP.
 #[cold]
-pub fn make_room(socket: &'static Socket) -> bool {
+fn make_room(socket: &'static Socket) -> bool {
     let room = backpressure::before_sleep(socket);
     if let Room::Unbacked = room {
         within(|| take_back(socket, rdmasock_core::stats::Reason::Resources));
@@ -685,48 +724,6 @@ fn is_worth_a_look(socket: &'static Socket) -> bool {
         Mode::Marked => connection::flush(socket),
         _ => true,
     }
-}
-
-// The rest of a send whose beginning went over a link, once the direction is on TCP again. The call goes on there. A
-// blocking send of kernel TCP does not return short when the peer's program puts its socket to another use. Few
-// programs check for a short return.
-
-/// Returns whether the peer can still take the rest. If the peer has ended its direction, or the connection is over,
-/// kernel TCP too returns with what it has taken. The program's next call then gets the error.
-pub fn is_taken(socket: &'static Socket) -> bool {
-    let Some(_control) = socket.control.lock() else {
-        return false;
-    };
-    let tcp = socket.tcp();
-    !socket.wakes.is_dead() && !socket.has_untold() && tcp.is_some_and(|tcp| !tcp.has_failed() && !tcp.has_peer_ended())
-}
-
-/// Gives the rest to the kernel by `fd`. Returns how many bytes TCP has taken, 0 if none. The program gets the count of
-/// bytes sent, not an error. An error that ends the connection is kept for the next call; of any other error only the
-/// errno is lost.
-fn send_rest(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_int) -> ssize_t {
-    // A send that has taken bytes raises no SIGPIPE.
-    let flags = flags | libc::MSG_NOSIGNAL;
-    let before = errno::get();
-    let mut taken = 0;
-    while iov.len() > 0 {
-        let (piece, len) = iov.head();
-        let more = if len < iov.len() { libc::MSG_MORE } else { 0 };
-        // SAFETY: a piece of the program's memory, readable during the program's call.
-        let n = unsafe { real::send().cancellable()(fd, piece.cast(), len, flags | more) };
-        if n < 0 {
-            // The failed send has taken the error from the socket.
-            reset::keep(socket, errno::get());
-            break;
-        }
-        iov.advance(n.cast_unsigned());
-        taken += n;
-        if n.cast_unsigned() < len {
-            break;
-        }
-    }
-    errno::set(before);
-    taken
 }
 
 // MSG_MORE and TCP_CORK: delay the peer's wake-up, not the bytes.

@@ -1,6 +1,16 @@
-//! Put: the device writes a large blocking send (`ways.rs`) into the buffer of the peer's blocked receive
-//! (docs/protocol.md, P90–P95). The bytes go from the program's memory, past the mirror. The send waits for such a
-//! reader only for a moment, because kernel TCP would not wait at all.
+//! Large transfers between hosts that a device makes between the programs' memory, past the mirror (docs/protocol.md,
+//! P90–P99). `config/ways.rs` says when.
+//!
+//! - Put: this end's device writes a blocking send into the buffer of the peer's blocked receive. The send waits for
+//!   such a reader only for a moment, because kernel TCP would not wait at all.
+//! - Get: the peer's device reads a blocking send from the program's memory into the reader's ring. This is for a peer
+//!   whose program does not wait with a buffer. The send waits a moment for room in the ring and then for the device;
+//!   kernel TCP would wait for neither. Each failure makes later tries rarer.
+//!
+//! Both lend the program's memory to a device. Lent bytes count as sent. When the call returns, the peer has taken them
+//! or the rest is in the mirror, and no device reaches the program's memory any more.
+//!
+//! A blocking receive gives its buffer to a device in the same way ([`Landing`]).
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
@@ -40,18 +50,30 @@ const TAKEN: Within = Within {
     begins: 100_000_000,
     byte: 0,
 };
+/// How long the reader may stand still before there is room, ns. `ALL_ROOM_WITHIN` bounds that time in all, ns. If the
+/// reader's end has to be asked, the time of its answer comes on top.
+const ROOM_WITHIN: u64 = 500_000;
+const ALL_ROOM_WITHIN: u64 = 5_000_000;
+/// How long the peer's device may take; the rest then goes by the mirror. A peer that is known to be slow has longer to
+/// begin.
+const TAKEN_BY_READS: Within = Within {
+    begins: 5_000_000,
+    byte: 50,
+};
 
-/// A wait for a reader with a buffer, which a large send makes first.
-struct Reader;
+/// Which device moves the bytes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum By {
+    /// This end's device writes them.
+    Writes,
+    /// The peer's device reads them.
+    Reads,
+}
 
-impl Wanted for Reader {
-    const IS_DATA: bool = false;
-
-    fn is_worth_a_look(socket: &'static Socket) -> bool {
-        let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
-        let remote = socket.link().and_then(|link| link.remote());
-        Taken::is_over(socket) || remote.is_some_and(|remote| remote.end().wanted(theirs) >= remote.direct_min() as u64)
-    }
+/// How long the peer may take, ns: `begins` until it begins, then `byte` for each byte.
+struct Within {
+    begins: u64,
+    byte: u64,
 }
 
 /// How a large send went.
@@ -117,6 +139,13 @@ pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int, total: usize) -
     if sent > 0 { Went::Directly(sent) } else { NOTHING }
 }
 
+fn to_reader(call: &mut Call, remote: &'static Remote, theirs: Vqpn, memory: *mut u8, len: usize) -> usize {
+    let Some(wanted) = await_reader(call, remote, theirs, len) else {
+        return 0;
+    };
+    lend(call, (remote, theirs), (memory, wanted, len), By::Writes, TAKEN).0
+}
+
 /// Waits for a reader with a buffer, and longer while the reader still reads earlier bytes. Returns how many of `len`
 /// bytes the buffer takes; `None` if no buffer came in time.
 fn await_reader(call: &Call, remote: &'static Remote, theirs: Vqpn, len: usize) -> Option<usize> {
@@ -159,101 +188,160 @@ fn await_reader(call: &Call, remote: &'static Remote, theirs: Vqpn, len: usize) 
     }
 }
 
-fn to_reader(call: &mut Call, remote: &'static Remote, theirs: Vqpn, memory: *mut u8, len: usize) -> usize {
-    let Some(wanted) = await_reader(call, remote, theirs, len) else {
+/// Offers `len` bytes at `memory` to the reader's device, if the reader's ring has enough room. Returns the bytes that
+/// count as sent; 0 if the bytes have to go by the mirror.
+fn offer(call: &mut Call, remote: &'static Remote, theirs: Vqpn, memory: *mut u8, len: usize) -> usize {
+    let socket = call.socket;
+    let may_try = |socket: &Socket| socket.tx.lock().is_some_and(|mut tx| tx.own.direct.may_lend(now_ns()));
+    if !may_try(socket) {
         return 0;
+    }
+    let (sent, taken) = if has_room(socket, remote, theirs) {
+        let within = Within {
+            begins: remote.answers.patience(TAKEN_BY_READS.begins),
+            ..TAKEN_BY_READS
+        };
+        lend(call, (remote, theirs), (memory, len, len), By::Reads, within)
+    } else {
+        (0, 0)
     };
-    lend(call, (remote, theirs), (memory, wanted, len), By::Writes, TAKEN).0
+    if let Some(mut tx) = socket.tx.lock() {
+        tx.own.direct.on_lent(sent > 0 && taken >= sent / 2, now_ns());
+    }
+    sent
 }
 
-// Memory of the program that a blocking send lends to a device, past the mirror (docs/protocol.md, P90–P99). This
-// end's device writes the bytes into a buffer of the peer's program, or the peer's device reads them. `direct.rs` and
-// `offered.rs` decide when.
-//
-// Lent bytes count as sent. When the call returns, the peer has taken them or the rest is in the mirror, and no device
-// reaches the program's memory any more.
-
-/// Which device moves the bytes.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum By {
-    /// This end's device writes them.
-    Writes,
-    /// The peer's device reads them.
-    Reads,
-}
-
-/// How long the peer may take, ns: `begins` until it begins, then `byte` for each byte.
-pub(super) struct Within {
-    pub begins: u64,
-    pub byte: u64,
-}
-
-/// A loan: memory that is lent until the call takes it back.
-struct Lent {
-    remote: &'static Remote,
-    theirs: Vqpn,
-    /// The position behind its last byte.
-    until: u64,
-    by: By,
-    is_recalled: bool,
-    /// Dropped after `Lent::drop` has run, so that the registration ends last.
-    memory: Pinned,
-}
-
-impl Lent {
-    /// Recalls the memory from the peer's device, if that may still read it. When this returns, the peer has confirmed
-    /// that its device reads no more, or the device can no longer reach the memory.
-    fn recall(&mut self) {
-        let (end, theirs) = (self.remote.end(), self.theirs);
-        if self.by == By::Reads && !self.is_recalled && !end.is_source_done(theirs) {
-            self.is_recalled = true;
-            end.recall_source(theirs);
-            self.remote.await_word(|| end.is_source_done(theirs));
+/// Waits a moment for room in the peer's ring. Returns false if there is none in time, or if the next bytes have to go
+/// another way. A signal handler ends the wait, also with false.
+fn has_room(socket: &'static Socket, remote: &'static Remote, theirs: Vqpn) -> bool {
+    let begun = now_ns();
+    let (mut moved, mut unread, mut asked) = (begun, u64::MAX, None::<Question>);
+    loop {
+        let sent = socket.tx.lock().and_then(|tx| Some(tx.producer.as_ref()?.position()));
+        let sent = sent.unwrap_or(0);
+        let (before, now) = (unread, now_ns());
+        unread = remote.end().untaken(theirs, sent);
+        if unread < before {
+            moved = now;
+        }
+        if Taken::is_over(socket) {
+            return false;
+        }
+        if unread == 0 {
+            if let Some(question) = &mut asked {
+                question.on_answer(remote, now);
+            }
+            if !give_back(socket) {
+                // The earlier bytes have gone by a send buffer of this end, so the next bytes have to go there too.
+                return false;
+            }
+        }
+        if free(socket) >= remote.direct_min() {
+            return true;
+        }
+        let until = (moved + ROOM_WITHIN).min(begun + ALL_ROOM_WITHIN);
+        let answered = asked.as_ref().map_or(0, |question| question.until(remote));
+        let left = until.max(answered).saturating_sub(now);
+        if left == 0 && asked.is_none() && is_aside(socket) {
+            // A reader does not report less than a quarter of its ring unasked (P55). The producer cannot leave the
+            // send buffer before this end knows that all its bytes were read.
+            asked = Some(Question::ask(remote, theirs, sent, now));
+            continue;
+        }
+        if left == 0 {
+            if let Some(question) = asked {
+                question.give_up(remote, theirs, now);
+            }
+            return false;
+        }
+        let mut patience = wait::Patience::at_most(Timeout::Ns(left));
+        if wait::wait_for::<RoomToLend>(socket, &mut patience) == Err(libc::EINTR) {
+            return false;
         }
     }
 }
 
-impl Drop for Lent {
-    fn drop(&mut self) {
-        if self.memory.is_of_a_parent() {
-            return;
-        }
-        let (end, theirs) = (self.remote.end(), self.theirs);
-        self.recall();
-        // SAFETY: the loan is of the program's buffer, which stays readable until the call returns; the call drops this
-        // value first.
-        let left = unsafe { end.take_source(theirs) };
-        if self.by == By::Writes && left.is_some_and(|left| left > 0) {
-            self.remote.await_word(|| end.untaken(theirs, self.until) == 0);
-        }
+/// Returns the bytes that the peer's ring has room for; 0 if the next bytes do not go there.
+fn free(socket: &Socket) -> usize {
+    if socket.tx_mode.load(Acquire) != Mode::Link {
+        return 0;
     }
+    let mut tx = socket.tx.lock();
+    let producer = tx.as_mut().and_then(|tx| tx.producer.as_mut());
+    let producer = producer.filter(|producer| !producer.is_aside());
+    producer.map_or(0, |producer| producer.free().unwrap_or(0) as usize)
 }
 
-/// A wait for the end of a loan.
-pub(super) struct Taken;
-
-impl Taken {
-    /// Returns whether the peer takes no more: the connection or the link is down, or the direction has left the link.
-    pub fn is_over(socket: &Socket) -> bool {
-        let remote = socket.link().and_then(|link| link.remote());
-        socket.wakes.is_dead() || socket.tx_mode.load(Acquire) != Mode::Link || remote.is_none_or(Remote::is_down)
-    }
+/// Returns whether the producer writes aside, into a send buffer of this end, because the peer's ring had no room.
+fn is_aside(socket: &Socket) -> bool {
+    let tx = socket.tx.lock();
+    tx.is_some_and(|tx| tx.producer.as_ref().is_some_and(Producer::is_aside))
 }
 
-impl Wanted for Taken {
-    const IS_DATA: bool = false;
+/// Returns whether the producer writes aside and the reader has read all of it.
+fn is_read_aside(socket: &Socket, remote: &Remote) -> bool {
+    let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
+    let position = {
+        let tx = socket.tx.lock();
+        let producer = tx.as_ref().and_then(|tx| tx.producer.as_ref());
+        producer.filter(|producer| producer.is_aside()).map(Producer::position)
+    };
+    position.is_some_and(|position| remote.end().untaken(theirs, position) == 0)
+}
 
-    fn is_worth_a_look(socket: &'static Socket) -> bool {
-        let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
-        let remote = socket.link().and_then(|link| link.remote());
-        Self::is_over(socket) || remote.is_none_or(|remote| remote.end().is_source_done(theirs))
+/// A question to the reader's end: how far is the reader?
+struct Question {
+    /// When it was asked, monotonic ns.
+    at: u64,
+    /// The answer covers all bytes before this position.
+    position: u64,
+    /// All bytes before `position` were sent, and no answer has come yet. Only then is the time of the answer a
+    /// measurement, because it does not depend on the reader.
+    counts: bool,
+}
+
+impl Question {
+    fn ask(remote: &Remote, theirs: Vqpn, position: u64, now: u64) -> Self {
+        remote.end().unconfirmed(theirs);
+        Self {
+            at: now,
+            position,
+            counts: remote.end().unsent(theirs) == 0,
+        }
+    }
+
+    /// Returns until when the send waits for the answer, monotonic ns.
+    fn until(&self, remote: &Remote) -> u64 {
+        let within = match self.counts {
+            true => remote.answers.patience(ROOM_WITHIN),
+            false => ROOM_WITHIN,
+        };
+        self.at + within
+    }
+
+    /// Takes in the answer, which is that the reader has read all bytes.
+    fn on_answer(&mut self, remote: &Remote, now: u64) {
+        if std::mem::take(&mut self.counts) {
+            remote.answers.on_answer(now - self.at);
+        }
+    }
+
+    /// Ends the wait for the answer. If none has come, records that the peer took longer than the time so far.
+    fn give_up(&self, remote: &Remote, theirs: Vqpn, now: u64) {
+        let is_answered = remote
+            .end()
+            .confirmed(theirs)
+            .is_none_or(|until| until >= self.position);
+        if self.counts && !is_answered {
+            remote.answers.on_none(now - self.at);
+        }
     }
 }
 
 /// Lends as many of the next `wanted` bytes as possible, from a piece of `len` bytes. Waits `within` its bounds until
 /// the peer has them. Returns how many bytes count as sent, and how many of those a device is known to have moved past
 /// the mirror.
-pub(super) fn lend(
+fn lend(
     call: &mut Call,
     (remote, theirs): (&'static Remote, Vqpn),
     (memory, wanted, len): (*mut u8, usize, usize),
@@ -353,21 +441,59 @@ pub(super) fn lend(
     (bytes, taken)
 }
 
-// Get: the peer's device reads a large blocking send from the program's memory into the reader's ring
-// (docs/protocol.md, P96–P99). This is for a peer whose program does not wait with a buffer. The send waits a moment
-// for room in the ring and then for the device; kernel TCP would wait for neither. Each failure makes later tries
-// rarer.
+/// A loan: memory that is lent until the call takes it back.
+struct Lent {
+    remote: &'static Remote,
+    theirs: Vqpn,
+    /// The position behind its last byte.
+    until: u64,
+    by: By,
+    is_recalled: bool,
+    /// Dropped after `Lent::drop` has run, so that the registration ends last.
+    memory: Pinned,
+}
 
-/// How long the reader may stand still before there is room, ns. `ALL_ROOM_WITHIN` bounds that time in all, ns. If the
-/// reader's end has to be asked, the time of its answer comes on top.
-const ROOM_WITHIN: u64 = 500_000;
-const ALL_ROOM_WITHIN: u64 = 5_000_000;
-/// How long the peer's device may take; the rest then goes by the mirror. A peer that is known to be slow has longer to
-/// begin.
-const TAKEN_BY_READS: Within = Within {
-    begins: 5_000_000,
-    byte: 50,
-};
+impl Lent {
+    /// Recalls the memory from the peer's device, if that may still read it. When this returns, the peer has confirmed
+    /// that its device reads no more, or the device can no longer reach the memory.
+    fn recall(&mut self) {
+        let (end, theirs) = (self.remote.end(), self.theirs);
+        if self.by == By::Reads && !self.is_recalled && !end.is_source_done(theirs) {
+            self.is_recalled = true;
+            end.recall_source(theirs);
+            self.remote.await_word(|| end.is_source_done(theirs));
+        }
+    }
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        if self.memory.is_of_a_parent() {
+            return;
+        }
+        let (end, theirs) = (self.remote.end(), self.theirs);
+        self.recall();
+        // SAFETY: the loan is of the program's buffer, which stays readable until the call returns; the call drops this
+        // value first.
+        let left = unsafe { end.take_source(theirs) };
+        if self.by == By::Writes && left.is_some_and(|left| left > 0) {
+            self.remote.await_word(|| end.untaken(theirs, self.until) == 0);
+        }
+    }
+}
+
+/// A wait for a reader with a buffer, which a large send makes first.
+struct Reader;
+
+impl Wanted for Reader {
+    const IS_DATA: bool = false;
+
+    fn is_worth_a_look(socket: &'static Socket) -> bool {
+        let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
+        let remote = socket.link().and_then(|link| link.remote());
+        Taken::is_over(socket) || remote.is_some_and(|remote| remote.end().wanted(theirs) >= remote.direct_min() as u64)
+    }
+}
 
 /// A wait for room in the peer's ring, for a send that wants to lend memory.
 struct RoomToLend;
@@ -382,165 +508,34 @@ impl Wanted for RoomToLend {
     }
 }
 
-/// Returns whether the producer writes aside, into a send buffer of this end, because the peer's ring had no room.
-fn is_aside(socket: &Socket) -> bool {
-    let tx = socket.tx.lock();
-    tx.is_some_and(|tx| tx.producer.as_ref().is_some_and(Producer::is_aside))
-}
+/// A wait for the end of a loan.
+struct Taken;
 
-/// Returns whether the producer writes aside and the reader has read all of it.
-fn is_read_aside(socket: &Socket, remote: &Remote) -> bool {
-    let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
-    let position = {
-        let tx = socket.tx.lock();
-        let producer = tx.as_ref().and_then(|tx| tx.producer.as_ref());
-        producer.filter(|producer| producer.is_aside()).map(Producer::position)
-    };
-    position.is_some_and(|position| remote.end().untaken(theirs, position) == 0)
-}
-
-/// Returns the bytes that the peer's ring has room for; 0 if the next bytes do not go there.
-fn free(socket: &Socket) -> usize {
-    if socket.tx_mode.load(Acquire) != Mode::Link {
-        return 0;
-    }
-    let mut tx = socket.tx.lock();
-    let producer = tx.as_mut().and_then(|tx| tx.producer.as_mut());
-    let producer = producer.filter(|producer| !producer.is_aside());
-    producer.map_or(0, |producer| producer.free().unwrap_or(0) as usize)
-}
-
-/// Offers `len` bytes at `memory` to the reader's device, if the reader's ring has enough room. Returns the bytes that
-/// count as sent; 0 if the bytes have to go by the mirror.
-pub(super) fn offer(call: &mut Call, remote: &'static Remote, theirs: Vqpn, memory: *mut u8, len: usize) -> usize {
-    let socket = call.socket;
-    let may_try = |socket: &Socket| socket.tx.lock().is_some_and(|mut tx| tx.own.direct.may_lend(now_ns()));
-    if !may_try(socket) {
-        return 0;
-    }
-    let (sent, taken) = if has_room(socket, remote, theirs) {
-        let within = Within {
-            begins: remote.answers.patience(TAKEN_BY_READS.begins),
-            ..TAKEN_BY_READS
-        };
-        lend(call, (remote, theirs), (memory, len, len), By::Reads, within)
-    } else {
-        (0, 0)
-    };
-    if let Some(mut tx) = socket.tx.lock() {
-        tx.own.direct.on_lent(sent > 0 && taken >= sent / 2, now_ns());
-    }
-    sent
-}
-
-/// A question to the reader's end: how far is the reader?
-struct Question {
-    /// When it was asked, monotonic ns.
-    at: u64,
-    /// The answer covers all bytes before this position.
-    position: u64,
-    /// All bytes before `position` were sent, and no answer has come yet. Only then is the time of the answer a
-    /// measurement, because it does not depend on the reader.
-    counts: bool,
-}
-
-impl Question {
-    fn ask(remote: &Remote, theirs: Vqpn, position: u64, now: u64) -> Self {
-        remote.end().unconfirmed(theirs);
-        Self {
-            at: now,
-            position,
-            counts: remote.end().unsent(theirs) == 0,
-        }
-    }
-
-    /// Returns until when the send waits for the answer, monotonic ns.
-    fn until(&self, remote: &Remote) -> u64 {
-        let within = match self.counts {
-            true => remote.answers.patience(ROOM_WITHIN),
-            false => ROOM_WITHIN,
-        };
-        self.at + within
-    }
-
-    /// Takes in the answer, which is that the reader has read all bytes.
-    fn on_answer(&mut self, remote: &Remote, now: u64) {
-        if std::mem::take(&mut self.counts) {
-            remote.answers.on_answer(now - self.at);
-        }
-    }
-
-    /// Ends the wait for the answer. If none has come, records that the peer took longer than the time so far.
-    fn give_up(&self, remote: &Remote, theirs: Vqpn, now: u64) {
-        let is_answered = remote
-            .end()
-            .confirmed(theirs)
-            .is_none_or(|until| until >= self.position);
-        if self.counts && !is_answered {
-            remote.answers.on_none(now - self.at);
-        }
+impl Taken {
+    /// Returns whether the peer takes no more: the connection or the link is down, or the direction has left the link.
+    fn is_over(socket: &Socket) -> bool {
+        let remote = socket.link().and_then(|link| link.remote());
+        socket.wakes.is_dead() || socket.tx_mode.load(Acquire) != Mode::Link || remote.is_none_or(Remote::is_down)
     }
 }
 
-/// Waits a moment for room in the peer's ring. Returns false if there is none in time, or if the next bytes have to go
-/// another way. A signal handler ends the wait, also with false.
-fn has_room(socket: &'static Socket, remote: &'static Remote, theirs: Vqpn) -> bool {
-    let begun = now_ns();
-    let (mut moved, mut unread, mut asked) = (begun, u64::MAX, None::<Question>);
-    loop {
-        let sent = socket.tx.lock().and_then(|tx| Some(tx.producer.as_ref()?.position()));
-        let sent = sent.unwrap_or(0);
-        let (before, now) = (unread, now_ns());
-        unread = remote.end().untaken(theirs, sent);
-        if unread < before {
-            moved = now;
-        }
-        if Taken::is_over(socket) {
-            return false;
-        }
-        if unread == 0 {
-            if let Some(question) = &mut asked {
-                question.on_answer(remote, now);
-            }
-            if !give_back(socket) {
-                // The earlier bytes have gone by a send buffer of this end, so the next bytes have to go there too.
-                return false;
-            }
-        }
-        if free(socket) >= remote.direct_min() {
-            return true;
-        }
-        let until = (moved + ROOM_WITHIN).min(begun + ALL_ROOM_WITHIN);
-        let answered = asked.as_ref().map_or(0, |question| question.until(remote));
-        let left = until.max(answered).saturating_sub(now);
-        if left == 0 && asked.is_none() && is_aside(socket) {
-            // A reader does not report less than a quarter of its ring unasked (P55). The producer cannot leave the
-            // send buffer before this end knows that all its bytes were read.
-            asked = Some(Question::ask(remote, theirs, sent, now));
-            continue;
-        }
-        if left == 0 {
-            if let Some(question) = asked {
-                question.give_up(remote, theirs, now);
-            }
-            return false;
-        }
-        let mut patience = wait::Patience::at_most(Timeout::Ns(left));
-        if wait::wait_for::<RoomToLend>(socket, &mut patience) == Err(libc::EINTR) {
-            return false;
-        }
+impl Wanted for Taken {
+    const IS_DATA: bool = false;
+
+    fn is_worth_a_look(socket: &'static Socket) -> bool {
+        let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
+        let remote = socket.link().and_then(|link| link.remote());
+        Self::is_over(socket) || remote.is_none_or(|remote| remote.end().is_source_done(theirs))
     }
 }
 
-// A blocking receive whose buffer a device writes to, past the ring. The peer's device does so after an advert
-// (docs/protocol.md, P90–P95). This end's device does so by a READ of what the peer's program lends (P97). Bytes in
-// the buffer count as the ring's next bytes, though the ring does not have them.
-//
-// The buffer is registered for one wait. Before the call returns, in any way, the peer has confirmed that it writes no
-// more, and all READs have completed. If the peer does not answer, the bulk queue pair is given up instead. Then the
-// registration ends too.
-
-/// The wait of a receive with a buffer that a device may write to. See the file's header.
+/// The wait of a receive with a buffer that a device may write to, past the ring. The peer's device does so after an
+/// advert (docs/protocol.md, P90–P95). This end's device does so by a READ of what the peer's program lends (P97).
+/// Bytes in the buffer count as the ring's next bytes, though the ring does not have them.
+///
+/// The buffer is registered for one wait. Before the call returns, in any way, the peer has confirmed that it writes no
+/// more, and all READs have completed. If the peer does not answer, the bulk queue pair is given up instead. Then the
+/// registration ends too.
 pub struct Landing {
     socket: &'static Socket,
     remote: &'static Remote,

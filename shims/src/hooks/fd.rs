@@ -1,4 +1,12 @@
-//! The calls that close, duplicate and control descriptors.
+//! The calls that close, duplicate and control descriptors, and the calls that give the program a new fd.
+//!
+//! A new fd is the lowest that is free, even if the library opens descriptors meanwhile. A descriptor of the library has
+//! a low fd for some microseconds, until it is moved (`core/src/os/privatefd.rs`). A call of the program does not wait
+//! for that, since it may itself block with an fd in hand (accept, the open of a FIFO). It checks before and after for
+//! such descriptors, which is two loads. If there were some in between, the new fd is moved down to a lower one that is
+//! free by now. If the call has found no free fd, it is made again.
+//!
+//! Not here: fds that libc makes for itself (fopen, opendir, getaddrinfo), and fds that come by SCM_RIGHTS.
 
 use std::os::fd::{BorrowedFd, IntoRawFd};
 
@@ -21,6 +29,17 @@ use crate::sys::real::{
 };
 use crate::sys::{errno, vfork};
 
+/// Returned by a preparation if the kernel's call is to follow. Any other value is the result of the call.
+const GO_ON: c_int = c_int::MIN;
+
+/// How often a call that finds no free fd is made again, if descriptors of the library were being moved each time.
+const TRIES: u32 = 100;
+
+/// sockatmark(3); libc has no constant for it, nor for the next one.
+const SIOCATMARK: c_ulong = 0x8905;
+/// Bytes that have not been sent (linux/sockios.h).
+const SIOCOUTQNSD: c_ulong = 0x894b;
+
 /// `close(2)`.
 #[inline]
 pub unsafe extern "C" fn close(real: CloseFn, fd: c_int) -> c_int {
@@ -41,9 +60,6 @@ pub unsafe extern "C" fn close(real: CloseFn, fd: c_int) -> c_int {
     // SAFETY: the caller's arguments, as they are.
     unsafe { real(fd) }
 }
-
-/// Returned by a preparation if the kernel's call is to follow. Any other value is the result of the call.
-const GO_ON: c_int = c_int::MIN;
 
 /// Prepares the close of `fd`. Fails with EBADF for a descriptor of the library.
 #[inline(never)]
@@ -227,11 +243,6 @@ pub unsafe extern "C" fn ioctl(real: IoctlFn, fd: c_int, request: c_ulong, argum
     unsafe { ioctl_on(real, fd, request, argument) }
 }
 
-/// sockatmark(3); libc has no constant for it, nor for the next one.
-const SIOCATMARK: c_ulong = 0x8905;
-/// Bytes that have not been sent (linux/sockios.h).
-const SIOCOUTQNSD: c_ulong = 0x894b;
-
 #[inline(never)]
 unsafe extern "C" fn ioctl_on(real: IoctlFn, fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
     // SAFETY: the caller's arguments, as they are.
@@ -269,29 +280,15 @@ unsafe extern "C" fn ioctl_on(real: IoctlFn, fd: c_int, request: c_ulong, argume
     result
 }
 
-// The calls that give the program a new fd: the lowest that is free, even if the library opens descriptors meanwhile.
-// This file has what all of them do for that, and the calls that are hooked for nothing else.
-//
-// A descriptor of the library has a low fd for some microseconds, until it is moved
-// (`core/src/os/privatefd/transit.rs`). A call of the program does not wait for that, since it may itself block with
-// an fd in hand (accept, the open of a FIFO). It checks before and after for such descriptors, which is two loads. If
-// there were some in between, the new fd is moved down to a lower one that is free by now. If the call has found no
-// free fd, it is made again.
-//
-// Not here: fds that libc makes for itself (fopen, opendir, getaddrinfo), and fds that come by SCM_RIGHTS.
-
-/// How often a call that finds no free fd is made again, if descriptors of the library were being moved each time.
-const TRIES: u32 = 100;
-
 /// Returns what `call` returns: a new fd, or -1 with errno set. The fd is the lowest that is free.
 #[inline]
-pub fn lowest(call: impl FnMut() -> c_int) -> c_int {
+pub(super) fn lowest(call: impl FnMut() -> c_int) -> c_int {
     lowest_from(0, call)
 }
 
 /// Returns what `call` returns, as [`lowest`] does. The fd is the lowest that is free from `least` on.
 #[inline]
-pub fn lowest_from(least: c_int, mut call: impl FnMut() -> c_int) -> c_int {
+fn lowest_from(least: c_int, mut call: impl FnMut() -> c_int) -> c_int {
     let look = Look::now();
     let fd = call();
     if look.is_disturbed() {
@@ -413,7 +410,7 @@ unsafe fn two_again(pair: *mut c_int, result: c_int, mut call: impl FnMut() -> c
 /// Puts a file at the fd `new` by `call`. First waits until no descriptor of the library is being moved, since one may
 /// be at `new`. Never blocks for longer than the call does.
 #[inline(never)]
-pub fn onto(new: c_int, call: impl FnOnce() -> c_int) -> c_int {
+fn onto(new: c_int, call: impl FnOnce() -> c_int) -> c_int {
     if new < 0 || vfork::is_child() {
         return call();
     }
@@ -426,6 +423,8 @@ pub fn onto(new: c_int, call: impl FnOnce() -> c_int) -> c_int {
     }
     call()
 }
+
+// The calls that are hooked only for the lowest fd.
 
 hooks! {
     /// `open(2)`. `mode` is arbitrary where the flags ask for none.

@@ -1,4 +1,5 @@
-//! The calls that move bytes.
+//! The calls that move bytes: of one fd, and between a socket and a file or pipe. The calls that hand a descriptor to
+//! I/O inside libc, which no hook sees, are here too: the connection goes back to TCP for good before the call.
 
 use std::cell::Cell;
 use std::os::fd::BorrowedFd;
@@ -26,10 +27,8 @@ use crate::sys::real::{
 use crate::sys::time::Timeout;
 use crate::sys::{errno, real};
 
-// The shape of the calls on one fd. Without a connection the call goes to libc's own function, with unchanged
-// arguments; on a connection it is served. Not for calls on two fds (`file.rs`).
-
-/// Defines a call as two functions, of the shape that `hooks/mod.rs` explains:
+/// Defines a call on one fd as two functions, of the shape that `hooks/mod.rs` explains. Without a connection the call
+/// goes to libc's own function, with unchanged arguments; on a connection it is served:
 ///
 /// ```text
 /// call! {
@@ -110,7 +109,7 @@ macro_rules! fortified {
 ///
 /// # Safety
 /// As for [`Iov::vector`].
-pub(super) unsafe fn vector_at(iov: *const iovec, count: c_int, offset: off_t, flags: c_int) -> Option<(Iov, c_int)> {
+unsafe fn vector_at(iov: *const iovec, count: c_int, offset: off_t, flags: c_int) -> Option<(Iov, c_int)> {
     if offset != -1 {
         return None;
     }
@@ -607,8 +606,7 @@ fn takes_splice(fd: c_int) -> bool {
         && rustix::fs::fcntl_getfl(fd).is_ok_and(|f| f.intersects(OFlags::WRONLY | OFlags::RDWR))
 }
 
-// The calls that hand a descriptor to I/O inside libc, which no hook sees: the stream goes back to
-// TCP for good before the call.
+// The calls that hand a descriptor to libc.
 
 hooks! {
     /// `fdopen(3)`.

@@ -1,5 +1,6 @@
-//! The registered allocator (`arenas.rs`): how it is found, and its calls into the library. Not the system calls by
-//! number that it is notified of (`syscall/memory.rs`).
+//! The registered allocator (`config/arenas.rs`): how it is found, its calls into the library, and the system calls by
+//! number that it is notified of, because they change the memory map. It finds out about libc's functions itself
+//! (`alloc/`).
 
 use core::ffi::{c_int, c_long};
 
@@ -49,9 +50,7 @@ unsafe extern "C" fn end(start: usize, len: usize, force: c_int) -> c_int {
     ended.into()
 }
 
-// System calls that change the memory map: the registered allocator is notified before each. It finds out about libc's
-// functions itself (`alloc/`).
-
+/// Defines handlers that notify the allocator before the system call.
 macro_rules! changes {
     ($($name:ident $number:ident;)*) => {
         /// Calls whose arguments the allocator checks.

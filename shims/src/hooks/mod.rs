@@ -21,8 +21,8 @@
 //!   meanwhile belongs in an `#[inline(never)]` function of Rust's own ABI below `recv_slow`. There the forced unwind
 //!   runs it (measured, x86-64); in an `extern "C"` function itself the forced unwind aborts if it meets one.
 //!
-//! For the calls that move bytes a macro makes both functions (`io/shape.rs`). For other calls that go on to libc's
-//! function another macro makes the one (`simple.rs`).
+//! For the calls that move bytes the macro `call!` of [`io`] makes both functions. For other calls that go on to libc's
+//! function the macro `hooks!` makes the one.
 #![allow(
     clippy::missing_safety_doc,
     reason = "the contract of each function is that of the libc function it is named after, and that `real` is that function"
@@ -52,10 +52,8 @@ pub extern "C" fn on_load() {
     memory::find_allocator();
 }
 
-// The shape of hooks that are one function: it acts before libc's function, or on its result. Calls that are served on
-// a connection have another shape (`io/shape.rs`).
-
-/// Defines hooks that go on to libc's function, with unchanged arguments:
+/// Defines hooks that are one function, which acts before libc's function or on its result. They go on to libc's
+/// function, with unchanged arguments:
 ///
 /// ```text
 /// hooks! {

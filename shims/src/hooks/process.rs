@@ -1,5 +1,6 @@
-//! The calls that replace, spawn or end a process. Before an exec or a spawn, streams whose descriptor survives it go
-//! back to TCP. The work around a `fork` is done by the library's handlers of `pthread_atfork`.
+//! The calls that replace, spawn or end a process, move it to other namespaces, or restrict its system calls. Before an
+//! exec or a spawn, streams whose descriptor survives it go back to TCP. The work around a `fork` is done by the
+//! library's handlers of `pthread_atfork`.
 
 use libc::{FILE, c_char, c_int, c_uint, c_ulong, c_void, pid_t, posix_spawn_file_actions_t, posix_spawnattr_t};
 use rdmasock_core::stats::Reason;
@@ -152,9 +153,8 @@ fn before_exec(replaces: bool) {
     }
 }
 
-// The calls by which a program enters namespaces. The kernel refuses some of them to a process with several threads.
-// For those the service thread ends, and is made again afterwards. If it cannot be made again, the library lets go of
-// the process first.
+// The kernel refuses some of the calls that enter namespaces to a process with several threads. For those the service
+// thread ends, and is made again afterwards. If it cannot be made again, the library lets go of the process first.
 
 const CLONE_NEWTIME: c_int = 0x80;
 
@@ -169,7 +169,7 @@ const ENTERED_ALONE: c_int = libc::CLONE_NEWUSER | libc::CLONE_NEWNS | CLONE_NEW
 const LEAVES_NO_THREAD: c_int = libc::CLONE_NEWPID | CLONE_NEWTIME;
 
 /// How often a refused call is made, and the pause between two tries, ns. The kernel forgets a thread's id some
-/// instructions before the thread, and a thread of `os/apart.rs` lasts 0.1 ms.
+/// instructions before the thread, and a thread of `core/src/os/apart.rs` lasts 0.1 ms.
 const TRIES: u32 = 20;
 const PAUSE: i64 = 50_000;
 
@@ -234,8 +234,6 @@ fn repeat(call: &dyn Fn() -> c_int) -> c_int {
     }
     call()
 }
-
-// The calls by which a program restricts its own system calls.
 
 /// `prctl(2)`. Arguments are arbitrary where the option has none.
 #[inline]

@@ -1,6 +1,7 @@
 //! Corrects what a program reads of its connection from the kernel: by the bytes that went over links, and by the
 //! library's own bytes in TCP. The options are TCP_INFO (tcp(7); struct tcp_info of linux/tcp.h), SO_MEMINFO, SIOCOUTQ
-//! and SIOCOUTQNSD. Not here: FIONREAD (`rx::count`), and options that the library keeps (`keepalive`, `tx::cork`).
+//! and SIOCOUTQNSD. Not here: FIONREAD ([`rx::available`]), and options that the library keeps
+//! ([`Keepalive`](sockopt::Keepalive), [`tx::cork`](crate::data::tx::cork)).
 //!
 //! To TCP a byte is acknowledged when it has arrived at the peer's host, whether or not the program there has read it.
 //! On a link within the host a byte has arrived at once. The ring lies in the reader's memory, and is read to its end
@@ -22,6 +23,15 @@ use crate::objects::link::Link;
 use crate::objects::socket::{Mode, Socket, Tx};
 use crate::sys::tcp_info::{Fields, Positions, at};
 use crate::sys::{sockopt, tcp_info};
+
+/// SO_MEMINFO (asm-generic/socket.h).
+const MEMINFO: sockopt::Name = (libc::SOL_SOCKET, 55);
+
+/// Longer than either value on any kernel so far, bytes.
+const LONGEST: usize = 512;
+
+/// SK_MEMINFO_RMEM_ALLOC (linux/sock_diag.h): the first of an array of 32 bits each.
+const RMEM_ALLOC: usize = 0;
 
 /// The traffic of one direction up to now.
 #[derive(Clone, Copy, Default)]
@@ -149,12 +159,6 @@ pub fn is_corrected(option: sockopt::Name) -> bool {
     [tcp_info::NAME, MEMINFO].contains(&option)
 }
 
-/// SO_MEMINFO (asm-generic/socket.h).
-const MEMINFO: sockopt::Name = (libc::SOL_SOCKET, 55);
-
-/// Longer than either value on any kernel so far, bytes.
-const LONGEST: usize = 512;
-
 /// Corrects what the kernel has written for the program.
 ///
 /// # Safety
@@ -197,9 +201,6 @@ pub unsafe fn correct(socket: &'static Socket, option: sockopt::Name, value: *mu
     // SAFETY: `value` is valid for `len` bytes by the contract, and `copy` has `known` bytes.
     unsafe { std::ptr::copy_nonoverlapping(copy.as_ptr(), value, len.min(known as usize)) };
 }
-
-/// SK_MEMINFO_RMEM_ALLOC (linux/sock_diag.h): the first of an array of 32 bits each.
-const RMEM_ALLOC: usize = 0;
 
 fn correct_info(socket: &Socket, tx: &Tx, info: &mut Fields<'_>, sent: &Traffic, received: &Traffic) {
     let mss = u64::from(info.u32(at::SND_MSS));

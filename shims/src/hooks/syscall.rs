@@ -28,6 +28,10 @@ use crate::sys::{errno, iov, time, vfork};
 /// The length of [`HANDLERS`]: larger than every number that is served.
 pub const NUMBERS: usize = 448;
 
+/// The handler of a number. It gets six arguments, and uses as many as the call has. It returns the result as `syscall`
+/// does.
+pub type Handler = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> c_long;
+
 /// The handler of each number; `None` for a number that is not served.
 pub static HANDLERS: [Option<Handler>; NUMBERS] = {
     let mut handlers = [None; NUMBERS];
@@ -151,6 +155,14 @@ served! { (a b c d e f) OLD:
     direct SYS_pipe = fd::pipe, (a: *mut c_int) -> c_int;
 }
 
+/// Returns a system call's result as libc does: -1 on an error, with errno set.
+pub(super) fn result(of: Result<usize, Errno>) -> c_long {
+    match of {
+        Ok(value) => value as c_long,
+        Err(error) => errno::fail::<c_long>(error.raw_os_error()),
+    }
+}
+
 const SERVED: [&[(c_long, Handler)]; 9] = [
     BYTES,
     SOCKETS,
@@ -166,33 +178,21 @@ const SERVED: [&[(c_long, Handler)]; 9] = [
 // The ways to serve a call by number. They differ in whether the call may be a connection's, whether it may wait, and
 // whether it is about the library's tables.
 
-/// The handler of a number. It gets six arguments, and uses as many as the call has. It returns the result as `syscall`
-/// does.
-pub type Handler = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> c_long;
+/// `PTHREAD_CANCEL_DISABLE` of glibc's pthread.h.
+const CANCEL_DISABLE: c_int = 1;
 
 unsafe extern "C" {
     fn pthread_setcancelstate(state: c_int, before: *mut c_int) -> c_int;
 }
 
-/// `PTHREAD_CANCEL_DISABLE` of glibc's pthread.h.
-const CANCEL_DISABLE: c_int = 1;
-
-/// Returns a system call's result as libc does: -1 on an error, with errno set.
-pub(super) fn result(of: Result<usize, Errno>) -> c_long {
-    match of {
-        Ok(value) => value as c_long,
-        Err(error) => errno::fail::<c_long>(error.raw_os_error()),
-    }
-}
-
 /// Serves a call that waits only for the kernel, in any process.
-pub(super) fn direct(_first: usize, served: impl FnOnce() -> c_long, _plain: impl FnOnce() -> c_long) -> c_long {
+fn direct(_first: usize, served: impl FnOnce() -> c_long, _plain: impl FnOnce() -> c_long) -> c_long {
     served()
 }
 
 /// Serves a call that may wait for a link. Such a wait is a cancellation point, as libc's functions are, but a system
 /// call by number is none. So cancellation is disabled meanwhile.
-pub(super) fn waits(_first: usize, served: impl FnOnce() -> c_long, _plain: impl FnOnce() -> c_long) -> c_long {
+fn waits(_first: usize, served: impl FnOnce() -> c_long, _plain: impl FnOnce() -> c_long) -> c_long {
     let mut before = 0;
     // SAFETY: async-signal-safe in glibc; the state is this thread's own.
     unsafe { pthread_setcancelstate(CANCEL_DISABLE, &mut before) };
@@ -203,7 +203,7 @@ pub(super) fn waits(_first: usize, served: impl FnOnce() -> c_long, _plain: impl
 }
 
 /// Serves a call by [`waits`] if the library's tables have the descriptor `fd`; otherwise makes the system call.
-pub(super) fn waits_on(fd: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> c_long) -> c_long {
+fn waits_on(fd: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> c_long) -> c_long {
     if table::is_known(fd as c_int) {
         waits(fd, served, plain)
     } else {
@@ -213,20 +213,20 @@ pub(super) fn waits_on(fd: usize, served: impl FnOnce() -> c_long, plain: impl F
 
 /// Serves a call that changes the library's tables. A process may run on this memory without the library knowing how it
 /// began. The tables are not about such a process, so there the system call is made.
-pub(super) fn owns(_first: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> c_long) -> c_long {
+fn owns(_first: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> c_long) -> c_long {
     if vfork::is_stranger() { plain() } else { served() }
 }
 
 /// Serves a call by [`owns`] if the tables have the descriptor `fd`, or if it is the library's own. Otherwise makes the
 /// system call.
-pub(super) fn owns_fd(fd: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> c_long) -> c_long {
+fn owns_fd(fd: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> c_long) -> c_long {
     let concerns = table::is_known(fd as c_int) || lifecycle::is_hidden(fd as c_int);
     if concerns { owns(fd, served, plain) } else { plain() }
 }
 
 /// Serves a call that makes a new fd from `fd`. If the tables have `fd`, by [`owns`]. Otherwise the call is served also
 /// in a process that the tables are not about, because the hook then changes nothing but the new fd.
-pub(super) fn owns_made(fd: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> c_long) -> c_long {
+fn owns_made(fd: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> c_long) -> c_long {
     if table::is_known(fd as c_int) {
         owns(fd, served, plain)
     } else {
@@ -234,13 +234,12 @@ pub(super) fn owns_made(fd: usize, served: impl FnOnce() -> c_long, plain: impl 
     }
 }
 
-// libc's own `syscall`, which gets the calls that are not served.
-
-/// libc's own `syscall`. Until it is known, a function that finds it and goes on there.
+/// libc's own `syscall`, which gets the calls that are not served. Until it is known, a function that finds it and goes
+/// on there.
 pub static LIBC: AtomicPtr<c_void> = AtomicPtr::new(unresolved as *mut c_void);
 
 /// Finds libc's own `syscall`.
-pub extern "C" fn resolve() -> SyscallFn {
+pub(super) extern "C" fn resolve() -> SyscallFn {
     let function = crate::sys::real::syscall();
     LIBC.store(function as *mut c_void, Ordering::Relaxed);
     function
@@ -310,7 +309,7 @@ unsafe extern "C" fn unresolved() {
 // library's handlers run, though no handler of `pthread_atfork` does. A call whose child shares either with its parent
 // goes on to libc by a jump.
 
-pub(super) const FORKS: &[(c_long, Handler)] = &[
+const FORKS: &[(c_long, Handler)] = &[
     #[cfg(target_arch = "x86_64")]
     (libc::SYS_fork, fork_by_number),
     (libc::SYS_clone, clone),
@@ -417,7 +416,7 @@ fn forked(call: impl FnOnce() -> Result<usize, Errno>) -> c_long {
 // System calls that differ from libc's functions in their arguments, or in the values that they leave in them.
 
 /// The numbers of these calls, with their handlers.
-pub(super) const OTHERS: &[(c_long, Handler)] = &[
+const OTHERS: &[(c_long, Handler)] = &[
     (libc::SYS_preadv2, preadv2),
     (libc::SYS_pwritev2, pwritev2),
     (libc::SYS_ppoll, ppoll),

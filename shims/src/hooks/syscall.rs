@@ -48,21 +48,30 @@ pub static HANDLERS: [Option<Handler>; NUMBERS] = {
     handlers
 };
 
+/// `system_call!(NUMBER(ARGUMENT: TYPE, …) -> RESULT = WORD, …)`: a function of libc's shape for the system call.
+/// Words that are not given are 0.
+macro_rules! system_call {
+    ($number:ident($($argument:ident: $type:ty),*) -> $result:ty = $($word:expr),*) => {{
+        unsafe extern "C" fn system_call($($argument: $type),*) -> $result {
+            let mut words = [0; 6];
+            for (word, argument) in words.iter_mut().zip([$($word as usize),*]) {
+                *word = argument;
+            }
+            // SAFETY: the program's own call.
+            result(unsafe { kernel::call(libc::$number, words) }) as $result
+        }
+        system_call
+    }};
+}
+
 /// `served![(a b c d e f) LIST: WAY NUMBER = FUNCTION(a: TYPE, …) -> RESULT; …]`: a list of numbers with their
 /// handlers. A handler calls `FUNCTION`, a hook, with the system call for libc's function, in the way `WAY`.
 macro_rules! served {
     (($a:ident $b:ident $c:ident $d:ident $e:ident $f:ident) $list:ident: $($way:ident $number:ident = $call:path, ($($arg:ident: $type:ty),*) -> $result:ty;)*) => {
         const $list: &[(c_long, Handler)] = &[$((libc::$number, {
-            unsafe extern "C" fn system_call($($arg: $type),*) -> $result {
-                let mut words = [0; 6];
-                for (word, argument) in words.iter_mut().zip([$($arg as usize),*]) {
-                    *word = argument;
-                }
-                // SAFETY: the program's own call.
-                result(unsafe { kernel::call(libc::$number, words) }) as $result
-            }
             #[allow(unused_variables, reason = "most calls have fewer")]
             unsafe extern "C" fn serve($a: usize, $b: usize, $c: usize, $d: usize, $e: usize, $f: usize) -> c_long {
+                let system_call = system_call!($number($($arg: $type),*) -> $result = $($arg),*);
                 // SAFETY: the program's own call.
                 let served = || unsafe { $call(system_call, $($arg as $type),*) } as c_long;
                 // SAFETY: likewise.
@@ -74,7 +83,7 @@ macro_rules! served {
     };
 }
 
-served! { (a b c d e f) BYTES:
+served! { (a b c d e f) CALLS:
     waits_on SYS_read = io::read, (a: c_int, b: *mut c_void, c: size_t) -> ssize_t;
     waits_on SYS_readv = io::readv, (a: c_int, b: *const iovec, c: c_int) -> ssize_t;
     waits_on SYS_recvfrom = io::recvfrom,
@@ -91,9 +100,7 @@ served! { (a b c d e f) BYTES:
     waits_on SYS_sendfile = io::sendfile, (a: c_int, b: c_int, c: *mut off_t, d: size_t) -> ssize_t;
     waits SYS_splice = io::splice,
         (a: c_int, b: *mut off_t, c: c_int, d: *mut off_t, e: size_t, f: c_uint) -> ssize_t;
-}
 
-served! { (a b c d e f) SOCKETS:
     owns SYS_socket = socket::socket, (a: c_int, b: c_int, c: c_int) -> c_int;
     owns_fd SYS_listen = socket::listen, (a: c_int, b: c_int) -> c_int;
     owns_made SYS_accept = socket::accept, (a: c_int, b: *mut sockaddr, c: *mut socklen_t) -> c_int;
@@ -104,9 +111,7 @@ served! { (a b c d e f) SOCKETS:
         (a: c_int, b: c_int, c: c_int, d: *mut c_void, e: *mut socklen_t) -> c_int;
     direct SYS_setsockopt = socket::setsockopt,
         (a: c_int, b: c_int, c: c_int, d: *const c_void, e: socklen_t) -> c_int;
-}
 
-served! { (a b c d e f) DESCRIPTORS:
     owns_fd SYS_close = fd::close, (a: c_int) -> c_int;
     owns SYS_close_range = fd::close_range, (a: c_uint, b: c_uint, c: c_int) -> c_int;
     owns_made SYS_dup = fd::dup, (a: c_int) -> c_int;
@@ -115,9 +120,7 @@ served! { (a b c d e f) DESCRIPTORS:
     direct SYS_ioctl = fd::ioctl, (a: c_int, b: c_ulong, c: *mut c_void) -> c_int;
     owns SYS_epoll_create1 = ready::epoll_create1, (a: c_int) -> c_int;
     owns SYS_epoll_ctl = ready::epoll_ctl, (a: c_int, b: c_int, c: c_int, d: *mut epoll_event) -> c_int;
-}
 
-served! { (a b c d e f) FILES:
     direct SYS_openat = fd::openat, (a: c_int, b: *const c_char, c: c_int, d: c_uint) -> c_int;
     direct SYS_socketpair = fd::socketpair, (a: c_int, b: c_int, c: c_int, d: *mut c_int) -> c_int;
     direct SYS_pipe2 = fd::pipe2, (a: *mut c_int, b: c_int) -> c_int;
@@ -125,9 +128,7 @@ served! { (a b c d e f) FILES:
     direct SYS_timerfd_create = fd::timerfd_create, (a: c_int, b: c_int) -> c_int;
     direct SYS_inotify_init1 = fd::inotify_init1, (a: c_int) -> c_int;
     direct SYS_memfd_create = fd::memfd_create, (a: *const c_char, b: c_uint) -> c_int;
-}
 
-served! { (a b c d e f) PROCESSES:
     owns SYS_execve = process::execve,
         (a: *const c_char, b: *const *const c_char, c: *const *const c_char) -> c_int;
     owns SYS_execveat = process::execveat,
@@ -163,17 +164,7 @@ pub(super) fn result(of: Result<usize, Errno>) -> c_long {
     }
 }
 
-const SERVED: [&[(c_long, Handler)]; 9] = [
-    BYTES,
-    SOCKETS,
-    DESCRIPTORS,
-    FILES,
-    PROCESSES,
-    OLD,
-    OTHERS,
-    FORKS,
-    super::memory::MEMORY,
-];
+const SERVED: [&[(c_long, Handler)]; 5] = [CALLS, OLD, OTHERS, FORKS, super::memory::MEMORY];
 
 // The ways to serve a call by number. They differ in whether the call may be a connection's, whether it may wait, and
 // whether it is about the library's tables.
@@ -427,17 +418,6 @@ const OTHERS: &[(c_long, Handler)] = &[
     (libc::SYS_io_uring_setup, io_uring_setup),
 ];
 
-/// `system_call!(NUMBER(ARGUMENT: TYPE, …) -> RESULT = WORD, …)`: a function of libc's shape for the system call.
-macro_rules! system_call {
-    ($number:ident($($argument:ident: $type:ty),*) -> $result:ty = $($word:expr),*) => {{
-        unsafe extern "C" fn system_call($($argument: $type),*) -> $result {
-            // SAFETY: the program's own call.
-            result(unsafe { kernel::call(libc::$number, [$($word as usize),*]) }) as $result
-        }
-        system_call
-    }};
-}
-
 /// Defines a handler for a call whose offset comes in two halves. On a 64-bit machine the lower half is the whole
 /// offset.
 macro_rules! vector_at {
@@ -487,7 +467,7 @@ unsafe fn leave_rest(timeout: *mut timespec, call: impl FnOnce() -> c_int) -> c_
 unsafe extern "C" fn ppoll(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
     let system_call = system_call!(
         SYS_ppoll(fds: *mut pollfd, count: nfds_t, timeout: *const timespec, mask: *const sigset_t) -> c_int
-            = fds, count, timeout, mask, MASK_SIZE, 0
+            = fds, count, timeout, mask, MASK_SIZE
     );
     let (fds, count, timeout) = (a as *mut pollfd, b as nfds_t, c as *mut timespec);
     // SAFETY: the program's array.

@@ -218,59 +218,42 @@ call! {
         }
         // SAFETY: checked for plausibility; the program's own.
         let array = unsafe { crate::sys::iov::plausible(message).and_then(|m| Iov::many(m.msg_iov, m.msg_iovlen)) };
-        let Some(array) = array else {
+        let Some(mut array) = array else {
             return plain();
         };
-        // SAFETY: the program's message, not null, and its buffers.
-        unsafe { receive_message(socket, fd, message, array, flags, kernel) }
-    }
-}
-
-/// Receives into `array`, and fills in the message as the kernel would.
-///
-/// # Safety
-/// `message` is the program's own, and `array` its buffers.
-#[inline]
-unsafe fn receive_message(
-    socket: &'static Socket,
-    fd: c_int,
-    message: *mut msghdr,
-    mut array: Iov,
-    flags: c_int,
-    kernel: impl Fn(c_int) -> ssize_t,
-) -> ssize_t {
-    // SAFETY: by the contract.
-    let room = unsafe { (*message).msg_controllen };
-    if room > 0 && !matches!(socket.promotion.stage(), Stage::Pinned | Stage::Plain) {
-        // SAFETY: the program's fd of a socket, in the middle of its call.
-        if socket.options.stamps(unsafe { BorrowedFd::borrow_raw(fd) }) {
-            // Only the kernel knows when the data arrived.
-            within(|| pass::keep_on_tcp(socket, Reason::Unsupported));
+        // SAFETY: not null, and the program's own.
+        let room = unsafe { (*message).msg_controllen };
+        if room > 0 && !matches!(socket.promotion.stage(), Stage::Pinned | Stage::Plain) {
+            // SAFETY: the program's fd of a socket, in the middle of its call.
+            if socket.options.stamps(unsafe { BorrowedFd::borrow_raw(fd) }) {
+                // Only the kernel knows when the data arrived.
+                within(|| pass::keep_on_tcp(socket, Reason::Unsupported));
+            }
         }
-    }
-    let was_plain = socket.rx_mode.load(Acquire) == Mode::Tcp;
-    let is_kernels = Cell::new(false);
-    // SAFETY: the program's buffers.
-    let n = unsafe {
-        rx::recv(socket, fd, &mut array, flags, &|fd| {
-            let n = kernel(fd);
-            is_kernels.set(n >= 0);
-            n
-        })
-    };
-    // If the direction has moved meanwhile, the kernel's message is not about all bytes that were received.
-    let is_all = was_plain && is_kernels.get() && socket.rx_mode.load(Acquire) == Mode::Tcp;
-    if n >= 0 && !is_all {
-        // A stream's message has no sender, and has control data only if the program asks how much is left.
-        // SAFETY: by the contract.
-        unsafe {
-            (*message).msg_namelen = 0;
-            (*message).msg_controllen = room;
-            (*message).msg_flags = 0;
-            within(|| tell_more(socket, &mut *message));
+        let was_plain = socket.rx_mode.load(Acquire) == Mode::Tcp;
+        let is_kernels = Cell::new(false);
+        // SAFETY: the program's buffers.
+        let n = unsafe {
+            rx::recv(socket, fd, &mut array, flags, &|fd| {
+                let n = kernel(fd);
+                is_kernels.set(n >= 0);
+                n
+            })
+        };
+        // If the direction has moved meanwhile, the kernel's message is not about all bytes that were received.
+        let is_all = was_plain && is_kernels.get() && socket.rx_mode.load(Acquire) == Mode::Tcp;
+        if n >= 0 && !is_all {
+            // A stream's message has no sender, and has control data only if the program asks how much is left.
+            // SAFETY: likewise, and its control buffer.
+            unsafe {
+                (*message).msg_namelen = 0;
+                (*message).msg_controllen = room;
+                (*message).msg_flags = 0;
+                within(|| tell_more(socket, &mut *message));
+            }
         }
+        n
     }
-    n
 }
 
 /// Writes the control data of a message that was received without the kernel: the number of bytes left, if the program

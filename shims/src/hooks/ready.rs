@@ -232,7 +232,7 @@ unsafe extern "C" fn epoll_ctl_on(
 
 /// Defines the calls that wait on an epoll set. Each row has the type of libc's function, its time-out, and its mask,
 /// if any. Then come the time-out as a [`Timeout`], `None` if the kernel refuses it, and the function that turns that
-/// back.
+/// back. A set may be unknown to the library.
 macro_rules! epoll_waits {
     ($(
         $(#[$what:meta])*
@@ -244,8 +244,8 @@ macro_rules! epoll_waits {
             real: $real, epoll: c_int, events: *mut epoll_event, count: c_int, $timeout: $type $(, $mask: $mask_type)?
         ) -> c_int {
             #[inline(never)]
-            unsafe extern "C" fn known(
-                set: &'static Epoll, real: $real, epoll: c_int, events: *mut epoll_event, count: c_int,
+            unsafe extern "C" fn served(
+                set: Option<&'static Epoll>, real: $real, epoll: c_int, events: *mut epoll_event, count: c_int,
                 $timeout: $type $(, $mask: $mask_type)?
             ) -> c_int {
                 let Some(time) = $time else {
@@ -256,31 +256,19 @@ macro_rules! epoll_waits {
                     // SAFETY: `events` has `count` entries.
                     $left(left, |left| unsafe { real.cancellable()(epoll, events, count, left $(, $mask)?) })
                 };
-                // SAFETY: the program's array.
-                within_point(|| unsafe { set.wait(epoll, events, count, time, &call) })
-            }
-
-            #[inline(never)]
-            unsafe extern "C" fn unknown(
-                real: $real, epoll: c_int, events: *mut epoll_event, count: c_int, $timeout: $type $(, $mask: $mask_type)?
-            ) -> c_int {
-                let Some(time) = $time else {
-                    // SAFETY: the caller's arguments, as they are; the kernel refuses them.
-                    return unsafe { real(epoll, events, count, $timeout $(, $mask)?) };
-                };
-                // SAFETY: the caller's arguments, as they are.
-                let call = |left| $left(left, |left| unsafe {
-                    real.cancellable()(epoll, events, count, left $(, $mask)?)
-                });
-                // SAFETY: the program's array.
-                within(|| unsafe { without_ours(events, time, call) })
+                match set {
+                    // SAFETY: the program's array.
+                    Some(set) => within_point(|| unsafe { set.wait(epoll, events, count, time, &call) }),
+                    // SAFETY: likewise.
+                    None => within(|| unsafe { without_ours(events, time, |left| call(epoll, events, count, left)) }),
+                }
             }
 
             match table::lookup(epoll) {
                 // SAFETY: the caller's arguments, as they are.
-                Entry::Epoll(set) => unsafe { known(set, real, epoll, events, count, $timeout $(, $mask)?) },
+                Entry::Epoll(set) => unsafe { served(Some(set), real, epoll, events, count, $timeout $(, $mask)?) },
                 // SAFETY: likewise.
-                _ if Library::current().is_some() => unsafe { unknown(real, epoll, events, count, $timeout $(, $mask)?) },
+                _ if Library::current().is_some() => unsafe { served(None, real, epoll, events, count, $timeout $(, $mask)?) },
                 // SAFETY: likewise.
                 _ => unsafe { real(epoll, events, count, $timeout $(, $mask)?) },
             }

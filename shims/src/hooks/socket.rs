@@ -62,16 +62,14 @@ hooks! {
 fn accepted(fd: c_int, nonblocking: bool, accept: impl FnOnce() -> c_int) -> c_int {
     match table::lookup(fd) {
         Entry::Listener(listener) => within(|| accept_from(listener, nonblocking, accept)),
-        _ => on_accept_of_unknown(fd, accept(), nonblocking),
+        _ => {
+            let new = accept();
+            if new >= 0 {
+                within(|| lifecycle::on_accept_of_unknown(fd, new, nonblocking));
+            }
+            new
+        }
     }
-}
-
-#[inline]
-fn on_accept_of_unknown(fd: c_int, new: c_int, nonblocking: bool) -> c_int {
-    if new >= 0 {
-        within(|| lifecycle::on_accept_of_unknown(fd, new, nonblocking));
-    }
-    new
 }
 
 /// Accepts a connection. The listener object is kept meanwhile: its fd may be closed, and the kernel still gives out a
@@ -181,7 +179,9 @@ pub unsafe extern "C" fn getsockopt(
         // SAFETY: the caller's arguments, as they are.
         return unsafe { get_kept(real, fd, level, name, value, value_len) };
     }
-    if is_ours_to_correct((level, name)) {
+    if [NODELAY, ERROR, (libc::IPPROTO_TCP, TCP_ZEROCOPY_RECEIVE)].contains(&(level, name))
+        || report::is_corrected((level, name))
+    {
         // SAFETY: the caller's arguments, as they are.
         return unsafe { get_corrected(real, fd, level, name, value, value_len) };
     }
@@ -196,13 +196,6 @@ const TCP_REPAIR: c_int = 19;
 
 const NODELAY: Name = (libc::IPPROTO_TCP, libc::TCP_NODELAY);
 const ERROR: Name = (libc::SOL_SOCKET, libc::SO_ERROR);
-
-fn is_ours_to_correct(option: Name) -> bool {
-    option == NODELAY
-        || option == ERROR
-        || option == (libc::IPPROTO_TCP, TCP_ZEROCOPY_RECEIVE)
-        || report::is_corrected(option)
-}
 
 /// Asks the kernel, and corrects the value by what only the library knows.
 #[inline(never)]

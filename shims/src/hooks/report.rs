@@ -67,8 +67,7 @@ impl Traffic {
         if self.last == 0 {
             return kernel;
         }
-        let ms = crate::sys::time::tick().saturating_sub(self.last) / 1_000_000;
-        kernel.min(u32::try_from(ms).unwrap_or(u32::MAX))
+        kernel.min(bounded(crate::sys::time::tick().saturating_sub(self.last) / 1_000_000))
     }
 }
 
@@ -101,10 +100,8 @@ struct Away {
 /// Returns the bytes of the sending direction that are on their way to another host, and asks that host to confirm
 /// them.
 fn away(socket: &'static Socket) -> Away {
-    if socket.tx_mode.load(Acquire) != Mode::Link {
-        return Away::default();
-    }
-    let Some(remote) = socket.link().and_then(Link::remote) else {
+    let on_link = socket.tx_mode.load(Acquire) == Mode::Link;
+    let Some(remote) = socket.link().and_then(Link::remote).filter(|_| on_link) else {
         return Away::default();
     };
     ready::progress(socket);
@@ -195,7 +192,7 @@ pub unsafe fn correct(socket: &'static Socket, option: sockopt::Name, value: *mu
     if option == tcp_info::NAME {
         correct_info(socket, &tx, &mut fields, &sent, &received);
     } else {
-        let unread = u32::try_from(uncounted.on_link + uncounted.carried).unwrap_or(u32::MAX);
+        let unread = bounded(uncounted.on_link + uncounted.carried);
         fields.put_u32(RMEM_ALLOC, |n| n.saturating_add(unread));
     }
     // SAFETY: `value` is valid for `len` bytes by the contract, and `copy` has `known` bytes.
@@ -214,9 +211,7 @@ fn correct_info(socket: &Socket, tx: &Tx, info: &mut Fields<'_>, sent: &Traffic,
     if unanswered > unsent && unanswered - unsent == positions.sent - positions.acked {
         info.put_u32(at::UNACKED, |_| 0);
     }
-    info.put_u32(at::NOTSENT_BYTES, |n| {
-        n.saturating_sub(u32::try_from(unsent).unwrap_or(u32::MAX))
-    });
+    info.put_u32(at::NOTSENT_BYTES, |n| n.saturating_sub(bounded(unsent)));
     let told = &socket.told.ledger.told_bytes;
     let counts = [
         (
@@ -248,16 +243,17 @@ fn correct_info(socket: &Socket, tx: &Tx, info: &mut Fields<'_>, sent: &Traffic,
         info.put_u32(place, |n| later(told, n.wrapping_add(more as u32)));
     }
     let waiting = sent.waiting.saturating_sub(sent.unsent);
-    info.put_u32(at::UNACKED, |n| {
-        n.saturating_add(u32::try_from(waiting.div_ceil(mss.max(1))).unwrap_or(u32::MAX))
-    });
-    info.put_u32(at::NOTSENT_BYTES, |n| {
-        n.saturating_add(u32::try_from(sent.unsent).unwrap_or(u32::MAX))
-    });
+    info.put_u32(at::UNACKED, |n| n.saturating_add(bounded(waiting.div_ceil(mss.max(1)))));
+    info.put_u32(at::NOTSENT_BYTES, |n| n.saturating_add(bounded(sent.unsent)));
     info.put_u32(at::LAST_DATA_SENT, |ms| sent.idle(ms));
     info.put_u32(at::LAST_DATA_RECV, |ms| received.idle(ms));
     // Bytes on a link have arrived when they are sent.
     info.put_u32(at::LAST_ACK_RECV, |ms| sent.idle(ms));
+}
+
+/// Returns `n`, or the largest value of 32 bits if `n` is larger.
+fn bounded(n: u64) -> u32 {
+    u32::try_from(n).unwrap_or(u32::MAX)
 }
 
 /// Returns the state after a shutdown(SHUT_WR) that the kernel does not know of yet (tcp_states.h).

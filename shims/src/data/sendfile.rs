@@ -10,7 +10,7 @@ use rdmasock_core::stream::connection;
 use crate::data::backpressure::{Room, no_room};
 use crate::data::rx::{account, recv_slow};
 use crate::data::scanning;
-use crate::data::tx::{PIECE, count_sent, delay_wake, in_kernel, is_more_to_come, leave, plain, take_back, violation};
+use crate::data::tx::{PIECE, commit, count_sent, in_kernel, is_more_to_come, leave, plain, take_back, violation};
 use crate::notify::call::{Began, Call, Direction, Place, on_its_file};
 use crate::notify::{call, ready, reset, table, wait};
 use crate::objects::socket::{Mode, Sending, Socket, Stage};
@@ -205,24 +205,10 @@ unsafe fn sendfile_slow(
             Ok(0) => return sent as ssize_t,
             Ok(n) => n,
         };
-        let wake = if sent + n == count && is_more_to_come(socket, 0, n) {
-            if let Some(producer) = tx.producer.as_mut() {
-                producer.commit_quietly(n);
-            }
-            delay_wake(&mut tx);
-            None
-        } else {
-            tx.wake_delayed = false;
-            tx.producer.as_mut().map(|p| p.commit(n))
-        };
-        tx.own.last = tx.own.seen.tick();
-        if let Some(stats) = socket.told.stats() {
-            stats.add_tx_link(n as u64);
-        }
+        let holds = sent + n == count && is_more_to_come(socket, 0, n);
+        let wake = commit(socket, &mut tx, n, holds);
         drop(tx);
-        if let Some(wake) = wake {
-            ready::notify_peer(socket, wake);
-        }
+        ready::notify_peer(socket, wake);
         if !offset.is_null() {
             // SAFETY: `offset` is not null, and so valid by the contract.
             unsafe { *offset += n as libc::off_t };

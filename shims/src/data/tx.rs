@@ -545,23 +545,7 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int, until: usize) -> Se
             copied += n;
         }
         let holds = copied == want && is_more_to_come(socket, flags, copied);
-        let wake = if holds {
-            producer.commit_quietly(copied);
-            Wake::NONE
-        } else {
-            producer.commit(copied)
-        };
-        if holds {
-            delay_wake(&mut tx);
-        } else {
-            tx.wake_delayed = false;
-        }
-        if copied > 0 {
-            tx.own.last = tx.own.seen.tick();
-            if let Some(stats) = socket.told.stats() {
-                stats.add_tx_link(copied as u64);
-            }
-        }
+        let wake = commit(socket, &mut tx, copied, holds);
         let room = if copied < want {
             no_room(socket, &mut tx, wait::may_wait(socket, flags).is_ok())
         } else {
@@ -737,12 +721,30 @@ pub(super) fn is_more_to_come(socket: &Socket, flags: c_int, n: usize) -> bool {
     (flags & libc::MSG_MORE != 0 || socket.options.corked.load(Relaxed)) && n < SEGMENT
 }
 
-/// Leaves the peer's wake-up to the next send, or to the service thread ([`send_delayed_wake`]).
-pub(super) fn delay_wake(tx: &mut Tx) {
-    if !tx.wake_delayed {
-        tx.wake_delayed = true;
+/// Commits the next `n` bytes of the ring, counts them, and returns the peer's wake-up for them. With `holds` leaves the
+/// wake-up to the next send, or to the service thread ([`send_delayed_wake`]).
+#[inline(always)]
+pub(super) fn commit(socket: &Socket, tx: &mut Tx, n: usize, holds: bool) -> Wake {
+    let Some(producer) = tx.producer.as_mut() else {
+        return Wake::NONE;
+    };
+    let wake = if holds {
+        producer.commit_quietly(n);
+        Wake::NONE
+    } else {
+        producer.commit(n)
+    };
+    let was_delayed = std::mem::replace(&mut tx.wake_delayed, holds);
+    if holds && !was_delayed {
         Library::get().service.delay_wake();
     }
+    if n > 0 {
+        tx.own.last = tx.own.seen.tick();
+        if let Some(stats) = socket.told.stats() {
+            stats.add_tx_link(n as u64);
+        }
+    }
+    wake
 }
 
 /// Wakes the peer for bytes whose wake-up was delayed.

@@ -23,6 +23,7 @@ use rdmasock_core::stats::Event;
 
 use crate::config::{Way, ZeroCopy, arenas, config};
 use crate::data::backpressure::give_back;
+use crate::data::tx::commit;
 use crate::notify::call::{Call, Place};
 use crate::notify::wait::Wanted;
 use crate::notify::{ready, wait};
@@ -387,12 +388,7 @@ fn lend(
             return None;
         }
         call.hold(&mut state.own.waiting);
-        let wake = producer.commit(bytes);
-        state.wake_delayed = false;
-        state.own.last = state.own.seen.tick();
-        if let Some(stats) = socket.told.stats() {
-            stats.add_tx_link(bytes as u64);
-        }
+        let wake = commit(socket, state, bytes, false);
         if by == By::Writes {
             Library::get().stats.count_many(Event::DirectSent, bytes as u64);
             state.own.direct.bytes += bytes as u64;

@@ -9,7 +9,7 @@ use std::ops::ControlFlow::{Break, Continue};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
 use libc::ssize_t;
-use rdmasock_core::fabric::ring::Wake;
+use rdmasock_core::fabric::ring::{Consumer, Wake};
 use rdmasock_core::lock::Guard;
 use rdmasock_core::os::thread;
 use rdmasock_core::scratch::Scratch;
@@ -26,7 +26,7 @@ use crate::data::{backpressure, tx};
 use crate::notify::call::{Began, Call, Direction, Place, on_its_file};
 use crate::notify::ready::{ENDED, has_peer_ended, is_watched};
 use crate::notify::{call, ready, reset, table, wait};
-use crate::objects::socket::{Mode, Rx, Socket, Stage};
+use crate::objects::socket::{Mode, Rx, RxOwn, Socket, Stage};
 use crate::signals::jump::{cancellation_point, or_if_cancelled, quick_or_if_cancelled, within};
 use crate::sys::errno;
 use crate::sys::iov::Iov;
@@ -524,21 +524,7 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int, landing: &mut 
     }
     if got > 0 {
         if !peek {
-            state.own.direct.on_read(got);
-            state.own.last = state.own.seen.tick();
-            if let Some(stats) = socket.told.stats() {
-                stats.add_rx_link(got as u64);
-                // Between hosts the writer does not share the cache lines, so the reader need not rest.
-                let rests = !rx_stays
-                    && state
-                        .own
-                        .pace
-                        .on_read(got as u64, consumer.known(), stats.sent_on_link());
-                if rests != socket.wakes.rx_rests.load(Relaxed) {
-                    socket.wakes.rx_rests.store(rests, Relaxed);
-                }
-            }
-            backpressure::keep_fit(socket, consumer);
+            on_read(socket, rx_stays, consumer, &mut state.own, got);
         }
         let is_short = iov.len() > 0;
         let part = is_short && rx.goes_on_in_tcp();
@@ -557,6 +543,22 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int, landing: &mut 
         return RecvStep::Got(0);
     }
     at_nothing(call, rx, flags, ended)
+}
+
+/// Counts `n` bytes that were consumed from the ring, and offers a ring that fits. `stays` is the direction's.
+#[inline(always)]
+pub(super) fn on_read(socket: &'static Socket, stays: bool, consumer: &mut Consumer, own: &mut RxOwn, n: usize) {
+    own.direct.on_read(n);
+    own.last = own.seen.tick();
+    if let Some(stats) = socket.told.stats() {
+        stats.add_rx_link(n as u64);
+        // Between hosts the writer does not share the cache lines, so the reader need not rest.
+        let rests = !stays && own.pace.on_read(n as u64, consumer.known(), stats.sent_on_link());
+        if rests != socket.wakes.rx_rests.load(Relaxed) {
+            socket.wakes.rx_rests.store(rests, Relaxed);
+        }
+    }
+    backpressure::keep_fit(socket, consumer);
 }
 
 /// Returns the step of a receive that has found the ring empty. The stream is at its end, goes on in TCP, or may bring

@@ -6,14 +6,14 @@
 //! [holds](crate::objects::link::Held) the stream's number.
 
 use std::ffi::c_int;
-use std::sync::atomic::Ordering::{Acquire, Relaxed};
+use std::sync::atomic::Ordering::Acquire;
 
 use libc::ssize_t;
 use rdmasock_core::fabric::ring::{Consumer, Wake};
 use rdmasock_core::stream::connection;
 
-use crate::data::rx::{Data, RecvStep, at_nothing, recv};
-use crate::data::{backpressure, tx};
+use crate::data::rx::{Data, RecvStep, at_nothing, on_read, recv};
+use crate::data::tx;
 use crate::notify::call::{Began, Call, Direction, Place};
 use crate::notify::fork::reclaim;
 use crate::notify::{call, ready, table, wait};
@@ -237,14 +237,7 @@ pub fn release(socket: &'static Socket, n: usize) -> Result<(), c_int> {
     }
     let wake = consumer.consume(n);
     view.at = consumer.position();
-    state.own.direct.on_read(n);
-    state.own.last = state.own.seen.tick();
-    if let Some(stats) = socket.told.stats() {
-        stats.add_rx_link(n as u64);
-        let rests = !rx_stays && state.own.pace.on_read(n as u64, consumer.known(), stats.sent_on_link());
-        socket.wakes.rx_rests.store(rests, Relaxed);
-    }
-    backpressure::keep_fit(socket, consumer);
+    on_read(socket, rx_stays, consumer, &mut state.own, n);
     let _section = rx.unlock();
     if wake != Wake::NONE {
         ready::notify_peer(socket, wake);

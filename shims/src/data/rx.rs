@@ -667,25 +667,20 @@ impl wait::Wanted for Data {
     const IS_DATA: bool = true;
 
     fn is_worth_a_look(socket: &'static Socket) -> bool {
-        is_worth_a_look(socket)
-    }
-}
-
-/// Returns whether a blocked receive should try again, judged by what has been [taken in](ready::progress).
-fn is_worth_a_look(socket: &'static Socket) -> bool {
-    match socket.rx_mode.load(Acquire) {
-        Mode::Link => {
-            socket.rx_shut.load(Acquire)
-                || socket.rx.lock().is_none_or(|mut rx| {
-                    connection::is_over(socket, &rx)
-                        || rx.consumer.as_mut().is_none_or(|c| c.has_data().unwrap_or(true))
-                })
+        match socket.rx_mode.load(Acquire) {
+            Mode::Link => {
+                socket.rx_shut.load(Acquire)
+                    || socket.rx.lock().is_none_or(|mut rx| {
+                        connection::is_over(socket, &rx)
+                            || rx.consumer.as_mut().is_none_or(|c| c.has_data().unwrap_or(true))
+                    })
+            }
+            Mode::Marked => match ready::among_markers(socket) {
+                Some(mask) => mask != 0,
+                None => Self::is_worth_a_look(socket),
+            },
+            _ => true,
         }
-        Mode::Marked => match ready::among_markers(socket) {
-            Some(mask) => mask != 0,
-            None => is_worth_a_look(socket),
-        },
-        _ => true,
     }
 }
 

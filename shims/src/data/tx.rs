@@ -665,16 +665,6 @@ pub fn violation(socket: &'static Socket, error: &rdmasock_core::fabric::ring::R
     socket.wakes.set_dead();
 }
 
-/// Makes room for a send that is about to sleep. Returns true if there is room now, in the reserve ring or in TCP.
-#[cold]
-fn make_room(socket: &'static Socket) -> bool {
-    let room = backpressure::before_sleep(socket);
-    if let Room::Unbacked = room {
-        within(|| take_back(socket, rdmasock_core::stats::Reason::Resources));
-    }
-    !matches!(room, Room::Full)
-}
-
 /// A wait for room to send.
 pub(super) struct Space;
 
@@ -682,31 +672,32 @@ impl wait::Wanted for Space {
     const IS_DATA: bool = false;
 
     fn is_worth_a_look(socket: &'static Socket) -> bool {
-        is_worth_a_look(socket)
+        match socket.tx_mode.load(Acquire) {
+            Mode::Link => {
+                socket.wakes.is_dead()
+                    || socket.tx.lock().is_none_or(|mut tx| {
+                        tx.producer
+                            .as_mut()
+                            .is_none_or(|p| p.has_space().unwrap_or(true) || ready::is_reader_gone(p))
+                    })
+            }
+            Mode::Marked => connection::flush(socket),
+            _ => true,
+        }
     }
 
+    /// Makes room in the reserve ring or in TCP.
+    #[cold]
     fn avoid_sleep(socket: &'static Socket) -> bool {
-        make_room(socket)
+        let room = backpressure::before_sleep(socket);
+        if let Room::Unbacked = room {
+            within(|| take_back(socket, rdmasock_core::stats::Reason::Resources));
+        }
+        !matches!(room, Room::Full)
     }
 
     fn unread(socket: &'static Socket) -> Option<u64> {
         unread(socket)
-    }
-}
-
-/// Returns whether a blocked send should try again, judged by what has been [taken in](ready::progress).
-fn is_worth_a_look(socket: &'static Socket) -> bool {
-    match socket.tx_mode.load(Acquire) {
-        Mode::Link => {
-            socket.wakes.is_dead()
-                || socket.tx.lock().is_none_or(|mut tx| {
-                    tx.producer
-                        .as_mut()
-                        .is_none_or(|p| p.has_space().unwrap_or(true) || ready::is_reader_gone(p))
-                })
-        }
-        Mode::Marked => connection::flush(socket),
-        _ => true,
     }
 }
 

@@ -106,16 +106,6 @@ pub unsafe fn recv(
     unsafe { recv_slow(began, iov, flags, (taken, handlers), real) }
 }
 
-/// Starts the call again from the fd table. The call has not begun yet, and its fd stands for something else by now.
-#[cold]
-unsafe fn begin_anew(fd: c_int, iov: &mut Iov, flags: c_int, real: &impl Fn(c_int) -> ssize_t) -> ssize_t {
-    match table::socket(fd) {
-        // SAFETY: the pieces of `iov` are writable: the caller got them under `recv`'s contract.
-        Some(socket) => unsafe { recv(socket, fd, iov, flags, real) },
-        None => real(fd),
-    }
-}
-
 /// Counts the bytes that TCP has delivered on a connection that stays there.
 #[inline]
 fn count_received(began: &Began, flags: c_int, n: ssize_t) {
@@ -237,8 +227,12 @@ pub(super) unsafe fn recv_slow(
         0 => result.unwrap_or_else(|| {
             let fd = call.fd;
             drop(call);
-            // SAFETY: the pieces of `iov` are writable by this function's contract.
-            unsafe { begin_anew(fd, iov, flags, real) }
+            // The call has not begun yet, and its fd stands for something else by now.
+            match table::socket(fd) {
+                // SAFETY: the pieces of `iov` are writable by this function's contract.
+                Some(socket) => unsafe { recv(socket, fd, iov, flags, real) },
+                None => real(fd),
+            }
         }),
         // The call has failed, or returns the bytes from before the wait. The bytes in the buffer come on top, and an
         // error is kept for the next call.
@@ -252,7 +246,7 @@ pub(super) unsafe fn recv_slow(
 }
 
 /// Receives and waits until the call has enough bytes. `got` counts them. Returns the call's result; `None` if the call
-/// has to begin anew ([`begin_anew`]).
+/// has to begin anew, from the fd table.
 ///
 /// # Safety
 /// The pieces of `iov` are writable.

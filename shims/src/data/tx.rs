@@ -87,16 +87,6 @@ fn keep_on_tcp(socket: &'static Socket, flags: c_int) {
     }
 }
 
-/// Starts the call again from the fd table. The call has not begun yet, and its fd stands for something else by now.
-#[cold]
-unsafe fn begin_anew(fd: c_int, iov: &mut Iov, flags: c_int, real: &impl Fn(c_int) -> ssize_t) -> ssize_t {
-    match table::socket(fd) {
-        // SAFETY: the pieces of `iov` are readable: the caller got them under `send`'s contract.
-        Some(socket) => unsafe { send(socket, fd, iov, flags, real) },
-        None => real(fd),
-    }
-}
-
 /// Counts the bytes that TCP has taken on a connection that stays there.
 #[inline]
 pub(super) fn count_sent(began: &Began, n: ssize_t) {
@@ -272,13 +262,17 @@ unsafe fn send_slow(began: Began, iov: &mut Iov, flags: c_int, real: &impl Fn(c_
     result.unwrap_or_else(|| {
         let fd = call.fd;
         drop(call);
-        // SAFETY: the pieces of `iov` are readable by `send`'s contract.
-        unsafe { begin_anew(fd, iov, flags, real) }
+        // The call has not begun yet, and its fd stands for something else by now.
+        match table::socket(fd) {
+            // SAFETY: the pieces of `iov` are readable by `send`'s contract.
+            Some(socket) => unsafe { send(socket, fd, iov, flags, real) },
+            None => real(fd),
+        }
     })
 }
 
 /// Sends until all bytes are gone, and waits for room if the call may wait. Returns the call's result; `None` if the
-/// call has to begin anew ([`begin_anew`]).
+/// call has to begin anew, from the fd table.
 ///
 /// # Safety
 /// The pieces of `iov` are readable.

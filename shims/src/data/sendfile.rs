@@ -10,8 +10,10 @@ use rdmasock_core::stream::connection;
 use crate::data::backpressure::{Room, no_room};
 use crate::data::rx::{account, recv_slow};
 use crate::data::scanning;
-use crate::data::tx::{PIECE, commit, count_sent, in_kernel, is_more_to_come, leave, plain, take_back, violation};
-use crate::notify::call::{Began, Call, Direction, Place, on_its_file};
+use crate::data::tx::{
+    PIECE, commit, count_sent, in_kernel, is_more_to_come, leave, on_its_file_or_leave, plain, take_back, violation,
+};
+use crate::notify::call::{Began, Call, Direction, Place};
 use crate::notify::{call, ready, reset, table, wait};
 use crate::objects::socket::{Mode, Sending, Socket, Stage};
 use crate::signals::jump::{or_if_cancelled, outside};
@@ -118,11 +120,8 @@ unsafe fn sendfile_slow(
                 let before = errno::get();
                 // SAFETY: the program's own arguments, which it keeps valid during its call.
                 let rest = |fd| unsafe { real::sendfile().cancellable()(fd, input, offset, count - sent) };
-                let went = on_its_file(&call, |fd| in_kernel(socket, false, || rest(fd)));
-                let taken = went.unwrap_or_else(|| {
-                    leave(socket);
-                    0
-                });
+                let went = on_its_file_or_leave(&call, |fd| in_kernel(socket, false, || rest(fd)));
+                let taken = went.unwrap_or(0);
                 if taken < 0 {
                     reset::keep(socket, errno::get());
                 }
@@ -130,11 +129,8 @@ unsafe fn sendfile_slow(
                 return sent as ssize_t + taken.max(0);
             }
             if sent == 0 && socket.enter_tx() {
-                let went = on_its_file(&call, |fd| plain(socket, false, || real(fd)));
-                return went.unwrap_or_else(|| {
-                    leave(socket);
-                    errno::fail(libc::EBADF)
-                });
+                let went = on_its_file_or_leave(&call, |fd| plain(socket, false, || real(fd)));
+                return went.unwrap_or_else(|| errno::fail(libc::EBADF));
             }
             continue;
         }

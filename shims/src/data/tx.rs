@@ -153,6 +153,16 @@ pub(super) fn leave(socket: &'static Socket) {
     thread::current().end();
 }
 
+/// Calls `f`, which leaves the direction, as [`on_its_file`] does. The caller has entered the direction (`enter_tx`). If
+/// there is no fd for the call, leaves the direction and returns `None`.
+pub(super) fn on_its_file_or_leave(call: &Call, f: impl FnOnce(c_int) -> ssize_t) -> Option<ssize_t> {
+    let went = on_its_file(call, f);
+    if went.is_none() {
+        leave(call.socket);
+    }
+    went
+}
+
 /// Does what has waited for the last call to return from the kernel's send. Writes the marker, and ends a connection
 /// that the program has closed.
 #[cold]
@@ -348,20 +358,16 @@ unsafe fn send_loop(call: &mut Call, iov: &mut Iov, flags: c_int, real: &impl Fn
                     was_over.get()
                 };
                 if sent > 0 && socket.enter_tx() {
-                    let went = on_its_file(call, |fd| {
+                    let taken = on_its_file_or_leave(call, |fd| {
                         in_kernel(socket, false, || match is_over() {
                             true => 0,
                             false => send_rest(socket, fd, iov, flags),
                         })
                     });
-                    let taken = went.unwrap_or_else(|| {
-                        leave(socket);
-                        0
-                    });
-                    return Some(sent as ssize_t + taken.max(0));
+                    return Some(sent as ssize_t + taken.unwrap_or(0).max(0));
                 }
                 if sent == 0 && socket.enter_tx() {
-                    let went = on_its_file(call, |fd| {
+                    let went = on_its_file_or_leave(call, |fd| {
                         plain(socket, wait::is_quick(socket, flags), || match is_over() {
                             true => errno::fail(libc::EINTR),
                             false => real(fd),
@@ -374,10 +380,7 @@ unsafe fn send_loop(call: &mut Call, iov: &mut Iov, flags: c_int, real: &impl Fn
                             Ok(_) => continue,
                         },
                         Some(n) => return Some(n),
-                        None => {
-                            leave(socket);
-                            return Some(errno::fail(libc::EBADF));
-                        }
+                        None => return Some(errno::fail(libc::EBADF)),
                     }
                 }
             }
@@ -593,11 +596,8 @@ pub fn send_on_tcp(socket: &'static Socket, fd: c_int, flags: c_int, real: &impl
             return outside(|| real(fd));
         }
         if socket.enter_tx() {
-            let went = on_its_file(&call, |fd| plain(socket, false, || real(fd)));
-            return went.unwrap_or_else(|| {
-                leave(socket);
-                errno::fail(libc::EBADF)
-            });
+            let went = on_its_file_or_leave(&call, |fd| plain(socket, false, || real(fd)));
+            return went.unwrap_or_else(|| errno::fail(libc::EBADF));
         }
         if is_shut(socket) {
             match call.place_now() {

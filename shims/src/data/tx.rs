@@ -325,8 +325,7 @@ unsafe fn send_loop(call: &mut Call, iov: &mut Iov, flags: c_int, real: &impl Fn
             SendStep::Shut => return Some(after_shutdown(sent, flags)),
             SendStep::Done if sent == 0 && before > 0 => return Some(-1),
             SendStep::Done => return Some(sent as ssize_t),
-            SendStep::Again => continue,
-            SendStep::Elsewhere(Place::Here) => {}
+            SendStep::Again | SendStep::Elsewhere(Place::Here) => {}
             SendStep::Elsewhere(Place::Moved) if sent == 0 => {
                 call::look_again(socket, call.fd);
                 return None;
@@ -487,21 +486,16 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int, until: usize) -> Se
         let Some(mut tx) = socket.tx.lock() else {
             return interrupted();
         };
-        if socket.tx_mode.load(Acquire) != Mode::Link {
-            return if socket.tx_mode.load(Acquire) == Mode::Tcp {
-                SendStep::Kernel
-            } else {
-                SendStep::Again
-            };
+        match socket.tx_mode.load(Acquire) {
+            Mode::Link => {}
+            Mode::Tcp => return SendStep::Kernel,
+            _ => return SendStep::Again,
         }
         let tx_now = &mut *tx;
         let Some(producer) = tx_now.producer.as_mut() else {
             return SendStep::Kernel;
         };
-        let place = match call.place_by_name() {
-            Place::Here => call.place_by_kernel(&tx_now.own.seen),
-            place => place,
-        };
+        let place = call.place(&tx_now.own.seen);
         if place != Place::Here {
             return SendStep::Elsewhere(place);
         }
@@ -740,27 +734,23 @@ pub fn send_delayed_wake(socket: &'static Socket) {
     if !std::mem::take(&mut tx.wake_delayed) {
         return;
     }
-    let wake = tx.producer.as_mut().map(|p| p.wake());
+    let wake = tx.producer.as_mut().map_or(Wake::NONE, |p| p.wake());
     drop(tx);
-    if let Some(wake) = wake {
-        ready::notify_peer(socket, wake);
-    }
+    ready::notify_peer(socket, wake);
 }
 
 /// Serves setsockopt(TCP_CORK). Returns true if the kernel need not be called: on the link the library itself holds
 /// wake-ups back. The kernel gets the option when the direction is back on TCP ([`pass_cork`]).
 pub fn cork(socket: &'static Socket, on: bool) -> bool {
-    let on_link = {
-        let Some(mut tx) = socket.tx.lock() else {
-            return false;
-        };
-        socket.options.corked.store(on, Relaxed);
-        let on_link = socket.tx_mode.load(Acquire) == Mode::Link;
-        if !on_link {
-            tx.own.kernel_corked = on;
-        }
-        on_link
+    let Some(mut tx) = socket.tx.lock() else {
+        return false;
     };
+    socket.options.corked.store(on, Relaxed);
+    let on_link = socket.tx_mode.load(Acquire) == Mode::Link;
+    if !on_link {
+        tx.own.kernel_corked = on;
+    }
+    drop(tx);
     if !on {
         send_delayed_wake(socket);
     }

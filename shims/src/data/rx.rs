@@ -611,7 +611,7 @@ fn from_buffer(mut rx: Guard<'_, Rx>, iov: &mut Iov, landing: &mut Option<Landin
     }
     let (taken, wake) = mine.take(&mut rx);
     if let Some(consumer) = rx.consumer.as_mut() {
-        backpressure::keep_fit(mine.socket(), consumer);
+        backpressure::keep_fit(mine.socket, consumer);
     }
     rx.own.last = rx.own.seen.tick();
     let section = rx.unlock();

@@ -125,7 +125,9 @@ pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int, total: usize) -
             .lock()
             .is_some_and(|mut tx| tx.own.direct.may_try(adverts, now_ns()));
         if may_try {
-            sent = to_reader(call, remote, theirs, memory, len);
+            sent = await_reader(call, remote, theirs, len).map_or(0, |wanted| {
+                lend(call, (remote, theirs), (memory, wanted, len), By::Writes, TAKEN).0
+            });
             if let Some(mut tx) = socket.tx.lock() {
                 tx.own.direct.on_tried(sent > 0, now_ns());
             }
@@ -138,13 +140,6 @@ pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int, total: usize) -
     errno::set(errno);
     iov.advance(sent);
     if sent > 0 { Went::Directly(sent) } else { NOTHING }
-}
-
-fn to_reader(call: &mut Call, remote: &'static Remote, theirs: Vqpn, memory: *mut u8, len: usize) -> usize {
-    let Some(wanted) = await_reader(call, remote, theirs, len) else {
-        return 0;
-    };
-    lend(call, (remote, theirs), (memory, wanted, len), By::Writes, TAKEN).0
 }
 
 /// Waits for a reader with a buffer, and longer while the reader still reads earlier bytes. Returns how many of `len`
@@ -193,8 +188,7 @@ fn await_reader(call: &Call, remote: &'static Remote, theirs: Vqpn, len: usize) 
 /// count as sent; 0 if the bytes have to go by the mirror.
 fn offer(call: &mut Call, remote: &'static Remote, theirs: Vqpn, memory: *mut u8, len: usize) -> usize {
     let socket = call.socket;
-    let may_try = |socket: &Socket| socket.tx.lock().is_some_and(|mut tx| tx.own.direct.may_lend(now_ns()));
-    if !may_try(socket) {
+    if !socket.tx.lock().is_some_and(|mut tx| tx.own.direct.may_lend(now_ns())) {
         return 0;
     }
     let (sent, taken) = if has_room(socket, remote, theirs) {
@@ -533,7 +527,8 @@ impl Wanted for Taken {
 /// more, and all READs have completed. If the peer does not answer, the bulk queue pair is given up instead. Then the
 /// registration ends too.
 pub struct Landing {
-    socket: &'static Socket,
+    /// The socket whose call waits.
+    pub(super) socket: &'static Socket,
     remote: &'static Remote,
     mine: Vqpn,
     serial: u32,
@@ -622,11 +617,6 @@ impl Landing {
         }
     }
 
-    /// Returns the socket whose call waits.
-    pub fn socket(&self) -> &'static Socket {
-        self.socket
-    }
-
     /// Returns whether the transfer is over.
     pub fn is_over(&self) -> bool {
         self.look().is_some()
@@ -713,10 +703,7 @@ impl Landing {
 
 impl Drop for Landing {
     fn drop(&mut self) {
-        if self.pinned.is_of_a_parent() {
-            return;
-        }
-        if !self.is_taken {
+        if !self.pinned.is_of_a_parent() && !self.is_taken {
             self.put_back();
         }
     }

@@ -17,7 +17,6 @@ use rustix::io::{Errno, FdFlags, fcntl_dupfd_cloexec, fcntl_getfd};
 
 use crate::data::rx;
 use crate::hooks::{hooks, report};
-use crate::notify::table::Entry;
 use crate::notify::{call, table};
 use crate::objects::socket::Farewell;
 use crate::process::pass;
@@ -43,22 +42,19 @@ const SIOCOUTQNSD: c_ulong = 0x894b;
 /// `close(2)`.
 #[inline]
 pub unsafe extern "C" fn close(real: CloseFn, fd: c_int) -> c_int {
-    match table::lookup(fd) {
-        Entry::None if !lifecycle::is_hidden(fd) => {}
-        _ => {
-            let mut farewell = Farewell::NONE;
-            let result = close_on(fd, &mut farewell);
-            if result != GO_ON {
-                return result;
-            }
-            // SAFETY: the caller's arguments, as they are.
-            let result = unsafe { real(fd) };
-            tell(farewell);
-            return result;
-        }
+    if !table::is_known(fd) && !lifecycle::is_hidden(fd) {
+        // SAFETY: the caller's arguments, as they are.
+        return unsafe { real(fd) };
+    }
+    let mut farewell = Farewell::NONE;
+    let result = close_on(fd, &mut farewell);
+    if result != GO_ON {
+        return result;
     }
     // SAFETY: the caller's arguments, as they are.
-    unsafe { real(fd) }
+    let result = unsafe { real(fd) };
+    tell(farewell);
+    result
 }
 
 /// Prepares the close of `fd`. Fails with EBADF for a descriptor of the library.

@@ -212,8 +212,7 @@ pub fn is_full(socket: &'static Socket) -> bool {
 
 /// Returns whether the direction is on a link with bytes that the reader has not read.
 pub fn is_unread(socket: &'static Socket) -> bool {
-    let unread = |tx: &mut Tx| Some(tx.producer.as_mut()?.used().is_ok_and(|n| n > 0));
-    socket.tx_mode.load(Acquire) == Mode::Link && socket.tx.lock().and_then(|mut tx| unread(&mut tx)) == Some(true)
+    socket.tx_mode.load(Acquire) == Mode::Link && unread(socket).is_some_and(|n| n > 0)
 }
 
 /// Returns the bytes on the link that the reader is not known to have read; `None` if there is no ring.
@@ -414,7 +413,8 @@ pub fn shrink(socket: &'static Socket, link: &'static Link) -> Shrunk {
     let Some(mut rx) = socket.rx.lock() else {
         return Shrunk::Busy;
     };
-    let Some(consumer) = rx.consumer.as_mut() else {
+    let state = &mut *rx;
+    let Some(consumer) = state.consumer.as_mut() else {
         return Shrunk::Small;
     };
     while let Ok(Some(old)) = consumer.take_retired() {
@@ -426,10 +426,7 @@ pub fn shrink(socket: &'static Socket, link: &'static Link) -> Shrunk {
         return Shrunk::Small;
     }
     let position = consumer.position();
-    let idle = std::mem::replace(&mut rx.own.seen_at, position) == position;
-    let Some(consumer) = rx.consumer.as_mut() else {
-        return Shrunk::Small;
-    };
+    let idle = std::mem::replace(&mut state.own.seen_at, position) == position;
     if !idle || consumer.is_switching() || consumer.has_data().unwrap_or(true) {
         return Shrunk::Busy;
     }

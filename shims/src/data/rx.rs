@@ -277,7 +277,7 @@ unsafe fn recv_loop(
             }
         };
         match step {
-            RecvStep::Again => {}
+            RecvStep::Again | RecvStep::Elsewhere(Place::Here) => {}
             RecvStep::Got(0) => return Some(*got as ssize_t),
             // An edge-triggered reader takes a short read for the end of the available bytes (epoll(7), question 9). So
             // the call looks for more, without waiting. A peek has seen all that is available, and would start over.
@@ -301,7 +301,6 @@ unsafe fn recv_loop(
                 call::look_again(socket, call.fd);
                 return None;
             }
-            RecvStep::Elsewhere(Place::Here) => {}
             RecvStep::Elsewhere(_) => {
                 call::look_again(socket, call.fd);
                 return Some(errno::after(*got, libc::EBADF));
@@ -461,9 +460,8 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int, landing: &mut 
     let mut got = 0;
     let mut wake = Wake::NONE;
     while iov.len() > 0 {
-        let skip = if peek { got } else { 0 };
         let spans = if peek {
-            consumer.peek(skip, iov.len())
+            consumer.peek(got, iov.len())
         } else {
             consumer.spans(iov.len())
         };

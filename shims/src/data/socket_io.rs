@@ -117,12 +117,11 @@ impl SocketIo for Socket {
     }
 
     fn is_link_over(&self) -> bool {
-        // After a shutdown by this program the kernel reports RDHUP whether or not the peer has ended.
-        let ends = if self.rx_shut.load(Acquire) {
-            ready::ENDED & !(libc::EPOLLRDHUP as u32)
-        } else {
-            ready::ENDED
-        };
+        let mut ends = ready::ENDED;
+        if self.rx_shut.load(Acquire) {
+            // After a shutdown by this program the kernel reports RDHUP whether or not the peer has ended.
+            ends &= !(libc::EPOLLRDHUP as u32);
+        }
         self.wakes.anchor.load(Acquire) & ends != 0 || self.link().is_none_or(|l| !l.is_alive())
     }
 
@@ -188,11 +187,7 @@ impl SocketIo for Socket {
     }
 
     fn set_path(&self, direction: Half, on_link: bool) {
-        let path = if on_link {
-            self.link().map_or(Path::Tcp, Link::path)
-        } else {
-            Path::Tcp
-        };
+        let path = self.link().filter(|_| on_link).map_or(Path::Tcp, Link::path);
         if path != Path::Tcp {
             self.told.note_link(path);
         }

@@ -50,9 +50,8 @@ pub fn view(socket: &'static Socket, fd: c_int, most: usize, flags: c_int) -> Re
         let mut pieces = [(std::ptr::null_mut(), 0); 2];
         match look(&mut call, most, flags, &mut is_again, &mut pieces) {
             RecvStep::Got(n) | RecvStep::GotPart(n) => return Ok((pieces, n)),
-            RecvStep::Again | RecvStep::Kernel | RecvStep::Leave => {}
+            RecvStep::Again | RecvStep::Kernel | RecvStep::Leave | RecvStep::Elsewhere(Place::Here) => {}
             RecvStep::Fail(error) => return Err(error),
-            RecvStep::Elsewhere(Place::Here) => {}
             RecvStep::Elsewhere(Place::Moved) => {
                 call::look_again(socket, call.fd);
                 return Err(moved(socket, fd));

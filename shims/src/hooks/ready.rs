@@ -180,23 +180,16 @@ pub unsafe extern "C" fn epoll_ctl(
             if let (libc::EPOLL_CTL_ADD, Entry::Epoll(set)) = (operation, table::lookup(epoll)) {
                 set.on_plain();
             }
+        }
+        Entry::Socket(socket) if call::connection(fd).is_some() => {
             // SAFETY: the caller's arguments, as they are.
-            unsafe { real(epoll, operation, fd, event) }
+            return unsafe { epoll_ctl_on(socket, real, epoll, operation, fd, event) };
         }
-        // SAFETY: the caller's arguments, as they are.
-        Entry::Socket(_) if call::connection(fd).is_none() => unsafe { real(epoll, operation, fd, event) },
-        // SAFETY: likewise.
-        Entry::Socket(socket) => unsafe { epoll_ctl_on(socket, real, epoll, operation, fd, event) },
-        Entry::Epoll(inner) => {
-            if operation == libc::EPOLL_CTL_ADD {
-                within(|| inner.on_nested());
-            }
-            // SAFETY: likewise.
-            unsafe { real(epoll, operation, fd, event) }
-        }
-        // SAFETY: likewise.
-        _ => unsafe { real(epoll, operation, fd, event) },
+        Entry::Epoll(inner) if operation == libc::EPOLL_CTL_ADD => within(|| inner.on_nested()),
+        _ => {}
     }
+    // SAFETY: the caller's arguments, as they are.
+    unsafe { real(epoll, operation, fd, event) }
 }
 
 #[inline(never)]

@@ -321,8 +321,7 @@ unsafe fn receive_messages(
     timeout: *mut timespec,
 ) -> c_int {
     // SAFETY: null, or the program's own.
-    let deadline = unsafe { timeout.as_ref() }.map(|t| Timeout::from_timespec(Some(t)));
-    let deadline = match deadline {
+    let deadline = match unsafe { timeout.as_ref() }.map(|t| Timeout::from_timespec(Some(t))) {
         Some(None) => return errno::fail(libc::EINVAL),
         Some(Some(t)) => Some(t.deadline()),
         None => None,
@@ -331,23 +330,12 @@ unsafe fn receive_messages(
     let began_on = table::token(fd);
     // A file that gets the fd later is not this call's.
     while done < count && (done == 0 || table::token(fd) == began_on) {
-        let how = if done > 0 && flags & libc::MSG_WAITFORONE != 0 {
-            flags | libc::MSG_DONTWAIT
-        } else {
-            flags
-        };
+        let waits = done == 0 || flags & libc::MSG_WAITFORONE == 0;
+        let how = flags & !libc::MSG_WAITFORONE | if waits { 0 } else { libc::MSG_DONTWAIT };
         // SAFETY: the program's array has `count` entries.
         let entry = unsafe { &mut *messages.add(done as usize) };
         // SAFETY: likewise.
-        let n = unsafe {
-            recvmsg_on(
-                socket,
-                real::recvmsg(),
-                fd,
-                &raw mut entry.msg_hdr,
-                how & !libc::MSG_WAITFORONE,
-            )
-        };
+        let n = unsafe { recvmsg_on(socket, real::recvmsg(), fd, &raw mut entry.msg_hdr, how) };
         if n < 0 {
             if done == 0 {
                 return -1;

@@ -89,14 +89,13 @@ pub unsafe extern "C" fn close_range(real: CloseRangeFn, first: c_uint, last: c_
 #[inline(never)]
 unsafe extern "C" fn close_range_on(real: CloseRangeFn, first: c_uint, last: c_uint, flags: c_int) -> c_int {
     let closes = flags & libc::CLOSE_RANGE_CLOEXEC as c_int == 0;
-    let mut settled = None;
     // A child of vfork has descriptors of its own.
-    if closes && !vfork::is_child() {
+    let _settled = (closes && !vfork::is_child()).then(|| {
         table::for_each(first..=last, |fd, _| {
             lifecycle::before_close(fd);
         });
-        settled = Some(Settled::begin());
-    }
+        Settled::begin()
+    });
     for (from, to) in privatefd::ranges_without_private(first, last) {
         // SAFETY: a part of the range that the caller asked for.
         let result = unsafe { real(from, to, flags) };
@@ -104,7 +103,6 @@ unsafe extern "C" fn close_range_on(real: CloseRangeFn, first: c_uint, last: c_u
             return result;
         }
     }
-    drop(settled);
     0
 }
 

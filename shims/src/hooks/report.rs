@@ -213,12 +213,9 @@ fn correct_info(socket: &Socket, tx: &Tx, info: &mut Fields<'_>, sent: &Traffic,
     }
     info.put_u32(at::NOTSENT_BYTES, |n| n.saturating_sub(bounded(unsent)));
     let told = &socket.told.ledger.told_bytes;
+    let acked = (sent.bytes + unanswered).saturating_sub(sent.waiting);
     let counts = [
-        (
-            at::BYTES_ACKED,
-            (sent.bytes + unanswered).saturating_sub(sent.waiting),
-            sent.ours,
-        ),
+        (at::BYTES_ACKED, acked, sent.ours),
         (at::BYTES_SENT, sent.bytes + unsent, sent.ours),
         (at::BYTES_RECEIVED, received.bytes, received.ours),
     ];

@@ -82,24 +82,22 @@ pub unsafe fn recv(
     let began = Began::now(socket, fd);
     let handlers = thread::current().handlers_at_call();
     let mut taken = None;
-    if socket.rx_mode.load(Acquire) != Mode::Tcp {
-        // SAFETY: the pieces of `iov` are writable by this function's contract.
-        return unsafe { recv_slow(began, iov, flags, (taken, handlers), real) };
-    }
-    if socket.promotion.stage() == Stage::Plain {
-        let n = real(fd);
-        count_received(&began, flags, n);
-        return n;
-    }
-    if enter(socket) {
-        if began.is_named() {
-            // SAFETY: the pieces of `iov` are writable by this function's contract.
-            match unsafe { plain(socket, fd, iov, flags, real) } {
-                Break(n) => return n,
-                Continue(n) => taken = Some(n),
+    if socket.rx_mode.load(Acquire) == Mode::Tcp {
+        if socket.promotion.stage() == Stage::Plain {
+            let n = real(fd);
+            count_received(&began, flags, n);
+            return n;
+        }
+        if enter(socket) {
+            if began.is_named() {
+                // SAFETY: the pieces of `iov` are writable by this function's contract.
+                match unsafe { plain(socket, fd, iov, flags, real) } {
+                    Break(n) => return n,
+                    Continue(n) => taken = Some(n),
+                }
+            } else {
+                leave(socket);
             }
-        } else {
-            leave(socket);
         }
     }
     // SAFETY: the pieces of `iov` are writable by this function's contract.

@@ -144,19 +144,18 @@ unsafe fn sendfile_slow(
             }
             None => None,
         };
-        let [first, second] = spans.map(|s| s.pieces()).unwrap_or([(std::ptr::null_mut(), 0); 2]);
-        let first_len = first.1.min(want);
-        let pieces = [
-            libc::iovec {
-                iov_base: first.0.cast(),
-                iov_len: first_len,
-            },
-            libc::iovec {
-                iov_base: second.0.cast(),
-                iov_len: second.1.min(want - first_len),
-            },
-        ];
-        let room: usize = pieces.iter().map(|p| p.iov_len).sum();
+        let mut left = want;
+        let pieces = spans
+            .map_or([(std::ptr::null_mut(), 0); 2], |s| s.pieces())
+            .map(|(at, len)| {
+                let iov_len = len.min(left);
+                left -= iov_len;
+                libc::iovec {
+                    iov_base: at.cast(),
+                    iov_len,
+                }
+            });
+        let room = want - left;
         if count > sent && room == 0 {
             let waits = wait::may_wait(socket, 0).is_ok();
             match no_room(socket, &mut tx, waits) {

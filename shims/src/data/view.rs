@@ -9,7 +9,7 @@ use std::ffi::c_int;
 use std::sync::atomic::Ordering::Acquire;
 
 use libc::ssize_t;
-use rdmasock_core::fabric::ring::{Consumer, Wake};
+use rdmasock_core::fabric::ring::Consumer;
 use rdmasock_core::stream::connection;
 
 use crate::data::rx::{Data, RecvStep, at_nothing, on_read, recv};
@@ -238,9 +238,7 @@ pub fn release(socket: &'static Socket, n: usize) -> Result<(), c_int> {
     view.at = consumer.position();
     on_read(socket, rx_stays, consumer, &mut state.own, n);
     let _section = rx.unlock();
-    if wake != Wake::NONE {
-        ready::notify_peer(socket, wake);
-    }
+    ready::notify_peer(socket, wake);
     Ok(())
 }
 

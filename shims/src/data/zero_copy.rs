@@ -120,11 +120,8 @@ pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int, total: usize) -
     let mut sent = 0;
     if way != Some(Way::Get) {
         let adverts = remote.end().adverts(theirs);
-        let may_try = socket
-            .tx
-            .lock()
-            .is_some_and(|mut tx| tx.own.direct.may_try(adverts, now_ns()));
-        if may_try {
+        let tx = socket.tx.lock();
+        if tx.is_some_and(|mut tx| tx.own.direct.may_try(adverts, now_ns())) {
             sent = await_reader(call, remote, theirs, len).map_or(0, |wanted| {
                 lend(call, (remote, theirs), (memory, wanted, len), By::Writes, TAKEN).0
             });

@@ -1,9 +1,10 @@
 //! Counts the processes that hold a connection's socket, in memory that parents and children of forks share, until one
 //! holder is left. A process that is killed, or executes another program, does not count itself out. So if the count
-//! says that there are other holders, the kernel is asked whether these processes are alive (`ancestors`).
+//! says that there are other holders, the kernel is asked whether these processes are alive, by doorbells that parents
+//! share with their children.
 //!
 //! The owner, one of the holders, may have the stream on a link, which the others cannot use. Flags beside the count
-//! carry their request for it, and the owner's answer. The work at a fork itself is in `fork`.
+//! carry their request for it, and the owner's answer. The work at a fork itself is in `notify::fork`.
 
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
@@ -24,7 +25,7 @@ struct Cell {
     /// The number of holders, with the flags [`FIRST`], [`OWNED`] and [`WANTED`]. 0: the cell is free. In cell 0: the
     /// number of requests so far.
     word: AtomicU32,
-    /// The [id](id) of the first holder, from which the others descend. Only the first holder can have the
+    /// The [`id`] of the first holder, from which the others descend. Only the first holder can have the
     /// stream on a link. In cell 0, [`LOST`] and [`STRANGER`].
     owner: AtomicU32,
 }
@@ -335,80 +336,13 @@ fn ask_owners() {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Returns the holders of a parent and of its child, for a stream that the parent had on a link at the fork.
-    fn parent_and_child() -> [Holders; 2] {
-        if COUNTS.load(Acquire).is_null() {
-            prepare();
-        }
-        let parent = Holders::default();
-        assert!(parent.add_child(|| true));
-        let child = Holders::default();
-        child.at.store(parent.at.load(Acquire), Release);
-        [parent, child]
-    }
-
-    fn is_owned(holders: &Holders) -> bool {
-        holders.counted().is_some_and(|c| c.word.load(Acquire) & OWNED != 0)
-    }
-
-    #[test]
-    fn an_owner_that_lets_go_leaves_nothing_to_wait_for() {
-        let [parent, child] = parent_and_child();
-        assert!(is_owned(&child) && child.are_several());
-        assert!(!parent.let_go(true));
-        // Too late: the parent has let go of the cell.
-        parent.on_returned();
-        assert!(!is_owned(&child) && !child.are_several());
-        assert!(child.let_go(false));
-    }
-
-    #[test]
-    fn a_count_beyond_its_end_stays_several() {
-        let [parent, child] = parent_and_child();
-        for _ in 0..2 * COUNT {
-            parent.add_child(|| false);
-            assert!(child.may_be_several());
-        }
-        for _ in 0..2 * COUNT {
-            child.counted().map(|c| leave(c, true));
-        }
-        assert!(parent.may_be_several());
-    }
-
-    #[test]
-    fn an_owner_that_has_given_nothing_back_is_waited_for() {
-        let [parent, child] = parent_and_child();
-        assert!(!parent.let_go(false));
-        assert!(is_owned(&child) && !child.are_several());
-        assert!(child.let_go(false));
-    }
-
-    #[test]
-    fn a_child_that_lets_go_leaves_the_owner_what_it_has() {
-        let [parent, child] = parent_and_child();
-        assert!(!child.let_go(false));
-        assert!(is_owned(&parent) && !parent.are_several());
-        parent.on_returned();
-        assert!(!is_owned(&parent));
-    }
-}
-
 // How the parents and children of forks check on each other. A parent makes a doorbell. Each child gets a copy of its
-// button, the end that wakes the doorbell's poller.
-//
-// - A child can press the buttons of the processes that it descends from. An ancestor may have the stream of a shared
-//   socket on a link. The button reports POLLHUP when that ancestor is gone, since no other process has the doorbell.
-// - The doorbell reports POLLHUP when all children with that button, and their descendants, have ended or executed
-//   another program. Before the parent checks for that, it closes its own copy of the button.
-//
-// Both work across pid namespaces, and also for a process that has ended and was not waited for.
+// button, the end that wakes the doorbell's poller. Both report POLLHUP when no process has the other end. That works
+// across pid namespaces, and also for a process that has ended and was not waited for.
 
-/// The children of consecutive forks that share one button. The parent keeps the button open while further children get
-/// it. -1: the fd is closed, or there is none.
+/// The children of consecutive forks that share one button. The doorbell reports POLLHUP when all of them, and their
+/// descendants, have ended or executed another program. The parent keeps the button open while further children get it,
+/// and closes its own copy before it checks the doorbell. -1: the fd is closed, or there is none.
 #[derive(Clone, Copy)]
 struct Brood {
     bell: i32,
@@ -487,7 +421,7 @@ pub fn equip_child(epoch: u32, service: Option<BorrowedFd<'_>>) {
 
 /// Returns whether all children of forks since the epoch `since`, and their descendants, are gone. Makes one system
 /// call for each brood. False also if that is not known.
-pub fn are_children_gone(since: u32) -> bool {
+fn are_children_gone(since: u32) -> bool {
     let Some(mut broods) = BROODS.lock() else { return false };
     // Checked under the lock: a child that is being made either has its button already, or will get another one.
     if is_forking() || UNEQUIPPED.load(Acquire) >= since {
@@ -508,7 +442,8 @@ pub fn are_children_gone(since: u32) -> bool {
     broods.iter().all(|b| b.bell < 0 || b.until < since)
 }
 
-/// An ancestor process. Written only in a fork child, before that has a second thread.
+/// An ancestor process, which may have the stream of a shared socket on a link. Its button reports POLLHUP when it is
+/// gone, since no other process has the doorbell. Written only in a fork child, before that has a second thread.
 struct Ancestor {
     /// The value of [`id`] in that process. 0: the entry is free.
     id: AtomicU32,
@@ -530,7 +465,7 @@ static ID: AtomicU32 = AtomicU32::new(0);
 
 /// Returns the random number by which this process's children know it; never 0. It is drawn before the first fork whose
 /// child may have to ask for it.
-pub fn id() -> u32 {
+fn id() -> u32 {
     let id = ID.load(Acquire);
     if id != 0 {
         return id;
@@ -585,7 +520,7 @@ pub fn is_button(fd: i32) -> bool {
 }
 
 /// Returns whether the ancestor with this [`id`] may still be there. True also for an unknown one.
-pub fn lives(id: u32) -> bool {
+fn lives(id: u32) -> bool {
     // SAFETY: the buttons of known ancestors are never closed in this process.
     all().all(|(known, button)| known != id || unsafe { is_there(button) })
 }
@@ -605,9 +540,71 @@ unsafe fn is_there(end: i32) -> bool {
 }
 
 /// Wakes the service threads of all known ancestors, the nearest first, to check which streams their descendants want.
-pub fn ask() {
+fn ask() {
     for (_, button) in all().rev() {
         // SAFETY: the buttons of known ancestors are never closed in this process.
         doorbell::press(unsafe { BorrowedFd::borrow_raw(button) });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Returns the holders of a parent and of its child, for a stream that the parent had on a link at the fork.
+    fn parent_and_child() -> [Holders; 2] {
+        if COUNTS.load(Acquire).is_null() {
+            prepare();
+        }
+        let parent = Holders::default();
+        assert!(parent.add_child(|| true));
+        let child = Holders::default();
+        child.at.store(parent.at.load(Acquire), Release);
+        [parent, child]
+    }
+
+    fn is_owned(holders: &Holders) -> bool {
+        holders.counted().is_some_and(|c| c.word.load(Acquire) & OWNED != 0)
+    }
+
+    #[test]
+    fn an_owner_that_lets_go_leaves_nothing_to_wait_for() {
+        let [parent, child] = parent_and_child();
+        assert!(is_owned(&child) && child.are_several());
+        assert!(!parent.let_go(true));
+        // Too late: the parent has let go of the cell.
+        parent.on_returned();
+        assert!(!is_owned(&child) && !child.are_several());
+        assert!(child.let_go(false));
+    }
+
+    #[test]
+    fn a_count_beyond_its_end_stays_several() {
+        let [parent, child] = parent_and_child();
+        for _ in 0..2 * COUNT {
+            parent.add_child(|| false);
+            assert!(child.may_be_several());
+        }
+        for _ in 0..2 * COUNT {
+            child.counted().map(|c| leave(c, true));
+        }
+        assert!(parent.may_be_several());
+    }
+
+    #[test]
+    fn an_owner_that_has_given_nothing_back_is_waited_for() {
+        let [parent, child] = parent_and_child();
+        assert!(!parent.let_go(false));
+        assert!(is_owned(&child) && !child.are_several());
+        assert!(child.let_go(false));
+    }
+
+    #[test]
+    fn a_child_that_lets_go_leaves_the_owner_what_it_has() {
+        let [parent, child] = parent_and_child();
+        assert!(!child.let_go(false));
+        assert!(is_owned(&parent) && !parent.are_several());
+        parent.on_returned();
+        assert!(!is_owned(&parent));
     }
 }

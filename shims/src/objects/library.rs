@@ -1,7 +1,8 @@
-//! The instance: the state that a process image with the library has once.
+//! The instance: the state that a process image with the library has once. Also the name of the program, and the reason
+//! that keeps all further connections of the process on TCP.
 //!
-//! Made at the first call that needs it (`instance`), never freed. A fork child is a new instance: it forgets its
-//! parent's and makes its own when it first needs one (`fork`).
+//! Made at the first call that needs it (`startup`), never freed. A fork child is a new instance: it forgets its
+//! parent's and makes its own when it first needs one (`notify::fork`).
 
 use std::net::SocketAddr;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, SeqCst};
@@ -255,12 +256,9 @@ pub fn random_u64() -> u64 {
     }
 }
 
-// The reason that keeps all further connections of this process on TCP: the process has done something after which a
-// link cannot serve them. This file does not keep a single connection there, has no rules, and does not bring
-// connections back that have left TCP (`pass`).
-
-/// The first reason, as its code; [`Reason::None`] means there is none. A fork child inherits the reason, which holds
-/// for it too.
+/// The code of the first reason that keeps all further connections of this process on TCP: the process has done
+/// something after which a link cannot serve them. [`Reason::None`]: there is none. A fork child inherits the reason,
+/// which holds for it too.
 static REASON: AtomicU16 = AtomicU16::new(Reason::None as u16);
 
 /// Returns why no connection may leave TCP any more; `None` if connections may.

@@ -1,9 +1,10 @@
 //! A link as the shims use it: the sockets whose streams are on it, whether it is up, and its fabric. The fabric's end
-//! has the link's memory, and gets most calls.
+//! has the link's memory, and gets most calls. Also the list of links that are up, the bounds on what a peer can make
+//! this process spend, and what epoll sets keep and check about a link to another host.
 //!
-//! Link objects are never freed. A link that is down and has no streams or producers left becomes another link
-//! (`life`). A stream, a producer or a [`Pin`](Pin) keeps the object the same link. A call that holds a bare
-//! pointer, to wake a waiter, may wake a waiter of another link.
+//! Link objects are never freed. A link that is down and has no streams or producers left becomes another link. A
+//! stream, a producer or a [`Pin`] keeps the object the same link. A call that holds a bare pointer, to wake a waiter,
+//! may wake a waiter of another link.
 
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -41,6 +42,18 @@ use crate::objects::waiters::SERVICE;
 /// Time after which a button that the peer has not kept is sent again, ns.
 const REFUSED_FOR: u64 = 1_000_000_000;
 
+/// Buttons kept for a peer: a fixed number, and more for each of its streams, for an epoll set and a thread that polls.
+const BUTTONS: u32 = 16;
+const BUTTONS_A_STREAM: u32 = 2;
+
+/// The size of a peer's data area that this end writes into is at most this many of the largest rings. For each of the
+/// peer's streams: its ring, the ring before, and twice as much for the gaps between them; and some for all streams.
+const RINGS_A_STREAM: u64 = 4;
+const RINGS: u64 = 4;
+
+/// How long a cookie of this instance may be presented, ns.
+const COOKIE_LIFE: u64 = 40_000_000_000;
+
 /// The end of a link, by its fabric. The end on the hot path is stored here, without a further pointer.
 #[allow(clippy::large_enum_variant)]
 enum AnyEnd {
@@ -73,10 +86,6 @@ struct Announced {
     refused_until: u64,
 }
 
-/// Buttons kept for a peer: a fixed number, and more for each of its streams, for an epoll set and a thread that polls.
-const BUTTONS: u32 = 16;
-const BUTTONS_A_STREAM: u32 = 2;
-
 /// Returns the bit of a waiter in [`Link::has_bell`]; 0 for a waiter that has no bit there.
 fn bell_bit(waiter: WaiterId) -> u64 {
     1u64.checked_shl(waiter.0.into()).unwrap_or(0)
@@ -91,7 +100,7 @@ pub struct Link {
     serial: AtomicU64,
     end: AnyEnd,
     alive: AtomicBool,
-    /// Number of streams, producers and [`Pin`](Pin)s of this end, or [`OVER`].
+    /// Number of streams, producers and [`Pin`]s of this end, or [`OVER`].
     pins: AtomicU32,
     announced: Lock<Vec<Announced>>,
     /// A bit for each of the first 64 waiters that has a doorbell in `announced`; these are the epoll sets with ready
@@ -503,11 +512,7 @@ impl Link {
     }
 }
 
-#[cfg(test)]
-mod tests;
-
-// The life of link objects: an object becomes a link, and becomes another one when nothing of the first is left. The
-// other files have a link's work in between.
+// The life of link objects: an object becomes a link, and becomes another one when nothing of the first is left.
 
 /// The link object that was made last; the objects form a list.
 static LAST: AtomicPtr<Link> = AtomicPtr::new(null_mut());
@@ -705,8 +710,8 @@ pub unsafe fn after_fork() {
         }
         next = link.next.load(Acquire);
     }
-    // SAFETY: by the contract, no other thread uses the lock. The vectors are leaked and not read, since a thread of the
-    // parent may have been changing it.
+    // SAFETY: by the contract, no other thread uses the locks. The vectors are leaked and not read, since a thread of
+    // the parent may have been changing them.
     unsafe {
         std::mem::forget(std::mem::take(UP.get_unlocked()));
         UP.reset();
@@ -714,10 +719,6 @@ pub unsafe fn after_fork() {
         FREE.reset();
     }
 }
-
-// Guards that keep a link object the same link. [`Pin`] keeps the object alone. [`Held`] also keeps the rings of a
-// stream of this end. The rings stay mapped, and no other stream gets them, even after both ends have left the stream.
-// Neither guard reads or writes the rings.
 
 /// A pin of a link: its object does not become another link until this is dropped.
 pub struct Pin(&'static Link);
@@ -740,7 +741,8 @@ impl Drop for Pin {
     }
 }
 
-/// A hold on the rings of a stream, which ends when this is dropped.
+/// A [`Pin`], and a hold on the rings of a stream of this end, which ends when this is dropped. The rings stay mapped,
+/// and no other stream gets them, even after both ends have left the stream. The hold neither reads nor writes them.
 pub struct Held {
     pin: Pin,
     mine: Vqpn,
@@ -762,12 +764,7 @@ impl Drop for Held {
 }
 
 // Bounds on what a peer can make this process spend on a link: memory by the rings that it offers, time by the streams
-// that it queues. The bound on its buttons is in `local_peer`.
-
-/// The size of a peer's data area that this end writes into is at most this many of the largest rings. For each of the
-/// peer's streams: its ring, the ring before, and twice as much for the gaps between them; and some for all streams.
-const RINGS_A_STREAM: u64 = 4;
-const RINGS: u64 = 4;
+// that it queues.
 
 impl Link {
     /// Sets the peer's geometry: the size of the largest ring that it writes into, and the size of its data area. This
@@ -788,7 +785,7 @@ impl Link {
     }
 
     /// Returns the allowance by which this end adopts rings that the peer offers to one more stream.
-    pub(super) fn allowance(&self) -> Allowance {
+    fn allowance(&self) -> Allowance {
         let touched = self.touched.lock();
         let Some(touched) = touched.as_ref().and_then(|touched| touched.as_ref()) else {
             return Allowance::default();
@@ -829,11 +826,7 @@ impl Link {
     }
 }
 
-// The list of links that are up, and the offers by which a further link is made.
-
-/// How long a cookie of this instance may be presented, ns.
-const COOKIE_LIFE: u64 = 40_000_000_000;
-
+/// The links that are up.
 static UP: Lock<Vec<&'static Link>> = Lock::new(Vec::new());
 
 /// Adds the link to the list.
@@ -876,16 +869,12 @@ pub fn offer(peer: InstanceId, local: Option<IpAddr>) -> Option<LinkOffer> {
     Some(LinkOffer { address, cookie })
 }
 
-// The epoll sets whose kernel's sets have the completion descriptor of a link to another host, and whether threads
-// sleep on them ([`Watchers`]). A set may have hundreds of such links, so its thread does not notify each link of its
-// sleep. Instead it counts itself in a word of the set ([`Watch`]), which the service thread reads.
-//
-// A thread that is about to sleep counts itself in, and then checks whether the service thread was subscribed to links
-// again ([`Mailbox::taken_back`]). The service thread uses the reverse order.
-//
-// [`Mailbox::taken_back`]: crate::objects::mailbox::Mailbox::taken_back
-
-/// Counts the threads that sleep on an epoll set.
+/// Counts the threads that sleep on an epoll set. A set may have hundreds of links to other hosts, so its thread does
+/// not notify each link of its sleep. Instead it counts itself in here, which the service thread reads.
+///
+/// A thread that is about to sleep counts itself in, and then checks whether the service thread was subscribed to links
+/// again ([`Mailbox::taken_back`](crate::objects::mailbox::Mailbox::taken_back)). The service thread uses the reverse
+/// order.
 #[derive(Default)]
 pub struct Watch {
     asleep: Presence,
@@ -911,7 +900,7 @@ impl Watch {
     }
 }
 
-/// The epoll sets that have one link's completion descriptor.
+/// The epoll sets whose kernel's sets have the completion descriptor of one link to another host.
 pub struct Watchers {
     all: Lock<Vec<&'static Watch>>,
     count: AtomicU32,
@@ -967,10 +956,8 @@ impl Watchers {
     }
 }
 
-// The state that an epoll set checks of each of its links to other hosts before each sleep. The states of all links
-// lie side by side, so that hundreds of links take a few cache lines, and not several each.
-
-/// The state of one link.
+/// The state that an epoll set checks of each of its links to other hosts before each sleep. The states of all links
+/// lie side by side, so that hundreds of links take a few cache lines, and not several each.
 #[derive(Default)]
 pub struct News {
     /// A bit for each waiter whose ready queue may have an entry.
@@ -1041,59 +1028,30 @@ pub fn new() -> &'static News {
     first
 }
 
-#[cfg(test)]
-mod news_tests {
-    use super::*;
-
-    #[test]
-    fn each_is_its_own_and_those_made_together_lie_together() {
-        let all: Vec<_> = (0..2 * AT_A_TIME).map(|_| new()).collect();
-        for (at, news) in all.iter().enumerate() {
-            assert!(!news.armed().swap(true, Relaxed), "{at}");
-        }
-        let next = |pair: &&[&'static News]| matches!(pair, [a, b] if a.armed.as_ptr().addr() + size_of::<News>() == b.armed.as_ptr().addr());
-        let together = all.windows(2).filter(next).count();
-        assert!(together >= 2 * AT_A_TIME - 4, "{together}");
-    }
-
-    #[test]
-    fn a_waiter_hears_of_its_own_alone() {
-        let (news, [first, last]) = (News::default(), [0, 63].map(WaiterId));
-        news.on_queued(first);
-        news.on_queued(last);
-        news.on_take(first);
-        assert!(news.is_queued(last) && !news.is_queued(first));
-        // This waiter has no ready queue.
-        news.on_queued(WaiterId(64));
-        assert!(!news.is_queued(WaiterId(64)) && !news.is_queued(first));
-    }
-}
-
-// Counts the checks that a peer causes. Nearly all of them are to find something.
-
 /// Checks in vain after which the service thread is asked about the peer.
-pub const MOST_VAIN: u32 = 8192;
+const MOST_VAIN: u32 = 8192;
 /// A check that finds something makes up for this many checks in vain.
 const VAIN_A_FIND: u32 = 256;
 /// `MOST_VAIN` checks in vain that take longer than this do no harm, ns.
 const FAST: u64 = 10_000_000_000;
 
-/// The counts of a link's checks, and their values at the last question.
+/// The counts of the checks that a link's peer has caused, of which nearly all are to find something. Also their values
+/// at the last question.
 #[derive(Default)]
-pub struct Looks {
-    pub vain: Counter,
-    pub found: Counter,
+struct Looks {
+    vain: Counter,
+    found: Counter,
     vain_before: AtomicU32,
     found_before: AtomicU32,
     /// Time of the last question, monotonic ns.
     at: AtomicU64,
     /// Sum of the streams' positions at the last question, bytes.
-    pub moved: AtomicU64,
+    moved: AtomicU64,
 }
 
 impl Looks {
     /// Resets the counts for another peer.
-    pub fn reset(&self) {
+    fn reset(&self) {
         let Self {
             vain,
             found,
@@ -1110,7 +1068,7 @@ impl Looks {
     }
 
     /// Returns whether nearly all checks since the last question were in vain, and came fast. `now` in monotonic ns.
-    pub fn are_noise(&self, now: u64) -> bool {
+    fn are_noise(&self, now: u64) -> bool {
         let since = |count: &Counter, before: &AtomicU32| {
             let count = count.get();
             count.wrapping_sub(before.swap(count, Relaxed))
@@ -1127,11 +1085,11 @@ impl Looks {
 
 /// A counter that several threads may count too low: an exact one would cost more than it is worth.
 #[derive(Default)]
-pub struct Counter(AtomicU32);
+struct Counter(AtomicU32);
 
 impl Counter {
     #[inline]
-    pub fn bump(&self) -> u32 {
+    fn bump(&self) -> u32 {
         let n = self.get().wrapping_add(1);
         self.0.store(n, Relaxed);
         n
@@ -1143,41 +1101,4 @@ impl Counter {
 }
 
 #[cfg(test)]
-mod looks_tests {
-    use super::*;
-
-    /// Returns whether checks that come every `pause` ns are ever noise, if each `find_every`th of them finds
-    /// something.
-    fn is_noise(find_every: u32, pause: u64) -> bool {
-        let looks = Looks::default();
-        let mut now = 1 << 40;
-        (1..200_000).any(|n| {
-            now += pause;
-            if n % find_every == 0 {
-                looks.found.bump();
-                return false;
-            }
-            looks.vain.bump().is_multiple_of(MOST_VAIN) && looks.are_noise(now)
-        })
-    }
-
-    #[test]
-    fn looks_in_vain_are_noise_if_they_are_many_and_fast_and_hardly_anything_is_found() {
-        assert!(is_noise(u32::MAX, 1_000));
-        assert!(is_noise(1_000, 1_000));
-        assert!(!is_noise(100, 1_000), "something is found");
-        assert!(!is_noise(2, 10), "an event loop looks again at what it has reported");
-        assert!(!is_noise(u32::MAX, 2_000_000), "they cost nothing");
-    }
-
-    #[test]
-    fn a_question_that_is_asked_twice_is_answered_once() {
-        let looks = Looks::default();
-        assert!((1..=MOST_VAIN).all(|_| looks.vain.bump() > 0));
-        looks.are_noise(1 << 40);
-        assert!(!looks.are_noise((1 << 40) + 1));
-        looks.vain.0.fetch_sub(1, Relaxed);
-        looks.vain.bump();
-        assert!(!looks.are_noise((1 << 40) + 2));
-    }
-}
+mod tests;

@@ -293,7 +293,7 @@ fn send_error(errno: Errno) -> SendError {
 }
 
 #[cfg(test)]
-mod local_peer_tests {
+mod tests {
     use super::*;
 
     #[test]

@@ -2,6 +2,9 @@
 //! (`service`). The thread lies in a layer far above this one. So a command names sockets and links by numbers, and the
 //! mailbox is given the functions that start and wake the thread ([`Thread`]). The mailbox also says whether the thread
 //! runs, and has the epoll set that the thread sleeps on.
+//!
+//! Also what calls leave to the thread outside the queue: the one-time [`Offers`] of links, and the [`Remains`] of
+//! connections that were closed too early for TCP.
 
 use std::collections::VecDeque;
 use std::net::{IpAddr, SocketAddr};
@@ -193,27 +196,6 @@ impl Mailbox {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn without_a_thread_nothing_is_queued() {
-        static TRIED: AtomicU32 = AtomicU32::new(0);
-        let start = || TRIED.fetch_add(1, AcqRel) == 2;
-        let mailbox = Mailbox::new(Thread { wake: || (), start }).unwrap();
-        for (tried, is_taken) in [(1, false), (2, false), (3, true)] {
-            assert_eq!(mailbox.submit(Command::Grown), is_taken);
-            assert_eq!(mailbox.is_empty(), !is_taken);
-            assert_eq!(mailbox.submit(Command::Grown), is_taken);
-            assert_eq!(TRIED.load(Acquire), tried, "not again within a second");
-            mailbox.retry_at.store(0, Release);
-        }
-    }
-}
-
-// The commands for the service thread, and how they name a connection.
-
 /// Names a connection as it was when the command was made. The object may have become another connection by the time
 /// the service thread reads it.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -271,25 +253,24 @@ pub enum Command {
     Maintain,
 }
 
-// The commands that calls leave to the service thread, in order. [`Queue::push`] never waits and takes no lock, since
-// it may run in a signal handler that has interrupted another `push`. The service thread alone takes commands out,
-// always all of them.
-
 struct Node {
     command: Command,
     before: *mut Node,
 }
 
-/// A queue of commands. The caller of [`Self::push`] checks next whether the thread sleeps. The thread, about to sleep,
-/// checks whether a command was added. [`Published`] makes one of them see the other.
+/// A queue of commands, in order. [`Self::push`] never waits and takes no lock, since it may run in a signal handler
+/// that has interrupted another `push`. The service thread alone takes commands out, always all of them.
+///
+/// The caller of [`Self::push`] checks next whether the thread sleeps. The thread, about to sleep, checks whether a
+/// command was added. [`Published`] makes one of them see the other.
 #[derive(Default)]
-pub struct Queue {
+struct Queue {
     /// The node that was added last; null if the queue is empty.
     last: Published<AtomicPtr<Node>>,
 }
 
 impl Queue {
-    pub fn push(&self, command: Command) {
+    fn push(&self, command: Command) {
         let mut before = std::ptr::null_mut();
         let node = Box::into_raw(Box::new(Node { command, before }));
         while let Err(now) = self.last.exchange(before, node) {
@@ -299,12 +280,12 @@ impl Queue {
         }
     }
 
-    pub fn is_empty(&self) -> bool {
+    fn is_empty(&self) -> bool {
         self.last.look().is_null()
     }
 
     /// Moves all commands to the end of `to`, the oldest first.
-    pub fn take_all(&self, to: &mut VecDeque<Command>) {
+    fn take_all(&self, to: &mut VecDeque<Command>) {
         let begin = to.len();
         let mut next = self.last.take();
         while !next.is_null() {
@@ -323,50 +304,7 @@ impl Drop for Queue {
     }
 }
 
-#[cfg(test)]
-mod queue_tests {
-    use rdmasock_core::ids::InstanceId;
-    use rustix::io::Errno;
-
-    use super::*;
-
-    #[test]
-    fn what_threads_add_comes_in_each_ones_order() {
-        const EACH: u64 = 1000;
-        let queue = Queue::default();
-        let command = |from: u64, i: u64| {
-            let mut id = [0; 16];
-            id[..8].copy_from_slice(&from.to_le_bytes());
-            id[8..].copy_from_slice(&i.to_le_bytes());
-            Command::Dialled(InstanceId::from_bytes(id), Err(Errno::IO))
-        };
-        let mut got = VecDeque::new();
-        std::thread::scope(|s| {
-            for from in 0..3 {
-                let queue = &queue;
-                s.spawn(move || (0..EACH).for_each(|i| queue.push(command(from, i))));
-            }
-            while got.len() < 3 * EACH as usize {
-                queue.take_all(&mut got);
-            }
-        });
-        assert!(queue.is_empty());
-        let mut next = [0; 3];
-        for command in got {
-            let Command::Dialled(id, _) = command else {
-                panic!("another command");
-            };
-            let (from, i) = id.as_bytes().split_at(8);
-            let at = usize::from(from[0]);
-            assert_eq!(i, u64::to_le_bytes(next[at]));
-            next[at] += 1;
-        }
-    }
-}
-
-// Links that other instances may ask for. Calls of the program write down one-time offers, and the service thread
-// redeems them. Also the addresses at which other hosts can present their offers.
-
+/// A link that another instance may ask for once.
 struct Offer {
     cookie: Cookie,
     /// The instance that may present the offer.
@@ -375,7 +313,8 @@ struct Offer {
     until: u64,
 }
 
-/// The open offers and the addresses for them. There are as many offers as links are being made.
+/// The open offers and the addresses for them. Calls of the program write offers down, and the service thread redeems
+/// them. There are as many offers as links are being made.
 pub struct Offers {
     made: Lock<Vec<Offer>>,
     /// Addresses at which other hosts can make links to this one.
@@ -429,30 +368,12 @@ impl Offers {
     }
 }
 
-#[cfg(test)]
-mod offers_tests {
-    use super::*;
-
-    #[test]
-    fn an_offer_is_good_once_for_whom_it_was_made_in_time() {
-        let offers = Offers::new();
-        let [mine, other] = [1, 2].map(|n| InstanceId::from_bytes([n; 16]));
-        let cookie = offers.make(mine, u64::MAX / 2).unwrap();
-        let late = offers.make(mine, 0).unwrap();
-        assert!(!offers.has(&late, &mine) && !offers.redeem(&late, &mine));
-        assert!(!offers.has(&cookie, &other) && !offers.redeem(&cookie, &other));
-        assert!(offers.has(&cookie, &mine) && offers.redeem(&cookie, &mine));
-        assert!(!offers.has(&cookie, &mine) && !offers.redeem(&cookie, &mine));
-    }
-}
-
-// The rest of a connection that the program has closed too early for TCP. Bytes or markers still have to go out before
-// its FIN, or markers still have to come in. The service thread finishes the connection (`service::linger`). The end
-// of the process waits a moment for it.
-
+/// Number of [`Remains`] of this process.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
-/// The rest of one connection.
+/// The rest of a connection that the program has closed too early for TCP. Bytes or markers still have to go out before
+/// its FIN, or markers still have to come in. The service thread finishes the connection (`service::watch`). The end of
+/// the process waits a moment for it.
 pub struct Remains {
     /// A copy of the kernel's socket, which is closed when this value is dropped.
     pub fd: PrivateFd,
@@ -489,4 +410,68 @@ pub fn are_any() -> bool {
 /// Sets the count to 0 in a fork child, which has none.
 pub fn after_fork() {
     COUNT.store(0, Release);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn without_a_thread_nothing_is_queued() {
+        static TRIED: AtomicU32 = AtomicU32::new(0);
+        let start = || TRIED.fetch_add(1, AcqRel) == 2;
+        let mailbox = Mailbox::new(Thread { wake: || (), start }).unwrap();
+        for (tried, is_taken) in [(1, false), (2, false), (3, true)] {
+            assert_eq!(mailbox.submit(Command::Grown), is_taken);
+            assert_eq!(mailbox.is_empty(), !is_taken);
+            assert_eq!(mailbox.submit(Command::Grown), is_taken);
+            assert_eq!(TRIED.load(Acquire), tried, "not again within a second");
+            mailbox.retry_at.store(0, Release);
+        }
+    }
+
+    #[test]
+    fn what_threads_add_comes_in_each_ones_order() {
+        const EACH: u64 = 1000;
+        let queue = Queue::default();
+        let command = |from: u64, i: u64| {
+            let mut id = [0; 16];
+            id[..8].copy_from_slice(&from.to_le_bytes());
+            id[8..].copy_from_slice(&i.to_le_bytes());
+            Command::Dialled(InstanceId::from_bytes(id), Err(Errno::IO))
+        };
+        let mut got = VecDeque::new();
+        std::thread::scope(|s| {
+            for from in 0..3 {
+                let queue = &queue;
+                s.spawn(move || (0..EACH).for_each(|i| queue.push(command(from, i))));
+            }
+            while got.len() < 3 * EACH as usize {
+                queue.take_all(&mut got);
+            }
+        });
+        assert!(queue.is_empty());
+        let mut next = [0; 3];
+        for command in got {
+            let Command::Dialled(id, _) = command else {
+                panic!("another command");
+            };
+            let (from, i) = id.as_bytes().split_at(8);
+            let at = usize::from(from[0]);
+            assert_eq!(i, u64::to_le_bytes(next[at]));
+            next[at] += 1;
+        }
+    }
+
+    #[test]
+    fn an_offer_is_good_once_for_whom_it_was_made_in_time() {
+        let offers = Offers::new();
+        let [mine, other] = [1, 2].map(|n| InstanceId::from_bytes([n; 16]));
+        let cookie = offers.make(mine, u64::MAX / 2).unwrap();
+        let late = offers.make(mine, 0).unwrap();
+        assert!(!offers.has(&late, &mine) && !offers.redeem(&late, &mine));
+        assert!(!offers.has(&cookie, &other) && !offers.redeem(&cookie, &other));
+        assert!(offers.has(&cookie, &mine) && offers.redeem(&cookie, &mine));
+        assert!(!offers.has(&cookie, &mine) && !offers.redeem(&cookie, &mine));
+    }
 }

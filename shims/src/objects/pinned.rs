@@ -1,5 +1,5 @@
 //! Memory of the program that a link's device accesses while a call waits. It is registered for that call, or stays
-//! registered because it belongs to the registered allocator (`arenas.rs`).
+//! registered because it belongs to the registered allocator (`config::arenas`).
 
 use std::sync::Arc;
 

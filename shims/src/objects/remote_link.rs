@@ -1,6 +1,5 @@
-//! The end of a link to another host: the engine over the verbs plugin's queue pair, and how it reaches the waiters of
-//! this process. Wake-ups by completions are in `remote/sleepers.rs`, transfers past the rings in
-//! `remote/past_rings.rs`.
+//! The end of a link to another host: the engine over the verbs plugin's queue pair, how it reaches the waiters of this
+//! process, which threads its completions wake, and transfers past the rings.
 
 use std::ffi::c_int;
 use std::net::{IpAddr, SocketAddr};
@@ -424,182 +423,6 @@ impl Remote {
     }
 }
 
-// How long a peer's end takes to give the answers for which it does not need its program. The time bounds how long
-// calls wait for such an answer. It is microseconds if a thread of the peer checks all the time, and tens of ms on an
-// overloaded machine. The logic is pure: the caller passes the times.
-
-/// A call waits for this many times the known answer time, but no longer than `LONGEST`, ns.
-const TIMES: u64 = 2;
-const LONGEST: u64 = 50_000_000;
-/// The difference to a longer answer counts by 1/`UP` at once, to a shorter one by 1/`DOWN`.
-const UP: u64 = 2;
-const DOWN: u64 = 8;
-
-/// The answer time of one peer. Two threads that write at once may lose one measurement, which does no harm.
-#[derive(Default)]
-pub struct Answers {
-    /// The smoothed answer time, ns; 0: not known.
-    time: AtomicU64,
-}
-
-impl Answers {
-    /// Forgets the answer time, for another peer.
-    pub fn reset(&self) {
-        self.time.store(0, Relaxed);
-    }
-
-    /// Notes that an answer has taken `ns`.
-    pub fn on_answer(&self, ns: u64) {
-        let time = self.time.load(Relaxed);
-        let next = if ns > time {
-            time + (ns - time).div_ceil(UP)
-        } else {
-            time - (time - ns) / DOWN
-        };
-        if next != time {
-            self.time.store(next, Relaxed);
-        }
-    }
-
-    /// Notes that an answer has taken longer than `ns`, and that its full time is not known.
-    pub fn on_none(&self, ns: u64) {
-        if ns >= self.time.load(Relaxed) {
-            self.on_answer(ns.saturating_mul(TIMES));
-        }
-    }
-
-    /// Returns how long to wait for the next answer, ns; at least `least`.
-    pub fn patience(&self, least: u64) -> u64 {
-        (self.time.load(Relaxed) * TIMES).min(LONGEST).max(least)
-    }
-}
-
-#[cfg(test)]
-mod answers_tests {
-    use super::*;
-
-    const MS: u64 = 1_000_000;
-
-    #[test]
-    fn a_peer_that_answers_at_once_is_waited_for_as_long_as_the_caller_likes() {
-        let answers = Answers::default();
-        (0..100).for_each(|_| answers.on_answer(3000));
-        assert_eq!(answers.patience(5 * MS), 5 * MS);
-    }
-
-    #[test]
-    fn a_slow_one_is_waited_for_after_a_few_answers_and_not_for_ever() {
-        let answers = Answers::default();
-        (0..3).for_each(|_| answers.on_answer(20 * MS));
-        assert!((30 * MS..=40 * MS).contains(&answers.patience(5 * MS)));
-        (0..100).for_each(|_| answers.on_answer(u64::MAX / 4));
-        assert_eq!(answers.patience(5 * MS), LONGEST);
-    }
-
-    #[test]
-    fn one_that_is_slower_than_anybody_waits_is_waited_for_in_the_end() {
-        let answers = Answers::default();
-        let given_up = (0..).find(|_| {
-            let patience = answers.patience(MS / 2);
-            if patience >= 20 * MS {
-                return true;
-            }
-            answers.on_none(patience);
-            false
-        });
-        assert!(given_up < Some(15), "{given_up:?}");
-    }
-
-    #[test]
-    fn one_slow_answer_among_fast_ones_is_forgotten() {
-        let answers = Answers::default();
-        answers.on_answer(40 * MS);
-        assert!(answers.patience(5 * MS) > 30 * MS);
-        (0..20).for_each(|_| answers.on_answer(3000));
-        assert_eq!(answers.patience(5 * MS), 5 * MS);
-    }
-}
-
-// Whether threads of the program check a link all the time, as a thread does that sends without a pause. If they do,
-// each completion would wake the service thread, which would be in their way.
-
-/// Checks of the program's threads that find something, from one maintenance of links to the next, from which on they
-/// are frequent.
-const OFTEN: u64 = 16;
-/// Number of checks of the service thread after which it compares them with those by other threads. Each of its checks
-/// counts as `LOOKS_A_LOOK`, since it checks once more after arming.
-const OWN: u32 = 8;
-const LOOKS_A_LOOK: u32 = 2;
-
-/// The counts for one link. Only the service thread uses them.
-#[derive(Default)]
-pub struct OwnLooks {
-    /// Checks of all threads that had found something, at the last question.
-    finds: AtomicU64,
-    /// Checks of all threads at the last question, and checks of the service thread since then.
-    all: AtomicU64,
-    own: AtomicU32,
-}
-
-impl OwnLooks {
-    /// Returns whether the program's threads find enough by themselves that the service thread, which is not woken for
-    /// the link, need not be. `finds` is the number of checks so far that found something.
-    pub fn find_often(&self, finds: u64) -> bool {
-        finds.wrapping_sub(self.finds.swap(finds, Relaxed)) >= OFTEN
-    }
-
-    /// Counts a check of the service thread, which completions wake. Returns whether it is in the way of other threads,
-    /// since they check as often; `looks` gives the number of all checks so far. (The finds are no measure here, since
-    /// the service thread often comes first.)
-    pub fn is_in_the_way(&self, looks: impl FnOnce() -> u64) -> bool {
-        let own = self.own.load(Relaxed) + 1;
-        if own < OWN {
-            self.own.store(own, Relaxed);
-            return false;
-        }
-        self.own.store(0, Relaxed);
-        let looks = looks();
-        let since = looks.wrapping_sub(self.all.swap(looks, Relaxed));
-        since >= (own + own * LOOKS_A_LOOK).into()
-    }
-}
-
-#[cfg(test)]
-mod own_looks_tests {
-    use super::*;
-
-    /// Returns how often the service thread is found in the way, if other threads check `others` times for each of its
-    /// checks.
-    fn asked(others: u64) -> u32 {
-        let looks = OwnLooks::default();
-        let mut all = 0;
-        let in_the_way = (0..4 * OWN).filter(|_| {
-            all += u64::from(LOOKS_A_LOOK) + others;
-            looks.is_in_the_way(|| all)
-        });
-        in_the_way.count() as u32
-    }
-
-    #[test]
-    fn the_service_thread_alone_is_in_nobodys_way() {
-        assert_eq!(asked(0), 0);
-    }
-
-    #[test]
-    fn it_is_where_others_look_as_often() {
-        assert_eq!(asked(1), 4);
-    }
-
-    #[test]
-    fn who_finds_little_by_himself_is_helped() {
-        let looks = OwnLooks::default();
-        assert!(looks.find_often(100) && !looks.find_often(101));
-    }
-}
-
-// Transfers past a link's rings: whether they are possible, from which size on they pay, and which queue pair carries
-// them.
-
 /// Least time between two requests for a bulk queue pair, ns.
 const WISH_EVERY: u64 = 500_000_000;
 
@@ -607,6 +430,8 @@ const WISH_EVERY: u64 = 500_000_000;
 const WORD_WITHIN: u64 = 200_000_000;
 const SPINS_FOR: u64 = 100_000;
 
+/// Transfers past the link's rings: whether they are possible, from which size on they pay, and which queue pair
+/// carries them.
 impl Remote {
     /// Returns whether both ends support direct transfers.
     pub fn is_direct(&self) -> bool {
@@ -694,12 +519,6 @@ impl Remote {
     }
 }
 
-// Which threads the completions of a link to another host wake. There are three kinds:
-//
-// - a thread that sleeps on an epoll set whose kernel's set has the completion descriptor,
-// - one of the threads that sleep in calls of their own,
-// - the service thread.
-
 /// The result of [`Remote::maintain`].
 pub enum Maintained {
     /// The link needs no further maintenance.
@@ -710,6 +529,11 @@ pub enum Maintained {
     TakenBack,
 }
 
+/// Which threads the completions of the link wake. There are three kinds:
+///
+/// - a thread that sleeps on an epoll set whose kernel's set has the completion descriptor,
+/// - one of the threads that sleep in calls of their own,
+/// - the service thread.
 impl Remote {
     /// Makes completions wake a thread that is about to sleep on an epoll set. `has` adds the descriptor to the set if
     /// need be, and says whether the set has it. Completions then do not wake the service thread until no thread has
@@ -898,7 +722,7 @@ impl Remote {
     }
 
     /// Returns whether completions wake no thread of the program.
-    pub fn is_unheard(&self) -> bool {
+    fn is_unheard(&self) -> bool {
         self.is_unpolled() && !self.watchers.is_any_asleep()
     }
 }
@@ -1004,5 +828,170 @@ impl Drop for StandBy<'_> {
 fn call(next: Option<u16>) {
     if let Some(next) = next {
         Library::get().waiters.ring(WaiterId(next));
+    }
+}
+
+/// A call waits for this many times the known answer time, but no longer than `LONGEST`, ns.
+const TIMES: u64 = 2;
+const LONGEST: u64 = 50_000_000;
+/// The difference to a longer answer counts by 1/`UP` at once, to a shorter one by 1/`DOWN`.
+const UP: u64 = 2;
+const DOWN: u64 = 8;
+
+/// How long one peer's end takes to give the answers for which it does not need its program. The time bounds how long
+/// calls wait for such an answer. It is microseconds if a thread of the peer checks all the time, and tens of ms on an
+/// overloaded machine. The logic is pure: the caller passes the times. Two threads that write at once may lose one
+/// measurement, which does no harm.
+#[derive(Default)]
+pub struct Answers {
+    /// The smoothed answer time, ns; 0: not known.
+    time: AtomicU64,
+}
+
+impl Answers {
+    /// Forgets the answer time, for another peer.
+    fn reset(&self) {
+        self.time.store(0, Relaxed);
+    }
+
+    /// Notes that an answer has taken `ns`.
+    pub fn on_answer(&self, ns: u64) {
+        let time = self.time.load(Relaxed);
+        let next = if ns > time {
+            time + (ns - time).div_ceil(UP)
+        } else {
+            time - (time - ns) / DOWN
+        };
+        if next != time {
+            self.time.store(next, Relaxed);
+        }
+    }
+
+    /// Notes that an answer has taken longer than `ns`, and that its full time is not known.
+    pub fn on_none(&self, ns: u64) {
+        if ns >= self.time.load(Relaxed) {
+            self.on_answer(ns.saturating_mul(TIMES));
+        }
+    }
+
+    /// Returns how long to wait for the next answer, ns; at least `least`.
+    pub fn patience(&self, least: u64) -> u64 {
+        (self.time.load(Relaxed) * TIMES).min(LONGEST).max(least)
+    }
+}
+
+/// Checks of the program's threads that find something, from one maintenance of links to the next, from which on they
+/// are frequent.
+const OFTEN: u64 = 16;
+/// Number of checks of the service thread after which it compares them with those by other threads. Each of its checks
+/// counts as `LOOKS_A_LOOK`, since it checks once more after arming.
+const OWN: u32 = 8;
+const LOOKS_A_LOOK: u32 = 2;
+
+/// Counts by which the service thread sees whether threads of the program check a link all the time, as a thread does
+/// that sends without a pause. If they do, each completion would wake the service thread, which would be in their way.
+#[derive(Default)]
+struct OwnLooks {
+    /// Checks of all threads that had found something, at the last question.
+    finds: AtomicU64,
+    /// Checks of all threads at the last question, and checks of the service thread since then.
+    all: AtomicU64,
+    own: AtomicU32,
+}
+
+impl OwnLooks {
+    /// Returns whether the program's threads find enough by themselves that the service thread, which is not woken for
+    /// the link, need not be. `finds` is the number of checks so far that found something.
+    fn find_often(&self, finds: u64) -> bool {
+        finds.wrapping_sub(self.finds.swap(finds, Relaxed)) >= OFTEN
+    }
+
+    /// Counts a check of the service thread, which completions wake. Returns whether it is in the way of other threads,
+    /// since they check as often; `looks` gives the number of all checks so far. (The finds are no measure here, since
+    /// the service thread often comes first.)
+    fn is_in_the_way(&self, looks: impl FnOnce() -> u64) -> bool {
+        let own = self.own.load(Relaxed) + 1;
+        if own < OWN {
+            self.own.store(own, Relaxed);
+            return false;
+        }
+        self.own.store(0, Relaxed);
+        let looks = looks();
+        let since = looks.wrapping_sub(self.all.swap(looks, Relaxed));
+        since >= (own + own * LOOKS_A_LOOK).into()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: u64 = 1_000_000;
+
+    #[test]
+    fn a_peer_that_answers_at_once_is_waited_for_as_long_as_the_caller_likes() {
+        let answers = Answers::default();
+        (0..100).for_each(|_| answers.on_answer(3000));
+        assert_eq!(answers.patience(5 * MS), 5 * MS);
+    }
+
+    #[test]
+    fn a_slow_one_is_waited_for_after_a_few_answers_and_not_for_ever() {
+        let answers = Answers::default();
+        (0..3).for_each(|_| answers.on_answer(20 * MS));
+        assert!((30 * MS..=40 * MS).contains(&answers.patience(5 * MS)));
+        (0..100).for_each(|_| answers.on_answer(u64::MAX / 4));
+        assert_eq!(answers.patience(5 * MS), LONGEST);
+    }
+
+    #[test]
+    fn one_that_is_slower_than_anybody_waits_is_waited_for_in_the_end() {
+        let answers = Answers::default();
+        let given_up = (0..).find(|_| {
+            let patience = answers.patience(MS / 2);
+            if patience >= 20 * MS {
+                return true;
+            }
+            answers.on_none(patience);
+            false
+        });
+        assert!(given_up < Some(15), "{given_up:?}");
+    }
+
+    #[test]
+    fn one_slow_answer_among_fast_ones_is_forgotten() {
+        let answers = Answers::default();
+        answers.on_answer(40 * MS);
+        assert!(answers.patience(5 * MS) > 30 * MS);
+        (0..20).for_each(|_| answers.on_answer(3000));
+        assert_eq!(answers.patience(5 * MS), 5 * MS);
+    }
+
+    /// Returns how often the service thread is found in the way, if other threads check `others` times for each of its
+    /// checks.
+    fn asked(others: u64) -> u32 {
+        let looks = OwnLooks::default();
+        let mut all = 0;
+        let in_the_way = (0..4 * OWN).filter(|_| {
+            all += u64::from(LOOKS_A_LOOK) + others;
+            looks.is_in_the_way(|| all)
+        });
+        in_the_way.count() as u32
+    }
+
+    #[test]
+    fn the_service_thread_alone_is_in_nobodys_way() {
+        assert_eq!(asked(0), 0);
+    }
+
+    #[test]
+    fn it_is_where_others_look_as_often() {
+        assert_eq!(asked(1), 4);
+    }
+
+    #[test]
+    fn who_finds_little_by_himself_is_helped() {
+        let looks = OwnLooks::default();
+        assert!(looks.find_often(100) && !looks.find_often(101));
     }
 }

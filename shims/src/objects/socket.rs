@@ -1,8 +1,10 @@
 //! A TCP socket that the library knows: what its two directions run on, and which threads and epoll sets wait for it.
+//! Also the parts of its state: the fds that stand for it, its promotion, its options and timeouts, what was reported
+//! about it, and whether direct transfers pay.
 //!
-//! Objects are type-stable (see `table`). Lock order, outermost first: an epoll set's lock, then `control`, `interest`,
-//! `rx`, `tx`. No thread blocks under any of these locks, or takes an epoll set's lock while it holds a lock of a
-//! socket.
+//! Objects are type-stable (see `notify::table`). Lock order, outermost first: an epoll set's lock, then `control`,
+//! `interest`, `rx`, `tx`. No thread blocks under any of these locks, or takes an epoll set's lock while it holds a
+//! lock of a socket.
 
 use std::ffi::c_int;
 use std::ops::Deref;
@@ -53,9 +55,9 @@ pub struct TxOwn {
     pub bits: u32,
     /// The kernel's value of TCP_CORK.
     pub kernel_corked: bool,
-    /// The service thread checks whether the reader stands still (`tx::report_blocked`).
+    /// The service thread checks whether the reader stands still (`backpressure::report_blocked`).
     pub blocked: bool,
-    /// The service thread measures for how long the reader takes nothing (`service::standstill`).
+    /// The service thread measures for how long the reader takes nothing (`service::watch`).
     pub timed: bool,
     /// Number of calls that have waited for room and have not returned.
     pub waiting: u32,
@@ -86,7 +88,7 @@ pub struct RxOwn {
     pub view: Option<View>,
 }
 
-/// Bytes in a ring that the program reads in place (`rx::view`).
+/// Bytes in a ring that the program reads in place (`data::view`).
 pub struct View {
     /// Keeps the ring mapped and out of other streams.
     pub _held: Held,
@@ -122,7 +124,7 @@ pub trait EpollSet: Sync {
     /// Returns the waiter that is woken when something is ready in the set; `None` if it has none.
     fn waiter(&self) -> Option<WaiterId>;
 
-    /// Notes that the peer notifies the service thread of an item, and not the set's waiter (`served`).
+    /// Notes that the peer notifies the service thread of an item, and not the set's waiter.
     fn be_served(&self);
 }
 
@@ -173,13 +175,13 @@ pub const ERROR_QUEUE: u32 = 1 << 24;
 /// Which threads and epoll sets are notified of readiness, and how waits for it went.
 pub struct Wakes {
     pub interest: Lock<Interest>,
-    /// The item's index in the epoll set that the socket was added to last: a guess for `epoll/control.rs`.
+    /// The item's index in the epoll set that the socket was added to last: a guess for epoll_ctl(2).
     pub last_item: AtomicU32,
     /// The service thread watches the anchor, and the kernel's epoll sets have handed the socket to the library.
     pub watched: Published<AtomicBool>,
     /// The anchor's EPOLL* bits for an end or error, while it is watched; and [`ERROR_QUEUE`].
     pub anchor: AtomicU32,
-    /// The next receive is to wait a moment before it checks for data (`rx/pace.rs`).
+    /// The next receive is to wait a moment before it checks for data ([`Pace`]).
     pub rx_rests: AtomicBool,
     /// How the last spins for data and for space ended, from which the length of the next one follows.
     pub rx_spin: Spinner,
@@ -538,8 +540,6 @@ pub fn tuple_of(socket: &'static Socket) -> Option<Tuple> {
     Some(tuple.at(crate::sys::sockopt::namespace(fd), crate::sys::sockopt::device(fd)?))
 }
 
-// Whether a connection is promoted, or may be, and the state on which that decision depends.
-
 /// Whether the socket may be promoted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
@@ -588,7 +588,7 @@ pub struct Promotion {
 
 impl Promotion {
     /// Returns the state of a connection that was not checked yet.
-    pub fn new() -> Self {
+    fn new() -> Self {
         Self {
             stage: AtomicU8::new(Stage::New as u8),
             role: AtomicU8::new(0),
@@ -602,7 +602,7 @@ impl Promotion {
     }
 
     /// Resets the state for a new connection. The caller alone has it.
-    pub fn reset(&self) {
+    fn reset(&self) {
         self.stage.store(Stage::New as u8, Relaxed);
         self.progress.reset();
         self.attempts.reset();
@@ -671,8 +671,6 @@ impl Promotion {
     }
 }
 
-// How often promotions of a connection were attempted, and when the next attempt may begin.
-
 /// Pause after the first failure, ns, and how many times later failures double it: up to four minutes.
 const RETRY_AFTER: u64 = 1_000_000_000;
 const RETRY_DOUBLINGS: u32 = 8;
@@ -692,7 +690,7 @@ pub struct Attempts {
 
 impl Attempts {
     /// Resets the counts for a new connection.
-    pub fn reset(&self) {
+    fn reset(&self) {
         self.retry_at.store(0, Relaxed);
         self.tries.store(0, Relaxed);
         self.failures.store(0, Relaxed);
@@ -730,7 +728,7 @@ impl Attempts {
     }
 
     /// Counts a failure and puts the next attempt off, for a pause that doubles with each failure.
-    pub fn on_failure(&self) {
+    fn on_failure(&self) {
         let now = now_ns();
         if now.saturating_sub(self.retry_at.load(Relaxed)) > FORGIVEN_AFTER {
             self.failures.store(0, Relaxed);
@@ -746,10 +744,8 @@ impl Attempts {
     }
 }
 
-// Whether the calls of a socket wait, and for how long, as far as this process knows: O_NONBLOCK, SO_RCVTIMEO and
-// SO_SNDTIMEO. The kernel is asked in `notify/blocking.rs`.
-
-/// O_NONBLOCK and the timeouts of a socket, as far as this process knows.
+/// O_NONBLOCK, SO_RCVTIMEO and SO_SNDTIMEO of a socket, as far as this process knows: whether its calls wait, and for
+/// how long. The kernel is asked in `notify::wait`.
 pub struct Blocking {
     /// O_NONBLOCK as this process last saw it.
     nonblocking: AtomicBool,
@@ -771,7 +767,7 @@ pub struct Known {
 }
 
 impl Blocking {
-    pub const fn new() -> Self {
+    const fn new() -> Self {
         Self {
             nonblocking: AtomicBool::new(false),
             polled: AtomicBool::new(false),
@@ -785,7 +781,7 @@ impl Blocking {
     }
 
     /// Resets the values for a new socket.
-    pub fn reset(&self, nonblocking: bool) {
+    fn reset(&self, nonblocking: bool) {
         self.set_nonblocking(nonblocking);
         self.polled.store(false, Relaxed);
         self.sets.fetch_add(1, Release);
@@ -839,14 +835,8 @@ impl Blocking {
     }
 }
 
-// Whether a direction of a stream between hosts is worth a direct transfer, by the results of its last ones.
-//
-// A receive that advertises its buffer to the peer pays for that even if the peer does not use it. A send that waits
-// for a reader with a buffer waits in vain if there is none. After the first failure, each further failure in a row
-// doubles the number of calls that do not try. A try is allowed earlier if a reader has advertised a buffer meanwhile,
-// or if `LONGEST` has passed, so that tries cost next to nothing. The logic is pure: the caller passes the time.
-//
-// The size from which a direct transfer is worth it at all is in `ways.rs`.
+// Whether a direction of a stream between hosts is worth a direct transfer, by the results of its last ones. The size
+// from which a direct transfer is worth it at all is in `config::ways`.
 
 /// A read of at least this fraction of the least direct transfer (1/4) still belongs to a bulk transfer.
 const LARGE: usize = 4;
@@ -889,7 +879,12 @@ impl Receives {
     }
 }
 
-/// The results of tries. A try that fails costs time.
+/// The results of tries. A receive that advertises its buffer to the peer pays for that even if the peer does not use
+/// it. A send that waits for a reader with a buffer waits in vain if there is none.
+///
+/// After the first failure, each further failure in a row doubles the number of calls that do not try. A try is allowed
+/// earlier if a reader has advertised a buffer meanwhile, or if `LONGEST` has passed, so that tries cost next to
+/// nothing. The logic is pure: the caller passes the time.
 #[derive(Default)]
 struct Tries {
     /// Failures in a row, at most `MOST`.
@@ -955,8 +950,267 @@ impl Sends {
     }
 }
 
+/// How the fds that stood for a socket were closed.
+pub mod closed {
+    /// An fd is open; or the object is not in use.
+    pub const OPEN: u8 = 0;
+    /// The program has closed the last fd, and calls that began before have not returned. Until then the connection
+    /// stays as it is.
+    pub const HELD: u8 = 1;
+    /// The last fd was closed where no hook saw it, and calls that began before have not returned. There is no anchor
+    /// any more.
+    pub const LOST: u8 = 2;
+}
+
+/// The fds of one connection.
+pub struct Numbers {
+    /// An fd of the socket, -1 when all are closed. It is a hidden fd of the library's if the connection lives on after
+    /// the program's close, for its last bytes.
+    pub fd: AtomicI32,
+    /// The kernel's socket behind them.
+    pub cookie: Cookie,
+    /// When the kernel's socket was last seen behind an fd, for calls that take no direction's lock.
+    pub seen: Seen,
+    /// The fd that the program is closing and that stands for a dead socket already, or -1. It counts as the
+    /// connection's until the table has removed it.
+    pub hidden: AtomicI32,
+    /// How the fds were closed ([`closed`]).
+    pub closed: Published<AtomicU8>,
+    /// A signal handler closed fds while it had interrupted a use of the object.
+    pub orphaned: AtomicBool,
+    /// The program has closed all fds; the connection lives on until the peer has all bytes.
+    pub left_behind: AtomicBool,
+}
+
+impl Numbers {
+    /// Returns a record without fds.
+    fn new() -> Self {
+        Self {
+            fd: AtomicI32::new(-1),
+            cookie: Cookie::default(),
+            seen: Seen::default(),
+            hidden: AtomicI32::new(-1),
+            closed: Published::from(closed::OPEN),
+            orphaned: AtomicBool::new(false),
+            left_behind: AtomicBool::new(false),
+        }
+    }
+
+    /// Resets the record for a new connection, which `fd` stands for, if it is not negative. The caller alone has it.
+    fn reset(&self, fd: c_int) {
+        self.closed.reset(closed::OPEN);
+        self.hidden.store(-1, Relaxed);
+        self.orphaned.store(false, Relaxed);
+        // SAFETY: the fd comes from the program's call that has just made it or that uses it, and is open meanwhile.
+        match (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) }) {
+            Some(fd) => {
+                self.cookie.record(fd);
+                // `record` has asked the kernel. So a short connection need not ask again in its few calls.
+                self.seen.note(fd.as_raw_fd());
+            }
+            None => {
+                self.cookie.clear();
+                self.seen.forget();
+            }
+        }
+        self.fd.store(fd, Release);
+    }
+
+    /// Returns the anchor, for a system call that does not block. The caller holds one of the socket's locks, so that
+    /// the fd cannot be closed and reused meanwhile. `None` if no fd is left, or the fd was closed unseen and reused.
+    pub fn anchor_fd(&self) -> Option<BorrowedFd<'static>> {
+        let fd = self.fd.load(Acquire);
+        // SAFETY: the caller holds a lock that `close` takes, so the fd stays open. An fd that was closed past the
+        // hooks is only asked for the socket behind it.
+        let fd = (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) })?;
+        self.cookie.is_behind(fd).then_some(fd)
+    }
+
+    /// Asks the kernel whether `fd` stands for the connection.
+    pub fn is_behind(&self, fd: c_int) -> bool {
+        // SAFETY: the fd is only asked for the socket behind it, which is harmless for any number.
+        let is_it = || self.cookie.is_behind(unsafe { BorrowedFd::borrow_raw(fd) });
+        fd >= 0 && (self.hidden.load(Acquire) == fd || is_it())
+    }
+
+    /// Returns whether `fd` stands for the connection. Asks the kernel unless it was asked at the same
+    /// [tick](crate::sys::time::tick), which the caller has just read. The result is recorded only after the kernel's
+    /// answer: other calls that rely on the record would go on before it.
+    #[inline]
+    pub fn is_seen(&self, fd: c_int, tick: u64) -> bool {
+        if self.seen.is_at(fd, tick) {
+            return true;
+        }
+        let is_it = self.is_behind(fd);
+        if is_it {
+            self.seen.note_at(fd, tick);
+        }
+        is_it
+    }
+
+    /// Returns whether no fd stands for the connection any more.
+    #[inline]
+    pub fn is_closed(&self) -> bool {
+        self.closed.look() != closed::OPEN
+    }
+
+    /// Returns whether an fd still stands for the connection, by an answer of the kernel's that is at most a tick old.
+    #[inline]
+    pub fn is_alive(&self) -> bool {
+        self.is_seen(self.fd.load(Acquire), crate::sys::time::tick())
+    }
+}
+
+/// The options that the program has set on one socket and that change what a link does.
+#[derive(Default)]
+pub struct Options {
+    /// TCP_CORK.
+    pub corked: AtomicBool,
+    /// TCP_USER_TIMEOUT, ms; 0: no timeout.
+    pub user_timeout: AtomicU32,
+    /// TCP_INQ.
+    pub tells_more: AtomicBool,
+    /// Whether SO_TIMESTAMP or a similar option is set: 0 not known yet, 1 no, 2 yes.
+    stamps: AtomicU8,
+}
+
+impl Options {
+    /// Resets the options for a new connection.
+    fn reset(&self) {
+        self.corked.store(false, Relaxed);
+        self.user_timeout.store(0, Relaxed);
+        self.tells_more.store(false, Relaxed);
+        self.forget_stamps();
+    }
+
+    /// Forgets whether SO_TIMESTAMP or a similar option is set, since the program has set one. The next receive that
+    /// depends on it asks the kernel.
+    pub fn forget_stamps(&self) {
+        self.stamps.store(0, Relaxed);
+    }
+
+    /// Returns whether receives report when data came. Asks the kernel once.
+    pub fn stamps(&self, fd: BorrowedFd<'_>) -> bool {
+        let mut known = self.stamps.load(Relaxed);
+        if known == 0 {
+            known = 1 + u8::from(sockopt::stamps(fd));
+            self.stamps.store(known, Relaxed);
+        }
+        known == 2
+    }
+}
+
+/// The reader keeps up after this many checks in a row that each found at most `LITTLE` bytes.
+const KEEPS_UP: u8 = 16;
+/// Bytes above which a check found enough to be late enough.
+const LITTLE: u64 = 256;
+
+/// How the reader of one direction has kept up lately. A reader that keeps up with a writer of small messages checks
+/// its ring a little less often.
+///
+/// Each check takes the cache lines of the ring's tail and of the payload away from the writer. The writer then pays
+/// two cache misses for the next message. If the checks are several misses apart, the writer sends many messages for
+/// those two misses. The reader waits only if no program can be waiting for its answer: it has sent nothing during its
+/// last `KEEPS_UP` checks.
+#[derive(Default)]
+pub struct Pace {
+    /// Checks in a row that found at most `LITTLE` bytes, while nothing was sent in the other direction.
+    kept_up: u8,
+    /// Bytes read since the last check began.
+    found: u64,
+    /// Bytes sent in the other direction up to the last check.
+    sent: u64,
+}
+
+impl Pace {
+    /// Notes that `got` bytes were read and `left` are known to be unread, when `sent` bytes were sent in the other
+    /// direction. True if the reader is to wait before its next check.
+    #[inline]
+    pub fn on_read(&mut self, got: u64, left: u64, sent: u64) -> bool {
+        self.found = self.found.saturating_add(got);
+        if left > 0 {
+            return false;
+        }
+        let is_stream = std::mem::replace(&mut self.sent, sent) == sent;
+        let is_little = std::mem::take(&mut self.found) <= LITTLE;
+        self.kept_up = if is_stream && is_little {
+            self.kept_up.saturating_add(1)
+        } else {
+            0
+        };
+        self.kept_up >= KEEPS_UP
+    }
+}
+
+/// The reports about one connection: errors that the kernel would have reported, and the counts for `rdmasock stat`.
+pub struct Told {
+    /// TCP_USER_TIMEOUT has run out, and no call has reported it yet.
+    pub timed_out: AtomicBool,
+    /// A call has reported the reset to the program.
+    pub reset_told: AtomicBool,
+    /// Traffic of the connection that the kernel does not know.
+    pub ledger: Ledger,
+    /// The statistics show its addresses.
+    pub shown: AtomicBool,
+    /// The code of the [`Path`] of the link that a direction is on, or was on last.
+    links: AtomicU8,
+    stats: AtomicPtr<StreamStats>,
+}
+
+impl Told {
+    /// Returns an empty record.
+    fn new() -> Self {
+        Self {
+            timed_out: AtomicBool::new(false),
+            reset_told: AtomicBool::new(false),
+            ledger: Ledger::default(),
+            shown: AtomicBool::new(false),
+            links: AtomicU8::new(Path::Shm as u8),
+            stats: AtomicPtr::new(std::ptr::null_mut()),
+        }
+    }
+
+    /// Resets the record for a new connection. The caller alone has it.
+    fn reset(&self) {
+        self.timed_out.store(false, Relaxed);
+        self.reset_told.store(false, Relaxed);
+        self.ledger.reset();
+        self.shown.store(false, Relaxed);
+    }
+
+    /// Returns the connection's counters; `None` if it has no slot in the statistics.
+    #[inline]
+    pub fn stats(&self) -> Option<&'static StreamStats> {
+        // SAFETY: null, or a slot of a page that is never unmapped.
+        unsafe { self.stats.load(Relaxed).as_ref() }
+    }
+
+    /// Sets the connection's slot in the statistics, or none.
+    pub fn set_stats(&self, stats: Option<&'static StreamStats>) {
+        let stats = stats.map_or(std::ptr::null_mut(), |s| std::ptr::from_ref(s).cast_mut());
+        self.stats.store(stats, Relaxed);
+    }
+
+    /// Notes that a direction is on a link with this path from now on.
+    pub fn note_link(&self, path: Path) {
+        self.links.store(path as u8, Relaxed);
+    }
+
+    /// Returns whether the link that a direction is on, or was on last, leads to another host.
+    pub fn was_between_hosts(&self) -> bool {
+        self.links.load(Relaxed) == Path::Verbs as u8
+    }
+
+    /// Sets the reason why the socket is on TCP, for `rdmasock stat`.
+    pub fn set_why(&self, why: impl Into<Why>) {
+        if let Some(stats) = self.stats() {
+            stats.set_why(why);
+        }
+    }
+}
+
 #[cfg(test)]
-mod direct_tests {
+mod tests {
     use super::*;
 
     #[test]
@@ -1036,207 +1290,6 @@ mod direct_tests {
         });
         assert!((8..20).contains(&posted.count()));
     }
-}
-
-// Which fds stand for a connection, or have stood for it, and the kernel's socket behind them.
-
-/// How the fds that stood for a socket were closed.
-pub mod closed {
-    /// An fd is open; or the object is not in use.
-    pub const OPEN: u8 = 0;
-    /// The program has closed the last fd, and calls that began before have not returned. Until then the connection
-    /// stays as it is.
-    pub const HELD: u8 = 1;
-    /// The last fd was closed where no hook saw it, and calls that began before have not returned. There is no anchor
-    /// any more.
-    pub const LOST: u8 = 2;
-}
-
-/// The fds of one connection.
-pub struct Numbers {
-    /// An fd of the socket, -1 when all are closed. It is a hidden fd of the library's if the connection lives on after
-    /// the program's close, for its last bytes.
-    pub fd: AtomicI32,
-    /// The kernel's socket behind them.
-    pub cookie: Cookie,
-    /// When the kernel's socket was last seen behind an fd, for calls that take no direction's lock.
-    pub seen: Seen,
-    /// The fd that the program is closing and that stands for a dead socket already, or -1. It counts as the
-    /// connection's until the table has removed it.
-    pub hidden: AtomicI32,
-    /// How the fds were closed ([`closed`]).
-    pub closed: Published<AtomicU8>,
-    /// A signal handler closed fds while it had interrupted a use of the object.
-    pub orphaned: AtomicBool,
-    /// The program has closed all fds; the connection lives on until the peer has all bytes.
-    pub left_behind: AtomicBool,
-}
-
-impl Numbers {
-    /// Returns a record without fds.
-    pub fn new() -> Self {
-        Self {
-            fd: AtomicI32::new(-1),
-            cookie: Cookie::default(),
-            seen: Seen::default(),
-            hidden: AtomicI32::new(-1),
-            closed: Published::from(closed::OPEN),
-            orphaned: AtomicBool::new(false),
-            left_behind: AtomicBool::new(false),
-        }
-    }
-
-    /// Resets the record for a new connection, which `fd` stands for, if it is not negative. The caller alone has it.
-    pub fn reset(&self, fd: c_int) {
-        self.closed.reset(closed::OPEN);
-        self.hidden.store(-1, Relaxed);
-        self.orphaned.store(false, Relaxed);
-        // SAFETY: the fd comes from the program's call that has just made it or that uses it, and is open meanwhile.
-        match (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) }) {
-            Some(fd) => {
-                self.cookie.record(fd);
-                // `record` has asked the kernel. So a short connection need not ask again in its few calls.
-                self.seen.note(fd.as_raw_fd());
-            }
-            None => {
-                self.cookie.clear();
-                self.seen.forget();
-            }
-        }
-        self.fd.store(fd, Release);
-    }
-
-    /// Returns the anchor, for a system call that does not block. The caller holds one of the socket's locks, so that
-    /// the fd cannot be closed and reused meanwhile. `None` if no fd is left, or the fd was closed unseen and reused.
-    pub fn anchor_fd(&self) -> Option<BorrowedFd<'static>> {
-        let fd = self.fd.load(Acquire);
-        // SAFETY: the caller holds a lock that `close` takes, so the fd stays open. An fd that was closed past the
-        // hooks is only asked for the socket behind it.
-        let fd = (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) })?;
-        self.cookie.is_behind(fd).then_some(fd)
-    }
-
-    /// Asks the kernel whether `fd` stands for the connection.
-    pub fn is_behind(&self, fd: c_int) -> bool {
-        // SAFETY: the fd is only asked for the socket behind it, which is harmless for any number.
-        let is_it = || self.cookie.is_behind(unsafe { BorrowedFd::borrow_raw(fd) });
-        fd >= 0 && (self.hidden.load(Acquire) == fd || is_it())
-    }
-
-    /// Returns whether `fd` stands for the connection. Asks the kernel unless it was asked at the same
-    /// [tick](crate::sys::time::tick), which the caller has just read. The result is recorded only after the kernel's
-    /// answer: other calls that rely on the record would go on before it.
-    #[inline]
-    pub fn is_seen(&self, fd: c_int, tick: u64) -> bool {
-        if self.seen.is_at(fd, tick) {
-            return true;
-        }
-        let is_it = self.is_behind(fd);
-        if is_it {
-            self.seen.note_at(fd, tick);
-        }
-        is_it
-    }
-
-    /// Returns whether no fd stands for the connection any more.
-    #[inline]
-    pub fn is_closed(&self) -> bool {
-        self.closed.look() != closed::OPEN
-    }
-
-    /// Returns whether an fd still stands for the connection, by an answer of the kernel's that is at most a tick old.
-    #[inline]
-    pub fn is_alive(&self) -> bool {
-        self.is_seen(self.fd.load(Acquire), crate::sys::time::tick())
-    }
-}
-
-// Socket options that the program has set and that change what a link does.
-
-/// The options of one socket.
-#[derive(Default)]
-pub struct Options {
-    /// TCP_CORK.
-    pub corked: AtomicBool,
-    /// TCP_USER_TIMEOUT, ms; 0: no timeout.
-    pub user_timeout: AtomicU32,
-    /// TCP_INQ.
-    pub tells_more: AtomicBool,
-    /// Whether SO_TIMESTAMP or a similar option is set: 0 not known yet, 1 no, 2 yes.
-    stamps: AtomicU8,
-}
-
-impl Options {
-    /// Resets the options for a new connection.
-    pub fn reset(&self) {
-        self.corked.store(false, Relaxed);
-        self.user_timeout.store(0, Relaxed);
-        self.tells_more.store(false, Relaxed);
-        self.forget_stamps();
-    }
-
-    /// Forgets whether SO_TIMESTAMP or a similar option is set, since the program has set one. The next receive that
-    /// depends on it asks the kernel.
-    pub fn forget_stamps(&self) {
-        self.stamps.store(0, Relaxed);
-    }
-
-    /// Returns whether receives report when data came. Asks the kernel once.
-    pub fn stamps(&self, fd: BorrowedFd<'_>) -> bool {
-        let mut known = self.stamps.load(Relaxed);
-        if known == 0 {
-            known = 1 + u8::from(sockopt::stamps(fd));
-            self.stamps.store(known, Relaxed);
-        }
-        known == 2
-    }
-}
-
-// Lets a reader that keeps up with a writer of small messages check its ring a little less often.
-//
-// Each check takes the cache lines of the ring's tail and of the payload away from the writer. The writer then pays
-// two cache misses for the next message. If the checks are several misses apart, the writer sends many messages for
-// those two misses. The reader waits only if no program can be waiting for its answer: it has sent nothing during its
-// last `KEEPS_UP` checks.
-
-/// The reader keeps up after this many checks in a row that each found at most `LITTLE` bytes.
-const KEEPS_UP: u8 = 16;
-/// Bytes above which a check found enough to be late enough.
-const LITTLE: u64 = 256;
-/// How the reader of one direction has kept up lately.
-#[derive(Default)]
-pub struct Pace {
-    /// Checks in a row that found at most `LITTLE` bytes, while nothing was sent in the other direction.
-    kept_up: u8,
-    /// Bytes read since the last check began.
-    found: u64,
-    /// Bytes sent in the other direction up to the last check.
-    sent: u64,
-}
-
-impl Pace {
-    /// Notes that `got` bytes were read and `left` are known to be unread, when `sent` bytes were sent in the other
-    /// direction. True if the reader is to wait before its next check.
-    #[inline]
-    pub fn on_read(&mut self, got: u64, left: u64, sent: u64) -> bool {
-        self.found = self.found.saturating_add(got);
-        if left > 0 {
-            return false;
-        }
-        let is_stream = std::mem::replace(&mut self.sent, sent) == sent;
-        let is_little = std::mem::take(&mut self.found) <= LITTLE;
-        self.kept_up = if is_stream && is_little {
-            self.kept_up.saturating_add(1)
-        } else {
-            0
-        };
-        self.kept_up >= KEEPS_UP
-    }
-}
-
-#[cfg(test)]
-mod pace_tests {
-    use super::*;
 
     fn reads(pace: &mut Pace, times: u8, got: u64) -> bool {
         (0..times).fold(false, |_, _| pace.on_read(got, 0, 7))
@@ -1270,76 +1323,6 @@ mod pace_tests {
         for _ in 0..100 {
             sent += 8;
             assert!(!pace.on_read(8, 0, sent));
-        }
-    }
-}
-
-// Reports about a connection: errors that the kernel would have reported and calls of the program have, and the counts
-// for `rdmasock stat`.
-
-/// The reports about one connection.
-pub struct Told {
-    /// TCP_USER_TIMEOUT has run out, and no call has reported it yet.
-    pub timed_out: AtomicBool,
-    /// A call has reported the reset to the program.
-    pub reset_told: AtomicBool,
-    /// Traffic of the connection that the kernel does not know.
-    pub ledger: Ledger,
-    /// The statistics show its addresses.
-    pub shown: AtomicBool,
-    /// The code of the [`Path`] of the link that a direction is on, or was on last.
-    links: AtomicU8,
-    stats: AtomicPtr<StreamStats>,
-}
-
-impl Told {
-    /// Returns an empty record.
-    pub fn new() -> Self {
-        Self {
-            timed_out: AtomicBool::new(false),
-            reset_told: AtomicBool::new(false),
-            ledger: Ledger::default(),
-            shown: AtomicBool::new(false),
-            links: AtomicU8::new(Path::Shm as u8),
-            stats: AtomicPtr::new(std::ptr::null_mut()),
-        }
-    }
-
-    /// Resets the record for a new connection. The caller alone has it.
-    pub fn reset(&self) {
-        self.timed_out.store(false, Relaxed);
-        self.reset_told.store(false, Relaxed);
-        self.ledger.reset();
-        self.shown.store(false, Relaxed);
-    }
-
-    /// Returns the connection's counters; `None` if it has no slot in the statistics.
-    #[inline]
-    pub fn stats(&self) -> Option<&'static StreamStats> {
-        // SAFETY: null, or a slot of a page that is never unmapped.
-        unsafe { self.stats.load(Relaxed).as_ref() }
-    }
-
-    /// Sets the connection's slot in the statistics, or none.
-    pub fn set_stats(&self, stats: Option<&'static StreamStats>) {
-        let stats = stats.map_or(std::ptr::null_mut(), |s| std::ptr::from_ref(s).cast_mut());
-        self.stats.store(stats, Relaxed);
-    }
-
-    /// Notes that a direction is on a link with this path from now on.
-    pub fn note_link(&self, path: Path) {
-        self.links.store(path as u8, Relaxed);
-    }
-
-    /// Returns whether the link that a direction is on, or was on last, leads to another host.
-    pub fn was_between_hosts(&self) -> bool {
-        self.links.load(Relaxed) == Path::Verbs as u8
-    }
-
-    /// Sets the reason why the socket is on TCP, for `rdmasock stat`.
-    pub fn set_why(&self, why: impl Into<Why>) {
-        if let Some(stats) = self.stats() {
-            stats.set_why(why);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Tests of link objects, with a library at one of the two ends only.
+//! Tests of link objects, with a library at one of the two ends only, and of the states and counts beside them.
 
 use std::os::fd::AsFd;
 
@@ -86,4 +86,62 @@ fn an_object_has_the_descriptors_of_the_link_that_it_is() {
         assert!(link.send(&message, &[]).is_err() && peer.recv(&mut buf).is_err());
         drop(bell);
     }
+}
+
+#[test]
+fn each_is_its_own_and_those_made_together_lie_together() {
+    let all: Vec<_> = (0..2 * AT_A_TIME).map(|_| new()).collect();
+    for (at, news) in all.iter().enumerate() {
+        assert!(!news.armed().swap(true, Relaxed), "{at}");
+    }
+    let place = |news: &News| news.armed.as_ptr().addr();
+    let next = |pair: &&[&'static News]| matches!(pair, [a, b] if place(a) + size_of::<News>() == place(b));
+    let together = all.windows(2).filter(next).count();
+    assert!(together >= 2 * AT_A_TIME - 4, "{together}");
+}
+
+#[test]
+fn a_waiter_hears_of_its_own_alone() {
+    let (news, [first, last]) = (News::default(), [0, 63].map(WaiterId));
+    news.on_queued(first);
+    news.on_queued(last);
+    news.on_take(first);
+    assert!(news.is_queued(last) && !news.is_queued(first));
+    // This waiter has no ready queue.
+    news.on_queued(WaiterId(64));
+    assert!(!news.is_queued(WaiterId(64)) && !news.is_queued(first));
+}
+
+/// Returns whether checks that come every `pause` ns are ever noise, if each `find_every`th of them finds something.
+fn is_noise(find_every: u32, pause: u64) -> bool {
+    let looks = Looks::default();
+    let mut now = 1 << 40;
+    (1..200_000).any(|n| {
+        now += pause;
+        if n % find_every == 0 {
+            looks.found.bump();
+            return false;
+        }
+        looks.vain.bump().is_multiple_of(MOST_VAIN) && looks.are_noise(now)
+    })
+}
+
+#[test]
+fn looks_in_vain_are_noise_if_they_are_many_and_fast_and_hardly_anything_is_found() {
+    assert!(is_noise(u32::MAX, 1_000));
+    assert!(is_noise(1_000, 1_000));
+    assert!(!is_noise(100, 1_000), "something is found");
+    assert!(!is_noise(2, 10), "an event loop looks again at what it has reported");
+    assert!(!is_noise(u32::MAX, 2_000_000), "they cost nothing");
+}
+
+#[test]
+fn a_question_that_is_asked_twice_is_answered_once() {
+    let looks = Looks::default();
+    assert!((1..=MOST_VAIN).all(|_| looks.vain.bump() > 0));
+    looks.are_noise(1 << 40);
+    assert!(!looks.are_noise((1 << 40) + 1));
+    looks.vain.0.fetch_sub(1, Relaxed);
+    looks.vain.bump();
+    assert!(!looks.are_noise((1 << 40) + 2));
 }

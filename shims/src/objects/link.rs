@@ -901,19 +901,13 @@ impl Watch {
 }
 
 /// The epoll sets whose kernel's sets have the completion descriptor of one link to another host.
+#[derive(Default)]
 pub struct Watchers {
     all: Lock<Vec<&'static Watch>>,
     count: AtomicU32,
 }
 
 impl Watchers {
-    pub fn new() -> Self {
-        Self {
-            all: Lock::new(Vec::new()),
-            count: AtomicU32::new(0),
-        }
-    }
-
     /// Adds an epoll set, whose kernel's set has the descriptor from now on.
     pub fn add(&self, watch: &'static Watch) {
         self.change(|all| all.push(watch));

@@ -22,6 +22,7 @@ use crate::sys::registry::Registry;
 
 /// A listener of this process, never freed. When [`Self::fds`] has come to 0, [`Self::new`] reuses the object for
 /// another listening socket.
+#[derive(Default)]
 #[repr(align(64))]
 pub struct Listener {
     name: Lock<Option<names::Listener>>,
@@ -82,14 +83,7 @@ impl Listener {
 
     /// Returns a new object that is not in use.
     fn blank() -> &'static Self {
-        ALL.add(Self {
-            name: Lock::new(None),
-            pages: Lock::new(Pages::default()),
-            inherited: AtomicBool::new(false),
-            fds: AtomicU32::new(0),
-            served: AtomicBool::new(false),
-            keeps_on_tcp: AtomicBool::new(false),
-        })
+        ALL.add(Self::default())
     }
 
     /// Returns all listeners of this process, also those that are not in use.

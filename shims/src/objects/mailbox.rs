@@ -315,6 +315,7 @@ struct Offer {
 
 /// The open offers and the addresses for them. Calls of the program write offers down, and the service thread redeems
 /// them. There are as many offers as links are being made.
+#[derive(Default)]
 pub struct Offers {
     made: Lock<Vec<Offer>>,
     /// Addresses at which other hosts can make links to this one.
@@ -322,14 +323,6 @@ pub struct Offers {
 }
 
 impl Offers {
-    /// Returns an empty list.
-    pub const fn new() -> Self {
-        Self {
-            made: Lock::new(Vec::new()),
-            places: Lock::new(Vec::new()),
-        }
-    }
-
     /// Makes an offer for `peer` that expires after `life` ns, and returns its cookie. `None` if the kernel gives no
     /// random bytes, or in a signal handler that has interrupted another use of the list.
     pub fn make(&self, peer: InstanceId, life: u64) -> Option<Cookie> {
@@ -465,7 +458,7 @@ mod tests {
 
     #[test]
     fn an_offer_is_good_once_for_whom_it_was_made_in_time() {
-        let offers = Offers::new();
+        let offers = Offers::default();
         let [mine, other] = [1, 2].map(|n| InstanceId::from_bytes([n; 16]));
         let cookie = offers.make(mine, u64::MAX / 2).unwrap();
         let late = offers.make(mine, 0).unwrap();

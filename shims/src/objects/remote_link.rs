@@ -198,7 +198,7 @@ impl Remote {
             up: Published::default(),
             token: AtomicU64::new(0),
             pollers: Pollers::new(MAX_WAITERS),
-            watchers: Watchers::new(),
+            watchers: Watchers::default(),
             users: Presence::new(),
             is_ended: Published::from(true),
             sleeps: AtomicU32::new(0),

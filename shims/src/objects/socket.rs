@@ -173,6 +173,7 @@ const DEAD: u32 = (libc::EPOLLERR | libc::EPOLLHUP) as u32;
 pub const ERROR_QUEUE: u32 = 1 << 24;
 
 /// Which threads and epoll sets are notified of readiness, and how waits for it went.
+#[derive(Default)]
 pub struct Wakes {
     pub interest: Lock<Interest>,
     /// The item's index in the epoll set that the socket was added to last: a guess for epoll_ctl(2).
@@ -189,18 +190,6 @@ pub struct Wakes {
 }
 
 impl Wakes {
-    fn new() -> Self {
-        Self {
-            interest: Lock::new(Interest::default()),
-            last_item: AtomicU32::new(0),
-            watched: Published::default(),
-            anchor: AtomicU32::new(0),
-            rx_rests: AtomicBool::new(false),
-            rx_spin: Spinner::new(),
-            tx_spin: Spinner::new(),
-        }
-    }
-
     /// Returns whether the anchor has reported that nothing can be sent.
     #[inline]
     pub fn is_dead(&self) -> bool {
@@ -341,11 +330,11 @@ impl Socket {
             peer_vqpn: AtomicU32::new(0),
             link: AtomicPtr::new(std::ptr::null_mut()),
             numbers: Numbers::new(),
-            promotion: Promotion::new(),
-            wakes: Wakes::new(),
-            told: Told::new(),
+            promotion: Promotion::default(),
+            wakes: Wakes::default(),
+            told: Told::default(),
             options: Options::default(),
-            blocking: Blocking::new(),
+            blocking: Blocking::default(),
             keepalive: Keepalive::default(),
             generation: AtomicU64::new(0),
             slot,
@@ -568,8 +557,10 @@ impl Stage {
     }
 }
 
-/// The state of a connection's promotion.
+/// The state of a connection's promotion. At first it is that of a connection that was not checked yet.
+#[derive(Default)]
 pub struct Promotion {
+    /// The code of the [`Stage`].
     stage: AtomicU8,
     role: AtomicU8,
     /// How much the connection has carried, compared with the threshold.
@@ -587,20 +578,6 @@ pub struct Promotion {
 }
 
 impl Promotion {
-    /// Returns the state of a connection that was not checked yet.
-    fn new() -> Self {
-        Self {
-            stage: AtomicU8::new(Stage::New as u8),
-            role: AtomicU8::new(0),
-            progress: Progress::default(),
-            attempts: Attempts::default(),
-            holders: Holders::default(),
-            listener: AtomicPtr::new(std::ptr::null_mut()),
-            asked: AtomicBool::new(false),
-            adopted: AtomicBool::new(false),
-        }
-    }
-
     /// Resets the state for a new connection. The caller alone has it.
     fn reset(&self) {
         self.stage.store(Stage::New as u8, Relaxed);
@@ -746,6 +723,7 @@ impl Attempts {
 
 /// O_NONBLOCK, SO_RCVTIMEO and SO_SNDTIMEO of a socket, as far as this process knows: whether its calls wait, and for
 /// how long. The kernel is asked in `notify::wait`.
+#[derive(Default)]
 pub struct Blocking {
     /// O_NONBLOCK as this process last saw it.
     nonblocking: AtomicBool,
@@ -767,19 +745,6 @@ pub struct Known {
 }
 
 impl Blocking {
-    const fn new() -> Self {
-        Self {
-            nonblocking: AtomicBool::new(false),
-            polled: AtomicBool::new(false),
-            sets: AtomicU32::new(0),
-            known: Lock::new(Known {
-                at: None,
-                receive: 0,
-                send: 0,
-            }),
-        }
-    }
-
     /// Resets the values for a new socket.
     fn reset(&self, nonblocking: bool) {
         self.set_nonblocking(nonblocking);
@@ -1143,6 +1108,7 @@ impl Pace {
 }
 
 /// The reports about one connection: errors that the kernel would have reported, and the counts for `rdmasock stat`.
+#[derive(Default)]
 pub struct Told {
     /// TCP_USER_TIMEOUT has run out, and no call has reported it yet.
     pub timed_out: AtomicBool,
@@ -1152,24 +1118,12 @@ pub struct Told {
     pub ledger: Ledger,
     /// The statistics show its addresses.
     pub shown: AtomicBool,
-    /// The code of the [`Path`] of the link that a direction is on, or was on last.
+    /// The code of the [`Path`] of the link that a direction is on, or was on last; [`Path::Tcp`] before the first link.
     links: AtomicU8,
     stats: AtomicPtr<StreamStats>,
 }
 
 impl Told {
-    /// Returns an empty record.
-    fn new() -> Self {
-        Self {
-            timed_out: AtomicBool::new(false),
-            reset_told: AtomicBool::new(false),
-            ledger: Ledger::default(),
-            shown: AtomicBool::new(false),
-            links: AtomicU8::new(Path::Shm as u8),
-            stats: AtomicPtr::new(std::ptr::null_mut()),
-        }
-    }
-
     /// Resets the record for a new connection. The caller alone has it.
     fn reset(&self) {
         self.timed_out.store(false, Relaxed);

@@ -59,7 +59,7 @@ fn build() -> Option<Library> {
         stats,
         _stats_fd: stats_fd,
         waiters: Waiters::new().ok()?,
-        offers: Offers::new(),
+        offers: Offers::default(),
         pinned: Budget::default(),
         arenas: Pieces::new(),
         service: Mailbox::new(service::THREAD).ok()?,

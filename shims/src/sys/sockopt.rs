@@ -303,6 +303,7 @@ const VALUES: [c_int; 2] = [IDLE_SECONDS, PROBES];
 const INTERVAL: Name = (libc::IPPROTO_TCP, libc::TCP_KEEPINTVL);
 
 /// The program's settings, while the kernel has the library's.
+#[derive(Default)]
 pub struct Keepalive {
     /// Held by a thread that changes the kept settings together with the kernel's. Without it a setting that the
     /// program makes meanwhile would be lost, or the library's would stay for ever. Changes of the same thread, in a
@@ -312,17 +313,6 @@ pub struct Keepalive {
     kept: [AtomicI32; 2],
     /// The kernel has the library's TCP_USER_TIMEOUT; the program has set none.
     bounded: AtomicBool,
-}
-
-impl Default for Keepalive {
-    fn default() -> Self {
-        Self {
-            changing: Lock::new(()),
-            on: AtomicBool::new(false),
-            kept: Default::default(),
-            bounded: AtomicBool::new(false),
-        }
-    }
 }
 
 impl Keepalive {

@@ -63,8 +63,8 @@ enum AnyEnd {
 
 /// Makes a call that has the same form on both ends.
 macro_rules! on_end {
-    ($self:ident, $end:ident => $call:expr) => {
-        match &$self.end {
+    ($link:expr, $end:ident => $call:expr) => {
+        match &$link.end {
             AnyEnd::Shm($end) => $call,
             AnyEnd::Verbs(remote) => {
                 let $end = remote.end();
@@ -86,8 +86,8 @@ struct Announced {
     refused_until: u64,
 }
 
-/// Returns the bit of a waiter in [`Link::has_bell`]; 0 for a waiter that has no bit there.
-fn bell_bit(waiter: WaiterId) -> u64 {
+/// Returns the bit of a waiter among the first 64; 0 for a further one.
+fn bit(waiter: WaiterId) -> u64 {
     1u64.checked_shl(waiter.0.into()).unwrap_or(0)
 }
 
@@ -347,16 +347,6 @@ impl Link {
         on_end!(self, end => end.on_closed(mine));
     }
 
-    /// Keeps the rings of this end's stream `mine` from other streams until one [`let_go`](Self::let_go).
-    fn hold(&self, mine: Vqpn) {
-        on_end!(self, end => end.hold(mine));
-    }
-
-    /// Undoes one [`hold`](Self::hold).
-    fn let_go(&self, mine: Vqpn) {
-        on_end!(self, end => end.let_go(mine));
-    }
-
     /// Returns the number of streams that this end has not closed.
     pub fn streams(&self) -> u32 {
         self.count.load(Acquire)
@@ -391,7 +381,7 @@ impl Link {
             && let Some(a) = announced.iter_mut().find(|a| a.waiter == waiter)
         {
             a.bell = None;
-            self.has_bell.fetch_and(!bell_bit(waiter), Relaxed);
+            self.has_bell.fetch_and(!bit(waiter), Relaxed);
             a.refused_until = crate::sys::time::now_ns() + REFUSED_FOR;
         }
     }
@@ -404,7 +394,7 @@ impl Link {
             // service thread by the channel.
             return true;
         }
-        if self.has_bell.load(Relaxed) & bell_bit(waiter) != 0 {
+        if self.has_bell.load(Relaxed) & bit(waiter) != 0 {
             return true;
         }
         let Some(mut announced) = self.announced.lock() else {
@@ -428,7 +418,7 @@ impl Link {
                 bell: Some(bell),
                 refused_until: 0,
             });
-            self.has_bell.fetch_or(bell_bit(waiter), Relaxed);
+            self.has_bell.fetch_or(bit(waiter), Relaxed);
         }
         is_sent
     }
@@ -534,10 +524,14 @@ impl Link {
     /// Makes a link within the host, over the memory from the handshake, still without a side channel. `None` if the
     /// memory cannot be mapped, by this process's limits or because of what the peer has sent.
     pub fn new(identity: Identity, memory: &Memory<'_>) -> Option<&'static Self> {
-        let recycled = take_free(|link| !link.is_remote());
-        let link = match recycled {
+        let link = match take_free(|link| !link.is_remote()) {
             Some(link) => link,
-            None => Self::blank()?,
+            None => {
+                // SAFETY: the end is leaked with its link object, so no cursor outlives it. `Link::producer` gives out
+                // one producer at a time for each vQPN of the peer.
+                let end = unsafe { shm::End::blank(LocalPeer::new()) }.ok()?;
+                Self::leak(AnyEnd::Shm(end))
+            }
         };
         let AnyEnd::Shm(end) = &link.end else {
             return None;
@@ -571,7 +565,7 @@ impl Link {
     ) -> Option<&'static Self> {
         let info = pair.info().ok()?;
         let terms = Terms::of(&pair, arena_bytes, other);
-        let link = match take_free(|link| link.remote().is_some_and(|remote| remote.fits(&terms))) {
+        let link = match take_free(|link| link.remote().is_some_and(|remote| remote.terms == terms)) {
             Some(link) if link.remote()?.renew(&pair) => link,
             Some(link) => {
                 put_free(link);
@@ -584,14 +578,7 @@ impl Link {
         Some(link)
     }
 
-    /// Returns a new object for links within the host, which is no link yet.
-    fn blank() -> Option<&'static Self> {
-        // SAFETY: the object and its end are leaked below, so no cursor outlives the end. `Link::producer` gives out
-        // one producer at a time for each vQPN of the peer.
-        let end = unsafe { shm::End::blank(LocalPeer::new()) }.ok()?;
-        Some(Self::leak(AnyEnd::Shm(end)))
-    }
-
+    /// Returns a new object, which is no link yet.
     fn leak(end: AnyEnd) -> &'static Self {
         let link: &'static Self = Box::leak(Box::new(Self {
             slot: AtomicU32::new(0),
@@ -652,10 +639,7 @@ impl Link {
             Err(OVER) if self.is_remote() => {}
             Err(_) => return false,
         }
-        if self
-            .remote()
-            .is_some_and(|remote| !remote.retire() || !remote.release())
-        {
+        if self.remote().is_some_and(|remote| !remote.retire()) {
             return false;
         }
         let slot = self.slot();
@@ -752,14 +736,14 @@ impl Held {
     /// Holds the rings of this end's stream `mine`, which this end has not closed. `None` if the link is over.
     pub fn new(link: &'static Link, mine: Vqpn) -> Option<Self> {
         let pin = Pin::new(link)?;
-        link.hold(mine);
+        on_end!(link, end => end.hold(mine));
         Some(Self { pin, mine })
     }
 }
 
 impl Drop for Held {
     fn drop(&mut self) {
-        self.pin.link().let_go(self.mine);
+        on_end!(self.pin.link(), end => end.let_go(self.mine));
     }
 }
 
@@ -957,24 +941,16 @@ pub struct News {
     /// A bit for each waiter whose ready queue may have an entry.
     queued: AtomicU64,
     /// Whether the queue pair is armed, see [`End::is_armed`](rdmasock_core::fabric::remote::End::is_armed).
-    armed: AtomicBool,
+    pub(super) armed: AtomicBool,
 }
 
 const _: () = assert!(READY_QUEUES == u64::BITS);
-
-fn bit(waiter: WaiterId) -> u64 {
-    1_u64.checked_shl(waiter.0.into()).unwrap_or(0)
-}
 
 impl News {
     /// Resets the state for another link: no queue has an entry, and nothing is armed.
     pub fn reset(&self) {
         self.queued.store(0, SeqCst);
         self.armed.store(false, SeqCst);
-    }
-
-    pub fn armed(&self) -> &AtomicBool {
-        &self.armed
     }
 
     /// Returns the value of [`End::is_armed`](rdmasock_core::fabric::remote::End::is_armed).

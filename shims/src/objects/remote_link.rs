@@ -47,7 +47,7 @@ impl Local for Here {
     }
 
     fn armed(&self) -> &AtomicBool {
-        self.news.armed()
+        &self.news.armed
     }
 
     fn settle_later(&self) {
@@ -138,7 +138,7 @@ impl Terms {
 /// The end of a link to another host. Never freed, but used for one link after another, of the same [terms](Terms).
 pub struct Remote {
     end: End<Pair, Here>,
-    terms: Terms,
+    pub(super) terms: Terms,
     /// The queue pair's descriptors, for its state and for completions.
     state_fd: AtomicI32,
     completion_fd: AtomicI32,
@@ -216,7 +216,7 @@ impl Remote {
     }
 
     /// Becomes the end over another connected queue pair, whose [terms](Terms) are the same. To be called on an end
-    /// that was [released](Self::release). False, and `pair` stays the caller's, without memory for it or while a
+    /// that was [retired](Self::retire). False, and `pair` stays the caller's, without memory for it or while a
     /// thread is about to leave the earlier link.
     pub(super) fn renew(&self, pair: &Pair) -> bool {
         let Some(layouts) = self.terms.layouts() else {
@@ -231,11 +231,6 @@ impl Remote {
             unsafe { self.end.release() };
         }
         is_renewed
-    }
-
-    /// Returns whether the end can be [renewed](Self::renew) for a link of these terms.
-    pub(super) fn fits(&self, terms: &Terms) -> bool {
-        self.terms == *terms
     }
 
     /// Begins the link: from now on threads may use its queue pair.
@@ -295,7 +290,8 @@ impl Remote {
         self.end.qp().disconnect();
     }
 
-    /// Ends the queue pair of a link that is down. False if a thread may still use it or its descriptors.
+    /// Ends the queue pair of a link that is down, and gives the link's memory back. False if a thread may still use the
+    /// queue pair or its descriptors, or is about to leave the memory.
     pub(super) fn retire(&self) -> bool {
         // Either this thread sees the user that `while_open` has counted in, or that user sees `is_ended`.
         self.is_ended.publish(true);
@@ -308,24 +304,14 @@ impl Remote {
         } else {
             self.is_ended.publish(false);
         }
-        is_free
-    }
-
-    /// Gives the memory of the link back once its queue pair is [ended](Self::retire). False if a thread is about to
-    /// leave that memory.
-    pub(super) fn release(&self) -> bool {
         // SAFETY: no cursor is left, since streams and producers pin the link until they have given up their cursors.
-        // The caller has ended the queue pair by `retire`.
-        unsafe { self.end.release() }
+        // The queue pair is ended.
+        is_free && unsafe { self.end.release() }
     }
 
     /// Calls `f` with the completion descriptor, if it is still open.
     pub fn while_open(&self, f: impl FnOnce(BorrowedFd<'_>)) {
-        self.users.enter();
-        if !self.is_ended.look() {
-            f(self.fd());
-        }
-        self.users.leave();
+        self.with_pair(|_| f(self.fd()));
     }
 
     /// Calls `f` with the queue pair; `None`, without a call, if it is ended.

@@ -1,7 +1,7 @@
 //! The service thread's mailbox: calls of the program leave [`Command`]s here, and the thread carries them out
 //! (`service`). The thread lies in a layer far above this one. So a command names sockets and links by numbers, and the
-//! mailbox is given the functions that start and wake the thread ([`Thread`]). The mailbox also says whether the thread
-//! runs, and has the epoll set that the thread sleeps on.
+//! mailbox is given the function that starts the thread. The mailbox also says whether the thread runs, and has the
+//! epoll set that the thread sleeps on.
 //!
 //! Also what calls leave to the thread outside the queue: the one-time [`Offers`] of links, and the [`Remains`] of
 //! connections that were closed too early for TCP.
@@ -22,6 +22,8 @@ use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
 use crate::config::verbs::{Dialled, Pair};
+use crate::objects::library::Library;
+use crate::objects::waiters::SERVICE;
 use crate::signals::handler;
 use crate::sys::time::now_ns;
 
@@ -49,19 +51,11 @@ pub fn tag(kind: u64, id: u64) -> u64 {
     kind << 56 | id & 0x00ff_ffff_ffff_ffff
 }
 
-/// The functions by which a mailbox starts and wakes the thread that empties it.
-#[derive(Clone, Copy)]
-pub struct Thread {
-    /// Wakes the thread if it sleeps.
-    pub wake: fn(),
-    /// Makes the thread. False if that fails (RLIMIT_NPROC, a pids cgroup, no memory).
-    pub start: fn() -> bool,
-}
-
 /// The mailbox of an instance's service thread.
 pub struct Mailbox {
     queue: Queue,
-    given: Thread,
+    /// Makes the thread. False if that fails (RLIMIT_NPROC, a pids cgroup, no memory).
+    make: fn() -> bool,
     started: AtomicBool,
     /// When another attempt to make the thread may follow one that failed, monotonic ns.
     retry_at: AtomicU64,
@@ -82,12 +76,13 @@ pub struct Mailbox {
 }
 
 impl Mailbox {
-    /// Makes a mailbox whose thread is not started. Fails with the errno of epoll_create1(2).
-    pub fn new(thread: Thread) -> Result<Self, Errno> {
+    /// Makes a mailbox whose thread is not started, and is then made by `make`. Fails with the errno of
+    /// epoll_create1(2).
+    pub fn new(make: fn() -> bool) -> Result<Self, Errno> {
         let epoll = PrivateFd::open(|| kernel::create(kernel::CreateFlags::CLOEXEC))?;
         Ok(Self {
             queue: Queue::default(),
-            given: thread,
+            make,
             started: AtomicBool::new(false),
             retry_at: AtomicU64::new(0),
             thread: AtomicI32::new(0),
@@ -106,7 +101,7 @@ impl Mailbox {
         let is_there = self.start();
         if is_there {
             self.queue.push(command);
-            (self.given.wake)();
+            Library::get().waiters.ring_if_sleeping(SERVICE);
         }
         is_there
     }
@@ -152,7 +147,7 @@ impl Mailbox {
         if self.ending.load(Acquire) || now_ns() < self.retry_at.load(Acquire) {
             return false;
         }
-        if self.claim_start() || (self.given.start)() {
+        if self.claim_start() || (self.make)() {
             return true;
         }
         self.has_no_thread();
@@ -411,9 +406,10 @@ mod tests {
 
     #[test]
     fn without_a_thread_nothing_is_queued() {
+        crate::service::tests::without_thread();
         static TRIED: AtomicU32 = AtomicU32::new(0);
         let start = || TRIED.fetch_add(1, AcqRel) == 2;
-        let mailbox = Mailbox::new(Thread { wake: || (), start }).unwrap();
+        let mailbox = Mailbox::new(start).unwrap();
         for (tried, is_taken) in [(1, false), (2, false), (3, true)] {
             assert_eq!(mailbox.submit(Command::Grown), is_taken);
             assert_eq!(mailbox.is_empty(), !is_taken);

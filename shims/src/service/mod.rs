@@ -41,7 +41,7 @@ use crate::notify::ready;
 use crate::objects::library::Library;
 use crate::objects::link::Link;
 use crate::objects::listener::Listener;
-use crate::objects::mailbox::{Command, Mailbox, Ref, Thread, kind, tag};
+use crate::objects::mailbox::{Command, Mailbox, Ref, kind, tag};
 use crate::objects::socket::Socket;
 use crate::objects::waiters::SERVICE;
 use crate::objects::{link, socket};
@@ -171,14 +171,8 @@ struct Worker {
     events: VecDeque<kernel::Event>,
 }
 
-/// The functions that a mailbox calls to start the thread and to wake it.
-pub const THREAD: Thread = Thread {
-    wake: || Library::get().waiters.ring_if_sleeping(SERVICE),
-    start,
-};
-
 /// Starts the thread; the caller makes sure that it does not run yet. Returns false if it cannot be made.
-fn start() -> bool {
+pub fn start() -> bool {
     let errno = crate::sys::errno::get();
     // The calling thread opens this socket, in the middle of the program's own call. So the socket's first fd is at no
     // moment the fd that the program's next file is to get.

@@ -62,7 +62,7 @@ fn build() -> Option<Library> {
         offers: Offers::default(),
         pinned: Budget::default(),
         arenas: Pieces::new(),
-        service: Mailbox::new(service::THREAD).ok()?,
+        service: Mailbox::new(service::start).ok()?,
     };
     tracing::info!(target: "rdmasock", instance = %library.id, program = %library.program, "instance made");
     Some(library)

@@ -42,35 +42,18 @@ impl Pinned {
         if !remote.hold_pair() {
             return None;
         }
-        // SAFETY: by the contract of this function, which is the same.
-        let pinned = unsafe { Self::of_any_kind(remote, memory, len, least, role) };
+        let pinned = Self::kept(remote, memory, len, least, role).or_else(|| {
+            // SAFETY: by the contract of this function, which is the same.
+            let pinned = unsafe { Self::own(remote, memory, len, least, role) };
+            Library::get().stats.count(match pinned {
+                Some(_) => Event::DirectRegistered,
+                None => Event::DirectUnpinned,
+            });
+            pinned
+        });
         if pinned.is_none() {
             remote.let_pair_go();
         }
-        pinned
-    }
-
-    /// # Safety
-    /// The contract of [`Self::new`], and the caller holds the queue pair.
-    unsafe fn of_any_kind(
-        remote: &'static Remote,
-        memory: *mut u8,
-        len: usize,
-        least: usize,
-        role: Role,
-    ) -> Option<Self> {
-        let stats = &Library::get().stats;
-        if let Some(pinned) = Self::kept(remote, memory, len, least, role) {
-            return Some(pinned);
-        }
-        // SAFETY: by the contract of this function, which is the same.
-        let pinned = unsafe { Self::own(remote, memory, len, least, role) };
-        let is_there = pinned.is_some();
-        stats.count(if is_there {
-            Event::DirectRegistered
-        } else {
-            Event::DirectUnpinned
-        });
         pinned
     }
 
@@ -146,12 +129,12 @@ impl Drop for Pinned {
                 self.remote.end().qp().deregister(*region);
                 Library::get().pinned.give_back(*cost);
             }
-            // If the link has lost its bulk queue pair, no completion says that the device is done with the memory. So
-            // all registrations of the piece with this device end, and a late access fails. Other calls that use them
-            // go on by the rings.
+            // If the link is down, or has lost its bulk queue pair since, no completion says that the device is done
+            // with the memory. So all registrations of the piece with this device end, and a late access fails. Other
+            // calls that use them go on by the rings.
             Kind::Kept(kept, lost) => {
                 if let Some(kept) = kept.take() {
-                    if has_lost(self.remote, *lost) {
+                    if self.remote.is_down() || self.remote.end().direct_counts().lost != *lost {
                         let registrations = kept.take_of(self.remote);
                         Library::get().free_kept(Known::end_all(registrations));
                     }
@@ -161,11 +144,6 @@ impl Drop for Pinned {
         }
         self.remote.let_pair_go();
     }
-}
-
-/// Returns whether the link has lost a bulk queue pair since it had lost `before`, or is down.
-fn has_lost(remote: &Remote, before: u64) -> bool {
-    remote.is_down() || remote.end().direct_counts().lost != before
 }
 
 /// Ends a call's use of a piece. If the piece has become another one meanwhile, its last user ends its registrations.

@@ -324,12 +324,16 @@ pub fn give_ring_back() {
     ask_owners();
 }
 
-/// Has the processes that may have streams on links check which streams are wanted.
+/// Has the processes that may have streams on links check which streams are wanted: wakes the service threads of all
+/// known ancestors, the nearest first.
 fn ask_owners() {
     if let Some(requests) = cell(0) {
         requests.word.fetch_add(1, AcqRel);
     }
-    ask();
+    for (_, button) in all().rev() {
+        // SAFETY: the buttons of known ancestors are never closed in this process.
+        doorbell::press(unsafe { BorrowedFd::borrow_raw(button) });
+    }
     // A vfork child runs on its owner's memory, and wakes that service thread directly.
     if let Some(library) = Library::current() {
         library.waiters.ring(SERVICE);
@@ -537,14 +541,6 @@ unsafe fn is_there(end: i32) -> bool {
     let _ = rustix::event::poll(&mut polled, Some(&now));
     // The kernel reports POLLHUP on a socket pair whose other end is closed.
     !polled.iter().any(|p| p.revents().contains(PollFlags::HUP))
-}
-
-/// Wakes the service threads of all known ancestors, the nearest first, to check which streams their descendants want.
-fn ask() {
-    for (_, button) in all().rev() {
-        // SAFETY: the buttons of known ancestors are never closed in this process.
-        doorbell::press(unsafe { BorrowedFd::borrow_raw(button) });
-    }
 }
 
 #[cfg(test)]

@@ -12,7 +12,7 @@ use once_cell::race::{OnceBox, OnceRef};
 use rdmasock_core::ids::InstanceId;
 use rdmasock_core::os::heap;
 use rdmasock_core::os::privatefd::PrivateFd;
-use rdmasock_core::stats::{Event, Reason, StatsPage};
+use rdmasock_core::stats::{Direction, Event, Reason, StatsPage};
 use rdmasock_core::stream::handshake::Role;
 use rdmasock_core::stream::policy::Threshold;
 
@@ -67,12 +67,7 @@ impl Library {
     /// child that has not made its own yet, this makes it, and waits for fds or memory if there are none.
     #[inline]
     pub fn get() -> &'static Library {
-        let ptr = CURRENT.load(Acquire);
-        // SAFETY: null, or an instance, which is never freed.
-        match unsafe { ptr.as_ref() } {
-            Some(library) => library,
-            None => Self::fallback(),
-        }
+        Self::current().unwrap_or_else(Self::fallback)
     }
 
     /// Returns the instance, and makes it if there is none. `None` if nothing is to be accelerated.
@@ -118,9 +113,10 @@ impl Library {
         OFF.store(true, Relaxed);
     }
 
-    /// Keeps all connections on TCP from now on. Connections that are on links stay there.
+    /// Keeps all connections on TCP from now on. Connections that are on links stay there. Only the first reason is
+    /// recorded.
     pub fn keep_on_tcp(reason: Reason) {
-        begin(reason);
+        let _ = REASON.compare_exchange(Reason::None as u16, reason as u16, SeqCst, SeqCst);
         if let Some(library) = Self::current() {
             library.stats.set_kept_on_tcp(reason);
         }
@@ -175,12 +171,7 @@ impl Library {
     }
 
     /// Returns why this connection may not leave TCP even if both ends support a link; `None` if it may.
-    pub fn refuses(
-        &self,
-        local: SocketAddr,
-        peer: SocketAddr,
-        direction: rdmasock_core::stats::Direction,
-    ) -> Option<Reason> {
+    pub fn refuses(&self, local: SocketAddr, peer: SocketAddr, direction: Direction) -> Option<Reason> {
         let Some(rules) = self.rules else {
             return Some(Reason::NoRules);
         };
@@ -266,9 +257,4 @@ pub fn reason() -> Option<Reason> {
     Reason::try_from(REASON.load(SeqCst))
         .ok()
         .filter(|reason| *reason != Reason::None)
-}
-
-/// Keeps connections on TCP from now on. Connections on a link stay there. Only the first reason is recorded.
-pub fn begin(reason: Reason) {
-    let _ = REASON.compare_exchange(Reason::None as u16, reason as u16, SeqCst, SeqCst);
 }

@@ -124,7 +124,7 @@ impl Listener {
     /// Adds an instance to the page of those that may hold connections of this listener.
     pub fn enter(&self, id: &InstanceId) {
         if let Some(page) = self.pages.lock().as_ref().and_then(|pages| pages.peers.as_ref()) {
-            page.register(own_pid(), id);
+            page.register(rustix::process::getpid().as_raw_nonzero().get() as u32, id);
         }
     }
 
@@ -252,10 +252,6 @@ fn local_port(fd: c_int) -> Option<u16> {
     let fd = unsafe { BorrowedFd::borrow_raw(fd) };
     let local = std::net::SocketAddr::try_from(rustix::net::getsockname(fd).ok()?).ok()?;
     Some(local.port())
-}
-
-fn own_pid() -> u32 {
-    rustix::process::getpid().as_raw_nonzero().get() as u32
 }
 
 #[cfg(test)]

@@ -330,7 +330,7 @@ fn ask_owners() {
     if let Some(requests) = cell(0) {
         requests.word.fetch_add(1, AcqRel);
     }
-    for (_, button) in all().rev() {
+    for (_, button) in ancestors().rev() {
         // SAFETY: the buttons of known ancestors are never closed in this process.
         doorbell::press(unsafe { BorrowedFd::borrow_raw(button) });
     }
@@ -481,7 +481,7 @@ fn id() -> u32 {
     }
 }
 
-fn all() -> impl DoubleEndedIterator<Item = (u32, i32)> {
+fn ancestors() -> impl DoubleEndedIterator<Item = (u32, i32)> {
     let each = ANCESTORS.iter().map(|a| (a.id.load(Acquire), a.button.load(Acquire)));
     each.filter(|(id, _)| *id != 0)
 }
@@ -504,8 +504,8 @@ pub unsafe fn remember_parent() -> bool {
     let parent = Some((ID.swap(0, Relaxed), button)).filter(|(id, button)| *id != 0 && *button >= 0);
     // SAFETY: by the contract, the buttons of all known ancestors are open.
     let is_known = |(_, button): &(u32, i32)| unsafe { is_there(*button) };
-    let count = all().filter(is_known).chain(parent).count();
-    let mut known = all()
+    let count = ancestors().filter(is_known).chain(parent).count();
+    let mut known = ancestors()
         .filter(is_known)
         .chain(parent)
         .skip(count.saturating_sub(ANCESTORS.len()));
@@ -520,13 +520,13 @@ pub unsafe fn remember_parent() -> bool {
 
 /// Returns whether `fd` is a button of a known ancestor.
 pub fn is_button(fd: i32) -> bool {
-    all().any(|(_, button)| button == fd)
+    ancestors().any(|(_, button)| button == fd)
 }
 
 /// Returns whether the ancestor with this [`id`] may still be there. True also for an unknown one.
 fn lives(id: u32) -> bool {
     // SAFETY: the buttons of known ancestors are never closed in this process.
-    all().all(|(known, button)| known != id || unsafe { is_there(button) })
+    ancestors().all(|(known, button)| known != id || unsafe { is_there(button) })
 }
 
 /// Returns whether some process has the other end of a button or doorbell.

@@ -925,12 +925,8 @@ impl Watchers {
 
     /// Returns a number that changes whenever a thread goes to sleep on one of them.
     pub fn sleeps(&self) -> u32 {
-        let all = self.all.lock();
-        let each = |all: &Vec<&Watch>| {
-            all.iter()
-                .fold(0, |sum: u32, w| sum.wrapping_add(w.sleeps.load(Relaxed)))
-        };
-        all.map_or(0, |all| each(&all))
+        let each = |sum: u32, w: &&Watch| sum.wrapping_add(w.sleeps.load(Relaxed));
+        self.all.lock().map_or(0, |all| all.iter().fold(0, each))
     }
 }
 
@@ -1022,19 +1018,11 @@ struct Looks {
 impl Looks {
     /// Resets the counts for another peer.
     fn reset(&self) {
-        let Self {
-            vain,
-            found,
-            vain_before,
-            found_before,
-            at,
-            moved,
-        } = self;
-        for count in [&vain.0, &found.0, vain_before, found_before] {
+        for count in [&self.vain.0, &self.found.0, &self.vain_before, &self.found_before] {
             count.store(0, Relaxed);
         }
-        at.store(0, Relaxed);
-        moved.store(0, Relaxed);
+        self.at.store(0, Relaxed);
+        self.moved.store(0, Relaxed);
     }
 
     /// Returns whether nearly all checks since the last question were in vain, and came fast. `now` in monotonic ns.

@@ -345,10 +345,7 @@ impl Socket {
     /// handler that has interrupted a use of the list.
     pub fn allocate(fd: c_int, nonblocking: bool) -> Option<&'static Socket> {
         let mut free = FREE.lock()?;
-        let socket = match free.pop() {
-            Some(s) => s,
-            None => Self::make()?,
-        };
+        let socket = free.pop().or_else(Self::make)?;
         drop(free);
         socket.renew();
         socket.promotion.reset();
@@ -1118,7 +1115,8 @@ pub struct Told {
     pub ledger: Ledger,
     /// The statistics show its addresses.
     pub shown: AtomicBool,
-    /// The code of the [`Path`] of the link that a direction is on, or was on last; [`Path::Tcp`] before the first link.
+    /// The code of the [`Path`] of the link that a direction is on, or was on last; [`Path::Tcp`] before the first
+    /// link.
     links: AtomicU8,
     stats: AtomicPtr<StreamStats>,
 }

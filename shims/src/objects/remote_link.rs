@@ -290,8 +290,8 @@ impl Remote {
         self.end.qp().disconnect();
     }
 
-    /// Ends the queue pair of a link that is down, and gives the link's memory back. False if a thread may still use the
-    /// queue pair or its descriptors, or is about to leave the memory.
+    /// Ends the queue pair of a link that is down, and gives the link's memory back. False if a thread may still use
+    /// the queue pair or its descriptors, or is about to leave the memory.
     pub(super) fn retire(&self) -> bool {
         // Either this thread sees the user that `while_open` has counted in, or that user sees `is_ended`.
         self.is_ended.publish(true);
@@ -564,22 +564,18 @@ impl Remote {
     /// completion descriptor if no thread does, and else stands by. Otherwise each event would wake all threads that
     /// sleep on the descriptor.
     pub fn in_turn(&self, waiter: WaiterId) -> Turn<'_> {
-        if !self.pollers.is_empty()
-            && let Some(standby) = self.stand_by(waiter)
-        {
-            return Turn::StandsBy(standby);
+        if !self.pollers.is_empty() && self.pollers.stand_by(waiter.0) {
+            return Turn::StandsBy(StandBy {
+                remote: self,
+                waiter,
+                goes_on: false,
+            });
         }
-        self.enter().map_or(Turn::Down, Turn::Polls)
-    }
-
-    /// Makes completions wake this thread until the value is dropped. The caller checks once more after this, and then
-    /// sleeps on the descriptor too. `None` if the link is down.
-    fn enter(&self) -> Option<Poller<'_>> {
         // Counted in as in `while_open`.
         self.users.enter();
         if !self.up.look() {
             self.users.leave();
-            return None;
+            return Turn::Down;
         }
         // Counted in before `is_subscribed` is read; `maintain` uses the reverse order.
         self.pollers.enter();
@@ -590,7 +586,7 @@ impl Remote {
         };
         self.hush_service();
         self.arm();
-        Some(poller)
+        Turn::Polls(poller)
     }
 
     /// Makes completions wake the service thread too, even if threads of the program sleep on them, until
@@ -619,17 +615,6 @@ impl Remote {
         }
     }
 
-    /// Makes the thread stand by until the value is dropped. Threads that poll wake `waiter` when it has something, and
-    /// the last one of them that leaves wakes it to poll in its place. `None` if no thread polls.
-    fn stand_by(&self, waiter: WaiterId) -> Option<StandBy<'_>> {
-        let others = self.pollers.stand_by(waiter.0);
-        others.then_some(StandBy {
-            remote: self,
-            waiter,
-            goes_on: false,
-        })
-    }
-
     /// Makes completions wake the service thread if `on`, and else stops that. False if that is not possible now.
     fn subscribe_service(&self, on: bool) -> bool {
         let Some(_subscribing) = self.subscribing.lock() else {
@@ -656,10 +641,7 @@ impl Remote {
     pub fn maintain(&self) -> Maintained {
         self.end.settle();
         let sleeps = self.sleeps.load(Relaxed).wrapping_add(self.watchers.sleeps());
-        if self.sleeps_seen.swap(sleeps, Relaxed) != sleeps {
-            return Maintained::Busy;
-        }
-        if self.end.owes() {
+        if self.sleeps_seen.swap(sleeps, Relaxed) != sleeps || self.end.owes() {
             return Maintained::Busy;
         }
         if self.is_subscribed.look() || !self.is_unheard() {
@@ -713,7 +695,8 @@ impl Remote {
     }
 }
 
-/// Makes its thread one that sleeps on the completion descriptor, see [`Remote::in_turn`].
+/// Makes its thread one that sleeps on the completion descriptor, see [`Remote::in_turn`]. Completions wake the thread
+/// until the value is dropped. The thread checks once more before it sleeps.
 pub struct Poller<'a> {
     remote: &'a Remote,
     /// The thread polls no more. Also set by the thread's own signal handlers.
@@ -779,7 +762,8 @@ impl Drop for Poller<'_> {
     }
 }
 
-/// A thread that lets other threads poll, see [`Remote::in_turn`].
+/// A thread that lets other threads poll until the value is dropped, see [`Remote::in_turn`]. Threads that poll wake its
+/// waiter when it has something. The last one of them that leaves wakes it to poll in its place.
 pub struct StandBy<'a> {
     remote: &'a Remote,
     waiter: WaiterId,

@@ -762,8 +762,8 @@ impl Drop for Poller<'_> {
     }
 }
 
-/// A thread that lets other threads poll until the value is dropped, see [`Remote::in_turn`]. Threads that poll wake its
-/// waiter when it has something. The last one of them that leaves wakes it to poll in its place.
+/// A thread that lets other threads poll until the value is dropped, see [`Remote::in_turn`]. Threads that poll wake
+/// its waiter when it has something. The last one of them that leaves wakes it to poll in its place.
 pub struct StandBy<'a> {
     remote: &'a Remote,
     waiter: WaiterId,

@@ -18,7 +18,7 @@ use rdmasock_core::lock::Lock;
 use rdmasock_core::os::thread;
 use rdmasock_core::stats::{Direction, Path, Reason, StatsPage, StreamInfo, StreamStats, Why};
 use rdmasock_core::stream::connection;
-use rdmasock_core::stream::connection::{Connection, ConnectionOf};
+use rdmasock_core::stream::connection::ConnectionOf;
 use rdmasock_core::stream::handshake::Role;
 pub use rdmasock_core::stream::mode::{Mode, Receiving, Sending};
 use rdmasock_core::stream::policy::Progress;
@@ -216,6 +216,7 @@ impl Wakes {
 }
 
 /// The object of one TCP socket.
+#[derive(Default)]
 #[repr(align(128))]
 pub struct Socket {
     /// Core's connection: what its two directions run on, and the steps that move them.
@@ -317,28 +318,13 @@ impl Socket {
         if slot as usize >= MAX_SOCKETS {
             return None;
         }
-        let fresh: &'static Socket = Box::leak(Box::new(Socket::new(slot)));
+        let mut fresh = Box::<Socket>::default();
+        fresh.slot = slot;
+        let fresh: &'static Socket = Box::leak(fresh);
         ALL.get(slot as usize)?
             .store(std::ptr::from_ref(fresh).cast_mut(), Release);
         SLOTS.store(slot + 1, Release);
         Some(fresh)
-    }
-
-    fn new(slot: u32) -> Self {
-        Self {
-            connection: Connection::default(),
-            peer_vqpn: AtomicU32::new(0),
-            link: AtomicPtr::new(std::ptr::null_mut()),
-            numbers: Numbers::new(),
-            promotion: Promotion::default(),
-            wakes: Wakes::default(),
-            told: Told::default(),
-            options: Options::default(),
-            blocking: Blocking::default(),
-            keepalive: Keepalive::default(),
-            generation: AtomicU64::new(0),
-            slot,
-        }
     }
 
     /// Returns an object for a new connection with this fd. `None` if there are [`MAX_SOCKETS`] in use, or in a signal
@@ -944,9 +930,9 @@ pub struct Numbers {
     pub left_behind: AtomicBool,
 }
 
-impl Numbers {
-    /// Returns a record without fds.
-    fn new() -> Self {
+/// A record without fds.
+impl Default for Numbers {
+    fn default() -> Self {
         Self {
             fd: AtomicI32::new(-1),
             cookie: Cookie::default(),
@@ -957,7 +943,9 @@ impl Numbers {
             left_behind: AtomicBool::new(false),
         }
     }
+}
 
+impl Numbers {
     /// Resets the record for a new connection, which `fd` stands for, if it is not negative. The caller alone has it.
     fn reset(&self, fd: c_int) {
         self.closed.reset(closed::OPEN);

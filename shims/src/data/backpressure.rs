@@ -279,7 +279,7 @@ pub fn ask_for_room(socket: &'static Socket, then: u64) -> Option<u64> {
 fn is_behind(socket: &Socket) -> bool {
     let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
     let remote = socket.link().and_then(Link::remote);
-    remote.is_some_and(|remote| remote.unsent(theirs) > 0)
+    remote.is_some_and(|remote| remote.end().unsent(theirs) > 0)
 }
 
 // The receiving end.

@@ -431,7 +431,7 @@ impl StreamLink for &'static Link {
 
     fn doubt(&self) {
         if let Some(remote) = self.remote() {
-            remote.doubt();
+            remote.end().doubt();
         }
     }
 }

@@ -110,7 +110,7 @@ fn away(socket: &'static Socket) -> Away {
     let unconfirmed = remote.unconfirmed(theirs);
     Away {
         unconfirmed,
-        unsent: remote.unsent(theirs).min(unconfirmed),
+        unsent: remote.end().unsent(theirs).min(unconfirmed),
     }
 }
 

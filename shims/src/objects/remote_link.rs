@@ -17,7 +17,7 @@ use rdmasock_core::ids::Vqpn;
 use rdmasock_core::lock::Lock;
 use rdmasock_core::stats::{Event, Reason};
 use rdmasock_core::sync::{Presence, Published, SleepFlag};
-use rdmasock_core::wire::{Introduction, Message};
+use rdmasock_core::wire::Introduction;
 
 use crate::config::arenas::Device;
 use crate::config::verbs::{Pair, State};
@@ -352,38 +352,6 @@ impl Remote {
     /// the peer is asked.
     pub fn unconfirmed(&self, theirs: Vqpn) -> u64 {
         self.end.unconfirmed(theirs).unwrap_or(0)
-    }
-
-    /// Returns how many bytes committed to the peer's stream `theirs` are not sent yet, since the peer's ring has no
-    /// room.
-    pub fn unsent(&self, theirs: Vqpn) -> u64 {
-        self.end.unsent(theirs)
-    }
-
-    /// Returns whether the service thread has to check, about once a second, that the peer's device still answers.
-    pub fn is_watched(&self) -> bool {
-        self.end.is_watched()
-    }
-
-    /// Returns whether anything has come from the peer.
-    pub fn has_received(&self) -> bool {
-        self.end.counts().received > 0
-    }
-
-    /// Notes a doubt about the link, since the peer reports that its end has failed. The peer's device is then asked
-    /// even if nothing is posted.
-    pub fn doubt(&self) {
-        self.end.doubt();
-    }
-
-    /// Checks that the peer's device still answers. `now` in monotonic ns.
-    pub fn tick(&self, now: u64) {
-        self.end.tick(now);
-    }
-
-    /// Returns the next message on the side channel; `None` if there is none.
-    pub fn take_message(&self) -> Option<Message> {
-        self.end.take_message()
     }
 
     /// Returns whether the link cannot be used further. No more bytes come from the peer then.

@@ -238,7 +238,7 @@ impl Worker {
         let Some(HalfOpen { peer, cookie, .. }) = self.links.half_open.get(&id) else {
             return;
         };
-        if self.remote_link(id).is_some_and(|(_, d)| d.has_received()) {
+        if self.remote_link(id).is_some_and(|(_, d)| d.end().counts().received > 0) {
             self.library.offers.redeem(cookie, peer);
             self.links.half_open.remove(&id);
         }
@@ -322,7 +322,7 @@ impl Worker {
             return;
         };
         self.retire_bulk(link, remote);
-        if remote.is_watched() {
+        if remote.end().is_watched() {
             let at = || crate::sys::time::now_ns() + WATCH_EVERY;
             self.alarms.watch.get_or_insert_with(at);
         }
@@ -370,10 +370,10 @@ impl Worker {
     /// links that have failed.
     pub(super) fn watch_links(&mut self, now: u64) {
         for remote in link::all().iter().filter_map(|l| l.remote()) {
-            if remote.is_watched() {
-                remote.tick(now);
+            if remote.end().is_watched() {
+                remote.end().tick(now);
             }
-            if remote.is_watched() {
+            if remote.end().is_watched() {
                 self.alarms.watch = Some(now + WATCH_EVERY);
             }
         }
@@ -403,7 +403,7 @@ impl Worker {
 
     /// Handles the messages that have come over the link's side channel.
     fn take_messages(&mut self, id: u64, remote: &'static Remote) {
-        while let Some(message) = remote.take_message() {
+        while let Some(message) = remote.end().take_message() {
             if message.fds() > 0 {
                 return self.violation(id);
             }

@@ -23,8 +23,9 @@
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
-use std::sync::atomic::{AtomicI32, AtomicU8, AtomicU16};
+use std::sync::atomic::{AtomicI32, AtomicU16};
 
+use once_cell::race::OnceBool;
 use rdmasock_core::fabric::layout::READY_QUEUES;
 use rdmasock_core::fabric::waiter::{FLAGS_BYTES, FlagPage, MAX_WAITERS, Onlookers, POLLING, WaiterId};
 use rdmasock_core::lock::Lock;
@@ -75,15 +76,6 @@ struct Numbers {
     free: Vec<u16>,
 }
 
-impl Numbers {
-    fn new(kind: Kind) -> Lock<Self> {
-        Lock::new(Self {
-            next: kind.range().0,
-            free: Vec::new(),
-        })
-    }
-}
-
 /// The waiters of an instance.
 pub struct Waiters {
     page: FlagPage,
@@ -97,8 +89,8 @@ pub struct Waiters {
     events: Box<[AtomicI32]>,
     /// Which sockets the threads of polling waiters poll in the kernel.
     pub onlookers: Onlookers,
-    /// Whether this kernel reports each press of a button: 0 not known yet, 1 no, 2 yes.
-    doorbells: AtomicU8,
+    /// Whether this kernel reports each press of a button.
+    are_doorbells_reliable: OnceBool,
 }
 
 impl Waiters {
@@ -109,12 +101,15 @@ impl Waiters {
         let this = Self {
             page: FlagPage::new(page).ok_or(Errno::INVAL)?,
             page_fd,
-            numbers: KINDS.map(Numbers::new),
+            numbers: KINDS.map(|kind| {
+                let (next, _) = kind.range();
+                Lock::new(Numbers { next, free: Vec::new() })
+            }),
             shared: AtomicU16::new(0),
             polled: none(),
             events: none(),
             onlookers: Onlookers::new(POLLING),
-            doorbells: AtomicU8::new(0),
+            are_doorbells_reliable: OnceBool::new(),
         };
         let event = event()?;
         keep(&this.polled, SERVICE, event.as_raw_fd());
@@ -216,23 +211,12 @@ impl Waiters {
     pub fn add_doorbell(&self, id: WaiterId) -> Result<(Doorbell, Button), Errno> {
         let set = kept(&self.polled, id).filter(|_| id != SERVICE);
         let set = set.ok_or(Errno::INVAL)?;
-        if !self.do_doorbells_work() {
+        if !self.are_doorbells_reliable.get_or_init(doorbell::is_reliable) {
             return Err(Errno::OPNOTSUPP);
         }
         let (bell, button) = doorbell::pair()?;
         hang(set, bell.as_fd())?;
         Ok((bell, button))
-    }
-
-    fn do_doorbells_work(&self) -> bool {
-        match self.doorbells.load(Relaxed) {
-            0 => {
-                let works = doorbell::is_reliable();
-                self.doorbells.store(1 + u8::from(works), Relaxed);
-                works
-            }
-            known => known == 2,
-        }
     }
 
     /// Makes the kernel forget the presses so far, after a level-triggered poll of [`Self::doorbell`].

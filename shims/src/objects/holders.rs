@@ -232,10 +232,7 @@ impl Holders {
 
     /// Returns whether another holder wants this stream.
     pub fn is_wanted(&self) -> bool {
-        match self.at.load(Acquire) {
-            0 | u32::MAX => false,
-            index => cell(index).is_some_and(|c| c.word.load(Acquire) & WANTED != 0),
-        }
+        self.counted().is_some_and(|c| c.word.load(Acquire) & WANTED != 0)
     }
 
     /// Waits until the owner has taken the stream back to TCP, for at most `PATIENCE`. False if the owner does not

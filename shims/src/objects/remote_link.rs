@@ -20,7 +20,7 @@ use rdmasock_core::sync::{Presence, Published, SleepFlag};
 use rdmasock_core::wire::Introduction;
 
 use crate::config::arenas::Device;
-use crate::config::verbs::{Pair, State};
+use crate::config::verbs::Pair;
 use crate::config::ways::Costs;
 use crate::config::{ZeroCopy, config, ways};
 use crate::objects::library::Library;
@@ -262,11 +262,6 @@ impl Remote {
     /// Returns the queue pair's descriptors, for its state and for completions; -1 before the first link.
     pub fn fds(&self) -> [c_int; 2] {
         [self.state_fd.load(Acquire), self.completion_fd.load(Acquire)]
-    }
-
-    /// Returns the state of the queue pair.
-    pub fn state(&self) -> State {
-        self.end.qp().state()
     }
 
     /// Takes in what has come, and sends what can be sent. True if something has come.

@@ -189,7 +189,7 @@ impl Worker {
     /// Handles an event of a queue pair whose state may have changed.
     pub(super) fn on_pair_state(&mut self, id: u64) {
         if let Some((link, remote)) = self.remote_link(id) {
-            if let State::Down(error) = remote.state() {
+            if let State::Down(error) = remote.end().qp().state() {
                 tracing::info!(target: "rdmasock", peer = %link.peer(), %error, "link lost");
                 self.hang_up(id, Reason::LinkFailed);
             }

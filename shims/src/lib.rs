@@ -18,7 +18,7 @@
 //!
 //! A layer that has to call one above it gets a function, once. There are three: the start of the service thread
 //! (`objects::mailbox`), the making of an instance in a fork's child (`objects::library`), and the end of a
-//! connection (`notify::closing::Told`).
+//! connection (`notify::call::Told`).
 
 #![warn(missing_docs)]
 

@@ -1,5 +1,5 @@
 //! The functions of `include/rdmasock.h`, by which a program asks the library itself. Each is one function with the C
-//! ABI. This file has the check that they share: whether an fd is a TCP socket of the program.
+//! ABI.
 //!
 //! As in [`hooks`](crate::hooks), code that blocks or has destructors lies below these, in functions of Rust's own ABI.
 #![allow(
@@ -48,7 +48,7 @@ fn is_tcp(fd: c_int) -> Result<(), c_int> {
     }
 }
 
-// `rdmasock_info`: reports what a connection runs on, and how many bytes it has carried.
+// `rdmasock_info`: what a connection runs on, and how many bytes it has carried.
 
 /// `RDMASOCK_WAYS`: the number of ways (TCP, shared memory, RDMA).
 const WAYS: usize = 3;
@@ -247,33 +247,6 @@ impl Write for Text<'_> {
     }
 }
 
-#[cfg(test)]
-mod info_tests {
-    use super::*;
-
-    #[test]
-    fn the_longest_reason_fits() {
-        let longest = Reason::ALL.iter().max_by_key(|r| r.text().len()).unwrap();
-        let info = told(blank(), Why::declined(*longest));
-        let text: Vec<u8> = info
-            .why_text
-            .iter()
-            .take_while(|c| **c != 0)
-            .map(|c| *c as u8)
-            .collect();
-        assert_eq!(String::from_utf8(text).unwrap(), Why::declined(*longest).to_string());
-    }
-
-    #[test]
-    fn text_that_does_not_fit_is_cut_and_still_ended() {
-        let mut room = [0; 5];
-        let mut text = Text { room: &mut room, at: 0 };
-        text.write_str("abc").unwrap();
-        text.write_str("defg").unwrap();
-        assert_eq!(room.map(|c| c as u8), *b"abcd\0");
-    }
-}
-
 // `rdmasock_prefer`: a program says what a connection is to run on.
 
 /// The value of `RDMASOCK_TCP`.
@@ -431,5 +404,32 @@ pub unsafe extern "C" fn release(fd: c_int, n: usize) -> c_int {
             0
         }
         Err(error) => errno::fail(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_longest_reason_fits() {
+        let longest = Reason::ALL.iter().max_by_key(|r| r.text().len()).unwrap();
+        let info = told(blank(), Why::declined(*longest));
+        let text: Vec<u8> = info
+            .why_text
+            .iter()
+            .take_while(|c| **c != 0)
+            .map(|c| *c as u8)
+            .collect();
+        assert_eq!(String::from_utf8(text).unwrap(), Why::declined(*longest).to_string());
+    }
+
+    #[test]
+    fn text_that_does_not_fit_is_cut_and_still_ended() {
+        let mut room = [0; 5];
+        let mut text = Text { room: &mut room, at: 0 };
+        text.write_str("abc").unwrap();
+        text.write_str("defg").unwrap();
+        assert_eq!(room.map(|c| c as u8), *b"abcd\0");
     }
 }

@@ -1,6 +1,6 @@
 //! The registrations of the registered allocator's memory (`alloc/`, docs/design/allocator.md): the key by which a
 //! link's device knows each piece. A registration is kept from call to call for as long as the piece stays what it was.
-//! `pinned.rs` uses the registrations for calls.
+//! `objects/pinned.rs` uses the registrations for calls. A [`Budget`] bounds what is registered at a time.
 //!
 //! Registrations of a piece are kept under the piece's epoch, which the allocator changes before anything happens to
 //! the memory. A call reads the epoch first, so it never uses a registration from before a change. As a rule the
@@ -20,6 +20,9 @@ use crate::config::{Alloc, config, warn};
 
 /// The most pieces that are kept.
 const MOST: usize = 4096;
+
+/// The unit in which the kernel counts locked memory, bytes.
+pub const PAGE: u64 = 4096;
 
 /// The allocator's table; null until the allocator is found.
 static TABLE: AtomicPtr<Table> = AtomicPtr::new(std::ptr::null_mut());
@@ -286,17 +289,9 @@ fn take_oldest(all: &mut Vec<Arc<Kept>>) -> Option<Arc<Kept>> {
     Some(all.remove(at))
 }
 
-#[cfg(test)]
-mod tests;
-
-// How much of the program's memory devices may reach at a time, over all links. The kernel keeps such pages in memory
-// and counts them, like the rings, against the limit on locked memory. So this budget is half of the limit; the other
-// half is for links to come.
-
-/// The unit in which the kernel counts locked memory, bytes.
-pub const PAGE: u64 = 4096;
-
-/// The bytes that are registered now.
+/// The bytes of the program's memory that devices may reach, over all links. The kernel keeps such pages in memory and
+/// counts them, like the rings, against the limit on locked memory. So the budget is half of the limit; the other half
+/// is for links to come.
 #[derive(Default)]
 pub struct Budget(AtomicU64);
 
@@ -335,37 +330,4 @@ impl Budget {
 }
 
 #[cfg(test)]
-mod budget_tests {
-    use super::*;
-
-    const KIB: usize = 1024;
-
-    #[test]
-    fn no_more_is_taken_than_there_is() {
-        let budget = Budget::default();
-        let limit = 1024 * KIB as u64;
-        let (first, first_cost) = budget.take(600 * KIB, 64 * KIB, limit).unwrap();
-        assert_eq!((first, first_cost), (600 * KIB, 608 * KIB as u64));
-        // The second call gets the rest of the limit.
-        let (second, second_cost) = budget.take(600 * KIB, 64 * KIB, limit).unwrap();
-        assert_eq!(second, 1024 * KIB - 608 * KIB - 8 * KIB);
-        assert_eq!(budget.take(4 * KIB, 4 * KIB, limit), None);
-        budget.give_back(first_cost);
-        assert_eq!(budget.take(700 * KIB, 601 * KIB, limit), None);
-        assert_eq!(budget.take(700 * KIB, 600 * KIB, limit).unwrap().0, 600 * KIB);
-        budget.give_back(first_cost);
-        budget.give_back(second_cost);
-        assert_eq!(budget.0.into_inner(), 0);
-    }
-
-    #[test]
-    fn there_may_be_nothing_and_no_limit() {
-        let budget = Budget::default();
-        for limit in [0, 4096, 8192] {
-            assert_eq!(budget.take(100_000, 1, limit), None);
-        }
-        assert_eq!(budget.take(1 << 30, 1, u64::MAX).unwrap().0, 1 << 30);
-        // A limit that was lowered meanwhile, below what is taken.
-        assert_eq!(budget.take(1, 1, 8192), None);
-    }
-}
+mod tests;

@@ -1,7 +1,7 @@
 //! Which other hosts are in reach: whether this host has an RDMA device that leads to a destination. Also the port and
 //! the secret by which hosts ask each other.
 //!
-//! `service::remote` asks, and `service::control` answers.
+//! `service::hosts` asks, and `service::control` answers.
 
 use std::collections::HashMap;
 use std::net::IpAddr;

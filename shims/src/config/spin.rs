@@ -231,45 +231,15 @@ impl Load {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn bound(room: Room, of: Peers) -> u64 {
-        // The next check is due at the kernel clock's next tick.
-        LOAD.at.store(crate::sys::time::tick(), Relaxed);
-        LOAD.room.store(room as u8, Relaxed);
-        Spinner::new().bound(of)
-    }
-
-    #[test]
-    fn a_moment_with_too_many_threads_is_not_yet_a_full_machine() {
-        assert_eq!(Room::of(2, 2, false), Room::Free);
-        assert_eq!(Room::of(3, 2, true), Room::Crowded);
-        assert_eq!(Room::of(3, 2, false), Room::Full);
-    }
-
-    #[test]
-    fn on_a_full_machine_nobody_spins_for_processes_of_this_host() {
-        // Another test may have checked in between, or the clock may have ticked.
-        let mut tries = 0..1_000;
-        assert!(tries.any(|_| bound(Room::Full, Peers::Near) == 0 && bound(Room::Full, Peers::Far) == SLEEP_COST));
-        assert!(tries.any(|_| bound(Room::Crowded, Peers::Near) == SLEEP_COST));
-        assert!(tries.any(|_| bound(Room::Free, Peers::Near) > SLEEP_COST));
-        assert!(tries.any(|_| bound(Room::OneCore, Peers::Far) == 0));
-    }
-}
-
-// How many threads can run on this machine, and on how many processors. The kernel is asked only on request; `spin.rs`
-// draws the conclusions.
+// How many threads can run on this machine, and on how many processors.
 
 /// The load at the moment of the request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Counted {
+struct Counted {
     /// Threads that can run, the caller's included.
-    pub running: u32,
+    running: u32,
     /// Processors that this process may use.
-    pub processors: u32,
+    processors: u32,
 }
 
 static FD: AtomicI32 = AtomicI32::new(-1);
@@ -282,7 +252,7 @@ pub fn after_fork() {
 
 /// Returns how many processors this process may use, which is a container's or taskset's share. `None` if the kernel
 /// does not report it.
-pub fn processors() -> Option<u32> {
+fn processors() -> Option<u32> {
     let mut processors = PROCESSORS.load(Relaxed);
     if processors == 0 {
         processors = rustix::thread::sched_getaffinity(None).ok()?.count();
@@ -292,7 +262,7 @@ pub fn processors() -> Option<u32> {
 }
 
 /// Asks the kernel for the load, by one system call. `None` if it does not report it.
-pub fn now() -> Option<Counted> {
+fn now() -> Option<Counted> {
     let processors = processors()?;
     let mut fd = FD.load(Acquire);
     if fd < 0 {
@@ -324,8 +294,32 @@ fn running(text: &[u8]) -> Option<u32> {
 }
 
 #[cfg(test)]
-mod load_tests {
+mod tests {
     use super::*;
+
+    fn bound(room: Room, of: Peers) -> u64 {
+        // The next check is due at the kernel clock's next tick.
+        LOAD.at.store(crate::sys::time::tick(), Relaxed);
+        LOAD.room.store(room as u8, Relaxed);
+        Spinner::new().bound(of)
+    }
+
+    #[test]
+    fn a_moment_with_too_many_threads_is_not_yet_a_full_machine() {
+        assert_eq!(Room::of(2, 2, false), Room::Free);
+        assert_eq!(Room::of(3, 2, true), Room::Crowded);
+        assert_eq!(Room::of(3, 2, false), Room::Full);
+    }
+
+    #[test]
+    fn on_a_full_machine_nobody_spins_for_processes_of_this_host() {
+        // Another test may have checked in between, or the clock may have ticked.
+        let mut tries = 0..1_000;
+        assert!(tries.any(|_| bound(Room::Full, Peers::Near) == 0 && bound(Room::Full, Peers::Far) == SLEEP_COST));
+        assert!(tries.any(|_| bound(Room::Crowded, Peers::Near) == SLEEP_COST));
+        assert!(tries.any(|_| bound(Room::Free, Peers::Near) > SLEEP_COST));
+        assert!(tries.any(|_| bound(Room::OneCore, Peers::Far) == 0));
+    }
 
     #[test]
     fn the_kernels_text_is_understood() {

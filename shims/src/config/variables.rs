@@ -1,5 +1,5 @@
 //! The table of environment variables: names, defaults, accepted values, meanings, and how each value gets into a
-//! [`Config`].
+//! [`Config`]. The values that are more complex than a word or a number have types, each with its notation.
 
 use core::fmt;
 use std::ffi::{CString, OsStr};
@@ -351,30 +351,8 @@ fn distance(left: &str, right: &str) -> usize {
     row.last().copied().unwrap_or_default()
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_distance_counts_edits() {
-        for (left, right, edits) in [("", "abc", 3), ("kitten", "sitting", 3), ("same", "same", 0)] {
-            assert_eq!(distance(left, right), edits);
-            assert_eq!(distance(right, left), edits);
-        }
-    }
-
-    #[test]
-    fn a_misspelt_name_finds_its_variable() {
-        assert_eq!(nearest("RDMASOCK_SPIN"), "RDMASOCK_SPIN_US");
-        assert_eq!(nearest("RDMASOCK_FABRIC"), "RDMASOCK_FABRICS");
-        assert_eq!(nearest("RDMASOCK_LOGFILE"), "RDMASOCK_LOG_FILE");
-    }
-}
-
-// The values of variables that are more complex than a word or a number, each with its notation.
-
 /// Returns the items of a comma-separated list.
-pub(super) fn items(list: &str) -> impl Iterator<Item = &str> {
+fn items(list: &str) -> impl Iterator<Item = &str> {
     list.split(',').map(str::trim)
 }
 
@@ -416,7 +394,7 @@ impl Size {
     }
 
     /// Returns whether the size is a power of two from `least` to `most`.
-    pub(super) fn is_ring_size(self, least: Self, most: Self) -> bool {
+    fn is_ring_size(self, least: Self, most: Self) -> bool {
         self.0.is_power_of_two() && (least..=most).contains(&self)
     }
 
@@ -575,7 +553,7 @@ fn level(word: &str) -> Option<LevelFilter> {
 }
 
 #[cfg(test)]
-mod value_tests {
+mod tests {
     use proptest::prelude::*;
 
     use super::*;
@@ -645,5 +623,20 @@ mod value_tests {
         for text in ["loud", "link=", "=warn", "warn,", "5"] {
             assert_eq!(LogFilter::parse(text), None, "{text:?}");
         }
+    }
+
+    #[test]
+    fn the_distance_counts_edits() {
+        for (left, right, edits) in [("", "abc", 3), ("kitten", "sitting", 3), ("same", "same", 0)] {
+            assert_eq!(distance(left, right), edits);
+            assert_eq!(distance(right, left), edits);
+        }
+    }
+
+    #[test]
+    fn a_misspelt_name_finds_its_variable() {
+        assert_eq!(nearest("RDMASOCK_SPIN"), "RDMASOCK_SPIN_US");
+        assert_eq!(nearest("RDMASOCK_FABRIC"), "RDMASOCK_FABRICS");
+        assert_eq!(nearest("RDMASOCK_LOGFILE"), "RDMASOCK_LOG_FILE");
     }
 }

@@ -6,9 +6,9 @@
 //! | put | the sender's device WRITEs them into a buffer that the receiver has posted | a receive waits with a buffer |
 //! | get | the receiver's device READs them from memory that the sender offers | only the sender waits in its call |
 //!
-//! A blocking send of the threshold or more looks for a posted buffer first (`tx/direct.rs`), then offers its memory
-//! (`tx/offered.rs`), then copies. A send that may not wait copies into the send buffer. From there the device still
-//! puts the bytes into a posted buffer.
+//! A blocking send of the threshold or more looks for a posted buffer first, then offers its memory, then copies
+//! (`data/zero_copy.rs`). A send that may not wait copies into the send buffer. From there the device still puts the
+//! bytes into a posted buffer.
 //!
 //! The threshold is the size at which a copy begins to cost more than a registration. The cost of a copy is stated
 //! here. The cost of a registration is measured for each link, whenever a registration is made. No registration is made

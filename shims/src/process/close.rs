@@ -24,7 +24,7 @@ use crate::objects::socket;
 use crate::objects::socket::{Control, Farewell, Mode, Receiving, Sending, Socket, Stage, closed};
 use crate::sys::errno;
 
-/// The functions that `notify/closing` calls when a thread finds the end of a connection.
+/// The functions that `notify/call` calls when a thread finds the end of a connection.
 pub static TOLD: Told = Told { on_call_back, lose };
 
 /// Releases the connection for `fd`, which the program closes and which is not in the table any more. Returns the
@@ -335,7 +335,7 @@ pub fn is_hard(socket: &Socket) -> bool {
     socket.numbers.anchor_fd().is_some_and(linger)
 }
 
-/// Leaves the rest of a close to `service::linger`, if not all of `unsent` is in TCP, or markers are `awaited`. The
+/// Leaves the rest of a close to the service thread, if not all of `unsent` is in TCP, or markers are `awaited`. The
 /// caller holds the control lock.
 fn linger(socket: &'static Socket, awaited: Option<Awaited>, unsent: Vec<u8>) {
     let Some(anchor) = socket.numbers.anchor_fd() else {

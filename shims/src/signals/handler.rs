@@ -7,6 +7,8 @@
 //!
 //! The frame of a handler that has returned may be taken for a live one, until it is overwritten. Then a request is put
 //! off in vain. Handlers that `process/sigaction` does not call are not seen.
+//!
+//! A sleep of [`on_duty`] hands its work over before a handler runs.
 
 use rdmasock_core::os::thread::Thread;
 use rdmasock_core::os::{kernel, thread};
@@ -74,8 +76,56 @@ fn is_readable(place: usize) -> bool {
     asked != Err(rustix::io::Errno::FAULT)
 }
 
+// Work that a thread does for others while it sleeps. A signal handler of the program's may wait for any time. So
+// while a handler runs above the sleep, other threads have to do that work.
+
+type HandOver<'a> = &'a dyn Fn();
+
+/// Runs `sleep`, a call that blocks. If a signal handler runs meanwhile, calls `hand_over` before it, once. `hand_over`
+/// is async-signal-safe.
+pub fn on_duty<R>(hand_over: HandOver<'_>, sleep: impl FnOnce() -> R) -> R {
+    let _duty = Duty::begin(&hand_over);
+    sleep()
+}
+
+/// Keeps the thread's `hand_over` until it is dropped, also if the thread is cancelled.
+struct Duty {
+    /// The `hand_over` of the call that a signal handler has interrupted, or null.
+    before: *const (),
+}
+
+impl Duty {
+    fn begin(hand_over: &HandOver<'_>) -> Self {
+        let before = thread::current().duty().replace(std::ptr::from_ref(hand_over).cast());
+        Self { before }
+    }
+}
+
+impl Drop for Duty {
+    fn drop(&mut self) {
+        thread::current().duty().set(self.before);
+    }
+}
+
+/// Hands the thread's work over. For a signal handler that is about to run while the thread has no critical section
+/// open.
+#[inline]
+pub fn on_handler() {
+    let duty = thread::current().duty().replace(std::ptr::null());
+    if !duty.is_null() {
+        hand_over(duty);
+    }
+}
+
+#[cold]
+fn hand_over(duty: *const ()) {
+    // SAFETY: `begin` has stored this address, of a value in the frame of a call in which this thread still is.
+    (unsafe { *duty.cast::<HandOver<'_>>() })();
+}
+
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
     use std::sync::atomic::AtomicU32;
     use std::sync::atomic::Ordering::SeqCst;
 
@@ -136,60 +186,6 @@ mod tests {
         .join()
         .unwrap();
     }
-}
-
-// Work that a thread does for others while it sleeps. A signal handler of the program's may wait for any time. So
-// while a handler runs above the sleep, other threads have to do that work.
-
-type HandOver<'a> = &'a dyn Fn();
-
-/// Runs `sleep`, a call that blocks. If a signal handler runs meanwhile, calls `hand_over` before it, once. `hand_over`
-/// is async-signal-safe.
-pub fn on_duty<R>(hand_over: HandOver<'_>, sleep: impl FnOnce() -> R) -> R {
-    let _duty = Duty::begin(&hand_over);
-    sleep()
-}
-
-/// Keeps the thread's `hand_over` until it is dropped, also if the thread is cancelled.
-struct Duty {
-    /// The `hand_over` of the call that a signal handler has interrupted, or null.
-    before: *const (),
-}
-
-impl Duty {
-    fn begin(hand_over: &HandOver<'_>) -> Self {
-        let before = thread::current().duty().replace(std::ptr::from_ref(hand_over).cast());
-        Self { before }
-    }
-}
-
-impl Drop for Duty {
-    fn drop(&mut self) {
-        thread::current().duty().set(self.before);
-    }
-}
-
-/// Hands the thread's work over. For a signal handler that is about to run while the thread has no critical section
-/// open.
-#[inline]
-pub fn on_handler() {
-    let duty = thread::current().duty().replace(std::ptr::null());
-    if !duty.is_null() {
-        hand_over(duty);
-    }
-}
-
-#[cold]
-fn hand_over(duty: *const ()) {
-    // SAFETY: `begin` has stored this address, of a value in the frame of a call in which this thread still is.
-    (unsafe { *duty.cast::<HandOver<'_>>() })();
-}
-
-#[cfg(test)]
-mod duty_tests {
-    use std::cell::Cell;
-
-    use super::*;
 
     #[test]
     fn it_is_handed_over_once_and_the_call_beneath_has_its_own() {

@@ -1,4 +1,4 @@
-//! Makes the instance, and decides what a new fd becomes.
+//! Makes the instance from all its parts. [`lifecycle`] says what a new fd becomes, [`seccomp`] what a filter ends.
 
 use once_cell::race::OnceBox;
 use rdmasock_core::ids::InstanceId;
@@ -16,8 +16,6 @@ use crate::service;
 
 pub(crate) mod lifecycle;
 pub(crate) mod seccomp;
-
-// Makes the instance from all its parts, in a layer above all of them.
 
 /// Whether connections are accelerated in this process. Makes the instance, but not in a fork child whose ancestors had
 /// one. Many children live for one short connection, and an instance costs as much as such a connection. There

@@ -550,7 +550,7 @@ fn is_glibc(path: &[u8]) -> bool {
 }
 
 #[cfg(test)]
-mod loaded_tests {
+mod tests {
     use super::*;
 
     #[test]

@@ -1,4 +1,5 @@
-//! Socket options as the kernel has them, by raw system calls, so that no hook is entered.
+//! Socket options as the kernel has them, by raw system calls, so that no hook is entered. [`Keepalive`] has the
+//! program's keepalive settings while the kernel has the library's.
 
 use std::ffi::c_int;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -207,87 +208,6 @@ fn ask(fd: BorrowedFd<'_>, request: usize) -> Option<c_int> {
     result.is_ok().then_some(value)
 }
 
-#[cfg(test)]
-mod tests {
-    use std::net::{Shutdown, TcpListener, TcpStream};
-    use std::os::fd::AsFd;
-
-    use super::*;
-
-    #[test]
-    fn only_the_peer_ends_its_direction() {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let ours = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        let (theirs, _) = listener.accept().unwrap();
-        let has_ended = || crate::notify::ready::has_peer_ended(ours.as_fd());
-        assert!(!has_ended());
-        ours.shutdown(Shutdown::Read).unwrap();
-        assert!(!has_ended());
-        ours.shutdown(Shutdown::Both).unwrap();
-        assert!(!has_ended());
-        theirs.shutdown(Shutdown::Write).unwrap();
-        while !has_ended() {
-            std::thread::sleep(std::time::Duration::from_millis(1));
-        }
-    }
-
-    #[test]
-    fn a_low_water_mark_is_seen_and_so_is_its_end() {
-        let socket = TcpListener::bind("127.0.0.1:0").unwrap();
-        let fd = socket.as_fd();
-        assert!(!is_beyond_links(fd));
-        set(fd, LOW_WATER, 10);
-        assert!(is_beyond_links(fd));
-        // The kernel takes 0 for 1.
-        set(fd, LOW_WATER, 0);
-        assert!(!is_beyond_links(fd));
-        assert!(may_be_beyond_links(PEEK_OFFSET));
-        assert!(!may_be_beyond_links((libc::SOL_SOCKET, libc::SO_KEEPALIVE)));
-    }
-
-    #[test]
-    fn every_option_that_is_beyond_links_is_seen_when_it_is_set_and_when_it_is_not_any_more() {
-        // The option, a value that is beyond links, and a value that is not.
-        let names = [
-            (LOW_WATER, 5, 1),
-            (UNSENT_LOW_WATER, 16_384, 0),
-            (PEEK_OFFSET, 0, -1),
-            (PACE, 1_000_000, -1),
-            ((libc::SOL_SOCKET, libc::SO_TIMESTAMPING), 1 << 3, 0),
-            ((libc::SOL_SOCKET, NEW_TIMESTAMPING), 1 << 3, 0),
-        ];
-        for (name, on, off) in names {
-            let socket = TcpListener::bind("127.0.0.1:0").unwrap();
-            let fd = socket.as_fd();
-            assert!(!is_beyond_links(fd) && may_be_beyond_links(name));
-            set(fd, name, on);
-            assert!(is_beyond_links(fd), "{name:?}");
-            set(fd, name, off);
-            assert!(!is_beyond_links(fd), "{name:?}");
-        }
-        for name in STAMPS.map(|name| (libc::SOL_SOCKET, name)) {
-            let socket = TcpListener::bind("127.0.0.1:0").unwrap();
-            let fd = socket.as_fd();
-            assert!(!stamps(fd) && is_stamp(name) && !may_be_beyond_links(name));
-            set(fd, name, 1);
-            assert!(stamps(fd) && !is_beyond_links(fd), "{name:?}");
-            set(fd, name, 0);
-            assert!(!stamps(fd), "{name:?}");
-        }
-    }
-}
-
-// Keepalive for the anchors of streams between hosts. The data of such a connection takes another way, so it looks
-// idle to a firewall, which would forget it.
-//
-// The library switches keepalive on only where the program has not. Its probes are so patient that they end no
-// connection that would have lived. While the library's keepalive is on, the program reads and changes its own
-// settings, which are kept here.
-//
-// Where the program has its own keepalive, the kernel does not probe while bytes are on their way. A marker may be on
-// its way to a host that is gone. TCP_USER_TIMEOUT (tcp(7)) takes the place of the probes until the marker is
-// acknowledged.
-
 /// Silence before the first probe, s. Shorter than firewalls remember a connection (RFC 5382, REQ-5: 2 hours and 4
 /// minutes; real ones, from 5 minutes on).
 const IDLE_SECONDS: c_int = 240;
@@ -302,7 +222,16 @@ const OURS: [Name; 2] = [
 const VALUES: [c_int; 2] = [IDLE_SECONDS, PROBES];
 const INTERVAL: Name = (libc::IPPROTO_TCP, libc::TCP_KEEPINTVL);
 
-/// The program's settings, while the kernel has the library's.
+/// Keepalive for the anchor of a stream between hosts. The data of such a connection takes another way, so it looks
+/// idle to a firewall, which would forget it.
+///
+/// The library switches keepalive on only where the program has not. Its probes are so patient that they end no
+/// connection that would have lived. While the library's keepalive is on, the program reads and changes its own
+/// settings, which are kept here.
+///
+/// Where the program has its own keepalive, the kernel does not probe while bytes are on their way. A marker may be on
+/// its way to a host that is gone. TCP_USER_TIMEOUT (tcp(7)) takes the place of the probes until the marker is
+/// acknowledged.
 #[derive(Default)]
 pub struct Keepalive {
     /// Held by a thread that changes the kept settings together with the kernel's. Without it a setting that the
@@ -456,10 +385,73 @@ impl Keepalive {
 }
 
 #[cfg(test)]
-mod keepalive_tests {
+mod tests {
+    use std::net::{Shutdown, TcpListener, TcpStream};
     use std::os::fd::AsFd;
 
     use super::*;
+
+    #[test]
+    fn only_the_peer_ends_its_direction() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let ours = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (theirs, _) = listener.accept().unwrap();
+        let has_ended = || crate::notify::ready::has_peer_ended(ours.as_fd());
+        assert!(!has_ended());
+        ours.shutdown(Shutdown::Read).unwrap();
+        assert!(!has_ended());
+        ours.shutdown(Shutdown::Both).unwrap();
+        assert!(!has_ended());
+        theirs.shutdown(Shutdown::Write).unwrap();
+        while !has_ended() {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+    }
+
+    #[test]
+    fn a_low_water_mark_is_seen_and_so_is_its_end() {
+        let socket = TcpListener::bind("127.0.0.1:0").unwrap();
+        let fd = socket.as_fd();
+        assert!(!is_beyond_links(fd));
+        set(fd, LOW_WATER, 10);
+        assert!(is_beyond_links(fd));
+        // The kernel takes 0 for 1.
+        set(fd, LOW_WATER, 0);
+        assert!(!is_beyond_links(fd));
+        assert!(may_be_beyond_links(PEEK_OFFSET));
+        assert!(!may_be_beyond_links((libc::SOL_SOCKET, libc::SO_KEEPALIVE)));
+    }
+
+    #[test]
+    fn every_option_that_is_beyond_links_is_seen_when_it_is_set_and_when_it_is_not_any_more() {
+        // The option, a value that is beyond links, and a value that is not.
+        let names = [
+            (LOW_WATER, 5, 1),
+            (UNSENT_LOW_WATER, 16_384, 0),
+            (PEEK_OFFSET, 0, -1),
+            (PACE, 1_000_000, -1),
+            ((libc::SOL_SOCKET, libc::SO_TIMESTAMPING), 1 << 3, 0),
+            ((libc::SOL_SOCKET, NEW_TIMESTAMPING), 1 << 3, 0),
+        ];
+        for (name, on, off) in names {
+            let socket = TcpListener::bind("127.0.0.1:0").unwrap();
+            let fd = socket.as_fd();
+            assert!(!is_beyond_links(fd) && may_be_beyond_links(name));
+            set(fd, name, on);
+            assert!(is_beyond_links(fd), "{name:?}");
+            set(fd, name, off);
+            assert!(!is_beyond_links(fd), "{name:?}");
+        }
+        for name in STAMPS.map(|name| (libc::SOL_SOCKET, name)) {
+            let socket = TcpListener::bind("127.0.0.1:0").unwrap();
+            let fd = socket.as_fd();
+            assert!(!stamps(fd) && is_stamp(name) && !may_be_beyond_links(name));
+            set(fd, name, 1);
+            assert!(stamps(fd) && !is_beyond_links(fd), "{name:?}");
+            set(fd, name, 0);
+            assert!(!stamps(fd), "{name:?}");
+        }
+    }
 
     fn all(socket: &std::net::TcpListener) -> [Option<c_int>; 3] {
         let fd = socket.as_fd();

@@ -1,4 +1,5 @@
-//! The kernel's struct tcp_info (tcp(7), TCP_INFO; linux/tcp.h). Members that an old kernel does not know are absent.
+//! The kernel's struct tcp_info (tcp(7), TCP_INFO; linux/tcp.h). Members that an old kernel does not know are absent. A
+//! [`Ledger`] has the counts by which `hooks/report.rs` corrects the struct for the program.
 #![allow(missing_docs, reason = "the members of the struct have its names")]
 
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -112,25 +113,6 @@ impl Fields<'_> {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_an_old_kernel_does_not_know_is_left_out() {
-        let mut bytes = [1u8, 0, 0, 0, 9, 9];
-        let mut fields = Fields(&mut bytes);
-        fields.put_u32(0, |n| n + 1);
-        fields.put_u32(4, |_| 0);
-        fields.put_u64(0, |_| 0);
-        assert_eq!(fields.u32(0), 2);
-        assert_eq!(bytes, [2, 0, 0, 0, 9, 9]);
-    }
-}
-
-// The counts that a socket needs to answer a program correctly about its connection. They are the traffic that the
-// kernel does not know of, and the numbers that the program was given before. `hooks/report.rs` gives the answers.
-
 /// The part of the [`Ledger`] for one direction.
 #[derive(Default)]
 pub struct Way {
@@ -186,5 +168,21 @@ impl Ledger {
                 way.calls.fetch_add(counts.link_calls, Relaxed);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_an_old_kernel_does_not_know_is_left_out() {
+        let mut bytes = [1u8, 0, 0, 0, 9, 9];
+        let mut fields = Fields(&mut bytes);
+        fields.put_u32(0, |n| n + 1);
+        fields.put_u32(4, |_| 0);
+        fields.put_u64(0, |_| 0);
+        assert_eq!(fields.u32(0), 2);
+        assert_eq!(bytes, [2, 0, 0, 0, 9, 9]);
     }
 }

@@ -10,6 +10,7 @@ const LEN: usize = 2 << 20;
 /// Where the pieces of the tests begin. No test reads the memory there.
 const START: usize = 1 << 40;
 const PIECES: usize = 64;
+const KIB: usize = 1024;
 
 /// The epochs of the pieces. Each test has pieces of its own.
 static EPOCHS: [AtomicU64; PIECES] = [const { AtomicU64::new(WHOLE) }; PIECES];
@@ -145,4 +146,33 @@ fn what_was_not_used_for_longest_makes_room_and_what_is_used_stays() {
     assert!(is_known(&arenas, device, 10));
     assert_eq!(leave(used), 0);
     assert_eq!(arenas.make_room(1), LEN as u64);
+}
+
+#[test]
+fn no_more_is_taken_than_there_is() {
+    let budget = Budget::default();
+    let limit = 1024 * KIB as u64;
+    let (first, first_cost) = budget.take(600 * KIB, 64 * KIB, limit).unwrap();
+    assert_eq!((first, first_cost), (600 * KIB, 608 * KIB as u64));
+    // The second call gets the rest of the limit.
+    let (second, second_cost) = budget.take(600 * KIB, 64 * KIB, limit).unwrap();
+    assert_eq!(second, 1024 * KIB - 608 * KIB - 8 * KIB);
+    assert_eq!(budget.take(4 * KIB, 4 * KIB, limit), None);
+    budget.give_back(first_cost);
+    assert_eq!(budget.take(700 * KIB, 601 * KIB, limit), None);
+    assert_eq!(budget.take(700 * KIB, 600 * KIB, limit).unwrap().0, 600 * KIB);
+    budget.give_back(first_cost);
+    budget.give_back(second_cost);
+    assert_eq!(budget.0.into_inner(), 0);
+}
+
+#[test]
+fn there_may_be_nothing_and_no_limit() {
+    let budget = Budget::default();
+    for limit in [0, 4096, 8192] {
+        assert_eq!(budget.take(100_000, 1, limit), None);
+    }
+    assert_eq!(budget.take(1 << 30, 1, u64::MAX).unwrap().0, 1 << 30);
+    // A limit that was lowered meanwhile, below what is taken.
+    assert_eq!(budget.take(1, 1, 8192), None);
 }

@@ -1,5 +1,5 @@
 //! Shared helpers of the programs that run unmodified software with and without the library:
-//! the demonstration (`demo`), the benchmark (`bench`) and the test matrix (`tests/programs.rs`).
+//! the demonstration (`demo`), the benchmark (`bench`) and the test matrix (`tests/programs/main.rs`).
 //! Nothing here is ever loaded into the programs under test.
 
 pub mod filter;

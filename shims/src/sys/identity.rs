@@ -9,9 +9,13 @@
 //! third as fast.
 
 use std::ffi::c_int;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+
+use rustix::io::Errno;
+
+use crate::sys::sockopt;
 
 /// The constant is not among libc's (asm-generic/socket.h).
 const SO_COOKIE: c_int = 57;
@@ -43,25 +47,10 @@ impl Cookie {
 /// Returns the cookie of the socket behind `fd`, or `Some(None)` if `fd` is no socket. `None` if the kernel does not
 /// tell.
 fn ask(fd: BorrowedFd<'_>) -> Option<Option<u64>> {
-    let errno = crate::sys::errno::get();
-    let mut cookie = 0u64;
-    let mut len = size_of::<u64>() as libc::socklen_t;
-    // SAFETY: libc's own function, with a buffer of the right size; no hook is entered.
-    let r = unsafe {
-        crate::sys::real::getsockopt()(
-            fd.as_raw_fd(),
-            libc::SOL_SOCKET,
-            SO_COOKIE,
-            (&raw mut cookie).cast(),
-            &raw mut len,
-        )
-    };
-    let error = crate::sys::errno::get();
-    crate::sys::errno::set(errno);
-    match error {
-        _ if r == 0 => Some(Some(cookie)),
-        libc::EBADF | libc::ENOTSOCK => Some(None),
-        _ => None,
+    match sockopt::bytes(fd, (libc::SOL_SOCKET, SO_COOKIE)) {
+        Ok((cookie, _)) => Some(Some(u64::from_ne_bytes(cookie))),
+        Err(Errno::BADF | Errno::NOTSOCK) => Some(None),
+        Err(_) => None,
     }
 }
 

@@ -8,16 +8,28 @@ use std::sync::atomic::{AtomicBool, AtomicI32};
 
 use rdmasock_core::lock::Lock;
 use rdmasock_core::os::kernel;
+use rustix::io::Errno;
 
 /// Level and name.
 pub type Name = (c_int, c_int);
 
 /// Returns the value of an option that is an int; `None` where the kernel has no such option.
-pub fn get(fd: BorrowedFd<'_>, (level, name): Name) -> Option<c_int> {
-    let mut value: c_int = 0;
-    let mut len = size_of::<c_int>() as libc::socklen_t;
-    // SAFETY: `value` is an int, and `len` says so.
-    unsafe { read(fd.as_raw_fd(), (level, name), &raw mut value, &mut len) }.then_some(value)
+pub fn get(fd: BorrowedFd<'_>, name: Name) -> Option<c_int> {
+    bytes(fd, name).ok().map(|(value, _)| c_int::from_ne_bytes(value))
+}
+
+/// Returns the first `N` bytes of an option's value, and how many of them the kernel has written.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn bytes<const N: usize>(fd: BorrowedFd<'_>, (level, name): Name) -> Result<([u8; N], usize), Errno> {
+    let mut value = [0; N];
+    let mut len = N as libc::socklen_t;
+    let (fd, level, name) = (fd.as_raw_fd() as usize, level as usize, name as usize);
+    let (to, at) = (kernel::address(value.as_mut_ptr()), kernel::address(&raw mut len));
+    // SAFETY: the kernel writes at most `len` bytes to `value`, and their number to `len`.
+    unsafe { kernel::call(libc::SYS_getsockopt, [fd, level, name, to, at, 0]) }?;
+    Ok((value, len as usize))
 }
 
 /// Reads an option into the memory that `value` points to. Returns false where the kernel refuses.
@@ -45,11 +57,7 @@ pub unsafe fn read<T>(fd: c_int, (level, name): Name, value: *mut T, len: &mut l
 /// Returns the cookie of the network namespace that a socket is in; 0 where the kernel does not report it (before Linux
 /// 5.14).
 pub fn namespace(fd: BorrowedFd<'_>) -> u64 {
-    let mut cookie = 0u64;
-    let mut len = size_of::<u64>() as libc::socklen_t;
-    // SAFETY: `cookie` is a u64, and `len` says so.
-    let known = unsafe { read(fd.as_raw_fd(), NAMESPACE, &raw mut cookie, &mut len) };
-    if known { cookie } else { 0 }
+    bytes(fd, NAMESPACE).map_or(0, |(cookie, _)| u64::from_ne_bytes(cookie))
 }
 
 /// Returns the index of the interface that a socket is bound to, 0 if to none. `None` where the kernel does not report
@@ -59,56 +67,33 @@ pub fn device(fd: BorrowedFd<'_>) -> Option<u32> {
         return Some(index.cast_unsigned());
     }
     // Before Linux 5.0 there is only the interface's name, which is empty for an unbound socket.
-    let mut name = [0u8; libc::IFNAMSIZ];
-    let mut len = libc::IFNAMSIZ as libc::socklen_t;
-    // SAFETY: `name` has `len` bytes.
-    let known = unsafe { read(fd.as_raw_fd(), DEVICE_NAME, name.as_mut_ptr(), &mut len) };
-    (known && len == 0).then_some(0)
+    let (_, len) = bytes::<{ libc::IFNAMSIZ }>(fd, DEVICE_NAME).ok()?;
+    (len == 0).then_some(0)
 }
 
 /// Returns whether TCP's peer may still send: the peer has not ended its direction, and the connection is not over.
 pub fn is_open_to_peer(fd: BorrowedFd<'_>) -> bool {
     // ESTABLISHED, SYN_SENT, SYN_RECV, FIN_WAIT1 and FIN_WAIT2 (Linux, tcp_states.h). The state is the first byte of
     // TCP_INFO.
-    let mut state = 0u8;
-    let mut len = 1 as libc::socklen_t;
-    // SAFETY: `state` is 1 byte, and the kernel writes no more than `len` says.
-    let known = unsafe { read(fd.as_raw_fd(), STATE, &raw mut state, &mut len) };
-    known && (1..=5).contains(&state)
+    bytes(fd, STATE).is_ok_and(|([state], _)| (1..=5).contains(&state))
 }
 
 /// Returns the window that the peer has announced, bytes. Where the kernel does not report it (before Linux 5.4),
 /// returns its initial size, 64 KiB.
 pub fn peers_window(fd: BorrowedFd<'_>) -> u64 {
-    // The index among the u32s of `tcp_info` (linux/tcp.h), a struct that only grows.
-    const SND_WND: usize = 57;
-    let mut info = [0u32; SND_WND + 1];
-    let mut len = size_of_val(&info) as libc::socklen_t;
-    // SAFETY: `info` has `len` bytes.
-    let known = unsafe { read(fd.as_raw_fd(), STATE, info.as_mut_ptr(), &mut len) };
-    let has_it = known && len as usize == size_of_val(&info);
-    match info.last() {
-        Some(window) if has_it => (*window).into(),
+    // The offset in `tcp_info` (linux/tcp.h), a struct that only grows.
+    const SND_WND: usize = 57 * size_of::<u32>();
+    match bytes::<{ SND_WND + size_of::<u32>() }>(fd, STATE) {
+        Ok((info, len)) if len == info.len() => {
+            info.last_chunk().map_or(0, |window| u32::from_ne_bytes(*window).into())
+        }
         _ => 64 * 1024,
     }
 }
 
 /// Sets an option that is an int.
 pub fn set(fd: BorrowedFd<'_>, (level, name): Name, value: c_int) {
-    // SAFETY: `value` is an int, and the kernel only reads it.
-    let _ = unsafe {
-        kernel::call(
-            libc::SYS_setsockopt,
-            [
-                fd.as_raw_fd() as usize,
-                level as usize,
-                name as usize,
-                kernel::address(&raw const value),
-                size_of::<c_int>(),
-                0,
-            ],
-        )
-    };
+    let _ = kernel::set_option(fd, level, name, value);
 }
 
 /// The connection's state, and more (TCP_INFO).

@@ -2,7 +2,7 @@
 //! [`Ledger`] has the counts by which `hooks/report.rs` corrects the struct for the program.
 #![allow(missing_docs, reason = "the members of the struct have its names")]
 
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
@@ -49,12 +49,8 @@ impl Positions {
     /// Returns the positions of a connection whose end has `role`; `None` where the kernel does not report it (before
     /// Linux 4.19).
     pub fn of(fd: BorrowedFd<'_>, role: Role) -> Option<Self> {
-        let mut bytes = [0; at::BYTES_RETRANS + size_of::<u64>()];
-        let mut known = bytes.len() as libc::socklen_t;
-        // SAFETY: `bytes` has `known` bytes.
-        let is_read = unsafe { sockopt::read(fd.as_raw_fd(), NAME, bytes.as_mut_ptr(), &mut known) };
-        let known = bytes.get_mut(..known as usize).filter(|_| is_read)?;
-        Self::in_info(&Fields(known), role)
+        let (mut bytes, known) = sockopt::bytes::<{ at::BYTES_RETRANS + size_of::<u64>() }>(fd, NAME).ok()?;
+        Self::in_info(&Fields(bytes.get_mut(..known)?), role)
     }
 
     /// Returns the positions from a struct that was read before; `None` if the struct is too short.

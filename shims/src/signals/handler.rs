@@ -10,6 +10,8 @@
 //!
 //! A sleep of [`on_duty`] hands its work over before a handler runs.
 
+use std::ops::Range;
+
 use rdmasock_core::os::thread::Thread;
 use rdmasock_core::os::{kernel, thread};
 
@@ -56,21 +58,25 @@ fn is_above(thread: &Thread, here: usize) -> bool {
 
 /// Whether the thread is on the alternate stack, if `place` is on that stack. True if `place` is elsewhere.
 fn is_its_stack(place: usize) -> bool {
+    alternate_stack().is_none_or(|(stack, is_on_it)| is_on_it || !stack.contains(&place))
+}
+
+/// Returns the thread's alternate stack, and whether the thread is on it. `None` if the kernel does not tell.
+pub(super) fn alternate_stack() -> Option<(Range<usize>, bool)> {
     // SAFETY: all zeroes are a valid value of this plain struct, which the call fills.
-    let (stack, asked) = unsafe {
+    let stack = unsafe {
         let mut stack: libc::stack_t = std::mem::zeroed();
         let to = kernel::address(&raw mut stack);
-        let asked = kernel::call(libc::SYS_sigaltstack, [0, to, 0, 0, 0, 0]);
-        (stack, asked)
+        kernel::call(libc::SYS_sigaltstack, [0, to, 0, 0, 0, 0]).ok()?;
+        stack
     };
     let from = stack.ss_sp.addr();
-    let is_on_it = stack.ss_flags & libc::SS_ONSTACK != 0;
-    asked.is_err() || is_on_it || !(from..from + stack.ss_size).contains(&place)
+    Some((from..from + stack.ss_size, stack.ss_flags & libc::SS_ONSTACK != 0))
 }
 
 /// Whether a word can be read. The kernel reads the mask before it checks `how`, which is invalid here: EFAULT if the
 /// mask cannot be read, else EINVAL.
-fn is_readable(place: usize) -> bool {
+pub(super) fn is_readable(place: usize) -> bool {
     // SAFETY: the call changes nothing, and the kernel checks the address.
     let asked = unsafe { kernel::call(libc::SYS_rt_sigprocmask, [usize::MAX, place, 0, 8, 0, 0]) };
     asked != Err(rustix::io::Errno::FAULT)
@@ -84,7 +90,8 @@ type HandOver<'a> = &'a dyn Fn();
 /// Runs `sleep`, a call that blocks. If a signal handler runs meanwhile, calls `hand_over` before it, once. `hand_over`
 /// is async-signal-safe.
 pub fn on_duty<R>(hand_over: HandOver<'_>, sleep: impl FnOnce() -> R) -> R {
-    let _duty = Duty::begin(&hand_over);
+    let before = thread::current().duty().replace((&raw const hand_over).cast());
+    let _duty = Duty { before };
     sleep()
 }
 
@@ -92,13 +99,6 @@ pub fn on_duty<R>(hand_over: HandOver<'_>, sleep: impl FnOnce() -> R) -> R {
 struct Duty {
     /// The `hand_over` of the call that a signal handler has interrupted, or null.
     before: *const (),
-}
-
-impl Duty {
-    fn begin(hand_over: &HandOver<'_>) -> Self {
-        let before = thread::current().duty().replace(std::ptr::from_ref(hand_over).cast());
-        Self { before }
-    }
 }
 
 impl Drop for Duty {
@@ -119,7 +119,7 @@ pub fn on_handler() {
 
 #[cold]
 fn hand_over(duty: *const ()) {
-    // SAFETY: `begin` has stored this address, of a value in the frame of a call in which this thread still is.
+    // SAFETY: `on_duty` has stored this address, of a value in the frame of a call in which this thread still is.
     (unsafe { *duty.cast::<HandOver<'_>>() })();
 }
 

@@ -197,9 +197,11 @@ mod machine {
     use std::arch::{asm, naked_asm};
     use std::ops::Range;
 
+    use rdmasock_core::os::kernel;
     use rdmasock_core::os::thread::Thread;
 
     use super::*;
+    use crate::signals::handler;
 
     /// The size of glibc's `struct __jmp_buf_tag`, bytes: registers, whether the mask is saved, the mask.
     const ENVIRONMENT: usize = 200;
@@ -327,26 +329,14 @@ mod machine {
 
     /// Returns the alternate stack. `None` if the thread is not on it.
     fn alternate() -> Option<Range<usize>> {
-        // SAFETY: all zeroes are a valid value of this plain struct, which the call fills.
-        unsafe {
-            let mut stack: libc::stack_t = std::mem::zeroed();
-            let asked = libc::sigaltstack(std::ptr::null(), &raw mut stack);
-            let from = stack.ss_sp as usize;
-            (asked == 0 && stack.ss_flags & libc::SS_ONSTACK != 0).then_some(from..from + stack.ss_size)
-        }
+        handler::alternate_stack().and_then(|(stack, is_on_it)| is_on_it.then_some(stack))
     }
 
     /// Whether all of the range can be read. Between two stacks there is usually a page that cannot.
     fn is_readable(range: Range<usize>) -> bool {
         const PAGE: usize = 4096;
-        (range.start & !(PAGE - 1)..range.end).step_by(PAGE).all(|page| {
-            // The kernel reads the set before it checks `how`, which is invalid here: EFAULT if the set cannot be read,
-            // else EINVAL.
-            let how = usize::MAX;
-            // SAFETY: the call changes nothing, and the kernel checks the address.
-            let error = unsafe { syscall(libc::SYS_rt_sigprocmask, how, page, 0, 8) };
-            error != -(libc::EFAULT as isize)
-        })
+        let mut pages = (range.start & !(PAGE - 1)..range.end).step_by(PAGE);
+        pages.all(handler::is_readable)
     }
 
     /// The unwinder's view of a frame (Itanium C++ ABI, "Exception Handling").
@@ -414,11 +404,11 @@ mod machine {
         let mut count = 0;
         for signal in 1..=64usize {
             let mut action = Action::default();
-            let at = (&raw mut action) as usize;
+            let at = kernel::address(&raw mut action);
             // SAFETY: a null new action changes nothing; the kernel fills the struct.
-            let asked = unsafe { syscall(libc::SYS_rt_sigaction, signal, 0, at, 8) };
+            let asked = unsafe { kernel::call(libc::SYS_rt_sigaction, [signal, 0, at, 8, 0, 0]) };
             // 0 and 1: SIG_DFL and SIG_IGN.
-            if asked == 0
+            if asked.is_ok()
                 && action.handler > 1
                 && !found.contains(&action.restorer)
                 && let Some(slot) = found.get_mut(count)
@@ -435,27 +425,6 @@ mod machine {
         // SAFETY: reads a register.
         unsafe { asm!("mov {}, rsp", out(reg) at, options(nomem, nostack, preserves_flags)) };
         at
-    }
-
-    /// Makes the raw system call. Returns the kernel's result, a negative errno on failure.
-    unsafe fn syscall(number: libc::c_long, a: usize, b: usize, c: usize, d: usize) -> isize {
-        let result: isize;
-        // SAFETY: the arguments are valid for this call, by the caller's word. The kernel changes rax, rcx and r11
-        // only, which are declared.
-        unsafe {
-            asm!(
-                "syscall",
-                inout("rax") number as isize => result,
-                in("rdi") a,
-                in("rsi") b,
-                in("rdx") c,
-                in("r10") d,
-                lateout("rcx") _,
-                lateout("r11") _,
-                options(nostack),
-            );
-        }
-        result
     }
 
     /// Leaves a handler: the kernel restores all registers and the mask.

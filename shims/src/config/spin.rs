@@ -222,25 +222,17 @@ impl Load {
     }
 
     fn measure(&self) -> Option<Room> {
-        if processors()? < 2 {
+        let processors = processors()?;
+        if processors < 2 {
             return Some(Room::OneCore);
         }
-        let load = now()?;
+        let running = runnable()?;
         let was_free = self.room.load(Relaxed) == Room::Free as u8;
-        Some(Room::of(load.running, load.processors, was_free))
+        Some(Room::of(running, processors, was_free))
     }
 }
 
 // How many threads can run on this machine, and on how many processors.
-
-/// The load at the moment of the request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Counted {
-    /// Threads that can run, the caller's included.
-    running: u32,
-    /// Processors that this process may use.
-    processors: u32,
-}
 
 static FD: AtomicI32 = AtomicI32::new(-1);
 static PROCESSORS: AtomicU32 = AtomicU32::new(0);
@@ -250,7 +242,7 @@ pub fn after_fork() {
     FD.store(-1, Release);
 }
 
-/// Returns how many processors this process may use, which is a container's or taskset's share. `None` if the kernel
+/// Returns the number of processors that this process may use, which is a container's or taskset's share. `None` if the kernel
 /// does not report it.
 fn processors() -> Option<u32> {
     let mut processors = PROCESSORS.load(Relaxed);
@@ -261,9 +253,9 @@ fn processors() -> Option<u32> {
     Some(processors)
 }
 
-/// Asks the kernel for the load, by one system call. `None` if it does not report it.
-fn now() -> Option<Counted> {
-    let processors = processors()?;
+/// Returns the number of threads that can run, the caller's included, by one system call. `None` if the kernel does not
+/// report it.
+fn runnable() -> Option<u32> {
     let mut fd = FD.load(Acquire);
     if fd < 0 {
         let placed = PrivateFd::open(|| {
@@ -281,10 +273,7 @@ fn now() -> Option<Counted> {
     let mut text = [0u8; 64];
     // SAFETY: the descriptor was opened above, and is never closed.
     let n = rustix::io::pread(unsafe { BorrowedFd::borrow_raw(fd) }, &mut text, 0).ok()?;
-    Some(Counted {
-        running: running(text.get(..n)?)?,
-        processors,
-    })
+    running(text.get(..n)?)
 }
 
 /// Returns the running threads from a text such as "0.00 0.01 0.05 2/123 4567", whose fourth field is running/existing.
@@ -327,6 +316,6 @@ mod tests {
         for wrong in [&b""[..], b"0.00 0.01 0.05", b"0.00 0.01 0.05 x/123 4", b"\xff"] {
             assert_eq!(running(wrong), None);
         }
-        assert!(now().is_some_and(|load| load.running > 0 && load.processors > 0));
+        assert!(processors() > Some(0) && runnable() > Some(0));
     }
 }

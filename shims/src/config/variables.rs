@@ -276,13 +276,10 @@ fn set<T>(field: &mut T, value: Option<T>) -> Option<()> {
 
 fn on_off(value: &OsStr) -> Option<bool> {
     let is_one_of = |words: [&str; 4]| words.iter().any(|word| value.eq_ignore_ascii_case(word));
-    match (
-        is_one_of(["on", "1", "yes", "true"]),
-        is_one_of(["off", "0", "no", "false"]),
-    ) {
-        (false, false) => None,
-        (is_on, _) => Some(is_on),
+    if is_one_of(["on", "1", "yes", "true"]) {
+        return Some(true);
     }
+    is_one_of(["off", "0", "no", "false"]).then_some(false)
 }
 
 /// Returns the meaning of the word `value`; `None` if it is not among `words`.
@@ -541,15 +538,9 @@ impl Default for LogFilter {
 }
 
 fn level(word: &str) -> Option<LevelFilter> {
-    Some(match word.to_ascii_lowercase().as_str() {
-        "off" => LevelFilter::OFF,
-        "error" => LevelFilter::ERROR,
-        "warn" => LevelFilter::WARN,
-        "info" => LevelFilter::INFO,
-        "debug" => LevelFilter::DEBUG,
-        "trace" => LevelFilter::TRACE,
-        _ => return None,
-    })
+    // `parse` accepts numbers too, and no text.
+    let is_word = word.starts_with(|first: char| first.is_ascii_alphabetic());
+    is_word.then(|| word.parse().ok())?
 }
 
 #[cfg(test)]

@@ -199,70 +199,50 @@ const ANY: &[c_long] = &[
     libc::SYS_writev,
 ];
 
-/// Calls that have to be allowed with this second argument.
-const SECOND: &[(c_long, c_int)] = &[
-    (libc::SYS_fcntl, F_DUPFD),
-    (libc::SYS_fcntl, F_DUPFD_CLOEXEC),
-    (libc::SYS_fcntl, F_GETFD),
-    (libc::SYS_fcntl, F_GETFL),
-    (libc::SYS_fcntl, F_OFD_GETLK),
-    (libc::SYS_fcntl, F_ADD_SEALS),
-    (libc::SYS_fcntl, F_GET_SEALS),
-    (libc::SYS_ioctl, FIONREAD as c_int),
-];
+/// Flags of each socket.
+const SOCKET: c_int = SOCK_CLOEXEC | SOCK_NONBLOCK;
 
-/// Calls that have to be allowed with this third argument.
-const THIRD: &[(c_long, c_int)] = &[
-    (libc::SYS_madvise, MADV_DONTNEED),
-    (libc::SYS_madvise, MADV_REMOVE),
-    (libc::SYS_madvise, MADV_DONTDUMP),
-    (libc::SYS_madvise, MADV_DONTFORK),
-    (libc::SYS_madvise, MADV_POPULATE_WRITE),
-];
-
-/// Families and types of sockets that have to be allowed.
-const SOCKETS: &[[c_int; 2]] = &[
-    [AF_UNIX, SOCK_SEQPACKET],
-    [AF_UNIX, SOCK_DGRAM],
-    [AF_UNIX, SOCK_STREAM],
-    [AF_NETLINK, SOCK_DGRAM],
-    [AF_INET, SOCK_DGRAM],
-];
-
-/// Protections and flags of mappings that have to be allowed.
-const MAPPINGS: &[[c_int; 2]] = &[
-    [PROT_NONE, MAP_SHARED | MAP_NORESERVE],
-    [PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE],
-    [PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS],
+/// Calls that have to be allowed with these arguments.
+const WITH: &[(c_long, [c_int; 5])] = &[
+    (libc::SYS_fcntl, [3, F_DUPFD, 0, 0, 0]),
+    (libc::SYS_fcntl, [3, F_DUPFD_CLOEXEC, 0, 0, 0]),
+    (libc::SYS_fcntl, [3, F_GETFD, 0, 0, 0]),
+    (libc::SYS_fcntl, [3, F_GETFL, 0, 0, 0]),
+    (libc::SYS_fcntl, [3, F_OFD_GETLK, 0, 0, 0]),
+    (libc::SYS_fcntl, [3, F_ADD_SEALS, 0, 0, 0]),
+    (libc::SYS_fcntl, [3, F_GET_SEALS, 0, 0, 0]),
+    (libc::SYS_ioctl, [3, FIONREAD as c_int, 0, 0, 0]),
+    (libc::SYS_madvise, [4096, 4096, MADV_DONTNEED, 0, 0]),
+    (libc::SYS_madvise, [4096, 4096, MADV_REMOVE, 0, 0]),
+    (libc::SYS_madvise, [4096, 4096, MADV_DONTDUMP, 0, 0]),
+    (libc::SYS_madvise, [4096, 4096, MADV_DONTFORK, 0, 0]),
+    (libc::SYS_madvise, [4096, 4096, MADV_POPULATE_WRITE, 0, 0]),
+    (libc::SYS_socket, [AF_UNIX, SOCK_SEQPACKET | SOCKET, 0, 0, 0]),
+    (libc::SYS_socket, [AF_UNIX, SOCK_DGRAM | SOCKET, 0, 0, 0]),
+    (libc::SYS_socket, [AF_UNIX, SOCK_STREAM | SOCKET, 0, 0, 0]),
+    (libc::SYS_socket, [AF_NETLINK, SOCK_DGRAM | SOCKET, 0, 0, 0]),
+    (libc::SYS_socket, [AF_INET, SOCK_DGRAM | SOCKET, 0, 0, 0]),
+    (libc::SYS_mmap, [0, 4096, PROT_NONE, MAP_SHARED | MAP_NORESERVE, 3]),
+    (
+        libc::SYS_mmap,
+        [0, 4096, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, 3],
+    ),
+    (
+        libc::SYS_mmap,
+        [0, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, 3],
+    ),
 ];
 
 /// Whether a filter allows all system calls of the library.
 fn are_allowed(filter: &[libc::sock_filter]) -> bool {
-    let with = |number, arguments| Call { number, arguments };
-    let any = ANY.iter().map(|number| with(*number, [0; 6]));
-    let second = SECOND
-        .iter()
-        .map(|(number, second)| with(*number, [3, *second as u64, 0, 0, 0, 0]));
-    let third = THIRD
-        .iter()
-        .map(|(number, third)| with(*number, [4096, 4096, *third as u64, 0, 0, 0]));
-    let sockets = SOCKETS.iter().map(|[family, kind]| {
-        let kind = kind | SOCK_CLOEXEC | SOCK_NONBLOCK;
-        with(libc::SYS_socket, [*family as u64, kind as u64, 0, 0, 0, 0])
-    });
-    let mappings = MAPPINGS.iter().map(|[protection, flags]| {
-        let (protection, flags) = (*protection as u64, *flags as u64);
-        with(libc::SYS_mmap, [0, 4096, protection, flags, 3, 0])
-    });
+    let is = |number, arguments| answer(filter, &Call { number, arguments });
     // If clone3 fails, libc makes threads with clone. So clone3 may fail, but must not end the process.
-    let is_clone3_known = answer(filter, &with(libc::SYS_clone3, [0; 6])) != Answer::Other;
-    is_clone3_known
-        && any
-            .chain(second)
-            .chain(third)
-            .chain(sockets)
-            .chain(mappings)
-            .all(|call| answer(filter, &call) == Answer::Allowed)
+    is(libc::SYS_clone3, [0; 6]) != Answer::Other
+        && ANY.iter().all(|number| is(*number, [0; 6]) == Answer::Allowed)
+        && WITH.iter().all(|(number, arguments)| {
+            let [a, b, c, d, e] = arguments.map(|argument| argument as u64);
+            is(*number, [a, b, c, d, e, 0]) == Answer::Allowed
+        })
 }
 
 // Answers how a seccomp filter would treat a system call, without a call that the filter could punish. Runs the part

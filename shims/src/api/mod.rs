@@ -22,13 +22,25 @@ use crate::notify::table::Entry;
 use crate::notify::{call, table, threshold};
 use crate::objects::library;
 use crate::objects::link::Link;
-use crate::objects::listener::Listener;
 use crate::objects::socket::{Mode, Socket, Stage, tuple_of};
 use crate::signals::jump::within;
 use crate::startup;
 use crate::startup::lifecycle;
 use crate::sys::iov::is_plausible;
 use crate::sys::{errno, sockopt};
+
+/// Returns the result of a function to the program: errno is set where it fails, and kept where it does not.
+#[inline]
+fn result<T: From<i8>>(function: impl FnOnce() -> Result<T, c_int>) -> T {
+    let before = errno::get();
+    match function() {
+        Ok(value) => {
+            errno::set(before);
+            value
+        }
+        Err(error) => errno::fail(error),
+    }
+}
 
 /// Returns `Ok` if `fd` is a TCP socket of the program. `Err` is the errno with which a call on another fd fails.
 fn is_tcp(fd: c_int) -> Result<(), c_int> {
@@ -95,19 +107,15 @@ pub unsafe extern "C" fn info(fd: c_int, info: *mut Info) -> c_int {
     if size < FIRST {
         return errno::fail(libc::EINVAL);
     }
-    let before = errno::get();
-    match within(|| of(fd)) {
-        Ok(known) => {
-            // SAFETY: the program says that its struct has `size` bytes, which is at least `FIRST`, the size of `Info`.
-            unsafe {
-                info.cast::<u8>().write_bytes(0, size);
-                info.write_unaligned(known);
-            }
-            errno::set(before);
-            0
+    result(|| {
+        let known = within(|| of(fd))?;
+        // SAFETY: the program says that its struct has `size` bytes, which is at least `FIRST`, the size of `Info`.
+        unsafe {
+            info.cast::<u8>().write_bytes(0, size);
+            info.write_unaligned(known);
         }
-        Err(error) => errno::fail(error),
-    }
+        Ok(0)
+    })
 }
 
 fn of(fd: c_int) -> Result<Info, c_int> {
@@ -256,14 +264,7 @@ const LINK: c_int = 3;
 
 /// Implements `rdmasock_prefer`: makes the connection `fd` prefer `way`. Returns 0, or -1 with errno.
 pub unsafe extern "C" fn prefer(fd: c_int, way: c_int) -> c_int {
-    let before = errno::get();
-    match within(|| on(fd, way)) {
-        Ok(()) => {
-            errno::set(before);
-            0
-        }
-        Err(error) => errno::fail(error),
-    }
+    result(|| within(|| on(fd, way)).map(|()| 0))
 }
 
 fn on(fd: c_int, way: c_int) -> Result<(), c_int> {
@@ -284,7 +285,8 @@ fn on(fd: c_int, way: c_int) -> Result<(), c_int> {
         }
         Entry::Socket(socket) => hurry(socket),
         Entry::Listener(listener) => {
-            of_accepted(listener, stays);
+            // For connections accepted from now on. This end cannot ask for links, since the connector does.
+            listener.keeps_on_tcp.store(stays, Relaxed);
             Ok(())
         }
         Entry::Epoll(_) => Err(libc::ENOTSOCK),
@@ -329,11 +331,6 @@ fn hurry(socket: &'static Socket) -> Result<(), c_int> {
     Ok(())
 }
 
-/// Sets whether connections accepted from now on stay on TCP. This end cannot ask for links, since the connector does.
-fn of_accepted(listener: &Listener, stays: bool) {
-    listener.keeps_on_tcp.store(stays, Relaxed);
-}
-
 // `rdmasock_view` and `rdmasock_release`: receiving without a copy.
 
 /// Implements `rdmasock_view`: fills `pieces` and `*count` with the places of the next received bytes. Returns the
@@ -347,28 +344,24 @@ pub unsafe extern "C" fn view(fd: c_int, pieces: *mut iovec, count: *mut c_int, 
     if most < 1 || flags & !libc::MSG_DONTWAIT != 0 {
         return errno::fail(libc::EINVAL);
     }
-    let before = errno::get();
-    match look(fd, most as usize, flags) {
-        Ok((found, n)) => {
-            let used = found.iter().take(most as usize).filter(|(_, len)| *len > 0);
-            let mut filled = 0;
-            for (at, len) in used {
-                // SAFETY: the program says that its array has `most` entries, and `filled` is less.
-                unsafe {
-                    pieces.add(filled).write_unaligned(iovec {
-                        iov_base: at.cast::<c_void>(),
-                        iov_len: *len,
-                    });
-                }
-                filled += 1;
+    result(|| {
+        let (found, n) = look(fd, most as usize, flags)?;
+        let used = found.iter().take(most as usize).filter(|(_, len)| *len > 0);
+        let mut filled = 0;
+        for (at, len) in used {
+            // SAFETY: the program says that its array has `most` entries, and `filled` is less.
+            unsafe {
+                pieces.add(filled).write_unaligned(iovec {
+                    iov_base: at.cast::<c_void>(),
+                    iov_len: *len,
+                });
             }
-            // SAFETY: the program passes a pointer to its `int`. The write needs no alignment.
-            unsafe { count.write_unaligned(filled as c_int) };
-            errno::set(before);
-            n as ssize_t
+            filled += 1;
         }
-        Err(error) => errno::fail(error),
-    }
+        // SAFETY: the program passes a pointer to its `int`. The write needs no alignment.
+        unsafe { count.write_unaligned(filled as c_int) };
+        Ok(n as ssize_t)
+    })
 }
 
 // Not inlined: the forced unwind of pthread_cancel runs destructors in the functions below (see `hooks`).
@@ -390,21 +383,14 @@ fn why_not(fd: c_int) -> c_int {
 
 /// Implements `rdmasock_release`: receives the first `n` bytes of the view of `fd`. Returns 0, or -1 with errno.
 pub unsafe extern "C" fn release(fd: c_int, n: usize) -> c_int {
-    let before = errno::get();
-    let released = within(|| match call::connection(fd) {
+    let released = || match call::connection(fd) {
         Some(socket) => rx::release(socket, n),
         None => Err(match why_not(fd) {
             libc::EOPNOTSUPP | libc::ENOTCONN => libc::EINVAL,
             error => error,
         }),
-    });
-    match released {
-        Ok(()) => {
-            errno::set(before);
-            0
-        }
-        Err(error) => errno::fail(error),
-    }
+    };
+    result(|| within(released).map(|()| 0))
 }
 
 #[cfg(test)]

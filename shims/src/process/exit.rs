@@ -11,7 +11,7 @@ use crate::objects::socket::Mode;
 use crate::objects::{mailbox, socket};
 use crate::process::{close, pass};
 use crate::sys::time::now_ns;
-use crate::sys::{errno, vfork};
+use crate::sys::{errno, time, vfork};
 
 /// Bound on each of two waits at the end of a process, ns. The first is for promotions under way, the second for other
 /// hosts to receive their bytes. Longer than a busy machine keeps a peer's thread from running.
@@ -35,10 +35,7 @@ pub extern "C" fn at_exit() {
             if now_ns() >= until {
                 break;
             }
-            let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
-                tv_sec: 0,
-                tv_nsec: 100_000,
-            });
+            time::sleep(100_000);
         }
         let shared = socket.promotion.holders.are_several();
         let is_foreign = socket.tx_mode.load(Acquire) == Mode::Foreign;
@@ -66,10 +63,7 @@ pub extern "C" fn at_exit() {
     };
     let until = now_ns() + LAST_WORDS;
     while (is_owed() || mailbox::are_any()) && now_ns() < until {
-        let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
-            tv_sec: 0,
-            tv_nsec: 100_000,
-        });
+        time::sleep(100_000);
     }
     errno::set(errno);
 }

@@ -52,10 +52,7 @@ mod held {
         }
         let is_its_time = time < AT_FIRST || time.is_multiple_of(NOW_AND_THEN) && time < AT_MOST;
         if is_its_time && variable(HOLD).is_some_and(|held| held.to_bytes() == name.as_bytes()) {
-            let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
-                tv_sec: 0,
-                tv_nsec: HOW_LONG,
-            });
+            crate::sys::time::sleep(HOW_LONG);
         }
         crate::sys::errno::set(errno);
     }

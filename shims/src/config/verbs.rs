@@ -443,9 +443,7 @@ impl Pair {
             unsafe { (self.plugin.disconnect)(conn) };
         }
     }
-}
 
-impl Pair {
     /// Frees the queue pair before this value is dropped. The caller makes sure that no other code uses it any more.
     pub fn destroy(&self) {
         let conn = self.conn.swap(null_mut(), AcqRel);

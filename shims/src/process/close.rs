@@ -32,7 +32,11 @@ pub static TOLD: Told = Told { on_call_back, lose };
 pub fn release(socket: &'static Socket, fd: c_int) -> Farewell {
     // A stream that another process has on a link stays there: this process only stops being a holder.
     let is_foreign = socket.tx_mode.load(Acquire) == Mode::Foreign;
-    let may_be_left = socket.may_be_on_link() && !is_foreign && is_only_number(socket, fd);
+    let is_only_number = || {
+        let control = socket.control.lock();
+        control.is_some_and(|c| c.own.fds.iter().all(|f| *f == fd))
+    };
+    let may_be_left = socket.may_be_on_link() && !is_foreign && is_only_number();
     if may_be_left && socket.promotion.holders.are_several() {
         // The other holders continue with the kernel's socket.
         crate::process::pass::release(socket, Reason::Inherited);
@@ -427,11 +431,6 @@ fn refuses_what_came(socket: &'static Socket) -> bool {
         ready::notify_peer(socket, wake);
     }
     rx::has_unread(socket)
-}
-
-fn is_only_number(socket: &'static Socket, fd: c_int) -> bool {
-    let control = socket.control.lock();
-    control.is_some_and(|c| c.own.fds.iter().all(|f| *f == fd))
 }
 
 /// Removes all epoll sets and sleepers from the socket, and wakes the sleepers.

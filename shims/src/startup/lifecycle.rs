@@ -216,8 +216,7 @@ pub fn on_dup(old: c_int, new: c_int) {
     let errno = errno::get();
     let mut entry = table::lookup(old);
     match entry {
-        Entry::None => {}
-        Entry::Fresh { .. } => {}
+        Entry::None | Entry::Fresh { .. } => {}
         Entry::Listener(listener) => {
             if !listener.retain() {
                 entry = Entry::None;

@@ -132,8 +132,7 @@ macro_rules! arity {
         impl<R: Failure, $($arg),*> Absent for unsafe extern "C" fn($($arg),*) -> R {
             const ABSENT: Self = {
                 unsafe extern "C" fn absent<R: Failure, $($arg),*>($(_: $arg),*) -> R {
-                    // SAFETY: `__errno_location` returns the calling thread's errno, a valid c_int.
-                    unsafe { *libc::__errno_location() = libc::ENOSYS };
+                    crate::sys::errno::set(libc::ENOSYS);
                     R::FAILURE
                 }
                 absent::<R, $($arg),*>

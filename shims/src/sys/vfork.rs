@@ -105,9 +105,7 @@ pub fn end() {
 pub extern "C" fn done(result: c_long) -> c_int {
     end();
     if result < 0 {
-        // SAFETY: `__errno_location` returns the calling thread's errno, a valid c_int.
-        unsafe { *libc::__errno_location() = -result as c_int };
-        return -1;
+        return crate::sys::errno::fail(-result as c_int);
     }
     result as c_int
 }

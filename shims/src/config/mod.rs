@@ -12,10 +12,11 @@ use std::time::Duration;
 
 use ipnet::IpNet;
 use once_cell::race::OnceBox;
+use rdmasock_core::stream::policy::Threshold;
 use rustix::fd::BorrowedFd;
 
 use crate::config::variables::DEVELOPER;
-pub use crate::config::variables::{LogFilter, PromoteAfter, Size, VARIABLES, Variable};
+pub use crate::config::variables::{LogFilter, Size, VARIABLES, Variable};
 
 pub(crate) mod arenas;
 pub mod environment;
@@ -108,7 +109,7 @@ pub struct Config {
     /// The path of the log file, with `%p` not yet replaced; `None` is stderr.
     pub log_file: Option<PathBuf>,
     /// When a stream has proved worth promoting.
-    pub promote_after: PromoteAfter,
+    pub promote_after: Threshold,
     /// The longest time that a waiting thread spins before it sleeps.
     pub spin: Duration,
     /// The size of a stream's first ring, bytes, a power of two.
@@ -148,7 +149,10 @@ impl Default for Config {
             fabrics: Fabrics::SHM | Fabrics::VERBS,
             log: LogFilter::default(),
             log_file: None,
-            promote_after: PromoteAfter::default(),
+            promote_after: Threshold {
+                requests: Some(16),
+                bytes: Some(Size::mib(1).bytes()),
+            },
             spin: Duration::from_micros(200),
             ring_min: Size::kib(4),
             ring_max: Size::mib(4),

@@ -61,7 +61,7 @@ fn every_variable_is_read() {
         fabrics: Fabrics::SHM,
         log: LogFilter::parse("debug").unwrap(),
         log_file: Some("/tmp/log.%p".into()),
-        promote_after: PromoteAfter::parse("0").unwrap(),
+        promote_after: Threshold::AT_ONCE,
         spin: Duration::ZERO,
         ring_min: Size::kib(8),
         ring_max: Size::mib(64),

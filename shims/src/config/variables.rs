@@ -7,6 +7,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use rdmasock_core::stream::policy::Threshold;
 use tracing::level_filters::LevelFilter;
 
 use crate::config::{Alloc, Config, Fabrics, IoUring, OnExec, Way, ZeroCopy};
@@ -100,7 +101,7 @@ pub const VARIABLES: &[Variable] = &[
         accepts: "a comma-separated list of <N>r (N from 1) and <bytes> with suffix K or M, or 0",
         meaning: "when a connection leaves TCP: as its Nth request begins, or after that many bytes in \
                   either direction (a call counts as 256 at least), whichever comes first; 0: as soon as it is connected",
-        set: |config, value| set(&mut config.promote_after, PromoteAfter::parse(value.to_str()?)),
+        set: |config, value| set(&mut config.promote_after, promote_after(value.to_str()?)),
     },
     Variable {
         name: "RDMASOCK_SPIN_US",
@@ -296,6 +297,24 @@ fn fabrics(value: &OsStr) -> Option<Fabrics> {
     })
 }
 
+/// Reads `16r,1M`, one of the two alone, or `0`.
+fn promote_after(text: &str) -> Option<Threshold> {
+    let mut found = Threshold {
+        requests: None,
+        bytes: None,
+    };
+    for item in items(text) {
+        match item.strip_suffix(['r', 'R']) {
+            Some(count) => {
+                let requests = Size::parse(count)?.bytes();
+                found.requests = Some(u32::try_from(requests).ok().filter(|n| *n > 0)?);
+            }
+            None => found.bytes = Some(Size::parse(item)?.bytes()),
+        }
+    }
+    Some(found)
+}
+
 fn spin(value: &OsStr) -> Option<Duration> {
     let us = value.to_str()?.parse().ok()?;
     (us <= 10_000).then_some(Duration::from_micros(us))
@@ -360,12 +379,6 @@ pub struct Size(u64);
 impl Size {
     const SUFFIXES: [(char, u32); 3] = [('G', 30), ('M', 20), ('K', 10)];
 
-    /// Returns `n` bytes.
-    #[must_use]
-    pub const fn of_bytes(n: u64) -> Self {
-        Self(n)
-    }
-
     /// Returns `n` × 1,024 bytes.
     #[must_use]
     pub const fn kib(n: u32) -> Self {
@@ -417,64 +430,6 @@ impl fmt::Display for Size {
         match Self::SUFFIXES.iter().find(|(_, shift)| fits(*shift)) {
             Some((letter, shift)) => write!(f, "{}{letter}", self.0 >> shift),
             None => write!(f, "{}", self.0),
-        }
-    }
-}
-
-/// When a connection has proved worth promoting: at the first threshold of two.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PromoteAfter {
-    /// The request at whose beginning the connection is promoted. Requests are counted by turns from receiving to
-    /// sending, and the first send is request 1.
-    requests: u32,
-    /// The bytes in either direction after which the connection is promoted.
-    bytes: u64,
-}
-
-impl PromoteAfter {
-    const NEVER: Self = Self {
-        requests: u32::MAX,
-        bytes: u64::MAX,
-    };
-
-    /// Returns whether a connection has to be promoted on which `requests` requests have begun and `bytes` bytes have
-    /// gone in the busier direction.
-    #[inline]
-    #[must_use]
-    pub const fn is_reached(&self, requests: u32, bytes: u64) -> bool {
-        requests >= self.requests || bytes >= self.bytes
-    }
-
-    /// Returns the thresholds as the policy in core takes them.
-    #[must_use]
-    pub fn threshold(&self) -> rdmasock_core::stream::policy::Threshold {
-        rdmasock_core::stream::policy::Threshold {
-            requests: (self.requests != u32::MAX).then_some(self.requests),
-            bytes: (self.bytes != u64::MAX).then_some(self.bytes),
-        }
-    }
-
-    /// Reads `16r,1M`, one of the two alone, or `0`. `None` means not accepted.
-    pub(super) fn parse(text: &str) -> Option<Self> {
-        let mut found = Self::NEVER;
-        for item in items(text) {
-            match item.strip_suffix(['r', 'R']) {
-                Some(count) => {
-                    let requests = Size::parse(count)?.bytes();
-                    found.requests = u32::try_from(requests).ok().filter(|n| *n > 0)?;
-                }
-                None => found.bytes = Size::parse(item)?.bytes(),
-            }
-        }
-        Some(found)
-    }
-}
-
-impl Default for PromoteAfter {
-    fn default() -> Self {
-        Self {
-            requests: 16,
-            bytes: Size::mib(1).bytes(),
         }
     }
 }
@@ -552,21 +507,14 @@ mod tests {
     proptest! {
         #[test]
         fn a_size_is_read_as_it_was_written(bytes in any::<u64>(), zeros in 0_u32..40) {
-            let size = Size::of_bytes(bytes >> zeros << zeros);
+            let size = Size(bytes >> zeros << zeros);
             prop_assert_eq!(Size::parse(&size.to_string()), Some(size));
             prop_assert_eq!(Size::parse(&size.to_string().to_lowercase()), Some(size));
         }
 
         #[test]
         fn no_text_breaks_the_parsers(text in "\\PC{0,20}|[0-9rKMG,=]{0,20}") {
-            let _ = (Size::parse(&text), PromoteAfter::parse(&text), LogFilter::parse(&text));
-        }
-
-        #[test]
-        fn the_first_threshold_decides(requests in 1_u32..100, kib in 1_u32..1000, r: u32, b: u64) {
-            let after = PromoteAfter::parse(&format!("{requests}r,{kib}K")).unwrap();
-            let expected = r >= requests || b >= Size::kib(kib).bytes();
-            prop_assert_eq!(after.is_reached(r, b), expected);
+            let _ = (Size::parse(&text), promote_after(&text), LogFilter::parse(&text));
         }
     }
 
@@ -590,11 +538,17 @@ mod tests {
     }
 
     #[test]
-    fn zero_promotes_at_once() {
-        assert!(PromoteAfter::parse("0").unwrap().is_reached(0, 0));
-        assert!(!PromoteAfter::parse("1r").unwrap().is_reached(0, u64::MAX - 1));
+    fn thresholds_are_read() {
+        for (text, requests, bytes) in [
+            ("16r,1M", Some(16), Some(1 << 20)),
+            ("1K, 2R", Some(2), Some(1024)),
+            ("1r", Some(1), None),
+            ("0", None, Some(0)),
+        ] {
+            assert_eq!(promote_after(text), Some(Threshold { requests, bytes }), "{text:?}");
+        }
         for text in ["", "0r", "r", "2r,", "2x", "2r;16K"] {
-            assert_eq!(PromoteAfter::parse(text), None, "{text:?}");
+            assert_eq!(promote_after(text), None, "{text:?}");
         }
     }
 

@@ -198,7 +198,7 @@ static THRESHOLDS: OnceBox<[Threshold; 2]> = OnceBox::new();
 #[inline]
 pub fn threshold_of(role: Role) -> &'static Threshold {
     let [connectors, acceptors] = THRESHOLDS.get_or_init(|| {
-        let threshold = config().promote_after.threshold();
+        let threshold = config().promote_after;
         Box::new([threshold, threshold.just_before()])
     });
     match role {

@@ -187,24 +187,10 @@ struct Lines {
     sink: fn() -> Option<&'static Sink>,
 }
 
-impl Lines {
-    fn wants(&self, metadata: &Metadata<'_>) -> bool {
-        metadata.is_event() && *metadata.level() <= self.filter.level_of(metadata.target())
-    }
-}
-
 impl<S: Subscriber> Layer<S> for Lines {
+    // The filter never changes, so a call site is asked only once (the default of `register_callsite`).
     fn enabled(&self, metadata: &Metadata<'_>, _: Context<'_, S>) -> bool {
-        self.wants(metadata)
-    }
-
-    fn register_callsite(&self, metadata: &'static Metadata<'static>) -> tracing::subscriber::Interest {
-        // The filter never changes, so a call site is asked only once.
-        if self.wants(metadata) {
-            tracing::subscriber::Interest::always()
-        } else {
-            tracing::subscriber::Interest::never()
-        }
+        metadata.is_event() && *metadata.level() <= self.filter.level_of(metadata.target())
     }
 
     fn max_level_hint(&self) -> Option<LevelFilter> {

@@ -460,19 +460,22 @@ impl Drop for Pair {
     }
 }
 
-/// The failure of a queue pair that was destroyed.
-const GONE: Down = Down(libc::ENOTCONN);
-
-fn post(result: i32) -> Result<(), PostError> {
-    match result {
-        0.. => Ok(()),
-        full if -full == libc::EAGAIN => Err(PostError::Full),
-        _ => Err(PostError::Down),
+impl Pair {
+    /// Posts by the plugin's function.
+    fn post(&self, call: impl FnOnce(*mut Conn) -> i32) -> Result<(), PostError> {
+        match self.conn().map(call) {
+            Ok(0..) => Ok(()),
+            Ok(full) if -full == libc::EAGAIN => Err(PostError::Full),
+            Ok(_) | Err(_) => Err(PostError::Down),
+        }
     }
-}
 
-fn down(result: i32) -> Result<usize, Down> {
-    usize::try_from(result).map_err(|_| Down(-result))
+    /// Makes another call of the plugin. A queue pair that was destroyed is down with ENOTCONN.
+    fn ask(&self, call: impl FnOnce(*mut Conn) -> i32) -> Result<usize, Down> {
+        let conn = self.conn().map_err(|error| Down(error.raw_os_error()))?;
+        let result = call(conn);
+        usize::try_from(result).map_err(|_| Down(-result))
+    }
 }
 
 impl QueuePair for Pair {
@@ -503,9 +506,8 @@ impl QueuePair for Pair {
             Role::Target => role::TARGET,
             Role::Offered => role::OFFERED,
         };
-        let conn = self.conn().map_err(|_| GONE)?;
         // SAFETY: by the caller's contract on the memory; the connection lives as long as this value.
-        down(unsafe { (self.plugin.register)(conn, at.cast(), len, role, &raw mut keys) })?;
+        self.ask(|conn| unsafe { (self.plugin.register)(conn, at.cast(), len, role, &raw mut keys) })?;
         Ok(Region {
             key: Key {
                 local: keys.local,
@@ -533,9 +535,8 @@ impl QueuePair for Pair {
             has_immediate: immediate.is_some().into(),
             immediate: immediate.unwrap_or(0),
         };
-        let conn = self.conn().map_err(|_| PostError::Down)?;
         // SAFETY: by the caller's contract on the memory; the connection lives as long as this value.
-        post(unsafe { (self.plugin.write)(conn, &raw const request) })
+        self.post(|conn| unsafe { (self.plugin.write)(conn, &raw const request) })
     }
 
     unsafe fn read(&self, read: &RdmaRead) -> Result<(), PostError> {
@@ -546,9 +547,8 @@ impl QueuePair for Pair {
             local: read.local,
             remote: read.remote,
         };
-        let conn = self.conn().map_err(|_| PostError::Down)?;
         // SAFETY: by the caller's contract on the memory; the connection lives as long as this value.
-        post(unsafe { (self.plugin.read)(conn, &raw const request) })
+        self.post(|conn| unsafe { (self.plugin.read)(conn, &raw const request) })
     }
 
     fn send(&self, parts: &[&[u8]]) -> Result<(), PostError> {
@@ -559,28 +559,24 @@ impl QueuePair for Pair {
         for (to, from) in list.iter_mut().zip(parts) {
             (to.at, to.len) = (from.as_ptr(), from.len());
         }
-        let conn = self.conn().map_err(|_| PostError::Down)?;
         // SAFETY: the parts are readable during the call, and the connection lives as long as this value.
-        post(unsafe { (self.plugin.send)(conn, list.as_ptr(), parts.len().min(PARTS)) })
+        self.post(|conn| unsafe { (self.plugin.send)(conn, list.as_ptr(), parts.len().min(PARTS)) })
     }
 
     fn probe(&self) -> Result<(), PostError> {
-        let conn = self.conn().map_err(|_| PostError::Down)?;
         // SAFETY: the connection lives as long as this value.
-        post(unsafe { (self.plugin.probe)(conn) })
+        self.post(|conn| unsafe { (self.plugin.probe)(conn) })
     }
 
     fn poll(&self, each: &mut dyn FnMut(Completed<'_>)) -> Result<usize, Down> {
         let mut each = each;
-        let conn = self.conn().map_err(|_| GONE)?;
         // SAFETY: the context is the closure, which outlives the call; the connection lives as long as this value.
-        down(unsafe { (self.plugin.poll)(conn, (&raw mut each).cast(), on_completion) })
+        self.ask(|conn| unsafe { (self.plugin.poll)(conn, (&raw mut each).cast(), on_completion) })
     }
 
     fn arm(&self) -> Result<(), Down> {
-        let conn = self.conn().map_err(|_| GONE)?;
         // SAFETY: the connection lives as long as this value.
-        down(unsafe { (self.plugin.arm)(conn) }).map(|_| ())
+        self.ask(|conn| unsafe { (self.plugin.arm)(conn) }).map(|_| ())
     }
 }
 

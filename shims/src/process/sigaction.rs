@@ -19,7 +19,7 @@
 
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::AtomicUsize;
-use std::sync::atomic::Ordering::{AcqRel, Acquire};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Release};
 
 use libc::sighandler_t;
 use rdmasock_core::os::thread::Thread;
@@ -105,7 +105,7 @@ pub unsafe extern "C" fn sigaction(
     let result = unsafe { real(signal, given, old) };
     if result != 0 {
         if given != new {
-            slot.store(kept, std::sync::atomic::Ordering::Release);
+            slot.store(kept, Release);
         }
     // SAFETY: `old` is the caller's, null or writable: libc has written to it.
     } else if let Some(action) = unsafe { old.as_mut() } {
@@ -128,7 +128,7 @@ pub unsafe extern "C" fn signal(real: SignalFn, signal: c_int, handler: sighandl
     // SAFETY: `machine::enter` is a handler for signals with and without SA_SIGINFO.
     let before = unsafe { real(signal, entrance()) };
     if before == libc::SIG_ERR {
-        slot.store(kept, std::sync::atomic::Ordering::Release);
+        slot.store(kept, Release);
     }
     known_as(before, kept)
 }

@@ -35,11 +35,8 @@ pub fn is_tcp(fd: c_int) -> bool {
     // SAFETY: the program's fd, in the middle of its call, and not -1.
     let fd = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) };
     let option = |name| sockopt::get(fd, (libc::SOL_SOCKET, name));
-    let errno = errno::get();
-    let tcp = option(libc::SO_PROTOCOL) == Some(libc::IPPROTO_TCP)
-        && matches!(option(libc::SO_DOMAIN), Some(libc::AF_INET | libc::AF_INET6));
-    errno::set(errno);
-    tcp
+    option(libc::SO_PROTOCOL) == Some(libc::IPPROTO_TCP)
+        && matches!(option(libc::SO_DOMAIN), Some(libc::AF_INET | libc::AF_INET6))
 }
 
 fn is_nonblocking(fd: c_int) -> bool {

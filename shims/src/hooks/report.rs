@@ -175,20 +175,15 @@ pub unsafe fn correct(socket: &'static Socket, option: sockopt::Name, value: *mu
         return;
     }
     // The program may ask for the first bytes alone, which may end in the middle of a number.
-    let mut copy = [0u8; LONGEST];
-    let mut known = LONGEST as libc::socklen_t;
-    let asked = socket.numbers.anchor_fd().is_some_and(|fd| {
-        let fd = std::os::fd::AsRawFd::as_raw_fd(&fd);
-        // SAFETY: `copy` has `known` bytes.
-        unsafe { sockopt::read(fd, option, copy.as_mut_ptr(), &mut known) }
-    });
+    let anchor = socket.numbers.anchor_fd();
+    let asked = anchor.and_then(|fd| sockopt::bytes::<LONGEST>(fd, option).ok());
     // After the kernel's counts: bytes that come in between are left out rather than counted twice.
     let uncounted = rx::uncounted(socket, &mut rx);
     let received = received(socket, &uncounted);
-    let Some(bytes) = copy.get_mut(..known as usize).filter(|_| asked) else {
+    let Some((mut copy, known)) = asked else {
         return;
     };
-    let mut fields = Fields(bytes);
+    let mut fields = Fields(copy.get_mut(..known).unwrap_or_default());
     if option == tcp_info::NAME {
         correct_info(socket, &tx, &mut fields, &sent, &received);
     } else {
@@ -196,7 +191,7 @@ pub unsafe fn correct(socket: &'static Socket, option: sockopt::Name, value: *mu
         fields.put_u32(RMEM_ALLOC, |n| n.saturating_add(unread));
     }
     // SAFETY: `value` is valid for `len` bytes by the contract, and `copy` has `known` bytes.
-    unsafe { std::ptr::copy_nonoverlapping(copy.as_ptr(), value, len.min(known as usize)) };
+    unsafe { std::ptr::copy_nonoverlapping(copy.as_ptr(), value, len.min(known)) };
 }
 
 fn correct_info(socket: &Socket, tx: &Tx, info: &mut Fields<'_>, sent: &Traffic, received: &Traffic) {

@@ -29,29 +29,7 @@ pub fn bytes<const N: usize>(fd: BorrowedFd<'_>, (level, name): Name) -> Result<
     let (to, at) = (kernel::address(value.as_mut_ptr()), kernel::address(&raw mut len));
     // SAFETY: the kernel writes at most `len` bytes to `value`, and their number to `len`.
     unsafe { kernel::call(libc::SYS_getsockopt, [fd, level, name, to, at, 0]) }?;
-    Ok((value, len as usize))
-}
-
-/// Reads an option into the memory that `value` points to. Returns false where the kernel refuses.
-///
-/// # Safety
-/// `value` is valid for writes of `len` bytes.
-pub unsafe fn read<T>(fd: c_int, (level, name): Name, value: *mut T, len: &mut libc::socklen_t) -> bool {
-    // SAFETY: `value` is writable by the contract; the kernel writes no more than `len` bytes.
-    let result = unsafe {
-        kernel::call(
-            libc::SYS_getsockopt,
-            [
-                fd as usize,
-                level as usize,
-                name as usize,
-                kernel::address(value),
-                kernel::address(std::ptr::from_mut(len)),
-                0,
-            ],
-        )
-    };
-    result.is_ok()
+    Ok((value, N.min(len as usize)))
 }
 
 /// Returns the cookie of the network namespace that a socket is in; 0 where the kernel does not report it (before Linux

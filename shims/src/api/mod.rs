@@ -13,6 +13,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
 use libc::{iovec, ssize_t};
+use rdmasock_core::os::privatefd;
 use rdmasock_core::stats::{Path, Reason, StreamStats, Why};
 use rdmasock_core::stream::handshake::Role;
 
@@ -44,7 +45,7 @@ fn result<T: From<i8>>(function: impl FnOnce() -> Result<T, c_int>) -> T {
 
 /// Returns `Ok` if `fd` is a TCP socket of the program. `Err` is the errno with which a call on another fd fails.
 fn is_tcp(fd: c_int) -> Result<(), c_int> {
-    if fd < 0 || lifecycle::is_hidden(fd) {
+    if fd < 0 || privatefd::is_private(fd) {
         return Err(libc::EBADF);
     }
     // SAFETY: `fd` is not -1, and the calls below only query it, whether it is open or not.

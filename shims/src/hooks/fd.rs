@@ -42,7 +42,7 @@ const SIOCOUTQNSD: c_ulong = 0x894b;
 /// `close(2)`.
 #[inline]
 pub unsafe extern "C" fn close(real: CloseFn, fd: c_int) -> c_int {
-    if !table::is_known(fd) && !lifecycle::is_hidden(fd) {
+    if !table::is_known(fd) && !privatefd::is_private(fd) {
         // SAFETY: the caller's arguments, as they are.
         return unsafe { real(fd) };
     }
@@ -60,7 +60,7 @@ pub unsafe extern "C" fn close(real: CloseFn, fd: c_int) -> c_int {
 /// Prepares the close of `fd`. Fails with EBADF for a descriptor of the library.
 #[inline(never)]
 fn close_on(fd: c_int, farewell: &mut Farewell) -> c_int {
-    if lifecycle::is_hidden(fd) {
+    if privatefd::is_private(fd) {
         return errno::fail(libc::EBADF);
     }
     if !vfork::is_child() {
@@ -132,7 +132,7 @@ extern "C" fn on_dup(old: c_int, new: c_int) {
 /// EBADF if either is a descriptor of the library.
 #[inline(never)]
 extern "C" fn before_dup(old: c_int, new: c_int) -> c_int {
-    if lifecycle::is_hidden(new) || lifecycle::is_hidden(old) {
+    if privatefd::is_private(new) || privatefd::is_private(old) {
         return errno::fail(libc::EBADF);
     }
     // SAFETY: the program's own fd, in the middle of its call.
@@ -169,7 +169,7 @@ fn dup_onto(old: c_int, new: c_int, is_valid: bool, call: impl FnOnce() -> c_int
         && new >= 0
         && old >= 0
         && is_valid
-        && (table::is_known(old) || table::is_known(new) || lifecycle::is_hidden(new));
+        && (table::is_known(old) || table::is_known(new) || privatefd::is_private(new));
     let refused = if concerns { before_dup(old, new) } else { GO_ON };
     if refused != GO_ON {
         return refused;

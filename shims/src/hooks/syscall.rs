@@ -11,7 +11,7 @@ use libc::{
     c_char, c_int, c_uint, c_ulong, c_void, epoll_event, fd_set, iovec, mmsghdr, msghdr, nfds_t, off_t, pollfd,
     sigset_t, size_t, sockaddr, socklen_t, ssize_t, timespec, timeval,
 };
-use rdmasock_core::os::kernel;
+use rdmasock_core::os::{kernel, privatefd};
 use rdmasock_core::stats::Reason;
 use rustix::io::Errno;
 
@@ -21,7 +21,6 @@ use crate::notify::{fork, table};
 use crate::polling::poll;
 use crate::process::pass;
 use crate::startup;
-use crate::startup::lifecycle;
 use crate::sys::real::SyscallFn;
 use crate::sys::{errno, iov, time, vfork};
 
@@ -211,7 +210,7 @@ fn owns(_first: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> 
 /// Serves a call by [`owns`] if the tables have the descriptor `fd`, or if it is the library's own. Otherwise makes the
 /// system call.
 fn owns_fd(fd: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> c_long) -> c_long {
-    let concerns = table::is_known(fd as c_int) || lifecycle::is_hidden(fd as c_int);
+    let concerns = table::is_known(fd as c_int) || privatefd::is_private(fd as c_int);
     if concerns { owns(fd, served, plain) } else { plain() }
 }
 

@@ -4,7 +4,6 @@
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::Relaxed;
 
-use rdmasock_core::os::privatefd;
 use rdmasock_core::stats::{Direction, Reason};
 use rdmasock_core::stream::handshake::Role;
 
@@ -238,12 +237,6 @@ pub fn on_dup(old: c_int, new: c_int) {
     }
     drop_entry(table::insert(new, entry), new);
     errno::set(errno);
-}
-
-/// Whether `fd` is private: the program must not see that it is open.
-#[inline]
-pub fn is_hidden(fd: c_int) -> bool {
-    privatefd::is_private(fd)
 }
 
 /// Records that O_NONBLOCK was set or cleared.

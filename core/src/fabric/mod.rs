@@ -1,10 +1,15 @@
 //! Fabrics: the ways to move bytes between instances, and the calls that a link on any of them offers
-//! ([`LinkEnd`]). Not here: how links are made, and the purpose of their streams.
+//! ([`LinkEnd`]). Not here: how links are made, sleeping, the meaning of messages, and the purpose of streams.
 
+#[cfg(not(loom))]
 use crate::fabric::layout::Region;
+#[cfg(not(loom))]
 use crate::fabric::ring::{Consumer, Producer, Wake};
+#[cfg(not(loom))]
 use crate::fabric::waiter::WaiterId;
+#[cfg(not(loom))]
 use crate::ids::Vqpn;
+#[cfg(not(loom))]
 use crate::wire::{Message, RingOffer};
 
 pub mod arena;
@@ -21,12 +26,7 @@ pub mod ring;
 pub mod shm;
 #[cfg(not(loom))]
 mod side;
-#[cfg(not(loom))]
 pub mod waiter;
-
-// The calls of one end of a link that the stream layer needs, on any fabric.
-//
-// Not here: making a link, sleeping, and the meaning of the messages.
 
 /// Why no stream was opened: limits of this end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -68,6 +68,7 @@ pub enum NoProducer {
 }
 
 /// The receiving end of a new stream.
+#[cfg(not(loom))]
 #[derive(Debug)]
 pub struct Opened {
     /// The number that this end gave the stream.
@@ -81,6 +82,7 @@ pub struct Opened {
 /// An end of a link. Every call returns at once.
 ///
 /// [`WaiterId`] defines which waiters a cursor's attention words name; they are the same on every fabric.
+#[cfg(not(loom))]
 pub trait LinkEnd {
     /// Opens a stream: takes a number of this end, with a first ring of `1 << log2` bytes to receive into.
     fn open(&self, log2: u8) -> Result<Opened, OpenError>;

@@ -1,6 +1,7 @@
 //! The C interface between the library and a plugin that has queue pairs, which is opened on first need. It consists of
-//! two tables of functions, each with a version and its size. Both sides are built from this file, which has no code of
-//! either. The modules below are common to all plugins: [`serve`] makes a plugin's table.
+//! two tables of functions, each with a version and its size; both sides are built from this file. With it the code
+//! that all plugins share: the errors, the state of a connection, the hidden fds, and the calls of the library's table.
+//! [`serve`] makes a plugin's table.
 //!
 //! A function of type `i32` returns 0, a count, or a negative errno. No panic, and no exception, crosses the interface.
 //! Pointers are valid for the call alone unless it says otherwise.
@@ -20,7 +21,7 @@ pub mod serve;
 pub const ABI: u32 = 8;
 
 /// The plugin's only symbol, an [`Entry`](serve::Entry).
-pub const ENTRY: &std::ffi::CStr = c"rdmasock_verbs_plugin";
+pub const ENTRY: &CStr = c"rdmasock_verbs_plugin";
 
 /// Private data of a connection request or its answer, in bytes. Every transport can carry 56; the rest is the
 /// plugin's own.
@@ -222,8 +223,6 @@ pub struct Conn {
     _opaque: [u8; 0],
 }
 
-// The errors of the interface: an errno.
-
 /// A positive errno.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{}", std::io::Error::from_raw_os_error(*.0))]
@@ -253,9 +252,8 @@ impl From<rustix::io::Errno> for Errno {
     }
 }
 
-// Whether a connection is up, and why it has ended: one word that every thread may read. The first reason stays.
-
-/// 0 not up yet, 1 up, negative: over, with the errno.
+/// Whether a connection is up, and why it is over: one word that every thread may read. 0 not up yet, 1 up, negative:
+/// over, with the errno. The first reason stays.
 #[derive(Debug, Default)]
 pub struct Fate(AtomicI32);
 
@@ -285,24 +283,6 @@ impl Fate {
     }
 }
 
-#[cfg(test)]
-mod fate_tests {
-    use super::*;
-
-    #[test]
-    fn the_first_reason_stays() {
-        let fate = Fate::default();
-        assert_eq!((fate.code(), fate.over()), (0, None));
-        fate.up();
-        assert_eq!((fate.code(), fate.over()), (1, None));
-        assert!(fate.end(Errno(libc::ECONNRESET)));
-        assert!(!fate.end(Errno(libc::EIO)));
-        fate.up();
-        assert_eq!(fate.code(), -libc::ECONNRESET);
-        assert_eq!(fate.over(), Some(Errno(libc::ECONNRESET)));
-    }
-}
-
 // The plugin's hidden fds, so that a fork child can close them. It uses no lock: at the fork another thread of the
 // parent may be anywhere.
 
@@ -317,14 +297,14 @@ fn word(fd: c_int) -> Option<(&'static AtomicU64, u64)> {
 }
 
 /// Adds an fd of the plugin. Relaxed everywhere: only a fork child reads the list, which has one thread.
-pub fn enter(fd: c_int) {
+fn enter(fd: c_int) {
     if let Some((word, bit)) = word(fd) {
         word.fetch_or(bit, Ordering::Relaxed);
     }
 }
 
 /// Removes an fd that is about to be closed.
-pub fn leave(fd: c_int) {
+fn leave(fd: c_int) {
     if let Some((word, bit)) = word(fd) {
         word.fetch_and(!bit, Ordering::Relaxed);
     }
@@ -341,30 +321,6 @@ pub fn take_all(mut each: impl FnMut(c_int)) {
         }
     }
 }
-
-#[cfg(test)]
-mod fds_tests {
-    use super::*;
-
-    #[test]
-    fn what_was_entered_and_not_left_is_found_once() {
-        for fd in [0, 63, 64, 131_071] {
-            enter(fd);
-        }
-        leave(63);
-        for none in [-1, 131_072, c_int::MAX] {
-            enter(none);
-            leave(none);
-        }
-        let mut found = Vec::new();
-        take_all(|fd| found.push(fd));
-        assert_eq!(found, [0, 64, 131_071]);
-        take_all(|fd| found.push(fd));
-        assert_eq!(found.len(), 3);
-    }
-}
-
-// A plugin's access to the host: the log, and the numbers for fds that the program does not see.
 
 /// The host's table; set once, by the entry.
 static HOST: AtomicPtr<Host> = AtomicPtr::new(std::ptr::null_mut());
@@ -393,19 +349,19 @@ pub unsafe fn attach(host: *const Host) -> Result<()> {
     if abi != ABI || size as usize != size_of::<Host>() {
         return Err(Errno(libc::EPROTO));
     }
-    // Release: pairs with the Acquire in `get`.
+    // Release: pairs with the Acquire in `host`.
     HOST.store(host.cast_mut(), Ordering::Release);
     Ok(())
 }
 
-fn get() -> Option<&'static Host> {
+fn host() -> Option<&'static Host> {
     // SAFETY: null, or a table that `attach` has checked and that lives as long as the process.
     unsafe { HOST.load(Ordering::Acquire).as_ref() }
 }
 
 /// Writes one line to the host's log.
 pub fn log(level: Level, text: Arguments<'_>) {
-    if let Some(host) = get() {
+    if let Some(host) = host() {
         let line = text.to_string();
         // SAFETY: pointer and length describe a string that lives during the call.
         unsafe { (host.log)(level as u32, line.as_ptr(), line.len()) };
@@ -414,7 +370,7 @@ pub fn log(level: Level, text: Arguments<'_>) {
 
 /// Returns the folder where the kernel shows network interfaces and RDMA devices.
 pub fn sys_class() -> &'static Path {
-    let Some(host) = get() else {
+    let Some(host) = host() else {
         return Path::new("/sys/class");
     };
     // SAFETY: the function of a checked table; its path ends with a zero and lives as long as the process.
@@ -424,7 +380,7 @@ pub fn sys_class() -> &'static Path {
 
 /// Makes `fd` nonblocking and moves it to a hidden number, where a fork child finds it.
 pub fn hide(fd: c_int) -> Result<c_int> {
-    let host = get().ok_or(Errno(libc::EINVAL))?;
+    let host = host().ok_or(Errno(libc::EINVAL))?;
     // SAFETY: the caller's fd is open for the duration of this call; it is not kept.
     let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
     let flags = rustix::fs::fcntl_getfl(borrowed)?;
@@ -455,7 +411,7 @@ impl Hidden {
     pub fn place(fd: OwnedFd) -> Result<Self> {
         // Not to be closed as an `OwnedFd`: that calls libc's close, which may be the host's hook.
         let fd = fd.into_raw_fd();
-        if get().is_none() {
+        if host().is_none() {
             return Ok(Self(fd));
         }
         hide(fd).map(Self).inspect_err(|_| {
@@ -479,7 +435,7 @@ impl AsFd for Hidden {
 
 impl Drop for Hidden {
     fn drop(&mut self) {
-        if get().is_some() {
+        if host().is_some() {
             close(self.0);
         } else {
             // SAFETY: opened by `open`, and given up.
@@ -491,8 +447,43 @@ impl Drop for Hidden {
 /// Closes an fd that [`hide`] returned.
 pub fn close(fd: c_int) {
     leave(fd);
-    if let Some(host) = get() {
+    if let Some(host) = host() {
         // SAFETY: the fd is one that `hide_fd` gave, and its owner gives it up.
         unsafe { (host.close_fd)(fd) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_reason_stays() {
+        let fate = Fate::default();
+        assert_eq!((fate.code(), fate.over()), (0, None));
+        fate.up();
+        assert_eq!((fate.code(), fate.over()), (1, None));
+        assert!(fate.end(Errno(libc::ECONNRESET)));
+        assert!(!fate.end(Errno(libc::EIO)));
+        fate.up();
+        assert_eq!(fate.code(), -libc::ECONNRESET);
+        assert_eq!(fate.over(), Some(Errno(libc::ECONNRESET)));
+    }
+
+    #[test]
+    fn what_was_entered_and_not_left_is_found_once() {
+        for fd in [0, 63, 64, 131_071] {
+            enter(fd);
+        }
+        leave(63);
+        for none in [-1, 131_072, c_int::MAX] {
+            enter(none);
+            leave(none);
+        }
+        let mut found = Vec::new();
+        take_all(|fd| found.push(fd));
+        assert_eq!(found, [0, 64, 131_071]);
+        take_all(|fd| found.push(fd));
+        assert_eq!(found.len(), 3);
     }
 }

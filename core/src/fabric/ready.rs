@@ -13,7 +13,6 @@
 //!
 //! [`SleepFlag`]: crate::sync::SleepFlag
 
-use crate::fabric::layout;
 use crate::fabric::layout::{GROUP_STREAMS, GROUPS, MAX_STREAMS};
 use crate::sync::{AtomicU64, Ordering, Published};
 
@@ -33,9 +32,9 @@ pub struct ReadyLine {
 
 // The layout of an arena relies on both.
 #[cfg(not(loom))]
-const _: () = assert!(size_of::<ReadyLine>() == layout::LINE_BYTES);
+const _: () = assert!(size_of::<ReadyLine>() == crate::fabric::layout::LINE_BYTES);
 #[cfg(not(loom))]
-const _: () = assert!(align_of::<ReadyLine>() == layout::LINE_BYTES);
+const _: () = assert!(align_of::<ReadyLine>() == crate::fabric::layout::LINE_BYTES);
 
 impl ReadyLine {
     /// Returns an empty line outside shared memory.

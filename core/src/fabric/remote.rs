@@ -1,23 +1,22 @@
 //! Links between hosts: each end keeps a local copy of the peer's arena (the *mirror*), and an engine carries changes
-//! over a queue pair.
+//! over a queue pair. This file has the counters, faults and settings of an end, and its way to the waiters of its
+//! process.
 //!
 //! | file | what it has |
 //! |---|---|
 //! | `qp.rs` | the queue pair that an end uses |
 //! | `record.rs` | the wire: messages of records |
-//! | `end.rs`, `past.rs` | an end of a link, its calls and its threads; the calls for transfers that bypass the rings |
-//! | `local.rs`, `tuning.rs`, `counts.rs` | the way to the waiters of this process; settings; counters |
-//! | `shared.rs` | the parts of an end that are used without the lock |
-//! | `engine.rs` | the engine's state, and the effects of the end's calls on it |
-//! | `turn.rs`, `receive.rs` | a turn of the engine; the effects of the peer's records |
-//! | `pump.rs`, `sender.rs` | what is sent, and in which order; the message being collected |
+//! | `end.rs` | an end of a link, its calls and its threads |
+//! | `shared.rs` | the parts of an end that are used without the lock; registered memory |
+//! | `engine.rs` | the engine's state, the effects of the end's calls on it, and its turn |
+//! | `receive.rs` | the effects of the peer's records |
+//! | `pump.rs` | what is sent, and in which order |
+//! | `sender.rs` | the message being collected; the peer's receive buffers |
 //! | `stream.rs` | the two directions of one stream |
-//! | `lend.rs`, `buffers.rs` | send buffers, for bytes for which the peer's ring has no room |
-//! | `direct.rs`, `landing.rs` | WRITEs straight into the memory of programs: the rules; the engine's part |
-//! | `loan.rs`, `taking.rs` | READs from the memory of a sending program: the rules; the engine's part |
-//! | `bulk.rs` | the queue pair for both |
-//! | `credits.rs`, `chunks.rs` | the peer's receive buffers; registered memory |
-//! | `fault.rs` | why a link is down |
+//! | `lend.rs` | send buffers, for bytes for which the peer's ring has no room |
+//! | `put.rs` | WRITEs straight into the memory of programs |
+//! | `get.rs` | READs from the memory of a sending program |
+//! | `bulk.rs` | the queue pair for both, and the end's calls for them |
 //! | `watch.rs` | whether the peer's device still answers |
 //! | `mem.rs` | a queue pair in memory, for tests |
 //!
@@ -25,9 +24,9 @@
 //! of the peer's, where its producers write. Producer and consumer are the same types as on shm. The engine is the
 //! local counterpart of each. It keeps `want_data` of every block of the mirror and `want_space` of every block of
 //! `mine` set to [`ENGINE`]. So a cursor that publishes a change gets that word. Its caller passes the word to
-//! [`LinkEnd::notify`](crate::fabric::LinkEnd::notify), and the engine carries the change over. Changes from the peer it
-//! writes into the blocks as the peer would on shm. Then it wakes the waiters of this process that the other attention
-//! word names.
+//! [`LinkEnd::notify`](crate::fabric::LinkEnd::notify), and the engine carries the change over. Changes from the peer
+//! it writes into the blocks as the peer would on shm. Then it wakes the waiters of this process that the other
+//! attention word names.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Release};
@@ -63,9 +62,7 @@ mod stream;
 mod tests;
 mod watch;
 
-// The counters of an end of a link between hosts, for tests and measurements. Programs see the counters of `stats/`.
-
-/// The counts since the end was made.
+/// The counts since the end was made, for tests and measurements. Programs see the counters of `stats/`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Messages sent on the queue pair.
@@ -120,8 +117,6 @@ pub struct DirectCounts {
     /// Bulk queue pairs that were given up.
     pub lost: u64,
 }
-
-// Why a link between hosts is down: the faults, and the cell that keeps the first one.
 
 codes! {
     /// A violation of the protocol, which no correct peer commits (ARCHITECTURE, I7).
@@ -192,7 +187,7 @@ impl From<Down> for Fault {
 
 /// The first fault of a link. Any thread may read it, and signal handlers too.
 #[derive(Debug, Default)]
-pub(super) struct FaultCell(AtomicU64);
+struct FaultCell(AtomicU64);
 
 impl FaultCell {
     pub fn get(&self) -> Option<Fault> {
@@ -223,29 +218,6 @@ impl FaultCell {
         self.0.compare_exchange(0, word, Release, Acquire).is_ok()
     }
 }
-
-#[cfg(test)]
-mod fault_tests {
-    use super::*;
-
-    #[test]
-    fn the_first_fault_stays_and_reads_back() {
-        let faults = Breach::ALL.iter().copied().map(Fault::Violation).chain([
-            Fault::Down(Down(-5)),
-            Fault::Down(Down(0)),
-            Fault::Closed,
-            Fault::Silent,
-        ]);
-        for fault in faults {
-            let cell = FaultCell::default();
-            assert_eq!(cell.get(), None);
-            assert!(cell.set(fault) && !cell.set(Fault::Closed));
-            assert_eq!(cell.get(), Some(fault));
-        }
-    }
-}
-
-// The demands of a link between hosts on a queue pair, and its settings. `qp.rs` describes the queue pair.
 
 /// The fewest bytes of a receive buffer with which a link can work. A message of the side channel fits one, together
 /// with the records that have to precede it.
@@ -302,14 +274,11 @@ impl Tuning {
 #[error("receive buffers too few or too small")]
 pub struct Unusable;
 
-// The connection between the engine of a link between hosts and the waiters of its own process: the words by which
-// either is notified. Not which thread waits for which event.
-
 /// The attention word by which the engine is notified. It names no waiter.
 pub const ENGINE: Wake = Wake(1 << 31);
 
 /// The service thread's waiter.
-pub(super) const SERVICE: WaiterId = WaiterId(0);
+const SERVICE: WaiterId = WaiterId(0);
 
 /// The calls by which the engine reaches the waiters of this process. No call may wait, or call the end.
 pub trait Local: Send + Sync {

@@ -74,8 +74,6 @@ pub(super) mod proxy;
 #[cfg(test)]
 mod tests;
 
-// The errors of the cursors: the peer has broken the protocol, or one of the two sides has ended the direction.
-
 /// The consumer has [stopped](Consumer::stop): the [unread](Producer::unread) bytes go over TCP again,
 /// before any others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -134,14 +132,11 @@ pub enum RingError {
     NoMemory,
 }
 
-// Packs the name of a ring into one word of a direction block: the ring that a consumer offers, or the ring that a
-// producer has adopted.
-
 /// The ring that a producer has adopted, as one word. Low 24 bits: the generation of the offer, or for a reserve the
 /// generation after the ring before. High 8 bits: for a reserve, log2 of the bytes at its beginning that are the ring;
 /// 0 for an offered ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Adopted {
+struct Adopted {
     pub generation: u32,
     pub part: u8,
 }
@@ -159,10 +154,10 @@ impl Adopted {
     }
 }
 
-/// An offered ring. In one word, so that it is read whole: generation (24 bits, never 0),
+/// An offered ring, or the reserve. In one word, so that it is read whole: generation (24 bits, never 0),
 /// log2 of the size in bytes (8), first page (32).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Offer {
+struct Offer {
     pub generation: u32,
     pub region: Region,
 }

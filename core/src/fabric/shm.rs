@@ -10,11 +10,11 @@ use std::sync::atomic::{AtomicBool, AtomicU32};
 
 use rustix::io::Errno;
 
-use crate::fabric::layout::{Done, Layout, Numbers, Region, done};
+use crate::fabric::layout::{Layout, Region};
 use crate::fabric::ready::ReadyQueue;
 use crate::fabric::ring::{Consumer, DirectionBlock, Producer, Wake};
 pub use crate::fabric::side::Side;
-use crate::fabric::side::Sweeps;
+use crate::fabric::side::{Done, Numbers, Sweeps, done};
 use crate::fabric::waiter::{FLAGS_BYTES, FlagPage, WaiterId};
 use crate::fabric::{LinkEnd, OpenError, Opened, SendError, layout};
 use crate::ids::Vqpn;

@@ -1,19 +1,21 @@
-//! An arena as mapped in this process, and its owner's cursors on the ready queues. Every fabric with arenas of its own
-//! builds its ends from these. Not for creating an arena, nor for the cursors on its rings.
+//! An arena as mapped in this process, its owner's cursors on the ready queues, and the numbers that its owner gives to
+//! streams. Every fabric with arenas of its own builds its ends from these. Not for creating an arena, nor for the
+//! cursors on its rings.
 
 use std::fmt;
 use std::os::fd::BorrowedFd;
 use std::ptr::{NonNull, null_mut};
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Release};
-use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicUsize};
+use std::sync::atomic::{AtomicPtr, AtomicU8, AtomicU32, AtomicUsize};
 
 use rustix::io::Errno;
 
-use crate::fabric::layout;
-use crate::fabric::layout::{GROUP_BYTES, Layout, Region, UNIT_LOG2};
+use crate::fabric::arena::Arena;
+use crate::fabric::layout::{GROUP_BYTES, Layout, MAX_STREAMS, Region, UNIT_LOG2};
 use crate::fabric::ready::{ReadyCursor, ReadyLine, ReadyQueue};
-use crate::fabric::ring::{DataArea, DirectionBlock};
+use crate::fabric::ring::{Consumer, DataArea, DirectionBlock, REGIONS};
 use crate::fabric::waiter::WaiterId;
+use crate::fabric::{OpenError, layout};
 use crate::ids::Vqpn;
 use crate::lock::Lock;
 use crate::os::memfd::{Access, Extent, Mapping, PAGE};
@@ -286,20 +288,15 @@ impl Sweeps {
 }
 
 // The mapped part of a shared file, which grows: a first segment of `UNIT` bytes, then segments that are each as long
-// as all before them. A segment never moves.
-//
-// Either end maps more when it needs to, by itself and in any thread: see `Extent::followed_by`. The page mapped in
-// front of a segment is the last page of the segment before, so growing needs no descriptor of the file.
-//
-// Memory that may be needed at a moment at which no call may fail is mapped in advance, without access
-// ([`hold`](Segments::hold)). Until it is reached it takes addresses and never memory, even if the program locks all
-// of its memory.
+// as all before them. A segment never moves. Either end maps more when it needs to, by itself and in any thread
+// ([`Extent::followed_by`]). The page mapped in front of a segment is the last page of the segment before, so growing
+// needs no descriptor of the file.
 
 /// The most segments of a part of an arena.
 const MOST: usize = 20;
 
-/// Bytes that this process has mapped in advance, and their limit. Addresses are plentiful, but the kernel limits a
-/// process to 65,530 mappings, which its own memory needs too.
+/// Bytes that this process has mapped in advance ([`Segments::hold`]), and their limit. Addresses are plentiful, but
+/// the kernel limits a process to 65,530 mappings, which its own memory needs too.
 static HELD: AtomicUsize = AtomicUsize::new(0);
 const MOST_HELD: usize = 8 << 30;
 
@@ -323,7 +320,7 @@ pub(super) type DataSegments = Segments<{ 1 << UNIT_LOG2 }>;
 
 impl<const UNIT: usize> Segments<UNIT> {
     /// Returns a part of no bytes, with no mapping.
-    pub const fn new() -> Self {
+    const fn new() -> Self {
         Self {
             at: [const { AtomicPtr::new(null_mut()) }; MOST],
             live: AtomicU32::new(0),
@@ -335,14 +332,14 @@ impl<const UNIT: usize> Segments<UNIT> {
     }
 
     /// Returns a part of `total` bytes that the caller has mapped at `start`, as a whole.
-    pub fn whole(start: *mut u8, total: usize) -> Self {
+    fn whole(start: *mut u8, total: usize) -> Self {
         let this = Self::new();
         this.show_whole(start, total);
         this
     }
 
     /// Shows a mapping of the caller, as [`whole`](Self::whole) does. For a part of no bytes.
-    pub fn show_whole(&self, start: *mut u8, total: usize) {
+    fn show_whole(&self, start: *mut u8, total: usize) {
         self.total.store(total, Release);
         let mut count = 0;
         for (k, at) in self.at.iter().enumerate() {
@@ -357,14 +354,14 @@ impl<const UNIT: usize> Segments<UNIT> {
     }
 
     /// Becomes a part of no bytes again. The caller, which has [shown](Self::show_whole) the mapping, unmaps it.
-    pub fn forget_whole(&self) {
+    fn forget_whole(&self) {
         self.forget();
         self.total.store(0, Release);
         (0..MOST).for_each(|k| self.lose(k));
     }
 
     /// Reserves addresses for the first segment, before there is a file.
-    pub fn reserve(&self, total: usize) -> Result<(), Errno> {
+    fn reserve(&self, total: usize) -> Result<(), Errno> {
         self.total.store(total, Release);
         let first = Extent::neutral(self.length(0))?;
         self.set(0, first.start());
@@ -373,7 +370,7 @@ impl<const UNIT: usize> Segments<UNIT> {
 
     /// Maps the first segment of the part that begins at `offset` of the file and has `total` bytes. If the segments
     /// have addresses already, `total` must be as before.
-    pub fn show(&self, fd: BorrowedFd<'_>, offset: u64, total: usize) -> Result<(), Errno> {
+    fn show(&self, fd: BorrowedFd<'_>, offset: u64, total: usize) -> Result<(), Errno> {
         self.total.store(total, Release);
         match self.extent(0) {
             Some(kept) => {
@@ -392,7 +389,7 @@ impl<const UNIT: usize> Segments<UNIT> {
     }
 
     /// Returns the bytes of the part.
-    pub fn total(&self) -> usize {
+    fn total(&self) -> usize {
         self.total.load(Acquire)
     }
 
@@ -431,9 +428,10 @@ impl<const UNIT: usize> Segments<UNIT> {
         Ok(())
     }
 
-    /// Maps the segments up to the byte at `offset`, without access to those that cannot be used already. Errors as
-    /// [`reach`](Self::reach)'s; ENOMEM also if the process would hold more than `MOST_HELD` bytes.
-    pub fn hold(&self, offset: usize) -> Result<(), Errno> {
+    /// Maps the segments up to the byte at `offset`, without access to those that cannot be used already. Until such a
+    /// segment is [reached](Self::reach) it takes addresses and never memory, even if the program locks all of its
+    /// memory. Errors as `reach`'s; ENOMEM also if the process would hold more than `MOST_HELD` bytes.
+    fn hold(&self, offset: usize) -> Result<(), Errno> {
         if offset >= self.total() {
             return Err(Errno::INVAL);
         }
@@ -490,13 +488,13 @@ impl<const UNIT: usize> Segments<UNIT> {
     }
 
     /// Gives the memory of a mapped piece back, as [`Extent::punch_hole`] does.
-    pub fn punch_hole(&self, offset: usize, length: usize) -> Result<(), Errno> {
+    fn punch_hole(&self, offset: usize, length: usize) -> Result<(), Errno> {
         let (extent, at) = self.place(offset).ok_or(Errno::INVAL)?;
         extent.punch_hole(at..at + length)
     }
 
     /// Unmaps the file, but keeps the addresses for the next one.
-    pub fn neutralise(&self) {
+    fn neutralise(&self) {
         self.forget();
         for k in 0..MOST {
             let Some(extent) = self.extent(k) else {
@@ -511,7 +509,7 @@ impl<const UNIT: usize> Segments<UNIT> {
 
     /// Replaces the mappings in a fork child, which has none of the memory. Sets the part to no bytes, since a thread
     /// of the parent may have been growing it.
-    pub fn after_fork(&self) {
+    fn after_fork(&self) {
         self.forget();
         for extent in (0..MOST).filter_map(|k| self.extent(k)) {
             // SAFETY: a mapping of this value; its users form references to atomics only.
@@ -524,7 +522,7 @@ impl<const UNIT: usize> Segments<UNIT> {
     ///
     /// # Safety
     /// No pointer into a segment is used any more.
-    pub unsafe fn unmap(&self) {
+    unsafe fn unmap(&self) {
         self.forget();
         for k in 0..MOST {
             let extent = self.extent(k);
@@ -599,5 +597,176 @@ const fn segment_of<const UNIT: usize>(offset: usize) -> usize {
     (usize::BITS - (offset / UNIT).leading_zeros()) as usize
 }
 
+/// Which ends are done with a stream's number.
+pub(super) mod done {
+    pub const LOCAL: u8 = 1;
+    pub const PEER: u8 = 2;
+    pub const BOTH: u8 = LOCAL | PEER;
+    /// A user in this process still accesses its rings.
+    pub const HELD: u8 = 4;
+}
+
+struct Inner {
+    arena: Arena,
+    next: u32,
+    free: Vec<u32>,
+    /// Rings of streams that this end is done with but the peer is not.
+    zombies: Vec<(u32, [Option<Region>; REGIONS])>,
+}
+
+impl Inner {
+    fn new(data_bytes: u64) -> Self {
+        Self {
+            arena: Arena::new(data_bytes),
+            next: 0,
+            free: Vec::new(),
+            zombies: Vec::new(),
+        }
+    }
+}
+
+/// The numbers that an end gives to its streams, and the memory of its arena. Records which ends are done with a
+/// number; its rings are free once both are. The peer never sees it.
+pub(super) struct Numbers {
+    done: Sparse<AtomicU8, { MAX_STREAMS as usize / 128 }, 128>,
+    inner: Lock<Inner>,
+}
+
+/// A number that both ends are done with. The caller gives back its rings, then the number.
+#[must_use = "the number and its rings stay taken"]
+#[derive(Debug)]
+pub(super) struct Done {
+    pub number: Vqpn,
+    pub regions: Vec<Region>,
+}
+
+impl Numbers {
+    /// Returns the numbers for an arena whose data area has `data_bytes` bytes; none is in use.
+    pub fn new(data_bytes: u64) -> Self {
+        Self {
+            done: Sparse::new(),
+            inner: Lock::new(Inner::new(data_bytes)),
+        }
+    }
+
+    /// Starts anew for another arena, whose data area has `data_bytes` bytes; no number is in use.
+    pub fn reset(&self, data_bytes: u64) {
+        if let Some(mut inner) = self.inner.lock() {
+            *inner = Inner::new(data_bytes);
+        }
+    }
+
+    /// Returns a bound: every number ever given is below it.
+    pub fn ever_given(&self) -> u32 {
+        self.inner.lock().map_or(0, |n| n.next)
+    }
+
+    /// Takes a free number, and a ring of `1 << log2` bytes.
+    pub fn take(&self, log2: u8) -> Result<(Vqpn, Region), OpenError> {
+        let mut inner = self.inner.lock().ok_or(OpenError::Busy)?;
+        let number = match inner.free.pop() {
+            Some(number) => number,
+            None if inner.next < MAX_STREAMS => {
+                inner.next += 1;
+                inner.next - 1
+            }
+            None => return Err(OpenError::Streams),
+        };
+        let Some(region) = inner.arena.alloc(log2) else {
+            inner.free.push(number);
+            return Err(OpenError::Arena);
+        };
+        if let Some(done) = self.done.make(number as usize) {
+            done.store(0, Release);
+        }
+        Ok((Vqpn(number), region))
+    }
+
+    /// Gives back a number that was not used, and its ring.
+    pub fn put_back(&self, number: Vqpn, region: Region) {
+        if let Some(mut inner) = self.inner.lock() {
+            inner.arena.free(region);
+            inner.free.push(number.0);
+        }
+    }
+
+    /// Keeps the rings of a stream that this end has left until both have.
+    pub fn keep(&self, number: Vqpn, consumer: Option<Consumer>) {
+        if let (Some(consumer), Some(mut inner)) = (consumer, self.inner.lock()) {
+            inner.zombies.push((number.0, consumer.into_regions()));
+        }
+    }
+
+    /// Records that the ends in `bits` ([`done`]) are done with the number. Returns its rings, once: when both ends are
+    /// done and no user holds them.
+    pub fn mark(&self, number: Vqpn, bits: u8) -> Option<Done> {
+        let before = self.done.get(number.0 as usize)?.fetch_or(bits, AcqRel);
+        if before == done::BOTH || before | bits != done::BOTH {
+            return None;
+        }
+        self.done(number)
+    }
+
+    /// Holds the rings of a number that this end is not done with: they are not given back before
+    /// [`let_go`](Self::let_go) is called, once.
+    pub fn hold(&self, number: Vqpn) {
+        if let Some(done) = self.done.get(number.0 as usize) {
+            done.fetch_or(done::HELD, AcqRel);
+        }
+    }
+
+    /// Ends a [`hold`](Self::hold). Returns the rings if both ends are done with the number by now.
+    pub fn let_go(&self, number: Vqpn) -> Option<Done> {
+        let before = self.done.get(number.0 as usize)?.fetch_and(!done::HELD, AcqRel);
+        if before != done::BOTH | done::HELD {
+            return None;
+        }
+        self.done(number)
+    }
+
+    fn done(&self, number: Vqpn) -> Option<Done> {
+        let mut inner = self.inner.lock()?;
+        let mut regions = Vec::new();
+        inner.zombies.retain(|(v, r)| {
+            if *v == number.0 {
+                regions.extend(r.iter().flatten().copied());
+            }
+            *v != number.0
+        });
+        Some(Done { number, regions })
+    }
+
+    /// Makes the number free for another stream.
+    pub fn give_back(&self, number: Vqpn) {
+        if let Some(mut inner) = self.inner.lock() {
+            inner.free.push(number.0);
+        }
+    }
+
+    /// Allocates a ring of `1 << log2` bytes; `None` if the arena has no room.
+    pub fn allocate(&self, log2: u8) -> Option<Region> {
+        self.inner.lock()?.arena.alloc(log2)
+    }
+
+    /// Allocates a ring of `1 << log2` bytes, if then at most `most` bytes of the arena are in use; otherwise `None`.
+    pub fn reserve(&self, log2: u8, most: u64) -> Option<Region> {
+        let mut inner = self.inner.lock()?;
+        let fits = inner.arena.bytes_in_use() + (1 << log2) <= most;
+        fits.then(|| inner.arena.alloc(log2)).flatten()
+    }
+
+    /// Frees a ring that neither end uses any more.
+    pub fn free(&self, region: Region) {
+        if let Some(mut inner) = self.inner.lock() {
+            inner.arena.free(region);
+        }
+    }
+
+    #[cfg(test)]
+    pub fn bytes_in_use(&self) -> u64 {
+        self.inner.lock().map_or(0, |n| n.arena.bytes_in_use())
+    }
+}
+
 #[cfg(test)]
-mod segments_tests;
+mod tests;

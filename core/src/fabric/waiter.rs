@@ -1,5 +1,7 @@
 //! The waiters that can be woken through a link: their numbers, the attention words that name them, and the page by
-//! which an instance's waiters sleep. Not for which thread has which number, nor for doorbells.
+//! which an instance's waiters sleep ([`FlagPage`]). Also the threads that sleep in the kernel while what they wait for
+//! moves to the library ([`Onlookers`], [`Gate`]), and the threads that share the polling of one descriptor
+//! ([`Pollers`]). Not for which thread has which number, nor for doorbells.
 //!
 //! A thread that sleeps in one call sleeps on a futex in the page. Peers map the page read only: they can wake the
 //! thread and do nothing else. So a peer cannot change the word that the thread compares. Its wake-up is lost on a
@@ -7,14 +9,19 @@
 //! although the wake-up reached no thread. Then the peer tries again, up to `TRIES` times in all ([`FlagPage::wake`]).
 //! At last it asks the owner over the side channel, and the owner can change the word ([`FlagPage::ring`]).
 
+#[cfg(not(loom))]
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::AtomicU32;
+#[cfg(not(loom))]
 use std::sync::atomic::Ordering::SeqCst;
 
+#[cfg(not(loom))]
 use rustix::io::Errno;
+#[cfg(not(loom))]
 use rustix::thread::futex;
 
 use crate::fabric::layout::READY_QUEUES;
+#[cfg(not(loom))]
 use crate::os::memfd::{Access, MapError, Mapping};
 use crate::sync::{AtomicBool, AtomicU64, Presence, Published, SleepFlag};
 
@@ -32,6 +39,7 @@ pub const FLAGS_BYTES: u64 = (BELLS_OFFSET + MAX_WAITERS as usize * size_of::<At
 
 /// How often a peer tries to wake a thread whose sleep flag is raised. Such a thread is a few instructions and the way
 /// into the kernel from sleeping, or about to lower its flag after all.
+#[cfg(not(loom))]
 const TRIES: u32 = 8;
 
 /// The part of an attention word that names a sleeper; the rest names a ready queue.
@@ -87,9 +95,11 @@ impl WaiterId {
 }
 
 /// The sleep flags and futexes of the waiters of one instance, this one or a peer.
+#[cfg(not(loom))]
 #[derive(Debug)]
 pub struct FlagPage(Mapping);
 
+#[cfg(not(loom))]
 impl FlagPage {
     /// Returns the page in `mapping`; `None` if it has fewer than [`FLAGS_BYTES`] bytes. A peer's page may be mapped
     /// read only.
@@ -171,94 +181,10 @@ impl FlagPage {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use std::os::fd::AsFd;
-
-    use super::*;
-    use crate::os::{forked, memfd};
-
-    #[test]
-    fn a_word_names_a_queue_and_a_sleeper() {
-        let word = WaiterId(63).queue_bits() | WaiterId(MAX_WAITERS - 1).sleeper_bits();
-        assert_eq!(WaiterId::of_queue(word), Some(WaiterId(63)));
-        assert_eq!(WaiterId::of_sleeper(word), Some(WaiterId(MAX_WAITERS - 1)));
-        assert_eq!((WaiterId::of_queue(0), WaiterId::of_sleeper(0)), (None, None));
-        assert_eq!(WaiterId::of_sleeper(u32::from(MAX_WAITERS) + 1), None);
-        assert_eq!(WaiterId(READY_QUEUES as u16).queue_bits(), 0);
-    }
-
-    #[test]
-    fn a_page_has_a_flag_for_each_waiter_and_no_more() {
-        let short = Mapping::anonymous(FLAGS_BYTES as usize - 1).unwrap();
-        assert!(FlagPage::new(short).is_none());
-        let page = FlagPage::new(Mapping::anonymous(FLAGS_BYTES as usize).unwrap()).unwrap();
-        let last = page.flag(WaiterId(MAX_WAITERS - 1)).unwrap();
-        last.begin();
-        assert!(last.is_sleeping());
-        assert!(page.flag(WaiterId(MAX_WAITERS)).is_none());
-        assert_eq!(page.ticket(WaiterId(MAX_WAITERS - 1)), 1);
-        assert_eq!(page.ticket(WaiterId(MAX_WAITERS - 1)), 1);
-        assert!(page.futex(WaiterId(MAX_WAITERS)).is_none());
-    }
-
-    /// Returns a page as its owner has it, and as a peer has it.
-    fn pages() -> [FlagPage; 2] {
-        let (fd, mine) = memfd::create_read_only_for_peers("test-flags", FLAGS_BYTES).unwrap();
-        let theirs = memfd::map_received(fd.as_fd(), FLAGS_BYTES, memfd::Access::ReadOnly);
-        [mine, theirs.unwrap()].map(|mapping| FlagPage::new(mapping).unwrap())
-    }
-
-    #[test]
-    fn a_peer_that_can_only_read_wakes_who_sleeps_and_notices_who_does_not_yet() {
-        let [mine, theirs] = pages();
-        let id = WaiterId(POLLING);
-        assert!(theirs.wake(id), "nobody says that he sleeps");
-        let flag = mine.flag(id).unwrap();
-        flag.begin();
-        assert!(!theirs.wake(id), "not there yet");
-        let ticket = mine.ticket(id);
-        std::thread::scope(|s| {
-            let sleeper = s.spawn(|| futex::wait(mine.bell(id).unwrap(), futex::Flags::empty(), ticket, None));
-            while !theirs.wake(id) {
-                std::thread::yield_now();
-            }
-            assert_eq!(sleeper.join().unwrap(), Ok(()));
-        });
-        flag.end();
-    }
-
-    #[test]
-    fn a_ring_before_the_sleep_is_not_lost() {
-        let [mine, _] = pages();
-        let id = WaiterId(MAX_WAITERS - 1);
-        let ticket = mine.ticket(id);
-        mine.ring(id);
-        let slept = futex::wait(mine.bell(id).unwrap(), futex::Flags::empty(), ticket, None);
-        assert_eq!(slept, Err(Errno::AGAIN));
-    }
-
-    #[test]
-    fn a_sleep_that_a_fork_interrupts_ends_in_the_child() {
-        let [mine, _] = pages();
-        let id = WaiterId(POLLING);
-        let ticket = mine.ticket(id);
-        forked::in_child(|| {
-            mine.after_fork();
-            // Repeats the call, as the kernel does when it restarts it.
-            let slept = futex::wait(mine.bell(id).unwrap(), futex::Flags::empty(), ticket, None);
-            assert_eq!(slept, Err(Errno::AGAIN));
-        });
-    }
-}
-
-// Threads that sleep in the kernel already when the socket or epoll set that they wait for moves to the library. Later
-// events do not come to the kernel, so these threads have to be woken. Threads in poll or select name their sockets
-// ([`Onlookers`]). Threads in the wait on an epoll set are counted ([`Gate`]). Not for threads that wait on sockets of
-// the library already (`ready`, `waiter`), nor for how threads are woken.
-//
-// A thread that is about to sleep publishes that, then checks whether the kernel still serves its socket. The thread
-// that moves the socket publishes that, then checks for sleepers ([`crate::sync`]).
+// Threads that sleep in the kernel when the socket or epoll set that they wait for moves to the library. Later events
+// do not come to the kernel, so these threads have to be woken. A thread that is about to sleep publishes that, then
+// checks whether the kernel still serves its socket. The thread that moves the socket publishes that, then checks for
+// sleepers ([`crate::sync`]).
 
 /// A set of sockets by their slots. It may name too many: a bit stands for all slots that are equal modulo 64. So a
 /// sleeping thread costs one exchange however many sockets it polls, and a thread that is woken in vain checks once
@@ -279,7 +205,7 @@ impl Slots {
     }
 }
 
-/// The sockets that threads poll in the kernel, by the number of the thread's waiter.
+/// The sockets that threads in poll or select wait for in the kernel, by the number of the thread's waiter.
 #[derive(Debug)]
 pub struct Onlookers(Box<[Published<AtomicU64>]>);
 
@@ -372,47 +298,10 @@ impl Gate {
     }
 }
 
-#[cfg(all(test, not(loom)))]
-mod asleep_tests {
-    use super::*;
-
-    #[test]
-    fn whoever_polls_a_socket_is_named_until_he_is_back() {
-        let onlookers = Onlookers::new(100);
-        let named = |slot| onlookers.of(slot).collect::<Vec<_>>();
-        let (first, last) = (0, 99);
-        onlookers.enter(first, Slots::default().with(3).with(64));
-        onlookers.enter(last, Slots::default().with(67));
-        assert_eq!(named(3), [first, last]);
-        assert_eq!(named(64), [first]);
-        assert_eq!(named(4), []);
-        onlookers.leave(first);
-        assert_eq!((named(67), named(64)), (vec![last], vec![]));
-    }
-
-    #[test]
-    fn a_gate_is_closed_until_it_is_opened_again() {
-        let gate = Gate::new();
-        assert!(gate.enter() && gate.is_in_use());
-        assert!(gate.close(), "one is inside");
-        assert!(!gate.enter());
-        assert!(gate.leave());
-        assert!(!gate.leave() && !gate.is_in_use());
-        assert!(gate.reopen() && !gate.reopen() && !gate.is_closed());
-    }
-}
-
-#[cfg(all(test, loom))]
-mod loom_models;
-
-// Shares the polling of one descriptor between the threads that sleep for its events ([`Pollers`]). One thread polls,
-// and the others stand by to do so next. Each also sleeps on a futex or doorbell of its own. If all of them polled,
-// each event would wake all of them.
-//
-// A thread that is about to sleep stands by if another polls, and polls otherwise. The last poller that leaves calls
-// one of the threads on standby. So as long as a thread sleeps, one polls, is called, or is on its way. A thread on
-// standby first publishes that and then checks for pollers; a thread that leaves does the two in the other order
-// (`sync`: [`Presence`]).
+// Threads that sleep for the events of one descriptor. One polls it; if all did, each event would wake all. The others
+// stand by, each on a futex or doorbell of its own. The last poller that leaves calls one of them. So as long as a
+// thread sleeps, one polls, is called, or is on its way. A thread on standby first publishes that and then checks for
+// pollers; a thread that leaves does the two in the other order ([`Presence`]).
 
 const WORD: u16 = u64::BITS as u16;
 
@@ -510,9 +399,111 @@ impl Pollers {
     }
 }
 
-#[cfg(all(test, not(loom)))]
-mod pollers_tests {
+#[cfg(test)]
+#[cfg(not(loom))]
+mod tests {
+    use std::os::fd::AsFd;
+
     use super::*;
+    use crate::os::{forked, memfd};
+
+    #[test]
+    fn a_word_names_a_queue_and_a_sleeper() {
+        let word = WaiterId(63).queue_bits() | WaiterId(MAX_WAITERS - 1).sleeper_bits();
+        assert_eq!(WaiterId::of_queue(word), Some(WaiterId(63)));
+        assert_eq!(WaiterId::of_sleeper(word), Some(WaiterId(MAX_WAITERS - 1)));
+        assert_eq!((WaiterId::of_queue(0), WaiterId::of_sleeper(0)), (None, None));
+        assert_eq!(WaiterId::of_sleeper(u32::from(MAX_WAITERS) + 1), None);
+        assert_eq!(WaiterId(READY_QUEUES as u16).queue_bits(), 0);
+    }
+
+    #[test]
+    fn a_page_has_a_flag_for_each_waiter_and_no_more() {
+        let short = Mapping::anonymous(FLAGS_BYTES as usize - 1).unwrap();
+        assert!(FlagPage::new(short).is_none());
+        let page = FlagPage::new(Mapping::anonymous(FLAGS_BYTES as usize).unwrap()).unwrap();
+        let last = page.flag(WaiterId(MAX_WAITERS - 1)).unwrap();
+        last.begin();
+        assert!(last.is_sleeping());
+        assert!(page.flag(WaiterId(MAX_WAITERS)).is_none());
+        assert_eq!(page.ticket(WaiterId(MAX_WAITERS - 1)), 1);
+        assert_eq!(page.ticket(WaiterId(MAX_WAITERS - 1)), 1);
+        assert!(page.futex(WaiterId(MAX_WAITERS)).is_none());
+    }
+
+    /// Returns a page as its owner has it, and as a peer has it.
+    fn pages() -> [FlagPage; 2] {
+        let (fd, mine) = memfd::create_read_only_for_peers("test-flags", FLAGS_BYTES).unwrap();
+        let theirs = memfd::map_received(fd.as_fd(), FLAGS_BYTES, memfd::Access::ReadOnly);
+        [mine, theirs.unwrap()].map(|mapping| FlagPage::new(mapping).unwrap())
+    }
+
+    #[test]
+    fn a_peer_that_can_only_read_wakes_who_sleeps_and_notices_who_does_not_yet() {
+        let [mine, theirs] = pages();
+        let id = WaiterId(POLLING);
+        assert!(theirs.wake(id), "nobody says that he sleeps");
+        let flag = mine.flag(id).unwrap();
+        flag.begin();
+        assert!(!theirs.wake(id), "not there yet");
+        let ticket = mine.ticket(id);
+        std::thread::scope(|s| {
+            let sleeper = s.spawn(|| futex::wait(mine.bell(id).unwrap(), futex::Flags::empty(), ticket, None));
+            while !theirs.wake(id) {
+                std::thread::yield_now();
+            }
+            assert_eq!(sleeper.join().unwrap(), Ok(()));
+        });
+        flag.end();
+    }
+
+    #[test]
+    fn a_ring_before_the_sleep_is_not_lost() {
+        let [mine, _] = pages();
+        let id = WaiterId(MAX_WAITERS - 1);
+        let ticket = mine.ticket(id);
+        mine.ring(id);
+        let slept = futex::wait(mine.bell(id).unwrap(), futex::Flags::empty(), ticket, None);
+        assert_eq!(slept, Err(Errno::AGAIN));
+    }
+
+    #[test]
+    fn a_sleep_that_a_fork_interrupts_ends_in_the_child() {
+        let [mine, _] = pages();
+        let id = WaiterId(POLLING);
+        let ticket = mine.ticket(id);
+        forked::in_child(|| {
+            mine.after_fork();
+            // Repeats the call, as the kernel does when it restarts it.
+            let slept = futex::wait(mine.bell(id).unwrap(), futex::Flags::empty(), ticket, None);
+            assert_eq!(slept, Err(Errno::AGAIN));
+        });
+    }
+
+    #[test]
+    fn whoever_polls_a_socket_is_named_until_he_is_back() {
+        let onlookers = Onlookers::new(100);
+        let named = |slot| onlookers.of(slot).collect::<Vec<_>>();
+        let (first, last) = (0, 99);
+        onlookers.enter(first, Slots::default().with(3).with(64));
+        onlookers.enter(last, Slots::default().with(67));
+        assert_eq!(named(3), [first, last]);
+        assert_eq!(named(64), [first]);
+        assert_eq!(named(4), []);
+        onlookers.leave(first);
+        assert_eq!((named(67), named(64)), (vec![last], vec![]));
+    }
+
+    #[test]
+    fn a_gate_is_closed_until_it_is_opened_again() {
+        let gate = Gate::new();
+        assert!(gate.enter() && gate.is_in_use());
+        assert!(gate.close(), "one is inside");
+        assert!(!gate.enter());
+        assert!(gate.leave());
+        assert!(!gate.leave() && !gate.is_in_use());
+        assert!(gate.reopen() && !gate.reopen() && !gate.is_closed());
+    }
 
     #[test]
     fn one_of_those_who_stand_by_is_called_when_nobody_polls_any_more() {
@@ -537,6 +528,9 @@ mod pollers_tests {
         assert!(!pollers.stand_by(64) && pollers.stand_by(63));
     }
 }
+
+#[cfg(all(test, loom))]
+mod loom_models;
 
 #[cfg(all(test, loom))]
 mod pollers_loom_models {

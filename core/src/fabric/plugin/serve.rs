@@ -1,5 +1,5 @@
 //! Makes a plugin's table from a [`Provider`]. Each function checks its pointers, calls the provider, and turns the
-//! result into a number. No panic leaves this module.
+//! result into a number. No panic leaves this module. Also the accounts of a provider's send queues ([`Slots`]).
 
 use std::ffi::{c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -447,20 +447,13 @@ functions! {
     }
 }
 
-// Accounts for the send queue: the number of work requests in it, and the bytes that they move. Also decides which of
-// them ask for a completion, and records whether the poster waits for room. No device here.
-//
 // Work requests have numbers, from 0. Number n asks for a completion if n + 1 is a multiple of a quarter of the queue.
 // It also asks if a quarter of the queue's most bytes have been posted since the last request that asks. So a full
-// queue always holds one that asks; its completion frees all requests up to it. The poster and the poller may be two
-// threads.
-//
-// The device moves bytes in the order in which they were posted. So that a small message does not wait behind
-// megabytes of other streams, bytes fill the queue too. The limit is as many bytes as keep a fast device busy until
-// the next poll.
+// queue always holds one that asks; its completion frees all requests up to it. The device moves bytes in the order in
+// which they were posted, so bytes fill the queue too: a small message does not wait behind megabytes of other streams.
 
 /// The most bytes in the queue of a queue pair for messages. A device of 400 Gbit/s needs 20 µs for them, which is
-/// longer than a round trip.
+/// longer than a round trip, so it is busy until the next poll.
 pub const FOR_MESSAGES: u64 = 1 << 20;
 /// The most bytes in the queue of a bulk queue pair, whose pieces have up to 1 MiB.
 pub const FOR_BULK: u64 = 4 << 20;
@@ -468,7 +461,8 @@ pub const FOR_BULK: u64 = 4 << 20;
 /// The poster asks for a notification.
 const WANTED: u32 = 1;
 
-/// The accounts of one send queue.
+/// The accounts of one send queue: its work requests, and the bytes that they move. They tell which requests ask for a
+/// completion, and whether the poster waits for room. The poster and the poller may be two threads.
 #[derive(Debug)]
 pub struct Slots {
     depth: u64,
@@ -590,7 +584,7 @@ impl Slots {
 }
 
 #[cfg(test)]
-mod slots_tests {
+mod tests {
     use super::*;
 
     fn fill(slots: &Slots) -> Vec<Turn> {

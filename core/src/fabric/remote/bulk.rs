@@ -1,6 +1,6 @@
 //! The bulk queue pair of a link between hosts: it carries the transfers straight into the memory of programs, and the
 //! PLACED records behind them. A refused access ends it and nothing else (docs/protocol.md, P90); another one may take
-//! its place. `pump/direct.rs` decides what it carries.
+//! its place. Also the end's calls for these transfers. `pump.rs` decides what the queue pair carries.
 
 use std::collections::VecDeque;
 
@@ -75,6 +75,28 @@ pub(super) enum Lost {
 impl From<Down> for Lost {
     fn from(_: Down) -> Self {
         Self::Down
+    }
+}
+
+/// The source of a piece of a direct transfer.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Piece {
+    pub from: *const u8,
+    pub len: u64,
+    /// The local key of the source.
+    pub key: u32,
+}
+
+impl Piece {
+    /// Returns the WRITE of this piece to an address of the peer's process.
+    pub fn to(self, address: u64, remote: u32) -> Write {
+        Write {
+            from: self.from,
+            local: self.key,
+            len: self.len as u32,
+            to: address,
+            remote,
+        }
     }
 }
 
@@ -251,31 +273,7 @@ fn read(message: &[u8]) -> Option<Placed> {
     }
 }
 
-/// The source of a piece of a direct transfer.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Piece {
-    pub from: *const u8,
-    pub len: u64,
-    /// The local key of the source.
-    pub key: u32,
-}
-
-impl Piece {
-    /// Returns the WRITE of this piece to an address of the peer's process.
-    pub fn to(self, address: u64, remote: u32) -> Write {
-        Write {
-            from: self.from,
-            local: self.key,
-            len: self.len as u32,
-            to: address,
-            remote,
-        }
-    }
-}
-
-// The calls of an end of a link between hosts for transfers that bypass the rings. They are about its bulk queue pair,
-// buffers with which local programs wait, and memory that they lend. The engine does the work (`landing.rs`,
-// `taking.rs`); `end.rs` decides which thread does it.
+// The engine does the work of these calls (`put.rs`, `get.rs`); `end.rs` decides which thread does it.
 
 impl<Q: QueuePair, L: Local> End<Q, L> {
     /// Uses `qp` for direct transfers (P90) from now on. It is connected, beside the link's own queue pair, and has not

@@ -1,5 +1,5 @@
 //! An end of a link between hosts: its calls, and which thread does the work. The engine does the work itself
-//! (`engine.rs`, `turn.rs`). `past.rs` has the calls for transfers that bypass the rings.
+//! (`engine.rs`). `bulk.rs` has the calls for transfers that bypass the rings.
 //!
 //! # Threads
 //! Any thread may make any call. One lock guards the engine; it is held for posting and polling, and for nothing that
@@ -11,7 +11,7 @@ use std::collections::VecDeque;
 use std::ops::RangeInclusive;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
-use crate::fabric::layout::{Done, Numbers, Region, done};
+use crate::fabric::layout::Region;
 use crate::fabric::ready::{PrivateQueue, ReadyQueue};
 use crate::fabric::remote::engine::{ARM, Engine, POLL, PUMP, SETTLE, TICK};
 use crate::fabric::remote::lend::Buffers;
@@ -21,7 +21,7 @@ use crate::fabric::remote::{
     Counts, ENGINE, Fault, FaultCell, Local, MIN_BUFFER, MIN_BUFFERS, SERVICE, Tuning, Unusable,
 };
 use crate::fabric::ring::{Consumer, Producer, Wake};
-use crate::fabric::side::{Side, Sweeps};
+use crate::fabric::side::{Done, Numbers, Side, Sweeps, done};
 use crate::fabric::waiter::{MAX_WAITERS, WaiterId};
 use crate::fabric::{LinkEnd, OpenError, Opened, SendError};
 use crate::ids::Vqpn;

@@ -1,10 +1,12 @@
-//! The state of one end of a link between hosts, and the effects of this end's calls on it. `turn.rs` has the engine's
-//! turn; `end.rs` has the lock around this state, and the work outside of it.
+//! The state of one end of a link between hosts, the effects of this end's calls on it, and its turn. A turn takes in
+//! completions (`receive.rs`), sends what can be sent (`pump.rs`), and checks whether the peer's device still answers
+//! (`watch.rs`). `end.rs` has the lock around this state, decides which thread takes the turn, and has the work outside
+//! of the lock.
 
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering::Relaxed;
 
-use crate::fabric::layout::{Done, Region};
+use crate::fabric::layout::Region;
 use crate::fabric::ready::{PrivateQueue, ReadyCursor, ReadyQueue};
 use crate::fabric::remote::bulk::{Bulk, Lost};
 use crate::fabric::remote::qp::{Down, Key, Limits, PostError, QueuePair};
@@ -14,7 +16,22 @@ use crate::fabric::remote::stream::{State, Stream, Streams};
 use crate::fabric::remote::watch::{Step, Watch};
 use crate::fabric::remote::{DirectCounts, Fault, Local, SERVICE};
 use crate::fabric::ring::DirectionBlock;
+use crate::fabric::side::Done;
 use crate::wire::Message;
+
+// The work of a turn, as bits.
+
+/// Send the queued messages and changes. A thread that queues one asks for this, since a [`POLL`] that finds no
+/// completion does not check the queues.
+pub(super) const PUMP: u32 = 1;
+/// Poll the queue pair first.
+pub(super) const POLL: u32 = 2;
+/// Also send the heads that were held back.
+pub(super) const SETTLE: u32 = 4;
+/// The watch is due for a tick.
+pub(super) const TICK: u32 = 8;
+/// Arm the bulk queue pair for its next completion, before it is polled.
+pub(super) const ARM: u32 = 16;
 
 /// The state of one end, under the end's lock.
 pub(super) struct Engine<Q> {
@@ -191,25 +208,7 @@ impl<Q: QueuePair> Engine<Q> {
     pub fn has_crossed(&mut self, mine: u32) -> bool {
         self.streams.get(mine).is_some_and(|s| s.crossed)
     }
-}
 
-// A turn of the engine of a link between hosts. It takes in completions (`receive.rs`), sends what can be sent
-// (`pump.rs`), and checks whether the peer's device still answers (`watch.rs`). `end.rs` decides which thread takes
-// it.
-
-/// Send the queued messages and changes. A thread that queues one asks for this, since a [`POLL`] that finds no
-/// completion does not check the queues.
-pub(super) const PUMP: u32 = 1;
-/// Poll the queue pair first.
-pub(super) const POLL: u32 = 2;
-/// Also send the heads that were held back.
-pub(super) const SETTLE: u32 = 4;
-/// The watch is due for a tick.
-pub(super) const TICK: u32 = 8;
-/// Arm the bulk queue pair for its next completion, before it is polled.
-pub(super) const ARM: u32 = 16;
-
-impl<Q: QueuePair> Engine<Q> {
     /// Takes a turn that does the work `what`. True if there was a completion.
     pub fn run<L: Local>(&mut self, g: &Shared<Q, L>, what: u32) -> Result<bool, Fault> {
         let mut events = 0;

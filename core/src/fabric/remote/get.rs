@@ -1,9 +1,9 @@
-//! The state of loans: memory of a sending program that the reader's device reads into the reader's ring
-//! (docs/protocol.md, P96–P99). Exact as direct transfers are (`direct.rs`): while a loan is open no other record of
-//! the direction is sent. TAKEN says up to which position the bytes went by the loan. Pure: `taking.rs` has the
-//! engine's part.
+//! READs from the memory of a sending program, between hosts (docs/protocol.md, P96–P99): the rules of one direction,
+//! which are pure, and the engine's part. A loan is memory of a program that the reader's device reads into the
+//! reader's ring, or into the buffer of its program: memory that the local program lends ([`Loans`]), or the peer's
+//! ([`Takings`]). Exact as direct transfers are (`put.rs`): while a loan is open no other record of the direction is
+//! sent. TAKEN says up to which position the bytes went by the loan. `bulk.rs` has the queue pair.
 
-use crate::fabric::layout::Done;
 use crate::fabric::ready::ReadyQueue;
 use crate::fabric::remote::bulk::{Asked, Bulk, Lost};
 use crate::fabric::remote::engine::Engine;
@@ -14,6 +14,10 @@ use crate::fabric::remote::shared::Shared;
 use crate::fabric::remote::stream::{State, Stream};
 use crate::fabric::remote::{Breach, ENGINE, Local};
 use crate::fabric::ring::Wake;
+use crate::fabric::side::Done;
+
+/// The longest READ in bytes; its bytes become readable together.
+const READ: u64 = 128 * 1024;
 
 #[derive(Clone, Copy, Debug)]
 struct Lent {
@@ -40,7 +44,7 @@ impl Loans {
         self.0.is_some()
     }
 
-    pub fn begin(&mut self, loan: Memory) {
+    fn begin(&mut self, loan: Memory) {
         self.0 = Some(Lent {
             loan,
             is_told: false,
@@ -93,7 +97,7 @@ impl Loans {
 
     /// Takes in TAKEN: the loan is over, and the direction goes on at `tail`. An error if that is outside the loan, or
     /// before `head`, the position up to which the peer's program has read. Returns how many bytes went by the loan.
-    pub fn on_taken(&mut self, serial: Serial, tail: u64, head: u64) -> Result<u64, Breach> {
+    fn on_taken(&mut self, serial: Serial, tail: u64, head: u64) -> Result<u64, Breach> {
         let told = self.0.filter(|lent| lent.is_told && lent.loan.serial == serial);
         let loan = told.ok_or(Breach::Loan)?.loan;
         if !(loan.position.max(head)..=loan.end()).contains(&tail) {
@@ -162,21 +166,21 @@ impl Takings {
         })
     }
 
-    pub fn on_posted(&mut self, bytes: u64) {
+    fn on_posted(&mut self, bytes: u64) {
         if let Some(taking) = &mut self.0 {
             taking.posted += bytes;
         }
     }
 
     /// Posts no more READs for the loan.
-    pub fn stop(&mut self) {
+    fn stop(&mut self) {
         if let Some(taking) = &mut self.0 {
             taking.is_ending = true;
         }
     }
 
     /// Takes in a RECALL.
-    pub fn on_recall(&mut self, serial: Serial) {
+    fn on_recall(&mut self, serial: Serial) {
         if self.0.is_some_and(|taking| taking.loan.serial == serial) {
             self.stop();
         }
@@ -188,7 +192,7 @@ impl Takings {
     }
 
     /// Ends the READs: bytes that have not come by now never will.
-    pub fn on_ended(&mut self, tail: u64) {
+    fn on_ended(&mut self, tail: u64) {
         if let Some(taking) = &mut self.0 {
             taking.is_ending = true;
             taking.posted = tail;
@@ -220,108 +224,6 @@ impl Takings {
         self.0 = None;
     }
 }
-
-#[cfg(test)]
-mod loan_tests {
-    use super::*;
-
-    const LOAN: Memory = Memory {
-        serial: 7,
-        position: 100,
-        address: 5000,
-        length: 50,
-        rkey: 3,
-    };
-
-    #[test]
-    fn what_was_told_is_over_with_its_answer_alone() {
-        let mut loans = Loans::default();
-        loans.begin(LOAN);
-        assert_eq!((loans.untold(), loans.reach()), (Some(LOAN), None));
-        assert_eq!(loans.on_taken(7, 150, 0), Err(Breach::Loan), "it was not told");
-        loans.on_told();
-        assert_eq!((loans.untold(), loans.reach()), (None, Some(150)));
-        for (serial, tail, head) in [(8, 120, 100), (7, 99, 100), (7, 151, 100), (7, 110, 111)] {
-            assert_eq!(loans.on_taken(serial, tail, head), Err(Breach::Loan));
-        }
-        assert!(loans.recall() && !loans.recall() && loans.is_open());
-        assert_eq!(loans.recalled(), Some(7));
-        loans.on_recall_told();
-        assert!(loans.recalled().is_none() && !loans.recall());
-        assert_eq!(loans.on_taken(7, 120, 110), Ok(20));
-        assert!(!loans.is_open());
-        assert_eq!(loans.on_taken(7, 120, 110), Err(Breach::Loan), "twice");
-    }
-
-    #[test]
-    fn what_was_not_told_is_over_with_its_recall() {
-        let mut loans = Loans::default();
-        loans.begin(LOAN);
-        assert!(loans.recall());
-        assert!(!loans.is_open() && loans.recalled().is_none() && !loans.recall());
-    }
-
-    #[test]
-    fn memory_is_lent_for_what_comes_next_and_as_far_as_there_is_room() {
-        let bad = [
-            (Memory { length: 0, ..LOAN }, 100, 1000),
-            (
-                Memory {
-                    address: u64::MAX - 10,
-                    ..LOAN
-                },
-                100,
-                1000,
-            ),
-            (LOAN, 99, 1000),
-            (LOAN, 101, 1000),
-            (LOAN, 100, 149),
-        ];
-        for (loan, tail, window) in bad {
-            assert_eq!(
-                Takings::default().begin(loan, tail, window),
-                Err(Breach::Loan),
-                "{loan:?}"
-            );
-        }
-        let mut takings = Takings::default();
-        assert_eq!(takings.begin(LOAN, 100, 150), Ok(()));
-        assert_eq!(takings.begin(LOAN, 100, 150), Err(Breach::Loan), "one at a time");
-    }
-
-    #[test]
-    fn it_is_answered_when_nothing_can_come_any_more() {
-        let mut takings = Takings::default();
-        takings.begin(LOAN, 100, 150).unwrap();
-        let next = |takings: &Takings| {
-            takings
-                .next()
-                .map(|piece| (piece.position, piece.length, piece.address))
-        };
-        assert_eq!(next(&takings), Some((100, 50, 5000)));
-        takings.on_posted(20);
-        assert_eq!(next(&takings), Some((120, 30, 5020)));
-        takings.on_recall(6);
-        assert!(next(&takings).is_some(), "another one's");
-        takings.on_recall(7);
-        assert_eq!(
-            (next(&takings), takings.answer(100, 0), takings.answer(110, 0)),
-            (None, None, None)
-        );
-        assert!(takings.is_under_way(119) && !takings.is_under_way(120));
-        assert_eq!(takings.answer(120, 0), Some(7));
-        takings.on_ended(110);
-        assert_eq!(takings.answer(110, 0), Some(7));
-        takings.on_answered();
-        assert!(!takings.is_open() && takings.answer(110, 0).is_none());
-    }
-}
-
-// The engine's part of memory that a sending program lends to the reader's device (docs/protocol.md, P96–P99): loans
-// of both ends, and the READs of memory lent to this end. `loan.rs` has the state of a loan, `bulk.rs` the queue pair.
-
-/// The longest READ in bytes; its bytes become readable together.
-const READ: u64 = 128 * 1024;
 
 impl<Q: QueuePair> Engine<Q> {
     /// Lends program memory to the peer's device under `rkey`, for the bytes that the producer commits next, up to
@@ -438,7 +340,8 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    /// Records that the bytes of a buffer are in the ring, as [`End::put_back`](crate::fabric::remote::End::put_back) says.
+    /// Records that the bytes of a buffer are in the ring, as [`End::put_back`](crate::fabric::remote::End::put_back)
+    /// says.
     pub fn put_back<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32) {
         if let Some(s) = self.streams.get(mine) {
             s.inc.takings.on_landed(0);
@@ -619,5 +522,101 @@ impl<Q: QueuePair> Engine<Q> {
             }
             self.wake_sender(g, mine, theirs);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LOAN: Memory = Memory {
+        serial: 7,
+        position: 100,
+        address: 5000,
+        length: 50,
+        rkey: 3,
+    };
+
+    #[test]
+    fn what_was_told_is_over_with_its_answer_alone() {
+        let mut loans = Loans::default();
+        loans.begin(LOAN);
+        assert_eq!((loans.untold(), loans.reach()), (Some(LOAN), None));
+        assert_eq!(loans.on_taken(7, 150, 0), Err(Breach::Loan), "it was not told");
+        loans.on_told();
+        assert_eq!((loans.untold(), loans.reach()), (None, Some(150)));
+        for (serial, tail, head) in [(8, 120, 100), (7, 99, 100), (7, 151, 100), (7, 110, 111)] {
+            assert_eq!(loans.on_taken(serial, tail, head), Err(Breach::Loan));
+        }
+        assert!(loans.recall() && !loans.recall() && loans.is_open());
+        assert_eq!(loans.recalled(), Some(7));
+        loans.on_recall_told();
+        assert!(loans.recalled().is_none() && !loans.recall());
+        assert_eq!(loans.on_taken(7, 120, 110), Ok(20));
+        assert!(!loans.is_open());
+        assert_eq!(loans.on_taken(7, 120, 110), Err(Breach::Loan), "twice");
+    }
+
+    #[test]
+    fn what_was_not_told_is_over_with_its_recall() {
+        let mut loans = Loans::default();
+        loans.begin(LOAN);
+        assert!(loans.recall());
+        assert!(!loans.is_open() && loans.recalled().is_none() && !loans.recall());
+    }
+
+    #[test]
+    fn memory_is_lent_for_what_comes_next_and_as_far_as_there_is_room() {
+        let bad = [
+            (Memory { length: 0, ..LOAN }, 100, 1000),
+            (
+                Memory {
+                    address: u64::MAX - 10,
+                    ..LOAN
+                },
+                100,
+                1000,
+            ),
+            (LOAN, 99, 1000),
+            (LOAN, 101, 1000),
+            (LOAN, 100, 149),
+        ];
+        for (loan, tail, window) in bad {
+            assert_eq!(
+                Takings::default().begin(loan, tail, window),
+                Err(Breach::Loan),
+                "{loan:?}"
+            );
+        }
+        let mut takings = Takings::default();
+        assert_eq!(takings.begin(LOAN, 100, 150), Ok(()));
+        assert_eq!(takings.begin(LOAN, 100, 150), Err(Breach::Loan), "one at a time");
+    }
+
+    #[test]
+    fn it_is_answered_when_nothing_can_come_any_more() {
+        let mut takings = Takings::default();
+        takings.begin(LOAN, 100, 150).unwrap();
+        let next = |takings: &Takings| {
+            takings
+                .next()
+                .map(|piece| (piece.position, piece.length, piece.address))
+        };
+        assert_eq!(next(&takings), Some((100, 50, 5000)));
+        takings.on_posted(20);
+        assert_eq!(next(&takings), Some((120, 30, 5020)));
+        takings.on_recall(6);
+        assert!(next(&takings).is_some(), "another one's");
+        takings.on_recall(7);
+        assert_eq!(
+            (next(&takings), takings.answer(100, 0), takings.answer(110, 0)),
+            (None, None, None)
+        );
+        assert!(takings.is_under_way(119) && !takings.is_under_way(120));
+        assert_eq!(takings.answer(120, 0), Some(7));
+        takings.on_ended(110);
+        assert_eq!(takings.answer(110, 0), Some(7));
+        takings.on_answered();
+        assert!(!takings.is_open() && takings.answer(110, 0).is_none());
     }
 }

@@ -1,5 +1,6 @@
-//! Gives send buffers to streams, and takes them back. The peer knows nothing of them: a buffer's bytes go to the
-//! peer's ring as that has room, at the same positions. `pump/data.rs` carries them over.
+//! Send buffers: rings of this end to which a producer moves when the peer's ring has no room. The peer knows nothing
+//! of them: a buffer's bytes go to the peer's ring as that has room, at the same positions. `pump.rs` carries them
+//! over.
 //!
 //! A stream has at most one buffer. Its producer moves there, and back when all bytes have been read. It does so under
 //! its own lock and the engine's, so that both know at the same moment where the next byte is. A buffer is free when
@@ -70,7 +71,8 @@ impl<Q: QueuePair> Engine<Q> {
         moves
     }
 
-    /// Returns how many committed bytes have not been sent, as [`End::unsent`](crate::fabric::remote::End::unsent) does.
+    /// Returns how many committed bytes have not been sent, as [`End::unsent`](crate::fabric::remote::End::unsent)
+    /// does.
     pub fn unsent<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> u64 {
         let told = self.streams.of_peer(theirs).map(|s| s.out.told);
         let tail = g.block_mirror(theirs).map(|block| block.tail());
@@ -78,11 +80,8 @@ impl<Q: QueuePair> Engine<Q> {
     }
 }
 
-// The memory for send buffers. A send buffer is a ring of this end, to which a producer moves when the peer's ring has
-// no room. They lie in the mirror's data area, behind the copy of the peer's, so that a cursor reaches them as it does
-// the peer's rings. `lend.rs` decides which stream gets one.
-
-/// The part of the mirror's data area that is for buffers.
+/// The memory for buffers: the part of the mirror's data area behind the copy of the peer's, so that a cursor reaches
+/// them as it does the peer's rings.
 pub(super) struct Buffers {
     arena: Lock<Arena>,
     bytes: u64,
@@ -107,7 +106,7 @@ impl Buffers {
         }
     }
 
-    pub fn take(&self, log2: u8) -> Option<Region> {
+    fn take(&self, log2: u8) -> Option<Region> {
         let region = self.arena.lock()?.alloc(log2)?;
         Region::new(self.first.checked_add(region.page())?, log2)
     }

@@ -2,6 +2,9 @@
 //! turns, then a grant if one is due. Records in the message that is being collected count as sent (`sender.rs`). So
 //! when the queue pair is full, or credits are used up, nothing has to be undone. The message waits, and the stream
 //! whose turn it was goes on from there.
+//!
+//! A stream's turn sends the records of its local consumer ([`control`]), then those of its local producer ([`data`]).
+//! Bytes for a buffer with which the peer's program waits go straight there ([`direct`]).
 
 use std::sync::atomic::Ordering::SeqCst;
 
@@ -19,6 +22,45 @@ use crate::fabric::ring::proxy::unpack_offer;
 use crate::fabric::ring::{DirectionBlock, EndMark};
 use crate::ids::Vqpn;
 use crate::wire::{MAX_MESSAGE, Message};
+
+/// The longest piece of a direct transfer in bytes.
+const PIECE: u64 = 1 << 20;
+
+/// How a stream's turn ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Turn {
+    /// The stream has nothing more to send.
+    Done,
+    /// The stream has more to send, but other streams are next.
+    More,
+    /// The stream has more to send, but has to wait for the peer, mostly for room in its ring.
+    Full,
+}
+
+/// How the stream's turn goes on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Direct {
+    /// The next bytes go by the ring.
+    No,
+    /// The direction waits for a record or a completion.
+    Holds,
+    /// There is more to send, but other streams are next.
+    More,
+    /// A piece was posted: check again.
+    Went,
+}
+
+/// The parts of the engine that a direct transfer uses beside the stream.
+struct Means<'a, Q> {
+    pub bulk: &'a mut Option<Bulk<Q>>,
+    pub chunks: &'a Chunks,
+    pub counts: &'a mut DirectCounts,
+    pub after: &'a mut After,
+    /// Why the bulk queue pair is to be given up.
+    pub lost: &'a mut Option<Lost>,
+    /// This end's number of the stream.
+    pub mine: u32,
+}
 
 impl<Q: QueuePair> Engine<Q> {
     /// Sends messages, the streams' records and a grant, as far as credits and the send queue allow.
@@ -153,12 +195,10 @@ impl<Q: QueuePair> Engine<Q> {
     }
 }
 
-// Sends the changes that a consumer has published: rings on offer with the keys of their memory, heads, flags, a stop.
-// Also answers to CONFIRM, adverts and withdrawals of buffers with which the program waits, and TAKEN for memory that
-// the peer lends. `data.rs` sends the producer's.
-
-/// Sends the records of the local consumer of a stream.
-pub(super) fn control<Q: QueuePair, L: Local>(
+/// Sends the records of the local consumer of a stream: rings on offer with the keys of their memory, heads, flags, a
+/// stop. Also answers to CONFIRM, adverts and withdrawals of buffers with which the program waits, and TAKEN for memory
+/// that the peer lends.
+fn control<Q: QueuePair, L: Local>(
     g: &Shared<Q, L>,
     sender: &mut Sender,
     chunks: &mut Chunks,
@@ -233,23 +273,10 @@ pub(super) fn control<Q: QueuePair, L: Local>(
     Ok(())
 }
 
-// Sends the changes that a producer has published: payload, switches of rings, the end mark. Each piece goes from its
-// place in the mirror to the same positions of the peer's ring, which may have another size. `control.rs` sends the
-// consumer's.
-
-/// How a stream's turn ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Turn {
-    /// The stream has nothing more to send.
-    Done,
-    /// The stream has more to send, but other streams are next.
-    More,
-    /// The stream has more to send, but has to wait for the peer, mostly for room in its ring.
-    Full,
-}
-
-/// Sends the records of the local producer of a stream, with at most `Tuning::piece` bytes of payload.
-pub(super) fn data<Q: QueuePair, L: Local>(
+/// Sends the records of the local producer of a stream: payload, switches of rings, the end mark; at most
+/// `Tuning::piece` bytes of payload. Each piece goes from its place in the mirror to the same positions of the peer's
+/// ring, which may have another size.
+fn data<Q: QueuePair, L: Local>(
     g: &Shared<Q, L>,
     sender: &mut Sender,
     means: &mut Means<'_, Q>,
@@ -434,40 +461,10 @@ fn tell_limited<Q: QueuePair, L: Local>(
     Ok(())
 }
 
-// Writes bytes straight from the mirror or from the local program's memory into a buffer with which the peer's program
-// waits (P90–P95). Positions go on only when all is posted with PLACED behind it, so before that nothing has to be
-// undone.
-
-/// The longest piece in bytes.
-const PIECE: u64 = 1 << 20;
-
-/// How the stream's turn goes on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Direct {
-    /// The next bytes go by the ring.
-    No,
-    /// The direction waits for a record or a completion.
-    Holds,
-    /// There is more to send, but other streams are next.
-    More,
-    /// A piece was posted: check again.
-    Went,
-}
-
-/// The parts of the engine that a direct transfer uses beside the stream.
-pub(super) struct Means<'a, Q> {
-    pub bulk: &'a mut Option<Bulk<Q>>,
-    pub chunks: &'a Chunks,
-    pub counts: &'a mut DirectCounts,
-    pub after: &'a mut After,
-    /// Why the bulk queue pair is to be given up.
-    pub lost: &'a mut Option<Lost>,
-    /// This end's number of the stream.
-    pub mine: u32,
-}
-
-/// Writes as many of the bytes up to `tail` as possible into an announced buffer, at most `left` bytes.
-pub(super) fn direct<Q: QueuePair, L: Local>(
+/// Writes as many of the bytes up to `tail` as possible, at most `left`, straight from the mirror or the local
+/// program's memory into a buffer with which the peer's program waits (P90–P95). Positions go on only when all is
+/// posted with PLACED behind it, so before that nothing has to be undone.
+fn direct<Q: QueuePair, L: Local>(
     g: &Shared<Q, L>,
     means: &mut Means<'_, Q>,
     out: &mut Outgoing,

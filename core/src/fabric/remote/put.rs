@@ -1,8 +1,9 @@
-//! The state of direct transfers of one direction: the buffer with which the local program waits, and the one with
-//! which the peer's program waits (docs/protocol.md, P90–P95). Positions are exact: a buffer stands for the bytes from
-//! the position at which its ring was empty. The sender uses it only if it has told nothing beyond that position. This
-//! end's own device uses it for memory that the sender lends from that position on (P97). Pure: `pump/direct.rs` and
-//! `taking.rs` post the work requests, `bulk.rs` has the queue pair.
+//! WRITEs straight into the memory of programs, between hosts (docs/protocol.md, P90–P95): the rules of one direction,
+//! which are pure, and the engine's part. A buffer is memory with which the receiving program waits: the local one
+//! ([`Landings`]), or the peer's ([`Targets`]). Positions are exact: a buffer stands for the bytes from the position at
+//! which its ring was empty. The sender uses it only if it has told nothing beyond that position. This end's own device
+//! uses it for memory that the sender lends from that position on (P97). `pump.rs` posts the WRITEs, `get.rs` the
+//! READs, and `bulk.rs` has the queue pair.
 
 use crate::fabric::ready::ReadyQueue;
 use crate::fabric::remote::bulk::{Bulk, Came, Placed};
@@ -33,13 +34,21 @@ enum Stage {
     /// WITHDRAW was sent, and the peer will answer.
     Withdrawn,
     /// The peer's device writes no bytes: the peer does not know of the buffer, or lends memory instead. This end's
-    /// device may READ from that memory into the buffer (`loan.rs`): `asked` bytes are posted and `come` bytes of them
+    /// device may READ from that memory into the buffer (`get.rs`): `asked` bytes are posted and `come` bytes of them
     /// have arrived. With `is_ending` no more are posted.
     Own {
         asked: u64,
         come: u64,
         is_ending: bool,
     },
+}
+
+impl Stage {
+    const OWN: Self = Self::Own {
+        asked: 0,
+        come: 0,
+        is_ending: false,
+    };
 }
 
 /// A buffer of the local program, while the program waits with it.
@@ -222,7 +231,7 @@ impl Landings {
     /// Withdraws an advert: the program waits no longer. If the peer knows of it, PLACED ends it, or the withdrawal
     /// itself if that is final. If this end's device reads into it, it ends when all posted READs have
     /// [come](Self::end_own).
-    pub fn withdraw(&mut self, serial: Serial, is_final: bool) {
+    fn withdraw(&mut self, serial: Serial, is_final: bool) {
         let Some(Landing { advert, stage, .. }) = self.open.filter(|l| l.advert.serial == serial) else {
             return;
         };
@@ -277,21 +286,13 @@ impl Landings {
         self.owed = None;
     }
 
-    pub fn look(&self, serial: Serial) -> Landed {
+    fn look(&self, serial: Serial) -> Landed {
         match self.over {
             Some((over, landed)) if over == serial => landed,
             _ if self.open.is_some_and(|l| l.advert.serial == serial) => Landed::Waits,
             _ => Landed::Over(0),
         }
     }
-}
-
-impl Stage {
-    const OWN: Self = Self::Own {
-        asked: 0,
-        come: 0,
-        is_ending: false,
-    };
 }
 
 /// Memory of the local program that stands for bytes of the mirror, which does not have them.
@@ -306,7 +307,7 @@ pub(super) struct Source {
     pub key: u32,
     /// The rest of it has to go by the ring.
     pub is_needed: bool,
-    /// The peer's device reads it (`loan.rs`); otherwise this end's device writes it into a buffer of the peer's
+    /// The peer's device reads it (`get.rs`); otherwise this end's device writes it into a buffer of the peer's
     /// program.
     pub is_offered: bool,
 }
@@ -335,12 +336,12 @@ pub(super) struct Targets {
     /// The direction waits until the peer's program has read all bytes before this position.
     held: Option<u64>,
     /// How many adverts the peer has sent.
-    pub adverts: u32,
+    adverts: u32,
     pub source: Option<Source>,
 }
 
 impl Targets {
-    pub fn on_advert(&mut self, advert: Memory, told: u64, is_lent: bool) -> Result<(), Breach> {
+    fn on_advert(&mut self, advert: Memory, told: u64, is_lent: bool) -> Result<(), Breach> {
         if !advert.is_possible() || advert.position > told || self.written > 0 {
             return Err(Breach::Advert);
         }
@@ -391,7 +392,7 @@ impl Targets {
 
     /// Takes in a withdrawal. Returns the answer to the peer, if one is due; and for a final one the position from
     /// which the direction has to go on again.
-    pub fn on_withdrawal(&mut self, withdrawal: Withdrawal) -> (Option<Answer>, Option<u64>) {
+    fn on_withdrawal(&mut self, withdrawal: Withdrawal) -> (Option<Answer>, Option<u64>) {
         let Withdrawal {
             serial,
             position,
@@ -425,9 +426,6 @@ impl Targets {
         self.written = 0;
     }
 }
-
-// The engine's part of direct transfers on a link between hosts: adverts of both ends, the program's memory as a
-// source, and the bulk queue pair (docs/protocol.md, P90–P95). `pump/direct.rs` posts the WRITEs.
 
 impl<Q: QueuePair> Engine<Q> {
     /// Uses `qp` for direct transfers from now on. Returns it if there is one already.
@@ -518,7 +516,8 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    /// Returns the local number and the room for a buffer, as [`End::room_to_land`](crate::fabric::remote::End::room_to_land) says.
+    /// Returns the local number and the room for a buffer, as
+    /// [`End::room_to_land`](crate::fabric::remote::End::room_to_land) says.
     pub fn room_to_land<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> Option<(u32, u64)> {
         let mine = self.streams.mine(theirs)?;
         let room = self.streams.get(mine)?.inc.room_to_land(g.block_mine(mine)?);

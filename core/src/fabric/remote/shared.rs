@@ -1,17 +1,17 @@
-//! The parts of an end of a link between hosts that are also used without the engine's lock. They are the arenas, the
-//! queues of messages and streams to be sent, and the ways to this process's waiters.
+//! The parts of an end of a link between hosts that are also used without the engine's lock. They are the arenas with
+//! their registered memory, the queues of messages and streams to be sent, and the ways to this process's waiters.
 
 use std::collections::VecDeque;
 use std::ops::RangeInclusive;
 use std::sync::atomic::Ordering::SeqCst;
 
-use crate::fabric::layout::{Done, MAX_STREAMS, READY_QUEUES, Region};
+use crate::fabric::layout::{MAX_STREAMS, READY_QUEUES, Region};
 use crate::fabric::ready::{PrivateQueue, ReadyQueue};
 use crate::fabric::remote::lend::Buffers;
 use crate::fabric::remote::qp::{Key, Limits, QueuePair, Role};
 use crate::fabric::remote::{Local, SERVICE, Tuning};
 use crate::fabric::ring::{DirectionBlock, Wake};
-use crate::fabric::side::Side;
+use crate::fabric::side::{Done, Side};
 use crate::fabric::waiter::{SLEEPER_MASK, WaiterId};
 use crate::ids::Vqpn;
 use crate::lock::Lock;
@@ -71,8 +71,8 @@ pub(super) struct Shared<Q, L> {
     /// The watch has begun, and the service thread has not asked since.
     pub watch_unseen: Published<AtomicBool>,
     pub marks: Box<[RungMark]>,
-    /// Bulk queue pairs that were given up, for [`End::end_retired`](crate::fabric::remote::End::end_retired): to end them may take
-    /// long.
+    /// Bulk queue pairs that were given up, for [`End::end_retired`](crate::fabric::remote::End::end_retired): to end
+    /// them may take long.
     pub retired: Lock<Vec<Retired<Q>>>,
     /// `retired` has a queue pair for which the service thread has not asked.
     pub retired_unseen: Published<AtomicBool>,
@@ -210,10 +210,8 @@ impl After {
     }
 }
 
-// Registered memory: the data areas of both arenas in chunks. A chunk is registered with the device when it is first
-// needed, since arenas are large and sparse. Not here: the work requests for it.
-//
-// The device keeps the pages of a registered chunk as long as the queue pair lives. They must not be given back to the
+// The data areas of both arenas are registered in chunks. A chunk is registered when it is first needed, since arenas
+// are large and sparse. The device keeps its pages as long as the queue pair lives. They must not be given back to the
 // kernel (`punch_hole`), or the device and the process would see different memory.
 
 /// log2 of the bytes of a chunk: 1 MiB.

@@ -1,5 +1,5 @@
 //! Detects whether the peer's device still answers: a state machine without clock and I/O. The queue pair posts the
-//! probes, `end.rs` provides the ticks, and `turn.rs` acts on the result.
+//! probes, `end.rs` provides the ticks, and `engine.rs` acts on the result.
 //!
 //! A device whose packets are lost need not report it. SoftRoCE has reported no failed request for 25 s; on iWARP, TCP
 //! tries for a quarter of an hour. So the arrival of posted requests has to be proven. A probe is a request that

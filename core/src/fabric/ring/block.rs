@@ -157,9 +157,7 @@ impl DirectionBlock {
             word.reset();
         }
     }
-}
 
-impl DirectionBlock {
     /// Returns when the producer last took the word `want_data`, by the host's [counter](crate::cycles).
     #[inline]
     pub(in crate::fabric) fn told_at(&self) -> u64 {

@@ -1,5 +1,6 @@
 //! Ring memory as raw pointers, and copying in and out of it. The peer may change every byte at
-//! any time, so no reference to payload is ever formed: bytes are copied, then interpreted.
+//! any time, so no reference to payload is ever formed: bytes are copied, then interpreted. Also the bound on how much
+//! of a receiver's memory a sender writes into ([`Allowance`]).
 
 use std::marker::PhantomData;
 use std::ptr::NonNull;
@@ -363,9 +364,9 @@ unsafe fn from_ring(ring: *const Byte, dst: *mut u8, len: usize) {
     }
 }
 
-// Bounds how much of a receiver's memory a sender writes into. A page of shared memory is charged to the process that
-// touches it first, which is the sender. But the receiver decides where its rings lie and when their memory is given
-// back. So a sender checks each offered ring against an allowance before it adopts it.
+// A page of shared memory is charged to the process that touches it first, which is the sender. But the receiver
+// decides where its rings lie and when their memory is given back. So a sender checks each offered ring against an
+// allowance before it adopts it.
 
 /// log2 of the bytes of a piece, the unit in which written memory is counted.
 const PIECE_LOG2: u32 = 16;
@@ -458,7 +459,7 @@ impl Allowance {
 }
 
 #[cfg(test)]
-mod allowance_tests {
+mod tests {
     use super::*;
 
     fn region(page: u32, log2: u8) -> Region {

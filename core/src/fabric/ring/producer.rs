@@ -1,4 +1,5 @@
-//! The sending side's private cursor of one direction.
+//! The sending side's private cursor of one direction. With it the two ways to make room when the consumer does not
+//! read: a buffer of this end, and the ring that the consumer has in reserve.
 
 use std::ptr::NonNull;
 
@@ -23,6 +24,16 @@ impl Earlier {
             from: position,
         }
     }
+}
+
+/// Bytes of a reserve that get memory at a time.
+const PIECE: u64 = 128 * 1024;
+
+/// A reserve: the consumer's word, the whole region, and the part at its beginning that the producer wants.
+struct Reserve {
+    word: u64,
+    whole: Region,
+    part: Region,
 }
 
 /// The producer of one direction. The owner uses it under the direction's lock.
@@ -377,8 +388,8 @@ impl Producer {
         mine.generation.store(adopted.pack(), Ordering::Release);
     }
 
-    /// Returns a copy of the bytes that a consumer which has [stopped](crate::fabric::ring::Consumer::stop) has not read. The
-    /// consumer must not have freed their rings.
+    /// Returns a copy of the bytes that a consumer which has [stopped](crate::fabric::ring::Consumer::stop) has not
+    /// read. The consumer must not have freed their rings.
     #[cfg(not(loom))]
     pub fn unread(&mut self) -> Result<Vec<u8>, RingError> {
         self.reload()?;
@@ -554,19 +565,8 @@ impl Producer {
     }
 }
 
-// A producer that finds no room while the consumer does not read. It first checks for consumed but unpublished bytes.
-// Then it moves to the ring that the consumer has in reserve (see *The reserve* in `ring.rs`), and gets the memory for
-// it. Between hosts consumers have no reserve; see `aside.rs`.
-
-/// Bytes of a reserve that get memory at a time.
-const PIECE: u64 = 128 * 1024;
-
-/// A reserve: the consumer's word, the whole region, and the part at its beginning that the producer wants.
-struct Reserve {
-    word: u64,
-    whole: Region,
-    part: Region,
-}
+// A producer within a host that finds no room moves to the consumer's reserve (see *The reserve* in `ring.rs`), and
+// gets the memory for it. Between hosts consumers have no reserve.
 
 impl Producer {
     /// Makes room for a sender that must not wait. First counts the bytes that the consumer has read and not published.
@@ -588,7 +588,7 @@ impl Producer {
     }
 
     /// Returns whether there is a reserve to move to, by this side's knowledge of the consumer.
-    pub(super) fn has_reserve(&self) -> bool {
+    fn has_reserve(&self) -> bool {
         self.next_reserve().is_some_and(|next| self.has_more(next.part.log2()))
     }
 
@@ -617,14 +617,14 @@ impl Producer {
     }
 
     /// Returns whether the producer could write more bytes into a ring of `1 << log2` bytes.
-    pub(super) fn has_more(&self, log2: u8) -> bool {
+    fn has_more(&self, log2: u8) -> bool {
         let is_bound = self.bound != 0 && self.tail - self.head >= self.bound;
         1 << log2 > self.ring.size() && !is_bound
     }
 
     /// Returns log2 of the bytes that the bound lets the producer use of a ring of `1 << log2` bytes. `None` if the
     /// bound has no next power of two.
-    pub(super) fn part_of(&self, log2: u8) -> Option<u8> {
+    fn part_of(&self, log2: u8) -> Option<u8> {
         let part = match self.bound {
             0 => log2,
             bound => bound.checked_next_power_of_two()?.ilog2() as u8,
@@ -669,7 +669,7 @@ impl Producer {
 
     /// Gets memory for `want` more bytes of the reserve. Once the producer has been around the ring, all of it has
     /// memory.
-    pub(super) fn back_more(&mut self, want: u64) {
+    fn back_more(&mut self, want: u64) {
         let Some((region, backed)) = self.backed else {
             return;
         };

@@ -129,3 +129,19 @@ fn the_service_is_told_of_a_fault_once() {
     assert!(world.ends[0].fault().is_some());
     assert!(!world.ends[0].has_ready(WaiterId(0)));
 }
+
+#[test]
+fn the_first_fault_stays_and_reads_back() {
+    let faults = Breach::ALL.iter().copied().map(Fault::Violation).chain([
+        Fault::Down(Down(-5)),
+        Fault::Down(Down(0)),
+        Fault::Closed,
+        Fault::Silent,
+    ]);
+    for fault in faults {
+        let cell = FaultCell::default();
+        assert_eq!(cell.get(), None);
+        assert!(cell.set(fault) && !cell.set(Fault::Closed));
+        assert_eq!(cell.get(), Some(fault));
+    }
+}

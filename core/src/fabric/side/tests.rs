@@ -1,4 +1,4 @@
-//! Tests of memory that is mapped in segments: the addresses and memory that it takes, and gives back.
+//! Tests of memory that is mapped in segments: the addresses and memory that it takes, and gives back; and of numbers.
 
 use std::os::fd::AsFd;
 
@@ -184,4 +184,27 @@ fn memory_is_backed_and_given_back() {
     assert_eq!(end.back(4 * UNIT, 1), Err(Errno::INVAL));
     // SAFETY: no pointer into them is used.
     unsafe { end.unmap() };
+}
+
+#[test]
+fn rings_that_are_held_are_given_back_when_they_are_let_go_of() {
+    let numbers = Numbers::new(1 << 20);
+    let (number, _) = numbers.take(12).unwrap();
+    numbers.hold(number);
+    assert!(numbers.mark(number, done::LOCAL).is_none());
+    assert!(numbers.mark(number, done::PEER).is_none());
+    let (other, _) = numbers.take(12).unwrap();
+    assert_ne!(other, number);
+    assert_eq!(numbers.let_go(number).unwrap().number, number);
+    assert!(numbers.let_go(number).is_none() && numbers.mark(number, done::LOCAL).is_none());
+}
+
+#[test]
+fn what_is_let_go_of_first_is_given_back_when_both_ends_are_done() {
+    let numbers = Numbers::new(1 << 20);
+    let (number, _) = numbers.take(12).unwrap();
+    numbers.hold(number);
+    assert!(numbers.mark(number, done::PEER).is_none());
+    assert!(numbers.let_go(number).is_none());
+    assert_eq!(numbers.mark(number, done::LOCAL).unwrap().number, number);
 }

@@ -157,7 +157,7 @@ impl Adopted {
 /// An offered ring, or the reserve. In one word, so that it is read whole: generation (24 bits, never 0),
 /// log2 of the size in bytes (8), first page (32).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Offer {
+pub(super) struct Offer {
     pub generation: u32,
     pub region: Region,
 }

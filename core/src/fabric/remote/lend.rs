@@ -13,7 +13,6 @@ use crate::fabric::remote::qp::QueuePair;
 use crate::fabric::remote::shared::Shared;
 use crate::fabric::remote::stream::{Aside, State};
 use crate::fabric::remote::{ENGINE, Local};
-use crate::fabric::ring::proxy::pack_offer;
 use crate::fabric::ring::{Producer, Wake};
 use crate::lock::Lock;
 
@@ -58,14 +57,12 @@ impl<Q: QueuePair> Engine<Q> {
         // The producer may have adopted a ring before it moved aside, and not used it. The peer has to be sent that
         // SWITCH first.
         let is_carried = out.told == producer.position() && out.switch_at.is_none();
-        let moves = is_carried && producer.move_back(ring, out.generation, next.map(|(_, ring)| ring));
+        let moves = is_carried && producer.move_back(ring, out.generation, next.map(|offer| offer.region));
         if moves {
             out.aside = None;
             g.buffers.give_back(aside.region);
             // From here on the producer adopts offers itself.
-            let wake = next.map_or(Wake::NONE, |(generation, ring)| {
-                block.put_offer(pack_offer(generation, ring))
-            });
+            let wake = next.map_or(Wake::NONE, |offer| block.put_offer(offer.pack()));
             g.tell_here(&mut self.after, wake, mine);
         }
         moves

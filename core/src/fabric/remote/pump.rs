@@ -18,8 +18,7 @@ use crate::fabric::remote::sender::{Halt, Sender, unless_blocked};
 use crate::fabric::remote::shared::{After, Chunks, Shared, of_region};
 use crate::fabric::remote::stream::{Next, Outgoing, State, Stream};
 use crate::fabric::remote::{DirectCounts, ENGINE, Fault, Local};
-use crate::fabric::ring::proxy::unpack_offer;
-use crate::fabric::ring::{DirectionBlock, EndMark};
+use crate::fabric::ring::{DirectionBlock, EndMark, Offer};
 use crate::ids::Vqpn;
 use crate::wire::{MAX_MESSAGE, Message};
 
@@ -217,8 +216,8 @@ fn control<Q: QueuePair, L: Local>(
     // The peer need not keep bytes that it knows were read.
     inc.settle |= taken.is_some();
     if view.offer != inc.offer_told {
-        if let Some((_, region)) = unpack_offer(view.offer) {
-            for index in of_region(region, g.tuning.chunk_log2) {
+        if let Some(offer) = Offer::unpack(view.offer) {
+            for index in of_region(offer.region, g.tuning.chunk_log2) {
                 if chunks.announced.get(index).is_none()
                     && let Some(target) = chunks.mine.get(index)
                 {

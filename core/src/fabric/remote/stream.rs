@@ -6,8 +6,8 @@ use crate::fabric::remote::Breach;
 use crate::fabric::remote::get::{Loans, Takings};
 use crate::fabric::remote::put::{Landings, Targets};
 use crate::fabric::remote::record::Memory;
-use crate::fabric::ring::proxy::{ProducerView, next_generation, pack_offer, unpack_offer};
-use crate::fabric::ring::{DataArea, DirectionBlock, EndMark, Wake};
+use crate::fabric::ring::proxy::ProducerView;
+use crate::fabric::ring::{DataArea, DirectionBlock, EndMark, Offer, Wake};
 
 /// The state of a local number.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -71,7 +71,7 @@ pub(super) struct Incoming {
     /// First position in the ring.
     start: u64,
     /// A ring that was offered to the peer, and that it has not adopted.
-    offered: Option<(u32, Region)>,
+    offered: Option<Offer>,
     pub offer_told: u64,
     pub head_told: u64,
     /// The head when it was last found held back.
@@ -201,8 +201,8 @@ impl Incoming {
     pub fn on_switch(&mut self, block: &DirectionBlock, generation: u32, position: u64) -> Result<(), Breach> {
         match self.offered {
             _ if self.takings.is_open() => Err(Breach::Loan),
-            Some((offered, region)) if offered == generation && position == self.tail && !self.ended => {
-                self.ring = Some(region);
+            Some(offer) if offer.generation == generation && position == self.tail && !self.ended => {
+                self.ring = Some(offer.region);
                 self.start = position;
                 self.offered = None;
                 block.put_switch(generation, position);
@@ -231,7 +231,7 @@ impl Incoming {
     /// Records that an offer of the local consumer is being sent.
     pub fn on_offer_told(&mut self, word: u64) {
         self.offer_told = word;
-        self.offered = unpack_offer(word);
+        self.offered = Offer::unpack(word);
     }
 }
 
@@ -263,7 +263,7 @@ pub(super) struct Outgoing {
     pub start: u64,
     pub generation: u32,
     /// A ring that was offered to the local producer; SWITCH to it was not sent yet.
-    pub offered: Option<(u32, Region)>,
+    pub offered: Option<Offer>,
     /// The first ring, as OPEN has named it. The local producer may use it; no byte is carried over before the peer has
     /// offered it.
     foreseen: Option<u64>,
@@ -304,7 +304,7 @@ impl Outgoing {
         self.has_ended = EndMark::from_word(view.end).is_some();
         // A producer that writes aside has adopted no ring since.
         let is_new = self.switch_at.is_none() && self.aside.is_none();
-        if is_new && self.offered.is_some_and(|(g, _)| g == view.generation) {
+        if is_new && self.offered.is_some_and(|offer| offer.generation == view.generation) {
             self.switch_at = Some(view.switch_pos);
         }
         view
@@ -317,14 +317,14 @@ impl Outgoing {
             None => self.adopts(self.told),
         };
         let is_here = is_due && self.placed == self.told;
-        self.offered.filter(|_| is_here).map(|(g, _)| g)
+        self.offered.filter(|_| is_here).map(|offer| offer.generation)
     }
 
     /// Records that SWITCH was sent.
     pub fn on_switched(&mut self) {
-        if let Some((generation, region)) = self.offered.take() {
-            self.generation = generation;
-            self.ring = Some(region);
+        if let Some(offer) = self.offered.take() {
+            self.generation = offer.generation;
+            self.ring = Some(offer.region);
             self.start = self.told;
             self.switch_at = None;
         }
@@ -333,7 +333,7 @@ impl Outgoing {
     /// Returns the ring in which the local producer has put the byte at a position that was not told.
     pub fn ring_at(&self, position: u64) -> Option<Region> {
         match (self.switch_at, self.offered) {
-            (Some(at), Some((_, region))) if position >= at => Some(region),
+            (Some(at), Some(offer)) if position >= at => Some(offer.region),
             _ => self.ring,
         }
     }
@@ -348,7 +348,7 @@ impl Outgoing {
     fn adopts(&self, position: u64) -> bool {
         let aside = self.aside.filter(|_| self.is_aside_at(position));
         let fits = aside.zip(self.offered);
-        let is_small = fits.is_some_and(|(a, (_, ring))| ring.len() <= a.region.len());
+        let is_small = fits.is_some_and(|(aside, offer)| offer.region.len() <= aside.region.len());
         !self.end_told && (is_small || fits.is_some() && self.has_ended)
     }
 
@@ -406,8 +406,9 @@ impl Outgoing {
     /// Lets the local producer use the first ring before the peer has offered it. The peer can offer it only once it
     /// knows this end's number, and the producer need not wait for that. An impossible ring is not used; the peer's
     /// offer then shows the error.
-    pub fn foresee(&mut self, block: &DirectionBlock, data_len: usize, first: Region) {
-        let word = pack_offer(next_generation(self.generation), first);
+    pub fn foresee(&mut self, block: &DirectionBlock, data_len: usize, region: Region) {
+        let generation = Offer::next_generation(self.generation);
+        let word = Offer { generation, region }.pack();
         if self.check_offer(data_len, word).is_ok() {
             self.foreseen = Some(word);
             // No producer waits for it yet.
@@ -433,16 +434,14 @@ impl Outgoing {
     }
 
     /// Checks that an offer is the next one, and lies within the peer's arena.
-    pub fn check_offer(&self, data_len: usize, word: u64) -> Result<(u32, Region), Breach> {
-        let (generation, region) = unpack_offer(word).ok_or(Breach::Offer)?;
-        let fits = region
-            .offset()
-            .checked_add(region.len())
-            .is_some_and(|end| end <= data_len);
-        if !fits || self.offered.is_some() || generation != next_generation(self.generation) {
+    pub fn check_offer(&self, data_len: usize, word: u64) -> Result<Offer, Breach> {
+        let offer = Offer::unpack(word).ok_or(Breach::Offer)?;
+        let end = offer.region.offset().checked_add(offer.region.len());
+        let fits = end.is_some_and(|end| end <= data_len);
+        if !fits || self.offered.is_some() || offer.generation != Offer::next_generation(self.generation) {
             return Err(Breach::Offer);
         }
-        Ok((generation, region))
+        Ok(offer)
     }
 
     /// Takes in STOP. False if the local producer has ended the direction, and its mark stays.

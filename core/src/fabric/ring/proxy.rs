@@ -2,9 +2,8 @@
 //! its consumer in a block of the mirror, of its producer in a block of this end's arena. It keeps to the same rules
 //! (W1, W2): it publishes and then takes the attention word; it sets its own word and then reads the other side's.
 
-use crate::fabric::layout::Region;
 use crate::fabric::ring::block::{DirectionBlock, EndMark, STOPPED, Wake};
-use crate::fabric::ring::{Ended, Offer, Stopped};
+use crate::fabric::ring::{Ended, Stopped};
 use crate::sync::Ordering;
 
 /// The values that the local producer has published.
@@ -92,7 +91,7 @@ impl DirectionBlock {
 
     /// Records that the peer's consumer has stopped. [`Ended`]: the direction has its end mark.
     pub(in crate::fabric) fn put_stop(&self) -> Result<(), Ended> {
-        self.put_mark(STOPPED).map_err(|_| Ended)
+        self.producer.end.claim(STOPPED).map_err(|_| Ended)
     }
 
     pub(in crate::fabric) fn put_tail(&self, tail: u64) -> Wake {
@@ -110,16 +109,12 @@ impl DirectionBlock {
     /// Records that the peer's producer has ended the direction, at the tail that was put before. Returns the
     /// consumer's waiters to wake. [`Stopped`]: the consumer has stopped before.
     pub(in crate::fabric) fn put_end(&self, end: EndMark) -> Result<Wake, Stopped> {
-        self.put_mark(end as u32).map_err(|_| Stopped)?;
+        self.producer.end.claim(end as u32).map_err(|_| Stopped)?;
         Ok(self.consumer.take_want_data())
     }
 
     pub(in crate::fabric) fn put_limited(&self, limited: u32) {
         self.producer.limited.store(limited, Ordering::Relaxed);
-    }
-
-    fn put_mark(&self, mark: u32) -> Result<(), u32> {
-        self.producer.end.claim(mark)
     }
 }
 
@@ -128,19 +123,4 @@ impl EndMark {
     pub(in crate::fabric) fn from_word(word: u32) -> Option<Self> {
         [Self::Fin, Self::Demote].into_iter().find(|e| *e as u32 == word)
     }
-}
-
-/// Decodes the word of an offered ring: its generation and its place. `None` if the word names no ring.
-pub(in crate::fabric) fn unpack_offer(word: u64) -> Option<(u32, Region)> {
-    Offer::unpack(word).map(|o| (o.generation, o.region))
-}
-
-/// Encodes the word that offers `region` with `generation`.
-pub(in crate::fabric) fn pack_offer(generation: u32, region: Region) -> u64 {
-    Offer { generation, region }.pack()
-}
-
-/// Returns the generation after `generation`.
-pub(in crate::fabric) fn next_generation(generation: u32) -> u32 {
-    Offer::next_generation(generation)
 }

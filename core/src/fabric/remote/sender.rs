@@ -1,6 +1,13 @@
 //! Collects records into a message, and sends it when it is full or there is no more to add. That takes a credit and
 //! room in the send queue. Collected records count as sent, and go out before any later message. `pump.rs` decides what
-//! is collected. Also counts the credits, which are the peer's receive buffers ([`Credits`]).
+//! is collected.
+//!
+//! A credit is one of the peer's receive buffers. A message that finds none would end the connection. Each end has
+//! `most` buffers posted. A message takes one; the peer has posted it again when it has handled the message, and gives
+//! it back with the next message that it sends (*grant*). Ordinary messages leave the last credit; it is for a message
+//! with nothing but a grant, which is due when half of the buffers are to be given back. So both ends cannot run dry:
+//! if one is down to its last credit and nothing is under way, the other owes it all but one, which is at least half;
+//! and if the other has used its own last credit, that grant has been received by the first or will be.
 
 use crate::fabric::remote::qp::{Down, Limits, PostError, QueuePair, Write};
 use crate::fabric::remote::record::{Builder, DATA_BYTES, HEADER_BYTES, MESSAGE_BYTES, Record};
@@ -39,7 +46,12 @@ pub(super) fn unless_blocked(sent: Result<(), Halt>) -> Result<(), Fault> {
 /// The message being collected, and the means to send it.
 pub(super) struct Sender {
     staged: Builder,
-    credits: Credits,
+    /// Receive buffers of either end.
+    most: u16,
+    /// Messages that may be sent.
+    credits: u16,
+    /// Buffers that are posted again and to be granted to the peer.
+    owed: u16,
     is_full: bool,
     pub counts: Counts,
 }
@@ -48,7 +60,9 @@ impl Sender {
     pub fn new(limits: &Limits) -> Self {
         Self {
             staged: Builder::new(limits.buffer_bytes as usize),
-            credits: Credits::new(limits.receive_buffers),
+            most: limits.receive_buffers,
+            credits: limits.receive_buffers,
+            owed: 0,
             is_full: false,
             counts: Counts::default(),
         }
@@ -56,7 +70,7 @@ impl Sender {
 
     /// Returns whether a credit or room is missing, which only completions can bring.
     pub fn is_short(&self) -> bool {
-        self.is_full || !self.credits.can_send()
+        self.is_full || !self.has_credit()
     }
 
     /// Returns a number that grows with each post, each attempt that found the queue full, and each doubt.
@@ -74,13 +88,20 @@ impl Sender {
         self.is_full = false;
     }
 
+    /// Records a message or immediate that took a receive buffer of this end. An error if the peer had no credit.
     pub fn on_received(&mut self) -> Result<(), Breach> {
         self.counts.received += 1;
-        self.credits.on_received()
+        // The peer never has more credits than this end has buffers.
+        let owed = self.owed.checked_add(1).filter(|owed| *owed <= self.most);
+        self.owed = owed.ok_or(Breach::Grant)?;
+        Ok(())
     }
 
+    /// Adds the credits of a grant. An error if that is more than the peer has buffers.
     pub fn on_grant(&mut self, grant: u16) -> Result<(), Breach> {
-        self.credits.on_grant(grant)
+        let credits = self.credits.checked_add(grant).filter(|credits| *credits <= self.most);
+        self.credits = credits.ok_or(Breach::Grant)?;
+        Ok(())
     }
 
     /// Returns whether no record is collected.
@@ -90,7 +111,7 @@ impl Sender {
 
     /// Returns whether the peer has a receive buffer for an ordinary message.
     pub fn has_credit(&self) -> bool {
-        self.credits.can_send()
+        self.credits > 1
     }
 
     /// Returns how many bytes of payload fit one message.
@@ -111,6 +132,15 @@ impl Sender {
         }
     }
 
+    /// Takes in the result of posting a message, which had all grants that were due.
+    fn sent(&mut self, result: Result<(), PostError>) -> Result<(), Halt> {
+        self.posted(result)?;
+        self.credits = self.credits.saturating_sub(1);
+        self.owed = 0;
+        self.counts.sends += 1;
+        Ok(())
+    }
+
     /// Sends the collected message, if it has records.
     fn flush(&mut self, qp: &impl QueuePair) -> Result<(), Halt> {
         if self.staged.is_empty() {
@@ -119,27 +149,22 @@ impl Sender {
         if self.is_full {
             return Err(Halt::Blocked);
         }
-        if !self.credits.can_send() {
+        if !self.has_credit() {
             self.counts.no_credit += 1;
             return Err(Halt::Blocked);
         }
-        let posted = qp.send(&[self.staged.finish(self.credits.grant())]);
-        self.posted(posted)?;
-        self.credits.on_sent();
-        self.counts.sends += 1;
+        let posted = qp.send(&[self.staged.finish(self.owed)]);
+        self.sent(posted)?;
         self.staged.clear();
         Ok(())
     }
 
     /// Sends a message with only a grant, if one is due.
     fn grant(&mut self, qp: &impl QueuePair) -> Result<(), Halt> {
-        if self.is_full || !self.credits.must_grant() {
+        if self.is_full || self.owed < self.most / 2 || self.credits == 0 {
             return Ok(());
         }
-        let posted = qp.send(&[&record::bare(self.credits.grant())]);
-        self.posted(posted)?;
-        self.credits.on_sent();
-        self.counts.sends += 1;
+        self.sent(qp.send(&[&record::bare(self.owed)]))?;
         self.counts.bare_grants += 1;
         Ok(())
     }
@@ -198,84 +223,10 @@ impl Sender {
         self.counts.written_bytes += u64::from(write.len);
         if immediate.is_some() {
             self.counts.immediates += 1;
-            self.credits.on_immediate();
+            self.credits = self.credits.saturating_sub(1);
         }
         Ok(())
     }
 }
 
 const _: () = assert!(MESSAGE_BYTES + MAX_MESSAGE + HEADER_BYTES + record::LONGEST < 2048);
-
-/// The peer's receive buffers. A message that finds none would end the connection.
-///
-/// Each end has `most` buffers posted. A message takes one; the peer has posted it again when it has
-/// handled the message, and gives it back with the next message that it sends (*grant*). Ordinary
-/// messages leave the last credit; it is for a message with nothing but a grant, which is due when half of
-/// the buffers are to be given back. So both ends cannot run dry: if one is down to its last credit
-/// and nothing is under way, the other owes it all but one, which is at least half; and if the other has
-/// used its own last credit, that grant has been received by the first or will be.
-#[derive(Debug)]
-struct Credits {
-    most: u16,
-    /// Messages that may be sent.
-    have: u16,
-    /// Buffers that are posted again and to be granted to the peer.
-    owed: u16,
-}
-
-impl Credits {
-    fn new(most: u16) -> Self {
-        Self {
-            most,
-            have: most,
-            owed: 0,
-        }
-    }
-
-    /// Returns whether an ordinary message may be sent.
-    fn can_send(&self) -> bool {
-        self.have > 1
-    }
-
-    /// Returns whether a message with only a grant is due, and may be sent.
-    fn must_grant(&self) -> bool {
-        self.owed >= self.most / 2 && self.have > 0
-    }
-
-    /// Returns how many buffers the next message gives back.
-    fn grant(&self) -> u16 {
-        self.owed
-    }
-
-    /// Records that a message was sent with this grant.
-    fn on_sent(&mut self) {
-        self.have = self.have.saturating_sub(1);
-        self.owed = 0;
-    }
-
-    /// Records that a WRITE with an immediate was sent, which grants nothing.
-    fn on_immediate(&mut self) {
-        self.have = self.have.saturating_sub(1);
-    }
-
-    /// Records a message or immediate that took a receive buffer of this end. An error if the peer had no credit.
-    fn on_received(&mut self) -> Result<(), Breach> {
-        // The peer never has more credits than this end has buffers.
-        self.owed = self
-            .owed
-            .checked_add(1)
-            .filter(|o| *o <= self.most)
-            .ok_or(Breach::Grant)?;
-        Ok(())
-    }
-
-    /// Adds the credits of a grant. An error if that is more than the peer has buffers.
-    fn on_grant(&mut self, grant: u16) -> Result<(), Breach> {
-        self.have = self
-            .have
-            .checked_add(grant)
-            .filter(|h| *h <= self.most)
-            .ok_or(Breach::Grant)?;
-        Ok(())
-    }
-}

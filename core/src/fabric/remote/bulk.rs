@@ -4,6 +4,7 @@
 
 use std::collections::VecDeque;
 
+use crate::fabric::ready::ReadyQueue;
 use crate::fabric::remote::end::End;
 use crate::fabric::remote::engine::{ARM, POLL, PUMP};
 use crate::fabric::remote::put::{Answer, Buffer, Landed, Source};
@@ -317,8 +318,12 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     /// Returns this end's number of the stream that the peer calls `theirs`, and how many bytes a buffer for it may
     /// have now. `None` if there is no such stream, or its ring is not empty.
     pub fn room_to_land(&self, theirs: Vqpn) -> Option<(Vqpn, u64)> {
-        let (mine, room) = self.with(|engine| engine.room_to_land(&self.shared, theirs.0))??;
-        Some((Vqpn(mine), room))
+        self.with(|engine| {
+            let mine = engine.streams.mine(theirs.0)?;
+            let block = self.shared.block_mine(mine)?;
+            let room = engine.streams.get(mine)?.inc.room_to_land(block);
+            (room > 0).then_some((Vqpn(mine), room))
+        })?
     }
 
     /// Announces to the peer a buffer with which the program waits on stream `mine`, whose ring is empty; perhaps only
@@ -334,7 +339,10 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     /// caller that gets them consumes as many, and then calls [`settle_head`](Self::settle_head). `None` in a signal
     /// handler that has interrupted the engine.
     pub fn landed(&self, mine: Vqpn, serial: u32) -> Option<Landed> {
-        self.with(|engine| engine.landed(mine.0, serial))
+        self.with(|engine| {
+            let s = engine.streams.get(mine.0);
+            s.map_or(Landed::Over(0), |s| s.inc.landings.look(serial))
+        })
     }
 
     /// Withdraws an advert: the program waits no longer. The advert is over when [`landed`](Self::landed) says so;
@@ -353,13 +361,18 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
 
     /// Sends the peer at once the head of stream `mine`, which was [published](crate::fabric::ring::Consumer::publish).
     pub fn settle_head(&self, mine: Vqpn) {
-        self.with(|engine| engine.settle_head(&self.shared, mine.0));
+        self.of_mine(mine, |s| {
+            s.inc.settle = true;
+            if let Some(theirs) = s.theirs {
+                self.shared.dirty.push(theirs);
+            }
+        });
         let _ = self.run(PUMP);
     }
 
     /// Returns how many buffers the peer's programs have announced for its stream `theirs`.
     pub fn adverts(&self, theirs: Vqpn) -> u32 {
-        self.with(|engine| engine.adverts(theirs.0)).unwrap_or(0)
+        self.of_peer(theirs, |s| s.out.targets.adverts).unwrap_or(0)
     }
 
     /// Returns how many bytes fit the buffer with which the peer's program waits on its stream `theirs`. It is 0 if
@@ -410,13 +423,22 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
 
     /// Returns whether the loan is to be ended: the peer has all of the bytes, or needs the rest in the ring.
     pub fn is_source_done(&self, theirs: Vqpn) -> bool {
-        self.with(|engine| engine.is_source_done(theirs.0)).unwrap_or(true)
+        let is_done = self.of_peer(theirs, |s| {
+            let is_over = |source: Source| source.is_offered && !s.out.loans.is_open();
+            let is_done = |source: Source| source.is_needed || s.out.head >= source.until || is_over(source);
+            s.out.targets.source.is_none_or(is_done)
+        });
+        is_done.unwrap_or(true)
     }
 
     /// Returns the position up to which the peer's device has read the [offered](Self::offer_source) memory, once its
     /// end has said so. Before that, the position up to which its program has read, which may be less.
     pub fn taken(&self, theirs: Vqpn) -> u64 {
-        self.with(|engine| engine.taken(theirs.0)).unwrap_or(0)
+        let taken = self.of_peer(theirs, |s| match s.out.loans.is_open() {
+            true => s.out.head,
+            false => s.out.head.max(s.out.told),
+        });
+        taken.unwrap_or(0)
     }
 
     /// Ends a loan: copies the bytes that the peer does not have into the mirror. Returns how many bytes its device may
@@ -434,7 +456,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
 
     /// Returns how many bytes before `position` the peer's program has not read.
     pub fn untaken(&self, theirs: Vqpn, position: u64) -> u64 {
-        self.with(|engine| engine.untaken(theirs.0, position)).unwrap_or(0)
+        self.of_peer(theirs, |s| position.saturating_sub(s.out.head))
+            .unwrap_or(0)
     }
 
     /// Returns the counts of transfers that bypass the rings. Zeroes in a signal handler that has interrupted the

@@ -17,6 +17,7 @@ use crate::fabric::remote::engine::{ARM, Engine, POLL, PUMP, SETTLE, TICK};
 use crate::fabric::remote::lend::Buffers;
 use crate::fabric::remote::qp::QueuePair;
 use crate::fabric::remote::shared::{After, MAX_QUEUED_MESSAGES, QueuedMessage, Registry, Shared, Which, of_region};
+use crate::fabric::remote::stream::{State, Stream};
 use crate::fabric::remote::{
     Counts, ENGINE, Fault, FaultCell, Local, MIN_BUFFER, MIN_BUFFERS, SERVICE, Tuning, Unusable,
 };
@@ -297,24 +298,29 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     /// Returns how many bytes committed to the peer's stream `theirs` have not been sent, because its ring or the queue
     /// pair has no room. It is 0 also in a signal handler that has interrupted the engine.
     pub fn unsent(&self, theirs: Vqpn) -> u64 {
-        self.with(|engine| engine.unsent(&self.shared, theirs.0)).unwrap_or(0)
+        let unsent = self.of_peer(theirs, |s| {
+            let tail = self.shared.block_mirror(theirs.0)?.tail();
+            Some(tail.saturating_sub(s.out.told))
+        });
+        unsent.flatten().unwrap_or(0)
     }
 
     /// Returns the position up to which the bytes of stream `mine` have arrived. Final once the link is down. `None` if
     /// the stream is not open, and in a signal handler that has interrupted the engine.
     pub fn received(&self, mine: Vqpn) -> Option<u64> {
-        self.with(|engine| engine.received(mine.0))?
+        self.of_mine(mine, |s| (s.state != State::Free).then_some(s.inc.tail))?
     }
 
     /// Returns the position up to which the peer is known to have the bytes of its stream `theirs`. The peer itself may
     /// report more. `None` if the stream is not paired, and in a signal handler that has interrupted the engine.
     pub fn confirmed(&self, theirs: Vqpn) -> Option<u64> {
-        self.with(|engine| engine.confirmed(theirs.0))?
+        // Without the end mark.
+        self.of_peer(theirs, |s| s.out.acked.max(s.out.head).min(s.out.told))
     }
 
     /// Returns whether both ends have ended one of the directions of stream `mine`; see [`End`].
     pub fn has_crossed(&self, mine: Vqpn) -> bool {
-        self.with(|engine| engine.has_crossed(mine.0)).unwrap_or(false)
+        self.of_mine(mine, |s| s.crossed).unwrap_or(false)
     }
 
     /// Returns whether the link is down.
@@ -425,6 +431,18 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         // Other threads may have left work to this one.
         let _ = self.again();
         Some(value)
+    }
+
+    /// Calls `f` with this end's stream `mine`. `None` if its number was never in use, and in a signal handler that has
+    /// interrupted the engine.
+    pub(super) fn of_mine<T>(&self, mine: Vqpn, f: impl FnOnce(&mut Stream) -> T) -> Option<T> {
+        self.with(|engine| engine.streams.get(mine.0).map(f))?
+    }
+
+    /// Calls `f` with the stream that the peer calls `theirs`. `None` if it is not paired, and in a signal handler that
+    /// has interrupted the engine.
+    pub(super) fn of_peer<T>(&self, theirs: Vqpn, f: impl FnOnce(&mut Stream) -> T) -> Option<T> {
+        self.with(|engine| engine.streams.of_peer(theirs.0).map(f))?
     }
 
     /// Releases the lock, and does the work that is not done under it.

@@ -84,7 +84,8 @@ impl<Q: QueuePair> Engine<Q> {
     /// Records a new stream of this end.
     pub fn open(&mut self, mine: u32) {
         if let Some(s) = self.streams.make(mine) {
-            s.open();
+            *s = Stream::default();
+            s.state = State::Open;
         }
     }
 
@@ -192,21 +193,6 @@ impl<Q: QueuePair> Engine<Q> {
         let ask = s.out.asked < tail && !s.out.stopped;
         s.out.want_confirm |= ask;
         (bytes, ask)
-    }
-
-    pub fn received(&mut self, mine: u32) -> Option<u64> {
-        let s = self.streams.get(mine)?;
-        (s.state != State::Free).then_some(s.inc.tail)
-    }
-
-    pub fn confirmed(&mut self, theirs: u32) -> Option<u64> {
-        let s = self.streams.of_peer(theirs)?;
-        // Without the end mark.
-        Some(s.out.acked.max(s.out.head).min(s.out.told))
-    }
-
-    pub fn has_crossed(&mut self, mine: u32) -> bool {
-        self.streams.get(mine).is_some_and(|s| s.crossed)
     }
 
     /// Takes a turn that does the work `what`. True if there was a completion.

@@ -288,15 +288,6 @@ impl<Q: QueuePair> Engine<Q> {
         Ok(())
     }
 
-    /// Returns the position up to which the peer has read, as [`End::taken`](crate::fabric::remote::End::taken) says.
-    pub fn taken(&mut self, theirs: u32) -> u64 {
-        let s = self.streams.of_peer(theirs);
-        s.map_or(0, |s| match s.out.loans.is_open() {
-            true => s.out.head,
-            false => s.out.head.max(s.out.told),
-        })
-    }
-
     /// Wakes the local sender, so that it checks the state of its loan again.
     pub fn wake_sender<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, theirs: u32) {
         if let (Some(s), Some(block)) = (self.streams.get(mine), g.block_mirror(theirs)) {

@@ -67,14 +67,6 @@ impl<Q: QueuePair> Engine<Q> {
         }
         moves
     }
-
-    /// Returns how many committed bytes have not been sent, as [`End::unsent`](crate::fabric::remote::End::unsent)
-    /// does.
-    pub fn unsent<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> u64 {
-        let told = self.streams.of_peer(theirs).map(|s| s.out.told);
-        let tail = g.block_mirror(theirs).map(|block| block.tail());
-        told.zip(tail).map_or(0, |(told, tail)| tail.saturating_sub(told))
-    }
 }
 
 /// The memory for buffers: the part of the mirror's data area behind the copy of the peer's, so that a cursor reaches

@@ -286,7 +286,7 @@ impl Landings {
         self.owed = None;
     }
 
-    fn look(&self, serial: Serial) -> Landed {
+    pub fn look(&self, serial: Serial) -> Landed {
         match self.over {
             Some((over, landed)) if over == serial => landed,
             _ if self.open.is_some_and(|l| l.advert.serial == serial) => Landed::Waits,
@@ -336,7 +336,7 @@ pub(super) struct Targets {
     /// The direction waits until the peer's program has read all bytes before this position.
     held: Option<u64>,
     /// How many adverts the peer has sent.
-    adverts: u32,
+    pub adverts: u32,
     pub source: Option<Source>,
 }
 
@@ -516,14 +516,6 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    /// Returns the local number and the room for a buffer, as
-    /// [`End::room_to_land`](crate::fabric::remote::End::room_to_land) says.
-    pub fn room_to_land<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> Option<(u32, u64)> {
-        let mine = self.streams.mine(theirs)?;
-        let room = self.streams.get(mine)?.inc.room_to_land(g.block_mine(mine)?);
-        (room > 0).then_some((mine, room))
-    }
-
     /// Announces a buffer with which the local program waits while the stream's ring is empty. `None` if the ring is
     /// not empty, or the buffer cannot be used.
     pub fn advertise<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, buffer: Buffer) -> Option<Memory> {
@@ -555,12 +547,6 @@ impl<Q: QueuePair> Engine<Q> {
         self.direct.adverts += 1;
         g.dirty.push(theirs);
         Some(advert)
-    }
-
-    /// Returns the state of an advert.
-    pub fn landed(&mut self, mine: u32, serial: u32) -> Landed {
-        let s = self.streams.get(mine);
-        s.map_or(Landed::Over(0), |s| s.inc.landings.look(serial))
     }
 
     /// Withdraws an advert: the local program waits no longer.
@@ -678,17 +664,6 @@ impl<Q: QueuePair> Engine<Q> {
         true
     }
 
-    /// Returns whether the program's memory is needed no longer: the peer has all of the bytes, or the rest has to go
-    /// by the ring.
-    pub fn is_source_done(&mut self, theirs: u32) -> bool {
-        let s = self.streams.of_peer(theirs);
-        s.is_none_or(|s| {
-            let is_over = |source: Source| source.is_offered && !s.out.loans.is_open();
-            let is_done = |source: Source| source.is_needed || s.out.head >= source.until || is_over(source);
-            s.out.targets.source.is_none_or(is_done)
-        })
-    }
-
     /// Copies the lent bytes that the peer is not known to have into the mirror. Returns how many of them the peer may
     /// still take from the program's memory, because WRITEs or READs of them are under way. `None` if no memory was
     /// lent.
@@ -725,27 +700,5 @@ impl<Q: QueuePair> Engine<Q> {
         };
         g.dirty.push(theirs);
         Some(posted.saturating_sub(from).min(rest.len() as u64))
-    }
-
-    /// Returns how many adverts have come for the peer's stream.
-    pub fn adverts(&mut self, theirs: u32) -> u32 {
-        let s = self.streams.of_peer(theirs);
-        s.map_or(0, |s| s.out.targets.adverts)
-    }
-
-    /// Returns how many bytes up to `until` the peer's program is not known to have read.
-    pub fn untaken(&mut self, theirs: u32, until: u64) -> u64 {
-        let s = self.streams.of_peer(theirs);
-        s.map_or(0, |s| until.saturating_sub(s.out.head))
-    }
-
-    /// Has the head of a local stream sent at once.
-    pub fn settle_head<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32) {
-        if let Some(s) = self.streams.get(mine) {
-            s.inc.settle = true;
-            if let Some(theirs) = s.theirs {
-                g.dirty.push(theirs);
-            }
-        }
     }
 }

@@ -47,14 +47,6 @@ pub(super) struct Stream {
 }
 
 impl Stream {
-    /// Begins a new stream with this number.
-    pub fn open(&mut self) {
-        *self = Self {
-            state: State::Open,
-            ..Self::default()
-        };
-    }
-
     /// Returns whether READs may still bring bytes into its ring.
     pub fn is_read_into(&mut self) -> bool {
         self.inc.takings.is_under_way(self.inc.tail)

@@ -9,10 +9,11 @@ use std::sync::atomic::Ordering::Relaxed;
 use crate::fabric::layout::Region;
 use crate::fabric::ready::{PrivateQueue, ReadyCursor, ReadyQueue};
 use crate::fabric::remote::bulk::{Bulk, Lost};
+use crate::fabric::remote::put::with_adverts;
 use crate::fabric::remote::qp::{Down, Key, Limits, PostError, QueuePair};
 use crate::fabric::remote::sender::Sender;
 use crate::fabric::remote::shared::{After, Chunks, Shared, Target, Which};
-use crate::fabric::remote::stream::{State, Stream, Streams};
+use crate::fabric::remote::stream::{Incoming, State, Stream, Streams};
 use crate::fabric::remote::watch::{Step, Watch};
 use crate::fabric::remote::{DirectCounts, Fault, Local, SERVICE};
 use crate::fabric::ring::DirectionBlock;
@@ -96,11 +97,7 @@ impl<Q: QueuePair> Engine<Q> {
             if let Some(aside) = s.out.aside {
                 g.buffers.give_back(aside.region);
             }
-            if s.inc.landings.may_be_answered()
-                && let Some(bulk) = &mut self.bulk
-            {
-                bulk.end_landing();
-            }
+            with_adverts(&mut self.bulk, &mut s.inc, |inc| *inc = Incoming::default());
             *s = Stream::default();
             self.unlink(mine, theirs);
         }

@@ -7,7 +7,7 @@
 use crate::fabric::ready::ReadyQueue;
 use crate::fabric::remote::bulk::{Asked, Bulk, Lost};
 use crate::fabric::remote::engine::Engine;
-use crate::fabric::remote::put::Source;
+use crate::fabric::remote::put::{Source, with_adverts};
 use crate::fabric::remote::qp::{QueuePair, Read};
 use crate::fabric::remote::record::{Memory, Serial};
 use crate::fabric::remote::shared::Shared;
@@ -303,11 +303,7 @@ impl<Q: QueuePair> Engine<Q> {
             // CLOSED informs the peer that this end has left.
             return Ok(());
         };
-        let was_open = s.inc.landings.may_be_answered();
-        s.inc.on_loan(block, loan)?;
-        if was_open && !s.inc.landings.may_be_answered() {
-            self.end_landing();
-        }
+        with_adverts(&mut self.bulk, &mut s.inc, |inc| inc.on_loan(block, loan))?;
         match &mut self.bulk {
             Some(bulk) => bulk.add_reader(mine),
             None => self.stop_taking(g, mine),

@@ -11,7 +11,7 @@ use crate::fabric::remote::engine::Engine;
 use crate::fabric::remote::qp::{Key, QueuePair};
 use crate::fabric::remote::record::{Memory, Serial, Withdrawal};
 use crate::fabric::remote::shared::{Retired, Shared};
-use crate::fabric::remote::stream::State;
+use crate::fabric::remote::stream::{Incoming, State};
 use crate::fabric::remote::{Breach, ENGINE, Fault, Local, SERVICE};
 
 /// A buffer with which the local program waits.
@@ -427,6 +427,25 @@ impl Targets {
     }
 }
 
+/// Calls `f` with the direction that a stream receives. If the peer might answer an advert before and cannot after, the
+/// count of adverts goes down.
+#[inline]
+pub(super) fn with_adverts<Q: QueuePair, T>(
+    bulk: &mut Option<Bulk<Q>>,
+    inc: &mut Incoming,
+    f: impl FnOnce(&mut Incoming) -> T,
+) -> T {
+    let was_open = inc.landings.may_be_answered();
+    let value = f(inc);
+    if was_open
+        && !inc.landings.may_be_answered()
+        && let Some(bulk) = bulk
+    {
+        bulk.end_landing();
+    }
+    value
+}
+
 impl<Q: QueuePair> Engine<Q> {
     /// Uses `qp` for direct transfers from now on. Returns it if there is one already.
     pub fn attach_bulk(&mut self, qp: Q) -> Option<Q> {
@@ -510,12 +529,6 @@ impl<Q: QueuePair> Engine<Q> {
         g.ring_if_asleep(&mut self.after, SERVICE);
     }
 
-    pub fn end_landing(&mut self) {
-        if let Some(bulk) = &mut self.bulk {
-            bulk.end_landing();
-        }
-    }
-
     /// Announces a buffer with which the local program waits while the stream's ring is empty. `None` if the ring is
     /// not empty, or the buffer cannot be used.
     pub fn advertise<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, buffer: Buffer) -> Option<Memory> {
@@ -554,13 +567,9 @@ impl<Q: QueuePair> Engine<Q> {
         let Some(s) = self.streams.get(mine) else {
             return;
         };
-        let was_open = s.inc.landings.may_be_answered();
-        s.inc.landings.withdraw(serial, false);
+        with_adverts(&mut self.bulk, &mut s.inc, |inc| inc.landings.withdraw(serial, false));
         if let Some(theirs) = s.theirs {
             g.dirty.push(theirs);
-        }
-        if was_open && !s.inc.landings.may_be_answered() {
-            self.end_landing();
         }
         self.go_on(g, mine);
     }

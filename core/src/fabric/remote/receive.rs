@@ -4,10 +4,11 @@
 use crate::fabric::layout::MAX_STREAMS;
 use crate::fabric::ready::ReadyQueue;
 use crate::fabric::remote::engine::Engine;
+use crate::fabric::remote::put::with_adverts;
 use crate::fabric::remote::qp::{Completed, QueuePair};
 use crate::fabric::remote::record::Record;
 use crate::fabric::remote::shared::{MAX_QUEUED_MESSAGES, Shared, Target};
-use crate::fabric::remote::stream::{State, Stream, Streams};
+use crate::fabric::remote::stream::{Incoming, State, Stream, Streams};
 use crate::fabric::remote::{Breach, Local, SERVICE, record, shared};
 use crate::fabric::ring::Wake;
 use crate::wire::Message;
@@ -43,13 +44,10 @@ impl<Q: QueuePair> Engine<Q> {
     }
 
     fn on_data<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, tail: u64, payload: &[u8]) -> Result<(), Breach> {
-        let s = known(&mut self.streams, mine)?;
+        let inc = &mut known(&mut self.streams, mine)?.inc;
         let block = g.block_mine(mine).ok_or(Breach::Stream)?;
-        let was_open = s.inc.landings.may_be_answered();
-        let wake = s.inc.on_data(block, &g.mine.area(), tail, payload)?;
-        if was_open && !s.inc.landings.may_be_answered() {
-            self.end_landing();
-        }
+        let take_in = |inc: &mut Incoming| inc.on_data(block, &g.mine.area(), tail, payload);
+        let wake = with_adverts(&mut self.bulk, inc, take_in)?;
         g.tell_here(&mut self.after, wake, mine);
         Ok(())
     }
@@ -195,11 +193,7 @@ impl<Q: QueuePair> Engine<Q> {
             && let Some(s) = self.streams.get(yours.0)
         {
             s.peer_left = true;
-            let was_open = s.inc.landings.may_be_answered();
-            s.inc.landings.on_left();
-            if was_open && let Some(bulk) = &mut self.bulk {
-                bulk.end_landing();
-            }
+            with_adverts(&mut self.bulk, &mut s.inc, |inc| inc.landings.on_left());
             if let Some(theirs) = s.theirs.filter(|_| s.closing) {
                 // The peer does not wait for the rest any more.
                 g.dirty.push(theirs);

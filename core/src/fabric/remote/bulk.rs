@@ -355,7 +355,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     /// Records that bytes which came into a program's buffer were copied to the ring, at their positions: the program
     /// is not about to take them.
     pub fn put_back(&self, mine: Vqpn) {
-        self.with(|engine| engine.put_back(&self.shared, mine.0));
+        self.with(|engine| engine.change_taking(&self.shared, mine.0, |inc| inc.takings.on_landed(0)));
         let _ = self.run(PUMP);
     }
 

@@ -11,7 +11,7 @@ use crate::fabric::remote::put::{Source, with_adverts};
 use crate::fabric::remote::qp::{QueuePair, Read};
 use crate::fabric::remote::record::{Memory, Serial};
 use crate::fabric::remote::shared::Shared;
-use crate::fabric::remote::stream::{State, Stream};
+use crate::fabric::remote::stream::{Incoming, State, Stream};
 use crate::fabric::remote::{Breach, ENGINE, Local};
 use crate::fabric::ring::Wake;
 use crate::fabric::side::Done;
@@ -173,14 +173,14 @@ impl Takings {
     }
 
     /// Posts no more READs for the loan.
-    fn stop(&mut self) {
+    pub fn stop(&mut self) {
         if let Some(taking) = &mut self.0 {
             taking.is_ending = true;
         }
     }
 
     /// Takes in a RECALL.
-    fn on_recall(&mut self, serial: Serial) {
+    pub fn on_recall(&mut self, serial: Serial) {
         if self.0.is_some_and(|taking| taking.loan.serial == serial) {
             self.stop();
         }
@@ -306,32 +306,15 @@ impl<Q: QueuePair> Engine<Q> {
         with_adverts(&mut self.bulk, &mut s.inc, |inc| inc.on_loan(block, loan))?;
         match &mut self.bulk {
             Some(bulk) => bulk.add_reader(mine),
-            None => self.stop_taking(g, mine),
+            None => self.change_taking(g, mine, |inc| inc.takings.stop()),
         }
         Ok(())
     }
 
-    /// Takes in RECALL: the peer's program wants its memory back.
-    pub fn on_recall<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, serial: u32) {
+    /// Changes the state of the loan that stream `mine` reads, then checks what is over by that.
+    pub fn change_taking<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, f: impl FnOnce(&mut Incoming)) {
         if let Some(s) = self.streams.get(mine) {
-            s.inc.takings.on_recall(serial);
-            self.go_on(g, mine);
-        }
-    }
-
-    /// Posts no more READs for the loan of a stream.
-    pub fn stop_taking<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32) {
-        if let Some(s) = self.streams.get(mine) {
-            s.inc.takings.stop();
-            self.go_on(g, mine);
-        }
-    }
-
-    /// Records that the bytes of a buffer are in the ring, as [`End::put_back`](crate::fabric::remote::End::put_back)
-    /// says.
-    pub fn put_back<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32) {
-        if let Some(s) = self.streams.get(mine) {
-            s.inc.takings.on_landed(0);
+            f(&mut s.inc);
             self.go_on(g, mine);
         }
     }
@@ -385,7 +368,7 @@ impl<Q: QueuePair> Engine<Q> {
             let Some(piece) = s.inc.takings.next() else { continue };
             let read = self.next_read(g, mine, piece).filter(|_| bulk.can_read());
             let Some((read, into)) = read else {
-                self.stop_taking(g, mine);
+                self.change_taking(g, mine, |inc| inc.takings.stop());
                 continue;
             };
             // SAFETY: within a chunk of this end's arena that is registered under the key, at positions for which the
@@ -476,10 +459,7 @@ impl<Q: QueuePair> Engine<Q> {
     /// Ends the READs of streams whose bulk queue pair is gone.
     pub fn on_bulk_ended<L: Local>(&mut self, g: &Shared<Q, L>, under_way: &[u32]) {
         for mine in under_way {
-            if let Some(s) = self.streams.get(*mine) {
-                s.inc.takings.on_ended(s.inc.tail);
-                self.go_on(g, *mine);
-            }
+            self.change_taking(g, *mine, |inc| inc.takings.on_ended(inc.tail));
         }
     }
 
@@ -499,7 +479,7 @@ impl<Q: QueuePair> Engine<Q> {
     /// Ends the loans of a stream that the peer has left. It sends no TAKEN for memory lent to it, and this end posts
     /// no more READs of memory that the peer lends.
     pub fn on_reader_left<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32) {
-        self.stop_taking(g, mine);
+        self.change_taking(g, mine, |inc| inc.takings.stop());
         let Some(s) = self.streams.get(mine) else { return };
         if s.out.loans.is_open()
             && let Some(theirs) = s.theirs

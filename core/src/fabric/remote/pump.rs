@@ -188,7 +188,7 @@ impl<Q: QueuePair> Engine<Q> {
             s.theirs = None;
             self.unlink(mine, Some(theirs));
             self.after.closed.push(Vqpn(mine));
-            self.stop_taking(g, mine);
+            self.change_taking(g, mine, |inc| inc.takings.stop());
         }
         Ok(Turn::Done)
     }

@@ -114,7 +114,7 @@ impl<Q: QueuePair> Engine<Q> {
             }
             Record::Recall { theirs: mine, serial } => {
                 known(&mut self.streams, mine)?;
-                self.on_recall(g, mine, serial);
+                self.change_taking(g, mine, |inc| inc.takings.on_recall(serial));
                 Ok(())
             }
             Record::Taken {

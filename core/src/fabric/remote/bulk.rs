@@ -4,7 +4,6 @@
 
 use std::collections::VecDeque;
 
-use crate::fabric::ready::ReadyQueue;
 use crate::fabric::remote::end::End;
 use crate::fabric::remote::engine::{ARM, POLL, PUMP};
 use crate::fabric::remote::put::{Answer, Buffer, Landed, Source};
@@ -363,9 +362,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     pub fn settle_head(&self, mine: Vqpn) {
         self.of_mine(mine, |s| {
             s.inc.settle = true;
-            if let Some(theirs) = s.theirs {
-                self.shared.dirty.push(theirs);
-            }
+            self.shared.touch(s.theirs);
         });
         let _ = self.run(PUMP);
     }

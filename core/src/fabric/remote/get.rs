@@ -330,9 +330,7 @@ impl<Q: QueuePair> Engine<Q> {
         self.direct.taken_into += s.inc.landed - before;
         g.tell_here(&mut self.after, wake, mine);
         let is_over = s.inc.takings.answer(s.inc.tail, block.head()).is_some();
-        if let Some(theirs) = s.theirs.filter(|_| is_over) {
-            g.dirty.push(theirs);
-        }
+        g.touch(s.theirs.filter(|_| is_over));
         if !s.inc.takings.is_under_way(s.inc.tail)
             && let Some(at) = self.unforgotten.iter().position(|done| done.number.0 == mine)
         {

@@ -510,9 +510,7 @@ impl<Q: QueuePair> Engine<Q> {
             let before = s.inc.landed;
             let wake = s.inc.lapse(block);
             self.direct.taken_into += s.inc.landed - before;
-            if let Some(theirs) = s.theirs {
-                g.dirty.push(theirs);
-            }
+            g.touch(s.theirs);
             g.tell_here(&mut self.after, wake, mine);
         }
         self.cancel_loans(g);
@@ -568,9 +566,7 @@ impl<Q: QueuePair> Engine<Q> {
             return;
         };
         with_adverts(&mut self.bulk, &mut s.inc, |inc| inc.landings.withdraw(serial, false));
-        if let Some(theirs) = s.theirs {
-            g.dirty.push(theirs);
-        }
+        g.touch(s.theirs);
         self.go_on(g, mine);
     }
 

@@ -89,9 +89,7 @@ impl<Q: QueuePair> Engine<Q> {
             Record::Confirm { theirs: mine } => {
                 let s = known(&mut self.streams, mine)?;
                 s.inc.ack_due = true;
-                if let Some(theirs) = s.theirs {
-                    g.dirty.push(theirs);
-                }
+                g.touch(s.theirs);
                 Ok(())
             }
             Record::Chunk { index, rkey, base } => self.on_chunk(g, index, Target { rkey, base }),
@@ -194,10 +192,8 @@ impl<Q: QueuePair> Engine<Q> {
         {
             s.peer_left = true;
             with_adverts(&mut self.bulk, &mut s.inc, |inc| inc.landings.on_left());
-            if let Some(theirs) = s.theirs.filter(|_| s.closing) {
-                // The peer does not wait for the rest any more.
-                g.dirty.push(theirs);
-            }
+            // The peer does not wait for the rest any more.
+            g.touch(s.theirs.filter(|_| s.closing));
             self.on_reader_left(g, yours.0);
         }
         self.inbox.push_back(message);

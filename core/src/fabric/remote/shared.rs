@@ -79,6 +79,13 @@ pub(super) struct Shared<Q, L> {
 }
 
 impl<Q, L> Shared<Q, L> {
+    /// Queues a stream with something to send, by the peer's number; nothing if it is not paired.
+    pub fn touch(&self, theirs: Option<u32>) {
+        if let Some(theirs) = theirs {
+            self.dirty.push(theirs);
+        }
+    }
+
     /// Resets all for another link: no message or stream is queued. Called under the engine's lock.
     pub fn reset(&self) {
         self.dirty.clear();

@@ -437,40 +437,10 @@ impl<Q: QueuePair> Engine<Q> {
         self.go_on(g, mine);
     }
 
-    /// Stops all READs over a bulk queue pair that is given up. Returns the streams for which READs may still bring
-    /// bytes until it is gone.
-    pub fn stop_reading<L: Local>(&mut self, g: &Shared<Q, L>) -> Vec<u32> {
-        let mut under_way = Vec::new();
-        for mine in 0..self.streams.most() {
-            let Some(s) = self.streams.get(mine) else { continue };
-            if s.inc.takings.is_open() {
-                s.inc.takings.stop();
-                if s.is_read_into() {
-                    under_way.push(mine);
-                }
-                self.go_on(g, mine);
-            }
-        }
-        under_way
-    }
-
     /// Ends the READs of streams whose bulk queue pair is gone.
     pub fn on_bulk_ended<L: Local>(&mut self, g: &Shared<Q, L>, under_way: &[u32]) {
         for mine in under_way {
             self.change_taking(g, *mine, |inc| inc.takings.on_ended(inc.tail));
-        }
-    }
-
-    /// Cancels the loans for which SOURCE was not sent: their bytes go by the ring.
-    pub fn cancel_loans<L: Local>(&mut self, g: &Shared<Q, L>) {
-        for mine in 0..self.streams.most() {
-            let Some(s) = self.streams.get(mine) else { continue };
-            if s.out.loans.untold().is_some()
-                && let Some(theirs) = s.theirs
-            {
-                s.out.cancel_loan();
-                self.wake_sender(g, mine, theirs);
-            }
         }
     }
 

@@ -5,6 +5,7 @@
 //! uses it for memory that the sender lends from that position on (P97). `pump.rs` posts the WRITEs, `get.rs` the
 //! READs, and `bulk.rs` has the queue pair.
 
+use crate::fabric::layout::MAX_STREAMS;
 use crate::fabric::ready::ReadyQueue;
 use crate::fabric::remote::bulk::{Bulk, Came, Placed};
 use crate::fabric::remote::engine::Engine;
@@ -502,7 +503,8 @@ impl<Q: QueuePair> Engine<Q> {
             return;
         };
         self.direct.lost += 1;
-        for mine in 0..self.streams.most() {
+        let mut under_way = Vec::new();
+        for mine in 0..MAX_STREAMS {
             let (Some(s), Some(block)) = (self.streams.get(mine), g.block_mine(mine)) else {
                 continue;
             };
@@ -512,9 +514,20 @@ impl<Q: QueuePair> Engine<Q> {
             self.direct.taken_into += s.inc.landed - before;
             g.touch(s.theirs);
             g.tell_here(&mut self.after, wake, mine);
+            // The bytes of a loan for which SOURCE was not sent go by the ring.
+            if let (Some(_), Some(theirs)) = (s.out.loans.untold(), s.theirs) {
+                s.out.cancel_loan();
+                self.wake_sender(g, mine, theirs);
+            }
+            if let Some(s) = self.streams.get(mine).filter(|s| s.inc.takings.is_open()) {
+                s.inc.takings.stop();
+                // Posted READs may bring bytes until the queue pair is gone.
+                if s.is_read_into() {
+                    under_way.push(mine);
+                }
+                self.go_on(g, mine);
+            }
         }
-        self.cancel_loans(g);
-        let under_way = self.stop_reading(g);
         let qp = bulk.into_inner();
         if let Some(mut retired) = g.retired.lock() {
             retired.push(Retired { qp, under_way });

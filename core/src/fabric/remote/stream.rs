@@ -524,11 +524,6 @@ impl Streams {
         u32::from(number).checked_sub(1)
     }
 
-    /// Returns a bound: all local numbers are below it.
-    pub fn most(&self) -> u32 {
-        (self.pages.len() * PAGE) as u32
-    }
-
     /// Sets or clears the local number of the peer's `theirs`.
     pub fn link(&mut self, theirs: u32, mine: Option<u32>) {
         if let Some(slot) = self.by_theirs.get_mut(theirs as usize) {

@@ -382,14 +382,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     /// [wanted](Self::wanted), stay at `address`, registered under `key`. The producer commits them without writing
     /// them. False if the peer cannot take them. To be ended by [`take_source`](Self::take_source).
     pub fn lend_source(&self, theirs: Vqpn, position: u64, address: usize, len: u64, key: u32) -> bool {
-        let source = Source {
-            from: position,
-            until: position.saturating_add(len),
-            address,
-            key,
-            is_needed: false,
-            is_offered: false,
-        };
+        let source = Source::new(position, address, len, Some(key));
         self.with(|engine| engine.lend_source(&self.shared, theirs.0, source))
             .unwrap_or(false)
     }
@@ -399,14 +392,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     /// [`recall_source`](Self::recall_source), if [not done](Self::is_source_done), and
     /// [`take_source`](Self::take_source).
     pub fn offer_source(&self, theirs: Vqpn, position: u64, address: usize, len: u64, key: u32) -> bool {
-        let source = Source {
-            from: position,
-            until: position.saturating_add(len),
-            address,
-            key: 0,
-            is_needed: false,
-            is_offered: true,
-        };
+        let source = Source::new(position, address, len, None);
         self.with(|engine| engine.offer_source(&self.shared, theirs.0, source, key))
             .unwrap_or(false)
     }
@@ -421,7 +407,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     /// Returns whether the loan is to be ended: the peer has all of the bytes, or needs the rest in the ring.
     pub fn is_source_done(&self, theirs: Vqpn) -> bool {
         let is_done = self.of_peer(theirs, |s| {
-            let is_over = |source: Source| source.is_offered && !s.out.loans.is_open();
+            let is_over = |source: Source| source.is_offered() && !s.out.loans.is_open();
             let is_done = |source: Source| source.is_needed || s.out.head >= source.until || is_over(source);
             s.out.targets.source.is_none_or(is_done)
         });

@@ -301,7 +301,7 @@ fn data<Q: QueuePair, L: Local>(
         }
         return Ok(Turn::Full);
     }
-    let is_lent = out.targets.source.is_some_and(|source| source.is_offered);
+    let is_lent = out.targets.source.is_some_and(|source| source.is_offered());
     if is_lent && !out.loans.is_open() {
         // The direction goes on when `take_source` has copied the rest into the mirror.
         return Ok(Turn::Full);
@@ -488,16 +488,16 @@ fn direct<Q: QueuePair, L: Local>(
         // Bytes for the advert may come yet.
         return Direct::No;
     }
-    // Memory that was lent to the peer's device is not for this one; bytes that the peer has not read go by the mirror.
-    let is_offered = source.is_some_and(|source| source.is_offered);
     let is_worth_it = written > 0 || source.is_some() || pending >= u64::from(g.tuning.direct_min);
     let piece = next
-        .filter(|_| pending > 0 && is_worth_it && !is_offered)
+        .filter(|_| pending > 0 && is_worth_it)
         .and_then(|next| match source {
             Some(source) => Some(Piece {
                 from: std::ptr::with_exposed_provenance(source.address + (from - source.from) as usize),
                 len: pending.min(PIECE).min(source.until - from),
-                key: source.key,
+                // Memory that was lent to the peer's device is not for this one: bytes that the peer has not read go
+                // by the mirror.
+                key: source.key?,
             }),
             None => in_mirror(g, means.chunks, means.after, next.source, from, {
                 out.targets.mirrored(from, from + pending.min(PIECE)) - from

@@ -304,16 +304,30 @@ pub(super) struct Source {
     pub until: u64,
     /// The address of the byte at `from`.
     pub address: usize,
-    /// The local key of the memory; 0 if `is_offered`.
-    pub key: u32,
+    /// The local key of the memory, if this end's device writes it into a buffer of the peer's program. `None`: the
+    /// peer's device reads it (`get.rs`).
+    pub key: Option<u32>,
     /// The rest of it has to go by the ring.
     pub is_needed: bool,
-    /// The peer's device reads it (`get.rs`); otherwise this end's device writes it into a buffer of the peer's
-    /// program.
-    pub is_offered: bool,
 }
 
 impl Source {
+    /// Returns the `len` bytes at `address`, which stand for those from position `from` on.
+    pub fn new(from: u64, address: usize, len: u64, key: Option<u32>) -> Self {
+        Self {
+            from,
+            until: from.saturating_add(len),
+            address,
+            key,
+            is_needed: false,
+        }
+    }
+
+    /// Returns whether the peer's device reads the memory.
+    pub fn is_offered(&self) -> bool {
+        self.key.is_none()
+    }
+
     pub fn covers(&self, position: u64) -> bool {
         (self.from..self.until).contains(&position)
     }
@@ -712,7 +726,7 @@ impl<Q: QueuePair> Engine<Q> {
             .at(s.out.told)
             .map_or(s.out.told, |(advert, written)| advert.position + written);
         // The peer may still read from an open loan.
-        let posted = match source.is_offered {
+        let posted = match source.is_offered() {
             true => s.out.loans.reach().unwrap_or(from),
             false => posted,
         };

@@ -20,7 +20,7 @@ const MOST_READS: usize = 4;
 
 /// A bulk queue pair, with the answers and READs that wait for room.
 pub(super) struct Bulk<Q> {
-    qp: Q,
+    pub qp: Q,
     /// PLACED records that wait for room, each with the peer's number of its stream.
     answers: VecDeque<(u32, Answer)>,
     is_full: bool,
@@ -29,20 +29,11 @@ pub(super) struct Bulk<Q> {
     /// Adverts of this end that may still be answered, and their limit: each answer takes a receive buffer.
     landings: u16,
     most_landings: u16,
-    /// READs that are posted and not complete, and their limit.
+    /// READs that are posted and not complete, and their limit: 0 if none can be posted.
     reads: VecDeque<Asked>,
-    most_reads: usize,
+    pub most_reads: usize,
     /// Local streams that may have more to read, in the order of their turns.
     readers: VecDeque<u32>,
-}
-
-/// A PLACED record of the peer's.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Placed {
-    /// This end's number of the stream.
-    pub mine: u32,
-    pub serial: u32,
-    pub tail: u64,
 }
 
 /// A posted READ.
@@ -58,7 +49,8 @@ pub(super) struct Asked {
 /// An event of a bulk queue pair.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Came {
-    Placed(Placed),
+    /// PLACED, with this end's number of the stream.
+    Placed(u32, Answer),
     /// The READ is complete.
     Read(Asked),
 }
@@ -78,28 +70,6 @@ impl From<Down> for Lost {
     }
 }
 
-/// The source of a piece of a direct transfer.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Piece {
-    pub from: *const u8,
-    pub len: u64,
-    /// The local key of the source.
-    pub key: u32,
-}
-
-impl Piece {
-    /// Returns the WRITE of this piece to an address of the peer's process.
-    pub fn to(self, address: u64, remote: u32) -> Write {
-        Write {
-            from: self.from,
-            local: self.key,
-            len: self.len as u32,
-            to: address,
-            remote,
-        }
-    }
-}
-
 impl<Q: QueuePair> Bulk<Q> {
     pub fn new(qp: Q) -> Self {
         let limits = qp.limits();
@@ -114,10 +84,6 @@ impl<Q: QueuePair> Bulk<Q> {
             most_reads: MOST_READS.min(limits.reads.into()),
             readers: VecDeque::new(),
         }
-    }
-
-    pub fn into_inner(self) -> Q {
-        self.qp
     }
 
     pub fn arm(&self) -> Result<(), Lost> {
@@ -168,11 +134,6 @@ impl<Q: QueuePair> Bulk<Q> {
     pub fn next_reader(&mut self) -> Option<u32> {
         let may = !self.is_full && (self.reads.len() < self.most_reads || self.most_reads == 0);
         may.then(|| self.readers.pop_front()).flatten()
-    }
-
-    /// Returns whether the queue pair can post READs.
-    pub fn can_read(&self) -> bool {
-        self.most_reads > 0
     }
 
     /// Posts a READ for a stream, and adds the stream again. False if there is no room; the stream then has the first
@@ -234,7 +195,7 @@ impl<Q: QueuePair> Bulk<Q> {
         let count = self.qp.poll(&mut |event| match event {
             Completed::Room => has_room = true,
             Completed::Received(bytes) => match read(bytes) {
-                Some(record) => came(Came::Placed(record)),
+                Some((mine, answer)) => came(Came::Placed(mine, answer)),
                 // On iWARP the connecting side sends an empty message first.
                 None => is_malformed |= !bytes.is_empty(),
             },
@@ -258,7 +219,7 @@ impl<Q: QueuePair> Bulk<Q> {
     }
 }
 
-fn read(message: &[u8]) -> Option<Placed> {
+fn read(message: &[u8]) -> Option<(u32, Answer)> {
     let mut records = record::decode(message).ok()?.records;
     match (records.next()?.ok()?, records.next()) {
         (
@@ -268,7 +229,7 @@ fn read(message: &[u8]) -> Option<Placed> {
                 tail,
             },
             None,
-        ) => Some(Placed { mine, serial, tail }),
+        ) => Some((mine, Answer { serial, tail })),
         _ => None,
     }
 }

@@ -364,7 +364,7 @@ impl<Q: QueuePair> Engine<Q> {
         while let Some(mine) = bulk.next_reader() {
             let Some(s) = self.streams.get(mine) else { continue };
             let Some(piece) = s.inc.takings.next() else { continue };
-            let read = self.next_read(g, mine, piece).filter(|_| bulk.can_read());
+            let read = self.next_read(g, mine, piece).filter(|_| bulk.most_reads > 0);
             let Some((read, into)) = read else {
                 self.change_taking(g, mine, |inc| inc.takings.stop());
                 continue;

@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering::SeqCst;
 
 use crate::fabric::layout::Region;
 use crate::fabric::ready::ReadyQueue;
-use crate::fabric::remote::bulk::{Bulk, Lost, Piece};
+use crate::fabric::remote::bulk::{Bulk, Lost};
 use crate::fabric::remote::engine::Engine;
 use crate::fabric::remote::qp::{QueuePair, Write};
 use crate::fabric::remote::record::{DATA_BYTES, HEADER_BYTES, Record};
@@ -47,6 +47,14 @@ enum Direct {
     More,
     /// A piece was posted: check again.
     Went,
+}
+
+/// The source of a piece of a direct transfer.
+struct Piece {
+    from: *const u8,
+    len: u64,
+    /// The local key of the source.
+    key: u32,
 }
 
 /// The parts of the engine that a direct transfer uses beside the stream.
@@ -513,7 +521,13 @@ fn direct<Q: QueuePair, L: Local>(
     if *left == 0 {
         return Direct::More;
     }
-    let write = piece.to(advert.address + written, advert.rkey);
+    let write = Write {
+        from: piece.from,
+        local: piece.key,
+        len: piece.len as u32,
+        to: advert.address + written,
+        remote: advert.rkey,
+    };
     // SAFETY: within a chunk of the mirror, or within the program's memory, each registered under the key.
     match unsafe { bulk.write(theirs, &write) } {
         Ok(true) => {}

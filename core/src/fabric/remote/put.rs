@@ -7,7 +7,7 @@
 
 use crate::fabric::layout::MAX_STREAMS;
 use crate::fabric::ready::ReadyQueue;
-use crate::fabric::remote::bulk::{Bulk, Came, Placed};
+use crate::fabric::remote::bulk::{Bulk, Came};
 use crate::fabric::remote::engine::Engine;
 use crate::fabric::remote::qp::{Key, QueuePair};
 use crate::fabric::remote::record::{Memory, Serial, Withdrawal};
@@ -489,7 +489,7 @@ impl<Q: QueuePair> Engine<Q> {
         let (mut breach, mut over) = (None, 0);
         let polled = bulk.poll(
             |came| match came {
-                Came::Placed(placed) => match self.on_placed(g, placed) {
+                Came::Placed(mine, answer) => match self.on_placed(g, mine, answer) {
                     Ok(is_over) => over += u32::from(is_over),
                     Err(error) => breach = breach.or(Some(error)),
                 },
@@ -542,7 +542,7 @@ impl<Q: QueuePair> Engine<Q> {
                 self.go_on(g, mine);
             }
         }
-        let qp = bulk.into_inner();
+        let qp = bulk.qp;
         if let Some(mut retired) = g.retired.lock() {
             retired.push(Retired { qp, under_way });
         } else {
@@ -597,14 +597,13 @@ impl<Q: QueuePair> Engine<Q> {
         self.go_on(g, mine);
     }
 
-    fn on_placed<L: Local>(&mut self, g: &Shared<Q, L>, placed: Placed) -> Result<bool, Breach> {
-        let Placed { mine, serial, tail } = placed;
+    fn on_placed<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, answer: Answer) -> Result<bool, Breach> {
         // PLACED may be late: the number may belong to another stream by now, which has other adverts.
         let (Some(s), Some(block)) = (self.streams.get(mine), g.block_mine(mine)) else {
             return Ok(false);
         };
         let (was_open, before) = (s.inc.landings.may_be_answered(), s.inc.tail);
-        let wake = s.inc.on_placed(block, serial, tail)?;
+        let wake = s.inc.on_placed(block, answer.serial, answer.tail)?;
         self.direct.received += s.inc.tail - before;
         let is_over = was_open && !s.inc.landings.may_be_answered();
         g.tell_here(&mut self.after, wake, mine);

@@ -20,7 +20,7 @@ use crate::fabric::{LinkEnd, OpenError, Opened, SendError, layout};
 use crate::ids::Vqpn;
 use crate::os::memfd::{Access, MapError, check_received};
 use crate::sync::RungMark;
-use crate::wire::{Message, RingOffer};
+use crate::wire::Message;
 
 /// The services beside memory that an end needs. Neither call may wait, or call the end.
 pub trait Outside {
@@ -143,10 +143,6 @@ impl<O> End<O> {
             self.mine.release();
             self.theirs.release();
         }
-        self.forget_flags();
-    }
-
-    fn forget_flags(&self) {
         if self.is_usable() && self.peer_flags.neutralise().is_err() {
             self.is_lost.store(true, Release);
         }
@@ -235,19 +231,9 @@ impl<O: Outside> LinkEnd for End<O> {
             self.numbers.put_back(vqpn, region);
             return Err(OpenError::Arena);
         }
-        let block = self.mine.block(vqpn).ok_or(OpenError::Streams)?;
-        // SAFETY: within the mapping; the number is free, so neither end has a cursor on the block.
-        unsafe { block.as_ref() }.reset();
-        // SAFETY: as above; this is the block's only consumer, and the end outlives it (`new`).
-        let mut consumer = unsafe { Consumer::new(block, self.mine.area()) };
-        let Ok(wake) = consumer.offer(region) else {
-            self.numbers.put_back(vqpn, region);
-            return Err(OpenError::Arena);
-        };
-        // No producer can be waiting yet.
-        let _ = wake;
-        let ring = RingOffer::new(region.page(), region.log2()).ok_or(OpenError::Arena)?;
-        Ok(Opened { vqpn, ring, consumer })
+        // SAFETY: the number is free, and the end outlives the consumer (`new`).
+        let opened = unsafe { self.mine.open(vqpn, region) };
+        opened.inspect_err(|_| self.numbers.put_back(vqpn, region))
     }
 
     fn producer(&self, theirs: Vqpn) -> Option<Producer> {
@@ -258,14 +244,10 @@ impl<O: Outside> LinkEnd for End<O> {
     }
 
     fn close(&self, mine: Vqpn, theirs: Option<Vqpn>, consumer: Option<Consumer>) {
-        let told = match theirs {
-            Some(yours) => self.outside.send(&Message::Closed { yours }).is_ok(),
-            None => true,
-        };
-        let bits = match (theirs, told) {
-            (None, _) => done::BOTH,
-            (_, true) => done::LOCAL,
-            (_, false) => 0,
+        let bits = match theirs {
+            None => done::BOTH,
+            Some(yours) if self.outside.send(&Message::Closed { yours }).is_ok() => done::LOCAL,
+            Some(_) => 0,
         };
         self.leave(mine, consumer, bits);
     }

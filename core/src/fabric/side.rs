@@ -15,11 +15,12 @@ use crate::fabric::layout::{GROUP_BYTES, Layout, MAX_STREAMS, Region, UNIT_LOG2}
 use crate::fabric::ready::{ReadyCursor, ReadyLine, ReadyQueue};
 use crate::fabric::ring::{Consumer, DataArea, DirectionBlock, REGIONS};
 use crate::fabric::waiter::WaiterId;
-use crate::fabric::{OpenError, layout};
+use crate::fabric::{OpenError, Opened, layout};
 use crate::ids::Vqpn;
 use crate::lock::Lock;
 use crate::os::memfd::{Access, Extent, Mapping, PAGE};
 use crate::sparse::Sparse;
+use crate::wire::RingOffer;
 
 /// The arena of one side, as mapped in this process: whole ([`new`](Self::new), [`anonymous`](Self::anonymous)), or as
 /// far as it is used ([`blank`](Self::blank)). `anonymous` and `blank` make places for one arena after another.
@@ -152,6 +153,22 @@ impl Side {
     /// Returns the block of a stream; `None` before its group is [mapped](Self::reach), or if there is no such stream.
     pub(super) fn block(&self, vqpn: Vqpn) -> Option<NonNull<DirectionBlock>> {
         Some(self.groups.at(layout::block_offset(vqpn.0)?)?.cast())
+    }
+
+    /// Returns the receiving end of a new stream of the owner, with its first ring.
+    ///
+    /// # Safety
+    /// The number is free, so neither end has a cursor on its block. The side outlives the consumer.
+    pub(super) unsafe fn open(&self, vqpn: Vqpn, ring: Region) -> Result<Opened, OpenError> {
+        let block = self.block(vqpn).ok_or(OpenError::Streams)?;
+        // SAFETY: within the mapping; no cursor, by the contract.
+        unsafe { block.as_ref() }.reset();
+        // SAFETY: as above; this is the block's only consumer, which this value outlives.
+        let mut consumer = unsafe { Consumer::new(block, self.area()) };
+        // No producer can be waiting yet.
+        let _ = consumer.offer(ring).map_err(|_| OpenError::Arena)?;
+        let ring = RingOffer::new(ring.page(), ring.log2()).ok_or(OpenError::Arena)?;
+        Ok(Opened { vqpn, ring, consumer })
     }
 
     /// Returns when the producer last notified the owner of bytes to read, by the host's [counter](crate::cycles); 0 if

@@ -541,19 +541,13 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
             self.numbers.put_back(vqpn, region);
             error
         };
-        let block = self.shared.mine.block(vqpn).ok_or(OpenError::Streams)?;
-        // SAFETY: within the mapping; the number is free, so there is no cursor on the block, and the engine has
-        // forgotten it.
-        unsafe { block.as_ref() }.reset();
-        // SAFETY: as above; this is the block's only consumer, and the end outlives it (`new`).
-        let mut consumer = unsafe { Consumer::new(block, self.shared.mine.area()) };
-        // No producer waits yet; `pair` carries the offer over.
-        let _ = consumer.offer(region).map_err(|_| undo(OpenError::Arena))?;
-        let ring = RingOffer::new(region.page(), region.log2()).ok_or(OpenError::Arena)?;
+        // SAFETY: the number is free, and the engine has forgotten it; the end outlives the consumer (`new`). `pair`
+        // carries the offer over.
+        let opened = unsafe { self.shared.mine.open(vqpn, region) }.map_err(undo)?;
         self.register(Which::Mine, of_region(region, self.shared.tuning.chunk_log2));
         self.with(|engine| engine.open(vqpn.0))
             .ok_or_else(|| undo(OpenError::Busy))?;
-        Ok(Opened { vqpn, ring, consumer })
+        Ok(opened)
     }
 
     fn pair(&self, mine: Vqpn, theirs: Vqpn, first: RingOffer) {

@@ -743,13 +743,8 @@ impl Numbers {
 
     fn done(&self, number: Vqpn) -> Option<Done> {
         let mut inner = self.inner.lock()?;
-        let mut regions = Vec::new();
-        inner.zombies.retain(|(v, r)| {
-            if *v == number.0 {
-                regions.extend(r.iter().flatten().copied());
-            }
-            *v != number.0
-        });
+        let left = inner.zombies.extract_if(.., |(left, _)| *left == number.0);
+        let regions = left.flat_map(|(_, regions)| regions).flatten().collect();
         Some(Done { number, regions })
     }
 

@@ -447,7 +447,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
 
     /// Releases the lock, and does the work that is not done under it.
     fn let_go_of(&self, mut engine: Guard<'_, Engine<Q>>) {
-        let after = engine.after.take();
+        let after = std::mem::take(&mut engine.after);
         let is_of_link = after.is_of_link();
         if is_of_link {
             self.finishing.enter();

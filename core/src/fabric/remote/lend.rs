@@ -23,7 +23,7 @@ impl<Q: QueuePair> Engine<Q> {
             return false;
         };
         let s = self.streams.of_peer(theirs).filter(|s| s.state == State::Open);
-        let s = s.filter(|s| !s.out.stopped && s.out.aside.is_none() && !s.out.is_ahead_of_offers());
+        let s = s.filter(|s| !s.out.stopped && s.out.aside.is_none() && s.out.foreseen.is_none());
         let (Some(s), Some(block)) = (s, g.block_mirror(theirs)) else {
             return false;
         };

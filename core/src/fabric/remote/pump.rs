@@ -241,11 +241,13 @@ fn control<Q: QueuePair, L: Local>(
         }
         let word = view.offer;
         sender.put(&g.qp, &Record::Offer { theirs, word })?;
-        inc.on_offer_told(word);
+        inc.offer_told = word;
+        inc.offered = Offer::unpack(word);
     }
     let head = view.head;
     let untold = head.saturating_sub(inc.head_told);
-    if untold > 0 && (inc.settle || untold >= inc.quarter()) {
+    let quarter = inc.ring.map_or(0, |ring| ring.len() as u64 / 4);
+    if untold > 0 && (inc.settle || untold >= quarter) {
         sender.put(&g.qp, &Record::Head { theirs, head })?;
         inc.head_told = head;
     }
@@ -260,7 +262,8 @@ fn control<Q: QueuePair, L: Local>(
         inc.stop_told = true;
     }
     if inc.ack_due {
-        let tail = inc.ack();
+        // The end mark counts as one byte.
+        let tail = inc.tail.saturating_add(inc.marked.into());
         sender.put(&g.qp, &Record::Ack { theirs, tail })?;
         inc.ack_due = false;
     }
@@ -452,7 +455,8 @@ fn announce<Q: QueuePair, L: Local>(g: &Shared<Q, L>, sender: &mut Sender, their
     sender.put(&g.qp, &record)
 }
 
-/// Sends how often the window was too small, if the count has changed.
+/// Sends how often the window was too small, if the count has changed: `counted` by the local producer, and the stalls
+/// of bytes written aside.
 fn tell_limited<Q: QueuePair, L: Local>(
     g: &Shared<Q, L>,
     sender: &mut Sender,
@@ -460,7 +464,7 @@ fn tell_limited<Q: QueuePair, L: Local>(
     theirs: u32,
     counted: u32,
 ) -> Result<(), Halt> {
-    let count = out.limited(counted);
+    let count = counted.wrapping_add(out.stalls);
     if count != out.limited_told {
         sender.put(&g.qp, &Record::Limited { theirs, count })?;
         out.limited_told = count;

@@ -9,7 +9,7 @@ use crate::fabric::remote::qp::{Completed, QueuePair};
 use crate::fabric::remote::record::Record;
 use crate::fabric::remote::shared::{MAX_QUEUED_MESSAGES, Shared, Target};
 use crate::fabric::remote::stream::{Incoming, State, Stream, Streams};
-use crate::fabric::remote::{Breach, Local, SERVICE, record, shared};
+use crate::fabric::remote::{Breach, Local, SERVICE, record};
 use crate::fabric::ring::Wake;
 use crate::wire::Message;
 
@@ -171,7 +171,7 @@ impl<Q: QueuePair> Engine<Q> {
 
     fn on_chunk<L: Local>(&mut self, g: &Shared<Q, L>, index: u32, target: Target) -> Result<(), Breach> {
         let log2 = g.tuning.chunk_log2;
-        let all = shared::count(g.peers_len, log2);
+        let all = (g.peers_len as u64).div_ceil(1 << log2);
         let fits = u64::from(index) < all && target.base.checked_add(1 << log2).is_some();
         if !fits || !self.chunks.theirs.set(index, target) {
             return Err(Breach::Chunk);

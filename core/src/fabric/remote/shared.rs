@@ -159,8 +159,12 @@ impl<Q: QueuePair, L: Local> Shared<Q, L> {
     }
 
     fn ring_after(&self, after: &mut After, waiter: WaiterId) {
-        if !after.add_ring(waiter) {
-            self.local.ring(waiter);
+        match after.rings.get_mut(usize::from(after.count)) {
+            Some(slot) => {
+                *slot = waiter.0;
+                after.count += 1;
+            }
+            None => self.local.ring(waiter),
         }
     }
 }
@@ -192,24 +196,9 @@ pub(super) struct After {
 }
 
 impl After {
-    pub fn take(&mut self) -> Self {
-        std::mem::take(self)
-    }
-
     /// Returns whether the work uses streams or memory of the link, which must stay until it is done.
     pub fn is_of_link(&self) -> bool {
         self.register.is_some() || !self.closed.is_empty() || !self.done.is_empty()
-    }
-
-    fn add_ring(&mut self, waiter: WaiterId) -> bool {
-        match self.rings.get_mut(usize::from(self.count)) {
-            Some(slot) => {
-                *slot = waiter.0;
-                self.count += 1;
-                true
-            }
-            None => false,
-        }
     }
 
     pub fn rings(&self) -> impl Iterator<Item = WaiterId> {
@@ -229,11 +218,6 @@ pub(super) fn of_region(region: Region, log2: u8) -> RangeInclusive<u32> {
     let first = region.offset() >> log2;
     let last = (region.offset() + region.len() - 1) >> log2;
     first as u32..=last as u32
-}
-
-/// Returns how many chunks a data area of `data_len` bytes has.
-pub(super) fn count(data_len: usize, log2: u8) -> u64 {
-    (data_len as u64).div_ceil(1 << log2)
 }
 
 /// The chunks of one arena that a thread has tried to register: each is tried once.

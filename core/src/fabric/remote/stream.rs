@@ -63,7 +63,7 @@ pub(super) struct Incoming {
     /// First position in the ring.
     start: u64,
     /// A ring that was offered to the peer, and that it has not adopted.
-    offered: Option<Offer>,
+    pub offered: Option<Offer>,
     pub offer_told: u64,
     pub head_told: u64,
     /// The head when it was last found held back.
@@ -72,7 +72,7 @@ pub(super) struct Incoming {
     pub stop_told: bool,
     ended: bool,
     /// The end mark is in the block: the local consumer had not stopped before.
-    marked: bool,
+    pub marked: bool,
     /// CONFIRM has come.
     pub ack_due: bool,
     /// The head is to be sent even if it has moved little.
@@ -86,11 +86,6 @@ pub(super) struct Incoming {
 }
 
 impl Incoming {
-    /// Returns a quarter of the ring in bytes: heads are sent at least that often.
-    pub fn quarter(&self) -> u64 {
-        self.ring.map_or(0, |r| r.len() as u64 / 4)
-    }
-
     pub fn on_data(
         &mut self,
         block: &DirectionBlock,
@@ -214,17 +209,6 @@ impl Incoming {
         self.marked = put.is_some();
         Ok(put)
     }
-
-    /// Returns the position up to which all bytes are in the ring; the end mark counts as one.
-    pub fn ack(&self) -> u64 {
-        self.tail.saturating_add(self.marked.into())
-    }
-
-    /// Records that an offer of the local consumer is being sent.
-    pub fn on_offer_told(&mut self, word: u64) {
-        self.offer_told = word;
-        self.offered = Offer::unpack(word);
-    }
 }
 
 /// The buffer into which the local producer writes while the peer's ring has no room.
@@ -258,13 +242,13 @@ pub(super) struct Outgoing {
     pub offered: Option<Offer>,
     /// The first ring, as OPEN has named it. The local producer may use it; no byte is carried over before the peer has
     /// offered it.
-    foreseen: Option<u64>,
+    pub foreseen: Option<u64>,
     /// The position from which on the local producer uses the offered ring. A producer that writes aside adopts no
     /// ring; the engine then decides when to switch.
     pub switch_at: Option<u64>,
     pub aside: Option<Aside>,
     /// How often the peer's ring had no room for bytes that are written aside, and at which position that was last.
-    stalls: u32,
+    pub stalls: u32,
     stalled_at: Option<u64>,
     /// All bytes before this position were written to the peer's ring, or sent in messages.
     pub placed: u64,
@@ -369,12 +353,6 @@ impl Outgoing {
         })
     }
 
-    /// Returns how often the window was too small: `counted` by the local producer, and the stalls of bytes written
-    /// aside.
-    pub fn limited(&self, counted: u32) -> u32 {
-        counted.wrapping_add(self.stalls)
-    }
-
     /// Records that bytes up to `tail` are left. If the peer's ring is full and smaller than the buffer, this counts as
     /// limited. It counts once per position, as it would if the producer had found no room.
     pub fn on_rest(&mut self, tail: u64) {
@@ -406,11 +384,6 @@ impl Outgoing {
             // No producer waits for it yet.
             let _ = block.put_offer(word);
         }
-    }
-
-    /// Returns whether the local producer may be in a ring that the peer has not offered yet.
-    pub fn is_ahead_of_offers(&self) -> bool {
-        self.foreseen.is_some()
     }
 
     pub fn on_offer(&mut self, block: &DirectionBlock, data_len: usize, word: u64) -> Result<Wake, Breach> {

@@ -89,9 +89,7 @@ pub trait LinkEnd {
 
     /// Pairs this end's stream `mine` with the peer's `theirs`, whose first ring is `first`. To be called before the
     /// first use of a cursor that was given out for either.
-    fn pair(&self, mine: Vqpn, theirs: Vqpn, first: RingOffer) {
-        let _ = (mine, theirs, first);
-    }
+    fn pair(&self, _mine: Vqpn, _theirs: Vqpn, _first: RingOffer) {}
 
     /// Returns the producer of the peer's stream `theirs`; `None` if no stream has such a number. The caller ensures
     /// that there is one at a time for each number.
@@ -115,22 +113,19 @@ pub trait LinkEnd {
     /// Allocates a ring of `1 << log2` bytes that may never be used ([`Consumer::offer_reserve`]). It has no memory
     /// yet, but is mapped so that its use cannot fail. `None` if the fabric has no reserves, the addresses cannot be
     /// had, or rings in use need the room.
-    fn reserve(&self, log2: u8) -> Option<Region> {
-        let _ = log2;
+    fn reserve(&self, _log2: u8) -> Option<Region> {
         None
     }
 
     /// Lends a buffer of this end to a `producer` of the peer's stream `theirs`, because the peer's ring has no room.
     /// The buffer has up to `1 << log2` bytes, as far as the producer's bound allows. False if the fabric has no
     /// buffers, or one would hold no more than the ring. The caller holds the producer's lock.
-    fn lend(&self, theirs: Vqpn, producer: &mut Producer, log2: u8) -> bool {
-        let _ = (theirs, producer, log2);
+    fn lend(&self, _theirs: Vqpn, _producer: &mut Producer, _log2: u8) -> bool {
         false
     }
 
     /// Takes the buffer back, if the peer has read all bytes. False if it stays. The caller holds the producer's lock.
-    fn take_back(&self, theirs: Vqpn, producer: &mut Producer) -> bool {
-        let _ = (theirs, producer);
+    fn take_back(&self, _theirs: Vqpn, _producer: &mut Producer) -> bool {
         false
     }
 

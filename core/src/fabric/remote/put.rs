@@ -408,22 +408,17 @@ impl Targets {
     /// Takes in a withdrawal. Returns the answer to the peer, if one is due; and for a final one the position from
     /// which the direction has to go on again.
     fn on_withdrawal(&mut self, withdrawal: Withdrawal) -> (Option<Answer>, Option<u64>) {
-        let Withdrawal {
-            serial,
-            position,
-            is_final,
-        } = withdrawal;
+        let (serial, tail) = (withdrawal.serial, withdrawal.position);
         let is_open = self.open.is_some_and(|advert| advert.serial == serial);
-        if is_final {
+        if withdrawal.is_final {
             if is_open {
                 self.drop_open();
             }
-            let again =
-                (self.answered == Some(serial) && self.held.is_some_and(|held| held > position)).then_some(position);
-            if again.is_some() {
+            let again = self.answered == Some(serial) && self.held.is_some_and(|held| held > tail);
+            if again {
                 self.held = None;
             }
-            return (None, again);
+            return (None, again.then_some(tail));
         }
         if is_open {
             return (self.finish(), None);
@@ -432,7 +427,7 @@ impl Targets {
             return (None, None);
         }
         self.answered = Some(serial);
-        (Some(Answer { serial, tail: position }), None)
+        (Some(Answer { serial, tail }), None)
     }
 
     /// Drops the open advert: its buffer cannot be written any more.

@@ -74,23 +74,7 @@ impl DataArea {
             size: region.len() as u64,
         })
     }
-}
 
-/// Returns the memory of the ring in `region`, of an area that is mapped in segments; maps them as far as `region`.
-#[cfg(not(loom))]
-fn ring_in(segments: &DataSegments, region: Region) -> Result<RingMemory, NoRing> {
-    if !segments.is_piece(region.offset(), region.len()) {
-        return Err(NoRing::Outside);
-    }
-    let reached = segments.reach(region.offset()).ok();
-    let start = reached.and_then(|()| segments.at(region.offset()));
-    Ok(RingMemory {
-        ptr: start.ok_or(NoRing::Unmapped)?.as_ptr(),
-        size: region.len() as u64,
-    })
-}
-
-impl DataArea {
     /// Gets memory for `len` bytes from position `pos` on of the ring in `region`, which is mapped; `len` is cut to the
     /// ring. False if there is no memory. An area that is mapped as a whole belongs to the process, and needs nothing.
     pub(super) fn back(&self, region: Region, pos: u64, len: u64) -> bool {
@@ -121,10 +105,7 @@ impl DataArea {
     pub(in crate::fabric) unsafe fn of_segments(segments: &DataSegments) -> Self {
         Self(Place::Segments(NonNull::from(segments)))
     }
-}
 
-#[cfg(not(loom))]
-impl DataArea {
     /// Returns the address of position `pos` of the ring in `region`, and how many of `len` bytes follow there without
     /// a break. `None` when the region is not wholly inside the area, or cannot be mapped.
     pub(in crate::fabric) fn piece(&self, region: Region, pos: u64, len: u64) -> Option<(*mut u8, usize)> {
@@ -166,6 +147,20 @@ impl DataArea {
         // SAFETY: `bytes` is writable, and not shared memory.
         unsafe { spans.copy_out(0, bytes.as_mut_ptr(), bytes.len()) == bytes.len() }
     }
+}
+
+/// Returns the memory of the ring in `region`, of an area that is mapped in segments; maps them as far as `region`.
+#[cfg(not(loom))]
+fn ring_in(segments: &DataSegments, region: Region) -> Result<RingMemory, NoRing> {
+    if !segments.is_piece(region.offset(), region.len()) {
+        return Err(NoRing::Outside);
+    }
+    let reached = segments.reach(region.offset()).ok();
+    let start = reached.and_then(|()| segments.at(region.offset()));
+    Ok(RingMemory {
+        ptr: start.ok_or(NoRing::Unmapped)?.as_ptr(),
+        size: region.len() as u64,
+    })
 }
 
 /// The memory of one ring inside a data area; of size 0 (no ring) or a power of two.

@@ -30,199 +30,10 @@
 //! models run in Miri too, often enough to fail if an ordering is weaker.
 
 #[cfg(not(loom))]
-pub use std::sync::atomic::AtomicBool;
-#[cfg(not(loom))]
-pub use std::sync::atomic::AtomicPtr;
-#[cfg(not(loom))]
-pub use std::sync::atomic::AtomicU8;
-#[cfg(not(loom))]
-pub use std::sync::atomic::AtomicU32;
-#[cfg(not(loom))]
-pub use std::sync::atomic::AtomicU64;
-#[cfg(not(loom))]
-pub use std::sync::atomic::Ordering;
-#[cfg(not(loom))]
-pub use std::sync::atomic::fence;
+pub use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
 
 #[cfg(loom)]
-pub use loom::sync::atomic::AtomicBool;
-#[cfg(loom)]
-pub use loom::sync::atomic::AtomicPtr;
-#[cfg(loom)]
-pub use loom::sync::atomic::AtomicU8;
-#[cfg(loom)]
-pub use loom::sync::atomic::AtomicU32;
-#[cfg(loom)]
-pub use loom::sync::atomic::AtomicU64;
-#[cfg(loom)]
-pub use loom::sync::atomic::Ordering;
-#[cfg(loom)]
-pub use loom::sync::atomic::fence;
-
-#[cfg(all(test, loom))]
-pub(crate) mod loom_models;
-#[cfg(not(loom))]
-#[cfg(test)]
-mod tests;
-
-// A word that names the waiter to notify about news ([`Attention`]).
-
-/// A word by which a reader asks a publisher for a notification. The reader arms the word, then checks for news; the
-/// publisher publishes its news, then takes the word. So the reader finds the news, or the publisher finds the word
-/// armed. A publisher that takes a value other than 0 must notify the waiter that the value names.
-///
-/// In memory: one word, where 0 names no waiter.
-#[derive(Debug, Default)]
-#[repr(transparent)]
-pub struct Attention(AtomicU32);
-
-impl Attention {
-    /// Returns a word that is not armed.
-    pub fn new() -> Self {
-        Self(AtomicU32::new(0))
-    }
-
-    /// Asks for a notification by these bits, in addition to the bits that are set. Then check for news
-    /// ([`Published::look`](Published::look)).
-    #[inline]
-    pub fn arm(&self, bits: u32) {
-        self.0.fetch_or(bits, Ordering::SeqCst);
-        fence_after_rmw();
-    }
-
-    /// Arms the word as [`arm`](Self::arm) does, for a reader that has armed it before and whose bits are seldom taken
-    /// since.
-    #[inline]
-    pub fn keep_armed(&self, bits: u32) {
-        // If the bits are still set, no publisher has taken them: a publisher that publishes after this load takes
-        // them.
-        if self.0.load(Ordering::SeqCst) & bits != bits {
-            self.0.fetch_or(bits, Ordering::SeqCst);
-        }
-        fence_after_rmw();
-    }
-
-    /// Takes the word after a [publication](Published::publish). Returns the waiters to notify of it; 0 if there
-    /// are none.
-    #[inline(always)]
-    pub fn take(&self) -> u32 {
-        // The word is seldom set: a load leaves the cache line shared, a swap would not.
-        if self.0.load(Ordering::SeqCst) == 0 {
-            return 0;
-        }
-        let bits = self.0.swap(0, Ordering::SeqCst);
-        fence_after_rmw();
-        bits
-    }
-
-    /// Returns the bits that this side has armed and no publisher has taken. A reader that arms the word before it
-    /// raises its [`SleepFlag`](SleepFlag) checks this afterwards. A publisher that took the word before has
-    /// found the flag down, so it rings no bell.
-    #[inline]
-    pub fn left(&self) -> u32 {
-        self.0.load(Ordering::SeqCst)
-    }
-
-    /// Withdraws the bits that this side has armed; writes to the cache line only if needed. A notification that a
-    /// publisher has begun already still arrives.
-    pub fn disarm(&self, bits: u32) {
-        if self.0.load(Ordering::Relaxed) & bits != 0 {
-            self.0.fetch_and(!bits, Ordering::SeqCst);
-        }
-    }
-
-    /// Disarms the word where neither side uses it. Releases the resets before it to later users of the word.
-    pub fn reset(&self) {
-        self.0.store(0, Ordering::Release);
-    }
-}
-
-// Work that is left to the holder of a lock ([`Handoff`]).
-
-/// Work to be done under a lock that callers only try to take. A thread with work adds it, and then tries the lock. The
-/// holder of the lock takes the work, does it, releases the lock, and then [checks](Self::is_empty) again. So one of
-/// the two does the work, and neither waits. The holder may be the very thread that a signal handler has interrupted.
-#[derive(Debug, Default)]
-pub struct Handoff(AtomicU32);
-
-impl Handoff {
-    /// Returns a value without work.
-    pub fn new() -> Self {
-        Self(AtomicU32::new(0))
-    }
-
-    /// Adds these bits to the work. Then, until [none is left](Self::is_empty), try the lock and [take](Self::take) the
-    /// work; finished if another thread holds the lock.
-    pub fn add(&self, bits: u32) {
-        self.0.fetch_or(bits, Ordering::SeqCst);
-    }
-
-    /// Returns whether there is no work. To be called after work was added, before the lock is tried; and after the
-    /// lock was released.
-    pub fn is_empty(&self) -> bool {
-        // The lock's own operations are not `SeqCst`. This fence is ordered before the attempt to lock, and after the
-        // release.
-        store_load_fence();
-        self.0.load(Ordering::SeqCst) == 0
-    }
-
-    /// Takes the work. The caller holds the lock.
-    pub fn take(&self) -> u32 {
-        self.0.swap(0, Ordering::SeqCst)
-    }
-}
-
-// Counts threads inside a region that may be closed at any moment ([`Presence`]).
-
-/// Counts the threads inside a region. A thread that enters counts itself, then checks whether it may stay, and leaves
-/// at once if not. A thread that needs the region empty publishes that it is closed, then checks the count. So no
-/// thread stays unseen. The last thread to leave checks whether another waits for that, which has
-/// [published](Published) its wait first. So one of the two finds the region empty.
-#[derive(Debug, Default)]
-pub struct Presence(AtomicU32);
-
-impl Presence {
-    /// Returns an empty region.
-    pub fn new() -> Self {
-        Self(AtomicU32::new(0))
-    }
-
-    /// Counts the calling thread in. Then check whether it may stay ([`Published::look`](Published::look)).
-    #[inline(always)]
-    pub fn enter(&self) {
-        self.0.fetch_add(1, Ordering::SeqCst);
-        fence_after_rmw();
-    }
-
-    /// Counts the calling thread out; returns `true` if it was the last. Then check whether another thread waits for
-    /// that. Releases the accesses inside to a thread that sees the region [empty](Self::is_empty).
-    #[inline(always)]
-    pub fn leave(&self) -> bool {
-        let is_last = self.0.fetch_sub(1, Ordering::SeqCst) == 1;
-        fence_after_rmw();
-        is_last
-    }
-
-    /// Returns whether the region is empty. To be called after the closing was published, or by the last thread that
-    /// left.
-    #[inline(always)]
-    pub fn is_empty(&self) -> bool {
-        self.count() == 0
-    }
-
-    /// Returns the number of threads inside.
-    #[inline(always)]
-    pub fn count(&self) -> u32 {
-        self.0.load(Ordering::SeqCst)
-    }
-
-    /// Empties the region in a fork child, which has none of the other threads.
-    pub fn reset(&self) {
-        self.0.store(0, Ordering::Relaxed);
-    }
-}
-
-// A word that one side publishes and the other reads ([`Published`]).
+pub use loom::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
 
 /// Two sides with a word each. A side publishes its word, and then [reads](Self::look) the other's word. So it sees
 /// what the other side published before reading here, or the other side sees its publication. Writes before a
@@ -352,54 +163,82 @@ impl<T> Published<AtomicPtr<T>> {
     }
 }
 
-// Requests of many threads that one thread serves together ([`Request`]).
-
-/// A request that many threads make, and one thread serves later for all of them. Before a thread asks, it has
-/// [published](Published) what is to be done, or has changed it under a lock that the server takes. Only the
-/// first to ask notifies the server. The server first clears the request, and then checks what is to be done. So what a
-/// thread has published is served after it asked, or is requested again.
+/// A word by which a reader asks a publisher for a notification. The reader arms the word, then checks for news; the
+/// publisher publishes its news, then takes the word. So the reader finds the news, or the publisher finds the word
+/// armed. A publisher that takes a value other than 0 must notify the waiter that the value names.
+///
+/// In memory: one word, where 0 names no waiter.
 #[derive(Debug, Default)]
-pub struct Request(AtomicBool);
+#[repr(transparent)]
+pub struct Attention(AtomicU32);
 
-impl Request {
-    /// Returns a request that was not made.
+impl Attention {
+    /// Returns a word that is not armed.
     pub fn new() -> Self {
-        Self(AtomicBool::new(false))
+        Self(AtomicU32::new(0))
     }
 
-    /// Makes the request. Returns `true` for the first request since the server last began: the caller must notify the
-    /// server.
+    /// Asks for a notification by these bits, in addition to the bits that are set. Then check for news
+    /// ([`Published::look`]).
     #[inline]
-    #[must_use]
-    pub fn ask(&self) -> bool {
-        // The request is mostly pending already: a load leaves the cache line shared, a swap would not.
-        !self.0.load(Ordering::SeqCst) && !self.0.swap(true, Ordering::SeqCst)
-    }
-
-    /// Returns whether a request is pending. Only a hint.
-    #[inline]
-    pub fn is_asked(&self) -> bool {
-        self.0.load(Ordering::Relaxed)
-    }
-
-    /// Clears the request before it is served: later requests count anew. Then check what is to be done. Returns `true`
-    /// if a request was pending.
-    pub fn begin(&self) -> bool {
-        let was_asked = self.0.swap(false, Ordering::SeqCst);
+    pub fn arm(&self, bits: u32) {
+        self.0.fetch_or(bits, Ordering::SeqCst);
         fence_after_rmw();
-        was_asked
+    }
+
+    /// Arms the word as [`arm`](Self::arm) does, for a reader that has armed it before and whose bits are seldom taken
+    /// since.
+    #[inline]
+    pub fn keep_armed(&self, bits: u32) {
+        // If the bits are still set, no publisher has taken them: a publisher that publishes after this load takes
+        // them.
+        if self.0.load(Ordering::SeqCst) & bits != bits {
+            self.0.fetch_or(bits, Ordering::SeqCst);
+        }
+        fence_after_rmw();
+    }
+
+    /// Takes the word after a [publication](Published::publish). Returns the waiters to notify of it; 0 if there
+    /// are none.
+    #[inline(always)]
+    pub fn take(&self) -> u32 {
+        // The word is seldom set: a load leaves the cache line shared, a swap would not.
+        if self.0.load(Ordering::SeqCst) == 0 {
+            return 0;
+        }
+        let bits = self.0.swap(0, Ordering::SeqCst);
+        fence_after_rmw();
+        bits
+    }
+
+    /// Returns the bits that this side has armed and no publisher has taken. A reader that arms the word before it
+    /// raises its [`SleepFlag`] checks this afterwards. A publisher that took the word before has
+    /// found the flag down, so it rings no bell.
+    #[inline]
+    pub fn left(&self) -> u32 {
+        self.0.load(Ordering::SeqCst)
+    }
+
+    /// Withdraws the bits that this side has armed; writes to the cache line only if needed. A notification that a
+    /// publisher has begun already still arrives.
+    pub fn disarm(&self, bits: u32) {
+        if self.0.load(Ordering::Relaxed) & bits != 0 {
+            self.0.fetch_and(!bits, Ordering::SeqCst);
+        }
+    }
+
+    /// Disarms the word where neither side uses it. Releases the resets before it to later users of the word.
+    pub fn reset(&self) {
+        self.0.store(0, Ordering::Release);
     }
 }
-
-// Whether a thread sleeps that must be woken ([`SleepFlag`]), and whether it was ([`RungMark`]). `fabric::waiter` and
-// `os::doorbell` do the sleeping and waking.
 
 /// Bits of the flag that count sleepers; the others are the epoch.
 const SLEEPERS: u64 = 0xffff;
 const EPOCH: u64 = SLEEPERS + 1;
 
 /// Tells whether a waiter sleeps, or is about to. Only the waiter writes to it; peers may map it read-only. All-zero:
-/// no thread sleeps.
+/// no thread sleeps. `fabric::waiter` and `os::doorbell` do the sleeping and waking.
 ///
 /// Holds the number of sleeping threads and an epoch that every `begin` advances. Together they never repeat: 48 bits
 /// of epoch do not wrap, and between two `begin`s the number only falls. So a peer can tell that it has rung for this
@@ -457,7 +296,123 @@ impl RungMark {
     }
 }
 
-// The atomics of shared memory, and the fences between a store and a load: those of std, or of loom in a model.
+/// Counts the threads inside a region. A thread that enters counts itself, then checks whether it may stay, and leaves
+/// at once if not. A thread that needs the region empty publishes that it is closed, then checks the count. So no
+/// thread stays unseen. The last thread to leave checks whether another waits for that, which has
+/// [published](Published) its wait first. So one of the two finds the region empty.
+#[derive(Debug, Default)]
+pub struct Presence(AtomicU32);
+
+impl Presence {
+    /// Returns an empty region.
+    pub fn new() -> Self {
+        Self(AtomicU32::new(0))
+    }
+
+    /// Counts the calling thread in. Then check whether it may stay ([`Published::look`]).
+    #[inline(always)]
+    pub fn enter(&self) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+        fence_after_rmw();
+    }
+
+    /// Counts the calling thread out; returns `true` if it was the last. Then check whether another thread waits for
+    /// that. Releases the accesses inside to a thread that sees the region [empty](Self::is_empty).
+    #[inline(always)]
+    pub fn leave(&self) -> bool {
+        let is_last = self.0.fetch_sub(1, Ordering::SeqCst) == 1;
+        fence_after_rmw();
+        is_last
+    }
+
+    /// Returns whether the region is empty. To be called after the closing was published, or by the last thread that
+    /// left.
+    #[inline(always)]
+    pub fn is_empty(&self) -> bool {
+        self.count() == 0
+    }
+
+    /// Returns the number of threads inside.
+    #[inline(always)]
+    pub fn count(&self) -> u32 {
+        self.0.load(Ordering::SeqCst)
+    }
+
+    /// Empties the region in a fork child, which has none of the other threads.
+    pub fn reset(&self) {
+        self.0.store(0, Ordering::Relaxed);
+    }
+}
+
+/// A request that many threads make, and one thread serves later for all of them. Before a thread asks, it has
+/// [published](Published) what is to be done, or has changed it under a lock that the server takes. Only the
+/// first to ask notifies the server. The server first clears the request, and then checks what is to be done. So what a
+/// thread has published is served after it asked, or is requested again.
+#[derive(Debug, Default)]
+pub struct Request(AtomicBool);
+
+impl Request {
+    /// Returns a request that was not made.
+    pub fn new() -> Self {
+        Self(AtomicBool::new(false))
+    }
+
+    /// Makes the request. Returns `true` for the first request since the server last began: the caller must notify the
+    /// server.
+    #[inline]
+    #[must_use]
+    pub fn ask(&self) -> bool {
+        // The request is mostly pending already: a load leaves the cache line shared, a swap would not.
+        !self.0.load(Ordering::SeqCst) && !self.0.swap(true, Ordering::SeqCst)
+    }
+
+    /// Returns whether a request is pending. Only a hint.
+    #[inline]
+    pub fn is_asked(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    /// Clears the request before it is served: later requests count anew. Then check what is to be done. Returns `true`
+    /// if a request was pending.
+    pub fn begin(&self) -> bool {
+        let was_asked = self.0.swap(false, Ordering::SeqCst);
+        fence_after_rmw();
+        was_asked
+    }
+}
+
+/// Work to be done under a lock that callers only try to take. A thread with work adds it, and then tries the lock. The
+/// holder of the lock takes the work, does it, releases the lock, and then [checks](Self::is_empty) again. So one of
+/// the two does the work, and neither waits. The holder may be the very thread that a signal handler has interrupted.
+#[derive(Debug, Default)]
+pub struct Handoff(AtomicU32);
+
+impl Handoff {
+    /// Returns a value without work.
+    pub fn new() -> Self {
+        Self(AtomicU32::new(0))
+    }
+
+    /// Adds these bits to the work. Then, until [none is left](Self::is_empty), try the lock and [take](Self::take) the
+    /// work; finished if another thread holds the lock.
+    pub fn add(&self, bits: u32) {
+        self.0.fetch_or(bits, Ordering::SeqCst);
+    }
+
+    /// Returns whether there is no work. To be called after work was added, before the lock is tried; and after the
+    /// lock was released.
+    pub fn is_empty(&self) -> bool {
+        // The lock's own operations are not `SeqCst`. This fence is ordered before the attempt to lock, and after the
+        // release.
+        store_load_fence();
+        self.0.load(Ordering::SeqCst) == 0
+    }
+
+    /// Takes the work. The caller holds the lock.
+    pub fn take(&self) -> u32 {
+        self.0.swap(0, Ordering::SeqCst)
+    }
+}
 
 /// Orders this side's stores before its later loads, where the other side does the same with the words exchanged. For
 /// words with other uses too, whose own orderings do not give that. It is a full fence, so it is not for the path of
@@ -467,9 +422,16 @@ pub fn store_load_fence() {
     fence(Ordering::SeqCst);
 }
 
-/// Separates, in a loom model, a `SeqCst` read-modify-write from the `SeqCst` loads that follow it; see [`super`].
+/// Separates, in a loom model, a `SeqCst` read-modify-write from the `SeqCst` loads that follow it: loom honours
+/// `SeqCst` fences only.
 #[inline(always)]
-pub fn fence_after_rmw() {
+fn fence_after_rmw() {
     #[cfg(loom)]
     fence(Ordering::SeqCst);
 }
+
+#[cfg(all(test, loom))]
+pub(crate) mod loom_models;
+#[cfg(not(loom))]
+#[cfg(test)]
+mod tests;

@@ -3,6 +3,9 @@
 //! A peer's fd is not trusted. Before it is mapped, it is checked: shared memory of the kernel's own, sealed against
 //! shrinking, of at least the size that the peer claims. So reading the mapping cannot raise SIGBUS. `fabric` defines
 //! the content, and must copy it before it checks it.
+//!
+//! The file has the creation and the checks of memfds; [`Extent`], a range of addresses over a file; and [`map`], which
+//! also maps other memory that takes no more than is touched.
 
 use core::ffi::c_void;
 use std::ops::Range;
@@ -19,11 +22,23 @@ use rustix::process::{Resource, getrlimit};
 
 use crate::os::privatefd::PrivateFd;
 
+/// The bytes of a page, the unit of mappings.
+pub const PAGE: usize = 4096;
+
 /// The type of the file system that holds memfds without huge pages (statfs(2)).
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 
 /// The seals that make a mapping safe: the size of the file can never change.
 const FIXED_SIZE: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
+
+/// The accesses that a mapping permits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Access {
+    /// Read and write.
+    ReadWrite,
+    /// Read only; writing raises SIGSEGV.
+    ReadOnly,
+}
 
 /// The reason why a peer's fd was not mapped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -203,29 +218,12 @@ fn mappable(bytes: u64) -> Option<usize> {
         .filter(|n| (1..=isize::MAX as usize).contains(n))
 }
 
-#[cfg(test)]
-mod tests;
-
-// Ranges of addresses over shared files. The mapping of a range can be replaced without releasing its addresses, and
-// more of the file can be mapped without its descriptor.
-//
-// A fork child has none of the memory (MADV_DONTFORK), and core dumps leave it out. `memfd` decides whether a peer's
-// file can be trusted; this file does not.
-
-/// The bytes of a page, the unit of mappings.
-pub const PAGE: usize = 4096;
-
-/// The accesses that a mapping permits.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Access {
-    /// Read and write.
-    ReadWrite,
-    /// Read only; writing raises SIGSEGV.
-    ReadOnly,
-}
-
 /// A range of addresses with a mapping. This is a plain value: its user [unmaps](Self::unmap) it. Other processes write
-/// to the memory at any time, so methods return a pointer and no reference.
+/// to the memory at any time, so methods return a pointer and no reference. The mapping can be replaced without
+/// releasing its addresses, and more of the file can be mapped without its descriptor. A fork child has none of a
+/// file's memory (MADV_DONTFORK), and core dumps leave it out.
+///
+/// This type trusts its file. [`check_received`] decides whether a peer's file can be trusted.
 #[derive(Debug, Clone, Copy)]
 pub struct Extent {
     start: NonNull<u8>,
@@ -392,7 +390,7 @@ impl Extent {
         let _ = unsafe { munmap(self.start.as_ptr().cast(), self.bytes) };
     }
 
-    fn of(start: *mut std::ffi::c_void, bytes: usize) -> Result<Self, Errno> {
+    fn of(start: *mut c_void, bytes: usize) -> Result<Self, Errno> {
         // The kernel never maps at null unless asked to.
         NonNull::new(start.cast())
             .map(|start| Self { start, bytes })
@@ -451,7 +449,7 @@ pub fn map(
     flags: MapFlags,
     file: Option<BorrowedFd<'_>>,
 ) -> Result<*mut c_void, Errno> {
-    let (null, none) = (core::ptr::null_mut(), ProtFlags::empty());
+    let (null, none) = (null_mut(), ProtFlags::empty());
     // The kernel does not fill a mapping that permits no access.
     // SAFETY: a new mapping at an address that the kernel chooses replaces no other.
     let start = unsafe {
@@ -484,33 +482,4 @@ pub unsafe fn open(start: *mut c_void, bytes: usize) -> Result<(), Errno> {
 }
 
 #[cfg(test)]
-mod lazy_tests {
-    use super::*;
-    use crate::os::forked::in_child;
-
-    fn resident() -> usize {
-        let status = std::fs::read_to_string("/proc/self/statm").unwrap();
-        status.split(' ').nth(1).unwrap().parse().unwrap()
-    }
-
-    #[test]
-    fn only_what_is_touched_is_filled_where_memory_is_locked() {
-        in_child(|| {
-            // SAFETY: affects the mappings of this child only.
-            if unsafe { libc::mlockall(libc::MCL_FUTURE) } != 0 {
-                println!("skipped: no memory may be locked");
-                return;
-            }
-            const BYTES: usize = 64 << 20;
-            let both = ProtFlags::READ | ProtFlags::WRITE;
-            let Ok(start) = map(BYTES, both, MapFlags::PRIVATE, None) else {
-                println!("skipped: not that much memory may be locked");
-                return;
-            };
-            let before = resident();
-            // SAFETY: the byte lies within the mapping, which is writable.
-            unsafe { start.cast::<u8>().add(BYTES - 1).write(1) };
-            assert!(resident() < before + 1000 && before < BYTES / 4096);
-        });
-    }
-}
+mod tests;

@@ -12,20 +12,22 @@
 //! Private fds leave the program most of its limit.
 //!
 //! A new fd first has the lowest free number. For the few instructions until it is moved, another thread of the program
-//! may get the next higher number. `shims/src/hooks/numbers.rs` corrects that, by the counts of `transit`, which also
-//! delay a close_range meanwhile.
+//! may get the next higher number. `shims/src/hooks/fd.rs` corrects that, by the counts of [`Transit`], which
+//! also delay a close_range meanwhile.
 //!
 //! A private fd has no number in the lower part of the limit, which the program would lack as long as the fd is open.
 //! The last `SPARE` free numbers are left to the program. So a program at its limit, which closes some fds to open
 //! others, finds free numbers. The exception is a duplicate of an fd that the program is closing, which must have a
-//! number all the same. It gets one that was set aside (`reserve`), or any free number, if many are closed at once.
+//! number all the same. It gets one that was set aside, or any free number, if many are closed at once.
+//!
+//! The close of a private fd may block. A caller that may not block [leaves](PrivateFd::leave) it to a thread that may.
 
 use std::cell::Cell;
 use std::mem::ManuallyDrop;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
-use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64};
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::{DupFlags, Errno, dup3, fcntl_dupfd_cloexec};
@@ -46,6 +48,9 @@ const END: u32 = 131_072;
 const WORD_BITS: u32 = u64::BITS;
 const WORDS: usize = (END / WORD_BITS) as usize;
 
+/// In the place of a number: none.
+const NONE: RawFd = -1;
+
 /// The bitmap, one bit a number: 16 KiB of zero pages, where only the used pages take memory.
 static OWNED: [AtomicU64; WORDS] = [const { AtomicU64::new(0) }; WORDS];
 
@@ -60,17 +65,17 @@ static LOWEST: AtomicU32 = AtomicU32::new(END);
 pub fn is_private(fd: RawFd) -> bool {
     // A negative number becomes a large one, which lies beyond the bitmap.
     let n = fd as u32;
-    n >= LOWEST.load(Ordering::Relaxed) && bit(n).is_some_and(|(word, mask)| word.load(Ordering::Relaxed) & mask != 0)
+    n >= LOWEST.load(Relaxed) && bit(n).is_some_and(|(word, mask)| word.load(Relaxed) & mask != 0)
 }
 
-/// Returns the lowest private fd in `first..=last`, so that a close_range can skip it; `None` if there is none.
+/// Returns the lowest private fd in `first..=last`; `None` if there is none.
 /// Async-signal-safe.
-pub fn next_private(first: u32, last: u32) -> Option<u32> {
-    let first = first.max(LOWEST.load(Ordering::Relaxed));
+fn next_private(first: u32, last: u32) -> Option<u32> {
+    let first = first.max(LOWEST.load(Relaxed));
     let last = last.min(END - 1);
     let mut n = first;
     while n <= last {
-        let word = OWNED.get((n / WORD_BITS) as usize)?.load(Ordering::Relaxed);
+        let word = OWNED.get((n / WORD_BITS) as usize)?.load(Relaxed);
         let rest = word >> (n % WORD_BITS);
         if rest != 0 {
             return Some(n + rest.trailing_zeros()).filter(|found| *found <= last);
@@ -145,7 +150,7 @@ impl PrivateFd {
 
     /// Gives up the ownership and returns the fd, which stays open and private; see [`Self::adopt`].
     pub fn release(self) -> RawFd {
-        std::mem::ManuallyDrop::new(self).fd
+        ManuallyDrop::new(self).fd
     }
 
     /// Leaves the close, which may block, to [`Self::close_left`].
@@ -202,18 +207,18 @@ fn register(fd: RawFd) -> bool {
     };
     // The bit is set before the bound. A hook on another thread loads both Relaxed, so it may be a moment late. No data
     // is read through either, so such a hook answers as if it had run a moment earlier.
-    if word.fetch_or(mask, Ordering::Release) & mask == 0 {
-        COUNT.fetch_add(1, Ordering::Relaxed);
+    if word.fetch_or(mask, Release) & mask == 0 {
+        COUNT.fetch_add(1, Relaxed);
     }
-    LOWEST.fetch_min(n, Ordering::Release);
+    LOWEST.fetch_min(n, Release);
     true
 }
 
 fn unregister(fd: RawFd) {
     if let Some((word, mask)) = bit(fd as u32)
-        && word.fetch_and(!mask, Ordering::Relaxed) & mask != 0
+        && word.fetch_and(!mask, Relaxed) & mask != 0
     {
-        COUNT.fetch_sub(1, Ordering::Relaxed);
+        COUNT.fetch_sub(1, Relaxed);
     }
 }
 
@@ -265,7 +270,7 @@ enum Take {
 
 fn place(fd: BorrowedFd<'_>) -> Result<PrivateFd, Errno> {
     let _transit = Transit::begin();
-    let count = COUNT.load(Ordering::Relaxed);
+    let count = COUNT.load(Relaxed);
     let mut places = places(soft_limit()).into_iter().filter(|place| count < place.most);
     let placed = places.find_map(|place| {
         let placed = place_in(fd, &place, Take::High);
@@ -359,97 +364,13 @@ fn keep(new: OwnedFd) -> Option<PrivateFd> {
     }
 }
 
-/// Resets the private fds in a fork child: those for which `keep` is true stay open and private, all others are closed.
-///
-/// To be called from the child's atfork handler, before anything else here. Async-signal-safe if `keep` is.
-///
-/// # Safety
-/// No [`PrivateFd`] that `keep` refuses may be used or dropped in the child afterwards, as its number may be another
-/// file's. (Forget its owner.)
-pub unsafe fn reset_in_fork_child(keep: impl Fn(RawFd) -> bool) {
-    reset_transit();
-    reset_reserve();
-    reset_left();
-    let mut from = 0;
-    while let Some(n) = next_private(from, END) {
-        from = n + 1;
-        let fd = n as RawFd;
-        if !keep(fd) {
-            unregister(fd);
-            // The close fails for an fd that a plugin has reported and has closed itself; no other file has that number
-            // yet.
-            // SAFETY: the bitmap says that the library owns the fd. The caller guarantees that no owner of it uses or
-            // closes it again.
-            let _ = unsafe { kernel::call(libc::SYS_close, [n as usize, 0, 0, 0, 0, 0]) };
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests;
-
-// A list of unused descriptors whose close may block. Each stays open until a thread that may block has taken it over
-// (`os::apart`).
-
-static LEFT: [AtomicI32; 64] = [const { AtomicI32::new(NONE) }; 64];
-static LEFT_COUNT: AtomicU32 = AtomicU32::new(0);
-
-/// Adds a descriptor. Any thread may call this; it never waits. If the list is full, the descriptor stays open for
-/// good, which [`is_left_full`] prevents.
-pub(super) fn leave_open(number: RawFd) {
-    let is_entered = |slot: &AtomicI32| slot.compare_exchange(NONE, number, AcqRel, Relaxed).is_ok();
-    if LEFT.iter().any(is_entered) {
-        LEFT_COUNT.fetch_add(1, AcqRel);
-    }
-}
-
-/// Closes each descriptor that `take_over` has taken over. Returns `false` at the first descriptor that it has not.
-pub(super) fn close_each_left(mut take_over: impl FnMut(RawFd) -> bool, close: impl Fn(RawFd)) -> bool {
-    for slot in &LEFT {
-        let number = slot.load(Acquire);
-        if number == NONE {
-            continue;
-        }
-        if !take_over(number) {
-            return false;
-        }
-        close(number);
-        slot.store(NONE, Release);
-        LEFT_COUNT.fetch_sub(1, AcqRel);
-    }
-    true
-}
-
-/// Returns whether the list has entries.
-#[inline]
-pub fn is_any_left() -> bool {
-    LEFT_COUNT.load(Relaxed) != 0
-}
-
-/// Returns whether the list is half full: then no further channel may be accepted.
-pub fn is_left_full() -> bool {
-    LEFT_COUNT.load(Relaxed) as usize >= LEFT.len() / 2
-}
-
-/// Empties the list in a fork child, where the descriptors are closed with the other private ones.
-pub(super) fn reset_left() {
-    for slot in &LEFT {
-        slot.store(NONE, Relaxed);
-    }
-    LEFT_COUNT.store(0, Relaxed);
-}
-
-// Numbers set aside for duplicates that must not fail. A program may have all other numbers in use and close a
-// connection whose calls or bytes would be lost without a duplicate of the fd.
-//
-// Each such number is occupied by an eventfd that is never used, so that the kernel does not give it to the program.
-
-const NONE: RawFd = -1;
-
-/// The numbers that are set aside. A single one would prevent any loss: each close frees a number for the next. With
-/// more of them, fewer closes at the same time need a number that the program would have been given.
+/// Numbers set aside for duplicates that must not fail. A program may have all other numbers in use and close a
+/// connection whose calls or bytes would be lost without a duplicate of the fd. Each number is occupied by an eventfd
+/// that is never used, so that the kernel does not give it to the program. A single one would prevent any loss: each
+/// close frees a number for the next. With more of them, fewer closes at the same time need a number that the program
+/// would have been given.
 static NUMBERS: [AtomicI32; RESERVED] = [const { AtomicI32::new(NONE) }; RESERVED];
-pub(super) const RESERVED: usize = 4;
+const RESERVED: usize = 4;
 
 /// The number of the eventfd that is duplicated to all of `NUMBERS`. It is never given out.
 static RESERVE_FILE: AtomicI32 = AtomicI32::new(NONE);
@@ -459,11 +380,7 @@ static RESERVE_LEAST: AtomicI32 = AtomicI32::new(0);
 
 /// Sets missing numbers aside. Replaces those at or above the end of `range`, which are left from before the program
 /// lowered its limit. `another` duplicates a file to a number in the range; `close` closes a number that is not needed.
-pub(super) fn stock_numbers(
-    range: Range<RawFd>,
-    mut another: impl FnMut(BorrowedFd<'_>) -> Option<RawFd>,
-    close: impl Fn(RawFd),
-) {
+fn stock_numbers(range: Range<RawFd>, mut another: impl FnMut(BorrowedFd<'_>) -> Option<RawFd>, close: impl Fn(RawFd)) {
     RESERVE_LEAST.store(range.start, Relaxed);
     let mut fill = |slot: &AtomicI32, before, file: BorrowedFd<'_>| {
         let number = another(file)?;
@@ -496,14 +413,14 @@ fn reserve_file() -> Option<BorrowedFd<'static>> {
 }
 
 /// Returns one of the numbers, which the caller owns from now on; `None` if none is set aside.
-pub(super) fn take_number() -> Option<RawFd> {
+fn take_number() -> Option<RawFd> {
     let mut taken = NUMBERS.iter().map(|slot| slot.swap(NONE, AcqRel));
     taken.find(|number| *number != NONE)
 }
 
 /// Sets `number` aside instead of closing it, if one is missing. Returns `false` if not: then the caller closes it. The
 /// number is private, and only the caller uses it.
-pub(super) fn give_back(number: RawFd) -> bool {
+fn give_back(number: RawFd) -> bool {
     let mut missing = NUMBERS.iter().filter(|slot| slot.load(Relaxed) == NONE).peekable();
     if missing.peek().is_none() || number < RESERVE_LEAST.load(Relaxed) {
         return false;
@@ -514,7 +431,7 @@ pub(super) fn give_back(number: RawFd) -> bool {
 }
 
 /// Puts the open file of `fd` at `number`, which the caller owns, in place of the file that was there.
-pub(super) fn put_at(fd: BorrowedFd<'_>, number: RawFd) -> Result<(), Errno> {
+fn put_at(fd: BorrowedFd<'_>, number: RawFd) -> Result<(), Errno> {
     // SAFETY: the caller owns the number, and still does afterwards (`ManuallyDrop`).
     let mut at = ManuallyDrop::new(unsafe { OwnedFd::from_raw_fd(number) });
     dup3(fd, &mut at, DupFlags::CLOEXEC)
@@ -522,16 +439,66 @@ pub(super) fn put_at(fd: BorrowedFd<'_>, number: RawFd) -> Result<(), Errno> {
 
 /// Sets no number aside from now on, and passes the existing ones to `close`. The eventfd stays open, as another thread
 /// may be about to duplicate it.
-pub(super) fn dismiss_numbers(close: impl Fn(RawFd)) {
+fn dismiss_numbers(close: impl Fn(RawFd)) {
     RESERVE_FILE.store(NONE, Relaxed);
     std::iter::from_fn(take_number).for_each(close);
 }
 
 /// Forgets the numbers in a fork child, which does not keep them.
-pub(super) fn reset_reserve() {
+fn reset_reserve() {
     for slot in [&RESERVE_FILE].into_iter().chain(&NUMBERS) {
         slot.store(NONE, Relaxed);
     }
+}
+
+/// Unused descriptors whose close may block. Each stays open until a thread that may block has taken it over
+/// (`os::apart`).
+static LEFT: [AtomicI32; 64] = [const { AtomicI32::new(NONE) }; 64];
+static LEFT_COUNT: AtomicU32 = AtomicU32::new(0);
+
+/// Adds a descriptor. Any thread may call this; it never waits. If the list is full, the descriptor stays open for
+/// good, which [`is_left_full`] prevents.
+fn leave_open(number: RawFd) {
+    let is_entered = |slot: &AtomicI32| slot.compare_exchange(NONE, number, AcqRel, Relaxed).is_ok();
+    if LEFT.iter().any(is_entered) {
+        LEFT_COUNT.fetch_add(1, AcqRel);
+    }
+}
+
+/// Closes each descriptor that `take_over` has taken over. Returns `false` at the first descriptor that it has not.
+fn close_each_left(mut take_over: impl FnMut(RawFd) -> bool, close: impl Fn(RawFd)) -> bool {
+    for slot in &LEFT {
+        let number = slot.load(Acquire);
+        if number == NONE {
+            continue;
+        }
+        if !take_over(number) {
+            return false;
+        }
+        close(number);
+        slot.store(NONE, Release);
+        LEFT_COUNT.fetch_sub(1, AcqRel);
+    }
+    true
+}
+
+/// Returns whether the list has entries.
+#[inline]
+pub fn is_any_left() -> bool {
+    LEFT_COUNT.load(Relaxed) != 0
+}
+
+/// Returns whether the list is half full: then no further channel may be accepted.
+pub fn is_left_full() -> bool {
+    LEFT_COUNT.load(Relaxed) as usize >= LEFT.len() / 2
+}
+
+/// Empties the list in a fork child, where the descriptors are closed with the other private ones.
+fn reset_left() {
+    for slot in &LEFT {
+        slot.store(NONE, Relaxed);
+    }
+    LEFT_COUNT.store(0, Relaxed);
 }
 
 // Keeps calls of the program apart from a library fd on its way to a private number.
@@ -566,23 +533,23 @@ impl Sides {
         for turn in 0..turns {
             let free = |sides: u64| (sides & others == 0).then_some(sides.wrapping_add(FD + BEGUN));
             // Acquire pairs with the Release in `leave`: the accesses of the other side have happened before.
-            if self.0.fetch_update(Ordering::AcqRel, Ordering::Relaxed, free).is_ok() {
+            if self.0.fetch_update(AcqRel, Relaxed, free).is_ok() {
                 return;
             }
             pause(turn);
         }
-        self.0.fetch_add(FD + BEGUN, Ordering::AcqRel);
+        self.0.fetch_add(FD + BEGUN, AcqRel);
     }
 
     /// Counts a caller that needs fds settled, and waits until no fd is in transit, or for `turns` checks.
     fn enter_settled(&self, turns: u32) {
-        let mut sides = self.0.fetch_add(SETTLED, Ordering::AcqRel);
+        let mut sides = self.0.fetch_add(SETTLED, AcqRel);
         for turn in 0..turns {
             if sides & mask(FD) == 0 {
                 return;
             }
             pause(turn);
-            sides = self.0.load(Ordering::Acquire);
+            sides = self.0.load(Acquire);
         }
     }
 
@@ -590,7 +557,7 @@ impl Sides {
     /// counts anew.
     fn leave(&self, own: u64) {
         let less = |sides: u64| (sides & mask(own) != 0).then(|| sides - own);
-        let _ = self.0.fetch_update(Ordering::Release, Ordering::Relaxed, less);
+        let _ = self.0.fetch_update(Release, Relaxed, less);
     }
 }
 
@@ -698,7 +665,7 @@ impl Look {
     /// Returns the counts of now. Async-signal-safe; one load.
     #[inline]
     pub fn now() -> Self {
-        Self(SIDES.0.load(Ordering::Acquire))
+        Self(SIDES.0.load(Acquire))
     }
 
     /// Returns whether a library fd was in transit at any time since. Then the number that the kernel has given
@@ -708,7 +675,7 @@ impl Look {
     /// before that, and is seen here.
     #[inline]
     pub fn is_disturbed(self) -> bool {
-        is_disturbed(self.0, SIDES.0.load(Ordering::Acquire))
+        is_disturbed(self.0, SIDES.0.load(Acquire))
     }
 }
 
@@ -718,116 +685,37 @@ fn is_disturbed(before: u64, after: u64) -> bool {
 }
 
 /// Clears the counts in a fork child, which has none of its parent's other threads.
-pub(super) fn reset_transit() {
-    SIDES.0.fetch_and(!mask(FD | SETTLED), Ordering::Relaxed);
+fn reset_transit() {
+    SIDES.0.fetch_and(!mask(FD | SETTLED), Relaxed);
     thread::current().transits().set(0);
     thread::current().settles().set(0);
 }
 
-#[cfg(test)]
-mod transit_tests {
-    use super::*;
-
-    const SHORT: u32 = 20;
-
-    fn counts(sides: &Sides) -> u64 {
-        sides.0.load(Ordering::Relaxed) & mask(FD | SETTLED)
-    }
-
-    /// Waits until the counts are as expected.
-    fn await_counts(sides: &Sides, expected: u64) {
-        while counts(sides) != expected {
-            std::thread::yield_now();
+/// Resets the private fds in a fork child: those for which `keep` is true stay open and private, all others are closed.
+///
+/// To be called from the child's atfork handler, before anything else here. Async-signal-safe if `keep` is.
+///
+/// # Safety
+/// No [`PrivateFd`] that `keep` refuses may be used or dropped in the child afterwards, as its number may be another
+/// file's. (Forget its owner.)
+pub unsafe fn reset_in_fork_child(keep: impl Fn(RawFd) -> bool) {
+    reset_transit();
+    reset_reserve();
+    reset_left();
+    let mut from = 0;
+    while let Some(n) = next_private(from, END) {
+        from = n + 1;
+        let fd = n as RawFd;
+        if !keep(fd) {
+            unregister(fd);
+            // The close fails for an fd that a plugin has reported and has closed itself; no other file has that number
+            // yet.
+            // SAFETY: the bitmap says that the library owns the fd. The caller guarantees that no owner of it uses or
+            // closes it again.
+            let _ = unsafe { kernel::call(libc::SYS_close, [n as usize, 0, 0, 0, 0, 0]) };
         }
     }
-
-    /// Gives a mistake time to show, and checks that the counts stay the same.
-    fn nothing_changes(sides: &Sides) {
-        let before = counts(sides);
-        std::thread::sleep(std::time::Duration::from_millis(2));
-        assert_eq!(counts(sides), before);
-    }
-
-    #[test]
-    fn who_wants_fds_settled_waits_for_those_under_way_and_comes_before_others() {
-        let sides = Sides(AtomicU64::new(0));
-        sides.enter_fd(false, SHORT);
-        sides.enter_fd(false, SHORT);
-        sides.leave(FD);
-        std::thread::scope(|s| {
-            let settled = s.spawn(|| {
-                sides.enter_settled(u32::MAX);
-                assert_eq!(counts(&sides) & mask(FD), 0);
-            });
-            await_counts(&sides, FD + SETTLED);
-            let next = s.spawn(|| sides.enter_fd(false, u32::MAX));
-            nothing_changes(&sides);
-            // A part of a transit that is in progress does not wait.
-            sides.enter_fd(true, SHORT);
-            sides.leave(FD);
-            assert!(!settled.is_finished());
-            sides.leave(FD);
-            assert!(settled.join().is_ok());
-            nothing_changes(&sides);
-            // Two callers need fds settled at the same time.
-            sides.enter_settled(SHORT);
-            sides.leave(SETTLED);
-            nothing_changes(&sides);
-            sides.leave(SETTLED);
-            assert!(next.join().is_ok());
-        });
-        assert_eq!(counts(&sides), FD);
-    }
-
-    #[test]
-    fn who_would_wait_for_itself_goes_on() {
-        let sides = Sides(AtomicU64::new(0));
-        sides.enter_fd(false, SHORT);
-        sides.enter_settled(SHORT);
-        sides.enter_fd(false, SHORT);
-        assert_eq!(counts(&sides), 2 * FD + SETTLED);
-        sides.leave(FD);
-        sides.leave(SETTLED);
-        sides.leave(FD);
-        // As in a fork child, whose counts begin at zero.
-        sides.leave(FD);
-        sides.leave(SETTLED);
-        assert_eq!(counts(&sides), 0);
-    }
-
-    #[test]
-    fn a_call_is_disturbed_by_what_was_under_way_at_any_time_of_it() {
-        let sides = Sides(AtomicU64::new(u64::MAX - mask(FD | SETTLED)));
-        let look = || sides.0.load(Ordering::Relaxed);
-        let quiet = look();
-        sides.enter_settled(SHORT);
-        assert!(!is_disturbed(quiet, look()));
-        sides.leave(SETTLED);
-        assert!(!is_disturbed(quiet, look()));
-        // The count of transits wraps.
-        sides.enter_fd(false, SHORT);
-        let amid = look();
-        assert!(is_disturbed(quiet, look()));
-        sides.leave(FD);
-        assert!(is_disturbed(quiet, look()), "it began and ended meanwhile");
-        assert!(is_disturbed(amid, look()), "it had begun before");
-        assert!(!is_disturbed(look(), look()));
-    }
-
-    #[test]
-    fn nobody_waits_for_what_its_own_thread_has() {
-        let thread = thread::current();
-        let own = || (turns(thread.transits()), turns(thread.settles()));
-        assert_eq!(own(), (TURNS, TURNS));
-        let outer = Transit::begin();
-        drop(Transit::begin());
-        assert_eq!(own(), (0, TURNS));
-        drop(outer);
-        Settled::begin().hold();
-        assert_eq!(own(), (TURNS, 0));
-        assert_eq!(thread.depth(), 1, "signal handlers wait");
-        Settled::end();
-        assert_eq!(own(), (TURNS, TURNS));
-        assert_eq!(thread.depth(), 0);
-    }
 }
+
+#[cfg(test)]
+mod tests;

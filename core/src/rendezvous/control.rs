@@ -1,8 +1,9 @@
-//! The datagrams of the control port (docs/protocol.md, P60–P64): their format. An HMAC proves who wrote them, and a
-//! stamp that the sender of a question receives at its address.
+//! The datagrams of the control port (docs/protocol.md, P60–P65): their format, and the limits on the load that they
+//! cause. An HMAC proves who wrote a datagram, and a stamp that the sender of a question receives at its address. There
+//! are rate limits, and a memory of the questions that were taken.
 //!
-//! Pure: bytes in, values out, the time is an argument. `os::datagram` has the sockets, `guard` the limits. The service
-//! thread decides what an answer leads to.
+//! Pure: bytes in, values out, the time is an argument; all tables are bounded. `os::datagram` has the sockets. The
+//! service thread decides what an answer leads to.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing))]
 
 use std::collections::{HashMap, VecDeque};
@@ -30,6 +31,9 @@ pub const DATAGRAM: usize = size_of::<Frame>();
 const MAC: usize = 32;
 /// Bytes for the body: the longest, ASK, has 88.
 const ROOM: usize = 120;
+
+/// Nanoseconds of a second.
+const SECOND: u64 = 1_000_000_000;
 
 const MAGIC: [u8; 4] = *b"rsku";
 /// Flag: the datagram ends with a MAC.
@@ -319,14 +323,6 @@ impl Stamper {
     }
 }
 
-#[cfg(test)]
-mod tests;
-
-// Limits on the load of a control port: rate limits, and the memory of questions that were taken (docs/protocol.md,
-// P64, P65). The clock (ns) is an argument; all tables are bounded.
-
-const SECOND: u64 = 1_000_000_000;
-
 /// A limit on datagrams or questions.
 #[derive(Debug, Clone, Copy)]
 pub struct Rate {
@@ -498,4 +494,4 @@ impl<K: Copy + Eq + Hash, V> Memory<K, V> {
 }
 
 #[cfg(test)]
-mod guard_tests;
+mod tests;

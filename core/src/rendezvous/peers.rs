@@ -1,15 +1,16 @@
 //! The instances behind a name, and what earlier connections to a destination have shown.
 //!
-//! [`PeerPage`] is shared by a listener and its forked workers, one slot a live instance. A worker that is asked for a
-//! connection which another one holds answers with this list (REDIRECT, P14). [`DestinationCache`] is in the connector,
-//! so that a server without the library costs one question per lifetime of an entry, not per connection. Neither of
-//! them asks or answers by itself.
+//! [`PeerPage`] and [`HolderPage`] are shared by a listener and its forked workers. The first has one slot a live
+//! instance. A worker that is asked for a connection which another one holds answers with this list (REDIRECT, P14), or
+//! with the holder alone, if the second page has noted it. [`DestinationCache`] is in the connector, so that a server
+//! without the library costs one question per lifetime of an entry, not per connection. None of them asks or answers by
+//! itself.
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::net::SocketAddr;
-use std::sync::atomic::Ordering::Relaxed;
-use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicU64, fence};
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
@@ -21,6 +22,12 @@ use crate::wire::MAX_REDIRECT;
 
 /// Instances that a page holds, at most.
 pub const SLOTS: usize = MAX_REDIRECT;
+
+/// Connections that a page of holders remembers, at most.
+const ENTRIES: usize = BUCKETS * BUCKET;
+const BUCKETS: usize = 1024;
+/// Entries of a bucket. The hash of a connection names the bucket that its entry is in.
+const BUCKET: usize = 4;
 
 /// The slot of an instance. All zeroes: free and never used.
 #[derive(Debug)]
@@ -74,24 +81,19 @@ impl PeerPage {
 
     fn claim(&self, pid: u32, id: &InstanceId, free: impl Fn(u64) -> bool) -> bool {
         self.slots().iter().any(|slot| {
-            let old = slot.owner.load(Ordering::Relaxed);
+            let old = slot.owner.load(Relaxed);
             let mine = next_owner(old, pid);
             // Acquire orders the writes to `id` after the claim; see the fence for the reader's side.
-            if !free(old)
-                || slot
-                    .owner
-                    .compare_exchange(old, mine, Ordering::Acquire, Ordering::Relaxed)
-                    .is_err()
-            {
+            if !free(old) || slot.owner.compare_exchange(old, mine, Acquire, Relaxed).is_err() {
                 return false;
             }
             // Pairs with the reader's fence: a reader that sees a word of this id sees the claim too.
-            fence(Ordering::Release);
+            fence(Release);
             for (word, value) in slot.id.iter().zip(id.to_words()) {
-                word.store(value, Ordering::Relaxed);
+                word.store(value, Relaxed);
             }
             // Pairs with the Acquire load in `read`.
-            slot.owner.store(mine | LIVE, Ordering::Release);
+            slot.owner.store(mine | LIVE, Release);
             true
         })
     }
@@ -106,15 +108,15 @@ impl PeerPage {
 /// Returns the pid and id in a slot. `None` if it is not live, or changes while it is read.
 fn read(slot: &Slot) -> Option<(u32, InstanceId)> {
     // Pairs with the Release store in `claim`.
-    let before = slot.owner.load(Ordering::Acquire);
+    let before = slot.owner.load(Acquire);
     if before & LIVE == 0 {
         return None;
     }
     let [low, high] = &slot.id;
-    let id = InstanceId::from_words([low.load(Ordering::Relaxed), high.load(Ordering::Relaxed)]);
+    let id = InstanceId::from_words([low.load(Relaxed), high.load(Relaxed)]);
     // Pairs with the Release fence in `claim`.
-    fence(Ordering::Acquire);
-    (slot.owner.load(Ordering::Relaxed) == before).then_some((pid_of(before), id))
+    fence(Acquire);
+    (slot.owner.load(Relaxed) == before).then_some((pid_of(before), id))
 }
 
 /// Returns whether the process exists, as far as can be told. A zombie does.
@@ -123,6 +125,84 @@ fn is_alive(pid: u32) -> bool {
         return false;
     };
     test_kill_process(pid) != Err(Errno::SRCH)
+}
+
+/// A connection and its holder. Written without a lock, by processes that may die between two stores: `check` proves
+/// that the words belong together.
+#[derive(Debug)]
+#[repr(C)]
+struct Noted {
+    connection: AtomicU64,
+    holder: [AtomicU64; 2],
+    check: AtomicU64,
+}
+
+/// The MAP_SHARED page on which the processes behind one listening name note the connections that they hold. A process
+/// that is asked on the name for another's connection redirects to its holder, instead of to all processes (REDIRECT,
+/// P14). Otherwise a server that forks for each connection would be asked as often as the square of their number.
+///
+/// The page is only a hint. A wrong or old entry costs a question in vain, so no entry is ever removed: new entries
+/// overwrite old ones.
+#[derive(Debug)]
+pub struct HolderPage {
+    map: Mapping,
+}
+
+impl HolderPage {
+    /// Creates an empty page. Fails with ENOMEM and the like.
+    pub fn new() -> Result<Self, Errno> {
+        Mapping::anonymous(size_of::<[Noted; ENTRIES]>()).map(|map| Self { map })
+    }
+
+    fn bucket(&self, connection: u64) -> &[Noted] {
+        // SAFETY: the mapping is as large as the array, aligned to a page and lives as long as `self`. No other pointer
+        // to it is handed out. Zeroes and all other bits are valid atomics, and atomics may be shared with other
+        // processes.
+        let all = unsafe { &*self.map.as_ptr().cast::<[Noted; ENTRIES]>() };
+        let first = connection as usize % BUCKETS * BUCKET;
+        all.get(first..first + BUCKET).unwrap_or_default()
+    }
+
+    /// Notes that the instance holds the connection.
+    pub fn enter(&self, tuple: &Tuple, instance: &InstanceId) {
+        let connection = name_of(tuple);
+        let bucket = self.bucket(connection);
+        let is_its = |e: &&Noted| [0, connection].contains(&e.connection.load(Relaxed));
+        let any = bucket.get((connection >> 60) as usize % BUCKET);
+        let Some(entry) = bucket.iter().find(is_its).or(any) else {
+            return;
+        };
+        let words = instance.to_words();
+        entry.connection.store(connection, Relaxed);
+        for (word, value) in entry.holder.iter().zip(words) {
+            word.store(value, Relaxed);
+        }
+        entry.check.store(check(connection, words), Relaxed);
+    }
+
+    /// Returns the instance that has noted last that it holds the connection. `None` if no entry says so, or if the
+    /// entry is half written.
+    pub fn holder(&self, tuple: &Tuple) -> Option<InstanceId> {
+        let connection = name_of(tuple);
+        let mut bucket = self.bucket(connection).iter();
+        let entry = bucket.find(|e| e.connection.load(Relaxed) == connection)?;
+        let [low, high] = &entry.holder;
+        let words = [low.load(Relaxed), high.load(Relaxed)];
+        (entry.check.load(Relaxed) == check(connection, words)).then(|| InstanceId::from_words(words))
+    }
+}
+
+/// Returns a hash of the connection's addresses, never 0.
+fn name_of(tuple: &Tuple) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    (tuple.connector(), tuple.acceptor()).hash(&mut hasher);
+    hasher.finish().max(1)
+}
+
+fn check(connection: u64, words: [u64; 2]) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    (connection, words).hash(&mut hasher);
+    hasher.finish()
 }
 
 /// The state of a destination, as far as is known.
@@ -199,141 +279,3 @@ impl DestinationCache {
 
 #[cfg(test)]
 mod tests;
-
-// A page on which the processes behind one listening name note the connections that they hold. A process that is asked
-// on the name for another's connection redirects to its holder, instead of to all processes (REDIRECT, P14). Otherwise
-// a server that forks for each connection would be asked as often as the square of their number.
-//
-// The page is only a hint. A wrong or old entry costs a question in vain, so no entry is ever removed: new entries
-// overwrite old ones.
-
-/// Connections that a page remembers, at most.
-const ENTRIES: usize = BUCKETS * BUCKET;
-const BUCKETS: usize = 1024;
-/// Entries of a bucket. The hash of a connection names the bucket that its entry is in.
-const BUCKET: usize = 4;
-
-/// A connection and its holder. Written without a lock, by processes that may die between two stores: `check` proves
-/// that the words belong together.
-#[derive(Debug)]
-#[repr(C)]
-struct Noted {
-    connection: AtomicU64,
-    holder: [AtomicU64; 2],
-    check: AtomicU64,
-}
-
-/// Memory that a listener shares with its forked workers.
-#[derive(Debug)]
-pub struct HolderPage {
-    map: Mapping,
-}
-
-impl HolderPage {
-    /// Creates an empty page. Fails with ENOMEM and the like.
-    pub fn new() -> Result<Self, Errno> {
-        Mapping::anonymous(size_of::<[Noted; ENTRIES]>()).map(|map| Self { map })
-    }
-
-    fn bucket(&self, connection: u64) -> &[Noted] {
-        // SAFETY: the mapping is as large as the array, aligned to a page and lives as long as `self`. No other pointer
-        // to it is handed out. Zeroes and all other bits are valid atomics, and atomics may be shared with other
-        // processes.
-        let all = unsafe { &*self.map.as_ptr().cast::<[Noted; ENTRIES]>() };
-        let first = connection as usize % BUCKETS * BUCKET;
-        all.get(first..first + BUCKET).unwrap_or_default()
-    }
-
-    /// Notes that the instance holds the connection.
-    pub fn enter(&self, tuple: &Tuple, instance: &InstanceId) {
-        let connection = name_of(tuple);
-        let bucket = self.bucket(connection);
-        let is_its = |e: &&Noted| [0, connection].contains(&e.connection.load(Relaxed));
-        let any = bucket.get((connection >> 60) as usize % BUCKET);
-        let Some(entry) = bucket.iter().find(is_its).or(any) else {
-            return;
-        };
-        let words = instance.to_words();
-        entry.connection.store(connection, Relaxed);
-        for (word, value) in entry.holder.iter().zip(words) {
-            word.store(value, Relaxed);
-        }
-        entry.check.store(check(connection, words), Relaxed);
-    }
-
-    /// Returns the instance that has noted last that it holds the connection. `None` if no entry says so, or if the
-    /// entry is half written.
-    pub fn holder(&self, tuple: &Tuple) -> Option<InstanceId> {
-        let connection = name_of(tuple);
-        let mut bucket = self.bucket(connection).iter();
-        let entry = bucket.find(|e| e.connection.load(Relaxed) == connection)?;
-        let [low, high] = &entry.holder;
-        let words = [low.load(Relaxed), high.load(Relaxed)];
-        (entry.check.load(Relaxed) == check(connection, words)).then(|| InstanceId::from_words(words))
-    }
-}
-
-/// Returns a hash of the connection's addresses, never 0.
-fn name_of(tuple: &Tuple) -> u64 {
-    let mut hasher = DefaultHasher::new();
-    (tuple.connector(), tuple.acceptor()).hash(&mut hasher);
-    hasher.finish().max(1)
-}
-
-fn check(connection: u64, words: [u64; 2]) -> u64 {
-    let mut hasher = DefaultHasher::new();
-    (connection, words).hash(&mut hasher);
-    hasher.finish()
-}
-
-#[cfg(test)]
-mod holders_tests {
-    use std::net::SocketAddr;
-
-    use super::*;
-
-    fn tuple(port: u16) -> Tuple {
-        let client = SocketAddr::from(([127, 0, 0, 1], port));
-        Tuple::new(client, SocketAddr::from(([127, 0, 0, 1], 5432)))
-    }
-
-    fn id(n: u16) -> InstanceId {
-        InstanceId::from_words([n.into(), 7])
-    }
-
-    #[test]
-    fn the_last_who_said_so_holds_a_connection() {
-        let page = HolderPage::new().unwrap();
-        assert_eq!(page.holder(&tuple(1)), None);
-        page.enter(&tuple(1), &id(1));
-        page.enter(&tuple(2), &id(2));
-        page.enter(&tuple(1), &id(3));
-        assert_eq!(page.holder(&tuple(1)), Some(id(3)));
-        assert_eq!(page.holder(&tuple(2)), Some(id(2)));
-        assert_eq!(page.holder(&tuple(3)), None);
-    }
-
-    #[test]
-    fn many_connections_are_remembered_and_more_are_never_taken_for_others() {
-        let page = HolderPage::new().unwrap();
-        (1..=1000).for_each(|n| page.enter(&tuple(n), &id(n)));
-        let found = (1..=1000).filter(|n| page.holder(&tuple(*n)) == Some(id(*n)));
-        assert!(found.count() > 980);
-        (1..=50_000).for_each(|n| page.enter(&tuple(n), &id(n)));
-        let wrong = (1..=50_000).filter(|n| page.holder(&tuple(*n)).is_some_and(|h| h != id(*n)));
-        assert_eq!(wrong.count(), 0);
-        let found = (1..=50_000).filter(|n| page.holder(&tuple(*n)).is_some());
-        assert!(found.count() > BUCKETS);
-    }
-
-    #[test]
-    fn what_was_half_written_is_not_believed() {
-        let page = HolderPage::new().unwrap();
-        page.enter(&tuple(1), &id(1));
-        let connection = name_of(&tuple(1));
-        let bucket = page.bucket(connection);
-        let entry = bucket.iter().find(|e| e.connection.load(Relaxed) == connection);
-        entry.unwrap().holder[0].store(99, Relaxed);
-        assert_eq!(page.holder(&tuple(1)), None);
-    }
-}

@@ -1,7 +1,8 @@
 //! The shared page's layout: the owner writes it, and readers of other processes read it.
 //!
 //! Every field is an atomic. So all-zero memory is a valid empty page, and both sides may access it at any time. A
-//! change of layout changes [`VERSION`].
+//! change of layout changes [`VERSION`]. The file also has the page's name and sizes, and the codes of all but the
+//! reasons.
 
 use core::mem::size_of;
 use core::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -18,6 +19,18 @@ pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"rdmastat");
 pub(super) const VERSION: u32 = 6;
 /// Bytes of the program's name that are kept, at most.
 pub(super) const PROGRAM_MAX: usize = 64;
+
+/// Name of the memfd; the link in `/proc/<pid>/fd` reads `/memfd:rdmasock-stats (deleted)`.
+pub const MEMFD_NAME: &str = "rdmasock-stats";
+/// Streams that an instance can show at once. Streams beyond that are not listed.
+pub const STREAM_SLOTS: u32 = 65_536;
+/// Links that an instance can show at once.
+pub const LINK_SLOTS: u32 = 1_024;
+/// Sleepers that an instance can show at once: one a waiter.
+pub const SLEEPER_SLOTS: u32 = crate::fabric::waiter::MAX_WAITERS as u32;
+
+/// Number of [`Event`]s.
+pub(super) const EVENTS: usize = Event::ALL.len();
 
 /// The whole shared mapping of one instance.
 #[repr(C)]
@@ -397,12 +410,6 @@ impl StreamStats {
 const _: () = assert!(size_of::<StreamStats>() == 128 && size_of::<LinkStats>() == 64);
 const _: () = assert!(size_of::<Header>() == 4096);
 
-// The threads that sleep, in what call, and since when. There is one slot a waiter: the owner writes it, and readers
-// read it.
-//
-// A thread writes here when it is about to sleep in the kernel until a link has data or room, and when it is awake
-// again. Threads that sleep in the kernel's own calls on TCP are not here: the kernel reports those.
-
 /// The waiter that is woken by an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Waiting {
@@ -447,8 +454,11 @@ pub struct Asleep {
     pub unread: u64,
 }
 
-/// The threads that sleep as one waiter. They are several at once only for an epoll set's waiter. Then all fields
-/// except `count` describe the thread that came last.
+/// The threads that sleep as one waiter: in what call, and since when. They are several at once only for an epoll set's
+/// waiter. Then all fields except `count` describe the thread that came last.
+///
+/// A thread writes here when it is about to sleep in the kernel until a link has data or room, and when it is awake
+/// again. Threads that sleep in the kernel's own calls on TCP are not here: the kernel reports those.
 #[repr(C, align(32))]
 #[derive(Debug)]
 pub struct SleeperStats {
@@ -519,18 +529,6 @@ pub struct SleeperSnapshot {
     /// For a sender: the number of bytes that its reader had not read when the sender went to sleep.
     pub unread: u64,
 }
-
-// Constants that the owner of a page and its readers share: the page's name and sizes, and the codes in it. Reasons
-// are in reason.rs, the layout of the page is in layout.rs.
-
-/// Name of the memfd; the link in `/proc/<pid>/fd` reads `/memfd:rdmasock-stats (deleted)`.
-pub const MEMFD_NAME: &str = "rdmasock-stats";
-/// Streams that an instance can show at once. Streams beyond that are not listed.
-pub const STREAM_SLOTS: u32 = 65_536;
-/// Links that an instance can show at once.
-pub const LINK_SLOTS: u32 = 1_024;
-/// Sleepers that an instance can show at once: one a waiter.
-pub const SLEEPER_SLOTS: u32 = crate::fabric::waiter::MAX_WAITERS as u32;
 
 codes! {
     /// What a direction of a stream runs on.
@@ -654,6 +652,3 @@ codes! {
         RendezvousLanded = 30 => "rendezvous_landed_bytes",
     }
 }
-
-/// Number of [`Event`]s.
-pub(super) const EVENTS: usize = Event::ALL.len();

@@ -47,7 +47,7 @@ pub struct StreamInfo {
     pub local: Option<SocketAddr>,
     /// The peer's address, if known by now.
     pub peer: Option<SocketAddr>,
-    /// Why it is on TCP, usually [`crate::stats::Reason::BelowThreshold`].
+    /// Why it is on TCP, usually [`Reason::BelowThreshold`].
     pub why: Why,
 }
 

@@ -1,4 +1,4 @@
-//! The reader's side: copies the page of an instance. find.rs finds the instances.
+//! The reader's side: finds the pages of running instances, by the links of `/proc/<pid>/fd`, and copies them.
 //!
 //! Runs in tools and tests, never in the preloaded library, hence std::fs. The bytes of a page are not trusted: sizes
 //! are checked, codes decoded with a fallback, text cleaned of control characters.
@@ -48,6 +48,17 @@ impl From<Errno> for ReadError {
     fn from(errno: Errno) -> Self {
         Self::Io(errno.into())
     }
+}
+
+/// An instance among the running processes.
+#[derive(Clone, Debug)]
+pub struct Process {
+    /// Pid as the calling process sees it.
+    pub pid: u32,
+    /// Real uid, from the kernel.
+    pub uid: u32,
+    /// Its counters.
+    pub instance: InstanceSnapshot,
 }
 
 /// An instance at one moment.
@@ -415,21 +426,6 @@ fn printable(bytes: &[u8]) -> String {
         .chars()
         .map(|c| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c })
         .collect()
-}
-
-// Finds the pages of running instances, by the links of `/proc/<pid>/fd`.
-//
-// Runs in tools and tests, never in the preloaded library, hence std::fs.
-
-/// An instance among the running processes.
-#[derive(Clone, Debug)]
-pub struct Process {
-    /// Pid as the calling process sees it.
-    pub pid: u32,
-    /// Real uid, from the kernel.
-    pub uid: u32,
-    /// Its counters.
-    pub instance: InstanceSnapshot,
 }
 
 /// Returns all instances that the caller may read, by pid. Root may read the instances of all users, other users their

@@ -3,23 +3,23 @@
 //! uses the same object. All calls to the socket, the link and the process go through [`SocketIo`]. No code here
 //! blocks, reads a clock or makes a system call.
 //!
-//! The state machines of [`crate::stream::handshake`] and [`crate::stream::resume`] decide what is to be done. [`crate::stream::mode`] decides
-//! what a direction may run on. The modules here hold the state that the machines act on, and carry the steps out:
+//! The state machines of [`crate::stream::handshake`] and [`crate::stream::resume`] decide what is to be done.
+//! [`crate::stream::mode`] decides what a direction may run on. This file has the state that the machines act on, and
+//! this end's stream on the link. The modules carry the steps out:
 //!
-//! | module, lowest first | what it does |
+//! | module | what it does |
 //! |---|---|
-//! | `object`, `carry`, `io` | the state; bytes held back from the program; the interface to socket, link and process |
-//! | `receiving`, `sending` | the operations on either direction |
-//! | `stay` | carries out the way back from a link between hosts |
-//! | `streams`, `aside` | this end's stream on the link; data that was set aside for another holder |
+//! | `io` | the interface to socket, link and process |
+//! | `directions` | the operations on either direction |
+//! | `stay` | carries out the way back: from a link between hosts, and where the program or its peer asks for it |
 //! | `attempt` | carries out the handshake's steps |
-//! | `scan` | scans what TCP delivers for markers, and hands them over |
-//! | `resume`, `leave`, `close` | requests of the program or its peer: the way back, shutdown() and close() |
-//! | `ahead` | markers behind data that the program does not read |
-//! | `hand_over` | data in front of a marker when the connection is handed to another holder |
+//! | `scan` | scans what TCP delivers for markers, hands them over, and holds bytes back from the program |
+//! | `close` | shutdown() and close(), and the hand-over of the connection to another holder |
 //! | `messages` | messages of the peer on the link about the stream |
 //!
 //! Lock order: `control`, `rx`, `tx`. Each function's comment names the locks that its caller holds.
+
+#![forbid(unsafe_code)]
 
 use std::net::IpAddr;
 use std::ops::Range;
@@ -32,28 +32,7 @@ use crate::fabric::ring::{Consumer, Producer};
 use crate::ids::{InstanceId, Nonce, Vqpn};
 use crate::lock::Lock;
 use crate::stats::Reason;
-pub use crate::stream::connection::attempt::{
-    begin_asking, begin_offering, end_attempt, feed, look_for_resume, on_link_up,
-};
-pub use crate::stream::connection::close::{
-    Awaited, MOST as MOST_ASIDE, close_if_over, close_tx, on_take_back, on_taken_back, press_on, return_unread,
-    scan_left, shut,
-};
 use crate::stream::connection::directions::demote_tx;
-pub use crate::stream::connection::directions::{
-    Farewell, flush, hand_over_rest, is_over, is_scanning, leave_link_at_end, look_for_reset, on_end_told, refuse,
-    resend, shut_receiving, start_scan, stop_scan, wait_for_tcp,
-};
-pub use crate::stream::connection::io::{
-    ConnectionOf, ControlOf, Half, Peeked, RxOf, SocketIo, StreamLink, Task, Tcp, TxOf, Unsent,
-};
-pub use crate::stream::connection::messages::{
-    Broken, OpenNonces, on_demote_request, on_open, on_open_ack, on_open_refused,
-};
-pub use crate::stream::connection::scan::{
-    Ahead, AtMark, Carry, after_fork, drop_unread, has_marker, look, look_ahead, read_ahead, scan_taken, seen_ahead,
-};
-pub use crate::stream::connection::stay::{leave, prefer_tcp, return_to_tcp};
 use crate::stream::handshake::Handshake;
 use crate::stream::mode::{Mode, ModeCell, Receiving, Sending};
 use crate::stream::resume::Resume;
@@ -68,8 +47,27 @@ mod messages;
 mod scan;
 pub mod stay;
 
-// The state of one end of a connection: the two directions, and the control state of both. The modules beside this one
-// have the operations on it.
+pub use crate::stream::connection::attempt::{
+    begin_asking, begin_offering, end_attempt, feed, look_for_resume, on_link_up,
+};
+pub use crate::stream::connection::close::{
+    Awaited, MOST as MOST_ASIDE, close_if_over, close_tx, on_take_back, on_taken_back, press_on, return_unread,
+    scan_left, shut,
+};
+pub use crate::stream::connection::directions::{
+    Farewell, flush, hand_over_rest, is_over, is_scanning, leave_link_at_end, look_for_reset, on_end_told, refuse,
+    resend, shut_receiving, start_scan, stop_scan, wait_for_tcp,
+};
+pub use crate::stream::connection::io::{
+    ConnectionOf, ControlOf, Half, Peeked, RxOf, SocketIo, StreamLink, Task, Tcp, TxOf, Unsent,
+};
+pub use crate::stream::connection::messages::{
+    Broken, OpenNonces, on_demote_request, on_open, on_open_ack, on_open_refused,
+};
+pub use crate::stream::connection::scan::{
+    Ahead, AtMark, Carry, after_fork, drop_unread, has_marker, look, look_ahead, read_ahead, scan_taken, seen_ahead,
+};
+pub use crate::stream::connection::stay::{leave, prefer_tcp, return_to_tcp};
 
 /// The sending direction.
 #[derive(Default)]
@@ -102,7 +100,7 @@ pub struct Tx<O> {
 impl<O> Tx<O> {
     /// Notes that TCP has taken `taken` bytes, the first `ours` of which are a marker's. `written` is the number of
     /// bytes that TCP was given in all, these included.
-    pub(super) fn on_marker_taken(&mut self, written: u64, taken: usize, ours: usize) {
+    fn on_marker_taken(&mut self, written: u64, taken: usize, ours: usize) {
         let start = written.saturating_sub(taken as u64);
         let end = start + ours as u64;
         let [before, last] = &mut self.ours;
@@ -133,7 +131,7 @@ pub struct Rx<O> {
     /// The program has shut the direction down, and the kernel's shutdown() is still due: it follows once no marker may
     /// come any more.
     pub then_shut: bool,
-    /// Bytes that precede the carry, set aside while the connection is handed to another holder (`aside`).
+    /// Bytes that precede the carry, set aside while the connection is handed to another holder (P85).
     pub aside: Vec<u8>,
     /// Number of bytes in front, in the carry and then in TCP, that a scan has found to be payload. Small reads do not
     /// scan them again.
@@ -322,32 +320,6 @@ impl<L, T, R, C> Connection<L, T, R, C> {
     }
 }
 
-#[cfg(test)]
-mod object_tests {
-    use super::*;
-
-    #[test]
-    fn what_of_ours_is_behind_a_position() {
-        let mut tx = Tx::<()>::default();
-        assert_eq!(tx.ours_from(0), 0);
-        // HELLO in two parts, the second with data behind it; data; SWITCH.
-        tx.on_marker_taken(1010, 10, 10);
-        tx.on_marker_taken(1045, 35, 30);
-        tx.on_marker_taken(1090, 20, 20);
-        assert_eq!(tx.ours, [1000..1040, 1070..1090]);
-        let behind = [0, 1000, 1039, 1040, 1069, 1080, 1090].map(|at| tx.ours_from(at));
-        assert_eq!(behind, [60, 60, 21, 20, 20, 10, 0]);
-        // Data alone.
-        tx.on_marker_taken(1100, 10, 0);
-        assert_eq!(tx.ours_from(0), 60);
-        // RESUME: as a rule, the marker before the last is acknowledged by then.
-        tx.on_marker_taken(1150, 40, 40);
-        assert_eq!(tx.ours, [1070..1090, 1110..1150]);
-    }
-}
-
-// This end's stream on the link: it leaves the link, and is given back.
-
 /// Takes the socket back to TCP: the sending direction now, the receiving one when the peer follows this end's request.
 /// No handshake is under way. The caller holds the control lock.
 pub fn leave_link<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason: Reason) {
@@ -404,4 +376,28 @@ pub fn close_stream<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     socket.set_link(None);
     control.asked_back = false;
     socket.show_link(None);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_of_ours_is_behind_a_position() {
+        let mut tx = Tx::<()>::default();
+        assert_eq!(tx.ours_from(0), 0);
+        // HELLO in two parts, the second with data behind it; data; SWITCH.
+        tx.on_marker_taken(1010, 10, 10);
+        tx.on_marker_taken(1045, 35, 30);
+        tx.on_marker_taken(1090, 20, 20);
+        assert_eq!(tx.ours, [1000..1040, 1070..1090]);
+        let behind = [0, 1000, 1039, 1040, 1069, 1080, 1090].map(|at| tx.ours_from(at));
+        assert_eq!(behind, [60, 60, 21, 20, 20, 10, 0]);
+        // Data alone.
+        tx.on_marker_taken(1100, 10, 0);
+        assert_eq!(tx.ours_from(0), 60);
+        // RESUME: as a rule, the marker before the last is acknowledged by then.
+        tx.on_marker_taken(1150, 40, 40);
+        assert_eq!(tx.ours, [1070..1090, 1110..1150]);
+    }
 }

@@ -1,7 +1,7 @@
 //! Markers: the library writes them inside a TCP stream (docs/protocol.md, P30–P39).
 //!
-//! This module encodes and decodes them. [`crate::wire::marker`] finds a marker among data, and `stream` decides when to write
-//! one.
+//! This file encodes and decodes them, and finds a marker among data ([`scan`]). `stream` decides when to write one and
+//! when to scan.
 
 use std::net::{Ipv6Addr, SocketAddr};
 
@@ -11,6 +11,11 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 use crate::ids::{Cookie, ID_BYTES, InstanceId, Nonce, mapped};
 use crate::wire::codec::{Field, VERSION, WireError, Writer, kinds, read_prefix, structs};
 use crate::wire::message::Reason;
+
+/// Bytes of an IP address, IPv4 mapped.
+const IP_BYTES: usize = 16;
+/// Bytes of an address on the verbs fabric: IP, port.
+const VERBS_BYTES: usize = IP_BYTES + 2;
 
 /// The longest body of a marker, in bytes.
 const MAX_BODY: usize = 2 * ID_BYTES + 2 + VERBS_BYTES;
@@ -24,7 +29,7 @@ pub const MAX_MARKER: usize = MIN_MARKER + MAX_BODY;
 /// The header of a marker (P30).
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
-pub(super) struct MarkerHeader {
+struct MarkerHeader {
     /// The nonce that the reader of this direction chose.
     nonce: Nonce,
     version: u8,
@@ -85,6 +90,42 @@ kinds! {
     }
 }
 
+/// The bytes that follow the payload.
+#[derive(Debug, Clone, Copy)]
+pub enum Found {
+    /// No byte: all bytes scanned are data.
+    Payload,
+    /// The possible beginning of a marker: `have` bytes (1 to `MAX_MARKER` − 1) that are neither data nor a marker yet.
+    PartialMarker {
+        /// Number of bytes to hold back, up to the end of those scanned.
+        have: usize,
+    },
+    /// A whole marker. The bytes behind it have not been scanned.
+    Marker {
+        /// The marker.
+        marker: Marker,
+        /// Its length in bytes.
+        len: usize,
+    },
+    /// Bytes that start with the reader's nonce, so they are not the application's data, but are no marker that this
+    /// version can read. `len` bytes are to be dropped, and the attempt to promote has ended.
+    Bad {
+        /// Why it is no marker.
+        error: WireError,
+        /// Its length in bytes: as the header says, or the bare header if no marker is that long.
+        len: usize,
+    },
+}
+
+/// The result of [`scan`].
+#[derive(Debug, Clone, Copy)]
+pub struct Scan {
+    /// Number of bytes at the front that are the application's data.
+    pub payload: usize,
+    /// The bytes behind them.
+    pub what: Found,
+}
+
 impl Marker {
     /// Writes the marker for the reader that chose `reader_nonce` to the front of `buf`. Returns its bytes.
     ///
@@ -125,7 +166,7 @@ impl Marker {
 
     /// Returns the length in bytes of the marker that starts with `bytes`, as its header says. `None` while the header
     /// is not complete, an error if no marker is that long.
-    pub(super) fn total_length(bytes: &[u8]) -> Result<Option<usize>, WireError> {
+    fn total_length(bytes: &[u8]) -> Result<Option<usize>, WireError> {
         let Ok((header, _)) = read_prefix::<MarkerHeader>(bytes) else {
             return Ok(None);
         };
@@ -138,104 +179,7 @@ impl Marker {
     }
 }
 
-/// On the wire: no byte, or the offer. This is the last field of the structure that it is in.
-impl Field<'_> for Option<LinkOffer> {
-    fn put(&self, out: &mut Writer<'_>) -> Result<(), WireError> {
-        self.iter().try_for_each(|offer| offer.put(out))
-    }
-
-    fn take(from: &mut &[u8]) -> Result<Self, WireError> {
-        (!from.is_empty()).then(|| Field::take(from)).transpose()
-    }
-}
-
-/// On the wire: the cookie, the fabric, then the address with its length, up to the marker's end.
-impl Field<'_> for LinkOffer {
-    fn put(&self, out: &mut Writer<'_>) -> Result<(), WireError> {
-        self.cookie.put(out)?;
-        match self.address {
-            LinkAddress::Shm => out.put(&[FABRIC_SHM, 0]),
-            LinkAddress::Verbs(at) => {
-                out.put(&[FABRIC_VERBS, VERBS_BYTES as u8])?;
-                out.put(&mapped(at.ip()).octets())?;
-                out.put(&at.port().to_le_bytes())
-            }
-        }
-    }
-
-    fn take(from: &mut &[u8]) -> Result<Self, WireError> {
-        let cookie = Field::take(from)?;
-        let (fabric, length): (u8, u8) = (Field::take(from)?, Field::take(from)?);
-        let place = std::mem::take(from);
-        if usize::from(length) != place.len() {
-            return Err(WireError::Length);
-        }
-        let address = match fabric {
-            FABRIC_SHM => place.is_empty().then_some(LinkAddress::Shm),
-            FABRIC_VERBS => verbs_address(place).map(LinkAddress::Verbs),
-            _ => return Err(WireError::Field("fabric")),
-        };
-        let address = address.ok_or(WireError::Field("link address"))?;
-        Ok(Self { address, cookie })
-    }
-}
-
-/// Bytes of an IP address, IPv4 mapped.
-const IP_BYTES: usize = 16;
-/// Bytes of an address on the verbs fabric: IP, port.
-const VERBS_BYTES: usize = IP_BYTES + 2;
-
-/// Returns the address. `None` if no listener can have it: port 0, multicast, or unspecified.
-fn verbs_address(bytes: &[u8]) -> Option<SocketAddr> {
-    let (ip, port) = bytes.split_first_chunk::<IP_BYTES>()?;
-    let ip = Ipv6Addr::from(*ip).to_canonical();
-    let port = u16::from_le_bytes(port.try_into().ok()?);
-    (port != 0 && !ip.is_multicast() && !ip.is_unspecified()).then(|| SocketAddr::new(ip, port))
-}
-
-#[cfg(test)]
-mod tests;
-
-// Finds markers in what TCP delivers. A pure function: `stream` reads TCP, and decides when to scan at all
-// (docs/protocol.md, P33–P36).
-
-/// The bytes that follow the payload.
-#[derive(Debug, Clone, Copy)]
-pub enum Found {
-    /// No byte: all bytes scanned are data.
-    Payload,
-    /// The possible beginning of a marker: `have` bytes (1 to `MAX_MARKER` − 1) that are neither data nor a marker yet.
-    PartialMarker {
-        /// Number of bytes to hold back, up to the end of those scanned.
-        have: usize,
-    },
-    /// A whole marker. The bytes behind it have not been scanned.
-    Marker {
-        /// The marker.
-        marker: Marker,
-        /// Its length in bytes.
-        len: usize,
-    },
-    /// Bytes that start with the reader's nonce, so they are not the application's data, but are no marker that this
-    /// version can read. `len` bytes are to be dropped, and the attempt to promote has ended.
-    Bad {
-        /// Why it is no marker.
-        error: WireError,
-        /// Its length in bytes: as the header says, or the bare header if no marker is that long.
-        len: usize,
-    },
-}
-
-/// The result of [`scan`].
-#[derive(Debug, Clone, Copy)]
-pub struct Scan {
-    /// Number of bytes at the front that are the application's data.
-    pub payload: usize,
-    /// The bytes behind them.
-    pub what: Found,
-}
-
-/// Finds the first marker for the reader that chose `nonce` in `bytes`, the next bytes of TCP.
+/// Finds the first marker for the reader that chose `nonce` in `bytes`, the next bytes of TCP (P33–P36).
 ///
 /// `bytes` must begin where an earlier scan left off: at the byte after the data delivered, so that a tail held back is
 /// scanned again. A tail that can still become a marker is never called data. To get past a partial marker, a caller
@@ -300,5 +244,57 @@ fn read_marker(tail: &[u8]) -> Found {
     }
 }
 
+/// On the wire: no byte, or the offer. This is the last field of the structure that it is in.
+impl Field<'_> for Option<LinkOffer> {
+    fn put(&self, out: &mut Writer<'_>) -> Result<(), WireError> {
+        self.iter().try_for_each(|offer| offer.put(out))
+    }
+
+    fn take(from: &mut &[u8]) -> Result<Self, WireError> {
+        (!from.is_empty()).then(|| Field::take(from)).transpose()
+    }
+}
+
+/// On the wire: the cookie, the fabric, then the address with its length, up to the marker's end.
+impl Field<'_> for LinkOffer {
+    fn put(&self, out: &mut Writer<'_>) -> Result<(), WireError> {
+        self.cookie.put(out)?;
+        match self.address {
+            LinkAddress::Shm => out.put(&[FABRIC_SHM, 0]),
+            LinkAddress::Verbs(at) => {
+                out.put(&[FABRIC_VERBS, VERBS_BYTES as u8])?;
+                out.put(&mapped(at.ip()).octets())?;
+                out.put(&at.port().to_le_bytes())
+            }
+        }
+    }
+
+    fn take(from: &mut &[u8]) -> Result<Self, WireError> {
+        let cookie = Field::take(from)?;
+        let (fabric, length): (u8, u8) = (Field::take(from)?, Field::take(from)?);
+        let place = std::mem::take(from);
+        if usize::from(length) != place.len() {
+            return Err(WireError::Length);
+        }
+        let address = match fabric {
+            FABRIC_SHM => place.is_empty().then_some(LinkAddress::Shm),
+            FABRIC_VERBS => verbs_address(place).map(LinkAddress::Verbs),
+            _ => return Err(WireError::Field("fabric")),
+        };
+        let address = address.ok_or(WireError::Field("link address"))?;
+        Ok(Self { address, cookie })
+    }
+}
+
+/// Returns the address. `None` if no listener can have it: port 0, multicast, or unspecified.
+fn verbs_address(bytes: &[u8]) -> Option<SocketAddr> {
+    let (ip, port) = bytes.split_first_chunk::<IP_BYTES>()?;
+    let ip = Ipv6Addr::from(*ip).to_canonical();
+    let port = u16::from_le_bytes(port.try_into().ok()?);
+    (port != 0 && !ip.is_multicast() && !ip.is_unspecified()).then(|| SocketAddr::new(ip, port))
+}
+
 #[cfg(test)]
 mod scan_tests;
+#[cfg(test)]
+mod tests;

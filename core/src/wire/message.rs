@@ -161,16 +161,11 @@ impl Message {
     }
 }
 
-#[cfg(test)]
-mod tests;
-
-// Reasons for a NO, as they are sent. The reasons why a stream is on TCP, for its own program, are in
-// `stats/reason.rs`.
-
 /// Declares [`Reason`] by the name, number and text of each reason that this version knows.
 macro_rules! reasons {
     ($($(#[$doc:meta])* $name:ident = $code:literal => $text:literal,)+) => {
-        /// Why an end refuses, as sent in NO, LINK-REFUSE, OPEN-REFUSE and ABORT.
+        /// Why an end refuses, as sent in NO, LINK-REFUSE, OPEN-REFUSE and ABORT. [`crate::stats::Reason`] is what an
+        /// end shows to its own program.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
         pub enum Reason {
             $($(#[$doc])* $name,)+
@@ -228,3 +223,6 @@ reasons! {
     /// The asker's user does not own the connector's socket, or the two ends are not in one network namespace.
     NotOwner = 14 => "asker does not own the connection",
 }
+
+#[cfg(test)]
+mod tests;

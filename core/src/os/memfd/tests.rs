@@ -1,8 +1,9 @@
-//! Tests of sealed memory: which files can be mapped, and what a peer cannot do to them.
+//! Tests of sealed memory: which files can be mapped, what a peer cannot do to them, and what locked memory takes.
 
 use rustix::fs::{CWD, Mode, OFlags, openat};
 use rustix::io::{pread, pwrite};
 
+use crate::os::forked::in_child;
 use crate::os::memfd::*;
 
 fn memfd(bytes: u64, seals: SealFlags) -> PrivateFd {
@@ -114,4 +115,30 @@ fn anonymous_memory_is_zeroed() {
     // SAFETY: within the mapping, which only this test uses.
     assert_eq!(unsafe { map.as_ptr().add(4095).read() }, 0);
     assert!(Mapping::anonymous(0).is_err());
+}
+
+fn resident() -> usize {
+    let status = std::fs::read_to_string("/proc/self/statm").unwrap();
+    status.split(' ').nth(1).unwrap().parse().unwrap()
+}
+
+#[test]
+fn only_what_is_touched_is_filled_where_memory_is_locked() {
+    in_child(|| {
+        // SAFETY: affects the mappings of this child only.
+        if unsafe { libc::mlockall(libc::MCL_FUTURE) } != 0 {
+            println!("skipped: no memory may be locked");
+            return;
+        }
+        const BYTES: usize = 64 << 20;
+        let both = ProtFlags::READ | ProtFlags::WRITE;
+        let Ok(start) = map(BYTES, both, MapFlags::PRIVATE, None) else {
+            println!("skipped: not that much memory may be locked");
+            return;
+        };
+        let before = resident();
+        // SAFETY: the byte lies within the mapping, which is writable.
+        unsafe { start.cast::<u8>().add(BYTES - 1).write(1) };
+        assert!(resident() < before + 1000 && before < BYTES / 4096);
+    });
 }

@@ -232,7 +232,7 @@ fn nothing_is_set_aside_once_that_is_given_up() {
         let private = PrivateFd::duplicate(reader.as_fd()).unwrap();
         dismiss_reserve();
         // The private fd, and the eventfd of the reserve.
-        assert_eq!(COUNT.load(Ordering::Relaxed), 2);
+        assert_eq!(COUNT.load(Relaxed), 2);
         let closing = PrivateFd::duplicate_closing(reader.as_fd()).unwrap();
         let numbers = [private.as_raw_fd(), closing.as_raw_fd()];
         drop((private, closing));
@@ -302,4 +302,107 @@ fn places_keep_to_any_limit() {
             assert!(place.most <= place.end / 4 + 8);
         }
     }
+}
+
+const SHORT: u32 = 20;
+
+fn counts(sides: &Sides) -> u64 {
+    sides.0.load(Relaxed) & mask(FD | SETTLED)
+}
+
+/// Waits until the counts are as expected.
+fn await_counts(sides: &Sides, expected: u64) {
+    while counts(sides) != expected {
+        std::thread::yield_now();
+    }
+}
+
+/// Gives a mistake time to show, and checks that the counts stay the same.
+fn nothing_changes(sides: &Sides) {
+    let before = counts(sides);
+    std::thread::sleep(std::time::Duration::from_millis(2));
+    assert_eq!(counts(sides), before);
+}
+
+#[test]
+fn who_wants_fds_settled_waits_for_those_under_way_and_comes_before_others() {
+    let sides = Sides(AtomicU64::new(0));
+    sides.enter_fd(false, SHORT);
+    sides.enter_fd(false, SHORT);
+    sides.leave(FD);
+    std::thread::scope(|s| {
+        let settled = s.spawn(|| {
+            sides.enter_settled(u32::MAX);
+            assert_eq!(counts(&sides) & mask(FD), 0);
+        });
+        await_counts(&sides, FD + SETTLED);
+        let next = s.spawn(|| sides.enter_fd(false, u32::MAX));
+        nothing_changes(&sides);
+        // A part of a transit that is in progress does not wait.
+        sides.enter_fd(true, SHORT);
+        sides.leave(FD);
+        assert!(!settled.is_finished());
+        sides.leave(FD);
+        assert!(settled.join().is_ok());
+        nothing_changes(&sides);
+        // Two callers need fds settled at the same time.
+        sides.enter_settled(SHORT);
+        sides.leave(SETTLED);
+        nothing_changes(&sides);
+        sides.leave(SETTLED);
+        assert!(next.join().is_ok());
+    });
+    assert_eq!(counts(&sides), FD);
+}
+
+#[test]
+fn who_would_wait_for_itself_goes_on() {
+    let sides = Sides(AtomicU64::new(0));
+    sides.enter_fd(false, SHORT);
+    sides.enter_settled(SHORT);
+    sides.enter_fd(false, SHORT);
+    assert_eq!(counts(&sides), 2 * FD + SETTLED);
+    sides.leave(FD);
+    sides.leave(SETTLED);
+    sides.leave(FD);
+    // As in a fork child, whose counts begin at zero.
+    sides.leave(FD);
+    sides.leave(SETTLED);
+    assert_eq!(counts(&sides), 0);
+}
+
+#[test]
+fn a_call_is_disturbed_by_what_was_under_way_at_any_time_of_it() {
+    let sides = Sides(AtomicU64::new(u64::MAX - mask(FD | SETTLED)));
+    let look = || sides.0.load(Relaxed);
+    let quiet = look();
+    sides.enter_settled(SHORT);
+    assert!(!is_disturbed(quiet, look()));
+    sides.leave(SETTLED);
+    assert!(!is_disturbed(quiet, look()));
+    // The count of transits wraps.
+    sides.enter_fd(false, SHORT);
+    let amid = look();
+    assert!(is_disturbed(quiet, look()));
+    sides.leave(FD);
+    assert!(is_disturbed(quiet, look()), "it began and ended meanwhile");
+    assert!(is_disturbed(amid, look()), "it had begun before");
+    assert!(!is_disturbed(look(), look()));
+}
+
+#[test]
+fn nobody_waits_for_what_its_own_thread_has() {
+    let thread = thread::current();
+    let own = || (turns(thread.transits()), turns(thread.settles()));
+    assert_eq!(own(), (TURNS, TURNS));
+    let outer = Transit::begin();
+    drop(Transit::begin());
+    assert_eq!(own(), (0, TURNS));
+    drop(outer);
+    Settled::begin().hold();
+    assert_eq!(own(), (TURNS, 0));
+    assert_eq!(thread.depth(), 1, "signal handlers wait");
+    Settled::end();
+    assert_eq!(own(), (TURNS, TURNS));
+    assert_eq!(thread.depth(), 0);
 }

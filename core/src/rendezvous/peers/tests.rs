@@ -1,4 +1,4 @@
-//! Tests of the page of instances, by forked processes, and of the destination cache.
+//! Tests of the page of instances, by forked processes, of the destination cache, and of the page of holders.
 
 use std::collections::HashSet;
 
@@ -19,13 +19,13 @@ impl PeerPage {
     /// Removes instance `id` of process `pid`. Has no effect if it is not there.
     fn unregister(&self, pid: u32, id: &InstanceId) {
         for slot in self.slots() {
-            let owner = slot.owner.load(Ordering::Relaxed);
+            let owner = slot.owner.load(Relaxed);
             if pid_of(owner) == pid && read(slot).is_some_and(|(_, found)| found == *id) {
                 // Fails only if another process took this one for dead. Then the slot is no longer this process's to
                 // free.
                 let _ = slot
                     .owner
-                    .compare_exchange(owner, next_owner(owner, 0), Ordering::Release, Ordering::Relaxed);
+                    .compare_exchange(owner, next_owner(owner, 0), Release, Relaxed);
             }
         }
     }
@@ -84,7 +84,7 @@ fn the_slots_of_the_dead_are_used_again_when_no_other_is_free() {
 fn a_process_that_died_while_entering_itself_leaves_nothing() {
     let page = PeerPage::new().unwrap();
     for slot in page.slots() {
-        slot.owner.store(next_owner(0, dead_pid_once()), Ordering::Relaxed);
+        slot.owner.store(next_owner(0, dead_pid_once()), Relaxed);
     }
     assert_eq!(page.list(), []);
     assert!(page.register(own_pid(), &id(1)));
@@ -101,7 +101,7 @@ fn any_bits_in_the_page_are_survived() {
     let page = PeerPage::new().unwrap();
     for (n, slot) in page.slots().iter().enumerate() {
         slot.owner
-            .store(u64::MAX.rotate_left(n as u32) ^ (n as u64) << 40, Ordering::Relaxed);
+            .store(u64::MAX.rotate_left(n as u32) ^ (n as u64) << 40, Relaxed);
     }
     let _ = page.list();
     page.register(own_pid(), &id(1));
@@ -120,10 +120,10 @@ fn a_reader_never_sees_half_of_an_id() {
                     assert!(page.register(own_pid(), &id(first + n)));
                     page.unregister(own_pid(), &id(first + n));
                 }
-                stop.store(true, Ordering::Relaxed);
+                stop.store(true, Relaxed);
             });
         }
-        while !stop.load(Ordering::Relaxed) {
+        while !stop.load(Relaxed) {
             // Without the check of the process, which costs a system call.
             for (_, found) in page.slots().iter().filter_map(read) {
                 let bytes = found.as_bytes();
@@ -172,4 +172,49 @@ proptest! {
             }
         }
     }
+}
+
+fn tuple(port: u16) -> Tuple {
+    let client = SocketAddr::from(([127, 0, 0, 1], port));
+    Tuple::new(client, SocketAddr::from(([127, 0, 0, 1], 5432)))
+}
+
+fn holder(n: u16) -> InstanceId {
+    InstanceId::from_words([n.into(), 7])
+}
+
+#[test]
+fn the_last_who_said_so_holds_a_connection() {
+    let page = HolderPage::new().unwrap();
+    assert_eq!(page.holder(&tuple(1)), None);
+    page.enter(&tuple(1), &holder(1));
+    page.enter(&tuple(2), &holder(2));
+    page.enter(&tuple(1), &holder(3));
+    assert_eq!(page.holder(&tuple(1)), Some(holder(3)));
+    assert_eq!(page.holder(&tuple(2)), Some(holder(2)));
+    assert_eq!(page.holder(&tuple(3)), None);
+}
+
+#[test]
+fn many_connections_are_remembered_and_more_are_never_taken_for_others() {
+    let page = HolderPage::new().unwrap();
+    (1..=1000).for_each(|n| page.enter(&tuple(n), &holder(n)));
+    let found = (1..=1000).filter(|n| page.holder(&tuple(*n)) == Some(holder(*n)));
+    assert!(found.count() > 980);
+    (1..=50_000).for_each(|n| page.enter(&tuple(n), &holder(n)));
+    let wrong = (1..=50_000).filter(|n| page.holder(&tuple(*n)).is_some_and(|h| h != holder(*n)));
+    assert_eq!(wrong.count(), 0);
+    let found = (1..=50_000).filter(|n| page.holder(&tuple(*n)).is_some());
+    assert!(found.count() > BUCKETS);
+}
+
+#[test]
+fn what_was_half_written_is_not_believed() {
+    let page = HolderPage::new().unwrap();
+    page.enter(&tuple(1), &holder(1));
+    let connection = name_of(&tuple(1));
+    let bucket = page.bucket(connection);
+    let entry = bucket.iter().find(|e| e.connection.load(Relaxed) == connection);
+    entry.unwrap().holder[0].store(99, Relaxed);
+    assert_eq!(page.holder(&tuple(1)), None);
 }

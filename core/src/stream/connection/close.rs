@@ -1,4 +1,5 @@
-//! The work that shutdown() and close() leave to be done.
+//! The work that shutdown() and close() leave to be done, and the hand-over of a connection to a holder that reads the
+//! kernel alone (P85).
 
 use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
@@ -16,6 +17,13 @@ use crate::stream::mode::{Mode, Receiving, Sending};
 use crate::wire;
 use crate::wire::marker::{Found, scan as scan_bytes};
 use crate::wire::{MAX_MARKER, Marker, Message};
+
+/// Bytes that are set aside, or taken back, at most (P85).
+pub const MOST: usize = 16 * 1024 * 1024;
+
+/// Time that a marker may take which the peer can write at once, ns. A marker behind a blocked send comes only when TCP
+/// has room.
+const AT_ONCE: u64 = 10_000_000;
 
 /// Shuts the sending direction, before the kernel's own shutdown(). The end mark says that the end follows the last
 /// byte, in TCP. Sets `farewell` to the waiter that is woken once the kernel has sent its FIN.
@@ -191,17 +199,12 @@ pub fn close_if_over<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> Opt
     Some(returns)
 }
 
-// Data in front of a marker when the connection is handed to a new holder (P85). The new holder reads the kernel
-// alone, so the marker would be data to it. This code sets that data aside, so that the marker is read and the attempt
-// goes on to its end. Then the peer, which has sent the data, takes it back, and sends it again in TCP before all
-// other bytes.
+// Data in front of a marker when the connection is handed to a new holder (P85), to whom the marker would be data. The
+// data is set aside, so that the marker is read and the attempt goes on to its end. Then the peer takes the data back,
+// and sends it again in TCP before all other bytes.
 //
 // This works within a host only. Otherwise, and if the peer cannot take the data back, the connection is reset. A gap
 // in the data would be worse than the end of the connection.
-
-/// Time that a marker may take which the peer can write at once, ns. A marker behind a blocked send comes only when TCP
-/// has room.
-const AT_ONCE: u64 = 10_000_000;
 
 /// Brings the attempt under way within the host nearer to its end. Returns true if no marker of an attempt may come any
 /// more.
@@ -340,15 +343,6 @@ pub fn on_taken_back<S: SocketIo>(socket: &S) {
     }
 }
 
-// The end of data that was set aside in front of a marker (P85; `hand_over`): this end asks the peer, which has sent
-// the data, to take it back.
-//
-// This works within a host only. Otherwise, and if the peer cannot take the data back, the connection is reset. A gap
-// in the data would be worse than the end of the connection.
-
-/// Bytes that are set aside, or taken back, at most (P85).
-pub const MOST: usize = 16 * 1024 * 1024;
-
 /// Asks the peer to take the data back that is set aside, once SWITCH has been read. Resets the connection if that
 /// cannot be asked. The caller holds the control lock.
 pub fn give_back<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
@@ -372,7 +366,7 @@ fn ask_peer<S: SocketIo>(socket: &S, control: &ControlOf<S>) -> Option<()> {
 }
 
 /// Drops the data that is set aside, and moves the direction by `event`.
-pub fn end<S: SocketIo>(socket: &S, rx: &mut RxOf<S>, event: Receiving) {
+fn end<S: SocketIo>(socket: &S, rx: &mut RxOf<S>, event: Receiving) {
     rx.aside = Vec::new();
     socket.rx_mode.go(event);
 }

@@ -1,5 +1,5 @@
-//! The operations on the receiving direction: it begins or ends to be scanned for markers, is shut, and leaves the
-//! link.
+//! The operations on either direction. The receiving one begins or ends to be scanned for markers, is shut, and leaves
+//! the link. The sending one sends markers, and bytes that are sent again, on TCP, and leaves the link.
 
 use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
@@ -9,6 +9,31 @@ use crate::stream::connection::Rx;
 use crate::stream::connection::io::{Half, RxOf, SocketIo, StreamLink, Task, Tcp, TxOf, Unsent};
 use crate::stream::connection::scan::Carry;
 use crate::stream::mode::{Mode, Receiving, Sending};
+
+/// The waiter at the other end of a link within the host that is woken once the kernel has sent its FIN. Only then does
+/// the end mark count as an end. The FIN wakes that waiter too, but too late: after data that is sent on other
+/// connections next.
+pub struct Farewell<L>(Option<(L, Wake, Vqpn)>);
+
+impl<L: StreamLink> Farewell<L> {
+    /// No waiter is to be woken.
+    pub const NONE: Self = Self(None);
+
+    /// Returns the farewell for the waiter that `wake` names, which the end mark has returned.
+    pub fn of<S: SocketIo<Link = L>>(socket: &S, wake: Wake) -> Self {
+        Self(socket.wakes_at_end(wake))
+    }
+
+    /// Wakes the waiter. The kernel's socket is closed or shut down by now.
+    pub fn tell(self) {
+        // The number may be another stream's by now. Then the waiter checks that stream in vain.
+        if let Some((link, wake, theirs)) = self.0 {
+            link.notify(wake, theirs);
+        }
+    }
+}
+
+// The receiving direction.
 
 /// Begins to scan what the kernel delivers for markers that start with `nonce`. Returns false if the socket's use does
 /// not allow that.
@@ -137,7 +162,7 @@ pub fn shut_receiving<S: SocketIo>(socket: &S) -> bool {
 }
 
 /// Leaves the direction to the kernel: a call returns the end to the program that a look has found
-/// ([`Ahead::Ended`](crate::stream::connection::scan::Ahead::Ended)). The caller holds `rx`.
+/// ([`Ahead::Ended`](crate::stream::connection::Ahead::Ended)). The caller holds `rx`.
 pub fn on_end_told<S: SocketIo>(socket: &S, rx: &mut RxOf<S>) {
     end_scan(socket, rx);
     socket.rx_mode.go(Receiving::Settled);
@@ -240,31 +265,7 @@ pub fn refuse<S: SocketIo>(socket: &S) -> Wake {
     consumer.map_or(Wake::NONE, |c| c.set_flags(RxFlags::RX_CLOSED))
 }
 
-// The operations on the sending direction: it sends markers, and bytes that are sent again, on TCP, and leaves the
-// link.
-
-/// The waiter at the other end of a link within the host that is woken once the kernel has sent its FIN. Only then does
-/// the end mark count as an end. The FIN wakes that waiter too, but too late: after data that is sent on other
-/// connections next.
-pub struct Farewell<L>(Option<(L, Wake, Vqpn)>);
-
-impl<L: StreamLink> Farewell<L> {
-    /// No waiter is to be woken.
-    pub const NONE: Self = Self(None);
-
-    /// Returns the farewell for the waiter that `wake` names, which the end mark has returned.
-    pub fn of<S: SocketIo<Link = L>>(socket: &S, wake: Wake) -> Self {
-        Self(socket.wakes_at_end(wake))
-    }
-
-    /// Wakes the waiter. The kernel's socket is closed or shut down by now.
-    pub fn tell(self) {
-        // The number may be another stream's by now. Then the waiter checks that stream in vain.
-        if let Some((link, wake, theirs)) = self.0 {
-            link.notify(wake, theirs);
-        }
-    }
-}
+// The sending direction.
 
 /// Appends bytes that the peer has not read on the link, behind the markers. Returns an error without memory for them.
 pub fn queue_again<S: SocketIo>(socket: &S, tx: &mut TxOf<S>, bytes: &[u8]) -> Result<(), RingError> {
@@ -450,8 +451,8 @@ pub fn resend<S: SocketIo>(socket: &S) {
     }
 }
 
-/// Makes sends wait until the stream has [left](crate::stream::connection::stay::leave) a link between hosts, because what is sent next is
-/// for TCP alone.
+/// Makes sends wait until the stream has [left](crate::stream::connection::leave) a link between hosts, because what is
+/// sent next is for TCP alone.
 pub fn wait_for_tcp<S: SocketIo>(socket: &S) {
     let Some(mut tx) = socket.tx.lock() else {
         return;

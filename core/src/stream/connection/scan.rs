@@ -1,4 +1,6 @@
-//! Markers in what TCP delivers: this code hands them to the attempt, and leaves the other bytes to the program.
+//! Markers in what TCP delivers: this code hands them to the attempt, and leaves the other bytes to the program. It
+//! holds bytes back that may be the beginning of a marker, and reads ahead of the program where the sending direction
+//! waits for a marker.
 
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
@@ -18,6 +20,24 @@ use crate::wire::{MAX_MARKER, Marker};
 
 /// Bytes ahead of the program in which TCP is scanned for markers.
 const PEEK: usize = 16 * 1024;
+
+/// Bytes of one connection that are moved to the carry, at most; all connections have a bound too ([`ALL`]). Between
+/// two programs that both do not read, kernel TCP would not hold as much.
+const MOST: usize = 16 * 1024 * 1024;
+/// Bytes that are taken from TCP at a time.
+const PIECE: usize = 16 * 1024;
+/// Pieces that are dropped in one turn of the service thread, before it serves other connections.
+const DROPS: usize = 64;
+
+/// Bytes that each connection may be read ahead of its program, even if the others use up [`ALL`]. The kernel would
+/// hold more.
+const OWN: usize = 64 * 1024;
+/// Bytes that all connections together may be read ahead beyond [`OWN`] each. The bound is needed because the peers
+/// decide how much it is.
+const ALL: usize = 256 * 1024 * 1024;
+
+/// Bytes that are read ahead beyond [`OWN`] now, over all connections.
+static AHEAD: AtomicUsize = AtomicUsize::new(0);
 
 /// The result of a look at the front of TCP.
 pub enum Ahead {
@@ -355,17 +375,8 @@ pub fn look<S: SocketIo>(socket: &S) -> Option<Ahead> {
     Some(ahead)
 }
 
-// Markers behind data that the program does not read. As on TCP, a program may read nothing before it has sent all
-// that it has to send. Its sending direction may wait for such a marker (`stream::resume`). Then this code moves bytes
-// from TCP to the carry until the marker is there. The program's later reads take them from the carry.
-
-/// Bytes of one connection that are moved to the carry, at most; all connections have a bound too (`carry`). Between
-/// two programs that both do not read, kernel TCP would not hold as much.
-const MOST: usize = 16 * 1024 * 1024;
-/// Bytes that are taken from TCP at a time.
-const PIECE: usize = 16 * 1024;
-/// Pieces that are dropped in one turn of the service thread, before it serves other connections.
-const DROPS: usize = 64;
+// Markers behind data that the program does not read: a program may read nothing before it has sent all that it has to
+// send. Bytes move from TCP to the carry until the marker is there.
 
 /// Reads markers behind unread data, if the sending direction waits for one, and does what they allow for that
 /// direction. `is_blocked`: a send finds no room on the link, and the reader's head does not move. Returns whether the
@@ -477,20 +488,8 @@ pub fn drop_unread<S: SocketIo>(socket: &S) {
     socket.later(Task::Settle);
 }
 
-// Bytes that were taken from TCP and that the program does not have yet. They may be the beginning of a marker, bytes
-// of a call that come later in the stream, or bytes that were read ahead (`ahead`).
-
-/// Bytes that each connection may be read ahead of its program, even if the others use up [`ALL`]. The kernel would
-/// hold more.
-const OWN: usize = 64 * 1024;
-/// Bytes that all connections together may be read ahead beyond [`OWN`] each. The bound is needed because the peers
-/// decide how much it is.
-const ALL: usize = 256 * 1024 * 1024;
-
-/// Bytes that are read ahead beyond [`OWN`] now, over all connections.
-static AHEAD: AtomicUsize = AtomicUsize::new(0);
-
-/// Bytes that were taken from TCP and that the program has not read.
+/// Bytes that were taken from TCP and that the program has not read. They may be the beginning of a marker, bytes of a
+/// call that come later in the stream, or bytes that were read ahead.
 #[derive(Default)]
 pub struct Carry {
     /// The bytes that are held, behind those that the program has read.
@@ -527,7 +526,7 @@ impl Carry {
     /// Returns whether `more` bytes may be read ahead, and reserves memory for them. They count until the program has
     /// read them. The caller [pushes](Self::push) no other bytes before them. False if the bound is reached, or without
     /// memory.
-    pub fn charge(&mut self, more: usize) -> bool {
+    fn charge(&mut self, more: usize) -> bool {
         if self.bytes.try_reserve(more).is_err() {
             return false;
         }
@@ -584,7 +583,7 @@ impl Carry {
     /// Returns the next marker for the reader that chose `nonce`, however many bytes precede it. Each marker is
     /// returned once, and its bytes stay. `None` if no whole marker is there, and in front of one that cannot be
     /// decoded.
-    pub fn next_marker(&mut self, nonce: &Nonce) -> Option<Marker> {
+    fn next_marker(&mut self, nonce: &Nonce) -> Option<Marker> {
         let seen = scan(nonce, self.as_slice().get(self.looked..)?);
         self.looked += seen.payload;
         match seen.what {
@@ -609,9 +608,8 @@ pub fn after_fork() {
 }
 
 #[cfg(test)]
-mod carry_tests {
+mod tests {
     use super::*;
-    use crate::wire::MAX_MARKER;
 
     #[test]
     fn what_all_together_read_ahead_has_a_bound_and_a_little_is_always_allowed() {
@@ -642,8 +640,6 @@ mod carry_tests {
         drop(all);
         assert_eq!(AHEAD.load(Relaxed), 0);
     }
-
-    const MOST: usize = 16 * 1024 * 1024;
 
     const NONCE: Nonce = Nonce::from_bytes([0xc0; 16]);
 

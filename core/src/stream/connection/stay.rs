@@ -1,4 +1,6 @@
-//! A stay on a link between hosts: carries out the steps of the state machine in `stream::resume` (P70–P79).
+//! A stay on a link between hosts: carries out the steps of the state machine in `stream::resume` (P70–P79), and feeds
+//! it the events that make a stream leave such a link. An attempt that is not closed is given up first. Also the way
+//! back to TCP that the program or its peer asks for.
 //!
 //! The caller of each function holds the control lock, and neither `rx` nor `tx`.
 
@@ -204,10 +206,7 @@ fn is_unread<S: SocketIo>(socket: &S) -> bool {
     socket.tx_mode.load(Acquire) == Mode::Link && is_unread() == Some(true)
 }
 
-// Events that make a stream leave a link between hosts, and what they lead to (P70–P79). An attempt that is not closed
-// is given up first.
-//
-// The caller of each function holds the control lock, and neither `rx` nor `tx`.
+// Events that make a stream leave a link between hosts.
 
 /// Handles a failure of this end of the link.
 pub fn link_failed<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
@@ -286,7 +285,7 @@ pub fn end<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     }
 }
 
-// The way back to TCP that the program or its peer asks for.
+// The way back to TCP from any link.
 
 /// Takes the socket back to TCP: the sending direction now, the receiving one when the peer follows this end's request.
 /// During a handshake it does so as soon as the handshake has ended.

@@ -24,7 +24,6 @@
 
 use std::cell::Cell;
 use std::mem::ManuallyDrop;
-use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64};
@@ -126,20 +125,37 @@ impl PrivateFd {
     /// Fails with EMFILE if the program's limit leaves no number.
     pub fn place(fd: OwnedFd) -> Result<Self, Errno> {
         let _transit = Transit::begin();
-        let placed = place(fd.as_fd());
+        let placed = Self::duplicate(fd.as_fd());
         close(fd);
         placed
     }
 
     /// Returns a private fd for the same open file as the program's `fd`. EMFILE as for [`Self::place`].
     pub fn duplicate(fd: BorrowedFd<'_>) -> Result<Self, Errno> {
-        place(fd)
+        let _transit = Transit::begin();
+        let count = COUNT.load(Relaxed);
+        let mut places = places(soft_limit()).into_iter().filter(|place| count < place.most);
+        let placed = places.find_map(|place| {
+            let placed = place_in(fd, &place, Take::High);
+            if placed.is_some() {
+                stock_reserve(&place);
+            }
+            placed
+        });
+        placed.ok_or(Errno::MFILE)
     }
 
     /// Duplicates an `fd` that the program is closing, where calls or bytes would be lost without a duplicate. The
-    /// number of `fd` is free soon, so any free number is used at need. EMFILE if there is none at all.
+    /// number of `fd` is free soon, so any free number is used at need, regardless of how many private fds there are.
+    /// EMFILE if there is none at all.
     pub fn duplicate_closing(fd: BorrowedFd<'_>) -> Result<Self, Errno> {
-        place_closing(fd)
+        let _transit = Transit::begin();
+        let places = places(soft_limit());
+        let find = |take| places.iter().find_map(|place| place_in(fd, place, take));
+        let placed = find(Take::Last)
+            .or_else(|| take_reserved(fd))
+            .or_else(|| find(Take::Any));
+        placed.ok_or(Errno::MFILE)
     }
 
     /// Takes over a number that [`Self::release`] returned; `None` if the number is not private.
@@ -153,17 +169,33 @@ impl PrivateFd {
         ManuallyDrop::new(self).fd
     }
 
-    /// Leaves the close, which may block, to [`Self::close_left`].
+    /// Leaves the close, which may block, to [`Self::close_left`]. Any thread may call this; it never waits. If the list
+    /// is full, the fd stays open for good, which [`is_left_full`] prevents.
     pub fn leave(self) {
-        leave_open(self.release());
+        let number = self.release();
+        let is_entered = |slot: &AtomicI32| slot.compare_exchange(NONE, number, AcqRel, Relaxed).is_ok();
+        if LEFT.iter().any(is_entered) {
+            LEFT_COUNT.fetch_add(1, AcqRel);
+        }
     }
 
     /// Closes each fd that was [left](Self::leave) and that `take_over` has copied elsewhere. Returns `false` at the
     /// first fd that it has not copied. Only one thread calls this.
     pub fn close_left(mut take_over: impl FnMut(BorrowedFd<'_>) -> bool) -> bool {
-        let close = |number| drop(Self { fd: number });
-        // SAFETY: an fd that was left stays open until it is closed here.
-        close_each_left(|number| take_over(unsafe { BorrowedFd::borrow_raw(number) }), close)
+        for slot in &LEFT {
+            let number = slot.load(Acquire);
+            if number == NONE {
+                continue;
+            }
+            // SAFETY: an fd that was left stays open until it is closed here.
+            if !take_over(unsafe { BorrowedFd::borrow_raw(number) }) {
+                return false;
+            }
+            drop(Self { fd: number });
+            slot.store(NONE, Release);
+            LEFT_COUNT.fetch_sub(1, AcqRel);
+        }
+        true
     }
 }
 
@@ -200,6 +232,7 @@ fn close(fd: OwnedFd) {
     unsafe { rustix::io::close(fd.into_raw_fd()) };
 }
 
+/// Enters a number in the bitmap. Returns false if the number lies beyond the bitmap.
 fn register(fd: RawFd) -> bool {
     let n = fd as u32;
     let Some((word, mask)) = bit(n) else {
@@ -268,50 +301,6 @@ enum Take {
     Any,
 }
 
-fn place(fd: BorrowedFd<'_>) -> Result<PrivateFd, Errno> {
-    let _transit = Transit::begin();
-    let count = COUNT.load(Relaxed);
-    let mut places = places(soft_limit()).into_iter().filter(|place| count < place.most);
-    let placed = places.find_map(|place| {
-        let placed = place_in(fd, &place, Take::High);
-        if placed.is_some() {
-            stock_reserve(&place);
-        }
-        placed
-    });
-    placed.ok_or(Errno::MFILE)
-}
-
-/// Moves `fd` to a private number regardless of how many private fds there are: the program has one fd fewer soon.
-fn place_closing(fd: BorrowedFd<'_>) -> Result<PrivateFd, Errno> {
-    let _transit = Transit::begin();
-    let places = places(soft_limit());
-    let find = |take| places.iter().find_map(|place| place_in(fd, place, take));
-    let placed = find(Take::Last)
-        .or_else(|| take_reserved(fd))
-        .or_else(|| find(Take::Any));
-    placed.ok_or(Errno::MFILE)
-}
-
-/// Closes the numbers that are set aside for fds that the program closes.
-pub fn dismiss_reserve() {
-    dismiss_numbers(|number| drop(PrivateFd { fd: number }));
-}
-
-fn stock_reserve(place: &Place) {
-    stock_numbers(
-        place.least()..place.end as RawFd,
-        |file| place_in(file, place, Take::High).map(PrivateFd::release),
-        |number| drop(PrivateFd { fd: number }),
-    );
-}
-
-fn take_reserved(fd: BorrowedFd<'_>) -> Option<PrivateFd> {
-    let number = PrivateFd { fd: take_number()? };
-    // On an error the number is dropped, which sets it aside again.
-    put_at(fd, number.fd).ok().map(|()| number)
-}
-
 fn place_in(fd: BorrowedFd<'_>, place: &Place, take: Take) -> Option<PrivateFd> {
     // A try costs a system call. A program that uses this many numbers at the top of its range needs them more than the
     // library does.
@@ -346,17 +335,7 @@ fn place_in(fd: BorrowedFd<'_>, place: &Place, take: Take) -> Option<PrivateFd> 
         Take::Any => true,
     };
     left.into_iter().flatten().for_each(close);
-    if does {
-        keep(new)
-    } else {
-        close(new);
-        None
-    }
-}
-
-/// Enters a number in the bitmap. Closes the fd and returns `None` if the number lies beyond the bitmap.
-fn keep(new: OwnedFd) -> Option<PrivateFd> {
-    if register(new.as_raw_fd()) {
+    if does && register(new.as_raw_fd()) {
         Some(PrivateFd { fd: new.into_raw_fd() })
     } else {
         close(new);
@@ -378,15 +357,15 @@ static RESERVE_FILE: AtomicI32 = AtomicI32::new(NONE);
 /// The least number that may be set aside.
 static RESERVE_LEAST: AtomicI32 = AtomicI32::new(0);
 
-/// Sets missing numbers aside. Replaces those at or above the end of `range`, which are left from before the program
-/// lowered its limit. `another` duplicates a file to a number in the range; `close` closes a number that is not needed.
-fn stock_numbers(range: Range<RawFd>, mut another: impl FnMut(BorrowedFd<'_>) -> Option<RawFd>, close: impl Fn(RawFd)) {
-    RESERVE_LEAST.store(range.start, Relaxed);
-    let mut fill = |slot: &AtomicI32, before, file: BorrowedFd<'_>| {
-        let number = another(file)?;
+/// Sets missing numbers aside. Replaces those at or above the end of `place`, which are left from before the program
+/// lowered its limit.
+fn stock_reserve(place: &Place) {
+    RESERVE_LEAST.store(place.least(), Relaxed);
+    let fill = |slot: &AtomicI32, before, file: BorrowedFd<'_>| {
+        let number = place_in(file, place, Take::High)?.release();
         // If another thread was faster, the new number is surplus; otherwise the one that was in the slot before.
         let surplus = slot.compare_exchange(before, number, AcqRel, Relaxed).unwrap_or(number);
-        (surplus != NONE).then(|| close(surplus));
+        (surplus != NONE).then(|| drop(PrivateFd { fd: surplus }));
         Some(())
     };
     if reserve_file().is_none() {
@@ -394,13 +373,12 @@ fn stock_numbers(range: Range<RawFd>, mut another: impl FnMut(BorrowedFd<'_>) ->
             return;
         };
         fill(&RESERVE_FILE, NONE, file.as_fd());
-        // SAFETY: `into_raw_fd` has taken the fd out of its owner, whose drop would call libc's close, which is hooked.
-        unsafe { rustix::io::close(file.into_raw_fd()) };
+        close(file);
     }
     let Some(file) = reserve_file() else { return };
     for slot in &NUMBERS {
         let before = slot.load(Relaxed);
-        if (before == NONE || before >= range.end) && fill(slot, before, file).is_none() {
+        if (before == NONE || before >= place.end as RawFd) && fill(slot, before, file).is_none() {
             return;
         }
     }
@@ -412,10 +390,17 @@ fn reserve_file() -> Option<BorrowedFd<'static>> {
     (number != NONE).then(|| unsafe { BorrowedFd::borrow_raw(number) })
 }
 
-/// Returns one of the numbers, which the caller owns from now on; `None` if none is set aside.
-fn take_number() -> Option<RawFd> {
+/// Takes one of the numbers; `None` if none is set aside.
+fn take_number() -> Option<PrivateFd> {
     let mut taken = NUMBERS.iter().map(|slot| slot.swap(NONE, AcqRel));
-    taken.find(|number| *number != NONE)
+    taken.find(|number| *number != NONE).map(|fd| PrivateFd { fd })
+}
+
+/// Puts the open file of `fd` at one of the numbers; `None` if none is set aside, or on an error.
+fn take_reserved(fd: BorrowedFd<'_>) -> Option<PrivateFd> {
+    let number = take_number()?;
+    // On an error the number is dropped, which sets it aside again.
+    put_at(fd, number.fd).ok().map(|()| number)
 }
 
 /// Sets `number` aside instead of closing it, if one is missing. Returns `false` if not: then the caller closes it. The
@@ -437,50 +422,17 @@ fn put_at(fd: BorrowedFd<'_>, number: RawFd) -> Result<(), Errno> {
     dup3(fd, &mut at, DupFlags::CLOEXEC)
 }
 
-/// Sets no number aside from now on, and passes the existing ones to `close`. The eventfd stays open, as another thread
-/// may be about to duplicate it.
-fn dismiss_numbers(close: impl Fn(RawFd)) {
+/// Sets no number aside from now on, and closes those that are set aside. The eventfd stays open, as another thread may
+/// be about to duplicate it.
+pub fn dismiss_reserve() {
     RESERVE_FILE.store(NONE, Relaxed);
-    std::iter::from_fn(take_number).for_each(close);
-}
-
-/// Forgets the numbers in a fork child, which does not keep them.
-fn reset_reserve() {
-    for slot in [&RESERVE_FILE].into_iter().chain(&NUMBERS) {
-        slot.store(NONE, Relaxed);
-    }
+    std::iter::from_fn(take_number).for_each(drop);
 }
 
 /// Unused descriptors whose close may block. Each stays open until a thread that may block has taken it over
 /// (`os::apart`).
 static LEFT: [AtomicI32; 64] = [const { AtomicI32::new(NONE) }; 64];
 static LEFT_COUNT: AtomicU32 = AtomicU32::new(0);
-
-/// Adds a descriptor. Any thread may call this; it never waits. If the list is full, the descriptor stays open for
-/// good, which [`is_left_full`] prevents.
-fn leave_open(number: RawFd) {
-    let is_entered = |slot: &AtomicI32| slot.compare_exchange(NONE, number, AcqRel, Relaxed).is_ok();
-    if LEFT.iter().any(is_entered) {
-        LEFT_COUNT.fetch_add(1, AcqRel);
-    }
-}
-
-/// Closes each descriptor that `take_over` has taken over. Returns `false` at the first descriptor that it has not.
-fn close_each_left(mut take_over: impl FnMut(RawFd) -> bool, close: impl Fn(RawFd)) -> bool {
-    for slot in &LEFT {
-        let number = slot.load(Acquire);
-        if number == NONE {
-            continue;
-        }
-        if !take_over(number) {
-            return false;
-        }
-        close(number);
-        slot.store(NONE, Release);
-        LEFT_COUNT.fetch_sub(1, AcqRel);
-    }
-    true
-}
 
 /// Returns whether the list has entries.
 #[inline]
@@ -491,14 +443,6 @@ pub fn is_any_left() -> bool {
 /// Returns whether the list is half full: then no further channel may be accepted.
 pub fn is_left_full() -> bool {
     LEFT_COUNT.load(Relaxed) as usize >= LEFT.len() / 2
-}
-
-/// Empties the list in a fork child, where the descriptors are closed with the other private ones.
-fn reset_left() {
-    for slot in &LEFT {
-        slot.store(NONE, Relaxed);
-    }
-    LEFT_COUNT.store(0, Relaxed);
 }
 
 // Keeps calls of the program apart from a library fd on its way to a private number.
@@ -633,18 +577,7 @@ impl Settled {
         own.set(own.get() + 1);
         Self(())
     }
-}
 
-impl Drop for Settled {
-    fn drop(&mut self) {
-        let thread = thread::current();
-        one_less(thread.settles());
-        SIDES.leave(SETTLED);
-        thread.end();
-    }
-}
-
-impl Settled {
     /// Lets the period last until [`Self::end`], which may be called elsewhere in this thread, or by its copy in a fork
     /// child.
     pub fn hold(self) {
@@ -654,6 +587,15 @@ impl Settled {
     /// Ends a period that was [held](Self::hold).
     pub fn end() {
         drop(Self(()));
+    }
+}
+
+impl Drop for Settled {
+    fn drop(&mut self) {
+        let thread = thread::current();
+        one_less(thread.settles());
+        SIDES.leave(SETTLED);
+        thread.end();
     }
 }
 
@@ -684,13 +626,6 @@ fn is_disturbed(before: u64, after: u64) -> bool {
     before & mask(FD) != 0 || (before ^ after) / BEGUN != 0
 }
 
-/// Clears the counts in a fork child, which has none of its parent's other threads.
-fn reset_transit() {
-    SIDES.0.fetch_and(!mask(FD | SETTLED), Relaxed);
-    thread::current().transits().set(0);
-    thread::current().settles().set(0);
-}
-
 /// Resets the private fds in a fork child: those for which `keep` is true stay open and private, all others are closed.
 ///
 /// To be called from the child's atfork handler, before anything else here. Async-signal-safe if `keep` is.
@@ -699,9 +634,15 @@ fn reset_transit() {
 /// No [`PrivateFd`] that `keep` refuses may be used or dropped in the child afterwards, as its number may be another
 /// file's. (Forget its owner.)
 pub unsafe fn reset_in_fork_child(keep: impl Fn(RawFd) -> bool) {
-    reset_transit();
-    reset_reserve();
-    reset_left();
+    // The child has none of the parent's other threads, so no fd is in transit.
+    SIDES.0.fetch_and(!mask(FD | SETTLED), Relaxed);
+    thread::current().transits().set(0);
+    thread::current().settles().set(0);
+    // Numbers that are set aside, and fds whose close was left, are closed with the other private fds.
+    for slot in [&RESERVE_FILE].into_iter().chain(&NUMBERS).chain(&LEFT) {
+        slot.store(NONE, Relaxed);
+    }
+    LEFT_COUNT.store(0, Relaxed);
     let mut from = 0;
     while let Some(n) = next_private(from, END) {
         from = n + 1;

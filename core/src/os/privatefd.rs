@@ -547,8 +547,8 @@ impl Transit {
     /// Begins a transit. Async-signal-safe; waits for some seconds at most.
     pub fn begin() -> Self {
         let thread = thread::current();
-        let own = thread.transits();
-        SIDES.enter_fd(own.get() > 0, turns(thread.settles()));
+        let own = &thread.transits;
+        SIDES.enter_fd(own.get() > 0, turns(&thread.settles));
         own.set(own.get() + 1);
         Self(())
     }
@@ -556,7 +556,7 @@ impl Transit {
 
 impl Drop for Transit {
     fn drop(&mut self) {
-        one_less(thread::current().transits());
+        one_less(&thread::current().transits);
         SIDES.leave(FD);
     }
 }
@@ -572,8 +572,8 @@ impl Settled {
     pub fn begin() -> Self {
         let thread = thread::current();
         thread.begin();
-        let own = thread.settles();
-        SIDES.enter_settled(turns(thread.transits()));
+        let own = &thread.settles;
+        SIDES.enter_settled(turns(&thread.transits));
         own.set(own.get() + 1);
         Self(())
     }
@@ -593,7 +593,7 @@ impl Settled {
 impl Drop for Settled {
     fn drop(&mut self) {
         let thread = thread::current();
-        one_less(thread.settles());
+        one_less(&thread.settles);
         SIDES.leave(SETTLED);
         thread.end();
     }
@@ -636,8 +636,8 @@ fn is_disturbed(before: u64, after: u64) -> bool {
 pub unsafe fn reset_in_fork_child(keep: impl Fn(RawFd) -> bool) {
     // The child has none of the parent's other threads, so no fd is in transit.
     SIDES.0.fetch_and(!mask(FD | SETTLED), Relaxed);
-    thread::current().transits().set(0);
-    thread::current().settles().set(0);
+    thread::current().transits.set(0);
+    thread::current().settles.set(0);
     // Numbers that are set aside, and fds whose close was left, are closed with the other private fds.
     for slot in [&RESERVE_FILE].into_iter().chain(&NUMBERS).chain(&LEFT) {
         slot.store(NONE, Relaxed);

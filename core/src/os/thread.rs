@@ -34,9 +34,9 @@ pub struct Thread {
     /// `handlers`.
     due: AtomicU32,
     /// The number of library fds in transit in this thread, one as a part of another (`os::privatefd`).
-    transits: Cell<u32>,
+    pub(super) transits: Cell<u32>,
     /// The number of open periods in which the thread needs all fds settled (`os::privatefd`).
-    settles: Cell<u32>,
+    pub(super) settles: Cell<u32>,
     /// The count of signal handlers that have run; wraps.
     handlers: AtomicU32,
     /// Signals that wait for the end of the sections, a bit each; the kernel has them blocked.
@@ -98,25 +98,8 @@ pub fn current() -> &'static Thread {
 #[inline]
 pub fn current() -> &'static Thread {
     thread_local! {
-        static THREAD: Thread = const {
-            Thread {
-                tid: Cell::new(0),
-                depth: Cell::new(0),
-                base: Cell::new(0),
-                due: AtomicU32::new(0),
-                transits: Cell::new(0),
-                settles: Cell::new(0),
-                handlers: AtomicU32::new(0),
-                held: AtomicU64::new(0),
-                jump: Cell::new(std::ptr::null_mut()),
-                outside: Cell::new(std::ptr::null()),
-                handler: Cell::new((0, 0)),
-                results: Cell::new(0),
-                handled: AtomicU64::new(0),
-                duty: Cell::new(std::ptr::null()),
-                cancelled: AtomicBool::new(false),
-            }
-        };
+        // SAFETY: zeroes are a valid `Thread`.
+        static THREAD: Thread = const { unsafe { std::mem::zeroed() } };
     }
     // SAFETY: the variable has no destructor, so it is valid as long as the thread.
     THREAD.with(|t| unsafe { &*std::ptr::from_ref(t) })
@@ -181,16 +164,6 @@ impl Thread {
     /// Forgets the id in a fork child: the surviving thread has a new one.
     pub fn forget_tid(&self) {
         self.tid.set(0);
-    }
-
-    /// Returns the number of library fds in transit in this thread.
-    pub fn transits(&self) -> &Cell<u32> {
-        &self.transits
-    }
-
-    /// Returns the number of open periods in which the thread needs all fds settled.
-    pub fn settles(&self) -> &Cell<u32> {
-        &self.settles
     }
 
     /// Opens a section.

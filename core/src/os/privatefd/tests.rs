@@ -393,7 +393,7 @@ fn a_call_is_disturbed_by_what_was_under_way_at_any_time_of_it() {
 #[test]
 fn nobody_waits_for_what_its_own_thread_has() {
     let thread = thread::current();
-    let own = || (turns(thread.transits()), turns(thread.settles()));
+    let own = || (turns(&thread.transits), turns(&thread.settles));
     assert_eq!(own(), (TURNS, TURNS));
     let outer = Transit::begin();
     drop(Transit::begin());

@@ -399,13 +399,9 @@ impl Pollers {
     }
 }
 
-#[cfg(test)]
-#[cfg(not(loom))]
+#[cfg(all(test, not(loom)))]
 mod tests {
-    use std::os::fd::AsFd;
-
     use super::*;
-    use crate::os::{forked, memfd};
 
     #[test]
     fn a_word_names_a_queue_and_a_sleeper() {
@@ -416,6 +412,63 @@ mod tests {
         assert_eq!(WaiterId::of_sleeper(u32::from(MAX_WAITERS) + 1), None);
         assert_eq!(WaiterId(READY_QUEUES as u16).queue_bits(), 0);
     }
+
+    #[test]
+    fn whoever_polls_a_socket_is_named_until_he_is_back() {
+        let onlookers = Onlookers::new(100);
+        let named = |slot| onlookers.of(slot).collect::<Vec<_>>();
+        let (first, last) = (0, 99);
+        onlookers.enter(first, Slots::default().with(3).with(64));
+        onlookers.enter(last, Slots::default().with(67));
+        assert_eq!(named(3), [first, last]);
+        assert_eq!(named(64), [first]);
+        assert_eq!(named(4), []);
+        onlookers.leave(first);
+        assert_eq!((named(67), named(64)), (vec![last], vec![]));
+    }
+
+    #[test]
+    fn a_gate_is_closed_until_it_is_opened_again() {
+        let gate = Gate::new();
+        assert!(gate.enter() && gate.is_in_use());
+        assert!(gate.close(), "one is inside");
+        assert!(!gate.enter());
+        assert!(gate.leave());
+        assert!(!gate.leave() && !gate.is_in_use());
+        assert!(gate.reopen() && !gate.reopen() && !gate.is_closed());
+    }
+
+    #[test]
+    fn one_of_those_who_stand_by_is_called_when_nobody_polls_any_more() {
+        let pollers = Pollers::new(130);
+        assert!(!pollers.stand_by(7), "nobody polls");
+        pollers.enter();
+        pollers.enter();
+        assert!(pollers.stand_by(129) && pollers.stand_by(64));
+        assert_eq!(pollers.leave(), Left::Others);
+        assert_eq!(pollers.call(), None);
+        assert_eq!(pollers.leave(), Left::Last(Some(64)));
+        assert!(pollers.stand_down(64), "it was called");
+        assert!(!pollers.stand_down(129), "it was not");
+        pollers.enter();
+        assert_eq!(pollers.leave(), Left::Last(None));
+    }
+
+    #[test]
+    fn there_is_no_number_beyond_the_last() {
+        let pollers = Pollers::new(64);
+        pollers.enter();
+        assert!(!pollers.stand_by(64) && pollers.stand_by(63));
+    }
+}
+
+/// Tests that make system calls, which Miri does not run.
+#[cfg(all(test, not(loom)))]
+mod kernel_tests {
+    use std::os::fd::AsFd;
+
+    use super::*;
+    use crate::os::{forked, memfd};
 
     #[test]
     fn a_page_has_a_flag_for_each_waiter_and_no_more() {
@@ -478,54 +531,6 @@ mod tests {
             let slept = futex::wait(mine.bell(id).unwrap(), futex::Flags::empty(), ticket, None);
             assert_eq!(slept, Err(Errno::AGAIN));
         });
-    }
-
-    #[test]
-    fn whoever_polls_a_socket_is_named_until_he_is_back() {
-        let onlookers = Onlookers::new(100);
-        let named = |slot| onlookers.of(slot).collect::<Vec<_>>();
-        let (first, last) = (0, 99);
-        onlookers.enter(first, Slots::default().with(3).with(64));
-        onlookers.enter(last, Slots::default().with(67));
-        assert_eq!(named(3), [first, last]);
-        assert_eq!(named(64), [first]);
-        assert_eq!(named(4), []);
-        onlookers.leave(first);
-        assert_eq!((named(67), named(64)), (vec![last], vec![]));
-    }
-
-    #[test]
-    fn a_gate_is_closed_until_it_is_opened_again() {
-        let gate = Gate::new();
-        assert!(gate.enter() && gate.is_in_use());
-        assert!(gate.close(), "one is inside");
-        assert!(!gate.enter());
-        assert!(gate.leave());
-        assert!(!gate.leave() && !gate.is_in_use());
-        assert!(gate.reopen() && !gate.reopen() && !gate.is_closed());
-    }
-
-    #[test]
-    fn one_of_those_who_stand_by_is_called_when_nobody_polls_any_more() {
-        let pollers = Pollers::new(130);
-        assert!(!pollers.stand_by(7), "nobody polls");
-        pollers.enter();
-        pollers.enter();
-        assert!(pollers.stand_by(129) && pollers.stand_by(64));
-        assert_eq!(pollers.leave(), Left::Others);
-        assert_eq!(pollers.call(), None);
-        assert_eq!(pollers.leave(), Left::Last(Some(64)));
-        assert!(pollers.stand_down(64), "it was called");
-        assert!(!pollers.stand_down(129), "it was not");
-        pollers.enter();
-        assert_eq!(pollers.leave(), Left::Last(None));
-    }
-
-    #[test]
-    fn there_is_no_number_beyond_the_last() {
-        let pollers = Pollers::new(64);
-        pollers.enter();
-        assert!(!pollers.stand_by(64) && pollers.stand_by(63));
     }
 }
 

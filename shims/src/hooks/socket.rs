@@ -25,6 +25,15 @@ use crate::sys::real::{
 use crate::sys::sockopt::{Keepalive, Name};
 use crate::sys::{errno, iov, sockopt};
 
+/// Receives into memory that the program has mapped from the socket (linux/tcp.h).
+const TCP_ZEROCOPY_RECEIVE: c_int = 35;
+/// Takes the state of a connection out of the kernel, or puts a state in (linux/tcp.h).
+const TCP_REPAIR: c_int = 19;
+
+const NODELAY: Name = (libc::IPPROTO_TCP, libc::TCP_NODELAY);
+const ERROR: Name = (libc::SOL_SOCKET, libc::SO_ERROR);
+const CORK: Name = (libc::IPPROTO_TCP, libc::TCP_CORK);
+
 /// `socket(2)`.
 #[inline]
 pub unsafe extern "C" fn socket(real: SocketFn, domain: c_int, kind: c_int, protocol: c_int) -> c_int {
@@ -169,13 +178,7 @@ pub unsafe extern "C" fn getsockopt(
     value: *mut c_void,
     value_len: *mut socklen_t,
 ) -> c_int {
-    if matches!(
-        (level, name),
-        (
-            libc::IPPROTO_TCP,
-            libc::TCP_CORK | libc::TCP_KEEPIDLE | libc::TCP_KEEPCNT | libc::TCP_USER_TIMEOUT
-        ) | (libc::SOL_SOCKET, libc::SO_KEEPALIVE)
-    ) {
+    if (level, name) == CORK || Keepalive::is_concerned(level, name) {
         // SAFETY: the caller's arguments, as they are.
         return unsafe { get_kept(real, fd, level, name, value, value_len) };
     }
@@ -188,14 +191,6 @@ pub unsafe extern "C" fn getsockopt(
     // SAFETY: the caller's arguments, as they are.
     unsafe { real(fd, level, name, value, value_len) }
 }
-
-/// Receives into memory that the program has mapped from the socket (linux/tcp.h).
-const TCP_ZEROCOPY_RECEIVE: c_int = 35;
-/// Takes the state of a connection out of the kernel, or puts a state in (linux/tcp.h).
-const TCP_REPAIR: c_int = 19;
-
-const NODELAY: Name = (libc::IPPROTO_TCP, libc::TCP_NODELAY);
-const ERROR: Name = (libc::SOL_SOCKET, libc::SO_ERROR);
 
 /// Asks the kernel, and corrects the value by what only the library knows.
 #[inline(never)]
@@ -276,7 +271,7 @@ unsafe extern "C" fn get_kept(
 ) -> c_int {
     let kept = || {
         call::connection(fd).and_then(|socket| {
-            if (level, name) == (libc::IPPROTO_TCP, libc::TCP_CORK) {
+            if (level, name) == CORK {
                 let is_kept = socket.tx_mode.load(Acquire) == Mode::Link;
                 is_kept.then(|| c_int::from(socket.options.corked.load(Acquire)))
             } else {
@@ -320,8 +315,7 @@ pub unsafe extern "C" fn setsockopt(
                 // The kernel's TLS works on bytes that go through the kernel.
                 tx::take_back(socket, Reason::KernelTls);
             }
-            if level == libc::IPPROTO_TCP
-                && name == libc::TCP_CORK
+            if (level, name) == CORK
                 && iov::is_plausible(value.cast::<c_int>())
                 && value_len as usize >= size_of::<c_int>()
                 // SAFETY: the program's option, which is at least as long as an int.

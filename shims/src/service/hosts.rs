@@ -166,11 +166,7 @@ impl Worker {
 
     /// Sends the questions that are due, and closes the sockets that have been quiet for `QUIET`.
     pub(super) fn hosts_on_time(&mut self, now: u64) {
-        if self.hosts.hosts.is_empty() {
-            return;
-        }
-        let all: Vec<u64> = self.hosts.hosts.keys().copied().collect();
-        for id in all {
+        for id in self.hosts.hosts.keys().copied().collect::<Vec<_>>() {
             self.forget_given_up(id);
             let Some(host) = self.hosts.hosts.get(&id) else {
                 continue;
@@ -181,12 +177,8 @@ impl Worker {
                 }
                 continue;
             }
-            let due: Vec<QueryId> = host
-                .waiting
-                .iter()
-                .filter(|q| self.hosts.queries.get(q).is_some_and(|q| q.next <= now))
-                .copied()
-                .collect();
+            let is_due = |q: &&QueryId| self.hosts.queries.get(q).is_some_and(|q| q.next <= now);
+            let due: Vec<QueryId> = host.waiting.iter().filter(is_due).copied().collect();
             for query in due {
                 if !self.send_query(id, query, now) {
                     self.host_absent(id);

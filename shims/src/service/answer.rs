@@ -231,10 +231,8 @@ impl Worker {
         instance_c: InstanceId,
     ) -> Result<(Nonce, Ref), Refusal> {
         let r = Ref::new(socket);
-        if let Some(reason) = self
-            .library
-            .refuses(tuple.acceptor(), tuple.connector(), Direction::Accept)
-        {
+        let (local, remote) = (tuple.acceptor(), tuple.connector());
+        if let Some(reason) = self.library.refuses(local, remote, Direction::Accept) {
             socket.told.set_why(reason);
             return Err(match reason {
                 Reason::Rule | Reason::NoRules => wire::Reason::Rule,
@@ -252,11 +250,10 @@ impl Worker {
             return Err(wire::Reason::Shared.into());
         }
         point!("answer: no other process has it");
-        let (here, there) = (tuple.acceptor().ip(), tuple.connector().ip());
-        let reached_at = match self.library.reach.is_between_hosts(here, there) {
+        let reached_at = match self.library.reach.is_between_hosts(local.ip(), remote.ip()) {
             false => None,
             // Before the YES, since HELLO carries the address at which the link can be made.
-            true if self.listen_for_links(here) => Some(here),
+            true if self.listen_for_links(local.ip()) => Some(local.ip()),
             true => return Err(wire::Reason::Unsupported.into()),
         };
         let nonce_s = Nonce::random().map_err(|_| wire::Reason::Resources)?;

@@ -196,12 +196,9 @@ impl Worker {
     /// Asks the instances that answered for the destination before, over the links to them.
     fn ask_links(&mut self, request: u64, asking: &mut Asking) {
         let known = match self.cache.get(&asking.tuple.acceptor(), Instant::now()) {
-            Some(Answer::Present(instances)) => instances.clone(),
+            Some(Answer::Present(instances)) if instances.len() <= MAX_KNOWN => instances.clone(),
             _ => return,
         };
-        if known.len() > MAX_KNOWN {
-            return;
-        }
         for instance in known {
             if let Some(link) = link::to(&instance)
                 && self.ask_over(request, asking, link)

@@ -105,10 +105,8 @@ impl Worker {
         let instance = self.instance_name.as_ref().map(|name| name.as_fd());
         let instance = instance.map(|fd| (fd, tag(kind::INSTANCE, 0), kernel::EventFlags::IN));
         let exclusive = kernel::EventFlags::IN | kernel::EventFlags::EXCLUSIVE;
-        let services = self
-            .listeners
-            .iter()
-            .enumerate()
+        let services = self.listeners.iter().enumerate();
+        let services = services
             .filter_map(|(id, listener)| Some((listener.name()?, tag(kind::NAME, id as u64), exclusive)));
         for (fd, data, flags) in instance.into_iter().chain(services) {
             // The kernel modifies no entry that is EXCLUSIVE.
@@ -502,11 +500,8 @@ impl Guests {
     /// Returns the user's oldest guest that has sent nothing, else the user's oldest guest.
     fn first_of(&self, uid: u32) -> Option<u64> {
         let of = |has_spoken| {
-            let mut of = self
-                .all
-                .iter()
-                .filter(move |(_, g)| g.uid == uid && g.has_spoken == has_spoken);
-            of.next().map(|(id, _)| *id)
+            let is_it = |(_, g): &(&u64, &Guest)| g.uid == uid && g.has_spoken == has_spoken;
+            self.all.iter().find(is_it).map(|(id, _)| *id)
         };
         of(false).or_else(|| of(true))
     }

@@ -128,13 +128,11 @@ impl Control {
 
     /// Returns the time of the next repeat, or of the end of a pause, monotonic ns; `None` if there is none.
     pub fn next_timeout(&self) -> Option<u64> {
-        let repeats = self
-            .repeating
-            .iter()
-            .filter_map(|query| match self.queries.get(query)?.state {
-                State::Answered { again, .. } => Some(again),
-                _ => None,
-            });
+        let repeats = self.repeating.iter();
+        let repeats = repeats.filter_map(|query| match self.queries.get(query)?.state {
+            State::Answered { again, .. } => Some(again),
+            _ => None,
+        });
         repeats.chain(self.paused_until).min()
     }
 }

@@ -9,9 +9,8 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, Shutdown, SocketFlags, SocketType, recvmsg, sendmsg, shutdown, socketpair,
-    sockopt,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, Shutdown, recvmsg, sendmsg, shutdown, sockopt,
 };
 
 use crate::os::kernel;
@@ -85,11 +84,8 @@ impl Channel {
 
     /// Returns two ends that are connected to each other.
     pub fn pair() -> Result<(Self, Self), Errno> {
-        let _transit = Transit::begin();
-        let (a, b) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
-        // Both fds are moved before either result is checked: dropping an OwnedFd would close it through libc.
-        let (a, b) = (PrivateFd::place(a), PrivateFd::place(b));
-        Ok((Self::new(a?), Self::new(b?)))
+        let (a, b) = PrivateFd::pair()?;
+        Ok((Self::new(a), Self::new(b)))
     }
 
     /// Sends one message with up to [`MAX_FDS`] fds; never blocks, never raises SIGPIPE.
@@ -178,7 +174,29 @@ impl Channel {
     /// Returns the credentials of the process at the other end. ENOTCONN and the like cannot occur on a connected
     /// socket.
     pub fn peer(&self) -> Result<Credentials, Errno> {
-        peer_credentials(self.as_fd())
+        // A raw system call: rustix returns the pid as a non-zero type, but the kernel answers 0 for a peer outside this
+        // pid namespace. Containers that share a network namespace have such peers.
+        let mut cred = libc::ucred { pid: 0, uid: 0, gid: 0 };
+        let mut len = size_of::<libc::ucred>() as libc::socklen_t;
+        // SAFETY: `cred` and `len` are valid for writes for the whole call, and `len` is the size of
+        // `cred`, so the kernel writes no more than that.
+        unsafe {
+            kernel::call(
+                libc::SYS_getsockopt,
+                [
+                    self.fd.as_raw_fd() as usize,
+                    libc::SOL_SOCKET as usize,
+                    libc::SO_PEERCRED as usize,
+                    kernel::address(&raw mut cred),
+                    kernel::address(&raw mut len),
+                    0,
+                ],
+            )
+        }?;
+        Ok(Credentials {
+            pid: u32::try_from(cred.pid).ok().filter(|pid| *pid != 0),
+            uid: cred.uid,
+        })
     }
 }
 
@@ -276,32 +294,6 @@ impl AsFd for Channel {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
-}
-
-/// Returns SO_PEERCRED by a raw system call. rustix returns the pid as a non-zero type, but the kernel answers 0 for a
-/// peer outside this pid namespace. Containers that share a network namespace have such peers.
-fn peer_credentials(fd: BorrowedFd<'_>) -> Result<Credentials, Errno> {
-    let mut cred = libc::ucred { pid: 0, uid: 0, gid: 0 };
-    let mut len = size_of::<libc::ucred>() as libc::socklen_t;
-    // SAFETY: `cred` and `len` are valid for writes for the whole call, and `len` is the size of
-    // `cred`, so the kernel writes no more than that.
-    unsafe {
-        kernel::call(
-            libc::SYS_getsockopt,
-            [
-                fd.as_raw_fd() as usize,
-                libc::SOL_SOCKET as usize,
-                libc::SO_PEERCRED as usize,
-                kernel::address(&raw mut cred),
-                kernel::address(&raw mut len),
-                0,
-            ],
-        )
-    }?;
-    Ok(Credentials {
-        pid: u32::try_from(cred.pid).ok().filter(|pid| *pid != 0),
-        uid: cred.uid,
-    })
 }
 
 #[cfg(test)]

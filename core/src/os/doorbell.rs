@@ -20,9 +20,9 @@ use std::os::fd::{AsFd, BorrowedFd};
 
 use rustix::event::epoll;
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, getpeername, socketpair, sockopt};
+use rustix::net::{AddressFamily, Shutdown, SocketType, getpeername, sockopt};
 
-use crate::os::privatefd::{PrivateFd, Transit};
+use crate::os::privatefd::PrivateFd;
 
 /// The end that is polled: edge-triggered, for input.
 #[derive(Debug)]
@@ -34,11 +34,8 @@ pub struct Button(PrivateFd);
 
 /// Returns a doorbell and its button. Fails with the kernel's errno (EMFILE).
 pub fn pair() -> Result<(Doorbell, Button), Errno> {
-    let _transit = Transit::begin();
-    let (bell, button) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
-    // Both fds are moved before either result is checked: dropping an OwnedFd would close it through libc.
-    let (bell, button) = (PrivateFd::place(bell), PrivateFd::place(button));
-    Ok((Doorbell(bell?), Button(button?)))
+    let (bell, button) = PrivateFd::pair()?;
+    Ok((Doorbell(bell), Button(button)))
 }
 
 impl Button {
@@ -122,7 +119,7 @@ pub fn is_reliable() -> bool {
 mod tests {
     use rustix::event::{EventfdFlags, eventfd};
     use rustix::fs::{OFlags, fcntl_setfl};
-    use rustix::net::socket_with;
+    use rustix::net::{SocketFlags, socket_with, socketpair};
 
     use super::*;
 

@@ -30,6 +30,7 @@ use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64};
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::{DupFlags, Errno, dup3, fcntl_dupfd_cloexec};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::process::{Resource, getrlimit};
 
 use crate::os::{kernel, thread};
@@ -156,6 +157,15 @@ impl PrivateFd {
             .or_else(|| take_reserved(fd))
             .or_else(|| find(Take::Any));
         placed.ok_or(Errno::MFILE)
+    }
+
+    /// Returns two connected AF_UNIX SEQPACKET sockets. Fails with the kernel's errno.
+    pub(super) fn pair() -> Result<(Self, Self), Errno> {
+        let _transit = Transit::begin();
+        let (a, b) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+        // Both fds are moved before either result is checked: dropping an OwnedFd would close it through libc.
+        let (a, b) = (Self::place(a), Self::place(b));
+        Ok((a?, b?))
     }
 
     /// Takes over a number that [`Self::release`] returned; `None` if the number is not private.

@@ -11,6 +11,8 @@ use std::ops::{Deref, DerefMut};
 use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
+use rustix::thread::futex;
+
 use crate::os::thread;
 
 const WAITERS: u32 = 1 << 31;
@@ -117,7 +119,8 @@ impl<T> Lock<T> {
             {
                 continue;
             }
-            futex_wait(&self.word, seen | WAITERS);
+            // Any return (woken, changed, interrupted) makes the loop check again.
+            let _ = futex::wait(&self.word, futex::Flags::PRIVATE, seen | WAITERS, None);
         }
     }
 
@@ -209,13 +212,8 @@ impl Drop for Section {
     }
 }
 
-fn futex_wait(word: &AtomicU32, expected: u32) {
-    // Any return (woken, changed, interrupted) makes the caller check again.
-    let _ = rustix::thread::futex::wait(word, rustix::thread::futex::Flags::PRIVATE, expected, None);
-}
-
 fn futex_wake(word: &AtomicU32) {
-    let _ = rustix::thread::futex::wake(word, rustix::thread::futex::Flags::PRIVATE, 1);
+    let _ = futex::wake(word, futex::Flags::PRIVATE, 1);
 }
 
 #[cfg(test)]

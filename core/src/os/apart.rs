@@ -44,8 +44,8 @@ type Fds = [BorrowedFd<'static>; SCM_MAX_FD];
 const MOST_BYTES: usize = 2048;
 /// The size of the thread's stack in bytes. libc keeps the program's thread-local variables there too.
 const STACK: usize = 256 * 1024;
-/// How long to wait for a new thread to connect, in s.
-const PATIENCE: i64 = 1;
+/// How long to wait for a new thread to connect.
+const PATIENCE: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 /// The most connections from other processes that are dropped while waiting for the thread's own.
 const STRANGERS: usize = 16;
 
@@ -90,11 +90,6 @@ pub fn close_left() -> bool {
     PrivateFd::close_left(|socket| thread.send(CLOSE, &[socket]).is_ok())
 }
 
-/// Returns whether such a thread exists now.
-pub fn is_running() -> bool {
-    PLACES.iter().any(|place| !place.is_free())
-}
-
 impl Place {
     fn is_free(&self) -> bool {
         match self.thread.load(Acquire) {
@@ -126,13 +121,9 @@ fn start() -> Result<Channel, Errno> {
         place.thread.store(0, Release);
         return Err(error);
     }
-    let patience = Timespec {
-        tv_sec: PATIENCE,
-        tv_nsec: 0,
-    };
     for _ in 0..=STRANGERS {
         let mut ready = [PollFd::new(&listener, PollFlags::IN)];
-        if poll(&mut ready, Some(&patience))? == 0 {
+        if poll(&mut ready, Some(&PATIENCE))? == 0 {
             break;
         }
         let channel = Channel::new(PrivateFd::open(|| accept_with(&listener, flags))?);
@@ -365,7 +356,7 @@ mod tests {
             lock.l_type = libc::F_WRLCK as libc::c_short;
             assert_eq!(fcntl(libc::F_SETLK, &mut lock), 0);
             assert_eq!(passed(file.as_fd()), None);
-            while is_running() {
+            while PLACES.iter().any(|place| !place.is_free()) {
                 std::thread::yield_now();
             }
             in_child(|| {

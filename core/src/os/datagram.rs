@@ -13,6 +13,7 @@ use rustix::net::{
     AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, bind, connect, recv, send, socket_with, sockopt,
 };
 
+use crate::ids::mapped;
 use crate::os::kernel;
 use crate::os::privatefd::PrivateFd;
 
@@ -119,22 +120,16 @@ impl Answerer {
         header.msg_iovlen = 1;
         header.msg_control = control.0.as_mut_ptr().cast();
         if self.is_v6 {
-            let (ip, scope) = match to {
-                SocketAddr::V4(to) => (to.ip().to_ipv6_mapped(), 0),
-                SocketAddr::V6(to) => (*to.ip(), to.scope_id()),
-            };
+            let scope = if let SocketAddr::V6(to) = to { to.scope_id() } else { 0 };
             v6.sin6_family = libc::AF_INET6 as libc::sa_family_t;
             v6.sin6_port = to.port().to_be();
-            v6.sin6_addr.s6_addr = ip.octets();
+            v6.sin6_addr.s6_addr = mapped(to.ip()).octets();
             v6.sin6_scope_id = scope;
             header.msg_name = (&raw mut v6).cast();
             header.msg_namelen = size_of_val(&v6) as libc::socklen_t;
-            let from = match from {
-                IpAddr::V4(from) => from.to_ipv6_mapped(),
-                IpAddr::V6(from) => from,
-            };
+            let s6_addr = mapped(from).octets();
             let info = libc::in6_pktinfo {
-                ipi6_addr: libc::in6_addr { s6_addr: from.octets() },
+                ipi6_addr: libc::in6_addr { s6_addr },
                 ipi6_ifindex: scope,
             };
             // SAFETY: the control buffer is aligned, larger than the message, and lives until after the call.

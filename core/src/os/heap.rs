@@ -76,10 +76,7 @@ fn renew(kept: Two) -> bool {
     // In a program that locks its memory the new mapping is locked too; the reserve need not stay locked.
     // SAFETY: exactly the new mapping.
     let _ = unsafe { munlock(fresh.cast(), RESERVE) };
-    let whole = Two {
-        first: fresh as usize,
-        second: fresh as usize + RESERVE,
-    };
+    let whole = Two::range(fresh, RESERVE);
     match KEPT.swap(kept, whole) {
         // The remainder of the old reserve. A thread that was about to cut from it finds another pair.
         Ok(()) if kept.first < kept.second => unmap(kept.first as *mut u8, kept.second - kept.first),
@@ -99,10 +96,7 @@ fn obtain(size: usize) -> *mut u8 {
     let mut kept = KEPT.load();
     loop {
         let now = match kept.first {
-            0 => Two {
-                first: FIRST.0.get() as usize,
-                second: FIRST.0.get() as usize + 2 * PIECE,
-            },
+            0 => Two::range(FIRST.0.get().cast(), 2 * PIECE),
             _ => kept,
         };
         let end = now.first + size.next_multiple_of(PAGE);
@@ -185,10 +179,7 @@ impl Heap {
             if fresh.is_null() {
                 return null_mut();
             }
-            let piece = Two {
-                first: fresh as usize,
-                second: fresh as usize + PIECE,
-            };
+            let piece = Two::range(fresh, PIECE);
             // The remainder of the old piece is given up. No address of a piece is ever used again, so no value of this
             // pair is ever repeated.
             match self.rest.swap(seen, piece) {
@@ -330,6 +321,15 @@ struct Two {
 }
 
 impl Two {
+    /// Returns the start and the end of the `size` bytes at `start`.
+    fn range(start: *mut u8, size: usize) -> Self {
+        let first = start as usize;
+        Self {
+            first,
+            second: first + size,
+        }
+    }
+
     /// Returns the next state of a stack: the new top, and the count of changes raised by one.
     fn followed_by(self, top: usize) -> Self {
         Self {

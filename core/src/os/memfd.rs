@@ -107,10 +107,7 @@ impl Mapping {
     pub fn anonymous(bytes: usize) -> Result<Self, Errno> {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         let flags = MapFlags::SHARED | MapFlags::NORESERVE;
-        let start: *mut u8 = map(bytes, protection, flags, None)?.cast();
-        // The kernel never maps at null unless asked to.
-        let start = NonNull::new(start).ok_or(Errno::NOMEM)?;
-        Ok(Self(Extent::new(start, bytes)))
+        Extent::of(map(bytes, protection, flags, None)?, bytes).map(Self)
     }
 }
 
@@ -143,8 +140,7 @@ pub fn create_file(name: &str, bytes: u64) -> Result<PrivateFd, Errno> {
 pub fn create_read_only_for_peers(name: &str, bytes: u64) -> Result<(PrivateFd, Mapping), Errno> {
     let fd = unsealed(name, bytes)?;
     // Mapped before it is sealed: F_SEAL_FUTURE_WRITE does not affect existing mappings.
-    let extent = Extent::of_file(fd.as_fd(), 0, bytes as usize, Access::ReadWrite)?;
-    let mapping = Mapping(extent);
+    let mapping = Mapping(Extent::of_file(fd.as_fd(), 0, bytes as usize, Access::ReadWrite)?);
     fcntl_add_seals(&fd, FIXED_SIZE | SealFlags::FUTURE_WRITE)?;
     Ok((fd, mapping))
 }

@@ -18,7 +18,7 @@ use rustix::io::Errno;
 use sha2::Sha256;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use crate::ids::{Cookie, ID_BYTES, InstanceId, Nonce, Tuple, ids};
+use crate::ids::{Cookie, ID_BYTES, InstanceId, Nonce, Tuple, ids, mapped};
 use crate::os::privatefd::Transit;
 use crate::wire;
 use crate::wire::codec::{Writer, kinds};
@@ -165,11 +165,7 @@ impl Datagram {
         if let Some(key) = key {
             frame.mac = key.mac(&frame).finalize().into_bytes().into();
         }
-        let mut bytes = [0; DATAGRAM];
-        frame
-            .write_to(&mut bytes)
-            .map_err(|_| WireError::Buffer)
-            .map(|()| bytes)
+        Ok(zerocopy::transmute!(frame))
     }
 
     /// Reads a datagram. Total: any bytes give a datagram or a reason to refuse them.
@@ -295,11 +291,7 @@ impl Stamper {
 
     fn mac(&self, to: SocketAddr, slot: u64) -> Hmac<Sha256> {
         let mut mac = self.0.clone();
-        let ip = match to.ip() {
-            IpAddr::V4(ip) => ip.to_ipv6_mapped(),
-            IpAddr::V6(ip) => ip,
-        };
-        mac.update(&ip.octets());
+        mac.update(&mapped(to.ip()).octets());
         mac.update(&to.port().to_le_bytes());
         mac.update(&slot.to_le_bytes());
         mac

@@ -92,7 +92,7 @@ pub fn connector_owner(connection: &Tuple) -> Owner {
 /// the kernel does not report it, or if this thread's network namespace has no such end.
 pub fn under_way(connection: &Tuple) -> Option<u32> {
     let (connector, acceptor) = (connection.connector(), connection.acceptor());
-    let socket = ask_kernel(&request(IPPROTO_TCP, connector, Some(acceptor), connection.device())).ok()?;
+    let socket = ask_kernel(IPPROTO_TCP, connector, Some(acceptor), connection.device()).ok()?;
     (socket.state != TCP_LISTEN).then_some(socket.write_queue)
 }
 
@@ -108,8 +108,8 @@ pub fn is_socket(local: SocketAddr, remote: SocketAddr, device: u32, inode: u64)
 pub fn udp_owner(port: u16) -> Owner {
     let local = SocketAddr::from(([127, 0, 0, 1], port));
     // The kernel's udp_diag takes the two ends the other way round.
-    let request = request(IPPROTO_UDP, SocketAddr::from(([0, 0, 0, 0], 0)), Some(local), 0);
-    ask_kernel(&request).map_or(Owner::Unknown, |socket| owner(socket.uid))
+    let socket = ask_kernel(IPPROTO_UDP, SocketAddr::from(([0, 0, 0, 0], 0)), Some(local), 0);
+    socket.map_or(Owner::Unknown, |socket| owner(socket.uid))
 }
 
 /// Error: the kernel does not report the socket.
@@ -117,11 +117,11 @@ struct Unknown;
 
 /// Returns the socket at the end `local` of a connection, `None` if there is none.
 fn find(local: SocketAddr, remote: SocketAddr, device: u32) -> Result<Option<Socket>, Unknown> {
-    match ask_kernel(&request(IPPROTO_TCP, local, Some(remote), device)) {
+    match ask_kernel(IPPROTO_TCP, local, Some(remote), device) {
         Ok(socket) => Ok(Some(socket).filter(|socket| socket.state != TCP_LISTEN)),
         // ENOENT comes too if the kernel has sock_diag but not its part for TCP: then it does not know the other end
         // either.
-        Err(Errno::NOENT) if ask_kernel(&request(IPPROTO_TCP, remote, Some(local), device)).is_ok() => Ok(None),
+        Err(Errno::NOENT) if ask_kernel(IPPROTO_TCP, remote, Some(local), device).is_ok() => Ok(None),
         Err(_) => {
             let ends = (normalise(local), normalise(remote));
             read_proc(ends.0, |table, is_whole| find_connection(table, is_whole, ends))?.transpose()
@@ -136,14 +136,12 @@ fn find(local: SocketAddr, remote: SocketAddr, device: u32) -> Result<Option<Soc
 /// hash table that is sized for all possible connections.
 pub fn listener_owner(connection: &Tuple) -> Owner {
     let (connector, acceptor) = (connection.connector(), connection.acceptor());
-    match ask_kernel(&request(IPPROTO_TCP, acceptor, None, connection.device())) {
+    match ask_kernel(IPPROTO_TCP, acceptor, None, connection.device()) {
         Ok(socket) if socket.state == TCP_LISTEN => owner(socket.uid),
         // This is an established connection of the same address.
         Ok(_) => Owner::None,
         // As in `find`.
-        Err(Errno::NOENT)
-            if ask_kernel(&request(IPPROTO_TCP, connector, Some(acceptor), connection.device())).is_ok() =>
-        {
+        Err(Errno::NOENT) if ask_kernel(IPPROTO_TCP, connector, Some(acceptor), connection.device()).is_ok() => {
             Owner::None
         }
         Err(_) => read_listener(acceptor),
@@ -154,7 +152,7 @@ pub fn listener_owner(connection: &Tuple) -> Owner {
 /// process has accepted it yet, or the kernel does not report it.
 pub fn acceptor_uid(connection: &Tuple) -> Option<u32> {
     let (connector, acceptor) = (connection.connector(), connection.acceptor());
-    let socket = ask_kernel(&request(IPPROTO_TCP, acceptor, Some(connector), connection.device())).ok()?;
+    let socket = ask_kernel(IPPROTO_TCP, acceptor, Some(connector), connection.device()).ok()?;
     // For a connection that no process has accepted the kernel reports uid 0, whichever user listens.
     match owner(socket.uid) {
         Owner::Uid(uid) if socket.state != TCP_LISTEN && uid != 0 => Some(uid),
@@ -234,34 +232,14 @@ pub(crate) struct Socket {
     write_queue: u32,
 }
 
-/// Returns the socket that `request` names. ENOENT if there is none, or no sock_diag for the protocol; EBADMSG for an
-/// answer that cannot be read.
-fn ask_kernel(request: &Request) -> Result<Socket, Errno> {
-    ask(SocketType::DGRAM, Some(netlink::SOCK_DIAG), request.as_bytes(), parse)
-}
-
-/// Sends a request to one of the kernel's netlink(7) protocols, and reads the answer with `parse`.
-pub(super) fn ask<T>(
-    kind: SocketType,
-    protocol: Option<Protocol>,
-    request: &[u8],
-    parse: impl FnOnce(&[u8]) -> Result<T, Errno>,
-) -> Result<T, Errno> {
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let fd = PrivateFd::open(|| socket_with(AddressFamily::NETLINK, kind, flags, protocol))?;
-    send(&fd, request, SendFlags::NOSIGNAL)?;
-    // The kernel answers within send(), so the answer is there.
-    let mut buf = [MaybeUninit::uninit(); 4096];
-    let ((bytes, _), _) = recv(&fd, &mut buf[..], RecvFlags::DONTWAIT)?;
-    parse(bytes)
-}
-
-/// Returns a request for the one connection from `local` to `remote`. Without `remote` it is for the one socket that
-/// would take a connection to `local`. The kernel looks that up as it does for a SYN, so wildcard, dual-stack and
+/// Returns the socket of the one connection from `local` to `remote`. Without `remote` it is the one socket that would
+/// take a connection to `local`. The kernel looks that up as it does for a SYN, so wildcard, dual-stack and
 /// bound-to-device listeners are found with the right precedence. `device` is the interface that the segment would come
 /// in by, or that the socket is bound to.
-fn request(protocol: u8, local: SocketAddr, remote: Option<SocketAddr>, device: u32) -> Request {
-    Request {
+///
+/// ENOENT if there is no socket, or no sock_diag for the protocol; EBADMSG for an answer that cannot be read.
+fn ask_kernel(protocol: u8, local: SocketAddr, remote: Option<SocketAddr>, device: u32) -> Result<Socket, Errno> {
+    let request = Request {
         header: NetlinkHeader {
             len: size_of::<Request>() as u32,
             kind: SOCK_DIAG_BY_FAMILY,
@@ -286,7 +264,24 @@ fn request(protocol: u8, local: SocketAddr, remote: Option<SocketAddr>, device: 
             // INET_DIAG_NOCOOKIE: any socket.
             cookie: [u32::MAX; 2],
         },
-    }
+    };
+    ask(SocketType::DGRAM, Some(netlink::SOCK_DIAG), request.as_bytes(), parse)
+}
+
+/// Sends a request to one of the kernel's netlink(7) protocols, and reads the answer with `parse`.
+pub(super) fn ask<T>(
+    kind: SocketType,
+    protocol: Option<Protocol>,
+    request: &[u8],
+    parse: impl FnOnce(&[u8]) -> Result<T, Errno>,
+) -> Result<T, Errno> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let fd = PrivateFd::open(|| socket_with(AddressFamily::NETLINK, kind, flags, protocol))?;
+    send(&fd, request, SendFlags::NOSIGNAL)?;
+    // The kernel answers within send(), so the answer is there.
+    let mut buf = [MaybeUninit::uninit(); 4096];
+    let ((bytes, _), _) = recv(&fd, &mut buf[..], RecvFlags::DONTWAIT)?;
+    parse(bytes)
 }
 
 /// Returns the address as netlink has it: the unused rest of an IPv4 address field is zero.
@@ -385,23 +380,15 @@ fn find_connection(
 /// Finds the listener for `server` in the text of /proc/net/tcp or tcp6: the one with that address, or else a wildcard
 /// one.
 pub(crate) fn find_listener(table: &str, server: SocketAddr) -> Owner {
-    let listeners = || {
+    let one = |fits: &dyn Fn(SocketAddr) -> bool| {
         let lines = table.lines().filter_map(parse_line);
-        lines.filter(|line| line.socket.state == TCP_LISTEN && line.local.port() == server.port())
+        let listeners = lines.filter(|l| l.socket.state == TCP_LISTEN && l.local.port() == server.port());
+        one_owner(listeners.filter(|l| fits(l.local)).map(|l| l.socket.uid))
     };
-    let exact = one_owner(
-        listeners()
-            .filter(|line| line.local == server)
-            .map(|line| line.socket.uid),
-    );
-    if exact != Owner::None {
-        return exact;
+    match one(&|local| local == server) {
+        Owner::None => one(&|local| local.ip().is_unspecified()),
+        exact => exact,
     }
-    one_owner(
-        listeners()
-            .filter(|line| line.local.ip().is_unspecified())
-            .map(|line| line.socket.uid),
-    )
 }
 
 fn one_owner(mut uids: impl Iterator<Item = u32>) -> Owner {

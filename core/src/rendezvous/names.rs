@@ -86,8 +86,7 @@ impl Drop for Listener {
     /// Closes each waiting connection first, so that the close of the name does not release the files that they have
     /// sent.
     fn drop(&mut self) {
-        let mut waiting = (0..=BACKLOG).map_while(|_| self.accept().ok().flatten());
-        waiting.by_ref().for_each(drop);
+        (0..=BACKLOG).map_while(|_| self.accept().ok().flatten()).for_each(drop);
     }
 }
 

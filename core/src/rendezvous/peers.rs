@@ -121,10 +121,8 @@ fn read(slot: &Slot) -> Option<(u32, InstanceId)> {
 
 /// Returns whether the process exists, as far as can be told. A zombie does.
 fn is_alive(pid: u32) -> bool {
-    let Some(pid) = i32::try_from(pid).ok().filter(|pid| *pid > 0).and_then(Pid::from_raw) else {
-        return false;
-    };
-    test_kill_process(pid) != Err(Errno::SRCH)
+    let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
+    pid.is_some_and(|pid| test_kill_process(pid) != Err(Errno::SRCH))
 }
 
 /// A connection and its holder. Written without a lock, by processes that may die between two stores: `check` proves

@@ -20,7 +20,7 @@ fn at(ip: &str, port: u16) -> SocketAddr {
 /// exists.
 fn owner_of(server: SocketAddr) -> Owner {
     let by_proc = read_listener(server);
-    match ask_kernel(&request(IPPROTO_TCP, server, None, 0)) {
+    match ask_kernel(IPPROTO_TCP, server, None, 0) {
         Ok(socket) if socket.state == TCP_LISTEN => assert_eq!(Owner::Uid(socket.uid), by_proc, "{server}"),
         Ok(_) | Err(Errno::NOENT) => assert_eq!(by_proc, Owner::None, "{server}"),
         Err(errno) => eprintln!("no sock_diag here: {errno}"),
@@ -46,7 +46,7 @@ fn a_connection_is_known() {
         let by_proc = read_proc(near, |table, is_whole| find_connection(table, is_whole, ends));
         // The table may be too long, of connections that have ended.
         let by_proc = by_proc.ok().flatten().and_then(Result::ok);
-        let by_diag = ask_kernel(&request(IPPROTO_TCP, near, Some(far), 0)).ok();
+        let by_diag = ask_kernel(IPPROTO_TCP, near, Some(far), 0).ok();
         assert!(by_proc.is_some() || by_diag.is_some(), "{bound}");
         for socket in by_proc.into_iter().chain(by_diag) {
             let is = (socket.uid, u64::from(socket.inode));

@@ -81,6 +81,21 @@ pub(super) struct Header {
     pub open: AtomicU32,
 }
 
+impl Header {
+    /// Returns the sizes that the header has, each with the one of this layout.
+    pub fn sizes(&self) -> [(&AtomicU32, u32); 7] {
+        [
+            (&self.header_size, size_of::<Self>() as u32),
+            (&self.link_size, size_of::<LinkStats>() as u32),
+            (&self.link_slots, LINK_SLOTS),
+            (&self.sleeper_size, size_of::<SleeperStats>() as u32),
+            (&self.sleeper_slots, SLEEPER_SLOTS),
+            (&self.stream_size, size_of::<StreamStats>() as u32),
+            (&self.stream_slots, STREAM_SLOTS),
+        ]
+    }
+}
+
 /// The four counters of one direction. One thread at a time writes them.
 #[repr(C)]
 #[derive(Debug)]

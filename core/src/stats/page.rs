@@ -17,8 +17,8 @@ use rustix::time::{ClockId, clock_gettime};
 use crate::os::memfd;
 use crate::os::memfd::{PAGE, within_file_limit};
 use crate::stats::layout::{
-    Direction, Event, Header, LINK_SLOTS, LinkState, LinkStats, MAGIC, MEMFD_NAME, PROGRAM_MAX, Path, SLEEPER_SLOTS,
-    STREAM_SLOTS, SleeperStats, StatsPage, StreamStats, VERSION, bump, moved,
+    Direction, Event, LinkState, LinkStats, MAGIC, MEMFD_NAME, PROGRAM_MAX, Path, STREAM_SLOTS, SleeperStats,
+    StatsPage, StreamStats, VERSION, bump, moved,
 };
 use crate::stats::reason::{Reason, Why};
 
@@ -82,15 +82,10 @@ impl StatsPage {
 
     fn fill_header(&self, info: InstanceInfo<'_>) {
         let header = &self.header;
-        let size = |bytes: usize| u32::try_from(bytes).unwrap_or(0);
         header.version.store(VERSION, Relaxed);
-        header.header_size.store(size(size_of::<Header>()), Relaxed);
-        header.link_size.store(size(size_of::<LinkStats>()), Relaxed);
-        header.link_slots.store(LINK_SLOTS, Relaxed);
-        header.sleeper_size.store(size(size_of::<SleeperStats>()), Relaxed);
-        header.sleeper_slots.store(SLEEPER_SLOTS, Relaxed);
-        header.stream_size.store(size(size_of::<StreamStats>()), Relaxed);
-        header.stream_slots.store(STREAM_SLOTS, Relaxed);
+        for (cell, size) in header.sizes() {
+            cell.store(size, Relaxed);
+        }
         header.pid.store(info.pid, Relaxed);
         header.started.store(monotonic_ns(), Relaxed);
         for (cell, byte) in header.instance.iter().zip(info.instance) {
@@ -100,7 +95,7 @@ impl StatsPage {
             cell.store(*byte, Relaxed);
         }
         let length = info.program.len().min(PROGRAM_MAX);
-        header.program_len.store(size(length), Relaxed);
+        header.program_len.store(length as u32, Relaxed);
         // Pairs with the reader's Acquire: a valid magic means a complete header.
         header.magic.store(MAGIC, Release);
     }

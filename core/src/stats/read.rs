@@ -21,8 +21,8 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use thiserror::Error;
 
 use crate::stats::layout::{
-    Counts, Direction, EVENTS, Event, Header, LINK_SLOTS, LinkState, LinkStats, MAGIC, MEMFD_NAME, Path, SLEEPER_SLOTS,
-    STREAM_SLOTS, SleeperSnapshot, SleeperStats, StatsPage, StreamStats, VERSION, Waiting, moved,
+    Counts, Direction, EVENTS, Event, LinkState, LinkStats, MAGIC, MEMFD_NAME, Path, SleeperSnapshot, StatsPage,
+    StreamStats, VERSION, Waiting, moved,
 };
 use crate::stats::page::monotonic_ns;
 use crate::stats::reason::{Reason, Why};
@@ -245,17 +245,7 @@ impl StatsReader {
         if version != VERSION {
             return Err(ReadError::Version(version));
         }
-        let is_as_built = |cell: &core::sync::atomic::AtomicU32, size: usize| {
-            usize::try_from(cell.load(Relaxed)).is_ok_and(|found| found == size)
-        };
-        let fits = is_as_built(&header.header_size, size_of::<Header>())
-            && is_as_built(&header.link_size, size_of::<LinkStats>())
-            && is_as_built(&header.link_slots, LINK_SLOTS as usize)
-            && is_as_built(&header.sleeper_size, size_of::<SleeperStats>())
-            && is_as_built(&header.sleeper_slots, SLEEPER_SLOTS as usize)
-            && is_as_built(&header.stream_size, size_of::<StreamStats>())
-            && is_as_built(&header.stream_slots, STREAM_SLOTS as usize);
-        if fits {
+        if header.sizes().iter().all(|(cell, size)| cell.load(Relaxed) == *size) {
             Ok(())
         } else {
             Err(ReadError::NotAPage("slot sizes differ"))

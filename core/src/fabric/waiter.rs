@@ -399,7 +399,8 @@ impl Pollers {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
+#[cfg(not(loom))]
 mod tests {
     use super::*;
 
@@ -463,7 +464,8 @@ mod tests {
 }
 
 /// Tests that make system calls, which Miri does not run.
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
+#[cfg(not(loom))]
 mod kernel_tests {
     use std::os::fd::AsFd;
 

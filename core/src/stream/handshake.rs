@@ -128,31 +128,26 @@ pub struct Handshake {
 impl Handshake {
     /// Creates the connector's end, which has just sent ASK with the nonce `mine`.
     pub fn connector(mine: Nonce) -> Self {
+        Self::new(Role::Connector, mine, None, Phase::Asked)
+    }
+
+    /// Creates the acceptor's end, which has accepted an ASK with the nonce `theirs`.
+    pub fn acceptor(mine: Nonce, theirs: Nonce) -> (Self, Steps) {
+        let this = Self::new(Role::Acceptor, mine, Some(theirs), Phase::Offered);
+        (this, vec![Step::StartScan, Step::SendYes])
+    }
+
+    fn new(role: Role, mine: Nonce, theirs: Option<Nonce>, phase: Phase) -> Self {
         Self {
-            role: Role::Connector,
+            role,
             mine,
-            theirs: None,
-            phase: Phase::Asked,
+            theirs,
+            phase,
             opened: false,
             remote: false,
             sent: None,
             got: None,
         }
-    }
-
-    /// Creates the acceptor's end, which has accepted an ASK with the nonce `theirs`.
-    pub fn acceptor(mine: Nonce, theirs: Nonce) -> (Self, Steps) {
-        let this = Self {
-            role: Role::Acceptor,
-            mine,
-            theirs: Some(theirs),
-            phase: Phase::Offered,
-            opened: false,
-            remote: false,
-            sent: None,
-            got: None,
-        };
-        (this, vec![Step::StartScan, Step::SendYes])
     }
 
     /// Returns the nonce that markers to this end start with.

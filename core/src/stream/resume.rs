@@ -99,9 +99,10 @@ pub enum Ahead {
 pub type Steps = Vec<Step>;
 
 /// The state of the end of this end's direction.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 enum Fin {
     /// The program may send.
+    #[default]
     Open,
     /// shutdown() or close() was called.
     Wanted,
@@ -112,7 +113,7 @@ enum Fin {
 }
 
 /// A stream on a link between hosts, from this end's OPEN on.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub struct Resume {
     sent: Option<Closing>,
     got: Option<Closing>,
@@ -122,6 +123,7 @@ pub struct Resume {
     /// mark.
     is_whole: bool,
     asked: bool,
+    /// This end's RESUME is in TCP, or about to be: then this end receives no more on the link.
     wrote: bool,
     /// `received` and `sent` of the peer's RESUME.
     read: Option<(u64, u64)>,
@@ -134,30 +136,11 @@ pub struct Resume {
     over: bool,
 }
 
-impl Default for Resume {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
 impl Resume {
     /// Creates the state machine, when OPEN goes out on a link between hosts. The caller gives the attempt up instead
     /// if this end's direction of TCP has ended.
     pub fn new() -> Self {
-        Self {
-            sent: None,
-            got: None,
-            due: false,
-            is_whole: false,
-            asked: false,
-            wrote: false,
-            read: None,
-            got_ahead: None,
-            read_ahead: None,
-            went_on: false,
-            fin: Fin::Open,
-            over: false,
-        }
+        Self::default()
     }
 
     /// Returns whether the exchange has ended, or was not needed.
@@ -171,7 +154,7 @@ impl Resume {
     }
 
     /// Returns whether RESUME is the next marker that TCP brings.
-    pub fn is_expecting(&self) -> bool {
+    fn is_expecting(&self) -> bool {
         let switched = self.sent == Some(Closing::Switch) || self.got == Some(Closing::Switch);
         self.got.is_some() && switched && self.read.is_none() && !self.over
     }
@@ -212,11 +195,6 @@ impl Resume {
 
     fn known(&self) -> Option<Closing> {
         self.got.or(self.got_ahead)
-    }
-
-    /// Returns whether this end's RESUME is in TCP, or about to be: then this end receives no more on the link.
-    pub fn is_frozen(&self) -> bool {
-        self.wrote
     }
 
     /// Notes that this end has written its closing marker.

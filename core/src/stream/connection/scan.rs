@@ -59,6 +59,18 @@ pub enum Ahead {
     Changed,
 }
 
+impl Ahead {
+    /// Returns `len` bytes of payload, of which the first `carried` at most can be taken from the carry.
+    #[inline]
+    fn payload(len: usize, carried: usize) -> Self {
+        let carry = len.min(carried);
+        Self::Payload {
+            carry,
+            kernel: len - carry,
+        }
+    }
+}
+
 /// How a look treats urgent data in front of a marker: a read behind the urgent mark takes the urgent byte from the
 /// kernel.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -77,11 +89,7 @@ pub fn seen_ahead<S: SocketIo>(socket: &S, rx: &RxOf<S>, want: usize) -> Option<
     if rx.scanned < want || rx.scanned == 0 || socket.rx_mode.load(Acquire) != Mode::Marked {
         return None;
     }
-    let carry = rx.scanned.min(rx.carry.len());
-    Some(Ahead::Payload {
-        carry,
-        kernel: rx.scanned - carry,
-    })
+    Some(Ahead::payload(rx.scanned, rx.carry.len()))
 }
 
 /// Scans what TCP has for a socket whose receiving direction is MARKED, and handles the markers at the front. The
@@ -158,14 +166,7 @@ fn look_at_front<'a, S: SocketIo>(
         let seen = scan(&nonce, buf.get(..carried + peeked)?);
         guard.scanned = seen.payload;
         if seen.payload > 0 {
-            let carry = seen.payload.min(carried);
-            return Some((
-                Ahead::Payload {
-                    carry,
-                    kernel: seen.payload - carry,
-                },
-                guard,
-            ));
+            return Some((Ahead::payload(seen.payload, carried), guard));
         }
         if !matches!(seen.what, Found::Payload) && at_mark == AtMark::Stop && tcp.is_at_mark() {
             let behind = buf.get(carried..carried + peeked).unwrap_or_default();
@@ -177,14 +178,7 @@ fn look_at_front<'a, S: SocketIo>(
             // precedes the end is there then.
             Found::PartialMarker { have } if over => {
                 if have < ID_BYTES {
-                    let carry = have.min(carried);
-                    return Some((
-                        Ahead::Payload {
-                            carry,
-                            kernel: have - carry,
-                        },
-                        guard,
-                    ));
+                    return Some((Ahead::payload(have, carried), guard));
                 }
                 let _ = take(&tcp, &mut guard, have);
                 socket.count_ours(Half::Receiving, have);
@@ -224,10 +218,7 @@ fn behind_mark(nonce: &Nonce, mut bytes: &[u8]) -> Ahead {
     loop {
         let seen = scan(nonce, bytes);
         if seen.payload > 0 {
-            return Ahead::Payload {
-                carry: 0,
-                kernel: seen.payload,
-            };
+            return Ahead::payload(seen.payload, 0);
         }
         match seen.what {
             Found::Marker { len, .. } | Found::Bad { len, .. } if len < bytes.len() => {

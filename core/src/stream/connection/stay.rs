@@ -16,7 +16,7 @@ use crate::stream::connection::io::{ControlOf, Half, SocketIo, StreamLink, Task,
 use crate::stream::connection::{Control, ask_back, leave_link};
 use crate::stream::mode::{Mode, Receiving, Sending};
 use crate::stream::resume::{Resume, Step, Steps};
-use crate::wire::{MAX_MARKER, Marker, Message};
+use crate::wire::{MAX_MARKER, Marker};
 
 /// Begins the stay: OPEN is about to be sent on a link between hosts.
 pub fn begin<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
@@ -53,8 +53,7 @@ pub fn carry_out<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, steps: Ste
         match step {
             Step::Ask => {
                 if let (Some(opened), Some(yours)) = (&control.opened, control.peer) {
-                    let resend_from = None;
-                    opened.link.send(&Message::DemoteRequest { yours, resend_from });
+                    ask_back(&opened.link, yours, None);
                 }
             }
             Step::Mark => {

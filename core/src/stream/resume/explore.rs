@@ -382,7 +382,7 @@ impl End {
     }
 
     fn read_link(&mut self, record: Record, ring: bool) {
-        let frozen = self.resume.as_ref().is_some_and(Resume::is_frozen);
+        let frozen = self.resume.as_ref().is_some_and(|r| r.wrote);
         match record {
             Record::Open if self.handshake.as_ref().is_some_and(Handshake::is_opening) => {
                 self.feed(ring, |h| {
@@ -492,7 +492,7 @@ fn happen(event: Event, bytes: u8, me: &mut End, peer: &mut End) -> bool {
             me.resumption(Resume::leave);
         }
         Event::HandOver => {
-            let frozen = me.resume.as_ref().is_none_or(Resume::is_frozen);
+            let frozen = me.resume.as_ref().is_none_or(|r| r.wrote);
             if frozen || me.handshake.is_some() {
                 return false;
             }

@@ -13,7 +13,7 @@ fn promoted() -> Resume {
 fn after_a_failure_each_end_says_where_it_stands_and_sends_from_where_the_other_does() {
     let mut r = promoted();
     assert_eq!(r.on_link_failed(false), [Step::WriteResume]);
-    assert!(r.is_suspended() && r.is_next() && r.is_frozen());
+    assert!(r.is_suspended() && r.is_next() && r.wrote);
     assert_eq!(
         r.on_resume(7, 9),
         Ok(vec![Step::SendFrom(7), Step::ReadOn(9), Step::Done])
@@ -35,7 +35,7 @@ fn to_leave_a_link_that_works_is_to_ask_first() {
     let mut r = promoted();
     assert_eq!(r.leave(), [Step::Ask]);
     assert!(r.leave().is_empty());
-    assert!(!r.is_frozen(), "what is on its way still comes");
+    assert!(!r.wrote, "what is on its way still comes");
     assert_eq!(r.clone().on_link_failed(false), [Step::WriteResume]);
     assert_eq!(r.clone().on_asked(), [Step::WriteResume]);
     assert_eq!(r.on_resume(3, 3).unwrap()[0], Step::WriteResume);
@@ -72,7 +72,7 @@ fn a_failure_behind_the_mark_waits_for_switch_and_no_longer() {
     let mut r = Resume::new();
     assert!(r.on_sent(Closing::Switch).is_empty());
     assert!(r.on_link_failed(true).is_empty(), "what TCP has may be lost by a reset");
-    assert!(r.looks_ahead() && !r.is_frozen());
+    assert!(r.looks_ahead() && !r.wrote);
     assert_eq!(r.clone().on_got(Closing::Switch), [Step::WriteResume]);
     let seen = Ahead::Closing(Closing::Switch);
     assert_eq!(r.clone().on_ahead(seen), Ok(vec![Step::WriteResume]));

@@ -88,31 +88,28 @@ impl AsFd for Button {
 }
 
 /// Returns whether this kernel reports each press. All kernels since 2.6 do, but no interface promises it. Opens a few
-/// descriptors for a moment.
-pub fn is_reliable() -> bool {
-    fn try_it() -> Result<bool, Errno> {
-        let (bell, button) = pair()?;
-        let set = PrivateFd::open(|| epoll::create(epoll::CreateFlags::CLOEXEC))?;
-        let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
-        epoll::add(&set, &bell, epoll::EventData::new_u64(0), flags)?;
-        let mut reported = [epoll::Event {
-            flags: epoll::EventFlags::empty(),
-            data: epoll::EventData::new_u64(0),
-        }; 1];
-        let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
-        let mut is_rung = || Ok(epoll::wait(&set, &mut reported[..], Some(&now))? == 1);
-        for _ in 0..2 {
-            if is_rung()? {
-                return Ok(false);
-            }
-            button.press();
-            if !is_rung()? {
-                return Ok(false);
-            }
+/// descriptors for a moment; fails with the kernel's errno if there are none.
+pub fn is_reliable() -> Result<bool, Errno> {
+    let (bell, button) = pair()?;
+    let set = PrivateFd::open(|| epoll::create(epoll::CreateFlags::CLOEXEC))?;
+    let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
+    epoll::add(&set, &bell, epoll::EventData::new_u64(0), flags)?;
+    let mut reported = [epoll::Event {
+        flags: epoll::EventFlags::empty(),
+        data: epoll::EventData::new_u64(0),
+    }; 1];
+    let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
+    let mut is_rung = || Ok::<_, Errno>(epoll::wait(&set, &mut reported[..], Some(&now))? == 1);
+    for _ in 0..2 {
+        if is_rung()? {
+            return Ok(false);
         }
-        Ok(true)
+        button.press();
+        if !is_rung()? {
+            return Ok(false);
+        }
     }
-    try_it().unwrap_or(false)
+    Ok(true)
 }
 
 #[cfg(test)]
@@ -130,7 +127,7 @@ mod tests {
 
     #[test]
     fn each_press_is_reported_also_through_a_set_in_a_set() {
-        assert!(is_reliable());
+        assert_eq!(is_reliable(), Ok(true));
         let (bell, button) = pair().unwrap();
         let [inner, outer] = [(); 2].map(|()| epoll::create(epoll::CreateFlags::CLOEXEC).unwrap());
         let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;

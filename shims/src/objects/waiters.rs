@@ -211,7 +211,7 @@ impl Waiters {
     pub fn add_doorbell(&self, id: WaiterId) -> Result<(Doorbell, Button), Errno> {
         let set = kept(&self.polled, id).filter(|_| id != SERVICE);
         let set = set.ok_or(Errno::INVAL)?;
-        if !self.are_doorbells_reliable.get_or_init(doorbell::is_reliable) {
+        if !self.are_doorbells_reliable.get_or_try_init(doorbell::is_reliable)? {
             return Err(Errno::OPNOTSUPP);
         }
         let (bell, button) = doorbell::pair()?;

@@ -106,8 +106,8 @@ impl Worker {
         let instance = instance.map(|fd| (fd, tag(kind::INSTANCE, 0), kernel::EventFlags::IN));
         let exclusive = kernel::EventFlags::IN | kernel::EventFlags::EXCLUSIVE;
         let services = self.listeners.iter().enumerate();
-        let services = services
-            .filter_map(|(id, listener)| Some((listener.name()?, tag(kind::NAME, id as u64), exclusive)));
+        let services =
+            services.filter_map(|(id, listener)| Some((listener.name()?, tag(kind::NAME, id as u64), exclusive)));
         for (fd, data, flags) in instance.into_iter().chain(services) {
             // The kernel modifies no entry that is EXCLUSIVE.
             self.service.forget(fd);

@@ -453,7 +453,7 @@ impl Worker {
         }
         tracing::info!(target: "rdmasock", peer = %link.peer(), %why, "link down");
         link::remove(link);
-        self.bulks.forget(link);
+        self.bulks.remove(&link.slot());
         if link.is_remote() {
             self.forget_arriving_beside(link);
             Epoll::drop_dead_links();

@@ -51,7 +51,7 @@ use crate::service::ask::Asking;
 use crate::service::control::Control;
 use crate::service::hosts::Hosts;
 use crate::service::links::{LinkTable, Rings};
-use crate::service::pairs::Bulks;
+use crate::service::pairs::Bulk;
 use crate::service::watch::{Ends, Lingering, Standstill};
 use crate::signals::ending;
 use crate::sys::time;
@@ -149,7 +149,8 @@ struct Worker {
     devices: Devices,
     handshakes: Handshakes,
     links: LinkTable,
-    bulks: Bulks,
+    /// The bulk queue pairs, by the slots of their links.
+    bulks: HashMap<u32, Bulk>,
     lingering: Lingering,
     /// Questions of other hosts.
     control: Control,
@@ -498,7 +499,7 @@ impl Worker {
             devices: Devices::default(),
             handshakes: Handshakes::default(),
             links: LinkTable::default(),
-            bulks: Bulks::default(),
+            bulks: HashMap::new(),
             lingering: Lingering::default(),
             control: Control::new(crate::sys::time::now_ns()),
             hosts: Hosts::new(),

@@ -4,7 +4,6 @@
 //! The address and the cookie come from the HELLO in the TCP connection; this file connects to nothing else. Connecting
 //! can block in the kernel, so a thread of its own does it.
 
-use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
@@ -493,7 +492,7 @@ enum Stage {
 }
 
 /// The bulk queue pair of one link.
-struct Bulk {
+pub struct Bulk {
     stage: Stage,
     /// The cookie that the other end was given last. A request with it may be repeated, as for a link.
     cookie: Option<Cookie>,
@@ -503,10 +502,6 @@ struct Bulk {
     is_lost_there: bool,
 }
 
-/// The states, by the slot of the link.
-#[derive(Default)]
-pub struct Bulks(HashMap<u32, Bulk>);
-
 impl Worker {
     /// Gets a bulk queue pair for this link, on which a call would transfer directly, if none is there or being made.
     pub(super) fn want_bulk(&mut self, slot: u32) {
@@ -514,23 +509,37 @@ impl Worker {
             return;
         };
         let now = crate::sys::time::now_ns();
-        if !remote.is_direct() || !self.bulks.of(link).may_begin(now) {
+        if !remote.is_direct() || !self.bulk_of(link).may_begin(now) {
             return;
         }
         if remote.dialled().is_none() {
             return self.offer_bulk(link);
         }
         if link.send(&Message::BulkWanted, &[]).is_ok() {
-            self.bulks.of(link).stage = Stage::Asked { until: now + WITHIN };
+            self.bulk_of(link).stage = Stage::Asked { until: now + WITHIN };
         }
+    }
+
+    /// Returns the state of the link's bulk queue pair.
+    fn bulk_of(&mut self, link: &Link) -> &mut Bulk {
+        self.bulks.entry(link.slot()).or_insert_with(Bulk::new)
+    }
+
+    /// Returns the link for which this cookie was given out; `None` if there is none.
+    fn offered_bulk(&self, introduction: &Introduction) -> Option<&'static Link> {
+        let is_it = |link: &&'static Link| {
+            let cookie = self.bulks.get(&link.slot()).and_then(|bulk| bulk.cookie.as_ref());
+            cookie.is_some_and(|cookie| cookie.matches(&introduction.cookie)) && link.peer() == introduction.instance
+        };
+        link::all().into_iter().find(is_it)
     }
 
     fn offer_bulk(&mut self, link: &'static Link) {
         let now = crate::sys::time::now_ns();
         let Ok(fresh) = Cookie::random() else { return };
-        let cookie = self.bulks.of(link).to_offer(now, fresh);
+        let cookie = self.bulk_of(link).to_offer(now, fresh);
         if link.send(&Message::Bulk { cookie }, &[]).is_ok() {
-            self.bulks.of(link).on_offered(cookie, now + WITHIN);
+            self.bulk_of(link).on_offered(cookie, now + WITHIN);
         }
     }
 
@@ -543,22 +552,22 @@ impl Worker {
         match (message, remote.dialled()) {
             (Message::BulkWanted, None) => {
                 // The asker may not have received the earlier cookie yet.
-                let bulk = self.bulks.of(link);
+                let bulk = self.bulk_of(link);
                 if bulk.may_begin(now) || matches!(bulk.stage, Stage::Offered { .. }) {
                     self.offer_bulk(link);
                 }
             }
             (Message::Bulk { cookie }, Some(place)) => {
-                let bulk = self.bulks.of(link);
+                let bulk = self.bulk_of(link);
                 if matches!(bulk.stage, Stage::None { .. } | Stage::Asked { .. }) {
                     bulk.stage = Stage::Connecting;
                     if !dial_beside(link, remote, place, self.library.id, *cookie) {
-                        self.bulks.of(link).end(now);
+                        self.bulk_of(link).end(now);
                     }
                 }
             }
             (Message::BulkGone, _) => {
-                let bulk = self.bulks.of(link);
+                let bulk = self.bulk_of(link);
                 match bulk.stage {
                     Stage::Connecting => bulk.is_lost_there = true,
                     Stage::Up | Stage::Lost { .. } => {
@@ -586,7 +595,7 @@ impl Worker {
             Ok(pair) => self.attach_bulk(link, remote, pair),
             Err(error) => {
                 tracing::debug!(target: "rdmasock::link", peer = %link.peer(), %error, "no bulk queue pair");
-                self.bulks.of(link).end(crate::sys::time::now_ns());
+                self.bulk_of(link).end(crate::sys::time::now_ns());
             }
         }
     }
@@ -598,7 +607,7 @@ impl Worker {
         incoming: Incoming,
         introduction: &Introduction,
     ) -> Result<(&'static Link, Pair), Option<Incoming>> {
-        let Some(link) = self.bulks.offered(introduction) else {
+        let Some(link) = self.offered_bulk(introduction) else {
             return Err(Some(incoming));
         };
         let Some(remote) = link.remote() else {
@@ -610,7 +619,7 @@ impl Worker {
         remote.end_retired();
         let answer = introduce(self.library.id, Introduction::NO_COOKIE, true);
         let accepted = remote.with_pair(|pair| incoming.accept(&answer, Some(pair)));
-        let bulk = self.bulks.of(link);
+        let bulk = self.bulk_of(link);
         match accepted {
             Some(Ok(pair)) => {
                 bulk.stage = Stage::Connecting;
@@ -627,19 +636,19 @@ impl Worker {
     fn on_bulk_arrived(&mut self, link: &'static Link, pair: Option<Pair>) {
         match (pair, link.remote().filter(|_| link.is_alive())) {
             (Some(pair), Some(remote)) => self.attach_bulk(link, remote, pair),
-            (None, Some(_)) => self.bulks.of(link).end(crate::sys::time::now_ns()),
+            (None, Some(_)) => self.bulk_of(link).end(crate::sys::time::now_ns()),
             (_, None) => {}
         }
     }
 
     fn attach_bulk(&mut self, link: &'static Link, remote: &'static Remote, pair: Pair) {
-        let bulk = self.bulks.of(link);
+        let bulk = self.bulk_of(link);
         bulk.stage = Stage::Up;
         let is_lost_there = std::mem::take(&mut bulk.is_lost_there);
         tracing::debug!(target: "rdmasock::link", peer = %link.peer(), "bulk queue pair up");
         drop(remote.attach_bulk(pair));
         if is_lost_there {
-            self.bulks.of(link).on_lost(crate::sys::time::now_ns(), false);
+            self.bulk_of(link).on_lost(crate::sys::time::now_ns(), false);
             remote.drop_bulk();
         }
         self.retire_bulk(link, remote);
@@ -651,7 +660,7 @@ impl Worker {
             self.library.stats.count(Event::BulkLost);
             tracing::debug!(target: "rdmasock::link", peer = %link.peer(), "bulk queue pair lost");
             let _ = link.send(&Message::BulkGone, &[]);
-            self.bulks.of(link).on_lost(crate::sys::time::now_ns(), true);
+            self.bulk_of(link).on_lost(crate::sys::time::now_ns(), true);
         }
     }
 }
@@ -727,27 +736,6 @@ impl Bulk {
         } else {
             self.stage = Stage::Lost { here, there };
         }
-    }
-}
-
-impl Bulks {
-    /// Returns the state of the link's bulk queue pair.
-    fn of(&mut self, link: &Link) -> &mut Bulk {
-        self.0.entry(link.slot()).or_insert_with(Bulk::new)
-    }
-
-    /// Removes the state of a link that is down.
-    pub fn forget(&mut self, link: &Link) {
-        self.0.remove(&link.slot());
-    }
-
-    /// Returns the link for which this cookie was given out; `None` if there is none.
-    fn offered(&self, introduction: &Introduction) -> Option<&'static Link> {
-        let is_it = |link: &&'static Link| {
-            let cookie = self.0.get(&link.slot()).and_then(|bulk| bulk.cookie.as_ref());
-            cookie.is_some_and(|cookie| cookie.matches(&introduction.cookie)) && link.peer() == introduction.instance
-        };
-        link::all().into_iter().find(is_it)
     }
 }
 

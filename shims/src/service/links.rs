@@ -14,7 +14,7 @@ use rdmasock_core::os::channel::Channel;
 use rdmasock_core::os::memfd;
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::rendezvous::names;
-use rdmasock_core::stats::{Event, LinkInfo, LinkStats, Path, Reason};
+use rdmasock_core::stats::{Event, LinkInfo, Path, Reason};
 use rdmasock_core::stream::connection;
 use rdmasock_core::stream::connection::{Broken, MOST_ASIDE, OpenNonces, SocketIo as _};
 use rdmasock_core::wire;
@@ -95,7 +95,7 @@ pub struct LinkTable {
 
 impl LinkTable {
     /// Returns the lowest slot that no link has.
-    pub fn free_slot(&self) -> u32 {
+    fn free_slot(&self) -> u32 {
         let links = link::all();
         let used = |s: &u32| links.iter().chain(&self.dead).any(|l| l.slot() == *s);
         (0..).find(|s| !used(s)).unwrap_or(u32::MAX)
@@ -261,14 +261,9 @@ impl Worker {
     }
 
     fn make_link(&mut self, peer: InstanceId, pid: u32, max_ring: u64, memory: &Memory<'_>) -> Option<&'static Link> {
-        let slot = self.links.free_slot();
-        let stats = self.open_stats(slot, Path::Shm, peer, pid);
-        let Some(link) = Link::new(Identity { slot, peer, stats }, memory) else {
-            self.library.stats.close_link(slot);
-            return None;
-        };
+        let link = self.new_link(Path::Shm, peer, pid, |identity| Link::new(identity, memory))?;
         link.on_geometry(max_ring, memory.theirs.1.data_len() as u64);
-        tracing::info!(target: "rdmasock", %peer, pid, slot, "link up");
+        tracing::info!(target: "rdmasock", %peer, pid, slot = link.slot(), "link up");
         Some(link)
     }
 
@@ -287,13 +282,15 @@ impl Worker {
         link::add(link);
     }
 
-    pub(super) fn open_stats(
+    /// Makes a link in a free slot by `make`, with its statistics. `None` if that fails.
+    pub(super) fn new_link(
         &self,
-        slot: u32,
         fabric: Path,
         peer: InstanceId,
         peer_pid: u32,
-    ) -> Option<&'static LinkStats> {
+        make: impl FnOnce(Identity) -> Option<&'static Link>,
+    ) -> Option<&'static Link> {
+        let slot = self.links.free_slot();
         let info = LinkInfo {
             fabric,
             peer: *peer.as_bytes(),
@@ -303,7 +300,11 @@ impl Worker {
         if let Some(stats) = stats {
             stats.set_up();
         }
-        stats
+        let link = make(Identity { slot, peer, stats });
+        if link.is_none() {
+            self.library.stats.close_link(slot);
+        }
+        link
     }
 
     pub(super) fn expire_links(&mut self, now: u64) {

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use rdmasock_core::fabric::plugin::PRIVATE_BYTES;
 use rdmasock_core::ids::{Cookie, InstanceId};
-use rdmasock_core::stats::{Event, Reason};
+use rdmasock_core::stats::{Event, Path, Reason};
 use rdmasock_core::wire::{INTRODUCTION, Introduction, Message};
 use rustix::event::epoll as kernel;
 use rustix::io::Errno;
@@ -19,7 +19,7 @@ use crate::config::verbs::{Acceptor, Dialled, Incoming, Pair, State};
 use crate::config::{ZeroCopy, config, verbs};
 use crate::objects::library::Library;
 use crate::objects::link;
-use crate::objects::link::{Identity, Link, Maintained, Remote};
+use crate::objects::link::{Link, Maintained, Remote};
 use crate::objects::mailbox::{Command, kind, tag};
 use crate::objects::waiters::SERVICE;
 use crate::service::links::{Arriving, HalfOpen, LINK_TIMEOUT};
@@ -277,21 +277,17 @@ impl Worker {
         dialled: Option<(IpAddr, SocketAddr)>,
         pair: Pair,
     ) -> Option<&'static Link> {
-        let Introduction {
-            pid, instance: peer, ..
-        } = *introduction;
+        let (pid, peer) = (introduction.pid, introduction.instance);
         let info = pair.info().ok()?;
-        let slot = self.links.free_slot();
-        let stats = self.open_stats(slot, rdmasock_core::stats::Path::Verbs, peer, pid);
-        let identity = Identity { slot, peer, stats };
-        let Some(link) = Link::between_hosts(identity, pair, config().arena.bytes(), introduction, dialled) else {
-            self.library.stats.close_link(slot);
-            return None;
-        };
-        for (fd, kind) in [
+        let link = self.new_link(Path::Verbs, peer, pid, |identity| {
+            Link::between_hosts(identity, pair, config().arena.bytes(), introduction, dialled)
+        })?;
+        let slot = link.slot();
+        let fds = [
             (info.state_fd, kind::PAIR_STATE),
             (info.completion_fd, kind::COMPLETION),
-        ] {
+        ];
+        for (fd, kind) in fds {
             // SAFETY: the fds are open as long as the pair, which the link has now. `hang_up` takes them out of the
             // epoll set before the link gives the pair up.
             let fd = unsafe { BorrowedFd::borrow_raw(fd) };

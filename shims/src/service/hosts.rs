@@ -167,17 +167,28 @@ impl Worker {
     /// Sends the questions that are due, and closes the sockets that have been quiet for `QUIET`.
     pub(super) fn hosts_on_time(&mut self, now: u64) {
         for id in self.hosts.hosts.keys().copied().collect::<Vec<_>>() {
-            self.forget_given_up(id);
-            let Some(host) = self.hosts.hosts.get(&id) else {
+            let Hosts { hosts, queries, .. } = &mut self.hosts;
+            let Some(host) = hosts.get_mut(&id) else {
                 continue;
             };
+            // A YES to a question whose asker has given up is not wanted.
+            host.waiting.retain(|query| {
+                let Some(query) = queries.get_mut(query) else {
+                    return false;
+                };
+                let wanted = self.asks.contains_key(&query.request);
+                if !wanted {
+                    query.fate = Fate::Unwanted;
+                }
+                wanted
+            });
             if host.waiting.is_empty() {
                 if now >= host.quiet_since + QUIET {
                     self.close_host(id);
                 }
                 continue;
             }
-            let is_due = |q: &&QueryId| self.hosts.queries.get(q).is_some_and(|q| q.next <= now);
+            let is_due = |q: &&QueryId| queries.get(q).is_some_and(|q| q.next <= now);
             let due: Vec<QueryId> = host.waiting.iter().filter(is_due).copied().collect();
             for query in due {
                 if !self.send_query(id, query, now) {
@@ -187,24 +198,6 @@ impl Worker {
             }
             self.probe(id, now);
         }
-    }
-
-    /// Forgets the questions whose asker has given up: a YES to them is not wanted.
-    fn forget_given_up(&mut self, id: u64) {
-        let Hosts { hosts, queries, .. } = &mut self.hosts;
-        let Some(host) = hosts.get_mut(&id) else {
-            return;
-        };
-        host.waiting.retain(|query| {
-            let Some(query) = queries.get_mut(query) else {
-                return false;
-            };
-            let wanted = self.asks.contains_key(&query.request);
-            if !wanted {
-                query.fate = Fate::Unwanted;
-            }
-            wanted
-        });
     }
 
     /// Sends the next question of a host that has not answered, if the question that was out has been given up.

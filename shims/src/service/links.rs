@@ -307,6 +307,7 @@ impl Worker {
         link
     }
 
+    /// Gives up links that did not come up in time, and accepted links over which nothing has come.
     pub(super) fn expire_links(&mut self, now: u64) {
         for peer in keys(&self.links.pending, |pending| pending.deadline <= now) {
             match self.conn_where(|other| matches!(other, Peer::Linking { peer: p } if *p == peer)) {
@@ -314,6 +315,8 @@ impl Worker {
                 None => self.end_pending(peer, None),
             }
         }
+        self.drop_arriving(|arriving| arriving.deadline <= now);
+        self.drop_half_open(|half_open| half_open.deadline <= now);
     }
 
     pub(super) fn on_link_message(&mut self, link: &'static Link, message: Message, mut fds: Vec<PrivateFd>) {

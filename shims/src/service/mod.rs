@@ -326,7 +326,7 @@ impl Worker {
             data: kernel::EventData::new_u64(0),
         }; 64];
         self.drain();
-        let next = TIMERS.iter().filter_map(|timer| (timer.next)(self)).min();
+        let next = TIMERS.iter().filter_map(|(next, _)| next(self)).min();
         let timeout = next.map(|at| at.saturating_sub(time::now_ns()));
         self.library.waiters.enter_sleep(SERVICE);
         let idle = self.events.is_empty()
@@ -343,8 +343,8 @@ impl Worker {
             self.on_event(event);
         }
         let now = time::now_ns();
-        for timer in TIMERS {
-            (timer.run)(self, now);
+        for (_, run) in TIMERS {
+            run(self, now);
         }
         self.close_left();
         ControlFlow::Continue(())
@@ -616,59 +616,31 @@ fn descriptors() -> u64 {
     limit.maximum.unwrap_or(u64::MAX)
 }
 
-// The thread's timers: one row for each concern, with its next deadline and the function that handles it.
-
-/// A concern of the thread that has deadlines.
-struct Timer {
-    /// Returns the next deadline, monotonic ns; `None` if nothing is scheduled.
-    next: fn(&Worker) -> Option<u64>,
-    /// Does what is due. Called after every sleep, however long that was.
-    run: fn(&mut Worker, now: u64),
-}
-
-/// A field of the worker, handled by its own `on_timeout` or by a function of the worker.
-macro_rules! part {
-    ($name:ident) => {
-        part!($name, |worker, now| worker.$name.on_timeout(now))
-    };
-    ($name:ident, $run:expr) => {
-        Timer {
-            next: |worker| worker.$name.next_timeout(),
-            run: $run,
-        }
-    };
-}
+/// A concern of the thread that has deadlines. The first function returns the next deadline, monotonic ns; `None` if
+/// nothing is scheduled. The second does what is due, and is called after every sleep, however long that was.
+type Timer = (fn(&Worker) -> Option<u64>, fn(&mut Worker, u64));
 
 /// Work that is done once, when its alarm is due.
 macro_rules! alarm {
     ($name:ident, $run:expr) => {
-        Timer {
-            next: |worker| worker.alarms.$name,
-            run: |worker, now| {
+        (
+            |worker| worker.alarms.$name,
+            |worker, now| {
                 let run: fn(&mut Worker, u64) = $run;
                 if rings(&mut worker.alarms.$name, now) {
                     run(worker, now);
                 }
             },
-        }
+        )
     };
 }
 
-/// In the order in which they are handled.
+/// The thread's timers, in the order in which they are handled.
 const TIMERS: &[Timer] = &[
-    Timer {
-        next: |worker| worker.asks.values().map(|asking| asking.deadline).min(),
-        run: Worker::expire_asks,
-    },
-    Timer {
-        next: |worker| worker.asked_until.front().map(|(until, _)| *until),
-        run: Worker::expire_asked,
-    },
-    part!(links, |worker, now| {
-        worker.expire_links(now);
-        worker.expire_arriving(now);
-    }),
-    part!(guests, Worker::expire_guests),
+    (|w| w.asks.values().map(|a| a.deadline).min(), Worker::expire_asks),
+    (|w| w.asked_until.front().map(|(at, _)| *at), Worker::expire_asked),
+    (|w| w.links.next_timeout(), Worker::expire_links),
+    (|w| w.guests.next_timeout(), Worker::expire_guests),
     alarm!(listen, |worker, _| worker.listen_to_names(true)),
     alarm!(maintain, |worker, _| worker.maintain_links()),
     alarm!(watch, Worker::watch_links),
@@ -683,18 +655,21 @@ const TIMERS: &[Timer] = &[
         worker.service.delaying.begin();
         socket::all().for_each(crate::data::tx::send_delayed_wake);
     }),
-    part!(lingering),
-    part!(handshakes),
-    part!(rings),
-    part!(standstill),
-    part!(ends, |worker, now| {
-        worker.ends.leave_unmarked(now);
-        worker.ends.look_for_readers(now);
-        worker.leave_dying(now);
-    }),
-    part!(control, Worker::control_on_time),
-    part!(hosts, Worker::hosts_on_time),
-    part!(ending),
+    (|w| w.lingering.next_timeout(), |w, now| w.lingering.on_timeout(now)),
+    (|w| w.handshakes.next_timeout(), |w, now| w.handshakes.on_timeout(now)),
+    (|w| w.rings.next_timeout(), |w, now| w.rings.on_timeout(now)),
+    (|w| w.standstill.next_timeout(), |w, now| w.standstill.on_timeout(now)),
+    (
+        |w| w.ends.next_timeout(),
+        |w, now| {
+            w.ends.leave_unmarked(now);
+            w.ends.look_for_readers(now);
+            w.leave_dying(now);
+        },
+    ),
+    (|w| w.control.next_timeout(), Worker::control_on_time),
+    (|w| w.hosts.next_timeout(), Worker::hosts_on_time),
+    (|w| w.ending.next_timeout(), |w, now| w.ending.on_timeout(now)),
 ];
 
 /// Returns whether the alarm is due at `now`; if so, turns it off.

@@ -220,13 +220,7 @@ impl Worker {
         }
     }
 
-    /// Gives up connections that did not come up in time, and accepted links over which nothing has come.
-    pub(super) fn expire_arriving(&mut self, now: u64) {
-        self.drop_arriving(|arriving| arriving.deadline <= now);
-        self.drop_half_open(|half_open| half_open.deadline <= now);
-    }
-
-    fn drop_half_open(&mut self, is_over: impl Fn(&HalfOpen) -> bool) {
+    pub(super) fn drop_half_open(&mut self, is_over: impl Fn(&HalfOpen) -> bool) {
         for id in keys(&self.links.half_open, is_over) {
             self.hang_up(id, Reason::LinkFailed);
         }
@@ -243,7 +237,7 @@ impl Worker {
         }
     }
 
-    fn drop_arriving(&mut self, is_over: impl Fn(&Arriving) -> bool) {
+    pub(super) fn drop_arriving(&mut self, is_over: impl Fn(&Arriving) -> bool) {
         for id in keys(&self.links.arriving, is_over) {
             if let Some(arriving) = self.links.arriving.remove(&id) {
                 self.forget_fd(arriving.pair.info().map(|i| i.state_fd));

@@ -77,6 +77,14 @@ fn asked(worker: &mut Worker, socket: &'static Socket, by_name: bool) -> (u64, u
     (request, conn, theirs)
 }
 
+/// Opens a channel to the worker. Returns its id and its other end.
+fn guest(worker: &mut Worker) -> (u64, Channel) {
+    let (ours, theirs) = Channel::pair().unwrap();
+    let (listener, offered) = (None, None);
+    let id = worker.register(ours, Peer::Incoming { listener, offered });
+    (id.unwrap(), theirs)
+}
+
 pub(super) fn say(channel: &Channel, message: &Message) {
     let mut buf = [0u8; MAX_MESSAGE];
     channel.send(message.encode(&mut buf).unwrap(), &[]).unwrap();
@@ -102,16 +110,7 @@ fn an_answer_counts_only_from_whom_was_asked() {
     let (socket, _stream) = connected();
     let (request, conn, _holder) = asked(&mut worker, socket, true);
 
-    let (ours, stranger) = Channel::pair().unwrap();
-    let incoming = worker
-        .register(
-            ours,
-            Peer::Incoming {
-                listener: None,
-                offered: None,
-            },
-        )
-        .unwrap();
+    let (incoming, stranger) = guest(&mut worker);
     say(&stranger, &yes(request));
     worker.on_channel(incoming);
     assert!(
@@ -233,16 +232,7 @@ fn redirects_end() {
 #[test]
 fn a_message_with_fds_that_it_does_not_carry_ends_the_channel() {
     let mut worker = worker();
-    let (ours, theirs) = Channel::pair().unwrap();
-    let conn = worker
-        .register(
-            ours,
-            Peer::Incoming {
-                listener: None,
-                offered: None,
-            },
-        )
-        .unwrap();
+    let (conn, theirs) = guest(&mut worker);
     let nonce = Nonce::random().unwrap();
     let mut buf = [0u8; MAX_MESSAGE];
     let cancel = Message::Cancel {
@@ -285,16 +275,7 @@ fn a_yes_that_reaches_nobody_begins_nothing() {
     assert_eq!(socket.rx_mode.load(SeqCst), Mode::Tcp);
     assert_eq!(socket.promotion.stage(), Stage::Watching);
     worker.settle(Ref::new(socket));
-    let (ours, theirs) = Channel::pair().unwrap();
-    let conn = worker
-        .register(
-            ours,
-            Peer::Incoming {
-                listener: None,
-                offered: None,
-            },
-        )
-        .unwrap();
+    let (conn, theirs) = guest(&mut worker);
     worker.on_ask(conn, 1, tuple, nonce, instance);
     assert!(matches!(received(&theirs), Some(Message::Yes { .. })));
     assert_eq!(socket.rx_mode.load(SeqCst), Mode::Marked);
@@ -307,16 +288,7 @@ fn a_scan_ends_with_its_askers_channel() {
     let tuple = socket::tuple_of(socket).unwrap();
     // Asks, sends the bytes that `says` makes of the nonce, and closes. Returns the mode of the receiving direction.
     let mut ask = |says: fn(&Nonce) -> Vec<u8>| {
-        let (ours, theirs) = Channel::pair().unwrap();
-        let conn = worker
-            .register(
-                ours,
-                Peer::Incoming {
-                    listener: None,
-                    offered: None,
-                },
-            )
-            .unwrap();
+        let (conn, theirs) = guest(&mut worker);
         worker.on_ask(conn, 1, tuple, Nonce::random().unwrap(), InstanceId::random().unwrap());
         let Some(Message::Yes { nonce_s, .. }) = received(&theirs) else {
             panic!("no YES");
@@ -350,16 +322,7 @@ fn who_asks_owns_the_connectors_end() {
     let own = rustix::process::geteuid().as_raw();
     let ask = |worker: &mut Worker, tuple, owner_of| {
         worker.owner_of = owner_of;
-        let (ours, theirs) = Channel::pair().unwrap();
-        let conn = worker
-            .register(
-                ours,
-                Peer::Incoming {
-                    listener: None,
-                    offered: None,
-                },
-            )
-            .unwrap();
+        let (conn, theirs) = guest(worker);
         worker.on_ask(conn, 1, tuple, Nonce::random().unwrap(), InstanceId::random().unwrap());
         received(&theirs)
     };
@@ -397,16 +360,7 @@ fn a_yes_that_was_lost_with_a_link_is_said_again() {
     let tuple = socket::tuple_of(socket).unwrap();
     let (nonce, instance) = (Nonce::random().unwrap(), InstanceId::random().unwrap());
     let ask = |worker: &mut Worker, nonce, instance| {
-        let (ours, theirs) = Channel::pair().unwrap();
-        let conn = worker
-            .register(
-                ours,
-                Peer::Incoming {
-                    listener: None,
-                    offered: None,
-                },
-            )
-            .unwrap();
+        let (conn, theirs) = guest(worker);
         worker.on_ask(conn, 1, tuple, nonce, instance);
         match received(&theirs) {
             Some(Message::Yes { nonce_s, .. }) => Some(nonce_s),

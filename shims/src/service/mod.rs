@@ -481,6 +481,8 @@ impl Worker {
     fn new(mask: libc::sigset_t, instance_name: Option<names::Listener>) -> Option<Self> {
         let library = Library::get();
         crate::objects::cgroup::look();
+        // How many descriptors this process may have, the library's own among them.
+        let descriptors = rustix::process::getrlimit(rustix::process::Resource::Nofile).maximum;
         let worker = Self {
             library,
             service: &library.service,
@@ -490,7 +492,7 @@ impl Worker {
             listeners: Vec::new(),
             conns: HashMap::new(),
             unread: Vec::new(),
-            guests: channels::Guests::new(descriptors()),
+            guests: channels::Guests::new(descriptors.unwrap_or(u64::MAX)),
             next_conn: 1,
             asks: HashMap::new(),
             to_ask: VecDeque::new(),
@@ -608,12 +610,6 @@ fn own_namespace() -> u64 {
     let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
     let socket = PrivateFd::open(|| socket_with(family, kind, SocketFlags::CLOEXEC, None));
     socket.map_or(0, |socket| crate::sys::sockopt::namespace(socket.as_fd()))
-}
-
-/// Returns how many descriptors this process may have, the library's own among them.
-fn descriptors() -> u64 {
-    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
-    limit.maximum.unwrap_or(u64::MAX)
 }
 
 /// A concern of the thread that has deadlines. The first function returns the next deadline, monotonic ns; `None` if

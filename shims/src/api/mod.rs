@@ -109,7 +109,7 @@ pub unsafe extern "C" fn info(fd: c_int, info: *mut Info) -> c_int {
         return errno::fail(libc::EINVAL);
     }
     result(|| {
-        let known = within(|| of(fd))?;
+        let known = within(|| info_of(fd))?;
         // SAFETY: the program says that its struct has `size` bytes, which is at least `FIRST`, the size of `Info`.
         unsafe {
             info.cast::<u8>().write_bytes(0, size);
@@ -119,9 +119,9 @@ pub unsafe extern "C" fn info(fd: c_int, info: *mut Info) -> c_int {
     })
 }
 
-fn of(fd: c_int) -> Result<Info, c_int> {
+fn info_of(fd: c_int) -> Result<Info, c_int> {
     if let Some(socket) = call::connection(fd) {
-        return of_socket(socket, fd);
+        return info_of_socket(socket, fd);
     }
     match table::lookup(fd) {
         Entry::Listener(_) | Entry::Fresh { .. } => Err(libc::ENOTCONN),
@@ -147,7 +147,7 @@ fn is_connected(fd: c_int) -> Result<(), c_int> {
     }
 }
 
-fn of_socket(socket: &'static Socket, fd: c_int) -> Result<Info, c_int> {
+fn info_of_socket(socket: &'static Socket, fd: c_int) -> Result<Info, c_int> {
     let counts = socket.told.stats();
     let [sent, received] = [
         counts.map(StreamStats::sent).unwrap_or_default(),
@@ -265,10 +265,10 @@ const LINK: c_int = 3;
 
 /// Implements `rdmasock_prefer`: makes the connection `fd` prefer `way`. Returns 0, or -1 with errno.
 pub unsafe extern "C" fn prefer(fd: c_int, way: c_int) -> c_int {
-    result(|| within(|| on(fd, way)).map(|()| 0))
+    result(|| within(|| set_preference(fd, way)).map(|()| 0))
 }
 
-fn on(fd: c_int, way: c_int) -> Result<(), c_int> {
+fn set_preference(fd: c_int, way: c_int) -> Result<(), c_int> {
     let stays = match way {
         TCP => true,
         LINK => false,

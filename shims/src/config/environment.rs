@@ -11,7 +11,6 @@ use std::os::unix::ffi::OsStrExt;
 
 use libc::{c_char, c_int, pid_t, posix_spawn_file_actions_t as Actions, posix_spawnattr_t};
 use once_cell::race::OnceBox;
-use rdmasock_core::os::kernel;
 
 use crate::config::{Config, OnExec};
 use crate::sys::real;
@@ -151,9 +150,7 @@ unsafe fn with_kept(kept: &Kept, envp: Strings, exec: impl FnOnce(Strings) -> c_
 
 /// Returns whether this process may read the file. The loader makes the same system call.
 fn is_readable(file: &CStr) -> bool {
-    let arguments = [kernel::address(file.as_ptr()), libc::R_OK as usize, 0, 0, 0, 0];
-    // SAFETY: the system call reads a string that ends in a NUL.
-    unsafe { kernel::call(libc::SYS_access, arguments) }.is_ok()
+    rustix::fs::access(file, rustix::fs::Access::READ_OK).is_ok()
 }
 
 macro_rules! exec {

@@ -79,19 +79,10 @@ pub fn hide_markers(socket: &'static Socket, fd: c_int) {
         && move_anchor(socket)
     {
         socket.numbers.hidden.store(fd, Release);
+        let numbers = [dead.as_raw_fd(), fd, libc::O_CLOEXEC, 0, 0, 0].map(|number| number as usize);
         // SAFETY: dup3 gets two fds and a flag. The program is about to close `fd` itself, and the TCP socket has a
         // private fd by now.
-        let _ = unsafe {
-            let numbers = [
-                dead.as_raw_fd() as usize,
-                fd as usize,
-                libc::O_CLOEXEC as usize,
-                0,
-                0,
-                0,
-            ];
-            kernel::call(libc::SYS_dup3, numbers)
-        };
+        let _ = unsafe { kernel::call(libc::SYS_dup3, numbers) };
     }
 }
 

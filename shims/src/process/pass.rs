@@ -150,15 +150,12 @@ fn release_here(socket: &'static Socket) {
         return release(socket, Reason::Exec);
     }
     reclaim(socket);
-    if socket.may_be_on_link() && !socket.promotion.holders.await_parent() && is_behind_anchor(socket) {
+    let is_behind_anchor = || socket.numbers.is_behind(socket.numbers.fd.load(Acquire));
+    if socket.may_be_on_link() && !socket.promotion.holders.await_parent() && is_behind_anchor() {
         tracing::warn!(target: "rdmasock", slot = socket.slot, "the peer does not answer, and the socket cannot follow: reset");
         crate::notify::reset::reset_after_unsent(socket);
     }
     socket.promotion.set_stage(Stage::Pinned);
-}
-
-fn is_behind_anchor(socket: &Socket) -> bool {
-    socket.numbers.is_behind(socket.numbers.fd.load(Acquire))
 }
 
 /// Takes all connections back to TCP, and keeps later ones there. Waits until they are back, as [`release`] does.

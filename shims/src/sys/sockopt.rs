@@ -154,20 +154,16 @@ pub fn unsent(fd: BorrowedFd<'_>) -> usize {
 /// Returns an int that ioctl(2) reports; `None` if it fails.
 fn ask(fd: BorrowedFd<'_>, request: usize) -> Option<c_int> {
     let mut value: c_int = 0;
+    let arguments = [
+        fd.as_raw_fd() as usize,
+        request,
+        kernel::address(&raw mut value),
+        0,
+        0,
+        0,
+    ];
     // SAFETY: the system call writes one int, to `value`.
-    let result = unsafe {
-        kernel::call(
-            libc::SYS_ioctl,
-            [
-                fd.as_raw_fd() as usize,
-                request,
-                kernel::address(&raw mut value),
-                0,
-                0,
-                0,
-            ],
-        )
-    };
+    let result = unsafe { kernel::call(libc::SYS_ioctl, arguments) };
     result.is_ok().then_some(value)
 }
 

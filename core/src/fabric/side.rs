@@ -381,7 +381,7 @@ impl<const UNIT: usize> Segments<UNIT> {
     fn reserve(&self, total: usize) -> Result<(), Errno> {
         self.total.store(total, Release);
         let first = Extent::neutral(self.length(0))?;
-        self.set(0, first.start());
+        self.set(0, first.start().as_ptr());
         Ok(())
     }
 
@@ -397,7 +397,7 @@ impl<const UNIT: usize> Segments<UNIT> {
             }
             None => {
                 let first = Extent::of_file(fd, offset, self.length(0), Access::ReadWrite)?;
-                self.set(0, first.start());
+                self.set(0, first.start().as_ptr());
             }
         }
         self.shown.store(1, Release);
@@ -485,9 +485,7 @@ impl<const UNIT: usize> Segments<UNIT> {
         // SAFETY: the segment before is a mapping of the file, which is sealed at a length that includes this segment.
         let made = unsafe { before.followed_by(length, self.extent(next)) };
         let made = made.inspect_err(|_| self.lose(next))?;
-        if let Some(start) = NonNull::new(made.start().as_ptr().wrapping_add(PAGE)) {
-            self.set(next, start);
-        }
+        self.set(next, made.start().as_ptr().wrapping_add(PAGE));
         self.shown.store(next as u32 + 1, Release);
         Ok(made)
     }
@@ -558,17 +556,15 @@ impl<const UNIT: usize> Segments<UNIT> {
         HELD.fetch_sub(self.held.swap(0, AcqRel), AcqRel);
     }
 
-    fn set(&self, k: usize, start: NonNull<u8>) {
+    fn set(&self, k: usize, start: *mut u8) {
         if let Some(at) = self.at.get(k) {
-            at.store(start.as_ptr(), Release);
+            at.store(start, Release);
         }
     }
 
     /// Forgets the addresses of a segment. The kernel had no memory to replace the mapping, and may have removed it.
     fn lose(&self, k: usize) {
-        if let Some(at) = self.at.get(k) {
-            at.store(null_mut(), Release);
-        }
+        self.set(k, null_mut());
     }
 
     /// Returns the extent of a mapped byte, and its offset in it.

@@ -136,11 +136,6 @@ impl Producer {
         unsafe { &self.block.as_ref().consumer }
     }
 
-    #[inline(always)]
-    fn take_data(&self) -> Wake {
-        self.theirs().take_want_data()
-    }
-
     /// Returns all free pieces. Reads the consumer's line only when fewer than `want` bytes are known to be free. If
     /// fewer are free even then, this counts as limited by the window.
     #[inline(always)]
@@ -162,7 +157,7 @@ impl Producer {
         self.tail += n;
         // Releases the payload to the consumer's load of `tail`; and W2.
         self.mine().tail.publish(self.tail);
-        let wake = self.take_data();
+        let wake = self.theirs().take_want_data();
         // The consumer's line is in the cache anyway: notice a new offer, and let the next `spans` adopt it.
         if self.theirs().offer.load(Ordering::Relaxed) != self.offer {
             self.limit = self.tail;
@@ -186,7 +181,7 @@ impl Producer {
     pub fn wake(&mut self) -> Wake {
         // Publishes the same value again, for W2.
         self.mine().tail.publish(self.tail);
-        self.take_data()
+        self.theirs().take_want_data()
     }
 
     /// Marks the event that follows the last byte, and returns the consumer's waiters to wake. Only the first mark
@@ -198,7 +193,7 @@ impl Producer {
         self.ended = true;
         self.limit = self.tail;
         self.mine().end.claim(end as u32).map_err(|_| Stopped)?;
-        Ok(self.take_data())
+        Ok(self.theirs().take_want_data())
     }
 
     /// Asks for a wake-up when there is space: sets `bits` in the attention word, then checks. True:
@@ -296,12 +291,9 @@ impl Producer {
             return Ok(false);
         }
         let offer = Offer::unpack(word).ok_or(Violation::BadOffer)?;
-        if offer.generation != Offer::next_generation(self.generation) {
-            // The consumer offered it before it knew that the reserve was taken, and will withdraw it.
-            self.offer = word;
-            return Ok(false);
-        }
-        if self.is_too_large(offer.region) || !self.allowance.reaches(offer.region) {
+        // The consumer offered it before it knew that the reserve was taken, and will withdraw it.
+        let is_late = offer.generation != Offer::next_generation(self.generation);
+        if is_late || self.is_too_large(offer.region) || !self.allowance.reaches(offer.region) {
             self.offer = word;
             return Ok(false);
         }

@@ -195,8 +195,10 @@ impl<Q: QueuePair> Engine<Q> {
     /// Takes a turn that does the work `what`. True if there was a completion.
     pub fn run<L: Local>(&mut self, g: &Shared<Q, L>, what: u32) -> Result<bool, Fault> {
         let mut events = 0;
-        if what & ARM != 0 {
-            self.arm_bulk();
+        if what & ARM != 0
+            && let Some(Err(lost)) = self.bulk.as_ref().map(Bulk::arm)
+        {
+            self.lost = Some(lost);
         }
         if what & POLL != 0 || self.sender.is_short() {
             events = self.poll(g)? + self.poll_bulk(g)?;

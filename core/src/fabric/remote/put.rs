@@ -262,19 +262,13 @@ impl Landings {
     /// had brought.
     pub fn lapse(&mut self) -> u64 {
         self.owed = None;
-        match self.open {
-            Some(Landing { advert, stage, .. }) => {
-                self.withdraw(advert.serial, true);
-                match stage {
-                    Stage::Own { come, .. } => {
-                        self.close(Landed::Read(come));
-                        come
-                    }
-                    _ => 0,
-                }
-            }
-            None => 0,
-        }
+        let Some(Landing { advert, stage, .. }) = self.open else {
+            return 0;
+        };
+        self.withdraw(advert.serial, true);
+        let Stage::Own { come, .. } = stage else { return 0 };
+        self.close(Landed::Read(come));
+        come
     }
 
     /// Ends the advert because the peer has left, and will not answer.
@@ -471,12 +465,6 @@ impl<Q: QueuePair> Engine<Q> {
         None
     }
 
-    pub fn arm_bulk(&mut self) {
-        if let Some(Err(lost)) = self.bulk.as_ref().map(Bulk::arm) {
-            self.lost = Some(lost);
-        }
-    }
-
     pub fn poll_bulk<L: Local>(&mut self, g: &Shared<Q, L>) -> Result<usize, Fault> {
         let Some(mut bulk) = self.bulk.take() else {
             return Ok(0);
@@ -525,7 +513,10 @@ impl<Q: QueuePair> Engine<Q> {
             g.tell_here(&mut self.after, wake, mine);
             // The bytes of a loan for which SOURCE was not sent go by the ring.
             if let (Some(_), Some(theirs)) = (s.out.loans.untold(), s.theirs) {
-                s.out.cancel_loan();
+                s.out.loans.recall();
+                if let Some(source) = &mut s.out.targets.source {
+                    source.is_needed = true;
+                }
                 self.wake_sender(g, mine, theirs);
             }
             if let Some(s) = self.streams.get(mine).filter(|s| s.inc.takings.is_open()) {

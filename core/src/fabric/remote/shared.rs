@@ -271,21 +271,15 @@ impl Registry {
 }
 
 /// A registered chunk of the peer's arena.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Target {
     pub rkey: u32,
     pub base: u64,
 }
 
 /// Keys by chunk; the list ends at the highest chunk that has a key.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Keys<T>(Vec<Option<T>>);
-
-impl<T> Default for Keys<T> {
-    fn default() -> Self {
-        Self(Vec::new())
-    }
-}
 
 impl<T: Copy> Keys<T> {
     pub fn get(&self, chunk: u32) -> Option<T> {
@@ -298,13 +292,8 @@ impl<T: Copy> Keys<T> {
         if self.0.len() <= at {
             self.0.resize(at + 1, None);
         }
-        match self.0.get_mut(at) {
-            Some(slot) if slot.is_none() => {
-                *slot = Some(key);
-                true
-            }
-            _ => false,
-        }
+        let free = self.0.get_mut(at).filter(|slot| slot.is_none());
+        free.map(|slot| *slot = Some(key)).is_some()
     }
 }
 

@@ -429,14 +429,6 @@ impl Outgoing {
         Ok(())
     }
 
-    /// Cancels a loan for which SOURCE was not sent: its bytes go by the ring.
-    pub fn cancel_loan(&mut self) {
-        self.loans.recall();
-        if let Some(source) = &mut self.targets.source {
-            source.is_needed = true;
-        }
-    }
-
     /// Returns the position up to which the peer may have the bytes: it was told of them, or may have read them from a
     /// loan.
     fn reach(&self) -> u64 {

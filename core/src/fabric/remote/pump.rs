@@ -59,14 +59,14 @@ struct Piece {
 
 /// The parts of the engine that a direct transfer uses beside the stream.
 struct Means<'a, Q> {
-    pub bulk: &'a mut Option<Bulk<Q>>,
-    pub chunks: &'a Chunks,
-    pub counts: &'a mut DirectCounts,
-    pub after: &'a mut After,
+    bulk: &'a mut Option<Bulk<Q>>,
+    chunks: &'a Chunks,
+    counts: &'a mut DirectCounts,
+    after: &'a mut After,
     /// Why the bulk queue pair is to be given up.
-    pub lost: &'a mut Option<Lost>,
+    lost: &'a mut Option<Lost>,
     /// This end's number of the stream.
-    pub mine: u32,
+    mine: u32,
 }
 
 impl<Q: QueuePair> Engine<Q> {

@@ -5,13 +5,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use rdmasock_core::fabric::plugin::serve::Connection;
-use rdmasock_core::fabric::plugin::{Device, Fate, Info, Keys, Level, PRIVATE_BYTES, log};
+use rdmasock_core::fabric::plugin::{Fate, Info, Keys, PRIVATE_BYTES};
 use rdmasock_core::fabric::remote::qp::{Completed, Read, Role, Write};
 use rdmasock_core::lock::Lock;
 
 use crate::device;
 use crate::error::{Errno, Result};
-use crate::explain::explain;
+use crate::explain::{debug, explain};
 use crate::probe_target::{Offer, compose};
 use crate::queue::{BUFFER_BYTES, Common, Queue};
 use crate::sizes::{Sizes, Wish};
@@ -127,12 +127,8 @@ impl Conn {
                 self.fate.up();
             }
             Verdict::Over(reason) => {
-                let first = self.fate.end(reason);
-                if first {
-                    log(
-                        Level::Debug,
-                        format_args!("verbs: connection over: event {}, {reason}", event.kind),
-                    );
+                if self.fate.end(reason) {
+                    debug(format_args!("verbs: connection over: event {}, {reason}", event.kind));
                 }
                 if event.kind == event::RDMA_CM_EVENT_DISCONNECTED {
                     self.leave();
@@ -171,10 +167,6 @@ impl Connection for Conn {
     fn info(&self) -> Result<Info> {
         let queue = self.queue()?;
         let private = self.private.lock().map_or(Private::NONE, |private| *private);
-        let mut name = [0; 64];
-        for (to, from) in name.iter_mut().take(63).zip(self.context.name().to_bytes()) {
-            *to = *from;
-        }
         Ok(Info {
             state_fd: self.id.channel().fd(),
             completion_fd: queue.completion_fd(),
@@ -184,10 +176,7 @@ impl Connection for Conn {
             reads: queue.reads(),
             packet_bytes: queue.packet_bytes(),
             qp_number: queue.number(),
-            device: Device {
-                name,
-                is_iwarp: u8::from(self.context.is_iwarp()),
-            },
+            device: device::described(self.context.name().to_bytes(), self.is_iwarp()),
             private: words(&private),
             private_len: private.len.min(PRIVATE_BYTES as u32),
         })

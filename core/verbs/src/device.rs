@@ -8,11 +8,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use rdmasock_core::fabric::plugin;
-use rdmasock_core::fabric::plugin::{Address, Device, Fate, Level, log};
+use rdmasock_core::fabric::plugin::{Address, Device, Fate};
 use rdmasock_core::lock::Lock;
 
 use crate::error::{Errno, Result};
-use crate::explain::explain;
+use crate::explain::{debug, explain};
 use crate::sys::{Context, Id, prepare_for_fork};
 use crate::sysfs::device_on;
 
@@ -34,6 +34,18 @@ pub fn find(local: &Address) -> Result<Device> {
     let ip = ip(local)?;
     let interface = interface_of(ip)?;
     device_on(plugin::sys_class(), &interface).ok_or(Errno(libc::ENODEV))
+}
+
+/// Returns the description of a device; its name is cut to 63 bytes.
+pub fn described(name: &[u8], is_iwarp: bool) -> Device {
+    let mut padded = [0; 64];
+    for (to, from) in padded.iter_mut().take(63).zip(name) {
+        *to = *from;
+    }
+    Device {
+        name: padded,
+        is_iwarp: u8::from(is_iwarp),
+    }
 }
 
 /// Opens the device that has this local address; returns its context if it is open already.
@@ -60,10 +72,9 @@ pub fn open(local: &Address) -> Result<Context> {
 /// Fails with EOPNOTSUPP in a child of a process that has used librdmacm, which cannot be initialised again.
 fn usable() -> Result<()> {
     if INHERITED.load(Ordering::Relaxed) {
-        log(
-            Level::Debug,
-            format_args!("verbs: the parent has opened the device, so this process cannot"),
-        );
+        debug(format_args!(
+            "verbs: the parent has opened the device, so this process cannot"
+        ));
         return Err(Errno(libc::EOPNOTSUPP));
     }
     Ok(())

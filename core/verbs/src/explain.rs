@@ -11,14 +11,19 @@ use crate::error::Errno;
 /// Whether a remedy was logged already.
 static SAID: AtomicBool = AtomicBool::new(false);
 
+/// Logs a text at the level `Debug`.
+pub fn debug(text: std::fmt::Arguments<'_>) {
+    log(Level::Debug, text);
+}
+
 /// Logs that `doing` has failed with this errno, and returns the errno.
 pub fn explain(doing: &str, errno: Errno) -> Errno {
     match remedy(errno, getrlimit(Resource::Memlock).current) {
         Some(remedy) if !SAID.swap(true, Ordering::Relaxed) => {
             log(Level::Error, format_args!("verbs: {doing}: {remedy}"));
         }
-        Some(remedy) => log(Level::Debug, format_args!("verbs: {doing}: {remedy}")),
-        None => log(Level::Debug, format_args!("verbs: {doing}: {errno}")),
+        Some(remedy) => debug(format_args!("verbs: {doing}: {remedy}")),
+        None => debug(format_args!("verbs: {doing}: {errno}")),
     }
     errno
 }

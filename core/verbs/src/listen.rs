@@ -1,12 +1,12 @@
 //! A listener, and its connection requests.
 
 use rdmasock_core::fabric::plugin::serve::{Incoming, Listen};
-use rdmasock_core::fabric::plugin::{Address, Level, PRIVATE_BYTES, log};
+use rdmasock_core::fabric::plugin::{Address, PRIVATE_BYTES};
 
 use crate::conn::{Conn, words};
 use crate::device;
 use crate::error::{Errno, Result};
-use crate::explain::explain;
+use crate::explain::{debug, explain};
 use crate::sys::{Id, event};
 
 /// The most requests that the kernel queues.
@@ -73,10 +73,7 @@ impl Listen for Listener {
                     }));
                 }
                 // The failure has rejected this request; the channel may hold others.
-                Err(errno) => log(
-                    Level::Debug,
-                    format_args!("verbs: a request could not be taken: {errno}"),
-                ),
+                Err(errno) => debug(format_args!("verbs: a request could not be taken: {errno}")),
             }
         }
         Ok(None)

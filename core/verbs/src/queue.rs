@@ -10,14 +10,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use rdmasock_core::fabric::plugin::serve::Slots;
-use rdmasock_core::fabric::plugin::{Fate, Keys, Level, log};
+use rdmasock_core::fabric::plugin::{Fate, Keys};
 use rdmasock_core::fabric::remote::qp::{Completed, Read, Role, Write};
 use rdmasock_core::lock::Lock;
 use rdmasock_core::sync::Published;
 
 use crate::device::Subscription;
 use crate::error::{Errno, Result};
-use crate::explain::explain;
+use crate::explain::{debug, explain};
 use crate::memory::Slab;
 use crate::probe_target::{Offer, ProbeTarget};
 use crate::sizes::Sizes;
@@ -336,7 +336,7 @@ impl Queue {
     /// Ends the connection after a failed post. The queue had room by this side's count, so the failure is permanent.
     fn give_up(&self, errno: Errno) -> Errno {
         if self.fate.end(errno) {
-            log(Level::Debug, format_args!("verbs: posting failed: {errno}"));
+            debug(format_args!("verbs: posting failed: {errno}"));
         }
         Errno(libc::ENOTCONN)
     }
@@ -382,10 +382,7 @@ impl Queue {
             if let Err(errno) = self.post_receives(&mut again)
                 && self.fate.end(errno)
             {
-                log(
-                    Level::Debug,
-                    format_args!("verbs: posting receive buffers failed: {errno}"),
-                );
+                debug(format_args!("verbs: posting receive buffers failed: {errno}"));
             }
             if got < BATCH {
                 break;
@@ -398,10 +395,7 @@ impl Queue {
     fn take(&self, done: &Done, again: &mut Buffers, each: &mut dyn FnMut(Completed<'_>)) -> usize {
         if let Some(reason) = failure(done.status) {
             if self.fate.end(reason) {
-                log(
-                    Level::Debug,
-                    format_args!("verbs: a work request failed with status {}", done.status),
-                );
+                debug(format_args!("verbs: a work request failed with status {}", done.status));
             }
             return 0;
         }
@@ -457,11 +451,7 @@ impl Queue {
     /// Sends an empty message from the connecting end on iWARP, after which the other end may send. The other end's
     /// `poll` does not report it. It uses none of the counted buffers, because more are posted.
     pub fn greet(&self) -> Result<()> {
-        if self.is_iwarp {
-            self.send(std::iter::empty())
-        } else {
-            Ok(())
-        }
+        self.send(std::iter::empty())
     }
 
     fn post_receives(&self, buffers: &mut Buffers) -> Result<()> {

@@ -8,6 +8,8 @@ use rdmasock_core::fabric::plugin::{Device, Hidden};
 use rdmasock_core::os::dir::names;
 use rustix::fs::OFlags;
 
+use crate::device::described;
+
 /// Returns the device on an interface, or `None`; `class` is `/sys/class`.
 pub fn device_on(class: &Path, interface: &str) -> Option<Device> {
     let net = class.join("net").join(interface);
@@ -20,17 +22,7 @@ pub fn device_on(class: &Path, interface: &str) -> Option<Device> {
         } else {
             has_gid_on(&at, interface)
         };
-        if !is_on && !is_ipoib_of(&net, Path::new(&name)) {
-            return None;
-        }
-        let mut device = Device {
-            name: [0; 64],
-            is_iwarp: u8::from(is_iwarp),
-        };
-        for (to, from) in device.name.iter_mut().take(63).zip(name.as_encoded_bytes()) {
-            *to = *from;
-        }
-        Some(device)
+        (is_on || is_ipoib_of(&net, Path::new(&name))).then(|| described(name.as_encoded_bytes(), is_iwarp))
     })
 }
 

@@ -144,13 +144,11 @@ impl Qp {
         if inline {
             wr.send_flags |= ffi::ibv_send_flags::IBV_SEND_INLINE.0;
         }
+        let rdma = |remote_addr, rkey| ffi::rdma_t { remote_addr, rkey };
         wr.opcode = match work {
             Work::Send => ffi::ibv_wr_opcode::IBV_WR_SEND,
             Work::Write { to, key, immediate } => {
-                wr.wr.rdma = ffi::rdma_t {
-                    remote_addr: to,
-                    rkey: key,
-                };
+                wr.wr.rdma = rdma(to, key);
                 match immediate {
                     None => ffi::ibv_wr_opcode::IBV_WR_RDMA_WRITE,
                     Some(immediate) => {
@@ -160,10 +158,7 @@ impl Qp {
                 }
             }
             Work::Read { from, key } => {
-                wr.wr.rdma = ffi::rdma_t {
-                    remote_addr: from,
-                    rkey: key,
-                };
+                wr.wr.rdma = rdma(from, key);
                 ffi::ibv_wr_opcode::IBV_WR_RDMA_READ
             }
             Work::WriteNothing => {

@@ -310,14 +310,13 @@ unsafe fn recv_loop(
                         return Some(*got as ssize_t);
                     }
                     let flags = if all { flags } else { flags | libc::MSG_DONTWAIT };
+                    let before = errno::get();
                     // Receives the rest of a read that began on the link or among markers.
                     // SAFETY: the pieces of `iov` are writable by this function's contract.
-                    let (errno, n) = unsafe {
-                        let n = on_its_file(call, |fd| finish_on_tcp(socket, iov, fd, flags, *got));
-                        (errno::get(), n.unwrap_or(*got as ssize_t))
-                    };
+                    let n = on_its_file(call, |fd| unsafe { finish_on_tcp(socket, iov, fd, flags, *got) });
+                    let n = n.unwrap_or(*got as ssize_t);
                     // The receive may have found no more bytes and set EAGAIN, but the call has not failed.
-                    errno::set(errno);
+                    errno::set(before);
                     let has_more = n as usize > *got && socket.rx_mode.load(Acquire) != Mode::Tcp;
                     *got = n as usize;
                     if !has_more || *got >= whole {

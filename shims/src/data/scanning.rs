@@ -36,7 +36,12 @@ pub(super) unsafe fn scanned(
     let mut kept = n;
     if n > 0 && !peeked && flags & libc::MSG_TRUNC == 0 {
         // Gathers the pieces so that a marker across two of them is seen.
-        let mut bytes = vec![0u8; n as usize];
+        let Some(mut bytes) = Scratch::new(n as usize) else {
+            // Without memory the markers cannot be found. They must not reach the program, and no byte may be missing.
+            let _control = socket.control.lock();
+            reset::reset(socket);
+            return Break(errno::fail(libc::ECONNRESET));
+        };
         let mut from = *iov;
         // SAFETY: the kernel has just written these `n` bytes into the pieces.
         unsafe {

@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering::Acquire;
 
 use libc::ssize_t;
 use rdmasock_core::os::{kernel, thread};
+use rdmasock_core::scratch::Scratch;
 use rdmasock_core::stream::connection;
 
 use crate::data::backpressure::{Room, no_room};
@@ -250,7 +251,9 @@ pub fn splice(
             Ok(room) => room.min(len),
             Err(error) => return errno::fail(error),
         };
-        let mut buf = vec![0u8; room];
+        let Some(mut buf) = Scratch::new(room) else {
+            return errno::fail(libc::ENOMEM);
+        };
         let flags = if nonblocking { libc::MSG_DONTWAIT } else { 0 };
         let mut iov = Iov::one(buf.as_mut_ptr().cast(), room);
         // SAFETY: the buffer has `room` bytes. In place of libc's call `LEFT` is returned, so only the link and what

@@ -9,6 +9,7 @@ use std::os::fd::AsRawFd;
 use libc::{nfds_t, pollfd};
 use rdmasock_core::fabric::waiter::{Slots, WaiterId};
 use rdmasock_core::os::{kernel, thread};
+use rdmasock_core::scratch::Scratch;
 use rdmasock_core::stats::Call;
 use smallvec::SmallVec;
 
@@ -436,9 +437,12 @@ fn is_in_table(fd: c_int) -> bool {
     if rustix::io::fcntl_getfd(unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) }).is_ok() {
         return true;
     }
-    let mut bits = vec![0u64; fd as usize / 64 + 1];
-    if let Some(word) = bits.last_mut() {
-        *word = 1 << (fd % 64);
+    // In whole words, as the kernel reads them. Without memory the program's own count is taken.
+    let Some(mut bits) = Scratch::new((fd as usize / 64 + 1) * 8) else {
+        return true;
+    };
+    if let Some(byte) = bits.get_mut(fd as usize / 8) {
+        *byte = 1 << (fd % 8);
     }
     let mut none = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     let (set, time) = (kernel::address(bits.as_mut_ptr()), kernel::address(&raw mut none));

@@ -116,8 +116,8 @@ unsafe fn sendfile_slow(
                 return sent as ssize_t;
             }
             if sent > 0 && socket.enter_tx() {
-                // The rest of the call goes on in TCP, as a send's does (`tx::goes_on`). `offset`, or the file's own position,
-                // is where this call has come to.
+                // The rest of the call goes on in TCP, as a send's does (`tx::goes_on`). `offset`, or the file's own
+                // position, is where this call has come to.
                 let before = errno::get();
                 // SAFETY: the program's own arguments, which it keeps valid during its call.
                 let rest = |fd| unsafe { real::sendfile().cancellable()(fd, input, offset, count - sent) };

@@ -153,8 +153,8 @@ pub(super) fn leave(socket: &'static Socket) {
     thread::current().end();
 }
 
-/// Calls `f`, which leaves the direction, as [`on_its_file`] does. The caller has entered the direction (`enter_tx`). If
-/// there is no fd for the call, leaves the direction and returns `None`.
+/// Calls `f`, which leaves the direction, as [`on_its_file`] does. The caller has entered the direction (`enter_tx`).
+/// If there is no fd for the call, leaves the direction and returns `None`.
 pub(super) fn on_its_file_or_leave(call: &Call, f: impl FnOnce(c_int) -> ssize_t) -> Option<ssize_t> {
     let went = on_its_file(call, f);
     if went.is_none() {
@@ -700,8 +700,8 @@ pub(super) fn is_more_to_come(socket: &Socket, flags: c_int, n: usize) -> bool {
     (flags & libc::MSG_MORE != 0 || socket.options.corked.load(Relaxed)) && n < SEGMENT
 }
 
-/// Commits the next `n` bytes of the ring, counts them, and returns the peer's wake-up for them. With `holds` leaves the
-/// wake-up to the next send, or to the service thread ([`send_delayed_wake`]).
+/// Commits the next `n` bytes of the ring, counts them, and returns the peer's wake-up for them. With `holds` leaves
+/// the wake-up to the next send, or to the service thread ([`send_delayed_wake`]).
 #[inline(always)]
 pub(super) fn commit(socket: &Socket, tx: &mut Tx, n: usize, holds: bool) -> Wake {
     let Some(producer) = tx.producer.as_mut() else {

@@ -1,10 +1,10 @@
 //! The calls that close, duplicate and control descriptors, and the calls that give the program a new fd.
 //!
-//! A new fd is the lowest that is free, even if the library opens descriptors meanwhile. A descriptor of the library has
-//! a low fd for some microseconds, until it is moved (`core/src/os/privatefd.rs`). A call of the program does not wait
-//! for that, since it may itself block with an fd in hand (accept, the open of a FIFO). It checks before and after for
-//! such descriptors, which is two loads. If there were some in between, the new fd is moved down to a lower one that is
-//! free by now. If the call has found no free fd, it is made again.
+//! A new fd is the lowest that is free, even if the library opens descriptors meanwhile. A descriptor of the library
+//! has a low fd for some microseconds, until it is moved (`core/src/os/privatefd.rs`). A call of the program does not
+//! wait for that, since it may itself block with an fd in hand (accept, the open of a FIFO). It checks before and after
+//! for such descriptors, which is two loads. If there were some in between, the new fd is moved down to a lower one
+//! that is free by now. If the call has found no free fd, it is made again.
 //!
 //! Not here: fds that libc makes for itself (fopen, opendir, getaddrinfo), and fds that come by SCM_RIGHTS.
 

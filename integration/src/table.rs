@@ -122,8 +122,8 @@ impl Row {
         self.samples.get(&subject).map(|samples| median(samples))
     }
 
-    /// Returns how many times as good as kernel TCP `subject` is. Returns `None` if samples are missing or the ratio is no
-    /// number.
+    /// Returns how many times as good as kernel TCP `subject` is. Returns `None` if samples are missing or the ratio is
+    /// no number.
     pub fn times_tcp_of(&self, subject: Subject) -> Option<f64> {
         self.ratio(self.median(subject)?, self.median(Subject::Tcp)?)
     }

@@ -174,8 +174,8 @@ impl Channel {
     /// Returns the credentials of the process at the other end. ENOTCONN and the like cannot occur on a connected
     /// socket.
     pub fn peer(&self) -> Result<Credentials, Errno> {
-        // A raw system call: rustix returns the pid as a non-zero type, but the kernel answers 0 for a peer outside this
-        // pid namespace. Containers that share a network namespace have such peers.
+        // A raw system call: rustix returns the pid as a non-zero type, but the kernel answers 0 for a peer outside
+        // this pid namespace. Containers that share a network namespace have such peers.
         let mut cred = libc::ucred { pid: 0, uid: 0, gid: 0 };
         let mut len = size_of::<libc::ucred>() as libc::socklen_t;
         // SAFETY: `cred` and `len` are valid for writes for the whole call, and `len` is the size of

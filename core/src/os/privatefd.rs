@@ -179,8 +179,8 @@ impl PrivateFd {
         ManuallyDrop::new(self).fd
     }
 
-    /// Leaves the close, which may block, to [`Self::close_left`]. Any thread may call this; it never waits. If the list
-    /// is full, the fd stays open for good, which [`is_left_full`] prevents.
+    /// Leaves the close, which may block, to [`Self::close_left`]. Any thread may call this; it never waits. If the
+    /// list is full, the fd stays open for good, which [`is_left_full`] prevents.
     pub fn leave(self) {
         let number = self.release();
         let is_entered = |slot: &AtomicI32| slot.compare_exchange(NONE, number, AcqRel, Relaxed).is_ok();

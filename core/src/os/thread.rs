@@ -5,8 +5,8 @@
 //!
 //! A thread is *within* the library while it has a section open. Between `begin` and `end` it has announced an
 //! operation, or holds a lock. A signal handler of the program then has to wait (`shims::signals`), as has a `longjmp`
-//! out of a handler that could not wait (`shims::signals::jump`). A libc call that may block is made [outside](Outside),
-//! regardless of how many sections are open.
+//! out of a handler that could not wait (`shims::signals::jump`). A libc call that may block is made
+//! [outside](Outside), regardless of how many sections are open.
 
 use std::cell::Cell;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};

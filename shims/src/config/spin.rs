@@ -242,8 +242,8 @@ pub fn after_fork() {
     FD.store(-1, Release);
 }
 
-/// Returns the number of processors that this process may use, which is a container's or taskset's share. `None` if the kernel
-/// does not report it.
+/// Returns the number of processors that this process may use, which is a container's or taskset's share. `None` if the
+/// kernel does not report it.
 fn processors() -> Option<u32> {
     let mut processors = PROCESSORS.load(Relaxed);
     if processors == 0 {

@@ -116,8 +116,8 @@ impl Worker {
                 Err(incoming) => return incoming.map_or((), Incoming::reject),
             },
             Some(introduction) if self.library.offers.has(&introduction.cookie, &introduction.instance) => {
-                // An earlier request with the same cookie is dropped. The sender has given that request up, and does not
-                // know of the link that it has led to.
+                // An earlier request with the same cookie is dropped. The sender has given that request up, and does
+                // not know of the link that it has led to.
                 self.drop_arriving(|arriving| arriving.introduction.cookie.matches(&introduction.cookie));
                 self.drop_half_open(|half_open| half_open.cookie.matches(&introduction.cookie));
                 match incoming.accept(&introduce(self.library.id, Introduction::NO_COOKIE, false), None) {

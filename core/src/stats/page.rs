@@ -149,14 +149,14 @@ impl StatsPage {
         Some(())
     }
 
-    /// Returns the slot, in use or not. `None` beyond [`LINK_SLOTS`].
+    /// Returns the slot, in use or not. `None` beyond `LINK_SLOTS`.
     #[inline]
     #[must_use]
     pub fn link(&self, slot: u32) -> Option<&LinkStats> {
         self.links.get(slot as usize)
     }
 
-    /// Returns the figures of the threads that sleep as waiter `number`. `None` beyond [`SLEEPER_SLOTS`].
+    /// Returns the figures of the threads that sleep as waiter `number`. `None` beyond `SLEEPER_SLOTS`.
     #[inline]
     #[must_use]
     pub fn sleeper(&self, number: u16) -> Option<&SleeperStats> {
@@ -205,7 +205,7 @@ impl StatsPage {
         header.closings_done.store(done, Release);
     }
 
-    /// Gives `slot` to a new link that is being set up. The caller owns the slot. `None` beyond [`LINK_SLOTS`].
+    /// Gives `slot` to a new link that is being set up. The caller owns the slot. `None` beyond `LINK_SLOTS`.
     pub fn open_link(&self, slot: u32, info: &LinkInfo) -> Option<&LinkStats> {
         let link = self.link(slot)?;
         link.word.free();

@@ -82,7 +82,9 @@ fn bars(report: &Report, path: &Path) -> Result<(), Box<dyn std::error::Error>> 
     }
     let source = format!(
         "scripts/demo --svg: medians of {} rounds, {} CPUs, Linux {}",
-        report.rounds, report.cpus, report.kernel
+        report.rounds,
+        report.cpus,
+        report.kernel.split('-').next().unwrap_or_default()
     );
     root.draw(&Text::new(source, (MARGIN, height - MARGIN - 12), text(11, grey)))?;
     Ok(root.present()?)

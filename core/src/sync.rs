@@ -109,7 +109,7 @@ macro_rules! published_numbers {
                 fence_after_rmw();
             }
 
-            /// Clears these bits; returns those of them that were set.
+            /// Clears these bits; returns the bits among them that were set.
             #[inline(always)]
             pub fn take_bits(&self, bits: $value) -> $value {
                 self.0.fetch_and(!bits, Ordering::SeqCst) & bits

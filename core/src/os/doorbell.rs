@@ -13,7 +13,7 @@
 //! - A press costs what a write to an eventfd costs. A byte through a socket costs half as much again for each wake-up.
 //!
 //! The end that is polled never leaves its owner. The other end goes to the peer, which checks only that it is a
-//! connected socket of that kind. Whatever the owner does to that socket, a shutdown by the peer has no effect that the
+//! connected socket of this kind. Whatever the owner does to that socket, a shutdown by the peer has no effect that the
 //! owner could not cause itself.
 
 use std::os::fd::{AsFd, BorrowedFd};

@@ -276,7 +276,7 @@ impl Class {
         let whole = size.max(align).max(16).next_power_of_two();
         let index = 2 * (whole.trailing_zeros() as usize - 4);
         let less = whole / 4 * 3;
-        // Blocks of 24 bytes are aligned to 8, those of 48 bytes to 16.
+        // Blocks of 24 bytes are aligned to 8, and blocks of 48 bytes to 16.
         if size <= less && align <= less / 3 && whole > 16 {
             return Some(Self {
                 index: index - 1,

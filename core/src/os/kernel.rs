@@ -7,7 +7,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 
 use rustix::io::Errno;
 
-/// Makes a system call. Arguments beyond those of the call are ignored.
+/// Makes a system call. The kernel ignores the arguments that the call does not have.
 ///
 /// # Errors
 /// The kernel's errno.

@@ -103,7 +103,7 @@ pub struct Datagram {
 }
 
 kinds! {
-    /// The contents of a datagram. The fields are those of [`Message`](crate::wire::Message). Answers have the numbers
+    /// The contents of a datagram. [`Message`](crate::wire::Message) has the same fields. Answers have the numbers
     /// from 16 on.
     #[derive(Debug, Clone, Copy, PartialEq)]
     #[allow(missing_docs, reason = "the fields mean the same as in a message")]

@@ -546,7 +546,7 @@ pub struct SleeperSnapshot {
 }
 
 codes! {
-    /// What a direction of a stream runs on.
+    /// The carrier of a direction of a stream.
     pub enum Path: u8 {
         /// The kernel's TCP.
         Tcp = 0 => "tcp",

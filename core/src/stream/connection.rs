@@ -187,7 +187,7 @@ pub struct Control<L, O> {
     /// Since when the socket is being handed to another holder, monotonic ns. `None` unless data or a marker was in the
     /// way.
     pub handed_since: Option<u64>,
-    /// The link offer of that HELLO: where a link can be had.
+    /// The link offer in the HELLO: an address for a link.
     pub offer: Option<LinkOffer>,
     /// The address of this host that the connector has reached, if the connector is on another host (acceptor).
     pub reached_at: Option<IpAddr>,

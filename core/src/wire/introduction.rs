@@ -43,7 +43,7 @@ pub struct Introduction {
     pub cookie: Cookie,
     /// The end allows direct transfers: its user has not switched them off.
     pub is_direct: bool,
-    /// The new queue pair is a bulk queue pair beside a link's; the cookie is that of BULK.
+    /// The new queue pair is a bulk queue pair beside a link's; the cookie is BULK's.
     pub is_bulk: bool,
 }
 

@@ -1001,8 +1001,8 @@ const VAIN_A_FIND: u32 = 256;
 /// `MOST_VAIN` checks in vain that take longer than this do no harm, ns.
 const FAST: u64 = 10_000_000_000;
 
-/// The counts of the checks that a link's peer has caused, of which nearly all are to find something. Also their values
-/// at the last question.
+/// The counts of the checks that a link's peer has caused; nearly all of them are to find something. Also the values of
+/// the counts at the last question.
 #[derive(Default)]
 struct Looks {
     vain: Counter,

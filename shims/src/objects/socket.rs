@@ -540,7 +540,7 @@ impl Stage {
     }
 }
 
-/// The state of a connection's promotion. At first it is that of a connection that was not checked yet.
+/// The state of a connection's promotion. At first the connection was not checked yet.
 #[derive(Default)]
 pub struct Promotion {
     /// The code of the [`Stage`].

@@ -3,7 +3,7 @@
 //! when the queue pair is full, or credits are used up, nothing has to be undone. The message waits, and the stream
 //! whose turn it was goes on from there.
 //!
-//! A stream's turn sends the records of its local consumer ([`control`]), then those of its local producer ([`data`]).
+//! A stream's turn sends the records of its local consumer ([`control`]), then the local producer's ([`data`]).
 //! Bytes for a buffer with which the peer's program waits go straight there ([`direct`]).
 
 use std::sync::atomic::Ordering::SeqCst;

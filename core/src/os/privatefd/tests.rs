@@ -22,8 +22,8 @@ fn limits(soft: u64, hard: u64) {
     .unwrap();
 }
 
-/// Runs a test in a child with the standard fds alone, without those of concurrent tests or of the process that started
-/// them.
+/// Runs a test in a child with the standard fds alone. Concurrent tests, and the process that started them, have other
+/// fds.
 fn in_bare_child(test: impl FnOnce()) {
     in_child(|| {
         // SAFETY: the child uses no owner of a private fd that it has inherited.
@@ -34,7 +34,7 @@ fn in_bare_child(test: impl FnOnce()) {
     });
 }
 
-/// The numbers that are set aside, and that of the eventfd.
+/// The numbers that are set aside, and the number of the eventfd.
 const SET_ASIDE: usize = RESERVED + 1;
 
 fn is_open(fd: RawFd) -> bool {

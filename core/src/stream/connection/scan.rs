@@ -60,7 +60,7 @@ pub enum Ahead {
 }
 
 impl Ahead {
-    /// Returns `len` bytes of payload, of which the first `carried` at most can be taken from the carry.
+    /// Returns `len` bytes of payload. Up to `carried` bytes in front come from the carry, the others from the kernel.
     #[inline]
     fn payload(len: usize, carried: usize) -> Self {
         let carry = len.min(carried);

@@ -30,21 +30,29 @@ pub fn names(dir: BorrowedFd<'_>) -> Result<Vec<OsString>, Errno> {
 
 /// Returns the content of the file at `path`. ENOMEM if there is no memory for it, EILSEQ if it is not UTF-8.
 pub fn text(path: &str) -> Result<String, Errno> {
+    let (content, _) = bytes(path, usize::MAX)?;
+    String::from_utf8(content).map_err(|_| Errno::ILSEQ)
+}
+
+/// Returns the content of the file at `path`, and whether that is all of it: reads no further once it has `enough`
+/// bytes. ENOMEM if there is no memory for it.
+pub(crate) fn bytes(path: &str, enough: usize) -> Result<(Vec<u8>, bool), Errno> {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC;
     let file = PrivateFd::open(|| rustix::fs::open(path, flags, Mode::empty()))?;
-    let mut text = Vec::new();
+    let mut bytes = Vec::new();
     let mut piece = Scratch::new(4096).ok_or(Errno::NOMEM)?;
-    loop {
+    while bytes.len() < enough {
         match rustix::io::read(&file, &mut piece[..]) {
-            Ok(0) => return String::from_utf8(text).map_err(|_| Errno::ILSEQ),
+            Ok(0) => return Ok((bytes, true)),
             Ok(n) => {
-                text.try_reserve(n).map_err(|_| Errno::NOMEM)?;
-                text.extend_from_slice(piece.get(..n).unwrap_or_default());
+                bytes.try_reserve(n).map_err(|_| Errno::NOMEM)?;
+                bytes.extend_from_slice(piece.get(..n).unwrap_or_default());
             }
             Err(Errno::INTR) => {}
             Err(error) => return Err(error),
         }
     }
+    Ok((bytes, false))
 }
 
 #[cfg(test)]

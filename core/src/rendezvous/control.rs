@@ -406,11 +406,8 @@ impl Limiter {
                 self.sources.remove(&oldest);
             }
         }
-        let bucket = self
-            .sources
-            .entry(source)
-            .or_insert_with(|| Bucket::new(self.each, now));
-        bucket.take(now) && self.total.take(now)
+        let fresh = Bucket::new(self.each, now);
+        self.sources.entry(source).or_insert(fresh).take(now) && self.total.take(now)
     }
 }
 

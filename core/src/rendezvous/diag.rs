@@ -10,7 +10,6 @@ use std::mem::MaybeUninit;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsFd;
 
-use rustix::fs::{CWD, Mode, OFlags, openat};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, Protocol, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
@@ -20,6 +19,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use crate::ids::{Tuple, normalise};
 use crate::os::channel::Channel;
+use crate::os::dir;
 use crate::os::privatefd::PrivateFd;
 
 /// The owner of a socket.
@@ -330,33 +330,16 @@ fn read_listener(server: SocketAddr) -> Owner {
 /// Calls `find` with the tables that may have a socket with the address `local`, until it finds one. `find` gets a
 /// table's text, and whether that is all of the table. `None` if no table has it.
 fn read_proc<T>(local: SocketAddr, find: impl Fn(&str, bool) -> Option<T>) -> Result<Option<T>, Unknown> {
+    /// Bytes of a table that are read, at most: listeners come first in it.
+    const ENOUGH: usize = 256 * 1024;
     let tables = ["/proc/thread-self/net/tcp", "/proc/thread-self/net/tcp6"];
     for path in tables.into_iter().skip(usize::from(local.is_ipv6())) {
-        let mut table = Vec::new();
-        let is_whole = read_file(path, &mut table).map_err(|_| Unknown)?;
+        let (table, is_whole) = dir::bytes(path, ENOUGH).map_err(|_| Unknown)?;
         if let Some(found) = find(&String::from_utf8_lossy(&table), is_whole) {
             return Ok(Some(found));
         }
     }
     Ok(None)
-}
-
-/// Reads a file of /proc. Returns false if it is longer than `ENOUGH` bytes, and stops there: listeners come first in
-/// the tables of sockets.
-fn read_file(path: &str, text: &mut Vec<u8>) -> Result<bool, Errno> {
-    const ENOUGH: usize = 256 * 1024;
-    let flags = OFlags::RDONLY | OFlags::CLOEXEC;
-    let fd = PrivateFd::open(|| openat(CWD, path, flags, Mode::empty()))?;
-    let mut piece = [0u8; 4096];
-    while text.len() < ENOUGH {
-        match rustix::io::read(fd.as_fd(), &mut piece) {
-            Ok(0) => return Ok(true),
-            Ok(n) => text.extend_from_slice(piece.get(..n).unwrap_or_default()),
-            Err(Errno::INTR) => {}
-            Err(errno) => return Err(errno),
-        }
-    }
-    Ok(false)
 }
 
 /// Finds a connection in the text of /proc/net/tcp or tcp6 by its two addresses. [`Unknown`] if there are several, on

@@ -3,7 +3,7 @@
 //! Runs in tools and tests, never in the preloaded library, hence std::fs. The bytes of a page are not trusted: sizes
 //! are checked, codes decoded with a fallback, text cleaned of control characters.
 
-use core::mem::size_of;
+use core::mem::{offset_of, size_of};
 use core::net::SocketAddr;
 use core::ptr;
 use core::ptr::NonNull;
@@ -294,21 +294,16 @@ impl StatsReader {
         let mut sleepers = Vec::new();
         let now = monotonic_ns();
         for extent in self.extents()? {
-            links.extend(
-                slots(&page.links, core::mem::offset_of!(StatsPage, links), &extent)
-                    .filter_map(|(slot, link)| copy_link(slot, link)),
-            );
-            let offset = core::mem::offset_of!(StatsPage, sleepers);
-            sleepers.extend(
-                slots(&page.sleepers, offset, &extent).filter_map(|(slot, s)| s.copy(u16::try_from(slot).ok()?, now)),
-            );
-            let offset = core::mem::offset_of!(StatsPage, streams);
-            streams
-                .extend(slots(&page.streams, offset, &extent).filter_map(|(slot, stream)| copy_stream(slot, stream)));
+            let offset = offset_of!(StatsPage, links);
+            links.extend(slots(&page.links, offset, &extent).filter_map(|(slot, link)| copy_link(slot, link)));
+            let offset = offset_of!(StatsPage, sleepers);
+            let asleep = slots(&page.sleepers, offset, &extent);
+            sleepers.extend(asleep.filter_map(|(slot, s)| s.copy(u16::try_from(slot).ok()?, now)));
+            let offset = offset_of!(StatsPage, streams);
+            let open = slots(&page.streams, offset, &extent);
+            streams.extend(open.filter_map(|(slot, stream)| copy_stream(slot, stream)));
         }
-        for stream in &streams {
-            totals.add(stream);
-        }
+        streams.iter().for_each(|stream| totals.add(stream));
         let length = header.program_len.load(Relaxed) as usize;
         let program: Vec<u8> = header.program.iter().take(length).map(|b| b.load(Relaxed)).collect();
         let started = header.started.load(Relaxed);

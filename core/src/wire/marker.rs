@@ -231,9 +231,7 @@ fn read_marker(tail: &[u8]) -> Found {
     let len = match Marker::total_length(tail) {
         Ok(Some(len)) => len,
         Ok(None) => return Found::PartialMarker { have: tail.len() },
-        Err(error) => {
-            return Found::Bad { error, len: MIN_MARKER };
-        }
+        Err(error) => return Found::Bad { error, len: MIN_MARKER },
     };
     match tail.get(..len) {
         None => Found::PartialMarker { have: tail.len() },

@@ -177,10 +177,9 @@ fn receive_on_link<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
 #[inline(never)]
 fn send_open<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> Result<(), Reason> {
     let link = socket.link().filter(|l| l.is_alive()).ok_or(Reason::LinkFailed)?;
-    let Some((mine, theirs)) = control.handshake.as_ref().map(|h| (h.mine(), h.theirs())) else {
-        return Err(Reason::LinkFailed);
-    };
-    if control.handshake.as_ref().is_some_and(Handshake::is_between_hosts) {
+    let handshake = control.handshake.as_ref().ok_or(Reason::LinkFailed)?;
+    let (mine, theirs) = (handshake.mine(), handshake.theirs());
+    if handshake.is_between_hosts() {
         // P77.
         if socket.tx.lock().is_none_or(|tx| tx.is_shut) {
             return Err(Reason::LinkFailed);
@@ -292,11 +291,8 @@ pub fn on_resume<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, received: 
 /// Handles the end of TCP in the peer's direction.
 pub fn on_end<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     control.returns = false;
-    let marked = socket
-        .rx
-        .lock()
-        .and_then(|rx| rx.consumer.as_ref().map(|c| c.has_mark()))
-        .unwrap_or(false);
+    let rx = socket.rx.lock();
+    let marked = rx.is_some_and(|rx| rx.consumer.as_ref().is_some_and(|c| c.has_mark()));
     stay::feed(socket, control, |r| r.on_end(marked));
 }
 

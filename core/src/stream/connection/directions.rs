@@ -378,18 +378,14 @@ pub fn flush<S: SocketIo>(socket: &S) -> bool {
 /// Ends the sending direction on the link with the mark `end`. The bytes that follow are sent on TCP, behind those that
 /// the peer may want again. Returns the peer's waiter to wake.
 pub fn end_on_link<S: SocketIo>(socket: &S, tx: &mut TxOf<S>, end: EndMark) -> Wake {
-    let wake = match tx.producer.as_mut().map(|p| p.end(end)) {
-        Some(Err(Stopped)) => {
+    let wake = match tx.producer.as_mut().map_or(Ok(Wake::NONE), |p| p.end(end)) {
+        Err(Stopped) => {
             send_again(socket, tx);
             Wake::NONE
         }
-        Some(Ok(wake)) => {
+        Ok(wake) => {
             socket.tx_mode.go(Sending::Left);
             wake
-        }
-        None => {
-            socket.tx_mode.go(Sending::Left);
-            Wake::NONE
         }
     };
     socket.off_link(tx);

@@ -378,27 +378,11 @@ pub fn read_ahead<S: SocketIo>(socket: &S, is_blocked: bool) -> bool {
         return false;
     };
     while waits(&control, is_blocked) {
-        let ahead = {
-            let Some(mut rx) = socket.rx.lock() else {
-                break;
-            };
-            match next(socket, &mut rx, &mut took) {
-                Some(ahead) => ahead,
-                None => break,
-            }
-        };
-        match ahead {
-            Seen::Marker(Marker::Switch) => on_ahead(socket, &mut control, resume::Ahead::Closing(Closing::Switch)),
-            Seen::Marker(Marker::Abort(_)) => on_ahead(socket, &mut control, resume::Ahead::Closing(Closing::Abort)),
-            Seen::Marker(Marker::Resume { received, sent }) => {
-                on_ahead(socket, &mut control, resume::Ahead::Resume { received, sent });
-            }
-            // The handshake gets it only when the program has read up to it.
-            Seen::Marker(Marker::Hello(_)) => {}
-            Seen::End => {
-                on_ahead(socket, &mut control, resume::Ahead::End);
-                break;
-            }
+        let seen = socket.rx.lock().and_then(|mut rx| next(socket, &mut rx, &mut took));
+        let Some(ahead) = seen else { break };
+        on_ahead(socket, &mut control, ahead);
+        if ahead == resume::Ahead::End {
+            break;
         }
     }
     took
@@ -419,14 +403,9 @@ fn on_ahead<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, ahead: resume::
     }
 }
 
-enum Seen {
-    Marker(Marker),
-    End,
-}
-
-/// Returns the next marker or the end, as far as TCP has brought it. Sets `took` if it takes bytes from the kernel.
-/// `None` if neither is there, if the direction is not scanned, or if no more may be read ahead.
-fn next<S: SocketIo>(socket: &S, rx: &mut RxOf<S>, took: &mut bool) -> Option<Seen> {
+/// Returns the next marker but HELLO, or the end, as far as TCP has brought it. Sets `took` if it takes bytes from the
+/// kernel. `None` if neither is there, if the direction is not scanned, or if no more may be read ahead.
+fn next<S: SocketIo>(socket: &S, rx: &mut RxOf<S>, took: &mut bool) -> Option<resume::Ahead> {
     loop {
         // The bytes of a call that was in the kernel before the scan began come first.
         if socket.rx_mode.load(Acquire) != Mode::Marked || !socket.rx_inside.is_empty() {
@@ -434,14 +413,20 @@ fn next<S: SocketIo>(socket: &S, rx: &mut RxOf<S>, took: &mut bool) -> Option<Se
         }
         let nonce = rx.scan?;
         if let Some(marker) = rx.carry.next_marker(&nonce) {
-            return Some(Seen::Marker(marker));
+            return Some(match marker {
+                Marker::Switch => resume::Ahead::Closing(Closing::Switch),
+                Marker::Abort(_) => resume::Ahead::Closing(Closing::Abort),
+                Marker::Resume { received, sent } => resume::Ahead::Resume { received, sent },
+                // The handshake gets it only when the program has read up to it.
+                Marker::Hello(_) => continue,
+            });
         }
         if rx.carry.len() >= MOST || !rx.carry.charge(PIECE) {
             return None;
         }
         let mut piece = Scratch::new(PIECE)?;
         match socket.tcp()?.receive(&mut piece) {
-            Peeked::Ended => return Some(Seen::End),
+            Peeked::Ended => return Some(resume::Ahead::End),
             Peeked::Bytes(n) => {
                 rx.carry.push(piece.get(..n).unwrap_or_default());
                 *took = true;
@@ -462,17 +447,13 @@ pub fn drop_unread<S: SocketIo>(socket: &S) {
         let Some(rx) = socket.rx.lock() else {
             return;
         };
-        match look_ahead(socket, &mut control, rx, AtMark::GoOn) {
-            Some((Ahead::Payload { carry, kernel }, mut rx)) => {
-                rx.scanned = 0;
-                let Some(tcp) = socket.tcp() else {
-                    return;
-                };
-                if !take(&tcp, &mut rx, carry + kernel) {
-                    return;
-                }
-            }
-            _ => return,
+        let ahead = look_ahead(socket, &mut control, rx, AtMark::GoOn);
+        let Some((Ahead::Payload { carry, kernel }, mut rx)) = ahead else {
+            return;
+        };
+        rx.scanned = 0;
+        if !socket.tcp().is_some_and(|tcp| take(&tcp, &mut rx, carry + kernel)) {
+            return;
         }
     }
     drop(control);

@@ -6,7 +6,7 @@
 
 use std::sync::atomic::Ordering::Acquire;
 
-use crate::fabric::ring::EndMark;
+use crate::fabric::ring::{Consumer, EndMark};
 use crate::stats::Reason;
 use crate::stream::connection::attempt::{end_attempt, look_for_resume};
 use crate::stream::connection::directions::{
@@ -222,12 +222,9 @@ pub fn link_failed<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
 /// Returns whether all of the peer's direction has come over the link, with its end mark. This end may have confirmed
 /// that. A mark that comes from now on is not taken, and not confirmed.
 fn is_marked<S: SocketIo>(socket: &S) -> bool {
-    let Some(mut rx) = socket.rx.lock() else {
-        return false;
-    };
-    rx.consumer
-        .as_mut()
-        .is_some_and(|c| c.freeze(u64::MAX).is_ok() && c.has_mark())
+    let is_whole = |c: &mut Consumer| c.freeze(u64::MAX).is_ok() && c.has_mark();
+    let rx = socket.rx.lock();
+    rx.is_some_and(|mut rx| rx.consumer.as_mut().is_some_and(is_whole))
 }
 
 /// Handles the peer's request on the link to leave it (P75).

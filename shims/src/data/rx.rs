@@ -9,6 +9,7 @@ use std::ops::ControlFlow::{Break, Continue};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
 use libc::ssize_t;
+use rdmasock_core::cycles;
 use rdmasock_core::fabric::ring::{Consumer, Wake};
 use rdmasock_core::lock::Guard;
 use rdmasock_core::os::thread;
@@ -29,9 +30,10 @@ use crate::notify::{call, ready, reset, table, wait};
 use crate::objects::socket::{Mode, Rx, RxOwn, Socket, Stage};
 use crate::signals::jump::{cancellation_point, or_if_cancelled, quick_or_if_cancelled, within};
 use crate::sys::errno;
-use crate::sys::iov::Iov;
+use crate::sys::iov::{Iov, is_plausible};
 use crate::sys::points::point;
-use crate::sys::time::{now_ns, wait_until};
+use crate::sys::time;
+use crate::sys::time::wait_until;
 
 /// The flags that a link serves. Any other flag takes the socket back to TCP.
 const SERVED: c_int = libc::MSG_DONTWAIT
@@ -42,9 +44,12 @@ const SERVED: c_int = libc::MSG_DONTWAIT
     | libc::MSG_CMSG_CLOEXEC
     | libc::MSG_WAITFORONE;
 
-/// The pause of a reader that keeps up with a writer of small messages, before it looks for data again, ns. Several
-/// cache misses long, and shorter than any wake-up.
-const REST: u64 = 200;
+/// The flags that a receive may have that is no more than a copy ([`quick`]).
+const QUICK: c_int = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL | libc::MSG_WAITALL | libc::MSG_CMSG_CLOEXEC;
+
+/// The pause of a reader that keeps up with a writer of small messages, before it looks for data again, in
+/// [cycles](rdmasock_core::cycles): 100 to 500 ns. Several cache misses long, and shorter than any wake-up.
+const REST: u64 = 512;
 
 /// The outcome of one attempt of a receive.
 pub enum RecvStep {
@@ -71,8 +76,83 @@ pub enum RecvStep {
 ///
 /// # Safety
 /// The pieces of `iov` are writable.
-#[inline]
+#[inline(always)]
 pub unsafe fn recv(
+    socket: &'static Socket,
+    fd: c_int,
+    iov: &mut Iov,
+    flags: c_int,
+    real: &impl Fn(c_int) -> ssize_t,
+) -> ssize_t {
+    if let Some((to, want)) = iov.only()
+        // SAFETY: the piece is writable by this function's contract.
+        && let n @ 1.. = unsafe { quick(socket, fd, to, want, flags) }
+    {
+        return n as ssize_t;
+    }
+    // SAFETY: by this function's contract.
+    unsafe { recv_unless_quick(socket, fd, iov, flags, real) }
+}
+
+/// Receives at most `want` bytes from a link, if that is no more than a copy: no other thread holds the direction's
+/// lock, the fd was checked at this tick of the clock, the bytes lie in one piece, nothing is known to follow them, and
+/// no cancellation is to be heeded. Returns the number of bytes. Otherwise does nothing but [rest], and returns 0.
+///
+/// # Safety
+/// `to` is writable for `want` bytes.
+#[inline]
+unsafe fn quick(socket: &'static Socket, fd: c_int, to: *mut u8, want: usize, flags: c_int) -> usize {
+    if socket.rx_mode.load(Relaxed) != Mode::Link {
+        return 0;
+    }
+    rest(socket, flags);
+    if flags & !QUICK != 0 || !is_plausible(to) || thread::current().is_cancelled() {
+        return 0;
+    }
+    let Some(mut guard) = socket.rx.try_lock() else {
+        return 0;
+    };
+    let rx = &mut *guard;
+    if socket.rx_mode.load(Acquire) != Mode::Link || !table::still(fd, socket) || !rx.own.seen.is_at(fd, time::tick()) {
+        return 0;
+    }
+    let Some(consumer) = rx.consumer.as_mut() else {
+        return 0;
+    };
+    let [(_, first), _] = match consumer.spans(want) {
+        Ok(spans) => spans.pieces(),
+        Err(_) => return 0,
+    };
+    let n = first.min(want);
+    // Checked only after the ring's tail was read, as in `from_link`.
+    if n == 0 || rx.own.direct.is_waiting {
+        return 0;
+    }
+    if n < want && (consumer.known() > n as u64 || flags & libc::MSG_WAITALL != 0 || rx.goes_on_in_tcp()) {
+        return 0;
+    }
+    let Some(consumer) = rx.consumer.as_mut() else {
+        return 0;
+    };
+    // SAFETY: `to` is writable for `want` bytes by this function's contract.
+    let n = match consumer.spans(n) {
+        Ok(spans) => unsafe { spans.copy_out(0, to, n) },
+        Err(_) => return 0,
+    };
+    let wake = consumer.consume(n);
+    on_read(socket, rx.stays, consumer, &mut rx.own, n);
+    let section = guard.unlock();
+    ready::notify_peer(socket, wake);
+    drop(section);
+    n
+}
+
+/// Does what [`recv`] does, where that is more than a copy.
+///
+/// # Safety
+/// The pieces of `iov` are writable.
+#[inline(never)]
+unsafe fn recv_unless_quick(
     socket: &'static Socket,
     fd: c_int,
     iov: &mut Iov,
@@ -262,7 +342,6 @@ unsafe fn recv_loop(
     let all = flags & libc::MSG_WAITALL != 0;
     let whole = *got + iov.len();
     let mut has_returned = false;
-    rest(socket, flags);
     loop {
         let mode = socket.rx_mode.load(Acquire);
         // SAFETY: the pieces are writable by `recv`'s contract.
@@ -422,8 +501,8 @@ fn rest(socket: &Socket, flags: c_int) {
 
 #[inline(never)]
 fn rest_now() {
-    let start = now_ns();
-    while now_ns().wrapping_sub(start) < REST {
+    let start = cycles::now();
+    while cycles::now().wrapping_sub(start) < REST {
         std::hint::spin_loop();
     }
 }

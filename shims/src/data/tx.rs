@@ -25,11 +25,11 @@ use crate::notify::threshold::worth_it;
 use crate::notify::{call, ready, reset, table, wait};
 use crate::objects::library::{Library, threshold_of};
 use crate::objects::mailbox::Command;
-use crate::objects::socket::{Mode, Sending, Socket, Stage, Tx};
+use crate::objects::socket::{Mode, Sending, Socket, Stage, Tx, TxOwn};
 use crate::signals::jump::{about_or_if_cancelled, cancellation_point, outside, quick_or_if_cancelled, within};
-use crate::sys::iov::Iov;
+use crate::sys::iov::{Iov, is_plausible};
 use crate::sys::real::Cancellable;
-use crate::sys::{errno, real};
+use crate::sys::{errno, real, time};
 
 /// Bytes that a long send commits to the ring at a time. The reader copies one piece out while the sender copies the
 /// next one in.
@@ -37,6 +37,8 @@ pub(super) const PIECE: usize = 64 * 1024;
 
 /// The flags that a link serves. Any other flag takes the socket back to TCP.
 const SERVED: c_int = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL | libc::MSG_MORE | libc::MSG_EOR | libc::MSG_CONFIRM;
+/// The flags that a send may have that is no more than a copy ([`quick`]).
+const QUICK: c_int = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
 /// The flags that keep a connection on TCP for good. They take effect before the send reaches the kernel.
 const FOR_GOOD: c_int = libc::MSG_OOB | libc::MSG_ZEROCOPY;
 
@@ -45,8 +47,75 @@ const FOR_GOOD: c_int = libc::MSG_OOB | libc::MSG_ZEROCOPY;
 ///
 /// # Safety
 /// The pieces of `iov` are readable.
-#[inline]
+#[inline(always)]
 pub unsafe fn send(
+    socket: &'static Socket,
+    fd: c_int,
+    iov: &mut Iov,
+    flags: c_int,
+    real: &impl Fn(c_int) -> ssize_t,
+) -> ssize_t {
+    if let Some((from, len)) = iov.only()
+        // SAFETY: the piece is readable by this function's contract.
+        && unsafe { quick(socket, fd, from, len, flags) }
+    {
+        return len as ssize_t;
+    }
+    // SAFETY: by this function's contract.
+    unsafe { send_unless_quick(socket, fd, iov, flags, real) }
+}
+
+/// Sends `len` bytes over a link, if that is no more than a copy: no other thread holds the direction's lock, the fd
+/// was checked at this tick of the clock, the ring is known to have room in one piece, and no option, shutdown, error or
+/// cancellation is to be heeded. Otherwise does nothing, and returns false.
+///
+/// # Safety
+/// `from` is readable for `len` bytes.
+#[inline]
+unsafe fn quick(socket: &'static Socket, fd: c_int, from: *const u8, len: usize, flags: c_int) -> bool {
+    if socket.tx_mode.load(Relaxed) != Mode::Link
+        || flags & !QUICK != 0
+        || !(1..zero_copy::LEAST).contains(&len)
+        || !is_plausible(from)
+        || thread::current().is_cancelled()
+    {
+        return false;
+    }
+    let Some(mut guard) = socket.tx.try_lock() else {
+        return false;
+    };
+    let tx = &mut *guard;
+    if socket.tx_mode.load(Acquire) != Mode::Link
+        || tx.is_shut
+        || tx.wake_delayed
+        || socket.options.corked.load(Relaxed)
+        || socket.wakes.is_dead()
+        || !table::still(fd, socket)
+        || !tx.own.seen.is_at(fd, time::tick())
+    {
+        return false;
+    }
+    let Some(producer) = tx.producer.as_mut() else {
+        return false;
+    };
+    // SAFETY: `from` is readable for `len` bytes by this function's contract.
+    if ready::is_reader_gone(producer) || !unsafe { producer.put(from, len) } {
+        return false;
+    }
+    let wake = producer.commit(len);
+    on_sent(socket, &mut tx.own, len);
+    let section = guard.unlock();
+    ready::notify_peer(socket, wake);
+    drop(section);
+    true
+}
+
+/// Does what [`send`] does, where that is more than a copy.
+///
+/// # Safety
+/// The pieces of `iov` are readable.
+#[inline(never)]
+unsafe fn send_unless_quick(
     socket: &'static Socket,
     fd: c_int,
     iov: &mut Iov,
@@ -718,12 +787,18 @@ pub(super) fn commit(socket: &Socket, tx: &mut Tx, n: usize, holds: bool) -> Wak
         Library::get().service.delay_wake();
     }
     if n > 0 {
-        tx.own.last = tx.own.seen.tick();
-        if let Some(stats) = socket.told.stats() {
-            stats.add_tx_link(n as u64);
-        }
+        on_sent(socket, &mut tx.own, n);
     }
     wake
+}
+
+/// Counts `n` bytes that were committed to the ring.
+#[inline(always)]
+fn on_sent(socket: &Socket, own: &mut TxOwn, n: usize) {
+    own.last = own.seen.tick();
+    if let Some(stats) = socket.told.stats() {
+        stats.add_tx_link(n as u64);
+    }
 }
 
 /// Wakes the peer for bytes whose wake-up was delayed.

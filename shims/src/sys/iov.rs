@@ -108,6 +108,12 @@ impl Iov {
         self.left
     }
 
+    /// Returns the address and the length of the bytes left, if they are one piece.
+    #[inline(always)]
+    pub fn only(&self) -> Option<(*mut u8, usize)> {
+        (self.here == self.left).then_some((self.base, self.left))
+    }
+
     /// Returns whether the next piece is where no memory can be, for which the kernel answers EFAULT. Any other bad
     /// address faults as it would in the program's own code.
     #[inline]

@@ -236,6 +236,7 @@ impl Spans<'_> {
 
     /// Returns the pieces as (pointer, length in bytes), for vectored I/O on ring memory; the second may be of length
     /// 0.
+    #[inline(always)]
     pub fn pieces(&self) -> [(*mut Byte, usize); 2] {
         [(self.first, self.first_len), (self.second, self.second_len)]
     }

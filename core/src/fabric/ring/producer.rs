@@ -143,7 +143,26 @@ impl Producer {
         if self.limit - self.tail < want as u64 {
             self.refill(want as u64)?;
         }
-        Ok(self.ring.spans(self.tail, self.limit - self.tail))
+        Ok(self.known_spans())
+    }
+
+    /// Copies `len` bytes to the beginning of the free pieces, if they are known to fit into the first piece. Otherwise
+    /// does nothing, and returns false.
+    ///
+    /// # Safety
+    /// `src` is readable for `len` bytes and not part of the ring.
+    #[inline(always)]
+    pub unsafe fn put(&mut self, src: *const u8, len: usize) -> bool {
+        let spans = self.known_spans();
+        let [(_, first), _] = spans.pieces();
+        // SAFETY: by this function's contract.
+        len <= first && unsafe { spans.copy_in(0, src, len) } == len
+    }
+
+    /// Returns the free pieces that are known without reading the consumer's line.
+    #[inline(always)]
+    fn known_spans(&self) -> Spans<'_> {
+        self.ring.spans(self.tail, self.limit - self.tail)
     }
 
     /// Hands the first `n` bytes of the spans to the consumer; not more than was free, and nothing after

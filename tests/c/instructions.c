@@ -1,0 +1,69 @@
+/* Both ends of a connection in one thread, which moves 8 bytes ROUNDS times by one kind of call. Without the library, or
+ * by way of `pipe`, the calls pass through to libc. Run under callgrind, two numbers of rounds give the instructions of
+ * one round.
+ *
+ *     instructions link|pipe send|write|writev|epoll|poll ROUNDS
+ */
+#include "common.h"
+
+#include "../../include/rdmasock.h"
+
+enum { BYTES = 8 };
+
+static int is(const char *a, const char *b) { return strcmp(a, b) == 0; }
+
+/* Moves a message; waits for it by `set` or by poll() if the kind says so. */
+static inline void move(const char *kind, int from, int to, int set)
+{
+    char bytes[BYTES] = {0};
+    struct iovec parts[2] = {{bytes, BYTES / 2}, {bytes + BYTES / 2, BYTES / 2}};
+    struct epoll_event event;
+    struct pollfd asked = {.fd = to, .events = POLLIN};
+    if (is(kind, "write")) {
+        CHECK(write(from, bytes, BYTES) == BYTES);
+        CHECK(read(to, bytes, BYTES) == BYTES);
+    } else if (is(kind, "writev")) {
+        CHECK(writev(from, parts, 2) == BYTES);
+        CHECK(readv(to, parts, 2) == BYTES);
+    } else {
+        CHECK(send(from, bytes, BYTES, 0) == BYTES);
+        if (is(kind, "epoll"))
+            CHECK(epoll_wait(set, &event, 1, -1) == 1);
+        else if (is(kind, "poll"))
+            CHECK(poll(&asked, 1, -1) == 1);
+        CHECK(recv(to, bytes, BYTES, 0) == BYTES);
+    }
+}
+
+/* Whether both directions of the end are on shared memory. */
+static int is_on_link(int fd)
+{
+    struct rdmasock_info info = {.size = sizeof info};
+    return rdmasock_info(fd, &info) == 0 && info.sends_by == RDMASOCK_SHM && info.receives_by == RDMASOCK_SHM;
+}
+
+int main(int argc, char **argv)
+{
+    CHECK(argc == 4);
+    const char *kind = argv[2];
+    int ends[2], set = MUST(epoll_create1(0));
+    if (is(argv[1], "pipe")) {
+        MUST(pipe(ends));
+    } else {
+        struct sockaddr_in at;
+        int listener = listening(&at);
+        double until = seconds() + 60;
+        ends[1] = connected(&at);
+        ends[0] = MUST(accept(listener, NULL, NULL));
+        MUST(epoll_ctl(set, EPOLL_CTL_ADD, ends[0], &(struct epoll_event){.events = EPOLLIN}));
+        while (!is_on_link(ends[0]) || !is_on_link(ends[1])) {
+            CHECK(seconds() < until);
+            move("send", ends[1], ends[0], set);
+            move("send", ends[0], ends[1], set);
+            pause_us(2000);
+        }
+    }
+    for (long left = atol(argv[3]); left > 0; left--)
+        move(kind, ends[1], ends[0], set);
+    return 0;
+}

@@ -3,18 +3,11 @@
 //! `scripts/check-exports` compares the list with the library.
 
 mod api;
-mod bypass;
 mod dlopen;
-mod fd;
 mod heap;
-mod io;
+mod hooks;
 mod jump;
 mod load;
-mod numbers;
-mod process;
-mod ready;
-mod signals;
-mod socket;
 mod syscall;
 mod variadic;
 mod vfork;

@@ -4,10 +4,18 @@
 
 mod api;
 mod dlopen;
-mod heap;
 mod hooks;
 mod jump;
-mod load;
 mod syscall;
 mod variadic;
 mod vfork;
+
+/// The library's allocator. A hook may have interrupted the program's `malloc`, and the program may have replaced it.
+#[cfg(target_arch = "x86_64")]
+#[global_allocator]
+static HEAP: rdmasock_core::os::heap::Heap = rdmasock_core::os::heap::Heap::new();
+
+/// The constructor, which the dynamic linker calls (ELF gABI, "Initialization and Termination Functions").
+#[used]
+#[unsafe(link_section = ".init_array")]
+static ON_LOAD: extern "C" fn() = rdmasock_shims::hooks::on_load;

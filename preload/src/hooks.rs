@@ -94,8 +94,7 @@ hooks! { ready with real:
         select, __select;
     pselect(count: c_int, read: *mut fd_set, write: *mut fd_set, except: *mut fd_set, timeout: *const timespec,
         mask: *const sigset_t) -> c_int: pselect;
-    epoll_create(size: c_int) -> c_int: epoll_create;
-    epoll_create1(flags: c_int) -> c_int: epoll_create1;
+    epoll_create(size: c_int) -> c_int: epoll_create, epoll_create1;
     epoll_ctl(epoll: c_int, operation: c_int, fd: c_int, event: *mut epoll_event) -> c_int: epoll_ctl;
     epoll_wait(epoll: c_int, events: *mut epoll_event, count: c_int, timeout: c_int) -> c_int: epoll_wait;
     epoll_pwait(epoll: c_int, events: *mut epoll_event, count: c_int, timeout: c_int, mask: *const sigset_t) -> c_int:
@@ -149,10 +148,8 @@ hooks! { fd with real:
 
 // The calls that replace or spawn a process. `variadic.rs` has `execl*`.
 hooks! { process with environment:
-    execve(path: *const c_char, argv: *const *const c_char, envp: *const *const c_char) -> c_int: execve;
-    execv(path: *const c_char, argv: *const *const c_char) -> c_int: execv;
-    execvp(file: *const c_char, argv: *const *const c_char) -> c_int: execvp;
-    execvpe(file: *const c_char, argv: *const *const c_char, envp: *const *const c_char) -> c_int: execvpe;
+    execve(path: *const c_char, argv: *const *const c_char, envp: *const *const c_char) -> c_int: execve, execvpe;
+    execv(path: *const c_char, argv: *const *const c_char) -> c_int: execv, execvp;
     fexecve(fd: c_int, argv: *const *const c_char, envp: *const *const c_char) -> c_int: fexecve;
     execveat(dir: c_int, path: *const c_char, argv: *const *const c_char, envp: *const *const c_char,
         flags: c_int) -> c_int: execveat;

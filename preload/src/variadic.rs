@@ -30,7 +30,7 @@ unsafe extern "C" fn execl_argv(path: *const c_char, argv: *const *const c_char)
 /// Runs `execlp` with its arguments as an argv. Returns -1 with errno, or not at all.
 unsafe extern "C" fn execlp_argv(file: *const c_char, argv: *const *const c_char) -> c_int {
     // SAFETY: as in `execl_argv`.
-    unsafe { process::execvp(environment::execvp, file, argv) }
+    unsafe { process::execv(environment::execvp, file, argv) }
 }
 
 /// Runs `execle` with its arguments as an argv, behind whose terminator the environment stands. Returns -1 with errno,

@@ -12,14 +12,14 @@ use rdmasock_shims::sys::real::Lmid;
 
 macro_rules! jumps {
     ($($name:ident($($arg:ident: $type:ty),*) before $before:ident;)*) => {$(
-        #[doc = concat!("`", stringify!($name), "(3)`.")]
+        /// As libc's function of this name.
         ///
         /// # Safety
-        #[doc = concat!("As `", stringify!($name), "`: names are C strings, and a handle is valid.")]
-        #[cfg(target_arch = "x86_64")]
+        /// As in C: names are C strings, and a handle is valid.
         #[unsafe(no_mangle)]
         #[unsafe(naked)]
         pub unsafe extern "C" fn $name($($arg: $type),*) -> *mut c_void {
+            #[cfg(target_arch = "x86_64")]
             naked_asm!(
                 ".cfi_startproc",
                 "push rdi",
@@ -34,17 +34,8 @@ macro_rules! jumps {
                 "jmp rax",
                 ".cfi_endproc",
                 before = sym $before,
-            )
-        }
-
-        #[doc = concat!("`", stringify!($name), "(3)`.")]
-        ///
-        /// # Safety
-        #[doc = concat!("As `", stringify!($name), "`: names are C strings, and a handle is valid.")]
-        #[cfg(target_arch = "aarch64")]
-        #[unsafe(no_mangle)]
-        #[unsafe(naked)]
-        pub unsafe extern "C" fn $name($($arg: $type),*) -> *mut c_void {
+            );
+            #[cfg(target_arch = "aarch64")]
             naked_asm!(
                 ".cfi_startproc",
                 "stp x29, x30, [sp, -48]!",
@@ -60,7 +51,7 @@ macro_rules! jumps {
                 "br x16",
                 ".cfi_endproc",
                 before = sym $before,
-            )
+            );
         }
     )*};
 }

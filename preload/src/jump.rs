@@ -8,7 +8,7 @@ use rdmasock_shims::sys::real;
 macro_rules! jumps {
     ($($name:ident),+) => {
         $(
-            #[doc = concat!("`", stringify!($name), "(3)`; does not return.")]
+            /// Jumps as libc's function of this name does, and does not return.
             ///
             /// # Safety
             /// As libc's.

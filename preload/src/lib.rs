@@ -3,18 +3,19 @@
 //! `scripts/check-exports` compares the list with the library.
 
 mod api;
-mod bypass;
 mod dlopen;
-mod fd;
-mod heap;
-mod io;
+mod hooks;
 mod jump;
-mod load;
-mod numbers;
-mod process;
-mod ready;
-mod signals;
-mod socket;
 mod syscall;
 mod variadic;
 mod vfork;
+
+/// The library's allocator. A hook may have interrupted the program's `malloc`, and the program may have replaced it.
+#[cfg(target_arch = "x86_64")]
+#[global_allocator]
+static HEAP: rdmasock_core::os::heap::Heap = rdmasock_core::os::heap::Heap::new();
+
+/// The constructor, which the dynamic linker calls (ELF gABI, "Initialization and Termination Functions").
+#[used]
+#[unsafe(link_section = ".init_array")]
+static ON_LOAD: extern "C" fn() = rdmasock_shims::hooks::on_load;

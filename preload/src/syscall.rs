@@ -14,10 +14,10 @@ use rdmasock_shims::hooks::syscall::{HANDLERS, LIBC, NUMBERS};
 ///
 /// # Safety
 /// As `syscall` in C: the arguments fit the number.
-#[cfg(target_arch = "x86_64")]
 #[unsafe(no_mangle)]
 #[unsafe(naked)]
 pub unsafe extern "C" fn syscall(number: c_long) -> c_long {
+    #[cfg(target_arch = "x86_64")]
     naked_asm!(
         ".cfi_startproc",
         "cmp rdi, {NUMBERS}",
@@ -38,17 +38,8 @@ pub unsafe extern "C" fn syscall(number: c_long) -> c_long {
         NUMBERS = const NUMBERS,
         HANDLERS = sym HANDLERS,
         LIBC = sym LIBC,
-    )
-}
-
-/// Makes the system call with the given number, as `syscall(2)`.
-///
-/// # Safety
-/// As `syscall` in C: the arguments fit the number.
-#[cfg(target_arch = "aarch64")]
-#[unsafe(no_mangle)]
-#[unsafe(naked)]
-pub unsafe extern "C" fn syscall(number: c_long) -> c_long {
+    );
+    #[cfg(target_arch = "aarch64")]
     naked_asm!(
         ".cfi_startproc",
         "cmp x0, {NUMBERS}",
@@ -71,5 +62,5 @@ pub unsafe extern "C" fn syscall(number: c_long) -> c_long {
         NUMBERS = const NUMBERS,
         HANDLERS = sym HANDLERS,
         LIBC = sym LIBC,
-    )
+    );
 }

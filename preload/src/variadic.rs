@@ -30,7 +30,7 @@ unsafe extern "C" fn execl_argv(path: *const c_char, argv: *const *const c_char)
 /// Runs `execlp` with its arguments as an argv. Returns -1 with errno, or not at all.
 unsafe extern "C" fn execlp_argv(file: *const c_char, argv: *const *const c_char) -> c_int {
     // SAFETY: as in `execl_argv`.
-    unsafe { process::execvp(environment::execvp, file, argv) }
+    unsafe { process::execv(environment::execvp, file, argv) }
 }
 
 /// Runs `execle` with its arguments as an argv, behind whose terminator the environment stands. Returns -1 with errno,
@@ -62,14 +62,14 @@ unsafe extern "C" fn dprintf_chk_list(fd: c_int, flag: c_int, format: *const c_c
 /// A function `name(path, arg0, …, NULL, …)` that calls `$argv(path, &arg0)`.
 macro_rules! exec_hook {
     ($name:ident, $argv:ident) => {
-        #[doc = concat!("`", stringify!($name), "(3)`.")]
+        /// As libc's function of this name.
         ///
         /// # Safety
-        #[doc = concat!("As `", stringify!($name), "` in C: strings, then a null pointer.")]
-        #[cfg(target_arch = "x86_64")]
+        /// As in C: strings, then a null pointer.
         #[unsafe(no_mangle)]
         #[unsafe(naked)]
         pub unsafe extern "C" fn $name(path: *const c_char, arg0: *const c_char) -> c_int {
+            #[cfg(target_arch = "x86_64")]
             naked_asm!(
                 ".cfi_startproc",
                 "pop rax", // The return address. The stack arguments are now at rsp.
@@ -97,17 +97,8 @@ macro_rules! exec_hook {
                 "ret",
                 ".cfi_endproc",
                 argv = sym $argv,
-            )
-        }
-
-        #[doc = concat!("`", stringify!($name), "(3)`.")]
-        ///
-        /// # Safety
-        #[doc = concat!("As `", stringify!($name), "` in C: strings, then a null pointer.")]
-        #[cfg(target_arch = "aarch64")]
-        #[unsafe(no_mangle)]
-        #[unsafe(naked)]
-        pub unsafe extern "C" fn $name(path: *const c_char, arg0: *const c_char) -> c_int {
+            );
+            #[cfg(target_arch = "aarch64")]
             naked_asm!(
                 ".cfi_startproc",
                 "sub sp, sp, #80",
@@ -130,7 +121,7 @@ macro_rules! exec_hook {
                 "ret",
                 ".cfi_endproc",
                 argv = sym $argv,
-            )
+            );
         }
     };
 }
@@ -143,16 +134,16 @@ exec_hook!(execle, execle_argv);
 /// `va_list`, for which it needs the register of argument number `$named`.
 macro_rules! printf_hook {
     ($name:ident($($arg:ident: $type:ty),*), $named:literal, $x86_64:literal, $aarch64:literal, $list:ident) => {
-        #[doc = concat!("`", stringify!($name), "`.")]
+        /// As libc's function of this name.
         ///
         /// # Safety
-        #[doc = concat!("As `", stringify!($name), "` in C: arguments as the format says.")]
-        #[cfg(target_arch = "x86_64")]
+        /// As in C: arguments as the format says.
         #[unsafe(no_mangle)]
         #[unsafe(naked)]
         pub unsafe extern "C" fn $name($($arg: $type),*) -> c_int {
             // Frame: va_list { u32 gp_offset, u32 fp_offset, stack arguments, registers } at 0; the
             // registers, six general and eight vector ones, at 32; 8 bytes to align.
+            #[cfg(target_arch = "x86_64")]
             naked_asm!(
                 ".cfi_startproc",
                 "sub rsp, 216",
@@ -188,19 +179,10 @@ macro_rules! printf_hook {
                 ".cfi_endproc",
                 named = const $named,
                 list = sym $list,
-            )
-        }
-
-        #[doc = concat!("`", stringify!($name), "`.")]
-        ///
-        /// # Safety
-        #[doc = concat!("As `", stringify!($name), "` in C: arguments as the format says.")]
-        #[cfg(target_arch = "aarch64")]
-        #[unsafe(no_mangle)]
-        #[unsafe(naked)]
-        pub unsafe extern "C" fn $name($($arg: $type),*) -> c_int {
+            );
             // Frame: frame record at 0; va_list { stack arguments, end of general registers, end of
             // vector registers, i32 offset from each end } at 16; x0 to x7 at 48; q0 to q7 at 112.
+            #[cfg(target_arch = "aarch64")]
             naked_asm!(
                 ".cfi_startproc",
                 "sub sp, sp, #240",
@@ -237,7 +219,7 @@ macro_rules! printf_hook {
                 ".cfi_endproc",
                 named = const $named,
                 list = sym $list,
-            )
+            );
         }
     };
 }

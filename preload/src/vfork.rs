@@ -12,10 +12,10 @@ use rdmasock_shims::sys::vfork::{done, prepare};
 ///
 /// # Safety
 /// As vfork: the child may only exec or `_exit`.
-#[cfg(target_arch = "x86_64")]
 #[unsafe(no_mangle)]
 #[unsafe(naked)]
 pub unsafe extern "C" fn vfork() -> libc::pid_t {
+    #[cfg(target_arch = "x86_64")]
     naked_asm!(
         ".cfi_startproc",
         "sub rsp, 8", // A call needs rsp at a multiple of 16.
@@ -40,17 +40,8 @@ pub unsafe extern "C" fn vfork() -> libc::pid_t {
         prepare = sym prepare,
         done = sym done,
         SYS_vfork = const libc::SYS_vfork,
-    )
-}
-
-/// Makes a child that shares this process's memory until it execs or ends, as `vfork(2)`.
-///
-/// # Safety
-/// As vfork: the child may only exec or `_exit`.
-#[cfg(target_arch = "aarch64")]
-#[unsafe(no_mangle)]
-#[unsafe(naked)]
-pub unsafe extern "C" fn vfork() -> libc::pid_t {
+    );
+    #[cfg(target_arch = "aarch64")]
     naked_asm!(
         ".cfi_startproc",
         "stp x29, x30, [sp, #-16]!",
@@ -75,7 +66,7 @@ pub unsafe extern "C" fn vfork() -> libc::pid_t {
         done = sym done,
         flags = const libc::CLONE_VM | libc::CLONE_VFORK | libc::SIGCHLD,
         SYS_clone = const libc::SYS_clone,
-    )
+    );
 }
 
 /// Does the same under glibc's other name for `vfork`.

@@ -22,20 +22,12 @@ use crate::sys::{errno, vfork};
 type Strings = *const *const c_char;
 
 hooks! {
-    /// `execve(2)`.
+    /// `execve(2)` and `execvpe(3)`.
     pub fn execve(ExecEnvFn, path: *const c_char, argv: Strings, envp: Strings) -> c_int;
     |plain| { before_exec(true); plain() }
 
-    /// `execv(3)`, and `execl`.
+    /// `execv(3)` and `execvp`, and `execl` and `execlp`.
     pub fn execv(ExecFn, path: *const c_char, argv: Strings) -> c_int;
-    |plain| { before_exec(true); plain() }
-
-    /// `execvp(3)`, and `execlp`.
-    pub fn execvp(ExecFn, file: *const c_char, argv: Strings) -> c_int;
-    |plain| { before_exec(true); plain() }
-
-    /// `execvpe(3)`.
-    pub fn execvpe(ExecEnvFn, file: *const c_char, argv: Strings, envp: Strings) -> c_int;
     |plain| { before_exec(true); plain() }
 
     /// `fexecve(3)`.

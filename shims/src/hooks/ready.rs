@@ -91,12 +91,8 @@ hooks! {
         }
     }
 
-    /// `epoll_create(2)`.
+    /// `epoll_create(2)`, and `epoll_create1`, whose argument is flags.
     pub fn epoll_create(EpollCreateFn, size: c_int) -> c_int;
-    |plain| made(lowest(plain))
-
-    /// `epoll_create1(2)`.
-    pub fn epoll_create1(EpollCreateFn, flags: c_int) -> c_int;
     |plain| made(lowest(plain))
 }
 

@@ -117,7 +117,7 @@ served! { (a b c d e f) CALLS:
     owns SYS_dup3 = fd::dup3, (a: c_int, b: c_int, c: c_int) -> c_int;
     owns_made SYS_fcntl = fd::fcntl, (a: c_int, b: c_int, c: c_ulong) -> c_int;
     direct SYS_ioctl = fd::ioctl, (a: c_int, b: c_ulong, c: *mut c_void) -> c_int;
-    owns SYS_epoll_create1 = ready::epoll_create1, (a: c_int) -> c_int;
+    owns SYS_epoll_create1 = ready::epoll_create, (a: c_int) -> c_int;
     owns SYS_epoll_ctl = ready::epoll_ctl, (a: c_int, b: c_int, c: c_int, d: *mut epoll_event) -> c_int;
 
     direct SYS_openat = fd::openat, (a: c_int, b: *const c_char, c: c_int, d: c_uint) -> c_int;
@@ -236,9 +236,9 @@ pub(super) extern "C" fn resolve() -> SyscallFn {
 }
 
 /// Stands in for libc's `syscall` before the library's constructor has run.
-#[cfg(target_arch = "x86_64")]
 #[unsafe(naked)]
 unsafe extern "C" fn unresolved() {
+    #[cfg(target_arch = "x86_64")]
     core::arch::naked_asm!(
         ".cfi_startproc",
         "push rdi",
@@ -261,13 +261,8 @@ unsafe extern "C" fn unresolved() {
         "jmp rax",
         ".cfi_endproc",
         resolve = sym resolve,
-    )
-}
-
-/// Stands in for libc's `syscall` before the library's constructor has run.
-#[cfg(target_arch = "aarch64")]
-#[unsafe(naked)]
-unsafe extern "C" fn unresolved() {
+    );
+    #[cfg(target_arch = "aarch64")]
     core::arch::naked_asm!(
         ".cfi_startproc",
         "stp x29, x30, [sp, #-80]!",
@@ -292,7 +287,7 @@ unsafe extern "C" fn unresolved() {
         "br x16",
         ".cfi_endproc",
         resolve = sym resolve,
-    )
+    );
 }
 
 // fork and clone by number. A child with memory and descriptors of its own is treated like a child of fork(3): the
@@ -316,9 +311,9 @@ const SHARES: c_int = libc::CLONE_VM | libc::CLONE_FILES;
 /// `preload/src/syscall.rs`). The moves of the arguments there are undone here.
 macro_rules! by_number {
     ($name:ident $number:ident $own:ident: $($x86_64:literal)*; $($aarch64:literal)*) => {
-        #[cfg(target_arch = "x86_64")]
         #[unsafe(naked)]
         unsafe extern "C" fn $name(_: usize, _: usize, _: usize, _: usize, _: usize, _: usize) -> c_long {
+            #[cfg(target_arch = "x86_64")]
             core::arch::naked_asm!(
                 ".cfi_startproc",
                 $($x86_64,)*
@@ -335,12 +330,8 @@ macro_rules! by_number {
                 NUMBER = const libc::$number,
                 own = sym $own,
                 LIBC = sym LIBC,
-            )
-        }
-
-        #[cfg(target_arch = "aarch64")]
-        #[unsafe(naked)]
-        unsafe extern "C" fn $name(_: usize, _: usize, _: usize, _: usize, _: usize, _: usize) -> c_long {
+            );
+            #[cfg(target_arch = "aarch64")]
             core::arch::naked_asm!(
                 ".cfi_startproc",
                 "mov w16, {SHARES}",
@@ -360,7 +351,7 @@ macro_rules! by_number {
                 NUMBER = const libc::$number,
                 own = sym $own,
                 LIBC = sym LIBC,
-            )
+            );
         }
     };
 }

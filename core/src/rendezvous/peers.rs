@@ -2,9 +2,8 @@
 //!
 //! [`PeerPage`] and [`HolderPage`] are shared by a listener and its forked workers. The first has one slot a live
 //! instance. A worker that is asked for a connection which another one holds answers with this list (REDIRECT, P14), or
-//! with the holder alone, if the second page has noted it. [`DestinationCache`] is in the connector, so that a server
-//! without the library costs one question per lifetime of an entry, not per connection. None of them asks or answers by
-//! itself.
+//! with the holder alone, if the second page has noted it. [`Absent`] is in the connector, so that a server without the
+//! library costs one question per lifetime of an entry, not per connection. None of them asks or answers by itself.
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -203,74 +202,47 @@ fn check(connection: u64, words: [u64; 2]) -> u64 {
     hasher.finish()
 }
 
-/// The state of a destination, as far as is known.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Answer {
-    /// These instances answer for it, in the order in which to ask them.
-    Present(Vec<InstanceId>),
-    /// No program with the library listens there, or none that is trusted.
-    Absent,
-}
-
+/// Destinations where no program with the library answers, or none that is trusted. Each is remembered for a limited
+/// time. Bounded. The caller locks it and passes the time in.
 #[derive(Debug)]
-struct Entry {
-    answer: Answer,
-    expires: Instant,
-}
-
-/// The results of earlier connections to destinations, each for a limited time. Bounded. The caller locks it and passes
-/// the time in.
-#[derive(Debug)]
-pub struct DestinationCache {
-    entries: HashMap<SocketAddr, Entry>,
+pub struct Absent {
+    until: HashMap<SocketAddr, Instant>,
     capacity: usize,
 }
 
-impl DestinationCache {
-    /// Creates an empty cache of at most `capacity` destinations (at least one).
+impl Absent {
+    /// Remembers no destination yet, and at most `capacity` (at least one).
     pub fn new(capacity: usize) -> Self {
         Self {
-            entries: HashMap::new(),
+            until: HashMap::new(),
             capacity: capacity.max(1),
         }
     }
 
-    /// Returns what is known about `destination` at `now`. `None` if nothing is.
-    pub fn get(&self, destination: &SocketAddr, now: Instant) -> Option<&Answer> {
-        self.entries
-            .get(destination)
-            .filter(|entry| now < entry.expires)
-            .map(|entry| &entry.answer)
+    /// Returns whether `destination` is remembered at `now`.
+    pub fn has(&self, destination: &SocketAddr, now: Instant) -> bool {
+        self.until.get(destination).is_some_and(|until| now < *until)
     }
 
-    /// Remembers `answer` from `now` for `lifetime`. When the cache is full, it drops expired entries first, then the
-    /// one that would expire next.
-    pub fn insert(&mut self, destination: SocketAddr, answer: Answer, now: Instant, lifetime: Duration) {
+    /// Remembers `destination` from `now` for `lifetime`. With no room left, first forgets those whose time is over,
+    /// then the one whose time would be over next.
+    pub fn insert(&mut self, destination: SocketAddr, now: Instant, lifetime: Duration) {
         // A lifetime beyond the range of the clock is not remembered.
-        let Some(expires) = now.checked_add(lifetime) else {
+        let Some(until) = now.checked_add(lifetime) else {
             return;
         };
-        if !self.entries.contains_key(&destination) && self.entries.len() >= self.capacity {
+        if !self.until.contains_key(&destination) && self.until.len() >= self.capacity {
             self.make_room(now);
         }
-        self.entries.insert(destination, Entry { answer, expires });
-    }
-
-    /// Forgets all destinations, as a fork child in another place may want to.
-    pub fn clear(&mut self) {
-        self.entries.clear();
+        self.until.insert(destination, until);
     }
 
     fn make_room(&mut self, now: Instant) {
-        self.entries.retain(|_, entry| now < entry.expires);
-        if self.entries.len() >= self.capacity
-            && let Some(next) = self
-                .entries
-                .iter()
-                .min_by_key(|(_, e)| e.expires)
-                .map(|(addr, _)| *addr)
+        self.until.retain(|_, until| now < *until);
+        if self.until.len() >= self.capacity
+            && let Some(next) = self.until.iter().min_by_key(|(_, at)| **at).map(|(addr, _)| *addr)
         {
-            self.entries.remove(&next);
+            self.until.remove(&next);
         }
     }
 }

@@ -329,6 +329,10 @@ impl Worker {
         if fds.len() != message.fds() {
             return self.violation(id);
         }
+        // P21: a link carries no question.
+        if let Some(link) = self.link_of(id) {
+            return self.on_link_message(link, message, fds);
+        }
         match message {
             M::Ask {
                 request,
@@ -359,14 +363,11 @@ impl Worker {
                 tracing::debug!(target: "rdmasock", %reason, "link refused");
                 self.hang_up(id, Reason::LinkFailed);
             }
-            other => match self.link_of(id) {
-                Some(link) => self.on_link_message(link, other, fds),
-                None => self.violation(id),
-            },
+            _ => self.violation(id),
         }
     }
 
-    /// Answers on a channel, a link or the control port.
+    /// Answers on a channel or the control port.
     pub(super) fn reply(&mut self, conn: u64, message: &Message) {
         self.send_reply(conn, message);
     }
@@ -388,9 +389,6 @@ impl Worker {
                 // A channel for one question has room for its answer.
                 send(channel, message, &[])
             }
-            Some(Conn {
-                peer: Peer::Link(link), ..
-            }) => link.send(message, &[]).is_ok(),
             _ => false,
         }
     }
@@ -426,7 +424,6 @@ impl Worker {
             Peer::Linking { peer } => self.end_pending(peer, None),
             Peer::Link(link) => {
                 self.forget_link_fds(link);
-                self.on_link_silence(id, link.is_remote());
                 self.link_down(link, why);
             }
         }

@@ -25,7 +25,7 @@ use rdmasock_core::os::heap;
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::rendezvous::control::QueryId;
 use rdmasock_core::rendezvous::diag::Owner;
-use rdmasock_core::rendezvous::peers::DestinationCache;
+use rdmasock_core::rendezvous::peers::Absent;
 use rdmasock_core::rendezvous::{diag, names};
 use rdmasock_core::stats::{Event, Reason};
 use rdmasock_core::stream::connection;
@@ -145,7 +145,8 @@ struct Worker {
     to_ask: VecDeque<Ref>,
     /// Channels that were made for one question, with the time until which they are kept (monotonic ns), in that order.
     asked_until: VecDeque<(u64, u64)>,
-    cache: DestinationCache,
+    /// Destinations where no program with the library answers.
+    absent: Absent,
     devices: Devices,
     handshakes: Handshakes,
     links: LinkTable,
@@ -497,7 +498,7 @@ impl Worker {
             asks: HashMap::new(),
             to_ask: VecDeque::new(),
             asked_until: VecDeque::new(),
-            cache: DestinationCache::new(4096),
+            absent: Absent::new(4096),
             devices: Devices::default(),
             handshakes: Handshakes::default(),
             links: LinkTable::default(),

@@ -1,4 +1,4 @@
-//! Tests of the page of instances, by forked processes, of the destination cache, and of the page of holders.
+//! Tests of the page of instances, by forked processes, of the absent destinations, and of the page of holders.
 
 use std::collections::HashSet;
 
@@ -139,36 +139,33 @@ fn addr(n: u16) -> SocketAddr {
 }
 
 #[test]
-fn answers_expire() {
-    let (mut cache, now, second) = (DestinationCache::new(8), Instant::now(), Duration::from_secs(1));
-    cache.insert(addr(1), Answer::Absent, now, second);
-    cache.insert(addr(2), Answer::Present(vec![id(1)]), now, 2 * second);
-    assert_eq!(cache.get(&addr(1), now), Some(&Answer::Absent));
-    assert_eq!(cache.get(&addr(1), now + second), None);
-    assert_eq!(cache.get(&addr(2), now + second), Some(&Answer::Present(vec![id(1)])));
-    cache.insert(addr(1), Answer::Present(vec![]), now + second, second);
-    assert_eq!(cache.get(&addr(1), now + second), Some(&Answer::Present(vec![])));
-    cache.insert(addr(3), Answer::Absent, now, Duration::MAX);
-    assert_eq!(cache.get(&addr(3), now), None);
-    cache.clear();
-    assert_eq!(cache.get(&addr(2), now), None);
+fn an_absence_expires() {
+    let (mut absent, now, second) = (Absent::new(8), Instant::now(), Duration::from_secs(1));
+    absent.insert(addr(1), now, second);
+    absent.insert(addr(2), now, 2 * second);
+    assert!(absent.has(&addr(1), now));
+    assert!(!absent.has(&addr(1), now + second) && absent.has(&addr(2), now + second));
+    absent.insert(addr(1), now + second, second);
+    assert!(absent.has(&addr(1), now + second));
+    absent.insert(addr(3), now, Duration::MAX);
+    assert!(!absent.has(&addr(3), now));
 }
 
 proptest! {
     #[test]
-    fn the_cache_is_bounded_and_keeps_the_newest(
+    fn absences_are_bounded_and_the_newest_kept(
         inserts in proptest::collection::vec((0u16..20, 0u64..10), 1..60),
         capacity in 1usize..6,
     ) {
-        let (mut cache, mut now) = (DestinationCache::new(capacity), Instant::now());
+        let (mut absent, mut now) = (Absent::new(capacity), Instant::now());
         for (n, lifetime) in inserts {
             now += Duration::from_secs(1);
-            let known: HashSet<_> = cache.entries.keys().copied().collect();
-            cache.insert(addr(n), Answer::Absent, now, Duration::from_secs(lifetime));
-            prop_assert!(cache.entries.len() <= capacity);
-            prop_assert_eq!(cache.get(&addr(n), now).is_some(), lifetime > 0);
+            let known: HashSet<_> = absent.until.keys().copied().collect();
+            absent.insert(addr(n), now, Duration::from_secs(lifetime));
+            prop_assert!(absent.until.len() <= capacity);
+            prop_assert_eq!(absent.has(&addr(n), now), lifetime > 0);
             if known.len() < capacity || known.contains(&addr(n)) {
-                prop_assert!(known.iter().all(|k| cache.entries.contains_key(k)));
+                prop_assert!(known.iter().all(|k| absent.until.contains_key(k)));
             }
         }
     }

@@ -60,7 +60,6 @@ impl Worker {
             // EXCLUSIVE: of several processes that poll one inherited name, one wakes up.
             let flags = kernel::EventFlags::IN | kernel::EventFlags::EXCLUSIVE;
             if self.add(name.as_fd(), tag(kind::NAME, id), flags) {
-                listener.enter(&self.library.id);
                 if known.is_none() {
                     self.listeners.push(listener);
                 }
@@ -112,9 +111,9 @@ impl Worker {
                     instance_s: self.library.id,
                 }
             }
-            Err(Refusal::No(wire::Reason::NotHeld)) => match self.others(conn, &tuple) {
-                instances if !instances.is_empty() => Message::Redirect { request, instances },
-                _ => no(wire::Reason::NotHeld),
+            Err(Refusal::No(wire::Reason::NotHeld)) => match self.holder(conn, &tuple) {
+                Some(instance) => Message::Redirect { request, instance },
+                None => no(wire::Reason::NotHeld),
             },
             Err(Refusal::No(reason)) => no(reason),
             Err(Refusal::NotYet(_)) => no(wire::Reason::Limit),
@@ -179,23 +178,12 @@ impl Worker {
         }
     }
 
-    /// Returns the other instances behind the question's name that may hold the connection: its registered holder, else
-    /// at most `MAX_REDIRECT` live ones. Empty if the question came by no service name.
-    fn others(&self, conn: u64, tuple: &Tuple) -> Vec<InstanceId> {
+    /// Returns the other instance that has entered itself as the connection's holder. `None` if there is none, or the
+    /// question came by no service name.
+    fn holder(&self, conn: u64, tuple: &Tuple) -> Option<InstanceId> {
         match self.conns.get(&conn).map(|c| &c.peer) {
-            Some(Peer::Incoming {
-                listener: Some(listener),
-                ..
-            }) => {
-                if let Some(holder) = listener.holder(tuple).filter(|h| *h != self.library.id) {
-                    return vec![holder];
-                }
-                let mut all = listener.instances();
-                all.retain(|i| *i != self.library.id);
-                all.truncate(wire::MAX_REDIRECT);
-                all
-            }
-            _ => Vec::new(),
+            Some(Peer::Incoming { listener, .. }) => (*listener)?.holder(tuple).filter(|h| *h != self.library.id),
+            _ => None,
         }
     }
 

@@ -29,8 +29,6 @@ const ABSENT_FOR: Duration = Duration::from_secs(5);
 /// The most questions that wait for an answer at a time. More would come faster than the peer's one thread answers, and
 /// time out. The bound is below the number of channels that one user may have at a name (`channels::Guests`).
 const MOST_ASKS: usize = 48;
-/// The most instances that are asked about one connection: a chain of REDIRECTs must end.
-const MAX_ASKED: usize = 64;
 /// How long an answer within the host may take.
 pub const ASK_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long an answer from another host may take. A busy machine may have to open its RDMA device first; no call of the
@@ -70,8 +68,6 @@ pub struct Asking {
     remote: bool,
     /// The channels whose answer has not come yet. An answer on any other channel does not count.
     pub asked: HashSet<u64>,
-    /// Instances asked so far.
-    tried: HashSet<InstanceId>,
     /// The reason of a NO, a REDIRECT or a closed channel; `None` if none has come. With any reason but `Absent` the
     /// peer has the library.
     answered: Option<wire::Reason>,
@@ -286,7 +282,7 @@ impl Worker {
         self.hang_up(conn, Reason::None);
     }
 
-    pub(super) fn on_redirect(&mut self, conn: u64, request: u64, instances: Vec<InstanceId>) {
+    pub(super) fn on_redirect(&mut self, conn: u64, request: u64, instance: InstanceId) {
         let by_name = matches!(
             self.conns.get(&conn).map(|c| &c.peer),
             Some(Peer::Asked { by_name: true, .. })
@@ -301,16 +297,8 @@ impl Worker {
         };
         asking.answered.get_or_insert(wire::Reason::NotHeld);
         // P14: only a service name may redirect. A REDIRECT from an instance's own name counts as NO.
-        for instance in instances.into_iter().filter(|_| by_name) {
-            if asking.tried.len() >= MAX_ASKED {
-                break;
-            }
-            if !asking.tried.insert(instance) {
-                continue;
-            }
-            if let Ok(channel) = names::connect_to(names::instance(&instance).as_bytes()) {
-                self.ask_on(request, &mut asking, channel, false);
-            }
+        if by_name && let Ok(channel) = names::connect_to(names::instance(&instance).as_bytes()) {
+            self.ask_on(request, &mut asking, channel, false);
         }
         self.go_on(request, asking);
     }
@@ -493,7 +481,6 @@ impl Asking {
             tuple,
             remote,
             asked: HashSet::new(),
-            tried: HashSet::new(),
             answered: None,
             busy: false,
             untrusted: false,

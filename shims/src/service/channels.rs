@@ -346,7 +346,7 @@ impl Worker {
                 instance_s,
             } => self.on_yes(id, request, nonce_s, instance_s),
             M::No { request, reason } => self.on_no(id, request, reason),
-            M::Redirect { request, instances } => self.on_redirect(id, request, instances),
+            M::Redirect { request, instance } => self.on_redirect(id, request, instance),
             M::Cancel { nonce_s, .. } => self.on_cancel(nonce_s),
             M::Link {
                 cookie,

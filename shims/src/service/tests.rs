@@ -173,60 +173,11 @@ fn a_redirect_leads_on_from_a_service_name_only() {
         let (request, conn, holder) = asked(&mut worker, socket, by_name);
         let id = InstanceId::random().unwrap();
         let name = names::Listener::instance(&id).unwrap();
-        say(
-            &holder,
-            &Message::Redirect {
-                request,
-                instances: vec![id],
-            },
-        );
+        say(&holder, &Message::Redirect { request, instance: id });
         worker.on_channel(conn);
         assert_eq!(matches!(name.accept(), Ok(Some(_))), by_name);
         assert_eq!(worker.asks.contains_key(&request), by_name);
     }
-}
-
-#[test]
-fn redirects_end() {
-    let mut worker = worker();
-    let (socket, _stream) = connected();
-    let (request, conn, holder) = asked(&mut worker, socket, true);
-    let names: Vec<_> = (0..wire::MAX_REDIRECT)
-        .map(|_| InstanceId::random().unwrap())
-        .map(|id| (id, names::Listener::instance(&id).unwrap()))
-        .collect();
-    let (more, other) = Channel::pair().unwrap();
-    let more = worker
-        .register(
-            more,
-            Peer::Asked {
-                request,
-                by_name: true,
-                greets: None,
-            },
-        )
-        .unwrap();
-    worker.asks.get_mut(&request).unwrap().asked.insert(more);
-    say(
-        &holder,
-        &Message::Redirect {
-            request,
-            instances: names.iter().map(|(id, _)| *id).collect(),
-        },
-    );
-    worker.on_channel(conn);
-    let id = InstanceId::random().unwrap();
-    let beyond = names::Listener::instance(&id).unwrap();
-    say(
-        &other,
-        &Message::Redirect {
-            request,
-            instances: vec![id],
-        },
-    );
-    worker.on_channel(more);
-    assert!(names.iter().all(|(_, name)| matches!(name.accept(), Ok(Some(_)))));
-    assert!(!matches!(beyond.accept(), Ok(Some(_))));
 }
 
 #[test]

@@ -258,10 +258,10 @@ impl Worker {
     fn take_answer(&mut self, conn: u64, request: u64) -> Taken {
         let is_asked = |peer: &Peer| matches!(peer, Peer::Asked { request: asked, .. } if *asked == request);
         if self.conns.get(&conn).is_some_and(|c| is_asked(&c.peer)) {
-            match self.asks.get_mut(&request) {
+            match self.asks.get_mut(&request).map(|asking| asking.asked.remove(&conn)) {
                 None => return Taken::Late,
-                Some(asking) if asking.asked.remove(&conn) => return Taken::Yes,
-                Some(_) => {}
+                Some(true) => return Taken::Yes,
+                Some(false) => {}
             }
         }
         self.violation(conn);

@@ -60,9 +60,11 @@ pub fn worth_it(socket: &'static Socket) {
         // A fork child answers for connections that its parent accepted.
         listener.on_accept();
         // After a fork several processes may answer on the listener's name.
-        if first && holders::has_forked() && !Library::get().service.submit(Command::Hold(socket.into())) {
-            // The next call submits the command again.
-            socket.told.shown.store(false, Relaxed);
+        if first
+            && holders::has_forked()
+            && let Some(tuple) = tuple_of(socket)
+        {
+            listener.enter_holder(&tuple, &Library::get().id);
         }
     }
     errno::set(errno);

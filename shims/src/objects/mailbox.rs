@@ -209,8 +209,6 @@ pub enum Command {
     Do(Ref, Task),
     /// Answer the ASK that waited for the program's first use of the connection, or for its close.
     Used(Ref),
-    /// Record this instance as the holder of the connection: several processes may answer on its listener's name.
-    Hold(Ref),
     /// Find or make a link to the instance, by the peer's offer if there is one: a handshake needs it.
     NeedLink(Ref, InstanceId, Option<LinkOffer>),
     /// The thread that connects to another host's instance has ended with this result.

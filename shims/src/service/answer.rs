@@ -167,17 +167,6 @@ impl Worker {
         }
     }
 
-    /// Enters this instance as the holder of the connection: other processes answer on the same name, and redirect
-    /// questions about it here.
-    pub(super) fn hold(&self, r: Ref) {
-        if let Some(socket) = r.get()
-            && let Some(listener) = socket.promotion.listener()
-            && let Some(tuple) = socket::tuple_of(socket)
-        {
-            listener.enter_holder(&tuple, &self.library.id);
-        }
-    }
-
     /// Returns the other instance that has entered itself as the connection's holder. `None` if there is none, or the
     /// question came by no service name.
     fn holder(&self, conn: u64, tuple: &Tuple) -> Option<InstanceId> {

@@ -407,7 +407,6 @@ impl Worker {
             Command::Promote(r) => self.ask_in_turn(r),
             Command::Do(r, task) => self.do_for(r, task),
             Command::Used(r) => self.answer_deferred(r),
-            Command::Hold(r) => self.hold(r),
             Command::NeedLink(r, peer, offer) => self.need_link(r, peer, offer),
             Command::Dialled(peer, dialled) => self.on_dialled(peer, dialled),
             Command::WantBulk(slot) => self.want_bulk(slot),

@@ -52,7 +52,7 @@ use crate::service::control::Control;
 use crate::service::hosts::Hosts;
 use crate::service::links::{LinkTable, Rings};
 use crate::service::pairs::Bulk;
-use crate::service::watch::{Ends, Lingering, Standstill};
+use crate::service::watch::{Ends, Lingering};
 use crate::signals::ending;
 use crate::sys::time;
 use crate::sys::time::wait_until;
@@ -158,7 +158,6 @@ struct Worker {
     /// Questions to other hosts.
     hosts: Hosts,
     rings: Rings,
-    standstill: Standstill,
     ends: Ends,
     alarms: Alarms,
     /// How many times in a row links to other hosts were maintained and in use, up to `MAINTAIN_DOUBLINGS`.
@@ -445,7 +444,6 @@ impl Worker {
             }
             Command::Listen => Listener::all().for_each(|listener| self.listen(listener)),
             Command::Blocked(r) => self.rings.on_blocked(r),
-            Command::Standing(r) => self.standstill.on_standing(r),
             Command::Lost(r) => {
                 if let Some(socket) = r.get() {
                     crate::notify::call::look_at_anchor(socket);
@@ -506,7 +504,6 @@ impl Worker {
             control: Control::new(crate::sys::time::now_ns()),
             hosts: Hosts::new(),
             rings: Rings::default(),
-            standstill: Standstill::default(),
             ends: Ends::default(),
             alarms: Alarms::default(),
             maintained: 0,
@@ -654,7 +651,6 @@ const TIMERS: &[Timer] = &[
     (|w| w.lingering.next_timeout(), |w, now| w.lingering.on_timeout(now)),
     (|w| w.handshakes.next_timeout(), |w, now| w.handshakes.on_timeout(now)),
     (|w| w.rings.next_timeout(), |w, now| w.rings.on_timeout(now)),
-    (|w| w.standstill.next_timeout(), |w, now| w.standstill.on_timeout(now)),
     (
         |w| w.ends.next_timeout(),
         |w, now| {

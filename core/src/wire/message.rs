@@ -70,8 +70,6 @@ kinds! {
         34 = OpenRefuse { yours: Vqpn, reason: Reason };
         /// Comes with the button of the doorbell that waiter `id` of the sender polls.
         35 = Waiter { id: u32 };
-        /// The sender does not keep the button of the receiver's waiter `id`.
-        36 = WaiterGone { id: u32 };
         /// "Move your sending direction of stream `yours` back to TCP." With `resend_from` the sender of this no longer
         /// reads the link. The bytes from that position on are sent again (P28). Else TCP follows the last byte on the
         /// link.
@@ -85,7 +83,7 @@ kinds! {
         42 = TakenBack { yours: Vqpn };
         /// The sender will not use stream `yours` again; its own number for it is free.
         39 = Closed { yours: Vqpn };
-        /// "Wake your waiter `id`", where the sender cannot wake it.
+        /// "Wake your waiter `id`", where the sender has no button of it, or cannot wake it.
         40 = Ring { id: u32 };
         /// "Connect a bulk queue pair beside this link's, and introduce it with this cookie." Sent by the end that has
         /// accepted the link, to an end with [direct transfers](crate::wire::Introduction::is_direct).

@@ -310,10 +310,8 @@ impl Worker {
     fn on_lost_fds(&mut self, id: u64, message: &Message) {
         use Message as M;
         match (message, self.conns.get(&id).map(|c| &c.peer)) {
-            // P27: this instance cannot wake that waiter.
-            (M::Waiter { id }, Some(Peer::Link(link))) => {
-                let _ = link.send(&M::WaiterGone { id: *id }, &[]);
-            }
+            // P27: this instance wakes that waiter by RING.
+            (M::Waiter { .. }, Some(Peer::Link(_))) => {}
             (M::TakeBack { yours, .. }, Some(Peer::Link(link))) => {
                 if let Some(socket) = link.socket(*yours) {
                     crate::notify::reset::reset(socket);

@@ -26,7 +26,7 @@ use crate::data::rx::Shrunk;
 use crate::data::{rx, tx};
 use crate::notify::epoll::Epoll;
 use crate::notify::ready;
-use crate::objects::link::{Identity, Link, Refused};
+use crate::objects::link::{Identity, Link};
 use crate::objects::mailbox::Ref;
 use crate::objects::socket::{Mode, Sending, Socket};
 use crate::objects::waiters::SERVICE;
@@ -324,21 +324,9 @@ impl Worker {
     pub(super) fn on_link_message(&mut self, link: &'static Link, message: Message, mut fds: Vec<PrivateFd>) {
         tracing::trace!(target: "rdmasock::link", link = link.slot(), ?message, "received");
         match message {
-            Message::Waiter { id } => match fds.pop().map(|fd| link.on_waiter(id, fd)) {
-                Some(Err(Refused::TooMany)) => {
-                    let _ = link.send(&Message::WaiterGone { id }, &[]);
-                }
-                Some(Err(Refused::Violation)) => self.break_off(link),
-                Some(Ok(())) | None => {}
-            },
-            Message::WaiterGone { id } => {
-                if let Ok(waiter) = u16::try_from(id).map(WaiterId) {
-                    // The peer notifies the service thread in place of the waiter.
-                    link.on_waiter_refused(waiter);
-                    for socket in link.sockets() {
-                        ready::change_interest(socket, |_| {});
-                        ready::notify_local(socket);
-                    }
+            Message::Waiter { id } => {
+                if fds.pop().is_some_and(|fd| link.on_waiter(id, fd).is_err()) {
+                    self.break_off(link);
                 }
             }
             Message::Ring { id } => match u16::try_from(id).map(WaiterId) {

@@ -89,7 +89,6 @@ fn message() -> impl Strategy<Value = Message> {
         (vqpn(), vqpn(), ring()).prop_map(|(yours, mine, ring)| Message::OpenAck { yours, mine, ring }),
         (vqpn(), reason).prop_map(|(yours, reason)| Message::OpenRefuse { yours, reason }),
         any::<u32>().prop_map(|id| Message::Waiter { id }),
-        any::<u32>().prop_map(|id| Message::WaiterGone { id }),
         any::<u32>().prop_map(|id| Message::Ring { id }),
         (vqpn(), any::<Option<u64>>()).prop_map(|(yours, resend_from)| Message::DemoteRequest { yours, resend_from }),
         vqpn().prop_map(|yours| Message::Adopt { yours }),

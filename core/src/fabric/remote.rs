@@ -41,7 +41,6 @@ use crate::fabric::remote::watch::SILENCE;
 use crate::fabric::ring::Wake;
 use crate::fabric::waiter::WaiterId;
 use crate::sync::{AtomicBool, SleepFlag};
-use crate::wire::MAX_MESSAGE;
 
 mod bulk;
 mod end;
@@ -221,7 +220,7 @@ impl FaultCell {
 
 /// The fewest bytes of a receive buffer with which a link can work. A message of the side channel fits one, together
 /// with the records that have to precede it.
-pub const MIN_BUFFER: u32 = MAX_MESSAGE as u32 + 200;
+pub const MIN_BUFFER: u32 = 1242;
 
 /// The fewest receive buffers with which a link can work: credits are given back by halves.
 pub const MIN_BUFFERS: u16 = 4;

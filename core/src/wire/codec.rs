@@ -13,9 +13,6 @@ use crate::wire::message::Reason;
 /// The version of the whole protocol, part of every service name, message and marker (P1).
 pub const VERSION: u8 = 2;
 
-/// Instances that a REDIRECT may name, at most (P10).
-pub const MAX_REDIRECT: usize = 64;
-
 /// Why bytes are not a message or a marker of this protocol.
 ///
 /// If decoding fails, the peer, or another writer of the bytes, is at fault. If encoding fails, the caller is.
@@ -250,25 +247,6 @@ impl Field<'_> for Option<u64> {
     fn take(from: &mut &[u8]) -> Result<Self, WireError> {
         let (is_there, value): (bool, u64) = (Field::take(from)?, Field::take(from)?);
         Ok(is_there.then_some(value))
-    }
-}
-
-/// On the wire: the number of instances, at most [`MAX_REDIRECT`], then each of them.
-impl Field<'_> for Vec<InstanceId> {
-    fn put(&self, out: &mut Writer<'_>) -> Result<(), WireError> {
-        let count = u16::try_from(self.len())
-            .ok()
-            .filter(|n| usize::from(*n) <= MAX_REDIRECT);
-        out.put(&U16::new(count.ok_or(WireError::Field("instance count"))?))?;
-        out.put(self.as_slice())
-    }
-
-    fn take(from: &mut &[u8]) -> Result<Self, WireError> {
-        let count = usize::from(take::<U16>(from)?.get());
-        if count > MAX_REDIRECT {
-            return Err(WireError::Field("instance count"));
-        }
-        (0..count).map(|_| Field::take(from)).collect()
     }
 }
 

@@ -5,14 +5,14 @@
 
 use std::fmt;
 
-use zerocopy::little_endian::{U16, U64};
+use zerocopy::little_endian::U16;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::ids::{Cookie, InstanceId, Nonce, Tuple, Vqpn};
-use crate::wire::codec::{Geometry, MAX_REDIRECT, RingOffer, VERSION, WireError, Writer, kinds, read_prefix};
+use crate::wire::codec::{Geometry, RingOffer, VERSION, WireError, Writer, kinds, read_prefix};
 
-/// Bytes of the longest message; it fits one Ethernet frame.
-pub const MAX_MESSAGE: usize = size_of::<Header>() + size_of::<(U64, U16)>() + MAX_REDIRECT * size_of::<InstanceId>();
+/// Bytes of the longest message, which is ASK.
+pub const MAX_MESSAGE: usize = 96;
 
 const MAGIC: [u8; 4] = *b"rsok";
 
@@ -52,8 +52,8 @@ kinds! {
         2 = Yes { request: u64, nonce_s: Nonce, instance_s: InstanceId };
         /// "It stays on TCP."
         3 = No { request: u64, reason: Reason };
-        /// "I do not hold it; one of these, which listen on the same socket, may." At most [`MAX_REDIRECT`].
-        4 = Redirect { request: u64, instances: Vec<InstanceId> };
+        /// "I do not hold it; this instance, which listens on the same socket, does."
+        4 = Redirect { request: u64, instance: InstanceId };
         /// The connector gives up after YES. It has not written its HELLO and never will.
         5 = Cancel { request: u64, nonce_c: Nonce, nonce_s: Nonce };
         /// The first message on a new link, with the arena and waiter memfds. It proves that C has read S's HELLO.
@@ -70,8 +70,6 @@ kinds! {
         34 = OpenRefuse { yours: Vqpn, reason: Reason };
         /// Comes with the button of the doorbell that waiter `id` of the sender polls.
         35 = Waiter { id: u32 };
-        /// The sender does not keep the button of the receiver's waiter `id`.
-        36 = WaiterGone { id: u32 };
         /// "Move your sending direction of stream `yours` back to TCP." With `resend_from` the sender of this no longer
         /// reads the link. The bytes from that position on are sent again (P28). Else TCP follows the last byte on the
         /// link.
@@ -85,7 +83,7 @@ kinds! {
         42 = TakenBack { yours: Vqpn };
         /// The sender will not use stream `yours` again; its own number for it is free.
         39 = Closed { yours: Vqpn };
-        /// "Wake your waiter `id`", where the sender cannot wake it.
+        /// "Wake your waiter `id`", where the sender has no button of it, or cannot wake it.
         40 = Ring { id: u32 };
         /// "Connect a bulk queue pair beside this link's, and introduce it with this cookie." Sent by the end that has
         /// accepted the link, to an end with [direct transfers](crate::wire::Introduction::is_direct).
@@ -123,8 +121,7 @@ impl Message {
 
     /// Writes the message to the front of `buf`. Returns its bytes.
     ///
-    /// Fails with [`WireError::Buffer`] if `buf` is shorter than the message ([`MAX_MESSAGE`] bytes always suffice),
-    /// and with [`WireError::Field`] if a REDIRECT names too many instances.
+    /// Fails with [`WireError::Buffer`] if `buf` is shorter than the message ([`MAX_MESSAGE`] bytes always suffice).
     pub fn encode<'b>(&self, buf: &'b mut [u8]) -> Result<&'b [u8], WireError> {
         let (head, rest) = buf.split_at_mut_checked(size_of::<Header>()).ok_or(WireError::Buffer)?;
         let mut body = Writer::new(rest);

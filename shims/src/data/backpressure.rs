@@ -184,19 +184,15 @@ pub(super) fn before_sleep(socket: &'static Socket) -> Room {
 
 /// Has the service thread ask for a larger ring if the reader stands still, because nothing can be sent now. Kernel TCP
 /// takes megabytes without a reader, and programs count on it (both ends may send before they read). But a ring grows
-/// only as its reader finds it too small.
+/// only as its reader finds it too small. With TCP_USER_TIMEOUT the stream leaves the link if that does not help.
 pub fn report_blocked(socket: &'static Socket, tx: &mut Tx) {
-    if !tx.own.timed && tx.producer.is_some() && socket.options.user_timeout.load(Relaxed) != 0 {
-        tx.own.timed = true;
-        Library::get().service.submit(Command::Standing(socket.into()));
-    }
     let max = config().ring_max.bytes();
     // Until the other end's answer to a promotion has been read, the sender may be waiting for that answer (P73). The
     // service thread then looks for it in TCP.
     let is_answered = socket.rx_mode.load(Acquire) != Mode::Marked;
     let may_grow = |p: &Producer| {
         let grows = p.ring_size() < max && p.may_grow();
-        grows || p.is_aside() && !is_answered
+        grows || p.is_aside() && !is_answered || is_timed(socket)
     };
     if !tx.own.blocked && tx.producer.as_ref().is_some_and(may_grow) {
         tx.own.blocked = true;
@@ -221,25 +217,9 @@ pub fn unread(socket: &'static Socket) -> Option<u64> {
     tx.producer.as_mut()?.used().ok()
 }
 
-/// Returns the reader's position while the link has no room; the service thread then goes on watching whether the
-/// reader stands still ([`report_blocked`]). `None` if there is room or the direction is not on the link.
-pub fn stands_still(socket: &'static Socket) -> Option<u64> {
-    let mut tx = socket.tx.lock()?;
-    let on_link = socket.tx_mode.load(Acquire) == Mode::Link;
-    let full = |tx: &mut Tx| {
-        let producer = tx.producer.as_mut().filter(|_| on_link)?;
-        (producer.has_space() == Ok(false)).then(|| producer.consumed().ok())?
-    };
-    let at = full(&mut tx);
-    tx.own.timed = at.is_some();
-    at
-}
-
-/// Stops watching whether the reader stands still.
-pub fn forget_standing(socket: &'static Socket) {
-    if let Some(mut tx) = socket.tx.lock() {
-        tx.own.timed = false;
-    }
+/// Returns whether the program has set TCP_USER_TIMEOUT.
+fn is_timed(socket: &Socket) -> bool {
+    socket.options.user_timeout.load(Relaxed) != 0
 }
 
 /// Returns the position up to which the reader is known to have read; `None` if there is no ring.
@@ -254,7 +234,10 @@ pub fn reader_at(socket: &'static Socket) -> Option<u64> {
 ///
 /// Returns the reader's position if the socket is to be checked again, else `None`. A send buffer of this end keeps its
 /// bytes until the direction has ended. After that the peer has to keep the rest, because this process may end too.
-pub fn ask_for_room(socket: &'static Socket, then: u64) -> Option<u64> {
+///
+/// The second value is true if the reader stands still and TCP_USER_TIMEOUT bounds the wait: then too the socket is to
+/// be checked again.
+pub fn ask_for_room(socket: &'static Socket, then: u64) -> Option<(u64, bool)> {
     let now = reader_at(socket);
     let mut tx = socket.tx.lock()?;
     let on_link = socket.tx_mode.load(Acquire) == Mode::Link;
@@ -265,14 +248,15 @@ pub fn ask_for_room(socket: &'static Socket, then: u64) -> Option<u64> {
     let is_owed = is_aside && has_ended && is_behind(socket);
     let full = is_owed || producer.as_mut().is_some_and(|p| p.has_space() == Ok(false));
     if full && now != Some(then) {
-        return now;
+        return Some((now?, false));
     }
-    tx.own.blocked = false;
+    let times_out = full && !has_ended && is_timed(socket);
+    tx.own.blocked = times_out;
     drop(tx);
     if full && (is_owed || !is_aside) {
         ready::notify_peer(socket, Wake(Link::service_bits()));
     }
-    now.filter(|_| is_owed)
+    now.filter(|_| is_owed || times_out).map(|now| (now, times_out))
 }
 
 /// Returns whether this end keeps bytes that the peer's ring has no room for.

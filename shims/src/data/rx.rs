@@ -230,7 +230,7 @@ unsafe fn plain(
     }
     if n > 0 && flags & libc::MSG_PEEK == 0 {
         account(socket, n as u64);
-    } else if n == 0 || n < 0 && (socket.has_untold() || socket.told.timed_out.load(Relaxed)) {
+    } else if n == 0 || n < 0 && socket.has_untold() {
         let n = at_end(socket, n);
         leave(socket);
         return Break(n);
@@ -240,7 +240,7 @@ unsafe fn plain(
 }
 
 /// Returns the result of a receive that got 0 or -1 from the kernel. An error that only the library knows of replaces
-/// the end; a connection that was timed out fails with ETIMEDOUT.
+/// the end.
 #[cold]
 fn at_end(socket: &'static Socket, n: ssize_t) -> ssize_t {
     if n == 0 {
@@ -249,7 +249,6 @@ fn at_end(socket: &'static Socket, n: ssize_t) -> ssize_t {
         drop(socket.tx.lock());
         return reset::take_untold(socket).map_or(0, errno::fail);
     }
-    reset::say_timed_out(socket);
     if reset::is_end(errno::get()) {
         // The kernel has just reported this error, so the kept copy must not be reported again.
         socket.take_untold();

@@ -180,7 +180,7 @@ pub(super) unsafe fn from_marked(call: &mut Call, iov: &mut Iov, flags: c_int, h
                 Err(error) if error != rustix::io::Errno::AGAIN => {
                     // The kernel has just reported this error, so the kept copy must not be reported again.
                     socket.take_untold();
-                    RecvStep::Fail(reset::as_timed_out(socket, error.raw_os_error()))
+                    RecvStep::Fail(error.raw_os_error())
                 }
                 _ => return RecvStep::Again,
             };

@@ -15,8 +15,8 @@ use rdmasock_core::sync::store_load_fence;
 
 use crate::data::backpressure::{Room, no_room};
 pub use crate::data::backpressure::{
-    ask_for_room, could_have_room, forget_standing, give_back, is_full, is_unread, on_buffer_size, on_link, reader_at,
-    report_blocked, report_blocked_at_end, stands_still, unread,
+    ask_for_room, could_have_room, give_back, is_full, is_unread, on_buffer_size, on_link, reader_at, report_blocked,
+    report_blocked_at_end, unread,
 };
 use crate::data::zero_copy::Went;
 use crate::data::{backpressure, zero_copy};
@@ -191,8 +191,6 @@ pub(super) fn in_kernel(socket: &'static Socket, is_quick: bool, real: impl FnOn
     };
     if n > 0 {
         account(socket, n as u64);
-    } else if n < 0 && socket.told.timed_out.load(Relaxed) {
-        reset::say_timed_out(socket);
     }
     leave(socket);
     n

@@ -215,8 +215,7 @@ unsafe extern "C" fn get_corrected(
             return asked_while_quiet(socket, ask);
         }
         let result = ask();
-        let knows_better = || socket.has_untold() || socket.told.timed_out.load(Acquire);
-        if (level, name) == ERROR && result == 0 && knows_better() {
+        if (level, name) == ERROR && result == 0 && socket.has_untold() {
             // SAFETY: the kernel has just written `*value_len` bytes there.
             unsafe { correct_error(socket, value.cast(), *value_len as usize) };
         }
@@ -230,7 +229,7 @@ unsafe extern "C" fn get_corrected(
     })
 }
 
-/// Corrects SO_ERROR for a connection that was timed out, or whose end the kernel does not know, or not any more.
+/// Corrects SO_ERROR for a connection whose end the kernel does not know, or not any more.
 ///
 /// # Safety
 /// `value` is valid for reads and writes of `len` bytes.
@@ -244,7 +243,7 @@ unsafe fn correct_error(socket: &Socket, value: *mut u8, len: usize) {
         error => {
             // An error is reported once, by the kernel or by the library.
             socket.take_untold();
-            reset::as_timed_out(socket, error)
+            error
         }
     };
     // SAFETY: likewise.

@@ -217,6 +217,7 @@ unsafe fn forget_stream(socket: &'static Socket) {
     socket.link.store(std::ptr::null_mut(), Relaxed);
     socket.told.ledger.keep(socket.told.stats());
     socket.told.set_stats(None);
+    socket.told.shown.store(false, Relaxed);
     socket.promotion.adopted.store(false, Relaxed);
     socket.promotion.asked.store(false, Relaxed);
     // A connection that the parent has closed, and still has to finish, is the parent's alone.

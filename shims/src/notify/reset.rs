@@ -50,7 +50,7 @@ pub fn keep(socket: &Socket, error: c_int) {
 pub fn take_untold(socket: &Socket) -> Option<c_int> {
     let error = socket.take_untold()?;
     socket.told.reset_told.store(true, SeqCst);
-    Some(as_timed_out(socket, error))
+    Some(error)
 }
 
 /// Resets the connection at both ends; data that is still on the link is lost. The caller holds the control lock.
@@ -83,36 +83,6 @@ pub fn reset_after_unsent(socket: &Socket) {
 /// Disconnects the TCP socket: a RST goes out, this end gets ECONNRESET once, and unread bytes are dropped.
 fn break_off(fd: BorrowedFd<'_>) {
     let _ = rustix::net::connect_unspec(fd);
-}
-
-/// Ends the connection at both ends, because the peer has read nothing for as long as the program allows
-/// (TCP_USER_TIMEOUT).
-/// To the kernel this is a reset; calls return ETIMEDOUT instead ([`as_timed_out`]).
-pub fn time_out(socket: &Socket) {
-    let Some(_control) = socket.control.lock() else {
-        return;
-    };
-    let Some(fd) = socket.numbers.anchor_fd() else { return };
-    socket.told.timed_out.store(true, SeqCst);
-    break_off(fd);
-    // See the same call in `on_reader_died`.
-    let _ = rustix::net::shutdown(fd, rustix::net::Shutdown::Both);
-}
-
-/// Returns the errno for a call that has met `error`: the first ECONNRESET after [`time_out`] becomes ETIMEDOUT.
-pub fn as_timed_out(socket: &Socket, error: c_int) -> c_int {
-    let is_reset = error == libc::ECONNRESET;
-    if is_reset && socket.told.timed_out.swap(false, SeqCst) {
-        libc::ETIMEDOUT
-    } else {
-        error
-    }
-}
-
-/// Applies [`as_timed_out`] to the errno of a call that has just failed.
-#[cold]
-pub fn say_timed_out(socket: &Socket) {
-    crate::sys::errno::set(as_timed_out(socket, crate::sys::errno::get()));
 }
 
 /// Makes the TCP socket report the same as after a RST, because the peer's process has ended without reading what the

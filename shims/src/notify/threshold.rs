@@ -15,6 +15,7 @@ use rdmasock_core::rendezvous::route::{Place, place_of};
 use rdmasock_core::stats::{Direction, Reason, Why};
 use rdmasock_core::stream::handshake::Role;
 
+use crate::objects::holders;
 use crate::objects::library::Library;
 use crate::objects::mailbox::{Command, Ref};
 use crate::objects::socket::{Socket, Stage, tuple_of};
@@ -58,9 +59,12 @@ pub fn worth_it(socket: &'static Socket) {
     } else if let Some(listener) = socket.promotion.listener() {
         // A fork child answers for connections that its parent accepted.
         listener.on_accept();
-        if first && listener.is_inherited() && !Library::get().service.submit(Command::Hold(socket.into())) {
-            // The next call submits the command again.
-            socket.told.shown.store(false, Relaxed);
+        // After a fork several processes may answer on the listener's name.
+        if first
+            && holders::has_forked()
+            && let Some(tuple) = tuple_of(socket)
+        {
+            listener.enter_holder(&tuple, &Library::get().id);
         }
     }
     errno::set(errno);

@@ -62,6 +62,11 @@ pub fn epoch() -> u32 {
     EPOCH.load(Acquire)
 }
 
+/// Returns whether this process has forked, or is a fork child.
+pub fn has_forked() -> bool {
+    epoch() > 1
+}
+
 /// Begins the next epoch and returns it. Before a fork, this is called once all sockets that the child gets are counted
 /// as shared.
 pub fn begin_epoch() -> u32 {

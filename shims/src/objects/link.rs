@@ -26,6 +26,7 @@ use rdmasock_core::os::doorbell::Doorbell;
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::sparse::Sparse;
 use rdmasock_core::stats::{LinkStats, Path, Reason};
+use rdmasock_core::stream::connection::Broken;
 use rdmasock_core::sync::Presence;
 use rdmasock_core::wire::{Introduction, LinkAddress, LinkOffer, Message, RingOffer};
 
@@ -33,14 +34,10 @@ use crate::config::config;
 use crate::config::verbs::Pair;
 use crate::objects::library::Library;
 use crate::objects::local_link::LocalPeer;
-pub use crate::objects::local_link::Refused;
 use crate::objects::mailbox::Command;
 use crate::objects::remote_link::Terms;
 pub use crate::objects::remote_link::{Maintained, Poller, Remote, StandBy, Turn, has_few_addresses};
 use crate::objects::waiters::SERVICE;
-
-/// Time after which a button that the peer has not kept is sent again, ns.
-const REFUSED_FOR: u64 = 1_000_000_000;
 
 /// Buttons kept for a peer: a fixed number, and more for each of its streams, for an epoll set and a thread that polls.
 const BUTTONS: u32 = 16;
@@ -77,15 +74,6 @@ macro_rules! on_end {
 /// The value of [`Link::pins`] when the object is no link now, and cannot be pinned.
 const OVER: u32 = 1 << 31;
 
-/// A doorbell by which the peer can wake a waiter of this process.
-struct Announced {
-    waiter: WaiterId,
-    /// The doorbell; `None` if the peer has not kept the button.
-    bell: Option<Doorbell>,
-    /// Earliest time at which a refused button is sent again, monotonic ns.
-    refused_until: u64,
-}
-
 /// Returns the bit of a waiter among the first 64; 0 for a further one.
 fn bit(waiter: WaiterId) -> u64 {
     1u64.checked_shl(waiter.0.into()).unwrap_or(0)
@@ -102,7 +90,8 @@ pub struct Link {
     alive: AtomicBool,
     /// Number of streams, producers and [`Pin`]s of this end, or [`OVER`].
     pins: AtomicU32,
-    announced: Lock<Vec<Announced>>,
+    /// The waiters whose buttons the peer was sent, and their doorbells.
+    announced: Lock<Vec<(WaiterId, Doorbell)>>,
     /// A bit for each of the first 64 waiters that has a doorbell in `announced`; these are the epoll sets with ready
     /// queues. Changed under the lock of `announced`, read by each epoll_ctl.
     has_bell: AtomicU64,
@@ -368,26 +357,16 @@ impl Link {
         on_end!(self, end => end.notify(wake, theirs));
     }
 
-    /// Keeps the button by which the peer's waiter `id` is woken. `Err` says why it is not kept.
-    pub fn on_waiter(&self, id: u32, fd: PrivateFd) -> Result<(), Refused> {
-        let local_peer = self.local_peer().ok_or(Refused::Violation)?;
+    /// Keeps the button by which the peer's waiter `id` is woken, unless there are too many. `Err` if the peer may not
+    /// send it.
+    pub fn on_waiter(&self, id: u32, fd: PrivateFd) -> Result<(), Broken> {
+        let local_peer = self.local_peer().ok_or(Broken)?;
         let most = BUTTONS + BUTTONS_A_STREAM * self.streams();
         local_peer.on_waiter(id, fd, most)
     }
 
-    /// Notes that the peer has not kept the button of this process's `waiter`.
-    pub fn on_waiter_refused(&self, waiter: WaiterId) {
-        if let Some(mut announced) = self.announced.lock()
-            && let Some(a) = announced.iter_mut().find(|a| a.waiter == waiter)
-        {
-            a.bell = None;
-            self.has_bell.fetch_and(!bit(waiter), Relaxed);
-            a.refused_until = crate::sys::time::now_ns() + REFUSED_FOR;
-        }
-    }
-
-    /// Makes sure that the peer can wake this process's `waiter`, and sends it a button if need be. False if it cannot
-    /// have one now.
+    /// Makes sure that the peer can wake this process's `waiter`, and sends it a button if need be. False if no button
+    /// can be made or sent now. A peer that does not keep the button sends RING.
     pub fn announce(&self, waiter: WaiterId) -> bool {
         if self.is_remote() || !waiter.is_polling() || waiter == SERVICE {
             // Between hosts this end itself wakes its waiters. Within a host a thread is woken by its futex, and the
@@ -400,12 +379,8 @@ impl Link {
         let Some(mut announced) = self.announced.lock() else {
             return false;
         };
-        if let Some(at) = announced.iter().position(|a| a.waiter == waiter) {
-            match announced.get(at) {
-                Some(a) if a.bell.is_some() => return true,
-                Some(a) if crate::sys::time::now_ns() < a.refused_until => return false,
-                _ => announced.swap_remove(at),
-            };
+        if announced.iter().any(|(known, _)| *known == waiter) {
+            return true;
         }
         let Ok((bell, button)) = Library::get().waiters.add_doorbell(waiter) else {
             return false;
@@ -413,11 +388,7 @@ impl Link {
         let id = waiter.0.into();
         let is_sent = self.send(&Message::Waiter { id }, &[button.as_fd()]).is_ok();
         if is_sent {
-            announced.push(Announced {
-                waiter,
-                bell: Some(bell),
-                refused_until: 0,
-            });
+            announced.push((waiter, bell));
             self.has_bell.fetch_or(bit(waiter), Relaxed);
         }
         is_sent

@@ -1,8 +1,7 @@
 //! A listening TCP socket and its service name, an abstract AF_UNIX name by which connectors ask for promotions.
 //!
 //! The name lives as long as some process holds the listening socket, or a connection accepted on it. Forked workers
-//! inherit the name and two pages of shared memory. One page lists the instances that answer on the name, the other
-//! says which instance holds which connection.
+//! inherit the name and a page of shared memory, which says which instance holds which connection.
 
 use std::ffi::c_int;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -13,7 +12,7 @@ use rdmasock_core::ids::{InstanceId, Tuple};
 use rdmasock_core::lock::Lock;
 use rdmasock_core::os::channel::Channel;
 use rdmasock_core::rendezvous::names;
-use rdmasock_core::rendezvous::peers::{HolderPage, PeerPage};
+use rdmasock_core::rendezvous::peers::HolderPage;
 use rustix::io::Errno;
 
 use crate::objects::library::Library;
@@ -26,22 +25,14 @@ use crate::sys::registry::Registry;
 #[repr(align(64))]
 pub struct Listener {
     name: Lock<Option<names::Listener>>,
-    pages: Lock<Pages>,
-    /// Inherited from a parent process, so other processes may answer on the name too.
-    inherited: AtomicBool,
+    /// The page that the listener shares with the forked workers that inherit it.
+    holders: Lock<Option<HolderPage>>,
     /// Number of this process's fds of the listening socket, plus its open connections that were accepted on it.
     pub fds: AtomicU32,
     /// The service thread of this process answers on the name, or is about to.
     served: AtomicBool,
     /// Connections accepted on this socket stay on TCP.
     pub keeps_on_tcp: AtomicBool,
-}
-
-/// The pages that a listener shares with the forked workers that inherit it.
-#[derive(Default)]
-struct Pages {
-    peers: Option<PeerPage>,
-    holders: Option<HolderPage>,
 }
 
 static ALL: Registry<Listener> = Registry::new();
@@ -64,14 +55,10 @@ impl Listener {
             }
         });
         let listener = FREE.lock().and_then(|mut free| free.pop()).unwrap_or_else(Self::blank);
-        listener.inherited.store(false, Release);
         listener.served.store(false, Release);
         listener.keeps_on_tcp.store(false, Release);
-        if let Some(mut pages) = listener.pages.lock() {
-            *pages = Pages {
-                peers: PeerPage::new().ok(),
-                holders: HolderPage::new().ok(),
-            };
+        if let Some(mut holders) = listener.holders.lock() {
+            *holders = HolderPage::new().ok();
         }
         if let Some(mut place) = listener.name.lock() {
             *place = name;
@@ -121,28 +108,9 @@ impl Listener {
         }
     }
 
-    /// Adds an instance to the page of those that may hold connections of this listener.
-    pub fn enter(&self, id: &InstanceId) {
-        if let Some(page) = self.pages.lock().as_ref().and_then(|pages| pages.peers.as_ref()) {
-            page.register(rustix::process::getpid().as_raw_nonzero().get() as u32, id);
-        }
-    }
-
-    /// Returns the live instances that may hold connections of this listener.
-    pub fn instances(&self) -> Vec<InstanceId> {
-        let pages = self.pages.lock();
-        let page = pages.as_ref().and_then(|pages| pages.peers.as_ref());
-        page.map(PeerPage::list).unwrap_or_default()
-    }
-
-    /// Returns whether other processes may answer on the name.
-    pub fn is_inherited(&self) -> bool {
-        self.inherited.load(Acquire)
-    }
-
     /// Records that the instance `id` holds the connection `tuple`.
     pub fn enter_holder(&self, tuple: &Tuple, id: &InstanceId) {
-        if let Some(page) = self.pages.lock().as_ref().and_then(|pages| pages.holders.as_ref()) {
+        if let Some(page) = self.holders.lock().as_deref().and_then(Option::as_ref) {
             page.enter(tuple, id);
         }
     }
@@ -150,7 +118,7 @@ impl Listener {
     /// Returns the instance that has recorded itself as the holder of the connection. `None` if the page has no entry
     /// for it.
     pub fn holder(&self, tuple: &Tuple) -> Option<InstanceId> {
-        self.pages.lock()?.holders.as_ref()?.holder(tuple)
+        self.holders.lock()?.as_ref()?.holder(tuple)
     }
 
     /// Counts one more fd or accepted connection. False, without counting it, if the listener is no longer in use.
@@ -164,7 +132,7 @@ impl Listener {
         self.fds.fetch_add(1, AcqRel);
     }
 
-    /// Counts one fd or accepted connection less. With the last one, this process gives up the name and the pages.
+    /// Counts one fd or accepted connection less. With the last one, this process gives up the name and the page.
     pub fn release(&'static self) {
         if self.fds.fetch_sub(1, AcqRel) != 1 {
             return;
@@ -177,8 +145,8 @@ impl Listener {
             }
             *name = None;
         }
-        if let Some(mut pages) = self.pages.lock() {
-            *pages = Pages::default();
+        if let Some(mut holders) = self.holders.lock() {
+            *holders = None;
         }
         if let Some(mut free) = FREE.lock() {
             free.push(self);
@@ -200,18 +168,17 @@ impl Listener {
     fn inherit(&self) {
         let is_used = self.fds.swap(0, AcqRel) > 0;
         self.served.store(false, Release);
-        self.inherited.store(true, Release);
         // SAFETY: only this thread exists in the child. A name that the parent was closing at the fork is closed either
         // way.
         unsafe { self.name.reset() };
-        if self.pages.try_lock().is_none() {
-            // SAFETY: only this thread exists in the child. A thread of the parent was reading the pages of a listener
-            // in use, or was changing the pages of an unused one. The pages of an unused one are leaked and not read.
+        if self.holders.try_lock().is_none() {
+            // SAFETY: only this thread exists in the child. A thread of the parent was reading the page of a listener
+            // in use, or was changing the page of an unused one. The page of an unused one is leaked and not read.
             unsafe {
                 if !is_used {
-                    std::mem::forget(std::mem::take(self.pages.get_unlocked()));
+                    std::mem::forget(std::mem::take(self.holders.get_unlocked()));
                 }
-                self.pages.reset();
+                self.holders.reset();
             }
         }
     }
@@ -226,8 +193,8 @@ impl Listener {
             // SAFETY: by the contract, no other thread uses the lock. The name is leaked and not read, since a thread
             // of the parent may have been dropping it.
             unsafe { std::mem::forget(std::mem::take(listener.name.get_unlocked())) };
-            if let (Some(mut pages), Some(mut free)) = (listener.pages.lock(), FREE.lock()) {
-                *pages = Pages::default();
+            if let (Some(mut holders), Some(mut free)) = (listener.holders.lock(), FREE.lock()) {
+                *holders = None;
                 free.push(listener);
             }
         }
@@ -268,26 +235,24 @@ mod tests {
             let listener = Listener::new(socket.as_fd().as_raw_fd());
             assert!(listener.retain() && listener.name().is_some());
             listener.release();
-            assert!(listener.pages.lock().unwrap().peers.is_some());
+            assert!(listener.holders.lock().unwrap().is_some());
             listener.release();
             std::ptr::from_ref(listener).addr()
         });
         // Tests that run in parallel may hold some of the objects.
         assert!(used.collect::<HashSet<_>>().len() < 50);
-        let listener = Listener::new(socket.as_fd().as_raw_fd());
-        assert!(listener.instances().is_empty() && !listener.is_inherited());
     }
 
     #[test]
-    fn a_fork_child_keeps_pages_that_another_thread_was_reading() {
+    fn a_fork_child_keeps_a_page_that_another_thread_was_reading() {
         let listener = Listener::blank();
-        for (fds, has_pages) in [(1, true), (0, false)] {
+        for (fds, has_page) in [(1, true), (0, false)] {
             listener.fds.store(fds, Release);
-            let mut pages = listener.pages.lock().unwrap();
-            pages.peers = PeerPage::new().ok();
-            std::mem::forget(pages);
+            let mut holders = listener.holders.lock().unwrap();
+            *holders = HolderPage::new().ok();
+            std::mem::forget(holders);
             listener.inherit();
-            assert_eq!(listener.pages.lock().unwrap().peers.is_some(), has_pages);
+            assert_eq!(listener.holders.lock().unwrap().is_some(), has_page);
         }
     }
 

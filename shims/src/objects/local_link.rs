@@ -20,6 +20,7 @@ use rdmasock_core::os::doorbell;
 use rdmasock_core::os::doorbell::Button;
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::scratch::Scratch;
+use rdmasock_core::stream::connection::Broken;
 use rdmasock_core::sync::{Presence, Published};
 use rdmasock_core::wire::{MAX_MESSAGE, Message};
 use rustix::io::Errno;
@@ -57,15 +58,6 @@ pub struct LocalPeer {
     /// Threads that may be using a descriptor.
     users: Presence,
     is_closed: Published<AtomicBool>,
-}
-
-/// Why a peer's button is not kept.
-#[derive(Debug, PartialEq, Eq)]
-pub enum Refused {
-    /// The fd is no button, there is no such waiter, or the waiter has a button already.
-    Violation,
-    /// The peer has sent too many buttons.
-    TooMany,
 }
 
 impl LocalPeer {
@@ -226,18 +218,18 @@ impl LocalPeer {
     }
 
     /// Keeps the button by which the peer's waiter `id` is woken, as long as the link is up. A waiter gets no second
-    /// button, so none is closed while a thread presses it. At most `most` buttons are kept. Service thread only.
-    pub(super) fn on_waiter(&self, id: u32, fd: PrivateFd, most: u32) -> Result<(), Refused> {
-        let slot = self.buttons.get(id as usize).ok_or(Refused::Violation)?;
+    /// button, so none is closed while a thread presses it. At most `most` buttons are kept. `Err` if the fd is no
+    /// button, there is no such waiter, or it has a button already. Service thread only.
+    pub(super) fn on_waiter(&self, id: u32, fd: PrivateFd, most: u32) -> Result<(), Broken> {
+        let slot = self.buttons.get(id as usize).ok_or(Broken)?;
         if id == u32::from(SERVICE.0) || slot.load(Acquire) >= 0 {
-            return Err(Refused::Violation);
+            return Err(Broken);
         }
-        let button = Button::received(fd).ok_or(Refused::Violation)?;
-        if self.button_count.load(Acquire) >= most {
-            return Err(Refused::TooMany);
+        let button = Button::received(fd).ok_or(Broken)?;
+        if self.button_count.load(Acquire) < most {
+            self.button_count.fetch_add(1, AcqRel);
+            slot.store(button.release(), SeqCst);
         }
-        self.button_count.fetch_add(1, AcqRel);
-        slot.store(button.release(), SeqCst);
         Ok(())
     }
 

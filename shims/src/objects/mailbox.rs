@@ -209,8 +209,6 @@ pub enum Command {
     Do(Ref, Task),
     /// Answer the ASK that waited for the program's first use of the connection, or for its close.
     Used(Ref),
-    /// Record this instance as the holder of the connection: several processes accept on its listener's name.
-    Hold(Ref),
     /// Find or make a link to the instance, by the peer's offer if there is one: a handshake needs it.
     NeedLink(Ref, InstanceId, Option<LinkOffer>),
     /// The thread that connects to another host's instance has ended with this result.
@@ -236,10 +234,9 @@ pub enum Command {
     Linger(Remains),
     /// Shrink rings when they are idle, and read the memory limits again: a ring has grown, or was refused memory.
     Grown,
-    /// Ask for a larger ring if the reader stands still: a sender finds no room.
+    /// Ask for a larger ring if the reader stands still, or leave the link if `TCP_USER_TIMEOUT` bounds the wait: a
+    /// sender finds no room.
     Blocked(Ref),
-    /// Watch how long the reader takes nothing: a sender finds no room, and `TCP_USER_TIMEOUT` bounds its wait.
-    Standing(Ref),
     /// Check the fd of the anchor, which seems to stand for another file.
     Lost(Ref),
     /// Send the held-back wake-ups after a delay.

@@ -57,8 +57,6 @@ pub struct TxOwn {
     pub kernel_corked: bool,
     /// The service thread checks whether the reader stands still (`backpressure::report_blocked`).
     pub blocked: bool,
-    /// The service thread measures for how long the reader takes nothing (`service::watch`).
-    pub timed: bool,
     /// Number of calls that have waited for room and have not returned.
     pub waiting: u32,
     /// When an fd was last seen to stand for the socket (`identity`).
@@ -354,7 +352,6 @@ impl Socket {
             tx.ours = Default::default();
             tx.own.last = 0;
             tx.own.blocked = false;
-            tx.own.timed = false;
             tx.own.direct = Sends::default();
             tx.own.seen.forget();
         }
@@ -1095,8 +1092,6 @@ impl Pace {
 /// The reports about one connection: errors that the kernel would have reported, and the counts for `rdmasock stat`.
 #[derive(Default)]
 pub struct Told {
-    /// TCP_USER_TIMEOUT has run out, and no call has reported it yet.
-    pub timed_out: AtomicBool,
     /// A call has reported the reset to the program.
     pub reset_told: AtomicBool,
     /// Traffic of the connection that the kernel does not know.
@@ -1112,7 +1107,6 @@ pub struct Told {
 impl Told {
     /// Resets the record for a new connection. The caller alone has it.
     fn reset(&self) {
-        self.timed_out.store(false, Relaxed);
         self.reset_told.store(false, Relaxed);
         self.ledger.reset();
         self.shown.store(false, Relaxed);

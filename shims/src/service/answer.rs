@@ -60,7 +60,6 @@ impl Worker {
             // EXCLUSIVE: of several processes that poll one inherited name, one wakes up.
             let flags = kernel::EventFlags::IN | kernel::EventFlags::EXCLUSIVE;
             if self.add(name.as_fd(), tag(kind::NAME, id), flags) {
-                listener.enter(&self.library.id);
                 if known.is_none() {
                     self.listeners.push(listener);
                 }
@@ -70,22 +69,10 @@ impl Worker {
     }
 
     pub(super) fn on_ask(&mut self, conn: u64, request: u64, tuple: Tuple, nonce_c: Nonce, instance_c: InstanceId) {
-        let instance_s = self.library.id;
-        let yes = |nonce_s| Message::Yes {
-            request,
-            nonce_s,
-            instance_s,
-        };
         let no = |reason| Message::No { request, reason };
         if !self.can_begin() {
             return self.reply(conn, &no(wire::Reason::Resources));
         }
-        let link = self.link_of(conn).filter(|link| link.is_remote()).map(|_| conn);
-        let tuple = match link {
-            // Namespaces and interfaces of this host mean nothing to another host.
-            Some(_) => tuple.at(self.namespace, 0),
-            None => tuple,
-        };
         // Looked up once: a connection that is accepted meanwhile has not been used.
         let accepted = self.handshakes.accepted(&tuple);
         if let Some(socket) = accepted
@@ -93,13 +80,6 @@ impl Worker {
         {
             tracing::debug!(target: "rdmasock::promote", ?tuple, "asked by who is not its other end");
             return self.reply(conn, &no(wire::Reason::NotOwner));
-        }
-        if let Some(socket) = accepted
-            && let Some(nonce_s) = said_yes(socket, nonce_c, instance_c)
-            && self.is_lost(&nonce_s)
-        {
-            self.handshakes.enter(nonce_s, Ref::new(socket), link);
-            return self.reply(conn, &yes(nonce_s));
         }
         let answer = match accepted {
             None => Err(wire::Reason::NotHeld.into()),
@@ -121,15 +101,19 @@ impl Worker {
         }
         let reply = match answer {
             Ok((nonce_s, r)) => {
-                self.handshakes.enter(nonce_s, r, link);
+                self.handshakes.enter(nonce_s, r);
                 if let Some(Peer::Incoming { offered, .. }) = self.conns.get_mut(&conn).map(|c| &mut c.peer) {
                     *offered = Some(nonce_s);
                 }
-                yes(nonce_s)
+                Message::Yes {
+                    request,
+                    nonce_s,
+                    instance_s: self.library.id,
+                }
             }
-            Err(Refusal::No(wire::Reason::NotHeld)) => match self.others(conn, &tuple) {
-                instances if !instances.is_empty() => Message::Redirect { request, instances },
-                _ => no(wire::Reason::NotHeld),
+            Err(Refusal::No(wire::Reason::NotHeld)) => match self.holder(conn, &tuple) {
+                Some(instance) => Message::Redirect { request, instance },
+                None => no(wire::Reason::NotHeld),
             },
             Err(Refusal::No(reason)) => no(reason),
             Err(Refusal::NotYet(_)) => no(wire::Reason::Limit),
@@ -170,13 +154,6 @@ impl Worker {
         }
     }
 
-    /// Returns whether the YES with this nonce may have been lost, with a link between hosts. On any other channel it
-    /// was not lost, or its asker is gone. An asker that has acted on the first YES would cancel a second one.
-    fn is_lost(&self, nonce_s: &Nonce) -> bool {
-        let link = self.handshakes.offered.get(nonce_s).and_then(|offered| offered.link);
-        link.is_some_and(|link| !self.conns.contains_key(&link))
-    }
-
     /// Answers the questions that waited until the connection was used or closed.
     pub(super) fn answer_deferred(&mut self, r: Ref) {
         for d in self.handshakes.take_deferred(r) {
@@ -190,34 +167,12 @@ impl Worker {
         }
     }
 
-    /// Enters this instance as the holder of the connection: other processes answer on the same name, and redirect
-    /// questions about it here.
-    pub(super) fn hold(&self, r: Ref) {
-        if let Some(socket) = r.get()
-            && let Some(listener) = socket.promotion.listener()
-            && let Some(tuple) = socket::tuple_of(socket)
-        {
-            listener.enter_holder(&tuple, &self.library.id);
-        }
-    }
-
-    /// Returns the other instances behind the question's name that may hold the connection: its registered holder, else
-    /// at most `MAX_REDIRECT` live ones. Empty if the question came by no service name.
-    fn others(&self, conn: u64, tuple: &Tuple) -> Vec<InstanceId> {
+    /// Returns the other instance that has entered itself as the connection's holder. `None` if there is none, or the
+    /// question came by no service name.
+    fn holder(&self, conn: u64, tuple: &Tuple) -> Option<InstanceId> {
         match self.conns.get(&conn).map(|c| &c.peer) {
-            Some(Peer::Incoming {
-                listener: Some(listener),
-                ..
-            }) => {
-                if let Some(holder) = listener.holder(tuple).filter(|h| *h != self.library.id) {
-                    return vec![holder];
-                }
-                let mut all = listener.instances();
-                all.retain(|i| *i != self.library.id);
-                all.truncate(wire::MAX_REDIRECT);
-                all
-            }
-            _ => Vec::new(),
+            Some(Peer::Incoming { listener, .. }) => (*listener)?.holder(tuple).filter(|h| *h != self.library.id),
+            _ => None,
         }
     }
 
@@ -347,14 +302,6 @@ fn refused(is_final: bool) -> Refusal {
     Refusal::No(if is_final { Use } else { Limit })
 }
 
-/// Returns this end's nonce if the same question was answered by a YES and no marker has come since, else `None`.
-fn said_yes(socket: &Socket, nonce_c: Nonce, instance_c: InstanceId) -> Option<Nonce> {
-    let control = socket.control.lock()?;
-    let handshake = control.handshake.as_ref().filter(|h| h.phase() == Phase::Offered)?;
-    let is_same = handshake.theirs() == Some(nonce_c) && control.asked_by == Some(instance_c);
-    is_same.then_some(handshake.mine())
-}
-
 /// Returns whether this process has carried data over the connection. If not, its first use is reported to this thread.
 fn is_used(socket: &Socket) -> bool {
     if socket.promotion.progress.has_begun() {
@@ -386,13 +333,6 @@ struct Deferred {
     deadline: u64,
 }
 
-/// A connection for which a YES was sent.
-struct Offered {
-    r: Ref,
-    /// The link between hosts that the YES went over.
-    link: Option<u64>,
-}
-
 /// An attempt whose asker has closed its channel. HELLO is in TCP by then, or will not come (P16).
 struct Orphan {
     nonce: Nonce,
@@ -408,7 +348,7 @@ pub struct Handshakes {
     /// Sockets whose addresses have been looked up.
     tuples: HashMap<Tuple, Ref>,
     /// Handshakes under way, by this end's nonce.
-    offered: HashMap<Nonce, Offered>,
+    offered: HashMap<Nonce, Ref>,
     /// The number of attempts from which on those that are over are removed.
     bound: usize,
     deferred: Vec<Deferred>,
@@ -442,15 +382,14 @@ impl Handshakes {
         self.tuples.get(tuple).and_then(|r| r.get())
     }
 
-    /// Keeps an attempt under its nonce; `link` is the link between hosts that YES goes over. Now and then removes the
-    /// attempts that are over.
-    pub fn enter(&mut self, nonce: Nonce, r: Ref, link: Option<u64>) {
+    /// Keeps an attempt under its nonce. Now and then removes the attempts that are over.
+    pub fn enter(&mut self, nonce: Nonce, r: Ref) {
         if self.offered.len() >= self.bound {
-            let is_live = |nonce: &Nonce, offered: &mut Offered| offered.r.get().is_some_and(|s| is_attempt(s, *nonce));
-            self.offered.retain(is_live);
+            self.offered
+                .retain(|nonce, r| r.get().is_some_and(|s| is_attempt(s, *nonce)));
             self.bound = OFFERED_MIN.max(2 * self.offered.len());
         }
-        self.offered.insert(nonce, Offered { r, link });
+        self.offered.insert(nonce, r);
     }
 
     /// Begins to check an attempt whose asker has closed its channel. The attempt ends once TCP shows that no HELLO
@@ -465,7 +404,7 @@ impl Handshakes {
 
     /// Returns the connection that made the attempt with this nonce; `None` if it is over.
     pub fn by_nonce(&self, nonce: &Nonce) -> Option<&'static Socket> {
-        self.offered.get(nonce).and_then(|offered| offered.r.get())
+        self.offered.get(nonce).and_then(|r| r.get())
     }
 
     /// Returns whether there is such an attempt, even if its socket is another connection by now.
@@ -475,7 +414,7 @@ impl Handshakes {
 
     /// Removes the attempt with this nonce, and returns its connection.
     pub fn remove(&mut self, nonce: &Nonce) -> Option<&'static Socket> {
-        self.offered.remove(nonce).and_then(|offered| offered.r.get())
+        self.offered.remove(nonce).and_then(Ref::get)
     }
 
     /// Removes and returns the questions about a connection that can be answered now.
@@ -552,9 +491,9 @@ mod tests {
         let (socket, _stream) = connected();
         let live = Nonce::random().unwrap();
         socket.control.lock().unwrap().handshake = Some(Handshake::acceptor(live, live).0);
-        handshakes.enter(live, Ref::new(socket), None);
+        handshakes.enter(live, Ref::new(socket));
         for _ in 0..4 * OFFERED_MIN {
-            handshakes.enter(Nonce::random().unwrap(), Ref::new(socket), None);
+            handshakes.enter(Nonce::random().unwrap(), Ref::new(socket));
         }
         assert!(handshakes.has(&live));
         assert!(handshakes.offered.len() <= OFFERED_MIN);

@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 
 use rdmasock_core::ids::{InstanceId, Nonce, Tuple};
 use rdmasock_core::os::channel::Channel;
-use rdmasock_core::rendezvous::peers::Answer;
 use rdmasock_core::rendezvous::route::{Place, place_of};
 use rdmasock_core::rendezvous::{diag, names};
 use rdmasock_core::stats::{Direction, Event, Reason, Why};
@@ -17,8 +16,6 @@ use rdmasock_core::wire;
 use rdmasock_core::wire::Message;
 
 use crate::notify::threshold::stay;
-use crate::objects::link;
-use crate::objects::link::Link;
 use crate::objects::mailbox::Ref;
 use crate::objects::socket::{Control, Socket, Stage};
 use crate::service::channels::send;
@@ -29,26 +26,15 @@ use crate::sys::sockopt;
 const CHANNEL_LIFE: u64 = 10_000_000_000;
 /// How long a destination counts as one without the library.
 const ABSENT_FOR: Duration = Duration::from_secs(5);
-/// The most known instances of a destination that are asked over links. A destination with more has a process for each
-/// connection, so no known instance holds a new one. Then the service names are asked at once.
-const MAX_KNOWN: usize = 4;
-
 /// The most questions that wait for an answer at a time. More would come faster than the peer's one thread answers, and
 /// time out. The bound is below the number of channels that one user may have at a name (`channels::Guests`).
 const MOST_ASKS: usize = 48;
-/// How long an instance that has sent YES counts as one that answers for its destination.
-const PRESENT_FOR: Duration = Duration::from_secs(600);
-/// The most instances that are asked about one connection: a chain of REDIRECTs must end.
-const MAX_ASKED: usize = 64;
 /// How long an answer within the host may take.
 pub const ASK_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long an answer from another host may take. A busy machine may have to open its RDMA device first; no call of the
 /// program waits meanwhile.
 const REMOTE_TIMEOUT: Duration = Duration::from_secs(6);
 
-/// The first and the longest pause of a question that is asked again and again. Each is twice the one before.
-const FIRST_PAUSE: Duration = Duration::from_secs(1);
-const LONGEST_PAUSE: Duration = Duration::from_secs(64);
 /// How often a connection is asked for again when the peer could not answer YES yet: its program may take seconds to
 /// accept it. A reason that passes has no such bound: after the longest pause the connection is asked for again.
 const TRIES: u32 = 8;
@@ -82,10 +68,6 @@ pub struct Asking {
     remote: bool,
     /// The channels whose answer has not come yet. An answer on any other channel does not count.
     pub asked: HashSet<u64>,
-    /// Instances asked so far.
-    tried: HashSet<InstanceId>,
-    /// The service names have been asked, not only links.
-    named: bool,
     /// The reason of a NO, a REDIRECT or a closed channel; `None` if none has come. With any reason but `Absent` the
     /// peer has the library.
     answered: Option<wire::Reason>,
@@ -93,11 +75,6 @@ pub struct Asking {
     busy: bool,
     /// A service name exists, but its user may not answer for this connection.
     untrusted: bool,
-    /// A YES may have been lost with a link between hosts. Its sender scans for HELLO until this end answers. So the
-    /// question is asked until it is answered, or the connection is over (P16).
-    pub is_unheard: bool,
-    /// The pause after an unanswered question before the next one is asked.
-    pause: Duration,
     /// When the wait for an answer ends, monotonic ns.
     pub deadline: u64,
 }
@@ -125,9 +102,8 @@ impl Worker {
         if self.to_ask.is_empty() {
             return;
         }
-        // Questions that are relayed, or asked again and again, take no turn.
-        let takes_turn = |asking: &&Asking| !asking.is_unheard && !asking.is_relayed();
-        let under_way = self.asks.values().filter(takes_turn).count();
+        // Questions that are relayed take no turn.
+        let under_way = self.asks.values().filter(|asking| !asking.is_relayed()).count();
         for _ in under_way..MOST_ASKS {
             let Some(r) = self.to_ask.pop_front() else { return };
             self.ask(r);
@@ -161,7 +137,7 @@ impl Worker {
         let reach = self.library.reach;
         let (local, there) = (connector.ip(), acceptor.ip());
         let remote = place_of(local, there) != Place::Here;
-        if self.cache.get(&acceptor, Instant::now()) == Some(&Answer::Absent) {
+        if self.absent.has(&acceptor, Instant::now()) {
             return nobody(socket, remote);
         }
         if remote && !(reach.verbs_ready() && reach.is_candidate(local, there, &mut self.devices)) {
@@ -180,9 +156,7 @@ impl Worker {
             }
             connection::begin_asking(&mut control, nonce, remote || reach.is_device_for_here());
         }
-        let mut asking = Asking::new(Asker::Here(r), nonce, tuple, remote);
-        self.ask_links(request, &mut asking);
-        self.go_on(request, asking);
+        self.ask_out(request, Asking::new(Asker::Here(r), nonce, tuple, remote));
     }
 
     /// Returns an unused number for a question. Peers cannot guess it, although only a channel that was asked can
@@ -193,45 +167,18 @@ impl Worker {
             .unwrap_or_default()
     }
 
-    /// Asks the instances that answered for the destination before, over the links to them.
-    fn ask_links(&mut self, request: u64, asking: &mut Asking) {
-        let known = match self.cache.get(&asking.tuple.acceptor(), Instant::now()) {
-            Some(Answer::Present(instances)) if instances.len() <= MAX_KNOWN => instances.clone(),
-            _ => return,
-        };
-        for instance in known {
-            if let Some(link) = link::to(&instance)
-                && self.ask_over(request, asking, link)
-            {
-                asking.tried.insert(instance);
-            }
-        }
-    }
-
-    fn ask_over(&mut self, request: u64, asking: &mut Asking, link: &'static Link) -> bool {
-        let question = asking.question(request, self.library.id);
-        let Some(conn) = self.conn_of(link).filter(|_| link.send(&question, &[]).is_ok()) else {
-            return false;
-        };
-        self.library.stats.count(Event::Ask);
-        asking.asked.insert(conn)
-    }
-
     /// Asks for the promotion: the other host, or within the host the names that belong to the port.
-    fn ask_out(&mut self, request: u64, asking: &mut Asking) {
+    pub(super) fn ask_out(&mut self, request: u64, mut asking: Asking) {
         if asking.remote {
-            self.ask_host(request, asking);
+            self.ask_host(request, &mut asking);
         } else {
-            self.ask_names(request, asking);
+            self.ask_names(request, &mut asking);
         }
+        self.go_on(request, asking);
     }
 
-    /// Waits if answers are outstanding. Otherwise asks the service names or the other host, or gives up.
-    pub(super) fn go_on(&mut self, request: u64, mut asking: Asking) {
-        if asking.asked.is_empty() && !asking.named {
-            asking.named = true;
-            self.ask_out(request, &mut asking);
-        }
+    /// Waits if answers are outstanding. Otherwise gives up.
+    pub(super) fn go_on(&mut self, request: u64, asking: Asking) {
         if !asking.asked.is_empty() {
             self.asks.insert(request, asking);
             return;
@@ -247,11 +194,6 @@ impl Worker {
         let Some(socket) = asking.socket() else {
             return;
         };
-        if asking.goes_on() && is_asking(socket, asking.nonce) {
-            asking.put_off(crate::sys::time::now_ns());
-            self.asks.insert(request, asking);
-            return;
-        }
         if !abandon(socket, asking.nonce) {
             return;
         }
@@ -260,8 +202,7 @@ impl Worker {
             // The connection may not have been accepted yet.
             None if asking.untrusted => later(socket, Reason::NotTrusted.into()),
             None | Some(wire::Reason::Absent) => {
-                self.cache
-                    .insert(asking.tuple.acceptor(), Answer::Absent, Instant::now(), ABSENT_FOR);
+                self.absent.insert(asking.tuple.acceptor(), Instant::now(), ABSENT_FOR);
                 nobody(socket, asking.remote);
             }
             Some(reason) => after_no(socket, reason),
@@ -313,27 +254,17 @@ impl Worker {
     }
 
     /// Checks an answer: it counts only if the question went out on this channel (P11), and once. An answer on a
-    /// channel that was not asked is a violation, which closes the channel unless it is a link's.
+    /// channel that was not asked is a violation, which closes the channel.
     fn take_answer(&mut self, conn: u64, request: u64) -> Taken {
-        let on_link = match self.conns.get(&conn).map(|c| &c.peer) {
-            Some(Peer::Link(_)) => true,
-            Some(Peer::Asked { request: asked, .. }) if *asked == request => false,
-            _ => {
-                self.violation(conn);
-                return Taken::No;
+        let is_asked = |peer: &Peer| matches!(peer, Peer::Asked { request: asked, .. } if *asked == request);
+        if self.conns.get(&conn).is_some_and(|c| is_asked(&c.peer)) {
+            match self.asks.get_mut(&request).map(|asking| asking.asked.remove(&conn)) {
+                None => return Taken::Late,
+                Some(true) => return Taken::Yes,
+                Some(false) => {}
             }
-        };
-        let Some(asking) = self.asks.get_mut(&request) else {
-            return Taken::Late;
-        };
-        if asking.asked.remove(&conn) {
-            return Taken::Yes;
         }
-        tracing::warn!(target: "rdmasock", request, "an answer from whom was not asked");
-        self.library.stats.count(Event::LinkViolation);
-        if !on_link {
-            self.hang_up(conn, Reason::Violation);
-        }
+        self.violation(conn);
         Taken::No
     }
 
@@ -351,7 +282,7 @@ impl Worker {
         self.hang_up(conn, Reason::None);
     }
 
-    pub(super) fn on_redirect(&mut self, conn: u64, request: u64, instances: Vec<InstanceId>) {
+    pub(super) fn on_redirect(&mut self, conn: u64, request: u64, instance: InstanceId) {
         let by_name = matches!(
             self.conns.get(&conn).map(|c| &c.peer),
             Some(Peer::Asked { by_name: true, .. })
@@ -365,19 +296,9 @@ impl Worker {
             return;
         };
         asking.answered.get_or_insert(wire::Reason::NotHeld);
-        // P14: only a service name may redirect. A REDIRECT over a link, or from an instance's own name, counts as NO.
-        for instance in instances.into_iter().filter(|_| by_name) {
-            if asking.tried.len() >= MAX_ASKED {
-                break;
-            }
-            if !asking.tried.insert(instance) {
-                continue;
-            }
-            if let Some(link) = link::to(&instance) {
-                self.ask_over(request, &mut asking, link);
-            } else if let Ok(channel) = names::connect_to(names::instance(&instance).as_bytes()) {
-                self.ask_on(request, &mut asking, channel, false);
-            }
+        // P14: only a service name may redirect. A REDIRECT from an instance's own name counts as NO.
+        if by_name && let Ok(channel) = names::connect_to(names::instance(&instance).as_bytes()) {
+            self.ask_on(request, &mut asking, channel, false);
         }
         self.go_on(request, asking);
     }
@@ -409,18 +330,6 @@ impl Worker {
     pub(super) fn on_silence(&mut self, conn: u64, request: u64) {
         if self.asks.get_mut(&request).is_some_and(|a| a.asked.remove(&conn)) {
             self.declined(request, wire::Reason::NotHeld);
-        }
-    }
-
-    /// Treats the end of a link as NO to the questions that were asked on it. Between hosts an answer may have been on
-    /// its way: the same question is asked in another way.
-    pub(super) fn on_link_silence(&mut self, conn: u64, is_remote: bool) {
-        for request in keys(&self.asks, |asking| asking.asked.contains(&conn)) {
-            if let Some(asking) = self.asks.get_mut(&request) {
-                asking.is_unheard |= is_remote;
-                asking.named &= !is_remote;
-            }
-            self.on_silence(conn, request);
         }
     }
 
@@ -467,7 +376,7 @@ impl Worker {
             }
         };
         self.library.stats.count(Event::Yes);
-        let greeted = self.greet(asking, nonce_s, instance_s);
+        let greeted = self.greet(asking, nonce_s);
         if !greeted {
             self.settle(r);
         }
@@ -475,17 +384,7 @@ impl Worker {
     }
 
     /// Watches the socket and begins HELLO. Returns false if the attempt is over.
-    fn greet(&mut self, asking: &Asking, nonce_s: Nonce, instance_s: InstanceId) -> bool {
-        let destination = asking.tuple.acceptor();
-        let mut known = match self.cache.get(&destination, Instant::now()) {
-            Some(Answer::Present(instances)) => instances.clone(),
-            _ => Vec::new(),
-        };
-        known.retain(|i| *i != instance_s);
-        known.insert(0, instance_s);
-        known.truncate(MAX_KNOWN + 1);
-        self.cache
-            .insert(destination, Answer::Present(known), Instant::now(), PRESENT_FOR);
+    fn greet(&mut self, asking: &Asking, nonce_s: Nonce) -> bool {
         let Some(socket) = asking.socket().filter(|s| is_asking(s, asking.nonce)) else {
             return false;
         };
@@ -528,10 +427,6 @@ impl Worker {
                 self.reply(conn, &Message::No { request, reason });
                 continue;
             }
-            if asking.is_unheard {
-                self.ask_again(request, asking, now);
-                continue;
-            }
             let is_silent = asking.remote && self.is_host_silent(&asking);
             if let Some(socket) = asking.socket()
                 && abandon(socket, asking.nonce)
@@ -542,17 +437,6 @@ impl Worker {
                 }
             }
         }
-    }
-
-    /// Asks the same question again, as long as the connection is in the attempt.
-    fn ask_again(&mut self, request: u64, mut asking: Asking, now: u64) {
-        if !asking.socket().is_some_and(|s| is_asking(s, asking.nonce)) {
-            return;
-        }
-        asking.answered = None;
-        asking.put_off(now);
-        self.ask_out(request, &mut asking);
-        self.asks.insert(request, asking);
     }
 
     /// Ends the wait on channels of one question whose time is over: an answer that has not come by then will not come.
@@ -597,13 +481,9 @@ impl Asking {
             tuple,
             remote,
             asked: HashSet::new(),
-            tried: HashSet::new(),
-            named: false,
             answered: None,
             busy: false,
             untrusted: false,
-            is_unheard: false,
-            pause: FIRST_PAUSE,
             deadline: crate::sys::time::now_ns() + if remote { REMOTE_TIMEOUT } else { ASK_TIMEOUT }.as_nanos() as u64,
         }
     }
@@ -625,20 +505,6 @@ impl Asking {
     /// Returns a question that came from another host over the pseudo channel `conn`.
     pub fn relayed(conn: u64, tuple: Tuple, nonce: Nonce, instance: InstanceId) -> Self {
         Self::new(Asker::Elsewhere { conn, instance }, nonce, tuple, false)
-    }
-
-    /// Has the question asked again after `pause`, between hosts not before `REMOTE_TIMEOUT`, and doubles the pause.
-    fn put_off(&mut self, now: u64) {
-        let answer_within = if self.remote { REMOTE_TIMEOUT } else { Duration::ZERO };
-        self.deadline = now + self.pause.max(answer_within).as_nanos() as u64;
-        self.pause = LONGEST_PAUSE.min(self.pause * 2);
-    }
-
-    /// Returns whether an answer is still needed although one has come. Only the sender of a lost YES knows of it, and
-    /// its attempt goes on until it knows that the link is down.
-    fn goes_on(&self) -> bool {
-        use wire::Reason::{Absent, Limit, NotHeld};
-        self.is_unheard && matches!(self.answered, None | Some(NotHeld | Absent | Limit))
     }
 
     /// Returns whether the question came from another host.
@@ -663,7 +529,6 @@ impl Asking {
         let address = std::net::SocketAddr::from(([127, 0, 0, 1], 9));
         Self {
             asked: HashSet::from([conn]),
-            named: true,
             deadline: u64::MAX,
             ..Self::new(Asker::Here(r), nonce, Tuple::new(address, address), false)
         }

@@ -310,10 +310,8 @@ impl Worker {
     fn on_lost_fds(&mut self, id: u64, message: &Message) {
         use Message as M;
         match (message, self.conns.get(&id).map(|c| &c.peer)) {
-            // P27: this instance cannot wake that waiter.
-            (M::Waiter { id }, Some(Peer::Link(link))) => {
-                let _ = link.send(&M::WaiterGone { id: *id }, &[]);
-            }
+            // P27: this instance wakes that waiter by RING.
+            (M::Waiter { .. }, Some(Peer::Link(_))) => {}
             (M::TakeBack { yours, .. }, Some(Peer::Link(link))) => {
                 if let Some(socket) = link.socket(*yours) {
                     crate::notify::reset::reset(socket);
@@ -329,6 +327,10 @@ impl Worker {
         if fds.len() != message.fds() {
             return self.violation(id);
         }
+        // P21: a link carries no question.
+        if let Some(link) = self.link_of(id) {
+            return self.on_link_message(link, message, fds);
+        }
         match message {
             M::Ask {
                 request,
@@ -342,7 +344,7 @@ impl Worker {
                 instance_s,
             } => self.on_yes(id, request, nonce_s, instance_s),
             M::No { request, reason } => self.on_no(id, request, reason),
-            M::Redirect { request, instances } => self.on_redirect(id, request, instances),
+            M::Redirect { request, instance } => self.on_redirect(id, request, instance),
             M::Cancel { nonce_s, .. } => self.on_cancel(nonce_s),
             M::Link {
                 cookie,
@@ -359,14 +361,11 @@ impl Worker {
                 tracing::debug!(target: "rdmasock", %reason, "link refused");
                 self.hang_up(id, Reason::LinkFailed);
             }
-            other => match self.link_of(id) {
-                Some(link) => self.on_link_message(link, other, fds),
-                None => self.violation(id),
-            },
+            _ => self.violation(id),
         }
     }
 
-    /// Answers on a channel, a link or the control port.
+    /// Answers on a channel or the control port.
     pub(super) fn reply(&mut self, conn: u64, message: &Message) {
         self.send_reply(conn, message);
     }
@@ -388,9 +387,6 @@ impl Worker {
                 // A channel for one question has room for its answer.
                 send(channel, message, &[])
             }
-            Some(Conn {
-                peer: Peer::Link(link), ..
-            }) => link.send(message, &[]).is_ok(),
             _ => false,
         }
     }
@@ -426,7 +422,6 @@ impl Worker {
             Peer::Linking { peer } => self.end_pending(peer, None),
             Peer::Link(link) => {
                 self.forget_link_fds(link);
-                self.on_link_silence(id, link.is_remote());
                 self.link_down(link, why);
             }
         }

@@ -58,15 +58,15 @@ const KNOWN: [Rate; 2] = [
         burst: 2_000,
     },
     Rate {
-        per_second: 200,
-        burst: 400,
+        per_second: 1_000,
+        burst: 1_000,
     },
 ];
 /// The most addresses whose rates are remembered.
 const SOURCES: usize = 1024;
 /// The most questions that are remembered, for longer than a stamp is good. So a copied question is either noticed or
 /// has no good stamp.
-const QUERIES: usize = 16_384;
+const QUERIES: usize = 65_536;
 const REMEMBERED: u64 = Stamper::LIFE + 1_000 * MS;
 
 /// The state of the answerer.
@@ -297,7 +297,7 @@ impl Worker {
         self.library.stats.count(Event::ControlRelay);
         // A number of this instance: the asker's number may also be another asker's.
         let request = self.new_request();
-        self.go_on(request, Asking::relayed(conn, tuple, nonce_c, instance_c));
+        self.ask_out(request, Asking::relayed(conn, tuple, nonce_c, instance_c));
     }
 
     /// Sends the answer to another host's question, whether this instance or another one has given it.

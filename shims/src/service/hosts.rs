@@ -12,7 +12,7 @@ use std::time::Instant;
 use rdmasock_core::ids::{InstanceId, Nonce};
 use rdmasock_core::os::datagram::Asker;
 use rdmasock_core::rendezvous::control::{Body, DATAGRAM, Datagram, Memory, QueryId, Stamp};
-use rdmasock_core::rendezvous::peers::{Answer, DestinationCache};
+use rdmasock_core::rendezvous::peers::Absent;
 use rdmasock_core::stats::Event;
 use rdmasock_core::wire;
 use rdmasock_core::wire::Message;
@@ -37,8 +37,8 @@ const HOSTS: usize = 1024;
 /// (P67).
 const QUIET: u64 = 150_000 * MS;
 /// The most questions that are remembered, so that a repeated YES gets the same answer as the first.
-const QUERIES: usize = 16_384;
-const REMEMBERED: u64 = 300_000 * MS;
+const QUERIES: usize = 65_536;
+const REMEMBERED: u64 = QUIET;
 const NEVER: u64 = u64::MAX;
 
 /// The state of the asker.
@@ -46,7 +46,7 @@ pub struct Hosts {
     by_address: HashMap<(IpAddr, IpAddr), u64>,
     hosts: HashMap<u64, Host>,
     queries: Memory<QueryId, Query>,
-    absent: DestinationCache,
+    absent: Absent,
 }
 
 struct Host {
@@ -87,7 +87,7 @@ impl Hosts {
             by_address: HashMap::new(),
             hosts: HashMap::new(),
             queries: Memory::new(QUERIES, REMEMBERED),
-            absent: DestinationCache::new(4096),
+            absent: Absent::new(4096),
         }
     }
 
@@ -391,10 +391,6 @@ impl Worker {
         let Some(id) = self.hosts.by_address.get(&address).copied() else {
             return self.is_absent(address.1);
         };
-        if !asking.asked.contains(&id) {
-            // Only links were asked, and not this host.
-            return false;
-        }
         let Some(host) = self.hosts.hosts.get_mut(&id) else {
             return false;
         };
@@ -411,7 +407,7 @@ impl Worker {
     fn is_absent(&self, remote: IpAddr) -> bool {
         let port = self.library.reach.port().unwrap_or_default();
         let remote = SocketAddr::new(remote, port);
-        self.hosts.absent.get(&remote, Instant::now()).is_some()
+        self.hosts.absent.has(&remote, Instant::now())
     }
 
     /// Handles a host whose port is closed.
@@ -430,8 +426,7 @@ impl Worker {
         self.library.stats.count(Event::ControlAbsent);
         if let Some(port) = self.library.reach.port() {
             let remote = SocketAddr::new(host.address.1, port);
-            let now = Instant::now();
-            self.hosts.absent.insert(remote, Answer::Absent, now, HOST_ABSENT_FOR);
+            self.hosts.absent.insert(remote, Instant::now(), HOST_ABSENT_FOR);
         }
         for query in waiting {
             let Some(query) = self.hosts.queries.get_mut(&query) else {

@@ -26,7 +26,7 @@ use crate::data::rx::Shrunk;
 use crate::data::{rx, tx};
 use crate::notify::epoll::Epoll;
 use crate::notify::ready;
-use crate::objects::link::{Identity, Link, Refused};
+use crate::objects::link::{Identity, Link};
 use crate::objects::mailbox::Ref;
 use crate::objects::socket::{Mode, Sending, Socket};
 use crate::objects::waiters::SERVICE;
@@ -46,6 +46,8 @@ pub const LINK_TIMEOUT: Duration = Duration::from_secs(30);
 const STILL_FOR: u64 = 2_000_000;
 /// The longest time between two checks of a sender that stands still, ns.
 const LONGEST: u64 = 1_000_000_000;
+/// The part of TCP_USER_TIMEOUT, as a divisor, that the time between two checks reaches before the stream goes to TCP.
+const PART: u64 = 4;
 /// How often idle rings are searched for after a ring has grown, ns.
 const SHRINK_EVERY: u64 = 1_000_000_000;
 
@@ -322,21 +324,9 @@ impl Worker {
     pub(super) fn on_link_message(&mut self, link: &'static Link, message: Message, mut fds: Vec<PrivateFd>) {
         tracing::trace!(target: "rdmasock::link", link = link.slot(), ?message, "received");
         match message {
-            Message::Waiter { id } => match fds.pop().map(|fd| link.on_waiter(id, fd)) {
-                Some(Err(Refused::TooMany)) => {
-                    let _ = link.send(&Message::WaiterGone { id }, &[]);
-                }
-                Some(Err(Refused::Violation)) => self.break_off(link),
-                Some(Ok(())) | None => {}
-            },
-            Message::WaiterGone { id } => {
-                if let Ok(waiter) = u16::try_from(id).map(WaiterId) {
-                    // The peer notifies the service thread in place of the waiter.
-                    link.on_waiter_refused(waiter);
-                    for socket in link.sockets() {
-                        ready::change_interest(socket, |_| {});
-                        ready::notify_local(socket);
-                    }
+            Message::Waiter { id } => {
+                if fds.pop().is_some_and(|fd| link.on_waiter(id, fd).is_err()) {
+                    self.break_off(link);
                 }
             }
             Message::Ring { id } => match u16::try_from(id).map(WaiterId) {
@@ -671,7 +661,16 @@ impl Rings {
             let Some(socket) = blocked.r.get() else {
                 continue;
             };
-            if let Some(reader_at) = tx::ask_for_room(socket, blocked.reader_at) {
+            let again = tx::ask_for_room(socket, blocked.reader_at);
+            let times_out = again.is_some_and(|(_, times_out)| times_out);
+            if (again.is_none() || times_out) && connection::read_ahead(socket, true) {
+                ready::notify_local(socket);
+            }
+            let timeout = u64::from(socket.options.user_timeout.load(Acquire)) * 1_000_000;
+            if times_out && blocked.every >= LONGEST.min(timeout / PART) {
+                // The kernel times the connection out once TCP has no room either.
+                tx::take_back(socket, Reason::Unsupported);
+            } else if let Some((reader_at, _)) = again {
                 let every = match reader_at == blocked.reader_at {
                     true => (blocked.every * 2).min(LONGEST),
                     false => STILL_FOR,
@@ -682,8 +681,6 @@ impl Rings {
                     deadline: now + every,
                     ..blocked
                 });
-            } else if connection::read_ahead(socket, true) {
-                ready::notify_local(socket);
             }
         }
     }

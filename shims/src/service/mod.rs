@@ -25,7 +25,7 @@ use rdmasock_core::os::heap;
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::rendezvous::control::QueryId;
 use rdmasock_core::rendezvous::diag::Owner;
-use rdmasock_core::rendezvous::peers::DestinationCache;
+use rdmasock_core::rendezvous::peers::Absent;
 use rdmasock_core::rendezvous::{diag, names};
 use rdmasock_core::stats::{Event, Reason};
 use rdmasock_core::stream::connection;
@@ -52,7 +52,7 @@ use crate::service::control::Control;
 use crate::service::hosts::Hosts;
 use crate::service::links::{LinkTable, Rings};
 use crate::service::pairs::Bulk;
-use crate::service::watch::{Ends, Lingering, Standstill};
+use crate::service::watch::{Ends, Lingering};
 use crate::signals::ending;
 use crate::sys::time;
 use crate::sys::time::wait_until;
@@ -145,7 +145,8 @@ struct Worker {
     to_ask: VecDeque<Ref>,
     /// Channels that were made for one question, with the time until which they are kept (monotonic ns), in that order.
     asked_until: VecDeque<(u64, u64)>,
-    cache: DestinationCache,
+    /// Destinations where no program with the library answers.
+    absent: Absent,
     devices: Devices,
     handshakes: Handshakes,
     links: LinkTable,
@@ -157,7 +158,6 @@ struct Worker {
     /// Questions to other hosts.
     hosts: Hosts,
     rings: Rings,
-    standstill: Standstill,
     ends: Ends,
     alarms: Alarms,
     /// How many times in a row links to other hosts were maintained and in use, up to `MAINTAIN_DOUBLINGS`.
@@ -406,7 +406,6 @@ impl Worker {
             Command::Promote(r) => self.ask_in_turn(r),
             Command::Do(r, task) => self.do_for(r, task),
             Command::Used(r) => self.answer_deferred(r),
-            Command::Hold(r) => self.hold(r),
             Command::NeedLink(r, peer, offer) => self.need_link(r, peer, offer),
             Command::Dialled(peer, dialled) => self.on_dialled(peer, dialled),
             Command::WantBulk(slot) => self.want_bulk(slot),
@@ -445,7 +444,6 @@ impl Worker {
             }
             Command::Listen => Listener::all().for_each(|listener| self.listen(listener)),
             Command::Blocked(r) => self.rings.on_blocked(r),
-            Command::Standing(r) => self.standstill.on_standing(r),
             Command::Lost(r) => {
                 if let Some(socket) = r.get() {
                     crate::notify::call::look_at_anchor(socket);
@@ -497,7 +495,7 @@ impl Worker {
             asks: HashMap::new(),
             to_ask: VecDeque::new(),
             asked_until: VecDeque::new(),
-            cache: DestinationCache::new(4096),
+            absent: Absent::new(4096),
             devices: Devices::default(),
             handshakes: Handshakes::default(),
             links: LinkTable::default(),
@@ -506,7 +504,6 @@ impl Worker {
             control: Control::new(crate::sys::time::now_ns()),
             hosts: Hosts::new(),
             rings: Rings::default(),
-            standstill: Standstill::default(),
             ends: Ends::default(),
             alarms: Alarms::default(),
             maintained: 0,
@@ -654,7 +651,6 @@ const TIMERS: &[Timer] = &[
     (|w| w.lingering.next_timeout(), |w, now| w.lingering.on_timeout(now)),
     (|w| w.handshakes.next_timeout(), |w, now| w.handshakes.on_timeout(now)),
     (|w| w.rings.next_timeout(), |w, now| w.rings.on_timeout(now)),
-    (|w| w.standstill.next_timeout(), |w, now| w.standstill.on_timeout(now)),
     (
         |w| w.ends.next_timeout(),
         |w, now| {

@@ -173,60 +173,11 @@ fn a_redirect_leads_on_from_a_service_name_only() {
         let (request, conn, holder) = asked(&mut worker, socket, by_name);
         let id = InstanceId::random().unwrap();
         let name = names::Listener::instance(&id).unwrap();
-        say(
-            &holder,
-            &Message::Redirect {
-                request,
-                instances: vec![id],
-            },
-        );
+        say(&holder, &Message::Redirect { request, instance: id });
         worker.on_channel(conn);
         assert_eq!(matches!(name.accept(), Ok(Some(_))), by_name);
         assert_eq!(worker.asks.contains_key(&request), by_name);
     }
-}
-
-#[test]
-fn redirects_end() {
-    let mut worker = worker();
-    let (socket, _stream) = connected();
-    let (request, conn, holder) = asked(&mut worker, socket, true);
-    let names: Vec<_> = (0..wire::MAX_REDIRECT)
-        .map(|_| InstanceId::random().unwrap())
-        .map(|id| (id, names::Listener::instance(&id).unwrap()))
-        .collect();
-    let (more, other) = Channel::pair().unwrap();
-    let more = worker
-        .register(
-            more,
-            Peer::Asked {
-                request,
-                by_name: true,
-                greets: None,
-            },
-        )
-        .unwrap();
-    worker.asks.get_mut(&request).unwrap().asked.insert(more);
-    say(
-        &holder,
-        &Message::Redirect {
-            request,
-            instances: names.iter().map(|(id, _)| *id).collect(),
-        },
-    );
-    worker.on_channel(conn);
-    let id = InstanceId::random().unwrap();
-    let beyond = names::Listener::instance(&id).unwrap();
-    say(
-        &other,
-        &Message::Redirect {
-            request,
-            instances: vec![id],
-        },
-    );
-    worker.on_channel(more);
-    assert!(names.iter().all(|(_, name)| matches!(name.accept(), Ok(Some(_)))));
-    assert!(!matches!(beyond.accept(), Ok(Some(_))));
 }
 
 #[test]
@@ -351,76 +302,6 @@ fn a_kernel_without_cookies_tells_namespaces_apart() {
     assert!(worker.is_here(socket, &tuple) && worker.is_here(other, &others));
     // As if another socket had the same addresses in another namespace.
     assert!(!worker.is_here(socket, &others) && !worker.is_here(other, &tuple));
-}
-
-#[test]
-fn a_yes_that_was_lost_with_a_link_is_said_again() {
-    let mut worker = worker();
-    let (socket, _client, _server) = accepted();
-    let tuple = socket::tuple_of(socket).unwrap();
-    let (nonce, instance) = (Nonce::random().unwrap(), InstanceId::random().unwrap());
-    let ask = |worker: &mut Worker, nonce, instance| {
-        let (conn, theirs) = guest(worker);
-        worker.on_ask(conn, 1, tuple, nonce, instance);
-        match received(&theirs) {
-            Some(Message::Yes { nonce_s, .. }) => Some(nonce_s),
-            _ => None,
-        }
-    };
-    let first = ask(&mut worker, nonce, instance);
-    assert!(first.is_some());
-    // The YES has arrived: an asker that has asked by two names would cancel a second one.
-    assert_eq!(ask(&mut worker, nonce, instance), None);
-    // As if it had gone over a link between hosts that is down.
-    let lost = Some(u64::MAX);
-    worker.handshakes.enter(first.unwrap(), Ref::new(socket), lost);
-    assert_eq!(
-        ask(&mut worker, Nonce::random().unwrap(), instance),
-        None,
-        "another question"
-    );
-    assert_eq!(
-        ask(&mut worker, nonce, InstanceId::random().unwrap()),
-        None,
-        "another asker"
-    );
-    assert_eq!(ask(&mut worker, nonce, instance), first);
-    assert_eq!(ask(&mut worker, nonce, instance), None, "once");
-}
-
-#[test]
-fn a_question_whose_answer_may_be_lost_is_asked_until_it_is_answered() {
-    let mut worker = worker();
-    let (socket, _stream) = connected();
-    let (request, conn, holder) = asked(&mut worker, socket, true);
-    worker.asks.get_mut(&request).unwrap().is_unheard = true;
-    let reason = wire::Reason::NotHeld;
-    say(&holder, &Message::No { request, reason });
-    worker.on_channel(conn);
-    let is_asking = || {
-        socket
-            .control
-            .lock()
-            .unwrap()
-            .handshake
-            .as_ref()
-            .is_some_and(|h| h.is_asking())
-    };
-    assert!(
-        worker.asks.contains_key(&request) && is_asking(),
-        "who has it has not answered"
-    );
-    let mut now = crate::sys::time::now_ns();
-    for _ in 0..20 {
-        now += 100_000_000_000;
-        worker.expire_asks(now);
-        assert!(worker.asks.contains_key(&request) && is_asking());
-    }
-    // The attempt is under way at a peer that does not know yet that the link is down.
-    worker.declined(request, wire::Reason::Limit);
-    assert!(worker.asks.contains_key(&request) && is_asking());
-    worker.declined(request, wire::Reason::Use);
-    assert!(!worker.asks.contains_key(&request) && !is_asking());
 }
 
 /// Another name of the port may belong to a listener that has accepted nothing, and does not answer.

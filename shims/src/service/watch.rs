@@ -1,8 +1,8 @@
 //! Watches the TCP sockets of connections that are being promoted or are on a link. Puts them back into the kernel's
 //! epoll sets when both directions are on TCP again.
 //!
-//! Also has the ends that only TCP shows ([`Ends`]), the closed connections whose other end still writes markers
-//! ([`Lingering`]), and the senders whose readers stand still ([`Standstill`]).
+//! Also has the ends that only TCP shows ([`Ends`]), and the closed connections whose other end still writes markers
+//! ([`Lingering`]).
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -19,7 +19,7 @@ use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
 
 use crate::data::tx;
-use crate::notify::{ready, reset};
+use crate::notify::ready;
 use crate::objects::link::Link;
 use crate::objects::mailbox::{Ref, Remains};
 use crate::objects::socket;
@@ -481,81 +481,6 @@ fn is_over(fd: BorrowedFd<'_>, awaited: &mut Awaited, unsent: &mut Vec<u8>) -> b
 /// Has the close that follows send a reset: unread data has come, though the kernel does not have it any more.
 fn reset(fd: BorrowedFd<'_>) {
     let _ = rustix::net::sockopt::set_socket_linger(fd, Some(std::time::Duration::ZERO));
-}
-
-/// A sender that has found no room, and waits at most TCP_USER_TIMEOUT for its reader.
-struct Standing {
-    r: Ref,
-    /// The position of the reader at the last check.
-    reader_at: u64,
-    /// Since when the reader has not moved, monotonic ns.
-    since: u64,
-    /// The time of the next check, monotonic ns.
-    deadline: u64,
-}
-
-/// The senders whose readers are timed: TCP_USER_TIMEOUT on a link. It times a connection out whose other end reads
-/// nothing for that time, although bytes wait for it (tcp(7)). TCP counts from when the window is closed, this thread
-/// from when a send has found no room. On TCP the kernel counts.
-#[derive(Default)]
-pub struct Standstill {
-    standing: Vec<Standing>,
-}
-
-impl Standstill {
-    /// Begins to time the reader of a sender that has found no room.
-    pub fn on_standing(&mut self, r: Ref) {
-        if let Some(socket) = r.get()
-            && let Some(reader_at) = tx::stands_still(socket)
-        {
-            let since = crate::sys::time::now_ns();
-            self.standing.push(Standing {
-                r,
-                reader_at,
-                since,
-                deadline: since + patience(socket),
-            });
-        }
-    }
-
-    /// Returns the time of the next check, monotonic ns; `None` if no reader is timed.
-    pub fn next_timeout(&self) -> Option<u64> {
-        self.standing.iter().map(|standing| standing.deadline).min()
-    }
-
-    /// Times out the connections whose readers have not moved for too long.
-    pub fn on_timeout(&mut self, now: u64) {
-        self.standing.retain_mut(|standing| {
-            if standing.deadline > now {
-                return true;
-            }
-            let Some(socket) = standing.r.get() else {
-                return false;
-            };
-            let Some(reader_at) = tx::stands_still(socket) else {
-                return false;
-            };
-            if std::mem::replace(&mut standing.reader_at, reader_at) != reader_at {
-                standing.since = now;
-            }
-            // The program may have set another time meanwhile, or none.
-            let patience = patience(socket);
-            standing.deadline = standing.since + patience;
-            let is_over = patience != 0 && standing.deadline <= now;
-            if is_over {
-                tracing::debug!(target: "rdmasock", slot = socket.slot, "timed out");
-                reset::time_out(socket);
-            }
-            if is_over || patience == 0 {
-                tx::forget_standing(socket);
-            }
-            patience != 0 && !is_over
-        });
-    }
-}
-
-fn patience(socket: &Socket) -> u64 {
-    u64::from(socket.options.user_timeout.load(Acquire)) * 1_000_000
 }
 
 #[cfg(test)]

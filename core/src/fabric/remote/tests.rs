@@ -404,7 +404,7 @@ impl World {
                 ends[1 - d.reader].notify(wake, d.number);
             }
             Op::Message(from) => {
-                let message = crate::wire::Message::WaiterGone { id: sent[*from] };
+                let message = crate::wire::Message::Ring { id: sent[*from] };
                 if ends[*from].send(&message).is_ok() {
                     sent[*from] += 1;
                 }
@@ -441,7 +441,7 @@ impl World {
     fn takes(&self, at: usize, to: u32) {
         for want in 0..to {
             match self.ends[at].take_message() {
-                Some(crate::wire::Message::WaiterGone { id }) => assert_eq!(id, want),
+                Some(crate::wire::Message::Ring { id }) => assert_eq!(id, want),
                 other => panic!("{other:?}"),
             }
         }

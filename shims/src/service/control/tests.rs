@@ -377,7 +377,7 @@ fn ask(worker: &mut Worker, socket: &'static Socket, nonce: Nonce, address: IpAd
     let request = worker.new_request();
     let tuple = Tuple::new(SocketAddr::new(HERE, 9), SocketAddr::new(address, 9));
     let asking = Asking::remote_for_test(Ref::new(socket), nonce, tuple);
-    worker.go_on(request, asking);
+    worker.ask_out(request, asking);
     worker.hosts_on_time(crate::sys::time::now_ns());
     let host = worker.asks.get(&request).and_then(|a| a.asked.iter().next());
     (request, host.copied())

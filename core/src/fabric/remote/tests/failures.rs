@@ -58,7 +58,7 @@ fn cursors_of_a_link_that_was_taken_down_do_no_harm() {
     assert!(world.ends[0].set_down() && !world.ends[0].set_down());
     assert_eq!(world.ends[0].progress(), Err(Fault::Closed));
     assert_eq!(world.ends[0].unconfirmed(Vqpn(0)), None);
-    let message = crate::wire::Message::WaiterGone { id: 1 };
+    let message = crate::wire::Message::Ring { id: 1 };
     assert_eq!(world.ends[0].send(&message), Err(SendError::Down));
     let World { directions, ends, .. } = &mut world;
     for d in directions {
@@ -112,7 +112,7 @@ fn a_released_end_gives_its_memory_back_and_carries_another_link() {
 #[test]
 fn a_message_that_is_on_its_way_when_the_link_fails_is_not_said_to_be_unsent() {
     let world = World::new(Config::default(), Tuning::default(), 1);
-    let message = crate::wire::Message::WaiterGone { id: 1 };
+    let message = crate::wire::Message::Ring { id: 1 };
     world.ends[1].qp().cut();
     assert_eq!(world.ends[0].send(&message), Ok(()));
     assert!(world.ends[0].fault().is_some());

@@ -86,7 +86,7 @@ fn four_threads_on_each_end_move_what_they_send() {
 fn a_signal_handler_that_interrupts_the_engine_leaves_its_work() {
     let mut world = World::new(Config::default(), Tuning::default(), 1);
     let World { directions, ends, .. } = &mut world;
-    let message = crate::wire::Message::WaiterGone { id: 0 };
+    let message = crate::wire::Message::Ring { id: 0 };
     ends[1].while_in_use(|| {
         assert_eq!(directions[0].write(ends, 100), 100);
         assert_eq!(ends[1].send(&message), Ok(()));

@@ -86,15 +86,33 @@ pub struct Tx<O> {
     pub then_link: bool,
     /// The direction has left a link between hosts, and the peer's RESUME has not come. Only the marker is sent.
     pub is_suspended: bool,
-    /// The program has shut the direction down, and the kernel's shutdown() is still due: it follows once TCP has taken
-    /// the marker.
-    pub then_shut: bool,
-    /// The program has shut the direction down.
-    pub is_shut: bool,
+    /// How far the direction's end is.
+    pub end: End,
     /// The peer was not notified of the ring's last bytes, because more will follow.
     pub wake_delayed: bool,
     /// State of the socket under the same lock.
     pub own: O,
+}
+
+/// How far the end of the sending direction is.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+pub enum End {
+    /// The program has not ended the direction.
+    #[default]
+    Open,
+    /// The program has shut the direction down or closed the socket. The kernel's shutdown() follows once TCP has taken
+    /// the marker.
+    Due,
+    /// The program has ended the direction, and no shutdown() waits for the marker.
+    Shut,
+}
+
+impl End {
+    /// Returns whether the program has ended the direction.
+    #[inline]
+    pub fn is_shut(self) -> bool {
+        self != Self::Open
+    }
 }
 
 impl<O> Tx<O> {

@@ -18,7 +18,7 @@ use rdmasock_core::lock::Lock;
 use rdmasock_core::os::thread;
 use rdmasock_core::stats::{Direction, Path, Reason, StatsPage, StreamInfo, StreamStats, Why};
 use rdmasock_core::stream::connection;
-use rdmasock_core::stream::connection::ConnectionOf;
+use rdmasock_core::stream::connection::{ConnectionOf, End};
 use rdmasock_core::stream::handshake::Role;
 pub use rdmasock_core::stream::mode::{Mode, Receiving, Sending};
 use rdmasock_core::stream::policy::Progress;
@@ -347,8 +347,7 @@ impl Socket {
         if let Some(mut tx) = socket.tx.lock() {
             tx.wake_delayed = false;
             tx.is_suspended = false;
-            tx.is_shut = false;
-            tx.then_shut = false;
+            tx.end = End::Open;
             tx.own.kernel_corked = false;
             tx.again = 0;
             tx.ours = Default::default();

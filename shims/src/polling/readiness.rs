@@ -70,7 +70,7 @@ pub fn evaluate(socket: &'static Socket, events: u32, arm: Arm) -> u32 {
         return mask;
     };
     // Between hosts the kernel's own shutdown() may still be to follow.
-    if tx.is_shut && socket.rx_shut.load(Acquire) {
+    if tx.end.is_shut() && socket.rx_shut.load(Acquire) {
         mask |= HUP;
     }
     mask | kernel(socket, PollFlags::IN | PollFlags::RDHUP | PollFlags::PRI) & (told | PRI)
@@ -169,7 +169,7 @@ fn writable(socket: &'static Socket, arm: Arm) -> u32 {
         if socket.tx_mode.load(Acquire) == Mode::Marked && !connection::flush(socket) {
             return if tx::is_above_own_send(socket) {
                 kernel(socket, PollFlags::OUT | PollFlags::WRNORM) & (OUT | HUP | ERR)
-            } else if socket.tx.lock().is_some_and(|tx| tx.is_shut) {
+            } else if socket.tx.lock().is_some_and(|tx| tx.end.is_shut()) {
                 // A send fails at once, though the kernel's own shutdown() may still be to follow.
                 OUT
             } else {
@@ -188,7 +188,7 @@ fn writable(socket: &'static Socket, arm: Arm) -> u32 {
     if socket.tx_mode.load(Acquire) != Mode::Link {
         return kernel(socket, PollFlags::OUT | PollFlags::WRNORM) & (OUT | HUP | ERR);
     }
-    if tx.is_shut {
+    if tx.end.is_shut() {
         // A send fails at once.
         return OUT;
     }

@@ -505,7 +505,7 @@ impl Worker {
             if socket.tx_mode.load(Acquire) == Mode::Link {
                 let unread = tx.producer.take().is_some_and(|p| p.is_unread());
                 if unread && why == Reason::PeerGone {
-                    crate::notify::reset::on_reader_died(socket, tx.is_shut);
+                    crate::notify::reset::on_reader_died(socket, tx.end.is_shut());
                 }
                 socket.tx_mode.go(Sending::Left);
             }

@@ -330,7 +330,7 @@ fn sends_on_link(socket: &'static Socket) -> bool {
 fn awaits_end(socket: &'static Socket) -> bool {
     let is_unread = socket.tx.lock().is_some_and(|tx| {
         let unread = tx.producer.as_ref().is_some_and(|p| p.is_unread());
-        unread && !tx.is_shut && socket.tx_mode.load(Acquire) == Mode::Link
+        unread && !tx.end.is_shut() && socket.tx_mode.load(Acquire) == Mode::Link
     });
     is_unread && !has_ended(socket)
 }

@@ -181,7 +181,7 @@ fn send_open<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> Result<(), 
     let (mine, theirs) = (handshake.mine(), handshake.theirs());
     if handshake.is_between_hosts() {
         // P77.
-        if socket.tx.lock().is_none_or(|tx| tx.is_shut) {
+        if socket.tx.lock().is_none_or(|tx| tx.end.is_shut()) {
             return Err(Reason::LinkFailed);
         }
         stay::begin(socket, control);

@@ -11,7 +11,7 @@ use crate::stream::connection::directions::{
 };
 use crate::stream::connection::io::{ControlOf, Half, RxOf, SocketIo, StreamLink, Task, Tcp};
 use crate::stream::connection::scan::{Ahead, AtMark, look_ahead};
-use crate::stream::connection::{Control, ask_back, close_stream, scan, stay};
+use crate::stream::connection::{Control, End, ask_back, close_stream, scan, stay};
 use crate::stream::handshake::{Handshake, Role};
 use crate::stream::mode::{Mode, Receiving, Sending};
 use crate::wire;
@@ -34,8 +34,10 @@ pub fn shut<S: SocketIo>(socket: &S, both: bool, farewell: &mut Farewell<S::Link
     let Some(mut control) = socket.control.lock() else {
         return false;
     };
-    if let Some(mut tx) = socket.tx.lock() {
-        tx.is_shut = true;
+    if let Some(mut tx) = socket.tx.lock()
+        && tx.end == End::Open
+    {
+        tx.end = End::Shut;
     }
     if both {
         socket.rx_shut.store(true, SeqCst);
@@ -67,7 +69,7 @@ pub fn shut<S: SocketIo>(socket: &S, both: bool, farewell: &mut Farewell<S::Link
         return false;
     }
     if socket.is_tx_quiet() {
-        tx.then_shut = true;
+        tx.end = End::Due;
         drop(tx);
         flush(socket);
         return true;
@@ -178,7 +180,7 @@ pub fn close_tx<S: SocketIo>(socket: &S) -> (Vec<u8>, Farewell<S::Link>) {
         {
             let _ = producer.end(EndMark::Fin);
         }
-        tx.then_shut = false;
+        tx.end = End::Shut;
     }
     flush(socket);
     let unsent = socket.tx.lock();

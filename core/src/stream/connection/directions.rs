@@ -5,9 +5,9 @@ use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
 use crate::fabric::ring::{Consumer, EndMark, RingError, RxFlags, Stopped, Wake};
 use crate::ids::{Nonce, Vqpn};
-use crate::stream::connection::Rx;
 use crate::stream::connection::io::{Half, RxOf, SocketIo, StreamLink, Task, Tcp, TxOf, Unsent};
 use crate::stream::connection::scan::Carry;
+use crate::stream::connection::{End, Rx};
 use crate::stream::mode::{Mode, Receiving, Sending};
 
 /// The waiter at the other end of a link within the host that is woken once the kernel has sent its FIN. Only then does
@@ -144,7 +144,7 @@ fn is_scanned<S: SocketIo>(socket: &S, rx: &RxOf<S>) -> bool {
 
 /// Returns whether the program has shut both directions.
 pub fn is_shut<S: SocketIo>(socket: &S) -> bool {
-    socket.rx_shut.load(SeqCst) && socket.tx.lock().is_some_and(|tx| tx.is_shut)
+    socket.rx_shut.load(SeqCst) && socket.tx.lock().is_some_and(|tx| tx.end.is_shut())
 }
 
 /// Shuts the receiving direction. Returns true if the kernel's shutdown() follows by itself once no marker may come,
@@ -154,7 +154,7 @@ pub fn shut_receiving<S: SocketIo>(socket: &S) -> bool {
     let Some(mut rx) = socket.rx.lock() else {
         return false;
     };
-    let is_out = socket.tx.lock().is_some_and(|tx| tx.is_shut && !tx.then_shut);
+    let is_out = socket.tx.lock().is_some_and(|tx| tx.end == End::Shut);
     // Stored under the lock: no scan begins after this.
     socket.rx_shut.store(true, SeqCst);
     rx.then_shut = is_out && is_scanned(socket, &rx) && socket.rx_inside.is_empty();
@@ -221,7 +221,7 @@ pub fn leave_link_at_end<S: SocketIo>(socket: &S) -> bool {
         && tx
             .as_ref()
             .is_some_and(|tx| tx.producer.as_ref().is_some_and(|p| p.is_unread()));
-    let is_shut = tx.is_none_or(|tx| tx.is_shut);
+    let is_shut = tx.is_none_or(|tx| tx.end.is_shut());
     if rx.is_lost || unread && !marked && !stays {
         socket.report_reset(is_shut);
     }
@@ -293,12 +293,12 @@ pub fn flush<S: SocketIo>(socket: &S) -> bool {
     };
     let mode = socket.tx_mode.load(Acquire);
     if mode != Mode::Marked {
-        if tx.then_shut
+        if tx.end == End::Due
             && !waits
             && mode != Mode::Foreign
             && let Some(tcp) = socket.tcp()
         {
-            tx.then_shut = false;
+            tx.end = End::Shut;
             tcp.end();
         }
         return true;
@@ -341,7 +341,7 @@ pub fn flush<S: SocketIo>(socket: &S) -> bool {
     }
     tcp.push();
     tracing::trace!(target: "rdmasock::promote", slot = socket.slot(), "markers are out");
-    if tx.is_suspended || tx.then_shut && waits {
+    if tx.is_suspended || tx.end == End::Due && waits {
         return false;
     }
     if std::mem::take(&mut tx.then_link) && tx.producer.is_some() {
@@ -355,14 +355,15 @@ pub fn flush<S: SocketIo>(socket: &S) -> bool {
             socket.later(Task::Drained);
         }
     }
-    if std::mem::take(&mut tx.then_shut) {
+    if tx.end == End::Due {
+        tx.end = End::Shut;
         let mut farewell = Farewell::NONE;
         if socket.tx_mode.load(Acquire) == Mode::Link {
             farewell = Farewell::of(socket, end_on_link(socket, &mut tx, EndMark::Fin));
         }
         if socket.tx_mode.load(Acquire) == Mode::Marked {
             // The peer has stopped reading the link: the bytes that it has not read are sent first.
-            tx.then_shut = true;
+            tx.end = End::Due;
             drop(tx);
             return flush(socket);
         }

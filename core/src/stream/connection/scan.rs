@@ -240,7 +240,7 @@ fn ended<'a, S: SocketIo>(
     on_end(socket, control);
     let mut guard = socket.rx.lock()?;
     if std::mem::take(&mut guard.owed) > 0 {
-        let is_shut = socket.tx.lock().is_none_or(|tx| tx.is_shut);
+        let is_shut = socket.tx.lock().is_none_or(|tx| tx.end.is_shut());
         socket.report_reset(is_shut);
     }
     let scanning = socket.rx_mode.load(Acquire) == Mode::Marked;

@@ -13,7 +13,7 @@ use crate::stream::connection::directions::{
     awaits_marker, demote_tx, end_scan, flush, flush_or_later, hand_over_rest, leave_link_at_end, queue_again,
 };
 use crate::stream::connection::io::{ControlOf, Half, SocketIo, StreamLink, Task, Tcp};
-use crate::stream::connection::{Control, ask_back, leave_link};
+use crate::stream::connection::{Control, End, ask_back, leave_link};
 use crate::stream::mode::{Mode, Receiving, Sending};
 use crate::stream::resume::{Resume, Step, Steps};
 use crate::wire::{MAX_MARKER, Marker};
@@ -189,8 +189,10 @@ fn end_tcp<S: SocketIo>(socket: &S) {
         if waits && mode == Mode::Tcp {
             socket.tx_mode.go(Sending::Announced);
         }
-        tx.then_shut |= waits || mode == Mode::Marked;
-        !tx.then_shut
+        if waits || mode == Mode::Marked {
+            tx.end = End::Due;
+        }
+        tx.end != End::Due
     };
     if !at_once {
         flush(socket);

@@ -18,7 +18,7 @@ use rdmasock_core::lock::Lock;
 use rdmasock_core::os::thread;
 use rdmasock_core::stats::{Direction, Path, Reason, StatsPage, StreamInfo, StreamStats, Why};
 use rdmasock_core::stream::connection;
-use rdmasock_core::stream::connection::{ConnectionOf, End};
+use rdmasock_core::stream::connection::ConnectionOf;
 use rdmasock_core::stream::handshake::Role;
 pub use rdmasock_core::stream::mode::{Mode, Receiving, Sending};
 use rdmasock_core::stream::policy::Progress;
@@ -345,21 +345,10 @@ impl Socket {
         socket.rx_shut.store(false, Relaxed);
         socket.take_untold();
         if let Some(mut tx) = socket.tx.lock() {
-            tx.wake_delayed = false;
-            tx.is_suspended = false;
-            tx.end = End::Open;
-            tx.own.kernel_corked = false;
-            tx.again = 0;
-            tx.ours = Default::default();
-            tx.own.last = 0;
-            tx.own.blocked = false;
-            tx.own.timed = false;
-            tx.own.direct = Sends::default();
-            tx.own.seen.forget();
+            *tx = Tx::default();
         }
         if let Some(mut rx) = socket.rx.lock() {
-            rx.own.last = 0;
-            rx.own.direct.bytes = 0;
+            *rx = Rx::default();
         }
         socket.numbers.reset(fd);
         let mut control = socket.control.lock()?;

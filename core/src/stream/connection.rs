@@ -33,11 +33,12 @@ use crate::ids::{InstanceId, Nonce, Vqpn};
 use crate::lock::Lock;
 use crate::stats::Reason;
 use crate::stream::connection::directions::demote_tx;
+use crate::stream::connection::stay::Stay;
 use crate::stream::handshake::Handshake;
 use crate::stream::mode::{Mode, ModeCell, Receiving, Sending};
 use crate::stream::resume::Resume;
 use crate::sync::Presence;
-use crate::wire::{LinkOffer, Message, RingOffer};
+use crate::wire::{Hello, Message, RingOffer};
 
 mod attempt;
 mod close;
@@ -55,14 +56,14 @@ pub use crate::stream::connection::close::{
     scan_left, shut,
 };
 pub use crate::stream::connection::directions::{
-    Farewell, flush, hand_over_rest, is_over, is_scanning, leave_link_at_end, look_for_reset, on_end_told, refuse,
-    resend, shut_receiving, start_scan, stop_scan, wait_for_tcp,
+    Farewell, NoScan, flush, hand_over_rest, is_over, is_scanning, leave_link_at_end, look_for_reset, on_end_told,
+    refuse, resend, shut_receiving, start_scan, stop_scan, wait_for_tcp,
 };
 pub use crate::stream::connection::io::{
-    ConnectionOf, ControlOf, Half, Peeked, RxOf, SocketIo, StreamLink, Task, Tcp, TxOf, Unsent,
+    ConnectionOf, ControlOf, Gone, Half, Peeked, RxOf, SocketIo, StreamLink, Task, Tcp, TxOf, Unsent,
 };
 pub use crate::stream::connection::messages::{
-    Broken, OpenNonces, on_demote_request, on_open, on_open_ack, on_open_refused,
+    Broken, Interrupted, on_demote_request, on_open, on_open_ack, on_open_refused,
 };
 pub use crate::stream::connection::scan::{
     Ahead, AtMark, Carry, after_fork, drop_unread, has_marker, look, look_ahead, read_ahead, scan_taken, seen_ahead,
@@ -86,15 +87,33 @@ pub struct Tx<O> {
     pub then_link: bool,
     /// The direction has left a link between hosts, and the peer's RESUME has not come. Only the marker is sent.
     pub is_suspended: bool,
-    /// The program has shut the direction down, and the kernel's shutdown() is still due: it follows once TCP has taken
-    /// the marker.
-    pub then_shut: bool,
-    /// The program has shut the direction down.
-    pub is_shut: bool,
+    /// How far the direction's end is.
+    pub end: End,
     /// The peer was not notified of the ring's last bytes, because more will follow.
     pub wake_delayed: bool,
     /// State of the socket under the same lock.
     pub own: O,
+}
+
+/// How far the end of the sending direction is.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+pub enum End {
+    /// The program has not ended the direction.
+    #[default]
+    Open,
+    /// The program has shut the direction down or closed the socket. The kernel's shutdown() follows once TCP has taken
+    /// the marker.
+    Due,
+    /// The program has ended the direction, and no shutdown() waits for the marker.
+    Shut,
+}
+
+impl End {
+    /// Returns whether the program has ended the direction.
+    #[inline]
+    pub fn is_shut(self) -> bool {
+        self != Self::Open
+    }
 }
 
 impl<O> Tx<O> {
@@ -136,11 +155,8 @@ pub struct Rx<O> {
     /// Number of bytes in front, in the carry and then in TCP, that a scan has found to be payload. Small reads do not
     /// scan them again.
     pub scanned: usize,
-    /// The ring is one of a link between hosts: the direction does not leave it before [`read_on`](Self::read_on) is
-    /// set.
-    pub stays: bool,
-    /// The bytes that follow the ring are in TCP: the link between hosts delivers no more.
-    pub read_on: bool,
+    /// How the direction goes on behind the last byte in the ring.
+    pub behind: Behind,
     /// Once the ring is read, a receive fails with ECONNRESET.
     pub is_lost: bool,
     /// Number of bytes that RESUME has announced and that TCP has not brought yet.
@@ -149,7 +165,25 @@ pub struct Rx<O> {
     pub own: O,
 }
 
+/// How the receiving direction goes on behind the last byte in its ring.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+pub enum Behind {
+    /// As the ring's mark says, or the end of the link. There is no ring, or it is one of a link within the host.
+    #[default]
+    Mark,
+    /// The link between hosts may bring more: the direction does not leave it yet.
+    Link,
+    /// In TCP: the link between hosts delivers no more.
+    Tcp,
+}
+
 impl<O> Rx<O> {
+    /// Returns whether the ring is one of a link between hosts.
+    #[inline]
+    pub fn stays(&self) -> bool {
+        self.behind != Behind::Mark
+    }
+
     /// Moves the bytes that were set aside back to the front of the carry.
     pub fn restore_aside(&mut self) {
         if !self.aside.is_empty() {
@@ -163,8 +197,8 @@ impl<O> Rx<O> {
     #[inline]
     pub fn goes_on_in_tcp(&self) -> bool {
         match &self.consumer {
-            Some(_) if self.stays => self.read_on,
-            Some(consumer) => consumer.has_left(),
+            Some(consumer) if self.behind == Behind::Mark => consumer.has_left(),
+            Some(_) => self.behind == Behind::Tcp,
             None => false,
         }
     }
@@ -182,33 +216,34 @@ pub struct Control<L, O> {
     pub handshake: Option<Handshake>,
     /// The instance whose ASK the attempt began with (acceptor).
     pub asked_by: Option<InstanceId>,
-    /// The instance whose HELLO has come.
-    pub greeted_by: Option<InstanceId>,
+    /// The peer's HELLO, once it has come.
+    pub hello: Option<Hello>,
     /// Since when the socket is being handed to another holder, monotonic ns. `None` unless data or a marker was in the
     /// way.
     pub handed_since: Option<u64>,
-    /// The link offer in the HELLO: an address for a link.
-    pub offer: Option<LinkOffer>,
     /// The address of this host that the connector has reached, if the connector is on another host (acceptor).
     pub reached_at: Option<IpAddr>,
     /// This end's stream on the link.
     pub opened: Option<Opened<L>>,
-    /// The peer's number for the stream, once it is open.
-    pub peer: Option<Vqpn>,
-    /// The peer's first ring, from its OPEN until the link has paired it with this end's stream (acceptor).
-    pub first: Option<RingOffer>,
+    /// The peer's stream and its first ring, from its OPEN until this end opens its own stream (acceptor).
+    pub offered: Option<(Vqpn, RingOffer)>,
     /// The reason to go back to TCP, as soon as the handshake has ended.
     pub leave: Option<Reason>,
-    /// The state machine of the stay on a link between hosts, until the stream is given back.
-    pub resume: Option<Resume>,
-    /// Only a failure of the link can end that stay. Once it has ended, the connection may be promoted again.
-    pub returns: bool,
-    /// The nonces that RESUME starts with: to this end, and to the peer.
-    pub nonces: Option<[Nonce; 2]>,
-    /// This end has asked the peer to take its sending direction back to TCP.
-    pub asked_back: bool,
+    /// The stay on a link between hosts, until the stream is given back.
+    pub stay: Option<Stay>,
     /// State of the socket under the same lock.
     pub own: O,
+}
+
+impl<L, O> Control<L, O> {
+    /// Returns the link of the stream and the peer's number for it. `None` if the stream is not open at both ends.
+    pub fn pair(&self) -> Option<(&L, Vqpn)> {
+        let opened = self.opened.as_ref()?;
+        match opened.theirs {
+            Theirs::Open(yours) => Some((&opened.link, yours)),
+            Theirs::None | Theirs::Awaited => None,
+        }
+    }
 }
 
 impl<L, O: Default> Default for Control<L, O> {
@@ -216,18 +251,13 @@ impl<L, O: Default> Default for Control<L, O> {
         Self {
             handshake: None,
             asked_by: None,
-            greeted_by: None,
+            hello: None,
             handed_since: None,
-            offer: None,
             reached_at: None,
             opened: None,
-            peer: None,
-            first: None,
+            offered: None,
             leave: None,
-            resume: None,
-            returns: false,
-            nonces: None,
-            asked_back: false,
+            stay: None,
             own: O::default(),
         }
     }
@@ -240,8 +270,21 @@ pub struct Opened<L> {
     pub link: L,
     /// This end's number for the stream.
     pub mine: Vqpn,
+    /// The peer's stream.
+    pub theirs: Theirs,
+    /// This end has asked the peer to take its sending direction back to TCP.
+    pub asked_back: bool,
+}
+
+/// The peer's stream at the other end of this end's.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Theirs {
+    /// There is none: OPEN was not sent, or an end has refused.
+    None,
     /// OPEN is sent and not answered yet.
-    pub asked: bool,
+    Awaited,
+    /// The peer's stream has this number.
+    Open(Vqpn),
 }
 
 /// One end of a connection, on links of the type `L`. `T`, `R` and `C` are the state of the socket under the locks
@@ -326,18 +369,15 @@ pub fn leave_link<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason: R
     socket.set_why(reason.into());
     if stay::is_staying(control) {
         socket.pin();
-        control.returns = false;
-        return stay::feed(socket, control, Resume::leave);
+        return stay::end_by(socket, control, Resume::leave);
     }
     demote_tx(socket);
-    if let Some(opened) = control.opened.clone()
+    if let Some(opened) = &mut control.opened
         && socket.rx_mode.load(Acquire) == Mode::Link
-        && !control.asked_back
+        && !std::mem::replace(&mut opened.asked_back, true)
+        && let Theirs::Open(yours) = opened.theirs
     {
-        control.asked_back = true;
-        if let Some(yours) = control.peer {
-            ask_back(&opened.link, yours, None);
-        }
+        ask_back(&opened.link, yours, None);
     }
     socket.pin();
 }
@@ -345,36 +385,28 @@ pub fn leave_link<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason: R
 /// Asks the peer to take its sending direction back to TCP. With `resend_from`, a position in the bytes that the peer
 /// has sent, the peer sends the bytes from there on again.
 pub fn ask_back(link: &impl StreamLink, yours: Vqpn, resend_from: Option<u64>) {
-    link.send(&Message::DemoteRequest { yours, resend_from });
+    let _ = link.send(&Message::DemoteRequest { yours, resend_from });
 }
 
 /// Gives this end's stream on the link back. Both directions are on TCP, or the socket is being closed.
 pub fn close_stream<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     let consumer = socket.rx.lock().and_then(|mut rx| {
-        rx.stays = false;
+        rx.behind = Behind::Mark;
         rx.consumer.take()
     });
-    control.resume = None;
+    control.stay = None;
     if let Some(mut tx) = socket.tx.lock() {
         tx.producer = None;
         tx.is_suspended = false;
     }
-    let peer = control.peer.take();
-    match control.opened.take() {
-        Some(Opened {
-            link,
-            mine,
-            asked: true,
-        }) => link.close_unanswered(mine, consumer),
-        Some(Opened { link, mine, .. }) => link.close(mine, peer, consumer),
-        None => {
-            if let (Some(link), Some(peer)) = (socket.link(), peer) {
-                link.done_with(peer);
-            }
+    if let Some(Opened { link, mine, theirs, .. }) = control.opened.take() {
+        match theirs {
+            Theirs::Awaited => link.close_unanswered(mine, consumer),
+            Theirs::None => link.close(mine, None, consumer),
+            Theirs::Open(yours) => link.close(mine, Some(yours), consumer),
         }
     }
     socket.set_link(None);
-    control.asked_back = false;
     socket.show_link(None);
 }
 

@@ -103,7 +103,7 @@ unsafe fn sendfile_slow(
             continue;
         }
         let gone = socket.wakes.is_dead() || tx.producer.as_mut().is_none_or(ready::is_reader_gone);
-        if tx.is_shut && (on_link || socket.tx_mode.load(Acquire) == Mode::Marked) {
+        if tx.end.is_shut() && (on_link || socket.tx_mode.load(Acquire) == Mode::Marked) {
             drop(tx);
             return crate::data::tx::after_shutdown(sent, 0);
         }

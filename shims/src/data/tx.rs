@@ -318,7 +318,7 @@ pub fn after_shutdown(sent: usize, flags: c_int) -> ssize_t {
 
 /// Returns whether the program has shut the direction down while the kernel may not know it yet.
 fn is_shut(socket: &Socket) -> bool {
-    socket.tx_mode.load(Acquire) == Mode::Marked && socket.tx.lock().is_some_and(|tx| tx.is_shut)
+    socket.tx_mode.load(Acquire) == Mode::Marked && socket.tx.lock().is_some_and(|tx| tx.end.is_shut())
 }
 
 #[cold]
@@ -566,7 +566,7 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int, until: usize) -> Se
         if place != Place::Here {
             return SendStep::Elsewhere(place);
         }
-        if tx_now.is_shut {
+        if tx_now.end.is_shut() {
             return SendStep::Shut;
         }
         if iov.is_implausible() {

@@ -356,7 +356,7 @@ fn lend(
         let producer = state.producer.as_mut()?;
         // Meanwhile the stream may have left the link and come back as another stream.
         let is_same = socket.tx_mode.load(Acquire) == Mode::Link && socket.peer_vqpn.load(Relaxed) == theirs.0;
-        let is_open = is_same && !state.is_shut && !socket.wakes.is_dead();
+        let is_open = is_same && !state.end.is_shut() && !socket.wakes.is_dead();
         if !is_open || call.place(&state.own.seen) != Place::Here || ready::is_reader_gone(producer) {
             return None;
         }

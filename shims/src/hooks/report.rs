@@ -197,7 +197,7 @@ pub unsafe fn correct(socket: &'static Socket, option: sockopt::Name, value: *mu
 fn correct_info(socket: &Socket, tx: &Tx, info: &mut Fields<'_>, sent: &Traffic, received: &Traffic) {
     let mss = u64::from(info.u32(at::SND_MSS));
     // The kernel learns of a shutdown only when all bytes before the end are in TCP.
-    if tx.is_shut {
+    if tx.end.is_shut() {
         info.put_u8(at::STATE, state_after_shutdown);
     }
     // A marker is not the program's, and the peer's host may be slow to acknowledge it.

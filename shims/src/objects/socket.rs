@@ -343,21 +343,10 @@ impl Socket {
         socket.rx_shut.store(false, Relaxed);
         socket.take_untold();
         if let Some(mut tx) = socket.tx.lock() {
-            tx.wake_delayed = false;
-            tx.is_suspended = false;
-            tx.is_shut = false;
-            tx.then_shut = false;
-            tx.own.kernel_corked = false;
-            tx.again = 0;
-            tx.ours = Default::default();
-            tx.own.last = 0;
-            tx.own.blocked = false;
-            tx.own.direct = Sends::default();
-            tx.own.seen.forget();
+            *tx = Tx::default();
         }
         if let Some(mut rx) = socket.rx.lock() {
-            rx.own.last = 0;
-            rx.own.direct.bytes = 0;
+            *rx = Rx::default();
         }
         socket.numbers.reset(fd);
         let mut control = socket.control.lock()?;

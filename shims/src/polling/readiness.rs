@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering::{Acquire, SeqCst};
 use rdmasock_core::ids::Vqpn;
 use rdmasock_core::lock::Lock;
 use rdmasock_core::stream::connection;
-use rdmasock_core::stream::resume::Resume;
+use rdmasock_core::stream::connection::Behind;
 use rustix::event::PollFlags;
 
 use crate::data::{rx, tx};
@@ -63,14 +63,14 @@ pub fn evaluate(socket: &'static Socket, events: u32, arm: Arm) -> u32 {
     // Between hosts the end of TCP may be seen before the last data has come over the link.
     let is_early = socket.rx_mode.load(Acquire) == Mode::Link
         && !socket.rx_shut.load(Acquire)
-        && socket.rx.lock().is_some_and(|rx| rx.stays && !rx.read_on);
+        && socket.rx.lock().is_some_and(|rx| rx.behind == Behind::Link);
     let told = if is_early { ENDED & !RDHUP } else { ENDED };
     // A direction has ended: the kernel reports which.
     let Some(tx) = socket.tx.lock() else {
         return mask;
     };
     // Between hosts the kernel's own shutdown() may still be to follow.
-    if tx.is_shut && socket.rx_shut.load(Acquire) {
+    if tx.end.is_shut() && socket.rx_shut.load(Acquire) {
         mask |= HUP;
     }
     mask | kernel(socket, PollFlags::IN | PollFlags::RDHUP | PollFlags::PRI) & (told | PRI)
@@ -116,8 +116,8 @@ fn readable(socket: &'static Socket, arm: Arm) -> u32 {
     }
     let bits = rx.own.bits;
     // While `waits` holds, the next bytes on TCP are RESUME.
-    let waits = rx.stays && !rx.read_on;
-    let goes_on = rx.stays && rx.read_on;
+    let waits = rx.behind == Behind::Link;
+    let goes_on = rx.behind == Behind::Tcp;
     let Some(consumer) = rx.consumer.as_mut() else {
         return 0;
     };
@@ -128,7 +128,7 @@ fn readable(socket: &'static Socket, arm: Arm) -> u32 {
     };
     let anchor = socket.wakes.anchor.load(Acquire);
     if !ready && goes_on {
-        // The last bytes on the link have been read since `read_on` was set: the rest is in TCP, which is checked next.
+        // The last bytes on the link have been read since the link has ended: the rest is in TCP, which is checked next.
         drop(rx);
         return match connection::leave_link_at_end(socket) {
             true => readable(socket, arm),
@@ -169,7 +169,7 @@ fn writable(socket: &'static Socket, arm: Arm) -> u32 {
         if socket.tx_mode.load(Acquire) == Mode::Marked && !connection::flush(socket) {
             return if tx::is_above_own_send(socket) {
                 kernel(socket, PollFlags::OUT | PollFlags::WRNORM) & (OUT | HUP | ERR)
-            } else if socket.tx.lock().is_some_and(|tx| tx.is_shut) {
+            } else if socket.tx.lock().is_some_and(|tx| tx.end.is_shut()) {
                 // A send fails at once, though the kernel's own shutdown() may still be to follow.
                 OUT
             } else {
@@ -188,7 +188,7 @@ fn writable(socket: &'static Socket, arm: Arm) -> u32 {
     if socket.tx_mode.load(Acquire) != Mode::Link {
         return kernel(socket, PollFlags::OUT | PollFlags::WRNORM) & (OUT | HUP | ERR);
     }
-    if tx.is_shut {
+    if tx.end.is_shut() {
         // A send fails at once.
         return OUT;
     }
@@ -236,7 +236,7 @@ pub fn look_for_confirmation(socket: &'static Socket, link: &Link) {
     };
     let theirs = Vqpn(socket.peer_vqpn.load(Acquire));
     if let Some(mut control) = socket.control.lock()
-        && control.resume.as_ref().is_some_and(Resume::is_marked)
+        && control.stay.as_ref().is_some_and(|stay| stay.resume.is_marked())
         && remote.is_confirmed(theirs)
     {
         connection::stay::confirmed(socket, &mut control);

@@ -234,7 +234,7 @@ impl Worker {
                 socket.promotion.asked.store(true, SeqCst);
                 return Err(Refusal::NotYet(socket));
             }
-            Watched::Done if connection::start_scan(socket, nonce_s) => {}
+            Watched::Done if connection::start_scan(socket, nonce_s).is_ok() => {}
             _ if socket.numbers.anchor_fd().is_some_and(sockopt::is_beyond_links) => {
                 socket.told.set_why(Reason::Unsupported);
                 // No effect if the connection has been closed meanwhile.
@@ -490,7 +490,7 @@ mod tests {
         let mut handshakes = Handshakes::default();
         let (socket, _stream) = connected();
         let live = Nonce::random().unwrap();
-        socket.control.lock().unwrap().handshake = Some(Handshake::acceptor(live, live).0);
+        socket.control.lock().unwrap().handshake = Some(Handshake::acceptor(live, live));
         handshakes.enter(live, Ref::new(socket));
         for _ in 0..4 * OFFERED_MIN {
             handshakes.enter(Nonce::random().unwrap(), Ref::new(socket));

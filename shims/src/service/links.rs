@@ -16,7 +16,7 @@ use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::rendezvous::names;
 use rdmasock_core::stats::{Event, LinkInfo, Path, Reason};
 use rdmasock_core::stream::connection;
-use rdmasock_core::stream::connection::{Broken, MOST_ASIDE, OpenNonces, SocketIo as _};
+use rdmasock_core::stream::connection::{Broken, MOST_ASIDE, SocketIo as _};
 use rdmasock_core::wire;
 use rdmasock_core::wire::{Geometry, Introduction, LinkAddress, LinkOffer, Message};
 
@@ -342,11 +342,7 @@ impl Worker {
                 ring,
             } => {
                 let socket = self.handshakes.by_nonce(&nonce_yours);
-                let nonces = OpenNonces {
-                    mine: nonce_mine,
-                    yours: nonce_yours,
-                };
-                match connection::on_open(socket, &link, nonces, vqpn, ring) {
+                match connection::on_open(socket, &link, (nonce_mine, nonce_yours), vqpn, ring) {
                     Ok(true) => {
                         self.handshakes.remove(&nonce_yours);
                     }
@@ -361,7 +357,7 @@ impl Worker {
                 }
             }
             Message::OpenRefuse { yours, .. } => {
-                let is_told = |socket: &Socket| connection::on_open_refused(socket, yours);
+                let is_told = |socket: &Socket| connection::on_open_refused(socket, yours).is_ok();
                 if !link.socket(yours).is_some_and(is_told) {
                     link.on_closed(yours);
                 }
@@ -495,7 +491,7 @@ impl Worker {
             if socket.tx_mode.load(Acquire) == Mode::Link {
                 let unread = tx.producer.take().is_some_and(|p| p.is_unread());
                 if unread && why == Reason::PeerGone {
-                    crate::notify::reset::on_reader_died(socket, tx.is_shut);
+                    crate::notify::reset::on_reader_died(socket, tx.end.is_shut());
                 }
                 socket.tx_mode.go(Sending::Left);
             }
@@ -541,10 +537,9 @@ impl Worker {
 /// The object may later become another link to the same peer.
 fn forget_unopened(link: &'static Link) {
     for socket in socket::all().filter(|socket| socket.link() == Some(link)) {
-        // A stream with `opened` or `peer` set keeps the object this link.
+        // A stream with `opened` set keeps the object this link.
         if let Some(control) = socket.control.lock()
             && control.opened.is_none()
-            && control.peer.is_none()
         {
             socket.set_link(None);
         }
@@ -707,8 +702,8 @@ impl Rings {
                 Shrunk::Busy => again = true,
                 Shrunk::Offered => {
                     again = true;
-                    let peer = socket.control.lock().and_then(|c| c.peer);
-                    if let Some(yours) = peer {
+                    let yours = socket.control.lock().and_then(|c| Some(c.pair()?.1));
+                    if let Some(yours) = yours {
                         let _ = link.send(&Message::Adopt { yours }, &[]);
                     }
                 }

@@ -317,7 +317,7 @@ fn is_unmarked(socket: &'static Socket) -> bool {
         return false;
     };
     socket.rx_mode.load(Acquire) == Mode::Link
-        && !rx.stays
+        && !rx.stays()
         && !socket.rx_shut.load(Acquire)
         && rx.consumer.as_ref().is_some_and(|c| !c.has_mark() && !c.has_left())
 }
@@ -330,7 +330,7 @@ fn sends_on_link(socket: &'static Socket) -> bool {
 fn awaits_end(socket: &'static Socket) -> bool {
     let is_unread = socket.tx.lock().is_some_and(|tx| {
         let unread = tx.producer.as_ref().is_some_and(|p| p.is_unread());
-        unread && !tx.is_shut && socket.tx_mode.load(Acquire) == Mode::Link
+        unread && !tx.end.is_shut() && socket.tx_mode.load(Acquire) == Mode::Link
     });
     is_unread && !has_ended(socket)
 }

@@ -18,10 +18,9 @@ use rdmasock_core::fabric::mem::{Clock, Medium};
 use rdmasock_core::ids::{InstanceId, Nonce, Tuple, Vqpn};
 use rdmasock_core::stats::Reason;
 use rdmasock_core::stream::connection;
-use rdmasock_core::stream::connection::{Connection, ConnectionOf, ControlOf, OpenNonces, StreamLink as _, Task};
+use rdmasock_core::stream::connection::{Connection, ConnectionOf, ControlOf, StreamLink as _, Task};
 use rdmasock_core::stream::handshake::{Handshake, Phase, Role};
 use rdmasock_core::stream::mode::Mode;
-use rdmasock_core::stream::resume::Resume;
 use rdmasock_core::wire;
 use rdmasock_core::wire::Message;
 
@@ -97,7 +96,7 @@ impl fmt::Debug for Endpoint {
             .field("tx", &self.tx())
             .field("rx", &self.rx())
             .field("handshake", &control.handshake)
-            .field("resume", &control.resume)
+            .field("stay", &control.stay)
             .field("outcomes", &self.outcomes)
             .field("fin", &self.fin)
             .field("eof", &self.eof)
@@ -234,7 +233,7 @@ impl Endpoint {
             .map(Handshake::mine);
         let nonce_s = match again {
             Some(nonce_s) => Some(nonce_s),
-            None if is_free && connection::start_scan(self, fresh) => {
+            None if is_free && connection::start_scan(self, fresh).is_ok() => {
                 let reached_at = self.link_here().is_remote().then_some(IpAddr::V4(Ipv4Addr::LOCALHOST));
                 control.leave = None;
                 connection::begin_offering(&mut control, (fresh, nonce_c), asker, reached_at);
@@ -267,7 +266,7 @@ impl Endpoint {
             .map(Handshake::mine);
         if let Some(nonce) = mine
             && !self.fin.get()
-            && connection::start_scan(self, nonce)
+            && connection::start_scan(self, nonce).is_ok()
         {
             self.greeted.borrow_mut().push(nonce_s);
             return connection::feed(self, &mut control, |h| h.on_yes(nonce_s));
@@ -325,11 +324,7 @@ impl Endpoint {
                 vqpn,
                 ring,
             } => {
-                let nonces = OpenNonces {
-                    mine: nonce_mine,
-                    yours: nonce_yours,
-                };
-                connection::on_open(Some(self), &link, nonces, vqpn, ring).unwrap();
+                connection::on_open(Some(self), &link, (nonce_mine, nonce_yours), vqpn, ring).unwrap();
             }
             Message::OpenAck { yours, mine, ring } => {
                 connection::on_open_ack(self.of_stream(yours), &link, yours, mine, ring).unwrap();
@@ -337,7 +332,7 @@ impl Endpoint {
             Message::OpenRefuse { yours, .. } => {
                 if !self
                     .of_stream(yours)
-                    .is_some_and(|me| connection::on_open_refused(me, yours))
+                    .is_some_and(|me| connection::on_open_refused(me, yours).is_ok())
                 {
                     link.on_closed(yours);
                 }
@@ -442,7 +437,7 @@ impl Endpoint {
 
     /// Returns whether the connection's stay on a link between hosts lasts on.
     fn is_staying(&self) -> bool {
-        self.control().resume.as_ref().is_some_and(|r: &Resume| !r.is_over())
+        connection::stay::is_staying(&self.control())
     }
 }
 

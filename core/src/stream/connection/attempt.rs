@@ -6,16 +6,15 @@
 use std::net::IpAddr;
 use std::sync::atomic::Ordering::Acquire;
 
-use crate::ids::{InstanceId, Nonce};
+use crate::ids::{InstanceId, Nonce, Vqpn};
 use crate::stats::Reason;
 use crate::stream::connection::directions::{demote_tx, end_scan, flush_or_later, stop_scan, take};
 use crate::stream::connection::io::{ControlOf, Half, Peeked, SocketIo, StreamLink, Task, Tcp};
-use crate::stream::connection::{Control, Opened, close, close_stream, leave_link, stay};
+use crate::stream::connection::{Control, Opened, Theirs, close, close_stream, leave_link, stay};
 use crate::stream::handshake::{Closing, Handshake, Misplaced, Role, Step, Steps};
 use crate::stream::mode::{Mode, Receiving, Sending};
-use crate::stream::resume::Resume;
 use crate::wire::marker::{Found, scan};
-use crate::wire::{Hello, MAX_MARKER, Marker, Message};
+use crate::wire::{Hello, MAX_MARKER, Marker, Message, RingOffer};
 use crate::{fabric, wire};
 
 /// Begins an attempt of the connector, which asks with the nonce `mine`. Nothing in TCP depends on it yet.
@@ -36,7 +35,7 @@ pub fn begin_offering<L, O>(
     asker: InstanceId,
     reached_at: Option<IpAddr>,
 ) {
-    let (mut handshake, _steps) = Handshake::acceptor(mine, theirs);
+    let mut handshake = Handshake::acceptor(mine, theirs);
     if reached_at.is_some() {
         handshake.between_hosts();
     }
@@ -47,8 +46,7 @@ pub fn begin_offering<L, O>(
 
 fn begin<L, O>(control: &mut Control<L, O>, handshake: Handshake) {
     control.handshake = Some(handshake);
-    control.greeted_by = None;
-    control.offer = None;
+    control.hello = None;
 }
 
 /// Carries out steps. The caller holds the control lock.
@@ -56,21 +54,22 @@ fn run<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, steps: Steps) {
     for step in steps {
         tracing::trace!(target: "rdmasock::promote", slot = socket.slot(), ?step);
         match step {
-            // Done before the machine was created or fed (`start_scan`), because it can fail.
-            Step::StartScan | Step::SendYes => {}
             Step::StopScan => {
                 stop_scan(socket);
                 stay::feed(socket, control, |r| r.on_got(Closing::Abort));
             }
             Step::WriteHello => write_hello(socket, control),
             Step::NeedLink(peer) => {
-                socket.need_link(peer, control.offer);
+                socket.need_link(peer, control.hello.and_then(|hello| hello.link));
             }
             Step::SendOpen => {
-                if let Err(reason) = send_open(socket, control) {
+                let offered = control.offered.take();
+                if let Err(reason) = send_open(socket, control, offered) {
                     tracing::debug!(target: "rdmasock::promote", slot = socket.slot(), %reason, "cannot open");
                     socket.set_why(reason.into());
-                    refuse_open(socket, control);
+                    if let Some((yours, _)) = offered {
+                        refuse_open(socket, control, yours);
+                    }
                     feed(socket, control, |h| Ok(h.on_open_failed()));
                     return;
                 }
@@ -128,9 +127,9 @@ fn write_hello<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
     let hello = Hello {
         instance: socket.instance(),
         link: control
-            .greeted_by
+            .hello
             .filter(|_| handshake.role() == Role::Acceptor)
-            .and_then(|peer| socket.offer_link(peer, control.reached_at)),
+            .and_then(|hello| socket.offer_link(hello.instance, control.reached_at)),
     };
     queue_marker(socket, control, &Marker::Hello(hello), false);
 }
@@ -173,66 +172,72 @@ fn receive_on_link<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
     }
 }
 
-/// Opens this end's stream, and sends OPEN or OPEN-ACK.
+/// Opens this end's stream, and sends OPEN; or OPEN-ACK, if the peer has `offered` a stream.
 #[inline(never)]
-fn send_open<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> Result<(), Reason> {
+fn send_open<S: SocketIo>(
+    socket: &S,
+    control: &mut ControlOf<S>,
+    offered: Option<(Vqpn, RingOffer)>,
+) -> Result<(), Reason> {
     let link = socket.link().filter(|l| l.is_alive()).ok_or(Reason::LinkFailed)?;
     let handshake = control.handshake.as_ref().ok_or(Reason::LinkFailed)?;
     let (mine, theirs) = (handshake.mine(), handshake.theirs());
     if handshake.is_between_hosts() {
         // P77.
-        if socket.tx.lock().is_none_or(|tx| tx.is_shut) {
+        if socket.tx.lock().is_none_or(|tx| tx.end.is_shut()) {
             return Err(Reason::LinkFailed);
         }
-        stay::begin(socket, control);
+        stay::begin(socket, control, mine, theirs.ok_or(Reason::LinkFailed)?);
     }
     let fabric::Opened { vqpn, ring, consumer } = link.open(socket.slot())?;
     // Checked once the stream is open, because an open stream keeps the link object from reuse. Before that the object
     // may have become a link to another instance.
-    if control.greeted_by != Some(link.peer()) {
+    if control.hello.map(|hello| hello.instance) != Some(link.peer()) {
         link.close(vqpn, None, Some(consumer));
         return Err(Reason::LinkFailed);
     }
     control.opened = Some(Opened {
         link: link.clone(),
         mine: vqpn,
-        asked: false,
+        theirs: offered.map_or(Theirs::None, |(yours, _)| Theirs::Open(yours)),
+        asked_back: false,
     });
     socket.rx.lock().ok_or(Reason::Resources)?.consumer = Some(consumer);
-    let message = match control.peer {
+    let message = match offered {
         None => Message::Open {
             nonce_mine: mine,
             nonce_yours: theirs.ok_or(Reason::LinkFailed)?,
             vqpn,
             ring,
         },
-        Some(yours) => Message::OpenAck {
-            yours,
-            mine: vqpn,
-            ring,
-        },
+        Some((yours, first)) => {
+            link.pair(vqpn, yours, first);
+            Message::OpenAck {
+                yours,
+                mine: vqpn,
+                ring,
+            }
+        }
     };
-    if let (Some(yours), Some(first)) = (control.peer, control.first.take()) {
-        link.pair(vqpn, yours, first);
-    }
-    if !link.send(&message) {
-        return Err(Reason::LinkFailed);
-    }
-    if let Some(opened) = control.opened.as_mut() {
-        opened.asked = control.peer.is_none();
+    link.send(&message).map_err(|_| Reason::LinkFailed)?;
+    if let Some(opened) = control.opened.as_mut().filter(|_| offered.is_none()) {
+        opened.theirs = Theirs::Awaited;
     }
     socket.show_link(Some(&link));
     Ok(())
 }
 
-/// Refuses the peer's OPEN, if there was one.
-fn refuse_open<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
-    if let (Some(yours), Some(link)) = (control.peer.take(), socket.link()) {
+/// Refuses the peer's OPEN of its stream `yours`.
+fn refuse_open<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, yours: Vqpn) {
+    if let Some(opened) = control.opened.as_mut() {
+        opened.theirs = Theirs::None;
+    }
+    if let Some(link) = socket.link() {
         if let Some(mut tx) = socket.tx.lock() {
             tx.producer = None;
         }
         link.done_with(yours);
-        link.send(&Message::OpenRefuse {
+        let _ = link.send(&Message::OpenRefuse {
             yours,
             reason: wire::Reason::Resources,
         });
@@ -275,10 +280,10 @@ fn queue_marker<S: SocketIo>(socket: &S, control: &ControlOf<S>, marker: &Marker
 /// Handles the peer's RESUME, which was found in TCP.
 pub fn on_resume<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, received: u64, sent: u64) {
     end_attempt(socket, control);
-    let steps = control.resume.as_mut().map(|r| r.on_resume(received, sent));
+    let steps = control.stay.as_mut().map(|stay| stay.resume.on_resume(received, sent));
     // The peer has left unasked: its end of the link has failed.
     if let Some(opened) = &control.opened
-        && control.returns
+        && control.stay.as_ref().is_some_and(|stay| stay.returns)
     {
         opened.link.doubt();
     }
@@ -290,7 +295,9 @@ pub fn on_resume<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, received: 
 
 /// Handles the end of TCP in the peer's direction.
 pub fn on_end<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
-    control.returns = false;
+    if let Some(stay) = control.stay.as_mut() {
+        stay.returns = false;
+    }
     let rx = socket.rx.lock();
     let marked = rx.is_some_and(|rx| rx.consumer.as_ref().is_some_and(|c| c.has_mark()));
     stay::feed(socket, control, |r| r.on_end(marked));
@@ -299,8 +306,8 @@ pub fn on_end<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
 /// Looks for RESUME in a direction that is on the link, after TCP has brought bytes or its end. Handles RESUME if it is
 /// there as a whole.
 pub fn look_for_resume<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
-    let next = control.resume.as_ref().is_some_and(Resume::is_next);
-    let Some([mine, _]) = control.nonces.filter(|_| next) else {
+    let stay = control.stay.as_ref().filter(|stay| stay.resume.is_next());
+    let Some(mine) = stay.map(|stay| stay.mine) else {
         return;
     };
     let found = {

@@ -11,7 +11,7 @@ use crate::stream::connection::directions::{
 };
 use crate::stream::connection::io::{ControlOf, Half, RxOf, SocketIo, StreamLink, Task, Tcp};
 use crate::stream::connection::scan::{Ahead, AtMark, look_ahead};
-use crate::stream::connection::{Control, ask_back, close_stream, scan, stay};
+use crate::stream::connection::{Control, End, ask_back, close_stream, scan, stay};
 use crate::stream::handshake::{Handshake, Role};
 use crate::stream::mode::{Mode, Receiving, Sending};
 use crate::wire;
@@ -34,8 +34,10 @@ pub fn shut<S: SocketIo>(socket: &S, both: bool, farewell: &mut Farewell<S::Link
     let Some(mut control) = socket.control.lock() else {
         return false;
     };
-    if let Some(mut tx) = socket.tx.lock() {
-        tx.is_shut = true;
+    if let Some(mut tx) = socket.tx.lock()
+        && tx.end == End::Open
+    {
+        tx.end = End::Shut;
     }
     if both {
         socket.rx_shut.store(true, SeqCst);
@@ -67,7 +69,7 @@ pub fn shut<S: SocketIo>(socket: &S, both: bool, farewell: &mut Farewell<S::Link
         return false;
     }
     if socket.is_tx_quiet() {
-        tx.then_shut = true;
+        tx.end = End::Due;
         drop(tx);
         flush(socket);
         return true;
@@ -85,7 +87,7 @@ pub fn shut<S: SocketIo>(socket: &S, both: bool, farewell: &mut Farewell<S::Link
 /// so the kernel does not know of these bytes. TCP answers them as after any close: by a reset. Returns true if there
 /// are any. The caller holds the control lock.
 pub fn return_unread<S: SocketIo>(socket: &S, control: &ControlOf<S>) -> bool {
-    let (Some(opened), Some(yours)) = (&control.opened, control.peer) else {
+    let Some((link, yours)) = control.pair() else {
         return false;
     };
     let (from, wake) = {
@@ -93,7 +95,7 @@ pub fn return_unread<S: SocketIo>(socket: &S, control: &ControlOf<S>) -> bool {
             return false;
         };
         // Bytes that TCP has brought already come after those on the link.
-        if socket.rx_mode.load(Acquire) != Mode::Link || rx.stays || !rx.carry.is_empty() {
+        if socket.rx_mode.load(Acquire) != Mode::Link || rx.stays() || !rx.carry.is_empty() {
             return false;
         }
         let Some(consumer) = rx.consumer.as_mut() else {
@@ -108,7 +110,7 @@ pub fn return_unread<S: SocketIo>(socket: &S, control: &ControlOf<S>) -> bool {
         (consumer.position(), wake)
     };
     socket.notify_peer(wake);
-    ask_back(&opened.link, yours, Some(from));
+    ask_back(link, yours, Some(from));
     true
 }
 
@@ -152,7 +154,7 @@ pub fn scan_left<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> Option<
 /// Returns the ABORT that answers a HELLO which has not come. Empty if no such answer is due.
 fn refusal<L, O>(control: &Control<L, O>) -> Vec<u8> {
     let mut buf = [0u8; MAX_MARKER];
-    let is_unanswered = |h: &&Handshake| h.role() == Role::Acceptor && control.greeted_by.is_none();
+    let is_unanswered = |h: &&Handshake| h.role() == Role::Acceptor && control.hello.is_none();
     let theirs = control
         .handshake
         .as_ref()
@@ -178,7 +180,7 @@ pub fn close_tx<S: SocketIo>(socket: &S) -> (Vec<u8>, Farewell<S::Link>) {
         {
             let _ = producer.end(EndMark::Fin);
         }
-        tx.then_shut = false;
+        tx.end = End::Shut;
     }
     flush(socket);
     let unsent = socket.tx.lock();
@@ -194,7 +196,7 @@ pub fn close_if_over<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> Opt
     if is_busy || !socket.is_plain() {
         return None;
     }
-    let returns = std::mem::take(&mut control.returns) && control.leave.is_none();
+    let returns = control.stay.as_ref().is_some_and(|stay| stay.returns) && control.leave.is_none();
     close_stream(socket, control);
     Some(returns)
 }
@@ -289,7 +291,7 @@ fn set_aside<S: SocketIo>(socket: &S, rx: &mut RxOf<S>, makes_room: bool) -> Fro
         Found::Marker { .. } | Found::Bad { .. } => Front::Marker,
     };
     seen.truncate(found.payload);
-    if rx.aside.len() + seen.len() > MOST || !take(&tcp, rx, seen.len()) {
+    if rx.aside.len() + seen.len() > MOST || take(&tcp, rx, seen.len()).is_err() {
         return Front::Unknown;
     }
     rx.scanned = 0;
@@ -317,8 +319,8 @@ pub fn on_take_back<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, bytes: 
         is_on_link
     });
     flush(socket);
-    if let (true, Some(opened), Some(yours)) = (done, &control.opened, control.peer) {
-        opened.link.send(&Message::TakenBack { yours });
+    if let (true, Some((link, yours))) = (done, control.pair()) {
+        let _ = link.send(&Message::TakenBack { yours });
     } else {
         tracing::warn!(target: "rdmasock", slot = socket.slot(), "cannot send again what was not read: reset");
         socket.reset();
@@ -356,13 +358,12 @@ pub fn give_back<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
 }
 
 fn ask_peer<S: SocketIo>(socket: &S, control: &ControlOf<S>) -> Option<()> {
-    let opened = control.opened.as_ref().filter(|o| !o.link.is_remote())?;
-    let yours = control.peer?;
+    let (link, yours) = control.pair().filter(|(link, _)| !link.is_remote())?;
     let rx = socket.rx.lock()?;
     let bytes = u32::try_from(rx.aside.len()).ok()?;
     tracing::debug!(target: "rdmasock::promote", slot = socket.slot(), bytes, "to be taken back");
     let message = Message::TakeBack { yours, bytes };
-    opened.link.send_with(&message, &rx.aside).then_some(())
+    link.send_with(&message, &rx.aside).ok()
 }
 
 /// Drops the data that is set aside, and moves the direction by `event`.

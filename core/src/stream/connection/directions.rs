@@ -5,9 +5,9 @@ use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
 use crate::fabric::ring::{Consumer, EndMark, RingError, RxFlags, Stopped, Wake};
 use crate::ids::{Nonce, Vqpn};
-use crate::stream::connection::Rx;
-use crate::stream::connection::io::{Half, RxOf, SocketIo, StreamLink, Task, Tcp, TxOf, Unsent};
+use crate::stream::connection::io::{Gone, Half, RxOf, SocketIo, StreamLink, Task, Tcp, TxOf, Unsent};
 use crate::stream::connection::scan::Carry;
+use crate::stream::connection::{Behind, End, Rx};
 use crate::stream::mode::{Mode, Receiving, Sending};
 
 /// The waiter at the other end of a link within the host that is woken once the kernel has sent its FIN. Only then does
@@ -35,22 +35,19 @@ impl<L: StreamLink> Farewell<L> {
 
 // The receiving direction.
 
-/// Begins to scan what the kernel delivers for markers that start with `nonce`. Returns false if the socket's use does
-/// not allow that.
-pub fn start_scan<S: SocketIo>(socket: &S, nonce: Nonce) -> bool {
-    let Some(mut rx) = socket.rx.lock() else {
-        return false;
-    };
+/// The use of the socket allows no scan for markers now.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("no scan for markers now")]
+pub struct NoScan;
+
+/// Begins to scan what the kernel delivers for markers that start with `nonce`.
+pub fn start_scan<S: SocketIo>(socket: &S, nonce: Nonce) -> Result<(), NoScan> {
+    let mut rx = socket.rx.lock().ok_or(NoScan)?;
     let is_plain = socket.rx_mode.load(Acquire) == Mode::Tcp;
-    let Some(tcp) = socket.tcp().filter(|_| is_plain) else {
-        return false;
-    };
-    if is_shut(socket) {
-        // The kernel would answer a marker by a reset.
-        return false;
-    }
-    if !socket.may_scan(&tcp) {
-        return false;
+    let tcp = socket.tcp().filter(|_| is_plain).ok_or(NoScan)?;
+    // If both directions are shut, the kernel would answer a marker by a reset.
+    if is_shut(socket) || !socket.may_scan(&tcp) {
+        return Err(NoScan);
     }
     rx.scan = Some(nonce);
     rx.carry = Carry::default();
@@ -62,9 +59,9 @@ pub fn start_scan<S: SocketIo>(socket: &S, nonce: Nonce) -> bool {
     if socket.rx_inside.count() > 1 {
         rx.scan = None;
         socket.rx_mode.go(Receiving::Settled);
-        return false;
+        return Err(NoScan);
     }
-    true
+    Ok(())
 }
 
 /// Ends the scan: no marker is expected in TCP any more.
@@ -144,7 +141,7 @@ fn is_scanned<S: SocketIo>(socket: &S, rx: &RxOf<S>) -> bool {
 
 /// Returns whether the program has shut both directions.
 pub fn is_shut<S: SocketIo>(socket: &S) -> bool {
-    socket.rx_shut.load(SeqCst) && socket.tx.lock().is_some_and(|tx| tx.is_shut)
+    socket.rx_shut.load(SeqCst) && socket.tx.lock().is_some_and(|tx| tx.end.is_shut())
 }
 
 /// Shuts the receiving direction. Returns true if the kernel's shutdown() follows by itself once no marker may come,
@@ -154,7 +151,7 @@ pub fn shut_receiving<S: SocketIo>(socket: &S) -> bool {
     let Some(mut rx) = socket.rx.lock() else {
         return false;
     };
-    let is_out = socket.tx.lock().is_some_and(|tx| tx.is_shut && !tx.then_shut);
+    let is_out = socket.tx.lock().is_some_and(|tx| tx.end == End::Shut);
     // Stored under the lock: no scan begins after this.
     socket.rx_shut.store(true, SeqCst);
     rx.then_shut = is_out && is_scanned(socket, &rx) && socket.rx_inside.is_empty();
@@ -171,8 +168,8 @@ pub fn on_end_told<S: SocketIo>(socket: &S, rx: &mut RxOf<S>) {
     }
 }
 
-/// Takes `len` bytes that were seen from the carry, then the kernel. Returns false if they are not there any more.
-pub fn take<O>(tcp: &impl Tcp, rx: &mut Rx<O>, len: usize) -> bool {
+/// Takes `len` bytes that were seen from the carry, then the kernel.
+pub fn take<O>(tcp: &impl Tcp, rx: &mut Rx<O>, len: usize) -> Result<(), Gone> {
     let carried = rx.carry.len().min(len);
     rx.carry.consume(carried);
     tcp.take(len - carried)
@@ -180,7 +177,11 @@ pub fn take<O>(tcp: &impl Tcp, rx: &mut Rx<O>, len: usize) -> bool {
 
 /// Returns whether the link delivers no more: the connection has ended, or the link has. The caller holds `rx`.
 pub fn is_over<S: SocketIo>(socket: &S, rx: &RxOf<S>) -> bool {
-    if rx.stays { rx.read_on } else { socket.is_link_over() }
+    match rx.behind {
+        Behind::Mark => socket.is_link_over(),
+        Behind::Link => false,
+        Behind::Tcp => true,
+    }
 }
 
 /// Leaves the link if the ring is drained and what follows is in TCP: its next byte or its end. Returns false if that
@@ -192,7 +193,7 @@ pub fn leave_link_at_end<S: SocketIo>(socket: &S) -> bool {
     if socket.rx_mode.load(Acquire) != Mode::Link {
         return false;
     }
-    let stays = rx.stays;
+    let stays = rx.stays();
     let ended = is_over(socket, &rx);
     let over = match rx.consumer.as_mut() {
         None => true,
@@ -221,7 +222,7 @@ pub fn leave_link_at_end<S: SocketIo>(socket: &S) -> bool {
         && tx
             .as_ref()
             .is_some_and(|tx| tx.producer.as_ref().is_some_and(|p| p.is_unread()));
-    let is_shut = tx.is_none_or(|tx| tx.is_shut);
+    let is_shut = tx.is_none_or(|tx| tx.end.is_shut());
     if rx.is_lost || unread && !marked && !stays {
         socket.report_reset(is_shut);
     }
@@ -293,12 +294,12 @@ pub fn flush<S: SocketIo>(socket: &S) -> bool {
     };
     let mode = socket.tx_mode.load(Acquire);
     if mode != Mode::Marked {
-        if tx.then_shut
+        if tx.end == End::Due
             && !waits
             && mode != Mode::Foreign
             && let Some(tcp) = socket.tcp()
         {
-            tx.then_shut = false;
+            tx.end = End::Shut;
             tcp.end();
         }
         return true;
@@ -341,7 +342,7 @@ pub fn flush<S: SocketIo>(socket: &S) -> bool {
     }
     tcp.push();
     tracing::trace!(target: "rdmasock::promote", slot = socket.slot(), "markers are out");
-    if tx.is_suspended || tx.then_shut && waits {
+    if tx.is_suspended || tx.end == End::Due && waits {
         return false;
     }
     if std::mem::take(&mut tx.then_link) && tx.producer.is_some() {
@@ -355,14 +356,15 @@ pub fn flush<S: SocketIo>(socket: &S) -> bool {
             socket.later(Task::Drained);
         }
     }
-    if std::mem::take(&mut tx.then_shut) {
+    if tx.end == End::Due {
+        tx.end = End::Shut;
         let mut farewell = Farewell::NONE;
         if socket.tx_mode.load(Acquire) == Mode::Link {
             farewell = Farewell::of(socket, end_on_link(socket, &mut tx, EndMark::Fin));
         }
         if socket.tx_mode.load(Acquire) == Mode::Marked {
             // The peer has stopped reading the link: the bytes that it has not read are sent first.
-            tx.then_shut = true;
+            tx.end = End::Due;
             drop(tx);
             return flush(socket);
         }

@@ -7,8 +7,8 @@ use crate::stats::Reason;
 use crate::stream::connection::attempt::{end_attempt, feed};
 use crate::stream::connection::directions::resend;
 use crate::stream::connection::io::{ControlOf, SocketIo, StreamLink, Task};
-use crate::stream::connection::stay;
 use crate::stream::connection::stay::leave;
+use crate::stream::connection::{Theirs, stay};
 use crate::stream::handshake::Handshake;
 use crate::wire;
 use crate::wire::{Message, RingOffer};
@@ -18,12 +18,13 @@ use crate::wire::{Message, RingOffer};
 #[error("the peer breaks the protocol of the link")]
 pub struct Broken;
 
-/// Handles OPEN, for the attempt of `socket` that `nonces` belong to, if there is one. Returns true if the attempt
-/// continues, false if the OPEN is refused.
+/// Handles OPEN, for the attempt of `socket` with the nonces `mine` and `yours`, if there is one. They are named as the
+/// peer sees them: markers to the peer start with `mine`. Returns true if the attempt continues, false if the OPEN is
+/// refused.
 pub fn on_open<S: SocketIo>(
     socket: Option<&S>,
     link: &S::Link,
-    nonces: OpenNonces,
+    (mine, yours): (Nonce, Nonce),
     theirs: Vqpn,
     first: RingOffer,
 ) -> Result<bool, Broken> {
@@ -33,29 +34,21 @@ pub fn on_open<S: SocketIo>(
         let matches = control
             .handshake
             .as_ref()
-            .is_some_and(|h| h.is_opening() && h.mine() == nonces.yours && h.theirs() == Some(nonces.mine));
-        (matches && control.greeted_by == Some(link.peer())).then(|| opened(socket, &mut control, link, theirs, first))
+            .is_some_and(|h| h.is_opening() && h.mine() == yours && h.theirs() == Some(mine));
+        let is_from = control.hello.is_some_and(|hello| hello.instance == link.peer());
+        (matches && is_from).then(|| opened(socket, &mut control, link, theirs, first))
     });
     match opened {
         Some(Ok(())) => Ok(true),
         Some(Err(NoProducer::NoSuch)) => Err(Broken),
         Some(Err(NoProducer::Limits)) | None => {
-            link.send(&Message::OpenRefuse {
+            let _ = link.send(&Message::OpenRefuse {
                 yours: theirs,
                 reason: wire::Reason::Cancelled,
             });
             Ok(false)
         }
     }
-}
-
-/// The nonces of OPEN, as the peer sees them.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct OpenNonces {
-    /// The nonce that markers to the peer start with.
-    pub mine: Nonce,
-    /// The nonce that markers to this end start with.
-    pub yours: Nonce,
 }
 
 /// Handles OPEN-ACK for this end's stream `mine`. `socket` is the socket of that stream, `None` if it has none.
@@ -69,12 +62,12 @@ pub fn on_open_ack<S: SocketIo>(
     let control = socket.and_then(|socket| Some((socket, socket.control.lock()?)));
     let awaited = control.filter(|(_, control)| {
         let opened = control.opened.as_ref();
-        control.peer.is_none() && opened.is_some_and(|o| o.asked && o.mine == mine && o.link == *link)
+        opened.is_some_and(|o| o.theirs == Theirs::Awaited && o.mine == mine && o.link == *link)
     });
     let Some((socket, mut control)) = awaited else {
         // This end has given the stream up since it sent OPEN. The peer's number becomes free when the peer receives
         // CLOSED.
-        link.send(&Message::Closed { yours: theirs });
+        let _ = link.send(&Message::Closed { yours: theirs });
         return Ok(());
     };
     match opened(socket, &mut control, link, theirs, first) {
@@ -82,23 +75,29 @@ pub fn on_open_ack<S: SocketIo>(
         Err(NoProducer::NoSuch) => Err(Broken),
         Err(NoProducer::Limits) => {
             // As if this end had left before the answer came.
-            link.send(&Message::Closed { yours: theirs });
+            let _ = link.send(&Message::Closed { yours: theirs });
             end_attempt(socket, &mut control);
             Ok(())
         }
     }
 }
 
-/// Handles OPEN-REFUSE for the socket's stream `mine`. Returns false if the control lock could not be taken.
-pub fn on_open_refused<S: SocketIo>(socket: &S, mine: Vqpn) -> bool {
-    let Some(mut control) = socket.control.lock() else {
-        return false;
-    };
-    if let Some(opened) = control.opened.as_mut().filter(|o| o.mine == mine) {
-        opened.asked = false;
+/// The caller is in a signal handler that has interrupted its own thread's use of the connection.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("the connection is in use")]
+pub struct Interrupted;
+
+/// Handles OPEN-REFUSE for the socket's stream `mine`.
+pub fn on_open_refused<S: SocketIo>(socket: &S, mine: Vqpn) -> Result<(), Interrupted> {
+    let mut control = socket.control.lock().ok_or(Interrupted)?;
+    if let Some(opened) = control.opened.as_mut()
+        && opened.mine == mine
+        && opened.theirs == Theirs::Awaited
+    {
+        opened.theirs = Theirs::None;
     }
     end_attempt(socket, &mut control);
-    true
+    Ok(())
 }
 
 /// Handles DEMOTE-REQUEST: the sending direction goes back to TCP. With `resend_from` the bytes from that position on
@@ -127,7 +126,6 @@ fn opened<S: SocketIo>(
     first: RingOffer,
 ) -> Result<(), NoProducer> {
     let producer = link.producer(theirs)?;
-    control.peer = Some(theirs);
     // Set first, because the peer may have switched before this message was read. Then a reader takes bytes as soon as
     // the two streams are a pair, and notifies the peer by this number. (Within a host the bytes may have come before:
     // the peer checks again when it reads this end's SWITCH.)
@@ -135,10 +133,10 @@ fn opened<S: SocketIo>(
     socket.set_link(Some(link));
     match control.opened.as_mut() {
         Some(opened) => {
-            opened.asked = false;
+            opened.theirs = Theirs::Open(theirs);
             link.pair(opened.mine, theirs, first);
         }
-        None => control.first = Some(first),
+        None => control.offered = Some((theirs, first)),
     }
     if let Some(mut tx) = socket.tx.lock() {
         tx.producer = Some(producer);

@@ -7,8 +7,9 @@ use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, AsRawFd};
 
 use rdmasock_core::ids::Nonce;
+use rdmasock_core::stream::connection::stay::Stay;
 use rdmasock_core::stream::connection::{
-    Farewell, Task, flush, read_ahead, shut, shut_receiving, start_scan, stay, stop_scan,
+    Behind, Farewell, Task, flush, read_ahead, shut, shut_receiving, start_scan, stay, stop_scan,
 };
 use rdmasock_core::stream::handshake::Closing;
 use rdmasock_core::stream::resume::Resume;
@@ -53,7 +54,7 @@ fn unanswered(closing: Closing) -> (&'static Socket, TcpStream, TcpStream) {
     {
         let mut rx = socket.rx.lock().unwrap();
         rx.scan = Some(MINE);
-        rx.stays = true;
+        rx.behind = Behind::Link;
     }
     socket.rx_mode.go(Receiving::Expected);
     if closing == Closing::Switch {
@@ -61,8 +62,12 @@ fn unanswered(closing: Closing) -> (&'static Socket, TcpStream, TcpStream) {
         socket.tx_mode.go(Sending::Switched);
     }
     let mut control = socket.control.lock().unwrap();
-    control.nonces = Some([MINE, THEIRS]);
-    control.resume = Some(resume);
+    control.stay = Some(Stay {
+        resume,
+        mine: MINE,
+        theirs: THEIRS,
+        returns: false,
+    });
     drop(control);
     (socket, ours, theirs)
 }
@@ -116,7 +121,7 @@ fn who_has_not_read_what_precedes_resume_can_send_and_then_reads_all_of_it() {
         at += usize::try_from(n).unwrap();
     }
     assert_eq!(got, [&data[..], b"later"].concat());
-    assert!(socket.control.lock().unwrap().resume.as_ref().unwrap().is_over());
+    assert!(socket.control.lock().unwrap().stay.as_ref().unwrap().resume.is_over());
     table::put(ours.as_raw_fd(), Entry::None);
     let mut marker = [0; 64];
     let n = theirs.read(&mut marker).unwrap();
@@ -166,8 +171,8 @@ fn an_end_that_changes_nothing_is_not_looked_for_again_and_again() {
     for _ in 0..3 {
         read_ahead(socket, false);
     }
-    let looks_ahead = |resume: &Resume| resume.looks_ahead();
-    assert!(socket.control.lock().unwrap().resume.as_ref().is_some_and(looks_ahead));
+    let looks_ahead = |stay: &Stay| stay.resume.looks_ahead();
+    assert!(socket.control.lock().unwrap().stay.as_ref().is_some_and(looks_ahead));
     assert_eq!(left_to_do(socket, Task::ReadAhead), before);
 }
 
@@ -286,7 +291,7 @@ fn has_ended(theirs: &TcpStream) -> bool {
 #[test]
 fn where_both_directions_are_shut_the_end_follows_the_last_marker() {
     let (socket, ours, theirs) = accepted();
-    assert!(start_scan(socket, MINE));
+    start_scan(socket, MINE).unwrap();
     let mut farewell = Farewell::NONE;
     assert!(shut(socket, true, &mut farewell), "the kernel's call follows by itself");
     assert!(!flush(socket));
@@ -300,14 +305,14 @@ fn where_both_directions_are_shut_the_end_follows_the_last_marker() {
     );
     assert!(flush(socket));
     until(|| has_ended(&theirs));
-    assert!(!start_scan(socket, MINE), "no marker is to come to it");
+    assert!(start_scan(socket, MINE).is_err(), "no marker is to come to it");
     crate::startup::lifecycle::before_close(ours.as_raw_fd());
 }
 
 #[test]
 fn a_direction_that_is_shut_behind_an_end_is_the_kernels_to_shut_when_the_last_marker_has_come() {
     let (socket, ours, theirs) = accepted();
-    assert!(start_scan(socket, MINE));
+    start_scan(socket, MINE).unwrap();
     let mut farewell = Farewell::NONE;
     assert!(!shut(socket, false, &mut farewell), "the other direction does not wait");
     let anchor = socket.numbers.anchor_fd().unwrap();
@@ -342,7 +347,7 @@ fn received_as_a_scan_begins(stream: &[u8], pieces: usize, flags: c_int) -> Vec<
     let mut iov = unsafe { crate::sys::iov::Iov::many(pieces.as_ptr(), pieces.len()) }.unwrap();
     let kernel = |fd| {
         if socket.rx_mode.look() == Mode::Tcp {
-            assert!(start_scan(socket, MINE));
+            start_scan(socket, MINE).unwrap();
             (&theirs).write_all(stream).unwrap();
             until(|| rustix::io::ioctl_fionread(&ours).unwrap() as usize == stream.len());
         }

@@ -196,7 +196,6 @@ impl Connection for Conn {
                 }
             }
         }
-        device::take_events(self.context);
         self.fate.code()
     }
 

@@ -15,7 +15,6 @@ use rdmasock_core::fabric::remote::qp::{Completed, Read, Role, Write};
 use rdmasock_core::lock::Lock;
 use rdmasock_core::sync::Published;
 
-use crate::device::Subscription;
 use crate::error::{Errno, Result};
 use crate::explain::{debug, explain};
 use crate::memory::Slab;
@@ -63,7 +62,6 @@ impl Common {
 
 /// A queue pair and its resources. Fields are in the order in which they are dropped.
 pub struct Queue {
-    _subscription: Subscription,
     qp: Qp,
     cq: Arc<Cq>,
     /// The registrations by handle.
@@ -116,7 +114,6 @@ impl Queue {
         }
         let (qp, inline) = made.map_err(said("making a queue pair"))?;
         let queue = Self {
-            _subscription: Subscription::new(qp.address(), context, fate)?,
             qp,
             cq,
             registered: Lock::new(BTreeMap::new()),

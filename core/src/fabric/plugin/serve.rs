@@ -318,8 +318,8 @@ functions! {
         unsafe { put(out, connection::<P>(conn)?.info()?) }
     }
 
-    /// Takes in events of the connection and its device. Returns 0 if it is not up yet, 1 if it is up, and the negative
-    /// reason if it is over.
+    /// Takes in events of the connection. Returns 0 if it is not up yet, 1 if it is up, and the negative reason if it is
+    /// over.
     fn state<P>(conn: *mut Conn) -> i32 {
         // SAFETY: the handle is as said above.
         Ok(unsafe { connection::<P>(conn) }?.state())

@@ -5,8 +5,8 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use rdmasock_core::fabric::plugin::serve::Connection;
-use rdmasock_core::fabric::plugin::{Address, Errno, Fate, Hidden, Info, Keys, Result, serve};
-use rdmasock_core::fabric::remote::qp::{Completed, Read, Role, Write};
+use rdmasock_core::fabric::plugin::{Address, Errno, Fate, Hidden, Info, Result, serve};
+use rdmasock_core::fabric::remote::qp::{Completed, Limits, Read, Region, Role, Write};
 use rdmasock_core::lock::Lock;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
@@ -178,11 +178,13 @@ impl Connection for Conn {
         Ok(Info {
             state_fd: self.channel.number(),
             completion_fd: queue.bell().number(),
-            buffer_bytes: BUFFER_BYTES as u32,
-            receive_buffers: RECEIVES,
-            immediate: u8::from(!settings.is_iwarp),
-            reads: READS,
-            packet_bytes: if settings.is_iwarp { 0 } else { 4096 },
+            limits: Limits {
+                receive_buffers: RECEIVES,
+                buffer_bytes: BUFFER_BYTES as u32,
+                immediate: !settings.is_iwarp,
+                packet_bytes: if settings.is_iwarp { 0 } else { 4096 },
+                reads: READS,
+            },
             qp_number: queue.number(),
             device: names::description(settings),
             private: self.private.bytes,
@@ -195,7 +197,7 @@ impl Connection for Conn {
         self.fate.code()
     }
 
-    unsafe fn register(&self, at: *mut std::ffi::c_void, len: usize, role: Role) -> Result<Keys> {
+    unsafe fn register(&self, at: *mut std::ffi::c_void, len: usize, role: Role) -> Result<Region> {
         self.queue()?.register(at.expose_provenance() as u64, len as u64, role)
     }
 
@@ -215,8 +217,8 @@ impl Connection for Conn {
         unsafe { self.queue()?.read(read) }
     }
 
-    fn send<'a>(&self, parts: impl Iterator<Item = &'a [u8]> + Clone) -> Result<()> {
-        self.queue()?.send(parts)
+    fn send(&self, message: &[u8]) -> Result<()> {
+        self.queue()?.send(message)
     }
 
     fn probe(&self) -> Result<()> {

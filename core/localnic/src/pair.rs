@@ -177,20 +177,15 @@ impl Pair {
         self.memory().silent.load(Acquire) != 0
     }
 
-    /// Delivers a message made of these parts to the other end. EMSGSIZE if they exceed [`BUFFER_BYTES`]; EPROTO if no
-    /// receive buffer is free. One caller at a time.
-    pub fn deliver<'a>(&self, parts: impl Iterator<Item = &'a [u8]> + Clone) -> Result<()> {
-        let len: usize = parts.clone().fold(0, |sum, part| sum.saturating_add(part.len()));
-        if len > BUFFER_BYTES {
+    /// Delivers a message to the other end. EMSGSIZE if it exceeds [`BUFFER_BYTES`]; EPROTO if no receive buffer is
+    /// free. One caller at a time.
+    pub fn deliver(&self, message: &[u8]) -> Result<()> {
+        if message.len() > BUFFER_BYTES {
             return Err(Errno(libc::EMSGSIZE));
         }
-        self.arrive(Kind::Message, len as u32, 0, |to| {
-            let mut done = 0;
-            for part in parts {
-                // SAFETY: the sum of the lengths was checked. This end owns the buffer until the message is published.
-                unsafe { to.add(done).copy_from_nonoverlapping(part.as_ptr(), part.len()) };
-                done += part.len();
-            }
+        self.arrive(Kind::Message, message.len() as u32, 0, |to| {
+            // SAFETY: the length was checked. This end owns the buffer until the message is published.
+            unsafe { to.copy_from_nonoverlapping(message.as_ptr(), message.len()) };
         })
     }
 

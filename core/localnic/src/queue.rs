@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
 use std::time::{Duration, Instant};
 
 use rdmasock_core::fabric::plugin::serve::Slots;
-use rdmasock_core::fabric::plugin::{Errno, Fate, Hidden, Keys, Level, Result, log};
-use rdmasock_core::fabric::remote::qp::{Completed, Read, Role, Write};
+use rdmasock_core::fabric::plugin::{Errno, Fate, Hidden, Level, Result, log};
+use rdmasock_core::fabric::remote::qp::{Completed, Key, Read, Region, Role, Write};
 use rdmasock_core::lock::Lock;
 use rdmasock_core::sync::Published;
 use rustix::net::Shutdown;
@@ -151,7 +151,7 @@ impl Queue {
     }
 
     /// Registers memory until it is deregistered, or the queue pair is closed.
-    pub fn register(&self, start: u64, len: u64, role: Role) -> Result<Keys> {
+    pub fn register(&self, start: u64, len: u64, role: Role) -> Result<Region> {
         // The program cannot change the mappings of rings, so these are not pinned.
         let is_pinned = role != Role::Both;
         let pages = match self.settings.has_pins && is_pinned {
@@ -162,13 +162,13 @@ impl Queue {
             false => 0,
         };
         let registration = self.domain.register(start, len, role, pages)?;
-        let keys = Keys {
+        let key = Key {
             local: registration.local_key(),
             remote: registration.remote_key(),
-            handle: registration.local_key().into(),
         };
+        let handle = key.local.into();
         self.registered.lock().ok_or(Errno(libc::EDEADLK))?.push(registration);
-        Ok(keys)
+        Ok(Region { key, handle })
     }
 
     /// Ends the registration. Waits for a peer that is accessing the memory.
@@ -213,15 +213,14 @@ impl Queue {
         self.post(read.len, work, |queue, faults| queue.carry_read(faults, read))
     }
 
-    /// Posts a message made of these parts.
-    pub fn send<'a>(self: &Arc<Self>, parts: impl Iterator<Item = &'a [u8]> + Clone) -> Result<()> {
-        let len = parts.clone().map(<[u8]>::len).sum::<usize>();
-        if len > BUFFER_BYTES {
+    /// Posts a message.
+    pub fn send(self: &Arc<Self>, message: &[u8]) -> Result<()> {
+        if message.len() > BUFFER_BYTES {
             return Err(Errno(libc::EMSGSIZE));
         }
-        let work = || Work::Send(parts.clone().flatten().copied().collect());
-        self.post(len as u32, work, |queue, faults| {
-            queue.carry(faults, |queue| queue.pair.deliver(parts.clone()), |_| AT_MESSAGE)
+        let work = || Work::Send(message.to_vec());
+        self.post(message.len() as u32, work, |queue, faults| {
+            queue.carry(faults, |queue| queue.pair.deliver(message), |_| AT_MESSAGE)
         })
     }
 
@@ -516,11 +515,7 @@ impl Served for Queue {
             };
             let Some(Job { work, frees, .. }) = job else { break };
             let is_done = match &work {
-                Work::Send(bytes) => self.carry(
-                    &mut faults,
-                    |queue| queue.pair.deliver(std::iter::once(bytes.as_slice())),
-                    |_| AT_MESSAGE,
-                ),
+                Work::Send(bytes) => self.carry(&mut faults, |queue| queue.pair.deliver(bytes), |_| AT_MESSAGE),
                 Work::Write(write, immediate) => self.carry(
                     &mut faults,
                     |queue| queue.place(write, *immediate),

@@ -103,9 +103,9 @@ fn messages_and_writes_arrive_in_order() {
         let [a, b] = pair(settings).unwrap();
         let from = registered(&a, (0..100_000u32).map(|n| n as u8).collect());
         let to = registered(&b, vec![0; 100_000]);
-        a.send(&[b"one", b"", b" two"]).unwrap();
+        a.send(b"one two").unwrap();
         post(&a, &write_of(&from, &to), None).unwrap();
-        a.send(&[b"three"]).unwrap();
+        a.send(b"three").unwrap();
         let messages = [b"one two".to_vec(), b"three".to_vec()].map(Seen::Message);
         assert_eq!(await_seen(&b, 2), messages);
         assert!(to.bytes() == from.bytes(), "{settings:?}");
@@ -173,7 +173,7 @@ fn a_message_without_a_buffer_ends_the_connection_and_what_came_before_is_there(
     for settings in kinds() {
         let [a, b] = pair(settings).unwrap();
         let until = Instant::now() + Duration::from_secs(20);
-        while a.send(&[b"x"]) != Err(PostError::Down) {
+        while a.send(b"x") != Err(PostError::Down) {
             look(&a, &mut Vec::new()).ok();
             assert!(Instant::now() < until);
         }
@@ -236,9 +236,9 @@ fn the_descriptor_is_readable_after_what_came_since_it_was_armed() {
         for _ in 0..3 {
             assert!(!wait(0));
             b.arm().unwrap();
-            a.send(&[b"x"]).unwrap();
+            a.send(b"x").unwrap();
             assert!(wait(20_000));
-            a.send(&[b"y"]).unwrap();
+            a.send(b"y").unwrap();
             await_seen(&b, 2);
             b.arm().unwrap();
             assert!(!wait(0), "what has come was seen before");
@@ -261,11 +261,11 @@ fn a_cut_ends_both_ends_in_the_middle_of_a_write() {
 #[test]
 fn silence_ends_nothing_and_nothing_comes() {
     let [a, b] = pair(Settings::parse("silence=5").unwrap()).unwrap();
-    (0..20).for_each(|_| a.send(&[b"x"]).unwrap());
+    (0..20).for_each(|_| a.send(b"x").unwrap());
     let before = await_seen(&b, 5).len();
     assert!((5..10).contains(&before));
     a.probe().unwrap();
-    b.send(&[b"y"]).unwrap();
+    b.send(b"y").unwrap();
     std::thread::sleep(Duration::from_millis(20));
     let mut seen = Vec::new();
     for qp in [&a, &b] {
@@ -300,7 +300,7 @@ fn one_beside_another_has_its_descriptor_and_its_memory_and_ends_alone() {
         bulk_b.arm().unwrap();
         // SAFETY: registered above, and never freed.
         unsafe { bulk_a.write(&write, None) }.unwrap();
-        bulk_a.send(&[b"done"]).unwrap();
+        bulk_a.send(b"done").unwrap();
         assert!(is_readable(&b, Duration::from_secs(20)));
         assert_eq!(await_seen(&bulk_b, 1), [Seen::Message(b"done".to_vec())]);
         assert_eq!(to.bytes(), [7; 64]);
@@ -319,7 +319,7 @@ fn one_beside_another_has_its_descriptor_and_its_memory_and_ends_alone() {
         assert_eq!(await_end(&bulk_a), libc::EACCES);
         await_end(&bulk_b);
         assert_eq!(memory, [0; 64]);
-        a.send(&[b"still here"]).unwrap();
+        a.send(b"still here").unwrap();
         assert_eq!(await_seen(&b, 1), [Seen::Message(b"still here".to_vec())]);
     }
 }

@@ -4,9 +4,7 @@ use std::time::Duration;
 
 use rdmasock_core::fabric::plugin::serve::{Connection, Listen};
 use rdmasock_core::fabric::plugin::{Address, Errno, Result};
-use rdmasock_core::fabric::remote::qp::{
-    Completed, Down, Key, Limits, PostError, QueuePair, Read, Region, Role, Write,
-};
+use rdmasock_core::fabric::remote::qp::{Completed, Down, Limits, PostError, QueuePair, Read, Region, Role, Write};
 
 use crate::conn::Conn;
 use crate::listen::Listener;
@@ -70,34 +68,12 @@ fn post(result: Result<()>) -> std::result::Result<(), PostError> {
 impl QueuePair for LocalQp {
     fn limits(&self) -> Limits {
         // A connected queue pair always has its limits.
-        self.0.info().map_or(
-            Limits {
-                receive_buffers: 0,
-                buffer_bytes: 0,
-                immediate: false,
-                packet_bytes: 0,
-                reads: 0,
-            },
-            |info| Limits {
-                receive_buffers: info.receive_buffers,
-                buffer_bytes: info.buffer_bytes,
-                immediate: info.immediate != 0,
-                packet_bytes: info.packet_bytes,
-                reads: info.reads,
-            },
-        )
+        self.0.info().map_or(Limits::default(), |info| info.limits)
     }
 
     unsafe fn register(&self, at: *mut u8, len: usize, role: Role) -> std::result::Result<Region, Down> {
         // SAFETY: by this function's contract.
-        let keys = unsafe { self.0.register(at.cast(), len, role) }.map_err(|error| Down(error.0))?;
-        Ok(Region {
-            key: Key {
-                local: keys.local,
-                remote: keys.remote,
-            },
-            handle: keys.handle,
-        })
+        unsafe { self.0.register(at.cast(), len, role) }.map_err(|error| Down(error.0))
     }
 
     fn deregister(&self, region: Region) {
@@ -114,8 +90,8 @@ impl QueuePair for LocalQp {
         post(unsafe { self.0.read(read) })
     }
 
-    fn send(&self, parts: &[&[u8]]) -> std::result::Result<(), PostError> {
-        post(self.0.send(parts.iter().copied()))
+    fn send(&self, message: &[u8]) -> std::result::Result<(), PostError> {
+        post(self.0.send(message))
     }
 
     fn probe(&self) -> std::result::Result<(), PostError> {

@@ -1,7 +1,7 @@
 //! The C interface between the library and a plugin that has queue pairs, which is opened on first need. It consists of
-//! two tables of functions, each with a version and its size; both sides are built from this file. With it the code
-//! that all plugins share: the errors, the state of a connection, the hidden fds, and the calls of the library's table.
-//! [`serve`] makes a plugin's table.
+//! two tables of functions, each with a version and its size; both sides are built from this file, and from the
+//! structures of `remote/qp.rs`. With it the code that all plugins share: the errors, the state of a connection, the
+//! hidden fds, and the calls of the library's table. [`serve`] makes a plugin's table.
 //!
 //! A function of type `i32` returns 0, a count, or a negative errno. No panic, and no exception, crosses the interface.
 //! Pointers are valid for the call alone unless it says otherwise.
@@ -15,10 +15,12 @@ use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64, Ordering};
 
 use rustix::fs::{Mode, OFlags};
 
+use crate::fabric::remote::qp::Limits;
+
 pub mod serve;
 
-/// Version of the tables; changes with any change to this file.
-pub const ABI: u32 = 8;
+/// Version of the tables; changes with any change to this file, and to the structures of `remote/qp.rs`.
+pub const ABI: u32 = 9;
 
 /// The plugin's only symbol, an [`Entry`](serve::Entry).
 pub const ENTRY: &CStr = c"rdmasock_verbs_plugin";
@@ -91,16 +93,8 @@ pub struct Info {
     pub state_fd: c_int,
     /// Readable when a completion has come after [`Plugin::arm`](serve::Plugin::arm).
     pub completion_fd: c_int,
-    /// As [`Limits::buffer_bytes`](crate::fabric::remote::qp::Limits::buffer_bytes).
-    pub buffer_bytes: u32,
-    /// As [`Limits::receive_buffers`](crate::fabric::remote::qp::Limits::receive_buffers).
-    pub receive_buffers: u16,
-    /// As [`Limits::immediate`](crate::fabric::remote::qp::Limits::immediate).
-    pub immediate: u8,
-    /// As [`Limits::reads`](crate::fabric::remote::qp::Limits::reads).
-    pub reads: u8,
-    /// As [`Limits::packet_bytes`](crate::fabric::remote::qp::Limits::packet_bytes).
-    pub packet_bytes: u32,
+    /// The limits of the queue pair.
+    pub limits: Limits,
     /// Number of the queue pair.
     pub qp_number: u32,
     /// The device.
@@ -137,76 +131,6 @@ pub mod completion {
     pub const PROBED: u32 = 4;
     /// A READ has completed: its bytes have arrived.
     pub const READ: u32 = 5;
-}
-
-/// A piece of a message.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct Part {
-    /// Where.
-    pub at: *const u8,
-    /// Bytes.
-    pub len: usize,
-}
-
-/// A WRITE, as [`Write`](crate::fabric::remote::qp::Write).
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct WriteRequest {
-    /// Source.
-    pub from: *const u8,
-    /// Target.
-    pub to: u64,
-    /// Bytes.
-    pub len: u32,
-    /// Key of the source.
-    pub local: u32,
-    /// Key of the target.
-    pub remote: u32,
-    /// 0 or 1.
-    pub has_immediate: u32,
-    /// In host order.
-    pub immediate: u32,
-}
-
-/// A READ, as [`Read`](crate::fabric::remote::qp::Read).
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct ReadRequest {
-    /// Target.
-    pub to: *mut u8,
-    /// Source.
-    pub from: u64,
-    /// Bytes.
-    pub len: u32,
-    /// Key of the target.
-    pub local: u32,
-    /// Key of the source.
-    pub remote: u32,
-}
-
-/// Keys of registered memory.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Keys {
-    /// lkey.
-    pub local: u32,
-    /// rkey.
-    pub remote: u32,
-    /// Names the memory to [`Plugin::deregister`](serve::Plugin::deregister).
-    pub handle: u64,
-}
-
-/// The uses that memory is registered for, as [`Role`](crate::fabric::remote::qp::Role).
-pub mod role {
-    /// The source of this end's WRITEs and the target of its READs, and the target of the peer's WRITEs.
-    pub const BOTH: u32 = 0;
-    /// The source of this end's WRITEs.
-    pub const SOURCE: u32 = 1;
-    /// The target of the peer's WRITEs and of this end's READs.
-    pub const TARGET: u32 = 2;
-    /// The source of the peer's READs.
-    pub const OFFERED: u32 = 3;
 }
 
 /// A listener of the plugin.

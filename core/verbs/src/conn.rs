@@ -5,15 +5,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use rdmasock_core::fabric::plugin::serve::Connection;
-use rdmasock_core::fabric::plugin::{Fate, Info, Keys, PRIVATE_BYTES};
-use rdmasock_core::fabric::remote::qp::{Completed, Read, Role, Write};
+use rdmasock_core::fabric::plugin::{Fate, Info, PRIVATE_BYTES};
+use rdmasock_core::fabric::remote::qp::{Completed, Read, Region, Role, Write};
 use rdmasock_core::lock::Lock;
 
 use crate::device;
 use crate::error::{Errno, Result};
 use crate::explain::{debug, explain};
 use crate::probe_target::{Offer, compose};
-use crate::queue::{BUFFER_BYTES, Common, Queue};
+use crate::queue::{Common, Queue};
 use crate::sizes::{Sizes, Wish};
 use crate::sys::{Context, Event, Id, Private, event};
 
@@ -170,11 +170,7 @@ impl Connection for Conn {
         Ok(Info {
             state_fd: self.id.channel().fd(),
             completion_fd: queue.completion_fd(),
-            buffer_bytes: BUFFER_BYTES as u32,
-            receive_buffers: queue.receive_buffers(),
-            immediate: u8::from(queue.has_immediate()),
-            reads: queue.reads(),
-            packet_bytes: queue.packet_bytes(),
+            limits: queue.limits(),
             qp_number: queue.number(),
             device: device::described(self.context.name().to_bytes(), self.is_iwarp()),
             private: words(&private),
@@ -196,11 +192,10 @@ impl Connection for Conn {
                 }
             }
         }
-        device::take_events(self.context);
         self.fate.code()
     }
 
-    unsafe fn register(&self, at: *mut c_void, len: usize, role: Role) -> Result<Keys> {
+    unsafe fn register(&self, at: *mut c_void, len: usize, role: Role) -> Result<Region> {
         // SAFETY: by this function's contract.
         unsafe { self.queue()?.register(at, len, role) }
     }
@@ -221,8 +216,8 @@ impl Connection for Conn {
         unsafe { self.queue()?.read(read) }
     }
 
-    fn send<'a>(&self, parts: impl Iterator<Item = &'a [u8]> + Clone) -> Result<()> {
-        self.queue()?.send(parts)
+    fn send(&self, message: &[u8]) -> Result<()> {
+        self.queue()?.send(message)
     }
 
     fn probe(&self) -> Result<()> {

@@ -1,14 +1,13 @@
-//! Finds the device of a local address, opens it once, and handles its events. Queue pairs are elsewhere.
+//! Finds the device of a local address, and opens it once. Queue pairs are elsewhere.
 //!
 //! [`find`] only reads sysfs. So a process that forks its workers can know that there is a device without opening it.
 //! Children cannot use a device that their parent has opened (librdmacm keeps the parent's).
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use rdmasock_core::fabric::plugin;
-use rdmasock_core::fabric::plugin::{Address, Device, Fate};
+use rdmasock_core::fabric::plugin::{Address, Device};
 use rdmasock_core::lock::Lock;
 
 use crate::error::{Errno, Result};
@@ -23,10 +22,6 @@ static INHERITED: AtomicBool = AtomicBool::new(false);
 
 /// The open devices. Each keeps an id for ever, so that librdmacm keeps the context that all ids share.
 static OPEN: Lock<Vec<(Context, Id)>> = Lock::new(Vec::new());
-
-/// The queue pairs that receive a device's events: the address of the queue pair, its device, and its connection's
-/// fate.
-static LIVE: Lock<Vec<(usize, Context, Arc<Fate>)>> = Lock::new(Vec::new());
 
 /// Returns the device that has this local address; ENODEV if none has it.
 pub fn find(local: &Address) -> Result<Device> {
@@ -80,7 +75,7 @@ fn usable() -> Result<()> {
     Ok(())
 }
 
-/// Forgets the parent's devices and queue pairs in a fork child; none of them is used again.
+/// Forgets the parent's devices in a fork child; none of them is used again.
 ///
 /// # Safety
 /// No other thread exists.
@@ -88,63 +83,9 @@ pub unsafe fn forget() {
     if USED.load(Ordering::Relaxed) {
         INHERITED.store(true, Ordering::Relaxed);
     }
-    // SAFETY: by this function's contract. The values under the locks are not used again: if they may have entries,
-    // `usable` fails.
-    unsafe {
-        OPEN.reset();
-        LIVE.reset();
-    }
-}
-
-/// An entry of a queue pair in `LIVE`, which receives the device's events; removed when dropped.
-#[derive(Debug)]
-pub struct Subscription(usize);
-
-impl Subscription {
-    /// Enters `fate` for the events of the queue pair at this address.
-    pub fn new(queue_pair: usize, context: Context, fate: &Arc<Fate>) -> Result<Self> {
-        let mut live = LIVE.lock().ok_or(Errno(libc::EDEADLK))?;
-        live.push((queue_pair, context, fate.clone()));
-        Ok(Self(queue_pair))
-    }
-}
-
-impl Drop for Subscription {
-    fn drop(&mut self) {
-        if let Some(mut live) = LIVE.lock() {
-            live.retain(|(queue_pair, ..)| *queue_pair != self.0);
-        }
-    }
-}
-
-/// Takes the events of a device, for all its queue pairs.
-pub fn take_events(context: Context) {
-    context.drain_events(|kind, object| {
-        let Some((reason, whole_device)) = judge(kind) else {
-            return;
-        };
-        let Some(live) = LIVE.lock() else { return };
-        for (queue_pair, on, fate) in live.iter() {
-            if (whole_device && *on == context) || *queue_pair == object {
-                fate.end(reason);
-            }
-        }
-    });
-}
-
-/// Returns the effect of an asynchronous event, by its number in `enum ibv_event_type`: the reason why a connection
-/// ends, and whether all connections of the device end. `None` if no connection ends.
-fn judge(kind: u32) -> Option<(Errno, bool)> {
-    match kind {
-        // CQ_ERR: each connection has its own queue, but the event names the queue by an address that is not stored
-        // here.
-        0 => Some((Errno(libc::EIO), true)),
-        // QP_FATAL, QP_REQ_ERR, QP_ACCESS_ERR
-        1..=3 => Some((Errno(libc::EIO), false)),
-        // DEVICE_FATAL
-        8 => Some((Errno(libc::ENODEV), true)),
-        _ => None,
-    }
+    // SAFETY: by this function's contract. The value under the lock is not used again: if it may have entries, `usable`
+    // fails.
+    unsafe { OPEN.reset() };
 }
 
 fn ip(address: &Address) -> Result<IpAddr> {
@@ -211,13 +152,5 @@ mod tests {
     fn an_address_leads_to_its_interface() {
         assert_eq!(interface_of(Ipv4Addr::LOCALHOST.into()).unwrap(), "lo");
         assert_eq!(interface_of(Ipv4Addr::BROADCAST.into()), Err(Errno(libc::ENODEV)));
-    }
-
-    #[test]
-    fn events_of_a_queue_pair_end_its_connection_only() {
-        assert_eq!(judge(1), Some((Errno(libc::EIO), false)));
-        assert_eq!(judge(8), Some((Errno(libc::ENODEV), true)));
-        // COMM_EST, PORT_ACTIVE, and an unknown kind.
-        assert_eq!([judge(4), judge(9), judge(99)], [None; 3]);
     }
 }

@@ -9,13 +9,12 @@ use std::ffi::c_void;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use rdmasock_core::fabric::plugin::Fate;
 use rdmasock_core::fabric::plugin::serve::Slots;
-use rdmasock_core::fabric::plugin::{Fate, Keys};
-use rdmasock_core::fabric::remote::qp::{Completed, Read, Role, Write};
+use rdmasock_core::fabric::remote::qp::{Completed, Key, Limits, Read, Region, Role, Write};
 use rdmasock_core::lock::Lock;
 use rdmasock_core::sync::Published;
 
-use crate::device::Subscription;
 use crate::error::{Errno, Result};
 use crate::explain::{debug, explain};
 use crate::memory::Slab;
@@ -24,7 +23,7 @@ use crate::sizes::Sizes;
 use crate::sys::{BATCH, CompletionChannel, Context, Cq, Done, Id, Mr, Pd, Piece, Qp, QueueLengths, Work, status};
 
 /// Bytes of a receive buffer, and of a send slot.
-pub const BUFFER_BYTES: usize = 4096 + 64;
+const BUFFER_BYTES: usize = 4096 + 64;
 /// Inline sizes to try, the largest first: the device refuses a size that is too large. 80 is siw's.
 const INLINE: [u32; 5] = [256, 128, 80, 64, 0];
 /// From this length on, siw sends from the pages themselves if no completion is requested. Then a retransmission may
@@ -63,7 +62,6 @@ impl Common {
 
 /// A queue pair and its resources. Fields are in the order in which they are dropped.
 pub struct Queue {
-    _subscription: Subscription,
     qp: Qp,
     cq: Arc<Cq>,
     /// The registrations by handle.
@@ -116,7 +114,6 @@ impl Queue {
         }
         let (qp, inline) = made.map_err(said("making a queue pair"))?;
         let queue = Self {
-            _subscription: Subscription::new(qp.address(), context, fate)?,
             qp,
             cq,
             registered: Lock::new(BTreeMap::new()),
@@ -157,27 +154,20 @@ impl Queue {
         self.probe_target.as_ref().map(ProbeTarget::offer)
     }
 
-    pub fn receive_buffers(&self) -> u16 {
-        // At most the `receives` that were wished for, which fit a u16.
-        self.sizes.receives as u16
-    }
-
-    /// Returns the number of READs that may be outstanding.
-    pub fn reads(&self) -> u8 {
-        self.reads
-    }
-
-    pub fn has_immediate(&self) -> bool {
-        !self.is_iwarp
-    }
-
-    /// Returns the bytes that a packet carries; 0 on iWARP, where TCP divides the bytes, and before the queue pair is
+    /// Returns the limits. `packet_bytes` is 0 on iWARP, where TCP divides the bytes, and before the queue pair is
     /// connected.
-    pub fn packet_bytes(&self) -> u32 {
-        if self.is_iwarp {
-            0
-        } else {
-            self.qp.path_mtu().unwrap_or(0)
+    pub fn limits(&self) -> Limits {
+        Limits {
+            // At most the `receives` that were wished for, which fit a u16.
+            receive_buffers: self.sizes.receives as u16,
+            buffer_bytes: BUFFER_BYTES as u32,
+            immediate: !self.is_iwarp,
+            packet_bytes: if self.is_iwarp {
+                0
+            } else {
+                self.qp.path_mtu().unwrap_or(0)
+            },
+            reads: self.reads,
         }
     }
 
@@ -193,19 +183,19 @@ impl Queue {
     ///
     /// # Safety
     /// As for `QueuePair::register`.
-    pub unsafe fn register(&self, at: *mut c_void, len: usize, role: Role) -> Result<Keys> {
+    pub unsafe fn register(&self, at: *mut c_void, len: usize, role: Role) -> Result<Region> {
         // SAFETY: by this function's contract; the registration ends with the queue pair.
         let mr = unsafe { Mr::of_memory(&self.common.pd, at, len, role) }
             .map_err(|errno| explain("registering memory", errno))?;
         // At any time, all registrations of a device have different keys.
-        let keys = Keys {
+        let key = Key {
             local: mr.local_key(),
             remote: mr.remote_key(),
-            handle: mr.local_key().into(),
         };
+        let handle = key.local.into();
         let mut registered = self.registered.lock().ok_or(Errno(libc::EDEADLK))?;
-        registered.insert(keys.handle, mr);
-        Ok(keys)
+        registered.insert(handle, mr);
+        Ok(Region { key, handle })
     }
 
     /// Ends the registration; the device no longer accesses the memory when this returns.
@@ -253,29 +243,19 @@ impl Queue {
         self.post(read.len, |_| Ok((Work::Read { from, key }, sink)))
     }
 
-    /// Posts a message made of these parts, which are copied.
-    pub fn send<'a>(&self, parts: impl Iterator<Item = &'a [u8]> + Clone) -> Result<()> {
-        let len: usize = parts.clone().fold(0, |sum, part| sum.saturating_add(part.len()));
-        if len > BUFFER_BYTES {
+    /// Posts a message, which is copied.
+    pub fn send(&self, message: &[u8]) -> Result<()> {
+        if message.len() > BUFFER_BYTES {
             return Err(Errno(libc::EMSGSIZE));
         }
-        self.post(len as u32, |slot| {
-            let to = self.send_slab.piece(slot, BUFFER_BYTES)?;
-            let mut done = 0;
-            for part in parts {
-                // SAFETY: the slot has room for all parts, whose sum was checked. The slot belongs to this turn alone,
-                // and its previous work request has completed.
-                unsafe { part.as_ptr().copy_to_nonoverlapping(to.add(done), part.len()) };
-                done += part.len();
-            }
-            Ok((
-                Work::Send,
-                Piece {
-                    at: to,
-                    len: len as u32,
-                    key: self.send_mr.local_key(),
-                },
-            ))
+        let len = message.len() as u32;
+        self.post(len, |slot| {
+            let at = self.send_slab.piece(slot, BUFFER_BYTES)?;
+            // SAFETY: the slot has room for the message, whose length was checked. The slot belongs to this turn alone,
+            // and its previous work request has completed.
+            unsafe { message.as_ptr().copy_to_nonoverlapping(at, message.len()) };
+            let key = self.send_mr.local_key();
+            Ok((Work::Send, Piece { at, len, key }))
         })
     }
 
@@ -451,7 +431,7 @@ impl Queue {
     /// Sends an empty message from the connecting end on iWARP, after which the other end may send. The other end's
     /// `poll` does not report it. It uses none of the counted buffers, because more are posted.
     pub fn greet(&self) -> Result<()> {
-        self.send(std::iter::empty())
+        self.send(&[])
     }
 
     fn post_receives(&self, buffers: &mut Buffers) -> Result<()> {

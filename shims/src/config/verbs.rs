@@ -7,7 +7,7 @@ use std::ffi::{c_char, c_int, c_void};
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::PathBuf;
-use std::ptr::null_mut;
+use std::ptr::{null, null_mut};
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64};
 
@@ -15,12 +15,9 @@ use libloading::os::unix::{Library as Object, RTLD_LOCAL, RTLD_NOW};
 use once_cell::race::OnceBox;
 use rdmasock_core::fabric::plugin::serve::{Entry, Plugin};
 use rdmasock_core::fabric::plugin::{
-    ABI, Address, Completion, Conn, ENTRY, Host, Info, Keys, Listener, PRIVATE_BYTES, Part, ReadRequest, Request,
-    WriteRequest, completion, role,
+    ABI, Address, Completion, Conn, ENTRY, Host, Info, Listener, PRIVATE_BYTES, Request, completion,
 };
-use rdmasock_core::fabric::remote::qp::{
-    Completed, Down, Key, Limits, PostError, QueuePair, Read as RdmaRead, Region, Role, Write as RdmaWrite,
-};
+use rdmasock_core::fabric::remote::qp::{Completed, Down, Limits, PostError, QueuePair, Read, Region, Role, Write};
 use rdmasock_core::os::dir;
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::wire::Introduction;
@@ -31,8 +28,6 @@ use crate::config::config;
 
 /// The plugin's file name, in the folder of the library.
 const FILE: &str = "librdmasock_verbs.so";
-/// The most parts of one message.
-const PARTS: usize = 4;
 
 static PLUGIN: OnceBox<Result<&'static Plugin, String>> = OnceBox::new();
 /// Whether the plugin was opened. A fork child then has to notify the plugin, because everything that it handed out
@@ -480,41 +475,14 @@ impl Pair {
 
 impl QueuePair for Pair {
     fn limits(&self) -> Limits {
-        self.info().map_or(
-            Limits {
-                receive_buffers: 0,
-                buffer_bytes: 0,
-                immediate: false,
-                packet_bytes: 0,
-                reads: 0,
-            },
-            |info| Limits {
-                receive_buffers: info.receive_buffers,
-                buffer_bytes: info.buffer_bytes,
-                immediate: info.immediate != 0,
-                packet_bytes: info.packet_bytes,
-                reads: info.reads,
-            },
-        )
+        self.info().map_or(Limits::default(), |info| info.limits)
     }
 
     unsafe fn register(&self, at: *mut u8, len: usize, role: Role) -> Result<Region, Down> {
-        let mut keys = Keys::default();
-        let role = match role {
-            Role::Both => role::BOTH,
-            Role::Source => role::SOURCE,
-            Role::Target => role::TARGET,
-            Role::Offered => role::OFFERED,
-        };
+        let mut region = Region::default();
         // SAFETY: by the caller's contract on the memory; the connection lives as long as this value.
-        self.ask(|conn| unsafe { (self.plugin.register)(conn, at.cast(), len, role, &raw mut keys) })?;
-        Ok(Region {
-            key: Key {
-                local: keys.local,
-                remote: keys.remote,
-            },
-            handle: keys.handle,
-        })
+        self.ask(|conn| unsafe { (self.plugin.register)(conn, at.cast(), len, role, &raw mut region) })?;
+        Ok(region)
     }
 
     fn deregister(&self, region: Region) {
@@ -525,42 +493,20 @@ impl QueuePair for Pair {
         }
     }
 
-    unsafe fn write(&self, write: &RdmaWrite, immediate: Option<u32>) -> Result<(), PostError> {
-        let request = WriteRequest {
-            from: write.from,
-            to: write.to,
-            len: write.len,
-            local: write.local,
-            remote: write.remote,
-            has_immediate: immediate.is_some().into(),
-            immediate: immediate.unwrap_or(0),
-        };
+    unsafe fn write(&self, write: &Write, immediate: Option<u32>) -> Result<(), PostError> {
+        let immediate = immediate.as_ref().map_or(null(), std::ptr::from_ref);
         // SAFETY: by the caller's contract on the memory; the connection lives as long as this value.
-        self.post(|conn| unsafe { (self.plugin.write)(conn, &raw const request) })
+        self.post(|conn| unsafe { (self.plugin.write)(conn, write, immediate) })
     }
 
-    unsafe fn read(&self, read: &RdmaRead) -> Result<(), PostError> {
-        let request = ReadRequest {
-            to: read.to,
-            from: read.from,
-            len: read.len,
-            local: read.local,
-            remote: read.remote,
-        };
+    unsafe fn read(&self, read: &Read) -> Result<(), PostError> {
         // SAFETY: by the caller's contract on the memory; the connection lives as long as this value.
-        self.post(|conn| unsafe { (self.plugin.read)(conn, &raw const request) })
+        self.post(|conn| unsafe { (self.plugin.read)(conn, read) })
     }
 
-    fn send(&self, parts: &[&[u8]]) -> Result<(), PostError> {
-        let mut list = [Part {
-            at: std::ptr::null(),
-            len: 0,
-        }; PARTS];
-        for (to, from) in list.iter_mut().zip(parts) {
-            (to.at, to.len) = (from.as_ptr(), from.len());
-        }
-        // SAFETY: the parts are readable during the call, and the connection lives as long as this value.
-        self.post(|conn| unsafe { (self.plugin.send)(conn, list.as_ptr(), parts.len().min(PARTS)) })
+    fn send(&self, message: &[u8]) -> Result<(), PostError> {
+        // SAFETY: the message is readable during the call, and the connection lives as long as this value.
+        self.post(|conn| unsafe { (self.plugin.send)(conn, message.as_ptr(), message.len()) })
     }
 
     fn probe(&self) -> Result<(), PostError> {

@@ -7,10 +7,9 @@ use std::ptr::null;
 use std::time::Duration;
 
 use crate::fabric::plugin::{
-    ABI, Address, Completion, Conn, Device, Errno, Host, Info, Keys, Listener, PRIVATE_BYTES, Part, ReadRequest,
-    Request, Result, WriteRequest, completion, role,
+    ABI, Address, Completion, Conn, Device, Errno, Host, Info, Listener, PRIVATE_BYTES, Request, Result, completion,
 };
-use crate::fabric::remote::qp::{Completed, Read, Role, Write};
+use crate::fabric::remote::qp::{Completed, Read, Region, Role, Write};
 use crate::sync::{AtomicU64, Attention, Ordering, Published};
 
 /// Stores the plugin's table in `table`; the table lives as long as the process, as the host's does. Returns 0, or a
@@ -80,7 +79,7 @@ pub trait Connection: Sized {
     ///
     /// # Safety
     /// As of [`QueuePair::register`](crate::fabric::remote::qp::QueuePair::register).
-    unsafe fn register(&self, at: *mut c_void, len: usize, role: Role) -> Result<Keys>;
+    unsafe fn register(&self, at: *mut c_void, len: usize, role: Role) -> Result<Region>;
     /// Deregisters memory: no work request reaches it any more when this returns.
     fn deregister(&self, handle: u64);
     /// Posts a WRITE.
@@ -93,8 +92,8 @@ pub trait Connection: Sized {
     /// # Safety
     /// As of [`QueuePair::read`](crate::fabric::remote::qp::QueuePair::read).
     unsafe fn read(&self, read: &Read) -> Result<()>;
-    /// Posts a message made of these parts, which are copied.
-    fn send<'a>(&self, parts: impl Iterator<Item = &'a [u8]> + Clone) -> Result<()>;
+    /// Posts a message, which is copied.
+    fn send(&self, message: &[u8]) -> Result<()>;
     /// Posts a probe.
     fn probe(&self) -> Result<()>;
     /// Hands over completions. Returns how many events there were.
@@ -107,33 +106,26 @@ pub trait Connection: Sized {
 
 const INVALID: Errno = Errno(libc::EINVAL);
 
-/// The result of a function of the table, or of its body; no result counts as 0.
+/// The result of a function's body; no result counts as 0.
 trait Code {
-    fn of(code: i32) -> Self;
     fn code(self) -> i32;
 }
 
 impl Code for i32 {
-    fn of(code: i32) -> Self {
-        code
-    }
-
     fn code(self) -> i32 {
         self
     }
 }
 
 impl Code for () {
-    fn of(_: i32) {}
-
     fn code(self) -> i32 {
         0
     }
 }
 
 /// Runs `body`. A panic, which no code here is meant to cause, becomes EIO.
-fn guard<C: Code, R: Code>(body: impl FnOnce() -> Result<C>) -> R {
-    R::of(match catch_unwind(AssertUnwindSafe(body)) {
+fn guard<C: Code>(body: impl FnOnce() -> Result<C>) -> i32 {
+    match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(done)) => done.code(),
         Ok(Err(errno)) => errno.code(),
         Err(payload) => {
@@ -141,7 +133,7 @@ fn guard<C: Code, R: Code>(body: impl FnOnce() -> Result<C>) -> R {
             std::mem::forget(payload);
             -libc::EIO
         }
-    })
+    }
 }
 
 /// Returns the connection behind a handle.
@@ -193,7 +185,7 @@ macro_rules! functions {
     (
         $(#[$about:meta])*
         pub struct Plugin;
-        $($(#[$doc:meta])* fn $name:ident<$P:ident>($($arg:ident: $type:ty),* $(,)?) $(-> $code:ty)? $body:block)*
+        $($(#[$doc:meta])* fn $name:ident<$P:ident>($($arg:ident: $type:ty),* $(,)?) -> i32 $body:block)*
     ) => {
         $(#[$about])*
         #[repr(C)]
@@ -203,10 +195,10 @@ macro_rules! functions {
             pub abi: u32,
             /// Bytes of this table.
             pub size: u32,
-            $($(#[$doc])* pub $name: unsafe extern "C" fn($($arg: $type),*) $(-> $code)?,)*
+            $($(#[$doc])* pub $name: unsafe extern "C" fn($($arg: $type),*) -> i32,)*
         }
 
-        $(unsafe extern "C" fn $name<$P: Provider>($($arg: $type),*) $(-> $code)? {
+        $(unsafe extern "C" fn $name<$P: Provider>($($arg: $type),*) -> i32 {
             guard(|| $body)
         })*
 
@@ -260,7 +252,7 @@ functions! {
     }
 
     /// Ends a listener.
-    fn close_listener<P>(listener: *mut Listener) {
+    fn close_listener<P>(listener: *mut Listener) -> i32 {
         if !listener.is_null() {
             // SAFETY: a handle of `listen`, which is not used any more.
             drop(unsafe { Box::from_raw(listener.cast::<P::Listener>()) });
@@ -304,7 +296,7 @@ functions! {
     }
 
     /// Rejects, and frees the connection.
-    fn reject<P>(conn: *mut Conn) {
+    fn reject<P>(conn: *mut Conn) -> i32 {
         // SAFETY: a handle that is not used any more.
         if let Some(conn) = unsafe { take::<P>(conn) } {
             conn.reject();
@@ -318,75 +310,49 @@ functions! {
         unsafe { put(out, connection::<P>(conn)?.info()?) }
     }
 
-    /// Takes in events of the connection and its device. Returns 0 if it is not up yet, 1 if it is up, and the negative
-    /// reason if it is over.
+    /// Takes in events of the connection. Returns 0 if it is not up yet, 1 if it is up, and the negative reason if it is
+    /// over.
     fn state<P>(conn: *mut Conn) -> i32 {
         // SAFETY: the handle is as said above.
         Ok(unsafe { connection::<P>(conn) }?.state())
     }
 
-    /// Registers memory for one of [`role`], as [`QueuePair::register`](crate::fabric::remote::qp::QueuePair::register)
-    /// does.
-    fn register<P>(conn: *mut Conn, at: *mut c_void, len: usize, role: u32, out: *mut Keys) -> i32 {
+    /// Registers memory, as [`QueuePair::register`](crate::fabric::remote::qp::QueuePair::register) does.
+    fn register<P>(conn: *mut Conn, at: *mut c_void, len: usize, role: Role, out: *mut Region) -> i32 {
         if out.is_null() {
             return Err(INVALID);
         }
-        let role = match role {
-            role::BOTH => Role::Both,
-            role::SOURCE => Role::Source,
-            role::TARGET => Role::Target,
-            role::OFFERED => Role::Offered,
-            _ => return Err(INVALID),
-        };
         // SAFETY: the pointers are as said above; the memory is as `QueuePair::register` demands.
         unsafe { put(out, connection::<P>(conn)?.register(at, len, role)?) }
     }
 
     /// Deregisters memory by its handle, as [`QueuePair::deregister`](crate::fabric::remote::qp::QueuePair::deregister)
     /// does.
-    fn deregister<P>(conn: *mut Conn, handle: u64) {
+    fn deregister<P>(conn: *mut Conn, handle: u64) -> i32 {
         // SAFETY: the handle is as said above.
         unsafe { connection::<P>(conn)? }.deregister(handle);
         Ok(())
     }
 
     /// Posts a WRITE, as [`QueuePair::write`](crate::fabric::remote::qp::QueuePair::write) does; -EAGAIN when the queue
-    /// is full.
-    fn write<P>(conn: *mut Conn, request: *const WriteRequest) -> i32 {
-        // SAFETY: the pointers are as said above.
-        let WriteRequest { from, to, len, local, remote, has_immediate, immediate } =
-            *unsafe { request.as_ref() }.ok_or(INVALID)?;
-        let immediate = (has_immediate != 0).then_some(immediate);
-        // SAFETY: the handle is as said above; the source is as `QueuePair::write` demands.
-        unsafe { connection::<P>(conn)?.write(&Write { from, local, len, to, remote }, immediate) }
+    /// is full. `immediate` is null, or in host order.
+    fn write<P>(conn: *mut Conn, write: *const Write, immediate: *const u32) -> i32 {
+        // SAFETY: the pointers and the handle are as said above; the source is as `QueuePair::write` demands.
+        unsafe { connection::<P>(conn)?.write(write.as_ref().ok_or(INVALID)?, immediate.as_ref().copied()) }
     }
 
     /// Posts a READ, as [`QueuePair::read`](crate::fabric::remote::qp::QueuePair::read) does; -EAGAIN when the queue is
     /// full.
-    fn read<P>(conn: *mut Conn, request: *const ReadRequest) -> i32 {
-        // SAFETY: the pointers are as said above.
-        let ReadRequest { to, from, len, local, remote } = *unsafe { request.as_ref() }.ok_or(INVALID)?;
-        // SAFETY: the handle is as said above; the target is as `QueuePair::read` demands.
-        unsafe { connection::<P>(conn)?.read(&Read { to, local, len, from, remote }) }
+    fn read<P>(conn: *mut Conn, read: *const Read) -> i32 {
+        // SAFETY: the pointer and the handle are as said above; the target is as `QueuePair::read` demands.
+        unsafe { connection::<P>(conn)?.read(read.as_ref().ok_or(INVALID)?) }
     }
 
     /// Posts a message, as [`QueuePair::send`](crate::fabric::remote::qp::QueuePair::send) does; -EAGAIN when the queue
     /// is full.
-    fn send<P>(conn: *mut Conn, parts: *const Part, count: usize) -> i32 {
-        let parts: &[Part] = match (parts.is_null(), count) {
-            (_, 0) => &[],
-            (true, _) => return Err(INVALID),
-            // SAFETY: not null, and as said above an array of `count` parts.
-            (false, _) => unsafe { std::slice::from_raw_parts(parts, count) },
-        };
-        for part in parts {
-            // SAFETY: each part is memory that can be read, as said above; this is the check.
-            unsafe { bytes(part.at, part.len)? };
-        }
-        // SAFETY: as before; the loop has checked all that can fail.
-        let part = |part: &Part| unsafe { bytes(part.at, part.len) }.unwrap_or_default();
-        // SAFETY: the handle is as said above.
-        unsafe { connection::<P>(conn)? }.send(parts.iter().map(part))
+    fn send<P>(conn: *mut Conn, message: *const u8, len: usize) -> i32 {
+        // SAFETY: the handle and the message are as said above.
+        unsafe { connection::<P>(conn)?.send(bytes(message, len)?) }
     }
 
     /// Posts a probe, as [`QueuePair::probe`](crate::fabric::remote::qp::QueuePair::probe) does; -EAGAIN when it may
@@ -426,14 +392,14 @@ functions! {
     }
 
     /// Begins to end the connection; `state` then reports at both ends that it is over.
-    fn disconnect<P>(conn: *mut Conn) {
+    fn disconnect<P>(conn: *mut Conn) -> i32 {
         // SAFETY: the handle is as said above.
         unsafe { connection::<P>(conn)? }.disconnect();
         Ok(())
     }
 
     /// Frees the connection. No thread is in another call for it, or will make one.
-    fn destroy<P>(conn: *mut Conn) {
+    fn destroy<P>(conn: *mut Conn) -> i32 {
         // SAFETY: a handle that is not used any more.
         drop(unsafe { take::<P>(conn) });
         Ok(())
@@ -441,7 +407,7 @@ functions! {
 
     /// Closes the inherited fds in a fork child, before any other call, and does not access the device. All handles are
     /// void.
-    fn after_fork<P>() {
+    fn after_fork<P>() -> i32 {
         P::after_fork();
         Ok(())
     }

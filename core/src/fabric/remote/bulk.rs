@@ -175,7 +175,7 @@ impl<Q: QueuePair> Bulk<Q> {
             }
             let mut message = Builder::new(HEADER_BYTES + LONGEST);
             message.push(&Record::Placed { theirs, serial, tail });
-            match self.qp.send(&[message.finish(0)]) {
+            match self.qp.send(message.finish(0)) {
                 Ok(()) => self.answers.pop_front(),
                 Err(PostError::Full) => {
                     self.is_full = true;

@@ -439,13 +439,12 @@ impl QueuePair for MemQp {
         self.post(Work::Read(*read))
     }
 
-    fn send(&self, parts: &[&[u8]]) -> Result<(), PostError> {
-        let bytes = parts.concat();
-        if bytes.len() > self.limits.buffer_bytes as usize {
+    fn send(&self, message: &[u8]) -> Result<(), PostError> {
+        if message.len() > self.limits.buffer_bytes as usize {
             self.shared.lock().die("message too long");
             return Err(PostError::Down);
         }
-        self.post(Work::Send(bytes))
+        self.post(Work::Send(message.to_vec()))
     }
 
     fn probe(&self) -> Result<(), PostError> {

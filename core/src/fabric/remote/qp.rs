@@ -1,8 +1,11 @@
 //! The connected queue pair that the engine of a link between hosts uses. Its provider is the verbs plugin, or memory
 //! in tests. Not here: connecting, and the meaning of the bytes.
 
+// The structures are also those of the C interface to a plugin (`plugin.rs`).
+
 /// The limits of a queue pair.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Limits {
     /// Receive buffers that this end keeps posted; the peer has as many. On some devices a message that finds none ends
     /// the connection, so the sender counts them.
@@ -28,7 +31,8 @@ impl Limits {
 }
 
 /// How registered memory is named: by this end's device, and by the peer's.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Key {
     /// For work requests of this end (lkey).
     pub local: u32,
@@ -37,6 +41,7 @@ pub struct Key {
 }
 
 /// The uses that memory is registered for.
+#[repr(u32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     /// The source of this end's WRITEs and the target of its READs, and the target of the peer's WRITEs.
@@ -50,7 +55,8 @@ pub enum Role {
 }
 
 /// Registered memory, for a later [`deregister`](QueuePair::deregister).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Region {
     /// The keys of the memory.
     pub key: Key,
@@ -60,6 +66,7 @@ pub struct Region {
 
 /// A WRITE: `len` bytes from `from`, in memory registered under `local`, to the peer's address `to`, in
 /// memory that the peer has registered under `remote`.
+#[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Write {
     /// Source. Stays as it is until the peer has taken the bytes.
@@ -76,6 +83,7 @@ pub struct Write {
 
 /// A READ: `len` bytes from the peer's address `from`, in memory that the peer has registered under `remote`, to `to`,
 /// in memory registered under `local`.
+#[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Read {
     /// Target.
@@ -158,8 +166,8 @@ pub trait QueuePair: Send + Sync {
     /// completed, or the queue pair is gone.
     unsafe fn read(&self, read: &Read) -> Result<(), PostError>;
 
-    /// Posts a message made of these parts, together at most [`Limits::buffer_bytes`] bytes long. They are copied.
-    fn send(&self, parts: &[&[u8]]) -> Result<(), PostError>;
+    /// Posts a message of at most [`Limits::buffer_bytes`] bytes, which are copied.
+    fn send(&self, message: &[u8]) -> Result<(), PostError>;
 
     /// Posts a probe. It completes, as [`Completed::Probed`], only when the peer's device has answered it, and so has
     /// all that was posted before. The peer's process has no part in that, and the probe takes no receive buffer. The

@@ -153,7 +153,7 @@ impl Sender {
             self.counts.no_credit += 1;
             return Err(Halt::Blocked);
         }
-        let posted = qp.send(&[self.staged.finish(self.owed)]);
+        let posted = qp.send(self.staged.finish(self.owed));
         self.sent(posted)?;
         self.staged.clear();
         Ok(())
@@ -164,7 +164,7 @@ impl Sender {
         if self.is_full || self.owed < self.most / 2 || self.credits == 0 {
             return Ok(());
         }
-        self.sent(qp.send(&[&record::bare(self.owed)]))?;
+        self.sent(qp.send(&record::bare(self.owed)))?;
         self.counts.bare_grants += 1;
         Ok(())
     }

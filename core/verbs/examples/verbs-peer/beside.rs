@@ -8,7 +8,8 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use rdmasock_core::fabric::plugin::{Keys, WriteRequest, role};
+use rdmasock_core::fabric::remote::qp;
+use rdmasock_core::fabric::remote::qp::{Region, Role};
 
 use crate::link::{Armer, Event, Link, PATIENCE, wait_readable};
 use crate::memory::Memory;
@@ -76,31 +77,29 @@ fn check_facts(first: &Link, bulk: &Link) {
 /// Registers memory of several kinds. A failed registration returns an errno and has no other effect.
 fn register(first: &Link) {
     let memory = Memory::read_only(BYTES, 1);
-    assert!(first.register_as(&memory, role::TARGET).is_err(), "read-only memory");
-    first.deregister(first.register_as(&memory, role::SOURCE).expect("a read-only source"));
+    assert!(first.register_as(&memory, Role::Target).is_err(), "read-only memory");
+    first.deregister(first.register_as(&memory, Role::Source).expect("a read-only source"));
     memory.unmap();
-    for role in [role::BOTH, role::SOURCE, role::TARGET] {
+    for role in [Role::Both, Role::Source, Role::Target] {
         let code = first.register_as(&memory, role).expect_err("nothing is there");
         assert!([-libc::EFAULT, -libc::ENOMEM].contains(&code), "{code}");
     }
     let memory = Memory::new(BYTES);
-    let mut all: Vec<Keys> = (0..500).map(|_| first.register(&memory)).collect();
-    all.sort_unstable_by_key(|keys| keys.handle);
+    let mut all: Vec<Region> = (0..500).map(|_| first.register(&memory)).collect();
+    all.sort_unstable_by_key(|region| region.handle);
     assert!(all.windows(2).all(|two| two[0].handle != two[1].handle));
     // A second deregistration has no effect.
-    all.iter().chain(&all).for_each(|keys| first.deregister(*keys));
+    all.iter().chain(&all).for_each(|region| first.deregister(*region));
     assert_eq!(first.state(), 1);
 }
 
-fn write_of(memory: &Memory, keys: Keys, (to, remote): (u64, u32)) -> WriteRequest {
-    WriteRequest {
+fn write_of(memory: &Memory, region: Region, (to, remote): (u64, u32)) -> qp::Write {
+    qp::Write {
         from: memory.at,
-        to,
+        local: region.key.local,
         len: memory.len as u32,
-        local: keys.local,
+        to,
         remote,
-        has_immediate: 0,
-        immediate: 0,
     }
 }
 
@@ -108,30 +107,30 @@ fn write_of(memory: &Memory, keys: Keys, (to, remote): (u64, u32)) -> WriteReque
 /// registered with its first connection.
 fn reach(first: &Link, bulk: &Link, seed: u32) {
     let source = Memory::read_only(BYTES, seed);
-    let keys = first.register_as(&source, role::SOURCE).expect("register");
-    let request = write_of(&source, keys, first.receive_keys());
-    bulk.write_all(&request);
-    fill(bulk, &WriteRequest { len: 4096, ..request });
+    let region = first.register_as(&source, Role::Source).expect("register");
+    let write = write_of(&source, region, first.receive_keys());
+    bulk.write_all(&write, None);
+    fill(bulk, &qp::Write { len: 4096, ..write });
     bulk.send(b"written");
     assert_eq!(bulk.message(), b"right");
-    first.deregister(keys);
+    first.deregister(region);
 }
 
 fn be_reached(first: &Link, bulk: &Link, seed: u32) {
     let target = Memory::new(BYTES);
-    let keys = first.register_as(&target, role::TARGET).expect("register");
-    first.send_keys(&target, keys);
+    let region = first.register_as(&target, Role::Target).expect("register");
+    first.send_keys(&target, region);
     assert_eq!(bulk.message(), b"written");
     target.check(seed);
-    first.deregister(keys);
+    first.deregister(region);
     bulk.send(b"right");
 }
 
 /// Fills the short send queue, which still has room for a probe when it is full.
-fn fill(bulk: &Link, request: &WriteRequest) {
+fn fill(bulk: &Link, write: &qp::Write) {
     let mut posted = 0;
     let code = loop {
-        match bulk.write(request) {
+        match bulk.write(write, None) {
             0 => posted += 1,
             code => break code,
         }
@@ -314,9 +313,9 @@ fn see_ends(next: &dyn Fn() -> Link) {
 /// Memory that was deregistered ends the connection that accesses it, and no other connection.
 fn give_back(first: &Link, bulk: &Link) {
     let target = Memory::new(BYTES);
-    let keys = first.register_as(&target, role::TARGET).expect("register");
-    first.deregister(keys);
-    first.send_keys(&target, keys);
+    let region = first.register_as(&target, Role::Target).expect("register");
+    first.deregister(region);
+    first.send_keys(&target, region);
     let reason = bulk.end();
     println!("server: over with {reason}");
     assert!(target.is_empty());
@@ -327,13 +326,13 @@ fn give_back(first: &Link, bulk: &Link) {
 fn reach_in_vain(first: &Link, bulk: &Link) {
     let source = Memory::new(BYTES);
     source.fill(13);
-    let keys = first.register_as(&source, role::SOURCE).expect("register");
+    let region = first.register_as(&source, Role::Source).expect("register");
     // The post may already find the connection ended.
-    bulk.write(&write_of(&source, keys, first.receive_keys()));
+    bulk.write(&write_of(&source, region, first.receive_keys()), None);
     let reason = bulk.end();
     println!("client: over with {reason}");
     bulk.disconnect();
     assert_eq!(first.message(), b"still here");
     first.send(b"and here");
-    first.deregister(keys);
+    first.deregister(region);
 }

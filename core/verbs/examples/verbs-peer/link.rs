@@ -8,9 +8,8 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use rdmasock_core::fabric::plugin::serve::{Entry, Plugin};
-use rdmasock_core::fabric::plugin::{
-    ABI, Address, Completion, Conn, ENTRY, Host, Info, Keys, Listener, Part, Request, WriteRequest, completion, role,
-};
+use rdmasock_core::fabric::plugin::{ABI, Address, Completion, Conn, ENTRY, Host, Info, Listener, Request, completion};
+use rdmasock_core::fabric::remote::qp::{Region, Role, Write};
 
 use crate::memory::Memory;
 
@@ -260,7 +259,7 @@ impl Link {
             conn,
             info,
             events: RefCell::default(),
-            credits: Cell::new(info.receive_buffers.into()),
+            credits: Cell::new(info.limits.receive_buffers.into()),
             used: Cell::new(0),
         }
     }
@@ -285,50 +284,45 @@ impl Link {
         unsafe { (self.api.table.state)(self.conn) }
     }
 
-    pub fn register(&self, memory: &Memory) -> Keys {
-        self.register_as(memory, role::BOTH).expect("register")
+    pub fn register(&self, memory: &Memory) -> Region {
+        self.register_as(memory, Role::Both).expect("register")
     }
 
-    /// Registers memory for one of [`role`]; the error is the plugin's.
-    pub fn register_as(&self, memory: &Memory, role: u32) -> Result<Keys, i32> {
-        let mut keys = Keys::default();
+    /// Registers memory for a role; the error is the plugin's.
+    pub fn register_as(&self, memory: &Memory, role: Role) -> Result<Region, i32> {
+        let mut region = Region::default();
         // SAFETY: the tests access their memory through raw pointers, and unmap it only when no access to it may
         // succeed.
-        match unsafe { (self.api.table.register)(self.conn, memory.at.cast(), memory.len, role, &mut keys) } {
-            0 => Ok(keys),
+        match unsafe { (self.api.table.register)(self.conn, memory.at.cast(), memory.len, role, &mut region) } {
+            0 => Ok(region),
             code => Err(code),
         }
     }
 
-    pub fn deregister(&self, keys: Keys) {
+    pub fn deregister(&self, region: Region) {
         // SAFETY: the connection lives.
-        unsafe { (self.api.table.deregister)(self.conn, keys.handle) };
+        unsafe { (self.api.table.deregister)(self.conn, region.handle) };
     }
 
-    pub fn write(&self, request: &WriteRequest) -> i32 {
+    pub fn write(&self, write: &Write, immediate: Option<u32>) -> i32 {
+        let immediate = immediate.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
         // SAFETY: the tests' requests are within registered memory.
-        unsafe { (self.api.table.write)(self.conn, request) }
+        unsafe { (self.api.table.write)(self.conn, write, immediate) }
     }
 
     /// Posts a WRITE; waits for credit and for room as needed.
-    pub fn write_all(&self, request: &WriteRequest) {
-        if request.has_immediate != 0 {
+    pub fn write_all(&self, write: &Write, immediate: Option<u32>) {
+        if immediate.is_some() {
             self.take_credit();
         }
-        self.retry(|| self.write(request));
+        self.retry(|| self.write(write, immediate));
     }
 
-    /// Posts parts without waiting for credit or room.
+    /// Posts a message made of these parts without waiting for credit or room.
     pub fn send_parts(&self, parts: &[&[u8]]) -> i32 {
-        let parts: Vec<_> = parts
-            .iter()
-            .map(|part| Part {
-                at: part.as_ptr(),
-                len: part.len(),
-            })
-            .collect();
-        // SAFETY: valid parts.
-        unsafe { (self.api.table.send)(self.conn, parts.as_ptr(), parts.len()) }
+        let message = parts.concat();
+        // SAFETY: the message is readable.
+        unsafe { (self.api.table.send)(self.conn, message.as_ptr(), message.len()) }
     }
 
     /// Sends a message; waits for credit and for room as needed.
@@ -393,7 +387,7 @@ impl Link {
         if code < 0 {
             return Err(code);
         }
-        if self.used.get() >= u32::from(self.info.receive_buffers) / 4 {
+        if self.used.get() >= u32::from(self.info.limits.receive_buffers) / 4 {
             let used = self.used.replace(0);
             // Each credit that the peer spends is granted once, so grants are few; one credit was kept for them.
             assert_eq!(self.send_parts(&[&[GRANT], &used.to_le_bytes()]), 0, "grant");
@@ -470,9 +464,9 @@ impl Link {
     }
 
     /// Sends the address of memory and its key to the peer.
-    pub fn send_keys(&self, memory: &Memory, keys: Keys) {
+    pub fn send_keys(&self, memory: &Memory, region: Region) {
         let mut message = (memory.at.addr() as u64).to_le_bytes().to_vec();
-        message.extend(keys.remote.to_le_bytes());
+        message.extend(region.key.remote.to_le_bytes());
         self.send(&message);
     }
 

@@ -3,7 +3,8 @@
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use rdmasock_core::fabric::plugin::{Address, Device, PRIVATE_BYTES, Request, WriteRequest};
+use rdmasock_core::fabric::plugin::{Address, Device, PRIVATE_BYTES, Request};
+use rdmasock_core::fabric::remote::qp::Write;
 
 use crate::beside;
 use crate::link::{Api, Event, HIDDEN, LOG, Link, PATIENCE, address, count_fds, wait_readable};
@@ -193,12 +194,12 @@ type Dial<'a> = dyn Fn(Scenario) -> Result<Link, i32> + 'a;
 fn carry(device: &Device, dial: &Dial<'_>) {
     let link = dial(Scenario::Messages).expect("connect");
     assert_eq!(link.info.device.name, device.name);
-    assert_eq!(link.info.immediate, 1 - device.is_iwarp);
+    assert_eq!(link.info.limits.immediate, device.is_iwarp == 0);
     println!(
         "client: {} buffers of {} bytes",
-        link.info.receive_buffers, link.info.buffer_bytes
+        link.info.limits.receive_buffers, link.info.limits.buffer_bytes
     );
-    assert!(link.info.buffer_bytes >= 4096 && link.info.receive_buffers >= 8);
+    assert!(link.info.limits.buffer_bytes >= 4096 && link.info.limits.receive_buffers >= 8);
     send_messages(&link);
     receive_messages(&link);
     link.send(b"bye");
@@ -268,7 +269,7 @@ fn devices(api: &Api, local: &Address) -> Device {
 
 fn lengths(link: &Link) -> impl Iterator<Item = usize> + use<> {
     // The first byte of a message marks it as data.
-    let longest = link.info.buffer_bytes as usize - 1;
+    let longest = link.info.limits.buffer_bytes as usize - 1;
     (0..longest)
         .step_by(41)
         .chain([78, 79, 80, 254, 255, 256, 4094, 4095, 4096, longest - 1, longest])
@@ -279,7 +280,7 @@ fn send_messages(link: &Link) {
         let bytes: Vec<u8> = pattern(number as u32).take(len).collect();
         link.send(&bytes);
     }
-    let long = vec![0; link.info.buffer_bytes as usize];
+    let long = vec![0; link.info.limits.buffer_bytes as usize];
     assert_eq!(link.send_parts(&[&long, &[1]]), -libc::EMSGSIZE);
 }
 
@@ -311,35 +312,25 @@ fn pieces(len: usize, immediates: bool) -> Vec<(usize, u32, Option<u32>)> {
 fn send_writes(link: &Link) {
     let source = Memory::new(4 * MIB);
     source.fill(5);
-    let local = link.register(&source).local;
+    let local = link.register(&source).key.local;
     let (base, remote) = link.receive_keys();
-    let immediates = link.info.immediate == 1;
+    let immediates = link.info.limits.immediate;
     for (at, len, immediate) in pieces(source.len, immediates) {
         // SAFETY: within the mapping.
         let from = unsafe { source.at.add(at) };
         let to = base + at as u64;
-        let has_immediate = u32::from(immediate.is_some());
-        let immediate = immediate.unwrap_or(0);
-        let request = WriteRequest {
+        let write = Write {
             from,
-            to,
-            len,
             local,
+            len,
+            to,
             remote,
-            has_immediate,
-            immediate,
         };
-        link.write_all(&request);
+        link.write_all(&write, immediate);
         if at == 0 {
-            assert_eq!(link.write(&WriteRequest { len: 0, ..request }), -libc::EINVAL);
+            assert_eq!(link.write(&Write { len: 0, ..write }, None), -libc::EINVAL);
             if !immediates {
-                assert_eq!(
-                    link.write(&WriteRequest {
-                        has_immediate: 1,
-                        ..request
-                    }),
-                    -libc::EOPNOTSUPP
-                );
+                assert_eq!(link.write(&write, Some(0)), -libc::EOPNOTSUPP);
             }
         }
     }
@@ -350,7 +341,7 @@ fn send_writes(link: &Link) {
 fn receive_writes(link: &Link) {
     let target = Memory::new(4 * MIB);
     link.send_keys(&target, link.register(&target));
-    let with_immediate = pieces(target.len, link.info.immediate == 1);
+    let with_immediate = pieces(target.len, link.info.limits.immediate);
     for (_, len, immediate) in with_immediate.iter().filter(|piece| piece.2.is_some()) {
         assert_eq!(link.event(), Event::Written(immediate.unwrap(), *len));
     }
@@ -362,21 +353,19 @@ fn receive_writes(link: &Link) {
 /// Posts without polling until the queue is full; after that, `Room` is reported. A probe always has room.
 fn fill_queue(link: &Link) {
     let source = Memory::new(MIB);
-    let local = link.register(&source).local;
+    let local = link.register(&source).key.local;
     let (to, remote) = link.receive_keys();
-    let request = WriteRequest {
+    let write = Write {
         from: source.at,
-        to,
-        len: 4096,
         local,
+        len: 4096,
+        to,
         remote,
-        has_immediate: 0,
-        immediate: 0,
     };
     for round in 0..3 {
         let mut posted = 0;
         let code = loop {
-            match link.write(&request) {
+            match link.write(&write, None) {
                 0 => posted += 1,
                 code => break code,
             }

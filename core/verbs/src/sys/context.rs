@@ -1,5 +1,5 @@
-//! An open device with its limits and events, protection domains, and memory registered in them. `device.rs` decides
-//! which device is opened, and when.
+//! An open device with its limits, protection domains, and memory registered in them. `device.rs` decides which device
+//! is opened, and when.
 
 use std::ffi::{CStr, c_int, c_void};
 use std::mem::MaybeUninit;
@@ -96,26 +96,6 @@ impl Context {
             max_cqe: number(attr.max_cqe),
             max_reads: number(attr.max_qp_rd_atom).min(number(attr.max_qp_init_rd_atom)),
         })
-    }
-
-    /// Takes the pending events of the device. Calls `each` with the kind of each event (of ibv_event_type) and the
-    /// address of its object.
-    pub fn drain_events(&self, mut each: impl FnMut(u32, usize)) {
-        loop {
-            let mut event = MaybeUninit::<ffi::ibv_async_event>::zeroed();
-            // SAFETY: the context lives, and its async fd is nonblocking; the event is written on success.
-            if unsafe { ffi::ibv_get_async_event(self.0.as_ptr(), event.as_mut_ptr()) } != 0 {
-                return;
-            }
-            let at = event.as_mut_ptr();
-            // SAFETY: zeroed, then written. The kind is read as a number, because the kernel may know kinds that the
-            // enum lacks. The object's address is only compared; for a port event it is the port's number, which is
-            // smaller than any address.
-            let (kind, object) = unsafe { ((&raw const (*at).event_type).cast::<u32>().read(), (*at).element.qp) };
-            each(kind, object.addr());
-            // SAFETY: the event was taken above and is acknowledged once; its object cannot be destroyed before.
-            unsafe { ffi::ibv_ack_async_event(at) };
-        }
     }
 }
 

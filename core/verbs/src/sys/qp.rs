@@ -121,11 +121,6 @@ impl Qp {
         }
     }
 
-    /// Returns the address by which [`Context::drain_events`] names the queue pair.
-    pub fn address(&self) -> usize {
-        self.ptr.as_ptr().addr()
-    }
-
     /// Posts a work request.
     ///
     /// # Safety

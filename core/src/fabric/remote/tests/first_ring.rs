@@ -56,7 +56,7 @@ fn a_first_offer_of_another_ring_than_was_named_ends_the_link() {
         theirs: 0,
         word: 1 << 40 | 12 << 32,
     });
-    peer.send(&[records.finish(0)]).unwrap();
+    peer.send(records.finish(0)).unwrap();
     let _ = e.progress();
     assert!(e.fault().is_some());
 }

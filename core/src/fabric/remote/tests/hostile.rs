@@ -163,15 +163,15 @@ proptest! {
         let mut ready = Builder::new(1000);
         ready.push(&Record::Switch { theirs: 0, generation: 1, position: 0 });
         ready.push(&Record::Offer { theirs: 0, word: 1 << 40 | 12 << 32 });
-        peer.send(&[ready.finish(0)]).unwrap();
+        peer.send(ready.finish(0)).unwrap();
         prop_assert_eq!(e.progress(), Ok(true));
         for message in &all {
             let posted = match message {
-                Sent::Bytes(bytes) => peer.send(&[bytes]),
-                Sent::Records(fields, grant, mutation) => peer.send(&[&encoded(fields, *grant, *mutation)]),
+                Sent::Bytes(bytes) => peer.send(bytes),
+                Sent::Records(fields, grant, mutation) => peer.send(&encoded(fields, *grant, *mutation)),
                 Sent::Bulk(fields, mutation) => {
                     // The bulk queue pair may be over; the link goes on.
-                    let _ = bulk_peer.send(&[&encoded(fields, 0, *mutation)]);
+                    let _ = bulk_peer.send(&encoded(fields, 0, *mutation));
                     Ok(())
                 }
                 Sent::Wait => {
@@ -231,7 +231,7 @@ fn verdict(records: &[Record<'_>]) -> Option<Fault> {
     e.pair(opened.vqpn, Vqpn(7), first_ring());
     let mut builder = Builder::new(1000);
     assert!(records.iter().all(|r| builder.push(r)));
-    peer.send(&[builder.finish(0)]).unwrap();
+    peer.send(builder.finish(0)).unwrap();
     let _ = e.progress();
     e.fault()
 }
@@ -312,7 +312,7 @@ fn answers_that_the_peer_does_not_take_are_not_kept_for_ever() {
                 is_final: false,
             },
         });
-        peer.send(&[builder.finish(0)]).unwrap();
+        peer.send(builder.finish(0)).unwrap();
         assert_eq!(e.progress(), Ok(true));
         let _ = peer.poll(&mut |_: Completed<'_>| {});
     }

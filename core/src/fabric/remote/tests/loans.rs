@@ -379,7 +379,7 @@ fn each_breach_of_a_loan_is_one() {
         e.pair(opened.vqpn, Vqpn(7), first_ring());
         let mut builder = Builder::new(1000);
         assert!(records.iter().all(|r| builder.push(r)));
-        peer.send(&[builder.finish(0)]).unwrap();
+        peer.send(builder.finish(0)).unwrap();
         let _ = e.progress();
         assert_eq!(e.fault(), want.map(Fault::Violation), "{records:?}");
     }
@@ -399,7 +399,7 @@ fn an_answer_beyond_what_was_lent_is_a_breach() {
         let say = |record: &Record<'_>| {
             let mut builder = Builder::new(1000);
             builder.push(record);
-            peer.send(&[builder.finish(0)]).unwrap();
+            peer.send(builder.finish(0)).unwrap();
             let _ = e.progress();
         };
         say(&Record::Offer {

@@ -27,7 +27,7 @@ fn poll(qp: &LocalQp) -> Result<u64> {
 
 /// Posts a message; polls while the send queue is full.
 fn send(qp: &LocalQp, message: &[u8]) -> Result<()> {
-    while let Err(error) = qp.send(&[message]) {
+    while let Err(error) = qp.send(message) {
         ensure!(error == PostError::Full, "{error}");
         poll(qp)?;
     }

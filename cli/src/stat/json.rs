@@ -64,6 +64,8 @@ struct Link {
     fabric: &'static str,
     state: &'static str,
     streams: u32,
+    /// The reason why the link is down; null if it is not.
+    why: Option<String>,
 }
 
 #[derive(Debug, Serialize)]
@@ -150,12 +152,14 @@ impl From<&Totals> for Sums {
 
 impl From<&LinkSnapshot> for Link {
     fn from(link: &LinkSnapshot) -> Self {
+        let is_down = link.state == Some(LinkState::Down);
         Self {
             peer: hex(link.peer),
             peer_pid: link.peer_pid,
             fabric: word(link.fabric.map(Path::text)),
             state: word(link.state.map(LinkState::text)),
             streams: link.streams,
+            why: link.why.ok().filter(|_| is_down).map(|why| why.to_string()),
         }
     }
 }

@@ -99,7 +99,7 @@ fn peers_of(shown: &[Process], pid: Option<u32>) -> Vec<Process> {
 fn render(options: &Options, shown: &[Process], others: &[Process], off: &[Off]) -> Result<String> {
     let connections = connections::all(shown, others);
     if options.json {
-        let document = json::Document::new(shown, &connections, off);
+        let document = json::document(shown, &connections, off);
         let text = match options.watch {
             Some(_) => serde_json::to_string(&document)?,
             None => serde_json::to_string_pretty(&document)?,

@@ -221,9 +221,8 @@ impl Config {
             match VARIABLES.iter().chain(DEVELOPER).find(|variable| variable.name == name) {
                 None => warnings.push(Warning {
                     problem: format!(
-                        "{} is not a variable of rdmasock ({} is)",
-                        shown(&name),
-                        variables::nearest(&name),
+                        "{} is not a variable of rdmasock (see rdmasock run --help)",
+                        shown(&name)
                     ),
                     instead: "it is ignored".to_owned(),
                 }),

@@ -337,36 +337,6 @@ fn ring_size(value: &OsStr) -> Option<Size> {
     size.is_ring_size(Size::kib(4), Size::mib(64)).then_some(size)
 }
 
-/// Returns the known name that is most like `name`.
-pub(super) fn nearest(name: &str) -> &'static str {
-    VARIABLES
-        .iter()
-        .map(|variable| variable.name)
-        .min_by_key(|known| distance(known, name))
-        .unwrap_or_default()
-}
-
-/// Returns the edit distance (Levenshtein): how many letters to insert, delete or change.
-fn distance(left: &str, right: &str) -> usize {
-    // `row` is the distances from the letters of `left` taken so far to each prefix of `right`.
-    let mut row: Vec<usize> = (0..=right.chars().count()).collect();
-    for (taken, a) in left.chars().enumerate() {
-        let mut diagonal = taken;
-        let mut before = taken + 1;
-        let mut cells = row.iter_mut();
-        if let Some(first) = cells.next() {
-            *first = before;
-        }
-        for (cell, b) in cells.zip(right.chars()) {
-            let changed = diagonal + usize::from(a != b);
-            diagonal = *cell;
-            *cell = changed.min(diagonal + 1).min(before + 1);
-            before = *cell;
-        }
-    }
-    row.last().copied().unwrap_or_default()
-}
-
 /// Returns the items of a comma-separated list.
 fn items(list: &str) -> impl Iterator<Item = &str> {
     list.split(',').map(str::trim)
@@ -568,20 +538,5 @@ mod tests {
         for text in ["loud", "link=", "=warn", "warn,", "5"] {
             assert_eq!(LogFilter::parse(text), None, "{text:?}");
         }
-    }
-
-    #[test]
-    fn the_distance_counts_edits() {
-        for (left, right, edits) in [("", "abc", 3), ("kitten", "sitting", 3), ("same", "same", 0)] {
-            assert_eq!(distance(left, right), edits);
-            assert_eq!(distance(right, left), edits);
-        }
-    }
-
-    #[test]
-    fn a_misspelt_name_finds_its_variable() {
-        assert_eq!(nearest("RDMASOCK_SPIN"), "RDMASOCK_SPIN_US");
-        assert_eq!(nearest("RDMASOCK_FABRIC"), "RDMASOCK_FABRICS");
-        assert_eq!(nearest("RDMASOCK_LOGFILE"), "RDMASOCK_LOG_FILE");
     }
 }

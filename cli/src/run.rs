@@ -45,8 +45,8 @@ impl Args for Options {
     fn augment_args(command: clap::Command) -> clap::Command {
         let options = VARIABLES.iter().map(|variable| {
             Arg::new(variable.name)
-                .long(variable.option)
-                .value_name(variable.placeholder)
+                .long(&*variable.option().leak())
+                .value_name("VALUE")
                 .value_parser(OsStringValueParser::new())
                 .help(format!(
                     "{}\n[{}; default: {}; accepted: {}]",

@@ -17,10 +17,6 @@ use crate::config::{Alloc, Config, Fabrics, IoUring, OnExec, Way, ZeroCopy};
 pub struct Variable {
     /// The variable's name.
     pub name: &'static str,
-    /// The option of `rdmasock run` that sets the variable, without the dashes.
-    pub option: &'static str,
-    /// The placeholder for the value in a usage line.
-    pub placeholder: &'static str,
     /// The value that is used if the variable is not set, as one would write it, or in words.
     pub default: &'static str,
     /// The values that are accepted, in words.
@@ -31,10 +27,17 @@ pub struct Variable {
     pub(super) set: fn(&mut Config, &OsStr) -> Option<()>,
 }
 
+impl Variable {
+    /// Returns the option of `rdmasock run` that sets the variable, without the dashes.
+    #[must_use]
+    pub fn option(&self) -> String {
+        let name = self.name.strip_prefix("RDMASOCK_").unwrap_or("ACCELERATE");
+        name.to_ascii_lowercase().replace('_', "-")
+    }
+}
+
 pub(super) const RING_MIN: Variable = Variable {
     name: "RDMASOCK_RING_MIN",
-    option: "ring-min",
-    placeholder: "SIZE",
     default: "4K",
     accepts: "a power of two from 4K to 64M, at most RDMASOCK_RING_MAX",
     meaning: "size of a stream's ring when it is promoted, and when it has been idle; between hosts 16 times as much",
@@ -43,8 +46,6 @@ pub(super) const RING_MIN: Variable = Variable {
 
 pub(super) const RING_MAX: Variable = Variable {
     name: "RDMASOCK_RING_MAX",
-    option: "ring-max",
-    placeholder: "SIZE",
     default: "4M",
     accepts: "a power of two from 4K to 64M, at least RDMASOCK_RING_MIN",
     meaning: "size that a stream's ring may grow to while its reader does not read; while it does, at most 1M",
@@ -55,8 +56,6 @@ pub(super) const RING_MAX: Variable = Variable {
 pub const VARIABLES: &[Variable] = &[
     Variable {
         name: "RDMASOCK",
-        option: "accelerate",
-        placeholder: "ON|OFF",
         default: "on",
         accepts: "on, 1, yes or true; or off, 0, no or false",
         meaning: "main switch; off, and for any other value: every call passes through",
@@ -68,8 +67,6 @@ pub const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "RDMASOCK_FABRICS",
-        option: "fabrics",
-        placeholder: "LIST",
         default: "shm,verbs",
         accepts: "a comma-separated list of: shm, verbs",
         meaning: "what connections may be moved to: shared memory on the same host; RDMA verbs between hosts",
@@ -77,8 +74,6 @@ pub const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "RDMASOCK_LOG",
-        option: "log",
-        placeholder: "FILTER",
         default: "off",
         accepts: "off, error, warn, info, debug or trace, or a comma-separated list of these and of target=level",
         meaning: "what is logged; a target is a module such as stream or link",
@@ -86,8 +81,6 @@ pub const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "RDMASOCK_LOG_FILE",
-        option: "log-file",
-        placeholder: "PATH",
         default: "stderr",
         accepts: "a path; %p in it becomes the pid",
         meaning: "where log lines go; they are appended",
@@ -95,8 +88,6 @@ pub const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "RDMASOCK_PROMOTE_AFTER",
-        option: "promote-after",
-        placeholder: "LIST",
         default: "16r,1M",
         accepts: "a comma-separated list of <N>r (N from 1) and <bytes> with suffix K or M, or 0",
         meaning: "when a connection leaves TCP: as its Nth request begins, or after that many bytes in \
@@ -105,8 +96,6 @@ pub const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "RDMASOCK_SPIN_US",
-        option: "spin-us",
-        placeholder: "MICROSECONDS",
         default: "200",
         accepts: "a number from 0 to 10000",
         meaning: "longest time that a waiting thread spins before it sleeps",
@@ -116,8 +105,6 @@ pub const VARIABLES: &[Variable] = &[
     RING_MAX,
     Variable {
         name: "RDMASOCK_ARENA",
-        option: "arena",
-        placeholder: "SIZE",
         default: "1G",
         accepts: "a power of two from 16M to 64G",
         meaning: "largest size of a link on each side; addresses and memory are taken as streams need them",
@@ -131,8 +118,6 @@ pub const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "RDMASOCK_ZCOPY_MIN",
-        option: "zcopy-min",
-        placeholder: "AUTO|OFF|SIZE",
         default: "off",
         accepts: "auto, off, or a size from 4K to 1G",
         meaning: "between hosts: from which size on a blocking send and a blocking receive have the device copy from \
@@ -142,8 +127,6 @@ pub const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "RDMASOCK_ALLOC",
-        option: "alloc",
-        placeholder: "OFF|REGISTERED",
         default: "off",
         accepts: "off or registered",
         meaning: "registered: large blocks of malloc come from memory that devices know for longer than a call, for what \
@@ -155,8 +138,6 @@ pub const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "RDMASOCK_RULES",
-        option: "rules",
-        placeholder: "PATH",
         default: "no rules: every connection may be moved",
         accepts: "the path of a TOML file",
         meaning: "rules by program, port, address and direction: accelerate or leave",
@@ -164,8 +145,6 @@ pub const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "RDMASOCK_IO_URING",
-        option: "io-uring",
-        placeholder: "AUTO|HIDE|ALLOW",
         default: "auto",
         accepts: "auto, hide or allow",
         meaning: "what a program gets that asks for an io_uring; hide: ENOSYS, as from a kernel without it, which many \
@@ -182,8 +161,6 @@ pub const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "RDMASOCK_EXEC",
-        option: "exec",
-        placeholder: "KEEP|LEAVE",
         default: "keep",
         accepts: "keep or leave",
         meaning: "what a program gets that is executed with an environment without LD_PRELOAD; keep: the library and \
@@ -195,8 +172,6 @@ pub const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "RDMASOCK_CONTROL_PORT",
-        option: "control-port",
-        placeholder: "PORT",
         default: "4797",
         accepts: "a number from 0 to 65535",
         meaning: "UDP port on which programs of different hosts find each other, the same on all of them; 0: none",
@@ -204,8 +179,6 @@ pub const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "RDMASOCK_SECRET_FILE",
-        option: "secret-file",
-        placeholder: "PATH",
         default: "none: what comes to the control port is not authenticated",
         accepts: "the path of a file of 16 to 4096 bytes that others cannot read",
         meaning: "secret that the control port's datagrams are signed with, the same on all hosts; if it cannot be used, \
@@ -214,8 +187,6 @@ pub const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "RDMASOCK_LIBRARY",
-        option: "library",
-        placeholder: "PATH",
         default: "beside the rdmasock command, or in ../lib from there",
         accepts: "the path of librdmasock.so",
         meaning: "library that `rdmasock run` preloads",
@@ -227,8 +198,6 @@ pub const VARIABLES: &[Variable] = &[
 pub(super) const DEVELOPER: &[Variable] = &[
     Variable {
         name: "RDMASOCK_DEV_PRETEND_RDMA",
-        option: "",
-        placeholder: "",
         default: "the devices that there are",
         accepts: "a comma-separated list of networks such as 10.0.0.0/8",
         meaning: "this host counts as having an RDMA device that leads to these networks (tests of the control port)",
@@ -239,8 +208,6 @@ pub(super) const DEVELOPER: &[Variable] = &[
     },
     Variable {
         name: "RDMASOCK_DEV_LOCAL_DEVICE",
-        option: "",
-        placeholder: "",
         default: "the devices that there are",
         accepts: "the path of librdmasock_localnic.so, or of librdmasock_verbs.so",
         meaning: "connections within this host are moved to this device, as if they were between hosts",
@@ -248,8 +215,6 @@ pub(super) const DEVELOPER: &[Variable] = &[
     },
     Variable {
         name: "RDMASOCK_DEV_SYS_CLASS",
-        option: "",
-        placeholder: "",
         default: "/sys/class",
         accepts: "the path of a folder",
         meaning: "where the verbs plugin looks for devices (tests with a stand-in for rdma-core)",
@@ -257,8 +222,6 @@ pub(super) const DEVELOPER: &[Variable] = &[
     },
     Variable {
         name: "RDMASOCK_DEV_WAY",
-        option: "",
-        placeholder: "",
         default: "as RDMASOCK_ZCOPY_MIN says",
         accepts: "eager, put or get",
         meaning: "the protocol of sends of RDMASOCK_ZCOPY_MIN or more, where they can have it (measurements)",

@@ -94,7 +94,7 @@ fn the_program_gets_the_variables_and_the_library() {
             "--spin-us",
             "0",
             "--log",
-            "link=debug",
+            "debug",
             "--rules",
             "a b.toml",
             "--",
@@ -109,7 +109,7 @@ fn the_program_gets_the_variables_and_the_library() {
     for line in [
         &preload,
         "RDMASOCK_SPIN_US=0",
-        "RDMASOCK_LOG=link=debug",
+        "RDMASOCK_LOG=debug",
         "RDMASOCK_RULES=a b.toml",
         "RDMASOCK_RING_MIN=8K",
     ] {

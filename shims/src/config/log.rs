@@ -26,7 +26,7 @@ use tracing::level_filters::LevelFilter;
 use tracing::{Event, Metadata, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 
-use crate::config::{Config, LogFilter, warn};
+use crate::config::{Config, warn};
 
 /// Longest line, bytes; the rest is cut off. It fits small signal stacks. It is below PIPE_BUF, so that lines of
 /// several threads and processes do not mix.
@@ -41,7 +41,7 @@ static SINK: OnceBox<Sink> = OnceBox::new();
 /// costs a line on stderr, and the log goes to stderr then.
 pub fn init(config: &Config) {
     // A fork child has its parent's sink, because it may not be allowed to open the file.
-    if config.log.most() == LevelFilter::OFF || SINK.get().is_some() {
+    if config.log == LevelFilter::OFF || SINK.get().is_some() {
         return;
     }
     let Some(sink) = Sink::open(config.log_file.as_deref()) else {
@@ -49,7 +49,7 @@ pub fn init(config: &Config) {
     };
     if SINK.set(Box::new(sink)).is_ok() {
         let lines = Lines {
-            filter: config.log.clone(),
+            level: config.log,
             sink: || SINK.get(),
         };
         // The call fails only if a subscriber exists already. That is then the one to use.
@@ -183,18 +183,18 @@ fn raised(fd: BorrowedFd<'_>) -> Result<OwnedFd, Errno> {
 
 /// The layer: filters events and writes them to the sink.
 struct Lines {
-    filter: LogFilter,
+    level: LevelFilter,
     sink: fn() -> Option<&'static Sink>,
 }
 
 impl<S: Subscriber> Layer<S> for Lines {
-    // The filter never changes, so a call site is asked only once (the default of `register_callsite`).
+    // The level never changes, so a call site is asked only once (the default of `register_callsite`).
     fn enabled(&self, metadata: &Metadata<'_>, _: Context<'_, S>) -> bool {
-        metadata.is_event() && *metadata.level() <= self.filter.level_of(metadata.target())
+        metadata.is_event() && *metadata.level() <= self.level
     }
 
     fn max_level_hint(&self) -> Option<LevelFilter> {
-        Some(self.filter.most())
+        Some(self.level)
     }
 
     fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {
@@ -287,7 +287,7 @@ mod tests {
         thread_local!(static CURRENT: core::cell::Cell<Option<&'static Sink>> = const { core::cell::Cell::new(None) });
         CURRENT.set(Some(sink));
         let lines = Lines {
-            filter: config.log,
+            level: config.log,
             sink: || CURRENT.get(),
         };
         tracing::subscriber::with_default(tracing_subscriber::registry().with(lines), emit);
@@ -307,17 +307,6 @@ mod tests {
         let head = format!(" {}/", std::process::id());
         let tail = " DEBUG rdmasock_shims::config::log::tests: promoted 1 fd=7 why=two lines\n";
         assert!(text.contains(&head) && text.ends_with(tail), "{text}");
-    }
-
-    #[test]
-    fn targets_have_their_own_levels() {
-        let text = logged("error,link=info", || {
-            tracing::info!(target: "rdmasock_core::link::credit", "one");
-            tracing::warn!(target: "rdmasock_core::stream", "two");
-            tracing::error!(target: "rdmasock_core::stream", "three");
-        });
-        let last: Vec<_> = text.lines().filter_map(|line| line.rsplit(' ').next()).collect();
-        assert_eq!(last, ["one", "three"]);
     }
 
     #[test]

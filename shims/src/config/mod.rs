@@ -14,9 +14,10 @@ use ipnet::IpNet;
 use once_cell::race::OnceBox;
 use rdmasock_core::stream::policy::Threshold;
 use rustix::fd::BorrowedFd;
+use tracing::level_filters::LevelFilter;
 
 use crate::config::variables::DEVELOPER;
-pub use crate::config::variables::{LogFilter, Size, VARIABLES, Variable};
+pub use crate::config::variables::{Size, VARIABLES, Variable};
 
 pub(crate) mod arenas;
 pub mod environment;
@@ -94,8 +95,8 @@ pub struct Config {
     pub enabled: bool,
     /// The fabrics that may be used.
     pub fabrics: Fabrics,
-    /// The levels of the log.
-    pub log: LogFilter,
+    /// The most verbose level that is logged.
+    pub log: LevelFilter,
     /// The path of the log file, with `%p` not yet replaced; `None` is stderr.
     pub log_file: Option<PathBuf>,
     /// When a stream has proved worth promoting.
@@ -135,7 +136,7 @@ impl Default for Config {
         Self {
             enabled: true,
             fabrics: Fabrics::SHM | Fabrics::VERBS,
-            log: LogFilter::default(),
+            log: LevelFilter::OFF,
             log_file: None,
             promote_after: Threshold {
                 requests: Some(16),

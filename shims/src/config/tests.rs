@@ -58,7 +58,7 @@ fn every_variable_is_read() {
     let expected = Config {
         enabled: false,
         fabrics: Fabrics::SHM,
-        log: LogFilter::parse("debug").unwrap(),
+        log: LevelFilter::DEBUG,
         log_file: Some("/tmp/log.%p".into()),
         promote_after: Threshold::AT_ONCE,
         spin: Duration::ZERO,

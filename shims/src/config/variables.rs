@@ -75,9 +75,9 @@ pub const VARIABLES: &[Variable] = &[
     Variable {
         name: "RDMASOCK_LOG",
         default: "off",
-        accepts: "off, error, warn, info, debug or trace, or a comma-separated list of these and of target=level",
-        meaning: "what is logged; a target is a module such as stream or link",
-        set: |config, value| set(&mut config.log, LogFilter::parse(value.to_str()?)),
+        accepts: "off, error, warn, info, debug or trace",
+        meaning: "what is logged",
+        set: |config, value| set(&mut config.log, level(value.to_str()?)),
     },
     Variable {
         name: "RDMASOCK_LOG_FILE",
@@ -356,64 +356,7 @@ impl fmt::Display for Size {
     }
 }
 
-/// The levels of the log: a level for everything, and levels for some targets.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LogFilter {
-    default: LevelFilter,
-    targets: Vec<(String, LevelFilter)>,
-}
-
-impl LogFilter {
-    /// Returns the most verbose level that any target has.
-    #[must_use]
-    pub fn most(&self) -> LevelFilter {
-        let levels = self.targets.iter().map(|(_, level)| *level);
-        levels.fold(self.default, LevelFilter::max)
-    }
-
-    /// Returns the level of `target`. The longest name decides that is `target` itself or a module above it. A name may
-    /// leave out the crate: `link` is `rdmasock::link`.
-    #[must_use]
-    pub fn level_of(&self, target: &str) -> LevelFilter {
-        let short = target.split_once("::").map_or(target, |(_, rest)| rest);
-        let is_above = |name: &str| {
-            [target, short].iter().any(|path| {
-                path.strip_prefix(name)
-                    .is_some_and(|rest| rest.is_empty() || rest.starts_with("::"))
-            })
-        };
-        self.targets
-            .iter()
-            .filter(|(name, _)| is_above(name))
-            .max_by_key(|(name, _)| name.len())
-            .map_or(self.default, |(_, level)| *level)
-    }
-
-    pub(super) fn parse(text: &str) -> Option<Self> {
-        let mut found = Self::default();
-        for item in items(text) {
-            match item.split_once('=') {
-                None => found.default = level(item)?,
-                Some((target, _)) if target.trim().is_empty() => return None,
-                Some((target, word)) => {
-                    let target = target.trim().to_owned();
-                    found.targets.push((target, level(word.trim())?));
-                }
-            }
-        }
-        Some(found)
-    }
-}
-
-impl Default for LogFilter {
-    fn default() -> Self {
-        Self {
-            default: LevelFilter::OFF,
-            targets: Vec::new(),
-        }
-    }
-}
-
+/// Returns the most verbose level that is logged.
 fn level(word: &str) -> Option<LevelFilter> {
     // `parse` accepts numbers too, and no text.
     let is_word = word.starts_with(|first: char| first.is_ascii_alphabetic());
@@ -436,7 +379,7 @@ mod tests {
 
         #[test]
         fn no_text_breaks_the_parsers(text in "\\PC{0,20}|[0-9rKMG,=]{0,20}") {
-            let _ = (Size::parse(&text), promote_after(&text), LogFilter::parse(&text));
+            let _ = (Size::parse(&text), promote_after(&text), level(&text));
         }
     }
 
@@ -475,20 +418,12 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_target_decides() {
-        let filter = LogFilter::parse("warn,rdmasock_core::link=off, stream=TRACE,stream::promote=info").unwrap();
-        assert_eq!(filter.most(), LevelFilter::TRACE);
-        for (target, level) in [
-            ("rdmasock_shims::io", LevelFilter::WARN),
-            ("rdmasock_core::link::credit", LevelFilter::OFF),
-            ("rdmasock_core::linkage", LevelFilter::WARN),
-            ("rdmasock_core::stream", LevelFilter::TRACE),
-            ("rdmasock_core::stream::promote", LevelFilter::INFO),
-        ] {
-            assert_eq!(filter.level_of(target), level, "{target}");
+    fn levels_are_words() {
+        for (text, level) in [("off", LevelFilter::OFF), ("TRACE", LevelFilter::TRACE)] {
+            assert_eq!(super::level(text), Some(level));
         }
-        for text in ["loud", "link=", "=warn", "warn,", "5"] {
-            assert_eq!(LogFilter::parse(text), None, "{text:?}");
+        for text in ["loud", "warn,", "5", ""] {
+            assert_eq!(level(text), None, "{text:?}");
         }
     }
 }

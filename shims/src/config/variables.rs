@@ -82,7 +82,7 @@ pub const VARIABLES: &[Variable] = &[
     Variable {
         name: "RDMASOCK_LOG_FILE",
         default: "stderr",
-        accepts: "a path; %p in it becomes the pid",
+        accepts: "a path; %p in it becomes the pid (children by fork use their parent's file)",
         meaning: "where log lines go; they are appended",
         set: |config, value| set(&mut config.log_file, Some(Some(PathBuf::from(value)))),
     },

@@ -152,8 +152,8 @@ fn bad_options_are_refused_with_what_is_accepted() {
             "a number from 0 to 10000",
         ),
         (
-            &["run", "--ring-min", "8M", "--", "true"],
-            "at most RDMASOCK_RING_MAX, which is 4M",
+            &["run", "--ring-min", "2K", "--", "true"],
+            "a power of two from 4K to 64M",
         ),
         (
             &["run", "--accelerate", "maybe", "--", "true"],

@@ -214,51 +214,26 @@ impl Config {
                     ),
                     instead: "it is ignored".to_owned(),
                 }),
-                Some(variable) => {
-                    if (variable.set)(&mut config, &value).is_none() {
-                        let value = value.to_string_lossy();
-                        warnings.push(rejected(variable, &value, variable.accepts));
-                    }
+                Some(variable) if (variable.set)(&mut config, &value).is_none() => {
+                    let (value, accepts) = (value.to_string_lossy(), variable.accepts);
+                    let instead = if name == PREFIX { "off" } else { variable.default };
+                    warnings.push(Warning {
+                        problem: format!("{name}={}: accepted is {accepts}", shown(&value)),
+                        instead: format!("using {instead}"),
+                    });
                 }
+                Some(_) => {}
             }
         }
-        config.reconcile(&mut warnings);
+        config.ring_max = config.ring_max.min(config.arena);
+        config.ring_min = config.ring_min.min(config.ring_max);
         (config, warnings)
-    }
-
-    /// Replaces values that are valid alone but do not fit together.
-    fn reconcile(&mut self, warnings: &mut Vec<Warning>) {
-        let default = Self::default();
-        if self.ring_max > self.arena {
-            let accepts = format!("at most RDMASOCK_ARENA, which is {}", self.arena);
-            let value = self.ring_max.to_string();
-            warnings.push(rejected(&variables::RING_MAX, &value, &accepts));
-            self.ring_max = default.ring_max;
-        }
-        if self.ring_min > self.ring_max {
-            let accepts = format!("at most RDMASOCK_RING_MAX, which is {}", self.ring_max);
-            let value = self.ring_min.to_string();
-            warnings.push(rejected(&variables::RING_MIN, &value, &accepts));
-            self.ring_min = default.ring_min;
-        }
     }
 }
 
 fn is_ours(name: &[u8]) -> bool {
     name.strip_prefix(PREFIX.as_bytes())
         .is_some_and(|rest| rest.is_empty() || rest.starts_with(b"_"))
-}
-
-fn rejected(variable: &Variable, value: &str, accepts: &str) -> Warning {
-    let instead = if variable.name == PREFIX {
-        "off"
-    } else {
-        variable.default
-    };
-    Warning {
-        problem: format!("{}={}: accepted is {accepts}", variable.name, shown(value)),
-        instead: format!("using {instead}"),
-    }
 }
 
 /// Returns text from outside as a message may show it: on one line, not too long.

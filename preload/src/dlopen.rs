@@ -16,7 +16,6 @@ macro_rules! jumps {
         ///
         /// # Safety
         #[doc = concat!("As `", stringify!($name), "`: names are C strings, and a handle is valid.")]
-        #[cfg(target_arch = "x86_64")]
         #[unsafe(no_mangle)]
         #[unsafe(naked)]
         pub unsafe extern "C" fn $name($($arg: $type),*) -> *mut c_void {
@@ -32,32 +31,6 @@ macro_rules! jumps {
                 "pop rdi",
                 ".cfi_adjust_cfa_offset -24",
                 "jmp rax",
-                ".cfi_endproc",
-                before = sym $before,
-            )
-        }
-
-        #[doc = concat!("`", stringify!($name), "(3)`.")]
-        ///
-        /// # Safety
-        #[doc = concat!("As `", stringify!($name), "`: names are C strings, and a handle is valid.")]
-        #[cfg(target_arch = "aarch64")]
-        #[unsafe(no_mangle)]
-        #[unsafe(naked)]
-        pub unsafe extern "C" fn $name($($arg: $type),*) -> *mut c_void {
-            naked_asm!(
-                ".cfi_startproc",
-                "stp x29, x30, [sp, -48]!",
-                ".cfi_adjust_cfa_offset 48",
-                "stp x0, x1, [sp, 16]",
-                "str x2, [sp, 32]",
-                "bl {before}",
-                "mov x16, x0",
-                "ldr x2, [sp, 32]",
-                "ldp x0, x1, [sp, 16]",
-                "ldp x29, x30, [sp], 48",
-                ".cfi_adjust_cfa_offset -48",
-                "br x16",
                 ".cfi_endproc",
                 before = sym $before,
             )

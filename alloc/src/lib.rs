@@ -39,6 +39,6 @@ mod runs;
 mod table;
 
 /// The library's own allocations, which are few, do not come from the allocator that it exports.
-#[cfg(all(not(test), target_arch = "x86_64"))]
+#[cfg(not(test))]
 #[global_allocator]
 static HEAP: rdmasock_core::os::heap::Heap = rdmasock_core::os::heap::Heap::new();

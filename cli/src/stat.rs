@@ -1,5 +1,4 @@
-//! `rdmasock stat`: prints the connections of the running instances as a table, in sections with all counters, or as
-//! JSON.
+//! `rdmasock stat`: prints the connections of the running instances as a table, or with all counters as JSON.
 //!
 //! The command only reads the counters that instances keep in shared memory, so it does not slow the programs down.
 
@@ -24,12 +23,9 @@ pub struct Options {
     /// Show again every SECONDS seconds, until interrupted
     #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "1", value_parser = seconds)]
     watch: Option<Duration>,
-    /// Print JSON, with --watch one document a line
+    /// Print all that is known as JSON, with --watch one document a line
     #[arg(long)]
     json: bool,
-    /// Print all that is known, one section a process
-    #[arg(long, short, conflicts_with = "json")]
-    verbose: bool,
     /// Show only the process with this pid
     #[arg(long)]
     pid: Option<u32>,
@@ -103,20 +99,15 @@ fn peers_of(shown: &[Process], pid: Option<u32>) -> Vec<Process> {
 fn render(options: &Options, shown: &[Process], others: &[Process], off: &[Off]) -> Result<String> {
     let connections = connections::all(shown, others);
     if options.json {
-        let document = json::Document::new(shown, &connections, off);
+        let document = json::document(shown, &connections, off);
         let text = match options.watch {
             Some(_) => serde_json::to_string(&document)?,
             None => serde_json::to_string_pretty(&document)?,
         };
         return Ok(text + "\n");
     }
-    let text = if options.verbose {
-        tables::sections(shown, &connections)
-    } else {
-        tables::overview(shown, &connections)
-    };
     Ok(match (shown, off) {
         ([], []) => tables::NONE.to_owned(),
-        _ => text + &tables::switched_off(off),
+        _ => tables::overview(shown, &connections) + &tables::switched_off(off),
     })
 }

@@ -12,16 +12,9 @@ pub fn now() -> u64 {
         static COUNT: AtomicU64 = AtomicU64::new(1);
         COUNT.fetch_add(1, Relaxed)
     }
-    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    #[cfg(not(miri))]
     // SAFETY: every x86-64 processor has the instruction.
     unsafe {
         core::arch::x86_64::_rdtsc()
-    }
-    #[cfg(all(not(target_arch = "x86_64"), not(miri)))]
-    {
-        let t = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-        (t.tv_sec as u64)
-            .wrapping_mul(2_000_000_000)
-            .wrapping_add(t.tv_nsec as u64 * 2)
     }
 }

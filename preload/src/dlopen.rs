@@ -19,7 +19,6 @@ macro_rules! jumps {
         #[unsafe(no_mangle)]
         #[unsafe(naked)]
         pub unsafe extern "C" fn $name($($arg: $type),*) -> *mut c_void {
-            #[cfg(target_arch = "x86_64")]
             naked_asm!(
                 ".cfi_startproc",
                 "push rdi",
@@ -34,24 +33,7 @@ macro_rules! jumps {
                 "jmp rax",
                 ".cfi_endproc",
                 before = sym $before,
-            );
-            #[cfg(target_arch = "aarch64")]
-            naked_asm!(
-                ".cfi_startproc",
-                "stp x29, x30, [sp, -48]!",
-                ".cfi_adjust_cfa_offset 48",
-                "stp x0, x1, [sp, 16]",
-                "str x2, [sp, 32]",
-                "bl {before}",
-                "mov x16, x0",
-                "ldr x2, [sp, 32]",
-                "ldp x0, x1, [sp, 16]",
-                "ldp x29, x30, [sp], 48",
-                ".cfi_adjust_cfa_offset -48",
-                "br x16",
-                ".cfi_endproc",
-                before = sym $before,
-            );
+            )
         }
     )*};
 }

@@ -11,7 +11,6 @@ mod variadic;
 mod vfork;
 
 /// The library's allocator. A hook may have interrupted the program's `malloc`, and the program may have replaced it.
-#[cfg(target_arch = "x86_64")]
 #[global_allocator]
 static HEAP: rdmasock_core::os::heap::Heap = rdmasock_core::os::heap::Heap::new();
 

@@ -17,7 +17,6 @@ use rdmasock_shims::hooks::syscall::{HANDLERS, LIBC, NUMBERS};
 #[unsafe(no_mangle)]
 #[unsafe(naked)]
 pub unsafe extern "C" fn syscall(number: c_long) -> c_long {
-    #[cfg(target_arch = "x86_64")]
     naked_asm!(
         ".cfi_startproc",
         "cmp rdi, {NUMBERS}",
@@ -38,29 +37,5 @@ pub unsafe extern "C" fn syscall(number: c_long) -> c_long {
         NUMBERS = const NUMBERS,
         HANDLERS = sym HANDLERS,
         LIBC = sym LIBC,
-    );
-    #[cfg(target_arch = "aarch64")]
-    naked_asm!(
-        ".cfi_startproc",
-        "cmp x0, {NUMBERS}",
-        "b.hs 2f",
-        "adrp x16, {HANDLERS}",
-        "add x16, x16, :lo12:{HANDLERS}",
-        "ldr x16, [x16, x0, lsl #3]",
-        "cbz x16, 2f",
-        "mov x0, x1",
-        "mov x1, x2",
-        "mov x2, x3",
-        "mov x3, x4",
-        "mov x4, x5",
-        "mov x5, x6",
-        "br x16",
-        "2: adrp x16, {LIBC}",
-        "ldr x16, [x16, :lo12:{LIBC}]",
-        "br x16",
-        ".cfi_endproc",
-        NUMBERS = const NUMBERS,
-        HANDLERS = sym HANDLERS,
-        LIBC = sym LIBC,
-    );
+    )
 }

@@ -5,14 +5,13 @@
 //! is a naked function that stores its register arguments in memory. Its non-variadic counterpart, an
 //! ordinary function below it, finds all arguments there:
 //!
-//! - `execl*`: the argument registers are stored right below the arguments on the stack (on x86-64, over the
-//!   return address, which moves). The two parts together are the argv of `execv`, terminator included,
+//! - `execl*`: the argument registers are stored right below the arguments on the stack (over the return
+//!   address, which moves). The two parts together are the argv of `execv`, terminator included,
 //!   for any number of arguments. No memory is copied or allocated, so these hooks stay async-signal-safe.
-//! - `dprintf`: a `va_list` is built as the ABI lays it out (x86-64: System V psABI, "Variable Argument
-//!   Lists", figure 3.34; aarch64: AAPCS64, appendix "Variable argument lists").
+//! - `dprintf`: a `va_list` is built as the ABI lays it out (System V psABI, "Variable Argument Lists",
+//!   figure 3.34).
 //!
-//! `fcntl` and `ioctl` are ordinary hooks: they have at most one variable argument, and both architectures pass it as a
-//! named one.
+//! `fcntl` and `ioctl` are ordinary hooks: they have at most one variable argument, which is passed as a named one is.
 
 use core::arch::naked_asm;
 
@@ -69,7 +68,6 @@ macro_rules! exec_hook {
         #[unsafe(no_mangle)]
         #[unsafe(naked)]
         pub unsafe extern "C" fn $name(path: *const c_char, arg0: *const c_char) -> c_int {
-            #[cfg(target_arch = "x86_64")]
             naked_asm!(
                 ".cfi_startproc",
                 "pop rax", // The return address. The stack arguments are now at rsp.
@@ -97,31 +95,7 @@ macro_rules! exec_hook {
                 "ret",
                 ".cfi_endproc",
                 argv = sym $argv,
-            );
-            #[cfg(target_arch = "aarch64")]
-            naked_asm!(
-                ".cfi_startproc",
-                "sub sp, sp, #80",
-                ".cfi_def_cfa_offset 80",
-                "stp x29, x30, [sp]",
-                ".cfi_offset x29, -80",
-                ".cfi_offset x30, -72",
-                "mov x29, sp",
-                "str x1, [sp, #24]",
-                "stp x2, x3, [sp, #32]",
-                "stp x4, x5, [sp, #48]",
-                "stp x6, x7, [sp, #64]", // Up to the stack arguments, at sp + 80.
-                "add x1, sp, #24",
-                "bl {argv}",
-                "ldp x29, x30, [sp]",
-                "add sp, sp, #80",
-                ".cfi_def_cfa_offset 0",
-                ".cfi_restore x29",
-                ".cfi_restore x30",
-                "ret",
-                ".cfi_endproc",
-                argv = sym $argv,
-            );
+            )
         }
     };
 }
@@ -133,17 +107,16 @@ exec_hook!(execle, execle_argv);
 /// A function with `$named` arguments before its variable ones that calls `$list` with them and the
 /// `va_list`, for which it needs the register of argument number `$named`.
 macro_rules! printf_hook {
-    ($name:ident($($arg:ident: $type:ty),*), $named:literal, $x86_64:literal, $aarch64:literal, $list:ident) => {
-        /// As libc's function of this name.
+    ($name:ident($($arg:ident: $type:ty),*), $named:literal, $register:literal, $list:ident) => {
+        #[doc = concat!("`", stringify!($name), "`.")]
         ///
         /// # Safety
-        /// As in C: arguments as the format says.
+        #[doc = concat!("As `", stringify!($name), "` in C: arguments as the format says.")]
         #[unsafe(no_mangle)]
         #[unsafe(naked)]
         pub unsafe extern "C" fn $name($($arg: $type),*) -> c_int {
             // Frame: va_list { u32 gp_offset, u32 fp_offset, stack arguments, registers } at 0; the
             // registers, six general and eight vector ones, at 32; 8 bytes to align.
-            #[cfg(target_arch = "x86_64")]
             naked_asm!(
                 ".cfi_startproc",
                 "sub rsp, 216",
@@ -171,7 +144,7 @@ macro_rules! printf_hook {
                 "mov [rsp + 8], rax",
                 "lea rax, [rsp + 32]",
                 "mov [rsp + 16], rax",
-                concat!("mov ", $x86_64, ", rsp"),
+                concat!("mov ", $register, ", rsp"),
                 "call {list}",
                 "add rsp, 216",
                 ".cfi_adjust_cfa_offset -216",
@@ -179,50 +152,10 @@ macro_rules! printf_hook {
                 ".cfi_endproc",
                 named = const $named,
                 list = sym $list,
-            );
-            // Frame: frame record at 0; va_list { stack arguments, end of general registers, end of
-            // vector registers, i32 offset from each end } at 16; x0 to x7 at 48; q0 to q7 at 112.
-            #[cfg(target_arch = "aarch64")]
-            naked_asm!(
-                ".cfi_startproc",
-                "sub sp, sp, #240",
-                ".cfi_def_cfa_offset 240",
-                "stp x29, x30, [sp]",
-                ".cfi_offset x29, -240",
-                ".cfi_offset x30, -232",
-                "mov x29, sp",
-                "stp x0, x1, [sp, #48]",
-                "stp x2, x3, [sp, #64]",
-                "stp x4, x5, [sp, #80]",
-                "stp x6, x7, [sp, #96]",
-                "stp q0, q1, [sp, #112]",
-                "stp q2, q3, [sp, #144]",
-                "stp q4, q5, [sp, #176]",
-                "stp q6, q7, [sp, #208]",
-                "add x9, sp, #240",
-                "str x9, [sp, #16]",
-                "str x9, [sp, #32]",
-                "add x9, sp, #112",
-                "str x9, [sp, #24]",
-                "mov w9, 8 * {named} - 64",
-                "str w9, [sp, #40]",
-                "mov w9, #-128",
-                "str w9, [sp, #44]",
-                concat!("add ", $aarch64, ", sp, #16"),
-                "bl {list}",
-                "ldp x29, x30, [sp]",
-                "add sp, sp, #240",
-                ".cfi_def_cfa_offset 0",
-                ".cfi_restore x29",
-                ".cfi_restore x30",
-                "ret",
-                ".cfi_endproc",
-                named = const $named,
-                list = sym $list,
-            );
+            )
         }
     };
 }
 
-printf_hook!(dprintf(fd: c_int, format: *const c_char), 2, "rdx", "x2", dprintf_list);
-printf_hook!(__dprintf_chk(fd: c_int, flag: c_int, format: *const c_char), 3, "rcx", "x3", dprintf_chk_list);
+printf_hook!(dprintf(fd: c_int, format: *const c_char), 2, "rdx", dprintf_list);
+printf_hook!(__dprintf_chk(fd: c_int, flag: c_int, format: *const c_char), 3, "rcx", dprintf_chk_list);

@@ -7,10 +7,9 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use rdmasock_shims::config::Config;
-use serde::Serialize;
 
 /// A process that is switched off.
-#[derive(Debug, Serialize)]
+#[derive(Debug)]
 pub struct Off {
     /// The process's pid.
     pub pid: u32,

@@ -1,10 +1,11 @@
-//! Reads directories and files for the service thread, in a program that may close any descriptor. `std::fs::read_dir`
+//! Reads directories and files in a program that may close any descriptor. `std::fs::read_dir`
 //! panics if its descriptor has been closed (iperf3, for one, closes some descriptors twice).
 
 use std::ffi::{OsStr, OsString};
 use std::mem::MaybeUninit;
 use std::os::fd::BorrowedFd;
 use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 
 use rustix::fs::{Mode, OFlags, RawDir};
 use rustix::io::Errno;
@@ -34,15 +35,24 @@ pub fn text(path: &str) -> Result<String, Errno> {
     String::from_utf8(content).map_err(|_| Errno::ILSEQ)
 }
 
-/// Returns the content of the file at `path`, and whether that is all of it: reads no further once it has `enough`
-/// bytes. ENOMEM if there is no memory for it.
-pub(crate) fn bytes(path: &str, enough: usize) -> Result<(Vec<u8>, bool), Errno> {
-    let flags = OFlags::RDONLY | OFlags::CLOEXEC;
-    let file = PrivateFd::open(|| rustix::fs::open(path, flags, Mode::empty()))?;
+/// Opens the file at `path` for reading. A FIFO does not block the call.
+pub(crate) fn open(path: impl AsRef<Path>) -> Result<PrivateFd, Errno> {
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
+    PrivateFd::open(|| rustix::fs::open(path.as_ref(), flags, Mode::empty()))
+}
+
+/// Returns the content of the file at `path`, as [`read`] does.
+pub fn bytes(path: impl AsRef<Path>, enough: usize) -> Result<(Vec<u8>, bool), Errno> {
+    read(&open(path)?, enough)
+}
+
+/// Returns the content of a file, and whether that is all of it: reads no further once it has `enough` bytes. ENOMEM if
+/// there is no memory for it.
+pub(crate) fn read(file: &PrivateFd, enough: usize) -> Result<(Vec<u8>, bool), Errno> {
     let mut bytes = Vec::new();
     let mut piece = Scratch::new(4096).ok_or(Errno::NOMEM)?;
     while bytes.len() < enough {
-        match rustix::io::read(&file, &mut piece[..]) {
+        match rustix::io::read(file, &mut piece[..]) {
             Ok(0) => return Ok((bytes, true)),
             Ok(n) => {
                 bytes.try_reserve(n).map_err(|_| Errno::NOMEM)?;

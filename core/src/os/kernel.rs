@@ -20,7 +20,6 @@ pub unsafe fn call(number: libc::c_long, arguments: [usize; 6]) -> Result<usize,
     let result: isize;
     // SAFETY: the kernel's calling convention (syscall(2), "Architecture calling conventions"); the rest by the
     // contract.
-    #[cfg(target_arch = "x86_64")]
     unsafe {
         asm!(
             "syscall",
@@ -34,21 +33,6 @@ pub unsafe fn call(number: libc::c_long, arguments: [usize; 6]) -> Result<usize,
             lateout("rcx") _,
             lateout("r11") _,
             options(nostack, preserves_flags),
-        );
-    }
-    // SAFETY: as above.
-    #[cfg(target_arch = "aarch64")]
-    unsafe {
-        asm!(
-            "svc #0",
-            in("x8") number,
-            inlateout("x0") a => result,
-            in("x1") b,
-            in("x2") c,
-            in("x3") d,
-            in("x4") e,
-            in("x5") f,
-            options(nostack),
         );
     }
     match result {

@@ -10,7 +10,6 @@ pub mod dir;
 pub mod doorbell;
 #[cfg(test)]
 pub(crate) mod forked;
-#[cfg(target_arch = "x86_64")]
 pub mod heap;
 pub mod kernel;
 pub mod memfd;

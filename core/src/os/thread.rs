@@ -61,7 +61,6 @@ pub struct Thread {
 const BYTES: usize = 104;
 const _: () = assert!(size_of::<Thread>() <= BYTES);
 
-#[cfg(target_arch = "x86_64")]
 std::arch::global_asm!(
     ".pushsection .tbss.rdmasock_thread, \"awT\", @nobits",
     ".globl rdmasock_thread",
@@ -76,7 +75,6 @@ std::arch::global_asm!(
 );
 
 /// Returns the calling thread's state. The reference must not leave the thread.
-#[cfg(target_arch = "x86_64")]
 #[inline(always)]
 pub fn current() -> &'static Thread {
     let at: *const Thread;
@@ -93,24 +91,11 @@ pub fn current() -> &'static Thread {
     }
 }
 
-/// Returns the calling thread's state. The reference must not leave the thread.
-#[cfg(not(target_arch = "x86_64"))]
-#[inline]
-pub fn current() -> &'static Thread {
-    thread_local! {
-        // SAFETY: zeroes are a valid `Thread`.
-        static THREAD: Thread = const { unsafe { std::mem::zeroed() } };
-    }
-    // SAFETY: the variable has no destructor, so it is valid as long as the thread.
-    THREAD.with(|t| unsafe { &*std::ptr::from_ref(t) })
-}
-
 /// Notes that the thread with this `pthread_t` is about to be cancelled. In glibc a `pthread_t` is the address of the
 /// thread control block, and every thread's copy of a variable lies at the same distance from that block.
 ///
 /// # Safety
 /// The thread has not been joined.
-#[cfg(target_arch = "x86_64")]
 pub unsafe fn note_cancelled(pthread: libc::pthread_t) {
     let own: usize;
     // SAFETY: reads the calling thread's pointer to its own control block.
@@ -119,13 +104,6 @@ pub unsafe fn note_cancelled(pthread: libc::pthread_t) {
     // SAFETY: the address of that thread's copy, which lives until the thread is joined. The field is atomic.
     unsafe { (*at).cancelled.store(true, Relaxed) };
 }
-
-/// Does nothing: the position of a thread's copy depends on the processor.
-///
-/// # Safety
-/// None.
-#[cfg(not(target_arch = "x86_64"))]
-pub unsafe fn note_cancelled(_: libc::pthread_t) {}
 
 /// A call that may block, and that a jump may leave. The value lies in the frame of the caller.
 #[derive(Debug)]
@@ -384,17 +362,10 @@ fn carry_out() {
     }
 }
 
-#[cfg(target_arch = "x86_64")]
 #[inline(always)]
 fn stack_pointer() -> usize {
     let at: usize;
     // SAFETY: reads a register.
     unsafe { std::arch::asm!("mov {}, rsp", out(reg) at, options(nomem, nostack, preserves_flags)) };
     at
-}
-
-#[cfg(not(target_arch = "x86_64"))]
-#[inline(always)]
-fn stack_pointer() -> usize {
-    0
 }

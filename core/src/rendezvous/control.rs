@@ -13,13 +13,13 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 
 use hmac::{Hmac, Mac};
-use rustix::fs::{FileType, Mode, OFlags};
+use rustix::fs::FileType;
 use rustix::io::Errno;
 use sha2::Sha256;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::ids::{Cookie, ID_BYTES, InstanceId, Nonce, Tuple, ids, mapped};
-use crate::os::privatefd::Transit;
+use crate::os::dir;
 use crate::wire;
 use crate::wire::codec::{Writer, kinds};
 use crate::wire::{VERSION, WireError};
@@ -231,10 +231,7 @@ impl Key {
     /// read, write nor execute, of a length within [`Self::BYTES`].
     pub fn load(path: &Path) -> Result<Self, String> {
         let failed = |errno: Errno| std::io::Error::from(errno).to_string();
-        // O_NONBLOCK: a FIFO must not block the program.
-        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
-        let _transit = Transit::begin();
-        let file = rustix::fs::open(path, flags, Mode::empty()).map_err(failed)?;
+        let file = dir::open(path).map_err(failed)?;
         let stat = rustix::fs::fstat(&file).map_err(failed)?;
         if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
             return Err("it is not a regular file".to_owned());
@@ -242,18 +239,8 @@ impl Key {
         if stat.st_mode & 0o007 != 0 {
             return Err("it is accessible to other users (chmod o= it)".to_owned());
         }
-        let mut bytes = [0; *Self::BYTES.end() + 1];
-        let mut have = 0;
-        while let Some(rest) = bytes.get_mut(have..).filter(|rest| !rest.is_empty()) {
-            match rustix::io::read(&file, rest) {
-                Ok(0) => break,
-                Ok(n) => have += n,
-                Err(Errno::INTR) => {}
-                Err(errno) => return Err(failed(errno)),
-            }
-        }
-        let secret = bytes.get(..have).unwrap_or_default();
-        Self::new(secret).ok_or_else(|| format!("it must have {} to {} bytes", Self::BYTES.start(), Self::BYTES.end()))
+        let (secret, _) = dir::read(&file, *Self::BYTES.end() + 1).map_err(failed)?;
+        Self::new(&secret).ok_or_else(|| format!("it must have {} to {} bytes", Self::BYTES.start(), Self::BYTES.end()))
     }
 
     /// Returns the MAC over the way that the datagram goes, and over all its bytes but the MAC itself.

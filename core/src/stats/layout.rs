@@ -16,7 +16,7 @@ use crate::stats::reason::Why;
 /// "rdmastat", read as a little-endian number.
 pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"rdmastat");
 /// Version of this layout.
-pub(super) const VERSION: u32 = 6;
+pub(super) const VERSION: u32 = 7;
 /// Bytes of the program's name that are kept, at most.
 pub(super) const PROGRAM_MAX: usize = 64;
 
@@ -48,13 +48,6 @@ pub struct StatsPage {
 pub(super) struct Header {
     pub magic: AtomicU64,
     pub version: AtomicU32,
-    pub header_size: AtomicU32,
-    pub link_size: AtomicU32,
-    pub link_slots: AtomicU32,
-    pub sleeper_size: AtomicU32,
-    pub sleeper_slots: AtomicU32,
-    pub stream_size: AtomicU32,
-    pub stream_slots: AtomicU32,
     /// The owner's pid in its own pid namespace.
     pub pid: AtomicU32,
     pub program_len: AtomicU32,
@@ -79,21 +72,6 @@ pub(super) struct Header {
     pub kept_on_tcp: AtomicU32,
     /// Stream slots that the owner may write in its mapping. Only the owner uses this field.
     pub open: AtomicU32,
-}
-
-impl Header {
-    /// Returns the sizes that the header has, each with the one of this layout.
-    pub fn sizes(&self) -> [(&AtomicU32, u32); 7] {
-        [
-            (&self.header_size, size_of::<Self>() as u32),
-            (&self.link_size, size_of::<LinkStats>() as u32),
-            (&self.link_slots, LINK_SLOTS),
-            (&self.sleeper_size, size_of::<SleeperStats>() as u32),
-            (&self.sleeper_slots, SLEEPER_SLOTS),
-            (&self.stream_size, size_of::<StreamStats>() as u32),
-            (&self.stream_slots, STREAM_SLOTS),
-        ]
-    }
 }
 
 /// The four counters of one direction. One thread at a time writes them.

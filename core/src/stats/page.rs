@@ -83,9 +83,6 @@ impl StatsPage {
     fn fill_header(&self, info: InstanceInfo<'_>) {
         let header = &self.header;
         header.version.store(VERSION, Relaxed);
-        for (cell, size) in header.sizes() {
-            cell.store(size, Relaxed);
-        }
         header.pid.store(info.pid, Relaxed);
         header.started.store(monotonic_ns(), Relaxed);
         for (cell, byte) in header.instance.iter().zip(info.instance) {

@@ -7,8 +7,8 @@
     reason = "the contract of each function is what the header says of the one with its name"
 )]
 
-use std::ffi::{c_char, c_int, c_void};
-use std::fmt::Write;
+use std::ffi::{c_int, c_void};
+use std::io::Write;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
@@ -91,7 +91,7 @@ pub struct Info {
     /// Bytes received past the rings.
     pub received_directly: u64,
     /// The text of the reason, ended by a zero byte.
-    pub why_text: [c_char; 128],
+    pub why_text: [u8; 128],
 }
 
 /// The size of the struct's first version: no program passes a smaller one.
@@ -227,33 +227,13 @@ fn blank() -> Info {
 fn told(mut info: Info, why: Why) -> Info {
     info.why = why.reason as u32;
     info.peer_why = why.peer.unwrap_or_default() as u32;
-    if why.reason != Reason::None {
-        let mut text = Text {
-            room: &mut info.why_text,
-            at: 0,
-        };
+    if why.reason != Reason::None
+        && let Some((_, mut text)) = info.why_text.split_last_mut()
+    {
         // Text beyond the end of the field is cut.
         let _ = write!(text, "{why}");
     }
     info
-}
-
-/// Writes text into a C string: the last byte stays zero.
-struct Text<'a> {
-    room: &'a mut [c_char],
-    at: usize,
-}
-
-impl Write for Text<'_> {
-    fn write_str(&mut self, text: &str) -> std::fmt::Result {
-        let end = self.room.len() - 1;
-        let free = self.room.get_mut(self.at..end).unwrap_or_default();
-        for (place, byte) in free.iter_mut().zip(text.bytes()) {
-            *place = byte as c_char;
-        }
-        self.at = (self.at + text.len()).min(end);
-        Ok(())
-    }
 }
 
 // `rdmasock_prefer`: a program says what a connection is to run on.
@@ -402,21 +382,7 @@ mod tests {
     fn the_longest_reason_fits() {
         let longest = Reason::ALL.iter().max_by_key(|r| r.text().len()).unwrap();
         let info = told(blank(), Why::declined(*longest));
-        let text: Vec<u8> = info
-            .why_text
-            .iter()
-            .take_while(|c| **c != 0)
-            .map(|c| *c as u8)
-            .collect();
+        let text: Vec<u8> = info.why_text.iter().copied().take_while(|c| *c != 0).collect();
         assert_eq!(String::from_utf8(text).unwrap(), Why::declined(*longest).to_string());
-    }
-
-    #[test]
-    fn text_that_does_not_fit_is_cut_and_still_ended() {
-        let mut room = [0; 5];
-        let mut text = Text { room: &mut room, at: 0 };
-        text.write_str("abc").unwrap();
-        text.write_str("defg").unwrap();
-        assert_eq!(room.map(|c| c as u8), *b"abcd\0");
     }
 }

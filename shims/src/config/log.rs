@@ -1,24 +1,20 @@
 //! The destination of the library's `tracing` events: one line for each, by one raw write.
 //!
 //! If the log is off (the default), nothing is installed. If it is on, an event is formatted in a buffer on the stack.
-//! The line is written, past the hooks, to an fd with a high number. So logging neither recurses, nor locks, nor
-//! allocates, and it works in fork children and in destructors of thread-local data. A line that cannot be written at
-//! once (a full or broken pipe) is dropped: logging neither blocks the program nor raises SIGPIPE.
+//! The line is written, past the hooks, to a private fd. So logging neither recurses, nor locks, nor allocates, and it
+//! works in fork children and in destructors of thread-local data. A line that cannot be written at once (a full or
+//! broken pipe) is dropped: logging neither blocks the program nor raises SIGPIPE.
 //!
 //! The call sites decide what is logged. Messages about bad settings are in `config/mod.rs`.
 
 use core::fmt;
 use core::fmt::Write;
-use core::sync::atomic::AtomicI32;
-use core::sync::atomic::Ordering::Relaxed;
-use std::ffi::OsString;
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use once_cell::race::OnceBox;
-use rdmasock_core::os::privatefd::Transit;
+use rdmasock_core::os::privatefd::PrivateFd;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fd::{AsFd, BorrowedFd, IntoRawFd, OwnedFd, RawFd};
+use rustix::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
 use tracing::field::{Field, Visit};
@@ -26,13 +22,11 @@ use tracing::level_filters::LevelFilter;
 use tracing::{Event, Metadata, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 
-use crate::config::{Config, LogFilter, warn};
+use crate::config::{Config, warn};
 
 /// Longest line, bytes; the rest is cut off. It fits small signal stacks. It is below PIPE_BUF, so that lines of
 /// several threads and processes do not mix.
 const LINE_MAX: usize = 1024;
-/// The log's fd has this number or a higher one, where the limit on fds allows.
-const HIGH_FD: RawFd = 1000;
 
 /// The destination of lines, for the life of the process.
 static SINK: OnceBox<Sink> = OnceBox::new();
@@ -41,7 +35,7 @@ static SINK: OnceBox<Sink> = OnceBox::new();
 /// costs a line on stderr, and the log goes to stderr then.
 pub fn init(config: &Config) {
     // A fork child has its parent's sink, because it may not be allowed to open the file.
-    if config.log.most() == LevelFilter::OFF || SINK.get().is_some() {
+    if config.log == LevelFilter::OFF || SINK.get().is_some() {
         return;
     }
     let Some(sink) = Sink::open(config.log_file.as_deref()) else {
@@ -49,7 +43,7 @@ pub fn init(config: &Config) {
     };
     if SINK.set(Box::new(sink)).is_ok() {
         let lines = Lines {
-            filter: config.log.clone(),
+            level: config.log,
             sink: || SINK.get(),
         };
         // The call fails only if a subscriber exists already. That is then the one to use.
@@ -57,29 +51,18 @@ pub fn init(config: &Config) {
     }
 }
 
-/// Gives a fork child its own file, where the file's name contains the pid (`%p`). Before that, or where that fails,
-/// the child's lines go to the parent's file. Call in the fork child.
-pub fn after_fork_in_child() {
-    if let Some(sink) = SINK.get() {
-        sink.reopen();
-    }
-}
-
-/// Returns the log's own fd, which the program must not see.
+/// Returns the log's fd, which fork children keep.
 #[must_use]
 pub fn fd() -> Option<RawFd> {
-    SINK.get().map(|sink| sink.fd.load(Relaxed))
+    SINK.get().map(|sink| sink.fd.as_raw_fd())
 }
 
-/// An open file, and how to open it again.
+/// An open file.
 #[derive(Debug)]
 struct Sink {
-    /// Owned, and open until the process ends. Only [`Sink::reopen`] replaces the file.
-    fd: AtomicI32,
+    fd: PrivateFd,
     /// A regular file accepts every line; any other file is polled first.
     is_regular: bool,
-    /// The path, if it has a `%p`.
-    template: Option<PathBuf>,
 }
 
 impl Sink {
@@ -95,38 +78,21 @@ impl Sink {
                 })
                 .ok()
         });
-        let template = path.filter(|path| file.is_some() && has_pid(path));
         let fd = match file {
             Some(file) => file,
             // SAFETY: fd 2 is only used for this duplication, which fails if it is not open.
-            None => raised(unsafe { BorrowedFd::borrow_raw(2) }).ok()?,
+            None => PrivateFd::duplicate(unsafe { BorrowedFd::borrow_raw(2) }).ok()?,
         };
         Some(Self {
             is_regular: rustix::fs::fstat(&fd)
                 .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile),
-            template: template.map(Path::to_owned),
-            fd: AtomicI32::new(fd.into_raw_fd()),
+            fd,
         })
     }
 
-    fn reopen(&self) {
-        let opened = self.template.as_deref().map(open_file);
-        if let Some(Ok(new)) = opened {
-            let old = self.fd.load(Relaxed);
-            // dup3 keeps the fd, which other parts of the library may already hide.
-            // SAFETY: this sink owns the fd, which is a valid target whether open or not.
-            let mut owned =
-                core::mem::ManuallyDrop::new(unsafe { <OwnedFd as rustix::fd::FromRawFd>::from_raw_fd(old) });
-            let _ = rustix::io::dup3(&new, &mut owned, rustix::io::DupFlags::CLOEXEC);
-        }
-    }
-
     fn write(&self, line: &[u8]) {
-        // SAFETY: the sink owns the fd and never closes it. If the program has closed it by a raw system call, the
-        // write fails.
-        let fd = unsafe { BorrowedFd::borrow_raw(self.fd.load(Relaxed)) };
-        if self.is_regular || takes_a_line(fd) {
-            let _ = rustix::io::write(fd, line);
+        if self.is_regular || takes_a_line(self.fd.as_fd()) {
+            let _ = rustix::io::write(&self.fd, line);
         }
     }
 }
@@ -139,62 +105,31 @@ fn takes_a_line(fd: BorrowedFd<'_>) -> bool {
         && wanted.iter().all(|fd| fd.revents() == PollFlags::OUT)
 }
 
-fn has_pid(path: &Path) -> bool {
-    path.as_os_str().as_bytes().windows(2).any(|pair| pair == b"%p")
-}
-
-/// Returns the path with the pid in place of each `%p`.
-fn with_pid(path: &Path) -> PathBuf {
-    let pid = rustix::process::getpid().as_raw_nonzero().to_string();
-    let mut name = Vec::new();
-    let mut rest = path.as_os_str().as_bytes();
-    while let Some((first, after)) = rest.split_first() {
-        match rest.strip_prefix(b"%p") {
-            Some(after) => {
-                name.extend_from_slice(pid.as_bytes());
-                rest = after;
-            }
-            None => {
-                name.push(*first);
-                rest = after;
-            }
-        }
-    }
-    OsString::from_vec(name).into()
-}
-
-fn open_file(path: &Path) -> Result<OwnedFd, Errno> {
+/// Opens the file at `path`, with the pid in place of each `%p`.
+fn open_file(path: &Path) -> Result<PrivateFd, Errno> {
     let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::APPEND | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
-    let _transit = Transit::begin();
-    let file = rustix::fs::open(with_pid(path), flags, Mode::from_raw_mode(0o644))?;
-    raised(file.as_fd())
-}
-
-/// Returns a duplicate with a high number, or with the highest that a low limit allows.
-fn raised(fd: BorrowedFd<'_>) -> Result<OwnedFd, Errno> {
-    let mut least = HIGH_FD;
-    loop {
-        match rustix::io::fcntl_dupfd_cloexec(fd, least) {
-            Err(Errno::INVAL | Errno::MFILE) if least > 3 => least /= 2,
-            other => return other,
-        }
-    }
+    let mode = Mode::from_raw_mode(0o644);
+    let pid = rustix::process::getpid().as_raw_nonzero().to_string();
+    PrivateFd::open(|| match path.to_str() {
+        Some(text) => rustix::fs::open(text.replace("%p", &pid), flags, mode),
+        None => rustix::fs::open(path, flags, mode),
+    })
 }
 
 /// The layer: filters events and writes them to the sink.
 struct Lines {
-    filter: LogFilter,
+    level: LevelFilter,
     sink: fn() -> Option<&'static Sink>,
 }
 
 impl<S: Subscriber> Layer<S> for Lines {
-    // The filter never changes, so a call site is asked only once (the default of `register_callsite`).
+    // The level never changes, so a call site is asked only once (the default of `register_callsite`).
     fn enabled(&self, metadata: &Metadata<'_>, _: Context<'_, S>) -> bool {
-        metadata.is_event() && *metadata.level() <= self.filter.level_of(metadata.target())
+        metadata.is_event() && *metadata.level() <= self.level
     }
 
     fn max_level_hint(&self) -> Option<LevelFilter> {
-        Some(self.filter.most())
+        Some(self.level)
     }
 
     fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {
@@ -274,6 +209,8 @@ impl Visit for Line {
 mod tests {
     use std::fs;
 
+    use rdmasock_core::os::privatefd::is_private;
+
     use super::*;
 
     /// Runs `emit` and returns the text that the log file then has.
@@ -287,11 +224,11 @@ mod tests {
         thread_local!(static CURRENT: core::cell::Cell<Option<&'static Sink>> = const { core::cell::Cell::new(None) });
         CURRENT.set(Some(sink));
         let lines = Lines {
-            filter: config.log,
+            level: config.log,
             sink: || CURRENT.get(),
         };
         tracing::subscriber::with_default(tracing_subscriber::registry().with(lines), emit);
-        assert!(sink.is_regular && sink.fd.load(Relaxed) >= 500);
+        assert!(sink.is_regular && is_private(sink.fd.as_raw_fd()));
         let path = folder.path().join(format!("log.{}", std::process::id()));
         fs::read_to_string(path).unwrap()
     }
@@ -307,17 +244,6 @@ mod tests {
         let head = format!(" {}/", std::process::id());
         let tail = " DEBUG rdmasock_shims::config::log::tests: promoted 1 fd=7 why=two lines\n";
         assert!(text.contains(&head) && text.ends_with(tail), "{text}");
-    }
-
-    #[test]
-    fn targets_have_their_own_levels() {
-        let text = logged("error,link=info", || {
-            tracing::info!(target: "rdmasock_core::link::credit", "one");
-            tracing::warn!(target: "rdmasock_core::stream", "two");
-            tracing::error!(target: "rdmasock_core::stream", "three");
-        });
-        let last: Vec<_> = text.lines().filter_map(|line| line.rsplit(' ').next()).collect();
-        assert_eq!(last, ["one", "three"]);
     }
 
     #[test]
@@ -340,20 +266,5 @@ mod tests {
         assert!(takes_a_line(writer.as_fd()));
         drop(reader);
         assert!(!takes_a_line(writer.as_fd()));
-    }
-
-    #[test]
-    fn a_reopened_log_keeps_its_number() {
-        let folder = tempfile::tempdir().unwrap();
-        let sink = Sink::open(Some(&folder.path().join("%p"))).unwrap();
-        let before = sink.fd.load(Relaxed);
-        let file = folder.path().join(std::process::id().to_string());
-        fs::rename(&file, folder.path().join("old")).unwrap();
-        sink.reopen();
-        sink.write(b"new");
-        assert_eq!(
-            (sink.fd.load(Relaxed), fs::read(&file).unwrap()),
-            (before, b"new".to_vec())
-        );
     }
 }

@@ -14,9 +14,10 @@ use ipnet::IpNet;
 use once_cell::race::OnceBox;
 use rdmasock_core::stream::policy::Threshold;
 use rustix::fd::BorrowedFd;
+use tracing::level_filters::LevelFilter;
 
 use crate::config::variables::DEVELOPER;
-pub use crate::config::variables::{LogFilter, Size, VARIABLES, Variable};
+pub use crate::config::variables::{Size, VARIABLES, Variable};
 
 pub(crate) mod arenas;
 pub mod environment;
@@ -52,16 +53,6 @@ pub enum IoUring {
     Hide,
     /// The ring. From then on the program's connections are on TCP.
     Allow,
-}
-
-/// How an exec changes an environment that lacks `LD_PRELOAD`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum OnExec {
-    /// The exec adds `LD_PRELOAD` and the library's variables.
-    #[default]
-    Keep,
-    /// The exec leaves the environment as the program has made it.
-    Leave,
 }
 
 /// The smallest size from which on the device copies from program to program, between hosts.
@@ -104,8 +95,8 @@ pub struct Config {
     pub enabled: bool,
     /// The fabrics that may be used.
     pub fabrics: Fabrics,
-    /// The levels of the log.
-    pub log: LogFilter,
+    /// The most verbose level that is logged.
+    pub log: LevelFilter,
     /// The path of the log file, with `%p` not yet replaced; `None` is stderr.
     pub log_file: Option<PathBuf>,
     /// When a stream has proved worth promoting.
@@ -124,8 +115,6 @@ pub struct Config {
     pub alloc: Alloc,
     /// The answer to a program that asks for an io_uring.
     pub io_uring: IoUring,
-    /// How an exec changes an environment without `LD_PRELOAD`.
-    pub on_exec: OnExec,
     /// The path of the rules file.
     pub rules: Option<PathBuf>,
     /// The UDP port on which hosts ask each other; 0 means none.
@@ -147,7 +136,7 @@ impl Default for Config {
         Self {
             enabled: true,
             fabrics: Fabrics::SHM | Fabrics::VERBS,
-            log: LogFilter::default(),
+            log: LevelFilter::OFF,
             log_file: None,
             promote_after: Threshold {
                 requests: Some(16),
@@ -160,7 +149,6 @@ impl Default for Config {
             zcopy: ZeroCopy::default(),
             alloc: Alloc::default(),
             io_uring: IoUring::default(),
-            on_exec: OnExec::default(),
             rules: None,
             control_port: 4797,
             secret_file: None,
@@ -221,57 +209,31 @@ impl Config {
             match VARIABLES.iter().chain(DEVELOPER).find(|variable| variable.name == name) {
                 None => warnings.push(Warning {
                     problem: format!(
-                        "{} is not a variable of rdmasock ({} is)",
-                        shown(&name),
-                        variables::nearest(&name),
+                        "{} is not a variable of rdmasock (see rdmasock run --help)",
+                        shown(&name)
                     ),
                     instead: "it is ignored".to_owned(),
                 }),
-                Some(variable) => {
-                    if (variable.set)(&mut config, &value).is_none() {
-                        let value = value.to_string_lossy();
-                        warnings.push(rejected(variable, &value, variable.accepts));
-                    }
+                Some(variable) if (variable.set)(&mut config, &value).is_none() => {
+                    let (value, accepts) = (value.to_string_lossy(), variable.accepts);
+                    let instead = if name == PREFIX { "off" } else { variable.default };
+                    warnings.push(Warning {
+                        problem: format!("{name}={}: accepted is {accepts}", shown(&value)),
+                        instead: format!("using {instead}"),
+                    });
                 }
+                Some(_) => {}
             }
         }
-        config.reconcile(&mut warnings);
+        config.ring_max = config.ring_max.min(config.arena);
+        config.ring_min = config.ring_min.min(config.ring_max);
         (config, warnings)
-    }
-
-    /// Replaces values that are valid alone but do not fit together.
-    fn reconcile(&mut self, warnings: &mut Vec<Warning>) {
-        let default = Self::default();
-        if self.ring_max > self.arena {
-            let accepts = format!("at most RDMASOCK_ARENA, which is {}", self.arena);
-            let value = self.ring_max.to_string();
-            warnings.push(rejected(&variables::RING_MAX, &value, &accepts));
-            self.ring_max = default.ring_max;
-        }
-        if self.ring_min > self.ring_max {
-            let accepts = format!("at most RDMASOCK_RING_MAX, which is {}", self.ring_max);
-            let value = self.ring_min.to_string();
-            warnings.push(rejected(&variables::RING_MIN, &value, &accepts));
-            self.ring_min = default.ring_min;
-        }
     }
 }
 
 fn is_ours(name: &[u8]) -> bool {
     name.strip_prefix(PREFIX.as_bytes())
         .is_some_and(|rest| rest.is_empty() || rest.starts_with(b"_"))
-}
-
-fn rejected(variable: &Variable, value: &str, accepts: &str) -> Warning {
-    let instead = if variable.name == PREFIX {
-        "off"
-    } else {
-        variable.default
-    };
-    Warning {
-        problem: format!("{}={}: accepted is {accepts}", variable.name, shown(value)),
-        instead: format!("using {instead}"),
-    }
 }
 
 /// Returns text from outside as a message may show it: on one line, not too long.

@@ -19,9 +19,9 @@ use core::ops::RangeInclusive;
 use std::path::Path;
 
 use ipnet::IpNet;
-use rdmasock_core::os::privatefd::Transit;
+use rdmasock_core::os::dir;
 use rdmasock_core::stats::Direction;
-use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
 use serde::Deserialize;
 
 /// A rules file longer than this many bytes is a mistake.
@@ -230,27 +230,11 @@ fn is_glob_match(glob: &[u8], text: &[u8]) -> bool {
 
 /// Returns the text of a file, read past the hooks.
 fn read(path: &Path) -> Result<String, String> {
-    let failed = |errno: rustix::io::Errno| std::io::Error::from(errno).to_string();
-    // A FIFO must not block the program's start.
-    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
-    let _transit = Transit::begin();
-    let file = rustix::fs::open(path, flags, Mode::empty()).map_err(failed)?;
-    let mut bytes = Vec::new();
-    let mut piece = [0_u8; 4096];
-    loop {
-        let got = match rustix::io::read(&file, &mut piece) {
-            Err(rustix::io::Errno::INTR) => continue,
-            got => got.map_err(failed)?,
-        };
-        match piece.get(..got) {
-            None | Some([]) => break,
-            Some(part) => bytes.extend_from_slice(part),
-        }
-        if bytes.len() > LONGEST {
-            return Err(format!("longer than {LONGEST} bytes"));
-        }
+    let failed = |errno: Errno| std::io::Error::from(errno).to_string();
+    match dir::bytes(path, LONGEST + 1).map_err(failed)? {
+        (text, true) => String::from_utf8(text).map_err(|_| "not UTF-8".to_owned()),
+        _ => Err(format!("longer than {LONGEST} bytes")),
     }
-    String::from_utf8(bytes).map_err(|_| "not UTF-8".to_owned())
 }
 
 #[cfg(test)]

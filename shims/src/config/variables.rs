@@ -1,7 +1,6 @@
 //! The table of environment variables: names, defaults, accepted values, meanings, and how each value gets into a
 //! [`Config`]. The values that are more complex than a word or a number have types, each with its notation.
 
-use core::fmt;
 use std::ffi::{CString, OsStr};
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
@@ -10,17 +9,13 @@ use std::time::Duration;
 use rdmasock_core::stream::policy::Threshold;
 use tracing::level_filters::LevelFilter;
 
-use crate::config::{Alloc, Config, Fabrics, IoUring, OnExec, Way, ZeroCopy};
+use crate::config::{Alloc, Config, Fabrics, IoUring, Way, ZeroCopy};
 
 /// An environment variable.
 #[derive(Debug)]
 pub struct Variable {
     /// The variable's name.
     pub name: &'static str,
-    /// The option of `rdmasock run` that sets the variable, without the dashes.
-    pub option: &'static str,
-    /// The placeholder for the value in a usage line.
-    pub placeholder: &'static str,
     /// The value that is used if the variable is not set, as one would write it, or in words.
     pub default: &'static str,
     /// The values that are accepted, in words.
@@ -31,32 +26,19 @@ pub struct Variable {
     pub(super) set: fn(&mut Config, &OsStr) -> Option<()>,
 }
 
-pub(super) const RING_MIN: Variable = Variable {
-    name: "RDMASOCK_RING_MIN",
-    option: "ring-min",
-    placeholder: "SIZE",
-    default: "4K",
-    accepts: "a power of two from 4K to 64M, at most RDMASOCK_RING_MAX",
-    meaning: "size of a stream's ring when it is promoted, and when it has been idle; between hosts 16 times as much",
-    set: |config, value| set(&mut config.ring_min, ring_size(value)),
-};
-
-pub(super) const RING_MAX: Variable = Variable {
-    name: "RDMASOCK_RING_MAX",
-    option: "ring-max",
-    placeholder: "SIZE",
-    default: "4M",
-    accepts: "a power of two from 4K to 64M, at least RDMASOCK_RING_MIN",
-    meaning: "size that a stream's ring may grow to while its reader does not read; while it does, at most 1M",
-    set: |config, value| set(&mut config.ring_max, ring_size(value)),
-};
+impl Variable {
+    /// Returns the option of `rdmasock run` that sets the variable, without the dashes.
+    #[must_use]
+    pub fn option(&self) -> String {
+        let name = self.name.strip_prefix("RDMASOCK_").unwrap_or("ACCELERATE");
+        name.to_ascii_lowercase().replace('_', "-")
+    }
+}
 
 /// Every variable that the library or the command reads.
 pub const VARIABLES: &[Variable] = &[
     Variable {
         name: "RDMASOCK",
-        option: "accelerate",
-        placeholder: "ON|OFF",
         default: "on",
         accepts: "on, 1, yes or true; or off, 0, no or false",
         meaning: "main switch; off, and for any other value: every call passes through",
@@ -68,8 +50,6 @@ pub const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "RDMASOCK_FABRICS",
-        option: "fabrics",
-        placeholder: "LIST",
         default: "shm,verbs",
         accepts: "a comma-separated list of: shm, verbs",
         meaning: "what connections may be moved to: shared memory on the same host; RDMA verbs between hosts",
@@ -77,26 +57,20 @@ pub const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "RDMASOCK_LOG",
-        option: "log",
-        placeholder: "FILTER",
         default: "off",
-        accepts: "off, error, warn, info, debug or trace, or a comma-separated list of these and of target=level",
-        meaning: "what is logged; a target is a module such as stream or link",
-        set: |config, value| set(&mut config.log, LogFilter::parse(value.to_str()?)),
+        accepts: "off, error, warn, info, debug or trace",
+        meaning: "what is logged",
+        set: |config, value| set(&mut config.log, level(value.to_str()?)),
     },
     Variable {
         name: "RDMASOCK_LOG_FILE",
-        option: "log-file",
-        placeholder: "PATH",
         default: "stderr",
-        accepts: "a path; %p in it becomes the pid",
+        accepts: "a path; %p in it becomes the pid (children by fork use their parent's file)",
         meaning: "where log lines go; they are appended",
         set: |config, value| set(&mut config.log_file, Some(Some(PathBuf::from(value)))),
     },
     Variable {
         name: "RDMASOCK_PROMOTE_AFTER",
-        option: "promote-after",
-        placeholder: "LIST",
         default: "16r,1M",
         accepts: "a comma-separated list of <N>r (N from 1) and <bytes> with suffix K or M, or 0",
         meaning: "when a connection leaves TCP: as its Nth request begins, or after that many bytes in \
@@ -105,19 +79,29 @@ pub const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "RDMASOCK_SPIN_US",
-        option: "spin-us",
-        placeholder: "MICROSECONDS",
         default: "200",
         accepts: "a number from 0 to 10000",
         meaning: "longest time that a waiting thread spins before it sleeps",
         set: |config, value| set(&mut config.spin, spin(value)),
     },
-    RING_MIN,
-    RING_MAX,
+    Variable {
+        name: "RDMASOCK_RING_MIN",
+        default: "4K",
+        accepts: "a power of two from 4K to 64M",
+        meaning: "size of a stream's ring when it is promoted, and when it has been idle, at most RDMASOCK_RING_MAX; \
+                  between hosts 16 times as much",
+        set: |config, value| set(&mut config.ring_min, ring_size(value)),
+    },
+    Variable {
+        name: "RDMASOCK_RING_MAX",
+        default: "4M",
+        accepts: "a power of two from 4K to 64M",
+        meaning: "size that a stream's ring may grow to while its reader does not read, at most RDMASOCK_ARENA; while it \
+                  does, at most 1M",
+        set: |config, value| set(&mut config.ring_max, ring_size(value)),
+    },
     Variable {
         name: "RDMASOCK_ARENA",
-        option: "arena",
-        placeholder: "SIZE",
         default: "1G",
         accepts: "a power of two from 16M to 64G",
         meaning: "largest size of a link on each side; addresses and memory are taken as streams need them",
@@ -131,8 +115,6 @@ pub const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "RDMASOCK_ZCOPY_MIN",
-        option: "zcopy-min",
-        placeholder: "AUTO|OFF|SIZE",
         default: "off",
         accepts: "auto, off, or a size from 4K to 1G",
         meaning: "between hosts: from which size on a blocking send and a blocking receive have the device copy from \
@@ -142,8 +124,6 @@ pub const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "RDMASOCK_ALLOC",
-        option: "alloc",
-        placeholder: "OFF|REGISTERED",
         default: "off",
         accepts: "off or registered",
         meaning: "registered: large blocks of malloc come from memory that devices know for longer than a call, for what \
@@ -155,8 +135,6 @@ pub const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "RDMASOCK_RULES",
-        option: "rules",
-        placeholder: "PATH",
         default: "no rules: every connection may be moved",
         accepts: "the path of a TOML file",
         meaning: "rules by program, port, address and direction: accelerate or leave",
@@ -164,8 +142,6 @@ pub const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "RDMASOCK_IO_URING",
-        option: "io-uring",
-        placeholder: "AUTO|HIDE|ALLOW",
         default: "auto",
         accepts: "auto, hide or allow",
         meaning: "what a program gets that asks for an io_uring; hide: ENOSYS, as from a kernel without it, which many \
@@ -181,22 +157,7 @@ pub const VARIABLES: &[Variable] = &[
         },
     },
     Variable {
-        name: "RDMASOCK_EXEC",
-        option: "exec",
-        placeholder: "KEEP|LEAVE",
-        default: "keep",
-        accepts: "keep or leave",
-        meaning: "what a program gets that is executed with an environment without LD_PRELOAD; keep: the library and \
-                  these variables all the same; leave: what the environment says",
-        set: |config, value| {
-            let words = [("keep", OnExec::Keep), ("leave", OnExec::Leave)];
-            set(&mut config.on_exec, word(value, &words))
-        },
-    },
-    Variable {
         name: "RDMASOCK_CONTROL_PORT",
-        option: "control-port",
-        placeholder: "PORT",
         default: "4797",
         accepts: "a number from 0 to 65535",
         meaning: "UDP port on which programs of different hosts find each other, the same on all of them; 0: none",
@@ -204,8 +165,6 @@ pub const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "RDMASOCK_SECRET_FILE",
-        option: "secret-file",
-        placeholder: "PATH",
         default: "none: what comes to the control port is not authenticated",
         accepts: "the path of a file of 16 to 4096 bytes that others cannot read",
         meaning: "secret that the control port's datagrams are signed with, the same on all hosts; if it cannot be used, \
@@ -214,8 +173,6 @@ pub const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "RDMASOCK_LIBRARY",
-        option: "library",
-        placeholder: "PATH",
         default: "beside the rdmasock command, or in ../lib from there",
         accepts: "the path of librdmasock.so",
         meaning: "library that `rdmasock run` preloads",
@@ -227,8 +184,6 @@ pub const VARIABLES: &[Variable] = &[
 pub(super) const DEVELOPER: &[Variable] = &[
     Variable {
         name: "RDMASOCK_DEV_PRETEND_RDMA",
-        option: "",
-        placeholder: "",
         default: "the devices that there are",
         accepts: "a comma-separated list of networks such as 10.0.0.0/8",
         meaning: "this host counts as having an RDMA device that leads to these networks (tests of the control port)",
@@ -239,8 +194,6 @@ pub(super) const DEVELOPER: &[Variable] = &[
     },
     Variable {
         name: "RDMASOCK_DEV_LOCAL_DEVICE",
-        option: "",
-        placeholder: "",
         default: "the devices that there are",
         accepts: "the path of librdmasock_localnic.so, or of librdmasock_verbs.so",
         meaning: "connections within this host are moved to this device, as if they were between hosts",
@@ -248,8 +201,6 @@ pub(super) const DEVELOPER: &[Variable] = &[
     },
     Variable {
         name: "RDMASOCK_DEV_SYS_CLASS",
-        option: "",
-        placeholder: "",
         default: "/sys/class",
         accepts: "the path of a folder",
         meaning: "where the verbs plugin looks for devices (tests with a stand-in for rdma-core)",
@@ -257,8 +208,6 @@ pub(super) const DEVELOPER: &[Variable] = &[
     },
     Variable {
         name: "RDMASOCK_DEV_WAY",
-        option: "",
-        placeholder: "",
         default: "as RDMASOCK_ZCOPY_MIN says",
         accepts: "eager, put or get",
         meaning: "the protocol of sends of RDMASOCK_ZCOPY_MIN or more, where they can have it (measurements)",
@@ -337,36 +286,6 @@ fn ring_size(value: &OsStr) -> Option<Size> {
     size.is_ring_size(Size::kib(4), Size::mib(64)).then_some(size)
 }
 
-/// Returns the known name that is most like `name`.
-pub(super) fn nearest(name: &str) -> &'static str {
-    VARIABLES
-        .iter()
-        .map(|variable| variable.name)
-        .min_by_key(|known| distance(known, name))
-        .unwrap_or_default()
-}
-
-/// Returns the edit distance (Levenshtein): how many letters to insert, delete or change.
-fn distance(left: &str, right: &str) -> usize {
-    // `row` is the distances from the letters of `left` taken so far to each prefix of `right`.
-    let mut row: Vec<usize> = (0..=right.chars().count()).collect();
-    for (taken, a) in left.chars().enumerate() {
-        let mut diagonal = taken;
-        let mut before = taken + 1;
-        let mut cells = row.iter_mut();
-        if let Some(first) = cells.next() {
-            *first = before;
-        }
-        for (cell, b) in cells.zip(right.chars()) {
-            let changed = diagonal + usize::from(a != b);
-            diagonal = *cell;
-            *cell = changed.min(diagonal + 1).min(before + 1);
-            before = *cell;
-        }
-    }
-    row.last().copied().unwrap_or_default()
-}
-
 /// Returns the items of a comma-separated list.
 fn items(list: &str) -> impl Iterator<Item = &str> {
     list.split(',').map(str::trim)
@@ -424,74 +343,7 @@ impl Size {
     }
 }
 
-impl fmt::Display for Size {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let fits = |shift: u32| self.0 != 0 && self.0.trailing_zeros() >= shift;
-        match Self::SUFFIXES.iter().find(|(_, shift)| fits(*shift)) {
-            Some((letter, shift)) => write!(f, "{}{letter}", self.0 >> shift),
-            None => write!(f, "{}", self.0),
-        }
-    }
-}
-
-/// The levels of the log: a level for everything, and levels for some targets.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LogFilter {
-    default: LevelFilter,
-    targets: Vec<(String, LevelFilter)>,
-}
-
-impl LogFilter {
-    /// Returns the most verbose level that any target has.
-    #[must_use]
-    pub fn most(&self) -> LevelFilter {
-        let levels = self.targets.iter().map(|(_, level)| *level);
-        levels.fold(self.default, LevelFilter::max)
-    }
-
-    /// Returns the level of `target`. The longest name decides that is `target` itself or a module above it. A name may
-    /// leave out the crate: `link` is `rdmasock::link`.
-    #[must_use]
-    pub fn level_of(&self, target: &str) -> LevelFilter {
-        let short = target.split_once("::").map_or(target, |(_, rest)| rest);
-        let is_above = |name: &str| {
-            [target, short].iter().any(|path| {
-                path.strip_prefix(name)
-                    .is_some_and(|rest| rest.is_empty() || rest.starts_with("::"))
-            })
-        };
-        self.targets
-            .iter()
-            .filter(|(name, _)| is_above(name))
-            .max_by_key(|(name, _)| name.len())
-            .map_or(self.default, |(_, level)| *level)
-    }
-
-    pub(super) fn parse(text: &str) -> Option<Self> {
-        let mut found = Self::default();
-        for item in items(text) {
-            match item.split_once('=') {
-                None => found.default = level(item)?,
-                Some((target, _)) if target.trim().is_empty() => return None,
-                Some((target, word)) => {
-                    let target = target.trim().to_owned();
-                    found.targets.push((target, level(word.trim())?));
-                }
-            }
-        }
-        Some(found)
-    }
-}
-
-impl Default for LogFilter {
-    fn default() -> Self {
-        Self {
-            default: LevelFilter::OFF,
-            targets: Vec::new(),
-        }
-    }
-}
-
+/// Returns the most verbose level that is logged.
 fn level(word: &str) -> Option<LevelFilter> {
     // `parse` accepts numbers too, and no text.
     let is_word = word.starts_with(|first: char| first.is_ascii_alphabetic());
@@ -506,15 +358,17 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_size_is_read_as_it_was_written(bytes in any::<u64>(), zeros in 0_u32..40) {
-            let size = Size(bytes >> zeros << zeros);
-            prop_assert_eq!(Size::parse(&size.to_string()), Some(size));
-            prop_assert_eq!(Size::parse(&size.to_string().to_lowercase()), Some(size));
+        fn a_size_is_read_with_its_suffix(n in 0_u64..1 << 30, at in 0..3_usize) {
+            let (letter, shift) = Size::SUFFIXES[at];
+            for text in [format!("{n}{letter}"), format!("{n}{}", letter.to_ascii_lowercase())] {
+                prop_assert_eq!(Size::parse(&text), Some(Size(n << shift)));
+            }
+            prop_assert_eq!(Size::parse(&n.to_string()), Some(Size(n)));
         }
 
         #[test]
         fn no_text_breaks_the_parsers(text in "\\PC{0,20}|[0-9rKMG,=]{0,20}") {
-            let _ = (Size::parse(&text), promote_after(&text), LogFilter::parse(&text));
+            let _ = (Size::parse(&text), promote_after(&text), level(&text));
         }
     }
 
@@ -553,35 +407,12 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_target_decides() {
-        let filter = LogFilter::parse("warn,rdmasock_core::link=off, stream=TRACE,stream::promote=info").unwrap();
-        assert_eq!(filter.most(), LevelFilter::TRACE);
-        for (target, level) in [
-            ("rdmasock_shims::io", LevelFilter::WARN),
-            ("rdmasock_core::link::credit", LevelFilter::OFF),
-            ("rdmasock_core::linkage", LevelFilter::WARN),
-            ("rdmasock_core::stream", LevelFilter::TRACE),
-            ("rdmasock_core::stream::promote", LevelFilter::INFO),
-        ] {
-            assert_eq!(filter.level_of(target), level, "{target}");
+    fn levels_are_words() {
+        for (text, level) in [("off", LevelFilter::OFF), ("TRACE", LevelFilter::TRACE)] {
+            assert_eq!(super::level(text), Some(level));
         }
-        for text in ["loud", "link=", "=warn", "warn,", "5"] {
-            assert_eq!(LogFilter::parse(text), None, "{text:?}");
+        for text in ["loud", "warn,", "5", ""] {
+            assert_eq!(level(text), None, "{text:?}");
         }
-    }
-
-    #[test]
-    fn the_distance_counts_edits() {
-        for (left, right, edits) in [("", "abc", 3), ("kitten", "sitting", 3), ("same", "same", 0)] {
-            assert_eq!(distance(left, right), edits);
-            assert_eq!(distance(right, left), edits);
-        }
-    }
-
-    #[test]
-    fn a_misspelt_name_finds_its_variable() {
-        assert_eq!(nearest("RDMASOCK_SPIN"), "RDMASOCK_SPIN_US");
-        assert_eq!(nearest("RDMASOCK_FABRIC"), "RDMASOCK_FABRICS");
-        assert_eq!(nearest("RDMASOCK_LOGFILE"), "RDMASOCK_LOG_FILE");
     }
 }

@@ -136,14 +136,8 @@ served! { (a b c d e f) CALLS:
     owns SYS_seccomp = process::seccomp, (a: c_uint, b: c_uint, c: *mut c_void) -> c_int;
     owns SYS_unshare = process::unshare, (a: c_int) -> c_int;
     owns SYS_setns = process::setns, (a: c_int, b: c_int) -> c_int;
-}
 
-/// Calls that newer architectures do not have.
-#[cfg(not(target_arch = "x86_64"))]
-const OLD: &[(c_long, Handler)] = &[];
-
-#[cfg(target_arch = "x86_64")]
-served! { (a b c d e f) OLD:
+    // Calls that have a newer form.
     waits SYS_poll = ready::poll, (a: *mut pollfd, b: nfds_t, c: c_int) -> c_int;
     waits SYS_select = ready::select,
         (a: c_int, b: *mut fd_set, c: *mut fd_set, d: *mut fd_set, e: *mut timeval) -> c_int;
@@ -163,7 +157,7 @@ pub(super) fn result(of: Result<usize, Errno>) -> c_long {
     }
 }
 
-const SERVED: [&[(c_long, Handler)]; 5] = [CALLS, OLD, OTHERS, FORKS, super::memory::MEMORY];
+const SERVED: [&[(c_long, Handler)]; 4] = [CALLS, OTHERS, FORKS, super::memory::MEMORY];
 
 // The ways to serve a call by number. They differ in whether the call may be a connection's, whether it may wait, and
 // whether it is about the library's tables.
@@ -238,7 +232,6 @@ pub(super) extern "C" fn resolve() -> SyscallFn {
 /// Stands in for libc's `syscall` before the library's constructor has run.
 #[unsafe(naked)]
 unsafe extern "C" fn unresolved() {
-    #[cfg(target_arch = "x86_64")]
     core::arch::naked_asm!(
         ".cfi_startproc",
         "push rdi",
@@ -261,33 +254,7 @@ unsafe extern "C" fn unresolved() {
         "jmp rax",
         ".cfi_endproc",
         resolve = sym resolve,
-    );
-    #[cfg(target_arch = "aarch64")]
-    core::arch::naked_asm!(
-        ".cfi_startproc",
-        "stp x29, x30, [sp, #-80]!",
-        ".cfi_def_cfa_offset 80",
-        ".cfi_offset x29, -80",
-        ".cfi_offset x30, -72",
-        "mov x29, sp",
-        "stp x0, x1, [sp, #16]",
-        "stp x2, x3, [sp, #32]",
-        "stp x4, x5, [sp, #48]",
-        "str x6, [sp, #64]",
-        "bl {resolve}",
-        "mov x16, x0",
-        "ldp x0, x1, [sp, #16]",
-        "ldp x2, x3, [sp, #32]",
-        "ldp x4, x5, [sp, #48]",
-        "ldr x6, [sp, #64]",
-        "ldp x29, x30, [sp], #80",
-        ".cfi_def_cfa_offset 0",
-        ".cfi_restore x29",
-        ".cfi_restore x30",
-        "br x16",
-        ".cfi_endproc",
-        resolve = sym resolve,
-    );
+    )
 }
 
 // fork and clone by number. A child with memory and descriptors of its own is treated like a child of fork(3): the
@@ -295,7 +262,6 @@ unsafe extern "C" fn unresolved() {
 // goes on to libc by a jump.
 
 const FORKS: &[(c_long, Handler)] = &[
-    #[cfg(target_arch = "x86_64")]
     (libc::SYS_fork, fork_by_number),
     (libc::SYS_clone, clone),
     (libc::SYS_clone3, clone3),
@@ -304,19 +270,18 @@ const FORKS: &[(c_long, Handler)] = &[
 /// The flags by which a child shares memory or descriptors with its parent.
 const SHARES: c_int = libc::CLONE_VM | libc::CLONE_FILES;
 
-/// `by_number!(NAME NUMBER OWN: X86_64; AARCH64)`: a handler that goes to `OWN` if the instructions find that the child
-/// is like a child of fork(3). It jumps to libc's `syscall` if they come to the label 2.
+/// `by_number!(NAME NUMBER OWN: INSTRUCTIONS)`: a handler that goes to `OWN` if the instructions find that the child is
+/// like a child of fork(3). It jumps to libc's `syscall` if they come to the label 2.
 ///
 /// Naked, since the child of a clone that shares the memory, or is given a stack, returns on another stack (see
 /// `preload/src/syscall.rs`). The moves of the arguments there are undone here.
 macro_rules! by_number {
-    ($name:ident $number:ident $own:ident: $($x86_64:literal)*; $($aarch64:literal)*) => {
+    ($name:ident $number:ident $own:ident: $($instruction:literal)*) => {
         #[unsafe(naked)]
         unsafe extern "C" fn $name(_: usize, _: usize, _: usize, _: usize, _: usize, _: usize) -> c_long {
-            #[cfg(target_arch = "x86_64")]
             core::arch::naked_asm!(
                 ".cfi_startproc",
-                $($x86_64,)*
+                $($instruction,)*
                 "jz {own}",
                 "2: mov r9, r8",
                 "mov r8, rcx",
@@ -330,41 +295,18 @@ macro_rules! by_number {
                 NUMBER = const libc::$number,
                 own = sym $own,
                 LIBC = sym LIBC,
-            );
-            #[cfg(target_arch = "aarch64")]
-            core::arch::naked_asm!(
-                ".cfi_startproc",
-                "mov w16, {SHARES}",
-                $($aarch64,)*
-                "b {own}",
-                "2: mov x5, x4",
-                "mov x4, x3",
-                "mov x3, x2",
-                "mov x2, x1",
-                "mov x1, x0",
-                "mov x0, {NUMBER}",
-                "adrp x16, {LIBC}",
-                "ldr x16, [x16, :lo12:{LIBC}]",
-                "br x16",
-                ".cfi_endproc",
-                SHARES = const SHARES,
-                NUMBER = const libc::$number,
-                own = sym $own,
-                LIBC = sym LIBC,
-            );
+            )
         }
     };
 }
 
 by_number! { clone SYS_clone clone_of_its_own:
-    "test edi, {SHARES}" "jnz 2f" "test rsi, rsi";
-    "tst w0, w16" "b.ne 2f" "cbnz x1, 2f"
+    "test edi, {SHARES}" "jnz 2f" "test rsi, rsi"
 }
 
 // Of clone_args, the flags lie at 0 and the stack at 40 (linux/sched.h).
 by_number! { clone3 SYS_clone3 clone3_of_its_own:
-    "test rdi, rdi" "jz 2f" "test dword ptr [rdi], {SHARES}" "jnz 2f" "cmp qword ptr [rdi + 40], 0";
-    "cbz x0, 2f" "ldr w17, [x0]" "tst w17, w16" "b.ne 2f" "ldr x17, [x0, #40]" "cbnz x17, 2f"
+    "test rdi, rdi" "jz 2f" "test dword ptr [rdi], {SHARES}" "jnz 2f" "cmp qword ptr [rdi + 40], 0"
 }
 
 unsafe extern "C" fn clone_of_its_own(a: usize, b: usize, c: usize, d: usize, e: usize, _: usize) -> c_long {
@@ -377,7 +319,6 @@ unsafe extern "C" fn clone3_of_its_own(a: usize, b: usize, _: usize, _: usize, _
     forked(|| unsafe { kernel::call(libc::SYS_clone3, [a, b, 0, 0, 0, 0]) })
 }
 
-#[cfg(target_arch = "x86_64")]
 unsafe extern "C" fn fork_by_number(_: usize, _: usize, _: usize, _: usize, _: usize, _: usize) -> c_long {
     // SAFETY: the program's own call.
     forked(|| unsafe { kernel::call(libc::SYS_fork, [0; 6]) })

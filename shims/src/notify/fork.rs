@@ -180,7 +180,6 @@ unsafe fn begin_anew() {
         Listener::forget_unused();
         privatefd::reset_in_fork_child(|fd| fd == log || holders::is_button(fd) || Listener::has_name(fd));
     }
-    crate::config::log::after_fork_in_child();
     // SAFETY: this is the only thread.
     unsafe { crate::objects::link::after_fork() };
     connection::after_fork();

@@ -68,7 +68,7 @@ fn known_as(handler: usize, kept: usize) -> usize {
 /// Whether `machine::enter` should call this handler. False for a vfork child: its handlers in the kernel are its own,
 /// and this memory is its parent's.
 fn is_led(handler: usize) -> bool {
-    machine::CAN_ENTER && handler > NO_HANDLER && handler != usize::MAX && !vfork::is_child()
+    handler > NO_HANDLER && handler != usize::MAX && !vfork::is_child()
 }
 
 /// Carries out `sigaction(2)`.
@@ -253,22 +253,10 @@ unsafe fn hold(thread: &Thread, signal: c_int, is_told: bool, info: *mut c_void,
     true
 }
 
-#[cfg(not(target_arch = "x86_64"))]
-mod machine {
-    //! On this machine handlers do not wait.
-
-    pub const CAN_ENTER: bool = false;
-
-    pub extern "C" fn enter() {}
-}
-
-#[cfg(target_arch = "x86_64")]
 mod machine {
     use std::arch::naked_asm;
 
     use super::{defer_cancellation, route, undefer_cancellation};
-
-    pub const CAN_ENTER: bool = true;
 
     /// The handler that the kernel calls. It leaves no frame on the stack when the program's handler runs. So code that
     /// unwinds a handler, or measures its stack, sees what it would see without the library.

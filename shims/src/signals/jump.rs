@@ -175,22 +175,6 @@ unsafe extern "C-unwind" fn run<R: Failure, F: FnOnce() -> R>(job: *mut c_void) 
 pub use machine::before;
 use machine::land;
 
-#[cfg(not(target_arch = "x86_64"))]
-mod machine {
-    //! On this machine jumps are not checked.
-
-    use std::ffi::{c_int, c_void};
-
-    pub unsafe extern "C" fn before(_: *const c_void, _: c_int) {}
-
-    pub(super) unsafe fn land(run: unsafe extern "C-unwind" fn(*mut c_void), job: *mut c_void, _: *mut usize) -> bool {
-        // SAFETY: `run` takes this `job`, by the caller's contract.
-        unsafe { run(job) };
-        false
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
 mod machine {
     //! The parts that depend on the processor, the kernel's signal frame and glibc's `jmp_buf`.
 

@@ -258,10 +258,7 @@ struct Call {
 }
 
 /// This machine's word for filters (linux/audit.h): the ELF machine, 64 bits, little-endian.
-#[cfg(target_arch = "x86_64")]
 const ARCHITECTURE: u32 = 62 | 0xc000_0000;
-#[cfg(target_arch = "aarch64")]
-const ARCHITECTURE: u32 = 183 | 0xc000_0000;
 
 /// The actions in a filter's result (linux/seccomp.h).
 const ACTION: u32 = 0xffff_0000;

@@ -399,7 +399,7 @@ functions! {
 
     /// `fdopen(fd, mode)`
     FdopenFn = (c_int, *const c_char) -> *mut FILE: fdopen;
-    /// `vdprintf(fd, format, va_list)`; a `va_list` argument is passed as a pointer on x86-64 and aarch64
+    /// `vdprintf(fd, format, va_list)`; a `va_list` argument is passed as a pointer
     VdprintfFn = (c_int, *const c_char, *mut c_void) -> c_int: vdprintf;
     /// `__vdprintf_chk(fd, flag, format, va_list)`
     VdprintfChkFn = (c_int, c_int, *const c_char, *mut c_void) -> c_int: __vdprintf_chk;

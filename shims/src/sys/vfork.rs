@@ -17,8 +17,7 @@ use rustix::mm::{Advice, madvise};
 
 /// A page that the child of any fork or clone finds full of zeroes (MADV_WIPEONFORK), whether or not a hook has seen
 /// the call.
-#[cfg_attr(target_arch = "aarch64", repr(C, align(65536)))]
-#[cfg_attr(not(target_arch = "aarch64"), repr(C, align(4096)))]
+#[repr(C, align(4096))]
 struct Page {
     table: AtomicPtr<c_void>,
 }

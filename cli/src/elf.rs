@@ -42,38 +42,38 @@ impl std::fmt::Display for Obstacle {
     }
 }
 
-/// Returns the obstacle of the program at `path`; `None` if there is none. For a script it reads the interpreter. A file
-/// that is neither a script nor ELF has none: the kernel judges it.
+/// Returns the names of the libraries that the program at `path` is linked with, or the obstacle. For a script it reads
+/// the interpreter. A file that is neither a script nor ELF has no libraries: the kernel judges it.
 ///
 /// # Errors
 /// The file cannot be read.
-pub fn obstacle(path: &Path) -> Result<Option<Obstacle>> {
+pub fn libraries(path: &Path) -> Result<Result<Vec<String>, Obstacle>> {
     check(path, INTERPRETERS_MAX).with_context(|| format!("cannot read {}", path.display()))
 }
 
 /// Interpreters that may be scripts themselves, a count. The kernel follows as many, and fails with ELOOP beyond.
 const INTERPRETERS_MAX: u32 = 4;
 
-fn check(path: &Path, interpreters: u32) -> Result<Option<Obstacle>> {
+fn check(path: &Path, interpreters: u32) -> Result<Result<Vec<String>, Obstacle>> {
     let mut file = match File::open(path) {
         Ok(file) => file,
         // A file may be executable and not readable. Then nothing is known about it.
-        Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => return Ok(None),
+        Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => return Ok(Ok(Vec::new())),
         Err(error) => return Err(error.into()),
     };
     if is_privileged(&file)? {
-        return Ok(Some(Obstacle::Privileged));
+        return Ok(Err(Obstacle::Privileged));
     }
     let mut head = Vec::new();
     file.by_ref().take(256).read_to_end(&mut head)?;
     if let Some(interpreter) = shebang(&head) {
         return match interpreters.checked_sub(1) {
             Some(left) => check(&interpreter, left),
-            None => Ok(None),
+            None => Ok(Ok(Vec::new())),
         };
     }
     let Some(elf) = Elf::parse(&head) else {
-        return Ok(None);
+        return Ok(Ok(Vec::new()));
     };
     let own = {
         let mut head = Vec::new();
@@ -81,11 +81,12 @@ fn check(path: &Path, interpreters: u32) -> Result<Option<Obstacle>> {
         Elf::parse(&head)
     };
     if own.is_some_and(|own| (own.class, own.machine) != (elf.class, elf.machine)) {
-        return Ok(Some(Obstacle::OtherMachine));
+        return Ok(Err(Obstacle::OtherMachine));
     }
     Ok(match elf.loader(&file)? {
-        None => Some(Obstacle::Static),
-        Some(loader) => loader.contains("musl").then_some(Obstacle::OtherLibc(loader)),
+        None => Err(Obstacle::Static),
+        Some(loader) if loader.contains("musl") => Err(Obstacle::OtherLibc(loader)),
+        Some(_) => Ok(elf.needed(&file)?),
     })
 }
 
@@ -123,8 +124,19 @@ struct Elf {
     count: u16,
 }
 
+/// A program header: type, offset in the file, address, size in the file.
+#[derive(Debug, Clone, Copy)]
+struct Segment {
+    kind: u32,
+    offset: u64,
+    address: u64,
+    size: u64,
+}
+
 impl Elf {
     const ENTRY: usize = 56;
+    const PT_LOAD: u32 = 1;
+    const PT_DYNAMIC: u32 = 2;
     const PT_INTERP: u32 = 3;
 
     fn parse(head: &[u8]) -> Option<Self> {
@@ -137,22 +149,76 @@ impl Elf {
         })
     }
 
-    /// Returns the path of the dynamic loader; `None` for a static program.
-    fn loader(&self, file: &File) -> Result<Option<String>> {
+    fn segments(&self, file: &File) -> Result<Vec<Segment>> {
         let mut table = vec![0; usize::from(self.count) * Self::ENTRY];
         file.read_exact_at(&mut table, self.table)
             .context("its program headers")?;
-        let mut headers = table.chunks_exact(Self::ENTRY);
-        let interp = headers.find(|header| field(header, 0).map(u32::from_le_bytes) == Some(Self::PT_INTERP));
-        let Some(offset) = interp.and_then(|header| field(header, 8)).map(u64::from_le_bytes) else {
+        let entry = |entry| {
+            let word = |at| field(entry, at).map(u64::from_le_bytes);
+            Some(Segment {
+                kind: field(entry, 0).map(u32::from_le_bytes)?,
+                offset: word(8)?,
+                address: word(16)?,
+                size: word(32)?,
+            })
+        };
+        Ok(table.chunks_exact(Self::ENTRY).filter_map(entry).collect())
+    }
+
+    /// Returns the path of the dynamic loader; `None` for a static program.
+    fn loader(&self, file: &File) -> Result<Option<String>> {
+        let segments = self.segments(file)?;
+        let Some(interp) = segments.iter().find(|s| s.kind == Self::PT_INTERP) else {
             return Ok(None);
         };
-        let mut path = vec![0; 256];
-        let length = file.read_at(&mut path, offset)?;
-        path.truncate(length);
-        let text = path.split(|byte| *byte == 0).next().unwrap_or_default();
-        Ok(Some(String::from_utf8_lossy(text).into_owned()))
+        Ok(text(&read(file, interp.offset, 256)?))
     }
+
+    /// Returns the names of the libraries that the program is linked with (System V ABI, "Dynamic Section").
+    fn needed(&self, file: &File) -> Result<Vec<String>> {
+        const DT_NEEDED: u64 = 1;
+        const DT_STRTAB: u64 = 5;
+        let segments = self.segments(file)?;
+        let Some(dynamic) = segments.iter().find(|s| s.kind == Self::PT_DYNAMIC) else {
+            return Ok(Vec::new());
+        };
+        let table = read(file, dynamic.offset, dynamic.size)?;
+        let word = |entry, at| field(entry, at).map_or(0, u64::from_le_bytes);
+        let entries: Vec<_> = table.chunks_exact(16).map(|e| (word(e, 0), word(e, 8))).collect();
+        let of = |tag| entries.iter().filter(move |e| e.0 == tag).map(|e| e.1);
+        let strings = of(DT_STRTAB).next().unwrap_or_default();
+        let is_around =
+            |s: &&Segment| s.kind == Self::PT_LOAD && (s.address..s.address.saturating_add(s.size)).contains(&strings);
+        let Some(around) = segments.iter().find(is_around) else {
+            return Ok(Vec::new());
+        };
+        let names = of(DT_NEEDED).map(|at| {
+            read(
+                file,
+                (strings - around.address)
+                    .saturating_add(around.offset)
+                    .saturating_add(at),
+                256,
+            )
+        });
+        names
+            .filter_map(|name| name.map(|name| text(&name)).transpose())
+            .collect()
+    }
+}
+
+/// Reads up to `most` bytes at the offset `at`, at most 1 MiB.
+fn read(file: &File, at: u64, most: u64) -> Result<Vec<u8>> {
+    let mut bytes = vec![0; most.min(1 << 20) as usize];
+    let length = file.read_at(&mut bytes, at)?;
+    bytes.truncate(length);
+    Ok(bytes)
+}
+
+/// Returns the text before the first NUL.
+fn text(bytes: &[u8]) -> Option<String> {
+    let text = bytes.split(|byte| *byte == 0).next()?;
+    Some(String::from_utf8_lossy(text).into_owned())
 }
 
 /// Returns `N` bytes of `bytes` from `at`; `None` if there are fewer.

@@ -23,6 +23,15 @@ const LIBRARY_VARIABLE: &str = "RDMASOCK_LIBRARY";
 const PRELOAD: &str = "LD_PRELOAD";
 const PROGRAM: &str = "program";
 
+/// A sanitizer's library, its variable, and an option. Without the option a program with this sanitizer does not start
+/// behind a preloaded library, or reports that library's memory accesses.
+const SANITIZERS: [(&str, &str, &str); 4] = [
+    ("libasan.so", "ASAN_OPTIONS", "verify_asan_link_order=0"),
+    ("libclang_rt.asan", "ASAN_OPTIONS", "verify_asan_link_order=0"),
+    ("libtsan.so", "TSAN_OPTIONS", "ignore_noninstrumented_modules=1"),
+    ("libclang_rt.tsan", "TSAN_OPTIONS", "ignore_noninstrumented_modules=1"),
+];
+
 /// Options of `rdmasock run`.
 #[derive(Debug)]
 pub struct Options {
@@ -124,13 +133,29 @@ pub fn run(options: &Options) -> Result<()> {
         Alloc::Off => None,
     };
     let program = find_program(name)?;
-    if let Some(obstacle) = elf::obstacle(&program)? {
-        bail!("{} {obstacle}", program.display());
+    let linked = match elf::libraries(&program)? {
+        Err(obstacle) => bail!("{} {obstacle}", program.display()),
+        Ok(linked) => linked,
+    };
+    let is_linked = |runtime: &str| linked.iter().any(|library| library.contains(runtime));
+    if allocator.is_some() && SANITIZERS.iter().any(|s| is_linked(s.0)) {
+        bail!(
+            "{}: a sanitizer has a malloc of its own; leave --alloc and RDMASOCK_ALLOC out",
+            program.display()
+        );
     }
+    let sanitizers = SANITIZERS.iter().filter(|s| is_linked(s.0)).map(|(_, name, option)| {
+        // The sanitizer uses the last of several settings of one option.
+        let mut options = env::var_os(name).unwrap_or_default();
+        options.push(":");
+        options.push(option);
+        (name, options)
+    });
     let error = Command::new(&program)
         .arg0(name)
         .args(arguments)
         .envs(options.variables.iter().map(|(name, value)| (name, value)))
+        .envs(sanitizers)
         .env(
             PRELOAD,
             std::iter::once(library)

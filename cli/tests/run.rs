@@ -274,3 +274,47 @@ fn a_script_is_as_good_as_its_interpreter() {
     let text = stderr_of_failure(&mut command, 1);
     assert!(text.contains("cannot run"), "{text}");
 }
+
+/// Builds a program of C with a sanitizer. The program prints its options.
+fn sanitized(folder: &Path, sanitizer: &str) -> PathBuf {
+    let (source, program) = (folder.join("program.c"), folder.join(sanitizer));
+    fs::write(
+        &source,
+        "#include <stdio.h>\n#include <stdlib.h>\nint main(void) { puts(getenv(\"ASAN_OPTIONS\") ? getenv(\"ASAN_OPTIONS\") : \"-\");\n\
+         puts(getenv(\"TSAN_OPTIONS\") ? getenv(\"TSAN_OPTIONS\") : \"-\"); return 0; }\n",
+    )
+    .unwrap();
+    let mut cc = std::process::Command::new("cc");
+    let built = cc
+        .arg(format!("-fsanitize={sanitizer}"))
+        .arg("-o")
+        .args([&program, &source])
+        .status();
+    assert!(built.unwrap().success());
+    program
+}
+
+#[test]
+fn sanitized_programs_start() {
+    let library = Library::new();
+    for (sanitizer, said) in [
+        ("address", "detect_leaks=0:verify_asan_link_order=0\n-\n"),
+        ("thread", "detect_leaks=0\n:ignore_noninstrumented_modules=1\n"),
+        ("undefined", "detect_leaks=0\n-\n"),
+    ] {
+        let program = sanitized(library.folder.path(), sanitizer);
+        let run = |words: &[&str]| {
+            let mut command = rdmasock();
+            command.env("ASAN_OPTIONS", "detect_leaks=0").arg("run").args(words);
+            command.arg("--library").arg(library.path()).arg("--").arg(&program);
+            command
+        };
+        run(&[]).assert().success().stdout(said);
+        fs::copy(libm(), library.path().with_file_name("librdmasock_alloc.so")).unwrap();
+        let mut registered = run(&["--alloc", "registered"]);
+        if sanitizer != "undefined" {
+            let text = stderr_of_failure(&mut registered, 1);
+            assert!(text.contains("malloc of its own"), "{text}");
+        }
+    }
+}

@@ -131,16 +131,17 @@ unsafe fn quick(socket: &'static Socket, fd: c_int, to: *mut u8, want: usize, fl
     if n < want && (consumer.known() > n as u64 || flags & libc::MSG_WAITALL != 0 || rx.goes_on_in_tcp()) {
         return 0;
     }
+    let stays = rx.stays();
     let Some(consumer) = rx.consumer.as_mut() else {
         return 0;
     };
-    // SAFETY: `to` is writable for `want` bytes by this function's contract.
     let n = match consumer.spans(n) {
+        // SAFETY: `to` is writable for `want` bytes by this function's contract.
         Ok(spans) => unsafe { spans.copy_out(0, to, n) },
         Err(_) => return 0,
     };
     let wake = consumer.consume(n);
-    on_read(socket, rx.stays, consumer, &mut rx.own, n);
+    on_read(socket, stays, consumer, &mut rx.own, n);
     let section = guard.unlock();
     ready::notify_peer(socket, wake);
     drop(section);

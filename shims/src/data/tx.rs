@@ -86,7 +86,7 @@ unsafe fn quick(socket: &'static Socket, fd: c_int, from: *const u8, len: usize,
     };
     let tx = &mut *guard;
     if socket.tx_mode.load(Acquire) != Mode::Link
-        || tx.is_shut
+        || tx.end.is_shut()
         || tx.wake_delayed
         || socket.options.corked.load(Relaxed)
         || socket.wakes.is_dead()

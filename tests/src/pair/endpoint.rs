@@ -330,10 +330,8 @@ impl Endpoint {
                 connection::on_open_ack(self.of_stream(yours), &link, yours, mine, ring).unwrap();
             }
             Message::OpenRefuse { yours, .. } => {
-                if !self
-                    .of_stream(yours)
-                    .is_some_and(|me| connection::on_open_refused(me, yours).is_ok())
-                {
+                let me = self.of_stream(yours);
+                if me.is_none_or(|me| connection::on_open_refused(me, yours).is_err()) {
                     link.on_closed(yours);
                 }
             }

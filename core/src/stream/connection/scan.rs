@@ -451,10 +451,10 @@ pub fn drop_unread<S: SocketIo>(socket: &S) {
             return;
         };
         rx.scanned = 0;
-        if !socket
-            .tcp()
-            .is_some_and(|tcp| take(&tcp, &mut rx, carry + kernel).is_ok())
-        {
+        let Some(tcp) = socket.tcp() else {
+            return;
+        };
+        if take(&tcp, &mut rx, carry + kernel).is_err() {
             return;
         }
     }

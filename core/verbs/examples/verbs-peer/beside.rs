@@ -69,8 +69,8 @@ pub fn run(first: &Link, next: &dyn Fn() -> Link) {
 fn check_facts(first: &Link, bulk: &Link) {
     assert_eq!(bulk.info.completion_fd, first.info.completion_fd);
     assert_ne!(bulk.info.state_fd, first.info.state_fd);
-    assert_eq!(bulk.info.buffer_bytes, first.info.buffer_bytes);
-    let buffers = bulk.info.receive_buffers;
+    assert_eq!(bulk.info.limits.buffer_bytes, first.info.limits.buffer_bytes);
+    let buffers = bulk.info.limits.receive_buffers;
     assert!((8..=32).contains(&buffers), "{buffers} buffers");
 }
 

@@ -19,7 +19,7 @@ export RDMASOCK_PROMOTE_AFTER=2r,16K
 # Smaller than what most programs that wait read at once.
 [ "$LAB_MODE" != direct ] || export RDMASOCK_ZCOPY_MIN=16K
 # What the suite shows when the test fails.
-export RDMASOCK_LOG=trace RDMASOCK_LOG_FILE=$LAB_LOGS/%p
+export RDMASOCK_LOG=info,rdmasock::promote=trace RDMASOCK_LOG_FILE=$LAB_LOGS/%p
 
 # program NAME ARGUMENT…: with the library in front if this node has it in this mode.
 program() { env ${library:+LD_PRELOAD="$library"} "$@"; }

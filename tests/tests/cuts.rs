@@ -33,7 +33,7 @@ const SEEDS: u64 = 1000;
 /// Lines of each log that a failure shows.
 const LAST_LINES: usize = 60;
 /// The log settings under which the library and the device log faults.
-const LOG: &str = "debug";
+const LOG: &str = "rdmasock=info,rdmasock::link=debug,rdmasock::verbs=debug";
 const CUT: &str = "cut by LOCALNIC";
 const CUT_WRITE: &str = "cut by LOCALNIC in the middle of a WRITE";
 /// The log line of a queue pair whose peer no longer answers (IBV_WC_RETRY_EXC_ERR).

@@ -20,6 +20,7 @@ use rustix::io::Errno;
 use tracing::field::{Field, Visit};
 use tracing::level_filters::LevelFilter;
 use tracing::{Event, Metadata, Subscriber};
+use tracing_subscriber::filter::Targets;
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 
 use crate::config::{Config, warn};
@@ -35,7 +36,7 @@ static SINK: OnceBox<Sink> = OnceBox::new();
 /// costs a line on stderr, and the log goes to stderr then.
 pub fn init(config: &Config) {
     // A fork child has its parent's sink, because it may not be allowed to open the file.
-    if config.log == LevelFilter::OFF || SINK.get().is_some() {
+    if is_off(&config.log) || SINK.get().is_some() {
         return;
     }
     let Some(sink) = Sink::open(config.log_file.as_deref()) else {
@@ -43,7 +44,7 @@ pub fn init(config: &Config) {
     };
     if SINK.set(Box::new(sink)).is_ok() {
         let lines = Lines {
-            level: config.log,
+            filter: config.log.clone(),
             sink: || SINK.get(),
         };
         // The call fails only if a subscriber exists already. That is then the one to use.
@@ -116,20 +117,26 @@ fn open_file(path: &Path) -> Result<PrivateFd, Errno> {
     })
 }
 
+/// Returns whether no event passes the filter.
+fn is_off(filter: &Targets) -> bool {
+    let mut levels = filter.iter().map(|(_, level)| level).chain(filter.default_level());
+    levels.all(|level| level == LevelFilter::OFF)
+}
+
 /// The layer: filters events and writes them to the sink.
 struct Lines {
-    level: LevelFilter,
+    filter: Targets,
     sink: fn() -> Option<&'static Sink>,
 }
 
 impl<S: Subscriber> Layer<S> for Lines {
-    // The level never changes, so a call site is asked only once (the default of `register_callsite`).
+    // The filter never changes, so a call site is asked only once (the default of `register_callsite`).
     fn enabled(&self, metadata: &Metadata<'_>, _: Context<'_, S>) -> bool {
-        metadata.is_event() && *metadata.level() <= self.level
+        metadata.is_event() && self.filter.would_enable(metadata.target(), metadata.level())
     }
 
     fn max_level_hint(&self) -> Option<LevelFilter> {
-        Some(self.level)
+        Layer::<S>::max_level_hint(&self.filter)
     }
 
     fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {
@@ -224,7 +231,7 @@ mod tests {
         thread_local!(static CURRENT: core::cell::Cell<Option<&'static Sink>> = const { core::cell::Cell::new(None) });
         CURRENT.set(Some(sink));
         let lines = Lines {
-            level: config.log,
+            filter: config.log,
             sink: || CURRENT.get(),
         };
         tracing::subscriber::with_default(tracing_subscriber::registry().with(lines), emit);

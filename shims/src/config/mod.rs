@@ -14,7 +14,7 @@ use ipnet::IpNet;
 use once_cell::race::OnceBox;
 use rdmasock_core::stream::policy::Threshold;
 use rustix::fd::BorrowedFd;
-use tracing::level_filters::LevelFilter;
+use tracing_subscriber::filter::Targets;
 
 use crate::config::variables::DEVELOPER;
 pub use crate::config::variables::{Size, VARIABLES, Variable};
@@ -89,14 +89,14 @@ pub enum Alloc {
 }
 
 /// The settings of a process. Every combination that the parser can make is valid.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Config {
     /// If false, every call passes through.
     pub enabled: bool,
     /// The fabrics that may be used.
     pub fabrics: Fabrics,
-    /// The most verbose level that is logged.
-    pub log: LevelFilter,
+    /// The levels of the log.
+    pub log: Targets,
     /// The path of the log file, with `%p` not yet replaced; `None` is stderr.
     pub log_file: Option<PathBuf>,
     /// When a stream has proved worth promoting.
@@ -136,7 +136,7 @@ impl Default for Config {
         Self {
             enabled: true,
             fabrics: Fabrics::SHM | Fabrics::VERBS,
-            log: LevelFilter::OFF,
+            log: Targets::new(),
             log_file: None,
             promote_after: Threshold {
                 requests: Some(16),

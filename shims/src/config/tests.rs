@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use proptest::prelude::*;
+use tracing::level_filters::LevelFilter;
 
 use crate::config::*;
 
@@ -58,7 +59,7 @@ fn every_variable_is_read() {
     let expected = Config {
         enabled: false,
         fabrics: Fabrics::SHM,
-        log: LevelFilter::DEBUG,
+        log: Targets::new().with_default(LevelFilter::DEBUG),
         log_file: Some("/tmp/log.%p".into()),
         promote_after: Threshold::AT_ONCE,
         spin: Duration::ZERO,

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use rdmasock_core::stream::policy::Threshold;
 use tracing::level_filters::LevelFilter;
+use tracing_subscriber::filter::Targets;
 
 use crate::config::{Alloc, Config, Fabrics, IoUring, Way, ZeroCopy};
 
@@ -58,9 +59,9 @@ pub const VARIABLES: &[Variable] = &[
     Variable {
         name: "RDMASOCK_LOG",
         default: "off",
-        accepts: "off, error, warn, info, debug or trace",
-        meaning: "what is logged",
-        set: |config, value| set(&mut config.log, level(value.to_str()?)),
+        accepts: "off, error, warn, info, debug or trace, or a comma-separated list of these and of target=level",
+        meaning: "what is logged; the targets are rdmasock, rdmasock::promote, rdmasock::link and rdmasock::verbs",
+        set: |config, value| set(&mut config.log, log_filter(value.to_str()?)),
     },
     Variable {
         name: "RDMASOCK_LOG_FILE",
@@ -343,16 +344,20 @@ impl Size {
     }
 }
 
-/// Returns the most verbose level that is logged.
-fn level(word: &str) -> Option<LevelFilter> {
-    // `parse` accepts numbers too, and no text.
-    let is_word = word.starts_with(|first: char| first.is_ascii_alphabetic());
-    is_word.then(|| word.parse().ok())?
+/// Returns the levels of the log, for everything and for some targets. A word alone has to be a level.
+fn log_filter(text: &str) -> Option<Targets> {
+    let is_valid = |item: &str| {
+        let level = item.split_once('=').map_or(item, |(_, level)| level);
+        // Numbers are levels too for `parse`, and so is no text.
+        level.starts_with(|first: char| first.is_ascii_alphabetic()) && level.parse::<LevelFilter>().is_ok()
+    };
+    text.split(',').all(is_valid).then(|| text.parse().ok())?
 }
 
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
+    use tracing::Level;
 
     use super::*;
 
@@ -368,7 +373,7 @@ mod tests {
 
         #[test]
         fn no_text_breaks_the_parsers(text in "\\PC{0,20}|[0-9rKMG,=]{0,20}") {
-            let _ = (Size::parse(&text), promote_after(&text), level(&text));
+            let _ = (Size::parse(&text), promote_after(&text), log_filter(&text));
         }
     }
 
@@ -407,12 +412,18 @@ mod tests {
     }
 
     #[test]
-    fn levels_are_words() {
-        for (text, level) in [("off", LevelFilter::OFF), ("TRACE", LevelFilter::TRACE)] {
-            assert_eq!(super::level(text), Some(level));
+    fn the_longest_target_decides() {
+        let filter = log_filter("warn,rdmasock::link=off,rdmasock=TRACE").unwrap();
+        for (target, level, is_logged) in [
+            ("rdmasock_core", Level::WARN, true),
+            ("h2", Level::INFO, false),
+            ("rdmasock::link", Level::ERROR, false),
+            ("rdmasock::promote", Level::TRACE, true),
+        ] {
+            assert_eq!(filter.would_enable(target, &level), is_logged, "{target}");
         }
-        for text in ["loud", "warn,", "5", ""] {
-            assert_eq!(level(text), None, "{text:?}");
+        for text in ["loud", "link=", "link", "warn,", "5", ""] {
+            assert_eq!(log_filter(text), None, "{text:?}");
         }
     }
 }

@@ -211,7 +211,7 @@ impl Sandbox {
             words.push(format!("LD_PRELOAD={}", self.library.display()));
             if counted {
                 let logs = scratch.join("log");
-                words.push("RDMASOCK_LOG=debug".into());
+                words.push("RDMASOCK_LOG=rdmasock::promote=debug".into());
                 words.push(format!("RDMASOCK_LOG_FILE={}/%p", logs.display()));
             }
         }

@@ -14,6 +14,7 @@ use ipnet::IpNet;
 use once_cell::race::OnceBox;
 use rdmasock_core::stream::policy::Threshold;
 use rustix::fd::BorrowedFd;
+use tracing::level_filters::LevelFilter;
 use tracing_subscriber::filter::Targets;
 
 use crate::config::variables::DEVELOPER;
@@ -136,7 +137,7 @@ impl Default for Config {
         Self {
             enabled: true,
             fabrics: Fabrics::SHM | Fabrics::VERBS,
-            log: Targets::new(),
+            log: Targets::new().with_default(LevelFilter::OFF),
             log_file: None,
             promote_after: Threshold {
                 requests: Some(16),
@@ -209,8 +210,9 @@ impl Config {
             match VARIABLES.iter().chain(DEVELOPER).find(|variable| variable.name == name) {
                 None => warnings.push(Warning {
                     problem: format!(
-                        "{} is not a variable of rdmasock (see rdmasock run --help)",
-                        shown(&name)
+                        "{} is not a variable of rdmasock ({} is)",
+                        shown(&name),
+                        variables::nearest(&name),
                     ),
                     instead: "it is ignored".to_owned(),
                 }),

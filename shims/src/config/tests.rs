@@ -156,7 +156,7 @@ fn unknown_names_are_told_and_others_left_alone() {
     assert_eq!(config, Config::default());
     assert_eq!(
         warnings,
-        ["RDMASOCK_SPINUS is not a variable of rdmasock (see rdmasock run --help); it is ignored"]
+        ["RDMASOCK_SPINUS is not a variable of rdmasock (RDMASOCK_SPIN_US is); it is ignored"]
     );
 }
 

@@ -287,6 +287,12 @@ fn ring_size(value: &OsStr) -> Option<Size> {
     size.is_ring_size(Size::kib(4), Size::mib(64)).then_some(size)
 }
 
+/// Returns the known name that is most like `name`.
+pub(super) fn nearest(name: &str) -> &'static str {
+    let names = VARIABLES.iter().map(|variable| variable.name);
+    names.min_by_key(|known| strsim::levenshtein(known, name)).unwrap_or_default()
+}
+
 /// Returns the items of a comma-separated list.
 fn items(list: &str) -> impl Iterator<Item = &str> {
     list.split(',').map(str::trim)

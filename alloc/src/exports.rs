@@ -7,12 +7,13 @@
 )]
 
 use core::ffi::{c_int, c_void};
-use core::mem::transmute_copy;
+use core::ptr::null;
 
 use libc::{off_t, size_t, ssize_t};
-use rdmasock_core::allocator::Table;
+use rdmasock_core::allocator::{ABI, Table};
 
-use crate::{calls, changes, next, table};
+use crate::table::TABLE;
+use crate::{calls, changes, next};
 
 /// `exported!(NAME(ARGUMENTS) -> RESULT)`: calls the function of the same name in `calls`.
 macro_rules! exported {
@@ -57,15 +58,12 @@ exported! {
 /// libc's function NAME. If libc has none, it returns FAILURE with ENOSYS.
 macro_rules! looked_at {
     ($($(#[$doc:meta])* $name:ident = $text:literal, $number:ident, ($($arg:ident: $type:ty),*) -> $result:ty, $failure:expr;)*) => {
-        #[allow(non_upper_case_globals, reason = "named as what they stand for")]
-        mod found {
-            use crate::next::Next;
+        mod behind {
+            use super::*;
 
-            $(pub(super) static $name: Next = Next::new($text);)*
-        }
-
-        fn find_all() {
-            $(found::$name.get();)*
+            $crate::next::next! {
+                $($(#[$doc])* $name: fn($($arg: $type),*) -> $result = $text;)*
+            }
         }
 
         $(
@@ -77,18 +75,12 @@ macro_rules! looked_at {
                     *word = argument;
                 }
                 changes::before(libc::$number, &words);
-                let function = found::$name.get();
-                if function.is_null() {
+                // SAFETY: by the contract.
+                unsafe { behind::$name($($arg),*) }.unwrap_or_else(|| {
                     // SAFETY: errno is the calling thread's own.
                     unsafe { *libc::__errno_location() = libc::ENOSYS };
-                    return $failure;
-                }
-                // SAFETY: libc's function NAME has this type.
-                let function = unsafe {
-                    transmute_copy::<*mut c_void, unsafe extern "C" fn($($type),*) -> $result>(&function)
-                };
-                // SAFETY: by the contract.
-                unsafe { function($($arg),*) }
+                    $failure
+                })
             }
         )*
     };
@@ -120,10 +112,10 @@ looked_at! {
     shmat = c"shmat", SYS_shmat, (id: c_int, at: *const c_void, how: c_int) -> *mut c_void, libc::MAP_FAILED;
 }
 
-/// Returns the table for the main library ([`rdmasock_core::allocator::Entry`]).
+/// Returns the table for the main library; null for another version of it ([`rdmasock_core::allocator::Entry`]).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn rdmasock_allocator(abi: u32) -> *const Table {
-    table::table(abi)
+    if abi == ABI { &raw const TABLE } else { null() }
 }
 
 /// The dynamic linker calls it. All functions are found here, as `dlsym` is not allowed in a signal handler or in a
@@ -134,5 +126,5 @@ static ON_LOAD: extern "C" fn() = on_load;
 
 extern "C" fn on_load() {
     next::is_known();
-    find_all();
+    behind::find_all();
 }

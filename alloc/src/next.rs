@@ -2,7 +2,6 @@
 //! memory, because `dlsym` itself may allocate.
 
 use core::ffi::{CStr, c_int, c_void};
-use core::mem::transmute_copy;
 use core::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicUsize};
 
@@ -40,12 +39,12 @@ impl Next {
     }
 }
 
-/// Declares functions of the next allocator. Each returns `None` if the next allocator lacks it.
+/// Declares functions of the next library. Each returns `None` if no library behind this one has it.
 macro_rules! next {
     ($($(#[$doc:meta])* $name:ident: fn($($arg:ident: $type:ty),*) -> $result:ty = $text:literal;)*) => {
         #[allow(non_upper_case_globals, reason = "named as what they stand for")]
         mod found {
-            $(pub(super) static $name: super::Next = super::Next::new($text);)*
+            $(pub(super) static $name: $crate::next::Next = $crate::next::Next::new($text);)*
         }
 
         /// Looks all of them up, so that none is looked up later, where `dlsym` may not be allowed.
@@ -66,7 +65,7 @@ macro_rules! next {
                 }
                 // SAFETY: the function of this name has this type.
                 let function = unsafe {
-                    transmute_copy::<*mut c_void, unsafe extern "C" fn($($type),*) -> $result>(&function)
+                    core::mem::transmute_copy::<*mut c_void, unsafe extern "C" fn($($type),*) -> $result>(&function)
                 };
                 // SAFETY: by the contract.
                 Some(unsafe { function($($arg),*) })
@@ -74,6 +73,8 @@ macro_rules! next {
         )*
     };
 }
+#[cfg(not(test))]
+pub(crate) use next;
 
 next! {
     /// malloc(3).

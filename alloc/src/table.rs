@@ -7,22 +7,14 @@ use rdmasock_core::allocator::{ABI, End, Piece, Table};
 use crate::arena::PIECE;
 use crate::{arenas, changes};
 
-static TABLE: Table = Table {
+/// The table of this version.
+pub static TABLE: Table = Table {
     abi: ABI,
     size: size_of::<Table>() as u32,
     piece,
     before,
     attach,
 };
-
-/// Returns the table; null for another version of it ([`Entry`](rdmasock_core::allocator::Entry)).
-pub fn table(abi: u32) -> *const Table {
-    if abi == ABI {
-        &raw const TABLE
-    } else {
-        core::ptr::null()
-    }
-}
 
 unsafe extern "C" fn piece(at: usize, out: *mut Piece) -> c_int {
     let found = arenas::of(at).and_then(|arena| arena.piece(at));

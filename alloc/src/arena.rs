@@ -47,14 +47,6 @@ struct PieceState {
     state: AtomicU32,
 }
 
-/// The result of giving a piece's memory back.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Given {
-    Back,
-    /// The piece has blocks, or no memory, or a device uses it.
-    Not,
-}
-
 impl Arena {
     /// Makes an arena. `None` if the kernel has no addresses or no memory for it.
     pub fn new() -> Option<&'static Self> {
@@ -299,42 +291,39 @@ impl Arena {
     }
 
     /// Gives the memory of a piece without blocks back to the kernel. `end` deregisters it first: it gets the start and
-    /// the length, and returns false if a device still uses the piece.
-    pub fn give_back(&self, number: usize, end: impl FnOnce(usize, usize) -> bool) -> Given {
+    /// the length, and returns false if a device still uses the piece. Returns false if the piece keeps its memory, or
+    /// has none.
+    pub fn give_back(&self, number: usize, end: impl FnOnce(usize, usize) -> bool) -> bool {
         let Some(piece) = self.pieces.get(number) else {
-            return Given::Not;
+            return false;
         };
         let first = number * GRAINS_OF_PIECE;
         // A thread that has all grains of a piece is the only one to use it.
         if !self.runs().take_at(first, GRAINS_OF_PIECE) {
-            return Given::Not;
+            return false;
         }
         self.taken.fetch_add(GRAINS_OF_PIECE, Relaxed);
-        let given = if piece.state.load(Acquire) & COMMITTED != 0 {
-            self.empty(number, piece, end)
-        } else {
-            Given::Not
-        };
+        let given = piece.state.load(Acquire) & COMMITTED != 0 && self.empty(number, piece, end);
         self.give(first, GRAINS_OF_PIECE);
         given
     }
 
-    fn empty(&self, number: usize, piece: &PieceState, end: impl FnOnce(usize, usize) -> bool) -> Given {
+    fn empty(&self, number: usize, piece: &PieceState, end: impl FnOnce(usize, usize) -> bool) -> bool {
         let at = self.start() + number * PIECE;
         // Without WHOLE no call begins to use a registration of the piece.
         let closed = |now: u64| (now & LOST == 0).then_some(now & !WHOLE);
         let Ok(before) = piece.epoch.fetch_update(SeqCst, SeqCst, closed) else {
-            return Given::Not;
+            return false;
         };
         // SAFETY: the piece lies in this arena. This thread has all its grains, and `end` says that no device uses it.
         if end(at, PIECE) && unsafe { memory::decommit(at, PIECE) } {
             piece.state.store(0, Release);
             self.committed.fetch_sub(1, Relaxed);
-            return Given::Back;
+            return true;
         }
         // Restores the epoch, unless a call of the program has changed it meanwhile.
         let _ = piece.epoch.compare_exchange(before & !WHOLE, before, SeqCst, SeqCst);
-        Given::Not
+        false
     }
 
     /// Returns the numbers of an arena's pieces.

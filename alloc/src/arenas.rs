@@ -7,7 +7,7 @@ use core::sync::atomic::{AtomicPtr, AtomicU32};
 
 use rdmasock_core::allocator::End;
 
-use crate::arena::{ARENA, Arena, Given, PIECE};
+use crate::arena::{ARENA, Arena, PIECE};
 use crate::memory;
 
 /// Bytes of the smallest request that arenas serve. The next allocator serves smaller ones.
@@ -108,12 +108,15 @@ fn grow(size: usize, align: usize) -> Grown {
     Grown::ByOthers
 }
 
-/// Frees the block at `at`, if one begins there.
+/// Frees the block at `at`, if one begins there. Gives memory back if its pieces or the total make it worthwhile.
 pub fn free(arena: &'static Arena, at: usize) {
-    let Some(pieces) = arena.free(at) else {
-        return;
-    };
-    after_free(arena, pieces);
+    // A piece that the program has changed becomes whole again when it is given back and committed anew.
+    let is_changed = |number| arena.is_changed(number) && arena.is_idle(number);
+    if let Some(mut pieces) = arena.free(at)
+        && (pieces.any(is_changed) || excess() > 0)
+    {
+        give_back();
+    }
 }
 
 /// Changes the size of the block at `at` to `size` bytes, in place. Returns false if that is not possible.
@@ -123,17 +126,6 @@ pub fn resize(arena: &'static Arena, at: usize, size: usize) -> bool {
         give_back();
     }
     is_done
-}
-
-/// Gives memory back if these pieces, which have fewer blocks now, or the total make it worthwhile.
-fn after_free(arena: &'static Arena, pieces: core::ops::Range<usize>) {
-    // A piece that the program has changed becomes whole again when it is given back and committed anew.
-    let has_changed = pieces
-        .into_iter()
-        .any(|number| arena.is_changed(number) && arena.is_idle(number));
-    if has_changed || excess() > 0 {
-        give_back();
-    }
 }
 
 /// Returns the bytes of memory without blocks beyond [`KEPT`].
@@ -156,7 +148,7 @@ fn give_back() {
     for arena in all().rev() {
         for number in Arena::numbers().rev() {
             if arena.is_idle(number) && (arena.is_changed(number) || excess() > 0) {
-                let _: Given = arena.give_back(number, |at, len| end(at, len, false));
+                arena.give_back(number, |at, len| end(at, len, false));
             }
         }
     }

@@ -49,12 +49,11 @@ fn large(size: usize, align: usize) -> Option<(*mut c_void, &'static Arena)> {
 /// Returns the next allocator's block, or early memory as long as that allocator is not known. Null with ENOMEM if
 /// there is none.
 fn next_or_early(of: impl FnOnce() -> Option<*mut c_void>, size: usize, align: usize) -> *mut c_void {
-    let early = |block: *mut c_void| if block.is_null() { no_memory() } else { block };
     if next::is_known() {
-        of().unwrap_or_else(no_memory)
-    } else {
-        early(next::early(size, align))
+        return of().unwrap_or_else(no_memory);
     }
+    let block = next::early(size, align);
+    if block.is_null() { no_memory() } else { block }
 }
 
 /// malloc(3).

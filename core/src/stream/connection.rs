@@ -154,11 +154,8 @@ pub struct Rx<O> {
     /// Number of bytes in front, in the carry and then in TCP, that a scan has found to be payload. Small reads do not
     /// scan them again.
     pub scanned: usize,
-    /// The ring is one of a link between hosts: the direction does not leave it before [`read_on`](Self::read_on) is
-    /// set.
-    pub stays: bool,
-    /// The bytes that follow the ring are in TCP: the link between hosts delivers no more.
-    pub read_on: bool,
+    /// How the direction goes on behind the last byte in the ring.
+    pub behind: Behind,
     /// Once the ring is read, a receive fails with ECONNRESET.
     pub is_lost: bool,
     /// Number of bytes that RESUME has announced and that TCP has not brought yet.
@@ -167,7 +164,25 @@ pub struct Rx<O> {
     pub own: O,
 }
 
+/// How the receiving direction goes on behind the last byte in its ring.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+pub enum Behind {
+    /// As the ring's mark says, or the end of the link. There is no ring, or it is one of a link within the host.
+    #[default]
+    Mark,
+    /// The link between hosts may bring more: the direction does not leave it yet.
+    Link,
+    /// In TCP: the link between hosts delivers no more.
+    Tcp,
+}
+
 impl<O> Rx<O> {
+    /// Returns whether the ring is one of a link between hosts.
+    #[inline]
+    pub fn stays(&self) -> bool {
+        self.behind != Behind::Mark
+    }
+
     /// Moves the bytes that were set aside back to the front of the carry.
     pub fn restore_aside(&mut self) {
         if !self.aside.is_empty() {
@@ -181,8 +196,8 @@ impl<O> Rx<O> {
     #[inline]
     pub fn goes_on_in_tcp(&self) -> bool {
         match &self.consumer {
-            Some(_) if self.stays => self.read_on,
-            Some(consumer) => consumer.has_left(),
+            Some(consumer) if self.behind == Behind::Mark => consumer.has_left(),
+            Some(_) => self.behind == Behind::Tcp,
             None => false,
         }
     }
@@ -369,7 +384,7 @@ pub fn ask_back(link: &impl StreamLink, yours: Vqpn, resend_from: Option<u64>) {
 /// Gives this end's stream on the link back. Both directions are on TCP, or the socket is being closed.
 pub fn close_stream<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     let consumer = socket.rx.lock().and_then(|mut rx| {
-        rx.stays = false;
+        rx.behind = Behind::Mark;
         rx.consumer.take()
     });
     control.resume = None;

@@ -444,7 +444,7 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int, landing: &mut 
     }
     // Read before the ring: when the end is seen, all bytes that precede it are in the ring.
     let ended = connection::is_over(socket, &rx);
-    let rx_stays = rx.stays;
+    let rx_stays = rx.stays();
     let state = &mut *rx;
     let Some(consumer) = state.consumer.as_mut() else {
         return RecvStep::Kernel;
@@ -555,7 +555,7 @@ pub(super) fn on_read(socket: &'static Socket, stays: bool, consumer: &mut Consu
 #[inline(always)]
 pub(super) fn at_nothing(call: &mut Call, mut rx: Guard<'_, Rx>, flags: c_int, ended: bool) -> RecvStep {
     let socket = call.socket;
-    let stays = rx.stays;
+    let stays = rx.stays();
     let Some(consumer) = rx.consumer.as_mut() else {
         return RecvStep::Again;
     };

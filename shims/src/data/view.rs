@@ -207,7 +207,7 @@ fn is_held(rx: &Rx) -> bool {
 pub fn release(socket: &'static Socket, n: usize) -> Result<(), c_int> {
     let mut rx = socket.rx.lock().ok_or(libc::EINTR)?;
     let is_here = socket.rx_mode.load(Acquire) == Mode::Link && is_held(&rx);
-    let rx_stays = rx.stays;
+    let rx_stays = rx.stays();
     let state = &mut *rx;
     let Some(view) = &mut state.own.view else {
         return if n == 0 { Ok(()) } else { Err(libc::EINVAL) };

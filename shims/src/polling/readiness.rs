@@ -11,6 +11,7 @@ use std::sync::atomic::Ordering::{Acquire, SeqCst};
 use rdmasock_core::ids::Vqpn;
 use rdmasock_core::lock::Lock;
 use rdmasock_core::stream::connection;
+use rdmasock_core::stream::connection::Behind;
 use rdmasock_core::stream::resume::Resume;
 use rustix::event::PollFlags;
 
@@ -63,7 +64,7 @@ pub fn evaluate(socket: &'static Socket, events: u32, arm: Arm) -> u32 {
     // Between hosts the end of TCP may be seen before the last data has come over the link.
     let is_early = socket.rx_mode.load(Acquire) == Mode::Link
         && !socket.rx_shut.load(Acquire)
-        && socket.rx.lock().is_some_and(|rx| rx.stays && !rx.read_on);
+        && socket.rx.lock().is_some_and(|rx| rx.behind == Behind::Link);
     let told = if is_early { ENDED & !RDHUP } else { ENDED };
     // A direction has ended: the kernel reports which.
     let Some(tx) = socket.tx.lock() else {
@@ -116,8 +117,8 @@ fn readable(socket: &'static Socket, arm: Arm) -> u32 {
     }
     let bits = rx.own.bits;
     // While `waits` holds, the next bytes on TCP are RESUME.
-    let waits = rx.stays && !rx.read_on;
-    let goes_on = rx.stays && rx.read_on;
+    let waits = rx.behind == Behind::Link;
+    let goes_on = rx.behind == Behind::Tcp;
     let Some(consumer) = rx.consumer.as_mut() else {
         return 0;
     };
@@ -128,7 +129,7 @@ fn readable(socket: &'static Socket, arm: Arm) -> u32 {
     };
     let anchor = socket.wakes.anchor.load(Acquire);
     if !ready && goes_on {
-        // The last bytes on the link have been read since `read_on` was set: the rest is in TCP, which is checked next.
+        // The last bytes have been read since the link has ended: the rest is in TCP, which is checked next.
         drop(rx);
         return match connection::leave_link_at_end(socket) {
             true => readable(socket, arm),

@@ -317,7 +317,7 @@ fn is_unmarked(socket: &'static Socket) -> bool {
         return false;
     };
     socket.rx_mode.load(Acquire) == Mode::Link
-        && !rx.stays
+        && !rx.stays()
         && !socket.rx_shut.load(Acquire)
         && rx.consumer.as_ref().is_some_and(|c| !c.has_mark() && !c.has_left())
 }

@@ -95,7 +95,7 @@ pub fn return_unread<S: SocketIo>(socket: &S, control: &ControlOf<S>) -> bool {
             return false;
         };
         // Bytes that TCP has brought already come after those on the link.
-        if socket.rx_mode.load(Acquire) != Mode::Link || rx.stays || !rx.carry.is_empty() {
+        if socket.rx_mode.load(Acquire) != Mode::Link || rx.stays() || !rx.carry.is_empty() {
             return false;
         }
         let Some(consumer) = rx.consumer.as_mut() else {

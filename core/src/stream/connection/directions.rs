@@ -7,7 +7,7 @@ use crate::fabric::ring::{Consumer, EndMark, RingError, RxFlags, Stopped, Wake};
 use crate::ids::{Nonce, Vqpn};
 use crate::stream::connection::io::{Half, RxOf, SocketIo, StreamLink, Task, Tcp, TxOf, Unsent};
 use crate::stream::connection::scan::Carry;
-use crate::stream::connection::{End, Rx};
+use crate::stream::connection::{Behind, End, Rx};
 use crate::stream::mode::{Mode, Receiving, Sending};
 
 /// The waiter at the other end of a link within the host that is woken once the kernel has sent its FIN. Only then does
@@ -180,7 +180,11 @@ pub fn take<O>(tcp: &impl Tcp, rx: &mut Rx<O>, len: usize) -> bool {
 
 /// Returns whether the link delivers no more: the connection has ended, or the link has. The caller holds `rx`.
 pub fn is_over<S: SocketIo>(socket: &S, rx: &RxOf<S>) -> bool {
-    if rx.stays { rx.read_on } else { socket.is_link_over() }
+    match rx.behind {
+        Behind::Mark => socket.is_link_over(),
+        Behind::Link => false,
+        Behind::Tcp => true,
+    }
 }
 
 /// Leaves the link if the ring is drained and what follows is in TCP: its next byte or its end. Returns false if that
@@ -192,7 +196,7 @@ pub fn leave_link_at_end<S: SocketIo>(socket: &S) -> bool {
     if socket.rx_mode.load(Acquire) != Mode::Link {
         return false;
     }
-    let stays = rx.stays;
+    let stays = rx.stays();
     let ended = is_over(socket, &rx);
     let over = match rx.consumer.as_mut() {
         None => true,

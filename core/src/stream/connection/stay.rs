@@ -13,7 +13,7 @@ use crate::stream::connection::directions::{
     awaits_marker, demote_tx, end_scan, flush, flush_or_later, hand_over_rest, leave_link_at_end, queue_again,
 };
 use crate::stream::connection::io::{ControlOf, Half, SocketIo, StreamLink, Task, Tcp};
-use crate::stream::connection::{Control, End, ask_back, leave_link};
+use crate::stream::connection::{Behind, Control, End, ask_back, leave_link};
 use crate::stream::mode::{Mode, Receiving, Sending};
 use crate::stream::resume::{Resume, Step, Steps};
 use crate::wire::{MAX_MARKER, Marker};
@@ -27,8 +27,7 @@ pub fn begin<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     control.resume = Some(Resume::new());
     control.returns = true;
     if let Some(mut rx) = socket.rx.lock() {
-        rx.stays = true;
-        rx.read_on = false;
+        rx.behind = Behind::Link;
         rx.is_lost = false;
         rx.owed = 0;
     }
@@ -167,7 +166,9 @@ fn read_on<S: SocketIo>(socket: &S, sent: Option<u64>) {
         };
         end_scan(socket, &mut rx);
         rx.scanned = 0;
-        rx.read_on = true;
+        if rx.stays() {
+            rx.behind = Behind::Tcp;
+        }
         rx.is_lost |= sent.is_none();
         if socket.rx_mode.load(Acquire) == Mode::Link {
             let frozen = rx.consumer.as_mut().and_then(|c| c.freeze(u64::MAX).ok());

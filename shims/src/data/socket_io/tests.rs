@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, AsRawFd};
 
 use rdmasock_core::ids::Nonce;
 use rdmasock_core::stream::connection::{
-    Farewell, Task, flush, read_ahead, shut, shut_receiving, start_scan, stay, stop_scan,
+    Behind, Farewell, Task, flush, read_ahead, shut, shut_receiving, start_scan, stay, stop_scan,
 };
 use rdmasock_core::stream::handshake::Closing;
 use rdmasock_core::stream::resume::Resume;
@@ -53,7 +53,7 @@ fn unanswered(closing: Closing) -> (&'static Socket, TcpStream, TcpStream) {
     {
         let mut rx = socket.rx.lock().unwrap();
         rx.scan = Some(MINE);
-        rx.stays = true;
+        rx.behind = Behind::Link;
     }
     socket.rx_mode.go(Receiving::Expected);
     if closing == Closing::Switch {

@@ -112,7 +112,7 @@ impl Endpoint {
         let mut rx = self.rx.lock().unwrap();
         // This comes before the ring is read: all bytes sent before the end are in the ring when this end sees the end.
         let is_over = connection::is_over(self, &rx);
-        let stays = rx.stays;
+        let stays = rx.stays();
         let consumer = rx.consumer.as_mut().unwrap();
         let spans = consumer.spans(want).unwrap();
         let mut piece = vec![0; spans.len().min(want)];

@@ -37,7 +37,7 @@ use crate::stream::handshake::Handshake;
 use crate::stream::mode::{Mode, ModeCell, Receiving, Sending};
 use crate::stream::resume::Resume;
 use crate::sync::Presence;
-use crate::wire::{LinkOffer, Message, RingOffer};
+use crate::wire::{Hello, Message, RingOffer};
 
 mod attempt;
 mod close;
@@ -215,13 +215,11 @@ pub struct Control<L, O> {
     pub handshake: Option<Handshake>,
     /// The instance whose ASK the attempt began with (acceptor).
     pub asked_by: Option<InstanceId>,
-    /// The instance whose HELLO has come.
-    pub greeted_by: Option<InstanceId>,
+    /// The peer's HELLO, once it has come.
+    pub hello: Option<Hello>,
     /// Since when the socket is being handed to another holder, monotonic ns. `None` unless data or a marker was in the
     /// way.
     pub handed_since: Option<u64>,
-    /// The link offer in the HELLO: an address for a link.
-    pub offer: Option<LinkOffer>,
     /// The address of this host that the connector has reached, if the connector is on another host (acceptor).
     pub reached_at: Option<IpAddr>,
     /// This end's stream on the link.
@@ -249,9 +247,8 @@ impl<L, O: Default> Default for Control<L, O> {
         Self {
             handshake: None,
             asked_by: None,
-            greeted_by: None,
+            hello: None,
             handed_since: None,
-            offer: None,
             reached_at: None,
             opened: None,
             peer: None,

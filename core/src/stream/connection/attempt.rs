@@ -47,8 +47,7 @@ pub fn begin_offering<L, O>(
 
 fn begin<L, O>(control: &mut Control<L, O>, handshake: Handshake) {
     control.handshake = Some(handshake);
-    control.greeted_by = None;
-    control.offer = None;
+    control.hello = None;
 }
 
 /// Carries out steps. The caller holds the control lock.
@@ -64,7 +63,7 @@ fn run<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, steps: Steps) {
             }
             Step::WriteHello => write_hello(socket, control),
             Step::NeedLink(peer) => {
-                socket.need_link(peer, control.offer);
+                socket.need_link(peer, control.hello.and_then(|hello| hello.link));
             }
             Step::SendOpen => {
                 if let Err(reason) = send_open(socket, control) {
@@ -128,9 +127,9 @@ fn write_hello<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
     let hello = Hello {
         instance: socket.instance(),
         link: control
-            .greeted_by
+            .hello
             .filter(|_| handshake.role() == Role::Acceptor)
-            .and_then(|peer| socket.offer_link(peer, control.reached_at)),
+            .and_then(|hello| socket.offer_link(hello.instance, control.reached_at)),
     };
     queue_marker(socket, control, &Marker::Hello(hello), false);
 }
@@ -189,7 +188,7 @@ fn send_open<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> Result<(), 
     let fabric::Opened { vqpn, ring, consumer } = link.open(socket.slot())?;
     // Checked once the stream is open, because an open stream keeps the link object from reuse. Before that the object
     // may have become a link to another instance.
-    if control.greeted_by != Some(link.peer()) {
+    if control.hello.map(|hello| hello.instance) != Some(link.peer()) {
         link.close(vqpn, None, Some(consumer));
         return Err(Reason::LinkFailed);
     }

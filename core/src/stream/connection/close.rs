@@ -154,7 +154,7 @@ pub fn scan_left<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> Option<
 /// Returns the ABORT that answers a HELLO which has not come. Empty if no such answer is due.
 fn refusal<L, O>(control: &Control<L, O>) -> Vec<u8> {
     let mut buf = [0u8; MAX_MARKER];
-    let is_unanswered = |h: &&Handshake| h.role() == Role::Acceptor && control.greeted_by.is_none();
+    let is_unanswered = |h: &&Handshake| h.role() == Role::Acceptor && control.hello.is_none();
     let theirs = control
         .handshake
         .as_ref()

@@ -34,7 +34,8 @@ pub fn on_open<S: SocketIo>(
             .handshake
             .as_ref()
             .is_some_and(|h| h.is_opening() && h.mine() == nonces.yours && h.theirs() == Some(nonces.mine));
-        (matches && control.greeted_by == Some(link.peer())).then(|| opened(socket, &mut control, link, theirs, first))
+        let is_from = control.hello.is_some_and(|hello| hello.instance == link.peer());
+        (matches && is_from).then(|| opened(socket, &mut control, link, theirs, first))
     });
     match opened {
         Some(Ok(())) => Ok(true),

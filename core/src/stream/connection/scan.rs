@@ -261,8 +261,7 @@ fn on_marker<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, marker: Option
                 tracing::warn!(target: "rdmasock::promote", slot = socket.slot(), peer = %hello.instance, "greeted by another than the asker");
                 return feed(socket, control, |h| Ok(h.on_bad_marker()));
             }
-            control.offer = hello.link;
-            control.greeted_by = Some(hello.instance);
+            control.hello = Some(hello);
             feed(socket, control, |h| h.on_hello(hello.instance));
         }
         Some(Marker::Switch) => feed(socket, control, |h| h.on_closing(Closing::Switch)),

@@ -224,10 +224,8 @@ pub struct Control<L, O> {
     pub reached_at: Option<IpAddr>,
     /// This end's stream on the link.
     pub opened: Option<Opened<L>>,
-    /// The peer's number for the stream, once it is open.
-    pub peer: Option<Vqpn>,
-    /// The peer's first ring, from its OPEN until the link has paired it with this end's stream (acceptor).
-    pub first: Option<RingOffer>,
+    /// The peer's stream and its first ring, from its OPEN until this end opens its own stream (acceptor).
+    pub offered: Option<(Vqpn, RingOffer)>,
     /// The reason to go back to TCP, as soon as the handshake has ended.
     pub leave: Option<Reason>,
     /// The state machine of the stay on a link between hosts, until the stream is given back.
@@ -236,10 +234,19 @@ pub struct Control<L, O> {
     pub returns: bool,
     /// The nonces that RESUME starts with: to this end, and to the peer.
     pub nonces: Option<[Nonce; 2]>,
-    /// This end has asked the peer to take its sending direction back to TCP.
-    pub asked_back: bool,
     /// State of the socket under the same lock.
     pub own: O,
+}
+
+impl<L, O> Control<L, O> {
+    /// Returns the link of the stream and the peer's number for it. `None` if the stream is not open at both ends.
+    pub fn pair(&self) -> Option<(&L, Vqpn)> {
+        let opened = self.opened.as_ref()?;
+        match opened.theirs {
+            Theirs::Open(yours) => Some((&opened.link, yours)),
+            Theirs::None | Theirs::Awaited => None,
+        }
+    }
 }
 
 impl<L, O: Default> Default for Control<L, O> {
@@ -251,13 +258,11 @@ impl<L, O: Default> Default for Control<L, O> {
             handed_since: None,
             reached_at: None,
             opened: None,
-            peer: None,
-            first: None,
+            offered: None,
             leave: None,
             resume: None,
             returns: false,
             nonces: None,
-            asked_back: false,
             own: O::default(),
         }
     }
@@ -270,8 +275,21 @@ pub struct Opened<L> {
     pub link: L,
     /// This end's number for the stream.
     pub mine: Vqpn,
+    /// The peer's stream.
+    pub theirs: Theirs,
+    /// This end has asked the peer to take its sending direction back to TCP.
+    pub asked_back: bool,
+}
+
+/// The peer's stream at the other end of this end's.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Theirs {
+    /// There is none: OPEN was not sent, or an end has refused.
+    None,
     /// OPEN is sent and not answered yet.
-    pub asked: bool,
+    Awaited,
+    /// The peer's stream has this number.
+    Open(Vqpn),
 }
 
 /// One end of a connection, on links of the type `L`. `T`, `R` and `C` are the state of the socket under the locks
@@ -360,14 +378,12 @@ pub fn leave_link<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason: R
         return stay::feed(socket, control, Resume::leave);
     }
     demote_tx(socket);
-    if let Some(opened) = control.opened.clone()
+    if let Some(opened) = &mut control.opened
         && socket.rx_mode.load(Acquire) == Mode::Link
-        && !control.asked_back
+        && !std::mem::replace(&mut opened.asked_back, true)
+        && let Theirs::Open(yours) = opened.theirs
     {
-        control.asked_back = true;
-        if let Some(yours) = control.peer {
-            ask_back(&opened.link, yours, None);
-        }
+        ask_back(&opened.link, yours, None);
     }
     socket.pin();
 }
@@ -389,22 +405,14 @@ pub fn close_stream<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
         tx.producer = None;
         tx.is_suspended = false;
     }
-    let peer = control.peer.take();
-    match control.opened.take() {
-        Some(Opened {
-            link,
-            mine,
-            asked: true,
-        }) => link.close_unanswered(mine, consumer),
-        Some(Opened { link, mine, .. }) => link.close(mine, peer, consumer),
-        None => {
-            if let (Some(link), Some(peer)) = (socket.link(), peer) {
-                link.done_with(peer);
-            }
+    if let Some(Opened { link, mine, theirs, .. }) = control.opened.take() {
+        match theirs {
+            Theirs::Awaited => link.close_unanswered(mine, consumer),
+            Theirs::None => link.close(mine, None, consumer),
+            Theirs::Open(yours) => link.close(mine, Some(yours), consumer),
         }
     }
     socket.set_link(None);
-    control.asked_back = false;
     socket.show_link(None);
 }
 

@@ -551,10 +551,9 @@ impl Worker {
 /// The object may later become another link to the same peer.
 fn forget_unopened(link: &'static Link) {
     for socket in socket::all().filter(|socket| socket.link() == Some(link)) {
-        // A stream with `opened` or `peer` set keeps the object this link.
+        // A stream with `opened` set keeps the object this link.
         if let Some(control) = socket.control.lock()
             && control.opened.is_none()
-            && control.peer.is_none()
         {
             socket.set_link(None);
         }
@@ -710,8 +709,8 @@ impl Rings {
                 Shrunk::Busy => again = true,
                 Shrunk::Offered => {
                     again = true;
-                    let peer = socket.control.lock().and_then(|c| c.peer);
-                    if let Some(yours) = peer {
+                    let yours = socket.control.lock().and_then(|c| Some(c.pair()?.1));
+                    if let Some(yours) = yours {
                         let _ = link.send(&Message::Adopt { yours }, &[]);
                     }
                 }

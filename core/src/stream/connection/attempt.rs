@@ -6,16 +6,16 @@
 use std::net::IpAddr;
 use std::sync::atomic::Ordering::Acquire;
 
-use crate::ids::{InstanceId, Nonce};
+use crate::ids::{InstanceId, Nonce, Vqpn};
 use crate::stats::Reason;
 use crate::stream::connection::directions::{demote_tx, end_scan, flush_or_later, stop_scan, take};
 use crate::stream::connection::io::{ControlOf, Half, Peeked, SocketIo, StreamLink, Task, Tcp};
-use crate::stream::connection::{Control, Opened, close, close_stream, leave_link, stay};
+use crate::stream::connection::{Control, Opened, Theirs, close, close_stream, leave_link, stay};
 use crate::stream::handshake::{Closing, Handshake, Misplaced, Role, Step, Steps};
 use crate::stream::mode::{Mode, Receiving, Sending};
 use crate::stream::resume::Resume;
 use crate::wire::marker::{Found, scan};
-use crate::wire::{Hello, MAX_MARKER, Marker, Message};
+use crate::wire::{Hello, MAX_MARKER, Marker, Message, RingOffer};
 use crate::{fabric, wire};
 
 /// Begins an attempt of the connector, which asks with the nonce `mine`. Nothing in TCP depends on it yet.
@@ -66,10 +66,13 @@ fn run<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, steps: Steps) {
                 socket.need_link(peer, control.hello.and_then(|hello| hello.link));
             }
             Step::SendOpen => {
-                if let Err(reason) = send_open(socket, control) {
+                let offered = control.offered.take();
+                if let Err(reason) = send_open(socket, control, offered) {
                     tracing::debug!(target: "rdmasock::promote", slot = socket.slot(), %reason, "cannot open");
                     socket.set_why(reason.into());
-                    refuse_open(socket, control);
+                    if let Some((yours, _)) = offered {
+                        refuse_open(socket, control, yours);
+                    }
                     feed(socket, control, |h| Ok(h.on_open_failed()));
                     return;
                 }
@@ -172,9 +175,13 @@ fn receive_on_link<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
     }
 }
 
-/// Opens this end's stream, and sends OPEN or OPEN-ACK.
+/// Opens this end's stream, and sends OPEN; or OPEN-ACK, if the peer has `offered` a stream.
 #[inline(never)]
-fn send_open<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> Result<(), Reason> {
+fn send_open<S: SocketIo>(
+    socket: &S,
+    control: &mut ControlOf<S>,
+    offered: Option<(Vqpn, RingOffer)>,
+) -> Result<(), Reason> {
     let link = socket.link().filter(|l| l.is_alive()).ok_or(Reason::LinkFailed)?;
     let handshake = control.handshake.as_ref().ok_or(Reason::LinkFailed)?;
     let (mine, theirs) = (handshake.mine(), handshake.theirs());
@@ -195,38 +202,42 @@ fn send_open<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> Result<(), 
     control.opened = Some(Opened {
         link: link.clone(),
         mine: vqpn,
-        asked: false,
+        theirs: offered.map_or(Theirs::None, |(yours, _)| Theirs::Open(yours)),
+        asked_back: false,
     });
     socket.rx.lock().ok_or(Reason::Resources)?.consumer = Some(consumer);
-    let message = match control.peer {
+    let message = match offered {
         None => Message::Open {
             nonce_mine: mine,
             nonce_yours: theirs.ok_or(Reason::LinkFailed)?,
             vqpn,
             ring,
         },
-        Some(yours) => Message::OpenAck {
-            yours,
-            mine: vqpn,
-            ring,
-        },
+        Some((yours, first)) => {
+            link.pair(vqpn, yours, first);
+            Message::OpenAck {
+                yours,
+                mine: vqpn,
+                ring,
+            }
+        }
     };
-    if let (Some(yours), Some(first)) = (control.peer, control.first.take()) {
-        link.pair(vqpn, yours, first);
-    }
     if !link.send(&message) {
         return Err(Reason::LinkFailed);
     }
-    if let Some(opened) = control.opened.as_mut() {
-        opened.asked = control.peer.is_none();
+    if let Some(opened) = control.opened.as_mut().filter(|_| offered.is_none()) {
+        opened.theirs = Theirs::Awaited;
     }
     socket.show_link(Some(&link));
     Ok(())
 }
 
-/// Refuses the peer's OPEN, if there was one.
-fn refuse_open<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
-    if let (Some(yours), Some(link)) = (control.peer.take(), socket.link()) {
+/// Refuses the peer's OPEN of its stream `yours`.
+fn refuse_open<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, yours: Vqpn) {
+    if let Some(opened) = control.opened.as_mut() {
+        opened.theirs = Theirs::None;
+    }
+    if let Some(link) = socket.link() {
         if let Some(mut tx) = socket.tx.lock() {
             tx.producer = None;
         }

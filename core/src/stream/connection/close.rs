@@ -87,7 +87,7 @@ pub fn shut<S: SocketIo>(socket: &S, both: bool, farewell: &mut Farewell<S::Link
 /// so the kernel does not know of these bytes. TCP answers them as after any close: by a reset. Returns true if there
 /// are any. The caller holds the control lock.
 pub fn return_unread<S: SocketIo>(socket: &S, control: &ControlOf<S>) -> bool {
-    let (Some(opened), Some(yours)) = (&control.opened, control.peer) else {
+    let Some((link, yours)) = control.pair() else {
         return false;
     };
     let (from, wake) = {
@@ -110,7 +110,7 @@ pub fn return_unread<S: SocketIo>(socket: &S, control: &ControlOf<S>) -> bool {
         (consumer.position(), wake)
     };
     socket.notify_peer(wake);
-    ask_back(&opened.link, yours, Some(from));
+    ask_back(link, yours, Some(from));
     true
 }
 
@@ -319,8 +319,8 @@ pub fn on_take_back<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, bytes: 
         is_on_link
     });
     flush(socket);
-    if let (true, Some(opened), Some(yours)) = (done, &control.opened, control.peer) {
-        opened.link.send(&Message::TakenBack { yours });
+    if let (true, Some((link, yours))) = (done, control.pair()) {
+        link.send(&Message::TakenBack { yours });
     } else {
         tracing::warn!(target: "rdmasock", slot = socket.slot(), "cannot send again what was not read: reset");
         socket.reset();
@@ -358,13 +358,12 @@ pub fn give_back<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
 }
 
 fn ask_peer<S: SocketIo>(socket: &S, control: &ControlOf<S>) -> Option<()> {
-    let opened = control.opened.as_ref().filter(|o| !o.link.is_remote())?;
-    let yours = control.peer?;
+    let (link, yours) = control.pair().filter(|(link, _)| !link.is_remote())?;
     let rx = socket.rx.lock()?;
     let bytes = u32::try_from(rx.aside.len()).ok()?;
     tracing::debug!(target: "rdmasock::promote", slot = socket.slot(), bytes, "to be taken back");
     let message = Message::TakeBack { yours, bytes };
-    opened.link.send_with(&message, &rx.aside).then_some(())
+    link.send_with(&message, &rx.aside).then_some(())
 }
 
 /// Drops the data that is set aside, and moves the direction by `event`.

@@ -7,8 +7,8 @@ use crate::stats::Reason;
 use crate::stream::connection::attempt::{end_attempt, feed};
 use crate::stream::connection::directions::resend;
 use crate::stream::connection::io::{ControlOf, SocketIo, StreamLink, Task};
-use crate::stream::connection::stay;
 use crate::stream::connection::stay::leave;
+use crate::stream::connection::{Theirs, stay};
 use crate::stream::handshake::Handshake;
 use crate::wire;
 use crate::wire::{Message, RingOffer};
@@ -70,7 +70,7 @@ pub fn on_open_ack<S: SocketIo>(
     let control = socket.and_then(|socket| Some((socket, socket.control.lock()?)));
     let awaited = control.filter(|(_, control)| {
         let opened = control.opened.as_ref();
-        control.peer.is_none() && opened.is_some_and(|o| o.asked && o.mine == mine && o.link == *link)
+        opened.is_some_and(|o| o.theirs == Theirs::Awaited && o.mine == mine && o.link == *link)
     });
     let Some((socket, mut control)) = awaited else {
         // This end has given the stream up since it sent OPEN. The peer's number becomes free when the peer receives
@@ -95,8 +95,11 @@ pub fn on_open_refused<S: SocketIo>(socket: &S, mine: Vqpn) -> bool {
     let Some(mut control) = socket.control.lock() else {
         return false;
     };
-    if let Some(opened) = control.opened.as_mut().filter(|o| o.mine == mine) {
-        opened.asked = false;
+    if let Some(opened) = control.opened.as_mut()
+        && opened.mine == mine
+        && opened.theirs == Theirs::Awaited
+    {
+        opened.theirs = Theirs::None;
     }
     end_attempt(socket, &mut control);
     true
@@ -128,7 +131,6 @@ fn opened<S: SocketIo>(
     first: RingOffer,
 ) -> Result<(), NoProducer> {
     let producer = link.producer(theirs)?;
-    control.peer = Some(theirs);
     // Set first, because the peer may have switched before this message was read. Then a reader takes bytes as soon as
     // the two streams are a pair, and notifies the peer by this number. (Within a host the bytes may have come before:
     // the peer checks again when it reads this end's SWITCH.)
@@ -136,10 +138,10 @@ fn opened<S: SocketIo>(
     socket.set_link(Some(link));
     match control.opened.as_mut() {
         Some(opened) => {
-            opened.asked = false;
+            opened.theirs = Theirs::Open(theirs);
             link.pair(opened.mine, theirs, first);
         }
-        None => control.first = Some(first),
+        None => control.offered = Some((theirs, first)),
     }
     if let Some(mut tx) = socket.tx.lock() {
         tx.producer = Some(producer);

@@ -51,8 +51,8 @@ pub fn carry_out<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, steps: Ste
         tracing::trace!(target: "rdmasock::promote", slot = socket.slot(), ?step);
         match step {
             Step::Ask => {
-                if let (Some(opened), Some(yours)) = (&control.opened, control.peer) {
-                    ask_back(&opened.link, yours, None);
+                if let Some((link, yours)) = control.pair() {
+                    ask_back(link, yours, None);
                 }
             }
             Step::Mark => {
@@ -333,7 +333,7 @@ fn unread_returns_to_tcp<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, re
     socket.set_why(reason.into());
     socket.pin();
     demote_tx(socket);
-    let (Some(opened), Some(yours)) = (control.opened.clone(), control.peer) else {
+    let Some((link, yours)) = control.pair() else {
         return true;
     };
     let stopped = {
@@ -358,7 +358,7 @@ fn unread_returns_to_tcp<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, re
     tracing::debug!(target: "rdmasock::promote", slot = socket.slot(), %reason, ?stopped, "goes back to TCP");
     if let Some((from, wake)) = stopped {
         socket.notify_peer(wake);
-        ask_back(&opened.link, yours, Some(from));
+        ask_back(link, yours, Some(from));
     } else if !leave_link_at_end(socket) {
         return false;
     }

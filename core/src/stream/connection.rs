@@ -33,6 +33,7 @@ use crate::ids::{InstanceId, Nonce, Vqpn};
 use crate::lock::Lock;
 use crate::stats::Reason;
 use crate::stream::connection::directions::demote_tx;
+use crate::stream::connection::stay::Stay;
 use crate::stream::handshake::Handshake;
 use crate::stream::mode::{Mode, ModeCell, Receiving, Sending};
 use crate::stream::resume::Resume;
@@ -228,12 +229,8 @@ pub struct Control<L, O> {
     pub offered: Option<(Vqpn, RingOffer)>,
     /// The reason to go back to TCP, as soon as the handshake has ended.
     pub leave: Option<Reason>,
-    /// The state machine of the stay on a link between hosts, until the stream is given back.
-    pub resume: Option<Resume>,
-    /// Only a failure of the link can end that stay. Once it has ended, the connection may be promoted again.
-    pub returns: bool,
-    /// The nonces that RESUME starts with: to this end, and to the peer.
-    pub nonces: Option<[Nonce; 2]>,
+    /// The stay on a link between hosts, until the stream is given back.
+    pub stay: Option<Stay>,
     /// State of the socket under the same lock.
     pub own: O,
 }
@@ -260,9 +257,7 @@ impl<L, O: Default> Default for Control<L, O> {
             opened: None,
             offered: None,
             leave: None,
-            resume: None,
-            returns: false,
-            nonces: None,
+            stay: None,
             own: O::default(),
         }
     }
@@ -374,8 +369,7 @@ pub fn leave_link<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason: R
     socket.set_why(reason.into());
     if stay::is_staying(control) {
         socket.pin();
-        control.returns = false;
-        return stay::feed(socket, control, Resume::leave);
+        return stay::end_by(socket, control, Resume::leave);
     }
     demote_tx(socket);
     if let Some(opened) = &mut control.opened
@@ -400,7 +394,7 @@ pub fn close_stream<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
         rx.behind = Behind::Mark;
         rx.consumer.take()
     });
-    control.resume = None;
+    control.stay = None;
     if let Some(mut tx) = socket.tx.lock() {
         tx.producer = None;
         tx.is_suspended = false;

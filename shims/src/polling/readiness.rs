@@ -12,7 +12,6 @@ use rdmasock_core::ids::Vqpn;
 use rdmasock_core::lock::Lock;
 use rdmasock_core::stream::connection;
 use rdmasock_core::stream::connection::Behind;
-use rdmasock_core::stream::resume::Resume;
 use rustix::event::PollFlags;
 
 use crate::data::{rx, tx};
@@ -237,7 +236,7 @@ pub fn look_for_confirmation(socket: &'static Socket, link: &Link) {
     };
     let theirs = Vqpn(socket.peer_vqpn.load(Acquire));
     if let Some(mut control) = socket.control.lock()
-        && control.resume.as_ref().is_some_and(Resume::is_marked)
+        && control.stay.as_ref().is_some_and(|stay| stay.resume.is_marked())
         && remote.is_confirmed(theirs)
     {
         connection::stay::confirmed(socket, &mut control);

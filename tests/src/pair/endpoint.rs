@@ -21,7 +21,6 @@ use rdmasock_core::stream::connection;
 use rdmasock_core::stream::connection::{Connection, ConnectionOf, ControlOf, OpenNonces, StreamLink as _, Task};
 use rdmasock_core::stream::handshake::{Handshake, Phase, Role};
 use rdmasock_core::stream::mode::Mode;
-use rdmasock_core::stream::resume::Resume;
 use rdmasock_core::wire;
 use rdmasock_core::wire::Message;
 
@@ -97,7 +96,7 @@ impl fmt::Debug for Endpoint {
             .field("tx", &self.tx())
             .field("rx", &self.rx())
             .field("handshake", &control.handshake)
-            .field("resume", &control.resume)
+            .field("stay", &control.stay)
             .field("outcomes", &self.outcomes)
             .field("fin", &self.fin)
             .field("eof", &self.eof)
@@ -442,7 +441,7 @@ impl Endpoint {
 
     /// Returns whether the connection's stay on a link between hosts lasts on.
     fn is_staying(&self) -> bool {
-        self.control().resume.as_ref().is_some_and(|r: &Resume| !r.is_over())
+        connection::stay::is_staying(&self.control())
     }
 }
 

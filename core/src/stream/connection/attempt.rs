@@ -13,7 +13,6 @@ use crate::stream::connection::io::{ControlOf, Half, Peeked, SocketIo, StreamLin
 use crate::stream::connection::{Control, Opened, Theirs, close, close_stream, leave_link, stay};
 use crate::stream::handshake::{Closing, Handshake, Misplaced, Role, Step, Steps};
 use crate::stream::mode::{Mode, Receiving, Sending};
-use crate::stream::resume::Resume;
 use crate::wire::marker::{Found, scan};
 use crate::wire::{Hello, MAX_MARKER, Marker, Message, RingOffer};
 use crate::{fabric, wire};
@@ -190,7 +189,7 @@ fn send_open<S: SocketIo>(
         if socket.tx.lock().is_none_or(|tx| tx.end.is_shut()) {
             return Err(Reason::LinkFailed);
         }
-        stay::begin(socket, control);
+        stay::begin(socket, control, mine, theirs.ok_or(Reason::LinkFailed)?);
     }
     let fabric::Opened { vqpn, ring, consumer } = link.open(socket.slot())?;
     // Checked once the stream is open, because an open stream keeps the link object from reuse. Before that the object
@@ -285,10 +284,10 @@ fn queue_marker<S: SocketIo>(socket: &S, control: &ControlOf<S>, marker: &Marker
 /// Handles the peer's RESUME, which was found in TCP.
 pub fn on_resume<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, received: u64, sent: u64) {
     end_attempt(socket, control);
-    let steps = control.resume.as_mut().map(|r| r.on_resume(received, sent));
+    let steps = control.stay.as_mut().map(|stay| stay.resume.on_resume(received, sent));
     // The peer has left unasked: its end of the link has failed.
     if let Some(opened) = &control.opened
-        && control.returns
+        && control.stay.as_ref().is_some_and(|stay| stay.returns)
     {
         opened.link.doubt();
     }
@@ -300,7 +299,9 @@ pub fn on_resume<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, received: 
 
 /// Handles the end of TCP in the peer's direction.
 pub fn on_end<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
-    control.returns = false;
+    if let Some(stay) = control.stay.as_mut() {
+        stay.returns = false;
+    }
     let rx = socket.rx.lock();
     let marked = rx.is_some_and(|rx| rx.consumer.as_ref().is_some_and(|c| c.has_mark()));
     stay::feed(socket, control, |r| r.on_end(marked));
@@ -309,8 +310,8 @@ pub fn on_end<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
 /// Looks for RESUME in a direction that is on the link, after TCP has brought bytes or its end. Handles RESUME if it is
 /// there as a whole.
 pub fn look_for_resume<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
-    let next = control.resume.as_ref().is_some_and(Resume::is_next);
-    let Some([mine, _]) = control.nonces.filter(|_| next) else {
+    let stay = control.stay.as_ref().filter(|stay| stay.resume.is_next());
+    let Some(mine) = stay.map(|stay| stay.mine) else {
         return;
     };
     let found = {

@@ -196,7 +196,7 @@ pub fn close_if_over<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> Opt
     if is_busy || !socket.is_plain() {
         return None;
     }
-    let returns = std::mem::take(&mut control.returns) && control.leave.is_none();
+    let returns = control.stay.as_ref().is_some_and(|stay| stay.returns) && control.leave.is_none();
     close_stream(socket, control);
     Some(returns)
 }

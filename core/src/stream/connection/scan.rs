@@ -388,13 +388,13 @@ pub fn read_ahead<S: SocketIo>(socket: &S, is_blocked: bool) -> bool {
 }
 
 fn waits<L, O>(control: &Control<L, O>, is_blocked: bool) -> bool {
-    let resume = control.resume.as_ref();
+    let resume = control.stay.as_ref().map(|stay| &stay.resume);
     resume.is_some_and(|r| r.looks_ahead() || is_blocked && r.is_unanswered())
 }
 
 fn on_ahead<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, ahead: resume::Ahead) {
     tracing::trace!(target: "rdmasock::promote", slot = socket.slot(), ?ahead, "before its turn");
-    match control.resume.as_mut().map(|r| r.on_ahead(ahead)) {
+    match control.stay.as_mut().map(|stay| stay.resume.on_ahead(ahead)) {
         // The state has not changed, so no thread is woken.
         Some(Ok(steps)) if steps.is_empty() => {}
         Some(Ok(steps)) => stay::carry_out(socket, control, steps),

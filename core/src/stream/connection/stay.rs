@@ -7,6 +7,7 @@
 use std::sync::atomic::Ordering::Acquire;
 
 use crate::fabric::ring::{Consumer, EndMark};
+use crate::ids::Nonce;
 use crate::stats::Reason;
 use crate::stream::connection::attempt::{end_attempt, look_for_resume};
 use crate::stream::connection::directions::{
@@ -18,14 +19,28 @@ use crate::stream::mode::{Mode, Receiving, Sending};
 use crate::stream::resume::{Resume, Step, Steps};
 use crate::wire::{MAX_MARKER, Marker};
 
-/// Begins the stay: OPEN is about to be sent on a link between hosts.
-pub fn begin<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
-    let Some(handshake) = &control.handshake else {
-        return;
-    };
-    control.nonces = handshake.theirs().map(|theirs| [handshake.mine(), theirs]);
-    control.resume = Some(Resume::new());
-    control.returns = true;
+/// A stay on a link between hosts.
+#[derive(Debug)]
+pub struct Stay {
+    /// The state machine.
+    pub resume: Resume,
+    /// The nonce that RESUME to this end starts with.
+    pub mine: Nonce,
+    /// The nonce that RESUME to the peer starts with.
+    pub theirs: Nonce,
+    /// Only a failure of the link can end the stay. Once it has ended, the connection may be promoted again.
+    pub returns: bool,
+}
+
+/// Begins the stay: OPEN is about to be sent on a link between hosts. Markers to this end start with the nonce `mine`,
+/// markers to the peer with `theirs`.
+pub fn begin<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, mine: Nonce, theirs: Nonce) {
+    control.stay = Some(Stay {
+        resume: Resume::new(),
+        mine,
+        theirs,
+        returns: true,
+    });
     if let Some(mut rx) = socket.rx.lock() {
         rx.behind = Behind::Link;
         rx.is_lost = false;
@@ -35,14 +50,25 @@ pub fn begin<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
 
 /// Returns whether the stream has a stay on a link between hosts that has not ended.
 pub fn is_staying<L, O>(control: &Control<L, O>) -> bool {
-    control.resume.as_ref().is_some_and(|r| !r.is_over())
+    control.stay.as_ref().is_some_and(|stay| !stay.resume.is_over())
 }
 
 /// Feeds the state machine.
 pub fn feed<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, input: impl FnOnce(&mut Resume) -> Steps) {
-    if let Some(steps) = control.resume.as_mut().map(input) {
+    if let Some(stay) = control.stay.as_mut() {
+        let steps = input(&mut stay.resume);
         carry_out(socket, control, steps);
     }
+}
+
+/// Feeds an event that ends the stay: the connection is not promoted again. An attempt that is not closed is given up
+/// first.
+pub fn end_by<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, input: impl FnOnce(&mut Resume) -> Steps) {
+    end_attempt(socket, control);
+    if let Some(stay) = control.stay.as_mut() {
+        stay.returns = false;
+    }
+    feed(socket, control, input);
 }
 
 /// Carries out steps.
@@ -90,7 +116,7 @@ pub fn carry_out<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, steps: Ste
     }
     // Queued and not done here: an epoll set's lock is not taken under the control lock.
     socket.later(Task::Notify);
-    if control.resume.as_ref().is_some_and(Resume::looks_ahead) {
+    if control.stay.as_ref().is_some_and(|stay| stay.resume.looks_ahead()) {
         socket.later(Task::ReadAhead);
     }
 }
@@ -103,7 +129,7 @@ pub fn violation<S: SocketIo>(socket: &S, what: &str) {
 }
 
 fn write_resume<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
-    let Some([_, theirs]) = control.nonces else {
+    let Some(theirs) = control.stay.as_ref().map(|stay| stay.theirs) else {
         return;
     };
     let received = socket
@@ -232,9 +258,7 @@ fn is_marked<S: SocketIo>(socket: &S) -> bool {
 
 /// Handles the peer's request on the link to leave it (P75).
 pub fn on_asked<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
-    control.returns = false;
-    end_attempt(socket, control);
-    feed(socket, control, Resume::on_asked);
+    end_by(socket, control, Resume::on_asked);
 }
 
 /// Handles the peer's confirmation: it has all bytes that this end has given to the link, and the end mark.
@@ -245,7 +269,6 @@ pub fn confirmed<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
 /// Leaves the link for a new holder, which reads the kernel alone: unread bytes come through the kernel again. The
 /// socket can be handed over once [`is_staying`] returns false.
 pub fn hand_over<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
-    control.returns = false;
     end_attempt(socket, control);
     if let Some(mut rx) = socket.rx.lock()
         && let Some(consumer) = rx.consumer.as_mut()
@@ -253,7 +276,7 @@ pub fn hand_over<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
         // An error is met again when RESUME is written.
         let _ = consumer.freeze(0);
     }
-    feed(socket, control, Resume::hand_over);
+    end_by(socket, control, Resume::hand_over);
 }
 
 /// Shuts the sending direction. Returns true if the kernel's shutdown() follows by itself; false if the stream is not
@@ -264,16 +287,13 @@ pub fn shut<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> bool {
     }
     end_attempt(socket, control);
     let stays = is_staying(control);
-    control.returns = false;
-    feed(socket, control, Resume::shut);
+    end_by(socket, control, Resume::shut);
     stays
 }
 
 /// Handles the program's close().
 pub fn close<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
-    control.returns = false;
-    end_attempt(socket, control);
-    feed(socket, control, Resume::close);
+    end_by(socket, control, Resume::close);
 }
 
 /// Handles the end of the process as a close of a stream that is on a link between hosts.
@@ -290,15 +310,11 @@ pub fn end<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
 /// During a handshake it does so as soon as the handshake has ended.
 pub fn leave<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason: Reason) {
     control.leave = Some(reason);
-    let stays = is_staying(control);
-    if control.handshake.is_some() && !stays {
-        end_attempt(socket, control);
+    let is_attempt = control.handshake.is_some() && !is_staying(control);
+    end_attempt(socket, control);
+    if is_attempt {
         // After this end's SWITCH the direction need not wait for the peer's.
         return demote_tx(socket);
-    }
-    if stays {
-        control.returns = false;
-        end_attempt(socket, control);
     }
     leave_link(socket, control, reason);
 }

@@ -7,6 +7,7 @@ use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, AsRawFd};
 
 use rdmasock_core::ids::Nonce;
+use rdmasock_core::stream::connection::stay::Stay;
 use rdmasock_core::stream::connection::{
     Behind, Farewell, Task, flush, read_ahead, shut, shut_receiving, start_scan, stay, stop_scan,
 };
@@ -61,8 +62,12 @@ fn unanswered(closing: Closing) -> (&'static Socket, TcpStream, TcpStream) {
         socket.tx_mode.go(Sending::Switched);
     }
     let mut control = socket.control.lock().unwrap();
-    control.nonces = Some([MINE, THEIRS]);
-    control.resume = Some(resume);
+    control.stay = Some(Stay {
+        resume,
+        mine: MINE,
+        theirs: THEIRS,
+        returns: false,
+    });
     drop(control);
     (socket, ours, theirs)
 }
@@ -116,7 +121,7 @@ fn who_has_not_read_what_precedes_resume_can_send_and_then_reads_all_of_it() {
         at += usize::try_from(n).unwrap();
     }
     assert_eq!(got, [&data[..], b"later"].concat());
-    assert!(socket.control.lock().unwrap().resume.as_ref().unwrap().is_over());
+    assert!(socket.control.lock().unwrap().stay.as_ref().unwrap().resume.is_over());
     table::put(ours.as_raw_fd(), Entry::None);
     let mut marker = [0; 64];
     let n = theirs.read(&mut marker).unwrap();
@@ -166,8 +171,8 @@ fn an_end_that_changes_nothing_is_not_looked_for_again_and_again() {
     for _ in 0..3 {
         read_ahead(socket, false);
     }
-    let looks_ahead = |resume: &Resume| resume.looks_ahead();
-    assert!(socket.control.lock().unwrap().resume.as_ref().is_some_and(looks_ahead));
+    let looks_ahead = |stay: &Stay| stay.resume.looks_ahead();
+    assert!(socket.control.lock().unwrap().stay.as_ref().is_some_and(looks_ahead));
     assert_eq!(left_to_do(socket, Task::ReadAhead), before);
 }
 

@@ -56,14 +56,14 @@ pub use crate::stream::connection::close::{
     scan_left, shut,
 };
 pub use crate::stream::connection::directions::{
-    Farewell, flush, hand_over_rest, is_over, is_scanning, leave_link_at_end, look_for_reset, on_end_told, refuse,
-    resend, shut_receiving, start_scan, stop_scan, wait_for_tcp,
+    Farewell, NoScan, flush, hand_over_rest, is_over, is_scanning, leave_link_at_end, look_for_reset, on_end_told,
+    refuse, resend, shut_receiving, start_scan, stop_scan, wait_for_tcp,
 };
 pub use crate::stream::connection::io::{
-    ConnectionOf, ControlOf, Half, Peeked, RxOf, SocketIo, StreamLink, Task, Tcp, TxOf, Unsent,
+    ConnectionOf, ControlOf, Gone, Half, Peeked, RxOf, SocketIo, StreamLink, Task, Tcp, TxOf, Unsent,
 };
 pub use crate::stream::connection::messages::{
-    Broken, OpenNonces, on_demote_request, on_open, on_open_ack, on_open_refused,
+    Broken, Interrupted, OpenNonces, on_demote_request, on_open, on_open_ack, on_open_refused,
 };
 pub use crate::stream::connection::scan::{
     Ahead, AtMark, Carry, after_fork, drop_unread, has_marker, look, look_ahead, read_ahead, scan_taken, seen_ahead,
@@ -385,7 +385,7 @@ pub fn leave_link<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason: R
 /// Asks the peer to take its sending direction back to TCP. With `resend_from`, a position in the bytes that the peer
 /// has sent, the peer sends the bytes from there on again.
 pub fn ask_back(link: &impl StreamLink, yours: Vqpn, resend_from: Option<u64>) {
-    link.send(&Message::DemoteRequest { yours, resend_from });
+    let _ = link.send(&Message::DemoteRequest { yours, resend_from });
 }
 
 /// Gives this end's stream on the link back. Both directions are on TCP, or the socket is being closed.

@@ -8,11 +8,11 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use rdmasock_core::fabric::ring::{Consumer, Producer, Wake};
-use rdmasock_core::fabric::{NoProducer, Opened};
+use rdmasock_core::fabric::{NoProducer, Opened, SendError};
 use rdmasock_core::ids::{InstanceId, Vqpn};
 use rdmasock_core::os::memfd;
 use rdmasock_core::stats::{Path, Reason, Why};
-use rdmasock_core::stream::connection::{Half, Peeked, SocketIo, StreamLink, Task, Tcp, Unsent};
+use rdmasock_core::stream::connection::{Gone, Half, Peeked, SocketIo, StreamLink, Task, Tcp, Unsent};
 use rdmasock_core::stream::handshake::Role;
 use rdmasock_core::wire::{LinkOffer, Message, RingOffer};
 use rustix::event::PollFlags;
@@ -306,7 +306,7 @@ impl Tcp for Anchor {
         rustix::io::ioctl_fionread(self.0).unwrap_or(0) as usize
     }
 
-    fn take(&self, len: usize) -> bool {
+    fn take(&self, len: usize) -> Result<(), Gone> {
         let mut left = len;
         let mut sink = [0u8; 512];
         while left > 0 {
@@ -317,10 +317,10 @@ impl Tcp for Anchor {
             {
                 Some(Ok((_, n))) if n > 0 => left -= n.min(left),
                 Some(Err(Errno::INTR)) => {}
-                _ => return false,
+                _ => return Err(Gone),
             }
         }
-        true
+        Ok(())
     }
 
     fn receive(&self, buf: &mut [u8]) -> Peeked {
@@ -406,21 +406,18 @@ impl StreamLink for &'static Link {
         Link::close_unanswered(self, mine, consumer);
     }
 
-    fn send(&self, message: &Message) -> bool {
-        Link::send(self, message, &[]).is_ok()
+    fn send(&self, message: &Message) -> Result<(), SendError> {
+        Link::send(self, message, &[])
     }
 
-    fn send_with(&self, message: &Message, bytes: &[u8]) -> bool {
-        let sent = || {
-            let file = memfd::create_file("rdmasock-back", bytes.len() as u64).ok()?;
-            let mut rest = bytes;
-            while !rest.is_empty() {
-                let n = rustix::io::write(&file, rest).ok().filter(|n| *n > 0)?;
-                rest = rest.get(n..)?;
-            }
-            Link::send(self, message, &[file.as_fd()]).ok()
-        };
-        sent().is_some()
+    fn send_with(&self, message: &Message, bytes: &[u8]) -> Result<(), SendError> {
+        let file = memfd::create_file("rdmasock-back", bytes.len() as u64).map_err(|_| SendError::Full)?;
+        let mut rest = bytes;
+        while !rest.is_empty() {
+            let n = rustix::io::write(&file, rest).unwrap_or(0);
+            rest = rest.get(n..).filter(|_| n > 0).ok_or(SendError::Full)?;
+        }
+        Link::send(self, message, &[file.as_fd()])
     }
 
     fn notify(&self, wake: Wake, theirs: Vqpn) {

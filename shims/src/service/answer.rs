@@ -279,7 +279,7 @@ impl Worker {
                 socket.promotion.asked.store(true, SeqCst);
                 return Err(Refusal::NotYet(socket));
             }
-            Watched::Done if connection::start_scan(socket, nonce_s) => {}
+            Watched::Done if connection::start_scan(socket, nonce_s).is_ok() => {}
             _ if socket.numbers.anchor_fd().is_some_and(sockopt::is_beyond_links) => {
                 socket.told.set_why(Reason::Unsupported);
                 // No effect if the connection has been closed meanwhile.

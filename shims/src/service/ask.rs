@@ -489,7 +489,7 @@ impl Worker {
         let Some(socket) = asking.socket().filter(|s| is_asking(s, asking.nonce)) else {
             return false;
         };
-        if self.watch(socket) != Watched::Done || !connection::start_scan(socket, asking.nonce) {
+        if self.watch(socket) != Watched::Done || connection::start_scan(socket, asking.nonce).is_err() {
             if abandon(socket, asking.nonce) {
                 later(socket, Reason::Unsupported.into());
                 if socket.numbers.anchor_fd().is_some_and(sockopt::is_beyond_links) {

@@ -371,7 +371,7 @@ impl Worker {
                 }
             }
             Message::OpenRefuse { yours, .. } => {
-                let is_told = |socket: &Socket| connection::on_open_refused(socket, yours);
+                let is_told = |socket: &Socket| connection::on_open_refused(socket, yours).is_ok();
                 if !link.socket(yours).is_some_and(is_told) {
                     link.on_closed(yours);
                 }

@@ -233,7 +233,7 @@ impl Endpoint {
             .map(Handshake::mine);
         let nonce_s = match again {
             Some(nonce_s) => Some(nonce_s),
-            None if is_free && connection::start_scan(self, fresh) => {
+            None if is_free && connection::start_scan(self, fresh).is_ok() => {
                 let reached_at = self.link_here().is_remote().then_some(IpAddr::V4(Ipv4Addr::LOCALHOST));
                 control.leave = None;
                 connection::begin_offering(&mut control, (fresh, nonce_c), asker, reached_at);
@@ -266,7 +266,7 @@ impl Endpoint {
             .map(Handshake::mine);
         if let Some(nonce) = mine
             && !self.fin.get()
-            && connection::start_scan(self, nonce)
+            && connection::start_scan(self, nonce).is_ok()
         {
             self.greeted.borrow_mut().push(nonce_s);
             return connection::feed(self, &mut control, |h| h.on_yes(nonce_s));
@@ -336,7 +336,7 @@ impl Endpoint {
             Message::OpenRefuse { yours, .. } => {
                 if !self
                     .of_stream(yours)
-                    .is_some_and(|me| connection::on_open_refused(me, yours))
+                    .is_some_and(|me| connection::on_open_refused(me, yours).is_ok())
                 {
                     link.on_closed(yours);
                 }

@@ -221,9 +221,7 @@ fn send_open<S: SocketIo>(
             }
         }
     };
-    if !link.send(&message) {
-        return Err(Reason::LinkFailed);
-    }
+    link.send(&message).map_err(|_| Reason::LinkFailed)?;
     if let Some(opened) = control.opened.as_mut().filter(|_| offered.is_none()) {
         opened.theirs = Theirs::Awaited;
     }
@@ -241,7 +239,7 @@ fn refuse_open<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, yours: Vqpn)
             tx.producer = None;
         }
         link.done_with(yours);
-        link.send(&Message::OpenRefuse {
+        let _ = link.send(&Message::OpenRefuse {
             yours,
             reason: wire::Reason::Resources,
         });

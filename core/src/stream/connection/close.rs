@@ -291,7 +291,7 @@ fn set_aside<S: SocketIo>(socket: &S, rx: &mut RxOf<S>, makes_room: bool) -> Fro
         Found::Marker { .. } | Found::Bad { .. } => Front::Marker,
     };
     seen.truncate(found.payload);
-    if rx.aside.len() + seen.len() > MOST || !take(&tcp, rx, seen.len()) {
+    if rx.aside.len() + seen.len() > MOST || take(&tcp, rx, seen.len()).is_err() {
         return Front::Unknown;
     }
     rx.scanned = 0;
@@ -320,7 +320,7 @@ pub fn on_take_back<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, bytes: 
     });
     flush(socket);
     if let (true, Some((link, yours))) = (done, control.pair()) {
-        link.send(&Message::TakenBack { yours });
+        let _ = link.send(&Message::TakenBack { yours });
     } else {
         tracing::warn!(target: "rdmasock", slot = socket.slot(), "cannot send again what was not read: reset");
         socket.reset();
@@ -363,7 +363,7 @@ fn ask_peer<S: SocketIo>(socket: &S, control: &ControlOf<S>) -> Option<()> {
     let bytes = u32::try_from(rx.aside.len()).ok()?;
     tracing::debug!(target: "rdmasock::promote", slot = socket.slot(), bytes, "to be taken back");
     let message = Message::TakeBack { yours, bytes };
-    link.send_with(&message, &rx.aside).then_some(())
+    link.send_with(&message, &rx.aside).ok()
 }
 
 /// Drops the data that is set aside, and moves the direction by `event`.

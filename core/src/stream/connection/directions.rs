@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
 use crate::fabric::ring::{Consumer, EndMark, RingError, RxFlags, Stopped, Wake};
 use crate::ids::{Nonce, Vqpn};
-use crate::stream::connection::io::{Half, RxOf, SocketIo, StreamLink, Task, Tcp, TxOf, Unsent};
+use crate::stream::connection::io::{Gone, Half, RxOf, SocketIo, StreamLink, Task, Tcp, TxOf, Unsent};
 use crate::stream::connection::scan::Carry;
 use crate::stream::connection::{Behind, End, Rx};
 use crate::stream::mode::{Mode, Receiving, Sending};
@@ -35,22 +35,19 @@ impl<L: StreamLink> Farewell<L> {
 
 // The receiving direction.
 
-/// Begins to scan what the kernel delivers for markers that start with `nonce`. Returns false if the socket's use does
-/// not allow that.
-pub fn start_scan<S: SocketIo>(socket: &S, nonce: Nonce) -> bool {
-    let Some(mut rx) = socket.rx.lock() else {
-        return false;
-    };
+/// The use of the socket allows no scan for markers now.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("no scan for markers now")]
+pub struct NoScan;
+
+/// Begins to scan what the kernel delivers for markers that start with `nonce`.
+pub fn start_scan<S: SocketIo>(socket: &S, nonce: Nonce) -> Result<(), NoScan> {
+    let mut rx = socket.rx.lock().ok_or(NoScan)?;
     let is_plain = socket.rx_mode.load(Acquire) == Mode::Tcp;
-    let Some(tcp) = socket.tcp().filter(|_| is_plain) else {
-        return false;
-    };
-    if is_shut(socket) {
-        // The kernel would answer a marker by a reset.
-        return false;
-    }
-    if !socket.may_scan(&tcp) {
-        return false;
+    let tcp = socket.tcp().filter(|_| is_plain).ok_or(NoScan)?;
+    // If both directions are shut, the kernel would answer a marker by a reset.
+    if is_shut(socket) || !socket.may_scan(&tcp) {
+        return Err(NoScan);
     }
     rx.scan = Some(nonce);
     rx.carry = Carry::default();
@@ -62,9 +59,9 @@ pub fn start_scan<S: SocketIo>(socket: &S, nonce: Nonce) -> bool {
     if socket.rx_inside.count() > 1 {
         rx.scan = None;
         socket.rx_mode.go(Receiving::Settled);
-        return false;
+        return Err(NoScan);
     }
-    true
+    Ok(())
 }
 
 /// Ends the scan: no marker is expected in TCP any more.
@@ -171,8 +168,8 @@ pub fn on_end_told<S: SocketIo>(socket: &S, rx: &mut RxOf<S>) {
     }
 }
 
-/// Takes `len` bytes that were seen from the carry, then the kernel. Returns false if they are not there any more.
-pub fn take<O>(tcp: &impl Tcp, rx: &mut Rx<O>, len: usize) -> bool {
+/// Takes `len` bytes that were seen from the carry, then the kernel.
+pub fn take<O>(tcp: &impl Tcp, rx: &mut Rx<O>, len: usize) -> Result<(), Gone> {
     let carried = rx.carry.len().min(len);
     rx.carry.consume(carried);
     tcp.take(len - carried)

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::ops::Deref;
 
 use crate::fabric::ring::{Consumer, Producer, Wake};
-use crate::fabric::{NoProducer, Opened};
+use crate::fabric::{NoProducer, Opened, SendError};
 use crate::ids::{InstanceId, Vqpn};
 use crate::stats::{Reason, Why};
 use crate::stream::connection::{Connection, Control, Rx, Tx};
@@ -53,6 +53,11 @@ pub enum Unsent {
     Dead,
 }
 
+/// Bytes that were seen in TCP are not there any more.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("the bytes are not in TCP any more")]
+pub struct Gone;
+
 /// A link, as its streams see it. Every call returns at once.
 pub trait StreamLink: Clone + PartialEq {
     /// Returns the instance at the link's other end.
@@ -74,10 +79,10 @@ pub trait StreamLink: Clone + PartialEq {
     fn close(&self, mine: Vqpn, theirs: Option<Vqpn>, consumer: Option<Consumer>);
     /// Gives this end's number `mine` back although its OPEN is not answered: the peer may be about to use the number.
     fn close_unanswered(&self, mine: Vqpn, consumer: Option<Consumer>);
-    /// Sends a message on the side channel. Returns false if it cannot be sent.
-    fn send(&self, message: &Message) -> bool;
-    /// Sends a message with a file that holds `bytes`. Returns false if it cannot be sent.
-    fn send_with(&self, message: &Message, bytes: &[u8]) -> bool;
+    /// Sends a message on the side channel.
+    fn send(&self, message: &Message) -> Result<(), SendError>;
+    /// Sends a message with a file that holds `bytes`. The error is `Full` if the file cannot be made.
+    fn send_with(&self, message: &Message, bytes: &[u8]) -> Result<(), SendError>;
     /// Notifies a waiter about the peer's stream `theirs`. `wake`, which a cursor has returned, names the waiter.
     /// Preserves errno.
     fn notify(&self, wake: Wake, theirs: Vqpn);
@@ -105,8 +110,8 @@ pub trait Tcp {
     fn peek_all(&self, buf: &mut [u8]) -> usize;
     /// Returns the number of bytes that TCP has for the reader.
     fn unread(&self) -> usize;
-    /// Takes `len` bytes that were peeked out of TCP. Returns false if they are not there any more.
-    fn take(&self, len: usize) -> bool;
+    /// Takes `len` bytes that were peeked out of TCP.
+    fn take(&self, len: usize) -> Result<(), Gone>;
     /// Takes bytes from the front of TCP, but none while urgent data is next.
     fn receive(&self, buf: &mut [u8]) -> Peeked;
     /// Returns whether urgent data is next.

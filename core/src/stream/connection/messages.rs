@@ -41,7 +41,7 @@ pub fn on_open<S: SocketIo>(
         Some(Ok(())) => Ok(true),
         Some(Err(NoProducer::NoSuch)) => Err(Broken),
         Some(Err(NoProducer::Limits)) | None => {
-            link.send(&Message::OpenRefuse {
+            let _ = link.send(&Message::OpenRefuse {
                 yours: theirs,
                 reason: wire::Reason::Cancelled,
             });
@@ -75,7 +75,7 @@ pub fn on_open_ack<S: SocketIo>(
     let Some((socket, mut control)) = awaited else {
         // This end has given the stream up since it sent OPEN. The peer's number becomes free when the peer receives
         // CLOSED.
-        link.send(&Message::Closed { yours: theirs });
+        let _ = link.send(&Message::Closed { yours: theirs });
         return Ok(());
     };
     match opened(socket, &mut control, link, theirs, first) {
@@ -83,18 +83,21 @@ pub fn on_open_ack<S: SocketIo>(
         Err(NoProducer::NoSuch) => Err(Broken),
         Err(NoProducer::Limits) => {
             // As if this end had left before the answer came.
-            link.send(&Message::Closed { yours: theirs });
+            let _ = link.send(&Message::Closed { yours: theirs });
             end_attempt(socket, &mut control);
             Ok(())
         }
     }
 }
 
-/// Handles OPEN-REFUSE for the socket's stream `mine`. Returns false if the control lock could not be taken.
-pub fn on_open_refused<S: SocketIo>(socket: &S, mine: Vqpn) -> bool {
-    let Some(mut control) = socket.control.lock() else {
-        return false;
-    };
+/// The caller is in a signal handler that has interrupted its own thread's use of the connection.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("the connection is in use")]
+pub struct Interrupted;
+
+/// Handles OPEN-REFUSE for the socket's stream `mine`.
+pub fn on_open_refused<S: SocketIo>(socket: &S, mine: Vqpn) -> Result<(), Interrupted> {
+    let mut control = socket.control.lock().ok_or(Interrupted)?;
     if let Some(opened) = control.opened.as_mut()
         && opened.mine == mine
         && opened.theirs == Theirs::Awaited
@@ -102,7 +105,7 @@ pub fn on_open_refused<S: SocketIo>(socket: &S, mine: Vqpn) -> bool {
         opened.theirs = Theirs::None;
     }
     end_attempt(socket, &mut control);
-    true
+    Ok(())
 }
 
 /// Handles DEMOTE-REQUEST: the sending direction goes back to TCP. With `resend_from` the bytes from that position on

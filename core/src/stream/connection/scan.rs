@@ -194,7 +194,7 @@ fn look_at_front<'a, S: SocketIo>(
                 let new = buf.get(carried..have).unwrap_or_default();
                 let len = guard.carry.len();
                 guard.carry.push(new);
-                if !tcp.take(new.len()) {
+                if tcp.take(new.len()).is_err() {
                     guard.carry.truncate(len);
                 }
                 return Some((Ahead::Nothing, guard));
@@ -420,7 +420,7 @@ fn next<S: SocketIo>(socket: &S, rx: &mut RxOf<S>, took: &mut bool) -> Option<re
                 Marker::Hello(_) => continue,
             });
         }
-        if rx.carry.len() >= MOST || !rx.carry.charge(PIECE) {
+        if rx.carry.len() >= MOST || rx.carry.charge(PIECE).is_err() {
             return None;
         }
         let mut piece = Scratch::new(PIECE)?;
@@ -451,7 +451,10 @@ pub fn drop_unread<S: SocketIo>(socket: &S) {
             return;
         };
         rx.scanned = 0;
-        if !socket.tcp().is_some_and(|tcp| take(&tcp, &mut rx, carry + kernel)) {
+        if !socket
+            .tcp()
+            .is_some_and(|tcp| take(&tcp, &mut rx, carry + kernel).is_ok())
+        {
             return;
         }
     }
@@ -472,6 +475,10 @@ pub struct Carry {
     /// How many bytes of [`AHEAD`] this connection has.
     charged: usize,
 }
+
+/// No more bytes may be read ahead: the bound is reached, or there is no memory.
+#[derive(Debug)]
+struct NoRoom;
 
 impl Carry {
     /// Returns all bytes that are held.
@@ -494,24 +501,21 @@ impl Carry {
         self.bytes.extend_from_slice(bytes);
     }
 
-    /// Returns whether `more` bytes may be read ahead, and reserves memory for them. They count until the program has
-    /// read them. The caller [pushes](Self::push) no other bytes before them. False if the bound is reached, or without
-    /// memory.
-    fn charge(&mut self, more: usize) -> bool {
-        if self.bytes.try_reserve(more).is_err() {
-            return false;
-        }
+    /// Reserves memory for `more` bytes that are read ahead. They count until the program has read them. The caller
+    /// [pushes](Self::push) no other bytes before them.
+    fn charge(&mut self, more: usize) -> Result<(), NoRoom> {
+        self.bytes.try_reserve(more).map_err(|_| NoRoom)?;
         let beyond = (self.len() + more).saturating_sub(OWN.max(self.charged + OWN));
         if beyond == 0 {
-            return true;
+            return Ok(());
         }
         let before = AHEAD.fetch_add(beyond, Relaxed);
         self.charged += beyond;
-        let may = before + beyond <= ALL;
-        if !may {
+        if before + beyond > ALL {
             self.settle();
+            return Err(NoRoom);
         }
-        may
+        Ok(())
     }
 
     /// Stops counting the bytes that are not held any more.
@@ -591,7 +595,7 @@ mod tests {
             all.push(Carry::default());
             let carry = all.last_mut().unwrap();
             for at in 0..MOST / OWN {
-                if !carry.charge(OWN) {
+                if carry.charge(OWN).is_err() {
                     assert!(at > 0, "the first piece is its own");
                     break 'all;
                 }
@@ -601,12 +605,12 @@ mod tests {
         }
         assert!((ALL..=ALL + all.len() * OWN).contains(&read), "{read}");
         let mut late = Carry::default();
-        assert!(late.charge(OWN));
+        late.charge(OWN).unwrap();
         late.push(&piece);
-        assert!(!late.charge(OWN));
+        assert!(late.charge(OWN).is_err());
         // A program reads, which makes room for another.
         all.first_mut().unwrap().consume(2 * OWN);
-        assert!(late.charge(OWN));
+        late.charge(OWN).unwrap();
         drop(late);
         drop(all);
         assert_eq!(AHEAD.load(Relaxed), 0);

@@ -332,7 +332,7 @@ pub fn return_to_tcp<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason
         return hand_over(socket, control);
     }
     hand_over_rest(socket);
-    if !unread_returns_to_tcp(socket, control, reason) {
+    if unread_returns_to_tcp(socket, control, reason).is_err() {
         // P28: the peer has left the link already, and TCP may have later bytes. A gap in the data would be worse than
         // the end of the connection.
         tracing::warn!(target: "rdmasock", slot = socket.slot(), %reason, "unread data before its end cannot follow the socket: reset");
@@ -342,29 +342,31 @@ pub fn return_to_tcp<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason
     }
 }
 
-/// Takes both directions back to TCP, with the bytes that were not read. No handshake is under way. Returns false if
-/// the peer has left the link already: then unread bytes stay there, and the bytes after them may be in TCP.
-fn unread_returns_to_tcp<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason: Reason) -> bool {
+/// The peer has left the link already: unread bytes stay there, and the bytes after them may be in TCP.
+struct PeerLeft;
+
+/// Takes both directions back to TCP, with the bytes that were not read. No handshake is under way.
+fn unread_returns_to_tcp<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason: Reason) -> Result<(), PeerLeft> {
     control.leave = Some(reason);
     socket.set_why(reason.into());
     socket.pin();
     demote_tx(socket);
     let Some((link, yours)) = control.pair() else {
-        return true;
+        return Ok(());
     };
     let stopped = {
         let Some(mut rx) = socket.rx.lock() else {
-            return true;
+            return Ok(());
         };
         if socket.rx_mode.load(Acquire) != Mode::Link {
-            return true;
+            return Ok(());
         }
         let is_clean = rx.carry.is_empty();
         let Some(consumer) = rx.consumer.as_mut() else {
-            return true;
+            return Ok(());
         };
         if !is_clean {
-            return false;
+            return Err(PeerLeft);
         }
         consumer.stop().ok().map(|wake| {
             socket.rx_mode.go(Receiving::Left);
@@ -376,10 +378,10 @@ fn unread_returns_to_tcp<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, re
         socket.notify_peer(wake);
         ask_back(link, yours, Some(from));
     } else if !leave_link_at_end(socket) {
-        return false;
+        return Err(PeerLeft);
     }
     on_tcp_again(socket);
-    true
+    Ok(())
 }
 
 fn on_tcp_again<S: SocketIo>(socket: &S) {
@@ -392,6 +394,6 @@ pub fn prefer_tcp<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason: R
     if control.handshake.is_some() || is_staying(control) {
         leave(socket, control, reason);
     } else {
-        unread_returns_to_tcp(socket, control, reason);
+        let _ = unread_returns_to_tcp(socket, control, reason);
     }
 }

@@ -291,7 +291,7 @@ fn has_ended(theirs: &TcpStream) -> bool {
 #[test]
 fn where_both_directions_are_shut_the_end_follows_the_last_marker() {
     let (socket, ours, theirs) = accepted();
-    assert!(start_scan(socket, MINE));
+    start_scan(socket, MINE).unwrap();
     let mut farewell = Farewell::NONE;
     assert!(shut(socket, true, &mut farewell), "the kernel's call follows by itself");
     assert!(!flush(socket));
@@ -305,14 +305,14 @@ fn where_both_directions_are_shut_the_end_follows_the_last_marker() {
     );
     assert!(flush(socket));
     until(|| has_ended(&theirs));
-    assert!(!start_scan(socket, MINE), "no marker is to come to it");
+    assert!(start_scan(socket, MINE).is_err(), "no marker is to come to it");
     crate::startup::lifecycle::before_close(ours.as_raw_fd());
 }
 
 #[test]
 fn a_direction_that_is_shut_behind_an_end_is_the_kernels_to_shut_when_the_last_marker_has_come() {
     let (socket, ours, theirs) = accepted();
-    assert!(start_scan(socket, MINE));
+    start_scan(socket, MINE).unwrap();
     let mut farewell = Farewell::NONE;
     assert!(!shut(socket, false, &mut farewell), "the other direction does not wait");
     let anchor = socket.numbers.anchor_fd().unwrap();
@@ -347,7 +347,7 @@ fn received_as_a_scan_begins(stream: &[u8], pieces: usize, flags: c_int) -> Vec<
     let mut iov = unsafe { crate::sys::iov::Iov::many(pieces.as_ptr(), pieces.len()) }.unwrap();
     let kernel = |fd| {
         if socket.rx_mode.look() == Mode::Tcp {
-            assert!(start_scan(socket, MINE));
+            start_scan(socket, MINE).unwrap();
             (&theirs).write_all(stream).unwrap();
             until(|| rustix::io::ioctl_fionread(&ours).unwrap() as usize == stream.len());
         }

@@ -7,10 +7,10 @@ use std::rc::Rc;
 
 use rdmasock_core::fabric::mem::End;
 use rdmasock_core::fabric::ring::{Consumer, Producer, Wake};
-use rdmasock_core::fabric::{LinkEnd as _, NoProducer, Opened};
+use rdmasock_core::fabric::{LinkEnd as _, NoProducer, Opened, SendError};
 use rdmasock_core::ids::{InstanceId, Vqpn};
 use rdmasock_core::stats::{Reason, Why};
-use rdmasock_core::stream::connection::{Half, Peeked, SocketIo, StreamLink, Task, Tcp, TxOf, Unsent};
+use rdmasock_core::stream::connection::{Gone, Half, Peeked, SocketIo, StreamLink, Task, Tcp, TxOf, Unsent};
 use rdmasock_core::stream::handshake::Role;
 use rdmasock_core::wire::{LinkOffer, Message, RingOffer};
 
@@ -124,11 +124,14 @@ impl StreamLink for Link {
         }
     }
 
-    fn send(&self, message: &Message) -> bool {
-        self.is_up() && self.0.end.send(message).is_ok()
+    fn send(&self, message: &Message) -> Result<(), SendError> {
+        if !self.is_up() {
+            return Err(SendError::Down);
+        }
+        self.0.end.send(message)
     }
 
-    fn send_with(&self, message: &Message, bytes: &[u8]) -> bool {
+    fn send_with(&self, message: &Message, bytes: &[u8]) -> Result<(), SendError> {
         self.0.files[0].borrow_mut().push_back(bytes.to_vec());
         self.send(message)
     }
@@ -184,13 +187,13 @@ impl Tcp for Wires {
         self.0.inn.borrow_mut().peek().len()
     }
 
-    fn take(&self, len: usize) -> bool {
+    fn take(&self, len: usize) -> Result<(), Gone> {
         let mut inn = self.0.inn.borrow_mut();
-        let is_there = len <= inn.arrived();
-        if is_there {
-            inn.take(len);
+        if len > inn.arrived() {
+            return Err(Gone);
         }
-        is_there
+        inn.take(len);
+        Ok(())
     }
 
     fn receive(&self, buf: &mut [u8]) -> Peeked {

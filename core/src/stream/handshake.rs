@@ -65,12 +65,8 @@ pub enum Phase {
 /// A step for the caller. Steps are carried out in the order given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Step {
-    /// Scan what TCP delivers for markers from now on.
-    StartScan,
     /// Stop scanning: no marker is expected in TCP, which goes on.
     StopScan,
-    /// Answer YES out of band.
-    SendYes,
     /// Write HELLO in TCP.
     WriteHello,
     /// Get the link to this instance: an existing one, or else a new one.
@@ -99,13 +95,10 @@ pub enum Step {
     Abandoned,
 }
 
-/// An input that the state machine does not expect in its phase.
+/// The peer sent this input, which an honest peer cannot send in this phase.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Misplaced {
-    /// The peer sent this input, which an honest peer cannot send now.
-    #[error("the peer sent {0} out of turn")]
-    Peer(&'static str),
-}
+#[error("the peer sent {0} out of turn")]
+pub struct Misplaced(pub &'static str);
 
 /// The steps that one input leads to, in order.
 pub type Steps = Vec<Step>;
@@ -131,10 +124,9 @@ impl Handshake {
         Self::new(Role::Connector, mine, None, Phase::Asked)
     }
 
-    /// Creates the acceptor's end, which has accepted an ASK with the nonce `theirs`.
-    pub fn acceptor(mine: Nonce, theirs: Nonce) -> (Self, Steps) {
-        let this = Self::new(Role::Acceptor, mine, Some(theirs), Phase::Offered);
-        (this, vec![Step::StartScan, Step::SendYes])
+    /// Creates the acceptor's end, which scans TCP for markers, and answers YES to an ASK with the nonce `theirs`.
+    pub fn acceptor(mine: Nonce, theirs: Nonce) -> Self {
+        Self::new(Role::Acceptor, mine, Some(theirs), Phase::Offered)
     }
 
     fn new(role: Role, mine: Nonce, theirs: Option<Nonce>, phase: Phase) -> Self {
@@ -196,20 +188,20 @@ impl Handshake {
         self.sent
     }
 
-    /// Handles YES from a trusted answerer.
+    /// Handles YES from a trusted answerer. The caller scans TCP for markers already.
     pub fn on_yes(&mut self, theirs: Nonce) -> Result<Steps, Misplaced> {
         if self.phase != Phase::Asked {
-            return Err(Misplaced::Peer("YES"));
+            return Err(Misplaced("YES"));
         }
         self.theirs = Some(theirs);
         self.phase = Phase::Greeted;
-        Ok(vec![Step::StartScan, Step::WriteHello])
+        Ok(vec![Step::WriteHello])
     }
 
     /// Handles CANCEL: the connector has given up after this end's YES and has not written HELLO.
     pub fn on_cancel(&mut self) -> Result<Steps, Misplaced> {
         if self.phase != Phase::Offered {
-            return Err(Misplaced::Peer("CANCEL"));
+            return Err(Misplaced("CANCEL"));
         }
         Ok(vec![Step::StopScan, Step::Abandoned])
     }
@@ -227,7 +219,7 @@ impl Handshake {
                 self.phase = Phase::Linking;
                 Ok(vec![Step::NeedLink(peer)])
             }
-            _ => Err(Misplaced::Peer("HELLO")),
+            _ => Err(Misplaced("HELLO")),
         }
     }
 
@@ -248,7 +240,7 @@ impl Handshake {
             return Ok(Steps::new());
         }
         if self.phase != Phase::Opening || self.sent.is_some() {
-            return Err(Misplaced::Peer("OPEN"));
+            return Err(Misplaced("OPEN"));
         }
         let mut steps = Steps::new();
         if self.role == Role::Acceptor {
@@ -299,7 +291,7 @@ impl Handshake {
                 Role::Acceptor => self.sent != Some(Closing::Switch),
             };
         if self.got.is_some() || too_early || self.phase == Phase::Asked {
-            return Err(Misplaced::Peer("a closing marker"));
+            return Err(Misplaced("a closing marker"));
         }
         Ok(self.closed_by_peer(closing))
     }

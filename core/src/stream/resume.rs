@@ -283,7 +283,7 @@ impl Resume {
         match ahead {
             Ahead::Closing(closing) => {
                 if self.known().is_some() {
-                    return Err(Misplaced::Peer("a second closing marker"));
+                    return Err(Misplaced("a second closing marker"));
                 }
                 self.got_ahead = Some(closing);
             }
@@ -292,7 +292,7 @@ impl Resume {
                 let switched = self.sent == Some(Closing::Switch) || known == Some(Closing::Switch);
                 let is_first = self.read.is_none() && self.read_ahead.is_none();
                 if known.is_none() || !switched || !is_first || !self.may_say(received, sent) {
-                    return Err(Misplaced::Peer("RESUME"));
+                    return Err(Misplaced("RESUME"));
                 }
                 self.read_ahead = Some((received, sent));
                 self.due = true;
@@ -322,7 +322,7 @@ impl Resume {
     pub fn on_resume(&mut self, received: u64, sent: u64) -> Result<Steps, Misplaced> {
         let was_seen = self.read_ahead.is_none_or(|seen| seen == (received, sent));
         if !self.is_expecting() || !was_seen || !self.may_say(received, sent) {
-            return Err(Misplaced::Peer("RESUME"));
+            return Err(Misplaced("RESUME"));
         }
         self.read = Some((received, sent));
         self.due = true;

@@ -551,7 +551,7 @@ mod tests {
         let mut handshakes = Handshakes::default();
         let (socket, _stream) = connected();
         let live = Nonce::random().unwrap();
-        socket.control.lock().unwrap().handshake = Some(Handshake::acceptor(live, live).0);
+        socket.control.lock().unwrap().handshake = Some(Handshake::acceptor(live, live));
         handshakes.enter(live, Ref::new(socket), None);
         for _ in 0..4 * OFFERED_MIN {
             handshakes.enter(Nonce::random().unwrap(), Ref::new(socket), None);

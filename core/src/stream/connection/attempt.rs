@@ -35,7 +35,7 @@ pub fn begin_offering<L, O>(
     asker: InstanceId,
     reached_at: Option<IpAddr>,
 ) {
-    let (mut handshake, _steps) = Handshake::acceptor(mine, theirs);
+    let mut handshake = Handshake::acceptor(mine, theirs);
     if reached_at.is_some() {
         handshake.between_hosts();
     }
@@ -54,8 +54,6 @@ fn run<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, steps: Steps) {
     for step in steps {
         tracing::trace!(target: "rdmasock::promote", slot = socket.slot(), ?step);
         match step {
-            // Done before the machine was created or fed (`start_scan`), because it can fail.
-            Step::StartScan | Step::SendYes => {}
             Step::StopScan => {
                 stop_scan(socket);
                 stay::feed(socket, control, |r| r.on_got(Closing::Abort));

@@ -180,12 +180,10 @@ impl End {
         use handshake::Step;
         for step in steps {
             match step {
-                Step::StartScan => self.scanning = true,
                 Step::StopScan => {
                     self.scanning = false;
                     self.resumption(|r| r.on_got(Closing::Abort));
                 }
-                Step::SendYes => {}
                 Step::WriteHello if self.fin => {
                     return self.feed(ring, |h| Ok(h.on_hello_unwritten()));
                 }
@@ -641,7 +639,7 @@ fn promoted() -> [End; 2] {
 fn greeting() -> [End; 2] {
     let mut c = End::new(Handshake::connector(NONCES[0]));
     c.feed(true, |h| h.on_yes(NONCES[1]));
-    let s = End::new(Handshake::acceptor(NONCES[1], NONCES[0]).0);
+    let s = End::new(Handshake::acceptor(NONCES[1], NONCES[0]));
     [c, s]
 }
 

@@ -27,7 +27,7 @@ fn an_end_that_has_not_noticed_learns_of_the_failure_from_resume() {
     let mut r = promoted();
     let all = vec![Step::WriteResume, Step::SendFrom(0), Step::ReadOn(0), Step::Done];
     assert_eq!(r.on_resume(0, 0), Ok(all));
-    assert_eq!(r.on_resume(0, 0), Err(Misplaced::Peer("RESUME")));
+    assert_eq!(r.on_resume(0, 0), Err(Misplaced("RESUME")));
 }
 
 #[test]

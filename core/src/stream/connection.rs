@@ -63,7 +63,7 @@ pub use crate::stream::connection::io::{
     ConnectionOf, ControlOf, Gone, Half, Peeked, RxOf, SocketIo, StreamLink, Task, Tcp, TxOf, Unsent,
 };
 pub use crate::stream::connection::messages::{
-    Broken, Interrupted, OpenNonces, on_demote_request, on_open, on_open_ack, on_open_refused,
+    Broken, Interrupted, on_demote_request, on_open, on_open_ack, on_open_refused,
 };
 pub use crate::stream::connection::scan::{
     Ahead, AtMark, Carry, after_fork, drop_unread, has_marker, look, look_ahead, read_ahead, scan_taken, seen_ahead,

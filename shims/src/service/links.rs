@@ -16,7 +16,7 @@ use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::rendezvous::names;
 use rdmasock_core::stats::{Event, LinkInfo, Path, Reason};
 use rdmasock_core::stream::connection;
-use rdmasock_core::stream::connection::{Broken, MOST_ASIDE, OpenNonces, SocketIo as _};
+use rdmasock_core::stream::connection::{Broken, MOST_ASIDE, SocketIo as _};
 use rdmasock_core::wire;
 use rdmasock_core::wire::{Geometry, Introduction, LinkAddress, LinkOffer, Message};
 
@@ -352,11 +352,7 @@ impl Worker {
                 ring,
             } => {
                 let socket = self.handshakes.by_nonce(&nonce_yours);
-                let nonces = OpenNonces {
-                    mine: nonce_mine,
-                    yours: nonce_yours,
-                };
-                match connection::on_open(socket, &link, nonces, vqpn, ring) {
+                match connection::on_open(socket, &link, (nonce_mine, nonce_yours), vqpn, ring) {
                     Ok(true) => {
                         self.handshakes.remove(&nonce_yours);
                     }

@@ -18,7 +18,7 @@ use rdmasock_core::fabric::mem::{Clock, Medium};
 use rdmasock_core::ids::{InstanceId, Nonce, Tuple, Vqpn};
 use rdmasock_core::stats::Reason;
 use rdmasock_core::stream::connection;
-use rdmasock_core::stream::connection::{Connection, ConnectionOf, ControlOf, OpenNonces, StreamLink as _, Task};
+use rdmasock_core::stream::connection::{Connection, ConnectionOf, ControlOf, StreamLink as _, Task};
 use rdmasock_core::stream::handshake::{Handshake, Phase, Role};
 use rdmasock_core::stream::mode::Mode;
 use rdmasock_core::wire;
@@ -324,11 +324,7 @@ impl Endpoint {
                 vqpn,
                 ring,
             } => {
-                let nonces = OpenNonces {
-                    mine: nonce_mine,
-                    yours: nonce_yours,
-                };
-                connection::on_open(Some(self), &link, nonces, vqpn, ring).unwrap();
+                connection::on_open(Some(self), &link, (nonce_mine, nonce_yours), vqpn, ring).unwrap();
             }
             Message::OpenAck { yours, mine, ring } => {
                 connection::on_open_ack(self.of_stream(yours), &link, yours, mine, ring).unwrap();

@@ -18,12 +18,13 @@ use crate::wire::{Message, RingOffer};
 #[error("the peer breaks the protocol of the link")]
 pub struct Broken;
 
-/// Handles OPEN, for the attempt of `socket` that `nonces` belong to, if there is one. Returns true if the attempt
-/// continues, false if the OPEN is refused.
+/// Handles OPEN, for the attempt of `socket` with the nonces `mine` and `yours`, if there is one. They are named as the
+/// peer sees them: markers to the peer start with `mine`. Returns true if the attempt continues, false if the OPEN is
+/// refused.
 pub fn on_open<S: SocketIo>(
     socket: Option<&S>,
     link: &S::Link,
-    nonces: OpenNonces,
+    (mine, yours): (Nonce, Nonce),
     theirs: Vqpn,
     first: RingOffer,
 ) -> Result<bool, Broken> {
@@ -33,7 +34,7 @@ pub fn on_open<S: SocketIo>(
         let matches = control
             .handshake
             .as_ref()
-            .is_some_and(|h| h.is_opening() && h.mine() == nonces.yours && h.theirs() == Some(nonces.mine));
+            .is_some_and(|h| h.is_opening() && h.mine() == yours && h.theirs() == Some(mine));
         let is_from = control.hello.is_some_and(|hello| hello.instance == link.peer());
         (matches && is_from).then(|| opened(socket, &mut control, link, theirs, first))
     });
@@ -48,15 +49,6 @@ pub fn on_open<S: SocketIo>(
             Ok(false)
         }
     }
-}
-
-/// The nonces of OPEN, as the peer sees them.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct OpenNonces {
-    /// The nonce that markers to the peer start with.
-    pub mine: Nonce,
-    /// The nonce that markers to this end start with.
-    pub yours: Nonce,
 }
 
 /// Handles OPEN-ACK for this end's stream `mine`. `socket` is the socket of that stream, `None` if it has none.

@@ -356,11 +356,6 @@ impl<L, T, R, C> Connection<L, T, R, C> {
     pub fn is_inside(&self) -> bool {
         !self.rx_inside.is_empty() || !self.tx_inside.is_empty()
     }
-
-    /// Returns whether no call is inside the kernel's send. The caller has set the mode to MARKED before.
-    pub fn is_tx_quiet(&self) -> bool {
-        self.tx_inside.is_empty()
-    }
 }
 
 /// Takes the socket back to TCP: the sending direction now, the receiving one when the peer follows this end's request.

@@ -48,7 +48,7 @@ pub fn shut<S: SocketIo>(socket: &S, both: bool, farewell: &mut Farewell<S::Link
     if awaits_marker(socket) {
         end_attempt(socket, &mut control);
     }
-    let waits = awaits_marker(socket) && socket.is_tx_quiet();
+    let waits = awaits_marker(socket) && socket.tx_inside.is_empty();
     let Some(mut tx) = socket.tx.lock() else {
         return false;
     };
@@ -68,7 +68,7 @@ pub fn shut<S: SocketIo>(socket: &S, both: bool, farewell: &mut Farewell<S::Link
         }
         return false;
     }
-    if socket.is_tx_quiet() {
+    if socket.tx_inside.is_empty() {
         tx.end = End::Due;
         drop(tx);
         flush(socket);

@@ -96,10 +96,7 @@ pub fn hand_over_rest<S: SocketIo>(socket: &S) {
             return;
         }
         rx.owed = 0;
-        if rx.consumer.is_some() {
-            socket.later(Task::Drained);
-        }
-        socket.rx_mode.go(Receiving::Settled);
+        settle(socket, &rx);
         rx.carry.take().len()
     };
     if held_back > 0 {
@@ -162,6 +159,11 @@ pub fn shut_receiving<S: SocketIo>(socket: &S) -> bool {
 /// ([`Ahead::Ended`](crate::stream::connection::Ahead::Ended)). The caller holds `rx`.
 pub fn on_end_told<S: SocketIo>(socket: &S, rx: &mut RxOf<S>) {
     end_scan(socket, rx);
+    settle(socket, rx);
+}
+
+/// Leaves the receiving direction to the kernel: no marker comes any more. This may complete a way back.
+pub fn settle<S: SocketIo>(socket: &S, rx: &RxOf<S>) {
     socket.rx_mode.go(Receiving::Settled);
     if rx.consumer.is_some() {
         socket.later(Task::Drained);
@@ -305,7 +307,7 @@ pub fn flush<S: SocketIo>(socket: &S) -> bool {
         return true;
     }
     // A call that blocks inside the kernel could send its bytes between two parts of a marker.
-    if !socket.is_tx_quiet() {
+    if !socket.tx_inside.is_empty() {
         return false;
     }
     let Some(tcp) = socket.tcp() else {

@@ -9,11 +9,11 @@ use crate::ids::{ID_BYTES, Nonce};
 use crate::lock::Guard;
 use crate::scratch::Scratch;
 use crate::stream::connection::attempt::{feed, on_end, on_resume};
-use crate::stream::connection::directions::{is_shut, take};
+use crate::stream::connection::directions::{is_shut, settle, take};
 use crate::stream::connection::io::{ControlOf, Half, Peeked, RxOf, SocketIo, Task, Tcp};
 use crate::stream::connection::{Control, stay};
 use crate::stream::handshake::{Closing, Role};
-use crate::stream::mode::{Mode, Receiving};
+use crate::stream::mode::Mode;
 use crate::stream::resume;
 use crate::wire::marker::{Found, scan};
 use crate::wire::{MAX_MARKER, Marker};
@@ -146,11 +146,7 @@ fn look_at_front<'a, S: SocketIo>(
             // counted (P78). If this end has a reset to report, all that precedes the reset is left.
             let resets = socket.has_untold();
             if carried == 0 && guard.owed == 0 && !resets {
-                socket.rx_mode.go(Receiving::Settled);
-                if guard.consumer.is_some() {
-                    // This may complete a way back.
-                    socket.later(Task::Drained);
-                }
+                settle(socket, &guard);
                 return Some((Ahead::Changed, guard));
             }
             let owed = match usize::try_from(guard.owed) {

@@ -15,7 +15,7 @@ use crate::stream::connection::{Control, stay};
 use crate::stream::handshake::{Closing, Role};
 use crate::stream::mode::Mode;
 use crate::stream::resume;
-use crate::wire::marker::{Found, scan};
+use crate::wire::marker::{Found, payload_in, scan};
 use crate::wire::{MAX_MARKER, Marker};
 
 /// Bytes ahead of the program in which TCP is scanned for markers.
@@ -166,7 +166,11 @@ fn look_at_front<'a, S: SocketIo>(
         }
         if !matches!(seen.what, Found::Payload) && at_mark == AtMark::Stop && tcp.is_at_mark() {
             let behind = buf.get(carried..carried + peeked).unwrap_or_default();
-            return Some((behind_mark(&nonce, behind), guard));
+            let ahead = match payload_in(&nonce, behind) {
+                0 => Ahead::Nothing,
+                n => Ahead::payload(n, 0),
+            };
+            return Some((ahead, guard));
         }
         let (marker, len) = match seen.what {
             Found::Payload => return Some((Ahead::Nothing, guard)),
@@ -206,22 +210,6 @@ fn look_at_front<'a, S: SocketIo>(
         drop(guard);
         on_marker(socket, control, marker);
         guard = socket.rx.lock()?;
-    }
-}
-
-/// Returns whether the program has something to read behind an urgent mark and the markers that follow it.
-fn behind_mark(nonce: &Nonce, mut bytes: &[u8]) -> Ahead {
-    loop {
-        let seen = scan(nonce, bytes);
-        if seen.payload > 0 {
-            return Ahead::payload(seen.payload, 0);
-        }
-        match seen.what {
-            Found::Marker { len, .. } | Found::Bad { len, .. } if len < bytes.len() => {
-                bytes = bytes.get(len..).unwrap_or_default();
-            }
-            _ => return Ahead::Nothing,
-        }
     }
 }
 

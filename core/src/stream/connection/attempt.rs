@@ -90,14 +90,10 @@ fn run<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, steps: Steps) {
                 look_for_resume(socket, control);
             }
             Step::Demote => demote_tx(socket),
-            Step::Resume => {
+            Step::Return => {
                 control.handshake = None;
                 socket.pin();
                 stay::feed(socket, control, |r| r.on_got(Closing::Abort));
-            }
-            Step::Drain => {
-                control.handshake = None;
-                socket.pin();
                 socket.later(Task::Settle);
             }
             Step::Promoted => {

@@ -19,11 +19,7 @@ use crate::{fabric, wire};
 
 /// Begins an attempt of the connector, which asks with the nonce `mine`. Nothing in TCP depends on it yet.
 pub fn begin_asking<L, O>(control: &mut Control<L, O>, mine: Nonce, between_hosts: bool) {
-    let mut handshake = Handshake::connector(mine);
-    if between_hosts {
-        handshake.between_hosts();
-    }
-    begin(control, handshake);
+    begin(control, Handshake::connector(mine), between_hosts);
 }
 
 /// Begins an attempt of the acceptor, which answers YES, with the nonce `mine`, to the ASK of `asker` with the nonce
@@ -35,16 +31,15 @@ pub fn begin_offering<L, O>(
     asker: InstanceId,
     reached_at: Option<IpAddr>,
 ) {
-    let mut handshake = Handshake::acceptor(mine, theirs);
-    if reached_at.is_some() {
-        handshake.between_hosts();
-    }
-    begin(control, handshake);
+    begin(control, Handshake::acceptor(mine, theirs), reached_at.is_some());
     control.asked_by = Some(asker);
     control.reached_at = reached_at;
 }
 
-fn begin<L, O>(control: &mut Control<L, O>, handshake: Handshake) {
+fn begin<L, O>(control: &mut Control<L, O>, mut handshake: Handshake, between_hosts: bool) {
+    if between_hosts {
+        handshake.between_hosts();
+    }
     control.handshake = Some(handshake);
     control.hello = None;
 }
@@ -291,6 +286,7 @@ pub fn on_resume<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, received: 
 
 /// Handles the end of TCP in the peer's direction.
 pub fn on_end<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
+    feed(socket, control, |h| Ok(h.on_end()));
     if let Some(stay) = control.stay.as_mut() {
         stay.returns = false;
     }
@@ -352,10 +348,7 @@ pub fn look_for_resume<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     };
     match found {
         Ok(Some((received, sent))) => on_resume(socket, control, received, sent),
-        Ok(None) => {
-            feed(socket, control, |h| Ok(Handshake::on_end(h)));
-            on_end(socket, control);
-        }
+        Ok(None) => on_end(socket, control),
         Err(what) => stay::violation(socket, what),
     }
 }

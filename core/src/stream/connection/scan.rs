@@ -220,7 +220,6 @@ fn ended<'a, S: SocketIo>(
     guard: Guard<'a, RxOf<S>>,
 ) -> Option<(Ahead, Guard<'a, RxOf<S>>)> {
     drop(guard);
-    feed(socket, control, |h| Ok(h.on_end()));
     on_end(socket, control);
     let mut guard = socket.rx.lock()?;
     if std::mem::take(&mut guard.owed) > 0 {

@@ -181,11 +181,6 @@ impl Handshake {
         self.remote
     }
 
-    /// Returns the closing marker that this end has decided on, `None` before that.
-    pub fn sent(&self) -> Option<Closing> {
-        self.sent
-    }
-
     /// Handles YES from a trusted answerer. The caller scans TCP for markers already.
     pub fn on_yes(&mut self, theirs: Nonce) -> Result<Steps, Misplaced> {
         if self.phase != Phase::Asked {

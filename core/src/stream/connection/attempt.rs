@@ -10,7 +10,7 @@ use crate::ids::{InstanceId, Nonce, Vqpn};
 use crate::stats::Reason;
 use crate::stream::connection::directions::{demote_tx, end_scan, flush_or_later, stop_scan, take};
 use crate::stream::connection::io::{ControlOf, Half, Peeked, SocketIo, StreamLink, Task, Tcp};
-use crate::stream::connection::{Control, Opened, Theirs, close, close_stream, leave_link, stay};
+use crate::stream::connection::{Control, Opened, Theirs, Then, close, close_stream, leave_link, stay};
 use crate::stream::handshake::{Closing, Handshake, Misplaced, Role, Step, Steps};
 use crate::stream::mode::{Mode, Receiving, Sending};
 use crate::wire::marker::{Found, scan};
@@ -70,12 +70,11 @@ fn run<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, steps: Steps) {
                 }
             }
             Step::WriteSwitch => {
-                queue_marker(socket, control, &Marker::Switch, true);
+                queue_marker(socket, control, &Marker::Switch);
                 stay::feed(socket, control, |r| r.on_sent(Closing::Switch));
             }
             Step::WriteAbort => {
-                let abort = Marker::Abort(wire::Reason::Cancelled);
-                queue_marker(socket, control, &abort, false);
+                queue_marker(socket, control, &Marker::Abort(wire::Reason::Cancelled));
                 stay::feed(socket, control, |r| r.on_sent(Closing::Abort));
             }
             Step::ReceiveOnLink => {
@@ -122,7 +121,7 @@ fn write_hello<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
             .filter(|_| handshake.role() == Role::Acceptor)
             .and_then(|hello| socket.offer_link(hello.instance, control.reached_at)),
     };
-    queue_marker(socket, control, &Marker::Hello(hello), false);
+    queue_marker(socket, control, &Marker::Hello(hello));
 }
 
 /// Feeds the handshake's state machine. An input that is out of turn ends the attempt.
@@ -252,7 +251,7 @@ pub fn end_attempt<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
 }
 
 /// Appends a marker to the bytes for TCP, and tries to send them.
-fn queue_marker<S: SocketIo>(socket: &S, control: &ControlOf<S>, marker: &Marker, then_link: bool) {
+fn queue_marker<S: SocketIo>(socket: &S, control: &ControlOf<S>, marker: &Marker) {
     let Some(reader) = control.handshake.as_ref().and_then(Handshake::theirs) else {
         return;
     };
@@ -262,7 +261,9 @@ fn queue_marker<S: SocketIo>(socket: &S, control: &ControlOf<S>, marker: &Marker
     };
     if let Some(mut tx) = socket.tx.lock() {
         tx.marker.extend_from_slice(bytes);
-        tx.then_link |= then_link;
+        if matches!(marker, Marker::Switch) {
+            tx.then = Then::Link;
+        }
         socket.tx_mode.go(Sending::Announced);
     }
     flush_or_later(socket);

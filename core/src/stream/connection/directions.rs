@@ -7,7 +7,7 @@ use crate::fabric::ring::{Consumer, EndMark, RingError, RxFlags, Stopped, Wake};
 use crate::ids::{Nonce, Vqpn};
 use crate::stream::connection::io::{Gone, Half, RxOf, SocketIo, StreamLink, Task, Tcp, TxOf, Unsent};
 use crate::stream::connection::scan::Carry;
-use crate::stream::connection::{Behind, End, Rx};
+use crate::stream::connection::{Behind, End, Rx, Then};
 use crate::stream::mode::{Mode, Receiving, Sending};
 
 /// The waiter at the other end of a link within the host that is woken once the kernel has sent its FIN. Only then does
@@ -317,7 +317,7 @@ pub fn flush<S: SocketIo>(socket: &S) -> bool {
     // return that error.
     if !tx.marker.is_empty() && tcp.has_failed() {
         tx.marker.clear();
-        tx.then_link = false;
+        tx.then.take_link();
     }
     while !tx.marker.is_empty() {
         match tcp.send(&tx.marker) {
@@ -338,16 +338,16 @@ pub fn flush<S: SocketIo>(socket: &S) -> bool {
                 }
                 // The connection has ended: the pending bytes no longer matter.
                 tx.marker.clear();
-                tx.then_link = false;
+                tx.then.take_link();
             }
         }
     }
     tcp.push();
     tracing::trace!(target: "rdmasock::promote", slot = socket.slot(), "markers are out");
-    if tx.is_suspended || tx.end == End::Due && waits {
+    if tx.then.waits() || tx.end == End::Due && waits {
         return false;
     }
-    if std::mem::take(&mut tx.then_link) && tx.producer.is_some() {
+    if tx.then.take_link() && tx.producer.is_some() {
         socket.tx_mode.go(Sending::Switched);
         socket.on_link(&mut tx);
         socket.set_path(Half::Sending, true);
@@ -404,7 +404,7 @@ pub fn send_again<S: SocketIo>(socket: &S, tx: &mut TxOf<S>) {
         tracing::warn!(target: "rdmasock", slot = socket.slot(), %error, "cannot send again: reset");
         socket.reset();
     }
-    tx.then_link = false;
+    tx.then.take_link();
     socket.tx_mode.go(Sending::Announced);
     socket.set_path(Half::Sending, false);
 }
@@ -417,7 +417,7 @@ pub fn demote_tx<S: SocketIo>(socket: &S) {
     };
     let wake = if socket.tx_mode.load(Acquire) == Mode::Link {
         end_on_link(socket, &mut tx, EndMark::Demote)
-    } else if std::mem::take(&mut tx.then_link) {
+    } else if tx.then.take_link() {
         let wake = tx.producer.as_mut().map(|p| p.end(EndMark::Demote));
         wake.and_then(Result::ok).unwrap_or(Wake::NONE)
     } else {
@@ -457,9 +457,8 @@ pub fn wait_for_tcp<S: SocketIo>(socket: &S) {
     let Some(mut tx) = socket.tx.lock() else {
         return;
     };
-    if tx.then_link || socket.tx_mode.load(Acquire) == Mode::Link {
-        tx.then_link = true;
-        tx.is_suspended = true;
+    if tx.then.take_link() || socket.tx_mode.load(Acquire) == Mode::Link {
+        tx.then = Then::Leave;
         socket.tx_mode.go(Sending::Announced);
     }
 }

@@ -202,10 +202,9 @@ pub fn leave_link_at_end<S: SocketIo>(socket: &S) -> bool {
         // Even if the ring has an end mark: RESUME may still come (P73).
         Some(c) if stays => ended && !c.available().is_ok_and(|n| n > 0),
         Some(c) => match (c.has_data(), c.end()) {
-            (_, Ok(Some(_))) => true,
+            (Ok(true), Ok(None)) => false,
             (Ok(false), Ok(None)) => ended,
-            (Err(_), _) | (_, Err(_)) => true,
-            _ => false,
+            _ => true,
         },
     };
     if !over {

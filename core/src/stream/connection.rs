@@ -83,16 +83,44 @@ pub struct Tx<O> {
     /// Positions in TCP's stream of the last two runs of marker bytes that TCP has taken. The peer may not have
     /// acknowledged them yet.
     pub ours: [Range<u64>; 2],
-    /// The pending marker is a SWITCH: once TCP has taken it, the direction is on the link.
-    pub then_link: bool,
-    /// The direction has left a link between hosts, and the peer's RESUME has not come. Only the marker is sent.
-    pub is_suspended: bool,
+    /// How the direction goes on behind the marker.
+    pub then: Then,
     /// How far the direction's end is.
     pub end: End,
     /// The peer was not notified of the ring's last bytes, because more will follow.
     pub wake_delayed: bool,
     /// State of the socket under the same lock.
     pub own: O,
+}
+
+/// How the sending direction goes on once TCP has taken the marker.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+pub enum Then {
+    /// On TCP.
+    #[default]
+    Tcp,
+    /// On the link: the marker is SWITCH, or the direction has been on the link before.
+    Link,
+    /// It waits to leave a link between hosts: RESUME is not written yet.
+    Leave,
+    /// It waits for the peer's RESUME: it has left a link between hosts.
+    Resume,
+}
+
+impl Then {
+    /// Returns whether the direction sends nothing but the marker.
+    pub fn waits(self) -> bool {
+        matches!(self, Self::Leave | Self::Resume)
+    }
+
+    /// Takes the direction off the link. Returns whether it was to be there.
+    pub fn take_link(&mut self) -> bool {
+        let was_on_link = matches!(self, Self::Link | Self::Leave);
+        if was_on_link {
+            *self = if self.waits() { Self::Resume } else { Self::Tcp };
+        }
+        was_on_link
+    }
 }
 
 /// How far the end of the sending direction is.
@@ -356,11 +384,6 @@ impl<L, T, R, C> Connection<L, T, R, C> {
     pub fn is_inside(&self) -> bool {
         !self.rx_inside.is_empty() || !self.tx_inside.is_empty()
     }
-
-    /// Returns whether no call is inside the kernel's send. The caller has set the mode to MARKED before.
-    pub fn is_tx_quiet(&self) -> bool {
-        self.tx_inside.is_empty()
-    }
 }
 
 /// Takes the socket back to TCP: the sending direction now, the receiving one when the peer follows this end's request.
@@ -397,7 +420,7 @@ pub fn close_stream<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     control.stay = None;
     if let Some(mut tx) = socket.tx.lock() {
         tx.producer = None;
-        tx.is_suspended = false;
+        tx.then = Then::Tcp;
     }
     if let Some(Opened { link, mine, theirs, .. }) = control.opened.take() {
         match theirs {

@@ -86,11 +86,9 @@ pub enum Step {
     Demote,
     /// The attempt has ended: both directions are on the link.
     Promoted,
-    /// The attempt has ended: this end's direction is on TCP as before. The peer's is once the link is read up to its
-    /// end mark.
-    Drain,
-    /// The attempt has ended, and one direction has switched to a link between hosts: it comes back by RESUME.
-    Resume,
+    /// The attempt has ended, and one direction has switched. It comes back by its end mark within a host, by RESUME
+    /// between hosts.
+    Return,
     /// The attempt has ended: both directions are on TCP as before.
     Abandoned,
 }
@@ -181,11 +179,6 @@ impl Handshake {
     /// Returns whether [`between_hosts`](Self::between_hosts) was called.
     pub fn is_between_hosts(&self) -> bool {
         self.remote
-    }
-
-    /// Returns the closing marker that this end has decided on, `None` before that.
-    pub fn sent(&self) -> Option<Closing> {
-        self.sent
     }
 
     /// Handles YES from a trusted answerer. The caller scans TCP for markers already.
@@ -348,11 +341,8 @@ impl Handshake {
         use Closing::{Abort, Switch};
         match (self.sent, self.got) {
             (Some(Switch), Some(Switch)) => steps.push(Step::Promoted),
-            (Some(Switch), Some(Abort)) | (Some(Abort), Some(Switch)) if self.remote => {
-                steps.push(Step::Resume);
-            }
-            (Some(Switch), Some(Abort)) => steps.extend([Step::Demote, Step::Abandoned]),
-            (Some(Abort), Some(Switch)) => steps.push(Step::Drain),
+            (Some(Switch), Some(Abort)) if !self.remote => steps.extend([Step::Demote, Step::Abandoned]),
+            (Some(Switch), Some(Abort)) | (Some(Abort), Some(Switch)) => steps.push(Step::Return),
             (Some(Abort), Some(Abort)) => steps.push(Step::Abandoned),
             _ => {}
         }

@@ -434,8 +434,7 @@ impl Socket {
     pub fn enter_tx(&self) -> bool {
         let thread = thread::current();
         thread.begin();
-        // Either the writer of a marker sees this call inside (`is_tx_quiet`), or this call sees the mode that it has
-        // set.
+        // Either the writer of a marker sees this call inside, or this call sees the mode that it has set.
         self.tx_inside.enter();
         if self.tx_mode.look() == Mode::Tcp {
             return true;

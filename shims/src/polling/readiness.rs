@@ -128,7 +128,7 @@ fn readable(socket: &'static Socket, arm: Arm) -> u32 {
     };
     let anchor = socket.wakes.anchor.load(Acquire);
     if !ready && goes_on {
-        // The last bytes on the link have been read since the link has ended: the rest is in TCP, which is checked next.
+        // The last bytes have been read since the link has ended: the rest is in TCP, which is checked next.
         drop(rx);
         return match connection::leave_link_at_end(socket) {
             true => readable(socket, arm),

@@ -487,7 +487,7 @@ impl Worker {
         }
         if let Some(mut tx) = socket.tx.lock() {
             // A SWITCH that is still unsent would lead the peer to a dead link.
-            tx.then_link = false;
+            tx.then.take_link();
             if socket.tx_mode.load(Acquire) == Mode::Link {
                 let unread = tx.producer.take().is_some_and(|p| p.is_unread());
                 if unread && why == Reason::PeerGone {

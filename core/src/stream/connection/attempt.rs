@@ -10,7 +10,7 @@ use crate::ids::{InstanceId, Nonce, Vqpn};
 use crate::stats::Reason;
 use crate::stream::connection::directions::{demote_tx, end_scan, flush_or_later, stop_scan, take};
 use crate::stream::connection::io::{ControlOf, Half, Peeked, SocketIo, StreamLink, Task, Tcp};
-use crate::stream::connection::{Control, Opened, Theirs, close, close_stream, leave_link, stay};
+use crate::stream::connection::{Control, Opened, Theirs, Then, close, close_stream, leave_link, stay};
 use crate::stream::handshake::{Closing, Handshake, Misplaced, Role, Step, Steps};
 use crate::stream::mode::{Mode, Receiving, Sending};
 use crate::wire::marker::{Found, scan};
@@ -19,11 +19,7 @@ use crate::{fabric, wire};
 
 /// Begins an attempt of the connector, which asks with the nonce `mine`. Nothing in TCP depends on it yet.
 pub fn begin_asking<L, O>(control: &mut Control<L, O>, mine: Nonce, between_hosts: bool) {
-    let mut handshake = Handshake::connector(mine);
-    if between_hosts {
-        handshake.between_hosts();
-    }
-    begin(control, handshake);
+    begin(control, Handshake::connector(mine), between_hosts);
 }
 
 /// Begins an attempt of the acceptor, which answers YES, with the nonce `mine`, to the ASK of `asker` with the nonce
@@ -35,16 +31,15 @@ pub fn begin_offering<L, O>(
     asker: InstanceId,
     reached_at: Option<IpAddr>,
 ) {
-    let mut handshake = Handshake::acceptor(mine, theirs);
-    if reached_at.is_some() {
-        handshake.between_hosts();
-    }
-    begin(control, handshake);
+    begin(control, Handshake::acceptor(mine, theirs), reached_at.is_some());
     control.asked_by = Some(asker);
     control.reached_at = reached_at;
 }
 
-fn begin<L, O>(control: &mut Control<L, O>, handshake: Handshake) {
+fn begin<L, O>(control: &mut Control<L, O>, mut handshake: Handshake, between_hosts: bool) {
+    if between_hosts {
+        handshake.between_hosts();
+    }
     control.handshake = Some(handshake);
     control.hello = None;
 }
@@ -75,12 +70,11 @@ fn run<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, steps: Steps) {
                 }
             }
             Step::WriteSwitch => {
-                queue_marker(socket, control, &Marker::Switch, true);
+                queue_marker(socket, control, &Marker::Switch);
                 stay::feed(socket, control, |r| r.on_sent(Closing::Switch));
             }
             Step::WriteAbort => {
-                let abort = Marker::Abort(wire::Reason::Cancelled);
-                queue_marker(socket, control, &abort, false);
+                queue_marker(socket, control, &Marker::Abort(wire::Reason::Cancelled));
                 stay::feed(socket, control, |r| r.on_sent(Closing::Abort));
             }
             Step::ReceiveOnLink => {
@@ -90,14 +84,10 @@ fn run<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, steps: Steps) {
                 look_for_resume(socket, control);
             }
             Step::Demote => demote_tx(socket),
-            Step::Resume => {
+            Step::Return => {
                 control.handshake = None;
                 socket.pin();
                 stay::feed(socket, control, |r| r.on_got(Closing::Abort));
-            }
-            Step::Drain => {
-                control.handshake = None;
-                socket.pin();
                 socket.later(Task::Settle);
             }
             Step::Promoted => {
@@ -131,7 +121,7 @@ fn write_hello<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
             .filter(|_| handshake.role() == Role::Acceptor)
             .and_then(|hello| socket.offer_link(hello.instance, control.reached_at)),
     };
-    queue_marker(socket, control, &Marker::Hello(hello), false);
+    queue_marker(socket, control, &Marker::Hello(hello));
 }
 
 /// Feeds the handshake's state machine. An input that is out of turn ends the attempt.
@@ -261,7 +251,7 @@ pub fn end_attempt<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
 }
 
 /// Appends a marker to the bytes for TCP, and tries to send them.
-fn queue_marker<S: SocketIo>(socket: &S, control: &ControlOf<S>, marker: &Marker, then_link: bool) {
+fn queue_marker<S: SocketIo>(socket: &S, control: &ControlOf<S>, marker: &Marker) {
     let Some(reader) = control.handshake.as_ref().and_then(Handshake::theirs) else {
         return;
     };
@@ -271,7 +261,9 @@ fn queue_marker<S: SocketIo>(socket: &S, control: &ControlOf<S>, marker: &Marker
     };
     if let Some(mut tx) = socket.tx.lock() {
         tx.marker.extend_from_slice(bytes);
-        tx.then_link |= then_link;
+        if matches!(marker, Marker::Switch) {
+            tx.then = Then::Link;
+        }
         socket.tx_mode.go(Sending::Announced);
     }
     flush_or_later(socket);
@@ -295,6 +287,7 @@ pub fn on_resume<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, received: 
 
 /// Handles the end of TCP in the peer's direction.
 pub fn on_end<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
+    feed(socket, control, |h| Ok(h.on_end()));
     if let Some(stay) = control.stay.as_mut() {
         stay.returns = false;
     }
@@ -356,10 +349,7 @@ pub fn look_for_resume<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     };
     match found {
         Ok(Some((received, sent))) => on_resume(socket, control, received, sent),
-        Ok(None) => {
-            feed(socket, control, |h| Ok(Handshake::on_end(h)));
-            on_end(socket, control);
-        }
+        Ok(None) => on_end(socket, control),
         Err(what) => stay::violation(socket, what),
     }
 }

@@ -11,7 +11,7 @@ use crate::stream::connection::directions::{
 };
 use crate::stream::connection::io::{ControlOf, Half, RxOf, SocketIo, StreamLink, Task, Tcp};
 use crate::stream::connection::scan::{Ahead, AtMark, look_ahead};
-use crate::stream::connection::{Control, End, ask_back, close_stream, scan, stay};
+use crate::stream::connection::{Control, End, Then, ask_back, close_stream, scan, stay};
 use crate::stream::handshake::{Handshake, Role};
 use crate::stream::mode::{Mode, Receiving, Sending};
 use crate::wire;
@@ -48,14 +48,16 @@ pub fn shut<S: SocketIo>(socket: &S, both: bool, farewell: &mut Farewell<S::Link
     if awaits_marker(socket) {
         end_attempt(socket, &mut control);
     }
-    let waits = awaits_marker(socket) && socket.is_tx_quiet();
+    let waits = awaits_marker(socket) && socket.tx_inside.is_empty();
     let Some(mut tx) = socket.tx.lock() else {
         return false;
     };
     let was_on_link = socket.tx_mode.load(Acquire) == Mode::Link;
     if waits {
         // No byte is sent from now on, neither on TCP nor on the link.
-        tx.then_link |= was_on_link;
+        if was_on_link {
+            tx.then = Then::Link;
+        }
         socket.tx_mode.go(Sending::Announced);
     } else if was_on_link {
         let wake = end_on_link(socket, &mut tx, EndMark::Fin);
@@ -68,7 +70,7 @@ pub fn shut<S: SocketIo>(socket: &S, both: bool, farewell: &mut Farewell<S::Link
         }
         return false;
     }
-    if socket.is_tx_quiet() {
+    if socket.tx_inside.is_empty() {
         tx.end = End::Due;
         drop(tx);
         flush(socket);
@@ -76,7 +78,7 @@ pub fn shut<S: SocketIo>(socket: &S, both: bool, farewell: &mut Farewell<S::Link
     }
     // A thread has been blocked in the kernel's send since before there was a marker. It is to get EPIPE.
     tx.marker.clear();
-    tx.then_link = false;
+    tx.then.take_link();
     socket.tx_mode.go(Sending::Withdrawn);
     drop(tx);
     feed(socket, &mut control, |h| Ok(h.on_hello_unwritten()));
@@ -175,7 +177,7 @@ pub fn close_tx<S: SocketIo>(socket: &S) -> (Vec<u8>, Farewell<S::Link>) {
         };
         if socket.tx_mode.load(Acquire) == Mode::Link {
             farewell = Farewell::of(socket, end_on_link(socket, &mut tx, EndMark::Fin));
-        } else if std::mem::take(&mut tx.then_link)
+        } else if tx.then.take_link()
             && let Some(producer) = tx.producer.as_mut()
         {
             let _ = producer.end(EndMark::Fin);

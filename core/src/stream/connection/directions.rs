@@ -7,7 +7,7 @@ use crate::fabric::ring::{Consumer, EndMark, RingError, RxFlags, Stopped, Wake};
 use crate::ids::{Nonce, Vqpn};
 use crate::stream::connection::io::{Gone, Half, RxOf, SocketIo, StreamLink, Task, Tcp, TxOf, Unsent};
 use crate::stream::connection::scan::Carry;
-use crate::stream::connection::{Behind, End, Rx};
+use crate::stream::connection::{Behind, End, Rx, Then};
 use crate::stream::mode::{Mode, Receiving, Sending};
 
 /// The waiter at the other end of a link within the host that is woken once the kernel has sent its FIN. Only then does
@@ -96,10 +96,7 @@ pub fn hand_over_rest<S: SocketIo>(socket: &S) {
             return;
         }
         rx.owed = 0;
-        if rx.consumer.is_some() {
-            socket.later(Task::Drained);
-        }
-        socket.rx_mode.go(Receiving::Settled);
+        settle(socket, &rx);
         rx.carry.take().len()
     };
     if held_back > 0 {
@@ -162,6 +159,11 @@ pub fn shut_receiving<S: SocketIo>(socket: &S) -> bool {
 /// ([`Ahead::Ended`](crate::stream::connection::Ahead::Ended)). The caller holds `rx`.
 pub fn on_end_told<S: SocketIo>(socket: &S, rx: &mut RxOf<S>) {
     end_scan(socket, rx);
+    settle(socket, rx);
+}
+
+/// Leaves the receiving direction to the kernel: no marker comes any more. This may complete a way back.
+pub fn settle<S: SocketIo>(socket: &S, rx: &RxOf<S>) {
     socket.rx_mode.go(Receiving::Settled);
     if rx.consumer.is_some() {
         socket.later(Task::Drained);
@@ -200,10 +202,9 @@ pub fn leave_link_at_end<S: SocketIo>(socket: &S) -> bool {
         // Even if the ring has an end mark: RESUME may still come (P73).
         Some(c) if stays => ended && !c.available().is_ok_and(|n| n > 0),
         Some(c) => match (c.has_data(), c.end()) {
-            (_, Ok(Some(_))) => true,
+            (Ok(true), Ok(None)) => false,
             (Ok(false), Ok(None)) => ended,
-            (Err(_), _) | (_, Err(_)) => true,
-            _ => false,
+            _ => true,
         },
     };
     if !over {
@@ -305,7 +306,7 @@ pub fn flush<S: SocketIo>(socket: &S) -> bool {
         return true;
     }
     // A call that blocks inside the kernel could send its bytes between two parts of a marker.
-    if !socket.is_tx_quiet() {
+    if !socket.tx_inside.is_empty() {
         return false;
     }
     let Some(tcp) = socket.tcp() else {
@@ -315,7 +316,7 @@ pub fn flush<S: SocketIo>(socket: &S) -> bool {
     // return that error.
     if !tx.marker.is_empty() && tcp.has_failed() {
         tx.marker.clear();
-        tx.then_link = false;
+        tx.then.take_link();
     }
     while !tx.marker.is_empty() {
         match tcp.send(&tx.marker) {
@@ -336,16 +337,16 @@ pub fn flush<S: SocketIo>(socket: &S) -> bool {
                 }
                 // The connection has ended: the pending bytes no longer matter.
                 tx.marker.clear();
-                tx.then_link = false;
+                tx.then.take_link();
             }
         }
     }
     tcp.push();
     tracing::trace!(target: "rdmasock::promote", slot = socket.slot(), "markers are out");
-    if tx.is_suspended || tx.end == End::Due && waits {
+    if tx.then.waits() || tx.end == End::Due && waits {
         return false;
     }
-    if std::mem::take(&mut tx.then_link) && tx.producer.is_some() {
+    if tx.then.take_link() && tx.producer.is_some() {
         socket.tx_mode.go(Sending::Switched);
         socket.on_link(&mut tx);
         socket.set_path(Half::Sending, true);
@@ -402,7 +403,7 @@ pub fn send_again<S: SocketIo>(socket: &S, tx: &mut TxOf<S>) {
         tracing::warn!(target: "rdmasock", slot = socket.slot(), %error, "cannot send again: reset");
         socket.reset();
     }
-    tx.then_link = false;
+    tx.then.take_link();
     socket.tx_mode.go(Sending::Announced);
     socket.set_path(Half::Sending, false);
 }
@@ -415,7 +416,7 @@ pub fn demote_tx<S: SocketIo>(socket: &S) {
     };
     let wake = if socket.tx_mode.load(Acquire) == Mode::Link {
         end_on_link(socket, &mut tx, EndMark::Demote)
-    } else if std::mem::take(&mut tx.then_link) {
+    } else if tx.then.take_link() {
         let wake = tx.producer.as_mut().map(|p| p.end(EndMark::Demote));
         wake.and_then(Result::ok).unwrap_or(Wake::NONE)
     } else {
@@ -455,9 +456,8 @@ pub fn wait_for_tcp<S: SocketIo>(socket: &S) {
     let Some(mut tx) = socket.tx.lock() else {
         return;
     };
-    if tx.then_link || socket.tx_mode.load(Acquire) == Mode::Link {
-        tx.then_link = true;
-        tx.is_suspended = true;
+    if tx.then.take_link() || socket.tx_mode.load(Acquire) == Mode::Link {
+        tx.then = Then::Leave;
         socket.tx_mode.go(Sending::Announced);
     }
 }

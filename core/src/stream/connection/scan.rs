@@ -9,13 +9,13 @@ use crate::ids::{ID_BYTES, Nonce};
 use crate::lock::Guard;
 use crate::scratch::Scratch;
 use crate::stream::connection::attempt::{feed, on_end, on_resume};
-use crate::stream::connection::directions::{is_shut, take};
+use crate::stream::connection::directions::{is_shut, settle, take};
 use crate::stream::connection::io::{ControlOf, Half, Peeked, RxOf, SocketIo, Task, Tcp};
 use crate::stream::connection::{Control, stay};
 use crate::stream::handshake::{Closing, Role};
-use crate::stream::mode::{Mode, Receiving};
+use crate::stream::mode::Mode;
 use crate::stream::resume;
-use crate::wire::marker::{Found, scan};
+use crate::wire::marker::{Found, payload_in, scan};
 use crate::wire::{MAX_MARKER, Marker};
 
 /// Bytes ahead of the program in which TCP is scanned for markers.
@@ -146,11 +146,7 @@ fn look_at_front<'a, S: SocketIo>(
             // counted (P78). If this end has a reset to report, all that precedes the reset is left.
             let resets = socket.has_untold();
             if carried == 0 && guard.owed == 0 && !resets {
-                socket.rx_mode.go(Receiving::Settled);
-                if guard.consumer.is_some() {
-                    // This may complete a way back.
-                    socket.later(Task::Drained);
-                }
+                settle(socket, &guard);
                 return Some((Ahead::Changed, guard));
             }
             let owed = match usize::try_from(guard.owed) {
@@ -170,7 +166,11 @@ fn look_at_front<'a, S: SocketIo>(
         }
         if !matches!(seen.what, Found::Payload) && at_mark == AtMark::Stop && tcp.is_at_mark() {
             let behind = buf.get(carried..carried + peeked).unwrap_or_default();
-            return Some((behind_mark(&nonce, behind), guard));
+            let ahead = match payload_in(&nonce, behind) {
+                0 => Ahead::Nothing,
+                n => Ahead::payload(n, 0),
+            };
+            return Some((ahead, guard));
         }
         let (marker, len) = match seen.what {
             Found::Payload => return Some((Ahead::Nothing, guard)),
@@ -213,22 +213,6 @@ fn look_at_front<'a, S: SocketIo>(
     }
 }
 
-/// Returns whether the program has something to read behind an urgent mark and the markers that follow it.
-fn behind_mark(nonce: &Nonce, mut bytes: &[u8]) -> Ahead {
-    loop {
-        let seen = scan(nonce, bytes);
-        if seen.payload > 0 {
-            return Ahead::payload(seen.payload, 0);
-        }
-        match seen.what {
-            Found::Marker { len, .. } | Found::Bad { len, .. } if len < bytes.len() => {
-                bytes = bytes.get(len..).unwrap_or_default();
-            }
-            _ => return Ahead::Nothing,
-        }
-    }
-}
-
 /// Handles the end of TCP in the receiving direction: no marker comes any more.
 fn ended<'a, S: SocketIo>(
     socket: &'a S,
@@ -236,7 +220,6 @@ fn ended<'a, S: SocketIo>(
     guard: Guard<'a, RxOf<S>>,
 ) -> Option<(Ahead, Guard<'a, RxOf<S>>)> {
     drop(guard);
-    feed(socket, control, |h| Ok(h.on_end()));
     on_end(socket, control);
     let mut guard = socket.rx.lock()?;
     if std::mem::take(&mut guard.owed) > 0 {

@@ -14,7 +14,7 @@ use crate::stream::connection::directions::{
     awaits_marker, demote_tx, end_scan, flush, flush_or_later, hand_over_rest, leave_link_at_end, queue_again,
 };
 use crate::stream::connection::io::{ControlOf, Half, SocketIo, StreamLink, Task, Tcp};
-use crate::stream::connection::{Behind, Control, End, ask_back, leave_link};
+use crate::stream::connection::{Behind, Control, End, Then, ask_back, leave_link};
 use crate::stream::mode::{Mode, Receiving, Sending};
 use crate::stream::resume::{Resume, Step, Steps};
 use crate::wire::{MAX_MARKER, Marker};
@@ -96,8 +96,7 @@ pub fn carry_out<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, steps: Ste
             Step::SendNothing => {
                 if let Some(mut tx) = socket.tx.lock() {
                     tx.wake_delayed = false;
-                    tx.is_suspended = false;
-                    tx.then_link = false;
+                    tx.then = Then::Tcp;
                     tx.marker.clear();
                     socket.tx_mode.go(Sending::Withdrawn);
                 }
@@ -146,7 +145,7 @@ fn write_resume<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
         socket.bound_wait();
     }
     if let Some(mut tx) = socket.tx.lock() {
-        let waits = std::mem::take(&mut tx.then_link);
+        let waits = tx.then.take_link();
         let on_link = socket.tx_mode.load(Acquire) == Mode::Link || waits;
         let sent = match &tx.producer {
             Some(producer) if on_link => producer.position(),
@@ -156,7 +155,9 @@ fn write_resume<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
         if let Ok(bytes) = (Marker::Resume { received, sent }).encode(&theirs, &mut buf) {
             tx.marker.extend_from_slice(bytes);
         }
-        tx.is_suspended |= on_link;
+        if on_link {
+            tx.then = Then::Resume;
+        }
         tx.wake_delayed = false;
         socket.tx_mode.go(Sending::Announced);
         socket.off_link(&mut tx);
@@ -172,7 +173,7 @@ fn send_from<S: SocketIo>(socket: &S, from: u64) {
         socket.fill_ring(&tx);
         let rest = tx.producer.as_mut().map(|p| p.rest(from));
         let rest = rest.map(|rest| rest.and_then(|bytes| queue_again(socket, &mut tx, &bytes)));
-        tx.is_suspended = false;
+        tx.then = Then::Tcp;
         socket.tx_mode.go(Sending::Announced);
         rest
     };

@@ -157,8 +157,7 @@ impl End {
                         self.tx = On::Demoted;
                     }
                 }
-                Step::Resume => unreachable!("not a link between hosts"),
-                Step::Promoted | Step::Drain | Step::Abandoned => {
+                Step::Promoted | Step::Return | Step::Abandoned => {
                     assert!(!self.scanning, "the window stays open");
                     assert!(step != Step::Abandoned || self.rx == On::Tcp, "unread data is dropped");
                     self.handshake = None;

@@ -82,7 +82,7 @@ fn an_abort_that_crosses_a_switch_demotes_the_switched_direction() {
     assert_eq!(c.on_open(), Ok(vec![]), "its answer to our OPEN comes too late");
     assert_eq!(
         c.on_closing(Closing::Switch),
-        Ok(vec![Step::ReceiveOnLink, Step::Drain])
+        Ok(vec![Step::ReceiveOnLink, Step::Return])
     );
     assert_eq!(
         s.on_closing(Closing::Abort),

@@ -217,12 +217,12 @@ impl End {
                     self.began = self.delivered;
                     self.resumption(|r| r.on_got(Closing::Switch));
                 }
-                Step::Resume => {
+                Step::Return => {
                     self.handshake = None;
                     self.resumption(|r| r.on_got(Closing::Abort));
                 }
                 Step::Promoted | Step::Abandoned => self.handshake = None,
-                Step::Demote | Step::Drain => unreachable!("between hosts"),
+                Step::Demote => unreachable!("between hosts"),
             }
         }
     }

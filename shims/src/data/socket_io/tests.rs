@@ -79,7 +79,7 @@ fn resume() -> Vec<u8> {
 }
 
 fn is_suspended(socket: &Socket) -> bool {
-    socket.tx.lock().unwrap().is_suspended
+    socket.tx.lock().unwrap().then.waits()
 }
 
 fn until(condition: impl Fn() -> bool) {

@@ -167,7 +167,7 @@ impl Endpoint {
             return 0;
         }
         if self.tx() == Mode::Marked && !connection::flush(self) {
-            let is_suspended = self.tx.lock().is_some_and(|tx| tx.is_suspended);
+            let is_suspended = self.tx.lock().is_some_and(|tx| tx.then.waits());
             let is_full = self.net.out.borrow().room() == 0;
             assert!(is_full || is_suspended, "a write waits for more than room");
             return 0;

@@ -77,12 +77,6 @@ impl RingOffer {
 pub struct Geometry {
     /// Bytes of the arena memfd, which holds the ready queues and the rings.
     pub arena_bytes: u64,
-    /// Bytes of the waiter memfd, which holds sleep flags and futexes.
-    pub waiter_bytes: u64,
-    /// Streams that a ready queue has a bit for.
-    pub queue_entries: u32,
-    /// Waiters that the end may announce, at most.
-    pub max_waiters: u32,
     /// Bytes of the largest ring that the end writes into.
     pub max_ring: u64,
 }
@@ -198,7 +192,7 @@ macro_rules! structs {
 pub(crate) use structs;
 
 structs! {
-    Geometry { arena_bytes, waiter_bytes, queue_entries, max_waiters, max_ring }
+    Geometry { arena_bytes, max_ring }
 }
 
 /// On the wire: the addresses in their IPv4-mapped form, the ports, the namespace, the interface. Any bytes are a

@@ -55,13 +55,11 @@ kinds! {
         /// "I do not hold it; this instance, which listens on the same socket, does."
         4 = Redirect { request: u64, instance: InstanceId };
         /// The connector gives up after YES. It has not written its HELLO and never will.
-        5 = Cancel { request: u64, nonce_c: Nonce, nonce_s: Nonce };
+        5 = Cancel { nonce_s: Nonce };
         /// The first message on a new link, with the arena and waiter memfds. It proves that C has read S's HELLO.
         16 = Link { cookie: Cookie, instance_c: InstanceId, pid: u32, geometry: Geometry };
         /// The link is accepted; with S's arena and waiter memfds.
         17 = LinkAccept { instance_s: InstanceId, pid: u32, geometry: Geometry };
-        /// The link is refused; the sender closes the channel.
-        18 = LinkRefuse { reason: Reason };
         /// "Write this stream's data to `ring`, under `vqpn`." The nonces name the stream.
         32 = Open { nonce_mine: Nonce, nonce_yours: Nonce, vqpn: Vqpn, ring: RingOffer };
         /// The answer to OPEN: `yours` is the opener's number, `mine` and `ring` are the sender's.
@@ -161,7 +159,7 @@ impl Message {
 /// Declares [`Reason`] by the name, number and text of each reason that this version knows.
 macro_rules! reasons {
     ($($(#[$doc:meta])* $name:ident = $code:literal => $text:literal,)+) => {
-        /// Why an end refuses, as sent in NO, LINK-REFUSE, OPEN-REFUSE and ABORT. [`crate::stats::Reason`] is what an
+        /// Why an end refuses, as sent in NO, OPEN-REFUSE and ABORT. [`crate::stats::Reason`] is what an
         /// end shows to its own program.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
         pub enum Reason {

@@ -222,11 +222,15 @@ fn is_timed(socket: &Socket) -> bool {
     socket.options.user_timeout.load(Relaxed) != 0
 }
 
-/// Returns the position up to which the reader is known to have read; `None` if there is no ring.
+/// Returns the position up to which the reader has made room; with TCP_USER_TIMEOUT, up to which it has read. `None` if
+/// there is no ring.
 pub fn reader_at(socket: &'static Socket) -> Option<u64> {
     let mut tx = socket.tx.lock()?;
     let producer = tx.producer.as_mut()?;
-    Some(producer.position().saturating_sub(producer.used().ok()?))
+    match is_timed(socket) {
+        true => producer.consumed().ok(),
+        false => Some(producer.position().saturating_sub(producer.used().ok()?)),
+    }
 }
 
 /// Asks the peer for the largest ring if the reader has not moved from `then` and only that ring makes room. The

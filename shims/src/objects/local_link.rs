@@ -160,7 +160,7 @@ impl LocalPeer {
         }
         if outbox.len() >= MAX_OUTBOX {
             drop(outbox);
-            self.ask_service(Command::Overfull);
+            self.ask_service();
             return Err(SendError::Down);
         }
         let fds: Result<Vec<_>, _> = fds.iter().map(|fd| PrivateFd::duplicate(*fd)).collect();
@@ -171,13 +171,13 @@ impl LocalPeer {
         let first = outbox.len() == 1;
         drop(outbox);
         if first {
-            self.ask_service(Command::AwaitRoom);
+            self.ask_service();
         }
         Ok(())
     }
 
-    fn ask_service(&self, command: fn(u32) -> Command) {
-        Library::get().service.submit(command(self.slot.load(Relaxed)));
+    fn ask_service(&self) {
+        Library::get().service.submit(Command::Outbox(self.slot.load(Relaxed)));
     }
 
     /// Returns whether more messages wait for room than a correct peer leaves unread.
@@ -270,7 +270,7 @@ impl Outside for LocalPeer {
         }
         if let Some(word) = self.owed.get(usize::from(waiter.0) / 64) {
             word.fetch_or(1 << (waiter.0 % 64), SeqCst);
-            self.ask_service(Command::AwaitRoom);
+            self.ask_service();
         }
     }
 }

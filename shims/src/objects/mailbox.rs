@@ -217,10 +217,9 @@ pub enum Command {
     WantBulk(u32),
     /// The thread that connects a bulk queue pair, for the link with this serial, has ended with this result.
     BulkDialled(u64, Result<Pair, Errno>),
-    /// Send the queued messages when the link's side channel has room again.
-    AwaitRoom(u32),
-    /// Break the link off: its peer does not read its messages.
-    Overfull(u32),
+    /// Send the queued messages when the link's side channel has room again. Break the link off if there are too many:
+    /// its peer does not read its messages.
+    Outbox(u32),
     /// Take the link of the socket's stream down: the peer broke the protocol in the stream's memory.
     Violation(Ref),
     /// Free the links that are down and have lost their last pin.

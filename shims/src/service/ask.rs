@@ -334,15 +334,10 @@ impl Worker {
     }
 
     pub(super) fn on_yes(&mut self, conn: u64, request: u64, nonce_s: Nonce, instance_s: InstanceId) {
-        let cancel = |nonce_c| Message::Cancel {
-            request,
-            nonce_c,
-            nonce_s,
-        };
         match self.take_answer(conn, request) {
             Taken::No => {}
             // The acceptor scans TCP for a HELLO that will not come (P15).
-            Taken::Late => self.reply(conn, &cancel(nonce_s)),
+            Taken::Late => self.reply(conn, &Message::Cancel { nonce_s }),
             Taken::Yes => {
                 let asking = self.asks.remove(&request);
                 if let Some(Peer::Asked { greets, .. }) = self.conns.get_mut(&conn).map(|c| &mut c.peer)
@@ -353,7 +348,7 @@ impl Worker {
                 if let Some(asking) = &asking
                     && !self.accept_yes(asking, nonce_s, instance_s)
                 {
-                    self.reply(conn, &cancel(asking.nonce));
+                    self.reply(conn, &Message::Cancel { nonce_s });
                 }
             }
         }

@@ -8,7 +8,6 @@ use rdmasock_core::os::channel::{Channel, Received, RecvError};
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::os::{apart, privatefd};
 use rdmasock_core::stats::{Event, Reason};
-use rdmasock_core::wire;
 use rdmasock_core::wire::{MAX_MESSAGE, Message};
 use rustix::event::epoll as kernel;
 use rustix::io::Errno;
@@ -152,7 +151,8 @@ impl Worker {
                             return;
                         }
                     }
-                    _ => return self.refuse_fds(id),
+                    // P10: the other end may not send these.
+                    _ => return self.violation(id),
                 },
                 Ok(next) => self.on_received(
                     id,
@@ -217,13 +217,6 @@ impl Worker {
             | (Some(Peer::Link(_)), M::Waiter { .. } | M::TakeBack { .. }) => true,
             _ => false,
         }
-    }
-
-    /// P10: closes a channel whose next message carries descriptors that the other end may not send.
-    fn refuse_fds(&mut self, id: u64) {
-        let reason = wire::Reason::Secret;
-        self.reply(id, &Message::LinkRefuse { reason });
-        self.violation(id);
     }
 
     /// Receives a message with its descriptors. Returns false if that is done in a thread apart, or not now. A close of
@@ -345,7 +338,7 @@ impl Worker {
             } => self.on_yes(id, request, nonce_s, instance_s),
             M::No { request, reason } => self.on_no(id, request, reason),
             M::Redirect { request, instance } => self.on_redirect(id, request, instance),
-            M::Cancel { nonce_s, .. } => self.on_cancel(nonce_s),
+            M::Cancel { nonce_s } => self.on_cancel(nonce_s),
             M::Link {
                 cookie,
                 instance_c,
@@ -357,10 +350,6 @@ impl Worker {
                 pid,
                 geometry,
             } => self.on_link_accept(id, instance_s, pid, &geometry, fds),
-            M::LinkRefuse { reason } => {
-                tracing::debug!(target: "rdmasock", %reason, "link refused");
-                self.hang_up(id, Reason::LinkFailed);
-            }
             _ => self.violation(id),
         }
     }
@@ -437,7 +426,6 @@ pub(super) fn send(channel: &Channel, message: &Message, fds: &[BorrowedFd<'_>])
 
 struct Guest {
     uid: u32,
-    has_spoken: bool,
     /// When the guest's time is over, monotonic ns.
     until: u64,
 }
@@ -481,7 +469,6 @@ impl Guests {
         }
         let guest = Guest {
             uid,
-            has_spoken: false,
             until: now + SILENT_FOR,
         };
         self.all.insert(id, guest);
@@ -492,19 +479,15 @@ impl Guests {
         self.all.values().filter(|g| g.uid == uid).count()
     }
 
-    /// Returns the user's oldest guest that has sent nothing, else the user's oldest guest.
+    /// Returns the user's guest whose time is over next.
     fn first_of(&self, uid: u32) -> Option<u64> {
-        let of = |has_spoken| {
-            let is_it = |(_, g): &(&u64, &Guest)| g.uid == uid && g.has_spoken == has_spoken;
-            self.all.iter().find(is_it).map(|(id, _)| *id)
-        };
-        of(false).or_else(|| of(true))
+        let of_user = self.all.iter().filter(|(_, g)| g.uid == uid);
+        of_user.min_by_key(|(_, g)| g.until).map(|(id, _)| *id)
     }
 
     /// Notes that a message has come over the channel.
     fn on_word(&mut self, id: u64, now: u64) {
         if let Some(guest) = self.all.get_mut(&id) {
-            guest.has_spoken = true;
             guest.until = now + IDLE_FOR;
         }
     }

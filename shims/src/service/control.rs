@@ -397,14 +397,9 @@ impl Worker {
 
 /// Passes CANCEL on to the instance of this host that made the attempt. If that instance is gone, so is the connection.
 fn pass_on_cancel(nonce_s: Nonce, instance_s: &InstanceId) {
-    let message = Message::Cancel {
-        request: 0,
-        nonce_c: nonce_s,
-        nonce_s,
-    };
     if let Ok(channel) = names::connect_to(names::instance(instance_s).as_bytes()) {
         // The message can be read even after the channel has been closed.
-        send(&channel, &message, &[]);
+        send(&channel, &Message::Cancel { nonce_s }, &[]);
     }
 }
 

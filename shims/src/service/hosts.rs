@@ -12,7 +12,6 @@ use std::time::Instant;
 use rdmasock_core::ids::{InstanceId, Nonce};
 use rdmasock_core::os::datagram::Asker;
 use rdmasock_core::rendezvous::control::{Body, DATAGRAM, Datagram, Memory, QueryId, Stamp};
-use rdmasock_core::rendezvous::peers::Absent;
 use rdmasock_core::stats::Event;
 use rdmasock_core::wire;
 use rdmasock_core::wire::Message;
@@ -46,7 +45,6 @@ pub struct Hosts {
     by_address: HashMap<(IpAddr, IpAddr), u64>,
     hosts: HashMap<u64, Host>,
     queries: Memory<QueryId, Query>,
-    absent: Absent,
 }
 
 struct Host {
@@ -87,7 +85,6 @@ impl Hosts {
             by_address: HashMap::new(),
             hosts: HashMap::new(),
             queries: Memory::new(QUERIES, REMEMBERED),
-            absent: Absent::new(4096),
         }
     }
 
@@ -407,7 +404,7 @@ impl Worker {
     fn is_absent(&self, remote: IpAddr) -> bool {
         let port = self.library.reach.port().unwrap_or_default();
         let remote = SocketAddr::new(remote, port);
-        self.hosts.absent.has(&remote, Instant::now())
+        self.absent.has(&remote, Instant::now())
     }
 
     /// Handles a host whose port is closed.
@@ -426,7 +423,7 @@ impl Worker {
         self.library.stats.count(Event::ControlAbsent);
         if let Some(port) = self.library.reach.port() {
             let remote = SocketAddr::new(host.address.1, port);
-            self.hosts.absent.insert(remote, Instant::now(), HOST_ABSENT_FOR);
+            self.absent.insert(remote, Instant::now(), HOST_ABSENT_FOR);
         }
         for query in waiting {
             let Some(query) = self.hosts.queries.get_mut(&query) else {

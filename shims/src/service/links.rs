@@ -6,9 +6,9 @@ use std::os::fd::AsFd;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use std::time::Duration;
 
-use rdmasock_core::fabric::layout::{Layout, MAX_STREAMS};
+use rdmasock_core::fabric::layout::Layout;
 use rdmasock_core::fabric::shm::Memory;
-use rdmasock_core::fabric::waiter::{FLAGS_BYTES, MAX_WAITERS, WaiterId};
+use rdmasock_core::fabric::waiter::{MAX_WAITERS, WaiterId};
 use rdmasock_core::ids::{Cookie, InstanceId};
 use rdmasock_core::os::channel::Channel;
 use rdmasock_core::os::memfd;
@@ -17,7 +17,6 @@ use rdmasock_core::rendezvous::names;
 use rdmasock_core::stats::{Event, LinkInfo, Path, Reason};
 use rdmasock_core::stream::connection;
 use rdmasock_core::stream::connection::{Broken, MOST_ASIDE, SocketIo as _};
-use rdmasock_core::wire;
 use rdmasock_core::wire::{Geometry, Introduction, LinkAddress, LinkOffer, Message};
 
 use crate::config::config;
@@ -147,16 +146,6 @@ impl Worker {
         self.links.pending.insert(peer, pending);
     }
 
-    fn geometry(&self, layout: &Layout) -> Geometry {
-        Geometry {
-            arena_bytes: layout.file_len(),
-            waiter_bytes: FLAGS_BYTES,
-            queue_entries: MAX_STREAMS,
-            max_waiters: MAX_WAITERS.into(),
-            max_ring: config().ring_max.bytes(),
-        }
-    }
-
     /// Makes the file of an arena, as large as files may be in this process. `None` if that fails.
     fn make_arena(&self) -> Option<(PrivateFd, Layout)> {
         let layout = Layout::within(config().arena.bytes(), memfd::file_limit())?;
@@ -171,7 +160,7 @@ impl Worker {
             cookie: *cookie,
             instance_c: self.library.id,
             pid: rustix::process::getpid().as_raw_nonzero().get() as u32,
-            geometry: self.geometry(&layout),
+            geometry: own_geometry(&layout),
         };
         if !send(&channel, &message, &[arena.as_fd(), self.library.waiters.flags_fd()]) {
             return None;
@@ -191,7 +180,7 @@ impl Worker {
         fds: Vec<PrivateFd>,
     ) {
         if !self.library.offers.redeem(&cookie, &peer) {
-            return self.refuse_link(conn, wire::Reason::Secret, Reason::Violation);
+            return self.hang_up(conn, Reason::Violation);
         }
         let arena = self.can_begin().then(|| self.make_arena()).flatten();
         let made = arena.and_then(|(arena, layout)| {
@@ -200,7 +189,7 @@ impl Worker {
             Some((arena, layout, link))
         });
         let Some((arena, layout, link)) = made else {
-            return self.refuse_link(conn, wire::Reason::Resources, Reason::Resources);
+            return self.hang_up(conn, Reason::Resources);
         };
         let Some(channel) = self.conns.get_mut(&conn).and_then(|c| c.channel.take()) else {
             return;
@@ -208,7 +197,7 @@ impl Worker {
         let message = Message::LinkAccept {
             instance_s: self.library.id,
             pid: rustix::process::getpid().as_raw_nonzero().get() as u32,
-            geometry: self.geometry(&layout),
+            geometry: own_geometry(&layout),
         };
         if !send(&channel, &message, &[arena.as_fd(), self.library.waiters.flags_fd()]) {
             self.conns.remove(&conn);
@@ -216,11 +205,6 @@ impl Worker {
             return;
         }
         self.establish(conn, link, channel);
-    }
-
-    fn refuse_link(&mut self, conn: u64, reason: wire::Reason, ours: Reason) {
-        self.reply(conn, &Message::LinkRefuse { reason });
-        self.hang_up(conn, ours);
     }
 
     /// Handles LINK-ACCEPT: the link that this instance has asked for is up.
@@ -546,15 +530,21 @@ fn forget_unopened(link: &'static Link) {
     }
 }
 
+/// Returns the sizes of this end's memory.
+fn own_geometry(layout: &Layout) -> Geometry {
+    Geometry {
+        arena_bytes: layout.file_len(),
+        max_ring: config().ring_max.bytes(),
+    }
+}
+
 /// Returns the memory of a link; the peer's part is as the peer describes it. `None` if this version has no such
 /// layout.
 fn memory<'a>(mine: (&'a PrivateFd, Layout), geometry: &Geometry, fds: &'a [PrivateFd]) -> Option<Memory<'a>> {
     let [arena, flags] = fds else { return None };
-    let is_known = geometry.waiter_bytes >= FLAGS_BYTES && geometry.queue_entries == MAX_STREAMS;
-    let theirs = Layout::of_file(geometry.arena_bytes).filter(|_| is_known)?;
     Some(Memory {
         mine: (mine.0.as_fd(), mine.1),
-        theirs: (arena.as_fd(), theirs),
+        theirs: (arena.as_fd(), Layout::of_file(geometry.arena_bytes)?),
         flags: flags.as_fd(),
     })
 }
@@ -665,6 +655,7 @@ impl Rings {
             if times_out && blocked.every >= LONGEST.min(timeout / PART) {
                 // The kernel times the connection out once TCP has no room either.
                 tx::take_back(socket, Reason::Unsupported);
+                ready::notify_local(socket);
             } else if let Some((reader_at, _)) = again {
                 let every = match reader_at == blocked.reader_at {
                     true => (blocked.every * 2).min(LONGEST),

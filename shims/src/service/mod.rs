@@ -145,7 +145,7 @@ struct Worker {
     to_ask: VecDeque<Ref>,
     /// Channels that were made for one question, with the time until which they are kept (monotonic ns), in that order.
     asked_until: VecDeque<(u64, u64)>,
-    /// Destinations where no program with the library answers.
+    /// Destinations where no program with the library answers, and control ports that do not answer.
     absent: Absent,
     devices: Devices,
     handshakes: Handshakes,
@@ -411,16 +411,11 @@ impl Worker {
             Command::WantBulk(slot) => self.want_bulk(slot),
             Command::BulkDialled(serial, dialled) => self.on_bulk_dialled(serial, dialled),
             // The slot may belong to another link by now, or to none.
-            Command::AwaitRoom(slot) => {
-                if let Some(link) = link_at(slot).filter(|l| l.has_outbox()) {
-                    self.await_room(link, true);
-                }
-            }
-            Command::Overfull(slot) => {
-                if let Some(link) = link_at(slot).filter(|l| l.is_overfull()) {
-                    self.break_off(link);
-                }
-            }
+            Command::Outbox(slot) => match link_at(slot) {
+                Some(link) if link.is_overfull() => self.break_off(link),
+                Some(link) if link.has_outbox() => self.await_room(link, true),
+                _ => {}
+            },
             Command::Violation(r) => {
                 let link = r
                     .get()

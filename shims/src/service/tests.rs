@@ -139,7 +139,7 @@ fn a_yes_after_the_program_has_given_up_gets_cancel() {
 
     say(&holder, &yes(request));
     worker.on_channel(conn);
-    assert!(matches!(received(&holder), Some(Message::Cancel { request: r, .. }) if r == request));
+    assert!(matches!(received(&holder), Some(Message::Cancel { .. })));
     assert_eq!(socket.rx_mode.load(Acquire), Mode::Tcp, "nothing is scanned");
     let control = socket.control.lock().unwrap();
     assert!(
@@ -184,13 +184,9 @@ fn a_redirect_leads_on_from_a_service_name_only() {
 fn a_message_with_fds_that_it_does_not_carry_ends_the_channel() {
     let mut worker = worker();
     let (conn, theirs) = guest(&mut worker);
-    let nonce = Nonce::random().unwrap();
+    let nonce_s = Nonce::random().unwrap();
     let mut buf = [0u8; MAX_MESSAGE];
-    let cancel = Message::Cancel {
-        request: 1,
-        nonce_c: nonce,
-        nonce_s: nonce,
-    };
+    let cancel = Message::Cancel { nonce_s };
     theirs
         .send(cancel.encode(&mut buf).unwrap(), &[theirs.as_fd()])
         .unwrap();

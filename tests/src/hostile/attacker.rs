@@ -9,10 +9,10 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
-use rdmasock_core::fabric::layout::{Layout, MAX_STREAMS};
+use rdmasock_core::fabric::layout::Layout;
 use rdmasock_core::fabric::ring::{Consumer, Producer};
 use rdmasock_core::fabric::shm::{End, Outside, Side};
-use rdmasock_core::fabric::waiter::{FLAGS_BYTES, FlagPage, MAX_WAITERS, WaiterId};
+use rdmasock_core::fabric::waiter::{FLAGS_BYTES, FlagPage, WaiterId};
 use rdmasock_core::fabric::{LinkEnd, SendError};
 use rdmasock_core::ids::{InstanceId, Nonce, Tuple, Vqpn};
 use rdmasock_core::os::channel::{Channel, RecvError};
@@ -343,9 +343,6 @@ fn link(
     let (flags_fd, flags) = memfd::create("hostile-flags", FLAGS_BYTES)?;
     let geometry = Geometry {
         arena_bytes: layout.file_len(),
-        waiter_bytes: FLAGS_BYTES,
-        queue_entries: MAX_STREAMS,
-        max_waiters: MAX_WAITERS.into(),
         max_ring: 64 << 20,
     };
     let message = Message::Link {
@@ -382,7 +379,7 @@ fn map(geometry: &Geometry, fds: &[PrivateFd]) -> Result<(Side, FlagPage)> {
     };
     let mapping = memfd::map_received(arena.as_fd(), geometry.arena_bytes, Access::ReadWrite)?;
     let layout = Layout::of_file(geometry.arena_bytes).context("the size of an arena")?;
-    let flags = memfd::map_received(flags.as_fd(), geometry.waiter_bytes, Access::ReadOnly)?;
+    let flags = memfd::map_received(flags.as_fd(), FLAGS_BYTES, Access::ReadOnly)?;
     let side = Side::new(mapping, layout).context("the victim's arena")?;
     Ok((side, FlagPage::new(flags).context("the victim's flags")?))
 }

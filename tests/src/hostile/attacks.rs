@@ -485,9 +485,6 @@ fn descriptors_of_guests(port: u16, what: impl Fn() -> Result<OwnedFd>) -> Resul
 fn link_without_cookie() -> Result<Message> {
     let geometry = rdmasock_core::wire::Geometry {
         arena_bytes: 1 << 20,
-        waiter_bytes: 4096,
-        queue_entries: 1,
-        max_waiters: 1,
         max_ring: 4096,
     };
     Ok(Message::Link {

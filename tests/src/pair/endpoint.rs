@@ -213,7 +213,7 @@ impl Endpoint {
             } => self.answer(request, nonce_c, instance_c, fresh),
             Message::Yes { request, nonce_s, .. } => self.on_yes(request, nonce_s),
             Message::No { request, .. } if request == self.request.get() => self.ask_times_out(),
-            Message::Cancel { nonce_s, .. } => {
+            Message::Cancel { nonce_s } => {
                 let mut control = self.control();
                 if control.handshake.as_ref().is_some_and(|h| h.mine() == nonce_s) {
                     connection::feed(self, &mut control, Handshake::on_cancel);
@@ -274,12 +274,7 @@ impl Endpoint {
         if mine.is_some() {
             connection::end_attempt(self, &mut control);
         }
-        let cancel = Message::Cancel {
-            request,
-            nonce_c: nonce_s,
-            nonce_s,
-        };
-        self.net.oob.send(&cancel).unwrap();
+        self.net.oob.send(&Message::Cancel { nonce_s }).unwrap();
     }
 
     /// While nothing has come for this end's YES, it or the answer may be lost. A tail of the data that

@@ -18,15 +18,7 @@ fn ring() -> impl Strategy<Value = RingOffer> {
 }
 
 fn geometry() -> impl Strategy<Value = Geometry> {
-    any::<(u64, u64, u32, u32, u64)>().prop_map(|(arena_bytes, waiter_bytes, queue_entries, max_waiters, max_ring)| {
-        Geometry {
-            arena_bytes,
-            waiter_bytes,
-            queue_entries,
-            max_waiters,
-            max_ring,
-        }
-    })
+    any::<(u64, u64)>().prop_map(|(arena_bytes, max_ring)| Geometry { arena_bytes, max_ring })
 }
 
 fn message() -> impl Strategy<Value = Message> {
@@ -57,11 +49,7 @@ fn message() -> impl Strategy<Value = Message> {
         }),
         (any::<u64>(), reason.clone()).prop_map(|(request, reason)| Message::No { request, reason }),
         (any::<u64>(), instance()).prop_map(|(request, instance)| Message::Redirect { request, instance }),
-        (any::<u64>(), nonce(), nonce()).prop_map(|(request, nonce_c, nonce_s)| Message::Cancel {
-            request,
-            nonce_c,
-            nonce_s
-        }),
+        nonce().prop_map(|nonce_s| Message::Cancel { nonce_s }),
         (ids(), instance(), any::<u32>(), geometry()).prop_map(|(cookie, instance_c, pid, geometry)| {
             Message::Link {
                 cookie: Cookie::from_bytes(cookie),
@@ -77,7 +65,6 @@ fn message() -> impl Strategy<Value = Message> {
                 geometry,
             }
         }),
-        reason.clone().prop_map(|reason| Message::LinkRefuse { reason }),
         (nonce(), nonce(), vqpn(), ring()).prop_map(|(nonce_mine, nonce_yours, vqpn, ring)| {
             Message::Open {
                 nonce_mine,

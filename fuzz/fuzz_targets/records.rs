@@ -4,7 +4,7 @@
 
 use libfuzzer_sys::arbitrary::Arbitrary;
 use libfuzzer_sys::{arbitrary, fuzz_target};
-use rdmasock_core::fabric::remote::record::{Builder, HEADER_BYTES, VERSION, decode};
+use rdmasock_core::fabric::remote::record::{Builder, HEADER_BYTES, decode};
 
 #[derive(Arbitrary, Debug)]
 enum Input<'a> {
@@ -18,7 +18,7 @@ fuzz_target!(|input: Input<'_>| {
         Input::Bytes(bytes) => message(bytes),
         Input::Framed(grant, records) => {
             let length = (records.len() as u16).to_le_bytes();
-            message(&[&[0xd7, VERSION], &grant.to_le_bytes()[..], &length, records].concat());
+            message(&[&grant.to_le_bytes()[..], &length, records].concat());
         }
     }
 });

@@ -185,10 +185,7 @@ impl Connection for Conn {
                 packet_bytes: if settings.is_iwarp { 0 } else { 4096 },
                 reads: READS,
             },
-            qp_number: queue.number(),
-            device: names::description(settings),
             private: self.private.bytes,
-            private_len: self.private.len,
         })
     }
 

@@ -2,14 +2,13 @@
 
 use std::time::Duration;
 
-use rdmasock_core::fabric::plugin;
 use rdmasock_core::fabric::plugin::serve::Provider;
-use rdmasock_core::fabric::plugin::{Address, Device, Result};
+use rdmasock_core::fabric::plugin::{Address, Result};
 
 use crate::conn::Conn;
 use crate::listen::Listener;
 use crate::settings::Settings;
-use crate::{contexts, domain, names, nic};
+use crate::{contexts, domain, nic};
 
 /// The device, as a [`Provider`].
 #[derive(Debug)]
@@ -19,9 +18,8 @@ impl Provider for LocalNic {
     type Listener = Listener;
     type Conn = Conn;
 
-    fn device(_local: &Address) -> Result<Device> {
-        nic::check()?;
-        Ok(names::description(&Settings::get()))
+    fn device(_local: &Address) -> Result<()> {
+        nic::check()
     }
 
     fn listen(local: &Address) -> Result<Listener> {
@@ -40,10 +38,6 @@ impl Provider for LocalNic {
     }
 
     fn after_fork() {
-        plugin::take_all(|fd| {
-            // SAFETY: the plugin owned this fd in the parent, and the child has closed no fd yet.
-            unsafe { rustix::io::close(fd) };
-        });
         // SAFETY: a fork child has one thread.
         unsafe {
             contexts::forget();

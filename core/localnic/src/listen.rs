@@ -99,11 +99,10 @@ impl Listen for Listener {
             let _ = epoll::delete(&self.set, channel.as_fd());
             match request {
                 Ok(Some(request)) if request.kind == Kind::Request => {
-                    let (private, private_len) = (request.private.bytes, request.private.len);
+                    let private = request.private.bytes;
                     return Ok(Some(Incoming {
                         conn: Conn::requested(self.settings, channel, request),
                         private,
-                        private_len,
                     }));
                 }
                 // The channel was dropped; others may have requests.

@@ -140,11 +140,6 @@ impl Queue {
         nic::enter(&self.settings, self.number, weak)
     }
 
-    /// Returns the queue pair's number in this process.
-    pub fn number(&self) -> u32 {
-        self.number
-    }
-
     /// Returns the bell, which is readable after a completion.
     pub fn bell(&self) -> &Arc<Hidden> {
         self.pair.bell()

@@ -24,10 +24,7 @@ pub fn pair(settings: Settings) -> Result<[LocalQp; 2]> {
 /// Returns two connected queue pairs, each beside another one at its end.
 pub fn pair_beside(settings: Settings, beside: Option<[&LocalQp; 2]>) -> Result<[LocalQp; 2]> {
     let [connects, accepts] = beside.map_or([None; 2], |both| both.map(|qp| Some(&qp.0)));
-    let mut address = Address {
-        family: 4,
-        ..Address::default()
-    };
+    let mut address = Address::default();
     let listener = Listener::new(settings, &address)?;
     address.port = listener.port();
     let (connector, acceptor) = std::thread::scope(|scope| {

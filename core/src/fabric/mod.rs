@@ -141,7 +141,7 @@ pub trait LinkEnd {
     fn notify(&self, wake: Wake, theirs: Vqpn);
 
     /// Takes the streams that the peer has queued for this end's `waiter`, each at most once. A hostile peer may name
-    /// streams that are not open.
+    /// streams that are not open. One thread at a time calls this for a waiter.
     fn drain_ready(&self, waiter: WaiterId, each: impl FnMut(Vqpn));
 
     /// Returns when stream `mine` was last queued for reading, by the host's [counter](crate::cycles); 0 if that is not

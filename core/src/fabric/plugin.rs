@@ -8,10 +8,11 @@
 
 use std::ffi::{CStr, OsStr, c_char, c_int};
 use std::fmt::Arguments;
+use std::net::{IpAddr, Ipv6Addr, SocketAddr, SocketAddrV6};
 use std::os::fd::{AsFd, BorrowedFd, IntoRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
-use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicPtr, Ordering};
 
 use rustix::fs::{Mode, OFlags};
 
@@ -37,10 +38,10 @@ pub struct Host {
     pub abi: u32,
     /// Bytes of this table.
     pub size: u32,
-    /// Writes a line of UTF-8 to the log; level 1 (error) to 5 (trace).
+    /// Writes a line of UTF-8 to the log, of one [`Level`].
     pub log: unsafe extern "C" fn(level: u32, text: *const u8, len: usize),
     /// Moves an fd to a number that the program does not see. Returns that number, or a negative errno (then `fd` is as
-    /// before).
+    /// before). A fork child of the host closes all these fds.
     pub hide_fd: unsafe extern "C" fn(fd: c_int) -> i32,
     /// Closes an fd that `hide_fd` returned. (libc's close, called in the program's place, does not see it.)
     pub close_fd: unsafe extern "C" fn(fd: c_int),
@@ -49,28 +50,40 @@ pub struct Host {
     pub sys_class: unsafe extern "C" fn() -> *const c_char,
 }
 
-/// An IP address and a port, in host byte order. IPv4 is in the first four bytes.
+/// An IP address and a port.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Address {
-    /// 4 or 6.
-    pub family: u16,
-    /// 0: any.
+    /// In host byte order; 0: any.
     pub port: u16,
     /// Scope of a link-local IPv6 address.
     pub scope: u32,
-    /// The address in network order.
+    /// The address in network order; IPv4 as IPv4-mapped IPv6.
     pub ip: [u8; 16],
 }
 
-/// A device's port as the library shows it.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct Device {
-    /// Its name, padded with zeroes.
-    pub name: [u8; 64],
-    /// iWARP: no immediates, and a message without a receive buffer ends the connection.
-    pub is_iwarp: u8,
+impl From<SocketAddr> for Address {
+    fn from(address: SocketAddr) -> Self {
+        let (ip, scope) = match address {
+            SocketAddr::V4(v4) => (v4.ip().to_ipv6_mapped(), 0),
+            SocketAddr::V6(v6) => (*v6.ip(), v6.scope_id()),
+        };
+        Self {
+            port: address.port(),
+            scope,
+            ip: ip.octets(),
+        }
+    }
+}
+
+impl Address {
+    /// Returns the address as a socket address.
+    pub fn socket(&self) -> SocketAddr {
+        match Ipv6Addr::from(self.ip).to_canonical() {
+            IpAddr::V4(ip) => SocketAddr::new(ip.into(), self.port),
+            IpAddr::V6(ip) => SocketAddrV6::new(ip, self.port, 0, self.scope).into(),
+        }
+    }
 }
 
 /// A connection request that a listener has received.
@@ -79,10 +92,8 @@ pub struct Device {
 pub struct Request {
     /// The connection: to be accepted or rejected.
     pub conn: *mut Conn,
-    /// The private data of the peer's request; transports may pad it with zeroes.
+    /// The private data of the peer's request, padded with zeroes.
     pub private: [u8; PRIVATE_BYTES],
-    /// Bytes of `private`.
-    pub private_len: u32,
 }
 
 /// The limits of a connection, and the fds of its events.
@@ -95,14 +106,8 @@ pub struct Info {
     pub completion_fd: c_int,
     /// The limits of the queue pair.
     pub limits: Limits,
-    /// Number of the queue pair.
-    pub qp_number: u32,
-    /// The device.
-    pub device: Device,
-    /// The private data of the peer's accept.
+    /// The private data of the peer's accept, padded with zeroes.
     pub private: [u8; PRIVATE_BYTES],
-    /// Bytes of `private`.
-    pub private_len: u32,
 }
 
 /// A completion that [`Plugin::poll`](serve::Plugin::poll) hands over.
@@ -207,45 +212,6 @@ impl Fate {
     }
 }
 
-// The plugin's hidden fds, so that a fork child can close them. It uses no lock: at the fork another thread of the
-// parent may be anywhere.
-
-/// The host gives no number as high as this.
-const END: usize = 131_072;
-
-static OPEN: [AtomicU64; END / 64] = [const { AtomicU64::new(0) }; END / 64];
-
-fn word(fd: c_int) -> Option<(&'static AtomicU64, u64)> {
-    let n = usize::try_from(fd).ok()?;
-    Some((OPEN.get(n / 64)?, 1 << (n % 64)))
-}
-
-/// Adds an fd of the plugin. Relaxed everywhere: only a fork child reads the list, which has one thread.
-fn enter(fd: c_int) {
-    if let Some((word, bit)) = word(fd) {
-        word.fetch_or(bit, Ordering::Relaxed);
-    }
-}
-
-/// Removes an fd that is about to be closed.
-fn leave(fd: c_int) {
-    if let Some((word, bit)) = word(fd) {
-        word.fetch_and(!bit, Ordering::Relaxed);
-    }
-}
-
-/// Empties the list, with each fd of it handed to `each`.
-pub fn take_all(mut each: impl FnMut(c_int)) {
-    for (at, word) in OPEN.iter().enumerate() {
-        let mut bits = word.swap(0, Ordering::Relaxed);
-        while bits != 0 {
-            // Below END, which fits.
-            each((at * 64) as c_int + bits.trailing_zeros() as c_int);
-            bits &= bits - 1;
-        }
-    }
-}
-
 /// The host's table; set once, by the entry.
 static HOST: AtomicPtr<Host> = AtomicPtr::new(std::ptr::null_mut());
 
@@ -302,7 +268,7 @@ pub fn sys_class() -> &'static Path {
     Path::new(OsStr::from_bytes(path.to_bytes()))
 }
 
-/// Makes `fd` nonblocking and moves it to a hidden number, where a fork child finds it.
+/// Makes `fd` nonblocking and moves it to a hidden number.
 pub fn hide(fd: c_int) -> Result<c_int> {
     let host = host().ok_or(Errno(libc::EINVAL))?;
     // SAFETY: the caller's fd is open for the duration of this call; it is not kept.
@@ -314,7 +280,6 @@ pub fn hide(fd: c_int) -> Result<c_int> {
     if hidden < 0 {
         return Err(Errno(-hidden));
     }
-    enter(hidden);
     Ok(hidden)
 }
 
@@ -370,7 +335,6 @@ impl Drop for Hidden {
 
 /// Closes an fd that [`hide`] returned.
 pub fn close(fd: c_int) {
-    leave(fd);
     if let Some(host) = host() {
         // SAFETY: the fd is one that `hide_fd` gave, and its owner gives it up.
         unsafe { (host.close_fd)(fd) };
@@ -392,22 +356,5 @@ mod tests {
         fate.up();
         assert_eq!(fate.code(), -libc::ECONNRESET);
         assert_eq!(fate.over(), Some(Errno(libc::ECONNRESET)));
-    }
-
-    #[test]
-    fn what_was_entered_and_not_left_is_found_once() {
-        for fd in [0, 63, 64, 131_071] {
-            enter(fd);
-        }
-        leave(63);
-        for none in [-1, 131_072, c_int::MAX] {
-            enter(none);
-            leave(none);
-        }
-        let mut found = Vec::new();
-        take_all(|fd| found.push(fd));
-        assert_eq!(found, [0, 64, 131_071]);
-        take_all(|fd| found.push(fd));
-        assert_eq!(found.len(), 3);
     }
 }

@@ -70,16 +70,10 @@ pub struct Counts {
     pub writes: u64,
     /// WRITEs with an immediate.
     pub immediates: u64,
-    /// Messages that contained only a grant of credits.
-    pub bare_grants: u64,
     /// Payload bytes sent in messages.
     pub eager_bytes: u64,
-    /// Payload bytes sent by WRITEs.
-    pub written_bytes: u64,
     /// Messages received, and WRITEs with an immediate.
     pub received: u64,
-    /// Records in them.
-    pub records: u64,
     /// Polls of the queue pair, including those that a thread left to another thread.
     pub looks: u64,
     /// Polls that have found a completion.
@@ -99,20 +93,12 @@ pub struct Counts {
 pub struct DirectCounts {
     /// Bytes that went straight into buffers of the peer's programs.
     pub sent: u64,
-    /// Of these, bytes that came straight from the memory of this end's program.
-    pub from_programs: u64,
-    /// Buffers of this end's program that were announced to the peer.
-    pub adverts: u64,
-    /// Bytes that have come into them.
+    /// Bytes that have come into buffers of this end's program.
     pub received: u64,
     /// Bytes that the peer's device has read from the memory of this end's program.
     pub lent: u64,
     /// Bytes that this end's device has read from the memory of the peer's program.
     pub taken: u64,
-    /// Of these, bytes that went straight into buffers of this end's program.
-    pub taken_into: u64,
-    /// How often this end's program has recalled memory that it had lent.
-    pub recalled: u64,
     /// Bulk queue pairs that were given up.
     pub lost: u64,
 }
@@ -302,7 +288,4 @@ pub trait Local: Send + Sync {
 
     /// Reports how many bytes this end's device has just read from the memory of the peer's program.
     fn on_taken(&self, _bytes: u64) {}
-
-    /// Reports that this end's program recalls memory that it has lent.
-    fn on_recalled(&self) {}
 }

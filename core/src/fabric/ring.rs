@@ -62,7 +62,7 @@
 use crate::fabric::layout::Region;
 pub use crate::fabric::ring::block::{DirectionBlock, EndMark, RxFlags, Wake};
 pub use crate::fabric::ring::consumer::{Armed, Consumer, OfferError, REGIONS};
-pub use crate::fabric::ring::memory::{Allowance, Byte, DataArea, Spans, TouchedArea};
+pub use crate::fabric::ring::memory::{Allowance, Byte, DataArea, Spans};
 pub use crate::fabric::ring::producer::Producer;
 
 mod block;
@@ -103,8 +103,7 @@ pub enum Violation {
     /// The offered ring has a bad size or is outside the data area.
     #[error("bad ring offer")]
     BadOffer,
-    /// The offered ring is larger than the allowance's largest ring, or with it this end would write into more of the
-    /// area than the allowance permits.
+    /// The offered ring is larger than the allowance's largest ring.
     #[error("ring beyond what is written into")]
     BeyondAllowance,
     /// The producer adopted a ring that was not offered, or at an impossible position.

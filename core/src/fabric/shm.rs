@@ -14,7 +14,7 @@ use crate::fabric::layout::{Layout, Region};
 use crate::fabric::ready::ReadyQueue;
 use crate::fabric::ring::{Consumer, DirectionBlock, Producer, Wake};
 pub use crate::fabric::side::Side;
-use crate::fabric::side::{Done, Numbers, Sweeps, done};
+use crate::fabric::side::{Done, Numbers, done};
 use crate::fabric::waiter::{FLAGS_BYTES, FlagPage, WaiterId};
 use crate::fabric::{LinkEnd, OpenError, Opened, SendError, layout};
 use crate::ids::Vqpn;
@@ -48,7 +48,6 @@ pub struct End<O> {
     theirs: Side,
     peer_flags: FlagPage,
     marks: [RungMark; layout::READY_QUEUES as usize],
-    sweeps: Sweeps,
     numbers: Numbers,
     /// Stream numbers of this end below this have memory for their blocks.
     backed: AtomicU32,
@@ -70,7 +69,6 @@ impl<O> End<O> {
             theirs,
             peer_flags,
             marks: std::array::from_fn(|_| RungMark::new()),
-            sweeps: Sweeps::new(),
             numbers,
             backed: AtomicU32::new(0),
             is_lost: AtomicBool::new(false),
@@ -110,7 +108,6 @@ impl<O> End<O> {
             .show_received(memory.flags)
             .inspect_err(|_| self.is_lost.store(true, Release))?;
         self.numbers.reset(layout.data_len() as u64);
-        self.sweeps.reset();
         self.marks.iter().for_each(RungMark::reset);
         self.backed.store(0, Release);
         Ok(())
@@ -294,7 +291,7 @@ impl<O: Outside> LinkEnd for End<O> {
     }
 
     fn drain_ready(&self, waiter: WaiterId, each: impl FnMut(Vqpn)) {
-        self.sweeps.drain(&self.mine, waiter, each);
+        self.mine.drain(waiter, each);
     }
 
     fn queued_at(&self, mine: Vqpn) -> u64 {
@@ -302,7 +299,7 @@ impl<O: Outside> LinkEnd for End<O> {
     }
 
     fn has_ready(&self, waiter: WaiterId) -> bool {
-        Sweeps::has_ready(&self.mine, waiter)
+        self.mine.has_ready(waiter)
     }
 }
 

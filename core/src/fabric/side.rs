@@ -1,8 +1,7 @@
-//! An arena as mapped in this process, its owner's cursors on the ready queues, and the numbers that its owner gives to
-//! streams. Every fabric with arenas of its own builds its ends from these. Not for creating an arena, nor for the
-//! cursors on its rings.
+//! An arena as mapped in this process, with its ready queues, and the numbers that its owner gives to streams. Every
+//! fabric with arenas of its own builds its ends from these. Not for creating an arena, nor for the cursors on its
+//! rings.
 
-use std::fmt;
 use std::os::fd::BorrowedFd;
 use std::ptr::{NonNull, null_mut};
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Release};
@@ -211,6 +210,27 @@ impl Side {
         let _ = reached.and_then(|()| self.data.punch_hole(region.offset(), region.len()));
     }
 
+    /// Takes the streams that are queued for a waiter of the arena's owner. For one thread at a time.
+    pub(super) fn drain(&self, waiter: WaiterId, mut each: impl FnMut(Vqpn)) {
+        let Some(queue) = self.queue(waiter) else {
+            return;
+        };
+        let mut cursor = ReadyCursor::new();
+        if cursor.is_idle(&queue) {
+            return;
+        }
+        cursor.begin(&queue);
+        while let Some(vqpn) = cursor.pop(&queue) {
+            each(Vqpn(vqpn));
+        }
+    }
+
+    /// Returns whether a stream is queued for a waiter of the arena's owner, and no thread is about to take it.
+    pub(super) fn has_ready(&self, waiter: WaiterId) -> bool {
+        self.queue(waiter)
+            .is_some_and(|queue| !ReadyCursor::new().is_idle(&queue))
+    }
+
     /// Returns the ready queue of a waiter of the arena's owner; `None` if the waiter has none.
     #[inline]
     pub(super) fn queue(&self, waiter: WaiterId) -> Option<Queue<'_>> {
@@ -245,62 +265,6 @@ impl ReadyQueue for Queue<'_> {
         // SAFETY: inside a segment of groups, aligned (layout), only atomics. The addresses accept reads and writes for
         // as long as the side lives.
         Some(unsafe { line.as_ref() })
-    }
-}
-
-/// Cursors that are allocated together.
-const CURSORS: usize = 4;
-
-/// The cursors of this end's waiters on the ready queues of its arena.
-pub(super) struct Sweeps(Sparse<Sweep, { layout::READY_QUEUES as usize / CURSORS }, CURSORS>);
-
-struct Sweep(Lock<ReadyCursor>);
-
-impl Default for Sweep {
-    fn default() -> Self {
-        Self(Lock::new(ReadyCursor::new()))
-    }
-}
-
-impl Sweeps {
-    pub fn new() -> Self {
-        Self(Sparse::new())
-    }
-
-    /// Takes the streams that are queued for `waiter` in `mine`.
-    pub fn drain(&self, mine: &Side, waiter: WaiterId, mut each: impl FnMut(Vqpn)) {
-        let Some(queue) = mine.queue(waiter) else {
-            return;
-        };
-        // The last drain has finished its sweep, so an empty queue is all to check.
-        if ReadyCursor::new().is_idle(&queue) {
-            return;
-        }
-        let sweep = self.0.get(waiter.0.into()).or_else(|| self.0.make(waiter.0.into()));
-        let Some(mut cursor) = sweep.and_then(|s| s.0.lock()) else {
-            return;
-        };
-        cursor.begin(&queue);
-        while let Some(vqpn) = cursor.pop(&queue) {
-            each(Vqpn(vqpn));
-        }
-    }
-
-    /// Returns whether a stream is queued for `waiter` in `mine` and no thread is about to take it: a
-    /// [`drain`](Self::drain) always finishes its sweep. Takes no lock, since a set checks each of its links before
-    /// each sleep.
-    pub fn has_ready(mine: &Side, waiter: WaiterId) -> bool {
-        mine.queue(waiter)
-            .is_some_and(|queue| !ReadyCursor::new().is_idle(&queue))
-    }
-
-    /// Resets the cursors for another arena.
-    pub fn reset(&self) {
-        for sweep in self.0.made() {
-            if let Some(mut cursor) = sweep.0.lock() {
-                *cursor = ReadyCursor::new();
-            }
-        }
     }
 }
 
@@ -585,15 +549,6 @@ impl<const UNIT: usize> Segments<UNIT> {
     fn length(&self, k: usize) -> usize {
         let (first, end) = (first_of(k) * UNIT, first_of(k + 1) * UNIT);
         end.min(self.total()).saturating_sub(first)
-    }
-}
-
-impl<const UNIT: usize> fmt::Debug for Segments<UNIT> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Segments")
-            .field("live", &self.live)
-            .field("total", &self.total)
-            .finish_non_exhaustive()
     }
 }
 

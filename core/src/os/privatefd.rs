@@ -659,8 +659,6 @@ pub unsafe fn reset_in_fork_child(keep: impl Fn(RawFd) -> bool) {
         let fd = n as RawFd;
         if !keep(fd) {
             unregister(fd);
-            // The close fails for an fd that a plugin has reported and has closed itself; no other file has that number
-            // yet.
             // SAFETY: the bitmap says that the library owns the fd. The caller guarantees that no owner of it uses or
             // closes it again.
             let _ = unsafe { kernel::call(libc::SYS_close, [n as usize, 0, 0, 0, 0, 0]) };

@@ -629,8 +629,9 @@ codes! {
         RendezvousSent = 23 => "rendezvous_sent_bytes",
         /// Bytes that this end's device has read straight from the memory of the peer's program.
         RendezvousReceived = 24 => "rendezvous_received_bytes",
-        /// A send recalled the memory that it had lent, before the peer's device had read all of it.
-        RendezvousRecalled = 25 => "rendezvous_recalled",
+        /// Bytes that this end's device has read straight into the buffer of a waiting call. They count as read from
+        /// the peer's memory too.
+        RendezvousLanded = 25 => "rendezvous_landed_bytes",
         /// A call's memory lay in a piece of the registered allocator that is registered with the device.
         AllocHit = 26 => "alloc_hits",
         /// A call's memory lay in a piece of the registered allocator that is not registered with the device. It is
@@ -640,8 +641,5 @@ codes! {
         AllocKept = 28 => "alloc_kept_bytes",
         /// Bytes of such pieces whose registration with a device has ended.
         AllocEnded = 29 => "alloc_ended_bytes",
-        /// Bytes that this end's device has read straight into the buffer of a waiting call. They count as read from
-        /// the peer's memory too.
-        RendezvousLanded = 30 => "rendezvous_landed_bytes",
     }
 }

@@ -9,7 +9,6 @@ use rdmasock_core::fabric::plugin::{Fate, Info, PRIVATE_BYTES};
 use rdmasock_core::fabric::remote::qp::{Completed, Read, Region, Role, Write};
 use rdmasock_core::lock::Lock;
 
-use crate::device;
 use crate::error::{Errno, Result};
 use crate::explain::{debug, explain};
 use crate::probe_target::{Offer, compose};
@@ -171,10 +170,7 @@ impl Connection for Conn {
             state_fd: self.id.channel().fd(),
             completion_fd: queue.completion_fd(),
             limits: queue.limits(),
-            qp_number: queue.number(),
-            device: device::described(self.context.name().to_bytes(), self.is_iwarp()),
             private: words(&private),
-            private_len: private.len.min(PRIVATE_BYTES as u32),
         })
     }
 
@@ -246,11 +242,7 @@ impl Drop for Conn {
 
 /// Returns the library's part of a peer's private data.
 pub fn words(private: &Private) -> [u8; PRIVATE_BYTES] {
-    let mut words = [0; PRIVATE_BYTES];
-    for (to, from) in words.iter_mut().zip(private.bytes) {
-        *to = from;
-    }
-    words
+    private.bytes.first_chunk().copied().unwrap_or([0; PRIVATE_BYTES])
 }
 
 /// The meaning of an event for a connection that is being made or is up.

@@ -7,7 +7,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use rdmasock_core::fabric::plugin;
-use rdmasock_core::fabric::plugin::{Address, Device};
+use rdmasock_core::fabric::plugin::Address;
 use rdmasock_core::lock::Lock;
 
 use crate::error::{Errno, Result};
@@ -23,24 +23,12 @@ static INHERITED: AtomicBool = AtomicBool::new(false);
 /// The open devices. Each keeps an id for ever, so that librdmacm keeps the context that all ids share.
 static OPEN: Lock<Vec<(Context, Id)>> = Lock::new(Vec::new());
 
-/// Returns the device that has this local address; ENODEV if none has it.
-pub fn find(local: &Address) -> Result<Device> {
+/// Checks that a device has this local address; ENODEV if none has it.
+pub fn find(local: &Address) -> Result<()> {
     usable()?;
-    let ip = ip(local)?;
-    let interface = interface_of(ip)?;
-    device_on(plugin::sys_class(), &interface).ok_or(Errno(libc::ENODEV))
-}
-
-/// Returns the description of a device; its name is cut to 63 bytes.
-pub fn described(name: &[u8], is_iwarp: bool) -> Device {
-    let mut padded = [0; 64];
-    for (to, from) in padded.iter_mut().take(63).zip(name) {
-        *to = *from;
-    }
-    Device {
-        name: padded,
-        is_iwarp: u8::from(is_iwarp),
-    }
+    let interface = interface_of(local.socket().ip())?;
+    let device = device_on(plugin::sys_class(), &interface);
+    device.map(drop).ok_or(Errno(libc::ENODEV))
 }
 
 /// Opens the device that has this local address; returns its context if it is open already.
@@ -86,15 +74,6 @@ pub unsafe fn forget() {
     // SAFETY: by this function's contract. The value under the lock is not used again: if it may have entries, `usable`
     // fails.
     unsafe { OPEN.reset() };
-}
-
-fn ip(address: &Address) -> Result<IpAddr> {
-    let [a, b, c, d, ..] = address.ip;
-    match address.family {
-        4 => Ok(Ipv4Addr::new(a, b, c, d).into()),
-        6 => Ok(Ipv6Addr::from(address.ip).into()),
-        _ => Err(Errno(libc::EAFNOSUPPORT)),
-    }
 }
 
 /// Returns the name of the network interface with this address; ENODEV if none has it.

@@ -1,7 +1,7 @@
 //! A listener, and its connection requests.
 
+use rdmasock_core::fabric::plugin::Address;
 use rdmasock_core::fabric::plugin::serve::{Incoming, Listen};
-use rdmasock_core::fabric::plugin::{Address, PRIVATE_BYTES};
 
 use crate::conn::{Conn, words};
 use crate::device;
@@ -69,7 +69,6 @@ impl Listen for Listener {
                     return Ok(Some(Incoming {
                         conn,
                         private: words(&event.private),
-                        private_len: event.private.len.min(PRIVATE_BYTES as u32),
                     }));
                 }
                 // The failure has rejected this request; the channel may hold others.

@@ -30,7 +30,7 @@ impl ProbeTarget {
     pub fn new(pd: &Arc<Pd>) -> Result<Self> {
         let slab = Arc::new(Slab::new(2 * LEN as usize)?);
         Ok(Self {
-            mr: Mr::for_probes(pd, &slab)?,
+            mr: Mr::of_slab(pd, &slab, true)?,
             slab,
         })
     }
@@ -38,7 +38,7 @@ impl ProbeTarget {
     /// Returns the memory that the peer's probes read.
     pub fn offer(&self) -> Offer {
         Offer {
-            key: self.mr.remote_key(),
+            key: self.mr.key().remote,
             address: self.slab.at().expose_provenance() as u64,
         }
     }
@@ -48,7 +48,7 @@ impl ProbeTarget {
         Ok(Piece {
             at: self.slab.piece(1, LEN as usize)?,
             len: LEN,
-            key: self.mr.local_key(),
+            key: self.mr.key().local,
         })
     }
 }

@@ -2,9 +2,8 @@
 
 use std::time::Duration;
 
-use rdmasock_core::fabric::plugin;
 use rdmasock_core::fabric::plugin::serve::Provider;
-use rdmasock_core::fabric::plugin::{Address, Device, Result};
+use rdmasock_core::fabric::plugin::{Address, Result};
 
 use crate::conn::Conn;
 use crate::listen::Listener;
@@ -18,7 +17,7 @@ impl Provider for Verbs {
     type Listener = Listener;
     type Conn = Conn;
 
-    fn device(local: &Address) -> Result<Device> {
+    fn device(local: &Address) -> Result<()> {
         device::find(local)
     }
 
@@ -37,11 +36,6 @@ impl Provider for Verbs {
     }
 
     fn after_fork() {
-        plugin::take_all(|fd| {
-            // SAFETY: the plugin owned this fd in the parent, and the child has closed no fd yet, as this is called
-            // before anything else. A raw system call, as libc's may be hooked.
-            unsafe { rustix::io::close(fd) };
-        });
         Context::forget_all();
         // SAFETY: a fork child has one thread.
         unsafe { device::forget() };

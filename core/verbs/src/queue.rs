@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use rdmasock_core::fabric::plugin::Fate;
 use rdmasock_core::fabric::plugin::serve::Slots;
-use rdmasock_core::fabric::remote::qp::{Completed, Key, Limits, Read, Region, Role, Write};
+use rdmasock_core::fabric::remote::qp::{Completed, Limits, Read, Region, Role, Write};
 use rdmasock_core::lock::Lock;
 use rdmasock_core::sync::Published;
 
@@ -20,7 +20,7 @@ use crate::explain::{debug, explain};
 use crate::memory::Slab;
 use crate::probe_target::{Offer, ProbeTarget};
 use crate::sizes::Sizes;
-use crate::sys::{BATCH, CompletionChannel, Context, Cq, Done, Id, Mr, Pd, Piece, Qp, QueueLengths, Work, status};
+use crate::sys::{BATCH, CompletionChannel, Context, Cq, Done, Id, Mr, Pd, Piece, Qp, Work, status};
 
 /// Bytes of a receive buffer, and of a send slot.
 const BUFFER_BYTES: usize = 4096 + 64;
@@ -66,12 +66,12 @@ pub struct Queue {
     cq: Arc<Cq>,
     /// The registrations by handle.
     registered: Lock<BTreeMap<u64, Mr>>,
-    receive_mr: Mr,
-    send_mr: Mr,
+    /// The registration of `slab`.
+    mr: Mr,
     /// The memory for probes; on iWARP only.
     probe_target: Option<ProbeTarget>,
-    receive_slab: Arc<Slab>,
-    send_slab: Arc<Slab>,
+    /// The receive buffers, then the slots of messages to be sent.
+    slab: Arc<Slab>,
     common: Common,
     slots: Slots,
     sizes: Sizes,
@@ -95,19 +95,14 @@ impl Queue {
         let (context, pd) = (common.context, &common.pd);
         let cq = Cq::new(context, &common.channel, sizes.completions()).map_err(said("making a completion queue"))?;
         let cq = Arc::new(cq);
-        let slab = |pieces: u32| Slab::new(pieces as usize * BUFFER_BYTES).map(Arc::new);
-        let (receive_slab, send_slab) = (slab(sizes.posted())?, slab(sizes.slots)?);
-        let register = |slab| Mr::of_slab(pd, slab).map_err(said("registering buffers"));
-        let (receive_mr, send_mr) = (register(&receive_slab)?, register(&send_slab)?);
-        let lengths = QueueLengths {
-            sends: sizes.sends,
-            receives: sizes.posted(),
-        };
+        let pieces = (sizes.posted() + sizes.slots) as usize;
+        let slab = Slab::new(pieces * BUFFER_BYTES).map(Arc::new)?;
+        let mr = Mr::of_slab(pd, &slab, false).map_err(said("registering buffers"))?;
         let probe_target = context.is_iwarp().then(|| ProbeTarget::new(pd)).transpose();
         let probe_target = probe_target.map_err(said("registering memory for probes"))?;
         let mut made = Err(Errno(libc::EINVAL));
         for inline in INLINE {
-            made = Qp::new(id, pd, &cq, lengths, inline);
+            made = Qp::new(id, pd, &cq, [sizes.sends, sizes.posted()], inline);
             if made.is_ok() {
                 break;
             }
@@ -117,11 +112,9 @@ impl Queue {
             qp,
             cq,
             registered: Lock::new(BTreeMap::new()),
-            receive_mr,
-            send_mr,
+            mr,
             probe_target,
-            receive_slab,
-            send_slab,
+            slab,
             common,
             slots: Slots::new(sizes.slots, sizes.bytes),
             sizes,
@@ -175,10 +168,6 @@ impl Queue {
         self.cq.fd()
     }
 
-    pub fn number(&self) -> u32 {
-        self.qp.number()
-    }
-
     /// Registers memory until it is deregistered, or the queue pair is destroyed.
     ///
     /// # Safety
@@ -188,10 +177,7 @@ impl Queue {
         let mr = unsafe { Mr::of_memory(&self.common.pd, at, len, role) }
             .map_err(|errno| explain("registering memory", errno))?;
         // At any time, all registrations of a device have different keys.
-        let key = Key {
-            local: mr.local_key(),
-            remote: mr.remote_key(),
-        };
+        let key = mr.key();
         let handle = key.local.into();
         let mut registered = self.registered.lock().ok_or(Errno(libc::EDEADLK))?;
         registered.insert(handle, mr);
@@ -250,11 +236,11 @@ impl Queue {
         }
         let len = message.len() as u32;
         self.post(len, |slot| {
-            let at = self.send_slab.piece(slot, BUFFER_BYTES)?;
+            let at = self.slab.piece(self.sizes.posted() as usize + slot, BUFFER_BYTES)?;
             // SAFETY: the slot has room for the message, whose length was checked. The slot belongs to this turn alone,
             // and its previous work request has completed.
             unsafe { message.as_ptr().copy_to_nonoverlapping(at, message.len()) };
-            let key = self.send_mr.local_key();
+            let key = self.mr.key().local;
             Ok((Work::Send, Piece { at, len, key }))
         })
     }
@@ -409,7 +395,7 @@ impl Queue {
                 return events;
             }
         }
-        let Ok(at) = self.receive_slab.piece(index, BUFFER_BYTES) else {
+        let Ok(at) = self.slab.piece(index, BUFFER_BYTES) else {
             return 0;
         };
         match done.immediate {
@@ -437,11 +423,11 @@ impl Queue {
     fn post_receives(&self, buffers: &mut Buffers) -> Result<()> {
         let mut list = [(0, Piece::NONE); BATCH];
         for (place, index) in list.iter_mut().zip(buffers.list()) {
-            let at = self.receive_slab.piece(*index as usize, BUFFER_BYTES)?;
+            let at = self.slab.piece(*index as usize, BUFFER_BYTES)?;
             let piece = Piece {
                 at,
                 len: BUFFER_BYTES as u32,
-                key: self.receive_mr.local_key(),
+                key: self.mr.key().local,
             };
             *place = (RECEIVE | u64::from(*index), piece);
         }

@@ -13,7 +13,7 @@ mod qp;
 pub use cm::{Event, Id, Private, WIRE_BYTES, event};
 pub use completion::{BATCH, CompletionChannel, Cq, Done, status};
 pub use context::{Context, DeviceLimits, Mr, Pd};
-pub use qp::{Piece, Qp, QueueLengths, Work};
+pub use qp::{Piece, Qp, Work};
 use rdma_sys as ffi;
 
 /// Makes registered memory stay whole across a fork, where the kernel does not do so by itself (since 5.12 it does). To

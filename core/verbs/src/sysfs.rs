@@ -4,25 +4,24 @@ use std::ffi::{OsStr, OsString};
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
-use rdmasock_core::fabric::plugin::{Device, Hidden};
+use rdmasock_core::fabric::plugin::Hidden;
 use rdmasock_core::os::dir::names;
 use rustix::fs::OFlags;
 
-use crate::device::described;
-
-/// Returns the device on an interface, or `None`; `class` is `/sys/class`.
-pub fn device_on(class: &Path, interface: &str) -> Option<Device> {
+/// Returns the name of the device on an interface, or `None`; `class` is `/sys/class`.
+pub fn device_on(class: &Path, interface: &str) -> Option<OsString> {
     let net = class.join("net").join(interface);
     let devices = class.join("infiniband");
-    list(&devices).into_iter().find_map(|name| {
-        let at = devices.join(&name);
-        let is_iwarp = text(&at.join("node_type"))?.contains("RNIC");
-        let is_on = if is_iwarp {
-            has_address_of(&at, &net)
-        } else {
-            has_gid_on(&at, interface)
+    list(&devices).into_iter().find(|name| {
+        let at = devices.join(name);
+        let Some(kind) = text(&at.join("node_type")) else {
+            return false;
         };
-        (is_on || is_ipoib_of(&net, Path::new(&name))).then(|| described(name.as_encoded_bytes(), is_iwarp))
+        let is_on = match kind.contains("RNIC") {
+            true => has_address_of(&at, &net),
+            false => has_gid_on(&at, interface),
+        };
+        is_on || is_ipoib_of(&net, Path::new(name))
     })
 }
 
@@ -113,16 +112,11 @@ mod tests {
         write(at("net/ib0/device/infiniband/mlx4_0/node_type"), "");
         write(at("net/eth2/type"), "1\n");
         write(at("net/eth2/device/infiniband/mlx4_0/node_type"), "");
-        let found = |interface| {
-            device_on(class.path(), interface).map(|device| {
-                let name = device.name.iter().take_while(|byte| **byte != 0);
-                (String::from_utf8(name.copied().collect()).unwrap(), device.is_iwarp)
-            })
-        };
-        assert_eq!(found("eth0"), Some(("siw0".to_owned(), 1)));
-        assert_eq!(found("eth1"), Some(("rxe0".to_owned(), 0)));
-        assert_eq!(found("eth1.7"), Some(("rxe0".to_owned(), 0)));
-        assert_eq!(found("ib0"), Some(("mlx4_0".to_owned(), 0)));
+        let found = |interface| device_on(class.path(), interface).map(|name| name.into_string().unwrap());
+        assert_eq!(found("eth0").as_deref(), Some("siw0"));
+        assert_eq!(found("eth1").as_deref(), Some("rxe0"));
+        assert_eq!(found("eth1.7").as_deref(), Some("rxe0"));
+        assert_eq!(found("ib0").as_deref(), Some("mlx4_0"));
         assert_eq!(found("eth2"), None);
         assert_eq!(found("eth9"), None);
         assert_eq!(found("lo"), None);

@@ -320,9 +320,9 @@ impl World {
                 }
             }
             Op::Unconfirmed(n) => {
-                if let Some((mine, theirs)) = self.stream(*n).and_then(|s| Some((s.mine, s.theirs?))) {
+                if let Some(theirs) = self.stream(*n).and_then(|s| s.theirs) {
                     let _ = self.end.unconfirmed(theirs);
-                    let _ = (self.end.confirmed(theirs), self.end.has_crossed(mine));
+                    let _ = self.end.confirmed(theirs);
                 }
             }
             Op::Arm(n) => {

@@ -133,10 +133,6 @@ pub enum Say<'a> {
         serial: u32,
         tail: Value,
     },
-    Recall {
-        to: Number,
-        serial: u32,
-    },
 }
 
 /// Returns the stream, if the number is one of this end's, and its number.
@@ -378,10 +374,6 @@ impl Say<'_> {
                 let tail = tail.of(stream.map_or(0, |s| sent(s)));
                 Record::Taken { theirs, serial, tail }
             }
-            Self::Recall { to, serial } => Record::Recall {
-                theirs: find(streams, to).1,
-                serial,
-            },
         };
         out.push(&record);
     }

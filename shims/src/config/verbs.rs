@@ -180,10 +180,7 @@ unsafe extern "C" fn log(level: u32, text: *const u8, len: usize) {
     let text = String::from_utf8_lossy(text);
     match level {
         1 => tracing::error!(target: "rdmasock::verbs", "{text}"),
-        2 => tracing::warn!(target: "rdmasock::verbs", "{text}"),
-        3 => tracing::info!(target: "rdmasock::verbs", "{text}"),
-        4 => tracing::debug!(target: "rdmasock::verbs", "{text}"),
-        _ => tracing::trace!(target: "rdmasock::verbs", "{text}"),
+        _ => tracing::debug!(target: "rdmasock::verbs", "{text}"),
     }
 }
 
@@ -214,38 +211,14 @@ fn check(result: i32) -> Result<i32, Errno> {
     }
 }
 
-fn to_plugin(address: SocketAddr) -> Address {
-    let mut ip = [0u8; 16];
-    let (family, scope) = match address {
-        SocketAddr::V4(v4) => {
-            let (four, _) = ip.split_at_mut(4);
-            four.copy_from_slice(&v4.ip().octets());
-            (4, 0)
-        }
-        SocketAddr::V6(v6) => {
-            ip = v6.ip().octets();
-            (6, v6.scope_id())
-        }
-    };
-    Address {
-        family,
-        port: address.port(),
-        scope,
-        ip,
-    }
-}
-
 /// Returns whether an RDMA device has this local address.
 pub fn has_device(local: IpAddr) -> bool {
     let Some(plugin) = is_possible().then(plugin).and_then(Result::ok) else {
         return false;
     };
-    let local = to_plugin(SocketAddr::new(local, 0));
-    // SAFETY: zeroes are a value of this plain struct.
-    let mut device = unsafe { std::mem::zeroed() };
-    // SAFETY: valid pointers for the call.
-    let found = unsafe { (plugin.device)(&raw const local, &raw mut device) };
-    found >= 0
+    let local = Address::from(SocketAddr::new(local, 0));
+    // SAFETY: a valid pointer for the call.
+    unsafe { (plugin.device)(&raw const local) >= 0 }
 }
 
 /// A listener for connections from other instances.
@@ -265,7 +238,7 @@ impl Acceptor {
     /// Listens at this local address, on a port that the system chooses.
     pub fn new(local: IpAddr) -> Result<Self, Errno> {
         let plugin = plugin().map_err(|_| Errno::NODEV)?;
-        let at = to_plugin(SocketAddr::new(local, 0));
+        let at = Address::from(SocketAddr::new(local, 0));
         let (mut listener, mut port, mut fd) = (null_mut(), 0, -1);
         // SAFETY: valid pointers for the call.
         check(unsafe { (plugin.listen)(&raw const at, &raw mut listener, &raw mut port, &raw mut fd) })?;
@@ -339,7 +312,7 @@ pub fn connect(
     beside: Option<&Pair>,
 ) -> Result<Pair, Errno> {
     let plugin = plugin().map_err(|_| Errno::NODEV)?;
-    let (local, remote) = (to_plugin(SocketAddr::new(local, 0)), to_plugin(remote));
+    let (local, remote) = (Address::from(SocketAddr::new(local, 0)), Address::from(remote));
     let mut conn = null_mut();
     let beside = beside.map_or(null_mut(), |pair| pair.conn.load(Acquire));
     // SAFETY: valid pointers for the call.

@@ -46,21 +46,17 @@ const READER_BACK_WITHIN: u64 = 1_000_000;
 /// How long the reader may stand still while it reads earlier bytes, ns. `ALL_READ_WITHIN` bounds that time in all, ns.
 const READS_WITHIN: u64 = 500_000;
 const ALL_READ_WITHIN: u64 = 10_000_000;
-/// How long the peer may take to read the lent bytes. The rest then goes by the mirror.
-const TAKEN: Within = Within {
-    begins: 100_000_000,
-    byte: 0,
-};
+/// How long the peer's program may take to take the bytes from its buffer, ns. The rest then goes by the mirror.
+const WRITTEN_WITHIN: u64 = 100_000_000;
 /// How long the reader may stand still before there is room, ns. `ALL_ROOM_WITHIN` bounds that time in all, ns. If the
-/// reader's end has to be asked, the time of its answer comes on top.
+/// reader's end has to be asked, `ANSWER_WITHIN` bounds the time of its answer, ns, for which its program does nothing.
 const ROOM_WITHIN: u64 = 500_000;
 const ALL_ROOM_WITHIN: u64 = 5_000_000;
-/// How long the peer's device may take; the rest then goes by the mirror. A peer that is known to be slow has longer to
-/// begin.
-const TAKEN_BY_READS: Within = Within {
-    begins: 5_000_000,
-    byte: 50,
-};
+const ANSWER_WITHIN: u64 = 50_000_000;
+/// How long a send sleeps while the peer's device reads the lent bytes, ns: until it begins, and for each byte. After
+/// that it polls for a while, and then gives the bulk queue pair up (`Remote::await_word`).
+const READ_WITHIN: u64 = 50_000_000;
+const READ_BYTE_WITHIN: u64 = 50;
 
 /// Which device moves the bytes.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -69,12 +65,6 @@ enum By {
     Writes,
     /// The peer's device reads them.
     Reads,
-}
-
-/// How long the peer may take, ns: `begins` until it begins, then `byte` for each byte.
-struct Within {
-    begins: u64,
-    byte: u64,
 }
 
 /// How a large send went.
@@ -123,7 +113,7 @@ pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int, total: usize) -
         let tx = socket.tx.lock();
         if tx.is_some_and(|mut tx| tx.own.direct.may_try(adverts, now_ns())) {
             sent = await_reader(call, remote, theirs, len).map_or(0, |wanted| {
-                lend(call, (remote, theirs), (memory, wanted, len), By::Writes, TAKEN).0
+                lend(call, (remote, theirs), (memory, wanted, len), By::Writes).0
             });
             if let Some(mut tx) = socket.tx.lock() {
                 tx.own.direct.on_tried(sent > 0, now_ns());
@@ -189,11 +179,7 @@ fn offer(call: &mut Call, remote: &'static Remote, theirs: Vqpn, memory: *mut u8
         return 0;
     }
     let (sent, taken) = if has_room(socket, remote, theirs) {
-        let within = Within {
-            begins: remote.answers.patience(TAKEN_BY_READS.begins),
-            ..TAKEN_BY_READS
-        };
-        lend(call, (remote, theirs), (memory, len, len), By::Reads, within)
+        lend(call, (remote, theirs), (memory, len, len), By::Reads)
     } else {
         (0, 0)
     };
@@ -207,7 +193,9 @@ fn offer(call: &mut Call, remote: &'static Remote, theirs: Vqpn, memory: *mut u8
 /// another way. A signal handler ends the wait, also with false.
 fn has_room(socket: &'static Socket, remote: &'static Remote, theirs: Vqpn) -> bool {
     let begun = now_ns();
-    let (mut moved, mut unread, mut asked) = (begun, u64::MAX, None::<Question>);
+    let (mut moved, mut unread) = (begun, u64::MAX);
+    // Until when the send waits for an answer of the reader's end.
+    let mut answer_until = None::<u64>;
     loop {
         let sent = socket.tx.lock().and_then(|tx| Some(tx.producer.as_ref()?.position()));
         let sent = sent.unwrap_or(0);
@@ -220,9 +208,6 @@ fn has_room(socket: &'static Socket, remote: &'static Remote, theirs: Vqpn) -> b
             return false;
         }
         if unread == 0 {
-            if let Some(question) = &mut asked {
-                question.on_answer(remote, now);
-            }
             if !give_back(socket) {
                 // The earlier bytes have gone by a send buffer of this end, so the next bytes have to go there too.
                 return false;
@@ -231,22 +216,27 @@ fn has_room(socket: &'static Socket, remote: &'static Remote, theirs: Vqpn) -> b
         if free(socket) >= remote.direct_min() {
             return true;
         }
+        if remote.end().confirmed(theirs).is_none_or(|until| until >= sent) {
+            // The answer is there. The reader may be about to read.
+            answer_until = answer_until.map(|until| until.min(now + ROOM_WITHIN));
+        }
         let until = (moved + ROOM_WITHIN).min(begun + ALL_ROOM_WITHIN);
-        let answered = asked.as_ref().map_or(0, |question| question.until(remote));
-        let left = until.max(answered).saturating_sub(now);
-        if left == 0 && asked.is_none() && is_aside(socket) {
+        let left = until.max(answer_until.unwrap_or(0)).saturating_sub(now);
+        if left == 0 && answer_until.is_none() && is_aside(socket) {
             // A reader does not report less than a quarter of its ring unasked (P55). The producer cannot leave the
             // send buffer before this end knows that all its bytes were read.
-            asked = Some(Question::ask(remote, theirs, sent, now));
+            remote.end().unconfirmed(theirs);
+            // The answer comes after bytes that were not sent, and they wait for the reader.
+            let depends_on_reader = remote.end().unsent(theirs) > 0;
+            let within = if depends_on_reader { ROOM_WITHIN } else { ANSWER_WITHIN };
+            answer_until = Some(now + within);
             continue;
         }
         if left == 0 {
-            if let Some(question) = asked {
-                question.give_up(remote, theirs, now);
-            }
             return false;
         }
-        let mut patience = wait::Patience::at_most(Timeout::Ns(left));
+        // An answer wakes this thread only if the reader has read more.
+        let mut patience = wait::Patience::at_most(Timeout::Ns(left.min(ROOM_WITHIN)));
         if wait::wait_for::<RoomToLend>(socket, &mut patience) == Err(libc::EINTR) {
             return false;
         }
@@ -281,56 +271,7 @@ fn is_read_aside(socket: &Socket, remote: &Remote) -> bool {
     position.is_some_and(|position| remote.end().untaken(theirs, position) == 0)
 }
 
-/// A question to the reader's end: how far is the reader?
-struct Question {
-    /// When it was asked, monotonic ns.
-    at: u64,
-    /// The answer covers all bytes before this position.
-    position: u64,
-    /// All bytes before `position` were sent, and no answer has come yet. Only then is the time of the answer a
-    /// measurement, because it does not depend on the reader.
-    counts: bool,
-}
-
-impl Question {
-    fn ask(remote: &Remote, theirs: Vqpn, position: u64, now: u64) -> Self {
-        remote.end().unconfirmed(theirs);
-        Self {
-            at: now,
-            position,
-            counts: remote.end().unsent(theirs) == 0,
-        }
-    }
-
-    /// Returns until when the send waits for the answer, monotonic ns.
-    fn until(&self, remote: &Remote) -> u64 {
-        let within = match self.counts {
-            true => remote.answers.patience(ROOM_WITHIN),
-            false => ROOM_WITHIN,
-        };
-        self.at + within
-    }
-
-    /// Takes in the answer, which is that the reader has read all bytes.
-    fn on_answer(&mut self, remote: &Remote, now: u64) {
-        if std::mem::take(&mut self.counts) {
-            remote.answers.on_answer(now - self.at);
-        }
-    }
-
-    /// Ends the wait for the answer. If none has come, records that the peer took longer than the time so far.
-    fn give_up(&self, remote: &Remote, theirs: Vqpn, now: u64) {
-        let is_answered = remote
-            .end()
-            .confirmed(theirs)
-            .is_none_or(|until| until >= self.position);
-        if self.counts && !is_answered {
-            remote.answers.on_none(now - self.at);
-        }
-    }
-}
-
-/// Lends as many of the next `wanted` bytes as possible, from a piece of `len` bytes. Waits `within` its bounds until
+/// Lends as many of the next `wanted` bytes as possible, from a piece of `len` bytes. Waits for a bounded time until
 /// the peer has them. Returns how many bytes count as sent, and how many of those a device is known to have moved past
 /// the mirror.
 fn lend(
@@ -338,7 +279,6 @@ fn lend(
     (remote, theirs): (&'static Remote, Vqpn),
     (memory, wanted, len): (*mut u8, usize, usize),
     by: By,
-    within: Within,
 ) -> (usize, usize) {
     let (socket, end) = (call.socket, remote.end());
     let least = remote.direct_min();
@@ -395,26 +335,17 @@ fn lend(
         theirs,
         until,
         by,
-        is_recalled: false,
+        is_ended: false,
         memory: pinned,
     };
     ready::notify_peer(socket, wake);
-    let bytes_within = bytes as u64 * within.byte;
-    let mut patience = wait::Patience::at_most(Timeout::Ns(within.begins + bytes_within));
-    let begun = now_ns();
+    let within = match by {
+        By::Writes => WRITTEN_WITHIN,
+        By::Reads => READ_WITHIN + bytes as u64 * READ_BYTE_WITHIN,
+    };
+    let mut patience = wait::Patience::at_most(Timeout::Ns(within));
     while !Taken::is_worth_a_look(socket) && wait::wait_for::<Taken>(socket, &mut patience).is_ok() {}
-    let waited = now_ns() - begun;
-    lent.recall();
-    if by == By::Reads && !Taken::is_over(socket) {
-        // A peer that has not begun and answers the recall at once would not have begun later either. So after a recall
-        // only the time of the recall's answer counts.
-        let answer = if lent.is_recalled {
-            now_ns() - begun - waited
-        } else {
-            waited.saturating_sub(bytes_within)
-        };
-        remote.answers.on_answer(answer);
-    }
+    lent.await_end();
     let taken = match by {
         By::Writes => bytes,
         By::Reads => end.taken(theirs).clamp(from, until).abs_diff(from) as usize,
@@ -435,19 +366,20 @@ struct Lent {
     /// The position behind its last byte.
     until: u64,
     by: By,
-    is_recalled: bool,
+    /// `await_end` was called.
+    is_ended: bool,
     /// Dropped after `Lent::drop` has run, so that the registration ends last.
     memory: Pinned,
 }
 
 impl Lent {
-    /// Recalls the memory from the peer's device, if that may still read it. When this returns, the peer has confirmed
-    /// that its device reads no more, or the device can no longer reach the memory.
-    fn recall(&mut self) {
+    /// Waits until the peer's device reads the memory no more. When this returns, the peer's end has said so, or the
+    /// device can no longer reach the memory.
+    fn await_end(&mut self) {
         let (end, theirs) = (self.remote.end(), self.theirs);
-        if self.by == By::Reads && !self.is_recalled && !end.is_source_done(theirs) {
-            self.is_recalled = true;
-            end.recall_source(theirs);
+        let was_ended = std::mem::replace(&mut self.is_ended, true);
+        if self.by == By::Reads && !was_ended && !end.is_source_done(theirs) {
+            end.cancel_source(theirs);
             self.remote.await_word(|| end.is_source_done(theirs));
         }
     }
@@ -459,7 +391,7 @@ impl Drop for Lent {
             return;
         }
         let (end, theirs) = (self.remote.end(), self.theirs);
-        self.recall();
+        self.await_end();
         // SAFETY: the loan is of the program's buffer, which stays readable until the call returns; the call drops this
         // value first.
         let left = unsafe { end.take_source(theirs) };

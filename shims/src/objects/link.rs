@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64};
 
 use crossbeam_utils::CachePadded;
 use rdmasock_core::fabric::layout::{MAX_RING_LOG2, MAX_STREAMS, MIN_RING_LOG2, READY_QUEUES, Region};
-use rdmasock_core::fabric::ring::{Allowance, Consumer, Producer, TouchedArea, Wake};
+use rdmasock_core::fabric::ring::{Allowance, Consumer, Producer, Wake};
 use rdmasock_core::fabric::shm::Memory;
 use rdmasock_core::fabric::waiter::WaiterId;
 use rdmasock_core::fabric::{LinkEnd, NoProducer, OpenError, Opened, SendError, shm};
@@ -97,9 +97,9 @@ pub struct Link {
     has_bell: AtomicU64,
     /// Size of the largest ring that the peer writes into, bytes.
     peers_max_ring: AtomicU64,
-    /// The parts of the peer's data area that this end has written into. `None` on a link to another host, where the
-    /// area is this process's memory.
-    touched: Lock<Option<Arc<TouchedArea>>>,
+    /// How far into the peer's data area the rings of its streams may reach, bytes. Without effect on a link to another
+    /// host, where the area is this process's memory.
+    reach: Arc<AtomicU64>,
     /// Counts of the checks that the peer has caused, see [`Self::judge`]. All threads write them, so they lie on other
     /// cache lines than the fields that all threads only read.
     looks: CachePadded<Looks>,
@@ -561,7 +561,7 @@ impl Link {
             announced: Lock::new(Vec::new()),
             has_bell: AtomicU64::new(0),
             peers_max_ring: AtomicU64::new(u64::MAX),
-            touched: Lock::new(None),
+            reach: Arc::default(),
             looks: CachePadded::default(),
             is_left: AtomicBool::new(false),
             sockets: Sparse::new(),
@@ -618,9 +618,7 @@ impl Link {
         match &self.end {
             AnyEnd::Verbs(_) => put_free(self),
             AnyEnd::Shm(end) => {
-                if let Some(mut touched) = self.touched.lock() {
-                    *touched = None;
-                }
+                self.reach.store(0, Release);
                 // SAFETY: no cursor is left. Streams and producers pin the link until they have given up their cursors,
                 // and the exchange above has found no pin.
                 unsafe { end.release() };
@@ -722,15 +720,11 @@ impl Drop for Held {
 // that it queues.
 
 impl Link {
-    /// Sets the peer's geometry: the size of the largest ring that it writes into, and the size of its data area. This
-    /// end uses that area only as far as the peer's streams need. To be called before the first stream.
-    pub fn on_geometry(&self, max_ring: u64, data_bytes: u64) {
+    /// Sets the size of the largest ring that the peer writes into. To be called before the first stream.
+    pub fn on_geometry(&self, max_ring: u64) {
         let max_ring = max_ring.clamp(1 << MIN_RING_LOG2, 1 << MAX_RING_LOG2);
         let max_ring = 1 << max_ring.ilog2();
         self.peers_max_ring.store(max_ring, Release);
-        if let Some(mut touched) = self.touched.lock() {
-            *touched = Some(Arc::new(TouchedArea::new(data_bytes)));
-        }
     }
 
     /// Returns the size of the largest ring that this end receives in, bytes.
@@ -741,14 +735,13 @@ impl Link {
 
     /// Returns the allowance by which this end adopts rings that the peer offers to one more stream.
     fn allowance(&self) -> Allowance {
-        let touched = self.touched.lock();
-        let Some(touched) = touched.as_ref().and_then(|touched| touched.as_ref()) else {
+        if self.is_remote() {
             return Allowance::default();
-        };
+        }
         let largest = config().ring_max.bytes();
         let rings = RINGS + RINGS_A_STREAM * u64::from(self.streams() + 1);
-        touched.allow(rings.saturating_mul(largest));
-        Allowance::new(largest.ilog2() as u8, Arc::clone(touched))
+        self.reach.fetch_max(rings.saturating_mul(largest), AcqRel);
+        Allowance::new(largest.ilog2() as u8, Arc::clone(&self.reach))
     }
 
     /// Counts a check of a stream that the peer may have queued; `found` if the stream was ready. A peer that queues

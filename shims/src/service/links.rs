@@ -248,7 +248,7 @@ impl Worker {
 
     fn make_link(&mut self, peer: InstanceId, pid: u32, max_ring: u64, memory: &Memory<'_>) -> Option<&'static Link> {
         let link = self.new_link(Path::Shm, peer, pid, |identity| Link::new(identity, memory))?;
-        link.on_geometry(max_ring, memory.theirs.1.data_len() as u64);
+        link.on_geometry(max_ring);
         tracing::info!(target: "rdmasock", %peer, pid, slot = link.slot(), "link up");
         Some(link)
     }

@@ -295,7 +295,7 @@ impl Worker {
         }
         self.conns.insert(id, Conn::new(None, Peer::Link(link)));
         link::add(link);
-        tracing::info!(target: "rdmasock", %peer, pid, slot, qp = info.qp_number, "link to another host up");
+        tracing::info!(target: "rdmasock", %peer, pid, slot, "link to another host up");
         self.on_completion(id);
         Some(link)
     }

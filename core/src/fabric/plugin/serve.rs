@@ -7,7 +7,7 @@ use std::ptr::null;
 use std::time::Duration;
 
 use crate::fabric::plugin::{
-    ABI, Address, Completion, Conn, Device, Errno, Host, Info, Listener, PRIVATE_BYTES, Request, Result, completion,
+    ABI, Address, Completion, Conn, Errno, Host, Info, Listener, PRIVATE_BYTES, Request, Result, completion,
 };
 use crate::fabric::remote::qp::{Completed, Read, Region, Role, Write};
 use crate::sync::{AtomicU64, Attention, Ordering, Published};
@@ -23,8 +23,8 @@ pub trait Provider: 'static {
     /// The type of a connection.
     type Conn: Connection;
 
-    /// Returns the device that has this local address; ENODEV if none has.
-    fn device(local: &Address) -> Result<Device>;
+    /// Checks that a device has this local address; ENODEV if none has.
+    fn device(local: &Address) -> Result<()>;
     /// Listens at a local address; port 0 stands for a free port.
     fn listen(local: &Address) -> Result<Self::Listener>;
     /// Connects, perhaps beside another connection. The timeout bounds the search for a route, and then again the wait
@@ -58,10 +58,8 @@ pub trait Listen {
 pub struct Incoming<C> {
     /// To be accepted or rejected.
     pub conn: C,
-    /// The private data of the peer's request.
+    /// The private data of the peer's request, padded with zeroes.
     pub private: [u8; PRIVATE_BYTES],
-    /// Bytes of `private`.
-    pub private_len: u32,
 }
 
 /// A connection of a [`Provider`], with the functions of [`Plugin`]; dropped when it is over.
@@ -217,10 +215,10 @@ functions! {
     /// `disconnect` by any. Only `connect` and `destroy` may wait.
     pub struct Plugin;
 
-    /// Stores the device that has this local address; -ENODEV if none has.
-    fn device<P>(local: *const Address, out: *mut Device) -> i32 {
-        // SAFETY: the pointers are as said above.
-        unsafe { put(out, P::device(local.as_ref().ok_or(INVALID)?)?) }
+    /// Returns 0 if a device has this local address; -ENODEV if none has.
+    fn device<P>(local: *const Address) -> i32 {
+        // SAFETY: the pointer is as said above.
+        P::device(unsafe { local.as_ref() }.ok_or(INVALID)?)
     }
 
     /// Listens at a local address; with port 0 at one that the system chooses.
@@ -245,10 +243,10 @@ functions! {
         if out.is_null() {
             return Err(INVALID);
         }
-        let Incoming { conn, private, private_len } = listener.next()?.ok_or(Errno(libc::EAGAIN))?;
+        let Incoming { conn, private } = listener.next()?.ok_or(Errno(libc::EAGAIN))?;
         let conn = give::<P>(conn);
         // SAFETY: the pointer is as said above.
-        unsafe { put(out, Request { conn, private, private_len }) }
+        unsafe { put(out, Request { conn, private }) }
     }
 
     /// Ends a listener.
@@ -310,8 +308,8 @@ functions! {
         unsafe { put(out, connection::<P>(conn)?.info()?) }
     }
 
-    /// Takes in events of the connection. Returns 0 if it is not up yet, 1 if it is up, and the negative reason if it is
-    /// over.
+    /// Takes in events of the connection. Returns 0 if it is not up yet, 1 if it is up, and the negative reason if it
+    /// is over.
     fn state<P>(conn: *mut Conn) -> i32 {
         // SAFETY: the handle is as said above.
         Ok(unsafe { connection::<P>(conn) }?.state())
@@ -405,8 +403,8 @@ functions! {
         Ok(())
     }
 
-    /// Closes the inherited fds in a fork child, before any other call, and does not access the device. All handles are
-    /// void.
+    /// Forgets all handles in a fork child, before any other call, and does not access the device. The host closes the
+    /// inherited fds.
     fn after_fork<P>() -> i32 {
         P::after_fork();
         Ok(())

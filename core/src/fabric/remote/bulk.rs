@@ -26,9 +26,10 @@ pub(super) struct Bulk<Q> {
     is_full: bool,
     /// Streams, by the peer's number, that wait for room.
     stalled: Vec<u32>,
-    /// Adverts of this end that may still be answered, and their limit: each answer takes a receive buffer.
-    landings: u16,
-    most_landings: u16,
+    /// Local streams whose adverts the peer may still answer, and their limit: each answer takes a receive buffer.
+    /// Those that are over are removed before the next advert.
+    pub landings: Vec<u32>,
+    pub most_landings: usize,
     /// READs that are posted and not complete, and their limit: 0 if none can be posted.
     reads: VecDeque<Asked>,
     pub most_reads: usize,
@@ -55,18 +56,14 @@ pub(super) enum Came {
     Read(Asked),
 }
 
-/// Why this end gives the bulk queue pair up.
+/// This end gives the bulk queue pair up: the connection is over, or the peer has sent a message that does not belong
+/// there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Lost {
-    /// The connection is over.
-    Down,
-    /// The peer has sent a message that does not belong on a bulk queue pair.
-    Malformed,
-}
+pub(super) struct Lost;
 
 impl From<Down> for Lost {
     fn from(_: Down) -> Self {
-        Self::Down
+        Self
     }
 }
 
@@ -78,8 +75,8 @@ impl<Q: QueuePair> Bulk<Q> {
             answers: VecDeque::new(),
             is_full: false,
             stalled: Vec::new(),
-            landings: 0,
-            most_landings: limits.receive_buffers,
+            landings: Vec::new(),
+            most_landings: limits.receive_buffers.into(),
             reads: VecDeque::new(),
             most_reads: MOST_READS.min(limits.reads.into()),
             readers: VecDeque::new(),
@@ -88,18 +85,6 @@ impl<Q: QueuePair> Bulk<Q> {
 
     pub fn arm(&self) -> Result<(), Lost> {
         Ok(self.qp.arm()?)
-    }
-
-    /// Counts one more advert. False, and it is not counted, if there are too many.
-    pub fn begin_landing(&mut self) -> bool {
-        let may = self.landings < self.most_landings;
-        self.landings += u16::from(may);
-        may
-    }
-
-    /// Ends the count of an advert.
-    pub fn end_landing(&mut self) {
-        self.landings = self.landings.saturating_sub(1);
     }
 
     /// Posts a WRITE of a stream. False if there is no room; then [`poll`](Self::poll) reports the stream when there
@@ -113,7 +98,7 @@ impl<Q: QueuePair> Bulk<Q> {
             match unsafe { self.qp.write(write, None) } {
                 Ok(()) => return Ok(true),
                 Err(PostError::Full) => self.is_full = true,
-                Err(PostError::Down) => return Err(Lost::Down),
+                Err(PostError::Down) => return Err(Lost),
             }
         }
         if !self.stalled.contains(&theirs) {
@@ -155,14 +140,14 @@ impl<Q: QueuePair> Bulk<Q> {
                 self.readers.push_front(mine);
                 Ok(false)
             }
-            Err(PostError::Down) => Err(Lost::Down),
+            Err(PostError::Down) => Err(Lost),
         }
     }
 
     /// Sends PLACED, behind all that was written before. An error if too many answers wait.
     pub fn answer(&mut self, theirs: u32, answer: Answer) -> Result<(), Lost> {
         if self.answers.len() >= MOST_ANSWERS {
-            return Err(Lost::Malformed);
+            return Err(Lost);
         }
         self.answers.push_back((theirs, answer));
         self.flush()
@@ -181,7 +166,7 @@ impl<Q: QueuePair> Bulk<Q> {
                     self.is_full = true;
                     return Ok(());
                 }
-                Err(PostError::Down) => return Err(Lost::Down),
+                Err(PostError::Down) => return Err(Lost),
             };
         }
         Ok(())
@@ -206,7 +191,7 @@ impl<Q: QueuePair> Bulk<Q> {
             Completed::Written { .. } | Completed::Probed => is_malformed = true,
         })?;
         if is_malformed {
-            return Err(Lost::Malformed);
+            return Err(Lost);
         }
         if has_room {
             self.is_full = false;
@@ -350,19 +335,16 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
 
     /// Lends program memory to the peer's device, which reads the bytes under the remote `key` into the peer's ring.
     /// False if bytes that were committed before are left to be sent, among other reasons. To be ended by
-    /// [`recall_source`](Self::recall_source), if [not done](Self::is_source_done), and
-    /// [`take_source`](Self::take_source).
+    /// [`take_source`](Self::take_source), when it [is done](Self::is_source_done).
     pub fn offer_source(&self, theirs: Vqpn, position: u64, address: usize, len: u64, key: u32) -> bool {
         let source = Source::new(position, address, len, None);
         self.with(|engine| engine.offer_source(&self.shared, theirs.0, source, key))
             .unwrap_or(false)
     }
 
-    /// Asks the peer to stop reading the offered memory. Its end answers how far it has read, and
-    /// [then](Self::is_source_done) it reads no more.
-    pub fn recall_source(&self, theirs: Vqpn) {
-        self.with(|engine| engine.recall_source(&self.shared, theirs.0));
-        let _ = self.run(PUMP);
+    /// Ends the loan if the peer was not told of it. Then it [is done](Self::is_source_done).
+    pub fn cancel_source(&self, theirs: Vqpn) {
+        self.of_peer(theirs, |s| s.out.loans.cancel());
     }
 
     /// Returns whether the loan is to be ended: the peer has all of the bytes, or needs the rest in the ring.

@@ -22,7 +22,7 @@ use crate::fabric::remote::{
     Counts, ENGINE, Fault, FaultCell, Local, MIN_BUFFER, MIN_BUFFERS, SERVICE, Tuning, Unusable,
 };
 use crate::fabric::ring::{Consumer, Producer, Wake};
-use crate::fabric::side::{Done, Numbers, Side, Sweeps, done};
+use crate::fabric::side::{Done, Numbers, Side, done};
 use crate::fabric::waiter::{MAX_WAITERS, WaiterId};
 use crate::fabric::{LinkEnd, OpenError, Opened, SendError};
 use crate::ids::Vqpn;
@@ -55,10 +55,9 @@ use crate::wire::{MAX_MESSAGE, Message, RingOffer};
 ///
 /// # Both end a direction
 /// On shm one word decides whether a producer has ended a direction or its consumer has stopped it. Here both can win,
-/// each at its own end, with END and STOP crossing on their way. Both marks then stay, and
-/// [`has_crossed`](Self::has_crossed) holds at either end as soon as it knows. The producer's end may have gone on with
-/// TCP, so it cannot send the unread bytes in their place. So an end resets the connection when it gets the
-/// DEMOTE-REQUEST with a resumption for a stream that has crossed, or whose producer [is ended](Producer::is_ended).
+/// each at its own end, with END and STOP crossing on their way. Both marks then stay. The producer's end may have gone
+/// on with TCP, so it cannot send the unread bytes in their place. So an end resets the connection when it gets the
+/// DEMOTE-REQUEST with a resumption for a stream whose producer [is ended](Producer::is_ended).
 pub struct End<Q, L> {
     pub(super) shared: Shared<Q, L>,
     pub(super) engine: Lock<Engine<Q>>,
@@ -68,7 +67,6 @@ pub struct End<Q, L> {
     looks_saved: AtomicU64,
     fault: FaultCell,
     fault_unseen: Published<AtomicBool>,
-    sweeps: Sweeps,
     numbers: Numbers,
     registries: [Registry; 2],
     /// Threads that have released the engine's lock and still do the work that they found under it.
@@ -119,7 +117,6 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
             looks_saved: AtomicU64::new(0),
             fault: FaultCell::default(),
             fault_unseen: Published::default(),
-            sweeps: Sweeps::new(),
             numbers,
             registries: [Registry::new(), Registry::new()],
             finishing: Presence::new(),
@@ -141,7 +138,6 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         self.shared.reset();
         self.again.take();
         self.looks_saved.store(0, Relaxed);
-        self.sweeps.reset();
         self.numbers.reset(self.shared.mine.data_len() as u64);
         self.registries.iter().for_each(Registry::reset);
         self.fault_unseen.publish(false);
@@ -316,11 +312,6 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     pub fn confirmed(&self, theirs: Vqpn) -> Option<u64> {
         // Without the end mark.
         self.of_peer(theirs, |s| s.out.acked.max(s.out.head).min(s.out.told))
-    }
-
-    /// Returns whether both ends have ended one of the directions of stream `mine`; see [`End`].
-    pub fn has_crossed(&self, mine: Vqpn) -> bool {
-        self.of_mine(mine, |s| s.crossed).unwrap_or(false)
     }
 
     /// Returns whether the link is down.
@@ -654,7 +645,7 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
     }
 
     fn drain_ready(&self, waiter: WaiterId, each: impl FnMut(Vqpn)) {
-        self.sweeps.drain(&self.shared.mine, waiter, each);
+        self.shared.mine.drain(waiter, each);
     }
 
     fn queued_at(&self, mine: Vqpn) -> u64 {
@@ -664,7 +655,7 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
     /// For waiter 0 also returns whether there is a message, or a fault, a new watch or a given-up bulk queue pair for
     /// which it has not asked.
     fn has_ready(&self, waiter: WaiterId) -> bool {
-        Sweeps::has_ready(&self.shared.mine, waiter)
+        self.shared.mine.has_ready(waiter)
             || waiter == SERVICE
                 && (self.shared.news.look() > 0
                     || self.fault_unseen.look()

@@ -8,12 +8,11 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use crate::fabric::layout::Region;
 use crate::fabric::ready::{PrivateQueue, ReadyCursor, ReadyQueue};
-use crate::fabric::remote::bulk::{Bulk, Lost};
-use crate::fabric::remote::put::with_adverts;
+use crate::fabric::remote::bulk::Bulk;
 use crate::fabric::remote::qp::{Down, Key, Limits, PostError, QueuePair};
 use crate::fabric::remote::sender::Sender;
 use crate::fabric::remote::shared::{After, Chunks, Shared, Target, Which};
-use crate::fabric::remote::stream::{Incoming, State, Stream, Streams};
+use crate::fabric::remote::stream::{State, Stream, Streams};
 use crate::fabric::remote::watch::{Step, Watch};
 use crate::fabric::remote::{DirectCounts, Fault, Local, SERVICE};
 use crate::fabric::ring::DirectionBlock;
@@ -51,8 +50,8 @@ pub(super) struct Engine<Q> {
     /// The time of the next tick, ns.
     pub now: u64,
     pub bulk: Option<Bulk<Q>>,
-    /// Why the bulk queue pair is to be given up.
-    pub lost: Option<Lost>,
+    /// The bulk queue pair is to be given up.
+    pub is_lost: bool,
     /// The serial of the last advert or loan.
     pub serial: u32,
     pub direct: DirectCounts,
@@ -75,7 +74,7 @@ impl<Q: QueuePair> Engine<Q> {
             watch: Watch::new(),
             now: 0,
             bulk: None,
-            lost: None,
+            is_lost: false,
             serial: 0,
             direct: DirectCounts::default(),
             unforgotten: Vec::new(),
@@ -97,7 +96,6 @@ impl<Q: QueuePair> Engine<Q> {
             if let Some(aside) = s.out.aside {
                 g.buffers.give_back(aside.region);
             }
-            with_adverts(&mut self.bulk, &mut s.inc, |inc| *inc = Incoming::default());
             *s = Stream::default();
             self.unlink(mine, theirs);
         }
@@ -196,9 +194,9 @@ impl<Q: QueuePair> Engine<Q> {
     pub fn run<L: Local>(&mut self, g: &Shared<Q, L>, what: u32) -> Result<bool, Fault> {
         let mut events = 0;
         if what & ARM != 0
-            && let Some(Err(lost)) = self.bulk.as_ref().map(Bulk::arm)
+            && let Some(bulk) = &self.bulk
         {
-            self.lost = Some(lost);
+            self.is_lost |= bulk.arm().is_err();
         }
         if what & POLL != 0 || self.sender.is_short() {
             events = self.poll(g)? + self.poll_bulk(g)?;
@@ -227,7 +225,7 @@ impl<Q: QueuePair> Engine<Q> {
             self.poll(g)?;
         }
         pumped?;
-        if self.lost.is_some() {
+        if self.is_lost {
             self.drop_bulk(g);
             // `drop_bulk` has queued changes, and no other thread asks for a PUMP.
             self.pump(g)?;

@@ -7,7 +7,7 @@
 use crate::fabric::ready::ReadyQueue;
 use crate::fabric::remote::bulk::{Asked, Bulk, Lost};
 use crate::fabric::remote::engine::Engine;
-use crate::fabric::remote::put::{Source, with_adverts};
+use crate::fabric::remote::put::Source;
 use crate::fabric::remote::qp::{QueuePair, Read};
 use crate::fabric::remote::record::{Memory, Serial};
 use crate::fabric::remote::shared::Shared;
@@ -19,91 +19,48 @@ use crate::fabric::side::Done;
 /// The longest READ in bytes; its bytes become readable together.
 const READ: u64 = 128 * 1024;
 
-#[derive(Clone, Copy, Debug)]
-struct Lent {
-    loan: Memory,
-    is_told: bool,
-    recall: Recall,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Recall {
-    No,
-    /// RECALL is to be sent.
-    Due,
-    Told,
-}
-
 /// The sending side of loans; at most one is open, until TAKEN has come for it.
 #[derive(Debug, Default)]
-pub(super) struct Loans(Option<Lent>);
+pub(super) struct Loans {
+    /// The loan for which SOURCE is to be sent.
+    pub untold: Option<Memory>,
+    /// The loan for which SOURCE was sent.
+    told: Option<Memory>,
+}
 
 impl Loans {
     /// Returns whether a loan is open; the direction goes on when it is over.
     pub fn is_open(&self) -> bool {
-        self.0.is_some()
+        self.untold.or(self.told).is_some()
     }
 
     fn begin(&mut self, loan: Memory) {
-        self.0 = Some(Lent {
-            loan,
-            is_told: false,
-            recall: Recall::No,
-        });
-    }
-
-    /// Returns the loan for which SOURCE is to be sent.
-    pub fn untold(&self) -> Option<Memory> {
-        self.0.filter(|lent| !lent.is_told).map(|lent| lent.loan)
+        self.untold = Some(loan);
     }
 
     pub fn on_told(&mut self) {
-        if let Some(lent) = &mut self.0 {
-            lent.is_told = true;
-        }
+        self.told = self.untold.take().or(self.told);
     }
 
     /// Returns the position up to which the peer may have read; `None` if SOURCE was not sent.
     pub fn reach(&self) -> Option<u64> {
-        self.0.filter(|lent| lent.is_told).map(|lent| lent.loan.end())
+        self.told.map(|loan| loan.end())
     }
 
-    /// Recalls the loan: the local program waits no longer. If SOURCE was not sent, the loan ends at once. True if
-    /// there was a loan that was not recalled before.
-    pub fn recall(&mut self) -> bool {
-        match &mut self.0 {
-            Some(lent) if lent.is_told => {
-                let is_news = lent.recall == Recall::No;
-                if is_news {
-                    lent.recall = Recall::Due;
-                }
-                is_news
-            }
-            _ => self.0.take().is_some(),
-        }
-    }
-
-    /// Returns the loan for which RECALL is to be sent.
-    pub fn recalled(&self) -> Option<Serial> {
-        let due = self.0.filter(|lent| lent.recall == Recall::Due);
-        due.map(|lent| lent.loan.serial)
-    }
-
-    pub fn on_recall_told(&mut self) {
-        if let Some(lent) = &mut self.0 {
-            lent.recall = Recall::Told;
-        }
+    /// Ends the loan if SOURCE was not sent.
+    pub fn cancel(&mut self) {
+        self.untold = None;
     }
 
     /// Takes in TAKEN: the loan is over, and the direction goes on at `tail`. An error if that is outside the loan, or
     /// before `head`, the position up to which the peer's program has read. Returns how many bytes went by the loan.
     fn on_taken(&mut self, serial: Serial, tail: u64, head: u64) -> Result<u64, Breach> {
-        let told = self.0.filter(|lent| lent.is_told && lent.loan.serial == serial);
-        let loan = told.ok_or(Breach::Loan)?.loan;
+        let told = self.told.filter(|loan| loan.serial == serial);
+        let loan = told.ok_or(Breach::Loan)?;
         if !(loan.position.max(head)..=loan.end()).contains(&tail) {
             return Err(Breach::Loan);
         }
-        self.0 = None;
+        self.told = None;
         Ok(tail - loan.position)
     }
 }
@@ -179,13 +136,6 @@ impl Takings {
         }
     }
 
-    /// Takes in a RECALL.
-    pub fn on_recall(&mut self, serial: Serial) {
-        if self.0.is_some_and(|taking| taking.loan.serial == serial) {
-            self.stop();
-        }
-    }
-
     /// Returns whether posted READs may still bring bytes; all before `tail` have come.
     pub fn is_under_way(&self, tail: u64) -> bool {
         self.0.is_some_and(|taking| taking.posted > tail)
@@ -257,17 +207,6 @@ impl<Q: QueuePair> Engine<Q> {
         true
     }
 
-    /// Recalls a loan: the local program waits no longer. The loan is over when
-    /// [`is_source_done`](Self::is_source_done).
-    pub fn recall_source<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) {
-        let s = self.streams.of_peer(theirs);
-        if s.is_some_and(|s| s.out.loans.recall()) {
-            self.direct.recalled += 1;
-            g.local.on_recalled();
-            g.dirty.push(theirs);
-        }
-    }
-
     /// Takes in TAKEN: the peer's device has read up to `tail`.
     pub fn on_taken<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, serial: u32, tail: u64) -> Result<(), Breach> {
         let Some(s) = self.streams.get(mine).filter(|s| s.state == State::Open) else {
@@ -303,7 +242,7 @@ impl<Q: QueuePair> Engine<Q> {
             // CLOSED informs the peer that this end has left.
             return Ok(());
         };
-        with_adverts(&mut self.bulk, &mut s.inc, |inc| inc.on_loan(block, loan))?;
+        s.inc.on_loan(block, loan)?;
         match &mut self.bulk {
             Some(bulk) => bulk.add_reader(mine),
             None => self.change_taking(g, mine, |inc| inc.takings.stop()),
@@ -325,9 +264,7 @@ impl<Q: QueuePair> Engine<Q> {
         let (Some(s), Some(block)) = (self.streams.get(mine), g.block_mine(mine)) else {
             return;
         };
-        let before = s.inc.landed;
         let wake = s.inc.end_own_landing(block);
-        self.direct.taken_into += s.inc.landed - before;
         g.tell_here(&mut self.after, wake, mine);
         let is_over = s.inc.takings.answer(s.inc.tail, block.head()).is_some();
         g.touch(s.theirs.filter(|_| is_over));
@@ -357,7 +294,7 @@ impl<Q: QueuePair> Engine<Q> {
         let Some(mut bulk) = self.bulk.take() else { return };
         let read = self.read_by(g, &mut bulk);
         self.bulk = Some(bulk);
-        self.lost = self.lost.or(read.err());
+        self.is_lost |= read.is_err();
     }
 
     fn read_by<L: Local>(&mut self, g: &Shared<Q, L>, bulk: &mut Bulk<Q>) -> Result<(), Lost> {
@@ -476,28 +413,26 @@ mod tests {
     fn what_was_told_is_over_with_its_answer_alone() {
         let mut loans = Loans::default();
         loans.begin(LOAN);
-        assert_eq!((loans.untold(), loans.reach()), (Some(LOAN), None));
+        assert_eq!((loans.untold, loans.reach()), (Some(LOAN), None));
         assert_eq!(loans.on_taken(7, 150, 0), Err(Breach::Loan), "it was not told");
         loans.on_told();
-        assert_eq!((loans.untold(), loans.reach()), (None, Some(150)));
+        assert_eq!((loans.untold, loans.reach()), (None, Some(150)));
         for (serial, tail, head) in [(8, 120, 100), (7, 99, 100), (7, 151, 100), (7, 110, 111)] {
             assert_eq!(loans.on_taken(serial, tail, head), Err(Breach::Loan));
         }
-        assert!(loans.recall() && !loans.recall() && loans.is_open());
-        assert_eq!(loans.recalled(), Some(7));
-        loans.on_recall_told();
-        assert!(loans.recalled().is_none() && !loans.recall());
+        loans.cancel();
+        assert!(loans.is_open());
         assert_eq!(loans.on_taken(7, 120, 110), Ok(20));
         assert!(!loans.is_open());
         assert_eq!(loans.on_taken(7, 120, 110), Err(Breach::Loan), "twice");
     }
 
     #[test]
-    fn what_was_not_told_is_over_with_its_recall() {
+    fn what_was_not_told_can_be_cancelled() {
         let mut loans = Loans::default();
         loans.begin(LOAN);
-        assert!(loans.recall());
-        assert!(!loans.is_open() && loans.recalled().is_none() && !loans.recall());
+        loans.cancel();
+        assert!(!loans.is_open());
     }
 
     #[test]
@@ -540,9 +475,7 @@ mod tests {
         assert_eq!(next(&takings), Some((100, 50, 5000)));
         takings.on_posted(20);
         assert_eq!(next(&takings), Some((120, 30, 5020)));
-        takings.on_recall(6);
-        assert!(next(&takings).is_some(), "another one's");
-        takings.on_recall(7);
+        takings.stop();
         assert_eq!(
             (next(&takings), takings.answer(100, 0), takings.answer(110, 0)),
             (None, None, None)

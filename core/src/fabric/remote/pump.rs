@@ -63,8 +63,8 @@ struct Means<'a, Q> {
     chunks: &'a Chunks,
     counts: &'a mut DirectCounts,
     after: &'a mut After,
-    /// Why the bulk queue pair is to be given up.
-    lost: &'a mut Option<Lost>,
+    /// The bulk queue pair is to be given up.
+    is_lost: &'a mut bool,
     /// This end's number of the stream.
     mine: u32,
 }
@@ -157,7 +157,7 @@ impl<Q: QueuePair> Engine<Q> {
             chunks: &self.chunks,
             counts: &mut self.direct,
             after: &mut self.after,
-            lost: &mut self.lost,
+            is_lost: &mut self.is_lost,
             mine,
         };
         let turn = data(g, &mut self.sender, &mut means, s, theirs)?;
@@ -272,7 +272,7 @@ fn control<Q: QueuePair, L: Local>(
         sender.put(&g.qp, &Record::Taken { theirs, serial, tail })?;
         inc.takings.on_answered();
     }
-    if let Some(withdrawal) = inc.landings.withdrawal() {
+    if let Some(withdrawal) = inc.landings.withdrawal {
         sender.put(&g.qp, &Record::Withdraw { theirs, withdrawal })?;
         inc.landings.on_withdrawal_told();
     }
@@ -304,12 +304,8 @@ fn data<Q: QueuePair, L: Local>(
     if out.targets.holds(out.head) {
         return Ok(Turn::Full);
     }
-    if out.loans.is_open() && out.loans.reach().is_some() {
-        // Only a RECALL is sent before the peer's end has answered how far it has read.
-        if let Some(serial) = out.loans.recalled() {
-            sender.put(&g.qp, &Record::Recall { theirs, serial })?;
-            out.loans.on_recall_told();
-        }
+    if out.loans.reach().is_some() {
+        // Nothing is sent before the peer's end has answered how far it has read.
         return Ok(Turn::Full);
     }
     let is_lent = out.targets.source.is_some_and(|source| source.is_offered());
@@ -334,7 +330,7 @@ fn data<Q: QueuePair, L: Local>(
             out.targets.drop_open();
             continue;
         }
-        if let Some(loan) = out.loans.untold() {
+        if let Some(loan) = out.loans.untold {
             if loan.position == out.told && loan.end() <= out.window() {
                 sender.put(&g.qp, &Record::Source { theirs, memory: loan })?;
                 out.loans.on_told();
@@ -342,7 +338,7 @@ fn data<Q: QueuePair, L: Local>(
                 return Ok(Turn::Full);
             }
             // `direct` asks the lender for the bytes below.
-            out.loans.recall();
+            out.loans.cancel();
         }
         match direct(g, means, out, theirs, view.tail, &mut left) {
             Direct::No => {}
@@ -520,7 +516,7 @@ fn direct<Q: QueuePair, L: Local>(
             out.targets.drop_open();
             return by_ring(g, means, out, theirs, tail);
         }
-        return finish(bulk, means.lost, out, theirs);
+        return finish(bulk, means.is_lost, out, theirs);
     };
     if *left == 0 {
         return Direct::More;
@@ -536,21 +532,18 @@ fn direct<Q: QueuePair, L: Local>(
     match unsafe { bulk.write(theirs, &write) } {
         Ok(true) => {}
         Ok(false) => return Direct::Holds,
-        Err(lost) => {
-            *means.lost = Some(lost);
+        Err(Lost) => {
+            *means.is_lost = true;
             return Direct::Holds;
         }
     }
     out.targets.on_written(piece.len);
     *left -= piece.len.min(*left);
     means.counts.sent += piece.len;
-    if source.is_some() {
-        means.counts.from_programs += piece.len;
-    }
     if piece.len < pending {
         return Direct::Went;
     }
-    finish(bulk, means.lost, out, theirs)
+    finish(bulk, means.is_lost, out, theirs)
 }
 
 /// Returns a piece of the mirror from a position on; `None` if that memory is not registered.
@@ -576,10 +569,10 @@ fn in_mirror<Q: QueuePair, L: Local>(
 }
 
 /// Ends the use of the advert: sends PLACED for the bytes that were written.
-fn finish<Q: QueuePair>(bulk: &mut Bulk<Q>, lost: &mut Option<Lost>, out: &mut Outgoing, theirs: u32) -> Direct {
+fn finish<Q: QueuePair>(bulk: &mut Bulk<Q>, is_lost: &mut bool, out: &mut Outgoing, theirs: u32) -> Direct {
     if let Some(answer) = out.targets.finish() {
         out.on_direct(answer.tail);
-        *lost = lost.or(bulk.answer(theirs, answer).err());
+        *is_lost |= bulk.answer(theirs, answer).is_err();
     }
     Direct::Holds
 }

@@ -12,7 +12,7 @@ use crate::fabric::remote::engine::Engine;
 use crate::fabric::remote::qp::{Key, QueuePair};
 use crate::fabric::remote::record::{Memory, Serial, Withdrawal};
 use crate::fabric::remote::shared::{Retired, Shared};
-use crate::fabric::remote::stream::{Incoming, State};
+use crate::fabric::remote::stream::{State, Stream};
 use crate::fabric::remote::{Breach, ENGINE, Fault, Local, SERVICE};
 
 /// A buffer with which the local program waits.
@@ -91,7 +91,7 @@ pub(super) struct Landings {
     /// An advert that is over, except that the peer will still answer it.
     owed: Option<Serial>,
     /// The withdrawal that is to be sent.
-    withdrawal: Option<Withdrawal>,
+    pub withdrawal: Option<Withdrawal>,
 }
 
 impl Landings {
@@ -129,11 +129,6 @@ impl Landings {
 
     pub fn on_told(&mut self) {
         self.put_stage(Stage::Told);
-    }
-
-    /// Returns the withdrawal that is to be sent.
-    pub fn withdrawal(&self) -> Option<Withdrawal> {
-        self.withdrawal
     }
 
     pub fn on_withdrawal_told(&mut self) {
@@ -431,25 +426,6 @@ impl Targets {
     }
 }
 
-/// Calls `f` with the direction that a stream receives. If the peer might answer an advert before and cannot after, the
-/// count of adverts goes down.
-#[inline]
-pub(super) fn with_adverts<Q: QueuePair, T>(
-    bulk: &mut Option<Bulk<Q>>,
-    inc: &mut Incoming,
-    f: impl FnOnce(&mut Incoming) -> T,
-) -> T {
-    let was_open = inc.landings.may_be_answered();
-    let value = f(inc);
-    if was_open
-        && !inc.landings.may_be_answered()
-        && let Some(bulk) = bulk
-    {
-        bulk.end_landing();
-    }
-    value
-}
-
 impl<Q: QueuePair> Engine<Q> {
     /// Uses `qp` for direct transfers from now on. Returns it if there is one already.
     pub fn attach_bulk(&mut self, qp: Q) -> Option<Q> {
@@ -458,9 +434,7 @@ impl<Q: QueuePair> Engine<Q> {
         }
         let bulk = Bulk::new(qp);
         // From now on it is armed together with the link's own queue pair.
-        if let Err(lost) = bulk.arm() {
-            self.lost = Some(lost);
-        }
+        self.is_lost |= bulk.arm().is_err();
         self.bulk = Some(bulk);
         None
     }
@@ -469,33 +443,27 @@ impl<Q: QueuePair> Engine<Q> {
         let Some(mut bulk) = self.bulk.take() else {
             return Ok(0);
         };
-        let (mut breach, mut over) = (None, 0);
+        let mut breach = None;
         let polled = bulk.poll(
             |came| match came {
-                Came::Placed(mine, answer) => match self.on_placed(g, mine, answer) {
-                    Ok(is_over) => over += u32::from(is_over),
-                    Err(error) => breach = breach.or(Some(error)),
-                },
+                Came::Placed(mine, answer) => breach = breach.or(self.on_placed(g, mine, answer).err()),
                 Came::Read(asked) => self.on_read(g, asked),
             },
             |theirs| g.dirty.push(theirs),
         );
-        (0..over).for_each(|_| bulk.end_landing());
         self.bulk = Some(bulk);
         if let Some(breach) = breach {
             return Err(breach.into());
         }
-        Ok(polled.unwrap_or_else(|lost| {
-            self.lost = Some(lost);
-            0
-        }))
+        self.is_lost |= polled.is_err();
+        Ok(polled.unwrap_or(0))
     }
 
     /// Gives the bulk queue pair up. Adverts of local programs end, and the bytes for adverts of the peer's programs go
     /// by the ring.
     #[cold]
     pub fn drop_bulk<L: Local>(&mut self, g: &Shared<Q, L>) {
-        self.lost = None;
+        self.is_lost = false;
         let Some(bulk) = self.bulk.take() else {
             return;
         };
@@ -506,14 +474,12 @@ impl<Q: QueuePair> Engine<Q> {
                 continue;
             };
             s.out.targets.drop_open();
-            let before = s.inc.landed;
             let wake = s.inc.lapse(block);
-            self.direct.taken_into += s.inc.landed - before;
             g.touch(s.theirs);
             g.tell_here(&mut self.after, wake, mine);
             // The bytes of a loan for which SOURCE was not sent go by the ring.
-            if let (Some(_), Some(theirs)) = (s.out.loans.untold(), s.theirs) {
-                s.out.loans.recall();
+            if let (Some(_), Some(theirs)) = (s.out.loans.untold, s.theirs) {
+                s.out.loans.cancel();
                 if let Some(source) = &mut s.out.targets.source {
                     source.is_needed = true;
                 }
@@ -545,6 +511,10 @@ impl<Q: QueuePair> Engine<Q> {
     pub fn advertise<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, buffer: Buffer) -> Option<Memory> {
         let Buffer { address, length, key } = buffer;
         let block = g.block_mine(mine)?;
+        let bulk = self.bulk.as_mut()?;
+        let may_be_answered = |s: &mut Stream| s.inc.landings.may_be_answered();
+        bulk.landings
+            .retain(|other| self.streams.get(*other).is_some_and(may_be_answered));
         let s = self.streams.get(mine)?;
         let (State::Open, Some(theirs), false) = (s.state, s.theirs, s.peer_left || s.closing) else {
             return None;
@@ -552,7 +522,7 @@ impl<Q: QueuePair> Engine<Q> {
         let room = s.inc.room_to_land(block).min(length.into()) as u32;
         // An open loan makes the advert void: the buffer is for this end's device alone.
         let is_void = s.inc.takings.is_open();
-        if room < g.tuning.direct_min || !self.bulk.as_mut().is_some_and(|bulk| is_void || bulk.begin_landing()) {
+        if room < g.tuning.direct_min || !is_void && bulk.landings.len() >= bulk.most_landings {
             return None;
         }
         self.serial = self.serial.wrapping_add(1);
@@ -568,7 +538,7 @@ impl<Q: QueuePair> Engine<Q> {
             s.inc.landings.on_loan();
             return Some(advert);
         }
-        self.direct.adverts += 1;
+        bulk.landings.push(mine);
         g.dirty.push(theirs);
         Some(advert)
     }
@@ -578,22 +548,21 @@ impl<Q: QueuePair> Engine<Q> {
         let Some(s) = self.streams.get(mine) else {
             return;
         };
-        with_adverts(&mut self.bulk, &mut s.inc, |inc| inc.landings.withdraw(serial, false));
+        s.inc.landings.withdraw(serial, false);
         g.touch(s.theirs);
         self.go_on(g, mine);
     }
 
-    fn on_placed<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, answer: Answer) -> Result<bool, Breach> {
+    fn on_placed<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, answer: Answer) -> Result<(), Breach> {
         // PLACED may be late: the number may belong to another stream by now, which has other adverts.
         let (Some(s), Some(block)) = (self.streams.get(mine), g.block_mine(mine)) else {
-            return Ok(false);
+            return Ok(());
         };
-        let (was_open, before) = (s.inc.landings.may_be_answered(), s.inc.tail);
+        let before = s.inc.tail;
         let wake = s.inc.on_placed(block, answer.serial, answer.tail)?;
         self.direct.received += s.inc.tail - before;
-        let is_over = was_open && !s.inc.landings.may_be_answered();
         g.tell_here(&mut self.after, wake, mine);
-        Ok(is_over)
+        Ok(())
     }
 
     pub fn on_advert<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, advert: Memory) -> Result<(), Breach> {
@@ -643,9 +612,7 @@ impl<Q: QueuePair> Engine<Q> {
             if answer.tail > s.out.told {
                 s.out.on_direct(answer.tail);
             }
-            if let Err(lost) = bulk.answer(theirs, answer) {
-                self.lost = Some(lost);
-            }
+            self.is_lost |= bulk.answer(theirs, answer).is_err();
         }
         g.dirty.push(theirs);
         Ok(())
@@ -690,7 +657,7 @@ impl<Q: QueuePair> Engine<Q> {
     pub unsafe fn take_source<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> Option<u64> {
         let s = self.streams.of_peer(theirs)?;
         let source = s.out.targets.source.take()?;
-        s.out.loans.recall();
+        s.out.loans.cancel();
         // Includes bytes that the peer's device has read and its program has not: a process that takes over the
         // connection there may begin with them (P75).
         let from = s.out.head.clamp(source.from, source.until);

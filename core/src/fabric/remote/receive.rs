@@ -4,11 +4,10 @@
 use crate::fabric::layout::MAX_STREAMS;
 use crate::fabric::ready::ReadyQueue;
 use crate::fabric::remote::engine::Engine;
-use crate::fabric::remote::put::with_adverts;
 use crate::fabric::remote::qp::{Completed, QueuePair};
 use crate::fabric::remote::record::Record;
 use crate::fabric::remote::shared::{MAX_QUEUED_MESSAGES, Shared, Target};
-use crate::fabric::remote::stream::{Incoming, State, Stream, Streams};
+use crate::fabric::remote::stream::{State, Stream, Streams};
 use crate::fabric::remote::{Breach, Local, SERVICE, record};
 use crate::fabric::ring::Wake;
 use crate::wire::Message;
@@ -35,7 +34,6 @@ impl<Q: QueuePair> Engine<Q> {
                 let received = record::decode(bytes).map_err(|_| Breach::Malformed)?;
                 self.sender.on_grant(received.grant)?;
                 for record in received.records {
-                    self.sender.counts.records += 1;
                     self.on_record(g, record.map_err(|_| Breach::Malformed)?)?;
                 }
             }
@@ -46,8 +44,7 @@ impl<Q: QueuePair> Engine<Q> {
     fn on_data<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, tail: u64, payload: &[u8]) -> Result<(), Breach> {
         let inc = &mut known(&mut self.streams, mine)?.inc;
         let block = g.block_mine(mine).ok_or(Breach::Stream)?;
-        let take_in = |inc: &mut Incoming| inc.on_data(block, &g.mine.area(), tail, payload);
-        let wake = with_adverts(&mut self.bulk, inc, take_in)?;
+        let wake = inc.on_data(block, &g.mine.area(), tail, payload)?;
         g.tell_here(&mut self.after, wake, mine);
         Ok(())
     }
@@ -75,10 +72,8 @@ impl<Q: QueuePair> Engine<Q> {
             } => {
                 let s = known(&mut self.streams, mine)?;
                 let block = g.block_mine(mine).ok_or(Breach::Stream)?;
-                match s.inc.on_end(block, end.into(), tail)? {
-                    Some(wake) => g.tell_here(&mut self.after, wake, mine),
-                    None => s.crossed = true,
-                }
+                let wake = s.inc.on_end(block, end.into(), tail)?;
+                g.tell_here(&mut self.after, wake, mine);
                 Ok(())
             }
             Record::Limited { theirs: mine, count } => {
@@ -109,11 +104,6 @@ impl<Q: QueuePair> Engine<Q> {
             Record::Source { theirs: mine, memory } => {
                 known(&mut self.streams, mine)?;
                 self.on_loan(g, mine, memory)
-            }
-            Record::Recall { theirs: mine, serial } => {
-                known(&mut self.streams, mine)?;
-                self.change_taking(g, mine, |inc| inc.takings.on_recall(serial));
-                Ok(())
             }
             Record::Taken {
                 theirs: mine,
@@ -151,7 +141,7 @@ impl<Q: QueuePair> Engine<Q> {
                 wake = s.out.on_offer(block, g.peers_len, word)?;
             }
             Record::Flags { flags, .. } => wake = block.put_flags(flags),
-            Record::Stop { .. } => s.crossed |= !s.out.on_stop(block),
+            Record::Stop { .. } => s.out.on_stop(block),
             Record::Ack { tail, .. } => {
                 s.out.on_ack(tail)?;
                 wake = Wake(SERVICE.queue_bits());
@@ -191,7 +181,7 @@ impl<Q: QueuePair> Engine<Q> {
             && let Some(s) = self.streams.get(yours.0)
         {
             s.peer_left = true;
-            with_adverts(&mut self.bulk, &mut s.inc, |inc| inc.landings.on_left());
+            s.inc.landings.on_left();
             // The peer does not wait for the rest any more.
             g.touch(s.theirs.filter(|_| s.closing));
             self.on_reader_left(g, yours.0);

@@ -6,18 +6,12 @@
 use zerocopy::little_endian::U16;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use crate::wire::codec::{WireError, Writer, kinds, structs};
-
-/// Version of the records, in every header.
-pub const VERSION: u8 = 1;
-const MAGIC: u8 = 0xd7;
+use crate::wire::codec::{Writer, kinds, structs};
 
 /// The header of a message, before its records.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 struct Header {
-    magic: u8,
-    version: u8,
     /// Receive buffers that the sender has posted again since its last message.
     grant: U16,
     /// Bytes of all the records, exactly.
@@ -83,8 +77,6 @@ kinds! {
         17 = Source { theirs: u32, memory: Memory };
         /// All bytes up to `tail` were read from the lent memory, and no more will be.
         18 = Taken { theirs: u32, serial: Serial, tail: u64 };
-        /// The producer's program waits no longer.
-        19 = Recall { theirs: u32, serial: Serial };
     }
 }
 
@@ -141,25 +133,10 @@ pub const MESSAGE_BYTES: usize = 1 + 2;
 /// Bytes of the longest records without a payload, ADVERT and SOURCE: the kind, `theirs` and the memory.
 pub const LONGEST: usize = 1 + 4 + (4 + 8 + 8 + 4 + 4);
 
-/// Why bytes are not a message of this version. Only the peer can have sent them.
+/// The bytes are not a message: no header, another length, or a record that is unknown or too long.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Malformed {
-    /// Shorter than a header.
-    #[error("no header")]
-    Short,
-    /// Not such a message, or one of another version.
-    #[error("wrong magic or version")]
-    Version,
-    /// The header's length differs from the length of the records.
-    #[error("wrong length")]
-    Length,
-    /// No record has that kind.
-    #[error("unknown record {0}")]
-    Kind(u8),
-    /// A record is longer than the rest of the message.
-    #[error("truncated record {0}")]
-    Truncated(u8),
-}
+#[error("malformed message")]
+pub struct Malformed;
 
 /// A message that has been received.
 #[derive(Clone, Copy, Debug)]
@@ -172,12 +149,9 @@ pub struct Received<'a> {
 
 /// Reads a message's header. Bytes after the records are refused, since the sender has the same version.
 pub fn decode(bytes: &[u8]) -> Result<Received<'_>, Malformed> {
-    let (header, rest) = Header::read_from_prefix(bytes).map_err(|_| Malformed::Short)?;
-    if (header.magic, header.version) != (MAGIC, VERSION) {
-        return Err(Malformed::Version);
-    }
+    let (header, rest) = Header::read_from_prefix(bytes).map_err(|_| Malformed)?;
     if rest.len() != usize::from(header.length.get()) {
-        return Err(Malformed::Length);
+        return Err(Malformed);
     }
     Ok(Received {
         grant: header.grant.get(),
@@ -194,10 +168,7 @@ impl<'a> Iterator for Records<'a> {
 
     fn next(&mut self) -> Option<Self::Item> {
         let (&kind, mut rest) = self.0.split_first()?;
-        let record = Record::take_body(kind, &mut rest).map_err(|error| match error {
-            WireError::Length => Malformed::Truncated(kind),
-            _ => Malformed::Kind(kind),
-        });
+        let record = Record::take_body(kind, &mut rest).map_err(|_| Malformed);
         self.0 = if record.is_ok() { rest } else { &[] };
         Some(record)
     }
@@ -290,8 +261,6 @@ impl Builder {
     /// Returns the message, with its header.
     pub fn finish(&mut self, grant: u16) -> &[u8] {
         let header = Header {
-            magic: MAGIC,
-            version: VERSION,
             grant: grant.into(),
             length: ((self.len - HEADER_BYTES) as u16).into(),
         };
@@ -310,8 +279,6 @@ impl Builder {
 /// Returns a message without records.
 pub fn bare(grant: u16) -> [u8; HEADER_BYTES] {
     zerocopy::transmute!(Header {
-        magic: MAGIC,
-        version: VERSION,
         grant: grant.into(),
         length: 0.into(),
     })

@@ -164,9 +164,7 @@ impl Sender {
         if self.is_full || self.owed < self.most / 2 || self.credits == 0 {
             return Ok(());
         }
-        self.sent(qp.send(&record::bare(self.owed)))?;
-        self.counts.bare_grants += 1;
-        Ok(())
+        self.sent(qp.send(&record::bare(self.owed)))
     }
 
     /// Sends the collected message, and then a grant if one is due. Called when there is no more to add.
@@ -220,7 +218,6 @@ impl Sender {
         let posted = unsafe { qp.write(write, immediate) };
         self.posted(posted)?;
         self.counts.writes += 1;
-        self.counts.written_bytes += u64::from(write.len);
         if immediate.is_some() {
             self.counts.immediates += 1;
             self.credits = self.credits.saturating_sub(1);

@@ -39,8 +39,6 @@ pub(super) struct Stream {
     pub closing: bool,
     /// CLOSED has come.
     pub peer_left: bool,
-    /// Both ends have ended one of the directions.
-    pub crossed: bool,
     pub early: Early,
     pub inc: Incoming,
     pub out: Outgoing,
@@ -81,8 +79,6 @@ pub(super) struct Incoming {
     pub landings: Landings,
     /// The memory that the peer's program lends.
     pub takings: Takings,
-    /// Bytes that this end's device has read from lent memory into buffers of the local program.
-    pub landed: u64,
 }
 
 impl Incoming {
@@ -181,7 +177,6 @@ impl Incoming {
         }
         self.tail = self.tail.saturating_add(bytes);
         self.takings.on_landed(self.tail);
-        self.landed += bytes;
         block.put_tail(self.tail)
     }
 
@@ -199,15 +194,15 @@ impl Incoming {
         }
     }
 
-    /// Takes in END. Returns the waiters to wake; `None` if the local consumer has stopped, and its mark stays.
-    pub fn on_end(&mut self, block: &DirectionBlock, end: u32, tail: u64) -> Result<Option<Wake>, Breach> {
+    /// Takes in END. Returns the waiters to wake. If the local consumer has stopped, its mark stays.
+    pub fn on_end(&mut self, block: &DirectionBlock, end: u32, tail: u64) -> Result<Wake, Breach> {
         let end = EndMark::from_word(end).ok_or(Breach::End)?;
         if std::mem::replace(&mut self.ended, true) || tail != self.tail || self.takings.is_open() {
             return Err(Breach::End);
         }
         let put = block.put_end(end).ok();
         self.marked = put.is_some();
-        Ok(put)
+        Ok(put.unwrap_or(Wake::NONE))
     }
 }
 
@@ -409,10 +404,9 @@ impl Outgoing {
         Ok(offer)
     }
 
-    /// Takes in STOP. False if the local producer has ended the direction, and its mark stays.
-    pub fn on_stop(&mut self, block: &DirectionBlock) -> bool {
+    /// Takes in STOP. If the local producer has ended the direction, its mark stays.
+    pub fn on_stop(&mut self, block: &DirectionBlock) {
         self.stopped = block.put_stop().is_ok();
-        self.stopped
     }
 
     /// Records that all bytes up to `tail` went past the ring, and that the peer is told.

@@ -182,9 +182,8 @@ fn a_ring_beyond_the_allowance_is_not_mapped() {
     forked::in_child(|| {
         let files = Files::new(1 << 32);
         let ends = files.ends();
-        let touched = std::sync::Arc::new(crate::fabric::ring::TouchedArea::new(1 << 32));
-        touched.allow(1 << 25);
-        let allowance = crate::fabric::ring::Allowance::new(22, touched);
+        let reach = std::sync::Arc::new(std::sync::atomic::AtomicU64::new(1 << 25));
+        let allowance = crate::fabric::ring::Allowance::new(22, reach);
         let mut opened = ends[0].open(12).unwrap();
         let producer = ends[1].producer(opened.vqpn).unwrap();
         let mut producer = producer.with_allowance(allowance.clone());
@@ -222,8 +221,7 @@ fn an_end_serves_one_link_after_another() {
         assert_eq!(producer.spans(10).map(|s| s.len()), Ok(4096));
         other.notify(Wake(WaiterId(2).queue_bits()), Vqpn(0));
         assert!(end.has_ready(WaiterId(2)));
-        // A sweep that is unfinished when the link ends.
-        end.sweeps.drain(&end.mine, WaiterId(2), |_| {});
+        end.drain_ready(WaiterId(2), |_| {});
         let _ = (opened, producer);
         // SAFETY: no cursor is left.
         unsafe { end.release() };

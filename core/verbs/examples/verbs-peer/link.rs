@@ -71,21 +71,7 @@ pub fn count_fds() -> (usize, usize) {
 }
 
 pub fn address(text: &str, port: u16) -> Address {
-    let mut address = Address {
-        port,
-        ..Address::default()
-    };
-    match text.parse().expect("an IP address") {
-        std::net::IpAddr::V4(v4) => {
-            address.family = 4;
-            address.ip[..4].copy_from_slice(&v4.octets());
-        }
-        std::net::IpAddr::V6(v6) => {
-            address.family = 6;
-            address.ip = v6.octets();
-        }
-    }
-    address
+    std::net::SocketAddr::new(text.parse().expect("an IP address"), port).into()
 }
 
 /// The loaded plugin.

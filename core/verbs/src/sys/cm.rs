@@ -2,13 +2,13 @@
 //! is in `qp.rs`.
 
 use std::ffi::{c_int, c_void};
-use std::mem::zeroed;
 use std::ptr::{NonNull, null_mut};
 
 pub use ffi::rdma_cm_event_type as event;
 use rdma_sys as ffi;
 use rdmasock_core::fabric::plugin;
 use rdmasock_core::fabric::plugin::{Address, PRIVATE_BYTES};
+use rustix::net::addr::SocketAddrArg;
 
 use super::context::Context;
 use crate::error::{Errno, Result, check};
@@ -42,41 +42,6 @@ impl Private {
         }
         private
     }
-}
-
-/// Converts an address to C's structure.
-fn sockaddr(address: &Address) -> Result<libc::sockaddr_storage> {
-    // SAFETY: a structure of numbers, for which zeroes are valid.
-    let mut storage: libc::sockaddr_storage = unsafe { zeroed() };
-    let at = (&raw mut storage).cast::<c_void>();
-    match address.family {
-        4 => {
-            let [a, b, c, d, ..] = address.ip;
-            let v4 = libc::sockaddr_in {
-                sin_family: libc::AF_INET as libc::sa_family_t,
-                sin_port: address.port.to_be(),
-                sin_addr: libc::in_addr {
-                    s_addr: u32::from_ne_bytes([a, b, c, d]),
-                },
-                sin_zero: [0; 8],
-            };
-            // SAFETY: a sockaddr_storage is at least as large and as aligned as any address.
-            unsafe { at.cast::<libc::sockaddr_in>().write(v4) };
-        }
-        6 => {
-            let v6 = libc::sockaddr_in6 {
-                sin6_family: libc::AF_INET6 as libc::sa_family_t,
-                sin6_port: address.port.to_be(),
-                sin6_flowinfo: 0,
-                sin6_addr: libc::in6_addr { s6_addr: address.ip },
-                sin6_scope_id: address.scope,
-            };
-            // SAFETY: as for IPv4.
-            unsafe { at.cast::<libc::sockaddr_in6>().write(v6) };
-        }
-        _ => return Err(Errno(libc::EAFNOSUPPORT)),
-    }
-    Ok(storage)
 }
 
 /// An event of the connection manager, copied out completely.
@@ -234,9 +199,9 @@ impl Id {
     }
 
     pub fn bind(&self, local: &Address) -> Result<()> {
-        let mut local = sockaddr(local)?;
+        let local = local.socket();
         // SAFETY: the id lives; the address is read during the call.
-        check(unsafe { ffi::rdma_bind_addr(self.ptr.as_ptr(), (&raw mut local).cast()) })
+        check(unsafe { local.with_sockaddr(|at, _| ffi::rdma_bind_addr(self.ptr.as_ptr(), at.cast_mut().cast())) })
     }
 
     pub fn listen(&self, backlog: c_int) -> Result<()> {
@@ -251,15 +216,15 @@ impl Id {
     }
 
     pub fn resolve_address(&self, local: &Address, remote: &Address, timeout_ms: c_int) -> Result<()> {
-        let (mut local, mut remote) = (sockaddr(local)?, sockaddr(remote)?);
+        let (local, remote) = (local.socket(), remote.socket());
         // SAFETY: the id lives; the addresses are read during the call.
         check(unsafe {
-            ffi::rdma_resolve_addr(
-                self.ptr.as_ptr(),
-                (&raw mut local).cast(),
-                (&raw mut remote).cast(),
-                timeout_ms,
-            )
+            local.with_sockaddr(|from, _| {
+                remote.with_sockaddr(|to, _| {
+                    let (from, to) = (from.cast_mut().cast(), to.cast_mut().cast());
+                    ffi::rdma_resolve_addr(self.ptr.as_ptr(), from, to, timeout_ms)
+                })
+            })
         })
     }
 

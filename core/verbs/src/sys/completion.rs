@@ -4,12 +4,10 @@ use std::ffi::c_int;
 use std::mem::MaybeUninit;
 use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 pub use ffi::ibv_wc_status as status;
 use rdma_sys as ffi;
 use rdmasock_core::fabric::plugin;
-use rdmasock_core::lock::Lock;
 
 use super::context::Context;
 use crate::error::{Errno, Result, check_code};
@@ -18,9 +16,6 @@ use crate::error::{Errno, Result, check_code};
 pub struct Cq {
     pub(super) ptr: NonNull<ffi::ibv_cq>,
     channel: Arc<CompletionChannel>,
-    /// Whether an event was asked for. Then the event is to come, or is in the channel, or the thread that has taken it
-    /// asks for the next one.
-    is_armed: AtomicBool,
 }
 
 // SAFETY: verbs may be called from any thread.
@@ -50,14 +45,10 @@ impl Cq {
         let entries = c_int::try_from(entries).map_err(|_| Errno(libc::EINVAL))?;
         // SAFETY: context and channel live, the channel as long as the queue. Null is handled.
         let ptr = unsafe { ffi::ibv_create_cq(context.0.as_ptr(), entries, null_mut(), channel.ptr.as_ptr(), 0) };
-        let ptr = NonNull::new(ptr).ok_or_else(Errno::last)?;
-        let cq = Self {
-            ptr,
+        Ok(Self {
+            ptr: NonNull::new(ptr).ok_or_else(Errno::last)?,
             channel: channel.clone(),
-            is_armed: AtomicBool::new(false),
-        };
-        channel.queues.lock().ok_or(Errno(libc::EDEADLK))?.push(QueuePtr(ptr));
-        Ok(cq)
+        })
     }
 
     pub fn fd(&self) -> c_int {
@@ -91,71 +82,35 @@ impl Cq {
     }
 
     /// Makes the channel's fd readable at the next completion. Events of earlier completions do not keep the fd
-    /// readable. From the second call on it reads the channel, which is its only system call.
-    ///
-    /// An event of another queue that the read finds is taken too, and that queue is asked for its next event in place
-    /// of its owner. The owner of several queues on a channel arms and then polls all of them, and may have armed that
-    /// queue before. If two threads arm at once, one may return before the other has asked. Completions until then are
-    /// for the other thread to find, which polls once more after arming, as every caller does.
+    /// readable: they are taken, those of other queues too. So the owner of several queues on a channel arms all of
+    /// them, and then polls all of them. If two threads arm at once, one may take the event of a queue that the other
+    /// has armed already. It arms that queue next, and polls it.
     pub fn arm(&self) -> Result<()> {
-        if !self.is_armed.swap(true, Ordering::AcqRel) {
-            // SAFETY: the queue lives.
-            return unsafe { ask(self.ptr) };
+        self.channel.drain();
+        // SAFETY: the queue lives.
+        unsafe {
+            let notify = (*(*self.ptr.as_ptr()).context)
+                .ops
+                .req_notify_cq
+                .ok_or(Errno(libc::ENOSYS))?;
+            check_code(notify(self.ptr.as_ptr(), 0))
         }
-        while let Some(event) = self.channel.take() {
-            if event.queue == self.ptr {
-                // SAFETY: the queue lives.
-                return unsafe { ask(self.ptr) };
-            }
-            self.channel.ask_again(&event);
-        }
-        Ok(())
     }
 }
 
 impl Drop for Cq {
     fn drop(&mut self) {
-        // After the removal from the list, no other thread asks this queue for events. Destroying the queue waits for
-        // the acknowledgement of events that a thread has taken.
-        let Some(mut queues) = self.channel.queues.lock() else {
-            // The caller is a signal handler above this thread's own use of the list: the queue stays.
-            return;
-        };
-        queues.retain(|queue| queue.0 != self.ptr);
-        drop(queues);
         // SAFETY: made by ibv_create_cq, destroyed once. Its queue pair had an Arc of it and is gone. An event of the
-        // queue in the channel is dropped with it, and a taken event is acknowledged by its `Taken`.
+        // queue in the channel is dropped with it. The call waits for the acknowledgement of an event that a thread has
+        // taken.
         unsafe { ffi::ibv_destroy_cq(self.ptr.as_ptr()) };
     }
 }
-
-/// Asks a queue for an event at its next completion.
-///
-/// # Safety
-/// The queue lives, and no thread has begun to destroy it.
-unsafe fn ask(queue: NonNull<ffi::ibv_cq>) -> Result<()> {
-    // SAFETY: by this function's contract.
-    unsafe {
-        let notify = (*(*queue.as_ptr()).context)
-            .ops
-            .req_notify_cq
-            .ok_or(Errno(libc::ENOSYS))?;
-        check_code(notify(queue.as_ptr(), 0))
-    }
-}
-
-/// A queue, as an entry of its channel's list.
-struct QueuePtr(NonNull<ffi::ibv_cq>);
-
-// SAFETY: verbs may be called from any thread.
-unsafe impl Send for QueuePtr {}
 
 /// Reports the completions of one or more completion queues by a single fd.
 pub struct CompletionChannel {
     ptr: NonNull<ffi::ibv_comp_channel>,
     fd: c_int,
-    /// The channel's queues, except those that are being destroyed.
-    queues: Lock<Vec<QueuePtr>>,
 }
 
 // SAFETY: verbs may be called from any thread. The fd is written only before the channel is shared, and after the last
@@ -163,19 +118,6 @@ pub struct CompletionChannel {
 unsafe impl Send for CompletionChannel {}
 // SAFETY: as for Send.
 unsafe impl Sync for CompletionChannel {}
-
-/// An event that was taken out of a channel; dropping it acknowledges it. Until then the queue's memory stays, as its
-/// destruction waits for the acknowledgement (ibv_get_cq_event(3)).
-struct Taken {
-    queue: NonNull<ffi::ibv_cq>,
-}
-
-impl Drop for Taken {
-    fn drop(&mut self) {
-        // SAFETY: the queue's memory stays until this call; acknowledged once.
-        unsafe { ffi::ibv_ack_cq_events(self.queue.as_ptr(), 1) };
-    }
-}
 
 impl CompletionChannel {
     pub fn new(context: Context) -> Result<Self> {
@@ -187,11 +129,7 @@ impl CompletionChannel {
             match plugin::hide((*ptr.as_ptr()).fd) {
                 Ok(fd) => {
                     (*ptr.as_ptr()).fd = fd;
-                    Ok(Self {
-                        ptr,
-                        fd,
-                        queues: Lock::new(Vec::new()),
-                    })
+                    Ok(Self { ptr, fd })
                 }
                 Err(errno) => {
                     ffi::ibv_destroy_comp_channel(ptr.as_ptr());
@@ -201,30 +139,16 @@ impl CompletionChannel {
         }
     }
 
-    /// Takes the next event; `None` if there is none.
-    fn take(&self) -> Option<Taken> {
+    /// Takes all events, and acknowledges them.
+    fn drain(&self) {
         let (mut queue, mut context) = (null_mut(), null_mut());
         // SAFETY: the channel lives, and its fd is nonblocking; both variables are written on success. The queue that
         // the call accesses exists: when the kernel destroys a queue it drops its events, and otherwise it has counted
         // this event.
-        if unsafe { ffi::ibv_get_cq_event(self.ptr.as_ptr(), &mut queue, &mut context) } != 0 {
-            return None;
-        }
-        NonNull::new(queue).map(|queue| Taken { queue })
-    }
-
-    /// Asks the queue of an event for the next one, unless the queue is being destroyed. Then its memory still exists,
-    /// but not what a provider writes to when it is asked (siw unmaps that first).
-    fn ask_again(&self, event: &Taken) {
-        let Some(queues) = self.queues.lock() else {
-            // The caller is a signal handler above this thread's own use of the list: the queue may be half destroyed.
-            return;
-        };
-        if queues.iter().any(|queue| queue.0 == event.queue) {
-            // The queue's owner finds any error itself.
-            // SAFETY: the queue is in the list. A thread that destroys a queue first removes it from the list, under
-            // the lock.
-            let _ = unsafe { ask(event.queue) };
+        while unsafe { ffi::ibv_get_cq_event(self.ptr.as_ptr(), &mut queue, &mut context) } == 0 {
+            // SAFETY: the queue's memory stays until this call, for which its destruction waits (ibv_get_cq_event(3));
+            // acknowledged once.
+            unsafe { ffi::ibv_ack_cq_events(queue, 1) };
         }
     }
 }

@@ -1,7 +1,7 @@
 //! An open device with its limits, protection domains, and memory registered in them. `device.rs` decides which device
 //! is opened, and when.
 
-use std::ffi::{CStr, c_int, c_void};
+use std::ffi::{c_int, c_void};
 use std::mem::MaybeUninit;
 use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 
 use rdma_sys as ffi;
 use rdmasock_core::fabric::plugin;
-use rdmasock_core::fabric::remote::qp::Role;
+use rdmasock_core::fabric::remote::qp::{Key, Role};
 
 use crate::error::{Errno, Result, check_code};
 use crate::memory::Slab;
@@ -73,13 +73,8 @@ impl Context {
         }
     }
 
-    pub fn name(&self) -> &CStr {
-        // SAFETY: the context and its device live for ever, and so does the name, which is terminated.
-        unsafe { CStr::from_ptr((*(*self.0.as_ptr()).device).name.as_ptr()) }
-    }
-
     pub fn is_iwarp(&self) -> bool {
-        // SAFETY: as in `name`.
+        // SAFETY: the context and its device live for ever.
         unsafe { (*(*self.0.as_ptr()).device).transport_type == ffi::ibv_transport_type::IBV_TRANSPORT_IWARP }
     }
 
@@ -138,21 +133,13 @@ unsafe impl Send for Mr {}
 unsafe impl Sync for Mr {}
 
 impl Mr {
-    /// Registers a slab for this end only.
-    pub fn of_slab(pd: &Arc<Pd>, slab: &Arc<Slab>) -> Result<Self> {
-        Self::with_slab(pd, slab, ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE)
-    }
-
-    /// Registers a slab that the peer may read and write too; the plugin does not read its bytes. Some iWARP devices
-    /// require the write access for memory that a READ fills.
-    pub fn for_probes(pd: &Arc<Pd>, slab: &Arc<Slab>) -> Result<Self> {
-        let access = ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE
-            | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE
-            | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_READ;
-        Self::with_slab(pd, slab, access)
-    }
-
-    fn with_slab(pd: &Arc<Pd>, slab: &Arc<Slab>, access: ffi::ibv_access_flags) -> Result<Self> {
+    /// Registers a slab for this end only; or, for probes, so that the peer may read and write it too. The plugin does
+    /// not read the bytes of such a slab. Some iWARP devices require the write access for memory that a READ fills.
+    pub fn of_slab(pd: &Arc<Pd>, slab: &Arc<Slab>, is_for_probes: bool) -> Result<Self> {
+        let own = ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE;
+        let shared =
+            own | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_READ;
+        let access = if is_for_probes { shared } else { own };
         // SAFETY: the slab owns its memory, which lives as long as the registration, as that has an Arc of it.
         let mut mr = unsafe { Self::new(pd, slab.at().cast(), slab.len(), access) }?;
         mr._slab = Some(slab.clone());
@@ -186,14 +173,13 @@ impl Mr {
         })
     }
 
-    pub fn local_key(&self) -> u32 {
+    pub fn key(&self) -> Key {
         // SAFETY: the registration lives.
-        unsafe { (*self.ptr.as_ptr()).lkey }
-    }
-
-    pub fn remote_key(&self) -> u32 {
-        // SAFETY: the registration lives.
-        unsafe { (*self.ptr.as_ptr()).rkey }
+        let mr = unsafe { self.ptr.as_ref() };
+        Key {
+            local: mr.lkey,
+            remote: mr.rkey,
+        }
     }
 }
 

@@ -12,13 +12,6 @@ use super::completion::{BATCH, Cq};
 use super::context::Pd;
 use crate::error::{Errno, Result, check, check_code};
 
-/// The lengths of a queue pair's queues, in work requests.
-#[derive(Clone, Copy, Debug)]
-pub struct QueueLengths {
-    pub sends: u32,
-    pub receives: u32,
-}
-
 /// A queue pair that belongs to an rdma_cm id.
 pub struct Qp {
     ptr: NonNull<ffi::ibv_qp>,
@@ -76,15 +69,15 @@ impl Piece {
 }
 
 impl Qp {
-    /// Makes a reliable queue pair, asking for `inline` bytes of inline data; also returns how many it has.
-    pub fn new(id: &Arc<Id>, pd: &Arc<Pd>, cq: &Arc<Cq>, lengths: QueueLengths, inline: u32) -> Result<(Self, u32)> {
+    /// Makes a reliable queue pair with queues of these `lengths`, of sends and of receives, and asks for `inline` bytes
+    /// of inline data; also returns how many it has.
+    pub fn new(id: &Arc<Id>, pd: &Arc<Pd>, cq: &Arc<Cq>, lengths: [u32; 2], inline: u32) -> Result<(Self, u32)> {
         // SAFETY: a structure of numbers and pointers, for which zeroes are valid.
         let mut attr: ffi::ibv_qp_init_attr = unsafe { zeroed() };
         attr.send_cq = cq.ptr.as_ptr();
         attr.recv_cq = cq.ptr.as_ptr();
         attr.qp_type = ffi::ibv_qp_type::IBV_QPT_RC;
-        attr.cap.max_send_wr = lengths.sends;
-        attr.cap.max_recv_wr = lengths.receives;
+        [attr.cap.max_send_wr, attr.cap.max_recv_wr] = lengths;
         attr.cap.max_send_sge = 1;
         attr.cap.max_recv_sge = 1;
         attr.cap.max_inline_data = inline;
@@ -100,11 +93,6 @@ impl Qp {
             _cq: cq.clone(),
         };
         Ok((qp, attr.cap.max_inline_data.min(inline)))
-    }
-
-    pub fn number(&self) -> u32 {
-        // SAFETY: the queue pair lives.
-        unsafe { (*self.ptr.as_ptr()).qp_num }
     }
 
     /// Returns the most bytes that a packet carries; valid only once the queue pair is connected.

@@ -62,7 +62,7 @@ fn bytes_go_from_the_writers_memory_into_the_readers_ring() {
         assert_eq!(world.ends[1].counts().eager_bytes, eager);
         let counts = [0, 1].map(|at: usize| world.ends[at].direct_counts());
         assert_eq!((counts[1].lent, counts[0].taken), (40_000 * round, 40_000 * round));
-        assert_eq!((counts[1].recalled, counts[1].lost, counts[1].sent), (0, 0, 0));
+        assert_eq!((counts[1].lost, counts[1].sent), (0, 0));
     }
 }
 
@@ -100,14 +100,7 @@ fn what_is_lent_to_a_reader_that_waits_goes_into_its_buffer_and_the_advert_is_vo
         world.settle();
         assert_eq!(world.directions[0].got, world.directions[0].sent);
         let counts = world.ends[0].direct_counts();
-        assert_eq!(
-            (
-                counts.taken - before.taken,
-                counts.taken_into - before.taken_into,
-                counts.received
-            ),
-            (20_000, 20_000, 0)
-        );
+        assert_eq!((counts.taken - before.taken, counts.received), (20_000, 0));
         // The writer's end does not keep bytes that the reader has taken.
         assert!(world.ends[1].is_source_done(world.directions[0].number));
         assert_eq!(
@@ -133,8 +126,7 @@ fn what_the_buffer_has_no_room_for_goes_into_the_ring_behind() {
     world.drain();
     world.rest();
     assert_eq!(world.directions[0].got, world.directions[0].sent);
-    let counts = world.ends[0].direct_counts();
-    assert_eq!((counts.taken, counts.taken_into), (20_000, 7_000));
+    assert_eq!(world.ends[0].direct_counts().taken, 20_000);
     world.directions[0].take(&world.ends);
 }
 
@@ -160,15 +152,6 @@ fn the_lender_hears_when_the_reader_has_taken_what_is_in_its_buffer_or_will_not(
         world.drain();
         world.rest();
     }
-    // A recall does not wait for the reader.
-    world.directions[0].wait(&world.ends, 30_000);
-    world.directions[0].offer_from(&world.ends, 20_000);
-    world.settle();
-    world.ends[1].recall_source(number);
-    world.settle();
-    assert!(world.ends[1].is_source_done(number));
-    world.directions[0].take(&world.ends);
-    world.drain();
     assert_eq!(world.directions[0].got, world.directions[0].sent);
 }
 
@@ -208,7 +191,6 @@ fn a_buffer_whose_queue_pair_is_given_up_has_what_had_come() {
     world.directions[0].take(&world.ends);
     world.drain();
     assert_eq!(world.directions[0].got, world.directions[0].sent);
-    assert_eq!(world.ends[0].direct_counts().taken_into, 0);
 }
 
 #[test]
@@ -228,12 +210,10 @@ fn a_peer_may_not_say_that_it_has_written_to_a_buffer_that_is_read_into() {
 }
 
 #[test]
-fn a_recall_is_answered_when_nothing_can_come_any_more() {
+fn a_loan_is_answered_when_nothing_can_come_any_more() {
     let mut world = slow();
     let number = world.directions[0].number;
     world.directions[0].offer_from(&world.ends, 30_000);
-    pass(&world);
-    world.ends[1].recall_source(number);
     pass(&world);
     assert!(!world.ends[1].is_source_done(number), "a READ is under way");
     // The reader's end gives its queue pair up, which is not ended yet: READs may still bring bytes.
@@ -247,7 +227,7 @@ fn a_recall_is_answered_when_nothing_can_come_any_more() {
     world.drain();
     assert_eq!(world.directions[0].got, world.directions[0].sent);
     let counts = [0, 1].map(|at: usize| world.ends[at].direct_counts());
-    assert_eq!((counts[1].recalled, counts[1].lent, counts[0].taken), (1, 0, 0));
+    assert_eq!((counts[1].lent, counts[0].taken), (0, 0));
 }
 
 #[test]
@@ -350,8 +330,6 @@ fn each_breach_of_a_loan_is_one() {
     let good = source(0, 4096, 4096);
     let cases: &[(&[Record<'_>], Option<Breach>)] = &[
         (&[switch, good], None),
-        (&[switch, good, Record::Recall { theirs: 0, serial: 9 }], None),
-        (&[Record::Recall { theirs: 0, serial: 9 }], None),
         (&[good], Some(Breach::Loan)),
         (&[switch, source(1, 4096, 10)], Some(Breach::Loan)),
         (&[switch, source(0, 4096, 4097)], Some(Breach::Loan)),
@@ -363,7 +341,6 @@ fn each_breach_of_a_loan_is_one() {
         (&[switch, end_mark, good], Some(Breach::End)),
         (&[switch, good, switch], Some(Breach::Loan)),
         (&[taken], Some(Breach::Loan)),
-        (&[Record::Recall { theirs: 1, serial: 9 }], Some(Breach::Stream)),
     ];
     for (records, want) in cases {
         let clock = Clock::default();

@@ -67,9 +67,8 @@ fn bad_offers_are_refused() {
 #[test]
 fn a_ring_beyond_the_allowance_is_refused() {
     let (m, p, _) = pair();
-    let touched = std::sync::Arc::new(TouchedArea::new(1 << 20));
-    touched.allow(1 << 20);
-    let mut p = p.with_allowance(Allowance::new(12, touched));
+    let reach = std::sync::Arc::new(std::sync::atomic::AtomicU64::new(1 << 20));
+    let mut p = p.with_allowance(Allowance::new(12, reach));
     m.block.consumer.offer.reset(2 << 40 | 13 << 32);
     assert_eq!(p.adopt(), Err(Violation::BeyondAllowance.into()));
 }

@@ -6,7 +6,7 @@
 use std::ffi::{c_char, c_int, c_void};
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::ptr::{null, null_mut};
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64};
@@ -25,6 +25,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 use crate::config::config;
+use crate::sys::real;
 
 /// The plugin's file name, in the folder of the library.
 const FILE: &str = "librdmasock_verbs.so";
@@ -162,16 +163,8 @@ fn open() -> Result<&'static Plugin, String> {
 }
 
 fn beside_library() -> Option<PathBuf> {
-    // SAFETY: zeroes are a value of this plain struct, which dladdr fills.
-    let mut info = unsafe { std::mem::zeroed::<libc::Dl_info>() };
-    // SAFETY: an address within this library, and a valid place for the result.
-    if unsafe { libc::dladdr(is_possible as *const c_void, &raw mut info) } == 0 || info.dli_fname.is_null() {
-        return None;
-    }
-    // SAFETY: the loader's name of this library, which ends in a NUL and stays as long as the library is loaded.
-    let name = unsafe { std::ffi::CStr::from_ptr(info.dli_fname) };
-    let path = PathBuf::from(std::ffi::OsStr::new(name.to_str().ok()?));
-    Some(path.parent()?.join(FILE))
+    let own = real::find(|object| object.is_own().then(|| object.path().to_owned()))?;
+    Some(Path::new(own.to_str().ok()?).parent()?.join(FILE))
 }
 
 unsafe extern "C" fn log(level: u32, text: *const u8, len: usize) {

@@ -482,6 +482,11 @@ impl Object<'_> {
         is_glibc(self.path.to_bytes())
     }
 
+    /// Returns the path by which the object was loaded; empty for the program itself.
+    pub fn path(&self) -> &CStr {
+        self.path
+    }
+
     /// Returns the address of the function `name` in its default version; `None` if the object does not export it.
     pub fn function(&self, name: &CStr) -> Option<*mut c_void> {
         let dynamic = self.headers.iter().find(|h| h.p_type == libc::PT_DYNAMIC)?;

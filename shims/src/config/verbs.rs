@@ -49,36 +49,24 @@ const DEVICES: &str = "/sys/class/infiniband";
 /// How long the answer "no device" holds, ns.
 const NONE_FOR: u64 = 10_000_000_000;
 
-/// The last answers about RDMA devices.
-struct Seen {
-    /// There is a device. This answer holds for good.
-    some: AtomicBool,
-    /// Until when the answer "no device" holds, monotonic ns.
-    none_until: AtomicU64,
-}
+/// The last answer about RDMA devices: until when "no device" holds, monotonic ns, or [`SOME`](Self::SOME).
+struct Seen(AtomicU64);
 
-static SEEN: Seen = Seen {
-    some: AtomicBool::new(false),
-    none_until: AtomicU64::new(0),
-};
+static SEEN: Seen = Seen(AtomicU64::new(0));
 
 impl Seen {
+    /// There is a device. This answer holds for good.
+    const SOME: u64 = u64::MAX;
+
     /// Returns whether there is a device. Threads that ask at the same moment all read the folder. A connection that
     /// gets the answer "no device" stays on TCP for good, so no thread may get that answer while another still reads.
     fn ask(&self, now: u64, look: impl FnOnce() -> bool) -> bool {
-        if self.some.load(Relaxed) {
-            return true;
+        let mut until = self.0.load(Relaxed);
+        if until <= now {
+            let answer = if look() { Self::SOME } else { now + NONE_FOR };
+            until = answer.max(self.0.fetch_max(answer, Relaxed));
         }
-        if now < self.none_until.load(Relaxed) {
-            return false;
-        }
-        let some = look();
-        if some {
-            self.some.store(true, Relaxed);
-        } else {
-            self.none_until.store(now + NONE_FOR, Relaxed);
-        }
-        some
+        until == Self::SOME
     }
 }
 
@@ -86,7 +74,7 @@ impl Seen {
 /// descriptor for a moment, and the program would miss its number. So it is rare, and never happens where the kernel
 /// does not know RDMA.
 pub fn is_possible() -> bool {
-    if SEEN.some.load(Relaxed) || config().local_device.is_some() {
+    if SEEN.0.load(Relaxed) == Seen::SOME || config().local_device.is_some() {
         return true;
     }
     // Where the kernel does not know RDMA, this is all. The kernel may still load a module later.
@@ -518,16 +506,9 @@ unsafe extern "C" fn on_completion(context: *mut c_void, completion: *const Comp
 mod tests {
     use super::*;
 
-    fn nothing() -> Seen {
-        Seen {
-            some: AtomicBool::new(false),
-            none_until: AtomicU64::new(0),
-        }
-    }
-
     #[test]
     fn who_asks_while_another_looks_is_not_told_that_there_are_none() {
-        let seen = nothing();
+        let seen = Seen(AtomicU64::new(0));
         assert!(seen.ask(7, || {
             assert!(seen.ask(7, || true));
             true
@@ -537,7 +518,7 @@ mod tests {
 
     #[test]
     fn that_there_are_none_is_good_for_a_while() {
-        let seen = nothing();
+        let seen = Seen(AtomicU64::new(0));
         assert!(!seen.ask(7, || false));
         assert!(!seen.ask(6 + NONE_FOR, || unreachable!()));
         assert!(seen.ask(7 + NONE_FOR, || true));

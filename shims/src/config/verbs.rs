@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 use std::ptr::{null, null_mut};
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64};
+use std::sync::atomic::{AtomicPtr, AtomicU64};
 
 use libloading::os::unix::{Library as Object, RTLD_LOCAL, RTLD_NOW};
 use once_cell::race::OnceBox;
@@ -31,9 +31,6 @@ use crate::sys::real;
 const FILE: &str = "librdmasock_verbs.so";
 
 static PLUGIN: OnceBox<Result<&'static Plugin, String>> = OnceBox::new();
-/// Whether the plugin was opened. A fork child then has to notify the plugin, because everything that it handed out
-/// before is void.
-static OPENED: AtomicBool = AtomicBool::new(false);
 
 static HOST: Host = Host {
     abi: ABI,
@@ -93,24 +90,17 @@ pub fn plugin() -> Result<&'static Plugin, &'static str> {
     let opened = PLUGIN.get_or_init(|| {
         let opened = open();
         match &opened {
-            Ok(_) => {
-                OPENED.store(true, Relaxed);
-                tracing::debug!(target: "rdmasock::verbs", "plugin opened");
-            }
-            Err(why) => {
-                tracing::warn!(target: "rdmasock", %why, "no verbs: connections to other hosts stay on TCP");
-            }
+            Ok(_) => tracing::debug!(target: "rdmasock::verbs", "plugin opened"),
+            Err(why) => tracing::warn!(target: "rdmasock", %why, "no verbs: connections to other hosts stay on TCP"),
         }
         Box::new(opened)
     });
     opened.as_ref().map(|p| *p).map_err(String::as_str)
 }
 
-/// Notifies the plugin in a fork child, before any other use.
+/// Notifies the plugin in a fork child, before any other use: everything that it handed out before is void.
 pub fn after_fork() {
-    if OPENED.load(Relaxed)
-        && let Ok(plugin) = plugin()
-    {
+    if let Some(Ok(plugin)) = PLUGIN.get() {
         // SAFETY: this is the child's only thread, and nothing that the plugin handed out before is used any more.
         unsafe { (plugin.after_fork)() };
     }

@@ -176,26 +176,12 @@ impl Channel {
     pub fn peer(&self) -> Result<Credentials, Errno> {
         // A raw system call: rustix returns the pid as a non-zero type, but the kernel answers 0 for a peer outside
         // this pid namespace. Containers that share a network namespace have such peers.
-        let mut cred = libc::ucred { pid: 0, uid: 0, gid: 0 };
-        let mut len = size_of::<libc::ucred>() as libc::socklen_t;
-        // SAFETY: `cred` and `len` are valid for writes for the whole call, and `len` is the size of
-        // `cred`, so the kernel writes no more than that.
-        unsafe {
-            kernel::call(
-                libc::SYS_getsockopt,
-                [
-                    self.fd.as_raw_fd() as usize,
-                    libc::SOL_SOCKET as usize,
-                    libc::SO_PEERCRED as usize,
-                    kernel::address(&raw mut cred),
-                    kernel::address(&raw mut len),
-                    0,
-                ],
-            )
-        }?;
+        const UCRED: usize = size_of::<libc::ucred>();
+        let (ucred, _) = kernel::option::<UCRED>(self.as_fd(), libc::SOL_SOCKET, libc::SO_PEERCRED)?;
+        let [pid, uid, _gid]: [u32; 3] = zerocopy::transmute!(ucred);
         Ok(Credentials {
-            pid: u32::try_from(cred.pid).ok().filter(|pid| *pid != 0),
-            uid: cred.uid,
+            pid: (pid != 0).then_some(pid),
+            uid,
         })
     }
 }

@@ -55,6 +55,18 @@ pub fn set_option(fd: BorrowedFd<'_>, level: c_int, name: c_int, value: c_int) -
     unsafe { call(libc::SYS_setsockopt, arguments) }.map(drop)
 }
 
+/// Returns the first `N` bytes of the value of a socket's option (getsockopt(2)), and how many of them the kernel has
+/// written.
+pub fn option<const N: usize>(fd: BorrowedFd<'_>, level: c_int, name: c_int) -> Result<([u8; N], usize), Errno> {
+    let mut value = [0; N];
+    let mut len = N as libc::socklen_t;
+    let (fd, level, name) = (fd.as_raw_fd() as usize, level as usize, name as usize);
+    let (to, at) = (address(value.as_mut_ptr()), address(&raw mut len));
+    // SAFETY: the kernel writes at most `len` bytes to `value`, and their number to `len`.
+    unsafe { call(libc::SYS_getsockopt, [fd, level, name, to, at, 0]) }?;
+    Ok((value, N.min(len as usize)))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -23,13 +23,7 @@ pub fn get(fd: BorrowedFd<'_>, name: Name) -> Option<c_int> {
 /// # Errors
 /// The kernel's errno.
 pub fn bytes<const N: usize>(fd: BorrowedFd<'_>, (level, name): Name) -> Result<([u8; N], usize), Errno> {
-    let mut value = [0; N];
-    let mut len = N as libc::socklen_t;
-    let (fd, level, name) = (fd.as_raw_fd() as usize, level as usize, name as usize);
-    let (to, at) = (kernel::address(value.as_mut_ptr()), kernel::address(&raw mut len));
-    // SAFETY: the kernel writes at most `len` bytes to `value`, and their number to `len`.
-    unsafe { kernel::call(libc::SYS_getsockopt, [fd, level, name, to, at, 0]) }?;
-    Ok((value, N.min(len as usize)))
+    kernel::option(fd, level, name)
 }
 
 /// Returns the cookie of the network namespace that a socket is in; 0 where the kernel does not report it (before Linux

@@ -301,59 +301,43 @@ call! {
     pub fn recvmmsg(
         RecvMmsgFn, fd, messages: *mut mmsghdr, count: c_uint, flags: c_int, timeout: *mut timespec
     ) -> c_int;
+    // As the kernel: one recvmsg after the other.
     fn recvmmsg_on(socket, _plain, _kernel) {
-        // SAFETY: the caller's arguments, as they are.
-        unsafe { receive_messages(socket, fd, messages, count, flags, timeout) }
-    }
-}
-
-/// Makes one recvmsg after the other, as the kernel does.
-///
-/// # Safety
-/// The arguments are the program's.
-#[inline]
-unsafe fn receive_messages(
-    socket: &'static Socket,
-    fd: c_int,
-    messages: *mut mmsghdr,
-    count: c_uint,
-    flags: c_int,
-    timeout: *mut timespec,
-) -> c_int {
-    // SAFETY: null, or the program's own.
-    let deadline = match unsafe { timeout.as_ref() }.map(|t| Timeout::from_timespec(Some(t))) {
-        Some(None) => return errno::fail(libc::EINVAL),
-        Some(Some(t)) => Some(t.deadline()),
-        None => None,
-    };
-    let mut done = 0;
-    let began_on = table::token(fd);
-    // A file that gets the fd later is not this call's.
-    while done < count && (done == 0 || table::token(fd) == began_on) {
-        let waits = done == 0 || flags & libc::MSG_WAITFORONE == 0;
-        let how = flags & !libc::MSG_WAITFORONE | if waits { 0 } else { libc::MSG_DONTWAIT };
-        // SAFETY: the program's array has `count` entries.
-        let entry = unsafe { &mut *messages.add(done as usize) };
-        // SAFETY: likewise.
-        let n = unsafe { recvmsg_on(socket, real::recvmsg(), fd, &raw mut entry.msg_hdr, how) };
-        if n < 0 {
-            if done == 0 {
-                return -1;
+        // SAFETY: null, or the program's own.
+        let deadline = match unsafe { timeout.as_ref() }.map(|t| Timeout::from_timespec(Some(t))) {
+            Some(None) => return errno::fail(libc::EINVAL),
+            Some(Some(t)) => Some(t.deadline()),
+            None => None,
+        };
+        let mut done = 0;
+        let began_on = table::token(fd);
+        // A file that gets the fd later is not this call's.
+        while done < count && (done == 0 || table::token(fd) == began_on) {
+            let waits = done == 0 || flags & libc::MSG_WAITFORONE == 0;
+            let how = flags & !libc::MSG_WAITFORONE | if waits { 0 } else { libc::MSG_DONTWAIT };
+            // SAFETY: the program's array has `count` entries.
+            let entry = unsafe { &mut *messages.add(done as usize) };
+            // SAFETY: likewise.
+            let n = unsafe { recvmsg_on(socket, real::recvmsg(), fd, &raw mut entry.msg_hdr, how) };
+            if n < 0 {
+                if done == 0 {
+                    return -1;
+                }
+                // As in the kernel, the next call reports the error.
+                if table::token(fd) == began_on {
+                    reset::keep(socket, errno::get());
+                }
+                break;
             }
-            // As in the kernel, the next call reports the error.
-            if table::token(fd) == began_on {
-                reset::keep(socket, errno::get());
+            entry.msg_len = n as c_uint;
+            done += 1;
+            // The kernel checks the time only after a message.
+            if n == 0 && flags & libc::MSG_ERRQUEUE == 0 || deadline.is_some_and(|d| d.is_over()) {
+                break;
             }
-            break;
         }
-        entry.msg_len = n as c_uint;
-        done += 1;
-        // The kernel checks the time only after a message.
-        if n == 0 && flags & libc::MSG_ERRQUEUE == 0 || deadline.is_some_and(|d| d.is_over()) {
-            break;
-        }
+        done as c_int
     }
-    done as c_int
 }
 
 // send() and similar calls.
@@ -458,9 +442,22 @@ call! {
     /// `sendmmsg(2)`.
     pub fn sendmmsg(SendMmsgFn, fd, messages: *mut mmsghdr, count: c_uint, flags: c_int) -> c_int;
     before { pass::before_passing_many(messages, count); before_fast_open(fd, flags) };
+    // As the kernel: one sendmsg after the other.
     fn sendmmsg_on(socket, _plain, _kernel) {
-        // SAFETY: the caller's arguments, as they are.
-        unsafe { send_messages(socket, fd, messages, count, flags) }
+        let mut done = 0;
+        let began_on = table::token(fd);
+        while done < count.min(1024) && (done == 0 || table::token(fd) == began_on) {
+            // SAFETY: the program's array has `count` entries.
+            let entry = unsafe { &mut *messages.add(done as usize) };
+            // SAFETY: likewise.
+            let n = unsafe { sendmsg_on(socket, real::sendmsg(), fd, &raw const entry.msg_hdr, flags) };
+            if n < 0 {
+                return if done > 0 { done as c_int } else { -1 };
+            }
+            entry.msg_len = n as c_uint;
+            done += 1;
+        }
+        done as c_int
     }
 }
 
@@ -470,34 +467,6 @@ fn before_fast_open(fd: c_int, flags: c_int) {
     if flags & libc::MSG_FASTOPEN != 0 {
         within(|| lifecycle::before_fast_open(fd));
     }
-}
-
-/// Makes one sendmsg after the other, as the kernel does.
-///
-/// # Safety
-/// The arguments are the program's.
-#[inline]
-unsafe fn send_messages(
-    socket: &'static Socket,
-    fd: c_int,
-    messages: *mut mmsghdr,
-    count: c_uint,
-    flags: c_int,
-) -> c_int {
-    let mut done = 0;
-    let began_on = table::token(fd);
-    while done < count.min(1024) && (done == 0 || table::token(fd) == began_on) {
-        // SAFETY: the program's array has `count` entries.
-        let entry = unsafe { &mut *messages.add(done as usize) };
-        // SAFETY: likewise.
-        let n = unsafe { sendmsg_on(socket, real::sendmsg(), fd, &raw const entry.msg_hdr, flags) };
-        if n < 0 {
-            return if done > 0 { done as c_int } else { -1 };
-        }
-        entry.msg_len = n as c_uint;
-        done += 1;
-    }
-    done as c_int
 }
 
 // The calls that move bytes between a socket and a file or pipe.

@@ -268,8 +268,8 @@ pub struct StreamStats {
     /// Slot of the link plus one; 0 is none.
     pub(super) link: AtomicU32,
     pub(super) why: AtomicU32,
-    /// The waiters that events wake: `sleeper` for the thread that sleeps in a call or in poll, `set` for the epoll
-    /// set.
+    /// Waiters that events wake, a number plus one; 0 is none. `sleeper` is a thread's that sleeps in a call or in poll,
+    /// `set` an epoll set's.
     pub(super) sleeper: AtomicU16,
     pub(super) set: AtomicU16,
 }
@@ -323,10 +323,11 @@ impl StreamStats {
         bump(&self.tx.tcp_bytes, moved);
     }
 
-    /// Sets the waiters that are woken when data comes, or room.
-    pub fn set_waiting(&self, sleeper: Waiting, set: Waiting) {
-        self.sleeper.store(sleeper.to_word(), Relaxed);
-        self.set.store(set.to_word(), Relaxed);
+    /// Sets the numbers of waiters that are woken when data comes, or room: a thread's, and an epoll set's.
+    pub fn set_waiting(&self, sleeper: Option<u16>, set: Option<u16>) {
+        for (word, number) in [(&self.sleeper, sleeper), (&self.set, set)] {
+            word.store(number.map_or(0, |number| number.saturating_add(1)), Relaxed);
+        }
     }
 
     /// Counts a call that received `bytes` over TCP. One receiver at a time.
@@ -396,41 +397,12 @@ impl StreamStats {
         self.moved.store(0, Relaxed);
         self.link.store(0, Relaxed);
         self.why.store(0, Relaxed);
-        self.set_waiting(Waiting::Nobody, Waiting::Nobody);
+        self.set_waiting(None, None);
     }
 }
 
 const _: () = assert!(size_of::<StreamStats>() == 128 && size_of::<LinkStats>() == 64);
 const _: () = assert!(size_of::<Header>() == 4096);
-
-/// The waiter that is woken by an event.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Waiting {
-    /// No waiter.
-    Nobody,
-    /// The waiter with this number.
-    One(u16),
-    /// More than one waiter.
-    Several,
-}
-
-impl Waiting {
-    pub(super) fn to_word(self) -> u16 {
-        match self {
-            Self::Nobody => 0,
-            Self::One(number) => number.saturating_add(1),
-            Self::Several => u16::MAX,
-        }
-    }
-
-    pub(super) fn from_word(word: u16) -> Self {
-        match word {
-            0 => Self::Nobody,
-            u16::MAX => Self::Several,
-            word => Self::One(word - 1),
-        }
-    }
-}
 
 /// A thread that is about to sleep.
 #[derive(Clone, Copy, Debug)]

@@ -22,7 +22,7 @@ use thiserror::Error;
 
 use crate::stats::layout::{
     Counts, Direction, EVENTS, Event, LinkState, LinkStats, MAGIC, MEMFD_NAME, Path, SleeperSnapshot, StatsPage,
-    StreamStats, VERSION, Waiting, moved,
+    StreamStats, VERSION, moved,
 };
 use crate::stats::page::monotonic_ns;
 use crate::stats::reason::{Reason, Why};
@@ -97,7 +97,7 @@ impl InstanceSnapshot {
         let (slot, sleeper, set) = (stream.slot, stream.sleeper, stream.set);
         self.sleepers.iter().filter(move |s| match s.stream {
             Some(of) => of == slot,
-            None => [sleeper, set].contains(&Waiting::One(s.waiter)),
+            None => [sleeper, set].contains(&Some(s.waiter)),
         })
     }
 }
@@ -165,10 +165,10 @@ pub struct StreamSnapshot {
     pub promoted: bool,
     /// A direction was moved back to TCP.
     pub demoted: bool,
-    /// The waiter of the thread, in a call or in poll, that is woken when data comes.
-    pub sleeper: Waiting,
-    /// The waiter of the epoll set that is woken when data comes.
-    pub set: Waiting,
+    /// The waiter of a thread, in a call or in poll, that is woken when data comes.
+    pub sleeper: Option<u16>,
+    /// The waiter of an epoll set that is woken when data comes.
+    pub set: Option<u16>,
 }
 
 impl StreamSnapshot {
@@ -377,8 +377,8 @@ fn copy_stream(slot: u32, stream: &StreamStats) -> Option<StreamSnapshot> {
             rx: stream.rx.load(),
             promoted: bits & moved::PROMOTED == moved::PROMOTED,
             demoted: bits & moved::DEMOTED != 0,
-            sleeper: Waiting::from_word(stream.sleeper.load(Relaxed)),
-            set: Waiting::from_word(stream.set.load(Relaxed)),
+            sleeper: stream.sleeper.load(Relaxed).checked_sub(1),
+            set: stream.set.load(Relaxed).checked_sub(1),
         }
     })
 }

@@ -146,7 +146,7 @@ fn a_reader_sees_who_sleeps_on_which_stream() {
     assert!(page.sleeper(last + 1).is_none());
     receiver.begin(&asleep(11, Call::Receive, Some(1)));
     poller.begin(&asleep(12, Call::Poll, None));
-    one.set_waiting(Waiting::Several, Waiting::One(64));
+    one.set_waiting(None, Some(64));
 
     let seen = reader.read().unwrap();
     let on = |slot: usize| -> Vec<_> {
@@ -157,7 +157,7 @@ fn a_reader_sees_who_sleeps_on_which_stream() {
     assert_eq!((on(0), on(1)), (both.to_vec(), Vec::new()));
 
     receiver.end(11);
-    one.set_waiting(Waiting::Nobody, Waiting::Nobody);
+    one.set_waiting(None, None);
     let seen = reader.read().unwrap();
     assert_eq!(seen.asleep_on(&seen.streams[0]).count(), 0);
     assert_eq!(seen.sleepers.len(), 1, "it sleeps on something else");

@@ -9,7 +9,6 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use rdmasock_core::fabric::ring::{Consumer, Producer, RxFlags, Wake};
 use rdmasock_core::fabric::waiter::{SLEEPER_MASK, WaiterId};
 use rdmasock_core::ids::Vqpn;
-use rdmasock_core::stats::Waiting;
 use rdmasock_core::stream::connection;
 use rdmasock_core::stream::connection::{Ahead, SocketIo as _, Task};
 use rustix::event::{PollFd, PollFlags, epoll as kernel};
@@ -221,22 +220,11 @@ pub fn will_be_told(socket: &Socket, waiter: WaiterId, is_data: bool) -> bool {
     }
 }
 
-/// Writes the waiting threads and sets into the statistics.
+/// Writes a waiting thread and a set into the statistics.
 fn show(socket: &Socket, interest: &Interest) {
     let Some(stats) = socket.told.stats() else { return };
-    let sleeper = match interest.sleepers.as_slice() {
-        [] => Waiting::Nobody,
-        [one] => Waiting::One(one.waiter.0),
-        _ => Waiting::Several,
-    };
-    let set = match interest.members.as_slice() {
-        [] => Waiting::Nobody,
-        [first, rest @ ..] if rest.iter().all(|m| std::ptr::addr_eq(m.epoll, first.epoll)) => {
-            let waiter = first.epoll.waiter();
-            waiter.map_or(Waiting::Nobody, |w| Waiting::One(w.0))
-        }
-        _ => Waiting::Several,
-    };
+    let sleeper = interest.sleepers.first().map(|s| s.waiter.0);
+    let set = interest.members.first().and_then(|m| m.epoll.waiter()).map(|w| w.0);
     stats.set_waiting(sleeper, set);
 }
 

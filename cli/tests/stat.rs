@@ -4,9 +4,8 @@
 #![recursion_limit = "256"]
 #![allow(clippy::unwrap_used, clippy::panic)]
 
-use std::os::fd::OwnedFd;
-
 use assert_cmd::Command;
+use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::stats::{
     Asleep, Call, Direction, Event, InstanceInfo, LinkInfo, Path, Reason, StatsPage, StreamInfo, Why,
 };
@@ -19,7 +18,7 @@ fn rdmasock(arguments: &[&str]) -> Command {
 }
 
 /// Makes this process an instance with a link, two open streams and a closed one.
-fn instance() -> OwnedFd {
+fn instance() -> PrivateFd {
     let (page, fd) = StatsPage::create(InstanceInfo {
         pid: std::process::id(),
         instance: [0xab; 16],

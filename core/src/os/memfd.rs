@@ -153,21 +153,15 @@ pub fn file_limit() -> u64 {
 
 fn unsealed(name: &str, bytes: u64) -> Result<PrivateFd, Errno> {
     mappable(bytes).ok_or(Errno::INVAL)?;
-    within_file_limit(bytes)?;
+    if bytes > file_limit() {
+        return Err(Errno::FBIG);
+    }
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     // Kernels before 6.3 do not know NOEXEC_SEAL; later kernels can require it (sysctl vm.memfd_noexec).
     let fd =
         PrivateFd::open(|| memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL).or_else(|_| memfd_create(name, flags)))?;
     ftruncate(&fd, bytes)?;
     Ok(fd)
-}
-
-/// Returns EFBIG if a file may not grow to `bytes`.
-pub fn within_file_limit(bytes: u64) -> Result<(), Errno> {
-    if bytes > file_limit() {
-        return Err(Errno::FBIG);
-    }
-    Ok(())
 }
 
 /// Maps the first `claimed` bytes of an fd that a peer has sent, after checking that it is sealed shared memory.

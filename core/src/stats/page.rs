@@ -8,14 +8,14 @@ use core::net::SocketAddr;
 use core::ptr::NonNull;
 use core::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
-use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::fd::{AsFd, BorrowedFd};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 use rustix::time::{ClockId, clock_gettime};
 
 use crate::os::memfd;
-use crate::os::memfd::{PAGE, within_file_limit};
+use crate::os::memfd::PAGE;
+use crate::os::privatefd::PrivateFd;
 use crate::stats::layout::{
     Direction, Event, LinkState, LinkStats, MAGIC, MEMFD_NAME, PROGRAM_MAX, Path, STREAM_SLOTS, SleeperStats,
     StatsPage, StreamStats, VERSION, bump, moved,
@@ -63,15 +63,17 @@ pub struct LinkInfo {
 }
 
 impl StatsPage {
-    /// Creates the page of this instance. The mapping is never removed. The fd has to stay open (close-on-exec is set),
-    /// so that readers can find the page; the caller moves it to a high number. If `None` is returned for the fd, no
-    /// memfd could be had: then the page is private, counts, and is not visible.
+    /// Creates the page of this instance. The mapping is never removed. The fd has to stay open, so that readers can find
+    /// the page. If `None` is returned for the fd, no memfd could be had: then the page is private, counts, and is not
+    /// visible.
     ///
     /// A fork child creates its own page; the one that it inherited still counts for the parent.
     ///
     /// # Errors `ENOMEM` and the like if not even private memory can be mapped.
-    pub fn create(info: InstanceInfo<'_>) -> Result<(&'static StatsPage, Option<OwnedFd>), Errno> {
-        let shared = sealed_memfd().and_then(|fd| Ok((map(Some(fd.as_fd()))?, Some(fd))));
+    pub fn create(info: InstanceInfo<'_>) -> Result<(&'static StatsPage, Option<PrivateFd>), Errno> {
+        // Sealed so that a reader's mapping can never fault.
+        let file = memfd::create_file(MEMFD_NAME, size_of::<StatsPage>() as u64);
+        let shared = file.and_then(|fd| Ok((map(Some(fd.as_fd()))?, Some(fd))));
         let (page, fd) = match shared {
             Ok(made) => made,
             Err(_) => (map(None)?, None),
@@ -233,18 +235,6 @@ pub(super) fn monotonic_ns() -> u64 {
         .unwrap_or(0)
         .saturating_mul(1_000_000_000)
         .saturating_add(u64::try_from(now.tv_nsec).unwrap_or(0))
-}
-
-/// Creates a sparse memfd of the page's size, sealed so that a reader's mapping can never fault.
-fn sealed_memfd() -> Result<OwnedFd, Errno> {
-    let size = size_of::<StatsPage>() as u64;
-    within_file_limit(size)?;
-    let base = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    // Kernels before 6.3 do not know NOEXEC_SEAL; vm.memfd_noexec=2 on later ones requires it.
-    let fd = memfd_create(MEMFD_NAME, base | MemfdFlags::NOEXEC_SEAL).or_else(|_| memfd_create(MEMFD_NAME, base))?;
-    ftruncate(&fd, size)?;
-    fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
-    Ok(fd)
 }
 
 /// Maps an empty page, never to be unmapped: the sealed memfd, or private memory.

@@ -3,6 +3,7 @@
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 
+use crate::os::privatefd::PrivateFd;
 use crate::stats::*;
 
 const INFO: InstanceInfo<'static> = InstanceInfo {
@@ -21,7 +22,7 @@ fn stream_info(fd: i32) -> StreamInfo {
     }
 }
 
-fn page() -> (&'static StatsPage, StatsReader, rustix::fd::OwnedFd) {
+fn page() -> (&'static StatsPage, StatsReader, PrivateFd) {
     let (page, fd) = StatsPage::create(INFO).unwrap();
     let fd = fd.expect("a memfd");
     let path = PathBuf::from(format!("/proc/self/fd/{}", fd.as_raw_fd()));
@@ -196,7 +197,7 @@ fn what_is_sent_again_on_tcp_was_not_sent_over_the_link() {
 fn reading_allocates_nothing_in_the_page() {
     let (page, reader, fd) = page();
     page.open_stream(1000, &stream_info(5)).unwrap();
-    let blocks = |fd: &rustix::fd::OwnedFd| rustix::fs::fstat(fd).unwrap().st_blocks;
+    let blocks = |fd: &PrivateFd| rustix::fs::fstat(fd).unwrap().st_blocks;
     let before = blocks(&fd);
     reader.read().unwrap();
     assert_eq!(blocks(&fd), before);

@@ -2,7 +2,6 @@
 
 use once_cell::race::OnceBox;
 use rdmasock_core::ids::InstanceId;
-use rdmasock_core::os::privatefd::{PrivateFd, Transit};
 use rdmasock_core::stats::{InstanceInfo, StatsPage};
 
 use crate::config::arenas::{Budget, Pieces};
@@ -40,15 +39,12 @@ fn build() -> Option<Library> {
     let program = program_name();
     let rules = RULES.get_or_init(|| Box::new(read_rules(config)));
     let id = InstanceId::random().ok()?;
-    let transit = Transit::begin();
     let (stats, stats_fd) = StatsPage::create(InstanceInfo {
         pid: rustix::process::getpid().as_raw_nonzero().get() as u32,
         instance: *id.as_bytes(),
         program: program.as_bytes(),
     })
     .ok()?;
-    let stats_fd = stats_fd.and_then(|fd| PrivateFd::place(fd).ok());
-    drop(transit);
     let library = Library {
         rules: rules.as_ref(),
         reach: REACH.get_or_init(|| Box::new(Reach::new(config))),

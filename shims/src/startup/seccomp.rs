@@ -235,13 +235,17 @@ const WITH: &[(c_long, [c_int; 5])] = &[
 
 /// Whether a filter allows all system calls of the library.
 fn are_allowed(filter: &[libc::sock_filter]) -> bool {
-    let is = |number, arguments| answer(filter, &Call { number, arguments });
+    let is = |number, arguments| matches!(answer(filter, &Call { number, arguments }), Some(ALLOW | LOG));
     // If clone3 fails, libc makes threads with clone. So clone3 may fail, but must not end the process.
-    is(libc::SYS_clone3, [0; 6]) != Answer::Other
-        && ANY.iter().all(|number| is(*number, [0; 6]) == Answer::Allowed)
+    let clone3 = Call {
+        number: libc::SYS_clone3,
+        arguments: [0; 6],
+    };
+    matches!(answer(filter, &clone3), Some(ALLOW | LOG | ERRNO))
+        && ANY.iter().all(|number| is(*number, [0; 6]))
         && WITH.iter().all(|(number, arguments)| {
             let [a, b, c, d, e] = arguments.map(|argument| argument as u64);
-            is(*number, [a, b, c, d, e, 0]) == Answer::Allowed
+            is(*number, [a, b, c, d, e, 0])
         })
 }
 
@@ -266,25 +270,9 @@ const ALLOW: u32 = 0x7fff_0000;
 const LOG: u32 = 0x7ffc_0000;
 const ERRNO: u32 = 0x0005_0000;
 
-/// A filter's answer to a call.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Answer {
-    /// The call is carried out.
-    Allowed,
-    /// The call fails with an errno.
-    Fails,
-    /// The call ends the thread or the process, raises a signal, or goes to another process; or the answer is not
-    /// known.
-    Other,
-}
-
-/// Returns what `filter` answers to `call`.
-fn answer(filter: &[sock_filter], call: &Call) -> Answer {
-    match run(filter, call).map(|word| word & ACTION) {
-        Some(ALLOW | LOG) => Answer::Allowed,
-        Some(ERRNO) => Answer::Fails,
-        _ => Answer::Other,
-    }
+/// Returns the action that `filter` answers to `call`; `None` if the kernel would not accept the filter.
+fn answer(filter: &[sock_filter], call: &Call) -> Option<u32> {
+    run(filter, call).map(|word| word & ACTION)
 }
 
 /// Returns a word of `struct seccomp_data`. The caller's address is not known, and is 0. `None` for an offset that the
@@ -390,9 +378,9 @@ mod tests {
             step(0x06, 0, 0, KILL),
         ];
         let of = |number| answer(&filter, &call(number, 0));
-        assert_eq!(of(libc::SYS_read), Answer::Allowed);
-        assert_eq!(of(libc::SYS_clone3), Answer::Fails);
-        assert_eq!(of(libc::SYS_write), Answer::Other);
+        assert_eq!(of(libc::SYS_read), Some(ALLOW));
+        assert_eq!(of(libc::SYS_clone3), Some(ERRNO));
+        assert_eq!(of(libc::SYS_write), Some(KILL));
     }
 
     #[test]
@@ -410,9 +398,9 @@ mod tests {
             step(0x06, 0, 0, LOG),
         ];
         let of = |first| answer(&filter, &call(0, first));
-        assert_eq!(of(7 << 32 | 8), Answer::Allowed);
-        assert_eq!(of(7 << 32 | 4), Answer::Other);
-        assert_eq!(of(8), Answer::Other);
+        assert_eq!(of(7 << 32 | 8), Some(LOG));
+        assert_eq!(of(7 << 32 | 4), Some(KILL));
+        assert_eq!(of(8), Some(KILL));
     }
 
     #[test]
@@ -428,7 +416,7 @@ mod tests {
             &[step(0x02, 0, 0, 16), step(0x06, 0, 0, ALLOW)],
             &[step(0x28, 0, 0, 0), step(0x06, 0, 0, ALLOW)],
         ] {
-            assert_eq!(answer(odd, &call(0, 0)), Answer::Other);
+            assert_eq!(answer(odd, &call(0, 0)), None);
         }
     }
 }

@@ -17,6 +17,6 @@ pub fn proc_net_tcp(text: &str, server: SocketAddr) -> diag::Owner {
 }
 
 /// Parses an answer of rtnetlink(7) to a route lookup.
-pub fn route(bytes: &[u8]) -> Result<route::Place, Errno> {
+pub fn route(bytes: &[u8]) -> Result<bool, Errno> {
     route::parse(bytes)
 }

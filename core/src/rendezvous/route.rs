@@ -1,5 +1,5 @@
-//! Whether an address is this host's, and else through which interface it is reached: a route lookup by rtnetlink(7).
-//! The result decides whether a connection's other end is asked by name or by the control port.
+//! Whether an address is this host's: a route lookup by rtnetlink(7). The result decides whether a connection's other end
+//! is asked by name or by the control port.
 
 use std::net::IpAddr;
 
@@ -9,36 +9,20 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use crate::rendezvous::diag::{AF_INET, AF_INET6, NLM_F_REQUEST, NLMSG_ERROR, NetlinkHeader, ask};
 
-/// The place of an address.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Place {
-    /// On this host, in this network namespace.
-    Here,
-    /// On another host, or in another network namespace.
-    There {
-        /// Index of the interface that leads there; `None` if the kernel does not report it.
-        interface: Option<u32>,
-    },
-}
-
-/// Returns the place of the peer `remote` of a connection from `local`.
+/// Returns whether the peer `remote` of a connection from `local` is on this host, in this network namespace.
 ///
-/// Asks the kernel unless both addresses are the same or `remote` is a loopback address. If the kernel does not answer,
-/// the place is [`Place::There`].
-pub fn place_of(local: IpAddr, remote: IpAddr) -> Place {
+/// Asks the kernel unless both addresses are the same or `remote` is a loopback address. Returns false if the kernel
+/// does not answer.
+pub fn is_here(local: IpAddr, remote: IpAddr) -> bool {
     let (local, remote) = (local.to_canonical(), remote.to_canonical());
     // Most connections within a host need no question.
-    if local == remote || remote.is_loopback() {
-        return Place::Here;
-    }
-    look_up(remote).unwrap_or(Place::There { interface: None })
+    local == remote || remote.is_loopback() || look_up(remote).unwrap_or(false)
 }
 
 const RTM_NEWROUTE: u16 = 24;
 const RTM_GETROUTE: u16 = 26;
 const RTN_LOCAL: u8 = 2;
 const RTA_DST: u16 = 1;
-const RTA_OIF: u16 = 4;
 
 /// linux/rtnetlink.h, struct rtmsg.
 #[derive(Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -56,14 +40,14 @@ struct RouteMessage {
 }
 
 /// linux/rtnetlink.h, struct rtattr.
-#[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[derive(IntoBytes, Immutable)]
 #[repr(C)]
 struct Attribute {
     length: u16,
     kind: u16,
 }
 
-fn look_up(remote: IpAddr) -> Result<Place, Errno> {
+fn look_up(remote: IpAddr) -> Result<bool, Errno> {
     // NETLINK_ROUTE is protocol 0.
     ask(SocketType::RAW, None, &request(remote), parse)
 }
@@ -93,31 +77,17 @@ fn request(remote: IpAddr) -> Vec<u8> {
     [header.as_bytes(), message.as_bytes(), attribute.as_bytes(), &octets].concat()
 }
 
-pub(crate) fn parse(bytes: &[u8]) -> Result<Place, Errno> {
+pub(crate) fn parse(bytes: &[u8]) -> Result<bool, Errno> {
     let (header, body) = NetlinkHeader::read_from_prefix(bytes).map_err(|_| Errno::BADMSG)?;
     match header.kind {
         // No route: no peer can be reached there.
-        NLMSG_ERROR => return Ok(Place::There { interface: None }),
-        RTM_NEWROUTE => {}
-        _ => return Err(Errno::BADMSG),
-    }
-    let (message, mut rest) = RouteMessage::read_from_prefix(body).map_err(|_| Errno::BADMSG)?;
-    if message.kind == RTN_LOCAL {
-        return Ok(Place::Here);
-    }
-    let mut interface = None;
-    while let Ok((attribute, _)) = Attribute::read_from_prefix(rest) {
-        let length = usize::from(attribute.length);
-        let Some(value) = rest.get(size_of::<Attribute>()..length) else {
-            break;
-        };
-        if attribute.kind == RTA_OIF {
-            interface = u32::read_from_bytes(value).ok();
+        NLMSG_ERROR => Ok(false),
+        RTM_NEWROUTE => {
+            let (message, _) = RouteMessage::read_from_prefix(body).map_err(|_| Errno::BADMSG)?;
+            Ok(message.kind == RTN_LOCAL)
         }
-        // The next attribute is aligned to 4 bytes.
-        rest = rest.get(length.next_multiple_of(4)..).unwrap_or_default();
+        _ => Err(Errno::BADMSG),
     }
-    Ok(Place::There { interface })
 }
 
 #[cfg(test)]
@@ -133,31 +103,26 @@ mod tests {
     #[test]
     fn loopback_addresses_are_here() {
         for text in ["127.0.0.1", "127.1.2.3"] {
-            assert_eq!(look_up(ip(text)), Ok(Place::Here));
+            assert_eq!(look_up(ip(text)), Ok(true));
         }
-        assert_eq!(place_of(ip("10.9.8.7"), ip("10.9.8.7")), Place::Here);
-        assert_eq!(place_of(ip("::1"), ip("::ffff:127.0.0.1")), Place::Here);
+        assert!(is_here(ip("10.9.8.7"), ip("10.9.8.7")));
+        assert!(is_here(ip("::1"), ip("::ffff:127.0.0.1")));
     }
 
     #[test]
     fn an_address_for_documentation_is_elsewhere() {
         for text in ["192.0.2.1", "2001:db8::1"] {
-            let place = place_of(ip("127.0.0.1"), ip(text));
-            assert!(matches!(place, Place::There { .. }), "{text}");
+            assert!(!is_here(ip("127.0.0.1"), ip(text)), "{text}");
         }
     }
 
     #[test]
-    fn the_interface_is_found_among_the_attributes() {
+    fn the_kind_of_the_route_decides() {
         let mut answer = request(ip("10.0.0.1"));
         answer[4..6].copy_from_slice(&RTM_NEWROUTE.to_ne_bytes());
-        answer.extend([5, 0, 99, 0, 1, 0, 0, 0]);
-        answer.extend([8, 0, 4, 0]);
-        answer.extend(7_u32.to_ne_bytes());
-        let interface = Some(7);
-        assert_eq!(parse(&answer), Ok(Place::There { interface }));
+        assert_eq!(parse(&answer), Ok(false));
         answer[16 + 7] = RTN_LOCAL;
-        assert_eq!(parse(&answer), Ok(Place::Here));
+        assert_eq!(parse(&answer), Ok(true));
     }
 
     proptest! {

@@ -8,7 +8,7 @@ use std::net::IpAddr;
 
 use ipnet::IpNet;
 use rdmasock_core::rendezvous::control::Key;
-use rdmasock_core::rendezvous::route::{Place, place_of};
+use rdmasock_core::rendezvous::route;
 
 use crate::config::{Config, Fabrics};
 
@@ -78,7 +78,7 @@ impl Reach {
 
     /// Returns whether a link for a connection between these addresses is one between hosts.
     pub fn is_between_hosts(&self, local: IpAddr, remote: IpAddr) -> bool {
-        self.is_here || !matches!(place_of(local, remote), Place::Here)
+        self.is_here || !route::is_here(local, remote)
     }
 
     /// Returns whether a connection from this local address to `remote` could move: an RDMA device has the address.

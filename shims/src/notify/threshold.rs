@@ -10,8 +10,7 @@ use std::net::SocketAddr;
 use std::sync::atomic::Ordering::Relaxed;
 
 use rdmasock_core::os::heap;
-use rdmasock_core::rendezvous::names;
-use rdmasock_core::rendezvous::route::{Place, place_of};
+use rdmasock_core::rendezvous::{names, route};
 use rdmasock_core::stats::{Direction, Reason, Why};
 use rdmasock_core::stream::handshake::Role;
 
@@ -137,11 +136,11 @@ fn settle(library: &Library, socket: &'static Socket) -> bool {
     let reason = match library.refuses(connector, acceptor, Direction::Connect) {
         Some(reason) => Some(reason),
         None if socket.promotion.holders.may_be_several() => None,
-        None => match place_of(connector.ip(), acceptor.ip()) {
-            Place::Here if names::is_served(acceptor.port()) => None,
-            Place::Here => Some(Reason::PeerWithout),
-            Place::There { .. } if library.reach.verbs_ready() => None,
-            Place::There { .. } => Some(Reason::OtherHost),
+        None => match route::is_here(connector.ip(), acceptor.ip()) {
+            true if names::is_served(acceptor.port()) => None,
+            true => Some(Reason::PeerWithout),
+            false if library.reach.verbs_ready() => None,
+            false => Some(Reason::OtherHost),
         },
     };
     if let Some(reason) = reason {

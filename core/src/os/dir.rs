@@ -41,13 +41,13 @@ pub(crate) fn open(path: impl AsRef<Path>) -> Result<PrivateFd, Errno> {
     PrivateFd::open(|| rustix::fs::open(path.as_ref(), flags, Mode::empty()))
 }
 
-/// Returns the content of the file at `path`, as [`read`] does.
+/// Returns the content of the file at `path`, and whether that is all of it: reads no further once it has `enough`
+/// bytes. ENOMEM if there is no memory for it.
 pub fn bytes(path: impl AsRef<Path>, enough: usize) -> Result<(Vec<u8>, bool), Errno> {
     read(&open(path)?, enough)
 }
 
-/// Returns the content of a file, and whether that is all of it: reads no further once it has `enough` bytes. ENOMEM if
-/// there is no memory for it.
+/// Returns the content of an open file, as [`bytes`] does.
 pub(crate) fn read(file: &PrivateFd, enough: usize) -> Result<(Vec<u8>, bool), Errno> {
     let mut bytes = Vec::new();
     let mut piece = Scratch::new(4096).ok_or(Errno::NOMEM)?;

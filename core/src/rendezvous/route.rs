@@ -1,5 +1,5 @@
-//! Whether an address is this host's: a route lookup by rtnetlink(7). The result decides whether a connection's other end
-//! is asked by name or by the control port.
+//! Whether an address is this host's: a route lookup by rtnetlink(7). The result decides whether a connection's other
+//! end is asked by name or by the control port.
 
 use std::net::IpAddr;
 

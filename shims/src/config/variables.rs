@@ -290,7 +290,9 @@ fn ring_size(value: &OsStr) -> Option<Size> {
 /// Returns the known name that is most like `name`.
 pub(super) fn nearest(name: &str) -> &'static str {
     let names = VARIABLES.iter().map(|variable| variable.name);
-    names.min_by_key(|known| strsim::levenshtein(known, name)).unwrap_or_default()
+    names
+        .min_by_key(|known| strsim::levenshtein(known, name))
+        .unwrap_or_default()
 }
 
 /// Returns the items of a comma-separated list.

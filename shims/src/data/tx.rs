@@ -66,8 +66,8 @@ pub unsafe fn send(
 }
 
 /// Sends `len` bytes over a link, if that is no more than a copy: no other thread holds the direction's lock, the fd
-/// was checked at this tick of the clock, the ring is known to have room in one piece, and no option, shutdown, error or
-/// cancellation is to be heeded. Otherwise does nothing, and returns false.
+/// was checked at this tick of the clock, the ring is known to have room in one piece, and no option, shutdown, error
+/// or cancellation is to be heeded. Otherwise does nothing, and returns false.
 ///
 /// # Safety
 /// `from` is readable for `len` bytes.

@@ -207,11 +207,9 @@ fn has_room(socket: &'static Socket, remote: &'static Remote, theirs: Vqpn) -> b
         if Taken::is_over(socket) {
             return false;
         }
-        if unread == 0 {
-            if !give_back(socket) {
-                // The earlier bytes have gone by a send buffer of this end, so the next bytes have to go there too.
-                return false;
-            }
+        if unread == 0 && !give_back(socket) {
+            // The earlier bytes have gone by a send buffer of this end, so the next bytes have to go there too.
+            return false;
         }
         if free(socket) >= remote.direct_min() {
             return true;

@@ -69,8 +69,8 @@ impl Piece {
 }
 
 impl Qp {
-    /// Makes a reliable queue pair with queues of these `lengths`, of sends and of receives, and asks for `inline` bytes
-    /// of inline data; also returns how many it has.
+    /// Makes a reliable queue pair with queues of these `lengths`, of sends and of receives, and asks for `inline`
+    /// bytes of inline data; also returns how many it has.
     pub fn new(id: &Arc<Id>, pd: &Arc<Pd>, cq: &Arc<Cq>, lengths: [u32; 2], inline: u32) -> Result<(Self, u32)> {
         // SAFETY: a structure of numbers and pointers, for which zeroes are valid.
         let mut attr: ffi::ibv_qp_init_attr = unsafe { zeroed() };

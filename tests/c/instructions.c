@@ -10,26 +10,28 @@
 
 enum { BYTES = 8 };
 
-static int is(const char *a, const char *b) { return strcmp(a, b) == 0; }
+/* What moves a message. */
+static const char *const KINDS[] = {"send", "write", "writev", "epoll", "poll"};
+enum kind { SEND, WRITE, WRITEV, EPOLL, POLL, NONE };
 
 /* Moves a message; waits for it by `set` or by poll() if the kind says so. */
-static inline void move(const char *kind, int from, int to, int set)
+static inline void move(enum kind kind, int from, int to, int set)
 {
     char bytes[BYTES] = {0};
     struct iovec parts[2] = {{bytes, BYTES / 2}, {bytes + BYTES / 2, BYTES / 2}};
     struct epoll_event event;
     struct pollfd asked = {.fd = to, .events = POLLIN};
-    if (is(kind, "write")) {
+    if (kind == WRITE) {
         CHECK(write(from, bytes, BYTES) == BYTES);
         CHECK(read(to, bytes, BYTES) == BYTES);
-    } else if (is(kind, "writev")) {
+    } else if (kind == WRITEV) {
         CHECK(writev(from, parts, 2) == BYTES);
         CHECK(readv(to, parts, 2) == BYTES);
     } else {
         CHECK(send(from, bytes, BYTES, 0) == BYTES);
-        if (is(kind, "epoll"))
+        if (kind == EPOLL)
             CHECK(epoll_wait(set, &event, 1, -1) == 1);
-        else if (is(kind, "poll"))
+        else if (kind == POLL)
             CHECK(poll(&asked, 1, -1) == 1);
         CHECK(recv(to, bytes, BYTES, 0) == BYTES);
     }
@@ -45,9 +47,12 @@ static int is_on_link(int fd)
 int main(int argc, char **argv)
 {
     CHECK(argc == 4);
-    const char *kind = argv[2];
+    enum kind kind = SEND;
+    while (kind < NONE && strcmp(argv[2], KINDS[kind]) != 0)
+        kind++;
+    CHECK(kind < NONE);
     int ends[2], set = MUST(epoll_create1(0));
-    if (is(argv[1], "pipe")) {
+    if (strcmp(argv[1], "pipe") == 0) {
         MUST(pipe(ends));
     } else {
         struct sockaddr_in at;
@@ -58,8 +63,8 @@ int main(int argc, char **argv)
         MUST(epoll_ctl(set, EPOLL_CTL_ADD, ends[0], &(struct epoll_event){.events = EPOLLIN}));
         while (!is_on_link(ends[0]) || !is_on_link(ends[1])) {
             CHECK(seconds() < until);
-            move("send", ends[1], ends[0], set);
-            move("send", ends[0], ends[1], set);
+            move(SEND, ends[1], ends[0], set);
+            move(SEND, ends[0], ends[1], set);
             pause_us(2000);
         }
     }

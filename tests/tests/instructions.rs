@@ -9,17 +9,17 @@ use std::sync::Arc;
 use libtest_mimic::{Arguments, Failed, Trial};
 use rdmasock_tests::harness::{Paths, clean_environment};
 
-/// A round of `c/instructions.c` on a link, and the most instructions that its calls may have, without those that the
-/// same round has on a pipe or on kernel TCP without the library.
+/// A round of `c/instructions.c` on a link, and the most instructions that it may have, the program's own included. How
+/// often a round meets a tick of the clock differs from run to run, so a bound is some 20 % above what was counted.
 const ON_LINK: &[(&str, u64)] = &[
-    ("send", 10_000),
-    ("write", 10_000),
-    ("writev", 10_000),
-    ("epoll", 10_000),
-    ("poll", 10_000),
+    ("send", 900),
+    ("write", 900),
+    ("writev", 1_600),
+    ("epoll", 2_000),
+    ("poll", 2_000),
 ];
 /// The most instructions that the library may add to a write and a read that pass through.
-const PASSED_ON: u64 = 1_000;
+const PASSED_ON: u64 = 60;
 
 /// The two numbers of rounds whose difference is counted.
 const ROUNDS: [u64; 2] = [1_000, 5_000];

@@ -268,8 +268,8 @@ pub struct StreamStats {
     /// Slot of the link plus one; 0 is none.
     pub(super) link: AtomicU32,
     pub(super) why: AtomicU32,
-    /// Waiters that events wake, a number plus one; 0 is none. `sleeper` is that of a thread that sleeps in a call or in
-    /// poll, `set` an epoll set's.
+    /// Waiters that events wake, a number plus one; 0 is none. `sleeper` is that of a thread that sleeps in a call or
+    /// in poll, `set` an epoll set's.
     pub(super) sleeper: AtomicU16,
     pub(super) set: AtomicU16,
 }

@@ -64,8 +64,8 @@ pub struct LinkInfo {
 
 impl StatsPage {
     /// Creates the page of this instance. The mapping is never removed. The fd has to stay open, so that readers can
-    /// find the page. If `None` is returned for the fd, no memfd could be had: then the page is private, counts, and is not
-    /// visible.
+    /// find the page. If `None` is returned for the fd, no memfd could be had: then the page is private, counts, and is
+    /// not visible.
     ///
     /// A fork child creates its own page; the one that it inherited still counts for the parent.
     ///

@@ -37,7 +37,7 @@ pub struct Lock<T> {
     value: UnsafeCell<T>,
 }
 
-// SAFETY: the value is only accessed through a Guard, of which one exists at a time (word != 0).
+// SAFETY: the value is only accessed through a Guard, and one Guard exists at a time (word != 0).
 unsafe impl<T: Send> Sync for Lock<T> {}
 // SAFETY: moving the lock moves the value, which is Send.
 unsafe impl<T: Send> Send for Lock<T> {}

@@ -101,9 +101,9 @@ pub enum Then {
     Tcp,
     /// On the link: the marker is SWITCH, or the direction has been on the link before.
     Link,
-    /// It waits to leave a link between hosts: RESUME is not written yet.
+    /// The direction waits to leave a link between hosts: RESUME is not written yet.
     Leave,
-    /// It waits for the peer's RESUME: it has left a link between hosts.
+    /// The direction waits for the peer's RESUME: it has left a link between hosts.
     Resume,
 }
 

@@ -40,7 +40,7 @@ use std::marker::PhantomData;
 
 use crate::sync::{AtomicU8, Ordering, Published};
 
-/// What a direction runs on.
+/// The medium of a direction.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub enum Mode {

@@ -51,8 +51,8 @@ fn in_ports(device: &Path, name: &str) -> impl Iterator<Item = PathBuf> {
     })
 }
 
-/// RoCE: each entry of a port's GID table names its interface. A table may have a thousand entries, of which the first
-/// few are in use.
+/// RoCE: each entry of a port's GID table names its interface. A table may have a thousand entries, and the first few
+/// are in use.
 fn has_gid_on(device: &Path, interface: &str) -> bool {
     let mut entries: Vec<_> = in_ports(device, "gid_attrs/ndevs").collect();
     entries.sort_by_key(|entry| entry.file_name().map_or(u32::MAX, index_of));

@@ -1,7 +1,7 @@
 //! The connected queue pair that the engine of a link between hosts uses. Its provider is the verbs plugin, or memory
 //! in tests. Not here: connecting, and the meaning of the bytes.
 
-// The structures are also those of the C interface to a plugin (`plugin.rs`).
+// The C interface to a plugin (`plugin.rs`) uses the structures too.
 
 /// The limits of a queue pair.
 #[repr(C)]

@@ -33,11 +33,12 @@ pub enum Task {
 pub enum Peeked {
     /// This number of bytes.
     Bytes(usize),
-    /// Nothing now.
+    /// TCP has no bytes now.
     Nothing,
     /// The end, or an error.
     Ended,
-    /// Nothing, and the program has shut its receiving direction. To the program this is the end, but markers may come.
+    /// TCP has no bytes, and the program has shut its receiving direction. To the program this is the end,
+    /// but markers may come.
     Shut,
 }
 
@@ -208,7 +209,7 @@ pub trait SocketIo: Deref<Target = ConnectionOf<Self>> + Sized {
     fn count_ours(&self, direction: Half, bytes: usize);
 }
 
-/// One of the two directions.
+/// A direction of the connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Half {
     /// The direction that this end sends in.

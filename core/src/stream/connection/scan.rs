@@ -48,12 +48,12 @@ pub enum Ahead {
         /// Number of bytes that follow, and can be taken from the kernel.
         kernel: usize,
     },
-    /// Nothing now.
+    /// TCP has no bytes now.
     Nothing,
     /// The end, or an error: the kernel's own call tells which.
     Ended,
-    /// Nothing now. The program has shut the direction, so it gets the end. Bytes that come later are scanned all the
-    /// same.
+    /// TCP has no bytes now. The program has shut the direction, so it gets the end. Bytes that come later are scanned
+    /// all the same.
     Shut,
     /// The direction no longer scans.
     Changed,

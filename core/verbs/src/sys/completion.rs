@@ -82,7 +82,7 @@ impl Cq {
     }
 
     /// Makes the channel's fd readable at the next completion. Events of earlier completions do not keep the fd
-    /// readable: they are taken, those of other queues too. So the owner of several queues on a channel arms all of
+    /// readable: they are taken, as are events of other queues. So the owner of several queues on a channel arms all of
     /// them, and then polls all of them. If two threads arm at once, one may take the event of a queue that the other
     /// has armed already. It arms that queue next, and polls it.
     pub fn arm(&self) -> Result<()> {

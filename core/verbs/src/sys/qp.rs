@@ -145,7 +145,7 @@ impl Qp {
                 ffi::ibv_wr_opcode::IBV_WR_RDMA_READ
             }
             Work::WriteNothing => {
-                // Some devices treat an entry of 0 bytes as one of 2 GiB.
+                // A device may treat an entry of 0 bytes as one of 2 GiB.
                 wr.num_sge = 0;
                 ffi::ibv_wr_opcode::IBV_WR_RDMA_WRITE
             }

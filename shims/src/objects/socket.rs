@@ -6,6 +6,7 @@
 //! `interest`, `rx`, `tx`. No thread blocks under any of these locks, or takes an epoll set's lock while it holds a
 //! lock of a socket.
 
+use std::collections::VecDeque;
 use std::ffi::c_int;
 use std::ops::Deref;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -292,9 +293,48 @@ pub fn in_use() -> impl Iterator<Item = &'static Socket> {
     all().filter(|socket| socket.numbers.fd.load(Acquire) >= 0)
 }
 
-/// Recycled objects. The lock also protects the opening and closing of slots in the statistics.
-static FREE: Lock<Vec<&'static Socket>> = Lock::new(Vec::new());
+/// Recycled objects, in the order in which they were. The lock also protects the opening and closing of slots in the
+/// statistics.
+static FREE: Lock<VecDeque<Recycled>> = Lock::new(VecDeque::new());
 static SLOTS: AtomicU32 = AtomicU32::new(0);
+
+/// An object without a connection.
+struct Recycled {
+    socket: &'static Socket,
+    /// The value of [`ROUNDS`] after the object was recycled.
+    since: u64,
+}
+
+impl Recycled {
+    /// Returns whether the service thread cannot have the object any more.
+    fn is_left(&self, rounds: u64) -> bool {
+        self.since.is_multiple_of(2) || self.since != rounds
+    }
+}
+
+/// Counts the beginnings and ends of the service thread's rounds: odd while it may have a connection in hand.
+static ROUNDS: AtomicU64 = AtomicU64::new(0);
+
+/// A round of the service thread. A connection that the thread finds during a round ([`Ref::get`], [`by_slot`]) does
+/// not become another connection before the round has ended. The program may close it meanwhile.
+pub struct Round(());
+
+impl Round {
+    /// Begins a round, before any connection is looked up. Service thread only.
+    pub fn begin() -> Self {
+        ROUNDS.fetch_add(1, SeqCst);
+        // Either this thread sees the new generation of an object that is being recycled, or that thread sees this
+        // round (`Socket::recycle`).
+        fence(SeqCst);
+        Self(())
+    }
+}
+
+impl Drop for Round {
+    fn drop(&mut self) {
+        ROUNDS.fetch_add(1, SeqCst);
+    }
+}
 
 impl Deref for Socket {
     type Target = ConnectionOf<Socket>;
@@ -329,7 +369,18 @@ impl Socket {
     /// handler that has interrupted a use of the list.
     pub fn allocate(fd: c_int, nonblocking: bool) -> Option<&'static Socket> {
         let mut free = FREE.lock()?;
-        let socket = free.pop().or_else(Self::make)?;
+        let rounds = ROUNDS.load(SeqCst);
+        let is_left = |recycled: Option<&Recycled>| recycled.is_some_and(|r| r.is_left(rounds));
+        // The object that was used last is in the cache. If the service thread may have it, it may have all objects
+        // behind the first.
+        let recycled = if is_left(free.back()) {
+            free.pop_back()
+        } else if is_left(free.front()) {
+            free.pop_front()
+        } else {
+            None
+        };
+        let socket = recycled.map(|r| r.socket).or_else(Self::make)?;
         drop(free);
         socket.renew();
         socket.promotion.reset();
@@ -381,8 +432,13 @@ impl Socket {
             if let Some(page) = page {
                 page.close_stream(self.slot);
             }
+            fence(SeqCst);
+            let recycled = Recycled {
+                socket: self,
+                since: ROUNDS.load(SeqCst),
+            };
             // Without memory for the list, the object is never used again.
-            let _ = free.try_reserve(1).map(|()| free.push(self));
+            let _ = free.try_reserve(1).map(|()| free.push_back(recycled));
         }
     }
 
@@ -407,6 +463,8 @@ impl Socket {
             std::mem::forget(std::mem::take(FREE.get_unlocked()));
             FREE.reset();
         }
+        // The child has no service thread yet.
+        ROUNDS.store(0, SeqCst);
     }
 
     /// Returns the link that a direction runs on or is about to run on; `None` if there is none.

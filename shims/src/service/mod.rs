@@ -325,7 +325,9 @@ impl Worker {
             flags: kernel::EventFlags::empty(),
             data: kernel::EventData::new_u64(0),
         }; 64];
+        let round = socket::Round::begin();
         self.drain();
+        drop(round);
         let next = TIMERS.iter().filter_map(|(next, _)| next(self)).min();
         let timeout = next.map(|at| at.saturating_sub(time::now_ns()));
         self.library.waiters.enter_sleep(SERVICE);
@@ -338,6 +340,7 @@ impl Worker {
         let timeout = timeout.and_then(|ns| Timespec::try_from(Duration::from_nanos(ns)).ok());
         let n = kernel::wait(&self.service.epoll, &mut reported[..], timeout.as_ref()).unwrap_or(0);
         self.library.waiters.leave_sleep(SERVICE);
+        let _round = socket::Round::begin();
         self.events.extend(reported.iter().take(n).copied());
         while let Some(event) = self.events.pop_front() {
             self.on_event(event);

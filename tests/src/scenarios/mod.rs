@@ -150,7 +150,7 @@ pub fn all() -> Vec<Scenario> {
         twins: warm {  } cold { of_one_process_each, of_two_clients, of_two_servers, on_interfaces, on_interfaces_of_two_servers }
         zerocopy: warm { completions, control, ipv6, mapped, recvmmsg, readiness, woken, forms, dup, threads, both_ways } cold {  }
         zerocopy_more: warm { accepted, reset, timestamps, forked } cold {  }
-        wakes: warm { oneshot_over, data_taken, room_taken, set_changed } cold { poll, select, receive, epoll, edge, oneshot, added, two_sets, nested, polled_set, two_waiters, two_receivers, crowd, shared_set, forked, filled_at_once, replaced }
+        wakes: warm { oneshot_over, data_taken, room_taken, set_changed } cold { poll, select, receive, epoll, edge, oneshot, added, two_sets, nested, polled_set, two_waiters, two_receivers, crowd, shared_set, forked, filled_at_once, replaced, successor }
     ];
     all.push(
         Scenario::new("process_fork_changes_user", process::fork_changes_user, false)

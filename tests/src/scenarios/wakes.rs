@@ -14,6 +14,8 @@ use crate::{data, sys};
 /// Connections one after the other, and messages each way on each.
 const CONNECTIONS: usize = 4;
 const MESSAGES: usize = 24;
+/// Connections of [`successor`], one after the other.
+const SUCCESSORS: usize = 48;
 /// The message before which one end takes the connection off its link.
 const DEMOTED_AT: usize = 16;
 /// In ms: a wait that is not ended within this time never ends.
@@ -187,6 +189,36 @@ pub fn edge(c: &Ctx) {
             false
         })
     });
+}
+
+/// Many short connections, each waited for in an epoll set of its own. The next connection is there while the library
+/// still has work left for the one before: it gets the same fd, and nothing of that work.
+pub fn successor(c: &Ctx) {
+    let (listener, port) = c.listener(16);
+    for connection in 0..SUCCESSORS {
+        let fd = match listener {
+            Some(listener) => sys::accept4(listener, 0).ok(),
+            None => sys::connected(&sys::Addr::v4(port)),
+        };
+        let set = set_of(fd, IN);
+        for message in 0..3 {
+            if !c.is_server() {
+                say(fd, message);
+            }
+            assert!(
+                reports(set.fd(), fd),
+                "no wake-up: connection {connection}, message {message}"
+            );
+            assert_eq!(sys::recv_exact(fd, LEN), [message as u8; LEN]);
+            if c.is_server() {
+                sys::pause_ms((connection % 8) as u64);
+                say(fd, message);
+            }
+        }
+        drop(set);
+        sys::close(fd).ok();
+    }
+    c.log("every message has ended a wait");
 }
 
 /// Waits in epoll_wait(), armed again for each message.

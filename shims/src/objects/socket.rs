@@ -1194,6 +1194,18 @@ mod tests {
     use super::*;
 
     #[test]
+    fn an_object_is_not_used_again_in_the_round_in_which_it_was_recycled() {
+        let socket = Socket::allocate(-1, false).unwrap();
+        let is_left = |since, rounds| Recycled { socket, since }.is_left(rounds);
+        assert!(!is_left(3, 3), "in the round");
+        assert!(is_left(3, 4) && is_left(3, 5), "after it");
+        assert!(is_left(4, 4) && is_left(4, 5), "between two rounds");
+        let begun = ROUNDS.load(SeqCst);
+        drop(Round::begin());
+        assert!(ROUNDS.load(SeqCst) >= begun + 2);
+    }
+
+    #[test]
     fn failures_in_a_row_are_tried_less_and_less_often_and_a_success_makes_up_for_them() {
         let mut sends = Sends::default();
         let mut tries = |calls: u32, success: bool| {

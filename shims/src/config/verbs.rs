@@ -350,7 +350,7 @@ impl Pair {
         if conn.is_null() { Err(Errno::NOTCONN) } else { Ok(conn) }
     }
 
-    /// Takes over the queue pair of `other`. This pair was [destroyed](Self::destroy) before.
+    /// Takes over the queue pair of `other`. This pair's was [taken](Self::take) before.
     pub fn stand_for(&self, other: &Self) {
         let before = self.conn.swap(other.conn.swap(null_mut(), AcqRel), AcqRel);
         debug_assert!(before.is_null());
@@ -383,19 +383,19 @@ impl Pair {
         }
     }
 
-    /// Frees the queue pair before this value is dropped. The caller makes sure that no other code uses it any more.
-    pub fn destroy(&self) {
-        let conn = self.conn.swap(null_mut(), AcqRel);
-        if !conn.is_null() {
-            // SAFETY: the swap lets this run once, and by the contract no other code uses the connection any more.
-            unsafe { (self.plugin.destroy)(conn) };
-        }
+    /// Takes the queue pair out of this value, whose users find none from now on.
+    pub fn take(&self) -> Self {
+        Self::new(self.plugin, self.conn.swap(null_mut(), AcqRel))
     }
 }
 
 impl Drop for Pair {
     fn drop(&mut self) {
-        self.destroy();
+        let conn = *self.conn.get_mut();
+        if !conn.is_null() {
+            // SAFETY: this value alone had the connection, and it is dropped once.
+            unsafe { (self.plugin.destroy)(conn) };
+        }
     }
 }
 

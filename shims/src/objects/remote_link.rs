@@ -282,18 +282,22 @@ impl Remote {
     pub(super) fn retire(&self) -> bool {
         // Either this thread sees the user that `while_open` has counted in, or that user sees `is_ended`.
         self.is_ended.publish(true);
-        let is_free = self.users.is_empty();
-        if is_free {
+        let mut pair = None;
+        if self.users.is_empty() {
             self.end.end_retired(drop);
             let library = Library::get();
             library.free_kept(library.arenas.forget(self));
-            self.end.qp().destroy();
-        } else {
-            self.is_ended.publish(false);
+            pair = self.end.take_pair(Pair::take);
         }
+        if pair.is_none() {
+            self.is_ended.publish(false);
+            return false;
+        }
+        // Ends it.
+        drop(pair);
         // SAFETY: no cursor is left, since streams and producers pin the link until they have given up their cursors.
         // The queue pair is ended.
-        is_free && unsafe { self.end.release() }
+        unsafe { self.end.release() }
     }
 
     /// Calls `f` with the completion descriptor, if it is still open.

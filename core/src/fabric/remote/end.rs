@@ -69,8 +69,8 @@ pub struct End<Q, L> {
     fault_unseen: Published<AtomicBool>,
     numbers: Numbers,
     registries: [Registry; 2],
-    /// Threads that have released the engine's lock and still do the work that they found under it.
-    pub(super) finishing: Presence,
+    /// Threads that use the queue pair, streams or memory of the link without the engine's lock.
+    pub(super) users: Presence,
 }
 
 impl<Q: QueuePair, L: Local> End<Q, L> {
@@ -119,7 +119,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
             fault_unseen: Published::default(),
             numbers,
             registries: [Registry::new(), Registry::new()],
-            finishing: Presence::new(),
+            users: Presence::new(),
         })
     }
 
@@ -130,7 +130,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         let Some(mut engine) = self.engine.lock() else {
             return false;
         };
-        if !self.finishing.is_empty() {
+        if !self.users.is_empty() {
             return false;
         }
         // Drops what late threads have left here meanwhile.
@@ -186,12 +186,16 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     /// [`progress`](Self::progress) does; if another thread holds the engine, that thread polls in its place. The
     /// caller checks its own conditions after this.
     pub fn arm(&self) -> Result<bool, Fault> {
-        if let Some(fault) = self.fault.get() {
+        // Either `take_pair` sees this thread, or this thread sees the fault.
+        self.users.enter();
+        let armed = match self.fault.get() {
+            Some(fault) => Err(fault),
+            None => self.shared.qp.arm().map_err(Fault::from),
+        };
+        self.users.leave();
+        if let Err(fault) = armed {
+            self.fail(fault);
             return Err(fault);
-        }
-        if let Err(down) = self.shared.qp.arm() {
-            self.fail(down.into());
-            return Err(down.into());
         }
         self.shared.local.armed().store(true, Release);
         self.run(ARM | POLL)
@@ -347,6 +351,14 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         first
     }
 
+    /// Calls `take` with the queue pair of a link that is down, to end it: no thread of this process uses it any more.
+    /// `None`, without a call, if a thread still uses it.
+    pub fn take_pair<T>(&self, take: impl FnOnce(&Q) -> T) -> Option<T> {
+        self.set_down();
+        let _engine = self.engine.lock()?;
+        self.users.is_empty().then(|| take(&self.shared.qp))
+    }
+
     /// Gives the memory of a link that is down back. Memory that threads access without a cursor stays readable and
     /// writable, so that a thread that is late does no harm. False if a thread still uses the data areas: then nothing
     /// is done.
@@ -358,12 +370,12 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         let Some(mut engine) = self.engine.lock() else {
             return false;
         };
-        if !self.finishing.is_empty() {
+        if !self.users.is_empty() {
             return false;
         }
         let old = std::mem::replace(&mut *engine, Engine::new(&self.shared.limits));
         // Under the lock: its next holder finds the fault, or no streams.
-        // SAFETY: by the contract; every other user of the data areas has the lock, or is among `finishing`.
+        // SAFETY: by the contract; every other user of the data areas has the lock, or is among `users`.
         self.sides().into_iter().for_each(|side| unsafe { side.release() });
         drop(engine);
         drop(old);
@@ -441,12 +453,12 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         let after = std::mem::take(&mut engine.after);
         let is_of_link = after.is_of_link();
         if is_of_link {
-            self.finishing.enter();
+            self.users.enter();
         }
         drop(engine);
         self.finish(after);
         if is_of_link {
-            self.finishing.leave();
+            self.users.leave();
         }
     }
 

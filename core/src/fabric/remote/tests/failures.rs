@@ -85,13 +85,16 @@ fn a_released_end_gives_its_memory_back_and_carries_another_link() {
         world.directions.clear();
         for end in &world.ends {
             end.set_down();
-            // A thread that still does the work that it found under the lock keeps the memory.
-            end.finishing.enter();
+            // A thread that still does the work that it found under the lock keeps the queue pair and the memory.
+            end.users.enter();
             // SAFETY: no cursor is left, and the device accesses no memory before an end polls.
             assert!(!unsafe { end.release() } && !end.renew(|_| ()));
-            end.finishing.leave();
+            assert!(end.take_pair(|_| ()).is_none());
+            end.users.leave();
+            assert!(end.take_pair(|_| ()).is_some());
             // SAFETY: as above.
             assert!(unsafe { end.release() });
+            assert!(end.arm().is_err() && end.users.is_empty());
             assert!(end.sides().iter().all(|side| side.data_len() == 0));
             // Calls of late threads.
             end.notify(ENGINE, Vqpn(2));

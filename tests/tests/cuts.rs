@@ -43,6 +43,9 @@ const CUT_READ: &str = "cut by LOCALNIC in the middle of a READ";
 const SILENT: &str = "link failed: no answer from the peer's device";
 const GONE: &str = "the device is gone";
 const CONNECTED: &str = "connected";
+/// glibc's checks of the heap (mallopt(3), M_CHECK_ACTION). They find uses of what the plugin has freed: it frees and
+/// makes all its objects with each queue pair.
+const HEAP_CHECKS: &str = "libc_malloc_debug.so.0";
 /// Log lines that no peer may cause.
 const DEFECTS: [&str; 4] = [
     "breaks the protocol",
@@ -409,9 +412,15 @@ impl Peer {
         paths
             .set_device(mode, device, &mut command)
             .map_err(|e| format!("{e:#}"))?;
+        let mut preload = paths.library?.into_os_string();
+        if Mode::PLUGIN.contains(&mode) {
+            preload.push(":");
+            preload.push(HEAP_CHECKS);
+            command.env("MALLOC_CHECK_", "3").env("MALLOC_PERTURB_", "165");
+        }
         let mut child = command
             .args(args)
-            .env("LD_PRELOAD", paths.library?)
+            .env("LD_PRELOAD", preload)
             .env("RDMASOCK_ZCOPY_MIN", least)
             .env("RDMASOCK_PROMOTE_AFTER", promote_after)
             .env("RDMASOCK_LOG", LOG)

@@ -149,7 +149,8 @@ impl Listener {
             *holders = None;
         }
         if let Some(mut free) = FREE.lock() {
-            free.push(self);
+            // Without memory for the list, the object is never used again.
+            let _ = free.try_reserve(1).map(|()| free.push(self));
         }
     }
 
@@ -195,7 +196,7 @@ impl Listener {
             unsafe { std::mem::forget(std::mem::take(listener.name.get_unlocked())) };
             if let (Some(mut holders), Some(mut free)) = (listener.holders.lock(), FREE.lock()) {
                 *holders = None;
-                free.push(listener);
+                let _ = free.try_reserve(1).map(|()| free.push(listener));
             }
         }
     }

@@ -27,6 +27,7 @@ use crate::fabric::waiter::{MAX_WAITERS, WaiterId};
 use crate::fabric::{LinkEnd, OpenError, Opened, SendError};
 use crate::ids::Vqpn;
 use crate::lock::{Guard, Lock};
+use crate::os::thread;
 use crate::scratch::Scratch;
 use crate::sparse::Sparse;
 use crate::sync::{AtomicBool, AtomicU64, Handoff, Presence, Published, Request, RungMark};
@@ -186,6 +187,9 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     /// [`progress`](Self::progress) does; if another thread holds the engine, that thread polls in its place. The
     /// caller checks its own conditions after this.
     pub fn arm(&self) -> Result<bool, Fault> {
+        // A jump of a signal handler waits until this thread is counted out.
+        let thread = thread::current();
+        thread.begin();
         // Either `take_pair` sees this thread, or this thread sees the fault.
         self.users.enter();
         let armed = match self.fault.get() {
@@ -193,6 +197,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
             None => self.shared.qp.arm().map_err(Fault::from),
         };
         self.users.leave();
+        thread.end();
         if let Err(fault) = armed {
             self.fail(fault);
             return Err(fault);

@@ -4,6 +4,7 @@
 
 mod connections;
 mod json;
+mod off;
 mod tables;
 mod words;
 
@@ -12,6 +13,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
 use clap::Args;
+use off::Off;
 use rdmasock_core::stats;
 use rdmasock_core::stats::Process;
 
@@ -43,9 +45,10 @@ fn seconds(text: &str) -> Result<Duration, String> {
 pub fn run(options: &Options) -> Result<()> {
     let mut out = std::io::stdout().lock();
     loop {
-        let shown = gather(options.pid)?;
+        let off = off::processes(options.pid);
+        let shown = gather(options.pid, !off.is_empty())?;
         let others = peers_of(&shown, options.pid);
-        let text = render(options, &shown, &others)?;
+        let text = render(options, &shown, &others, &off)?;
         if options.watch.is_some() && !options.json && out.is_terminal() {
             // Cursor home, then clear to the end of the screen.
             out.write_all(b"\x1b[H\x1b[2J")?;
@@ -59,18 +62,21 @@ pub fn run(options: &Options) -> Result<()> {
     }
 }
 
-/// Returns all instances, or with a `pid` that process's alone.
-fn gather(pid: Option<u32>) -> Result<Vec<Process>> {
+/// Returns all instances, or with a `pid` that process's alone. A process that `is_off` has no instance.
+fn gather(pid: Option<u32>, is_off: bool) -> Result<Vec<Process>> {
     let Some(pid) = pid else {
         return stats::instances().context("cannot list /proc");
     };
+    if is_off {
+        return Ok(Vec::new());
+    }
     let found = stats::instance_of(pid).with_context(|| {
         format!("cannot look at process {pid} (it has to run, and to be yours unless you are root)")
     })?;
     let process = found.ok_or_else(|| {
         anyhow!(
-            "process {pid} does not run with the library, is switched off by RDMASOCK, or has not yet used a socket; \
-             start it with `rdmasock run -- PROGRAM`"
+            "process {pid} does not run with the library, or has not yet used a socket; start it \
+             with `rdmasock run -- PROGRAM`"
         )
     })?;
     Ok(vec![process])
@@ -90,18 +96,18 @@ fn peers_of(shown: &[Process], pid: Option<u32>) -> Vec<Process> {
         .collect()
 }
 
-fn render(options: &Options, shown: &[Process], others: &[Process]) -> Result<String> {
+fn render(options: &Options, shown: &[Process], others: &[Process], off: &[Off]) -> Result<String> {
     let connections = connections::all(shown, others);
     if options.json {
-        let document = json::document(shown, &connections);
+        let document = json::document(shown, &connections, off);
         let text = match options.watch {
             Some(_) => serde_json::to_string(&document)?,
             None => serde_json::to_string_pretty(&document)?,
         };
         return Ok(text + "\n");
     }
-    Ok(match shown {
-        [] => tables::NONE.to_owned(),
-        _ => tables::overview(shown, &connections),
+    Ok(match (shown, off) {
+        ([], []) => tables::NONE.to_owned(),
+        _ => tables::overview(shown, &connections) + &tables::switched_off(off),
     })
 }

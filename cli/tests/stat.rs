@@ -128,7 +128,7 @@ fn json_is_as_documented() {
                 "unread_here": null, "unread_there": null, "asleep": [],
             },
         ],
-    }]});
+    }], "off": []});
     assert_eq!(seen, expected, "{seen:#}");
 }
 
@@ -180,5 +180,67 @@ fn a_process_without_the_library_is_told() {
         assert_eq!(output.status.code(), Some(1));
         let text = String::from_utf8(output.stderr).unwrap();
         assert!(text.contains(part), "{text}");
+    }
+}
+
+/// A process that has loaded a library of this name, with a value of `RDMASOCK`. Dropping it kills the process.
+struct Preloaded(std::process::Child, #[allow(dead_code)] tempfile::TempDir);
+
+impl Preloaded {
+    fn new(switch: &str) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let library = folder.path().join("librdmasock.so");
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let libc = maps
+            .lines()
+            .find_map(|line| line.split_whitespace().nth(5).filter(|p| p.ends_with("/libc.so.6")));
+        std::fs::copy(libc.unwrap().replace("libc.so.6", "libm.so.6"), &library).unwrap();
+        // The output of `cat` shows that the library is mapped. `cat` then waits for more input.
+        let mut child = std::process::Command::new("cat")
+            .env("LD_PRELOAD", &library)
+            .env("RDMASOCK", switch)
+            .stdin(std::process::Stdio::piped())
+            .stdout(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        std::io::Write::write_all(child.stdin.as_mut().unwrap(), b"x").unwrap();
+        std::io::Read::read_exact(child.stdout.as_mut().unwrap(), &mut [0]).unwrap();
+        Self(child, folder)
+    }
+}
+
+impl Drop for Preloaded {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn a_process_that_is_switched_off_is_shown() {
+    for (switch, is_off) in [
+        ("0", true),
+        ("No", true),
+        ("off", true),
+        ("?", true),
+        ("", true),
+        ("1", false),
+    ] {
+        let process = Preloaded::new(switch);
+        let pid = process.0.id();
+        let line = format!("cat (pid {pid}): switched off by RDMASOCK={switch}\n");
+        let of_pid = rdmasock(&["stat", "--pid", &pid.to_string()]).output().unwrap();
+        let of_all = rdmasock(&["stat"]).output().unwrap();
+        assert_eq!(String::from_utf8(of_pid.stdout).unwrap() == line, is_off, "{switch}");
+        assert_eq!(of_pid.status.success(), is_off, "{switch}");
+        assert_eq!(
+            String::from_utf8(of_all.stdout).unwrap().contains(&line),
+            is_off,
+            "{switch}"
+        );
+        let json = rdmasock(&["stat", "--json"]).output().unwrap();
+        let json: Value = serde_json::from_slice(&json.stdout).unwrap();
+        let listed = json!({"pid": pid, "program": "cat", "value": switch});
+        assert_eq!(json["off"].as_array().unwrap().contains(&listed), is_off, "{json}");
     }
 }

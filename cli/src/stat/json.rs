@@ -5,13 +5,17 @@ use rdmasock_core::stats::{Call, Counts, Direction, Event, LinkSnapshot, LinkSta
 use serde_json::{Map, Value, json};
 
 use super::connections::Connection;
+use super::off::Off;
 use super::words;
 use super::words::{hex, why_tcp, word};
 
 /// Returns the whole output.
-pub fn document(processes: &[Process], connections: &[Connection<'_>]) -> Value {
+pub fn document(processes: &[Process], connections: &[Connection<'_>], off: &[Off]) -> Value {
     let instances: Vec<Value> = processes.iter().map(|p| instance(p, connections)).collect();
-    json!({"instances": instances})
+    let off = off
+        .iter()
+        .map(|p| json!({"pid": p.pid, "program": p.program, "value": p.value}));
+    json!({"instances": instances, "off": off.collect::<Vec<_>>()})
 }
 
 fn instance(process: &Process, connections: &[Connection<'_>]) -> Value {

@@ -7,6 +7,7 @@ use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use rdmasock_core::stats::{Counts, Direction, Path, Process, StreamSnapshot};
 
 use super::connections::Connection;
+use super::off::Off;
 use super::words::{kept_on_tcp, sleep, why_tcp, word};
 
 /// The output if there is no instance to show.
@@ -58,6 +59,12 @@ pub fn overview(processes: &[Process], connections: &[Connection<'_>]) -> String
         }
     }
     text
+}
+
+/// Returns one line for each process that is switched off.
+pub fn switched_off(processes: &[Off]) -> String {
+    let line = |p: &Off| format!("{} (pid {}): switched off by RDMASOCK={}\n", p.program, p.pid, p.value);
+    processes.iter().map(line).collect()
 }
 
 fn line(connection: &Connection<'_>) -> [String; 13] {

@@ -182,14 +182,18 @@ fn the_library_survives_an_exec_without_it() {
         .join("lost")
         .join("librdmasock.so");
     std::fs::create_dir_all(copy.parent().unwrap()).unwrap();
-    for (value, is_kept) in [("on", true), ("off", false)] {
+    for (name, value, is_kept) in [
+        ("RDMASOCK_EXEC", "keep", true),
+        ("RDMASOCK_EXEC", "leave", false),
+        ("RDMASOCK", "off", false),
+    ] {
         std::fs::copy(&*LIBRARY, &copy).unwrap();
         let mut command = Command::new(&program);
         command
             .env("LD_PRELOAD", &copy)
             .env("LIBRARY", &copy)
             .env("RDMASOCK_SPIN_US", "7")
-            .env("RDMASOCK", value);
+            .env(name, value);
         let output = run(&mut command, "");
         let (kept, variable) = if is_kept { ("kept", "7") } else { ("none", "-") };
         let mut expected: Vec<String> = (0..10)
@@ -204,10 +208,10 @@ fn the_library_survives_an_exec_without_it() {
         // Way 10 sets an LD_PRELOAD of its own. Way 11 has a library that cannot be read.
         expected.extend(["10: none - LD_PRELOAD=", "11: none - ALONE=1"].map(String::from));
         let printed = String::from_utf8_lossy(&output.stdout);
-        assert_eq!(printed.lines().collect::<Vec<_>>(), expected, "{value}");
+        assert_eq!(printed.lines().collect::<Vec<_>>(), expected, "{name}={value}");
         assert!(
             output.stderr.is_empty() && output.status.success(),
-            "{value}: {output:?}"
+            "{name}={value}: {output:?}"
         );
     }
 }

@@ -12,7 +12,7 @@ use std::os::unix::ffi::OsStrExt;
 use libc::{c_char, c_int, pid_t, posix_spawn_file_actions_t as Actions, posix_spawnattr_t};
 use once_cell::race::OnceBox;
 
-use crate::config::Config;
+use crate::config::{Config, OnExec};
 use crate::sys::real;
 
 type Strings = *const *const c_char;
@@ -59,11 +59,15 @@ pub fn remember() {
             .filter(|entry| entry.starts_with(b"RDMASOCK"))
             .take(MOST_KEPT - 2)
     };
-    let switch = variables().filter_map(|entry| {
-        let value = entry.strip_prefix(b"RDMASOCK=")?;
-        Some(("RDMASOCK".into(), OsStr::from_bytes(value).into()))
+    let values = variables().filter_map(|entry| {
+        let at = entry.iter().position(|b| *b == b'=')?;
+        let (name, value) = entry.split_at(at);
+        Some((
+            OsStr::from_bytes(name).into(),
+            OsStr::from_bytes(value.get(1..)?).into(),
+        ))
     });
-    let (config, _) = Config::from_vars(switch);
+    let (config, _) = Config::from_vars(values);
     let preload = [PRELOAD, &paths.join(&b':')].concat();
     let entries = [ADDED.to_bytes(), &preload]
         .into_iter()
@@ -71,6 +75,7 @@ pub fn remember() {
         .map(CString::new)
         .collect();
     if config.enabled
+        && config.on_exec == OnExec::Keep
         && let Some(Ok(library)) = paths.first().map(|path| CString::new(*path))
         && let Ok(entries) = entries
     {
@@ -138,7 +143,7 @@ unsafe fn with_kept(kept: &Kept, envp: Strings, exec: impl FnOnce(Strings) -> c_
         *place = entry.as_ptr();
     }
     if !crate::sys::vfork::is_child() {
-        tracing::info!(target: "rdmasock", "LD_PRELOAD is kept over an exec whose environment lacks it");
+        tracing::info!(target: "rdmasock", "LD_PRELOAD is kept over an exec whose environment lacks it (RDMASOCK_EXEC)");
     }
     exec(longer.as_ptr())
 }

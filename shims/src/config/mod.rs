@@ -56,6 +56,16 @@ pub enum IoUring {
     Allow,
 }
 
+/// How an exec changes an environment that lacks `LD_PRELOAD`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OnExec {
+    /// The exec adds `LD_PRELOAD` and the library's variables.
+    #[default]
+    Keep,
+    /// The exec leaves the environment as the program has made it.
+    Leave,
+}
+
 /// The smallest size from which on the device copies from program to program, between hosts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ZeroCopy {
@@ -116,6 +126,8 @@ pub struct Config {
     pub alloc: Alloc,
     /// The answer to a program that asks for an io_uring.
     pub io_uring: IoUring,
+    /// How an exec changes an environment without `LD_PRELOAD`.
+    pub on_exec: OnExec,
     /// The path of the rules file.
     pub rules: Option<PathBuf>,
     /// The UDP port on which hosts ask each other; 0 means none.
@@ -150,6 +162,7 @@ impl Default for Config {
             zcopy: ZeroCopy::default(),
             alloc: Alloc::default(),
             io_uring: IoUring::default(),
+            on_exec: OnExec::default(),
             rules: None,
             control_port: 4797,
             secret_file: None,

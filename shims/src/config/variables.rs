@@ -10,7 +10,7 @@ use rdmasock_core::stream::policy::Threshold;
 use tracing::level_filters::LevelFilter;
 use tracing_subscriber::filter::Targets;
 
-use crate::config::{Alloc, Config, Fabrics, IoUring, Way, ZeroCopy};
+use crate::config::{Alloc, Config, Fabrics, IoUring, OnExec, Way, ZeroCopy};
 
 /// An environment variable.
 #[derive(Debug)]
@@ -155,6 +155,17 @@ pub const VARIABLES: &[Variable] = &[
                 ("allow", IoUring::Allow),
             ];
             set(&mut config.io_uring, word(value, &words))
+        },
+    },
+    Variable {
+        name: "RDMASOCK_EXEC",
+        default: "keep",
+        accepts: "keep or leave",
+        meaning: "what a program gets that is executed with an environment without LD_PRELOAD; keep: the library and \
+                  these variables all the same; leave: what the environment says",
+        set: |config, value| {
+            let words = [("keep", OnExec::Keep), ("leave", OnExec::Leave)];
+            set(&mut config.on_exec, word(value, &words))
         },
     },
     Variable {

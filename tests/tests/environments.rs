@@ -18,6 +18,12 @@ type Case = fn(&Paths) -> Result<(), Failed>;
 
 const CASES: &[(&str, Case)] = &[
     ("without_rules", without_rules),
+    ("switched_off/0", |paths| switched_off(paths, "0")),
+    ("switched_off/false", |paths| switched_off(paths, "false")),
+    ("switched_off/no", |paths| switched_off(paths, "no")),
+    ("switched_off/OFF", |paths| switched_off(paths, "OFF")),
+    ("switched_off/no_word", |paths| switched_off(paths, "perhaps")),
+    ("switched_on", switched_on),
     ("rules_file_missing", rules_file_missing),
     ("rules_file_unreadable", rules_file_unreadable),
     ("rules_file_wrong", rules_file_wrong),
@@ -196,21 +202,21 @@ struct Talk<'a> {
 impl<'a> Talk<'a> {
     /// Starts both ends. The server does `what` after it has begun to listen.
     fn begin(paths: &'a Paths, what: &[&str], variables: &[(&str, &str)]) -> Result<(Self, Vec<String>), Failed> {
-        Self::with_client(paths, what, variables, false)
+        Self::with_client(paths, what, variables, Some(&[]))
     }
 
-    /// As [`Self::begin`]; the client need not have the library.
+    /// As [`Self::begin`]; the client has the library if `of_client` has variables for it.
     fn with_client(
         paths: &'a Paths,
         what: &[&str],
         variables: &[(&str, &str)],
-        is_plain: bool,
+        of_client: Option<&[(&str, &str)]>,
     ) -> Result<(Self, Vec<String>), Failed> {
         let words = [&["server"], what].concat();
         let mut server = Guest::start(paths, &words, Some(variables))?;
         let port = server.line()?;
         let said = what.iter().map(|_| server.line()).collect::<Result<_, _>>()?;
-        let client = Guest::start(paths, &["client", &port], (!is_plain).then_some(&[]))?;
+        let client = Guest::start(paths, &["client", &port], of_client)?;
         Ok((Self { paths, server, client }, said))
     }
 
@@ -235,9 +241,14 @@ impl<'a> Talk<'a> {
 
     /// Waits until the server reports that its connection is on TCP because of `reason`.
     fn stays(&self, reason: &str) -> Result<(), Failed> {
+        self.stays_at(&self.server, reason)
+    }
+
+    /// Waits until one end reports that the connection is on TCP because of `reason`.
+    fn stays_at(&self, guest: &Guest, reason: &str) -> Result<(), Failed> {
         let end = Instant::now() + LIMIT;
         loop {
-            let state = (self.server.state(self.paths), self.server.reasons(self.paths));
+            let state = (guest.state(self.paths), guest.reasons(self.paths));
             if let (Ok(s), Ok(r)) = &state
                 && s.on_link == 0
                 && r.iter().any(|r| r == reason)
@@ -287,6 +298,70 @@ fn without_rules(paths: &Paths) -> Result<(), Failed> {
     let (talk, _) = Talk::begin(paths, &[], &[])?;
     talk.on_link()?;
     expect("stderr", &talk.end()?, "")
+}
+
+/// A process whose `RDMASOCK` has this value works on TCP, as either end.
+fn switched_off(paths: &Paths, value: &str) -> Result<(), Failed> {
+    let variables = [("RDMASOCK", value)];
+    // Only the nonsense is worth a line: which values are accepted.
+    let is_silent = value != "perhaps";
+    let check_words = |words: &str| match (is_silent, words.lines().count()) {
+        (true, 0) => Ok(()),
+        (false, 1) if words.contains("RDMASOCK=perhaps: accepted is on") => Ok(()),
+        _ => Err(Failed::from(format!("stderr: {words}"))),
+    };
+    let (mut talk, _) = Talk::begin(paths, &[], &variables)?;
+    talk.stays_at(&talk.client, "peer without the library")?;
+    talk.goes_on()?;
+    is_off(paths, &talk.server, value)?;
+    check_words(&talk.end()?)?;
+
+    let (mut talk, _) = Talk::with_client(paths, &[], &[], Some(&variables))?;
+    talk.goes_on()?;
+    is_off(paths, &talk.client, value)?;
+    let state = talk.server.state(paths)?;
+    expect("promoted connections", &state.promoted.to_string(), "0")?;
+    talk.client.write("end")?;
+    check_words(&talk.client.succeed("client")?)?;
+    expect("stderr", &talk.server.succeed("server")?, "")
+}
+
+/// A value that is plainly "on" gives what the other values take away. So [`is_off`] would find it.
+fn switched_on(paths: &Paths) -> Result<(), Failed> {
+    let (mut talk, _) = Talk::begin(paths, &[], &[("RDMASOCK", "yes")])?;
+    talk.on_link()?;
+    talk.goes_on()?;
+    if is_off(paths, &talk.server, "yes").is_ok() || threads(&talk.server)? < 2 {
+        return Err("the server is off".into());
+    }
+    expect("stderr", &talk.end()?, "")
+}
+
+/// Checks that a guest has no service thread, is no instance, and is listed as switched off by `value`.
+fn is_off(paths: &Paths, guest: &Guest, value: &str) -> Result<(), Failed> {
+    let pid = guest.child.id();
+    expect("threads", &threads(guest)?.to_string(), "1")?;
+    let state = promotion_state(&paths.command, pid).map_err(|e| e.to_string())?;
+    if let Some(state) = state {
+        return Err(format!("an instance: {state:?}").into());
+    }
+    let program = paths.scenario.file_name().unwrap().to_string_lossy();
+    let line = format!("{program} (pid {pid}): switched off by RDMASOCK={value}\n");
+    let stat = |arguments: &[&str]| -> Result<String, Failed> {
+        let said = Command::new(&paths.command).arg("stat").args(arguments).output()?;
+        Ok(String::from_utf8(said.stdout)?)
+    };
+    expect("its line", &stat(&["--pid", &pid.to_string()])?, &line)?;
+    let all = stat(&[])?;
+    if all.contains(&line) {
+        return Ok(());
+    }
+    Err(format!("not listed:\n{all}").into())
+}
+
+/// Returns how many threads a guest has.
+fn threads(guest: &Guest) -> Result<usize, Failed> {
+    Ok(std::fs::read_dir(format!("/proc/{}/task", guest.child.id()))?.count())
 }
 
 /// A server whose rules cannot be read leaves its connections on TCP, and prints one line about it.
@@ -553,7 +628,7 @@ const CONFINED: &str = "the program restricts its system calls";
 
 /// A server that forbids itself most calls after it has begun to listen serves its client, on TCP.
 fn sandboxed(paths: &Paths, what: &[&str], is_client_ours: bool) -> Result<(), Failed> {
-    let (mut talk, said) = Talk::with_client(paths, what, &[], !is_client_ours)?;
+    let (mut talk, said) = Talk::with_client(paths, what, &[], is_client_ours.then_some(&[]))?;
     for said in said {
         expect("the filter", &said, "done")?;
     }
@@ -582,7 +657,7 @@ fn service(paths: &Paths, how: &str) -> Result<(), Failed> {
 }
 
 fn service_for_plain_client(paths: &Paths, how: &str) -> Result<(), Failed> {
-    let (mut talk, said) = Talk::with_client(paths, &[how], &[], true)?;
+    let (mut talk, said) = Talk::with_client(paths, &[how], &[], None)?;
     expect("the filter", &said[0], "done")?;
     talk.goes_on()?;
     expect("stderr", &talk.end()?, "")

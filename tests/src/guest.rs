@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering::SeqCst;
 
 use rdmasock_core::os::kernel;
 
-use crate::scenarios::epoll;
+use crate::scenarios::{epoll, helper};
 use crate::sys::{Addr, Ret};
 use crate::{data, environment, filters, sys};
 
@@ -17,11 +17,21 @@ const MESSAGE: usize = 64;
 
 /// `server WHAT…` listens, prints its port, does each WHAT, and sends back the bytes of one connection. `early:WHAT` is
 /// done before it makes a socket, `bound:WHAT` between bind() and listen(). `client PORT` sends one message after the
-/// other until the command `end`. Both carry out the commands on their standard input. True if all went well.
+/// other until the command `end`. Both carry out the commands on their standard input.
+///
+/// `host` listens on one port of 127.0.0.1 and ::1, prints it, and sends back the bytes of one connection after the
+/// other, until its standard input has something. `visitor PORT FAMILY` makes a connection at each command `call`, sends
+/// one message after the other until the command `leave`, and ends at any other command.
+///
+/// True if all went well.
 pub fn main(words: &[String]) -> bool {
-    match words.first().map(String::as_str) {
-        Some("server") => server(&words[1..]),
-        Some("client") => words.get(1).and_then(|port| port.parse().ok()).is_some_and(client),
+    let port = words.get(1).and_then(|port| port.parse().ok());
+    match (words.first().map(String::as_str), port) {
+        (Some("server"), _) => server(&words[1..]),
+        (Some("client"), Some(port)) => talk(sys::connected(&Addr::v4(port)), "end"),
+        (Some("host"), _) => host(),
+        (Some("visitor"), Some(port)) if words.get(2).is_some_and(|family| family == "v6") => visitor(&Addr::v6(port)),
+        (Some("visitor"), Some(port)) => visitor(&Addr::v4(port)),
         _ => false,
     }
 }
@@ -99,8 +109,59 @@ fn exec(listener: i32) {
     panic!("{error}");
 }
 
-fn client(port: u16) -> bool {
-    let fd = sys::connected(&Addr::v4(port));
+fn host() -> bool {
+    let ([v4, v6], port) = listeners();
+    say(&port.to_string());
+    loop {
+        let mut p = [0, v4, v6].map(|fd| libc::pollfd {
+            fd,
+            events: libc::POLLIN,
+            revents: 0,
+        });
+        call!(libc::poll(p.as_mut_ptr(), 3, -1)).ok();
+        if p[0].revents != 0 {
+            return true;
+        }
+        for ready in p[1..].iter().filter(|p| p.revents != 0) {
+            let fd = sys::accept4(ready.fd, 0).ok();
+            if !helper::echo(fd) {
+                return false;
+            }
+            sys::close(fd).ok();
+        }
+    }
+}
+
+/// Listens on one port of 127.0.0.1 and ::1. Returns both listeners and the port.
+fn listeners() -> ([i32; 2], u16) {
+    loop {
+        let (v4, port) = sys::listener(&Addr::v4(0), 16);
+        let v6 = sys::tcp(libc::AF_INET6);
+        // Another program may have the port at ::1.
+        if !sys::bind(v6, &Addr::v6(port)).failed() && !call!(libc::listen(v6, 16)).failed() {
+            return ([v4, v6], port);
+        }
+        sys::close(v4).ok();
+        sys::close(v6).ok();
+    }
+}
+
+fn visitor(to: &Addr) -> bool {
+    loop {
+        sys::poll_one(0, libc::POLLIN, -1);
+        if command().as_deref() != Some("call") {
+            return true;
+        }
+        if !talk(sys::connected(to), "leave") {
+            return false;
+        }
+        say("left");
+    }
+}
+
+/// Sends one message after the other, whose answers are checked, until the command `last`. Carries out other commands.
+/// Then closes the connection. True if the answers were right, and the peer ends the connection too.
+fn talk(fd: i32, last: &str) -> bool {
     for round in 0.. {
         let message = data::pattern(round, 0, MESSAGE);
         sys::send_all(fd, &message).ok();
@@ -108,13 +169,14 @@ fn client(port: u16) -> bool {
             return false;
         }
         match command().as_deref() {
-            Some("end") => break,
+            Some(word) if word == last => break,
             Some(word) => say(&act(word)),
             None => sys::pause_ms(1),
         }
     }
     call!(libc::shutdown(fd, libc::SHUT_WR)).ok();
     let (end, rest) = sys::recv_to_end(fd);
+    sys::close(fd).ok();
     end.value == 0 && rest.is_empty()
 }
 

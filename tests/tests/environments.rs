@@ -24,6 +24,8 @@ const CASES: &[(&str, Case)] = &[
     ("switched_off/OFF", |paths| switched_off(paths, "OFF")),
     ("switched_off/no_word", |paths| switched_off(paths, "perhaps")),
     ("switched_on", switched_on),
+    ("two_listeners/v4", |paths| two_listeners(paths, "v4")),
+    ("two_listeners/v6", |paths| two_listeners(paths, "v6")),
     ("rules_file_missing", rules_file_missing),
     ("rules_file_unreadable", rules_file_unreadable),
     ("rules_file_wrong", rules_file_wrong),
@@ -362,6 +364,53 @@ fn is_off(paths: &Paths, guest: &Guest, value: &str) -> Result<(), Failed> {
 /// Returns how many threads a guest has.
 fn threads(guest: &Guest) -> Result<usize, Failed> {
     Ok(std::fs::read_dir(format!("/proc/{}/task", guest.child.id()))?.count())
+}
+
+/// Connections to a server that listens on one port of two addresses are promoted, and no promotion waits until a
+/// question is given up.
+fn two_listeners(paths: &Paths, family: &str) -> Result<(), Failed> {
+    /// An answer may be late on a busy machine. So only rounds with a time-out each are a fault.
+    const ROUNDS: u32 = 5;
+    let mut waits = Vec::new();
+    for _ in 0..ROUNDS {
+        waits.push(visits(paths, family)?);
+        if waits.last() == Some(&0) {
+            return Ok(());
+        }
+    }
+    Err(format!("promotions that waited until a time-out, by round: {waits:?}").into())
+}
+
+/// Makes connections one after the other, each of which lasts until it is promoted. Returns how many questions got no
+/// answer in time.
+fn visits(paths: &Paths, family: &str) -> Result<u64, Failed> {
+    const VISITS: u64 = 9;
+    let mut server = Guest::start(paths, &["host"], Some(&[]))?;
+    let port = server.line()?;
+    let mut client = Guest::start(paths, &["visitor", &port, family], Some(&[]))?;
+    for visit in 1..=VISITS {
+        client.write("call")?;
+        let end = Instant::now() + LIMIT;
+        loop {
+            let states = [&server, &client].map(|guest| guest.state(paths));
+            let is_promoted = |state: &Result<Promotion, _>| state.as_ref().is_ok_and(|s| s.promoted >= visit);
+            if states.iter().all(is_promoted) {
+                break;
+            }
+            if Instant::now() > end {
+                let reasons = [&server, &client].map(|guest| guest.reasons(paths));
+                return Err(format!("connection {visit}: {states:?}, {reasons:?}").into());
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        expect("the client", &client.tell("leave")?, "left")?;
+    }
+    let timeouts = count(&paths.command, client.child.id(), "timeouts").map_err(|e| e.to_string())?;
+    for (guest, who) in [(&mut client, "client"), (&mut server, "server")] {
+        guest.write("end")?;
+        expect("stderr", &guest.succeed(who)?, "")?;
+    }
+    timeouts.ok_or_else(|| "no count of time-outs".into())
 }
 
 /// A server whose rules cannot be read leaves its connections on TCP, and prints one line about it.

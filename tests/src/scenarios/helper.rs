@@ -39,8 +39,8 @@ pub fn main(words: &[String]) -> ExitCode {
     if good { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Echoes with read and write, as `cat` would.
-fn echo(fd: i32) -> bool {
+/// Echoes with read and write, as `cat` would. True if the peer has ended the connection.
+pub fn echo(fd: i32) -> bool {
     let mut buf = [0; 5000];
     loop {
         let r = sys::read(fd, &mut buf);

@@ -182,18 +182,28 @@ fn the_library_survives_an_exec_without_it() {
         .join("lost")
         .join("librdmasock.so");
     std::fs::create_dir_all(copy.parent().unwrap()).unwrap();
-    for (name, value, is_kept) in [
-        ("RDMASOCK_EXEC", "keep", true),
-        ("RDMASOCK_EXEC", "leave", false),
-        ("RDMASOCK", "off", false),
+    let log = copy.with_file_name("log");
+    // The log begins with the first socket.
+    for (name, value, is_kept, is_logged) in [
+        ("RDMASOCK_EXEC", "keep", true, false),
+        ("RDMASOCK_EXEC", "keep", true, true),
+        ("RDMASOCK_EXEC", "leave", false, true),
+        ("RDMASOCK", "off", false, false),
     ] {
         std::fs::copy(&*LIBRARY, &copy).unwrap();
+        let _ = std::fs::remove_file(&log);
         let mut command = Command::new(&program);
         command
             .env("LD_PRELOAD", &copy)
             .env("LIBRARY", &copy)
             .env("RDMASOCK_SPIN_US", "7")
             .env(name, value);
+        if is_logged {
+            command
+                .env("SOCKET", "1")
+                .env("RDMASOCK_LOG", "info")
+                .env("RDMASOCK_LOG_FILE", &log);
+        }
         let output = run(&mut command, "");
         let (kept, variable) = if is_kept { ("kept", "7") } else { ("none", "-") };
         let mut expected: Vec<String> = (0..10)
@@ -213,6 +223,14 @@ fn the_library_survives_an_exec_without_it() {
             output.stderr.is_empty() && output.status.success(),
             "{name}={value}: {output:?}"
         );
+        if is_logged {
+            let logged = std::fs::read_to_string(&log).unwrap();
+            assert!(logged.contains("instance made"), "{logged}");
+            // A child of vfork (way 9) logs nothing: it borrows its parent's memory.
+            let expected = if is_kept { 9 } else { 0 };
+            let lines = logged.matches("LD_PRELOAD is kept over an exec").count();
+            assert_eq!(lines, expected, "{name}={value}:\n{logged}");
+        }
     }
 }
 

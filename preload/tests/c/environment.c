@@ -1,11 +1,12 @@
 // Executes itself in every way with an environment of one variable. Each child prints whether it has the library, the variable of the library
-// that it began with, and what is in its environment.
+// that it began with, and what is in its environment. With the variable SOCKET the first program makes a TCP socket before.
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <spawn.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -57,6 +58,8 @@ int main(int argc, char **argv)
         return 0;
     }
     self = realpath(argv[0], NULL);
+    if (getenv("SOCKET"))
+        close(socket(AF_INET, SOCK_STREAM, 0));
     for (int which = 0; which < 12; which++) {
         char word[8];
         sprintf(word, "%d", which);

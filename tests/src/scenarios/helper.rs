@@ -8,8 +8,8 @@ use crate::{dialogue, sys};
 
 /// Runs one of the programs. Each succeeds if all went as it should.
 ///
-/// - `echo FD` sends all received bytes back until EOF; `say FD TEXT` sends a text; `gone FD` expects
-///   the fd not to be open.
+/// - `echo FD` sends all received bytes back until EOF; `bare FD` does so if it does not have the library; `say FD TEXT`
+///   sends a text; `gone FD` expects the fd not to be open.
 /// - `serve PORT CONNECTIONS` and `dial PORT CONNECTIONS` hold the conversation of `dialogue`.
 ///   The server prints its port once it listens.
 /// - `squat PORT HOW` listens on the library's service names of PORT, as uid 65534 if it can,
@@ -22,6 +22,7 @@ pub fn main(words: &[String]) -> ExitCode {
     let port = fd as u16;
     let good = match words.first().map(String::as_str) {
         Some("echo") => echo(fd),
+        Some("bare") => !has_library() && echo(fd),
         Some("say") => words
             .get(2)
             .is_some_and(|text| !sys::send_all(fd, text.as_bytes()).failed()),
@@ -58,6 +59,11 @@ pub fn echo(fd: i32) -> bool {
             Err(_) => return false,
         }
     }
+}
+
+/// Returns whether this process has the library.
+pub fn has_library() -> bool {
+    std::fs::read_to_string("/proc/self/maps").is_ok_and(|maps| maps.contains("/librdmasock"))
 }
 
 fn serve(port: u16, connections: i32) -> bool {

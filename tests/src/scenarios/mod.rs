@@ -202,6 +202,9 @@ pub fn all() -> Vec<Scenario> {
         modes: &[Mode::Kernel, Mode::Both, Mode::Client, Mode::Server, Mode::Roce],
         ..Scenario::numbered("unseen_readiness", n, unseen::readiness, false)
     }));
+    all.extend((0..process::BARE).map(|n| {
+        Scenario::numbered("process_bare_child", n, process::bare_child, true).with_env("RDMASOCK_EXEC", "leave")
+    }));
     let few_addresses = |n| Scenario::numbered("capacity_few_addresses", n, capacity::few_addresses, n != 0);
     all.extend((0..capacity::FEW).map(few_addresses));
     for scenario in all.iter_mut().filter(|s| fits_a_storm(s)) {

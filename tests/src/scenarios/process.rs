@@ -534,11 +534,20 @@ fn hand_to_program(c: &Ctx, unread: bool, keeps: bool, start: impl FnOnce(c_int,
     sys::close(fd).ok();
 }
 
+/// Returns this process's variables, or those of them that do not concern the library.
+fn variables(is_bare: bool) -> Vec<CString> {
+    std::env::vars()
+        .filter(|(k, _)| !is_bare || (k != "LD_PRELOAD" && !k.starts_with("RDMASOCK")))
+        .map(|(k, v)| CString::new(format!("{k}={v}")).unwrap())
+        .collect()
+}
+
 /// Starts a program by posix_spawn's file actions.
 fn spawn_on(fd: c_int, words: &[CString]) -> c_int {
-    let env = std::env::vars()
-        .map(|(k, v)| CString::new(format!("{k}={v}")).unwrap())
-        .collect::<Vec<_>>();
+    spawn_with(fd, words, &variables(false))
+}
+
+fn spawn_with(fd: c_int, words: &[CString], env: &[CString]) -> c_int {
     let mut actions = sys::zeroed();
     call!(libc::posix_spawn_file_actions_init(&mut actions)).ok();
     call!(libc::posix_spawn_file_actions_adddup2(&mut actions, fd, 0)).ok();
@@ -549,7 +558,7 @@ fn spawn_on(fd: c_int, words: &[CString]) -> c_int {
         &actions,
         std::ptr::null(),
         argv(words).as_ptr(),
-        argv(&env).as_ptr()
+        argv(env).as_ptr()
     ))
     .ok();
     call!(libc::posix_spawn_file_actions_destroy(&mut actions)).ok();
@@ -557,18 +566,27 @@ fn spawn_on(fd: c_int, words: &[CString]) -> c_int {
 }
 
 /// Starts a program in a vfork child, as Python's subprocess does.
-#[inline(never)]
 fn vfork_on(fd: c_int, words: &[CString]) -> c_int {
+    vfork_with(fd, words, None)
+}
+
+/// As [`vfork_on`], with variables of its own if there are any.
+#[inline(never)]
+fn vfork_with(fd: c_int, words: &[CString], env: Option<&[CString]>) -> c_int {
     unsafe extern "C" {
         fn vfork() -> libc::pid_t;
     }
     let argv = argv(words);
+    let env = env.map(self::argv);
     // SAFETY: the child makes three calls, all of whose arguments are there before it, and never returns from here.
     unsafe {
         let pid = vfork();
         if pid == 0 {
             libc::dup2(fd, 0);
-            libc::execv(words[0].as_ptr(), argv.as_ptr().cast());
+            match &env {
+                Some(env) => libc::execve(words[0].as_ptr(), argv.as_ptr().cast(), env.as_ptr().cast()),
+                None => libc::execv(words[0].as_ptr(), argv.as_ptr().cast()),
+            };
             libc::_exit(127);
         }
         pid
@@ -593,6 +611,58 @@ pub fn vfork_as_stdin(c: &Ctx) {
 /// [`hand_to_program`] by vfork, with unread bytes.
 pub fn vfork_as_stdin_unread(c: &Ctx) {
     hand_to_program(c, true, false, vfork_on);
+}
+
+/// The number of scenarios of [`bare_child`].
+pub const BARE: u32 = 16;
+
+/// [`hand_to_program`] with a program that does not have the library. The bits of the scenario's number: it is started
+/// by vfork; bytes are unread; the server keeps a copy; it is statically linked, in place of an environment without
+/// `LD_PRELOAD`.
+pub fn bare_child(c: &Ctx) {
+    let [by_vfork, unread, keeps, is_static] = [1, 2, 4, 8].map(|bit| c.param & bit != 0);
+    let words = match (is_static, c.is_server()) {
+        (true, true) => vec![static_echo(c)],
+        _ => helper_words("bare", 0, &[]),
+    };
+    let env = variables(!is_static);
+    hand_to_program(c, unread, keeps, |fd, _| match by_vfork {
+        true => vfork_with(fd, &words, Some(&env)),
+        false => spawn_with(fd, &words, &env),
+    });
+}
+
+/// Compiles a statically linked program that sends back what it reads from descriptor 0. Returns its path.
+fn static_echo(c: &Ctx) -> CString {
+    const SOURCE: &str = "
+        #include <unistd.h>
+        int main(void)
+        {
+            static char b[5000];
+            for (;;) {
+                long n = read(0, b, sizeof b), sent = 0;
+                if (n <= 0)
+                    return n != 0;
+                while (sent < n) {
+                    long more = write(0, b + sent, n - sent);
+                    if (more < 0)
+                        return 2;
+                    sent += more;
+                }
+            }
+        }";
+    let (source, program) = (c.dir.join("echo.c"), c.dir.join("echo"));
+    std::fs::write(&source, SOURCE).unwrap();
+    let status = std::process::Command::new("cc")
+        .args(["-static", "-o"])
+        .args([&program, &source])
+        .env_remove("LD_PRELOAD")
+        .status();
+    assert!(
+        status.is_ok_and(|s| s.success()),
+        "cc (Debian: apt install gcc libc6-dev)"
+    );
+    CString::new(program.to_str().unwrap()).unwrap()
 }
 
 /// system() and a close-on-exec connection: the program does not get it, the parent keeps it.

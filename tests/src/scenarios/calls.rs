@@ -379,13 +379,36 @@ pub fn wild_lengths(c: &Ctx) {
         c.ret("readv", call!(libc::readv(fd, &v, 1)));
         c.ret("recvmsg", call!(libc::recvmsg(fd, &mut { message }, 0)));
     };
+    // The kernel shortens the length of these two, and what is there fits.
+    let receive_all = |flags| {
+        for (what, call) in [
+            ("recv", call!(libc::recv(fd, at, NONE, flags))),
+            (
+                "recvfrom",
+                call!(libc::recvfrom(fd, at, NONE, flags, ptr::null_mut(), ptr::null_mut())),
+            ),
+        ] {
+            // SAFETY: the buffer has 100 bytes.
+            let buf = unsafe { std::slice::from_raw_parts(at.cast::<u8>(), 100) };
+            c.bytes(format_args!("{what} flags {flags:#x}"), call, buf);
+        }
+    };
     if c.is_server() {
         receive();
+        receive_all(libc::MSG_DONTWAIT);
         c.sync("received nothing");
         c.sync("sent");
         sys::wait_readable_bytes(fd, 5);
         receive();
-        c.recv_all(fd, 5);
+        receive_all(libc::MSG_PEEK);
+        receive_all(libc::MSG_DONTWAIT);
+        c.sync("read");
+        c.sync("sent again");
+        sys::wait_readable_bytes(fd, 5);
+        c.ret(
+            "recvfrom",
+            call!(libc::recvfrom(fd, at, NONE, 0, ptr::null_mut(), ptr::null_mut())),
+        );
         c.sync("read");
         c.close(fd);
         return;
@@ -401,6 +424,9 @@ pub fn wild_lengths(c: &Ctx) {
     c.ret("sendmsg", call!(libc::sendmsg(fd, &message, 0)));
     c.send(fd, b"whole", 0);
     c.sync("sent");
+    c.sync("read");
+    c.send(fd, b"again", 0);
+    c.sync("sent again");
     c.sync("read");
     c.close(fd);
 }

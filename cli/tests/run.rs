@@ -230,6 +230,25 @@ fn programs_that_cannot_be_preloaded_are_told_apart() {
     foreign[18] ^= 0xff;
     let text = refusal(&foreign, 0o755);
     assert!(text.contains("another processor"), "{text}");
+
+    let text = refusal(&linked_for_musl(), 0o755);
+    for part in ["another C library than glibc", MUSL] {
+        assert!(text.contains(part), "{text}");
+    }
+}
+
+/// The loader of programs that are linked with musl.
+const MUSL: &str = "/lib/ld-musl-x86_64.so.1";
+
+/// Returns the bytes of a program whose loader is musl's.
+fn linked_for_musl() -> Vec<u8> {
+    let folder = tempfile::tempdir().unwrap();
+    let (source, program) = (folder.path().join("program.c"), folder.path().join("program"));
+    fs::write(&source, "int main(void) { return 0; }\n").unwrap();
+    let mut cc = std::process::Command::new("cc");
+    cc.arg(format!("-Wl,--dynamic-linker={MUSL}")).arg("-o");
+    assert!(cc.args([&program, &source]).status().unwrap().success());
+    fs::read(&program).unwrap()
 }
 
 #[test]

@@ -168,6 +168,8 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
             continue;
         };
         let lease = Lease(waiter);
+        // Dropped before the lease: the waiter's next owner may sleep on the same sockets.
+        let mut sleepers = sleepers;
         // Completions on links to other hosts wake this thread itself. Before the sleepers are added: arming takes in
         // completions, and would ring the sleeper's bell for them.
         let (pollers, standing_by) = take_turns(set, waiter, std::mem::take(&mut kept));

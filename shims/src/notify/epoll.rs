@@ -77,10 +77,7 @@ pub(crate) struct Set {
     pub(crate) items: Vec<Item>,
     pub(crate) free: Vec<usize>,
     pub(crate) ready: VecDeque<usize>,
-    /// Items that the present harvest has reported, and the next has to check again. Empty between harvests, as is
-    /// `come`.
-    pub(crate) again: Vec<usize>,
-    /// Items that peers have queued, with the time of each.
+    /// Items that peers have queued, with the time of each. Empty between harvests.
     pub(crate) come: Vec<(u64, usize)>,
     /// The number of waits that have asked this set for results.
     pub(crate) results: u64,
@@ -137,10 +134,8 @@ pub struct Epoll {
     pub(crate) looked_at: AtomicU64,
     /// The last check found nothing ready in the kernel's set.
     pub(crate) kernel_quiet: AtomicBool,
-    /// 1: the last wait had no room for events that the kernel may have.
-    pub(crate) full: AtomicU32,
-    /// True: the kernel's set is checked before the library's list next time.
-    pub(crate) turn: AtomicBool,
+    /// The last wait had no room for events that the kernel may have.
+    pub(crate) full: AtomicBool,
     pub(crate) spinner: Spinner,
     /// For links to other hosts: whether threads sleep on the set.
     pub(crate) watch: Watch,
@@ -186,10 +181,10 @@ impl Epoll {
     }
 
     /// Recycles the object, if the set is closed and the last wait that began before has returned.
+    #[inline]
     pub(crate) fn end_if_left(&'static self) {
         // A wait that leaves checks afterwards whether the set is closed.
-        let is_left = self.inside.is_empty() && !self.gate.is_in_use();
-        if is_left && self.closed.take() {
+        if self.closed.look() && self.inside.is_empty() && !self.gate.is_in_use() && self.closed.take() {
             self.recycle();
         }
     }
@@ -300,7 +295,7 @@ impl Epoll {
         }
     }
 
-    /// Returns an fd of the kernel's set. The caller holds the set's lock, or is inside (`epoll_wait::Visit`). `None`
+    /// Returns an fd of the kernel's set. The caller holds the set's lock, or is inside (`epoll_wait::Wait`). `None`
     /// if the program has closed the last fd and there is no private one.
     pub(crate) fn kernel_fd(&self) -> Option<BorrowedFd<'static>> {
         let fd = match self.own.load(Acquire) {
@@ -741,7 +736,6 @@ impl Set {
         self.items.try_reserve(1).is_ok()
             && self.free.try_reserve(more(self.free.len())).is_ok()
             && self.ready.try_reserve(more(self.ready.len())).is_ok()
-            && self.again.try_reserve(more(self.again.len())).is_ok()
             && self.come.try_reserve(more(self.come.len())).is_ok()
     }
 
@@ -925,10 +919,9 @@ impl Links {
         }
     }
 
-    /// Removes links that are down. No thread takes in completions of a dead link, and the kernel's set would be
+    /// Removes links to other hosts that are down. No thread takes in completions of a dead link, and the kernel's set would be
     /// readable until its queue pair is destroyed.
-    pub fn drop_dead(&mut self, set: Option<BorrowedFd<'_>>, watch: &'static Watch) {
-        self.near.retain(|link| link.is_alive());
+    fn drop_dead(&mut self, set: Option<BorrowedFd<'_>>, watch: &'static Watch) {
         self.far.retain_mut(|far| {
             let is_alive = far.link.is_alive();
             if !is_alive {
@@ -956,13 +949,6 @@ impl Links {
     /// Whether completions on some link have to wake a sleep on the set.
     pub fn are_to_wake(&self) -> bool {
         !self.far.is_empty() && !self.are_left
-    }
-
-    /// Returns the links to other hosts with their indices, beginning with `next`.
-    pub fn far_in_turn(&self) -> impl Iterator<Item = (usize, &Far)> {
-        let (before, rest) = self.far.split_at(self.next.min(self.far.len()));
-        let rest = rest.iter().enumerate().map(move |(n, far)| (before.len() + n, far));
-        rest.chain(before.iter().enumerate())
     }
 
     /// Arms the links before a sleep on `set`: a completion on any of them makes the set readable. Skips links that are
@@ -1095,11 +1081,8 @@ pub unsafe fn strip(events: *mut libc::epoll_event, n: c_int, own: u64) -> Strip
 pub(crate) fn keep(events: &mut [libc::epoll_event], mut stays: impl FnMut(u64) -> bool) -> usize {
     let mut kept = 0;
     for at in 0..events.len() {
-        if let Some(event) = events.get(at).copied()
-            && stays(event.u64)
-            && let Some(slot) = events.get_mut(kept)
-        {
-            *slot = event;
+        if events.get(at).is_some_and(|event| stays(event.u64)) {
+            events.swap(kept, at);
             kept += 1;
         }
     }

@@ -4,7 +4,6 @@
 //! Library fds in the kernel's set are removed from results. A nested set, which another set holds, is kept readable in
 //! the kernel while an item is ready.
 
-use std::cell::Cell;
 use std::ffi::c_int;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
@@ -18,7 +17,7 @@ use rustix::io::Errno;
 
 use crate::config::spin;
 use crate::config::spin::Peers;
-use crate::notify::epoll::{ALWAYS, ET, Epoll, Far, Key, Links, Named, ONESHOT, Set, Stripped, keep, strip};
+use crate::notify::epoll::{ALWAYS, ET, Epoll, Far, Item, Key, Links, Named, ONESHOT, Set, keep, strip};
 use crate::notify::fork::reclaim;
 use crate::notify::table;
 use crate::notify::table::Entry;
@@ -57,84 +56,37 @@ const MANY: usize = 16;
 /// How long a thread that has consumed another process's ring stays away from the set, ns.
 const OUT_OF_THE_WAY: i64 = 1_000_000;
 
-/// The items that a harvest checks.
-#[derive(Clone, Copy, PartialEq)]
-enum Harvest {
-    All,
-    /// All items; for ready ones, also that their fds are still open by the kernel's word.
-    AfterRest,
-    /// Only items that were queued since the last harvest.
-    News,
-}
+/// The kernel's epoll_wait(fd, events, max, time-out), with the program's signal mask.
+type Real<'a> = &'a dyn Fn(c_int, *mut libc::epoll_event, c_int, Timeout) -> c_int;
 
-/// The result of a wait: the program's array, and its filled part.
-struct Results {
+/// One epoll_wait() of the program: the set, kept even if the fd is closed or reused meanwhile, and the result so far.
+/// `notify/call` keeps a connection in the same way.
+///
+/// A wait that has found no event yet may begin again on the file that the fd stands for by then. From its first sleep
+/// or spin on, it holds the set, and makes the kernel's call on a private fd.
+struct Wait<'a> {
+    set: &'static Epoll,
+    fd: c_int,
+    generation: u32,
+    is_inside: bool,
+    real: Real<'a>,
+    /// The program's array, writable for `max` entries, of which the first `filled` are filled.
     events: *mut libc::epoll_event,
-    /// The number of entries that are filled.
-    front: c_int,
     max: c_int,
-    /// The set's count of `moves` before the kernel filled those entries.
+    filled: c_int,
+    /// The set's count of `moves` before the kernel was asked.
     moves: u64,
-    /// The number of this result among the set's; 0 before its first harvest.
-    serial: Cell<u64>,
-}
-
-impl Results {
-    /// Returns the same result, with the first `front` entries filled.
-    fn behind(&self, front: c_int) -> Self {
-        Self {
-            front,
-            serial: self.serial.clone(),
-            ..*self
-        }
-    }
-
-    fn serial(&self, set: &mut Set) -> u64 {
-        if self.serial.get() == 0 {
-            set.results += 1;
-            self.serial.set(set.results);
-        }
-        self.serial.get()
-    }
-
-    fn room(&self) -> c_int {
-        self.max - self.front
-    }
-
-    /// Fills the `n`th entry behind the filled ones, if there is room.
-    fn put(&self, n: c_int, events: u32, u64: u64) {
-        if (0..self.room()).contains(&n) {
-            // SAFETY: the index is below `max`, and `max` entries are writable by `wait`'s contract.
-            unsafe {
-                let slot = self.events.add((self.front + n) as usize);
-                slot.write(libc::epoll_event { events, u64 });
-            }
-        }
-    }
-
-    fn is_listed(&self, data: u64) -> bool {
-        // SAFETY: the first `front` entries are filled.
-        (0..self.front).any(|at| unsafe { (*self.events.add(at as usize)).u64 } == data)
-    }
-}
-
-/// The result of a check of the socket that was reported last.
-#[derive(PartialEq)]
-enum Last {
-    /// No socket of the set is ready.
-    Quiet,
-    Reported,
-    /// Other sockets may be ready too, or there is no such socket.
-    NotAlone,
+    /// The number of this result among the set's; 0 before its first item of the set is listed.
+    serial: u64,
 }
 
 impl Epoll {
-    /// Carries out epoll_wait() and its kin on `fd`. `real(fd, events, max, timeout)` is the kernel's call. Returns
-    /// what epoll_wait() returns, and sets errno.
+    /// Carries out epoll_wait() and its kin on `fd`. `real` is the kernel's call. Returns what epoll_wait() returns,
+    /// and sets errno.
     ///
     /// # Safety
     /// `events` is writable for `max` entries.
-    // Not inlined: the forced unwind of pthread_cancel runs the visit's destructor here (see `hooks`).
+    // Not inlined: the forced unwind of pthread_cancel runs the wait's destructor here (see `hooks`).
     #[inline(never)]
     pub unsafe fn wait(
         &'static self,
@@ -142,190 +94,32 @@ impl Epoll {
         events: *mut libc::epoll_event,
         max: c_int,
         timeout: Timeout,
-        real: &impl Fn(c_int, *mut libc::epoll_event, c_int, Timeout) -> c_int,
+        real: Real<'_>,
     ) -> c_int {
-        let mut visit = Visit::new(self, fd);
-        let handlers = thread::current().handlers();
         let deadline = timeout.deadline();
-        let mut all = Results {
-            events,
-            front: 0,
-            max,
-            moves: self.moves.load(Acquire),
-            serial: Cell::new(0),
-        };
-        if let Some(n) = self.wait_plain(&mut visit, events, max, deadline, timeout, real) {
-            return self.with_ours(&visit, &all, n);
-        }
-        if !visit.is_here() {
-            drop(visit);
-            // SAFETY: `events` is writable for `max` entries, by this function's contract.
-            return unsafe { begin_anew(fd, events, max, timeout, real) };
-        }
-        let due = self.is_time_to_look();
-        if !due && !deadline.is_zero() && self.await_last(&visit, &all) {
-            if max == 1 {
-                self.full.store(1, Relaxed);
-            }
-            return self.with_kernels(&visit, &all, 1, false, real);
-        }
-        let mut due = Some(due);
-        let mut spun = false;
+        let (mut set, mut left) = (self, timeout);
         loop {
-            // At intervals of `KERNEL_EVERY` the kernel's set is checked too, every other time first. Then neither set
-            // can starve the other if the program takes few events at a time.
-            let due = due.take().unwrap_or_else(|| self.is_time_to_look());
-            all.moves = self.moves.load(Acquire);
-            let may_have = due || !self.kernel_quiet.load(Relaxed);
-            let starved = may_have && self.full.load(Relaxed) != 0 && self.full.swap(0, Relaxed) != 0;
-            let its_turn = due && !self.mixed.load(Relaxed) && self.turn.fetch_xor(true, Relaxed);
-            if starved || its_turn {
-                let n = self.look(&visit, events, max, real);
-                if n > 0 {
-                    return self.with_ours(&visit, &all, n);
-                }
-            }
-            let how = if due { Harvest::AfterRest } else { Harvest::All };
-            let n = self.harvest(&visit, &all, how);
-            if n == max {
-                self.full.store(1, Relaxed);
-            }
-            if n > 0 {
-                let look = due && !(starved || its_turn);
-                return self.with_kernels(&visit, &all, n, look, real);
-            }
-            if deadline.is_zero() {
-                let n = self.look(&visit, events, max, real);
-                if n == 0 && visit.is_told.take() {
-                    // The harvest skipped links, for which the kernel's set has now reported completions.
-                    return self.harvest(&visit, &all, Harvest::AfterRest);
-                }
-                return self.with_ours(&visit, &all, n);
-            }
-            if !visit.enter() {
-                drop(visit);
-                // SAFETY: `events` is writable for `max` entries, by this function's contract.
-                return unsafe { begin_anew(fd, events, max, deadline.left(), real) };
-            }
-            if !spun {
-                spun = true;
-                let peers = Peers::new(self.set.lock().is_none_or(|set| !set.links.far.is_empty()));
-                let bound = self.spinner.bound(peers);
-                if bound > 0 {
-                    // A reply that comes at once does not wait for a check of the kernel's set, which was empty the
-                    // last time.
-                    if self.kernel_quiet.load(Relaxed) && spin::glance(|| self.has_ready()) {
-                        continue;
-                    }
-                    let k = self.look(&visit, events, max, real);
-                    if k != 0 {
-                        return self.with_ours(&visit, &all, k);
-                    }
-                    if self.spinner.spin(bound, || self.has_ready()) {
-                        continue;
-                    }
-                }
-            }
-            let Some(waiter) = self.waiter() else {
-                // No fd was left for a bell: the thread checks at intervals.
-                let n = self.look(&visit, events, max, &|fd, e, m, _| {
-                    real(fd, e, m, deadline.left().at_most(WITHOUT_DOORBELL))
-                });
-                if n != 0 || deadline.is_over() {
-                    return self.with_ours(&visit, &all, n);
-                }
-                continue;
+            let mut wait = Wait {
+                set,
+                fd,
+                generation: set.generation.load(Relaxed),
+                is_inside: false,
+                real,
+                events,
+                max,
+                filled: 0,
+                moves: set.moves.load(Acquire),
+                serial: 0,
             };
-            let waiters = &Library::get().waiters;
-            // Before the sleep flag is raised: arming takes in completions, and would ring the bell of threads that
-            // sleep already.
-            let asleep = self.watch_links();
-            point!("epoll: nothing was there");
-            waiters.enter_sleep(waiter);
-            point!("epoll: says that it sleeps");
-            if self.has_ready() {
-                waiters.leave_sleep(waiter);
-                continue;
-            }
-            point!("epoll: is about to sleep");
-            let record = Record::begin(waiter, Call::Epoll, None, 0);
-            // A signal handler that has run since the call began ends the call after a last check, as in the kernel.
-            let is_interrupted = thread::current().handlers() != handlers;
-            let left = if is_interrupted { Timeout::ZERO } else { deadline.left() };
-            let hand_over = || {
-                asleep.iter().for_each(Asleep::hand_over);
-                waiters.ring(waiter);
-            };
-            let n = handler::on_duty(&hand_over, || real(visit.number(), events, max, left));
-            let errno = errno::get();
-            point!("epoll: is awake");
-            drop(record);
-            waiters.leave_sleep(waiter);
-            drop(asleep);
-            let kept = self.after_sleep(events, n, max);
-            if n < 0 {
-                errno::set(errno);
+            if let Some(n) = wait.run(deadline, left) {
                 return n;
             }
-            if kept > 0 {
-                return self.with_ours(&visit, &all, kept);
+            left = deadline.left();
+            match table::lookup(fd) {
+                Entry::Epoll(now) => set = now,
+                _ => return real(fd, events, max, left),
             }
-            if is_interrupted {
-                return errno::fail(libc::EINTR);
-            }
-            if deadline.is_over() {
-                // An item may have become ready just before the time was over.
-                return self.harvest(&visit, &all, Harvest::AfterRest);
-            }
-            spun = false;
         }
-    }
-
-    /// Appends ready items of the links to the first `n` entries, which the kernel has filled since `all.moves` was
-    /// read. A peer may have sent on a link before it sent what the kernel reports. The program must not get only the
-    /// later of the two.
-    fn with_ours(&'static self, visit: &Visit, all: &Results, n: c_int) -> c_int {
-        if n <= 0 || n >= all.max || !self.is_active() {
-            return n;
-        }
-        n + self.harvest(visit, &all.behind(n), Harvest::All)
-    }
-
-    /// Adds ready sockets of the kernel's set to the first `n` entries, which are the library's. Does so if `look` is
-    /// true, or if connections are in both sets. In the latter case a peer may have sent on a connection of the
-    /// kernel's before it sent on the link. Then adds items that came on links meanwhile. If connections are in both
-    /// sets, the kernel's entries are moved to the front.
-    fn with_kernels(
-        &'static self,
-        visit: &Visit,
-        all: &Results,
-        n: c_int,
-        look: bool,
-        real: &impl Fn(c_int, *mut libc::epoll_event, c_int, Timeout) -> c_int,
-    ) -> c_int {
-        if n >= all.max || !(look || self.mixed.load(Relaxed)) {
-            return n;
-        }
-        let Results { events, max, moves, .. } = *all;
-        // SAFETY: `n` is below `max`, so the pointer stays within the array.
-        let rest = unsafe { events.add(n as usize) };
-        let end = n + self.look(visit, rest, max - n, real).max(0);
-        let mut news = 0;
-        if n < end && end < max {
-            news = self.harvest(visit, &all.behind(end), Harvest::News);
-        }
-        if n < end && self.moves.load(Acquire) != moves {
-            // SAFETY: `end + news` entries are filled.
-            return unsafe { without_repeats(events, n as usize, (end + news) as usize) };
-        }
-        if self.mixed.load(Relaxed) {
-            // The order of arrival across the two sets is unknown, so the kernel's entries go first. A peer on a link
-            // has usually waited for its replies, so its data there is what it sent last. A peer that sends on a young
-            // connection without waiting expects that data to be read before.
-            // SAFETY: `end` entries are filled.
-            unsafe { std::slice::from_raw_parts_mut(events, end as usize) }.rotate_left(n as usize);
-        }
-        end + news
     }
 
     fn is_time_to_look(&self) -> bool {
@@ -337,190 +131,6 @@ impl Epoll {
         due
     }
 
-    fn look(
-        &'static self,
-        visit: &Visit,
-        events: *mut libc::epoll_event,
-        max: c_int,
-        real: &impl Fn(c_int, *mut libc::epoll_event, c_int, Timeout) -> c_int,
-    ) -> c_int {
-        let n = real(visit.number(), events, max, Timeout::ZERO);
-        self.kernel_quiet.store(n == 0, Relaxed);
-        if n <= 0 { n } else { self.after_look(visit, events, n) }
-    }
-
-    /// Checks the socket that was reported last, and alone, for a moment before its peer is asked for a wake-up. That
-    /// socket is likely to be the next, and four cache lines then need not move between the two sides. Returns true if
-    /// it is reported: `to` has room for one.
-    fn await_last(&'static self, visit: &Visit, to: &Results) -> bool {
-        if self.nested.load(Relaxed) || !self.kernel_quiet.load(Relaxed) || !self.spinner.pays() {
-            return false;
-        }
-        let mut last = Last::Quiet;
-        spin::glance(|| {
-            last = self.look_at_last(visit, to);
-            last != Last::Quiet
-        });
-        last == Last::Reported
-    }
-
-    /// Checks the set's only listed socket, if it is on a link within this host. If it is ready, reports it and keeps
-    /// it in the list.
-    fn look_at_last(&'static self, visit: &Visit, to: &Results) -> Last {
-        let (Some(waiter), Some(mut set)) = (self.waiter(), self.set.lock()) else {
-            return Last::NotAlone;
-        };
-        let (Some(&index), 1) = (set.ready.front(), set.ready.len()) else {
-            return Last::NotAlone;
-        };
-        // Checked under the lock: a closed set cannot become another set before its lock is free.
-        if !visit.is_here() {
-            return Last::NotAlone;
-        }
-        let others = set.links.have_ready(waiter);
-        let Some(item) = set.items.get(index) else {
-            return Last::NotAlone;
-        };
-        let is_near = item.socket.link().is_some_and(|l| !l.is_remote());
-        if item.dead || item.disabled || !item.taken || !is_near {
-            return Last::NotAlone;
-        }
-        let mask = readiness::evaluate(item.socket, item.events, Arm::No) & (item.events | ALWAYS);
-        if mask == 0 && !others {
-            return Last::Quiet;
-        }
-        // An edge-triggered item has to be armed again, and a one-shot item is disabled.
-        let goes_on = item.events & (ET | ONESHOT) == 0;
-        if others || !goes_on {
-            return Last::NotAlone;
-        }
-        to.put(0, mask, item.data);
-        Last::Reported
-    }
-
-    /// Reports ready items behind the entries of `to` that are filled. Returns how many.
-    fn harvest(&'static self, visit: &Visit, to: &Results, how: Harvest) -> c_int {
-        if self.served.load(Acquire) {
-            link::all().into_iter().for_each(readiness::tell);
-        }
-        let Some(mut guard) = self.set.lock() else {
-            return 0;
-        };
-        if !visit.is_here() {
-            return 0;
-        }
-        let set = &mut *guard;
-        let before = set.ready.len();
-        set.links.spoke.clear();
-        let mut is_partial = self.sweep(set, Sweep::Some);
-        set.links.drop_dead(self.kernel_fd(), &self.watch);
-        if how == Harvest::News {
-            set.ready.rotate_left(before);
-        }
-        let mut left = set.ready.len() - if how == Harvest::News { before } else { 0 };
-        let mut n = 0;
-        for _ in 0..ROUNDS {
-            n += self.report(set, left, to, n, how);
-            if n == to.room() {
-                break;
-            }
-            let before = set.ready.len();
-            if n == 0 {
-                if !std::mem::take(&mut is_partial) {
-                    break;
-                }
-                // The links that had data have no ready item after all: the skipped links are next.
-                self.sweep(set, Sweep::Untold);
-            } else {
-                // The checks took their time. A peer may have sent to a socket that was found empty, and then to one
-                // that was not: the first is checked again.
-                self.sweep(set, Sweep::Again);
-            }
-            left = set.ready.len() - before;
-            if left == 0 {
-                break;
-            }
-            set.ready.rotate_left(before);
-        }
-        set.ready.extend(set.again.drain(..));
-        set.links.spoke.clear();
-        let more = set.ready.len() > n as usize;
-        let mixed = set.plain > 0 || self.has_plain.load(Relaxed);
-        if self.mixed.load(Relaxed) != mixed {
-            self.mixed.store(mixed, Relaxed);
-        }
-        drop(guard);
-        if self.nested.load(Acquire) {
-            self.show_ready();
-        }
-        if more {
-            // Another thread that sleeps on this set can report the rest.
-            self.ring_if_sleeping();
-        }
-        n
-    }
-
-    /// Checks the first `left` items of the list, while there is room. Returns how many were ready. The `n` entries
-    /// before are filled.
-    fn report(&self, set: &mut Set, left: usize, to: &Results, mut n: c_int, how: Harvest) -> c_int {
-        let before = n;
-        let serial = to.serial(set);
-        for _ in 0..left {
-            if n == to.room() {
-                break;
-            }
-            let Some(index) = set.ready.pop_front() else {
-                break;
-            };
-            let Some(item) = set.items.get_mut(index) else {
-                continue;
-            };
-            item.queued = false;
-            if item.dead {
-                set.free.push(index);
-                continue;
-            }
-            if item.disabled || !item.taken {
-                continue;
-            }
-            if item.listed_in == serial || item.moved_at > to.moves && to.is_listed(item.data) {
-                // A socket must not be listed twice in one result: the program may have closed it before it comes to
-                // the second entry. Either data has come again, or the kernel has reported the socket just before it
-                // was taken over. The next result gets it.
-                item.queued = true;
-                set.again.push(index);
-                continue;
-            }
-            let arm = if item.events & ET != 0 {
-                Arm::Always
-            } else {
-                Arm::IfNotReady
-            };
-            let mask = readiness::evaluate(item.socket, item.events, arm) & (item.events | ALWAYS);
-            if let Some(link) = item.socket.link() {
-                link.judge(mask != 0);
-            }
-            if mask == 0 {
-                continue;
-            }
-            if how == Harvest::AfterRest && !item.socket.numbers.is_alive() {
-                // The fd was closed without a hook: the kernel's set would not have it any more.
-                Library::get().service.submit(Command::Lost(item.socket.into()));
-                continue;
-            }
-            to.put(n, mask, item.data);
-            n += 1;
-            item.listed_in = serial;
-            if item.events & ONESHOT != 0 {
-                item.disabled = true;
-            } else if item.events & ET == 0 {
-                item.queued = true;
-                set.again.push(index);
-            }
-        }
-        n - before
-    }
-
     /// Whether an item that is taken over is ready now: for poll(), select() and sets that hold this one.
     pub fn is_ready(&'static self) -> bool {
         if !self.is_active() {
@@ -530,33 +140,393 @@ impl Epoll {
             return false;
         };
         let set = &mut *guard;
-        self.sweep(set, Sweep::Every);
+        self.sweep(set, Sweep::Untold);
         set.links.spoke.clear();
-        set.ready.iter().filter_map(|index| set.items.get(*index)).any(|item| {
-            !item.dead
-                && !item.disabled
-                && item.taken
-                && readiness::evaluate(item.socket, item.events, Arm::IfNotReady) & (item.events | ALWAYS) != 0
-        })
+        let mut ready = set.ready.iter().filter_map(|index| set.items.get(*index));
+        ready.any(|item| item.is_reported() && item.evaluate(Arm::IfNotReady) != 0)
     }
 }
 
-/// Begins the wait again, on the file that `fd` stands for now. For a wait that has not slept yet.
-///
-/// # Safety
-/// `events` is writable for `max` entries.
-#[cold]
-unsafe fn begin_anew(
-    fd: c_int,
-    events: *mut libc::epoll_event,
-    max: c_int,
-    timeout: Timeout,
-    real: &impl Fn(c_int, *mut libc::epoll_event, c_int, Timeout) -> c_int,
-) -> c_int {
-    match table::lookup(fd) {
-        // SAFETY: `events` is writable for `max` entries, by the contract.
-        Entry::Epoll(set) => unsafe { set.wait(fd, events, max, timeout, real) },
-        _ => real(fd, events, max, timeout),
+impl Item {
+    /// Whether the set's own list reports the item.
+    fn is_reported(&self) -> bool {
+        self.taken && !self.disabled && !self.dead
+    }
+
+    /// Returns the item's readiness, of the events that it is registered for.
+    fn evaluate(&self, arm: Arm) -> u32 {
+        readiness::evaluate(self.socket, self.events, arm) & (self.events | ALWAYS)
+    }
+}
+
+impl Wait<'_> {
+    /// Waits. `left` is the time until `deadline`. `None` if the fd stands for another file, and nothing was reported.
+    fn run(&mut self, deadline: Deadline, left: Timeout) -> Option<c_int> {
+        let handlers = thread::current().handlers();
+        if self.max <= 0 {
+            return Some((self.real)(self.fd, self.events, self.max, left));
+        }
+        if self.events.is_null() || self.set.is_active() && !can_be_written(self.events) {
+            return Some(match self.set.is_ready() {
+                true => errno::fail(libc::EFAULT),
+                false => (self.real)(self.fd, self.events, self.max, left),
+            });
+        }
+        if !self.set.is_active()
+            && let Some(n) = self.wait_plain(deadline, left)
+        {
+            return Some(self.with_ours(n));
+        }
+        if !self.is_here() {
+            return None;
+        }
+        let mut due = self.set.is_time_to_look();
+        if !due && !deadline.is_zero() && self.await_last() {
+            return Some(self.with_kernels(false));
+        }
+        let mut spun = false;
+        loop {
+            if let Some(n) = self.check(due) {
+                return Some(n);
+            }
+            if deadline.is_zero() {
+                let n = self.look(Timeout::ZERO);
+                return Some(self.with_ours(n));
+            }
+            if !self.enter() {
+                return None;
+            }
+            if let Some(n) = self.rest(deadline, handlers, &mut spun) {
+                return Some(n);
+            }
+            due = self.set.is_time_to_look();
+        }
+    }
+
+    /// Checks both sets without a wait. `None` if nothing was reported.
+    ///
+    /// If `due`, the kernel's set is checked too. It is checked first if the last result had no room for it, so that
+    /// neither set starves the other if the program takes few events at a time.
+    fn check(&mut self, due: bool) -> Option<c_int> {
+        let set = self.set;
+        self.moves = set.moves.load(Acquire);
+        let may_have = due || !set.kernel_quiet.load(Relaxed);
+        let starved = may_have && set.full.load(Relaxed) && set.full.swap(false, Relaxed);
+        if starved {
+            let n = self.look(Timeout::ZERO);
+            if n > 0 {
+                return Some(self.with_ours(n));
+            }
+        }
+        self.harvest(due);
+        (self.filled > 0).then(|| self.with_kernels(due && !starved))
+    }
+
+    /// Spins once (`spun`), then sleeps until either set may have something. Returns the result of the wait. `None` if
+    /// the sets are to be checked again.
+    fn rest(&mut self, deadline: Deadline, handlers: u32, spun: &mut bool) -> Option<c_int> {
+        let set = self.set;
+        if !std::mem::replace(spun, true) {
+            let peers = Peers::new(set.set.lock().is_none_or(|set| !set.links.far.is_empty()));
+            let bound = set.spinner.bound(peers);
+            if bound > 0 {
+                // A reply that comes at once does not wait for a check of the kernel's set, which was empty the last
+                // time.
+                if set.kernel_quiet.load(Relaxed) && spin::glance(|| set.has_ready()) {
+                    return None;
+                }
+                let n = self.look(Timeout::ZERO);
+                if n != 0 {
+                    return Some(self.with_ours(n));
+                }
+                if set.spinner.spin(bound, || set.has_ready()) {
+                    return None;
+                }
+            }
+        }
+        let Some(waiter) = set.waiter() else {
+            // No fd was left for a bell: the thread checks at intervals.
+            let n = self.look(deadline.left().at_most(WITHOUT_DOORBELL));
+            return (n != 0 || deadline.is_over()).then(|| self.with_ours(n));
+        };
+        let waiters = &Library::get().waiters;
+        // Before the sleep flag is raised: arming takes in completions, and would ring the bell of threads that sleep
+        // already.
+        let asleep = set.watch_links();
+        point!("epoll: nothing was there");
+        waiters.enter_sleep(waiter);
+        point!("epoll: says that it sleeps");
+        if set.has_ready() {
+            waiters.leave_sleep(waiter);
+            return None;
+        }
+        point!("epoll: is about to sleep");
+        let record = Record::begin(waiter, Call::Epoll, None, 0);
+        // A signal handler that has run since the call began ends the call after a last check, as in the kernel.
+        let is_interrupted = thread::current().handlers() != handlers;
+        let left = if is_interrupted { Timeout::ZERO } else { deadline.left() };
+        let hand_over = || {
+            asleep.iter().for_each(Asleep::hand_over);
+            waiters.ring(waiter);
+        };
+        let n = handler::on_duty(&hand_over, || (self.real)(self.number(), self.events, self.max, left));
+        let errno = errno::get();
+        point!("epoll: is awake");
+        drop(record);
+        waiters.leave_sleep(waiter);
+        drop(asleep);
+        if n < 0 {
+            errno::set(errno);
+            return Some(n);
+        }
+        let kept = self.take_in(n, true);
+        if kept > 0 {
+            return Some(self.with_ours(kept));
+        }
+        if is_interrupted {
+            return Some(errno::fail(libc::EINTR));
+        }
+        if deadline.is_over() {
+            // An item may have become ready just before the time was over.
+            self.harvest(true);
+            return Some(self.filled);
+        }
+        *spun = false;
+        None
+    }
+
+    /// Appends ready items of the links, if the kernel's set has just reported `n` entries. Returns what epoll_wait()
+    /// returns. A peer may have sent on a link before it sent what the kernel reports. The program must not get only
+    /// the later of the two.
+    fn with_ours(&mut self, n: c_int) -> c_int {
+        if n <= 0 {
+            return n;
+        }
+        if self.filled < self.max && self.set.is_active() {
+            self.harvest(false);
+        }
+        self.filled
+    }
+
+    /// Appends ready sockets of the kernel's set to the entries, which are the library's. Does so if `look` is true, or
+    /// if connections are in both sets. In the latter case a peer may have sent on a connection of the kernel's before
+    /// it sent on the link. Then appends items that came on links meanwhile. If connections are in both sets, the
+    /// kernel's entries are moved to the front.
+    fn with_kernels(&mut self, look: bool) -> c_int {
+        let (set, ours) = (self.set, self.filled);
+        if ours == self.max {
+            set.full.store(true, Relaxed);
+        } else if (look || set.mixed.load(Relaxed)) && self.look(Timeout::ZERO) > 0 {
+            let end = self.filled;
+            if end < self.max {
+                self.harvest(false);
+            }
+            // SAFETY: so many entries are filled.
+            let all = unsafe { std::slice::from_raw_parts_mut(self.events, self.filled as usize) };
+            if set.moves.load(Acquire) != self.moves {
+                return without_repeats(all, ours as usize);
+            }
+            if set.mixed.load(Relaxed)
+                && let Some(both) = all.get_mut(..end as usize)
+            {
+                // The order of arrival across the two sets is unknown, so the kernel's entries go first. A peer on a
+                // link has usually waited for its replies, so its data there is what it sent last. A peer that sends on
+                // a young connection without waiting expects that data to be read before.
+                both.rotate_left(ours as usize);
+            }
+        }
+        self.filled
+    }
+
+    /// Asks the kernel's set for what is ready within `left`. Returns what epoll_wait() returns, without the library's
+    /// fds.
+    fn look(&mut self, left: Timeout) -> c_int {
+        let n = (self.real)(self.number(), self.free(), self.max - self.filled, left);
+        self.set.kernel_quiet.store(n == 0, Relaxed);
+        if n <= 0 { n } else { self.take_in(n, false) }
+    }
+
+    /// Takes in the `n` entries behind the filled ones, which the kernel has just filled, and removes library fds from
+    /// them. `has_slept`: the thread checks the links again if no entry is left. Returns how many entries are left.
+    fn take_in(&mut self, n: c_int, has_slept: bool) -> c_int {
+        let (set, before) = (self.set, self.filled);
+        // SAFETY: the kernel has just filled `n` entries there.
+        let stripped = unsafe { strip(self.free(), n, set.key.load(Relaxed)) };
+        self.filled += stripped.kept;
+        if stripped.foreign {
+            holders::give_ring_back();
+        }
+        if stripped.own && set.nested.load(Acquire) {
+            set.show_ready();
+        }
+        set.on_named(&stripped.named);
+        if has_slept && before + n == self.max {
+            // The entry of the link that woke the thread may not have found room.
+            set.arm_for_others();
+        }
+        if stripped.own && (stripped.kept > 0 || !has_slept) && set.has_ready() {
+            // A ring that this thread has consumed is passed on to a sleeping thread.
+            set.ring_if_sleeping();
+        }
+        if has_slept && stripped.foreign && stripped.kept == 0 {
+            // The process that the ring was meant for has to get it before this thread sleeps on the same set again.
+            time::sleep(OUT_OF_THE_WAY);
+        }
+        if !has_slept && self.filled == 0 && !stripped.named.is_none() {
+            // The last harvest skipped links, for which the kernel's set has now reported completions.
+            self.harvest(true);
+        }
+        self.filled - before
+    }
+
+    /// Returns the place behind the filled entries.
+    fn free(&self) -> *mut libc::epoll_event {
+        self.events.wrapping_add(self.filled as usize)
+    }
+
+    /// Checks the socket that was reported last, and alone, for a moment before its peer is asked for a wake-up. That
+    /// socket is likely to be the next, and four cache lines then need not move between the two sides. Returns true if
+    /// it is reported.
+    fn await_last(&mut self) -> bool {
+        let set = self.set;
+        !set.nested.load(Relaxed)
+            && set.kernel_quiet.load(Relaxed)
+            && set.spinner.pays()
+            && spin::glance(|| self.look_at_last())
+            && self.filled > 0
+    }
+
+    /// Checks the set's only listed socket, if it is on a link within this host. If it is ready, reports it and keeps
+    /// it in the list. Returns false if no socket of the set is ready.
+    fn look_at_last(&mut self) -> bool {
+        let (Some(waiter), Some(mut guard)) = (self.set.waiter(), self.set.set.lock()) else {
+            return true;
+        };
+        // Checked under the lock: a closed set cannot become another set before its lock is free.
+        if guard.ready.len() != 1 || !self.is_here() || guard.links.have_ready(waiter) {
+            return true;
+        }
+        let set = &mut *guard;
+        let item = set.ready.front().and_then(|index| set.items.get_mut(*index));
+        let Some(item) = item.filter(|item| item.is_reported() && item.socket.link().is_some_and(|l| !l.is_remote()))
+        else {
+            return true;
+        };
+        let mask = item.evaluate(Arm::No);
+        // An edge-triggered item has to be armed again, and a one-shot item is disabled.
+        if mask != 0 && item.events & (ET | ONESHOT) == 0 {
+            self.list(item, mask, &mut set.results);
+        }
+        mask != 0
+    }
+
+    /// Reports ready items behind the filled entries. `after_rest`: checks also that their fds are still open by the
+    /// kernel's word.
+    fn harvest(&mut self, after_rest: bool) {
+        let (epoll, before) = (self.set, self.filled);
+        if epoll.served.load(Acquire) {
+            link::all().into_iter().for_each(readiness::tell);
+        }
+        let Some(mut guard) = epoll.set.lock() else { return };
+        if !self.is_here() {
+            return;
+        }
+        let set = &mut *guard;
+        let mut is_partial = epoll.sweep(set, Sweep::Some);
+        for _ in 0..ROUNDS {
+            self.report(set, after_rest);
+            let seen = set.ready.len();
+            if self.filled == self.max {
+                break;
+            } else if self.filled > before {
+                // The checks took their time. A peer may have sent to a socket that was found empty, and then to one
+                // that was not: the first is checked again.
+                epoll.sweep(set, Sweep::Again);
+            } else if std::mem::take(&mut is_partial) {
+                // The links that had data have no ready item after all: the skipped links are next.
+                epoll.sweep(set, Sweep::Untold);
+            }
+            if set.ready.len() == seen {
+                break;
+            }
+        }
+        set.links.spoke.clear();
+        let more = set.ready.len() > (self.filled - before) as usize;
+        let mixed = set.plain > 0 || epoll.has_plain.load(Relaxed);
+        if epoll.mixed.load(Relaxed) != mixed {
+            epoll.mixed.store(mixed, Relaxed);
+        }
+        drop(guard);
+        if epoll.nested.load(Acquire) {
+            epoll.show_ready();
+        }
+        if more {
+            // Another thread that sleeps on this set can report the rest.
+            epoll.ring_if_sleeping();
+        }
+    }
+
+    /// Checks each item of the list once, while there is room. Items that stay in the list go to its end.
+    fn report(&mut self, set: &mut Set, after_rest: bool) {
+        for _ in 0..set.ready.len() {
+            if self.filled == self.max {
+                break;
+            }
+            let Some(index) = set.ready.pop_front() else { break };
+            let Some(item) = set.items.get_mut(index) else {
+                continue;
+            };
+            item.queued = item.is_reported() && self.check_item(item, after_rest, &mut set.results);
+            if item.queued {
+                set.ready.push_back(index);
+            } else if item.dead {
+                set.free.push(index);
+            }
+        }
+    }
+
+    /// Reports an item if it is ready. Returns true if it stays in the list.
+    fn check_item(&mut self, item: &mut Item, after_rest: bool, results: &mut u64) -> bool {
+        if item.listed_in == self.serial && self.serial > 0 || item.moved_at > self.moves && self.has(item.data) {
+            // A socket must not be listed twice in one result: the program may have closed it before it comes to the
+            // second entry. Either data has come again, or the kernel has reported the socket just before it was taken
+            // over. The next result gets it.
+            return true;
+        }
+        let is_edge = item.events & ET != 0;
+        let mask = item.evaluate(if is_edge { Arm::Always } else { Arm::IfNotReady });
+        if let Some(link) = item.socket.link() {
+            link.judge(mask != 0);
+        }
+        if mask == 0 {
+            return false;
+        }
+        if after_rest && !item.socket.numbers.is_alive() {
+            // The fd was closed without a hook: the kernel's set would not have it any more.
+            Library::get().service.submit(Command::Lost(item.socket.into()));
+            return false;
+        }
+        self.list(item, mask, results);
+        item.disabled = item.events & ONESHOT != 0;
+        !is_edge && !item.disabled
+    }
+
+    /// Fills the next entry, which the caller knows to be there. `results` is the set's count of results.
+    fn list(&mut self, item: &mut Item, events: u32, results: &mut u64) {
+        if self.serial == 0 {
+            *results += 1;
+            self.serial = *results;
+        }
+        item.listed_in = self.serial;
+        // SAFETY: fewer than `max` entries are filled, and `max` are writable by the contract of `Epoll::wait`.
+        unsafe { self.free().write(libc::epoll_event { events, u64: item.data }) };
+        self.filled += 1;
+    }
+
+    /// Whether a filled entry has these data.
+    fn has(&self, data: u64) -> bool {
+        // SAFETY: the first `filled` entries are filled.
+        (0..self.filled as usize).any(|at| unsafe { (*self.events.add(at)).u64 } == data)
     }
 }
 
@@ -565,13 +535,8 @@ unsafe fn begin_anew(
 ///
 /// The kernel never lists a socket twice. A program that does one blocking read for each entry would hang at the
 /// second.
-///
-/// # Safety
-/// `n` entries are filled.
-unsafe fn without_repeats(events: *mut libc::epoll_event, front: usize, n: usize) -> c_int {
-    // SAFETY: `n` entries are filled, by the contract.
-    let all = unsafe { std::slice::from_raw_parts_mut(events, n) };
-    let (listed, rest) = all.split_at_mut(front.min(n));
+fn without_repeats(all: &mut [libc::epoll_event], front: usize) -> c_int {
+    let (listed, rest) = all.split_at_mut(front.min(all.len()));
     let kept = keep(rest, |data| !listed.iter().any(|e| e.u64 == data));
     (front + kept) as c_int
 }
@@ -579,33 +544,12 @@ unsafe fn without_repeats(events: *mut libc::epoll_event, front: usize, n: usize
 // A wait in the kernel's set alone. An item may be taken over at any moment of the wait, so the gate counts the thread.
 // The thread that makes the set active sees it there, rings the bell, and counts a sleeper for it.
 
-impl Epoll {
+impl Wait<'_> {
     /// Waits in the kernel alone. Returns what epoll_wait() returns. `None` if the set is active or the fd stands for
     /// another file: the caller continues with the library's list.
-    fn wait_plain(
-        &'static self,
-        visit: &mut Visit,
-        events: *mut libc::epoll_event,
-        max: c_int,
-        deadline: Deadline,
-        mut left: Timeout,
-        real: &impl Fn(c_int, *mut libc::epoll_event, c_int, Timeout) -> c_int,
-    ) -> Option<c_int> {
-        let fd = visit.number();
-        if max <= 0 {
-            return Some(real(fd, events, max, left));
-        }
-        if events.is_null() || self.is_active() && !can_be_written(events) {
-            return Some(if self.is_ready() {
-                errno::fail(libc::EFAULT)
-            } else {
-                real(fd, events, max, left)
-            });
-        }
-        if self.is_active() {
-            return None;
-        }
-        if self.inherited.load(Acquire) && self.inherited.swap(false, AcqRel) {
+    fn wait_plain(&mut self, deadline: Deadline, mut left: Timeout) -> Option<c_int> {
+        let set = self.set;
+        if set.inherited.load(Acquire) && set.inherited.swap(false, AcqRel) {
             // The process is a fork child, and has inherited its connections.
             socket::in_use().for_each(reclaim);
         }
@@ -613,51 +557,103 @@ impl Epoll {
             point!("epoll alone: the set is not active");
             // Either this thread sees that the set is active or another's, or the thread that made it so (`activate`,
             // `release`) sees this one inside.
-            if !self.gate.enter() || !visit.is_here() {
-                self.leave_plain();
+            if !set.gate.enter() || !self.is_here() {
+                set.leave_plain();
                 return None;
             }
             point!("epoll alone: is about to sleep");
             let n = or_if_cancelled(
-                || real(fd, events, max, left),
+                || (self.real)(self.fd, self.events, self.max, left),
                 || {
-                    self.leave_plain();
+                    set.leave_plain();
                 },
             );
             let errno = errno::get();
             point!("epoll alone: is awake");
-            if self.is_active() {
-                visit.stay();
+            if set.is_active() {
+                // The kernel's wait has been on the set already, so it is the right one.
+                self.hold();
             }
             point!("epoll alone: holds the set");
-            let others = self.leave_plain();
-            if others && self.is_active() {
+            let others = set.leave_plain();
+            if others && set.is_active() {
                 // A ring wakes one thread; the next one must leave the kernel's wait too.
-                self.ring();
-            }
-            if n < 0 {
-                errno::set(errno);
-                return Some(n);
+                set.ring();
             }
             // The bell may be in the kernel's set before the set counts as active.
-            let kept = if left.is_zero() {
-                self.after_look(visit, events, n)
-            } else {
-                self.after_sleep(events, n, max)
-            };
+            let kept = if n < 0 { n } else { self.take_in(n, !left.is_zero()) };
             errno::set(errno);
-            let is_active = self.is_active();
-            if kept > 0 || left.is_zero() || n == 0 && !is_active {
+            let is_active = set.is_active();
+            if kept != 0 || left.is_zero() || n == 0 && !is_active {
                 return Some(kept);
             }
             // Only another process's library fds were reported, so the set may still be the kernel's alone.
-            if is_active || !visit.is_here() {
+            if is_active || !self.is_here() {
                 return None;
             }
             left = deadline.left();
         }
     }
 
+    /// Whether the set is still the one on which the wait began.
+    #[inline]
+    fn is_here(&self) -> bool {
+        self.is_inside || self.is_named()
+    }
+
+    fn is_named(&self) -> bool {
+        matches!(table::lookup(self.fd), Entry::Epoll(e) if std::ptr::eq(e, self.set))
+            && self.set.generation.load(Relaxed) == self.generation
+    }
+
+    /// Holds the set from now on.
+    fn hold(&mut self) {
+        if !std::mem::replace(&mut self.is_inside, true) {
+            self.set.inside.enter();
+        }
+    }
+
+    /// Holds the set: the wait is about to spin or sleep. Returns false if the fd stands for another file by now.
+    fn enter(&mut self) -> bool {
+        if self.is_inside {
+            return true;
+        }
+        // `Epoll::release` is called once the table has lost the fd, and then checks for waits inside.
+        self.hold();
+        let is_named = self.is_named();
+        if !is_named {
+            self.leave();
+        }
+        is_named
+    }
+
+    fn leave(&mut self) {
+        self.is_inside = false;
+        self.set.inside.leave();
+        self.set.end_if_left();
+    }
+
+    /// Returns the fd for the kernel's call.
+    fn number(&self) -> c_int {
+        match self.set.kernel_fd() {
+            Some(own) if self.is_inside => own.as_raw_fd(),
+            _ => self.fd,
+        }
+    }
+}
+
+impl Drop for Wait<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        if self.is_inside {
+            let errno = errno::get();
+            self.leave();
+            errno::set(errno);
+        }
+    }
+}
+
+impl Epoll {
     /// Leaves the gate. Returns true if other threads are inside.
     fn leave_plain(&'static self) -> bool {
         let waiter = self.waiter();
@@ -667,9 +663,7 @@ impl Epoll {
         if !others && self.plain_sleeps.look() {
             self.end_plain_sleep(waiter);
         }
-        if self.closed.look() {
-            self.end_if_left();
-        }
+        self.end_if_left();
         others
     }
 }
@@ -707,8 +701,6 @@ fn can_be_written(events: *mut libc::epoll_event) -> bool {
 /// The links to other hosts that are checked; links within this host always are.
 #[derive(Clone, Copy, PartialEq)]
 enum Sweep {
-    /// All of them.
-    Every,
     /// Links whose completions the kernel's set would not report.
     Untold,
     /// Links of [`Sweep::Untold`], until [`MANY`] have been checked after the first with data.
@@ -729,10 +721,9 @@ impl Links {
             true => far.news.is_queued(waiter),
             false => far.link.has_ready(waiter),
         };
-        let found = self.far_in_turn().find(|(_, far)| is_ready(far)).map(|(at, _)| at);
-        if let Some(at) = found {
-            self.next = at;
-        }
+        let found = in_turn(&self.far, self.next).find(|(_, far)| is_ready(far));
+        let found = found.map(|(at, _)| at);
+        self.next = found.unwrap_or(self.next);
         found.is_some()
     }
 
@@ -743,12 +734,15 @@ impl Links {
     }
 }
 
+/// Returns the links to other hosts with their indices, beginning with `next`.
+fn in_turn(far: &[Far], next: usize) -> impl Iterator<Item = (usize, &Far)> {
+    let (before, rest) = far.split_at(next.min(far.len()));
+    (before.len()..).zip(rest).chain((0..).zip(before))
+}
+
 impl Epoll {
     fn has_ready(&self) -> bool {
-        let Some(waiter) = self.waiter() else {
-            return true;
-        };
-        let Some(mut set) = self.set.lock() else {
+        let (Some(waiter), Some(mut set)) = (self.waiter(), self.set.lock()) else {
             return true;
         };
         !set.ready.is_empty()
@@ -761,6 +755,9 @@ impl Epoll {
     fn sweep(&'static self, set: &mut Set, of: Sweep) -> bool {
         let Some(waiter) = self.waiter() else { return false };
         let mut come = std::mem::take(&mut set.come);
+        let Links {
+            near, far, next, spoke, ..
+        } = &mut set.links;
         let mut drain = |link: &'static Link| {
             let before = come.len();
             if let Some(remote) = link.remote() {
@@ -775,27 +772,27 @@ impl Epoll {
             });
             come.len() > before
         };
-        for link in &set.links.near {
+        near.retain(|link| {
             drain(link);
-        }
-        let (mut left, mut next, mut spoke) = (usize::MAX, set.links.next, std::mem::take(&mut set.links.spoke));
+            link.is_alive()
+        });
+        let mut left = usize::MAX;
         if of == Sweep::Again {
-            for link in &spoke {
+            for link in spoke.iter() {
                 link.progress();
                 drain(link);
             }
         } else {
-            let are_many = set.links.far.len() > MANY;
-            for (at, far) in set.links.far_in_turn() {
-                let is_left_out = are_many && of != Sweep::Every && far.is_told();
-                if is_left_out {
+            let are_many = far.len() > MANY;
+            for (at, far) in in_turn(far, *next) {
+                if are_many && far.is_told() {
                     // Other threads may have taken in its completions.
                     if far.news.is_queued(waiter) && drain(far.link) {
                         spoke.push(far.link);
                     }
                 } else if left > 0 {
                     left -= 1;
-                    next = at + 1;
+                    *next = at + 1;
                     far.link.progress();
                     if drain(far.link) {
                         spoke.push(far.link);
@@ -804,8 +801,6 @@ impl Epoll {
                 }
             }
         }
-        set.links.next = next;
-        set.links.spoke = spoke;
         // A queue does not keep an order, and each link has its own. The kernel's list is in the order of arrival.
         come.sort_unstable();
         for (_, index) in come.drain(..) {
@@ -853,51 +848,6 @@ impl Epoll {
         if let Some(set) = self.set.lock() {
             set.links.far.iter().for_each(|far| far.remote.arm_for_others());
         }
-    }
-
-    /// Removes library fds from a kernel result, for a thread that has not slept and need not check again. A ring that
-    /// it has consumed is passed on to a sleeping thread. Returns the number of entries left.
-    fn after_look(&'static self, visit: &Visit, events: *mut libc::epoll_event, n: c_int) -> c_int {
-        let stripped = self.strip(events, n);
-        if !stripped.named.is_none() {
-            visit.is_told.set(true);
-            self.on_named(&stripped.named);
-        }
-        if stripped.own && self.has_ready() {
-            self.ring_if_sleeping();
-        }
-        stripped.kept
-    }
-
-    /// Removes library fds from the result of a sleep. The thread checks the links again if no entry is left. There was
-    /// room for `max` entries. Returns the number of entries left.
-    fn after_sleep(&'static self, events: *mut libc::epoll_event, n: c_int, max: c_int) -> c_int {
-        let stripped = self.strip(events, n);
-        self.on_named(&stripped.named);
-        if n == max {
-            // The entry of the link that woke the thread may not have found room.
-            self.arm_for_others();
-        }
-        if stripped.own && stripped.kept > 0 && self.has_ready() {
-            self.ring_if_sleeping();
-        }
-        if stripped.foreign && stripped.kept == 0 {
-            // The process that the ring was meant for has to get it before this thread sleeps on the same set again.
-            time::sleep(OUT_OF_THE_WAY);
-        }
-        stripped.kept
-    }
-
-    fn strip(&'static self, events: *mut libc::epoll_event, n: c_int) -> Stripped {
-        // SAFETY: the kernel has just filled `n` entries.
-        let stripped = unsafe { strip(events, n, self.key.load(Relaxed)) };
-        if stripped.foreign {
-            holders::give_ring_back();
-        }
-        if stripped.own && self.nested.load(Acquire) {
-            self.show_ready();
-        }
-        stripped
     }
 
     /// Prepares for a nested use: another set is about to hold this one, or a thread to sleep on it in poll() or
@@ -963,94 +913,6 @@ impl Asleep {
 impl Drop for Asleep {
     fn drop(&mut self) {
         self.leave();
-    }
-}
-
-/// A wait on a set: keeps its set, even if the fd is closed or reused meanwhile. `notify/call` does this for a
-/// connection.
-///
-/// A wait that has found no event yet may begin again on the file that the fd stands for by then. From its first sleep
-/// or spin on, it holds the set, and makes the kernel's call on a private fd.
-struct Visit {
-    set: &'static Epoll,
-    fd: c_int,
-    generation: u32,
-    is_inside: bool,
-    /// A check of the kernel's set has reported links to other hosts.
-    is_told: Cell<bool>,
-}
-
-impl Visit {
-    /// Records that a wait on `fd` begins; the table has just returned `set` for it.
-    fn new(set: &'static Epoll, fd: c_int) -> Self {
-        Self {
-            set,
-            fd,
-            generation: set.generation.load(Relaxed),
-            is_inside: false,
-            is_told: Cell::new(false),
-        }
-    }
-
-    /// Whether the set is still the one on which the wait began.
-    #[inline]
-    fn is_here(&self) -> bool {
-        self.is_inside || self.is_named()
-    }
-
-    fn is_named(&self) -> bool {
-        matches!(table::lookup(self.fd), Entry::Epoll(e) if std::ptr::eq(e, self.set))
-            && self.set.generation.load(Relaxed) == self.generation
-    }
-
-    /// Holds the set from now on: the wait is about to spin or sleep. Returns false if the fd stands for another file
-    /// by now.
-    fn enter(&mut self) -> bool {
-        if !self.is_inside {
-            // `Epoll::release` is called once the table has lost the fd, and then checks for waits inside.
-            self.set.inside.enter();
-            self.is_inside = true;
-            if !self.is_named() {
-                self.leave();
-                return false;
-            }
-        }
-        true
-    }
-
-    /// Holds the set without a check: the kernel's wait has been on it already, so it is the right one.
-    fn stay(&mut self) {
-        if !self.is_inside {
-            self.set.inside.enter();
-            self.is_inside = true;
-        }
-    }
-
-    /// Returns the fd for the kernel's call.
-    fn number(&self) -> c_int {
-        match self.set.kernel_fd() {
-            Some(own) if self.is_inside => own.as_raw_fd(),
-            _ => self.fd,
-        }
-    }
-
-    fn leave(&mut self) {
-        self.is_inside = false;
-        self.set.inside.leave();
-        if self.set.closed.look() {
-            self.set.end_if_left();
-        }
-    }
-}
-
-impl Drop for Visit {
-    #[inline]
-    fn drop(&mut self) {
-        if self.is_inside {
-            let errno = errno::get();
-            self.leave();
-            errno::set(errno);
-        }
     }
 }
 

@@ -16,7 +16,7 @@
 
 use std::collections::VecDeque;
 use std::ffi::c_int;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64};
 
@@ -32,6 +32,7 @@ use crate::config::spin::Spinner;
 use crate::notify::{ready, table};
 use crate::objects::library::Library;
 use crate::objects::link::{Link, News, Pin, Remote, Watch};
+use crate::objects::mailbox::Command;
 use crate::objects::socket::{EpollSet, Membership, Socket};
 use crate::sys::errno;
 use crate::sys::points::point;
@@ -63,13 +64,25 @@ pub(crate) struct Item {
     pub(crate) listed_in: u64,
     /// The item is in `ready`.
     pub(crate) queued: bool,
-    /// EPOLLONESHOT has fired; EPOLL_CTL_MOD arms the item again.
+    /// EPOLLONESHOT has fired in this set's list; EPOLL_CTL_MOD arms the item again.
     pub(crate) disabled: bool,
-    /// The item is disabled, and its socket was handed back. It is in neither set until its MOD, since the kernel's set
-    /// would report the end of the connection even for a disabled item.
-    parked: bool,
     /// The item is removed, but still in `ready`.
     pub(crate) dead: bool,
+}
+
+impl Item {
+    /// Whether the item is disabled, and its socket was handed back. It is in neither set until its MOD, since the
+    /// kernel's set would report the end of the connection even for a disabled item.
+    fn is_parked(&self) -> bool {
+        self.disabled && !self.taken
+    }
+
+    /// Carries out an EPOLL_CTL_MOD.
+    fn arm(&mut self, event: libc::epoll_event) {
+        self.events = event.events;
+        self.data = event.u64;
+        self.disabled = false;
+    }
 }
 
 #[derive(Default)]
@@ -287,9 +300,14 @@ impl Epoll {
             {
                 let _ = kernel::delete(kernel_fd, bell);
             }
-            for item in set.items.iter().filter(|i| i.parked && !i.dead) {
+            for item in set.items.iter().filter(|i| i.is_parked() && !i.dead) {
                 // SAFETY: an item is removed before its fd is closed, and the set's lock is held.
-                let _ = unsafe { add_to(kernel_fd, item.fd, ONESHOT, item.data) };
+                let _ = add_to(
+                    kernel_fd,
+                    unsafe { BorrowedFd::borrow_raw(item.fd) },
+                    ONESHOT,
+                    item.data,
+                );
             }
             set.links.let_go(Some(kernel_fd), &self.watch);
         }
@@ -341,12 +359,7 @@ impl Epoll {
             self.waiter.store(waiter.to_word(), Relaxed);
             let key = Key::of_this_process();
             self.key.store(key.0, Relaxed);
-            let _ = kernel::add(
-                kernel_fd,
-                doorbell.as_fd(),
-                kernel::EventData::new_u64(key.0),
-                kernel::EventFlags::IN | kernel::EventFlags::ET,
-            );
+            let _ = add_to(kernel_fd, doorbell, libc::EPOLLIN as u32 | ET, key.0);
         }
         point!("activate: the kernel's set has the doorbell");
         let are_inside = self.gate.close();
@@ -375,11 +388,7 @@ impl Epoll {
     /// Rings every active set with sleepers. For a fork parent: a child has consumed a ring that was meant for a
     /// sleeping thread.
     pub fn ring_all_who_sleep() {
-        for epoll in ALL.all() {
-            if epoll.is_active() {
-                epoll.ring_if_sleeping();
-            }
-        }
+        ALL.all().for_each(Epoll::ring_if_sleeping);
     }
 
     /// Appends an item that is taken over to the list of ready items, and wakes a thread that sleeps on the set.
@@ -425,49 +434,46 @@ impl Epoll {
             }
             return self.add(set, socket, fd, event, real);
         }
-        let index = self.find(&set, socket, fd);
-        let item = index.and_then(|i| set.items.get(i));
-        let taken = item.map(|i| i.taken);
-        let parked = item.is_some_and(|i| i.parked);
-        let exclusive = (asked | item.map_or(0, |i| i.events)) & EXCLUSIVE != 0;
-        if op == libc::EPOLL_CTL_MOD && exclusive {
-            return errno::fail(libc::EINVAL);
-        }
-        match (op, event, index, taken) {
-            (libc::EPOLL_CTL_MOD, Some(event), Some(index), Some(true)) => {
-                set.arm(index, event);
+        let Some(index) = self.find(&set, socket, fd) else {
+            return real();
+        };
+        let Some(item) = set.items.get_mut(index) else {
+            return real();
+        };
+        let (taken, parked) = (item.taken, item.is_parked());
+        match (op, event) {
+            (libc::EPOLL_CTL_MOD, Some(_)) if (asked | item.events) & EXCLUSIVE != 0 => errno::fail(libc::EINVAL),
+            (libc::EPOLL_CTL_MOD, Some(event)) if taken => {
+                item.arm(event);
                 set.enqueue(index);
                 drop(set);
                 self.ring_if_sleeping();
                 0
             }
-            (libc::EPOLL_CTL_MOD, Some(event), Some(index), _)
+            (libc::EPOLL_CTL_MOD, Some(event))
                 if asked & ONESHOT != 0 && socket.promotion.asked.swap(false, SeqCst) =>
             {
                 // A promotion waits for this moment: the item has fired, and no other thread has it. The service thread
                 // continues the promotion, or hands the item back.
+                item.arm(event);
                 if let Some(kernel_fd) = self.kernel_fd() {
                     // SAFETY: the program's own fd, in the middle of its call.
                     let _ = kernel::delete(kernel_fd, unsafe { BorrowedFd::borrow_raw(fd) });
                 }
-                set.arm(index, event);
+                set.set_taken(index, true);
                 self.activate(&mut set);
                 drop(set);
-                Library::get()
-                    .service
-                    .submit(crate::objects::mailbox::Command::Used(socket.into()));
+                Library::get().service.submit(Command::Used(socket.into()));
                 0
             }
-            (libc::EPOLL_CTL_MOD, Some(event), Some(index), _) => {
+            (libc::EPOLL_CTL_MOD, Some(event)) => {
                 let result = if parked { self.unpark(fd, event) } else { real() };
-                if let Some(item) = set.items.get_mut(index).filter(|_| result == 0) {
-                    item.events = event.events;
-                    item.data = event.u64;
-                    item.parked = false;
+                if result == 0 {
+                    item.arm(event);
                 }
                 result
             }
-            (libc::EPOLL_CTL_DEL, _, Some(index), Some(taken)) => {
+            (libc::EPOLL_CTL_DEL, _) => {
                 let result = if taken || parked { 0 } else { real() };
                 if result == 0 {
                     set.remove(index);
@@ -492,7 +498,8 @@ impl Epoll {
     /// Carries out EPOLL_CTL_MOD on a parked item: adds it to the kernel's set again.
     fn unpark(&self, fd: c_int, event: libc::epoll_event) -> c_int {
         // SAFETY: the program's own fd, in the middle of its call.
-        let add = |set| unsafe { add_to(set, fd, event.events, event.u64) };
+        let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+        let add = |set| add_to(set, fd, event.events, event.u64);
         match self.kernel_fd().ok_or(Errno::BADF).and_then(add) {
             Ok(()) => 0,
             Err(error) => errno::fail(error.raw_os_error()),
@@ -522,7 +529,6 @@ impl Epoll {
             listed_in: 0,
             queued: false,
             disabled: false,
-            parked: false,
             dead: false,
         });
         if ready::is_watched(socket) {
@@ -624,20 +630,17 @@ impl EpollSet for Epoll {
         if item.dead || item.taken || !std::ptr::eq(item.socket, socket) {
             return true;
         }
-        if self.kernel_fd().is_none() {
+        let Some(kernel_fd) = self.kernel_fd() else {
             // The set is closed, and a wait that began before continues in the kernel alone.
             return false;
-        }
+        };
         let fd = item.fd;
         // A parked item has fired.
-        item.disabled = item.events & ONESHOT != 0;
-        if item.disabled
-            && !std::mem::replace(&mut item.parked, false)
-            && !self.kernel_fd().is_some_and(|set| has_fired(set, fd, item.data))
-        {
-            item.disabled = false;
+        let has_fired = item.is_parked() || item.events & ONESHOT != 0 && has_fired(kernel_fd, fd, item.data);
+        if item.events & ONESHOT != 0 && !has_fired {
             return false;
         }
+        item.disabled = has_fired;
         set.set_taken(index, true);
         self.activate(&mut set);
         point!("take over: both sets have the socket");
@@ -677,18 +680,14 @@ impl EpollSet for Epoll {
             return;
         }
         let (fd, data, events) = (item.fd, item.data, item.events);
-        item.parked = item.disabled;
-        let parked = item.parked;
+        let parked = item.disabled;
         set.set_taken(index, false);
         point!("hand back: neither set has the socket");
         self.mixed.store(true, Relaxed);
         self.moves.fetch_add(1, Release);
-        if parked {
-            return;
-        }
-        if let Some(kernel_fd) = self.kernel_fd() {
+        if !parked && let Some(kernel_fd) = self.kernel_fd() {
             // SAFETY: the fd is still one of the socket's, and the control lock keeps close() out.
-            let _ = unsafe { add_to(kernel_fd, fd, events, data) };
+            let _ = add_to(kernel_fd, unsafe { BorrowedFd::borrow_raw(fd) }, events, data);
         }
     }
 
@@ -698,17 +697,13 @@ impl EpollSet for Epoll {
     }
 }
 
-/// Adds the fd of an item to a kernel's set.
-///
-/// # Safety
-/// The fd stays open until this returns.
-unsafe fn add_to(set: BorrowedFd<'_>, fd: c_int, events: u32, data: u64) -> rustix::io::Result<()> {
+/// Adds an fd to a kernel's set.
+fn add_to(set: BorrowedFd<'_>, fd: BorrowedFd<'_>, events: u32, data: u64) -> rustix::io::Result<()> {
     let (events, data) = (
         kernel::EventFlags::from_bits_retain(events),
         kernel::EventData::new_u64(data),
     );
-    // SAFETY: the fd is open, by the contract.
-    kernel::add(set, unsafe { BorrowedFd::borrow_raw(fd) }, data, events)
+    kernel::add(set, fd, data, events)
 }
 
 /// Whether an EPOLLONESHOT item of a kernel's set has fired and waits for its MOD. The kernel shows the remaining
@@ -795,17 +790,6 @@ impl Set {
             .get(index)
             .is_some_and(|i| !i.dead && i.fd == fd && std::ptr::eq(i.socket, socket))
     }
-
-    /// Applies an EPOLL_CTL_MOD to an item that is taken over, or is taken over by this.
-    fn arm(&mut self, index: usize, event: libc::epoll_event) {
-        if let Some(item) = self.items.get_mut(index) {
-            item.events = event.events;
-            item.data = event.u64;
-            item.disabled = false;
-            item.parked = false;
-        }
-        self.set_taken(index, true);
-    }
 }
 
 /// A link to another host, and its state in this set.
@@ -834,9 +818,8 @@ impl Far {
     fn watch(&mut self, set: BorrowedFd<'_>, key: Key, watch: &'static Watch) {
         self.remote.watch(|fd| {
             if !self.is_watched {
-                let data = kernel::EventData::new_u64(key.of_link(self.slot).0);
-                let flags = kernel::EventFlags::IN | kernel::EventFlags::EXCLUSIVE;
-                self.is_watched = matches!(kernel::add(set, fd, data, flags), Ok(()) | Err(Errno::EXIST));
+                let added = add_to(set, fd, libc::EPOLLIN as u32 | EXCLUSIVE, key.of_link(self.slot).0);
+                self.is_watched = matches!(added, Ok(()) | Err(Errno::EXIST));
                 if self.is_watched {
                     self.remote.watchers.add(watch);
                 }
@@ -1128,7 +1111,6 @@ mod tests {
             listed_in: 0,
             queued: false,
             disabled: false,
-            parked: false,
             dead: false,
         };
         let mut set = Set::default();

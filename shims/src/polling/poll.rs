@@ -33,8 +33,8 @@ static SPINNER: Spinner = Spinner::new();
 
 /// The number of entries, with the bell's, that need no heap memory.
 const FEW: usize = 9;
-/// The number of sleepers of one poll that are kept without a check for memory: less than 1 MiB.
-const SLEEPERS: usize = 16_384;
+/// The longest sleep of a thread that no waiter was left for, ns.
+const WITHOUT_WAITER: u64 = 1_000_000;
 type Tokens = SmallVec<[Token; FEW]>;
 type Entries = SmallVec<[pollfd; FEW]>;
 
@@ -141,50 +141,35 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
             }
         }
         let waiters = &Library::get().waiters;
-        let mut sleepers: Vec<(u32, Sleeper)> = Vec::new();
-        let has_memory = set.len() <= SLEEPERS || sleepers.try_reserve(set.len()).is_ok();
-        let Some(waiter) = has_memory.then(|| waiters.acquire_polling()).flatten() else {
-            // Out of waiters or memory: the kernel has to wake the thread. Until all connections are on TCP, the thread
-            // checks every millisecond.
-            let left = deadline.left();
-            let mut entries = set.iter().zip(&copy).zip(&tokens);
-            let is_kernels = stay_on_tcp(set) && !entries.any(|((p, c), token)| has_moved(p, c, *token));
-            let step = if is_kernels { left } else { left.at_most(1_000_000) };
-            let r = real(copy.as_mut_ptr(), n, step);
-            if r < 0 {
-                return r;
-            }
-            if r > 0
-                && let Some(ready) = merge(set, &copy, &tokens)
-            {
-                return ready;
-            }
-            if thread::current().handlers() != handlers {
-                return errno::fail(libc::EINTR);
-            }
-            look_up(set, &mut tokens);
-            spun = false;
-            is_last = deadline.is_over();
-            continue;
-        };
-        let lease = Lease(waiter);
-        // Dropped before the lease: the waiter's next owner may sleep on the same sockets.
-        let mut sleepers = sleepers;
+        let lease = waiters.acquire_polling().map(Lease);
+        // Without a waiter the kernel has to wake the thread. Until all connections are on TCP, the thread checks at
+        // intervals.
+        let is_woken = lease.is_some() || stay_on_tcp(set);
+        // Declared after the lease, and so dropped before: the waiter's next owner may sleep on the same sockets.
+        let mut sleepers = SmallVec::<[(u32, Sleeper); FEW]>::new();
+        if sleepers.try_reserve(set.len()).is_err() {
+            return errno::fail(libc::ENOMEM);
+        }
         // Completions on links to other hosts wake this thread itself. Before the sleepers are added: arming takes in
         // completions, and would ring the sleeper's bell for them.
-        let (pollers, standing_by) = take_turns(set, waiter, std::mem::take(&mut kept));
-        sleepers.extend(set.iter().zip(&tokens).filter_map(|(p, token)| {
-            let socket = table::socket(p.fd).filter(|s| ready::is_watched(s))?;
-            if table::token(p.fd) != *token {
-                return None;
+        let (mut pollers, mut standing_by) = (std::mem::take(&mut kept), Vec::new());
+        let mut is_told = copy.iter().any(|p| p.fd < 0);
+        if let Some(lease) = &lease {
+            take_turns(set, lease.0, &mut pollers, &mut standing_by);
+            for (p, token) in set.iter().zip(&tokens) {
+                if let Some(socket) = table::socket(p.fd).filter(|s| ready::is_watched(s))
+                    && table::token(p.fd) == *token
+                {
+                    let data = p.events & (libc::POLLIN | libc::POLLRDNORM | libc::POLLRDHUP | libc::POLLPRI) != 0;
+                    let space = p.events & (libc::POLLOUT | libc::POLLWRNORM) != 0;
+                    let sleeper = Sleeper::new(socket, lease.0, data, space);
+                    sleepers.push((u32::from(p.events as u16), sleeper));
+                }
             }
-            let data = p.events & (libc::POLLIN | libc::POLLRDNORM | libc::POLLRDHUP | libc::POLLPRI) != 0;
-            let space = p.events & (libc::POLLOUT | libc::POLLWRNORM) != 0;
-            let events = u32::from(p.events as u16);
-            Some((events, Sleeper::new(socket, waiter, data, space)))
-        }));
-        point!("poll: sleeps on what is ours");
-        let is_looked_on = lease.look_on(&copy);
+            point!("poll: sleeps on what is ours");
+            // Otherwise no bell is needed: the kernel looks up every fd itself.
+            is_told |= lease.look_on(&copy) || !sleepers.is_empty();
+        }
         if evaluate(set, &tokens) > 0 {
             continue;
         }
@@ -196,17 +181,21 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
         point!("poll: is about to sleep");
         // A signal handler that has run since the call began ends the call after a last check, as in the kernel.
         let is_interrupted = thread::current().handlers() != handlers;
-        let left = if is_interrupted { Timeout::ZERO } else { deadline.left() };
-        // Otherwise no bell is needed: the kernel looks up every fd itself.
-        let is_told = is_looked_on || !sleepers.is_empty() || copy.iter().any(|p| p.fd < 0);
-        let bell = waiters.doorbell(waiter).filter(|_| is_told);
+        let left = match deadline.left() {
+            _ if is_interrupted => Timeout::ZERO,
+            left if is_woken => left,
+            left => left.at_most(WITHOUT_WAITER),
+        };
+        let waiter = lease.as_ref().map(|lease| lease.0);
+        let bell = waiter.filter(|_| is_told).and_then(|waiter| waiters.doorbell(waiter));
         let bell = bell.map(|d| d.as_raw_fd());
         let completions = pollers.iter().map(|poller| poller.fd().as_raw_fd());
-        let seats = Seats::take(&mut copy, bell.into_iter().chain(completions));
-        let record = (!sleepers.is_empty()).then(|| Record::begin(waiter, Call::Poll, None, 0));
+        seat(&mut copy, bell.into_iter().chain(completions));
+        let asleep = waiter.filter(|_| !sleepers.is_empty());
+        let record = asleep.map(|waiter| Record::begin(waiter, Call::Poll, None, 0));
         let hand_over = || {
             pollers.iter().for_each(Poller::leave);
-            waiters.ring(waiter);
+            waiter.into_iter().for_each(|waiter| waiters.ring(waiter));
         };
         let r = handler::on_duty(&hand_over, || real(copy.as_mut_ptr(), copy.len() as nfds_t, left));
         let error = errno::get();
@@ -217,10 +206,11 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
             .iter()
             .any(|(events, sleeper)| readiness::evaluate(sleeper.socket, *events, Arm::No) & (events | ALWAYS) != 0);
         drop(sleepers);
-        let rung = bell.is_some() && seats.is_first_ready(&copy);
-        seats.leave(&mut copy);
+        let is_rung = |c: &pollfd| Some(c.fd) == bell && c.revents != 0;
+        let rung = waiter.filter(|_| copy.iter().any(is_rung));
+        unseat(&mut copy, set);
         point!("poll: is not told any more");
-        if rung {
+        if let Some(waiter) = rung {
             waiters.quiet(waiter);
         }
         if r < 0 {
@@ -280,71 +270,46 @@ fn look_up(set: &[pollfd], tokens: &mut Tokens) {
 }
 
 /// Decides for each link to another host whether the thread polls its completion descriptor or stands by. A thread that
-/// polled in its last sleep polls again, if that sleep ended for other threads only (`kept`).
+/// polled in its last sleep polls again, if that sleep ended for other threads only (`pollers`).
 fn take_turns(
     set: &[pollfd],
     waiter: WaiterId,
-    mut kept: Vec<Poller<'static>>,
-) -> (Vec<Poller<'static>>, Vec<StandBy<'static>>) {
-    kept.retain(Poller::stays);
-    let mut standing_by: Vec<StandBy<'static>> = Vec::new();
+    pollers: &mut Vec<Poller<'static>>,
+    standing_by: &mut Vec<StandBy<'static>>,
+) {
+    pollers.retain(Poller::stays);
     for p in set {
         let Some(remote) = table::socket(p.fd).and_then(Socket::link).and_then(Link::remote) else {
             continue;
         };
-        if kept.iter().any(|k| k.is_of(remote)) || standing_by.iter().any(|s| s.is_of(remote)) {
+        if pollers.iter().any(|k| k.is_of(remote)) || standing_by.iter().any(|s| s.is_of(remote)) {
             continue;
         }
         match remote.in_turn(waiter) {
-            Turn::Polls(poller) => kept.push(poller),
+            Turn::Polls(poller) => pollers.push(poller),
             Turn::StandsBy(standby) => standing_by.push(standby),
             Turn::Down => {}
         }
     }
-    (kept, standing_by)
 }
 
-/// The places of the sleeper's own fds in the kernel's array. As far as possible they replace entries that the kernel
-/// does not report on. An array may be no longer than the limit of open files.
-struct Seats {
-    taken: SmallVec<[usize; 4]>,
-    /// The array's length before.
-    len: usize,
+/// Adds the sleeper's own fds to the kernel's array. As far as possible they replace entries that the kernel does not
+/// report on: an array may be no longer than the limit of open files.
+fn seat(copy: &mut Entries, fds: impl Iterator<Item = c_int>) {
+    for fd in fds {
+        let seat = entry(fd, libc::POLLIN);
+        match copy.iter_mut().find(|p| p.fd < 0) {
+            Some(free) => *free = seat,
+            None => copy.push(seat),
+        }
+    }
 }
 
-impl Seats {
-    fn take(copy: &mut Entries, fds: impl Iterator<Item = c_int>) -> Self {
-        let len = copy.len();
-        let mut taken = SmallVec::new();
-        let mut at = 0;
-        for fd in fds {
-            while copy.get(at).is_some_and(|p| p.fd >= 0) {
-                at += 1;
-            }
-            let seat = entry(fd, libc::POLLIN);
-            match copy.get_mut(at) {
-                Some(free) => *free = seat,
-                None => copy.push(seat),
-            }
-            taken.push(at);
-            at += 1;
-        }
-        Self { taken, len }
-    }
-
-    fn is_first_ready(&self, copy: &[pollfd]) -> bool {
-        let first = self.taken.first().and_then(|at| copy.get(*at));
-        first.is_some_and(|p| p.revents != 0)
-    }
-
-    fn leave(self, copy: &mut Entries) {
-        for at in self.taken {
-            if let Some(seat) = copy.get_mut(at) {
-                seat.fd = -1;
-                seat.revents = 0;
-            }
-        }
-        copy.truncate(self.len);
+/// Removes the sleeper's own fds: they are not those of the program's array.
+fn unseat(copy: &mut Entries, set: &[pollfd]) {
+    copy.truncate(set.len());
+    for (seat, p) in copy.iter_mut().zip(set).filter(|(seat, p)| seat.fd != p.fd) {
+        *seat = entry(-1, p.events);
     }
 }
 
@@ -478,20 +443,23 @@ impl Sets {
         !set.is_null() && unsafe { *Self::word(set, fd) } >> (fd % 64) & 1 != 0
     }
 
-    unsafe fn keep(set: *mut libc::fd_set, fd: c_int, keep: bool) -> c_int {
-        if set.is_null() {
-            return 0;
-        }
-        // SAFETY: the program's set has a bit for this fd, as in `has`.
-        unsafe {
-            let word = Self::word(set, fd);
-            let bit = 1u64 << (fd % 64);
-            let kept = keep && *word & bit != 0;
-            if !kept {
-                *word &= !bit;
-            }
-            c_int::from(kept)
-        }
+    /// Returns the sets, each with the poll events that it asks for and those that it reports.
+    fn all(&self) -> [(*mut libc::fd_set, i16, i16); 3] {
+        [
+            (self.read, READ_EVENTS, READ_READY),
+            (self.write, WRITE_EVENTS, WRITE_READY),
+            (self.except, libc::POLLPRI, libc::POLLPRI),
+        ]
+    }
+
+    /// Returns the poll events that the sets ask for of an fd below the count.
+    unsafe fn asked(&self, fd: c_int) -> i16 {
+        // SAFETY: by this function's contract.
+        let asks = self
+            .all()
+            .into_iter()
+            .filter(|(set, ..)| unsafe { Self::has(*set, fd) });
+        asks.fold(0, |events, (_, asked, _)| events | asked)
     }
 
     /// Whether the library may have to report on an fd in the sets.
@@ -501,11 +469,8 @@ impl Sets {
     pub unsafe fn has_ours(&self) -> bool {
         // The program's sets may be shorter than its count says: the kernel does not read beyond its table.
         let end = self.count.min(table::highest() + 1);
-        (0..end.max(0)).any(|fd| {
-            // SAFETY: `fd` is below the count, so the sets are null or have its bit, by the contract.
-            let asked = unsafe { Self::has(self.read, fd) || Self::has(self.write, fd) || Self::has(self.except, fd) };
-            asked && is_ours(fd)
-        })
+        // SAFETY: `fd` is below the count, so the sets are null or have its bit, by the contract.
+        (0..end.max(0)).any(|fd| unsafe { self.asked(fd) } != 0 && is_ours(fd))
     }
 
     /// Carries out select() by way of [`poll`].
@@ -515,19 +480,8 @@ impl Sets {
     pub unsafe fn select(&self, timeout: Timeout, real: impl Fn(*mut pollfd, nfds_t, Timeout) -> c_int) -> c_int {
         let mut set = Vec::new();
         for fd in 0..within_table(self.count) {
-            let mut events = 0;
             // SAFETY: `fd` is below the count, so the sets are null or have its bit, by the contract.
-            unsafe {
-                if Self::has(self.read, fd) {
-                    events |= READ_EVENTS;
-                }
-                if Self::has(self.write, fd) {
-                    events |= WRITE_EVENTS;
-                }
-                if Self::has(self.except, fd) {
-                    events |= libc::POLLPRI;
-                }
-            }
+            let events = unsafe { self.asked(fd) };
             if events != 0 {
                 if set.try_reserve(1).is_err() {
                     return errno::fail(libc::ENOMEM);
@@ -545,11 +499,14 @@ impl Sets {
         }
         let mut bits = 0;
         for p in &set {
-            // SAFETY: each fd in `set` is below the count, so the sets are null or have its bit, by the contract.
-            unsafe {
-                bits += Self::keep(self.read, p.fd, p.revents & READ_READY != 0);
-                bits += Self::keep(self.write, p.fd, p.revents & WRITE_READY != 0);
-                bits += Self::keep(self.except, p.fd, p.revents & libc::POLLPRI != 0);
+            for (to, _, reports) in self.all() {
+                // SAFETY: each fd in `set` is below the count, so the sets are null or have its bit, by the contract.
+                match unsafe { Self::has(to, p.fd) } {
+                    true if p.revents & reports != 0 => bits += 1,
+                    // SAFETY: likewise, and this set has the bit.
+                    true => unsafe { *Self::word(to, p.fd) &= !(1 << (p.fd % 64)) },
+                    false => {}
+                }
             }
         }
         bits

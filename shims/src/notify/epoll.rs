@@ -47,6 +47,8 @@ const EXCLUSIVE: u32 = libc::EPOLLEXCLUSIVE as u32;
 /// The events that may be combined with EPOLLEXCLUSIVE.
 const EXCLUSIVE_OK: u32 =
     EXCLUSIVE | ALWAYS | (libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLWAKEUP | libc::EPOLLET) as u32;
+/// The kernel's set has connections that stay on TCP for good, for which there are no items.
+const PLAIN: u32 = 1 << 31;
 /// Flags that are not events, and remain when an EPOLLONESHOT has fired.
 const PRIVATE: u32 = ONESHOT | ET | EXCLUSIVE | libc::EPOLLWAKEUP as u32;
 
@@ -71,6 +73,11 @@ pub(crate) struct Item {
 }
 
 impl Item {
+    /// Whether this is an item of the socket, and not removed.
+    fn is_of(&self, socket: &Socket) -> bool {
+        !self.dead && std::ptr::eq(self.socket, socket)
+    }
+
     /// Whether the item is disabled, and its socket was handed back. It is in neither set until its MOD, since the
     /// kernel's set would report the end of the connection even for a disabled item.
     fn is_parked(&self) -> bool {
@@ -94,8 +101,6 @@ pub(crate) struct Set {
     pub(crate) come: Vec<(u64, usize)>,
     /// The number of waits that have asked this set for results.
     pub(crate) results: u64,
-    /// The number of items in the kernel's set.
-    pub(crate) plain: usize,
     /// The links that carry sockets of this set.
     pub(crate) links: Links,
 }
@@ -139,10 +144,8 @@ pub struct Epoll {
     fds: AtomicU32,
     /// Counts the moves of sockets from the kernel's set to the library's list, and back.
     pub(crate) moves: AtomicU64,
-    /// The kernel's set has connections too, and not only other files.
-    pub(crate) mixed: AtomicBool,
-    /// The kernel's set has connections that stay on TCP for good, for which there are no items.
-    pub(crate) has_plain: AtomicBool,
+    /// The number of items in the kernel's set, changed under the set's lock; and [`PLAIN`].
+    in_kernels: AtomicU32,
     /// When the kernel's set was last checked, in cycles ([`rdmasock_core::cycles`]).
     pub(crate) looked_at: AtomicU64,
     /// The last check found nothing ready in the kernel's set.
@@ -171,7 +174,7 @@ impl Epoll {
         epoll.fd.store(fd, Release);
         epoll.nested.publish_quietly(false);
         epoll.inherited.store(false, Release);
-        epoll.has_plain.store(false, Relaxed);
+        epoll.in_kernels.store(0, Relaxed);
         epoll.served.store(false, Relaxed);
         epoll.fds.store(1, Release);
         Some(epoll)
@@ -202,11 +205,12 @@ impl Epoll {
         }
     }
 
-    /// Removes links that have gone down from every set, so that their objects can be reused for other links.
+    /// Removes links to other hosts that are down from every set, so that their objects can be reused. No thread takes
+    /// in completions of a dead link, and the kernel's set would be readable until its queue pair is destroyed.
     pub fn drop_dead_links() {
         for epoll in ALL.all() {
             if let Some(mut set) = epoll.set.lock() {
-                set.links.drop_dead(epoll.kernel_fd(), &epoll.watch);
+                set.links.far.retain(|far| far.link.is_alive());
             }
         }
     }
@@ -224,11 +228,9 @@ impl Epoll {
         let Some(mut set) = self.set.lock() else {
             return;
         };
-        // Other processes may hold the kernel's object too.
-        let kernel_fd = self.kernel_fd();
-        set.links.let_go(kernel_fd, &self.watch);
-        drop(PrivateFd::adopt(self.own.swap(-1, AcqRel)));
+        // The links leave the kernel's object before its fd is closed: other processes may hold the object too.
         let items = std::mem::take(&mut *set).items;
+        drop(PrivateFd::adopt(self.own.swap(-1, AcqRel)));
         drop(set);
         for item in items.into_iter().filter(|item| !item.dead) {
             ready::change_interest(item.socket, |i| i.members.retain(|m| !m.is_in(self)));
@@ -273,6 +275,7 @@ impl Epoll {
             epoll.plain_sleeps.reset(false);
             epoll.shown.reset(false);
             epoll.key.store(0, Relaxed);
+            epoll.in_kernels.fetch_and(PLAIN, Relaxed);
         }
     }
 
@@ -309,7 +312,7 @@ impl Epoll {
                     item.data,
                 );
             }
-            set.links.let_go(Some(kernel_fd), &self.watch);
+            set.links.far.clear();
         }
     }
 
@@ -392,9 +395,9 @@ impl Epoll {
     }
 
     /// Appends an item that is taken over to the list of ready items, and wakes a thread that sleeps on the set.
-    fn make_ready(&self, mut set: Guard<'_, Set>, index: usize, socket: &'static Socket) {
+    fn make_ready(&'static self, mut set: Guard<'_, Set>, index: usize, socket: &'static Socket) {
         if let Some(link) = socket.link() {
-            set.links.add(link);
+            set.links.add(self, link);
         }
         set.enqueue(index);
         drop(set);
@@ -428,15 +431,17 @@ impl Epoll {
             return real();
         };
         let asked = event.map_or(0, |e| e.events);
+        let index = self.find(&set, socket, fd);
         if let (libc::EPOLL_CTL_ADD, Some(event)) = (op, event) {
             if asked & EXCLUSIVE != 0 && asked & !EXCLUSIVE_OK != 0 {
                 return errno::fail(libc::EINVAL);
             }
-            return self.add(set, socket, fd, event, real);
+            return match index {
+                Some(_) => errno::fail(libc::EEXIST),
+                None => self.add(set, socket, fd, event, real),
+            };
         }
-        let Some(index) = self.find(&set, socket, fd) else {
-            return real();
-        };
+        let Some(index) = index else { return real() };
         let Some(item) = set.items.get_mut(index) else {
             return real();
         };
@@ -460,7 +465,7 @@ impl Epoll {
                     // SAFETY: the program's own fd, in the middle of its call.
                     let _ = kernel::delete(kernel_fd, unsafe { BorrowedFd::borrow_raw(fd) });
                 }
-                set.set_taken(index, true);
+                self.set_taken(item, true);
                 self.activate(&mut set);
                 drop(set);
                 Library::get().service.submit(Command::Used(socket.into()));
@@ -476,7 +481,7 @@ impl Epoll {
             (libc::EPOLL_CTL_DEL, _) => {
                 let result = if taken || parked { 0 } else { real() };
                 if result == 0 {
-                    set.remove(index);
+                    self.remove(&mut set, index);
                     drop(set);
                     self.leave(socket, index);
                 }
@@ -489,10 +494,15 @@ impl Epoll {
     /// Records an EPOLL_CTL_ADD of a connection that stays on TCP for good, and has no item.
     #[inline]
     pub fn on_plain(&self) {
-        if !self.has_plain.load(Relaxed) {
-            self.has_plain.store(true, Relaxed);
-            self.mixed.store(true, Relaxed);
+        if self.in_kernels.load(Relaxed) & PLAIN == 0 {
+            self.in_kernels.fetch_or(PLAIN, Relaxed);
         }
+    }
+
+    /// Whether the kernel's set has connections too, and not only other files.
+    #[inline]
+    pub(crate) fn is_mixed(&self) -> bool {
+        self.in_kernels.load(Relaxed) != 0
     }
 
     /// Carries out EPOLL_CTL_MOD on a parked item: adds it to the kernel's set again.
@@ -519,6 +529,7 @@ impl Epoll {
             return errno::fail(libc::ENOMEM);
         }
         socket.blocking.set_polled();
+        self.in_kernels.fetch_add(1, Relaxed);
         let index = set.insert(Item {
             socket,
             fd,
@@ -537,24 +548,18 @@ impl Epoll {
         }
         // First the membership is added, then the socket is checked; a promotion does it the other way round
         // (`service/watch`). So a promotion that begins now is seen here, or sees the membership.
-        let mut is_there = false;
         ready::change_interest(socket, |i| {
-            is_there = self.item_of(&i.members, &set, socket, fd).is_some();
-            if !is_there {
-                i.members.push(Membership {
-                    epoll: self,
-                    fd,
-                    item: index,
-                });
-            }
+            i.members.push(Membership {
+                epoll: self,
+                fd,
+                item: index,
+            });
         });
-        if is_there {
-            set.remove(index);
-            return errno::fail(libc::EEXIST);
-        }
         socket.wakes.last_item.store(index as u32, Relaxed);
         if ready::is_watched(socket) {
-            set.set_taken(index, true);
+            if let Some(item) = set.item(index, socket) {
+                self.set_taken(item, true);
+            }
             self.activate(&mut set);
             self.make_ready(set, index, socket);
             return 0;
@@ -562,12 +567,10 @@ impl Epoll {
         let result = real();
         if result != 0 {
             let errno = errno::get();
-            set.remove(index);
+            self.remove(&mut set, index);
             drop(set);
             self.leave(socket, index);
             errno::set(errno);
-        } else {
-            self.mixed.store(true, Relaxed);
         }
         result
     }
@@ -578,12 +581,25 @@ impl Epoll {
         if set.has(last, socket, fd) {
             return Some(last);
         }
-        self.item_of(&socket.wakes.interest.lock()?.members, set, socket, fd)
+        let interest = socket.wakes.interest.lock()?;
+        let mut items = interest.members.iter().filter(|m| m.is_in(self)).map(|m| m.item);
+        items.find(|item| set.has(*item, socket, fd))
     }
 
-    fn item_of(&self, members: &[Membership], set: &Set, socket: &Socket, fd: c_int) -> Option<usize> {
-        let mut items = members.iter().filter(|m| m.fd == fd && m.is_in(self)).map(|m| m.item);
-        items.find(|item| set.has(*item, socket, fd))
+    /// Records whether an item is taken over, or in the kernel's set. The caller holds the set's lock.
+    fn set_taken(&self, item: &mut Item, taken: bool) {
+        if std::mem::replace(&mut item.taken, taken) != taken {
+            // Two's complement: adds one, or subtracts one.
+            self.in_kernels.fetch_add(if taken { u32::MAX } else { 1 }, Relaxed);
+        }
+    }
+
+    /// Removes an item that is there.
+    fn remove(&self, set: &mut Set, index: usize) {
+        if let Some(item) = set.items.get_mut(index) {
+            self.set_taken(item, true);
+        }
+        set.remove(index);
     }
 
     /// Removes the item's membership: the set is not notified for it any more.
@@ -601,17 +617,15 @@ impl EpollSet for Epoll {
 
     fn forget(&self, index: usize, socket: &'static Socket) {
         if let Some(mut set) = self.set.lock()
-            && set.items.get(index).is_some_and(|i| std::ptr::eq(i.socket, socket))
+            && set.item(index, socket).is_some()
         {
-            set.remove(index);
+            self.remove(&mut set, index);
         }
     }
 
-    fn push(&self, index: usize, socket: &'static Socket) {
-        if let Some(set) = self.set.lock()
-            && let Some(item) = set.items.get(index)
-            && item.taken
-            && std::ptr::eq(item.socket, socket)
+    fn push(&'static self, index: usize, socket: &'static Socket) {
+        if let Some(mut set) = self.set.lock()
+            && set.item(index, socket).is_some_and(|item| item.taken)
         {
             self.make_ready(set, index, socket);
         }
@@ -624,12 +638,9 @@ impl EpollSet for Epoll {
         let Some(mut set) = self.set.lock() else {
             return false;
         };
-        let Some(item) = set.items.get_mut(index) else {
+        let Some(item) = set.item(index, socket).filter(|item| !item.taken) else {
             return true;
         };
-        if item.dead || item.taken || !std::ptr::eq(item.socket, socket) {
-            return true;
-        }
         let Some(kernel_fd) = self.kernel_fd() else {
             // The set is closed, and a wait that began before continues in the kernel alone.
             return false;
@@ -641,7 +652,7 @@ impl EpollSet for Epoll {
             return false;
         }
         item.disabled = has_fired;
-        set.set_taken(index, true);
+        self.set_taken(item, true);
         self.activate(&mut set);
         point!("take over: both sets have the socket");
         if let Some(control) = socket.control.lock()
@@ -667,12 +678,9 @@ impl EpollSet for Epoll {
         let Some(mut set) = self.set.lock() else {
             return;
         };
-        let Some(item) = set.items.get_mut(index) else {
+        let Some(item) = set.item(index, socket).filter(|item| item.taken) else {
             return;
         };
-        if item.dead || !item.taken || !std::ptr::eq(item.socket, socket) {
-            return;
-        }
         let Some(control) = socket.control.lock() else {
             return;
         };
@@ -680,10 +688,9 @@ impl EpollSet for Epoll {
             return;
         }
         let (fd, data, events) = (item.fd, item.data, item.events);
-        let parked = item.disabled;
-        set.set_taken(index, false);
+        self.set_taken(item, false);
+        let parked = item.is_parked();
         point!("hand back: neither set has the socket");
-        self.mixed.store(true, Relaxed);
         self.moves.fetch_add(1, Release);
         if !parked && let Some(kernel_fd) = self.kernel_fd() {
             // SAFETY: the fd is still one of the socket's, and the control lock keeps close() out.
@@ -735,7 +742,6 @@ impl Set {
     }
 
     fn insert(&mut self, item: Item) -> usize {
-        self.plain += usize::from(!item.taken);
         match self.free.pop() {
             Some(index) => {
                 if let Some(slot) = self.items.get_mut(index) {
@@ -763,37 +769,29 @@ impl Set {
     }
 
     fn remove(&mut self, index: usize) {
-        if let Some(item) = self.items.get_mut(index)
-            && !item.dead
-        {
+        if let Some(item) = self.items.get_mut(index) {
             item.dead = true;
-            self.plain -= usize::from(!item.taken);
             if !item.queued {
                 self.free.push(index);
             }
         }
     }
 
-    /// Records whether an item is taken over, or in the kernel's set.
-    fn set_taken(&mut self, index: usize, taken: bool) {
-        if let Some(item) = self.items.get_mut(index)
-            && !item.dead
-            && std::mem::replace(&mut item.taken, taken) != taken
-        {
-            self.plain = if taken { self.plain - 1 } else { self.plain + 1 };
-        }
+    /// Returns this item, if it is the socket's.
+    fn item(&mut self, index: usize, socket: &Socket) -> Option<&mut Item> {
+        self.items.get_mut(index).filter(|item| item.is_of(socket))
     }
 
     /// Whether this item is the socket under this fd.
     fn has(&self, index: usize, socket: &Socket, fd: c_int) -> bool {
-        self.items
-            .get(index)
-            .is_some_and(|i| !i.dead && i.fd == fd && std::ptr::eq(i.socket, socket))
+        let item = self.items.get(index);
+        item.is_some_and(|item| item.is_of(socket) && item.fd == fd)
     }
 }
 
-/// A link to another host, and its state in this set.
+/// A link to another host, and its state in a set. When this is dropped, the set's use of the link ends.
 pub(crate) struct Far {
+    set: &'static Epoll,
     pub link: &'static Link,
     /// Keeps the link object from reuse: the state below is true of no other link.
     _pin: Pin,
@@ -813,27 +811,27 @@ impl Far {
         self.is_watched && self.news.is_armed()
     }
 
-    /// Arms the link before a sleep on `set`: a completion makes the set readable. `watch` counts the threads that
-    /// sleep on the set.
-    fn watch(&mut self, set: BorrowedFd<'_>, key: Key, watch: &'static Watch) {
+    /// Arms the link before a sleep on the kernel's set: a completion makes that readable.
+    fn watch(&mut self, kernel_fd: BorrowedFd<'_>, key: Key) {
         self.remote.watch(|fd| {
             if !self.is_watched {
-                let added = add_to(set, fd, libc::EPOLLIN as u32 | EXCLUSIVE, key.of_link(self.slot).0);
+                let key = key.of_link(self.slot);
+                let added = add_to(kernel_fd, fd, libc::EPOLLIN as u32 | EXCLUSIVE, key.0);
                 self.is_watched = matches!(added, Ok(()) | Err(Errno::EXIST));
                 if self.is_watched {
-                    self.remote.watchers.add(watch);
+                    self.remote.watchers.add(&self.set.watch);
                 }
             }
             self.is_watched
         });
     }
 
-    fn unwatch(&mut self, set: Option<BorrowedFd<'_>>, watch: &'static Watch) {
+    fn unwatch(&mut self) {
         if std::mem::take(&mut self.is_watched) {
-            self.remote.watchers.remove(watch);
+            self.remote.watchers.remove(&self.set.watch);
             self.remote.while_open(|fd| {
-                if let Some(set) = set {
-                    let _ = kernel::delete(set, fd);
+                if let Some(kernel_fd) = self.set.kernel_fd() {
+                    let _ = kernel::delete(kernel_fd, fd);
                 }
             });
         }
@@ -845,11 +843,12 @@ impl Far {
             self.remote.leave_to_service();
         }
     }
+}
 
-    /// Ends the set's use of the link.
-    fn let_go(&mut self, set: Option<BorrowedFd<'_>>, watch: &'static Watch) {
-        self.unwatch(set, watch);
-        if std::mem::take(&mut self.is_left) {
+impl Drop for Far {
+    fn drop(&mut self) {
+        self.unwatch();
+        if self.is_left {
             self.remote.take_from_service();
         }
     }
@@ -873,7 +872,7 @@ pub(crate) struct Links {
 }
 
 impl Links {
-    fn add(&mut self, link: &'static Link) {
+    fn add(&mut self, set: &'static Epoll, link: &'static Link) {
         let Some(remote) = link.remote() else {
             if !self.near.iter().any(|l| std::ptr::eq(*l, link)) {
                 self.near.push(link);
@@ -887,6 +886,7 @@ impl Links {
             && link.is_alive()
         {
             let mut far = Far {
+                set,
                 link,
                 _pin: pin,
                 remote,
@@ -902,30 +902,13 @@ impl Links {
         }
     }
 
-    /// Removes links to other hosts that are down. No thread takes in completions of a dead link, and the kernel's set would be
-    /// readable until its queue pair is destroyed.
-    fn drop_dead(&mut self, set: Option<BorrowedFd<'_>>, watch: &'static Watch) {
-        self.far.retain_mut(|far| {
-            let is_alive = far.link.is_alive();
-            if !is_alive {
-                far.let_go(set, watch);
-            }
-            is_alive
-        });
-    }
-
-    /// Ends the set's use of all links.
-    fn let_go(&mut self, set: Option<BorrowedFd<'_>>, watch: &'static Watch) {
-        self.far.iter_mut().for_each(|far| far.let_go(set, watch));
-    }
-
     /// Makes the service thread handle all completions, because another set holds this one from now on. The kernel's
     /// object must then show what is ready for the program, and not every completion is.
-    pub fn leave_to_service(&mut self, set: Option<BorrowedFd<'_>>, watch: &'static Watch) {
+    pub fn leave_to_service(&mut self) {
         self.are_left = true;
         for far in &mut self.far {
             far.leave_to_service();
-            far.unwatch(set, watch);
+            far.unwatch();
         }
     }
 
@@ -934,16 +917,14 @@ impl Links {
         !self.far.is_empty() && !self.are_left
     }
 
-    /// Arms the links before a sleep on `set`: a completion on any of them makes the set readable. Skips links that are
-    /// still armed, unless the service thread has begun to handle completions since the last sleep (`taken_back`).
-    pub fn watch(&mut self, set: BorrowedFd<'_>, key: Key, watch: &'static Watch, taken_back: u32) {
-        if self.are_left {
-            return;
-        }
+    /// Arms the links before a sleep on the kernel's set: a completion on any of them makes that readable. Skips links
+    /// that are still armed, unless the service thread has begun to handle completions since the last sleep
+    /// (`taken_back`).
+    pub fn watch(&mut self, kernel_fd: BorrowedFd<'_>, key: Key, taken_back: u32) {
         let is_heard_elsewhere = std::mem::replace(&mut self.taken_back, taken_back) != taken_back;
         for far in &mut self.far {
             if is_heard_elsewhere || !far.is_told() {
-                far.watch(set, key, watch);
+                far.watch(kernel_fd, key);
             }
         }
     }

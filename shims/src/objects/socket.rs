@@ -109,7 +109,7 @@ pub struct ControlOwn {
 /// An epoll set, as the connections in it use it.
 pub trait EpollSet: Sync {
     /// Notes that this item may have changed.
-    fn push(&self, item: usize, socket: &'static Socket);
+    fn push(&'static self, item: usize, socket: &'static Socket);
 
     /// Moves an item from the kernel's set to the library's. False if that cannot be done now.
     fn take_over(&'static self, item: usize, socket: &'static Socket) -> bool;

@@ -316,7 +316,7 @@ impl Wait<'_> {
         let (set, ours) = (self.set, self.filled);
         if ours == self.max {
             set.full.store(true, Relaxed);
-        } else if (look || set.mixed.load(Relaxed)) && self.look(Timeout::ZERO) > 0 {
+        } else if (look || set.is_mixed()) && self.look(Timeout::ZERO) > 0 {
             let end = self.filled;
             if end < self.max {
                 self.harvest(false);
@@ -326,7 +326,7 @@ impl Wait<'_> {
             if set.moves.load(Acquire) != self.moves {
                 return without_repeats(all, ours as usize);
             }
-            if set.mixed.load(Relaxed)
+            if set.is_mixed()
                 && let Some(both) = all.get_mut(..end as usize)
             {
                 // The order of arrival across the two sets is unknown, so the kernel's entries go first. A peer on a
@@ -452,10 +452,6 @@ impl Wait<'_> {
         }
         set.links.spoke.clear();
         let more = set.ready.len() > (self.filled - before) as usize;
-        let mixed = set.plain > 0 || epoll.has_plain.load(Relaxed);
-        if epoll.mixed.load(Relaxed) != mixed {
-            epoll.mixed.store(mixed, Relaxed);
-        }
         drop(guard);
         if epoll.nested.load(Acquire) {
             epoll.show_ready();
@@ -814,22 +810,21 @@ impl Epoll {
     /// set. Their descriptors are in the kernel's set from the first such sleep on. `None` if there are no such links,
     /// or the service thread handles their completions.
     fn watch_links(&'static self) -> Option<Asleep> {
-        if !self.set.lock()?.links.are_to_wake() {
+        let mut set = self.set.lock()?;
+        if !set.links.are_to_wake() {
             return None;
         }
         self.watch.enter();
-        let asleep = Asleep {
-            set: self,
-            has_left: AtomicBool::new(false),
-        };
         // Read after that: the service thread, if it begins to handle a link's completions now, sees that a thread
         // sleeps.
         let taken_back = Library::get().service.taken_back.look();
-        if let (Some(mut set), Some(kernel_fd)) = (self.set.lock(), self.kernel_fd()) {
-            let key = Key(self.key.load(Relaxed));
-            set.links.watch(kernel_fd, key, &self.watch, taken_back);
+        if let Some(kernel_fd) = self.kernel_fd() {
+            set.links.watch(kernel_fd, Key(self.key.load(Relaxed)), taken_back);
         }
-        Some(asleep)
+        Some(Asleep {
+            set: self,
+            has_left: AtomicBool::new(false),
+        })
     }
 
     /// Handles links that the kernel's set has reported.
@@ -856,7 +851,7 @@ impl Epoll {
         // Both sides use SeqCst (`activate`): one of the two sees the other.
         if !self.nested.load(Acquire) && !self.nested.publish(true) {
             if let Some(mut set) = self.set.lock() {
-                set.links.leave_to_service(self.kernel_fd(), &self.watch);
+                set.links.leave_to_service();
             }
             if self.is_active() {
                 self.show_ready();

@@ -25,7 +25,7 @@ use crate::data::scanning::{enter, finish_on_tcp, from_marked, go_on, is_at_mark
 use crate::data::zero_copy::Landing;
 use crate::data::{backpressure, tx};
 use crate::notify::call::{Began, Call, Direction, Place, on_its_file};
-use crate::notify::ready::{ENDED, has_peer_ended, is_watched};
+use crate::notify::ready::{ENDED, has_peer_ended};
 use crate::notify::{call, ready, reset, table, wait};
 use crate::objects::socket::{Mode, Rx, RxOwn, Socket, Stage};
 use crate::signals::jump::{cancellation_point, or_if_cancelled, quick_or_if_cancelled, within};
@@ -191,7 +191,7 @@ fn count_received(began: &Began, flags: c_int, n: ssize_t) {
     if n > 0
         && flags & libc::MSG_PEEK == 0
         && began.is_named()
-        && let Some(stats) = began.socket().told.stats()
+        && let Some(stats) = began.socket.told.stats()
     {
         stats.add_rx_tcp(n as u64);
     }
@@ -757,7 +757,7 @@ impl wait::Wanted for Data {
 pub fn shut(socket: &'static Socket) {
     // Set on TCP too: the direction may move to a link later.
     socket.rx_shut.store(true, SeqCst);
-    if ready::is_watched(socket) {
+    if socket.is_watched() {
         socket.wakes.anchor.fetch_or(libc::EPOLLRDHUP as u32, SeqCst);
         ready::notify_local(socket);
     }
@@ -855,7 +855,7 @@ pub fn uncounted(socket: &Socket, rx: &mut Rx) -> Uncounted {
 /// (`tcp_inq_hint`). On a watched socket the check for the end makes no system call before the connection has ended.
 pub fn after_receive(socket: &'static Socket) -> usize {
     let n = available(socket).unwrap_or_else(|| in_kernel(socket));
-    let may_have_ended = !is_watched(socket) || socket.wakes.anchor.load(Acquire) & ENDED != 0;
+    let may_have_ended = !socket.is_watched() || socket.wakes.anchor.load(Acquire) & ENDED != 0;
     let has_ended = || {
         let _rx = socket.rx.lock();
         socket.numbers.anchor_fd().is_some_and(has_peer_ended)

@@ -161,7 +161,7 @@ fn keep_on_tcp(socket: &'static Socket, flags: c_int) {
 pub(super) fn count_sent(began: &Began, n: ssize_t) {
     if n > 0
         && began.is_named()
-        && let Some(stats) = began.socket().told.stats()
+        && let Some(stats) = began.socket.told.stats()
     {
         stats.add_tx_tcp(n as u64);
     }

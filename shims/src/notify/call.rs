@@ -14,6 +14,7 @@
 //! functions.
 
 use std::ffi::c_int;
+use std::ops::Deref;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
@@ -36,8 +37,8 @@ pub enum Direction {
 /// The connection on which a call began: the fd, and the socket to which the table led.
 #[derive(Clone, Copy)]
 pub struct Began {
-    socket: &'static Socket,
-    fd: c_int,
+    pub socket: &'static Socket,
+    pub fd: c_int,
     generation: u64,
 }
 
@@ -52,28 +53,17 @@ impl Began {
         }
     }
 
-    pub fn socket(&self) -> &'static Socket {
-        self.socket
-    }
-
     /// Whether `fd` still stands for the socket, by the table alone.
     #[inline]
     pub fn is_named(&self) -> bool {
-        is_named(self.fd, self.socket, self.generation)
+        table::still(self.fd, self.socket) && self.socket.generation.load(Relaxed) == self.generation
     }
-}
-
-#[inline]
-fn is_named(fd: c_int, socket: &'static Socket, generation: u64) -> bool {
-    table::still(fd, socket) && socket.generation.load(Relaxed) == generation
 }
 
 /// A receive or send of the program.
 pub struct Call {
-    pub socket: &'static Socket,
-    pub fd: c_int,
+    began: Began,
     direction: Direction,
-    generation: u64,
     /// The direction counts this call as waiting now.
     is_counted: bool,
     /// The direction counts this call as waiting, or has done so before.
@@ -81,6 +71,16 @@ pub struct Call {
     /// The fd was confirmed when the call began to wait, and data or space came while it spun. So the fd is not checked
     /// again.
     pub is_fresh: bool,
+}
+
+/// A call has the fd and the socket on which it began.
+impl Deref for Call {
+    type Target = Began;
+
+    #[inline]
+    fn deref(&self) -> &Began {
+        &self.began
+    }
 }
 
 /// The result of a call's check whether the connection is still its own.
@@ -99,10 +99,8 @@ impl Call {
     #[inline]
     pub fn new(began: Began, direction: Direction) -> Self {
         Self {
-            socket: began.socket,
-            fd: began.fd,
+            began,
             direction,
-            generation: began.generation,
             is_counted: false,
             was_counted: false,
             is_fresh: false,
@@ -133,13 +131,10 @@ impl Call {
     /// tick.
     #[inline]
     pub fn place_by_kernel(&self, seen: &Seen) -> Place {
-        if self.is_fresh {
-            return Place::Here;
+        match !self.is_fresh && seen.is_due(self.fd) {
+            true => self.place_when_due(seen),
+            false => Place::Here,
         }
-        if seen.is_due(self.fd) {
-            return self.place_when_due(seen);
-        }
-        Place::Here
     }
 
     #[cold]
@@ -171,12 +166,6 @@ impl Call {
             false if self.is_counted => Place::Lost,
             false => Place::Moved,
         }
-    }
-
-    /// Whether `fd` still stands for the socket, by the table alone.
-    #[inline]
-    pub fn is_named(&self) -> bool {
-        is_named(self.fd, self.socket, self.generation)
     }
 
     #[cold]

@@ -109,8 +109,9 @@ fn made(fd: c_int) -> c_int {
 unsafe extern "C" fn poll_on(fds: *mut pollfd, count: nfds_t, timeout: Timeout, mask: *const sigset_t) -> c_int {
     // SAFETY: `fds` has n entries.
     let call = |fds, n, left| unsafe { kernel_poll(fds, n, left, mask) };
-    // SAFETY: the program's array.
-    within_point(|| unsafe { poll::poll(fds, count, timeout, call) })
+    // SAFETY: the program's array, which is not null (`has_ours`).
+    let set = unsafe { std::slice::from_raw_parts_mut(fds, count as usize) };
+    within_point(|| poll::poll(set, timeout, &call))
 }
 
 /// Waits by the kernel's ppoll(), for `poll` and `Sets::select`. A function that returns `impl Fn` would not do: such a
@@ -140,7 +141,7 @@ unsafe extern "C" fn select_on(sets: &Sets, timeout: *mut timeval) -> c_int {
     // SAFETY: `fds` has n entries.
     let call = |fds, n, left| unsafe { kernel_poll(fds, n, left, std::ptr::null()) };
     // SAFETY: the program's sets.
-    let result = within_point(|| unsafe { sets.select(time, call) });
+    let result = within_point(|| unsafe { sets.select(time, &call) });
     if let (Some(tv), Timeout::Ns(ns)) = (given, time) {
         // Linux leaves the rest of the time there.
         let left = ns.saturating_sub(crate::sys::time::now_ns().saturating_sub(begun));
@@ -155,7 +156,7 @@ unsafe extern "C" fn pselect_on(sets: &Sets, timeout: Timeout, mask: *const sigs
     // SAFETY: `fds` has n entries.
     let call = |fds, n, left| unsafe { kernel_poll(fds, n, left, mask) };
     // SAFETY: the program's sets.
-    within_point(|| unsafe { sets.select(timeout, call) })
+    within_point(|| unsafe { sets.select(timeout, &call) })
 }
 
 /// `epoll_ctl(2)`.

@@ -17,7 +17,7 @@ use crate::config::spin::{Peers, Spinner};
 use crate::notify::epoll::ALWAYS;
 use crate::notify::table::{Entry, Token};
 use crate::notify::wait::{Record, Sleeper, prefer_tcp};
-use crate::notify::{call, ready, table};
+use crate::notify::{call, table};
 use crate::objects::library::Library;
 use crate::objects::link::{Link, Poller, StandBy, Turn};
 use crate::objects::socket::{Socket, Stage};
@@ -66,26 +66,12 @@ pub unsafe fn has_ours(fds: *const pollfd, count: nfds_t) -> bool {
     crate::sys::iov::is_plausible(fds) && (0..count as usize).any(|i| is_ours(unsafe { (*fds.add(i)).fd }))
 }
 
-/// Carries out poll() and its kin. `real(fds, n, timeout)` is libc's own, with the program's signal mask.
-///
-/// # Safety
-/// `fds` is null or has `count` entries.
-pub unsafe fn poll(
-    fds: *mut pollfd,
-    count: nfds_t,
-    timeout: Timeout,
-    real: impl Fn(*mut pollfd, nfds_t, Timeout) -> c_int,
-) -> c_int {
-    if fds.is_null() {
-        return real(fds, count, timeout);
-    }
-    // SAFETY: `fds` has `count` entries, by the contract, and is not null.
-    let set = unsafe { std::slice::from_raw_parts_mut(fds, count as usize) };
-    poll_slow(set, timeout, &real)
-}
+/// Waits by libc's own call for (fds, n, time-out), with the program's signal mask.
+type Real<'a> = &'a dyn Fn(*mut pollfd, nfds_t, Timeout) -> c_int;
 
+/// Carries out poll() and its kin.
 #[inline(never)]
-fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, nfds_t, Timeout) -> c_int) -> c_int {
+pub fn poll(set: &mut [pollfd], timeout: Timeout, real: Real<'_>) -> c_int {
     for p in set.iter() {
         if let Some(socket) = table::socket(p.fd) {
             socket.blocking.set_polled();
@@ -118,14 +104,13 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
         }));
         point!("poll: it is seen what is the kernel's");
         let ours = evaluate(set, &tokens);
-        let n = copy.len() as nfds_t;
         let is_far = |p: &pollfd| table::socket(p.fd).and_then(Socket::link).is_some_and(Link::is_remote);
         // Searched for links to other hosts only if the result matters.
         let peers = Peers::new(spun || ours > 0 || set.iter().any(is_far));
         let spin = if spun { 0 } else { SPINNER.bound(peers) };
         if ours > 0 || is_last || spin > 0 {
             if copy.iter().any(|p| p.fd >= 0) {
-                let r = real(copy.as_mut_ptr(), n, Timeout::ZERO);
+                let r = real(copy.as_mut_ptr(), copy.len() as nfds_t, Timeout::ZERO);
                 if r < 0 {
                     return r;
                 }
@@ -153,11 +138,10 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
         // Completions on links to other hosts wake this thread itself. Before the sleepers are added: arming takes in
         // completions, and would ring the sleeper's bell for them.
         let (mut pollers, mut standing_by) = (std::mem::take(&mut kept), Vec::new());
-        let mut is_told = copy.iter().any(|p| p.fd < 0);
         if let Some(lease) = &lease {
             take_turns(set, lease.0, &mut pollers, &mut standing_by);
             for (p, token) in set.iter().zip(&tokens) {
-                if let Some(socket) = table::socket(p.fd).filter(|s| ready::is_watched(s))
+                if let Some(socket) = table::socket(p.fd).filter(|s| s.is_watched())
                     && table::token(p.fd) == *token
                 {
                     let data = p.events & (libc::POLLIN | libc::POLLRDNORM | libc::POLLRDHUP | libc::POLLPRI) != 0;
@@ -167,8 +151,7 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
                 }
             }
             point!("poll: sleeps on what is ours");
-            // Otherwise no bell is needed: the kernel looks up every fd itself.
-            is_told |= lease.look_on(&copy) || !sleepers.is_empty();
+            lease.look_on(&copy);
         }
         if evaluate(set, &tokens) > 0 {
             continue;
@@ -187,8 +170,9 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
             left => left.at_most(WITHOUT_WAITER),
         };
         let waiter = lease.as_ref().map(|lease| lease.0);
-        let bell = waiter.filter(|_| is_told).and_then(|waiter| waiters.doorbell(waiter));
-        let bell = bell.map(|d| d.as_raw_fd());
+        let bell = waiter
+            .and_then(|waiter| waiters.doorbell(waiter))
+            .map(|d| d.as_raw_fd());
         let completions = pollers.iter().map(|poller| poller.fd().as_raw_fd());
         seat(&mut copy, bell.into_iter().chain(completions));
         let asleep = waiter.filter(|_| !sleepers.is_empty());
@@ -247,10 +231,7 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
 #[cold]
 fn stay_on_tcp(set: &[pollfd]) -> bool {
     let sockets = || set.iter().filter_map(|p| table::socket(p.fd));
-    let is_there = |s: &Socket| {
-        let is_for_good = matches!(s.promotion.stage(), Stage::Pinned | Stage::Plain);
-        is_for_good && !ready::is_watched(s)
-    };
+    let is_there = |s: &Socket| matches!(s.promotion.stage(), Stage::Pinned | Stage::Plain) && !s.is_watched();
     sockets().filter(|s| !is_there(s)).for_each(prefer_tcp);
     sockets().all(is_there)
 }
@@ -317,14 +298,13 @@ struct Lease(WaiterId);
 
 impl Lease {
     /// Publishes the sockets that the kernel polls, so that the waiter is rung when the library begins to report on
-    /// one. Returns false if there is no such socket.
-    fn look_on(&self, kernel: &[pollfd]) -> bool {
+    /// one.
+    fn look_on(&self, kernel: &[pollfd]) {
         let sockets = kernel.iter().filter_map(|p| table::socket(p.fd));
         let slots = sockets.fold(Slots::default(), |slots, socket| slots.with(socket.slot));
         if !slots.is_empty() {
             Library::get().waiters.onlookers.enter(self.0.0, slots);
         }
-        !slots.is_empty()
     }
 }
 
@@ -337,7 +317,7 @@ impl Drop for Lease {
 }
 
 fn is_watched(fd: c_int) -> bool {
-    table::socket(fd).is_some_and(ready::is_watched)
+    table::socket(fd).is_some_and(Socket::is_watched)
 }
 
 /// Sets `revents` of the entries that the library reports on. Returns how many are ready.
@@ -347,7 +327,7 @@ fn evaluate(set: &mut [pollfd], tokens: &[Token]) -> c_int {
         p.revents = 0;
         match table::lookup(p.fd) {
             _ if table::token(p.fd) != *token => {}
-            Entry::Socket(socket) if ready::is_watched(socket) => {
+            Entry::Socket(socket) if socket.is_watched() => {
                 let events = p.events as u16 as u32;
                 p.revents = (readiness::evaluate(socket, events, Arm::No) & (events | ALWAYS)) as i16;
             }
@@ -477,7 +457,7 @@ impl Sets {
     ///
     /// # Safety
     /// The sets are null or hold `count` bits.
-    pub unsafe fn select(&self, timeout: Timeout, real: impl Fn(*mut pollfd, nfds_t, Timeout) -> c_int) -> c_int {
+    pub unsafe fn select(&self, timeout: Timeout, real: Real<'_>) -> c_int {
         let mut set = Vec::new();
         for fd in 0..within_table(self.count) {
             // SAFETY: `fd` is below the count, so the sets are null or have its bit, by the contract.
@@ -489,8 +469,7 @@ impl Sets {
                 set.push(entry(fd, events));
             }
         }
-        // SAFETY: `set` has as many entries as its length says.
-        let n = unsafe { poll(set.as_mut_ptr(), set.len() as nfds_t, timeout, real) };
+        let n = poll(&mut set, timeout, real);
         if n < 0 {
             return n;
         }

@@ -203,10 +203,10 @@ fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Resul
         let slept = sleep::<A>(socket, &mut lease, poller.as_ref(), deadline);
         // New data is taken in before the descriptor is armed for the next sleep. Arming costs two system calls, for
         // which the peer then need not wait. The sleeper is gone by now; otherwise its own bell would be rung.
-        if poller.is_some() && matches!(slept, Ok(Slept::Rung | Slept::Completed)) {
+        if poller.is_some() && slept.is_ok() {
             ready::progress(socket);
         }
-        let is_for_others = matches!(slept, Ok(Slept::Completed)) && !A::is_worth_a_look(socket);
+        let is_for_others = slept == Ok(true) && !A::is_worth_a_look(socket);
         let goes_on =
             is_for_others && !deadline.is_over() && !socket.blocking.is_nonblocking() && !patience.is_interrupted();
         if !goes_on || !poller.as_ref().is_some_and(Poller::stays) {
@@ -215,7 +215,7 @@ fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Resul
         }
     };
     if let Some(standby) = standby
-        && matches!(slept, Ok(Slept::Rung))
+        && slept == Ok(false)
         && !A::is_worth_a_look(socket)
     {
         patience.was_for_others = true;
@@ -228,18 +228,9 @@ fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Resul
     }
 }
 
-/// The result of a sleep.
-enum Slept {
-    /// The condition held already, so the thread did not sleep.
-    Not,
-    /// The waiter was rung, or the sleep ended without a reason.
-    Rung,
-    /// The poller's descriptor became readable, and the waiter was not rung.
-    Completed,
-}
-
-/// Sleeps once, until the waiter is rung or the poller's descriptor is readable. `Err` is the errno that the call fails
-/// with.
+/// Sleeps once, until the waiter is rung or the poller's descriptor is readable; does not sleep if the condition holds
+/// already. Returns true if the descriptor became readable, and the waiter was not rung. `Err` is the errno that the
+/// call fails with.
 // Not inlined: as `wait_on`.
 #[inline(never)]
 fn sleep<A: Wanted>(
@@ -247,7 +238,7 @@ fn sleep<A: Wanted>(
     lease: &mut Lease<'_>,
     poller: Option<&Poller<'_>>,
     deadline: Deadline,
-) -> Result<Slept, c_int> {
+) -> Result<bool, c_int> {
     let _sleeper = Sleeper::new(socket, lease.waiter, A::IS_DATA, !A::IS_DATA);
     point!("wait: the peer knows of the sleeper");
     // Arming has taken in what had come until then; later completions make the descriptor readable.
@@ -258,7 +249,7 @@ fn sleep<A: Wanted>(
     //   wake no thread.
     lease.begin();
     if A::is_worth_a_look(socket) || !ready::will_be_told(socket, lease.waiter, A::IS_DATA) {
-        return Ok(Slept::Not);
+        return Ok(false);
     }
     let call = if A::IS_DATA { Call::Receive } else { Call::Send };
     let unread = A::unread(socket).unwrap_or(0);
@@ -284,15 +275,11 @@ impl<'a> Lease<'a> {
     /// Acquires a waiter. `polls`: the thread also sleeps on the descriptor of a link. Checks for a reason not to sleep
     /// come after this. `None` if no waiter or fd is left.
     fn new(waiters: &'a Waiters, polls: bool) -> Option<Self> {
-        let waiter = if polls {
-            waiters.acquire_polling()
-        } else {
-            waiters.acquire()
-        }?;
-        let Some((futex, ticket)) = waiters.futex(waiter) else {
-            waiters.release(waiter);
-            return None;
+        let waiter = match polls {
+            true => waiters.acquire_polling()?,
+            false => waiters.acquire()?,
         };
+        let (futex, ticket) = waiters.futex(waiter)?;
         Some(Self {
             waiters,
             waiter,
@@ -310,22 +297,21 @@ impl<'a> Lease<'a> {
     }
 
     /// Sleeps until the waiter is rung, or the poller's descriptor is readable. A cancellation point. A signal handler
-    /// that interrupts the sleep ends it, also one that runs just before the system call.
-    fn sleep(&self, left: Timeout, poller: Option<&Poller<'_>>) -> Result<Slept, c_int> {
+    /// that interrupts the sleep ends it, also one that runs just before the system call. Returns as [`sleep`] does.
+    fn sleep(&self, left: Timeout, poller: Option<&Poller<'_>>) -> Result<bool, c_int> {
         let hand_over = || {
             poller.into_iter().for_each(Poller::leave);
             self.waiters.ring(self.waiter);
         };
         let Some(bell) = self.waiters.doorbell(self.waiter) else {
-            handler::on_duty(&hand_over, || on_futex(self.futex, self.ticket, left))?;
-            return Ok(Slept::Rung);
+            return handler::on_duty(&hand_over, || on_futex(self.futex, self.ticket, left)).map(|()| false);
         };
         let also = poller.map_or(bell, Poller::fd);
-        if !handler::on_duty(&hand_over, || on_two(bell, also, left))? {
-            return Ok(Slept::Completed);
+        let is_rung = handler::on_duty(&hand_over, || on_two(bell, also, left))?;
+        if is_rung {
+            self.waiters.quiet(self.waiter);
         }
-        self.waiters.quiet(self.waiter);
-        Ok(Slept::Rung)
+        Ok(!is_rung)
     }
 }
 

@@ -10,7 +10,7 @@
 //! - the ready queues of the links, with one entry for each stream that has something to do, so a wait costs O(ready);
 //! - the service thread, for events on the TCP socket.
 //!
-//! The kernel's set also holds the bell of this set, an eventfd under a [key](Key) of the library's. So one sleep in
+//! The kernel's set also holds the bell of this set, an eventfd under a [key](key_of_this_process) of the library's. So one sleep in
 //! the kernel waits for both. If the set's sockets are on many links to other hosts, the kernel's set also holds their
 //! completion descriptors, and reports which of the links have completions.
 
@@ -60,8 +60,6 @@ pub(crate) struct Item {
     pub(crate) data: u64,
     /// The item is taken over: the kernel's set no longer has it.
     pub(crate) taken: bool,
-    /// The set's count of `moves` after the item was taken over.
-    pub(crate) moved_at: u64,
     /// The last result that the item was listed in ([`Set::results`]).
     pub(crate) listed_in: u64,
     /// The item is in `ready`.
@@ -112,7 +110,7 @@ pub struct Epoll {
     pub(crate) set: Lock<Set>,
     /// The set's waiter as a word; 0: none.
     waiter: AtomicU32,
-    /// The bell's data in the kernel's set, once the bell is there ([`Key`]).
+    /// The bell's data in the kernel's set, once the bell is there ([`key_of_this_process`]).
     pub(crate) key: AtomicU64,
     /// An fd of the program's for the set, -1 when the last is closed.
     fd: AtomicI32,
@@ -171,18 +169,19 @@ impl Epoll {
                 ..Epoll::default()
             })
         });
-        epoll.fd.store(fd, Release);
         epoll.nested.publish_quietly(false);
         epoll.inherited.store(false, Release);
         epoll.in_kernels.store(0, Relaxed);
         epoll.served.store(false, Relaxed);
-        epoll.fds.store(1, Release);
+        epoll.fds.store(0, Release);
+        epoll.retain(fd);
         Some(epoll)
     }
 
-    /// Counts one more fd that stands for the set.
-    pub fn retain(&self) {
+    /// Counts one more fd that stands for the set. A fork child does so for each fd, after [`Self::after_fork`].
+    pub fn retain(&self, fd: c_int) {
         self.fds.fetch_add(1, Relaxed);
+        self.fd.store(fd, Release);
     }
 
     /// Uncounts a closed fd, which is not in the table any more. With the last fd the set ends, once no wait holds it.
@@ -253,7 +252,7 @@ impl Epoll {
     /// Resets every set in a fork child, also those that another thread of the parent was about to make or to end.
     ///
     /// The kernel object is shared with the parent, whose bell it holds; no private fd is used on it any more.
-    /// [`Self::inherit`] adds the fds that stand for the set.
+    /// [`Self::retain`] adds the fds that stand for the set.
     ///
     /// # Safety
     /// In a fork child only, before any other use.
@@ -279,12 +278,6 @@ impl Epoll {
         }
     }
 
-    /// Adds an fd that stands for the set. For a fork child, after [`Self::after_fork`].
-    pub fn inherit(&self, fd: c_int) {
-        self.fd.store(fd, Release);
-        self.retain();
-    }
-
     /// Whether the kernel's set reports every item of the set.
     pub fn is_kernels_alone(&self) -> bool {
         let set = self.set.lock();
@@ -305,12 +298,8 @@ impl Epoll {
             }
             for item in set.items.iter().filter(|i| i.is_parked() && !i.dead) {
                 // SAFETY: an item is removed before its fd is closed, and the set's lock is held.
-                let _ = add_to(
-                    kernel_fd,
-                    unsafe { BorrowedFd::borrow_raw(item.fd) },
-                    ONESHOT,
-                    item.data,
-                );
+                let fd = unsafe { BorrowedFd::borrow_raw(item.fd) };
+                let _ = add_to(kernel_fd, fd, ONESHOT, item.data);
             }
             set.links.far.clear();
         }
@@ -360,9 +349,9 @@ impl Epoll {
             && let Some(doorbell) = library.waiters.doorbell(waiter)
         {
             self.waiter.store(waiter.to_word(), Relaxed);
-            let key = Key::of_this_process();
-            self.key.store(key.0, Relaxed);
-            let _ = add_to(kernel_fd, doorbell, libc::EPOLLIN as u32 | ET, key.0);
+            let key = key_of_this_process();
+            self.key.store(key, Relaxed);
+            let _ = add_to(kernel_fd, doorbell, libc::EPOLLIN as u32 | ET, key);
         }
         point!("activate: the kernel's set has the doorbell");
         let are_inside = self.gate.close();
@@ -481,9 +470,7 @@ impl Epoll {
             (libc::EPOLL_CTL_DEL, _) => {
                 let result = if taken || parked { 0 } else { real() };
                 if result == 0 {
-                    self.remove(&mut set, index);
-                    drop(set);
-                    self.leave(socket, index);
+                    self.remove(set, index, socket);
                 }
                 result
             }
@@ -494,9 +481,7 @@ impl Epoll {
     /// Records an EPOLL_CTL_ADD of a connection that stays on TCP for good, and has no item.
     #[inline]
     pub fn on_plain(&self) {
-        if self.in_kernels.load(Relaxed) & PLAIN == 0 {
-            self.in_kernels.fetch_or(PLAIN, Relaxed);
-        }
+        self.in_kernels.fetch_or(PLAIN, Relaxed);
     }
 
     /// Whether the kernel's set has connections too, and not only other files.
@@ -536,13 +521,12 @@ impl Epoll {
             events: event.events,
             data: event.u64,
             taken: false,
-            moved_at: 0,
             listed_in: 0,
             queued: false,
             disabled: false,
             dead: false,
         });
-        if ready::is_watched(socket) {
+        if socket.is_watched() {
             // Before the membership is added, which announces this set's ready queue to peers.
             self.activate(&mut set);
         }
@@ -555,8 +539,7 @@ impl Epoll {
                 item: index,
             });
         });
-        socket.wakes.last_item.store(index as u32, Relaxed);
-        if ready::is_watched(socket) {
+        if socket.is_watched() {
             if let Some(item) = set.item(index, socket) {
                 self.set_taken(item, true);
             }
@@ -567,9 +550,7 @@ impl Epoll {
         let result = real();
         if result != 0 {
             let errno = errno::get();
-            self.remove(&mut set, index);
-            drop(set);
-            self.leave(socket, index);
+            self.remove(set, index, socket);
             errno::set(errno);
         }
         result
@@ -577,10 +558,6 @@ impl Epoll {
 
     /// Returns the index of the socket's item under this fd. `None` if there is none.
     fn find(&self, set: &Set, socket: &'static Socket, fd: c_int) -> Option<usize> {
-        let last = socket.wakes.last_item.load(Relaxed) as usize;
-        if set.has(last, socket, fd) {
-            return Some(last);
-        }
         let interest = socket.wakes.interest.lock()?;
         let mut items = interest.members.iter().filter(|m| m.is_in(self)).map(|m| m.item);
         items.find(|item| set.has(*item, socket, fd))
@@ -594,16 +571,13 @@ impl Epoll {
         }
     }
 
-    /// Removes an item that is there.
-    fn remove(&self, set: &mut Set, index: usize) {
-        if let Some(item) = set.items.get_mut(index) {
+    /// Removes an item that is there, and its membership: the set is not notified for it any more.
+    fn remove(&'static self, mut set: Guard<'_, Set>, index: usize, socket: &'static Socket) {
+        if let Some(item) = set.item(index, socket) {
             self.set_taken(item, true);
         }
         set.remove(index);
-    }
-
-    /// Removes the item's membership: the set is not notified for it any more.
-    fn leave(&'static self, socket: &'static Socket, index: usize) {
+        drop(set);
         ready::change_interest(socket, |i| {
             i.members.retain(|m| !(m.is_in(self) && m.item == index));
         });
@@ -617,9 +591,10 @@ impl EpollSet for Epoll {
 
     fn forget(&self, index: usize, socket: &'static Socket) {
         if let Some(mut set) = self.set.lock()
-            && set.item(index, socket).is_some()
+            && let Some(item) = set.item(index, socket)
         {
-            self.remove(&mut set, index);
+            self.set_taken(item, true);
+            set.remove(index);
         }
     }
 
@@ -664,10 +639,7 @@ impl EpollSet for Epoll {
         }
         point!("take over: the kernel's set has it no more");
         // After the removal: a thread that reads the new count finds the socket in one set only.
-        let moved_at = self.moves.fetch_add(1, Release) + 1;
-        if let Some(item) = set.items.get_mut(index) {
-            item.moved_at = moved_at;
-        }
+        self.moves.fetch_add(1, Release);
         self.make_ready(set, index, socket);
         true
     }
@@ -742,18 +714,12 @@ impl Set {
     }
 
     fn insert(&mut self, item: Item) -> usize {
-        match self.free.pop() {
-            Some(index) => {
-                if let Some(slot) = self.items.get_mut(index) {
-                    *slot = item;
-                }
-                index
-            }
-            None => {
-                self.items.push(item);
-                self.items.len() - 1
-            }
+        let index = self.free.pop().unwrap_or(self.items.len());
+        match self.items.get_mut(index) {
+            Some(free) => *free = item,
+            None => self.items.push(item),
         }
+        index
     }
 
     /// Appends an item to the list of ready items, unless it is there already.
@@ -812,11 +778,11 @@ impl Far {
     }
 
     /// Arms the link before a sleep on the kernel's set: a completion makes that readable.
-    fn watch(&mut self, kernel_fd: BorrowedFd<'_>, key: Key) {
+    fn watch(&mut self, kernel_fd: BorrowedFd<'_>) {
         self.remote.watch(|fd| {
             if !self.is_watched {
-                let key = key.of_link(self.slot);
-                let added = add_to(kernel_fd, fd, libc::EPOLLIN as u32 | EXCLUSIVE, key.0);
+                let key = self.set.key.load(Relaxed) | tag_of(self.slot);
+                let added = add_to(kernel_fd, fd, libc::EPOLLIN as u32 | EXCLUSIVE, key);
                 self.is_watched = matches!(added, Ok(()) | Err(Errno::EXIST));
                 if self.is_watched {
                     self.remote.watchers.add(&self.set.watch);
@@ -868,7 +834,7 @@ pub(crate) struct Links {
     /// The service thread's `taken_back` before the last sleep: how often it has begun to handle completions of a link.
     taken_back: u32,
     /// The service thread handles completions of all links, and the kernel's set has none of their descriptors.
-    are_left: bool,
+    pub are_left: bool,
 }
 
 impl Links {
@@ -912,19 +878,14 @@ impl Links {
         }
     }
 
-    /// Whether completions on some link have to wake a sleep on the set.
-    pub fn are_to_wake(&self) -> bool {
-        !self.far.is_empty() && !self.are_left
-    }
-
     /// Arms the links before a sleep on the kernel's set: a completion on any of them makes that readable. Skips links
     /// that are still armed, unless the service thread has begun to handle completions since the last sleep
     /// (`taken_back`).
-    pub fn watch(&mut self, kernel_fd: BorrowedFd<'_>, key: Key, taken_back: u32) {
+    pub fn watch(&mut self, kernel_fd: BorrowedFd<'_>, taken_back: u32) {
         let is_heard_elsewhere = std::mem::replace(&mut self.taken_back, taken_back) != taken_back;
         for far in &mut self.far {
             if is_heard_elsewhere || !far.is_told() {
-                far.watch(kernel_fd, key);
+                far.watch(kernel_fd);
             }
         }
     }
@@ -938,40 +899,27 @@ const OWNER_BITS: u32 = 22;
 /// Bits of the tag, the lowest: 0 for the owner's bell, else one of its links.
 const TAG_BITS: u32 = 8;
 
-/// The number of tags for links. Several links may share a tag.
+/// The number of tags for links, and all bits of a tag. Several links may share a tag.
 const LINK_TAGS: u32 = (1 << TAG_BITS) - 1;
 
-/// The data of one of the library's fds in a kernel's set, by which the fd is never reported to the program.
+/// Returns the data of this process's bells in a kernel's set, with the tag 0. One of its links has the tag
+/// [of its slot](tag_of). By these data no fd of the library is ever reported to the program.
 ///
 /// All holders of a set share one kernel object: fork children, the programs that they execute, and receivers of its
-/// fd. So each process may find the fds of another process in a set. Every process knows them by their keys.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Key(pub u64);
+/// fd. So each process may find the fds of another process in a set. Every process knows them by their data.
+fn key_of_this_process() -> u64 {
+    let pid = rustix::process::getpid().as_raw_nonzero().get() as u64;
+    (OURS << OWNER_BITS | pid & ((1 << OWNER_BITS) - 1)) << TAG_BITS
+}
 
-impl Key {
-    /// Returns the key of this process's bells.
-    fn of_this_process() -> Self {
-        let pid = rustix::process::getpid().as_raw_nonzero().get() as u64;
-        Self((OURS << OWNER_BITS | pid & ((1 << OWNER_BITS) - 1)) << TAG_BITS)
-    }
+/// Whether these data are of an fd of the library, in any process.
+fn is_of_library(data: u64) -> bool {
+    data >> (OWNER_BITS + TAG_BITS) == OURS
+}
 
-    /// Returns the same process's key for the link with this slot.
-    fn of_link(self, slot: u32) -> Self {
-        Self(self.owner().0 | u64::from(1 + slot % LINK_TAGS))
-    }
-
-    fn owner(self) -> Self {
-        Self(self.0 >> TAG_BITS << TAG_BITS)
-    }
-
-    fn tag(self) -> u8 {
-        self.0 as u8
-    }
-
-    /// Returns the key in these data. `None` if they are the program's own.
-    fn from_data(data: u64) -> Option<Self> {
-        (data >> (OWNER_BITS + TAG_BITS) == OURS).then_some(Self(data))
-    }
+/// Returns the tag of the link with this slot.
+fn tag_of(slot: u32) -> u64 {
+    u64::from(1 + slot % LINK_TAGS)
 }
 
 /// The links that a kernel's set has reported, by their tags.
@@ -979,8 +927,8 @@ impl Key {
 pub struct Named([u64; 1 << (TAG_BITS - 6)]);
 
 impl Named {
-    fn add(&mut self, tag: u8) {
-        if let Some(word) = self.0.get_mut(usize::from(tag / 64)) {
+    fn add(&mut self, tag: u64) {
+        if let Some(word) = self.0.get_mut(tag as usize / 64) {
             *word |= 1 << (tag % 64);
         }
     }
@@ -991,10 +939,9 @@ impl Named {
 
     /// Whether the link with this slot may be among them; another link may have the same tag.
     pub fn has(&self, slot: u32) -> bool {
-        let tag = 1 + slot % LINK_TAGS;
-        self.0
-            .get(tag as usize / 64)
-            .is_some_and(|word| word >> (tag % 64) & 1 != 0)
+        let tag = tag_of(slot);
+        let word = self.0.get(tag as usize / 64);
+        word.is_some_and(|word| word >> (tag % 64) & 1 != 0)
     }
 }
 
@@ -1024,18 +971,16 @@ pub unsafe fn strip(events: *mut libc::epoll_event, n: c_int, own: u64) -> Strip
     // SAFETY: `n` entries are filled, by the contract.
     let filled = unsafe { std::slice::from_raw_parts_mut(events, n as usize) };
     let kept = keep(filled, |data| {
-        let key = Key::from_data(data);
-        match key {
-            Some(key) if key.owner().0 == own => {
-                stripped.own = true;
-                if key.tag() != 0 {
-                    stripped.named.add(key.tag());
-                }
-            }
-            Some(_) => stripped.foreign = true,
-            None => {}
+        if !is_of_library(data) {
+            return true;
         }
-        key.is_none()
+        let tag = data & u64::from(LINK_TAGS);
+        stripped.own |= data - tag == own;
+        stripped.foreign |= data - tag != own;
+        if data - tag == own && tag != 0 {
+            stripped.named.add(tag);
+        }
+        false
     });
     stripped.kept = kept as c_int;
     stripped
@@ -1088,7 +1033,6 @@ mod tests {
             events: 0,
             data: 0,
             taken: true,
-            moved_at: 0,
             listed_in: 0,
             queued: false,
             disabled: false,
@@ -1106,16 +1050,16 @@ mod tests {
 
     #[test]
     fn what_is_ours_is_taken_out_and_the_rest_keeps_its_order() {
-        let own = Key::of_this_process();
-        let foreign = Key(own.0 ^ 1 << TAG_BITS);
-        assert_eq!(Key::from_data(own.0), Some(own));
-        for data in [0, 5, 0x7fff_ffff_f000, u64::MAX, own.0 ^ 1 << (OWNER_BITS + TAG_BITS)] {
-            assert_eq!(Key::from_data(data), None);
+        let own = key_of_this_process();
+        let foreign = own ^ 1 << TAG_BITS;
+        assert!(is_of_library(own));
+        for data in [0, 5, 0x7fff_ffff_f000, u64::MAX, own ^ 1 << (OWNER_BITS + TAG_BITS)] {
+            assert!(!is_of_library(data));
         }
         let event = |u64| libc::epoll_event { events: 1, u64 };
-        let mut events = [own.0, 7, foreign.0, 8, own.0].map(event);
+        let mut events = [own, 7, foreign, 8, own].map(event);
         // SAFETY: `events` has five entries.
-        let stripped = unsafe { strip(events.as_mut_ptr(), 5, own.0) };
+        let stripped = unsafe { strip(events.as_mut_ptr(), 5, own) };
         let expected = Stripped {
             kept: 2,
             own: true,
@@ -1125,28 +1069,23 @@ mod tests {
         assert_eq!(stripped, expected);
         assert_eq!(events.map(|e| e.u64)[..2], [7, 8]);
         // SAFETY: no entry is filled.
-        assert_eq!(unsafe { strip(std::ptr::null_mut(), -1, own.0) }.kept, 0);
+        assert_eq!(unsafe { strip(std::ptr::null_mut(), -1, own) }.kept, 0);
     }
 
     #[test]
     fn links_are_told_apart_and_from_the_doorbell() {
-        let own = Key::of_this_process();
+        let own = key_of_this_process();
+        let foreign = own ^ 1 << TAG_BITS;
         let event = |u64| libc::epoll_event { events: 1, u64 };
-        let mut events = [
-            own.of_link(3),
-            own,
-            own.of_link(254),
-            Key(own.0 ^ 1 << TAG_BITS).of_link(7),
-        ]
-        .map(|k| event(k.0));
+        let mut events = [own | tag_of(3), own, own | tag_of(254), foreign | tag_of(7)].map(event);
         // SAFETY: `events` has four entries.
-        let stripped = unsafe { strip(events.as_mut_ptr(), 4, own.0) };
+        let stripped = unsafe { strip(events.as_mut_ptr(), 4, own) };
         assert!(stripped.own && stripped.foreign && stripped.kept == 0);
         let named = |slot| stripped.named.has(slot);
         assert!(named(3) && named(254) && !named(0) && !named(7) && !named(4));
         assert!(named(3 + LINK_TAGS), "several links have the same tag");
-        let mut bell = [event(own.0)];
+        let mut bell = [event(own)];
         // SAFETY: `bell` has one entry.
-        assert!(unsafe { strip(bell.as_mut_ptr(), 1, own.0) }.named.is_none());
+        assert!(unsafe { strip(bell.as_mut_ptr(), 1, own) }.named.is_none());
     }
 }

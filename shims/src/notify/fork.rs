@@ -151,7 +151,7 @@ unsafe fn begin_anew() {
     }
     table::for_each(0..=u32::MAX, |fd, entry| match entry {
         Entry::Listener(listener) => listener.count(),
-        Entry::Epoll(epoll) => epoll.inherit(fd),
+        Entry::Epoll(epoll) => epoll.retain(fd),
         Entry::Socket(socket) => {
             if socket.numbers.fd.swap(fd, AcqRel) < 0
                 && let Some(listener) = socket.promotion.listener()

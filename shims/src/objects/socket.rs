@@ -175,8 +175,6 @@ pub const ERROR_QUEUE: u32 = 1 << 24;
 #[derive(Default)]
 pub struct Wakes {
     pub interest: Lock<Interest>,
-    /// The item's index in the epoll set that the socket was added to last: a guess for epoll_ctl(2).
-    pub last_item: AtomicU32,
     /// The service thread watches the anchor, and the kernel's epoll sets have handed the socket to the library.
     pub watched: Published<AtomicBool>,
     /// The anchor's EPOLL* bits for an end or error, while it is watched; and [`ERROR_QUEUE`].

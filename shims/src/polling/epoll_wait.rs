@@ -17,7 +17,7 @@ use rustix::io::Errno;
 
 use crate::config::spin;
 use crate::config::spin::Peers;
-use crate::notify::epoll::{ALWAYS, ET, Epoll, Far, Item, Key, Links, Named, ONESHOT, Set, keep, strip};
+use crate::notify::epoll::{ALWAYS, ET, Epoll, Far, Item, Links, Named, ONESHOT, Set, keep, strip};
 use crate::notify::fork::reclaim;
 use crate::notify::table;
 use crate::notify::table::Entry;
@@ -483,10 +483,11 @@ impl Wait<'_> {
 
     /// Reports an item if it is ready. Returns true if it stays in the list.
     fn check_item(&mut self, item: &mut Item, after_rest: bool, results: &mut u64) -> bool {
-        if item.listed_in == self.serial && self.serial > 0 || item.moved_at > self.moves && self.has(item.data) {
+        let has_moved = self.set.moves.load(Relaxed) != self.moves;
+        if item.listed_in == self.serial && self.serial > 0 || has_moved && self.has(item.data) {
             // A socket must not be listed twice in one result: the program may have closed it before it comes to the
-            // second entry. Either data has come again, or the kernel has reported the socket just before it was taken
-            // over. The next result gets it.
+            // second entry. Either data has come again, or the kernel may have reported the socket just before it was
+            // taken over. The next result gets it.
             return true;
         }
         let is_edge = item.events & ET != 0;
@@ -811,7 +812,7 @@ impl Epoll {
     /// or the service thread handles their completions.
     fn watch_links(&'static self) -> Option<Asleep> {
         let mut set = self.set.lock()?;
-        if !set.links.are_to_wake() {
+        if set.links.far.is_empty() || set.links.are_left {
             return None;
         }
         self.watch.enter();
@@ -819,7 +820,7 @@ impl Epoll {
         // sleeps.
         let taken_back = Library::get().service.taken_back.look();
         if let Some(kernel_fd) = self.kernel_fd() {
-            set.links.watch(kernel_fd, Key(self.key.load(Relaxed)), taken_back);
+            set.links.watch(kernel_fd, taken_back);
         }
         Some(Asleep {
             set: self,

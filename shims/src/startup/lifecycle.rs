@@ -218,7 +218,7 @@ pub fn on_dup(old: c_int, new: c_int) {
                 entry = Entry::None;
             }
         }
-        Entry::Epoll(epoll) => epoll.retain(),
+        Entry::Epoll(epoll) => epoll.retain(new),
         Entry::Socket(socket) => {
             if !socket.numbers.is_behind(new) {
                 // Another thread has closed `old` meanwhile, and a new file got its number.

@@ -26,12 +26,6 @@ pub const ERR: u32 = libc::EPOLLERR as u32;
 /// EPOLL* bits that report the end of the connection, or of its receiving half.
 pub const ENDED: u32 = RDHUP | HUP | ERR;
 
-/// Whether this module reports the socket's readiness, not the kernel's epoll set.
-#[inline]
-pub fn is_watched(socket: &Socket) -> bool {
-    socket.is_watched()
-}
-
 /// Takes in what has come over a link to another host. Returns true if there was something. Within a host there is
 /// nothing to take in.
 #[inline]
@@ -65,10 +59,9 @@ pub fn kernel(socket: &Socket, events: PollFlags) -> u32 {
 pub fn anchor(fd: BorrowedFd<'_>, events: PollFlags) -> u32 {
     let mut set = [PollFd::from_borrowed_fd(fd, events)];
     let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
-    match rustix::event::poll(&mut set, Some(&now)) {
-        Ok(_) => set.first().map_or(0, |p| u32::from(p.revents().bits())),
-        Err(_) => 0,
-    }
+    let asked = rustix::event::poll(&mut set, Some(&now));
+    let [polled] = set;
+    asked.map_or(0, |_| u32::from(polled.revents().bits()))
 }
 
 /// Clears ERR if it only reports an entry in the error queue (recvmsg(2)) of a living connection. When a connection has
@@ -239,7 +232,7 @@ pub fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut Interes
     let after = interest.members.len() + interest.sleepers.len();
     let sleep_on = slept.min(interest.sleepers.len());
     show(socket, &interest);
-    if socket.is_plain() && !is_watched(socket) {
+    if socket.is_plain() && !socket.is_watched() {
         return;
     }
     let new = attention(socket, &interest);
@@ -249,31 +242,29 @@ pub fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut Interes
     // Data or space that a sleeper waits for has come while the word was changed, or before.
     let mut come = false;
     if let Some(mut rx) = socket.rx.lock() {
-        changed |= rx.own.bits != new.sets;
-        let old = std::mem::replace(&mut rx.own.bits, new.sets);
+        let is_new = std::mem::replace(&mut rx.own.bits, new.sets) != new.sets;
+        changed |= is_new;
         if let Some(consumer) = rx.consumer.as_mut() {
             // Threads that keep sleeping were notified of this data, or do not wait for it.
             let was_there = consumer.has_data().unwrap_or(true);
             // Two different waiters must not be mixed in one word.
-            consumer.disarm_data(if old == new.sets { SLEEPER_MASK } else { u32::MAX });
+            consumer.disarm_data(if is_new { u32::MAX } else { SLEEPER_MASK });
             if new.data != 0 {
                 point!("interest: the peer is to tell nobody");
-                let is_there = arm_data(socket, consumer, new.data);
-                let has_come = is_there && !was_there;
+                let has_come = arm_data(socket, consumer, new.data) && !was_there;
                 come |= has_come && socket.rx_mode.load(Acquire) == Mode::Link && wants(|s| s.data);
             }
         }
     }
     if let Some(mut tx) = socket.tx.lock() {
-        changed |= tx.own.bits != new.sets;
-        let old = std::mem::replace(&mut tx.own.bits, new.sets);
+        let is_new = std::mem::replace(&mut tx.own.bits, new.sets) != new.sets;
+        changed |= is_new;
         if let Some(producer) = tx.producer.as_mut() {
             let was_there = producer.has_space().unwrap_or(true);
-            producer.disarm_space(if old == new.sets { SLEEPER_MASK } else { u32::MAX });
+            producer.disarm_space(if is_new { u32::MAX } else { SLEEPER_MASK });
             if new.space != 0 {
-                let is_there = producer.arm_space(new.space).unwrap_or(true);
+                let has_come = producer.arm_space(new.space).unwrap_or(true) && !was_there;
                 // A direction that waits for the peer's RESUME may have space.
-                let has_come = is_there && !was_there;
                 come |= has_come && socket.tx_mode.load(Acquire) == Mode::Link && wants(|s| s.space);
             }
         }

@@ -149,12 +149,9 @@ fn encode(entry: Entry) -> usize {
 /// Returns the object behind `fd`.
 #[inline]
 pub fn lookup(fd: c_int) -> Entry {
-    match word(fd) {
-        None => Entry::None,
-        Some(w) => match w.load(Acquire) {
-            0 => Entry::None,
-            raw => decode(raw),
-        },
+    match word(fd).map(|w| w.load(Acquire)) {
+        None | Some(0) => Entry::None,
+        Some(raw) => decode(raw),
     }
 }
 
@@ -228,29 +225,24 @@ pub fn covers(fd: c_int) -> bool {
     word(fd).is_some() && is_open(fd)
 }
 
+/// Returns the entries of the fds in `range` that have one.
+fn entries(range: std::ops::RangeInclusive<u32>) -> impl Iterator<Item = (c_int, Entry)> {
+    let end = (*range.end() as usize).min(HIGHEST.load(Relaxed));
+    (*range.start() as usize..=end).filter_map(|fd| {
+        let raw = word(fd as c_int)?.load(Acquire);
+        (raw != 0).then(|| (fd as c_int, decode(raw)))
+    })
+}
+
 /// Calls `f` for each fd in `range` that has an entry.
 pub fn for_each(range: std::ops::RangeInclusive<u32>, mut f: impl FnMut(c_int, Entry)) {
-    let high = HIGHEST.load(Relaxed);
-    let end = (*range.end() as usize).min(high);
-    for fd in *range.start() as usize..=end {
-        if let Some(w) = word(fd as c_int) {
-            let raw = w.load(Acquire);
-            if raw != 0 {
-                f(fd as c_int, decode(raw));
-            }
-        }
-    }
+    entries(range).for_each(|(fd, entry)| f(fd, entry));
 }
 
 /// Returns the lowest fd that stands for this set. `None` if the table has none.
 pub fn another_of(set: &'static Epoll) -> Option<c_int> {
-    let mut found = None;
-    for_each(0..=u32::MAX, |fd, entry| {
-        if found.is_none() && matches!(entry, Entry::Epoll(e) if std::ptr::eq(e, set)) {
-            found = Some(fd);
-        }
-    });
-    found
+    let is_it = |entry| matches!(entry, Entry::Epoll(e) if std::ptr::eq(e, set));
+    entries(0..=u32::MAX).find_map(|(fd, entry)| is_it(entry).then_some(fd))
 }
 
 /// The highest fd that ever had an entry, so that walks end early.

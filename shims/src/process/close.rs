@@ -140,7 +140,7 @@ fn hold(socket: &'static Socket) -> bool {
         Inside::Kernel | Inside::Ours => {}
     }
     socket.promotion.set_stage(Stage::Pinned);
-    if inside == Inside::Kernel && socket.is_plain() && !ready::is_watched(socket) {
+    if inside == Inside::Kernel && socket.is_plain() && !socket.is_watched() {
         // The kernel holds the file itself.
         socket.numbers.fd.store(-1, Release);
         return true;
@@ -276,7 +276,7 @@ fn end(socket: &'static Socket, mut control: Guard<'static, Control>) -> Farewel
         socket.tx_mode.go(Sending::Reclaimed);
         socket.rx_mode.go(Receiving::Reclaimed);
     }
-    if socket.is_plain() && !ready::is_watched(socket) {
+    if socket.is_plain() && !socket.is_watched() {
         socket.numbers.fd.store(-1, Release);
         drop(control);
         drop(PrivateFd::adopt(anchor));

@@ -160,7 +160,7 @@ impl Worker {
             self.on_ask(d.conn, d.request, d.tuple, d.nonce_c, d.instance_c);
         }
         if let Some(socket) = r.get()
-            && !ready::is_watched(socket)
+            && !socket.is_watched()
         {
             // Entries that were kept out of the kernel's epoll sets for a promotion go back there.
             ready::hand_back(socket);

@@ -52,7 +52,7 @@ pub const EVENTS: kernel::EventFlags = kernel::EventFlags::IN
 impl Worker {
     /// Begins to watch the TCP socket; from now on the library reports the socket's readiness.
     pub(super) fn watch(&mut self, socket: &'static Socket) -> Watched {
-        if ready::is_watched(socket) {
+        if socket.is_watched() {
             // An attempt that ended before its scan began has left the socket watched.
             return Watched::Done;
         }

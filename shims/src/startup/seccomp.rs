@@ -16,8 +16,8 @@ use libc::{
 use rdmasock_core::os::privatefd;
 use rdmasock_core::stats::Reason;
 
+use crate::notify::table;
 use crate::notify::table::Entry;
-use crate::notify::{ready, table};
 use crate::objects::library::Library;
 use crate::objects::socket::Socket;
 use crate::process::pass;
@@ -96,7 +96,7 @@ pub fn let_go(reason: Reason) {
 }
 
 fn is_plain(socket: &'static Socket) -> bool {
-    socket.is_plain() && !ready::is_watched(socket)
+    socket.is_plain() && !socket.is_watched()
 }
 
 /// Whether the service thread has finished all that the way back to TCP needs.

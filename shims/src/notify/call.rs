@@ -19,13 +19,11 @@ use std::os::fd::AsRawFd;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
 use once_cell::race::OnceRef;
-use rdmasock_core::os::privatefd::PrivateFd;
-use rdmasock_core::os::thread;
+use rdmasock_core::os::{privatefd::PrivateFd, thread};
 
 use crate::notify::table;
 use crate::objects::socket::{Socket, closed};
-use crate::sys::identity::Seen;
-use crate::sys::time;
+use crate::sys::{identity::Seen, time};
 
 /// The direction in which the bytes move.
 #[derive(Clone, Copy, PartialEq, Eq)]

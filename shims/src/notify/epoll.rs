@@ -22,22 +22,17 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64};
 
 use rdmasock_core::fabric::waiter::{Gate, WaiterId};
 use rdmasock_core::lock::{Guard, Lock};
-use rdmasock_core::os::dir;
-use rdmasock_core::os::privatefd::PrivateFd;
+use rdmasock_core::os::{dir, privatefd::PrivateFd};
 use rdmasock_core::sync::{Presence, Published};
 use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
 use crate::config::spin::Spinner;
 use crate::notify::{ready, table};
-use crate::objects::library::Library;
 use crate::objects::link::{Link, News, Pin, Remote, Watch};
-use crate::objects::mailbox::Command;
 use crate::objects::socket::{EpollSet, Membership, Socket};
-use crate::sys::errno;
-use crate::sys::points::point;
-use crate::sys::registry::Registry;
-use crate::sys::time::Timeout;
+use crate::objects::{library::Library, mailbox::Command};
+use crate::sys::{errno, points::point, registry::Registry, time::Timeout};
 
 pub const ET: u32 = libc::EPOLLET as u32;
 pub const ONESHOT: u32 = libc::EPOLLONESHOT as u32;

@@ -7,17 +7,13 @@ use std::os::fd::AsFd;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 
-use rdmasock_core::os::privatefd;
-use rdmasock_core::os::privatefd::Settled;
+use rdmasock_core::os::privatefd::{self, Settled};
 use rdmasock_core::stream::connection;
 
-use crate::notify::epoll::Epoll;
-use crate::notify::table::Entry;
-use crate::notify::{reset, table};
-use crate::objects::library::Library;
-use crate::objects::listener::Listener;
-use crate::objects::socket::{Mode, Receiving, Sending, Socket, Stage};
-use crate::objects::{holders, socket};
+use crate::notify::table::{self, Entry};
+use crate::notify::{epoll::Epoll, reset};
+use crate::objects::socket::{self, Mode, Receiving, Sending, Socket, Stage};
+use crate::objects::{holders, library::Library, listener::Listener};
 use crate::sys::{errno, vfork};
 
 static REGISTERED: AtomicBool = AtomicBool::new(false);

@@ -9,15 +9,12 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use rdmasock_core::fabric::ring::{Consumer, Producer, RxFlags, Wake};
 use rdmasock_core::fabric::waiter::{SLEEPER_MASK, WaiterId};
 use rdmasock_core::ids::Vqpn;
-use rdmasock_core::stream::connection;
-use rdmasock_core::stream::connection::{Ahead, SocketIo as _, Task};
+use rdmasock_core::stream::connection::{self, Ahead, SocketIo as _, Task};
 use rustix::event::{PollFd, PollFlags, epoll as kernel};
 
-use crate::objects::library::Library;
-use crate::objects::link::Link;
 use crate::objects::mailbox::{kind, tag};
 use crate::objects::socket::{Interest, Mode, Sleeping, Socket};
-use crate::objects::waiters::SERVICE;
+use crate::objects::{library::Library, link::Link, waiters::SERVICE};
 use crate::sys::points::point;
 
 pub const RDHUP: u32 = libc::EPOLLRDHUP as u32;

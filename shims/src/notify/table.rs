@@ -14,9 +14,7 @@ use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
 use rdmasock_core::os::memfd;
 
 use crate::notify::epoll::Epoll;
-use crate::objects::holders;
-use crate::objects::listener::Listener;
-use crate::objects::socket::Socket;
+use crate::objects::{holders, listener::Listener, socket::Socket};
 use crate::sys::vfork;
 
 /// Bound of the fds that are accelerated: the kernel's default for fs.nr_open.

@@ -9,15 +9,13 @@
 use std::net::SocketAddr;
 use std::sync::atomic::Ordering::Relaxed;
 
-use rdmasock_core::os::heap;
 use rdmasock_core::rendezvous::{names, route};
 use rdmasock_core::stats::{Direction, Reason, Why};
-use rdmasock_core::stream::handshake::Role;
+use rdmasock_core::{os::heap, stream::handshake::Role};
 
-use crate::objects::holders;
-use crate::objects::library::Library;
 use crate::objects::mailbox::{Command, Ref};
 use crate::objects::socket::{Socket, Stage, tuple_of};
+use crate::objects::{holders, library::Library};
 use crate::signals::handler;
 use crate::sys::errno;
 

@@ -8,26 +8,18 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::atomic::Ordering::Acquire;
 
 use libc::c_int;
-use rdmasock_core::fabric::waiter::WaiterId;
-use rdmasock_core::os::thread;
 use rdmasock_core::stats::{Asleep, Call, Reason, StatsPage};
-use rdmasock_core::stream::connection;
+use rdmasock_core::{fabric::waiter::WaiterId, os::thread, stream::connection};
 use rustix::net::sockopt;
 
 use crate::config::spin::Peers;
-use crate::notify::ready::change_interest;
-use crate::notify::{call, ready};
-use crate::objects::holders;
-use crate::objects::library::Library;
+use crate::notify::{call, ready, ready::change_interest};
 use crate::objects::link::{Link, Poller, Remote, Turn};
 use crate::objects::socket::{Known, Sleeping, Socket, Stage};
-use crate::objects::waiters::Waiters;
-use crate::signals::handler;
-use crate::signals::jump::within;
-use crate::sys::points::point;
-use crate::sys::real::Cancellable;
-use crate::sys::time::{Deadline, Timeout};
-use crate::sys::{errno, time};
+use crate::objects::{holders, library::Library, waiters::Waiters};
+use crate::signals::{handler, jump::within};
+use crate::sys::time::{self, Deadline, Timeout};
+use crate::sys::{errno, points::point, real::Cancellable};
 
 /// Bound on the wait of a call that has moved bytes, after a handler has run, ns.
 const PARTIAL: u64 = 20_000_000;

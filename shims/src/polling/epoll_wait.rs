@@ -9,32 +9,21 @@ use std::os::fd::AsRawFd;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
 use std::sync::atomic::{AtomicBool, AtomicU32};
 
-use rdmasock_core::cycles;
-use rdmasock_core::fabric::waiter::WaiterId;
 use rdmasock_core::os::{kernel, thread};
-use rdmasock_core::stats::Call;
+use rdmasock_core::{cycles, fabric::waiter::WaiterId, stats::Call};
 use rustix::io::Errno;
 
-use crate::config::spin;
-use crate::config::spin::Peers;
+use crate::config::spin::{self, Peers};
 use crate::notify::epoll::{ALWAYS, ET, Epoll, Far, Item, Links, Named, ONESHOT, Set, keep, strip};
-use crate::notify::fork::reclaim;
-use crate::notify::table;
-use crate::notify::table::Entry;
-use crate::notify::wait::Record;
-use crate::objects::library::Library;
-use crate::objects::link::Link;
-use crate::objects::mailbox::Command;
-use crate::objects::socket::EpollSet as _;
-use crate::objects::waiters::SERVICE;
-use crate::objects::{holders, link, socket};
-use crate::polling::readiness;
-use crate::polling::readiness::Arm;
-use crate::signals::handler;
-use crate::signals::jump::or_if_cancelled;
-use crate::sys::points::point;
-use crate::sys::time::{Deadline, Timeout};
-use crate::sys::{errno, time};
+use crate::notify::table::{self, Entry};
+use crate::notify::{fork::reclaim, wait::Record};
+use crate::objects::link::{self, Link};
+use crate::objects::socket::{self, EpollSet as _};
+use crate::objects::{holders, library::Library, mailbox::Command, waiters::SERVICE};
+use crate::polling::readiness::{self, Arm};
+use crate::signals::{handler, jump::or_if_cancelled};
+use crate::sys::time::{self, Deadline, Timeout};
+use crate::sys::{errno, points::point};
 
 /// How long waits may be answered from the links alone before the kernel's set is checked again, in
 /// [cycles](rdmasock_core::cycles), some 20 us. Short enough not to be noticed, long enough that a busy program makes

@@ -9,25 +9,19 @@ use std::os::fd::AsRawFd;
 use libc::{nfds_t, pollfd};
 use rdmasock_core::fabric::waiter::{Slots, WaiterId};
 use rdmasock_core::os::{kernel, thread};
-use rdmasock_core::scratch::Scratch;
-use rdmasock_core::stats::Call;
+use rdmasock_core::{scratch::Scratch, stats::Call};
 use smallvec::SmallVec;
 
 use crate::config::spin::{Peers, Spinner};
-use crate::notify::epoll::ALWAYS;
-use crate::notify::table::{Entry, Token};
+use crate::notify::table::{self, Entry, Token};
 use crate::notify::wait::{Record, Sleeper, prefer_tcp};
-use crate::notify::{call, table};
+use crate::notify::{call, epoll::ALWAYS};
 use crate::objects::library::Library;
 use crate::objects::link::{Link, Poller, StandBy, Turn};
 use crate::objects::socket::{Socket, Stage};
-use crate::polling::readiness;
-use crate::polling::readiness::Arm;
-use crate::signals::handler;
-use crate::signals::jump::within;
-use crate::sys::errno;
-use crate::sys::points::point;
-use crate::sys::time::Timeout;
+use crate::polling::readiness::{self, Arm};
+use crate::signals::{handler, jump::within};
+use crate::sys::{errno, points::point, time::Timeout};
 
 static SPINNER: Spinner = Spinner::new();
 

@@ -8,19 +8,15 @@
 
 use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
-use rdmasock_core::ids::Vqpn;
-use rdmasock_core::lock::Lock;
-use rdmasock_core::stream::connection;
-use rdmasock_core::stream::connection::Behind;
+use rdmasock_core::stream::connection::{self, Behind};
+use rdmasock_core::{ids::Vqpn, lock::Lock};
 use rustix::event::PollFlags;
 
 use crate::data::{rx, tx};
 use crate::notify::ready::{ENDED, ERR, HUP, RDHUP, among_markers, arm_data, is_reader_gone, kernel, progress};
 use crate::notify::{call, ready};
-use crate::objects::link::Link;
-use crate::objects::socket;
-use crate::objects::socket::{ERROR_QUEUE, Mode, Socket};
-use crate::objects::waiters::SERVICE;
+use crate::objects::socket::{self, ERROR_QUEUE, Mode, Socket};
+use crate::objects::{link::Link, waiters::SERVICE};
 use crate::sys::points::point;
 
 const IN: u32 = (libc::EPOLLIN | libc::EPOLLRDNORM) as u32;

@@ -648,10 +648,8 @@ impl EpollSet for Epoll {
         let Some(item) = set.item(index, socket).filter(|item| item.taken) else {
             return;
         };
-        let Some(control) = socket.control.lock() else {
-            return;
-        };
-        if !control.own.fds.contains(&item.fd) {
+        let control = socket.control.lock();
+        if !control.as_ref().is_some_and(|c| c.own.fds.contains(&item.fd)) {
             return;
         }
         let (fd, data, events) = (item.fd, item.data, item.events);
@@ -672,7 +670,7 @@ impl EpollSet for Epoll {
 }
 
 /// Adds an fd to a kernel's set.
-fn add_to(set: BorrowedFd<'_>, fd: BorrowedFd<'_>, events: u32, data: u64) -> rustix::io::Result<()> {
+pub(crate) fn add_to(set: BorrowedFd<'_>, fd: BorrowedFd<'_>, events: u32, data: u64) -> rustix::io::Result<()> {
     let (events, data) = (
         kernel::EventFlags::from_bits_retain(events),
         kernel::EventData::new_u64(data),

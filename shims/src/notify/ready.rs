@@ -3,7 +3,7 @@
 //! Also asks the kernel about the TCP socket (anchor), and adds it to the service thread's epoll set. The present
 //! readiness is in `polling/readiness`.
 
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
 use rdmasock_core::fabric::ring::{Consumer, Producer, RxFlags, Wake};
@@ -12,6 +12,7 @@ use rdmasock_core::ids::Vqpn;
 use rdmasock_core::stream::connection::{self, Ahead, SocketIo as _, Task};
 use rustix::event::{PollFd, PollFlags, epoll as kernel};
 
+use crate::notify::epoll::add_to;
 use crate::objects::mailbox::{kind, tag};
 use crate::objects::socket::{Interest, Mode, Sleeping, Socket};
 use crate::objects::{library::Library, link::Link, waiters::SERVICE};
@@ -283,13 +284,8 @@ pub fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut Interes
 pub fn watch(socket: &Socket, fd: BorrowedFd<'_>) -> bool {
     let generation = socket.generation.load(Acquire) & 0xffff_ffff;
     let data = tag(kind::ANCHOR, u64::from(socket.slot) << 32 | generation);
-    let flags = kernel::EventFlags::IN
-        | kernel::EventFlags::OUT
-        | kernel::EventFlags::RDHUP
-        | kernel::EventFlags::PRI
-        | kernel::EventFlags::ET;
-    let set = &Library::get().service.epoll;
-    kernel::add(set, fd, kernel::EventData::new_u64(data), flags).is_ok()
+    let events = libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLRDHUP | libc::EPOLLPRI | libc::EPOLLET;
+    add_to(Library::get().service.epoll.as_fd(), fd, events as u32, data).is_ok()
 }
 
 /// Removes the TCP socket from the service thread's epoll set before it is closed. The caller holds the control lock.

@@ -131,16 +131,14 @@ fn settle(library: &Library, socket: &'static Socket) -> bool {
         return false;
     };
     let (connector, acceptor) = (tuple.connector(), tuple.acceptor());
-    let reason = match library.refuses(connector, acceptor, Direction::Connect) {
-        Some(reason) => Some(reason),
-        None if socket.promotion.holders.may_be_several() => None,
-        None => match route::is_here(connector.ip(), acceptor.ip()) {
-            true if names::is_served(acceptor.port()) => None,
-            true => Some(Reason::PeerWithout),
-            false if library.reach.verbs_ready() => None,
-            false => Some(Reason::OtherHost),
-        },
-    };
+    let refused = library.refuses(connector, acceptor, Direction::Connect);
+    let reason = refused.or_else(|| match route::is_here(connector.ip(), acceptor.ip()) {
+        _ if socket.promotion.holders.may_be_several() => None,
+        true if names::is_served(acceptor.port()) => None,
+        true => Some(Reason::PeerWithout),
+        false if library.reach.verbs_ready() => None,
+        false => Some(Reason::OtherHost),
+    });
     if let Some(reason) = reason {
         stay(socket, reason.into());
     }

@@ -103,6 +103,7 @@ impl Epoll {
             if let Some(n) = wait.run(deadline, left) {
                 return n;
             }
+            drop(wait);
             left = deadline.left();
             match table::lookup(fd) {
                 Entry::Epoll(now) => set = now,
@@ -313,7 +314,10 @@ impl Wait<'_> {
             // SAFETY: so many entries are filled.
             let all = unsafe { std::slice::from_raw_parts_mut(self.events, self.filled as usize) };
             if set.moves.load(Acquire) != self.moves {
-                return without_repeats(all, ours as usize);
+                // A socket may have moved between the two sets meanwhile. The kernel never lists one twice: a program
+                // that does one blocking read for each entry would hang at the second.
+                let (listed, rest) = all.split_at_mut((ours as usize).min(all.len()));
+                return ours + keep(rest, |data| !listed.iter().any(|e| e.u64 == data)) as c_int;
             }
             if set.is_mixed()
                 && let Some(both) = all.get_mut(..end as usize)
@@ -516,17 +520,6 @@ impl Wait<'_> {
     }
 }
 
-/// Removes entries from `front` on that repeat one before: the socket moved between the two sets meanwhile. Returns how
-/// many entries are left.
-///
-/// The kernel never lists a socket twice. A program that does one blocking read for each entry would hang at the
-/// second.
-fn without_repeats(all: &mut [libc::epoll_event], front: usize) -> c_int {
-    let (listed, rest) = all.split_at_mut(front.min(all.len()));
-    let kept = keep(rest, |data| !listed.iter().any(|e| e.u64 == data));
-    (front + kept) as c_int
-}
-
 // A wait in the kernel's set alone. An item may be taken over at any moment of the wait, so the gate counts the thread.
 // The thread that makes the set active sees it there, rings the bell, and counts a sleeper for it.
 
@@ -601,22 +594,10 @@ impl Wait<'_> {
 
     /// Holds the set: the wait is about to spin or sleep. Returns false if the fd stands for another file by now.
     fn enter(&mut self) -> bool {
-        if self.is_inside {
-            return true;
-        }
+        let was_inside = self.is_inside;
         // `Epoll::release` is called once the table has lost the fd, and then checks for waits inside.
         self.hold();
-        let is_named = self.is_named();
-        if !is_named {
-            self.leave();
-        }
-        is_named
-    }
-
-    fn leave(&mut self) {
-        self.is_inside = false;
-        self.set.inside.leave();
-        self.set.end_if_left();
+        was_inside || self.is_named()
     }
 
     /// Returns the fd for the kernel's call.
@@ -633,7 +614,8 @@ impl Drop for Wait<'_> {
     fn drop(&mut self) {
         if self.is_inside {
             let errno = errno::get();
-            self.leave();
+            self.set.inside.leave();
+            self.set.end_if_left();
             errno::set(errno);
         }
     }

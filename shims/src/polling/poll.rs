@@ -131,9 +131,10 @@ pub fn poll(set: &mut [pollfd], timeout: Timeout, real: Real<'_>) -> c_int {
         }
         // Completions on links to other hosts wake this thread itself. Before the sleepers are added: arming takes in
         // completions, and would ring the sleeper's bell for them.
-        let (mut pollers, mut standing_by) = (std::mem::take(&mut kept), Vec::new());
+        let mut pollers = std::mem::take(&mut kept);
+        let mut standing_by = Vec::new();
         if let Some(lease) = &lease {
-            take_turns(set, lease.0, &mut pollers, &mut standing_by);
+            standing_by = take_turns(set, lease.0, &mut pollers);
             for (p, token) in set.iter().zip(&tokens) {
                 if let Some(socket) = table::socket(p.fd).filter(|s| s.is_watched())
                     && table::token(p.fd) == *token
@@ -246,12 +247,8 @@ fn look_up(set: &[pollfd], tokens: &mut Tokens) {
 
 /// Decides for each link to another host whether the thread polls its completion descriptor or stands by. A thread that
 /// polled in its last sleep polls again, if that sleep ended for other threads only (`pollers`).
-fn take_turns(
-    set: &[pollfd],
-    waiter: WaiterId,
-    pollers: &mut Vec<Poller<'static>>,
-    standing_by: &mut Vec<StandBy<'static>>,
-) {
+fn take_turns(set: &[pollfd], waiter: WaiterId, pollers: &mut Vec<Poller<'static>>) -> Vec<StandBy<'static>> {
+    let mut standing_by: Vec<StandBy<'_>> = Vec::new();
     pollers.retain(Poller::stays);
     for p in set {
         let Some(remote) = table::socket(p.fd).and_then(Socket::link).and_then(Link::remote) else {
@@ -266,6 +263,7 @@ fn take_turns(
             Turn::Down => {}
         }
     }
+    standing_by
 }
 
 /// Adds the sleeper's own fds to the kernel's array. As far as possible they replace entries that the kernel does not

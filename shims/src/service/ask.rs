@@ -26,7 +26,7 @@ const CHANNEL_LIFE: u64 = 10_000_000_000;
 /// How long a destination counts as one without the library.
 const ABSENT_FOR: Duration = Duration::from_secs(5);
 /// The most questions that wait for an answer at a time. More would come faster than the peer's one thread answers, and
-/// time out. The bound is below the number of channels that one user may have at a name (`channels::Guests`).
+/// time out. The bound is below the number of channels that one user may have at a name (`channels::most_guests`).
 const MOST_ASKS: usize = 48;
 /// How long an answer within the host may take.
 pub const ASK_TIMEOUT: Duration = Duration::from_secs(2);
@@ -237,12 +237,10 @@ impl Worker {
             greets: None,
         };
         if send(&channel, &asking.question(request, self.library.id), &[])
-            && let Some(conn) = self.register(channel, peer)
+            && let Some(conn) = self.register(channel, peer, CHANNEL_LIFE)
         {
             self.library.stats.count(Event::Ask);
             asking.asked.insert(conn);
-            let until = crate::sys::time::now_ns() + CHANNEL_LIFE;
-            self.asked_until.push_back((until, conn));
         }
     }
 
@@ -269,16 +267,15 @@ impl Worker {
 
     /// Closes the channel of one question once HELLO is in TCP, or will not be (P16). Until then keeps it, for
     /// `CHANNEL_LIFE` at a time.
-    fn done_asking(&mut self, conn: u64) {
-        let Some(Peer::Asked { greets, .. }) = self.conns.get(&conn).map(|c| &c.peer) else {
-            return;
-        };
-        let socket = greets.and_then(|r| r.get());
+    pub(super) fn done_asking(&mut self, id: u64) {
+        let Some(conn) = self.conns.get_mut(&id) else { return };
+        let Peer::Asked { greets, .. } = conn.peer else { return };
+        let socket = greets.and_then(Ref::get);
         if socket.is_some_and(|socket| socket.tx.lock().is_none_or(|tx| !tx.marker.is_empty())) {
-            let until = crate::sys::time::now_ns() + CHANNEL_LIFE;
-            return self.asked_until.push_back((until, conn));
+            conn.until = Some(crate::sys::time::now_ns() + CHANNEL_LIFE);
+        } else {
+            self.hang_up(id, Reason::None);
         }
-        self.hang_up(conn, Reason::None);
     }
 
     pub(super) fn on_redirect(&mut self, conn: u64, request: u64, instance: InstanceId) {
@@ -430,16 +427,6 @@ impl Worker {
                     false => later(socket, Reason::TimedOut.into()),
                 }
             }
-        }
-    }
-
-    /// Ends the wait on channels of one question whose time is over: an answer that has not come by then will not come.
-    pub(super) fn expire_asked(&mut self, now: u64) {
-        while let Some((until, conn)) = self.asked_until.front().copied()
-            && until <= now
-        {
-            self.asked_until.pop_front();
-            self.done_asking(conn);
         }
     }
 }

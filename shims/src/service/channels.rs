@@ -1,7 +1,9 @@
-//! The channels to peers: the messages that come over them, their handlers, and the end of a channel. [`Guests`] limits
-//! how many channels peers keep open.
+//! The channels to peers: the messages that come over them, their handlers, and the end of a channel.
+//!
+//! Any process on the host can connect to this instance's names. A *guest* is a channel that was opened so and has not
+//! become a link. The guests are limited in number and time. A correct peer asks at once, waits some seconds at most for
+//! the answer, and closes. So evicting the oldest guest hits a peer that is done, or that never sent a request.
 
-use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd};
 
 use rdmasock_core::os::channel::{Channel, Received, RecvError};
@@ -26,7 +28,7 @@ const APART_AGAIN: u64 = 50_000_000;
 /// The uid that the kernel shows for each user of another user namespace.
 const OVERFLOW_UID: u32 = 65_534;
 /// Time until a guest must send its first message, ns.
-const SILENT_FOR: u64 = 3_000_000_000;
+pub(super) const SILENT_FOR: u64 = 3_000_000_000;
 /// Time that a guest may stay after its last message, ns. Longer than any asker waits for an answer.
 const IDLE_FOR: u64 = 10_000_000_000;
 /// The most guests, if the process may have enough descriptors.
@@ -39,14 +41,15 @@ const DESCRIPTORS: u64 = 8;
 const LEAST: usize = 8;
 
 impl Worker {
-    /// Takes a channel into the epoll set and returns its id; `None` if the set does not take it.
-    pub(super) fn register(&mut self, channel: Channel, peer: Peer) -> Option<u64> {
+    /// Takes a channel into the epoll set for `life` ns and returns its id; `None` if the set does not take it.
+    pub(super) fn register(&mut self, channel: Channel, peer: Peer, life: u64) -> Option<u64> {
         let id = self.new_conn();
         let flags = kernel::EventFlags::IN | kernel::EventFlags::RDHUP;
         if !self.add(channel.as_fd(), tag(kind::CHANNEL, id), flags) {
             return None;
         }
-        self.conns.insert(id, Conn::new(Some(channel), peer));
+        let until = Some(crate::sys::time::now_ns() + life);
+        self.conns.insert(id, Conn::new(Some(channel), peer, until));
         Some(id)
     }
 
@@ -67,7 +70,7 @@ impl Worker {
                 Err(_) => {
                     // No descriptor is left: the oldest guest is closed. If there is no guest, the names are not polled
                     // for a moment; they stay readable.
-                    match self.guests.first() {
+                    match self.guests().into_iter().map(|guest| guest.id).min() {
                         Some(first) => self.hang_up(first, Reason::Resources),
                         None => return self.listen_to_names(false),
                     }
@@ -82,20 +85,39 @@ impl Worker {
         }
         // All users that the kernel cannot name count as one.
         let uid = channel.peer().map_or(u32::MAX, |c| c.uid);
-        let offered = None;
-        let Some(id) = self.register(channel, Peer::Incoming { listener, offered }) else {
-            return;
-        };
-        if let Some(leaves) = self.guests.admit(id, uid, crate::sys::time::now_ns()) {
+        if let Some(leaves) = who_leaves(&self.guests(), self.most_guests, uid) {
             self.hang_up(leaves, Reason::LinkLimit);
         }
+        let peer = Peer::Incoming {
+            listener,
+            uid,
+            offered: None,
+        };
         // As a rule the question has come already.
-        self.on_channel(id);
+        if let Some(id) = self.register(channel, peer, SILENT_FOR) {
+            self.on_channel(id);
+        }
     }
 
-    pub(super) fn expire_guests(&mut self, now: u64) {
-        for id in self.guests.overdue(now) {
-            self.hang_up(id, Reason::TimedOut);
+    fn guests(&self) -> Vec<Guest> {
+        let guest = |(id, conn): (&u64, &Conn)| match conn.peer {
+            Peer::Incoming { uid, .. } => Some(Guest {
+                id: *id,
+                uid,
+                until: conn.until?,
+            }),
+            _ => None,
+        };
+        self.conns.iter().filter_map(guest).collect()
+    }
+
+    /// Ends the channels and attempts whose time is over.
+    pub(super) fn expire_conns(&mut self, now: u64) {
+        for id in keys(&self.conns, |conn| conn.until.is_some_and(|at| at <= now)) {
+            match self.conns.get(&id).map(|conn| &conn.peer) {
+                Some(Peer::Asked { .. }) => self.done_asking(id),
+                _ => self.hang_up(id, Reason::LinkFailed),
+            }
         }
     }
 
@@ -184,7 +206,11 @@ impl Worker {
     fn on_received(&mut self, id: u64, received: Received<'_>) {
         match Message::decode(received.bytes) {
             Ok(message) => {
-                self.guests.on_word(id, crate::sys::time::now_ns());
+                if let Some(conn) = self.conns.get_mut(&id)
+                    && matches!(conn.peer, Peer::Incoming { .. })
+                {
+                    conn.until = Some(crate::sys::time::now_ns() + IDLE_FOR);
+                }
                 if received.fds_lost {
                     self.on_lost_fds(id, &message);
                 } else {
@@ -213,7 +239,7 @@ impl Worker {
             (Some(Peer::Incoming { .. }), M::Link { cookie, instance_c, .. }) => {
                 self.library.offers.has(cookie, instance_c)
             }
-            (Some(Peer::Linking { .. }), M::LinkAccept { .. })
+            (Some(Peer::Linking(_)), M::LinkAccept { .. })
             | (Some(Peer::Link(_)), M::Waiter { .. } | M::TakeBack { .. }) => true,
             _ => false,
         }
@@ -394,8 +420,6 @@ impl Worker {
 
     /// Closes a channel that has ended, or must not be used any more, and ends what depends on it.
     pub(super) fn hang_up(&mut self, id: u64, why: Reason) {
-        self.links.half_open.remove(&id);
-        self.guests.on_gone(id);
         let Some(conn) = self.conns.remove(&id) else {
             return;
         };
@@ -406,9 +430,10 @@ impl Worker {
             Peer::Incoming {
                 offered: Some(nonce), ..
             } if why == Reason::PeerGone => self.handshakes.on_asker_gone(nonce, crate::sys::time::now_ns()),
-            Peer::Incoming { .. } | Peer::Remote(_) => {}
+            Peer::Incoming { .. } | Peer::Remote(_) | Peer::Closed(_) => {}
             Peer::Asked { request, .. } => self.on_silence(id, request),
-            Peer::Linking { peer } => self.end_pending(peer, None),
+            Peer::Linking(pending) => pending.end(None),
+            Peer::Arriving(arriving) => self.give_up_arriving(arriving),
             Peer::Link(link) => {
                 self.forget_link_fds(link);
                 self.link_down(link, why);
@@ -424,108 +449,71 @@ pub(super) fn send(channel: &Channel, message: &Message, fds: &[BorrowedFd<'_>])
     bytes.is_ok_and(|bytes| channel.send(bytes, fds).is_ok())
 }
 
+/// A guest, as it counts among the others.
 struct Guest {
+    id: u64,
     uid: u32,
     /// When the guest's time is over, monotonic ns.
     until: u64,
 }
 
-/// The open guests: an account that limits how many channels peers keep open to this instance, and for how long. Any
-/// process on the host can connect to its names.
-///
-/// A guest is a channel that was opened to one of this instance's names and has not become a link. A correct peer asks
-/// at once, waits some seconds at most for the answer, and closes. So evicting the oldest guest hits a peer that is
-/// done, or that never sent a request.
-pub struct Guests {
-    /// By channel id, so that the oldest guest is first.
-    all: BTreeMap<u64, Guest>,
-    most: usize,
+/// Returns the most guests of a process that may have `descriptors` descriptors.
+pub fn most_guests(descriptors: u64) -> usize {
+    usize::try_from(descriptors / DESCRIPTORS).map_or(MOST, |most| most.clamp(LEAST, MOST))
 }
 
-impl Guests {
-    /// Returns an empty account, for a process that may have `descriptors` descriptors.
-    pub fn new(descriptors: u64) -> Self {
-        let most = usize::try_from(descriptors / DESCRIPTORS).unwrap_or(MOST);
-        Self {
-            all: BTreeMap::new(),
-            most: most.clamp(LEAST, MOST),
-        }
-    }
-
-    /// Adds the channel `id` as a guest; ids only grow, so it is the newest. Returns the guest that has to be closed to
-    /// make room, `None` if there is room. If `uid` has reached its share, that is one of `uid`'s guests; else one of
-    /// the user with the most.
-    fn admit(&mut self, id: u64, uid: u32, now: u64) -> Option<u64> {
-        let leaves = if self.count(uid) >= (self.most / SHARE).max(LEAST) {
-            self.first_of(uid)
-        } else if self.all.len() >= self.most {
-            let most = self.all.values().map(|g| g.uid).max_by_key(|uid| self.count(*uid));
-            most.and_then(|uid| self.first_of(uid))
-        } else {
-            None
-        };
-        if let Some(leaves) = leaves {
-            self.all.remove(&leaves);
-        }
-        let guest = Guest {
-            uid,
-            until: now + SILENT_FOR,
-        };
-        self.all.insert(id, guest);
-        leaves
-    }
-
-    fn count(&self, uid: u32) -> usize {
-        self.all.values().filter(|g| g.uid == uid).count()
-    }
-
-    /// Returns the user's guest whose time is over next.
-    fn first_of(&self, uid: u32) -> Option<u64> {
-        let of_user = self.all.iter().filter(|(_, g)| g.uid == uid);
-        of_user.min_by_key(|(_, g)| g.until).map(|(id, _)| *id)
-    }
-
-    /// Notes that a message has come over the channel.
-    fn on_word(&mut self, id: u64, now: u64) {
-        if let Some(guest) = self.all.get_mut(&id) {
-            guest.until = now + IDLE_FOR;
-        }
-    }
-
-    /// Removes a channel that is closed, or has become a link's.
-    pub fn on_gone(&mut self, id: u64) {
-        self.all.remove(&id);
-    }
-
-    /// Returns the oldest guest, which is closed when no descriptor is left.
-    pub fn first(&self) -> Option<u64> {
-        self.all.keys().next().copied()
-    }
-
-    /// Returns the guests whose time is over.
-    fn overdue(&self, now: u64) -> Vec<u64> {
-        keys(&self.all, |guest| guest.until <= now)
-    }
-
-    /// Returns when the next guest's time is over, monotonic ns; `None` without guests.
-    pub fn next_timeout(&self) -> Option<u64> {
-        self.all.values().map(|g| g.until).min()
-    }
+/// Returns the guest that has to be closed to make room for another one of `uid`; `None` if there is room. If `uid` has
+/// reached its share, that is one of `uid`'s guests; else one of the user with the most.
+fn who_leaves(guests: &[Guest], most: usize, uid: u32) -> Option<u64> {
+    let of_user = |uid| guests.iter().filter(move |guest| guest.uid == uid);
+    let loser = if of_user(uid).count() >= (most / SHARE).max(LEAST) {
+        uid
+    } else if guests.len() >= most {
+        let users = guests.iter().map(|guest| guest.uid);
+        users.max_by_key(|uid| of_user(*uid).count())?
+    } else {
+        return None;
+    };
+    of_user(loser)
+        .min_by_key(|guest| (guest.until, guest.id))
+        .map(|guest| guest.id)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::service::tests::{guest, say, worker};
+
+    /// The guests of a process, in the order in which they came.
+    struct Guests {
+        all: Vec<Guest>,
+        most: usize,
+    }
+
+    impl Guests {
+        fn new(descriptors: u64) -> Self {
+            let most = most_guests(descriptors);
+            Self { all: Vec::new(), most }
+        }
+
+        /// Adds a guest that has until `until` to send a message. Returns the guest that leaves.
+        fn admit(&mut self, id: u64, uid: u32, until: u64) -> Option<u64> {
+            let leaves = who_leaves(&self.all, self.most, uid);
+            self.all.retain(|guest| Some(guest.id) != leaves);
+            self.all.push(Guest { id, uid, until });
+            leaves
+        }
+    }
 
     #[test]
     fn a_user_with_too_many_loses_his_own_the_silent_first() {
         let mut guests = Guests::new(2048);
         assert_eq!(guests.most, 256);
         assert_eq!(guests.admit(1, 7, 0), None);
-        for id in 2..66 {
+        assert_eq!(guests.admit(2, 5, 1), None);
+        for id in 3..66 {
             assert_eq!(guests.admit(id, 5, 0), None);
         }
-        guests.on_word(2, 0);
         assert_eq!(guests.admit(66, 5, 0), Some(3));
         assert_eq!(guests.admit(67, 7, 0), None);
     }
@@ -551,15 +539,15 @@ mod tests {
 
     #[test]
     fn who_says_nothing_has_less_time() {
-        let mut guests = Guests::new(2048);
-        guests.admit(1, 0, 0);
-        guests.admit(2, 0, 0);
-        guests.on_word(2, 1);
-        assert_eq!(guests.next_timeout(), Some(SILENT_FOR));
-        assert_eq!(guests.overdue(SILENT_FOR), [1]);
-        guests.on_gone(1);
-        assert_eq!(guests.overdue(1 + IDLE_FOR), [2]);
-        guests.on_gone(2);
-        assert_eq!((guests.first(), guests.next_timeout()), (None, None));
+        let mut worker = worker();
+        let [(silent, _first), (other, second)] = [(); 2].map(|()| guest(&mut worker));
+        let nonce_s = rdmasock_core::ids::Nonce::random().unwrap();
+        say(&second, &Message::Cancel { nonce_s });
+        worker.on_channel(other);
+        let now = crate::sys::time::now_ns();
+        worker.expire_conns(now + SILENT_FOR);
+        assert!(!worker.conns.contains_key(&silent) && worker.conns.contains_key(&other));
+        worker.expire_conns(now + IDLE_FOR);
+        assert!(!worker.conns.contains_key(&other));
     }
 }

@@ -286,7 +286,7 @@ impl Worker {
         if !self.control.queries.insert(id, query, now) {
             return self.library.stats.count(Event::ControlRate);
         }
-        self.conns.insert(conn, Conn::new(None, Peer::Remote(id)));
+        self.conns.insert(conn, Conn::new(None, Peer::Remote(id), None));
         if self.handshakes.accepted(&tuple).is_some() {
             return self.on_ask(conn, request, tuple, nonce_c, instance_c);
         }

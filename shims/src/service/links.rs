@@ -1,7 +1,6 @@
 //! Links: how they are made, the messages on their side channels, and their end. [`Rings`] changes the sizes of the
 //! rings on them.
 
-use std::collections::HashMap;
 use std::os::fd::AsFd;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use std::time::Duration;
@@ -10,17 +9,15 @@ use rdmasock_core::fabric::layout::Layout;
 use rdmasock_core::fabric::shm::Memory;
 use rdmasock_core::fabric::waiter::{MAX_WAITERS, WaiterId};
 use rdmasock_core::ids::{Cookie, InstanceId};
-use rdmasock_core::os::channel::Channel;
 use rdmasock_core::os::memfd;
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::rendezvous::names;
 use rdmasock_core::stats::{Event, LinkInfo, Path, Reason};
 use rdmasock_core::stream::connection;
 use rdmasock_core::stream::connection::{Broken, MOST_ASIDE, SocketIo as _};
-use rdmasock_core::wire::{Geometry, Introduction, LinkAddress, LinkOffer, Message};
+use rdmasock_core::wire::{Geometry, LinkAddress, LinkOffer, Message};
 
 use crate::config::config;
-use crate::config::verbs::{Acceptor, Pair};
 use crate::data::rx::Shrunk;
 use crate::data::{rx, tx};
 use crate::notify::epoll::Epoll;
@@ -32,7 +29,7 @@ use crate::objects::waiters::SERVICE;
 use crate::objects::{cgroup, link, socket};
 use crate::service::ask::ASK_TIMEOUT;
 use crate::service::channels::send;
-use crate::service::{Conn, Peer, Worker, ends_of, keys, rings};
+use crate::service::{Conn, Peer, Worker, rings};
 use crate::sys::points::point;
 
 /// Time to the next check of a dead link on which a thread still sleeps, ns. Work requests that are in flight on its
@@ -52,63 +49,22 @@ const SHRINK_EVERY: u64 = 1_000_000_000;
 
 /// A link that this instance has asked for.
 pub struct Pending {
-    waiting: Vec<Ref>,
-    /// The arena that this end receives in; `None` between hosts.
-    mine: Option<(PrivateFd, Layout)>,
-    /// When the attempt is given up, monotonic ns.
-    deadline: u64,
-}
-
-/// An accepted connection that is not up yet.
-pub struct Arriving {
-    pub pair: Pair,
-    /// The introduction that the other end has sent.
-    pub introduction: Introduction,
-    /// The link that the connection is to be a bulk queue pair of; `None` for a link of its own.
-    pub bulk: Option<&'static Link>,
-    /// When the connection is given up, monotonic ns.
-    pub deadline: u64,
-}
-
-/// An accepted link over which nothing has come yet. The other end may not know of it: on iWARP the link is up here as
-/// soon as the answer has been sent.
-pub struct HalfOpen {
     pub peer: InstanceId,
-    /// The cookie of the other end's request.
-    pub cookie: Cookie,
-    /// When the link is given up, monotonic ns.
-    pub deadline: u64,
+    /// The connections whose handshakes need the link.
+    pub waiting: Vec<Ref>,
+    /// The arena that this end receives in; `None` between hosts.
+    pub mine: Option<(PrivateFd, Layout)>,
 }
 
-/// Links that are being made, accepted links over which nothing has come yet, and dead links. Live links are in
-/// `objects::link`.
-#[derive(Default)]
-pub struct LinkTable {
-    /// Links that this instance has asked for, by their peers.
-    pub pending: HashMap<InstanceId, Pending>,
-    /// The listeners for connections of other hosts.
-    pub acceptors: HashMap<u64, Acceptor>,
-    pub arriving: HashMap<u64, Arriving>,
-    pub half_open: HashMap<u64, HalfOpen>,
-    /// Dead links that are not freed yet.
-    pub dead: Vec<&'static Link>,
-}
-
-impl LinkTable {
-    /// Returns the lowest slot that no link has.
-    fn free_slot(&self) -> u32 {
-        let links = link::all();
-        let used = |s: &u32| links.iter().chain(&self.dead).any(|l| l.slot() == *s);
-        (0..).find(|s| !used(s)).unwrap_or(u32::MAX)
-    }
-
-    /// Returns the earliest deadline of a link that is being made, or over which nothing has come yet, monotonic ns.
-    /// `None` if there is no such link.
-    pub fn next_timeout(&self) -> Option<u64> {
-        let pending = self.pending.values().map(|pending| pending.deadline);
-        let arriving = self.arriving.values().map(|arriving| arriving.deadline);
-        let half_open = self.half_open.values().map(|half_open| half_open.deadline);
-        pending.chain(arriving).chain(half_open).min()
+impl Pending {
+    /// Continues the handshakes that wait: on `link`, or without one.
+    pub fn end(self, link: Option<&'static Link>) {
+        for r in self.waiting {
+            match link {
+                Some(link) => on_link(r, link),
+                None => no_link(r),
+            }
+        }
     }
 }
 
@@ -118,32 +74,21 @@ impl Worker {
         if let Some(link) = link::to(&peer) {
             return on_link(r, link);
         }
-        if let Some(pending) = self.links.pending.get_mut(&peer) {
-            pending.waiting.push(r);
-            return;
+        let pending = self.conns.values_mut().find_map(|conn| match &mut conn.peer {
+            Peer::Linking(pending) if pending.peer == peer => Some(pending),
+            _ => None,
+        });
+        if let Some(pending) = pending {
+            return pending.waiting.push(r);
         }
         let offer = offer.filter(|_| self.can_begin());
-        let dialled = offer.and_then(|offer| match offer.address {
-            LinkAddress::Shm => self.dial(peer, &offer.cookie).map(Some),
-            LinkAddress::Verbs(at) => {
-                let socket = r.get()?;
-                let (local, remote) = ends_of(socket, &socket::tuple_of(socket)?);
-                // Connects only to the host at the other end of the TCP connection.
-                let is_it = remote.ip() == at.ip();
-                (is_it && self.dial_remote(peer, local.ip(), at, &offer.cookie)).then_some(None)
-            }
+        let is_asked = offer.and_then(|offer| match offer.address {
+            LinkAddress::Shm => self.dial(r, peer, &offer.cookie),
+            LinkAddress::Verbs(at) => self.dial_remote(r, peer, at, &offer.cookie),
         });
-        let Some(mine) = dialled else {
-            return no_link(r);
-        };
-        let patience = if mine.is_some() { ASK_TIMEOUT } else { LINK_TIMEOUT };
-        let deadline = crate::sys::time::now_ns() + patience.as_nanos() as u64;
-        let pending = Pending {
-            waiting: vec![r],
-            mine,
-            deadline,
-        };
-        self.links.pending.insert(peer, pending);
+        if is_asked.is_none() {
+            no_link(r);
+        }
     }
 
     /// Makes the file of an arena, as large as files may be in this process. `None` if that fails.
@@ -153,7 +98,8 @@ impl Worker {
         Some((fd, layout))
     }
 
-    fn dial(&mut self, peer: InstanceId, cookie: &Cookie) -> Option<(PrivateFd, Layout)> {
+    /// Asks an instance of this host for a link. `None` if that fails.
+    fn dial(&mut self, r: Ref, peer: InstanceId, cookie: &Cookie) -> Option<()> {
         let channel = names::connect_to(names::instance(&peer).as_bytes()).ok()?;
         let (arena, layout) = self.make_arena()?;
         let message = Message::Link {
@@ -165,8 +111,13 @@ impl Worker {
         if !send(&channel, &message, &[arena.as_fd(), self.library.waiters.flags_fd()]) {
             return None;
         }
-        self.register(channel, Peer::Linking { peer })?;
-        Some((arena, layout))
+        let pending = Pending {
+            peer,
+            waiting: vec![r],
+            mine: Some((arena, layout)),
+        };
+        self.register(channel, Peer::Linking(pending), ASK_TIMEOUT.as_nanos() as u64)?;
+        Some(())
     }
 
     /// Handles LINK: a connector presents the cookie that it has read in TCP.
@@ -191,20 +142,17 @@ impl Worker {
         let Some((arena, layout, link)) = made else {
             return self.hang_up(conn, Reason::Resources);
         };
-        let Some(channel) = self.conns.get_mut(&conn).and_then(|c| c.channel.take()) else {
-            return;
-        };
         let message = Message::LinkAccept {
             instance_s: self.library.id,
             pid: rustix::process::getpid().as_raw_nonzero().get() as u32,
             geometry: own_geometry(&layout),
         };
-        if !send(&channel, &message, &[arena.as_fd(), self.library.waiters.flags_fd()]) {
-            self.conns.remove(&conn);
-            self.give_up(link);
-            return;
+        let fds = [arena.as_fd(), self.library.waiters.flags_fd()];
+        if self.with_channel(conn, |channel| send(channel, &message, &fds)) != Some(true) {
+            self.hang_up(conn, Reason::LinkFailed);
+            return self.give_up(link);
         }
-        self.establish(conn, link, channel);
+        self.establish(conn, link);
     }
 
     /// Handles LINK-ACCEPT: the link that this instance has asked for is up.
@@ -216,11 +164,10 @@ impl Worker {
         geometry: &Geometry,
         fds: Vec<PrivateFd>,
     ) {
-        let expected = match self.conns.get(&conn).map(|c| &c.peer) {
-            Some(Peer::Linking { peer }) => *peer,
-            _ => return self.hang_up(conn, Reason::Violation),
+        let Some(Peer::Linking(pending)) = self.conns.get_mut(&conn).map(|c| &mut c.peer) else {
+            return self.hang_up(conn, Reason::Violation);
         };
-        let mine = self.links.pending.get_mut(&expected).and_then(|p| p.mine.take());
+        let (expected, mine) = (pending.peer, pending.mine.take());
         let link = mine.filter(|_| instance == expected).and_then(|mine| {
             let memory = memory((&mine.0, mine.1), geometry, &fds)?;
             self.make_link(expected, pid, geometry.max_ring, &memory)
@@ -228,21 +175,8 @@ impl Worker {
         let Some(link) = link else {
             return self.hang_up(conn, Reason::LinkFailed);
         };
-        let Some(channel) = self.conns.get_mut(&conn).and_then(|c| c.channel.take()) else {
-            return self.give_up(link);
-        };
-        self.establish(conn, link, channel);
-        self.end_pending(expected, Some(link));
-    }
-
-    /// Continues the handshakes that wait for a link to `peer`: on `link`, or without one.
-    pub(super) fn end_pending(&mut self, peer: InstanceId, link: Option<&'static Link>) {
-        let pending = self.links.pending.remove(&peer);
-        for r in pending.map_or(Vec::new(), |pending| pending.waiting) {
-            match link {
-                Some(link) => on_link(r, link),
-                None => no_link(r),
-            }
+        if let Some(Peer::Linking(pending)) = self.establish(conn, link) {
+            pending.end(Some(link));
         }
     }
 
@@ -256,16 +190,24 @@ impl Worker {
     /// Gives up a link that was made and could not be put to use.
     pub(super) fn give_up(&mut self, link: &'static Link) {
         link.set_down(Reason::LinkFailed);
-        self.links.dead.push(link);
+        self.dead_links.push(link);
         self.free_dead_links();
     }
 
-    fn establish(&mut self, conn: u64, link: &'static Link, channel: Channel) {
-        link.attach(channel);
-        self.guests.on_gone(conn);
+    /// Makes a channel the link's. Returns what it was before.
+    fn establish(&mut self, id: u64, link: &'static Link) -> Option<Peer> {
+        let before = self.conns.insert(id, Conn::new(None, Peer::Link(link), None))?;
         // The fd's registration in the epoll set stays. The fd belongs to the link now.
-        self.conns.insert(conn, Conn::new(None, Peer::Link(link)));
+        link.attach(before.channel?);
         link::add(link);
+        Some(before.peer)
+    }
+
+    /// Returns the lowest slot that no link has.
+    fn free_slot(&self) -> u32 {
+        let links = link::all();
+        let used = |s: &u32| links.iter().chain(&self.dead_links).any(|l| l.slot() == *s);
+        (0..).find(|s| !used(s)).unwrap_or(u32::MAX)
     }
 
     /// Makes a link in a free slot by `make`, with its statistics. `None` if that fails.
@@ -276,7 +218,7 @@ impl Worker {
         peer_pid: u32,
         make: impl FnOnce(Identity) -> Option<&'static Link>,
     ) -> Option<&'static Link> {
-        let slot = self.links.free_slot();
+        let slot = self.free_slot();
         let info = LinkInfo {
             fabric,
             peer: *peer.as_bytes(),
@@ -291,18 +233,6 @@ impl Worker {
             self.library.stats.close_link(slot);
         }
         link
-    }
-
-    /// Gives up links that did not come up in time, and accepted links over which nothing has come.
-    pub(super) fn expire_links(&mut self, now: u64) {
-        for peer in keys(&self.links.pending, |pending| pending.deadline <= now) {
-            match self.conn_where(|other| matches!(other, Peer::Linking { peer: p } if *p == peer)) {
-                Some(id) => self.hang_up(id, Reason::TimedOut),
-                None => self.end_pending(peer, None),
-            }
-        }
-        self.drop_arriving(|arriving| arriving.deadline <= now);
-        self.drop_half_open(|half_open| half_open.deadline <= now);
     }
 
     pub(super) fn on_link_message(&mut self, link: &'static Link, message: Message, mut fds: Vec<PrivateFd>) {
@@ -453,7 +383,7 @@ impl Worker {
             }
             self.leave_dead(socket, why);
         }
-        self.links.dead.push(link);
+        self.dead_links.push(link);
         self.free_dead_links();
     }
 
@@ -500,7 +430,7 @@ impl Worker {
         let alarm = &mut self.alarms.free_links;
         *alarm = None;
         let now = crate::sys::time::now_ns();
-        self.links.dead.retain(|link| {
+        self.dead_links.retain(|link| {
             if !link.close_channel() {
                 // A thread is about to use the channel.
                 *alarm = Some(now + FREE_AGAIN);

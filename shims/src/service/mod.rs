@@ -19,7 +19,7 @@ use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr};
 use std::time::Duration;
 
-use rdmasock_core::ids::{InstanceId, Nonce, Tuple};
+use rdmasock_core::ids::{Cookie, Nonce, Tuple};
 use rdmasock_core::os::channel::Channel;
 use rdmasock_core::os::heap;
 use rdmasock_core::os::privatefd::PrivateFd;
@@ -37,11 +37,12 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
 use rustix::time::Timespec;
 
 use crate::config::reach::Devices;
+use crate::config::verbs::Acceptor;
 use crate::notify::ready;
 use crate::objects::library::Library;
 use crate::objects::link::Link;
 use crate::objects::listener::Listener;
-use crate::objects::mailbox::{Command, Mailbox, Ref, kind, tag};
+use crate::objects::mailbox::{Command, Mailbox, Ref, Remains, kind, tag};
 use crate::objects::socket::Socket;
 use crate::objects::waiters::SERVICE;
 use crate::objects::{link, socket};
@@ -50,9 +51,9 @@ use crate::service::answer::Handshakes;
 use crate::service::ask::Asking;
 use crate::service::control::Control;
 use crate::service::hosts::Hosts;
-use crate::service::links::{LinkTable, Rings};
-use crate::service::pairs::Bulk;
-use crate::service::watch::{Ends, Lingering};
+use crate::service::links::{Pending, Rings};
+use crate::service::pairs::{Arriving, Bulk};
+use crate::service::watch::Ends;
 use crate::signals::ending;
 use crate::sys::time;
 use crate::sys::time::wait_until;
@@ -75,11 +76,12 @@ const DELAYED_FOR: u64 = 200_000_000;
 const FIRST_PAUSE: Duration = Duration::from_millis(1);
 const LAST_PAUSE: Duration = Duration::from_secs(1);
 
-/// The purpose of a channel.
+/// The purpose of a channel, or of another descriptor that has an id.
 enum Peer {
-    /// A peer has connected to one of this instance's names.
+    /// A guest: a peer has connected to one of this instance's names.
     Incoming {
         listener: Option<&'static Listener>,
+        uid: u32,
         /// The nonce of the last YES that was sent there.
         offered: Option<Nonce>,
     },
@@ -90,27 +92,42 @@ enum Peer {
         /// The connection that sends HELLO after the YES that came over this channel.
         greets: Option<Ref>,
     },
-    /// A link was asked for there.
-    Linking { peer: InstanceId },
-    /// A link's side channel.
+    /// A link was asked for there. Between hosts without a channel: a thread connects.
+    Linking(Pending),
+    /// A queue pair that another host connects.
+    Arriving(Arriving),
+    /// A link's side channel; between hosts its queue pair.
     Link(&'static Link),
     /// No channel: a question on the control port, to which the answer is sent.
     Remote(QueryId),
+    /// No channel: a connection that outlives its close.
+    Closed(Remains),
 }
 
-/// A channel in the service thread's epoll set.
+/// A channel in the service thread's epoll set, or what else has an id and an end.
 struct Conn {
-    /// `None` for a link's channel, which the link owns, and for another host's question.
+    /// `None` for a link's channel, which the link owns, and where there is none.
     channel: Option<Channel>,
     peer: Peer,
+    /// When it ends if nothing comes of it, monotonic ns; `None` if it may stay.
+    until: Option<u64>,
+    /// The cookie with which another host has asked for the link, until something has come over it. On iWARP a link is
+    /// up here as soon as the answer has been sent, and the other end may not know of it.
+    cookie: Option<Cookie>,
     /// The channel that brings the next message, received apart. Until then the peer's channel is not read.
     apart: Option<Channel>,
 }
 
 impl Conn {
-    fn new(channel: Option<Channel>, peer: Peer) -> Self {
-        let apart = None;
-        Self { channel, peer, apart }
+    fn new(channel: Option<Channel>, peer: Peer, until: Option<u64>) -> Self {
+        let (cookie, apart) = (None, None);
+        Self {
+            channel,
+            peer,
+            until,
+            cookie,
+            apart,
+        }
     }
 }
 
@@ -137,22 +154,22 @@ struct Worker {
     conns: HashMap<u64, Conn>,
     /// Links whose next message has descriptors that could not be received yet.
     unread: Vec<u64>,
-    /// Channels that peers have opened to this instance's names.
-    guests: channels::Guests,
+    /// How many channels peers may keep open to this instance's names.
+    most_guests: usize,
     next_conn: u64,
     asks: HashMap<u64, Asking>,
     /// Connections that are asked for when earlier questions are over, in this order.
     to_ask: VecDeque<Ref>,
-    /// Channels that were made for one question, with the time until which they are kept (monotonic ns), in that order.
-    asked_until: VecDeque<(u64, u64)>,
     /// Destinations where no program with the library answers, and control ports that do not answer.
     absent: Absent,
     devices: Devices,
     handshakes: Handshakes,
-    links: LinkTable,
+    /// Dead links that are not freed yet. Live links are in `objects::link`.
+    dead_links: Vec<&'static Link>,
+    /// The listeners for links from other hosts.
+    acceptors: HashMap<u64, Acceptor>,
     /// The bulk queue pairs, by the slots of their links.
     bulks: HashMap<u32, Bulk>,
-    lingering: Lingering,
     /// Questions of other hosts.
     control: Control,
     /// Questions to other hosts.
@@ -394,7 +411,7 @@ impl Worker {
             kind::CHANNEL => self.on_channel(id),
             kind::APART => self.on_apart(id),
             kind::ANCHOR => self.on_anchor(id),
-            kind::LINGER => self.lingering.on_event(id),
+            kind::LINGER => self.on_closed(id),
             kind::ACCEPTOR => self.on_acceptor(id),
             kind::PAIR_STATE => self.on_pair_state(id),
             kind::COMPLETION => self.on_completion(id),
@@ -437,7 +454,9 @@ impl Worker {
             Command::Linger(remains) => {
                 let id = self.new_conn();
                 if self.add(remains.fd.as_fd(), tag(kind::LINGER, id), watch::EVENTS) {
-                    self.lingering.begin(id, remains);
+                    let until = Some(time::now_ns() + watch::patience(&remains));
+                    self.conns.insert(id, Conn::new(None, Peer::Closed(remains), until));
+                    self.on_closed(id);
                 }
             }
             Command::Listen => Listener::all().for_each(|listener| self.listen(listener)),
@@ -488,17 +507,16 @@ impl Worker {
             listeners: Vec::new(),
             conns: HashMap::new(),
             unread: Vec::new(),
-            guests: channels::Guests::new(descriptors.unwrap_or(u64::MAX)),
+            most_guests: channels::most_guests(descriptors.unwrap_or(u64::MAX)),
             next_conn: 1,
             asks: HashMap::new(),
             to_ask: VecDeque::new(),
-            asked_until: VecDeque::new(),
             absent: Absent::new(4096),
             devices: Devices::default(),
             handshakes: Handshakes::default(),
-            links: LinkTable::default(),
+            dead_links: Vec::new(),
+            acceptors: HashMap::new(),
             bulks: HashMap::new(),
-            lingering: Lingering::default(),
             control: Control::new(crate::sys::time::now_ns()),
             hosts: Hosts::new(),
             rings: Rings::default(),
@@ -525,10 +543,8 @@ impl Worker {
     /// each; later steps need little, which the reserve has.
     fn can_begin(&mut self) -> bool {
         heap::can_serve()
-            && self.conns.try_reserve(1).is_ok()
+            && self.conns.try_reserve(2).is_ok()
             && self.asks.try_reserve(1).is_ok()
-            && self.asked_until.try_reserve(1).is_ok()
-            && self.links.pending.try_reserve(1).is_ok()
             && self.handshakes.has_room()
     }
 
@@ -629,9 +645,10 @@ macro_rules! alarm {
 /// The thread's timers, in the order in which they are handled.
 const TIMERS: &[Timer] = &[
     (|w| w.asks.values().map(|a| a.deadline).min(), Worker::expire_asks),
-    (|w| w.asked_until.front().map(|(at, _)| *at), Worker::expire_asked),
-    (|w| w.links.next_timeout(), Worker::expire_links),
-    (|w| w.guests.next_timeout(), Worker::expire_guests),
+    (
+        |w| w.conns.values().filter_map(|conn| conn.until).min(),
+        Worker::expire_conns,
+    ),
     alarm!(listen, |worker, _| worker.listen_to_names(true)),
     alarm!(maintain, |worker, _| worker.maintain_links()),
     alarm!(watch, Worker::watch_links),
@@ -646,7 +663,6 @@ const TIMERS: &[Timer] = &[
         worker.service.delaying.begin();
         socket::all().for_each(crate::data::tx::send_delayed_wake);
     }),
-    (|w| w.lingering.next_timeout(), |w, now| w.lingering.on_timeout(now)),
     (|w| w.handshakes.next_timeout(), |w, now| w.handshakes.on_timeout(now)),
     (|w| w.rings.next_timeout(), |w, now| w.rings.on_timeout(now)),
     (

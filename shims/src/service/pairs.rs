@@ -20,10 +20,11 @@ use crate::config::{ZeroCopy, config, verbs};
 use crate::objects::library::Library;
 use crate::objects::link;
 use crate::objects::link::{Link, Maintained, Remote};
-use crate::objects::mailbox::{Command, kind, tag};
+use crate::objects::mailbox::{Command, Ref, kind, tag};
+use crate::objects::socket::tuple_of;
 use crate::objects::waiters::SERVICE;
-use crate::service::links::{Arriving, HalfOpen, LINK_TIMEOUT};
-use crate::service::{Conn, Peer, SignalsBlocked, Worker, keys, link_at, spawn};
+use crate::service::links::{LINK_TIMEOUT, Pending};
+use crate::service::{Conn, Peer, SignalsBlocked, Worker, ends_of, keys, link_at, spawn};
 
 const _: () = assert!(INTRODUCTION == PRIVATE_BYTES);
 
@@ -48,6 +49,20 @@ const WITHIN: u64 = 40_000_000_000;
 const AGAIN_AFTER: u64 = 1_000_000_000;
 const DOUBLINGS: u32 = 6;
 
+/// A queue pair that is accepted and not up yet.
+pub struct Arriving {
+    pair: Pair,
+    /// The introduction that the other end has sent.
+    introduction: Introduction,
+    /// The link that it is to be the bulk queue pair of; `None` for a link of its own.
+    bulk: Option<&'static Link>,
+}
+
+/// Returns until when a link that is begun now has to be up, monotonic ns.
+fn link_deadline() -> u64 {
+    crate::sys::time::now_ns() + LINK_TIMEOUT.as_nanos() as u64
+}
+
 impl Worker {
     /// Listens for links at this local address, the acceptor's end of a connection. Returns false if there is no device
     /// for it.
@@ -66,7 +81,7 @@ impl Worker {
                 return false;
             }
         };
-        // SAFETY: the fd is open as long as the acceptor, which stays in `links.acceptors`; `drop_acceptor` ends the
+        // SAFETY: the fd is open as long as the acceptor, which stays in `acceptors`; `drop_acceptor` ends the
         // registration.
         let fd = unsafe { BorrowedFd::borrow_raw(acceptor.fd) };
         let id = self.new_conn();
@@ -77,14 +92,14 @@ impl Worker {
         if let Some(mut known) = self.library.offers.places.lock() {
             known.push(acceptor.address);
         }
-        self.links.acceptors.insert(id, acceptor);
+        self.acceptors.insert(id, acceptor);
         true
     }
 
     pub(super) fn on_acceptor(&mut self, id: u64) {
         // A bounded number, so that a flood of requests cannot keep the thread.
         for _ in 0..16 {
-            match self.links.acceptors.get(&id).map(Acceptor::next) {
+            match self.acceptors.get(&id).map(Acceptor::next) {
                 Some(Ok(Some(incoming))) => self.on_incoming(incoming),
                 Some(Err(error)) => return self.drop_acceptor(id, error),
                 _ => return,
@@ -94,7 +109,7 @@ impl Worker {
 
     /// Drops a listener whose device has gone. The next connection that a device could serve may find another device.
     fn drop_acceptor(&mut self, id: u64, error: Errno) {
-        let Some(acceptor) = self.links.acceptors.remove(&id) else {
+        let Some(acceptor) = self.acceptors.remove(&id) else {
             return;
         };
         tracing::info!(target: "rdmasock", address = %acceptor.address, %error, "no more links from other hosts");
@@ -105,7 +120,7 @@ impl Worker {
     }
 
     fn on_incoming(&mut self, incoming: Incoming) {
-        for id in self.links.half_open.keys().copied().collect::<Vec<_>>() {
+        for id in keys(&self.conns, |conn| conn.cookie.is_some()) {
             self.spend_cookie(id);
         }
         let introduction = Introduction::decode(&incoming.private).ok();
@@ -118,8 +133,10 @@ impl Worker {
             Some(introduction) if self.library.offers.has(&introduction.cookie, &introduction.instance) => {
                 // An earlier request with the same cookie is dropped. The sender has given that request up, and does
                 // not know of the link that it has led to.
-                self.drop_arriving(|arriving| arriving.introduction.cookie.matches(&introduction.cookie));
-                self.drop_half_open(|half_open| half_open.cookie.matches(&introduction.cookie));
+                let is_same = |cookie: Cookie| cookie.matches(&introduction.cookie);
+                for id in keys(&self.conns, |conn| conn.cookie.is_some_and(is_same)) {
+                    self.hang_up(id, Reason::LinkFailed);
+                }
                 match incoming.accept(&introduce(self.library.id, Introduction::NO_COOKIE, false), None) {
                     Ok(pair) => (introduction, None, pair),
                     Err(error) => {
@@ -136,7 +153,7 @@ impl Worker {
         };
         let id = self.new_conn();
         let is_watched = pair.info().is_ok_and(|info| {
-            // SAFETY: the fd is open as long as the pair, which stays in `arriving` while the fd is in the epoll set.
+            // SAFETY: the fd is open as long as the pair, which stays in `conns` while the fd is in the epoll set.
             let fd = unsafe { BorrowedFd::borrow_raw(info.state_fd) };
             self.add(fd, tag(kind::PAIR_STATE, id), kernel::EventFlags::IN)
         });
@@ -146,26 +163,41 @@ impl Worker {
             }
             return;
         }
-        let deadline = crate::sys::time::now_ns() + LINK_TIMEOUT.as_nanos() as u64;
         let arriving = Arriving {
             pair,
             introduction,
             bulk,
-            deadline,
         };
-        self.links.arriving.insert(id, arriving);
+        let mut conn = Conn::new(None, Peer::Arriving(arriving), Some(link_deadline()));
+        conn.cookie = bulk.is_none().then_some(introduction.cookie);
+        self.conns.insert(id, conn);
         self.on_pair_state(id);
     }
 
-    /// Connects to the address of a HELLO, in a new thread. Returns false if there is no device or no thread for it.
-    pub(super) fn dial_remote(&mut self, peer: InstanceId, local: IpAddr, remote: SocketAddr, cookie: &Cookie) -> bool {
-        if !self.devices.have(local) {
-            return false;
+    /// Asks an instance of another host for a link: connects to the address of its HELLO, in a new thread. `None` if
+    /// there is no device or no thread for it.
+    pub(super) fn dial_remote(&mut self, r: Ref, peer: InstanceId, remote: SocketAddr, cookie: &Cookie) -> Option<()> {
+        let socket = r.get()?;
+        let (local, there) = ends_of(socket, &tuple_of(socket)?);
+        let local = local.ip();
+        // Connects only to the host at the other end of the TCP connection.
+        if there.ip() != remote.ip() || !self.devices.have(local) {
+            return None;
         }
         let greeting = introduce(self.library.id, *cookie, false);
-        in_thread(move || {
+        let is_begun = in_thread(move || {
             let dialled = dial(peer, local, remote, &greeting, None);
             Library::get().service.submit(Command::Dialled(peer, dialled));
+        });
+        let pending = Pending {
+            peer,
+            waiting: vec![r],
+            mine: None,
+        };
+        let conn = Conn::new(None, Peer::Linking(pending), Some(link_deadline()));
+        is_begun.then(|| {
+            let id = self.new_conn();
+            self.conns.insert(id, conn);
         })
     }
 
@@ -182,7 +214,11 @@ impl Worker {
                 None
             }
         };
-        self.end_pending(peer, link);
+        let is_it = |asked: &Peer| matches!(asked, Peer::Linking(p) if p.peer == peer && p.mine.is_none());
+        let conn = self.conn_where(is_it).and_then(|id| self.conns.remove(&id));
+        if let Some(Peer::Linking(pending)) = conn.map(|conn| conn.peer) {
+            pending.end(link);
+        }
     }
 
     /// Handles an event of a queue pair whose state may have changed.
@@ -194,25 +230,25 @@ impl Worker {
             }
             return;
         }
-        let state = self.links.arriving.get(&id).map(|arriving| arriving.pair.state());
-        let Some(state) = state.filter(|state| *state != State::Connecting) else {
-            return;
+        let state = match self.conns.get(&id).map(|conn| &conn.peer) {
+            Some(Peer::Arriving(arriving)) => arriving.pair.state(),
+            _ => return,
         };
-        let Some(arriving) = self.links.arriving.remove(&id) else {
+        if state == State::Connecting {
             return;
-        };
+        }
+        let Some(arriving) = self.take_arriving(id) else { return };
         let (pair, introduction) = (arriving.pair, arriving.introduction);
-        self.forget_fd(pair.info().map(|i| i.state_fd));
         let peer = introduction.instance;
         match (state, arriving.bulk) {
             (State::Up, Some(link)) => self.on_bulk_arrived(link, Some(pair)),
             (_, Some(link)) => self.on_bulk_arrived(link, None),
             (State::Up, None) => {
-                if self.establish_remote(id, &introduction, None, pair).is_some() {
-                    let deadline = crate::sys::time::now_ns() + LINK_TIMEOUT.as_nanos() as u64;
-                    let cookie = introduction.cookie;
-                    let half_open = HalfOpen { peer, cookie, deadline };
-                    self.links.half_open.insert(id, half_open);
+                if self.establish_remote(id, &introduction, None, pair).is_some()
+                    && let Some(conn) = self.conns.get_mut(&id)
+                {
+                    conn.until = Some(link_deadline());
+                    conn.cookie = Some(introduction.cookie);
                     self.spend_cookie(id);
                 }
             }
@@ -220,40 +256,42 @@ impl Worker {
         }
     }
 
-    pub(super) fn drop_half_open(&mut self, is_over: impl Fn(&HalfOpen) -> bool) {
-        for id in keys(&self.links.half_open, is_over) {
-            self.hang_up(id, Reason::LinkFailed);
-        }
-    }
-
     /// Spends the cookie of an accepted link once something has come over it.
     fn spend_cookie(&mut self, id: u64) {
-        let Some(HalfOpen { peer, cookie, .. }) = self.links.half_open.get(&id) else {
+        let Some(cookie) = self.conns.get(&id).and_then(|conn| conn.cookie) else {
             return;
         };
-        if self.remote_link(id).is_some_and(|(_, d)| d.end().counts().received > 0) {
-            self.library.offers.redeem(cookie, peer);
-            self.links.half_open.remove(&id);
+        if let Some((link, remote)) = self.remote_link(id)
+            && remote.end().counts().received > 0
+            && let Some(conn) = self.conns.get_mut(&id)
+        {
+            self.library.offers.redeem(&cookie, &link.peer());
+            (conn.until, conn.cookie) = (None, None);
         }
     }
 
-    pub(super) fn drop_arriving(&mut self, is_over: impl Fn(&Arriving) -> bool) {
-        for id in keys(&self.links.arriving, is_over) {
-            if let Some(arriving) = self.links.arriving.remove(&id) {
-                self.forget_fd(arriving.pair.info().map(|i| i.state_fd));
-                if let Some(link) = arriving.bulk {
-                    self.on_bulk_arrived(link, None);
-                }
-            }
+    /// Removes a queue pair that was being accepted, and returns it.
+    fn take_arriving(&mut self, id: u64) -> Option<Arriving> {
+        let Some(Peer::Arriving(arriving)) = self.conns.remove(&id).map(|conn| conn.peer) else {
+            return None;
+        };
+        self.forget_fd(arriving.pair.info().map(|i| i.state_fd));
+        Some(arriving)
+    }
+
+    /// Gives up a queue pair that was being accepted.
+    pub(super) fn give_up_arriving(&mut self, arriving: Arriving) {
+        self.forget_fd(arriving.pair.info().map(|i| i.state_fd));
+        if let Some(link) = arriving.bulk {
+            self.on_bulk_arrived(link, None);
         }
     }
 
     /// Gives up the bulk queue pairs that are being accepted beside a link.
     pub(super) fn forget_arriving_beside(&mut self, link: &'static Link) {
-        for id in keys(&self.links.arriving, |arriving| arriving.bulk == Some(link)) {
-            if let Some(arriving) = self.links.arriving.remove(&id) {
-                self.forget_fd(arriving.pair.info().map(|i| i.state_fd));
-            }
+        let is_beside = |conn: &Conn| matches!(&conn.peer, Peer::Arriving(arriving) if arriving.bulk == Some(link));
+        for id in keys(&self.conns, is_beside) {
+            self.take_arriving(id);
         }
     }
 
@@ -293,7 +331,7 @@ impl Worker {
         if let Some(remote) = link.remote() {
             remote.set_token(tag(kind::COMPLETION, id));
         }
-        self.conns.insert(id, Conn::new(None, Peer::Link(link)));
+        self.conns.insert(id, Conn::new(None, Peer::Link(link), None));
         link::add(link);
         tracing::info!(target: "rdmasock", %peer, pid, slot, "link to another host up");
         self.on_completion(id);

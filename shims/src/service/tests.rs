@@ -69,6 +69,7 @@ fn asked(worker: &mut Worker, socket: &'static Socket, by_name: bool) -> (u64, u
                 by_name,
                 greets: None,
             },
+            1_000_000_000,
         )
         .unwrap();
     worker
@@ -78,10 +79,14 @@ fn asked(worker: &mut Worker, socket: &'static Socket, by_name: bool) -> (u64, u
 }
 
 /// Opens a channel to the worker. Returns its id and its other end.
-fn guest(worker: &mut Worker) -> (u64, Channel) {
+pub(super) fn guest(worker: &mut Worker) -> (u64, Channel) {
     let (ours, theirs) = Channel::pair().unwrap();
-    let (listener, offered) = (None, None);
-    let id = worker.register(ours, Peer::Incoming { listener, offered });
+    let peer = Peer::Incoming {
+        listener: None,
+        uid: 0,
+        offered: None,
+    };
+    let id = worker.register(ours, peer, channels::SILENT_FOR);
     (id.unwrap(), theirs)
 }
 

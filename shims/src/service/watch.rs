@@ -1,8 +1,7 @@
 //! Watches the TCP sockets of connections that are being promoted or are on a link. Puts them back into the kernel's
 //! epoll sets when both directions are on TCP again.
 //!
-//! Also has the ends that only TCP shows ([`Ends`]), and the closed connections whose other end still writes markers
-//! ([`Lingering`]).
+//! Also has the ends that only TCP shows ([`Ends`]), and the closed connections whose other end still writes markers.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -26,7 +25,7 @@ use crate::objects::socket;
 use crate::objects::socket::{ERROR_QUEUE, Mode, Socket};
 use crate::polling::readiness;
 use crate::service::links::LINK_TIMEOUT;
-use crate::service::{Watched, Worker};
+use crate::service::{Peer, Watched, Worker};
 use crate::sys::points::point;
 
 /// How long the other end's process may take to mark an end that TCP has shown, ns. It is asked to check, and marks the
@@ -342,59 +341,34 @@ fn has_ended(socket: &'static Socket) -> bool {
     ready::without_queue(ready::kernel(socket, rustix::event::PollFlags::RDHUP)) & ready::ENDED != 0
 }
 
-/// A connection that outlives its close.
-struct Closed {
-    remains: Remains,
-    /// When the connection is closed in any case, monotonic ns.
-    deadline: u64,
-}
+// Connections that outlive their close: the program has closed them while a promotion was under way.
+//
+// The other end still writes markers, which no thread here would read. The kernel answers bytes that arrive unread at
+// a closed socket with a reset. So the peer program would see its connection fail because of an attempt to promote it
+// (ARCHITECTURE, I2).
+//
+// Therefore the TCP socket stays open here, with its sending half shut as close() would, until the other end's closing
+// marker or its end has come. Any other bytes that arrive are bytes that the program has not read: they lead to the
+// reset that close() would have sent.
+//
+// A connection also stays if TCP has not taken all bytes of the direction that was being closed.
 
-/// The connections that outlive their close: the program has closed them while a promotion was under way.
-///
-/// The other end still writes markers, which no thread here would read. The kernel answers bytes that arrive unread at
-/// a closed socket with a reset. So the peer program would see its connection fail because of an attempt to promote it
-/// (ARCHITECTURE, I2).
-///
-/// Therefore the TCP socket stays open here, with its sending half shut as close() would, until the other end's closing
-/// marker or its end has come. Any other bytes that arrive are bytes that the program has not read: they lead to the
-/// reset that close() would have sent.
-///
-/// A connection also stays if TCP has not taken all bytes of the direction that was being closed.
-#[derive(Default)]
-pub struct Lingering {
-    all: HashMap<u64, Closed>,
-}
-
-impl Lingering {
-    /// Adds a connection, known by `id`, and does what can be done for it at once.
-    pub fn begin(&mut self, id: u64, remains: Remains) {
-        let patience = match remains.unsent.is_empty() {
-            true => PATIENCE,
-            false => PATIENCE_UNSENT,
-        };
-        let closed = Closed {
-            remains,
-            deadline: crate::sys::time::now_ns() + patience,
-        };
-        self.all.insert(id, closed);
-        self.on_event(id);
+/// Returns how long such a connection stays open at most, ns.
+pub fn patience(remains: &Remains) -> u64 {
+    match remains.unsent.is_empty() {
+        true => PATIENCE,
+        false => PATIENCE_UNSENT,
     }
+}
 
-    /// Handles an event of the connection `id`: bytes have come, or there is room.
-    pub fn on_event(&mut self, id: u64) {
-        if self.all.get_mut(&id).is_none_or(|closed| closed.remains.is_over()) {
-            self.all.remove(&id);
+impl Worker {
+    /// Handles an event of a connection that outlives its close: bytes have come, or there is room.
+    pub(super) fn on_closed(&mut self, id: u64) {
+        if let Some(Peer::Closed(remains)) = self.conns.get_mut(&id).map(|conn| &mut conn.peer)
+            && remains.is_over()
+        {
+            self.conns.remove(&id);
         }
-    }
-
-    /// Returns when the next connection is closed in any case, monotonic ns; `None` if there is none.
-    pub fn next_timeout(&self) -> Option<u64> {
-        self.all.values().map(|closed| closed.deadline).min()
-    }
-
-    /// Closes the connections whose time is over.
-    pub fn on_timeout(&mut self, now: u64) {
-        self.all.retain(|_, closed| closed.deadline > now);
     }
 }
 

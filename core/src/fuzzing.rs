@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 
 use rustix::io::Errno;
 
-use crate::rendezvous::{diag, route};
+use crate::rendezvous::diag;
 
 /// Parses an answer of sock_diag(7); returns state and uid of the socket.
 pub fn sock_diag(bytes: &[u8]) -> Result<(u8, u32), Errno> {
@@ -14,9 +14,4 @@ pub fn sock_diag(bytes: &[u8]) -> Result<(u8, u32), Errno> {
 /// Finds a listening socket in the text of /proc/net/tcp or tcp6.
 pub fn proc_net_tcp(text: &str, server: SocketAddr) -> diag::Owner {
     diag::find_listener(text, server)
-}
-
-/// Parses an answer of rtnetlink(7) to a route lookup.
-pub fn route(bytes: &[u8]) -> Result<bool, Errno> {
-    route::parse(bytes)
 }

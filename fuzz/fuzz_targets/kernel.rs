@@ -1,4 +1,4 @@
-//! The kernel's answers: those of sock_diag and rtnetlink, and lines of /proc/net/tcp. A program may run on another
+//! The kernel's answers: those of sock_diag, and lines of /proc/net/tcp. A program may run on another
 //! kernel, or in a sandbox, with other answers.
 #![no_main]
 
@@ -6,14 +6,14 @@ use std::net::{IpAddr, SocketAddr};
 
 use libfuzzer_sys::arbitrary::Arbitrary;
 use libfuzzer_sys::{arbitrary, fuzz_target};
-use rdmasock_core::fuzzing::{proc_net_tcp, route, sock_diag};
+use rdmasock_core::fuzzing::{proc_net_tcp, sock_diag};
 use rdmasock_core::rendezvous::diag::Owner;
 
 #[derive(Arbitrary, Debug)]
 enum Input<'a> {
     Netlink(&'a [u8]),
     /// An answer of the requested kind, with arbitrary content.
-    Answer(bool, &'a [u8]),
+    Answer(&'a [u8]),
     Table {
         lines: Vec<Line<'a>>,
         ip: IpAddr,
@@ -38,10 +38,9 @@ struct Line<'a> {
 
 fuzz_target!(|input: Input<'_>| match input {
     Input::Netlink(bytes) => netlink(bytes),
-    Input::Answer(diag, rest) => {
-        let kind: u16 = if diag { 20 } else { 24 };
+    Input::Answer(rest) => {
         let mut bytes = vec![0; 16];
-        bytes[4..6].copy_from_slice(&kind.to_ne_bytes());
+        bytes[4..6].copy_from_slice(&20_u16.to_ne_bytes());
         bytes.extend_from_slice(rest);
         netlink(&bytes);
     }
@@ -63,7 +62,7 @@ fuzz_target!(|input: Input<'_>| match input {
 });
 
 fn netlink(bytes: &[u8]) {
-    let _ = (sock_diag(bytes), route(bytes));
+    let _ = sock_diag(bytes);
 }
 
 fn hex(octets: &[u8]) -> String {

@@ -1,4 +1,4 @@
-//! Finds the owner of a TCP socket: asks the kernel by sock_diag(7), in the network namespace of the calling thread.
+//! Finds a TCP socket and its owner: asks the kernel by sock_diag(7), in the network namespace of the calling thread.
 //!
 //! Any user can bind a service name. A name is believed only if its owner owns the port, or if its owner's process has
 //! accepted the connection ([`acceptor_uid`]). The accepted socket alone is not enough for that: its uid is the
@@ -12,8 +12,8 @@ use std::os::fd::AsFd;
 
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, Protocol, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
-    UCred, netlink, recv, send, sendmsg, socket_with,
+    AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType, UCred,
+    netlink, recv, send, sendmsg, socket_with,
 };
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
@@ -96,6 +96,19 @@ pub fn under_way(connection: &Tuple) -> Option<u32> {
     (socket.state != TCP_LISTEN).then_some(socket.write_queue)
 }
 
+/// Returns whether the end `remote` of a connection from `local` is on this host, in this thread's network namespace.
+/// The result decides whether that end is asked by name or by the control port.
+///
+/// Asks the kernel unless both addresses are the same or `remote` is a loopback address. Returns false if the kernel
+/// does not answer.
+pub fn is_here(local: SocketAddr, remote: SocketAddr, device: u32) -> bool {
+    let ips = (local.ip().to_canonical(), remote.ip().to_canonical());
+    // Most connections within a host need no question.
+    ips.0 == ips.1
+        || ips.1.is_loopback()
+        || ask_kernel(IPPROTO_TCP, remote, Some(local), device).is_ok_and(|socket| socket.state != TCP_LISTEN)
+}
+
 /// Returns whether the end `local` of a connection in this thread's network namespace is the socket with this inode
 /// number (fstat).
 pub fn is_socket(local: SocketAddr, remote: SocketAddr, device: u32, inode: u64) -> bool {
@@ -161,23 +174,23 @@ pub fn acceptor_uid(connection: &Tuple) -> Option<u32> {
 }
 
 const SOCK_DIAG_BY_FAMILY: u16 = 20;
-pub(super) const NLM_F_REQUEST: u16 = 1;
-pub(super) const NLMSG_ERROR: u16 = 2;
+const NLM_F_REQUEST: u16 = 1;
+const NLMSG_ERROR: u16 = 2;
 const IPPROTO_TCP: u8 = 6;
 const IPPROTO_UDP: u8 = 17;
 const TCP_LISTEN: u8 = 10;
-pub(super) const AF_INET: u8 = 2;
-pub(super) const AF_INET6: u8 = 10;
+const AF_INET: u8 = 2;
+const AF_INET6: u8 = 10;
 
 /// linux/netlink.h, struct nlmsghdr. Native byte order, as all of netlink except addresses and ports.
 #[derive(Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
-pub(super) struct NetlinkHeader {
-    pub len: u32,
-    pub kind: u16,
-    pub flags: u16,
-    pub sequence: u32,
-    pub port: u32,
+struct NetlinkHeader {
+    len: u32,
+    kind: u16,
+    flags: u16,
+    sequence: u32,
+    port: u32,
 }
 
 /// linux/inet_diag.h, struct inet_diag_sockid. Ports and addresses are in network byte order.
@@ -265,19 +278,10 @@ fn ask_kernel(protocol: u8, local: SocketAddr, remote: Option<SocketAddr>, devic
             cookie: [u32::MAX; 2],
         },
     };
-    ask(SocketType::DGRAM, Some(netlink::SOCK_DIAG), request.as_bytes(), parse)
-}
-
-/// Sends a request to one of the kernel's netlink(7) protocols, and reads the answer with `parse`.
-pub(super) fn ask<T>(
-    kind: SocketType,
-    protocol: Option<Protocol>,
-    request: &[u8],
-    parse: impl FnOnce(&[u8]) -> Result<T, Errno>,
-) -> Result<T, Errno> {
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let (kind, flags) = (SocketType::DGRAM, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK);
+    let protocol = Some(netlink::SOCK_DIAG);
     let fd = PrivateFd::open(|| socket_with(AddressFamily::NETLINK, kind, flags, protocol))?;
-    send(&fd, request, SendFlags::NOSIGNAL)?;
+    send(&fd, request.as_bytes(), SendFlags::NOSIGNAL)?;
     // The kernel answers within send(), so the answer is there.
     let mut buf = [MaybeUninit::uninit(); 4096];
     let ((bytes, _), _) = recv(&fd, &mut buf[..], RecvFlags::DONTWAIT)?;

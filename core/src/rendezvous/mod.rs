@@ -6,4 +6,3 @@ pub mod control;
 pub mod diag;
 pub mod names;
 pub mod peers;
-pub mod route;

@@ -7,8 +7,9 @@ use std::collections::HashMap;
 use std::net::IpAddr;
 
 use ipnet::IpNet;
+use rdmasock_core::ids::Tuple;
 use rdmasock_core::rendezvous::control::Key;
-use rdmasock_core::rendezvous::route;
+use rdmasock_core::rendezvous::diag;
 
 use crate::config::{Config, Fabrics};
 
@@ -76,9 +77,9 @@ impl Reach {
         self.is_here
     }
 
-    /// Returns whether a link for a connection between these addresses is one between hosts.
-    pub fn is_between_hosts(&self, local: IpAddr, remote: IpAddr) -> bool {
-        self.is_here || !route::is_here(local, remote)
+    /// Returns whether a link for a connection that this process has accepted is one between hosts.
+    pub fn is_between_hosts(&self, tuple: &Tuple) -> bool {
+        self.is_here || !diag::is_here(tuple.acceptor(), tuple.connector(), tuple.device())
     }
 
     /// Returns whether a connection from this local address to `remote` could move: an RDMA device has the address.

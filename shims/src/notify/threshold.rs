@@ -9,7 +9,7 @@
 use std::net::SocketAddr;
 use std::sync::atomic::Ordering::Relaxed;
 
-use rdmasock_core::rendezvous::{names, route};
+use rdmasock_core::rendezvous::{diag, names};
 use rdmasock_core::stats::{Direction, Reason, Why};
 use rdmasock_core::{os::heap, stream::handshake::Role};
 
@@ -132,7 +132,7 @@ fn settle(library: &Library, socket: &'static Socket) -> bool {
     };
     let (connector, acceptor) = (tuple.connector(), tuple.acceptor());
     let refused = library.refuses(connector, acceptor, Direction::Connect);
-    let reason = refused.or_else(|| match route::is_here(connector.ip(), acceptor.ip()) {
+    let reason = refused.or_else(|| match diag::is_here(connector, acceptor, tuple.device()) {
         _ if socket.promotion.holders.may_be_several() => None,
         true if names::is_served(acceptor.port()) => None,
         true => Some(Reason::PeerWithout),

@@ -149,7 +149,7 @@ impl Worker {
             None => match (self.owner_of)(tuple) {
                 Owner::None => true,
                 Owner::Uid(_) => false,
-                Owner::Unknown => reach.is_between_hosts(tuple.acceptor().ip(), tuple.connector().ip()),
+                Owner::Unknown => reach.is_between_hosts(tuple),
             },
         }
     }
@@ -205,7 +205,7 @@ impl Worker {
             return Err(wire::Reason::Shared.into());
         }
         point!("answer: no other process has it");
-        let reached_at = match self.library.reach.is_between_hosts(local.ip(), remote.ip()) {
+        let reached_at = match self.library.reach.is_between_hosts(tuple) {
             false => None,
             // Before the YES, since HELLO carries the address at which the link can be made.
             true if self.listen_for_links(local.ip()) => Some(local.ip()),

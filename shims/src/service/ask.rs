@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use rdmasock_core::ids::{InstanceId, Nonce, Tuple};
 use rdmasock_core::os::channel::Channel;
-use rdmasock_core::rendezvous::{diag, names, route};
+use rdmasock_core::rendezvous::{diag, names};
 use rdmasock_core::stats::{Direction, Event, Reason, Why};
 use rdmasock_core::stream::connection;
 use rdmasock_core::sync::store_load_fence;
@@ -135,7 +135,7 @@ impl Worker {
         };
         let reach = self.library.reach;
         let (local, there) = (connector.ip(), acceptor.ip());
-        let remote = !route::is_here(local, there);
+        let remote = !diag::is_here(connector, acceptor, tuple.device());
         if self.absent.has(&acceptor, Instant::now()) {
             return nobody(socket, remote);
         }

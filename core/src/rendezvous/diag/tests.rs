@@ -53,6 +53,7 @@ fn a_connection_is_known() {
             assert_eq!(is, (own_uid(), inode), "{bound}");
             assert_ne!(socket.state, TCP_LISTEN, "{bound}");
         }
+        assert!(is_here(near, far, 0), "{bound}");
         let connection = Tuple::new(near, far);
         assert_eq!(connector_owner(&connection), Owner::Uid(own_uid()), "{bound}");
         assert!(
@@ -180,6 +181,19 @@ fn set_uid(uid: u32) {
     // which no other uid can be taken.
     let results = unsafe { [0, uid].map(|uid| libc::syscall(libc::SYS_setresuid, u32::MAX, uid, u32::MAX)) };
     assert_eq!(results, [0, 0]);
+}
+
+/// A connection between two addresses of this host. Its ends are found; an address for documentation is elsewhere.
+#[test]
+fn an_end_is_here_if_this_host_has_its_socket() {
+    let elsewhere = [at("192.0.2.1", 80), at("2001:db8::1", 80)];
+    let port = free_port();
+    let _listener = TcpListener::bind(("0.0.0.0", port)).unwrap();
+    for end in elsewhere.into_iter().chain([at("192.0.2.1", port)]) {
+        assert!(!is_here(at("127.0.0.1", 9), end, 0), "{end}");
+    }
+    assert!(is_here(at("10.9.8.7", 1), at("10.9.8.7", 2), 0));
+    assert!(is_here(at("::1", 1), at("::ffff:127.0.0.1", 2), 0));
 }
 
 #[test]

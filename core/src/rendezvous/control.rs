@@ -21,8 +21,8 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 use crate::ids::{Cookie, ID_BYTES, InstanceId, Nonce, Tuple, ids, mapped};
 use crate::os::dir;
 use crate::wire;
+use crate::wire::VERSION;
 use crate::wire::codec::{Writer, kinds};
-use crate::wire::{VERSION, WireError};
 
 /// Bytes of every datagram. There is one size, so that no answer is longer than its question.
 pub const DATAGRAM: usize = size_of::<Frame>();
@@ -145,12 +145,10 @@ pub enum Refused {
 
 impl Datagram {
     /// Returns the datagram's bytes, with a MAC if there is a key.
-    ///
-    /// # Errors
-    /// [`WireError::Buffer`] for a body that does not fit; none is that long.
-    pub fn encode(&self, key: Option<&Key>) -> Result<[u8; DATAGRAM], WireError> {
+    pub fn encode(&self, key: Option<&Key>) -> [u8; DATAGRAM] {
         let mut body = [0; ROOM];
-        let kind = self.body.put_body(&mut Writer::new(&mut body))?;
+        // There is room for each body. No datagram has the kind 0.
+        let kind = self.body.put_body(&mut Writer::new(&mut body)).unwrap_or_default();
         let mut frame = Frame {
             magic: MAGIC,
             version: VERSION,
@@ -165,7 +163,7 @@ impl Datagram {
         if let Some(key) = key {
             frame.mac = key.mac(&frame).finalize().into_bytes().into();
         }
-        Ok(zerocopy::transmute!(frame))
+        zerocopy::transmute!(frame)
     }
 
     /// Reads a datagram. Total: any bytes give a datagram or a reason to refuse them.
@@ -315,7 +313,7 @@ pub struct Rate {
 #[derive(Debug, Clone, Copy)]
 pub struct Bucket {
     rate: Rate,
-    /// Saved tokens, ns, at most a burst.
+    /// Saved tokens, ns.
     saved: u64,
     at: u64,
 }
@@ -323,28 +321,21 @@ pub struct Bucket {
 impl Bucket {
     /// Creates a full bucket.
     pub fn new(rate: Rate, now: u64) -> Self {
-        let mut bucket = Self {
-            rate,
-            saved: 0,
-            at: now,
-        };
-        bucket.saved = bucket.full();
-        bucket
+        // More than a burst does not count.
+        let saved = u64::MAX;
+        Self { rate, saved, at: now }
     }
 
     fn interval(&self) -> u64 {
         SECOND / u64::from(self.rate.per_second.max(1))
     }
 
-    fn full(&self) -> u64 {
-        self.interval().saturating_mul(u64::from(self.rate.burst.max(1)))
-    }
-
     /// Returns whether an event may come at `now`. A clock that goes back adds no tokens.
     pub fn is_open(&mut self, now: u64) -> bool {
         let passed = now.saturating_sub(self.at);
         self.at = self.at.max(now);
-        self.saved = self.saved.saturating_add(passed).min(self.full());
+        let full = self.interval().saturating_mul(u64::from(self.rate.burst.max(1)));
+        self.saved = self.saved.saturating_add(passed).min(full);
         self.saved >= self.interval()
     }
 
@@ -456,16 +447,6 @@ impl<K: Copy + Eq + Hash, V> Memory<K, V> {
             }
         }
         over
-    }
-
-    /// Returns the number of entries.
-    pub fn len(&self) -> usize {
-        self.entries.len()
-    }
-
-    /// Returns whether there is no entry.
-    pub fn is_empty(&self) -> bool {
-        self.entries.is_empty()
     }
 }
 

@@ -1,15 +1,11 @@
-//! Which instance holds a connection, and which destinations have no program with the library.
+//! Which instance holds a connection.
 //!
 //! [`HolderPage`] is shared by a listener and its forked workers. A worker that is asked for a connection which another
-//! one holds answers with the holder (REDIRECT, P14). [`Absent`] is in the connector, so that a server without the
-//! library costs one question per lifetime of an entry, not per connection. Neither of them asks or answers by itself.
+//! one holds answers with the holder (REDIRECT, P14).
 
-use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::net::SocketAddr;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
@@ -97,51 +93,6 @@ fn check(connection: u64, words: [u64; 2]) -> u64 {
     let mut hasher = DefaultHasher::new();
     (connection, words).hash(&mut hasher);
     hasher.finish()
-}
-
-/// Destinations where no program with the library answers, or none that is trusted. Each is remembered for a limited
-/// time. Bounded. The caller locks it and passes the time in.
-#[derive(Debug)]
-pub struct Absent {
-    until: HashMap<SocketAddr, Instant>,
-    capacity: usize,
-}
-
-impl Absent {
-    /// Remembers no destination yet, and at most `capacity` (at least one).
-    pub fn new(capacity: usize) -> Self {
-        Self {
-            until: HashMap::new(),
-            capacity: capacity.max(1),
-        }
-    }
-
-    /// Returns whether `destination` is remembered at `now`.
-    pub fn has(&self, destination: &SocketAddr, now: Instant) -> bool {
-        self.until.get(destination).is_some_and(|until| now < *until)
-    }
-
-    /// Remembers `destination` from `now` for `lifetime`. With no room left, first forgets those whose time is over,
-    /// then the one whose time would be over next.
-    pub fn insert(&mut self, destination: SocketAddr, now: Instant, lifetime: Duration) {
-        // A lifetime beyond the range of the clock is not remembered.
-        let Some(until) = now.checked_add(lifetime) else {
-            return;
-        };
-        if !self.until.contains_key(&destination) && self.until.len() >= self.capacity {
-            self.make_room(now);
-        }
-        self.until.insert(destination, until);
-    }
-
-    fn make_room(&mut self, now: Instant) {
-        self.until.retain(|_, until| now < *until);
-        if self.until.len() >= self.capacity
-            && let Some(next) = self.until.iter().min_by_key(|(_, at)| **at).map(|(addr, _)| *addr)
-        {
-            self.until.remove(&next);
-        }
-    }
 }
 
 #[cfg(test)]

@@ -96,7 +96,7 @@ impl Worker {
                 tuple,
                 nonce_c,
                 instance_c,
-                deadline: crate::sys::time::now_ns() + ASK_TIMEOUT.as_nanos() as u64,
+                deadline: crate::sys::time::now_ns() + ASK_TIMEOUT,
             });
         }
         let reply = match answer {

@@ -3,7 +3,6 @@
 //! A connection whose promotion has not come about stays on TCP for good, or is asked for again after a pause.
 
 use std::collections::HashSet;
-use std::time::{Duration, Instant};
 
 use rdmasock_core::ids::{InstanceId, Nonce, Tuple};
 use rdmasock_core::os::channel::Channel;
@@ -20,29 +19,30 @@ use crate::objects::socket::{Control, Socket, Stage};
 use crate::service::channels::send;
 use crate::service::{Peer, Watched, Worker, keys};
 use crate::sys::sockopt;
+use crate::sys::time::now_ns;
 
 /// How long the channel of one question is kept, ns. Longer than the answer counts, so that a late YES is cancelled.
 const CHANNEL_LIFE: u64 = 10_000_000_000;
-/// How long a destination counts as one without the library.
-const ABSENT_FOR: Duration = Duration::from_secs(5);
+/// How long a destination counts as one without the library, ns.
+pub const ABSENT_FOR: u64 = 5_000_000_000;
+/// The most destinations, or hosts, that count as absent at a time.
+pub const MOST_ABSENT: usize = 4096;
 /// The most questions that wait for an answer at a time. More would come faster than the peer's one thread answers, and
 /// time out. The bound is below the number of channels that one user may have at a name (`channels::most_guests`).
 const MOST_ASKS: usize = 48;
-/// How long an answer within the host may take.
-pub const ASK_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long an answer from another host may take. A busy machine may have to open its RDMA device first; no call of the
+/// How long an answer within the host may take, ns.
+pub const ASK_TIMEOUT: u64 = 2_000_000_000;
+/// How long an answer from another host may take, ns. A busy machine may have to open its RDMA device first; no call of the
 /// program waits meanwhile.
-const REMOTE_TIMEOUT: Duration = Duration::from_secs(6);
+const REMOTE_TIMEOUT: u64 = 6_000_000_000;
 
 /// How often a connection is asked for again when the peer could not answer YES yet: its program may take seconds to
 /// accept it. A reason that passes has no such bound: after the longest pause the connection is asked for again.
 const TRIES: u32 = 8;
 /// The first pause of a connection that is asked for again, ns. Each is four times the one before, the last 16 s.
 const FIRST_RETRY: u64 = 1_000_000;
-/// How long a host that does not answer is not asked.
-pub(super) const HOST_ABSENT_FOR: Duration = Duration::from_secs(30);
-/// The pause after another host has not answered, ns.
-const NOBODY_PAUSE: u64 = HOST_ABSENT_FOR.as_nanos() as u64;
+/// How long a host that does not answer is not asked, ns.
+pub const HOST_ABSENT_FOR: u64 = 30_000_000_000;
 
 /// The asker of a question.
 #[derive(Clone, Copy)]
@@ -61,7 +61,7 @@ enum Asker {
 /// An ASK under way, to one or more instances.
 pub struct Asking {
     who: Asker,
-    nonce: Nonce,
+    pub nonce: Nonce,
     pub tuple: Tuple,
     /// The other end is on another host: its control port is asked, not the names of this host.
     remote: bool,
@@ -136,7 +136,8 @@ impl Worker {
         let reach = self.library.reach;
         let (local, there) = (connector.ip(), acceptor.ip());
         let remote = !diag::is_here(connector, acceptor, tuple.device());
-        if self.absent.has(&acceptor, Instant::now()) {
+        self.absent.expire(now_ns());
+        if self.absent.get(&acceptor).is_some() {
             return nobody(socket, remote);
         }
         if remote && !(reach.verbs_ready() && reach.is_candidate(local, there, &mut self.devices)) {
@@ -201,7 +202,7 @@ impl Worker {
             // The connection may not have been accepted yet.
             None if asking.untrusted => later(socket, Reason::NotTrusted.into()),
             None | Some(wire::Reason::Absent) => {
-                self.absent.insert(asking.tuple.acceptor(), Instant::now(), ABSENT_FOR);
+                self.absent.insert(asking.tuple.acceptor(), (), now_ns());
                 nobody(socket, asking.remote);
             }
             Some(reason) => after_no(socket, reason),
@@ -272,7 +273,7 @@ impl Worker {
         let Peer::Asked { greets, .. } = conn.peer else { return };
         let socket = greets.and_then(Ref::get);
         if socket.is_some_and(|socket| socket.tx.lock().is_none_or(|tx| !tx.marker.is_empty())) {
-            conn.until = Some(crate::sys::time::now_ns() + CHANNEL_LIFE);
+            conn.until = Some(now_ns() + CHANNEL_LIFE);
         } else {
             self.hang_up(id, Reason::None);
         }
@@ -465,16 +466,15 @@ impl Asking {
             answered: None,
             busy: false,
             untrusted: false,
-            deadline: crate::sys::time::now_ns() + if remote { REMOTE_TIMEOUT } else { ASK_TIMEOUT }.as_nanos() as u64,
+            deadline: now_ns() + if remote { REMOTE_TIMEOUT } else { ASK_TIMEOUT },
         }
     }
 
-    /// Returns the question as a message of the instance `own`.
-    pub fn question(&self, request: u64, own: InstanceId) -> Message {
+    /// Returns the question within the host as a message of the instance `own`.
+    fn question(&self, request: u64, own: InstanceId) -> Message {
         Message::Ask {
             request,
-            // Namespaces and interfaces of this host mean nothing to another host.
-            tuple: if self.remote { self.tuple.at(0, 0) } else { self.tuple },
+            tuple: self.tuple,
             nonce_c: self.nonce,
             instance_c: match self.who {
                 Asker::Here(_) => own,
@@ -528,7 +528,7 @@ impl Asking {
 fn nobody(socket: &'static Socket, remote: bool) {
     let why = Reason::PeerWithout.into();
     if remote {
-        later_than(socket, why, NOBODY_PAUSE);
+        later_than(socket, why, HOST_ABSENT_FOR);
     } else {
         stay(socket, why);
     }

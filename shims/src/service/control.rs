@@ -10,7 +10,7 @@ use std::os::fd::AsFd;
 use rdmasock_core::ids::{InstanceId, Nonce, Tuple};
 use rdmasock_core::os::datagram::{Answerer, Arrival};
 use rdmasock_core::rendezvous::control::{
-    Body, Bucket, DATAGRAM, Datagram, Limiter, Memory, QueryId, Rate, Refused, Stamp, Stamper,
+    Body, Bucket, DATAGRAM, Datagram, Limiter, Memory, QueryId, Rate, Refused, Stamper,
 };
 use rdmasock_core::rendezvous::names;
 use rdmasock_core::stats::{Event, StatsPage};
@@ -72,10 +72,9 @@ const REMEMBERED: u64 = Stamper::LIFE + 1_000 * MS;
 /// The state of the answerer.
 pub struct Control {
     socket: Option<Answerer>,
-    /// Whether a failure to bind has been logged.
-    told: bool,
+    /// When another attempt to bind may follow one that has failed, monotonic ns; 0 if none has.
     bind_again: u64,
-    stamper: Option<Stamper>,
+    stamper: Stamper,
     arrivals: Bucket,
     /// Until when the socket is not polled, monotonic ns; `None` if it is polled.
     paused_until: Option<u64>,
@@ -88,8 +87,6 @@ pub struct Control {
 
 /// A question that was accepted.
 struct Query {
-    /// Its pseudo channel.
-    conn: u64,
     from: SocketAddr,
     to: IpAddr,
     request: u64,
@@ -110,20 +107,20 @@ enum State {
 }
 
 impl Control {
-    pub fn new(now: u64) -> Self {
+    /// Returns the state of an answerer that is not bound yet. `None` without random bytes.
+    pub fn new(now: u64) -> Option<Self> {
         let limiter = |[total, each]: [Rate; 2]| Limiter::new(total, each, SOURCES, now);
-        Self {
+        Some(Self {
             socket: None,
-            told: false,
             bind_again: 0,
-            stamper: Stamper::random().ok(),
+            stamper: Stamper::random().ok()?,
             arrivals: Bucket::new(ARRIVALS, now),
             paused_until: None,
             strangers: limiter(STRANGERS),
             known: limiter(KNOWN),
             queries: Memory::new(QUERIES, REMEMBERED),
             repeating: Vec::new(),
-        }
+        })
     }
 
     /// Returns the time of the next repeat, or of the end of a pause, monotonic ns; `None` if there is none.
@@ -158,12 +155,11 @@ impl Worker {
         match bound {
             Ok(socket) => {
                 tracing::debug!(target: "rdmasock", port, "control port bound");
-                self.control.told = false;
+                self.control.bind_again = 0;
                 self.control.socket = Some(socket);
             }
             Err(error) => {
-                self.control.bind_again = now + BIND_AGAIN;
-                if !std::mem::replace(&mut self.control.told, true) {
+                if std::mem::replace(&mut self.control.bind_again, now + BIND_AGAIN) == 0 {
                     self.library.stats.count(Event::ControlUnbound);
                     tracing::warn!(target: "rdmasock", port, %error, "control port not bound: not answering other hosts");
                 }
@@ -209,8 +205,7 @@ impl Worker {
 
     fn on_datagram(&mut self, datagram: &Datagram, arrival: &Arrival, now: u64) {
         let source = arrival.from.ip().to_canonical();
-        let stamper = self.control.stamper.as_ref();
-        let is_stamped = stamper.is_some_and(|s| s.is_good(&datagram.stamp, arrival.from, now));
+        let is_stamped = self.control.stamper.is_good(&datagram.stamp, arrival.from, now);
         let limiter = match is_stamped {
             true => &mut self.control.known,
             false => &mut self.control.strangers,
@@ -234,10 +229,10 @@ impl Worker {
                 };
                 if !is_stamped {
                     self.library.stats.count(Event::ControlStamp);
-                    return self.send_control(datagram.query, Body::Stamp, arrival.from, to, now);
+                    self.send_control(datagram.query, Body::Stamp, arrival.from, to, now);
+                    return;
                 }
                 let query = Query {
-                    conn: 0,
                     from: arrival.from,
                     to,
                     request,
@@ -263,10 +258,8 @@ impl Worker {
     }
 
     /// Handles a question whose source address was proved by its stamp.
-    fn on_query(&mut self, id: QueryId, mut query: Query, tuple: Tuple, instance_c: InstanceId, now: u64) {
-        for (_, query) in self.control.queries.expire(now) {
-            self.conns.remove(&query.conn);
-        }
+    fn on_query(&mut self, id: QueryId, query: Query, tuple: Tuple, instance_c: InstanceId, now: u64) {
+        self.control.queries.expire(now);
         if let Some(known) = self.control.queries.get_mut(&id) {
             let same = known.from == query.from && known.request == query.request && known.nonce_c == query.nonce_c;
             match &known.state {
@@ -282,11 +275,11 @@ impl Worker {
             return;
         }
         let (conn, request, nonce_c) = (self.new_conn(), query.request, query.nonce_c);
-        query.conn = conn;
         if !self.control.queries.insert(id, query, now) {
             return self.library.stats.count(Event::ControlRate);
         }
-        self.conns.insert(conn, Conn::new(None, Peer::Remote(id), None));
+        self.conns
+            .insert(conn, Conn::new(None, Peer::Remote(id), Some(now + REMEMBERED)));
         if self.handshakes.accepted(&tuple).is_some() {
             return self.on_ask(conn, request, tuple, nonce_c, instance_c);
         }
@@ -303,10 +296,10 @@ impl Worker {
     /// Sends the answer to another host's question, whether this instance or another one has given it.
     pub(super) fn answer_remote(&mut self, id: QueryId, message: &Message) {
         let now = crate::sys::time::now_ns();
-        let Some(query) = self.control.queries.get_mut(&id) else {
+        let Some(query) = self.control.queries.get(&id) else {
             return;
         };
-        let request = query.request;
+        let (request, from, to) = (query.request, query.from, query.to);
         let body = match *message {
             Message::Yes {
                 nonce_s, instance_s, ..
@@ -321,35 +314,28 @@ impl Worker {
                 reason: wire::Reason::NotHeld,
             },
         };
-        let stamper = self.control.stamper.as_ref();
-        let stamp = stamper.map_or(Stamp::NONE, |stamper| stamper.stamp(query.from, now));
-        let datagram = Datagram { query: id, stamp, body };
-        let Ok(answer) = datagram.encode(self.library.reach.key()) else {
-            return;
-        };
         self.library.stats.count(Event::ControlAnswer);
-        if let Some(socket) = &self.control.socket {
-            let _ = socket.send(&answer, query.from, query.to);
+        let answer = Box::new(self.send_control(id, body, from, to, now));
+        if let Some(query) = self.control.queries.get_mut(&id) {
+            query.state = State::Answered {
+                answer,
+                repeats: 0,
+                again: now + FIRST_REPEAT,
+            };
         }
-        query.state = State::Answered {
-            answer: Box::new(answer),
-            repeats: 0,
-            again: now + FIRST_REPEAT,
-        };
         if matches!(body, Body::Yes { .. }) {
             self.control.repeating.push(id);
         }
     }
 
-    fn send_control(&self, query: QueryId, body: Body, to: SocketAddr, from: IpAddr, now: u64) {
-        let (Some(socket), Some(stamper)) = (&self.control.socket, &self.control.stamper) else {
-            return;
-        };
-        let stamp = stamper.stamp(to, now);
-        let datagram = Datagram { query, stamp, body };
-        if let Ok(bytes) = datagram.encode(self.library.reach.key()) {
-            let _ = socket.send(&bytes, to, from);
+    /// Sends a datagram with a new stamp to the address `to`, and returns it.
+    fn send_control(&self, query: QueryId, body: Body, to: SocketAddr, from: IpAddr, now: u64) -> [u8; DATAGRAM] {
+        let stamp = self.control.stamper.stamp(to, now);
+        let datagram = Datagram { query, stamp, body }.encode(self.library.reach.key());
+        if let Some(socket) = &self.control.socket {
+            let _ = socket.send(&datagram, to, from);
         }
+        datagram
     }
 
     /// Ends a query whose asker has the answer, or does not want it.

@@ -7,20 +7,18 @@
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsFd;
-use std::time::Instant;
 
 use rdmasock_core::ids::{InstanceId, Nonce};
 use rdmasock_core::os::datagram::Asker;
 use rdmasock_core::rendezvous::control::{Body, DATAGRAM, Datagram, Memory, QueryId, Stamp};
 use rdmasock_core::stats::Event;
 use rdmasock_core::wire;
-use rdmasock_core::wire::Message;
 use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
 use crate::objects::mailbox::{kind, tag};
 use crate::service::Worker;
-use crate::service::ask::{Asking, HOST_ABSENT_FOR};
+use crate::service::ask::{Asking, HOST_ABSENT_FOR, MOST_ABSENT};
 use crate::service::control::{MS, count_refused};
 
 /// The times from each sending of a question to the next, ns. Their sum is less than the time that an answer may take.
@@ -42,13 +40,15 @@ const NEVER: u64 = u64::MAX;
 
 /// The state of the asker.
 pub struct Hosts {
-    by_address: HashMap<(IpAddr, IpAddr), u64>,
     hosts: HashMap<u64, Host>,
     queries: Memory<QueryId, Query>,
+    /// Hosts that are not asked now.
+    absent: Memory<IpAddr, ()>,
 }
 
 struct Host {
     socket: Asker,
+    /// The local address that questions come from, and the host's.
     address: (IpAddr, IpAddr),
     /// The stamp of the host's last answer. `None` if the host has not answered yet, or not the last question.
     stamp: Option<Stamp>,
@@ -79,21 +79,35 @@ enum Fate {
     Unwanted,
 }
 
+impl Host {
+    /// Returns the questions that may be sent: one of them until the host has answered.
+    fn in_turn(&self) -> impl Iterator<Item = &QueryId> {
+        let most = if self.stamp.is_some() { usize::MAX } else { 1 };
+        self.waiting.iter().take(most)
+    }
+}
+
 impl Hosts {
     pub fn new() -> Self {
         Self {
-            by_address: HashMap::new(),
             hosts: HashMap::new(),
             queries: Memory::new(QUERIES, REMEMBERED),
+            absent: Memory::new(MOST_ABSENT, HOST_ABSENT_FOR),
         }
+    }
+
+    /// Returns the id of the host that is asked from the first address at the second; `None` if it has no socket.
+    fn at(&self, address: (IpAddr, IpAddr)) -> Option<u64> {
+        let found = self.hosts.iter().find(|(_, host)| host.address == address);
+        found.map(|(id, _)| *id)
     }
 
     /// Returns when a question is sent or a socket closed next, monotonic ns; `None` if nothing is due.
     pub fn next_timeout(&self) -> Option<u64> {
         let idle = self.hosts.values().filter(|h| h.waiting.is_empty());
         let quiet = idle.map(|h| h.quiet_since + QUIET);
-        let waiting = self.hosts.values().flat_map(|h| &h.waiting);
-        let sends = waiting.filter_map(|id| Some(self.queries.get(id)?.next));
+        let in_turn = self.hosts.values().flat_map(Host::in_turn);
+        let sends = in_turn.filter_map(|id| Some(self.queries.get(id)?.next));
         sends.chain(quiet).min().filter(|at| *at != NEVER)
     }
 }
@@ -111,14 +125,13 @@ impl Worker {
         let Some(host) = self.hosts.hosts.get_mut(&id) else {
             return;
         };
-        let is_first = host.stamp.is_some() || host.waiting.is_empty();
         let entry = Query {
             host: id,
             request,
             sent: 0,
             restamped: 0,
             // `hosts_on_time` sends it, once the question is in `asks`.
-            next: if is_first { now } else { NEVER },
+            next: now,
             fate: Fate::Asked,
         };
         if !self.hosts.queries.insert(query, entry, now) {
@@ -134,21 +147,19 @@ impl Worker {
     /// answer, or no socket can be made.
     fn host(&mut self, address: (IpAddr, IpAddr), now: u64) -> Option<u64> {
         let remote = SocketAddr::new(address.1, self.library.reach.port()?);
-        if self.is_absent(address.1) {
+        self.hosts.absent.expire(now);
+        if self.hosts.absent.get(&address.1).is_some() {
             return None;
         }
-        if let Some(id) = self.hosts.by_address.get(&address) {
-            return Some(*id);
-        }
-        if self.hosts.hosts.len() >= HOSTS {
-            return None;
+        let known = self.hosts.at(address);
+        if known.is_some() || self.hosts.hosts.len() >= HOSTS {
+            return known;
         }
         let socket = Asker::connect(address.0, remote).ok()?;
         let id = self.new_conn();
         if !self.add(socket.as_fd(), tag(kind::HOST, id), kernel::EventFlags::IN) {
             return None;
         }
-        self.hosts.by_address.insert(address, id);
         let host = Host {
             socket,
             address,
@@ -186,29 +197,13 @@ impl Worker {
                 continue;
             }
             let is_due = |q: &&QueryId| queries.get(q).is_some_and(|q| q.next <= now);
-            let due: Vec<QueryId> = host.waiting.iter().filter(is_due).copied().collect();
+            let due: Vec<QueryId> = host.in_turn().filter(is_due).copied().collect();
             for query in due {
                 if !self.send_query(id, query, now) {
                     self.host_absent(id);
                     break;
                 }
             }
-            self.probe(id, now);
-        }
-    }
-
-    /// Sends the next question of a host that has not answered, if the question that was out has been given up.
-    fn probe(&mut self, id: u64, now: u64) {
-        let Hosts { hosts, queries, .. } = &mut self.hosts;
-        let Some(host) = hosts.get(&id).filter(|h| h.stamp.is_none()) else {
-            return;
-        };
-        let is_out = |q: &QueryId| queries.get(q).is_some_and(|q| q.sent > 0);
-        if !host.waiting.iter().any(is_out)
-            && let Some(first) = host.waiting.first()
-            && let Some(query) = queries.get_mut(first)
-        {
-            query.next = now;
         }
     }
 
@@ -217,14 +212,7 @@ impl Worker {
         let (Some(host), Some(entry)) = (self.hosts.hosts.get_mut(&id), self.hosts.queries.get_mut(&query)) else {
             return true;
         };
-        let question = |asking: &Asking| asking.question(entry.request, self.library.id);
-        let Some(Message::Ask {
-            request,
-            tuple,
-            nonce_c,
-            instance_c,
-        }) = self.asks.get(&entry.request).map(question)
-        else {
+        let Some(asking) = self.asks.get(&entry.request) else {
             return true;
         };
         entry.next = AGAIN.get(entry.sent).map_or(NEVER, |after| now + after);
@@ -234,16 +222,14 @@ impl Worker {
             query,
             stamp: host.stamp.unwrap_or(Stamp::NONE),
             body: Body::Ask {
-                request,
-                tuple,
-                nonce_c,
-                instance_c,
+                request: entry.request,
+                // Namespaces and interfaces of this host mean nothing to another host.
+                tuple: asking.tuple.at(0, 0),
+                nonce_c: asking.nonce,
+                instance_c: self.library.id,
             },
         };
-        let Ok(bytes) = datagram.encode(self.library.reach.key()) else {
-            return true;
-        };
-        match host.socket.send(&bytes) {
+        match host.socket.send(&datagram.encode(self.library.reach.key())) {
             // A datagram that finds no room is lost, as it may be on the way.
             Ok(()) | Err(Errno::AGAIN | Errno::NOBUFS | Errno::INTR) => true,
             // An earlier datagram was refused. This one has not been sent, and is sent again at its next time.
@@ -303,12 +289,6 @@ impl Worker {
                 query.restamped += 1;
                 query.next = now;
                 host.stamp = Some(datagram.stamp);
-                // Sends the questions that have waited for the stamp.
-                for waiting in &host.waiting {
-                    if let Some(q) = self.hosts.queries.get_mut(waiting).filter(|q| q.sent == 0) {
-                        q.next = now;
-                    }
-                }
             }
             Body::Stamp => {}
             Body::Yes {
@@ -363,9 +343,7 @@ impl Worker {
         if let Some(host) = self.hosts.hosts.get(&id) {
             let stamp = host.stamp.unwrap_or(Stamp::NONE);
             let datagram = Datagram { query, stamp, body };
-            if let Ok(bytes) = datagram.encode(self.library.reach.key()) {
-                let _ = host.socket.send(&bytes);
-            }
+            let _ = host.socket.send(&datagram.encode(self.library.reach.key()));
         }
     }
 
@@ -385,11 +363,9 @@ impl Worker {
     /// expired question. Then it is not asked for `HOST_ABSENT_FOR`.
     pub(super) fn is_host_silent(&mut self, asking: &Asking) -> bool {
         let address = (asking.tuple.connector().ip(), asking.tuple.acceptor().ip());
-        let Some(id) = self.hosts.by_address.get(&address).copied() else {
-            return self.is_absent(address.1);
-        };
-        let Some(host) = self.hosts.hosts.get_mut(&id) else {
-            return false;
+        let id = self.hosts.at(address);
+        let Some((id, host)) = id.and_then(|id| Some((id, self.hosts.hosts.get_mut(&id)?))) else {
+            return self.hosts.absent.get(&address.1).is_some();
         };
         // The host may be gone: the next question waits again for its first answer.
         if host.stamp.take().is_some() {
@@ -399,12 +375,6 @@ impl Worker {
         // answers NO to another question about that connection.
         self.leave_alone(id);
         true
-    }
-
-    fn is_absent(&self, remote: IpAddr) -> bool {
-        let port = self.library.reach.port().unwrap_or_default();
-        let remote = SocketAddr::new(remote, port);
-        self.absent.has(&remote, Instant::now())
     }
 
     /// Handles a host whose port is closed.
@@ -421,10 +391,8 @@ impl Worker {
         let waiting = std::mem::take(&mut host.waiting);
         host.stamp = None;
         self.library.stats.count(Event::ControlAbsent);
-        if let Some(port) = self.library.reach.port() {
-            let remote = SocketAddr::new(host.address.1, port);
-            self.absent.insert(remote, Instant::now(), HOST_ABSENT_FOR);
-        }
+        let now = crate::sys::time::now_ns();
+        self.hosts.absent.insert(host.address.1, (), now);
         for query in waiting {
             let Some(query) = self.hosts.queries.get_mut(&query) else {
                 continue;
@@ -441,7 +409,6 @@ impl Worker {
 
     fn close_host(&mut self, id: u64) {
         if let Some(host) = self.hosts.hosts.remove(&id) {
-            self.hosts.by_address.remove(&host.address);
             self.service.forget(host.socket.as_fd());
         }
     }

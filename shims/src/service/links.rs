@@ -116,7 +116,7 @@ impl Worker {
             waiting: vec![r],
             mine: Some((arena, layout)),
         };
-        self.register(channel, Peer::Linking(pending), ASK_TIMEOUT.as_nanos() as u64)?;
+        self.register(channel, Peer::Linking(pending), ASK_TIMEOUT)?;
         Some(())
     }
 

@@ -23,9 +23,8 @@ use rdmasock_core::ids::{Cookie, Nonce, Tuple};
 use rdmasock_core::os::channel::Channel;
 use rdmasock_core::os::heap;
 use rdmasock_core::os::privatefd::PrivateFd;
-use rdmasock_core::rendezvous::control::QueryId;
+use rdmasock_core::rendezvous::control::{Memory, QueryId};
 use rdmasock_core::rendezvous::diag::Owner;
-use rdmasock_core::rendezvous::peers::Absent;
 use rdmasock_core::rendezvous::{diag, names};
 use rdmasock_core::stats::{Event, Reason};
 use rdmasock_core::stream::connection;
@@ -160,8 +159,9 @@ struct Worker {
     asks: HashMap<u64, Asking>,
     /// Connections that are asked for when earlier questions are over, in this order.
     to_ask: VecDeque<Ref>,
-    /// Destinations where no program with the library answers, and control ports that do not answer.
-    absent: Absent,
+    /// Destinations where no program with the library answers, or none that is trusted. So such a server costs one
+    /// question for each lifetime of an entry, not for each connection.
+    absent: Memory<SocketAddr, ()>,
     devices: Devices,
     handshakes: Handshakes,
     /// Dead links that are not freed yet. Live links are in `objects::link`.
@@ -511,13 +511,13 @@ impl Worker {
             next_conn: 1,
             asks: HashMap::new(),
             to_ask: VecDeque::new(),
-            absent: Absent::new(4096),
+            absent: Memory::new(ask::MOST_ABSENT, ask::ABSENT_FOR),
             devices: Devices::default(),
             handshakes: Handshakes::default(),
             dead_links: Vec::new(),
             acceptors: HashMap::new(),
             bulks: HashMap::new(),
-            control: Control::new(crate::sys::time::now_ns()),
+            control: Control::new(time::now_ns())?,
             hosts: Hosts::new(),
             rings: Rings::default(),
             ends: Ends::default(),

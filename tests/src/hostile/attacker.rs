@@ -254,9 +254,7 @@ pub fn ask_by_control_port(port: u16, tuple: Tuple, nonce_c: Nonce, instance_c: 
             nonce_c,
             instance_c,
         };
-        let question = Datagram { query, stamp, body }
-            .encode(None)
-            .map_err(|e| anyhow!("{e}"))?;
+        let question = Datagram { query, stamp, body }.encode(None);
         let mut buf = [0; DATAGRAM];
         if socket.send(&question).is_err() || socket.recv(&mut buf).is_err() {
             std::thread::sleep(Duration::from_millis(50));

@@ -1,47 +1,8 @@
-//! Tests of the absent destinations, and of the page of holders.
+//! Tests of the page of holders.
 
-use std::collections::HashSet;
-
-use proptest::prelude::*;
+use std::net::SocketAddr;
 
 use crate::rendezvous::peers::*;
-
-fn addr(n: u16) -> SocketAddr {
-    SocketAddr::from(([127, 0, 0, 1], n))
-}
-
-#[test]
-fn an_absence_expires() {
-    let (mut absent, now, second) = (Absent::new(8), Instant::now(), Duration::from_secs(1));
-    absent.insert(addr(1), now, second);
-    absent.insert(addr(2), now, 2 * second);
-    assert!(absent.has(&addr(1), now));
-    assert!(!absent.has(&addr(1), now + second) && absent.has(&addr(2), now + second));
-    absent.insert(addr(1), now + second, second);
-    assert!(absent.has(&addr(1), now + second));
-    absent.insert(addr(3), now, Duration::MAX);
-    assert!(!absent.has(&addr(3), now));
-}
-
-proptest! {
-    #[test]
-    fn absences_are_bounded_and_the_newest_kept(
-        inserts in proptest::collection::vec((0u16..20, 0u64..10), 1..60),
-        capacity in 1usize..6,
-    ) {
-        let (mut absent, mut now) = (Absent::new(capacity), Instant::now());
-        for (n, lifetime) in inserts {
-            now += Duration::from_secs(1);
-            let known: HashSet<_> = absent.until.keys().copied().collect();
-            absent.insert(addr(n), now, Duration::from_secs(lifetime));
-            prop_assert!(absent.until.len() <= capacity);
-            prop_assert_eq!(absent.has(&addr(n), now), lifetime > 0);
-            if known.len() < capacity || known.contains(&addr(n)) {
-                prop_assert!(known.iter().all(|k| absent.until.contains_key(k)));
-            }
-        }
-    }
-}
 
 fn tuple(port: u16) -> Tuple {
     let client = SocketAddr::from(([127, 0, 0, 1], port));

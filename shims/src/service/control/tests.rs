@@ -64,7 +64,7 @@ fn question_about(stamp: Stamp, stream: &TcpStream) -> Datagram {
 }
 
 fn send(worker: &mut Worker, asker: &UdpSocket, datagram: &Datagram) {
-    asker.send(&datagram.encode(None).unwrap()).unwrap();
+    asker.send(&datagram.encode(None)).unwrap();
     worker.on_control();
 }
 
@@ -182,7 +182,7 @@ fn a_flood_is_limited_and_the_socket_left_alone() {
     for _ in 0..40 {
         for _ in 0..50 {
             let ask = question(Stamp::NONE, closed_port());
-            asker.send(&ask.encode(None).unwrap()).unwrap();
+            asker.send(&ask.encode(None)).unwrap();
         }
         worker.on_control();
         while !is_silent(&asker) {
@@ -354,7 +354,7 @@ impl Asked {
     fn send(&mut self, to: SocketAddr, query: QueryId, body: Body) {
         let stamp = Stamp::from_bytes([3; 16]);
         let datagram = Datagram { query, stamp, body };
-        self.answerer.send_to(&datagram.encode(None).unwrap(), to).unwrap();
+        self.answerer.send_to(&datagram.encode(None), to).unwrap();
         self.worker.on_host(self.host);
     }
 
@@ -439,7 +439,7 @@ fn an_answer_to_what_was_not_asked_is_ignored() {
         stamp: Stamp::NONE,
         body: yes,
     };
-    stranger.send_to(&datagram.encode(None).unwrap(), from).unwrap();
+    stranger.send_to(&datagram.encode(None), from).unwrap();
     asked.worker.on_host(asked.host);
     assert!(asked.is_asking() && asked.worker.asks.contains_key(&asked.request));
 }

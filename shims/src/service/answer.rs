@@ -4,6 +4,7 @@
 //! questions that it is too early to answer.
 
 use std::collections::HashMap;
+use std::net::IpAddr;
 use std::os::fd::AsFd;
 use std::sync::atomic::Ordering::SeqCst;
 
@@ -119,12 +120,7 @@ impl Worker {
             Err(Refusal::NotYet(_)) => no(wire::Reason::Limit),
         };
         tracing::debug!(target: "rdmasock::promote", ?reply, "answer");
-        if !self.send_reply(conn, &reply)
-            && let Message::Yes { nonce_s, .. } = reply
-        {
-            // The asker did not get the YES, so no message of its will end this attempt.
-            self.on_cancel(nonce_s);
-        }
+        self.reply(conn, &reply);
     }
 
     /// Returns whether the asker owns the connector's end (P13). If that end is on another host, no user can be proved
@@ -216,72 +212,69 @@ impl Worker {
             // An attempt that the asker has given up may still be under way here.
             return Err(refused(socket.promotion.stage() != Stage::Busy));
         }
-        // The object may have become another connection meanwhile.
-        if r.get().is_none() {
-            stand_back(socket);
-            return Err(wire::Reason::NotHeld.into());
+        if let Err(refusal) = self.offer(socket, (nonce_s, nonce_c), instance_c, reached_at) {
+            // No effect if the program has closed the socket meanwhile, or used it in a way that forbids promotions.
+            socket.promotion.exchange_stage(Stage::Busy, Stage::Watching);
+            socket.promotion.holders.on_returned();
+            self.settle(Ref::new(socket));
+            return Err(refusal);
         }
+        Ok((nonce_s, r))
+    }
+
+    /// Begins an attempt with these nonces, this end's first. `Err` if the connection may not be moved now; then no
+    /// marker is expected.
+    fn offer(
+        &mut self,
+        socket: &'static Socket,
+        nonces: (Nonce, Nonce),
+        instance_c: InstanceId,
+        reached_at: Option<IpAddr>,
+    ) -> Result<(), Refusal> {
         // A fork counts the holders and then checks whether the connection is busy (`fork::count_holders`), so one of
         // the two sees the other. A child that knows nothing of the attempt would read its markers.
         store_load_fence();
         if socket.promotion.holders.are_several() {
-            stand_back(socket);
             return Err(wire::Reason::Shared.into());
         }
         match self.watch(socket) {
             Watched::AfterMod => {
-                stand_back(socket);
                 socket.promotion.asked.store(true, SeqCst);
                 return Err(Refusal::NotYet(socket));
             }
-            Watched::Done if connection::start_scan(socket, nonce_s).is_ok() => {}
+            Watched::Done if connection::start_scan(socket, nonces.0).is_ok() => {}
             _ if socket.numbers.anchor_fd().is_some_and(sockopt::is_beyond_links) => {
                 socket.told.set_why(Reason::Unsupported);
                 // No effect if the connection has been closed meanwhile.
                 socket.promotion.exchange_stage(Stage::Busy, Stage::Pinned);
-                socket.promotion.holders.on_returned();
-                self.settle(r);
                 return Err(wire::Reason::Use.into());
             }
-            _ => {
-                stand_back(socket);
-                self.settle(r);
-                // A moment later the calls that are in the kernel now may have returned.
-                return Err(wire::Reason::Limit.into());
-            }
+            // A moment later the calls that are in the kernel now may have returned.
+            _ => return Err(wire::Reason::Limit.into()),
         }
         let mut control = socket.control.lock().ok_or(wire::Reason::Resources)?;
-        if r.get().is_none() || socket.numbers.anchor_fd().is_none() {
-            // The connection has been closed since. The object may be another connection, about which no ASK came.
-            connection::stop_scan(socket);
-            drop(control);
-            self.settle(Ref::new(socket));
-            return Err(wire::Reason::NotHeld.into());
-        }
         // Another thread may have begun to keep all connections on TCP without seeing this one. That thread sets
         // `kept_on_tcp` first, and then checks which sockets scan.
         store_load_fence();
-        if crate::objects::library::reason().is_some() {
-            connection::stop_scan(socket);
-            stand_back(socket);
-            drop(control);
-            self.settle(r);
-            return Err(wire::Reason::Limit.into());
-        }
-        if let Some(reason) = control.leave {
+        let refusal = if socket.numbers.anchor_fd().is_none() {
+            // The connection has been closed since.
+            wire::Reason::NotHeld
+        } else if crate::objects::library::reason().is_some() {
+            wire::Reason::Limit
+        } else if let Some(reason) = control.leave {
             // Since then the program has used the socket in a way that forbids a promotion.
             socket.told.set_why(reason);
-            connection::stop_scan(socket);
             socket.promotion.set_stage(Stage::Pinned);
+            wire::Reason::Use
+        } else {
+            connection::begin_offering(&mut control, nonces, instance_c, reached_at);
+            socket.told.set_why(Reason::Handshake);
             drop(control);
-            self.settle(r);
-            return Err(wire::Reason::Use.into());
-        }
-        connection::begin_offering(&mut control, (nonce_s, nonce_c), instance_c, reached_at);
-        socket.told.set_why(Reason::Handshake);
-        drop(control);
-        ready::notify_local(socket);
-        Ok((nonce_s, r))
+            ready::notify_local(socket);
+            return Ok(());
+        };
+        connection::stop_scan(socket);
+        Err(refusal.into())
     }
 
     pub(super) fn on_cancel(&mut self, nonce_s: Nonce) {
@@ -311,13 +304,6 @@ fn is_used(socket: &Socket) -> bool {
     socket.promotion.asked.store(true, SeqCst);
     store_load_fence();
     socket.promotion.progress.has_begun() && socket.promotion.asked.swap(false, SeqCst)
-}
-
-/// Takes back the beginning of an attempt: the connection is `Watching` again.
-fn stand_back(socket: &Socket) {
-    // No effect if the program has closed the socket meanwhile, or used it in a way that forbids promotions.
-    socket.promotion.exchange_stage(Stage::Busy, Stage::Watching);
-    socket.promotion.holders.on_returned();
 }
 
 /// An ASK about a connection that this process has accepted and not used yet. The process may be about to fork a child

@@ -6,7 +6,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd};
 
-use rdmasock_core::os::channel::{Channel, Received, RecvError};
+use rdmasock_core::os::channel::{Channel, RecvError};
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::os::{apart, privatefd};
 use rdmasock_core::stats::{Event, Reason};
@@ -176,14 +176,7 @@ impl Worker {
                     // P10: the other end may not send these.
                     _ => return self.violation(id),
                 },
-                Ok(next) => self.on_received(
-                    id,
-                    Received {
-                        bytes: next.bytes,
-                        fds: Vec::new(),
-                        fds_lost: false,
-                    },
-                ),
+                Ok(next) => self.on_received(id, next.bytes, Some(Vec::new())),
                 Err(RecvError::WouldBlock) => return,
                 Err(error) => return self.on_failed(id, error),
             }
@@ -203,18 +196,18 @@ impl Worker {
         }
     }
 
-    fn on_received(&mut self, id: u64, received: Received<'_>) {
-        match Message::decode(received.bytes) {
+    /// Handles a message; `fds` is `None` if this process had no number for its descriptors.
+    fn on_received(&mut self, id: u64, bytes: &[u8], fds: Option<Vec<PrivateFd>>) {
+        match Message::decode(bytes) {
             Ok(message) => {
                 if let Some(conn) = self.conns.get_mut(&id)
                     && matches!(conn.peer, Peer::Incoming { .. })
                 {
                     conn.until = Some(crate::sys::time::now_ns() + IDLE_FOR);
                 }
-                if received.fds_lost {
-                    self.on_lost_fds(id, &message);
-                } else {
-                    self.on_message(id, message, received.fds);
+                match fds {
+                    Some(fds) => self.on_message(id, message, fds),
+                    None => self.on_lost_fds(id, &message),
                 }
             }
             Err(error) => {
@@ -255,7 +248,10 @@ impl Worker {
         if peer.is_some_and(|peer| peer.pid.is_some() && [0, own].contains(&peer.uid) && peer.uid != OVERFLOW_UID) {
             let mut buf = [0; MAX_MESSAGE];
             match self.with_channel(id, |channel| channel.recv(&mut buf)) {
-                Some(Ok(received)) => self.on_received(id, received),
+                Some(Ok(received)) => {
+                    let fds = (!received.fds_lost).then_some(received.fds);
+                    self.on_received(id, received.bytes, fds);
+                }
                 Some(Err(error)) => self.on_failed(id, error),
                 None => {}
             }
@@ -301,7 +297,10 @@ impl Worker {
         };
         let mut buf = [0; MAX_MESSAGE];
         match apart.recv(&mut buf) {
-            Ok(received) => self.on_received(id, received),
+            Ok(received) => {
+                let fds = (!received.fds_lost).then_some(received.fds);
+                self.on_received(id, received.bytes, fds);
+            }
             Err(_) => return self.violation(id),
         }
         self.listen_to(id);
@@ -382,27 +381,16 @@ impl Worker {
 
     /// Answers on a channel or the control port.
     pub(super) fn reply(&mut self, conn: u64, message: &Message) {
-        self.send_reply(conn, message);
-    }
-
-    /// Answers on a channel. Returns false if the answer is not on its way, since the asker's channel is closed.
-    pub(super) fn send_reply(&mut self, conn: u64, message: &Message) -> bool {
-        match self.conns.get(&conn) {
-            Some(Conn {
-                peer: Peer::Remote(query),
-                ..
-            }) => {
-                let query = *query;
-                self.answer_remote(query, message);
-                true
-            }
-            Some(Conn {
-                channel: Some(channel), ..
-            }) => {
-                // A channel for one question has room for its answer.
-                send(channel, message, &[])
-            }
-            _ => false,
+        if let Some(Peer::Remote(query)) = self.conns.get(&conn).map(|c| &c.peer) {
+            return self.answer_remote(*query, message);
+        }
+        // A channel for one question has room for its answer.
+        let is_sent = self.with_channel(conn, |channel| send(channel, message, &[]));
+        if is_sent != Some(true)
+            && let Message::Yes { nonce_s, .. } = message
+        {
+            // The asker's channel is closed, so no message of its will end this attempt.
+            self.on_cancel(*nonce_s);
         }
     }
 

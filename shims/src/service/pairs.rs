@@ -505,12 +505,9 @@ fn dial(
 
 /// The state of a link's bulk queue pair.
 enum Stage {
-    /// No queue pair exists, and none is made before this time, monotonic ns.
+    /// No queue pair exists, and none is begun before this time, monotonic ns: there is a pause after a loss. The other
+    /// end may also use, or send, a cookie until then.
     None { before: u64 },
-    /// The other end was asked for a cookie, which counts until then, monotonic ns.
-    Asked { until: u64 },
-    /// The other end was given a cookie, which counts until then, monotonic ns.
-    Offered { until: u64 },
     /// The queue pair is being connected.
     Connecting,
     /// Both ends have it, as far as this end knows.
@@ -526,8 +523,6 @@ pub struct Bulk {
     cookie: Option<Cookie>,
     /// How many were lost, or failed to come up.
     lost: u32,
-    /// The other end has lost the queue pair before this end has it.
-    is_lost_there: bool,
 }
 
 impl Worker {
@@ -544,7 +539,7 @@ impl Worker {
             return self.offer_bulk(link);
         }
         if link.send(&Message::BulkWanted, &[]).is_ok() {
-            self.bulk_of(link).stage = Stage::Asked { until: now + WITHIN };
+            self.bulk_of(link).stage = Stage::None { before: now + WITHIN };
         }
     }
 
@@ -581,13 +576,13 @@ impl Worker {
             (Message::BulkWanted, None) => {
                 // The asker may not have received the earlier cookie yet.
                 let bulk = self.bulk_of(link);
-                if bulk.may_begin(now) || matches!(bulk.stage, Stage::Offered { .. }) {
+                if bulk.may_begin(now) || matches!(bulk.stage, Stage::None { .. }) && bulk.cookie.is_some() {
                     self.offer_bulk(link);
                 }
             }
             (Message::Bulk { cookie }, Some(place)) => {
                 let bulk = self.bulk_of(link);
-                if matches!(bulk.stage, Stage::None { .. } | Stage::Asked { .. }) {
+                if matches!(bulk.stage, Stage::None { .. }) {
                     bulk.stage = Stage::Connecting;
                     if !dial_beside(link, remote, place, self.library.id, *cookie) {
                         self.bulk_of(link).end(now);
@@ -597,14 +592,15 @@ impl Worker {
             (Message::BulkGone, _) => {
                 let bulk = self.bulk_of(link);
                 match bulk.stage {
-                    Stage::Connecting => bulk.is_lost_there = true,
+                    // The other end has lost it before this end has it.
+                    Stage::Connecting => bulk.on_lost(now, false),
                     Stage::Up | Stage::Lost { .. } => {
                         bulk.on_lost(now, false);
                         remote.drop_bulk();
                         self.retire_bulk(link, remote);
                     }
                     // This end has never had one.
-                    Stage::None { .. } | Stage::Asked { .. } | Stage::Offered { .. } => {
+                    Stage::None { .. } => {
                         let _ = link.send(&Message::BulkGone, &[]);
                     }
                 }
@@ -671,12 +667,13 @@ impl Worker {
 
     fn attach_bulk(&mut self, link: &'static Link, remote: &'static Remote, pair: Pair) {
         let bulk = self.bulk_of(link);
-        bulk.stage = Stage::Up;
-        let is_lost_there = std::mem::take(&mut bulk.is_lost_there);
+        let is_lost_there = matches!(bulk.stage, Stage::Lost { .. });
+        if !is_lost_there {
+            bulk.stage = Stage::Up;
+        }
         tracing::debug!(target: "rdmasock::link", peer = %link.peer(), "bulk queue pair up");
         drop(remote.attach_bulk(pair));
         if is_lost_there {
-            self.bulk_of(link).on_lost(crate::sys::time::now_ns(), false);
             remote.drop_bulk();
         }
         self.retire_bulk(link, remote);
@@ -716,24 +713,19 @@ impl Bulk {
             stage: Stage::None { before: 0 },
             cookie: None,
             lost: 0,
-            is_lost_there: false,
         }
     }
 
     /// Returns whether a queue pair may be made now: none is there, or being made.
     fn may_begin(&self, now: u64) -> bool {
-        match self.stage {
-            Stage::None { before } => now >= before,
-            Stage::Asked { until } | Stage::Offered { until } => now >= until,
-            Stage::Connecting | Stage::Up | Stage::Lost { .. } => false,
-        }
+        matches!(self.stage, Stage::None { before } if now >= before)
     }
 
     /// Returns the cookie for the other end: the same as before if the other end may be about to use that one. Both
     /// ends may want a queue pair at the same moment, and their messages cross.
     fn to_offer(&self, now: u64, fresh: Cookie) -> Cookie {
         match self.stage {
-            Stage::Offered { until } if now < until => self.cookie.unwrap_or(fresh),
+            Stage::None { before } if now < before => self.cookie.unwrap_or(fresh),
             _ => fresh,
         }
     }
@@ -741,7 +733,7 @@ impl Bulk {
     /// Notes the cookie that the other end was given, and until when it counts, monotonic ns.
     fn on_offered(&mut self, cookie: Cookie, until: u64) {
         self.cookie = Some(cookie);
-        self.stage = Stage::Offered { until };
+        self.stage = Stage::None { before: until };
     }
 
     /// Ends an attempt that has failed, or a queue pair that is over. The next may begin after a pause.
@@ -749,7 +741,6 @@ impl Bulk {
         let after = AGAIN_AFTER << self.lost.min(DOUBLINGS);
         self.lost = self.lost.saturating_add(1);
         self.cookie = None;
-        self.is_lost_there = false;
         self.stage = Stage::None { before: now + after };
     }
 

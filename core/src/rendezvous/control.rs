@@ -285,9 +285,7 @@ impl Stamper {
     /// Returns the stamp for the address `to` at `now` (ns).
     pub fn stamp(&self, to: SocketAddr, now: u64) -> Stamp {
         let full: [u8; MAC] = self.mac(to, now / Self::SLOT).finalize().into_bytes().into();
-        let mut stamp = [0; ID_BYTES];
-        stamp.iter_mut().zip(full).for_each(|(to, from)| *to = from);
-        Stamp(stamp)
+        full.first_chunk().map_or(Stamp::NONE, |first| Stamp(*first))
     }
 
     /// Returns whether `stamp` was given to the address `from` less than two slots before `now` (ns).

@@ -291,11 +291,7 @@ fn ask_kernel(protocol: u8, local: SocketAddr, remote: Option<SocketAddr>, devic
 /// Returns the address as netlink has it: the unused rest of an IPv4 address field is zero.
 fn address_field(ip: IpAddr) -> [u8; 16] {
     match ip.to_canonical() {
-        IpAddr::V4(v4) => {
-            let mut field = [0; 16];
-            field.iter_mut().zip(v4.octets()).for_each(|(to, from)| *to = from);
-            field
-        }
+        IpAddr::V4(v4) => zerocopy::transmute!([v4.octets(), [0; 4], [0; 4], [0; 4]]),
         IpAddr::V6(v6) => v6.octets(),
     }
 }

@@ -110,16 +110,9 @@ fn connect_by(fd: PrivateFd, name: &[u8]) -> Result<Channel, Errno> {
     Ok(Channel::new(fd))
 }
 
-/// Returns whether `port` has service names, or that cannot be known now. Does less than [`connect_to_services`]: it
-/// tries the first `MAX_GAP` names. Never waits.
+/// Returns whether `port` has service names, or that cannot be known now. Never waits.
 pub fn is_served(port: u16) -> bool {
-    let Ok(fd) = socket_without_fds() else { return true };
-    (0..MAX_GAP).any(|k| {
-        SocketAddrUnix::new_abstract_name(service(port, k).as_bytes())
-            // A socket that was refused can connect again.
-            .and_then(|address| connect(&fd, &address))
-            != Err(Errno::CONNREFUSED)
-    })
+    connect_to_services(port).next().is_some()
 }
 
 /// Connects to the service names of `port`, one after the other, until `MAX_GAP` in a row are missing.

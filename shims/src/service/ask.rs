@@ -15,7 +15,7 @@ use rdmasock_core::wire::Message;
 
 use crate::notify::threshold::stay;
 use crate::objects::mailbox::Ref;
-use crate::objects::socket::{Control, Socket, Stage};
+use crate::objects::socket::{Control, Socket, Stage, tuple_of};
 use crate::service::channels::send;
 use crate::service::{Peer, Watched, Worker, keys};
 use crate::sys::sockopt;
@@ -114,12 +114,9 @@ impl Worker {
         if !self.can_begin() {
             return later(socket, Reason::Resources.into());
         }
-        let Some(tuple) = crate::objects::socket::tuple_of(socket) else {
+        let Some(tuple) = tuple_of(socket).filter(|tuple| self.is_here(socket, tuple)) else {
             return stay(socket, Reason::NoMatch.into());
         };
-        if !self.is_here(socket, &tuple) {
-            return stay(socket, Reason::NoMatch.into());
-        }
         let (connector, acceptor) = (tuple.connector(), tuple.acceptor());
         if let Some(reason) = self.library.refuses(connector, acceptor, Direction::Connect) {
             return stay(socket, reason.into());

@@ -245,8 +245,10 @@ impl Worker {
                 self.end_query(datagram.query, arrival);
                 if self.handshakes.has(&nonce_s) {
                     self.on_cancel(nonce_s);
-                } else {
-                    pass_on_cancel(nonce_s, &instance_s);
+                } else if let Ok(channel) = names::connect_to(names::instance(&instance_s).as_bytes()) {
+                    // Another instance of this host has made the attempt. If it is gone, so is the connection. The
+                    // message can be read even after the channel has been closed.
+                    send(&channel, &Message::Cancel { nonce_s }, &[]);
                 }
             }
             Body::Got => self.end_query(datagram.query, arrival),
@@ -378,14 +380,6 @@ impl Worker {
             }
             *repeats < REPEATS
         });
-    }
-}
-
-/// Passes CANCEL on to the instance of this host that made the attempt. If that instance is gone, so is the connection.
-fn pass_on_cancel(nonce_s: Nonce, instance_s: &InstanceId) {
-    if let Ok(channel) = names::connect_to(names::instance(instance_s).as_bytes()) {
-        // The message can be read even after the channel has been closed.
-        send(&channel, &Message::Cancel { nonce_s }, &[]);
     }
 }
 

@@ -12,7 +12,6 @@ use rdmasock_core::ids::{InstanceId, Nonce};
 use rdmasock_core::os::datagram::Asker;
 use rdmasock_core::rendezvous::control::{Body, DATAGRAM, Datagram, Memory, QueryId, Stamp};
 use rdmasock_core::stats::Event;
-use rdmasock_core::wire;
 use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
@@ -280,9 +279,9 @@ impl Worker {
         ) else {
             return self.library.stats.count(Event::ControlMisplaced);
         };
-        let request = query.request;
+        let (request, fate) = (query.request, query.fate);
         match datagram.body {
-            Body::Stamp if query.fate == Fate::Asked => {
+            Body::Stamp if fate == Fate::Asked => {
                 if query.restamped >= RESTAMPS {
                     return self.library.stats.count(Event::ControlMisplaced);
                 }
@@ -297,14 +296,20 @@ impl Worker {
                 instance_s,
             } if repeated == request => {
                 host.stamp = Some(datagram.stamp);
-                self.on_host_yes(id, datagram.query, nonce_s, instance_s);
+                self.on_host_yes((id, datagram.query), (request, fate), nonce_s, instance_s);
             }
             Body::No {
                 request: repeated,
                 reason,
             } if repeated == request => {
                 host.stamp = Some(datagram.stamp);
-                self.on_host_no(id, datagram.query, reason);
+                if fate == Fate::Asked {
+                    self.close_query(id, datagram.query, Fate::Unwanted);
+                    if self.asks.get_mut(&request).is_some_and(|a| a.asked.remove(&id)) {
+                        self.library.stats.count(Event::No);
+                        self.declined(request, reason);
+                    }
+                }
             }
             _ => self.library.stats.count(Event::ControlMisplaced),
         }
@@ -321,10 +326,14 @@ impl Worker {
         }
     }
 
-    fn on_host_yes(&mut self, id: u64, query: QueryId, nonce_s: Nonce, instance_s: InstanceId) {
-        let Some((fate, request)) = self.hosts.queries.get(&query).map(|q| (q.fate, q.request)) else {
-            return;
-        };
+    /// Answers a YES, the first or a repeated one.
+    fn on_host_yes(
+        &mut self,
+        (id, query): (u64, QueryId),
+        (request, fate): (u64, Fate),
+        nonce_s: Nonce,
+        instance_s: InstanceId,
+    ) {
         let fate = if fate != Fate::Asked {
             fate
         } else if let Some(asking) = self.asks.remove(&request)
@@ -344,18 +353,6 @@ impl Worker {
             let stamp = host.stamp.unwrap_or(Stamp::NONE);
             let datagram = Datagram { query, stamp, body };
             let _ = host.socket.send(&datagram.encode(self.library.reach.key()));
-        }
-    }
-
-    fn on_host_no(&mut self, id: u64, query: QueryId, reason: wire::Reason) {
-        let asked = self.hosts.queries.get(&query).filter(|q| q.fate == Fate::Asked);
-        let Some(request) = asked.map(|q| q.request) else {
-            return;
-        };
-        self.close_query(id, query, Fate::Unwanted);
-        if self.asks.get_mut(&request).is_some_and(|a| a.asked.remove(&id)) {
-            self.library.stats.count(Event::No);
-            self.declined(request, reason);
         }
     }
 

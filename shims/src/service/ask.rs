@@ -70,23 +70,12 @@ pub struct Asking {
     /// The reason of a NO, a REDIRECT or a closed channel; `None` if none has come. With any reason but `Absent` the
     /// peer has the library.
     answered: Option<wire::Reason>,
-    /// A service name exists, but its instance could not take the question now.
+    /// A service name exists, but its instance could not take the question now, or has not answered in time.
     busy: bool,
     /// A service name exists, but its user may not answer for this connection.
     untrusted: bool,
     /// When the wait for an answer ends, monotonic ns.
     pub deadline: u64,
-}
-
-/// How an answer is treated.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Taken {
-    /// The question waits for this answer.
-    Yes,
-    /// The question is over.
-    Late,
-    /// The channel was not asked, so the answer does not count.
-    No,
 }
 
 impl Worker {
@@ -248,19 +237,23 @@ impl Worker {
             .retain(|_, a| !a.socket().is_some_and(|s| std::ptr::eq(s, socket)) || is_asking(socket, a.nonce));
     }
 
-    /// Checks an answer: it counts only if the question went out on this channel (P11), and once. An answer on a
-    /// channel that was not asked is a violation, which closes the channel.
-    fn take_answer(&mut self, conn: u64, request: u64) -> Taken {
-        let is_asked = |peer: &Peer| matches!(peer, Peer::Asked { request: asked, .. } if *asked == request);
-        if self.conns.get(&conn).is_some_and(|c| is_asked(&c.peer)) {
-            match self.asks.get_mut(&request).map(|asking| asking.asked.remove(&conn)) {
-                None => return Taken::Late,
-                Some(true) => return Taken::Yes,
-                Some(false) => {}
-            }
+    /// Takes a question out of the table that waits for the answer of a channel or host. `None` if it does not wait for
+    /// that one, or is over.
+    pub(super) fn take_asking(&mut self, request: u64, from: u64) -> Option<Asking> {
+        let is_awaited = self.asks.get_mut(&request)?.asked.remove(&from);
+        is_awaited.then(|| self.asks.remove(&request)).flatten()
+    }
+
+    /// Takes the question of an answer. The answer counts only if the question went out on this channel (P11), and once:
+    /// `None` if it does not count. An answer on a channel that was not asked is a violation, which closes the channel.
+    fn take_answered(&mut self, conn: u64, request: u64) -> Option<Asking> {
+        let peer = self.conns.get(&conn).map(|c| &c.peer);
+        let is_asked = matches!(peer, Some(Peer::Asked { request: asked, .. }) if *asked == request);
+        let asking = is_asked.then(|| self.take_asking(request, conn)).flatten();
+        if !is_asked || asking.is_none() && self.asks.contains_key(&request) {
+            self.violation(conn);
         }
-        self.violation(conn);
-        Taken::No
+        asking
     }
 
     /// Closes the channel of one question once HELLO is in TCP, or will not be (P16). Until then keeps it, for
@@ -281,14 +274,9 @@ impl Worker {
             self.conns.get(&conn).map(|c| &c.peer),
             Some(Peer::Asked { by_name: true, .. })
         );
-        let taken = self.take_answer(conn, request);
+        let asking = self.take_answered(conn, request);
         self.done_asking(conn);
-        if taken != Taken::Yes {
-            return;
-        }
-        let Some(mut asking) = self.asks.remove(&request) else {
-            return;
-        };
+        let Some(mut asking) = asking else { return };
         asking.answered.get_or_insert(wire::Reason::NotHeld);
         // P14: only a service name may redirect. A REDIRECT from an instance's own name counts as NO.
         if by_name && let Ok(channel) = names::connect_to(names::instance(&instance).as_bytes()) {
@@ -298,18 +286,15 @@ impl Worker {
     }
 
     pub(super) fn on_no(&mut self, conn: u64, request: u64, reason: wire::Reason) {
-        let taken = self.take_answer(conn, request);
+        let asking = self.take_answered(conn, request);
         self.done_asking(conn);
-        if taken == Taken::Yes {
+        if let Some(asking) = asking {
             self.library.stats.count(Event::No);
-            self.declined(request, reason);
+            self.declined(request, asking, reason);
         }
     }
 
-    pub(super) fn declined(&mut self, request: u64, reason: wire::Reason) {
-        let Some(mut asking) = self.asks.remove(&request) else {
-            return;
-        };
+    pub(super) fn declined(&mut self, request: u64, mut asking: Asking, reason: wire::Reason) {
         if !matches!(reason, wire::Reason::NotHeld | wire::Reason::Shared) {
             // This answer is from the connection's only holder. Other answers cannot change it, and some may never
             // come.
@@ -322,29 +307,21 @@ impl Worker {
 
     /// Treats the end of a channel without an answer as NO.
     pub(super) fn on_silence(&mut self, conn: u64, request: u64) {
-        if self.asks.get_mut(&request).is_some_and(|a| a.asked.remove(&conn)) {
-            self.declined(request, wire::Reason::NotHeld);
+        if let Some(asking) = self.take_asking(request, conn) {
+            self.declined(request, asking, wire::Reason::NotHeld);
         }
     }
 
     pub(super) fn on_yes(&mut self, conn: u64, request: u64, nonce_s: Nonce, instance_s: InstanceId) {
-        match self.take_answer(conn, request) {
-            Taken::No => {}
+        let asking = self.take_answered(conn, request);
+        if let Some(Peer::Asked { greets, .. }) = self.conns.get_mut(&conn).map(|c| &mut c.peer)
+            && let Some(Asker::Here(r)) = asking.as_ref().map(|a| a.who)
+        {
+            *greets = Some(r);
+        }
+        if !asking.is_some_and(|asking| self.accept_yes(&asking, nonce_s, instance_s)) {
             // The acceptor scans TCP for a HELLO that will not come (P15).
-            Taken::Late => self.reply(conn, &Message::Cancel { nonce_s }),
-            Taken::Yes => {
-                let asking = self.asks.remove(&request);
-                if let Some(Peer::Asked { greets, .. }) = self.conns.get_mut(&conn).map(|c| &mut c.peer)
-                    && let Some(Asker::Here(r)) = asking.as_ref().map(|a| a.who)
-                {
-                    *greets = Some(r);
-                }
-                if let Some(asking) = &asking
-                    && !self.accept_yes(asking, nonce_s, instance_s)
-                {
-                    self.reply(conn, &Message::Cancel { nonce_s });
-                }
-            }
+            self.reply(conn, &Message::Cancel { nonce_s });
         }
         self.done_asking(conn);
     }
@@ -407,24 +384,14 @@ impl Worker {
 
     pub(super) fn expire_asks(&mut self, now: u64) {
         for request in keys(&self.asks, |asking| asking.deadline <= now) {
-            let Some(asking) = self.asks.remove(&request) else {
+            let Some(mut asking) = self.asks.remove(&request) else {
                 continue;
             };
             self.library.stats.count(Event::HandshakeTimeout);
-            if let Asker::Elsewhere { conn, .. } = asking.who {
-                let reason = wire::Reason::Timeout;
-                self.reply(conn, &Message::No { request, reason });
-                continue;
-            }
             let is_silent = asking.remote && self.is_host_silent(&asking);
-            if let Some(socket) = asking.socket()
-                && abandon(socket, asking.nonce)
-            {
-                match is_silent {
-                    true => nobody(socket, true),
-                    false => later(socket, Reason::TimedOut.into()),
-                }
-            }
+            (asking.answered, asking.busy) = (None, !is_silent);
+            asking.asked.clear();
+            self.go_on(request, asking);
         }
     }
 }

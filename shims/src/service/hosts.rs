@@ -305,9 +305,9 @@ impl Worker {
                 host.stamp = Some(datagram.stamp);
                 if fate == Fate::Asked {
                     self.close_query(id, datagram.query, Fate::Unwanted);
-                    if self.asks.get_mut(&request).is_some_and(|a| a.asked.remove(&id)) {
+                    if let Some(asking) = self.take_asking(request, id) {
                         self.library.stats.count(Event::No);
-                        self.declined(request, reason);
+                        self.declined(request, asking, reason);
                     }
                 }
             }
@@ -396,9 +396,7 @@ impl Worker {
             };
             query.fate = Fate::Unwanted;
             let request = query.request;
-            if self.asks.get_mut(&request).is_some_and(|a| a.asked.remove(&id))
-                && let Some(asking) = self.asks.remove(&request)
-            {
+            if let Some(asking) = self.take_asking(request, id) {
                 self.go_on(request, asking);
             }
         }

@@ -125,10 +125,10 @@ impl Worker {
         }
         let introduction = Introduction::decode(&incoming.private).ok();
         let (introduction, bulk, pair) = match introduction {
-            Some(introduction) if introduction.is_bulk => match self.accept_bulk(incoming, &introduction) {
-                Ok((link, pair)) => (introduction, Some(link), pair),
+            Some(introduction) if introduction.is_bulk => match self.offered_bulk(&introduction) {
+                Some((link, remote)) => (introduction, Some(link), self.accept_bulk(link, remote, incoming)),
                 // The link may have gone meanwhile.
-                Err(incoming) => return incoming.map_or((), Incoming::reject),
+                None => return incoming.reject(),
             },
             Some(introduction) if self.library.offers.has(&introduction.cookie, &introduction.instance) => {
                 // An earlier request with the same cookie is dropped. The sender has given that request up, and does
@@ -137,18 +137,21 @@ impl Worker {
                 for id in keys(&self.conns, |conn| conn.cookie.is_some_and(is_same)) {
                     self.hang_up(id, Reason::LinkFailed);
                 }
-                match incoming.accept(&introduce(self.library.id, Introduction::NO_COOKIE, false), None) {
-                    Ok(pair) => (introduction, None, pair),
-                    Err(error) => {
-                        tracing::warn!(target: "rdmasock", peer = %introduction.instance, %error, "a link cannot be accepted");
-                        return;
-                    }
-                }
+                let answer = introduce(self.library.id, Introduction::NO_COOKIE, false);
+                (introduction, None, incoming.accept(&answer, None))
             }
             _ => {
                 self.library.stats.count(Event::LinkViolation);
                 tracing::warn!(target: "rdmasock", "a link without a cookie of ours is refused");
                 return incoming.reject();
+            }
+        };
+        let pair = match (pair, bulk) {
+            (Ok(pair), _) => pair,
+            (Err(_), Some(link)) => return self.on_bulk_arrived(link, None),
+            (Err(error), None) => {
+                tracing::warn!(target: "rdmasock", peer = %introduction.instance, %error, "a link cannot be accepted");
+                return;
             }
         };
         let id = self.new_conn();
@@ -549,12 +552,13 @@ impl Worker {
     }
 
     /// Returns the link for which this cookie was given out; `None` if there is none.
-    fn offered_bulk(&self, introduction: &Introduction) -> Option<&'static Link> {
+    fn offered_bulk(&self, introduction: &Introduction) -> Option<(&'static Link, &'static Remote)> {
         let is_it = |link: &&'static Link| {
             let cookie = self.bulks.get(&link.slot()).and_then(|bulk| bulk.cookie.as_ref());
             cookie.is_some_and(|cookie| cookie.matches(&introduction.cookie)) && link.peer() == introduction.instance
         };
-        link::all().into_iter().find(is_it)
+        let link = link::all().into_iter().find(is_it)?;
+        Some((link, link.remote()?))
     }
 
     fn offer_bulk(&mut self, link: &'static Link) {
@@ -624,36 +628,17 @@ impl Worker {
         }
     }
 
-    /// Accepts a bulk queue pair beside the link that has offered it. `Err(Some)` gives the connection back if no link
-    /// has; `Err(None)` if accepting has failed.
-    fn accept_bulk(
-        &mut self,
-        incoming: Incoming,
-        introduction: &Introduction,
-    ) -> Result<(&'static Link, Pair), Option<Incoming>> {
-        let Some(link) = self.offered_bulk(introduction) else {
-            return Err(Some(incoming));
-        };
-        let Some(remote) = link.remote() else {
-            return Err(Some(incoming));
-        };
+    /// Accepts a bulk queue pair beside the link that has offered it.
+    fn accept_bulk(&mut self, link: &'static Link, remote: &Remote, incoming: Incoming) -> Result<Pair, Errno> {
         // The other end has given up its last request, and does not know of a queue pair that came of it.
         self.forget_arriving_beside(link);
         remote.drop_bulk();
         remote.end_retired();
         let answer = introduce(self.library.id, Introduction::NO_COOKIE, true);
         let accepted = remote.with_pair(|pair| incoming.accept(&answer, Some(pair)));
-        let bulk = self.bulk_of(link);
-        match accepted {
-            Some(Ok(pair)) => {
-                bulk.stage = Stage::Connecting;
-                Ok((link, pair))
-            }
-            _ => {
-                bulk.end(crate::sys::time::now_ns());
-                Err(None)
-            }
-        }
+        let pair = accepted.unwrap_or(Err(Errno::NOTCONN))?;
+        self.bulk_of(link).stage = Stage::Connecting;
+        Ok(pair)
     }
 
     /// Handles the end of an accepted connection's set-up: `pair` if the bulk queue pair is up, `None` if not.

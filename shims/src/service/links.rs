@@ -1,4 +1,4 @@
-//! Links: how they are made, the messages on their side channels, and their end. [`Rings`] changes the sizes of the
+//! Links: how they are made, the messages on their side channels, and their end. Also changes the sizes of the
 //! rings on them.
 
 use std::os::fd::AsFd;
@@ -29,7 +29,7 @@ use crate::objects::waiters::SERVICE;
 use crate::objects::{cgroup, link, socket};
 use crate::service::ask::ASK_TIMEOUT;
 use crate::service::channels::send;
-use crate::service::{Conn, Peer, Worker, rings};
+use crate::service::{Conn, Peer, Worker};
 use crate::sys::points::point;
 
 /// Time to the next check of a dead link on which a thread still sleeps, ns. Work requests that are in flight on its
@@ -523,26 +523,20 @@ fn read_given_back(bytes: u32, file: &PrivateFd) -> Option<Vec<u8>> {
 }
 
 /// A sender that found no room, and the position of its reader then.
-struct Blocked {
+pub struct Blocked {
     r: Ref,
     reader_at: u64,
     /// Time between two checks of the sender, ns.
     every: u64,
     /// The time of the next check, monotonic ns.
-    deadline: u64,
+    pub deadline: u64,
 }
 
-/// The rings whose size may have to change: too small for a sender whose reader stands still, or large and idle.
-#[derive(Default)]
-pub struct Rings {
-    blocked: Vec<Blocked>,
-    /// When idle rings are searched for.
-    shrink: Option<u64>,
-}
+// The rings whose size may have to change: too small for a sender whose reader stands still, or large and idle.
 
-impl Rings {
+impl Worker {
     /// Begins to check a sender that has found no room.
-    pub fn on_blocked(&mut self, r: Ref) {
+    pub(super) fn on_blocked(&mut self, r: Ref) {
         if let Some(socket) = r.get()
             && let Some(reader_at) = tx::reader_at(socket)
         {
@@ -555,22 +549,8 @@ impl Rings {
         }
     }
 
-    /// Returns the time of the next check, monotonic ns; `None` if there is none.
-    pub fn next_timeout(&self) -> Option<u64> {
-        let blocked = self.blocked.iter().map(|blocked| blocked.deadline);
-        blocked.chain(self.shrink).min()
-    }
-
-    /// Helps senders that have found no room for a while, and shrinks idle rings.
-    pub fn on_timeout(&mut self, now: u64) {
-        self.relieve(now);
-        if rings(&mut self.shrink, now) {
-            cgroup::look();
-            self.shrink(now);
-        }
-    }
-
-    fn relieve(&mut self, now: u64) {
+    /// Helps senders that have found no room for a while.
+    pub(super) fn relieve(&mut self, now: u64) {
         let late: Vec<Blocked> = self.blocked.extract_if(.., |p| p.deadline <= now).collect();
         for blocked in late {
             let Some(socket) = blocked.r.get() else {
@@ -602,15 +582,16 @@ impl Rings {
     }
 
     /// Schedules a search for idle rings, after a ring has grown.
-    pub fn on_grown(&mut self) {
-        self.shrink.get_or_insert_with(|| {
+    pub(super) fn on_grown(&mut self) {
+        self.alarms.shrink.get_or_insert_with(|| {
             cgroup::look();
             crate::sys::time::now_ns() + SHRINK_EVERY
         });
     }
 
     /// Gives idle rings their first size, and searches again later if some are in use.
-    fn shrink(&mut self, now: u64) {
+    pub(super) fn shrink_rings(&mut self, now: u64) {
+        cgroup::look();
         let mut again = false;
         for socket in socket::all() {
             again |= !tx::give_back(socket);
@@ -631,7 +612,7 @@ impl Rings {
             }
         }
         if again {
-            self.shrink = Some(now + SHRINK_EVERY);
+            self.alarms.shrink = Some(now + SHRINK_EVERY);
         }
     }
 }

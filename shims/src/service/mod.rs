@@ -50,7 +50,7 @@ use crate::service::answer::Handshakes;
 use crate::service::ask::Asking;
 use crate::service::control::Control;
 use crate::service::hosts::Hosts;
-use crate::service::links::{Pending, Rings};
+use crate::service::links::{Blocked, Pending};
 use crate::service::pairs::{Arriving, Bulk};
 use crate::service::watch::Ends;
 use crate::signals::ending;
@@ -174,7 +174,8 @@ struct Worker {
     control: Control,
     /// Questions to other hosts.
     hosts: Hosts,
-    rings: Rings,
+    /// Senders that find no room.
+    blocked: Vec<Blocked>,
     ends: Ends,
     alarms: Alarms,
     /// How many times in a row links to other hosts were maintained and in use, up to `MAINTAIN_DOUBLINGS`.
@@ -460,14 +461,14 @@ impl Worker {
                 }
             }
             Command::Listen => Listener::all().for_each(|listener| self.listen(listener)),
-            Command::Blocked(r) => self.rings.on_blocked(r),
+            Command::Blocked(r) => self.on_blocked(r),
             Command::Lost(r) => {
                 if let Some(socket) = r.get() {
                     crate::notify::call::look_at_anchor(socket);
                 }
             }
             Command::DelayedWakes => self.alarms.wake = Some(time::now_ns() + DELAYED_FOR),
-            Command::Grown => self.rings.on_grown(),
+            Command::Grown => self.on_grown(),
             Command::Maintain => self.alarms.maintain = Some(time::now_ns() + self.maintain_after()),
         }
     }
@@ -519,7 +520,7 @@ impl Worker {
             bulks: HashMap::new(),
             control: Control::new(time::now_ns())?,
             hosts: Hosts::new(),
-            rings: Rings::default(),
+            blocked: Vec::new(),
             ends: Ends::default(),
             alarms: Alarms::default(),
             maintained: 0,
@@ -664,7 +665,8 @@ const TIMERS: &[Timer] = &[
         socket::all().for_each(crate::data::tx::send_delayed_wake);
     }),
     (|w| w.handshakes.next_timeout(), |w, now| w.handshakes.on_timeout(now)),
-    (|w| w.rings.next_timeout(), |w, now| w.rings.on_timeout(now)),
+    (|w| w.blocked.iter().map(|b| b.deadline).min(), Worker::relieve),
+    alarm!(shrink, Worker::shrink_rings),
     (
         |w| w.ends.next_timeout(),
         |w, now| {
@@ -698,6 +700,8 @@ struct Alarms {
     watch: Option<u64>,
     /// Tries again to receive or close descriptors in a thread apart.
     apart: Option<u64>,
+    /// Searches for idle rings.
+    shrink: Option<u64>,
 }
 
 // Panics of the thread are caught. A panic is a defect of the library; neither the program nor its other connections

@@ -307,6 +307,13 @@ pub struct Rate {
     pub burst: u32,
 }
 
+impl Rate {
+    /// Returns the limit of `per_second` on average, and `burst` at once.
+    pub const fn new(per_second: u32, burst: u32) -> Self {
+        Self { per_second, burst }
+    }
+}
+
 /// A token bucket, counted in time: a token is the interval between two events at the rate.
 #[derive(Debug, Clone, Copy)]
 pub struct Bucket {

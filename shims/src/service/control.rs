@@ -35,33 +35,13 @@ const FIRST_REPEAT: u64 = 200 * MS;
 const BIND_AGAIN: u64 = 10_000 * MS;
 /// The most datagrams that are read in a row.
 const AT_ONCE: usize = 64;
-/// All datagrams that are read. Beyond this rate the socket is not polled for a while and the kernel drops them.
-const ARRIVALS: Rate = Rate {
-    per_second: 5_000,
-    burst: 1_000,
-};
+/// All datagrams that are read, in a second and at once. Beyond this rate the socket is not polled for a while and the
+/// kernel drops them.
+const ARRIVALS: Rate = Rate::new(5_000, 1_000);
 /// Questions without a good stamp, in total and from each address. Their source address may be forged.
-const STRANGERS: [Rate; 2] = [
-    Rate {
-        per_second: 200,
-        burst: 400,
-    },
-    Rate {
-        per_second: 20,
-        burst: 40,
-    },
-];
+const STRANGERS: [Rate; 2] = [Rate::new(200, 400), Rate::new(20, 40)];
 /// Questions with a good stamp, in total and from each address.
-const KNOWN: [Rate; 2] = [
-    Rate {
-        per_second: 2_000,
-        burst: 2_000,
-    },
-    Rate {
-        per_second: 1_000,
-        burst: 1_000,
-    },
-];
+const KNOWN: [Rate; 2] = [Rate::new(2_000, 2_000), Rate::new(1_000, 1_000)];
 /// The most addresses whose rates are remembered.
 const SOURCES: usize = 1024;
 /// The most questions that are remembered, for longer than a stamp is good. So a copied question is either noticed or

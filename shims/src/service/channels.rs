@@ -185,13 +185,10 @@ impl Worker {
 
     /// Calls `f` with a channel, also with a link's. `None` without a channel, or if it is closed.
     pub(super) fn with_channel<R>(&self, id: u64, f: impl FnOnce(&Channel) -> R) -> Option<R> {
-        match self.conns.get(&id)? {
-            Conn {
-                channel: Some(channel), ..
-            } => Some(f(channel)),
-            Conn {
-                peer: Peer::Link(link), ..
-            } => link.with_channel(f),
+        let conn = self.conns.get(&id)?;
+        match (&conn.channel, &conn.peer) {
+            (Some(channel), _) => Some(f(channel)),
+            (None, Peer::Link(link)) => link.with_channel(f),
             _ => None,
         }
     }
@@ -422,10 +419,7 @@ impl Worker {
             Peer::Asked { request, .. } => self.on_silence(id, request),
             Peer::Linking(pending) => pending.end(None),
             Peer::Arriving(arriving) => self.give_up_arriving(arriving),
-            Peer::Link(link) => {
-                self.forget_link_fds(link);
-                self.link_down(link, why);
-            }
+            Peer::Link(link) => self.link_down(link, why),
         }
     }
 }

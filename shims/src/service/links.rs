@@ -133,13 +133,11 @@ impl Worker {
         if !self.library.offers.redeem(&cookie, &peer) {
             return self.hang_up(conn, Reason::Violation);
         }
-        let arena = self.can_begin().then(|| self.make_arena()).flatten();
-        let made = arena.and_then(|(arena, layout)| {
-            let memory = memory((&arena, layout), geometry, &fds)?;
-            let link = self.make_link(peer, pid, geometry.max_ring, &memory)?;
-            Some((arena, layout, link))
-        });
-        let Some((arena, layout, link)) = made else {
+        let mine = self.can_begin().then(|| self.make_arena()).flatten();
+        let link = mine
+            .as_ref()
+            .and_then(|mine| self.make_link((peer, pid), mine, geometry, &fds));
+        let (Some((arena, layout)), Some(link)) = (mine, link) else {
             return self.hang_up(conn, Reason::Resources);
         };
         let message = Message::LinkAccept {
@@ -168,10 +166,8 @@ impl Worker {
             return self.hang_up(conn, Reason::Violation);
         };
         let (expected, mine) = (pending.peer, pending.mine.take());
-        let link = mine.filter(|_| instance == expected).and_then(|mine| {
-            let memory = memory((&mine.0, mine.1), geometry, &fds)?;
-            self.make_link(expected, pid, geometry.max_ring, &memory)
-        });
+        let mine = mine.filter(|_| instance == expected);
+        let link = mine.and_then(|mine| self.make_link((expected, pid), &mine, geometry, &fds));
         let Some(link) = link else {
             return self.hang_up(conn, Reason::LinkFailed);
         };
@@ -180,9 +176,23 @@ impl Worker {
         }
     }
 
-    fn make_link(&mut self, peer: InstanceId, pid: u32, max_ring: u64, memory: &Memory<'_>) -> Option<&'static Link> {
-        let link = self.new_link(Path::Shm, peer, pid, |identity| Link::new(identity, memory))?;
-        link.on_geometry(max_ring);
+    /// Makes a link to an instance of this host; its part of the memory is as it describes it. `None` if that fails, or
+    /// if this version has no such layout.
+    fn make_link(
+        &mut self,
+        (peer, pid): (InstanceId, u32),
+        (arena, layout): &(PrivateFd, Layout),
+        geometry: &Geometry,
+        fds: &[PrivateFd],
+    ) -> Option<&'static Link> {
+        let [theirs, flags] = fds else { return None };
+        let memory = Memory {
+            mine: (arena.as_fd(), *layout),
+            theirs: (theirs.as_fd(), Layout::of_file(geometry.arena_bytes)?),
+            flags: flags.as_fd(),
+        };
+        let link = self.new_link(Path::Shm, peer, pid, |identity| Link::new(identity, &memory))?;
+        link.on_geometry(geometry.max_ring);
         tracing::info!(target: "rdmasock", %peer, pid, slot = link.slot(), "link up");
         Some(link)
     }
@@ -363,8 +373,8 @@ impl Worker {
             Epoll::drop_dead_links();
             forget_unopened(link);
         }
+        self.forget_link_fds(link);
         if let Some(id) = self.conn_of(link) {
-            self.forget_link_fds(link);
             self.conns.remove(&id);
         }
         for socket in link.sockets() {
@@ -466,17 +476,6 @@ fn own_geometry(layout: &Layout) -> Geometry {
         arena_bytes: layout.file_len(),
         max_ring: config().ring_max.bytes(),
     }
-}
-
-/// Returns the memory of a link; the peer's part is as the peer describes it. `None` if this version has no such
-/// layout.
-fn memory<'a>(mine: (&'a PrivateFd, Layout), geometry: &Geometry, fds: &'a [PrivateFd]) -> Option<Memory<'a>> {
-    let [arena, flags] = fds else { return None };
-    Some(Memory {
-        mine: (mine.0.as_fd(), mine.1),
-        theirs: (arena.as_fd(), Layout::of_file(geometry.arena_bytes)?),
-        flags: flags.as_fd(),
-    })
 }
 
 /// Returns the sum of the positions of all streams on a link, in bytes: how much they have carried.

@@ -67,7 +67,7 @@ impl HolderPage {
         for (word, value) in entry.holder.iter().zip(words) {
             word.store(value, Relaxed);
         }
-        entry.check.store(check(connection, words), Relaxed);
+        entry.check.store(hash((connection, words)), Relaxed);
     }
 
     /// Returns the instance that has noted last that it holds the connection. `None` if no entry says so, or if the
@@ -78,20 +78,18 @@ impl HolderPage {
         let entry = bucket.find(|e| e.connection.load(Relaxed) == connection)?;
         let [low, high] = &entry.holder;
         let words = [low.load(Relaxed), high.load(Relaxed)];
-        (entry.check.load(Relaxed) == check(connection, words)).then(|| InstanceId::from_words(words))
+        (entry.check.load(Relaxed) == hash((connection, words))).then(|| InstanceId::from_words(words))
     }
 }
 
 /// Returns a hash of the connection's addresses, never 0.
 fn name_of(tuple: &Tuple) -> u64 {
-    let mut hasher = DefaultHasher::new();
-    (tuple.connector(), tuple.acceptor()).hash(&mut hasher);
-    hasher.finish().max(1)
+    hash((tuple.connector(), tuple.acceptor())).max(1)
 }
 
-fn check(connection: u64, words: [u64; 2]) -> u64 {
+fn hash(value: impl Hash) -> u64 {
     let mut hasher = DefaultHasher::new();
-    (connection, words).hash(&mut hasher);
+    value.hash(&mut hasher);
     hasher.finish()
 }
 

@@ -152,7 +152,9 @@ impl Worker {
 
     /// Answers the questions that waited until the connection was used or closed.
     pub(super) fn answer_deferred(&mut self, r: Ref) {
-        for d in self.handshakes.take_deferred(r) {
+        let deferred = &mut self.handshakes.deferred;
+        let about: Vec<Deferred> = deferred.extract_if(.., |question| question.r == r).collect();
+        for d in about {
             self.on_ask(d.conn, d.request, d.tuple, d.nonce_c, d.instance_c);
         }
         if let Some(socket) = r.get()
@@ -333,8 +335,8 @@ struct Orphan {
 pub struct Handshakes {
     /// Sockets whose addresses have been looked up.
     tuples: HashMap<Tuple, Ref>,
-    /// Handshakes under way, by this end's nonce.
-    offered: HashMap<Nonce, Ref>,
+    /// Handshakes under way, by this end's nonce; also of sockets that are other connections by now.
+    pub offered: HashMap<Nonce, Ref>,
     /// The number of attempts from which on those that are over are removed.
     bound: usize,
     deferred: Vec<Deferred>,
@@ -342,11 +344,6 @@ pub struct Handshakes {
 }
 
 impl Handshakes {
-    /// Returns whether there is memory for one more attempt.
-    pub fn has_room(&mut self) -> bool {
-        self.offered.try_reserve(1).is_ok()
-    }
-
     /// Returns the accepted socket with these addresses; `None` if this process has none.
     pub fn accepted(&mut self, tuple: &Tuple) -> Option<&'static Socket> {
         if let Some(socket) = self.tuples.get(tuple).and_then(|r| r.get()) {
@@ -393,19 +390,9 @@ impl Handshakes {
         self.offered.get(nonce).and_then(|r| r.get())
     }
 
-    /// Returns whether there is such an attempt, even if its socket is another connection by now.
-    pub fn has(&self, nonce: &Nonce) -> bool {
-        self.offered.contains_key(nonce)
-    }
-
     /// Removes the attempt with this nonce, and returns its connection.
     pub fn remove(&mut self, nonce: &Nonce) -> Option<&'static Socket> {
         self.offered.remove(nonce).and_then(Ref::get)
-    }
-
-    /// Removes and returns the questions about a connection that can be answered now.
-    fn take_deferred(&mut self, about: Ref) -> Vec<Deferred> {
-        self.deferred.extract_if(.., |question| question.r == about).collect()
     }
 
     /// Drops the questions whose askers have stopped waiting, and checks the orphans that are due.
@@ -481,7 +468,7 @@ mod tests {
         for _ in 0..4 * OFFERED_MIN {
             handshakes.enter(Nonce::random().unwrap(), Ref::new(socket));
         }
-        assert!(handshakes.has(&live));
+        assert!(handshakes.offered.contains_key(&live));
         assert!(handshakes.offered.len() <= OFFERED_MIN);
     }
 }

@@ -101,7 +101,7 @@ impl Worker {
     fn ask(&mut self, r: Ref) {
         let Some(socket) = r.get() else { return };
         if !self.can_begin() {
-            return later(socket, Reason::Resources.into());
+            return later(socket, Reason::Resources.into(), 0);
         }
         let Some(tuple) = tuple_of(socket).filter(|tuple| self.is_here(socket, tuple)) else {
             return stay(socket, Reason::NoMatch.into());
@@ -114,10 +114,10 @@ impl Worker {
         // the two sees the other.
         store_load_fence();
         if socket.promotion.holders.are_several() {
-            return later(socket, Reason::Inherited.into());
+            return later(socket, Reason::Inherited.into(), 0);
         }
         let Ok(nonce) = Nonce::random() else {
-            return later(socket, Reason::Resources.into());
+            return later(socket, Reason::Resources.into(), 0);
         };
         let reach = self.library.reach;
         let (local, there) = (connector.ip(), acceptor.ip());
@@ -184,9 +184,9 @@ impl Worker {
             return;
         }
         match asking.answered {
-            None if asking.busy => later(socket, Reason::TimedOut.into()),
+            None if asking.busy => later(socket, Reason::TimedOut.into(), 0),
             // The connection may not have been accepted yet.
-            None if asking.untrusted => later(socket, Reason::NotTrusted.into()),
+            None if asking.untrusted => later(socket, Reason::NotTrusted.into(), 0),
             None | Some(wire::Reason::Absent) => {
                 self.absent.insert(asking.tuple.acceptor(), (), now_ns());
                 nobody(socket, asking.remote);
@@ -356,7 +356,7 @@ impl Worker {
         };
         if self.watch(socket) != Watched::Done || connection::start_scan(socket, asking.nonce).is_err() {
             if abandon(socket, asking.nonce) {
-                later(socket, Reason::Unsupported.into());
+                later(socket, Reason::Unsupported.into(), 0);
                 if socket.numbers.anchor_fd().is_some_and(sockopt::is_beyond_links) {
                     socket.promotion.exchange_stage(Stage::Watching, Stage::Pinned);
                 }
@@ -492,18 +492,15 @@ impl Asking {
 fn nobody(socket: &'static Socket, remote: bool) {
     let why = Reason::PeerWithout.into();
     if remote {
-        later_than(socket, why, HOST_ABSENT_FOR);
+        later(socket, why, HOST_ABSENT_FOR);
     } else {
         stay(socket, why);
     }
 }
 
-/// Has the connection asked for again after a pause. After `TRIES` keeps it on TCP for good, unless the reason passes.
-fn later(socket: &'static Socket, why: Why) {
-    later_than(socket, why, 0);
-}
-
-fn later_than(socket: &'static Socket, why: Why, pause: u64) {
+/// Has the connection asked for again after a pause of at least `pause` ns. After `TRIES` keeps it on TCP for good,
+/// unless the reason passes.
+fn later(socket: &'static Socket, why: Why, pause: u64) {
     let tries = socket.promotion.attempts.count();
     // Only the present load of one of the two processes, and not the connection, is the reason.
     let passes = matches!(
@@ -542,6 +539,6 @@ fn after_no(socket: &'static Socket, reason: wire::Reason) {
             socket.promotion.retry_later();
         }
         wire::Reason::Rule | wire::Reason::Use | wire::Reason::NotOwner => stay(socket, why),
-        _ => later(socket, why),
+        _ => later(socket, why, 0),
     }
 }

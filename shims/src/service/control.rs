@@ -223,7 +223,7 @@ impl Worker {
             }
             Body::Cancel { nonce_s, instance_s } => {
                 self.end_query(datagram.query, arrival);
-                if self.handshakes.has(&nonce_s) {
+                if self.handshakes.offered.contains_key(&nonce_s) {
                     self.on_cancel(nonce_s);
                 } else if let Ok(channel) = names::connect_to(names::instance(&instance_s).as_bytes()) {
                     // Another instance of this host has made the attempt. If it is gone, so is the connection. The

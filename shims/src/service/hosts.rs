@@ -95,10 +95,10 @@ impl Hosts {
         }
     }
 
-    /// Returns the id of the host that is asked from the first address at the second; `None` if it has no socket.
-    fn at(&self, address: (IpAddr, IpAddr)) -> Option<u64> {
-        let found = self.hosts.iter().find(|(_, host)| host.address == address);
-        found.map(|(id, _)| *id)
+    /// Returns the host that is asked from the first address at the second, and its id; `None` if it has no socket.
+    fn at(&mut self, address: (IpAddr, IpAddr)) -> Option<(u64, &mut Host)> {
+        let found = self.hosts.iter_mut().find(|(_, host)| host.address == address);
+        found.map(|(id, host)| (*id, host))
     }
 
     /// Returns when a question is sent or a socket closed next, monotonic ns; `None` if nothing is due.
@@ -150,7 +150,7 @@ impl Worker {
         if self.hosts.absent.get(&address.1).is_some() {
             return None;
         }
-        let known = self.hosts.at(address);
+        let known = self.hosts.at(address).map(|(id, _)| id);
         if known.is_some() || self.hosts.hosts.len() >= HOSTS {
             return known;
         }
@@ -360,8 +360,7 @@ impl Worker {
     /// expired question. Then it is not asked for `HOST_ABSENT_FOR`.
     pub(super) fn is_host_silent(&mut self, asking: &Asking) -> bool {
         let address = (asking.tuple.connector().ip(), asking.tuple.acceptor().ip());
-        let id = self.hosts.at(address);
-        let Some((id, host)) = id.and_then(|id| Some((id, self.hosts.hosts.get_mut(&id)?))) else {
+        let Some((id, host)) = self.hosts.at(address) else {
             return self.hosts.absent.get(&address.1).is_some();
         };
         // The host may be gone: the next question waits again for its first answer.

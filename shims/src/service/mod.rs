@@ -546,7 +546,7 @@ impl Worker {
         heap::can_serve()
             && self.conns.try_reserve(2).is_ok()
             && self.asks.try_reserve(1).is_ok()
-            && self.handshakes.has_room()
+            && self.handshakes.offered.try_reserve(1).is_ok()
     }
 
     /// Returns a new id for a channel, or for another descriptor in the epoll set.

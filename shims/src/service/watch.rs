@@ -237,7 +237,11 @@ impl Ends {
     /// Handles that the process at the other end of the socket's link has ended. Returns true if the stream waits for
     /// TCP to show it.
     pub fn on_peer_gone(&mut self, socket: &'static Socket) -> bool {
-        let waits = awaits_end(socket);
+        let is_unread = socket.tx.lock().is_some_and(|tx| {
+            let unread = tx.producer.as_ref().is_some_and(|p| p.is_unread());
+            unread && !tx.end.is_shut() && socket.tx_mode.load(Acquire) == Mode::Link
+        });
+        let waits = is_unread && !has_ended(socket);
         if waits {
             let (r, deadline) = (Ref::new(socket), crate::sys::time::now_ns() + END_WITHIN);
             self.dying.push(Ending { r, deadline });
@@ -324,14 +328,6 @@ fn is_unmarked(socket: &'static Socket) -> bool {
 /// Returns whether the sending direction is on a link within the host.
 fn sends_on_link(socket: &'static Socket) -> bool {
     socket.tx_mode.load(Acquire) == Mode::Link && socket.link().is_some_and(|l| l.is_alive() && !l.is_remote())
-}
-
-fn awaits_end(socket: &'static Socket) -> bool {
-    let is_unread = socket.tx.lock().is_some_and(|tx| {
-        let unread = tx.producer.as_ref().is_some_and(|p| p.is_unread());
-        unread && !tx.end.is_shut() && socket.tx_mode.load(Acquire) == Mode::Link
-    });
-    is_unread && !has_ended(socket)
 }
 
 fn has_ended(socket: &'static Socket) -> bool {

@@ -5,6 +5,7 @@ pub(crate) mod rx;
 pub(crate) mod scanning;
 pub(crate) mod sendfile;
 pub(crate) mod socket_io;
+pub(crate) mod stop;
 pub(crate) mod tx;
 pub(crate) mod view;
 pub(crate) mod zero_copy;

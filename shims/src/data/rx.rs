@@ -2,7 +2,6 @@
 //! call itself, the receive from a link, the pause of a reader that keeps up, and the count of the bytes that can be
 //! read. [`scanning`](crate::data::scanning) receives from TCP that may hold markers.
 
-use std::cell::Cell;
 use std::ffi::c_int;
 use std::ops::ControlFlow;
 use std::ops::ControlFlow::{Break, Continue};
@@ -10,7 +9,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
 use libc::ssize_t;
 use rdmasock_core::cycles;
-use rdmasock_core::fabric::ring::{Consumer, Wake};
+use rdmasock_core::fabric::ring::{Consumer, RingError, Wake};
 use rdmasock_core::lock::Guard;
 use rdmasock_core::os::thread;
 use rdmasock_core::scratch::Scratch;
@@ -22,11 +21,12 @@ use rustix::net::RecvFlags;
 
 pub use crate::data::backpressure::{Shrunk, first as first_ring, relieve, reserve, shrink};
 use crate::data::scanning::{enter, finish_on_tcp, from_marked, go_on, is_at_mark, leave, leave_scanned, scanned};
+use crate::data::stop::{self, Stop};
 use crate::data::zero_copy::Landing;
 use crate::data::{backpressure, tx};
 use crate::notify::call::{Began, Call, Direction, Place, on_its_file};
 use crate::notify::ready::{ENDED, has_peer_ended};
-use crate::notify::{call, ready, reset, table, wait};
+use crate::notify::{ready, reset, table, wait};
 use crate::objects::socket::{Mode, Rx, RxOwn, Socket, Stage};
 use crate::signals::jump::{cancellation_point, or_if_cancelled, quick_or_if_cancelled, within};
 use crate::sys::errno;
@@ -300,12 +300,12 @@ pub(super) unsafe fn recv_slow(
     }
     let mut landing = None;
     // SAFETY: the pieces of `iov` are writable by this function's contract.
-    let result = unsafe { recv_loop(&mut call, iov, flags, &mut got, real, (&mut landing, &mut patience)) };
+    let went = unsafe { recv_loop(&mut call, iov, flags, &mut got, real, (&mut landing, &mut patience)) };
+    let result = Stop::result(went, got);
     match landing.map_or(0, Landing::leave) {
         0 => result.unwrap_or_else(|| {
             let fd = call.fd;
             drop(call);
-            // The call has not begun yet, and its fd stands for something else by now.
             match table::socket(fd) {
                 // SAFETY: the pieces of `iov` are writable by this function's contract.
                 Some(socket) => unsafe { recv(socket, fd, iov, flags, real) },
@@ -323,8 +323,7 @@ pub(super) unsafe fn recv_slow(
     }
 }
 
-/// Receives and waits until the call has enough bytes. `got` counts them. Returns the call's result; `None` if the call
-/// has to begin anew, from the fd table.
+/// Receives and waits until the call has enough bytes. `got` counts them.
 ///
 /// # Safety
 /// The pieces of `iov` are writable.
@@ -336,7 +335,7 @@ unsafe fn recv_loop(
     got: &mut usize,
     real: &impl Fn(c_int) -> ssize_t,
     (landing, patience): (&mut Option<Landing>, &mut wait::Patience),
-) -> Option<ssize_t> {
+) -> Result<(), Stop> {
     let socket = call.socket;
     let peek = flags & libc::MSG_PEEK != 0;
     let all = flags & libc::MSG_WAITALL != 0;
@@ -354,8 +353,8 @@ unsafe fn recv_loop(
             }
         };
         match step {
-            RecvStep::Again | RecvStep::Elsewhere(Place::Here) => {}
-            RecvStep::Got(0) => return Some(*got as ssize_t),
+            RecvStep::Again => {}
+            RecvStep::Got(0) => return Ok(()),
             // An edge-triggered reader takes a short read for the end of the available bytes (epoll(7), question 9). So
             // the call looks for more, without waiting. A peek has seen all that is available, and would start over.
             RecvStep::Got(n) | RecvStep::GotPart(n) => {
@@ -363,7 +362,7 @@ unsafe fn recv_loop(
                 let part = matches!(step, RecvStep::GotPart(_));
                 let more = all || part;
                 if !more || *got >= whole || peek || part && is_at_mark(socket) {
-                    return Some(*got as ssize_t);
+                    return Ok(());
                 }
             }
             RecvStep::Fail(error) => {
@@ -372,86 +371,63 @@ unsafe fn recv_loop(
                 if *got > 0 && call.hold_now() == Place::Here {
                     reset::keep(socket, error);
                 }
-                return Some(errno::after(*got, error));
+                return Err(error.into());
             }
-            RecvStep::Elsewhere(Place::Moved) if *got == 0 => {
-                call::look_again(socket, call.fd);
-                return None;
-            }
-            RecvStep::Elsewhere(_) => {
-                call::look_again(socket, call.fd);
-                return Some(errno::after(*got, libc::EBADF));
+            RecvStep::Elsewhere(place) => return Err(Stop::elsewhere(call, place, *got)),
+            RecvStep::Kernel if *got > 0 => {
+                // All bytes of a call belong to one connection.
+                if call.hold_now() != Place::Here {
+                    return Ok(());
+                }
+                let flags = if all { flags } else { flags | libc::MSG_DONTWAIT };
+                let (before, errno) = (*got, errno::get());
+                // Receives the rest of a read that began on the link or among markers.
+                // SAFETY: the pieces of `iov` are writable by this function's contract.
+                let rest = on_its_file(call, |fd| unsafe { finish_on_tcp(socket, iov, fd, flags) });
+                *got += rest.unwrap_or(0);
+                // The receive may have found no more bytes and set EAGAIN, but the call has not failed.
+                errno::set(errno);
+                if *got == before || *got >= whole || socket.rx_mode.load(Acquire) == Mode::Tcp {
+                    return Ok(());
+                }
             }
             RecvStep::Kernel => {
-                if *got > 0 {
-                    // All bytes of a call belong to one connection.
-                    if call.hold_now() != Place::Here {
-                        return Some(*got as ssize_t);
-                    }
-                    let flags = if all { flags } else { flags | libc::MSG_DONTWAIT };
-                    let before = errno::get();
-                    // Receives the rest of a read that began on the link or among markers.
-                    // SAFETY: the pieces of `iov` are writable by this function's contract.
-                    let n = on_its_file(call, |fd| unsafe { finish_on_tcp(socket, iov, fd, flags, *got) });
-                    let n = n.unwrap_or(*got as ssize_t);
-                    // The receive may have found no more bytes and set EAGAIN, but the call has not failed.
-                    errno::set(before);
-                    let has_more = n as usize > *got && socket.rx_mode.load(Acquire) != Mode::Tcp;
-                    *got = n as usize;
-                    if !has_more || *got >= whole {
-                        return Some(n);
-                    }
-                    continue;
-                }
                 if !call.is_held() && !call.is_named() {
-                    return None;
+                    return Err(Stop::Anew);
                 }
                 if let Some(error) = reset::take_untold(socket) {
-                    return Some(errno::fail(error));
+                    return Err(error.into());
                 }
                 if enter(socket) {
-                    let is_held = call.is_held();
-                    let is_over = Cell::new(false);
-                    // The kernel does not know of a signal handler that has run since the call began to wait.
-                    let real = |fd| {
-                        is_over.set(is_held && patience.is_interrupted());
-                        if is_over.get() {
-                            errno::fail(libc::EINTR)
-                        } else {
-                            real(fd)
-                        }
-                    };
+                    let real = |fd| stop::unless_interrupted(call.is_held(), patience, || real(fd));
                     // SAFETY: the pieces of `iov` are writable by `recv`'s contract.
-                    let went = on_its_file(call, |fd| unsafe { plain(socket, fd, iov, flags, &real) });
-                    match went {
-                        Some(Break(_)) if is_over.get() => match patience.interrupt(socket, true) {
-                            Err(error) => return Some(errno::fail(error)),
-                            Ok(_) if patience.take_restart() && !call.is_named() => return None,
-                            Ok(_) => {}
-                        },
-                        Some(Break(n)) => return Some(n),
+                    match on_its_file(call, |fd| unsafe { plain(socket, fd, iov, flags, &real) }) {
+                        Some(Break(n)) => {
+                            if let Some(n) = stop::moved::<Data>(call, patience, n)? {
+                                *got = n;
+                                return Ok(());
+                            }
+                        }
                         Some(Continue(n)) => {
                             go_on(call);
-                            *got += n;
+                            *got = n;
                         }
                         None => {
                             leave(socket);
-                            return Some(errno::fail(libc::EBADF));
+                            return Err(Stop::Failed(libc::EBADF));
                         }
                     }
                 }
             }
             RecvStep::Leave => {
-                if let Some(landing) = landing.take() {
-                    let landed = landing.leave();
-                    iov.advance(landed);
-                    *got += landed;
-                    if landed > 0 && (!all || *got >= whole) {
-                        return Some(*got as ssize_t);
-                    }
+                let landed = landing.take().map_or(0, Landing::leave);
+                iov.advance(landed);
+                *got += landed;
+                if landed > 0 && (!all || *got >= whole) {
+                    return Ok(());
                 }
             }
-            RecvStep::Empty if *got > 0 && !all => return Some(*got as ssize_t),
+            RecvStep::Empty if *got > 0 && !all => return Ok(()),
             RecvStep::Empty => {
                 if let Err(error) = wait::may_wait(socket, flags) {
                     // The program would wait for the TCP socket alone, so nothing would wake it for bytes on the link.
@@ -459,29 +435,13 @@ unsafe fn recv_loop(
                         within(|| return_to_tcp(socket, Reason::UnknownEpoll));
                         continue;
                     }
-                    return Some(errno::after(*got, error));
+                    return Err(error.into());
                 }
-                if !call.is_held() {
-                    match call.hold_now() {
-                        Place::Here => {}
-                        Place::Moved if *got == 0 => {
-                            call::look_again(socket, call.fd);
-                            continue;
-                        }
-                        Place::Moved | Place::Lost => return Some(errno::after(*got, libc::EBADF)),
-                    }
-                }
+                stop::hold(call, *got)?;
                 if landing.is_none() && !peek && flags & libc::MSG_TRUNC == 0 {
                     *landing = Landing::new(socket, iov);
                 }
-                patience.is_partial = *got > 0;
-                match wait::wait_for::<Data>(socket, patience) {
-                    Ok(_) if patience.take_restart() && (*got > 0 || !call.is_named()) => {
-                        return (*got > 0).then_some(*got as ssize_t);
-                    }
-                    Ok(spun) => call.is_fresh = spun,
-                    Err(error) => return Some(errno::after(*got, error)),
-                }
+                call.is_fresh = stop::wait::<Data>(call, patience, *got)?;
             }
         }
     }
@@ -543,11 +503,7 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int, landing: &mut 
         };
         let spans = match spans {
             Ok(spans) => spans,
-            Err(error) => {
-                let _section = rx.unlock();
-                tx::violation(socket, &error);
-                return RecvStep::Fail(libc::ECONNRESET);
-            }
+            Err(error) => return broken(rx, socket, &error),
         };
         let here = spans.len().min(iov.len());
         if here == 0 {
@@ -564,20 +520,12 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int, landing: &mut 
                 return RecvStep::Elsewhere(place);
             }
         }
-        let mut done = 0;
-        while done < here {
-            let (to, n) = iov.head();
-            if n == 0 {
-                break;
-            }
-            let n = n.min(here - done);
+        // SAFETY: the pieces are writable by `recv`'s contract.
+        let done = iov.walk(here, |to, done, n| unsafe {
             if !discard {
-                // SAFETY: the piece is writable by `recv`'s contract, and at least `n` bytes long.
-                unsafe { spans.copy_out(done, to, n) };
+                spans.copy_out(done, to, n);
             }
-            iov.advance(n);
-            done += n;
-        }
+        });
         got += done;
         if !peek {
             // At most one of the two wake-ups is set, because taking the wake-up word clears it.
@@ -611,6 +559,14 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int, landing: &mut 
         return RecvStep::Got(0);
     }
     at_nothing(call, rx, flags, ended)
+}
+
+/// Closes the link, because its ring has shown that the peer breaks the protocol.
+#[cold]
+pub(super) fn broken(rx: Guard<'_, Rx>, socket: &'static Socket, error: &RingError) -> RecvStep {
+    let _section = rx.unlock();
+    tx::violation(socket, error);
+    RecvStep::Fail(libc::ECONNRESET)
 }
 
 /// Counts `n` bytes that were consumed from the ring, and offers a ring that fits. `stays` is the direction's.
@@ -662,11 +618,7 @@ pub(super) fn at_nothing(call: &mut Call, mut rx: Guard<'_, Rx>, flags: c_int, e
             connection::leave_link_at_end(socket);
             RecvStep::Again
         }
-        Err(error) => {
-            let _section = rx.unlock();
-            tx::violation(socket, &error);
-            RecvStep::Fail(libc::ECONNRESET)
-        }
+        Err(error) => broken(rx, socket, &error),
     }
 }
 

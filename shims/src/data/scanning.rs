@@ -278,23 +278,15 @@ fn is_error_next(socket: &Socket) -> bool {
     })
 }
 
-/// Receives the rest of a call from the kernel, after the direction has gone back to TCP. The first `got` bytes came
-/// over the link or from among markers. Returns how many bytes the call has then. If the direction has begun to scan
+/// Receives the rest of a call from the kernel, after the direction has gone back to TCP. The call's first bytes came
+/// over the link or from among markers. Returns the number of further bytes. If the direction has begun to scan
 /// meanwhile, more may follow among the markers.
-pub(super) unsafe fn finish_on_tcp(
-    socket: &'static Socket,
-    iov: &mut Iov,
-    fd: c_int,
-    flags: c_int,
-    mut got: usize,
-) -> ssize_t {
+pub(super) unsafe fn finish_on_tcp(socket: &'static Socket, iov: &mut Iov, fd: c_int, flags: c_int) -> usize {
+    let mut got = 0;
     loop {
         let (to, len) = iov.head();
-        if len == 0 || is_at_mark(socket) || is_error_next(socket) {
-            return got as ssize_t;
-        }
-        if !enter(socket) {
-            return got as ssize_t;
+        if len == 0 || is_at_mark(socket) || is_error_next(socket) || !enter(socket) {
+            return got;
         }
         // SAFETY: the program's contract with recv(2) makes the piece writable.
         let call = || unsafe { crate::sys::real::recv().cancellable()(fd, to.cast(), len, flags) };
@@ -302,18 +294,17 @@ pub(super) unsafe fn finish_on_tcp(
         if n < 0 {
             reset::keep(socket, errno::get());
         }
-        let n = n.max(0) as usize;
-        let mut kept = n;
-        if n > 0 && socket.rx_was_marked() {
-            // SAFETY: the kernel has written `n` bytes there, and only this call uses the program's buffer before it
+        let mut kept = n.max(0) as usize;
+        if kept > 0 && socket.rx_was_marked() {
+            // SAFETY: the kernel has written `kept` bytes there, and only this call uses the program's buffer before it
             // returns.
-            kept = connection::scan_taken(socket, unsafe { std::slice::from_raw_parts_mut(to, n) });
+            kept = connection::scan_taken(socket, unsafe { std::slice::from_raw_parts_mut(to, kept) });
         }
         leave(socket);
         got += kept;
         iov.advance(kept);
         if kept < len {
-            return got as ssize_t;
+            return got;
         }
     }
 }

@@ -1,13 +1,13 @@
 //! Sending: moves the program's bytes onto what the direction runs on, TCP or a link. This file has the call itself,
 //! what takes the direction back to TCP, and the wake-ups of the peer that MSG_MORE and TCP_CORK delay.
 
-use std::cell::Cell;
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
 use libc::ssize_t;
-use rdmasock_core::fabric::ring::Wake;
+use rdmasock_core::fabric::ring::{RingError, Spans, Wake};
 use rdmasock_core::os::{kernel, thread};
+use rdmasock_core::stats::Reason;
 use rdmasock_core::stream::connection;
 use rdmasock_core::stream::connection::{SocketIo as _, Tcp as _};
 use rdmasock_core::stream::policy::{Progress, Threshold};
@@ -18,11 +18,12 @@ pub use crate::data::backpressure::{
     ask_for_room, could_have_room, give_back, is_full, is_unread, on_buffer_size, on_link, reader_at, report_blocked,
     report_blocked_at_end, unread,
 };
+use crate::data::stop::{self, Stop};
 use crate::data::zero_copy::Went;
 use crate::data::{backpressure, zero_copy};
-use crate::notify::call::{Began, Call, Direction, Place, on_its_file};
+use crate::notify::call::{Began, Call, Direction, Place, on_call_back, on_its_file};
 use crate::notify::threshold::worth_it;
-use crate::notify::{call, ready, reset, table, wait};
+use crate::notify::{ready, reset, table, wait};
 use crate::objects::library::{Library, threshold_of};
 use crate::objects::mailbox::Command;
 use crate::objects::socket::{Mode, Sending, Socket, Stage, Tx, TxOwn};
@@ -33,7 +34,7 @@ use crate::sys::{errno, real, time};
 
 /// Bytes that a long send commits to the ring at a time. The reader copies one piece out while the sender copies the
 /// next one in.
-pub(super) const PIECE: usize = 64 * 1024;
+const PIECE: usize = 64 * 1024;
 
 /// The flags that a link serves. Any other flag takes the socket back to TCP.
 const SERVED: c_int = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL | libc::MSG_MORE | libc::MSG_EOR | libc::MSG_CONFIRM;
@@ -126,21 +127,11 @@ unsafe fn send_unless_quick(
         keep_on_tcp(socket, flags);
     }
     let began = Began::now(socket, fd);
-    if socket.tx_mode.load(Acquire) == Mode::Tcp {
-        if socket.promotion.stage() == Stage::Plain {
-            let n = real(fd);
-            count_sent(&began, n);
-            return n;
-        }
-        if socket.enter_tx() {
-            if began.is_named() {
-                return plain(socket, wait::is_quick(socket, flags), || real(fd));
-            }
-            leave(socket);
-        }
+    if let Some(n) = on_tcp(&began, || wait::is_quick(socket, flags), || real(fd)) {
+        return n;
     }
     // SAFETY: the pieces of `iov` are readable by this function's contract.
-    unsafe { send_slow(began, iov, flags, real) }
+    unsafe { send_slow(began, fd, iov, flags, real) }
 }
 
 /// Keeps the connection on TCP for good, or takes it back there, before a send with one of [`FOR_GOOD`]. Without this
@@ -156,21 +147,42 @@ fn keep_on_tcp(socket: &'static Socket, flags: c_int) {
     }
 }
 
-/// Counts the bytes that TCP has taken on a connection that stays there.
+/// Makes the program's call if the direction is on plain TCP; `None`, without a call, if it is not. `is_quick` returns
+/// whether the call returns at once.
 #[inline]
-pub(super) fn count_sent(began: &Began, n: ssize_t) {
-    if n > 0
-        && began.is_named()
-        && let Some(stats) = began.socket.told.stats()
-    {
-        stats.add_tx_tcp(n as u64);
+pub(super) fn on_tcp(
+    began: &Began,
+    is_quick: impl FnOnce() -> bool,
+    real: impl FnOnce() -> ssize_t,
+) -> Option<ssize_t> {
+    let socket = began.socket;
+    if socket.tx_mode.load(Acquire) != Mode::Tcp {
+        return None;
     }
+    if socket.promotion.stage() == Stage::Plain {
+        let n = real();
+        if n > 0
+            && began.is_named()
+            && let Some(stats) = socket.told.stats()
+        {
+            stats.add_tx_tcp(n as u64);
+        }
+        return Some(n);
+    }
+    if !socket.enter_tx() {
+        return None;
+    }
+    if began.is_named() {
+        return Some(plain(socket, is_quick(), real));
+    }
+    leave(socket);
+    None
 }
 
 /// Makes the program's call on a plain direction. If an error is still to be reported, fails with that error instead.
 /// The caller has entered the direction (`enter_tx`); this function leaves it.
 #[inline]
-pub(super) fn plain(socket: &'static Socket, is_quick: bool, real: impl FnOnce() -> ssize_t) -> ssize_t {
+fn plain(socket: &'static Socket, is_quick: bool, real: impl FnOnce() -> ssize_t) -> ssize_t {
     if socket.has_untold()
         && let Some(error) = reset::take_untold(socket)
     {
@@ -183,7 +195,7 @@ pub(super) fn plain(socket: &'static Socket, is_quick: bool, real: impl FnOnce()
 /// Makes the kernel's call on a plain direction and counts the bytes. The caller has entered the direction
 /// (`enter_tx`); this function leaves it.
 #[inline]
-pub(super) fn in_kernel(socket: &'static Socket, is_quick: bool, real: impl FnOnce() -> ssize_t) -> ssize_t {
+fn in_kernel(socket: &'static Socket, is_quick: bool, real: impl FnOnce() -> ssize_t) -> ssize_t {
     let n = if is_quick {
         quick_or_if_cancelled(real, || leave(socket))
     } else {
@@ -213,7 +225,7 @@ pub fn is_above_own_send(socket: &'static Socket) -> bool {
 /// Counts a call out of the kernel's send and closes the thread's critical section. The last call out does what has
 /// waited for it.
 #[inline]
-pub(super) fn leave(socket: &'static Socket) {
+fn leave(socket: &'static Socket) {
     if socket.leave_tx() {
         go_on(socket);
     }
@@ -222,7 +234,7 @@ pub(super) fn leave(socket: &'static Socket) {
 
 /// Calls `f`, which leaves the direction, as [`on_its_file`] does. The caller has entered the direction (`enter_tx`).
 /// If there is no fd for the call, leaves the direction and returns `None`.
-pub(super) fn on_its_file_or_leave(call: &Call, f: impl FnOnce(c_int) -> ssize_t) -> Option<ssize_t> {
+fn on_its_file_or_leave(call: &Call, f: impl FnOnce(c_int) -> ssize_t) -> Option<ssize_t> {
     let went = on_its_file(call, f);
     if went.is_none() {
         leave(call.socket);
@@ -239,7 +251,7 @@ fn go_on(socket: &'static Socket) {
         ready::notify_local(socket);
     }
     if socket.numbers.is_closed() {
-        call::on_call_back(socket);
+        on_call_back(socket);
     }
     errno::set(errno);
 }
@@ -280,8 +292,113 @@ pub fn answer_if_asked(socket: &'static Socket) {
     }
 }
 
+/// What a send takes its bytes from.
+pub(super) trait Source {
+    /// The kernel's own call returns at once if the socket is non-blocking.
+    const MAY_BE_QUICK: bool = false;
+    /// The bytes are for TCP alone.
+    const IS_FOR_TCP: bool = false;
+
+    /// Returns the bytes left.
+    fn len(&self) -> usize;
+
+    /// Returns whether no memory can be where the next bytes are.
+    fn is_implausible(&mut self) -> bool {
+        false
+    }
+
+    /// Sends bytes past the ring, if that is worth it. The call began with `total` bytes.
+    fn send_directly(&mut self, _: &mut Call, _flags: c_int, _total: usize) -> Went {
+        zero_copy::NOTHING
+    }
+
+    /// Moves the next `n` bytes into the ring's free part. Returns their number, or how the attempt ends. With fewer
+    /// than `n` bytes the source is at its end.
+    ///
+    /// # Safety
+    /// The source's memory is readable, and the first `n` bytes of `spans` are the caller's.
+    unsafe fn fill(&mut self, spans: &Spans<'_>, n: usize) -> Result<usize, SendStep>;
+
+    /// Gives the rest to the kernel by `fd`. Returns how many bytes TCP has taken.
+    fn send_rest(&mut self, socket: &'static Socket, fd: c_int, flags: c_int) -> ssize_t;
+}
+
+impl Source for Iov {
+    const MAY_BE_QUICK: bool = true;
+
+    #[inline]
+    fn len(&self) -> usize {
+        Self::len(self)
+    }
+
+    #[inline]
+    fn is_implausible(&mut self) -> bool {
+        Self::is_implausible(self)
+    }
+
+    #[inline]
+    fn send_directly(&mut self, call: &mut Call, flags: c_int, total: usize) -> Went {
+        if total < zero_copy::LEAST || call.socket.tx_mode.load(Acquire) != Mode::Link {
+            return zero_copy::NOTHING;
+        }
+        zero_copy::send(call, self, flags, total)
+    }
+
+    #[inline]
+    unsafe fn fill(&mut self, spans: &Spans<'_>, n: usize) -> Result<usize, SendStep> {
+        // SAFETY: the pieces are readable, and the ring's part is the caller's, by this function's contract.
+        Ok(self.walk(n, |from, done, n| unsafe {
+            spans.copy_in(done, from, n);
+        }))
+    }
+
+    fn send_rest(&mut self, socket: &'static Socket, fd: c_int, flags: c_int) -> ssize_t {
+        // A send that has taken bytes raises no SIGPIPE.
+        let flags = flags | libc::MSG_NOSIGNAL;
+        let mut taken = 0;
+        loop {
+            let (piece, len) = self.head();
+            if len == 0 {
+                return taken;
+            }
+            let more = if len < self.len() { libc::MSG_MORE } else { 0 };
+            // SAFETY: a piece of the program's memory, readable during the program's call.
+            let n = unsafe { real::send().cancellable()(fd, piece.cast(), len, flags | more) };
+            if n < 0 {
+                // The failed send has taken the error from the socket.
+                reset::keep(socket, errno::get());
+                return taken;
+            }
+            self.advance(n.cast_unsigned());
+            taken += n;
+            if n.cast_unsigned() < len {
+                return taken;
+            }
+        }
+    }
+}
+
+/// A send that only the kernel can make.
+struct ForKernel;
+
+impl Source for ForKernel {
+    const IS_FOR_TCP: bool = true;
+
+    fn len(&self) -> usize {
+        1
+    }
+
+    unsafe fn fill(&mut self, _: &Spans<'_>, _: usize) -> Result<usize, SendStep> {
+        Err(SendStep::Again)
+    }
+
+    fn send_rest(&mut self, _: &'static Socket, _: c_int, _: c_int) -> ssize_t {
+        0
+    }
+}
+
 /// The outcome of one attempt of a send.
-enum SendStep {
+pub(super) enum SendStep {
     /// The direction has changed: try again.
     Again,
     /// The send is for the kernel: make its own call.
@@ -292,186 +409,161 @@ enum SendStep {
     Elsewhere(Place),
     /// The ring or TCP has no room.
     Full,
-    /// The attempt has sent all bytes, or has failed and set errno.
+    /// The attempt has sent all bytes.
     Done,
     /// The program has shut the direction down, and the direction has not left the link yet.
     Shut,
+    /// The call fails with this errno.
+    Fail(c_int),
+    /// The link cannot serve the send, for this reason: take the connection back to TCP, and try again.
+    Leave(Reason),
 }
 
-/// Returns the result of a send after the program has shut the direction down: `sent` if that is not 0, else -1 with
-/// EPIPE. Between hosts the direction stays on the link until the peer has all bytes, and the kernel does not know of
-/// the shutdown before. As the kernel does, raises SIGPIPE before the call fails, unless MSG_NOSIGNAL is set (send(2)).
+/// Ends a send that has moved `sent` bytes, and whose direction the program has shut down. Between hosts the direction
+/// stays on the link until the peer has all bytes, and the kernel does not know of the shutdown before. As the kernel
+/// does, raises SIGPIPE before the call fails, unless MSG_NOSIGNAL is set (send(2)).
 #[cold]
-pub fn after_shutdown(sent: usize, flags: c_int) -> ssize_t {
-    if sent > 0 {
-        return sent as ssize_t;
-    }
-    if flags & libc::MSG_NOSIGNAL == 0 {
+fn after_shutdown(sent: usize, flags: c_int) -> Stop {
+    if sent == 0 && flags & libc::MSG_NOSIGNAL == 0 {
         let (process, thread) = (rustix::process::getpid(), rustix::thread::gettid());
         let ids = [process, thread].map(|id| id.as_raw_nonzero().get() as usize);
         let [process, thread] = ids;
         // SAFETY: tgkill takes numbers alone, no memory.
         let _ = unsafe { kernel::call(libc::SYS_tgkill, [process, thread, libc::SIGPIPE as usize, 0, 0, 0]) };
     }
-    errno::fail(libc::EPIPE)
-}
-
-/// Returns whether the program has shut the direction down while the kernel may not know it yet.
-fn is_shut(socket: &Socket) -> bool {
-    socket.tx_mode.load(Acquire) == Mode::Marked && socket.tx.lock().is_some_and(|tx| tx.end.is_shut())
-}
-
-#[cold]
-fn interrupted() -> SendStep {
-    // The caller is a signal handler that has interrupted its own thread's send on this stream. That send holds the
-    // lock.
-    errno::set(libc::EINTR);
-    SendStep::Done
+    Stop::Failed(libc::EPIPE)
 }
 
 // Not inlined: the forced unwind of pthread_cancel runs the call's destructor here (see `hooks`).
 #[inline(never)]
-unsafe fn send_slow(began: Began, iov: &mut Iov, flags: c_int, real: &impl Fn(c_int) -> ssize_t) -> ssize_t {
+unsafe fn send_slow(began: Began, fd: c_int, iov: &mut Iov, flags: c_int, real: &impl Fn(c_int) -> ssize_t) -> ssize_t {
     cancellation_point();
-    let mut call = Call::new(began, Direction::Send);
     // SAFETY: the pieces of `iov` are readable by `send`'s contract.
-    let result = unsafe { send_loop(&mut call, iov, flags, real) };
-    result.unwrap_or_else(|| {
-        let fd = call.fd;
-        drop(call);
-        // The call has not begun yet, and its fd stands for something else by now.
-        match table::socket(fd) {
-            // SAFETY: the pieces of `iov` are readable by `send`'s contract.
-            Some(socket) => unsafe { send(socket, fd, iov, flags, real) },
-            None => real(fd),
-        }
+    let result = unsafe { send_from(began, iov, flags, real) };
+    result.unwrap_or_else(|| match table::socket(fd) {
+        // SAFETY: the pieces of `iov` are readable by `send`'s contract.
+        Some(socket) => unsafe { send(socket, fd, iov, flags, real) },
+        None => real(fd),
     })
 }
 
-/// Sends until all bytes are gone, and waits for room if the call may wait. Returns the call's result; `None` if the
-/// call has to begin anew, from the fd table.
+/// Makes a call that only the kernel can serve, on a socket that is on its way back to TCP. Waits until the direction
+/// is there.
+// Not inlined, for the reason at `send_slow`.
+#[inline(never)]
+pub fn send_on_tcp(socket: &'static Socket, fd: c_int, flags: c_int, real: &impl Fn(c_int) -> ssize_t) -> ssize_t {
+    // SAFETY: the source has no memory.
+    let result = unsafe { send_from(Began::now(socket, fd), &mut ForKernel, flags, real) };
+    result.unwrap_or_else(|| outside(|| real(fd)))
+}
+
+/// Sends the bytes of `source`. Returns the call's result; `None` if the call has to begin anew, from the fd table,
+/// where its fd stands for something else by now.
 ///
 /// # Safety
-/// The pieces of `iov` are readable.
+/// The source's memory is readable.
 #[inline]
-unsafe fn send_loop(call: &mut Call, iov: &mut Iov, flags: c_int, real: &impl Fn(c_int) -> ssize_t) -> Option<ssize_t> {
+pub(super) unsafe fn send_from<S: Source>(
+    began: Began,
+    source: &mut S,
+    flags: c_int,
+    real: &impl Fn(c_int) -> ssize_t,
+) -> Option<ssize_t> {
+    let mut call = Call::new(began, Direction::Send);
+    let mut sent = 0;
+    // SAFETY: by this function's contract.
+    let went = unsafe { send_loop(&mut call, source, flags, &mut sent, real) };
+    Stop::result(went, sent)
+}
+
+/// Sends until all bytes are gone, and waits for room if the call may wait. `sent` counts the bytes.
+///
+/// # Safety
+/// The source's memory is readable.
+#[inline]
+unsafe fn send_loop<S: Source>(
+    call: &mut Call,
+    source: &mut S,
+    flags: c_int,
+    sent: &mut usize,
+    real: &impl Fn(c_int) -> ssize_t,
+) -> Result<(), Stop> {
     let socket = call.socket;
     crate::notify::fork::reclaim(socket);
-    let beyond = flags & !SERVED;
-    if beyond != 0 {
-        within(|| take_back(socket, reason_for(beyond)));
+    let is_beyond = flags & !SERVED != 0;
+    if is_beyond {
+        within(|| take_back(socket, reason_for(flags)));
     }
-    let total = iov.len();
-    // Bytes of this call that have gone over a link.
-    let mut sent = 0;
+    let total = source.len();
     let mut patience = wait::Patience::default();
     loop {
-        if beyond != 0 {
-            // The direction leaves a link between hosts only after the other end has answered.
+        if is_beyond || S::IS_FOR_TCP {
+            // The direction leaves a link between hosts only after the other end has answered. A handshake that was
+            // under way may have ended in a promotion.
+            if socket.tx_mode.load(Acquire) == Mode::Link {
+                within(|| take_back(socket, reason_for(flags)));
+            }
             connection::wait_for_tcp(socket);
         }
-        let mut until = 0;
-        if total >= zero_copy::LEAST && socket.tx_mode.load(Acquire) == Mode::Link {
-            match zero_copy::send(call, iov, flags, total) {
-                Went::Directly(bytes) => {
-                    sent += bytes;
-                    if iov.len() == 0 {
-                        return Some(sent as ssize_t);
-                    }
-                    // The reader may wait for the rest of the bytes.
-                    continue;
+        let until = match source.send_directly(call, flags, total) {
+            Went::Directly(bytes) => {
+                *sent += bytes;
+                if source.len() == 0 {
+                    return Ok(());
                 }
-                Went::Not { first } => until = first,
+                // The reader may wait for the rest of the bytes.
+                continue;
             }
-        }
-        let before = iov.len();
-        // SAFETY: the pieces are readable by `send`'s contract.
-        let step = unsafe { step(call, iov, flags, until) };
-        sent += before - iov.len();
-        match step {
-            SendStep::Shut => return Some(after_shutdown(sent, flags)),
-            SendStep::Done if sent == 0 && before > 0 => return Some(-1),
-            SendStep::Done => return Some(sent as ssize_t),
-            SendStep::Again | SendStep::Elsewhere(Place::Here) => {}
-            SendStep::Elsewhere(Place::Moved) if sent == 0 => {
-                call::look_again(socket, call.fd);
-                return None;
-            }
-            SendStep::Elsewhere(_) => {
-                call::look_again(socket, call.fd);
-                return Some(errno::after(sent, libc::EBADF));
-            }
+            Went::Not { first } => first,
+        };
+        // SAFETY: the memory is readable by this function's contract.
+        match unsafe { step(call, source, flags, until, sent) } {
+            SendStep::Again => {}
+            SendStep::Done => return Ok(()),
+            SendStep::Shut => return Err(after_shutdown(*sent, flags)),
+            SendStep::Fail(error) => return Err(error.into()),
+            SendStep::Leave(reason) => within(|| take_back(socket, reason)),
+            SendStep::Elsewhere(place) => return Err(Stop::elsewhere(call, place, *sent)),
             SendStep::Ahead => {
                 let went = on_its_file(call, |fd| outside(|| real(fd)));
-                let n = went.unwrap_or_else(|| errno::fail(libc::EBADF));
+                let n = went.ok_or(libc::EBADF)?;
                 if n > 0 {
                     account(socket, n as u64);
                 }
-                return Some(n);
+                *sent = stop::moved::<Space>(call, &mut patience, n)?.unwrap_or(0);
+                return Ok(());
+            }
+            SendStep::Kernel if *sent > 0 => {
+                if !goes_on(call, flags) {
+                    return Ok(());
+                }
+                if socket.enter_tx() {
+                    let before = errno::get();
+                    let rest = |fd| in_kernel(socket, false, || source.send_rest(socket, fd, flags));
+                    *sent += on_its_file_or_leave(call, rest).unwrap_or(0).max(0).cast_unsigned();
+                    // The call has not failed.
+                    errno::set(before);
+                    return Ok(());
+                }
             }
             SendStep::Kernel => {
-                if sent > 0 && !goes_on(call, flags) {
-                    return Some(sent as ssize_t);
-                }
                 if !call.is_held() && !call.is_named() {
-                    return None;
+                    return Err(Stop::Anew);
                 }
-                let is_held = call.is_held();
-                let was_over = Cell::new(false);
-                // The kernel does not know of a signal handler that has run since the call began to wait.
-                let is_over = || {
-                    was_over.set(is_held && sent == 0 && patience.is_interrupted());
-                    was_over.get()
-                };
-                if sent > 0 && socket.enter_tx() {
-                    let taken = on_its_file_or_leave(call, |fd| {
-                        in_kernel(socket, false, || match is_over() {
-                            true => 0,
-                            false => send_rest(socket, fd, iov, flags),
-                        })
-                    });
-                    return Some(sent as ssize_t + taken.unwrap_or(0).max(0));
-                }
-                if sent == 0 && socket.enter_tx() {
-                    let went = on_its_file_or_leave(call, |fd| {
-                        plain(socket, wait::is_quick(socket, flags), || match is_over() {
-                            true => errno::fail(libc::EINTR),
-                            false => real(fd),
-                        })
-                    });
-                    match went {
-                        Some(_) if was_over.get() => match patience.interrupt(socket, false) {
-                            Err(error) => return Some(errno::fail(error)),
-                            Ok(_) if patience.take_restart() && !call.is_named() => return None,
-                            Ok(_) => continue,
-                        },
-                        Some(n) => return Some(n),
-                        None => return Some(errno::fail(libc::EBADF)),
+                if socket.enter_tx() {
+                    let is_quick = S::MAY_BE_QUICK && wait::is_quick(socket, flags);
+                    let real = |fd| stop::unless_interrupted(call.is_held(), &patience, || real(fd));
+                    let went = on_its_file_or_leave(call, |fd| plain(socket, is_quick, || real(fd)));
+                    if let Some(n) = stop::moved::<Space>(call, &mut patience, went.ok_or(libc::EBADF)?)? {
+                        *sent = n;
+                        return Ok(());
                     }
                 }
             }
             SendStep::Full => {
-                if let Err(error) = wait::may_wait(socket, flags) {
-                    return Some(errno::after(sent, error));
-                }
-                if !call.is_held() {
-                    match call.hold_now() {
-                        Place::Here => {}
-                        Place::Moved if sent == 0 => {
-                            call::look_again(socket, call.fd);
-                            continue;
-                        }
-                        Place::Moved | Place::Lost => return Some(errno::after(sent, libc::EBADF)),
-                    }
-                }
-                patience.is_partial = sent > 0;
-                match wait::wait_for::<Space>(socket, &mut patience) {
-                    Ok(_) if patience.take_restart() && (sent > 0 || !call.is_named()) => {
-                        return (sent > 0).then_some(sent as ssize_t);
-                    }
-                    Ok(_) => {}
-                    Err(error) => return Some(errno::after(sent, error)),
-                }
+                wait::may_wait(socket, flags)?;
+                stop::hold(call, *sent)?;
+                stop::wait::<Space>(call, &mut patience, *sent)?;
             }
         }
     }
@@ -495,55 +587,21 @@ fn is_taken(socket: &'static Socket) -> bool {
     !socket.wakes.is_dead() && !socket.has_untold() && tcp.is_some_and(|tcp| !tcp.has_failed() && !tcp.has_peer_ended())
 }
 
-/// Gives the rest to the kernel by `fd`. Returns how many bytes TCP has taken, 0 if none. The program gets the count of
-/// bytes sent, not an error. An error that ends the connection is kept for the next call; of any other error only the
-/// errno is lost.
-fn send_rest(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_int) -> ssize_t {
-    // A send that has taken bytes raises no SIGPIPE.
-    let flags = flags | libc::MSG_NOSIGNAL;
-    let before = errno::get();
-    let mut taken = 0;
-    while iov.len() > 0 {
-        let (piece, len) = iov.head();
-        let more = if len < iov.len() { libc::MSG_MORE } else { 0 };
-        // SAFETY: a piece of the program's memory, readable during the program's call.
-        let n = unsafe { real::send().cancellable()(fd, piece.cast(), len, flags | more) };
-        if n < 0 {
-            // The failed send has taken the error from the socket.
-            reset::keep(socket, errno::get());
-            break;
-        }
-        iov.advance(n.cast_unsigned());
-        taken += n;
-        if n.cast_unsigned() < len {
-            break;
-        }
-    }
-    errno::set(before);
-    taken
-}
-
-/// Makes one attempt to send the bytes of `iov`, except its last `until` bytes.
+/// Makes one attempt to send the bytes of `source`, except its last `until` bytes. `sent` counts them.
+///
+/// # Safety
+/// The source's memory is readable.
 #[inline]
-unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int, until: usize) -> SendStep {
+unsafe fn step<S: Source>(call: &mut Call, source: &mut S, flags: c_int, until: usize, sent: &mut usize) -> SendStep {
     let socket = call.socket;
     if socket.tx_mode.load(Acquire) == Mode::Marked {
-        let place = call.place_by_name();
-        if place != Place::Here {
-            return SendStep::Elsewhere(place);
-        }
-        if is_shut(socket) {
-            // An fd that stands for another connection by now must not get EPIPE.
-            return match call.place_now() {
-                Place::Here => SendStep::Shut,
-                place => SendStep::Elsewhere(place),
-            };
-        }
-        if within(|| connection::flush(socket)) {
+        let is_shut = socket.tx.lock().is_some_and(|tx| tx.end.is_shut());
+        if !is_shut && within(|| connection::flush(socket)) {
             return SendStep::Again;
         }
-        // If the fd stands for another connection by now, no wake-up would report room.
+        // If the fd stands for another connection by now, it must not get EPIPE, and no wake-up would report room.
         return match call.place_now() {
+            Place::Here if is_shut => SendStep::Shut,
             Place::Here if is_above_own_send(socket) => SendStep::Ahead,
             Place::Here => SendStep::Full,
             place => SendStep::Elsewhere(place),
@@ -551,7 +609,9 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int, until: usize) -> Se
     }
     loop {
         let Some(mut tx) = socket.tx.lock() else {
-            return interrupted();
+            // The caller is a signal handler that has interrupted its own thread's send on this stream. That send holds
+            // the lock.
+            return SendStep::Fail(libc::EINTR);
         };
         match socket.tx_mode.load(Acquire) {
             Mode::Link => {}
@@ -569,10 +629,8 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int, until: usize) -> Se
         if tx_now.end.is_shut() {
             return SendStep::Shut;
         }
-        if iov.is_implausible() {
-            drop(tx);
-            errno::set(libc::EFAULT);
-            return SendStep::Done;
+        if source.is_implausible() {
+            return SendStep::Fail(libc::EFAULT);
         }
         if socket.wakes.is_dead() || ready::is_reader_gone(producer) {
             // The anchor is dead or the reader is gone: the kernel decides the result of a send whose bytes stay
@@ -580,7 +638,7 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int, until: usize) -> Se
             socket.tx_mode.go(Sending::Left);
             return SendStep::Kernel;
         }
-        let want = (iov.len() - until).min(PIECE);
+        let want = (source.len() - until).min(PIECE);
         let spans = match producer.spans(want) {
             Ok(spans) => spans,
             Err(error) => {
@@ -590,51 +648,42 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int, until: usize) -> Se
             }
         };
         let room = spans.len().min(want);
-        let mut copied = 0;
-        while copied < room {
-            let (from, n) = iov.head();
-            if n == 0 {
-                break;
-            }
-            // SAFETY: the piece is readable by this function's caller's contract. The first `room` bytes of the ring's
-            // free part belong to the producer, which this thread holds by the direction's lock.
-            let n = unsafe { spans.copy_in(copied, from, n.min(room - copied)) };
-            iov.advance(n);
-            copied += n;
-        }
+        // SAFETY: the memory is readable by this function's contract. The first `room` bytes of the ring's free part
+        // belong to the producer, which this thread holds by the direction's lock.
+        let copied = match unsafe { source.fill(&spans, room) } {
+            Ok(copied) => copied,
+            Err(step) => return step,
+        };
+        *sent += copied;
         let holds = copied == want && is_more_to_come(socket, flags, copied);
         let wake = commit(socket, &mut tx, copied, holds);
-        let room = if copied < want {
+        let room = if room < want && source.len() > 0 {
             no_room(socket, &mut tx, wait::may_wait(socket, flags).is_ok())
         } else {
             Room::There
         };
-        if iov.len() == 0 {
+        if source.len() == 0 {
             call.let_go(&mut tx.own.waiting);
         }
         let section = tx.unlock();
         ready::notify_peer(socket, wake);
         drop(section);
-        if iov.len() == 0 {
+        if source.len() == 0 {
             return SendStep::Done;
         }
-        if iov.len() == until {
+        if source.len() == until {
             return SendStep::Again;
         }
         match room {
             Room::There => {}
             Room::Full if ready::progress(socket) => {}
             Room::Full => return SendStep::Full,
-            Room::Unbacked => {
-                within(|| take_back(socket, rdmasock_core::stats::Reason::Resources));
-                return SendStep::Again;
-            }
+            Room::Unbacked => return SendStep::Leave(Reason::Resources),
         }
     }
 }
 
-fn reason_for(flags: c_int) -> rdmasock_core::stats::Reason {
-    use rdmasock_core::stats::Reason;
+fn reason_for(flags: c_int) -> Reason {
     if flags & libc::MSG_OOB != 0 {
         Reason::OutOfBand
     } else if flags & libc::MSG_ZEROCOPY != 0 {
@@ -644,59 +693,9 @@ fn reason_for(flags: c_int) -> rdmasock_core::stats::Reason {
     }
 }
 
-/// Makes a call that only the kernel can serve, on a socket that is on its way back to TCP. Waits until the direction
-/// is there.
-// Not inlined, for the reason at `send_slow`.
-#[inline(never)]
-pub fn send_on_tcp(socket: &'static Socket, fd: c_int, flags: c_int, real: &impl Fn(c_int) -> ssize_t) -> ssize_t {
-    crate::notify::fork::reclaim(socket);
-    let mut call = Call::new(Began::now(socket, fd), Direction::Send);
-    let mut patience = wait::Patience::default();
-    loop {
-        if !call.is_held() && !call.is_named() {
-            return outside(|| real(fd));
-        }
-        if socket.enter_tx() {
-            let went = on_its_file_or_leave(&call, |fd| plain(socket, false, || real(fd)));
-            return went.unwrap_or_else(|| errno::fail(libc::EBADF));
-        }
-        if is_shut(socket) {
-            match call.place_now() {
-                Place::Here => return after_shutdown(0, flags),
-                Place::Moved => {
-                    call::look_again(socket, fd);
-                    continue;
-                }
-                Place::Lost => return errno::fail(libc::EBADF),
-            }
-        }
-        if connection::flush(socket) {
-            if socket.tx_mode.load(Acquire) == Mode::Link {
-                // The handshake that was under way has ended in a promotion.
-                take_back(socket, rdmasock_core::stats::Reason::Unsupported);
-            }
-            continue;
-        }
-        if let Err(error) = wait::may_wait(socket, 0) {
-            return errno::fail(error);
-        }
-        match call.hold_now() {
-            Place::Here => {}
-            Place::Moved => {
-                call::look_again(socket, fd);
-                continue;
-            }
-            Place::Lost => return errno::fail(libc::EBADF),
-        }
-        if let Err(error) = wait::wait_for::<Space>(socket, &mut patience) {
-            return errno::fail(error);
-        }
-    }
-}
-
 /// Takes the socket back to TCP because a call needs what the link does not serve. Preserves errno.
 #[cold]
-pub fn take_back(socket: &'static Socket, reason: rdmasock_core::stats::Reason) {
+pub fn take_back(socket: &'static Socket, reason: Reason) {
     let errno = errno::get();
     if let Some(mut control) = socket.control.lock() {
         connection::leave(socket, &mut control, reason);
@@ -705,7 +704,7 @@ pub fn take_back(socket: &'static Socket, reason: rdmasock_core::stats::Reason) 
 }
 
 /// Takes the socket back to TCP for its other holders; see [`connection::return_to_tcp`].
-pub fn hand_over(socket: &'static Socket, reason: rdmasock_core::stats::Reason) {
+pub fn hand_over(socket: &'static Socket, reason: Reason) {
     if let Some(mut control) = socket.control.lock() {
         connection::return_to_tcp(socket, &mut control, reason);
     }
@@ -713,7 +712,7 @@ pub fn hand_over(socket: &'static Socket, reason: rdmasock_core::stats::Reason) 
 
 /// Closes the link, because the peer has broken the protocol.
 #[cold]
-pub fn violation(socket: &'static Socket, error: &rdmasock_core::fabric::ring::RingError) {
+pub fn violation(socket: &'static Socket, error: &RingError) {
     tracing::warn!(target: "rdmasock", slot = socket.slot, %error, "link closed");
     Library::get().service.submit(Command::Violation(socket.into()));
     // Keeps this socket's calls off the link from now on, before the service thread has closed it.
@@ -746,7 +745,7 @@ impl wait::Wanted for Space {
     fn avoid_sleep(socket: &'static Socket) -> bool {
         let room = backpressure::before_sleep(socket);
         if let Room::Unbacked = room {
-            within(|| take_back(socket, rdmasock_core::stats::Reason::Resources));
+            within(|| take_back(socket, Reason::Resources));
         }
         !matches!(room, Room::Full)
     }

@@ -12,11 +12,11 @@ use libc::ssize_t;
 use rdmasock_core::fabric::ring::Consumer;
 use rdmasock_core::stream::connection;
 
-use crate::data::rx::{Data, RecvStep, at_nothing, on_read, recv};
-use crate::data::tx;
+use crate::data::rx::{Data, RecvStep, at_nothing, broken, on_read, recv};
+use crate::data::stop::{self, Stop};
 use crate::notify::call::{Began, Call, Direction, Place};
 use crate::notify::fork::reclaim;
-use crate::notify::{call, ready, table, wait};
+use crate::notify::{ready, table, wait};
 use crate::objects::link::Held;
 use crate::objects::socket::{Mode, Rx, Socket, View};
 use crate::signals::jump::within;
@@ -34,51 +34,41 @@ pub type Pieces = [(*mut u8, usize); 2];
 pub fn view(socket: &'static Socket, fd: c_int, most: usize, flags: c_int) -> Result<(Pieces, usize), c_int> {
     let mut call = Call::new(Began::now(socket, fd), Direction::Receive);
     reclaim(socket);
+    find(&mut call, most, flags).map_err(|stop| match stop {
+        Stop::Failed(error) => error,
+        // The fd stands for another socket, which has no view, or it was closed.
+        Stop::Anew if table::socket(fd).is_some_and(|now| !std::ptr::eq(now, socket)) => libc::EOPNOTSUPP,
+        Stop::Anew => libc::EBADF,
+    })
+}
+
+fn find(call: &mut Call, most: usize, flags: c_int) -> Result<(Pieces, usize), Stop> {
+    let socket = call.socket;
     let mut patience = wait::Patience::default();
     let mut is_again = false;
     loop {
+        let mut pieces = [(std::ptr::null_mut(), 0); 2];
         if socket.rx_mode.load(Acquire) != Mode::Link {
             if !call.is_held() && !call.is_named() {
-                return Err(moved(socket, fd));
+                return Err(Stop::Anew);
             }
             match tcp(socket, call.fd)? {
-                true => return Ok(([(std::ptr::null_mut(), 0); 2], 0)),
+                true => return Ok((pieces, 0)),
                 false if socket.rx_mode.load(Acquire) == Mode::Link => continue,
-                false => return Err(libc::EOPNOTSUPP),
+                false => return Err(Stop::Failed(libc::EOPNOTSUPP)),
             }
         }
-        let mut pieces = [(std::ptr::null_mut(), 0); 2];
-        match look(&mut call, most, flags, &mut is_again, &mut pieces) {
+        match look(call, most, flags, &mut is_again, &mut pieces) {
             RecvStep::Got(n) | RecvStep::GotPart(n) => return Ok((pieces, n)),
-            RecvStep::Again | RecvStep::Kernel | RecvStep::Leave | RecvStep::Elsewhere(Place::Here) => {}
-            RecvStep::Fail(error) => return Err(error),
-            RecvStep::Elsewhere(Place::Moved) => {
-                call::look_again(socket, call.fd);
-                return Err(moved(socket, fd));
-            }
-            RecvStep::Elsewhere(Place::Lost) => {
-                call::look_again(socket, call.fd);
-                return Err(libc::EBADF);
-            }
+            RecvStep::Again | RecvStep::Kernel | RecvStep::Leave => {}
+            RecvStep::Fail(error) => return Err(error.into()),
+            RecvStep::Elsewhere(place) => return Err(Stop::elsewhere(call, place, 0)),
             RecvStep::Empty => {
                 wait::may_wait(socket, flags)?;
-                if !call.is_held() && call.hold_now() != Place::Here {
-                    call::look_again(socket, call.fd);
-                    return Err(libc::EBADF);
-                }
-                call.is_fresh = wait::wait_for::<Data>(socket, &mut patience)?;
+                stop::hold(call, 0)?;
+                call.is_fresh = stop::wait::<Data>(call, &mut patience, 0)?;
             }
         }
-    }
-}
-
-/// Returns the errno for an fd that no longer stands for this socket: EBADF if it was closed, EOPNOTSUPP if it stands
-/// for another socket. The other socket has no view.
-fn moved(socket: &'static Socket, fd: c_int) -> c_int {
-    if table::socket(fd).is_some_and(|now| !std::ptr::eq(now, socket)) {
-        libc::EOPNOTSUPP
-    } else {
-        libc::EBADF
     }
 }
 
@@ -131,11 +121,7 @@ fn look(call: &mut Call, most: usize, flags: c_int, is_again: &mut bool, pieces:
     };
     let found = match consumer.spans(usize::MAX) {
         Ok(spans) => spans.pieces(),
-        Err(error) => {
-            let _section = rx.unlock();
-            tx::violation(socket, &error);
-            return RecvStep::Fail(libc::ECONNRESET);
-        }
+        Err(error) => return broken(rx, socket, &error),
     };
     let [(_, first), (_, second)] = found;
     let n = if most > 1 { first + second } else { first };

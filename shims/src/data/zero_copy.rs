@@ -76,7 +76,7 @@ pub(super) enum Went {
     Not { first: usize },
 }
 
-const NOTHING: Went = Went::Not { first: 0 };
+pub(super) const NOTHING: Went = Went::Not { first: 0 };
 
 /// Sends from the next piece of `iov` directly, if a reader waits with a buffer, or will in a moment. If none does,
 /// offers the piece to the reader's device. The call began with `total` bytes.

@@ -1,0 +1,98 @@
+//! What the loops of sends and receives share: how they wait, call the kernel, and end.
+
+use std::ffi::c_int;
+
+use libc::ssize_t;
+
+use crate::notify::call::{self, Call, Place};
+use crate::notify::wait::{self, Patience, Wanted};
+use crate::sys::errno;
+
+/// In place of the kernel's result: a signal handler has run, and the kernel was not called.
+const INTERRUPTED: ssize_t = -3;
+
+/// Why a call ends before it has moved all bytes.
+pub(super) enum Stop {
+    /// The call has not begun yet, and its fd stands for something else by now: it begins anew, from the fd table.
+    Anew,
+    /// The call fails with this errno, if it has moved no bytes.
+    Failed(c_int),
+}
+
+impl From<c_int> for Stop {
+    fn from(error: c_int) -> Self {
+        Self::Failed(error)
+    }
+}
+
+impl Stop {
+    /// Returns how a call ends that has moved `moved` bytes, and whose connection was found to be at `place`.
+    #[cold]
+    pub fn elsewhere(call: &Call, place: Place, moved: usize) -> Self {
+        call::look_again(call.socket, call.fd);
+        match place {
+            Place::Moved if moved == 0 => Self::Anew,
+            _ => Self::Failed(libc::EBADF),
+        }
+    }
+
+    /// Returns the result of a call that has moved `moved` bytes; `None` if it begins anew.
+    #[inline]
+    pub fn result(went: Result<(), Self>, moved: usize) -> Option<ssize_t> {
+        match went {
+            Ok(()) => Some(moved as ssize_t),
+            Err(Self::Failed(error)) => Some(errno::after(moved, error)),
+            Err(Self::Anew) => None,
+        }
+    }
+}
+
+/// Makes the call hold the connection, because it is about to wait. It has moved `moved` bytes.
+pub(super) fn hold(call: &mut Call, moved: usize) -> Result<(), Stop> {
+    if call.is_held() {
+        return Ok(());
+    }
+    match call.hold_now() {
+        Place::Here => Ok(()),
+        place => Err(Stop::elsewhere(call, place, moved)),
+    }
+}
+
+/// Waits until the call, which has moved `moved` bytes, should try again. Returns true if that came while the thread
+/// spun.
+pub(super) fn wait<A: Wanted>(call: &Call, patience: &mut Patience, moved: usize) -> Result<bool, Stop> {
+    patience.is_partial = moved > 0;
+    let has_spun = wait::wait_for::<A>(call.socket, patience)?;
+    restart(call, patience, moved)?;
+    Ok(has_spun)
+}
+
+/// Ends a call where the kernel would restart it and look its fd up again, unless the fd is still the same.
+fn restart(call: &Call, patience: &mut Patience, moved: usize) -> Result<(), Stop> {
+    match patience.take_restart() {
+        true if moved > 0 => Err(Stop::Failed(libc::EINTR)),
+        true if !call.is_named() => Err(Stop::Anew),
+        _ => Ok(()),
+    }
+}
+
+/// Makes the kernel's own call, unless the program's call `has_waited` and a signal handler has run since it began: the
+/// kernel does not know of that.
+pub(super) fn unless_interrupted(has_waited: bool, patience: &Patience, real: impl FnOnce() -> ssize_t) -> ssize_t {
+    if has_waited && patience.is_interrupted() {
+        errno::set(libc::EINTR);
+        return INTERRUPTED;
+    }
+    real()
+}
+
+/// Returns how many bytes [`unless_interrupted`] has moved; `None` if the call is restarted. The call has moved no
+/// bytes before.
+pub(super) fn moved<A: Wanted>(call: &Call, patience: &mut Patience, n: ssize_t) -> Result<Option<usize>, Stop> {
+    if n == INTERRUPTED {
+        patience.interrupt(call.socket, A::IS_DATA)?;
+        restart(call, patience, 0)?;
+        return Ok(None);
+    }
+    usize::try_from(n).map(Some).map_err(|_| Stop::Failed(errno::get()))
+}

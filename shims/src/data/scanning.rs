@@ -210,26 +210,23 @@ unsafe fn take_payload(
 ) -> RecvStep {
     let peek = flags & libc::MSG_PEEK != 0;
     let discard = flags & libc::MSG_TRUNC != 0;
-    let mut got = 0;
-    if carry > 0 {
-        let n = carry.min(iov.len()).min(rx.carry.len());
-        if !discard {
-            // SAFETY: the carry holds at least `n` bytes.
-            unsafe { iov.copy_from(rx.carry.as_slice().as_ptr(), n) };
-        }
-        if !peek {
-            rx.carry.consume(n);
-        }
-        got += n;
+    let put = |iov: &mut Iov, from: &[u8], n: usize| match discard {
+        true => iov.walk(n, |_, _, _| ()),
+        // SAFETY: the pieces of `iov` are writable by this function's contract, and `from` has at least `n` bytes.
+        false => unsafe { iov.copy_from(from.as_ptr(), n) },
+    };
+    let mut got = put(iov, rx.carry.as_slice(), carry.min(rx.carry.len()));
+    if !peek && got > 0 {
+        rx.carry.consume(got);
     }
     let Some(anchor) = socket.numbers.anchor_fd() else {
         return RecvStep::Fail(libc::EBADF);
     };
     // Without memory for a buffer, the receive takes the carry alone.
     let mut buf = Scratch::new(kernel.min(iov.len()).min(4096)).unwrap_or_default();
-    let mut skip = 0;
+    let mut has_peeked = false;
     // A receive ends in front of urgent data, which may follow the carry directly.
-    while got < carry + kernel && iov.len() > 0 && !(peek && skip > 0) && !(got > 0 && is_at_mark(socket)) {
+    while got < carry + kernel && iov.len() > 0 && !has_peeked && !(got > 0 && is_at_mark(socket)) {
         let want = (carry + kernel - got).min(iov.len()).min(buf.len());
         let Some(piece) = buf.get_mut(..want) else {
             break;
@@ -237,14 +234,8 @@ unsafe fn take_payload(
         let flags = RecvFlags::DONTWAIT | if peek { RecvFlags::PEEK } else { RecvFlags::empty() };
         match rustix::net::recv(anchor, piece, flags) {
             Ok((_, n)) if n > 0 => {
-                if discard {
-                    iov.advance(n);
-                } else {
-                    // SAFETY: the buffer holds `n` bytes, which the kernel has just written.
-                    unsafe { iov.copy_from(buf.as_ptr(), n) };
-                }
-                got += n;
-                skip += n;
+                got += put(iov, &buf, n);
+                has_peeked = peek;
             }
             Err(rustix::io::Errno::INTR) => {}
             _ => break,

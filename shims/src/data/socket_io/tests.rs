@@ -129,6 +129,28 @@ fn who_has_not_read_what_precedes_resume_can_send_and_then_reads_all_of_it() {
 }
 
 #[test]
+fn discard_takes_what_it_was_asked_for() {
+    let (socket, ours, mut theirs) = suspended();
+    let data: Vec<u8> = (0..40).collect();
+    let waits = || rustix::io::ioctl_fionread(&ours).unwrap();
+    theirs.write_all(&data[..20]).unwrap();
+    until(|| waits() == 20);
+    assert!(read_ahead(socket, false));
+    theirs.write_all(&data[20..]).unwrap();
+    until(|| waits() == 20);
+    let mut got = [0u8; 25];
+    let mut recv = |len, flags| {
+        let mut iov = crate::sys::iov::Iov::one(got.as_mut_ptr().cast(), len);
+        // SAFETY: a piece of the array.
+        let n = unsafe { crate::data::rx::recv(socket, ours.as_raw_fd(), &mut iov, flags, &|_| 0) };
+        (n, got[0])
+    };
+    assert_eq!(recv(25, libc::MSG_TRUNC), (25, 0));
+    assert_eq!(recv(1, 0), (1, 25));
+    table::put(ours.as_raw_fd(), Entry::None);
+}
+
+#[test]
 fn a_call_that_leaves_the_kernel_is_told_to_look_for_what_nobody_could() {
     let (socket, _ours, mut theirs) = suspended();
     socket.rx_mode.go(Receiving::Settled);

@@ -14,17 +14,13 @@ use crate::data::tx;
 use crate::notify::ready;
 use crate::objects::cgroup;
 use crate::objects::library::Library;
-use crate::objects::link::{Link, has_few_addresses};
+use crate::objects::link::Link;
 use crate::objects::mailbox::Command;
 use crate::objects::socket::{Mode, Socket, Tx};
 use crate::sys::sockopt;
 
 /// The size to which a ring grows for a reader that keeps up, bytes. A larger ring makes such a reader no faster.
 const READING: u64 = 1024 * 1024;
-
-/// log2 of how many times larger the first ring is between hosts. Each quarter that is read there costs a message,
-/// which also wakes the writer.
-const BETWEEN_HOSTS: u32 = 4;
 
 /// The room that a send has found when the ring had too little.
 pub(super) enum Room {
@@ -272,28 +268,6 @@ fn is_behind(socket: &Socket) -> bool {
 
 // The receiving end.
 
-/// Returns log2 of the bytes of a direction's first ring.
-pub fn first(link: &Link) -> u8 {
-    let config = config();
-    let (min, max) = (config.ring_min.bytes(), link.max_ring());
-    let bytes = if link.is_remote() { min << BETWEEN_HOSTS } else { min }.min(max);
-    bytes.trailing_zeros() as u8
-}
-
-/// Offers addresses for the largest ring, the reserve. A sender that finds no room while the program does not read
-/// moves there, as far as its bound allows, and provides the memory. Kernel TCP takes megabytes at once in that case.
-pub fn reserve(link: &Link, consumer: &mut Consumer) {
-    let bytes = link.max_ring();
-    if consumer.has_reserve() || bytes <= 1 << first(link) || has_few_addresses() {
-        return;
-    }
-    if let Some(region) = link.reserve(bytes.trailing_zeros() as u8)
-        && consumer.offer_reserve(region).is_err()
-    {
-        link.free(region);
-    }
-}
-
 /// Offers a larger ring after a read, if the window limits the sender.
 #[inline(always)]
 pub(super) fn keep_fit(socket: &'static Socket, consumer: &mut Consumer) {
@@ -312,7 +286,7 @@ fn fit(socket: &'static Socket, consumer: &mut Consumer) {
         has_moved = true;
     }
     let now = consumer.ring_size();
-    if has_moved && now > 1 << first(link) {
+    if has_moved && now > 1 << link.first_ring() {
         // The sender itself may have moved to the reserve.
         Library::get().service.submit(Command::Grown);
     }
@@ -408,9 +382,9 @@ pub fn shrink(socket: &'static Socket, link: &'static Link) -> Shrunk {
     while let Ok(Some(old)) = consumer.take_retired() {
         link.free(old);
     }
-    let log2 = first(link);
+    let log2 = link.first_ring();
     if !consumer.is_switching() && consumer.ring_size() <= 1 << log2 {
-        reserve(link, consumer);
+        link.reserve(consumer);
         return Shrunk::Small;
     }
     let position = consumer.position();
@@ -424,7 +398,7 @@ pub fn shrink(socket: &'static Socket, link: &'static Link) -> Shrunk {
     match consumer.offer(region) {
         Ok(wake) => {
             // The sender may fill the small ring again at any time.
-            reserve(link, consumer);
+            link.reserve(consumer);
             drop(rx);
             ready::notify_peer(socket, wake);
             Shrunk::Offered

@@ -19,7 +19,7 @@ use rdmasock_core::stream::connection::{Ahead, AtMark};
 use rdmasock_core::wire::marker::payload_in;
 use rustix::net::RecvFlags;
 
-pub use crate::data::backpressure::{Shrunk, first as first_ring, relieve, reserve, shrink};
+pub use crate::data::backpressure::{Shrunk, relieve, shrink};
 use crate::data::scanning::{enter, finish_on_tcp, from_marked, go_on, is_at_mark, leave, leave_scanned, scanned};
 use crate::data::stop::{self, Stop};
 use crate::data::zero_copy::Landing;

@@ -4,22 +4,20 @@
 //! No file imports this one: core's functions find these implementations by the socket's type.
 
 use std::net::IpAddr;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
-use rdmasock_core::fabric::ring::{Consumer, Producer, Wake};
-use rdmasock_core::fabric::{NoProducer, Opened, SendError};
+use rdmasock_core::fabric::ring::Wake;
 use rdmasock_core::ids::{InstanceId, Vqpn};
-use rdmasock_core::os::memfd;
 use rdmasock_core::stats::{Path, Reason, Why};
-use rdmasock_core::stream::connection::{Gone, Half, Peeked, SocketIo, StreamLink, Task, Tcp, Unsent};
+use rdmasock_core::stream::connection::{Gone, Half, Peeked, SocketIo, Task, Tcp, Unsent};
 use rdmasock_core::stream::handshake::Role;
-use rdmasock_core::wire::{LinkOffer, Message, RingOffer};
+use rdmasock_core::wire::LinkOffer;
 use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, Shutdown};
 
-use crate::data::{rx, tx};
+use crate::data::tx;
 use crate::notify::{ready, reset};
 use crate::objects::library::Library;
 use crate::objects::link::Link;
@@ -358,78 +356,6 @@ impl Tcp for Anchor {
 
     fn end_receiving(&self) {
         let _ = rustix::net::shutdown(self.0, Shutdown::Read);
-    }
-}
-
-impl StreamLink for &'static Link {
-    fn peer(&self) -> InstanceId {
-        Link::peer(self)
-    }
-
-    fn is_alive(&self) -> bool {
-        Link::is_alive(self)
-    }
-
-    fn is_remote(&self) -> bool {
-        Link::is_remote(self)
-    }
-
-    fn open(&self, slot: u32) -> Result<Opened, Reason> {
-        let mut opened = Link::open(self, slot, rx::first_ring(self))?;
-        rx::reserve(self, &mut opened.consumer);
-        Ok(opened)
-    }
-
-    fn pair(&self, mine: Vqpn, theirs: Vqpn, first: RingOffer) {
-        Link::pair(self, mine, theirs, first);
-    }
-
-    fn take_in(&self) {
-        if let Some(remote) = self.remote() {
-            remote.end().take_in();
-        }
-    }
-
-    fn producer(&self, theirs: Vqpn) -> Result<Producer, NoProducer> {
-        Link::producer(self, theirs)
-    }
-
-    fn done_with(&self, theirs: Vqpn) {
-        Link::done_with(self, theirs);
-    }
-
-    fn close(&self, mine: Vqpn, theirs: Option<Vqpn>, consumer: Option<Consumer>) {
-        Link::close(self, mine, theirs, consumer);
-    }
-
-    fn close_unanswered(&self, mine: Vqpn, consumer: Option<Consumer>) {
-        Link::close_unanswered(self, mine, consumer);
-    }
-
-    fn send(&self, message: &Message) -> Result<(), SendError> {
-        Link::send(self, message, &[])
-    }
-
-    fn send_with(&self, message: &Message, bytes: &[u8]) -> Result<(), SendError> {
-        let file = memfd::create_file("rdmasock-back", bytes.len() as u64).map_err(|_| SendError::Full)?;
-        let mut rest = bytes;
-        while !rest.is_empty() {
-            let n = rustix::io::write(&file, rest).unwrap_or(0);
-            rest = rest.get(n..).filter(|_| n > 0).ok_or(SendError::Full)?;
-        }
-        Link::send(self, message, &[file.as_fd()])
-    }
-
-    fn notify(&self, wake: Wake, theirs: Vqpn) {
-        let errno = crate::sys::errno::get();
-        Link::notify(self, wake, theirs);
-        crate::sys::errno::set(errno);
-    }
-
-    fn doubt(&self) {
-        if let Some(remote) = self.remote() {
-            remote.end().doubt();
-        }
     }
 }
 

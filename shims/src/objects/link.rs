@@ -23,10 +23,11 @@ use rdmasock_core::ids::{InstanceId, Vqpn};
 use rdmasock_core::lock::Lock;
 use rdmasock_core::os::channel::Channel;
 use rdmasock_core::os::doorbell::Doorbell;
+use rdmasock_core::os::memfd;
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::sparse::Sparse;
 use rdmasock_core::stats::{LinkStats, Path, Reason};
-use rdmasock_core::stream::connection::Broken;
+use rdmasock_core::stream::connection::{Broken, StreamLink};
 use rdmasock_core::sync::Presence;
 use rdmasock_core::wire::{Introduction, LinkAddress, LinkOffer, Message, RingOffer};
 
@@ -38,6 +39,7 @@ use crate::objects::mailbox::Command;
 use crate::objects::remote_link::Terms;
 pub use crate::objects::remote_link::{Maintained, Poller, Remote, StandBy, Turn, has_few_addresses};
 use crate::objects::waiters::SERVICE;
+use crate::sys::errno;
 
 /// Buttons kept for a peer: a fixed number, and more for each of its streams, for an epoll set and a thread that polls.
 const BUTTONS: u32 = 16;
@@ -47,6 +49,10 @@ const BUTTONS_A_STREAM: u32 = 2;
 /// peer's streams: its ring, the ring before, and twice as much for the gaps between them; and some for all streams.
 const RINGS_A_STREAM: u64 = 4;
 const RINGS: u64 = 4;
+
+/// log2 of how many times larger the first ring is between hosts. Each quarter that is read there costs a message,
+/// which also wakes the writer.
+const BETWEEN_HOSTS: u32 = 4;
 
 /// How long a cookie of this instance may be presented, ns.
 const COOKIE_LIFE: u64 = 40_000_000_000;
@@ -200,11 +206,6 @@ impl Link {
         }
     }
 
-    /// Pairs this end's stream `mine` with the peer's stream `theirs`, whose first ring is `first`.
-    pub fn pair(&self, mine: Vqpn, theirs: Vqpn, first: RingOffer) {
-        on_end!(self, end => end.pair(mine, theirs, first));
-    }
-
     /// Returns whether the link is up: it carries streams.
     #[inline]
     pub fn is_alive(&self) -> bool {
@@ -216,76 +217,24 @@ impl Link {
         self.local_peer()?.with_channel(f)
     }
 
-    /// Opens a stream for the socket with this slot. Returns its vQPN, and its receiving end with a first ring of
-    /// `1 << log2` bytes. `Err` is the reason why the connection stays on TCP.
-    pub fn open(&self, socket: u32, log2: u8) -> Result<Opened, Reason> {
-        if !self.pin() {
-            return Err(Reason::LinkFailed);
-        }
-        let opened = match on_end!(self, end => end.open(log2)) {
-            Ok(opened) => opened,
-            Err(e) => {
-                self.unpin();
-                return Err(match e {
-                    OpenError::Streams => Reason::LinkLimit,
-                    OpenError::Arena => Reason::ArenaFull,
-                    OpenError::Busy => Reason::Resources,
-                });
-            }
-        };
-        if let Some(slot) = self.sockets.make(opened.vqpn.0 as usize) {
-            slot.store(socket + 1, Release);
-        }
-        let count = self.count.fetch_add(1, Relaxed) + 1;
-        if let Some(stats) = self.stats() {
-            stats.set_streams(count);
-        }
-        Ok(opened)
-    }
-
-    /// Returns the end that sends to the peer's stream `vqpn`, which pins the link.
-    pub fn producer(&self, vqpn: Vqpn) -> Result<Producer, NoProducer> {
-        let Some(word) = self.taken.make(vqpn.0 as usize / 64) else {
-            return Err(NoProducer::NoSuch);
-        };
-        if !self.pin() {
-            return Err(NoProducer::Limits);
-        }
-        if word.fetch_or(1 << (vqpn.0 % 64), AcqRel) & 1 << (vqpn.0 % 64) != 0 {
-            self.unpin();
-            return Err(NoProducer::NoSuch);
-        }
-        // Its ring may have a size, or lie at a place, that this end's allowance excludes.
-        let made = on_end!(self, end => end.producer(vqpn));
-        let made = made.map(|producer| producer.with_allowance(self.allowance()));
-        let made = made.filter(Producer::can_adopt);
-        let Some(producer) = made else {
-            self.done_with(vqpn);
-            return Err(NoProducer::Limits);
-        };
-        Ok(producer)
-    }
-
-    /// Notes that no stream of this end sends to the peer's stream `vqpn` any more. To be called before the peer is
-    /// notified, since the vQPN may then become another stream's.
-    pub fn done_with(&self, vqpn: Vqpn) {
-        let bit = 1 << (vqpn.0 % 64);
-        if let Some(word) = self.taken.get(vqpn.0 as usize / 64)
-            && word.fetch_and(!bit, AcqRel) & bit != 0
-        {
-            self.unpin();
-        }
-    }
-
     /// Returns memory for another ring of `1 << log2` bytes, for a consumer of this end; `None` if there is no room.
     pub fn allocate(&self, log2: u8) -> Option<Region> {
         on_end!(self, end => end.allocate(log2))
     }
 
-    /// Returns addresses for a larger ring of a consumer of this end, which may never be used. `None` if the fabric has
-    /// none, or there is no room.
-    pub fn reserve(&self, log2: u8) -> Option<Region> {
-        on_end!(self, end => end.reserve(log2))
+    /// Offers addresses for the largest ring, the reserve. A sender that finds no room while the program does not read
+    /// moves there, as far as its bound allows, and provides the memory. Kernel TCP takes megabytes at once in that
+    /// case.
+    pub fn reserve(&self, consumer: &mut Consumer) {
+        let bytes = self.max_ring();
+        if consumer.has_reserve() || bytes <= 1 << self.first_ring() || has_few_addresses() {
+            return;
+        }
+        if let Some(region) = on_end!(self, end => end.reserve(bytes.trailing_zeros() as u8))
+            && consumer.offer_reserve(region).is_err()
+        {
+            self.free(region);
+        }
     }
 
     /// Gives `producer`, of the peer's stream `theirs`, a buffer of this end of up to `1 << log2` bytes, since its ring
@@ -302,20 +251,6 @@ impl Link {
     /// Frees a ring that neither end uses any more.
     pub fn free(&self, region: Region) {
         on_end!(self, end => end.free(region));
-    }
-
-    /// Closes this end's stream `mine`; `peer` is the peer's vQPN. Without it the peer does not know of `mine` either.
-    pub fn close(&self, mine: Vqpn, peer: Option<Vqpn>, consumer: Option<Consumer>) {
-        if let Some(peer) = peer {
-            self.done_with(peer);
-        }
-        self.leave(mine, || on_end!(self, end => end.close(mine, peer, consumer)));
-    }
-
-    /// Closes this end's stream `mine`, whose OPEN the peer has not answered yet. The answer to the OPEN frees the
-    /// vQPN.
-    pub fn close_unanswered(&self, mine: Vqpn, consumer: Option<Consumer>) {
-        self.leave(mine, || on_end!(self, end => end.close_unanswered(mine, consumer)));
     }
 
     fn leave(&self, mine: Vqpn, close: impl FnOnce()) {
@@ -470,6 +405,123 @@ impl Link {
     /// Returns the wake-up word that names the service thread's waiter.
     pub fn service_bits() -> u32 {
         SERVICE.queue_bits()
+    }
+}
+
+impl StreamLink for &'static Link {
+    fn peer(&self) -> InstanceId {
+        Link::peer(self)
+    }
+
+    fn is_alive(&self) -> bool {
+        Link::is_alive(self)
+    }
+
+    fn is_remote(&self) -> bool {
+        Link::is_remote(self)
+    }
+
+    fn open(&self, socket: u32) -> Result<Opened, Reason> {
+        if !self.pin() {
+            return Err(Reason::LinkFailed);
+        }
+        let opened = on_end!(self, end => end.open(self.first_ring()));
+        let mut opened = opened.map_err(|error| {
+            self.unpin();
+            match error {
+                OpenError::Streams => Reason::LinkLimit,
+                OpenError::Arena => Reason::ArenaFull,
+                OpenError::Busy => Reason::Resources,
+            }
+        })?;
+        if let Some(slot) = self.sockets.make(opened.vqpn.0 as usize) {
+            slot.store(socket + 1, Release);
+        }
+        let count = self.count.fetch_add(1, Relaxed) + 1;
+        if let Some(stats) = self.stats() {
+            stats.set_streams(count);
+        }
+        self.reserve(&mut opened.consumer);
+        Ok(opened)
+    }
+
+    fn pair(&self, mine: Vqpn, theirs: Vqpn, first: RingOffer) {
+        on_end!(self, end => end.pair(mine, theirs, first));
+    }
+
+    /// The producer pins the link.
+    fn producer(&self, theirs: Vqpn) -> Result<Producer, NoProducer> {
+        let Some(word) = self.taken.make(theirs.0 as usize / 64) else {
+            return Err(NoProducer::NoSuch);
+        };
+        if !self.pin() {
+            return Err(NoProducer::Limits);
+        }
+        if word.fetch_or(1 << (theirs.0 % 64), AcqRel) & 1 << (theirs.0 % 64) != 0 {
+            self.unpin();
+            return Err(NoProducer::NoSuch);
+        }
+        // Its ring may have a size, or lie at a place, that this end's allowance excludes.
+        let made = on_end!(self, end => end.producer(theirs));
+        let made = made.map(|producer| producer.with_allowance(self.allowance()));
+        made.filter(Producer::can_adopt).ok_or_else(|| {
+            self.done_with(theirs);
+            NoProducer::Limits
+        })
+    }
+
+    /// To be called before the peer is notified, since the vQPN may then become another stream's.
+    fn done_with(&self, theirs: Vqpn) {
+        let bit = 1 << (theirs.0 % 64);
+        if let Some(word) = self.taken.get(theirs.0 as usize / 64)
+            && word.fetch_and(!bit, AcqRel) & bit != 0
+        {
+            self.unpin();
+        }
+    }
+
+    fn close(&self, mine: Vqpn, theirs: Option<Vqpn>, consumer: Option<Consumer>) {
+        if let Some(theirs) = theirs {
+            self.done_with(theirs);
+        }
+        self.leave(mine, || on_end!(self, end => end.close(mine, theirs, consumer)));
+    }
+
+    /// The answer to the OPEN frees the vQPN.
+    fn close_unanswered(&self, mine: Vqpn, consumer: Option<Consumer>) {
+        self.leave(mine, || on_end!(self, end => end.close_unanswered(mine, consumer)));
+    }
+
+    fn send(&self, message: &Message) -> Result<(), SendError> {
+        Link::send(self, message, &[])
+    }
+
+    fn send_with(&self, message: &Message, bytes: &[u8]) -> Result<(), SendError> {
+        let file = memfd::create_file("rdmasock-back", bytes.len() as u64).map_err(|_| SendError::Full)?;
+        let mut rest = bytes;
+        while !rest.is_empty() {
+            let n = rustix::io::write(&file, rest).unwrap_or(0);
+            rest = rest.get(n..).filter(|_| n > 0).ok_or(SendError::Full)?;
+        }
+        Link::send(self, message, &[file.as_fd()])
+    }
+
+    fn notify(&self, wake: Wake, theirs: Vqpn) {
+        let errno = errno::get();
+        Link::notify(self, wake, theirs);
+        errno::set(errno);
+    }
+
+    fn take_in(&self) {
+        if let Some(remote) = self.remote() {
+            remote.end().take_in();
+        }
+    }
+
+    fn doubt(&self) {
+        if let Some(remote) = self.remote() {
+            remote.end().doubt();
+        }
     }
 }
 
@@ -731,6 +783,13 @@ impl Link {
     pub fn max_ring(&self) -> u64 {
         let ours = config().ring_max.bytes();
         ours.min(self.peers_max_ring.load(Acquire))
+    }
+
+    /// Returns log2 of the bytes of a direction's first ring.
+    pub fn first_ring(&self) -> u8 {
+        let min = config().ring_min.bytes();
+        let bytes = if self.is_remote() { min << BETWEEN_HOSTS } else { min };
+        bytes.min(self.max_ring()).trailing_zeros() as u8
     }
 
     /// Returns the allowance by which this end adopts rings that the peer offers to one more stream.

@@ -36,7 +36,7 @@ fn link() -> (&'static Link, Channel) {
 fn a_number_of_the_peers_is_one_streams_at_a_time() {
     let (link, _peer) = link();
     let (socket, _stream) = crate::service::tests::connected();
-    let mine = link.open(socket.slot, 12).unwrap().vqpn;
+    let mine = link.open(socket.slot).unwrap().vqpn;
     let (theirs, other) = (Vqpn(77), Vqpn(78));
     assert!(link.producer(theirs).is_ok());
     assert_eq!(link.producer(theirs).err(), Some(NoProducer::NoSuch));
@@ -53,7 +53,7 @@ fn a_number_of_the_peers_is_one_streams_at_a_time() {
 fn a_link_is_given_up_when_neither_stream_nor_producer_is_left() {
     let (link, peer) = link();
     let (socket, _stream) = crate::service::tests::connected();
-    let opened = link.open(socket.slot, 12).unwrap();
+    let opened = link.open(socket.slot).unwrap();
     assert!(link.producer(Vqpn(3)).is_ok());
     assert!(link.set_down(Reason::PeerGone) && link.close_channel() && !link.release());
     link.close(opened.vqpn, None, Some(opened.consumer));
@@ -65,7 +65,7 @@ fn a_link_is_given_up_when_neither_stream_nor_producer_is_left() {
     let mut buf = [0; 16];
     assert!(peer.recv(&mut buf).is_err());
     // No stream or message begins on the link any more.
-    assert_eq!(link.open(socket.slot, 12).err(), Some(Reason::LinkFailed));
+    assert_eq!(link.open(socket.slot).err(), Some(Reason::LinkFailed));
     assert_eq!(link.producer(Vqpn(3)).err(), Some(NoProducer::Limits));
     assert!(link.send(&Message::Closed { yours: Vqpn(0) }, &[]).is_err());
 }

@@ -21,6 +21,7 @@
 //! All of them are edge-triggered and never drained: each press makes the set above report once. The service thread has
 //! only the eventfd, since its peers wake it by the side channel.
 
+use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicI32, AtomicU16};
@@ -57,30 +58,25 @@ enum Kind {
 }
 
 impl Kind {
-    const fn range(self) -> (u16, u16) {
+    const fn range(self) -> Range<u16> {
         match self {
             // Id 0 is the service thread's.
-            Self::Queue => (1, READY_QUEUES as u16),
-            Self::Set => (READY_QUEUES as u16, FURTHER_SETS),
-            Self::Polling => (FURTHER_SETS, POLLING),
-            Self::Thread => (POLLING, MAX_WAITERS),
+            Self::Queue => 1..READY_QUEUES as u16,
+            Self::Set => READY_QUEUES as u16..FURTHER_SETS,
+            Self::Polling => FURTHER_SETS..POLLING,
+            Self::Thread => POLLING..MAX_WAITERS,
         }
     }
 }
 
 const KINDS: [Kind; 4] = [Kind::Queue, Kind::Set, Kind::Polling, Kind::Thread];
 
-/// The ids of one kind that are not in use.
-struct Numbers {
-    next: u16,
-    free: Vec<u16>,
-}
-
 /// The waiters of an instance.
 pub struct Waiters {
     page: FlagPage,
     page_fd: PrivateFd,
-    numbers: [Lock<Numbers>; 4],
+    /// By kind: the ids that are not in use. The last one is the next to be used.
+    free: [Lock<Vec<u16>>; 4],
     /// How many times an epoll set got an id that other sets have too; wraps.
     shared: AtomicU16,
     /// By waiter id: the fd that the waiter polls, and its eventfd; -1 before they are made. They are never closed
@@ -101,10 +97,7 @@ impl Waiters {
         let this = Self {
             page: FlagPage::new(page).ok_or(Errno::INVAL)?,
             page_fd,
-            numbers: KINDS.map(|kind| {
-                let (next, _) = kind.range();
-                Lock::new(Numbers { next, free: Vec::new() })
-            }),
+            free: KINDS.map(|kind| Lock::new(kind.range().rev().collect())),
             shared: AtomicU16::new(0),
             polled: none(),
             events: none(),
@@ -138,9 +131,9 @@ impl Waiters {
     pub fn acquire_for_set(&self) -> Option<WaiterId> {
         let own = self.take(Kind::Queue).or_else(|| self.take(Kind::Set));
         own.or_else(|| {
-            let (first, end) = Kind::Set.range();
+            let Range { start, end } = Kind::Set.range();
             let shared = self.shared.fetch_add(1, Relaxed);
-            let mut ids = (0..end - first).map(|n| WaiterId(first + shared.wrapping_add(n) % (end - first)));
+            let mut ids = (0..end - start).map(|n| WaiterId(start + shared.wrapping_add(n) % (end - start)));
             ids.find(|id| self.doorbell(*id).is_some())
         })
     }
@@ -156,18 +149,7 @@ impl Waiters {
     }
 
     fn take(&self, kind: Kind) -> Option<WaiterId> {
-        let id = {
-            let mut numbers = self.numbers.get(kind as usize)?.lock()?;
-            match numbers.free.pop() {
-                Some(id) => id,
-                None if numbers.next < kind.range().1 => {
-                    numbers.next += 1;
-                    numbers.next - 1
-                }
-                None => return None,
-            }
-        };
-        let id = WaiterId(id);
+        let id = WaiterId(self.free.get(kind as usize)?.lock()?.pop()?);
         if id.is_polling() && self.equip(id).is_err() {
             self.release(id);
             return None;
@@ -177,13 +159,9 @@ impl Waiters {
 
     /// Gives a waiter back. A late wake-up makes its next owner check once in vain.
     pub fn release(&self, id: WaiterId) {
-        let kind = KINDS
-            .into_iter()
-            .find(|kind| (kind.range().0..kind.range().1).contains(&id.0));
-        if let Some(numbers) = kind.and_then(|kind| self.numbers.get(kind as usize))
-            && let Some(mut numbers) = numbers.lock()
-        {
-            numbers.free.push(id.0);
+        let kind = KINDS.into_iter().find(|kind| kind.range().contains(&id.0));
+        if let Some(mut free) = kind.and_then(|kind| self.free.get(kind as usize)?.lock()) {
+            free.push(id.0);
         }
     }
 

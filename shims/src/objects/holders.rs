@@ -319,16 +319,11 @@ pub fn requests() -> u32 {
     cell(0).map_or(0, |c| c.word.load(Acquire))
 }
 
-/// Asks the ancestors to wake their threads again. To be called in a child that has taken an event from an epoll set
-/// shared with its parent. The event was to wake a thread of the parent.
-#[cold]
-pub fn give_ring_back() {
-    ask_owners();
-}
-
 /// Has the processes that may have streams on links check which streams are wanted: wakes the service threads of all
-/// known ancestors, the nearest first.
-fn ask_owners() {
+/// known ancestors, the nearest first. They also wake their threads again, for a child that has taken an event of theirs
+/// from an epoll set that it shares with them.
+#[cold]
+pub fn ask_owners() {
     if let Some(requests) = cell(0) {
         requests.word.fetch_add(1, AcqRel);
     }

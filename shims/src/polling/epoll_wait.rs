@@ -347,7 +347,7 @@ impl Wait<'_> {
         let stripped = unsafe { strip(self.free(), n, set.key.load(Relaxed)) };
         self.filled += stripped.kept;
         if stripped.foreign {
-            holders::give_ring_back();
+            holders::ask_owners();
         }
         if stripped.own && set.nested.load(Acquire) {
             set.show_ready();

@@ -90,7 +90,7 @@ impl Pinned {
         let lost = remote.end().direct_counts().lost;
         let key = (len >= least).then(|| key_of(remote, &kept)).flatten();
         let Some(key) = key else {
-            let_go(kept);
+            library.free_kept(arenas::leave(kept));
             return None;
         };
         Some(Self {
@@ -138,17 +138,13 @@ impl Drop for Pinned {
                         let registrations = kept.take_of(self.remote);
                         Library::get().free_kept(Known::end_all(registrations));
                     }
-                    let_go(kept);
+                    // If the piece has become another one meanwhile, its last user ends its registrations.
+                    Library::get().free_kept(arenas::leave(kept));
                 }
             }
         }
         self.remote.let_pair_go();
     }
-}
-
-/// Ends a call's use of a piece. If the piece has become another one meanwhile, its last user ends its registrations.
-fn let_go(kept: Arc<Kept>) {
-    Library::get().free_kept(arenas::leave(kept));
 }
 
 /// Returns the key by which the device knows a piece, and registers the piece if need be. `None` if that is not
@@ -189,23 +185,20 @@ fn take_or_make_room<T>(take: impl Fn(&Budget) -> Option<T>, bytes: usize) -> Op
 fn tell_device(remote: &'static Remote, kept: &Kept, cost: u64) -> Option<(Key, bool)> {
     let library = Library::get();
     let (memory, len) = kept.memory();
-    // Within `with_pair` the queue pair does not end. So the link's end comes after `keep`, and ends the registration.
-    let told = remote.with_pair(|pair| {
-        // SAFETY: the piece is memory of the registered allocator, which never unmaps its arenas.
-        let told = unsafe { pair.register(memory, len, Role::Source) };
-        match told.map(|region| (region, kept.keep(remote, region, cost))) {
-            Ok((region, Ok(()))) => {
-                library.stats.count(Event::DirectRegistered);
-                Some((region.key, true))
-            }
-            Ok((region, Err(other))) => {
-                pair.deregister(region);
-                other.map(|key| (key, false))
-            }
-            Err(_) => None,
+    // The caller holds the queue pair. So the link's end comes after `keep`, and ends the registration.
+    let pair = remote.end().qp();
+    // SAFETY: the piece is memory of the registered allocator, which never unmaps its arenas.
+    let told = unsafe { pair.register(memory, len, Role::Source) };
+    let told = told.ok().and_then(|region| match kept.keep(remote, region, cost) {
+        Ok(()) => {
+            library.stats.count(Event::DirectRegistered);
+            Some((region.key, true))
+        }
+        Err(other) => {
+            pair.deregister(region);
+            other.map(|key| (key, false))
         }
     });
-    let told = told.flatten();
     if !told.is_some_and(|(_, is_new)| is_new) {
         library.pinned.give_back(cost);
     }

@@ -107,7 +107,7 @@ fn away(socket: &'static Socket) -> Away {
     ready::progress(socket);
     let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
     // In this order: bytes that are sent in between count as unconfirmed alone.
-    let unconfirmed = remote.unconfirmed(theirs);
+    let unconfirmed = remote.end().unconfirmed(theirs).unwrap_or(0);
     Away {
         unconfirmed,
         unsent: remote.end().unsent(theirs).min(unconfirmed),

@@ -13,7 +13,6 @@ use rdmasock_core::fabric::remote::qp::{Limits, QueuePair, Region};
 use rdmasock_core::fabric::remote::{End, Fault, Local, Tuning};
 use rdmasock_core::fabric::shm::Side;
 use rdmasock_core::fabric::waiter::{Left, MAX_WAITERS, Pollers, WaiterId};
-use rdmasock_core::ids::Vqpn;
 use rdmasock_core::lock::Lock;
 use rdmasock_core::stats::{Event, Reason};
 use rdmasock_core::sync::{Presence, Published, SleepFlag};
@@ -29,11 +28,7 @@ use crate::objects::link::{News, Watchers};
 use crate::objects::mailbox::Command;
 
 /// The waiters of this process, as the engine wakes them.
-pub struct Here {
-    news: &'static News,
-}
-
-impl Local for Here {
+impl Local for &'static News {
     fn flag(&self, waiter: WaiterId) -> Option<&SleepFlag> {
         Library::get().waiters.flag(waiter)
     }
@@ -43,11 +38,11 @@ impl Local for Here {
     }
 
     fn on_queued(&self, waiter: WaiterId) {
-        self.news.on_queued(waiter);
+        News::on_queued(self, waiter);
     }
 
     fn armed(&self) -> &AtomicBool {
-        &self.news.armed
+        &self.armed
     }
 
     fn settle_later(&self) {
@@ -133,7 +128,7 @@ impl Terms {
 
 /// The end of a link to another host. Never freed, but used for one link after another, of the same [terms](Terms).
 pub struct Remote {
-    end: End<Pair, Here>,
+    end: End<Pair, &'static News>,
     pub(super) terms: Terms,
     /// The queue pair's descriptors, for its state and for completions.
     state_fd: AtomicI32,
@@ -180,10 +175,9 @@ impl Remote {
         for (side, layout) in [&mine, &mirror].into_iter().zip(&layouts) {
             side.map_data(layout).ok()?;
         }
-        let here = Here { news: link::new() };
         // SAFETY: the end is leaked with its link object, so it outlives its cursors. `Link::producer` asks for one
         // producer at a time for each vQPN of the peer.
-        let end = unsafe { End::new(pair, mine, mirror, here, terms.tuning) }.ok()?;
+        let end = unsafe { End::new(pair, mine, mirror, link::new(), terms.tuning) }.ok()?;
         Some(Self {
             end,
             terms,
@@ -242,13 +236,13 @@ impl Remote {
         self.up.publish(true);
     }
 
-    pub fn end(&self) -> &End<Pair, Here> {
+    pub fn end(&self) -> &End<Pair, &'static News> {
         &self.end
     }
 
     /// Returns the state that epoll sets check before each sleep.
     pub fn news(&self) -> &'static News {
-        self.end.local().news
+        self.end.local()
     }
 
     /// Returns the queue pair's descriptors, for its state and for completions; -1 before the first link.
@@ -331,18 +325,6 @@ impl Remote {
     /// Returns the addresses from which and to which this end has connected; `None` if the peer has connected.
     pub fn dialled(&self) -> Option<(IpAddr, SocketAddr)> {
         self.dialled.lock().and_then(|place| *place)
-    }
-
-    /// Returns whether the peer has all bytes committed to its stream `theirs`. If not, the peer is asked, and its
-    /// answer notifies the service thread about the stream.
-    pub fn is_confirmed(&self, theirs: Vqpn) -> bool {
-        self.end.unconfirmed(theirs) == Some(0)
-    }
-
-    /// Returns how many bytes committed to the peer's stream `theirs` the peer is not known to have. If there are any,
-    /// the peer is asked.
-    pub fn unconfirmed(&self, theirs: Vqpn) -> u64 {
-        self.end.unconfirmed(theirs).unwrap_or(0)
     }
 
     /// Returns whether the link cannot be used further. No more bytes come from the peer then.
@@ -485,15 +467,19 @@ impl Remote {
     /// slept here for some ms. Otherwise a program that sleeps again and again would cost two more system calls each
     /// time.
     pub fn watch(&self, has: impl FnOnce(BorrowedFd<'_>) -> bool) {
+        self.arm_after(|| match has(self.fd()) {
+            true => self.hush_service(),
+            // The user may have no watch left (epoll(7), max_user_watches).
+            false => Library::get().service.maintain_later(),
+        });
+    }
+
+    /// Calls `f` and then arms the descriptor, unless the link is down: it may be about to lose its queue pair.
+    fn arm_after(&self, f: impl FnOnce()) {
         // Counted in as in `while_open`.
         self.users.enter();
         if self.up.look() {
-            if has(self.fd()) {
-                self.hush_service();
-            } else {
-                // The user may have no watch left (epoll(7), max_user_watches).
-                Library::get().service.maintain_later();
-            }
+            f();
             self.arm();
         }
         self.users.leave();
@@ -510,12 +496,7 @@ impl Remote {
     /// last arming.
     pub fn arm_for_others(&self) {
         if self.watchers.count() > 1 || !self.pollers.is_empty() {
-            // Counted in as in `while_open`: a link that is down may be about to lose its queue pair.
-            self.users.enter();
-            if self.up.look() {
-                self.arm();
-            }
-            self.users.leave();
+            self.arm_after(|| ());
         }
     }
 
@@ -552,14 +533,11 @@ impl Remote {
     /// [`take_from_service`](Self::take_from_service) was called as often.
     pub fn leave_to_service(&self) {
         self.left.add_one();
-        self.users.enter();
-        if self.up.look() {
+        self.arm_after(|| {
             if !self.subscribe_service(true) {
                 Library::get().service.maintain_later();
             }
-            self.arm();
-        }
-        self.users.leave();
+        });
     }
 
     /// Undoes one [`leave_to_service`](Self::leave_to_service).
@@ -657,7 +635,8 @@ impl Remote {
 /// Makes its thread one that sleeps on the completion descriptor, see [`Remote::in_turn`]. Completions wake the thread
 /// until the value is dropped. The thread checks once more before it sleeps.
 pub struct Poller<'a> {
-    remote: &'a Remote,
+    /// The end of the link.
+    pub remote: &'a Remote,
     /// The thread polls no more. Also set by the thread's own signal handlers.
     has_left: AtomicBool,
 }
@@ -687,11 +666,6 @@ impl Poller<'_> {
             self.remote.arm();
         }
         stays
-    }
-
-    /// Returns whether it belongs to this link.
-    pub fn is_of(&self, remote: &Remote) -> bool {
-        std::ptr::eq(self.remote, remote)
     }
 
     /// Ends this thread's polling. If no other thread polls, wakes one that stands by.
@@ -724,17 +698,13 @@ impl Drop for Poller<'_> {
 /// A thread that lets other threads poll until the value is dropped, see [`Remote::in_turn`]. Threads that poll wake
 /// its waiter when it has something. The last one of them that leaves wakes it to poll in its place.
 pub struct StandBy<'a> {
-    remote: &'a Remote,
+    /// The end of the link.
+    pub remote: &'a Remote,
     waiter: WaiterId,
     goes_on: bool,
 }
 
 impl StandBy<'_> {
-    /// Returns whether it belongs to this link.
-    pub fn is_of(&self, remote: &Remote) -> bool {
-        std::ptr::eq(self.remote, remote)
-    }
-
     /// Notes that the thread sleeps again at once, and then polls if it was called to.
     pub fn go_on(mut self) {
         self.goes_on = true;

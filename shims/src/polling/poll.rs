@@ -254,7 +254,8 @@ fn take_turns(set: &[pollfd], waiter: WaiterId, pollers: &mut Vec<Poller<'static
         let Some(remote) = table::socket(p.fd).and_then(Socket::link).and_then(Link::remote) else {
             continue;
         };
-        if pollers.iter().any(|k| k.is_of(remote)) || standing_by.iter().any(|s| s.is_of(remote)) {
+        let is_this = |one| std::ptr::eq(remote, one);
+        if pollers.iter().any(|k| is_this(k.remote)) || standing_by.iter().any(|s| is_this(s.remote)) {
             continue;
         }
         match remote.in_turn(waiter) {

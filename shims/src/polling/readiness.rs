@@ -233,7 +233,7 @@ pub fn look_for_confirmation(socket: &'static Socket, link: &Link) {
     let theirs = Vqpn(socket.peer_vqpn.load(Acquire));
     if let Some(mut control) = socket.control.lock()
         && control.stay.as_ref().is_some_and(|stay| stay.resume.is_marked())
-        && remote.is_confirmed(theirs)
+        && remote.end().unconfirmed(theirs) == Some(0)
     {
         connection::stay::confirmed(socket, &mut control);
     }

@@ -103,14 +103,6 @@ fn borrow(socket: &Socket, producer: &mut Producer) -> bool {
     has_borrowed
 }
 
-/// Has the service thread ask the peer for room, repeatedly, if the direction has ended with bytes in a send buffer of
-/// this end.
-pub fn report_blocked_at_end(socket: &Socket, tx: &Tx) {
-    if tx.producer.as_ref().is_some_and(Producer::is_aside) {
-        Library::get().service.submit(Command::Blocked(socket.into()));
-    }
-}
-
 /// Gives the send buffer back if the peer has read all of it. Returns false if the buffer is still in use.
 pub fn give_back(socket: &Socket) -> bool {
     if socket.tx_mode.load(Acquire) != Mode::Link {

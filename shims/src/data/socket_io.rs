@@ -7,14 +7,14 @@ use std::net::IpAddr;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
-use rdmasock_core::fabric::ring::Wake;
+use rdmasock_core::fabric::ring::{Producer, Wake};
 use rdmasock_core::ids::{InstanceId, Vqpn};
 use rdmasock_core::stats::{Path, Reason, Why};
 use rdmasock_core::stream::connection::{Gone, Half, Peeked, SocketIo, Task, Tcp, Unsent};
 use rdmasock_core::stream::handshake::Role;
 use rdmasock_core::wire::LinkOffer;
 use rustix::event::PollFlags;
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{RecvFlags, SendFlags, Shutdown};
 
 use crate::data::tx;
@@ -142,7 +142,10 @@ impl SocketIo for Socket {
     }
 
     fn on_marked(&self, tx: &Tx) {
-        tx::report_blocked_at_end(self, tx);
+        // The service thread asks the peer for room, repeatedly, if this end has a send buffer with bytes.
+        if tx.producer.as_ref().is_some_and(Producer::is_aside) {
+            Library::get().service.submit(Command::Blocked(self.into()));
+        }
     }
 
     fn fill_ring(&self, _: &Tx) {
@@ -226,15 +229,12 @@ impl Tcp for Anchor {
     }
 
     fn send(&self, bytes: &[u8]) -> Result<usize, Unsent> {
-        loop {
-            return match rustix::net::send(self.0, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
-                Ok(n) => Ok(n),
-                Err(Errno::INTR) => continue,
-                Err(Errno::AGAIN) => Err(Unsent::Full),
-                Err(error) if reset::is_end(error.raw_os_error()) => Err(Unsent::Failed(error.raw_os_error())),
-                Err(_) => Err(Unsent::Dead),
-            };
-        }
+        let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+        retry_on_intr(|| rustix::net::send(self.0, bytes, flags)).map_err(|error| match error {
+            Errno::AGAIN => Unsent::Full,
+            error if reset::is_end(error.raw_os_error()) => Unsent::Failed(error.raw_os_error()),
+            _ => Unsent::Dead,
+        })
     }
 
     fn written(&self) -> Option<u64> {
@@ -332,13 +332,10 @@ impl Tcp for Anchor {
         if sockopt::is_at_mark(fd) {
             return Peeked::Nothing;
         }
-        loop {
-            return match rustix::net::recv(fd, &mut *buf, RecvFlags::DONTWAIT) {
-                Ok((_, 0)) => Peeked::Ended,
-                Ok((_, n)) => Peeked::Bytes(n.min(buf.len())),
-                Err(Errno::INTR) => continue,
-                Err(_) => Peeked::Nothing,
-            };
+        match retry_on_intr(|| rustix::net::recv(fd, &mut *buf, RecvFlags::DONTWAIT)) {
+            Ok((_, 0)) => Peeked::Ended,
+            Ok((_, n)) => Peeked::Bytes(n.min(buf.len())),
+            Err(_) => Peeked::Nothing,
         }
     }
 

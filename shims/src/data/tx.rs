@@ -16,7 +16,7 @@ use rdmasock_core::sync::store_load_fence;
 use crate::data::backpressure::{Room, no_room};
 pub use crate::data::backpressure::{
     ask_for_room, could_have_room, give_back, is_full, is_unread, on_buffer_size, on_link, reader_at, report_blocked,
-    report_blocked_at_end, unread,
+    unread,
 };
 use crate::data::stop::{self, Stop};
 use crate::data::zero_copy::Went;

@@ -15,13 +15,12 @@ use rdmasock_core::os::thread;
 use rdmasock_core::scratch::Scratch;
 use rdmasock_core::stats::Reason;
 use rdmasock_core::stream::connection;
-use rdmasock_core::stream::connection::{Ahead, AtMark};
+use rdmasock_core::stream::connection::{Ahead, AtMark, SocketIo as _, Tcp as _};
 use rdmasock_core::wire::marker::payload_in;
-use rustix::net::RecvFlags;
 
 pub use crate::data::backpressure::{Shrunk, relieve, shrink};
 use crate::data::scanning::{enter, finish_on_tcp, from_marked, go_on, is_at_mark, leave, leave_scanned, scanned};
-use crate::data::stop::{self, Stop};
+use crate::data::stop::{self, Stop, check_place};
 use crate::data::zero_copy::Landing;
 use crate::data::{backpressure, tx};
 use crate::notify::call::{Began, Call, Direction, Place, on_its_file};
@@ -61,14 +60,10 @@ pub enum RecvStep {
     Empty,
     /// The call waits with a buffer ([`Landing`]), and has to end that wait.
     Leave,
-    /// The connection is no longer the one of this call ([`Place`]).
-    Elsewhere(Place),
     /// The attempt has received this many bytes.
     Got(usize),
     /// The attempt has received this many bytes, and more may be in TCP or on the link.
     GotPart(usize),
-    /// The call fails with this errno.
-    Fail(c_int),
 }
 
 /// Serves recv() and its kin. `real(fd)` is libc's own call with the program's other arguments. Returns what recv(2)
@@ -301,7 +296,14 @@ pub(super) unsafe fn recv_slow(
     let mut landing = None;
     // SAFETY: the pieces of `iov` are writable by this function's contract.
     let went = unsafe { recv_loop(&mut call, iov, flags, &mut got, real, (&mut landing, &mut patience)) };
-    let result = Stop::result(went, got);
+    if let Err(Stop::Failed(error)) = went
+        && got > 0
+        && call.hold_now() == Place::Here
+    {
+        // Not for a socket that another thread has closed meanwhile: the object may be another connection's by now.
+        reset::keep(socket, error);
+    }
+    let result = Stop::result(went, &call, got);
     match landing.map_or(0, Landing::leave) {
         0 => result.unwrap_or_else(|| {
             let fd = call.fd;
@@ -346,9 +348,9 @@ unsafe fn recv_loop(
         // SAFETY: the pieces are writable by `recv`'s contract.
         let step = unsafe {
             match mode {
-                Mode::Link => from_link(call, iov, flags, landing),
+                Mode::Link => from_link(call, iov, flags, landing)?,
                 _ if landing.is_some() => RecvStep::Leave,
-                Mode::Marked => within(|| from_marked(call, iov, flags, *got > 0 && !all)),
+                Mode::Marked => within(|| from_marked(call, iov, flags, *got > 0 && !all))?,
                 _ => RecvStep::Kernel,
             }
         };
@@ -365,15 +367,6 @@ unsafe fn recv_loop(
                     return Ok(());
                 }
             }
-            RecvStep::Fail(error) => {
-                // The error is not kept for a socket that another thread has closed meanwhile: the object may be
-                // another connection's by now.
-                if *got > 0 && call.hold_now() == Place::Here {
-                    reset::keep(socket, error);
-                }
-                return Err(error.into());
-            }
-            RecvStep::Elsewhere(place) => return Err(Stop::elsewhere(call, place, *got)),
             RecvStep::Kernel if *got > 0 => {
                 // All bytes of a call belong to one connection.
                 if call.hold_now() != Place::Here {
@@ -437,7 +430,7 @@ unsafe fn recv_loop(
                     }
                     return Err(error.into());
                 }
-                stop::hold(call, *got)?;
+                stop::hold(call)?;
                 if landing.is_none() && !peek && flags & libc::MSG_TRUNC == 0 {
                     *landing = Landing::new(socket, iov);
                 }
@@ -469,27 +462,27 @@ fn rest_now() {
 
 /// Receives what the ring holds, or what a device has put into the buffer of a waiting call.
 #[inline]
-unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int, landing: &mut Option<Landing>) -> RecvStep {
+unsafe fn from_link(
+    call: &mut Call,
+    iov: &mut Iov,
+    flags: c_int,
+    landing: &mut Option<Landing>,
+) -> Result<RecvStep, Stop> {
     let socket = call.socket;
-    let Some(mut rx) = socket.rx.lock() else {
-        return RecvStep::Fail(libc::EINTR);
-    };
+    let mut rx = socket.rx.lock().ok_or(libc::EINTR)?;
     if socket.rx_mode.load(Acquire) != Mode::Link {
-        return RecvStep::Again;
+        return Ok(RecvStep::Again);
     }
-    let place = call.place_by_name();
-    if place != Place::Here {
-        return RecvStep::Elsewhere(place);
-    }
+    check_place(call.place_by_name())?;
     // Read before the ring: when the end is seen, all bytes that precede it are in the ring.
     let ended = connection::is_over(socket, &rx);
     let rx_stays = rx.stays();
     let state = &mut *rx;
     let Some(consumer) = state.consumer.as_mut() else {
-        return RecvStep::Kernel;
+        return Ok(RecvStep::Kernel);
     };
     if flags & libc::MSG_TRUNC == 0 && iov.is_implausible() && consumer.has_data().unwrap_or(true) {
-        return RecvStep::Fail(libc::EFAULT);
+        return Err(Stop::Failed(libc::EFAULT));
     }
     let discard = flags & libc::MSG_TRUNC != 0;
     let peek = flags & libc::MSG_PEEK != 0;
@@ -503,7 +496,7 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int, landing: &mut 
         };
         let spans = match spans {
             Ok(spans) => spans,
-            Err(error) => return broken(rx, socket, &error),
+            Err(error) => return Err(broken(rx, socket, &error)),
         };
         let here = spans.len().min(iov.len());
         if here == 0 {
@@ -512,13 +505,10 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int, landing: &mut 
         // Checked only after the ring's tail was read: bytes before the tail may lie in the buffer of a call that waits
         // for a direct transfer.
         if state.own.direct.is_waiting {
-            return from_buffer(rx, iov, landing);
+            return Ok(from_buffer(rx, iov, landing));
         }
         if got == 0 {
-            let place = call.place_by_kernel(&state.own.seen);
-            if place != Place::Here {
-                return RecvStep::Elsewhere(place);
-            }
+            check_place(call.place_by_kernel(&state.own.seen))?;
         }
         // SAFETY: the pieces are writable by `recv`'s contract.
         let done = iov.walk(here, |to, done, n| unsafe {
@@ -549,24 +539,24 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int, landing: &mut 
         }
         let _section = rx.unlock();
         ready::notify_peer(socket, wake);
-        return if part {
+        return Ok(if part {
             RecvStep::GotPart(got)
         } else {
             RecvStep::Got(got)
-        };
+        });
     }
     if iov.len() == 0 && matches!(consumer.end(), Ok(None)) && consumer.has_data().unwrap_or(true) {
-        return RecvStep::Got(0);
+        return Ok(RecvStep::Got(0));
     }
     at_nothing(call, rx, flags, ended)
 }
 
 /// Closes the link, because its ring has shown that the peer breaks the protocol.
 #[cold]
-pub(super) fn broken(rx: Guard<'_, Rx>, socket: &'static Socket, error: &RingError) -> RecvStep {
+pub(super) fn broken(rx: Guard<'_, Rx>, socket: &'static Socket, error: &RingError) -> Stop {
     let _section = rx.unlock();
     tx::violation(socket, error);
-    RecvStep::Fail(libc::ECONNRESET)
+    Stop::Failed(libc::ECONNRESET)
 }
 
 /// Counts `n` bytes that were consumed from the ring, and offers a ring that fits. `stays` is the direction's.
@@ -588,37 +578,31 @@ pub(super) fn on_read(socket: &'static Socket, stays: bool, consumer: &mut Consu
 /// Returns the step of a receive that has found the ring empty. The stream is at its end, goes on in TCP, or may bring
 /// more bytes. `ended` was read before the ring, so if it is true all bytes of the stream were in the ring by then.
 #[inline(always)]
-pub(super) fn at_nothing(call: &mut Call, mut rx: Guard<'_, Rx>, flags: c_int, ended: bool) -> RecvStep {
+pub(super) fn at_nothing(call: &mut Call, mut rx: Guard<'_, Rx>, flags: c_int, ended: bool) -> Result<RecvStep, Stop> {
     let socket = call.socket;
     let stays = rx.stays();
     let Some(consumer) = rx.consumer.as_mut() else {
-        return RecvStep::Again;
+        return Ok(RecvStep::Again);
     };
     match consumer.end() {
-        Ok(None) if socket.rx_shut.load(Acquire) => RecvStep::Got(0),
+        Ok(None) if socket.rx_shut.load(Acquire) => Ok(RecvStep::Got(0)),
         Ok(end) if !ended && (stays || end.is_none()) => {
             if wait::may_wait(socket, flags).is_ok() {
                 // The peer may be filling the ring just now, so the kernel's check of the fd costs no time.
                 call.is_fresh = false;
-                let place = call.place_by_kernel(&rx.own.seen);
-                if place != Place::Here {
-                    return RecvStep::Elsewhere(place);
-                }
+                check_place(call.place_by_kernel(&rx.own.seen))?;
                 call.hold(&mut rx.own.waiting);
             }
             let _section = rx.unlock();
-            if ready::progress(socket) {
-                RecvStep::Again
-            } else {
-                RecvStep::Empty
-            }
+            let has_come = ready::progress(socket);
+            Ok(if has_come { RecvStep::Again } else { RecvStep::Empty })
         }
         Ok(_) => {
             let _section = rx.unlock();
             connection::leave_link_at_end(socket);
-            RecvStep::Again
+            Ok(RecvStep::Again)
         }
-        Err(error) => broken(rx, socket, &error),
+        Err(error) => Err(broken(rx, socket, &error)),
     }
 }
 
@@ -826,17 +810,13 @@ fn among_markers(socket: &Socket, rx: &Rx) -> usize {
     if let Some(front) = bytes.get_mut(..carried) {
         front.copy_from_slice(rx.carry.as_slice());
     }
-    let peeked = match (socket.numbers.anchor_fd(), bytes.get_mut(carried..)) {
-        // Without room, a receive would take an error from the socket.
-        (Some(fd), Some(rest)) if more > 0 => {
-            rustix::net::recv(fd, rest, RecvFlags::PEEK | RecvFlags::DONTWAIT).map_or(0, |(_, n)| n.min(more))
-        }
+    let peeked = match (socket.tcp(), bytes.get_mut(carried..)) {
+        (Some(tcp), Some(rest)) => tcp.peek_all(rest),
         _ => 0,
     };
     payload_in(&nonce, bytes.get(..carried + peeked).unwrap_or_default())
 }
 
 fn in_kernel(socket: &Socket) -> usize {
-    let n = socket.numbers.anchor_fd().map(rustix::io::ioctl_fionread);
-    n.and_then(Result::ok).unwrap_or(0) as usize
+    socket.tcp().map_or(0, |tcp| tcp.unread())
 }

@@ -14,7 +14,8 @@ use rustix::event::PollFlags;
 use rustix::net::RecvFlags;
 
 use crate::data::rx::RecvStep;
-use crate::notify::call::{Call, Place};
+use crate::data::stop::{Stop, check_place};
+use crate::notify::call::Call;
 use crate::notify::{call, ready, reset, wait};
 use crate::objects::socket::{Mode, Rx, Socket};
 use crate::signals::jump::or_if_cancelled;
@@ -135,26 +136,22 @@ fn look_again(socket: &'static Socket) {
 
 /// Receives what TCP has while the direction is scanned. `has_some` says that the call has bytes already and does not
 /// want all (MSG_WAITALL).
-pub(super) unsafe fn from_marked(call: &mut Call, iov: &mut Iov, flags: c_int, has_some: bool) -> RecvStep {
+pub(super) unsafe fn from_marked(
+    call: &mut Call,
+    iov: &mut Iov,
+    flags: c_int,
+    has_some: bool,
+) -> Result<RecvStep, Stop> {
     let socket = call.socket;
-    let Some(mut control) = socket.control.lock() else {
-        return RecvStep::Fail(libc::EINTR);
-    };
-    let Some(rx) = socket.rx.lock() else {
-        return RecvStep::Fail(libc::EINTR);
-    };
-    let place = call.place(&rx.own.seen);
-    if place != Place::Here {
-        return RecvStep::Elsewhere(place);
-    }
+    let mut control = socket.control.lock().ok_or(libc::EINTR)?;
+    let rx = socket.rx.lock().ok_or(libc::EINTR)?;
+    check_place(call.place(&rx.own.seen))?;
     let looked = match connection::seen_ahead(socket, &rx, iov.len()) {
         Some(ahead) => Some((ahead, rx)),
         None => connection::look_ahead(socket, &mut control, rx, AtMark::GoOn),
     };
-    let Some((ahead, mut rx)) = looked else {
-        return RecvStep::Fail(libc::EINTR);
-    };
-    match ahead {
+    let (ahead, mut rx) = looked.ok_or(libc::EINTR)?;
+    Ok(match ahead {
         Ahead::Changed => RecvStep::Again,
         Ahead::Nothing => {
             if wait::may_wait(socket, flags).is_ok() {
@@ -163,33 +160,27 @@ pub(super) unsafe fn from_marked(call: &mut Call, iov: &mut Iov, flags: c_int, h
             RecvStep::Empty
         }
         // The call returns the bytes that it has, and the next call reports the end.
-        Ahead::Shut if has_some => RecvStep::Empty,
+        Ahead::Shut | Ahead::Ended if has_some => RecvStep::Empty,
         Ahead::Shut => RecvStep::Got(0),
         Ahead::Ended => {
             // Only the kernel's call can say how the connection has ended. It does not block now.
-            let Some(anchor) = socket.numbers.anchor_fd() else {
-                return RecvStep::Fail(libc::EBADF);
-            };
-            let mut byte = [0u8; 1];
-            if has_some {
-                // The next call reports the end.
-                return RecvStep::Empty;
-            }
-            let step = match rustix::net::recv(anchor, &mut byte, RecvFlags::DONTWAIT | RecvFlags::PEEK) {
-                Ok((_, 0)) => RecvStep::Kernel,
+            let anchor = socket.numbers.anchor_fd().ok_or(libc::EBADF)?;
+            let peek = RecvFlags::DONTWAIT | RecvFlags::PEEK;
+            let step = match rustix::net::recv(anchor, &mut [0u8; 1], peek) {
+                Ok((_, 0)) => Ok(RecvStep::Kernel),
                 Err(error) if error != rustix::io::Errno::AGAIN => {
                     // The kernel has just reported this error, so the kept copy must not be reported again.
                     socket.take_untold();
-                    RecvStep::Fail(error.raw_os_error())
+                    Err(Stop::Failed(error.raw_os_error()))
                 }
-                _ => return RecvStep::Again,
+                _ => return Ok(RecvStep::Again),
             };
             connection::on_end_told(socket, &mut rx);
-            step
+            step?
         }
         // SAFETY: the pieces of `iov` are writable by this function's contract.
         Ahead::Payload { carry, kernel } => unsafe {
-            let step = take_payload(socket, &mut rx, iov, flags, carry, kernel);
+            let step = take_payload(socket, &mut rx, iov, flags, carry, kernel)?;
             // A marker behind the payload has had its edge at the anchor already, so an edge-triggered program would
             // not call again for it.
             if rx.scanned == 0 {
@@ -197,7 +188,7 @@ pub(super) unsafe fn from_marked(call: &mut Call, iov: &mut Iov, flags: c_int, h
             }
             step
         },
-    }
+    })
 }
 
 unsafe fn take_payload(
@@ -207,7 +198,7 @@ unsafe fn take_payload(
     flags: c_int,
     carry: usize,
     kernel: usize,
-) -> RecvStep {
+) -> Result<RecvStep, Stop> {
     let peek = flags & libc::MSG_PEEK != 0;
     let discard = flags & libc::MSG_TRUNC != 0;
     let put = |iov: &mut Iov, from: &[u8], n: usize| match discard {
@@ -219,9 +210,7 @@ unsafe fn take_payload(
     if !peek && got > 0 {
         rx.carry.consume(got);
     }
-    let Some(anchor) = socket.numbers.anchor_fd() else {
-        return RecvStep::Fail(libc::EBADF);
-    };
+    let anchor = socket.numbers.anchor_fd().ok_or(libc::EBADF)?;
     // Without memory for a buffer, the receive takes the carry alone.
     let mut buf = Scratch::new(kernel.min(iov.len()).min(4096)).unwrap_or_default();
     let mut has_peeked = false;
@@ -244,7 +233,7 @@ unsafe fn take_payload(
     if got == 0 {
         // Another reader has taken the bytes that the scan saw.
         rx.scanned = 0;
-        return RecvStep::Empty;
+        return Ok(RecvStep::Empty);
     }
     if !peek {
         rx.on_taken(got);
@@ -253,7 +242,7 @@ unsafe fn take_payload(
         stats.add_rx_tcp(got as u64);
     }
     // A scan takes one piece at a time and stops at markers, so more bytes may follow.
-    RecvStep::GotPart(got)
+    Ok(RecvStep::GotPart(got))
 }
 
 /// Returns whether urgent data is next in TCP. A receive that has bytes ends there (tcp(7), SIOCATMARK).

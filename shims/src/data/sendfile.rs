@@ -12,7 +12,8 @@ use rdmasock_core::stats::Reason;
 
 use crate::data::rx::{account, recv_slow};
 use crate::data::scanning;
-use crate::data::tx::{SendStep, Source, on_tcp, send_from, take_back};
+use crate::data::stop::Stop;
+use crate::data::tx::{Source, on_tcp, send_from, take_back};
 use crate::notify::call::Began;
 use crate::notify::{reset, table};
 use crate::objects::socket::{Mode, Socket};
@@ -74,9 +75,9 @@ impl Source for File {
         self.left
     }
 
-    unsafe fn fill(&mut self, spans: &Spans<'_>, n: usize) -> Result<usize, SendStep> {
+    unsafe fn fill(&mut self, spans: &Spans<'_>, n: usize) -> Result<Option<usize>, Stop> {
         if n == 0 && self.left > 0 {
-            return Ok(0);
+            return Ok(Some(0));
         }
         let mut room = n;
         let pieces = spans.pieces().map(|(at, len)| {
@@ -101,10 +102,8 @@ impl Source for File {
         let done = match read {
             Ok(done) => done,
             // The input is a pipe or the like after all, or the kernel has its own error for it.
-            Err(error) if !self.has_begun && error != rustix::io::Errno::INTR => {
-                return Err(SendStep::Leave(Reason::Unsupported));
-            }
-            Err(error) => return Err(SendStep::Fail(error.raw_os_error())),
+            Err(error) if !self.has_begun && error != rustix::io::Errno::INTR => return Ok(None),
+            Err(error) => return Err(Stop::Failed(error.raw_os_error())),
         };
         if !self.offset.is_null() {
             // SAFETY: `offset` is not null, and so valid by the contract of `sendfile`.
@@ -112,7 +111,7 @@ impl Source for File {
         }
         self.has_begun |= done > 0;
         self.left = if done < n { 0 } else { self.left - done };
-        Ok(done)
+        Ok(Some(done))
     }
 
     /// `offset`, or the file's own position, is where the call has come to.

@@ -15,6 +15,8 @@ const INTERRUPTED: ssize_t = -3;
 pub(super) enum Stop {
     /// The call has not begun yet, and its fd stands for something else by now: it begins anew, from the fd table.
     Anew,
+    /// The connection is no longer the one of the call.
+    Elsewhere(Place),
     /// The call fails with this errno, if it has moved no bytes.
     Failed(c_int),
 }
@@ -26,35 +28,44 @@ impl From<c_int> for Stop {
 }
 
 impl Stop {
-    /// Returns how a call ends that has moved `moved` bytes, and whose connection was found to be at `place`.
-    #[cold]
-    pub fn elsewhere(call: &Call, place: Place, moved: usize) -> Self {
-        call::look_again(call.socket, call.fd);
-        match place {
-            Place::Moved if moved == 0 => Self::Anew,
-            _ => Self::Failed(libc::EBADF),
+    /// Returns the errno for a call that has moved `moved` bytes; `None` if the call begins anew. The caller holds no
+    /// lock.
+    pub fn error(self, call: &Call, moved: usize) -> Option<c_int> {
+        match self {
+            Self::Anew => None,
+            Self::Failed(error) => Some(error),
+            Self::Elsewhere(place) => {
+                call::look_again(call.socket, call.fd);
+                (place != Place::Moved || moved > 0).then_some(libc::EBADF)
+            }
         }
     }
 
-    /// Returns the result of a call that has moved `moved` bytes; `None` if it begins anew.
+    /// Returns the result of a call that has moved `moved` bytes; `None` if the call begins anew.
     #[inline]
-    pub fn result(went: Result<(), Self>, moved: usize) -> Option<ssize_t> {
+    pub fn result(went: Result<(), Self>, call: &Call, moved: usize) -> Option<ssize_t> {
         match went {
             Ok(()) => Some(moved as ssize_t),
-            Err(Self::Failed(error)) => Some(errno::after(moved, error)),
-            Err(Self::Anew) => None,
+            Err(stop) => Some(errno::after(moved, stop.error(call, moved)?)),
         }
     }
 }
 
-/// Makes the call hold the connection, because it is about to wait. It has moved `moved` bytes.
-pub(super) fn hold(call: &mut Call, moved: usize) -> Result<(), Stop> {
-    if call.is_held() {
-        return Ok(());
-    }
-    match call.hold_now() {
+/// Returns an error unless the connection is still the call's own.
+#[inline(always)]
+pub(super) fn check_place(place: Place) -> Result<(), Stop> {
+    match place {
         Place::Here => Ok(()),
-        place => Err(Stop::elsewhere(call, place, moved)),
+        place => Err(Stop::Elsewhere(place)),
+    }
+}
+
+/// Makes the call hold the connection, because it is about to wait.
+pub(super) fn hold(call: &mut Call) -> Result<(), Stop> {
+    if call.is_held() {
+        Ok(())
+    } else {
+        check_place(call.hold_now())
     }
 }
 

@@ -18,7 +18,7 @@ pub use crate::data::backpressure::{
     ask_for_room, could_have_room, give_back, is_full, is_unread, on_buffer_size, on_link, reader_at, report_blocked,
     unread,
 };
-use crate::data::stop::{self, Stop};
+use crate::data::stop::{self, Stop, check_place};
 use crate::data::zero_copy::Went;
 use crate::data::{backpressure, zero_copy};
 use crate::notify::call::{Began, Call, Direction, Place, on_call_back, on_its_file};
@@ -312,12 +312,12 @@ pub(super) trait Source {
         zero_copy::NOTHING
     }
 
-    /// Moves the next `n` bytes into the ring's free part. Returns their number, or how the attempt ends. With fewer
-    /// than `n` bytes the source is at its end.
+    /// Moves the next `n` bytes into the ring's free part. Returns their number; `None` if only the kernel can read the
+    /// source. With fewer than `n` bytes the source is at its end.
     ///
     /// # Safety
     /// The source's memory is readable, and the first `n` bytes of `spans` are the caller's.
-    unsafe fn fill(&mut self, spans: &Spans<'_>, n: usize) -> Result<usize, SendStep>;
+    unsafe fn fill(&mut self, spans: &Spans<'_>, n: usize) -> Result<Option<usize>, Stop>;
 
     /// Gives the rest to the kernel by `fd`. Returns how many bytes TCP has taken.
     fn send_rest(&mut self, socket: &'static Socket, fd: c_int, flags: c_int) -> ssize_t;
@@ -345,11 +345,11 @@ impl Source for Iov {
     }
 
     #[inline]
-    unsafe fn fill(&mut self, spans: &Spans<'_>, n: usize) -> Result<usize, SendStep> {
+    unsafe fn fill(&mut self, spans: &Spans<'_>, n: usize) -> Result<Option<usize>, Stop> {
         // SAFETY: the pieces are readable, and the ring's part is the caller's, by this function's contract.
-        Ok(self.walk(n, |from, done, n| unsafe {
+        Ok(Some(self.walk(n, |from, done, n| unsafe {
             spans.copy_in(done, from, n);
-        }))
+        })))
     }
 
     fn send_rest(&mut self, socket: &'static Socket, fd: c_int, flags: c_int) -> ssize_t {
@@ -388,8 +388,8 @@ impl Source for ForKernel {
         1
     }
 
-    unsafe fn fill(&mut self, _: &Spans<'_>, _: usize) -> Result<usize, SendStep> {
-        Err(SendStep::Again)
+    unsafe fn fill(&mut self, _: &Spans<'_>, _: usize) -> Result<Option<usize>, Stop> {
+        Ok(None)
     }
 
     fn send_rest(&mut self, _: &'static Socket, _: c_int, _: c_int) -> ssize_t {
@@ -398,23 +398,19 @@ impl Source for ForKernel {
 }
 
 /// The outcome of one attempt of a send.
-pub(super) enum SendStep {
+enum SendStep {
     /// The direction has changed: try again.
     Again,
     /// The send is for the kernel: make its own call.
     Kernel,
     /// The send is for the kernel, and its bytes precede a marker ([`is_above_own_send`]).
     Ahead,
-    /// The connection is no longer the one of this call ([`Place`]).
-    Elsewhere(Place),
     /// The ring or TCP has no room.
     Full,
     /// The attempt has sent all bytes.
     Done,
     /// The program has shut the direction down, and the direction has not left the link yet.
     Shut,
-    /// The call fails with this errno.
-    Fail(c_int),
     /// The link cannot serve the send, for this reason: take the connection back to TCP, and try again.
     Leave(Reason),
 }
@@ -473,7 +469,7 @@ pub(super) unsafe fn send_from<S: Source>(
     let mut sent = 0;
     // SAFETY: by this function's contract.
     let went = unsafe { send_loop(&mut call, source, flags, &mut sent, real) };
-    Stop::result(went, sent)
+    Stop::result(went, &call, sent)
 }
 
 /// Sends until all bytes are gone, and waits for room if the call may wait. `sent` counts the bytes.
@@ -498,11 +494,7 @@ unsafe fn send_loop<S: Source>(
     let mut patience = wait::Patience::default();
     loop {
         if is_beyond || S::IS_FOR_TCP {
-            // The direction leaves a link between hosts only after the other end has answered. A handshake that was
-            // under way may have ended in a promotion.
-            if socket.tx_mode.load(Acquire) == Mode::Link {
-                within(|| take_back(socket, reason_for(flags)));
-            }
+            // The direction leaves a link between hosts only after the other end has answered.
             connection::wait_for_tcp(socket);
         }
         let until = match source.send_directly(call, flags, total) {
@@ -517,13 +509,11 @@ unsafe fn send_loop<S: Source>(
             Went::Not { first } => first,
         };
         // SAFETY: the memory is readable by this function's contract.
-        match unsafe { step(call, source, flags, until, sent) } {
+        match unsafe { step(call, source, flags, until, sent)? } {
             SendStep::Again => {}
             SendStep::Done => return Ok(()),
             SendStep::Shut => return Err(after_shutdown(*sent, flags)),
-            SendStep::Fail(error) => return Err(error.into()),
             SendStep::Leave(reason) => within(|| take_back(socket, reason)),
-            SendStep::Elsewhere(place) => return Err(Stop::elsewhere(call, place, *sent)),
             SendStep::Ahead => {
                 let went = on_its_file(call, |fd| outside(|| real(fd)));
                 let n = went.ok_or(libc::EBADF)?;
@@ -562,7 +552,7 @@ unsafe fn send_loop<S: Source>(
             }
             SendStep::Full => {
                 wait::may_wait(socket, flags)?;
-                stop::hold(call, *sent)?;
+                stop::hold(call)?;
                 stop::wait::<Space>(call, &mut patience, *sent)?;
             }
         }
@@ -592,51 +582,51 @@ fn is_taken(socket: &'static Socket) -> bool {
 /// # Safety
 /// The source's memory is readable.
 #[inline]
-unsafe fn step<S: Source>(call: &mut Call, source: &mut S, flags: c_int, until: usize, sent: &mut usize) -> SendStep {
+unsafe fn step<S: Source>(
+    call: &mut Call,
+    source: &mut S,
+    flags: c_int,
+    until: usize,
+    sent: &mut usize,
+) -> Result<SendStep, Stop> {
     let socket = call.socket;
     if socket.tx_mode.load(Acquire) == Mode::Marked {
         let is_shut = socket.tx.lock().is_some_and(|tx| tx.end.is_shut());
         if !is_shut && within(|| connection::flush(socket)) {
-            return SendStep::Again;
+            return Ok(SendStep::Again);
         }
         // If the fd stands for another connection by now, it must not get EPIPE, and no wake-up would report room.
-        return match call.place_now() {
-            Place::Here if is_shut => SendStep::Shut,
-            Place::Here if is_above_own_send(socket) => SendStep::Ahead,
-            Place::Here => SendStep::Full,
-            place => SendStep::Elsewhere(place),
-        };
+        check_place(call.place_now())?;
+        return Ok(match is_shut {
+            true => SendStep::Shut,
+            false if is_above_own_send(socket) => SendStep::Ahead,
+            false => SendStep::Full,
+        });
     }
     loop {
-        let Some(mut tx) = socket.tx.lock() else {
-            // The caller is a signal handler that has interrupted its own thread's send on this stream. That send holds
-            // the lock.
-            return SendStep::Fail(libc::EINTR);
-        };
+        // There is no lock for a signal handler that has interrupted its own thread's send on this stream.
+        let mut tx = socket.tx.lock().ok_or(libc::EINTR)?;
         match socket.tx_mode.load(Acquire) {
             Mode::Link => {}
-            Mode::Tcp => return SendStep::Kernel,
-            _ => return SendStep::Again,
+            Mode::Tcp => return Ok(SendStep::Kernel),
+            _ => return Ok(SendStep::Again),
         }
         let tx_now = &mut *tx;
         let Some(producer) = tx_now.producer.as_mut() else {
-            return SendStep::Kernel;
+            return Ok(SendStep::Kernel);
         };
-        let place = call.place(&tx_now.own.seen);
-        if place != Place::Here {
-            return SendStep::Elsewhere(place);
-        }
+        check_place(call.place(&tx_now.own.seen))?;
         if tx_now.end.is_shut() {
-            return SendStep::Shut;
+            return Ok(SendStep::Shut);
         }
         if source.is_implausible() {
-            return SendStep::Fail(libc::EFAULT);
+            return Err(Stop::Failed(libc::EFAULT));
         }
         if socket.wakes.is_dead() || ready::is_reader_gone(producer) {
             // The anchor is dead or the reader is gone: the kernel decides the result of a send whose bytes stay
             // unread.
             socket.tx_mode.go(Sending::Left);
-            return SendStep::Kernel;
+            return Ok(SendStep::Kernel);
         }
         let want = (source.len() - until).min(PIECE);
         let spans = match producer.spans(want) {
@@ -644,15 +634,14 @@ unsafe fn step<S: Source>(call: &mut Call, source: &mut S, flags: c_int, until: 
             Err(error) => {
                 let _section = tx.unlock();
                 violation(socket, &error);
-                return SendStep::Again;
+                return Ok(SendStep::Again);
             }
         };
         let room = spans.len().min(want);
         // SAFETY: the memory is readable by this function's contract. The first `room` bytes of the ring's free part
         // belong to the producer, which this thread holds by the direction's lock.
-        let copied = match unsafe { source.fill(&spans, room) } {
-            Ok(copied) => copied,
-            Err(step) => return step,
+        let Some(copied) = (unsafe { source.fill(&spans, room)? }) else {
+            return Ok(SendStep::Leave(Reason::Unsupported));
         };
         *sent += copied;
         let holds = copied == want && is_more_to_come(socket, flags, copied);
@@ -669,16 +658,16 @@ unsafe fn step<S: Source>(call: &mut Call, source: &mut S, flags: c_int, until: 
         ready::notify_peer(socket, wake);
         drop(section);
         if source.len() == 0 {
-            return SendStep::Done;
+            return Ok(SendStep::Done);
         }
         if source.len() == until {
-            return SendStep::Again;
+            return Ok(SendStep::Again);
         }
         match room {
             Room::There => {}
             Room::Full if ready::progress(socket) => {}
-            Room::Full => return SendStep::Full,
-            Room::Unbacked => return SendStep::Leave(Reason::Resources),
+            Room::Full => return Ok(SendStep::Full),
+            Room::Unbacked => return Ok(SendStep::Leave(Reason::Resources)),
         }
     }
 }

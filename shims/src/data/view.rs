@@ -13,8 +13,8 @@ use rdmasock_core::fabric::ring::Consumer;
 use rdmasock_core::stream::connection;
 
 use crate::data::rx::{Data, RecvStep, at_nothing, broken, on_read, recv};
-use crate::data::stop::{self, Stop};
-use crate::notify::call::{Began, Call, Direction, Place};
+use crate::data::stop::{self, Stop, check_place};
+use crate::notify::call::{Began, Call, Direction};
 use crate::notify::fork::reclaim;
 use crate::notify::{ready, table, wait};
 use crate::objects::link::Held;
@@ -34,11 +34,13 @@ pub type Pieces = [(*mut u8, usize); 2];
 pub fn view(socket: &'static Socket, fd: c_int, most: usize, flags: c_int) -> Result<(Pieces, usize), c_int> {
     let mut call = Call::new(Began::now(socket, fd), Direction::Receive);
     reclaim(socket);
-    find(&mut call, most, flags).map_err(|stop| match stop {
-        Stop::Failed(error) => error,
-        // The fd stands for another socket, which has no view, or it was closed.
-        Stop::Anew if table::socket(fd).is_some_and(|now| !std::ptr::eq(now, socket)) => libc::EOPNOTSUPP,
-        Stop::Anew => libc::EBADF,
+    let found = find(&mut call, most, flags);
+    found.map_err(|stop| {
+        stop.error(&call, 0).unwrap_or_else(|| match table::socket(fd) {
+            // Another socket has no view.
+            Some(now) if !std::ptr::eq(now, socket) => libc::EOPNOTSUPP,
+            _ => libc::EBADF,
+        })
     })
 }
 
@@ -58,14 +60,12 @@ fn find(call: &mut Call, most: usize, flags: c_int) -> Result<(Pieces, usize), S
                 false => return Err(Stop::Failed(libc::EOPNOTSUPP)),
             }
         }
-        match look(call, most, flags, &mut is_again, &mut pieces) {
+        match look(call, most, flags, &mut is_again, &mut pieces)? {
             RecvStep::Got(n) | RecvStep::GotPart(n) => return Ok((pieces, n)),
             RecvStep::Again | RecvStep::Kernel | RecvStep::Leave => {}
-            RecvStep::Fail(error) => return Err(error.into()),
-            RecvStep::Elsewhere(place) => return Err(Stop::elsewhere(call, place, 0)),
             RecvStep::Empty => {
                 wait::may_wait(socket, flags)?;
-                stop::hold(call, 0)?;
+                stop::hold(call)?;
                 call.is_fresh = stop::wait::<Data>(call, &mut patience, 0)?;
             }
         }
@@ -94,34 +94,35 @@ fn tcp(socket: &'static Socket, fd: c_int) -> Result<bool, c_int> {
 
 /// Finds the bytes in the ring, as a receive does. `is_again` says that this call has already taken in what the peer
 /// has sent.
-fn look(call: &mut Call, most: usize, flags: c_int, is_again: &mut bool, pieces: &mut Pieces) -> RecvStep {
+fn look(
+    call: &mut Call,
+    most: usize,
+    flags: c_int,
+    is_again: &mut bool,
+    pieces: &mut Pieces,
+) -> Result<RecvStep, Stop> {
     let socket = call.socket;
-    let Some(mut rx) = socket.rx.lock() else {
-        return RecvStep::Fail(libc::EINTR);
-    };
+    let mut rx = socket.rx.lock().ok_or(libc::EINTR)?;
     if socket.rx_mode.load(Acquire) != Mode::Link {
-        return RecvStep::Again;
+        return Ok(RecvStep::Again);
     }
     if !is_held(&rx) {
         drop(rx);
         return match within(|| hold(socket)) {
-            true => RecvStep::Again,
-            false => RecvStep::Fail(libc::EOPNOTSUPP),
+            true => Ok(RecvStep::Again),
+            false => Err(Stop::Failed(libc::EOPNOTSUPP)),
         };
     }
-    let place = call.place_by_name();
-    if place != Place::Here {
-        return RecvStep::Elsewhere(place);
-    }
+    check_place(call.place_by_name())?;
     // Read before the ring: when the end is seen, all bytes that precede it are in the ring.
     let ended = connection::is_over(socket, &rx);
     let state = &mut *rx;
     let Some(consumer) = state.consumer.as_mut() else {
-        return RecvStep::Again;
+        return Ok(RecvStep::Again);
     };
     let found = match consumer.spans(usize::MAX) {
         Ok(spans) => spans.pieces(),
-        Err(error) => return broken(rx, socket, &error),
+        Err(error) => return Err(broken(rx, socket, &error)),
     };
     let [(_, first), (_, second)] = found;
     let n = if most > 1 { first + second } else { first };
@@ -129,13 +130,10 @@ fn look(call: &mut Call, most: usize, flags: c_int, is_again: &mut bool, pieces:
         // The bytes are in the buffer of another call, which is about to take them.
         drop(rx);
         std::thread::yield_now();
-        return RecvStep::Empty;
+        return Ok(RecvStep::Empty);
     }
     if n > 0 {
-        let place = call.place_by_kernel(&state.own.seen);
-        if place != Place::Here {
-            return RecvStep::Elsewhere(place);
-        }
+        check_place(call.place_by_kernel(&state.own.seen))?;
         if let Some(view) = &mut state.own.view {
             let at = consumer.position();
             let end = at + n as u64;
@@ -144,13 +142,13 @@ fn look(call: &mut Call, most: usize, flags: c_int, is_again: &mut bool, pieces:
                 // them only when this end takes them in.
                 let _section = rx.unlock();
                 ready::progress(socket);
-                return RecvStep::Again;
+                return Ok(RecvStep::Again);
             }
             (view.at, view.end) = (at, end);
         }
         *pieces = found;
         call.let_go(&mut rx.own.waiting);
-        return RecvStep::Got(n);
+        return Ok(RecvStep::Got(n));
     }
     at_nothing(call, rx, flags, ended)
 }

@@ -94,19 +94,11 @@ impl LocalPeer {
 
     /// Calls `f`, which may use the link's descriptors; `None`, without a call, if they are closed.
     fn while_open<R>(&self, f: impl FnOnce() -> Option<R>) -> Option<R> {
-        struct User<'a>(&'a Presence);
-        impl Drop for User<'_> {
-            fn drop(&mut self) {
-                self.0.leave();
-            }
-        }
         // Either `close` sees this user, or this call sees that `is_closed` is set.
         self.users.enter();
-        let _user = User(&self.users);
-        if self.is_closed.look() {
-            return None;
-        }
-        f()
+        let result = if self.is_closed.look() { None } else { f() };
+        self.users.leave();
+        result
     }
 
     /// Closes the channel and the buttons of a link that is down. False if a thread is about to use one: the caller

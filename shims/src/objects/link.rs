@@ -809,8 +809,8 @@ impl Link {
     #[inline]
     pub fn judge(&self, found: bool) {
         if found {
-            self.looks.found.bump();
-        } else if self.looks.vain.bump().is_multiple_of(MOST_VAIN) {
+            bump(&self.looks.found);
+        } else if bump(&self.looks.vain).is_multiple_of(MOST_VAIN) {
             self.on_many_vain();
         }
     }
@@ -1028,8 +1028,8 @@ const FAST: u64 = 10_000_000_000;
 /// the counts at the last question.
 #[derive(Default)]
 struct Looks {
-    vain: Counter,
-    found: Counter,
+    vain: AtomicU32,
+    found: AtomicU32,
     vain_before: AtomicU32,
     found_before: AtomicU32,
     /// Time of the last question, monotonic ns.
@@ -1041,7 +1041,7 @@ struct Looks {
 impl Looks {
     /// Resets the counts for another peer.
     fn reset(&self) {
-        for count in [&self.vain.0, &self.found.0, &self.vain_before, &self.found_before] {
+        for count in [&self.vain, &self.found, &self.vain_before, &self.found_before] {
             count.store(0, Relaxed);
         }
         self.at.store(0, Relaxed);
@@ -1050,8 +1050,8 @@ impl Looks {
 
     /// Returns whether nearly all checks since the last question were in vain, and came fast. `now` in monotonic ns.
     fn are_noise(&self, now: u64) -> bool {
-        let since = |count: &Counter, before: &AtomicU32| {
-            let count = count.get();
+        let since = |count: &AtomicU32, before: &AtomicU32| {
+            let count = count.load(Relaxed);
             count.wrapping_sub(before.swap(count, Relaxed))
         };
         let vain = since(&self.vain, &self.vain_before);
@@ -1064,21 +1064,13 @@ impl Looks {
     }
 }
 
-/// A counter that several threads may count too low: an exact one would cost more than it is worth.
-#[derive(Default)]
-struct Counter(AtomicU32);
-
-impl Counter {
-    #[inline]
-    fn bump(&self) -> u32 {
-        let n = self.get().wrapping_add(1);
-        self.0.store(n, Relaxed);
-        n
-    }
-
-    fn get(&self) -> u32 {
-        self.0.load(Relaxed)
-    }
+/// Counts one more, and returns the count. Several threads may count too low: an exact count would cost more than it is
+/// worth.
+#[inline]
+fn bump(count: &AtomicU32) -> u32 {
+    let n = count.load(Relaxed).wrapping_add(1);
+    count.store(n, Relaxed);
+    n
 }
 
 #[cfg(test)]

@@ -273,11 +273,6 @@ impl Holders {
         true
     }
 
-    /// Calls [`Self::await_return`] in a vfork child of the owner, which runs on the owner's memory.
-    pub fn await_parent(&self) -> bool {
-        self.add_child(|| true) && self.await_return()
-    }
-
     /// Counts one holder more, which a fork is about to make. After the count, `may_be_on_link` says whether this
     /// process has the stream on a link. True if it has: the child has to ask this process for it. False too if the
     /// holders are not counted.

@@ -150,8 +150,9 @@ fn release_here(socket: &'static Socket) {
         return release(socket, Reason::Exec);
     }
     reclaim(socket);
+    let holders = &socket.promotion.holders;
     let is_behind_anchor = || socket.numbers.is_behind(socket.numbers.fd.load(Acquire));
-    if socket.may_be_on_link() && !socket.promotion.holders.await_parent() && is_behind_anchor() {
+    if socket.may_be_on_link() && !(holders.add_child(|| true) && holders.await_return()) && is_behind_anchor() {
         tracing::warn!(target: "rdmasock", slot = socket.slot, "the peer does not answer, and the socket cannot follow: reset");
         crate::notify::reset::reset_after_unsent(socket);
     }

@@ -34,6 +34,8 @@ pub type Pieces = [(*mut u8, usize); 2];
 pub fn view(socket: &'static Socket, fd: c_int, most: usize, flags: c_int) -> Result<(Pieces, usize), c_int> {
     let mut call = Call::new(Began::now(socket, fd), Direction::Receive);
     reclaim(socket);
+    // A link between hosts brings the bytes that follow only when this end takes them in.
+    ready::progress(socket);
     let found = find(&mut call, most, flags);
     found.map_err(|stop| {
         stop.error(&call, 0).unwrap_or_else(|| match table::socket(fd) {
@@ -47,7 +49,6 @@ pub fn view(socket: &'static Socket, fd: c_int, most: usize, flags: c_int) -> Re
 fn find(call: &mut Call, most: usize, flags: c_int) -> Result<(Pieces, usize), Stop> {
     let socket = call.socket;
     let mut patience = wait::Patience::default();
-    let mut is_again = false;
     loop {
         let mut pieces = [(std::ptr::null_mut(), 0); 2];
         if socket.rx_mode.load(Acquire) != Mode::Link {
@@ -60,7 +61,7 @@ fn find(call: &mut Call, most: usize, flags: c_int) -> Result<(Pieces, usize), S
                 false => return Err(Stop::Failed(libc::EOPNOTSUPP)),
             }
         }
-        match look(call, most, flags, &mut is_again, &mut pieces)? {
+        match look(call, most, flags, &mut pieces)? {
             RecvStep::Got(n) | RecvStep::GotPart(n) => return Ok((pieces, n)),
             RecvStep::Again | RecvStep::Kernel | RecvStep::Leave => {}
             RecvStep::Empty => {
@@ -92,15 +93,8 @@ fn tcp(socket: &'static Socket, fd: c_int) -> Result<bool, c_int> {
     }
 }
 
-/// Finds the bytes in the ring, as a receive does. `is_again` says that this call has already taken in what the peer
-/// has sent.
-fn look(
-    call: &mut Call,
-    most: usize,
-    flags: c_int,
-    is_again: &mut bool,
-    pieces: &mut Pieces,
-) -> Result<RecvStep, Stop> {
+/// Finds the bytes in the ring, as a receive does.
+fn look(call: &mut Call, most: usize, flags: c_int, pieces: &mut Pieces) -> Result<RecvStep, Stop> {
     let socket = call.socket;
     let mut rx = socket.rx.lock().ok_or(libc::EINTR)?;
     if socket.rx_mode.load(Acquire) != Mode::Link {
@@ -135,16 +129,8 @@ fn look(
     if n > 0 {
         check_place(call.place_by_kernel(&state.own.seen))?;
         if let Some(view) = &mut state.own.view {
-            let at = consumer.position();
-            let end = at + n as u64;
-            if (view.at, view.end) == (at, end) && !std::mem::replace(is_again, true) {
-                // The program has seen these bytes already and asks for those that follow. A link between hosts brings
-                // them only when this end takes them in.
-                let _section = rx.unlock();
-                ready::progress(socket);
-                return Ok(RecvStep::Again);
-            }
-            (view.at, view.end) = (at, end);
+            view.at = consumer.position();
+            view.end = view.at + n as u64;
         }
         *pieces = found;
         call.let_go(&mut rx.own.waiting);

@@ -58,7 +58,7 @@ pub(super) fn no_room(socket: &'static Socket, tx: &mut Tx, waits: bool) -> Room
 /// Makes room by a closer look at the ring, by the reader's reserve ring, or by a send buffer of this end. A broken
 /// ring counts as room: the next send finds the fault. A reserve without memory is not taken, because its reader stands
 /// still and TCP has the kernel's memory.
-fn take_reserve(socket: &Socket, tx: &mut Tx) -> Room {
+pub(super) fn take_reserve(socket: &Socket, tx: &mut Tx) -> Room {
     let Some(producer) = tx.producer.as_mut() else {
         return Room::Full;
     };
@@ -159,15 +159,6 @@ pub fn on_buffer_size(socket: &'static Socket) {
         drop(tx);
         ready::notify_local(socket);
     }
-}
-
-/// Moves a send that is about to sleep for want of room to the reserve ring, if there is one.
-pub(super) fn before_sleep(socket: &'static Socket) -> Room {
-    if socket.tx_mode.load(Acquire) != Mode::Link {
-        return Room::Full;
-    }
-    let room = socket.tx.lock().map(|mut tx| take_reserve(socket, &mut tx));
-    room.unwrap_or(Room::Full)
 }
 
 /// Has the service thread ask for a larger ring if the reader stands still, because nothing can be sent now. Kernel TCP
@@ -300,21 +291,24 @@ fn fit(socket: &'static Socket, consumer: &mut Consumer) {
     }
 }
 
-/// Offers a ring of `bytes`, a power of two. Returns false if the link has no room for the ring, the control group no
-/// memory, or the consumer no use for it.
-fn offer(socket: &'static Socket, link: &'static Link, consumer: &mut Consumer, bytes: u64) -> bool {
+/// Offers a ring of `1 << log2` bytes. Returns the wake-up for the sender; `None` if the link has no room for the ring, or
+/// the consumer no use for it.
+fn offer_ring(link: &Link, consumer: &mut Consumer, log2: u8) -> Option<Wake> {
+    let region = link.allocate(log2)?;
+    let wake = consumer.offer(region).ok();
+    if wake.is_none() {
+        link.free(region);
+    }
+    wake
+}
+
+/// Offers a ring of `bytes`, a power of two. Returns false if that is not possible, or the control group has no memory
+/// for the ring.
+fn offer(socket: &'static Socket, link: &Link, consumer: &mut Consumer, bytes: u64) -> bool {
     if !cgroup::take(bytes) {
         return false;
     }
-    let region = link.allocate(bytes.trailing_zeros() as u8);
-    let offered = region.and_then(|region| {
-        let wake = consumer.offer(region).ok();
-        if wake.is_none() {
-            link.free(region);
-        }
-        wake
-    });
-    let Some(wake) = offered else {
+    let Some(wake) = offer_ring(link, consumer, bytes.trailing_zeros() as u8) else {
         cgroup::give_back(bytes);
         return false;
     };
@@ -384,20 +378,12 @@ pub fn shrink(socket: &'static Socket, link: &'static Link) -> Shrunk {
     if !idle || consumer.is_switching() || consumer.has_data().unwrap_or(true) {
         return Shrunk::Busy;
     }
-    let Some(region) = link.allocate(log2) else {
+    let Some(wake) = offer_ring(link, consumer, log2) else {
         return Shrunk::Busy;
     };
-    match consumer.offer(region) {
-        Ok(wake) => {
-            // The sender may fill the small ring again at any time.
-            link.reserve(consumer);
-            drop(rx);
-            ready::notify_peer(socket, wake);
-            Shrunk::Offered
-        }
-        Err(_) => {
-            link.free(region);
-            Shrunk::Busy
-        }
-    }
+    // The sender may fill the small ring again at any time.
+    link.reserve(consumer);
+    drop(rx);
+    ready::notify_peer(socket, wake);
+    Shrunk::Offered
 }

@@ -161,7 +161,9 @@ unsafe fn recv_unless_quick(
     if socket.rx_mode.load(Acquire) == Mode::Tcp {
         if socket.promotion.stage() == Stage::Plain {
             let n = real(fd);
-            count_received(&began, flags, n);
+            if n > 0 && flags & libc::MSG_PEEK == 0 && began.is_named() {
+                socket.told.count(|stats| stats.add_rx_tcp(n as u64));
+            }
             return n;
         }
         if enter(socket) {
@@ -178,18 +180,6 @@ unsafe fn recv_unless_quick(
     }
     // SAFETY: the pieces of `iov` are writable by this function's contract.
     unsafe { recv_slow(began, iov, flags, (taken, handlers), real) }
-}
-
-/// Counts the bytes that TCP has delivered on a connection that stays there.
-#[inline]
-fn count_received(began: &Began, flags: c_int, n: ssize_t) {
-    if n > 0
-        && flags & libc::MSG_PEEK == 0
-        && began.is_named()
-        && let Some(stats) = began.socket.told.stats()
-    {
-        stats.add_rx_tcp(n as u64);
-    }
 }
 
 /// Makes the kernel's call on a plain direction, which the caller has entered (`enter`). Returns `Break` with the
@@ -255,9 +245,7 @@ fn at_end(socket: &'static Socket, n: ssize_t) -> ssize_t {
 /// Counts the bytes that TCP has delivered, and begins a promotion at the threshold.
 #[inline]
 pub fn account(socket: &'static Socket, n: u64) {
-    if let Some(stats) = socket.told.stats() {
-        stats.add_rx_tcp(n);
-    }
+    socket.told.count(|stats| stats.add_rx_tcp(n));
     tx::advance(socket, |progress, threshold| progress.on_received(n, threshold));
 }
 
@@ -562,7 +550,7 @@ pub(super) fn broken(rx: Guard<'_, Rx>, socket: &'static Socket, error: &RingErr
 /// Counts `n` bytes that were consumed from the ring, and offers a ring that fits. `stays` is the direction's.
 #[inline(always)]
 pub(super) fn on_read(socket: &'static Socket, stays: bool, consumer: &mut Consumer, own: &mut RxOwn, n: usize) {
-    own.direct.on_read(n);
+    own.direct.last_read = n;
     own.last = own.seen.tick();
     if let Some(stats) = socket.told.stats() {
         stats.add_rx_link(n as u64);
@@ -656,12 +644,13 @@ pub fn return_to_tcp(socket: &'static Socket, reason: Reason) {
 
 /// Returns whether the link has brought bytes that the program has not read. A close then resets the connection.
 pub fn has_unread(socket: &'static Socket) -> bool {
-    socket.rx_mode.load(Acquire) == Mode::Link
-        && socket
-            .rx
-            .lock()
-            .and_then(|mut rx| rx.consumer.as_mut()?.available().ok())
-            .is_some_and(|n| n > 0)
+    socket.rx_mode.load(Acquire) == Mode::Link && socket.rx.lock().is_some_and(|mut rx| in_ring(&mut rx) > 0)
+}
+
+/// Returns the unread bytes in the direction's ring.
+fn in_ring(rx: &mut Rx) -> u64 {
+    let consumer = rx.consumer.as_mut();
+    consumer.map_or(0, |consumer| consumer.available().unwrap_or(0))
 }
 
 /// A wait for bytes to receive.
@@ -747,11 +736,10 @@ pub fn may_have_markers(socket: &'static Socket) -> bool {
 pub fn comes_before_tcp(socket: &'static Socket) -> bool {
     let mode = socket.rx_mode.load(Acquire);
     mode != Mode::Tcp
-        && socket.rx.lock().is_some_and(|mut rx| {
-            let consumer = rx.consumer.as_mut().filter(|_| mode == Mode::Link);
-            let on_link = consumer.is_some_and(|c| c.available().is_ok_and(|n| n > 0));
-            on_link || !rx.carry.is_empty()
-        })
+        && socket
+            .rx
+            .lock()
+            .is_some_and(|mut rx| mode == Mode::Link && in_ring(&mut rx) > 0 || !rx.carry.is_empty())
 }
 
 /// The part of the receiving direction that the kernel does not count, or wrongly counts as the program's.
@@ -777,13 +765,11 @@ pub fn uncounted(socket: &Socket, rx: &mut Rx) -> Uncounted {
         Mode::Marked => in_tcp().saturating_sub(among_markers(socket, rx) as u64),
         _ => 0,
     };
-    let (carried, last) = (rx.carry.len() as u64, rx.own.last);
-    let consumer = rx.consumer.as_mut().filter(|_| mode == Mode::Link);
     Uncounted {
-        on_link: consumer.map_or(0, |c| c.available().unwrap_or(0)),
-        carried,
+        on_link: if mode == Mode::Link { in_ring(rx) } else { 0 },
+        carried: rx.carry.len() as u64,
         ours,
-        last,
+        last: rx.own.last,
     }
 }
 

@@ -59,10 +59,8 @@ pub(super) unsafe fn scanned(
         // Peeked bytes are still in TCP, where the scan finds them in order.
         return Continue(0);
     }
-    if kept > 0
-        && let Some(stats) = socket.told.stats()
-    {
-        stats.add_rx_tcp(kept as u64);
+    if kept > 0 {
+        socket.told.count(|stats| stats.add_rx_tcp(kept as u64));
     }
     if kept < n {
         // Markers have taken room in the program's buffer. The bytes behind them, in TCP or on the link, belong to this
@@ -237,9 +235,7 @@ unsafe fn take_payload(
     }
     if !peek {
         rx.on_taken(got);
-    }
-    if !peek && let Some(stats) = socket.told.stats() {
-        stats.add_rx_tcp(got as u64);
+        socket.told.count(|stats| stats.add_rx_tcp(got as u64));
     }
     // A scan takes one piece at a time and stops at markers, so more bytes may follow.
     Ok(RecvStep::GotPart(got))

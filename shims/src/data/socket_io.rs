@@ -190,25 +190,20 @@ impl SocketIo for Socket {
     fn set_path(&self, direction: Half, on_link: bool) {
         let path = self.link().filter(|_| on_link).map_or(Path::Tcp, Link::path);
         if path != Path::Tcp {
-            self.told.note_link(path);
+            self.told.was_between_hosts.store(path == Path::Verbs, Relaxed);
         }
-        let Some(stats) = self.told.stats() else { return };
-        match direction {
+        self.told.count(|stats| match direction {
             Half::Sending => stats.set_tx_path(path),
             Half::Receiving => stats.set_rx_path(path),
-        }
+        });
     }
 
     fn show_link(&self, link: Option<&&'static Link>) {
-        if let Some(stats) = self.told.stats() {
-            stats.set_link(link.map(|l| l.slot()));
-        }
+        self.told.count(|stats| stats.set_link(link.map(|l| l.slot())));
     }
 
     fn count_again(&self, bytes: usize) {
-        if let Some(stats) = self.told.stats() {
-            stats.move_tx_to_tcp(bytes as u64);
-        }
+        self.told.count(|stats| stats.move_tx_to_tcp(bytes as u64));
     }
 
     fn count_ours(&self, direction: Half, bytes: usize) {

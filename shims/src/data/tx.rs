@@ -13,14 +13,14 @@ use rdmasock_core::stream::connection::{SocketIo as _, Tcp as _};
 use rdmasock_core::stream::policy::{Progress, Threshold};
 use rdmasock_core::sync::store_load_fence;
 
-use crate::data::backpressure::{Room, no_room};
+use crate::data::backpressure::{Room, no_room, take_reserve};
 pub use crate::data::backpressure::{
     ask_for_room, could_have_room, give_back, is_full, is_unread, on_buffer_size, on_link, reader_at, report_blocked,
     unread,
 };
 use crate::data::stop::{self, Stop, check_place};
+use crate::data::zero_copy;
 use crate::data::zero_copy::Went;
-use crate::data::{backpressure, zero_copy};
 use crate::notify::call::{Began, Call, Direction, Place, on_call_back, on_its_file};
 use crate::notify::threshold::worth_it;
 use crate::notify::{ready, reset, table, wait};
@@ -161,11 +161,8 @@ pub(super) fn on_tcp(
     }
     if socket.promotion.stage() == Stage::Plain {
         let n = real();
-        if n > 0
-            && began.is_named()
-            && let Some(stats) = socket.told.stats()
-        {
-            stats.add_tx_tcp(n as u64);
+        if n > 0 && began.is_named() {
+            socket.told.count(|stats| stats.add_tx_tcp(n as u64));
         }
         return Some(n);
     }
@@ -259,9 +256,7 @@ fn go_on(socket: &'static Socket) {
 /// Counts the bytes that TCP has taken, and begins a promotion at the threshold.
 #[inline]
 pub fn account(socket: &'static Socket, n: u64) {
-    if let Some(stats) = socket.told.stats() {
-        stats.add_tx_tcp(n);
-    }
+    socket.told.count(|stats| stats.add_tx_tcp(n));
     advance(socket, |progress, threshold| progress.on_sent(n, threshold));
 }
 
@@ -732,7 +727,13 @@ impl wait::Wanted for Space {
     /// Makes room in the reserve ring or in TCP.
     #[cold]
     fn avoid_sleep(socket: &'static Socket) -> bool {
-        let room = backpressure::before_sleep(socket);
+        if socket.tx_mode.load(Acquire) != Mode::Link {
+            return false;
+        }
+        let room = socket
+            .tx
+            .lock()
+            .map_or(Room::Full, |mut tx| take_reserve(socket, &mut tx));
         if let Room::Unbacked = room {
             within(|| take_back(socket, Reason::Resources));
         }
@@ -782,9 +783,7 @@ pub(super) fn commit(socket: &Socket, tx: &mut Tx, n: usize, holds: bool) -> Wak
 #[inline(always)]
 fn on_sent(socket: &Socket, own: &mut TxOwn, n: usize) {
     own.last = own.seen.tick();
-    if let Some(stats) = socket.told.stats() {
-        stats.add_tx_link(n as u64);
-    }
+    socket.told.count(|stats| stats.add_tx_link(n as u64));
 }
 
 /// Wakes the peer for bytes whose wake-up was delayed.

@@ -58,15 +58,6 @@ const ANSWER_WITHIN: u64 = 50_000_000;
 const READ_WITHIN: u64 = 50_000_000;
 const READ_BYTE_WITHIN: u64 = 50;
 
-/// Which device moves the bytes.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum By {
-    /// This end's device writes them.
-    Writes,
-    /// The peer's device reads them.
-    Reads,
-}
-
 /// How a large send went.
 pub(super) enum Went {
     /// This many bytes went past the mirror.
@@ -86,15 +77,15 @@ pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int, total: usize) -
         return NOTHING;
     };
     let (memory, len) = iov.head();
-    if total < remote.direct_min() || total < remote.threshold(arenas::is_kept(memory.addr())) {
-        return NOTHING;
-    }
-    if flags & libc::MSG_MORE != 0 || !remote.goes_direct(link.slot()) {
-        return NOTHING;
-    }
     let way = config().way;
-    let can_wait = wait::may_wait(socket, flags).is_ok();
-    if way == Some(Way::Eager) || !can_wait || iov.is_implausible() {
+    if total < remote.direct_min()
+        || total < remote.threshold(arenas::is_kept(memory.addr()))
+        || flags & libc::MSG_MORE != 0
+        || !remote.goes_direct(link.slot())
+        || way == Some(Way::Eager)
+        || wait::may_wait(socket, flags).is_err()
+        || iov.is_implausible()
+    {
         return NOTHING;
     }
     if len < remote.direct_min() {
@@ -113,10 +104,10 @@ pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int, total: usize) -
         let tx = socket.tx.lock();
         if tx.is_some_and(|mut tx| tx.own.direct.may_try(adverts, now_ns())) {
             sent = await_reader(call, remote, theirs, len).map_or(0, |wanted| {
-                lend(call, (remote, theirs), (memory, wanted, len), By::Writes).0
+                lend(call, (remote, theirs), (memory, wanted, len), Role::Source).0
             });
             if let Some(mut tx) = socket.tx.lock() {
-                tx.own.direct.on_tried(sent > 0, now_ns());
+                tx.own.direct.to_readers.on_tried(sent > 0, now_ns());
             }
         }
     }
@@ -175,16 +166,23 @@ fn await_reader(call: &Call, remote: &'static Remote, theirs: Vqpn, len: usize) 
 /// count as sent; 0 if the bytes have to go by the mirror.
 fn offer(call: &mut Call, remote: &'static Remote, theirs: Vqpn, memory: *mut u8, len: usize) -> usize {
     let socket = call.socket;
-    if !socket.tx.lock().is_some_and(|mut tx| tx.own.direct.may_lend(now_ns())) {
+    if !socket
+        .tx
+        .lock()
+        .is_some_and(|mut tx| tx.own.direct.to_devices.may_try(false, now_ns()))
+    {
         return 0;
     }
     let (sent, taken) = if has_room(socket, remote, theirs) {
-        lend(call, (remote, theirs), (memory, len, len), By::Reads)
+        lend(call, (remote, theirs), (memory, len, len), Role::Offered)
     } else {
         (0, 0)
     };
     if let Some(mut tx) = socket.tx.lock() {
-        tx.own.direct.on_lent(sent > 0 && taken >= sent / 2, now_ns());
+        tx.own
+            .direct
+            .to_devices
+            .on_tried(sent > 0 && taken >= sent / 2, now_ns());
     }
     sent
 }
@@ -220,7 +218,7 @@ fn has_room(socket: &'static Socket, remote: &'static Remote, theirs: Vqpn) -> b
         }
         let until = (moved + ROOM_WITHIN).min(begun + ALL_ROOM_WITHIN);
         let left = until.max(answer_until.unwrap_or(0)).saturating_sub(now);
-        if left == 0 && answer_until.is_none() && is_aside(socket) {
+        if left == 0 && answer_until.is_none() && aside(socket).is_some() {
             // A reader does not report less than a quarter of its ring unasked (P55). The producer cannot leave the
             // send buffer before this end knows that all its bytes were read.
             remote.end().unconfirmed(theirs);
@@ -252,38 +250,27 @@ fn free(socket: &Socket) -> usize {
     producer.map_or(0, |producer| producer.free().unwrap_or(0) as usize)
 }
 
-/// Returns whether the producer writes aside, into a send buffer of this end, because the peer's ring had no room.
-fn is_aside(socket: &Socket) -> bool {
-    let tx = socket.tx.lock();
-    tx.is_some_and(|tx| tx.producer.as_ref().is_some_and(Producer::is_aside))
-}
-
-/// Returns whether the producer writes aside and the reader has read all of it.
-fn is_read_aside(socket: &Socket, remote: &Remote) -> bool {
-    let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
-    let position = {
-        let tx = socket.tx.lock();
-        let producer = tx.as_ref().and_then(|tx| tx.producer.as_ref());
-        producer.filter(|producer| producer.is_aside()).map(Producer::position)
-    };
-    position.is_some_and(|position| remote.end().untaken(theirs, position) == 0)
+/// Returns the producer's position if it writes aside, into a send buffer of this end, because the peer's ring had no
+/// room.
+fn aside(socket: &Socket) -> Option<u64> {
+    let tx = socket.tx.lock()?;
+    let producer = tx.producer.as_ref().filter(|producer| producer.is_aside());
+    producer.map(Producer::position)
 }
 
 /// Lends as many of the next `wanted` bytes as possible, from a piece of `len` bytes. Waits for a bounded time until
-/// the peer has them. Returns how many bytes count as sent, and how many of those a device is known to have moved past
+/// the peer has them. This end's device writes them ([`Role::Source`]), or the peer's device reads them
+/// ([`Role::Offered`]). Returns how many bytes count as sent, and how many of those a device is known to have moved past
 /// the mirror.
 fn lend(
     call: &mut Call,
     (remote, theirs): (&'static Remote, Vqpn),
     (memory, wanted, len): (*mut u8, usize, usize),
-    by: By,
+    role: Role,
 ) -> (usize, usize) {
     let (socket, end) = (call.socket, remote.end());
     let least = remote.direct_min();
-    let role = match by {
-        By::Writes => Role::Source,
-        By::Reads => Role::Offered,
-    };
+    let is_written = role == Role::Source;
     // SAFETY: the memory is the program's buffer, which the device only reads. `pinned`, or the `Lent` that takes it
     // over, is dropped before the call returns.
     let Some(pinned) = (unsafe { Pinned::new(remote, memory, wanted, least, role) }) else {
@@ -299,26 +286,24 @@ fn lend(
             return None;
         }
         // Half a ring at most, so that the peer's program can read one half while its device fetches the next.
-        let most = match by {
-            By::Writes => wanted,
-            By::Reads => wanted.min(producer.ring_size() as usize / 2),
-        };
+        let half = producer.ring_size() as usize / 2;
+        let most = if is_written { wanted } else { wanted.min(half) };
         // Asking for `len` bytes makes a ring grow that is too small for the piece. The ring bounds what is lent,
         // though nothing is copied into it.
         let room = producer.spans(len).map_or(0, |spans| spans.len()).min(most);
         let (from, bytes) = (producer.position(), pinned.len().min(room));
         let (address, key) = (memory.expose_provenance(), pinned.key());
         let is_lent = bytes >= least
-            && match by {
-                By::Writes => end.lend_source(theirs, from, address, bytes as u64, key.local),
-                By::Reads => end.offer_source(theirs, from, address, bytes as u64, key.remote),
+            && match is_written {
+                true => end.lend_source(theirs, from, address, bytes as u64, key.local),
+                false => end.offer_source(theirs, from, address, bytes as u64, key.remote),
             };
         if !is_lent {
             return None;
         }
         call.hold(&mut state.own.waiting);
         let wake = commit(socket, state, bytes, false);
-        if by == By::Writes {
+        if is_written {
             Library::get().stats.count_many(Event::DirectSent, bytes as u64);
             state.own.direct.bytes += bytes as u64;
         }
@@ -332,26 +317,24 @@ fn lend(
         remote,
         theirs,
         until,
-        by,
+        role,
         is_ended: false,
         memory: pinned,
     };
     ready::notify_peer(socket, wake);
-    let within = match by {
-        By::Writes => WRITTEN_WITHIN,
-        By::Reads => READ_WITHIN + bytes as u64 * READ_BYTE_WITHIN,
+    let within = match is_written {
+        true => WRITTEN_WITHIN,
+        false => READ_WITHIN + bytes as u64 * READ_BYTE_WITHIN,
     };
     let mut patience = wait::Patience::at_most(Timeout::Ns(within));
     while !Taken::is_worth_a_look(socket) && wait::wait_for::<Taken>(socket, &mut patience).is_ok() {}
     lent.await_end();
-    let taken = match by {
-        By::Writes => bytes,
-        By::Reads => end.taken(theirs).clamp(from, until).abs_diff(from) as usize,
+    let taken = match is_written {
+        true => bytes,
+        false => end.taken(theirs).clamp(from, until).abs_diff(from) as usize,
     };
     drop(lent);
-    if by == By::Reads
-        && let Some(mut tx) = socket.tx.lock()
-    {
+    if !is_written && let Some(mut tx) = socket.tx.lock() {
         tx.own.direct.bytes += taken as u64;
     }
     (bytes, taken)
@@ -363,7 +346,7 @@ struct Lent {
     theirs: Vqpn,
     /// The position behind its last byte.
     until: u64,
-    by: By,
+    role: Role,
     /// `await_end` was called.
     is_ended: bool,
     /// Dropped after `Lent::drop` has run, so that the registration ends last.
@@ -376,7 +359,7 @@ impl Lent {
     fn await_end(&mut self) {
         let (end, theirs) = (self.remote.end(), self.theirs);
         let was_ended = std::mem::replace(&mut self.is_ended, true);
-        if self.by == By::Reads && !was_ended && !end.is_source_done(theirs) {
+        if self.role == Role::Offered && !was_ended && !end.is_source_done(theirs) {
             end.cancel_source(theirs);
             self.remote.await_word(|| end.is_source_done(theirs));
         }
@@ -393,7 +376,7 @@ impl Drop for Lent {
         // SAFETY: the loan is of the program's buffer, which stays readable until the call returns; the call drops this
         // value first.
         let left = unsafe { end.take_source(theirs) };
-        if self.by == By::Writes && left.is_some_and(|left| left > 0) {
+        if self.role == Role::Source && left.is_some_and(|left| left > 0) {
             self.remote.await_word(|| end.untaken(theirs, self.until) == 0);
         }
     }
@@ -419,8 +402,10 @@ impl Wanted for RoomToLend {
     const IS_DATA: bool = false;
 
     fn is_worth_a_look(socket: &'static Socket) -> bool {
+        let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
         let remote = socket.link().and_then(|link| link.remote());
-        let has_room = |remote: &Remote| free(socket) >= remote.direct_min() || is_read_aside(socket, remote);
+        let is_read = |remote: &Remote| aside(socket).is_some_and(|at| remote.end().untaken(theirs, at) == 0);
+        let has_room = |remote: &Remote| free(socket) >= remote.direct_min() || is_read(remote);
         Taken::is_over(socket) || remote.is_none_or(has_room)
     }
 }
@@ -560,9 +545,7 @@ impl Landing {
             return (0, Wake::NONE);
         };
         let taken = consumer.spans(landed).map_or(0, |spans| spans.len()).min(landed);
-        if let Some(stats) = self.socket.told.stats() {
-            stats.add_rx_link(taken as u64);
-        }
+        self.socket.told.count(|stats| stats.add_rx_link(taken as u64));
         let stats = &Library::get().stats;
         let event = if is_read {
             Event::RendezvousLanded

@@ -17,7 +17,7 @@ use rdmasock_core::fabric::waiter::WaiterId;
 use rdmasock_core::ids::{Tuple, Vqpn};
 use rdmasock_core::lock::Lock;
 use rdmasock_core::os::thread;
-use rdmasock_core::stats::{Direction, Path, Reason, StatsPage, StreamInfo, StreamStats, Why};
+use rdmasock_core::stats::{Direction, Reason, StatsPage, StreamInfo, StreamStats, Why};
 use rdmasock_core::stream::connection;
 use rdmasock_core::stream::connection::ConnectionOf;
 use rdmasock_core::stream::handshake::Role;
@@ -840,17 +840,13 @@ pub struct Receives {
     pub is_waiting: bool,
     /// Bytes that direct transfers have received.
     pub bytes: u64,
-    last_read: usize,
+    /// Bytes that the last call has read.
+    pub last_read: usize,
     /// Tries to receive with an advertised buffer.
     tries: Tries,
 }
 
 impl Receives {
-    /// Notes that a call has read `bytes` bytes.
-    pub fn on_read(&mut self, bytes: usize) {
-        self.last_read = bytes;
-    }
-
     /// Returns whether a call that is about to wait is to advertise its buffer to the peer, if `least` bytes are worth
     /// a direct transfer. With a size that the user has fixed (`is_fixed`), earlier failures do not count.
     pub fn may_try(&mut self, least: usize, is_fixed: bool, now: u64) -> bool {
@@ -875,7 +871,7 @@ impl Receives {
 /// earlier if a reader has advertised a buffer meanwhile, or if `LONGEST` has passed, so that tries cost next to
 /// nothing. The logic is pure: the caller passes the time.
 #[derive(Default)]
-struct Tries {
+pub struct Tries {
     /// Failures in a row, at most `MOST`.
     misses: u8,
     /// Calls that may not try yet, and until when at most, monotonic ns.
@@ -884,13 +880,15 @@ struct Tries {
 }
 
 impl Tries {
-    fn may_try(&mut self, is_new: bool, now: u64) -> bool {
+    /// Returns whether a call may try; `is_new`: a reader has advertised a buffer since the last call.
+    pub fn may_try(&mut self, is_new: bool, now: u64) -> bool {
         let may = self.pause == 0 || is_new || now >= self.until;
         self.pause = self.pause.saturating_sub(1);
         may
     }
 
-    fn on_tried(&mut self, has_helped: bool, now: u64) {
+    /// Notes whether a try has helped.
+    pub fn on_tried(&mut self, has_helped: bool, now: u64) {
         self.until = now + LONGEST;
         self.misses = if has_helped { 0 } else { (self.misses + 1).min(MOST) };
         // The first failure causes no pause: a reader that is only late comes a moment later.
@@ -901,9 +899,10 @@ impl Tries {
 /// The results of direct transfers in the sending direction.
 #[derive(Default)]
 pub struct Sends {
-    /// Tries to find a reader with a buffer, and tries to lend memory to the reader's device.
-    to_readers: Tries,
-    to_devices: Tries,
+    /// Tries to find a reader with a buffer.
+    pub to_readers: Tries,
+    /// Tries to lend memory to the reader's device. One has helped if the device has read most of it in time.
+    pub to_devices: Tries,
     /// Number of buffers that readers had advertised at the last question.
     adverts: u32,
     /// Bytes that direct transfers have sent.
@@ -921,21 +920,6 @@ impl Sends {
     /// Returns whether the last reader that a send waited for came.
     pub fn goes_well(&self) -> bool {
         self.to_readers.misses == 0
-    }
-
-    /// Notes whether a reader with a buffer came.
-    pub fn on_tried(&mut self, is_there: bool, now: u64) {
-        self.to_readers.on_tried(is_there, now);
-    }
-
-    /// Returns whether a large send is to lend its memory to the reader's device.
-    pub fn may_lend(&mut self, now: u64) -> bool {
-        self.to_devices.may_try(false, now)
-    }
-
-    /// Notes whether the reader's device has read most of the lent memory in time.
-    pub fn on_lent(&mut self, is_most: bool, now: u64) {
-        self.to_devices.on_tried(is_most, now);
     }
 }
 
@@ -1142,9 +1126,8 @@ pub struct Told {
     pub ledger: Ledger,
     /// The statistics show its addresses.
     pub shown: AtomicBool,
-    /// The code of the [`Path`] of the link that a direction is on, or was on last; [`Path::Tcp`] before the first
-    /// link.
-    links: AtomicU8,
+    /// The link that a direction is on, or was on last, leads to another host.
+    pub was_between_hosts: AtomicBool,
     stats: AtomicPtr<StreamStats>,
 }
 
@@ -1163,27 +1146,23 @@ impl Told {
         unsafe { self.stats.load(Relaxed).as_ref() }
     }
 
+    /// Calls `f` with the connection's counters, if it has a slot in the statistics.
+    #[inline(always)]
+    pub fn count(&self, f: impl FnOnce(&StreamStats)) {
+        if let Some(stats) = self.stats() {
+            f(stats);
+        }
+    }
+
     /// Sets the connection's slot in the statistics, or none.
     pub fn set_stats(&self, stats: Option<&'static StreamStats>) {
         let stats = stats.map_or(std::ptr::null_mut(), |s| std::ptr::from_ref(s).cast_mut());
         self.stats.store(stats, Relaxed);
     }
 
-    /// Notes that a direction is on a link with this path from now on.
-    pub fn note_link(&self, path: Path) {
-        self.links.store(path as u8, Relaxed);
-    }
-
-    /// Returns whether the link that a direction is on, or was on last, leads to another host.
-    pub fn was_between_hosts(&self) -> bool {
-        self.links.load(Relaxed) == Path::Verbs as u8
-    }
-
     /// Sets the reason why the socket is on TCP, for `rdmasock stat`.
     pub fn set_why(&self, why: impl Into<Why>) {
-        if let Some(stats) = self.stats() {
-            stats.set_why(why);
-        }
+        self.count(|stats| stats.set_why(why));
     }
 }
 
@@ -1211,7 +1190,7 @@ mod tests {
             for _ in 0..calls {
                 if sends.may_try(7, 0) {
                     tried += 1;
-                    sends.on_tried(success, 0);
+                    sends.to_readers.on_tried(success, 0);
                 }
             }
             tried
@@ -1227,16 +1206,16 @@ mod tests {
     fn a_reader_that_has_told_of_a_buffer_is_tried_at_once() {
         let mut sends = Sends::default();
         for _ in 0..5 {
-            sends.on_tried(false, 0);
+            sends.to_readers.on_tried(false, 0);
         }
         let mut may_try = |adverts| sends.may_try(adverts, 0);
         assert!(may_try(1) && !may_try(1) && may_try(2) && !may_try(2));
         // The pause for readers does not apply to lending.
-        assert!(sends.may_lend(0));
+        assert!(sends.to_devices.may_try(false, 0));
         for _ in 0..5 {
-            sends.on_lent(false, 0);
+            sends.to_devices.on_tried(false, 0);
         }
-        assert!(!sends.may_lend(0));
+        assert!(!sends.to_devices.may_try(false, 0));
     }
 
     #[test]
@@ -1246,9 +1225,9 @@ mod tests {
         for second in 0..60 {
             for piece in 0..10 {
                 let now = second * LONGEST + piece * 1000;
-                if sends.may_lend(now) {
+                if sends.to_devices.may_try(false, now) {
                     tried += 1;
-                    sends.on_lent(false, now);
+                    sends.to_devices.on_tried(false, now);
                 }
             }
         }
@@ -1259,18 +1238,20 @@ mod tests {
     fn only_bulk_is_worth_it() {
         let mut receives = Receives::default();
         assert!(!receives.may_try(4096, false, 0));
-        receives.on_read(1024);
+        receives.last_read = 1024;
         assert!(receives.may_try(4096, false, 0));
         receives.on_landed(4096, 0);
         assert!(receives.may_try(4096, false, 0));
-        receives.on_read(64);
+        receives.last_read = 64;
         assert!(!receives.may_try(4096, false, 0));
     }
 
     #[test]
     fn receive_whose_sender_writes_nothing_is_rarely_posted() {
-        let mut receives = Receives::default();
-        receives.on_read(4096);
+        let mut receives = Receives {
+            last_read: 4096,
+            ..Receives::default()
+        };
         let posted = (0..1000).filter(|_| {
             let may = receives.may_try(4096, false, 0);
             if may {

@@ -16,7 +16,7 @@ use crate::config::spin::Peers;
 use crate::notify::{call, ready, ready::change_interest};
 use crate::objects::link::{Link, Poller, Remote, Turn};
 use crate::objects::socket::{Known, Sleeping, Socket, Stage};
-use crate::objects::{holders, library::Library, waiters::Waiters};
+use crate::objects::{holders, library::Library, waiters::{Kind, Waiters}};
 use crate::signals::{handler, jump::within};
 use crate::sys::time::{self, Deadline, Timeout};
 use crate::sys::{errno, points::point, real::Cancellable};
@@ -99,7 +99,7 @@ impl Patience {
 /// The condition that a call waits for, as its direction defines it.
 pub trait Wanted {
     /// True: the call waits for data. False: for space.
-    const IS_DATA: bool;
+    const IS_DATA: bool = false;
 
     /// Whether the call should try again, by what has been [taken in](ready::progress) so far.
     fn is_worth_a_look(socket: &'static Socket) -> bool;
@@ -267,11 +267,12 @@ impl<'a> Lease<'a> {
     /// Acquires a waiter. `polls`: the thread also sleeps on the descriptor of a link. Checks for a reason not to sleep
     /// come after this. `None` if no waiter or fd is left.
     fn new(waiters: &'a Waiters, polls: bool) -> Option<Self> {
-        let waiter = match polls {
-            true => waiters.acquire_polling()?,
-            false => waiters.acquire()?,
+        let kind = if polls { Kind::Polling } else { Kind::Thread };
+        let waiter = waiters.acquire(kind)?;
+        let Some((futex, ticket)) = waiters.futex(waiter) else {
+            waiters.release(waiter);
+            return None;
         };
-        let (futex, ticket) = waiters.futex(waiter)?;
         Some(Self {
             waiters,
             waiter,

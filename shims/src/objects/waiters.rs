@@ -30,8 +30,7 @@ use once_cell::race::OnceBool;
 use rdmasock_core::fabric::layout::READY_QUEUES;
 use rdmasock_core::fabric::waiter::{FLAGS_BYTES, FlagPage, MAX_WAITERS, Onlookers, POLLING, WaiterId};
 use rdmasock_core::lock::Lock;
-use rdmasock_core::os::doorbell;
-use rdmasock_core::os::doorbell::{Button, Doorbell};
+use rdmasock_core::os::doorbell::{self, Button, Doorbell};
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::sync::SleepFlag;
 use rustix::event::{EventfdFlags, epoll as kernel};
@@ -45,7 +44,7 @@ pub const SERVICE: WaiterId = WaiterId(0);
 
 /// The kinds of waiters, each with its range of ids.
 #[derive(Clone, Copy)]
-enum Kind {
+pub enum Kind {
     /// For an epoll set, with a ready queue on each link.
     Queue,
     /// For an epoll set, without a ready queue; sleeps on a doorbell. If there are more sets than ids, several sets
@@ -129,7 +128,7 @@ impl Waiters {
     /// Returns a waiter for an epoll set: one with a ready queue, else one without, else one that other sets have too.
     /// `None` if the process has no fds left even for the first one without.
     pub fn acquire_for_set(&self) -> Option<WaiterId> {
-        let own = self.take(Kind::Queue).or_else(|| self.take(Kind::Set));
+        let own = self.acquire(Kind::Queue).or_else(|| self.acquire(Kind::Set));
         own.or_else(|| {
             let Range { start, end } = Kind::Set.range();
             let shared = self.shared.fetch_add(1, Relaxed);
@@ -138,17 +137,8 @@ impl Waiters {
         })
     }
 
-    /// Returns a waiter for a thread that is about to poll; `None` if all are in use, or the process has no fds left.
-    pub fn acquire_polling(&self) -> Option<WaiterId> {
-        self.take(Kind::Polling)
-    }
-
-    /// Returns a waiter for a thread that is about to sleep in one call; `None` if all are in use.
-    pub fn acquire(&self) -> Option<WaiterId> {
-        self.take(Kind::Thread)
-    }
-
-    fn take(&self, kind: Kind) -> Option<WaiterId> {
+    /// Returns a waiter of this kind; `None` if all are in use, or the process has no fds left for one that polls.
+    pub fn acquire(&self, kind: Kind) -> Option<WaiterId> {
         let id = WaiterId(self.free.get(kind as usize)?.lock()?.pop()?);
         if id.is_polling() && self.equip(id).is_err() {
             self.release(id);
@@ -292,9 +282,9 @@ mod tests {
             };
             rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).unwrap();
             let all: Vec<_> = std::iter::from_fn(|| event().ok()).collect();
-            let none = (0..2 * MAX_WAITERS).all(|_| waiters.acquire_polling().is_none());
+            let none = (0..2 * MAX_WAITERS).all(|_| waiters.acquire(Kind::Polling).is_none());
             drop(all);
-            let some = waiters.acquire_polling().is_some();
+            let some = waiters.acquire(Kind::Polling).is_some();
             // SAFETY: the call ends the child alone.
             unsafe { libc::_exit(c_int::from(!(none && some))) };
         }
@@ -307,7 +297,7 @@ mod tests {
     #[test]
     fn a_polling_waiter_is_rung_by_us_and_by_who_has_a_button() {
         let waiters = Waiters::new().unwrap();
-        let id = waiters.acquire_polling().unwrap();
+        let id = waiters.acquire(Kind::Polling).unwrap();
         let (_bell, button) = waiters.add_doorbell(id).unwrap();
         assert!(!is_rung(&waiters, id));
         for _ in 0..3 {
@@ -334,11 +324,11 @@ mod tests {
         // Further sets share these ids in turn.
         let shared: Vec<_> = further.iter().map(|_| waiters.acquire_for_set().unwrap().0).collect();
         assert_eq!(shared, further);
-        assert_eq!(waiters.acquire_polling(), Some(WaiterId(FURTHER_SETS)));
-        let threads: Vec<_> = std::iter::from_fn(|| waiters.acquire()).collect();
+        assert_eq!(waiters.acquire(Kind::Polling), Some(WaiterId(FURTHER_SETS)));
+        let threads: Vec<_> = std::iter::from_fn(|| waiters.acquire(Kind::Thread)).collect();
         assert_eq!(threads.len(), usize::from(MAX_WAITERS - POLLING));
         assert!(threads.iter().all(|id| !id.is_polling()));
         threads.into_iter().for_each(|id| waiters.release(id));
-        assert!(waiters.acquire().is_some());
+        assert!(waiters.acquire(Kind::Thread).is_some());
     }
 }

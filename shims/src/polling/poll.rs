@@ -22,6 +22,7 @@ use crate::objects::socket::{Socket, Stage};
 use crate::polling::readiness::{self, Arm};
 use crate::signals::{handler, jump::within};
 use crate::sys::{errno, points::point, time::Timeout};
+use crate::objects::waiters::Kind;
 
 static SPINNER: Spinner = Spinner::new();
 
@@ -120,15 +121,14 @@ pub fn poll(set: &mut [pollfd], timeout: Timeout, real: Real<'_>) -> c_int {
             }
         }
         let waiters = &Library::get().waiters;
-        let lease = waiters.acquire_polling().map(Lease);
-        // Without a waiter the kernel has to wake the thread. Until all connections are on TCP, the thread checks at
-        // intervals.
+        let mut room = SmallVec::<[(u32, Sleeper); FEW]>::new();
+        let has_memory = room.try_reserve(set.len()).is_ok();
+        let lease = has_memory.then(|| waiters.acquire(Kind::Polling)).flatten().map(Lease);
+        // Out of memory or waiters, the kernel has to wake the thread. Until all connections are on TCP, the thread
+        // checks at intervals.
         let is_woken = lease.is_some() || stay_on_tcp(set);
         // Declared after the lease, and so dropped before: the waiter's next owner may sleep on the same sockets.
-        let mut sleepers = SmallVec::<[(u32, Sleeper); FEW]>::new();
-        if sleepers.try_reserve(set.len()).is_err() {
-            return errno::fail(libc::ENOMEM);
-        }
+        let mut sleepers = room;
         // Completions on links to other hosts wake this thread itself. Before the sleepers are added: arming takes in
         // completions, and would ring the sleeper's bell for them.
         let mut pollers = std::mem::take(&mut kept);

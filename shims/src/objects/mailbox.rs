@@ -53,7 +53,8 @@ pub fn tag(kind: u64, id: u64) -> u64 {
 
 /// The mailbox of an instance's service thread.
 pub struct Mailbox {
-    queue: Queue,
+    /// The commands. The thread alone takes them out.
+    pub queue: Queue,
     /// Makes the thread. False if that fails (RLIMIT_NPROC, a pids cgroup, no memory).
     make: fn() -> bool,
     started: AtomicBool,
@@ -179,16 +180,6 @@ impl Mailbox {
     pub fn forget(&self, fd: BorrowedFd<'_>) {
         let _ = kernel::delete(&self.epoll, fd);
     }
-
-    /// Returns whether no command is queued. For the service thread only.
-    pub fn is_empty(&self) -> bool {
-        self.queue.is_empty()
-    }
-
-    /// Moves all queued commands to the end of `to`, the oldest first. For the service thread only.
-    pub fn take_all(&self, to: &mut VecDeque<Command>) {
-        self.queue.take_all(to);
-    }
 }
 
 /// Names a connection as it was when the command was made. The object may have become another connection by the time
@@ -255,7 +246,7 @@ struct Node {
 /// The caller of [`Self::push`] checks next whether the thread sleeps. The thread, about to sleep, checks whether a
 /// command was added. [`Published`] makes one of them see the other.
 #[derive(Default)]
-struct Queue {
+pub struct Queue {
     /// The node that was added last; null if the queue is empty.
     last: Published<AtomicPtr<Node>>,
 }
@@ -271,12 +262,13 @@ impl Queue {
         }
     }
 
-    fn is_empty(&self) -> bool {
+    /// Returns whether no command is queued.
+    pub fn is_empty(&self) -> bool {
         self.last.look().is_null()
     }
 
     /// Moves all commands to the end of `to`, the oldest first.
-    fn take_all(&self, to: &mut VecDeque<Command>) {
+    pub fn take_all(&self, to: &mut VecDeque<Command>) {
         let begin = to.len();
         let mut next = self.last.take();
         while !next.is_null() {
@@ -408,7 +400,7 @@ mod tests {
         let mailbox = Mailbox::new(start).unwrap();
         for (tried, is_taken) in [(1, false), (2, false), (3, true)] {
             assert_eq!(mailbox.submit(Command::Grown), is_taken);
-            assert_eq!(mailbox.is_empty(), !is_taken);
+            assert_eq!(mailbox.queue.is_empty(), !is_taken);
             assert_eq!(mailbox.submit(Command::Grown), is_taken);
             assert_eq!(TRIED.load(Acquire), tried, "not again within a second");
             mailbox.retry_at.store(0, Release);

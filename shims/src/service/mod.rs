@@ -351,7 +351,7 @@ impl Worker {
         self.library.waiters.enter_sleep(SERVICE);
         let idle = self.events.is_empty()
             && self.commands.is_empty()
-            && self.service.is_empty()
+            && self.service.queue.is_empty()
             && !link::all().iter().any(|l| l.has_ready(SERVICE));
         // The epoll set is polled even while commands are queued: they may come faster than they are carried out.
         let timeout = if idle { timeout } else { Some(0) };
@@ -376,7 +376,7 @@ impl Worker {
         crate::process::close::end_orphans();
         // Commands that are added meanwhile are left for the next round, so that timers do not wait for them. They are
         // taken one by one, so that a panic costs no other command.
-        self.service.take_all(&mut self.commands);
+        self.service.queue.take_all(&mut self.commands);
         while let Some(command) = self.commands.pop_front() {
             self.on_command(command);
         }

@@ -39,7 +39,7 @@ pub(crate) fn without_thread() {
 pub(crate) fn left_to_do(socket: &'static Socket, what: Task) -> usize {
     static TAKEN: Mutex<VecDeque<Command>> = Mutex::new(VecDeque::new());
     let mut taken = TAKEN.lock().unwrap();
-    Library::get().service.take_all(&mut taken);
+    Library::get().service.queue.take_all(&mut taken);
     let is_this = |r: &Ref| r.get().is_some_and(|s| std::ptr::eq(s, socket));
     let count = |c: &&Command| matches!(c, Command::Do(r, task) if *task == what && is_this(r));
     taken.iter().filter(count).count()

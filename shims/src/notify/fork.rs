@@ -162,7 +162,7 @@ unsafe fn begin_anew() {
     // SAFETY: this is the only thread. The write ends of the ancestors' bells are still open: private fds are closed
     // further down.
     if !unsafe { holders::remember_parent() } {
-        holders::lose_sight();
+        holders::note(holders::LOST);
     }
     holders::begin_life();
     // Called before the child's copies of its descriptors are closed.

@@ -69,7 +69,7 @@ fn word(fd: c_int) -> Option<&'static AtomicUsize> {
 #[cold]
 fn no_word() -> Option<&'static AtomicUsize> {
     if vfork::is_stray() {
-        holders::meet_stranger();
+        holders::note(holders::STRANGER);
     }
     None
 }

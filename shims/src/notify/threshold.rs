@@ -58,7 +58,7 @@ pub fn worth_it(socket: &'static Socket) {
         listener.on_accept();
         // After a fork several processes may answer on the listener's name.
         if first
-            && holders::has_forked()
+            && holders::epoch() > 1
             && let Some(tuple) = tuple_of(socket)
         {
             listener.enter_holder(&tuple, &Library::get().id);

@@ -56,15 +56,10 @@ pub fn prepare() {
     }
 }
 
-/// Returns the epoch, which is 1 or more and changes with each fork. A socket that this process alone held in one epoch
-/// may have other holders in the next.
+/// Returns the epoch, which is 1 before the first fork, and changes with each in parent and child. A socket that this
+/// process alone held in one epoch may have other holders in the next.
 pub fn epoch() -> u32 {
     EPOCH.load(Acquire)
-}
-
-/// Returns whether this process has forked, or is a fork child.
-pub fn has_forked() -> bool {
-    epoch() > 1
 }
 
 /// Begins the next epoch and returns it. Before a fork, this is called once all sockets that the child gets are counted
@@ -81,24 +76,15 @@ pub fn begin_life() {
     BIRTH.store(begin_epoch(), Release);
 }
 
-/// An ancestor cannot see whether some descendant lives, so the kernel cannot say that it is gone.
-const LOST: u32 = 1;
-/// A child was made that no hook has seen, so connections may have holders that are not counted.
-const STRANGER: u32 = 2;
+/// An ancestor cannot see whether some fork child lives, so the kernel cannot say that the child is gone.
+pub const LOST: u32 = 1;
+/// A child was made that no hook has seen, so connections may have holders that are not counted. The ancestors and their
+/// other descendants then promote nothing any more, since that child would read their markers.
+pub const STRANGER: u32 = 2;
 
-/// Notes that an ancestor of this fork child cannot see whether the child lives.
-pub fn lose_sight() {
-    note(LOST);
-}
-
-/// Notes in a child that no hook has seen that such a child exists. Its ancestors and their other descendants then
-/// promote nothing any more, since the child would read their markers.
+/// Notes [`LOST`] or [`STRANGER`], for the ancestors and all their descendants.
 #[cold]
-pub fn meet_stranger() {
-    note(STRANGER);
-}
-
-fn note(what: u32) {
+pub fn note(what: u32) {
     if let Some(c) = cell(0)
         && !is_noted(what)
     {

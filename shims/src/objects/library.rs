@@ -134,10 +134,7 @@ impl Library {
                 return library;
             }
             // A fork child that uses an inherited stream has no fds or memory: waits until it has some.
-            let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
-                tv_sec: 0,
-                tv_nsec: 10_000_000,
-            });
+            crate::sys::time::sleep(10_000_000);
         }
     }
 

@@ -176,10 +176,7 @@ impl Link {
 
     /// Returns the path of the link's streams.
     pub fn path(&self) -> Path {
-        match self.end {
-            AnyEnd::Shm(_) => Path::Shm,
-            AnyEnd::Verbs(_) => Path::Verbs,
-        }
+        if self.is_remote() { Path::Verbs } else { Path::Shm }
     }
 
     /// Returns the end of a link to another host; `None` for a link within the host.
@@ -733,11 +730,6 @@ impl Pin {
     pub fn new(link: &'static Link) -> Option<Self> {
         link.pin().then_some(Self(link))
     }
-
-    /// Returns the link.
-    pub fn link(&self) -> &'static Link {
-        self.0
-    }
 }
 
 impl Drop for Pin {
@@ -764,7 +756,7 @@ impl Held {
 
 impl Drop for Held {
     fn drop(&mut self) {
-        on_end!(self.pin.link(), end => end.let_go(self.mine));
+        on_end!(self.pin.0, end => end.let_go(self.mine));
     }
 }
 

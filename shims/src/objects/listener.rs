@@ -54,7 +54,8 @@ impl Listener {
                 None
             }
         });
-        let listener = FREE.lock().and_then(|mut free| free.pop()).unwrap_or_else(Self::blank);
+        let listener = FREE.lock().and_then(|mut free| free.pop());
+        let listener = listener.unwrap_or_else(|| ALL.add(Self::default()));
         listener.served.store(false, Release);
         listener.keeps_on_tcp.store(false, Release);
         if let Some(mut holders) = listener.holders.lock() {
@@ -66,11 +67,6 @@ impl Listener {
         // Last: a stale pointer to the object cannot `retain` it before.
         listener.fds.store(1, Release);
         listener
-    }
-
-    /// Returns a new object that is not in use.
-    fn blank() -> &'static Self {
-        ALL.add(Self::default())
     }
 
     /// Returns all listeners of this process, also those that are not in use.
@@ -246,7 +242,7 @@ mod tests {
 
     #[test]
     fn a_fork_child_keeps_a_page_that_another_thread_was_reading() {
-        let listener = Listener::blank();
+        let listener = ALL.add(Listener::default());
         for (fds, has_page) in [(1, true), (0, false)] {
             listener.fds.store(fds, Release);
             let mut holders = listener.holders.lock().unwrap();
@@ -259,7 +255,7 @@ mod tests {
 
     #[test]
     fn nothing_stands_for_a_closed_listener_again() {
-        let listener = Listener::blank();
+        let listener = ALL.add(Listener::default());
         assert!(!listener.retain());
         listener.count();
         assert!(listener.retain());

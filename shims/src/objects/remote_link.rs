@@ -23,8 +23,7 @@ use crate::config::verbs::Pair;
 use crate::config::ways::Costs;
 use crate::config::{ZeroCopy, config, ways};
 use crate::objects::library::Library;
-use crate::objects::link;
-use crate::objects::link::{News, Watchers};
+use crate::objects::link::{self, News, Watchers};
 use crate::objects::mailbox::Command;
 
 /// The waiters of this process, as the engine wakes them.
@@ -71,24 +70,12 @@ pub fn has_few_addresses() -> bool {
         .is_some()
 }
 
-/// Returns the bytes of addresses for the send buffers of a link whose arenas have `arena_bytes` each; 0 if the address
-/// space is limited. They bound the buffers' memory too, since registered memory is not given back before the link is
-/// over.
-fn buffers(arena_bytes: u64) -> u64 {
-    if has_few_addresses() {
-        return 0;
-    }
-    (arena_bytes / 4).min(MAX_DATA_BYTES - arena_bytes)
-}
-
 /// Returns whether the kernel copies pages that a device accesses for a fork child, as Linux does from 5.12 on. Before,
 /// the child could get the program's page, and the program a new page that the device does not access.
 fn copies_what_is_pinned() -> bool {
     let uname = rustix::system::uname();
     let release = uname.release().to_string_lossy();
-    let mut numbers = release
-        .split(['.', '-'])
-        .map(|number| number.parse::<u32>().unwrap_or(0));
+    let mut numbers = release.split(['.', '-']).map(|number| number.parse().unwrap_or(0));
     (numbers.next(), numbers.next()) >= (Some(5), Some(12))
 }
 
@@ -113,7 +100,10 @@ impl Terms {
     pub(super) fn of(pair: &Pair, arena_bytes: u64, other: &Introduction) -> Self {
         let limits = pair.limits();
         let mut tuning = Tuning::fit(&limits);
-        tuning.buffers = buffers(arena_bytes);
+        // Addresses for the send buffers. They bound the buffers' memory too, since registered memory is not given back
+        // before the link is over.
+        let buffers = (arena_bytes / 4).min(MAX_DATA_BYTES - arena_bytes);
+        tuning.buffers = if has_few_addresses() { 0 } else { buffers };
         let zcopy = config().zcopy;
         let is_direct = other.is_direct && zcopy != ZeroCopy::Off && copies_what_is_pinned();
         tuning.direct_min = ways::least_piece(zcopy).min(1 << 30) as u32;
@@ -392,10 +382,7 @@ impl Remote {
                 return self.drop_bulk();
             }
             if waited > SPINS_FOR {
-                let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
-                    tv_sec: 0,
-                    tv_nsec: 20_000,
-                });
+                crate::sys::time::sleep(20_000);
             }
         }
     }

@@ -18,8 +18,7 @@ use rdmasock_core::ids::{Tuple, Vqpn};
 use rdmasock_core::lock::Lock;
 use rdmasock_core::os::thread;
 use rdmasock_core::stats::{Direction, Reason, StatsPage, StreamInfo, StreamStats, Why};
-use rdmasock_core::stream::connection;
-use rdmasock_core::stream::connection::ConnectionOf;
+use rdmasock_core::stream::connection::{self, ConnectionOf};
 use rdmasock_core::stream::handshake::Role;
 pub use rdmasock_core::stream::mode::{Mode, Receiving, Sending};
 use rdmasock_core::stream::policy::Progress;
@@ -32,8 +31,7 @@ use crate::objects::link::{Held, Link};
 use crate::objects::listener::Listener;
 use crate::objects::mailbox::Ref;
 use crate::sys::identity::{Cookie, Seen};
-use crate::sys::sockopt;
-use crate::sys::sockopt::Keepalive;
+use crate::sys::sockopt::{self, Keepalive};
 use crate::sys::tcp_info::Ledger;
 use crate::sys::time::now_ns;
 
@@ -737,9 +735,11 @@ impl Attempts {
         let failures = self.failures.fetch_add(1, Relaxed).min(RETRY_DOUBLINGS);
         self.retry_at.store(now + (RETRY_AFTER << failures), Relaxed);
     }
+}
 
+#[cfg(test)]
+impl Attempts {
     /// Returns for how long the next attempt is put off, ns.
-    #[cfg(test)]
     pub fn pause(&self) -> u64 {
         self.retry_at.load(Relaxed).saturating_sub(now_ns())
     }
@@ -1108,11 +1108,8 @@ impl Pace {
         }
         let is_stream = std::mem::replace(&mut self.sent, sent) == sent;
         let is_little = std::mem::take(&mut self.found) <= LITTLE;
-        self.kept_up = if is_stream && is_little {
-            self.kept_up.saturating_add(1)
-        } else {
-            0
-        };
+        let one_more = self.kept_up.saturating_add(1);
+        self.kept_up = if is_stream && is_little { one_more } else { 0 };
         self.kept_up >= KEEPS_UP
     }
 }

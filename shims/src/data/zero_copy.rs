@@ -151,7 +151,7 @@ fn await_reader(call: &Call, remote: &'static Remote, theirs: Vqpn, len: usize) 
         }
         let within = if unread == 0 { reader_within } else { READS_WITHIN };
         let left = (moved + within).min(begun + ALL_READ_WITHIN).saturating_sub(now);
-        if left == 0 || Taken::is_over(socket) {
+        if left == 0 || is_over(socket) {
             return None;
         }
         // The wait ends when the time is up or when the reader notifies this end.
@@ -166,11 +166,8 @@ fn await_reader(call: &Call, remote: &'static Remote, theirs: Vqpn, len: usize) 
 /// count as sent; 0 if the bytes have to go by the mirror.
 fn offer(call: &mut Call, remote: &'static Remote, theirs: Vqpn, memory: *mut u8, len: usize) -> usize {
     let socket = call.socket;
-    if !socket
-        .tx
-        .lock()
-        .is_some_and(|mut tx| tx.own.direct.to_devices.may_try(false, now_ns()))
-    {
+    let tx = socket.tx.lock();
+    if !tx.is_some_and(|mut tx| tx.own.direct.to_devices.may_try(false, now_ns())) {
         return 0;
     }
     let (sent, taken) = if has_room(socket, remote, theirs) {
@@ -179,10 +176,8 @@ fn offer(call: &mut Call, remote: &'static Remote, theirs: Vqpn, memory: *mut u8
         (0, 0)
     };
     if let Some(mut tx) = socket.tx.lock() {
-        tx.own
-            .direct
-            .to_devices
-            .on_tried(sent > 0 && taken >= sent / 2, now_ns());
+        let is_most = sent > 0 && taken >= sent / 2;
+        tx.own.direct.to_devices.on_tried(is_most, now_ns());
     }
     sent
 }
@@ -195,14 +190,14 @@ fn has_room(socket: &'static Socket, remote: &'static Remote, theirs: Vqpn) -> b
     // Until when the send waits for an answer of the reader's end.
     let mut answer_until = None::<u64>;
     loop {
-        let sent = socket.tx.lock().and_then(|tx| Some(tx.producer.as_ref()?.position()));
-        let sent = sent.unwrap_or(0);
+        let position = socket.tx.lock().and_then(|tx| Some(tx.producer.as_ref()?.position()));
+        let sent = position.unwrap_or(0);
         let (before, now) = (unread, now_ns());
         unread = remote.end().untaken(theirs, sent);
         if unread < before {
             moved = now;
         }
-        if Taken::is_over(socket) {
+        if is_over(socket) {
             return false;
         }
         if unread == 0 && !give_back(socket) {
@@ -291,8 +286,8 @@ fn lend(
         // Asking for `len` bytes makes a ring grow that is too small for the piece. The ring bounds what is lent,
         // though nothing is copied into it.
         let room = producer.spans(len).map_or(0, |spans| spans.len()).min(most);
-        let (from, bytes) = (producer.position(), pinned.len().min(room));
-        let (address, key) = (memory.expose_provenance(), pinned.key());
+        let (from, bytes) = (producer.position(), pinned.len.min(room));
+        let (address, key) = (memory.expose_provenance(), pinned.key);
         let is_lent = bytes >= least
             && match is_written {
                 true => end.lend_source(theirs, from, address, bytes as u64, key.local),
@@ -382,16 +377,29 @@ impl Drop for Lent {
     }
 }
 
+/// Returns whether `is_met` holds for the link and the peer's stream, or never will: the connection or the link is down,
+/// or the direction has left the link.
+fn is_over_or(socket: &Socket, is_met: impl FnOnce(&Remote, Vqpn) -> bool) -> bool {
+    let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
+    let remote = socket.link().and_then(|link| link.remote());
+    socket.wakes.is_dead()
+        || socket.tx_mode.load(Acquire) != Mode::Link
+        || remote.is_none_or(|remote| remote.is_down() || is_met(remote, theirs))
+}
+
+/// Returns whether the peer takes no more.
+fn is_over(socket: &Socket) -> bool {
+    is_over_or(socket, |_, _| false)
+}
+
 /// A wait for a reader with a buffer, which a large send makes first.
 struct Reader;
 
 impl Wanted for Reader {
-    const IS_DATA: bool = false;
-
     fn is_worth_a_look(socket: &'static Socket) -> bool {
-        let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
-        let remote = socket.link().and_then(|link| link.remote());
-        Taken::is_over(socket) || remote.is_some_and(|remote| remote.end().wanted(theirs) >= remote.direct_min() as u64)
+        is_over_or(socket, |remote, theirs| {
+            remote.end().wanted(theirs) >= remote.direct_min() as u64
+        })
     }
 }
 
@@ -399,35 +407,19 @@ impl Wanted for Reader {
 struct RoomToLend;
 
 impl Wanted for RoomToLend {
-    const IS_DATA: bool = false;
-
     fn is_worth_a_look(socket: &'static Socket) -> bool {
-        let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
-        let remote = socket.link().and_then(|link| link.remote());
-        let is_read = |remote: &Remote| aside(socket).is_some_and(|at| remote.end().untaken(theirs, at) == 0);
-        let has_room = |remote: &Remote| free(socket) >= remote.direct_min() || is_read(remote);
-        Taken::is_over(socket) || remote.is_none_or(has_room)
+        is_over_or(socket, |remote, theirs| {
+            free(socket) >= remote.direct_min() || aside(socket).is_some_and(|at| remote.end().untaken(theirs, at) == 0)
+        })
     }
 }
 
 /// A wait for the end of a loan.
 struct Taken;
 
-impl Taken {
-    /// Returns whether the peer takes no more: the connection or the link is down, or the direction has left the link.
-    fn is_over(socket: &Socket) -> bool {
-        let remote = socket.link().and_then(|link| link.remote());
-        socket.wakes.is_dead() || socket.tx_mode.load(Acquire) != Mode::Link || remote.is_none_or(Remote::is_down)
-    }
-}
-
 impl Wanted for Taken {
-    const IS_DATA: bool = false;
-
     fn is_worth_a_look(socket: &'static Socket) -> bool {
-        let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
-        let remote = socket.link().and_then(|link| link.remote());
-        Self::is_over(socket) || remote.is_none_or(|remote| remote.end().is_source_done(theirs))
+        is_over_or(socket, |remote, theirs| remote.end().is_source_done(theirs))
     }
 }
 
@@ -498,8 +490,8 @@ impl Landing {
             let is_free = is_same && !rx.own.direct.is_waiting && rx.consumer.as_ref().is_some_and(|c| !c.is_frozen());
             let buffer = Buffer {
                 address,
-                length: pinned.len() as u32,
-                key: *pinned.key(),
+                length: pinned.len as u32,
+                key: pinned.key,
             };
             let advert = is_free.then(|| end.advertise(mine, buffer))?;
             rx.own.direct.is_waiting = advert.is_some();
@@ -516,15 +508,15 @@ impl Landing {
         })
     }
 
-    /// If the transfer is over, returns the bytes in the buffer, and true if this end's device has read them. `None` if
-    /// the transfer goes on.
-    fn look(&self) -> Option<(usize, bool)> {
+    /// If the transfer is over, returns the bytes in the buffer, and the event that counts them. `None` if the transfer
+    /// goes on.
+    fn look(&self) -> Option<(usize, Event)> {
         // Read first: bytes that have not come when the link is down never will.
         let is_down = self.remote.is_down();
         match self.remote.end().landed(self.mine, self.serial) {
-            Some(Landed::Over(bytes)) => Some((bytes as usize, false)),
-            Some(Landed::Read(bytes)) => Some((bytes as usize, true)),
-            Some(Landed::Waits) if is_down => Some((0, false)),
+            Some(Landed::Over(bytes)) => Some((bytes as usize, Event::DirectReceived)),
+            Some(Landed::Read(bytes)) => Some((bytes as usize, Event::RendezvousLanded)),
+            Some(Landed::Waits) if is_down => Some((0, Event::DirectReceived)),
             Some(Landed::Waits) | None => None,
         }
     }
@@ -537,7 +529,7 @@ impl Landing {
     /// Takes the bytes in the buffer. Returns how many, and the wake-up that [`tell`](Self::tell) has to send. The
     /// caller holds the direction's lock, and drops this value only after it has released the lock.
     pub fn take(&mut self, rx: &mut Rx) -> (usize, Wake) {
-        let (landed, is_read) = self.look().unwrap_or_default();
+        let (landed, event) = self.look().unwrap_or((0, Event::DirectReceived));
         rx.own.direct.on_landed(landed, now_ns());
         self.is_taken = true;
         // The count is bounded by what the ring counts, because after RESUME the rest comes by TCP.
@@ -546,13 +538,7 @@ impl Landing {
         };
         let taken = consumer.spans(landed).map_or(0, |spans| spans.len()).min(landed);
         self.socket.told.count(|stats| stats.add_rx_link(taken as u64));
-        let stats = &Library::get().stats;
-        let event = if is_read {
-            Event::RendezvousLanded
-        } else {
-            Event::DirectReceived
-        };
-        stats.count_many(event, taken as u64);
+        Library::get().stats.count_many(event, taken as u64);
         rx.own.direct.bytes += taken as u64;
         let wake = consumer.consume(taken);
         let other = consumer.publish();
@@ -597,7 +583,7 @@ impl Landing {
     #[cold]
     fn put_back(&mut self) {
         self.end_wait();
-        let (landed, _) = self.look().unwrap_or_default();
+        let landed = self.look().map_or(0, |(landed, _)| landed);
         if let Some(mut rx) = self.socket.rx.lock() {
             rx.own.direct.on_landed(landed, now_ns());
             if let Some(Ok(spans)) = rx.consumer.as_mut().map(|consumer| consumer.spans(landed)) {

@@ -7,8 +7,7 @@ use rdmasock_core::fabric::remote::qp::{Key, QueuePair, Region, Role};
 use rdmasock_core::os::thread;
 use rdmasock_core::stats::Event;
 
-use crate::config::arenas;
-use crate::config::arenas::{Budget, Kept, Known};
+use crate::config::arenas::{self, Budget, Kept, Known};
 use crate::objects::library::Library;
 use crate::objects::link::Remote;
 use crate::sys::time::now_ns;
@@ -26,8 +25,10 @@ enum Kind {
 pub struct Pinned {
     remote: &'static Remote,
     kind: Kind,
-    key: Key,
-    len: usize,
+    /// The key by which the device knows the memory.
+    pub key: Key,
+    /// Bytes that are registered.
+    pub len: usize,
     thread: u32,
 }
 
@@ -42,74 +43,26 @@ impl Pinned {
         if !remote.hold_pair() {
             return None;
         }
-        let pinned = Self::kept(remote, memory, len, least, role).or_else(|| {
+        let registered = kept(remote, memory, len, least, role).or_else(|| {
             // SAFETY: by the contract of this function, which is the same.
-            let pinned = unsafe { Self::own(remote, memory, len, least, role) };
-            Library::get().stats.count(match pinned {
+            let own = unsafe { own(remote, memory, len, least, role) };
+            Library::get().stats.count(match own {
                 Some(_) => Event::DirectRegistered,
                 None => Event::DirectUnpinned,
             });
-            pinned
+            own
         });
-        if pinned.is_none() {
+        let Some((kind, key, len)) = registered else {
             remote.let_pair_go();
-        }
-        pinned
-    }
-
-    /// # Safety
-    /// The contract of [`Self::new`], and the caller holds the queue pair.
-    unsafe fn own(remote: &'static Remote, memory: *mut u8, len: usize, least: usize, role: Role) -> Option<Self> {
-        let (len, cost) = take_or_make_room(|budget| budget.take(len, least, arenas::limit()), len)?;
-        let begun = now_ns();
-        // SAFETY: by the contract, the memory is the program's until the value is dropped, which ends the registration.
-        let Ok(region) = (unsafe { remote.end().qp().register(memory, len, role) }) else {
-            Library::get().pinned.give_back(cost);
-            return None;
-        };
-        remote.costs.on_registered(len, now_ns() - begun);
-        Some(Self {
-            remote,
-            kind: Kind::Own(region, cost),
-            key: region.key,
-            len,
-            thread: thread::current().tid(),
-        })
-    }
-
-    /// Uses the registration of the allocator's piece in which the memory begins, for the part that lies in the piece.
-    /// Only if this end's device reads the memory: a peer that breaks the protocol could otherwise read or write the
-    /// piece after the call. `None` if there is no such registration, or the part has fewer than `least` bytes.
-    fn kept(remote: &'static Remote, memory: *mut u8, len: usize, least: usize, role: Role) -> Option<Self> {
-        if role != Role::Source {
-            return None;
-        }
-        let library = Library::get();
-        let (kept, len, free) = library.arenas.covering(memory.addr(), len)?;
-        library.free_kept(free);
-        let lost = remote.end().direct_counts().lost;
-        let key = (len >= least).then(|| key_of(remote, &kept)).flatten();
-        let Some(key) = key else {
-            library.free_kept(arenas::leave(kept));
             return None;
         };
         Some(Self {
             remote,
-            kind: Kind::Kept(Some(kept), lost),
+            kind,
             key,
             len,
             thread: thread::current().tid(),
         })
-    }
-
-    /// Returns the key by which the device knows the memory.
-    pub fn key(&self) -> &Key {
-        &self.key
-    }
-
-    /// Returns how many bytes are registered.
-    pub fn len(&self) -> usize {
-        self.len
     }
 
     /// Returns whether this is a fork child that goes on with its parent's call. The child has neither the link nor the
@@ -147,24 +100,61 @@ impl Drop for Pinned {
     }
 }
 
+/// Registers memory for one call. Returns the registration with its key and its bytes.
+///
+/// # Safety
+/// The contract of [`Pinned::new`], and the caller holds the queue pair.
+unsafe fn own(
+    remote: &'static Remote,
+    memory: *mut u8,
+    len: usize,
+    least: usize,
+    role: Role,
+) -> Option<(Kind, Key, usize)> {
+    let (len, cost) = take_or_make_room(|budget| budget.take(len, least, arenas::limit()), len)?;
+    let begun = now_ns();
+    // SAFETY: by the contract, the memory is the program's until the value is dropped, which ends the registration.
+    let Ok(region) = (unsafe { remote.end().qp().register(memory, len, role) }) else {
+        Library::get().pinned.give_back(cost);
+        return None;
+    };
+    remote.costs.on_registered(len, now_ns() - begun);
+    Some((Kind::Own(region, cost), region.key, len))
+}
+
+/// Uses the registration of the allocator's piece in which the memory begins, for the part that lies in the piece. Only
+/// if this end's device reads the memory: a peer that breaks the protocol could otherwise read or write the piece after
+/// the call. `None` if there is no such registration, or the part has fewer than `least` bytes.
+fn kept(remote: &'static Remote, memory: *mut u8, len: usize, least: usize, role: Role) -> Option<(Kind, Key, usize)> {
+    if role != Role::Source {
+        return None;
+    }
+    let library = Library::get();
+    let (kept, len, free) = library.arenas.covering(memory.addr(), len)?;
+    library.free_kept(free);
+    let lost = remote.end().direct_counts().lost;
+    let key = (len >= least).then(|| key_of(remote, &kept)).flatten();
+    let Some(key) = key else {
+        library.free_kept(arenas::leave(kept));
+        return None;
+    };
+    Some((Kind::Kept(Some(kept), lost), key, len))
+}
+
 /// Returns the key by which the device knows a piece, and registers the piece if need be. `None` if that is not
 /// possible.
 fn key_of(remote: &'static Remote, kept: &Kept) -> Option<Key> {
     let stats = &Library::get().stats;
-    let known = kept.key(remote);
-    let event = if known.is_some() {
-        Event::AllocHit
-    } else {
-        Event::AllocMiss
-    };
-    stats.count(event);
-    known.or_else(|| {
-        let (_, bytes) = kept.memory();
-        let cost = take_or_make_room(|budget| budget.take_pages(bytes as u64, arenas::limit()), bytes)?;
-        let (key, is_new) = tell_device(remote, kept, cost)?;
-        stats.count_many(Event::AllocKept, if is_new { cost } else { 0 });
-        Some(key)
-    })
+    if let Some(key) = kept.key(remote) {
+        stats.count(Event::AllocHit);
+        return Some(key);
+    }
+    stats.count(Event::AllocMiss);
+    let (_, bytes) = kept.memory();
+    let cost = take_or_make_room(|budget| budget.take_pages(bytes as u64, arenas::limit()), bytes)?;
+    let (key, is_new) = tell_device(remote, kept, cost)?;
+    stats.count_many(Event::AllocKept, if is_new { cost } else { 0 });
+    Some(key)
 }
 
 /// Takes bytes of the budget by `take`, and returns its result. If they are not left, ends registrations of pieces that

@@ -127,7 +127,7 @@ fn bound(socket: &Socket) -> u64 {
 
 /// Returns the size of the send buffer, if the program has set one, plus the window that the peer's receive buffer
 /// grants, bytes. `None` if the program has set no size.
-fn set_size(socket: &Socket) -> Option<u64> {
+pub(super) fn set_size(socket: &Socket) -> Option<u64> {
     // Which sizes the program has set (Linux 5.14). The constant is not among libc's.
     const SO_BUF_LOCK: c_int = 72;
     const SNDBUF: c_int = 1;
@@ -136,16 +136,6 @@ fn set_size(socket: &Socket) -> Option<u64> {
     get(SO_BUF_LOCK).filter(|set| set & SNDBUF != 0)?;
     let own = u64::try_from(get(libc::SO_SNDBUF)?).ok()?;
     Some(own + sockopt::peers_window(fd))
-}
-
-/// Bounds the ring of a direction that has just come to the link. A ring that its reader finds too small grows no
-/// further than what the program has set.
-pub fn on_link(socket: &Socket, tx: &mut Tx) {
-    if let Some(size) = set_size(socket)
-        && let Some(producer) = tx.producer.as_mut()
-    {
-        producer.estimate_bound(size.min(config().ring_max.bytes()));
-    }
 }
 
 /// Applies a new size of the send buffer, which the program has set.

@@ -3,8 +3,7 @@
 //! read. [`scanning`](crate::data::scanning) receives from TCP that may hold markers.
 
 use std::ffi::c_int;
-use std::ops::ControlFlow;
-use std::ops::ControlFlow::{Break, Continue};
+use std::ops::ControlFlow::{self, Break, Continue};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
 use libc::ssize_t;
@@ -14,8 +13,7 @@ use rdmasock_core::lock::Guard;
 use rdmasock_core::os::thread;
 use rdmasock_core::scratch::Scratch;
 use rdmasock_core::stats::Reason;
-use rdmasock_core::stream::connection;
-use rdmasock_core::stream::connection::{Ahead, AtMark, SocketIo as _, Tcp as _};
+use rdmasock_core::stream::connection::{self, Ahead, AtMark, SocketIo as _, Tcp as _};
 use rdmasock_core::wire::marker::payload_in;
 
 pub use crate::data::backpressure::{Shrunk, relieve, shrink};
@@ -31,8 +29,7 @@ use crate::signals::jump::{cancellation_point, or_if_cancelled, quick_or_if_canc
 use crate::sys::errno;
 use crate::sys::iov::{Iov, is_plausible};
 use crate::sys::points::point;
-use crate::sys::time;
-use crate::sys::time::wait_until;
+use crate::sys::time::{self, wait_until};
 
 /// The flags that a link serves. Any other flag takes the socket back to TCP.
 const SERVED: c_int = libc::MSG_DONTWAIT
@@ -60,10 +57,8 @@ pub enum RecvStep {
     Empty,
     /// The call waits with a buffer ([`Landing`]), and has to end that wait.
     Leave,
-    /// The attempt has received this many bytes.
-    Got(usize),
-    /// The attempt has received this many bytes, and more may be in TCP or on the link.
-    GotPart(usize),
+    /// The attempt has received this many bytes. If true, more may be in TCP or on the link.
+    Got(usize, bool),
 }
 
 /// Serves recv() and its kin. `real(fd)` is libc's own call with the program's other arguments. Returns what recv(2)
@@ -344,12 +339,11 @@ unsafe fn recv_loop(
         };
         match step {
             RecvStep::Again => {}
-            RecvStep::Got(0) => return Ok(()),
+            RecvStep::Got(0, _) => return Ok(()),
             // An edge-triggered reader takes a short read for the end of the available bytes (epoll(7), question 9). So
             // the call looks for more, without waiting. A peek has seen all that is available, and would start over.
-            RecvStep::Got(n) | RecvStep::GotPart(n) => {
+            RecvStep::Got(n, part) => {
                 *got += n;
-                let part = matches!(step, RecvStep::GotPart(_));
                 let more = all || part;
                 if !more || *got >= whole || peek || part && is_at_mark(socket) {
                     return Ok(());
@@ -527,14 +521,10 @@ unsafe fn from_link(
         }
         let _section = rx.unlock();
         ready::notify_peer(socket, wake);
-        return Ok(if part {
-            RecvStep::GotPart(got)
-        } else {
-            RecvStep::Got(got)
-        });
+        return Ok(RecvStep::Got(got, part));
     }
     if iov.len() == 0 && matches!(consumer.end(), Ok(None)) && consumer.has_data().unwrap_or(true) {
-        return Ok(RecvStep::Got(0));
+        return Ok(RecvStep::Got(0, false));
     }
     at_nothing(call, rx, flags, ended)
 }
@@ -573,7 +563,7 @@ pub(super) fn at_nothing(call: &mut Call, mut rx: Guard<'_, Rx>, flags: c_int, e
         return Ok(RecvStep::Again);
     };
     match consumer.end() {
-        Ok(None) if socket.rx_shut.load(Acquire) => Ok(RecvStep::Got(0)),
+        Ok(None) if socket.rx_shut.load(Acquire) => Ok(RecvStep::Got(0, false)),
         Ok(end) if !ended && (stays || end.is_none()) => {
             if wait::may_wait(socket, flags).is_ok() {
                 // The peer may be filling the ring just now, so the kernel's check of the fd costs no time.
@@ -618,7 +608,7 @@ fn from_buffer(mut rx: Guard<'_, Rx>, iov: &mut Iov, landing: &mut Option<Landin
     drop(section);
     iov.advance(taken);
     if taken > 0 {
-        RecvStep::Got(taken)
+        RecvStep::Got(taken, false)
     } else {
         RecvStep::Again
     }
@@ -787,10 +777,7 @@ pub fn after_receive(socket: &'static Socket) -> usize {
 
 fn among_markers(socket: &Socket, rx: &Rx) -> usize {
     let (carried, more) = (rx.carry.len(), in_kernel(socket));
-    let Some(nonce) = rx.scan else {
-        return carried + more;
-    };
-    let Some(mut bytes) = Scratch::new(carried + more) else {
+    let (Some(nonce), Some(mut bytes)) = (rx.scan, Scratch::new(carried + more)) else {
         return carried + more;
     };
     if let Some(front) = bytes.get_mut(..carried) {

@@ -1,15 +1,13 @@
 //! Receiving from TCP while it may hold markers: a scan takes the markers out and leaves the rest to the program.
 
 use std::ffi::c_int;
-use std::ops::ControlFlow;
-use std::ops::ControlFlow::{Break, Continue};
+use std::ops::ControlFlow::{self, Break, Continue};
 use std::sync::atomic::Ordering::Acquire;
 
 use libc::ssize_t;
 use rdmasock_core::os::thread;
 use rdmasock_core::scratch::Scratch;
-use rdmasock_core::stream::connection;
-use rdmasock_core::stream::connection::{Ahead, AtMark};
+use rdmasock_core::stream::connection::{self, Ahead, AtMark};
 use rustix::event::PollFlags;
 use rustix::net::RecvFlags;
 
@@ -159,7 +157,7 @@ pub(super) unsafe fn from_marked(
         }
         // The call returns the bytes that it has, and the next call reports the end.
         Ahead::Shut | Ahead::Ended if has_some => RecvStep::Empty,
-        Ahead::Shut => RecvStep::Got(0),
+        Ahead::Shut => RecvStep::Got(0, false),
         Ahead::Ended => {
             // Only the kernel's call can say how the connection has ended. It does not block now.
             let anchor = socket.numbers.anchor_fd().ok_or(libc::EBADF)?;
@@ -238,7 +236,7 @@ unsafe fn take_payload(
         socket.told.count(|stats| stats.add_rx_tcp(got as u64));
     }
     // A scan takes one piece at a time and stops at markers, so more bytes may follow.
-    Ok(RecvStep::GotPart(got))
+    Ok(RecvStep::Got(got, true))
 }
 
 /// Returns whether urgent data is next in TCP. A receive that has bytes ends there (tcp(7), SIOCATMARK).

@@ -41,8 +41,7 @@ pub unsafe fn sendfile(
         take_back(socket, Reason::Unsupported);
     }
     let began = Began::now(socket, fd);
-    // Not quick: reading the input may take long.
-    if let Some(n) = on_tcp(&began, || false, || real(fd)) {
+    if let Some(n) = on_tcp(&began, None, || real(fd)) {
         return n;
     }
     let mut file = File {

@@ -17,7 +17,8 @@ use rustix::event::PollFlags;
 use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{RecvFlags, SendFlags, Shutdown};
 
-use crate::data::tx;
+use crate::config::config;
+use crate::data::{backpressure, tx};
 use crate::notify::{ready, reset};
 use crate::objects::library::Library;
 use crate::objects::link::Link;
@@ -134,7 +135,12 @@ impl SocketIo for Socket {
     }
 
     fn on_link(&self, tx: &mut Tx) {
-        tx::on_link(self, tx);
+        // A ring that its reader finds too small grows no further than what the program has set.
+        if let Some(size) = backpressure::set_size(self)
+            && let Some(producer) = tx.producer.as_mut()
+        {
+            producer.estimate_bound(size.min(config().ring_max.bytes()));
+        }
     }
 
     fn off_link(&self, tx: &mut Tx) {
@@ -300,16 +306,10 @@ impl Tcp for Anchor {
     }
 
     fn take(&self, len: usize) -> Result<(), Gone> {
-        let mut left = len;
-        let mut sink = [0u8; 512];
-        while left > 0 {
-            let want = left.min(sink.len());
-            match sink
-                .get_mut(..want)
-                .map(|s| rustix::net::recv(self.0, s, RecvFlags::DONTWAIT))
-            {
-                Some(Ok((_, n))) if n > 0 => left -= n.min(left),
-                Some(Err(Errno::INTR)) => {}
+        let (mut left, mut sink) = (len, [0u8; 512]);
+        while let Some(piece) = sink.get_mut(..left.min(512)).filter(|piece| !piece.is_empty()) {
+            match retry_on_intr(|| rustix::net::recv(self.0, &mut *piece, RecvFlags::DONTWAIT)) {
+                Ok((_, n)) if n > 0 => left -= n.min(left),
                 _ => return Err(Gone),
             }
         }

@@ -8,19 +8,16 @@ use libc::ssize_t;
 use rdmasock_core::fabric::ring::{RingError, Spans, Wake};
 use rdmasock_core::os::{kernel, thread};
 use rdmasock_core::stats::Reason;
-use rdmasock_core::stream::connection;
-use rdmasock_core::stream::connection::{SocketIo as _, Tcp as _};
+use rdmasock_core::stream::connection::{self, SocketIo as _, Tcp as _};
 use rdmasock_core::stream::policy::{Progress, Threshold};
 use rdmasock_core::sync::store_load_fence;
 
 use crate::data::backpressure::{Room, no_room, take_reserve};
 pub use crate::data::backpressure::{
-    ask_for_room, could_have_room, give_back, is_full, is_unread, on_buffer_size, on_link, reader_at, report_blocked,
-    unread,
+    ask_for_room, could_have_room, give_back, is_full, is_unread, on_buffer_size, reader_at, report_blocked, unread,
 };
 use crate::data::stop::{self, Stop, check_place};
-use crate::data::zero_copy;
-use crate::data::zero_copy::Went;
+use crate::data::zero_copy::{self, Went};
 use crate::notify::call::{Began, Call, Direction, Place, on_call_back, on_its_file};
 use crate::notify::threshold::worth_it;
 use crate::notify::{ready, reset, table, wait};
@@ -127,7 +124,7 @@ unsafe fn send_unless_quick(
         keep_on_tcp(socket, flags);
     }
     let began = Began::now(socket, fd);
-    if let Some(n) = on_tcp(&began, || wait::is_quick(socket, flags), || real(fd)) {
+    if let Some(n) = on_tcp(&began, Some(flags), || real(fd)) {
         return n;
     }
     // SAFETY: the pieces of `iov` are readable by this function's contract.
@@ -147,14 +144,10 @@ fn keep_on_tcp(socket: &'static Socket, flags: c_int) {
     }
 }
 
-/// Makes the program's call if the direction is on plain TCP; `None`, without a call, if it is not. `is_quick` returns
-/// whether the call returns at once.
+/// Makes the program's call if the direction is on plain TCP; `None`, without a call, if it is not. `flags` are those of
+/// a send; `None` if the call may take long on a non-blocking socket too.
 #[inline]
-pub(super) fn on_tcp(
-    began: &Began,
-    is_quick: impl FnOnce() -> bool,
-    real: impl FnOnce() -> ssize_t,
-) -> Option<ssize_t> {
+pub(super) fn on_tcp(began: &Began, flags: Option<c_int>, real: impl FnOnce() -> ssize_t) -> Option<ssize_t> {
     let socket = began.socket;
     if socket.tx_mode.load(Acquire) != Mode::Tcp {
         return None;
@@ -170,7 +163,8 @@ pub(super) fn on_tcp(
         return None;
     }
     if began.is_named() {
-        return Some(plain(socket, is_quick(), real));
+        let is_quick = flags.is_some_and(|flags| wait::is_quick(socket, flags));
+        return Some(plain(socket, is_quick, real));
     }
     leave(socket);
     None
@@ -315,7 +309,9 @@ pub(super) trait Source {
     unsafe fn fill(&mut self, spans: &Spans<'_>, n: usize) -> Result<Option<usize>, Stop>;
 
     /// Gives the rest to the kernel by `fd`. Returns how many bytes TCP has taken.
-    fn send_rest(&mut self, socket: &'static Socket, fd: c_int, flags: c_int) -> ssize_t;
+    fn send_rest(&mut self, _: &'static Socket, _fd: c_int, _flags: c_int) -> ssize_t {
+        0
+    }
 }
 
 impl Source for Iov {
@@ -386,10 +382,6 @@ impl Source for ForKernel {
     unsafe fn fill(&mut self, _: &Spans<'_>, _: usize) -> Result<Option<usize>, Stop> {
         Ok(None)
     }
-
-    fn send_rest(&mut self, _: &'static Socket, _: c_int, _: c_int) -> ssize_t {
-        0
-    }
 }
 
 /// The outcome of one attempt of a send.
@@ -417,8 +409,7 @@ enum SendStep {
 fn after_shutdown(sent: usize, flags: c_int) -> Stop {
     if sent == 0 && flags & libc::MSG_NOSIGNAL == 0 {
         let (process, thread) = (rustix::process::getpid(), rustix::thread::gettid());
-        let ids = [process, thread].map(|id| id.as_raw_nonzero().get() as usize);
-        let [process, thread] = ids;
+        let [process, thread] = [process, thread].map(|id| id.as_raw_nonzero().get() as usize);
         // SAFETY: tgkill takes numbers alone, no memory.
         let _ = unsafe { kernel::call(libc::SYS_tgkill, [process, thread, libc::SIGPIPE as usize, 0, 0, 0]) };
     }
@@ -558,16 +549,16 @@ unsafe fn send_loop<S: Source>(
 /// wait and the peer can still take the rest. The call then holds the connection, because all its bytes belong to one
 /// connection. A blocking send of kernel TCP does not return short when the peer's program puts its socket to another
 /// use, and few programs check for a short return.
-pub(super) fn goes_on(call: &mut Call, flags: c_int) -> bool {
-    wait::may_wait(call.socket, flags).is_ok() && call.hold_now() == Place::Here && is_taken(call.socket)
-}
-
-/// Returns whether the peer can still take the rest. If the peer has ended its direction, or the connection is over,
-/// kernel TCP too returns with what it has taken. The program's next call then gets the error.
-fn is_taken(socket: &'static Socket) -> bool {
+fn goes_on(call: &mut Call, flags: c_int) -> bool {
+    let socket = call.socket;
+    if wait::may_wait(socket, flags).is_err() || call.hold_now() != Place::Here {
+        return false;
+    }
     let Some(_control) = socket.control.lock() else {
         return false;
     };
+    // If the peer has ended its direction, or the connection is over, kernel TCP too returns with what it has taken.
+    // The program's next call then gets the error.
     let tcp = socket.tcp();
     !socket.wakes.is_dead() && !socket.has_untold() && tcp.is_some_and(|tcp| !tcp.has_failed() && !tcp.has_peer_ended())
 }
@@ -707,8 +698,6 @@ pub fn violation(socket: &'static Socket, error: &RingError) {
 pub(super) struct Space;
 
 impl wait::Wanted for Space {
-    const IS_DATA: bool = false;
-
     fn is_worth_a_look(socket: &'static Socket) -> bool {
         match socket.tx_mode.load(Acquire) {
             Mode::Link => {

@@ -62,7 +62,7 @@ fn find(call: &mut Call, most: usize, flags: c_int) -> Result<(Pieces, usize), S
             }
         }
         match look(call, most, flags, &mut pieces)? {
-            RecvStep::Got(n) | RecvStep::GotPart(n) => return Ok((pieces, n)),
+            RecvStep::Got(n, _) => return Ok((pieces, n)),
             RecvStep::Again | RecvStep::Kernel | RecvStep::Leave => {}
             RecvStep::Empty => {
                 wait::may_wait(socket, flags)?;
@@ -134,7 +134,7 @@ fn look(call: &mut Call, most: usize, flags: c_int, pieces: &mut Pieces) -> Resu
         }
         *pieces = found;
         call.let_go(&mut rx.own.waiting);
-        return Ok(RecvStep::Got(n));
+        return Ok(RecvStep::Got(n, false));
     }
     at_nothing(call, rx, flags, ended)
 }
@@ -214,15 +214,13 @@ pub fn release(socket: &'static Socket, n: usize) -> Result<(), c_int> {
 
 /// Ends the hold of a view without unreleased bytes, after the stream has left the link for good.
 pub fn settle(socket: &'static Socket) {
-    let over = socket.rx.lock().and_then(|mut rx| {
+    drop(socket.rx.lock().and_then(|mut rx| {
         let is_over = !is_held(&rx) && rx.own.view.as_ref().is_some_and(|view| view.at >= view.end);
         is_over.then(|| rx.own.view.take()).flatten()
-    });
-    drop(over);
+    }));
 }
 
 /// Ends the view of a connection that is being closed.
 pub fn end(socket: &'static Socket) {
-    let over = socket.rx.lock().and_then(|mut rx| rx.own.view.take());
-    drop(over);
+    drop(socket.rx.lock().and_then(|mut rx| rx.own.view.take()));
 }

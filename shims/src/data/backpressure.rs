@@ -281,8 +281,8 @@ fn fit(socket: &'static Socket, consumer: &mut Consumer) {
     }
 }
 
-/// Offers a ring of `1 << log2` bytes. Returns the wake-up for the sender; `None` if the link has no room for the ring, or
-/// the consumer no use for it.
+/// Offers a ring of `1 << log2` bytes. Returns the wake-up for the sender; `None` if the link has no room for the ring,
+/// or the consumer no use for it.
 fn offer_ring(link: &Link, consumer: &mut Consumer, log2: u8) -> Option<Wake> {
     let region = link.allocate(log2)?;
     let wake = consumer.offer(region).ok();

@@ -255,8 +255,8 @@ fn aside(socket: &Socket) -> Option<u64> {
 
 /// Lends as many of the next `wanted` bytes as possible, from a piece of `len` bytes. Waits for a bounded time until
 /// the peer has them. This end's device writes them ([`Role::Source`]), or the peer's device reads them
-/// ([`Role::Offered`]). Returns how many bytes count as sent, and how many of those a device is known to have moved past
-/// the mirror.
+/// ([`Role::Offered`]). Returns how many bytes count as sent, and how many of those a device is known to have moved
+/// past the mirror.
 fn lend(
     call: &mut Call,
     (remote, theirs): (&'static Remote, Vqpn),
@@ -377,8 +377,8 @@ impl Drop for Lent {
     }
 }
 
-/// Returns whether `is_met` holds for the link and the peer's stream, or never will: the connection or the link is down,
-/// or the direction has left the link.
+/// Returns whether `is_met` holds for the link and the peer's stream, or never will: the connection or the link is
+/// down, or the direction has left the link.
 fn is_over_or(socket: &Socket, is_met: impl FnOnce(&Remote, Vqpn) -> bool) -> bool {
     let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
     let remote = socket.link().and_then(|link| link.remote());

@@ -78,8 +78,8 @@ pub fn begin_life() {
 
 /// An ancestor cannot see whether some fork child lives, so the kernel cannot say that the child is gone.
 pub const LOST: u32 = 1;
-/// A child was made that no hook has seen, so connections may have holders that are not counted. The ancestors and their
-/// other descendants then promote nothing any more, since that child would read their markers.
+/// A child was made that no hook has seen, so connections may have holders that are not counted. The ancestors and
+/// their other descendants then promote nothing any more, since that child would read their markers.
 pub const STRANGER: u32 = 2;
 
 /// Notes [`LOST`] or [`STRANGER`], for the ancestors and all their descendants.
@@ -301,8 +301,8 @@ pub fn requests() -> u32 {
 }
 
 /// Has the processes that may have streams on links check which streams are wanted: wakes the service threads of all
-/// known ancestors, the nearest first. They also wake their threads again, for a child that has taken an event of theirs
-/// from an epoll set that it shares with them.
+/// known ancestors, the nearest first. They also wake their threads again, for a child that has taken an event of
+/// theirs from an epoll set that it shares with them.
 #[cold]
 pub fn ask_owners() {
     if let Some(requests) = cell(0) {

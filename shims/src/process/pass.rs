@@ -150,6 +150,7 @@ fn release_here(socket: &'static Socket) {
         return release(socket, Reason::Exec);
     }
     reclaim(socket);
+    // The child is one more holder, on its owner's memory.
     let holders = &socket.promotion.holders;
     let is_behind_anchor = || socket.numbers.is_behind(socket.numbers.fd.load(Acquire));
     if socket.may_be_on_link() && !(holders.add_child(|| true) && holders.await_return()) && is_behind_anchor() {

@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use crate::fabric::remote::end::End;
 use crate::fabric::remote::engine::{ARM, POLL, PUMP};
 use crate::fabric::remote::put::{Answer, Buffer, Landed, Source};
-use crate::fabric::remote::qp::{Completed, Down, PostError, QueuePair, Read, Write};
+use crate::fabric::remote::qp::{Down, PostError, QueuePair, Read, Write};
 use crate::fabric::remote::record::{Builder, HEADER_BYTES, LONGEST, Memory, Record, Serial};
 use crate::fabric::remote::shared::Retired;
 use crate::fabric::remote::{DirectCounts, Local, record};
@@ -31,7 +31,7 @@ pub(super) struct Bulk<Q> {
     pub landings: Vec<u32>,
     pub most_landings: usize,
     /// READs that are posted and not complete, and their limit: 0 if none can be posted.
-    reads: VecDeque<Asked>,
+    pub reads: VecDeque<Asked>,
     pub most_reads: usize,
     /// Local streams that may have more to read, in the order of their turns.
     readers: VecDeque<u32>,
@@ -45,26 +45,6 @@ pub(super) struct Asked {
     pub bytes: u32,
     /// The buffer that it fills; `None`: the ring.
     pub into: Option<Serial>,
-}
-
-/// An event of a bulk queue pair.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Came {
-    /// PLACED, with this end's number of the stream.
-    Placed(u32, Answer),
-    /// The READ is complete.
-    Read(Asked),
-}
-
-/// This end gives the bulk queue pair up: the connection is over, or the peer has sent a message that does not belong
-/// there.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Lost;
-
-impl From<Down> for Lost {
-    fn from(_: Down) -> Self {
-        Self
-    }
 }
 
 impl<Q: QueuePair> Bulk<Q> {
@@ -83,23 +63,24 @@ impl<Q: QueuePair> Bulk<Q> {
         }
     }
 
-    pub fn arm(&self) -> Result<(), Lost> {
-        Ok(self.qp.arm()?)
+    /// Takes in the result of a post. False if there was no room.
+    fn posted(&mut self, result: Result<(), PostError>) -> Result<bool, Down> {
+        self.is_full |= result == Err(PostError::Full);
+        match result {
+            Err(PostError::Down) => Err(Down(0)),
+            result => Ok(result.is_ok()),
+        }
     }
 
-    /// Posts a WRITE of a stream. False if there is no room; then [`poll`](Self::poll) reports the stream when there
+    /// Posts a WRITE of a stream. False if there is no room; then [`on_room`](Self::on_room) names the stream when there
     /// is.
     ///
     /// # Safety
     /// As [`QueuePair::write`].
-    pub unsafe fn write(&mut self, theirs: u32, write: &Write) -> Result<bool, Lost> {
-        if !self.is_full {
-            // SAFETY: by this function's contract.
-            match unsafe { self.qp.write(write, None) } {
-                Ok(()) => return Ok(true),
-                Err(PostError::Full) => self.is_full = true,
-                Err(PostError::Down) => return Err(Lost),
-            }
+    pub unsafe fn write(&mut self, theirs: u32, write: &Write) -> Result<bool, Down> {
+        // SAFETY: by this function's contract.
+        if !self.is_full && self.posted(unsafe { self.qp.write(write, None) })? {
+            return Ok(true);
         }
         if !self.stalled.contains(&theirs) {
             self.stalled.push(theirs);
@@ -126,95 +107,54 @@ impl<Q: QueuePair> Bulk<Q> {
     ///
     /// # Safety
     /// As [`QueuePair::read`].
-    pub unsafe fn read(&mut self, mine: u32, read: &Read, into: Option<Serial>) -> Result<bool, Lost> {
+    pub unsafe fn read(&mut self, mine: u32, read: &Read, into: Option<Serial>) -> Result<bool, Down> {
         // SAFETY: by this function's contract.
-        match unsafe { self.qp.read(read) } {
-            Ok(()) => {
-                let bytes = read.len;
-                self.reads.push_back(Asked { mine, bytes, into });
-                self.readers.push_back(mine);
-                Ok(true)
-            }
-            Err(PostError::Full) => {
-                self.is_full = true;
-                self.readers.push_front(mine);
-                Ok(false)
-            }
-            Err(PostError::Down) => Err(Lost),
+        let is_posted = self.posted(unsafe { self.qp.read(read) })?;
+        if is_posted {
+            let bytes = read.len;
+            self.reads.push_back(Asked { mine, bytes, into });
+            self.readers.push_back(mine);
+        } else {
+            self.readers.push_front(mine);
         }
+        Ok(is_posted)
     }
 
     /// Sends PLACED, behind all that was written before. An error if too many answers wait.
-    pub fn answer(&mut self, theirs: u32, answer: Answer) -> Result<(), Lost> {
+    pub fn answer(&mut self, theirs: u32, answer: Answer) -> Result<(), Down> {
         if self.answers.len() >= MOST_ANSWERS {
-            return Err(Lost);
+            return Err(Down(0));
         }
         self.answers.push_back((theirs, answer));
         self.flush()
     }
 
-    fn flush(&mut self) -> Result<(), Lost> {
-        while let Some((theirs, Answer { serial, tail })) = self.answers.front().copied() {
-            if self.is_full {
-                return Ok(());
-            }
+    fn flush(&mut self) -> Result<(), Down> {
+        while !self.is_full
+            && let Some((theirs, Answer { serial, tail })) = self.answers.front().copied()
+        {
             let mut message = Builder::new(HEADER_BYTES + LONGEST);
             message.push(&Record::Placed { theirs, serial, tail });
-            match self.qp.send(message.finish(0)) {
-                Ok(()) => self.answers.pop_front(),
-                Err(PostError::Full) => {
-                    self.is_full = true;
-                    return Ok(());
-                }
-                Err(PostError::Down) => return Err(Lost),
-            };
+            if self.posted(self.qp.send(message.finish(0)))? {
+                self.answers.pop_front();
+            }
         }
         Ok(())
     }
 
-    /// Takes in completions. Returns how many events there were. `came` gets the peer's records and each complete READ;
-    /// `wake` the streams that have room again.
-    pub fn poll(&mut self, mut came: impl FnMut(Came), mut wake: impl FnMut(u32)) -> Result<usize, Lost> {
-        let (mut has_room, mut is_malformed) = (false, false);
-        let reads = &mut self.reads;
-        let count = self.qp.poll(&mut |event| match event {
-            Completed::Room => has_room = true,
-            Completed::Received(bytes) => match read(bytes) {
-                Some((mine, answer)) => came(Came::Placed(mine, answer)),
-                // On iWARP the connecting side sends an empty message first.
-                None => is_malformed |= !bytes.is_empty(),
-            },
-            Completed::Read => match reads.pop_front() {
-                Some(asked) => came(Came::Read(asked)),
-                None => is_malformed = true,
-            },
-            Completed::Written { .. } | Completed::Probed => is_malformed = true,
-        })?;
-        if is_malformed {
-            return Err(Lost);
-        }
-        if has_room {
-            self.is_full = false;
-            self.flush()?;
-            if !self.is_full {
-                self.stalled.drain(..).for_each(&mut wake);
-            }
-        }
-        Ok(count)
+    /// Records that there is room. `wake` gets the streams that wait for it.
+    pub fn on_room(&mut self, wake: impl FnMut(u32)) -> Result<(), Down> {
+        self.is_full = false;
+        self.stalled.drain(..).for_each(wake);
+        self.flush()
     }
 }
 
-fn read(message: &[u8]) -> Option<(u32, Answer)> {
+/// Reads a message of the bulk queue pair: PLACED, with this end's number of the stream. `None` for any other message.
+pub(super) fn placed(message: &[u8]) -> Option<(u32, Answer)> {
     let mut records = record::decode(message).ok()?.records;
     match (records.next()?.ok()?, records.next()) {
-        (
-            Record::Placed {
-                theirs: mine,
-                serial,
-                tail,
-            },
-            None,
-        ) => Some((mine, Answer { serial, tail })),
+        (Record::Placed { theirs, serial, tail }, None) => Some((theirs, Answer { serial, tail })),
         _ => None,
     }
 }
@@ -264,9 +204,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     /// have now. `None` if there is no such stream, or its ring is not empty.
     pub fn room_to_land(&self, theirs: Vqpn) -> Option<(Vqpn, u64)> {
         self.with(|engine| {
-            let mine = engine.streams.mine(theirs.0)?;
-            let block = self.shared.block_mine(mine)?;
-            let room = engine.streams.get(mine)?.inc.room_to_land(block);
+            let (mine, s) = engine.streams.of_peer(theirs.0)?;
+            let room = s.inc.room_to_land(self.shared.block_mine(mine)?);
             (room > 0).then_some((Vqpn(mine), room))
         })?
     }
@@ -389,6 +328,6 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     /// Returns the counts of transfers that bypass the rings. Zeroes in a signal handler that has interrupted the
     /// engine.
     pub fn direct_counts(&self) -> DirectCounts {
-        self.with(|engine| engine.direct).unwrap_or_default()
+        self.with(|engine| engine.means.direct).unwrap_or_default()
     }
 }

@@ -245,7 +245,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
 
     /// Has the peer's device probed even if no work request is posted: the caller doubts that the link works.
     pub fn doubt(&self) {
-        self.with(|engine| engine.sender.counts.doubts += 1);
+        self.with(|engine| engine.means.sender.counts.doubts += 1);
         let _ = self.run(PUMP);
     }
 
@@ -389,7 +389,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
 
     /// Returns the counts so far. Zeroes in a signal handler that has interrupted the engine.
     pub fn counts(&self) -> Counts {
-        let counts = self.with(|engine| engine.sender.counts).unwrap_or_default();
+        let counts = self.with(|engine| engine.means.sender.counts).unwrap_or_default();
         Counts {
             looks: counts.looks + self.looks_saved.load(Relaxed),
             ..counts
@@ -450,12 +450,12 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     /// Calls `f` with the stream that the peer calls `theirs`. `None` if it is not paired, and in a signal handler that
     /// has interrupted the engine.
     pub(super) fn of_peer<T>(&self, theirs: Vqpn, f: impl FnOnce(&mut Stream) -> T) -> Option<T> {
-        self.with(|engine| engine.streams.of_peer(theirs.0).map(f))?
+        self.with(|engine| engine.streams.of_peer(theirs.0).map(|(_, s)| f(s)))?
     }
 
     /// Releases the lock, and does the work that is not done under it.
     fn let_go_of(&self, mut engine: Guard<'_, Engine<Q>>) {
-        let after = std::mem::take(&mut engine.after);
+        let after = std::mem::take(&mut engine.means.after);
         let is_of_link = after.is_of_link();
         if is_of_link {
             self.users.enter();

@@ -11,7 +11,7 @@ use crate::fabric::ready::{PrivateQueue, ReadyCursor, ReadyQueue};
 use crate::fabric::remote::bulk::Bulk;
 use crate::fabric::remote::qp::{Down, Key, Limits, PostError, QueuePair};
 use crate::fabric::remote::sender::Sender;
-use crate::fabric::remote::shared::{After, Chunks, Shared, Target, Which};
+use crate::fabric::remote::shared::{After, Chunks, OwnChunk, Shared, Target, Which};
 use crate::fabric::remote::stream::{State, Stream, Streams};
 use crate::fabric::remote::watch::{Step, Watch};
 use crate::fabric::remote::{DirectCounts, Fault, Local, SERVICE};
@@ -33,13 +33,22 @@ pub(super) const TICK: u32 = 8;
 /// Arm the bulk queue pair for its next completion, before it is polled.
 pub(super) const ARM: u32 = 16;
 
+/// The parts of the engine that a stream's turn uses beside the stream.
+pub(super) struct Means<Q> {
+    pub chunks: Chunks,
+    pub sender: Sender,
+    pub after: After,
+    pub bulk: Option<Bulk<Q>>,
+    /// The bulk queue pair is to be given up.
+    pub is_lost: bool,
+    pub direct: DirectCounts,
+}
+
 /// The state of one end, under the end's lock.
 pub(super) struct Engine<Q> {
     pub streams: Streams,
-    pub chunks: Chunks,
-    pub sender: Sender,
+    pub means: Means<Q>,
     pub inbox: VecDeque<Message>,
-    pub after: After,
     /// The sweeps of [`Shared::dirty`], [`Shared::closing`] and `lazy`.
     pub sweep: ReadyCursor,
     pub closing: ReadyCursor,
@@ -49,12 +58,8 @@ pub(super) struct Engine<Q> {
     pub watch: Watch,
     /// The time of the next tick, ns.
     pub now: u64,
-    pub bulk: Option<Bulk<Q>>,
-    /// The bulk queue pair is to be given up.
-    pub is_lost: bool,
     /// The serial of the last advert or loan.
     pub serial: u32,
-    pub direct: DirectCounts,
     /// Numbers that both ends are done with, of streams into whose rings READs may still bring bytes.
     pub unforgotten: Vec<Done>,
 }
@@ -63,20 +68,22 @@ impl<Q: QueuePair> Engine<Q> {
     pub fn new(limits: &Limits) -> Self {
         Self {
             streams: Streams::new(),
-            chunks: Chunks::default(),
-            sender: Sender::new(limits),
+            means: Means {
+                chunks: Chunks::default(),
+                sender: Sender::new(limits),
+                after: After::default(),
+                bulk: None,
+                is_lost: false,
+                direct: DirectCounts::default(),
+            },
             inbox: VecDeque::new(),
-            after: After::default(),
             sweep: ReadyCursor::new(),
             closing: ReadyCursor::new(),
             lazy: Default::default(),
             current: None,
             watch: Watch::new(),
             now: 0,
-            bulk: None,
-            is_lost: false,
             serial: 0,
-            direct: DirectCounts::default(),
             unforgotten: Vec::new(),
         }
     }
@@ -115,32 +122,25 @@ impl<Q: QueuePair> Engine<Q> {
         let Some(block) = g.block_mirror(theirs) else {
             return;
         };
-        if let Some(old) = self.streams.mine(theirs)
-            && let Some(s) = self.streams.get(old)
-        {
+        if let Some((_, old)) = self.streams.of_peer(theirs) {
             // The peer has opened its number anew, so it is done with the old stream.
-            s.theirs = None;
+            old.theirs = None;
         }
-        let Some(s) = self.streams.get(mine) else {
+        let unpaired = self.streams.get(mine);
+        let unpaired = unpaired.filter(|s| s.state == State::Open && s.theirs.is_none());
+        let (Some(s), Some(_)) = (unpaired, g.tells.make(theirs as usize)) else {
             return;
         };
-        if s.state != State::Open || s.theirs.is_some() {
-            return;
-        }
-        if g.tells.make(theirs as usize).is_none() {
-            return;
-        }
         s.theirs = Some(theirs);
         block.reset();
-        let early = std::mem::take(&mut s.early);
-        if let Some(word) = early.offer {
-            // The offer was checked when it came. No producer waits for it yet.
-            let _ = s.out.on_offer(block, g.peers_len, word);
+        if let Some(offer) = s.out.offered {
+            // No producer waits for it yet.
+            let _ = block.put_offer(offer.pack());
         } else if let Some(first) = first {
             s.out.foresee(block, g.peers_len, first);
         }
-        let _ = block.put_flags(early.flags);
-        if early.stop {
+        let _ = block.put_flags(s.out.early_flags);
+        if s.out.stopped {
             s.out.on_stop(block);
         }
         self.streams.link(theirs, Some(mine));
@@ -161,13 +161,16 @@ impl<Q: QueuePair> Engine<Q> {
     pub fn on_registered<L: Local>(&mut self, g: &Shared<Q, L>, which: Which, keys: &[(u32, Key)]) {
         for (chunk, key) in keys {
             match which {
-                Which::Mirror => self.chunks.mirror.set(*chunk, key.local),
+                Which::Mirror => self.means.chunks.mirror.set(*chunk, key.local),
                 Which::Mine => {
                     let offset = (*chunk as usize) << g.tuning.chunk_log2;
                     let base = g.mine.data_at(offset).addr() as u64;
-                    let rkey = key.remote;
-                    self.chunks.sinks.set(*chunk, key.local);
-                    self.chunks.mine.set(*chunk, Target { rkey, base })
+                    let own = OwnChunk {
+                        target: Target { rkey: key.remote, base },
+                        sink: key.local,
+                        is_announced: false,
+                    };
+                    self.means.chunks.mine.set(*chunk, own)
                 }
             };
         }
@@ -175,7 +178,7 @@ impl<Q: QueuePair> Engine<Q> {
 
     /// Returns how many committed bytes of the peer's stream are not confirmed, and whether to ask for a confirmation.
     pub fn unconfirmed<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> (u64, bool) {
-        let Some(s) = self.streams.of_peer(theirs) else {
+        let Some((_, s)) = self.streams.of_peer(theirs) else {
             return (0, false);
         };
         let block = g.block_mirror(theirs);
@@ -194,20 +197,20 @@ impl<Q: QueuePair> Engine<Q> {
     pub fn run<L: Local>(&mut self, g: &Shared<Q, L>, what: u32) -> Result<bool, Fault> {
         let mut events = 0;
         if what & ARM != 0
-            && let Some(bulk) = &self.bulk
+            && let Some(bulk) = &self.means.bulk
         {
-            self.is_lost |= bulk.arm().is_err();
+            self.means.is_lost |= bulk.qp.arm().is_err();
         }
-        if what & POLL != 0 || self.sender.is_short() {
+        if what & POLL != 0 || self.means.sender.is_short() {
             events = self.poll(g)? + self.poll_bulk(g)?;
-            self.sender.counts.looks += 1;
+            self.means.sender.counts.looks += 1;
             // Only where it changes: the same cache line has the words of other links.
             if events > 0 && g.local.armed().load(Relaxed) {
                 g.local.armed().store(false, Relaxed);
             }
         }
         if events > 0 {
-            self.sender.counts.finds += 1;
+            self.means.sender.counts.finds += 1;
             self.read_on(g);
         }
         if what & SETTLE != 0 {
@@ -225,12 +228,12 @@ impl<Q: QueuePair> Engine<Q> {
             self.poll(g)?;
         }
         pumped?;
-        if self.is_lost {
+        if self.means.is_lost {
             self.drop_bulk(g);
             // `drop_bulk` has queued changes, and no other thread asks for a PUMP.
             self.pump(g)?;
         }
-        if self.watch.on_done(self.sender.done()) {
+        if self.watch.on_done(self.means.sender.done()) {
             self.begin_watch(g);
         }
         // After the completions, since the answer may be among them.
@@ -245,18 +248,18 @@ impl<Q: QueuePair> Engine<Q> {
     fn begin_watch<L: Local>(&mut self, g: &Shared<Q, L>) {
         g.is_watched.publish(true);
         g.watch_unseen.publish(true);
-        g.ring_if_asleep(&mut self.after, SERVICE);
+        g.ring_if_asleep(&mut self.means.after, SERVICE);
     }
 
     fn tick<L: Local>(&mut self, g: &Shared<Q, L>) -> Result<(), Fault> {
-        match self.watch.tick(self.now, self.sender.done()) {
+        match self.watch.tick(self.now, self.means.sender.done()) {
             Step::Idle => {
                 g.is_watched.publish(false);
             }
             Step::Wait => {}
             Step::Probe => match g.qp.probe() {
                 Ok(()) => {
-                    self.sender.counts.probes += 1;
+                    self.means.sender.counts.probes += 1;
                     self.watch.on_posted();
                 }
                 Err(PostError::Full) => {}
@@ -286,13 +289,10 @@ impl<Q: QueuePair> Engine<Q> {
         let (queue, cursor) = &mut self.lazy;
         cursor.begin(queue);
         while let Some(theirs) = cursor.pop(queue) {
-            let Some(mine) = self.streams.mine(theirs) else {
+            let Some((mine, s)) = self.streams.of_peer(theirs) else {
                 continue;
             };
-            let (Some(s), Some(block)) = (self.streams.get(mine), g.block_mine(mine)) else {
-                continue;
-            };
-            let head = block.head();
+            let head = g.block_mine(mine).map_or(0, DirectionBlock::head);
             if head == s.inc.head_held {
                 s.inc.settle = true;
                 g.dirty.push(theirs);

@@ -4,20 +4,19 @@
 //! ([`Takings`]). Exact as direct transfers are (`put.rs`): while a loan is open no other record of the direction is
 //! sent. TAKEN says up to which position the bytes went by the loan. `bulk.rs` has the queue pair.
 
-use crate::fabric::ready::ReadyQueue;
-use crate::fabric::remote::bulk::{Asked, Bulk, Lost};
-use crate::fabric::remote::engine::Engine;
+use crate::fabric::remote::bulk::Asked;
+use crate::fabric::remote::engine::{Engine, Means};
 use crate::fabric::remote::put::Source;
 use crate::fabric::remote::qp::{QueuePair, Read};
 use crate::fabric::remote::record::{Memory, Serial};
-use crate::fabric::remote::shared::Shared;
-use crate::fabric::remote::stream::{Incoming, State, Stream};
-use crate::fabric::remote::{Breach, ENGINE, Local};
+use crate::fabric::remote::shared::{Chunks, Shared};
+use crate::fabric::remote::stream::{Incoming, Outgoing, State, Stream};
+use crate::fabric::remote::{Breach, Local};
 use crate::fabric::ring::Wake;
 use crate::fabric::side::Done;
 
 /// The longest READ in bytes; its bytes become readable together.
-const READ: u64 = 128 * 1024;
+const READ: u32 = 128 * 1024;
 
 /// The sending side of loans; at most one is open, until TAKEN has come for it.
 #[derive(Debug, Default)]
@@ -65,17 +64,6 @@ impl Loans {
     }
 }
 
-/// The next bytes to be read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Piece {
-    /// The position of the first byte.
-    pub position: u64,
-    pub length: u64,
-    /// Their address in the peer's process, and the key.
-    pub address: u64,
-    pub rkey: u32,
-}
-
 #[derive(Clone, Copy, Debug)]
 struct Taking {
     loan: Memory,
@@ -111,16 +99,11 @@ impl Takings {
         Ok(())
     }
 
-    /// Returns the next bytes to be read; `None` if there are no more.
-    pub fn next(&self) -> Option<Piece> {
+    /// Returns the part of the loan that is to be read next; `None` if there is no more.
+    pub fn next(&self) -> Option<Memory> {
         let Taking { loan, posted, .. } = self.0.filter(|taking| !taking.is_ending)?;
-        let length = loan.end() - posted;
-        (length > 0).then_some(Piece {
-            position: posted,
-            length,
-            address: loan.address + (posted - loan.position),
-            rkey: loan.rkey,
-        })
+        let rest = loan.from(posted - loan.position);
+        (rest.length > 0).then_some(rest)
     }
 
     fn on_posted(&mut self, bytes: u64) {
@@ -179,14 +162,14 @@ impl<Q: QueuePair> Engine<Q> {
     /// Lends program memory to the peer's device under `rkey`, for the bytes that the producer commits next, up to
     /// `source.until`. False if they have to be in the mirror.
     pub fn offer_source<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32, source: Source, rkey: u32) -> bool {
-        let s = self.streams.of_peer(theirs);
+        let s = self.streams.of_peer(theirs).map(|(_, s)| s);
         let s = s.filter(|s| s.state == State::Open && !s.closing && !s.peer_left && !s.out.stopped);
-        let (Some(s), Some(block), Some(_)) = (s, g.block_mirror(theirs), &self.bulk) else {
+        let (Some(s), Some(block), Some(_)) = (s, g.block_mirror(theirs), &self.means.bulk) else {
             return false;
         };
         let out = &mut s.out;
         // If the producer has moved on to another ring, SWITCH goes first.
-        out.look(block, ENGINE.0);
+        out.look(block);
         let is_at_end = [block.tail(), out.told, out.placed] == [source.from; 3] && out.aside.is_none();
         let is_free = out.targets.source.is_none() && !out.loans.is_open() && !out.targets.holds(out.head);
         let Ok(length) = u32::try_from(source.until - source.from) else {
@@ -212,27 +195,17 @@ impl<Q: QueuePair> Engine<Q> {
         let Some(s) = self.streams.get(mine).filter(|s| s.state == State::Open) else {
             return Ok(());
         };
-        let (Some(theirs), out) = (s.theirs, &mut s.out) else {
-            return Err(Breach::Loan);
-        };
+        let out = &mut s.out;
         let bytes = out.loans.on_taken(serial, tail, out.head)?;
         out.on_direct(tail);
-        self.direct.lent += bytes;
+        self.means.direct.lent += bytes;
         g.local.on_lent(bytes);
         if let Some(source) = &mut out.targets.source {
             source.is_needed |= source.covers(tail);
         }
-        self.wake_sender(g, mine, theirs);
-        g.dirty.push(theirs);
+        self.means.wake_sender(g, out, mine, s.theirs);
+        g.touch(s.theirs);
         Ok(())
-    }
-
-    /// Wakes the local sender, so that it checks the state of its loan again.
-    pub fn wake_sender<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, theirs: u32) {
-        if let (Some(s), Some(block)) = (self.streams.get(mine), g.block_mirror(theirs)) {
-            let wake = block.put_head(s.out.head);
-            g.tell_here(&mut self.after, wake, mine);
-        }
     }
 
     /// Takes in SOURCE: the peer's program lends memory.
@@ -243,7 +216,7 @@ impl<Q: QueuePair> Engine<Q> {
             return Ok(());
         };
         s.inc.on_loan(block, loan)?;
-        match &mut self.bulk {
+        match &mut self.means.bulk {
             Some(bulk) => bulk.add_reader(mine),
             None => self.change_taking(g, mine, |inc| inc.takings.stop()),
         }
@@ -265,7 +238,7 @@ impl<Q: QueuePair> Engine<Q> {
             return;
         };
         let wake = s.inc.end_own_landing(block);
-        g.tell_here(&mut self.after, wake, mine);
+        g.tell_here(&mut self.means.after, wake, mine);
         let is_over = s.inc.takings.answer(s.inc.tail, block.head()).is_some();
         g.touch(s.theirs.filter(|_| is_over));
         if !s.inc.takings.is_under_way(s.inc.tail)
@@ -273,7 +246,7 @@ impl<Q: QueuePair> Engine<Q> {
         {
             let done = self.unforgotten.swap_remove(at);
             self.forget(g, mine);
-            self.after.done.push(done);
+            self.means.after.done.push(done);
         }
     }
 
@@ -291,17 +264,12 @@ impl<Q: QueuePair> Engine<Q> {
 
     /// Posts READs of lent memory, as many as may be under way.
     pub fn read_on<L: Local>(&mut self, g: &Shared<Q, L>) {
-        let Some(mut bulk) = self.bulk.take() else { return };
-        let read = self.read_by(g, &mut bulk);
-        self.bulk = Some(bulk);
-        self.is_lost |= read.is_err();
-    }
-
-    fn read_by<L: Local>(&mut self, g: &Shared<Q, L>, bulk: &mut Bulk<Q>) -> Result<(), Lost> {
-        while let Some(mine) = bulk.next_reader() {
+        while let Some(bulk) = &mut self.means.bulk
+            && let Some(mine) = bulk.next_reader()
+        {
             let Some(s) = self.streams.get(mine) else { continue };
-            let Some(piece) = s.inc.takings.next() else { continue };
-            let read = self.next_read(g, mine, piece).filter(|_| bulk.most_reads > 0);
+            let Some(rest) = s.inc.takings.next() else { continue };
+            let read = next_read(g, &self.means.chunks, &s.inc, rest).filter(|_| bulk.most_reads > 0);
             let Some((read, into)) = read else {
                 self.change_taking(g, mine, |inc| inc.takings.stop());
                 continue;
@@ -310,49 +278,16 @@ impl<Q: QueuePair> Engine<Q> {
             // ring has room. The reader does not read there before the tail goes on, and the ring is kept as long as
             // the READ may be under way (`forget_when_quiet`). Or within a buffer with which a call of the program
             // waits: the call returns only when all READs into it have completed, or the registration has ended.
-            if !unsafe { bulk.read(mine, &read, into) }? {
-                return Ok(());
+            let is_posted = unsafe { bulk.read(mine, &read, into) };
+            if is_posted != Ok(true) {
+                self.means.is_lost |= is_posted.is_err();
+                return;
             }
-            if let Some(s) = self.streams.get(mine) {
-                s.inc.takings.on_posted(read.len.into());
-                if into.is_some() {
-                    s.inc.landings.on_asked(read.len.into());
-                }
+            s.inc.takings.on_posted(read.len.into());
+            if into.is_some() {
+                s.inc.landings.on_asked(read.len.into());
             }
         }
-        Ok(())
-    }
-
-    /// Returns the next READ of a stream, and the buffer that it fills if it is not for the ring. `None` if the ring's
-    /// memory is not registered.
-    fn next_read<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, piece: Piece) -> Option<(Read, Option<Serial>)> {
-        let log2 = g.tuning.chunk_log2;
-        let area = g.mine.area();
-        let inc = &self.streams.get(mine)?.inc;
-        if let Some(spot) = inc.landings.spot(piece.position) {
-            let read = Read {
-                to: std::ptr::with_exposed_provenance_mut(spot.address as usize),
-                local: spot.key,
-                len: piece.length.min(READ).min(spot.room) as u32,
-                from: piece.address,
-                remote: piece.rkey,
-            };
-            return Some((read, Some(spot.serial)));
-        }
-        let ring = inc.ring?;
-        // The ring wraps, and lies in several chunks.
-        let (to, len) = area.piece(ring, piece.position, piece.length.min(READ))?;
-        let offset = area.offset_of(to);
-        let local = self.chunks.sinks.get((offset >> log2) as u32)?;
-        let len = len.min((1 << log2) - (offset & ((1 << log2) - 1)));
-        let read = Read {
-            to,
-            local,
-            len: len as u32,
-            from: piece.address,
-            remote: piece.rkey,
-        };
-        (len > 0).then_some((read, None))
     }
 
     /// Takes in a complete READ: its bytes are in the ring, or in the buffer.
@@ -368,9 +303,9 @@ impl<Q: QueuePair> Engine<Q> {
             }
             None => s.inc.on_read(block, bytes),
         };
-        self.direct.taken += u64::from(bytes);
+        self.means.direct.taken += u64::from(bytes);
         g.local.on_taken(bytes.into());
-        g.tell_here(&mut self.after, wake, mine);
+        g.tell_here(&mut self.means.after, wake, mine);
         self.go_on(g, mine);
     }
 
@@ -386,15 +321,58 @@ impl<Q: QueuePair> Engine<Q> {
     pub fn on_reader_left<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32) {
         self.change_taking(g, mine, |inc| inc.takings.stop());
         let Some(s) = self.streams.get(mine) else { return };
-        if s.out.loans.is_open()
-            && let Some(theirs) = s.theirs
-        {
-            if let Some(source) = &mut s.out.targets.source {
-                source.is_needed = true;
-            }
-            self.wake_sender(g, mine, theirs);
+        if s.out.loans.is_open() {
+            self.means.need_source(g, s, mine);
         }
     }
+}
+
+impl<Q: QueuePair> Means<Q> {
+    /// Wakes the local sender, so that it checks the state of its loan again.
+    pub fn wake_sender<L: Local>(&mut self, g: &Shared<Q, L>, out: &Outgoing, mine: u32, theirs: Option<u32>) {
+        if let Some(block) = theirs.and_then(|theirs| g.block_mirror(theirs)) {
+            let wake = block.put_head(out.head);
+            g.tell_here(&mut self.after, wake, mine);
+        }
+    }
+
+    /// Has the local sender put the rest of lent memory into the mirror.
+    pub fn need_source<L: Local>(&mut self, g: &Shared<Q, L>, s: &mut Stream, mine: u32) {
+        if let Some(source) = &mut s.out.targets.source {
+            source.is_needed = true;
+        }
+        self.wake_sender(g, &s.out, mine, s.theirs);
+    }
+}
+
+/// Returns the next READ of a loan, of which `rest` is left, and the buffer that it fills if it is not for the ring.
+/// `None` if the ring's memory is not registered.
+fn next_read<Q: QueuePair, L: Local>(
+    g: &Shared<Q, L>,
+    chunks: &Chunks,
+    inc: &Incoming,
+    rest: Memory,
+) -> Option<(Read, Option<Serial>)> {
+    let most = rest.length.min(READ);
+    let (to, local, len, into) = match inc.landings.spot(rest.position) {
+        Some((spot, key)) => {
+            let to = std::ptr::with_exposed_provenance_mut(spot.address as usize);
+            (to, key, most.min(spot.length), Some(spot.serial))
+        }
+        None => {
+            let (to, len, chunk) = g.piece(&g.mine, inc.ring?, rest.position, most.into())?;
+            (to, chunks.mine.get(chunk)?.sink, len as u32, None)
+        }
+    };
+    let (from, remote) = (rest.address, rest.rkey);
+    let read = Read {
+        to,
+        local,
+        len,
+        from,
+        remote,
+    };
+    Some((read, into))
 }
 
 #[cfg(test)]

@@ -8,11 +8,11 @@
 
 use crate::fabric::arena::Arena;
 use crate::fabric::layout::{PAGE_LOG2, Region};
+use crate::fabric::remote::Local;
 use crate::fabric::remote::engine::Engine;
 use crate::fabric::remote::qp::QueuePair;
 use crate::fabric::remote::shared::Shared;
 use crate::fabric::remote::stream::{Aside, State};
-use crate::fabric::remote::{ENGINE, Local};
 use crate::fabric::ring::{Producer, Wake};
 use crate::lock::Lock;
 
@@ -22,13 +22,14 @@ impl<Q: QueuePair> Engine<Q> {
         let Some(part) = producer.fits_aside(log2) else {
             return false;
         };
-        let s = self.streams.of_peer(theirs).filter(|s| s.state == State::Open);
-        let s = s.filter(|s| !s.out.stopped && s.out.aside.is_none() && s.out.foreseen.is_none());
+        let s = self.streams.of_peer(theirs).map(|(_, s)| s);
+        let s =
+            s.filter(|s| s.state == State::Open && !s.out.stopped && s.out.aside.is_none() && s.out.foreseen.is_none());
         let (Some(s), Some(block)) = (s, g.block_mirror(theirs)) else {
             return false;
         };
         // The ring that the producer has adopted before comes first.
-        s.out.look(block, ENGINE.0);
+        s.out.look(block);
         let Some(region) = g.buffers.take(part) else {
             return false;
         };
@@ -44,12 +45,10 @@ impl<Q: QueuePair> Engine<Q> {
 
     /// Moves a producer back, as [`LinkEnd::take_back`](crate::fabric::LinkEnd::take_back) says.
     pub fn take_back<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32, producer: &mut Producer) -> bool {
-        let (Some(mine), Some(block)) = (self.streams.mine(theirs), g.block_mirror(theirs)) else {
+        let (Some((mine, s)), Some(block)) = (self.streams.of_peer(theirs), g.block_mirror(theirs)) else {
             return false;
         };
-        let Some(out) = self.streams.get(mine).map(|s| &mut s.out) else {
-            return false;
-        };
+        let out = &mut s.out;
         let (Some(aside), Some(ring)) = (out.aside, out.ring) else {
             return false;
         };
@@ -63,7 +62,7 @@ impl<Q: QueuePair> Engine<Q> {
             g.buffers.give_back(aside.region);
             // From here on the producer adopts offers itself.
             let wake = next.map_or(Wake::NONE, |offer| block.put_offer(offer.pack()));
-            g.tell_here(&mut self.after, wake, mine);
+            g.tell_here(&mut self.means.after, wake, mine);
         }
         moves
     }

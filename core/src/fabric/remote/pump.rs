@@ -3,21 +3,19 @@
 //! when the queue pair is full, or credits are used up, nothing has to be undone. The message waits, and the stream
 //! whose turn it was goes on from there.
 //!
-//! A stream's turn sends the records of its local consumer ([`control`]), then the local producer's ([`data`]).
-//! Bytes for a buffer with which the peer's program waits go straight there ([`direct`]).
+//! A stream's turn sends the records of its local consumer ([`Means::control`]), then the local producer's
+//! ([`Means::data`]). Bytes for a buffer with which the peer's program waits go straight there ([`Means::direct`]).
 
 use std::sync::atomic::Ordering::SeqCst;
 
-use crate::fabric::layout::Region;
 use crate::fabric::ready::ReadyQueue;
-use crate::fabric::remote::bulk::{Bulk, Lost};
-use crate::fabric::remote::engine::Engine;
+use crate::fabric::remote::engine::{Engine, Means};
 use crate::fabric::remote::qp::{QueuePair, Write};
 use crate::fabric::remote::record::{DATA_BYTES, HEADER_BYTES, Record};
-use crate::fabric::remote::sender::{Halt, Sender, unless_blocked};
-use crate::fabric::remote::shared::{After, Chunks, Shared, of_region};
+use crate::fabric::remote::sender::{Halt, unless_blocked};
+use crate::fabric::remote::shared::{Shared, Target, of_region};
 use crate::fabric::remote::stream::{Next, Outgoing, State, Stream};
-use crate::fabric::remote::{DirectCounts, ENGINE, Fault, Local};
+use crate::fabric::remote::{Breach, ENGINE, Fault, Local};
 use crate::fabric::ring::{DirectionBlock, EndMark, Offer};
 use crate::ids::Vqpn;
 use crate::wire::{MAX_MESSAGE, Message};
@@ -36,46 +34,13 @@ enum Turn {
     Full,
 }
 
-/// How the stream's turn goes on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Direct {
-    /// The next bytes go by the ring.
-    No,
-    /// The direction waits for a record or a completion.
-    Holds,
-    /// There is more to send, but other streams are next.
-    More,
-    /// A piece was posted: check again.
-    Went,
-}
-
-/// The source of a piece of a direct transfer.
-struct Piece {
-    from: *const u8,
-    len: u64,
-    /// The local key of the source.
-    key: u32,
-}
-
-/// The parts of the engine that a direct transfer uses beside the stream.
-struct Means<'a, Q> {
-    bulk: &'a mut Option<Bulk<Q>>,
-    chunks: &'a Chunks,
-    counts: &'a mut DirectCounts,
-    after: &'a mut After,
-    /// The bulk queue pair is to be given up.
-    is_lost: &'a mut bool,
-    /// This end's number of the stream.
-    mine: u32,
-}
-
 impl<Q: QueuePair> Engine<Q> {
     /// Sends messages, the streams' records and a grant, as far as credits and the send queue allow.
     pub fn pump<L: Local>(&mut self, g: &Shared<Q, L>) -> Result<(), Fault> {
         self.take_closing(g);
         let sent = self.messages(g).and_then(|()| self.turns(g));
         unless_blocked(sent)?;
-        self.sender.finish(&g.qp)
+        self.means.sender.finish(&g.qp)
     }
 
     fn turns<L: Local>(&mut self, g: &Shared<Q, L>) -> Result<(), Halt> {
@@ -121,14 +86,13 @@ impl<Q: QueuePair> Engine<Q> {
         };
         while let Some(message) = outbox.front() {
             if let Some(Vqpn(theirs)) = message.yours
-                && let Some(mine) = self.streams.mine(theirs)
-                && let Some(s) = self.streams.get(mine)
+                && let Some((mine, s)) = self.streams.of_peer(theirs)
             {
                 s.inc.settle = true;
-                control(g, &mut self.sender, &mut self.chunks, s, mine, theirs)?;
+                self.means.control(g, s, mine, theirs)?;
             }
             let record = Record::Message { bytes: &message.bytes };
-            self.sender.put(&g.qp, &record)?;
+            self.means.sender.put(&g.qp, &record)?;
             outbox.pop_front();
         }
         Ok(())
@@ -139,28 +103,18 @@ impl<Q: QueuePair> Engine<Q> {
         if let Some(cell) = g.tells.get(theirs as usize) {
             let word = cell.swap(0, SeqCst);
             if word != 0
-                && let Err(halt) = self.sender.put(&g.qp, &Record::Tell { theirs, word })
+                && let Err(halt) = self.means.sender.put(&g.qp, &Record::Tell { theirs, word })
             {
                 g.add_tell(theirs, word);
                 return Err(halt);
             }
         }
-        let Some(mine) = self.streams.mine(theirs) else {
+        let paired = self.streams.of_peer(theirs);
+        let Some((mine, s)) = paired.filter(|(_, s)| s.state == State::Open) else {
             return Ok(Turn::Done);
         };
-        let Some(s) = self.streams.get(mine).filter(|s| s.state == State::Open) else {
-            return Ok(Turn::Done);
-        };
-        control(g, &mut self.sender, &mut self.chunks, s, mine, theirs)?;
-        let mut means = Means {
-            bulk: &mut self.bulk,
-            chunks: &self.chunks,
-            counts: &mut self.direct,
-            after: &mut self.after,
-            is_lost: &mut self.is_lost,
-            mine,
-        };
-        let turn = data(g, &mut self.sender, &mut means, s, theirs)?;
+        self.means.control(g, s, mine, theirs)?;
+        let turn = self.means.data(g, s, mine, theirs)?;
         if turn == Turn::More {
             return Ok(turn);
         }
@@ -169,436 +123,352 @@ impl<Q: QueuePair> Engine<Q> {
         let is_owed =
             turn == Turn::Full && !s.peer_left && g.block_mirror(theirs).is_some_and(DirectionBlock::has_ended);
         let closes = s.closing && !is_owed;
-        if closes {
-            s.inc.settle = true;
-        } else if s.inc.head_told != g.block_mine(mine).map_or(0, |b| b.head()) {
-            if self.sender.is_empty() {
+        if !closes {
+            if s.inc.head_told == g.block_mine(mine).map_or(0, |b| b.head()) {
+                return Ok(Turn::Done);
+            }
+            if self.means.sender.is_empty() {
                 self.lazy.0.push(theirs);
                 if g.owes.ask() {
                     g.local.settle_later();
                 }
                 return Ok(Turn::Done);
             }
-            // A message is sent anyway.
-            s.inc.settle = true;
-        } else {
-            return Ok(Turn::Done);
         }
-        control(g, &mut self.sender, &mut self.chunks, s, mine, theirs)?;
+        // Also if the stream is not closed: a message is sent anyway.
+        s.inc.settle = true;
+        self.means.control(g, s, mine, theirs)?;
         if closes {
             let mut buf = [0; MAX_MESSAGE];
             let closed = Message::Closed { yours: Vqpn(theirs) };
-            let Ok(bytes) = closed.encode(&mut buf) else {
-                return Ok(Turn::Done);
-            };
-            self.sender.put(&g.qp, &Record::Message { bytes })?;
+            let bytes = closed.encode(&mut buf).map_err(|_| Breach::Message)?;
+            self.means.sender.put(&g.qp, &Record::Message { bytes })?;
             s.state = State::Left;
             s.theirs = None;
             self.unlink(mine, Some(theirs));
-            self.after.closed.push(Vqpn(mine));
+            self.means.after.closed.push(Vqpn(mine));
             self.change_taking(g, mine, |inc| inc.takings.stop());
         }
         Ok(Turn::Done)
     }
 }
 
-/// Sends the records of the local consumer of a stream: rings on offer with the keys of their memory, heads, flags, a
-/// stop. Also answers to CONFIRM, adverts and withdrawals of buffers with which the program waits, and TAKEN for memory
-/// that the peer lends.
-fn control<Q: QueuePair, L: Local>(
-    g: &Shared<Q, L>,
-    sender: &mut Sender,
-    chunks: &mut Chunks,
-    s: &mut Stream,
-    mine: u32,
-    theirs: u32,
-) -> Result<(), Halt> {
-    let Some(block) = g.block_mine(mine) else {
-        return Ok(());
-    };
-    let inc = &mut s.inc;
-    // An advert is for the bytes that follow the head, so the peer needs the head first.
-    inc.settle |= inc.landings.untold().is_some();
-    let view = block.watch_consumer(ENGINE.0);
-    let taken = inc.takings.answer(inc.tail, view.head);
-    // The peer need not keep bytes that it knows were read.
-    inc.settle |= taken.is_some();
-    if view.offer != inc.offer_told {
-        if let Some(offer) = Offer::unpack(view.offer) {
-            for index in of_region(offer.region, g.tuning.chunk_log2) {
-                if chunks.announced.get(index).is_none()
-                    && let Some(target) = chunks.mine.get(index)
-                {
-                    let record = Record::Chunk {
-                        index,
-                        rkey: target.rkey,
-                        base: target.base,
-                    };
-                    sender.put(&g.qp, &record)?;
-                    chunks.announced.set(index, ());
+impl<Q: QueuePair> Means<Q> {
+    /// Sends the records of the local consumer of a stream: rings on offer with the keys of their memory, heads, flags,
+    /// a stop. Also answers to CONFIRM, adverts and withdrawals of buffers with which the program waits, and TAKEN for
+    /// memory that the peer lends.
+    fn control<L: Local>(&mut self, g: &Shared<Q, L>, s: &mut Stream, mine: u32, theirs: u32) -> Result<(), Halt> {
+        let Some(block) = g.block_mine(mine) else {
+            return Ok(());
+        };
+        let (inc, sender) = (&mut s.inc, &mut self.sender);
+        // An advert is for the bytes that follow the head, so the peer needs the head first.
+        inc.settle |= inc.landings.untold().is_some();
+        let view = block.watch_consumer(ENGINE.0);
+        let taken = inc.takings.answer(inc.tail, view.head);
+        // The peer need not keep bytes that it knows were read.
+        inc.settle |= taken.is_some();
+        if view.offer != inc.offer_told {
+            let offer = Offer::unpack(view.offer);
+            for index in offer
+                .into_iter()
+                .flat_map(|offer| of_region(offer.region, g.tuning.chunk_log2))
+            {
+                if let Some(chunk) = self.chunks.mine.get_mut(index).filter(|chunk| !chunk.is_announced) {
+                    let Target { rkey, base } = chunk.target;
+                    sender.put(&g.qp, &Record::Chunk { index, rkey, base })?;
+                    chunk.is_announced = true;
                 }
             }
+            let word = view.offer;
+            sender.put(&g.qp, &Record::Offer { theirs, word })?;
+            inc.offer_told = word;
+            inc.offered = offer;
         }
-        let word = view.offer;
-        sender.put(&g.qp, &Record::Offer { theirs, word })?;
-        inc.offer_told = word;
-        inc.offered = Offer::unpack(word);
+        let head = view.head;
+        let untold = head.saturating_sub(inc.head_told);
+        let quarter = inc.ring.map_or(0, |ring| ring.len() as u64 / 4);
+        if untold > 0 && (inc.settle || untold >= quarter) {
+            sender.put(&g.qp, &Record::Head { theirs, head })?;
+            inc.head_told = head;
+        }
+        inc.settle = false;
+        if view.flags != inc.flags_told {
+            let flags = view.flags;
+            sender.put(&g.qp, &Record::Flags { theirs, flags })?;
+            inc.flags_told = flags;
+        }
+        if view.stopped && !inc.stop_told {
+            sender.put(&g.qp, &Record::Stop { theirs })?;
+            inc.stop_told = true;
+        }
+        if inc.ack_due {
+            // The end mark counts as one byte.
+            let tail = inc.tail.saturating_add(inc.marked.into());
+            sender.put(&g.qp, &Record::Ack { theirs, tail })?;
+            inc.ack_due = false;
+        }
+        if let Some(serial) = taken {
+            let tail = inc.tail;
+            sender.put(&g.qp, &Record::Taken { theirs, serial, tail })?;
+            inc.takings.on_answered();
+        }
+        if let Some(withdrawal) = inc.landings.withdrawal {
+            sender.put(&g.qp, &Record::Withdraw { theirs, withdrawal })?;
+            inc.landings.on_withdrawal_told();
+        }
+        if let Some(memory) = inc.landings.untold() {
+            sender.put(&g.qp, &Record::Advert { theirs, memory })?;
+            inc.landings.on_told();
+        }
+        Ok(())
     }
-    let head = view.head;
-    let untold = head.saturating_sub(inc.head_told);
-    let quarter = inc.ring.map_or(0, |ring| ring.len() as u64 / 4);
-    if untold > 0 && (inc.settle || untold >= quarter) {
-        sender.put(&g.qp, &Record::Head { theirs, head })?;
-        inc.head_told = head;
-    }
-    inc.settle = false;
-    if view.flags != inc.flags_told {
-        let flags = view.flags;
-        sender.put(&g.qp, &Record::Flags { theirs, flags })?;
-        inc.flags_told = flags;
-    }
-    if view.stopped && !inc.stop_told {
-        sender.put(&g.qp, &Record::Stop { theirs })?;
-        inc.stop_told = true;
-    }
-    if inc.ack_due {
-        // The end mark counts as one byte.
-        let tail = inc.tail.saturating_add(inc.marked.into());
-        sender.put(&g.qp, &Record::Ack { theirs, tail })?;
-        inc.ack_due = false;
-    }
-    if let Some(serial) = taken {
-        let tail = inc.tail;
-        sender.put(&g.qp, &Record::Taken { theirs, serial, tail })?;
-        inc.takings.on_answered();
-    }
-    if let Some(withdrawal) = inc.landings.withdrawal {
-        sender.put(&g.qp, &Record::Withdraw { theirs, withdrawal })?;
-        inc.landings.on_withdrawal_told();
-    }
-    if let Some(memory) = inc.landings.untold() {
-        sender.put(&g.qp, &Record::Advert { theirs, memory })?;
-        inc.landings.on_told();
-    }
-    Ok(())
-}
 
-/// Sends the records of the local producer of a stream: payload, switches of rings, the end mark; at most
-/// `Tuning::piece` bytes of payload. Each piece goes from its place in the mirror to the same positions of the peer's
-/// ring, which may have another size.
-fn data<Q: QueuePair, L: Local>(
-    g: &Shared<Q, L>,
-    sender: &mut Sender,
-    means: &mut Means<'_, Q>,
-    s: &mut Stream,
-    theirs: u32,
-) -> Result<Turn, Halt> {
-    let Some(block) = g.block_mirror(theirs) else {
-        return Ok(Turn::Done);
-    };
-    let out = &mut s.out;
-    let view = out.look(block, ENGINE.0);
-    if out.stopped {
-        return Ok(Turn::Done);
-    }
-    if out.targets.holds(out.head) {
-        return Ok(Turn::Full);
-    }
-    if out.loans.reach().is_some() {
-        // Nothing is sent before the peer's end has answered how far it has read.
-        return Ok(Turn::Full);
-    }
-    let is_lent = out.targets.source.is_some_and(|source| source.is_offered());
-    if is_lent && !out.loans.is_open() {
-        // The direction goes on when `take_source` has copied the rest into the mirror.
-        return Ok(Turn::Full);
-    }
-    tell_limited(g, sender, out, theirs, view.limited)?;
-    let area = g.mirror.area();
-    let mut left = u64::from(g.tuning.piece.max(1));
-    loop {
-        if let Some(generation) = out.next_generation() {
-            let position = out.told;
-            let record = Record::Switch {
-                theirs,
-                generation,
-                position,
-            };
-            sender.put(&g.qp, &record)?;
-            out.on_switched();
-            // WRITEs over the bulk queue pair could arrive before this record.
-            out.targets.drop_open();
-            continue;
-        }
-        if let Some(loan) = out.loans.untold {
-            if loan.position == out.told && loan.end() <= out.window() {
-                sender.put(&g.qp, &Record::Source { theirs, memory: loan })?;
-                out.loans.on_told();
-                out.targets.drop_open();
-                return Ok(Turn::Full);
-            }
-            // `direct` asks the lender for the bytes below.
-            out.loans.cancel();
-        }
-        match direct(g, means, out, theirs, view.tail, &mut left) {
-            Direct::No => {}
-            Direct::Went => continue,
-            Direct::More => return Ok(Turn::More),
-            Direct::Holds => return Ok(Turn::Full),
-        }
-        let next = out.next(view.tail).map(|next| Next {
-            // Only as far as the mirror has the bytes.
-            until: out.targets.mirrored(out.placed, next.until),
-            ..next
-        });
-        let there = next.map_or(0, |next| next.until.saturating_sub(out.placed));
-        let next = next.filter(|_| there > 0 && left > 0).and_then(|next| {
-            let (at, len) = area.piece(next.source, out.placed, there.min(left))?;
-            Some((next, at, len))
-        });
-        let Some((next, at, len)) = next else {
-            if out.placed == out.told {
-                break;
-            }
-            announce(g, sender, theirs, out.placed)?;
-            out.told = out.placed;
-            continue;
+    /// Sends the records of the local producer of a stream: payload, switches of rings, the end mark; at most
+    /// `Tuning::piece` bytes of payload. Each piece goes from its place in the mirror to the same positions of the
+    /// peer's ring, which may have another size.
+    fn data<L: Local>(&mut self, g: &Shared<Q, L>, s: &mut Stream, mine: u32, theirs: u32) -> Result<Turn, Halt> {
+        let Some(block) = g.block_mirror(theirs) else {
+            return Ok(Turn::Done);
         };
-        let log2 = g.tuning.chunk_log2;
-        let chunk = |offset: usize| (offset >> log2) as u32;
-        let in_chunk = |offset: usize| offset & ((1 << log2) - 1);
-        let from = area.offset_of(at);
-        let in_ring = (out.placed & (next.ring.len() as u64 - 1)) as usize;
-        let to = next.ring.offset() + in_ring;
-        let target = means.chunks.theirs.get(chunk(to));
-        let key = means.chunks.mirror.get(chunk(from));
-        // A WRITE with an immediate needs no header, which may save a packet.
-        let alone = g.limits.immediate && sender.is_empty() && out.placed == out.told;
-        let header = (HEADER_BYTES + DATA_BYTES) as u64;
-        let is_small =
-            there <= u64::from(g.tuning.eager_max) && !(alone && g.limits.spills(there, header) && sender.has_credit());
-        let (Some(target), Some(local), false) = (target, key, is_small) else {
-            if key.is_none() && target.is_some() && !is_small {
-                means.after.register = Some(chunk(from));
+        let out = &mut s.out;
+        let view = out.look(block);
+        if out.stopped {
+            return Ok(Turn::Done);
+        }
+        // Nothing is sent before the peer's end has answered how far it has read a loan. Then the direction goes on
+        // when `take_source` has copied the rest into the mirror.
+        let is_lent = out.targets.source.is_some_and(|source| source.is_offered());
+        if out.targets.holds(out.head) || out.loans.reach().is_some() || is_lent && !out.loans.is_open() {
+            return Ok(Turn::Full);
+        }
+        self.tell_limited(g, out, theirs, view.limited)?;
+        let area = g.mirror.area();
+        let mut left = u64::from(g.tuning.piece.max(1));
+        loop {
+            if let Some(generation) = out.next_generation() {
+                let position = out.told;
+                let record = Record::Switch {
+                    theirs,
+                    generation,
+                    position,
+                };
+                self.sender.put(&g.qp, &record)?;
+                out.on_switched();
+                // WRITEs over the bulk queue pair could arrive before this record.
+                out.targets.drop_open();
+                continue;
             }
-            if out.placed != out.told {
-                announce(g, sender, theirs, out.placed)?;
+            if let Some(loan) = out.loans.untold {
+                if loan.position == out.told && loan.end() <= out.window() {
+                    self.sender.put(&g.qp, &Record::Source { theirs, memory: loan })?;
+                    out.loans.on_told();
+                    out.targets.drop_open();
+                    return Ok(Turn::Full);
+                }
+                // `direct` asks the lender for the bytes below.
+                out.loans.cancel();
+            }
+            if let Some(turn) = self.direct(g, out, (mine, theirs), view.tail, &mut left) {
+                return Ok(turn);
+            }
+            let next = out.next(view.tail).map(|next| Next {
+                // Only as far as the mirror has the bytes.
+                until: out.targets.mirrored(out.placed, next.until),
+                ..next
+            });
+            let there = next.map_or(0, |next| next.until.saturating_sub(out.placed));
+            let next = next.filter(|_| there > 0 && left > 0).and_then(|next| {
+                let (at, len) = area.piece(next.source, out.placed, there.min(left))?;
+                Some((next, at, len))
+            });
+            let Some((next, at, len)) = next else {
+                if out.placed == out.told {
+                    break;
+                }
+                self.announce(g, out, theirs)?;
+                continue;
+            };
+            let log2 = g.tuning.chunk_log2;
+            let chunk = |offset: usize| (offset >> log2) as u32;
+            let in_chunk = |offset: usize| offset & ((1 << log2) - 1);
+            let from = area.offset_of(at);
+            let in_ring = (out.placed & (next.ring.len() as u64 - 1)) as usize;
+            let to = next.ring.offset() + in_ring;
+            let target = self.chunks.theirs.get(chunk(to));
+            let key = self.chunks.mirror.get(chunk(from));
+            // A WRITE with an immediate needs no header, which may save a packet.
+            let alone = g.limits.immediate && self.sender.is_empty() && out.placed == out.told;
+            let header = (HEADER_BYTES + DATA_BYTES) as u64;
+            let is_small = there <= u64::from(g.tuning.eager_max)
+                && !(alone && g.limits.spills(there, header) && self.sender.has_credit());
+            let (Some(target), Some(local), false) = (target, key, is_small) else {
+                if key.is_none() && target.is_some() && !is_small {
+                    self.after.register = Some(chunk(from));
+                }
+                self.announce(g, out, theirs)?;
+                let want = there.min(left).min(u64::from(u16::MAX)) as usize;
+                let want = want.min(self.sender.most_payload());
+                let tail = out.placed + want as u64;
+                let from = out.placed;
+                // SAFETY: committed and not told, so the producer does not write there.
+                let fill = |to: &mut [u8]| unsafe { area.copy_out(next.source, from, to) };
+                self.sender.put_data(&g.qp, theirs, tail, want, fill)?;
+                (out.placed, out.told) = (tail, tail);
+                left = left.saturating_sub(want as u64);
+                continue;
+            };
+            // Both rings may wrap, and lie in several chunks.
+            let len = len
+                .min(next.ring.len() - in_ring)
+                .min((1 << log2) - in_chunk(from))
+                .min((1 << log2) - in_chunk(to)) as u64;
+            let whole = alone && len == there && self.sender.has_credit();
+            let write = Write {
+                from: at,
+                local,
+                len: len as u32,
+                to: target.base.wrapping_add(in_chunk(to) as u64),
+                remote: target.rkey,
+            };
+            // SAFETY: within the chunk, which was registered under the key.
+            unsafe { self.sender.write(&g.qp, &write, whole.then_some(theirs)) }?;
+            out.placed += len;
+            left = left.saturating_sub(len);
+            if whole {
                 out.told = out.placed;
             }
-            let want = there.min(left).min(u64::from(u16::MAX)) as usize;
-            let want = want.min(sender.most_payload());
-            let tail = out.placed + want as u64;
-            let from = out.placed;
-            // SAFETY: committed and not told, so the producer does not write there.
-            let fill = |to: &mut [u8]| unsafe { area.copy_out(next.source, from, to) };
-            if !sender.put_data(&g.qp, theirs, tail, want, fill)? {
-                // Cannot happen: the payload is no longer than the room, and lies within the ring.
-                return Ok(Turn::Done);
-            }
-            (out.placed, out.told) = (tail, tail);
-            left = left.saturating_sub(want as u64);
-            continue;
-        };
-        // Both rings may wrap, and lie in several chunks.
-        let len = len
-            .min(next.ring.len() - in_ring)
-            .min((1 << log2) - in_chunk(from))
-            .min((1 << log2) - in_chunk(to)) as u64;
-        let whole = alone && len == there && sender.has_credit();
-        let write = Write {
-            from: at,
-            local,
-            len: len as u32,
-            to: target.base.wrapping_add(in_chunk(to) as u64),
-            remote: target.rkey,
-        };
-        // SAFETY: within the chunk, which was registered under the key.
-        unsafe { sender.write(&g.qp, &write, whole.then_some(theirs)) }?;
-        out.placed += len;
-        left = left.saturating_sub(len);
-        if whole {
+        }
+        let has_rest = out.told < view.tail;
+        if has_rest && left == 0 {
+            return Ok(Turn::More);
+        }
+        if has_rest {
+            out.on_rest(view.tail);
+            self.tell_limited(g, out, theirs, view.limited)?;
+        } else if !out.end_told && EndMark::from_word(view.end).is_some() {
+            let (end, tail) = (view.end as u8, view.tail);
+            self.sender.put(&g.qp, &Record::End { theirs, end, tail })?;
+            out.end_told = true;
+        }
+        let asks = out.told.saturating_add(out.end_told.into());
+        if out.want_confirm && asks > out.asked {
+            self.sender.put(&g.qp, &Record::Confirm { theirs })?;
+            out.want_confirm = false;
+            out.asked = asks;
+        }
+        Ok(if has_rest { Turn::Full } else { Turn::Done })
+    }
+
+    /// Sends DATA without payload for bytes that were written, if there are any.
+    fn announce<L: Local>(&mut self, g: &Shared<Q, L>, out: &mut Outgoing, theirs: u32) -> Result<(), Halt> {
+        if out.placed != out.told {
+            self.sender.put_data(&g.qp, theirs, out.placed, 0, |_| true)?;
             out.told = out.placed;
         }
+        Ok(())
     }
-    let has_rest = out.told < view.tail;
-    if has_rest && left == 0 {
-        return Ok(Turn::More);
-    }
-    if has_rest {
-        out.on_rest(view.tail);
-        tell_limited(g, sender, out, theirs, view.limited)?;
-    } else if !out.end_told && EndMark::from_word(view.end).is_some() {
-        let (end, tail) = (view.end as u8, view.tail);
-        sender.put(&g.qp, &Record::End { theirs, end, tail })?;
-        out.end_told = true;
-    }
-    let asks = out.told.saturating_add(out.end_told.into());
-    if out.want_confirm && asks > out.asked {
-        sender.put(&g.qp, &Record::Confirm { theirs })?;
-        out.want_confirm = false;
-        out.asked = asks;
-    }
-    Ok(if has_rest { Turn::Full } else { Turn::Done })
-}
 
-/// Sends DATA without payload for the bytes that were written.
-fn announce<Q: QueuePair, L: Local>(g: &Shared<Q, L>, sender: &mut Sender, theirs: u32, tail: u64) -> Result<(), Halt> {
-    let record = Record::Data {
-        theirs,
-        tail,
-        payload: &[],
-    };
-    sender.put(&g.qp, &record)
-}
-
-/// Sends how often the window was too small, if the count has changed: `counted` by the local producer, and the stalls
-/// of bytes written aside.
-fn tell_limited<Q: QueuePair, L: Local>(
-    g: &Shared<Q, L>,
-    sender: &mut Sender,
-    out: &mut Outgoing,
-    theirs: u32,
-    counted: u32,
-) -> Result<(), Halt> {
-    let count = counted.wrapping_add(out.stalls);
-    if count != out.limited_told {
-        sender.put(&g.qp, &Record::Limited { theirs, count })?;
-        out.limited_told = count;
+    /// Sends how often the window was too small, if the count has changed: `counted` by the local producer, and the
+    /// stalls of bytes written aside.
+    fn tell_limited<L: Local>(
+        &mut self,
+        g: &Shared<Q, L>,
+        out: &mut Outgoing,
+        theirs: u32,
+        counted: u32,
+    ) -> Result<(), Halt> {
+        let count = counted.wrapping_add(out.stalls);
+        if count != out.limited_told {
+            self.sender.put(&g.qp, &Record::Limited { theirs, count })?;
+            out.limited_told = count;
+        }
+        Ok(())
     }
-    Ok(())
-}
 
-/// Writes as many of the bytes up to `tail` as possible, at most `left`, straight from the mirror or the local
-/// program's memory into a buffer with which the peer's program waits (P90–P95). Positions go on only when all is
-/// posted with PLACED behind it, so before that nothing has to be undone.
-fn direct<Q: QueuePair, L: Local>(
-    g: &Shared<Q, L>,
-    means: &mut Means<'_, Q>,
-    out: &mut Outgoing,
-    theirs: u32,
-    tail: u64,
-    left: &mut u64,
-) -> Direct {
-    if out.targets.holds(out.head) {
-        return Direct::Holds;
-    }
-    let told = out.told;
-    let (Some((advert, written)), Some(bulk)) = (out.targets.at(told), means.bulk.as_mut()) else {
+    /// Writes as many of the bytes up to `tail` as possible, at most `left`, straight from the mirror or the local
+    /// program's memory into a buffer with which the peer's program waits (P90–P95). Positions go on only when all is
+    /// posted with PLACED behind it, so before that nothing has to be undone. Returns how the stream's turn ends;
+    /// `None` if the next bytes go by the ring. `numbers` are this end's of the stream, and the peer's.
+    fn direct<L: Local>(
+        &mut self,
+        g: &Shared<Q, L>,
+        out: &mut Outgoing,
+        (mine, theirs): (u32, u32),
+        tail: u64,
+        left: &mut u64,
+    ) -> Option<Turn> {
+        let told = out.told;
+        while let (Some((advert, written)), Some(bulk)) = (out.targets.at(told), &mut self.bulk) {
+            let is_next = out.placed == told && out.aside.is_none();
+            let next = out.next(tail).filter(|_| is_next);
+            let from = told + written;
+            let pending = next.map_or(0, |next| next.until.min(advert.end()).saturating_sub(from));
+            let source = out.targets.source.filter(|source| source.covers(from));
+            if written == 0 && pending == 0 && is_next {
+                // Bytes for the advert may come yet.
+                return None;
+            }
+            let is_worth_it = written > 0 || source.is_some() || pending >= u64::from(g.tuning.direct_min);
+            let next = next.filter(|_| pending > 0 && is_worth_it);
+            let piece = next.and_then(|next| match source {
+                Some(source) => {
+                    let at = std::ptr::with_exposed_provenance(source.address + (from - source.from) as usize);
+                    // Memory that was lent to the peer's device is not for this one: bytes that the peer has not read
+                    // go by the mirror.
+                    Some((at, pending.min(PIECE).min(source.until - from), source.key?))
+                }
+                None => {
+                    let most = out.targets.mirrored(from, from + pending.min(PIECE)) - from;
+                    let (at, len, chunk) = g.piece(&g.mirror, next.source, from, most)?;
+                    let key = self.chunks.mirror.get(chunk);
+                    if key.is_none() {
+                        self.after.register = Some(chunk);
+                    }
+                    Some((at.cast_const(), len, key?))
+                }
+            });
+            if let Some((at, len, local)) = piece {
+                if *left == 0 {
+                    return Some(Turn::More);
+                }
+                let write = Write {
+                    from: at,
+                    local,
+                    len: len as u32,
+                    to: advert.address + written,
+                    remote: advert.rkey,
+                };
+                // SAFETY: within a chunk of the mirror, or within the program's memory, each registered under the key.
+                let is_posted = unsafe { bulk.write(theirs, &write) };
+                self.is_lost |= is_posted.is_err();
+                if is_posted != Ok(true) {
+                    return Some(Turn::Full);
+                }
+                out.targets.on_written(len);
+                *left -= len.min(*left);
+                self.direct.sent += len;
+                if len < pending {
+                    continue;
+                }
+            } else if written == 0 {
+                break;
+            }
+            // All is posted for which the advert is of use: PLACED follows.
+            if let Some(answer) = out.targets.finish() {
+                out.on_direct(answer.tail);
+                self.is_lost |= bulk.answer(theirs, answer).is_err();
+            }
+            return Some(Turn::Full);
+        }
         out.targets.drop_open();
-        return by_ring(g, means, out, theirs, tail);
-    };
-    let is_next = out.placed == told && out.aside.is_none();
-    let next = out.next(tail).filter(|_| is_next);
-    let from = told + written;
-    let pending = next.map_or(0, |next| next.until.min(advert.end()).saturating_sub(from));
-    let source = out.targets.source.filter(|source| source.covers(from));
-    if written == 0 && pending == 0 && is_next {
-        // Bytes for the advert may come yet.
-        return Direct::No;
-    }
-    let is_worth_it = written > 0 || source.is_some() || pending >= u64::from(g.tuning.direct_min);
-    let piece = next
-        .filter(|_| pending > 0 && is_worth_it)
-        .and_then(|next| match source {
-            Some(source) => Some(Piece {
-                from: std::ptr::with_exposed_provenance(source.address + (from - source.from) as usize),
-                len: pending.min(PIECE).min(source.until - from),
-                // Memory that was lent to the peer's device is not for this one: bytes that the peer has not read go
-                // by the mirror.
-                key: source.key?,
-            }),
-            None => in_mirror(g, means.chunks, means.after, next.source, from, {
-                out.targets.mirrored(from, from + pending.min(PIECE)) - from
-            }),
-        });
-    let Some(piece) = piece else {
-        if written == 0 {
-            out.targets.drop_open();
-            return by_ring(g, means, out, theirs, tail);
+        // By the ring, if the mirror has the bytes; otherwise the lender has to put them there.
+        let position = out.placed;
+        let source = out.targets.source.as_mut();
+        let source = source.filter(|s| s.covers(position) && position < tail)?;
+        if !std::mem::replace(&mut source.is_needed, true) {
+            self.wake_sender(g, out, mine, Some(theirs));
         }
-        return finish(bulk, means.is_lost, out, theirs);
-    };
-    if *left == 0 {
-        return Direct::More;
+        Some(Turn::Full)
     }
-    let write = Write {
-        from: piece.from,
-        local: piece.key,
-        len: piece.len as u32,
-        to: advert.address + written,
-        remote: advert.rkey,
-    };
-    // SAFETY: within a chunk of the mirror, or within the program's memory, each registered under the key.
-    match unsafe { bulk.write(theirs, &write) } {
-        Ok(true) => {}
-        Ok(false) => return Direct::Holds,
-        Err(Lost) => {
-            *means.is_lost = true;
-            return Direct::Holds;
-        }
-    }
-    out.targets.on_written(piece.len);
-    *left -= piece.len.min(*left);
-    means.counts.sent += piece.len;
-    if piece.len < pending {
-        return Direct::Went;
-    }
-    finish(bulk, means.is_lost, out, theirs)
-}
-
-/// Returns a piece of the mirror from a position on; `None` if that memory is not registered.
-fn in_mirror<Q: QueuePair, L: Local>(
-    g: &Shared<Q, L>,
-    chunks: &Chunks,
-    after: &mut After,
-    ring: Region,
-    from: u64,
-    most: u64,
-) -> Option<Piece> {
-    let log2 = g.tuning.chunk_log2;
-    let area = g.mirror.area();
-    let (at, len) = area.piece(ring, from, most).filter(|(_, len)| *len > 0)?;
-    let offset = area.offset_of(at);
-    let chunk = (offset >> log2) as u32;
-    let Some(key) = chunks.mirror.get(chunk) else {
-        after.register = Some(chunk);
-        return None;
-    };
-    let len = len.min((1 << log2) - (offset & ((1 << log2) - 1))) as u64;
-    Some(Piece { from: at, len, key })
-}
-
-/// Ends the use of the advert: sends PLACED for the bytes that were written.
-fn finish<Q: QueuePair>(bulk: &mut Bulk<Q>, is_lost: &mut bool, out: &mut Outgoing, theirs: u32) -> Direct {
-    if let Some(answer) = out.targets.finish() {
-        out.on_direct(answer.tail);
-        *is_lost |= bulk.answer(theirs, answer).is_err();
-    }
-    Direct::Holds
-}
-
-/// Sends the next bytes by the ring, if the mirror has them; otherwise asks the lender to put them there.
-fn by_ring<Q: QueuePair, L: Local>(
-    g: &Shared<Q, L>,
-    means: &mut Means<'_, Q>,
-    out: &mut Outgoing,
-    theirs: u32,
-    tail: u64,
-) -> Direct {
-    let position = out.placed;
-    let Some(source) = out
-        .targets
-        .source
-        .as_mut()
-        .filter(|s| s.covers(position) && position < tail)
-    else {
-        return Direct::No;
-    };
-    if !std::mem::replace(&mut source.is_needed, true)
-        && let Some(block) = g.block_mirror(theirs)
-    {
-        let wake = block.put_head(out.head);
-        g.tell_here(means.after, wake, means.mine);
-    }
-    Direct::Holds
 }

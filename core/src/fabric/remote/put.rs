@@ -7,13 +7,13 @@
 
 use crate::fabric::layout::MAX_STREAMS;
 use crate::fabric::ready::ReadyQueue;
-use crate::fabric::remote::bulk::{Bulk, Came};
+use crate::fabric::remote::bulk::{Bulk, placed};
 use crate::fabric::remote::engine::Engine;
-use crate::fabric::remote::qp::{Key, QueuePair};
+use crate::fabric::remote::qp::{Completed, Key, QueuePair};
 use crate::fabric::remote::record::{Memory, Serial, Withdrawal};
 use crate::fabric::remote::shared::{Retired, Shared};
 use crate::fabric::remote::stream::{State, Stream};
-use crate::fabric::remote::{Breach, ENGINE, Fault, Local, SERVICE};
+use crate::fabric::remote::{Breach, Fault, Local, SERVICE};
 
 /// A buffer with which the local program waits.
 #[derive(Clone, Copy, Debug)]
@@ -71,16 +71,6 @@ pub enum Landed {
     Over(u64),
     /// The advert is over as above, but this end's device has read the bytes into the buffer.
     Read(u64),
-}
-
-/// The place in a program's buffer for the next READ of this end's device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Spot {
-    pub serial: Serial,
-    pub address: u64,
-    pub key: u32,
-    /// Bytes that fit there.
-    pub room: u64,
 }
 
 /// The receiving side of direct transfers; at most one buffer is open.
@@ -161,20 +151,15 @@ impl Landings {
         }
     }
 
-    /// Returns the place for a READ of the bytes from `position` on; `None`: they go into the ring.
-    pub fn spot(&self, position: u64) -> Option<Spot> {
+    /// Returns the place for a READ of the bytes from `position` on, with its local key; `None`: they go into the ring.
+    pub fn spot(&self, position: u64) -> Option<(Memory, u32)> {
         let Landing { advert, key, stage } = self.open?;
         let Stage::Own { asked, is_ending, .. } = stage else {
             return None;
         };
-        let room = u64::from(advert.length) - asked;
-        let is_next = !is_ending && advert.position + asked == position && room > 0;
-        is_next.then_some(Spot {
-            serial: advert.serial,
-            address: advert.address + asked,
-            key,
-            room,
-        })
+        let rest = advert.from(asked);
+        let is_next = !is_ending && rest.position == position && rest.length > 0;
+        is_next.then_some((rest, key))
     }
 
     /// Records a posted READ of `bytes` bytes into the [spot](Self::spot).
@@ -429,45 +414,54 @@ impl Targets {
 impl<Q: QueuePair> Engine<Q> {
     /// Uses `qp` for direct transfers from now on. Returns it if there is one already.
     pub fn attach_bulk(&mut self, qp: Q) -> Option<Q> {
-        if self.bulk.is_some() {
+        if self.means.bulk.is_some() {
             return Some(qp);
         }
         let bulk = Bulk::new(qp);
         // From now on it is armed together with the link's own queue pair.
-        self.is_lost |= bulk.arm().is_err();
-        self.bulk = Some(bulk);
+        self.means.is_lost |= bulk.qp.arm().is_err();
+        self.means.bulk = Some(bulk);
         None
     }
 
     pub fn poll_bulk<L: Local>(&mut self, g: &Shared<Q, L>) -> Result<usize, Fault> {
-        let Some(mut bulk) = self.bulk.take() else {
+        let Some(mut bulk) = self.means.bulk.take() else {
             return Ok(0);
         };
-        let mut breach = None;
-        let polled = bulk.poll(
-            |came| match came {
-                Came::Placed(mine, answer) => breach = breach.or(self.on_placed(g, mine, answer).err()),
-                Came::Read(asked) => self.on_read(g, asked),
+        let (mut has_room, mut is_malformed, mut breach) = (false, false, None);
+        let polled = bulk.qp.poll(&mut |event| match event {
+            Completed::Room => has_room = true,
+            Completed::Received(bytes) => match placed(bytes) {
+                Some((mine, answer)) => breach = breach.or(self.on_placed(g, mine, answer).err()),
+                // On iWARP the connecting side sends an empty message first.
+                None => is_malformed |= !bytes.is_empty(),
             },
-            |theirs| g.dirty.push(theirs),
-        );
-        self.bulk = Some(bulk);
-        if let Some(breach) = breach {
-            return Err(breach.into());
+            Completed::Read => match bulk.reads.pop_front() {
+                Some(asked) => self.on_read(g, asked),
+                None => is_malformed = true,
+            },
+            Completed::Written { .. } | Completed::Probed => is_malformed = true,
+        });
+        if has_room {
+            is_malformed |= bulk.on_room(|theirs| g.dirty.push(theirs)).is_err();
         }
-        self.is_lost |= polled.is_err();
-        Ok(polled.unwrap_or(0))
+        self.means.bulk = Some(bulk);
+        self.means.is_lost |= is_malformed || polled.is_err();
+        match breach {
+            Some(breach) => Err(breach.into()),
+            None => Ok(polled.unwrap_or(0)),
+        }
     }
 
     /// Gives the bulk queue pair up. Adverts of local programs end, and the bytes for adverts of the peer's programs go
     /// by the ring.
     #[cold]
     pub fn drop_bulk<L: Local>(&mut self, g: &Shared<Q, L>) {
-        self.is_lost = false;
-        let Some(bulk) = self.bulk.take() else {
+        self.means.is_lost = false;
+        let Some(bulk) = self.means.bulk.take() else {
             return;
         };
-        self.direct.lost += 1;
+        self.means.direct.lost += 1;
         let mut under_way = Vec::new();
         for mine in 0..MAX_STREAMS {
             let (Some(s), Some(block)) = (self.streams.get(mine), g.block_mine(mine)) else {
@@ -476,16 +470,12 @@ impl<Q: QueuePair> Engine<Q> {
             s.out.targets.drop_open();
             let wake = s.inc.lapse(block);
             g.touch(s.theirs);
-            g.tell_here(&mut self.after, wake, mine);
+            g.tell_here(&mut self.means.after, wake, mine);
             // The bytes of a loan for which SOURCE was not sent go by the ring.
-            if let (Some(_), Some(theirs)) = (s.out.loans.untold, s.theirs) {
-                s.out.loans.cancel();
-                if let Some(source) = &mut s.out.targets.source {
-                    source.is_needed = true;
-                }
-                self.wake_sender(g, mine, theirs);
+            if s.out.loans.untold.take().is_some() {
+                self.means.need_source(g, s, mine);
             }
-            if let Some(s) = self.streams.get(mine).filter(|s| s.inc.takings.is_open()) {
+            if s.inc.takings.is_open() {
                 s.inc.takings.stop();
                 // Posted READs may bring bytes until the queue pair is gone.
                 if s.is_read_into() {
@@ -503,7 +493,7 @@ impl<Q: QueuePair> Engine<Q> {
             self.on_bulk_ended(g, &under_way);
         }
         g.retired_unseen.publish(true);
-        g.ring_if_asleep(&mut self.after, SERVICE);
+        g.ring_if_asleep(&mut self.means.after, SERVICE);
     }
 
     /// Announces a buffer with which the local program waits while the stream's ring is empty. `None` if the ring is
@@ -511,7 +501,7 @@ impl<Q: QueuePair> Engine<Q> {
     pub fn advertise<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, buffer: Buffer) -> Option<Memory> {
         let Buffer { address, length, key } = buffer;
         let block = g.block_mine(mine)?;
-        let bulk = self.bulk.as_mut()?;
+        let bulk = self.means.bulk.as_mut()?;
         let may_be_answered = |s: &mut Stream| s.inc.landings.may_be_answered();
         bulk.landings
             .retain(|other| self.streams.get(*other).is_some_and(may_be_answered));
@@ -560,21 +550,16 @@ impl<Q: QueuePair> Engine<Q> {
         };
         let before = s.inc.tail;
         let wake = s.inc.on_placed(block, answer.serial, answer.tail)?;
-        self.direct.received += s.inc.tail - before;
-        g.tell_here(&mut self.after, wake, mine);
+        self.means.direct.received += s.inc.tail - before;
+        g.tell_here(&mut self.means.after, wake, mine);
         Ok(())
     }
 
     pub fn on_advert<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, advert: Memory) -> Result<(), Breach> {
-        let Some(s) = self
-            .streams
-            .get(mine)
-            .filter(|s| s.state == State::Open && !s.peer_left)
-        else {
-            return Ok(());
-        };
-        // If either is missing here, the peer will be informed, or has been.
-        let (Some(theirs), Some(_)) = (s.theirs, &self.bulk) else {
+        let s = self.streams.get(mine);
+        let s = s.filter(|s| s.state == State::Open && !s.peer_left && s.theirs.is_some());
+        // If any is missing here, the peer will be informed, or has been.
+        let (Some(s), Some(_)) = (s, &self.means.bulk) else {
             return Ok(());
         };
         // A switch of rings before this position may not have arrived at the peer.
@@ -583,8 +568,8 @@ impl<Q: QueuePair> Engine<Q> {
         }
         s.out.targets.on_advert(advert, s.out.told, s.out.loans.is_open())?;
         // A program that has a large piece to send may wait for this.
-        self.wake_sender(g, mine, theirs);
-        g.dirty.push(theirs);
+        self.means.wake_sender(g, &s.out, mine, s.theirs);
+        g.touch(s.theirs);
         Ok(())
     }
 
@@ -608,11 +593,11 @@ impl<Q: QueuePair> Engine<Q> {
         if let Some(position) = again {
             s.out.go_back(position)?;
         }
-        if let (Some(answer), Some(bulk)) = (answer, &mut self.bulk) {
+        if let (Some(answer), Some(bulk)) = (answer, &mut self.means.bulk) {
             if answer.tail > s.out.told {
                 s.out.on_direct(answer.tail);
             }
-            self.is_lost |= bulk.answer(theirs, answer).is_err();
+            self.means.is_lost |= bulk.answer(theirs, answer).is_err();
         }
         g.dirty.push(theirs);
         Ok(())
@@ -621,7 +606,7 @@ impl<Q: QueuePair> Engine<Q> {
     /// Returns how many bytes of the local program's memory can go at once to the peer's program, which waits with a
     /// buffer. It is 0 if no program waits, or other bytes come before.
     pub fn wanted<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> u64 {
-        let s = self.streams.of_peer(theirs);
+        let s = self.streams.of_peer(theirs).map(|(_, s)| s);
         let s = s.filter(|s| s.state == State::Open && !s.out.stopped);
         let (Some(s), Some(block)) = (s, g.block_mirror(theirs)) else {
             return 0;
@@ -629,7 +614,7 @@ impl<Q: QueuePair> Engine<Q> {
         let is_free = s.out.targets.source.is_none() && !s.out.loans.is_open();
         let is_at_end = block.tail() == s.out.told && s.out.aside.is_none() && is_free;
         match s.out.targets.at(s.out.told) {
-            Some((advert, 0)) if is_at_end && self.bulk.is_some() => advert.length.into(),
+            Some((advert, 0)) if is_at_end && self.means.bulk.is_some() => advert.length.into(),
             _ => 0,
         }
     }
@@ -637,15 +622,10 @@ impl<Q: QueuePair> Engine<Q> {
     /// Lends program memory as the source of the bytes that the producer commits next, up to `source.until`; the mirror
     /// does not have them. False if it has to.
     pub fn lend_source<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32, source: Source) -> bool {
-        if self.wanted(g, theirs) < source.until - source.from {
-            return false;
-        }
-        let s = self.streams.of_peer(theirs);
-        let Some(s) = s.filter(|s| s.out.told == source.from) else {
-            return false;
-        };
-        s.out.targets.source = Some(source);
-        true
+        let is_wanted = self.wanted(g, theirs) >= source.until - source.from;
+        let s = self.streams.of_peer(theirs).filter(|_| is_wanted);
+        let s = s.filter(|(_, s)| s.out.told == source.from);
+        s.map(|(_, s)| s.out.targets.source = Some(source)).is_some()
     }
 
     /// Copies the lent bytes that the peer is not known to have into the mirror. Returns how many of them the peer may
@@ -655,7 +635,7 @@ impl<Q: QueuePair> Engine<Q> {
     /// # Safety
     /// The lent memory can be read.
     pub unsafe fn take_source<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> Option<u64> {
-        let s = self.streams.of_peer(theirs)?;
+        let (_, s) = self.streams.of_peer(theirs)?;
         let source = s.out.targets.source.take()?;
         s.out.loans.cancel();
         // Includes bytes that the peer's device has read and its program has not: a process that takes over the
@@ -665,22 +645,17 @@ impl<Q: QueuePair> Engine<Q> {
         // SAFETY: by this function's contract.
         let rest = unsafe { std::slice::from_raw_parts(at, (source.until - from) as usize) };
         if let Some(block) = g.block_mirror(theirs) {
-            s.out.look(block, ENGINE.0);
+            s.out.look(block);
         }
         if let Some(ring) = s.out.ring_at(from) {
             // SAFETY: the bytes are committed and the peer has not confirmed them, so the producer does not write
             // there; the part of the mirror that the device reads begins behind them.
             unsafe { g.mirror.area().copy_in(ring, from, rest) };
         }
-        let posted = s
-            .out
-            .targets
-            .at(s.out.told)
-            .map_or(s.out.told, |(advert, written)| advert.position + written);
-        // The peer may still read from an open loan.
         let posted = match source.is_offered() {
+            // The peer may still read from an open loan.
             true => s.out.loans.reach().unwrap_or(from),
-            false => posted,
+            false => s.out.told + s.out.targets.at(s.out.told).map_or(0, |(_, written)| written),
         };
         g.dirty.push(theirs);
         Some(posted.saturating_sub(from).min(rest.len() as u64))

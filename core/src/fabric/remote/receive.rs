@@ -7,7 +7,7 @@ use crate::fabric::remote::engine::Engine;
 use crate::fabric::remote::qp::{Completed, QueuePair};
 use crate::fabric::remote::record::Record;
 use crate::fabric::remote::shared::{MAX_QUEUED_MESSAGES, Shared, Target};
-use crate::fabric::remote::stream::{State, Stream, Streams};
+use crate::fabric::remote::stream::{Outgoing, State, Stream, Streams};
 use crate::fabric::remote::{Breach, Local, SERVICE, record};
 use crate::fabric::ring::Wake;
 use crate::wire::Message;
@@ -16,12 +16,12 @@ impl<Q: QueuePair> Engine<Q> {
     /// Applies a completion of the queue pair.
     pub fn on_event<L: Local>(&mut self, g: &Shared<Q, L>, event: Completed<'_>) -> Result<(), Breach> {
         match event {
-            Completed::Room => self.sender.on_room(),
+            Completed::Room => self.means.sender.on_room(),
             Completed::Probed => self.watch.on_answered(),
             // This queue pair carries no READs.
             Completed::Read => {}
             Completed::Written { immediate, bytes } => {
-                self.sender.on_received()?;
+                self.means.sender.on_received()?;
                 if !g.limits.immediate {
                     return Err(Breach::Immediate);
                 }
@@ -30,9 +30,9 @@ impl<Q: QueuePair> Engine<Q> {
                 self.on_data(g, immediate, tail, &[])?;
             }
             Completed::Received(bytes) => {
-                self.sender.on_received()?;
+                self.means.sender.on_received()?;
                 let received = record::decode(bytes).map_err(|_| Breach::Malformed)?;
-                self.sender.on_grant(received.grant)?;
+                self.means.sender.on_grant(received.grant)?;
                 for record in received.records {
                     self.on_record(g, record.map_err(|_| Breach::Malformed)?)?;
                 }
@@ -45,7 +45,7 @@ impl<Q: QueuePair> Engine<Q> {
         let inc = &mut known(&mut self.streams, mine)?.inc;
         let block = g.block_mine(mine).ok_or(Breach::Stream)?;
         let wake = inc.on_data(block, &g.mine.area(), tail, payload)?;
-        g.tell_here(&mut self.after, wake, mine);
+        g.tell_here(&mut self.means.after, wake, mine);
         Ok(())
     }
 
@@ -73,7 +73,7 @@ impl<Q: QueuePair> Engine<Q> {
                 let s = known(&mut self.streams, mine)?;
                 let block = g.block_mine(mine).ok_or(Breach::Stream)?;
                 let wake = s.inc.on_end(block, end.into(), tail)?;
-                g.tell_here(&mut self.after, wake, mine);
+                g.tell_here(&mut self.means.after, wake, mine);
                 Ok(())
             }
             Record::Limited { theirs: mine, count } => {
@@ -93,7 +93,7 @@ impl<Q: QueuePair> Engine<Q> {
                 if mine >= MAX_STREAMS {
                     return Err(Breach::Stream);
                 }
-                g.tell_here(&mut self.after, Wake(word), mine);
+                g.tell_here(&mut self.means.after, Wake(word), mine);
                 Ok(())
             }
             Record::Advert { theirs: mine, memory } => self.on_advert(g, mine, memory),
@@ -130,7 +130,7 @@ impl<Q: QueuePair> Engine<Q> {
             return Ok(());
         }
         let Some(theirs) = s.theirs else {
-            return s.on_early(g.peers_len, record);
+            return s.out.on_early(g.peers_len, record);
         };
         let block = g.block_mirror(theirs).ok_or(Breach::Stream)?;
         let was_held = s.out.targets.holds(s.out.head);
@@ -148,7 +148,7 @@ impl<Q: QueuePair> Engine<Q> {
             }
             _ => {}
         }
-        g.tell_here(&mut self.after, wake, mine);
+        g.tell_here(&mut self.means.after, wake, mine);
         // The stream may have been waiting for this ring or this room, or for the program to take bytes that bypassed
         // the ring.
         let has_room = matches!(record, Record::Head { .. }) && s.out.told < block.tail();
@@ -163,7 +163,7 @@ impl<Q: QueuePair> Engine<Q> {
         let log2 = g.tuning.chunk_log2;
         let all = (g.peers_len as u64).div_ceil(1 << log2);
         let fits = u64::from(index) < all && target.base.checked_add(1 << log2).is_some();
-        if !fits || !self.chunks.theirs.set(index, target) {
+        if !fits || !self.means.chunks.theirs.set(index, target) {
             return Err(Breach::Chunk);
         }
         Ok(())
@@ -188,34 +188,22 @@ impl<Q: QueuePair> Engine<Q> {
         }
         self.inbox.push_back(message);
         g.news.add_one();
-        g.ring_if_asleep(&mut self.after, SERVICE);
+        g.ring_if_asleep(&mut self.means.after, SERVICE);
         Ok(())
     }
 }
 
-impl Stream {
+impl Outgoing {
     /// Keeps a record of the peer's consumer that comes before its number is known here.
     fn on_early(&mut self, data_len: usize, record: Record<'_>) -> Result<(), Breach> {
         match record {
-            Record::Offer { word, .. } => {
-                self.out.check_offer(data_len, word)?;
-                match self.early.offer.replace(word) {
-                    None => Ok(()),
-                    // No ring can have been adopted yet, so a second offer is an error.
-                    Some(_) => Err(Breach::Offer),
-                }
-            }
-            Record::Flags { flags, .. } => {
-                self.early.flags |= flags;
-                Ok(())
-            }
-            Record::Stop { .. } => {
-                self.early.stop = true;
-                Ok(())
-            }
-            Record::Head { .. } => Err(Breach::Head),
-            _ => Err(Breach::Ack),
+            Record::Offer { word, .. } => self.offered = Some(self.check_offer(data_len, word)?),
+            Record::Flags { flags, .. } => self.early_flags |= flags,
+            Record::Stop { .. } => self.stopped = true,
+            Record::Head { .. } => return Err(Breach::Head),
+            _ => return Err(Breach::Ack),
         }
+        Ok(())
     }
 }
 

@@ -104,6 +104,16 @@ impl Memory {
         self.position.saturating_add(self.length.into())
     }
 
+    /// Returns the memory without its first `bytes` bytes, which it has.
+    pub fn from(&self, bytes: u64) -> Self {
+        Self {
+            position: self.position + bytes,
+            address: self.address + bytes,
+            length: self.length - bytes as u32,
+            ..*self
+        }
+    }
+
     /// Returns whether there can be such memory: at least one byte, and none beyond the last address.
     pub fn is_possible(&self) -> bool {
         self.length > 0 && self.address.checked_add(self.length.into()).is_some()

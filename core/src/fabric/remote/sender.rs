@@ -187,7 +187,7 @@ impl Sender {
     }
 
     /// Adds a DATA record with `len` bytes of payload up to `tail`, at most [`most_payload`](Self::most_payload), which
-    /// `fill` writes. First sends the collected message if there is no room. False if the record cannot be added.
+    /// `fill` writes. First sends the collected message if there is no room.
     pub fn put_data(
         &mut self,
         qp: &impl QueuePair,
@@ -195,15 +195,16 @@ impl Sender {
         tail: u64,
         len: usize,
         fill: impl FnOnce(&mut [u8]) -> bool,
-    ) -> Result<bool, Halt> {
+    ) -> Result<(), Halt> {
         if self.staged.room() < len + DATA_BYTES {
             self.flush(qp)?;
         }
-        let is_put = self.staged.push_data(theirs, tail, len, fill);
-        if is_put {
-            self.counts.eager_bytes += len as u64;
+        if !self.staged.push_data(theirs, tail, len, fill) {
+            // Cannot happen: the payload is no longer than the room, and lies within the ring.
+            return Err(Breach::Message.into());
         }
-        Ok(is_put)
+        self.counts.eager_bytes += len as u64;
+        Ok(())
     }
 
     /// Posts a WRITE; an immediate takes a credit.

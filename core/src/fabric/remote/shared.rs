@@ -121,6 +121,16 @@ impl<Q: QueuePair, L: Local> Shared<Q, L> {
         Self::block(&self.mirror, theirs)
     }
 
+    /// Returns the address of position `pos` of the ring in `region` of one of the arenas, and how many of `most` bytes
+    /// follow there within one chunk; then the chunk. `None` if there are no such bytes.
+    pub fn piece(&self, side: &Side, region: Region, pos: u64, most: u64) -> Option<(*mut u8, u64, u32)> {
+        let (area, log2) = (side.area(), self.tuning.chunk_log2);
+        let (at, len) = area.piece(region, pos, most)?;
+        let offset = area.offset_of(at);
+        let len = len.min((1 << log2) - (offset & ((1 << log2) - 1)));
+        (len > 0).then_some((at, len as u64, (offset >> log2) as u32))
+    }
+
     /// Adds the waiters of `word` to those that the peer is to wake for its stream. False if `word` names none, or
     /// there is no such stream.
     pub fn add_tell(&self, theirs: u32, word: u32) -> bool {
@@ -277,6 +287,16 @@ pub(super) struct Target {
     pub base: u64,
 }
 
+/// A registered chunk of this end's arena.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct OwnChunk {
+    /// The key for the peer, and the address.
+    pub target: Target,
+    /// The key for this end's READs.
+    pub sink: u32,
+    pub is_announced: bool,
+}
+
 /// Keys by chunk; the list ends at the highest chunk that has a key.
 #[derive(Debug, Default)]
 pub(super) struct Keys<T>(Vec<Option<T>>);
@@ -284,6 +304,10 @@ pub(super) struct Keys<T>(Vec<Option<T>>);
 impl<T: Copy> Keys<T> {
     pub fn get(&self, chunk: u32) -> Option<T> {
         self.0.get(chunk as usize).copied().flatten()
+    }
+
+    pub fn get_mut(&mut self, chunk: u32) -> Option<&mut T> {
+        self.0.get_mut(chunk as usize)?.as_mut()
     }
 
     /// Sets the key of a chunk. False if the chunk has one already.
@@ -300,11 +324,7 @@ impl<T: Copy> Keys<T> {
 /// The keys of both arenas' chunks.
 #[derive(Debug, Default)]
 pub(super) struct Chunks {
-    /// Of this end's arena: the key for the peer, and the address.
-    pub mine: Keys<Target>,
-    pub announced: Keys<()>,
-    /// Of this end's arena: the key for this end's READs.
-    pub sinks: Keys<u32>,
+    pub mine: Keys<OwnChunk>,
     /// Of the mirror: the key for this end's WRITEs.
     pub mirror: Keys<u32>,
     /// Of the peer's arena, as its CHUNK records name them.

@@ -2,10 +2,10 @@
 //! peer are valid next. The shared words are in the direction blocks, which each call gets. This file sends nothing.
 
 use crate::fabric::layout::{MAX_STREAMS, Region};
-use crate::fabric::remote::Breach;
 use crate::fabric::remote::get::{Loans, Takings};
 use crate::fabric::remote::put::{Landings, Targets};
 use crate::fabric::remote::record::Memory;
+use crate::fabric::remote::{Breach, ENGINE};
 use crate::fabric::ring::proxy::ProducerView;
 use crate::fabric::ring::{DataArea, DirectionBlock, EndMark, Offer, Wake};
 
@@ -21,14 +21,6 @@ pub(super) enum State {
     Left,
 }
 
-/// Records of the peer's consumer that came before the peer's number of the stream was known.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Early {
-    pub offer: Option<u64>,
-    pub flags: u32,
-    pub stop: bool,
-}
-
 /// A stream, by its local number.
 #[derive(Debug, Default)]
 pub(super) struct Stream {
@@ -39,7 +31,6 @@ pub(super) struct Stream {
     pub closing: bool,
     /// CLOSED has come.
     pub peer_left: bool,
-    pub early: Early,
     pub inc: Incoming,
     pub out: Outgoing,
 }
@@ -235,6 +226,8 @@ pub(super) struct Outgoing {
     pub generation: u32,
     /// A ring that was offered to the local producer; SWITCH to it was not sent yet.
     pub offered: Option<Offer>,
+    /// Flags of the peer's consumer that came before the peer's number of the stream was known.
+    pub early_flags: u32,
     /// The first ring, as OPEN has named it. The local producer may use it; no byte is carried over before the peer has
     /// offered it.
     pub foreseen: Option<u64>,
@@ -269,9 +262,9 @@ pub(super) struct Outgoing {
 }
 
 impl Outgoing {
-    /// Asks for a notification with the word `wake`, then reads the words of the local producer.
-    pub fn look(&mut self, block: &DirectionBlock, wake: u32) -> ProducerView {
-        let view = block.watch_producer(wake);
+    /// Asks for a notification of the engine, then reads the words of the local producer.
+    pub fn look(&mut self, block: &DirectionBlock) -> ProducerView {
+        let view = block.watch_producer(ENGINE.0);
         self.has_ended = EndMark::from_word(view.end).is_some();
         // A producer that writes aside has adopted no ring since.
         let is_new = self.switch_at.is_none() && self.aside.is_none();
@@ -471,10 +464,10 @@ impl Streams {
         page.get_mut(mine as usize % PAGE)
     }
 
-    /// Returns the stream that the peer calls `theirs`.
-    pub fn of_peer(&mut self, theirs: u32) -> Option<&mut Stream> {
+    /// Returns the stream that the peer calls `theirs`, with its local number.
+    pub fn of_peer(&mut self, theirs: u32) -> Option<(u32, &mut Stream)> {
         let mine = self.mine(theirs)?;
-        self.get(mine)
+        Some((mine, self.get(mine)?))
     }
 
     /// Returns the local number of the stream that the peer calls `theirs`.

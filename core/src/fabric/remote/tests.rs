@@ -31,7 +31,7 @@ use crate::wire::RingOffer;
 
 impl<Q: QueuePair, L: Local> End<Q, L> {
     fn has_bulk(&self) -> bool {
-        self.with(|engine| engine.bulk.is_some()).unwrap_or(false)
+        self.with(|engine| engine.means.bulk.is_some()).unwrap_or(false)
     }
 
     fn buffers_in_use(&self) -> u64 {

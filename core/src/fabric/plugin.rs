@@ -268,13 +268,15 @@ pub fn sys_class() -> &'static Path {
     Path::new(OsStr::from_bytes(path.to_bytes()))
 }
 
-/// Makes `fd` nonblocking and moves it to a hidden number.
+/// Makes `fd` nonblocking and moves it to a hidden number; with no host attached, as in tests, it keeps its number.
 pub fn hide(fd: c_int) -> Result<c_int> {
-    let host = host().ok_or(Errno(libc::EINVAL))?;
     // SAFETY: the caller's fd is open for the duration of this call; it is not kept.
     let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
     let flags = rustix::fs::fcntl_getfl(borrowed)?;
     rustix::fs::fcntl_setfl(borrowed, flags | OFlags::NONBLOCK)?;
+    let Some(host) = host() else {
+        return Ok(fd);
+    };
     // SAFETY: the function of a checked table; it takes any number.
     let hidden = unsafe { (host.hide_fd)(fd) };
     if hidden < 0 {
@@ -284,8 +286,7 @@ pub fn hide(fd: c_int) -> Result<c_int> {
 }
 
 /// A file at a hidden number for as long as the value lives. So a program that closes numbers that are not its own, or
-/// counts on the lowest free number, does no harm and sees no difference. With no host attached, as in tests, the file
-/// keeps the number that the kernel gave.
+/// counts on the lowest free number, does no harm and sees no difference.
 #[derive(Debug)]
 pub struct Hidden(c_int);
 
@@ -300,9 +301,6 @@ impl Hidden {
     pub fn place(fd: OwnedFd) -> Result<Self> {
         // Not to be closed as an `OwnedFd`: that calls libc's close, which may be the host's hook.
         let fd = fd.into_raw_fd();
-        if host().is_none() {
-            return Ok(Self(fd));
-        }
         hide(fd).map(Self).inspect_err(|_| {
             // SAFETY: opened by the caller, and given up.
             unsafe { rustix::io::close(fd) };
@@ -324,20 +322,17 @@ impl AsFd for Hidden {
 
 impl Drop for Hidden {
     fn drop(&mut self) {
-        if host().is_some() {
-            close(self.0);
-        } else {
-            // SAFETY: opened by `open`, and given up.
-            unsafe { rustix::io::close(self.0) };
-        }
+        close(self.0);
     }
 }
 
 /// Closes an fd that [`hide`] returned.
 pub fn close(fd: c_int) {
-    if let Some(host) = host() {
-        // SAFETY: the fd is one that `hide_fd` gave, and its owner gives it up.
-        unsafe { (host.close_fd)(fd) };
+    match host() {
+        // SAFETY: the fd is one that `hide` gave, and its owner gives it up.
+        Some(host) => unsafe { (host.close_fd)(fd) },
+        // SAFETY: as above.
+        None => unsafe { rustix::io::close(fd) },
     }
 }
 

@@ -223,12 +223,9 @@ functions! {
 
     /// Listens at a local address; with port 0 at one that the system chooses.
     fn listen<P>(local: *const Address, out: *mut *mut Listener, port: *mut u16, fd: *mut c_int) -> i32 {
-        if out.is_null() || port.is_null() || fd.is_null() {
-            return Err(INVALID);
-        }
         // SAFETY: the pointer is as said above.
         let listener = P::listen(unsafe { local.as_ref() }.ok_or(INVALID)?)?;
-        // SAFETY: the pointers are as said above, and not null.
+        // SAFETY: the pointers are as said above.
         unsafe {
             put(port, listener.port())?;
             put(fd, listener.fd())?;
@@ -240,9 +237,6 @@ functions! {
     fn next_request<P>(listener: *mut Listener, out: *mut Request) -> i32 {
         // SAFETY: null or a handle of `listen`, a pointer to a listener.
         let listener = unsafe { listener.cast::<P::Listener>().as_ref() }.ok_or(INVALID)?;
-        if out.is_null() {
-            return Err(INVALID);
-        }
         let Incoming { conn, private } = listener.next()?.ok_or(Errno(libc::EAGAIN))?;
         let conn = give::<P>(conn);
         // SAFETY: the pointer is as said above.
@@ -271,7 +265,7 @@ functions! {
         beside: *mut Conn,
         out: *mut *mut Conn,
     ) -> i32 {
-        if out.is_null() || private_len > PRIVATE_BYTES {
+        if private_len > PRIVATE_BYTES {
             return Err(INVALID);
         }
         // SAFETY: the pointers are as said above.
@@ -317,9 +311,6 @@ functions! {
 
     /// Registers memory, as [`QueuePair::register`](crate::fabric::remote::qp::QueuePair::register) does.
     fn register<P>(conn: *mut Conn, at: *mut c_void, len: usize, role: Role, out: *mut Region) -> i32 {
-        if out.is_null() {
-            return Err(INVALID);
-        }
         // SAFETY: the pointers are as said above; the memory is as `QueuePair::register` demands.
         unsafe { put(out, connection::<P>(conn)?.register(at, len, role)?) }
     }

@@ -37,18 +37,14 @@ pub const LINE_BYTES: usize = 64;
 /// Bytes of a `DirectionBlock`.
 pub const BLOCK_BYTES: usize = 256;
 /// Bytes of a group's part of the ready queues.
-pub const LINES_BYTES: usize = page_up(READY_QUEUES as usize * LINE_BYTES);
+pub const LINES_BYTES: usize = (READY_QUEUES as usize * LINE_BYTES).next_multiple_of(PAGE);
 /// Bytes of one group.
-pub const GROUP_BYTES: usize = LINES_BYTES + page_up(GROUP_STREAMS as usize * BLOCK_BYTES);
+pub const GROUP_BYTES: usize = LINES_BYTES + (GROUP_STREAMS as usize * BLOCK_BYTES).next_multiple_of(PAGE);
 /// Offset of the data area.
 pub const DATA_OFFSET: usize = GROUPS as usize * GROUP_BYTES;
 /// log2 of the first segment of the data area in bytes. No larger region begins at page 0, so that none
 /// lies in two segments.
 pub const UNIT_LOG2: u8 = PAGE_LOG2 + 6;
-
-const fn page_up(n: usize) -> usize {
-    (n + PAGE - 1) & !(PAGE - 1)
-}
 
 /// A power-of-two piece of a data area: the place of one ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -62,7 +62,7 @@
 use crate::fabric::layout::Region;
 pub use crate::fabric::ring::block::{DirectionBlock, EndMark, RxFlags, Wake};
 pub use crate::fabric::ring::consumer::{Armed, Consumer, OfferError, REGIONS};
-pub use crate::fabric::ring::memory::{Allowance, Byte, DataArea, Spans};
+pub use crate::fabric::ring::memory::{Allowance, Byte, DataArea, NoRing, Spans};
 pub use crate::fabric::ring::producer::Producer;
 
 mod block;

@@ -14,12 +14,9 @@ pub enum OfferError {
     /// The last offer is not adopted, or the ring that it replaced is not yet taken by `take_retired`.
     #[error("an earlier ring switch is not finished")]
     Pending,
-    /// The region is not inside the data area.
-    #[error("region outside the data area")]
-    Outside,
-    /// The region cannot be mapped.
-    #[error("no memory for the region")]
-    Unmapped,
+    /// The region has no ring.
+    #[error("{0}")]
+    NoRing(#[from] NoRing),
 }
 
 /// The result of arming for data.
@@ -294,7 +291,7 @@ impl Consumer {
         if self.is_switching() {
             return Err(OfferError::Pending);
         }
-        let ring = self.ring_of(region)?;
+        let ring = self.area.ring(region)?;
         let offer = Offer {
             generation: Offer::next_generation(Adopted::unpack(self.adopted).generation),
             region,
@@ -302,13 +299,6 @@ impl Consumer {
         self.pending = Some(Pending { offer, ring });
         self.mine().offer.publish(offer.pack());
         Ok(self.theirs().take_want_space())
-    }
-
-    fn ring_of(&self, region: Region) -> Result<RingMemory, OfferError> {
-        self.area.ring(region).map_err(|e| match e {
-            NoRing::Outside => OfferError::Outside,
-            NoRing::Unmapped => OfferError::Unmapped,
-        })
     }
 
     /// Offers `region`, which need not have memory but [can be mapped](crate::fabric::LinkEnd::reserve), for a
@@ -459,8 +449,7 @@ impl Consumer {
             return Err(Violation::BadSwitch.into());
         }
         if let Some(offer) = taken {
-            let ring = self.ring_of(offer.region);
-            let ring = ring.map_err(|_| RingError::Unmapped)?;
+            let ring = self.area.ring(offer.region).map_err(|_| RingError::Unmapped)?;
             let ring = ring.part(part).ok_or(Violation::BadSwitch)?;
             let withdrawn = self.pending.replace(Pending { offer, ring });
             self.retire(withdrawn.map(|p| p.offer.region));

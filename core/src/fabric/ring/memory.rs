@@ -34,11 +34,13 @@ enum Place {
 }
 
 /// Why there is no ring in a region.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum NoRing {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NoRing {
     /// The region is outside the data area: the offer is wrong.
+    #[error("region outside the data area")]
     Outside,
     /// The region cannot be mapped in this process, because of limits of its own.
+    #[error("no memory for the region")]
     Unmapped,
 }
 
@@ -127,12 +129,9 @@ impl DataArea {
     /// # Safety
     /// No other thread, process or device uses that part of the ring.
     pub(in crate::fabric) unsafe fn copy_in(&self, region: Region, pos: u64, bytes: &[u8]) -> bool {
-        let Ok(ring) = self.ring(region) else {
-            return false;
-        };
-        let spans = ring.spans(pos, bytes.len() as u64);
+        let ring = self.ring(region).map(|ring| ring.spans(pos, bytes.len() as u64));
         // SAFETY: `bytes` is readable, and not shared memory, where no slice is formed.
-        unsafe { spans.copy_in(0, bytes.as_ptr(), bytes.len()) == bytes.len() }
+        ring.is_ok_and(|spans| unsafe { spans.copy_in(0, bytes.as_ptr(), bytes.len()) == bytes.len() })
     }
 
     /// Fills `bytes` from position `pos` on of the ring in `region`. False if `bytes` is longer than the ring.
@@ -140,12 +139,9 @@ impl DataArea {
     /// # Safety
     /// No thread, process or device writes to that part of the ring.
     pub(in crate::fabric) unsafe fn copy_out(&self, region: Region, pos: u64, bytes: &mut [u8]) -> bool {
-        let Ok(ring) = self.ring(region) else {
-            return false;
-        };
-        let spans = ring.spans(pos, bytes.len() as u64);
+        let ring = self.ring(region).map(|ring| ring.spans(pos, bytes.len() as u64));
         // SAFETY: `bytes` is writable, and not shared memory.
-        unsafe { spans.copy_out(0, bytes.as_mut_ptr(), bytes.len()) == bytes.len() }
+        ring.is_ok_and(|spans| unsafe { spans.copy_out(0, bytes.as_mut_ptr(), bytes.len()) == bytes.len() })
     }
 }
 
@@ -285,23 +281,9 @@ impl Spans<'_> {
     }
 }
 
-/// # Safety
-/// `src` is readable and `ring` part of a mapped area for `len` bytes; they do not overlap.
+// Outside the models both ways are a plain copy.
 #[cfg(not(loom))]
-#[inline(always)]
-unsafe fn to_ring(src: *const u8, ring: *mut Byte, len: usize) {
-    // SAFETY: by the caller.
-    unsafe { copy(src, ring, len) }
-}
-
-/// # Safety
-/// `dst` is writable and `ring` part of a mapped area for `len` bytes; they do not overlap.
-#[cfg(not(loom))]
-#[inline(always)]
-unsafe fn from_ring(ring: *const Byte, dst: *mut u8, len: usize) {
-    // SAFETY: by the caller.
-    unsafe { copy(ring, dst, len) }
-}
+use self::{copy as from_ring, copy as to_ring};
 
 /// Copies as memcpy does. Up to 16 bytes take two moves that may overlap in the middle, since a call of memcpy costs
 /// more than such a copy.
@@ -341,7 +323,7 @@ unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
 }
 
 /// # Safety
-/// As for the function of this name without loom.
+/// `src` is readable and `ring` part of a mapped area for `len` bytes; they do not overlap.
 #[cfg(loom)]
 unsafe fn to_ring(src: *const u8, ring: *mut Byte, len: usize) {
     for i in 0..len {
@@ -351,7 +333,7 @@ unsafe fn to_ring(src: *const u8, ring: *mut Byte, len: usize) {
 }
 
 /// # Safety
-/// As for the function of this name without loom.
+/// `dst` is writable and `ring` part of a mapped area for `len` bytes; they do not overlap.
 #[cfg(loom)]
 unsafe fn from_ring(ring: *const Byte, dst: *mut u8, len: usize) {
     for i in 0..len {

@@ -530,11 +530,7 @@ impl Producer {
     pub(in crate::fabric) fn fits_aside(&mut self, log2: u8) -> Option<u8> {
         self.reload().ok()?;
         let may_move = !self.aside && !self.ended && self.ring.size() != 0;
-        if !may_move {
-            return None;
-        }
-        let part = self.part_of(log2)?;
-        self.has_more(part).then_some(part)
+        self.part_of(log2).filter(|part| may_move && self.has_more(*part))
     }
 
     /// Moves the producer to `region` of its area, which no other stream uses. The end adopts the peer's offers

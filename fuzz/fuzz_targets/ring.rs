@@ -250,10 +250,10 @@ fn block(ops: &[Op]) {
 
 /// Checks that a sweep ends and returns only valid stream numbers, for any bits in the lines.
 fn ready(words: &[(u16, u64)], streams: &[u32]) {
-    let lines: Box<[ReadyLine]> = (0..GROUPS).map(|_| ReadyLine::new()).collect();
+    let lines: Box<[ReadyLine]> = (0..GROUPS).map(|_| ReadyLine::default()).collect();
     let queue = Lines(&lines);
     let all = size_of_val(&*lines) / 8;
-    let mut cursor = ReadyCursor::new();
+    let mut cursor = ReadyCursor::default();
     for stream in streams {
         queue.push(*stream);
     }

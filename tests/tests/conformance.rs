@@ -108,7 +108,7 @@ fn arena(data_bytes: u64) -> [Side; 2] {
     let layout = Layout::for_data(data_bytes).expect("a size that arenas have");
     let fd = memfd::create_file("rdmasock-conformance", layout.file_len()).expect("a memfd");
     [(), ()].map(|()| {
-        let side = Side::blank().expect("addresses");
+        let side = Side::blank();
         side.show(fd.as_fd(), &layout).expect("a mapping");
         side
     })

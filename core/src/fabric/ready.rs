@@ -36,13 +36,6 @@ const _: () = assert!(size_of::<ReadyLine>() == crate::fabric::layout::LINE_BYTE
 #[cfg(not(loom))]
 const _: () = assert!(align_of::<ReadyLine>() == crate::fabric::layout::LINE_BYTES);
 
-impl ReadyLine {
-    /// Returns an empty line outside shared memory.
-    pub fn new() -> Self {
-        Self::default()
-    }
-}
-
 /// The ready queue of one waiter: many pushers (the threads of one peer), one sweeper.
 pub trait ReadyQueue {
     /// Returns the line of a group of streams; `None` where there is none, or not yet.
@@ -75,14 +68,14 @@ pub struct PrivateQueue(Box<[ReadyLine]>);
 
 impl Default for PrivateQueue {
     fn default() -> Self {
-        Self((0..GROUPS).map(|_| ReadyLine::new()).collect())
+        Self((0..GROUPS).map(|_| ReadyLine::default()).collect())
     }
 }
 
 impl PrivateQueue {
     /// Empties the queue.
     pub fn clear(&self) {
-        let mut cursor = ReadyCursor::new();
+        let mut cursor = ReadyCursor::default();
         cursor.begin(self);
         while cursor.pop(self).is_some() {}
     }
@@ -105,11 +98,6 @@ pub struct ReadyCursor {
 }
 
 impl ReadyCursor {
-    /// Returns a cursor with no sweep begun.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
     /// Begins a sweep, unless one is unfinished. Then call [`pop`](Self::pop) until `None`.
     pub fn begin(&mut self, queue: &(impl ReadyQueue + ?Sized)) {
         if self.bits != 0 || self.summary != [0; SUMMARY] {

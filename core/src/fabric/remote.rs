@@ -146,10 +146,10 @@ codes! {
 pub enum Fault {
     /// The queue pair failed, or the peer is gone. Bytes that were not received can be sent again over TCP.
     #[error("{0}")]
-    Down(Down),
+    Down(#[from] Down),
     /// The peer broke the protocol. The content of the rings cannot be trusted.
     #[error("peer violation: {0}")]
-    Violation(Breach),
+    Violation(#[from] Breach),
     /// The peer's device has not answered for 5 s (`SILENCE`). Bytes that were not received can be sent again over TCP.
     #[error("no answer from the peer's device for {} s", SILENCE / 1_000_000_000)]
     Silent,
@@ -158,17 +158,7 @@ pub enum Fault {
     Closed,
 }
 
-impl From<Breach> for Fault {
-    fn from(breach: Breach) -> Self {
-        Self::Violation(breach)
-    }
-}
-
-impl From<Down> for Fault {
-    fn from(down: Down) -> Self {
-        Self::Down(down)
-    }
-}
+impl std::error::Error for Breach {}
 
 /// The first fault of a link. Any thread may read it, and signal handlers too.
 #[derive(Debug, Default)]

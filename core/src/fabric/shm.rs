@@ -5,14 +5,14 @@
 //! waiters. Not here: making a link, whether it is up, and the purpose of its streams.
 
 use std::os::fd::BorrowedFd;
-use std::sync::atomic::Ordering::{AcqRel, Acquire, Release};
-use std::sync::atomic::{AtomicBool, AtomicU32};
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::{Acquire, Release};
 
 use rustix::io::Errno;
 
 use crate::fabric::layout::{Layout, Region};
 use crate::fabric::ready::ReadyQueue;
-use crate::fabric::ring::{Consumer, DirectionBlock, Producer, Wake};
+use crate::fabric::ring::{Consumer, Producer, Wake};
 pub use crate::fabric::side::Side;
 use crate::fabric::side::{Done, Numbers, done};
 use crate::fabric::waiter::{FLAGS_BYTES, FlagPage, WaiterId};
@@ -49,8 +49,6 @@ pub struct End<O> {
     peer_flags: FlagPage,
     marks: [RungMark; layout::READY_QUEUES as usize],
     numbers: Numbers,
-    /// Stream numbers of this end below this have memory for their blocks.
-    backed: AtomicU32,
     is_lost: AtomicBool,
     outside: O,
 }
@@ -70,7 +68,6 @@ impl<O> End<O> {
             peer_flags,
             marks: std::array::from_fn(|_| RungMark::new()),
             numbers,
-            backed: AtomicU32::new(0),
             is_lost: AtomicBool::new(false),
             outside,
         }
@@ -81,9 +78,8 @@ impl<O> End<O> {
     /// # Safety
     /// As for [`new`](Self::new).
     pub unsafe fn blank(outside: O) -> Result<Self, Errno> {
-        let (mine, theirs) = (Side::blank()?, Side::blank()?);
         // SAFETY: by the contract.
-        Ok(unsafe { Self::new(mine, theirs, FlagPage::blank()?, outside) })
+        Ok(unsafe { Self::new(Side::blank(), Side::blank(), FlagPage::blank()?, outside) })
     }
 
     /// Becomes the end of a link, with no stream open. The end must be [blank](Self::blank) or
@@ -109,7 +105,6 @@ impl<O> End<O> {
             .inspect_err(|_| self.is_lost.store(true, Release))?;
         self.numbers.reset(layout.data_len() as u64);
         self.marks.iter().for_each(RungMark::reset);
-        self.backed.store(0, Release);
         Ok(())
     }
 
@@ -155,21 +150,13 @@ impl<O> End<O> {
     /// Gets memory for the block and the first ring of a new stream.
     fn back(&self, vqpn: Vqpn, region: Region) -> Result<(), Errno> {
         self.mine.reach(vqpn)?;
-        if vqpn.0 >= self.backed.load(Acquire) {
-            self.mine.back_stream(vqpn)?;
-            // All blocks of a page have memory together.
-            let (page, block) = (layout::PAGE, size_of::<DirectionBlock>());
-            let next = (vqpn.0 + 1).next_multiple_of((page / block) as u32);
-            self.backed.fetch_max(next, AcqRel);
-        }
+        self.mine.back_stream(vqpn)?;
         self.mine.back_ring(region)
     }
 
     fn leave(&self, mine: Vqpn, consumer: Option<Consumer>, bits: u8) {
         self.numbers.keep(mine, consumer);
-        if bits != 0 {
-            self.mark_done(mine, bits);
-        }
+        self.mark_done(mine, bits);
     }
 
     /// Holds the rings of stream `mine`, which this end has not left: they are kept until [`let_go`](Self::let_go) is
@@ -180,15 +167,11 @@ impl<O> End<O> {
 
     /// Ends a [`hold`](Self::hold), and gives the rings back if both ends are done with the stream.
     pub fn let_go(&self, mine: Vqpn) {
-        self.give_all_back(self.numbers.let_go(mine));
+        self.mark_done(mine, done::USERS);
     }
 
     fn mark_done(&self, mine: Vqpn, bits: u8) {
-        self.give_all_back(self.numbers.mark(mine, bits));
-    }
-
-    fn give_all_back(&self, done: Option<Done>) {
-        if let Some(Done { number, regions }) = done {
+        if let Some(Done { number, regions }) = self.numbers.mark(mine, bits) {
             regions.into_iter().for_each(|r| self.give_back(r));
             self.numbers.give_back(number);
         }
@@ -223,14 +206,13 @@ impl<O: Outside> End<O> {
 impl<O: Outside> LinkEnd for End<O> {
     fn open(&self, log2: u8) -> Result<Opened, OpenError> {
         let (vqpn, region) = self.numbers.take(log2)?;
-        if self.back(vqpn, region).is_err() {
-            self.mine.give_back(region);
-            self.numbers.put_back(vqpn, region);
-            return Err(OpenError::Arena);
-        }
+        let backed = self.back(vqpn, region).map_err(|_| OpenError::Arena);
         // SAFETY: the number is free, and the end outlives the consumer (`new`).
-        let opened = unsafe { self.mine.open(vqpn, region) };
-        opened.inspect_err(|_| self.numbers.put_back(vqpn, region))
+        let opened = backed.and_then(|()| unsafe { self.mine.open(vqpn, region) });
+        opened.inspect_err(|_| {
+            self.give_back(region);
+            self.numbers.give_back(vqpn);
+        })
     }
 
     fn producer(&self, theirs: Vqpn) -> Option<Producer> {

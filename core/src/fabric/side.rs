@@ -21,8 +21,8 @@ use crate::os::memfd::{Access, Extent, Mapping, PAGE};
 use crate::sparse::Sparse;
 use crate::wire::RingOffer;
 
-/// The arena of one side, as mapped in this process: whole ([`new`](Self::new), [`anonymous`](Self::anonymous)), or as
-/// far as it is used ([`blank`](Self::blank)). `anonymous` and `blank` make places for one arena after another.
+/// The arena of one side, as mapped in this process: whole ([`anonymous`](Self::anonymous)), or as far as it is used
+/// ([`blank`](Self::blank)). Both make places for one arena after another.
 ///
 /// The groups, which threads access without a lock, keep their addresses from one arena to the next. So a thread that
 /// is late with a wake-up for a link that is gone does no harm.
@@ -34,26 +34,13 @@ pub struct Side {
 
 /// The mappings of an arena that is mapped as a whole.
 struct Whole {
-    /// The mapping of the groups, or of the whole arena if it has one mapping.
+    /// The mapping of the groups; in tests perhaps of the whole arena.
     groups: Mapping,
     /// The data area's own mapping, if it has one and is mapped.
     data: Lock<Option<Mapping>>,
 }
 
 impl Side {
-    /// Returns the arena in `mapping`; `None` if the mapping is shorter than the layout says.
-    pub fn new(mapping: Mapping, layout: Layout) -> Option<Self> {
-        let start = mapping.as_ptr();
-        (mapping.bytes() as u64 >= layout.file_len()).then(|| Self {
-            groups: Segments::whole(start, layout::DATA_OFFSET),
-            data: Segments::whole(start.wrapping_add(layout::DATA_OFFSET), layout.data_len()),
-            whole: Some(Whole {
-                groups: mapping,
-                data: Lock::new(None),
-            }),
-        })
-    }
-
     /// Returns a place for an arena in memory of this process alone, with no data area yet.
     pub fn anonymous() -> Result<Self, Errno> {
         let groups = Mapping::anonymous(layout::DATA_OFFSET)?;
@@ -77,14 +64,12 @@ impl Side {
     }
 
     /// Returns a place for an arena, with none in it.
-    pub fn blank() -> Result<Self, Errno> {
-        let groups = Segments::new();
-        groups.reserve(layout::DATA_OFFSET)?;
-        Ok(Self {
-            groups,
+    pub const fn blank() -> Self {
+        Self {
+            groups: Segments::new(),
             data: Segments::new(),
             whole: None,
-        })
+        }
     }
 
     /// Maps the beginning of the arena in a file of `layout`; later calls map more as it is used. For a place without
@@ -141,7 +126,7 @@ impl Side {
 
     pub(super) fn area(&self) -> DataArea {
         match self.whole {
-            // SAFETY: the data area lies within the mapping (`new`), which stays for as long as there
+            // SAFETY: the data area lies within the mapping (`map_data`), which stays for as long as there
             // are cursors (the contract of each fabric's `End::new`).
             Some(_) => unsafe { DataArea::new(self.data_at(0), self.data_len()) },
             // SAFETY: as above, and of `release`.
@@ -215,7 +200,7 @@ impl Side {
         let Some(queue) = self.queue(waiter) else {
             return;
         };
-        let mut cursor = ReadyCursor::new();
+        let mut cursor = ReadyCursor::default();
         if cursor.is_idle(&queue) {
             return;
         }
@@ -228,13 +213,30 @@ impl Side {
     /// Returns whether a stream is queued for a waiter of the arena's owner, and no thread is about to take it.
     pub(super) fn has_ready(&self, waiter: WaiterId) -> bool {
         self.queue(waiter)
-            .is_some_and(|queue| !ReadyCursor::new().is_idle(&queue))
+            .is_some_and(|queue| !ReadyCursor::default().is_idle(&queue))
     }
 
     /// Returns the ready queue of a waiter of the arena's owner; `None` if the waiter has none.
     #[inline]
     pub(super) fn queue(&self, waiter: WaiterId) -> Option<Queue<'_>> {
         (u32::from(waiter.0) < layout::READY_QUEUES).then_some(Queue { side: self, waiter })
+    }
+}
+
+/// For tests and the fuzzers.
+#[cfg(any(test, feature = "mem", feature = "fuzzing"))]
+impl Side {
+    /// Returns the arena in `mapping`; `None` if the mapping is shorter than the layout says.
+    pub fn new(mapping: Mapping, layout: Layout) -> Option<Self> {
+        let start = mapping.as_ptr();
+        (mapping.bytes() as u64 >= layout.file_len()).then(|| Self {
+            groups: Segments::whole(start, layout::DATA_OFFSET),
+            data: Segments::whole(start.wrapping_add(layout::DATA_OFFSET), layout.data_len()),
+            whole: Some(Whole {
+                groups: mapping,
+                data: Lock::new(None),
+            }),
+        })
     }
 }
 
@@ -339,14 +341,6 @@ impl<const UNIT: usize> Segments<UNIT> {
         self.forget();
         self.total.store(0, Release);
         (0..MOST).for_each(|k| self.lose(k));
-    }
-
-    /// Reserves addresses for the first segment, before there is a file.
-    fn reserve(&self, total: usize) -> Result<(), Errno> {
-        self.total.store(total, Release);
-        let first = Extent::neutral(self.length(0))?;
-        self.set(0, first.start().as_ptr());
-        Ok(())
     }
 
     /// Maps the first segment of the part that begins at `offset` of the file and has `total` bytes. If the segments
@@ -475,10 +469,7 @@ impl<const UNIT: usize> Segments<UNIT> {
     /// Unmaps the file, but keeps the addresses for the next one.
     fn neutralise(&self) {
         self.forget();
-        for k in 0..MOST {
-            let Some(extent) = self.extent(k) else {
-                continue;
-            };
+        for (k, extent) in self.extents() {
             // SAFETY: a mapping of this value; its users form references to atomics only.
             if unsafe { extent.neutralise() }.is_err() {
                 self.lose(k);
@@ -490,7 +481,7 @@ impl<const UNIT: usize> Segments<UNIT> {
     /// of the parent may have been growing it.
     fn after_fork(&self) {
         self.forget();
-        for extent in (0..MOST).filter_map(|k| self.extent(k)) {
+        for (_, extent) in self.extents() {
             // SAFETY: a mapping of this value; its users form references to atomics only.
             unsafe { extent.after_fork() };
         }
@@ -503,13 +494,10 @@ impl<const UNIT: usize> Segments<UNIT> {
     /// No pointer into a segment is used any more.
     unsafe fn unmap(&self) {
         self.forget();
-        for k in 0..MOST {
-            let extent = self.extent(k);
+        for (k, extent) in self.extents() {
             self.lose(k);
-            if let Some(extent) = extent {
-                // SAFETY: a mapping of this value, and no pointer into it is used, by the contract.
-                unsafe { extent.unmap() };
-            }
+            // SAFETY: a mapping of this value, and no pointer into it is used, by the contract.
+            unsafe { extent.unmap() };
         }
     }
 
@@ -546,6 +534,10 @@ impl<const UNIT: usize> Segments<UNIT> {
         Some(Extent::new(start, front + self.length(k)))
     }
 
+    fn extents(&self) -> impl Iterator<Item = (usize, Extent)> {
+        (0..MOST).filter_map(|k| Some((k, self.extent(k)?)))
+    }
+
     fn length(&self, k: usize) -> usize {
         let (first, end) = (first_of(k) * UNIT, first_of(k + 1) * UNIT);
         end.min(self.total()).saturating_sub(first)
@@ -565,13 +557,14 @@ const fn segment_of<const UNIT: usize>(offset: usize) -> usize {
     (usize::BITS - (offset / UNIT).leading_zeros()) as usize
 }
 
-/// Which ends are done with a stream's number.
+/// Who is done with a stream's number.
 pub(super) mod done {
     pub const LOCAL: u8 = 1;
     pub const PEER: u8 = 2;
     pub const BOTH: u8 = LOCAL | PEER;
-    /// A user in this process still accesses its rings.
-    pub const HELD: u8 = 4;
+    /// No user in this process [holds](super::Numbers::hold) its rings.
+    pub const USERS: u8 = 4;
+    pub const ALL: u8 = BOTH | USERS;
 }
 
 struct Inner {
@@ -645,17 +638,9 @@ impl Numbers {
             return Err(OpenError::Arena);
         };
         if let Some(done) = self.done.make(number as usize) {
-            done.store(0, Release);
+            done.store(done::USERS, Release);
         }
         Ok((Vqpn(number), region))
-    }
-
-    /// Gives back a number that was not used, and its ring.
-    pub fn put_back(&self, number: Vqpn, region: Region) {
-        if let Some(mut inner) = self.inner.lock() {
-            inner.arena.free(region);
-            inner.free.push(number.0);
-        }
     }
 
     /// Keeps the rings of a stream that this end has left until both have.
@@ -665,34 +650,21 @@ impl Numbers {
         }
     }
 
-    /// Records that the ends in `bits` ([`done`]) are done with the number. Returns its rings, once: when both ends are
+    /// Holds the rings of a number that this end is not done with: they are not given back before
+    /// [`done::USERS`] is [marked](Self::mark), once.
+    pub fn hold(&self, number: Vqpn) {
+        if let Some(done) = self.done.get(number.0 as usize) {
+            done.fetch_and(!done::USERS, AcqRel);
+        }
+    }
+
+    /// Records that those in `bits` ([`done`]) are done with the number. Returns its rings, once: when both ends are
     /// done and no user holds them.
     pub fn mark(&self, number: Vqpn, bits: u8) -> Option<Done> {
         let before = self.done.get(number.0 as usize)?.fetch_or(bits, AcqRel);
-        if before == done::BOTH || before | bits != done::BOTH {
+        if before == done::ALL || before | bits != done::ALL {
             return None;
         }
-        self.done(number)
-    }
-
-    /// Holds the rings of a number that this end is not done with: they are not given back before
-    /// [`let_go`](Self::let_go) is called, once.
-    pub fn hold(&self, number: Vqpn) {
-        if let Some(done) = self.done.get(number.0 as usize) {
-            done.fetch_or(done::HELD, AcqRel);
-        }
-    }
-
-    /// Ends a [`hold`](Self::hold). Returns the rings if both ends are done with the number by now.
-    pub fn let_go(&self, number: Vqpn) -> Option<Done> {
-        let before = self.done.get(number.0 as usize)?.fetch_and(!done::HELD, AcqRel);
-        if before != done::BOTH | done::HELD {
-            return None;
-        }
-        self.done(number)
-    }
-
-    fn done(&self, number: Vqpn) -> Option<Done> {
         let mut inner = self.inner.lock()?;
         let left = inner.zombies.extract_if(.., |(left, _)| *left == number.0);
         let regions = left.flat_map(|(_, regions)| regions).flatten().collect();

@@ -13,7 +13,7 @@ mod sequences {
 
     #[test]
     fn a_sweep_ends_though_streams_are_pushed_again() {
-        let (queue, mut cursor) = (PrivateQueue::default(), ReadyCursor::new());
+        let (queue, mut cursor) = (PrivateQueue::default(), ReadyCursor::default());
         for v in [0, 63, 64, 16383, 16383, 99999] {
             queue.push(v);
         }
@@ -30,7 +30,7 @@ mod sequences {
 
     #[test]
     fn hostile_contents_are_only_spurious_streams() {
-        let (queue, mut cursor) = (PrivateQueue::default(), ReadyCursor::new());
+        let (queue, mut cursor) = (PrivateQueue::default(), ReadyCursor::default());
         for s in &queue.0[0].summary {
             s.reset(u64::MAX);
         }
@@ -62,7 +62,7 @@ mod sequences {
         fn what_is_pushed_is_popped(
             ops in proptest::collection::vec(proptest::option::of(0..MAX_STREAMS), 1..if cfg!(miri) { 50 } else { 300 }),
         ) {
-            let (queue, mut cursor) = (PrivateQueue::default(), ReadyCursor::new());
+            let (queue, mut cursor) = (PrivateQueue::default(), ReadyCursor::default());
             let mut model = BTreeSet::new();
             for op in ops {
                 match op {

@@ -184,11 +184,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     /// caller notifies the peer of each.
     pub fn end_retired(&self, mut end: impl FnMut(Q)) -> usize {
         self.shared.retired_unseen.publish(false);
-        // Not under this lock: a thread that gives one up takes the lock under the engine's.
-        let retired = match self.shared.retired.lock() {
-            Some(mut retired) => std::mem::take(&mut *retired),
-            None => Vec::new(),
-        };
+        let retired = self.with(|engine| std::mem::take(&mut engine.retired));
+        let retired = retired.unwrap_or_default();
         let count = retired.len();
         for Retired { qp, under_way } in retired {
             end(qp);
@@ -283,7 +280,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
 
     /// Ends the loan if the peer was not told of it. Then it [is done](Self::is_source_done).
     pub fn cancel_source(&self, theirs: Vqpn) {
-        self.of_peer(theirs, |s| s.out.loans.cancel());
+        self.of_peer(theirs, |s| s.out.loans.untold = None);
     }
 
     /// Returns whether the loan is to be ended: the peer has all of the bytes, or needs the rest in the ring.

@@ -103,7 +103,6 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
                 local,
                 tuning,
                 dirty: PrivateQueue::default(),
-                closing: PrivateQueue::default(),
                 tells: Sparse::new(),
                 outbox: Lock::new(VecDeque::new()),
                 news: Published::default(),
@@ -111,7 +110,6 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
                 is_watched: Published::default(),
                 watch_unseen: Published::default(),
                 marks: (0..MAX_WAITERS).map(|_| RungMark::new()).collect(),
-                retired: Lock::new(Vec::new()),
                 retired_unseen: Published::default(),
             },
             again: Handoff::new(),
@@ -119,7 +117,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
             fault: FaultCell::default(),
             fault_unseen: Published::default(),
             numbers,
-            registries: [Registry::new(), Registry::new()],
+            registries: Default::default(),
             users: Presence::new(),
         })
     }
@@ -277,11 +275,9 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
             return None;
         }
         self.with(|engine| {
-            let message = engine.inbox.pop_front();
-            if message.is_some() {
-                self.shared.news.take_one();
-            }
-            message
+            let message = engine.inbox.pop_front()?;
+            self.shared.news.take_one();
+            Some(message)
         })?
     }
 
@@ -509,21 +505,13 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
 
     /// Ends a [`hold`](Self::hold), and frees the rings if both ends are done with the stream.
     pub fn let_go(&self, mine: Vqpn) {
-        self.give_back(self.numbers.let_go(mine));
+        self.mark_done(mine, done::USERS);
     }
 
     fn mark_done(&self, mine: Vqpn, bits: u8) {
-        self.give_back(self.numbers.mark(mine, bits));
-    }
-
-    fn give_back(&self, done: Option<Done>) {
-        let Some(done) = done else {
-            return;
-        };
-        // If the engine cannot be used, the number stays taken.
-        let forgot = self.with(|engine| engine.forget_when_quiet(&self.shared, done));
-        if let Some(done) = forgot.flatten() {
-            self.free_number(done);
+        if let Some(done) = self.numbers.mark(mine, bits) {
+            // If the engine cannot be used, the number stays taken.
+            self.with(|engine| engine.forget_when_quiet(&self.shared, done));
         }
     }
 
@@ -546,7 +534,8 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
     fn open(&self, log2: u8) -> Result<Opened, OpenError> {
         let (vqpn, region) = self.numbers.take(log2)?;
         let undo = |error| {
-            self.numbers.put_back(vqpn, region);
+            self.numbers.free(region);
+            self.numbers.give_back(vqpn);
             error
         };
         // SAFETY: the number is free, and the engine has forgotten it; the end outlives the consumer (`new`). `pair`
@@ -589,15 +578,11 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
         let Some(yours) = theirs else {
             return self.mark_done(mine, done::BOTH);
         };
-        match self.with(|engine| engine.close(mine.0, yours.0)) {
-            Some(true) => {}
-            // The stream was never paired: there are no bytes to be carried over.
-            Some(false) => {
-                if self.send(&Message::Closed { yours }).is_ok() {
-                    self.mark_done(mine, done::LOCAL);
-                }
-            }
-            None => self.shared.closing.push(mine.0),
+        // If the engine cannot be used, the number stays taken.
+        let is_left_to_it = self.with(|engine| engine.close(mine.0, yours.0));
+        // If the stream was never paired, there are no bytes to be carried over.
+        if is_left_to_it == Some(false) && self.send(&Message::Closed { yours }).is_ok() {
+            self.mark_done(mine, done::LOCAL);
         }
         self.touch(yours);
     }

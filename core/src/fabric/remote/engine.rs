@@ -11,7 +11,7 @@ use crate::fabric::ready::{PrivateQueue, ReadyCursor, ReadyQueue};
 use crate::fabric::remote::bulk::Bulk;
 use crate::fabric::remote::qp::{Down, Key, Limits, PostError, QueuePair};
 use crate::fabric::remote::sender::Sender;
-use crate::fabric::remote::shared::{After, Chunks, OwnChunk, Shared, Target, Which};
+use crate::fabric::remote::shared::{After, Chunks, OwnChunk, Retired, Shared, Target, Which};
 use crate::fabric::remote::stream::{State, Stream, Streams};
 use crate::fabric::remote::watch::{Step, Watch};
 use crate::fabric::remote::{DirectCounts, Fault, Local, SERVICE};
@@ -49,9 +49,8 @@ pub(super) struct Engine<Q> {
     pub streams: Streams,
     pub means: Means<Q>,
     pub inbox: VecDeque<Message>,
-    /// The sweeps of [`Shared::dirty`], [`Shared::closing`] and `lazy`.
+    /// The sweeps of [`Shared::dirty`] and `lazy`.
     pub sweep: ReadyCursor,
-    pub closing: ReadyCursor,
     pub lazy: (PrivateQueue, ReadyCursor),
     /// The stream, by the peer's number, whose turn was interrupted because there was no room.
     pub current: Option<u32>,
@@ -60,6 +59,9 @@ pub(super) struct Engine<Q> {
     pub now: u64,
     /// The serial of the last advert or loan.
     pub serial: u32,
+    /// Bulk queue pairs that were given up, for [`End::end_retired`](crate::fabric::remote::End::end_retired): to end
+    /// them may take long.
+    pub retired: Vec<Retired<Q>>,
     /// Numbers that both ends are done with, of streams into whose rings READs may still bring bytes.
     pub unforgotten: Vec<Done>,
 }
@@ -77,13 +79,13 @@ impl<Q: QueuePair> Engine<Q> {
                 direct: DirectCounts::default(),
             },
             inbox: VecDeque::new(),
-            sweep: ReadyCursor::new(),
-            closing: ReadyCursor::new(),
+            sweep: ReadyCursor::default(),
             lazy: Default::default(),
             current: None,
             watch: Watch::new(),
             now: 0,
             serial: 0,
+            retired: Vec::new(),
             unforgotten: Vec::new(),
         }
     }
@@ -98,22 +100,12 @@ impl<Q: QueuePair> Engine<Q> {
 
     /// Forgets a stream whose number both ends are done with.
     pub fn forget<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32) {
+        self.streams.unlink(mine);
         if let Some(s) = self.streams.get(mine) {
-            let theirs = s.theirs;
             if let Some(aside) = s.out.aside {
                 g.buffers.give_back(aside.region);
             }
             *s = Stream::default();
-            self.unlink(mine, theirs);
-        }
-    }
-
-    /// Ends the pairing of the peer's number with stream `mine`.
-    pub fn unlink(&mut self, mine: u32, theirs: Option<u32>) {
-        if let Some(theirs) = theirs
-            && self.streams.mine(theirs) == Some(mine)
-        {
-            self.streams.link(theirs, None);
         }
     }
 
@@ -143,7 +135,7 @@ impl<Q: QueuePair> Engine<Q> {
         if s.out.stopped {
             s.out.on_stop(block);
         }
-        self.streams.link(theirs, Some(mine));
+        self.streams.link(mine, theirs);
     }
 
     /// Has CLOSED sent once all bytes are carried over. False if the two numbers are not paired.

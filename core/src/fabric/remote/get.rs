@@ -21,7 +21,7 @@ const READ: u32 = 128 * 1024;
 /// The sending side of loans; at most one is open, until TAKEN has come for it.
 #[derive(Debug, Default)]
 pub(super) struct Loans {
-    /// The loan for which SOURCE is to be sent.
+    /// The loan for which SOURCE is to be sent; may be taken away until then.
     pub untold: Option<Memory>,
     /// The loan for which SOURCE was sent.
     told: Option<Memory>,
@@ -33,10 +33,6 @@ impl Loans {
         self.untold.or(self.told).is_some()
     }
 
-    fn begin(&mut self, loan: Memory) {
-        self.untold = Some(loan);
-    }
-
     pub fn on_told(&mut self) {
         self.told = self.untold.take().or(self.told);
     }
@@ -44,11 +40,6 @@ impl Loans {
     /// Returns the position up to which the peer may have read; `None` if SOURCE was not sent.
     pub fn reach(&self) -> Option<u64> {
         self.told.map(|loan| loan.end())
-    }
-
-    /// Ends the loan if SOURCE was not sent.
-    pub fn cancel(&mut self) {
-        self.untold = None;
     }
 
     /// Takes in TAKEN: the loan is over, and the direction goes on at `tail`. An error if that is outside the loan, or
@@ -179,7 +170,7 @@ impl<Q: QueuePair> Engine<Q> {
             return false;
         }
         self.serial = self.serial.wrapping_add(1);
-        out.loans.begin(Memory {
+        out.loans.untold = Some(Memory {
             serial: self.serial,
             position: source.from,
             address: source.address as u64,
@@ -245,21 +236,19 @@ impl<Q: QueuePair> Engine<Q> {
             && let Some(at) = self.unforgotten.iter().position(|done| done.number.0 == mine)
         {
             let done = self.unforgotten.swap_remove(at);
-            self.forget(g, mine);
-            self.means.after.done.push(done);
+            self.forget_when_quiet(g, done);
         }
     }
 
-    /// Forgets a number that both ends are done with, and returns it to be freed. `None` if READs may still bring bytes
-    /// into its ring: then it is freed later.
-    pub fn forget_when_quiet<L: Local>(&mut self, g: &Shared<Q, L>, done: Done) -> Option<Done> {
-        let mine = done.number.0;
-        if self.streams.get(mine).is_some_and(Stream::is_read_into) {
+    /// Forgets a number that both ends are done with, and has it freed; later if READs may still bring bytes into its
+    /// ring.
+    pub fn forget_when_quiet<L: Local>(&mut self, g: &Shared<Q, L>, done: Done) {
+        if self.streams.get(done.number.0).is_some_and(Stream::is_read_into) {
             self.unforgotten.push(done);
-            return None;
+        } else {
+            self.forget(g, done.number.0);
+            self.means.after.done.push(done);
         }
-        self.forget(g, mine);
-        Some(done)
     }
 
     /// Posts READs of lent memory, as many as may be under way.
@@ -389,8 +378,10 @@ mod tests {
 
     #[test]
     fn what_was_told_is_over_with_its_answer_alone() {
-        let mut loans = Loans::default();
-        loans.begin(LOAN);
+        let mut loans = Loans {
+            untold: Some(LOAN),
+            told: None,
+        };
         assert_eq!((loans.untold, loans.reach()), (Some(LOAN), None));
         assert_eq!(loans.on_taken(7, 150, 0), Err(Breach::Loan), "it was not told");
         loans.on_told();
@@ -398,19 +389,11 @@ mod tests {
         for (serial, tail, head) in [(8, 120, 100), (7, 99, 100), (7, 151, 100), (7, 110, 111)] {
             assert_eq!(loans.on_taken(serial, tail, head), Err(Breach::Loan));
         }
-        loans.cancel();
+        loans.untold = None;
         assert!(loans.is_open());
         assert_eq!(loans.on_taken(7, 120, 110), Ok(20));
         assert!(!loans.is_open());
         assert_eq!(loans.on_taken(7, 120, 110), Err(Breach::Loan), "twice");
-    }
-
-    #[test]
-    fn what_was_not_told_can_be_cancelled() {
-        let mut loans = Loans::default();
-        loans.begin(LOAN);
-        loans.cancel();
-        assert!(!loans.is_open());
     }
 
     #[test]

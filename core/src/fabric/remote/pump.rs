@@ -37,7 +37,6 @@ enum Turn {
 impl<Q: QueuePair> Engine<Q> {
     /// Sends messages, the streams' records and a grant, as far as credits and the send queue allow.
     pub fn pump<L: Local>(&mut self, g: &Shared<Q, L>) -> Result<(), Fault> {
-        self.take_closing(g);
         let sent = self.messages(g).and_then(|()| self.turns(g));
         unless_blocked(sent)?;
         self.means.sender.finish(&g.qp)
@@ -62,18 +61,6 @@ impl<Q: QueuePair> Engine<Q> {
                     self.current = Some(theirs);
                     return Err(halt);
                 }
-            }
-        }
-    }
-
-    fn take_closing<L: Local>(&mut self, g: &Shared<Q, L>) {
-        self.closing.begin(&g.closing);
-        while let Some(mine) = self.closing.pop(&g.closing) {
-            if let Some(s) = self.streams.get(mine)
-                && let Some(theirs) = s.theirs
-            {
-                s.closing = true;
-                g.dirty.push(theirs);
             }
         }
     }
@@ -144,8 +131,7 @@ impl<Q: QueuePair> Engine<Q> {
             let bytes = closed.encode(&mut buf).map_err(|_| Breach::Message)?;
             self.means.sender.put(&g.qp, &Record::Message { bytes })?;
             s.state = State::Left;
-            s.theirs = None;
-            self.unlink(mine, Some(theirs));
+            self.streams.unlink(mine);
             self.means.after.closed.push(Vqpn(mine));
             self.change_taking(g, mine, |inc| inc.takings.stop());
         }
@@ -267,7 +253,7 @@ impl<Q: QueuePair> Means<Q> {
                     return Ok(Turn::Full);
                 }
                 // `direct` asks the lender for the bytes below.
-                out.loans.cancel();
+                out.loans.untold = None;
             }
             if let Some(turn) = self.direct(g, out, (mine, theirs), view.tail, &mut left) {
                 return Ok(turn);
@@ -445,7 +431,7 @@ impl<Q: QueuePair> Means<Q> {
                 if is_posted != Ok(true) {
                     return Some(Turn::Full);
                 }
-                out.targets.on_written(len);
+                out.targets.written += len;
                 *left -= len.min(*left);
                 self.direct.sent += len;
                 if len < pending {

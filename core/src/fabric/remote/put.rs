@@ -35,21 +35,8 @@ enum Stage {
     /// WITHDRAW was sent, and the peer will answer.
     Withdrawn,
     /// The peer's device writes no bytes: the peer does not know of the buffer, or lends memory instead. This end's
-    /// device may READ from that memory into the buffer (`get.rs`): `asked` bytes are posted and `come` bytes of them
-    /// have arrived. With `is_ending` no more are posted.
-    Own {
-        asked: u64,
-        come: u64,
-        is_ending: bool,
-    },
-}
-
-impl Stage {
-    const OWN: Self = Self::Own {
-        asked: 0,
-        come: 0,
-        is_ending: false,
-    };
+    /// device may READ from that memory into the buffer (`get.rs`).
+    Own,
 }
 
 /// A buffer of the local program, while the program waits with it.
@@ -59,6 +46,11 @@ struct Landing {
     /// The local key of the buffer, for READs.
     key: u32,
     stage: Stage,
+    /// Bytes of posted READs, and those of them that have arrived.
+    asked: u64,
+    come: u64,
+    /// No more READs are posted.
+    is_ending: bool,
 }
 
 /// The state of a local program's buffer.
@@ -92,14 +84,19 @@ impl Landings {
 
     /// Returns whether the peer may still answer an advert.
     pub fn may_be_answered(&self) -> bool {
-        let is_theirs = |landing: Landing| !matches!(landing.stage, Stage::Own { .. });
-        self.open.is_some_and(is_theirs) || self.owed.is_some()
+        self.open.is_some_and(|landing| landing.stage != Stage::Own) || self.owed.is_some()
     }
 
     /// Begins an advert, which is to be sent to the peer.
     pub fn begin(&mut self, advert: Memory, key: u32) {
-        let stage = Stage::Untold;
-        self.open = Some(Landing { advert, key, stage });
+        self.open = Some(Landing {
+            advert,
+            key,
+            stage: Stage::Untold,
+            asked: 0,
+            come: 0,
+            is_ending: false,
+        });
     }
 
     fn in_stage(&self, stage: Stage) -> Option<Memory> {
@@ -145,47 +142,40 @@ impl Landings {
     /// into the buffer, if the program still waits with it.
     pub fn on_loan(&mut self) {
         match self.open.map(|landing| landing.stage) {
-            Some(Stage::Untold | Stage::Told) if self.withdrawal.is_none() => self.put_stage(Stage::OWN),
-            Some(Stage::Own { .. }) => {}
+            Some(Stage::Untold | Stage::Told) if self.withdrawal.is_none() => self.put_stage(Stage::Own),
+            Some(Stage::Own) => {}
             _ => self.on_ring(),
         }
     }
 
     /// Returns the place for a READ of the bytes from `position` on, with its local key; `None`: they go into the ring.
     pub fn spot(&self, position: u64) -> Option<(Memory, u32)> {
-        let Landing { advert, key, stage } = self.open?;
-        let Stage::Own { asked, is_ending, .. } = stage else {
-            return None;
-        };
-        let rest = advert.from(asked);
-        let is_next = !is_ending && rest.position == position && rest.length > 0;
-        is_next.then_some((rest, key))
+        let landing = self.open.filter(|l| l.stage == Stage::Own && !l.is_ending)?;
+        let rest = landing.advert.from(landing.asked);
+        (rest.position == position && rest.length > 0).then_some((rest, landing.key))
     }
 
     /// Records a posted READ of `bytes` bytes into the [spot](Self::spot).
     pub fn on_asked(&mut self, bytes: u64) {
-        if let Some(Stage::Own { asked, .. }) = self.open.as_mut().map(|landing| &mut landing.stage) {
-            *asked += bytes;
+        if let Some(landing) = &mut self.open {
+            landing.asked += bytes;
         }
     }
 
     /// Records that `bytes` bytes of a READ have come into the buffer of advert `serial`.
     pub fn on_come(&mut self, serial: Serial, bytes: u64) {
-        let open = self.open.as_mut().filter(|landing| landing.advert.serial == serial);
-        if let Some(Stage::Own { come, .. }) = open.map(|landing| &mut landing.stage) {
-            *come += bytes;
+        if let Some(landing) = self.open.as_mut().filter(|l| l.advert.serial == serial) {
+            landing.come += bytes;
         }
     }
 
     /// If all READs into the buffer have completed and no more follow, ends the transfer and returns the bytes in the
     /// buffer; otherwise `None`. `has_more`: the loan has more bytes to read.
     pub fn end_own(&mut self, has_more: bool) -> Option<u64> {
-        let Landing { advert, stage, .. } = self.open?;
-        let Stage::Own { asked, come, is_ending } = stage else {
-            return None;
-        };
-        let is_full = asked == u64::from(advert.length);
-        let is_over = asked == come && (is_ending || is_full || asked > 0 && !has_more);
+        let landing = self.open.filter(|l| l.stage == Stage::Own && l.asked == l.come)?;
+        let come = landing.come;
+        let is_full = come == u64::from(landing.advert.length);
+        let is_over = landing.is_ending || is_full || come > 0 && !has_more;
         if is_over {
             self.close(Landed::Read(come));
         }
@@ -199,8 +189,7 @@ impl Landings {
             self.owed = self.owed.filter(|owed| *owed != serial);
             return Ok(None);
         };
-        let is_own = matches!(stage, Stage::Own { .. });
-        if is_own || !(advert.position..=advert.end().min(window)).contains(&tail) {
+        if stage == Stage::Own || !(advert.position..=advert.end().min(window)).contains(&tail) {
             return Err(Breach::Advert);
         }
         let bytes = tail - advert.position;
@@ -228,13 +217,13 @@ impl Landings {
                     self.close(Landed::Over(0));
                 }
             }
-            Stage::Own { .. } => self.end_asking(),
+            Stage::Own => self.end_asking(),
         }
     }
 
     fn end_asking(&mut self) {
-        if let Some(Stage::Own { is_ending, .. }) = self.open.as_mut().map(|landing| &mut landing.stage) {
-            *is_ending = true;
+        if let Some(landing) = &mut self.open {
+            landing.is_ending = true;
         }
     }
 
@@ -242,11 +231,11 @@ impl Landings {
     /// had brought.
     pub fn lapse(&mut self) -> u64 {
         self.owed = None;
-        let Some(Landing { advert, stage, .. }) = self.open else {
+        let Some(Landing { advert, come, .. }) = self.open else {
             return 0;
         };
         self.withdraw(advert.serial, true);
-        let Stage::Own { come, .. } = stage else { return 0 };
+        // Still open only if this end's device reads into the buffer.
         self.close(Landed::Read(come));
         come
     }
@@ -255,7 +244,7 @@ impl Landings {
     pub fn on_left(&mut self) {
         match self.open.map(|landing| landing.stage) {
             // READs may still bring bytes.
-            Some(Stage::Own { .. }) => self.end_asking(),
+            Some(Stage::Own) => self.end_asking(),
             _ => self.on_ring(),
         }
         self.owed = None;
@@ -319,7 +308,7 @@ pub(super) struct Answer {
 pub(super) struct Targets {
     open: Option<Memory>,
     /// Bytes that were posted to the open advert, and not told.
-    written: u64,
+    pub written: u64,
     /// The last advert that was answered by PLACED.
     answered: Option<Serial>,
     /// The direction waits until the peer's program has read all bytes before this position.
@@ -361,22 +350,16 @@ impl Targets {
         self.open.map(|advert| (advert, self.written))
     }
 
-    pub fn on_written(&mut self, bytes: u64) {
-        self.written += bytes;
-    }
-
     /// Ends the open advert: PLACED tells the peer of the written bytes, and the direction goes on behind them.
     pub fn finish(&mut self) -> Option<Answer> {
         let advert = self.open.take()?;
         let tail = advert.position + std::mem::take(&mut self.written);
-        self.answered = Some(advert.serial);
+        let serial = advert.serial;
+        self.answered = Some(serial);
         if tail > advert.position {
             self.held = Some(tail);
         }
-        Some(Answer {
-            serial: advert.serial,
-            tail,
-        })
+        Some(Answer { serial, tail })
     }
 
     /// Takes in a withdrawal. Returns the answer to the peer, if one is due; and for a final one the position from
@@ -485,13 +468,7 @@ impl<Q: QueuePair> Engine<Q> {
             }
         }
         let qp = bulk.qp;
-        if let Some(mut retired) = g.retired.lock() {
-            retired.push(Retired { qp, under_way });
-        } else {
-            // This thread was interrupted while it took the list.
-            drop(qp);
-            self.on_bulk_ended(g, &under_way);
-        }
+        self.retired.push(Retired { qp, under_way });
         g.retired_unseen.publish(true);
         g.ring_if_asleep(&mut self.means.after, SERVICE);
     }
@@ -637,7 +614,7 @@ impl<Q: QueuePair> Engine<Q> {
     pub unsafe fn take_source<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> Option<u64> {
         let (_, s) = self.streams.of_peer(theirs)?;
         let source = s.out.targets.source.take()?;
-        s.out.loans.cancel();
+        s.out.loans.untold = None;
         // Includes bytes that the peer's device has read and its program has not: a process that takes over the
         // connection there may begin with them (P75).
         let from = s.out.head.clamp(source.from, source.until);

@@ -137,9 +137,7 @@ impl<Q: QueuePair> Engine<Q> {
         let mut wake = Wake::NONE;
         match record {
             Record::Head { head, .. } => wake = s.out.on_head(block, head)?,
-            Record::Offer { word, .. } => {
-                wake = s.out.on_offer(block, g.peers_len, word)?;
-            }
+            Record::Offer { word, .. } => wake = s.out.on_offer(block, g.peers_len, word)?,
             Record::Flags { flags, .. } => wake = block.put_flags(flags),
             Record::Stop { .. } => s.out.on_stop(block),
             Record::Ack { tail, .. } => {

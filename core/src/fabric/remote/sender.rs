@@ -23,12 +23,6 @@ pub(super) enum Halt {
     Down(Fault),
 }
 
-impl From<Fault> for Halt {
-    fn from(fault: Fault) -> Self {
-        Self::Down(fault)
-    }
-}
-
 impl From<Breach> for Halt {
     fn from(breach: Breach) -> Self {
         Self::Down(breach.into())
@@ -128,7 +122,7 @@ impl Sender {
                 self.counts.full += 1;
                 Err(Halt::Blocked)
             }
-            Err(PostError::Down) => Err(Fault::Down(Down(0)).into()),
+            Err(PostError::Down) => Err(Halt::Down(Down(0).into())),
         }
     }
 

@@ -57,8 +57,6 @@ pub(super) struct Shared<Q, L> {
     pub tuning: Tuning,
     /// Streams with something to send, by the peer's number.
     pub dirty: PrivateQueue,
-    /// Streams that were closed while the engine could not be used, by this end's number.
-    pub closing: PrivateQueue,
     /// By the peer's number of a stream: the attention word that the peer is to be sent for it.
     pub tells: Sparse<AtomicU32, { MAX_STREAMS as usize / 128 }, 128>,
     pub outbox: Lock<VecDeque<QueuedMessage>>,
@@ -71,10 +69,7 @@ pub(super) struct Shared<Q, L> {
     /// The watch has begun, and the service thread has not asked since.
     pub watch_unseen: Published<AtomicBool>,
     pub marks: Box<[RungMark]>,
-    /// Bulk queue pairs that were given up, for [`End::end_retired`](crate::fabric::remote::End::end_retired): to end
-    /// them may take long.
-    pub retired: Lock<Vec<Retired<Q>>>,
-    /// `retired` has a queue pair for which the service thread has not asked.
+    /// A bulk queue pair was given up for which the service thread has not asked.
     pub retired_unseen: Published<AtomicBool>,
 }
 
@@ -89,7 +84,6 @@ impl<Q, L> Shared<Q, L> {
     /// Resets all for another link: no message or stream is queued. Called under the engine's lock.
     pub fn reset(&self) {
         self.dirty.clear();
-        self.closing.clear();
         self.tells.made().for_each(|cell| cell.store(0, SeqCst));
         if let Some(mut outbox) = self.outbox.lock() {
             *outbox = VecDeque::new();
@@ -231,13 +225,10 @@ pub(super) fn of_region(region: Region, log2: u8) -> RangeInclusive<u32> {
 }
 
 /// The chunks of one arena that a thread has tried to register: each is tried once.
+#[derive(Default)]
 pub(super) struct Registry(Lock<Vec<bool>>);
 
 impl Registry {
-    pub fn new() -> Self {
-        Self(Lock::new(Vec::new()))
-    }
-
     /// Forgets all attempts, for another link.
     pub fn reset(&self) {
         if let Some(mut tried) = self.0.lock() {
@@ -255,28 +246,22 @@ impl Registry {
         log2: u8,
         chunks: RangeInclusive<u32>,
     ) -> Vec<(u32, Key)> {
-        let mut new = Vec::new();
         let Some(mut tried) = self.0.lock() else {
-            return new;
+            return Vec::new();
         };
-        let data_len = side.data_len();
-        for chunk in chunks {
-            let at = chunk as usize;
-            if tried.len() <= at {
-                tried.resize(at + 1, false);
-            }
-            let offset = at << log2;
-            let len = data_len.saturating_sub(offset).min(1 << log2);
-            if len == 0 || tried.get_mut(at).is_none_or(|t| std::mem::replace(t, true)) {
-                continue;
-            }
+        let count = tried.len().max(*chunks.end() as usize + 1);
+        tried.resize(count, false);
+        let register = |chunk: u32| {
+            let offset = (chunk as usize) << log2;
+            let len = side.data_len().saturating_sub(offset).min(1 << log2);
+            let is_tried = std::mem::replace(tried.get_mut(chunk as usize)?, true);
             // SAFETY: within the data area, which is mapped for as long as the end, and so longer than its queue pair;
             // no reference to ring memory is ever formed.
-            if let Ok(region) = unsafe { qp.register(side.data_at(offset), len, Role::Both) } {
-                new.push((chunk, region.key));
-            }
-        }
-        new
+            let register = || unsafe { qp.register(side.data_at(offset), len, Role::Both) };
+            let region = (!is_tried && len > 0).then(register)?.ok()?;
+            Some((chunk, region.key))
+        };
+        chunks.filter_map(register).collect()
     }
 }
 

@@ -476,10 +476,18 @@ impl Streams {
         u32::from(number).checked_sub(1)
     }
 
-    /// Sets or clears the local number of the peer's `theirs`.
-    pub fn link(&mut self, theirs: u32, mine: Option<u32>) {
+    /// Sets the local number of the peer's `theirs`.
+    pub fn link(&mut self, mine: u32, theirs: u32) {
         if let Some(slot) = self.by_theirs.get_mut(theirs as usize) {
-            *slot = mine.map_or(0, |m| m as u16 + 1);
+            *slot = mine as u16 + 1;
+        }
+    }
+
+    /// Ends the pairing of stream `mine`, if it is paired.
+    pub fn unlink(&mut self, mine: u32) {
+        let theirs = self.get(mine).and_then(|s| s.theirs.take());
+        if let Some(slot) = theirs.and_then(|theirs| self.by_theirs.get_mut(theirs as usize)) {
+            *slot = 0;
         }
     }
 }

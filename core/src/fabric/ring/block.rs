@@ -128,11 +128,6 @@ const _: () = {
 };
 
 impl DirectionBlock {
-    /// Returns a block outside shared memory, for tests and models.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
     /// Resets the block to the initial state, for the next stream with this vQPN. Neither side may have a cursor on it.
     pub fn reset(&self) {
         let (p, c) = (&self.producer, &self.consumer);

@@ -34,7 +34,7 @@ fn pushers(vqpns: &'static [u32]) {
                 })
             })
             .collect();
-        let mut cursor = ReadyCursor::new();
+        let mut cursor = ReadyCursor::default();
         let mut missing: Vec<u32> = vqpns.to_vec();
         while !missing.is_empty() {
             cursor.begin(&waiter.queue);

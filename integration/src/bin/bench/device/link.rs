@@ -13,7 +13,6 @@ use rdmasock_core::fabric::ring::{Consumer, Producer};
 use rdmasock_core::fabric::shm::Side;
 use rdmasock_core::fabric::waiter::WaiterId;
 use rdmasock_core::ids::Vqpn;
-use rdmasock_core::os::memfd::Mapping;
 use rdmasock_core::sync::SleepFlag;
 use rdmasock_localnic::settings::Settings;
 use rdmasock_localnic::within::{LocalQp, pair};
@@ -153,8 +152,9 @@ fn link(settings: Settings, streams: usize, log2: u8) -> Result<([Here; 2], Vec<
     let end = |qp: LocalQp| {
         let side = || {
             let layout = Layout::for_data(data).context("an arena's size")?;
-            let mapping = Mapping::anonymous(layout.file_len() as usize)?;
-            Side::new(mapping, layout).context("as long as its layout")
+            let side = Side::anonymous()?;
+            side.map_data(&layout)?;
+            anyhow::Ok(side)
         };
         // SAFETY: the cursors are dropped before the ends, and each stream's producer is asked for once.
         unsafe {

@@ -86,19 +86,6 @@ pub struct Counts {
     pub probes: u64,
     /// How often there was reason to probe although no work request was posted.
     pub doubts: u64,
-}
-
-/// Counts of the transfers that bypass the rings.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct DirectCounts {
-    /// Bytes that went straight into buffers of the peer's programs.
-    pub sent: u64,
-    /// Bytes that have come into buffers of this end's program.
-    pub received: u64,
-    /// Bytes that the peer's device has read from the memory of this end's program.
-    pub lent: u64,
-    /// Bytes that this end's device has read from the memory of the peer's program.
-    pub taken: u64,
     /// Bulk queue pairs that were given up.
     pub lost: u64,
 }

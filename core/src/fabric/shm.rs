@@ -147,13 +147,6 @@ impl<O> End<O> {
         self.peer_flags.after_fork();
     }
 
-    /// Gets memory for the block and the first ring of a new stream.
-    fn back(&self, vqpn: Vqpn, region: Region) -> Result<(), Errno> {
-        self.mine.reach(vqpn)?;
-        self.mine.back_stream(vqpn)?;
-        self.mine.back_ring(region)
-    }
-
     fn leave(&self, mine: Vqpn, consumer: Option<Consumer>, bits: u8) {
         self.numbers.keep(mine, consumer);
         self.mark_done(mine, bits);
@@ -206,9 +199,11 @@ impl<O: Outside> End<O> {
 impl<O: Outside> LinkEnd for End<O> {
     fn open(&self, log2: u8) -> Result<Opened, OpenError> {
         let (vqpn, region) = self.numbers.take(log2)?;
-        let backed = self.back(vqpn, region).map_err(|_| OpenError::Arena);
+        let stream = self.mine.back_stream(vqpn);
+        let backed = stream.and_then(|()| self.mine.back_ring(region));
         // SAFETY: the number is free, and the end outlives the consumer (`new`).
-        let opened = backed.and_then(|()| unsafe { self.mine.open(vqpn, region) });
+        let open = |()| unsafe { self.mine.open(vqpn, region) };
+        let opened = backed.map_err(|_| OpenError::Arena).and_then(open);
         opened.inspect_err(|_| {
             self.give_back(region);
             self.numbers.give_back(vqpn);

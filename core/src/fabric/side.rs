@@ -169,9 +169,11 @@ impl Side {
         self.groups.reach(layout::block_offset(vqpn.0).ok_or(Errno::INVAL)?)
     }
 
-    /// Gets memory for a stream's block and for its group's lines, so that no write to them fails for lack of it.
+    /// Maps a stream's group, and gets memory for the block and for the group's lines, so that no write to them fails
+    /// for lack of it.
     pub(super) fn back_stream(&self, vqpn: Vqpn) -> Result<(), Errno> {
         let block = layout::block_offset(vqpn.0).ok_or(Errno::INVAL)?;
+        self.groups.reach(block)?;
         self.groups.back(block, size_of::<DirectionBlock>())?;
         let lines = layout::line_offset(0, vqpn.0 / layout::GROUP_STREAMS).ok_or(Errno::INVAL)?;
         self.groups.back(lines, layout::LINES_BYTES)

@@ -87,7 +87,7 @@ impl Drop for Pinned {
             // calls that use them go on by the rings.
             Kind::Kept(kept, lost) => {
                 if let Some(kept) = kept.take() {
-                    if self.remote.is_down() || self.remote.end().direct_counts().lost != *lost {
+                    if self.remote.is_down() || self.remote.end().counts().lost != *lost {
                         let registrations = kept.take_of(self.remote);
                         Library::get().free_kept(Known::end_all(registrations));
                     }
@@ -132,7 +132,7 @@ fn kept(remote: &'static Remote, memory: *mut u8, len: usize, least: usize, role
     let library = Library::get();
     let (kept, len, free) = library.arenas.covering(memory.addr(), len)?;
     library.free_kept(free);
-    let lost = remote.end().direct_counts().lost;
+    let lost = remote.end().counts().lost;
     let key = (len >= least).then(|| key_of(remote, &kept)).flatten();
     let Some(key) = key else {
         library.free_kept(arenas::leave(kept));

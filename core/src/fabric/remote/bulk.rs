@@ -10,7 +10,7 @@ use crate::fabric::remote::put::{Answer, Buffer, Landed, Source};
 use crate::fabric::remote::qp::{Down, PostError, QueuePair, Read, Write};
 use crate::fabric::remote::record::{Builder, HEADER_BYTES, LONGEST, Memory, Record, Serial};
 use crate::fabric::remote::shared::Retired;
-use crate::fabric::remote::{DirectCounts, Local, record};
+use crate::fabric::remote::{Local, record};
 use crate::ids::Vqpn;
 
 /// The most answers that wait for room. A correct peer has far fewer adverts that may be answered.
@@ -183,6 +183,9 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     /// Calls `end` for each bulk queue pair that was given up since the last call, to end it. Returns how many; the
     /// caller notifies the peer of each.
     pub fn end_retired(&self, mut end: impl FnMut(Q)) -> usize {
+        if !self.shared.retired_unseen.look() {
+            return 0;
+        }
         self.shared.retired_unseen.publish(false);
         let retired = self.with(|engine| std::mem::take(&mut engine.retired));
         let retired = retired.unwrap_or_default();
@@ -320,11 +323,5 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     pub fn untaken(&self, theirs: Vqpn, position: u64) -> u64 {
         self.of_peer(theirs, |s| position.saturating_sub(s.out.head))
             .unwrap_or(0)
-    }
-
-    /// Returns the counts of transfers that bypass the rings. Zeroes in a signal handler that has interrupted the
-    /// engine.
-    pub fn direct_counts(&self) -> DirectCounts {
-        self.with(|engine| engine.means.direct).unwrap_or_default()
     }
 }

@@ -14,7 +14,7 @@ use crate::fabric::remote::sender::Sender;
 use crate::fabric::remote::shared::{After, Chunks, OwnChunk, Retired, Shared, Target, Which};
 use crate::fabric::remote::stream::{State, Stream, Streams};
 use crate::fabric::remote::watch::{Step, Watch};
-use crate::fabric::remote::{DirectCounts, Fault, Local, SERVICE};
+use crate::fabric::remote::{Fault, Local, SERVICE};
 use crate::fabric::ring::DirectionBlock;
 use crate::fabric::side::Done;
 use crate::wire::Message;
@@ -41,7 +41,6 @@ pub(super) struct Means<Q> {
     pub bulk: Option<Bulk<Q>>,
     /// The bulk queue pair is to be given up.
     pub is_lost: bool,
-    pub direct: DirectCounts,
 }
 
 /// The state of one end, under the end's lock.
@@ -76,7 +75,6 @@ impl<Q: QueuePair> Engine<Q> {
                 after: After::default(),
                 bulk: None,
                 is_lost: false,
-                direct: DirectCounts::default(),
             },
             inbox: VecDeque::new(),
             sweep: ReadyCursor::default(),

@@ -189,7 +189,6 @@ impl<Q: QueuePair> Engine<Q> {
         let out = &mut s.out;
         let bytes = out.loans.on_taken(serial, tail, out.head)?;
         out.on_direct(tail);
-        self.means.direct.lent += bytes;
         g.local.on_lent(bytes);
         if let Some(source) = &mut out.targets.source {
             source.is_needed |= source.covers(tail);
@@ -292,7 +291,6 @@ impl<Q: QueuePair> Engine<Q> {
             }
             None => s.inc.on_read(block, bytes),
         };
-        self.means.direct.taken += u64::from(bytes);
         g.local.on_taken(bytes.into());
         g.tell_here(&mut self.means.after, wake, mine);
         self.go_on(g, mine);

@@ -265,10 +265,10 @@ impl<Q: QueuePair> Means<Q> {
             });
             let there = next.map_or(0, |next| next.until.saturating_sub(out.placed));
             let next = next.filter(|_| there > 0 && left > 0).and_then(|next| {
-                let (at, len) = area.piece(next.source, out.placed, there.min(left))?;
-                Some((next, at, len))
+                let (at, len, chunk) = g.piece(&g.mirror, next.source, out.placed, there.min(left))?;
+                Some((next, at, len, chunk))
             });
-            let Some((next, at, len)) = next else {
+            let Some((next, at, len, from)) = next else {
                 if out.placed == out.told {
                     break;
                 }
@@ -276,13 +276,11 @@ impl<Q: QueuePair> Means<Q> {
                 continue;
             };
             let log2 = g.tuning.chunk_log2;
-            let chunk = |offset: usize| (offset >> log2) as u32;
-            let in_chunk = |offset: usize| offset & ((1 << log2) - 1);
-            let from = area.offset_of(at);
             let in_ring = (out.placed & (next.ring.len() as u64 - 1)) as usize;
             let to = next.ring.offset() + in_ring;
-            let target = self.chunks.theirs.get(chunk(to));
-            let key = self.chunks.mirror.get(chunk(from));
+            let in_chunk = to & ((1 << log2) - 1);
+            let target = self.chunks.theirs.get((to >> log2) as u32);
+            let key = self.chunks.mirror.get(from);
             // A WRITE with an immediate needs no header, which may save a packet.
             let alone = g.limits.immediate && self.sender.is_empty() && out.placed == out.told;
             let header = (HEADER_BYTES + DATA_BYTES) as u64;
@@ -290,7 +288,7 @@ impl<Q: QueuePair> Means<Q> {
                 && !(alone && g.limits.spills(there, header) && self.sender.has_credit());
             let (Some(target), Some(local), false) = (target, key, is_small) else {
                 if key.is_none() && target.is_some() && !is_small {
-                    self.after.register = Some(chunk(from));
+                    self.after.register = Some(from);
                 }
                 self.announce(g, out, theirs)?;
                 let want = there.min(left).min(u64::from(u16::MAX)) as usize;
@@ -305,16 +303,14 @@ impl<Q: QueuePair> Means<Q> {
                 continue;
             };
             // Both rings may wrap, and lie in several chunks.
-            let len = len
-                .min(next.ring.len() - in_ring)
-                .min((1 << log2) - in_chunk(from))
-                .min((1 << log2) - in_chunk(to)) as u64;
+            let there_too = (next.ring.len() - in_ring).min((1 << log2) - in_chunk);
+            let len = len.min(there_too as u64);
             let whole = alone && len == there && self.sender.has_credit();
             let write = Write {
                 from: at,
                 local,
                 len: len as u32,
-                to: target.base.wrapping_add(in_chunk(to) as u64),
+                to: target.base.wrapping_add(in_chunk as u64),
                 remote: target.rkey,
             };
             // SAFETY: within the chunk, which was registered under the key.
@@ -433,7 +429,6 @@ impl<Q: QueuePair> Means<Q> {
                 }
                 out.targets.written += len;
                 *left -= len.min(*left);
-                self.direct.sent += len;
                 if len < pending {
                     continue;
                 }

@@ -444,7 +444,7 @@ impl<Q: QueuePair> Engine<Q> {
         let Some(bulk) = self.means.bulk.take() else {
             return;
         };
-        self.means.direct.lost += 1;
+        self.means.sender.counts.lost += 1;
         let mut under_way = Vec::new();
         for mine in 0..MAX_STREAMS {
             let (Some(s), Some(block)) = (self.streams.get(mine), g.block_mine(mine)) else {
@@ -525,9 +525,7 @@ impl<Q: QueuePair> Engine<Q> {
         let (Some(s), Some(block)) = (self.streams.get(mine), g.block_mine(mine)) else {
             return Ok(());
         };
-        let before = s.inc.tail;
         let wake = s.inc.on_placed(block, answer.serial, answer.tail)?;
-        self.means.direct.received += s.inc.tail - before;
         g.tell_here(&mut self.means.after, wake, mine);
         Ok(())
     }

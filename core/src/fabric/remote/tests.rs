@@ -53,6 +53,8 @@ struct Here {
     flags: Vec<SleepFlag>,
     bells: Vec<AtomicU64>,
     armed: AtomicBool,
+    lent: AtomicU64,
+    taken: AtomicU64,
 }
 
 impl Here {
@@ -61,6 +63,8 @@ impl Here {
             flags: (0..MAX_WAITERS).map(|_| SleepFlag::new()).collect(),
             bells: (0..MAX_WAITERS).map(|_| AtomicU64::new(0)).collect(),
             armed: AtomicBool::new(false),
+            lent: AtomicU64::new(0),
+            taken: AtomicU64::new(0),
         }
     }
 }
@@ -80,6 +84,14 @@ impl Local for Here {
 
     /// Each test calls `settle` itself.
     fn settle_later(&self) {}
+
+    fn on_lent(&self, bytes: u64) {
+        self.lent.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    fn on_taken(&self, bytes: u64) {
+        self.taken.fetch_add(bytes, Ordering::Relaxed);
+    }
 }
 
 type TestEnd = End<MemQp, Here>;
@@ -223,6 +235,12 @@ struct World {
 }
 
 impl World {
+    /// Returns how many bytes the device of end 0 has read from lent memory, and how many end 1 knows of.
+    fn read(&self) -> [u64; 2] {
+        let [reader, lender] = self.ends.each_ref().map(TestEnd::local);
+        [&reader.taken, &lender.lent].map(|bytes| bytes.load(Ordering::Relaxed))
+    }
+
     fn new(config: Config, tuning: Tuning, streams: usize) -> Self {
         let clock = Clock::default();
         let ends = pair(config, &clock).map(|qp| end(qp, tuning));

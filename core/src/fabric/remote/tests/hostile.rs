@@ -315,5 +315,5 @@ fn answers_that_the_peer_does_not_take_are_not_kept_for_ever() {
         assert_eq!(e.progress(), Ok(true));
         let _ = peer.poll(&mut |_: Completed<'_>| {});
     }
-    assert_eq!((e.direct_counts().lost, e.has_bulk(), e.fault()), (1, false, None));
+    assert_eq!((e.counts().lost, e.has_bulk(), e.fault()), (1, false, None));
 }

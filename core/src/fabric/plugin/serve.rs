@@ -157,13 +157,10 @@ unsafe fn take<P: Provider>(handle: *mut Conn) -> Option<Box<P::Conn>> {
 /// # Safety
 /// Null with length 0, or readable memory of this length for the time of the call.
 unsafe fn bytes<'a>(at: *const u8, len: usize) -> Result<&'a [u8]> {
-    if len == 0 {
-        return Ok(&[]);
+    if at.is_null() {
+        return if len == 0 { Ok(&[]) } else { Err(INVALID) };
     }
-    if at.is_null() || isize::try_from(len).is_err() {
-        return Err(INVALID);
-    }
-    // SAFETY: not null, a length that a slice can have, and the rest by this function's contract.
+    // SAFETY: not null, and the rest by this function's contract.
     Ok(unsafe { std::slice::from_raw_parts(at, len) })
 }
 

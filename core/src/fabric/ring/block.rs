@@ -29,6 +29,13 @@ pub enum EndMark {
     Demote = 2,
 }
 
+impl EndMark {
+    /// Decodes the word `end` of a block; `None` for 0 and for a consumer that has stopped.
+    pub(in crate::fabric) fn from_word(word: u32) -> Option<Self> {
+        [Self::Fin, Self::Demote].into_iter().find(|e| *e as u32 == word)
+    }
+}
+
 /// The consumer has stopped; not an [`EndMark`] of the producer's.
 pub(super) const STOPPED: u32 = 3;
 

@@ -237,12 +237,10 @@ impl Consumer {
         if self.tail != self.head {
             return Ok(None);
         }
-        match mark {
-            STOPPED if self.frozen => Ok(None),
-            m if m == EndMark::Fin as u32 => Ok(Some(EndMark::Fin)),
-            m if m == EndMark::Demote as u32 => Ok(Some(EndMark::Demote)),
-            _ => Err(Violation::BadEnd.into()),
+        if mark == STOPPED && self.frozen {
+            return Ok(None);
         }
+        Ok(Some(EndMark::from_word(mark).ok_or(Violation::BadEnd)?))
     }
 
     /// Stops reading at the head: the producer has to send the rest again, on TCP. The caller informs the producer's

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Acquire;
 
-use crate::fabric::layout::{MAX_RING_LOG2, MIN_RING_LOG2, Region};
+use crate::fabric::layout::{MIN_RING_LOG2, Region};
 #[cfg(not(loom))]
 use crate::fabric::side::DataSegments;
 
@@ -51,10 +51,8 @@ impl DataArea {
     /// These bytes are mapped readable and writable, outside every Rust allocation that is accessed through references,
     /// for as long as this value or a cursor made from it is used.
     pub unsafe fn new(base: *mut Byte, len: usize) -> Self {
-        let (base, len) = match NonNull::new(base) {
-            Some(base) => (base, len),
-            None => (NonNull::dangling(), 0),
-        };
+        let len = if base.is_null() { 0 } else { len };
+        let base = NonNull::new(base).unwrap_or(NonNull::dangling());
         Self(Place::Whole { base, len })
     }
 
@@ -347,48 +345,33 @@ unsafe fn from_ring(ring: *const Byte, dst: *mut u8, len: usize) {
 // allowance before it adopts it. A correct receiver takes the lowest place that is free for a ring.
 
 /// Which rings a sender adopts: their largest size, and how far from the area's beginning they may reach.
-#[derive(Debug, Clone)]
-pub struct Allowance {
-    largest: u8,
-    /// Bytes; `None`: the whole area.
-    reach: Option<Arc<AtomicU64>>,
-}
-
-impl Default for Allowance {
-    /// Admits every ring.
-    fn default() -> Self {
-        Self {
-            largest: MAX_RING_LOG2,
-            reach: None,
-        }
-    }
-}
+/// By default every ring.
+#[derive(Debug, Clone, Default)]
+pub struct Allowance(Option<(u8, Arc<AtomicU64>)>);
 
 impl Allowance {
     /// Admits rings of at most `1 << largest` bytes within the first `reach` bytes of the area, which may become more.
     pub fn new(largest: u8, reach: Arc<AtomicU64>) -> Self {
-        Self {
-            largest,
-            reach: Some(reach),
-        }
+        Self(Some((largest, reach)))
     }
 
     /// Returns whether the region ends within reach. To be asked before the region is mapped, since that maps all that
     /// precedes it. So an offer takes addresses of this process, and memory, only up to there.
     pub(super) fn reaches(&self, region: Region) -> bool {
         let end = (region.offset() + region.len()) as u64;
-        self.reach.as_ref().is_none_or(|reach| end <= reach.load(Acquire))
+        self.0.as_ref().is_none_or(|(_, reach)| end <= reach.load(Acquire))
     }
 
     /// Returns whether the region may be that large.
     pub(super) fn admits(&self, region: Region) -> bool {
-        region.log2() <= self.largest
+        self.0.as_ref().is_none_or(|(largest, _)| region.log2() <= *largest)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fabric::layout::MAX_RING_LOG2;
 
     fn region(page: u32, log2: u8) -> Region {
         Region::new(page, log2).unwrap()

@@ -19,7 +19,7 @@ pub(in crate::fabric) struct ProducerView {
 }
 
 /// The values that the local consumer has published.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(in crate::fabric) struct ConsumerView {
     pub head: u64,
     pub flags: u32,
@@ -115,12 +115,5 @@ impl DirectionBlock {
 
     pub(in crate::fabric) fn put_limited(&self, limited: u32) {
         self.producer.limited.store(limited, Ordering::Relaxed);
-    }
-}
-
-impl EndMark {
-    /// Decodes the word `end` of a block; `None` for 0 and for a consumer that has stopped.
-    pub(in crate::fabric) fn from_word(word: u32) -> Option<Self> {
-        [Self::Fin, Self::Demote].into_iter().find(|e| *e as u32 == word)
     }
 }

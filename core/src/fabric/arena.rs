@@ -71,9 +71,7 @@ impl Arena {
     /// Gives back a region that `alloc` returned. A region that is outside the area or that
     /// overlaps free space is ignored: leaking it is safer than handing it out twice.
     pub fn free(&mut self, region: Region) {
-        let Some(mut order) = region.log2().checked_sub(MIN_RING_LOG2).map(usize::from) else {
-            return;
-        };
+        let mut order = usize::from(region.log2() - MIN_RING_LOG2);
         let mut page = region.page();
         let end = u64::from(page) + (1u64 << order);
         if end > u64::from(self.pages) || self.overlaps_free(page, order) {

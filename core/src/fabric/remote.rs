@@ -80,8 +80,6 @@ pub struct Counts {
     pub finds: u64,
     /// How often the send queue was full.
     pub full: u64,
-    /// How often no credit was left.
-    pub no_credit: u64,
     /// How often the peer's device was probed.
     pub probes: u64,
     /// How often there was reason to probe although no work request was posted.

@@ -147,11 +147,6 @@ impl<O> End<O> {
         self.peer_flags.after_fork();
     }
 
-    fn leave(&self, mine: Vqpn, consumer: Option<Consumer>, bits: u8) {
-        self.numbers.keep(mine, consumer);
-        self.mark_done(mine, bits);
-    }
-
     /// Holds the rings of stream `mine`, which this end has not left: they are kept until [`let_go`](Self::let_go) is
     /// called, once.
     pub fn hold(&self, mine: Vqpn) {
@@ -223,11 +218,13 @@ impl<O: Outside> LinkEnd for End<O> {
             Some(yours) if self.outside.send(&Message::Closed { yours }).is_ok() => done::LOCAL,
             Some(_) => 0,
         };
-        self.leave(mine, consumer, bits);
+        self.numbers.keep(mine, consumer);
+        self.mark_done(mine, bits);
     }
 
     fn close_unanswered(&self, mine: Vqpn, consumer: Option<Consumer>) {
-        self.leave(mine, consumer, done::LOCAL);
+        self.numbers.keep(mine, consumer);
+        self.mark_done(mine, done::LOCAL);
     }
 
     fn on_closed(&self, mine: Vqpn) {

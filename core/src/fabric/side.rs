@@ -26,6 +26,7 @@ use crate::wire::RingOffer;
 ///
 /// The groups, which threads access without a lock, keep their addresses from one arena to the next. So a thread that
 /// is late with a wake-up for a link that is gone does no harm.
+#[derive(Default)]
 pub struct Side {
     groups: Segments<GROUP_BYTES>,
     data: DataSegments,
@@ -46,7 +47,7 @@ impl Side {
         let groups = Mapping::anonymous(layout::DATA_OFFSET)?;
         Ok(Self {
             groups: Segments::whole(groups.as_ptr(), layout::DATA_OFFSET),
-            data: Segments::new(),
+            data: Segments::default(),
             whole: Some(Whole {
                 groups,
                 data: Lock::new(None),
@@ -64,12 +65,8 @@ impl Side {
     }
 
     /// Returns a place for an arena, with none in it.
-    pub const fn blank() -> Self {
-        Self {
-            groups: Segments::new(),
-            data: Segments::new(),
-            whole: None,
-        }
+    pub fn blank() -> Self {
+        Self::default()
     }
 
     /// Maps the beginning of the arena in a file of `layout`; later calls map more as it is used. For a place without
@@ -285,7 +282,8 @@ const MOST: usize = 20;
 static HELD: AtomicUsize = AtomicUsize::new(0);
 const MOST_HELD: usize = 8 << 30;
 
-/// The mapped segments of one part of a file.
+/// The mapped segments of one part of a file; by default a part of no bytes, with no mapping.
+#[derive(Default)]
 pub(super) struct Segments<const UNIT: usize> {
     /// The first byte of each segment that has addresses; in front of all but the first there is a page.
     at: [AtomicPtr<u8>; MOST],
@@ -304,21 +302,9 @@ pub(super) struct Segments<const UNIT: usize> {
 pub(super) type DataSegments = Segments<{ 1 << UNIT_LOG2 }>;
 
 impl<const UNIT: usize> Segments<UNIT> {
-    /// Returns a part of no bytes, with no mapping.
-    const fn new() -> Self {
-        Self {
-            at: [const { AtomicPtr::new(null_mut()) }; MOST],
-            live: AtomicU32::new(0),
-            shown: AtomicU32::new(0),
-            held: AtomicUsize::new(0),
-            total: AtomicUsize::new(0),
-            growing: Lock::new(()),
-        }
-    }
-
     /// Returns a part of `total` bytes that the caller has mapped at `start`, as a whole.
     fn whole(start: *mut u8, total: usize) -> Self {
-        let this = Self::new();
+        let this = Self::default();
         this.show_whole(start, total);
         this
     }
@@ -326,16 +312,10 @@ impl<const UNIT: usize> Segments<UNIT> {
     /// Shows a mapping of the caller, as [`whole`](Self::whole) does. For a part of no bytes.
     fn show_whole(&self, start: *mut u8, total: usize) {
         self.total.store(total, Release);
-        let mut count = 0;
-        for (k, at) in self.at.iter().enumerate() {
-            if first_of(k) * UNIT >= total {
-                break;
-            }
-            at.store(start.wrapping_add(first_of(k) * UNIT), Release);
-            count += 1;
-        }
-        self.shown.store(count, Release);
-        self.live.store(count, Release);
+        let count = total.checked_sub(1).map_or(0, |last| segment_of::<UNIT>(last) + 1);
+        (0..count).for_each(|k| self.set(k, start.wrapping_add(first_of(k) * UNIT)));
+        self.shown.store(count as u32, Release);
+        self.live.store(count as u32, Release);
     }
 
     /// Becomes a part of no bytes again. The caller, which has [shown](Self::show_whole) the mapping, unmaps it.
@@ -419,15 +399,13 @@ impl<const UNIT: usize> Segments<UNIT> {
         let _growing = self.growing.lock().ok_or(Errno::BUSY)?;
         for next in self.shown.load(Acquire) as usize..=k {
             let bytes = self.length(next);
-            if HELD.fetch_add(bytes, AcqRel) + bytes > MOST_HELD {
+            let is_allowed = HELD.fetch_add(bytes, AcqRel) + bytes <= MOST_HELD;
+            let allowed = is_allowed.then_some(()).ok_or(Errno::NOMEM);
+            let shown = allowed.and_then(|()| self.show_next(next));
+            let extent = shown.inspect_err(|_| {
                 HELD.fetch_sub(bytes, AcqRel);
-                return Err(Errno::NOMEM);
-            }
-            self.held.fetch_add(bytes, AcqRel);
-            let extent = self.show_next(next).inspect_err(|_| {
-                HELD.fetch_sub(bytes, AcqRel);
-                self.held.fetch_sub(bytes, AcqRel);
             })?;
+            self.held.fetch_add(bytes, AcqRel);
             // A segment that follows one without access has none either.
             if next == self.live.load(Acquire) as usize {
                 // SAFETY: just mapped, and no other code has its address.

@@ -249,11 +249,6 @@ pub struct Gate {
 }
 
 impl Gate {
-    /// Returns an open gate with no thread inside.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
     /// Counts the thread until it [leaves](Self::leave). False if the gate is closed: the thread must leave at once.
     #[must_use]
     pub fn enter(&self) -> bool {
@@ -430,7 +425,7 @@ mod tests {
 
     #[test]
     fn a_gate_is_closed_until_it_is_opened_again() {
-        let gate = Gate::new();
+        let gate = Gate::default();
         assert!(gate.enter() && gate.is_in_use());
         assert!(gate.close(), "one is inside");
         assert!(!gate.enter());

@@ -169,7 +169,12 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
             return Some(qp);
         }
         let mut qp = Some(qp);
-        self.with(|engine| qp = qp.take().and_then(|qp| engine.attach_bulk(qp)));
+        self.with(|engine| {
+            if engine.means.bulk.is_none() {
+                engine.means.bulk = qp.take().map(Bulk::new);
+            }
+        });
+        // Armed for the first time; from now on it is armed together with the link's own queue pair.
         let _ = self.run(ARM | POLL | PUMP);
         qp
     }
@@ -193,7 +198,11 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         for Retired { qp, under_way } in retired {
             end(qp);
             if !under_way.is_empty() {
-                self.with(|engine| engine.on_bulk_ended(&self.shared, &under_way));
+                self.with(|engine| {
+                    for mine in under_way {
+                        engine.change_taking(&self.shared, mine, |inc| inc.takings.on_ended(inc.tail));
+                    }
+                });
                 let _ = self.run(PUMP);
             }
         }

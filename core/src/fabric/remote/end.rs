@@ -126,12 +126,9 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     /// the one that [`new`](Self::new) was given. The end was [released](Self::release), and both of its sides have
     /// data areas again. False if threads still use the end; then `put` is not called.
     pub fn renew(&self, put: impl FnOnce(&Q)) -> bool {
-        let Some(mut engine) = self.engine.lock() else {
+        let Some(mut engine) = self.engine.lock().filter(|_| self.users.is_empty()) else {
             return false;
         };
-        if !self.users.is_empty() {
-            return false;
-        }
         // Drops what late threads have left here meanwhile.
         *engine = Engine::new(&self.shared.limits);
         self.shared.reset();
@@ -250,9 +247,6 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     /// Checks whether the peer's device still answers. The link goes down with [`Fault::Silent`] if it has not for
     /// `SILENCE` ns (`watch.rs`). `now` is in ns, of a clock that does not go back.
     pub fn tick(&self, now: u64) {
-        if self.fault.get().is_some() {
-            return;
-        }
         // In a signal handler that has interrupted the engine, the work is left to the next tick.
         let Some(mut engine) = self.engine.lock() else {
             return;
@@ -368,12 +362,9 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     /// No cursor is left, and the queue pairs have been ended.
     pub unsafe fn release(&self) -> bool {
         self.set_down();
-        let Some(mut engine) = self.engine.lock() else {
+        let Some(mut engine) = self.engine.lock().filter(|_| self.users.is_empty()) else {
             return false;
         };
-        if !self.users.is_empty() {
-            return false;
-        }
         let old = std::mem::replace(&mut *engine, Engine::new(&self.shared.limits));
         // Under the lock: its next holder finds the fault, or no streams.
         // SAFETY: by the contract; every other user of the data areas has the lock, or is among `users`.

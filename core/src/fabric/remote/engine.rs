@@ -80,7 +80,7 @@ impl<Q: QueuePair> Engine<Q> {
             sweep: ReadyCursor::default(),
             lazy: Default::default(),
             current: None,
-            watch: Watch::new(),
+            watch: Watch::default(),
             now: 0,
             serial: 0,
             retired: Vec::new(),
@@ -138,13 +138,9 @@ impl<Q: QueuePair> Engine<Q> {
 
     /// Has CLOSED sent once all bytes are carried over. False if the two numbers are not paired.
     pub fn close(&mut self, mine: u32, theirs: u32) -> bool {
-        match self.streams.get(mine) {
-            Some(s) if s.state == State::Open && s.theirs == Some(theirs) => {
-                s.closing = true;
-                true
-            }
-            _ => false,
-        }
+        let s = self.streams.get(mine);
+        let s = s.filter(|s| s.state == State::Open && s.theirs == Some(theirs));
+        s.map(|s| s.closing = true).is_some()
     }
 
     /// Stores the keys of chunks that were registered.
@@ -208,16 +204,14 @@ impl<Q: QueuePair> Engine<Q> {
         }
         // A poll that finds no completion leaves nothing to send: a thread that queues something asks for PUMP, and
         // blocked work waits for a completion.
-        let pumped = if events > 0 || what & (PUMP | SETTLE) != 0 {
-            self.pump(g)
-        } else {
-            Ok(())
-        };
-        if matches!(pumped, Err(Fault::Down(_))) {
-            // Completions that have come are still valid, and polling them may give a better reason.
-            self.poll(g)?;
+        if events > 0 || what & (PUMP | SETTLE) != 0 {
+            let pumped = self.pump(g);
+            if matches!(pumped, Err(Fault::Down(_))) {
+                // Completions that have come are still valid, and polling them may give a better reason.
+                self.poll(g)?;
+            }
+            pumped?;
         }
-        pumped?;
         if self.means.is_lost {
             self.drop_bulk(g);
             // `drop_bulk` has queued changes, and no other thread asks for a PUMP.
@@ -286,7 +280,7 @@ impl<Q: QueuePair> Engine<Q> {
             if head == s.inc.head_held {
                 s.inc.settle = true;
                 g.dirty.push(theirs);
-            } else if head != s.inc.head_told {
+            } else if head != s.inc.told.head {
                 s.inc.head_held = head;
                 // For the next sweep: this one has taken the queue's word.
                 queue.push(theirs);

@@ -116,7 +116,7 @@ impl Takings {
     }
 
     /// Ends the READs: bytes that have not come by now never will.
-    fn on_ended(&mut self, tail: u64) {
+    pub fn on_ended(&mut self, tail: u64) {
         if let Some(taking) = &mut self.0 {
             taking.is_ending = true;
             taking.posted = tail;
@@ -142,10 +142,6 @@ impl Takings {
         } = self.0?;
         let is_over = posted == tail && (is_ending || tail == loan.end() && head >= landed);
         is_over.then_some(loan.serial)
-    }
-
-    pub fn on_answered(&mut self) {
-        self.0 = None;
     }
 }
 
@@ -296,13 +292,6 @@ impl<Q: QueuePair> Engine<Q> {
         self.go_on(g, mine);
     }
 
-    /// Ends the READs of streams whose bulk queue pair is gone.
-    pub fn on_bulk_ended<L: Local>(&mut self, g: &Shared<Q, L>, under_way: &[u32]) {
-        for mine in under_way {
-            self.change_taking(g, *mine, |inc| inc.takings.on_ended(inc.tail));
-        }
-    }
-
     /// Ends the loans of a stream that the peer has left. It sends no TAKEN for memory lent to it, and this end posts
     /// no more READs of memory that the peer lends.
     pub fn on_reader_left<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32) {
@@ -443,7 +432,5 @@ mod tests {
         assert_eq!(takings.answer(120, 0), Some(7));
         takings.on_ended(110);
         assert_eq!(takings.answer(110, 0), Some(7));
-        takings.on_answered();
-        assert!(!takings.is_open() && takings.answer(110, 0).is_none());
     }
 }

@@ -10,6 +10,7 @@ use std::sync::atomic::Ordering::SeqCst;
 
 use crate::fabric::ready::ReadyQueue;
 use crate::fabric::remote::engine::{Engine, Means};
+use crate::fabric::remote::get::Takings;
 use crate::fabric::remote::qp::{QueuePair, Write};
 use crate::fabric::remote::record::{DATA_BYTES, HEADER_BYTES, Record};
 use crate::fabric::remote::sender::{Halt, unless_blocked};
@@ -87,14 +88,12 @@ impl<Q: QueuePair> Engine<Q> {
 
     /// Serves a stream's turn.
     fn serve<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> Result<Turn, Halt> {
-        if let Some(cell) = g.tells.get(theirs as usize) {
-            let word = cell.swap(0, SeqCst);
-            if word != 0
-                && let Err(halt) = self.means.sender.put(&g.qp, &Record::Tell { theirs, word })
-            {
-                g.add_tell(theirs, word);
-                return Err(halt);
-            }
+        let word = g.tells.get(theirs as usize).map_or(0, |cell| cell.swap(0, SeqCst));
+        if word != 0
+            && let Err(halt) = self.means.sender.put(&g.qp, &Record::Tell { theirs, word })
+        {
+            g.add_tell(theirs, word);
+            return Err(halt);
         }
         let paired = self.streams.of_peer(theirs);
         let Some((mine, s)) = paired.filter(|(_, s)| s.state == State::Open) else {
@@ -111,7 +110,7 @@ impl<Q: QueuePair> Engine<Q> {
             turn == Turn::Full && !s.peer_left && g.block_mirror(theirs).is_some_and(DirectionBlock::has_ended);
         let closes = s.closing && !is_owed;
         if !closes {
-            if s.inc.head_told == g.block_mine(mine).map_or(0, |b| b.head()) {
+            if s.inc.told.head == g.block_mine(mine).map_or(0, |b| b.head()) {
                 return Ok(Turn::Done);
             }
             if self.means.sender.is_empty() {
@@ -154,7 +153,7 @@ impl<Q: QueuePair> Means<Q> {
         let taken = inc.takings.answer(inc.tail, view.head);
         // The peer need not keep bytes that it knows were read.
         inc.settle |= taken.is_some();
-        if view.offer != inc.offer_told {
+        if view.offer != inc.told.offer {
             let offer = Offer::unpack(view.offer);
             for index in offer
                 .into_iter()
@@ -168,25 +167,25 @@ impl<Q: QueuePair> Means<Q> {
             }
             let word = view.offer;
             sender.put(&g.qp, &Record::Offer { theirs, word })?;
-            inc.offer_told = word;
+            inc.told.offer = word;
             inc.offered = offer;
         }
         let head = view.head;
-        let untold = head.saturating_sub(inc.head_told);
+        let untold = head.saturating_sub(inc.told.head);
         let quarter = inc.ring.map_or(0, |ring| ring.len() as u64 / 4);
         if untold > 0 && (inc.settle || untold >= quarter) {
             sender.put(&g.qp, &Record::Head { theirs, head })?;
-            inc.head_told = head;
+            inc.told.head = head;
         }
         inc.settle = false;
-        if view.flags != inc.flags_told {
+        if view.flags != inc.told.flags {
             let flags = view.flags;
             sender.put(&g.qp, &Record::Flags { theirs, flags })?;
-            inc.flags_told = flags;
+            inc.told.flags = flags;
         }
-        if view.stopped && !inc.stop_told {
+        if view.stopped && !inc.told.stopped {
             sender.put(&g.qp, &Record::Stop { theirs })?;
-            inc.stop_told = true;
+            inc.told.stopped = true;
         }
         if inc.ack_due {
             // The end mark counts as one byte.
@@ -197,7 +196,7 @@ impl<Q: QueuePair> Means<Q> {
         if let Some(serial) = taken {
             let tail = inc.tail;
             sender.put(&g.qp, &Record::Taken { theirs, serial, tail })?;
-            inc.takings.on_answered();
+            inc.takings = Takings::default();
         }
         if let Some(withdrawal) = inc.landings.withdrawal {
             sender.put(&g.qp, &Record::Withdraw { theirs, withdrawal })?;

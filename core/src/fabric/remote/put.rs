@@ -7,7 +7,7 @@
 
 use crate::fabric::layout::MAX_STREAMS;
 use crate::fabric::ready::ReadyQueue;
-use crate::fabric::remote::bulk::{Bulk, placed};
+use crate::fabric::remote::bulk::placed;
 use crate::fabric::remote::engine::Engine;
 use crate::fabric::remote::qp::{Completed, Key, QueuePair};
 use crate::fabric::remote::record::{Memory, Serial, Withdrawal};
@@ -395,18 +395,6 @@ impl Targets {
 }
 
 impl<Q: QueuePair> Engine<Q> {
-    /// Uses `qp` for direct transfers from now on. Returns it if there is one already.
-    pub fn attach_bulk(&mut self, qp: Q) -> Option<Q> {
-        if self.means.bulk.is_some() {
-            return Some(qp);
-        }
-        let bulk = Bulk::new(qp);
-        // From now on it is armed together with the link's own queue pair.
-        self.means.is_lost |= bulk.qp.arm().is_err();
-        self.means.bulk = Some(bulk);
-        None
-    }
-
     pub fn poll_bulk<L: Local>(&mut self, g: &Shared<Q, L>) -> Result<usize, Fault> {
         let Some(mut bulk) = self.means.bulk.take() else {
             return Ok(0);

@@ -140,11 +140,7 @@ impl Sender {
         if self.staged.is_empty() {
             return Ok(());
         }
-        if self.is_full {
-            return Err(Halt::Blocked);
-        }
-        if !self.has_credit() {
-            self.counts.no_credit += 1;
+        if self.is_short() {
             return Err(Halt::Blocked);
         }
         let posted = qp.send(self.staged.finish(self.owed));

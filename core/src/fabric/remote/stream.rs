@@ -6,7 +6,7 @@ use crate::fabric::remote::get::{Loans, Takings};
 use crate::fabric::remote::put::{Landings, Targets};
 use crate::fabric::remote::record::Memory;
 use crate::fabric::remote::{Breach, ENGINE};
-use crate::fabric::ring::proxy::ProducerView;
+use crate::fabric::ring::proxy::{ConsumerView, ProducerView};
 use crate::fabric::ring::{DataArea, DirectionBlock, EndMark, Offer, Wake};
 
 /// The state of a local number.
@@ -53,12 +53,10 @@ pub(super) struct Incoming {
     start: u64,
     /// A ring that was offered to the peer, and that it has not adopted.
     pub offered: Option<Offer>,
-    pub offer_told: u64,
-    pub head_told: u64,
+    /// What the peer was told of the local consumer.
+    pub told: ConsumerView,
     /// The head when it was last found held back.
     pub head_held: u64,
-    pub flags_told: u32,
-    pub stop_told: bool,
     ended: bool,
     /// The end mark is in the block: the local consumer had not stopped before.
     pub marked: bool,

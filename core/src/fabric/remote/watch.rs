@@ -38,8 +38,9 @@ pub(super) enum Step {
     Silent,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Stage {
+    #[default]
     Off,
     On,
     Asked {
@@ -53,7 +54,7 @@ enum Stage {
 }
 
 /// The state of the watch. *Done* is a number that grows with every post, and every attempt at one.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Watch {
     stage: Stage,
     /// The value of *done* up to which requests have arrived.
@@ -63,14 +64,6 @@ pub(super) struct Watch {
 }
 
 impl Watch {
-    pub fn new() -> Self {
-        Self {
-            stage: Stage::Off,
-            proven: 0,
-            last: 0,
-        }
-    }
-
     /// Takes in the current value of *done*. True if the watch begins, and needs ticks from now on.
     #[inline]
     pub fn on_done(&mut self, done: u64) -> bool {
@@ -141,7 +134,7 @@ mod tests {
 
     /// Returns a watch that is on, with a probe posted at second 1.
     fn asked() -> Watch {
-        let mut watch = Watch::new();
+        let mut watch = Watch::default();
         assert!(watch.on_done(1));
         assert_eq!(watch.tick(SECOND, 1), Step::Probe);
         watch.on_posted();
@@ -150,14 +143,14 @@ mod tests {
 
     #[test]
     fn where_nothing_is_done_nobody_ticks() {
-        let mut watch = Watch::new();
+        let mut watch = Watch::default();
         assert!(!watch.on_done(0));
         assert_eq!(watch.tick(SECOND, 0), Step::Idle);
     }
 
     #[test]
     fn the_watch_is_begun_once_and_ends_when_all_is_proven() {
-        let mut watch = Watch::new();
+        let mut watch = Watch::default();
         assert!(watch.on_done(1) && !watch.on_done(2));
         assert_eq!(watch.tick(SECOND, 2), Step::Probe);
         watch.on_posted();
@@ -189,7 +182,7 @@ mod tests {
 
     #[test]
     fn so_is_one_that_finds_no_room() {
-        let mut watch = Watch::new();
+        let mut watch = Watch::default();
         watch.on_done(1);
         for second in 1..6 {
             assert_eq!(watch.tick(second * SECOND, 1), Step::Probe);
@@ -201,7 +194,7 @@ mod tests {
 
     #[test]
     fn one_that_found_room_later_covers_what_was_done_until_then() {
-        let mut watch = Watch::new();
+        let mut watch = Watch::default();
         watch.on_done(1);
         assert_eq!(watch.tick(SECOND, 1), Step::Probe);
         assert_eq!(watch.tick(2 * SECOND, 5), Step::Probe);
@@ -220,7 +213,7 @@ mod tests {
 
     #[test]
     fn an_answer_that_was_not_asked_for_proves_nothing() {
-        let mut watch = Watch::new();
+        let mut watch = Watch::default();
         watch.on_answered();
         assert!(watch.on_done(1));
         watch.on_answered();

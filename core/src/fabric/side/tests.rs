@@ -22,7 +22,7 @@ fn pages() -> usize {
 fn two_ends_that_map_by_themselves_see_the_same_bytes() {
     let total = 21 * UNIT + 4096;
     let fd = file(total);
-    let ends = [Segments::<UNIT>::new(), Segments::<UNIT>::new()];
+    let ends = [Segments::<UNIT>::default(), Segments::<UNIT>::default()];
     for end in &ends {
         end.show(fd.as_fd(), OFFSET, total).unwrap();
     }
@@ -51,7 +51,7 @@ fn what_is_not_used_takes_no_addresses() {
     let total = 1 << 30;
     let fd = file(total);
     let before = pages();
-    let end = Segments::<UNIT>::new();
+    let end = Segments::<UNIT>::default();
     end.show(fd.as_fd(), OFFSET, total).unwrap();
     end.reach(100 * UNIT).unwrap();
     // 128 units, and a page in front of each segment but the first. Other tests run beside this one, and unmap memory
@@ -66,7 +66,7 @@ fn what_is_not_used_takes_no_addresses() {
 
 #[test]
 fn addresses_outlive_the_file_and_serve_the_next() {
-    let end = Segments::<UNIT>::new();
+    let end = Segments::<UNIT>::default();
     let mut stale: Option<[NonNull<u8>; 2]> = None;
     for life in 1..4u8 {
         assert!(end.at(0).is_none());
@@ -97,7 +97,7 @@ fn addresses_outlive_the_file_and_serve_the_next() {
 
 #[test]
 fn a_fork_child_does_not_wait_for_a_thread_that_was_growing() {
-    let end = Segments::<UNIT>::new();
+    let end = Segments::<UNIT>::default();
     end.show(file(8 * UNIT).as_fd(), OFFSET, 8 * UNIT).unwrap();
     let growing = end.growing.lock().unwrap();
     crate::os::forked::in_child(|| {
@@ -113,7 +113,7 @@ fn a_fork_child_does_not_wait_for_a_thread_that_was_growing() {
 
 #[test]
 fn a_piece_lies_in_one_segment() {
-    let end = Segments::<UNIT>::new();
+    let end = Segments::<UNIT>::default();
     end.show(file(8 * UNIT).as_fd(), OFFSET, 8 * UNIT).unwrap();
     assert!(end.is_piece(0, UNIT) && !end.is_piece(0, 2 * UNIT));
     assert!(end.is_piece(4 * UNIT, 4 * UNIT) && !end.is_piece(4 * UNIT, 4 * UNIT + 1));
@@ -127,7 +127,7 @@ fn what_is_held_takes_no_memory_and_can_be_reached_when_nothing_else_can() {
     crate::os::forked::in_child(|| {
         let total = 64 << 20;
         let fd = file(total);
-        let end = Segments::<UNIT>::new();
+        let end = Segments::<UNIT>::default();
         end.show(fd.as_fd(), OFFSET, total).unwrap();
         // SAFETY: concerns this child's mappings only.
         let locks = |what| unsafe { libc::mlockall(what) } == 0;
@@ -157,7 +157,7 @@ fn what_is_held_takes_no_memory_and_can_be_reached_when_nothing_else_can() {
 fn no_more_is_held_than_a_process_may_have() {
     crate::os::forked::in_child(|| {
         let total = 4 << 30;
-        let ends: Vec<_> = (0..4).map(|_| Segments::<UNIT>::new()).collect();
+        let ends: Vec<_> = (0..4).map(|_| Segments::<UNIT>::default()).collect();
         let held = |end: &Segments<UNIT>| {
             end.show(file(total).as_fd(), OFFSET, total).unwrap();
             end.hold(total - 1)
@@ -174,7 +174,7 @@ fn no_more_is_held_than_a_process_may_have() {
 #[test]
 fn memory_is_backed_and_given_back() {
     let fd = file(8 * UNIT);
-    let end = Segments::<UNIT>::new();
+    let end = Segments::<UNIT>::default();
     end.show(fd.as_fd(), OFFSET, 8 * UNIT).unwrap();
     end.reach(3 * UNIT).unwrap();
     let blocks = || rustix::fs::fstat(&fd).unwrap().st_blocks;

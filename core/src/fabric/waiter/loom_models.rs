@@ -59,7 +59,7 @@ fn loom_a_thread_in_poll_is_woken_when_its_socket_becomes_ours() {
 #[test]
 fn loom_all_in_the_kernels_wait_come_out_when_the_gate_is_closed() {
     check(|| {
-        let all = Arc::new((Gate::new(), Doorbell::new()));
+        let all = Arc::new((Gate::default(), Doorbell::new()));
         let waiters = [(); 2].map(|()| {
             let all = all.clone();
             thread::spawn(move || {

@@ -113,6 +113,54 @@ impl<'a> Writer<'a> {
     }
 }
 
+/// The head of a message (P10) and of a marker (P30), behind the bytes by which they are known.
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub(super) struct Head {
+    version: u8,
+    kind: u8,
+    /// Bytes that follow the head, exactly.
+    pub length: U16,
+}
+
+/// Writes `front`, a head and the body to the front of `buf`. Returns all their bytes. `put_body` writes the body and
+/// returns the kind. Fails with [`WireError::Buffer`] if `buf` is too short.
+pub(super) fn put_frame<'b>(
+    front: &[u8],
+    buf: &'b mut [u8],
+    put_body: impl FnOnce(&mut Writer<'_>) -> Result<u8, WireError>,
+) -> Result<&'b [u8], WireError> {
+    let start = front.len() + size_of::<Head>();
+    let (head, rest) = buf.split_at_mut_checked(start).ok_or(WireError::Buffer)?;
+    let mut body = Writer::new(rest);
+    let kind = put_body(&mut body)?;
+    let length = body.len;
+    let mut head = Writer::new(head);
+    head.put(front)?;
+    head.put(&Head {
+        version: VERSION,
+        kind,
+        length: u16::try_from(length).map_err(|_| WireError::Buffer)?.into(),
+    })?;
+    buf.get(..start + length).ok_or(WireError::Buffer)
+}
+
+/// Reads a head and a body by `take_body`, of which `bytes` consist.
+pub(super) fn take_frame<T>(
+    bytes: &[u8],
+    take_body: impl FnOnce(u8, &mut &[u8]) -> Result<T, WireError>,
+) -> Result<T, WireError> {
+    let (head, mut body) = read_prefix::<Head>(bytes)?;
+    if head.version != VERSION {
+        return Err(WireError::Version(head.version));
+    }
+    if usize::from(head.length.get()) != body.len() {
+        return Err(WireError::Length);
+    }
+    let value = take_body(head.kind, &mut body)?;
+    body.is_empty().then_some(value).ok_or(WireError::Length)
+}
+
 /// A field of a message or a record. Integers are little-endian, and no byte lies between two fields.
 pub(crate) trait Field<'a>: Sized {
     /// Appends the field.

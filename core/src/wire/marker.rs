@@ -5,11 +5,8 @@
 
 use std::net::{Ipv6Addr, SocketAddr};
 
-use zerocopy::little_endian::U16;
-use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
-
 use crate::ids::{Cookie, ID_BYTES, InstanceId, Nonce, mapped};
-use crate::wire::codec::{Field, VERSION, WireError, Writer, kinds, read_prefix, structs};
+use crate::wire::codec::{Field, Head, WireError, Writer, kinds, put_frame, read_prefix, structs, take_frame};
 use crate::wire::message::Reason;
 
 /// Bytes of an IP address, IPv4 mapped.
@@ -20,23 +17,11 @@ const VERBS_BYTES: usize = IP_BYTES + 2;
 /// The longest body of a marker, in bytes.
 const MAX_BODY: usize = 2 * ID_BYTES + 2 + VERBS_BYTES;
 
-/// The shortest marker, in bytes: a header without a body.
-pub const MIN_MARKER: usize = size_of::<MarkerHeader>();
+/// The shortest marker, in bytes: the nonce that the reader of the direction chose, and a head (P30).
+pub const MIN_MARKER: usize = ID_BYTES + size_of::<Head>();
 
 /// The longest marker, in bytes.
 pub const MAX_MARKER: usize = MIN_MARKER + MAX_BODY;
-
-/// The header of a marker (P30).
-#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
-#[repr(C)]
-struct MarkerHeader {
-    /// The nonce that the reader of this direction chose.
-    nonce: Nonce,
-    version: u8,
-    kind: u8,
-    /// Bytes that follow this header.
-    length: U16,
-}
 
 const FABRIC_SHM: u8 = 1;
 const FABRIC_VERBS: u8 = 2;
@@ -131,51 +116,15 @@ impl Marker {
     ///
     /// Fails with [`WireError::Buffer`] if `buf` is too short; [`MAX_MARKER`] bytes always suffice.
     pub fn encode<'b>(&self, reader_nonce: &Nonce, buf: &'b mut [u8]) -> Result<&'b [u8], WireError> {
-        let (head, rest) = buf.split_at_mut_checked(MIN_MARKER).ok_or(WireError::Buffer)?;
-        let mut body = Writer::new(rest);
-        let kind = self.put_body(&mut body)?;
-        let length = body.len;
-        let header = MarkerHeader {
-            nonce: *reader_nonce,
-            version: VERSION,
-            kind,
-            length: u16::try_from(length).map_err(|_| WireError::Buffer)?.into(),
-        };
-        Writer::new(head).put(&header)?;
-        buf.get(..MIN_MARKER + length).ok_or(WireError::Buffer)
+        put_frame(reader_nonce.as_bytes(), buf, |body| self.put_body(body))
     }
 
     /// Reads the one marker that `bytes` consists of. Total: any bytes give a marker or an error.
     ///
     /// Does not compare the nonce; [`scan`] does.
     pub fn decode(bytes: &[u8]) -> Result<Self, WireError> {
-        let (header, mut body) = read_prefix::<MarkerHeader>(bytes)?;
-        if header.version != VERSION {
-            return Err(WireError::Version(header.version));
-        }
-        if usize::from(header.length.get()) != body.len() {
-            return Err(WireError::Length);
-        }
-        let marker = Self::take_body(header.kind, &mut body)?;
-        if body.is_empty() {
-            Ok(marker)
-        } else {
-            Err(WireError::Length)
-        }
-    }
-
-    /// Returns the length in bytes of the marker that starts with `bytes`, as its header says. `None` while the header
-    /// is not complete, an error if no marker is that long.
-    fn total_length(bytes: &[u8]) -> Result<Option<usize>, WireError> {
-        let Ok((header, _)) = read_prefix::<MarkerHeader>(bytes) else {
-            return Ok(None);
-        };
-        let length = usize::from(header.length.get());
-        if length > MAX_BODY {
-            Err(WireError::Length)
-        } else {
-            Ok(Some(MIN_MARKER + length))
-        }
+        let frame = bytes.get(ID_BYTES..).ok_or(WireError::Length)?;
+        take_frame(frame, Self::take_body)
     }
 }
 
@@ -228,17 +177,22 @@ pub fn payload_in(nonce: &Nonce, bytes: &[u8]) -> usize {
 
 /// Reads the marker at the front of `tail`, which agrees with the reader's nonce as far as it reaches.
 fn read_marker(tail: &[u8]) -> Found {
-    let len = match Marker::total_length(tail) {
-        Ok(Some(len)) => len,
-        Ok(None) => return Found::PartialMarker { have: tail.len() },
-        Err(error) => return Found::Bad { error, len: MIN_MARKER },
+    let partial = Found::PartialMarker { have: tail.len() };
+    let Some(Ok((head, _))) = tail.get(ID_BYTES..).map(read_prefix::<Head>) else {
+        return partial;
     };
-    match tail.get(..len) {
-        None => Found::PartialMarker { have: tail.len() },
-        Some(whole) => match Marker::decode(whole) {
-            Ok(marker) => Found::Marker { marker, len },
-            Err(error) => Found::Bad { error, len },
-        },
+    let length = usize::from(head.length.get());
+    if length > MAX_BODY {
+        let (error, len) = (WireError::Length, MIN_MARKER);
+        return Found::Bad { error, len };
+    }
+    let len = MIN_MARKER + length;
+    let Some(whole) = tail.get(..len) else {
+        return partial;
+    };
+    match Marker::decode(whole) {
+        Ok(marker) => Found::Marker { marker, len },
+        Err(error) => Found::Bad { error, len },
     }
 }
 

@@ -5,27 +5,13 @@
 
 use std::fmt;
 
-use zerocopy::little_endian::U16;
-use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
-
 use crate::ids::{Cookie, InstanceId, Nonce, Tuple, Vqpn};
-use crate::wire::codec::{Geometry, RingOffer, VERSION, WireError, Writer, kinds, read_prefix};
+use crate::wire::codec::{Geometry, RingOffer, WireError, kinds, put_frame, read_prefix, take_frame};
 
 /// Bytes of the longest message, which is ASK.
 pub const MAX_MESSAGE: usize = 96;
 
 const MAGIC: [u8; 4] = *b"rsok";
-
-/// The header of every message (P10).
-#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
-#[repr(C)]
-struct Header {
-    magic: [u8; 4],
-    version: u8,
-    kind: u8,
-    /// Bytes that follow this header, exactly.
-    length: U16,
-}
 
 kinds! {
     /// An out-of-band message. Units, order and meaning are in docs/protocol.md.
@@ -121,38 +107,16 @@ impl Message {
     ///
     /// Fails with [`WireError::Buffer`] if `buf` is shorter than the message ([`MAX_MESSAGE`] bytes always suffice).
     pub fn encode<'b>(&self, buf: &'b mut [u8]) -> Result<&'b [u8], WireError> {
-        let (head, rest) = buf.split_at_mut_checked(size_of::<Header>()).ok_or(WireError::Buffer)?;
-        let mut body = Writer::new(rest);
-        let kind = self.put_body(&mut body)?;
-        let length = body.len;
-        let header = Header {
-            magic: MAGIC,
-            version: VERSION,
-            kind,
-            length: u16::try_from(length).map_err(|_| WireError::Buffer)?.into(),
-        };
-        Writer::new(head).put(&header)?;
-        buf.get(..size_of::<Header>() + length).ok_or(WireError::Buffer)
+        put_frame(&MAGIC, buf, |body| self.put_body(body))
     }
 
     /// Reads the one message that `datagram` consists of. Total: any bytes give a message or an error.
     pub fn decode(datagram: &[u8]) -> Result<Self, WireError> {
-        let (header, mut body) = read_prefix::<Header>(datagram)?;
-        if header.magic != MAGIC {
+        let (magic, frame) = read_prefix::<[u8; 4]>(datagram)?;
+        if *magic != MAGIC {
             return Err(WireError::Magic);
         }
-        if header.version != VERSION {
-            return Err(WireError::Version(header.version));
-        }
-        if usize::from(header.length.get()) != body.len() {
-            return Err(WireError::Length);
-        }
-        let message = Self::take_body(header.kind, &mut body)?;
-        if body.is_empty() {
-            Ok(message)
-        } else {
-            Err(WireError::Length)
-        }
+        take_frame(frame, Self::take_body)
     }
 }
 

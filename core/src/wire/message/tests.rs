@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use proptest::collection::vec;
 use proptest::prelude::*;
 
-use crate::wire::codec::Field;
+use crate::wire::codec::{Field, VERSION, Writer};
 use crate::wire::message::*;
 
 fn ids() -> impl Strategy<Value = [u8; 16]> {

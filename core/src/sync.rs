@@ -173,11 +173,6 @@ impl<T> Published<AtomicPtr<T>> {
 pub struct Attention(AtomicU32);
 
 impl Attention {
-    /// Returns a word that is not armed.
-    pub fn new() -> Self {
-        Self(AtomicU32::new(0))
-    }
-
     /// Asks for a notification by these bits, in addition to the bits that are set. Then check for news
     /// ([`Published::look`]).
     #[inline]
@@ -252,11 +247,6 @@ pub struct SleepFlag(AtomicU64);
 pub struct RungMark(AtomicU64);
 
 impl SleepFlag {
-    /// Returns a flag outside shared memory, for tests and models.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
     /// Announces that this thread is about to sleep. Then check again every reason not to sleep, sleep if there is
     /// none, call [`end`](Self::end), and sweep.
     pub fn begin(&self) {
@@ -285,11 +275,6 @@ impl SleepFlag {
 }
 
 impl RungMark {
-    /// Returns the mark of a process that has never rung.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
     /// Forgets the last ring, for another peer's waiter.
     pub fn reset(&self) {
         self.0.store(0, Ordering::Relaxed);
@@ -304,11 +289,6 @@ impl RungMark {
 pub struct Presence(AtomicU32);
 
 impl Presence {
-    /// Returns an empty region.
-    pub fn new() -> Self {
-        Self(AtomicU32::new(0))
-    }
-
     /// Counts the calling thread in. Then check whether it may stay ([`Published::look`]).
     #[inline(always)]
     pub fn enter(&self) {
@@ -352,11 +332,6 @@ impl Presence {
 pub struct Request(AtomicBool);
 
 impl Request {
-    /// Returns a request that was not made.
-    pub fn new() -> Self {
-        Self(AtomicBool::new(false))
-    }
-
     /// Makes the request. Returns `true` for the first request since the server last began: the caller must notify the
     /// server.
     #[inline]
@@ -388,11 +363,6 @@ impl Request {
 pub struct Handoff(AtomicU32);
 
 impl Handoff {
-    /// Returns a value without work.
-    pub fn new() -> Self {
-        Self(AtomicU32::new(0))
-    }
-
     /// Adds these bits to the work. Then, until [none is left](Self::is_empty), try the lock and [take](Self::take) the
     /// work; finished if another thread holds the lock.
     pub fn add(&self, bits: u32) {

@@ -308,7 +308,7 @@ pub fn heap_pair(data_bytes: u64, clock: &Clock) -> Option<[End; 2]> {
         incoming: Arc::clone(&media[you]),
         waiters: Arc::clone(&waiters[me]),
         peers: Arc::clone(&waiters[you]),
-        marks: (0..READY_QUEUES).map(|_| RungMark::new()).collect(),
+        marks: (0..READY_QUEUES).map(|_| RungMark::default()).collect(),
         cursors: (0..READY_QUEUES).map(|_| Mutex::default()).collect(),
         numbers: Mutex::new(Numbers {
             arena: Arena::new(layout.data_len() as u64),

@@ -66,7 +66,7 @@ impl<O> End<O> {
             mine,
             theirs,
             peer_flags,
-            marks: std::array::from_fn(|_| RungMark::new()),
+            marks: std::array::from_fn(|_| RungMark::default()),
             numbers,
             is_lost: AtomicBool::new(false),
             outside,

@@ -322,7 +322,7 @@ impl Pollers {
     pub fn new(numbers: u16) -> Self {
         let words = numbers.div_ceil(WORD);
         Self {
-            polling: Presence::new(),
+            polling: Presence::default(),
             standing_by: (0..words).map(|_| Published::default()).collect(),
         }
     }

@@ -343,10 +343,10 @@ impl<L, T: Default, R: Default, C: Default> Default for Connection<L, T, R, C> {
     fn default() -> Self {
         Self {
             tx_mode: ModeCell::default(),
-            tx_inside: Presence::new(),
+            tx_inside: Presence::default(),
             tx: CachePadded::new(Lock::new(Tx::default())),
             rx_mode: ModeCell::default(),
-            rx_inside: Presence::new(),
+            rx_inside: Presence::default(),
             rx: CachePadded::new(Lock::new(Rx::default())),
             rx_shut: AtomicBool::new(false),
             untold: AtomicI32::new(0),

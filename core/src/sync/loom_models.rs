@@ -158,7 +158,7 @@ fn attention(arm: fn(&Attention)) {
     }
     check(move || {
         let words = Words {
-            attention: Attention::new(),
+            attention: Attention::default(),
             news: Published::default(),
             cells: [Cell::new(), Cell::new()],
             bell: Doorbell::new(),
@@ -198,7 +198,7 @@ fn loom_who_is_about_to_sleep_finds_it_or_is_rung_for() {
     }
     check(|| {
         let words = Words {
-            flag: SleepFlag::new(),
+            flag: SleepFlag::default(),
             news: Published::default(),
             cells: [Cell::new(), Cell::new()],
             bell: Doorbell::new(),
@@ -215,7 +215,7 @@ fn loom_who_is_about_to_sleep_finds_it_or_is_rung_for() {
         };
         let peer = |words: &Words| {
             publish(words, 0);
-            if words.flag.must_ring(&RungMark::new()) {
+            if words.flag.must_ring(&RungMark::default()) {
                 words.bell.ring();
             }
         };
@@ -242,8 +242,8 @@ fn loom_who_says_late_that_he_sleeps_is_rung_for_though_another_takes_what_came(
     }
     check(|| {
         let words = Words {
-            attention: Attention::new(),
-            flag: SleepFlag::new(),
+            attention: Attention::default(),
+            flag: SleepFlag::default(),
             news: Published::default(),
             bell: Doorbell::new(),
         };
@@ -301,7 +301,7 @@ fn loom_what_waits_for_all_to_leave_is_done_when_they_have_left() {
     }
     check(|| {
         let words = Words {
-            inside: Presence::new(),
+            inside: Presence::default(),
             mode: Published::default(),
             calls: [Cell::new(), Cell::new()],
             done: Mutex::new(false),
@@ -333,7 +333,7 @@ fn loom_what_was_asked_for_is_done_after_that_or_asked_for_again() {
     }
     check(|| {
         let words = Words {
-            request: Request::new(),
+            request: Request::default(),
             news: Default::default(),
             cells: [Cell::new(), Cell::new()],
             bell: Doorbell::new(),
@@ -381,7 +381,7 @@ fn loom_what_is_left_to_the_holder_of_a_lock_is_done() {
     }
     check(|| {
         let words = Words {
-            handoff: Handoff::new(),
+            handoff: Handoff::default(),
             lock: AtomicU32::new(0),
             done: Cell::new(),
         };

@@ -52,7 +52,7 @@ fn who_asks_to_be_told_finds_it_or_is_told() {
     let ways: [fn(&Attention); 2] = [|word| word.arm(1), |word| word.keep_armed(1)];
     for arm in ways {
         never_miss(
-            || (Attention::new(), Published::<AtomicU64>::default()),
+            || (Attention::default(), Published::<AtomicU64>::default()),
             |(attention, news)| {
                 arm(attention);
                 news.look() != 0
@@ -69,9 +69,9 @@ fn who_asks_to_be_told_finds_it_or_is_told() {
 fn who_asks_before_he_says_that_he_sleeps_finds_the_word_taken_or_is_rung_for() {
     never_miss(
         || {
-            let attention = Attention::new();
+            let attention = Attention::default();
             attention.arm(1);
-            (attention, SleepFlag::new())
+            (attention, SleepFlag::default())
         },
         |(attention, flag)| {
             flag.begin();
@@ -86,10 +86,10 @@ fn who_asks_before_he_says_that_he_sleeps_finds_the_word_taken_or_is_rung_for() 
 
 #[test]
 fn who_is_about_to_sleep_finds_it_or_is_rung_for() {
-    let ways: [fn(&SleepFlag) -> bool; 2] = [|flag| flag.must_ring(&RungMark::new()), SleepFlag::is_sleeping];
+    let ways: [fn(&SleepFlag) -> bool; 2] = [|flag| flag.must_ring(&RungMark::default()), SleepFlag::is_sleeping];
     for rings in ways {
         never_miss(
-            || (SleepFlag::new(), Published::<AtomicU64>::default()),
+            || (SleepFlag::default(), Published::<AtomicU64>::default()),
             |(flag, news)| {
                 flag.begin();
                 news.look() != 0
@@ -105,7 +105,7 @@ fn who_is_about_to_sleep_finds_it_or_is_rung_for() {
 #[test]
 fn who_comes_in_finds_it_closed_or_is_seen() {
     never_miss(
-        || (Presence::new(), Published::<AtomicBool>::default()),
+        || (Presence::default(), Published::<AtomicBool>::default()),
         |(presence, closed)| {
             presence.enter();
             closed.look()
@@ -121,7 +121,7 @@ fn who_comes_in_finds_it_closed_or_is_seen() {
 fn the_last_who_leaves_sees_who_waits_or_that_one_finds_the_place_empty() {
     never_miss(
         || {
-            let presence = Presence::new();
+            let presence = Presence::default();
             presence.enter();
             (presence, Published::<AtomicBool>::default())
         },
@@ -137,7 +137,7 @@ fn the_last_who_leaves_sees_who_waits_or_that_one_finds_the_place_empty() {
 fn what_was_asked_for_is_done_after_that_or_asked_for_again() {
     never_miss(
         || {
-            let request = Request::new();
+            let request = Request::default();
             assert!(request.ask() && request.is_asked() && !request.ask());
             (request, Published::<AtomicU64>::default())
         },
@@ -155,7 +155,7 @@ fn what_was_asked_for_is_done_after_that_or_asked_for_again() {
 #[test]
 fn what_is_left_to_the_holder_of_a_lock_is_seen_by_it_or_done() {
     never_miss(
-        || (Handoff::new(), AtomicU32::new(1)),
+        || (Handoff::default(), AtomicU32::new(1)),
         |(handoff, lock)| {
             handoff.add(1);
             // The taker of the lock does the work. This loads the lock, as Miri lets a comparison find the newest
@@ -182,7 +182,7 @@ fn a_fence_between_store_and_load_will_do_for_any_words() {
 
 #[test]
 fn an_attention_word_is_taken_once_and_by_all_its_bits() {
-    let attention = Attention::new();
+    let attention = Attention::default();
     assert_eq!(attention.take(), 0);
     attention.arm(1);
     attention.arm(4);

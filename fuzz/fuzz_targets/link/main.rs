@@ -190,7 +190,7 @@ impl World {
             direct_min: 100,
         };
         let here = Here {
-            flags: std::array::from_fn(|_| SleepFlag::new()),
+            flags: std::array::from_fn(|_| SleepFlag::default()),
             rung: AtomicU32::new(0),
             armed: AtomicBool::new(false),
         };

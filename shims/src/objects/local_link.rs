@@ -68,7 +68,7 @@ impl LocalPeer {
             buttons: (0..POLLING).map(|_| AtomicI32::new(-1)).collect(),
             button_count: AtomicU32::new(0),
             owed: (0..MAX_WAITERS.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
-            users: Presence::new(),
+            users: Presence::default(),
             is_closed: Published::from(true),
         }
     }

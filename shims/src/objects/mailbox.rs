@@ -89,8 +89,8 @@ impl Mailbox {
             thread: AtomicI32::new(0),
             ending: AtomicBool::new(false),
             pausing: AtomicBool::new(false),
-            delaying: Request::new(),
-            maintaining: Request::new(),
+            delaying: Request::default(),
+            maintaining: Request::default(),
             taken_back: Published::default(),
             epoll,
         })

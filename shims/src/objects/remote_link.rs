@@ -177,7 +177,7 @@ impl Remote {
             token: AtomicU64::new(0),
             pollers: Pollers::new(MAX_WAITERS),
             watchers: Watchers::default(),
-            users: Presence::new(),
+            users: Presence::default(),
             is_ended: Published::from(true),
             sleeps: AtomicU32::new(0),
             sleeps_seen: AtomicU32::new(0),

@@ -458,7 +458,7 @@ impl Slots {
             freed: Published::default(),
             bytes: (0..depth).map(|_| AtomicU64::new(0)).collect(),
             signalled: AtomicU64::new(0),
-            wants_room: Attention::new(),
+            wants_room: Attention::default(),
         }
     }
 

@@ -43,7 +43,7 @@ mod sequences {
 
     #[test]
     fn the_bell_rings_once_per_sleep_and_process() {
-        let (flag, a, b) = (SleepFlag::new(), RungMark::new(), RungMark::new());
+        let (flag, a, b) = (SleepFlag::default(), RungMark::default(), RungMark::default());
         assert!(!flag.must_ring(&a));
         flag.begin();
         assert!(flag.must_ring(&a) && !flag.must_ring(&a));

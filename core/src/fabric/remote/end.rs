@@ -106,19 +106,19 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
                 tells: Sparse::new(),
                 outbox: Lock::new(VecDeque::new()),
                 news: Published::default(),
-                owes: Request::new(),
+                owes: Request::default(),
                 is_watched: Published::default(),
                 watch_unseen: Published::default(),
-                marks: (0..MAX_WAITERS).map(|_| RungMark::new()).collect(),
+                marks: (0..MAX_WAITERS).map(|_| RungMark::default()).collect(),
                 retired_unseen: Published::default(),
             },
-            again: Handoff::new(),
+            again: Handoff::default(),
             looks_saved: AtomicU64::new(0),
             fault: FaultCell::default(),
             fault_unseen: Published::default(),
             numbers,
             registries: Default::default(),
-            users: Presence::new(),
+            users: Presence::default(),
         })
     }
 

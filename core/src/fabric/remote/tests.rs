@@ -60,7 +60,7 @@ struct Here {
 impl Here {
     fn new() -> Self {
         Self {
-            flags: (0..MAX_WAITERS).map(|_| SleepFlag::new()).collect(),
+            flags: (0..MAX_WAITERS).map(|_| SleepFlag::default()).collect(),
             bells: (0..MAX_WAITERS).map(|_| AtomicU64::new(0)).collect(),
             armed: AtomicBool::new(false),
             lent: AtomicU64::new(0),

@@ -18,9 +18,9 @@ fn pushers(vqpns: &'static [u32]) {
     check(move || {
         let waiter = Arc::new(Waiter {
             queue: PrivateQueue::default(),
-            flag: SleepFlag::new(),
+            flag: SleepFlag::default(),
             bell: Doorbell::new(),
-            mark: RungMark::new(),
+            mark: RungMark::default(),
         });
         let threads: Vec<_> = vqpns
             .iter()

@@ -162,7 +162,7 @@ fn link(settings: Settings, streams: usize, log2: u8) -> Result<([Here; 2], Vec<
                 qp,
                 side()?,
                 side()?,
-                Awake(SleepFlag::new(), AtomicBool::new(false)),
+                Awake(SleepFlag::default(), AtomicBool::new(false)),
                 Tuning::default(),
             )
         }

@@ -35,7 +35,7 @@ use crate::stats::Reason;
 use crate::stream::connection::directions::demote_tx;
 use crate::stream::connection::stay::Stay;
 use crate::stream::handshake::Handshake;
-use crate::stream::mode::{Mode, ModeCell, Receiving, Sending};
+use crate::stream::mode::{Mode, ModeCell};
 use crate::stream::resume::Resume;
 use crate::sync::Presence;
 use crate::wire::{Hello, Message, RingOffer};
@@ -319,13 +319,13 @@ pub enum Theirs {
 /// `tx`, `rx` and `control`.
 pub struct Connection<L, T, R, C> {
     /// The mode of the sending direction.
-    pub tx_mode: ModeCell<Sending>,
+    pub tx_mode: ModeCell,
     /// Counts the calls that are inside the kernel's send.
     pub tx_inside: Presence,
     /// The other state of the sending direction.
     pub tx: CachePadded<Lock<Tx<T>>>,
     /// The mode of the receiving direction.
-    pub rx_mode: ModeCell<Receiving>,
+    pub rx_mode: ModeCell,
     /// Counts the calls that are inside the kernel's receive.
     pub rx_inside: Presence,
     /// The other state of the receiving direction.

@@ -23,7 +23,7 @@ use crate::notify::threshold::worth_it;
 use crate::notify::{ready, reset, table, wait};
 use crate::objects::library::{Library, threshold_of};
 use crate::objects::mailbox::Command;
-use crate::objects::socket::{Mode, Sending, Socket, Stage, Tx, TxOwn};
+use crate::objects::socket::{Mode, Move, Socket, Stage, Tx, TxOwn};
 use crate::signals::jump::{about_or_if_cancelled, cancellation_point, outside, quick_or_if_cancelled, within};
 use crate::sys::iov::{Iov, is_plausible};
 use crate::sys::real::Cancellable;
@@ -611,7 +611,7 @@ unsafe fn step<S: Source>(
         if socket.wakes.is_dead() || ready::is_reader_gone(producer) {
             // The anchor is dead or the reader is gone: the kernel decides the result of a send whose bytes stay
             // unread.
-            socket.tx_mode.go(Sending::Left);
+            socket.tx_mode.go(Move::Left);
             return Ok(SendStep::Kernel);
         }
         let want = (source.len() - until).min(PIECE);

@@ -12,7 +12,7 @@ use rdmasock_core::stream::connection;
 
 use crate::notify::table::{self, Entry};
 use crate::notify::{epoll::Epoll, reset};
-use crate::objects::socket::{self, Mode, Receiving, Sending, Socket, Stage};
+use crate::objects::socket::{self, Mode, Move, Socket, Stage};
 use crate::objects::{holders, library::Library, listener::Listener};
 use crate::sys::{errno, vfork};
 
@@ -135,7 +135,7 @@ pub extern "C" fn child() {
 /// In a fork child, whose only thread this is, before any other use of the library.
 unsafe fn begin_anew() {
     vfork::on_fork_child();
-    rdmasock_core::lock::forget_tid();
+    rdmasock_core::os::thread::current().forget_tid();
     // SAFETY: this function's contract is each callee's contract: the only thread, before any other use.
     unsafe {
         Listener::after_fork();
@@ -202,11 +202,11 @@ unsafe fn forget_stream(socket: &'static Socket) {
     socket.rx_inside.reset();
     if foreign {
         socket.promotion.set_stage(Stage::Pinned);
-        socket.tx_mode.go(Sending::Inherited);
-        socket.rx_mode.go(Receiving::Inherited);
+        socket.tx_mode.go(Move::Inherited);
+        socket.rx_mode.go(Move::Inherited);
     } else {
-        socket.tx_mode.go(Sending::Closed);
-        socket.rx_mode.go(Receiving::Closed);
+        socket.tx_mode.go(Move::Closed);
+        socket.rx_mode.go(Move::Closed);
     }
     socket.wakes.watched.reset(false);
     socket.link.store(std::ptr::null_mut(), Relaxed);
@@ -240,7 +240,7 @@ fn reclaim_slow(socket: &'static Socket) {
         tracing::warn!(target: "rdmasock", slot = socket.slot, "the process that has it on a link does not answer, or was killed: reset");
         reset::reset_after_unsent(socket);
     }
-    socket.tx_mode.go(Sending::Reclaimed);
-    socket.rx_mode.go(Receiving::Reclaimed);
+    socket.tx_mode.go(Move::Reclaimed);
+    socket.rx_mode.go(Move::Reclaimed);
     errno::set(errno);
 }

@@ -21,7 +21,7 @@ use crate::notify::{ready, table};
 use crate::objects::library::Library;
 use crate::objects::mailbox::{Command, Remains};
 use crate::objects::socket;
-use crate::objects::socket::{Control, Farewell, Mode, Receiving, Sending, Socket, Stage, closed};
+use crate::objects::socket::{Control, Farewell, Mode, Move, Socket, Stage, closed};
 use crate::sys::errno;
 
 /// The functions that `notify/call` calls when a thread finds the end of a connection.
@@ -273,8 +273,8 @@ fn end(socket: &'static Socket, mut control: Guard<'static, Control>) -> Farewel
     let anchor = socket.numbers.fd.load(Acquire);
     let last = socket.promotion.holders.let_go(socket.is_plain());
     if socket.tx_mode.load(Acquire) == Mode::Foreign {
-        socket.tx_mode.go(Sending::Reclaimed);
-        socket.rx_mode.go(Receiving::Reclaimed);
+        socket.tx_mode.go(Move::Reclaimed);
+        socket.rx_mode.go(Move::Reclaimed);
     }
     if socket.is_plain() && !socket.is_watched() {
         socket.numbers.fd.store(-1, Release);
@@ -358,8 +358,8 @@ fn let_go_of(socket: &'static Socket, control: &mut Control) {
         let rx = socket.rx.lock();
         let tx = socket.tx.lock();
         socket.numbers.fd.store(-1, Release);
-        socket.rx_mode.go(Receiving::Closed);
-        socket.tx_mode.go(Sending::Closed);
+        socket.rx_mode.go(Move::Closed);
+        socket.tx_mode.go(Move::Closed);
         socket.wakes.watched.publish(false);
         drop(tx);
         if let Some(mut rx) = rx {

@@ -24,7 +24,7 @@ use crate::notify::epoll::Epoll;
 use crate::notify::ready;
 use crate::objects::link::{Identity, Link};
 use crate::objects::mailbox::Ref;
-use crate::objects::socket::{Mode, Sending, Socket};
+use crate::objects::socket::{Mode, Move, Socket};
 use crate::objects::waiters::SERVICE;
 use crate::objects::{cgroup, link, socket};
 use crate::service::ask::ASK_TIMEOUT;
@@ -417,7 +417,7 @@ impl Worker {
                 if unread && why == Reason::PeerGone {
                     crate::notify::reset::on_reader_died(socket, tx.end.is_shut());
                 }
-                socket.tx_mode.go(Sending::Left);
+                socket.tx_mode.go(Move::Left);
             }
         }
         // The program can still read the bytes in the ring. With an empty ring this leaves the link at once; else the

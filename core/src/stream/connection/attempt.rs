@@ -12,7 +12,7 @@ use crate::stream::connection::directions::{demote_tx, end_scan, flush_or_later,
 use crate::stream::connection::io::{ControlOf, Half, Peeked, SocketIo, StreamLink, Task, Tcp};
 use crate::stream::connection::{Control, Opened, Theirs, Then, close, close_stream, leave_link, stay};
 use crate::stream::handshake::{Closing, Handshake, Misplaced, Role, Step, Steps};
-use crate::stream::mode::{Mode, Receiving, Sending};
+use crate::stream::mode::{Mode, Move};
 use crate::wire::marker::{Found, scan};
 use crate::wire::{Hello, MAX_MARKER, Marker, Message, RingOffer};
 use crate::{fabric, wire};
@@ -155,7 +155,7 @@ fn receive_on_link<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
         return close::give_back(socket, control);
     }
     if rx.consumer.is_some() {
-        socket.rx_mode.go(Receiving::Switched);
+        socket.rx_mode.go(Move::Switched);
         socket.set_path(Half::Receiving, true);
         // No wake-up word is armed for what is in the ring already.
         socket.later(Task::Notify);
@@ -264,7 +264,7 @@ fn queue_marker<S: SocketIo>(socket: &S, control: &ControlOf<S>, marker: &Marker
         if matches!(marker, Marker::Switch) {
             tx.then = Then::Link;
         }
-        socket.tx_mode.go(Sending::Announced);
+        socket.tx_mode.go(Move::Announced);
     }
     flush_or_later(socket);
 }

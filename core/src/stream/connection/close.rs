@@ -13,7 +13,7 @@ use crate::stream::connection::io::{ControlOf, Half, RxOf, SocketIo, StreamLink,
 use crate::stream::connection::scan::{Ahead, AtMark, look_ahead};
 use crate::stream::connection::{Control, End, Then, ask_back, close_stream, scan, stay};
 use crate::stream::handshake::{Handshake, Role};
-use crate::stream::mode::{Mode, Receiving, Sending};
+use crate::stream::mode::{Mode, Move};
 use crate::wire;
 use crate::wire::marker::{Found, scan as scan_bytes};
 use crate::wire::{MAX_MARKER, Marker, Message};
@@ -58,7 +58,7 @@ pub fn shut<S: SocketIo>(socket: &S, both: bool, farewell: &mut Farewell<S::Link
         if was_on_link {
             tx.then = Then::Link;
         }
-        socket.tx_mode.go(Sending::Announced);
+        socket.tx_mode.go(Move::Announced);
     } else if was_on_link {
         let wake = end_on_link(socket, &mut tx, EndMark::Fin);
         *farewell = Farewell::of(socket, wake);
@@ -79,7 +79,7 @@ pub fn shut<S: SocketIo>(socket: &S, both: bool, farewell: &mut Farewell<S::Link
     // A thread has been blocked in the kernel's send since before there was a marker. It is to get EPIPE.
     tx.marker.clear();
     tx.then.take_link();
-    socket.tx_mode.go(Sending::Withdrawn);
+    socket.tx_mode.go(Move::Abandoned);
     drop(tx);
     feed(socket, &mut control, |h| Ok(h.on_hello_unwritten()));
     false
@@ -339,7 +339,7 @@ pub fn on_taken_back<S: SocketIo>(socket: &S) {
         if let Some(consumer) = rx.consumer.as_mut() {
             let _ = consumer.stop();
         }
-        end(socket, &mut rx, Receiving::Settled);
+        end(socket, &mut rx, Move::Settled);
         drop(rx);
         socket.set_path(Half::Receiving, false);
         socket.later(Task::Drained);
@@ -354,7 +354,7 @@ pub fn give_back<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
         tracing::warn!(target: "rdmasock", slot = socket.slot(), "the peer cannot take back what was not read: reset");
         socket.reset();
         if let Some(mut rx) = socket.rx.lock() {
-            end(socket, &mut rx, Receiving::Abandoned);
+            end(socket, &mut rx, Move::Abandoned);
         }
     }
 }
@@ -369,7 +369,7 @@ fn ask_peer<S: SocketIo>(socket: &S, control: &ControlOf<S>) -> Option<()> {
 }
 
 /// Drops the data that is set aside, and moves the direction by `event`.
-fn end<S: SocketIo>(socket: &S, rx: &mut RxOf<S>, event: Receiving) {
+fn end<S: SocketIo>(socket: &S, rx: &mut RxOf<S>, event: Move) {
     rx.aside = Vec::new();
     socket.rx_mode.go(event);
 }

@@ -8,7 +8,7 @@ use crate::ids::{Nonce, Vqpn};
 use crate::stream::connection::io::{Gone, Half, RxOf, SocketIo, StreamLink, Task, Tcp, TxOf, Unsent};
 use crate::stream::connection::scan::Carry;
 use crate::stream::connection::{Behind, End, Rx, Then};
-use crate::stream::mode::{Mode, Receiving, Sending};
+use crate::stream::mode::{Mode, Move};
 
 /// The waiter at the other end of a link within the host that is woken once the kernel has sent its FIN. Only then does
 /// the end mark count as an end. The FIN wakes that waiter too, but too late: after data that is sent on other
@@ -53,12 +53,12 @@ pub fn start_scan<S: SocketIo>(socket: &S, nonce: Nonce) -> Result<(), NoScan> {
     rx.carry = Carry::default();
     rx.aside = Vec::new();
     rx.scanned = 0;
-    socket.rx_mode.go(Receiving::Expected);
+    socket.rx_mode.go(Move::Expected);
     // One call may be inside the kernel: when it returns it scans the bytes that it has taken. With two calls the order
     // of their bytes would be unknown.
     if socket.rx_inside.count() > 1 {
         rx.scan = None;
-        socket.rx_mode.go(Receiving::Settled);
+        socket.rx_mode.go(Move::Settled);
         return Err(NoScan);
     }
     Ok(())
@@ -76,7 +76,7 @@ pub fn stop_scan<S: SocketIo>(socket: &S) {
         return;
     }
     if rx.carry.is_empty() && !socket.has_untold() {
-        socket.rx_mode.go(Receiving::Settled);
+        socket.rx_mode.go(Move::Settled);
     } else {
         // Bytes that were held back are data after all, which no event of the kernel reports.
         socket.later(Task::Notify);
@@ -164,7 +164,7 @@ pub fn on_end_told<S: SocketIo>(socket: &S, rx: &mut RxOf<S>) {
 
 /// Leaves the receiving direction to the kernel: no marker comes any more. This may complete a way back.
 pub fn settle<S: SocketIo>(socket: &S, rx: &RxOf<S>) {
-    socket.rx_mode.go(Receiving::Settled);
+    socket.rx_mode.go(Move::Settled);
     if rx.consumer.is_some() {
         socket.later(Task::Drained);
     }
@@ -231,8 +231,8 @@ pub fn leave_link_at_end<S: SocketIo>(socket: &S) -> bool {
     // kernel would not see a reset that this library has to report.
     let is_rest = rx.carry.is_empty() && rx.owed == 0 && !socket.has_untold();
     socket.rx_mode.go(match is_rest {
-        true => Receiving::Left,
-        false => Receiving::Retained,
+        true => Move::Left,
+        false => Move::Retained,
     });
     socket.set_path(Half::Receiving, false);
     drop(rx);
@@ -347,11 +347,11 @@ pub fn flush<S: SocketIo>(socket: &S) -> bool {
         return false;
     }
     if tx.then.take_link() && tx.producer.is_some() {
-        socket.tx_mode.go(Sending::Switched);
+        socket.tx_mode.go(Move::Switched);
         socket.on_link(&mut tx);
         socket.set_path(Half::Sending, true);
     } else {
-        socket.tx_mode.go(Sending::Flushed);
+        socket.tx_mode.go(Move::Settled);
         // This may complete a way back, even if the stream's OPEN was not answered.
         if tx.producer.is_some() || socket.link().is_some() {
             socket.later(Task::Drained);
@@ -387,7 +387,7 @@ pub fn end_on_link<S: SocketIo>(socket: &S, tx: &mut TxOf<S>, end: EndMark) -> W
             Wake::NONE
         }
         Ok(wake) => {
-            socket.tx_mode.go(Sending::Left);
+            socket.tx_mode.go(Move::Left);
             wake
         }
     };
@@ -404,7 +404,7 @@ pub fn send_again<S: SocketIo>(socket: &S, tx: &mut TxOf<S>) {
         socket.reset();
     }
     tx.then.take_link();
-    socket.tx_mode.go(Sending::Announced);
+    socket.tx_mode.go(Move::Announced);
     socket.set_path(Half::Sending, false);
 }
 
@@ -458,6 +458,6 @@ pub fn wait_for_tcp<S: SocketIo>(socket: &S) {
     };
     if tx.then.take_link() || socket.tx_mode.load(Acquire) == Mode::Link {
         tx.then = Then::Leave;
-        socket.tx_mode.go(Sending::Announced);
+        socket.tx_mode.go(Move::Announced);
     }
 }

@@ -15,7 +15,7 @@ use crate::stream::connection::directions::{
 };
 use crate::stream::connection::io::{ControlOf, Half, SocketIo, StreamLink, Task, Tcp};
 use crate::stream::connection::{Behind, Control, End, Then, ask_back, leave_link};
-use crate::stream::mode::{Mode, Receiving, Sending};
+use crate::stream::mode::{Mode, Move};
 use crate::stream::resume::{Resume, Step, Steps};
 use crate::wire::{MAX_MARKER, Marker};
 
@@ -98,7 +98,7 @@ pub fn carry_out<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, steps: Ste
                     tx.wake_delayed = false;
                     tx.then = Then::Tcp;
                     tx.marker.clear();
-                    socket.tx_mode.go(Sending::Withdrawn);
+                    socket.tx_mode.go(Move::Abandoned);
                 }
             }
             Step::ReadOn(sent) => read_on(socket, Some(sent)),
@@ -159,7 +159,7 @@ fn write_resume<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
             tx.then = Then::Resume;
         }
         tx.wake_delayed = false;
-        socket.tx_mode.go(Sending::Announced);
+        socket.tx_mode.go(Move::Announced);
         socket.off_link(&mut tx);
     }
     flush_or_later(socket);
@@ -174,7 +174,7 @@ fn send_from<S: SocketIo>(socket: &S, from: u64) {
         let rest = tx.producer.as_mut().map(|p| p.rest(from));
         let rest = rest.map(|rest| rest.and_then(|bytes| queue_again(socket, &mut tx, &bytes)));
         tx.then = Then::Tcp;
-        socket.tx_mode.go(Sending::Announced);
+        socket.tx_mode.go(Move::Announced);
         rest
     };
     socket.set_path(Half::Sending, false);
@@ -201,7 +201,7 @@ fn read_on<S: SocketIo>(socket: &S, sent: Option<u64>) {
             let frozen = rx.consumer.as_mut().and_then(|c| c.freeze(u64::MAX).ok());
             rx.owed = sent.unwrap_or(0).saturating_sub(frozen.unwrap_or(0));
         } else if rx.carry.is_empty() && socket.rx_mode.load(Acquire) == Mode::Marked {
-            socket.rx_mode.go(Receiving::Settled);
+            socket.rx_mode.go(Move::Settled);
         }
     }
     leave_link_at_end(socket);
@@ -209,16 +209,9 @@ fn read_on<S: SocketIo>(socket: &S, sent: Option<u64>) {
 
 fn end_tcp<S: SocketIo>(socket: &S) {
     let waits = awaits_marker(socket);
-    let at_once = {
-        let Some(mut tx) = socket.tx.lock() else {
-            return;
-        };
-        let mode = socket.tx_mode.load(Acquire);
-        if waits && mode == Mode::Tcp {
-            socket.tx_mode.go(Sending::Announced);
-        }
-        if waits || mode == Mode::Marked {
-            tx.end = End::Due;
+    if let Some(mut tx) = socket.tx.lock() {
+        if waits && socket.tx_mode.load(Acquire) == Mode::Tcp {
+            socket.tx_mode.go(Move::Announced);
         }
         tx.end != End::Due
     };
@@ -338,7 +331,7 @@ pub fn return_to_tcp<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason
         // the end of the connection.
         tracing::warn!(target: "rdmasock", slot = socket.slot(), %reason, "unread data before its end cannot follow the socket: reset");
         socket.reset();
-        socket.rx_mode.go(Receiving::Abandoned);
+        socket.rx_mode.go(Move::Abandoned);
         on_tcp_again(socket);
     }
 }
@@ -369,9 +362,10 @@ fn unread_returns_to_tcp<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, re
         if !is_clean {
             return Err(PeerLeft);
         }
-        consumer.stop().ok().map(|wake| {
-            socket.rx_mode.go(Receiving::Left);
-            (consumer.position(), wake)
+        rx.consumer.as_mut().and_then(|consumer| {
+            let wake = consumer.stop().ok()?;
+            socket.rx_mode.go(Move::Left);
+            Some((consumer.position(), wake))
         })
     };
     tracing::debug!(target: "rdmasock::promote", slot = socket.slot(), %reason, ?stopped, "goes back to TCP");

@@ -18,7 +18,7 @@ use rdmasock_core::wire::{MAX_MARKER, Marker};
 use crate::data::socket_io::*;
 use crate::notify::table;
 use crate::notify::table::Entry;
-use crate::objects::socket::{Mode, Receiving, Sending};
+use crate::objects::socket::{Mode, Move};
 use crate::service::tests::{connected, left_to_do, without_thread};
 
 const MINE: Nonce = Nonce::from_bytes([0xc0; 16]);
@@ -56,10 +56,10 @@ fn unanswered(closing: Closing) -> (&'static Socket, TcpStream, TcpStream) {
         rx.scan = Some(MINE);
         rx.behind = Behind::Link;
     }
-    socket.rx_mode.go(Receiving::Expected);
+    socket.rx_mode.go(Move::Expected);
     if closing == Closing::Switch {
-        socket.tx_mode.go(Sending::Announced);
-        socket.tx_mode.go(Sending::Switched);
+        socket.tx_mode.go(Move::Announced);
+        socket.tx_mode.go(Move::Switched);
     }
     let mut control = socket.control.lock().unwrap();
     control.stay = Some(Stay {
@@ -153,9 +153,9 @@ fn discard_takes_what_it_was_asked_for() {
 #[test]
 fn a_call_that_leaves_the_kernel_is_told_to_look_for_what_nobody_could() {
     let (socket, _ours, mut theirs) = suspended();
-    socket.rx_mode.go(Receiving::Settled);
+    socket.rx_mode.go(Move::Settled);
     assert!(socket.enter_rx());
-    socket.rx_mode.go(Receiving::Expected);
+    socket.rx_mode.go(Move::Expected);
     theirs.write_all(&resume()).unwrap();
     until(|| {
         socket
@@ -175,11 +175,11 @@ fn a_call_that_leaves_the_kernel_is_told_to_look_for_what_nobody_could() {
 #[test]
 fn receive_that_led_to_the_link_looks_for_resume() {
     let (socket, _ours, _theirs) = suspended();
-    socket.rx_mode.go(Receiving::Settled);
+    socket.rx_mode.go(Move::Settled);
     assert!(socket.enter_rx());
     // The call has received SWITCH, and RESUME behind it.
-    socket.rx_mode.go(Receiving::Expected);
-    socket.rx_mode.go(Receiving::Switched);
+    socket.rx_mode.go(Move::Expected);
+    socket.rx_mode.go(Move::Switched);
     assert!(socket.leave_rx());
 }
 
@@ -241,7 +241,7 @@ fn a_marker_leaves_the_error_of_a_reset_where_it_is() {
         std::thread::yield_now();
     }
     socket.tx.lock().unwrap().marker.extend_from_slice(b"marker");
-    socket.tx_mode.go(Sending::Announced);
+    socket.tx_mode.go(Move::Announced);
     assert!(flush(socket));
     assert!(is_reset());
     assert_eq!(
@@ -267,7 +267,7 @@ fn a_reset_that_comes_as_a_marker_is_sent_is_told() {
         while !socket.tcp().unwrap().has_peer_ended() {
             for _ in 0..20 {
                 socket.tx.lock().unwrap().marker.extend_from_slice(b"marker");
-                socket.tx_mode.go(Sending::Announced);
+                socket.tx_mode.go(Move::Announced);
                 assert!(flush(socket));
             }
         }

@@ -3,14 +3,15 @@
 //!
 //! `rendezvous::control` defines the datagrams. All calls are raw system calls.
 
-use std::io::IoSlice;
 use std::mem::MaybeUninit;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
 use rustix::io::Errno;
+use rustix::net::addr::SocketAddrStorage;
 use rustix::net::{
-    AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, bind, connect, recv, send, socket_with, sockopt,
+    AddressFamily, RecvFlags, SendFlags, SocketAddrAny, SocketFlags, SocketType, bind, connect, recv, send,
+    socket_with, sockopt,
 };
 
 use crate::ids::mapped;
@@ -35,9 +36,16 @@ pub struct Answerer {
     is_v6: bool,
 }
 
-/// A buffer for control messages; the kernel expects it to be aligned like cmsghdr.
-#[repr(C, align(8))]
-struct Control([u8; 64]);
+/// The control message with the local address of a datagram (cmsg(3)).
+#[repr(C)]
+struct Control {
+    head: libc::cmsghdr,
+    /// An `in6_pktinfo` of 20 bytes, or an `in_pktinfo` of 12.
+    info: [u8; 24],
+}
+
+/// The size of the storage for an address, of either family.
+const STORAGE: u32 = size_of::<SocketAddrStorage>() as u32;
 
 impl Answerer {
     /// Binds to `port`. Several processes of one user may bind it: the kernel gives each datagram to one of them.
@@ -77,20 +85,19 @@ impl Answerer {
     /// Receives the next datagram; `None` if the queue is empty. An error about an earlier answer (ICMP) is returned as
     /// the kernel's errno; the next call goes on with the queue.
     pub fn recv(&self, buf: &mut [u8]) -> Result<Option<Arrival>, Errno> {
-        let mut name = MaybeUninit::<libc::sockaddr_in6>::zeroed();
-        let mut control = Control([0; 64]);
+        let mut name = MaybeUninit::<SocketAddrStorage>::zeroed();
         let mut piece = libc::iovec {
             iov_base: buf.as_mut_ptr().cast(),
             iov_len: buf.len(),
         };
-        // SAFETY: all zeroes is a valid msghdr.
-        let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
+        // SAFETY: all zeroes is a valid value of both.
+        let (mut header, mut control): (libc::msghdr, Control) = unsafe { std::mem::zeroed() };
         header.msg_name = name.as_mut_ptr().cast();
-        header.msg_namelen = size_of::<libc::sockaddr_in6>() as libc::socklen_t;
+        header.msg_namelen = STORAGE;
         header.msg_iov = &raw mut piece;
         header.msg_iovlen = 1;
-        header.msg_control = control.0.as_mut_ptr().cast();
-        header.msg_controllen = control.0.len();
+        header.msg_control = (&raw mut control).cast();
+        header.msg_controllen = size_of_val(&control);
         // SAFETY: the header and the four buffers that it points to outlive the call, and the kernel keeps no pointer
         // to them. Each is valid for writes of the size that the header names.
         let received = unsafe { self.call(libc::SYS_recvmsg, &raw mut header, libc::MSG_TRUNC) };
@@ -99,64 +106,45 @@ impl Answerer {
             Err(Errno::AGAIN | Errno::INTR) => return Ok(None),
             Err(errno) => return Err(errno),
         };
-        // SAFETY: the structure was zeroed, and consists of integers, for which all bytes that the kernel writes are
-        // valid.
-        let name = unsafe { name.assume_init() };
-        let from = address(&name).ok_or(Errno::BADMSG)?;
-        // SAFETY: the kernel has filled the header; the header and the control buffer are still alive and unchanged.
-        let to = unsafe { destination(&header) };
+        // SAFETY: the storage was zeroed, and holds the address that the kernel has written.
+        let from = unsafe { SocketAddrAny::new(name, STORAGE) };
+        let from = SocketAddr::try_from(from).map_err(|_| Errno::BADMSG)?;
+        let to = control.local();
         Ok(Some(Arrival { length, from, to }))
     }
 
     /// Sends `bytes` to `to`, from the local address `from`. An answer without room in the send queue, or without a
     /// route, is lost.
     pub fn send(&self, bytes: &[u8], to: SocketAddr, from: IpAddr) -> Result<(), Errno> {
-        let mut control = Control([0; 64]);
-        let mut piece = IoSlice::new(bytes);
-        // SAFETY: all zeroes is a valid msghdr, sockaddr_in6 and sockaddr_in.
-        let (mut header, mut v6, mut v4): (libc::msghdr, libc::sockaddr_in6, libc::sockaddr_in) =
-            unsafe { std::mem::zeroed() };
-        header.msg_iov = (&raw mut piece).cast();
-        header.msg_iovlen = 1;
-        header.msg_control = control.0.as_mut_ptr().cast();
-        if self.is_v6 {
+        // SAFETY: all zeroes is a valid value of both.
+        let (mut header, mut control): (libc::msghdr, Control) = unsafe { std::mem::zeroed() };
+        let to = if self.is_v6 {
             let scope = if let SocketAddr::V6(to) = to { to.scope_id() } else { 0 };
-            v6.sin6_family = libc::AF_INET6 as libc::sa_family_t;
-            v6.sin6_port = to.port().to_be();
-            v6.sin6_addr.s6_addr = mapped(to.ip()).octets();
-            v6.sin6_scope_id = scope;
-            header.msg_name = (&raw mut v6).cast();
-            header.msg_namelen = size_of_val(&v6) as libc::socklen_t;
-            let s6_addr = mapped(from).octets();
-            let info = libc::in6_pktinfo {
-                ipi6_addr: libc::in6_addr { s6_addr },
-                ipi6_ifindex: scope,
-            };
-            // SAFETY: the control buffer is aligned, larger than the message, and lives until after the call.
-            unsafe {
-                put(&mut header, libc::IPPROTO_IPV6, libc::IPV6_PKTINFO, info);
-            }
+            let address = mapped(from).octets();
+            control.set(
+                libc::IPPROTO_IPV6,
+                libc::IPV6_PKTINFO,
+                &[&address, &scope.to_ne_bytes()],
+            );
+            SocketAddrV6::new(mapped(to.ip()), to.port(), 0, scope).into()
         } else {
             let (IpAddr::V4(ip), IpAddr::V4(from)) = (to.ip().to_canonical(), from.to_canonical()) else {
                 return Err(Errno::AFNOSUPPORT);
             };
-            v4.sin_family = libc::AF_INET as libc::sa_family_t;
-            v4.sin_port = to.port().to_be();
-            v4.sin_addr.s_addr = u32::from_ne_bytes(ip.octets());
-            header.msg_name = (&raw mut v4).cast();
-            header.msg_namelen = size_of_val(&v4) as libc::socklen_t;
-            let info = libc::in_pktinfo {
-                ipi_ifindex: 0,
-                ipi_spec_dst: libc::in_addr {
-                    s_addr: u32::from_ne_bytes(from.octets()),
-                },
-                ipi_addr: libc::in_addr { s_addr: 0 },
-            };
-            // SAFETY: as above.
-            unsafe {
-                put(&mut header, libc::IPPROTO_IP, libc::IP_PKTINFO, info);
-            }
-        }
+            control.set(libc::IPPROTO_IP, libc::IP_PKTINFO, &[&[0; 4], &from.octets(), &[0; 4]]);
+            SocketAddr::from((ip, to.port()))
+        };
+        let mut to = SocketAddrAny::from(to);
+        let mut piece = libc::iovec {
+            iov_base: bytes.as_ptr().cast_mut().cast(),
+            iov_len: bytes.len(),
+        };
+        header.msg_name = to.as_mut_ptr().cast();
+        header.msg_namelen = to.addr_len();
+        header.msg_iov = &raw mut piece;
+        header.msg_iovlen = 1;
+        header.msg_control = (&raw mut control).cast();
+        header.msg_controllen = size_of_val(&control);
         // SAFETY: the header and the buffers that it points to outlive the call, and the kernel keeps no pointer to
         // them.
         unsafe { self.call(libc::SYS_sendmsg, &raw mut header, libc::MSG_NOSIGNAL) }.map(drop)
@@ -228,68 +216,31 @@ fn socket(is_v6: bool) -> Result<PrivateFd, Errno> {
     PrivateFd::open(|| socket_with(family, SocketType::DGRAM, flags, None))
 }
 
-/// Returns the address that the kernel has written. An IPv4 address is shorter, but family and port lie at the same
-/// offsets. `None` for other families.
-fn address(name: &libc::sockaddr_in6) -> Option<SocketAddr> {
-    let port = u16::from_be(name.sin6_port);
-    match i32::from(name.sin6_family) {
-        libc::AF_INET6 => Some(SocketAddr::V6(SocketAddrV6::new(
-            Ipv6Addr::from(name.sin6_addr.s6_addr),
-            port,
-            0,
-            name.sin6_scope_id,
-        ))),
-        // sockaddr_in has the IPv4 address where sockaddr_in6 has the flow label.
-        libc::AF_INET => Some(SocketAddr::from((
-            Ipv4Addr::from(name.sin6_flowinfo.to_ne_bytes()),
-            port,
-        ))),
-        _ => None,
-    }
-}
-
-/// Returns the local address among the control messages; `None` if none of them has it.
-///
-/// # Safety
-/// recvmsg(2) has filled the header; the header and its control buffer are still alive and unchanged.
-unsafe fn destination(header: &libc::msghdr) -> Option<IpAddr> {
-    // SAFETY: by the contract. The macros stay within the control buffer. Each message has as many bytes as the
-    // kernel's structure for its type, which is read unaligned.
-    unsafe {
-        let mut message = libc::CMSG_FIRSTHDR(header);
-        while let Some(head) = message.as_ref() {
-            let data = libc::CMSG_DATA(message);
-            match (head.cmsg_level, head.cmsg_type) {
-                (libc::IPPROTO_IPV6, libc::IPV6_PKTINFO) => {
-                    let info = data.cast::<libc::in6_pktinfo>().read_unaligned();
-                    return Some(Ipv6Addr::from(info.ipi6_addr.s6_addr).to_canonical());
-                }
-                (libc::IPPROTO_IP, libc::IP_PKTINFO) => {
-                    let info = data.cast::<libc::in_pktinfo>().read_unaligned();
-                    let octets = info.ipi_addr.s_addr.to_ne_bytes();
-                    return Some(IpAddr::V4(Ipv4Addr::from(octets)));
-                }
-                _ => message = libc::CMSG_NXTHDR(header, message),
-            }
+impl Control {
+    /// Sets the message to the parts of an `in6_pktinfo` or `in_pktinfo`.
+    fn set(&mut self, level: libc::c_int, kind: libc::c_int, parts: &[&[u8]]) {
+        let mut length = 0;
+        for (to, from) in self.info.iter_mut().zip(parts.iter().copied().flatten()) {
+            *to = *from;
+            length += 1;
         }
+        self.head.cmsg_len = size_of_val(&self.head) + length;
+        (self.head.cmsg_level, self.head.cmsg_type) = (level, kind);
     }
-    None
-}
 
-/// Makes `value` the one control message of a header.
-///
-/// # Safety
-/// `header.msg_control` is aligned like cmsghdr, and at least CMSG_SPACE(size of `value`) bytes long.
-unsafe fn put<T>(header: &mut libc::msghdr, level: libc::c_int, kind: libc::c_int, value: T) {
-    // SAFETY: by the contract; CMSG_FIRSTHDR returns the start of the buffer once its length is set.
-    unsafe {
-        header.msg_controllen = libc::CMSG_SPACE(size_of::<T>() as u32) as usize;
-        let message = libc::CMSG_FIRSTHDR(header);
-        if let Some(head) = message.as_mut() {
-            head.cmsg_level = level;
-            head.cmsg_type = kind;
-            head.cmsg_len = libc::CMSG_LEN(size_of::<T>() as u32) as usize;
-            libc::CMSG_DATA(message).cast::<T>().write_unaligned(value);
+    /// Returns the local address that the kernel has written; `None` if it has written none.
+    fn local(&self) -> Option<IpAddr> {
+        match (self.head.cmsg_level, self.head.cmsg_type) {
+            (libc::IPPROTO_IPV6, libc::IPV6_PKTINFO) => {
+                let octets = self.info.first_chunk::<16>()?;
+                Some(Ipv6Addr::from(*octets).to_canonical())
+            }
+            // Behind the index of the interface and the address to answer from.
+            (libc::IPPROTO_IP, libc::IP_PKTINFO) => {
+                let octets = self.info.get(8..)?.first_chunk::<4>()?;
+                Some(Ipv4Addr::from(*octets).into())
+            }
+            _ => None,
         }
     }
 }

@@ -16,30 +16,29 @@
 //!
 //! Only the service thread calls this module; it has all signals blocked.
 
-use std::ffi::c_void;
 use std::mem::MaybeUninit;
 use std::os::fd::{BorrowedFd, IntoRawFd, OwnedFd};
-use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
-use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::{Acquire, Release};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::{Errno, IoSlice, IoSliceMut};
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect,
-    getsockname, listen, recvmsg, sendmsg, socket_with,
+    AddressFamily, RecvAncillaryBuffer, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+    Shutdown, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect, getsockname, listen, recvmsg,
+    sendmsg, socket_with,
 };
 
 use crate::os::channel::{Channel, MAX_FDS};
 use crate::os::doorbell::Button;
 use crate::os::privatefd::PrivateFd;
+use crate::os::thread::spawn;
 use crate::os::{channel, kernel, memfd};
 
 /// The most threads at a time. A thread that does not end is blocked in the close of a file that it holds.
 const MOST: usize = 8;
 /// The most descriptors that the kernel sends with one message.
 const SCM_MAX_FD: usize = 253;
-type Fds = [BorrowedFd<'static>; SCM_MAX_FD];
 /// The most bytes of a message that the thread passes on.
 const MOST_BYTES: usize = 2048;
 /// The size of the thread's stack in bytes. libc keeps the program's thread-local variables there too.
@@ -53,23 +52,10 @@ const STRANGERS: usize = 16;
 const RECEIVE: &[u8] = b"receive";
 const CLOSE: &[u8] = b"close";
 
-/// A slot for a thread.
-struct Place {
-    /// The thread's id; 0 for a slot without a thread.
-    thread: AtomicU32,
-    /// The abstract name that the thread connects to. Names that the kernel chooses have `NAME` bytes.
-    name: AtomicU64,
-}
-const NAME: usize = 5;
+/// The ids of the threads; 0 for a place without a thread.
+static PLACES: [AtomicU32; MOST] = [const { AtomicU32::new(0) }; MOST];
 /// Stands for the id of a thread that is being started and has not stored its id yet.
 const BEGINS: u32 = u32::MAX;
-
-static PLACES: [Place; MOST] = [const {
-    Place {
-        thread: AtomicU32::new(0),
-        name: AtomicU64::new(0),
-    }
-}; MOST];
 
 /// Receives one message of the channel `from` in a separate thread. Its descriptors must be sealed memory or
 /// [buttons](Button).
@@ -90,35 +76,30 @@ pub fn close_left() -> bool {
     PrivateFd::close_left(|socket| thread.send(CLOSE, &[socket]).is_ok())
 }
 
-impl Place {
-    fn is_free(&self) -> bool {
-        match self.thread.load(Acquire) {
-            0 => true,
-            BEGINS => false,
-            thread => {
-                let process = rustix::process::getpid().as_raw_nonzero().get();
-                // SAFETY: signal 0 only checks that the thread exists; no signal is sent.
-                unsafe { kernel::call(libc::SYS_tgkill, [process as usize, thread as usize, 0, 0, 0, 0]) }.is_err()
-            }
+fn is_free(place: &AtomicU32) -> bool {
+    match place.load(Acquire) {
+        0 => true,
+        BEGINS => false,
+        thread => {
+            let process = rustix::process::getpid().as_raw_nonzero().get();
+            // SAFETY: signal 0 only checks that the thread exists; no signal is sent.
+            unsafe { kernel::call(libc::SYS_tgkill, [process as usize, thread as usize, 0, 0, 0, 0]) }.is_err()
         }
     }
 }
 
 /// Starts a thread, and returns a channel to it. Accepted connections of other processes are dropped.
 fn start() -> Result<Channel, Errno> {
-    let place = PLACES.iter().find(|place| place.is_free()).ok_or(Errno::AGAIN)?;
+    let place = PLACES.iter().find(|place| is_free(place)).ok_or(Errno::AGAIN)?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let listener = PrivateFd::open(|| socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None))?;
     bind(&listener, &SocketAddrUnix::new_unnamed())?;
     listen(&listener, STRANGERS as i32)?;
     let address = SocketAddrUnix::try_from(getsockname(&listener)?)?;
-    let name = address.abstract_name().filter(|name| name.len() == NAME);
-    let mut bytes = [0; 8];
-    bytes[..NAME].copy_from_slice(name.ok_or(Errno::INVAL)?);
-    place.name.store(u64::from_ne_bytes(bytes), Relaxed);
-    place.thread.store(BEGINS, Release);
-    if let Err(error) = spawn(place) {
-        place.thread.store(0, Release);
+    place.store(BEGINS, Release);
+    // The thread inherits the signal mask of the service thread, in which all signals are blocked.
+    if let Err(error) = spawn(c"rdmasock", STACK, move || run(place, &address)) {
+        place.store(0, Release);
         return Err(error);
     }
     for _ in 0..=STRANGERS {
@@ -134,53 +115,29 @@ fn start() -> Result<Channel, Errno> {
     Err(Errno::TIMEDOUT)
 }
 
-/// Starts a detached thread. It inherits the signal mask of the service thread, in which all signals are blocked.
-fn spawn(place: &'static Place) -> Result<(), Errno> {
-    let mut attributes = MaybeUninit::<libc::pthread_attr_t>::uninit();
-    let mut thread = MaybeUninit::uninit();
-    let argument = std::ptr::from_ref(place).cast_mut().cast::<c_void>();
-    // SAFETY: the attributes are initialised before they are used. `run` expects a pointer to a static `Place`, which
-    // `argument` is.
-    let error = unsafe {
-        libc::pthread_attr_init(attributes.as_mut_ptr());
-        libc::pthread_attr_setstacksize(attributes.as_mut_ptr(), STACK);
-        libc::pthread_attr_setdetachstate(attributes.as_mut_ptr(), libc::PTHREAD_CREATE_DETACHED);
-        let error = libc::pthread_create(thread.as_mut_ptr(), attributes.as_ptr(), run, argument);
-        libc::pthread_attr_destroy(attributes.as_mut_ptr());
-        error
-    };
-    match error {
-        0 => Ok(()),
-        error => Err(Errno::from_raw_os_error(error)),
-    }
-}
-
 /// The body of the thread. After its first system call, its descriptor numbers differ from those in the rest of the
 /// process. So it uses only descriptors that it opened itself, makes raw system calls alone, and logs nothing.
-extern "C" fn run(place: *mut c_void) -> *mut c_void {
-    // SAFETY: `spawn` passes a reference to a static `Place`.
-    let place = unsafe { &*place.cast::<Place>() };
+fn run(place: &AtomicU32, name: &SocketAddrUnix) {
     let id = rustix::thread::gettid().as_raw_nonzero().get();
     let all = u32::MAX as usize;
     let unshare = libc::CLOSE_RANGE_UNSHARE as usize;
     // SAFETY: the call changes only the table of this thread, which owns no descriptor yet: without an error that table
     // is unshared and empty.
     let is_apart = unsafe { kernel::call(libc::SYS_close_range, [0, all, unshare, 0, 0, 0]) }.is_ok();
-    place.thread.store(id as u32, Release);
+    place.store(id as u32, Release);
     if is_apart {
-        let _ = serve(&place.name.load(Relaxed).to_ne_bytes()[..NAME]);
+        let _ = serve(name);
     }
-    std::ptr::null_mut()
 }
 
-fn serve(name: &[u8]) -> Result<(), Errno> {
+fn serve(name: &SocketAddrUnix) -> Result<(), Errno> {
     let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
     let socket = forever(socket);
-    connect(socket, &SocketAddrUnix::new_abstract_name(name)?)?;
+    connect(socket, name)?;
     let mut buf = [0; MOST_BYTES];
-    let mut fds = [socket; SCM_MAX_FD];
     loop {
-        match take(socket, &mut buf, &mut fds, RecvFlags::empty())? {
+        let (request, fds) = take(socket, &mut buf, RecvFlags::empty())?;
+        match (request, &fds[..]) {
             (RECEIVE, [from]) => return pass_on(*from, socket),
             // The kernel closes the descriptor when the thread ends.
             (CLOSE, _) => {}
@@ -192,14 +149,13 @@ fn serve(name: &[u8]) -> Result<(), Errno> {
 /// Receives a message from `from` and sends it to `to`, if all its descriptors are of kinds that a peer may send.
 fn pass_on(from: BorrowedFd<'_>, to: BorrowedFd<'static>) -> Result<(), Errno> {
     let mut buf = [0; MOST_BYTES];
-    let mut fds = [to; SCM_MAX_FD];
-    let (bytes, fds) = take(from, &mut buf, &mut fds, RecvFlags::DONTWAIT)?;
+    let (bytes, fds) = take(from, &mut buf, RecvFlags::DONTWAIT)?;
     if fds.len() > MAX_FDS || !fds.iter().all(|fd| is_expected(*fd)) {
         return Err(Errno::INVAL);
     }
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
     let mut control = SendAncillaryBuffer::new(&mut space);
-    control.push(SendAncillaryMessage::ScmRights(fds));
+    control.push(SendAncillaryMessage::ScmRights(&fds));
     sendmsg(to, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL).map(|_| ())
 }
 
@@ -210,33 +166,20 @@ fn is_expected(fd: BorrowedFd<'_>) -> bool {
 }
 
 /// Receives a whole message with all its descriptors, or fails.
-fn take<'b, 'f>(
+fn take<'b>(
     from: BorrowedFd<'_>,
     buf: &'b mut [u8],
-    fds: &'f mut Fds,
     flags: RecvFlags,
-) -> Result<(&'b [u8], &'f [BorrowedFd<'static>]), Errno> {
+) -> Result<(&'b [u8], Vec<BorrowedFd<'static>>), Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(SCM_MAX_FD))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
-    let received = recvmsg(
-        from,
-        &mut [IoSliceMut::new(buf)],
-        &mut control,
-        flags | RecvFlags::CMSG_CLOEXEC,
-    )?;
-    let rights = control.drain().filter_map(|message| match message {
-        RecvAncillaryMessage::ScmRights(fds) => Some(fds),
-        _ => None,
-    });
-    let mut count = 0;
-    for (place, fd) in fds.iter_mut().zip(rights.flatten()) {
-        *place = forever(fd);
-        count += 1;
-    }
+    let flags = flags | RecvFlags::CMSG_CLOEXEC;
+    let received = recvmsg(from, &mut [IoSliceMut::new(buf)], &mut control, flags)?;
+    let fds = channel::rights(&mut control).map(forever).collect();
     if received.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
         return Err(Errno::MSGSIZE);
     }
-    buf.get(..received.bytes).zip(fds.get(..count)).ok_or(Errno::MSGSIZE)
+    Ok((buf.get(..received.bytes).ok_or(Errno::MSGSIZE)?, fds))
 }
 
 /// Gives up the ownership: the descriptor stays open until the thread ends, and its table with it.
@@ -356,7 +299,7 @@ mod tests {
             lock.l_type = libc::F_WRLCK as libc::c_short;
             assert_eq!(fcntl(libc::F_SETLK, &mut lock), 0);
             assert_eq!(passed(file.as_fd()), None);
-            while PLACES.iter().any(|place| !place.is_free()) {
+            while PLACES.iter().any(|place| !is_free(place)) {
                 std::thread::yield_now();
             }
             in_child(|| {

@@ -5,7 +5,7 @@
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::{ManuallyDrop, MaybeUninit};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 use rustix::io::Errno;
 use rustix::net::{
@@ -136,17 +136,8 @@ impl Channel {
         let received =
             recvmsg(self.as_fd(), &mut [IoSliceMut::new(buf)], &mut control, flags).map_err(RecvError::of)?;
         // All fds are owned before any check can refuse the message, so that no fd leaks.
-        let placed: Result<Vec<PrivateFd>, Errno> = control
-            .drain()
-            .filter_map(|message| match message {
-                RecvAncillaryMessage::ScmRights(fds) => Some(fds),
-                _ => None,
-            })
-            .flatten()
-            .map(PrivateFd::place)
-            .collect::<Vec<_>>()
-            .into_iter()
-            .collect();
+        let placed: Vec<_> = rights(&mut control).map(PrivateFd::place).collect();
+        let placed: Result<Vec<PrivateFd>, Errno> = placed.into_iter().collect();
         drop(transit);
         let cut = received.flags.contains(ReturnFlags::CTRUNC);
         // By alignment, the space for four fds has room for a fifth.
@@ -205,6 +196,15 @@ impl RecvError {
             other => Self::Kernel(other),
         }
     }
+}
+
+/// Returns the descriptors that came with a message.
+pub(super) fn rights(control: &mut RecvAncillaryBuffer<'_>) -> impl Iterator<Item = OwnedFd> {
+    let rights = control.drain().filter_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+        _ => None,
+    });
+    rights.flatten()
 }
 
 /// Shuts a connected SEQPACKET socket down for reading, which no holder of the socket can undo, and empties its queue.

@@ -1,4 +1,5 @@
-//! The state that the library keeps for each thread: its id, and where in the library it is.
+//! The state that the library keeps for each thread: its id, and where in the library it is. Also the start of the
+//! library's own threads ([`spawn`]).
 //!
 //! Every call uses this state, so two instructions find it (the initial-exec model of TLS, which a preloaded library
 //! may use). `thread_local!` in a shared library is a call of the loader's. The state has no destructor.
@@ -9,8 +10,13 @@
 //! [outside](Outside), regardless of how many sections are open.
 
 use std::cell::Cell;
+use std::ffi::{CStr, c_void};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr::null_mut;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, compiler_fence};
+
+use rustix::io::Errno;
 
 use crate::os::kernel;
 
@@ -296,7 +302,7 @@ impl Thread {
     /// Forgets the waiting jump and returns it; null if there is none.
     pub fn take_jump(&self) -> *mut u8 {
         self.due.fetch_and(!due::JUMP, Relaxed);
-        self.jump.replace(std::ptr::null_mut())
+        self.jump.replace(null_mut())
     }
 
     /// Returns the innermost call that is made outside; `None` if there is none.
@@ -353,6 +359,43 @@ impl Thread {
 
 #[cold]
 #[inline(never)]
+
+// Threads of the library. They run no signal handlers of the program, and a thread that cannot be made is an error.
+// `std::thread` is not used: it takes memory from libc's `malloc` and aborts if that has none.
+
+type Body = Box<dyn FnOnce() + Send>;
+
+/// Runs `body` in a new, detached thread with a stack of `stack` bytes. Returns the errors of pthread_create(3).
+pub fn spawn(name: &'static CStr, stack: usize, body: impl FnOnce() + Send + 'static) -> Result<(), Errno> {
+    let body: Body = Box::new(move || {
+        let _ = rustix::thread::set_name(name);
+        body();
+    });
+    let body = Box::into_raw(Box::new(body));
+    // SAFETY: the attributes are initialised before they are used. `body` is a valid box, which the thread takes over.
+    let failed = unsafe {
+        let mut attributes = std::mem::zeroed();
+        libc::pthread_attr_init(&mut attributes);
+        libc::pthread_attr_setdetachstate(&mut attributes, libc::PTHREAD_CREATE_DETACHED);
+        libc::pthread_attr_setstacksize(&mut attributes, stack);
+        let failed = libc::pthread_create(&mut std::mem::zeroed(), &attributes, run, body.cast());
+        libc::pthread_attr_destroy(&mut attributes);
+        failed
+    };
+    if failed != 0 {
+        // SAFETY: no thread was made that would take the box.
+        drop(unsafe { Box::from_raw(body) });
+        return Err(Errno::from_raw_os_error(failed));
+    }
+    Ok(())
+}
+
+extern "C" fn run(body: *mut c_void) -> *mut c_void {
+    // SAFETY: `spawn` has leaked this box for this thread alone.
+    let body = unsafe { Box::from_raw(body.cast::<Body>()) };
+    let _ = catch_unwind(AssertUnwindSafe(body));
+    null_mut()
+}
 fn carry_out() {
     let address = CARRY_OUT.load(Relaxed);
     if address != 0 {

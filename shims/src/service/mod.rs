@@ -9,7 +9,6 @@
 
 use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
-use std::ffi::{CStr, c_void};
 use std::net::SocketAddr;
 use std::ops::ControlFlow;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -23,6 +22,7 @@ use rdmasock_core::ids::{Cookie, Nonce, Tuple};
 use rdmasock_core::os::channel::Channel;
 use rdmasock_core::os::heap;
 use rdmasock_core::os::privatefd::PrivateFd;
+use rdmasock_core::os::thread::spawn;
 use rdmasock_core::rendezvous::control::{Memory, QueryId};
 use rdmasock_core::rendezvous::diag::Owner;
 use rdmasock_core::rendezvous::{diag, names};
@@ -31,7 +31,6 @@ use rdmasock_core::stream::connection;
 use rdmasock_core::stream::connection::{SocketIo as _, Task};
 use rdmasock_core::stream::handshake::Role;
 use rustix::event::epoll as kernel;
-use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
 use rustix::time::Timespec;
 
@@ -749,43 +748,6 @@ fn log_caught_panics() {
             others(panic);
         }
     }));
-}
-
-// Threads of the library. They run no signal handlers of the program, and a thread that cannot be made is an error.
-// `std::thread` is not used: it takes memory from libc's `malloc` and aborts if that has none.
-
-type Body = Box<dyn FnOnce() + Send>;
-
-/// Runs `body` in a new, detached thread with a stack of `stack` bytes. Returns the errors of pthread_create(3).
-fn spawn(name: &'static CStr, stack: usize, body: impl FnOnce() + Send + 'static) -> Result<(), Errno> {
-    let body: Body = Box::new(move || {
-        let _ = rustix::thread::set_name(name);
-        body();
-    });
-    let body = Box::into_raw(Box::new(body));
-    // SAFETY: the attributes are initialised before they are used. `body` is a valid box, which the thread takes over.
-    let failed = unsafe {
-        let mut attributes = std::mem::zeroed();
-        libc::pthread_attr_init(&mut attributes);
-        libc::pthread_attr_setdetachstate(&mut attributes, libc::PTHREAD_CREATE_DETACHED);
-        libc::pthread_attr_setstacksize(&mut attributes, stack);
-        let failed = libc::pthread_create(&mut std::mem::zeroed(), &attributes, run, body.cast());
-        libc::pthread_attr_destroy(&mut attributes);
-        failed
-    };
-    if failed != 0 {
-        // SAFETY: no thread was made that would take the box.
-        drop(unsafe { Box::from_raw(body) });
-        return Err(Errno::from_raw_os_error(failed));
-    }
-    Ok(())
-}
-
-extern "C" fn run(body: *mut c_void) -> *mut c_void {
-    // SAFETY: `spawn` has leaked this box for this thread alone.
-    let body = unsafe { Box::from_raw(body.cast::<Body>()) };
-    let _ = catch_unwind(AssertUnwindSafe(body));
-    null_mut()
 }
 
 /// Blocks all signals of the calling thread until it is dropped, so that a new thread starts with them blocked. Holds

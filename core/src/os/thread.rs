@@ -55,11 +55,12 @@ pub struct Thread {
     handled: AtomicU64,
     /// The frame of the signal handler that was noted last: the address of its `ucontext`, and its return address; 0 if
     /// there is none.
-    handler: Cell<(usize, usize)>,
+    pub handler: Cell<(usize, usize)>,
     /// The address at which the program last had the results of a wait written; 0 if there is none.
     results: Cell<usize>,
-    /// The work that the thread does for others while it sleeps; null if there is none.
-    duty: Cell<*const ()>,
+    /// The work that the thread does for others while it sleeps; null if there is none. Another thread has to do it while
+    /// this one runs a signal handler.
+    pub duty: Cell<*const ()>,
     /// Whether `pthread_cancel` was called for the thread. Other threads set it.
     cancelled: AtomicBool,
 }
@@ -220,12 +221,6 @@ impl Thread {
         self.handled.load(Relaxed)
     }
 
-    /// Returns the work that the thread does for others while it sleeps. Another thread has to do it while this one
-    /// runs a signal handler.
-    pub fn duty(&self) -> &Cell<*const ()> {
-        &self.duty
-    }
-
     /// Returns whether any work waits for the end of the sections.
     #[inline]
     pub fn is_due(&self) -> bool {
@@ -252,17 +247,6 @@ impl Thread {
     #[inline(always)]
     pub fn is_cancelled(&self) -> bool {
         self.cancelled.load(Relaxed)
-    }
-
-    /// Notes the frame of a signal handler: the address of its `ucontext`, and its return address.
-    pub fn note_handler(&self, context: usize, returns_to: usize) {
-        self.handler.set((context, returns_to));
-    }
-
-    /// Returns the signal handler's frame that [`note_handler`](Self::note_handler) noted last: the address of its
-    /// `ucontext`, and its return address.
-    pub fn handler(&self) -> (usize, usize) {
-        self.handler.get()
     }
 
     /// Returns whether `at` is the address of the program's results that was noted last; notes it if not.
@@ -359,6 +343,22 @@ impl Thread {
 
 #[cold]
 #[inline(never)]
+fn carry_out() {
+    let address = CARRY_OUT.load(Relaxed);
+    if address != 0 {
+        // SAFETY: stored by `set_jump` from a function of this type.
+        let carry_out: extern "C" fn() = unsafe { std::mem::transmute(address) };
+        carry_out();
+    }
+}
+
+#[inline(always)]
+fn stack_pointer() -> usize {
+    let at: usize;
+    // SAFETY: reads a register.
+    unsafe { std::arch::asm!("mov {}, rsp", out(reg) at, options(nomem, nostack, preserves_flags)) };
+    at
+}
 
 // Threads of the library. They run no signal handlers of the program, and a thread that cannot be made is an error.
 // `std::thread` is not used: it takes memory from libc's `malloc` and aborts if that has none.
@@ -395,20 +395,4 @@ extern "C" fn run(body: *mut c_void) -> *mut c_void {
     let body = unsafe { Box::from_raw(body.cast::<Body>()) };
     let _ = catch_unwind(AssertUnwindSafe(body));
     null_mut()
-}
-fn carry_out() {
-    let address = CARRY_OUT.load(Relaxed);
-    if address != 0 {
-        // SAFETY: stored by `set_jump` from a function of this type.
-        let carry_out: extern "C" fn() = unsafe { std::mem::transmute(address) };
-        carry_out();
-    }
-}
-
-#[inline(always)]
-fn stack_pointer() -> usize {
-    let at: usize;
-    // SAFETY: reads a register.
-    unsafe { std::arch::asm!("mov {}, rsp", out(reg) at, options(nomem, nostack, preserves_flags)) };
-    at
 }

@@ -28,7 +28,7 @@ pub fn note(thread: &Thread, context: usize) {
     if !is_above(thread, context) {
         // SAFETY: the kernel has just written the frame, which begins at this address.
         let returns_to = unsafe { *((context - BEFORE_CONTEXT) as *const usize) };
-        thread.note_handler(context, returns_to);
+        thread.handler.set((context, returns_to));
     }
 }
 
@@ -38,16 +38,16 @@ pub fn note(thread: &Thread, context: usize) {
 pub fn is_in_one() -> bool {
     let here = 0u8;
     let thread = thread::current();
-    let is_in = is_above(thread, (&raw const here).addr()) && is_its_stack(thread.handler().0);
+    let is_in = is_above(thread, (&raw const here).addr()) && is_its_stack(thread.handler.get().0);
     if !is_in {
-        thread.note_handler(0, 0);
+        thread.handler.set((0, 0));
     }
     is_in
 }
 
 /// Whether the noted frame is further out than `here`, and unchanged.
 fn is_above(thread: &Thread, here: usize) -> bool {
-    let (context, returns_to) = thread.handler();
+    let (context, returns_to) = thread.handler.get();
     let frame = context.wrapping_sub(BEFORE_CONTEXT);
     here < frame
         && frame - here < REACH
@@ -90,7 +90,7 @@ type HandOver<'a> = &'a dyn Fn();
 /// Runs `sleep`, a call that blocks. If a signal handler runs meanwhile, calls `hand_over` before it, once. `hand_over`
 /// is async-signal-safe.
 pub fn on_duty<R>(hand_over: HandOver<'_>, sleep: impl FnOnce() -> R) -> R {
-    let before = thread::current().duty().replace((&raw const hand_over).cast());
+    let before = thread::current().duty.replace((&raw const hand_over).cast());
     let _duty = Duty { before };
     sleep()
 }
@@ -103,7 +103,7 @@ struct Duty {
 
 impl Drop for Duty {
     fn drop(&mut self) {
-        thread::current().duty().set(self.before);
+        thread::current().duty.set(self.before);
     }
 }
 
@@ -111,7 +111,7 @@ impl Drop for Duty {
 /// open.
 #[inline]
 pub fn on_handler() {
-    let duty = thread::current().duty().replace(std::ptr::null());
+    let duty = thread::current().duty.replace(std::ptr::null());
     if !duty.is_null() {
         hand_over(duty);
     }

@@ -19,17 +19,6 @@ const WAITERS: u32 = 1 << 31;
 /// The number of checks before a thread sleeps; critical sections are far shorter than a sleep.
 const SPINS: u32 = 200;
 
-/// Returns the calling thread's kernel id.
-#[inline]
-pub fn tid() -> u32 {
-    thread::current().tid()
-}
-
-/// Forgets the id in a fork child: the surviving thread has a new one.
-pub fn forget_tid() {
-    thread::current().forget_tid();
-}
-
 /// A lock that knows its owner; see the module.
 pub struct Lock<T> {
     /// The owner's thread id, 0 when free. The top bit is set if a thread may sleep.
@@ -74,7 +63,7 @@ impl<T> Lock<T> {
     #[inline]
     fn unlock(&self) {
         if self.word.swap(0, Release) & WAITERS != 0 {
-            futex_wake(&self.word);
+            let _ = futex::wake(&self.word, futex::Flags::PRIVATE, 1);
         }
     }
 
@@ -210,10 +199,6 @@ impl Drop for Section {
     fn drop(&mut self) {
         thread::current().end();
     }
-}
-
-fn futex_wake(word: &AtomicU32) {
-    let _ = futex::wake(word, futex::Flags::PRIVATE, 1);
 }
 
 #[cfg(test)]

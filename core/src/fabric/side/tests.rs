@@ -103,7 +103,7 @@ fn a_fork_child_does_not_wait_for_a_thread_that_was_growing() {
     crate::os::forked::in_child(|| {
         end.after_fork();
         // To the child it looks as if another thread held this lock.
-        crate::lock::forget_tid();
+        crate::os::thread::current().forget_tid();
         assert_eq!(end.reach(5 * UNIT), Err(Errno::INVAL));
     });
     drop(growing);

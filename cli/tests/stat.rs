@@ -49,12 +49,12 @@ fn instance() -> PrivateFd {
         page.open_stream(slot, &info).unwrap()
     };
     let promoted = open(0, 7, Direction::Accept, "127.0.0.1:4000", Reason::BelowThreshold.into());
-    promoted.add_tx_tcp(10);
+    promoted.tx.add_tcp(10);
     promoted.set_tx_path(Path::Shm);
     promoted.set_rx_path(Path::Shm);
     promoted.set_link(Some(0));
-    promoted.add_tx_link(2_000);
-    promoted.add_rx_link(1_000);
+    promoted.tx.add_link(2_000);
+    promoted.rx.add_link(1_000);
     // The peer's process cannot be read, so the unread bytes are those that this thread saw.
     page.sleeper(600).unwrap().begin(&Asleep {
         thread: std::process::id(),
@@ -64,9 +64,9 @@ fn instance() -> PrivateFd {
         unread: 700,
     });
     let plain = open(1, 8, Direction::Connect, "[::1]:4001", Why::declined(Reason::Rule));
-    plain.add_rx_tcp(5);
+    plain.rx.add_tcp(5);
     let closed = open(2, 9, Direction::Accept, "127.0.0.1:4002", Reason::None.into());
-    closed.add_tx_tcp(100);
+    closed.tx.add_tcp(100);
     page.close_stream(2);
     fd.unwrap()
 }

@@ -77,11 +77,11 @@ pub(super) struct Header {
 /// The four counters of one direction. One thread at a time writes them.
 #[repr(C)]
 #[derive(Debug)]
-pub(super) struct Counters {
-    pub tcp_bytes: AtomicU64,
-    pub tcp_calls: AtomicU64,
-    pub link_bytes: AtomicU64,
-    pub link_calls: AtomicU64,
+pub struct Counters {
+    tcp_bytes: AtomicU64,
+    tcp_calls: AtomicU64,
+    link_bytes: AtomicU64,
+    link_calls: AtomicU64,
 }
 
 /// A copy of the four counters of one direction.
@@ -98,6 +98,21 @@ pub struct Counts {
 }
 
 impl Counters {
+    /// Counts a call that moved `bytes` over TCP. One thread at a time.
+    #[inline]
+    pub fn add_tcp(&self, bytes: u64) {
+        bump(&self.tcp_bytes, bytes);
+        bump(&self.tcp_calls, 1);
+    }
+
+    /// Counts a call that moved `bytes` over the link. One thread at a time.
+    #[inline]
+    pub fn add_link(&self, bytes: u64) {
+        bump(&self.link_bytes, bytes);
+        bump(&self.link_calls, 1);
+    }
+
+    /// Returns a copy of the counters.
     pub fn load(&self) -> Counts {
         Counts {
             tcp_bytes: self.tcp_bytes.load(Relaxed),
@@ -107,14 +122,14 @@ impl Counters {
         }
     }
 
-    pub fn clear(&self) {
+    fn clear(&self) {
         for counter in [&self.tcp_bytes, &self.tcp_calls, &self.link_bytes, &self.link_calls] {
             counter.store(0, Relaxed);
         }
     }
 
     /// Adds `counts` to the totals.
-    pub fn fold(&self, counts: Counts) {
+    pub(super) fn fold(&self, counts: Counts) {
         bump(&self.tcp_bytes, counts.tcp_bytes);
         bump(&self.tcp_calls, counts.tcp_calls);
         bump(&self.link_bytes, counts.link_bytes);
@@ -254,7 +269,8 @@ impl LinkStats {
 #[repr(C, align(64))]
 #[derive(Debug)]
 pub struct StreamStats {
-    pub(super) tx: Counters,
+    /// What the stream has sent.
+    pub tx: Counters,
     pub(super) word: SlotWord,
     pub(super) fd: AtomicI32,
     pub(super) direction: AtomicU8,
@@ -263,7 +279,8 @@ pub struct StreamStats {
     pub(super) moved: AtomicU8,
     pub(super) local: AddrCell,
 
-    pub(super) rx: Counters,
+    /// What the stream has received.
+    pub rx: Counters,
     pub(super) peer: AddrCell,
     /// Slot of the link plus one; 0 is none.
     pub(super) link: AtomicU32,
@@ -284,36 +301,10 @@ pub(super) mod moved {
 }
 
 impl StreamStats {
-    /// Counts a call that sent `bytes` over TCP. One sender at a time.
-    #[inline]
-    pub fn add_tx_tcp(&self, bytes: u64) {
-        bump(&self.tx.tcp_bytes, bytes);
-        bump(&self.tx.tcp_calls, 1);
-    }
-
-    /// Counts a call that sent `bytes` over the link. One sender at a time.
-    #[inline]
-    pub fn add_tx_link(&self, bytes: u64) {
-        bump(&self.tx.link_bytes, bytes);
-        bump(&self.tx.link_calls, 1);
-    }
-
     /// Returns how many bytes were sent over links.
     #[inline]
     pub fn sent_on_link(&self) -> u64 {
         self.tx.link_bytes.load(Relaxed)
-    }
-
-    /// Returns the counters of the sending direction.
-    #[must_use]
-    pub fn sent(&self) -> Counts {
-        self.tx.load()
-    }
-
-    /// Returns the counters of the receiving direction.
-    #[must_use]
-    pub fn received(&self) -> Counts {
-        self.rx.load()
     }
 
     /// Moves `bytes` from the link's counter to TCP's: they were sent over a link, not read there, and go over TCP now.
@@ -328,20 +319,6 @@ impl StreamStats {
         for (word, number) in [(&self.sleeper, sleeper), (&self.set, set)] {
             word.store(number.map_or(0, |number| number.saturating_add(1)), Relaxed);
         }
-    }
-
-    /// Counts a call that received `bytes` over TCP. One receiver at a time.
-    #[inline]
-    pub fn add_rx_tcp(&self, bytes: u64) {
-        bump(&self.rx.tcp_bytes, bytes);
-        bump(&self.rx.tcp_calls, 1);
-    }
-
-    /// Counts a call that received `bytes` over the link. One receiver at a time.
-    #[inline]
-    pub fn add_rx_link(&self, bytes: u64) {
-        bump(&self.rx.link_bytes, bytes);
-        bump(&self.rx.link_calls, 1);
     }
 
     /// Sets what the sending direction runs on from now on.

@@ -14,8 +14,8 @@ mod reason;
 mod tests;
 
 pub use crate::stats::layout::{
-    Asleep, Call, Counts, Direction, Event, LINK_SLOTS, LinkState, LinkStats, MEMFD_NAME, Path, SLEEPER_SLOTS,
-    STREAM_SLOTS, SleeperSnapshot, SleeperStats, StatsPage, StreamStats,
+    Asleep, Call, Counters, Counts, Direction, Event, LINK_SLOTS, LinkState, LinkStats, MEMFD_NAME, Path,
+    SLEEPER_SLOTS, STREAM_SLOTS, SleeperSnapshot, SleeperStats, StatsPage, StreamStats,
 };
 pub use crate::stats::page::{InstanceInfo, LinkInfo, StreamInfo};
 pub use crate::stats::read::{

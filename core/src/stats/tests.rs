@@ -46,9 +46,9 @@ fn a_reader_sees_streams_in_the_first_and_the_last_slot() {
     let first = page.open_stream(0, &stream_info(5)).unwrap();
     let last = page.open_stream(STREAM_SLOTS - 1, &stream_info(9)).unwrap();
     assert!(page.open_stream(STREAM_SLOTS, &stream_info(1)).is_none());
-    first.add_tx_tcp(10);
-    first.add_tx_tcp(5);
-    last.add_rx_link(7);
+    first.tx.add_tcp(10);
+    first.tx.add_tcp(5);
+    last.rx.add_link(7);
     last.set_rx_path(Path::Shm);
     last.set_link(Some(0));
     last.set_why(Why::declined(Reason::ArenaFull));
@@ -77,7 +77,7 @@ fn totals_keep_what_closed_streams_counted() {
     let (page, reader, _fd) = page();
     for round in 1..=3 {
         let stream = page.open_stream(3, &stream_info(round)).unwrap();
-        stream.add_tx_link(100);
+        stream.tx.add_link(100);
         stream.set_tx_path(Path::Shm);
         stream.set_rx_path(Path::Shm);
         if round == 2 {
@@ -185,12 +185,12 @@ fn of_those_who_sleep_as_one_the_last_is_named_and_all_are_counted() {
 fn what_is_sent_again_on_tcp_was_not_sent_over_the_link() {
     let (page, reader, _fd) = page();
     let stream = page.open_stream(0, &stream_info(5)).unwrap();
-    stream.add_tx_link(100);
+    stream.tx.add_link(100);
     stream.move_tx_to_tcp(30);
     let tx = reader.read().unwrap().totals.tx;
     assert_eq!((tx.link_bytes, tx.tcp_bytes), (70, 30));
     stream.move_tx_to_tcp(1000);
-    assert_eq!(stream.sent().link_bytes, 0);
+    assert_eq!(stream.tx.load().link_bytes, 0);
 }
 
 #[test]

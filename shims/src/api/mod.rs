@@ -150,8 +150,8 @@ fn is_connected(fd: c_int) -> Result<(), c_int> {
 fn info_of_socket(socket: &'static Socket, fd: c_int) -> Result<Info, c_int> {
     let counts = socket.told.stats();
     let [sent, received] = [
-        counts.map(StreamStats::sent).unwrap_or_default(),
-        counts.map(StreamStats::received).unwrap_or_default(),
+        counts.map(|stats| stats.tx.load()).unwrap_or_default(),
+        counts.map(|stats| stats.rx.load()).unwrap_or_default(),
     ];
     let has_carried = sent.tcp_bytes | sent.link_bytes | received.tcp_bytes | received.link_bytes != 0;
     if !has_carried && socket.is_plain() {

@@ -157,7 +157,7 @@ unsafe fn recv_unless_quick(
         if socket.promotion.stage() == Stage::Plain {
             let n = real(fd);
             if n > 0 && flags & libc::MSG_PEEK == 0 && began.is_named() {
-                socket.told.count(|stats| stats.add_rx_tcp(n as u64));
+                socket.told.count(|stats| stats.rx.add_tcp(n as u64));
             }
             return n;
         }
@@ -240,7 +240,7 @@ fn at_end(socket: &'static Socket, n: ssize_t) -> ssize_t {
 /// Counts the bytes that TCP has delivered, and begins a promotion at the threshold.
 #[inline]
 pub fn account(socket: &'static Socket, n: u64) {
-    socket.told.count(|stats| stats.add_rx_tcp(n));
+    socket.told.count(|stats| stats.rx.add_tcp(n));
     tx::advance(socket, |progress, threshold| progress.on_received(n, threshold));
 }
 
@@ -543,7 +543,7 @@ pub(super) fn on_read(socket: &'static Socket, stays: bool, consumer: &mut Consu
     own.direct.last_read = n;
     own.last = own.seen.tick();
     if let Some(stats) = socket.told.stats() {
-        stats.add_rx_link(n as u64);
+        stats.rx.add_link(n as u64);
         // Between hosts the writer does not share the cache lines, so the reader need not rest.
         let rests = !stays && own.pace.on_read(n as u64, consumer.known(), stats.sent_on_link());
         if rests != socket.wakes.rx_rests.load(Relaxed) {

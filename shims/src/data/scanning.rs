@@ -58,7 +58,7 @@ pub(super) unsafe fn scanned(
         return Continue(0);
     }
     if kept > 0 {
-        socket.told.count(|stats| stats.add_rx_tcp(kept as u64));
+        socket.told.count(|stats| stats.rx.add_tcp(kept as u64));
     }
     if kept < n {
         // Markers have taken room in the program's buffer. The bytes behind them, in TCP or on the link, belong to this
@@ -233,7 +233,7 @@ unsafe fn take_payload(
     }
     if !peek {
         rx.on_taken(got);
-        socket.told.count(|stats| stats.add_rx_tcp(got as u64));
+        socket.told.count(|stats| stats.rx.add_tcp(got as u64));
     }
     // A scan takes one piece at a time and stops at markers, so more bytes may follow.
     Ok(RecvStep::Got(got, true))

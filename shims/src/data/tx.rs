@@ -155,7 +155,7 @@ pub(super) fn on_tcp(began: &Began, flags: Option<c_int>, real: impl FnOnce() ->
     if socket.promotion.stage() == Stage::Plain {
         let n = real();
         if n > 0 && began.is_named() {
-            socket.told.count(|stats| stats.add_tx_tcp(n as u64));
+            socket.told.count(|stats| stats.tx.add_tcp(n as u64));
         }
         return Some(n);
     }
@@ -250,7 +250,7 @@ fn go_on(socket: &'static Socket) {
 /// Counts the bytes that TCP has taken, and begins a promotion at the threshold.
 #[inline]
 pub fn account(socket: &'static Socket, n: u64) {
-    socket.told.count(|stats| stats.add_tx_tcp(n));
+    socket.told.count(|stats| stats.tx.add_tcp(n));
     advance(socket, |progress, threshold| progress.on_sent(n, threshold));
 }
 
@@ -772,7 +772,7 @@ pub(super) fn commit(socket: &Socket, tx: &mut Tx, n: usize, holds: bool) -> Wak
 #[inline(always)]
 fn on_sent(socket: &Socket, own: &mut TxOwn, n: usize) {
     own.last = own.seen.tick();
-    socket.told.count(|stats| stats.add_tx_link(n as u64));
+    socket.told.count(|stats| stats.tx.add_link(n as u64));
 }
 
 /// Wakes the peer for bytes whose wake-up was delayed.

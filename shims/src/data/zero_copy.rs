@@ -537,7 +537,7 @@ impl Landing {
             return (0, Wake::NONE);
         };
         let taken = consumer.spans(landed).map_or(0, |spans| spans.len()).min(landed);
-        self.socket.told.count(|stats| stats.add_rx_link(taken as u64));
+        self.socket.told.count(|stats| stats.rx.add_link(taken as u64));
         Library::get().stats.count_many(event, taken as u64);
         rx.own.direct.bytes += taken as u64;
         let wake = consumer.consume(taken);

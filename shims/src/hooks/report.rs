@@ -14,7 +14,6 @@ use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
 use rdmasock_core::ids::Vqpn;
-use rdmasock_core::stats::StreamStats;
 
 use crate::data::rx;
 use crate::data::rx::Uncounted;
@@ -75,7 +74,7 @@ impl Traffic {
 /// returned.
 fn sent(socket: &Socket, tx: &Tx, away: Away) -> Traffic {
     let way = &socket.told.ledger.sent;
-    let counts = socket.told.stats().map(StreamStats::sent).unwrap_or_default();
+    let counts = socket.told.stats().map(|stats| stats.tx.load()).unwrap_or_default();
     let again = tx.again.min(tx.marker.len()) as u64;
     Traffic {
         bytes: way.bytes.load(Relaxed) + counts.link_bytes,
@@ -117,7 +116,7 @@ fn away(socket: &'static Socket) -> Away {
 /// Returns the traffic of the receiving direction. The caller holds its lock, and has got `uncounted` under it.
 fn received(socket: &Socket, uncounted: &Uncounted) -> Traffic {
     let way = &socket.told.ledger.received;
-    let counts = socket.told.stats().map(StreamStats::received).unwrap_or_default();
+    let counts = socket.told.stats().map(|stats| stats.rx.load()).unwrap_or_default();
     Traffic {
         bytes: way.bytes.load(Relaxed) + counts.link_bytes + uncounted.on_link,
         calls: way.calls.load(Relaxed) + counts.link_calls,

@@ -159,7 +159,7 @@ impl Ledger {
     /// Adds the counts of the parent's statistics, in a fork child whose own statistics begin at 0.
     pub fn keep(&self, stats: Option<&StreamStats>) {
         if let Some(stats) = stats {
-            for (way, counts) in [(&self.sent, stats.sent()), (&self.received, stats.received())] {
+            for (way, counts) in [(&self.sent, stats.tx.load()), (&self.received, stats.rx.load())] {
                 way.bytes.fetch_add(counts.link_bytes, Relaxed);
                 way.calls.fetch_add(counts.link_calls, Relaxed);
             }

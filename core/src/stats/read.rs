@@ -5,21 +5,21 @@
 
 use core::mem::{offset_of, size_of};
 use core::net::SocketAddr;
-use core::ptr;
-use core::ptr::NonNull;
 use core::sync::atomic::Ordering::{Acquire, Relaxed};
 use core::time::Duration;
 use std::collections::HashMap;
 use std::fs::File;
+use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 use std::{fs, io, path};
 
-use rustix::fs::{SealFlags, SeekFrom, fcntl_get_seals, seek};
+use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
-use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use thiserror::Error;
 
+use crate::os::memfd;
+use crate::os::memfd::{Access, MapError, Mapping};
 use crate::stats::layout::{
     Counts, Direction, EVENTS, Event, LinkState, LinkStats, MAGIC, MEMFD_NAME, Path, SleeperSnapshot, StatsPage,
     StreamStats, VERSION, moved,
@@ -182,16 +182,8 @@ impl StreamSnapshot {
 /// A page of another process, mapped read-only until dropped.
 #[derive(Debug)]
 pub struct StatsReader {
-    page: NonNull<StatsPage>,
+    page: Mapping,
     file: File,
-}
-
-impl Drop for StatsReader {
-    fn drop(&mut self) {
-        // SAFETY: `open` mapped exactly these bytes, and no reference outlives `self`. A failure would leave the
-        // mapping in place, which does no harm.
-        let _ = unsafe { munmap(self.page.as_ptr().cast(), size_of::<StatsPage>()) };
-    }
 }
 
 impl StatsReader {
@@ -204,26 +196,13 @@ impl StatsReader {
             // If the link leads to a FIFO by now, opening it must not block.
             .custom_flags(libc::O_NONBLOCK)
             .open(path)?;
-        if file.metadata()?.len() != size_of::<StatsPage>() as u64 {
-            return Err(ReadError::NotAPage("size differs"));
-        }
-        // Without this seal the owner could cut the file short under this mapping: SIGBUS.
-        if !fcntl_get_seals(&file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK)) {
-            return Err(ReadError::NotAPage("not sealed"));
-        }
-        // SAFETY: a new read-only mapping at an address of the kernel's choice touches no memory in use. The file holds
-        // at least this many bytes from here on (size and seal checked).
-        let address = unsafe {
-            mmap(
-                ptr::null_mut(),
-                size_of::<StatsPage>(),
-                ProtFlags::READ,
-                MapFlags::SHARED,
-                &file,
-                0,
-            )?
-        };
-        let page = NonNull::new(address.cast()).ok_or(Errno::NOMEM)?;
+        let bytes = size_of::<StatsPage>() as u64;
+        let page = memfd::map_received(file.as_fd(), bytes, Access::ReadOnly).map_err(|error| match error {
+            MapError::Kernel(errno) => errno.into(),
+            MapError::Size => ReadError::NotAPage("size differs"),
+            // Without the seals the owner could cut the file short under this mapping: SIGBUS.
+            MapError::NotMemfd | MapError::NotSealed => ReadError::NotAPage("not sealed"),
+        })?;
         let reader = Self { page, file };
         reader.check_header()?;
         Ok(reader)
@@ -232,7 +211,7 @@ impl StatsReader {
     fn page(&self) -> &StatsPage {
         // SAFETY: mapped for as long as `self` lives, page-aligned, of the type's size. Every bit pattern is valid, and
         // every field is an atomic that is only loaded here.
-        unsafe { self.page.as_ref() }
+        unsafe { &*self.page.as_ptr().cast() }
     }
 
     fn check_header(&self) -> Result<(), ReadError> {
@@ -241,8 +220,7 @@ impl StatsReader {
         if header.magic.load(Acquire) != MAGIC {
             return Err(ReadError::NotAPage("no magic number (yet)"));
         }
-        let version = header.version.load(Relaxed);
-        match version {
+        match header.version.load(Relaxed) {
             VERSION => Ok(()),
             other => Err(ReadError::Version(other)),
         }
@@ -260,19 +238,18 @@ impl StatsReader {
     /// The file's extents cannot be listed.
     pub fn read(&self) -> Result<InstanceSnapshot, ReadError> {
         let header = &self.page().header;
-        for attempt in 1.. {
+        for _ in 1..ATTEMPTS {
             let begun = header.closings_begun.load(Acquire);
             // Pairs with the Release at the end of `close_stream`.
             let done = header.closings_done.load(Acquire);
             let snapshot = self.copy()?;
             core::sync::atomic::fence(Acquire);
-            let is_quiet = begun == done && header.closings_begun.load(Relaxed) == begun;
-            // If a program closes streams all the time, the sums may be off by one stream.
-            if is_quiet || attempt == ATTEMPTS {
+            if begun == done && header.closings_begun.load(Relaxed) == begun {
                 return Ok(snapshot);
             }
         }
-        Err(ReadError::NotAPage("unreadable"))
+        // A program closes streams all the time, so the sums may be off by one stream.
+        self.copy()
     }
 
     fn copy(&self) -> Result<InstanceSnapshot, ReadError> {
@@ -303,14 +280,14 @@ impl StatsReader {
         let length = header.program_len.load(Relaxed) as usize;
         let program: Vec<u8> = header.program.iter().take(length).map(|b| b.load(Relaxed)).collect();
         let started = header.started.load(Relaxed);
+        // The code was a u16.
+        let kept = header.kept_on_tcp.load(Relaxed) as u16;
         Ok(InstanceSnapshot {
             pid: self.pid(),
             program: printable(&program),
             id: header.instance.each_ref().map(|b| b.load(Relaxed)),
             uptime: Duration::from_nanos(now.saturating_sub(started)),
-            // The code was a u16.
-            kept_on_tcp: Some(Reason::try_from(header.kept_on_tcp.load(Relaxed) as u16))
-                .filter(|reason| *reason != Ok(Reason::None)),
+            kept_on_tcp: (kept != Reason::None as u16).then(|| Reason::from_code(kept).ok_or(kept)),
             totals,
             links,
             streams,

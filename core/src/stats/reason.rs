@@ -95,15 +95,6 @@ codes! {
     }
 }
 
-impl TryFrom<u16> for Reason {
-    type Error = u16;
-
-    /// # Errors The code itself if this version does not know it.
-    fn try_from(code: u16) -> Result<Self, u16> {
-        Self::from_code(code).ok_or(code)
-    }
-}
-
 /// A [`Reason`], and the peer's own reason if the peer declined.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Why {
@@ -131,8 +122,8 @@ impl Why {
     /// Returns the inverse of [`Self::to_bits`]; the unknown code if this version lacks one.
     pub(crate) fn from_bits(bits: u32) -> Result<Self, u16> {
         // The truncation takes the lower half.
-        let reason = Reason::try_from(bits as u16)?;
-        let peer = Reason::try_from((bits >> u16::BITS) as u16)?;
+        let known = |code: u16| Reason::from_code(code).ok_or(code);
+        let (reason, peer) = (known(bits as u16)?, known((bits >> u16::BITS) as u16)?);
         Ok(Self {
             reason,
             peer: (peer != Reason::None).then_some(peer),

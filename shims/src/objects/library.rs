@@ -251,7 +251,5 @@ static REASON: AtomicU16 = AtomicU16::new(Reason::None as u16);
 
 /// Returns why no connection may leave TCP any more; `None` if connections may.
 pub fn reason() -> Option<Reason> {
-    Reason::try_from(REASON.load(SeqCst))
-        .ok()
-        .filter(|reason| *reason != Reason::None)
+    Reason::from_code(REASON.load(SeqCst)).filter(|reason| *reason != Reason::None)
 }

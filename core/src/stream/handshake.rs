@@ -22,7 +22,7 @@
 //! | ABORT   | SWITCH | drains the link up to the DEMOTE that its ABORT leads to                 |
 //! | ABORT   | ABORT  | both directions stay on TCP                                              |
 //!
-//! On a link [between hosts](Handshake::between_hosts) there is no DEMOTE. If one of the two is SWITCH and the other
+//! On a link [between hosts](Handshake::is_between_hosts) there is no DEMOTE. If one of the two is SWITCH and the other
 //! ABORT, [`crate::stream::resume`] goes on from there.
 
 use crate::ids::{InstanceId, Nonce};
@@ -74,10 +74,8 @@ pub enum Step {
     /// Send OPEN on the link, with a ring to receive into. If that fails, the caller feeds
     /// [`Handshake::on_open_failed`] and carries out its steps in place of those after this one.
     SendOpen,
-    /// Write SWITCH in TCP; the next byte of this direction is on the link.
-    WriteSwitch,
-    /// Write ABORT in TCP; this direction stays on TCP.
-    WriteAbort,
+    /// Write this end's closing marker in TCP.
+    Write(Closing),
     /// Stop scanning: the peer's next byte is on the link. This is one step, because a reader between two would wait
     /// for that byte in TCP.
     ReceiveOnLink,
@@ -104,14 +102,18 @@ pub type Steps = Vec<Step>;
 /// One attempt to promote one connection.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Handshake {
-    role: Role,
-    mine: Nonce,
-    theirs: Option<Nonce>,
+    /// Which end this is.
+    pub role: Role,
+    /// The nonce that markers to this end start with.
+    pub mine: Nonce,
+    /// The nonce that markers to the peer start with; `None` until it is known.
+    pub theirs: Option<Nonce>,
     phase: Phase,
     /// OPEN is sent, so the peer may switch.
     opened: bool,
-    /// The link is one between hosts.
-    remote: bool,
+    /// The link that OPEN is sent over leads to another host. Set before [`on_link_up`](Self::on_link_up) or
+    /// [`on_open`](Self::on_open).
+    pub is_between_hosts: bool,
     sent: Option<Closing>,
     got: Option<Closing>,
 }
@@ -134,30 +136,15 @@ impl Handshake {
             theirs,
             phase,
             opened: false,
-            remote: false,
+            is_between_hosts: false,
             sent: None,
             got: None,
         }
     }
 
-    /// Returns the nonce that markers to this end start with.
-    pub fn mine(&self) -> Nonce {
-        self.mine
-    }
-
-    /// Returns the nonce that markers to the peer start with; `None` until it is known.
-    pub fn theirs(&self) -> Option<Nonce> {
-        self.theirs
-    }
-
     /// Returns the state of the attempt.
     pub fn phase(&self) -> Phase {
         self.phase
-    }
-
-    /// Returns which end this is.
-    pub fn role(&self) -> Role {
-        self.role
     }
 
     /// Returns whether the ASK may simply be forgotten: nothing in TCP depends on it yet.
@@ -168,17 +155,6 @@ impl Handshake {
     /// Returns whether the peer's OPEN or OPEN-ACK is the next input.
     pub fn is_opening(&self) -> bool {
         self.phase == Phase::Opening && self.sent.is_none()
-    }
-
-    /// Notes that the link which OPEN is sent over leads to another host. Called before
-    /// [`on_link_up`](Self::on_link_up) or [`on_open`](Self::on_open).
-    pub fn between_hosts(&mut self) {
-        self.remote = true;
-    }
-
-    /// Returns whether [`between_hosts`](Self::between_hosts) was called.
-    pub fn is_between_hosts(&self) -> bool {
-        self.remote
     }
 
     /// Handles YES from a trusted answerer. The caller scans TCP for markers already.
@@ -316,7 +292,7 @@ impl Handshake {
         let mut steps = match closing {
             Closing::Switch => vec![Step::ReceiveOnLink],
             // RESUME follows, with data before it.
-            Closing::Abort if self.remote && self.sent == Some(Closing::Switch) => Steps::new(),
+            Closing::Abort if self.is_between_hosts && self.sent == Some(Closing::Switch) => Steps::new(),
             Closing::Abort => vec![Step::StopScan],
         };
         if self.sent.is_none() && closing == Closing::Abort {
@@ -330,10 +306,7 @@ impl Handshake {
     fn close(&mut self, closing: Closing, steps: &mut Steps) {
         self.phase = Phase::Closing;
         self.sent = Some(closing);
-        steps.push(match closing {
-            Closing::Switch => Step::WriteSwitch,
-            Closing::Abort => Step::WriteAbort,
-        });
+        steps.push(Step::Write(closing));
         self.finish(steps);
     }
 
@@ -341,7 +314,7 @@ impl Handshake {
         use Closing::{Abort, Switch};
         match (self.sent, self.got) {
             (Some(Switch), Some(Switch)) => steps.push(Step::Promoted),
-            (Some(Switch), Some(Abort)) if !self.remote => steps.extend([Step::Demote, Step::Abandoned]),
+            (Some(Switch), Some(Abort)) if !self.is_between_hosts => steps.extend([Step::Demote, Step::Abandoned]),
             (Some(Switch), Some(Abort)) | (Some(Abort), Some(Switch)) => steps.push(Step::Return),
             (Some(Abort), Some(Abort)) => steps.push(Step::Abandoned),
             _ => {}

@@ -112,7 +112,8 @@ enum Fin {
     Out,
 }
 
-/// A stream on a link between hosts, from this end's OPEN on.
+/// A stream on a link between hosts, from when this end's OPEN goes out. The caller gives the attempt up instead if this
+/// end's direction of TCP has ended.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub struct Resume {
     sent: Option<Closing>,
@@ -137,12 +138,6 @@ pub struct Resume {
 }
 
 impl Resume {
-    /// Creates the state machine, when OPEN goes out on a link between hosts. The caller gives the attempt up instead
-    /// if this end's direction of TCP has ended.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
     /// Returns whether the exchange has ended, or was not needed.
     pub fn is_over(&self) -> bool {
         self.over
@@ -219,24 +214,19 @@ impl Resume {
         self.advance()
     }
 
-    /// Handles the peer's request on the link. The caller has given up an attempt that is not closed.
-    pub fn on_asked(&mut self) -> Steps {
+    /// Leaves the link as soon as the protocol allows it. The peer has asked for that on the link, and the caller has given
+    /// up an attempt that is not closed. Or a new holder reads the kernel alone: the peer sends again the bytes that the
+    /// program has not read.
+    pub fn leave_at_once(&mut self) -> Steps {
         self.due = true;
         self.advance()
     }
 
     /// Begins to leave a link that works.
     pub fn leave(&mut self) -> Steps {
-        let mut steps = Steps::new();
-        self.ask(&mut steps);
-        steps
-    }
-
-    /// Leaves the link for a new holder, which reads the kernel alone. RESUME is written at once, so that the peer
-    /// sends again the bytes that the program has not read.
-    pub fn hand_over(&mut self) -> Steps {
-        self.due = true;
-        self.advance()
+        let asks = self.is_on_link() && !self.asked && !self.due && self.fin != Fin::Marked;
+        self.asked |= asks;
+        asks.then_some(Step::Ask).into_iter().collect()
     }
 
     /// Shuts this end's direction. The caller has given up an attempt that is not closed.
@@ -244,7 +234,7 @@ impl Resume {
         let mut steps = Steps::new();
         if self.fin == Fin::Open {
             self.fin = Fin::Wanted;
-            self.ask(&mut steps);
+            steps = self.leave();
         }
         steps.extend(self.advance());
         steps
@@ -352,13 +342,6 @@ impl Resume {
 
     fn is_on_link(&self) -> bool {
         self.sent == Some(Closing::Switch) && !self.wrote && !self.is_whole && !self.over
-    }
-
-    fn ask(&mut self, steps: &mut Steps) {
-        if self.is_on_link() && !self.asked && !self.due && self.fin != Fin::Marked {
-            self.asked = true;
-            steps.push(Step::Ask);
-        }
     }
 
     fn end_tcp(&mut self, steps: &mut Steps) {

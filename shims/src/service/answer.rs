@@ -284,7 +284,7 @@ impl Worker {
             return;
         };
         if let Some(mut control) = socket.control.lock()
-            && control.handshake.as_ref().is_some_and(|h| h.mine() == nonce_s)
+            && control.handshake.as_ref().is_some_and(|h| h.mine == nonce_s)
         {
             connection::feed(socket, &mut control, Handshake::on_cancel);
         }
@@ -427,7 +427,7 @@ fn may_be_greeted(socket: &'static Socket, nonce: Nonce) -> bool {
     let Some(mut control) = socket.control.lock() else {
         return true;
     };
-    let is_offered = |h: &Handshake| h.mine() == nonce && h.phase() == Phase::Offered;
+    let is_offered = |h: &Handshake| h.mine == nonce && h.phase() == Phase::Offered;
     if !control.handshake.as_ref().is_some_and(is_offered) || connection::has_marker(socket) == Some(true) {
         return false;
     }
@@ -450,7 +450,7 @@ fn may_be_greeted(socket: &'static Socket, nonce: Nonce) -> bool {
 /// Returns whether the socket is in the attempt that `nonce` was drawn for.
 fn is_attempt(socket: &Socket, nonce: Nonce) -> bool {
     let control = socket.control.lock();
-    control.is_some_and(|c| c.handshake.as_ref().is_some_and(|h| h.mine() == nonce))
+    control.is_some_and(|c| c.handshake.as_ref().is_some_and(|h| h.mine == nonce))
 }
 
 #[cfg(test)]

@@ -403,7 +403,7 @@ fn is_asking(socket: &Socket, nonce: Nonce) -> bool {
 
 fn asks(control: &Control, nonce: Nonce) -> bool {
     let handshake = control.handshake.as_ref();
-    handshake.is_some_and(|h| h.is_asking() && h.mine() == nonce)
+    handshake.is_some_and(|h| h.is_asking() && h.mine == nonce)
 }
 
 /// Ends the attempt before any marker was in TCP. Returns false if the socket is not in this attempt any more.

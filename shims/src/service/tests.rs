@@ -151,7 +151,7 @@ fn a_yes_after_the_program_has_given_up_gets_cancel() {
         control
             .handshake
             .as_ref()
-            .is_some_and(|h| h.is_asking() && h.mine() == later),
+            .is_some_and(|h| h.is_asking() && h.mine == later),
         "the newer attempt goes on"
     );
 }

@@ -215,7 +215,7 @@ impl Endpoint {
             Message::No { request, .. } if request == self.request.get() => self.ask_times_out(),
             Message::Cancel { nonce_s } => {
                 let mut control = self.control();
-                if control.handshake.as_ref().is_some_and(|h| h.mine() == nonce_s) {
+                if control.handshake.as_ref().is_some_and(|h| h.mine == nonce_s) {
                     connection::feed(self, &mut control, Handshake::on_cancel);
                 }
             }
@@ -229,8 +229,8 @@ impl Endpoint {
         let again = control
             .handshake
             .as_ref()
-            .filter(|h| h.theirs() == Some(nonce_c))
-            .map(Handshake::mine);
+            .filter(|h| h.theirs == Some(nonce_c))
+            .map(|h| h.mine);
         let nonce_s = match again {
             Some(nonce_s) => Some(nonce_s),
             None if is_free && connection::start_scan(self, fresh).is_ok() => {
@@ -263,7 +263,7 @@ impl Endpoint {
         let attempt = control.handshake.as_ref();
         let mine = attempt
             .filter(|h| h.is_asking() && request == self.request.get())
-            .map(Handshake::mine);
+            .map(|h| h.mine);
         if let Some(nonce) = mine
             && !self.fin.get()
             && connection::start_scan(self, nonce).is_ok()

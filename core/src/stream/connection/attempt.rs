@@ -37,9 +37,7 @@ pub fn begin_offering<L, O>(
 }
 
 fn begin<L, O>(control: &mut Control<L, O>, mut handshake: Handshake, between_hosts: bool) {
-    if between_hosts {
-        handshake.between_hosts();
-    }
+    handshake.is_between_hosts = between_hosts;
     control.handshake = Some(handshake);
     control.hello = None;
 }
@@ -69,13 +67,13 @@ fn run<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, steps: Steps) {
                     return;
                 }
             }
-            Step::WriteSwitch => {
-                queue_marker(socket, control, &Marker::Switch);
-                stay::feed(socket, control, |r| r.on_sent(Closing::Switch));
-            }
-            Step::WriteAbort => {
-                queue_marker(socket, control, &Marker::Abort(wire::Reason::Cancelled));
-                stay::feed(socket, control, |r| r.on_sent(Closing::Abort));
+            Step::Write(closing) => {
+                let marker = match closing {
+                    Closing::Switch => Marker::Switch,
+                    Closing::Abort => Marker::Abort(wire::Reason::Cancelled),
+                };
+                queue_marker(socket, control, &marker);
+                stay::feed(socket, control, |r| r.on_sent(closing));
             }
             Step::ReceiveOnLink => {
                 receive_on_link(socket, control);
@@ -118,7 +116,7 @@ fn write_hello<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
         instance: socket.instance(),
         link: control
             .hello
-            .filter(|_| handshake.role() == Role::Acceptor)
+            .filter(|_| handshake.role == Role::Acceptor)
             .and_then(|hello| socket.offer_link(hello.instance, control.reached_at)),
     };
     queue_marker(socket, control, &Marker::Hello(hello));
@@ -171,8 +169,8 @@ fn send_open<S: SocketIo>(
 ) -> Result<(), Reason> {
     let link = socket.link().filter(|l| l.is_alive()).ok_or(Reason::LinkFailed)?;
     let handshake = control.handshake.as_ref().ok_or(Reason::LinkFailed)?;
-    let (mine, theirs) = (handshake.mine(), handshake.theirs());
-    if handshake.is_between_hosts() {
+    let (mine, theirs) = (handshake.mine, handshake.theirs);
+    if handshake.is_between_hosts {
         // P77.
         if socket.tx.lock().is_none_or(|tx| tx.end.is_shut()) {
             return Err(Reason::LinkFailed);
@@ -252,7 +250,7 @@ pub fn end_attempt<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
 
 /// Appends a marker to the bytes for TCP, and tries to send them.
 fn queue_marker<S: SocketIo>(socket: &S, control: &ControlOf<S>, marker: &Marker) {
-    let Some(reader) = control.handshake.as_ref().and_then(Handshake::theirs) else {
+    let Some(reader) = control.handshake.as_ref().and_then(|h| h.theirs) else {
         return;
     };
     let mut buf = [0u8; MAX_MARKER];

@@ -156,12 +156,8 @@ pub fn scan_left<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> Option<
 /// Returns the ABORT that answers a HELLO which has not come. Empty if no such answer is due.
 fn refusal<L, O>(control: &Control<L, O>) -> Vec<u8> {
     let mut buf = [0u8; MAX_MARKER];
-    let is_unanswered = |h: &&Handshake| h.role() == Role::Acceptor && control.hello.is_none();
-    let theirs = control
-        .handshake
-        .as_ref()
-        .filter(is_unanswered)
-        .and_then(Handshake::theirs);
+    let is_unanswered = |h: &&Handshake| h.role == Role::Acceptor && control.hello.is_none();
+    let theirs = control.handshake.as_ref().filter(is_unanswered).and_then(|h| h.theirs);
     let abort = Marker::Abort(wire::Reason::Cancelled);
     let bytes = theirs.and_then(|theirs| abort.encode(&theirs, &mut buf).ok());
     bytes.map(<[u8]>::to_vec).unwrap_or_default()
@@ -216,7 +212,7 @@ pub fn press_on<S: SocketIo>(socket: &S) -> bool {
     flush(socket);
     while let Some(mut control) = socket.control.lock() {
         let handshake = control.handshake.as_ref();
-        if handshake.is_none_or(Handshake::is_between_hosts) {
+        if handshake.is_none_or(|h| h.is_between_hosts) {
             return true;
         }
         let Some(mut rx) = socket.rx.lock() else {

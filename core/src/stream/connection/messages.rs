@@ -34,7 +34,7 @@ pub fn on_open<S: SocketIo>(
         let matches = control
             .handshake
             .as_ref()
-            .is_some_and(|h| h.is_opening() && h.mine() == yours && h.theirs() == Some(mine));
+            .is_some_and(|h| h.is_opening() && h.mine == yours && h.theirs == Some(mine));
         let is_from = control.hello.is_some_and(|hello| hello.instance == link.peer());
         (matches && is_from).then(|| opened(socket, &mut control, link, theirs, first))
     });
@@ -107,7 +107,8 @@ pub fn on_demote_request<S: SocketIo>(socket: &S, link: &S::Link, resend_from: O
         return;
     };
     if link.is_remote() {
-        return stay::on_asked(socket, &mut control);
+        // P75.
+        return stay::end_by(socket, &mut control, Resume::leave_at_once);
     }
     if resend_from.is_some() {
         resend(socket);

@@ -234,7 +234,7 @@ fn on_marker<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, marker: Option
     match marker {
         Some(Marker::Hello(hello)) => {
             // P32: a HELLO from another instance than the asker is not followed.
-            let expected = control.handshake.as_ref().is_some_and(|h| h.role() == Role::Connector);
+            let expected = control.handshake.as_ref().is_some_and(|h| h.role == Role::Connector);
             if !expected && (control.leave.is_some() || is_shut(socket)) {
                 // Since this end's YES the program has put the socket to a use that forbids a promotion. This end owes
                 // an ABORT, and no more.

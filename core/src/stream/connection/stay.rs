@@ -36,7 +36,7 @@ pub struct Stay {
 /// markers to the peer with `theirs`.
 pub fn begin<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, mine: Nonce, theirs: Nonce) {
     control.stay = Some(Stay {
-        resume: Resume::new(),
+        resume: Resume::default(),
         mine,
         theirs,
         returns: true,
@@ -250,11 +250,6 @@ fn is_marked<S: SocketIo>(socket: &S) -> bool {
     rx.is_some_and(|mut rx| rx.consumer.as_mut().is_some_and(is_whole))
 }
 
-/// Handles the peer's request on the link to leave it (P75).
-pub fn on_asked<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
-    end_by(socket, control, Resume::on_asked);
-}
-
 /// Handles the peer's confirmation: it has all bytes that this end has given to the link, and the end mark.
 pub fn confirmed<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     feed(socket, control, Resume::on_confirmed);
@@ -270,7 +265,7 @@ pub fn hand_over<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
         // An error is met again when RESUME is written.
         let _ = consumer.freeze(0);
     }
-    end_by(socket, control, Resume::hand_over);
+    end_by(socket, control, Resume::leave_at_once);
 }
 
 /// Shuts the sending direction. Returns true if the kernel's shutdown() follows by itself; false if the stream is not

@@ -105,7 +105,7 @@ impl End {
     }
 
     fn role(&self) -> Option<Role> {
-        self.handshake.as_ref().map(Handshake::role)
+        self.handshake.as_ref().map(|h| h.role)
     }
 
     /// Writes in TCP. Returns false if TCP's direction has ended.
@@ -140,12 +140,12 @@ impl End {
                     let steps = self.handshake.as_mut().unwrap().on_open_failed();
                     return self.run(steps, ring);
                 }
-                Step::WriteSwitch => {
+                Step::Write(Closing::Switch) => {
                     if self.write(Tcp::Closing(Closing::Switch)) {
                         self.tx = On::Link;
                     }
                 }
-                Step::WriteAbort => {
+                Step::Write(Closing::Abort) => {
                     self.write(Tcp::Closing(Closing::Abort));
                 }
                 Step::ReceiveOnLink => {

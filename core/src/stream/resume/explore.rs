@@ -142,7 +142,7 @@ impl End {
         let mut this = Self::new(Handshake::connector(NONCES[0]));
         this.handshake = None;
         this.scanning = false;
-        let mut resume = Resume::new();
+        let mut resume = Resume::default();
         assert!(resume.on_sent(Closing::Switch).is_empty());
         assert!(resume.on_got(Closing::Switch).is_empty());
         this.resume = Some(resume);
@@ -153,7 +153,7 @@ impl End {
     }
 
     fn is_acceptor(&self) -> bool {
-        self.handshake.as_ref().is_some_and(|h| h.role() == Role::Acceptor)
+        self.handshake.as_ref().is_some_and(|h| h.role == Role::Acceptor)
     }
 
     fn write(&mut self, what: Tcp) {
@@ -191,7 +191,7 @@ impl End {
                 Step::NeedLink(_) => self.wants_link = true,
                 Step::SendOpen if ring && self.link && !self.shut => {
                     let acceptor = self.is_acceptor();
-                    self.resume = Some(Resume::new());
+                    self.resume = Some(Resume::default());
                     self.send(if acceptor { Record::OpenAck } else { Record::Open });
                 }
                 Step::SendOpen => {
@@ -200,14 +200,14 @@ impl End {
                     }
                     return self.feed(ring, |h| Ok(h.on_open_failed()));
                 }
-                Step::WriteSwitch => {
+                Step::Write(Closing::Switch) => {
                     assert!(!self.fin, "SWITCH after the end");
                     self.write(Tcp::Closing(Closing::Switch));
                     self.tx = On::Link;
                     self.base = self.written;
                     self.resumption(|r| r.on_sent(Closing::Switch));
                 }
-                Step::WriteAbort => {
+                Step::Write(Closing::Abort) => {
                     self.write(Tcp::Closing(Closing::Abort));
                     self.resumption(|r| r.on_sent(Closing::Abort));
                 }
@@ -384,7 +384,7 @@ impl End {
         match record {
             Record::Open if self.handshake.as_ref().is_some_and(Handshake::is_opening) => {
                 self.feed(ring, |h| {
-                    h.between_hosts();
+                    h.is_between_hosts = true;
                     h.on_open()
                 });
             }
@@ -399,7 +399,7 @@ impl End {
             }
             Record::Ask => {
                 self.give_up();
-                self.resumption(Resume::on_asked);
+                self.resumption(Resume::leave_at_once);
             }
             Record::Mark => {
                 if !frozen {
@@ -463,7 +463,7 @@ fn happen(event: Event, bytes: u8, me: &mut End, peer: &mut End) -> bool {
             }
             if me.link {
                 me.feed(true, |h| {
-                    h.between_hosts();
+                    h.is_between_hosts = true;
                     h.on_link_up()
                 });
             } else {
@@ -497,7 +497,7 @@ fn happen(event: Event, bytes: u8, me: &mut End, peer: &mut End) -> bool {
             if !me.marked {
                 me.ring = me.taken;
             }
-            me.resumption(Resume::hand_over);
+            me.resumption(Resume::leave_at_once);
         }
         Event::Shutdown | Event::Close => {
             if me.closed || (me.shut && event == Event::Shutdown) {

@@ -3,7 +3,7 @@
 use crate::stream::resume::*;
 
 fn promoted() -> Resume {
-    let mut r = Resume::new();
+    let mut r = Resume::default();
     assert!(r.on_sent(Closing::Switch).is_empty());
     assert!(r.on_got(Closing::Switch).is_empty());
     r
@@ -19,7 +19,7 @@ fn after_a_failure_each_end_says_where_it_stands_and_sends_from_where_the_other_
         Ok(vec![Step::SendFrom(7), Step::ReadOn(9), Step::Done])
     );
     assert!(r.is_over() && !r.is_suspended() && !r.is_next());
-    assert!(r.on_link_failed(false).is_empty() && r.on_asked().is_empty());
+    assert!(r.on_link_failed(false).is_empty() && r.leave_at_once().is_empty());
 }
 
 #[test]
@@ -37,7 +37,7 @@ fn to_leave_a_link_that_works_is_to_ask_first() {
     assert!(r.leave().is_empty());
     assert!(!r.wrote, "what is on its way still comes");
     assert_eq!(r.clone().on_link_failed(false), [Step::WriteResume]);
-    assert_eq!(r.clone().on_asked(), [Step::WriteResume]);
+    assert_eq!(r.clone().leave_at_once(), [Step::WriteResume]);
     assert_eq!(r.on_resume(3, 3).unwrap()[0], Step::WriteResume);
 }
 
@@ -69,7 +69,7 @@ fn close_needs_no_resume_if_all_is_confirmed() {
 
 #[test]
 fn a_failure_behind_the_mark_waits_for_switch_and_no_longer() {
-    let mut r = Resume::new();
+    let mut r = Resume::default();
     assert!(r.on_sent(Closing::Switch).is_empty());
     assert!(r.on_link_failed(true).is_empty(), "what TCP has may be lost by a reset");
     assert!(r.looks_ahead() && !r.wrote);
@@ -83,7 +83,7 @@ fn a_failure_behind_the_mark_waits_for_switch_and_no_longer() {
 
 #[test]
 fn a_direction_that_was_switched_alone_comes_back_at_once() {
-    let mut w = Resume::new();
+    let mut w = Resume::default();
     assert!(w.on_sent(Closing::Switch).is_empty());
     assert_eq!(w.on_got(Closing::Abort), [Step::WriteResume]);
     assert!(w.is_expecting() && !w.is_next(), "data may precede it");
@@ -93,7 +93,7 @@ fn a_direction_that_was_switched_alone_comes_back_at_once() {
         Ok(vec![Step::SendFrom(2), Step::ReadOn(0), Step::Done])
     );
 
-    let mut r = Resume::new();
+    let mut r = Resume::default();
     assert!(r.on_got(Closing::Switch).is_empty());
     assert_eq!(r.on_sent(Closing::Abort), [Step::WriteResume]);
     assert!(r.is_next() && !r.is_suspended());
@@ -103,7 +103,7 @@ fn a_direction_that_was_switched_alone_comes_back_at_once() {
 
 #[test]
 fn an_attempt_that_both_abort_needs_nothing() {
-    let mut r = Resume::new();
+    let mut r = Resume::default();
     assert!(r.shut().is_empty(), "the other may have switched");
     assert!(r.on_sent(Closing::Abort).is_empty());
     assert_eq!(r.on_got(Closing::Abort), [Step::EndTcp, Step::Done]);

@@ -49,7 +49,7 @@ fn accepted() -> (&'static Socket, TcpStream, TcpStream) {
 /// Returns a socket that has closed its part of the handshake by `closing`, and has not got the peer's closing marker.
 fn unanswered(closing: Closing) -> (&'static Socket, TcpStream, TcpStream) {
     let (socket, ours, theirs) = accepted();
-    let mut resume = Resume::new();
+    let mut resume = Resume::default();
     assert!(resume.on_sent(closing).is_empty());
     {
         let mut rx = socket.rx.lock().unwrap();

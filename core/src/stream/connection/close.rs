@@ -7,7 +7,7 @@ use crate::fabric::ring::EndMark;
 use crate::ids::Nonce;
 use crate::stream::connection::attempt::{end_attempt, feed};
 use crate::stream::connection::directions::{
-    Farewell, awaits_marker, end_on_link, flush, is_scanning, send_again, settle_if_plain, take,
+    Farewell, awaits_marker, end_on_link, flush, is_scanned, is_scanning, send_again, settle_if_plain, take,
 };
 use crate::stream::connection::io::{ControlOf, Half, RxOf, SocketIo, StreamLink, Task, Tcp};
 use crate::stream::connection::scan::{Ahead, AtMark, look_ahead};
@@ -89,27 +89,18 @@ pub fn shut<S: SocketIo>(socket: &S, both: bool, farewell: &mut Farewell<S::Link
 /// so the kernel does not know of these bytes. TCP answers them as after any close: by a reset. Returns true if there
 /// are any. The caller holds the control lock.
 pub fn return_unread<S: SocketIo>(socket: &S, control: &ControlOf<S>) -> bool {
-    let Some((link, yours)) = control.pair() else {
-        return false;
-    };
-    let (from, wake) = {
-        let Some(mut rx) = socket.rx.lock() else {
-            return false;
-        };
+    let stop = || {
+        let mut rx = socket.rx.lock()?;
         // Bytes that TCP has brought already come after those on the link.
-        if socket.rx_mode.load(Acquire) != Mode::Link || rx.stays() || !rx.carry.is_empty() {
-            return false;
-        }
-        let Some(consumer) = rx.consumer.as_mut() else {
-            return false;
-        };
-        if !consumer.available().is_ok_and(|n| n > 0) {
-            return false;
-        }
-        let Ok(wake) = consumer.stop() else {
-            return false;
-        };
-        (consumer.position(), wake)
+        let is_next = socket.rx_mode.load(Acquire) == Mode::Link && !rx.stays() && rx.carry.is_empty();
+        let consumer = rx.consumer.as_mut().filter(|_| is_next)?;
+        consumer.available().ok().filter(|n| *n > 0)?;
+        let wake = consumer.stop().ok()?;
+        Some((consumer.position(), wake))
+    };
+    let stopped = control.pair().and_then(|pair| Some((pair, stop()?)));
+    let Some(((link, yours), (from, wake))) = stopped else {
+        return false;
     };
     socket.notify_peer(wake);
     ask_back(link, yours, Some(from));
@@ -167,10 +158,7 @@ fn refusal<L, O>(control: &Control<L, O>) -> Vec<u8> {
 /// that TCP has not taken yet, and the stream's farewell. The caller holds the control lock.
 pub fn close_tx<S: SocketIo>(socket: &S) -> (Vec<u8>, Farewell<S::Link>) {
     let mut farewell = Farewell::NONE;
-    {
-        let Some(mut tx) = socket.tx.lock() else {
-            return (Vec::new(), farewell);
-        };
+    if let Some(mut tx) = socket.tx.lock() {
         if socket.tx_mode.load(Acquire) == Mode::Link {
             farewell = Farewell::of(socket, end_on_link(socket, &mut tx, EndMark::Fin));
         } else if tx.then.take_link()
@@ -215,12 +203,9 @@ pub fn press_on<S: SocketIo>(socket: &S) -> bool {
         if handshake.is_none_or(|h| h.is_between_hosts) {
             return true;
         }
-        let Some(mut rx) = socket.rx.lock() else {
+        let Some(mut rx) = socket.rx.lock().filter(|rx| is_scanned(socket, rx)) else {
             return true;
         };
-        if socket.rx_mode.load(Acquire) != Mode::Marked || rx.scan.is_none() {
-            return true;
-        }
         let now = socket.now();
         let since = *control.handed_since.get_or_insert(now);
         let makes_room = now.saturating_sub(since) > AT_ONCE;
@@ -328,10 +313,11 @@ pub fn on_take_back<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, bytes: 
 /// Handles TAKEN-BACK: the peer has the bytes that were set aside. It sends them, and all that it has sent on the link,
 /// in TCP.
 pub fn on_taken_back<S: SocketIo>(socket: &S) {
-    let Some(mut rx) = socket.rx.lock() else {
-        return;
-    };
-    if socket.rx_mode.load(Acquire) == Mode::Marked && rx.scan.is_none() && !rx.aside.is_empty() {
+    if let Some(mut rx) = socket.rx.lock()
+        && socket.rx_mode.load(Acquire) == Mode::Marked
+        && rx.scan.is_none()
+        && !rx.aside.is_empty()
+    {
         if let Some(consumer) = rx.consumer.as_mut() {
             let _ = consumer.stop();
         }

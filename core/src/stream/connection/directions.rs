@@ -87,18 +87,16 @@ pub fn stop_scan<S: SocketIo>(socket: &S) {
 /// Bytes that were held back cannot be given back to the kernel. So it resets the connection if there are any: a gap in
 /// the data would be worse than the end of the connection. The caller holds the control lock.
 pub fn hand_over_rest<S: SocketIo>(socket: &S) {
-    let held_back = {
-        let Some(mut rx) = socket.rx.lock() else {
-            return;
-        };
-        let is_over = rx.scan.is_none() && rx.aside.is_empty();
-        if socket.rx_mode.load(Acquire) != Mode::Marked || !is_over {
-            return;
-        }
+    let mut held_back = 0;
+    if let Some(mut rx) = socket.rx.lock()
+        && socket.rx_mode.load(Acquire) == Mode::Marked
+        && rx.scan.is_none()
+        && rx.aside.is_empty()
+    {
         rx.owed = 0;
         settle(socket, &rx);
-        rx.carry.take().len()
-    };
+        held_back = rx.carry.take().len();
+    }
     if held_back > 0 {
         tracing::warn!(target: "rdmasock", slot = socket.slot(), held_back, "unread data cannot follow the socket: reset");
         socket.reset();
@@ -123,16 +121,18 @@ pub fn end_scan<S: SocketIo>(socket: &S, rx: &mut RxOf<S>) {
 /// marker may still come. The kernel answers bytes that come when both directions are shut by a reset. With the reset
 /// all is lost that the peer has not been sent yet (P101).
 pub fn awaits_marker<S: SocketIo>(socket: &S) -> bool {
-    // Reads `scan` under the lock: a scan that has not seen the shutdown has begun by then (`start_scan`).
-    socket.rx_shut.load(SeqCst) && socket.rx.lock().is_some_and(|rx| is_scanned(socket, &rx))
+    socket.rx_shut.load(SeqCst) && is_scanning(socket)
 }
 
 /// Returns whether a marker may still come in the receiving direction.
 pub fn is_scanning<S: SocketIo>(socket: &S) -> bool {
-    socket.rx_mode.load(Acquire) == Mode::Marked && socket.rx.lock().is_some_and(|rx| is_scanned(socket, &rx))
+    // Reads the mode under the lock: a scan that has not seen a shutdown has begun by then (`start_scan`).
+    let rx = socket.rx.lock();
+    rx.is_some_and(|rx| is_scanned(socket, &rx))
 }
 
-fn is_scanned<S: SocketIo>(socket: &S, rx: &RxOf<S>) -> bool {
+/// As [`is_scanning`]. The caller holds `rx`.
+pub fn is_scanned<S: SocketIo>(socket: &S, rx: &RxOf<S>) -> bool {
     socket.rx_mode.load(Acquire) == Mode::Marked && rx.scan.is_some()
 }
 
@@ -189,12 +189,10 @@ pub fn is_over<S: SocketIo>(socket: &S, rx: &RxOf<S>) -> bool {
 /// Leaves the link if the ring is drained and what follows is in TCP: its next byte or its end. Returns false if that
 /// is not so.
 pub fn leave_link_at_end<S: SocketIo>(socket: &S) -> bool {
-    let Some(mut rx) = socket.rx.lock() else {
+    let is_on_link = |_: &_| socket.rx_mode.load(Acquire) == Mode::Link;
+    let Some(mut rx) = socket.rx.lock().filter(is_on_link) else {
         return false;
     };
-    if socket.rx_mode.load(Acquire) != Mode::Link {
-        return false;
-    }
     let stays = rx.stays();
     let ended = is_over(socket, &rx);
     let over = match rx.consumer.as_mut() {
@@ -439,11 +437,10 @@ pub fn settle_if_plain<S: SocketIo>(socket: &S) {
 /// Sends again on TCP what the peer has not read: the peer has stopped reading the link.
 pub fn resend<S: SocketIo>(socket: &S) {
     look_for_reset(socket);
-    let Some(mut tx) = socket.tx.lock() else {
-        return;
-    };
     // A direction that has left the link meanwhile met the peer's mark then (`end_on_link`).
-    if socket.tx_mode.load(Acquire) == Mode::Link {
+    if let Some(mut tx) = socket.tx.lock()
+        && socket.tx_mode.load(Acquire) == Mode::Link
+    {
         send_again(socket, &mut tx);
         drop(tx);
         flush(socket);
@@ -453,10 +450,9 @@ pub fn resend<S: SocketIo>(socket: &S) {
 /// Makes sends wait until the stream has [left](crate::stream::connection::leave) a link between hosts, because what is
 /// sent next is for TCP alone.
 pub fn wait_for_tcp<S: SocketIo>(socket: &S) {
-    let Some(mut tx) = socket.tx.lock() else {
-        return;
-    };
-    if tx.then.take_link() || socket.tx_mode.load(Acquire) == Mode::Link {
+    if let Some(mut tx) = socket.tx.lock()
+        && (tx.then.take_link() || socket.tx_mode.load(Acquire) == Mode::Link)
+    {
         tx.then = Then::Leave;
         socket.tx_mode.go(Move::Announced);
     }

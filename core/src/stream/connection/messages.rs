@@ -10,6 +10,7 @@ use crate::stream::connection::io::{ControlOf, SocketIo, StreamLink, Task};
 use crate::stream::connection::stay::leave;
 use crate::stream::connection::{Theirs, stay};
 use crate::stream::handshake::Handshake;
+use crate::stream::resume::Resume;
 use crate::wire;
 use crate::wire::{Message, RingOffer};
 

@@ -13,7 +13,7 @@ use crate::stream::connection::attempt::{end_attempt, look_for_resume};
 use crate::stream::connection::directions::{
     awaits_marker, demote_tx, end_scan, flush, flush_or_later, hand_over_rest, leave_link_at_end, queue_again,
 };
-use crate::stream::connection::io::{ControlOf, Half, SocketIo, StreamLink, Task, Tcp};
+use crate::stream::connection::io::{ControlOf, Half, RxOf, SocketIo, StreamLink, Task};
 use crate::stream::connection::{Behind, Control, End, Then, ask_back, leave_link};
 use crate::stream::mode::{Mode, Move};
 use crate::stream::resume::{Resume, Step, Steps};
@@ -213,13 +213,9 @@ fn end_tcp<S: SocketIo>(socket: &S) {
         if waits && socket.tx_mode.load(Acquire) == Mode::Tcp {
             socket.tx_mode.go(Move::Announced);
         }
-        tx.end != End::Due
-    };
-    if !at_once {
-        flush(socket);
-    } else if let Some(tcp) = socket.tcp() {
-        tcp.end();
+        tx.end = End::Due;
     }
+    flush(socket);
 }
 
 /// Returns whether the link holds bytes that the reader has not read.
@@ -257,7 +253,7 @@ pub fn confirmed<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
 
 /// Leaves the link for a new holder, which reads the kernel alone: unread bytes come through the kernel again. The
 /// socket can be handed over once [`is_staying`] returns false.
-pub fn hand_over<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
+fn hand_over<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     end_attempt(socket, control);
     if let Some(mut rx) = socket.rx.lock()
         && let Some(consumer) = rx.consumer.as_mut()
@@ -344,17 +340,11 @@ fn unread_returns_to_tcp<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, re
         return Ok(());
     };
     let stopped = {
-        let Some(mut rx) = socket.rx.lock() else {
+        let is_on_link = |rx: &RxOf<S>| socket.rx_mode.load(Acquire) == Mode::Link && rx.consumer.is_some();
+        let Some(mut rx) = socket.rx.lock().filter(|rx| is_on_link(rx)) else {
             return Ok(());
         };
-        if socket.rx_mode.load(Acquire) != Mode::Link {
-            return Ok(());
-        }
-        let is_clean = rx.carry.is_empty();
-        let Some(consumer) = rx.consumer.as_mut() else {
-            return Ok(());
-        };
-        if !is_clean {
+        if !rx.carry.is_empty() {
             return Err(PeerLeft);
         }
         rx.consumer.as_mut().and_then(|consumer| {

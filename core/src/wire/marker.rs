@@ -85,18 +85,12 @@ pub enum Found {
         /// Number of bytes to hold back, up to the end of those scanned.
         have: usize,
     },
-    /// A whole marker. The bytes behind it have not been scanned.
+    /// Bytes that start with the reader's nonce, so they are not the application's data. The bytes behind them have not
+    /// been scanned.
     Marker {
-        /// The marker.
-        marker: Marker,
-        /// Its length in bytes.
-        len: usize,
-    },
-    /// Bytes that start with the reader's nonce, so they are not the application's data, but are no marker that this
-    /// version can read. `len` bytes are to be dropped, and the attempt to promote has ended.
-    Bad {
-        /// Why it is no marker.
-        error: WireError,
+        /// The marker. The error: it is none that this version can read, so the bytes are to be dropped, and the attempt to
+        /// promote has ended.
+        marker: Result<Marker, WireError>,
         /// Its length in bytes: as the header says, or the bare header if no marker is that long.
         len: usize,
     },
@@ -168,7 +162,7 @@ pub fn payload_in(nonce: &Nonce, bytes: &[u8]) -> usize {
         payload += seen.payload;
         match seen.what {
             Found::Payload | Found::PartialMarker { .. } => return payload,
-            Found::Marker { len, .. } | Found::Bad { len, .. } => {
+            Found::Marker { len, .. } => {
                 rest = rest.get(seen.payload + len..).unwrap_or_default();
             }
         }
@@ -183,17 +177,15 @@ fn read_marker(tail: &[u8]) -> Found {
     };
     let length = usize::from(head.length.get());
     if length > MAX_BODY {
-        let (error, len) = (WireError::Length, MIN_MARKER);
-        return Found::Bad { error, len };
+        let (marker, len) = (Err(WireError::Length), MIN_MARKER);
+        return Found::Marker { marker, len };
     }
     let len = MIN_MARKER + length;
     let Some(whole) = tail.get(..len) else {
         return partial;
     };
-    match Marker::decode(whole) {
-        Ok(marker) => Found::Marker { marker, len },
-        Err(error) => Found::Bad { error, len },
-    }
+    let marker = Marker::decode(whole);
+    Found::Marker { marker, len }
 }
 
 /// On the wire: no byte, or the offer. This is the last field of the structure that it is in.

@@ -429,13 +429,13 @@ fn is_over(fd: BorrowedFd<'_>, awaited: &mut Awaited, unsent: &mut Vec<u8>) -> b
                     return true;
                 }
                 Found::Marker {
-                    marker: Marker::Hello(_),
+                    marker: Ok(Marker::Hello(_)),
                     len,
                 } => {
                     unsent.append(&mut awaited.answer);
                     len
                 }
-                Found::Marker { len, .. } | Found::Bad { len, .. } => {
+                Found::Marker { len, .. } => {
                     if awaited.part.len() > len {
                         reset(fd);
                     }

@@ -310,11 +310,17 @@ fn get(tcp: &mut TcpStream, nonce: &Nonce) -> Result<Marker> {
         tcp.read_exact(&mut byte)?;
         bytes.push(byte[0]);
         match scan(nonce, &bytes).what {
-            Found::Marker { marker, .. } => return Ok(marker),
-            Found::Bad { error, .. } => bail!("{error}"),
+            Found::Marker { marker, .. } => return Ok(marker?),
             Found::Payload | Found::PartialMarker { .. } => {}
         }
     }
+}
+
+/// Returns sealed memory and a mapping of it.
+fn shared(name: &str, bytes: u64) -> Result<(PrivateFd, Mapping)> {
+    let fd = memfd::create_file(name, bytes)?;
+    let mapping = memfd::map_received(fd.as_fd(), bytes, Access::ReadWrite)?;
+    Ok((fd, mapping))
 }
 
 struct Parts {
@@ -336,9 +342,9 @@ fn link(
     }
     let channel = Rc::new(names::connect_to(names::instance(&victim).as_bytes())?);
     let layout = Layout::for_data(data).context("no such arena")?;
-    let (arena, mapping) = memfd::create("hostile-arena", layout.file_len())?;
+    let (arena, mapping) = shared("hostile-arena", layout.file_len())?;
     let mine = Side::new(mapping, layout).context("an arena")?;
-    let (flags_fd, flags) = memfd::create("hostile-flags", FLAGS_BYTES)?;
+    let (flags_fd, flags) = shared("hostile-flags", FLAGS_BYTES)?;
     let geometry = Geometry {
         arena_bytes: layout.file_len(),
         max_ring: 64 << 20,

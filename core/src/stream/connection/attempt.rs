@@ -244,8 +244,7 @@ pub fn on_link_up<S: SocketIo>(socket: &S, link: &S::Link) {
 /// Ends the attempt under way, if it is not closed. Causes: no answer has come, there is no link, or the program has no
 /// use for it any more. The caller holds the control lock.
 pub fn end_attempt<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
-    let steps = control.handshake.as_mut().map(Handshake::give_up).unwrap_or_default();
-    run(socket, control, steps);
+    feed(socket, control, |h| Ok(h.give_up()));
 }
 
 /// Appends a marker to the bytes for TCP, and tries to send them.
@@ -301,16 +300,12 @@ pub fn look_for_resume<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     let Some(mine) = stay.map(|stay| stay.mine) else {
         return;
     };
-    let found = {
-        let Some(mut rx) = socket.rx.lock() else {
-            return;
-        };
+    let find = || {
+        let mut rx = socket.rx.lock()?;
         if socket.rx_mode.load(Acquire) != Mode::Link || !socket.rx_inside.is_empty() {
-            return;
+            return None;
         }
-        let Some(tcp) = socket.tcp() else {
-            return;
-        };
+        let tcp = socket.tcp()?;
         let mut over = false;
         loop {
             // Bytes that were read ahead come first. They hold even if TCP has failed since.
@@ -323,31 +318,32 @@ pub fn look_for_resume<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
                 Peeked::Nothing | Peeked::Shut => {}
             }
             let seen = scan(&mine, &bytes);
-            break match seen.what {
-                _ if seen.payload > 0 => Err("data in place of RESUME"),
+            return match seen.what {
+                _ if seen.payload > 0 => Some(Err("data in place of RESUME")),
                 Found::Marker {
-                    marker: Marker::Resume { received, sent },
+                    marker: Ok(Marker::Resume { received, sent }),
                     len,
                 } => {
                     let _ = take(&tcp, &mut rx, len);
                     socket.count_ours(Half::Receiving, len);
-                    Ok(Some((received, sent)))
+                    Some(Ok(Some((received, sent))))
                 }
+                Found::Marker { .. } => Some(Err("another marker in place of RESUME")),
                 // A part of RESUME, and then the end, counts as the end.
-                Found::Payload | Found::PartialMarker { .. } if over => Ok(None),
+                Found::Payload | Found::PartialMarker { .. } if over => Some(Ok(None)),
                 // Peeks again after the end was seen: all that precedes the end is there then.
                 Found::PartialMarker { .. } if tcp.has_peer_ended() => {
                     over = true;
                     continue;
                 }
-                Found::Payload | Found::PartialMarker { .. } => return,
-                Found::Marker { .. } | Found::Bad { .. } => Err("another marker in place of RESUME"),
+                Found::Payload | Found::PartialMarker { .. } => None,
             };
         }
     };
-    match found {
-        Ok(Some((received, sent))) => on_resume(socket, control, received, sent),
-        Ok(None) => on_end(socket, control),
-        Err(what) => stay::violation(socket, what),
+    match find() {
+        None => {}
+        Some(Ok(Some((received, sent)))) => on_resume(socket, control, received, sent),
+        Some(Ok(None)) => on_end(socket, control),
+        Some(Err(what)) => stay::violation(socket, what),
     }
 }

@@ -271,7 +271,7 @@ fn set_aside<S: SocketIo>(socket: &S, rx: &mut RxOf<S>, makes_room: bool) -> Fro
         Found::PartialMarker { .. } if found.payload == 0 => return Front::Part,
         Found::Payload | Found::PartialMarker { .. } if makes_room && found.payload > 0 => Front::Room,
         Found::Payload | Found::PartialMarker { .. } => return Front::Unknown,
-        Found::Marker { .. } | Found::Bad { .. } => Front::Marker,
+        Found::Marker { .. } => Front::Marker,
     };
     seen.truncate(found.payload);
     if rx.aside.len() + seen.len() > MOST || take(&tcp, rx, seen.len()).is_err() {

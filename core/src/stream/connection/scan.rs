@@ -16,7 +16,7 @@ use crate::stream::handshake::{Closing, Role};
 use crate::stream::mode::Mode;
 use crate::stream::resume;
 use crate::wire::marker::{Found, payload_in, scan};
-use crate::wire::{MAX_MARKER, Marker};
+use crate::wire::{MAX_MARKER, Marker, WireError};
 
 /// Bytes ahead of the program in which TCP is scanned for markers.
 const PEEK: usize = 16 * 1024;
@@ -199,11 +199,7 @@ fn look_at_front<'a, S: SocketIo>(
                 }
                 return Some((Ahead::Nothing, guard));
             }
-            Found::Marker { marker, len } => (Some(marker), len),
-            Found::Bad { error, len } => {
-                tracing::warn!(target: "rdmasock::promote", slot = socket.slot(), %error, "bad marker");
-                (None, len)
-            }
+            Found::Marker { marker, len } => (marker, len),
         };
         let _ = take(&tcp, &mut guard, len);
         socket.count_ours(Half::Receiving, len);
@@ -230,9 +226,9 @@ fn ended<'a, S: SocketIo>(
     Some((if scanning { Ahead::Ended } else { Ahead::Changed }, guard))
 }
 
-fn on_marker<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, marker: Option<Marker>) {
+fn on_marker<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, marker: Result<Marker, WireError>) {
     match marker {
-        Some(Marker::Hello(hello)) => {
+        Ok(Marker::Hello(hello)) => {
             // P32: a HELLO from another instance than the asker is not followed.
             let expected = control.handshake.as_ref().is_some_and(|h| h.role == Role::Connector);
             if !expected && (control.leave.is_some() || is_shut(socket)) {
@@ -247,15 +243,16 @@ fn on_marker<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, marker: Option
             control.hello = Some(hello);
             feed(socket, control, |h| h.on_hello(hello.instance));
         }
-        Some(Marker::Switch) => feed(socket, control, |h| h.on_closing(Closing::Switch)),
-        Some(Marker::Resume { received, sent }) => {
-            on_resume(socket, control, received, sent);
-        }
-        Some(Marker::Abort(reason)) => {
+        Ok(Marker::Switch) => feed(socket, control, |h| h.on_closing(Closing::Switch)),
+        Ok(Marker::Resume { received, sent }) => on_resume(socket, control, received, sent),
+        Ok(Marker::Abort(reason)) => {
             tracing::debug!(target: "rdmasock::promote", slot = socket.slot(), %reason, "peer aborts");
             feed(socket, control, |h| h.on_closing(Closing::Abort));
         }
-        None => feed(socket, control, |h| Ok(h.on_bad_marker())),
+        Err(error) => {
+            tracing::warn!(target: "rdmasock::promote", slot = socket.slot(), %error, "bad marker");
+            feed(socket, control, |h| Ok(h.on_bad_marker()));
+        }
     }
 }
 
@@ -279,37 +276,26 @@ pub fn scan_taken<S: SocketIo>(socket: &S, bytes: &mut [u8]) -> usize {
                 rx.carry.push(bytes.get(at..len).unwrap_or_default());
                 break;
             }
-            drop(rx);
             bytes.copy_within(at..len, kept);
             kept += len - at;
             break;
         };
-        let Some(rest) = bytes.get(at..len) else {
-            break;
-        };
-        let seen = scan(&nonce, rest);
+        let seen = scan(&nonce, bytes.get(at..len).unwrap_or_default());
         bytes.copy_within(at..at + seen.payload, kept);
         kept += seen.payload;
         at += seen.payload;
-        match seen.what {
+        let (marker, n) = match seen.what {
             Found::Payload => break,
             Found::PartialMarker { have } => {
                 rx.carry.push(bytes.get(at..at + have).unwrap_or_default());
                 break;
             }
-            Found::Marker { marker, len: n } => {
-                at += n;
-                socket.count_ours(Half::Receiving, n);
-                drop(rx);
-                on_marker(socket, &mut control, Some(marker));
-            }
-            Found::Bad { len: n, .. } => {
-                socket.count_ours(Half::Receiving, n.min(len - at));
-                at = (at + n).min(len);
-                drop(rx);
-                on_marker(socket, &mut control, None);
-            }
-        }
+            Found::Marker { marker, len } => (marker, len),
+        };
+        at += n;
+        socket.count_ours(Half::Receiving, n);
+        drop(rx);
+        on_marker(socket, &mut control, marker);
     }
     kept
 }
@@ -332,7 +318,7 @@ pub fn has_marker<S: SocketIo>(socket: &S) -> Option<bool> {
     Some(match scan(&nonce, buf.get(..carried + peeked)?).what {
         Found::Payload => false,
         Found::PartialMarker { have } => have >= ID_BYTES,
-        Found::Marker { .. } | Found::Bad { .. } => true,
+        Found::Marker { .. } => true,
     })
 }
 
@@ -545,11 +531,14 @@ impl Carry {
         let seen = scan(nonce, self.as_slice().get(self.looked..)?);
         self.looked += seen.payload;
         match seen.what {
-            Found::Marker { marker, len } => {
+            Found::Marker {
+                marker: Ok(marker),
+                len,
+            } => {
                 self.looked += len;
                 Some(marker)
             }
-            Found::Payload | Found::PartialMarker { .. } | Found::Bad { .. } => None,
+            _ => None,
         }
     }
 }

@@ -39,9 +39,8 @@ fn read_in_pieces(nonce: &Nonce, wire: &[u8], cuts: &[usize]) -> (Vec<u8>, Optio
             }
             Found::Marker { marker, len } => {
                 assert!((MIN_MARKER..=MAX_MARKER).contains(&len));
-                return (data, Some(marker));
+                return (data, Some(marker.unwrap()));
             }
-            Found::Bad { error, .. } => panic!("{error}"),
         }
     }
     (data, None)
@@ -121,7 +120,7 @@ proptest! {
         prop_assert_eq!(scan.payload, 0);
         match scan.what {
             Found::PartialMarker { have } => prop_assert_eq!(have, wire.len()),
-            Found::Marker { len, .. } | Found::Bad { len, .. } => prop_assert!(len <= wire.len()),
+            Found::Marker { len, .. } => prop_assert!(len <= wire.len()),
             Found::Payload => prop_assert!(false, "a nonce is never data"),
         }
     }
@@ -145,7 +144,7 @@ fn two_markers_in_a_row_are_found_one_after_the_other() {
     let nonce = Nonce::from_bytes([0xC0; 16]);
     let wire = [encoded(&hello(), &nonce), encoded(&Marker::Switch, &nonce)].concat();
     let Found::Marker {
-        marker: Marker::Hello(_),
+        marker: Ok(Marker::Hello(_)),
         len,
     } = scan(&nonce, &wire).what
     else {
@@ -157,7 +156,7 @@ fn two_markers_in_a_row_are_found_one_after_the_other() {
         Scan {
             payload: 0,
             what: Found::Marker {
-                marker: Marker::Switch,
+                marker: Ok(Marker::Switch),
                 ..
             }
         }
@@ -170,13 +169,21 @@ fn a_marker_that_cannot_be_read_is_dropped_whole() {
     let mut wire = encoded(&Marker::Abort(Reason::Rule), &nonce);
     wire[17] = 77;
     wire.extend(b"data");
-    let Found::Bad { error, len } = scan(&nonce, &wire).what else {
+    let Found::Marker {
+        marker: Err(error),
+        len,
+    } = scan(&nonce, &wire).what
+    else {
         panic!()
     };
     assert_eq!((error, &wire[len..]), (WireError::Kind(77), &b"data"[..]));
 
     wire[18..20].copy_from_slice(&60_000u16.to_le_bytes());
-    let Found::Bad { error, len } = scan(&nonce, &wire).what else {
+    let Found::Marker {
+        marker: Err(error),
+        len,
+    } = scan(&nonce, &wire).what
+    else {
         panic!()
     };
     assert_eq!((error, len), (WireError::Length, MIN_MARKER));

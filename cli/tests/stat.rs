@@ -6,9 +6,7 @@
 
 use assert_cmd::Command;
 use rdmasock_core::os::privatefd::PrivateFd;
-use rdmasock_core::stats::{
-    Asleep, Call, Direction, Event, InstanceInfo, LinkInfo, Path, Reason, StatsPage, StreamInfo, Why,
-};
+use rdmasock_core::stats::{Asleep, Call, Direction, Event, Path, Reason, StatsPage, StreamInfo, Why};
 use serde_json::{Value, json};
 
 fn rdmasock(arguments: &[&str]) -> Command {
@@ -19,22 +17,8 @@ fn rdmasock(arguments: &[&str]) -> Command {
 
 /// Makes this process an instance with a link, two open streams and a closed one.
 fn instance() -> PrivateFd {
-    let (page, fd) = StatsPage::create(InstanceInfo {
-        pid: std::process::id(),
-        instance: [0xab; 16],
-        program: b"redis-server",
-    })
-    .unwrap();
-    let link = page
-        .open_link(
-            0,
-            &LinkInfo {
-                fabric: Path::Shm,
-                peer: [1; 16],
-                peer_pid: 77,
-            },
-        )
-        .unwrap();
+    let (page, fd) = StatsPage::create(std::process::id(), [0xab; 16], b"redis-server").unwrap();
+    let link = page.open_link(0, Path::Shm, [1; 16], 77).unwrap();
     link.set_up();
     link.set_streams(1);
     page.count(Event::Ask);

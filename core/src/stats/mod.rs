@@ -17,7 +17,7 @@ pub use crate::stats::layout::{
     Asleep, Call, Counters, Counts, Direction, Event, LINK_SLOTS, LinkState, LinkStats, MEMFD_NAME, Path,
     SLEEPER_SLOTS, STREAM_SLOTS, SleeperSnapshot, SleeperStats, StatsPage, StreamStats,
 };
-pub use crate::stats::page::{InstanceInfo, LinkInfo, StreamInfo};
+pub use crate::stats::page::StreamInfo;
 pub use crate::stats::read::{
     InstanceSnapshot, LinkSnapshot, Process, ReadError, StatsReader, StreamSnapshot, Totals, instance_of, instances,
 };

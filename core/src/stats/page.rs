@@ -25,17 +25,6 @@ use crate::stats::reason::{Reason, Why};
 /// Stream slots that a new page opens.
 const FIRST: u32 = 32;
 
-/// The identity of an instance.
-#[derive(Clone, Copy, Debug)]
-pub struct InstanceInfo<'a> {
-    /// getpid(), in the pid namespace of the process.
-    pub pid: u32,
-    /// The instance's random 128-bit id.
-    pub instance: [u8; 16],
-    /// Name of the program; longer than 64 bytes is cut.
-    pub program: &'a [u8],
-}
-
 /// A stream when it is opened: both directions are on TCP.
 #[derive(Clone, Copy, Debug)]
 pub struct StreamInfo {
@@ -51,26 +40,20 @@ pub struct StreamInfo {
     pub why: Why,
 }
 
-/// A link when it is opened.
-#[derive(Clone, Copy, Debug)]
-pub struct LinkInfo {
-    /// The fabric that it runs on.
-    pub fabric: Path,
-    /// The peer's instance id.
-    pub peer: [u8; 16],
-    /// The peer's pid as this process sees it; 0 if not known (another host).
-    pub peer_pid: u32,
-}
-
 impl StatsPage {
-    /// Creates the page of this instance. The mapping is never removed. The fd has to stay open, so that readers can
+    /// Creates the page of the instance with this random 128-bit id, of a process with this pid in its own pid namespace.
+    /// A name of the `program` that is longer than 64 bytes is cut. The mapping is never removed. The fd has to stay open, so that readers can
     /// find the page. If `None` is returned for the fd, no memfd could be had: then the page is private, counts, and is
     /// not visible.
     ///
     /// A fork child creates its own page; the one that it inherited still counts for the parent.
     ///
     /// # Errors `ENOMEM` and the like if not even private memory can be mapped.
-    pub fn create(info: InstanceInfo<'_>) -> Result<(&'static StatsPage, Option<PrivateFd>), Errno> {
+    pub fn create(
+        pid: u32,
+        instance: [u8; 16],
+        program: &[u8],
+    ) -> Result<(&'static StatsPage, Option<PrivateFd>), Errno> {
         // Sealed so that a reader's mapping can never fault.
         let file = memfd::create_file(MEMFD_NAME, size_of::<StatsPage>() as u64);
         let shared = file.and_then(|fd| Ok((map(Some(fd.as_fd()))?, Some(fd))));
@@ -78,22 +61,22 @@ impl StatsPage {
             Ok(made) => made,
             Err(_) => (map(None)?, None),
         };
-        page.fill_header(info);
+        page.fill_header(pid, instance, program);
         Ok((page, fd))
     }
 
-    fn fill_header(&self, info: InstanceInfo<'_>) {
+    fn fill_header(&self, pid: u32, instance: [u8; 16], program: &[u8]) {
         let header = &self.header;
         header.version.store(VERSION, Relaxed);
-        header.pid.store(info.pid, Relaxed);
+        header.pid.store(pid, Relaxed);
         header.started.store(monotonic_ns(), Relaxed);
-        for (cell, byte) in header.instance.iter().zip(info.instance) {
+        for (cell, byte) in header.instance.iter().zip(instance) {
             cell.store(byte, Relaxed);
         }
-        for (cell, byte) in header.program.iter().zip(info.program) {
+        for (cell, byte) in header.program.iter().zip(program) {
             cell.store(*byte, Relaxed);
         }
-        let length = info.program.len().min(PROGRAM_MAX);
+        let length = program.len().min(PROGRAM_MAX);
         header.program_len.store(length as u32, Relaxed);
         // Pairs with the reader's Acquire: a valid magic means a complete header.
         header.magic.store(MAGIC, Release);
@@ -204,16 +187,17 @@ impl StatsPage {
         header.closings_done.store(done, Release);
     }
 
-    /// Gives `slot` to a new link that is being set up. The caller owns the slot. `None` beyond `LINK_SLOTS`.
-    pub fn open_link(&self, slot: u32, info: &LinkInfo) -> Option<&LinkStats> {
+    /// Gives `slot` to a new link that is being set up, to the instance `peer`. `peer_pid` is that of its process as this
+    /// process sees it; 0 if not known (another host). The caller owns the slot. `None` beyond `LINK_SLOTS`.
+    pub fn open_link(&self, slot: u32, fabric: Path, peer: [u8; 16], peer_pid: u32) -> Option<&LinkStats> {
         let link = self.link(slot)?;
         link.word.free();
         link.state.store(LinkState::Opening as u8, Relaxed);
-        link.fabric.store(info.fabric as u8, Relaxed);
-        link.peer_pid.store(info.peer_pid, Relaxed);
+        link.fabric.store(fabric as u8, Relaxed);
+        link.peer_pid.store(peer_pid, Relaxed);
         link.streams.store(0, Relaxed);
         link.why.store(0, Relaxed);
-        for (cell, byte) in link.peer.iter().zip(info.peer) {
+        for (cell, byte) in link.peer.iter().zip(peer) {
             cell.store(byte, Relaxed);
         }
         link.word.publish();

@@ -6,11 +6,9 @@ use std::path::PathBuf;
 use crate::os::privatefd::PrivateFd;
 use crate::stats::*;
 
-const INFO: InstanceInfo<'static> = InstanceInfo {
-    pid: 4242,
-    instance: [7; 16],
-    program: b"test\x1b[31m",
-};
+fn create(pid: u32) -> (&'static StatsPage, Option<PrivateFd>) {
+    StatsPage::create(pid, [7; 16], b"test\x1b[31m").unwrap()
+}
 
 fn stream_info(fd: i32) -> StreamInfo {
     StreamInfo {
@@ -23,7 +21,7 @@ fn stream_info(fd: i32) -> StreamInfo {
 }
 
 fn page() -> (&'static StatsPage, StatsReader, PrivateFd) {
-    let (page, fd) = StatsPage::create(INFO).unwrap();
+    let (page, fd) = create(4242);
     let fd = fd.expect("a memfd");
     let path = PathBuf::from(format!("/proc/self/fd/{}", fd.as_raw_fd()));
     (page, StatsReader::open(&path).unwrap(), fd)
@@ -100,12 +98,7 @@ fn totals_keep_what_closed_streams_counted() {
 #[test]
 fn a_reader_sees_links_and_events() {
     let (page, reader, _fd) = page();
-    let info = LinkInfo {
-        fabric: Path::Shm,
-        peer: [9; 16],
-        peer_pid: 77,
-    };
-    let link = page.open_link(LINK_SLOTS - 1, &info).unwrap();
+    let link = page.open_link(LINK_SLOTS - 1, Path::Shm, [9; 16], 77).unwrap();
     link.set_up();
     link.set_streams(3);
     page.count(Event::Yes);
@@ -221,9 +214,8 @@ fn what_is_not_a_sealed_page_is_refused() {
 #[test]
 fn an_instance_is_found_by_its_pid_only() {
     let own = std::process::id();
-    let info = InstanceInfo { pid: own, ..INFO };
-    let (_page, fd) = StatsPage::create(info).unwrap();
-    let (_other, other_fd) = StatsPage::create(INFO).unwrap();
+    let (_page, fd) = create(own);
+    let (_other, other_fd) = create(4242);
     let found = instance_of(own).unwrap().expect("this process");
     assert_eq!(found.instance.pid, own);
     assert_eq!(found.uid, rustix::process::getuid().as_raw());

@@ -12,7 +12,7 @@ use rdmasock_core::ids::{Cookie, InstanceId};
 use rdmasock_core::os::memfd;
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::rendezvous::names;
-use rdmasock_core::stats::{Event, LinkInfo, Path, Reason};
+use rdmasock_core::stats::{Event, Path, Reason};
 use rdmasock_core::stream::connection;
 use rdmasock_core::stream::connection::{Broken, MOST_ASIDE, SocketIo as _};
 use rdmasock_core::wire::{Geometry, LinkAddress, LinkOffer, Message};
@@ -229,12 +229,7 @@ impl Worker {
         make: impl FnOnce(Identity) -> Option<&'static Link>,
     ) -> Option<&'static Link> {
         let slot = self.free_slot();
-        let info = LinkInfo {
-            fabric,
-            peer: *peer.as_bytes(),
-            peer_pid,
-        };
-        let stats = self.library.stats.open_link(slot, &info);
+        let stats = self.library.stats.open_link(slot, fabric, *peer.as_bytes(), peer_pid);
         if let Some(stats) = stats {
             stats.set_up();
         }

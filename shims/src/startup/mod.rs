@@ -2,7 +2,7 @@
 
 use once_cell::race::OnceBox;
 use rdmasock_core::ids::InstanceId;
-use rdmasock_core::stats::{InstanceInfo, StatsPage};
+use rdmasock_core::stats::StatsPage;
 
 use crate::config::arenas::{Budget, Pieces};
 use crate::config::reach::Reach;
@@ -39,12 +39,8 @@ fn build() -> Option<Library> {
     let program = program_name();
     let rules = RULES.get_or_init(|| Box::new(read_rules(config)));
     let id = InstanceId::random().ok()?;
-    let (stats, stats_fd) = StatsPage::create(InstanceInfo {
-        pid: rustix::process::getpid().as_raw_nonzero().get() as u32,
-        instance: *id.as_bytes(),
-        program: program.as_bytes(),
-    })
-    .ok()?;
+    let pid = rustix::process::getpid().as_raw_nonzero().get() as u32;
+    let (stats, stats_fd) = StatsPage::create(pid, *id.as_bytes(), program.as_bytes()).ok()?;
     let library = Library {
         rules: rules.as_ref(),
         reach: REACH.get_or_init(|| Box::new(Reach::new(config))),

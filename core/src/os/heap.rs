@@ -29,8 +29,8 @@
 use core::alloc::{GlobalAlloc, Layout};
 use core::cell::UnsafeCell;
 use core::ptr::null_mut;
+use core::sync::atomic::AtomicUsize;
 use core::sync::atomic::Ordering::{Acquire, Relaxed};
-use core::sync::atomic::{AtomicU64, AtomicUsize};
 
 use rustix::mm::{MapFlags, MremapFlags, ProtFlags, mmap_anonymous, mremap, munlock, munmap};
 
@@ -111,7 +111,6 @@ fn obtain(size: usize) -> *mut u8 {
 }
 
 /// A lock-free allocator; see the module. The preloaded library has one as its `#[global_allocator]`.
-#[derive(Debug)]
 pub struct Heap {
     free: [Pair; SIZES],
     /// The start and the end of the unused part of the piece that blocks are cut from.
@@ -309,8 +308,8 @@ fn unmap(at: *mut u8, size: usize) {
 /// Two words that change together.
 #[repr(C, align(16))]
 struct Pair {
-    first: UnsafeCell<u64>,
-    second: UnsafeCell<u64>,
+    first: AtomicUsize,
+    second: AtomicUsize,
 }
 
 /// The values of the two words. They are of one point in time if a swap against them succeeds.
@@ -339,20 +338,11 @@ impl Two {
     }
 }
 
-// SAFETY: only atomic instructions access the words.
-unsafe impl Sync for Pair {}
-
-impl core::fmt::Debug for Pair {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        self.load().fmt(f)
-    }
-}
-
 impl Pair {
     const fn new() -> Self {
         Self {
-            first: UnsafeCell::new(0),
-            second: UnsafeCell::new(0),
+            first: AtomicUsize::new(0),
+            second: AtomicUsize::new(0),
         }
     }
 
@@ -360,14 +350,10 @@ impl Pair {
     /// loaded first. If a swap then finds the same count, nothing has changed since that load, so the top and the word
     /// read through it belong to that count.
     fn load(&self) -> Two {
-        // SAFETY: the words live as long as `self`, and are accessed by atomic instructions only.
-        let [first, second] = [&self.first, &self.second].map(|word| unsafe { AtomicU64::from_ptr(word.get()) });
         // Both Acquire: they pair with `swap`, which is a full barrier.
-        let second = second.load(Acquire) as usize;
-        Two {
-            first: first.load(Acquire) as usize,
-            second,
-        }
+        let second = self.second.load(Acquire);
+        let first = self.first.load(Acquire);
+        Two { first, second }
     }
 
     /// Replaces `old` by `new`; the error is the value found instead. Not `core::arch`'s function, which becomes a call

@@ -1,4 +1,4 @@
-//! A doorbell: the owner of a [`Button`] can wake the threads that poll its [`Doorbell`], and can do nothing else to
+//! A doorbell: the owner of a [`Button`] can wake the threads that poll its doorbell, and can do nothing else to
 //! them. Threads that sleep in one call have futexes instead (`fabric::waiter`).
 //!
 //! A doorbell is a pair of connected AF_UNIX SEQPACKET sockets over which no byte is ever sent. To press the button is
@@ -24,18 +24,14 @@ use rustix::net::{AddressFamily, Shutdown, SocketType, getpeername, sockopt};
 
 use crate::os::privatefd::PrivateFd;
 
-/// The end that is polled: edge-triggered, for input.
-#[derive(Debug)]
-pub struct Doorbell(PrivateFd);
-
 /// The end that rings the doorbell.
 #[derive(Debug)]
 pub struct Button(PrivateFd);
 
-/// Returns a doorbell and its button. Fails with the kernel's errno (EMFILE).
-pub fn pair() -> Result<(Doorbell, Button), Errno> {
+/// Returns a doorbell, to be polled edge-triggered and for input, and its button. Fails with the kernel's errno (EMFILE).
+pub fn pair() -> Result<(PrivateFd, Button), Errno> {
     let (bell, button) = PrivateFd::pair()?;
-    Ok((Doorbell(bell), Button(button)))
+    Ok((bell, Button(button)))
 }
 
 impl Button {
@@ -66,19 +62,6 @@ impl Button {
 pub fn press(button: BorrowedFd<'_>) {
     // If the doorbell is closed, no thread waits for it.
     let _ = rustix::net::shutdown(button, Shutdown::Write);
-}
-
-impl Doorbell {
-    /// Gives up the ownership and returns the fd, which stays open and private ([`PrivateFd::release`]).
-    pub fn release(self) -> i32 {
-        self.0.release()
-    }
-}
-
-impl AsFd for Doorbell {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.as_fd()
-    }
 }
 
 impl AsFd for Button {

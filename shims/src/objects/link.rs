@@ -22,7 +22,6 @@ use rdmasock_core::fabric::{LinkEnd, NoProducer, OpenError, Opened, SendError, s
 use rdmasock_core::ids::{InstanceId, Vqpn};
 use rdmasock_core::lock::Lock;
 use rdmasock_core::os::channel::Channel;
-use rdmasock_core::os::doorbell::Doorbell;
 use rdmasock_core::os::memfd;
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::sparse::Sparse;
@@ -97,7 +96,7 @@ pub struct Link {
     /// Number of streams, producers and [`Pin`]s of this end, or [`OVER`].
     pins: AtomicU32,
     /// The waiters whose buttons the peer was sent, and their doorbells.
-    announced: Lock<Vec<(WaiterId, Doorbell)>>,
+    announced: Lock<Vec<(WaiterId, PrivateFd)>>,
     /// A bit for each of the first 64 waiters that has a doorbell in `announced`; these are the epoll sets with ready
     /// queues. Changed under the lock of `announced`, read by each epoll_ctl.
     has_bell: AtomicU64,

@@ -30,7 +30,7 @@ use once_cell::race::OnceBool;
 use rdmasock_core::fabric::layout::READY_QUEUES;
 use rdmasock_core::fabric::waiter::{FLAGS_BYTES, FlagPage, MAX_WAITERS, Onlookers, POLLING, WaiterId};
 use rdmasock_core::lock::Lock;
-use rdmasock_core::os::doorbell::{self, Button, Doorbell};
+use rdmasock_core::os::doorbell::{self, Button};
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::sync::SleepFlag;
 use rustix::event::{EventfdFlags, epoll as kernel};
@@ -176,7 +176,7 @@ impl Waiters {
 
     /// Makes a doorbell, adds it to the epoll set that the waiter polls, and returns it with the button for a peer.
     /// Fails with EOPNOTSUPP if this kernel does not report each press.
-    pub fn add_doorbell(&self, id: WaiterId) -> Result<(Doorbell, Button), Errno> {
+    pub fn add_doorbell(&self, id: WaiterId) -> Result<(PrivateFd, Button), Errno> {
         let set = kept(&self.polled, id).filter(|_| id != SERVICE);
         let set = set.ok_or(Errno::INVAL)?;
         if !self.are_doorbells_reliable.get_or_try_init(doorbell::is_reliable)? {

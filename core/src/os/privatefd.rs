@@ -183,10 +183,8 @@ impl PrivateFd {
     /// list is full, the fd stays open for good, which [`is_left_full`] prevents.
     pub fn leave(self) {
         let number = self.release();
-        let is_entered = |slot: &AtomicI32| slot.compare_exchange(NONE, number, AcqRel, Relaxed).is_ok();
-        if LEFT.iter().any(is_entered) {
-            LEFT_COUNT.fetch_add(1, AcqRel);
-        }
+        LEFT.iter()
+            .any(|slot| slot.compare_exchange(NONE, number, AcqRel, Relaxed).is_ok());
     }
 
     /// Closes each fd that was [left](Self::leave) and that `take_over` has copied elsewhere. Returns `false` at the
@@ -203,7 +201,6 @@ impl PrivateFd {
             }
             drop(Self { fd: number });
             slot.store(NONE, Release);
-            LEFT_COUNT.fetch_sub(1, AcqRel);
         }
         true
     }
@@ -442,17 +439,20 @@ pub fn dismiss_reserve() {
 /// Unused descriptors whose close may block. Each stays open until a thread that may block has taken it over
 /// (`os::apart`).
 static LEFT: [AtomicI32; 64] = [const { AtomicI32::new(NONE) }; 64];
-static LEFT_COUNT: AtomicU32 = AtomicU32::new(0);
 
 /// Returns whether the list has entries.
 #[inline]
 pub fn is_any_left() -> bool {
-    LEFT_COUNT.load(Relaxed) != 0
+    left() != 0
 }
 
 /// Returns whether the list is half full: then no further channel may be accepted.
 pub fn is_left_full() -> bool {
-    LEFT_COUNT.load(Relaxed) as usize >= LEFT.len() / 2
+    left() >= LEFT.len() / 2
+}
+
+fn left() -> usize {
+    LEFT.iter().filter(|slot| slot.load(Relaxed) != NONE).count()
 }
 
 // Keeps calls of the program apart from a library fd on its way to a private number.
@@ -652,7 +652,6 @@ pub unsafe fn reset_in_fork_child(keep: impl Fn(RawFd) -> bool) {
     for slot in [&RESERVE_FILE].into_iter().chain(&NUMBERS).chain(&LEFT) {
         slot.store(NONE, Relaxed);
     }
-    LEFT_COUNT.store(0, Relaxed);
     let mut from = 0;
     while let Some(n) = next_private(from, END) {
         from = n + 1;

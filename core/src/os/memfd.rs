@@ -122,20 +122,13 @@ impl Drop for Mapping {
 ///
 /// `name` shows in /proc/PID/maps. Fails with the kernel's errno (EMFILE, ENOMEM, EINVAL for 0 bytes); EFBIG if files
 /// of this process [may not be](file_limit) that large.
-pub fn create(name: &str, bytes: u64) -> Result<(PrivateFd, Mapping), Errno> {
-    let fd = create_file(name, bytes)?;
-    let extent = Extent::of_file(fd.as_fd(), 0, bytes as usize, Access::ReadWrite)?;
-    Ok((fd, Mapping(extent)))
-}
-
-/// Creates sealed shared memory as [`create`] does, without a mapping.
 pub fn create_file(name: &str, bytes: u64) -> Result<PrivateFd, Errno> {
     let fd = unsealed(name, bytes)?;
     fcntl_add_seals(&fd, FIXED_SIZE)?;
     Ok(fd)
 }
 
-/// Creates shared memory as [`create`] does, but only the returned mapping can ever write to it: a peer that receives
+/// Creates shared memory as [`create_file`] does, but only the returned mapping can ever write to it: a peer that receives
 /// the fd can map it read-only. Needs Linux 5.1; EINVAL before.
 pub fn create_read_only_for_peers(name: &str, bytes: u64) -> Result<(PrivateFd, Mapping), Errno> {
     let fd = unsealed(name, bytes)?;
@@ -329,9 +322,8 @@ impl Extent {
     /// # Safety
     /// The range is exactly one mapping of the library's.
     pub unsafe fn open(self) -> Result<(), Errno> {
-        let access = MprotectFlags::READ | MprotectFlags::WRITE;
-        // SAFETY: by the contract; the range loses no permission.
-        unsafe { mprotect(self.start.as_ptr().cast(), self.bytes, access) }
+        // SAFETY: by the contract.
+        unsafe { open(self.start.as_ptr().cast(), self.bytes) }
     }
 
     /// Allocates the memory of all pages that `range` (bytes) touches, so that no process fails for want of memory when

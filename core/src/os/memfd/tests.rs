@@ -14,13 +14,19 @@ fn memfd(bytes: u64, seals: SealFlags) -> PrivateFd {
     fd
 }
 
+fn created(name: &str, bytes: u64) -> Result<(PrivateFd, Mapping), MapError> {
+    let fd = create_file(name, bytes)?;
+    let mapping = map_received(fd.as_fd(), bytes, Access::ReadWrite)?;
+    Ok((fd, mapping))
+}
+
 fn refusal(fd: impl AsFd, claimed: u64) -> MapError {
     map_received(fd.as_fd(), claimed, Access::ReadWrite).unwrap_err()
 }
 
 #[test]
 fn two_mappings_are_one_memory() {
-    let (fd, mine) = create("rdmasock-test", 1 << 30).unwrap();
+    let (fd, mine) = created("rdmasock-test", 1 << 30).unwrap();
     let theirs = map_received(fd.as_fd(), 1 << 30, Access::ReadWrite).unwrap();
     let at = (1 << 30) - 1;
     // SAFETY: within both mappings; no other thread writes there.
@@ -37,7 +43,7 @@ fn two_mappings_are_one_memory() {
 
 #[test]
 fn a_hole_covers_whole_pages_only() {
-    let (fd, mine) = create("rdmasock-test", 4 * 4096).unwrap();
+    let (fd, mine) = created("rdmasock-test", 4 * 4096).unwrap();
     pwrite(&fd, &[7; 4 * 4096], 0).unwrap();
     mine.punch_hole(1..3 * 4096 - 1).unwrap();
     let mut bytes = [0; 4 * 4096];
@@ -49,7 +55,7 @@ fn a_hole_covers_whole_pages_only() {
 
 #[test]
 fn the_size_can_no_longer_be_changed() {
-    let (fd, _mapping) = create("rdmasock-test", 8192).unwrap();
+    let (fd, _mapping) = created("rdmasock-test", 8192).unwrap();
     assert_eq!(ftruncate(&fd, 4096), Err(Errno::PERM));
     assert_eq!(ftruncate(&fd, 16384), Err(Errno::PERM));
     assert_eq!(fcntl_add_seals(&fd, SealFlags::WRITE), Err(Errno::PERM));
@@ -64,8 +70,8 @@ fn a_file_is_not_made_larger_than_files_may_be() {
         };
         rustix::process::setrlimit(Resource::Fsize, limit).unwrap();
         // Without the check of the limit, SIGXFSZ would kill this child.
-        assert_eq!(create("rdmasock-test", (1 << 20) + 1).unwrap_err(), Errno::FBIG);
-        assert!(create("rdmasock-test", 1 << 20).is_ok());
+        assert_eq!(create_file("rdmasock-test", (1 << 20) + 1).unwrap_err(), Errno::FBIG);
+        assert!(create_file("rdmasock-test", 1 << 20).is_ok());
     });
 }
 

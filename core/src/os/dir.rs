@@ -11,7 +11,7 @@ use rustix::fs::{Mode, OFlags, RawDir};
 use rustix::io::Errno;
 
 use crate::os::privatefd::PrivateFd;
-use crate::scratch::Scratch;
+use crate::scratch;
 
 /// Returns the names in the directory that `dir` is open for, from the current offset on, in the kernel's order
 /// (getdents64(2)).
@@ -50,7 +50,7 @@ pub fn bytes(path: impl AsRef<Path>, enough: usize) -> Result<(Vec<u8>, bool), E
 /// Returns the content of an open file, as [`bytes`] does.
 pub(crate) fn read(file: &PrivateFd, enough: usize) -> Result<(Vec<u8>, bool), Errno> {
     let mut bytes = Vec::new();
-    let mut piece = Scratch::new(4096).ok_or(Errno::NOMEM)?;
+    let mut piece = scratch::zeroed(4096).ok_or(Errno::NOMEM)?;
     while bytes.len() < enough {
         match rustix::io::read(file, &mut piece[..]) {
             Ok(0) => return Ok((bytes, true)),

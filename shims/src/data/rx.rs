@@ -11,7 +11,7 @@ use rdmasock_core::cycles;
 use rdmasock_core::fabric::ring::{Consumer, RingError, Wake};
 use rdmasock_core::lock::Guard;
 use rdmasock_core::os::thread;
-use rdmasock_core::scratch::Scratch;
+use rdmasock_core::scratch;
 use rdmasock_core::stats::Reason;
 use rdmasock_core::stream::connection::{self, Ahead, AtMark, SocketIo as _, Tcp as _};
 use rdmasock_core::wire::marker::payload_in;
@@ -777,7 +777,7 @@ pub fn after_receive(socket: &'static Socket) -> usize {
 
 fn among_markers(socket: &Socket, rx: &Rx) -> usize {
     let (carried, more) = (rx.carry.len(), in_kernel(socket));
-    let (Some(nonce), Some(mut bytes)) = (rx.scan, Scratch::new(carried + more)) else {
+    let (Some(nonce), Some(mut bytes)) = (rx.scan, scratch::zeroed(carried + more)) else {
         return carried + more;
     };
     if let Some(front) = bytes.get_mut(..carried) {

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::Acquire;
 
 use libc::ssize_t;
 use rdmasock_core::os::thread;
-use rdmasock_core::scratch::Scratch;
+use rdmasock_core::scratch;
 use rdmasock_core::stream::connection::{self, Ahead, AtMark};
 use rustix::event::PollFlags;
 use rustix::net::RecvFlags;
@@ -35,7 +35,7 @@ pub(super) unsafe fn scanned(
     let mut kept = n;
     if n > 0 && !peeked && flags & libc::MSG_TRUNC == 0 {
         // Gathers the pieces so that a marker across two of them is seen.
-        let Some(mut bytes) = Scratch::new(n as usize) else {
+        let Some(mut bytes) = scratch::zeroed(n as usize) else {
             // Without memory the markers cannot be found. They must not reach the program, and no byte may be missing.
             let _control = socket.control.lock();
             reset::reset(socket);
@@ -208,7 +208,7 @@ unsafe fn take_payload(
     }
     let anchor = socket.numbers.anchor_fd().ok_or(libc::EBADF)?;
     // Without memory for a buffer, the receive takes the carry alone.
-    let mut buf = Scratch::new(kernel.min(iov.len()).min(4096)).unwrap_or_default();
+    let mut buf = scratch::zeroed(kernel.min(iov.len()).min(4096)).unwrap_or_default();
     let mut has_peeked = false;
     // A receive ends in front of urgent data, which may follow the carry directly.
     while got < carry + kernel && iov.len() > 0 && !has_peeked && !(got > 0 && is_at_mark(socket)) {

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering::Acquire;
 use libc::ssize_t;
 use rdmasock_core::fabric::ring::Spans;
 use rdmasock_core::os::{kernel, thread};
-use rdmasock_core::scratch::Scratch;
+use rdmasock_core::scratch;
 use rdmasock_core::stats::Reason;
 
 use crate::data::rx::{account, recv_slow};
@@ -159,7 +159,7 @@ pub fn splice(
             Ok(room) => room.min(len),
             Err(error) => return errno::fail(error),
         };
-        let Some(mut buf) = Scratch::new(room) else {
+        let Some(mut buf) = scratch::zeroed(room) else {
             return errno::fail(libc::ENOMEM);
         };
         let flags = if nonblocking { libc::MSG_DONTWAIT } else { 0 };

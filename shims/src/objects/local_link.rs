@@ -18,7 +18,7 @@ use rdmasock_core::lock::Lock;
 use rdmasock_core::os::channel::Channel;
 use rdmasock_core::os::doorbell::{self, Button};
 use rdmasock_core::os::privatefd::PrivateFd;
-use rdmasock_core::scratch::Scratch;
+use rdmasock_core::scratch;
 use rdmasock_core::stream::connection::Broken;
 use rdmasock_core::sync::{Presence, Published};
 use rdmasock_core::wire::{MAX_MESSAGE, Message};
@@ -136,7 +136,7 @@ impl LocalPeer {
     /// the link goes down.
     pub(super) fn post(&self, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<(), SendError> {
         // Not on the stack, which may be the small alternate stack of a signal handler.
-        let mut buf = Scratch::new(MAX_MESSAGE).ok_or(SendError::Full)?;
+        let mut buf = scratch::zeroed(MAX_MESSAGE).ok_or(SendError::Full)?;
         let bytes = message.encode(&mut buf).map_err(|_| SendError::Encoding)?;
         // Held while sending, so that queued messages go first.
         let mut outbox = self.outbox.lock().ok_or(SendError::Full)?;

@@ -9,7 +9,8 @@ use std::os::fd::AsRawFd;
 use libc::{nfds_t, pollfd};
 use rdmasock_core::fabric::waiter::{Slots, WaiterId};
 use rdmasock_core::os::{kernel, thread};
-use rdmasock_core::{scratch::Scratch, stats::Call};
+use rdmasock_core::scratch;
+use rdmasock_core::stats::Call;
 use smallvec::SmallVec;
 
 use crate::config::spin::{Peers, Spinner};
@@ -378,7 +379,7 @@ fn is_in_table(fd: c_int) -> bool {
         return true;
     }
     // In whole words, as the kernel reads them. Without memory the program's own count is taken.
-    let Some(mut bits) = Scratch::new((fd as usize / 64 + 1) * 8) else {
+    let Some(mut bits) = scratch::zeroed((fd as usize / 64 + 1) * 8) else {
         return true;
     };
     if let Some(byte) = bits.get_mut(fd as usize / 8) {

@@ -17,7 +17,7 @@ use rdmasock_core::fabric::{LinkEnd, SendError};
 use rdmasock_core::ids::{InstanceId, Nonce, Tuple, Vqpn};
 use rdmasock_core::os::channel::{Channel, RecvError};
 use rdmasock_core::os::memfd;
-use rdmasock_core::os::memfd::Access;
+use rdmasock_core::os::memfd::{Access, Mapping};
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::rendezvous::control::{Body, DATAGRAM, Datagram, QueryId, Stamp};
 use rdmasock_core::rendezvous::names;

@@ -28,7 +28,7 @@ use crate::fabric::{LinkEnd, OpenError, Opened, SendError};
 use crate::ids::Vqpn;
 use crate::lock::{Guard, Lock};
 use crate::os::thread;
-use crate::scratch::Scratch;
+use crate::scratch;
 use crate::sparse::Sparse;
 use crate::sync::{AtomicBool, AtomicU64, Handoff, Presence, Published, Request, RungMark};
 use crate::wire::{MAX_MESSAGE, Message, RingOffer};
@@ -607,7 +607,7 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
             return Err(SendError::Encoding);
         }
         // Not on the stack, which may be a handler's.
-        let mut buf = Scratch::new(MAX_MESSAGE).ok_or(SendError::Full)?;
+        let mut buf = scratch::zeroed(MAX_MESSAGE).ok_or(SendError::Full)?;
         let bytes = message.encode(&mut buf).map_err(|_| SendError::Encoding)?;
         let message = QueuedMessage {
             yours: message.yours(),

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
 use crate::ids::{ID_BYTES, Nonce};
 use crate::lock::Guard;
-use crate::scratch::Scratch;
+use crate::scratch;
 use crate::stream::connection::attempt::{feed, on_end, on_resume};
 use crate::stream::connection::directions::{is_shut, settle, take};
 use crate::stream::connection::io::{ControlOf, Half, Peeked, RxOf, SocketIo, Task, Tcp};
@@ -112,7 +112,7 @@ fn look_at_front<'a, S: SocketIo>(
     mut guard: Guard<'a, RxOf<S>>,
     at_mark: AtMark,
 ) -> Option<(Ahead, Guard<'a, RxOf<S>>)> {
-    let mut buf = Scratch::new(MAX_MARKER + PEEK)?;
+    let mut buf = scratch::zeroed(MAX_MARKER + PEEK)?;
     let mut over = false;
     loop {
         if socket.rx_mode.load(Acquire) != Mode::Marked {
@@ -311,7 +311,7 @@ pub fn has_marker<S: SocketIo>(socket: &S) -> Option<bool> {
     if carried + tcp.unread() > PEEK || !socket.rx_inside.is_empty() {
         return None;
     }
-    let mut buf = Scratch::new(PEEK)?;
+    let mut buf = scratch::zeroed(PEEK)?;
     let (front, rest) = buf.split_at_mut_checked(carried)?;
     front.copy_from_slice(rx.carry.as_slice());
     let peeked = tcp.peek_all(rest);
@@ -392,7 +392,7 @@ fn next<S: SocketIo>(socket: &S, rx: &mut RxOf<S>, took: &mut bool) -> Option<re
         if rx.carry.len() >= MOST || rx.carry.charge(PIECE).is_err() {
             return None;
         }
-        let mut piece = Scratch::new(PIECE)?;
+        let mut piece = scratch::zeroed(PIECE)?;
         match socket.tcp()?.receive(&mut piece) {
             Peeked::Ended => return Some(resume::Ahead::End),
             Peeked::Bytes(n) => {

@@ -5,7 +5,7 @@
 use std::fmt;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use rustix::rand::{GetRandomFlags, getrandom};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -17,15 +17,10 @@ pub const ID_BYTES: usize = 16;
 /// Fails only on a kernel without getrandom(2).
 fn random_bytes() -> Result<[u8; ID_BYTES], Errno> {
     let mut bytes = [0u8; ID_BYTES];
-    loop {
-        match getrandom(&mut bytes, GetRandomFlags::empty()) {
-            // getrandom(2): once the pool is ready, up to 256 bytes are never cut short. Before that a signal may
-            // interrupt the call, so it is repeated.
-            Ok(n) if n == ID_BYTES => return Ok(bytes),
-            Ok(_) | Err(Errno::INTR) => {}
-            Err(errno) => return Err(errno),
-        }
-    }
+    // getrandom(2): once the pool is ready, up to 256 bytes are never cut short. Before that a signal may interrupt the
+    // call, so it is repeated.
+    while retry_on_intr(|| getrandom(&mut bytes, GetRandomFlags::empty()))? < ID_BYTES {}
+    Ok(bytes)
 }
 
 /// Declares values of [`ID_BYTES`] bytes.

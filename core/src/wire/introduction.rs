@@ -12,19 +12,14 @@ pub const INTRODUCTION: usize = size_of::<Frame>();
 
 const MAGIC: [u8; 4] = *b"rsok";
 
-/// Value of `transfers`: data may go past the rings too (P90 to P99).
-const DIRECT: u8 = 1;
-/// Value of `purpose`: the queue pair is a bulk queue pair, beside a link's.
-const BULK: u8 = 1;
-
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 struct Frame {
     magic: [u8; 4],
     version: u8,
-    /// [`DIRECT`], or 0.
+    /// 1: data may go past the rings too (P90 to P99). Else 0.
     transfers: u8,
-    /// [`BULK`], or 0.
+    /// 1: the queue pair is a bulk queue pair, beside a link's. Else 0.
     purpose: u8,
     reserved: u8,
     pid: U32,
@@ -56,8 +51,8 @@ impl Introduction {
         zerocopy::transmute!(Frame {
             magic: MAGIC,
             version: VERSION,
-            transfers: if self.is_direct { DIRECT } else { 0 },
-            purpose: if self.is_bulk { BULK } else { 0 },
+            transfers: self.is_direct.into(),
+            purpose: self.is_bulk.into(),
             reserved: 0,
             pid: self.pid.into(),
             instance: self.instance,
@@ -79,8 +74,8 @@ impl Introduction {
             pid: frame.pid.get(),
             instance: frame.instance,
             cookie: frame.cookie,
-            is_direct: frame.transfers == DIRECT,
-            is_bulk: frame.purpose == BULK,
+            is_direct: frame.transfers == 1,
+            is_bulk: frame.purpose == 1,
         })
     }
 }

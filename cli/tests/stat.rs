@@ -19,7 +19,6 @@ fn rdmasock(arguments: &[&str]) -> Command {
 fn instance() -> PrivateFd {
     let (page, fd) = StatsPage::create(std::process::id(), [0xab; 16], b"redis-server").unwrap();
     let link = page.open_link(0, Path::Shm, [1; 16], 77).unwrap();
-    link.set_up();
     link.set_streams(1);
     page.count(Event::Ask);
     let open = |slot, fd, direction, peer: &str, why: Why| {

@@ -247,11 +247,6 @@ pub struct LinkStats {
 }
 
 impl LinkStats {
-    /// Sets that the link is up.
-    pub fn set_up(&self) {
-        self.state.store(LinkState::Up as u8, Relaxed);
-    }
-
     /// Sets that the link is down because of `why`. It stays listed until its slot is freed.
     pub fn set_down(&self, why: impl Into<Why>) {
         self.why.store(why.into().to_bits(), Relaxed);
@@ -513,8 +508,6 @@ codes! {
 codes! {
     /// State of a link.
     pub enum LinkState: u8 {
-        /// The link is being set up.
-        Opening = 0 => "opening",
         /// The link carries streams.
         Up = 1 => "up",
         /// The link failed, or the peer closed it; see its reason.

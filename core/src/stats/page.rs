@@ -187,12 +187,12 @@ impl StatsPage {
         header.closings_done.store(done, Release);
     }
 
-    /// Gives `slot` to a new link that is being set up, to the instance `peer`. `peer_pid` is that of its process as this
+    /// Gives `slot` to a new link, which is up, to the instance `peer`. `peer_pid` is that of its process as this
     /// process sees it; 0 if not known (another host). The caller owns the slot. `None` beyond `LINK_SLOTS`.
     pub fn open_link(&self, slot: u32, fabric: Path, peer: [u8; 16], peer_pid: u32) -> Option<&LinkStats> {
         let link = self.link(slot)?;
         link.word.free();
-        link.state.store(LinkState::Opening as u8, Relaxed);
+        link.state.store(LinkState::Up as u8, Relaxed);
         link.fabric.store(fabric as u8, Relaxed);
         link.peer_pid.store(peer_pid, Relaxed);
         link.streams.store(0, Relaxed);

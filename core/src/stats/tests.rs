@@ -99,7 +99,6 @@ fn totals_keep_what_closed_streams_counted() {
 fn a_reader_sees_links_and_events() {
     let (page, reader, _fd) = page();
     let link = page.open_link(LINK_SLOTS - 1, Path::Shm, [9; 16], 77).unwrap();
-    link.set_up();
     link.set_streams(3);
     page.count(Event::Yes);
     page.count(Event::Yes);

@@ -230,9 +230,6 @@ impl Worker {
     ) -> Option<&'static Link> {
         let slot = self.free_slot();
         let stats = self.library.stats.open_link(slot, fabric, *peer.as_bytes(), peer_pid);
-        if let Some(stats) = stats {
-            stats.set_up();
-        }
         let link = make(Identity { slot, peer, stats });
         if link.is_none() {
             self.library.stats.close_link(slot);

@@ -36,10 +36,13 @@ pub struct Answerer {
     is_v6: bool,
 }
 
-/// The control message with the local address of a datagram (cmsg(3)).
+/// The control message with the local address of a datagram, as cmsg(3) lays it out.
+#[derive(Default)]
 #[repr(C)]
 struct Control {
-    head: libc::cmsghdr,
+    length: usize,
+    level: libc::c_int,
+    kind: libc::c_int,
     /// An `in6_pktinfo` of 20 bytes, or an `in_pktinfo` of 12.
     info: [u8; 24],
 }
@@ -86,21 +89,10 @@ impl Answerer {
     /// the kernel's errno; the next call goes on with the queue.
     pub fn recv(&self, buf: &mut [u8]) -> Result<Option<Arrival>, Errno> {
         let mut name = MaybeUninit::<SocketAddrStorage>::zeroed();
-        let mut piece = libc::iovec {
-            iov_base: buf.as_mut_ptr().cast(),
-            iov_len: buf.len(),
-        };
-        // SAFETY: all zeroes is a valid value of both.
-        let (mut header, mut control): (libc::msghdr, Control) = unsafe { std::mem::zeroed() };
-        header.msg_name = name.as_mut_ptr().cast();
-        header.msg_namelen = STORAGE;
-        header.msg_iov = &raw mut piece;
-        header.msg_iovlen = 1;
-        header.msg_control = (&raw mut control).cast();
-        header.msg_controllen = size_of_val(&control);
-        // SAFETY: the header and the four buffers that it points to outlive the call, and the kernel keeps no pointer
-        // to them. Each is valid for writes of the size that the header names.
-        let received = unsafe { self.call(libc::SYS_recvmsg, &raw mut header, libc::MSG_TRUNC) };
+        let mut control = Control::default();
+        let (at, piece) = ((name.as_mut_ptr(), STORAGE), (buf.as_mut_ptr(), buf.len()));
+        // SAFETY: both are valid for writes for the whole call.
+        let received = unsafe { self.call(libc::SYS_recvmsg, at, piece, &mut control, libc::MSG_TRUNC) };
         let length = match received {
             Ok(length) => length,
             Err(Errno::AGAIN | Errno::INTR) => return Ok(None),
@@ -116,8 +108,7 @@ impl Answerer {
     /// Sends `bytes` to `to`, from the local address `from`. An answer without room in the send queue, or without a
     /// route, is lost.
     pub fn send(&self, bytes: &[u8], to: SocketAddr, from: IpAddr) -> Result<(), Errno> {
-        // SAFETY: all zeroes is a valid value of both.
-        let (mut header, mut control): (libc::msghdr, Control) = unsafe { std::mem::zeroed() };
+        let mut control = Control::default();
         let to = if self.is_v6 {
             let scope = if let SocketAddr::V6(to) = to { to.scope_id() } else { 0 };
             let address = mapped(from).octets();
@@ -135,30 +126,41 @@ impl Answerer {
             SocketAddr::from((ip, to.port()))
         };
         let mut to = SocketAddrAny::from(to);
-        let mut piece = libc::iovec {
-            iov_base: bytes.as_ptr().cast_mut().cast(),
-            iov_len: bytes.len(),
-        };
-        header.msg_name = to.as_mut_ptr().cast();
-        header.msg_namelen = to.addr_len();
-        header.msg_iov = &raw mut piece;
-        header.msg_iovlen = 1;
-        header.msg_control = (&raw mut control).cast();
-        header.msg_controllen = size_of_val(&control);
-        // SAFETY: the header and the buffers that it points to outlive the call, and the kernel keeps no pointer to
-        // them.
-        unsafe { self.call(libc::SYS_sendmsg, &raw mut header, libc::MSG_NOSIGNAL) }.map(drop)
+        let (at, piece) = (
+            (to.as_mut_ptr(), to.addr_len()),
+            (bytes.as_ptr().cast_mut(), bytes.len()),
+        );
+        // SAFETY: both are valid for reads for the whole call, and the kernel does not write to them.
+        unsafe { self.call(libc::SYS_sendmsg, at, piece, &mut control, libc::MSG_NOSIGNAL) }.map(drop)
     }
 
-    /// Calls sendmsg(2) or recvmsg(2) with MSG_DONTWAIT.
+    /// Calls sendmsg(2) or recvmsg(2) with MSG_DONTWAIT, for a datagram of one piece with an address and a control message.
     ///
     /// # Safety
-    /// The memory that the header points to is valid for the whole call; for writes, if the call receives.
-    unsafe fn call(&self, number: libc::c_long, header: *mut libc::msghdr, flags: libc::c_int) -> Result<usize, Errno> {
+    /// `address` and `piece`, which have these sizes in bytes, are valid for the whole call; for writes, if the call
+    /// receives.
+    unsafe fn call(
+        &self,
+        number: libc::c_long,
+        address: (*mut SocketAddrStorage, u32),
+        piece: (*mut u8, usize),
+        control: &mut Control,
+        flags: libc::c_int,
+    ) -> Result<usize, Errno> {
+        let mut piece = libc::iovec {
+            iov_base: piece.0.cast(),
+            iov_len: piece.1,
+        };
+        // SAFETY: all zeroes is a valid value.
+        let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
+        (header.msg_name, header.msg_namelen) = (address.0.cast(), address.1);
+        (header.msg_iov, header.msg_iovlen) = (&raw mut piece, 1);
+        (header.msg_control, header.msg_controllen) = (std::ptr::from_mut(control).cast(), size_of_val(control));
         let fd = self.fd.as_raw_fd() as usize;
         let flags = (libc::MSG_DONTWAIT | flags) as usize;
-        // SAFETY: by this function's contract.
-        unsafe { kernel::call(number, [fd, kernel::address(header), flags, 0, 0, 0]) }
+        // SAFETY: by this function's contract, and the header, the piece's description and the control message outlive the
+        // call. The kernel keeps no pointer to them.
+        unsafe { kernel::call(number, [fd, kernel::address(&raw mut header), flags, 0, 0, 0]) }
     }
 }
 
@@ -224,13 +226,13 @@ impl Control {
             *to = *from;
             length += 1;
         }
-        self.head.cmsg_len = size_of_val(&self.head) + length;
-        (self.head.cmsg_level, self.head.cmsg_type) = (level, kind);
+        self.length = size_of::<libc::cmsghdr>() + length;
+        (self.level, self.kind) = (level, kind);
     }
 
     /// Returns the local address that the kernel has written; `None` if it has written none.
     fn local(&self) -> Option<IpAddr> {
-        match (self.head.cmsg_level, self.head.cmsg_type) {
+        match (self.level, self.kind) {
             (libc::IPPROTO_IPV6, libc::IPV6_PKTINFO) => {
                 let octets = self.info.first_chunk::<16>()?;
                 Some(Ipv6Addr::from(*octets).to_canonical())
@@ -244,6 +246,8 @@ impl Control {
         }
     }
 }
+
+const _: () = assert!(std::mem::offset_of!(Control, info) == size_of::<libc::cmsghdr>());
 
 #[cfg(test)]
 mod tests {

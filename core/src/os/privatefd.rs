@@ -137,11 +137,9 @@ impl PrivateFd {
         let count = COUNT.load(Relaxed);
         let mut places = places(soft_limit()).into_iter().filter(|place| count < place.most);
         let placed = places.find_map(|place| {
-            let placed = place_in(fd, &place, Take::High);
-            if placed.is_some() {
-                stock_reserve(&place);
-            }
-            placed
+            let placed = place_in(fd, &place, Take::High)?;
+            stock_reserve(&place);
+            Some(placed)
         });
         placed.ok_or(Errno::MFILE)
     }

@@ -10,6 +10,7 @@ mod codes;
 pub mod cycles;
 
 pub mod fabric;
+pub mod region;
 pub mod sync;
 
 #[cfg(all(not(loom), feature = "fuzzing"))]

@@ -6,7 +6,8 @@ use rdmasock_core::fabric::ring::{Consumer, EndMark, Ended, Producer, RxFlags, S
 use rdmasock_core::fabric::waiter::{MAX_WAITERS, WaiterId};
 use rdmasock_core::fabric::{LinkEnd, OpenError};
 use rdmasock_core::ids::Vqpn;
-use rdmasock_core::wire::{Message, Reason, RingOffer};
+use rdmasock_core::region::Region;
+use rdmasock_core::wire::{Message, Reason};
 
 /// How the suite gets links of one fabric, and the calls that it needs beside [`LinkEnd`].
 pub trait Harness {
@@ -397,7 +398,7 @@ fn numbers_out_of_range_are_refused<H: Harness>() {
     let [a, b] = link.ends();
     assert!(a.producer(Vqpn(MAX_STREAMS)).is_none());
     assert!(a.producer(Vqpn(u32::MAX)).is_none());
-    let ring = RingOffer::new(0, 12).unwrap();
+    let ring = Region::new(0, 12).unwrap();
     a.pair(Vqpn(u32::MAX), Vqpn(0), ring);
     a.pair(Vqpn(0), Vqpn(u32::MAX), ring);
     a.on_closed(Vqpn(u32::MAX));

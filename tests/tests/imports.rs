@@ -20,7 +20,7 @@ const CRATES: &[(&str, &str)] = &[
 /// Layers, lowest first. Each is a list of folders, or of files at the top of `src`. A folder imports its own layer and
 /// those below it.
 const CORE: &[&str] = &[
-    "allocator codes cycles ids scratch sparse sync",
+    "allocator codes cycles ids region scratch sparse sync",
     "lock os wire",
     "rendezvous",
     "fabric",

@@ -19,7 +19,7 @@ use crate::fabric::waiter::{MAX_WAITERS, WaiterId};
 use crate::fabric::{LinkEnd, OpenError, Opened, SendError, layout};
 use crate::ids::Vqpn;
 use crate::sync::{RungMark, SleepFlag};
-use crate::wire::{MAX_MESSAGE, Message, RingOffer};
+use crate::wire::{MAX_MESSAGE, Message};
 
 /// Locks a mutex even if a test has failed under it: other tests may go on.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -375,15 +375,15 @@ impl LinkEnd for End {
         // SAFETY: within the memory, as above. The number was free, so this is the block's only consumer; it does not
         // outlive the end (`heap_pair`).
         let mut consumer = unsafe { Consumer::new(block, self.mine.area()) };
-        let offered = consumer.offer(region).is_ok();
-        let Some(ring) = RingOffer::new(region.page(), region.log2()).filter(|_| offered) else {
+        if consumer.offer(region).is_err() {
             numbers.arena.free(region);
             return Err(OpenError::Arena);
-        };
+        }
         if numbers.free.pop().is_none() {
             numbers.next += 1;
         }
         numbers.used.insert(number, Used::default());
+        let ring = region;
         Ok(Opened { vqpn, ring, consumer })
     }
 

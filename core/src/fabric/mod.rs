@@ -10,7 +10,7 @@ use crate::fabric::waiter::WaiterId;
 #[cfg(not(loom))]
 use crate::ids::Vqpn;
 #[cfg(not(loom))]
-use crate::wire::{Message, RingOffer};
+use crate::wire::Message;
 
 pub mod arena;
 pub mod layout;
@@ -74,7 +74,7 @@ pub struct Opened {
     /// The number that this end gave the stream.
     pub vqpn: Vqpn,
     /// The first ring, which OPEN names to the peer.
-    pub ring: RingOffer,
+    pub ring: Region,
     /// The cursor.
     pub consumer: Consumer,
 }
@@ -89,7 +89,7 @@ pub trait LinkEnd {
 
     /// Pairs this end's stream `mine` with the peer's `theirs`, whose first ring is `first`. To be called before the
     /// first use of a cursor that was given out for either.
-    fn pair(&self, _mine: Vqpn, _theirs: Vqpn, _first: RingOffer) {}
+    fn pair(&self, _mine: Vqpn, _theirs: Vqpn, _first: Region) {}
 
     /// Returns the producer of the peer's stream `theirs`; `None` if no stream has such a number. The caller ensures
     /// that there is one at a time for each number.

@@ -19,7 +19,6 @@ use crate::ids::Vqpn;
 use crate::lock::Lock;
 use crate::os::memfd::{Access, Extent, Mapping, PAGE};
 use crate::sparse::Sparse;
-use crate::wire::RingOffer;
 
 /// The arena of one side, as mapped in this process: whole ([`anonymous`](Self::anonymous)), or as far as it is used
 /// ([`blank`](Self::blank)). Both make places for one arena after another.
@@ -148,7 +147,6 @@ impl Side {
         let mut consumer = unsafe { Consumer::new(block, self.area()) };
         // No producer can be waiting yet.
         let _ = consumer.offer(ring).map_err(|_| OpenError::Arena)?;
-        let ring = RingOffer::new(ring.page(), ring.log2()).ok_or(OpenError::Arena)?;
         Ok(Opened { vqpn, ring, consumer })
     }
 

@@ -31,6 +31,7 @@ use crossbeam_utils::CachePadded;
 use crate::fabric::ring::{Consumer, Producer};
 use crate::ids::{InstanceId, Nonce, Vqpn};
 use crate::lock::Lock;
+use crate::region::Region;
 use crate::stats::Reason;
 use crate::stream::connection::directions::demote_tx;
 use crate::stream::connection::stay::Stay;
@@ -38,7 +39,7 @@ use crate::stream::handshake::Handshake;
 use crate::stream::mode::{Mode, ModeCell};
 use crate::stream::resume::Resume;
 use crate::sync::Presence;
-use crate::wire::{Hello, Message, RingOffer};
+use crate::wire::{Hello, Message};
 
 mod attempt;
 mod close;
@@ -254,7 +255,7 @@ pub struct Control<L, O> {
     /// This end's stream on the link.
     pub opened: Option<Opened<L>>,
     /// The peer's stream and its first ring, from its OPEN until this end opens its own stream (acceptor).
-    pub offered: Option<(Vqpn, RingOffer)>,
+    pub offered: Option<(Vqpn, Region)>,
     /// The reason to go back to TCP, as soon as the handshake has ended.
     pub leave: Option<Reason>,
     /// The stay on a link between hosts, until the stream is given back.

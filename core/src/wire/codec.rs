@@ -8,6 +8,7 @@ use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::ids::{Cookie, InstanceId, Nonce, Tuple, Vqpn, mapped};
+use crate::region::Region;
 use crate::wire::message::Reason;
 
 /// The version of the whole protocol, part of every service name, message and marker (P1).
@@ -36,40 +37,6 @@ pub enum WireError {
     /// The buffer to encode into is too small. The caller is at fault, not the peer.
     #[error("buffer too small")]
     Buffer,
-}
-
-/// A ring for incoming data, offered to the peer: where it lies in the offerer's arena.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct RingOffer {
-    page: u32,
-    log2: u8,
-}
-
-impl RingOffer {
-    /// log2 of the bytes of the smallest ring.
-    pub const MIN_LOG2: u8 = 12;
-    /// log2 of the bytes of the largest ring.
-    pub const MAX_LOG2: u8 = 26;
-
-    /// Creates the offer of a ring of 2^`log2` bytes that begins at page `page` of the arena's data area. `None` if
-    /// `log2` is out of range.
-    ///
-    /// The producer that adopts the ring checks that it lies within the arena.
-    pub fn new(page: u32, log2: u8) -> Option<Self> {
-        (Self::MIN_LOG2..=Self::MAX_LOG2)
-            .contains(&log2)
-            .then_some(Self { page, log2 })
-    }
-
-    /// Returns the ring's first page, of 4,096 bytes each, counted from the beginning of the arena's data area.
-    pub const fn page(&self) -> u32 {
-        self.page
-    }
-
-    /// Returns log2 of the ring's bytes.
-    pub const fn log2(&self) -> u8 {
-        self.log2
-    }
 }
 
 /// The sizes of the memory that an end shares with the peer. The fds travel beside it (P24).
@@ -210,7 +177,7 @@ fields! {
     Reason as U16: |reason| reason.code().into(), |code| Ok(Self::from_code(code.get()));
 }
 
-impl Field<'_> for RingOffer {
+impl Field<'_> for Region {
     fn put(&self, out: &mut Writer<'_>) -> Result<(), WireError> {
         self.page().put(out)?;
         self.log2().put(out)

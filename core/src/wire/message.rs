@@ -6,7 +6,8 @@
 use std::fmt;
 
 use crate::ids::{Cookie, InstanceId, Nonce, Tuple, Vqpn};
-use crate::wire::codec::{Geometry, RingOffer, WireError, kinds, put_frame, read_prefix, take_frame};
+use crate::region::Region;
+use crate::wire::codec::{Geometry, WireError, kinds, put_frame, read_prefix, take_frame};
 
 /// Bytes of the longest message, which is ASK.
 pub const MAX_MESSAGE: usize = 96;
@@ -47,9 +48,9 @@ kinds! {
         /// The link is accepted; with S's arena and waiter memfds.
         17 = LinkAccept { instance_s: InstanceId, pid: u32, geometry: Geometry };
         /// "Write this stream's data to `ring`, under `vqpn`." The nonces name the stream.
-        32 = Open { nonce_mine: Nonce, nonce_yours: Nonce, vqpn: Vqpn, ring: RingOffer };
+        32 = Open { nonce_mine: Nonce, nonce_yours: Nonce, vqpn: Vqpn, ring: Region };
         /// The answer to OPEN: `yours` is the opener's number, `mine` and `ring` are the sender's.
-        33 = OpenAck { yours: Vqpn, mine: Vqpn, ring: RingOffer };
+        33 = OpenAck { yours: Vqpn, mine: Vqpn, ring: Region };
         /// The stream that the opener called `yours` stays on TCP.
         34 = OpenRefuse { yours: Vqpn, reason: Reason };
         /// Comes with the button of the doorbell that waiter `id` of the sender polls.

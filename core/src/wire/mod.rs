@@ -12,7 +12,7 @@ mod introduction;
 pub mod marker;
 mod message;
 
-pub use crate::wire::codec::{Geometry, RingOffer, VERSION, WireError};
+pub use crate::wire::codec::{Geometry, VERSION, WireError};
 pub use crate::wire::introduction::{INTRODUCTION, Introduction};
 pub use crate::wire::marker::{Hello, LinkAddress, LinkOffer, MAX_MARKER, MIN_MARKER, Marker};
 pub use crate::wire::message::{MAX_MESSAGE, Message, Reason};

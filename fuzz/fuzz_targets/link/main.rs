@@ -21,7 +21,7 @@ use rdmasock_core::fabric::{LinkEnd, Opened, ring};
 use rdmasock_core::ids::Vqpn;
 use rdmasock_core::os::memfd::Mapping;
 use rdmasock_core::sync::SleepFlag;
-use rdmasock_core::wire::{Message, Reason, RingOffer};
+use rdmasock_core::wire::{Message, Reason};
 use wire::{Setting, Wire};
 
 #[derive(Arbitrary, Debug)]
@@ -259,7 +259,7 @@ impl World {
         let mine = stream.mine;
         // Every other peer offers no usable first ring, and may offer any later.
         let page = if theirs.0.is_multiple_of(2) { 0 } else { u32::MAX };
-        let first = RingOffer::new(page, 12).expect("a size that a ring may have");
+        let first = Region::new(page, 12).expect("a size that a ring may have");
         if page == 0 {
             use_pages(&mut self.mirror, 0, 12);
         }

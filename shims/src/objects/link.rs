@@ -24,11 +24,12 @@ use rdmasock_core::lock::Lock;
 use rdmasock_core::os::channel::Channel;
 use rdmasock_core::os::memfd;
 use rdmasock_core::os::privatefd::PrivateFd;
+use rdmasock_core::region::Region;
 use rdmasock_core::sparse::Sparse;
 use rdmasock_core::stats::{LinkStats, Path, Reason};
 use rdmasock_core::stream::connection::{Broken, StreamLink};
 use rdmasock_core::sync::Presence;
-use rdmasock_core::wire::{Introduction, LinkAddress, LinkOffer, Message, RingOffer};
+use rdmasock_core::wire::{Introduction, LinkAddress, LinkOffer, Message};
 
 use crate::config::config;
 use crate::config::verbs::Pair;
@@ -441,7 +442,7 @@ impl StreamLink for &'static Link {
         Ok(opened)
     }
 
-    fn pair(&self, mine: Vqpn, theirs: Vqpn, first: RingOffer) {
+    fn pair(&self, mine: Vqpn, theirs: Vqpn, first: Region) {
         on_end!(self, end => end.pair(mine, theirs, first));
     }
 

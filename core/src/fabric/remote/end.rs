@@ -31,7 +31,7 @@ use crate::os::thread;
 use crate::scratch;
 use crate::sparse::Sparse;
 use crate::sync::{AtomicBool, AtomicU64, Handoff, Presence, Published, Request, RungMark};
-use crate::wire::{MAX_MESSAGE, Message, RingOffer};
+use crate::wire::{MAX_MESSAGE, Message};
 
 /// An end of a link between hosts.
 ///
@@ -538,8 +538,7 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
         Ok(opened)
     }
 
-    fn pair(&self, mine: Vqpn, theirs: Vqpn, first: RingOffer) {
-        let first = Region::new(first.page(), first.log2());
+    fn pair(&self, mine: Vqpn, theirs: Vqpn, first: Region) {
         self.with(|engine| engine.pair(&self.shared, mine.0, theirs.0, first));
         self.touch(theirs);
     }

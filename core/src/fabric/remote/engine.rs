@@ -108,7 +108,7 @@ impl<Q: QueuePair> Engine<Q> {
     }
 
     /// Pairs two numbers, as [`LinkEnd::pair`](crate::fabric::LinkEnd::pair) says.
-    pub fn pair<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, theirs: u32, first: Option<Region>) {
+    pub fn pair<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, theirs: u32, first: Region) {
         let Some(block) = g.block_mirror(theirs) else {
             return;
         };
@@ -126,7 +126,7 @@ impl<Q: QueuePair> Engine<Q> {
         if let Some(offer) = s.out.offered {
             // No producer waits for it yet.
             let _ = block.put_offer(offer.pack());
-        } else if let Some(first) = first {
+        } else {
             s.out.foresee(block, g.peers_len, first);
         }
         let _ = block.put_flags(s.out.early_flags);

@@ -26,8 +26,8 @@ use crate::fabric::waiter::{MAX_WAITERS, WaiterId};
 use crate::fabric::{LinkEnd, Opened};
 use crate::ids::Vqpn;
 use crate::os::memfd::Mapping;
+use crate::region::Region;
 use crate::sync::SleepFlag;
-use crate::wire::RingOffer;
 
 impl<Q: QueuePair, L: Local> End<Q, L> {
     fn has_bulk(&self) -> bool {
@@ -101,8 +101,8 @@ const DATA: u64 = 1 << 20;
 const BUFFERS: u64 = 3 << 18;
 
 /// Returns the first ring of each stream of a peer that exists only as messages.
-fn first_ring() -> RingOffer {
-    RingOffer::new(0, 12).unwrap()
+fn first_ring() -> Region {
+    Region::new(0, 12).unwrap()
 }
 
 fn end(qp: MemQp, tuning: Tuning) -> TestEnd {

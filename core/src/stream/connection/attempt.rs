@@ -7,6 +7,7 @@ use std::net::IpAddr;
 use std::sync::atomic::Ordering::Acquire;
 
 use crate::ids::{InstanceId, Nonce, Vqpn};
+use crate::region::Region;
 use crate::stats::Reason;
 use crate::stream::connection::directions::{demote_tx, end_scan, flush_or_later, stop_scan, take};
 use crate::stream::connection::io::{ControlOf, Half, Peeked, SocketIo, StreamLink, Task, Tcp};
@@ -14,7 +15,7 @@ use crate::stream::connection::{Control, Opened, Theirs, Then, close, close_stre
 use crate::stream::handshake::{Closing, Handshake, Misplaced, Role, Step, Steps};
 use crate::stream::mode::{Mode, Move};
 use crate::wire::marker::{Found, scan};
-use crate::wire::{Hello, MAX_MARKER, Marker, Message, RingOffer};
+use crate::wire::{Hello, MAX_MARKER, Marker, Message};
 use crate::{fabric, wire};
 
 /// Begins an attempt of the connector, which asks with the nonce `mine`. Nothing in TCP depends on it yet.
@@ -165,7 +166,7 @@ fn receive_on_link<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
 fn send_open<S: SocketIo>(
     socket: &S,
     control: &mut ControlOf<S>,
-    offered: Option<(Vqpn, RingOffer)>,
+    offered: Option<(Vqpn, Region)>,
 ) -> Result<(), Reason> {
     let link = socket.link().filter(|l| l.is_alive()).ok_or(Reason::LinkFailed)?;
     let handshake = control.handshake.as_ref().ok_or(Reason::LinkFailed)?;

@@ -7,9 +7,10 @@ use std::ops::Deref;
 use crate::fabric::ring::{Consumer, Producer, Wake};
 use crate::fabric::{NoProducer, Opened, SendError};
 use crate::ids::{InstanceId, Vqpn};
+use crate::region::Region;
 use crate::stats::{Reason, Why};
 use crate::stream::connection::{Connection, Control, Rx, Tx};
-use crate::wire::{LinkOffer, Message, RingOffer};
+use crate::wire::{LinkOffer, Message};
 
 /// A task for the service thread, to be done as soon as it can. The state may have changed by then, so the service
 /// thread checks it.
@@ -71,7 +72,7 @@ pub trait StreamLink: Clone + PartialEq {
     /// ring to receive into.
     fn open(&self, slot: u32) -> Result<Opened, Reason>;
     /// Pairs this end's stream `mine` with the peer's stream `theirs`, whose first ring is `first`.
-    fn pair(&self, mine: Vqpn, theirs: Vqpn, first: RingOffer);
+    fn pair(&self, mine: Vqpn, theirs: Vqpn, first: Region);
     /// Returns the producer that sends to the peer's stream `theirs`.
     fn producer(&self, theirs: Vqpn) -> Result<Producer, NoProducer>;
     /// Notes that no producer of this end sends to the peer's stream `theirs` any more.

@@ -3,6 +3,7 @@
 
 use crate::fabric::NoProducer;
 use crate::ids::{Nonce, Vqpn};
+use crate::region::Region;
 use crate::stats::Reason;
 use crate::stream::connection::attempt::{end_attempt, feed};
 use crate::stream::connection::directions::resend;
@@ -12,7 +13,7 @@ use crate::stream::connection::{Theirs, stay};
 use crate::stream::handshake::Handshake;
 use crate::stream::resume::Resume;
 use crate::wire;
-use crate::wire::{Message, RingOffer};
+use crate::wire::Message;
 
 /// The peer breaks the protocol: the caller closes the link.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
@@ -27,7 +28,7 @@ pub fn on_open<S: SocketIo>(
     link: &S::Link,
     (mine, yours): (Nonce, Nonce),
     theirs: Vqpn,
-    first: RingOffer,
+    first: Region,
 ) -> Result<bool, Broken> {
     let opened = socket.and_then(|socket| {
         let mut control = socket.control.lock()?;
@@ -58,7 +59,7 @@ pub fn on_open_ack<S: SocketIo>(
     link: &S::Link,
     mine: Vqpn,
     theirs: Vqpn,
-    first: RingOffer,
+    first: Region,
 ) -> Result<(), Broken> {
     let control = socket.and_then(|socket| Some((socket, socket.control.lock()?)));
     let awaited = control.filter(|(_, control)| {
@@ -125,7 +126,7 @@ fn opened<S: SocketIo>(
     control: &mut ControlOf<S>,
     link: &S::Link,
     theirs: Vqpn,
-    first: RingOffer,
+    first: Region,
 ) -> Result<(), NoProducer> {
     let producer = link.producer(theirs)?;
     // Set first, because the peer may have switched before this message was read. Then a reader takes bytes as soon as

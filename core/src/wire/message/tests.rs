@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use proptest::collection::vec;
 use proptest::prelude::*;
 
+use crate::region::{MAX_RING_LOG2, MIN_RING_LOG2};
 use crate::wire::codec::{Field, VERSION, Writer};
 use crate::wire::message::*;
 
@@ -12,9 +13,8 @@ fn ids() -> impl Strategy<Value = [u8; 16]> {
     any::<[u8; 16]>()
 }
 
-fn ring() -> impl Strategy<Value = RingOffer> {
-    (any::<u32>(), RingOffer::MIN_LOG2..=RingOffer::MAX_LOG2)
-        .prop_map(|(page, log2)| RingOffer::new(page, log2).unwrap())
+fn ring() -> impl Strategy<Value = Region> {
+    (any::<u32>(), MIN_RING_LOG2..=MAX_RING_LOG2).prop_map(|(page, log2)| Region::new(page, log2).unwrap())
 }
 
 fn geometry() -> impl Strategy<Value = Geometry> {
@@ -160,7 +160,7 @@ fn a_bad_header_says_what_is_wrong() {
 
 #[test]
 fn fields_out_of_range_are_refused() {
-    let ring = RingOffer::new(1, 12).unwrap();
+    let ring = Region::new(1, 12).unwrap();
     let mut ack = encoded(&Message::OpenAck {
         yours: Vqpn(1),
         mine: Vqpn(2),
@@ -210,7 +210,7 @@ fn the_bytes_of_a_tuple_are_fixed() {
 
 #[test]
 fn the_bytes_of_a_message_are_fixed() {
-    let ring = RingOffer::new(0x0102_0304, 16).unwrap();
+    let ring = Region::new(0x0102_0304, 16).unwrap();
     let open = Message::Open {
         nonce_mine: Nonce::from_bytes([0xAA; 16]),
         nonce_yours: Nonce::from_bytes([0xBB; 16]),

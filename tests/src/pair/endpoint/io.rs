@@ -9,10 +9,11 @@ use rdmasock_core::fabric::mem::End;
 use rdmasock_core::fabric::ring::{Consumer, Producer, Wake};
 use rdmasock_core::fabric::{LinkEnd as _, NoProducer, Opened, SendError};
 use rdmasock_core::ids::{InstanceId, Vqpn};
+use rdmasock_core::region::Region;
 use rdmasock_core::stats::{Reason, Why};
 use rdmasock_core::stream::connection::{Gone, Half, Peeked, SocketIo, StreamLink, Task, Tcp, TxOf, Unsent};
 use rdmasock_core::stream::handshake::Role;
-use rdmasock_core::wire::{LinkOffer, Message, RingOffer};
+use rdmasock_core::wire::{LinkOffer, Message};
 
 use super::{Endpoint, Net, Outcome, id_of};
 
@@ -101,7 +102,7 @@ impl StreamLink for Link {
         self.0.end.open(12).map_err(|_| Reason::ArenaFull)
     }
 
-    fn pair(&self, mine: Vqpn, theirs: Vqpn, first: RingOffer) {
+    fn pair(&self, mine: Vqpn, theirs: Vqpn, first: Region) {
         self.0.end.pair(mine, theirs, first);
     }
 

@@ -50,7 +50,7 @@ fn a_first_offer_of_another_ring_than_was_named_ends_the_link() {
     let [qp, peer] = pair(Config::default(), &Clock::default());
     let e = end(qp, Tuning::default());
     let opened = e.open(12).unwrap();
-    e.pair(opened.vqpn, Vqpn(7), RingOffer::new(1, 12).unwrap());
+    e.pair(opened.vqpn, Vqpn(7), Region::new(1, 12).unwrap());
     let mut records = Builder::new(1000);
     records.push(&Record::Offer {
         theirs: 0,

@@ -368,7 +368,7 @@ fn an_answer_beyond_what_was_lent_is_a_breach() {
         let [bulk, _bulk_peer] = pair_beside(Config::default(), &clock, Some(e.qp()));
         assert!(e.attach_bulk(bulk).is_none());
         let opened = e.open(12).unwrap();
-        e.pair(opened.vqpn, Vqpn(7), RingOffer::new(0, 13).unwrap());
+        e.pair(opened.vqpn, Vqpn(7), Region::new(0, 13).unwrap());
         let mut producer = e.producer(Vqpn(7)).unwrap();
         let say = |record: &Record<'_>| {
             let mut builder = Builder::new(1000);

@@ -5,7 +5,7 @@
 use std::net::{Ipv6Addr, SocketAddr};
 
 use zerocopy::little_endian::{U16, U32, U64};
-use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use crate::ids::{Cookie, InstanceId, Nonce, Tuple, Vqpn, mapped};
 use crate::region::Region;
@@ -48,14 +48,6 @@ pub struct Geometry {
     pub max_ring: u64,
 }
 
-/// Reads a value off the front of `bytes`. Returns the value and the rest; [`WireError::Length`] if `bytes` is too
-/// short.
-pub(super) fn read_prefix<T: FromBytes + KnownLayout + Immutable + Unaligned>(
-    bytes: &[u8],
-) -> Result<(&T, &[u8]), WireError> {
-    T::ref_from_prefix(bytes).map_err(|_| WireError::Length)
-}
-
 /// Appends values to a caller's buffer. Each call fails if the buffer has no room for the value.
 pub(crate) struct Writer<'a> {
     buf: &'a mut [u8],
@@ -81,7 +73,7 @@ impl<'a> Writer<'a> {
 }
 
 /// The head of a message (P10) and of a marker (P30), behind the bytes by which they are known.
-#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[derive(FromBytes, IntoBytes, Immutable)]
 #[repr(C)]
 pub(super) struct Head {
     version: u8,
@@ -117,7 +109,8 @@ pub(super) fn take_frame<T>(
     bytes: &[u8],
     take_body: impl FnOnce(u8, &mut &[u8]) -> Result<T, WireError>,
 ) -> Result<T, WireError> {
-    let (head, mut body) = read_prefix::<Head>(bytes)?;
+    let mut body = bytes;
+    let head: Head = take(&mut body)?;
     if head.version != VERSION {
         return Err(WireError::Version(head.version));
     }
@@ -137,7 +130,8 @@ pub(crate) trait Field<'a>: Sized {
     fn take(from: &mut &'a [u8]) -> Result<Self, WireError>;
 }
 
-fn take<T: FromBytes>(from: &mut &[u8]) -> Result<T, WireError> {
+/// Reads a value off the front of `from`, and removes it there. [`WireError::Length`] if `from` is too short.
+pub(super) fn take<T: FromBytes>(from: &mut &[u8]) -> Result<T, WireError> {
     let (value, rest) = T::read_from_prefix(from).map_err(|_| WireError::Length)?;
     *from = rest;
     Ok(value)

@@ -5,7 +5,7 @@ use zerocopy::little_endian::U32;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::ids::{Cookie, ID_BYTES, InstanceId};
-use crate::wire::codec::{VERSION, WireError, read_prefix};
+use crate::wire::codec::{VERSION, WireError, take};
 
 /// Bytes of an introduction.
 pub const INTRODUCTION: usize = size_of::<Frame>();
@@ -63,7 +63,7 @@ impl Introduction {
     /// Reads the introduction at the beginning of the peer's private data. Total: any bytes give one or an error.
     /// Transports may have padded the data.
     pub fn decode(bytes: &[u8]) -> Result<Self, WireError> {
-        let (frame, _) = read_prefix::<Frame>(bytes)?;
+        let frame: Frame = take(&mut &bytes[..])?;
         if frame.magic != MAGIC {
             return Err(WireError::Magic);
         }

@@ -6,7 +6,7 @@
 use std::net::{Ipv6Addr, SocketAddr};
 
 use crate::ids::{Cookie, ID_BYTES, InstanceId, Nonce, mapped};
-use crate::wire::codec::{Field, Head, WireError, Writer, kinds, put_frame, read_prefix, structs, take_frame};
+use crate::wire::codec::{Field, Head, WireError, Writer, kinds, put_frame, structs, take, take_frame};
 use crate::wire::message::Reason;
 
 /// Bytes of an IP address, IPv4 mapped.
@@ -88,8 +88,8 @@ pub enum Found {
     /// Bytes that start with the reader's nonce, so they are not the application's data. The bytes behind them have not
     /// been scanned.
     Marker {
-        /// The marker. The error: it is none that this version can read, so the bytes are to be dropped, and the attempt to
-        /// promote has ended.
+        /// The marker. The error: it is none that this version can read, so the bytes are to be dropped, and the
+        /// attempt to promote has ended.
         marker: Result<Marker, WireError>,
         /// Its length in bytes: as the header says, or the bare header if no marker is that long.
         len: usize,
@@ -172,7 +172,7 @@ pub fn payload_in(nonce: &Nonce, bytes: &[u8]) -> usize {
 /// Reads the marker at the front of `tail`, which agrees with the reader's nonce as far as it reaches.
 fn read_marker(tail: &[u8]) -> Found {
     let partial = Found::PartialMarker { have: tail.len() };
-    let Some(Ok((head, _))) = tail.get(ID_BYTES..).map(read_prefix::<Head>) else {
+    let Some(Ok(head)) = tail.get(ID_BYTES..).map(|mut rest| take::<Head>(&mut rest)) else {
         return partial;
     };
     let length = usize::from(head.length.get());

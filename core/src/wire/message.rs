@@ -7,7 +7,7 @@ use std::fmt;
 
 use crate::ids::{Cookie, InstanceId, Nonce, Tuple, Vqpn};
 use crate::region::Region;
-use crate::wire::codec::{Geometry, WireError, kinds, put_frame, read_prefix, take_frame};
+use crate::wire::codec::{Geometry, WireError, kinds, put_frame, take, take_frame};
 
 /// Bytes of the longest message, which is ASK.
 pub const MAX_MESSAGE: usize = 96;
@@ -113,8 +113,8 @@ impl Message {
 
     /// Reads the one message that `datagram` consists of. Total: any bytes give a message or an error.
     pub fn decode(datagram: &[u8]) -> Result<Self, WireError> {
-        let (magic, frame) = read_prefix::<[u8; 4]>(datagram)?;
-        if *magic != MAGIC {
+        let mut frame = datagram;
+        if take::<[u8; 4]>(&mut frame)? != MAGIC {
             return Err(WireError::Magic);
         }
         take_frame(frame, Self::take_body)

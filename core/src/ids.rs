@@ -142,12 +142,6 @@ impl fmt::Debug for Cookie {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Vqpn(pub u32);
 
-impl fmt::Display for Vqpn {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.0)
-    }
-}
-
 /// The 4-tuple of a TCP connection as both ends see it.
 ///
 /// Addresses are normalised: an IPv4-mapped IPv6 address becomes the IPv4 address, and flow label and scope id are

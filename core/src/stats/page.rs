@@ -41,10 +41,10 @@ pub struct StreamInfo {
 }
 
 impl StatsPage {
-    /// Creates the page of the instance with this random 128-bit id, of a process with this pid in its own pid namespace.
-    /// A name of the `program` that is longer than 64 bytes is cut. The mapping is never removed. The fd has to stay open, so that readers can
-    /// find the page. If `None` is returned for the fd, no memfd could be had: then the page is private, counts, and is
-    /// not visible.
+    /// Creates the page of the instance with this random 128-bit id, of a process with this pid in its own pid
+    /// namespace. A name of the `program` that is longer than 64 bytes is cut. The mapping is never removed. The fd has
+    /// to stay open, so that readers can find the page. If `None` is returned for the fd, no memfd could be had: then
+    /// the page is private, counts, and is not visible.
     ///
     /// A fork child creates its own page; the one that it inherited still counts for the parent.
     ///

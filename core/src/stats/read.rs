@@ -204,26 +204,21 @@ impl StatsReader {
             MapError::NotMemfd | MapError::NotSealed => ReadError::NotAPage("not sealed"),
         })?;
         let reader = Self { page, file };
-        reader.check_header()?;
-        Ok(reader)
+        let header = &reader.page().header;
+        // Pairs with the Release store at the end of `StatsPage::fill_header`.
+        if header.magic.load(Acquire) != MAGIC {
+            return Err(ReadError::NotAPage("no magic number (yet)"));
+        }
+        match header.version.load(Relaxed) {
+            VERSION => Ok(reader),
+            other => Err(ReadError::Version(other)),
+        }
     }
 
     fn page(&self) -> &StatsPage {
         // SAFETY: mapped for as long as `self` lives, page-aligned, of the type's size. Every bit pattern is valid, and
         // every field is an atomic that is only loaded here.
         unsafe { &*self.page.as_ptr().cast() }
-    }
-
-    fn check_header(&self) -> Result<(), ReadError> {
-        let header = &self.page().header;
-        // Pairs with the Release store at the end of `StatsPage::fill_header`.
-        if header.magic.load(Acquire) != MAGIC {
-            return Err(ReadError::NotAPage("no magic number (yet)"));
-        }
-        match header.version.load(Relaxed) {
-            VERSION => Ok(()),
-            other => Err(ReadError::Version(other)),
-        }
     }
 
     /// Returns the owner's pid in its own pid namespace.
@@ -409,10 +404,7 @@ pub fn instance_of(pid: u32) -> Result<Option<Process>, ReadError> {
     let links: Vec<PathBuf> = descriptors(pid)?
         .into_iter()
         .filter(|path| {
-            fs::read_link(path).is_ok_and(|to| {
-                let to = to.to_string_lossy();
-                to.trim_end_matches(" (deleted)") == link_text
-            })
+            fs::read_link(path).is_ok_and(|to| to.to_string_lossy().trim_end_matches(" (deleted)") == link_text)
         })
         .collect();
     if links.is_empty() {

@@ -112,8 +112,8 @@ enum Fin {
     Out,
 }
 
-/// A stream on a link between hosts, from when this end's OPEN goes out. The caller gives the attempt up instead if this
-/// end's direction of TCP has ended.
+/// A stream on a link between hosts, from when this end's OPEN goes out. The caller gives the attempt up instead if
+/// this end's direction of TCP has ended.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub struct Resume {
     sent: Option<Closing>,
@@ -214,9 +214,9 @@ impl Resume {
         self.advance()
     }
 
-    /// Leaves the link as soon as the protocol allows it. The peer has asked for that on the link, and the caller has given
-    /// up an attempt that is not closed. Or a new holder reads the kernel alone: the peer sends again the bytes that the
-    /// program has not read.
+    /// Leaves the link as soon as the protocol allows it. The peer has asked for that on the link, and the caller has
+    /// given up an attempt that is not closed. Or a new holder reads the kernel alone: the peer sends again the bytes
+    /// that the program has not read.
     pub fn leave_at_once(&mut self) -> Steps {
         self.due = true;
         self.advance()
@@ -326,12 +326,8 @@ impl Resume {
             return Steps::new();
         }
         self.over = true;
-        let mut steps = Steps::new();
-        if self.got == Some(Closing::Switch) && !marked {
-            steps.push(Step::Lost);
-        } else {
-            steps.push(Step::ReadOn(0));
-        }
+        let is_lost = self.got == Some(Closing::Switch) && !marked;
+        let mut steps = vec![if is_lost { Step::Lost } else { Step::ReadOn(0) }];
         if self.sent == Some(Closing::Switch) && !self.went_on {
             steps.push(Step::SendNothing);
         }

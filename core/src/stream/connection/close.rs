@@ -321,7 +321,8 @@ pub fn on_taken_back<S: SocketIo>(socket: &S) {
         if let Some(consumer) = rx.consumer.as_mut() {
             let _ = consumer.stop();
         }
-        end(socket, &mut rx, Move::Settled);
+        rx.aside = Vec::new();
+        socket.rx_mode.go(Move::Settled);
         drop(rx);
         socket.set_path(Half::Receiving, false);
         socket.later(Task::Drained);
@@ -336,7 +337,8 @@ pub fn give_back<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
         tracing::warn!(target: "rdmasock", slot = socket.slot(), "the peer cannot take back what was not read: reset");
         socket.reset();
         if let Some(mut rx) = socket.rx.lock() {
-            end(socket, &mut rx, Move::Abandoned);
+            rx.aside = Vec::new();
+            socket.rx_mode.go(Move::Abandoned);
         }
     }
 }
@@ -348,10 +350,4 @@ fn ask_peer<S: SocketIo>(socket: &S, control: &ControlOf<S>) -> Option<()> {
     tracing::debug!(target: "rdmasock::promote", slot = socket.slot(), bytes, "to be taken back");
     let message = Message::TakeBack { yours, bytes };
     link.send_with(&message, &rx.aside).ok()
-}
-
-/// Drops the data that is set aside, and moves the direction by `event`.
-fn end<S: SocketIo>(socket: &S, rx: &mut RxOf<S>, event: Move) {
-    rx.aside = Vec::new();
-    socket.rx_mode.go(event);
 }

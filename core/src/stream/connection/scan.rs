@@ -192,10 +192,8 @@ fn look_at_front<'a, S: SocketIo>(
                 // The part does not stay in the kernel. There a single byte keeps all of the buffer that it came in.
                 // With little room TCP would close its window to the bytes that follow.
                 let new = buf.get(carried..have).unwrap_or_default();
-                let len = guard.carry.len();
-                guard.carry.push(new);
-                if tcp.take(new.len()).is_err() {
-                    guard.carry.truncate(len);
+                if tcp.take(new.len()).is_ok() {
+                    guard.carry.push(new);
                 }
                 return Some((Ahead::Nothing, guard));
             }
@@ -327,11 +325,7 @@ pub fn has_marker<S: SocketIo>(socket: &S) -> Option<bool> {
 pub fn look<S: SocketIo>(socket: &S) -> Option<Ahead> {
     let mut control = socket.control.lock()?;
     let rx = socket.rx.lock()?;
-    if let Some(ahead) = seen_ahead(socket, &rx, 1) {
-        return Some(ahead);
-    }
-    let (ahead, _rx) = look_ahead(socket, &mut control, rx, AtMark::Stop)?;
-    Some(ahead)
+    seen_ahead(socket, &rx, 1).or_else(|| Some(look_ahead(socket, &mut control, rx, AtMark::Stop)?.0))
 }
 
 // Markers behind data that the program does not read: a program may read nothing before it has sent all that it has to
@@ -410,25 +404,19 @@ pub fn drop_unread<S: SocketIo>(socket: &S) {
     let Some(mut control) = socket.control.lock() else {
         return;
     };
-    // Bounded: a peer that goes on sending does not occupy the service thread.
-    for _ in 0..DROPS {
-        let Some(rx) = socket.rx.lock() else {
-            return;
-        };
-        let ahead = look_ahead(socket, &mut control, rx, AtMark::GoOn);
-        let Some((Ahead::Payload { carry, kernel }, mut rx)) = ahead else {
-            return;
+    let mut drop_next = || {
+        let (ahead, mut rx) = look_ahead(socket, &mut control, socket.rx.lock()?, AtMark::GoOn)?;
+        let Ahead::Payload { carry, kernel } = ahead else {
+            return None;
         };
         rx.scanned = 0;
-        let Some(tcp) = socket.tcp() else {
-            return;
-        };
-        if take(&tcp, &mut rx, carry + kernel).is_err() {
-            return;
-        }
+        take(&socket.tcp()?, &mut rx, carry + kernel).ok()
+    };
+    // Bounded: a peer that goes on sending does not occupy the service thread.
+    if (0..DROPS).all(|_| drop_next().is_some()) {
+        drop(control);
+        socket.later(Task::Settle);
     }
-    drop(control);
-    socket.later(Task::Settle);
 }
 
 /// Bytes that were taken from TCP and that the program has not read. They may be the beginning of a marker, bytes of a
@@ -492,13 +480,6 @@ impl Carry {
         let held = self.len().saturating_sub(OWN).min(self.charged);
         AHEAD.fetch_sub(self.charged - held, Relaxed);
         self.charged = held;
-    }
-
-    /// Removes the bytes that were appended last: `len` bytes stay.
-    pub fn truncate(&mut self, len: usize) {
-        self.bytes.truncate(self.read + len);
-        self.looked = self.looked.min(len);
-        self.settle();
     }
 
     /// Drops up to `n` bytes in front.

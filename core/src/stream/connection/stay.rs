@@ -323,7 +323,8 @@ pub fn return_to_tcp<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason
         tracing::warn!(target: "rdmasock", slot = socket.slot(), %reason, "unread data before its end cannot follow the socket: reset");
         socket.reset();
         socket.rx_mode.go(Move::Abandoned);
-        on_tcp_again(socket);
+        socket.set_path(Half::Receiving, false);
+        socket.later(Task::Settle);
     }
 }
 
@@ -360,13 +361,9 @@ fn unread_returns_to_tcp<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, re
     } else if !leave_link_at_end(socket) {
         return Err(PeerLeft);
     }
-    on_tcp_again(socket);
-    Ok(())
-}
-
-fn on_tcp_again<S: SocketIo>(socket: &S) {
     socket.set_path(Half::Receiving, false);
     socket.later(Task::Settle);
+    Ok(())
 }
 
 /// As [`return_to_tcp`], for the same holder: bytes that cannot come through the kernel are read where they are.

@@ -134,7 +134,8 @@ impl Answerer {
         unsafe { self.call(libc::SYS_sendmsg, at, piece, &mut control, libc::MSG_NOSIGNAL) }.map(drop)
     }
 
-    /// Calls sendmsg(2) or recvmsg(2) with MSG_DONTWAIT, for a datagram of one piece with an address and a control message.
+    /// Calls sendmsg(2) or recvmsg(2) with MSG_DONTWAIT, for a datagram of one piece with an address and a control
+    /// message.
     ///
     /// # Safety
     /// `address` and `piece`, which have these sizes in bytes, are valid for the whole call; for writes, if the call
@@ -158,8 +159,8 @@ impl Answerer {
         (header.msg_control, header.msg_controllen) = (std::ptr::from_mut(control).cast(), size_of_val(control));
         let fd = self.fd.as_raw_fd() as usize;
         let flags = (libc::MSG_DONTWAIT | flags) as usize;
-        // SAFETY: by this function's contract, and the header, the piece's description and the control message outlive the
-        // call. The kernel keeps no pointer to them.
+        // SAFETY: by this function's contract, and the header, the piece's description and the control message outlive
+        // the call. The kernel keeps no pointer to them.
         unsafe { kernel::call(number, [fd, kernel::address(&raw mut header), flags, 0, 0, 0]) }
     }
 }

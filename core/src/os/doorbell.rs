@@ -28,7 +28,8 @@ use crate::os::privatefd::PrivateFd;
 #[derive(Debug)]
 pub struct Button(PrivateFd);
 
-/// Returns a doorbell, to be polled edge-triggered and for input, and its button. Fails with the kernel's errno (EMFILE).
+/// Returns a doorbell, to be polled edge-triggered and for input, and its button. Fails with the kernel's errno
+/// (EMFILE).
 pub fn pair() -> Result<(PrivateFd, Button), Errno> {
     let (bell, button) = PrivateFd::pair()?;
     Ok((bell, Button(button)))

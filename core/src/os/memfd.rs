@@ -128,8 +128,8 @@ pub fn create_file(name: &str, bytes: u64) -> Result<PrivateFd, Errno> {
     Ok(fd)
 }
 
-/// Creates shared memory as [`create_file`] does, but only the returned mapping can ever write to it: a peer that receives
-/// the fd can map it read-only. Needs Linux 5.1; EINVAL before.
+/// Creates shared memory as [`create_file`] does, but only the returned mapping can ever write to it: a peer that
+/// receives the fd can map it read-only. Needs Linux 5.1; EINVAL before.
 pub fn create_read_only_for_peers(name: &str, bytes: u64) -> Result<(PrivateFd, Mapping), Errno> {
     let fd = unsealed(name, bytes)?;
     // Mapped before it is sealed: F_SEAL_FUTURE_WRITE does not affect existing mappings.

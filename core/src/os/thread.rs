@@ -20,11 +20,9 @@ use rustix::io::Errno;
 
 use crate::os::kernel;
 
-/// Work that may be due at the end of a section.
-mod due {
-    pub const JUMP: u32 = 1;
-    pub const SIGNALS: u32 = 2;
-}
+// Work that may be due at the end of a section.
+const JUMP: u32 = 1;
+const SIGNALS: u32 = 2;
 
 /// The state of a thread; see the module.
 #[repr(C)]
@@ -36,8 +34,8 @@ pub struct Thread {
     depth: Cell<u32>,
     /// The stack pointer at the beginning of the outermost section.
     base: Cell<usize>,
-    /// Work that waits for the end of the sections (`due`). Atomic for the thread's own signal handlers, as is
-    /// `handlers`.
+    /// Work that waits for the end of the sections (`JUMP`, `SIGNALS`). Atomic for the thread's own signal handlers, as
+    /// is `handlers`.
     due: AtomicU32,
     /// The number of library fds in transit in this thread, one as a part of another (`os::privatefd`).
     pub(super) transits: Cell<u32>,
@@ -58,8 +56,8 @@ pub struct Thread {
     pub handler: Cell<(usize, usize)>,
     /// The address at which the program last had the results of a wait written; 0 if there is none.
     results: Cell<usize>,
-    /// The work that the thread does for others while it sleeps; null if there is none. Another thread has to do it while
-    /// this one runs a signal handler.
+    /// The work that the thread does for others while it sleeps; null if there is none. Another thread has to do it
+    /// while this one runs a signal handler.
     pub duty: Cell<*const ()>,
     /// Whether `pthread_cancel` was called for the thread. Other threads set it.
     cancelled: AtomicBool,
@@ -190,7 +188,7 @@ impl Thread {
     /// returns.
     pub fn hold_signal(&self, bit: u64) {
         self.held.fetch_or(bit, Relaxed);
-        self.due.fetch_or(due::SIGNALS, Relaxed);
+        self.due.fetch_or(SIGNALS, Relaxed);
     }
 
     /// Counts the handler of a signal, which is about to run.
@@ -230,7 +228,7 @@ impl Thread {
     /// Runs the waiting signal handlers. No section is open.
     #[cold]
     pub fn let_signals_in(&self) {
-        self.due.fetch_and(!due::SIGNALS, Relaxed);
+        self.due.fetch_and(!SIGNALS, Relaxed);
         let held = self.held.swap(0, Relaxed);
         if held != 0 {
             let unblock = libc::SIG_UNBLOCK as usize;
@@ -280,12 +278,12 @@ impl Thread {
     pub fn set_jump(&self, jump: *mut u8, carry_out: extern "C" fn()) {
         CARRY_OUT.store(carry_out as usize, Relaxed);
         self.jump.set(jump);
-        self.due.fetch_or(due::JUMP, Relaxed);
+        self.due.fetch_or(JUMP, Relaxed);
     }
 
     /// Forgets the waiting jump and returns it; null if there is none.
     pub fn take_jump(&self) -> *mut u8 {
-        self.due.fetch_and(!due::JUMP, Relaxed);
+        self.due.fetch_and(!JUMP, Relaxed);
         self.jump.replace(null_mut())
     }
 
@@ -298,15 +296,9 @@ impl Thread {
     /// Returns whether the thread is in an outside call about this object. Then the caller is in a signal handler above
     /// it.
     pub fn is_inside(&self, about: *const ()) -> bool {
-        let mut place = self.outside();
-        while let Some(call) = place {
-            if call.about == about {
-                return true;
-            }
-            // SAFETY: as in `outside`.
-            place = unsafe { call.before.as_ref() };
-        }
-        false
+        // SAFETY: as in `outside`.
+        let mut calls = std::iter::successors(self.outside(), |call| unsafe { call.before.as_ref() });
+        calls.any(|call| call.about == about)
     }
 
     /// Returns the state that [`Self::step_out`] needs; it has to lie in the caller's frame.

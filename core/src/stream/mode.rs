@@ -58,17 +58,17 @@ pub enum Move {
     Expected,
     /// TCP has taken SWITCH, or SWITCH has been read.
     Switched,
-    /// Sending: TCP has taken all that was announced, which leads to no link. Receiving: no marker comes any more, and no
-    /// byte is held back.
+    /// Sending: TCP has taken all that was announced, which leads to no link. Receiving: no marker comes any more, and
+    /// no byte is held back.
     Settled,
     /// Sending: the end mark is in the ring, the ring has no reader, or the link has ended. Receiving: the bytes in the
     /// ring were read, or stay unread, and the kernel delivers the rest.
     Left,
-    /// Receiving: the ring was read. Before the kernel's bytes come those that TCP has brought earlier, or an error that
-    /// is still to be returned.
+    /// Receiving: the ring was read. Before the kernel's bytes come those that TCP has brought earlier, or an error
+    /// that is still to be returned.
     Retained,
-    /// Sending: the announced bytes are not to be sent, as the program has ended the direction first, or no reader waits
-    /// for them. Receiving: the connection is reset, and unread bytes are lost.
+    /// Sending: the announced bytes are not to be sent, as the program has ended the direction first, or no reader
+    /// waits for them. Receiving: the connection is reset, and unread bytes are lost.
     Abandoned,
     /// In a fork child: the parent has the stream on a link.
     Inherited,

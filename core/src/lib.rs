@@ -1,7 +1,7 @@
 //! The core of rdmasock below the POSIX calls: identities, wire format, rendezvous, the promotion protocol, links and
 //! fabrics.
 
-#![warn(missing_docs)]
+#![warn(missing_docs, unreachable_pub)]
 
 #[cfg(not(loom))]
 pub mod allocator;

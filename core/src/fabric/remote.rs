@@ -150,7 +150,7 @@ impl std::error::Error for Breach {}
 struct FaultCell(AtomicU64);
 
 impl FaultCell {
-    pub fn get(&self) -> Option<Fault> {
+    pub(crate) fn get(&self) -> Option<Fault> {
         let word = self.0.load(Acquire);
         let value = word as u32;
         match word >> 32 {
@@ -163,12 +163,12 @@ impl FaultCell {
     }
 
     /// Clears the fault, for another link.
-    pub fn clear(&self) {
+    pub(crate) fn clear(&self) {
         self.0.store(0, Release);
     }
 
     /// Stores the fault unless there is one. True if it is the first.
-    pub fn set(&self, fault: Fault) -> bool {
+    pub(crate) fn set(&self, fault: Fault) -> bool {
         let word = match fault {
             Fault::Down(Down(errno)) => 1 << 32 | u64::from(errno as u32),
             Fault::Violation(breach) => 2 << 32 | u64::from(breach as u32),

@@ -141,11 +141,11 @@ struct Adopted {
 }
 
 impl Adopted {
-    pub fn pack(self) -> u32 {
+    pub(crate) fn pack(self) -> u32 {
         u32::from(self.part) << 24 | self.generation
     }
 
-    pub fn unpack(word: u32) -> Self {
+    pub(crate) fn unpack(word: u32) -> Self {
         Self {
             generation: word & 0xff_ffff,
             part: (word >> 24) as u8,
@@ -162,19 +162,19 @@ pub(super) struct Offer {
 }
 
 impl Offer {
-    pub fn pack(self) -> u64 {
+    pub(super) fn pack(self) -> u64 {
         u64::from(self.generation) << 40 | u64::from(self.region.log2()) << 32 | u64::from(self.region.page())
     }
 
     /// Decodes an offer. `None` when the generation is 0 or no ring may have that size; the place is not checked.
-    pub fn unpack(word: u64) -> Option<Self> {
+    pub(super) fn unpack(word: u64) -> Option<Self> {
         let region = Region::new(word as u32, (word >> 32) as u8)?;
         let generation = (word >> 40) as u32;
         (generation != 0).then_some(Self { generation, region })
     }
 
     /// Returns the generation after `generation`: 24 bits, never 0.
-    pub fn next_generation(generation: u32) -> u32 {
+    pub(super) fn next_generation(generation: u32) -> u32 {
         ((generation + 1) & 0xff_ffff).max(1)
     }
 }

@@ -350,7 +350,7 @@ impl<const UNIT: usize> Segments<UNIT> {
 
     /// Returns the address of the byte at `offset`, which is in the part; `None` if it is not mapped.
     #[inline]
-    pub fn at(&self, offset: usize) -> Option<NonNull<u8>> {
+    pub(super) fn at(&self, offset: usize) -> Option<NonNull<u8>> {
         let k = segment_of::<UNIT>(offset);
         if k >= self.live.load(Acquire) as usize {
             return None;
@@ -361,7 +361,7 @@ impl<const UNIT: usize> Segments<UNIT> {
 
     /// Maps the segments up to the byte at `offset`. EINVAL if the part has no such byte; EBUSY in a signal handler
     /// that has interrupted this call. Does not fail for memory that is [held](Self::hold).
-    pub fn reach(&self, offset: usize) -> Result<(), Errno> {
+    pub(super) fn reach(&self, offset: usize) -> Result<(), Errno> {
         if offset >= self.total() {
             return Err(Errno::INVAL);
         }
@@ -427,13 +427,13 @@ impl<const UNIT: usize> Segments<UNIT> {
     }
 
     /// Returns whether `length` bytes from `offset` on lie in one segment. A ring that a peer offers must.
-    pub fn is_piece(&self, offset: usize, length: usize) -> bool {
+    pub(super) fn is_piece(&self, offset: usize, length: usize) -> bool {
         let end = offset.checked_add(length).filter(|end| *end <= self.total());
         end.is_some_and(|end| segment_of::<UNIT>(offset) == segment_of::<UNIT>(end - 1))
     }
 
     /// Gets memory for a mapped piece, as [`Extent::back`] does.
-    pub fn back(&self, offset: usize, length: usize) -> Result<(), Errno> {
+    pub(super) fn back(&self, offset: usize, length: usize) -> Result<(), Errno> {
         let (extent, at) = self.place(offset).ok_or(Errno::INVAL)?;
         extent.back(at..at + length)
     }
@@ -581,7 +581,7 @@ pub(super) struct Done {
 
 impl Numbers {
     /// Returns the numbers for an arena whose data area has `data_bytes` bytes; none is in use.
-    pub fn new(data_bytes: u64) -> Self {
+    pub(super) fn new(data_bytes: u64) -> Self {
         Self {
             done: Sparse::new(),
             inner: Lock::new(Inner::new(data_bytes)),
@@ -589,19 +589,19 @@ impl Numbers {
     }
 
     /// Starts anew for another arena, whose data area has `data_bytes` bytes; no number is in use.
-    pub fn reset(&self, data_bytes: u64) {
+    pub(super) fn reset(&self, data_bytes: u64) {
         if let Some(mut inner) = self.inner.lock() {
             *inner = Inner::new(data_bytes);
         }
     }
 
     /// Returns a bound: every number ever given is below it.
-    pub fn ever_given(&self) -> u32 {
+    pub(super) fn ever_given(&self) -> u32 {
         self.inner.lock().map_or(0, |n| n.next)
     }
 
     /// Takes a free number, and a ring of `1 << log2` bytes.
-    pub fn take(&self, log2: u8) -> Result<(Vqpn, Region), OpenError> {
+    pub(super) fn take(&self, log2: u8) -> Result<(Vqpn, Region), OpenError> {
         let mut inner = self.inner.lock().ok_or(OpenError::Busy)?;
         let number = match inner.free.pop() {
             Some(number) => number,
@@ -622,7 +622,7 @@ impl Numbers {
     }
 
     /// Keeps the rings of a stream that this end has left until both have.
-    pub fn keep(&self, number: Vqpn, consumer: Option<Consumer>) {
+    pub(super) fn keep(&self, number: Vqpn, consumer: Option<Consumer>) {
         if let (Some(consumer), Some(mut inner)) = (consumer, self.inner.lock()) {
             inner.zombies.push((number.0, consumer.into_regions()));
         }
@@ -638,7 +638,7 @@ impl Numbers {
 
     /// Records that those in `bits` ([`done`]) are done with the number. Returns its rings, once: when both ends are
     /// done and no user holds them.
-    pub fn mark(&self, number: Vqpn, bits: u8) -> Option<Done> {
+    pub(super) fn mark(&self, number: Vqpn, bits: u8) -> Option<Done> {
         let before = self.done.get(number.0 as usize)?.fetch_or(bits, AcqRel);
         if before == done::ALL || before | bits != done::ALL {
             return None;
@@ -650,33 +650,33 @@ impl Numbers {
     }
 
     /// Makes the number free for another stream.
-    pub fn give_back(&self, number: Vqpn) {
+    pub(super) fn give_back(&self, number: Vqpn) {
         if let Some(mut inner) = self.inner.lock() {
             inner.free.push(number.0);
         }
     }
 
     /// Allocates a ring of `1 << log2` bytes; `None` if the arena has no room.
-    pub fn allocate(&self, log2: u8) -> Option<Region> {
+    pub(super) fn allocate(&self, log2: u8) -> Option<Region> {
         self.inner.lock()?.arena.alloc(log2)
     }
 
     /// Allocates a ring of `1 << log2` bytes, if then at most `most` bytes of the arena are in use; otherwise `None`.
-    pub fn reserve(&self, log2: u8, most: u64) -> Option<Region> {
+    pub(super) fn reserve(&self, log2: u8, most: u64) -> Option<Region> {
         let mut inner = self.inner.lock()?;
         let fits = inner.arena.bytes_in_use() + (1 << log2) <= most;
         fits.then(|| inner.arena.alloc(log2)).flatten()
     }
 
     /// Frees a ring that neither end uses any more.
-    pub fn free(&self, region: Region) {
+    pub(super) fn free(&self, region: Region) {
         if let Some(mut inner) = self.inner.lock() {
             inner.arena.free(region);
         }
     }
 
     #[cfg(test)]
-    pub fn bytes_in_use(&self) -> u64 {
+    pub(crate) fn bytes_in_use(&self) -> u64 {
         self.inner.lock().map_or(0, |n| n.arena.bytes_in_use())
     }
 }

@@ -7,7 +7,7 @@
 const LIMIT: u32 = 60;
 
 /// Runs `f` in a forked child. A panic, or a child that is still running after `LIMIT` seconds, fails the test.
-pub fn in_child(f: impl FnOnce()) {
+pub(crate) fn in_child(f: impl FnOnce()) {
     in_child_within(LIMIT, f);
 }
 
@@ -33,7 +33,7 @@ fn in_child_within(seconds: u32, f: impl FnOnce()) {
 }
 
 /// Returns a TCP port without a listener. Another process could bind it later.
-pub fn free_port() -> u16 {
+pub(crate) fn free_port() -> u16 {
     std::net::TcpListener::bind("127.0.0.1:0")
         .unwrap()
         .local_addr()

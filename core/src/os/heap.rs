@@ -388,7 +388,7 @@ mod refused {
     use core::sync::atomic::AtomicUsize;
     use core::sync::atomic::Ordering::Relaxed;
 
-    pub fn is_next() -> bool {
+    pub(crate) fn is_next() -> bool {
         static MAPPINGS: AtomicUsize = AtomicUsize::new(0);
         let this = MAPPINGS.fetch_add(1, Relaxed) + 1;
         // SAFETY: the name is terminated. The result is null, or a terminated text that lives until the environment is

@@ -153,26 +153,26 @@ impl SlotWord {
     const OPEN: u32 = 1;
 
     /// Returns whether the slot is in use.
-    pub fn is_open(&self) -> bool {
+    pub(super) fn is_open(&self) -> bool {
         self.0.load(Relaxed) & Self::OPEN != 0
     }
 
     /// Makes the slot visible, after its fields are written.
-    pub fn publish(&self) {
+    pub(super) fn publish(&self) {
         let next = (self.0.load(Relaxed) | Self::OPEN).wrapping_add(2);
         // Pairs with the Acquire load in `copy`.
         self.0.store(next, Release);
     }
 
     /// Frees the slot; fields may be rewritten afterwards.
-    pub fn free(&self) {
+    pub(super) fn free(&self) {
         self.0.store(self.0.load(Relaxed) & !Self::OPEN, Relaxed);
         // Pairs with the Acquire fence in `copy`: a reader that sees a later field sees the free slot.
         fence(Release);
     }
 
     /// Runs `copy` if the slot is in use. Returns its result, `None` if the slot was not in use all the time.
-    pub fn copy<T>(&self, copy: impl FnOnce() -> T) -> Option<T> {
+    pub(super) fn copy<T>(&self, copy: impl FnOnce() -> T) -> Option<T> {
         let before = self.0.load(Acquire);
         if before & Self::OPEN == 0 {
             return None;
@@ -195,7 +195,7 @@ pub(super) struct AddrCell {
 }
 
 impl AddrCell {
-    pub fn store(&self, addr: Option<SocketAddr>) {
+    pub(super) fn store(&self, addr: Option<SocketAddr>) {
         let mut octets = [0_u8; 16];
         let family = match addr.map(|a| a.ip()) {
             None => 0,
@@ -216,7 +216,7 @@ impl AddrCell {
     }
 
     /// Returns the address. `None` if it is not known, or of no known family.
-    pub fn load(&self) -> Option<SocketAddr> {
+    pub(super) fn load(&self) -> Option<SocketAddr> {
         let mut octets = [0_u8; 16];
         for (chunk, word) in octets.as_chunks_mut::<4>().0.iter_mut().zip(&self.words) {
             *chunk = word.load(Relaxed).to_ne_bytes();
@@ -288,11 +288,11 @@ pub struct StreamStats {
 
 /// Bits of [`StreamStats::moved`]: the moves of the stream so far.
 pub(super) mod moved {
-    pub const TX: u8 = 1;
-    pub const RX: u8 = 2;
+    pub(crate) const TX: u8 = 1;
+    pub(crate) const RX: u8 = 2;
     /// Both directions have been on a link.
-    pub const PROMOTED: u8 = TX | RX;
-    pub const DEMOTED: u8 = 4;
+    pub(crate) const PROMOTED: u8 = TX | RX;
+    pub(crate) const DEMOTED: u8 = 4;
 }
 
 impl StreamStats {

@@ -11,14 +11,14 @@ use crate::sync::*;
 pub(crate) struct Doorbell(Mutex<u32>, Condvar);
 
 impl Doorbell {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self(Mutex::new(0), Condvar::new())
     }
-    pub fn ring(&self) {
+    pub(crate) fn ring(&self) {
         *self.0.lock().unwrap() += 1;
         self.1.notify_all();
     }
-    pub fn wait(&self) {
+    pub(crate) fn wait(&self) {
         let mut n = self.0.lock().unwrap();
         while *n == 0 {
             n = self.1.wait(n).unwrap();

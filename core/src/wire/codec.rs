@@ -56,11 +56,11 @@ pub(crate) struct Writer<'a> {
 }
 
 impl<'a> Writer<'a> {
-    pub fn new(buf: &'a mut [u8]) -> Self {
+    pub(crate) fn new(buf: &'a mut [u8]) -> Self {
         Self { buf, len: 0 }
     }
 
-    pub fn put<T: IntoBytes + Immutable + ?Sized>(&mut self, value: &T) -> Result<(), WireError> {
+    pub(crate) fn put<T: IntoBytes + Immutable + ?Sized>(&mut self, value: &T) -> Result<(), WireError> {
         let bytes = value.as_bytes();
         let end = self.len.checked_add(bytes.len()).ok_or(WireError::Buffer)?;
         self.buf

@@ -48,7 +48,7 @@ pub(super) struct Asked {
 }
 
 impl<Q: QueuePair> Bulk<Q> {
-    pub fn new(qp: Q) -> Self {
+    pub(super) fn new(qp: Q) -> Self {
         let limits = qp.limits();
         Self {
             qp,
@@ -89,7 +89,7 @@ impl<Q: QueuePair> Bulk<Q> {
     }
 
     /// Adds a stream that has bytes to read.
-    pub fn add_reader(&mut self, mine: u32) {
+    pub(super) fn add_reader(&mut self, mine: u32) {
         if !self.readers.contains(&mine) {
             self.readers.push_back(mine);
         }
@@ -97,7 +97,7 @@ impl<Q: QueuePair> Bulk<Q> {
 
     /// Returns the stream whose turn it is to read; `None` if there is none, or no READ may be added.
     /// [`read`](Self::read) adds the stream again.
-    pub fn next_reader(&mut self) -> Option<u32> {
+    pub(super) fn next_reader(&mut self) -> Option<u32> {
         let may = !self.is_full && (self.reads.len() < self.most_reads || self.most_reads == 0);
         may.then(|| self.readers.pop_front()).flatten()
     }

@@ -66,7 +66,7 @@ pub(super) struct Engine<Q> {
 }
 
 impl<Q: QueuePair> Engine<Q> {
-    pub fn new(limits: &Limits) -> Self {
+    pub(super) fn new(limits: &Limits) -> Self {
         Self {
             streams: Streams::new(),
             means: Means {
@@ -89,7 +89,7 @@ impl<Q: QueuePair> Engine<Q> {
     }
 
     /// Records a new stream of this end.
-    pub fn open(&mut self, mine: u32) {
+    pub(super) fn open(&mut self, mine: u32) {
         if let Some(s) = self.streams.make(mine) {
             *s = Stream::default();
             s.state = State::Open;
@@ -144,7 +144,7 @@ impl<Q: QueuePair> Engine<Q> {
     }
 
     /// Stores the keys of chunks that were registered.
-    pub fn on_registered<L: Local>(&mut self, g: &Shared<Q, L>, which: Which, keys: &[(u32, Key)]) {
+    pub(super) fn on_registered<L: Local>(&mut self, g: &Shared<Q, L>, which: Which, keys: &[(u32, Key)]) {
         for (chunk, key) in keys {
             match which {
                 Which::Mirror => self.means.chunks.mirror.set(*chunk, key.local),
@@ -180,7 +180,7 @@ impl<Q: QueuePair> Engine<Q> {
     }
 
     /// Takes a turn that does the work `what`. True if there was a completion.
-    pub fn run<L: Local>(&mut self, g: &Shared<Q, L>, what: u32) -> Result<bool, Fault> {
+    pub(super) fn run<L: Local>(&mut self, g: &Shared<Q, L>, what: u32) -> Result<bool, Fault> {
         let mut events = 0;
         if what & ARM != 0
             && let Some(bulk) = &self.means.bulk

@@ -29,7 +29,7 @@ pub(super) struct Loans {
 
 impl Loans {
     /// Returns whether a loan is open; the direction goes on when it is over.
-    pub fn is_open(&self) -> bool {
+    pub(super) fn is_open(&self) -> bool {
         self.untold.or(self.told).is_some()
     }
 
@@ -38,7 +38,7 @@ impl Loans {
     }
 
     /// Returns the position up to which the peer may have read; `None` if SOURCE was not sent.
-    pub fn reach(&self) -> Option<u64> {
+    pub(super) fn reach(&self) -> Option<u64> {
         self.told.map(|loan| loan.end())
     }
 
@@ -72,12 +72,12 @@ pub(super) struct Takings(Option<Taking>);
 
 impl Takings {
     /// Returns whether a loan is open. A correct peer then sends no other data of the direction.
-    pub fn is_open(&self) -> bool {
+    pub(super) fn is_open(&self) -> bool {
         self.0.is_some()
     }
 
     /// Takes in a loan for the bytes that follow `tail`. The ring has room up to `window`.
-    pub fn begin(&mut self, loan: Memory, tail: u64, window: u64) -> Result<(), Breach> {
+    pub(super) fn begin(&mut self, loan: Memory, tail: u64, window: u64) -> Result<(), Breach> {
         if !loan.is_possible() || self.is_open() || loan.position != tail || loan.end() > window {
             return Err(Breach::Loan);
         }
@@ -104,14 +104,14 @@ impl Takings {
     }
 
     /// Posts no more READs for the loan.
-    pub fn stop(&mut self) {
+    pub(super) fn stop(&mut self) {
         if let Some(taking) = &mut self.0 {
             taking.is_ending = true;
         }
     }
 
     /// Returns whether posted READs may still bring bytes; all before `tail` have come.
-    pub fn is_under_way(&self, tail: u64) -> bool {
+    pub(super) fn is_under_way(&self, tail: u64) -> bool {
         self.0.is_some_and(|taking| taking.posted > tail)
     }
 
@@ -125,7 +125,7 @@ impl Takings {
 
     /// Records that bytes up to `tail` are in the local program's buffer. The program is about to take them, and TAKEN
     /// waits for that, so that the peer need not keep them.
-    pub fn on_landed(&mut self, tail: u64) {
+    pub(super) fn on_landed(&mut self, tail: u64) {
         if let Some(taking) = &mut self.0 {
             taking.landed = tail;
         }
@@ -133,7 +133,7 @@ impl Takings {
 
     /// Returns the serial for TAKEN once no more bytes can come: all READs have brought their bytes, up to `tail`. The
     /// local program has read up to `head`.
-    pub fn answer(&self, tail: u64, head: u64) -> Option<Serial> {
+    pub(super) fn answer(&self, tail: u64, head: u64) -> Option<Serial> {
         let Taking {
             loan,
             posted,
@@ -178,7 +178,13 @@ impl<Q: QueuePair> Engine<Q> {
     }
 
     /// Takes in TAKEN: the peer's device has read up to `tail`.
-    pub fn on_taken<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, serial: u32, tail: u64) -> Result<(), Breach> {
+    pub(super) fn on_taken<L: Local>(
+        &mut self,
+        g: &Shared<Q, L>,
+        mine: u32,
+        serial: u32,
+        tail: u64,
+    ) -> Result<(), Breach> {
         let Some(s) = self.streams.get(mine).filter(|s| s.state == State::Open) else {
             return Ok(());
         };
@@ -195,7 +201,7 @@ impl<Q: QueuePair> Engine<Q> {
     }
 
     /// Takes in SOURCE: the peer's program lends memory.
-    pub fn on_loan<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, loan: Memory) -> Result<(), Breach> {
+    pub(super) fn on_loan<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, loan: Memory) -> Result<(), Breach> {
         let block = g.block_mine(mine).ok_or(Breach::Stream)?;
         let Some(s) = self.streams.get(mine).filter(|s| s.state == State::Open) else {
             // CLOSED informs the peer that this end has left.
@@ -210,7 +216,7 @@ impl<Q: QueuePair> Engine<Q> {
     }
 
     /// Changes the state of the loan that stream `mine` reads, then checks what is over by that.
-    pub fn change_taking<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, f: impl FnOnce(&mut Incoming)) {
+    pub(super) fn change_taking<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, f: impl FnOnce(&mut Incoming)) {
         if let Some(s) = self.streams.get(mine) {
             f(&mut s.inc);
             self.go_on(g, mine);
@@ -219,7 +225,7 @@ impl<Q: QueuePair> Engine<Q> {
 
     /// Checks what of stream `mine` is over. A transfer into the program's buffer: the buffer is the program's again. A
     /// loan: TAKEN is to be sent. All READs, with both ends done: the number is free.
-    pub fn go_on<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32) {
+    pub(super) fn go_on<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32) {
         let (Some(s), Some(block)) = (self.streams.get(mine), g.block_mine(mine)) else {
             return;
         };
@@ -275,7 +281,7 @@ impl<Q: QueuePair> Engine<Q> {
     }
 
     /// Takes in a complete READ: its bytes are in the ring, or in the buffer.
-    pub fn on_read<L: Local>(&mut self, g: &Shared<Q, L>, asked: Asked) {
+    pub(super) fn on_read<L: Local>(&mut self, g: &Shared<Q, L>, asked: Asked) {
         let Asked { mine, bytes, into } = asked;
         let (Some(s), Some(block)) = (self.streams.get(mine), g.block_mine(mine)) else {
             return;
@@ -294,7 +300,7 @@ impl<Q: QueuePair> Engine<Q> {
 
     /// Ends the loans of a stream that the peer has left. It sends no TAKEN for memory lent to it, and this end posts
     /// no more READs of memory that the peer lends.
-    pub fn on_reader_left<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32) {
+    pub(super) fn on_reader_left<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32) {
         self.change_taking(g, mine, |inc| inc.takings.stop());
         let Some(s) = self.streams.get(mine) else { return };
         if s.out.loans.is_open() {

@@ -18,7 +18,7 @@ use crate::lock::Lock;
 
 impl<Q: QueuePair> Engine<Q> {
     /// Moves a producer to a send buffer, as [`LinkEnd::lend`](crate::fabric::LinkEnd::lend) says.
-    pub fn lend<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32, producer: &mut Producer, log2: u8) -> bool {
+    pub(super) fn lend<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32, producer: &mut Producer, log2: u8) -> bool {
         let Some(part) = producer.fits_aside(log2) else {
             return false;
         };
@@ -79,7 +79,7 @@ pub(super) struct Buffers {
 
 impl Buffers {
     /// Returns room for `bytes` bytes of buffers behind the first `at` bytes of a data area, whole pages.
-    pub fn new(at: usize, bytes: usize) -> Self {
+    pub(super) fn new(at: usize, bytes: usize) -> Self {
         Self {
             arena: Lock::new(Arena::new(bytes as u64)),
             bytes: bytes as u64,
@@ -88,7 +88,7 @@ impl Buffers {
     }
 
     /// Frees all buffers, for another link.
-    pub fn reset(&self) {
+    pub(super) fn reset(&self) {
         if let Some(mut arena) = self.arena.lock() {
             *arena = Arena::new(self.bytes);
         }
@@ -99,7 +99,7 @@ impl Buffers {
         Region::new(self.first.checked_add(region.page())?, log2)
     }
 
-    pub fn give_back(&self, buffer: Region) {
+    pub(super) fn give_back(&self, buffer: Region) {
         if let Some(page) = buffer.page().checked_sub(self.first)
             && let Some(region) = Region::new(page, buffer.log2())
             && let Some(mut arena) = self.arena.lock()
@@ -109,7 +109,7 @@ impl Buffers {
     }
 
     #[cfg(test)]
-    pub fn bytes_in_use(&self) -> u64 {
+    pub(crate) fn bytes_in_use(&self) -> u64 {
         self.arena.lock().map_or(0, |a| a.bytes_in_use())
     }
 }

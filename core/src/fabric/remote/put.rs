@@ -78,7 +78,7 @@ pub(super) struct Landings {
 
 impl Landings {
     /// Returns whether no other advert can be made yet.
-    pub fn is_busy(&self) -> bool {
+    pub(super) fn is_busy(&self) -> bool {
         self.open.is_some() || self.owed.is_some()
     }
 
@@ -110,15 +110,15 @@ impl Landings {
     }
 
     /// Returns the advert that is to be sent.
-    pub fn untold(&self) -> Option<Memory> {
+    pub(super) fn untold(&self) -> Option<Memory> {
         self.in_stage(Stage::Untold)
     }
 
-    pub fn on_told(&mut self) {
+    pub(super) fn on_told(&mut self) {
         self.put_stage(Stage::Told);
     }
 
-    pub fn on_withdrawal_told(&mut self) {
+    pub(super) fn on_withdrawal_told(&mut self) {
         self.withdrawal = None;
         self.put_stage(Stage::Withdrawn);
     }
@@ -130,7 +130,7 @@ impl Landings {
     }
 
     /// Ends the advert because bytes have come by the ring: the peer has not used the advert, and never will.
-    pub fn on_ring(&mut self) {
+    pub(super) fn on_ring(&mut self) {
         self.owed = self
             .owed
             .or(self.in_stage(Stage::Withdrawn).map(|advert| advert.serial));
@@ -140,7 +140,7 @@ impl Landings {
 
     /// Takes in a loan for the bytes that the buffer is for. The peer will not use the advert; this end's device reads
     /// into the buffer, if the program still waits with it.
-    pub fn on_loan(&mut self) {
+    pub(super) fn on_loan(&mut self) {
         match self.open.map(|landing| landing.stage) {
             Some(Stage::Untold | Stage::Told) if self.withdrawal.is_none() => self.put_stage(Stage::Own),
             Some(Stage::Own) => {}
@@ -183,7 +183,7 @@ impl Landings {
     }
 
     /// Takes in PLACED. Returns the direction's new tail, or `None` if it does not move.
-    pub fn on_placed(&mut self, serial: Serial, tail: u64, window: u64) -> Result<Option<u64>, Breach> {
+    pub(super) fn on_placed(&mut self, serial: Serial, tail: u64, window: u64) -> Result<Option<u64>, Breach> {
         let Some(Landing { advert, stage, .. }) = self.open.filter(|l| l.advert.serial == serial) else {
             // The advert was given up before PLACED came.
             self.owed = self.owed.filter(|owed| *owed != serial);
@@ -229,7 +229,7 @@ impl Landings {
 
     /// Ends an advert whose queue pair is given up: no more bytes will be placed or read. Returns how many bytes READs
     /// had brought.
-    pub fn lapse(&mut self) -> u64 {
+    pub(super) fn lapse(&mut self) -> u64 {
         self.owed = None;
         let Some(Landing { advert, come, .. }) = self.open else {
             return 0;
@@ -241,7 +241,7 @@ impl Landings {
     }
 
     /// Ends the advert because the peer has left, and will not answer.
-    pub fn on_left(&mut self) {
+    pub(super) fn on_left(&mut self) {
         match self.open.map(|landing| landing.stage) {
             // READs may still bring bytes.
             Some(Stage::Own) => self.end_asking(),
@@ -250,7 +250,7 @@ impl Landings {
         self.owed = None;
     }
 
-    pub fn look(&self, serial: Serial) -> Landed {
+    pub(super) fn look(&self, serial: Serial) -> Landed {
         match self.over {
             Some((over, landed)) if over == serial => landed,
             _ if self.open.is_some_and(|l| l.advert.serial == serial) => Landed::Waits,
@@ -276,7 +276,7 @@ pub(super) struct Source {
 
 impl Source {
     /// Returns the `len` bytes at `address`, which stand for those from position `from` on.
-    pub fn new(from: u64, address: usize, len: u64, key: Option<u32>) -> Self {
+    pub(super) fn new(from: u64, address: usize, len: u64, key: Option<u32>) -> Self {
         Self {
             from,
             until: from.saturating_add(len),
@@ -287,11 +287,11 @@ impl Source {
     }
 
     /// Returns whether the peer's device reads the memory.
-    pub fn is_offered(&self) -> bool {
+    pub(super) fn is_offered(&self) -> bool {
         self.key.is_none()
     }
 
-    pub fn covers(&self, position: u64) -> bool {
+    pub(super) fn covers(&self, position: u64) -> bool {
         (self.from..self.until).contains(&position)
     }
 }
@@ -331,13 +331,13 @@ impl Targets {
     }
 
     /// Returns whether the direction has to wait for the peer's program, which has read up to `head`.
-    pub fn holds(&mut self, head: u64) -> bool {
+    pub(super) fn holds(&mut self, head: u64) -> bool {
         self.held = self.held.filter(|held| *held > head);
         self.held.is_some()
     }
 
     /// Returns the position, from `position` on and at most `until`, up to which the mirror has the bytes.
-    pub fn mirrored(&self, position: u64, until: u64) -> u64 {
+    pub(super) fn mirrored(&self, position: u64, until: u64) -> u64 {
         match self.source {
             Some(source) if position < source.until => until.min(source.from.max(position)),
             _ => until,
@@ -345,13 +345,13 @@ impl Targets {
     }
 
     /// Returns the advert for the byte at `told`, and how many bytes were written to it.
-    pub fn at(&mut self, told: u64) -> Option<(Memory, u64)> {
+    pub(super) fn at(&mut self, told: u64) -> Option<(Memory, u64)> {
         self.open = self.open.filter(|advert| advert.position == told);
         self.open.map(|advert| (advert, self.written))
     }
 
     /// Ends the open advert: PLACED tells the peer of the written bytes, and the direction goes on behind them.
-    pub fn finish(&mut self) -> Option<Answer> {
+    pub(super) fn finish(&mut self) -> Option<Answer> {
         let advert = self.open.take()?;
         let tail = advert.position + std::mem::take(&mut self.written);
         let serial = advert.serial;
@@ -388,7 +388,7 @@ impl Targets {
     }
 
     /// Drops the open advert: its buffer cannot be written any more.
-    pub fn drop_open(&mut self) {
+    pub(super) fn drop_open(&mut self) {
         self.open = None;
         self.written = 0;
     }
@@ -463,7 +463,7 @@ impl<Q: QueuePair> Engine<Q> {
 
     /// Announces a buffer with which the local program waits while the stream's ring is empty. `None` if the ring is
     /// not empty, or the buffer cannot be used.
-    pub fn advertise<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, buffer: Buffer) -> Option<Memory> {
+    pub(super) fn advertise<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, buffer: Buffer) -> Option<Memory> {
         let Buffer { address, length, key } = buffer;
         let block = g.block_mine(mine)?;
         let bulk = self.means.bulk.as_mut()?;
@@ -499,7 +499,7 @@ impl<Q: QueuePair> Engine<Q> {
     }
 
     /// Withdraws an advert: the local program waits no longer.
-    pub fn withdraw<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, serial: u32) {
+    pub(super) fn withdraw<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, serial: u32) {
         let Some(s) = self.streams.get(mine) else {
             return;
         };
@@ -536,7 +536,7 @@ impl<Q: QueuePair> Engine<Q> {
         Ok(())
     }
 
-    pub fn on_withdrawal<L: Local>(
+    pub(super) fn on_withdrawal<L: Local>(
         &mut self,
         g: &Shared<Q, L>,
         mine: u32,

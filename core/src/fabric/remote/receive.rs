@@ -14,7 +14,7 @@ use crate::wire::Message;
 
 impl<Q: QueuePair> Engine<Q> {
     /// Applies a completion of the queue pair.
-    pub fn on_event<L: Local>(&mut self, g: &Shared<Q, L>, event: Completed<'_>) -> Result<(), Breach> {
+    pub(super) fn on_event<L: Local>(&mut self, g: &Shared<Q, L>, event: Completed<'_>) -> Result<(), Breach> {
         match event {
             Completed::Room => self.means.sender.on_room(),
             Completed::Probed => self.watch.on_answered(),

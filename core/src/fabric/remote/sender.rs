@@ -51,7 +51,7 @@ pub(super) struct Sender {
 }
 
 impl Sender {
-    pub fn new(limits: &Limits) -> Self {
+    pub(super) fn new(limits: &Limits) -> Self {
         Self {
             staged: Builder::new(limits.buffer_bytes as usize),
             most: limits.receive_buffers,
@@ -63,13 +63,13 @@ impl Sender {
     }
 
     /// Returns whether a credit or room is missing, which only completions can bring.
-    pub fn is_short(&self) -> bool {
+    pub(super) fn is_short(&self) -> bool {
         self.is_full || !self.has_credit()
     }
 
     /// Returns a number that grows with each post, each attempt that found the queue full, and each doubt.
     #[inline]
-    pub fn done(&self) -> u64 {
+    pub(super) fn done(&self) -> u64 {
         let counts = &self.counts;
         counts
             .sends
@@ -78,12 +78,12 @@ impl Sender {
             .wrapping_add(counts.doubts)
     }
 
-    pub fn on_room(&mut self) {
+    pub(super) fn on_room(&mut self) {
         self.is_full = false;
     }
 
     /// Records a message or immediate that took a receive buffer of this end. An error if the peer had no credit.
-    pub fn on_received(&mut self) -> Result<(), Breach> {
+    pub(super) fn on_received(&mut self) -> Result<(), Breach> {
         self.counts.received += 1;
         // The peer never has more credits than this end has buffers.
         let owed = self.owed.checked_add(1).filter(|owed| *owed <= self.most);
@@ -92,24 +92,24 @@ impl Sender {
     }
 
     /// Adds the credits of a grant. An error if that is more than the peer has buffers.
-    pub fn on_grant(&mut self, grant: u16) -> Result<(), Breach> {
+    pub(super) fn on_grant(&mut self, grant: u16) -> Result<(), Breach> {
         let credits = self.credits.checked_add(grant).filter(|credits| *credits <= self.most);
         self.credits = credits.ok_or(Breach::Grant)?;
         Ok(())
     }
 
     /// Returns whether no record is collected.
-    pub fn is_empty(&self) -> bool {
+    pub(super) fn is_empty(&self) -> bool {
         self.staged.is_empty()
     }
 
     /// Returns whether the peer has a receive buffer for an ordinary message.
-    pub fn has_credit(&self) -> bool {
+    pub(super) fn has_credit(&self) -> bool {
         self.credits > 1
     }
 
     /// Returns how many bytes of payload fit one message.
-    pub fn most_payload(&self) -> usize {
+    pub(super) fn most_payload(&self) -> usize {
         self.staged.capacity().saturating_sub(DATA_BYTES)
     }
 
@@ -158,13 +158,13 @@ impl Sender {
     }
 
     /// Sends the collected message, and then a grant if one is due. Called when there is no more to add.
-    pub fn finish(&mut self, qp: &impl QueuePair) -> Result<(), Fault> {
+    pub(super) fn finish(&mut self, qp: &impl QueuePair) -> Result<(), Fault> {
         unless_blocked(self.flush(qp))?;
         unless_blocked(self.grant(qp))
     }
 
     /// Adds a record; first sends the collected message if there is no room.
-    pub fn put(&mut self, qp: &impl QueuePair, record: &Record<'_>) -> Result<(), Halt> {
+    pub(super) fn put(&mut self, qp: &impl QueuePair, record: &Record<'_>) -> Result<(), Halt> {
         if self.staged.push(record) {
             return Ok(());
         }
@@ -201,7 +201,12 @@ impl Sender {
     ///
     /// # Safety
     /// As [`QueuePair::write`].
-    pub unsafe fn write(&mut self, qp: &impl QueuePair, write: &Write, immediate: Option<u32>) -> Result<(), Halt> {
+    pub(super) unsafe fn write(
+        &mut self,
+        qp: &impl QueuePair,
+        write: &Write,
+        immediate: Option<u32>,
+    ) -> Result<(), Halt> {
         if self.is_full {
             return Err(Halt::Blocked);
         }

@@ -75,14 +75,14 @@ pub(super) struct Shared<Q, L> {
 
 impl<Q, L> Shared<Q, L> {
     /// Queues a stream with something to send, by the peer's number; nothing if it is not paired.
-    pub fn touch(&self, theirs: Option<u32>) {
+    pub(super) fn touch(&self, theirs: Option<u32>) {
         if let Some(theirs) = theirs {
             self.dirty.push(theirs);
         }
     }
 
     /// Resets all for another link: no message or stream is queued. Called under the engine's lock.
-    pub fn reset(&self) {
+    pub(super) fn reset(&self) {
         self.dirty.clear();
         self.tells.made().for_each(|cell| cell.store(0, SeqCst));
         if let Some(mut outbox) = self.outbox.lock() {
@@ -106,12 +106,12 @@ impl<Q: QueuePair, L: Local> Shared<Q, L> {
     }
 
     /// Returns the block of the direction that this end receives, by its own number.
-    pub fn block_mine(&self, mine: u32) -> Option<&DirectionBlock> {
+    pub(super) fn block_mine(&self, mine: u32) -> Option<&DirectionBlock> {
         Self::block(&self.mine, mine)
     }
 
     /// Returns the block of the direction that this end sends, by the peer's number.
-    pub fn block_mirror(&self, theirs: u32) -> Option<&DirectionBlock> {
+    pub(super) fn block_mirror(&self, theirs: u32) -> Option<&DirectionBlock> {
         Self::block(&self.mirror, theirs)
     }
 
@@ -127,7 +127,7 @@ impl<Q: QueuePair, L: Local> Shared<Q, L> {
 
     /// Adds the waiters of `word` to those that the peer is to wake for its stream. False if `word` names none, or
     /// there is no such stream.
-    pub fn add_tell(&self, theirs: u32, word: u32) -> bool {
+    pub(super) fn add_tell(&self, theirs: u32, word: u32) -> bool {
         let queue = WaiterId::of_queue(word).filter(|w| u32::from(w.0) < READY_QUEUES);
         let sleeper = WaiterId::of_sleeper(word);
         let word = queue.map_or(0, WaiterId::queue_bits) | sleeper.map_or(0, WaiterId::sleeper_bits);
@@ -141,7 +141,7 @@ impl<Q: QueuePair, L: Local> Shared<Q, L> {
     }
 
     /// Queues stream `mine` for the waiters of this process that an attention word names, and wakes them.
-    pub fn tell_here(&self, after: &mut After, wake: Wake, mine: u32) {
+    pub(super) fn tell_here(&self, after: &mut After, wake: Wake, mine: u32) {
         if let Some(waiter) = WaiterId::of_queue(wake.0)
             && let Some(queue) = self.mine.queue(waiter)
         {
@@ -154,7 +154,7 @@ impl<Q: QueuePair, L: Local> Shared<Q, L> {
         }
     }
 
-    pub fn ring_if_asleep(&self, after: &mut After, waiter: WaiterId) {
+    pub(super) fn ring_if_asleep(&self, after: &mut After, waiter: WaiterId) {
         if let (Some(flag), Some(mark)) = (self.local.flag(waiter), self.marks.get(waiter.0 as usize))
             && flag.must_ring(mark)
         {
@@ -201,11 +201,11 @@ pub(super) struct After {
 
 impl After {
     /// Returns whether the work uses streams or memory of the link, which must stay until it is done.
-    pub fn is_of_link(&self) -> bool {
+    pub(super) fn is_of_link(&self) -> bool {
         self.register.is_some() || !self.closed.is_empty() || !self.done.is_empty()
     }
 
-    pub fn rings(&self) -> impl Iterator<Item = WaiterId> {
+    pub(super) fn rings(&self) -> impl Iterator<Item = WaiterId> {
         self.rings.into_iter().take(usize::from(self.count)).map(WaiterId)
     }
 }
@@ -230,7 +230,7 @@ pub(super) struct Registry(Lock<Vec<bool>>);
 
 impl Registry {
     /// Forgets all attempts, for another link.
-    pub fn reset(&self) {
+    pub(super) fn reset(&self) {
         if let Some(mut tried) = self.0.lock() {
             *tried = Vec::new();
         }
@@ -239,7 +239,7 @@ impl Registry {
     /// Registers each of `chunks` that no thread has tried, and returns the keys. A chunk that the device refuses stays
     /// without a key, and payload for it travels in messages. Not to be called under the engine's lock, since it takes
     /// long.
-    pub fn register<Q: QueuePair>(
+    pub(super) fn register<Q: QueuePair>(
         &self,
         qp: &Q,
         side: &Side,
@@ -287,7 +287,7 @@ pub(super) struct OwnChunk {
 pub(super) struct Keys<T>(Vec<Option<T>>);
 
 impl<T: Copy> Keys<T> {
-    pub fn get(&self, chunk: u32) -> Option<T> {
+    pub(super) fn get(&self, chunk: u32) -> Option<T> {
         self.0.get(chunk as usize).copied().flatten()
     }
 
@@ -296,7 +296,7 @@ impl<T: Copy> Keys<T> {
     }
 
     /// Sets the key of a chunk. False if the chunk has one already.
-    pub fn set(&mut self, chunk: u32, key: T) -> bool {
+    pub(super) fn set(&mut self, chunk: u32, key: T) -> bool {
         let at = chunk as usize;
         if self.0.len() <= at {
             self.0.resize(at + 1, None);

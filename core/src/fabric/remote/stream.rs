@@ -37,7 +37,7 @@ pub(super) struct Stream {
 
 impl Stream {
     /// Returns whether READs may still bring bytes into its ring.
-    pub fn is_read_into(&mut self) -> bool {
+    pub(super) fn is_read_into(&mut self) -> bool {
         self.inc.takings.is_under_way(self.inc.tail)
     }
 }
@@ -71,7 +71,7 @@ pub(super) struct Incoming {
 }
 
 impl Incoming {
-    pub fn on_data(
+    pub(super) fn on_data(
         &mut self,
         block: &DirectionBlock,
         area: &DataArea,
@@ -108,7 +108,7 @@ impl Incoming {
 
     /// Returns how many bytes of a program's buffer may be used for the next bytes, if the ring is empty: as many as it
     /// has room for. 0 if no buffer can be used.
-    pub fn room_to_land(&self, block: &DirectionBlock) -> u64 {
+    pub(super) fn room_to_land(&self, block: &DirectionBlock) -> u64 {
         let is_empty = block.head() == self.tail && self.tail > 0;
         if !is_empty || self.ended || self.landings.is_busy() || self.takings.is_under_way(self.tail) {
             return 0;
@@ -117,7 +117,7 @@ impl Incoming {
     }
 
     /// Takes in PLACED: bytes in the local program's buffer count as if the ring had them. Returns the waiters to wake.
-    pub fn on_placed(&mut self, block: &DirectionBlock, serial: u32, tail: u64) -> Result<Wake, Breach> {
+    pub(super) fn on_placed(&mut self, block: &DirectionBlock, serial: u32, tail: u64) -> Result<Wake, Breach> {
         let window = self.window(block);
         match self.landings.on_placed(serial, tail, window)? {
             Some(_) if self.ended => Err(Breach::End),
@@ -131,7 +131,7 @@ impl Incoming {
 
     /// Takes in SOURCE: the peer's program lends memory for the next bytes. It has no use for a local program's buffer
     /// then, but this end's device has.
-    pub fn on_loan(&mut self, block: &DirectionBlock, loan: Memory) -> Result<(), Breach> {
+    pub(super) fn on_loan(&mut self, block: &DirectionBlock, loan: Memory) -> Result<(), Breach> {
         if self.ended {
             return Err(Breach::End);
         }
@@ -141,21 +141,21 @@ impl Incoming {
     }
 
     /// Takes in a READ of lent memory into the ring. Returns the waiters to wake.
-    pub fn on_read(&mut self, block: &DirectionBlock, bytes: u32) -> Wake {
+    pub(super) fn on_read(&mut self, block: &DirectionBlock, bytes: u32) -> Wake {
         self.tail = self.tail.saturating_add(bytes.into());
         block.put_tail(self.tail)
     }
 
     /// If the READs into a program's buffer are over, counts their bytes as if the ring had them. Returns the waiters
     /// to wake.
-    pub fn end_own_landing(&mut self, block: &DirectionBlock) -> Wake {
+    pub(super) fn end_own_landing(&mut self, block: &DirectionBlock) -> Wake {
         let has_more = self.takings.next().is_some();
         let bytes = self.landings.end_own(has_more);
         self.on_landed(block, bytes.unwrap_or(0))
     }
 
     /// Ends the adverts because the bulk queue pair is given up. Returns the waiters to wake.
-    pub fn lapse(&mut self, block: &DirectionBlock) -> Wake {
+    pub(super) fn lapse(&mut self, block: &DirectionBlock) -> Wake {
         let bytes = self.landings.lapse();
         self.on_landed(block, bytes)
     }
@@ -169,7 +169,7 @@ impl Incoming {
         block.put_tail(self.tail)
     }
 
-    pub fn on_switch(&mut self, block: &DirectionBlock, generation: u32, position: u64) -> Result<(), Breach> {
+    pub(super) fn on_switch(&mut self, block: &DirectionBlock, generation: u32, position: u64) -> Result<(), Breach> {
         match self.offered {
             _ if self.takings.is_open() => Err(Breach::Loan),
             Some(offer) if offer.generation == generation && position == self.tail && !self.ended => {
@@ -184,7 +184,7 @@ impl Incoming {
     }
 
     /// Takes in END. Returns the waiters to wake. If the local consumer has stopped, its mark stays.
-    pub fn on_end(&mut self, block: &DirectionBlock, end: u32, tail: u64) -> Result<Wake, Breach> {
+    pub(super) fn on_end(&mut self, block: &DirectionBlock, end: u32, tail: u64) -> Result<Wake, Breach> {
         let end = EndMark::from_word(end).ok_or(Breach::End)?;
         if std::mem::replace(&mut self.ended, true) || tail != self.tail || self.takings.is_open() {
             return Err(Breach::End);
@@ -273,7 +273,7 @@ impl Outgoing {
     }
 
     /// Returns the generation of the ring that begins at the told position; `None` if none begins there.
-    pub fn next_generation(&self) -> Option<u32> {
+    pub(super) fn next_generation(&self) -> Option<u32> {
         let is_due = match self.switch_at {
             Some(at) => at == self.told,
             None => self.adopts(self.told),
@@ -283,7 +283,7 @@ impl Outgoing {
     }
 
     /// Records that SWITCH was sent.
-    pub fn on_switched(&mut self) {
+    pub(super) fn on_switched(&mut self) {
         if let Some(offer) = self.offered.take() {
             self.generation = offer.generation;
             self.ring = Some(offer.region);
@@ -293,7 +293,7 @@ impl Outgoing {
     }
 
     /// Returns the ring in which the local producer has put the byte at a position that was not told.
-    pub fn ring_at(&self, position: u64) -> Option<Region> {
+    pub(super) fn ring_at(&self, position: u64) -> Option<Region> {
         match (self.switch_at, self.offered) {
             (Some(at), Some(offer)) if position >= at => Some(offer.region),
             _ => self.ring,
@@ -315,14 +315,14 @@ impl Outgoing {
     }
 
     /// Returns the position up to which the peer's ring has room, as far as is known.
-    pub fn window(&self) -> u64 {
+    pub(super) fn window(&self) -> u64 {
         let size = self.ring.map_or(0, |ring| ring.len() as u64);
         self.head.max(self.start).saturating_add(size)
     }
 
     /// Returns which of the bytes up to `tail` can be carried over before the next switch of rings. `None` if the peer
     /// has no ring yet.
-    pub fn next(&self, tail: u64) -> Option<Next> {
+    pub(super) fn next(&self, tail: u64) -> Option<Next> {
         let ring = self.ring?;
         let (source, until) = match self.aside {
             // The next ring begins here.
@@ -341,7 +341,7 @@ impl Outgoing {
 
     /// Records that bytes up to `tail` are left. If the peer's ring is full and smaller than the buffer, this counts as
     /// limited. It counts once per position, as it would if the producer had found no room.
-    pub fn on_rest(&mut self, tail: u64) {
+    pub(super) fn on_rest(&mut self, tail: u64) {
         let ring = self.ring.map_or(0, Region::len);
         let is_small = self.aside.is_some_and(|aside| aside.region.len() > ring);
         let is_full = self.placed < tail && self.placed == self.window();
@@ -351,7 +351,7 @@ impl Outgoing {
         }
     }
 
-    pub fn on_head(&mut self, block: &DirectionBlock, head: u64) -> Result<Wake, Breach> {
+    pub(super) fn on_head(&mut self, block: &DirectionBlock, head: u64) -> Result<Wake, Breach> {
         if !(self.head..=self.reach()).contains(&head) {
             return Err(Breach::Head);
         }
@@ -362,7 +362,7 @@ impl Outgoing {
     /// Lets the local producer use the first ring before the peer has offered it. The peer can offer it only once it
     /// knows this end's number, and the producer need not wait for that. An impossible ring is not used; the peer's
     /// offer then shows the error.
-    pub fn foresee(&mut self, block: &DirectionBlock, data_len: usize, region: Region) {
+    pub(super) fn foresee(&mut self, block: &DirectionBlock, data_len: usize, region: Region) {
         let generation = Offer::next_generation(self.generation);
         let word = Offer { generation, region }.pack();
         if self.check_offer(data_len, word).is_ok() {
@@ -372,7 +372,7 @@ impl Outgoing {
         }
     }
 
-    pub fn on_offer(&mut self, block: &DirectionBlock, data_len: usize, word: u64) -> Result<Wake, Breach> {
+    pub(super) fn on_offer(&mut self, block: &DirectionBlock, data_len: usize, word: u64) -> Result<Wake, Breach> {
         self.offered = Some(self.check_offer(data_len, word)?);
         if self.foreseen.take().is_some_and(|foreseen| foreseen != word) {
             return Err(Breach::Offer);
@@ -385,7 +385,7 @@ impl Outgoing {
     }
 
     /// Checks that an offer is the next one, and lies within the peer's arena.
-    pub fn check_offer(&self, data_len: usize, word: u64) -> Result<Offer, Breach> {
+    pub(super) fn check_offer(&self, data_len: usize, word: u64) -> Result<Offer, Breach> {
         let offer = Offer::unpack(word).ok_or(Breach::Offer)?;
         let end = offer.region.offset().checked_add(offer.region.len());
         let fits = end.is_some_and(|end| end <= data_len);
@@ -396,17 +396,17 @@ impl Outgoing {
     }
 
     /// Takes in STOP. If the local producer has ended the direction, its mark stays.
-    pub fn on_stop(&mut self, block: &DirectionBlock) {
+    pub(super) fn on_stop(&mut self, block: &DirectionBlock) {
         self.stopped = block.put_stop().is_ok();
     }
 
     /// Records that all bytes up to `tail` went past the ring, and that the peer is told.
-    pub fn on_direct(&mut self, tail: u64) {
+    pub(super) fn on_direct(&mut self, tail: u64) {
         (self.placed, self.told) = (tail, tail);
     }
 
     /// Goes back to `position`: bytes told behind it have not arrived.
-    pub fn go_back(&mut self, position: u64) -> Result<(), Breach> {
+    pub(super) fn go_back(&mut self, position: u64) -> Result<(), Breach> {
         if !(self.head..=self.told).contains(&position) || self.loans.is_open() {
             return Err(Breach::Advert);
         }
@@ -420,7 +420,7 @@ impl Outgoing {
         self.loans.reach().map_or(self.told, |reach| reach.max(self.told))
     }
 
-    pub fn on_ack(&mut self, tail: u64) -> Result<(), Breach> {
+    pub(super) fn on_ack(&mut self, tail: u64) -> Result<(), Breach> {
         if tail > self.reach().saturating_add(self.end_told.into()) {
             return Err(Breach::Ack);
         }
@@ -442,7 +442,7 @@ pub(super) struct Streams {
 const _: () = assert!(MAX_STREAMS < u16::MAX as u32);
 
 impl Streams {
-    pub fn new() -> Self {
+    pub(super) fn new() -> Self {
         Self {
             pages: (0..MAX_STREAMS as usize / PAGE).map(|_| None).collect(),
             by_theirs: vec![0; MAX_STREAMS as usize],
@@ -450,13 +450,13 @@ impl Streams {
     }
 
     /// Returns the stream with a local number; `None` if no stream of its page was ever opened.
-    pub fn get(&mut self, mine: u32) -> Option<&mut Stream> {
+    pub(super) fn get(&mut self, mine: u32) -> Option<&mut Stream> {
         let page = self.pages.get_mut(mine as usize / PAGE)?.as_deref_mut()?;
         page.get_mut(mine as usize % PAGE)
     }
 
     /// Returns the stream with a local number, which is about to be opened; allocates its page.
-    pub fn make(&mut self, mine: u32) -> Option<&mut Stream> {
+    pub(super) fn make(&mut self, mine: u32) -> Option<&mut Stream> {
         let page = self.pages.get_mut(mine as usize / PAGE)?;
         let page = page.get_or_insert_with(|| (0..PAGE).map(|_| Stream::default()).collect());
         page.get_mut(mine as usize % PAGE)
@@ -469,7 +469,7 @@ impl Streams {
     }
 
     /// Returns the local number of the stream that the peer calls `theirs`.
-    pub fn mine(&self, theirs: u32) -> Option<u32> {
+    pub(super) fn mine(&self, theirs: u32) -> Option<u32> {
         let number = *self.by_theirs.get(theirs as usize)?;
         u32::from(number).checked_sub(1)
     }

@@ -66,7 +66,7 @@ pub(super) struct Watch {
 impl Watch {
     /// Takes in the current value of *done*. True if the watch begins, and needs ticks from now on.
     #[inline]
-    pub fn on_done(&mut self, done: u64) -> bool {
+    pub(super) fn on_done(&mut self, done: u64) -> bool {
         let starts = self.stage == Stage::Off && done != self.proven;
         if starts {
             self.stage = Stage::On;
@@ -75,7 +75,7 @@ impl Watch {
     }
 
     /// Takes a tick at the time `now`, in ns of a clock that does not go back. Returns the action.
-    pub fn tick(&mut self, now: u64, done: u64) -> Step {
+    pub(super) fn tick(&mut self, now: u64, done: u64) -> Step {
         let gap = now.saturating_sub(self.last).min(GAP);
         self.last = now;
         match &mut self.stage {
@@ -108,14 +108,14 @@ impl Watch {
 
     /// Records that the probe is in the queue. If it could not be posted, the next tick asks for it again, and the time
     /// counts.
-    pub fn on_posted(&mut self) {
+    pub(super) fn on_posted(&mut self) {
         if let Stage::Asked { posted, .. } = &mut self.stage {
             *posted = true;
         }
     }
 
     /// Records the answer of the peer's device.
-    pub fn on_answered(&mut self) {
+    pub(super) fn on_answered(&mut self) {
         if let Stage::Asked {
             covers, posted: true, ..
         } = self.stage

@@ -71,7 +71,7 @@ pub(super) struct ProducerLine {
 impl ProducerLine {
     /// Takes the word `want_space`: the waiters to wake now that there is space.
     #[inline(always)]
-    pub fn take_want_space(&self) -> Wake {
+    pub(super) fn take_want_space(&self) -> Wake {
         Wake(self.want_space.take())
     }
 }
@@ -99,7 +99,7 @@ impl ConsumerLine {
     /// Takes the word `want_data`: the waiters to wake now that there are bytes or an end mark. Stores the time before
     /// it returns, so before any waiter is woken.
     #[inline(always)]
-    pub fn take_want_data(&self) -> Wake {
+    pub(super) fn take_want_data(&self) -> Wake {
         let wake = Wake(self.want_data.take());
         #[cfg(not(loom))]
         if !wake.is_none() {

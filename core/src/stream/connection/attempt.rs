@@ -268,7 +268,7 @@ fn queue_marker<S: SocketIo>(socket: &S, control: &ControlOf<S>, marker: &Marker
 }
 
 /// Handles the peer's RESUME, which was found in TCP.
-pub fn on_resume<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, received: u64, sent: u64) {
+pub(super) fn on_resume<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, received: u64, sent: u64) {
     end_attempt(socket, control);
     let steps = control.stay.as_mut().map(|stay| stay.resume.on_resume(received, sent));
     // The peer has left unasked: its end of the link has failed.
@@ -284,7 +284,7 @@ pub fn on_resume<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, received: 
 }
 
 /// Handles the end of TCP in the peer's direction.
-pub fn on_end<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
+pub(super) fn on_end<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     feed(socket, control, |h| Ok(h.on_end()));
     if let Some(stay) = control.stay.as_mut() {
         stay.returns = false;

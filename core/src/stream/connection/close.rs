@@ -332,7 +332,7 @@ pub fn on_taken_back<S: SocketIo>(socket: &S) {
 
 /// Asks the peer to take the data back that is set aside, once SWITCH has been read. Resets the connection if that
 /// cannot be asked. The caller holds the control lock.
-pub fn give_back<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
+pub(super) fn give_back<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
     if ask_peer(socket, control).is_none() {
         tracing::warn!(target: "rdmasock", slot = socket.slot(), "the peer cannot take back what was not read: reset");
         socket.reset();

@@ -104,7 +104,7 @@ pub fn hand_over_rest<S: SocketIo>(socket: &S) {
 }
 
 /// Ends the scan, and does the kernel's shutdown() that was due. The caller holds `rx`.
-pub fn end_scan<S: SocketIo>(socket: &S, rx: &mut RxOf<S>) {
+pub(super) fn end_scan<S: SocketIo>(socket: &S, rx: &mut RxOf<S>) {
     rx.scan = None;
     if std::mem::take(&mut rx.then_shut)
         && let Some(tcp) = socket.tcp()
@@ -137,7 +137,7 @@ pub fn is_scanned<S: SocketIo>(socket: &S, rx: &RxOf<S>) -> bool {
 }
 
 /// Returns whether the program has shut both directions.
-pub fn is_shut<S: SocketIo>(socket: &S) -> bool {
+pub(super) fn is_shut<S: SocketIo>(socket: &S) -> bool {
     socket.rx_shut.load(SeqCst) && socket.tx.lock().is_some_and(|tx| tx.end.is_shut())
 }
 
@@ -171,7 +171,7 @@ pub fn settle<S: SocketIo>(socket: &S, rx: &RxOf<S>) {
 }
 
 /// Takes `len` bytes that were seen from the carry, then the kernel.
-pub fn take<O>(tcp: &impl Tcp, rx: &mut Rx<O>, len: usize) -> Result<(), Gone> {
+pub(super) fn take<O>(tcp: &impl Tcp, rx: &mut Rx<O>, len: usize) -> Result<(), Gone> {
     let carried = rx.carry.len().min(len);
     rx.carry.consume(carried);
     tcp.take(len - carried)
@@ -268,7 +268,7 @@ pub fn refuse<S: SocketIo>(socket: &S) -> Wake {
 // The sending direction.
 
 /// Appends bytes that the peer has not read on the link, behind the markers. Returns an error without memory for them.
-pub fn queue_again<S: SocketIo>(socket: &S, tx: &mut TxOf<S>, bytes: &[u8]) -> Result<(), RingError> {
+pub(super) fn queue_again<S: SocketIo>(socket: &S, tx: &mut TxOf<S>, bytes: &[u8]) -> Result<(), RingError> {
     tx.marker.try_reserve(bytes.len()).map_err(|_| RingError::NoMemory)?;
     tracing::debug!(target: "rdmasock::promote", slot = socket.slot(), bytes = bytes.len(), "sends again on TCP");
     tx.marker.extend_from_slice(bytes);
@@ -278,7 +278,7 @@ pub fn queue_again<S: SocketIo>(socket: &S, tx: &mut TxOf<S>, bytes: &[u8]) -> R
 }
 
 /// Calls [`flush`]; the service thread sends later what TCP does not take now.
-pub fn flush_or_later<S: SocketIo>(socket: &S) {
+pub(super) fn flush_or_later<S: SocketIo>(socket: &S) {
     if !flush(socket) {
         socket.later(Task::Flush);
     }
@@ -378,7 +378,7 @@ pub fn flush<S: SocketIo>(socket: &S) -> bool {
 
 /// Ends the sending direction on the link with the mark `end`. The bytes that follow are sent on TCP, behind those that
 /// the peer may want again. Returns the peer's waiter to wake.
-pub fn end_on_link<S: SocketIo>(socket: &S, tx: &mut TxOf<S>, end: EndMark) -> Wake {
+pub(super) fn end_on_link<S: SocketIo>(socket: &S, tx: &mut TxOf<S>, end: EndMark) -> Wake {
     let wake = match tx.producer.as_mut().map_or(Ok(Wake::NONE), |p| p.end(end)) {
         Err(Stopped) => {
             send_again(socket, tx);
@@ -395,7 +395,7 @@ pub fn end_on_link<S: SocketIo>(socket: &S, tx: &mut TxOf<S>, end: EndMark) -> W
 }
 
 /// Moves the sending direction from the link to TCP, where all that the peer has not read is sent again first.
-pub fn send_again<S: SocketIo>(socket: &S, tx: &mut TxOf<S>) {
+pub(super) fn send_again<S: SocketIo>(socket: &S, tx: &mut TxOf<S>) {
     let unread = tx.producer.as_mut().map_or(Ok(Vec::new()), |p| p.unread());
     if let Err(error) = unread.and_then(|bytes| queue_again(socket, tx, &bytes)) {
         tracing::warn!(target: "rdmasock", slot = socket.slot(), %error, "cannot send again: reset");
@@ -408,7 +408,7 @@ pub fn send_again<S: SocketIo>(socket: &S, tx: &mut TxOf<S>) {
 
 /// Moves the sending direction back to TCP. Bytes on the link stay there and come first. If SWITCH is still to be
 /// written, it leads the peer to an empty link.
-pub fn demote_tx<S: SocketIo>(socket: &S) {
+pub(super) fn demote_tx<S: SocketIo>(socket: &S) {
     let Some(mut tx) = socket.tx.lock() else {
         return;
     };
@@ -428,7 +428,7 @@ pub fn demote_tx<S: SocketIo>(socket: &S) {
 
 /// Called when the sending direction has left the link. If the receiving direction is on TCP already, this is the last
 /// place that can notice the end of the way back.
-pub fn settle_if_plain<S: SocketIo>(socket: &S) {
+pub(super) fn settle_if_plain<S: SocketIo>(socket: &S) {
     if socket.is_plain() {
         socket.later(Task::Drained);
     }

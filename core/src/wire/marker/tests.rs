@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use crate::wire::VERSION;
 use crate::wire::marker::*;
 
-pub fn marker() -> impl Strategy<Value = Marker> {
+pub(crate) fn marker() -> impl Strategy<Value = Marker> {
     let offer = any::<[u8; 16]>().prop_map(|cookie| LinkOffer {
         address: LinkAddress::Shm,
         cookie: Cookie::from_bytes(cookie),

@@ -6,14 +6,14 @@ use crate::fabric::remote::qp::{QueuePair, Region, Role};
 use crate::fabric::remote::tests::*;
 
 /// A buffer with which the reader waits.
-pub struct Waiting {
+pub(crate) struct Waiting {
     memory: Vec<u8>,
     region: Region,
     serial: u32,
 }
 
 /// Memory that the writer has lent.
-pub struct Lent {
+pub(crate) struct Lent {
     memory: Vec<u8>,
     pub region: Region,
     until: u64,
@@ -29,7 +29,7 @@ fn registered(end: &TestEnd, mut memory: Vec<u8>, role: Role) -> Option<(Vec<u8>
 
 impl Direction {
     /// Has the reader wait with a buffer, if its ring is empty.
-    pub fn wait(&mut self, ends: &[TestEnd; 2], len: usize) {
+    pub(crate) fn wait(&mut self, ends: &[TestEnd; 2], len: usize) {
         let end = &ends[self.reader];
         if self.waiting.is_some() || !self.consumer.spans(1).unwrap().is_empty() {
             return;
@@ -78,7 +78,7 @@ impl Direction {
     }
 
     /// Takes the bytes that have come into the buffer, if the advert is over; returns how many.
-    pub fn collect(&mut self, ends: &[TestEnd; 2]) -> usize {
+    pub(crate) fn collect(&mut self, ends: &[TestEnd; 2]) -> usize {
         let Some(landed) = self.landed(ends) else {
             return 0;
         };
@@ -91,7 +91,7 @@ impl Direction {
         bytes
     }
 
-    pub fn leave_off(&mut self, ends: &[TestEnd; 2]) {
+    pub(crate) fn leave_off(&mut self, ends: &[TestEnd; 2]) {
         if let Some(waiting) = &self.waiting {
             ends[self.reader].withdraw(self.number, waiting.serial);
         }
@@ -99,7 +99,7 @@ impl Direction {
 
     /// Unwinds the reader's call after it has waited for the device, perhaps in vain: bytes that have come are for the
     /// next call.
-    pub fn unwind(&mut self, ends: &[TestEnd; 2]) {
+    pub(crate) fn unwind(&mut self, ends: &[TestEnd; 2]) {
         let end = &ends[self.reader];
         self.leave_off(ends);
         let waits = |waiting: &Waiting| end.landed(self.number, waiting.serial) == Some(Landed::Waits);
@@ -123,7 +123,7 @@ impl Direction {
     }
 
     /// Sends from the program's own memory, which the reader's device is to read.
-    pub fn offer_from(&mut self, ends: &[TestEnd; 2], n: usize) {
+    pub(crate) fn offer_from(&mut self, ends: &[TestEnd; 2], n: usize) {
         let n = n.min(self.producer.spans(n).unwrap().len());
         self.send_from(ends, n, true);
     }
@@ -159,7 +159,7 @@ impl Direction {
     }
 
     /// Has the writer take its memory back. It is overwritten at once, if the device is done with it.
-    pub fn take(&mut self, ends: &[TestEnd; 2]) {
+    pub(crate) fn take(&mut self, ends: &[TestEnd; 2]) {
         let end = &ends[1 - self.reader];
         let Some(mut lent) = self.lent.take() else {
             return;
@@ -202,7 +202,7 @@ impl World {
     }
 
     /// Notifies the other end for each end that has given its bulk queue pair up.
-    pub fn tell_lost(&self) {
+    pub(crate) fn tell_lost(&self) {
         for at in [0, 1] {
             if self.ends[at].end_retired(drop) > 0 {
                 self.ends[1 - at].drop_bulk();
@@ -382,7 +382,7 @@ proptest! {
     }
 }
 
-pub fn large() -> (World, Config) {
+pub(crate) fn large() -> (World, Config) {
     let world = World::new(
         Config::default(),
         Tuning {

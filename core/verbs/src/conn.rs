@@ -23,7 +23,7 @@ const ACK_TIMEOUT: u8 = 18;
 const BULK_READS: u32 = 8;
 
 /// A connection, from the request on. Fields are in the order in which they are dropped.
-pub struct Conn {
+pub(crate) struct Conn {
     /// Set by `accept` or `connect`.
     queue: OnceLock<Queue>,
     /// The private data of the peer's accept. The lock's owner handles the events of the id.
@@ -39,7 +39,7 @@ pub struct Conn {
 
 impl Conn {
     /// Makes a connection for an id that has its device: the id of a request, or one whose route is resolved.
-    pub fn new(id: Id) -> Result<Self> {
+    pub(crate) fn new(id: Id) -> Result<Self> {
         Ok(Self {
             queue: OnceLock::new(),
             private: Lock::new(Private::NONE),
@@ -52,36 +52,36 @@ impl Conn {
     }
 
     /// Returns the id, for connecting.
-    pub fn id(&self) -> &Id {
+    pub(crate) fn id(&self) -> &Id {
         &self.id
     }
 
     /// Returns whether the device is an iWARP device.
-    pub fn is_iwarp(&self) -> bool {
+    pub(crate) fn is_iwarp(&self) -> bool {
         self.context.is_iwarp()
     }
 
     /// Returns the queue; ENOTCONN before there is one.
-    pub fn queue(&self) -> Result<&Queue> {
+    pub(crate) fn queue(&self) -> Result<&Queue> {
         self.queue.get().ok_or(Errno(libc::ENOTCONN))
     }
 
     /// Keeps the offer that the peer's private data contains, if it contains one.
-    pub fn hear(&self, private: &Private) {
+    pub(crate) fn hear(&self, private: &Private) {
         if let Some(offer) = Offer::read(private) {
             let _ = self.offer.set(offer);
         }
     }
 
     /// Fails with EPROTO if probes need memory of the peer's and the peer offers none.
-    pub fn check_offer(&self) -> Result<()> {
+    pub(crate) fn check_offer(&self) -> Result<()> {
         let is_missing = self.is_iwarp() && self.offer.get().is_none();
         if is_missing { Err(Errno(libc::EPROTO)) } else { Ok(()) }
     }
 
     /// Begins to connect, and shares the resources of `beside` if there is one. [`state`](Self::state) reports the
     /// result.
-    pub fn connect(&self, private: &[u8], beside: Option<&Self>) -> Result<()> {
+    pub(crate) fn connect(&self, private: &[u8], beside: Option<&Self>) -> Result<()> {
         let depth = self.make_queue(false, beside)?;
         let private = compose(private, self.queue()?.offer())?;
         self.id
@@ -241,20 +241,20 @@ impl Drop for Conn {
 }
 
 /// Returns the library's part of a peer's private data.
-pub fn words(private: &Private) -> [u8; PRIVATE_BYTES] {
+pub(crate) fn words(private: &Private) -> [u8; PRIVATE_BYTES] {
     private.bytes.first_chunk().copied().unwrap_or([0; PRIVATE_BYTES])
 }
 
 /// The meaning of an event for a connection that is being made or is up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
+pub(crate) enum Verdict {
     Nothing,
     Up,
     Over(Errno),
 }
 
 /// Returns the meaning of an event by its kind and status.
-pub fn verdict(kind: u32, status: i32) -> Verdict {
+pub(crate) fn verdict(kind: u32, status: i32) -> Verdict {
     // A negative status is an errno, a positive one a reason of the transport.
     let or = |default| {
         if status < 0 {

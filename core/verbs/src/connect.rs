@@ -23,7 +23,7 @@ const PORTS_TRIED: u32 = 16;
 
 /// Connects; shares the resources of `beside` if there is one. The timeout applies to the resolution of the route, and
 /// again to the peer's answer. On siw the call itself waits for the TCP connection, until the kernel's own timeout.
-pub fn connect(
+pub(crate) fn connect(
     local: &Address,
     remote: &Address,
     private: &[u8],

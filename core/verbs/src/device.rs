@@ -24,7 +24,7 @@ static INHERITED: AtomicBool = AtomicBool::new(false);
 static OPEN: Lock<Vec<(Context, Id)>> = Lock::new(Vec::new());
 
 /// Checks that a device has this local address; ENODEV if none has it.
-pub fn find(local: &Address) -> Result<()> {
+pub(crate) fn find(local: &Address) -> Result<()> {
     usable()?;
     let interface = interface_of(local.socket().ip())?;
     let device = device_on(plugin::sys_class(), &interface);
@@ -32,7 +32,7 @@ pub fn find(local: &Address) -> Result<()> {
 }
 
 /// Opens the device that has this local address; returns its context if it is open already.
-pub fn open(local: &Address) -> Result<Context> {
+pub(crate) fn open(local: &Address) -> Result<Context> {
     find(local)?;
     let mut open = OPEN.lock().ok_or(Errno(libc::EDEADLK))?;
     if !USED.swap(true, Ordering::Relaxed) {
@@ -67,7 +67,7 @@ fn usable() -> Result<()> {
 ///
 /// # Safety
 /// No other thread exists.
-pub unsafe fn forget() {
+pub(crate) unsafe fn forget() {
     if USED.load(Ordering::Relaxed) {
         INHERITED.store(true, Ordering::Relaxed);
     }

@@ -2,16 +2,16 @@
 
 use std::ffi::c_int;
 
-pub use rdmasock_core::fabric::plugin::{Errno, Result};
+pub(crate) use rdmasock_core::fabric::plugin::{Errno, Result};
 
 /// Converts the result of a call that returns 0, or -1 with errno set.
-pub fn check(result: c_int) -> Result<()> {
+pub(crate) fn check(result: c_int) -> Result<()> {
     if result == 0 { Ok(()) } else { Err(Errno::last()) }
 }
 
 /// Converts the result of a call that returns 0 or an errno: positive by its manual, negative from some providers
 /// (siw). -1 means that errno is set.
-pub fn check_code(result: c_int) -> Result<()> {
+pub(crate) fn check_code(result: c_int) -> Result<()> {
     match result {
         0 => Ok(()),
         -1 => Err(Errno::last()),

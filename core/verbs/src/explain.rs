@@ -12,12 +12,12 @@ use crate::error::Errno;
 static SAID: AtomicBool = AtomicBool::new(false);
 
 /// Logs a text at the level `Debug`.
-pub fn debug(text: std::fmt::Arguments<'_>) {
+pub(crate) fn debug(text: std::fmt::Arguments<'_>) {
     log(Level::Debug, text);
 }
 
 /// Logs that `doing` has failed with this errno, and returns the errno.
-pub fn explain(doing: &str, errno: Errno) -> Errno {
+pub(crate) fn explain(doing: &str, errno: Errno) -> Errno {
     match remedy(errno, getrlimit(Resource::Memlock).current) {
         Some(remedy) if !SAID.swap(true, Ordering::Relaxed) => {
             log(Level::Error, format_args!("verbs: {doing}: {remedy}"));

@@ -2,6 +2,8 @@
 //! `rdmasock_core::fabric::plugin`. It is a library of its own, because a program that is linked with rdma-core cannot
 //! start on a host without it. The caller defines the bytes that are sent, and decides when to connect.
 
+#![warn(unreachable_pub)]
+
 mod conn;
 mod connect;
 mod device;

@@ -17,13 +17,13 @@ const TRIES: usize = 16;
 
 /// A listener.
 #[derive(Debug)]
-pub struct Listener {
+pub(crate) struct Listener {
     id: Id,
 }
 
 impl Listener {
     /// Listens at a local address; with port 0 at any free port.
-    pub fn new(local: &Address) -> Result<Self> {
+    pub(crate) fn new(local: &Address) -> Result<Self> {
         device::open(local)?;
         let mut result = Err(Errno(libc::EADDRINUSE));
         for _ in 0..if local.port == 0 { TRIES } else { 1 } {

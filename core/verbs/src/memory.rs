@@ -5,7 +5,7 @@ use crate::error::{Errno, Result};
 
 /// A zeroed mapping.
 #[derive(Debug)]
-pub struct Slab {
+pub(crate) struct Slab {
     at: *mut u8,
     len: usize,
 }
@@ -16,7 +16,7 @@ unsafe impl Send for Slab {}
 unsafe impl Sync for Slab {}
 
 impl Slab {
-    pub fn new(len: usize) -> Result<Self> {
+    pub(crate) fn new(len: usize) -> Result<Self> {
         use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
         // SAFETY: a new mapping, which replaces no other.
         let at = unsafe {
@@ -32,16 +32,16 @@ impl Slab {
         Ok(Self { at: at.cast(), len })
     }
 
-    pub fn at(&self) -> *mut u8 {
+    pub(crate) fn at(&self) -> *mut u8 {
         self.at
     }
 
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.len
     }
 
     /// Returns the address of the `size` bytes from `index * size` on; EINVAL if they exceed the slab.
-    pub fn piece(&self, index: usize, size: usize) -> Result<*mut u8> {
+    pub(crate) fn piece(&self, index: usize, size: usize) -> Result<*mut u8> {
         let from = index.checked_mul(size).ok_or(Errno(libc::EINVAL))?;
         let within = from.checked_add(size).is_some_and(|end| end <= self.len);
         if !within {

@@ -21,13 +21,13 @@ const _: () = assert!(ADDRESS_AT + 8 == WIRE_BYTES);
 
 /// Memory of this end for the probes of the peer and its own. Its content has no meaning.
 #[derive(Debug)]
-pub struct ProbeTarget {
+pub(crate) struct ProbeTarget {
     mr: Mr,
     slab: Arc<Slab>,
 }
 
 impl ProbeTarget {
-    pub fn new(pd: &Arc<Pd>) -> Result<Self> {
+    pub(crate) fn new(pd: &Arc<Pd>) -> Result<Self> {
         let slab = Arc::new(Slab::new(2 * LEN as usize)?);
         Ok(Self {
             mr: Mr::of_slab(pd, &slab, true)?,
@@ -36,7 +36,7 @@ impl ProbeTarget {
     }
 
     /// Returns the memory that the peer's probes read.
-    pub fn offer(&self) -> Offer {
+    pub(crate) fn offer(&self) -> Offer {
         Offer {
             key: self.mr.key().remote,
             address: self.slab.at().expose_provenance() as u64,
@@ -44,7 +44,7 @@ impl ProbeTarget {
     }
 
     /// Returns the memory into which this end's probes read.
-    pub fn sink(&self) -> Result<Piece> {
+    pub(crate) fn sink(&self) -> Result<Piece> {
         Ok(Piece {
             at: self.slab.piece(1, LEN as usize)?,
             len: LEN,
@@ -55,14 +55,14 @@ impl ProbeTarget {
 
 /// Memory that an end's peer may read for its probes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Offer {
+pub(crate) struct Offer {
     pub key: u32,
     pub address: u64,
 }
 
 impl Offer {
     /// Returns the offer in a peer's private data; `None` if there is none.
-    pub fn read(private: &Private) -> Option<Self> {
+    pub(crate) fn read(private: &Private) -> Option<Self> {
         let key = private.bytes.get(KEY_AT..)?.first_chunk()?;
         let address = private.bytes.get(ADDRESS_AT..)?.first_chunk()?;
         let offer = Self {
@@ -74,7 +74,7 @@ impl Offer {
 }
 
 /// Returns the private data to send: the library's words, and the offer if there is one. EINVAL for too many words.
-pub fn compose(words: &[u8], offer: Option<Offer>) -> Result<[u8; WIRE_BYTES]> {
+pub(crate) fn compose(words: &[u8], offer: Option<Offer>) -> Result<[u8; WIRE_BYTES]> {
     let mut bytes = [0; WIRE_BYTES];
     if words.len() > PRIVATE_BYTES {
         return Err(Errno(libc::EINVAL));

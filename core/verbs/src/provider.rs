@@ -11,7 +11,7 @@ use crate::sys::Context;
 use crate::{connect, device};
 
 /// The plugin's implementation; see the module.
-pub struct Verbs;
+pub(crate) struct Verbs;
 
 impl Provider for Verbs {
     type Listener = Listener;

@@ -41,7 +41,7 @@ const READ: u64 = 1 << 61;
 /// The resources that the queues of connections beside each other share. Work requests of each connection reach the
 /// memory that is registered with any of them, and one fd reports the completions of all.
 #[derive(Clone)]
-pub struct Common {
+pub(crate) struct Common {
     context: Context,
     pd: Arc<Pd>,
     channel: Arc<CompletionChannel>,
@@ -49,7 +49,7 @@ pub struct Common {
 
 impl Common {
     /// Makes the resources for a first connection.
-    pub fn new(context: Context) -> Result<Self> {
+    pub(crate) fn new(context: Context) -> Result<Self> {
         let pd = Pd::new(context).map_err(|errno| explain("making a protection domain", errno))?;
         let channel = CompletionChannel::new(context).map_err(|errno| explain("making a completion channel", errno))?;
         Ok(Self {
@@ -61,7 +61,7 @@ impl Common {
 }
 
 /// A queue pair and its resources. Fields are in the order in which they are dropped.
-pub struct Queue {
+pub(crate) struct Queue {
     qp: Qp,
     cq: Arc<Cq>,
     /// The registrations by handle.
@@ -90,7 +90,14 @@ pub struct Queue {
 
 impl Queue {
     /// Makes the queue pair of an id, and posts its receive buffers.
-    pub fn new(id: &Arc<Id>, common: Common, sizes: Sizes, reads: u8, fate: &Arc<Fate>, accepts: bool) -> Result<Self> {
+    pub(crate) fn new(
+        id: &Arc<Id>,
+        common: Common,
+        sizes: Sizes,
+        reads: u8,
+        fate: &Arc<Fate>,
+        accepts: bool,
+    ) -> Result<Self> {
         let said = |doing: &'static str| move |errno| explain(doing, errno);
         let (context, pd) = (common.context, &common.pd);
         let cq = Cq::new(context, &common.channel, sizes.completions()).map_err(said("making a completion queue"))?;
@@ -138,18 +145,18 @@ impl Queue {
     }
 
     /// Returns the resources that a queue beside this one shares.
-    pub fn common(&self) -> Common {
+    pub(crate) fn common(&self) -> Common {
         self.common.clone()
     }
 
     /// Returns the memory that the peer may read for its probes; `None` without such memory.
-    pub fn offer(&self) -> Option<Offer> {
+    pub(crate) fn offer(&self) -> Option<Offer> {
         self.probe_target.as_ref().map(ProbeTarget::offer)
     }
 
     /// Returns the limits. `packet_bytes` is 0 on iWARP, where TCP divides the bytes, and before the queue pair is
     /// connected.
-    pub fn limits(&self) -> Limits {
+    pub(crate) fn limits(&self) -> Limits {
         Limits {
             // At most the `receives` that were wished for, which fit a u16.
             receive_buffers: self.sizes.receives as u16,
@@ -164,7 +171,7 @@ impl Queue {
         }
     }
 
-    pub fn completion_fd(&self) -> i32 {
+    pub(crate) fn completion_fd(&self) -> i32 {
         self.cq.fd()
     }
 
@@ -172,7 +179,7 @@ impl Queue {
     ///
     /// # Safety
     /// As for `QueuePair::register`.
-    pub unsafe fn register(&self, at: *mut c_void, len: usize, role: Role) -> Result<Region> {
+    pub(crate) unsafe fn register(&self, at: *mut c_void, len: usize, role: Role) -> Result<Region> {
         // SAFETY: by this function's contract; the registration ends with the queue pair.
         let mr = unsafe { Mr::of_memory(&self.common.pd, at, len, role) }
             .map_err(|errno| explain("registering memory", errno))?;
@@ -185,7 +192,7 @@ impl Queue {
     }
 
     /// Ends the registration; the device no longer accesses the memory when this returns.
-    pub fn deregister(&self, handle: u64) {
+    pub(crate) fn deregister(&self, handle: u64) {
         let given_up = self.registered.lock().and_then(|mut all| all.remove(&handle));
         // Dropped without the lock: the device may need some time.
         drop(given_up);
@@ -195,7 +202,7 @@ impl Queue {
     ///
     /// # Safety
     /// The source is within memory that was registered under its key, and stays unchanged until the peer has it.
-    pub unsafe fn write(&self, write: &Write, immediate: Option<u32>) -> Result<()> {
+    pub(crate) unsafe fn write(&self, write: &Write, immediate: Option<u32>) -> Result<()> {
         if write.len == 0 {
             return Err(Errno(libc::EINVAL));
         }
@@ -216,7 +223,7 @@ impl Queue {
     /// # Safety
     /// The target is within memory that was registered under its key. No program relies on its bytes before the READ
     /// has completed, or the queue pair is destroyed.
-    pub unsafe fn read(&self, read: &Read) -> Result<()> {
+    pub(crate) unsafe fn read(&self, read: &Read) -> Result<()> {
         if read.len == 0 {
             return Err(Errno(libc::EINVAL));
         }
@@ -230,7 +237,7 @@ impl Queue {
     }
 
     /// Posts a message, which is copied.
-    pub fn send(&self, message: &[u8]) -> Result<()> {
+    pub(crate) fn send(&self, message: &[u8]) -> Result<()> {
         if message.len() > BUFFER_BYTES {
             return Err(Errno(libc::EMSGSIZE));
         }
@@ -278,7 +285,7 @@ impl Queue {
     /// On RoCE and InfiniBand it is a WRITE of no bytes, which the device completes when the peer's device has
     /// acknowledged it. On iWARP a WRITE completes when TCP has taken it, so there the probe is a READ from the memory
     /// that the peer offers for probes.
-    pub fn probe(&self, target: Option<Offer>) -> Result<()> {
+    pub(crate) fn probe(&self, target: Option<Offer>) -> Result<()> {
         if self.fate.code() <= 0 {
             return Err(Errno(libc::ENOTCONN));
         }
@@ -308,7 +315,7 @@ impl Queue {
     }
 
     /// Asks for the completion fd to become readable at the next completion.
-    pub fn arm(&self) -> Result<()> {
+    pub(crate) fn arm(&self) -> Result<()> {
         match self.fate.over() {
             Some(reason) => Err(reason),
             None => self.cq.arm(),
@@ -317,7 +324,7 @@ impl Queue {
 
     /// Hands over the completions and returns the number of events. Completions from before the end of the connection
     /// are handed over even after the end.
-    pub fn poll(&self, each: &mut dyn FnMut(Completed<'_>)) -> Result<usize> {
+    pub(crate) fn poll(&self, each: &mut dyn FnMut(Completed<'_>)) -> Result<usize> {
         // The contract permits one caller at a time; a second caller finds no completion.
         if self.polling.swap(true, Ordering::Acquire) {
             return Ok(0);
@@ -416,7 +423,7 @@ impl Queue {
 
     /// Sends an empty message from the connecting end on iWARP, after which the other end may send. The other end's
     /// `poll` does not report it. It uses none of the counted buffers, because more are posted.
-    pub fn greet(&self) -> Result<()> {
+    pub(crate) fn greet(&self) -> Result<()> {
         self.send(&[])
     }
 

@@ -10,7 +10,7 @@ const MARGIN: u32 = 16;
 
 /// The wished lengths.
 #[derive(Clone, Copy, Debug)]
-pub struct Wish {
+pub(crate) struct Wish {
     /// Receive buffers that the peer may use.
     receives: u32,
     /// Length of the send queue, work requests.
@@ -21,13 +21,13 @@ pub struct Wish {
 
 impl Wish {
     /// For small and frequent messages.
-    pub const MESSAGES: Self = Self {
+    pub(crate) const MESSAGES: Self = Self {
         receives: 128,
         sends: 256,
         bytes: serve::FOR_MESSAGES,
     };
     /// For few and large WRITEs, with an occasional message.
-    pub const BULK: Self = Self {
+    pub(crate) const BULK: Self = Self {
         receives: 32,
         sends: 64 + MARGIN,
         bytes: serve::FOR_BULK,
@@ -36,7 +36,7 @@ impl Wish {
 
 /// The lengths of the queues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Sizes {
+pub(crate) struct Sizes {
     /// Work requests that may be in the send queue.
     pub slots: u32,
     /// Length of the send queue, work requests.
@@ -50,7 +50,7 @@ pub struct Sizes {
 impl Sizes {
     /// Returns the lengths for a wish under the device's limits; `None` if the device allows too little for any
     /// progress.
-    pub fn fit(wish: Wish, limits: &DeviceLimits) -> Option<Self> {
+    pub(crate) fn fit(wish: Wish, limits: &DeviceLimits) -> Option<Self> {
         let spare = BATCH as u32;
         // Each entry of both queues may have a completion.
         let each = limits.max_qp_wr.min(limits.max_cqe / 2);
@@ -65,12 +65,12 @@ impl Sizes {
     }
 
     /// Returns the number of posted receive buffers.
-    pub fn posted(self) -> u32 {
+    pub(crate) fn posted(self) -> u32 {
         self.receives + BATCH as u32
     }
 
     /// Returns the most completions at a time.
-    pub fn completions(self) -> u32 {
+    pub(crate) fn completions(self) -> u32 {
         self.sends + self.posted()
     }
 }

@@ -10,15 +10,15 @@ mod completion;
 mod context;
 mod qp;
 
-pub use cm::{Event, Id, Private, WIRE_BYTES, event};
-pub use completion::{BATCH, CompletionChannel, Cq, Done, status};
-pub use context::{Context, DeviceLimits, Mr, Pd};
-pub use qp::{Piece, Qp, Work};
+pub(crate) use cm::{Event, Id, Private, WIRE_BYTES, event};
+pub(crate) use completion::{BATCH, CompletionChannel, Cq, Done, status};
+pub(crate) use context::{Context, DeviceLimits, Mr, Pd};
+pub(crate) use qp::{Piece, Qp, Work};
 use rdma_sys as ffi;
 
 /// Makes registered memory stay whole across a fork, where the kernel does not do so by itself (since 5.12 it does). To
 /// be called before all other calls of the library.
-pub fn prepare_for_fork() {
+pub(crate) fn prepare_for_fork() {
     // SAFETY: no arguments. A call that comes too late fails, and changes nothing.
     unsafe { ffi::ibv_fork_init() };
 }

@@ -9,7 +9,7 @@ use rdmasock_core::os::dir::names;
 use rustix::fs::OFlags;
 
 /// Returns the name of the device on an interface, or `None`; `class` is `/sys/class`.
-pub fn device_on(class: &Path, interface: &str) -> Option<OsString> {
+pub(crate) fn device_on(class: &Path, interface: &str) -> Option<OsString> {
     let net = class.join("net").join(interface);
     let devices = class.join("infiniband");
     list(&devices).into_iter().find(|name| {

@@ -4,7 +4,7 @@
 use std::ffi::{c_int, c_void};
 use std::ptr::{NonNull, null_mut};
 
-pub use ffi::rdma_cm_event_type as event;
+pub(crate) use ffi::rdma_cm_event_type as event;
 use rdma_sys as ffi;
 use rdmasock_core::fabric::plugin;
 use rdmasock_core::fabric::plugin::{Address, PRIVATE_BYTES};
@@ -14,18 +14,18 @@ use super::context::Context;
 use crate::error::{Errno, Result, check};
 
 /// The longest private data that a connection request can carry on every transport, in bytes.
-pub const WIRE_BYTES: usize = PRIVATE_BYTES + 12;
+pub(crate) const WIRE_BYTES: usize = PRIVATE_BYTES + 12;
 const _: () = assert!(WIRE_BYTES == 56);
 
 /// Private data that a peer has sent.
 #[derive(Clone, Copy, Debug)]
-pub struct Private {
+pub(crate) struct Private {
     pub bytes: [u8; WIRE_BYTES],
     pub len: u32,
 }
 
 impl Private {
-    pub const NONE: Self = Self {
+    pub(crate) const NONE: Self = Self {
         bytes: [0; WIRE_BYTES],
         len: 0,
     };
@@ -46,7 +46,7 @@ impl Private {
 
 /// An event of the connection manager, copied out completely.
 #[derive(Debug)]
-pub struct Event {
+pub(crate) struct Event {
     /// The kind, one of [`event`].
     pub kind: u32,
     /// The status: 0, a negative errno, or a positive reason of the transport.
@@ -58,7 +58,7 @@ pub struct Event {
 
 /// An event channel of the connection manager.
 #[derive(Debug)]
-pub struct Channel {
+pub(crate) struct Channel {
     ptr: NonNull<ffi::rdma_event_channel>,
     fd: c_int,
 }
@@ -70,7 +70,7 @@ unsafe impl Send for Channel {}
 unsafe impl Sync for Channel {}
 
 impl Channel {
-    pub fn open() -> Result<Self> {
+    pub(crate) fn open() -> Result<Self> {
         // SAFETY: no arguments. Null is handled.
         let ptr = NonNull::new(unsafe { ffi::rdma_create_event_channel() }).ok_or_else(Errno::last)?;
         // SAFETY: the channel was just made, and no other thread has it.
@@ -88,12 +88,12 @@ impl Channel {
         }
     }
 
-    pub fn fd(&self) -> c_int {
+    pub(crate) fn fd(&self) -> c_int {
         self.fd
     }
 
     /// Returns the next event, already acknowledged; `None` if there is none.
-    pub fn next(&self) -> Result<Option<Event>> {
+    pub(crate) fn next(&self) -> Result<Option<Event>> {
         let mut ptr = null_mut();
         // SAFETY: the channel lives, and `ptr` is written on success.
         if unsafe { ffi::rdma_get_cm_event(self.ptr.as_ptr(), &mut ptr) } != 0 {
@@ -135,14 +135,14 @@ impl Drop for Channel {
 
 /// The id of a connection request, still on its listener's channel. Dropping it rejects the request.
 #[derive(Debug)]
-pub struct Incoming(NonNull<ffi::rdma_cm_id>);
+pub(crate) struct Incoming(NonNull<ffi::rdma_cm_id>);
 
 // SAFETY: ids may be used from any thread.
 unsafe impl Send for Incoming {}
 
 impl Incoming {
     /// Moves the id to a channel of its own.
-    pub fn migrate(self) -> Result<Id> {
+    pub(crate) fn migrate(self) -> Result<Id> {
         let channel = Channel::open()?;
         // SAFETY: both live. The call does not wait, as no event of this id is unacknowledged: only the request has
         // arrived, and that is counted for the listener.
@@ -166,7 +166,7 @@ impl Drop for Incoming {
 
 /// An id of the connection manager, for a listener or a connection, with a channel of its own.
 #[derive(Debug)]
-pub struct Id {
+pub(crate) struct Id {
     pub(super) ptr: NonNull<ffi::rdma_cm_id>,
     channel: Channel,
 }
@@ -178,7 +178,7 @@ unsafe impl Send for Id {}
 unsafe impl Sync for Id {}
 
 impl Id {
-    pub fn new() -> Result<Self> {
+    pub(crate) fn new() -> Result<Self> {
         let channel = Channel::open()?;
         let mut ptr = null_mut();
         // SAFETY: the channel lives as long as the id; `ptr` is written on success.
@@ -194,28 +194,28 @@ impl Id {
         Ok(Self { ptr, channel })
     }
 
-    pub fn channel(&self) -> &Channel {
+    pub(crate) fn channel(&self) -> &Channel {
         &self.channel
     }
 
-    pub fn bind(&self, local: &Address) -> Result<()> {
+    pub(crate) fn bind(&self, local: &Address) -> Result<()> {
         let local = local.socket();
         // SAFETY: the id lives; the address is read during the call.
         check(unsafe { local.with_sockaddr(|at, _| ffi::rdma_bind_addr(self.ptr.as_ptr(), at.cast_mut().cast())) })
     }
 
-    pub fn listen(&self, backlog: c_int) -> Result<()> {
+    pub(crate) fn listen(&self, backlog: c_int) -> Result<()> {
         // SAFETY: the id lives.
         check(unsafe { ffi::rdma_listen(self.ptr.as_ptr(), backlog) })
     }
 
     /// Returns the local port, in host order.
-    pub fn port(&self) -> u16 {
+    pub(crate) fn port(&self) -> u16 {
         // SAFETY: the id lives.
         u16::from_be(unsafe { ffi::rdma_get_src_port(self.ptr.as_ptr()) })
     }
 
-    pub fn resolve_address(&self, local: &Address, remote: &Address, timeout_ms: c_int) -> Result<()> {
+    pub(crate) fn resolve_address(&self, local: &Address, remote: &Address, timeout_ms: c_int) -> Result<()> {
         let (local, remote) = (local.socket(), remote.socket());
         // SAFETY: the id lives; the addresses are read during the call.
         check(unsafe {
@@ -228,14 +228,14 @@ impl Id {
         })
     }
 
-    pub fn resolve_route(&self, timeout_ms: c_int) -> Result<()> {
+    pub(crate) fn resolve_route(&self, timeout_ms: c_int) -> Result<()> {
         // SAFETY: the id lives.
         check(unsafe { ffi::rdma_resolve_route(self.ptr.as_ptr(), timeout_ms) })
     }
 
     /// Sets how long an acknowledgement may take before a request is sent again: 4.096 µs times two to the power of
     /// `exponent` (InfiniBand specification, 9.7.6.1.3). No effect on iWARP, where TCP retransmits.
-    pub fn set_ack_timeout(&self, exponent: u8) {
+    pub(crate) fn set_ack_timeout(&self, exponent: u8) {
         // From linux/rdma_user_cm.h; some bindings lack these.
         const RDMA_OPTION_ID: c_int = 0;
         const RDMA_OPTION_ID_ACK_TIMEOUT: c_int = 3;
@@ -253,29 +253,29 @@ impl Id {
     }
 
     /// Returns the device; `None` before an address is bound or resolved.
-    pub fn context(&self) -> Option<Context> {
+    pub(crate) fn context(&self) -> Option<Context> {
         // SAFETY: the id lives.
         NonNull::new(unsafe { (*self.ptr.as_ptr()).verbs }).map(Context)
     }
 
-    pub fn connect(&self, private: &[u8], depth: u8) -> Result<()> {
+    pub(crate) fn connect(&self, private: &[u8], depth: u8) -> Result<()> {
         let mut param = conn_param(private, depth)?;
         // SAFETY: the id lives. The parameters, and the private data that they point to, are read during the call.
         check(unsafe { ffi::rdma_connect(self.ptr.as_ptr(), &mut param) })
     }
 
-    pub fn accept(&self, private: &[u8], depth: u8) -> Result<()> {
+    pub(crate) fn accept(&self, private: &[u8], depth: u8) -> Result<()> {
         let mut param = conn_param(private, depth)?;
         // SAFETY: as in `connect`.
         check(unsafe { ffi::rdma_accept(self.ptr.as_ptr(), &mut param) })
     }
 
-    pub fn reject(&self) -> Result<()> {
+    pub(crate) fn reject(&self) -> Result<()> {
         // SAFETY: the id lives; no private data.
         check(unsafe { ffi::rdma_reject(self.ptr.as_ptr(), std::ptr::null(), 0) })
     }
 
-    pub fn disconnect(&self) -> Result<()> {
+    pub(crate) fn disconnect(&self) -> Result<()> {
         // SAFETY: the id lives.
         check(unsafe { ffi::rdma_disconnect(self.ptr.as_ptr()) })
     }

@@ -5,7 +5,7 @@ use std::mem::MaybeUninit;
 use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
 
-pub use ffi::ibv_wc_status as status;
+pub(crate) use ffi::ibv_wc_status as status;
 use rdma_sys as ffi;
 use rdmasock_core::fabric::plugin;
 
@@ -13,7 +13,7 @@ use super::context::Context;
 use crate::error::{Errno, Result, check_code};
 
 /// A completion queue.
-pub struct Cq {
+pub(crate) struct Cq {
     pub(super) ptr: NonNull<ffi::ibv_cq>,
     channel: Arc<CompletionChannel>,
 }
@@ -25,7 +25,7 @@ unsafe impl Sync for Cq {}
 
 /// A completion.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Done {
+pub(crate) struct Done {
     /// The id of the work request.
     pub id: u64,
     /// The status, one of [`status`].
@@ -37,11 +37,11 @@ pub struct Done {
 }
 
 /// The most completions that one poll takes.
-pub const BATCH: usize = 16;
+pub(crate) const BATCH: usize = 16;
 
 impl Cq {
     /// Makes a queue that reports to this channel, which is of the same device.
-    pub fn new(context: Context, channel: &Arc<CompletionChannel>, entries: u32) -> Result<Self> {
+    pub(crate) fn new(context: Context, channel: &Arc<CompletionChannel>, entries: u32) -> Result<Self> {
         let entries = c_int::try_from(entries).map_err(|_| Errno(libc::EINVAL))?;
         // SAFETY: context and channel live, the channel as long as the queue. Null is handled.
         let ptr = unsafe { ffi::ibv_create_cq(context.0.as_ptr(), entries, null_mut(), channel.ptr.as_ptr(), 0) };
@@ -51,12 +51,12 @@ impl Cq {
         })
     }
 
-    pub fn fd(&self) -> c_int {
+    pub(crate) fn fd(&self) -> c_int {
         self.channel.fd
     }
 
     /// Takes completions into `into`; returns their number.
-    pub fn poll(&self, into: &mut [Done; BATCH]) -> Result<usize> {
+    pub(crate) fn poll(&self, into: &mut [Done; BATCH]) -> Result<usize> {
         let mut wcs = [const { MaybeUninit::<ffi::ibv_wc>::zeroed() }; BATCH];
         let at = wcs.as_mut_ptr().cast::<ffi::ibv_wc>();
         // SAFETY: the queue lives. The provider writes at most BATCH completions, and the array has room for as many.
@@ -85,7 +85,7 @@ impl Cq {
     /// readable: they are taken, as are events of other queues. So the owner of several queues on a channel arms all of
     /// them, and then polls all of them. If two threads arm at once, one may take the event of a queue that the other
     /// has armed already. It arms that queue next, and polls it.
-    pub fn arm(&self) -> Result<()> {
+    pub(crate) fn arm(&self) -> Result<()> {
         self.channel.drain();
         // SAFETY: the queue lives.
         unsafe {
@@ -108,7 +108,7 @@ impl Drop for Cq {
 }
 
 /// Reports the completions of one or more completion queues by a single fd.
-pub struct CompletionChannel {
+pub(crate) struct CompletionChannel {
     ptr: NonNull<ffi::ibv_comp_channel>,
     fd: c_int,
 }
@@ -120,7 +120,7 @@ unsafe impl Send for CompletionChannel {}
 unsafe impl Sync for CompletionChannel {}
 
 impl CompletionChannel {
-    pub fn new(context: Context) -> Result<Self> {
+    pub(crate) fn new(context: Context) -> Result<Self> {
         // SAFETY: the context lives; null is handled.
         let ptr = NonNull::new(unsafe { ffi::ibv_create_comp_channel(context.0.as_ptr()) }).ok_or_else(Errno::last)?;
         // SAFETY: the channel was just made, and no other thread has it. It closes its fd itself if the fd was not

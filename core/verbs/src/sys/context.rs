@@ -22,7 +22,7 @@ static HIDDEN: [AtomicPtr<ffi::ibv_context>; CONTEXTS] = [const { AtomicPtr::new
 
 /// An open device. librdmacm opens it, shares it among its ids, and does not close it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Context(pub(super) NonNull<ffi::ibv_context>);
+pub(crate) struct Context(pub(super) NonNull<ffi::ibv_context>);
 
 // SAFETY: verbs may be called from any thread. The context is never freed while an id of the device exists, and
 // `device.rs` keeps one for ever.
@@ -32,7 +32,7 @@ unsafe impl Sync for Context {}
 
 /// The limits of a device that the plugin uses.
 #[derive(Clone, Copy, Debug)]
-pub struct DeviceLimits {
+pub(crate) struct DeviceLimits {
     pub max_qp_wr: u32,
     pub max_cqe: u32,
     /// RDMA READs that a queue pair may have outstanding.
@@ -41,7 +41,7 @@ pub struct DeviceLimits {
 
 impl Context {
     /// Hides the context's fds. To be called once, before another thread uses the context.
-    pub fn hide(self) -> Result<()> {
+    pub(crate) fn hide(self) -> Result<()> {
         // SAFETY: the context lives for ever. By this function's condition no other thread uses its fds now.
         unsafe {
             let ptr = self.0.as_ptr();
@@ -61,7 +61,7 @@ impl Context {
 
     /// Invalidates the inherited contexts in a fork child: a use of one then fails with EBADF, instead of reaching
     /// another file's fd.
-    pub fn forget_all() {
+    pub(crate) fn forget_all() {
         for place in &HIDDEN {
             if let Some(context) = NonNull::new(place.swap(null_mut(), Ordering::Relaxed)) {
                 // SAFETY: contexts live for ever, and a fork child has this thread only.
@@ -73,12 +73,12 @@ impl Context {
         }
     }
 
-    pub fn is_iwarp(&self) -> bool {
+    pub(crate) fn is_iwarp(&self) -> bool {
         // SAFETY: the context and its device live for ever.
         unsafe { (*(*self.0.as_ptr()).device).transport_type == ffi::ibv_transport_type::IBV_TRANSPORT_IWARP }
     }
 
-    pub fn limits(&self) -> Result<DeviceLimits> {
+    pub(crate) fn limits(&self) -> Result<DeviceLimits> {
         let mut attr = MaybeUninit::<ffi::ibv_device_attr>::zeroed();
         // SAFETY: the context lives. The attributes are numbers, for which zeroes are valid, and the call writes them.
         let attr = unsafe {
@@ -96,7 +96,7 @@ impl Context {
 
 /// A protection domain.
 #[derive(Debug)]
-pub struct Pd(pub(super) NonNull<ffi::ibv_pd>);
+pub(crate) struct Pd(pub(super) NonNull<ffi::ibv_pd>);
 
 // SAFETY: verbs may be called from any thread.
 unsafe impl Send for Pd {}
@@ -104,7 +104,7 @@ unsafe impl Send for Pd {}
 unsafe impl Sync for Pd {}
 
 impl Pd {
-    pub fn new(context: Context) -> Result<Self> {
+    pub(crate) fn new(context: Context) -> Result<Self> {
         // SAFETY: the context lives. Null is handled.
         NonNull::new(unsafe { ffi::ibv_alloc_pd(context.0.as_ptr()) })
             .map(Self)
@@ -121,7 +121,7 @@ impl Drop for Pd {
 
 /// Registered memory: this end's work requests may read it; the peer's may write to it if the access permits that.
 #[derive(Debug)]
-pub struct Mr {
+pub(crate) struct Mr {
     ptr: NonNull<ffi::ibv_mr>,
     _pd: Arc<Pd>,
     _slab: Option<Arc<Slab>>,
@@ -135,7 +135,7 @@ unsafe impl Sync for Mr {}
 impl Mr {
     /// Registers a slab for this end only; or, for probes, so that the peer may read and write it too. The plugin does
     /// not read the bytes of such a slab. Some iWARP devices require the write access for memory that a READ fills.
-    pub fn of_slab(pd: &Arc<Pd>, slab: &Arc<Slab>, is_for_probes: bool) -> Result<Self> {
+    pub(crate) fn of_slab(pd: &Arc<Pd>, slab: &Arc<Slab>, is_for_probes: bool) -> Result<Self> {
         let own = ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE;
         let shared =
             own | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_READ;
@@ -150,7 +150,7 @@ impl Mr {
     ///
     /// # Safety
     /// While the registration exists, the memory is accessed through raw pointers and atomics only.
-    pub unsafe fn of_memory(pd: &Arc<Pd>, at: *mut c_void, len: usize, role: Role) -> Result<Self> {
+    pub(crate) unsafe fn of_memory(pd: &Arc<Pd>, at: *mut c_void, len: usize, role: Role) -> Result<Self> {
         let written = ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE;
         let access = match role {
             Role::Source => ffi::ibv_access_flags(0),
@@ -173,7 +173,7 @@ impl Mr {
         })
     }
 
-    pub fn key(&self) -> Key {
+    pub(crate) fn key(&self) -> Key {
         // SAFETY: the registration lives.
         let mr = unsafe { self.ptr.as_ref() };
         Key {

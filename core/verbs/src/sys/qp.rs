@@ -13,7 +13,7 @@ use super::context::Pd;
 use crate::error::{Errno, Result, check, check_code};
 
 /// A queue pair that belongs to an rdma_cm id.
-pub struct Qp {
+pub(crate) struct Qp {
     ptr: NonNull<ffi::ibv_qp>,
     id: Arc<Id>,
     _pd: Arc<Pd>,
@@ -27,7 +27,7 @@ unsafe impl Sync for Qp {}
 
 /// The operation of a work request in the send queue.
 #[derive(Clone, Copy, Debug)]
-pub enum Work {
+pub(crate) enum Work {
     Send,
     Write {
         to: u64,
@@ -45,7 +45,7 @@ pub enum Work {
 
 /// Memory that a work request reads or writes.
 #[derive(Clone, Copy, Debug)]
-pub struct Piece {
+pub(crate) struct Piece {
     pub at: *const u8,
     pub len: u32,
     /// The lkey.
@@ -53,7 +53,7 @@ pub struct Piece {
 }
 
 impl Piece {
-    pub const NONE: Self = Self {
+    pub(crate) const NONE: Self = Self {
         at: std::ptr::null(),
         len: 0,
         key: 0,
@@ -71,7 +71,7 @@ impl Piece {
 impl Qp {
     /// Makes a reliable queue pair with queues of these `lengths`, of sends and of receives, and asks for `inline`
     /// bytes of inline data; also returns how many it has.
-    pub fn new(id: &Arc<Id>, pd: &Arc<Pd>, cq: &Arc<Cq>, lengths: [u32; 2], inline: u32) -> Result<(Self, u32)> {
+    pub(crate) fn new(id: &Arc<Id>, pd: &Arc<Pd>, cq: &Arc<Cq>, lengths: [u32; 2], inline: u32) -> Result<(Self, u32)> {
         // SAFETY: a structure of numbers and pointers, for which zeroes are valid.
         let mut attr: ffi::ibv_qp_init_attr = unsafe { zeroed() };
         attr.send_cq = cq.ptr.as_ptr();
@@ -96,7 +96,7 @@ impl Qp {
     }
 
     /// Returns the most bytes that a packet carries; valid only once the queue pair is connected.
-    pub fn path_mtu(&self) -> Result<u32> {
+    pub(crate) fn path_mtu(&self) -> Result<u32> {
         // SAFETY: structures of numbers and pointers, for which zeroes are valid.
         let (mut attr, mut init): (ffi::ibv_qp_attr, ffi::ibv_qp_init_attr) = unsafe { (zeroed(), zeroed()) };
         let mask = ffi::ibv_qp_attr_mask::IBV_QP_PATH_MTU.0 as c_int;
@@ -114,7 +114,7 @@ impl Qp {
     /// # Safety
     /// The piece stays readable until the request has completed, or during the call if it is inline. The piece of a
     /// READ stays writable.
-    pub unsafe fn post(&self, id: u64, work: Work, piece: Piece, signal: bool, inline: bool) -> Result<()> {
+    pub(crate) unsafe fn post(&self, id: u64, work: Work, piece: Piece, signal: bool, inline: bool) -> Result<()> {
         let mut sge = piece.sge();
         // SAFETY: a structure of numbers and pointers, for which zeroes are valid.
         let mut wr: ffi::ibv_send_wr = unsafe { zeroed() };
@@ -166,7 +166,7 @@ impl Qp {
     ///
     /// # Safety
     /// The pieces stay writable until each request has completed, and have no other user until then.
-    pub unsafe fn post_receives(&self, list: &[(u64, Piece)]) -> Result<()> {
+    pub(crate) unsafe fn post_receives(&self, list: &[(u64, Piece)]) -> Result<()> {
         if list.is_empty() {
             return Ok(());
         }

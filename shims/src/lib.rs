@@ -20,7 +20,7 @@
 //! (`objects::mailbox`), the making of an instance in a fork's child (`objects::library`), and the end of a
 //! connection (`notify::call::Told`).
 
-#![warn(missing_docs)]
+#![warn(missing_docs, unreachable_pub)]
 
 pub mod api;
 pub mod config;

@@ -22,14 +22,14 @@ use crate::config::{Alloc, config, warn};
 const MOST: usize = 4096;
 
 /// The unit in which the kernel counts locked memory, bytes.
-pub const PAGE: u64 = 4096;
+pub(crate) const PAGE: u64 = 4096;
 
 /// The allocator's table; null until the allocator is found.
 static TABLE: AtomicPtr<Table> = AtomicPtr::new(std::ptr::null_mut());
 
 /// Looks for the allocator among the libraries of the process, and has it call `end` from now on. Returns false if the
 /// allocator is not loaded, or is of another version.
-pub fn find(end: End) -> bool {
+pub(crate) fn find(end: End) -> bool {
     // SAFETY: the name ends in a NUL.
     let entry = unsafe { libc::dlsym(libc::RTLD_DEFAULT, rdmasock_core::allocator::ENTRY.as_ptr()) };
     if entry.is_null() {
@@ -54,7 +54,7 @@ pub fn find(end: End) -> bool {
 }
 
 /// Warns on stderr, once, if the user has asked for the allocator and it is not loaded.
-pub fn warn_if_missing() {
+pub(crate) fn warn_if_missing() {
     static IS_SAID: AtomicBool = AtomicBool::new(false);
     let is_missing = config().alloc == Alloc::Registered && table().is_none();
     if is_missing && !IS_SAID.swap(true, Relaxed) {
@@ -72,7 +72,7 @@ fn table() -> Option<&'static Table> {
 
 /// Notifies the allocator of a system call by number, which the program is about to make and which may change what
 /// memory is.
-pub fn before(number: c_long, arguments: [usize; 6]) {
+pub(crate) fn before(number: c_long, arguments: [usize; 6]) {
     if let Some(table) = table() {
         // SAFETY: the allocator's function, with a number and a pointer to six arguments.
         unsafe { (table.before)(number, &arguments) };
@@ -93,18 +93,18 @@ fn piece(at: usize) -> Option<Piece> {
 }
 
 /// A device of a link, which registers memory.
-pub trait Device: Sync {
+pub(crate) trait Device: Sync {
     /// Ends a registration, if the device still exists. The end of a device ends its registrations.
     fn deregister(&self, region: Region);
 }
 
 /// Returns whether devices may keep a registration of the memory at this address for longer than a call.
-pub fn is_kept(at: usize) -> bool {
+pub(crate) fn is_kept(at: usize) -> bool {
     piece(at).is_some_and(|piece| piece.now() & WHOLE != 0)
 }
 
 /// A registration of a piece with a device.
-pub struct Known {
+pub(crate) struct Known {
     device: &'static dyn Device,
     region: Region,
     /// Bytes that the registration takes of the budget.
@@ -113,7 +113,7 @@ pub struct Known {
 
 impl Known {
     /// Ends all `registrations`. Returns the bytes that they took of the budget.
-    pub fn end_all(registrations: Vec<Self>) -> u64 {
+    pub(crate) fn end_all(registrations: Vec<Self>) -> u64 {
         let each = registrations.into_iter();
         each.map(|known| {
             known.device.deregister(known.region);
@@ -133,7 +133,7 @@ fn key_in(known: &[Known], device: &dyn Device) -> Option<Key> {
 }
 
 /// A piece under one of its epochs. A call uses it as long as it holds a reference beside the table's.
-pub struct Kept {
+pub(crate) struct Kept {
     start: usize,
     len: usize,
     epoch: u64,
@@ -144,19 +144,19 @@ pub struct Kept {
 
 impl Kept {
     /// Returns the beginning of the piece and its bytes.
-    pub fn memory(&self) -> (*mut u8, usize) {
+    pub(crate) fn memory(&self) -> (*mut u8, usize) {
         (std::ptr::with_exposed_provenance_mut(self.start), self.len)
     }
 
     /// Returns the key by which the device knows the piece; `None` if it does not.
-    pub fn key(&self, device: &dyn Device) -> Option<Key> {
+    pub(crate) fn key(&self, device: &dyn Device) -> Option<Key> {
         key_in(&self.known.lock()?, device)
     }
 
     /// Keeps a new registration with a device. `Err` is the key of a registration that another call has kept meanwhile;
     /// the caller has to end its own. `Err(None)` means that the caller is a signal handler, which has interrupted a
     /// change of the list.
-    pub fn keep(&self, device: &'static dyn Device, region: Region, cost: u64) -> Result<(), Option<Key>> {
+    pub(crate) fn keep(&self, device: &'static dyn Device, region: Region, cost: u64) -> Result<(), Option<Key>> {
         let mut known = self.known.lock().ok_or(None)?;
         if let Some(key) = key_in(&known, device) {
             return Err(Some(key));
@@ -166,7 +166,7 @@ impl Kept {
     }
 
     /// Removes the registrations with that device and returns them, so that the caller can end them.
-    pub fn take_of(&self, device: &dyn Device) -> Vec<Known> {
+    pub(crate) fn take_of(&self, device: &dyn Device) -> Vec<Known> {
         self.take(|known| known.is_of(device))
     }
 
@@ -179,12 +179,12 @@ impl Kept {
 }
 
 /// Releases a reference. The last release ends the registrations. Returns the bytes that they took of the budget.
-pub fn leave(kept: Arc<Kept>) -> u64 {
+pub(crate) fn leave(kept: Arc<Kept>) -> u64 {
     Arc::into_inner(kept).map_or(0, |kept| Known::end_all(kept.take(|_| true)))
 }
 
 /// The kept pieces, and the registrations of each.
-pub struct Pieces {
+pub(crate) struct Pieces {
     /// Sorted by their beginnings, with one entry for each piece.
     kept: Lock<Vec<Arc<Kept>>>,
     /// Counts the requests for pieces.
@@ -193,7 +193,7 @@ pub struct Pieces {
 
 impl Pieces {
     /// Returns an empty table.
-    pub const fn new() -> Self {
+    pub(crate) const fn new() -> Self {
         Self {
             kept: Lock::new(Vec::new()),
             clock: AtomicU64::new(0),
@@ -203,7 +203,7 @@ impl Pieces {
     /// Returns the piece in which these bytes begin, how many of them lie in it, and the bytes of the budget that have
     /// come free. The piece stays as long as the reference. `None` if the memory is not the allocator's, or devices
     /// must not keep it.
-    pub fn covering(&self, start: usize, len: usize) -> Option<(Arc<Kept>, usize, u64)> {
+    pub(crate) fn covering(&self, start: usize, len: usize) -> Option<(Arc<Kept>, usize, u64)> {
         let piece = piece(start)?;
         // Read first: a later registration is one of the piece under this epoch, or is not used again.
         let epoch = piece.now();
@@ -246,7 +246,7 @@ impl Pieces {
 
     /// Ends the registrations that were unused for longest, until `wanted` bytes of the budget have come free or all
     /// that is left is in use. Returns the bytes that have come free.
-    pub fn make_room(&self, wanted: u64) -> u64 {
+    pub(crate) fn make_room(&self, wanted: u64) -> u64 {
         let mut free = 0;
         while free < wanted {
             let oldest = self.kept.lock().and_then(|mut all| take_oldest(&mut all));
@@ -258,7 +258,7 @@ impl Pieces {
 
     /// Ends the registrations of memory that is about to become other memory, as [`End`] says. Returns the bytes of the
     /// budget that have come free; `None` if devices may still know some of it.
-    pub fn end(&self, start: usize, len: usize, force: bool) -> Option<u64> {
+    pub(crate) fn end(&self, start: usize, len: usize, force: bool) -> Option<u64> {
         let end = start.saturating_add(len);
         let taken: Vec<Arc<Kept>> = {
             let mut all = self.kept.lock()?;
@@ -274,7 +274,7 @@ impl Pieces {
 
     /// Forgets the registrations with a device. The device is about to end, and its registrations end with it. Returns
     /// the bytes that they took of the budget.
-    pub fn forget(&self, device: &dyn Device) -> u64 {
+    pub(crate) fn forget(&self, device: &dyn Device) -> u64 {
         self.kept.lock().map_or(0, |all| {
             let known = all.iter().flat_map(|kept| kept.take_of(device));
             known.map(|known| known.cost).sum()
@@ -293,11 +293,11 @@ fn take_oldest(all: &mut Vec<Arc<Kept>>) -> Option<Arc<Kept>> {
 /// counts them, like the rings, against the limit on locked memory. So the budget is half of the limit; the other half
 /// is for links to come.
 #[derive(Default)]
-pub struct Budget(AtomicU64);
+pub(crate) struct Budget(AtomicU64);
 
 /// Returns half of the limit on locked memory, bytes; `u64::MAX` without a limit. The program may change the limit at
 /// any time.
-pub fn limit() -> u64 {
+pub(crate) fn limit() -> u64 {
     getrlimit(Resource::Memlock).current.map_or(u64::MAX, |limit| limit / 2)
 }
 
@@ -305,7 +305,7 @@ impl Budget {
     /// Takes up to `wanted` bytes of `limit`, plus two pages, because the memory may begin and end within a page.
     /// Returns how many bytes may be registered, and the cost that [`give_back`](Self::give_back) needs. `None` if
     /// fewer than `least` bytes are left.
-    pub fn take(&self, wanted: usize, least: usize, limit: u64) -> Option<(usize, u64)> {
+    pub(crate) fn take(&self, wanted: usize, least: usize, limit: u64) -> Option<(usize, u64)> {
         let edges = 2 * PAGE;
         let mut len = 0;
         let taken = self.0.fetch_update(Relaxed, Relaxed, |taken| {
@@ -318,13 +318,13 @@ impl Budget {
 
     /// Takes `bytes` bytes of `limit`, which are whole pages. Returns the cost that [`give_back`](Self::give_back)
     /// needs; `None` if fewer bytes are left.
-    pub fn take_pages(&self, bytes: u64, limit: u64) -> Option<u64> {
+    pub(crate) fn take_pages(&self, bytes: u64, limit: u64) -> Option<u64> {
         let with = |taken: u64| taken.checked_add(bytes).filter(|sum| *sum <= limit);
         self.0.fetch_update(Relaxed, Relaxed, with).ok().map(|_| bytes)
     }
 
     /// Gives back what a registration has taken.
-    pub fn give_back(&self, cost: u64) {
+    pub(crate) fn give_back(&self, cost: u64) {
         self.0.fetch_sub(cost, Relaxed);
     }
 }

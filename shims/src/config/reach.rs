@@ -14,7 +14,7 @@ use rdmasock_core::rendezvous::diag;
 use crate::config::{Config, Fabrics};
 
 /// The facts that decide which hosts are in reach. Made once; fork children inherit it.
-pub struct Reach {
+pub(crate) struct Reach {
     /// The control port. 0: this process neither asks nor answers.
     port: u16,
     key: Option<Key>,
@@ -28,7 +28,7 @@ pub struct Reach {
 impl Reach {
     /// Returns the facts from the configuration. A secret that cannot be used costs one line on stderr and switches the
     /// control port off. So hosts are never asked without the secret that was configured.
-    pub fn new(config: &Config) -> Self {
+    pub(crate) fn new(config: &Config) -> Self {
         let mut reach = Self {
             port: config.control_port,
             key: None,
@@ -52,28 +52,28 @@ impl Reach {
     }
 
     /// Returns the control port; `None` if it is off.
-    pub fn port(&self) -> Option<u16> {
+    pub(crate) fn port(&self) -> Option<u16> {
         (self.port != 0).then_some(self.port)
     }
 
     /// Returns the key that signs datagrams; `None` if they are not signed.
-    pub fn key(&self) -> Option<&Key> {
+    pub(crate) fn key(&self) -> Option<&Key> {
         self.key.as_ref()
     }
 
     /// Returns whether connections of this process may move to an RDMA device: the fabric is allowed, and there may be
     /// a device. Pretended networks count as a device. Does not check whether the plugin loads.
-    pub fn verbs_ready(&self) -> bool {
+    pub(crate) fn verbs_ready(&self) -> bool {
         !self.pretend.is_empty() || self.wanted && crate::config::verbs::is_possible()
     }
 
     /// For tests: returns whether hosts ask and answer each other though no link can be made.
-    pub fn pretends(&self) -> bool {
+    pub(crate) fn pretends(&self) -> bool {
         !self.pretend.is_empty()
     }
 
     /// For tests: returns whether links within the host are made like links between hosts.
-    pub fn is_device_for_here(&self) -> bool {
+    pub(crate) fn is_device_for_here(&self) -> bool {
         self.is_here
     }
 
@@ -83,7 +83,7 @@ impl Reach {
     }
 
     /// Returns whether a connection from this local address to `remote` could move: an RDMA device has the address.
-    pub fn is_candidate(&self, local: IpAddr, remote: IpAddr, devices: &mut Devices) -> bool {
+    pub(crate) fn is_candidate(&self, local: IpAddr, remote: IpAddr, devices: &mut Devices) -> bool {
         self.pretend.iter().any(|net| net.contains(&remote)) || self.wanted && devices.have(local)
     }
 }
@@ -91,7 +91,7 @@ impl Reach {
 /// Which local addresses RDMA devices have, as last seen. A lookup reads dozens of small files, more if a device has a
 /// large table of GIDs, and takes a descriptor for each.
 #[derive(Default)]
-pub struct Devices {
+pub(crate) struct Devices {
     /// By address: whether a device has it, and until when that answer holds, monotonic ns.
     seen: HashMap<IpAddr, (bool, u64)>,
 }
@@ -102,7 +102,7 @@ impl Devices {
     const MANY: usize = 256;
 
     /// Returns whether an RDMA device has this local address.
-    pub fn have(&mut self, local: IpAddr) -> bool {
+    pub(crate) fn have(&mut self, local: IpAddr) -> bool {
         self.have_at(local, crate::sys::time::now_ns(), crate::config::verbs::has_device)
     }
 

@@ -30,7 +30,7 @@ const LONGEST: usize = 1 << 20;
 /// The decision of the rules about a connection.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Decision {
+pub(crate) enum Decision {
     /// The connection may move to a link.
     #[default]
     Accelerate,
@@ -41,7 +41,7 @@ pub enum Decision {
 /// The rules in their order. Without rules every connection may be accelerated.
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Rules {
+pub(crate) struct Rules {
     #[serde(default, rename = "rule")]
     rules: Vec<Rule>,
 }
@@ -136,7 +136,7 @@ impl Rules {
     ///
     /// # Errors
     /// A message of one line that names the fault, its place, and the remedy.
-    pub fn load(path: &Path) -> Result<Self, String> {
+    pub(crate) fn load(path: &Path) -> Result<Self, String> {
         read(path)
             .map_err(|problem| format!("cannot read it: {problem}"))
             .and_then(|text| Self::parse(&text))
@@ -152,7 +152,7 @@ impl Rules {
     ///
     /// # Errors
     /// A message of one line that names the fault and its line.
-    pub fn parse(text: &str) -> Result<Self, String> {
+    pub(crate) fn parse(text: &str) -> Result<Self, String> {
         toml::from_str(text).map_err(|error| {
             let message = error.message().replace('\n', ", ");
             match error.span().and_then(|span| text.get(..span.start)) {
@@ -168,7 +168,7 @@ impl Rules {
     /// Returns the decision of the first rule that matches; without one, [`Decision::Accelerate`]. `program` is a
     /// basename; `local` is this end.
     #[must_use]
-    pub fn decide(&self, program: &str, local: SocketAddr, peer: SocketAddr, direction: Direction) -> Decision {
+    pub(crate) fn decide(&self, program: &str, local: SocketAddr, peer: SocketAddr, direction: Direction) -> Decision {
         self.rules
             .iter()
             .find(|rule| rule.is_match(program, local, peer, direction))

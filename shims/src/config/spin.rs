@@ -123,7 +123,7 @@ impl Spinner {
 }
 
 /// Spins for as long as a quick peer takes to answer, before a call that costs as much. Does not change any score.
-pub fn glance(done: impl FnMut() -> bool) -> bool {
+pub(crate) fn glance(done: impl FnMut() -> bool) -> bool {
     spin_for(GLANCE, done) != SpinEnd::Miss
 }
 
@@ -238,7 +238,7 @@ static FD: AtomicI32 = AtomicI32::new(-1);
 static PROCESSORS: AtomicU32 = AtomicU32::new(0);
 
 /// Forgets the descriptor in a fork child, where it is closed.
-pub fn after_fork() {
+pub(crate) fn after_fork() {
     FD.store(-1, Release);
 }
 

@@ -21,7 +21,7 @@ use crate::config::ZeroCopy;
 
 /// The smallest transfer with `auto`, bytes. Below it the cost of a WRITE and its notification is not worth the saved
 /// copy.
-pub const LEAST: usize = 16 * 1024;
+pub(crate) const LEAST: usize = 16 * 1024;
 /// The largest threshold with `auto`, bytes, however slow registrations seem. So large sends correct a wrong
 /// measurement.
 const MOST: usize = 1024 * 1024;
@@ -86,7 +86,7 @@ impl Costs {
 
 /// Returns the size from which on a send or a receive is not eager, bytes. `is_registered` says that the device knows
 /// the memory already.
-pub fn threshold(asked: ZeroCopy, costs: &Costs, is_registered: bool) -> usize {
+pub(crate) fn threshold(asked: ZeroCopy, costs: &Costs, is_registered: bool) -> usize {
     match asked {
         ZeroCopy::Off => usize::MAX,
         ZeroCopy::Auto => costs.break_even(is_registered),
@@ -95,7 +95,7 @@ pub fn threshold(asked: ZeroCopy, costs: &Costs, is_registered: bool) -> usize {
 }
 
 /// Returns the smallest piece that is worth a transfer of its own, bytes, if the whole is above the threshold.
-pub fn least_piece(asked: ZeroCopy) -> usize {
+pub(crate) fn least_piece(asked: ZeroCopy) -> usize {
     match asked {
         ZeroCopy::Off => usize::MAX,
         ZeroCopy::Auto => LEAST,

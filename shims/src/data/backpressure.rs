@@ -79,7 +79,7 @@ pub(super) fn take_reserve(socket: &Socket, tx: &mut Tx) -> Room {
 
 /// Returns whether a full ring has room at a closer look, or can be exchanged for one with room. The program's bound on
 /// unread bytes decides. Between hosts this may move the producer to a send buffer of this end.
-pub fn could_have_room(socket: &Socket, producer: &mut Producer) -> bool {
+pub(crate) fn could_have_room(socket: &Socket, producer: &mut Producer) -> bool {
     if !producer.has_bound() {
         producer.set_bound(bound(socket));
     }
@@ -104,7 +104,7 @@ fn borrow(socket: &Socket, producer: &mut Producer) -> bool {
 }
 
 /// Gives the send buffer back if the peer has read all of it. Returns false if the buffer is still in use.
-pub fn give_back(socket: &Socket) -> bool {
+pub(crate) fn give_back(socket: &Socket) -> bool {
     if socket.tx_mode.load(Acquire) != Mode::Link {
         return true;
     }
@@ -140,7 +140,7 @@ pub(super) fn set_size(socket: &Socket) -> Option<u64> {
 
 /// Applies a new size of the send buffer, which the program has set.
 #[cold]
-pub fn on_buffer_size(socket: &'static Socket) {
+pub(crate) fn on_buffer_size(socket: &'static Socket) {
     if let Some(mut tx) = socket.tx.lock()
         && socket.tx_mode.load(Acquire) == Mode::Link
         && let Some(producer) = tx.producer.as_mut()
@@ -154,7 +154,7 @@ pub fn on_buffer_size(socket: &'static Socket) {
 /// Has the service thread ask for a larger ring if the reader stands still, because nothing can be sent now. Kernel TCP
 /// takes megabytes without a reader, and programs count on it (both ends may send before they read). But a ring grows
 /// only as its reader finds it too small. With TCP_USER_TIMEOUT the stream leaves the link if that does not help.
-pub fn report_blocked(socket: &'static Socket, tx: &mut Tx) {
+pub(crate) fn report_blocked(socket: &'static Socket, tx: &mut Tx) {
     let max = config().ring_max.bytes();
     // Until the other end's answer to a promotion has been read, the sender may be waiting for that answer (P73). The
     // service thread then looks for it in TCP.
@@ -170,18 +170,18 @@ pub fn report_blocked(socket: &'static Socket, tx: &mut Tx) {
 }
 
 /// Returns whether the direction is on a link that has no room for more bytes.
-pub fn is_full(socket: &'static Socket) -> bool {
+pub(crate) fn is_full(socket: &'static Socket) -> bool {
     let full = |tx: &mut Tx| Some(tx.producer.as_mut()?.has_space() == Ok(false));
     socket.tx_mode.load(Acquire) == Mode::Link && socket.tx.lock().and_then(|mut tx| full(&mut tx)) == Some(true)
 }
 
 /// Returns whether the direction is on a link with bytes that the reader has not read.
-pub fn is_unread(socket: &'static Socket) -> bool {
+pub(crate) fn is_unread(socket: &'static Socket) -> bool {
     socket.tx_mode.load(Acquire) == Mode::Link && unread(socket).is_some_and(|n| n > 0)
 }
 
 /// Returns the bytes on the link that the reader is not known to have read; `None` if there is no ring.
-pub fn unread(socket: &'static Socket) -> Option<u64> {
+pub(crate) fn unread(socket: &'static Socket) -> Option<u64> {
     let mut tx = socket.tx.lock()?;
     tx.producer.as_mut()?.used().ok()
 }
@@ -193,7 +193,7 @@ fn is_timed(socket: &Socket) -> bool {
 
 /// Returns the position up to which the reader has made room; with TCP_USER_TIMEOUT, up to which it has read. `None` if
 /// there is no ring.
-pub fn reader_at(socket: &'static Socket) -> Option<u64> {
+pub(crate) fn reader_at(socket: &'static Socket) -> Option<u64> {
     let mut tx = socket.tx.lock()?;
     let producer = tx.producer.as_mut()?;
     match is_timed(socket) {
@@ -210,7 +210,7 @@ pub fn reader_at(socket: &'static Socket) -> Option<u64> {
 ///
 /// The second value is true if the reader stands still and TCP_USER_TIMEOUT bounds the wait: then too the socket is to
 /// be checked again.
-pub fn ask_for_room(socket: &'static Socket, then: u64) -> Option<(u64, bool)> {
+pub(crate) fn ask_for_room(socket: &'static Socket, then: u64) -> Option<(u64, bool)> {
     let now = reader_at(socket);
     let mut tx = socket.tx.lock()?;
     let on_link = socket.tx_mode.load(Acquire) == Mode::Link;
@@ -310,7 +310,7 @@ fn offer(socket: &'static Socket, link: &Link, consumer: &mut Consumer, bytes: u
 /// Offers the largest ring that there is to a sender whose ring is full while the program does not read. The peer has
 /// asked for attention, which may be for this. The ring grows in one step, because a second switch of rings would wait
 /// for the reader.
-pub fn relieve(socket: &'static Socket, link: &'static Link) {
+pub(crate) fn relieve(socket: &'static Socket, link: &'static Link) {
     let Some(mut rx) = socket.rx.lock() else {
         return;
     };
@@ -337,7 +337,7 @@ pub fn relieve(socket: &'static Socket, link: &'static Link) {
 }
 
 /// The outcome of a check whether an idle direction's ring can shrink.
-pub enum Shrunk {
+pub(crate) enum Shrunk {
     /// The ring has its first size.
     Small,
     /// The ring cannot shrink now.
@@ -347,7 +347,7 @@ pub enum Shrunk {
 }
 
 /// Offers an idle direction a ring of the first size. The direction is idle if no byte was read since the last check.
-pub fn shrink(socket: &'static Socket, link: &'static Link) -> Shrunk {
+pub(crate) fn shrink(socket: &'static Socket, link: &'static Link) -> Shrunk {
     let Some(mut rx) = socket.rx.lock() else {
         return Shrunk::Busy;
     };

@@ -48,7 +48,7 @@ const QUICK: c_int = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL | libc::MSG_WAITALL
 const REST: u64 = 512;
 
 /// The outcome of one attempt of a receive.
-pub enum RecvStep {
+pub(crate) enum RecvStep {
     /// Try again.
     Again,
     /// The receive is for the kernel: make its own call.
@@ -67,7 +67,7 @@ pub enum RecvStep {
 /// # Safety
 /// The pieces of `iov` are writable.
 #[inline(always)]
-pub unsafe fn recv(
+pub(crate) unsafe fn recv(
     socket: &'static Socket,
     fd: c_int,
     iov: &mut Iov,
@@ -617,7 +617,7 @@ fn from_buffer(mut rx: Guard<'_, Rx>, iov: &mut Iov, landing: &mut Option<Landin
 /// Takes the connection back to TCP. Waits until both directions are there, or until there is something to receive
 /// before. A peer that does not answer is waited for as long as `wait_until` allows.
 #[cold]
-pub fn return_to_tcp(socket: &'static Socket, reason: Reason) {
+pub(crate) fn return_to_tcp(socket: &'static Socket, reason: Reason) {
     if let Some(mut control) = socket.control.lock() {
         connection::prefer_tcp(socket, &mut control, reason);
     }
@@ -669,7 +669,7 @@ impl wait::Wanted for Data {
 
 /// Serves shutdown() of the receiving direction. The program can still read the bytes that have come, then gets the
 /// end.
-pub fn shut(socket: &'static Socket) {
+pub(crate) fn shut(socket: &'static Socket) {
     // Set on TCP too: the direction may move to a link later.
     socket.rx_shut.store(true, SeqCst);
     if socket.is_watched() {
@@ -682,7 +682,7 @@ pub fn shut(socket: &'static Socket) {
 // program may read just as many bytes, take that for the end of the available bytes (nginx does), and wait.
 
 /// Returns the bytes that can be read now; `None` where the kernel's own count is right.
-pub fn available(socket: &'static Socket) -> Option<usize> {
+pub(crate) fn available(socket: &'static Socket) -> Option<usize> {
     crate::notify::fork::reclaim(socket);
     // Each pass may move the direction on. It moves at most from TCP to the link and back.
     for _ in 0..4 {
@@ -717,13 +717,13 @@ pub fn available(socket: &'static Socket) -> Option<usize> {
 }
 
 /// Returns whether the bytes that TCP has may be markers.
-pub fn may_have_markers(socket: &'static Socket) -> bool {
+pub(crate) fn may_have_markers(socket: &'static Socket) -> bool {
     socket.rx_mode.load(Acquire) != Mode::Tcp
 }
 
 /// Returns whether the program reads something else before the first byte that TCP has. An urgent mark in TCP is not
 /// next then.
-pub fn comes_before_tcp(socket: &'static Socket) -> bool {
+pub(crate) fn comes_before_tcp(socket: &'static Socket) -> bool {
     let mode = socket.rx_mode.load(Acquire);
     mode != Mode::Tcp
         && socket
@@ -734,7 +734,7 @@ pub fn comes_before_tcp(socket: &'static Socket) -> bool {
 
 /// The part of the receiving direction that the kernel does not count, or wrongly counts as the program's.
 #[derive(Clone, Copy, Default)]
-pub struct Uncounted {
+pub(crate) struct Uncounted {
     /// Bytes on the link that have not been read.
     pub on_link: u64,
     /// Bytes taken from TCP that have not been read.
@@ -746,7 +746,7 @@ pub struct Uncounted {
 }
 
 /// Returns the [`Uncounted`] of this moment, without moving the direction on. The caller holds the direction's lock.
-pub fn uncounted(socket: &Socket, rx: &mut Rx) -> Uncounted {
+pub(crate) fn uncounted(socket: &Socket, rx: &mut Rx) -> Uncounted {
     let mode = socket.rx_mode.load(Acquire);
     let in_tcp = || (rx.carry.len() + in_kernel(socket)) as u64;
     let ours = match mode {
@@ -765,7 +765,7 @@ pub fn uncounted(socket: &Socket, rx: &mut Rx) -> Uncounted {
 
 /// Returns how many bytes can be read after a receive, for TCP_INQ. The end counts as one more, as in Linux
 /// (`tcp_inq_hint`). On a watched socket the check for the end makes no system call before the connection has ended.
-pub fn after_receive(socket: &'static Socket) -> usize {
+pub(crate) fn after_receive(socket: &'static Socket) -> usize {
     let n = available(socket).unwrap_or_else(|| in_kernel(socket));
     let may_have_ended = !socket.is_watched() || socket.wakes.anchor.load(Acquire) & ENDED != 0;
     let has_ended = || {

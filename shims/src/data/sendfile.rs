@@ -134,7 +134,7 @@ fn is_regular(fd: c_int) -> bool {
 /// to the pipe `to`, at most `len` bytes. `real` is libc's own call, for bytes that are in TCP.
 // Not inlined: the forced unwind of pthread_cancel runs the destructors here (see `hooks`).
 #[inline(never)]
-pub fn splice(
+pub(crate) fn splice(
     socket: &'static Socket,
     fd: c_int,
     to: c_int,

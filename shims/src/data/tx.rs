@@ -46,7 +46,7 @@ const FOR_GOOD: c_int = libc::MSG_OOB | libc::MSG_ZEROCOPY;
 /// # Safety
 /// The pieces of `iov` are readable.
 #[inline(always)]
-pub unsafe fn send(
+pub(crate) unsafe fn send(
     socket: &'static Socket,
     fd: c_int,
     iov: &mut Iov,
@@ -209,7 +209,7 @@ fn about(socket: &'static Socket) -> *const () {
 /// socket. A marker waits until that send returns, and the send waits for the handler. So no byte of the marker has
 /// gone yet, and the bytes that the handler sends may precede the marker.
 #[cold]
-pub fn is_above_own_send(socket: &'static Socket) -> bool {
+pub(crate) fn is_above_own_send(socket: &'static Socket) -> bool {
     thread::current().is_inside(about(socket))
 }
 
@@ -257,7 +257,7 @@ pub fn account(socket: &'static Socket, n: u64) {
 /// Counts towards the threshold with `count` and begins a promotion there, if the connection is still below the
 /// threshold.
 #[inline]
-pub fn advance(socket: &'static Socket, count: impl FnOnce(&Progress, &Threshold) -> bool) {
+pub(crate) fn advance(socket: &'static Socket, count: impl FnOnce(&Progress, &Threshold) -> bool) {
     if socket.promotion.stage() == Stage::Watching {
         let progress = &socket.promotion.progress;
         let first = !progress.has_begun();
@@ -272,7 +272,7 @@ pub fn advance(socket: &'static Socket, count: impl FnOnce(&Progress, &Threshold
 
 /// Has the service thread answer an ASK that has waited for this process to use the connection.
 #[cold]
-pub fn answer_if_asked(socket: &'static Socket) {
+pub(crate) fn answer_if_asked(socket: &'static Socket) {
     // The service thread sets `asked`, then checks whether the connection has been used. This thread does both in the
     // other order, so at least one of the two threads sees the other's store.
     store_load_fence();
@@ -776,7 +776,7 @@ fn on_sent(socket: &Socket, own: &mut TxOwn, n: usize) {
 }
 
 /// Wakes the peer for bytes whose wake-up was delayed.
-pub fn send_delayed_wake(socket: &'static Socket) {
+pub(crate) fn send_delayed_wake(socket: &'static Socket) {
     let Some(mut tx) = socket.tx.lock() else {
         return;
     };
@@ -790,7 +790,7 @@ pub fn send_delayed_wake(socket: &'static Socket) {
 
 /// Serves setsockopt(TCP_CORK). Returns true if the kernel need not be called: on the link the library itself holds
 /// wake-ups back. The kernel gets the option when the direction is back on TCP ([`pass_cork`]).
-pub fn cork(socket: &'static Socket, on: bool) -> bool {
+pub(crate) fn cork(socket: &'static Socket, on: bool) -> bool {
     let Some(mut tx) = socket.tx.lock() else {
         return false;
     };
@@ -808,7 +808,7 @@ pub fn cork(socket: &'static Socket, on: bool) -> bool {
 
 /// Passes the program's TCP_CORK to the kernel when the direction is back on TCP. The caller holds the direction's
 /// lock.
-pub fn pass_cork(socket: &Socket, tx: &mut Tx) {
+pub(crate) fn pass_cork(socket: &Socket, tx: &mut Tx) {
     let corked = socket.options.corked.load(Relaxed);
     if tx.own.kernel_corked != corked
         && let Some(fd) = socket.numbers.anchor_fd()

@@ -24,14 +24,14 @@ use crate::sys::iov::Iov;
 use crate::sys::{errno, real};
 
 /// Where the bytes lie: up to two pieces. The second may be empty.
-pub type Pieces = [(*mut u8, usize); 2];
+pub(crate) type Pieces = [(*mut u8, usize); 2];
 
 /// Returns the next bytes that the link has brought, in at most `most` pieces, and their count: 0 at the end of the
 /// stream. Waits for them as a receive with these flags does. `Err` is the errno; EOPNOTSUPP means that the next bytes
 /// are in TCP.
 // Not inlined: the forced unwind of pthread_cancel runs the call's destructor here (see `hooks`).
 #[inline(never)]
-pub fn view(socket: &'static Socket, fd: c_int, most: usize, flags: c_int) -> Result<(Pieces, usize), c_int> {
+pub(crate) fn view(socket: &'static Socket, fd: c_int, most: usize, flags: c_int) -> Result<(Pieces, usize), c_int> {
     let mut call = Call::new(Began::now(socket, fd), Direction::Receive);
     reclaim(socket);
     // A link between hosts brings the bytes that follow only when this end takes them in.
@@ -174,7 +174,7 @@ fn is_held(rx: &Rx) -> bool {
 
 /// Releases the next `n` bytes of the view: they count as received. `Err` is the errno. EINVAL: the view has fewer
 /// bytes. ECANCELED: the connection has left the link with the bytes, and they come again by TCP.
-pub fn release(socket: &'static Socket, n: usize) -> Result<(), c_int> {
+pub(crate) fn release(socket: &'static Socket, n: usize) -> Result<(), c_int> {
     let mut rx = socket.rx.lock().ok_or(libc::EINTR)?;
     let is_here = socket.rx_mode.load(Acquire) == Mode::Link && is_held(&rx);
     let rx_stays = rx.stays();

@@ -430,7 +430,7 @@ impl Wanted for Taken {
 /// The buffer is registered for one wait. Before the call returns, in any way, the peer has confirmed that it writes no
 /// more, and all READs have completed. If the peer does not answer, the bulk queue pair is given up instead. Then the
 /// registration ends too.
-pub struct Landing {
+pub(crate) struct Landing {
     /// The socket whose call waits.
     pub(super) socket: &'static Socket,
     remote: &'static Remote,
@@ -446,7 +446,7 @@ pub struct Landing {
 impl Landing {
     /// Advertises the next piece of `iov` to the peer. The call is about to wait, holds the connection and has found
     /// the ring empty. Returns `None` if an advert does not pay or is not possible. Preserves errno.
-    pub fn new(socket: &'static Socket, iov: &mut Iov) -> Option<Self> {
+    pub(crate) fn new(socket: &'static Socket, iov: &mut Iov) -> Option<Self> {
         let errno = errno::get();
         let landing = Self::advertise(socket, iov);
         errno::set(errno);
@@ -522,7 +522,7 @@ impl Landing {
     }
 
     /// Returns whether the transfer is over.
-    pub fn is_over(&self) -> bool {
+    pub(crate) fn is_over(&self) -> bool {
         self.look().is_some()
     }
 
@@ -546,7 +546,7 @@ impl Landing {
     }
 
     /// Notifies the peer that the bytes were taken.
-    pub fn tell(&self, wake: Wake) {
+    pub(crate) fn tell(&self, wake: Wake) {
         ready::notify_peer(self.socket, wake);
         self.remote.end().settle_head(self.mine);
     }
@@ -555,7 +555,7 @@ impl Landing {
     /// Withdraws the advert and waits until the peer confirms. Returns the bytes in the buffer. Preserves errno, which
     /// may be the one that the call fails with.
     #[cold]
-    pub fn leave(mut self) -> usize {
+    pub(crate) fn leave(mut self) -> usize {
         if self.pinned.is_of_a_parent() {
             return 0;
         }

@@ -16,7 +16,7 @@ use crate::sys::{errno, vfork};
 const VARIABLE: &str = "RDMASOCK_ALLOC";
 
 /// Finds the allocator, if the variable asks for it. Called when the library is loaded.
-pub fn find_allocator() {
+pub(super) fn find_allocator() {
     // SAFETY: libc's own variable.
     if unsafe { environ.is_null() } {
         return;

@@ -130,7 +130,7 @@ fn received(socket: &Socket, uncounted: &Uncounted) -> Traffic {
 
 /// Returns the value of SIOCOUTQ, the bytes that the peer's host does not have, from the kernel's value `kernel`. With
 /// `unsent`, of SIOCOUTQNSD: the bytes that have not been sent.
-pub fn out_queue(socket: &'static Socket, kernel: c_int, unsent: bool) -> c_int {
+pub(super) fn out_queue(socket: &'static Socket, kernel: c_int, unsent: bool) -> c_int {
     let away = away(socket);
     let Some(tx) = socket.tx.lock() else {
         return kernel;
@@ -151,7 +151,7 @@ pub fn out_queue(socket: &'static Socket, kernel: c_int, unsent: bool) -> c_int 
 }
 
 /// Returns whether [`correct`] corrects this option.
-pub fn is_corrected(option: sockopt::Name) -> bool {
+pub(super) fn is_corrected(option: sockopt::Name) -> bool {
     [tcp_info::NAME, MEMINFO].contains(&option)
 }
 
@@ -160,7 +160,7 @@ pub fn is_corrected(option: sockopt::Name) -> bool {
 /// # Safety
 /// `value` is valid for writes of `len` bytes, which getsockopt(2) has just written for `option`.
 #[cold]
-pub unsafe fn correct(socket: &'static Socket, option: sockopt::Name, value: *mut u8, len: usize) {
+pub(super) unsafe fn correct(socket: &'static Socket, option: sockopt::Name, value: *mut u8, len: usize) {
     let away = away(socket);
     // With both locks the kernel's counts and the library's are of one moment. A thread that puts bytes of the library
     // into TCP, or takes them out, holds one of the locks until they are counted.

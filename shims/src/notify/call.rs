@@ -27,7 +27,7 @@ use crate::sys::{identity::Seen, time};
 
 /// The direction in which the bytes move.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Direction {
+pub(crate) enum Direction {
     Receive,
     Send,
 }
@@ -43,7 +43,7 @@ pub struct Began {
 impl Began {
     /// Records that a call on `fd` begins; the table has just returned `socket` for it.
     #[inline]
-    pub fn now(socket: &'static Socket, fd: c_int) -> Self {
+    pub(crate) fn now(socket: &'static Socket, fd: c_int) -> Self {
         Self {
             socket,
             fd,
@@ -83,7 +83,7 @@ impl Deref for Call {
 
 /// The result of a call's check whether the connection is still its own.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Place {
+pub(crate) enum Place {
     /// The connection is still the call's own: the fd stands for it, or the call holds it.
     Here,
     /// The fd stands for another file, and the call may begin again on that file.
@@ -95,7 +95,7 @@ pub enum Place {
 impl Call {
     /// Creates a call that has not waited yet.
     #[inline]
-    pub fn new(began: Began, direction: Direction) -> Self {
+    pub(crate) fn new(began: Began, direction: Direction) -> Self {
         Self {
             began,
             direction,
@@ -108,7 +108,7 @@ impl Call {
     /// Checks whether the socket is still the one on which the call began. The caller holds the direction's lock, and
     /// `seen` is from under that lock.
     #[inline]
-    pub fn place(&self, seen: &Seen) -> Place {
+    pub(crate) fn place(&self, seen: &Seen) -> Place {
         match self.place_by_name() {
             Place::Here => self.place_by_kernel(seen),
             place => place,
@@ -117,7 +117,7 @@ impl Call {
 
     /// Checks the same by the table alone, which knows the closes that hooks have seen.
     #[inline]
-    pub fn place_by_name(&self) -> Place {
+    pub(crate) fn place_by_name(&self) -> Place {
         if self.is_named() {
             Place::Here
         } else {
@@ -148,7 +148,7 @@ impl Call {
     /// Checks the same by the kernel, however recent the last check was. For a call that is about to wait in the
     /// kernel.
     #[cold]
-    pub fn place_now(&self) -> Place {
+    pub(crate) fn place_now(&self) -> Place {
         self.place_if(|| self.socket.numbers.is_behind(self.fd))
     }
 
@@ -178,7 +178,7 @@ impl Call {
     /// Counts the call as waiting: from now on it holds the connection. The caller holds the direction's lock, under
     /// which `waiting` is, and has just checked the place.
     #[inline]
-    pub fn hold(&mut self, waiting: &mut u32) {
+    pub(crate) fn hold(&mut self, waiting: &mut u32) {
         if !self.is_counted {
             if !self.was_counted {
                 // The critical section lasts until the call returns: a jump out of a signal handler must not leave the
@@ -194,7 +194,7 @@ impl Call {
     /// Stops counting the call as waiting: it is about to return. The caller holds the direction's lock, under which
     /// `waiting` is.
     #[inline]
-    pub fn let_go(&mut self, waiting: &mut u32) {
+    pub(crate) fn let_go(&mut self, waiting: &mut u32) {
         if self.is_counted {
             *waiting = waiting.saturating_sub(1);
             self.is_counted = false;
@@ -202,13 +202,13 @@ impl Call {
     }
 
     /// Whether the call holds the connection.
-    pub fn is_held(&self) -> bool {
+    pub(crate) fn is_held(&self) -> bool {
         self.is_counted
     }
 
     /// Checks the place, and if it is `Here` counts the call as waiting ([`Self::hold`]). The caller holds no lock.
     /// Returns `Here` without counting in a signal handler above the lock's holder.
-    pub fn hold_now(&mut self) -> Place {
+    pub(crate) fn hold_now(&mut self) -> Place {
         let place = self.locked(|call, seen, waiting| {
             let place = call.place(seen);
             if place == Place::Here {
@@ -261,7 +261,7 @@ impl Drop for Call {
 /// it.
 // Not inlined: the forced unwind of pthread_cancel runs the copy's destructor here (see `hooks`).
 #[inline(never)]
-pub fn on_its_file<R>(call: &Call, f: impl FnOnce(c_int) -> R) -> Option<R> {
+pub(crate) fn on_its_file<R>(call: &Call, f: impl FnOnce(c_int) -> R) -> Option<R> {
     if !call.is_held() {
         return Some(f(call.fd));
     }
@@ -278,7 +278,7 @@ pub fn on_its_file<R>(call: &Call, f: impl FnOnce(c_int) -> R) -> Option<R> {
 }
 
 /// The functions that [`tell`] registers.
-pub struct Told {
+pub(crate) struct Told {
     /// Called when a call returns that began before the connection was closed.
     pub on_call_back: fn(&'static Socket),
     /// Called when an fd was closed without a hook, and may stand for another file already. The table has no entry for
@@ -289,14 +289,14 @@ pub struct Told {
 static TOLD: OnceRef<'static, Told> = OnceRef::new();
 
 /// Registers the functions, once, before there is a connection.
-pub fn tell(told: &'static Told) {
+pub(crate) fn tell(told: &'static Told) {
     let _ = TOLD.set(told);
 }
 
 /// Reports that a call has returned that began before the connection was closed. The last such call ends the
 /// connection.
 #[cold]
-pub fn on_call_back(socket: &'static Socket) {
+pub(crate) fn on_call_back(socket: &'static Socket) {
     if let Some(told) = TOLD.get() {
         (told.on_call_back)(socket);
     }
@@ -305,7 +305,7 @@ pub fn on_call_back(socket: &'static Socket) {
 /// Checks an fd that was found not to stand for `socket`. If the table still has the entry and the kernel confirms the
 /// mismatch, removes the entry and reports the connection as lost.
 #[cold]
-pub fn look_again(socket: &'static Socket, fd: c_int) {
+pub(crate) fn look_again(socket: &'static Socket, fd: c_int) {
     if table::still(fd, socket) && !socket.numbers.is_behind(fd) {
         table::remove(fd, socket);
         if let Some(told) = TOLD.get() {
@@ -315,19 +315,19 @@ pub fn look_again(socket: &'static Socket, fd: c_int) {
 }
 
 /// Calls [`look_again`] for the TCP socket's own fd.
-pub fn look_at_anchor(socket: &'static Socket) {
+pub(crate) fn look_at_anchor(socket: &'static Socket) {
     look_again(socket, socket.numbers.fd.load(Acquire));
 }
 
 /// Returns the connection behind `fd`, for a call that holds none of its locks. `None` also if the fd was closed
 /// without a hook.
-pub fn connection(fd: c_int) -> Option<&'static Socket> {
+pub(crate) fn connection(fd: c_int) -> Option<&'static Socket> {
     table::socket(fd).and_then(|_| connection_at(fd, time::tick()))
 }
 
 /// Does the same as [`connection`], at a [tick](time::tick) that the caller has just read.
 #[inline]
-pub fn connection_at(fd: c_int, tick: u64) -> Option<&'static Socket> {
+pub(crate) fn connection_at(fd: c_int, tick: u64) -> Option<&'static Socket> {
     let socket = table::socket(fd)?;
     if !socket.numbers.is_seen(fd, tick) {
         look_again(socket, fd);

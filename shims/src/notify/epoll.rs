@@ -34,10 +34,10 @@ use crate::objects::socket::{EpollSet, Membership, Socket};
 use crate::objects::{library::Library, mailbox::Command};
 use crate::sys::{errno, points::point, registry::Registry, time::Timeout};
 
-pub const ET: u32 = libc::EPOLLET as u32;
-pub const ONESHOT: u32 = libc::EPOLLONESHOT as u32;
+pub(crate) const ET: u32 = libc::EPOLLET as u32;
+pub(crate) const ONESHOT: u32 = libc::EPOLLONESHOT as u32;
 /// Events that are reported whether asked for or not.
-pub const ALWAYS: u32 = (libc::EPOLLERR | libc::EPOLLHUP) as u32;
+pub(crate) const ALWAYS: u32 = (libc::EPOLLERR | libc::EPOLLHUP) as u32;
 const EXCLUSIVE: u32 = libc::EPOLLEXCLUSIVE as u32;
 /// The events that may be combined with EPOLLEXCLUSIVE.
 const EXCLUSIVE_OK: u32 =
@@ -101,7 +101,7 @@ pub(crate) struct Set {
 /// An epoll set of the program.
 #[derive(Default)]
 #[repr(align(64))]
-pub struct Epoll {
+pub(crate) struct Epoll {
     pub(crate) set: Lock<Set>,
     /// The set's waiter as a word; 0: none.
     waiter: AtomicU32,
@@ -155,7 +155,7 @@ static ALL: Registry<Epoll> = Registry::new();
 
 impl Epoll {
     /// Returns an object for a new set behind `fd`. `None` in a signal handler above the free list's lock.
-    pub fn allocate(fd: c_int) -> Option<&'static Epoll> {
+    pub(crate) fn allocate(fd: c_int) -> Option<&'static Epoll> {
         let recycled = FREE.lock()?.pop();
         let epoll = recycled.unwrap_or_else(|| {
             ALL.add(Epoll {
@@ -180,7 +180,7 @@ impl Epoll {
     }
 
     /// Uncounts a closed fd, which is not in the table any more. With the last fd the set ends, once no wait holds it.
-    pub fn release(&'static self, fd: c_int) {
+    pub(crate) fn release(&'static self, fd: c_int) {
         if self.fds.fetch_sub(1, AcqRel) == 1 {
             self.fd.store(-1, Release);
             self.closed.publish(true);
@@ -211,7 +211,7 @@ impl Epoll {
 
     /// Whether waits use the library's list, not the kernel's set alone.
     #[inline]
-    pub fn is_active(&self) -> bool {
+    pub(crate) fn is_active(&self) -> bool {
         self.gate.is_closed()
     }
 
@@ -251,7 +251,7 @@ impl Epoll {
     ///
     /// # Safety
     /// In a fork child only, before any other use.
-    pub unsafe fn after_fork() {
+    pub(crate) unsafe fn after_fork() {
         // SAFETY: this is the only thread, by the contract.
         unsafe { FREE.renew() };
         for epoll in ALL.all() {
@@ -274,14 +274,14 @@ impl Epoll {
     }
 
     /// Whether the kernel's set reports every item of the set.
-    pub fn is_kernels_alone(&self) -> bool {
+    pub(crate) fn is_kernels_alone(&self) -> bool {
         let set = self.set.lock();
         set.is_some_and(|set| set.items.iter().all(|i| i.dead || !i.taken))
     }
 
     /// Makes the kernel's set report for itself again, without the library's bell and links. For a set in which no item
     /// is taken over. The caller [releases](Self::release) its fd next.
-    pub fn retire(&'static self) {
+    pub(crate) fn retire(&'static self) {
         if let Some(mut set) = self.set.lock()
             && let Some(kernel_fd) = self.kernel_fd()
             && self.gate.reopen()
@@ -402,7 +402,7 @@ impl Epoll {
 
     /// Carries out epoll_ctl() on a socket that the library knows. `real` is the kernel's call. Returns what
     /// epoll_ctl() returns, and sets errno.
-    pub fn control(
+    pub(crate) fn control(
         &'static self,
         socket: &'static Socket,
         fd: c_int,
@@ -766,7 +766,7 @@ pub(crate) struct Far {
 
 impl Far {
     /// Whether the kernel's set reports the next completion, so that the link need not be armed again.
-    pub fn is_told(&self) -> bool {
+    pub(crate) fn is_told(&self) -> bool {
         self.is_watched && self.news.is_armed()
     }
 
@@ -917,7 +917,7 @@ fn tag_of(slot: u32) -> u64 {
 
 /// The links that a kernel's set has reported, by their tags.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Named([u64; 1 << (TAG_BITS - 6)]);
+pub(crate) struct Named([u64; 1 << (TAG_BITS - 6)]);
 
 impl Named {
     fn add(&mut self, tag: u64) {
@@ -926,7 +926,7 @@ impl Named {
         }
     }
 
-    pub fn is_none(&self) -> bool {
+    pub(crate) fn is_none(&self) -> bool {
         *self == Self::default()
     }
 
@@ -940,7 +940,7 @@ impl Named {
 
 /// The result of [`strip`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Stripped {
+pub(crate) struct Stripped {
     /// The number of entries that are the program's, which are in front now.
     pub kept: c_int,
     /// This process's bell, or one of its links, was among the entries.
@@ -956,7 +956,7 @@ pub struct Stripped {
 ///
 /// # Safety
 /// `n` entries are filled, if it is above 0.
-pub unsafe fn strip(events: *mut libc::epoll_event, n: c_int, own: u64) -> Stripped {
+pub(crate) unsafe fn strip(events: *mut libc::epoll_event, n: c_int, own: u64) -> Stripped {
     let mut stripped = Stripped::default();
     if n <= 0 {
         return stripped;
@@ -996,7 +996,11 @@ pub(crate) fn keep(events: &mut [libc::epoll_event], mut stays: impl FnMut(u64) 
 ///
 /// # Safety
 /// `events` is the array that `real` fills, with as many entries as `real` returns.
-pub unsafe fn without_ours(events: *mut libc::epoll_event, timeout: Timeout, real: impl Fn(Timeout) -> c_int) -> c_int {
+pub(crate) unsafe fn without_ours(
+    events: *mut libc::epoll_event,
+    timeout: Timeout,
+    real: impl Fn(Timeout) -> c_int,
+) -> c_int {
     let deadline = timeout.deadline();
     let mut left = timeout;
     loop {

@@ -19,7 +19,7 @@ use crate::sys::{errno, vfork};
 static REGISTERED: AtomicBool = AtomicBool::new(false);
 
 /// Registers the fork handlers and `at_exit`, once.
-pub fn register(at_exit: extern "C" fn()) {
+pub(crate) fn register(at_exit: extern "C" fn()) {
     if REGISTERED.swap(true, AcqRel) {
         return;
     }
@@ -32,7 +32,7 @@ pub fn register(at_exit: extern "C" fn()) {
 }
 
 /// Runs before a fork: counts the future holders, and keeps private fds in place until the fork is done.
-pub extern "C" fn prepare() {
+pub(crate) extern "C" fn prepare() {
     if vfork::is_child() {
         return;
     }
@@ -71,7 +71,7 @@ fn count_holders() {
 }
 
 /// Runs after a fork, in the parent.
-pub extern "C" fn parent() {
+pub(crate) extern "C" fn parent() {
     if !vfork::is_child() {
         holders::end_fork();
         Settled::end();
@@ -83,7 +83,7 @@ pub extern "C" fn parent() {
 
 /// Runs `call`, which makes a child, with the handlers around it: for calls at which no handler of `pthread_atfork`
 /// runs. `call` returns the child's id, 0 in the child, or a negative value on failure.
-pub fn around(call: impl FnOnce() -> isize) -> isize {
+pub(crate) fn around(call: impl FnOnce() -> isize) -> isize {
     // Without the handlers a fork does not concern the library.
     if !REGISTERED.load(Acquire) {
         return call();
@@ -108,7 +108,7 @@ fn hold_uncounted() {
 }
 
 /// Runs after a fork, in the child.
-pub extern "C" fn child() {
+pub(crate) extern "C" fn child() {
     // No fork has begun if no handler ran before it, or if the forking process is not one that the library serves.
     if !holders::is_forking() {
         return;
@@ -225,7 +225,7 @@ unsafe fn forget_stream(socket: &'static Socket) {
 /// Returns when no other process has the stream on a link. Waits until the owner has taken it back to TCP; if the owner
 /// does not answer, resets the connection.
 #[inline]
-pub fn reclaim(socket: &'static Socket) {
+pub(crate) fn reclaim(socket: &'static Socket) {
     if socket.tx_mode.load(Acquire) == Mode::Foreign {
         reclaim_slow(socket);
     }

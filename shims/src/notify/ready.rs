@@ -18,21 +18,21 @@ use crate::objects::socket::{Interest, Mode, Sleeping, Socket};
 use crate::objects::{library::Library, link::Link, waiters::SERVICE};
 use crate::sys::points::point;
 
-pub const RDHUP: u32 = libc::EPOLLRDHUP as u32;
-pub const HUP: u32 = libc::EPOLLHUP as u32;
-pub const ERR: u32 = libc::EPOLLERR as u32;
+pub(crate) const RDHUP: u32 = libc::EPOLLRDHUP as u32;
+pub(crate) const HUP: u32 = libc::EPOLLHUP as u32;
+pub(crate) const ERR: u32 = libc::EPOLLERR as u32;
 /// EPOLL* bits that report the end of the connection, or of its receiving half.
-pub const ENDED: u32 = RDHUP | HUP | ERR;
+pub(crate) const ENDED: u32 = RDHUP | HUP | ERR;
 
 /// Takes in what has come over a link to another host. Returns true if there was something. Within a host there is
 /// nothing to take in.
 #[inline]
-pub fn progress(socket: &Socket) -> bool {
+pub(crate) fn progress(socket: &Socket) -> bool {
     socket.link().is_some_and(Link::progress)
 }
 
 /// Asks the peer to notify the waiters in `bits` of data. Returns true if there is data now, or the ring is invalid.
-pub fn arm_data(socket: &'static Socket, consumer: &mut Consumer, bits: u32) -> bool {
+pub(crate) fn arm_data(socket: &'static Socket, consumer: &mut Consumer, bits: u32) -> bool {
     match consumer.arm_data(bits) {
         Ok(armed) => {
             notify_peer(socket, armed.wake);
@@ -43,18 +43,18 @@ pub fn arm_data(socket: &'static Socket, consumer: &mut Consumer, bits: u32) -> 
 }
 
 /// Whether the peer has closed its receiving end; from then on the kernel answers.
-pub fn is_reader_gone(producer: &mut Producer) -> bool {
+pub(crate) fn is_reader_gone(producer: &mut Producer) -> bool {
     producer.consumer_flags().contains(RxFlags::RX_CLOSED)
 }
 
 /// Polls the TCP socket for `events`; returns EPOLL* bits, or ERR and HUP if its fd is gone. The caller holds one of
 /// the socket's locks.
-pub fn kernel(socket: &Socket, events: PollFlags) -> u32 {
+pub(crate) fn kernel(socket: &Socket, events: PollFlags) -> u32 {
     socket.numbers.anchor_fd().map_or(ERR | HUP, |fd| anchor(fd, events))
 }
 
 /// Polls `fd`, which the caller keeps open, for `events`. Returns EPOLL* bits, 0 if poll(2) fails.
-pub fn anchor(fd: BorrowedFd<'_>, events: PollFlags) -> u32 {
+pub(crate) fn anchor(fd: BorrowedFd<'_>, events: PollFlags) -> u32 {
     let mut set = [PollFd::from_borrowed_fd(fd, events)];
     let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
     let asked = rustix::event::poll(&mut set, Some(&now));
@@ -64,7 +64,7 @@ pub fn anchor(fd: BorrowedFd<'_>, events: PollFlags) -> u32 {
 
 /// Clears ERR if it only reports an entry in the error queue (recvmsg(2)) of a living connection. When a connection has
 /// failed, TCP reports HUP together with ERR.
-pub fn without_queue(events: u32) -> u32 {
+pub(crate) fn without_queue(events: u32) -> u32 {
     if events & (ERR | HUP) == ERR {
         events & !ERR
     } else {
@@ -73,24 +73,24 @@ pub fn without_queue(events: u32) -> u32 {
 }
 
 /// Whether the connection has failed, by the poll(2) result `events`: the next call returns the error.
-pub fn has_failed(events: u32) -> bool {
+pub(crate) fn has_failed(events: u32) -> bool {
     without_queue(events) & ERR != 0
 }
 
 /// Whether the peer has ended its direction of TCP, or the connection is over. A local shutdown(SHUT_RD) is excluded:
 /// poll(2) and an empty read show it like the peer's end, the TCP state does not.
-pub fn has_peer_ended(fd: BorrowedFd<'_>) -> bool {
+pub(crate) fn has_peer_ended(fd: BorrowedFd<'_>) -> bool {
     is_peers_end(fd, anchor(fd, PollFlags::RDHUP))
 }
 
 /// Does the same as [`has_peer_ended`], from the poll(2) result `events`.
-pub fn is_peers_end(fd: BorrowedFd<'_>, events: u32) -> bool {
+pub(crate) fn is_peers_end(fd: BorrowedFd<'_>, events: u32) -> bool {
     events & ENDED != 0 && (has_failed(events) || !crate::sys::sockopt::is_open_to_peer(fd))
 }
 
 /// Returns what the program can read (EPOLL* bits) in a direction that is scanned for markers. `None` if the direction
 /// is not scanned any more.
-pub fn among_markers(socket: &Socket) -> Option<u32> {
+pub(crate) fn among_markers(socket: &Socket) -> Option<u32> {
     match connection::look(socket) {
         Some(Ahead::Payload { .. }) => Some((libc::EPOLLIN | libc::EPOLLRDNORM) as u32),
         Some(Ahead::Nothing) | None => Some(0),
@@ -109,7 +109,7 @@ pub fn among_markers(socket: &Socket) -> Option<u32> {
 
 /// Wakes at the peer what the ring asks for.
 #[inline]
-pub fn notify_peer(socket: &Socket, wake: Wake) {
+pub(crate) fn notify_peer(socket: &Socket, wake: Wake) {
     if !wake.is_none()
         && let Some(link) = socket.link()
     {
@@ -118,7 +118,7 @@ pub fn notify_peer(socket: &Socket, wake: Wake) {
 }
 
 /// Notifies all epoll sets and threads of this process that wait on the socket. The caller holds no lock.
-pub fn notify_local(socket: &'static Socket) {
+pub(crate) fn notify_local(socket: &'static Socket) {
     let Some(interest) = socket.wakes.interest.lock() else {
         return;
     };
@@ -136,7 +136,7 @@ pub fn notify_local(socket: &'static Socket) {
 }
 
 /// Wakes threads that poll the socket in the kernel, because the library has just begun to report on it.
-pub fn tell_onlookers(socket: &'static Socket) {
+pub(crate) fn tell_onlookers(socket: &'static Socket) {
     let waiters = &Library::get().waiters;
     for waiter in waiters.onlookers.of(socket.slot) {
         waiters.ring(WaiterId(waiter));
@@ -144,7 +144,7 @@ pub fn tell_onlookers(socket: &'static Socket) {
 }
 
 /// Moves the socket back into the kernel's epoll sets, in each set that has it.
-pub fn hand_back(socket: &'static Socket) {
+pub(crate) fn hand_back(socket: &'static Socket) {
     for m in socket.wakes.members() {
         m.epoll.hand_back(m.item, socket);
     }
@@ -197,7 +197,7 @@ fn of_sets(interest: &Interest, told: impl Fn(WaiterId) -> bool) -> u32 {
 
 /// Whether a sleeper for data or for space will be notified, by the peer or by the service thread. False if its wake-up
 /// word was consumed after it was armed.
-pub fn will_be_told(socket: &Socket, waiter: WaiterId, is_data: bool) -> bool {
+pub(crate) fn will_be_told(socket: &Socket, waiter: WaiterId, is_data: bool) -> bool {
     let names = |word| WaiterId::of_sleeper(word) == Some(waiter) || WaiterId::of_queue(word) == Some(SERVICE);
     // The service thread notifies waiters of a direction that is not on the link.
     if is_data {
@@ -220,7 +220,7 @@ fn show(socket: &Socket, interest: &Interest) {
 }
 
 /// Changes the socket's sets and sleepers, and the wake-up words that the peer sees.
-pub fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut Interest)) {
+pub(crate) fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut Interest)) {
     let Some(mut interest) = socket.wakes.interest.lock() else {
         return;
     };
@@ -281,7 +281,7 @@ pub fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut Interes
 
 /// Adds the TCP socket of a connection that the library reports on to the service thread's epoll set, edge-triggered.
 /// Returns false if the kernel refuses.
-pub fn watch(socket: &Socket, fd: BorrowedFd<'_>) -> bool {
+pub(crate) fn watch(socket: &Socket, fd: BorrowedFd<'_>) -> bool {
     let generation = socket.generation.load(Acquire) & 0xffff_ffff;
     let data = tag(kind::ANCHOR, u64::from(socket.slot) << 32 | generation);
     let events = libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLRDHUP | libc::EPOLLPRI | libc::EPOLLET;
@@ -289,7 +289,7 @@ pub fn watch(socket: &Socket, fd: BorrowedFd<'_>) -> bool {
 }
 
 /// Removes the TCP socket from the service thread's epoll set before it is closed. The caller holds the control lock.
-pub fn forget(socket: &Socket) {
+pub(crate) fn forget(socket: &Socket) {
     if socket.is_watched()
         && let Some(fd) = socket.numbers.anchor_fd()
     {

@@ -15,7 +15,7 @@ use crate::sys::{sockopt, time};
 /// sent.
 /// If TCP itself has received a RST, the kernel reports that to the first call, and no error is kept here. `is_shut`:
 /// the program has shut down sending. Then HUP does not prove a RST, so the error is kept anyway.
-pub fn report_reset(socket: &Socket, is_shut: bool) {
+pub(crate) fn report_reset(socket: &Socket, is_shut: bool) {
     let events = ready::kernel(socket, PollFlags::empty());
     if is_shut || events & libc::EPOLLHUP as u32 == 0 {
         socket.keep_error(libc::ECONNRESET);
@@ -24,7 +24,7 @@ pub fn report_reset(socket: &Socket, is_shut: bool) {
 
 /// Whether `error` ends a connection, so that the kernel's socket keeps it until a call returns it. EPIPE is not among
 /// them: a send also returns it after shutdown().
-pub fn is_end(error: c_int) -> bool {
+pub(crate) fn is_end(error: c_int) -> bool {
     matches!(
         error,
         libc::ECONNRESET
@@ -39,7 +39,7 @@ pub fn is_end(error: c_int) -> bool {
 
 /// Keeps `error` for the next call, if it ends the connection: the present call returns something else, such as the
 /// bytes moved so far.
-pub fn keep(socket: &Socket, error: c_int) {
+pub(crate) fn keep(socket: &Socket, error: c_int) {
     if is_end(error) {
         socket.keep_error(error);
     }
@@ -47,14 +47,14 @@ pub fn keep(socket: &Socket, error: c_int) {
 
 /// Takes the kept error that the kernel does not report, for the call that returns it. `None` if there is none.
 #[cold]
-pub fn take_untold(socket: &Socket) -> Option<c_int> {
+pub(crate) fn take_untold(socket: &Socket) -> Option<c_int> {
     let error = socket.take_untold()?;
     socket.told.reset_told.store(true, SeqCst);
     Some(error)
 }
 
 /// Resets the connection at both ends; data that is still on the link is lost. The caller holds the control lock.
-pub fn reset(socket: &Socket) {
+pub(crate) fn reset(socket: &Socket) {
     if let Some(fd) = socket.numbers.anchor_fd() {
         let _ = rustix::net::sockopt::set_socket_linger(fd, Some(std::time::Duration::ZERO));
         break_off(fd);
@@ -64,7 +64,7 @@ pub fn reset(socket: &Socket) {
 /// Waits until TCP has delivered its bytes, then resets the connection as [`reset`] does.
 /// Another process has written those bytes to TCP, and a reset discards all bytes that the peer's host has not
 /// confirmed. The wait is at most `STEPS` times `STEP`, 200 ms. The caller holds no lock.
-pub fn reset_after_unsent(socket: &Socket) {
+pub(crate) fn reset_after_unsent(socket: &Socket) {
     const STEP: i64 = 200_000;
     const STEPS: usize = 1000;
     let is_unsent = || {
@@ -88,7 +88,7 @@ fn break_off(fd: BorrowedFd<'_>) {
 /// Makes the TCP socket report the same as after a RST, because the peer's process has ended without reading what the
 /// link held. TCP usually shows only the end of the peer's direction. Had the unread data been in the peer's TCP
 /// socket, its kernel would have sent a RST, which every call sees.
-pub fn on_reader_died(socket: &Socket, is_shut: bool) {
+pub(crate) fn on_reader_died(socket: &Socket, is_shut: bool) {
     let Some(fd) = socket.numbers.anchor_fd() else { return };
     let has_ended = |bits: c_int| ready::kernel(socket, PollFlags::RDHUP) & bits as u32 != 0;
     // Disconnecting would drop unread bytes in TCP.

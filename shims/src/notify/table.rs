@@ -26,7 +26,7 @@ const SERIAL_SHIFT: u32 = 4;
 
 /// The object behind an fd.
 #[derive(Clone, Copy)]
-pub enum Entry {
+pub(crate) enum Entry {
     /// No object of the library: the call passes through.
     None,
     /// A connected (or connecting) TCP socket.
@@ -75,7 +75,7 @@ fn no_word() -> Option<&'static AtomicUsize> {
 }
 
 /// Maps the table. If this fails, no connection is accelerated.
-pub fn init() -> Result<(), rustix::io::Errno> {
+pub(crate) fn init() -> Result<(), rustix::io::Errno> {
     use rustix::mm::{MapFlags, ProtFlags};
     if !base().is_null() {
         return Ok(());
@@ -155,13 +155,13 @@ pub fn lookup(fd: c_int) -> Entry {
 
 /// Whether the table has an entry for `fd`.
 #[inline]
-pub fn is_known(fd: c_int) -> bool {
+pub(crate) fn is_known(fd: c_int) -> bool {
     word(fd).is_some_and(|w| w.load(Acquire) != 0)
 }
 
 /// Returns the connected socket behind `fd`. `None` if the table has none.
 #[inline]
-pub fn socket(fd: c_int) -> Option<&'static Socket> {
+pub(crate) fn socket(fd: c_int) -> Option<&'static Socket> {
     match lookup(fd) {
         Entry::Socket(s) => Some(s),
         _ => None,
@@ -170,19 +170,19 @@ pub fn socket(fd: c_int) -> Option<&'static Socket> {
 
 /// Whether `fd` still stands for this socket.
 #[inline]
-pub fn still(fd: c_int, socket: &'static Socket) -> bool {
+pub(crate) fn still(fd: c_int, socket: &'static Socket) -> bool {
     word(fd).is_some_and(|w| w.load(Relaxed) == encode(Entry::Socket(socket)))
 }
 
 /// Identifies the file behind an fd, to be compared before and after a call that blocks.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub struct Token {
+pub(crate) struct Token {
     word: usize,
     generation: u64,
 }
 
 /// Returns the token of the file behind `fd` now.
-pub fn token(fd: c_int) -> Token {
+pub(crate) fn token(fd: c_int) -> Token {
     let word = word(fd).map_or(0, |w| w.load(Acquire));
     let (word, generation) = match decode(word) {
         Entry::Socket(socket) => (word, socket.generation.load(Acquire)),
@@ -194,13 +194,13 @@ pub fn token(fd: c_int) -> Token {
 }
 
 /// Returns a new serial number for a fresh socket.
-pub fn new_serial() -> usize {
+pub(crate) fn new_serial() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     NEXT.fetch_add(1, Relaxed) & usize::MAX >> SERIAL_SHIFT
 }
 
 /// Removes the socket's entry, unless `fd` has another entry by now.
-pub fn remove(fd: c_int, socket: &'static Socket) {
+pub(crate) fn remove(fd: c_int, socket: &'static Socket) {
     if let Some(w) = word(fd)
         && is_open(fd)
     {
@@ -209,7 +209,7 @@ pub fn remove(fd: c_int, socket: &'static Socket) {
 }
 
 /// Writes an entry, if the table [covers] the fd. Returns the entry before it.
-pub fn put(fd: c_int, entry: Entry) -> Entry {
+pub(crate) fn put(fd: c_int, entry: Entry) -> Entry {
     match word(fd) {
         // The entry is empty already.
         Some(w) if matches!(entry, Entry::None) && w.load(Acquire) == 0 => Entry::None,
@@ -219,7 +219,7 @@ pub fn put(fd: c_int, entry: Entry) -> Entry {
 }
 
 /// Whether the table can hold an entry for `fd`: it is below the bound, and there is memory.
-pub fn covers(fd: c_int) -> bool {
+pub(crate) fn covers(fd: c_int) -> bool {
     word(fd).is_some() && is_open(fd)
 }
 
@@ -247,13 +247,13 @@ pub fn another_of(set: &'static Epoll) -> Option<c_int> {
 static HIGHEST: AtomicUsize = AtomicUsize::new(0);
 
 /// Returns the highest fd that ever had an entry.
-pub fn highest() -> c_int {
+pub(crate) fn highest() -> c_int {
     // The value is below ENTRIES, which fits.
     HIGHEST.load(Relaxed) as c_int
 }
 
 /// Writes the first entry of a new fd, as [`put`] does.
-pub fn insert(fd: c_int, entry: Entry) -> Entry {
+pub(crate) fn insert(fd: c_int, entry: Entry) -> Entry {
     if HIGHEST.load(Relaxed) < fd.max(0) as usize {
         HIGHEST.fetch_max(fd.max(0) as usize, Relaxed);
     }

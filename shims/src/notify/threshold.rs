@@ -31,14 +31,14 @@ const POLLED_UNSEEN: u64 = 100_000_000;
 
 /// Whether the connection is in use and non-blocking, and no hook has seen the program ask for its readiness. On a link
 /// the program would not notice new data.
-pub fn is_polled_unseen(socket: &Socket) -> bool {
+pub(crate) fn is_polled_unseen(socket: &Socket) -> bool {
     socket.blocking.is_polled_unseen() && socket.promotion.progress.has_begun()
 }
 
 /// Handles a connection that has reached the threshold. A connector asks for a promotion; at an acceptor, the service
 /// thread begins to answer for the listener.
 #[cold]
-pub fn worth_it(socket: &'static Socket) {
+pub(crate) fn worth_it(socket: &'static Socket) {
     let errno = errno::get();
     if !heap::can_serve() {
         socket.promotion.attempts.put_off(NOT_NOW);
@@ -85,7 +85,7 @@ fn adopt(socket: &'static Socket) -> bool {
 }
 
 /// Writes the addresses into the statistics, once the connection has proved to last.
-pub fn show_addresses(socket: &Socket) {
+pub(crate) fn show_addresses(socket: &Socket) {
     if let (Some(stats), Some(fd)) = (socket.told.stats(), socket.numbers.anchor_fd()) {
         let address = |any: rustix::net::SocketAddrAny| SocketAddr::try_from(any).ok();
         let local = rustix::net::getsockname(fd).ok().and_then(address);
@@ -146,7 +146,7 @@ fn settle(library: &Library, socket: &'static Socket) -> bool {
 }
 
 /// Keeps the connection on TCP for good, and records the reason.
-pub fn stay(socket: &'static Socket, why: Why) {
+pub(crate) fn stay(socket: &'static Socket, why: Why) {
     if let Some(stats) = socket.told.stats() {
         stats.set_why(why);
     }

@@ -29,7 +29,7 @@ const PARTIAL: u64 = 20_000_000;
 /// The kernel checks for signals before each sleep, so a handler that runs at any moment of a call ends the call. Here
 /// handlers are counted from the beginning of the call, since one may run while the thread spins, or before it sleeps
 /// again.
-pub struct Patience {
+pub(crate) struct Patience {
     /// The end of the call's time, by the socket's time-out option. `None` before the first wait.
     deadline: Option<Deadline>,
     /// The last sleep ended by an event for other threads, so the next wait does not spin.
@@ -51,7 +51,7 @@ impl Default for Patience {
 
 impl Patience {
     /// Creates the state of a call that began when the thread's count of handlers was `handlers`.
-    pub fn since(handlers: u32) -> Self {
+    pub(crate) fn since(handlers: u32) -> Self {
         Self {
             deadline: None,
             was_for_others: false,
@@ -62,7 +62,7 @@ impl Patience {
     }
 
     /// Creates the state of a call that waits no longer than `bound`. The socket's time-out option does not matter.
-    pub fn at_most(bound: Timeout) -> Self {
+    pub(crate) fn at_most(bound: Timeout) -> Self {
         Self {
             deadline: Some(bound.deadline()),
             ..Self::since(thread::current().handlers())
@@ -70,20 +70,20 @@ impl Patience {
     }
 
     /// Whether a signal handler has run since the call began, or was restarted.
-    pub fn is_interrupted(&self) -> bool {
+    pub(crate) fn is_interrupted(&self) -> bool {
         thread::current().handlers() != self.handlers
     }
 
     /// Whether the last wait has ended where the kernel restarts the call (SA_RESTART); clears that. A restarted call
     /// looks its fd up again; a call that has moved bytes returns them instead.
-    pub fn take_restart(&mut self) -> bool {
+    pub(crate) fn take_restart(&mut self) -> bool {
         std::mem::take(&mut self.is_restarted)
     }
 
     /// Ends a wait for data or for space that a handler has interrupted. `Err` is the errno that the call fails with;
     /// `Ok` means that the call is restarted ([`Self::take_restart`]).
     #[cold]
-    pub fn interrupt(&mut self, socket: &Socket, is_data: bool) -> Result<bool, c_int> {
+    pub(crate) fn interrupt(&mut self, socket: &Socket, is_data: bool) -> Result<bool, c_int> {
         let thread = thread::current();
         let bound = time_of_call(socket, is_data);
         let is_bounded = self.deadline.map_or(bound, |d| Some(d.left())) != Some(Timeout::Forever);
@@ -97,7 +97,7 @@ impl Patience {
 }
 
 /// The condition that a call waits for, as its direction defines it.
-pub trait Wanted {
+pub(crate) trait Wanted {
     /// True: the call waits for data. False: for space.
     const IS_DATA: bool = false;
 
@@ -118,21 +118,21 @@ pub trait Wanted {
 
 /// Waits until the condition may hold, for a call that [may wait](may_wait). Returns true if that came while the thread
 /// spun. `Err` is the errno that the call fails with.
-pub fn wait_for<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Result<bool, c_int> {
+pub(crate) fn wait_for<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Result<bool, c_int> {
     within(|| wait_on::<A>(socket, patience))
 }
 
 /// Takes a connection to TCP for good, because no waiter is left to wake a thread that waits for its link. Unread bytes
 /// follow over TCP.
 #[cold]
-pub fn prefer_tcp(socket: &'static Socket) {
+pub(crate) fn prefer_tcp(socket: &'static Socket) {
     if let Some(mut control) = socket.control.lock() {
         connection::prefer_tcp(socket, &mut control, Reason::Resources);
     }
 }
 
 /// Checks whether a call with these flags may wait. `Err` is the errno that it fails with if not.
-pub fn may_wait(socket: &Socket, flags: c_int) -> Result<(), c_int> {
+pub(crate) fn may_wait(socket: &Socket, flags: c_int) -> Result<(), c_int> {
     if flags & libc::MSG_DONTWAIT != 0 || socket.blocking.is_nonblocking() {
         return Err(libc::EAGAIN);
     }
@@ -319,14 +319,14 @@ impl Drop for Lease<'_> {
 
 /// Keeps a waiter among the socket's sleepers until it is dropped. The thread checks once more after creating it, and
 /// then sleeps on the waiter.
-pub struct Sleeper {
+pub(crate) struct Sleeper {
     pub socket: &'static Socket,
     waiter: WaiterId,
 }
 
 impl Sleeper {
     /// Adds the waiter to the sleepers: it is rung when there is `data` to read, or `space` to write.
-    pub fn new(socket: &'static Socket, waiter: WaiterId, data: bool, space: bool) -> Self {
+    pub(crate) fn new(socket: &'static Socket, waiter: WaiterId, data: bool, space: bool) -> Self {
         change_interest(socket, |i| i.sleepers.push(Sleeping { waiter, data, space }));
         Self { socket, waiter }
     }
@@ -483,7 +483,7 @@ fn are_calls_restarted(handled: u64) -> bool {
 }
 
 /// Shows the thread in `rdmasock stat` as asleep until data or space comes over a link, until the value is dropped.
-pub struct Record {
+pub(crate) struct Record {
     page: &'static StatsPage,
     waiter: WaiterId,
     thread: u32,
@@ -492,7 +492,7 @@ pub struct Record {
 impl Record {
     /// Records that the thread is about to sleep as `waiter` in `call`. `stream`: the slot of the call's stream, if it
     /// is about one. `unread`: bytes of a sender that its reader has not read.
-    pub fn begin(waiter: WaiterId, call: Call, stream: Option<u32>, unread: u64) -> Self {
+    pub(crate) fn begin(waiter: WaiterId, call: Call, stream: Option<u32>, unread: u64) -> Self {
         let (page, thread) = (Library::get().stats, thread::current().tid());
         if let Some(sleeper) = page.sleeper(waiter.0) {
             sleeper.begin(&Asleep {
@@ -521,7 +521,7 @@ impl Drop for Record {
 /// MSG_DONTWAIT it is false for a socket that was passed to another process. Such a socket is not in
 /// [`Stage::Watching`] any more, or has several holders.
 #[inline]
-pub fn is_quick(socket: &Socket, flags: c_int) -> bool {
+pub(crate) fn is_quick(socket: &Socket, flags: c_int) -> bool {
     flags & libc::MSG_DONTWAIT != 0
         || socket.blocking.is_nonblocking()
             && socket.promotion.stage() == Stage::Watching

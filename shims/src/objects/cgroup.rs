@@ -32,7 +32,7 @@ const VERSIONS: [(&str, [&str; 2], &str); 2] = [
 ];
 
 /// Takes `bytes` for a ring. False if fewer are left: the ring keeps its size.
-pub fn take(bytes: u64) -> bool {
+pub(crate) fn take(bytes: u64) -> bool {
     let without = |left: u64| match left {
         u64::MAX => Some(left),
         left => left.checked_sub(bytes),
@@ -46,23 +46,23 @@ pub fn take(bytes: u64) -> bool {
 }
 
 /// Returns `bytes` that [`take`] has taken for a ring that could not be offered.
-pub fn give_back(bytes: u64) {
+pub(crate) fn give_back(bytes: u64) {
     let with = |left: u64| (left != u64::MAX).then(|| left.saturating_add(bytes));
     let _ = LEFT.fetch_update(AcqRel, Acquire, with);
 }
 
 /// Returns whether rings may still take `bytes`, without taking them.
-pub fn has(bytes: u64) -> bool {
+pub(crate) fn has(bytes: u64) -> bool {
     LEFT.load(Acquire) >= bytes
 }
 
 /// Returns whether a ring was refused memory since the service thread last read the files.
-pub fn is_short() -> bool {
+pub(crate) fn is_short() -> bool {
     IS_SHORT.load(Acquire)
 }
 
 /// Reads the files of the control groups and stores how many bytes rings may take. Service thread only.
-pub fn look() {
+pub(crate) fn look() {
     LEFT.store(left("").unwrap_or(u64::MAX), Release);
     IS_SHORT.store(false, Relaxed);
 }

@@ -49,7 +49,7 @@ static EPOCH: AtomicU32 = AtomicU32::new(1);
 static COUNTS: AtomicPtr<Cell> = AtomicPtr::new(std::ptr::null_mut());
 
 /// Maps the memory in which holders are counted. To be called once, before a socket is counted.
-pub fn prepare() {
+pub(crate) fn prepare() {
     if let Ok(counts) = Mapping::anonymous(CELLS * size_of::<Cell>()) {
         COUNTS.store(counts.as_ptr().cast(), Release);
         std::mem::forget(counts);
@@ -64,7 +64,7 @@ pub fn epoch() -> u32 {
 
 /// Begins the next epoch and returns it. Before a fork, this is called once all sockets that the child gets are counted
 /// as shared.
-pub fn begin_epoch() -> u32 {
+pub(crate) fn begin_epoch() -> u32 {
     EPOCH.fetch_add(1, AcqRel) + 1
 }
 
@@ -72,7 +72,7 @@ pub fn begin_epoch() -> u32 {
 static BIRTH: AtomicU32 = AtomicU32::new(0);
 
 /// Begins a new epoch in a fork child. All sockets that the child has at this moment come from its parent.
-pub fn begin_life() {
+pub(crate) fn begin_life() {
     BIRTH.store(begin_epoch(), Release);
 }
 
@@ -296,7 +296,7 @@ impl Holders {
 
 /// Returns how many requests for streams were made so far, by any process that shares the memory. A change since the
 /// last call is a new request.
-pub fn requests() -> u32 {
+pub(crate) fn requests() -> u32 {
     cell(0).map_or(0, |c| c.word.load(Acquire))
 }
 
@@ -356,24 +356,24 @@ static UNEQUIPPED: AtomicU32 = AtomicU32::new(0);
 static FORKS: AtomicU32 = AtomicU32::new(0);
 
 /// Notes that a fork begins. Until it has [ended](end_fork), children do not count as gone.
-pub fn begin_fork() {
+pub(crate) fn begin_fork() {
     FORKS.fetch_add(1, AcqRel);
 }
 
 /// Notes in the parent that a fork has ended.
-pub fn end_fork() {
+pub(crate) fn end_fork() {
     FORKS.fetch_sub(1, AcqRel);
 }
 
 /// Returns whether a fork is under way. In the fork's child: whether [`begin_fork`] was called for that fork.
-pub fn is_forking() -> bool {
+pub(crate) fn is_forking() -> bool {
     FORKS.load(Acquire) > 0
 }
 
 /// Makes a button for the child of the fork that ends `epoch`. To be called before the fork. `service` is the epoll set
 /// of the service thread, which polls the doorbell. If the button cannot be made, the parent cannot see when that child
 /// is gone.
-pub fn equip_child(epoch: u32, service: Option<BorrowedFd<'_>>) {
+pub(crate) fn equip_child(epoch: u32, service: Option<BorrowedFd<'_>>) {
     let equip = || {
         let mut broods = BROODS.lock()?;
         // Each child gets a brood of its own while places are free. If another thread forks too, its child is about to
@@ -470,7 +470,7 @@ fn ancestors() -> impl DoubleEndedIterator<Item = (u32, i32)> {
 /// # Safety
 /// The caller is the only thread of a fork child, has not used this module's locks before, and the buttons of all known
 /// ancestors are open.
-pub unsafe fn remember_parent() -> bool {
+pub(crate) unsafe fn remember_parent() -> bool {
     FORKS.store(0, Relaxed);
     UNEQUIPPED.store(0, Relaxed);
     // SAFETY: by the contract, no other thread uses the lock. The fork child closes the parent's fds by number.
@@ -497,7 +497,7 @@ pub unsafe fn remember_parent() -> bool {
 }
 
 /// Returns whether `fd` is a button of a known ancestor.
-pub fn is_button(fd: i32) -> bool {
+pub(crate) fn is_button(fd: i32) -> bool {
     ancestors().any(|(_, button)| button == fd)
 }
 

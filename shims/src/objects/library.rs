@@ -24,7 +24,7 @@ use crate::objects::mailbox::{Mailbox, Offers};
 use crate::objects::waiters::Waiters;
 
 /// The instance of this process.
-pub struct Library {
+pub(crate) struct Library {
     /// Rules that say which connections may leave TCP; `None` if they could not be read.
     pub rules: Option<&'static Rules>,
     /// Which other hosts can be reached by RDMA.
@@ -50,7 +50,7 @@ pub struct Library {
 }
 
 /// Makes an instance; `None` if that fails or nothing is to be accelerated.
-pub type Build = fn() -> Option<Library>;
+pub(crate) type Build = fn() -> Option<Library>;
 
 static CURRENT: AtomicPtr<Library> = AtomicPtr::new(std::ptr::null_mut());
 /// This process, or one that it was forked from, has made an instance.
@@ -66,13 +66,13 @@ impl Library {
     /// Returns the instance. It exists, since the objects by which callers come here are only made after it. In a fork
     /// child that has not made its own yet, this makes it, and waits for fds or memory if there are none.
     #[inline]
-    pub fn get() -> &'static Library {
+    pub(crate) fn get() -> &'static Library {
         Self::current().unwrap_or_else(Self::fallback)
     }
 
     /// Returns the instance, and makes it if there is none. `None` if nothing is to be accelerated.
     #[inline]
-    pub fn ensure() -> Option<&'static Library> {
+    pub(crate) fn ensure() -> Option<&'static Library> {
         if OFF.load(Relaxed) {
             return None;
         }
@@ -82,7 +82,7 @@ impl Library {
     /// Returns whether connections are to be accelerated, and there is memory for it. Makes the instance by `build` if
     /// neither this process nor one that it was forked from has made one.
     #[inline]
-    pub fn is_on(build: &'static Build) -> bool {
+    pub(crate) fn is_on(build: &'static Build) -> bool {
         !OFF.load(Relaxed) && heap::can_serve() && (HAD.load(Relaxed) || Self::begin(build))
     }
 
@@ -93,7 +93,7 @@ impl Library {
     }
 
     /// Gives `bytes` of the allocator's memory, which are no longer registered, back to the budget.
-    pub fn free_kept(&self, bytes: u64) {
+    pub(crate) fn free_kept(&self, bytes: u64) {
         if bytes > 0 {
             self.pinned.give_back(bytes);
             self.stats.count_many(Event::AllocEnded, bytes);
@@ -102,20 +102,20 @@ impl Library {
 
     /// Returns the instance; `None` if it was not made yet.
     #[inline]
-    pub fn current() -> Option<&'static Library> {
+    pub(crate) fn current() -> Option<&'static Library> {
         // SAFETY: null, or an instance, which is never freed.
         unsafe { CURRENT.load(Acquire).as_ref() }
     }
 
     /// Switches acceleration off for good, in this process and its later fork children.
-    pub fn retire() {
+    pub(crate) fn retire() {
         RETIRED.store(true, Relaxed);
         OFF.store(true, Relaxed);
     }
 
     /// Keeps all connections on TCP from now on. Connections that are on links stay there. Only the first reason is
     /// recorded.
-    pub fn keep_on_tcp(reason: Reason) {
+    pub(crate) fn keep_on_tcp(reason: Reason) {
         let _ = REASON.compare_exchange(Reason::None as u16, reason as u16, SeqCst, SeqCst);
         if let Some(library) = Self::current() {
             library.stats.set_kept_on_tcp(reason);
@@ -123,7 +123,7 @@ impl Library {
     }
 
     /// Returns whether [`Self::retire`] was called.
-    pub fn has_retired() -> bool {
+    pub(crate) fn has_retired() -> bool {
         RETIRED.load(Relaxed)
     }
 
@@ -168,7 +168,7 @@ impl Library {
     }
 
     /// Returns why this connection may not leave TCP even if both ends support a link; `None` if it may.
-    pub fn refuses(&self, local: SocketAddr, peer: SocketAddr, direction: Direction) -> Option<Reason> {
+    pub(crate) fn refuses(&self, local: SocketAddr, peer: SocketAddr, direction: Direction) -> Option<Reason> {
         let Some(rules) = self.rules else {
             return Some(Reason::NoRules);
         };
@@ -179,7 +179,7 @@ impl Library {
     }
 
     /// Forgets the parent's instance in a fork child, which makes its own when it needs one.
-    pub fn forget() {
+    pub(crate) fn forget() {
         let ptr = CURRENT.swap(std::ptr::null_mut(), AcqRel);
         // SAFETY: null, or an instance, which is never freed.
         if let Some(library) = unsafe { ptr.as_ref() } {
@@ -193,7 +193,7 @@ static THRESHOLDS: OnceBox<[Threshold; 2]> = OnceBox::new();
 
 /// Returns what a connection has to have carried before its end with this role does something about a promotion.
 #[inline]
-pub fn threshold_of(role: Role) -> &'static Threshold {
+pub(crate) fn threshold_of(role: Role) -> &'static Threshold {
     let [connectors, acceptors] = THRESHOLDS.get_or_init(|| {
         let threshold = config().promote_after;
         Box::new([threshold, threshold.just_before()])
@@ -213,7 +213,7 @@ unsafe extern "C" {
 static PROGRAM: [AtomicU8; 64] = [const { AtomicU8::new(0) }; 64];
 
 /// Keeps the program's name, before main can write another title over it.
-pub fn remember_program() {
+pub(crate) fn remember_program() {
     // SAFETY: libc sets the variable before any code of a library runs.
     let name = unsafe { program_invocation_short_name };
     if !name.is_null() {
@@ -226,7 +226,7 @@ pub fn remember_program() {
 }
 
 /// Returns the name that the program was called by.
-pub fn program_name() -> String {
+pub(crate) fn program_name() -> String {
     let bytes: Vec<u8> = PROGRAM
         .iter()
         .map(|b| b.load(Relaxed))
@@ -236,7 +236,7 @@ pub fn program_name() -> String {
 }
 
 /// Returns a random number for keys, made from the clock if the kernel has none to give.
-pub fn random_u64() -> u64 {
+pub(crate) fn random_u64() -> u64 {
     let mut bytes = [0u8; 8];
     match rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty()) {
         Ok(8) => u64::from_ne_bytes(bytes),

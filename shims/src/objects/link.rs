@@ -36,7 +36,7 @@ use crate::objects::library::Library;
 use crate::objects::local_link::LocalPeer;
 use crate::objects::mailbox::Command;
 use crate::objects::remote_link::Terms;
-pub use crate::objects::remote_link::{Maintained, Poller, Remote, StandBy, Turn, has_few_addresses};
+pub(crate) use crate::objects::remote_link::{Maintained, Poller, Remote, StandBy, Turn, has_few_addresses};
 use crate::objects::waiters::SERVICE;
 use crate::sys::errno;
 
@@ -700,7 +700,7 @@ fn put_free(link: &'static Link) {
 ///
 /// # Safety
 /// The caller is the only thread.
-pub unsafe fn after_fork() {
+pub(crate) unsafe fn after_fork() {
     let mut next = LAST.swap(null_mut(), AcqRel);
     // SAFETY: null, or an object that is never freed.
     while let Some(link) = unsafe { next.as_ref() } {
@@ -722,11 +722,11 @@ pub unsafe fn after_fork() {
 }
 
 /// A pin of a link: its object does not become another link until this is dropped.
-pub struct Pin(&'static Link);
+pub(crate) struct Pin(&'static Link);
 
 impl Pin {
     /// Pins the link; `None` if the link is over.
-    pub fn new(link: &'static Link) -> Option<Self> {
+    pub(crate) fn new(link: &'static Link) -> Option<Self> {
         link.pin().then_some(Self(link))
     }
 }
@@ -828,33 +828,33 @@ impl Link {
 static UP: Lock<Vec<&'static Link>> = Lock::new(Vec::new());
 
 /// Adds the link to the list.
-pub fn add(link: &'static Link) {
+pub(crate) fn add(link: &'static Link) {
     if let Some(mut up) = UP.lock() {
         up.push(link);
     }
 }
 
 /// Removes the link from the list.
-pub fn remove(link: &'static Link) {
+pub(crate) fn remove(link: &'static Link) {
     if let Some(mut up) = UP.lock() {
         up.retain(|l| !std::ptr::eq(*l, link));
     }
 }
 
 /// Returns all links that are up.
-pub fn all() -> Vec<&'static Link> {
+pub(crate) fn all() -> Vec<&'static Link> {
     UP.lock().map(|up| up.clone()).unwrap_or_default()
 }
 
 /// Returns the live link to this instance; `None` if there is none.
-pub fn to(peer: &InstanceId) -> Option<&'static Link> {
+pub(crate) fn to(peer: &InstanceId) -> Option<&'static Link> {
     let up = UP.lock()?;
     up.iter().copied().find(|l| l.peer() == *peer && l.is_alive())
 }
 
 /// Makes a one-time offer of a link for the instance `peer`. `local` is given if the peer is on another host: the
 /// address by which it has reached this host. `None` if there is a link already, or none can be offered.
-pub fn offer(peer: InstanceId, local: Option<IpAddr>) -> Option<LinkOffer> {
+pub(crate) fn offer(peer: InstanceId, local: Option<IpAddr>) -> Option<LinkOffer> {
     if to(&peer).is_some() {
         return None;
     }
@@ -994,7 +994,7 @@ const AT_A_TIME: usize = 64;
 static FREE_NEWS: Lock<&'static [News]> = Lock::new(&[]);
 
 /// Returns a state for a link object that is made.
-pub fn new() -> &'static News {
+pub(crate) fn new() -> &'static News {
     let mut free = FREE_NEWS.lock();
     if let Some(first) = free.as_mut().and_then(|free| free.split_off_first()) {
         return first;

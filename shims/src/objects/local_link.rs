@@ -41,7 +41,7 @@ const MAX_OUTBOX: usize = 8 * MAX_STREAMS as usize;
 const SHORT_MESSAGE: usize = 64;
 
 /// The connections to the peer of one link.
-pub struct LocalPeer {
+pub(crate) struct LocalPeer {
     /// The slot of the link.
     slot: AtomicU32,
     /// The fd of the side channel, -1 once it is closed.

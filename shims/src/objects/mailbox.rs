@@ -31,23 +31,23 @@ use crate::sys::time::now_ns;
 const RETRY_AFTER: u64 = 1_000_000_000;
 
 /// Kinds of events in the service thread's epoll set: the upper 8 bits of an event's data.
-pub mod kind {
-    pub const DOORBELL: u64 = 0;
-    pub const INSTANCE: u64 = 1;
-    pub const NAME: u64 = 2;
-    pub const CHANNEL: u64 = 3;
-    pub const ANCHOR: u64 = 4;
-    pub const LINGER: u64 = 5;
-    pub const ACCEPTOR: u64 = 6;
-    pub const PAIR_STATE: u64 = 7;
-    pub const COMPLETION: u64 = 8;
-    pub const CONTROL: u64 = 9;
-    pub const HOST: u64 = 10;
-    pub const APART: u64 = 11;
+pub(crate) mod kind {
+    pub(crate) const DOORBELL: u64 = 0;
+    pub(crate) const INSTANCE: u64 = 1;
+    pub(crate) const NAME: u64 = 2;
+    pub(crate) const CHANNEL: u64 = 3;
+    pub(crate) const ANCHOR: u64 = 4;
+    pub(crate) const LINGER: u64 = 5;
+    pub(crate) const ACCEPTOR: u64 = 6;
+    pub(crate) const PAIR_STATE: u64 = 7;
+    pub(crate) const COMPLETION: u64 = 8;
+    pub(crate) const CONTROL: u64 = 9;
+    pub(crate) const HOST: u64 = 10;
+    pub(crate) const APART: u64 = 11;
 }
 
 /// Returns the data of an event: `kind` in the upper 8 bits, the lower 56 bits of `id` in the others.
-pub fn tag(kind: u64, id: u64) -> u64 {
+pub(crate) fn tag(kind: u64, id: u64) -> u64 {
     kind << 56 | id & 0x00ff_ffff_ffff_ffff
 }
 
@@ -79,7 +79,7 @@ pub struct Mailbox {
 impl Mailbox {
     /// Makes a mailbox whose thread is not started, and is then made by `make`. Fails with the errno of
     /// epoll_create1(2).
-    pub fn new(make: fn() -> bool) -> Result<Self, Errno> {
+    pub(crate) fn new(make: fn() -> bool) -> Result<Self, Errno> {
         let epoll = PrivateFd::open(|| kernel::create(kernel::CreateFlags::CLOEXEC))?;
         Ok(Self {
             queue: Queue::default(),
@@ -98,7 +98,7 @@ impl Mailbox {
 
     /// Queues a command and wakes the thread. Never waits, also in a signal handler that has interrupted this function.
     /// False if there is no thread and none can be made now: the command is dropped.
-    pub fn submit(&self, command: Command) -> bool {
+    pub(crate) fn submit(&self, command: Command) -> bool {
         let is_there = self.start();
         if is_there {
             self.queue.push(command);
@@ -110,7 +110,7 @@ impl Mailbox {
     /// Has the thread send, after a delay, the wake-ups that senders hold back. To be called by a sender that begins to
     /// hold one back.
     #[inline]
-    pub fn delay_wake(&self) {
+    pub(crate) fn delay_wake(&self) {
         if self.delaying.ask() && !self.submit(Command::DelayedWakes) {
             // The next call asks again.
             self.delaying.begin();
@@ -120,7 +120,7 @@ impl Mailbox {
     /// Has the thread maintain the links to other hosts after a delay. It then sends what is owed on them, and decides
     /// which threads are woken by completions.
     #[inline]
-    pub fn maintain_later(&self) {
+    pub(crate) fn maintain_later(&self) {
         if self.maintaining.ask() && !self.submit(Command::Maintain) {
             // The next call asks again.
             self.maintaining.begin();
@@ -128,12 +128,12 @@ impl Mailbox {
     }
 
     /// Returns whether the thread runs, or was marked by [`Self::claim_start`].
-    pub fn is_started(&self) -> bool {
+    pub(crate) fn is_started(&self) -> bool {
         self.started.load(Acquire)
     }
 
     /// Marks the thread as started, so that no call starts it. True if it was marked already.
-    pub fn claim_start(&self) -> bool {
+    pub(crate) fn claim_start(&self) -> bool {
         self.started.swap(true, AcqRel)
     }
 
@@ -141,7 +141,7 @@ impl Mailbox {
     /// or is to end. In a signal handler nothing is started and the result is true, since the handler may have
     /// interrupted the `malloc` that pthread_create calls. A command queued there waits for the next call that starts
     /// the thread.
-    pub fn start(&self) -> bool {
+    pub(crate) fn start(&self) -> bool {
         if self.is_started() || handler::is_in_one() {
             return true;
         }
@@ -156,7 +156,7 @@ impl Mailbox {
     }
 
     /// Notes that the thread could not be made, or had to end at once. The next attempt follows after `RETRY_AFTER`.
-    pub fn has_no_thread(&self) {
+    pub(crate) fn has_no_thread(&self) {
         self.retry_at.store(now_ns() + RETRY_AFTER, Release);
         self.started.store(false, Release);
     }
@@ -164,7 +164,7 @@ impl Mailbox {
     /// Subscribes the thread to the completions of a link to another host if `on`, and else unsubscribes it.
     /// `completions` is the completion fd, `token` the data of its events. False if the fd could not be added to the
     /// epoll set.
-    pub fn subscribe(&self, completions: BorrowedFd<'_>, token: u64, on: bool) -> bool {
+    pub(crate) fn subscribe(&self, completions: BorrowedFd<'_>, token: u64, on: bool) -> bool {
         // The fd is removed, not only muted. At each event of a muted fd the kernel would still wake the thread, and
         // then let it sleep on.
         if !on {
@@ -177,7 +177,7 @@ impl Mailbox {
     }
 
     /// Removes `fd` from the thread's epoll set.
-    pub fn forget(&self, fd: BorrowedFd<'_>) {
+    pub(crate) fn forget(&self, fd: BorrowedFd<'_>) {
         let _ = kernel::delete(&self.epoll, fd);
     }
 }
@@ -185,7 +185,7 @@ impl Mailbox {
 /// Names a connection as it was when the command was made. The object may have become another connection by the time
 /// the service thread reads it.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub struct Ref {
+pub(crate) struct Ref {
     /// The slot of its object.
     pub slot: u32,
     /// The generation of the object, which changes with each connection that it becomes.
@@ -193,7 +193,7 @@ pub struct Ref {
 }
 
 /// A request of a call to the service thread. A link is named by its slot or serial.
-pub enum Command {
+pub(crate) enum Command {
     /// Ask the peer for a promotion: the connection has reached the threshold (connector).
     Promote(Ref),
     /// Do a task that the connection itself asks for.
@@ -299,7 +299,7 @@ struct Offer {
 /// The open offers and the addresses for them. Calls of the program write offers down, and the service thread redeems
 /// them. There are as many offers as links are being made.
 #[derive(Default)]
-pub struct Offers {
+pub(crate) struct Offers {
     made: Lock<Vec<Offer>>,
     /// Addresses at which other hosts can make links to this one.
     pub places: Lock<Vec<SocketAddr>>,
@@ -308,7 +308,7 @@ pub struct Offers {
 impl Offers {
     /// Makes an offer for `peer` that expires after `life` ns, and returns its cookie. `None` if the kernel gives no
     /// random bytes, or in a signal handler that has interrupted another use of the list.
-    pub fn make(&self, peer: InstanceId, life: u64) -> Option<Cookie> {
+    pub(crate) fn make(&self, peer: InstanceId, life: u64) -> Option<Cookie> {
         let cookie = Cookie::random().ok()?;
         let until = now_ns() + life;
         self.made.lock()?.push(Offer { cookie, peer, until });
@@ -316,19 +316,19 @@ impl Offers {
     }
 
     /// Returns whether `cookie` is valid: made for `peer`, not expired, not yet redeemed.
-    pub fn has(&self, cookie: &Cookie, peer: &InstanceId) -> bool {
+    pub(crate) fn has(&self, cookie: &Cookie, peer: &InstanceId) -> bool {
         self.position(cookie, peer, |_, _| ())
     }
 
     /// Redeems a cookie, which is then no longer valid. False if it was not valid.
-    pub fn redeem(&self, cookie: &Cookie, peer: &InstanceId) -> bool {
+    pub(crate) fn redeem(&self, cookie: &Cookie, peer: &InstanceId) -> bool {
         self.position(cookie, peer, |offers, at| {
             offers.swap_remove(at);
         })
     }
 
     /// Returns the address and port at which links can be made at the local address `local`; `None` if there is none.
-    pub fn place_at(&self, local: IpAddr) -> Option<SocketAddr> {
+    pub(crate) fn place_at(&self, local: IpAddr) -> Option<SocketAddr> {
         let places = self.places.lock()?;
         places.iter().find(|a| a.ip() == local).copied()
     }
@@ -350,7 +350,7 @@ static COUNT: AtomicUsize = AtomicUsize::new(0);
 /// The rest of a connection that the program has closed too early for TCP. Bytes or markers still have to go out before
 /// its FIN, or markers still have to come in. The service thread finishes the connection (`service::watch`). The end of
 /// the process waits a moment for it.
-pub struct Remains {
+pub(crate) struct Remains {
     /// A copy of the kernel's socket, which is closed when this value is dropped.
     pub fd: PrivateFd,
     /// The markers that may still come.
@@ -361,13 +361,13 @@ pub struct Remains {
 
 impl Remains {
     /// Counts and returns the rest of a connection that is being closed.
-    pub fn new(fd: PrivateFd, awaited: Option<Awaited>, unsent: Vec<u8>) -> Self {
+    pub(crate) fn new(fd: PrivateFd, awaited: Option<Awaited>, unsent: Vec<u8>) -> Self {
         COUNT.fetch_add(1, AcqRel);
         Self { fd, awaited, unsent }
     }
 
     /// Returns whether the awaited markers have to come before this end's FIN.
-    pub fn ends_last(&self) -> bool {
+    pub(crate) fn ends_last(&self) -> bool {
         self.awaited.as_ref().is_some_and(|awaited| awaited.precede_end)
     }
 }
@@ -379,12 +379,12 @@ impl Drop for Remains {
 }
 
 /// Returns whether this process has any.
-pub fn are_any() -> bool {
+pub(crate) fn are_any() -> bool {
     COUNT.load(Acquire) != 0
 }
 
 /// Sets the count to 0 in a fork child, which has none.
-pub fn after_fork() {
+pub(crate) fn after_fork() {
     COUNT.store(0, Release);
 }
 

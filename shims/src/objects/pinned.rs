@@ -22,7 +22,7 @@ enum Kind {
 }
 
 /// A call's use of a registration, which ends when the value is dropped.
-pub struct Pinned {
+pub(crate) struct Pinned {
     remote: &'static Remote,
     kind: Kind,
     /// The key by which the device knows the memory.
@@ -38,7 +38,13 @@ impl Pinned {
     ///
     /// # Safety
     /// Until the value is dropped, the memory is the program's, and the device may access it in this role.
-    pub unsafe fn new(remote: &'static Remote, memory: *mut u8, len: usize, least: usize, role: Role) -> Option<Self> {
+    pub(crate) unsafe fn new(
+        remote: &'static Remote,
+        memory: *mut u8,
+        len: usize,
+        least: usize,
+        role: Role,
+    ) -> Option<Self> {
         // Held until the value is dropped, so that the device is still this link's: the object may become a later link.
         if !remote.hold_pair() {
             return None;
@@ -67,7 +73,7 @@ impl Pinned {
 
     /// Returns whether this is a fork child that goes on with its parent's call. The child has neither the link nor the
     /// registration.
-    pub fn is_of_a_parent(&self) -> bool {
+    pub(crate) fn is_of_a_parent(&self) -> bool {
         self.thread != thread::current().tid()
     }
 }

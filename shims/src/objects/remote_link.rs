@@ -64,7 +64,7 @@ impl Device for Remote {
 }
 
 /// Returns whether the address space is limited (RLIMIT_AS). The program then needs the addresses itself.
-pub fn has_few_addresses() -> bool {
+pub(crate) fn has_few_addresses() -> bool {
     rustix::process::getrlimit(rustix::process::Resource::As)
         .current
         .is_some()

@@ -36,14 +36,14 @@ use crate::sys::tcp_info::Ledger;
 use crate::sys::time::now_ns;
 
 /// The sending direction's state in core's connection, with [`TxOwn`] of this process.
-pub type Tx = connection::TxOf<Socket>;
+pub(crate) type Tx = connection::TxOf<Socket>;
 /// The receiving direction's state in core's connection, with [`RxOwn`] of this process.
-pub type Rx = connection::RxOf<Socket>;
+pub(crate) type Rx = connection::RxOf<Socket>;
 /// The state of core's connection for both directions, with [`ControlOwn`] of this process.
-pub type Control = connection::ControlOf<Socket>;
+pub(crate) type Control = connection::ControlOf<Socket>;
 
 /// The waiter of the peer that is woken once the kernel has ended this end's sending direction.
-pub type Farewell = connection::Farewell<&'static Link>;
+pub(crate) type Farewell = connection::Farewell<&'static Link>;
 
 /// State of this process for the sending direction.
 #[derive(Default)]
@@ -167,7 +167,7 @@ pub struct Sleeping {
 const DEAD: u32 = (libc::EPOLLERR | libc::EPOLLHUP) as u32;
 
 /// In `Wakes::anchor`, where EPOLL* has no bits: the kernel may have something in the error queue (recvmsg(2)).
-pub const ERROR_QUEUE: u32 = 1 << 24;
+pub(crate) const ERROR_QUEUE: u32 = 1 << 24;
 
 /// Which threads and epoll sets are notified of readiness, and how waits for it went.
 #[derive(Default)]
@@ -235,7 +235,7 @@ pub struct Socket {
 
 impl Ref {
     /// Names the connection that `socket` is now.
-    pub fn new(socket: &Socket) -> Self {
+    pub(crate) fn new(socket: &Socket) -> Self {
         Self {
             slot: socket.slot,
             generation: socket.generation.load(Acquire),
@@ -243,7 +243,7 @@ impl Ref {
     }
 
     /// Returns the socket; `None` if its object has become another connection.
-    pub fn get(self) -> Option<&'static Socket> {
+    pub(crate) fn get(self) -> Option<&'static Socket> {
         by_slot(self.slot).filter(|socket| socket.generation.load(Acquire) == self.generation)
     }
 }
@@ -273,19 +273,19 @@ static ALL: [AtomicPtr<Socket>; MAX_SOCKETS] = [const { AtomicPtr::new(std::ptr:
 const MAX_SOCKETS: usize = 65_536;
 
 /// Returns the object with this slot; `None` if it was never made.
-pub fn by_slot(slot: u32) -> Option<&'static Socket> {
+pub(crate) fn by_slot(slot: u32) -> Option<&'static Socket> {
     let ptr = ALL.get(slot as usize)?.load(Acquire);
     // SAFETY: null, or an object that is never freed.
     unsafe { ptr.as_ref() }
 }
 
 /// Returns all objects, whether in use or not.
-pub fn all() -> impl Iterator<Item = &'static Socket> {
+pub(crate) fn all() -> impl Iterator<Item = &'static Socket> {
     (0..SLOTS.load(Acquire)).filter_map(by_slot)
 }
 
 /// Returns the objects that stand for a connection of this process, for events that concern all of them (exec, exit).
-pub fn in_use() -> impl Iterator<Item = &'static Socket> {
+pub(crate) fn in_use() -> impl Iterator<Item = &'static Socket> {
     all().filter(|socket| socket.numbers.fd.load(Acquire) >= 0)
 }
 
@@ -313,11 +313,11 @@ static ROUNDS: AtomicU64 = AtomicU64::new(0);
 
 /// A round of the service thread. A connection that the thread finds during a round ([`Ref::get`], [`by_slot`]) does
 /// not become another connection before the round has ended. The program may close it meanwhile.
-pub struct Round(());
+pub(crate) struct Round(());
 
 impl Round {
     /// Begins a round, before any connection is looked up. Service thread only.
-    pub fn begin() -> Self {
+    pub(crate) fn begin() -> Self {
         ROUNDS.fetch_add(1, SeqCst);
         // Either this thread sees the new generation of an object that is being recycled, or that thread sees this
         // round (`Socket::recycle`).
@@ -539,7 +539,7 @@ impl Socket {
 
 /// Returns the connection's addresses, network namespace and device, in the form that is the same at both ends. `None`
 /// if it is not connected.
-pub fn tuple_of(socket: &'static Socket) -> Option<Tuple> {
+pub(crate) fn tuple_of(socket: &'static Socket) -> Option<Tuple> {
     let _control = socket.control.lock()?;
     let fd = socket.numbers.anchor_fd()?;
     let local = std::net::SocketAddr::try_from(rustix::net::getsockname(fd).ok()?).ok()?;
@@ -924,15 +924,15 @@ impl Sends {
 }
 
 /// How the fds that stood for a socket were closed.
-pub mod closed {
+pub(crate) mod closed {
     /// An fd is open; or the object is not in use.
-    pub const OPEN: u8 = 0;
+    pub(crate) const OPEN: u8 = 0;
     /// The program has closed the last fd, and calls that began before have not returned. Until then the connection
     /// stays as it is.
-    pub const HELD: u8 = 1;
+    pub(crate) const HELD: u8 = 1;
     /// The last fd was closed where no hook saw it, and calls that began before have not returned. There is no anchor
     /// any more.
-    pub const LOST: u8 = 2;
+    pub(crate) const LOST: u8 = 2;
 }
 
 /// The fds of one connection.

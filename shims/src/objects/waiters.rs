@@ -40,7 +40,7 @@ use rustix::io::Errno;
 const FURTHER_SETS: u16 = 256;
 
 /// The waiter of the service thread.
-pub const SERVICE: WaiterId = WaiterId(0);
+pub(crate) const SERVICE: WaiterId = WaiterId(0);
 
 /// The kinds of waiters, each with its range of ids.
 #[derive(Clone, Copy)]
@@ -71,7 +71,7 @@ impl Kind {
 const KINDS: [Kind; 4] = [Kind::Queue, Kind::Set, Kind::Polling, Kind::Thread];
 
 /// The waiters of an instance.
-pub struct Waiters {
+pub(crate) struct Waiters {
     page: FlagPage,
     page_fd: PrivateFd,
     /// By kind: the ids that are not in use. The last one is the next to be used.
@@ -90,7 +90,7 @@ pub struct Waiters {
 
 impl Waiters {
     /// Makes the page of flags, and the eventfd that wakes the service thread. Fails with the kernel's errno.
-    pub fn new() -> Result<Self, Errno> {
+    pub(crate) fn new() -> Result<Self, Errno> {
         let (page_fd, page) = rdmasock_core::os::memfd::create_read_only_for_peers("rdmasock-waiters", FLAGS_BYTES)?;
         let none = || (0..POLLING).map(|_| AtomicI32::new(-1)).collect();
         let this = Self {
@@ -110,18 +110,18 @@ impl Waiters {
     }
 
     /// Returns the memfd of the flags, which is sent to peers.
-    pub fn flags_fd(&self) -> BorrowedFd<'_> {
+    pub(crate) fn flags_fd(&self) -> BorrowedFd<'_> {
         self.page_fd.as_fd()
     }
 
     /// Replaces the page of flags in a fork child, which does not have the parent's. A call that the fork has
     /// interrupted in its sleep sleeps no more, and lowers a flag that no peer sees.
-    pub fn after_fork(&self) {
+    pub(crate) fn after_fork(&self) {
         self.page.after_fork();
     }
 
     /// Returns the sleep flag of a waiter; `None` if there is no such waiter.
-    pub fn flag(&self, id: WaiterId) -> Option<&SleepFlag> {
+    pub(crate) fn flag(&self, id: WaiterId) -> Option<&SleepFlag> {
         self.page.flag(id)
     }
 
@@ -170,7 +170,7 @@ impl Waiters {
 
     /// Returns the fd that a polling waiter polls for input, edge-triggered or followed by [`Self::quiet`]. `None` if
     /// it was never made.
-    pub fn doorbell(&self, id: WaiterId) -> Option<BorrowedFd<'static>> {
+    pub(crate) fn doorbell(&self, id: WaiterId) -> Option<BorrowedFd<'static>> {
         kept(&self.polled, id)
     }
 
@@ -188,7 +188,7 @@ impl Waiters {
     }
 
     /// Makes the kernel forget the presses so far, after a level-triggered poll of [`Self::doorbell`].
-    pub fn quiet(&self, id: WaiterId) {
+    pub(crate) fn quiet(&self, id: WaiterId) {
         let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
         let mut reported = [kernel::Event {
             flags: kernel::EventFlags::empty(),
@@ -200,7 +200,7 @@ impl Waiters {
     }
 
     /// Wakes the threads that sleep as this waiter, or else the next one to do so.
-    pub fn ring(&self, id: WaiterId) {
+    pub(crate) fn ring(&self, id: WaiterId) {
         if !id.is_polling() {
             self.page.ring(id);
         } else if let Some(event) = kept(&self.events, id) {
@@ -210,7 +210,7 @@ impl Waiters {
     }
 
     /// Calls [`Self::ring`] if the waiter's flag says that a thread sleeps.
-    pub fn ring_if_sleeping(&self, id: WaiterId) {
+    pub(crate) fn ring_if_sleeping(&self, id: WaiterId) {
         if self.flag(id).is_some_and(SleepFlag::is_sleeping) {
             self.ring(id);
         }
@@ -218,21 +218,21 @@ impl Waiters {
 
     /// Raises the waiter's sleep flag. The caller then checks once more for reasons not to sleep, and sleeps if there
     /// are none.
-    pub fn enter_sleep(&self, id: WaiterId) {
+    pub(crate) fn enter_sleep(&self, id: WaiterId) {
         if let Some(flag) = self.flag(id) {
             flag.begin();
         }
     }
 
     /// Lowers the waiter's sleep flag: the caller is awake.
-    pub fn leave_sleep(&self, id: WaiterId) {
+    pub(crate) fn leave_sleep(&self, id: WaiterId) {
         if let Some(flag) = self.flag(id) {
             flag.end();
         }
     }
 
     /// Returns the address of the waiter's futex, and its value, which is to be read before [`Self::enter_sleep`].
-    pub fn futex(&self, id: WaiterId) -> Option<(*const u32, u32)> {
+    pub(crate) fn futex(&self, id: WaiterId) -> Option<(*const u32, u32)> {
         Some((self.page.futex(id)?, self.page.ticket(id)))
     }
 }
@@ -242,7 +242,7 @@ fn event() -> Result<PrivateFd, Errno> {
 }
 
 /// Adds `bell`, a doorbell or an eventfd, to the epoll set `set`, which then reports each press once.
-pub fn hang(set: BorrowedFd<'_>, bell: BorrowedFd<'_>) -> Result<(), Errno> {
+pub(crate) fn hang(set: BorrowedFd<'_>, bell: BorrowedFd<'_>) -> Result<(), Errno> {
     let flags = kernel::EventFlags::IN | kernel::EventFlags::ET;
     kernel::add(set, bell, kernel::EventData::new_u64(0), flags)
 }

@@ -77,7 +77,7 @@ impl Epoll {
     /// `events` is writable for `max` entries.
     // Not inlined: the forced unwind of pthread_cancel runs the wait's destructor here (see `hooks`).
     #[inline(never)]
-    pub unsafe fn wait(
+    pub(crate) unsafe fn wait(
         &'static self,
         fd: c_int,
         events: *mut libc::epoll_event,
@@ -122,7 +122,7 @@ impl Epoll {
     }
 
     /// Whether an item that is taken over is ready now: for poll(), select() and sets that hold this one.
-    pub fn is_ready(&'static self) -> bool {
+    pub(crate) fn is_ready(&'static self) -> bool {
         if !self.is_active() {
             return false;
         }
@@ -819,7 +819,7 @@ impl Epoll {
 
     /// Prepares for a nested use: another set is about to hold this one, or a thread to sleep on it in poll() or
     /// select().
-    pub fn on_nested(&'static self) {
+    pub(crate) fn on_nested(&'static self) {
         // Both sides use SeqCst (`activate`): one of the two sees the other.
         if !self.nested.load(Acquire) && !self.nested.publish(true) {
             if let Some(mut set) = self.set.lock() {

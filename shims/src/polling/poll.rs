@@ -57,7 +57,7 @@ fn is_ours(fd: c_int) -> bool {
 /// # Safety
 /// `fds` is null or has `count` entries.
 #[inline]
-pub unsafe fn has_ours(fds: *const pollfd, count: nfds_t) -> bool {
+pub(crate) unsafe fn has_ours(fds: *const pollfd, count: nfds_t) -> bool {
     // SAFETY: `fds` is not null (`is_plausible`), so it has `count` entries by the contract, and `i` is below that.
     crate::sys::iov::is_plausible(fds) && (0..count as usize).any(|i| is_ours(unsafe { (*fds.add(i)).fd }))
 }
@@ -393,7 +393,7 @@ fn is_in_table(fd: c_int) -> bool {
 }
 
 /// The three sets of a select() call, and its count.
-pub struct Sets {
+pub(crate) struct Sets {
     pub count: c_int,
     pub read: *mut libc::fd_set,
     pub write: *mut libc::fd_set,
@@ -440,7 +440,7 @@ impl Sets {
     ///
     /// # Safety
     /// The sets are null or hold `count` bits.
-    pub unsafe fn has_ours(&self) -> bool {
+    pub(crate) unsafe fn has_ours(&self) -> bool {
         // The program's sets may be shorter than its count says: the kernel does not read beyond its table.
         let end = self.count.min(table::highest() + 1);
         // SAFETY: `fd` is below the count, so the sets are null or have its bit, by the contract.

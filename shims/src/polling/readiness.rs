@@ -26,7 +26,7 @@ const WRBAND: u32 = libc::EPOLLWRBAND as u32;
 
 /// Whether a check also asks the peer for a wake-up.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Arm {
+pub(crate) enum Arm {
     /// Checks only.
     No,
     /// Asks for a wake-up if the direction is not ready now (level-triggered).
@@ -36,7 +36,7 @@ pub enum Arm {
 }
 
 /// Returns the socket's readiness: the bits of `events` and those that are always reported (EPOLL*).
-pub fn evaluate(socket: &'static Socket, events: u32, arm: Arm) -> u32 {
+pub(crate) fn evaluate(socket: &'static Socket, events: u32, arm: Arm) -> u32 {
     progress(socket);
     let mut mask = if socket.has_untold() { ERR } else { 0 };
     // Read before the directions are checked: an end must not be reported before the data ahead of it.
@@ -208,7 +208,7 @@ static TURN: Lock<()> = Lock::new(());
 
 /// Notifies the waiting sets and threads of all that the link's peer has queued for the service thread. A thread that
 /// checks a set does so first: otherwise data would be there before the set knows of it.
-pub fn tell(link: &'static Link) {
+pub(crate) fn tell(link: &'static Link) {
     // In a signal handler above the lock's holder: the holder continues afterwards.
     let Some(_turn) = TURN.lock() else { return };
     let mut sockets = Vec::new();
@@ -226,7 +226,7 @@ pub fn tell(link: &'static Link) {
 
 /// Checks whether the peer has received all bytes that a stream between hosts has given to the link. If so, the
 /// stream's way back to TCP continues.
-pub fn look_for_confirmation(socket: &'static Socket, link: &Link) {
+pub(crate) fn look_for_confirmation(socket: &'static Socket, link: &Link) {
     let Some(remote) = link.remote() else {
         return;
     };

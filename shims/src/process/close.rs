@@ -25,11 +25,11 @@ use crate::objects::socket::{Control, Farewell, Mode, Move, Socket, Stage, close
 use crate::sys::errno;
 
 /// The functions that `notify/call` calls when a thread finds the end of a connection.
-pub static TOLD: Told = Told { on_call_back, lose };
+pub(crate) static TOLD: Told = Told { on_call_back, lose };
 
 /// Releases the connection for `fd`, which the program closes and which is not in the table any more. Returns the
 /// peer's waiters to wake once the kernel's socket is closed.
-pub fn release(socket: &'static Socket, fd: c_int) -> Farewell {
+pub(crate) fn release(socket: &'static Socket, fd: c_int) -> Farewell {
     // A stream that another process has on a link stays there: this process only stops being a holder.
     let is_foreign = socket.tx_mode.load(Acquire) == Mode::Foreign;
     let is_only_number = || {
@@ -60,7 +60,7 @@ pub fn release(socket: &'static Socket, fd: c_int) -> Farewell {
 /// Puts a dead socket behind `fd` where markers may come, before the program closes `fd` or puts another file in its
 /// place. A call of another thread may begin between the removal from the table and the kernel's close. It goes to the
 /// kernel, and must not read a marker. The caller then removes the entry, and calls [`on_removed`].
-pub fn hide_markers(socket: &'static Socket, fd: c_int) {
+pub(crate) fn hide_markers(socket: &'static Socket, fd: c_int) {
     if socket.rx_mode.load(Acquire) != Mode::Marked {
         return;
     }
@@ -87,14 +87,14 @@ pub fn hide_markers(socket: &'static Socket, fd: c_int) {
 }
 
 /// Ends the work of [`hide_markers`], once the table has no entry for `fd`.
-pub fn on_removed(socket: &'static Socket, fd: c_int) {
+pub(crate) fn on_removed(socket: &'static Socket, fd: c_int) {
     let _ = socket.numbers.hidden.compare_exchange(fd, -1, AcqRel, Acquire);
 }
 
 /// Releases the connection for `fd`, which was closed without a hook. The fd is not in the table any more. It may stand
 /// for another file already, so it is not touched.
 #[cold]
-pub fn lose(socket: &'static Socket, fd: c_int) {
+pub(crate) fn lose(socket: &'static Socket, fd: c_int) {
     let errno = errno::get();
     lose_number(socket, fd);
     errno::set(errno);
@@ -242,7 +242,7 @@ fn orphan(socket: &'static Socket) {
 static ORPHANS: AtomicBool = AtomicBool::new(false);
 
 /// Carries out closes that signal handlers have left. Service thread only.
-pub fn end_orphans() {
+pub(crate) fn end_orphans() {
     if !ORPHANS.swap(false, SeqCst) {
         return;
     }
@@ -325,7 +325,7 @@ fn end(socket: &'static Socket, mut control: Guard<'static, Control>) -> Farewel
 }
 
 /// Whether the program has asked for a reset in place of an orderly end (SO_LINGER with time 0).
-pub fn is_hard(socket: &Socket) -> bool {
+pub(crate) fn is_hard(socket: &Socket) -> bool {
     let linger = |anchor| rustix::net::sockopt::socket_linger(anchor) == Ok(Some(std::time::Duration::ZERO));
     socket.numbers.anchor_fd().is_some_and(linger)
 }
@@ -379,7 +379,7 @@ fn stay_behind(socket: &'static Socket, control: &mut Control) -> bool {
 }
 
 /// Ends a stream that was left behind, if the peer has received all bytes. Returns true if it has ended.
-pub fn finish(socket: &'static Socket) -> bool {
+pub(crate) fn finish(socket: &'static Socket) -> bool {
     {
         let Some(mut control) = socket.control.lock() else {
             return false;
@@ -399,7 +399,7 @@ pub fn finish(socket: &'static Socket) -> bool {
 
 /// Makes the kernel reset the connection at the end of the process, if bytes on the link are unread. The kernel does
 /// not know of those. Returns whether the connection ends by a reset, which no end may precede.
-pub fn resets_at_exit(socket: &'static Socket) -> bool {
+pub(crate) fn resets_at_exit(socket: &'static Socket) -> bool {
     if rx::has_unread(socket)
         && let Some(anchor) = socket.numbers.anchor_fd()
     {

@@ -19,7 +19,7 @@ const LAST_WORDS: u64 = 2_000_000_000;
 
 /// Runs before this process ends. Takes streams that other processes hold too back to TCP, ends the others, and waits
 /// until other hosts have received their bytes.
-pub extern "C" fn at_exit() {
+pub(crate) extern "C" fn at_exit() {
     if vfork::is_child() {
         return;
     }

@@ -27,7 +27,7 @@ use crate::sys::{errno, sockopt, vfork};
 /// # Safety
 /// `message` is null or the program's own.
 #[inline]
-pub unsafe fn before_passing(message: *const msghdr) {
+pub(crate) unsafe fn before_passing(message: *const msghdr) {
     // SAFETY: `message` is null or the program's own, by the contract.
     if unsafe { message.as_ref() }.is_some_and(|m| m.msg_controllen > 0 && !m.msg_control.is_null()) {
         // SAFETY: `message` is the program's own, by the contract, and not null.
@@ -39,7 +39,7 @@ pub unsafe fn before_passing(message: *const msghdr) {
 ///
 /// # Safety
 /// `messages` has `count` entries, or is null.
-pub unsafe fn before_passing_many(messages: *const mmsghdr, count: c_uint) {
+pub(crate) unsafe fn before_passing_many(messages: *const mmsghdr, count: c_uint) {
     for i in 0..if messages.is_null() { 0 } else { count as usize } {
         // SAFETY: `i` is below `count`, and `messages` is not null, so it has that many entries by the contract.
         unsafe { before_passing(&raw const (*messages.add(i)).msg_hdr) }
@@ -73,7 +73,7 @@ unsafe fn pass(message: *const msghdr) {
 /// Takes the socket back to TCP in both directions, so that all unread data comes through the kernel. Waits for the end
 /// of a handshake that is under way: a marker in flight must not become the data of another process. Resets the
 /// connection if the peer does not answer in time.
-pub fn release(socket: &'static Socket, reason: Reason) {
+pub(crate) fn release(socket: &'static Socket, reason: Reason) {
     withdraw(socket, reason);
     let is_staying = match socket.control.lock() {
         Some(control) => connection::stay::is_staying(&control),
@@ -93,7 +93,7 @@ pub fn release(socket: &'static Socket, reason: Reason) {
 /// Takes the socket back to TCP as [`release`] does, for this process. If the peer does not answer in time, the
 /// connection is not reset: the program's calls continue to wait for the peer.
 #[cold]
-pub fn keep_on_tcp(socket: &'static Socket, reason: Reason) {
+pub(crate) fn keep_on_tcp(socket: &'static Socket, reason: Reason) {
     let errno = errno::get();
     withdraw(socket, reason);
     if !is_on_link(socket) {
@@ -134,7 +134,7 @@ fn withdraw(socket: &'static Socket, reason: Reason) {
 
 /// Takes the connection behind `fd` to TCP for good, because another program will have a copy of `fd`.
 #[inline(never)]
-pub fn for_program(fd: c_int) {
+pub(crate) fn for_program(fd: c_int) {
     let errno = errno::get();
     // In a vfork child `fd` may stand for another file.
     if let Some(socket) = table::socket(fd).filter(|s| s.numbers.is_behind(fd)) {
@@ -161,7 +161,7 @@ fn release_here(socket: &'static Socket) {
 }
 
 /// Takes all connections back to TCP, and keeps later ones there. Waits until they are back, as [`release`] does.
-pub fn all_on_tcp(reason: Reason) {
+pub(crate) fn all_on_tcp(reason: Reason) {
     let errno = errno::get();
     Library::keep_on_tcp(reason);
     // A thread that begins a promotion reads the reason after it has set the stage: one of the two sees the other.
@@ -178,7 +178,7 @@ pub fn all_on_tcp(reason: Reason) {
 /// support. The kernel has the option already, so a connection that is not promoted yet is kept on TCP by
 /// `connection::start_scan`. Data that the peer sent before it left the link by itself is read from the link first.
 #[cold]
-pub fn on_option_beyond_links(socket: &'static Socket, fd: BorrowedFd<'_>) {
+pub(crate) fn on_option_beyond_links(socket: &'static Socket, fd: BorrowedFd<'_>) {
     let errno = errno::get();
     if sockopt::is_beyond_links(fd) && socket.may_be_on_link() {
         reclaim(socket);
@@ -196,7 +196,7 @@ fn is_on_link(socket: &'static Socket) -> bool {
 /// Takes sockets that survive an exec or a spawn back to TCP first. An exec `replaces` this process, which then no
 /// longer holds sockets that do not survive. Of these, sockets on links between hosts, and sockets with other holders,
 /// go back too.
-pub fn before_exec(replaces: bool) {
+pub(crate) fn before_exec(replaces: bool) {
     let errno = errno::get();
     for socket in socket::in_use() {
         let survives = socket.control.lock().is_none_or(|c| {

@@ -265,7 +265,7 @@ mod machine {
     /// 2.41 allows that in all calls that block. Then cancellation is deferred until the handler returns. Otherwise it
     /// could end the thread in the middle of a section of a call of the handler's.
     #[unsafe(naked)]
-    pub extern "C" fn enter() {
+    pub(super) extern "C" fn enter() {
         naked_asm!(
             ".cfi_startproc",
             "push rdi",

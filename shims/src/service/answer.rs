@@ -332,7 +332,7 @@ struct Orphan {
 
 /// The connections that peers ask about, and the questions that wait.
 #[derive(Default)]
-pub struct Handshakes {
+pub(super) struct Handshakes {
     /// Sockets whose addresses have been looked up.
     tuples: HashMap<Tuple, Ref>,
     /// Handshakes under way, by this end's nonce; also of sockets that are other connections by now.
@@ -345,7 +345,7 @@ pub struct Handshakes {
 
 impl Handshakes {
     /// Returns the accepted socket with these addresses; `None` if this process has none.
-    pub fn accepted(&mut self, tuple: &Tuple) -> Option<&'static Socket> {
+    pub(super) fn accepted(&mut self, tuple: &Tuple) -> Option<&'static Socket> {
         if let Some(socket) = self.tuples.get(tuple).and_then(|r| r.get()) {
             return Some(socket);
         }
@@ -366,7 +366,7 @@ impl Handshakes {
     }
 
     /// Keeps an attempt under its nonce. Now and then removes the attempts that are over.
-    pub fn enter(&mut self, nonce: Nonce, r: Ref) {
+    pub(super) fn enter(&mut self, nonce: Nonce, r: Ref) {
         if self.offered.len() >= self.bound {
             self.offered
                 .retain(|nonce, r| r.get().is_some_and(|s| is_attempt(s, *nonce)));
@@ -377,7 +377,7 @@ impl Handshakes {
 
     /// Begins to check an attempt whose asker has closed its channel. The attempt ends once TCP shows that no HELLO
     /// comes.
-    pub fn on_asker_gone(&mut self, nonce: Nonce, now: u64) {
+    pub(super) fn on_asker_gone(&mut self, nonce: Nonce, now: u64) {
         self.orphans.push(Orphan {
             nonce,
             every: LOOK_FIRST,
@@ -386,17 +386,17 @@ impl Handshakes {
     }
 
     /// Returns the connection that made the attempt with this nonce; `None` if it is over.
-    pub fn by_nonce(&self, nonce: &Nonce) -> Option<&'static Socket> {
+    pub(super) fn by_nonce(&self, nonce: &Nonce) -> Option<&'static Socket> {
         self.offered.get(nonce).and_then(|r| r.get())
     }
 
     /// Removes the attempt with this nonce, and returns its connection.
-    pub fn remove(&mut self, nonce: &Nonce) -> Option<&'static Socket> {
+    pub(super) fn remove(&mut self, nonce: &Nonce) -> Option<&'static Socket> {
         self.offered.remove(nonce).and_then(Ref::get)
     }
 
     /// Drops the questions whose askers have stopped waiting, and checks the orphans that are due.
-    pub fn on_timeout(&mut self, now: u64) {
+    pub(super) fn on_timeout(&mut self, now: u64) {
         self.deferred.retain(|question| question.deadline > now);
         let mut orphans = std::mem::take(&mut self.orphans);
         orphans.retain_mut(|orphan| {
@@ -412,7 +412,7 @@ impl Handshakes {
     }
 
     /// Returns the time of the next check or expiry, monotonic ns; `None` if nothing waits.
-    pub fn next_timeout(&self) -> Option<u64> {
+    pub(super) fn next_timeout(&self) -> Option<u64> {
         let deferred = self.deferred.iter().map(|question| question.deadline);
         deferred.chain(self.orphans.iter().map(|orphan| orphan.deadline)).min()
     }

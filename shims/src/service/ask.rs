@@ -59,7 +59,7 @@ enum Asker {
 }
 
 /// An ASK under way, to one or more instances.
-pub struct Asking {
+pub(super) struct Asking {
     who: Asker,
     pub nonce: Nonce,
     pub tuple: Tuple,
@@ -448,12 +448,12 @@ impl Asking {
     }
 
     /// Returns a question that came from another host over the pseudo channel `conn`.
-    pub fn relayed(conn: u64, tuple: Tuple, nonce: Nonce, instance: InstanceId) -> Self {
+    pub(super) fn relayed(conn: u64, tuple: Tuple, nonce: Nonce, instance: InstanceId) -> Self {
         Self::new(Asker::Elsewhere { conn, instance }, nonce, tuple, false)
     }
 
     /// Returns whether the question came from another host.
-    pub fn is_relayed(&self) -> bool {
+    pub(super) fn is_relayed(&self) -> bool {
         matches!(self.who, Asker::Elsewhere { .. })
     }
 
@@ -470,7 +470,7 @@ impl Asking {
 #[cfg(test)]
 impl Asking {
     /// A question that is out on the channel `conn`.
-    pub fn for_test(r: Ref, nonce: Nonce, conn: u64) -> Self {
+    pub(crate) fn for_test(r: Ref, nonce: Nonce, conn: u64) -> Self {
         let address = std::net::SocketAddr::from(([127, 0, 0, 1], 9));
         Self {
             asked: HashSet::from([conn]),
@@ -480,7 +480,7 @@ impl Asking {
     }
 
     /// A question about a connection to another host, not asked yet.
-    pub fn remote_for_test(r: Ref, nonce: Nonce, tuple: Tuple) -> Self {
+    pub(crate) fn remote_for_test(r: Ref, nonce: Nonce, tuple: Tuple) -> Self {
         Self::new(Asker::Here(r), nonce, tuple, true)
     }
 }

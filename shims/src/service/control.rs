@@ -24,7 +24,7 @@ use crate::service::ask::Asking;
 use crate::service::channels::send;
 use crate::service::{Conn, Peer, Worker, rings};
 
-pub const MS: u64 = 1_000_000;
+pub(super) const MS: u64 = 1_000_000;
 const PAUSE: u64 = 50 * MS;
 /// The most questions that are relayed to other instances of this host at once.
 const RELAYS: usize = 256;
@@ -50,7 +50,7 @@ const QUERIES: usize = 65_536;
 const REMEMBERED: u64 = Stamper::LIFE + 1_000 * MS;
 
 /// The state of the answerer.
-pub struct Control {
+pub(super) struct Control {
     socket: Option<Answerer>,
     /// When another attempt to bind may follow one that has failed, monotonic ns; 0 if none has.
     bind_again: u64,
@@ -104,7 +104,7 @@ impl Control {
     }
 
     /// Returns the time of the next repeat, or of the end of a pause, monotonic ns; `None` if there is none.
-    pub fn next_timeout(&self) -> Option<u64> {
+    pub(super) fn next_timeout(&self) -> Option<u64> {
         let repeats = self.repeating.iter();
         let repeats = repeats.filter_map(|query| match self.queries.get(query)?.state {
             State::Answered { again, .. } => Some(again),
@@ -364,7 +364,7 @@ impl Worker {
 }
 
 /// Counts a refused datagram, by the reason.
-pub fn count_refused(stats: &StatsPage, refused: Refused) {
+pub(super) fn count_refused(stats: &StatsPage, refused: Refused) {
     stats.count(match refused {
         Refused::Length => Event::ControlLength,
         Refused::Version(_) => Event::ControlVersion,

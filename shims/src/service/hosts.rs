@@ -87,7 +87,7 @@ impl Host {
 }
 
 impl Hosts {
-    pub fn new() -> Self {
+    pub(super) fn new() -> Self {
         Self {
             hosts: HashMap::new(),
             queries: Memory::new(QUERIES, REMEMBERED),
@@ -102,7 +102,7 @@ impl Hosts {
     }
 
     /// Returns when a question is sent or a socket closed next, monotonic ns; `None` if nothing is due.
-    pub fn next_timeout(&self) -> Option<u64> {
+    pub(super) fn next_timeout(&self) -> Option<u64> {
         let idle = self.hosts.values().filter(|h| h.waiting.is_empty());
         let quiet = idle.map(|h| h.quiet_since + QUIET);
         let in_turn = self.hosts.values().flat_map(Host::in_turn);

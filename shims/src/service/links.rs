@@ -37,7 +37,7 @@ use crate::sys::points::point;
 const FREE_AGAIN: u64 = 100_000_000;
 /// How long connecting a link to another host may take; less than a cookie lives. No call waits for it: TCP carries the
 /// data meanwhile.
-pub const LINK_TIMEOUT: Duration = Duration::from_secs(30);
+pub(super) const LINK_TIMEOUT: Duration = Duration::from_secs(30);
 /// A reader that has not read for this time, ns, stands still: its ring grows without it.
 const STILL_FOR: u64 = 2_000_000;
 /// The longest time between two checks of a sender that stands still, ns.

@@ -190,7 +190,7 @@ struct Worker {
 }
 
 /// Starts the thread; the caller makes sure that it does not run yet. Returns false if it cannot be made.
-pub fn start() -> bool {
+pub(crate) fn start() -> bool {
     let errno = crate::sys::errno::get();
     // The calling thread opens this socket, in the middle of the program's own call. So the socket's first fd is at no
     // moment the fd that the program's next file is to get.
@@ -223,7 +223,7 @@ pub fn start() -> bool {
 }
 
 /// Ends the thread for good, also one that has not begun, and waits until it is gone.
-pub fn end(library: &Library) {
+pub(crate) fn end(library: &Library) {
     let service = &library.service;
     service.ending.store(true, SeqCst);
     if !service.claim_start() {
@@ -265,7 +265,7 @@ fn take_paused() -> Option<Box<Worker>> {
 /// after unshare(CLONE_NEWPID).
 ///
 /// The caller has blocked all signals, as for [`pause`] and [`resume`].
-pub fn can_resume() -> bool {
+pub(crate) fn can_resume() -> bool {
     static THREAD: AtomicI32 = AtomicI32::new(0);
     THREAD.store(0, SeqCst);
     let made = spawn(c"rdmasock", 256 * 1024, || {
@@ -282,7 +282,7 @@ pub fn can_resume() -> bool {
 
 /// Ends the thread until [`resume`]; commands and events wait meanwhile. Returns false if no thread runs, or if it does
 /// not end in time.
-pub fn pause(library: &Library) -> bool {
+pub(crate) fn pause(library: &Library) -> bool {
     let service = &library.service;
     if !service.is_started() || service.pausing.swap(true, SeqCst) {
         return false;
@@ -297,7 +297,7 @@ pub fn pause(library: &Library) -> bool {
 }
 
 /// Starts the paused thread again. If it cannot be made, the next command tries again.
-pub fn resume(library: &Library) {
+pub(crate) fn resume(library: &Library) {
     library.service.thread.store(0, SeqCst);
     if !start() {
         library.service.has_no_thread();
@@ -305,7 +305,7 @@ pub fn resume(library: &Library) {
 }
 
 /// Wakes the service thread, if there is one, so that it checks its timers and conditions.
-pub fn wake() {
+pub(crate) fn wake() {
     if let Some(library) = Library::current() {
         library.waiters.ring(SERVICE);
     }
@@ -752,10 +752,10 @@ fn log_caught_panics() {
 
 /// Blocks all signals of the calling thread until it is dropped, so that a new thread starts with them blocked. Holds
 /// the mask from before.
-pub struct SignalsBlocked(libc::sigset_t);
+pub(crate) struct SignalsBlocked(libc::sigset_t);
 
 impl SignalsBlocked {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         // SAFETY: the sets are plain memory, filled before they are read.
         unsafe {
             let mut all = std::mem::zeroed();

@@ -520,7 +520,7 @@ enum Stage {
 }
 
 /// The bulk queue pair of one link.
-pub struct Bulk {
+pub(super) struct Bulk {
     stage: Stage,
     /// The cookie that the other end was given last. A request with it may be repeated, as for a link.
     cookie: Option<Cookie>,

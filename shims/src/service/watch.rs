@@ -43,7 +43,7 @@ const PATIENCE: u64 = LINK_TIMEOUT.as_nanos() as u64 + 5_000_000_000;
 /// How long the other end may take to make room for the unsent bytes, ns.
 const PATIENCE_UNSENT: u64 = 60_000_000_000;
 /// The events that the epoll set reports of a closed connection.
-pub const EVENTS: kernel::EventFlags = kernel::EventFlags::IN
+pub(super) const EVENTS: kernel::EventFlags = kernel::EventFlags::IN
     .union(kernel::EventFlags::OUT)
     .union(kernel::EventFlags::RDHUP)
     .union(kernel::EventFlags::ET);
@@ -216,7 +216,7 @@ struct OneWay {
 
 /// These connections, by what they wait for.
 #[derive(Default)]
-pub struct Ends {
+pub(super) struct Ends {
     /// Connections whose other end is over in TCP, though not on the link: it was probably closed past its library.
     unmarked: Vec<Ending>,
     /// Streams whose peer's process has ended without reading all bytes from here, and whose TCP does not show that
@@ -228,7 +228,7 @@ pub struct Ends {
 
 impl Ends {
     /// Returns the time of the next check, monotonic ns; `None` if there is none.
-    pub fn next_timeout(&self) -> Option<u64> {
+    pub(super) fn next_timeout(&self) -> Option<u64> {
         let ending = self.unmarked.iter().chain(&self.dying).map(|ending| ending.deadline);
         let one_way = self.one_way.values().map(|look| look.deadline);
         ending.chain(one_way).min()
@@ -250,7 +250,7 @@ impl Ends {
     }
 
     /// Removes and returns the dying streams whose peer's end is visible in TCP, or whose time for that is over.
-    pub fn over(&mut self, now: u64) -> Vec<&'static Socket> {
+    pub(super) fn over(&mut self, now: u64) -> Vec<&'static Socket> {
         let is_over = |d: &mut Ending| d.deadline <= now || d.r.get().is_none_or(has_ended);
         self.dying.extract_if(.., is_over).filter_map(|d| d.r.get()).collect()
     }
@@ -280,7 +280,7 @@ impl Ends {
     }
 
     /// Has the peer's process check whether there still is a reader, for each connection whose bytes are not read.
-    pub fn look_for_readers(&mut self, now: u64) {
+    pub(super) fn look_for_readers(&mut self, now: u64) {
         self.one_way.retain(|_, look| {
             let Some(socket) = look.r.get().filter(|s| sends_on_link(s)) else {
                 return false;
@@ -301,7 +301,7 @@ impl Ends {
 
     /// Takes the connections back to TCP that the peer has closed or shut down past its library. TCP knows how to
     /// answer what is sent from now on.
-    pub fn leave_unmarked(&mut self, now: u64) {
+    pub(super) fn leave_unmarked(&mut self, now: u64) {
         let late = self.unmarked.extract_if(.., |u| u.deadline <= now);
         for socket in late.filter_map(|u| u.r.get()) {
             if is_unmarked(socket) && socket.link().is_some_and(Link::is_alive) {

@@ -33,7 +33,7 @@ static TELL: OnceLock<fn()> = OnceLock::new();
 
 /// Begins to watch the main thread. Called by the main thread when the library is loaded. `tell` makes the service
 /// thread, if there is one by then, check its [`ThreadWatch`].
-pub fn watch_main_thread(tell: fn()) {
+pub(crate) fn watch_main_thread(tell: fn()) {
     let _ = TELL.set(tell);
     let mut key = 0;
     // SAFETY: the functions stay valid for the life of the process.
@@ -68,7 +68,7 @@ extern "C" fn main_ends(_: *mut c_void) {
 }
 
 /// The service thread's wait for the program's other threads to end.
-pub struct ThreadWatch {
+pub(crate) struct ThreadWatch {
     /// When the next check is due, monotonic ns; 0: none is.
     at: u64,
     every: u64,
@@ -80,7 +80,7 @@ pub struct ThreadWatch {
 
 impl ThreadWatch {
     /// Creates a watch without a check that is due.
-    pub fn new(mask: libc::sigset_t) -> Self {
+    pub(crate) fn new(mask: libc::sigset_t) -> Self {
         Self {
             at: 0,
             every: FIRST,
@@ -90,12 +90,12 @@ impl ThreadWatch {
     }
 
     /// Returns when the next check is due, monotonic ns. `None` if none is.
-    pub fn next_timeout(&self) -> Option<u64> {
+    pub(crate) fn next_timeout(&self) -> Option<u64> {
         (self.at != 0).then_some(self.at)
     }
 
     /// Ends the process if no thread of the program is left. Costs one load while the main thread lives.
-    pub fn on_timeout(&mut self, now: u64) {
+    pub(crate) fn on_timeout(&mut self, now: u64) {
         if !HAS_BEGUN.load(Acquire) || self.is_over || now < self.at {
             return;
         }

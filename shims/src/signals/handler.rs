@@ -24,7 +24,7 @@ const BEFORE_CONTEXT: usize = size_of::<usize>();
 
 /// Notes that a handler with this `ucontext` is about to run on the thread. If it has interrupted another handler, the
 /// outer one stays noted.
-pub fn note(thread: &Thread, context: usize) {
+pub(crate) fn note(thread: &Thread, context: usize) {
     if !is_above(thread, context) {
         // SAFETY: the kernel has just written the frame, which begins at this address.
         let returns_to = unsafe { *((context - BEFORE_CONTEXT) as *const usize) };
@@ -35,7 +35,7 @@ pub fn note(thread: &Thread, context: usize) {
 /// Whether the calling thread is in a handler.
 #[cold]
 #[inline(never)]
-pub fn is_in_one() -> bool {
+pub(crate) fn is_in_one() -> bool {
     let here = 0u8;
     let thread = thread::current();
     let is_in = is_above(thread, (&raw const here).addr()) && is_its_stack(thread.handler.get().0);

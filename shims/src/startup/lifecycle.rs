@@ -18,7 +18,7 @@ use crate::startup;
 use crate::sys::{errno, sockopt};
 
 /// Handles a socket() that returned a TCP socket.
-pub fn on_socket(fd: c_int, nonblocking: bool) {
+pub(crate) fn on_socket(fd: c_int, nonblocking: bool) {
     if startup::is_on() {
         let serial = table::new_serial();
         let entry = Entry::Fresh { nonblocking, serial };
@@ -27,7 +27,7 @@ pub fn on_socket(fd: c_int, nonblocking: bool) {
 }
 
 /// Whether an fd that no hook has seen being made is a TCP socket.
-pub fn is_tcp(fd: c_int) -> bool {
+pub(crate) fn is_tcp(fd: c_int) -> bool {
     if fd < 0 {
         return false;
     }
@@ -45,7 +45,7 @@ fn is_nonblocking(fd: c_int) -> bool {
 }
 
 /// Handles a listen() that has succeeded.
-pub fn on_listen(fd: c_int) {
+pub(crate) fn on_listen(fd: c_int) {
     let known = match table::lookup(fd) {
         Entry::Listener(_) => return,
         Entry::Fresh { .. } => true,
@@ -64,7 +64,7 @@ pub fn on_listen(fd: c_int) {
 }
 
 /// Handles an accept() that returned `fd`.
-pub fn on_accept(listener: &'static Listener, fd: c_int, nonblocking: bool) {
+pub(crate) fn on_accept(listener: &'static Listener, fd: c_int, nonblocking: bool) {
     if let Some(socket) = begin(fd, nonblocking, Direction::Accept) {
         // The peer asks by the listener's name, also after the program has closed the listening socket.
         let kept = listener.retain().then_some(listener);
@@ -81,7 +81,7 @@ pub fn on_accept(listener: &'static Listener, fd: c_int, nonblocking: bool) {
 
 /// Handles an accept() that returned `new` on `fd`, if no hook has seen listen() on `fd`. The listening socket may come
 /// from another image (systemd, an exec of itself). The library knows such a listener from its first connection on.
-pub fn on_accept_of_unknown(fd: c_int, new: c_int, nonblocking: bool) {
+pub(crate) fn on_accept_of_unknown(fd: c_int, new: c_int, nonblocking: bool) {
     let errno = errno::get();
     if startup::is_on() && is_tcp(new) {
         // SAFETY: the program's fd, in the middle of its call, and not -1, since accept() has succeeded.
@@ -100,7 +100,7 @@ pub fn on_accept_of_unknown(fd: c_int, new: c_int, nonblocking: bool) {
 /// Makes the object of a socket that joins an epoll set before it is connected (nginx does so), so that the membership
 /// is known. Returns the fd's entry.
 #[inline]
-pub fn on_epoll_add(fd: c_int) -> Entry {
+pub(crate) fn on_epoll_add(fd: c_int) -> Entry {
     match table::lookup(fd) {
         Entry::Fresh { nonblocking, .. } => {
             begin(fd, nonblocking, Direction::Connect).map_or(Entry::None, Entry::Socket)
@@ -110,7 +110,7 @@ pub fn on_epoll_add(fd: c_int) -> Entry {
 }
 
 /// Handles a connect() that has succeeded or begun.
-pub fn on_connect(fd: c_int) {
+pub(crate) fn on_connect(fd: c_int) {
     let errno = errno::get();
     let socket = match table::lookup(fd) {
         Entry::Fresh { nonblocking, .. } => begin(fd, nonblocking, Direction::Connect),
@@ -131,7 +131,7 @@ pub fn on_connect(fd: c_int) {
 /// Prepares for a send with MSG_FASTOPEN, which connects the socket. If the send fails, the socket can be connected
 /// later.
 #[cold]
-pub fn before_fast_open(fd: c_int) {
+pub(crate) fn before_fast_open(fd: c_int) {
     if let Entry::Socket(socket) = on_epoll_add(fd)
         && socket.promotion.stage() == Stage::New
     {
@@ -153,7 +153,7 @@ fn begin(fd: c_int, nonblocking: bool, direction: Direction) -> Option<&'static 
 }
 
 /// Prepares for a connect() to AF_UNSPEC, which dissolves the connection.
-pub fn before_disconnect(fd: c_int) {
+pub(crate) fn before_disconnect(fd: c_int) {
     let errno = errno::get();
     if let Some(socket) = table::socket(fd) {
         let nonblocking = socket.blocking.is_nonblocking();
@@ -165,7 +165,7 @@ pub fn before_disconnect(fd: c_int) {
 }
 
 /// Handles an epoll_create() that returned `fd`.
-pub fn on_epoll(fd: c_int) {
+pub(crate) fn on_epoll(fd: c_int) {
     if startup::is_on()
         && let Some(epoll) = Epoll::allocate(fd)
     {
@@ -182,7 +182,7 @@ fn drop_entry(entry: Entry, fd: c_int) {
 }
 
 /// Removes the entry of `fd` before the kernel closes it. Returns the peer's waiters to wake once it is closed.
-pub fn before_close(fd: c_int) -> Farewell {
+pub(crate) fn before_close(fd: c_int) -> Farewell {
     let errno = errno::get();
     let socket = table::socket(fd);
     if let Some(socket) = socket {
@@ -208,7 +208,7 @@ fn release(entry: Entry, fd: c_int) -> Farewell {
 }
 
 /// Makes `new` another fd of the object behind `old`.
-pub fn on_dup(old: c_int, new: c_int) {
+pub(crate) fn on_dup(old: c_int, new: c_int) {
     let errno = errno::get();
     let mut entry = table::lookup(old);
     match entry {
@@ -240,7 +240,7 @@ pub fn on_dup(old: c_int, new: c_int) {
 }
 
 /// Records that O_NONBLOCK was set or cleared.
-pub fn set_nonblocking(fd: c_int, nonblocking: bool) {
+pub(crate) fn set_nonblocking(fd: c_int, nonblocking: bool) {
     match table::lookup(fd) {
         Entry::Socket(socket) => socket.blocking.set_nonblocking(nonblocking),
         Entry::Fresh { serial, .. } => {

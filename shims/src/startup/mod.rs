@@ -21,7 +21,7 @@ pub(crate) mod seccomp;
 /// [`Library::ensure`] makes it when a connection is worth it. False without memory, and in a child that borrows the
 /// memory or whose fork no hook has seen.
 #[inline]
-pub fn is_on() -> bool {
+pub(crate) fn is_on() -> bool {
     const BUILD: &Build = &(build as Build);
     Library::is_on(BUILD) && !crate::sys::vfork::is_child()
 }

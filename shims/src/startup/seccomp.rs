@@ -28,7 +28,7 @@ use crate::sys::{errno, time, vfork};
 const LONGEST: u16 = 4096;
 
 /// Runs before the strict mode, in which only reading and writing is allowed.
-pub fn before_strict() {
+pub(crate) fn before_strict() {
     begin(|| false);
 }
 
@@ -36,7 +36,7 @@ pub fn before_strict() {
 ///
 /// # Safety
 /// `program` is a filter that the kernel is about to read, or an address that it will refuse.
-pub unsafe fn before_filter(program: *const libc::sock_fprog) {
+pub(crate) unsafe fn before_filter(program: *const libc::sock_fprog) {
     // SAFETY: the kernel reads a plausible address, by the contract.
     let Some(program) = (unsafe { crate::sys::iov::plausible(program) }) else {
         return;
@@ -62,7 +62,7 @@ fn begin(is_harmless: impl FnOnce() -> bool) {
 }
 
 /// Takes all connections back to TCP and ends the library's part in this process, for `reason`.
-pub fn let_go(reason: Reason) {
+pub(crate) fn let_go(reason: Reason) {
     pass::all_on_tcp(reason);
     time::wait_until(is_at_rest);
     if let Some(library) = Library::current() {

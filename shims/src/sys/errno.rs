@@ -4,21 +4,21 @@ use std::ffi::c_int;
 
 /// Returns the calling thread's errno.
 #[inline]
-pub fn get() -> c_int {
+pub(crate) fn get() -> c_int {
     // SAFETY: libc returns a pointer to the thread's own errno, which is valid as long as the thread lives.
     unsafe { *libc::__errno_location() }
 }
 
 /// Sets the calling thread's errno.
 #[inline]
-pub fn set(value: c_int) {
+pub(crate) fn set(value: c_int) {
     // SAFETY: as above.
     unsafe { *libc::__errno_location() = value }
 }
 
 /// Sets errno and returns -1.
 #[inline]
-pub fn fail<T: From<i8>>(value: c_int) -> T {
+pub(crate) fn fail<T: From<i8>>(value: c_int) -> T {
     set(value);
     T::from(-1)
 }
@@ -26,6 +26,6 @@ pub fn fail<T: From<i8>>(value: c_int) -> T {
 /// Returns the result of a call that has moved `done` bytes and is ended by `error`: `done`, or if that is 0, -1 with
 /// errno.
 #[inline]
-pub fn after(done: usize, error: c_int) -> libc::ssize_t {
+pub(crate) fn after(done: usize, error: c_int) -> libc::ssize_t {
     if done > 0 { done as libc::ssize_t } else { fail(error) }
 }

@@ -8,7 +8,7 @@ use std::ffi::{c_int, c_void};
 use libc::iovec;
 
 /// The most entries of an iovec array that the kernel accepts (UIO_MAXIOV).
-pub const MAX: usize = 1024;
+pub(crate) const MAX: usize = 1024;
 
 /// No program has memory below `LOWEST` (mmap_min_addr), or from `HIGHEST` on.
 const LOWEST: usize = 65_536;
@@ -16,14 +16,14 @@ const HIGHEST: usize = 1 << 56;
 
 /// Returns whether there can be memory at an address that the program has given.
 #[inline]
-pub fn is_plausible<T>(ptr: *const T) -> bool {
+pub(crate) fn is_plausible<T>(ptr: *const T) -> bool {
     (LOWEST..HIGHEST).contains(&(ptr as usize))
 }
 
 /// Returns whether no memory can have this length, because it exceeds SSIZE_MAX, as a length of -1 does. read(2) and
 /// write(2) fail then; send(2) sends as much as it can at a time.
 #[inline]
-pub fn is_no_length(len: usize) -> bool {
+pub(crate) fn is_no_length(len: usize) -> bool {
     len > isize::MAX as usize
 }
 
@@ -31,14 +31,14 @@ pub fn is_no_length(len: usize) -> bool {
 ///
 /// # Safety
 /// `ptr` is valid, or an address where no memory can be.
-pub unsafe fn plausible<'a, T>(ptr: *const T) -> Option<&'a T> {
+pub(crate) unsafe fn plausible<'a, T>(ptr: *const T) -> Option<&'a T> {
     // SAFETY: a plausible `ptr` is valid by the contract.
     is_plausible(ptr).then(|| unsafe { &*ptr })
 }
 
 /// A cursor over the pieces.
 #[derive(Clone, Copy)]
-pub struct Iov {
+pub(crate) struct Iov {
     /// The rest of the piece that the cursor is in: its address and its bytes.
     base: *mut u8,
     here: usize,
@@ -55,7 +55,7 @@ pub const LONGEST: usize = 0x7fff_f000;
 impl Iov {
     /// Returns a cursor over a single buffer.
     #[inline]
-    pub fn one(base: *const c_void, len: usize) -> Self {
+    pub(crate) fn one(base: *const c_void, len: usize) -> Self {
         Self {
             base: base.cast_mut().cast(),
             here: len,
@@ -69,7 +69,7 @@ impl Iov {
     ///
     /// # Safety
     /// `pieces` is an array of `count` readable entries for as long as the value is used.
-    pub unsafe fn many(pieces: *const iovec, count: usize) -> Option<Self> {
+    pub(crate) unsafe fn many(pieces: *const iovec, count: usize) -> Option<Self> {
         if count > MAX || (count > 0 && !is_plausible(pieces)) {
             return None;
         }
@@ -95,7 +95,7 @@ impl Iov {
     ///
     /// # Safety
     /// As for [`Self::many`].
-    pub unsafe fn vector(pieces: *const iovec, count: c_int) -> Option<Self> {
+    pub(crate) unsafe fn vector(pieces: *const iovec, count: c_int) -> Option<Self> {
         let count = usize::try_from(count).ok()?;
         // SAFETY: the array has `count` readable entries by this function's contract.
         unsafe { Self::many(pieces, count) }
@@ -104,27 +104,27 @@ impl Iov {
     /// Returns the bytes left.
     #[inline]
     #[allow(clippy::len_without_is_empty, reason = "a cursor, not a collection")]
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.left
     }
 
     /// Returns the address and the length of the bytes left, if they are one piece.
     #[inline(always)]
-    pub fn only(&self) -> Option<(*mut u8, usize)> {
+    pub(crate) fn only(&self) -> Option<(*mut u8, usize)> {
         (self.here == self.left).then_some((self.base, self.left))
     }
 
     /// Returns whether the next piece is where no memory can be, for which the kernel answers EFAULT. Any other bad
     /// address faults as it would in the program's own code.
     #[inline]
-    pub fn is_implausible(&mut self) -> bool {
+    pub(crate) fn is_implausible(&mut self) -> bool {
         let (base, len) = self.head();
         len > 0 && !is_plausible(base)
     }
 
     /// Returns the next contiguous piece; empty at the end.
     #[inline]
-    pub fn head(&mut self) -> (*mut u8, usize) {
+    pub(crate) fn head(&mut self) -> (*mut u8, usize) {
         if self.here == 0 {
             self.enter_next();
         }
@@ -145,7 +145,7 @@ impl Iov {
 
     /// Returns how many bytes will be left when the first piece of `least` bytes or more begins; 0 if there is no such
     /// piece.
-    pub fn left_at_large(mut self, least: usize) -> usize {
+    pub(crate) fn left_at_large(mut self, least: usize) -> usize {
         loop {
             match self.head() {
                 (_, 0) => return 0,
@@ -157,7 +157,7 @@ impl Iov {
 
     /// Moves the cursor on, within the current piece.
     #[inline]
-    pub fn advance(&mut self, n: usize) {
+    pub(crate) fn advance(&mut self, n: usize) {
         let n = n.min(self.here).min(self.left);
         self.base = self.base.wrapping_add(n);
         self.here -= n;
@@ -169,7 +169,7 @@ impl Iov {
     /// # Safety
     /// `to` is writable for `len` bytes.
     #[inline]
-    pub unsafe fn copy_to(&mut self, to: *mut u8, len: usize) -> usize {
+    pub(crate) unsafe fn copy_to(&mut self, to: *mut u8, len: usize) -> usize {
         // SAFETY: the program's contract with its call makes the piece readable for `n` bytes. `to` is writable by this
         // function's contract.
         self.walk(len, |piece, done, n| unsafe {
@@ -182,7 +182,7 @@ impl Iov {
     /// # Safety
     /// `from` is readable for `len` bytes.
     #[inline]
-    pub unsafe fn copy_from(&mut self, from: *const u8, len: usize) -> usize {
+    pub(crate) unsafe fn copy_from(&mut self, from: *const u8, len: usize) -> usize {
         // SAFETY: the program's contract with its call makes the piece writable for `n` bytes. `from` is readable by
         // this function's contract.
         self.walk(len, |piece, done, n| unsafe {

@@ -12,7 +12,7 @@ macro_rules! point {
     };
 }
 #[cfg(feature = "points")]
-pub use held::reach;
+pub(crate) use held::reach;
 pub(crate) use point;
 
 #[cfg(feature = "points")]
@@ -39,7 +39,7 @@ mod held {
 
     /// Holds the calling thread up at the point `name`, if the environment says so. `times` counts how often threads of
     /// this process have reached the point. Preserves errno.
-    pub fn reach(name: &str, times: &AtomicU32) {
+    pub(crate) fn reach(name: &str, times: &AtomicU32) {
         let errno = crate::sys::errno::get();
         let time = times.fetch_add(1, Relaxed);
         if time == 0

@@ -10,20 +10,20 @@ struct Node<T: 'static> {
 }
 
 /// A list of objects that only grows. Adding one never waits.
-pub struct Registry<T: 'static> {
+pub(crate) struct Registry<T: 'static> {
     last: AtomicPtr<Node<T>>,
 }
 
 impl<T: Sync> Registry<T> {
     /// Returns an empty registry.
-    pub const fn new() -> Self {
+    pub(crate) const fn new() -> Self {
         Self {
             last: AtomicPtr::new(std::ptr::null_mut()),
         }
     }
 
     /// Keeps an object for good.
-    pub fn add(&self, object: T) -> &'static T {
+    pub(crate) fn add(&self, object: T) -> &'static T {
         let mut before = self.last.load(Relaxed);
         let node = Box::leak(Box::new(Node { object, before }));
         while let Err(now) = self.last.compare_exchange_weak(before, node, Release, Relaxed) {
@@ -34,7 +34,7 @@ impl<T: Sync> Registry<T> {
     }
 
     /// Returns all objects, the youngest first.
-    pub fn all(&self) -> impl Iterator<Item = &'static T> + use<T> {
+    pub(crate) fn all(&self) -> impl Iterator<Item = &'static T> + use<T> {
         let mut next = self.last.load(Acquire).cast_const();
         std::iter::from_fn(move || {
             // SAFETY: null, or a node, which is never freed and never changed once it is on the list.

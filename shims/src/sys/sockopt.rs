@@ -11,10 +11,10 @@ use rdmasock_core::os::kernel;
 use rustix::io::Errno;
 
 /// Level and name.
-pub type Name = (c_int, c_int);
+pub(crate) type Name = (c_int, c_int);
 
 /// Returns the value of an option that is an int; `None` where the kernel has no such option.
-pub fn get(fd: BorrowedFd<'_>, name: Name) -> Option<c_int> {
+pub(crate) fn get(fd: BorrowedFd<'_>, name: Name) -> Option<c_int> {
     bytes(fd, name).ok().map(|(value, _)| c_int::from_ne_bytes(value))
 }
 
@@ -22,19 +22,19 @@ pub fn get(fd: BorrowedFd<'_>, name: Name) -> Option<c_int> {
 ///
 /// # Errors
 /// The kernel's errno.
-pub fn bytes<const N: usize>(fd: BorrowedFd<'_>, (level, name): Name) -> Result<([u8; N], usize), Errno> {
+pub(crate) fn bytes<const N: usize>(fd: BorrowedFd<'_>, (level, name): Name) -> Result<([u8; N], usize), Errno> {
     kernel::option(fd, level, name)
 }
 
 /// Returns the cookie of the network namespace that a socket is in; 0 where the kernel does not report it (before Linux
 /// 5.14).
-pub fn namespace(fd: BorrowedFd<'_>) -> u64 {
+pub(crate) fn namespace(fd: BorrowedFd<'_>) -> u64 {
     bytes(fd, NAMESPACE).map_or(0, |(cookie, _)| u64::from_ne_bytes(cookie))
 }
 
 /// Returns the index of the interface that a socket is bound to, 0 if to none. `None` where the kernel does not report
 /// it.
-pub fn device(fd: BorrowedFd<'_>) -> Option<u32> {
+pub(crate) fn device(fd: BorrowedFd<'_>) -> Option<u32> {
     if let Some(index) = get(fd, DEVICE) {
         return Some(index.cast_unsigned());
     }
@@ -44,7 +44,7 @@ pub fn device(fd: BorrowedFd<'_>) -> Option<u32> {
 }
 
 /// Returns whether TCP's peer may still send: the peer has not ended its direction, and the connection is not over.
-pub fn is_open_to_peer(fd: BorrowedFd<'_>) -> bool {
+pub(crate) fn is_open_to_peer(fd: BorrowedFd<'_>) -> bool {
     // ESTABLISHED, SYN_SENT, SYN_RECV, FIN_WAIT1 and FIN_WAIT2 (Linux, tcp_states.h). The state is the first byte of
     // TCP_INFO.
     bytes(fd, STATE).is_ok_and(|([state], _)| (1..=5).contains(&state))
@@ -52,7 +52,7 @@ pub fn is_open_to_peer(fd: BorrowedFd<'_>) -> bool {
 
 /// Returns the window that the peer has announced, bytes. Where the kernel does not report it (before Linux 5.4),
 /// returns its initial size, 64 KiB.
-pub fn peers_window(fd: BorrowedFd<'_>) -> u64 {
+pub(crate) fn peers_window(fd: BorrowedFd<'_>) -> u64 {
     // The offset in `tcp_info` (linux/tcp.h), a struct that only grows.
     const SND_WND: usize = 57 * size_of::<u32>();
     match bytes::<{ SND_WND + size_of::<u32>() }>(fd, STATE) {
@@ -64,7 +64,7 @@ pub fn peers_window(fd: BorrowedFd<'_>) -> u64 {
 }
 
 /// Sets an option that is an int.
-pub fn set(fd: BorrowedFd<'_>, (level, name): Name, value: c_int) {
+pub(crate) fn set(fd: BorrowedFd<'_>, (level, name): Name, value: c_int) {
     let _ = kernel::set_option(fd, level, name, value);
 }
 
@@ -90,10 +90,10 @@ const NEW_TIMESTAMP: c_int = 63;
 const NEW_TIMESTAMPNS: c_int = 64;
 const NEW_TIMESTAMPING: c_int = 65;
 /// Whether recvmsg reports how many more bytes there are (tcp(7)).
-pub const INQ: Name = (libc::IPPROTO_TCP, 36);
+pub(crate) const INQ: Name = (libc::IPPROTO_TCP, 36);
 
 /// How long the peer may take nothing, ms; 0 means no bound (tcp(7)).
-pub const USER_TIMEOUT: Name = (libc::IPPROTO_TCP, libc::TCP_USER_TIMEOUT);
+pub(crate) const USER_TIMEOUT: Name = (libc::IPPROTO_TCP, libc::TCP_USER_TIMEOUT);
 
 /// The options that make sending or receiving in the kernel differ from a link, each with its values that do.
 const BEYOND_LINKS: [(Name, Values); 5] = [
@@ -110,23 +110,23 @@ const STAMPS: [c_int; 4] = [libc::SO_TIMESTAMP, NEW_TIMESTAMP, libc::SO_TIMESTAM
 type Values = fn(c_int) -> bool;
 
 /// Returns whether the option reports to receives when data came.
-pub fn is_stamp((level, name): Name) -> bool {
+pub(crate) fn is_stamp((level, name): Name) -> bool {
     level == libc::SOL_SOCKET && STAMPS.contains(&name)
 }
 
 /// Returns whether receives get a report of when data came. An accepted connection has its listener's options.
-pub fn stamps(fd: BorrowedFd<'_>) -> bool {
+pub(crate) fn stamps(fd: BorrowedFd<'_>) -> bool {
     let is_on = |name: &c_int| get(fd, (libc::SOL_SOCKET, *name)).is_some_and(|value| value != 0);
     STAMPS.iter().any(is_on)
 }
 
 /// Returns whether an option may make sending or receiving differ from a link.
-pub fn may_be_beyond_links(option: Name) -> bool {
+pub(crate) fn may_be_beyond_links(option: Name) -> bool {
     option == (libc::SOL_SOCKET, NEW_TIMESTAMPING) || BEYOND_LINKS.iter().any(|(name, _)| *name == option)
 }
 
 /// Returns whether one of those options does. An accepted connection has its listener's options.
-pub fn is_beyond_links(fd: BorrowedFd<'_>) -> bool {
+pub(crate) fn is_beyond_links(fd: BorrowedFd<'_>) -> bool {
     let is = |(name, is): &(Name, Values)| get(fd, *name).is_some_and(is);
     // With O_ASYNC the kernel sends a signal for bytes that come by TCP.
     let has_signal = rustix::fs::fcntl_getfl(fd).is_ok_and(|flags| flags.bits() & libc::O_ASYNC.cast_unsigned() != 0);
@@ -134,13 +134,13 @@ pub fn is_beyond_links(fd: BorrowedFd<'_>) -> bool {
 }
 
 /// Returns whether urgent data is next in TCP (tcp(7), SIOCATMARK).
-pub fn is_at_mark(fd: BorrowedFd<'_>) -> bool {
+pub(crate) fn is_at_mark(fd: BorrowedFd<'_>) -> bool {
     const SIOCATMARK: usize = 0x8905;
     ask(fd, SIOCATMARK).is_some_and(|at| at != 0)
 }
 
 /// Returns the bytes that TCP was given and the peer's host has not acknowledged (tcp(7), SIOCOUTQ).
-pub fn unsent(fd: BorrowedFd<'_>) -> usize {
+pub(crate) fn unsent(fd: BorrowedFd<'_>) -> usize {
     const SIOCOUTQ: usize = libc::TIOCOUTQ as usize;
     ask(fd, SIOCOUTQ).map_or(0, |n| n.unsigned_abs() as usize)
 }

@@ -12,31 +12,31 @@ use rdmasock_core::stream::handshake::Role;
 use crate::sys::sockopt;
 
 /// The option by which it is read.
-pub const NAME: sockopt::Name = (libc::IPPROTO_TCP, libc::TCP_INFO);
+pub(crate) const NAME: sockopt::Name = (libc::IPPROTO_TCP, libc::TCP_INFO);
 
 /// The offsets of the members of struct tcp_info, bytes (linux/tcp.h).
-pub mod at {
-    pub const STATE: usize = 0;
-    pub const SND_MSS: usize = 16;
-    pub const UNACKED: usize = 24;
-    pub const LAST_DATA_SENT: usize = 44;
-    pub const LAST_DATA_RECV: usize = 52;
-    pub const LAST_ACK_RECV: usize = 56;
-    pub const BYTES_ACKED: usize = 120;
-    pub const BYTES_RECEIVED: usize = 128;
-    pub const SEGS_OUT: usize = 136;
-    pub const SEGS_IN: usize = 140;
-    pub const NOTSENT_BYTES: usize = 144;
-    pub const DATA_SEGS_IN: usize = 152;
-    pub const DATA_SEGS_OUT: usize = 156;
-    pub const DELIVERED: usize = 192;
-    pub const BYTES_SENT: usize = 200;
-    pub const BYTES_RETRANS: usize = 208;
+pub(crate) mod at {
+    pub(crate) const STATE: usize = 0;
+    pub(crate) const SND_MSS: usize = 16;
+    pub(crate) const UNACKED: usize = 24;
+    pub(crate) const LAST_DATA_SENT: usize = 44;
+    pub(crate) const LAST_DATA_RECV: usize = 52;
+    pub(crate) const LAST_ACK_RECV: usize = 56;
+    pub(crate) const BYTES_ACKED: usize = 120;
+    pub(crate) const BYTES_RECEIVED: usize = 128;
+    pub(crate) const SEGS_OUT: usize = 136;
+    pub(crate) const SEGS_IN: usize = 140;
+    pub(crate) const NOTSENT_BYTES: usize = 144;
+    pub(crate) const DATA_SEGS_IN: usize = 152;
+    pub(crate) const DATA_SEGS_OUT: usize = 156;
+    pub(crate) const DELIVERED: usize = 192;
+    pub(crate) const BYTES_SENT: usize = 200;
+    pub(crate) const BYTES_RETRANS: usize = 208;
 }
 
 /// How far TCP is in the stream of the bytes that it was given: `acked` ≤ `sent` ≤ `written`.
 #[derive(Clone, Copy, Default)]
-pub struct Positions {
+pub(crate) struct Positions {
     /// The peer's host has all bytes before this position.
     pub acked: u64,
     /// TCP has sent all bytes before this position.
@@ -48,13 +48,13 @@ pub struct Positions {
 impl Positions {
     /// Returns the positions of a connection whose end has `role`; `None` where the kernel does not report it (before
     /// Linux 4.19).
-    pub fn of(fd: BorrowedFd<'_>, role: Role) -> Option<Self> {
+    pub(crate) fn of(fd: BorrowedFd<'_>, role: Role) -> Option<Self> {
         let (mut bytes, known) = sockopt::bytes::<{ at::BYTES_RETRANS + size_of::<u64>() }>(fd, NAME).ok()?;
         Self::in_info(&Fields(bytes.get_mut(..known)?), role)
     }
 
     /// Returns the positions from a struct that was read before; `None` if the struct is too short.
-    pub fn in_info(info: &Fields<'_>, role: Role) -> Option<Self> {
+    pub(crate) fn in_info(info: &Fields<'_>, role: Role) -> Option<Self> {
         if info.0.len() < at::BYTES_RETRANS + size_of::<u64>() {
             return None;
         }
@@ -72,37 +72,37 @@ impl Positions {
 }
 
 /// A struct of the kernel, as much of it as the kernel knows.
-pub struct Fields<'a>(pub &'a mut [u8]);
+pub(crate) struct Fields<'a>(pub &'a mut [u8]);
 
 impl Fields<'_> {
     /// Returns a member of 32 bits; 0 where the kernel does not know it.
-    pub fn u32(&self, at: usize) -> u32 {
+    pub(crate) fn u32(&self, at: usize) -> u32 {
         let bytes = self.0.get(at..).and_then(|b| b.first_chunk());
         bytes.map_or(0, |b| u32::from_ne_bytes(*b))
     }
 
     /// Returns a member of 64 bits; 0 where the kernel does not know it.
-    pub fn u64(&self, at: usize) -> u64 {
+    pub(crate) fn u64(&self, at: usize) -> u64 {
         let bytes = self.0.get(at..).and_then(|b| b.first_chunk());
         bytes.map_or(0, |b| u64::from_ne_bytes(*b))
     }
 
     /// Replaces a member of 8 bits by the result of `new`. Does nothing where the kernel does not know the member.
-    pub fn put_u8(&mut self, at: usize, new: impl FnOnce(u8) -> u8) {
+    pub(crate) fn put_u8(&mut self, at: usize, new: impl FnOnce(u8) -> u8) {
         if let Some(byte) = self.0.get_mut(at) {
             *byte = new(*byte);
         }
     }
 
     /// Replaces a member of 32 bits, as [`put_u8`](Self::put_u8) does.
-    pub fn put_u32(&mut self, at: usize, new: impl FnOnce(u32) -> u32) {
+    pub(crate) fn put_u32(&mut self, at: usize, new: impl FnOnce(u32) -> u32) {
         if let Some(bytes) = self.0.get_mut(at..).and_then(|b| b.first_chunk_mut()) {
             *bytes = new(u32::from_ne_bytes(*bytes)).to_ne_bytes();
         }
     }
 
     /// Replaces a member of 64 bits, as [`put_u8`](Self::put_u8) does.
-    pub fn put_u64(&mut self, at: usize, new: impl FnOnce(u64) -> u64) {
+    pub(crate) fn put_u64(&mut self, at: usize, new: impl FnOnce(u64) -> u64) {
         if let Some(bytes) = self.0.get_mut(at..).and_then(|b| b.first_chunk_mut()) {
             *bytes = new(u64::from_ne_bytes(*bytes)).to_ne_bytes();
         }

@@ -4,7 +4,7 @@ use std::ffi::c_int;
 
 /// Returns CLOCK_MONOTONIC in ns.
 #[inline]
-pub fn now_ns() -> u64 {
+pub(crate) fn now_ns() -> u64 {
     ns(rustix::time::ClockId::Monotonic)
 }
 
@@ -19,14 +19,14 @@ fn ns(clock: rustix::time::ClockId) -> u64 {
 /// Returns CLOCK_MONOTONIC_COARSE in ns: the time of the kernel's last timer interrupt (clock_getres(2)). It moves on
 /// every 1 to 10 ms. Reading it costs a fifth of [`now_ns`], which has to wait for the processor's counter.
 #[inline]
-pub fn tick() -> u64 {
+pub(crate) fn tick() -> u64 {
     ns(rustix::time::ClockId::MonotonicCoarse)
 }
 
 /// How long a call may wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
-pub enum Timeout {
+pub(crate) enum Timeout {
     /// No bound.
     Forever,
     /// At most this many nanoseconds.
@@ -35,19 +35,19 @@ pub enum Timeout {
 
 /// The time by which a call that waits has to return.
 #[derive(Clone, Copy)]
-pub struct Deadline(Option<u64>, bool);
+pub(crate) struct Deadline(Option<u64>, bool);
 
 impl Timeout {
     /// No wait: the call only checks.
-    pub const ZERO: Self = Self::Ns(0);
+    pub(crate) const ZERO: Self = Self::Ns(0);
 
     /// Returns the time-out for the milliseconds of epoll_wait and poll; negative means no bound.
-    pub fn from_ms(ms: c_int) -> Self {
+    pub(crate) fn from_ms(ms: c_int) -> Self {
         u64::try_from(ms).map_or(Self::Forever, |ms| Self::Ns(ms * 1_000_000))
     }
 
     /// Returns the time-out for a timespec; `None` means an invalid one.
-    pub fn from_timespec(ts: Option<&libc::timespec>) -> Option<Self> {
+    pub(crate) fn from_timespec(ts: Option<&libc::timespec>) -> Option<Self> {
         let Some(ts) = ts else {
             return Some(Self::Forever);
         };
@@ -57,7 +57,7 @@ impl Timeout {
     }
 
     /// Returns the time-out in milliseconds, rounded up so that a wait is never too short; -1 means no bound.
-    pub fn to_ms(self) -> c_int {
+    pub(crate) fn to_ms(self) -> c_int {
         match self {
             Self::Forever => -1,
             Self::Ns(ns) => c_int::try_from(ns.div_ceil(1_000_000)).unwrap_or(c_int::MAX),
@@ -65,7 +65,7 @@ impl Timeout {
     }
 
     /// Returns the time-out as a timespec; `None` means no bound.
-    pub fn to_timespec(self) -> Option<libc::timespec> {
+    pub(crate) fn to_timespec(self) -> Option<libc::timespec> {
         match self {
             Self::Forever => None,
             Self::Ns(ns) => Some(libc::timespec {
@@ -76,7 +76,7 @@ impl Timeout {
     }
 
     /// Returns the time-out, shortened to at most `bound` ns.
-    pub fn at_most(self, bound: u64) -> Self {
+    pub(crate) fn at_most(self, bound: u64) -> Self {
         match self {
             Self::Forever => Self::Ns(bound),
             Self::Ns(ns) => Self::Ns(ns.min(bound)),
@@ -84,12 +84,12 @@ impl Timeout {
     }
 
     /// Returns whether the call only checks, and does not wait.
-    pub fn is_zero(self) -> bool {
+    pub(crate) fn is_zero(self) -> bool {
         self == Self::ZERO
     }
 
     /// Returns the deadline that is this long from now.
-    pub fn deadline(self) -> Deadline {
+    pub(crate) fn deadline(self) -> Deadline {
         match self {
             Self::Forever => Deadline(None, false),
             Self::Ns(0) => Deadline(None, true),
@@ -100,12 +100,12 @@ impl Timeout {
 
 impl Deadline {
     /// Returns whether the call only checks, and does not wait.
-    pub fn is_zero(self) -> bool {
+    pub(crate) fn is_zero(self) -> bool {
         self.1
     }
 
     /// Returns the time that is left.
-    pub fn left(self) -> Timeout {
+    pub(crate) fn left(self) -> Timeout {
         match self {
             Self(_, true) => Timeout::ZERO,
             Self(None, _) => Timeout::Forever,
@@ -114,7 +114,7 @@ impl Deadline {
     }
 
     /// Returns whether the time is up.
-    pub fn is_over(self) -> bool {
+    pub(crate) fn is_over(self) -> bool {
         self.left().is_zero()
     }
 }
@@ -122,7 +122,7 @@ impl Deadline {
 const PATIENCE: u64 = 2_000_000_000;
 
 /// Calls `done` every 50 us until it returns true, for at most `PATIENCE` ns.
-pub fn wait_until(mut done: impl FnMut() -> bool) {
+pub(crate) fn wait_until(mut done: impl FnMut() -> bool) {
     let until = now_ns() + PATIENCE;
     while !done() && now_ns() < until {
         sleep(50_000);
@@ -130,7 +130,7 @@ pub fn wait_until(mut done: impl FnMut() -> bool) {
 }
 
 /// Sleeps for this many ns, which are less than a second, or until a signal comes.
-pub fn sleep(ns: i64) {
+pub(crate) fn sleep(ns: i64) {
     let time = rustix::time::Timespec { tv_sec: 0, tv_nsec: ns };
     let _ = rustix::thread::nanosleep(&time);
 }

@@ -10,7 +10,7 @@ use rdmasock_shims::api::Info;
 /// # Safety
 /// `info` points to a `struct rdmasock_info` of the size that it begins with.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn rdmasock_info(fd: c_int, info: *mut Info) -> c_int {
+pub(crate) unsafe extern "C" fn rdmasock_info(fd: c_int, info: *mut Info) -> c_int {
     // SAFETY: by the contract.
     unsafe { api::info(fd, info) }
 }
@@ -20,7 +20,7 @@ pub unsafe extern "C" fn rdmasock_info(fd: c_int, info: *mut Info) -> c_int {
 /// # Safety
 /// No precondition: the function is unsafe for its C ABI alone.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn rdmasock_prefer(fd: c_int, way: c_int) -> c_int {
+pub(crate) unsafe extern "C" fn rdmasock_prefer(fd: c_int, way: c_int) -> c_int {
     // SAFETY: the function has no precondition.
     unsafe { api::prefer(fd, way) }
 }
@@ -31,7 +31,12 @@ pub unsafe extern "C" fn rdmasock_prefer(fd: c_int, way: c_int) -> c_int {
 /// # Safety
 /// `pieces` has as many entries as `count` points to.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn rdmasock_view(fd: c_int, pieces: *mut iovec, count: *mut c_int, flags: c_int) -> ssize_t {
+pub(crate) unsafe extern "C" fn rdmasock_view(
+    fd: c_int,
+    pieces: *mut iovec,
+    count: *mut c_int,
+    flags: c_int,
+) -> ssize_t {
     // SAFETY: by the contract.
     unsafe { api::view(fd, pieces, count, flags) }
 }
@@ -41,7 +46,7 @@ pub unsafe extern "C" fn rdmasock_view(fd: c_int, pieces: *mut iovec, count: *mu
 /// # Safety
 /// No thread reads these bytes any more.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn rdmasock_release(fd: c_int, n: size_t) -> c_int {
+pub(crate) unsafe extern "C" fn rdmasock_release(fd: c_int, n: size_t) -> c_int {
     // SAFETY: by the contract.
     unsafe { api::release(fd, n) }
 }

@@ -18,7 +18,7 @@ macro_rules! jumps {
         /// As in C: names are C strings, and a handle is valid.
         #[unsafe(no_mangle)]
         #[unsafe(naked)]
-        pub unsafe extern "C" fn $name($($arg: $type),*) -> *mut c_void {
+        pub(crate) unsafe extern "C" fn $name($($arg: $type),*) -> *mut c_void {
             naked_asm!(
                 ".cfi_startproc",
                 "push rdi",

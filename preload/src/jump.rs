@@ -13,7 +13,7 @@ macro_rules! jumps {
             /// # Safety
             /// As libc's.
             #[unsafe(no_mangle)]
-            pub unsafe extern "C" fn $name(environment: *mut c_void, value: c_int) {
+            pub(crate) unsafe extern "C" fn $name(environment: *mut c_void, value: c_int) {
                 // SAFETY: the arguments are the caller's, unchanged.
                 unsafe {
                     before(environment, value);

@@ -2,6 +2,8 @@
 //! `rdmasock_shims::hooks` and returns the result. The hooks have no logic. `exports.txt` lists the symbols, and
 //! `scripts/check-exports` compares the list with the library.
 
+#![warn(unreachable_pub)]
+
 mod api;
 mod dlopen;
 mod hooks;

@@ -16,7 +16,7 @@ use rdmasock_shims::hooks::syscall::{HANDLERS, LIBC, NUMBERS};
 /// As `syscall` in C: the arguments fit the number.
 #[unsafe(no_mangle)]
 #[unsafe(naked)]
-pub unsafe extern "C" fn syscall(number: c_long) -> c_long {
+pub(crate) unsafe extern "C" fn syscall(number: c_long) -> c_long {
     naked_asm!(
         ".cfi_startproc",
         "cmp rdi, {NUMBERS}",

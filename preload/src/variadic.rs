@@ -67,7 +67,7 @@ macro_rules! exec_hook {
         /// As in C: strings, then a null pointer.
         #[unsafe(no_mangle)]
         #[unsafe(naked)]
-        pub unsafe extern "C" fn $name(path: *const c_char, arg0: *const c_char) -> c_int {
+        pub(crate) unsafe extern "C" fn $name(path: *const c_char, arg0: *const c_char) -> c_int {
             naked_asm!(
                 ".cfi_startproc",
                 "pop rax", // The return address. The stack arguments are now at rsp.
@@ -114,7 +114,7 @@ macro_rules! printf_hook {
         #[doc = concat!("As `", stringify!($name), "` in C: arguments as the format says.")]
         #[unsafe(no_mangle)]
         #[unsafe(naked)]
-        pub unsafe extern "C" fn $name($($arg: $type),*) -> c_int {
+        pub(crate) unsafe extern "C" fn $name($($arg: $type),*) -> c_int {
             // Frame: va_list { u32 gp_offset, u32 fp_offset, stack arguments, registers } at 0; the
             // registers, six general and eight vector ones, at 32; 8 bytes to align.
             naked_asm!(

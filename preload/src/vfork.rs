@@ -14,7 +14,7 @@ use rdmasock_shims::sys::vfork::{done, prepare};
 /// As vfork: the child may only exec or `_exit`.
 #[unsafe(no_mangle)]
 #[unsafe(naked)]
-pub unsafe extern "C" fn vfork() -> libc::pid_t {
+pub(crate) unsafe extern "C" fn vfork() -> libc::pid_t {
     naked_asm!(
         ".cfi_startproc",
         "sub rsp, 8", // A call needs rsp at a multiple of 16.
@@ -48,6 +48,6 @@ pub unsafe extern "C" fn vfork() -> libc::pid_t {
 /// As vfork: the child may only exec or `_exit`.
 #[unsafe(no_mangle)]
 #[unsafe(naked)]
-pub unsafe extern "C" fn __vfork() -> libc::pid_t {
+pub(crate) unsafe extern "C" fn __vfork() -> libc::pid_t {
     naked_asm!("jmp {vfork}", vfork = sym vfork);
 }

@@ -10,11 +10,11 @@ use crate::memory;
 use crate::runs::Runs;
 
 /// Bytes of an arena, and its alignment. A block is shorter.
-pub const ARENA: usize = 1 << 30;
+pub(crate) const ARENA: usize = 1 << 30;
 /// Bytes of a piece. A piece is a huge page, so registering a block pins no memory beyond the block's huge pages.
-pub const PIECE: usize = 2 << 20;
+pub(crate) const PIECE: usize = 2 << 20;
 /// Bytes of a grain. A block has a whole number of grains.
-pub const GRAIN: usize = 16 << 10;
+pub(crate) const GRAIN: usize = 16 << 10;
 
 const GRAINS: usize = ARENA / GRAIN;
 const PIECES: usize = ARENA / PIECE;
@@ -27,7 +27,7 @@ const USED: u32 = 2;
 
 /// An arena, as described above. All zeroes are an arena without memory and blocks.
 #[repr(C)]
-pub struct Arena {
+pub(crate) struct Arena {
     /// The first address.
     start: AtomicUsize,
     /// Taken grains, a count.
@@ -49,7 +49,7 @@ struct PieceState {
 
 impl Arena {
     /// Makes an arena. `None` if the kernel has no addresses or no memory for it.
-    pub fn new() -> Option<&'static Self> {
+    pub(crate) fn new() -> Option<&'static Self> {
         // Reserves twice the size, and releases the addresses around the aligned part.
         let around = memory::reserve(2 * ARENA)?;
         let start = around.next_multiple_of(ARENA);
@@ -73,7 +73,7 @@ impl Arena {
     ///
     /// # Safety
     /// No other thread has a reference to the arena, and no block of it is in use.
-    pub unsafe fn discard(&'static self) {
+    pub(crate) unsafe fn discard(&'static self) {
         // SAFETY: the caller promises that neither the addresses nor the arena are in use.
         unsafe {
             memory::release(self.start(), ARENA);
@@ -81,7 +81,7 @@ impl Arena {
         }
     }
 
-    pub fn start(&self) -> usize {
+    pub(crate) fn start(&self) -> usize {
         self.start.load(Acquire)
     }
 
@@ -90,13 +90,13 @@ impl Arena {
     }
 
     /// Returns the bytes of blocks, and the bytes of memory.
-    pub fn bytes(&self) -> (usize, usize) {
+    pub(crate) fn bytes(&self) -> (usize, usize) {
         (self.taken.load(Relaxed) * GRAIN, self.committed.load(Relaxed) * PIECE)
     }
 
     /// Takes a block of `size` bytes, with memory, at a multiple of `align`, a power of two of up to [`PIECE`]. Returns
     /// its address. `None` if the arena has no such run of grains, or the kernel no memory.
-    pub fn take(&self, size: usize, align: usize) -> Option<usize> {
+    pub(crate) fn take(&self, size: usize, align: usize) -> Option<usize> {
         let n = size.div_ceil(GRAIN);
         loop {
             if self.taken.load(Relaxed) + n > GRAINS {
@@ -127,12 +127,12 @@ impl Arena {
     }
 
     /// Returns the bytes of the block at `at`; `None` if no block begins there.
-    pub fn size(&self, at: usize) -> Option<usize> {
+    pub(crate) fn size(&self, at: usize) -> Option<usize> {
         self.block(at).map(|(_, n)| n * GRAIN)
     }
 
     /// Frees the block at `at`. Returns the numbers of its pieces; `None` if no block begins there.
-    pub fn free(&self, at: usize) -> Option<core::ops::Range<usize>> {
+    pub(crate) fn free(&self, at: usize) -> Option<core::ops::Range<usize>> {
         let (first, n) = self.block(at)?;
         // A second free of the block finds 0 here.
         let n = match self.blocks.get(first)?.swap(0, Relaxed) as usize {
@@ -145,7 +145,7 @@ impl Arena {
 
     /// Changes the size of the block at `at` to `size` bytes, in place. Returns false if there is no such block, or no
     /// room behind it.
-    pub fn resize(&self, at: usize, size: usize) -> bool {
+    pub(crate) fn resize(&self, at: usize, size: usize) -> bool {
         let Some((first, n)) = self.block(at) else {
             return false;
         };
@@ -175,7 +175,7 @@ impl Arena {
     }
 
     /// Sets the first `size` bytes of a new block to 0, in the pieces that may have other bytes.
-    pub fn clear(&self, at: usize, size: usize) {
+    pub(crate) fn clear(&self, at: usize, size: usize) {
         let (offset, end) = (at - self.start(), at - self.start() + size);
         for (number, piece) in self.pieces_from(pieces_of(offset / GRAIN, size.div_ceil(GRAIN))) {
             // Acquire: pairs with the Release of `leave`.
@@ -254,7 +254,7 @@ impl Arena {
     }
 
     /// Returns the start and the epoch of the piece with this address; `None` if it is not in this arena.
-    pub fn piece(&self, at: usize) -> Option<(usize, &AtomicU64)> {
+    pub(crate) fn piece(&self, at: usize) -> Option<(usize, &AtomicU64)> {
         let number = at.checked_sub(self.start())? / PIECE;
         let piece = self.pieces.get(number)?;
         Some((self.start() + number * PIECE, &piece.epoch))
@@ -262,7 +262,7 @@ impl Arena {
 
     /// Changes the epochs of the pieces in this range, before a call of the program changes its pages. With `lost` the
     /// program takes the addresses away, and the allocator uses them no more.
-    pub fn change(&self, from: usize, to: usize, lost: bool) {
+    pub(crate) fn change(&self, from: usize, to: usize, lost: bool) {
         let (from, to) = (from.max(self.start()), to.min(self.start() + ARENA));
         if from >= to {
             return;
@@ -278,14 +278,14 @@ impl Arena {
     }
 
     /// Returns true if a piece has memory and no blocks at this moment.
-    pub fn is_idle(&self, number: usize) -> bool {
+    pub(crate) fn is_idle(&self, number: usize) -> bool {
         let has_memory = |piece: &PieceState| piece.state.load(Relaxed) & COMMITTED != 0;
         self.pieces.get(number).is_some_and(has_memory)
             && self.runs().is_free(number * GRAINS_OF_PIECE, GRAINS_OF_PIECE)
     }
 
     /// Returns true if a piece is not whole: a call of the program has changed it, or it has no memory.
-    pub fn is_changed(&self, number: usize) -> bool {
+    pub(crate) fn is_changed(&self, number: usize) -> bool {
         let is_whole = |piece: &PieceState| piece.epoch.load(SeqCst) & WHOLE != 0;
         self.pieces.get(number).is_some_and(|piece| !is_whole(piece))
     }
@@ -293,7 +293,7 @@ impl Arena {
     /// Gives the memory of a piece without blocks back to the kernel. `end` deregisters it first: it gets the start and
     /// the length, and returns false if a device still uses the piece. Returns false if the piece keeps its memory, or
     /// has none.
-    pub fn give_back(&self, number: usize, end: impl FnOnce(usize, usize) -> bool) -> bool {
+    pub(crate) fn give_back(&self, number: usize, end: impl FnOnce(usize, usize) -> bool) -> bool {
         let Some(piece) = self.pieces.get(number) else {
             return false;
         };
@@ -327,7 +327,7 @@ impl Arena {
     }
 
     /// Returns the numbers of an arena's pieces.
-    pub fn numbers() -> core::ops::Range<usize> {
+    pub(crate) fn numbers() -> core::ops::Range<usize> {
         0..PIECES
     }
 }

@@ -11,7 +11,7 @@ use crate::arena::{ARENA, Arena, PIECE};
 use crate::memory;
 
 /// Bytes of the smallest request that arenas serve. The next allocator serves smaller ones.
-pub const LARGE: usize = 64 << 10;
+pub(crate) const LARGE: usize = 64 << 10;
 /// Bytes of memory without blocks that the arenas keep for later blocks.
 const KEPT: usize = 128 << 20;
 /// Arenas at most. The next allocator serves requests beyond them.
@@ -35,7 +35,7 @@ fn seen(place: &AtomicPtr<Arena>) -> Option<&'static Arena> {
 
 /// Returns the arena in which an address lies; `None` if it lies in none.
 #[inline]
-pub fn of(at: usize) -> Option<&'static Arena> {
+pub(crate) fn of(at: usize) -> Option<&'static Arena> {
     seen(PLACE.get(at / ARENA)?)
 }
 
@@ -44,7 +44,7 @@ fn all() -> impl DoubleEndedIterator<Item = &'static Arena> {
 }
 
 /// Takes a block. Returns its address and its arena; `None` if the next allocator has to serve the request.
-pub fn take(size: usize, align: usize) -> Option<(usize, &'static Arena)> {
+pub(crate) fn take(size: usize, align: usize) -> Option<(usize, &'static Arena)> {
     if !(LARGE..ARENA).contains(&size) || align > PIECE {
         return None;
     }
@@ -109,7 +109,7 @@ fn grow(size: usize, align: usize) -> Grown {
 }
 
 /// Frees the block at `at`, if one begins there. Gives memory back if its pieces or the total make it worthwhile.
-pub fn free(arena: &'static Arena, at: usize) {
+pub(crate) fn free(arena: &'static Arena, at: usize) {
     // A piece that the program has changed becomes whole again when it is given back and committed anew.
     let is_changed = |number| arena.is_changed(number) && arena.is_idle(number);
     if let Some(mut pieces) = arena.free(at)
@@ -120,7 +120,7 @@ pub fn free(arena: &'static Arena, at: usize) {
 }
 
 /// Changes the size of the block at `at` to `size` bytes, in place. Returns false if that is not possible.
-pub fn resize(arena: &'static Arena, at: usize, size: usize) -> bool {
+pub(crate) fn resize(arena: &'static Arena, at: usize, size: usize) -> bool {
     let is_done = arena.resize(at, size);
     if is_done && excess() > 0 {
         give_back();
@@ -156,7 +156,7 @@ fn give_back() {
 }
 
 /// Changes the epochs of this memory and deregisters it, before a call of the program changes it ([`Arena::change`]).
-pub fn change(at: usize, len: usize, lost: bool) {
+pub(crate) fn change(at: usize, len: usize, lost: bool) {
     const PAGE: usize = 4096;
     let (from, to) = (
         at / PAGE * PAGE,
@@ -170,7 +170,7 @@ pub fn change(at: usize, len: usize, lost: bool) {
 }
 
 /// Does the same for all arenas.
-pub fn change_all() {
+pub(crate) fn change_all() {
     for arena in all() {
         arena.change(arena.start(), arena.start() + ARENA, false);
         end(arena.start(), ARENA, true);
@@ -191,9 +191,9 @@ fn end(at: usize, len: usize, force: bool) -> bool {
 }
 
 /// Stores the library's function that deregisters memory. From now on devices may have registrations of pieces.
-pub fn attach(end: End) {
+pub(crate) fn attach(end: End) {
     END.store(end as *mut (), Release);
 }
 
 #[cfg(test)]
-pub mod tests;
+pub(crate) mod tests;

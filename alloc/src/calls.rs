@@ -61,7 +61,7 @@ fn next_or_early(of: impl FnOnce() -> Option<*mut c_void>, size: usize, align: u
 /// # Safety
 /// As in C, of all functions here.
 #[inline]
-pub unsafe fn malloc(size: size_t) -> *mut c_void {
+pub(crate) unsafe fn malloc(size: size_t) -> *mut c_void {
     if let Some((block, _)) = large(size, 1) {
         return block;
     }
@@ -73,7 +73,7 @@ pub unsafe fn malloc(size: size_t) -> *mut c_void {
 ///
 /// # Safety
 /// As [`malloc`].
-pub unsafe fn calloc(count: size_t, size: size_t) -> *mut c_void {
+pub(crate) unsafe fn calloc(count: size_t, size: size_t) -> *mut c_void {
     let Some(bytes) = count.checked_mul(size) else {
         return no_memory();
     };
@@ -90,7 +90,7 @@ pub unsafe fn calloc(count: size_t, size: size_t) -> *mut c_void {
 /// # Safety
 /// As [`malloc`].
 #[inline]
-pub unsafe fn free(at: *mut c_void) {
+pub(crate) unsafe fn free(at: *mut c_void) {
     if let Some(arena) = arenas::of(at.addr()) {
         keeping_errno(|| arenas::free(arena, at.addr()));
     } else if next::early_size(at).is_none() && !at.is_null() && next::is_known() {
@@ -103,7 +103,7 @@ pub unsafe fn free(at: *mut c_void) {
 ///
 /// # Safety
 /// As [`malloc`].
-pub unsafe fn realloc(at: *mut c_void, size: size_t) -> *mut c_void {
+pub(crate) unsafe fn realloc(at: *mut c_void, size: size_t) -> *mut c_void {
     if at.is_null() {
         // SAFETY: by the contract.
         return unsafe { malloc(size) };
@@ -172,7 +172,7 @@ unsafe fn moved(at: *mut c_void, before: usize, size: usize) -> *mut c_void {
 ///
 /// # Safety
 /// As [`malloc`].
-pub unsafe fn reallocarray(at: *mut c_void, count: size_t, size: size_t) -> *mut c_void {
+pub(crate) unsafe fn reallocarray(at: *mut c_void, count: size_t, size: size_t) -> *mut c_void {
     match count.checked_mul(size) {
         // SAFETY: by the contract.
         Some(bytes) => unsafe { realloc(at, bytes) },
@@ -184,7 +184,7 @@ pub unsafe fn reallocarray(at: *mut c_void, count: size_t, size: size_t) -> *mut
 ///
 /// # Safety
 /// As [`malloc`].
-pub unsafe fn memalign(align: size_t, size: size_t) -> *mut c_void {
+pub(crate) unsafe fn memalign(align: size_t, size: size_t) -> *mut c_void {
     let block = align.checked_next_power_of_two().and_then(|align| large(size, align));
     if let Some((block, _)) = block {
         return block;
@@ -197,7 +197,7 @@ pub unsafe fn memalign(align: size_t, size: size_t) -> *mut c_void {
 ///
 /// # Safety
 /// As [`malloc`].
-pub unsafe fn aligned_alloc(align: size_t, size: size_t) -> *mut c_void {
+pub(crate) unsafe fn aligned_alloc(align: size_t, size: size_t) -> *mut c_void {
     if align.is_power_of_two()
         && let Some((block, _)) = large(size, align)
     {
@@ -211,7 +211,7 @@ pub unsafe fn aligned_alloc(align: size_t, size: size_t) -> *mut c_void {
 ///
 /// # Safety
 /// As [`malloc`].
-pub unsafe fn posix_memalign(to: *mut *mut c_void, align: size_t, size: size_t) -> c_int {
+pub(crate) unsafe fn posix_memalign(to: *mut *mut c_void, align: size_t, size: size_t) -> c_int {
     let is_good = align.is_power_of_two() && align.is_multiple_of(size_of::<*mut c_void>());
     let block = match large(size, align) {
         Some((block, _)) if is_good => block,
@@ -239,7 +239,7 @@ pub unsafe fn posix_memalign(to: *mut *mut c_void, align: size_t, size: size_t) 
 ///
 /// # Safety
 /// As [`malloc`].
-pub unsafe fn valloc(size: size_t) -> *mut c_void {
+pub(crate) unsafe fn valloc(size: size_t) -> *mut c_void {
     match large(size, PAGE) {
         Some((block, _)) => block,
         // SAFETY: by the contract.
@@ -251,7 +251,7 @@ pub unsafe fn valloc(size: size_t) -> *mut c_void {
 ///
 /// # Safety
 /// As [`malloc`].
-pub unsafe fn pvalloc(size: size_t) -> *mut c_void {
+pub(crate) unsafe fn pvalloc(size: size_t) -> *mut c_void {
     let Some(pages) = size.checked_next_multiple_of(PAGE) else {
         return no_memory();
     };
@@ -266,7 +266,7 @@ pub unsafe fn pvalloc(size: size_t) -> *mut c_void {
 ///
 /// # Safety
 /// As [`malloc`].
-pub unsafe fn malloc_usable_size(at: *mut c_void) -> size_t {
+pub(crate) unsafe fn malloc_usable_size(at: *mut c_void) -> size_t {
     if at.is_null() {
         return 0;
     }

@@ -31,7 +31,7 @@ const HARMLESS: [c_int; 12] = [
 ];
 
 /// Handles a system call of the program that is about to be made.
-pub fn before(number: c_long, arguments: &[usize; 6]) {
+pub(crate) fn before(number: c_long, arguments: &[usize; 6]) {
     let [a, b, c, d, e, _] = *arguments;
     match number {
         libc::SYS_munmap => change(a, b, true),

@@ -21,7 +21,7 @@ macro_rules! exported {
         $(
             $(#[$doc])*
             #[unsafe(no_mangle)]
-            pub unsafe extern "C" fn $name($($arg: $type),*) -> $result {
+            pub(crate) unsafe extern "C" fn $name($($arg: $type),*) -> $result {
                 // SAFETY: by the contract.
                 unsafe { calls::$name($($arg),*) }
             }
@@ -69,7 +69,7 @@ macro_rules! looked_at {
         $(
             $(#[$doc])*
             #[unsafe(no_mangle)]
-            pub unsafe extern "C" fn $name($($arg: $type),*) -> $result {
+            pub(crate) unsafe extern "C" fn $name($($arg: $type),*) -> $result {
                 let mut words = [0; 6];
                 for (word, argument) in words.iter_mut().zip([$($arg as usize),*]) {
                     *word = argument;
@@ -114,7 +114,7 @@ looked_at! {
 
 /// Returns the table for the main library; null for another version of it ([`rdmasock_core::allocator::Entry`]).
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn rdmasock_allocator(abi: u32) -> *const Table {
+pub(crate) unsafe extern "C" fn rdmasock_allocator(abi: u32) -> *const Table {
     if abi == ABI { &raw const TABLE } else { null() }
 }
 

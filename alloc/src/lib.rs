@@ -21,7 +21,7 @@
 //! memory may belong to no block. So a child forked in the middle of another thread's call, a handler's jump out of a
 //! call, or a thread that ends in one costs that memory at most.
 
-#![warn(missing_docs)]
+#![warn(missing_docs, unreachable_pub)]
 #![cfg_attr(
     test,
     allow(dead_code, reason = "tests have no symbols of this library, which would be theirs")

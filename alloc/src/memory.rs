@@ -7,14 +7,14 @@ use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap_anony
 use rustix::process::{Resource, getrlimit};
 
 /// Reserves addresses without memory, which count towards RLIMIT_AS alone. `None` if the kernel has none.
-pub fn reserve(len: usize) -> Option<usize> {
+pub(crate) fn reserve(len: usize) -> Option<usize> {
     // SAFETY: the mapping is fresh, at an address that the kernel chooses.
     let mapped = unsafe { mmap_anonymous(null_mut(), len, ProtFlags::empty(), MapFlags::PRIVATE) };
     mapped.ok().map(|at| at.expose_provenance())
 }
 
 /// Maps memory of zeroes; the kernel backs only the pages that are touched. `None` if it refuses.
-pub fn zeroes(len: usize) -> Option<usize> {
+pub(crate) fn zeroes(len: usize) -> Option<usize> {
     let access = ProtFlags::READ | ProtFlags::WRITE;
     // SAFETY: the mapping is fresh, at an address that the kernel chooses.
     let mapped = unsafe { mmap_anonymous(null_mut(), len, access, MapFlags::PRIVATE | MapFlags::NORESERVE) };
@@ -25,7 +25,7 @@ pub fn zeroes(len: usize) -> Option<usize> {
 ///
 /// # Safety
 /// The addresses are this allocator's, and no code uses them.
-pub unsafe fn release(at: usize, len: usize) {
+pub(crate) unsafe fn release(at: usize, len: usize) {
     if len > 0 {
         // SAFETY: by the contract.
         let _ = unsafe { munmap(core::ptr::with_exposed_provenance_mut(at), len) };
@@ -36,7 +36,7 @@ pub unsafe fn release(at: usize, len: usize) {
 ///
 /// # Safety
 /// The addresses are of an arena.
-pub unsafe fn commit(at: usize, len: usize) -> bool {
+pub(crate) unsafe fn commit(at: usize, len: usize) -> bool {
     let at = core::ptr::with_exposed_provenance_mut(at);
     // SAFETY: the caller promises that the addresses are an arena's; the content stays.
     let is_there = unsafe { mprotect(at, len, MprotectFlags::READ | MprotectFlags::WRITE) }.is_ok();
@@ -52,13 +52,13 @@ pub unsafe fn commit(at: usize, len: usize) -> bool {
 ///
 /// # Safety
 /// The addresses are an arena's, and no code uses their content.
-pub unsafe fn decommit(at: usize, len: usize) -> bool {
+pub(crate) unsafe fn decommit(at: usize, len: usize) -> bool {
     let at = core::ptr::with_exposed_provenance_mut(at);
     // SAFETY: the caller promises that no code uses the addresses' content.
     unsafe { mmap_anonymous(at, len, ProtFlags::empty(), MapFlags::PRIVATE | MapFlags::FIXED) }.is_ok()
 }
 
 /// Returns true if the program has a limit on addresses (RLIMIT_AS), which large reservations would use up.
-pub fn is_limited() -> bool {
+pub(crate) fn is_limited() -> bool {
     getrlimit(Resource::As).current.is_some()
 }

@@ -8,14 +8,14 @@ use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicUsize};
 use libc::size_t;
 
 /// A function of the next library in the search order that has one of this name.
-pub struct Next {
+pub(crate) struct Next {
     name: &'static CStr,
     address: AtomicPtr<c_void>,
 }
 
 impl Next {
     /// Makes a function that was not looked up yet.
-    pub const fn new(name: &'static CStr) -> Self {
+    pub(crate) const fn new(name: &'static CStr) -> Self {
         Self {
             name,
             address: AtomicPtr::new(core::ptr::null_mut()),
@@ -33,7 +33,7 @@ impl Next {
 
     /// Returns the function's address; null if there is none.
     #[inline]
-    pub fn get(&self) -> *mut c_void {
+    pub(crate) fn get(&self) -> *mut c_void {
         let known = self.address.load(Acquire);
         if known.is_null() { self.find() } else { known }
     }
@@ -48,7 +48,7 @@ macro_rules! next {
         }
 
         /// Looks all of them up, so that none is looked up later, where `dlsym` may not be allowed.
-        pub fn find_all() {
+        pub(crate) fn find_all() {
             $(found::$name.get();)*
         }
 
@@ -58,7 +58,7 @@ macro_rules! next {
             /// # Safety
             /// As the function of this name in C.
             #[inline]
-            pub unsafe fn $name($($arg: $type),*) -> Option<$result> {
+            pub(crate) unsafe fn $name($($arg: $type),*) -> Option<$result> {
                 let function = found::$name.get();
                 if function.is_null() {
                     return None;
@@ -107,7 +107,7 @@ static STATE: AtomicU32 = AtomicU32::new(UNKNOWN);
 /// Returns true if the next allocator can be called. The first call looks it up. Calls meanwhile, such as `dlsym`'s
 /// own, get false, and have to use [early memory](early).
 #[inline]
-pub fn is_known() -> bool {
+pub(crate) fn is_known() -> bool {
     STATE.load(Acquire) == KNOWN || find()
 }
 
@@ -137,7 +137,7 @@ static GIVEN: AtomicUsize = AtomicUsize::new(0);
 
 /// Returns a block of early memory, which is zeroed and never given back. Null if too little is left.
 #[cold]
-pub fn early(size: usize, align: usize) -> *mut c_void {
+pub(crate) fn early(size: usize, align: usize) -> *mut c_void {
     let start = MEMORY.0.get().addr();
     // The word in front of a block is its size.
     let place = |given: usize| {
@@ -161,7 +161,7 @@ pub fn early(size: usize, align: usize) -> *mut c_void {
 
 /// Returns the size of an early block; `None` for another block.
 #[inline]
-pub fn early_size(at: *mut c_void) -> Option<usize> {
+pub(crate) fn early_size(at: *mut c_void) -> Option<usize> {
     let start = MEMORY.0.get().addr();
     let is_early = at.addr().wrapping_sub(start) < EARLY;
     // SAFETY: the address is of a block of `early`, which has its size in front.

@@ -9,7 +9,7 @@ const BITS: usize = 64;
 
 /// The bits of an arena, as described above.
 #[derive(Clone, Copy)]
-pub struct Runs<'a>(pub &'a [AtomicU64]);
+pub(crate) struct Runs<'a>(pub &'a [AtomicU64]);
 
 impl Runs<'_> {
     fn len(self) -> usize {
@@ -18,7 +18,7 @@ impl Runs<'_> {
 
     /// Takes the first free run of `n` grains that begins at a multiple of `align`. Returns its first grain; `None` if
     /// there is no such run.
-    pub fn take(self, n: usize, align: usize) -> Option<usize> {
+    pub(crate) fn take(self, n: usize, align: usize) -> Option<usize> {
         let mut from = 0;
         loop {
             let at = self.find(from, n, align)?;
@@ -55,7 +55,7 @@ impl Runs<'_> {
     }
 
     /// Takes these grains. Returns false, and takes none, if one of them is taken.
-    pub fn take_at(self, at: usize, n: usize) -> bool {
+    pub(crate) fn take_at(self, at: usize, n: usize) -> bool {
         if at.checked_add(n).is_none_or(|end| end > self.len()) {
             return false;
         }
@@ -76,7 +76,7 @@ impl Runs<'_> {
     }
 
     /// Gives the caller's grains back.
-    pub fn give(self, at: usize, n: usize) {
+    pub(crate) fn give(self, at: usize, n: usize) {
         words(at, n).for_each(|(index, mask)| self.clear(index, mask));
     }
 
@@ -88,7 +88,7 @@ impl Runs<'_> {
     }
 
     /// Returns true if all of these grains are free at this moment.
-    pub fn is_free(self, at: usize, n: usize) -> bool {
+    pub(crate) fn is_free(self, at: usize, n: usize) -> bool {
         self.last_taken(at, n).is_none()
     }
 }

@@ -8,7 +8,7 @@ use crate::arena::PIECE;
 use crate::{arenas, changes};
 
 /// The table of this version.
-pub static TABLE: Table = Table {
+pub(crate) static TABLE: Table = Table {
     abi: ABI,
     size: size_of::<Table>() as u32,
     piece,

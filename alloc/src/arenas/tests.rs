@@ -3,7 +3,7 @@ use std::sync::Mutex;
 use super::*;
 
 /// All tests of a process share the arenas. Tests that count all of them, or change much, hold this lock.
-pub static ONE: Mutex<()> = Mutex::new(());
+pub(crate) static ONE: Mutex<()> = Mutex::new(());
 
 #[test]
 fn what_is_freed_goes_back_but_for_what_is_kept() {

@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 
 /// The reason why a preloaded library has no effect on a program, or stops it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Obstacle {
+pub(crate) enum Obstacle {
     /// The loader ignores LD_PRELOAD for setuid and setgid programs and those with capabilities.
     Privileged,
     /// The program has no dynamic loader.
@@ -47,7 +47,7 @@ impl std::fmt::Display for Obstacle {
 ///
 /// # Errors
 /// The file cannot be read.
-pub fn libraries(path: &Path) -> Result<Result<Vec<String>, Obstacle>> {
+pub(crate) fn libraries(path: &Path) -> Result<Result<Vec<String>, Obstacle>> {
     check(path, INTERPRETERS_MAX).with_context(|| format!("cannot read {}", path.display()))
 }
 

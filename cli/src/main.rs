@@ -3,6 +3,8 @@
 //! Each subcommand has its file. This file parses the command line, and turns an error into one message and an exit
 //! status: 1 for a failure, 2 for a wrong command line.
 
+#![warn(unreachable_pub)]
+
 mod elf;
 mod run;
 mod stat;

@@ -34,7 +34,7 @@ const SANITIZERS: [(&str, &str, &str); 4] = [
 
 /// Options of `rdmasock run`.
 #[derive(Debug)]
-pub struct Options {
+pub(crate) struct Options {
     /// Variables that were given as options, with their values.
     variables: Vec<(&'static str, OsString)>,
     /// The program with its arguments.
@@ -122,7 +122,7 @@ impl Options {
 
 /// Executes the program, and returns only if that fails. A bad value ends the command with status 2, as other faults of
 /// the command line do.
-pub fn run(options: &Options) -> Result<()> {
+pub(crate) fn run(options: &Options) -> Result<()> {
     let config = options.check().unwrap_or_else(|error| error.exit());
     let [name, arguments @ ..] = options.program.as_slice() else {
         bail!("no program given");

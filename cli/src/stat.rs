@@ -19,7 +19,7 @@ use rdmasock_core::stats::Process;
 
 /// Options of `rdmasock stat`.
 #[derive(Debug, Args)]
-pub struct Options {
+pub(crate) struct Options {
     /// Show again every SECONDS seconds, until interrupted
     #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "1", value_parser = seconds)]
     watch: Option<Duration>,
@@ -42,7 +42,7 @@ fn seconds(text: &str) -> Result<Duration, String> {
 }
 
 /// Prints the instances once, or with `--watch` at each interval.
-pub fn run(options: &Options) -> Result<()> {
+pub(crate) fn run(options: &Options) -> Result<()> {
     let mut out = std::io::stdout().lock();
     loop {
         let off = off::processes(options.pid);

@@ -10,7 +10,7 @@ use rdmasock_core::stats::{Call, Process, SleeperSnapshot, StreamSnapshot};
 
 /// An end of a connection.
 #[derive(Debug)]
-pub struct Connection<'a> {
+pub(super) struct Connection<'a> {
     /// The process of this end.
     pub process: &'a Process,
     /// The counters of this end.
@@ -27,7 +27,7 @@ pub struct Connection<'a> {
 type Ends<'a> = HashMap<([u8; 16], SocketAddr, SocketAddr), &'a StreamSnapshot>;
 
 /// Returns the connections of `shown`. Their other ends are in `shown` or in `others`.
-pub fn all<'a>(shown: &'a [Process], others: &'a [Process]) -> Vec<Connection<'a>> {
+pub(super) fn all<'a>(shown: &'a [Process], others: &'a [Process]) -> Vec<Connection<'a>> {
     let ends: Ends<'a> = shown
         .iter()
         .chain(others)

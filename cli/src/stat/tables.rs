@@ -11,7 +11,7 @@ use super::off::Off;
 use super::words::{kept_on_tcp, sleep, why_tcp, word};
 
 /// The output if there is no instance to show.
-pub const NONE: &str = "No program that you may look at runs with rdmasock (root sees those of all users).\n";
+pub(super) const NONE: &str = "No program that you may look at runs with rdmasock (root sees those of all users).\n";
 
 const HEADER: [&str; 13] = [
     "pid",
@@ -30,7 +30,7 @@ const HEADER: [&str; 13] = [
 ];
 
 /// Returns the table with one line for each connection.
-pub fn overview(processes: &[Process], connections: &[Connection<'_>]) -> String {
+pub(super) fn overview(processes: &[Process], connections: &[Connection<'_>]) -> String {
     let mut text = String::new();
     if !connections.is_empty() {
         let mut lines = Table::new();

@@ -3,22 +3,22 @@
 use rdmasock_core::stats::{Call, Reason, SleeperSnapshot, StreamSnapshot};
 
 /// Returns an instance id in hexadecimal digits.
-pub fn hex(id: [u8; 16]) -> String {
+pub(super) fn hex(id: [u8; 16]) -> String {
     format!("{:032x}", u128::from_be_bytes(id))
 }
 
 /// Returns the word of a code; "unknown" for a code that this version does not have.
-pub fn word(text: Option<&'static str>) -> &'static str {
+pub(super) fn word(text: Option<&'static str>) -> &'static str {
     text.unwrap_or("unknown")
 }
 
 /// Returns the reason why a whole instance is kept on TCP.
-pub fn kept_on_tcp(reason: Result<Reason, u16>) -> String {
+pub(super) fn kept_on_tcp(reason: Result<Reason, u16>) -> String {
     reason.map_or_else(|code| format!("unknown reason {code}"), |reason| reason.to_string())
 }
 
 /// Returns the reason why a stream is on TCP; `None` if it is on a link, or if the reason is not known.
-pub fn why_tcp(stream: &StreamSnapshot) -> Option<String> {
+pub(super) fn why_tcp(stream: &StreamSnapshot) -> Option<String> {
     match stream.why {
         _ if !stream.is_on_tcp() => None,
         Ok(why) => (why.reason != Reason::None).then(|| why.to_string()),
@@ -27,7 +27,7 @@ pub fn why_tcp(stream: &StreamSnapshot) -> Option<String> {
 }
 
 /// Returns a sleeper's call, the seconds of its sleep, and its thread.
-pub fn sleep(sleeper: &SleeperSnapshot) -> String {
+pub(super) fn sleep(sleeper: &SleeperSnapshot) -> String {
     let call = word(sleeper.call.map(Call::text));
     let seconds = sleeper.asleep.as_secs_f64();
     let time = if seconds < 10.0 {
@@ -45,7 +45,7 @@ pub fn sleep(sleeper: &SleeperSnapshot) -> String {
 }
 
 /// Returns a time in its two largest units.
-pub fn duration(seconds: u64) -> String {
+pub(super) fn duration(seconds: u64) -> String {
     let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86_400);
     match (days, hours, minutes) {
         (0, 0, 0) => format!("{seconds} s"),

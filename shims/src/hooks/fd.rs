@@ -22,11 +22,7 @@ use crate::objects::socket::Farewell;
 use crate::process::pass;
 use crate::signals::jump::within;
 use crate::startup::lifecycle;
-use crate::sys::real::{
-    CloseFn, CloseFromFn, CloseRangeFn, CreatFn, Dup2Fn, Dup3Fn, DupFn, EventfdFn, FcntlFn, InotifyFn, InotifyInitFn,
-    IoctlFn, MemfdFn, Open2Fn, OpenFn, Openat2Fn, OpenatFn, Pipe2Fn, PipeFn, SignalfdFn, SocketpairFn, TimerfdFn,
-};
-use crate::sys::{errno, vfork};
+use crate::sys::{errno, real, vfork};
 
 /// Returned by a preparation if the kernel's call is to follow. Any other value is the result of the call.
 const GO_ON: c_int = c_int::MIN;
@@ -41,7 +37,7 @@ const SIOCOUTQNSD: c_ulong = 0x894b;
 
 /// `close(2)`.
 #[inline]
-pub unsafe extern "C" fn close(real: CloseFn, fd: c_int) -> c_int {
+pub unsafe extern "C" fn close(real: real::close, fd: c_int) -> c_int {
     if !table::is_known(fd) && !privatefd::is_private(fd) {
         // SAFETY: the caller's arguments, as they are.
         return unsafe { real(fd) };
@@ -77,7 +73,7 @@ fn tell(farewell: Farewell) {
 
 /// `close_range(2)`.
 #[inline]
-pub unsafe extern "C" fn close_range(real: CloseRangeFn, first: c_uint, last: c_uint, flags: c_int) -> c_int {
+pub unsafe extern "C" fn close_range(real: real::close_range, first: c_uint, last: c_uint, flags: c_int) -> c_int {
     if flags & !(libc::CLOSE_RANGE_CLOEXEC | libc::CLOSE_RANGE_UNSHARE) as c_int != 0 || first > last {
         // SAFETY: the caller's arguments, as they are; the kernel refuses them.
         return unsafe { real(first, last, flags) };
@@ -87,7 +83,7 @@ pub unsafe extern "C" fn close_range(real: CloseRangeFn, first: c_uint, last: c_
 }
 
 #[inline(never)]
-unsafe extern "C" fn close_range_on(real: CloseRangeFn, first: c_uint, last: c_uint, flags: c_int) -> c_int {
+unsafe extern "C" fn close_range_on(real: real::close_range, first: c_uint, last: c_uint, flags: c_int) -> c_int {
     let closes = flags & libc::CLOSE_RANGE_CLOEXEC as c_int == 0;
     // A child of vfork has descriptors of its own.
     let _settled = (closes && !vfork::is_child()).then(|| {
@@ -108,10 +104,10 @@ unsafe extern "C" fn close_range_on(real: CloseRangeFn, first: c_uint, last: c_u
 
 /// `closefrom(3)`. libc's function calls `close_range` past its hook.
 #[inline]
-pub unsafe extern "C" fn closefrom(real: CloseFromFn, first: c_int) {
+pub unsafe extern "C" fn closefrom(real: real::closefrom, first: c_int) {
     let from = first.max(0) as c_uint;
     // SAFETY: the range that the caller asked for; the library's own descriptors are left out.
-    if within(|| unsafe { close_range_on(crate::sys::real::close_range(), from, c_uint::MAX, 0) }) != 0 {
+    if within(|| unsafe { close_range_on(real::close_range(), from, c_uint::MAX, 0) }) != 0 {
         // No such system call: libc reads /proc instead.
         // SAFETY: the caller's arguments, as they are.
         unsafe { real(first) }
@@ -145,7 +141,7 @@ extern "C" fn before_dup(old: c_int, new: c_int) -> c_int {
 
 hooks! {
     /// `dup(2)`.
-    pub fn dup(DupFn, fd: c_int) -> c_int;
+    pub fn dup(fd: c_int) -> c_int;
     |plain| {
         let new = lowest(plain);
         if new >= 0 && table::is_known(fd) {
@@ -155,11 +151,11 @@ hooks! {
     }
 
     /// `dup2(2)`. As fd 0, 1 or 2 a stream may be used by stdio, whose I/O no hook sees.
-    pub fn dup2(Dup2Fn, old: c_int, new: c_int) -> c_int;
+    pub fn dup2(old: c_int, new: c_int) -> c_int;
     |plain| dup_onto(old, new, true, plain)
 
     /// `dup3(2)`; see [`dup2`].
-    pub fn dup3(Dup3Fn, old: c_int, new: c_int, flags: c_int) -> c_int;
+    pub fn dup3(old: c_int, new: c_int, flags: c_int) -> c_int;
     |plain| dup_onto(old, new, flags & !libc::O_CLOEXEC == 0, plain)
 }
 
@@ -183,7 +179,7 @@ fn dup_onto(old: c_int, new: c_int, is_valid: bool, call: impl FnOnce() -> c_int
 
 /// `fcntl(2)`. `argument` is arbitrary where the command has none.
 #[inline]
-pub unsafe extern "C" fn fcntl(real: FcntlFn, fd: c_int, command: c_int, argument: c_ulong) -> c_int {
+pub unsafe extern "C" fn fcntl(real: real::fcntl, fd: c_int, command: c_int, argument: c_ulong) -> c_int {
     let makes = matches!(command, libc::F_DUPFD | libc::F_DUPFD_CLOEXEC);
     if !makes && !table::is_known(fd) {
         // SAFETY: the caller's arguments, as they are.
@@ -194,7 +190,7 @@ pub unsafe extern "C" fn fcntl(real: FcntlFn, fd: c_int, command: c_int, argumen
 }
 
 #[inline(never)]
-unsafe extern "C" fn fcntl_on(real: FcntlFn, fd: c_int, command: c_int, argument: c_ulong) -> c_int {
+unsafe extern "C" fn fcntl_on(real: real::fcntl, fd: c_int, command: c_int, argument: c_ulong) -> c_int {
     // SAFETY: the caller's arguments, as they are.
     let call = || unsafe { real(fd, command, argument) };
     let result = match command {
@@ -228,7 +224,7 @@ fn on_async(fd: c_int) {
 
 /// `ioctl(2)`. `argument` is arbitrary where the request has none.
 #[inline]
-pub unsafe extern "C" fn ioctl(real: IoctlFn, fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
+pub unsafe extern "C" fn ioctl(real: real::ioctl, fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
     if !table::is_known(fd) {
         // SAFETY: the caller's arguments, as they are.
         return unsafe { real(fd, request, argument) };
@@ -238,7 +234,7 @@ pub unsafe extern "C" fn ioctl(real: IoctlFn, fd: c_int, request: c_ulong, argum
 }
 
 #[inline(never)]
-unsafe extern "C" fn ioctl_on(real: IoctlFn, fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
+unsafe extern "C" fn ioctl_on(real: real::ioctl, fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
     // SAFETY: the caller's arguments, as they are.
     let ask = || unsafe { real(fd, request, argument) };
     let has_markers = request == libc::FIONREAD && table::socket(fd).is_some_and(rx::may_have_markers);
@@ -422,61 +418,61 @@ fn onto(new: c_int, call: impl FnOnce() -> c_int) -> c_int {
 
 hooks! {
     /// `open(2)`. `mode` is arbitrary where the flags ask for none.
-    pub fn open(OpenFn, path: *const c_char, flags: c_int, mode: c_uint) -> c_int;
+    pub fn open(path: *const c_char, flags: c_int, mode: c_uint) -> c_int;
     |blocking plain| lowest(plain)
 
     /// Fortified `open` without a mode.
-    pub fn open_2(Open2Fn, path: *const c_char, flags: c_int) -> c_int;
+    pub fn open_2(path: *const c_char, flags: c_int) -> c_int;
     |blocking plain| lowest(plain)
 
     /// `openat(2)`; see [`open`].
-    pub fn openat(OpenatFn, at: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> c_int;
+    pub fn openat(at: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> c_int;
     |blocking plain| lowest(plain)
 
     /// Fortified `openat` without a mode.
-    pub fn openat_2(Openat2Fn, at: c_int, path: *const c_char, flags: c_int) -> c_int;
+    pub fn openat_2(at: c_int, path: *const c_char, flags: c_int) -> c_int;
     |blocking plain| lowest(plain)
 
     /// `creat(2)`.
-    pub fn creat(CreatFn, path: *const c_char, mode: c_uint) -> c_int;
+    pub fn creat(path: *const c_char, mode: c_uint) -> c_int;
     |blocking plain| lowest(plain)
 
     /// `pipe(2)`.
-    pub fn pipe(PipeFn, ends: *mut c_int) -> c_int;
+    pub fn pipe(ends: *mut c_int) -> c_int;
     // SAFETY: the call writes two fds to `ends`.
     |plain| unsafe { lowest_two(ends, plain) }
 
     /// `pipe2(2)`.
-    pub fn pipe2(Pipe2Fn, ends: *mut c_int, flags: c_int) -> c_int;
+    pub fn pipe2(ends: *mut c_int, flags: c_int) -> c_int;
     // SAFETY: likewise.
     |plain| unsafe { lowest_two(ends, plain) }
 
     /// `socketpair(2)`.
-    pub fn socketpair(SocketpairFn, domain: c_int, kind: c_int, protocol: c_int, ends: *mut c_int) -> c_int;
+    pub fn socketpair(domain: c_int, kind: c_int, protocol: c_int, ends: *mut c_int) -> c_int;
     // SAFETY: likewise.
     |plain| unsafe { lowest_two(ends, plain) }
 
     /// `eventfd(2)`.
-    pub fn eventfd(EventfdFn, value: c_uint, flags: c_int) -> c_int;
+    pub fn eventfd(value: c_uint, flags: c_int) -> c_int;
     |plain| lowest(plain)
 
     /// `timerfd_create(2)`.
-    pub fn timerfd_create(TimerfdFn, clock: c_int, flags: c_int) -> c_int;
+    pub fn timerfd_create(clock: c_int, flags: c_int) -> c_int;
     |plain| lowest(plain)
 
     /// `signalfd(2)`. Makes an fd if `fd` is -1, else returns `fd`.
-    pub fn signalfd(SignalfdFn, fd: c_int, mask: *const sigset_t, flags: c_int) -> c_int;
+    pub fn signalfd(fd: c_int, mask: *const sigset_t, flags: c_int) -> c_int;
     |plain| if fd == -1 { lowest(plain) } else { plain() }
 
     /// `inotify_init(2)`.
-    pub fn inotify_init(InotifyInitFn) -> c_int;
+    pub fn inotify_init() -> c_int;
     |plain| lowest(plain)
 
     /// `inotify_init1(2)`.
-    pub fn inotify_init1(InotifyFn, flags: c_int) -> c_int;
+    pub fn inotify_init1(flags: c_int) -> c_int;
     |plain| lowest(plain)
 
     /// `memfd_create(2)`.
-    pub fn memfd_create(MemfdFn, name: *const c_char, flags: c_uint) -> c_int;
+    pub fn memfd_create(name: *const c_char, flags: c_uint) -> c_int;
     |plain| lowest(plain)
 }

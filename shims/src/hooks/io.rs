@@ -19,11 +19,7 @@ use crate::process::pass;
 use crate::signals::jump::within;
 use crate::startup::lifecycle;
 use crate::sys::iov::{Iov, is_no_length};
-use crate::sys::real::{
-    AioFn, Cancellable, FdopenFn, LioFn, ReadChkFn, ReadFn, RecvChkFn, RecvFn, RecvFromChkFn, RecvFromFn, RecvMmsgFn,
-    RecvMsgFn, SendFileFn, SendFn, SendMmsgFn, SendMsgFn, SendToFn, SpliceFn, VdprintfChkFn, VdprintfFn, VectorFlagsFn,
-    VectorFn, WriteFn,
-};
+use crate::sys::real::Cancellable;
 use crate::sys::time::Timeout;
 use crate::sys::{errno, real};
 
@@ -32,7 +28,7 @@ use crate::sys::{errno, real};
 ///
 /// ```text
 /// call! {
-///     pub fn NAME(TYPE OF LIBC'S, fd, ARGUMENT: TYPE, …) -> RESULT;
+///     pub fn NAME(fd, ARGUMENT: TYPE, …) -> RESULT;
 ///     before EXPRESSION;                    // optional: runs before libc's function, if `fd` has no connection
 ///     fn NAME_ON(socket, plain, kernel) …   // a block
 /// }
@@ -43,13 +39,13 @@ use crate::sys::{errno, real};
 macro_rules! call {
     (
         $(#[$what:meta])*
-        pub fn $name:ident($real:ty, $fd:ident $(, $argument:ident: $type:ty)*) -> $result:ty;
+        pub fn $name:ident($fd:ident $(, $argument:ident: $type:ty)*) -> $result:ty;
         $(before $before:expr;)?
         fn $served:ident($socket:ident, $plain:ident, $kernel:ident) $body:block
     ) => {
         $(#[$what])*
         #[inline]
-        pub unsafe extern "C" fn $name(real: $real, $fd: c_int $(, $argument: $type)*) -> $result {
+        pub unsafe extern "C" fn $name(real: $crate::sys::real::$name, $fd: c_int $(, $argument: $type)*) -> $result {
             match $crate::notify::table::socket($fd) {
                 // SAFETY: the caller's arguments, as they are.
                 None => unsafe {
@@ -64,7 +60,7 @@ macro_rules! call {
         #[inline(never)]
         unsafe extern "C" fn $served(
             $socket: &'static $crate::objects::socket::Socket,
-            real: $real,
+            real: $crate::sys::real::$name,
             $fd: c_int
             $(, $argument: $type)*
         ) -> $result {
@@ -82,12 +78,12 @@ macro_rules! call {
 macro_rules! fortified {
     ($(
         $(#[$what:meta])*
-        pub fn $name:ident($real:ty $(, $argument:ident: $type:ty)*) = $served:ident($plain:path);
+        pub fn $name:ident($($argument:ident: $type:ty),*) = $served:ident($plain:path);
     )*) => {$(
         $(#[$what])*
         #[inline]
         pub unsafe extern "C" fn $name(
-            real: $real,
+            real: $crate::sys::real::$name,
             fd: c_int,
             buf: *mut c_void,
             len: size_t,
@@ -126,7 +122,7 @@ unsafe fn vector_at(iov: *const iovec, count: c_int, offset: off_t, flags: c_int
 
 call! {
     /// `read(2)`.
-    pub fn read(ReadFn, fd, buf: *mut c_void, len: size_t) -> ssize_t;
+    pub fn read(fd, buf: *mut c_void, len: size_t) -> ssize_t;
     fn read_on(socket, plain, kernel) {
         if len == 0 || is_no_length(len) {
             // The kernel only checks the arguments.
@@ -139,7 +135,7 @@ call! {
 
 call! {
     /// `readv(2)`.
-    pub fn readv(VectorFn, fd, iov: *const iovec, count: c_int) -> ssize_t;
+    pub fn readv(fd, iov: *const iovec, count: c_int) -> ssize_t;
     fn readv_on(socket, plain, kernel) {
         // SAFETY: the program's array.
         let Some(mut array) = (unsafe { Iov::vector(iov, count) }).filter(|a| a.len() > 0) else {
@@ -153,7 +149,7 @@ call! {
 
 call! {
     /// `preadv2(2)`; on a socket only offset -1 is valid.
-    pub fn preadv2(VectorFlagsFn, fd, iov: *const iovec, count: c_int, offset: off_t, flags: c_int) -> ssize_t;
+    pub fn preadv2(fd, iov: *const iovec, count: c_int, offset: off_t, flags: c_int) -> ssize_t;
     fn preadv2_on(socket, plain, kernel) {
         // SAFETY: the program's array.
         let array = unsafe { vector_at(iov, count, offset, flags) };
@@ -168,7 +164,7 @@ call! {
 
 call! {
     /// `recv(2)`.
-    pub fn recv(RecvFn, fd, buf: *mut c_void, len: size_t, flags: c_int) -> ssize_t;
+    pub fn recv(fd, buf: *mut c_void, len: size_t, flags: c_int) -> ssize_t;
     fn recv_on(socket, plain, kernel) {
         if flags & libc::MSG_ERRQUEUE != 0 {
             // The error queue is the kernel's alone.
@@ -182,7 +178,7 @@ call! {
 call! {
     /// `recvfrom(2)`.
     pub fn recvfrom(
-        RecvFromFn, fd, buf: *mut c_void, len: size_t, flags: c_int, address: *mut sockaddr, address_len: *mut socklen_t
+        fd, buf: *mut c_void, len: size_t, flags: c_int, address: *mut sockaddr, address_len: *mut socklen_t
     ) -> ssize_t;
     fn recvfrom_on(socket, plain, kernel) {
         if flags & libc::MSG_ERRQUEUE != 0 {
@@ -201,17 +197,17 @@ call! {
 
 fortified! {
     /// `read(2)` of a fortified program.
-    pub fn read_chk(ReadChkFn) = read_on(real::read);
+    pub fn read_chk() = read_on(real::read);
     /// `recv(2)` of a fortified program.
-    pub fn recv_chk(RecvChkFn, flags: c_int) = recv_on(real::recv);
+    pub fn recv_chk(flags: c_int) = recv_on(real::recv);
     /// `recvfrom(2)` of a fortified program.
-    pub fn recvfrom_chk(RecvFromChkFn, flags: c_int, address: *mut sockaddr, address_len: *mut socklen_t)
+    pub fn recvfrom_chk(flags: c_int, address: *mut sockaddr, address_len: *mut socklen_t)
         = recvfrom_on(real::recvfrom);
 }
 
 call! {
     /// `recvmsg(2)`.
-    pub fn recvmsg(RecvMsgFn, fd, message: *mut msghdr, flags: c_int) -> ssize_t;
+    pub fn recvmsg(fd, message: *mut msghdr, flags: c_int) -> ssize_t;
     fn recvmsg_on(socket, plain, kernel) {
         if flags & libc::MSG_ERRQUEUE != 0 {
             return plain();
@@ -299,7 +295,7 @@ unsafe fn tell_more(socket: &'static Socket, message: &mut msghdr) {
 call! {
     /// `recvmmsg(2)`.
     pub fn recvmmsg(
-        RecvMmsgFn, fd, messages: *mut mmsghdr, count: c_uint, flags: c_int, timeout: *mut timespec
+        fd, messages: *mut mmsghdr, count: c_uint, flags: c_int, timeout: *mut timespec
     ) -> c_int;
     // As the kernel: one recvmsg after the other.
     fn recvmmsg_on(socket, _plain, _kernel) {
@@ -344,7 +340,7 @@ call! {
 
 call! {
     /// `write(2)`.
-    pub fn write(WriteFn, fd, buf: *const c_void, len: size_t) -> ssize_t;
+    pub fn write(fd, buf: *const c_void, len: size_t) -> ssize_t;
     fn write_on(socket, plain, kernel) {
         if is_no_length(len) {
             // The kernel only checks the arguments.
@@ -357,7 +353,7 @@ call! {
 
 call! {
     /// `writev(2)`.
-    pub fn writev(VectorFn, fd, iov: *const iovec, count: c_int) -> ssize_t;
+    pub fn writev(fd, iov: *const iovec, count: c_int) -> ssize_t;
     fn writev_on(socket, plain, kernel) {
         // SAFETY: the program's array; `vector` gives `None` for an array that the kernel refuses.
         let Some(mut array) = (unsafe { Iov::vector(iov, count) }) else {
@@ -370,7 +366,7 @@ call! {
 
 call! {
     /// `pwritev2(2)`; on a socket only offset -1 is valid.
-    pub fn pwritev2(VectorFlagsFn, fd, iov: *const iovec, count: c_int, offset: off_t, flags: c_int) -> ssize_t;
+    pub fn pwritev2(fd, iov: *const iovec, count: c_int, offset: off_t, flags: c_int) -> ssize_t;
     fn pwritev2_on(socket, plain, kernel) {
         // SAFETY: the program's array; `vector_at` gives `None` for arguments that the kernel refuses.
         let Some((mut array, how)) = (unsafe { vector_at(iov, count, offset, flags) }) else {
@@ -383,7 +379,7 @@ call! {
 
 call! {
     /// `send(2)`.
-    pub fn send(SendFn, fd, buf: *const c_void, len: size_t, flags: c_int) -> ssize_t;
+    pub fn send(fd, buf: *const c_void, len: size_t, flags: c_int) -> ssize_t;
     fn send_on(socket, _plain, kernel) {
         if is_no_length(len) {
             return send_what_there_is(socket, fd, flags, &kernel);
@@ -396,7 +392,7 @@ call! {
 call! {
     /// `sendto(2)`.
     pub fn sendto(
-        SendToFn, fd, buf: *const c_void, len: size_t, flags: c_int, address: *const sockaddr, address_len: socklen_t
+        fd, buf: *const c_void, len: size_t, flags: c_int, address: *const sockaddr, address_len: socklen_t
     ) -> ssize_t;
     before before_fast_open(fd, flags);
     fn sendto_on(socket, _plain, kernel) {
@@ -411,7 +407,7 @@ call! {
 
 call! {
     /// `sendmsg(2)`.
-    pub fn sendmsg(SendMsgFn, fd, message: *const msghdr, flags: c_int) -> ssize_t;
+    pub fn sendmsg(fd, message: *const msghdr, flags: c_int) -> ssize_t;
     before { pass::before_passing(message); before_fast_open(fd, flags) };
     fn sendmsg_on(socket, _plain, kernel) {
         before_fast_open(fd, flags);
@@ -440,7 +436,7 @@ fn send_what_there_is(socket: &'static Socket, fd: c_int, flags: c_int, kernel: 
 
 call! {
     /// `sendmmsg(2)`.
-    pub fn sendmmsg(SendMmsgFn, fd, messages: *mut mmsghdr, count: c_uint, flags: c_int) -> c_int;
+    pub fn sendmmsg(fd, messages: *mut mmsghdr, count: c_uint, flags: c_int) -> c_int;
     before { pass::before_passing_many(messages, count); before_fast_open(fd, flags) };
     // As the kernel: one sendmsg after the other.
     fn sendmmsg_on(socket, _plain, _kernel) {
@@ -473,7 +469,7 @@ fn before_fast_open(fd: c_int, flags: c_int) {
 
 call! {
     /// `sendfile(2)`; only `out` can be a socket.
-    pub fn sendfile(SendFileFn, out, input: c_int, offset: *mut off_t, count: size_t) -> ssize_t;
+    pub fn sendfile(out, input: c_int, offset: *mut off_t, count: size_t) -> ssize_t;
     fn sendfile_on(socket, _plain, kernel) {
         // SAFETY: the program's own offset.
         within(|| unsafe { sendfile::sendfile(socket, out, input, offset, count, &kernel) })
@@ -483,7 +479,7 @@ call! {
 /// `splice(2)`; one end is a pipe, the other can be a socket.
 #[inline]
 pub unsafe extern "C" fn splice(
-    real: SpliceFn,
+    real: real::splice,
     input: c_int,
     input_offset: *mut off_t,
     out: c_int,
@@ -505,7 +501,7 @@ pub unsafe extern "C" fn splice(
 unsafe extern "C" fn splice_on(
     from: Option<&'static Socket>,
     to: Option<&'static Socket>,
-    real: SpliceFn,
+    real: real::splice,
     input: c_int,
     input_offset: *mut off_t,
     out: c_int,
@@ -550,25 +546,25 @@ fn takes_splice(fd: c_int) -> bool {
 
 hooks! {
     /// `fdopen(3)`.
-    pub fn fdopen(FdopenFn, fd: c_int, mode: *const c_char) -> *mut FILE;
+    pub fn fdopen(fd: c_int, mode: *const c_char) -> *mut FILE;
     |plain| { give_to_libc(fd); plain() }
 
     /// `vdprintf(3)`, and `dprintf`; `arguments` is the `va_list`.
-    pub fn vdprintf(VdprintfFn, fd: c_int, format: *const c_char, arguments: *mut c_void) -> c_int;
+    pub fn vdprintf(fd: c_int, format: *const c_char, arguments: *mut c_void) -> c_int;
     |plain| { give_to_libc(fd); plain() }
 
     /// `vdprintf(3)` and `dprintf` of a fortified program.
-    pub fn vdprintf_chk(VdprintfChkFn, fd: c_int, flag: c_int, format: *const c_char, arguments: *mut c_void) -> c_int;
+    pub fn vdprintf_chk(fd: c_int, flag: c_int, format: *const c_char, arguments: *mut c_void) -> c_int;
     |plain| { give_to_libc(fd); plain() }
 
     /// `aio_read(3)` and `aio_write`.
-    pub fn aio(AioFn, block: *mut aiocb) -> c_int;
+    pub fn aio(block: *mut aiocb) -> c_int;
     // SAFETY: null, or the program's own.
     |plain| { unsafe { give_block(block) }; plain() }
 
     /// `lio_listio(3)`.
     pub fn lio_listio(
-        LioFn, mode: c_int, blocks: *const *mut aiocb, count: c_int, event: *mut sigevent
+        mode: c_int, blocks: *const *mut aiocb, count: c_int, event: *mut sigevent
     ) -> c_int;
     |plain| {
         for i in 0..if blocks.is_null() { 0 } else { count.max(0) as usize } {

@@ -4,7 +4,7 @@
 //! The shape of a function here, and why:
 //!
 //! ```text
-//! pub unsafe extern "C" fn recv(real: RecvFn, fd: c_int, …) -> ssize_t {
+//! pub unsafe extern "C" fn recv(real: real::recv, fd: c_int, …) -> ssize_t {
 //!     match table::lookup(fd) {
 //!         None => unsafe { real(fd, …) },   // last thing done: becomes a jump
 //!         Some(socket) => recv_slow(real, socket, …), // #[inline(never)] extern "C" fn
@@ -57,7 +57,7 @@ pub extern "C" fn on_load() {
 ///
 /// ```text
 /// hooks! {
-///     pub fn NAME(TYPE OF LIBC'S, ARGUMENT: TYPE, …) -> RESULT;
+///     pub fn NAME(ARGUMENT: TYPE, …) -> RESULT;
 ///     |plain| EXPRESSION
 /// }
 /// ```
@@ -67,12 +67,12 @@ pub extern "C" fn on_load() {
 macro_rules! hooks {
     ($(
         $(#[$what:meta])*
-        pub fn $name:ident($real:ty $(, $argument:ident: $type:ty)*) $(-> $result:ty)?;
+        pub fn $name:ident($($argument:ident: $type:ty),*) $(-> $result:ty)?;
         |$($word:ident)+| $body:expr
     )*) => {$(
         $(#[$what])*
         #[inline]
-        pub unsafe extern "C" fn $name(real: $real $(, $argument: $type)*) $(-> $result)? {
+        pub unsafe extern "C" fn $name(real: $crate::sys::real::$name $(, $argument: $type)*) $(-> $result)? {
             hooks!(@bind real ($($argument),*) $($word)+);
             $body
         }

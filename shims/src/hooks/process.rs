@@ -12,71 +12,70 @@ use crate::service::SignalsBlocked;
 use crate::signals::handler;
 use crate::signals::jump::within;
 use crate::startup::seccomp;
-use crate::sys::real::{
-    CloneChildFn, CloneFn, ExecEnvFn, ExecFn, ExecveatFn, ExitFn, FexecveFn, ForkFn, PopenFn, PosixSpawnDup2Fn,
-    PosixSpawnFn, PrctlFn, SeccompFn, SetnsFn, SystemFn, UnshareFn,
-};
-use crate::sys::{errno, vfork};
+use crate::sys::{errno, real, vfork};
 
 /// The arguments or the environment of a program.
 type Strings = *const *const c_char;
 
 hooks! {
     /// `execve(2)` and `execvpe(3)`.
-    pub fn execve(ExecEnvFn, path: *const c_char, argv: Strings, envp: Strings) -> c_int;
+    pub fn execve(path: *const c_char, argv: Strings, envp: Strings) -> c_int;
     |plain| { before_exec(true); plain() }
 
     /// `execv(3)` and `execvp`, and `execl` and `execlp`.
-    pub fn execv(ExecFn, path: *const c_char, argv: Strings) -> c_int;
+    pub fn execv(path: *const c_char, argv: Strings) -> c_int;
     |plain| { before_exec(true); plain() }
 
     /// `fexecve(3)`.
-    pub fn fexecve(FexecveFn, fd: c_int, argv: Strings, envp: Strings) -> c_int;
+    pub fn fexecve(fd: c_int, argv: Strings, envp: Strings) -> c_int;
     |plain| { before_exec(true); plain() }
 
     /// `execveat(2)`.
-    pub fn execveat(ExecveatFn, dir: c_int, path: *const c_char, argv: Strings, envp: Strings, flags: c_int) -> c_int;
+    pub fn execveat(dir: c_int, path: *const c_char, argv: Strings, envp: Strings, flags: c_int) -> c_int;
     |plain| { before_exec(true); plain() }
 
     /// `posix_spawn(3)` and `posix_spawnp`; both return an error number, not -1. The child runs inside libc, without
     /// hooks.
     pub fn posix_spawn(
-        PosixSpawnFn, pid: *mut pid_t, path: *const c_char, actions: *const posix_spawn_file_actions_t,
+        pid: *mut pid_t, path: *const c_char, actions: *const posix_spawn_file_actions_t,
         attributes: *const posix_spawnattr_t, argv: *const *mut c_char, envp: *const *mut c_char
     ) -> c_int;
     |plain| { before_exec(false); plain() }
 
     /// `posix_spawn_file_actions_adddup2(3)`: the spawned program gets a copy of `old`, even if `old` is close-on-exec.
     pub fn posix_spawn_file_actions_adddup2(
-        PosixSpawnDup2Fn, actions: *mut posix_spawn_file_actions_t, old: c_int, new: c_int
+        actions: *mut posix_spawn_file_actions_t, old: c_int, new: c_int
     ) -> c_int;
     |plain| { crate::process::pass::for_program(old); plain() }
 
     /// `system(3)`; spawns inside libc.
-    pub fn system(SystemFn, command: *const c_char) -> c_int;
+    pub fn system(command: *const c_char) -> c_int;
     |plain| { before_exec(false); plain() }
 
     /// `popen(3)`; spawns inside libc.
-    pub fn popen(PopenFn, command: *const c_char, mode: *const c_char) -> *mut FILE;
+    pub fn popen(command: *const c_char, mode: *const c_char) -> *mut FILE;
     |plain| { before_exec(false); plain() }
 
     /// `fork(2)`. The library's handlers of `pthread_atfork` do the work before and after it. Signal handlers run
     /// before or after it, and a jump out of one leaves no lock of libc locked.
-    pub fn fork(ForkFn) -> pid_t;
+    pub fn fork() -> pid_t;
     |plain| within(plain)
 
     /// `_Fork(3)`: no handler of `pthread_atfork` runs, so the library's handlers are called here.
-    pub fn fork_bare(ForkFn) -> pid_t;
+    pub fn fork_bare() -> pid_t;
     |plain| crate::notify::fork::around(|| plain() as isize) as pid_t
 
     /// `_exit(2)` and `_Exit`: no handler of `atexit` runs. Does not return.
-    pub fn exit_now(ExitFn, status: c_int);
+    pub fn exit_now(status: c_int);
     |plain| { crate::process::exit::at_exit(); plain() }
 
     /// `quick_exit(3)`: only the handlers of `at_quick_exit` run. Does not return.
-    pub fn quick_exit(ExitFn, status: c_int);
+    pub fn quick_exit(status: c_int);
     |plain| { crate::process::exit::at_exit(); plain() }
 }
+
+/// The type of a function that a child of `clone` runs.
+type CloneChildFn = unsafe extern "C" fn(*mut c_void) -> c_int;
 
 /// The function that a child of `clone` runs.
 #[derive(Clone, Copy)]
@@ -94,7 +93,7 @@ unsafe extern "C" fn work(at: *mut c_void) -> c_int {
     // SAFETY: the program's own function.
     let status = unsafe { (work.function)(work.argument) };
     // SAFETY: libc's own function, which does not return.
-    unsafe { exit_now(crate::sys::real::_exit(), status) };
+    unsafe { exit_now(real::_exit(), status) };
     status
 }
 
@@ -106,7 +105,7 @@ const SHARES: c_int = libc::CLONE_VM | libc::CLONE_FILES | libc::CLONE_SETTLS;
 /// that borrows the memory until it execs is treated like a child of vfork(2).
 #[inline]
 pub unsafe extern "C" fn clone(
-    real: CloneFn,
+    real: real::clone,
     function: Option<CloneChildFn>,
     stack: *mut c_void,
     flags: c_int,
@@ -166,14 +165,14 @@ const TRIES: u32 = 20;
 const PAUSE: i64 = 50_000;
 
 /// `unshare(2)`.
-pub unsafe extern "C" fn unshare(real: UnshareFn, flags: c_int) -> c_int {
+pub unsafe extern "C" fn unshare(real: real::unshare, flags: c_int) -> c_int {
     // SAFETY: the caller's arguments, as they are.
     let call = || unsafe { real(flags) };
     call_alone(flags & UNSHARED_ALONE != 0, flags, &call)
 }
 
 /// `setns(2)`. `kind` 0 stands for any kind.
-pub unsafe extern "C" fn setns(real: SetnsFn, fd: c_int, kind: c_int) -> c_int {
+pub unsafe extern "C" fn setns(real: real::setns, fd: c_int, kind: c_int) -> c_int {
     // SAFETY: the caller's arguments, as they are.
     let call = || unsafe { real(fd, kind) };
     call_alone(kind == 0 || kind & ENTERED_ALONE != 0, kind, &call)
@@ -229,7 +228,14 @@ fn repeat(call: &dyn Fn() -> c_int) -> c_int {
 
 /// `prctl(2)`. Arguments are arbitrary where the option has none.
 #[inline]
-pub unsafe extern "C" fn prctl(real: PrctlFn, option: c_int, a: c_ulong, b: c_ulong, c: c_ulong, d: c_ulong) -> c_int {
+pub unsafe extern "C" fn prctl(
+    real: real::prctl,
+    option: c_int,
+    a: c_ulong,
+    b: c_ulong,
+    c: c_ulong,
+    d: c_ulong,
+) -> c_int {
     if option == libc::PR_SET_SECCOMP {
         match a as c_uint {
             libc::SECCOMP_MODE_STRICT => seccomp::before_strict(),
@@ -243,7 +249,12 @@ pub unsafe extern "C" fn prctl(real: PrctlFn, option: c_int, a: c_ulong, b: c_ul
 }
 
 /// `seccomp(2)`, for which libc has no function.
-pub unsafe extern "C" fn seccomp(real: SeccompFn, operation: c_uint, flags: c_uint, argument: *mut c_void) -> c_int {
+pub unsafe extern "C" fn seccomp(
+    real: real::seccomp,
+    operation: c_uint,
+    flags: c_uint,
+    argument: *mut c_void,
+) -> c_int {
     match operation {
         libc::SECCOMP_SET_MODE_STRICT => seccomp::before_strict(),
         // SAFETY: what the program gives the kernel for a filter.

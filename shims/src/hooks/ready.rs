@@ -13,15 +13,13 @@ use crate::polling::poll;
 use crate::polling::poll::Sets;
 use crate::signals::jump::{outside, within, within_point};
 use crate::startup::lifecycle;
-use crate::sys::real::{
-    Cancellable, EpollCreateFn, EpollCtlFn, EpollPwait2Fn, EpollPwaitFn, EpollWaitFn, PollChkFn, PollFn, PpollChkFn,
-    PpollFn, PselectFn, SelectFn,
-};
+use crate::sys::real;
+use crate::sys::real::Cancellable;
 use crate::sys::time::Timeout;
 
 hooks! {
     /// `poll(2)`, time-out in ms.
-    pub fn poll(PollFn, fds: *mut pollfd, count: nfds_t, timeout: c_int) -> c_int;
+    pub fn poll(fds: *mut pollfd, count: nfds_t, timeout: c_int) -> c_int;
     // SAFETY: the program's array.
     |plain| match unsafe { poll::has_ours(fds, count) } {
         // SAFETY: likewise.
@@ -30,7 +28,7 @@ hooks! {
     }
 
     /// `poll(2)` of a fortified program; libc aborts if `fds` is longer than `size` bytes.
-    pub fn poll_chk(PollChkFn, fds: *mut pollfd, count: nfds_t, timeout: c_int, size: size_t) -> c_int;
+    pub fn poll_chk(fds: *mut pollfd, count: nfds_t, timeout: c_int, size: size_t) -> c_int;
     // SAFETY: the program's array.
     |plain| match size / size_of::<pollfd>() >= count as usize && unsafe { poll::has_ours(fds, count) } {
         // SAFETY: likewise.
@@ -40,7 +38,7 @@ hooks! {
 
     /// `ppoll(2)`.
     pub fn ppoll(
-        PpollFn, fds: *mut pollfd, count: nfds_t, timeout: *const timespec, mask: *const sigset_t
+        fds: *mut pollfd, count: nfds_t, timeout: *const timespec, mask: *const sigset_t
     ) -> c_int;
     // SAFETY: the program's array; the time-out is null or the program's own.
     |plain| match unsafe { (poll::has_ours(fds, count), Timeout::from_timespec(timeout.as_ref())) } {
@@ -51,7 +49,7 @@ hooks! {
 
     /// `ppoll(2)` of a fortified program; libc aborts if `fds` is longer than `size` bytes.
     pub fn ppoll_chk(
-        PpollChkFn, fds: *mut pollfd, count: nfds_t, timeout: *const timespec, mask: *const sigset_t, size: size_t
+        fds: *mut pollfd, count: nfds_t, timeout: *const timespec, mask: *const sigset_t, size: size_t
     ) -> c_int;
     // SAFETY: the program's array; the time-out is null or the program's own.
     |plain| match unsafe { (poll::has_ours(fds, count), Timeout::from_timespec(timeout.as_ref())) } {
@@ -64,7 +62,7 @@ hooks! {
 
     /// `select(2)`; Linux leaves the rest of the time in `timeout`.
     pub fn select(
-        SelectFn, count: c_int, read: *mut fd_set, write: *mut fd_set, except: *mut fd_set, timeout: *mut timeval
+        count: c_int, read: *mut fd_set, write: *mut fd_set, except: *mut fd_set, timeout: *mut timeval
     ) -> c_int;
     |plain| {
         let sets = Sets { count, read, write, except };
@@ -78,7 +76,7 @@ hooks! {
 
     /// `pselect(2)`.
     pub fn pselect(
-        PselectFn, count: c_int, read: *mut fd_set, write: *mut fd_set, except: *mut fd_set, timeout: *const timespec,
+        count: c_int, read: *mut fd_set, write: *mut fd_set, except: *mut fd_set, timeout: *const timespec,
         mask: *const sigset_t
     ) -> c_int;
     |plain| {
@@ -92,7 +90,7 @@ hooks! {
     }
 
     /// `epoll_create(2)`, and `epoll_create1`, whose argument is flags.
-    pub fn epoll_create(EpollCreateFn, size: c_int) -> c_int;
+    pub fn epoll_create(size: c_int) -> c_int;
     |plain| made(lowest(plain))
 }
 
@@ -122,7 +120,7 @@ unsafe extern "C" fn poll_on(fds: *mut pollfd, count: nfds_t, timeout: Timeout, 
 unsafe fn kernel_poll(fds: *mut pollfd, count: nfds_t, timeout: Timeout, mask: *const sigset_t) -> c_int {
     // SAFETY: by the contract.
     in_timespec(timeout, |left| unsafe {
-        crate::sys::real::ppoll().cancellable()(fds, count, left, mask)
+        real::ppoll().cancellable()(fds, count, left, mask)
     })
 }
 
@@ -162,7 +160,7 @@ unsafe extern "C" fn pselect_on(sets: &Sets, timeout: Timeout, mask: *const sigs
 /// `epoll_ctl(2)`.
 #[inline]
 pub unsafe extern "C" fn epoll_ctl(
-    real: EpollCtlFn,
+    real: real::epoll_ctl,
     epoll: c_int,
     operation: c_int,
     fd: c_int,
@@ -192,7 +190,7 @@ pub unsafe extern "C" fn epoll_ctl(
 #[inline(never)]
 unsafe extern "C" fn epoll_ctl_on(
     socket: &'static Socket,
-    real: EpollCtlFn,
+    real: real::epoll_ctl,
     epoll: c_int,
     operation: c_int,
     fd: c_int,
@@ -220,22 +218,21 @@ unsafe extern "C" fn epoll_ctl_on(
     }
 }
 
-/// Defines the calls that wait on an epoll set. Each row has the type of libc's function, its time-out, and its mask,
-/// if any. Then come the time-out as a [`Timeout`], `None` if the kernel refuses it, and the function that turns that
+/// Defines the calls that wait on an epoll set. Each row has its time-out, and its mask, if any. Then come the time-out as a [`Timeout`], `None` if the kernel refuses it, and the function that turns that
 /// back. A set may be unknown to the library.
 macro_rules! epoll_waits {
     ($(
         $(#[$what:meta])*
-        pub fn $name:ident($real:ty, $timeout:ident: $type:ty $(, $mask:ident: $mask_type:ty)?) = $time:expr, $left:ident;
+        pub fn $name:ident($timeout:ident: $type:ty $(, $mask:ident: $mask_type:ty)?) = $time:expr, $left:ident;
     )*) => {$(
         $(#[$what])*
         #[inline]
         pub unsafe extern "C" fn $name(
-            real: $real, epoll: c_int, events: *mut epoll_event, count: c_int, $timeout: $type $(, $mask: $mask_type)?
+            real: real::$name, epoll: c_int, events: *mut epoll_event, count: c_int, $timeout: $type $(, $mask: $mask_type)?
         ) -> c_int {
             #[inline(never)]
             unsafe extern "C" fn served(
-                set: Option<&'static Epoll>, real: $real, epoll: c_int, events: *mut epoll_event, count: c_int,
+                set: Option<&'static Epoll>, real: real::$name, epoll: c_int, events: *mut epoll_event, count: c_int,
                 $timeout: $type $(, $mask: $mask_type)?
             ) -> c_int {
                 let Some(time) = $time else {
@@ -268,11 +265,11 @@ macro_rules! epoll_waits {
 
 epoll_waits! {
     /// `epoll_wait(2)`, time-out in ms.
-    pub fn epoll_wait(EpollWaitFn, timeout: c_int) = Some(Timeout::from_ms(timeout)), in_ms;
+    pub fn epoll_wait(timeout: c_int) = Some(Timeout::from_ms(timeout)), in_ms;
     /// `epoll_pwait(2)`, time-out in ms.
-    pub fn epoll_pwait(EpollPwaitFn, timeout: c_int, mask: *const sigset_t) = Some(Timeout::from_ms(timeout)), in_ms;
+    pub fn epoll_pwait(timeout: c_int, mask: *const sigset_t) = Some(Timeout::from_ms(timeout)), in_ms;
     /// `epoll_pwait2(2)`.
-    pub fn epoll_pwait2(EpollPwait2Fn, timeout: *const timespec, mask: *const sigset_t) = given(timeout), in_timespec;
+    pub fn epoll_pwait2(timeout: *const timespec, mask: *const sigset_t) = given(timeout), in_timespec;
 }
 
 /// Returns the program's time-out; `None` if it is not a valid one.

@@ -19,11 +19,9 @@ use crate::objects::socket::{Farewell, Mode, Socket};
 use crate::process::pass;
 use crate::signals::jump::{or_if_cancelled, within};
 use crate::startup::lifecycle;
-use crate::sys::real::{
-    Accept4Fn, AcceptFn, Cancellable, ConnectFn, GetSockOptFn, SetSockOptFn, SocketFn, SocketIntFn,
-};
+use crate::sys::real::Cancellable;
 use crate::sys::sockopt::{Keepalive, Name};
-use crate::sys::{errno, iov, sockopt};
+use crate::sys::{errno, iov, real, sockopt};
 
 /// Receives into memory that the program has mapped from the socket (linux/tcp.h).
 const TCP_ZEROCOPY_RECEIVE: c_int = 35;
@@ -36,7 +34,7 @@ const CORK: Name = (libc::IPPROTO_TCP, libc::TCP_CORK);
 
 /// `socket(2)`.
 #[inline]
-pub unsafe extern "C" fn socket(real: SocketFn, domain: c_int, kind: c_int, protocol: c_int) -> c_int {
+pub unsafe extern "C" fn socket(real: real::socket, domain: c_int, kind: c_int, protocol: c_int) -> c_int {
     // SAFETY: the caller's arguments, as they are.
     let fd = lowest(|| unsafe { real(domain, kind, protocol) });
     let stream = kind & !(libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC) == libc::SOCK_STREAM;
@@ -49,7 +47,7 @@ pub unsafe extern "C" fn socket(real: SocketFn, domain: c_int, kind: c_int, prot
 
 hooks! {
     /// `listen(2)`.
-    pub fn listen(SocketIntFn, fd: c_int, backlog: c_int) -> c_int;
+    pub fn listen(fd: c_int, backlog: c_int) -> c_int;
     |plain| {
         let result = plain();
         if result == 0 {
@@ -59,11 +57,11 @@ hooks! {
     }
 
     /// `accept(2)`.
-    pub fn accept(AcceptFn, fd: c_int, address: *mut sockaddr, address_len: *mut socklen_t) -> c_int;
+    pub fn accept(fd: c_int, address: *mut sockaddr, address_len: *mut socklen_t) -> c_int;
     |blocking plain| accepted(fd, false, || lowest(plain))
 
     /// `accept4(2)`.
-    pub fn accept4(Accept4Fn, fd: c_int, address: *mut sockaddr, address_len: *mut socklen_t, flags: c_int) -> c_int;
+    pub fn accept4(fd: c_int, address: *mut sockaddr, address_len: *mut socklen_t, flags: c_int) -> c_int;
     |blocking plain| accepted(fd, flags & libc::SOCK_NONBLOCK != 0, || lowest(plain))
 }
 
@@ -102,7 +100,7 @@ fn accept_from(listener: &'static Listener, nonblocking: bool, accept: impl FnOn
 /// `connect(2)`.
 #[inline]
 pub unsafe extern "C" fn connect(
-    real: ConnectFn,
+    real: real::connect,
     fd: c_int,
     address: *const sockaddr,
     address_len: socklen_t,
@@ -121,7 +119,12 @@ pub unsafe extern "C" fn connect(
 }
 
 #[inline(never)]
-unsafe extern "C" fn connect_on(real: ConnectFn, fd: c_int, address: *const sockaddr, address_len: socklen_t) -> c_int {
+unsafe extern "C" fn connect_on(
+    real: real::connect,
+    fd: c_int,
+    address: *const sockaddr,
+    address_len: socklen_t,
+) -> c_int {
     let before = table::token(fd);
     // SAFETY: the caller's arguments, as they are.
     let result = unsafe { real.cancellable()(fd, address, address_len) };
@@ -135,7 +138,7 @@ unsafe extern "C" fn connect_on(real: ConnectFn, fd: c_int, address: *const sock
 
 /// `shutdown(2)`.
 #[inline]
-pub unsafe extern "C" fn shutdown(real: SocketIntFn, fd: c_int, how: c_int) -> c_int {
+pub unsafe extern "C" fn shutdown(real: real::shutdown, fd: c_int, how: c_int) -> c_int {
     match call::connection(fd) {
         // SAFETY: the caller's arguments, as they are.
         None => unsafe { real(fd, how) },
@@ -145,7 +148,7 @@ pub unsafe extern "C" fn shutdown(real: SocketIntFn, fd: c_int, how: c_int) -> c
 }
 
 #[inline(never)]
-unsafe extern "C" fn shutdown_on(socket: &'static Socket, real: SocketIntFn, fd: c_int, how: c_int) -> c_int {
+unsafe extern "C" fn shutdown_on(socket: &'static Socket, real: real::shutdown, fd: c_int, how: c_int) -> c_int {
     // SAFETY: the caller's own socket.
     let call = |how| unsafe { real(fd, how) };
     within(|| {
@@ -171,7 +174,7 @@ unsafe extern "C" fn shutdown_on(socket: &'static Socket, real: SocketIntFn, fd:
 /// `getsockopt(2)`.
 #[inline]
 pub unsafe extern "C" fn getsockopt(
-    real: GetSockOptFn,
+    real: real::getsockopt,
     fd: c_int,
     level: c_int,
     name: c_int,
@@ -195,7 +198,7 @@ pub unsafe extern "C" fn getsockopt(
 /// Asks the kernel, and corrects the value by what only the library knows.
 #[inline(never)]
 unsafe extern "C" fn get_corrected(
-    real: GetSockOptFn,
+    real: real::getsockopt,
     fd: c_int,
     level: c_int,
     name: c_int,
@@ -261,7 +264,7 @@ fn asked_while_quiet(socket: &'static Socket, ask: impl FnOnce() -> c_int) -> c_
 /// Asks the kernel, and replaces the value if the library keeps it.
 #[inline(never)]
 unsafe extern "C" fn get_kept(
-    real: GetSockOptFn,
+    real: real::getsockopt,
     fd: c_int,
     level: c_int,
     name: c_int,
@@ -299,7 +302,7 @@ unsafe extern "C" fn get_kept(
 /// `setsockopt(2)`.
 #[inline]
 pub unsafe extern "C" fn setsockopt(
-    real: SetSockOptFn,
+    real: real::setsockopt,
     fd: c_int,
     level: c_int,
     name: c_int,

@@ -21,7 +21,7 @@ use crate::notify::{fork, table};
 use crate::polling::poll;
 use crate::process::pass;
 use crate::startup;
-use crate::sys::real::SyscallFn;
+use crate::sys::real;
 use crate::sys::{errno, iov, time, vfork};
 
 /// The length of [`HANDLERS`]: larger than every number that is served.
@@ -63,91 +63,32 @@ macro_rules! system_call {
     }};
 }
 
-/// `served![(a b c d e f) LIST: WAY NUMBER = FUNCTION(a: TYPE, …) -> RESULT; …]`: a list of numbers with their
-/// handlers. A handler calls `FUNCTION`, a hook, with the system call for libc's function, in the way `WAY`.
+/// Defines the list of the numbers in the table (`sys/hooked.rs`), with their handlers. A handler calls the row's
+/// function with the system call for libc's function, in the way that the row says.
 macro_rules! served {
-    (($a:ident $b:ident $c:ident $d:ident $e:ident $f:ident) $list:ident: $($way:ident $number:ident = $call:path, ($($arg:ident: $type:ty),*) -> $result:ty;)*) => {
-        const $list: &[(c_long, Handler)] = &[$((libc::$number, {
-            #[allow(unused_variables, reason = "most calls have fewer")]
-            unsafe extern "C" fn serve($a: usize, $b: usize, $c: usize, $d: usize, $e: usize, $f: usize) -> c_long {
-                let system_call = system_call!($number($($arg: $type),*) -> $result = $($arg),*);
-                // SAFETY: the program's own call.
-                let served = || unsafe { $call(system_call, $($arg as $type),*) } as c_long;
-                // SAFETY: likewise.
-                let plain = || unsafe { system_call($($arg as $type),*) } as c_long;
-                $way($a, served, plain)
-            }
-            serve as Handler
-        })),*];
+    ($($module:ident with $libc:ident {$(
+        $function:ident $arguments:tt -> $result:ty: $($symbol:ident),* $(| $way:ident $number:ident)*;
+    )*})*) => {
+        const CALLS: &[(c_long, Handler)] = &[
+            $($($((libc::$number, served!(@handler $way $number $module $function $arguments $result)),)*)*)*
+        ];
     };
+    (@handler $way:ident $number:ident $module:ident $function:ident
+        ($($argument:ident: $type:ty),*) $result:ty) => {{
+        unsafe extern "C" fn serve(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
+            let [$($argument,)* ..] = [a, b, c, d, e, f];
+            let system_call = system_call!($number($($argument: $type),*) -> $result = $($argument),*);
+            // SAFETY: the program's own call.
+            let served = || unsafe { $module::$function(system_call, $($argument as $type),*) } as c_long;
+            // SAFETY: likewise.
+            let plain = || unsafe { system_call($($argument as $type),*) } as c_long;
+            $way(a, served, plain)
+        }
+        serve as Handler
+    }};
 }
 
-served! { (a b c d e f) CALLS:
-    waits_on SYS_read = io::read, (a: c_int, b: *mut c_void, c: size_t) -> ssize_t;
-    waits_on SYS_readv = io::readv, (a: c_int, b: *const iovec, c: c_int) -> ssize_t;
-    waits_on SYS_recvfrom = io::recvfrom,
-        (a: c_int, b: *mut c_void, c: size_t, d: c_int, e: *mut sockaddr, f: *mut socklen_t) -> ssize_t;
-    waits_on SYS_recvmsg = io::recvmsg, (a: c_int, b: *mut msghdr, c: c_int) -> ssize_t;
-    waits_on SYS_recvmmsg = io::recvmmsg, (a: c_int, b: *mut mmsghdr, c: c_uint, d: c_int, e: *mut timespec) -> c_int;
-    waits_on SYS_write = io::write, (a: c_int, b: *const c_void, c: size_t) -> ssize_t;
-    waits_on SYS_writev = io::writev, (a: c_int, b: *const iovec, c: c_int) -> ssize_t;
-    waits_on SYS_sendto = io::sendto,
-        (a: c_int, b: *const c_void, c: size_t, d: c_int, e: *const sockaddr, f: socklen_t) -> ssize_t;
-    // On any socket: the message may pass on the fd of a connection.
-    waits SYS_sendmsg = io::sendmsg, (a: c_int, b: *const msghdr, c: c_int) -> ssize_t;
-    waits SYS_sendmmsg = io::sendmmsg, (a: c_int, b: *mut mmsghdr, c: c_uint, d: c_int) -> c_int;
-    waits_on SYS_sendfile = io::sendfile, (a: c_int, b: c_int, c: *mut off_t, d: size_t) -> ssize_t;
-    waits SYS_splice = io::splice,
-        (a: c_int, b: *mut off_t, c: c_int, d: *mut off_t, e: size_t, f: c_uint) -> ssize_t;
-
-    owns SYS_socket = socket::socket, (a: c_int, b: c_int, c: c_int) -> c_int;
-    owns_fd SYS_listen = socket::listen, (a: c_int, b: c_int) -> c_int;
-    owns_made SYS_accept = socket::accept, (a: c_int, b: *mut sockaddr, c: *mut socklen_t) -> c_int;
-    owns_made SYS_accept4 = socket::accept4, (a: c_int, b: *mut sockaddr, c: *mut socklen_t, d: c_int) -> c_int;
-    owns SYS_connect = socket::connect, (a: c_int, b: *const sockaddr, c: socklen_t) -> c_int;
-    direct SYS_shutdown = socket::shutdown, (a: c_int, b: c_int) -> c_int;
-    direct SYS_getsockopt = socket::getsockopt,
-        (a: c_int, b: c_int, c: c_int, d: *mut c_void, e: *mut socklen_t) -> c_int;
-    direct SYS_setsockopt = socket::setsockopt,
-        (a: c_int, b: c_int, c: c_int, d: *const c_void, e: socklen_t) -> c_int;
-
-    owns_fd SYS_close = fd::close, (a: c_int) -> c_int;
-    owns SYS_close_range = fd::close_range, (a: c_uint, b: c_uint, c: c_int) -> c_int;
-    owns_made SYS_dup = fd::dup, (a: c_int) -> c_int;
-    owns SYS_dup3 = fd::dup3, (a: c_int, b: c_int, c: c_int) -> c_int;
-    owns_made SYS_fcntl = fd::fcntl, (a: c_int, b: c_int, c: c_ulong) -> c_int;
-    direct SYS_ioctl = fd::ioctl, (a: c_int, b: c_ulong, c: *mut c_void) -> c_int;
-    owns SYS_epoll_create1 = ready::epoll_create, (a: c_int) -> c_int;
-    owns SYS_epoll_ctl = ready::epoll_ctl, (a: c_int, b: c_int, c: c_int, d: *mut epoll_event) -> c_int;
-
-    direct SYS_openat = fd::openat, (a: c_int, b: *const c_char, c: c_int, d: c_uint) -> c_int;
-    direct SYS_socketpair = fd::socketpair, (a: c_int, b: c_int, c: c_int, d: *mut c_int) -> c_int;
-    direct SYS_pipe2 = fd::pipe2, (a: *mut c_int, b: c_int) -> c_int;
-    direct SYS_eventfd2 = fd::eventfd, (a: c_uint, b: c_int) -> c_int;
-    direct SYS_timerfd_create = fd::timerfd_create, (a: c_int, b: c_int) -> c_int;
-    direct SYS_inotify_init1 = fd::inotify_init1, (a: c_int) -> c_int;
-    direct SYS_memfd_create = fd::memfd_create, (a: *const c_char, b: c_uint) -> c_int;
-
-    owns SYS_execve = process::execve,
-        (a: *const c_char, b: *const *const c_char, c: *const *const c_char) -> c_int;
-    owns SYS_execveat = process::execveat,
-        (a: c_int, b: *const c_char, c: *const *const c_char, d: *const *const c_char, e: c_int) -> c_int;
-    owns SYS_prctl = process::prctl, (a: c_int, b: c_ulong, c: c_ulong, d: c_ulong, e: c_ulong) -> c_int;
-    owns SYS_seccomp = process::seccomp, (a: c_uint, b: c_uint, c: *mut c_void) -> c_int;
-    owns SYS_unshare = process::unshare, (a: c_int) -> c_int;
-    owns SYS_setns = process::setns, (a: c_int, b: c_int) -> c_int;
-
-    // Calls that have a newer form.
-    waits SYS_poll = ready::poll, (a: *mut pollfd, b: nfds_t, c: c_int) -> c_int;
-    waits SYS_select = ready::select,
-        (a: c_int, b: *mut fd_set, c: *mut fd_set, d: *mut fd_set, e: *mut timeval) -> c_int;
-    owns SYS_epoll_create = ready::epoll_create, (a: c_int) -> c_int;
-    waits_on SYS_epoll_wait = ready::epoll_wait, (a: c_int, b: *mut epoll_event, c: c_int, d: c_int) -> c_int;
-    owns SYS_dup2 = fd::dup2, (a: c_int, b: c_int) -> c_int;
-    direct SYS_open = fd::open, (a: *const c_char, b: c_int, c: c_uint) -> c_int;
-    direct SYS_creat = fd::creat, (a: *const c_char, b: c_uint) -> c_int;
-    direct SYS_pipe = fd::pipe, (a: *mut c_int) -> c_int;
-}
+crate::hooked! { served }
 
 /// Returns a system call's result as libc does: -1 on an error, with errno set.
 pub(super) fn result(of: Result<usize, Errno>) -> c_long {
@@ -223,8 +164,8 @@ fn owns_made(fd: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() ->
 pub static LIBC: AtomicPtr<c_void> = AtomicPtr::new(unresolved as *mut c_void);
 
 /// Finds libc's own `syscall`.
-pub(super) extern "C" fn resolve() -> SyscallFn {
-    let function = crate::sys::real::syscall();
+pub(super) extern "C" fn resolve() -> real::syscall {
+    let function = real::syscall();
     LIBC.store(function as *mut c_void, Ordering::Relaxed);
     function
 }

@@ -27,8 +27,7 @@ use rdmasock_core::os::{kernel, thread};
 
 use crate::objects::library::Library;
 use crate::signals::handler;
-use crate::sys::real::{PthreadCancelFn, SigactionFn, SignalFn};
-use crate::sys::vfork;
+use crate::sys::{real, vfork};
 
 const COUNT: usize = 65;
 /// In a word of `HANDLERS`: the handler takes a `siginfo_t` (SA_SIGINFO). No address of the program's has this bit.
@@ -77,7 +76,7 @@ fn is_led(handler: usize) -> bool {
 /// The same as for libc's function.
 #[inline]
 pub unsafe extern "C" fn sigaction(
-    real: SigactionFn,
+    real: real::sigaction,
     signal: c_int,
     new: *const libc::sigaction,
     old: *mut libc::sigaction,
@@ -119,7 +118,7 @@ pub unsafe extern "C" fn sigaction(
 /// # Safety
 /// The same as for libc's function.
 #[inline]
-pub unsafe extern "C" fn signal(real: SignalFn, signal: c_int, handler: sighandler_t) -> sighandler_t {
+pub unsafe extern "C" fn signal(real: real::signal, signal: c_int, handler: sighandler_t) -> sighandler_t {
     let Some(slot) = slot(signal).filter(|_| handler != entrance() && is_led(handler)) else {
         // SAFETY: the caller's arguments are passed on unchanged.
         return unsafe { signal_once(real, signal, handler) };
@@ -139,7 +138,7 @@ pub unsafe extern "C" fn signal(real: SignalFn, signal: c_int, handler: sighandl
 /// # Safety
 /// The same as for libc's function.
 #[inline]
-pub unsafe extern "C" fn signal_once(real: SignalFn, signal: c_int, handler: sighandler_t) -> sighandler_t {
+pub unsafe extern "C" fn signal_once(real: real::signal_once, signal: c_int, handler: sighandler_t) -> sighandler_t {
     let kept = slot(signal).map_or(0, |slot| slot.load(Acquire));
     // SAFETY: the caller's arguments are passed on unchanged.
     let before = unsafe { real(signal, handler) };
@@ -152,7 +151,7 @@ pub unsafe extern "C" fn signal_once(real: SignalFn, signal: c_int, handler: sig
 /// # Safety
 /// The same as for libc's function.
 #[inline]
-pub unsafe extern "C" fn pthread_cancel(real: PthreadCancelFn, target: libc::pthread_t) -> c_int {
+pub unsafe extern "C" fn pthread_cancel(real: real::pthread_cancel, target: libc::pthread_t) -> c_int {
     // SAFETY: the caller's argument is passed on unchanged. It is a thread that has not been joined, by libc's
     // contract.
     unsafe {

@@ -1,6 +1,7 @@
 //! The services of the kernel and libc: calls, errno, socket options, time, pieces of memory.
 
 pub(crate) mod errno;
+mod hooked;
 pub(crate) mod identity;
 pub(crate) mod iov;
 pub(crate) mod points;

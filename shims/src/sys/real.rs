@@ -1,4 +1,4 @@
-//! libc's own versions of the functions that `preload/` exports under the same names. One table has their types. libc's
+//! libc's own versions of the functions that `preload/` exports under the same names, by the table in `hooked.rs`. libc's
 //! `dlsym(RTLD_NEXT)` finds them, and is itself found in libc's ELF tables.
 //!
 //! `real::recv()` is libc's `recv`. The table is for the pass-through of hooks, and for blocking calls of the shims
@@ -150,18 +150,23 @@ arity!(A B C D E);
 arity!(A B C D E F);
 arity!(A B C D E F G);
 
+/// Defines the functions of the table (`hooked.rs`): a type for each row, and for each symbol a function that returns
+/// libc's.
 macro_rules! functions {
-    ($( $(#[$doc:meta])* $alias:ident = $args:tt -> $ret:ty: $($name:ident),+; )+) => {
-        $(
-            $(#[$doc])*
-            pub type $alias = unsafe extern "C" fn $args -> $ret;
+    ($($module:ident with $libc:ident {$(
+        $name:ident $arguments:tt -> $result:ty: $($symbol:ident),* $(| $way:ident $number:ident)*;
+    )*})*) => {
+        $($(
+            #[doc = concat!("The type of libc's function for `", stringify!($name), "`.")]
+            #[allow(non_camel_case_types, reason = "the function's name")]
+            pub type $name = unsafe extern "C" fn $arguments -> $result;
 
             $(
-                #[doc = concat!("libc's `", stringify!($name), "`.")]
+                #[doc = concat!("libc's `", stringify!($symbol), "`.")]
                 #[inline]
                 #[allow(non_snake_case, reason = "libc's name")]
-                pub fn $name() -> $alias {
-                    static SYMBOL: Symbol = Symbol::new(concat!(stringify!($name), "\0"));
+                pub fn $symbol() -> $name {
+                    static SYMBOL: Symbol = Symbol::new(concat!(stringify!($symbol), "\0"));
 
                     // Relaxed is enough: the code at the address was there before any code of this library ran, and
                     // every thread that looks it up finds the same address.
@@ -169,244 +174,39 @@ macro_rules! functions {
                     if address.is_null() {
                         address = SYMBOL.resolve();
                         if address.is_null() {
-                            return <$alias as Absent>::ABSENT;
+                            return <$name as Absent>::ABSENT;
                         }
                     }
                     // SAFETY: libc's function of this name has this signature, and libc is never
                     // unloaded.
-                    unsafe { core::mem::transmute::<*mut c_void, $alias>(address) }
+                    unsafe { core::mem::transmute::<*mut c_void, $name>(address) }
                 }
-            )+
-        )+
+            )*
+        )*)*
 
         /// Looks up every function, so that no hook has to do it later in a signal handler or a fork child, where
         /// `dlsym` is not allowed.
         pub fn resolve_all() {
-            $($( $name(); )+)+
+            $($($( $symbol(); )*)*)*
         }
     };
 }
 
-/// The function that a child of `clone` runs, with its argument.
-pub type CloneChildFn = unsafe extern "C" fn(*mut c_void) -> c_int;
-
-/// `seccomp(operation, flags, argument)`, a system call without a function in libc
-pub type SeccompFn = unsafe extern "C" fn(c_uint, c_uint, *mut c_void) -> c_int;
-
 /// `Lmid_t` of dlfcn.h: a namespace of loaded objects.
 pub type Lmid = c_long;
 
-functions! {
-    /// `dlopen(path, flags)`
-    DlopenFn = (*const c_char, c_int) -> *mut c_void: dlopen;
-    /// `dlmopen(namespace, path, flags)`
-    DlmopenFn = (Lmid, *const c_char, c_int) -> *mut c_void: dlmopen;
-    /// `dlsym(handle, name)`
-    DlsymFn = (*mut c_void, *const c_char) -> *mut c_void: dlsym;
-    /// `dlvsym(handle, name, version)`
-    DlvsymFn = (*mut c_void, *const c_char, *const c_char) -> *mut c_void: dlvsym;
-
-    // Signals.
-
-    /// `sigaction(signal, new action, old action)`
-    SigactionFn = (c_int, *const libc::sigaction, *mut libc::sigaction) -> c_int: sigaction, __sigaction;
-    /// `signal(signal, handler)`, and its kin
-    SignalFn = (c_int, sighandler_t) -> sighandler_t:
-        signal, bsd_signal, ssignal, sigset, sysv_signal, __sysv_signal;
-
-    /// `pthread_cancel(thread)`
-    PthreadCancelFn = (libc::pthread_t) -> c_int: pthread_cancel;
-
-    // Bytes in and out.
-
-    /// `read(fd, buf, len)`
-    ReadFn = (c_int, *mut c_void, size_t) -> ssize_t: read, __read;
-    /// `__read_chk(fd, buf, len, size of buf)`
-    ReadChkFn = (c_int, *mut c_void, size_t, size_t) -> ssize_t: __read_chk;
-    /// `readv(fd, iov, count)` and `writev`
-    VectorFn = (c_int, *const iovec, c_int) -> ssize_t: readv, writev;
-    /// `preadv2(fd, iov, count, offset, flags)` and `pwritev2`; offset -1 makes them `readv` and `writev`
-    VectorFlagsFn = (c_int, *const iovec, c_int, off_t, c_int) -> ssize_t:
-        preadv2, preadv64v2, pwritev2, pwritev64v2;
-    /// `recv(fd, buf, len, flags)`
-    RecvFn = (c_int, *mut c_void, size_t, c_int) -> ssize_t: recv;
-    /// `__recv_chk(fd, buf, len, size of buf, flags)`
-    RecvChkFn = (c_int, *mut c_void, size_t, size_t, c_int) -> ssize_t: __recv_chk;
-    /// `recvfrom(fd, buf, len, flags, address, address length)`
-    RecvFromFn = (c_int, *mut c_void, size_t, c_int, *mut sockaddr, *mut socklen_t) -> ssize_t: recvfrom;
-    /// `__recvfrom_chk(fd, buf, len, size of buf, flags, address, address length)`
-    RecvFromChkFn = (c_int, *mut c_void, size_t, size_t, c_int, *mut sockaddr, *mut socklen_t) -> ssize_t:
-        __recvfrom_chk;
-    /// `recvmsg(fd, message, flags)`
-    RecvMsgFn = (c_int, *mut msghdr, c_int) -> ssize_t: recvmsg;
-    /// `recvmmsg(fd, messages, count, flags, timeout)`
-    RecvMmsgFn = (c_int, *mut mmsghdr, c_uint, c_int, *mut timespec) -> c_int: recvmmsg;
-    /// `write(fd, buf, len)`
-    WriteFn = (c_int, *const c_void, size_t) -> ssize_t: write, __write;
-    /// `send(fd, buf, len, flags)`
-    SendFn = (c_int, *const c_void, size_t, c_int) -> ssize_t: send, __send;
-    /// `sendto(fd, buf, len, flags, address, address length)`
-    SendToFn = (c_int, *const c_void, size_t, c_int, *const sockaddr, socklen_t) -> ssize_t: sendto;
-    /// `sendmsg(fd, message, flags)`
-    SendMsgFn = (c_int, *const msghdr, c_int) -> ssize_t: sendmsg;
-    /// `sendmmsg(fd, messages, count, flags)`
-    SendMmsgFn = (c_int, *mut mmsghdr, c_uint, c_int) -> c_int: sendmmsg;
-    /// `sendfile(out, in, offset, count)`
-    SendFileFn = (c_int, c_int, *mut off_t, size_t) -> ssize_t: sendfile, sendfile64;
-    /// `splice(in, in offset, out, out offset, len, flags)`
-    SpliceFn = (c_int, *mut off_t, c_int, *mut off_t, size_t, c_uint) -> ssize_t: splice;
-
-    // Sockets.
-
-    /// `socket(domain, type, protocol)`
-    SocketFn = (c_int, c_int, c_int) -> c_int: socket;
-    /// `listen(fd, backlog)` and `shutdown(fd, how)`
-    SocketIntFn = (c_int, c_int) -> c_int: listen, shutdown;
-    /// `accept(fd, address, address length)`
-    AcceptFn = (c_int, *mut sockaddr, *mut socklen_t) -> c_int: accept;
-    /// `accept4(fd, address, address length, flags)`
-    Accept4Fn = (c_int, *mut sockaddr, *mut socklen_t, c_int) -> c_int: accept4;
-    /// `connect(fd, address, address length)`
-    ConnectFn = (c_int, *const sockaddr, socklen_t) -> c_int: connect, __connect;
-    /// `getsockopt(fd, level, name, value, value length)`
-    GetSockOptFn = (c_int, c_int, c_int, *mut c_void, *mut socklen_t) -> c_int: getsockopt;
-    /// `setsockopt(fd, level, name, value, value length)`
-    SetSockOptFn = (c_int, c_int, c_int, *const c_void, socklen_t) -> c_int: setsockopt;
-
-    // Descriptors.
-
-    /// `open(path, flags, mode)`; variadic in C, with at most one more argument
-    OpenFn = (*const c_char, c_int, c_uint) -> c_int: open, open64, __open, __open64;
-    /// `__open_2(path, flags)`
-    Open2Fn = (*const c_char, c_int) -> c_int: __open_2, __open64_2;
-    /// `openat(at, path, flags, mode)`, as `open`
-    OpenatFn = (c_int, *const c_char, c_int, c_uint) -> c_int: openat, openat64;
-    /// `__openat_2(at, path, flags)`
-    Openat2Fn = (c_int, *const c_char, c_int) -> c_int: __openat_2, __openat64_2;
-    /// `creat(path, mode)`
-    CreatFn = (*const c_char, c_uint) -> c_int: creat, creat64;
-    /// `pipe(ends)`
-    PipeFn = (*mut c_int) -> c_int: pipe, __pipe;
-    /// `pipe2(ends, flags)`
-    Pipe2Fn = (*mut c_int, c_int) -> c_int: pipe2;
-    /// `socketpair(domain, type, protocol, ends)`
-    SocketpairFn = (c_int, c_int, c_int, *mut c_int) -> c_int: socketpair;
-    /// `eventfd(value, flags)`
-    EventfdFn = (c_uint, c_int) -> c_int: eventfd;
-    /// `timerfd_create(clock, flags)`
-    TimerfdFn = (c_int, c_int) -> c_int: timerfd_create;
-    /// `signalfd(fd, mask, flags)`
-    SignalfdFn = (c_int, *const sigset_t, c_int) -> c_int: signalfd;
-    /// `inotify_init()`
-    InotifyInitFn = () -> c_int: inotify_init;
-    /// `inotify_init1(flags)`
-    InotifyFn = (c_int) -> c_int: inotify_init1;
-    /// `memfd_create(name, flags)`
-    MemfdFn = (*const c_char, c_uint) -> c_int: memfd_create;
-    /// `close(fd)`
-    CloseFn = (c_int) -> c_int: close, __close;
-    /// `close_range(first, last, flags)`, from glibc 2.34 on
-    CloseRangeFn = (c_uint, c_uint, c_int) -> c_int: close_range;
-    /// `closefrom(first)`, from glibc 2.34 on
-    CloseFromFn = (c_int) -> (): closefrom;
-    /// `dup(fd)`
-    DupFn = (c_int) -> c_int: dup;
-    /// `dup2(old, new)`
-    Dup2Fn = (c_int, c_int) -> c_int: dup2, __dup2;
-    /// `dup3(old, new, flags)`
-    Dup3Fn = (c_int, c_int, c_int) -> c_int: dup3;
-    /// `fcntl(fd, command, argument)`; variadic in C, with at most one argument of register size
-    FcntlFn = (c_int, c_int, c_ulong) -> c_int: fcntl, __fcntl, fcntl64;
-    /// `ioctl(fd, request, argument)`; variadic in C, with at most one argument of register size
-    IoctlFn = (c_int, c_ulong, *mut c_void) -> c_int: ioctl;
-
-    // Readiness.
-
-    /// `poll(fds, count, timeout in ms)`
-    PollFn = (*mut pollfd, nfds_t, c_int) -> c_int: poll, __poll;
-    /// `__poll_chk(fds, count, timeout in ms, size of fds in bytes)`
-    PollChkFn = (*mut pollfd, nfds_t, c_int, size_t) -> c_int: __poll_chk;
-    /// `ppoll(fds, count, timeout, signal mask)`
-    PpollFn = (*mut pollfd, nfds_t, *const timespec, *const sigset_t) -> c_int: ppoll;
-    /// `__ppoll_chk(fds, count, timeout, signal mask, size of fds in bytes)`
-    PpollChkFn = (*mut pollfd, nfds_t, *const timespec, *const sigset_t, size_t) -> c_int: __ppoll_chk;
-    /// `select(count, read, write, except, timeout)`
-    SelectFn = (c_int, *mut fd_set, *mut fd_set, *mut fd_set, *mut timeval) -> c_int: select, __select;
-    /// `pselect(count, read, write, except, timeout, signal mask)`
-    PselectFn = (c_int, *mut fd_set, *mut fd_set, *mut fd_set, *const timespec, *const sigset_t) -> c_int: pselect;
-    /// `epoll_create(size)` and `epoll_create1(flags)`
-    EpollCreateFn = (c_int) -> c_int: epoll_create, epoll_create1;
-    /// `epoll_ctl(epoll, operation, fd, event)`
-    EpollCtlFn = (c_int, c_int, c_int, *mut epoll_event) -> c_int: epoll_ctl;
-    /// `epoll_wait(epoll, events, count, timeout in ms)`
-    EpollWaitFn = (c_int, *mut epoll_event, c_int, c_int) -> c_int: epoll_wait;
-    /// `epoll_pwait(epoll, events, count, timeout in ms, signal mask)`
-    EpollPwaitFn = (c_int, *mut epoll_event, c_int, c_int, *const sigset_t) -> c_int: epoll_pwait;
-    /// `epoll_pwait2(epoll, events, count, timeout, signal mask)`, from glibc 2.35 on
-    EpollPwait2Fn = (c_int, *mut epoll_event, c_int, *const timespec, *const sigset_t) -> c_int: epoll_pwait2;
-
-    // Processes.
-
-    /// `execve(path, argv, envp)` and `execvpe`
-    ExecEnvFn = (*const c_char, *const *const c_char, *const *const c_char) -> c_int: execve, execvpe;
-    /// `execv(path, argv)` and `execvp`
-    ExecFn = (*const c_char, *const *const c_char) -> c_int: execv, execvp;
-    /// `fexecve(fd, argv, envp)`
-    FexecveFn = (c_int, *const *const c_char, *const *const c_char) -> c_int: fexecve;
-    /// `execveat(dirfd, path, argv, envp, flags)`, from glibc 2.34 on
-    ExecveatFn = (c_int, *const c_char, *const *const c_char, *const *const c_char, c_int) -> c_int: execveat;
-    /// `posix_spawn_file_actions_adddup2(file actions, fd, new fd)`
-    PosixSpawnDup2Fn = (*mut posix_spawn_file_actions_t, c_int, c_int) -> c_int: posix_spawn_file_actions_adddup2;
-    /// `posix_spawn(pid, path, file actions, attributes, argv, envp)`. Two symbol versions: `dlsym`
-    /// finds the default one (2.15 on x86-64), not the old one that tried `/bin/sh` on `ENOEXEC`.
-    PosixSpawnFn = (
-        *mut pid_t,
-        *const c_char,
-        *const posix_spawn_file_actions_t,
-        *const posix_spawnattr_t,
-        *const *mut c_char,
-        *const *mut c_char
-    ) -> c_int: posix_spawn, posix_spawnp;
-    /// `system(command)`
-    SystemFn = (*const c_char) -> c_int: system;
-    /// `popen(command, mode)`
-    PopenFn = (*const c_char, *const c_char) -> *mut FILE: popen;
-    /// `fork()`; `_Fork()`: fork without the handlers of `pthread_atfork`, from glibc 2.34 on
-    ForkFn = () -> pid_t: fork, _Fork;
-    /// `clone(function, stack, flags, argument, parent_tid, tls, child_tid)`; the last three are variable arguments
-    CloneFn = (Option<CloneChildFn>, *mut c_void, c_int, *mut c_void, *mut pid_t, *mut c_void, *mut pid_t) -> c_int:
-        clone, __clone;
-    /// `_exit(status)`, `_Exit` and `quick_exit`; none of them returns
-    ExitFn = (c_int) -> (): _exit, _Exit, quick_exit;
-
-    // Out of signal handlers.
-
-    /// `longjmp(environment, value)`; does not return
-    LongjmpFn = (*mut c_void, c_int) -> (): longjmp, _longjmp, siglongjmp, __longjmp_chk;
-    /// `unshare(flags)`
-    UnshareFn = (c_int) -> c_int: unshare;
-    /// `setns(fd, kind)`
-    SetnsFn = (c_int, c_int) -> c_int: setns;
-    /// `prctl(option, four arguments)`; variadic in C
-    PrctlFn = (c_int, c_ulong, c_ulong, c_ulong, c_ulong) -> c_int: prctl;
-
-    // System calls by number.
-
-    /// `syscall(number, six arguments)`; variadic in C
-    SyscallFn = (c_long, c_long, c_long, c_long, c_long, c_long, c_long) -> c_long: syscall;
-
-    // Calls in which libc itself does the I/O, where no hook sees it.
-
-    /// `fdopen(fd, mode)`
-    FdopenFn = (c_int, *const c_char) -> *mut FILE: fdopen;
-    /// `vdprintf(fd, format, va_list)`; a `va_list` argument is passed as a pointer
-    VdprintfFn = (c_int, *const c_char, *mut c_void) -> c_int: vdprintf;
-    /// `__vdprintf_chk(fd, flag, format, va_list)`
-    VdprintfChkFn = (c_int, c_int, *const c_char, *mut c_void) -> c_int: __vdprintf_chk;
-    /// `aio_read(control block)` and `aio_write`
-    AioFn = (*mut aiocb) -> c_int: aio_read, aio_read64, aio_write, aio_write64;
-    /// `lio_listio(mode, control blocks, count, notification)`
-    LioFn = (c_int, *const *mut aiocb, c_int, *mut sigevent) -> c_int: lio_listio, lio_listio64;
+// The functions whose hooks are not rows of the table.
+crate::hooked! { functions
+    preload with real {
+        dlopen(path: *const c_char, flags: c_int) -> *mut c_void: dlopen;
+        dlmopen(namespace: Lmid, path: *const c_char, flags: c_int) -> *mut c_void: dlmopen;
+        dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void: dlsym;
+        dlvsym(handle: *mut c_void, name: *const c_char, version: *const c_char) -> *mut c_void: dlvsym;
+        // These do not return.
+        longjmp(environment: *mut c_void, value: c_int) -> (): longjmp, _longjmp, siglongjmp, __longjmp_chk;
+        // Variadic in C.
+        syscall(number: c_long, a: c_long, b: c_long, c: c_long, d: c_long, e: c_long, f: c_long) -> c_long: syscall;
+    }
 }
 
 // The symbols of loaded objects, read from their ELF tables. The library hooks `dlsym`, so it cannot find libc's

@@ -16,7 +16,6 @@ const BACKLOG: i32 = 64;
 const TRIES: usize = 16;
 
 /// A listener.
-#[derive(Debug)]
 pub(crate) struct Listener {
     id: Id,
 }

@@ -20,7 +20,6 @@ const ADDRESS_AT: usize = KEY_AT + 4;
 const _: () = assert!(ADDRESS_AT + 8 == WIRE_BYTES);
 
 /// Memory of this end for the probes of the peer and its own. Its content has no meaning.
-#[derive(Debug)]
 pub(crate) struct ProbeTarget {
     mr: Mr,
     slab: Arc<Slab>,

@@ -10,6 +10,7 @@ use rdmasock_core::fabric::plugin;
 use rdmasock_core::fabric::plugin::{Address, PRIVATE_BYTES};
 use rustix::net::addr::SocketAddrArg;
 
+use super::Object;
 use super::context::Context;
 use crate::error::{Errno, Result, check};
 
@@ -45,7 +46,6 @@ impl Private {
 }
 
 /// An event of the connection manager, copied out completely.
-#[derive(Debug)]
 pub(crate) struct Event {
     /// The kind, one of [`event`].
     pub kind: u32,
@@ -57,35 +57,22 @@ pub(crate) struct Event {
 }
 
 /// An event channel of the connection manager.
-#[derive(Debug)]
 pub(crate) struct Channel {
-    ptr: NonNull<ffi::rdma_event_channel>,
+    ptr: Object<ffi::rdma_event_channel>,
     fd: c_int,
 }
-
-// SAFETY: librdmacm's functions on a channel may be called from any thread. The fd is written only here: before the
-// channel is shared, and after the last user is gone.
-unsafe impl Send for Channel {}
-// SAFETY: as for Send.
-unsafe impl Sync for Channel {}
 
 impl Channel {
     pub(crate) fn open() -> Result<Self> {
         // SAFETY: no arguments. Null is handled.
-        let ptr = NonNull::new(unsafe { ffi::rdma_create_event_channel() }).ok_or_else(Errno::last)?;
+        let ptr = Object::made(unsafe { ffi::rdma_create_event_channel() })?;
         // SAFETY: the channel was just made, and no other thread has it.
-        match plugin::hide(unsafe { (*ptr.as_ptr()).fd }) {
-            Ok(fd) => {
-                // SAFETY: as for the read of the fd.
-                unsafe { (*ptr.as_ptr()).fd = fd };
-                Ok(Self { ptr, fd })
-            }
-            Err(errno) => {
-                // SAFETY: as for the read of the fd. The channel closes its fd, which was not moved.
-                unsafe { ffi::rdma_destroy_event_channel(ptr.as_ptr()) };
-                Err(errno)
-            }
-        }
+        let hidden = plugin::hide(unsafe { (*ptr.as_ptr()).fd });
+        // SAFETY: as for the read of the fd. The channel closes its fd, which was not moved.
+        let fd = hidden.inspect_err(|_| unsafe { ffi::rdma_destroy_event_channel(ptr.as_ptr()) })?;
+        // SAFETY: as for the read of the fd.
+        unsafe { (*ptr.as_ptr()).fd = fd };
+        Ok(Self { ptr, fd })
     }
 
     pub(crate) fn fd(&self) -> c_int {
@@ -113,7 +100,7 @@ impl Channel {
                 private: Private::copy(conn.private_data, conn.private_data_len),
                 incoming: NonNull::new((*ptr).id)
                     .filter(|_| kind == event::RDMA_CM_EVENT_CONNECT_REQUEST)
-                    .map(Incoming),
+                    .map(|id| Incoming(Object(id))),
             }
         };
         // SAFETY: the event was taken above, is acknowledged once, and is not used afterwards.
@@ -134,11 +121,7 @@ impl Drop for Channel {
 }
 
 /// The id of a connection request, still on its listener's channel. Dropping it rejects the request.
-#[derive(Debug)]
-pub(crate) struct Incoming(NonNull<ffi::rdma_cm_id>);
-
-// SAFETY: ids may be used from any thread.
-unsafe impl Send for Incoming {}
+pub(crate) struct Incoming(Object<ffi::rdma_cm_id>);
 
 impl Incoming {
     /// Moves the id to a channel of its own.
@@ -147,7 +130,7 @@ impl Incoming {
         // SAFETY: both live. The call does not wait, as no event of this id is unacknowledged: only the request has
         // arrived, and that is counted for the listener.
         check(unsafe { ffi::rdma_migrate_id(self.0.as_ptr(), channel.ptr.as_ptr()) })?;
-        let ptr = self.0;
+        let ptr = Object(self.0.0);
         std::mem::forget(self);
         Ok(Id { ptr, channel })
     }
@@ -165,17 +148,10 @@ impl Drop for Incoming {
 }
 
 /// An id of the connection manager, for a listener or a connection, with a channel of its own.
-#[derive(Debug)]
 pub(crate) struct Id {
-    pub(super) ptr: NonNull<ffi::rdma_cm_id>,
+    pub(super) ptr: Object<ffi::rdma_cm_id>,
     channel: Channel,
 }
-
-// SAFETY: librdmacm's functions on an id may be called from any thread. The fields that are read here (verbs, qp)
-// change only in calls before the id is shared.
-unsafe impl Send for Id {}
-// SAFETY: as for Send.
-unsafe impl Sync for Id {}
 
 impl Id {
     pub(crate) fn new() -> Result<Self> {
@@ -190,7 +166,7 @@ impl Id {
                 ffi::rdma_port_space::RDMA_PS_TCP,
             )
         })?;
-        let ptr = NonNull::new(ptr).ok_or(Errno(libc::ENOMEM))?;
+        let ptr = NonNull::new(ptr).map(Object).ok_or(Errno(libc::ENOMEM))?;
         Ok(Self { ptr, channel })
     }
 

@@ -2,26 +2,22 @@
 
 use std::ffi::c_int;
 use std::mem::MaybeUninit;
-use std::ptr::{NonNull, null_mut};
+use std::ptr::null_mut;
 use std::sync::Arc;
 
 pub(crate) use ffi::ibv_wc_status as status;
 use rdma_sys as ffi;
 use rdmasock_core::fabric::plugin;
 
+use super::Object;
 use super::context::Context;
 use crate::error::{Errno, Result, check_code};
 
 /// A completion queue.
 pub(crate) struct Cq {
-    pub(super) ptr: NonNull<ffi::ibv_cq>,
+    pub(super) ptr: Object<ffi::ibv_cq>,
     channel: Arc<CompletionChannel>,
 }
-
-// SAFETY: verbs may be called from any thread.
-unsafe impl Send for Cq {}
-// SAFETY: as for Send.
-unsafe impl Sync for Cq {}
 
 /// A completion.
 #[derive(Clone, Copy, Debug, Default)]
@@ -46,7 +42,7 @@ impl Cq {
         // SAFETY: context and channel live, the channel as long as the queue. Null is handled.
         let ptr = unsafe { ffi::ibv_create_cq(context.0.as_ptr(), entries, null_mut(), channel.ptr.as_ptr(), 0) };
         Ok(Self {
-            ptr: NonNull::new(ptr).ok_or_else(Errno::last)?,
+            ptr: Object::made(ptr)?,
             channel: channel.clone(),
         })
     }
@@ -109,33 +105,22 @@ impl Drop for Cq {
 
 /// Reports the completions of one or more completion queues by a single fd.
 pub(crate) struct CompletionChannel {
-    ptr: NonNull<ffi::ibv_comp_channel>,
+    ptr: Object<ffi::ibv_comp_channel>,
     fd: c_int,
 }
-
-// SAFETY: verbs may be called from any thread. The fd is written only before the channel is shared, and after the last
-// user is gone.
-unsafe impl Send for CompletionChannel {}
-// SAFETY: as for Send.
-unsafe impl Sync for CompletionChannel {}
 
 impl CompletionChannel {
     pub(crate) fn new(context: Context) -> Result<Self> {
         // SAFETY: the context lives; null is handled.
-        let ptr = NonNull::new(unsafe { ffi::ibv_create_comp_channel(context.0.as_ptr()) }).ok_or_else(Errno::last)?;
+        let ptr = Object::made(unsafe { ffi::ibv_create_comp_channel(context.0.as_ptr()) })?;
         // SAFETY: the channel was just made, and no other thread has it. It closes its fd itself if the fd was not
         // moved.
         unsafe {
-            match plugin::hide((*ptr.as_ptr()).fd) {
-                Ok(fd) => {
-                    (*ptr.as_ptr()).fd = fd;
-                    Ok(Self { ptr, fd })
-                }
-                Err(errno) => {
-                    ffi::ibv_destroy_comp_channel(ptr.as_ptr());
-                    Err(errno)
-                }
-            }
+            let fd = plugin::hide((*ptr.as_ptr()).fd).inspect_err(|_| {
+                ffi::ibv_destroy_comp_channel(ptr.as_ptr());
+            })?;
+            (*ptr.as_ptr()).fd = fd;
+            Ok(Self { ptr, fd })
         }
     }
 

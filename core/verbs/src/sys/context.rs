@@ -11,7 +11,8 @@ use rdma_sys as ffi;
 use rdmasock_core::fabric::plugin;
 use rdmasock_core::fabric::remote::qp::{Key, Role};
 
-use crate::error::{Errno, Result, check_code};
+use super::Object;
+use crate::error::{Result, check_code};
 use crate::memory::Slab;
 
 /// The most devices that a process may use.
@@ -95,20 +96,12 @@ impl Context {
 }
 
 /// A protection domain.
-#[derive(Debug)]
-pub(crate) struct Pd(pub(super) NonNull<ffi::ibv_pd>);
-
-// SAFETY: verbs may be called from any thread.
-unsafe impl Send for Pd {}
-// SAFETY: as for Send.
-unsafe impl Sync for Pd {}
+pub(crate) struct Pd(pub(super) Object<ffi::ibv_pd>);
 
 impl Pd {
     pub(crate) fn new(context: Context) -> Result<Self> {
         // SAFETY: the context lives. Null is handled.
-        NonNull::new(unsafe { ffi::ibv_alloc_pd(context.0.as_ptr()) })
-            .map(Self)
-            .ok_or_else(Errno::last)
+        Object::made(unsafe { ffi::ibv_alloc_pd(context.0.as_ptr()) }).map(Self)
     }
 }
 
@@ -120,17 +113,11 @@ impl Drop for Pd {
 }
 
 /// Registered memory: this end's work requests may read it; the peer's may write to it if the access permits that.
-#[derive(Debug)]
 pub(crate) struct Mr {
-    ptr: NonNull<ffi::ibv_mr>,
+    ptr: Object<ffi::ibv_mr>,
     _pd: Arc<Pd>,
     _slab: Option<Arc<Slab>>,
 }
-
-// SAFETY: verbs may be called from any thread; the keys do not change.
-unsafe impl Send for Mr {}
-// SAFETY: as for Send.
-unsafe impl Sync for Mr {}
 
 impl Mr {
     /// Registers a slab for this end only; or, for probes, so that the peer may read and write it too. The plugin does
@@ -167,7 +154,7 @@ impl Mr {
         // SAFETY: the domain lives; the kernel checks the range. Null is handled.
         let ptr = unsafe { ffi::ibv_reg_mr(pd.0.as_ptr(), at, len, access.0 as c_int) };
         Ok(Self {
-            ptr: NonNull::new(ptr).ok_or_else(Errno::last)?,
+            ptr: Object::made(ptr)?,
             _pd: pd.clone(),
             _slab: None,
         })
@@ -175,7 +162,7 @@ impl Mr {
 
     pub(crate) fn key(&self) -> Key {
         // SAFETY: the registration lives.
-        let mr = unsafe { self.ptr.as_ref() };
+        let mr = unsafe { self.ptr.0.as_ref() };
         Key {
             local: mr.lkey,
             remote: mr.rkey,

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use rdma_sys as ffi;
 
+use super::Object;
 use super::cm::Id;
 use super::completion::{BATCH, Cq};
 use super::context::Pd;
@@ -14,16 +15,11 @@ use crate::error::{Errno, Result, check, check_code};
 
 /// A queue pair that belongs to an rdma_cm id.
 pub(crate) struct Qp {
-    ptr: NonNull<ffi::ibv_qp>,
+    ptr: Object<ffi::ibv_qp>,
     id: Arc<Id>,
     _pd: Arc<Pd>,
     _cq: Arc<Cq>,
 }
-
-// SAFETY: verbs may be called from any thread.
-unsafe impl Send for Qp {}
-// SAFETY: as for Send.
-unsafe impl Sync for Qp {}
 
 /// The operation of a work request in the send queue.
 #[derive(Clone, Copy, Debug)]
@@ -85,7 +81,9 @@ impl Qp {
         // the call.
         check(unsafe { ffi::rdma_create_qp(id.ptr.as_ptr(), pd.0.as_ptr(), &mut attr) })?;
         // SAFETY: the id lives, and has a queue pair after the call.
-        let ptr = NonNull::new(unsafe { (*id.ptr.as_ptr()).qp }).ok_or(Errno(libc::EIO))?;
+        let ptr = NonNull::new(unsafe { (*id.ptr.as_ptr()).qp })
+            .map(Object)
+            .ok_or(Errno(libc::EIO))?;
         let qp = Self {
             ptr,
             id: id.clone(),

@@ -13,7 +13,7 @@ use crate::error::{Errno, Result};
 use crate::explain::{debug, explain};
 use crate::probe_target::{Offer, compose};
 use crate::queue::{Common, Queue};
-use crate::sizes::{Sizes, Wish};
+use crate::sizes::Sizes;
 use crate::sys::{Context, Event, Id, Private, event};
 
 /// About 1 s. With seven repetitions, a silent peer is given up after some 8 s.
@@ -94,11 +94,11 @@ impl Conn {
     /// devices require one).
     fn make_queue(&self, accepts: bool, beside: Option<&Self>) -> Result<u8> {
         let (common, wish) = match beside {
-            None => (Common::new(self.context)?, Wish::MESSAGES),
-            Some(other) => (self.common_with(other)?, Wish::BULK),
+            None => (Common::new(self.context)?, Sizes::MESSAGES),
+            Some(other) => (self.common_with(other)?, Sizes::BULK),
         };
         let limits = self.context.limits()?;
-        let sizes = Sizes::fit(wish, &limits).ok_or(Errno(libc::EOPNOTSUPP))?;
+        let sizes = wish.fit(&limits).ok_or(Errno(libc::EOPNOTSUPP))?;
         self.id.set_ack_timeout(ACK_TIMEOUT);
         let depth = limits.max_reads.min(if beside.is_some() { BULK_READS } else { 1 }) as u8;
         let reads = if beside.is_some() { depth } else { 0 };

@@ -8,32 +8,6 @@ use crate::sys::{BATCH, DeviceLimits};
 /// is free.
 const MARGIN: u32 = 16;
 
-/// The wished lengths.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Wish {
-    /// Receive buffers that the peer may use.
-    receives: u32,
-    /// Length of the send queue, work requests.
-    sends: u32,
-    /// The bytes of posted work requests from which on no more are posted.
-    bytes: u64,
-}
-
-impl Wish {
-    /// For small and frequent messages.
-    pub(crate) const MESSAGES: Self = Self {
-        receives: 128,
-        sends: 256,
-        bytes: serve::FOR_MESSAGES,
-    };
-    /// For few and large WRITEs, with an occasional message.
-    pub(crate) const BULK: Self = Self {
-        receives: 32,
-        sends: 64 + MARGIN,
-        bytes: serve::FOR_BULK,
-    };
-}
-
 /// The lengths of the queues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Sizes {
@@ -48,20 +22,29 @@ pub(crate) struct Sizes {
 }
 
 impl Sizes {
-    /// Returns the lengths for a wish under the device's limits; `None` if the device allows too little for any
-    /// progress.
-    pub(crate) fn fit(wish: Wish, limits: &DeviceLimits) -> Option<Self> {
-        let spare = BATCH as u32;
-        // Each entry of both queues may have a completion.
-        let each = limits.max_qp_wr.min(limits.max_cqe / 2);
-        let receives = wish.receives.min(each.checked_sub(spare)?);
-        let sends = wish.sends.min(each);
-        (receives >= 8 && sends >= 2 * MARGIN).then_some(Self {
+    /// The wish for small and frequent messages.
+    pub(crate) const MESSAGES: Self = Self::wish(256, 128, serve::FOR_MESSAGES);
+    /// The wish for few and large WRITEs, with an occasional message.
+    pub(crate) const BULK: Self = Self::wish(64 + MARGIN, 32, serve::FOR_BULK);
+
+    const fn wish(sends: u32, receives: u32, bytes: u64) -> Self {
+        Self {
             slots: sends - MARGIN,
             sends,
             receives,
-            bytes: wish.bytes,
-        })
+            bytes,
+        }
+    }
+
+    /// Returns the lengths for this wish under the device's limits; `None` if the device allows too little for any
+    /// progress.
+    pub(crate) fn fit(self, limits: &DeviceLimits) -> Option<Self> {
+        let spare = BATCH as u32;
+        // Each entry of both queues may have a completion.
+        let each = limits.max_qp_wr.min(limits.max_cqe / 2);
+        let receives = self.receives.min(each.checked_sub(spare)?);
+        let sends = self.sends.min(each);
+        (receives >= 8 && sends >= 2 * MARGIN).then_some(Self::wish(sends, receives, self.bytes))
     }
 
     /// Returns the number of posted receive buffers.
@@ -91,13 +74,13 @@ mod tests {
     fn queues_are_as_long_as_wished_or_as_the_device_allows() {
         let sizes =
             |wish, wr, cqe| Sizes::fit(wish, &limits(wr, cqe)).map(|sizes| (sizes.slots, sizes.sends, sizes.receives));
-        assert_eq!(sizes(Wish::MESSAGES, 32_768, 1 << 20), Some((240, 256, 128)));
-        assert_eq!(sizes(Wish::MESSAGES, 100, 1 << 20), Some((84, 100, 84)));
-        assert_eq!(sizes(Wish::MESSAGES, 32_768, 200), Some((84, 100, 84)));
-        assert_eq!(sizes(Wish::BULK, 32_768, 1 << 20), Some((64, 80, 32)));
-        assert_eq!(sizes(Wish::BULK, 60, 1 << 20), Some((44, 60, 32)));
-        assert_eq!(sizes(Wish::BULK, 40, 1 << 20), Some((24, 40, 24)));
-        for wish in [Wish::MESSAGES, Wish::BULK] {
+        assert_eq!(sizes(Sizes::MESSAGES, 32_768, 1 << 20), Some((240, 256, 128)));
+        assert_eq!(sizes(Sizes::MESSAGES, 100, 1 << 20), Some((84, 100, 84)));
+        assert_eq!(sizes(Sizes::MESSAGES, 32_768, 200), Some((84, 100, 84)));
+        assert_eq!(sizes(Sizes::BULK, 32_768, 1 << 20), Some((64, 80, 32)));
+        assert_eq!(sizes(Sizes::BULK, 60, 1 << 20), Some((44, 60, 32)));
+        assert_eq!(sizes(Sizes::BULK, 40, 1 << 20), Some((24, 40, 24)));
+        for wish in [Sizes::MESSAGES, Sizes::BULK] {
             assert_eq!(sizes(wish, 32, 64), Some((16, 32, 16)));
             assert_eq!(sizes(wish, 31, 1000), None);
             assert_eq!(sizes(wish, 0, 0), None);
@@ -106,7 +89,7 @@ mod tests {
 
     #[test]
     fn both_queues_fit_into_the_completion_queue() {
-        for wish in [Wish::MESSAGES, Wish::BULK] {
+        for wish in [Sizes::MESSAGES, Sizes::BULK] {
             for wr in 0..400 {
                 if let Some(sizes) = Sizes::fit(wish, &limits(wr, 400)) {
                     assert!(sizes.completions() <= 400 && sizes.posted() <= wr && sizes.sends <= wr);

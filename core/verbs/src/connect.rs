@@ -17,30 +17,9 @@ use crate::sys::{Id, event};
 /// connections in the lab stood still.
 const IWARP_SETTLES: Duration = Duration::from_millis(50);
 
-/// The number of ports to try, one for each attempt. With siw this is needed: it uses the port that the connection
-/// manager has chosen among those that RDMA does not use, even if TCP uses it.
-const PORTS_TRIED: u32 = 16;
-
-/// Connects; shares the resources of `beside` if there is one. The timeout applies to the resolution of the route, and
+/// Connects, from one port; shares the resources of `beside` if there is one. The timeout applies to the resolution of the route, and
 /// again to the peer's answer. On siw the call itself waits for the TCP connection, until the kernel's own timeout.
 pub(crate) fn connect(
-    local: &Address,
-    remote: &Address,
-    private: &[u8],
-    timeout: Duration,
-    beside: Option<&Conn>,
-) -> Result<Conn> {
-    let mut tried = 1;
-    loop {
-        match attempt(local, remote, private, timeout, beside) {
-            // A TCP socket has the port, or a connection to the same address that has just ended.
-            Err(Errno(libc::EADDRINUSE | libc::EADDRNOTAVAIL)) if tried < PORTS_TRIED => tried += 1,
-            result => return result,
-        }
-    }
-}
-
-fn attempt(
     local: &Address,
     remote: &Address,
     private: &[u8],

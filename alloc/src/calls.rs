@@ -56,17 +56,23 @@ fn next_or_early(of: impl FnOnce() -> Option<*mut c_void>, size: usize, align: u
     if block.is_null() { no_memory() } else { block }
 }
 
+/// Returns a large block from an arena, else what [`next_or_early`] returns.
+#[inline]
+fn block(of: impl FnOnce() -> Option<*mut c_void>, size: usize, align: usize) -> *mut c_void {
+    match large(size, align) {
+        Some((block, _)) => block,
+        None => next_or_early(of, size, align),
+    }
+}
+
 /// malloc(3).
 ///
 /// # Safety
 /// As in C, of all functions here.
 #[inline]
 pub(crate) unsafe fn malloc(size: size_t) -> *mut c_void {
-    if let Some((block, _)) = large(size, 1) {
-        return block;
-    }
     // SAFETY: by the contract.
-    next_or_early(|| unsafe { next::malloc(size) }, size, 1)
+    block(|| unsafe { next::malloc(size) }, size, 1)
 }
 
 /// calloc(3).
@@ -240,11 +246,8 @@ pub(crate) unsafe fn posix_memalign(to: *mut *mut c_void, align: size_t, size: s
 /// # Safety
 /// As [`malloc`].
 pub(crate) unsafe fn valloc(size: size_t) -> *mut c_void {
-    match large(size, PAGE) {
-        Some((block, _)) => block,
-        // SAFETY: by the contract.
-        None => next_or_early(|| unsafe { next::valloc(size) }, size, PAGE),
-    }
+    // SAFETY: by the contract.
+    block(|| unsafe { next::valloc(size) }, size, PAGE)
 }
 
 /// pvalloc(3): whole pages.
@@ -255,11 +258,8 @@ pub(crate) unsafe fn pvalloc(size: size_t) -> *mut c_void {
     let Some(pages) = size.checked_next_multiple_of(PAGE) else {
         return no_memory();
     };
-    match large(pages, PAGE) {
-        Some((block, _)) => block,
-        // SAFETY: by the contract.
-        None => next_or_early(|| unsafe { next::pvalloc(size) }, pages, PAGE),
-    }
+    // SAFETY: by the contract.
+    block(|| unsafe { next::pvalloc(size) }, pages, PAGE)
 }
 
 /// malloc_usable_size(3).

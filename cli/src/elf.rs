@@ -8,53 +8,29 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-/// The reason why a preloaded library has no effect on a program, or stops it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Obstacle {
-    /// The loader ignores LD_PRELOAD for setuid and setgid programs and those with capabilities.
-    Privileged,
-    /// The program has no dynamic loader.
-    Static,
-    /// The program is built for another processor or word size than the library.
-    OtherMachine,
-    /// The program's C library is not glibc. The text is the path of its loader.
-    OtherLibc(String),
-}
+/// The loader ignores LD_PRELOAD for setuid and setgid programs and those with capabilities.
+const PRIVILEGED: &str = "is setuid, setgid or has file capabilities, so the dynamic loader ignores LD_PRELOAD; \
+    run it as the user that it changes to (root: with its capabilities), or a copy without these bits";
+const STATIC: &str = "is statically linked, so LD_PRELOAD cannot work; use a dynamically linked build of it";
+const OTHER_MACHINE: &str = "is built for another processor or word size than librdmasock.so; use a native build of it";
 
-impl std::fmt::Display for Obstacle {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Privileged => f.write_str(
-                "is setuid, setgid or has file capabilities, so the dynamic loader ignores LD_PRELOAD; \
-                 run it as the user that it changes to (root: with its capabilities), or a copy without these bits",
-            ),
-            Self::Static => {
-                f.write_str("is statically linked, so LD_PRELOAD cannot work; use a dynamically linked build of it")
-            }
-            Self::OtherMachine => {
-                f.write_str("is built for another processor or word size than librdmasock.so; use a native build of it")
-            }
-            Self::OtherLibc(loader) => write!(
-                f,
-                "is linked with another C library than glibc (its loader is {loader}); use a build for glibc",
-            ),
-        }
-    }
-}
+/// The libraries that a program is linked with. `Err` is the obstacle: why a preloaded library has no effect on the
+/// program, or stops it.
+type Linked = std::result::Result<Vec<String>, String>;
 
 /// Returns the names of the libraries that the program at `path` is linked with, or the obstacle. For a script it reads
 /// the interpreter. A file that is neither a script nor ELF has no libraries: the kernel judges it.
 ///
 /// # Errors
 /// The file cannot be read.
-pub(crate) fn libraries(path: &Path) -> Result<Result<Vec<String>, Obstacle>> {
+pub(crate) fn libraries(path: &Path) -> Result<Linked> {
     check(path, INTERPRETERS_MAX).with_context(|| format!("cannot read {}", path.display()))
 }
 
 /// Interpreters that may be scripts themselves, a count. The kernel follows as many, and fails with ELOOP beyond.
 const INTERPRETERS_MAX: u32 = 4;
 
-fn check(path: &Path, interpreters: u32) -> Result<Result<Vec<String>, Obstacle>> {
+fn check(path: &Path, interpreters: u32) -> Result<Linked> {
     let mut file = match File::open(path) {
         Ok(file) => file,
         // A file may be executable and not readable. Then nothing is known about it.
@@ -62,7 +38,7 @@ fn check(path: &Path, interpreters: u32) -> Result<Result<Vec<String>, Obstacle>
         Err(error) => return Err(error.into()),
     };
     if is_privileged(&file)? {
-        return Ok(Err(Obstacle::Privileged));
+        return Ok(Err(PRIVILEGED.to_owned()));
     }
     let mut head = Vec::new();
     file.by_ref().take(256).read_to_end(&mut head)?;
@@ -81,11 +57,13 @@ fn check(path: &Path, interpreters: u32) -> Result<Result<Vec<String>, Obstacle>
         Elf::parse(&head)
     };
     if own.is_some_and(|own| (own.class, own.machine) != (elf.class, elf.machine)) {
-        return Ok(Err(Obstacle::OtherMachine));
+        return Ok(Err(OTHER_MACHINE.to_owned()));
     }
     Ok(match elf.loader(&file)? {
-        None => Err(Obstacle::Static),
-        Some(loader) if loader.contains("musl") => Err(Obstacle::OtherLibc(loader)),
+        None => Err(STATIC.to_owned()),
+        Some(loader) if loader.contains("musl") => Err(format!(
+            "is linked with another C library than glibc (its loader is {loader}); use a build for glibc"
+        )),
         Some(_) => Ok(elf.needed(&file)?),
     })
 }

@@ -14,6 +14,7 @@ use ipnet::IpNet;
 use once_cell::race::OnceBox;
 use rdmasock_core::stream::policy::Threshold;
 use rustix::fd::BorrowedFd;
+use serde::Deserialize;
 use tracing::level_filters::LevelFilter;
 use tracing_subscriber::filter::Targets;
 
@@ -45,7 +46,8 @@ bitflags::bitflags! {
 }
 
 /// The answer to a program that asks for an io_uring. No hook sees the calls of a ring.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum IoUring {
     /// [`Self::Hide`] for a program with libuv, which then uses epoll; else [`Self::Allow`].
     #[default]
@@ -57,7 +59,8 @@ pub enum IoUring {
 }
 
 /// How an exec changes an environment that lacks `LD_PRELOAD`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum OnExec {
     /// The exec adds `LD_PRELOAD` and the library's variables.
     #[default]
@@ -79,7 +82,8 @@ pub enum ZeroCopy {
 }
 
 /// A protocol that a developer fixes for large sends.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Way {
     /// By a ring.
     Eager,
@@ -90,7 +94,8 @@ pub enum Way {
 }
 
 /// Where the large blocks of malloc come from.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Alloc {
     /// From wherever the program's malloc has them.
     #[default]

@@ -7,10 +7,12 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use rdmasock_core::stream::policy::Threshold;
+use serde::de::value::StrDeserializer;
+use serde::de::{DeserializeOwned, IntoDeserializer, value};
 use tracing::level_filters::LevelFilter;
 use tracing_subscriber::filter::Targets;
 
-use crate::config::{Alloc, Config, Fabrics, IoUring, OnExec, Way, ZeroCopy};
+use crate::config::{Config, Fabrics, ZeroCopy};
 
 /// An environment variable.
 #[derive(Debug)]
@@ -91,7 +93,7 @@ pub const VARIABLES: &[Variable] = &[
         accepts: "a power of two from 4K to 64M",
         meaning: "size of a stream's ring when it is promoted, and when it has been idle, at most RDMASOCK_RING_MAX; \
                   between hosts 16 times as much",
-        set: |config, value| set(&mut config.ring_min, ring_size(value)),
+        set: |config, value| set(&mut config.ring_min, size(value, Size::kib(4), Size::mib(64))),
     },
     Variable {
         name: "RDMASOCK_RING_MAX",
@@ -99,20 +101,14 @@ pub const VARIABLES: &[Variable] = &[
         accepts: "a power of two from 4K to 64M",
         meaning: "size that a stream's ring may grow to while its reader does not read, at most RDMASOCK_ARENA; while it \
                   does, at most 1M",
-        set: |config, value| set(&mut config.ring_max, ring_size(value)),
+        set: |config, value| set(&mut config.ring_max, size(value, Size::kib(4), Size::mib(64))),
     },
     Variable {
         name: "RDMASOCK_ARENA",
         default: "1G",
         accepts: "a power of two from 16M to 64G",
         meaning: "largest size of a link on each side; addresses and memory are taken as streams need them",
-        set: |config, value| {
-            let size = Size::parse(value.to_str()?)?;
-            set(
-                &mut config.arena,
-                size.is_ring_size(Size::mib(16), Size::gib(64)).then_some(size),
-            )
-        },
+        set: |config, value| set(&mut config.arena, size(value, Size::mib(16), Size::gib(64))),
     },
     Variable {
         name: "RDMASOCK_ZCOPY_MIN",
@@ -129,10 +125,7 @@ pub const VARIABLES: &[Variable] = &[
         accepts: "off or registered",
         meaning: "registered: large blocks of malloc come from memory that devices know for longer than a call, for what \
                   RDMASOCK_ZCOPY_MIN has them take from the program's memory; librdmasock_alloc.so is preloaded too",
-        set: |config, value| {
-            let words = [("off", Alloc::Off), ("registered", Alloc::Registered)];
-            set(&mut config.alloc, word(value, &words))
-        },
+        set: |config, value| set(&mut config.alloc, word(value)),
     },
     Variable {
         name: "RDMASOCK_RULES",
@@ -148,14 +141,7 @@ pub const VARIABLES: &[Variable] = &[
         meaning: "what a program gets that asks for an io_uring; hide: ENOSYS, as from a kernel without it, which many \
                   take for a reason to use epoll; allow: the ring, and all of its connections stay on TCP from then on; \
                   auto: hide for programs with libuv (Node), else allow",
-        set: |config, value| {
-            let words = [
-                ("auto", IoUring::Auto),
-                ("hide", IoUring::Hide),
-                ("allow", IoUring::Allow),
-            ];
-            set(&mut config.io_uring, word(value, &words))
-        },
+        set: |config, value| set(&mut config.io_uring, word(value)),
     },
     Variable {
         name: "RDMASOCK_EXEC",
@@ -163,10 +149,7 @@ pub const VARIABLES: &[Variable] = &[
         accepts: "keep or leave",
         meaning: "what a program gets that is executed with an environment without LD_PRELOAD; keep: the library and \
                   these variables all the same; leave: what the environment says",
-        set: |config, value| {
-            let words = [("keep", OnExec::Keep), ("leave", OnExec::Leave)];
-            set(&mut config.on_exec, word(value, &words))
-        },
+        set: |config, value| set(&mut config.on_exec, word(value)),
     },
     Variable {
         name: "RDMASOCK_CONTROL_PORT",
@@ -223,10 +206,7 @@ pub(super) const DEVELOPER: &[Variable] = &[
         default: "as RDMASOCK_ZCOPY_MIN says",
         accepts: "eager, put or get",
         meaning: "the protocol of sends of RDMASOCK_ZCOPY_MIN or more, where they can have it (measurements)",
-        set: |config, value| {
-            let words = [("eager", Way::Eager), ("put", Way::Put), ("get", Way::Get)];
-            set(&mut config.way, word(value, &words).map(Some))
-        },
+        set: |config, value| set(&mut config.way, word(value).map(Some)),
     },
 ];
 
@@ -244,10 +224,10 @@ fn on_off(value: &OsStr) -> Option<bool> {
     is_one_of(["off", "0", "no", "false"]).then_some(false)
 }
 
-/// Returns the meaning of the word `value`; `None` if it is not among `words`.
-fn word<T: Copy>(value: &OsStr, words: &[(&str, T)]) -> Option<T> {
-    let known = words.iter().find(|(word, _)| value == *word);
-    known.map(|(_, meaning)| *meaning)
+/// Returns the variant with the name `value`, in lower case; `None` if there is none.
+fn word<T: DeserializeOwned>(value: &OsStr) -> Option<T> {
+    let word: StrDeserializer<'_, value::Error> = value.to_str()?.into_deserializer();
+    T::deserialize(word).ok()
 }
 
 fn fabrics(value: &OsStr) -> Option<Fabrics> {
@@ -293,9 +273,10 @@ fn zero_copy(value: &OsStr) -> Option<ZeroCopy> {
     }
 }
 
-fn ring_size(value: &OsStr) -> Option<Size> {
+/// Reads a power of two from `least` to `most`.
+fn size(value: &OsStr, least: Size, most: Size) -> Option<Size> {
     let size = Size::parse(value.to_str()?)?;
-    size.is_ring_size(Size::kib(4), Size::mib(64)).then_some(size)
+    (size.0.is_power_of_two() && (least..=most).contains(&size)).then_some(size)
 }
 
 /// Returns the known name that is most like `name`.
@@ -340,11 +321,6 @@ impl Size {
     #[must_use]
     pub const fn bytes(self) -> u64 {
         self.0
-    }
-
-    /// Returns whether the size is a power of two from `least` to `most`.
-    fn is_ring_size(self, least: Self, most: Self) -> bool {
-        self.0.is_power_of_two() && (least..=most).contains(&self)
     }
 
     /// Reads the notation; the suffix may be in lower case. `None` means not accepted.

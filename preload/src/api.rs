@@ -5,48 +5,37 @@ use libc::{c_int, iovec, size_t, ssize_t};
 use rdmasock_shims::api;
 use rdmasock_shims::api::Info;
 
-/// Fills `info`: what the connection runs on, and the bytes that it has carried. Returns 0, or -1 with errno.
-///
-/// # Safety
-/// `info` points to a `struct rdmasock_info` of the size that it begins with.
-#[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn rdmasock_info(fd: c_int, info: *mut Info) -> c_int {
-    // SAFETY: by the contract.
-    unsafe { api::info(fd, info) }
+macro_rules! exported {
+    ($($(#[$doc:meta])* $name:ident($($argument:ident: $type:ty),*) -> $result:ty = $function:ident;)*) => {$(
+        $(#[$doc])*
+        #[unsafe(no_mangle)]
+        pub(crate) unsafe extern "C" fn $name($($argument: $type),*) -> $result {
+            // SAFETY: by the contract.
+            unsafe { api::$function($($argument),*) }
+        }
+    )*};
 }
 
-/// Sets what the connection is to run on. Returns 0, or -1 with errno.
-///
-/// # Safety
-/// No precondition: the function is unsafe for its C ABI alone.
-#[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn rdmasock_prefer(fd: c_int, way: c_int) -> c_int {
-    // SAFETY: the function has no precondition.
-    unsafe { api::prefer(fd, way) }
-}
-
-/// Points `pieces` to the next received bytes in the ring. Returns their number, 0 at the end of the stream, or -1 with
-/// errno.
-///
-/// # Safety
-/// `pieces` has as many entries as `count` points to.
-#[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn rdmasock_view(
-    fd: c_int,
-    pieces: *mut iovec,
-    count: *mut c_int,
-    flags: c_int,
-) -> ssize_t {
-    // SAFETY: by the contract.
-    unsafe { api::view(fd, pieces, count, flags) }
-}
-
-/// Gives back the first `n` bytes of the view. Returns 0, or -1 with errno.
-///
-/// # Safety
-/// No thread reads these bytes any more.
-#[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn rdmasock_release(fd: c_int, n: size_t) -> c_int {
-    // SAFETY: by the contract.
-    unsafe { api::release(fd, n) }
+exported! {
+    /// Fills `info`: what the connection runs on, and the bytes that it has carried. Returns 0, or -1 with errno.
+    ///
+    /// # Safety
+    /// `info` points to a `struct rdmasock_info` of the size that it begins with.
+    rdmasock_info(fd: c_int, info: *mut Info) -> c_int = info;
+    /// Sets what the connection is to run on. Returns 0, or -1 with errno.
+    ///
+    /// # Safety
+    /// No precondition: the function is unsafe for its C ABI alone.
+    rdmasock_prefer(fd: c_int, way: c_int) -> c_int = prefer;
+    /// Points `pieces` to the next received bytes in the ring. Returns their number, 0 at the end of the stream, or -1
+    /// with errno.
+    ///
+    /// # Safety
+    /// `pieces` has as many entries as `count` points to.
+    rdmasock_view(fd: c_int, pieces: *mut iovec, count: *mut c_int, flags: c_int) -> ssize_t = view;
+    /// Gives back the first `n` bytes of the view. Returns 0, or -1 with errno.
+    ///
+    /// # Safety
+    /// No thread reads these bytes any more.
+    rdmasock_release(fd: c_int, n: size_t) -> c_int = release;
 }

@@ -14,6 +14,7 @@ use anyhow::{Context, Result, bail};
 use clap::builder::OsStringValueParser;
 use clap::{Arg, ArgMatches, Args, FromArgMatches};
 use rdmasock_shims::config::{Alloc, Config, VARIABLES};
+use rustix::fs::{Access, access};
 
 use crate::elf;
 
@@ -243,12 +244,8 @@ fn find_program(name: &OsStr) -> Result<PathBuf> {
     let path = env::var_os("PATH").unwrap_or_else(|| "/bin:/usr/bin".into());
     env::split_paths(&path)
         .map(|folder| folder.join(name))
-        .find(|file| file.is_file() && is_executable(file))
+        .find(|file| file.is_file() && access(file, Access::EXEC_OK).is_ok())
         .with_context(|| format!("{}: not found in PATH", name.display()))
-}
-
-fn is_executable(file: &Path) -> bool {
-    rustix::fs::access(file, rustix::fs::Access::EXEC_OK).is_ok()
 }
 
 #[cfg(test)]

@@ -69,26 +69,22 @@ pub(crate) fn let_go(reason: Reason) {
         tracing::info!(target: "rdmasock", %reason, "nothing is accelerated any more");
         service::end(library);
     }
-    table::for_each(0..=u32::MAX, |fd, entry| match entry {
-        Entry::None => {}
-        Entry::Fresh { .. } => {
-            table::put(fd, Entry::None);
-        }
-        Entry::Listener(listener) => {
-            table::put(fd, Entry::None);
-            listener.release();
-        }
-        Entry::Epoll(set) => {
-            table::put(fd, Entry::None);
-            set.retire();
-            set.release(fd);
-        }
-        Entry::Socket(socket) if is_plain(socket) => {
-            table::put(fd, Entry::None);
-            forget(socket);
-        }
-        Entry::Socket(_) => {
+    table::for_each(0..=u32::MAX, |fd, entry| {
+        if let Entry::Socket(socket) = entry
+            && !is_plain(socket)
+        {
             tracing::warn!(target: "rdmasock", fd, "a connection that cannot leave its link is used on");
+            return;
+        }
+        table::put(fd, Entry::None);
+        match entry {
+            Entry::None | Entry::Fresh { .. } => {}
+            Entry::Listener(listener) => listener.release(),
+            Entry::Epoll(set) => {
+                set.retire();
+                set.release(fd);
+            }
+            Entry::Socket(socket) => forget(socket),
         }
     });
     privatefd::dismiss_reserve();

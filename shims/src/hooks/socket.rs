@@ -23,14 +23,14 @@ use crate::sys::real::Cancellable;
 use crate::sys::sockopt::{Keepalive, Name};
 use crate::sys::{errno, iov, real, sockopt};
 
-/// Receives into memory that the program has mapped from the socket (linux/tcp.h).
-const TCP_ZEROCOPY_RECEIVE: c_int = 35;
 /// Takes the state of a connection out of the kernel, or puts a state in (linux/tcp.h).
 const TCP_REPAIR: c_int = 19;
 
 const NODELAY: Name = (libc::IPPROTO_TCP, libc::TCP_NODELAY);
 const ERROR: Name = (libc::SOL_SOCKET, libc::SO_ERROR);
 const CORK: Name = (libc::IPPROTO_TCP, libc::TCP_CORK);
+/// Receives into memory that the program has mapped from the socket (linux/tcp.h).
+const ZEROCOPY_RECEIVE: Name = (libc::IPPROTO_TCP, 35);
 
 /// `socket(2)`.
 #[inline]
@@ -181,23 +181,17 @@ pub unsafe extern "C" fn getsockopt(
     value: *mut c_void,
     value_len: *mut socklen_t,
 ) -> c_int {
-    if (level, name) == CORK || Keepalive::is_concerned(level, name) {
+    let option = (level, name);
+    if is_kept(option) || [NODELAY, ERROR, ZEROCOPY_RECEIVE].contains(&option) || report::is_corrected(option) {
         // SAFETY: the caller's arguments, as they are.
-        return unsafe { get_kept(real, fd, level, name, value, value_len) };
-    }
-    if [NODELAY, ERROR, (libc::IPPROTO_TCP, TCP_ZEROCOPY_RECEIVE)].contains(&(level, name))
-        || report::is_corrected((level, name))
-    {
-        // SAFETY: the caller's arguments, as they are.
-        return unsafe { get_corrected(real, fd, level, name, value, value_len) };
+        return unsafe { getsockopt_on(real, fd, level, name, value, value_len) };
     }
     // SAFETY: the caller's arguments, as they are.
     unsafe { real(fd, level, name, value, value_len) }
 }
 
-/// Asks the kernel, and corrects the value by what only the library knows.
 #[inline(never)]
-unsafe extern "C" fn get_corrected(
+unsafe extern "C" fn getsockopt_on(
     real: real::getsockopt,
     fd: c_int,
     level: c_int,
@@ -207,29 +201,46 @@ unsafe extern "C" fn get_corrected(
 ) -> c_int {
     // SAFETY: the caller's arguments, as they are.
     let ask = || unsafe { real(fd, level, name, value, value_len) };
-    let Some(socket) = call::connection(fd) else {
-        return ask();
-    };
-    within(|| {
-        if (level, name) == (libc::IPPROTO_TCP, TCP_ZEROCOPY_RECEIVE) {
-            pass::release(socket, Reason::ZeroCopy);
-        }
-        if (level, name) == NODELAY {
-            return asked_while_quiet(socket, ask);
-        }
-        let result = ask();
-        if (level, name) == ERROR && result == 0 && socket.has_untold() {
-            // SAFETY: the kernel has just written `*value_len` bytes there.
-            unsafe { correct_error(socket, value.cast(), *value_len as usize) };
-        }
-        if result == 0 && report::is_corrected((level, name)) {
-            let errno = errno::get();
-            // SAFETY: the kernel has just written `*value_len` bytes there.
-            unsafe { report::correct(socket, (level, name), value.cast(), *value_len as usize) };
-            errno::set(errno);
-        }
-        result
-    })
+    if is_kept((level, name)) {
+        // SAFETY: `ask` is getsockopt(2) for these places.
+        return unsafe { get_kept(fd, (level, name), value.cast(), value_len, ask) };
+    }
+    match call::connection(fd) {
+        None => ask(),
+        // SAFETY: likewise.
+        Some(socket) => within(|| unsafe { get_corrected(socket, (level, name), value.cast(), value_len, ask) }),
+    }
+}
+
+/// Asks the kernel, and corrects the value by what only the library knows.
+///
+/// # Safety
+/// `ask` is getsockopt(2) for `value` and `len`.
+unsafe fn get_corrected(
+    socket: &'static Socket,
+    option: Name,
+    value: *mut u8,
+    len: *mut socklen_t,
+    ask: impl FnOnce() -> c_int,
+) -> c_int {
+    if option == ZEROCOPY_RECEIVE {
+        pass::release(socket, Reason::ZeroCopy);
+    }
+    if option == NODELAY {
+        return asked_while_quiet(socket, ask);
+    }
+    let result = ask();
+    if option == ERROR && result == 0 && socket.has_untold() {
+        // SAFETY: the kernel has just written `*len` bytes there, by the contract.
+        unsafe { correct_error(socket, value, *len as usize) };
+    }
+    if result == 0 && report::is_corrected(option) {
+        let errno = errno::get();
+        // SAFETY: likewise.
+        unsafe { report::correct(socket, option, value, *len as usize) };
+        errno::set(errno);
+    }
+    result
 }
 
 /// Corrects SO_ERROR for a connection whose end the kernel does not know, or not any more.
@@ -261,40 +272,34 @@ fn asked_while_quiet(socket: &'static Socket, ask: impl FnOnce() -> c_int) -> c_
     ask()
 }
 
+/// Returns whether the library may keep the option's value.
+#[inline]
+fn is_kept(option: Name) -> bool {
+    option == CORK || Keepalive::is_concerned(option)
+}
+
 /// Asks the kernel, and replaces the value if the library keeps it.
-#[inline(never)]
-unsafe extern "C" fn get_kept(
-    real: real::getsockopt,
-    fd: c_int,
-    level: c_int,
-    name: c_int,
-    value: *mut c_void,
-    value_len: *mut socklen_t,
-) -> c_int {
+///
+/// # Safety
+/// `ask` is getsockopt(2) for `value` and `len`.
+unsafe fn get_kept(fd: c_int, option: Name, value: *mut u8, len: *mut socklen_t, ask: impl FnOnce() -> c_int) -> c_int {
     let kept = || {
-        call::connection(fd).and_then(|socket| {
-            if (level, name) == CORK {
-                let is_kept = socket.tx_mode.load(Acquire) == Mode::Link;
-                is_kept.then(|| c_int::from(socket.options.corked.load(Acquire)))
-            } else {
-                socket.keepalive.get(level, name)
-            }
-        })
+        let socket = call::connection(fd)?;
+        if option == CORK {
+            let is_kept = socket.tx_mode.load(Acquire) == Mode::Link;
+            return is_kept.then(|| c_int::from(socket.options.corked.load(Acquire)));
+        }
+        socket.keepalive.get(option)
     };
     // The library may begin to keep the value, or stop, while the kernel is asked.
     let before = kept();
-    // SAFETY: the caller's arguments, as they are.
-    let result = unsafe { real(fd, level, name, value, value_len) };
-    if result != 0 {
-        return result;
-    }
-    if let Some(kept) = kept().or(before) {
+    let result = ask();
+    if result == 0
+        && let Some(kept) = kept().or(before)
+    {
         let kept = kept.to_ne_bytes();
-        // SAFETY: the kernel has just written `value_len` bytes there.
-        unsafe {
-            let n = kept.len().min(*value_len as usize);
-            std::ptr::copy_nonoverlapping(kept.as_ptr(), value.cast(), n);
-        }
+        // SAFETY: the kernel has just written `*len` bytes there, by the contract.
+        unsafe { std::ptr::copy_nonoverlapping(kept.as_ptr(), value, kept.len().min(*len as usize)) };
     }
     result
 }
@@ -313,11 +318,12 @@ pub unsafe extern "C" fn setsockopt(
         // SAFETY: the caller's arguments, as they are.
         None => unsafe { real(fd, level, name, value, value_len) },
         Some(socket) => {
+            let option = (level, name);
             if level == libc::IPPROTO_TCP && name == libc::TCP_ULP {
                 // The kernel's TLS works on bytes that go through the kernel.
                 tx::take_back(socket, Reason::KernelTls);
             }
-            if (level, name) == CORK
+            if option == CORK
                 && iov::is_plausible(value.cast::<c_int>())
                 && value_len as usize >= size_of::<c_int>()
                 // SAFETY: the program's option, which is at least as long as an int.
@@ -331,9 +337,9 @@ pub unsafe extern "C" fn setsockopt(
             }
             // SAFETY: the caller's arguments, as they are.
             let set = || unsafe { real(fd, level, name, value, value_len) };
-            let result = if (level, name) == NODELAY {
+            let result = if option == NODELAY {
                 within(|| asked_while_quiet(socket, set))
-            } else if Keepalive::is_concerned(level, name) {
+            } else if Keepalive::is_concerned(option) {
                 let ask = || match set() {
                     // SAFETY: the kernel has just read the option's int there.
                     0 => Ok(unsafe { value.cast::<c_int>().read_unaligned() }),
@@ -341,7 +347,7 @@ pub unsafe extern "C" fn setsockopt(
                 };
                 // SAFETY: the program's own fd, in the middle of its call.
                 let fd = unsafe { BorrowedFd::borrow_raw(fd) };
-                within(|| socket.keepalive.on_set(fd, level, name, ask))
+                within(|| socket.keepalive.on_set(fd, option, ask))
             } else {
                 set()
             };
@@ -349,17 +355,17 @@ pub unsafe extern "C" fn setsockopt(
             if level == libc::SOL_SOCKET && matches!(name, libc::SO_SNDBUF | libc::SO_SNDBUFFORCE) {
                 tx::on_buffer_size(socket);
             }
-            if sockopt::is_stamp((level, name)) {
+            if sockopt::is_stamp(option) {
                 socket.options.forget_stamps();
             }
-            if result == 0 && sockopt::may_be_beyond_links((level, name)) {
+            if result == 0 && sockopt::may_be_beyond_links(option) {
                 // SAFETY: the program's own fd, in the middle of its call.
                 pass::on_option_beyond_links(socket, unsafe { BorrowedFd::borrow_raw(fd) });
             }
-            if result == 0 && [sockopt::INQ, sockopt::USER_TIMEOUT].contains(&(level, name)) {
+            if result == 0 && [sockopt::INQ, sockopt::USER_TIMEOUT].contains(&option) {
                 // SAFETY: the kernel has just read the option's int there.
                 let value = unsafe { value.cast::<c_int>().read_unaligned() };
-                if (level, name) == sockopt::INQ {
+                if option == sockopt::INQ {
                     socket.options.tells_more.store(value != 0, Release);
                 } else {
                     socket.options.user_timeout.store(value.cast_unsigned(), Release);

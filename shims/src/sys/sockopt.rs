@@ -273,39 +273,32 @@ impl Keepalive {
     }
 
     /// Returns the value that the program has to read for an option; `None` where the kernel's own is right.
-    pub fn get(&self, level: c_int, name: c_int) -> Option<c_int> {
-        if (level, name) == USER_TIMEOUT && self.bounded.load(Acquire) {
+    pub fn get(&self, option: Name) -> Option<c_int> {
+        if option == USER_TIMEOUT && self.bounded.load(Acquire) {
             return Some(0);
         }
         if !self.on.load(Acquire) {
             return None;
         }
-        if (level, name) == SWITCH {
+        if option == SWITCH {
             return Some(0);
         }
-        let at = OURS.iter().position(|o| *o == (level, name))?;
+        let at = OURS.iter().position(|ours| *ours == option)?;
         self.kept.get(at).map(|kept| kept.load(Relaxed))
     }
 
     /// Returns whether [`on_set`](Self::on_set) has to serve the program's setsockopt.
-    pub fn is_concerned(level: c_int, name: c_int) -> bool {
-        let option = (level, name);
+    pub fn is_concerned(option: Name) -> bool {
         option == SWITCH || option == USER_TIMEOUT || OURS.contains(&option)
     }
 
     /// Serves the program's setsockopt of one of the options, which all take an int. `ask` makes the kernel's call:
     /// `Ok` is the value that the kernel has accepted, `Err` the failed call's result. Returns the call's result.
-    pub fn on_set(
-        &self,
-        fd: BorrowedFd<'_>,
-        level: c_int,
-        name: c_int,
-        ask: impl FnOnce() -> Result<c_int, c_int>,
-    ) -> c_int {
+    pub fn on_set(&self, fd: BorrowedFd<'_>, option: Name, ask: impl FnOnce() -> Result<c_int, c_int>) -> c_int {
         let _changing = self.changing.lock();
         match ask() {
             Ok(value) => {
-                self.taken(fd, level, name, value);
+                self.taken(fd, option, value);
                 0
             }
             Err(result) => result,
@@ -313,10 +306,10 @@ impl Keepalive {
     }
 
     /// Updates the kept settings after the kernel has accepted the program's.
-    fn taken(&self, fd: BorrowedFd<'_>, level: c_int, name: c_int, value: c_int) {
-        if (level, name) == USER_TIMEOUT {
+    fn taken(&self, fd: BorrowedFd<'_>, option: Name, value: c_int) {
+        if option == USER_TIMEOUT {
             self.bounded.store(false, Release);
-        } else if (level, name) == SWITCH {
+        } else if option == SWITCH {
             if !self.on.load(Acquire) {
                 if value == 0 {
                     self.unbound(fd);
@@ -328,11 +321,11 @@ impl Keepalive {
                 set(fd, SWITCH, 1);
             }
         } else if self.on.load(Acquire)
-            && let Some(at) = OURS.iter().position(|o| *o == (level, name))
+            && let Some(at) = OURS.iter().position(|ours| *ours == option)
             && let (Some(kept), Some(ours)) = (self.kept.get(at), VALUES.get(at))
         {
             kept.store(value, Relaxed);
-            set(fd, (level, name), *ours);
+            set(fd, option, *ours);
         }
     }
 }
@@ -411,13 +404,13 @@ mod tests {
         [get(fd, SWITCH), get(fd, OURS[0]), get(fd, OURS[1])]
     }
 
-    fn program_sets(keepalive: &Keepalive, fd: BorrowedFd<'_>, (level, name): Name, value: c_int) {
-        assert!(Keepalive::is_concerned(level, name));
+    fn program_sets(keepalive: &Keepalive, fd: BorrowedFd<'_>, option: Name, value: c_int) {
+        assert!(Keepalive::is_concerned(option));
         let ask = || {
-            set(fd, (level, name), value);
+            set(fd, option, value);
             Ok(value)
         };
-        assert_eq!(keepalive.on_set(fd, level, name, ask), 0);
+        assert_eq!(keepalive.on_set(fd, option, ask), 0);
     }
 
     #[test]
@@ -460,8 +453,8 @@ mod tests {
         let keepalive = Keepalive::default();
         keepalive.begin(fd);
         assert_eq!(all(&socket), [Some(1), Some(IDLE_SECONDS), Some(PROBES)]);
-        assert_eq!(keepalive.get(SWITCH.0, SWITCH.1), Some(0));
-        assert_eq!(keepalive.get(OURS[0].0, OURS[0].1), Some(777));
+        assert_eq!(keepalive.get(SWITCH), Some(0));
+        assert_eq!(keepalive.get(OURS[0]), Some(777));
         program_sets(&keepalive, fd, OURS[0], 888);
         assert_eq!(get(fd, OURS[0]), Some(IDLE_SECONDS));
         keepalive.end(fd);
@@ -481,7 +474,7 @@ mod tests {
         keepalive.begin(fd);
         program_sets(&keepalive, fd, SWITCH, 1);
         assert_eq!(all(&socket), own);
-        assert_eq!(keepalive.get(SWITCH.0, SWITCH.1), None);
+        assert_eq!(keepalive.get(SWITCH), None);
     }
 
     #[test]
@@ -489,7 +482,7 @@ mod tests {
         let socket = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let fd = socket.as_fd();
         let keepalive = Keepalive::default();
-        let ours = |keepalive: &Keepalive| keepalive.get(USER_TIMEOUT.0, USER_TIMEOUT.1);
+        let ours = |keepalive: &Keepalive| keepalive.get(USER_TIMEOUT);
         let probes = |on| {
             set(fd, SWITCH, on);
             keepalive.bound(fd);

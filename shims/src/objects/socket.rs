@@ -981,7 +981,7 @@ impl Numbers {
             Some(fd) => {
                 self.cookie.record(fd);
                 // `record` has asked the kernel. So a short connection need not ask again in its few calls.
-                self.seen.note(fd.as_raw_fd());
+                self.seen.note_at(fd.as_raw_fd(), crate::sys::time::tick());
             }
             None => {
                 self.cookie.clear();

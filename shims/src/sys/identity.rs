@@ -90,11 +90,6 @@ impl Seen {
         self.at.store(at(tick, fd), Relaxed);
     }
 
-    /// Records that `fd` was checked just now.
-    pub fn note(&self, fd: c_int) {
-        self.note_at(fd, crate::sys::time::tick());
-    }
-
     /// Returns the [tick](crate::sys::time::tick) of the last check, to within 4 us; 0 if that is forgotten.
     #[inline]
     pub fn tick(&self) -> u64 {

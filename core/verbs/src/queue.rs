@@ -133,10 +133,10 @@ impl Queue {
             polling: AtomicBool::new(false),
             fate: fate.clone(),
         };
-        let mut list = Buffers::default();
-        for index in 0..sizes.posted() {
-            list.add(index);
-            if list.is_full() {
+        let mut list = Buffers::NONE;
+        for index in 0..sizes.posted() as usize {
+            list.add(queue.buffer(index)?);
+            if list.len == BATCH {
                 queue.post_receives(&mut list)?;
             }
         }
@@ -348,7 +348,7 @@ impl Queue {
                     break;
                 }
             };
-            let mut again = Buffers::default();
+            let mut again = Buffers::NONE;
             for done in batch.iter().take(got) {
                 events += self.take(done, &mut again, each);
             }
@@ -389,7 +389,9 @@ impl Queue {
             }
             return events;
         }
-        let index = (done.id & !RECEIVE) as usize;
+        let Ok(buffer) = self.buffer((done.id & !RECEIVE) as usize) else {
+            return 0;
+        };
         if !self.may_speak.load(Ordering::Relaxed) {
             // The connecting end's first message, which is empty: see `greet`.
             self.may_speak.publish(true);
@@ -398,13 +400,10 @@ impl Queue {
                 events += 1;
             }
             if done.bytes == 0 {
-                again.add(index as u32);
+                again.add(buffer);
                 return events;
             }
         }
-        let Ok(at) = self.slab.piece(index, BUFFER_BYTES) else {
-            return 0;
-        };
         match done.immediate {
             Some(immediate) => each(Completed::Written {
                 immediate,
@@ -414,10 +413,12 @@ impl Queue {
                 let len = (done.bytes as usize).min(BUFFER_BYTES);
                 // SAFETY: within the slab. The device does not write to the buffer until it is posted again, which
                 // happens after the callback.
-                each(Completed::Received(unsafe { std::slice::from_raw_parts(at, len) }));
+                each(Completed::Received(unsafe {
+                    std::slice::from_raw_parts(buffer.1.at, len)
+                }));
             }
         }
-        again.add(index as u32);
+        again.add(buffer);
         events + 1
     }
 
@@ -427,46 +428,43 @@ impl Queue {
         self.send(&[])
     }
 
+    /// Returns the receive buffer with this index, and the id of its receive.
+    fn buffer(&self, index: usize) -> Result<(u64, Piece)> {
+        let piece = Piece {
+            at: self.slab.piece(index, BUFFER_BYTES)?,
+            len: BUFFER_BYTES as u32,
+            key: self.mr.key().local,
+        };
+        Ok((RECEIVE | index as u64, piece))
+    }
+
+    /// Posts the buffers of the list, and empties it.
     fn post_receives(&self, buffers: &mut Buffers) -> Result<()> {
-        let mut list = [(0, Piece::NONE); BATCH];
-        for (place, index) in list.iter_mut().zip(buffers.list()) {
-            let at = self.slab.piece(*index as usize, BUFFER_BYTES)?;
-            let piece = Piece {
-                at,
-                len: BUFFER_BYTES as u32,
-                key: self.mr.key().local,
-            };
-            *place = (RECEIVE | u64::from(*index), piece);
-        }
-        let posted = list.get(..buffers.len).unwrap_or_default();
-        buffers.len = 0;
+        let len = std::mem::take(&mut buffers.len);
+        let posted = buffers.list.get(..len).unwrap_or_default();
         // SAFETY: the pieces lie in this queue's slab, which lives as long as the queue pair. Each was taken from a
         // completion, or never posted before, so it has no other user.
         unsafe { self.qp.post_receives(posted) }
     }
 }
 
-/// Receive buffers to be posted, at most a batch.
-#[derive(Default)]
+/// Receive buffers to be posted, at most a batch, each with the id of its receive.
 struct Buffers {
-    indices: [u32; BATCH],
+    list: [(u64, Piece); BATCH],
     len: usize,
 }
 
 impl Buffers {
-    fn add(&mut self, index: u32) {
-        if let Some(place) = self.indices.get_mut(self.len) {
-            *place = index;
+    const NONE: Self = Self {
+        list: [(0, Piece::NONE); BATCH],
+        len: 0,
+    };
+
+    fn add(&mut self, buffer: (u64, Piece)) {
+        if let Some(place) = self.list.get_mut(self.len) {
+            *place = buffer;
             self.len += 1;
         }
-    }
-
-    fn is_full(&self) -> bool {
-        self.len == BATCH
-    }
-
-    fn list(&self) -> impl Iterator<Item = &u32> {
-        self.indices.iter().take(self.len)
     }
 }
 

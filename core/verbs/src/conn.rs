@@ -256,13 +256,7 @@ pub(crate) enum Verdict {
 /// Returns the meaning of an event by its kind and status.
 pub(crate) fn verdict(kind: u32, status: i32) -> Verdict {
     // A negative status is an errno, a positive one a reason of the transport.
-    let or = |default| {
-        if status < 0 {
-            Errno(status.checked_neg().unwrap_or(default))
-        } else {
-            Errno(default)
-        }
-    };
+    let or = |default| Errno(status.checked_neg().filter(|errno| *errno > 0).unwrap_or(default));
     match kind {
         event::RDMA_CM_EVENT_ESTABLISHED => Verdict::Up,
         event::RDMA_CM_EVENT_DISCONNECTED => Verdict::Over(Errno(libc::ECONNRESET)),

@@ -24,9 +24,6 @@ use crate::signals::jump::within;
 use crate::startup::lifecycle;
 use crate::sys::{errno, real, vfork};
 
-/// Returned by a preparation if the kernel's call is to follow. Any other value is the result of the call.
-const GO_ON: c_int = c_int::MIN;
-
 /// How often a call that finds no free fd is made again, if descriptors of the library were being moved each time.
 const TRIES: u32 = 100;
 
@@ -35,34 +32,29 @@ const SIOCATMARK: c_ulong = 0x8905;
 /// Bytes that have not been sent (linux/sockios.h).
 const SIOCOUTQNSD: c_ulong = 0x894b;
 
-/// `close(2)`.
+/// `close(2)`. Fails with EBADF for a descriptor of the library.
 #[inline]
 pub unsafe extern "C" fn close(real: real::close, fd: c_int) -> c_int {
-    if !table::is_known(fd) && !privatefd::is_private(fd) {
+    if privatefd::is_private(fd) {
+        return errno::fail(libc::EBADF);
+    }
+    if !table::is_known(fd) {
         // SAFETY: the caller's arguments, as they are.
         return unsafe { real(fd) };
     }
-    let mut farewell = Farewell::NONE;
-    let result = close_on(fd, &mut farewell);
-    if result != GO_ON {
-        return result;
-    }
+    let farewell = before_close(fd);
     // SAFETY: the caller's arguments, as they are.
     let result = unsafe { real(fd) };
     tell(farewell);
     result
 }
 
-/// Prepares the close of `fd`. Fails with EBADF for a descriptor of the library.
 #[inline(never)]
-fn close_on(fd: c_int, farewell: &mut Farewell) -> c_int {
-    if privatefd::is_private(fd) {
-        return errno::fail(libc::EBADF);
+fn before_close(fd: c_int) -> Farewell {
+    if vfork::is_child() {
+        return Farewell::NONE;
     }
-    if !vfork::is_child() {
-        *farewell = within(|| lifecycle::before_close(fd));
-    }
-    GO_ON
+    within(|| lifecycle::before_close(fd))
 }
 
 /// Wakes the threads that sleep at the other end of a link within the host, now that the kernel has sent its FIN.
@@ -124,19 +116,19 @@ extern "C" fn on_dup(old: c_int, new: c_int) {
     }
 }
 
-/// Prepares that `new` becomes a descriptor of the file behind `old`: the connection behind `new` is closed. Fails with
-/// EBADF if either is a descriptor of the library.
+/// Prepares that `new` becomes a descriptor of the file behind `old`: the connection behind `new` is closed. Returns
+/// false if either is a descriptor of the library.
 #[inline(never)]
-extern "C" fn before_dup(old: c_int, new: c_int) -> c_int {
+extern "C" fn before_dup(old: c_int, new: c_int) -> bool {
     if privatefd::is_private(new) || privatefd::is_private(old) {
-        return errno::fail(libc::EBADF);
+        return false;
     }
     // SAFETY: the program's own fd, in the middle of its call.
     let open = rustix::io::fcntl_getfd(unsafe { std::os::fd::BorrowedFd::borrow_raw(old) }).is_ok();
     if open && !vfork::is_child() {
         within(|| lifecycle::before_close(new));
     }
-    GO_ON
+    true
 }
 
 hooks! {
@@ -166,9 +158,8 @@ fn dup_onto(old: c_int, new: c_int, is_valid: bool, call: impl FnOnce() -> c_int
         && old >= 0
         && is_valid
         && (table::is_known(old) || table::is_known(new) || privatefd::is_private(new));
-    let refused = if concerns { before_dup(old, new) } else { GO_ON };
-    if refused != GO_ON {
-        return refused;
+    if concerns && !before_dup(old, new) {
+        return errno::fail(libc::EBADF);
     }
     let result = onto(new, call);
     if concerns && result >= 0 {

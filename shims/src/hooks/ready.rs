@@ -128,23 +128,19 @@ unsafe fn kernel_poll(fds: *mut pollfd, count: nfds_t, timeout: Timeout, mask: *
 unsafe extern "C" fn select_on(sets: &Sets, timeout: *mut timeval) -> c_int {
     // SAFETY: null, or the program's own.
     let given = unsafe { timeout.as_mut() };
-    let (time, begun) = match &given {
-        None => (Timeout::Forever, 0),
+    let time = match &given {
+        None => Timeout::Forever,
         Some(tv) if tv.tv_sec < 0 || tv.tv_usec < 0 => return crate::sys::errno::fail(libc::EINVAL),
-        Some(tv) => (
-            Timeout::Ns(tv.tv_sec as u64 * 1_000_000_000 + tv.tv_usec as u64 * 1000),
-            crate::sys::time::now_ns(),
-        ),
+        Some(tv) => Timeout::Ns(tv.tv_sec as u64 * 1_000_000_000 + tv.tv_usec as u64 * 1000),
     };
+    let deadline = time.deadline();
     // SAFETY: `fds` has n entries.
     let call = |fds, n, left| unsafe { kernel_poll(fds, n, left, std::ptr::null()) };
     // SAFETY: the program's sets.
     let result = within_point(|| unsafe { sets.select(time, &call) });
-    if let (Some(tv), Timeout::Ns(ns)) = (given, time) {
+    if let (Some(tv), Some(left)) = (given, deadline.left().to_timespec()) {
         // Linux leaves the rest of the time there.
-        let left = ns.saturating_sub(crate::sys::time::now_ns().saturating_sub(begun));
-        tv.tv_sec = (left / 1_000_000_000) as libc::time_t;
-        tv.tv_usec = (left % 1_000_000_000 / 1000) as libc::suseconds_t;
+        (tv.tv_sec, tv.tv_usec) = (left.tv_sec, left.tv_nsec / 1000);
     }
     result
 }

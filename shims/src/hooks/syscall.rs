@@ -22,7 +22,8 @@ use crate::polling::poll;
 use crate::process::pass;
 use crate::startup;
 use crate::sys::real;
-use crate::sys::{errno, iov, time, vfork};
+use crate::sys::time::Timeout;
+use crate::sys::{errno, iov, vfork};
 
 /// The length of [`HANDLERS`]: larger than every number that is served.
 pub const NUMBERS: usize = 448;
@@ -211,15 +212,19 @@ const FORKS: &[(c_long, Handler)] = &[
 /// The flags by which a child shares memory or descriptors with its parent.
 const SHARES: c_int = libc::CLONE_VM | libc::CLONE_FILES;
 
-/// `by_number!(NAME NUMBER OWN: INSTRUCTIONS)`: a handler that goes to `OWN` if the instructions find that the child is
-/// like a child of fork(3). It jumps to libc's `syscall` if they come to the label 2.
+/// `by_number!(NAME NUMBER: INSTRUCTIONS)`: a handler that goes to `own` if the instructions find that the child is like
+/// a child of fork(3). It jumps to libc's `syscall` if they come to the label 2.
 ///
 /// Naked, since the child of a clone that shares the memory, or is given a stack, returns on another stack (see
 /// `preload/src/syscall.rs`). The moves of the arguments there are undone here.
 macro_rules! by_number {
-    ($name:ident $number:ident $own:ident: $($instruction:literal)*) => {
+    ($name:ident $number:ident: $($instruction:literal)*) => {
         #[unsafe(naked)]
         unsafe extern "C" fn $name(_: usize, _: usize, _: usize, _: usize, _: usize, _: usize) -> c_long {
+            unsafe extern "C" fn own(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
+                // SAFETY: the program's own call; nothing is shared, and the child goes on here, on a copy of this stack.
+                forked(|| unsafe { kernel::call(libc::$number, [a, b, c, d, e, f]) })
+            }
             core::arch::naked_asm!(
                 ".cfi_startproc",
                 $($instruction,)*
@@ -234,30 +239,20 @@ macro_rules! by_number {
                 ".cfi_endproc",
                 SHARES = const SHARES,
                 NUMBER = const libc::$number,
-                own = sym $own,
+                own = sym own,
                 LIBC = sym LIBC,
             )
         }
     };
 }
 
-by_number! { clone SYS_clone clone_of_its_own:
+by_number! { clone SYS_clone:
     "test edi, {SHARES}" "jnz 2f" "test rsi, rsi"
 }
 
 // Of clone_args, the flags lie at 0 and the stack at 40 (linux/sched.h).
-by_number! { clone3 SYS_clone3 clone3_of_its_own:
+by_number! { clone3 SYS_clone3:
     "test rdi, rdi" "jz 2f" "test dword ptr [rdi], {SHARES}" "jnz 2f" "cmp qword ptr [rdi + 40], 0"
-}
-
-unsafe extern "C" fn clone_of_its_own(a: usize, b: usize, c: usize, d: usize, e: usize, _: usize) -> c_long {
-    // SAFETY: the program's own call; nothing is shared, and the child goes on here, on a copy of this stack.
-    forked(|| unsafe { kernel::call(libc::SYS_clone, [a, b, c, d, e, 0]) })
-}
-
-unsafe extern "C" fn clone3_of_its_own(a: usize, b: usize, _: usize, _: usize, _: usize, _: usize) -> c_long {
-    // SAFETY: as in `clone_of_its_own`.
-    forked(|| unsafe { kernel::call(libc::SYS_clone3, [a, b, 0, 0, 0, 0]) })
 }
 
 unsafe extern "C" fn fork_by_number(_: usize, _: usize, _: usize, _: usize, _: usize, _: usize) -> c_long {
@@ -321,17 +316,13 @@ fn is_mask(mask: usize, size: usize) -> bool {
 
 /// Makes the call, and leaves the rest of the time in the program's time-out, as the kernel does.
 unsafe fn leave_rest(timeout: *mut timespec, call: impl FnOnce() -> c_int) -> c_int {
-    let begun = time::now_ns();
     // SAFETY: by the contract.
-    let given = time::Timeout::from_timespec(unsafe { timeout.as_ref() });
+    let given = Timeout::from_timespec(unsafe { timeout.as_ref() }).filter(|given| !given.is_zero());
+    let deadline = given.map(Timeout::deadline);
     let done = call();
-    if let Some(time::Timeout::Ns(ns @ 1..)) = given {
-        let left = ns.saturating_sub(time::now_ns().saturating_sub(begun));
+    if let Some(left) = deadline.and_then(|deadline| deadline.left().to_timespec()) {
         // SAFETY: not null, since it had a time in it.
-        unsafe {
-            (*timeout).tv_sec = (left / 1_000_000_000) as libc::time_t;
-            (*timeout).tv_nsec = (left % 1_000_000_000) as libc::c_long;
-        }
+        unsafe { *timeout = left };
     }
     done
 }

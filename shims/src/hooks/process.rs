@@ -12,7 +12,7 @@ use crate::service::SignalsBlocked;
 use crate::signals::handler;
 use crate::signals::jump::within;
 use crate::startup::seccomp;
-use crate::sys::{errno, real, vfork};
+use crate::sys::{errno, real, time, vfork};
 
 /// The arguments or the environment of a program.
 type Strings = *const *const c_char;
@@ -218,10 +218,7 @@ fn repeat(call: &dyn Fn() -> c_int) -> c_int {
         if result == 0 || !is_refused() {
             return result;
         }
-        let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
-            tv_sec: 0,
-            tv_nsec: PAUSE,
-        });
+        time::sleep(PAUSE);
     }
     call()
 }

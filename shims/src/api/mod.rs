@@ -139,20 +139,13 @@ fn info_of(fd: c_int) -> Result<Info, c_int> {
 fn is_connected(fd: c_int) -> Result<(), c_int> {
     // SAFETY: `is_tcp` has found `fd` to be a TCP socket, so it is not -1. The program keeps it open during its call.
     let peer = rustix::net::getpeername(unsafe { BorrowedFd::borrow_raw(fd) });
-    match peer {
-        Ok(_) => Ok(()),
-        // The connection has failed, so it was connected before.
-        Err(error) if error != rustix::io::Errno::NOTCONN => Err(error.raw_os_error()),
-        Err(_) => Err(libc::ENOTCONN),
-    }
+    peer.map(drop).map_err(|error| error.raw_os_error())
 }
 
 fn info_of_socket(socket: &'static Socket, fd: c_int) -> Result<Info, c_int> {
     let counts = socket.told.stats();
-    let [sent, received] = [
-        counts.map(|stats| stats.tx.load()).unwrap_or_default(),
-        counts.map(|stats| stats.rx.load()).unwrap_or_default(),
-    ];
+    let sent = counts.map(|stats| stats.tx.load()).unwrap_or_default();
+    let received = counts.map(|stats| stats.rx.load()).unwrap_or_default();
     let has_carried = sent.tcp_bytes | sent.link_bytes | received.tcp_bytes | received.link_bytes != 0;
     if !has_carried && socket.is_plain() {
         is_connected(fd)?;

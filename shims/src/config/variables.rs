@@ -217,11 +217,11 @@ fn set<T>(field: &mut T, value: Option<T>) -> Option<()> {
 }
 
 fn on_off(value: &OsStr) -> Option<bool> {
-    let is_one_of = |words: [&str; 4]| words.iter().any(|word| value.eq_ignore_ascii_case(word));
-    if is_one_of(["on", "1", "yes", "true"]) {
-        return Some(true);
+    match value.to_ascii_lowercase().to_str()? {
+        "on" | "1" | "yes" | "true" => Some(true),
+        "off" | "0" | "no" | "false" => Some(false),
+        _ => None,
     }
-    is_one_of(["off", "0", "no", "false"]).then_some(false)
 }
 
 /// Returns the variant with the name `value`, in lower case; `None` if there is none.

@@ -234,14 +234,14 @@ impl Id {
         NonNull::new(unsafe { (*self.ptr.as_ptr()).verbs }).map(Context)
     }
 
-    pub(crate) fn connect(&self, private: &[u8], depth: u8) -> Result<()> {
-        let mut param = conn_param(private, depth)?;
+    pub(crate) fn connect(&self, private: &[u8; WIRE_BYTES], depth: u8) -> Result<()> {
+        let mut param = conn_param(private, depth);
         // SAFETY: the id lives. The parameters, and the private data that they point to, are read during the call.
         check(unsafe { ffi::rdma_connect(self.ptr.as_ptr(), &mut param) })
     }
 
-    pub(crate) fn accept(&self, private: &[u8], depth: u8) -> Result<()> {
-        let mut param = conn_param(private, depth)?;
+    pub(crate) fn accept(&self, private: &[u8; WIRE_BYTES], depth: u8) -> Result<()> {
+        let mut param = conn_param(private, depth);
         // SAFETY: as in `connect`.
         check(unsafe { ffi::rdma_accept(self.ptr.as_ptr(), &mut param) })
     }
@@ -265,13 +265,10 @@ impl Drop for Id {
     }
 }
 
-fn conn_param(private: &[u8], depth: u8) -> Result<ffi::rdma_conn_param> {
-    if private.len() > WIRE_BYTES {
-        return Err(Errno(libc::EINVAL));
-    }
-    Ok(ffi::rdma_conn_param {
+fn conn_param(private: &[u8; WIRE_BYTES], depth: u8) -> ffi::rdma_conn_param {
+    ffi::rdma_conn_param {
         private_data: private.as_ptr().cast(),
-        private_data_len: private.len() as u8,
+        private_data_len: WIRE_BYTES as u8,
         responder_resources: depth,
         initiator_depth: depth,
         flow_control: 1,
@@ -280,5 +277,5 @@ fn conn_param(private: &[u8], depth: u8) -> Result<ffi::rdma_conn_param> {
         rnr_retry_count: 7,
         srq: 0,
         qp_num: 0,
-    })
+    }
 }

@@ -23,9 +23,15 @@ static INHERITED: AtomicBool = AtomicBool::new(false);
 /// The open devices. Each keeps an id for ever, so that librdmacm keeps the context that all ids share.
 static OPEN: Lock<Vec<(Context, Id)>> = Lock::new(Vec::new());
 
-/// Checks that a device has this local address; ENODEV if none has it.
+/// Checks that a device has this local address; ENODEV if none has it. EOPNOTSUPP in a child of a process that has used
+/// librdmacm, which cannot be initialised again.
 pub(crate) fn find(local: &Address) -> Result<()> {
-    usable()?;
+    if INHERITED.load(Ordering::Relaxed) {
+        debug(format_args!(
+            "verbs: the parent has opened the device, so this process cannot"
+        ));
+        return Err(Errno(libc::EOPNOTSUPP));
+    }
     let interface = interface_of(local.socket().ip())?;
     let device = device_on(plugin::sys_class(), &interface);
     device.map(drop).ok_or(Errno(libc::ENODEV))
@@ -52,17 +58,6 @@ pub(crate) fn open(local: &Address) -> Result<Context> {
     Ok(context)
 }
 
-/// Fails with EOPNOTSUPP in a child of a process that has used librdmacm, which cannot be initialised again.
-fn usable() -> Result<()> {
-    if INHERITED.load(Ordering::Relaxed) {
-        debug(format_args!(
-            "verbs: the parent has opened the device, so this process cannot"
-        ));
-        return Err(Errno(libc::EOPNOTSUPP));
-    }
-    Ok(())
-}
-
 /// Forgets the parent's devices in a fork child; none of them is used again.
 ///
 /// # Safety
@@ -71,7 +66,7 @@ pub(crate) unsafe fn forget() {
     if USED.load(Ordering::Relaxed) {
         INHERITED.store(true, Ordering::Relaxed);
     }
-    // SAFETY: by this function's contract. The value under the lock is not used again: if it may have entries, `usable`
+    // SAFETY: by this function's contract. The value under the lock is not used again: if it may have entries, `find`
     // fails.
     unsafe { OPEN.reset() };
 }

@@ -99,7 +99,7 @@ pub(super) fn result(of: Result<usize, Errno>) -> c_long {
     }
 }
 
-const SERVED: [&[(c_long, Handler)]; 4] = [CALLS, OTHERS, FORKS, super::memory::MEMORY];
+const SERVED: [&[(c_long, Handler)]; 3] = [CALLS, OTHERS, super::memory::MEMORY];
 
 // The ways to serve a call by number. They differ in whether the call may be a connection's, whether it may wait, and
 // whether it is about the library's tables.
@@ -203,12 +203,6 @@ unsafe extern "C" fn unresolved() {
 // library's handlers run, though no handler of `pthread_atfork` does. A call whose child shares either with its parent
 // goes on to libc by a jump.
 
-const FORKS: &[(c_long, Handler)] = &[
-    (libc::SYS_fork, fork_by_number),
-    (libc::SYS_clone, clone),
-    (libc::SYS_clone3, clone3),
-];
-
 /// The flags by which a child shares memory or descriptors with its parent.
 const SHARES: c_int = libc::CLONE_VM | libc::CLONE_FILES;
 
@@ -273,7 +267,7 @@ fn forked(call: impl FnOnce() -> Result<usize, Errno>) -> c_long {
 
 // System calls that differ from libc's functions in their arguments, or in the values that they leave in them.
 
-/// The numbers of these calls, with their handlers.
+/// The numbers of these calls, and of fork and clone, with their handlers.
 const OTHERS: &[(c_long, Handler)] = &[
     (libc::SYS_preadv2, preadv2),
     (libc::SYS_pwritev2, pwritev2),
@@ -283,6 +277,9 @@ const OTHERS: &[(c_long, Handler)] = &[
     (libc::SYS_epoll_pwait2, epoll_pwait2),
     (libc::SYS_exit_group, exit_group),
     (libc::SYS_io_uring_setup, io_uring_setup),
+    (libc::SYS_fork, fork_by_number),
+    (libc::SYS_clone, clone),
+    (libc::SYS_clone3, clone3),
 ];
 
 /// Defines a handler for a call whose offset comes in two halves. On a 64-bit machine the lower half is the whole

@@ -10,7 +10,7 @@ use super::words;
 use super::words::{hex, why_tcp, word};
 
 /// Returns the whole output.
-pub fn document(processes: &[Process], connections: &[Connection<'_>], off: &[Off]) -> Value {
+pub(crate) fn document(processes: &[Process], connections: &[Connection<'_>], off: &[Off]) -> Value {
     let instances: Vec<Value> = processes.iter().map(|p| instance(p, connections)).collect();
     let off = off
         .iter()

@@ -10,7 +10,7 @@ use rdmasock_shims::config::Config;
 
 /// A process that is switched off.
 #[derive(Debug)]
-pub struct Off {
+pub(crate) struct Off {
     /// The process's pid.
     pub pid: u32,
     /// The base name of the executable.
@@ -20,7 +20,7 @@ pub struct Off {
 }
 
 /// Returns the processes that the caller may read, in order of pid. With `only`, the list has that process or none.
-pub fn processes(only: Option<u32>) -> Vec<Off> {
+pub(crate) fn processes(only: Option<u32>) -> Vec<Off> {
     let entries = fs::read_dir("/proc").into_iter().flatten();
     let mut pids: Vec<u32> = match only {
         Some(pid) => vec![pid],

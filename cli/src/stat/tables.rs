@@ -62,7 +62,7 @@ pub(super) fn overview(processes: &[Process], connections: &[Connection<'_>]) ->
 }
 
 /// Returns one line for each process that is switched off.
-pub fn switched_off(processes: &[Off]) -> String {
+pub(crate) fn switched_off(processes: &[Off]) -> String {
     let line = |p: &Off| format!("{} (pid {}): switched off by RDMASOCK={}\n", p.program, p.pid, p.value);
     processes.iter().map(line).collect()
 }

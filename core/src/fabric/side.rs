@@ -537,12 +537,12 @@ const fn segment_of<const UNIT: usize>(offset: usize) -> usize {
 
 /// Who is done with a stream's number.
 pub(super) mod done {
-    pub const LOCAL: u8 = 1;
-    pub const PEER: u8 = 2;
-    pub const BOTH: u8 = LOCAL | PEER;
+    pub(crate) const LOCAL: u8 = 1;
+    pub(crate) const PEER: u8 = 2;
+    pub(crate) const BOTH: u8 = LOCAL | PEER;
     /// No user in this process [holds](super::Numbers::hold) its rings.
-    pub const USERS: u8 = 4;
-    pub const ALL: u8 = BOTH | USERS;
+    pub(crate) const USERS: u8 = 4;
+    pub(crate) const ALL: u8 = BOTH | USERS;
 }
 
 struct Inner {
@@ -630,7 +630,7 @@ impl Numbers {
 
     /// Holds the rings of a number that this end is not done with: they are not given back before
     /// [`done::USERS`] is [marked](Self::mark), once.
-    pub fn hold(&self, number: Vqpn) {
+    pub(super) fn hold(&self, number: Vqpn) {
         if let Some(done) = self.done.get(number.0 as usize) {
             done.fetch_and(!done::USERS, AcqRel);
         }

@@ -78,7 +78,7 @@ impl Reach {
     }
 
     /// Returns whether a link for a connection that this process has accepted is one between hosts.
-    pub fn is_between_hosts(&self, tuple: &Tuple) -> bool {
+    pub(crate) fn is_between_hosts(&self, tuple: &Tuple) -> bool {
         self.is_here || !diag::is_here(tuple.acceptor(), tuple.connector(), tuple.device())
     }
 

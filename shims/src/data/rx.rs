@@ -16,7 +16,7 @@ use rdmasock_core::stats::Reason;
 use rdmasock_core::stream::connection::{self, Ahead, AtMark, SocketIo as _, Tcp as _};
 use rdmasock_core::wire::marker::payload_in;
 
-pub use crate::data::backpressure::{Shrunk, relieve, shrink};
+pub(crate) use crate::data::backpressure::{Shrunk, relieve, shrink};
 use crate::data::scanning::{enter, finish_on_tcp, from_marked, go_on, is_at_mark, leave, leave_scanned, scanned};
 use crate::data::stop::{self, Stop, check_place};
 use crate::data::zero_copy::Landing;
@@ -239,7 +239,7 @@ fn at_end(socket: &'static Socket, n: ssize_t) -> ssize_t {
 
 /// Counts the bytes that TCP has delivered, and begins a promotion at the threshold.
 #[inline]
-pub fn account(socket: &'static Socket, n: u64) {
+pub(crate) fn account(socket: &'static Socket, n: u64) {
     socket.told.count(|stats| stats.rx.add_tcp(n));
     tx::advance(socket, |progress, threshold| progress.on_received(n, threshold));
 }
@@ -633,7 +633,7 @@ pub(crate) fn return_to_tcp(socket: &'static Socket, reason: Reason) {
 }
 
 /// Returns whether the link has brought bytes that the program has not read. A close then resets the connection.
-pub fn has_unread(socket: &'static Socket) -> bool {
+pub(crate) fn has_unread(socket: &'static Socket) -> bool {
     socket.rx_mode.load(Acquire) == Mode::Link && socket.rx.lock().is_some_and(|mut rx| in_ring(&mut rx) > 0)
 }
 

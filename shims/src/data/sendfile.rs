@@ -28,7 +28,7 @@ use crate::sys::{errno, real};
 /// `offset` is null or valid.
 // Not inlined: the forced unwind of pthread_cancel runs the call's destructor here (see `hooks`).
 #[inline(never)]
-pub unsafe fn sendfile(
+pub(crate) unsafe fn sendfile(
     socket: &'static Socket,
     fd: c_int,
     input: c_int,

@@ -30,7 +30,7 @@ impl From<c_int> for Stop {
 impl Stop {
     /// Returns the errno for a call that has moved `moved` bytes; `None` if the call begins anew. The caller holds no
     /// lock.
-    pub fn error(self, call: &Call, moved: usize) -> Option<c_int> {
+    pub(super) fn error(self, call: &Call, moved: usize) -> Option<c_int> {
         match self {
             Self::Anew => None,
             Self::Failed(error) => Some(error),
@@ -43,7 +43,7 @@ impl Stop {
 
     /// Returns the result of a call that has moved `moved` bytes; `None` if the call begins anew.
     #[inline]
-    pub fn result(went: Result<(), Self>, call: &Call, moved: usize) -> Option<ssize_t> {
+    pub(super) fn result(went: Result<(), Self>, call: &Call, moved: usize) -> Option<ssize_t> {
         match went {
             Ok(()) => Some(moved as ssize_t),
             Err(stop) => Some(errno::after(moved, stop.error(call, moved)?)),

@@ -13,7 +13,7 @@ use rdmasock_core::stream::policy::{Progress, Threshold};
 use rdmasock_core::sync::store_load_fence;
 
 use crate::data::backpressure::{Room, no_room, take_reserve};
-pub use crate::data::backpressure::{
+pub(crate) use crate::data::backpressure::{
     ask_for_room, could_have_room, give_back, is_full, is_unread, on_buffer_size, reader_at, report_blocked, unread,
 };
 use crate::data::stop::{self, Stop, check_place};
@@ -249,7 +249,7 @@ fn go_on(socket: &'static Socket) {
 
 /// Counts the bytes that TCP has taken, and begins a promotion at the threshold.
 #[inline]
-pub fn account(socket: &'static Socket, n: u64) {
+pub(crate) fn account(socket: &'static Socket, n: u64) {
     socket.told.count(|stats| stats.tx.add_tcp(n));
     advance(socket, |progress, threshold| progress.on_sent(n, threshold));
 }
@@ -433,7 +433,12 @@ unsafe fn send_slow(began: Began, fd: c_int, iov: &mut Iov, flags: c_int, real: 
 /// is there.
 // Not inlined, for the reason at `send_slow`.
 #[inline(never)]
-pub fn send_on_tcp(socket: &'static Socket, fd: c_int, flags: c_int, real: &impl Fn(c_int) -> ssize_t) -> ssize_t {
+pub(crate) fn send_on_tcp(
+    socket: &'static Socket,
+    fd: c_int,
+    flags: c_int,
+    real: &impl Fn(c_int) -> ssize_t,
+) -> ssize_t {
     // SAFETY: the source has no memory.
     let result = unsafe { send_from(Began::now(socket, fd), &mut ForKernel, flags, real) };
     result.unwrap_or_else(|| outside(|| real(fd)))
@@ -670,7 +675,7 @@ fn reason_for(flags: c_int) -> Reason {
 
 /// Takes the socket back to TCP because a call needs what the link does not serve. Preserves errno.
 #[cold]
-pub fn take_back(socket: &'static Socket, reason: Reason) {
+pub(crate) fn take_back(socket: &'static Socket, reason: Reason) {
     let errno = errno::get();
     if let Some(mut control) = socket.control.lock() {
         connection::leave(socket, &mut control, reason);
@@ -679,7 +684,7 @@ pub fn take_back(socket: &'static Socket, reason: Reason) {
 }
 
 /// Takes the socket back to TCP for its other holders; see [`connection::return_to_tcp`].
-pub fn hand_over(socket: &'static Socket, reason: Reason) {
+pub(crate) fn hand_over(socket: &'static Socket, reason: Reason) {
     if let Some(mut control) = socket.control.lock() {
         connection::return_to_tcp(socket, &mut control, reason);
     }
@@ -687,7 +692,7 @@ pub fn hand_over(socket: &'static Socket, reason: Reason) {
 
 /// Closes the link, because the peer has broken the protocol.
 #[cold]
-pub fn violation(socket: &'static Socket, error: &RingError) {
+pub(crate) fn violation(socket: &'static Socket, error: &RingError) {
     tracing::warn!(target: "rdmasock", slot = socket.slot, %error, "link closed");
     Library::get().service.submit(Command::Violation(socket.into()));
     // Keeps this socket's calls off the link from now on, before the service thread has closed it.

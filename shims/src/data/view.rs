@@ -213,7 +213,7 @@ pub(crate) fn release(socket: &'static Socket, n: usize) -> Result<(), c_int> {
 }
 
 /// Ends the hold of a view without unreleased bytes, after the stream has left the link for good.
-pub fn settle(socket: &'static Socket) {
+pub(crate) fn settle(socket: &'static Socket) {
     drop(socket.rx.lock().and_then(|mut rx| {
         let is_over = !is_held(&rx) && rx.own.view.as_ref().is_some_and(|view| view.at >= view.end);
         is_over.then(|| rx.own.view.take()).flatten()
@@ -221,6 +221,6 @@ pub fn settle(socket: &'static Socket) {
 }
 
 /// Ends the view of a connection that is being closed.
-pub fn end(socket: &'static Socket) {
+pub(crate) fn end(socket: &'static Socket) {
     drop(socket.rx.lock().and_then(|mut rx| rx.own.view.take()));
 }

@@ -528,7 +528,7 @@ impl Landing {
 
     /// Takes the bytes in the buffer. Returns how many, and the wake-up that [`tell`](Self::tell) has to send. The
     /// caller holds the direction's lock, and drops this value only after it has released the lock.
-    pub fn take(&mut self, rx: &mut Rx) -> (usize, Wake) {
+    pub(crate) fn take(&mut self, rx: &mut Rx) -> (usize, Wake) {
         let (landed, event) = self.look().unwrap_or((0, Event::DirectReceived));
         rx.own.direct.on_landed(landed, now_ns());
         self.is_taken = true;

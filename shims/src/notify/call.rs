@@ -34,7 +34,7 @@ pub(crate) enum Direction {
 
 /// The connection on which a call began: the fd, and the socket to which the table led.
 #[derive(Clone, Copy)]
-pub struct Began {
+pub(crate) struct Began {
     pub socket: &'static Socket,
     pub fd: c_int,
     generation: u64,
@@ -53,13 +53,13 @@ impl Began {
 
     /// Whether `fd` still stands for the socket, by the table alone.
     #[inline]
-    pub fn is_named(&self) -> bool {
+    pub(crate) fn is_named(&self) -> bool {
         table::still(self.fd, self.socket) && self.socket.generation.load(Relaxed) == self.generation
     }
 }
 
 /// A receive or send of the program.
-pub struct Call {
+pub(crate) struct Call {
     began: Began,
     direction: Direction,
     /// The direction counts this call as waiting now.
@@ -128,7 +128,7 @@ impl Call {
     /// Checks the same by the kernel, for closes without a hook. Does not ask if `fd` was checked at the present clock
     /// tick.
     #[inline]
-    pub fn place_by_kernel(&self, seen: &Seen) -> Place {
+    pub(crate) fn place_by_kernel(&self, seen: &Seen) -> Place {
         match !self.is_fresh && seen.is_due(self.fd) {
             true => self.place_when_due(seen),
             false => Place::Here,

@@ -174,7 +174,7 @@ impl Epoll {
     }
 
     /// Counts one more fd that stands for the set. A fork child does so for each fd, after [`Self::after_fork`].
-    pub fn retain(&self, fd: c_int) {
+    pub(crate) fn retain(&self, fd: c_int) {
         self.fds.fetch_add(1, Relaxed);
         self.fd.store(fd, Release);
     }
@@ -201,7 +201,7 @@ impl Epoll {
 
     /// Removes links to other hosts that are down from every set, so that their objects can be reused. No thread takes
     /// in completions of a dead link, and the kernel's set would be readable until its queue pair is destroyed.
-    pub fn drop_dead_links() {
+    pub(crate) fn drop_dead_links() {
         for epoll in ALL.all() {
             if let Some(mut set) = epoll.set.lock() {
                 set.links.far.retain(|far| far.link.is_alive());
@@ -374,7 +374,7 @@ impl Epoll {
 
     /// Rings every active set with sleepers. For a fork parent: a child has consumed a ring that was meant for a
     /// sleeping thread.
-    pub fn ring_all_who_sleep() {
+    pub(crate) fn ring_all_who_sleep() {
         ALL.all().for_each(Epoll::ring_if_sleeping);
     }
 
@@ -475,7 +475,7 @@ impl Epoll {
 
     /// Records an EPOLL_CTL_ADD of a connection that stays on TCP for good, and has no item.
     #[inline]
-    pub fn on_plain(&self) {
+    pub(crate) fn on_plain(&self) {
         self.in_kernels.fetch_or(PLAIN, Relaxed);
     }
 
@@ -863,7 +863,7 @@ impl Links {
 
     /// Makes the service thread handle all completions, because another set holds this one from now on. The kernel's
     /// object must then show what is ready for the program, and not every completion is.
-    pub fn leave_to_service(&mut self) {
+    pub(crate) fn leave_to_service(&mut self) {
         self.are_left = true;
         for far in &mut self.far {
             far.leave_to_service();
@@ -874,7 +874,7 @@ impl Links {
     /// Arms the links before a sleep on the kernel's set: a completion on any of them makes that readable. Skips links
     /// that are still armed, unless the service thread has begun to handle completions since the last sleep
     /// (`taken_back`).
-    pub fn watch(&mut self, kernel_fd: BorrowedFd<'_>, taken_back: u32) {
+    pub(crate) fn watch(&mut self, kernel_fd: BorrowedFd<'_>, taken_back: u32) {
         let is_heard_elsewhere = std::mem::replace(&mut self.taken_back, taken_back) != taken_back;
         for far in &mut self.far {
             if is_heard_elsewhere || !far.is_told() {
@@ -931,7 +931,7 @@ impl Named {
     }
 
     /// Whether the link with this slot may be among them; another link may have the same tag.
-    pub fn has(&self, slot: u32) -> bool {
+    pub(crate) fn has(&self, slot: u32) -> bool {
         let tag = tag_of(slot);
         let word = self.0.get(tag as usize / 64);
         word.is_some_and(|word| word >> (tag % 64) & 1 != 0)

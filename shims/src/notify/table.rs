@@ -146,7 +146,7 @@ fn encode(entry: Entry) -> usize {
 
 /// Returns the object behind `fd`.
 #[inline]
-pub fn lookup(fd: c_int) -> Entry {
+pub(crate) fn lookup(fd: c_int) -> Entry {
     match word(fd).map(|w| w.load(Acquire)) {
         None | Some(0) => Entry::None,
         Some(raw) => decode(raw),
@@ -233,12 +233,12 @@ fn entries(range: std::ops::RangeInclusive<u32>) -> impl Iterator<Item = (c_int,
 }
 
 /// Calls `f` for each fd in `range` that has an entry.
-pub fn for_each(range: std::ops::RangeInclusive<u32>, mut f: impl FnMut(c_int, Entry)) {
+pub(crate) fn for_each(range: std::ops::RangeInclusive<u32>, mut f: impl FnMut(c_int, Entry)) {
     entries(range).for_each(|(fd, entry)| f(fd, entry));
 }
 
 /// Returns the lowest fd that stands for this set. `None` if the table has none.
-pub fn another_of(set: &'static Epoll) -> Option<c_int> {
+pub(crate) fn another_of(set: &'static Epoll) -> Option<c_int> {
     let is_it = |entry| matches!(entry, Entry::Epoll(e) if std::ptr::eq(e, set));
     entries(0..=u32::MAX).find_map(|(fd, entry)| is_it(entry).then_some(fd))
 }

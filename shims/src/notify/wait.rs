@@ -16,7 +16,11 @@ use crate::config::spin::Peers;
 use crate::notify::{call, ready, ready::change_interest};
 use crate::objects::link::{Link, Poller, Remote, Turn};
 use crate::objects::socket::{Known, Sleeping, Socket, Stage};
-use crate::objects::{holders, library::Library, waiters::{Kind, Waiters}};
+use crate::objects::{
+    holders,
+    library::Library,
+    waiters::{Kind, Waiters},
+};
 use crate::signals::{handler, jump::within};
 use crate::sys::time::{self, Deadline, Timeout};
 use crate::sys::{errno, points::point, real::Cancellable};

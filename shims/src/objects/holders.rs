@@ -58,7 +58,7 @@ pub(crate) fn prepare() {
 
 /// Returns the epoch, which is 1 before the first fork, and changes with each in parent and child. A socket that this
 /// process alone held in one epoch may have other holders in the next.
-pub fn epoch() -> u32 {
+pub(crate) fn epoch() -> u32 {
     EPOCH.load(Acquire)
 }
 
@@ -77,14 +77,14 @@ pub(crate) fn begin_life() {
 }
 
 /// An ancestor cannot see whether some fork child lives, so the kernel cannot say that the child is gone.
-pub const LOST: u32 = 1;
+pub(crate) const LOST: u32 = 1;
 /// A child was made that no hook has seen, so connections may have holders that are not counted. The ancestors and
 /// their other descendants then promote nothing any more, since that child would read their markers.
-pub const STRANGER: u32 = 2;
+pub(crate) const STRANGER: u32 = 2;
 
 /// Notes [`LOST`] or [`STRANGER`], for the ancestors and all their descendants.
 #[cold]
-pub fn note(what: u32) {
+pub(crate) fn note(what: u32) {
     if let Some(c) = cell(0)
         && !is_noted(what)
     {
@@ -304,7 +304,7 @@ pub(crate) fn requests() -> u32 {
 /// known ancestors, the nearest first. They also wake their threads again, for a child that has taken an event of
 /// theirs from an epoll set that it shares with them.
 #[cold]
-pub fn ask_owners() {
+pub(crate) fn ask_owners() {
     if let Some(requests) = cell(0) {
         requests.word.fetch_add(1, AcqRel);
     }

@@ -250,6 +250,6 @@ pub(crate) fn random_u64() -> u64 {
 static REASON: AtomicU16 = AtomicU16::new(Reason::None as u16);
 
 /// Returns why no connection may leave TCP any more; `None` if connections may.
-pub fn reason() -> Option<Reason> {
+pub(crate) fn reason() -> Option<Reason> {
     Reason::from_code(REASON.load(SeqCst)).filter(|reason| *reason != Reason::None)
 }

@@ -52,7 +52,7 @@ pub(crate) fn tag(kind: u64, id: u64) -> u64 {
 }
 
 /// The mailbox of an instance's service thread.
-pub struct Mailbox {
+pub(crate) struct Mailbox {
     /// The commands. The thread alone takes them out.
     pub queue: Queue,
     /// Makes the thread. False if that fails (RLIMIT_NPROC, a pids cgroup, no memory).
@@ -246,7 +246,7 @@ struct Node {
 /// The caller of [`Self::push`] checks next whether the thread sleeps. The thread, about to sleep, checks whether a
 /// command was added. [`Published`] makes one of them see the other.
 #[derive(Default)]
-pub struct Queue {
+pub(crate) struct Queue {
     /// The node that was added last; null if the queue is empty.
     last: Published<AtomicPtr<Node>>,
 }
@@ -263,12 +263,12 @@ impl Queue {
     }
 
     /// Returns whether no command is queued.
-    pub fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.last.look().is_null()
     }
 
     /// Moves all commands to the end of `to`, the oldest first.
-    pub fn take_all(&self, to: &mut VecDeque<Command>) {
+    pub(crate) fn take_all(&self, to: &mut VecDeque<Command>) {
         let begin = to.len();
         let mut next = self.last.take();
         while !next.is_null() {

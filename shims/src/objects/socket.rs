@@ -20,7 +20,7 @@ use rdmasock_core::os::thread;
 use rdmasock_core::stats::{Direction, Reason, StatsPage, StreamInfo, StreamStats, Why};
 use rdmasock_core::stream::connection::{self, ConnectionOf};
 use rdmasock_core::stream::handshake::Role;
-pub use rdmasock_core::stream::mode::{Mode, Move};
+pub(crate) use rdmasock_core::stream::mode::{Mode, Move};
 use rdmasock_core::stream::policy::Progress;
 use rdmasock_core::sync::Published;
 use smallvec::SmallVec;

@@ -44,7 +44,7 @@ pub(crate) const SERVICE: WaiterId = WaiterId(0);
 
 /// The kinds of waiters, each with its range of ids.
 #[derive(Clone, Copy)]
-pub enum Kind {
+pub(crate) enum Kind {
     /// For an epoll set, with a ready queue on each link.
     Queue,
     /// For an epoll set, without a ready queue; sleeps on a doorbell. If there are more sets than ids, several sets
@@ -127,7 +127,7 @@ impl Waiters {
 
     /// Returns a waiter for an epoll set: one with a ready queue, else one without, else one that other sets have too.
     /// `None` if the process has no fds left even for the first one without.
-    pub fn acquire_for_set(&self) -> Option<WaiterId> {
+    pub(crate) fn acquire_for_set(&self) -> Option<WaiterId> {
         let own = self.acquire(Kind::Queue).or_else(|| self.acquire(Kind::Set));
         own.or_else(|| {
             let Range { start, end } = Kind::Set.range();
@@ -138,7 +138,7 @@ impl Waiters {
     }
 
     /// Returns a waiter of this kind; `None` if all are in use, or the process has no fds left for one that polls.
-    pub fn acquire(&self, kind: Kind) -> Option<WaiterId> {
+    pub(crate) fn acquire(&self, kind: Kind) -> Option<WaiterId> {
         let id = WaiterId(self.free.get(kind as usize)?.lock()?.pop()?);
         if id.is_polling() && self.equip(id).is_err() {
             self.release(id);
@@ -148,7 +148,7 @@ impl Waiters {
     }
 
     /// Gives a waiter back. A late wake-up makes its next owner check once in vain.
-    pub fn release(&self, id: WaiterId) {
+    pub(crate) fn release(&self, id: WaiterId) {
         let kind = KINDS.into_iter().find(|kind| kind.range().contains(&id.0));
         if let Some(mut free) = kind.and_then(|kind| self.free.get(kind as usize)?.lock()) {
             free.push(id.0);
@@ -176,7 +176,7 @@ impl Waiters {
 
     /// Makes a doorbell, adds it to the epoll set that the waiter polls, and returns it with the button for a peer.
     /// Fails with EOPNOTSUPP if this kernel does not report each press.
-    pub fn add_doorbell(&self, id: WaiterId) -> Result<(PrivateFd, Button), Errno> {
+    pub(crate) fn add_doorbell(&self, id: WaiterId) -> Result<(PrivateFd, Button), Errno> {
         let set = kept(&self.polled, id).filter(|_| id != SERVICE);
         let set = set.ok_or(Errno::INVAL)?;
         if !self.are_doorbells_reliable.get_or_try_init(doorbell::is_reliable)? {

@@ -20,10 +20,10 @@ use crate::notify::{call, epoll::ALWAYS};
 use crate::objects::library::Library;
 use crate::objects::link::{Link, Poller, StandBy, Turn};
 use crate::objects::socket::{Socket, Stage};
+use crate::objects::waiters::Kind;
 use crate::polling::readiness::{self, Arm};
 use crate::signals::{handler, jump::within};
 use crate::sys::{errno, points::point, time::Timeout};
-use crate::objects::waiters::Kind;
 
 static SPINNER: Spinner = Spinner::new();
 
@@ -67,7 +67,7 @@ type Real<'a> = &'a dyn Fn(*mut pollfd, nfds_t, Timeout) -> c_int;
 
 /// Carries out poll() and its kin.
 #[inline(never)]
-pub fn poll(set: &mut [pollfd], timeout: Timeout, real: Real<'_>) -> c_int {
+pub(crate) fn poll(set: &mut [pollfd], timeout: Timeout, real: Real<'_>) -> c_int {
     for p in set.iter() {
         if let Some(socket) = table::socket(p.fd) {
             socket.blocking.set_polled();
@@ -451,7 +451,7 @@ impl Sets {
     ///
     /// # Safety
     /// The sets are null or hold `count` bits.
-    pub unsafe fn select(&self, timeout: Timeout, real: Real<'_>) -> c_int {
+    pub(crate) unsafe fn select(&self, timeout: Timeout, real: Real<'_>) -> c_int {
         let mut set = Vec::new();
         for fd in 0..within_table(self.count) {
             // SAFETY: `fd` is below the count, so the sets are null or have its bit, by the contract.

@@ -24,14 +24,14 @@ use crate::sys::time::now_ns;
 /// How long the channel of one question is kept, ns. Longer than the answer counts, so that a late YES is cancelled.
 const CHANNEL_LIFE: u64 = 10_000_000_000;
 /// How long a destination counts as one without the library, ns.
-pub const ABSENT_FOR: u64 = 5_000_000_000;
+pub(super) const ABSENT_FOR: u64 = 5_000_000_000;
 /// The most destinations, or hosts, that count as absent at a time.
-pub const MOST_ABSENT: usize = 4096;
+pub(super) const MOST_ABSENT: usize = 4096;
 /// The most questions that wait for an answer at a time. More would come faster than the peer's one thread answers, and
 /// time out. The bound is below the number of channels that one user may have at a name (`channels::most_guests`).
 const MOST_ASKS: usize = 48;
 /// How long an answer within the host may take, ns.
-pub const ASK_TIMEOUT: u64 = 2_000_000_000;
+pub(super) const ASK_TIMEOUT: u64 = 2_000_000_000;
 /// How long an answer from another host may take, ns. A busy machine may have to open its RDMA device first; no call of the
 /// program waits meanwhile.
 const REMOTE_TIMEOUT: u64 = 6_000_000_000;
@@ -42,7 +42,7 @@ const TRIES: u32 = 8;
 /// The first pause of a connection that is asked for again, ns. Each is four times the one before, the last 16 s.
 const FIRST_RETRY: u64 = 1_000_000;
 /// How long a host that does not answer is not asked, ns.
-pub const HOST_ABSENT_FOR: u64 = 30_000_000_000;
+pub(super) const HOST_ABSENT_FOR: u64 = 30_000_000_000;
 
 /// The asker of a question.
 #[derive(Clone, Copy)]

@@ -440,7 +440,7 @@ struct Guest {
 }
 
 /// Returns the most guests of a process that may have `descriptors` descriptors.
-pub fn most_guests(descriptors: u64) -> usize {
+pub(super) fn most_guests(descriptors: u64) -> usize {
     usize::try_from(descriptors / DESCRIPTORS).map_or(MOST, |most| most.clamp(LEAST, MOST))
 }
 

@@ -88,7 +88,7 @@ enum State {
 
 impl Control {
     /// Returns the state of an answerer that is not bound yet. `None` without random bytes.
-    pub fn new(now: u64) -> Option<Self> {
+    pub(super) fn new(now: u64) -> Option<Self> {
         let limiter = |[total, each]: [Rate; 2]| Limiter::new(total, each, SOURCES, now);
         Some(Self {
             socket: None,

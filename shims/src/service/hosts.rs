@@ -38,7 +38,7 @@ const REMEMBERED: u64 = QUIET;
 const NEVER: u64 = u64::MAX;
 
 /// The state of the asker.
-pub struct Hosts {
+pub(super) struct Hosts {
     hosts: HashMap<u64, Host>,
     queries: Memory<QueryId, Query>,
     /// Hosts that are not asked now.

@@ -48,7 +48,7 @@ const PART: u64 = 4;
 const SHRINK_EVERY: u64 = 1_000_000_000;
 
 /// A link that this instance has asked for.
-pub struct Pending {
+pub(super) struct Pending {
     pub peer: InstanceId,
     /// The connections whose handshakes need the link.
     pub waiting: Vec<Ref>,
@@ -58,7 +58,7 @@ pub struct Pending {
 
 impl Pending {
     /// Continues the handshakes that wait: on `link`, or without one.
-    pub fn end(self, link: Option<&'static Link>) {
+    pub(super) fn end(self, link: Option<&'static Link>) {
         for r in self.waiting {
             match link {
                 Some(link) => on_link(r, link),
@@ -514,7 +514,7 @@ fn read_given_back(bytes: u32, file: &PrivateFd) -> Option<Vec<u8>> {
 }
 
 /// A sender that found no room, and the position of its reader then.
-pub struct Blocked {
+pub(super) struct Blocked {
     r: Ref,
     reader_at: u64,
     /// Time between two checks of the sender, ns.

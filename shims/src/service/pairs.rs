@@ -50,7 +50,7 @@ const AGAIN_AFTER: u64 = 1_000_000_000;
 const DOUBLINGS: u32 = 6;
 
 /// A queue pair that is accepted and not up yet.
-pub struct Arriving {
+pub(super) struct Arriving {
     pair: Pair,
     /// The introduction that the other end has sent.
     introduction: Introduction,

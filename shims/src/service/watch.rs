@@ -236,7 +236,7 @@ impl Ends {
 
     /// Handles that the process at the other end of the socket's link has ended. Returns true if the stream waits for
     /// TCP to show it.
-    pub fn on_peer_gone(&mut self, socket: &'static Socket) -> bool {
+    pub(super) fn on_peer_gone(&mut self, socket: &'static Socket) -> bool {
         let is_unread = socket.tx.lock().is_some_and(|tx| {
             let unread = tx.producer.as_ref().is_some_and(|p| p.is_unread());
             unread && !tx.end.is_shut() && socket.tx_mode.load(Acquire) == Mode::Link
@@ -350,7 +350,7 @@ fn has_ended(socket: &'static Socket) -> bool {
 // A connection also stays if TCP has not taken all bytes of the direction that was being closed.
 
 /// Returns how long such a connection stays open at most, ns.
-pub fn patience(remains: &Remains) -> u64 {
+pub(super) fn patience(remains: &Remains) -> u64 {
     match remains.unsent.is_empty() {
         true => PATIENCE,
         false => PATIENCE_UNSENT,

@@ -89,7 +89,7 @@ type HandOver<'a> = &'a dyn Fn();
 
 /// Runs `sleep`, a call that blocks. If a signal handler runs meanwhile, calls `hand_over` before it, once. `hand_over`
 /// is async-signal-safe.
-pub fn on_duty<R>(hand_over: HandOver<'_>, sleep: impl FnOnce() -> R) -> R {
+pub(crate) fn on_duty<R>(hand_over: HandOver<'_>, sleep: impl FnOnce() -> R) -> R {
     let before = thread::current().duty.replace((&raw const hand_over).cast());
     let _duty = Duty { before };
     sleep()
@@ -110,7 +110,7 @@ impl Drop for Duty {
 /// Hands the thread's work over. For a signal handler that is about to run while the thread has no critical section
 /// open.
 #[inline]
-pub fn on_handler() {
+pub(crate) fn on_handler() {
     let duty = thread::current().duty.replace(std::ptr::null());
     if !duty.is_null() {
         hand_over(duty);

@@ -50,7 +50,7 @@ pub(crate) struct Iov {
 }
 
 /// The most bytes that the kernel moves in one call (MAX_RW_COUNT).
-pub const LONGEST: usize = 0x7fff_f000;
+pub(crate) const LONGEST: usize = 0x7fff_f000;
 
 impl Iov {
     /// Returns a cursor over a single buffer.
@@ -193,7 +193,7 @@ impl Iov {
     /// Moves the cursor on by `len` bytes, or to the end, and returns the number of bytes. Calls `copy` for each piece
     /// on the way, with its address, the bytes before it, and its length.
     #[inline]
-    pub fn walk(&mut self, len: usize, mut copy: impl FnMut(*mut u8, usize, usize)) -> usize {
+    pub(crate) fn walk(&mut self, len: usize, mut copy: impl FnMut(*mut u8, usize, usize)) -> usize {
         let mut done = 0;
         while done < len {
             let (piece, n) = self.head();

@@ -77,7 +77,7 @@ impl<Q: QueuePair> Bulk<Q> {
     ///
     /// # Safety
     /// As [`QueuePair::write`].
-    pub unsafe fn write(&mut self, theirs: u32, write: &Write) -> Result<bool, Down> {
+    pub(super) unsafe fn write(&mut self, theirs: u32, write: &Write) -> Result<bool, Down> {
         // SAFETY: by this function's contract.
         if !self.is_full && self.posted(unsafe { self.qp.write(write, None) })? {
             return Ok(true);
@@ -107,7 +107,7 @@ impl<Q: QueuePair> Bulk<Q> {
     ///
     /// # Safety
     /// As [`QueuePair::read`].
-    pub unsafe fn read(&mut self, mine: u32, read: &Read, into: Option<Serial>) -> Result<bool, Down> {
+    pub(super) unsafe fn read(&mut self, mine: u32, read: &Read, into: Option<Serial>) -> Result<bool, Down> {
         // SAFETY: by this function's contract.
         let is_posted = self.posted(unsafe { self.qp.read(read) })?;
         if is_posted {
@@ -121,7 +121,7 @@ impl<Q: QueuePair> Bulk<Q> {
     }
 
     /// Sends PLACED, behind all that was written before. An error if too many answers wait.
-    pub fn answer(&mut self, theirs: u32, answer: Answer) -> Result<(), Down> {
+    pub(super) fn answer(&mut self, theirs: u32, answer: Answer) -> Result<(), Down> {
         if self.answers.len() >= MOST_ANSWERS {
             return Err(Down(0));
         }
@@ -143,7 +143,7 @@ impl<Q: QueuePair> Bulk<Q> {
     }
 
     /// Records that there is room. `wake` gets the streams that wait for it.
-    pub fn on_room(&mut self, wake: impl FnMut(u32)) -> Result<(), Down> {
+    pub(super) fn on_room(&mut self, wake: impl FnMut(u32)) -> Result<(), Down> {
         self.is_full = false;
         self.stalled.drain(..).for_each(wake);
         self.flush()

@@ -97,7 +97,7 @@ impl<Q: QueuePair> Engine<Q> {
     }
 
     /// Forgets a stream whose number both ends are done with.
-    pub fn forget<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32) {
+    pub(super) fn forget<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32) {
         self.streams.unlink(mine);
         if let Some(s) = self.streams.get(mine) {
             if let Some(aside) = s.out.aside {
@@ -108,7 +108,7 @@ impl<Q: QueuePair> Engine<Q> {
     }
 
     /// Pairs two numbers, as [`LinkEnd::pair`](crate::fabric::LinkEnd::pair) says.
-    pub fn pair<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, theirs: u32, first: Region) {
+    pub(super) fn pair<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, theirs: u32, first: Region) {
         let Some(block) = g.block_mirror(theirs) else {
             return;
         };
@@ -137,7 +137,7 @@ impl<Q: QueuePair> Engine<Q> {
     }
 
     /// Has CLOSED sent once all bytes are carried over. False if the two numbers are not paired.
-    pub fn close(&mut self, mine: u32, theirs: u32) -> bool {
+    pub(super) fn close(&mut self, mine: u32, theirs: u32) -> bool {
         let s = self.streams.get(mine);
         let s = s.filter(|s| s.state == State::Open && s.theirs == Some(theirs));
         s.map(|s| s.closing = true).is_some()
@@ -163,7 +163,7 @@ impl<Q: QueuePair> Engine<Q> {
     }
 
     /// Returns how many committed bytes of the peer's stream are not confirmed, and whether to ask for a confirmation.
-    pub fn unconfirmed<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> (u64, bool) {
+    pub(super) fn unconfirmed<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> (u64, bool) {
         let Some((_, s)) = self.streams.of_peer(theirs) else {
             return (0, false);
         };

@@ -33,7 +33,7 @@ impl Loans {
         self.untold.or(self.told).is_some()
     }
 
-    pub fn on_told(&mut self) {
+    pub(super) fn on_told(&mut self) {
         self.told = self.untold.take().or(self.told);
     }
 
@@ -91,7 +91,7 @@ impl Takings {
     }
 
     /// Returns the part of the loan that is to be read next; `None` if there is no more.
-    pub fn next(&self) -> Option<Memory> {
+    pub(super) fn next(&self) -> Option<Memory> {
         let Taking { loan, posted, .. } = self.0.filter(|taking| !taking.is_ending)?;
         let rest = loan.from(posted - loan.position);
         (rest.length > 0).then_some(rest)
@@ -116,7 +116,7 @@ impl Takings {
     }
 
     /// Ends the READs: bytes that have not come by now never will.
-    pub fn on_ended(&mut self, tail: u64) {
+    pub(super) fn on_ended(&mut self, tail: u64) {
         if let Some(taking) = &mut self.0 {
             taking.is_ending = true;
             taking.posted = tail;
@@ -148,7 +148,7 @@ impl Takings {
 impl<Q: QueuePair> Engine<Q> {
     /// Lends program memory to the peer's device under `rkey`, for the bytes that the producer commits next, up to
     /// `source.until`. False if they have to be in the mirror.
-    pub fn offer_source<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32, source: Source, rkey: u32) -> bool {
+    pub(super) fn offer_source<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32, source: Source, rkey: u32) -> bool {
         let s = self.streams.of_peer(theirs).map(|(_, s)| s);
         let s = s.filter(|s| s.state == State::Open && !s.closing && !s.peer_left && !s.out.stopped);
         let (Some(s), Some(block), Some(_)) = (s, g.block_mirror(theirs), &self.means.bulk) else {
@@ -243,7 +243,7 @@ impl<Q: QueuePair> Engine<Q> {
 
     /// Forgets a number that both ends are done with, and has it freed; later if READs may still bring bytes into its
     /// ring.
-    pub fn forget_when_quiet<L: Local>(&mut self, g: &Shared<Q, L>, done: Done) {
+    pub(super) fn forget_when_quiet<L: Local>(&mut self, g: &Shared<Q, L>, done: Done) {
         if self.streams.get(done.number.0).is_some_and(Stream::is_read_into) {
             self.unforgotten.push(done);
         } else {
@@ -253,7 +253,7 @@ impl<Q: QueuePair> Engine<Q> {
     }
 
     /// Posts READs of lent memory, as many as may be under way.
-    pub fn read_on<L: Local>(&mut self, g: &Shared<Q, L>) {
+    pub(super) fn read_on<L: Local>(&mut self, g: &Shared<Q, L>) {
         while let Some(bulk) = &mut self.means.bulk
             && let Some(mine) = bulk.next_reader()
         {
@@ -311,7 +311,7 @@ impl<Q: QueuePair> Engine<Q> {
 
 impl<Q: QueuePair> Means<Q> {
     /// Wakes the local sender, so that it checks the state of its loan again.
-    pub fn wake_sender<L: Local>(&mut self, g: &Shared<Q, L>, out: &Outgoing, mine: u32, theirs: Option<u32>) {
+    pub(super) fn wake_sender<L: Local>(&mut self, g: &Shared<Q, L>, out: &Outgoing, mine: u32, theirs: Option<u32>) {
         if let Some(block) = theirs.and_then(|theirs| g.block_mirror(theirs)) {
             let wake = block.put_head(out.head);
             g.tell_here(&mut self.after, wake, mine);
@@ -319,7 +319,7 @@ impl<Q: QueuePair> Means<Q> {
     }
 
     /// Has the local sender put the rest of lent memory into the mirror.
-    pub fn need_source<L: Local>(&mut self, g: &Shared<Q, L>, s: &mut Stream, mine: u32) {
+    pub(super) fn need_source<L: Local>(&mut self, g: &Shared<Q, L>, s: &mut Stream, mine: u32) {
         if let Some(source) = &mut s.out.targets.source {
             source.is_needed = true;
         }

@@ -44,7 +44,7 @@ impl<Q: QueuePair> Engine<Q> {
     }
 
     /// Moves a producer back, as [`LinkEnd::take_back`](crate::fabric::LinkEnd::take_back) says.
-    pub fn take_back<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32, producer: &mut Producer) -> bool {
+    pub(super) fn take_back<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32, producer: &mut Producer) -> bool {
         let (Some((mine, s)), Some(block)) = (self.streams.of_peer(theirs), g.block_mirror(theirs)) else {
             return false;
         };

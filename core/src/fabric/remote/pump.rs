@@ -37,7 +37,7 @@ enum Turn {
 
 impl<Q: QueuePair> Engine<Q> {
     /// Sends messages, the streams' records and a grant, as far as credits and the send queue allow.
-    pub fn pump<L: Local>(&mut self, g: &Shared<Q, L>) -> Result<(), Fault> {
+    pub(super) fn pump<L: Local>(&mut self, g: &Shared<Q, L>) -> Result<(), Fault> {
         let sent = self.messages(g).and_then(|()| self.turns(g));
         unless_blocked(sent)?;
         self.means.sender.finish(&g.qp)

@@ -83,12 +83,12 @@ impl Landings {
     }
 
     /// Returns whether the peer may still answer an advert.
-    pub fn may_be_answered(&self) -> bool {
+    pub(super) fn may_be_answered(&self) -> bool {
         self.open.is_some_and(|landing| landing.stage != Stage::Own) || self.owed.is_some()
     }
 
     /// Begins an advert, which is to be sent to the peer.
-    pub fn begin(&mut self, advert: Memory, key: u32) {
+    pub(super) fn begin(&mut self, advert: Memory, key: u32) {
         self.open = Some(Landing {
             advert,
             key,
@@ -149,21 +149,21 @@ impl Landings {
     }
 
     /// Returns the place for a READ of the bytes from `position` on, with its local key; `None`: they go into the ring.
-    pub fn spot(&self, position: u64) -> Option<(Memory, u32)> {
+    pub(super) fn spot(&self, position: u64) -> Option<(Memory, u32)> {
         let landing = self.open.filter(|l| l.stage == Stage::Own && !l.is_ending)?;
         let rest = landing.advert.from(landing.asked);
         (rest.position == position && rest.length > 0).then_some((rest, landing.key))
     }
 
     /// Records a posted READ of `bytes` bytes into the [spot](Self::spot).
-    pub fn on_asked(&mut self, bytes: u64) {
+    pub(super) fn on_asked(&mut self, bytes: u64) {
         if let Some(landing) = &mut self.open {
             landing.asked += bytes;
         }
     }
 
     /// Records that `bytes` bytes of a READ have come into the buffer of advert `serial`.
-    pub fn on_come(&mut self, serial: Serial, bytes: u64) {
+    pub(super) fn on_come(&mut self, serial: Serial, bytes: u64) {
         if let Some(landing) = self.open.as_mut().filter(|l| l.advert.serial == serial) {
             landing.come += bytes;
         }
@@ -171,7 +171,7 @@ impl Landings {
 
     /// If all READs into the buffer have completed and no more follow, ends the transfer and returns the bytes in the
     /// buffer; otherwise `None`. `has_more`: the loan has more bytes to read.
-    pub fn end_own(&mut self, has_more: bool) -> Option<u64> {
+    pub(super) fn end_own(&mut self, has_more: bool) -> Option<u64> {
         let landing = self.open.filter(|l| l.stage == Stage::Own && l.asked == l.come)?;
         let come = landing.come;
         let is_full = come == u64::from(landing.advert.length);
@@ -395,7 +395,7 @@ impl Targets {
 }
 
 impl<Q: QueuePair> Engine<Q> {
-    pub fn poll_bulk<L: Local>(&mut self, g: &Shared<Q, L>) -> Result<usize, Fault> {
+    pub(super) fn poll_bulk<L: Local>(&mut self, g: &Shared<Q, L>) -> Result<usize, Fault> {
         let Some(mut bulk) = self.means.bulk.take() else {
             return Ok(0);
         };
@@ -427,7 +427,7 @@ impl<Q: QueuePair> Engine<Q> {
     /// Gives the bulk queue pair up. Adverts of local programs end, and the bytes for adverts of the peer's programs go
     /// by the ring.
     #[cold]
-    pub fn drop_bulk<L: Local>(&mut self, g: &Shared<Q, L>) {
+    pub(super) fn drop_bulk<L: Local>(&mut self, g: &Shared<Q, L>) {
         self.means.is_lost = false;
         let Some(bulk) = self.means.bulk.take() else {
             return;
@@ -518,7 +518,7 @@ impl<Q: QueuePair> Engine<Q> {
         Ok(())
     }
 
-    pub fn on_advert<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, advert: Memory) -> Result<(), Breach> {
+    pub(super) fn on_advert<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, advert: Memory) -> Result<(), Breach> {
         let s = self.streams.get(mine);
         let s = s.filter(|s| s.state == State::Open && !s.peer_left && s.theirs.is_some());
         // If any is missing here, the peer will be informed, or has been.
@@ -568,7 +568,7 @@ impl<Q: QueuePair> Engine<Q> {
 
     /// Returns how many bytes of the local program's memory can go at once to the peer's program, which waits with a
     /// buffer. It is 0 if no program waits, or other bytes come before.
-    pub fn wanted<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> u64 {
+    pub(super) fn wanted<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> u64 {
         let s = self.streams.of_peer(theirs).map(|(_, s)| s);
         let s = s.filter(|s| s.state == State::Open && !s.out.stopped);
         let (Some(s), Some(block)) = (s, g.block_mirror(theirs)) else {
@@ -584,7 +584,7 @@ impl<Q: QueuePair> Engine<Q> {
 
     /// Lends program memory as the source of the bytes that the producer commits next, up to `source.until`; the mirror
     /// does not have them. False if it has to.
-    pub fn lend_source<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32, source: Source) -> bool {
+    pub(super) fn lend_source<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32, source: Source) -> bool {
         let is_wanted = self.wanted(g, theirs) >= source.until - source.from;
         let s = self.streams.of_peer(theirs).filter(|_| is_wanted);
         let s = s.filter(|(_, s)| s.out.told == source.from);
@@ -597,7 +597,7 @@ impl<Q: QueuePair> Engine<Q> {
     ///
     /// # Safety
     /// The lent memory can be read.
-    pub unsafe fn take_source<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> Option<u64> {
+    pub(super) unsafe fn take_source<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> Option<u64> {
         let (_, s) = self.streams.of_peer(theirs)?;
         let source = s.out.targets.source.take()?;
         s.out.loans.untold = None;

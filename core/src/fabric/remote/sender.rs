@@ -178,7 +178,7 @@ impl Sender {
 
     /// Adds a DATA record with `len` bytes of payload up to `tail`, at most [`most_payload`](Self::most_payload), which
     /// `fill` writes. First sends the collected message if there is no room.
-    pub fn put_data(
+    pub(super) fn put_data(
         &mut self,
         qp: &impl QueuePair,
         theirs: u32,

@@ -117,7 +117,7 @@ impl<Q: QueuePair, L: Local> Shared<Q, L> {
 
     /// Returns the address of position `pos` of the ring in `region` of one of the arenas, and how many of `most` bytes
     /// follow there within one chunk; then the chunk. `None` if there are no such bytes.
-    pub fn piece(&self, side: &Side, region: Region, pos: u64, most: u64) -> Option<(*mut u8, u64, u32)> {
+    pub(super) fn piece(&self, side: &Side, region: Region, pos: u64, most: u64) -> Option<(*mut u8, u64, u32)> {
         let (area, log2) = (side.area(), self.tuning.chunk_log2);
         let (at, len) = area.piece(region, pos, most)?;
         let offset = area.offset_of(at);
@@ -291,7 +291,7 @@ impl<T: Copy> Keys<T> {
         self.0.get(chunk as usize).copied().flatten()
     }
 
-    pub fn get_mut(&mut self, chunk: u32) -> Option<&mut T> {
+    pub(super) fn get_mut(&mut self, chunk: u32) -> Option<&mut T> {
         self.0.get_mut(chunk as usize)?.as_mut()
     }
 

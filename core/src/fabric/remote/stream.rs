@@ -261,7 +261,7 @@ pub(super) struct Outgoing {
 
 impl Outgoing {
     /// Asks for a notification of the engine, then reads the words of the local producer.
-    pub fn look(&mut self, block: &DirectionBlock) -> ProducerView {
+    pub(super) fn look(&mut self, block: &DirectionBlock) -> ProducerView {
         let view = block.watch_producer(ENGINE.0);
         self.has_ended = EndMark::from_word(view.end).is_some();
         // A producer that writes aside has adopted no ring since.
@@ -463,7 +463,7 @@ impl Streams {
     }
 
     /// Returns the stream that the peer calls `theirs`, with its local number.
-    pub fn of_peer(&mut self, theirs: u32) -> Option<(u32, &mut Stream)> {
+    pub(super) fn of_peer(&mut self, theirs: u32) -> Option<(u32, &mut Stream)> {
         let mine = self.mine(theirs)?;
         Some((mine, self.get(mine)?))
     }
@@ -475,14 +475,14 @@ impl Streams {
     }
 
     /// Sets the local number of the peer's `theirs`.
-    pub fn link(&mut self, mine: u32, theirs: u32) {
+    pub(super) fn link(&mut self, mine: u32, theirs: u32) {
         if let Some(slot) = self.by_theirs.get_mut(theirs as usize) {
             *slot = mine as u16 + 1;
         }
     }
 
     /// Ends the pairing of stream `mine`, if it is paired.
-    pub fn unlink(&mut self, mine: u32) {
+    pub(super) fn unlink(&mut self, mine: u32) {
         let theirs = self.get(mine).and_then(|s| s.theirs.take());
         if let Some(slot) = theirs.and_then(|theirs| self.by_theirs.get_mut(theirs as usize)) {
             *slot = 0;

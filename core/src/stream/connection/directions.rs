@@ -120,7 +120,7 @@ pub(super) fn end_scan<S: SocketIo>(socket: &S, rx: &mut RxOf<S>) {
 /// Returns whether the end of TCP's sending direction has to wait: the program has shut the receiving direction, and a
 /// marker may still come. The kernel answers bytes that come when both directions are shut by a reset. With the reset
 /// all is lost that the peer has not been sent yet (P101).
-pub fn awaits_marker<S: SocketIo>(socket: &S) -> bool {
+pub(super) fn awaits_marker<S: SocketIo>(socket: &S) -> bool {
     socket.rx_shut.load(SeqCst) && is_scanning(socket)
 }
 
@@ -132,7 +132,7 @@ pub fn is_scanning<S: SocketIo>(socket: &S) -> bool {
 }
 
 /// As [`is_scanning`]. The caller holds `rx`.
-pub fn is_scanned<S: SocketIo>(socket: &S, rx: &RxOf<S>) -> bool {
+pub(super) fn is_scanned<S: SocketIo>(socket: &S, rx: &RxOf<S>) -> bool {
     socket.rx_mode.load(Acquire) == Mode::Marked && rx.scan.is_some()
 }
 
@@ -163,7 +163,7 @@ pub fn on_end_told<S: SocketIo>(socket: &S, rx: &mut RxOf<S>) {
 }
 
 /// Leaves the receiving direction to the kernel: no marker comes any more. This may complete a way back.
-pub fn settle<S: SocketIo>(socket: &S, rx: &RxOf<S>) {
+pub(super) fn settle<S: SocketIo>(socket: &S, rx: &RxOf<S>) {
     socket.rx_mode.go(Move::Settled);
     if rx.consumer.is_some() {
         socket.later(Task::Drained);

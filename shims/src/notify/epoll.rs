@@ -10,9 +10,9 @@
 //! - the ready queues of the links, with one entry for each stream that has something to do, so a wait costs O(ready);
 //! - the service thread, for events on the TCP socket.
 //!
-//! The kernel's set also holds the bell of this set, an eventfd under a [key](key_of_this_process) of the library's. So one sleep in
-//! the kernel waits for both. If the set's sockets are on many links to other hosts, the kernel's set also holds their
-//! completion descriptors, and reports which of the links have completions.
+//! The kernel's set also holds the bell of this set, an eventfd under a [key](key_of_this_process) of the library's. So
+//! one sleep in the kernel waits for both. If the set's sockets are on many links to other hosts, the kernel's set also
+//! holds their completion descriptors, and reports which of the links have completions.
 
 use std::collections::VecDeque;
 use std::ffi::c_int;

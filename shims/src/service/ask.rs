@@ -14,6 +14,7 @@ use rdmasock_core::wire;
 use rdmasock_core::wire::Message;
 
 use crate::notify::threshold::stay;
+use crate::objects::library::random_u64;
 use crate::objects::mailbox::Ref;
 use crate::objects::socket::{Control, Socket, Stage, tuple_of};
 use crate::service::channels::send;
@@ -130,7 +131,8 @@ impl Worker {
             return stay(socket, Reason::OtherHost.into());
         }
         socket.told.set_why(Reason::Handshake);
-        let request = self.new_request();
+        // Peers cannot guess the number, although only a channel that was asked can answer.
+        let request = random_u64();
         {
             let Some(mut control) = socket.control.lock() else {
                 return;
@@ -143,14 +145,6 @@ impl Worker {
             connection::begin_asking(&mut control, nonce, remote || reach.is_device_for_here());
         }
         self.ask_out(request, Asking::new(Asker::Here(r), nonce, tuple, remote));
-    }
-
-    /// Returns an unused number for a question. Peers cannot guess it, although only a channel that was asked can
-    /// answer.
-    pub(super) fn new_request(&self) -> u64 {
-        std::iter::repeat_with(crate::objects::library::random_u64)
-            .find(|r| !self.asks.contains_key(r))
-            .unwrap_or_default()
     }
 
     /// Asks for the promotion: the other host, or within the host the names that belong to the port.
@@ -270,10 +264,8 @@ impl Worker {
     }
 
     pub(super) fn on_redirect(&mut self, conn: u64, request: u64, instance: InstanceId) {
-        let by_name = matches!(
-            self.conns.get(&conn).map(|c| &c.peer),
-            Some(Peer::Asked { by_name: true, .. })
-        );
+        let peer = self.conns.get(&conn).map(|c| &c.peer);
+        let by_name = matches!(peer, Some(Peer::Asked { by_name: true, .. }));
         let asking = self.take_answered(conn, request);
         self.done_asking(conn);
         let Some(mut asking) = asking else { return };

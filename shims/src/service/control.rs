@@ -19,6 +19,7 @@ use rdmasock_core::wire::Message;
 use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
+use crate::objects::library::random_u64;
 use crate::objects::mailbox::{kind, tag};
 use crate::service::ask::Asking;
 use crate::service::channels::send;
@@ -271,7 +272,7 @@ impl Worker {
         }
         self.library.stats.count(Event::ControlRelay);
         // A number of this instance: the asker's number may also be another asker's.
-        let request = self.new_request();
+        let request = random_u64();
         self.ask_out(request, Asking::relayed(conn, tuple, nonce_c, instance_c));
     }
 

@@ -374,7 +374,7 @@ impl Asked {
 
 /// Asks the host at `address`. Returns the number of the question, and the host's id if it is asked.
 fn ask(worker: &mut Worker, socket: &'static Socket, nonce: Nonce, address: IpAddr) -> (u64, Option<u64>) {
-    let request = worker.new_request();
+    let request = crate::objects::library::random_u64();
     let tuple = Tuple::new(SocketAddr::new(HERE, 9), SocketAddr::new(address, 9));
     let asking = Asking::remote_for_test(Ref::new(socket), nonce, tuple);
     worker.ask_out(request, asking);

@@ -29,7 +29,7 @@ use crate::objects::waiters::SERVICE;
 use crate::objects::{cgroup, link, socket};
 use crate::service::ask::ASK_TIMEOUT;
 use crate::service::channels::send;
-use crate::service::{Conn, Peer, Worker};
+use crate::service::{Conn, Peer, Worker, link_at};
 use crate::sys::points::point;
 
 /// Time to the next check of a dead link on which a thread still sleeps, ns. Work requests that are in flight on its
@@ -51,12 +51,17 @@ const SHRINK_EVERY: u64 = 1_000_000_000;
 pub(super) struct Pending {
     pub peer: InstanceId,
     /// The connections whose handshakes need the link.
-    pub waiting: Vec<Ref>,
+    waiting: Vec<Ref>,
     /// The arena that this end receives in; `None` between hosts.
     pub mine: Option<(PrivateFd, Layout)>,
 }
 
 impl Pending {
+    pub fn new(peer: InstanceId, r: Ref, mine: Option<(PrivateFd, Layout)>) -> Self {
+        let waiting = vec![r];
+        Self { peer, waiting, mine }
+    }
+
     /// Continues the handshakes that wait: on `link`, or without one.
     pub(super) fn end(self, link: Option<&'static Link>) {
         for r in self.waiting {
@@ -111,11 +116,7 @@ impl Worker {
         if !send(&channel, &message, &[arena.as_fd(), self.library.waiters.flags_fd()]) {
             return None;
         }
-        let pending = Pending {
-            peer,
-            waiting: vec![r],
-            mine: Some((arena, layout)),
-        };
+        let pending = Pending::new(peer, r, Some((arena, layout)));
         self.register(channel, Peer::Linking(pending), ASK_TIMEOUT)?;
         Some(())
     }
@@ -330,10 +331,10 @@ impl Worker {
 
     /// Checks a link whose peer wakes threads in vain. If it carries hardly anything else, its streams go back to TCP,
     /// and no byte is lost if the suspicion is wrong. If the wake-ups go on after that, the link is closed.
-    pub(super) fn look_for_noise(&mut self, link: &'static Link) {
-        if !link.is_alive() || !link.is_idle(moved_on(link)) {
+    pub(super) fn look_for_noise(&mut self, slot: u32) {
+        let Some(link) = link_at(slot).filter(|link| link.is_alive() && link.is_idle(moved_on(link))) else {
             return;
-        }
+        };
         tracing::warn!(target: "rdmasock", link = link.slot(), "the peer wakes us for nothing, again and again: back to TCP");
         if link.is_left.swap(true, Relaxed) {
             self.library.stats.count(Event::LinkViolation);

@@ -345,7 +345,8 @@ impl Worker {
         let round = socket::Round::begin();
         self.drain();
         drop(round);
-        let next = TIMERS.iter().filter_map(|(next, _)| next(self)).min();
+        let alarm = ALARMS.iter().filter_map(|(at, _)| *at(self)).min();
+        let next = TIMERS.iter().filter_map(|(next, _)| next(self)).chain(alarm).min();
         let timeout = next.map(|at| at.saturating_sub(time::now_ns()));
         self.library.waiters.enter_sleep(SERVICE);
         let idle = self.events.is_empty()
@@ -365,6 +366,11 @@ impl Worker {
         let now = time::now_ns();
         for (_, run) in TIMERS {
             run(self, now);
+        }
+        for (at, run) in ALARMS {
+            if rings(at(self), now) {
+                run(self, now);
+            }
         }
         self.close_left();
         ControlFlow::Continue(())
@@ -446,15 +452,17 @@ impl Worker {
                 }
             }
             Command::FreeLinks => self.free_dead_links(),
-            Command::Vain(slot) => {
-                if let Some(link) = link_at(slot) {
-                    self.look_for_noise(link);
-                }
-            }
+            Command::Vain(slot) => self.look_for_noise(slot),
             Command::Linger(remains) => {
                 let id = self.new_conn();
                 if self.add(remains.fd.as_fd(), tag(kind::LINGER, id), watch::EVENTS) {
-                    let until = Some(time::now_ns() + watch::patience(&remains));
+                    let is_sent = remains.unsent.is_empty();
+                    let patience = if is_sent {
+                        watch::PATIENCE
+                    } else {
+                        watch::PATIENCE_UNSENT
+                    };
+                    let until = Some(time::now_ns() + patience);
                     self.conns.insert(id, Conn::new(None, Peer::Closed(remains), until));
                     self.on_closed(id);
                 }
@@ -468,7 +476,9 @@ impl Worker {
             }
             Command::DelayedWakes => self.alarms.wake = Some(time::now_ns() + DELAYED_FOR),
             Command::Grown => self.on_grown(),
-            Command::Maintain => self.alarms.maintain = Some(time::now_ns() + self.maintain_after()),
+            Command::Maintain => {
+                self.alarms.maintain = Some(time::now_ns() + (pairs::MAINTAIN_AFTER << self.maintained))
+            }
         }
     }
 
@@ -627,45 +637,12 @@ fn own_namespace() -> u64 {
 /// nothing is scheduled. The second does what is due, and is called after every sleep, however long that was.
 type Timer = (fn(&Worker) -> Option<u64>, fn(&mut Worker, u64));
 
-/// Work that is done once, when its alarm is due.
-macro_rules! alarm {
-    ($name:ident, $run:expr) => {
-        (
-            |worker| worker.alarms.$name,
-            |worker, now| {
-                let run: fn(&mut Worker, u64) = $run;
-                if rings(&mut worker.alarms.$name, now) {
-                    run(worker, now);
-                }
-            },
-        )
-    };
-}
-
 /// The thread's timers, in the order in which they are handled.
 const TIMERS: &[Timer] = &[
     (|w| w.asks.values().map(|a| a.deadline).min(), Worker::expire_asks),
-    (
-        |w| w.conns.values().filter_map(|conn| conn.until).min(),
-        Worker::expire_conns,
-    ),
-    alarm!(listen, |worker, _| worker.listen_to_names(true)),
-    alarm!(maintain, |worker, _| worker.maintain_links()),
-    alarm!(watch, Worker::watch_links),
-    alarm!(apart, |worker, _| {
-        for id in std::mem::take(&mut worker.unread) {
-            worker.listen_to(id);
-            worker.on_channel(id);
-        }
-    }),
-    alarm!(free_links, |worker, _| worker.free_dead_links()),
-    alarm!(wake, |worker, _| {
-        worker.service.delaying.begin();
-        socket::all().for_each(crate::data::tx::send_delayed_wake);
-    }),
+    (|w| w.conns.values().filter_map(|c| c.until).min(), Worker::expire_conns),
     (|w| w.handshakes.next_timeout(), |w, now| w.handshakes.on_timeout(now)),
     (|w| w.blocked.iter().map(|b| b.deadline).min(), Worker::relieve),
-    alarm!(shrink, Worker::shrink_rings),
     (
         |w| w.ends.next_timeout(),
         |w, now| {
@@ -677,6 +654,33 @@ const TIMERS: &[Timer] = &[
     (|w| w.control.next_timeout(), Worker::control_on_time),
     (|w| w.hosts.next_timeout(), Worker::hosts_on_time),
     (|w| w.ending.next_timeout(), |w, now| w.ending.on_timeout(now)),
+];
+
+/// Work that the thread does once: its alarm, and what is done when that is due. Alarms are handled after the timers.
+type Alarm = (fn(&mut Worker) -> &mut Option<u64>, fn(&mut Worker, u64));
+
+const ALARMS: &[Alarm] = &[
+    (|w| &mut w.alarms.listen, |w, _| w.listen_to_names(true)),
+    (|w| &mut w.alarms.maintain, |w, _| w.maintain_links()),
+    (|w| &mut w.alarms.watch, Worker::watch_links),
+    (
+        |w| &mut w.alarms.apart,
+        |w, _| {
+            for id in std::mem::take(&mut w.unread) {
+                w.listen_to(id);
+                w.on_channel(id);
+            }
+        },
+    ),
+    (|w| &mut w.alarms.free_links, |w, _| w.free_dead_links()),
+    (
+        |w| &mut w.alarms.wake,
+        |w, _| {
+            w.service.delaying.begin();
+            socket::all().for_each(crate::data::tx::send_delayed_wake);
+        },
+    ),
+    (|w| &mut w.alarms.shrink, Worker::shrink_rings),
 ];
 
 /// Returns whether the alarm is due at `now`; if so, turns it off.

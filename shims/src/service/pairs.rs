@@ -31,7 +31,7 @@ const _: () = assert!(INTRODUCTION == PRIVATE_BYTES);
 /// The first interval of maintenance, ns. For that time the last head of an idle direction is held back. For that time
 /// no thread need be notified of completions after the last one that slept on a link has gone on. While links are in
 /// use the interval doubles up to four times as much, since each round takes a core from the program.
-const MAINTAIN_AFTER: u64 = 5_000_000;
+pub const MAINTAIN_AFTER: u64 = 5_000_000;
 const MAINTAIN_DOUBLINGS: u32 = 2;
 
 /// How often links on which something was sent are checked, ns.
@@ -192,15 +192,10 @@ impl Worker {
             let dialled = dial(peer, local, remote, &greeting, None);
             Library::get().service.submit(Command::Dialled(peer, dialled));
         });
-        let pending = Pending {
-            peer,
-            waiting: vec![r],
-            mine: None,
-        };
-        let conn = Conn::new(None, Peer::Linking(pending), Some(link_deadline()));
         is_begun.then(|| {
+            let asked = Peer::Linking(Pending::new(peer, r, None));
             let id = self.new_conn();
-            self.conns.insert(id, conn);
+            self.conns.insert(id, Conn::new(None, asked, Some(link_deadline())));
         })
     }
 
@@ -361,11 +356,6 @@ impl Worker {
         {
             self.on_completion(id);
         }
-    }
-
-    /// Returns the time from a request to maintain the links until that is done, ns.
-    pub(super) fn maintain_after(&self) -> u64 {
-        MAINTAIN_AFTER << self.maintained
     }
 
     /// Maintains the links to other hosts: sends the heads that idle directions owe. Where no thread sleeps on a link
@@ -548,7 +538,7 @@ impl Worker {
 
     /// Returns the state of the link's bulk queue pair.
     fn bulk_of(&mut self, link: &Link) -> &mut Bulk {
-        self.bulks.entry(link.slot()).or_insert_with(Bulk::new)
+        self.bulks.entry(link.slot()).or_insert(Bulk::NONE)
     }
 
     /// Returns the link for which this cookie was given out; `None` if there is none.
@@ -693,13 +683,12 @@ fn dial_beside(
 }
 
 impl Bulk {
-    fn new() -> Self {
-        Self {
-            stage: Stage::None { before: 0 },
-            cookie: None,
-            lost: 0,
-        }
-    }
+    /// No queue pair was wanted yet.
+    const NONE: Self = Self {
+        stage: Stage::None { before: 0 },
+        cookie: None,
+        lost: 0,
+    };
 
     /// Returns whether a queue pair may be made now: none is there, or being made.
     fn may_begin(&self, now: u64) -> bool {
@@ -750,7 +739,7 @@ mod tests {
     #[test]
     fn who_asks_while_an_offer_is_on_its_way_is_offered_the_same() {
         let [first, second] = [1, 2].map(|n| Cookie::from_bytes([n; 16]));
-        let mut bulk = Bulk::new();
+        let mut bulk = Bulk::NONE;
         let given = bulk.to_offer(0, first);
         bulk.on_offered(given, 100);
         assert!(bulk.to_offer(50, second).matches(&first));

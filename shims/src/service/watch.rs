@@ -39,9 +39,9 @@ const LOOK_LAST: u64 = 1_000_000_000;
 /// never shows it.
 const END_WITHIN: u64 = 1_000_000_000;
 /// How long the other end may take to write a marker, ns. It writes one when there is a link, or none can be made.
-const PATIENCE: u64 = LINK_TIMEOUT.as_nanos() as u64 + 5_000_000_000;
+pub(super) const PATIENCE: u64 = LINK_TIMEOUT.as_nanos() as u64 + 5_000_000_000;
 /// How long the other end may take to make room for the unsent bytes, ns.
-const PATIENCE_UNSENT: u64 = 60_000_000_000;
+pub(super) const PATIENCE_UNSENT: u64 = 60_000_000_000;
 /// The events that the epoll set reports of a closed connection.
 pub(super) const EVENTS: kernel::EventFlags = kernel::EventFlags::IN
     .union(kernel::EventFlags::OUT)
@@ -348,14 +348,6 @@ fn has_ended(socket: &'static Socket) -> bool {
 // reset that close() would have sent.
 //
 // A connection also stays if TCP has not taken all bytes of the direction that was being closed.
-
-/// Returns how long such a connection stays open at most, ns.
-pub(super) fn patience(remains: &Remains) -> u64 {
-    match remains.unsent.is_empty() {
-        true => PATIENCE,
-        false => PATIENCE_UNSENT,
-    }
-}
 
 impl Worker {
     /// Handles an event of a connection that outlives its close: bytes have come, or there is room.

@@ -40,6 +40,7 @@ const CASES: &[(&str, Case)] = &[
     ("no_large_files", no_large_files),
     ("limit_of_open_files_is_kept", limit_of_open_files_is_kept),
     ("few_open_files", few_open_files),
+    ("very_few_open_files", very_few_open_files),
     ("locked_memory", locked_memory),
     ("locked_memory_on_a_link", locked_memory_on_a_link),
     ("little_address_space", little_address_space),
@@ -562,6 +563,15 @@ fn few_open_files(paths: &Paths) -> Result<(), Failed> {
     let (talk, said) = Talk::begin(paths, &["early:open files:64"], &[])?;
     expect("the limit", &said[0], "done")?;
     talk.on_link()?;
+    expect("stderr", &talk.end()?, "")
+}
+
+/// A program with so few descriptors has each of their numbers, and stays on TCP.
+fn very_few_open_files(paths: &Paths) -> Result<(), Failed> {
+    let (mut talk, said) = Talk::begin(paths, &["early:open files:32", "take all open files"], &[])?;
+    expect("the limit", &said[0], "done")?;
+    expect("the last number", &said[1], "done")?;
+    talk.goes_on()?;
     expect("stderr", &talk.end()?, "")
 }
 

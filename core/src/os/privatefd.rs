@@ -39,6 +39,9 @@ use crate::os::{kernel, thread};
 /// most programs ever use, and not at an end that programs choose for themselves.
 const USUAL: u32 = 960;
 
+/// The least soft limit under which private fds are made. A program that chooses a lower one counts on each number.
+const LEAST_LIMIT: u64 = 64;
+
 /// No limit gives a private fd a number above this.
 const CEILING: u32 = 65_536;
 
@@ -134,8 +137,11 @@ impl PrivateFd {
     /// Returns a private fd for the same open file as the program's `fd`. EMFILE as for [`Self::place`].
     pub fn duplicate(fd: BorrowedFd<'_>) -> Result<Self, Errno> {
         let _transit = Transit::begin();
-        let count = COUNT.load(Relaxed);
-        let mut places = places(soft_limit()).into_iter().filter(|place| count < place.most);
+        let (count, soft) = (COUNT.load(Relaxed), soft_limit());
+        if soft < LEAST_LIMIT {
+            return Err(Errno::MFILE);
+        }
+        let mut places = places(soft).into_iter().filter(|place| count < place.most);
         let placed = places.find_map(|place| {
             let placed = place_in(fd, &place, Take::High)?;
             stock_reserve(&place);

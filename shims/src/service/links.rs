@@ -57,7 +57,7 @@ pub(super) struct Pending {
 }
 
 impl Pending {
-    pub fn new(peer: InstanceId, r: Ref, mine: Option<(PrivateFd, Layout)>) -> Self {
+    pub(super) fn new(peer: InstanceId, r: Ref, mine: Option<(PrivateFd, Layout)>) -> Self {
         let waiting = vec![r];
         Self { peer, waiting, mine }
     }

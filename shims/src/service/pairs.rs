@@ -31,7 +31,7 @@ const _: () = assert!(INTRODUCTION == PRIVATE_BYTES);
 /// The first interval of maintenance, ns. For that time the last head of an idle direction is held back. For that time
 /// no thread need be notified of completions after the last one that slept on a link has gone on. While links are in
 /// use the interval doubles up to four times as much, since each round takes a core from the program.
-pub const MAINTAIN_AFTER: u64 = 5_000_000;
+pub(super) const MAINTAIN_AFTER: u64 = 5_000_000;
 const MAINTAIN_DOUBLINGS: u32 = 2;
 
 /// How often links on which something was sent are checked, ns.

@@ -20,8 +20,8 @@ const MESSAGE: usize = 64;
 /// other until the command `end`. Both carry out the commands on their standard input.
 ///
 /// `host` listens on one port of 127.0.0.1 and ::1, prints it, and sends back the bytes of one connection after the
-/// other, until its standard input has something. `visitor PORT FAMILY` makes a connection at each command `call`, sends
-/// one message after the other until the command `leave`, and ends at any other command.
+/// other, until its standard input has something. `visitor PORT FAMILY` makes a connection at each command `call`,
+/// sends one message after the other until the command `leave`, and ends at any other command.
 ///
 /// True if all went well.
 pub fn main(words: &[String]) -> bool {

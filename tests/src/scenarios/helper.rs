@@ -8,8 +8,8 @@ use crate::{dialogue, sys};
 
 /// Runs one of the programs. Each succeeds if all went as it should.
 ///
-/// - `echo FD` sends all received bytes back until EOF; `bare FD` does so if it does not have the library; `say FD TEXT`
-///   sends a text; `gone FD` expects the fd not to be open.
+/// - `echo FD` sends all received bytes back until EOF; `bare FD` does so if it does not have the library;
+///   `say FD TEXT` sends a text; `gone FD` expects the fd not to be open.
 /// - `serve PORT CONNECTIONS` and `dial PORT CONNECTIONS` hold the conversation of `dialogue`.
 ///   The server prints its port once it listens.
 /// - `squat PORT HOW` listens on the library's service names of PORT, as uid 65534 if it can,

@@ -1,5 +1,5 @@
-//! Programs as a distribution makes them: stock Python, whose subprocess gets a connection as its standard input and
-//! output.
+//! Programs as a distribution or a compiler makes them: stock Python, whose subprocess gets a connection as its
+//! standard input and output, and a program that gcc has built with AddressSanitizer.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::io::{BufRead, BufReader, Read, Write};
@@ -212,4 +212,40 @@ fn cat_gets_a_promoted_connection_of_python() {
 fn cat_gets_unread_bytes_of_python() {
     let library = paths().library.unwrap();
     hand_to_cat("unread", Some(&library));
+}
+
+#[test]
+fn sanitized_program_is_promoted() {
+    let paths = paths();
+    let folder = tempfile::tempdir().unwrap();
+    let program = folder.path().join("sanitized");
+    let cc = Command::new("gcc")
+        .args(["-fsanitize=address", "-g", "-Wall", "-Werror", "-o"])
+        .arg(&program)
+        .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("c/sanitized.c"))
+        .status();
+    assert!(
+        cc.is_ok_and(|status| status.success()),
+        "gcc (Debian: apt install gcc libc6-dev)"
+    );
+    let start = |port: Option<&str>| {
+        let mut command = Command::new(&paths.command);
+        clean_environment(&mut command);
+        command
+            .env("RDMASOCK_LIBRARY", paths.library.as_ref().unwrap())
+            .args(["run", "--promote-after", "2r,16K", "--"])
+            .arg(&program)
+            .args(port);
+        Program::start(command)
+    };
+    let mut server = start(None);
+    let port = server.line();
+    let mut client = start(Some(&port));
+    wait_for_links(&paths, [&server, &client]);
+    for end in [&server, &client] {
+        let maps = std::fs::read_to_string(format!("/proc/{}/maps", end.pid())).unwrap();
+        assert!(maps.contains("libasan.so") && maps.contains("librdmasock.so"), "{maps}");
+    }
+    client.succeed();
+    server.succeed();
 }

@@ -18,6 +18,7 @@ fn main() -> ExitCode {
     args.test_threads.get_or_insert(5);
     let paths = Arc::new(Paths::find(Path::new(env!("CARGO_BIN_EXE_scenario"))));
     let references = Arc::new(References::default());
+    let is_root = nix::unistd::geteuid().is_root();
     let mut trials = Vec::new();
     for scenario in scenarios::all() {
         let scenario = Arc::new(scenario);
@@ -27,8 +28,9 @@ fn main() -> ExitCode {
             let played = Arc::clone(&scenario);
             let name = format!("{}/{}", mode.name(), scenario.name);
             let why = mode.device().and_then(|_| why_left_out(&scenario.name, mode));
+            let is_left_out = why.is_some() || scenario.for_root && !is_root;
             let trial = Trial::test(name, move || run(&paths, &references, &played, mode));
-            trials.push(trial.with_ignored_flag(why.is_some()));
+            trials.push(trial.with_ignored_flag(is_left_out));
         }
     }
     // The order is mixed, so that the scenarios of a family that wait, or use all cores, do not run together. The mix
@@ -43,6 +45,9 @@ fn main() -> ExitCode {
             println!("skipped: roce/{name}, iwarp/{name}: {why}");
         }
         println!("skipped: half of the others in one of the two, for they are played in the other");
+        for scenario in scenarios::all().iter().filter(|s| s.for_root && !is_root) {
+            println!("skipped: {}: only root may make its network namespaces", scenario.name);
+        }
     }
     libtest_mimic::run(&args, trials).exit_code()
 }

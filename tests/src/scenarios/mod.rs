@@ -67,6 +67,8 @@ pub struct Scenario {
     pub held: Option<(Side, String)>,
     /// The modes in which it runs.
     pub modes: &'static [Mode],
+    /// Whether it makes network namespaces. Then it fails unless root plays it.
+    pub for_root: bool,
 }
 
 impl Scenario {
@@ -80,6 +82,7 @@ impl Scenario {
             device: "",
             held: None,
             modes: &Mode::ALL,
+            for_root: false,
         }
     }
 
@@ -147,7 +150,7 @@ pub fn all() -> Vec<Scenario> {
         threads: warm { send_and_receive, eight_senders, four_receivers, shutdown_wakes, shutdown_wakes_pollers, close_does_not_wake, cancel, cancel_early, cancel_sender_early, cancel_pollers } cold { eight_on_one_epoll, four_acceptors }
         told: warm { counts_across_a_promotion, unread_and_half_closed, time_of_the_last, counts_across_a_demotion, counts_in_a_child, peer_killed, lengths } cold {  }
         told_options: warm { kept, how_much_is_left, how_much_is_left_by_listener, timestamps, pacing, repair, zero_copy_receive, keepalive_of_a_frozen_peer, user_timeout } cold { keepalive_of_a_host_that_is_gone, nodelay_while_promoted, nodelay_at_a_promotion }
-        twins: warm {  } cold { of_one_process_each, of_two_clients, of_two_servers, on_interfaces, on_interfaces_of_two_servers }
+        twins: warm {  } cold { of_one_process_each, of_one_process_each_apart, of_two_clients, of_two_servers, on_interfaces, on_interfaces_of_two_servers }
         zerocopy: warm { completions, control, ipv6, mapped, recvmmsg, readiness, woken, forms, dup, threads, both_ways } cold {  }
         zerocopy_more: warm { accepted, reset, timestamps, forked } cold {  }
         wakes: warm { oneshot_over, data_taken, room_taken, set_changed } cold { poll, select, receive, epoll, edge, oneshot, added, two_sets, nested, polled_set, two_waiters, two_receivers, crowd, shared_set, forked, filled_at_once, replaced, successor }
@@ -194,6 +197,11 @@ pub fn all() -> Vec<Scenario> {
     }
     for scenario in all.iter_mut().filter(|s| s.name == "connect_fast_open_later") {
         scenario.env.push(("RDMASOCK_PROMOTE_AFTER", "0".into()));
+    }
+    let makes_namespaces =
+        |name: &str| name.starts_with("twins_") || name == "told_options_keepalive_of_a_host_that_is_gone";
+    for scenario in all.iter_mut().filter(|s| makes_namespaces(&s.name)) {
+        scenario.for_root = true;
     }
     let into: Vec<_> = all.iter().flat_map(lent_into).collect();
     all.extend(into);

@@ -2,10 +2,12 @@
 //! of one namespace. Each byte names the connection that it belongs to.
 
 use std::os::fd::AsRawFd;
+use std::time::{Duration, Instant};
 
 use libc::c_int;
 
 use crate::ctx::Ctx;
+use crate::scenarios::helper;
 use crate::sys;
 use crate::sys::Addr;
 
@@ -19,6 +21,8 @@ const ROUNDS: u8 = 80;
 const SLOW: std::ops::Range<u8> = 20..40;
 const PORT: u16 = 7777;
 const FIRST_CLIENT_PORT: u16 = 20_000;
+/// The file by which a client tells the others that it has a link.
+const LINKED: &str = "linked";
 /// The address that both interfaces have.
 const LINK_LOCAL: std::net::Ipv6Addr = std::net::Ipv6Addr::new(0xfe80, 0, 0, 0, 0, 0, 0, 0x77);
 
@@ -100,13 +104,38 @@ fn exchange(fd: c_int, tag: u8, round: u8) {
     );
 }
 
-/// Holds conversations on connections from all of these places at the same time, with equal ports.
-fn talk(places: &[(Place, u8)]) {
-    for pair in 0..PAIRS {
-        let fds: Vec<_> = places
-            .iter()
-            .map(|(place, tag)| (place.connected(FIRST_CLIENT_PORT + pair), *tag))
-            .collect();
+/// The conditions of the conversations.
+#[derive(Clone, Copy)]
+struct Talk {
+    /// Whether both sides have the library, and links are within the host.
+    at_both_ends: bool,
+    /// The place in which the client's service thread starts. The server's starts in the first one.
+    starts_in: usize,
+}
+
+/// Holds conversations on connections from all of these places at the same time, with equal ports. With the library at
+/// both ends it goes on until one client has a link; no client gets one if the service threads start in different
+/// places.
+fn talk(c: &Ctx, places: &[(Place, u8)], how: Talk) {
+    let linked = c.dir.join(LINKED);
+    let expects_link = how.at_both_ends && how.starts_in == 0;
+    let mut end = None;
+    for pair in 0.. {
+        if pair >= PAIRS {
+            if !expects_link || linked.exists() {
+                break;
+            }
+            let end = end.get_or_insert_with(|| Instant::now() + Duration::from_millis(sys::SOON as u64));
+            assert!(Instant::now() < *end, "no client has a link");
+        }
+        let connected = |(place, tag): &(Place, u8)| {
+            let fd = place.connected(FIRST_CLIENT_PORT + pair);
+            // The server accepts in the order of the places.
+            exchange(fd, *tag, 0);
+            (fd, *tag)
+        };
+        let fds: Vec<_> = places.iter().map(connected).collect();
+        places[how.starts_in].0.enter();
         for round in 0..ROUNDS {
             for (fd, tag) in &fds {
                 exchange(*fd, *tag, round);
@@ -115,10 +144,28 @@ fn talk(places: &[(Place, u8)]) {
                 sys::pause_ms(2);
             }
         }
+        if has_link() {
+            std::fs::write(&linked, b"").unwrap();
+        }
         for (fd, _) in fds {
             sys::close(fd).ok();
         }
     }
+    assert!(
+        expects_link || !how.at_both_ends || !has_link(),
+        "a link to another place"
+    );
+}
+
+fn has_link() -> bool {
+    std::fs::read_to_string("/proc/self/maps").is_ok_and(|maps| maps.contains("rdmasock-arena"))
+}
+
+/// Returns whether both sides have the library, and links are within the host.
+fn is_at_both_ends(c: &Ctx) -> bool {
+    let is_here = helper::has_library() && std::env::var_os("RDMASOCK_DEV_LOCAL_DEVICE").is_none();
+    let is_there = c.exchange("library", u64::from(is_here)) != 0;
+    is_here && is_there
 }
 
 /// Runs each part in a process of its own, or all in this one.
@@ -136,10 +183,15 @@ fn run<T: Copy>(parts: &[T], is_divided: bool, part: impl Fn(&[T])) {
     }
 }
 
-fn play(c: &Ctx, places: &[(Place, u8)], are_servers_two: bool, are_clients_two: bool) {
+fn play(c: &Ctx, places: &[(Place, u8)], are_servers_two: bool, are_clients_two: bool, starts_in: usize) {
+    let at_both_ends = is_at_both_ends(c);
+    let how = Talk {
+        at_both_ends,
+        starts_in,
+    };
     if !c.is_server() {
         c.sync("listening");
-        run(places, are_clients_two, talk);
+        run(places, are_clients_two, |places| talk(c, places, how));
         return c.sync("done");
     }
     let serve_all = |places: &[(Place, u8)]| {
@@ -194,39 +246,36 @@ fn share(c: &Ctx, file: Option<std::fs::File>) -> std::fs::File {
     file
 }
 
-fn in_two_namespaces(c: &Ctx, are_servers_two: bool, are_clients_two: bool) {
-    if call!(libc::geteuid()).value != 0 {
-        eprintln!("as root only");
-        return;
-    }
+fn in_two_namespaces(c: &Ctx, are_servers_two: bool, are_clients_two: bool, starts_in: usize) {
     let namespaces = [1u8, 2].map(|tag| (share(c, (!c.is_server()).then(namespace)), tag));
     let places = namespaces.each_ref().map(|(file, tag)| {
         let namespace = file.as_raw_fd();
         (Place { namespace, scope: 0 }, *tag)
     });
-    play(c, &places, are_servers_two, are_clients_two);
+    play(c, &places, are_servers_two, are_clients_two, starts_in);
 }
 
-/// A server and a client, each with sockets in both namespaces.
+/// A server and a client, each with sockets in both namespaces. Their service threads are in one namespace.
 pub fn of_one_process_each(c: &Ctx) {
-    in_two_namespaces(c, false, false);
+    in_two_namespaces(c, false, false, 0);
+}
+
+/// As [`of_one_process_each`], with the service threads in different namespaces.
+pub fn of_one_process_each_apart(c: &Ctx) {
+    in_two_namespaces(c, false, false, 1);
 }
 
 /// A server with sockets in both namespaces, and a client in each.
 pub fn of_two_clients(c: &Ctx) {
-    in_two_namespaces(c, false, true);
+    in_two_namespaces(c, false, true, 0);
 }
 
 /// A client with sockets in both namespaces, and a server in each.
 pub fn of_two_servers(c: &Ctx) {
-    in_two_namespaces(c, true, false);
+    in_two_namespaces(c, true, false, 0);
 }
 
 fn on_two_interfaces(c: &Ctx, are_servers_two: bool) {
-    if call!(libc::geteuid()).value != 0 {
-        eprintln!("as root only");
-        return;
-    }
     let made = (!c.is_server()).then(|| {
         let made = namespace();
         ip("link add twin0 type veth peer name other0");
@@ -247,7 +296,7 @@ fn on_two_interfaces(c: &Ctx, are_servers_two: bool) {
         let scope = unsafe { libc::if_nametoindex(name.as_ptr()) };
         (Place { namespace, scope }, tag)
     });
-    play(c, &places, are_servers_two, false);
+    play(c, &places, are_servers_two, false, 0);
 }
 
 /// A namespace with two interfaces that have one link-local address.

@@ -1,4 +1,5 @@
-//! Links against the symbol versions of glibc 2.17, also with a newer glibc. `alloc` uses this build script too.
+//! Links against the symbol versions of glibc 2.17, also with a newer glibc. `alloc` uses this build script too, and
+//! the one of `core/verbs` contains it.
 //!
 //! The linker gives a reference the version that it finds first. `-lpthread` and `-ldl`, which precede `-lc`, find
 //! stand-ins made here: libraries without code, with the names and versions of the old ones. A newer glibc has these
@@ -64,6 +65,11 @@ const STAT: &str = "
 
 fn main() {
     println!("cargo:rerun-if-changed=../preload/build.rs");
+    link_against_old_glibc();
+}
+
+/// Makes the stand-ins, and has the linker find them.
+pub fn link_against_old_glibc() {
     if env::var("CARGO_CFG_TARGET_ARCH").as_deref() != Ok("x86_64") {
         return;
     }

@@ -1,9 +1,16 @@
 //! Reports an unknown or too new libclang, with which rdma-sys generates its bindings. The error of rdma-sys itself for
-//! a libclang from 16 on is "not a valid Ident".
+//! a libclang from 16 on is "not a valid Ident". Links against the symbol versions of an old glibc, as the preloaded
+//! library does.
 
 use std::path::Path;
 
+#[allow(dead_code)] // its own main()
+#[path = "../../preload/build.rs"]
+mod old_glibc;
+
 fn main() {
+    println!("cargo::rerun-if-changed=../../preload/build.rs");
+    old_glibc::link_against_old_glibc();
     println!("cargo::rerun-if-env-changed=LIBCLANG_PATH");
     println!("cargo::rerun-if-changed=build.rs");
     let remedy = "rdma-sys needs libclang 14 or 15: apt-get install libclang-14-dev (Debian 12), \

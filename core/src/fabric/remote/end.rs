@@ -447,7 +447,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         if is_of_link {
             self.users.enter();
         }
-        drop(engine);
+        // A jump of a signal handler waits until this thread is counted out.
+        let _section = engine.unlock();
         self.finish(after);
         if is_of_link {
             self.users.leave();

@@ -16,8 +16,8 @@ use rdmasock_shims::hooks::{fd, io, process, ready, socket};
 use rdmasock_shims::process::sigaction as signals;
 use rdmasock_shims::sys::real;
 
-/// Defines the hooks of the table (`shims/src/sys/hooked.rs`). Each symbol of a row is exported with the row's arguments
-/// and result. It calls the row's function with libc's function of its own name and its arguments.
+/// Defines the hooks of the table (`shims/src/sys/hooked.rs`). Each symbol of a row is exported with the row's
+/// arguments and result. It calls the row's function with libc's function of its own name and its arguments.
 macro_rules! hooks {
     ($($module:ident with $libc:ident {$(
         $function:ident $arguments:tt -> $result:ty: $($symbol:ident),* $(| $way:ident $number:ident)*;

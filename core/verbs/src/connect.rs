@@ -17,8 +17,9 @@ use crate::sys::{Id, event};
 /// connections in the lab stood still.
 const IWARP_SETTLES: Duration = Duration::from_millis(50);
 
-/// Connects, from one port; shares the resources of `beside` if there is one. The timeout applies to the resolution of the route, and
-/// again to the peer's answer. On siw the call itself waits for the TCP connection, until the kernel's own timeout.
+/// Connects, from one port; shares the resources of `beside` if there is one. The timeout applies to the resolution of
+/// the route, and again to the peer's answer. On siw the call itself waits for the TCP connection, until the kernel's
+/// own timeout.
 pub(crate) fn connect(
     local: &Address,
     remote: &Address,

@@ -214,8 +214,9 @@ unsafe extern "C" fn epoll_ctl_on(
     }
 }
 
-/// Defines the calls that wait on an epoll set. Each row has its time-out, and its mask, if any. Then come the time-out as a [`Timeout`], `None` if the kernel refuses it, and the function that turns that
-/// back. A set may be unknown to the library.
+/// Defines the calls that wait on an epoll set. Each row has its time-out, and its mask, if any. Then come the time-out
+/// as a [`Timeout`], `None` if the kernel refuses it, and the function that turns that back. A set may be unknown to
+/// the library.
 macro_rules! epoll_waits {
     ($(
         $(#[$what:meta])*

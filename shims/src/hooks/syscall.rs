@@ -206,8 +206,8 @@ unsafe extern "C" fn unresolved() {
 /// The flags by which a child shares memory or descriptors with its parent.
 const SHARES: c_int = libc::CLONE_VM | libc::CLONE_FILES;
 
-/// `by_number!(NAME NUMBER: INSTRUCTIONS)`: a handler that goes to `own` if the instructions find that the child is like
-/// a child of fork(3). It jumps to libc's `syscall` if they come to the label 2.
+/// `by_number!(NAME NUMBER: INSTRUCTIONS)`: a handler that goes to `own` if the instructions find that the child is
+/// like a child of fork(3). It jumps to libc's `syscall` if they come to the label 2.
 ///
 /// Naked, since the child of a clone that shares the memory, or is given a stack, returns on another stack (see
 /// `preload/src/syscall.rs`). The moves of the arguments there are undone here.
@@ -216,7 +216,8 @@ macro_rules! by_number {
         #[unsafe(naked)]
         unsafe extern "C" fn $name(_: usize, _: usize, _: usize, _: usize, _: usize, _: usize) -> c_long {
             unsafe extern "C" fn own(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
-                // SAFETY: the program's own call; nothing is shared, and the child goes on here, on a copy of this stack.
+                // SAFETY: the program's own call; nothing is shared, and the child goes on here, on a copy of this
+                // stack.
                 forked(|| unsafe { kernel::call(libc::$number, [a, b, c, d, e, f]) })
             }
             core::arch::naked_asm!(

@@ -33,8 +33,8 @@ pub(super) const MOST_ABSENT: usize = 4096;
 const MOST_ASKS: usize = 48;
 /// How long an answer within the host may take, ns.
 pub(super) const ASK_TIMEOUT: u64 = 2_000_000_000;
-/// How long an answer from another host may take, ns. A busy machine may have to open its RDMA device first; no call of the
-/// program waits meanwhile.
+/// How long an answer from another host may take, ns. A busy machine may have to open its RDMA device first; no call of
+/// the program waits meanwhile.
 const REMOTE_TIMEOUT: u64 = 6_000_000_000;
 
 /// How often a connection is asked for again when the peer could not answer YES yet: its program may take seconds to
@@ -238,8 +238,9 @@ impl Worker {
         is_awaited.then(|| self.asks.remove(&request)).flatten()
     }
 
-    /// Takes the question of an answer. The answer counts only if the question went out on this channel (P11), and once:
-    /// `None` if it does not count. An answer on a channel that was not asked is a violation, which closes the channel.
+    /// Takes the question of an answer. The answer counts only if the question went out on this channel (P11), and
+    /// once: `None` if it does not count. An answer on a channel that was not asked is a violation, which closes the
+    /// channel.
     fn take_answered(&mut self, conn: u64, request: u64) -> Option<Asking> {
         let peer = self.conns.get(&conn).map(|c| &c.peer);
         let is_asked = matches!(peer, Some(Peer::Asked { request: asked, .. }) if *asked == request);

@@ -1,8 +1,8 @@
 //! The channels to peers: the messages that come over them, their handlers, and the end of a channel.
 //!
 //! Any process on the host can connect to this instance's names. A *guest* is a channel that was opened so and has not
-//! become a link. The guests are limited in number and time. A correct peer asks at once, waits some seconds at most for
-//! the answer, and closes. So evicting the oldest guest hits a peer that is done, or that never sent a request.
+//! become a link. The guests are limited in number and time. A correct peer asks at once, waits some seconds at most
+//! for the answer, and closes. So evicting the oldest guest hits a peer that is done, or that never sent a request.
 
 use std::os::fd::{AsFd, BorrowedFd};
 

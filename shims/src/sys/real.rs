@@ -1,5 +1,5 @@
-//! libc's own versions of the functions that `preload/` exports under the same names. The table in `hooked.rs` has their
-//! types. libc's `dlsym(RTLD_NEXT)` finds them, and is itself found in libc's ELF tables.
+//! libc's own versions of the functions that `preload/` exports under the same names. The table in `hooked.rs` has
+//! their types. libc's `dlsym(RTLD_NEXT)` finds them, and is itself found in libc's ELF tables.
 //!
 //! `real::recv()` is libc's `recv`. The table is for the pass-through of hooks, and for blocking calls of the shims
 //! that have to stay cancellation points. The shims' other I/O goes through `rustix`, whose raw system calls never

@@ -93,7 +93,10 @@ fn read(nonce: &Nonce, wire: &[u8], cuts: &[u8]) -> Vec<Event> {
                     assert_eq!(from + have, to);
                     break;
                 }
-                Found::Marker { marker: Ok(marker), len } => {
+                Found::Marker {
+                    marker: Ok(marker),
+                    len,
+                } => {
                     assert!((MIN_MARKER..=MAX_MARKER).contains(&len));
                     let bytes = &wire[from..from + len];
                     let mut buf = [0; MAX_MARKER];
@@ -102,7 +105,10 @@ fn read(nonce: &Nonce, wire: &[u8], cuts: &[u8]) -> Vec<Event> {
                     events.push(Event::Marker(bytes.to_vec()));
                     from += len;
                 }
-                Found::Marker { marker: Err(error), len } => {
+                Found::Marker {
+                    marker: Err(error),
+                    len,
+                } => {
                     assert!((MIN_MARKER..=MAX_MARKER).contains(&len) && len <= to - from);
                     events.push(Event::Bad(error.to_string(), len));
                     from += len;

@@ -44,7 +44,7 @@ def main():
     # been sent: one behind what the other does not read would wait for it.
     wait_for("step=NeedLink" if ROLE == "client" else "markers are out")
     connection.sendall(source.randbytes(PIECES[0]))
-    wait_for("step=WriteSwitch")
+    wait_for("step=Write(Switch)")
     open(f"{FILES}/switched", "w", encoding="utf-8").close()
     wait_until(lambda: os.path.exists(f"{FILES}/broken"), "broken link")
     connection.sendall(source.randbytes(PIECES[1]))

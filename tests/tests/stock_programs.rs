@@ -175,12 +175,15 @@ fn hand_to_cat(how: &str, library: Option<&Path>) {
     }
     client.tell("hand it over");
     if how == "late" {
-        let mut cat = None;
+        let mut maps = String::new();
+        // The loader maps the library only after the child is called cat.
         wait_until("cat", || {
-            cat = child_of(server.pid(), "cat");
-            cat.is_some()
+            let Some(cat) = child_of(server.pid(), "cat") else {
+                return false;
+            };
+            maps = std::fs::read_to_string(format!("/proc/{cat}/maps")).unwrap_or_default();
+            maps.contains("libc.so") && (library.is_none() || maps.contains("librdmasock.so"))
         });
-        let maps = std::fs::read_to_string(format!("/proc/{}/maps", cat.unwrap())).unwrap();
         assert_eq!(maps.contains("librdmasock.so"), library.is_some(), "{maps}");
         client.tell("send more");
     }

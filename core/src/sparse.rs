@@ -1,4 +1,4 @@
-//! A long array of which few values are used: its chunks are allocated when they are first needed. Not for values that
+//! A long array with few used values: its chunks are allocated when they are first needed. Not for values that
 //! a signal handler may be the first to need, since making a chunk allocates memory.
 
 use std::ptr::null_mut;

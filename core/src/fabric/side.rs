@@ -535,7 +535,7 @@ const fn segment_of<const UNIT: usize>(offset: usize) -> usize {
     (usize::BITS - (offset / UNIT).leading_zeros()) as usize
 }
 
-/// Who is done with a stream's number.
+/// The sides that are done with a stream's number, one bit each.
 pub(super) mod done {
     pub(crate) const LOCAL: u8 = 1;
     pub(crate) const PEER: u8 = 2;

@@ -279,7 +279,7 @@ impl Extent {
     }
 
     /// Maps the `bytes` of the file that follow this range, behind a copy of the last page of this range. The addresses
-    /// are new, or those of `over`, whose mapping is replaced and has a page and `bytes`.
+    /// are new, or the addresses of `over`, whose mapping is replaced and has a page and `bytes`.
     ///
     /// mremap(2) with an old size of 0 maps the same shared file again, from the old address on, with the length that
     /// is asked for. So no descriptor has to be kept for each peer. The new mapping has the permissions of this one.
@@ -419,7 +419,7 @@ unsafe fn file(
     Extent::of(start, bytes)
 }
 
-// Mappings of which only the touched pages take memory, also in a process that has locked all its future memory
+// Mappings where only touched pages take memory, also in a process that has locked all its future memory
 // (mlockall(2), MCL_FUTURE). There the kernel would fill each new mapping at once. With MCL_CURRENT it fills all
 // mappings that can be written. So only the part in use of a long, mostly unused mapping is opened.
 

@@ -157,7 +157,7 @@ impl Thread {
             self.base.set(stack_pointer());
         }
         self.depth.set(depth + 1);
-        // What the thread announces while the section is open is stored after this fence, and withdrawn before `end`.
+        // The thread's announcements in the section are stored after this fence, and withdrawn before `end`.
         compiler_fence(SeqCst);
     }
 

@@ -264,7 +264,7 @@ impl LinkStats {
 #[repr(C, align(64))]
 #[derive(Debug)]
 pub struct StreamStats {
-    /// What the stream has sent.
+    /// Counters of the sending direction.
     pub tx: Counters,
     pub(super) word: SlotWord,
     pub(super) fd: AtomicI32,
@@ -274,14 +274,14 @@ pub struct StreamStats {
     pub(super) moved: AtomicU8,
     pub(super) local: AddrCell,
 
-    /// What the stream has received.
+    /// Counters of the receiving direction.
     pub rx: Counters,
     pub(super) peer: AddrCell,
     /// Slot of the link plus one; 0 is none.
     pub(super) link: AtomicU32,
     pub(super) why: AtomicU32,
-    /// Waiters that events wake, a number plus one; 0 is none. `sleeper` is that of a thread that sleeps in a call or
-    /// in poll, `set` an epoll set's.
+    /// Waiters that events wake, a number plus one; 0 is none. `sleeper` is the waiter of a thread that sleeps in a
+    /// call or in poll, `set` the waiter of an epoll set.
     pub(super) sleeper: AtomicU16,
     pub(super) set: AtomicU16,
 }

@@ -187,8 +187,8 @@ impl StatsPage {
         header.closings_done.store(done, Release);
     }
 
-    /// Gives `slot` to a new link, which is up, to the instance `peer`. `peer_pid` is that of its process as this
-    /// process sees it; 0 if not known (another host). The caller owns the slot. `None` beyond `LINK_SLOTS`.
+    /// Gives `slot` to a new link, which is up, to the instance `peer`. `peer_pid` is the pid of its process as
+    /// this process sees it; 0 if not known (another host). The caller owns the slot. `None` beyond `LINK_SLOTS`.
     pub fn open_link(&self, slot: u32, fabric: Path, peer: [u8; 16], peer_pid: u32) -> Option<&LinkStats> {
         let link = self.link(slot)?;
         link.word.free();

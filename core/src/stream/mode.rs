@@ -1,5 +1,6 @@
-//! What each direction of a connection runs on, and the one table of the moves between these modes. The code that moves
-//! a direction names the event; this table says where the event leads. What is to be done after a move is not here.
+//! The medium that each direction of a connection runs on, and the one table of the moves between these modes. The code
+//! that moves a direction names the event; this table says where the event leads. The work that follows a move is not
+//! here.
 //!
 //! A mode mirrors the state that the direction's lock protects, so that one load decides the plain case. It is changed
 //! under that lock. The exception is a fork child, in which no other thread uses the connection.

@@ -7,7 +7,7 @@
 //! By it the peer can tell a clean end of TCP from the end of a process that has died before it could send again.
 //!
 //! There is no second way back. A stream that leaves a link that works (a use that the link does not serve, shutdown(),
-//! a fork) exchanges the same markers. So the link may fail at any moment of that exchange without a case of its own,
+//! a fork) exchanges the same markers. So a failure of the link in the middle of the exchange needs no case of its own,
 //! and both directions always leave together. In TCP each direction reads
 //!
 //! ```text

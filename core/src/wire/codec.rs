@@ -104,7 +104,7 @@ pub(super) fn put_frame<'b>(
     buf.get(..start + length).ok_or(WireError::Buffer)
 }
 
-/// Reads a head and a body by `take_body`, of which `bytes` consist.
+/// Reads `bytes`: a head, and a body by `take_body`.
 pub(super) fn take_frame<T>(
     bytes: &[u8],
     take_body: impl FnOnce(u8, &mut &[u8]) -> Result<T, WireError>,

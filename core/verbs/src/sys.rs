@@ -23,8 +23,8 @@ use crate::error::{Errno, Result};
 /// An object that the libraries have made. Its owner destroys it.
 struct Object<T>(NonNull<T>);
 
-// SAFETY: the libraries' functions may be called from any thread. What an owner reads or writes itself, it does before
-// the object is shared, or after the last user is gone.
+// SAFETY: the libraries' functions may be called from any thread. An owner reads and writes the object itself only
+// before it is shared, or after the last user is gone.
 unsafe impl<T> Send for Object<T> {}
 // SAFETY: as for Send.
 unsafe impl<T> Sync for Object<T> {}

@@ -1,4 +1,4 @@
-//! What the loops of sends and receives share: how they wait, call the kernel, and end.
+//! Functions for the loops of sends and receives: they wait, call the kernel, and end a call.
 
 use std::ffi::c_int;
 
@@ -87,8 +87,8 @@ fn restart(call: &Call, patience: &mut Patience, moved: usize) -> Result<(), Sto
     }
 }
 
-/// Makes the kernel's own call, unless the program's call `has_waited` and a signal handler has run since it began: the
-/// kernel does not know of that.
+/// Makes the kernel's own call, unless the program's call `has_waited` and a signal handler has run since the call
+/// began. The kernel cannot interrupt its call for that handler. Returns [`INTERRUPTED`] with EINTR then.
 pub(super) fn unless_interrupted(has_waited: bool, patience: &Patience, real: impl FnOnce() -> ssize_t) -> ssize_t {
     if has_waited && patience.is_interrupted() {
         errno::set(libc::EINTR);

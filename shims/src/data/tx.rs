@@ -144,8 +144,8 @@ fn keep_on_tcp(socket: &'static Socket, flags: c_int) {
     }
 }
 
-/// Makes the program's call if the direction is on plain TCP; `None`, without a call, if it is not. `flags` are those
-/// of a send; `None` if the call may take long on a non-blocking socket too.
+/// Makes the program's call if the direction is on plain TCP; `None`, without a call, if it is not. `flags` are a
+/// send's flags; `None` if the call may take long on a non-blocking socket too.
 #[inline]
 pub(super) fn on_tcp(began: &Began, flags: Option<c_int>, real: impl FnOnce() -> ssize_t) -> Option<ssize_t> {
     let socket = began.socket;
@@ -281,7 +281,7 @@ pub(crate) fn answer_if_asked(socket: &'static Socket) {
     }
 }
 
-/// What a send takes its bytes from.
+/// The source of a send's bytes.
 pub(super) trait Source {
     /// The kernel's own call returns at once if the socket is non-blocking.
     const MAY_BE_QUICK: bool = false;

@@ -301,8 +301,8 @@ pub(crate) fn requests() -> u32 {
 }
 
 /// Has the processes that may have streams on links check which streams are wanted: wakes the service threads of all
-/// known ancestors, the nearest first. They also wake their threads again, for a child that has taken an event of
-/// theirs from an epoll set that it shares with them.
+/// known ancestors, the nearest first. The service threads also wake their own processes' threads again, for a child
+/// that has consumed a parent's event from a shared epoll set.
 #[cold]
 pub(crate) fn ask_owners() {
     if let Some(requests) = cell(0) {

@@ -59,7 +59,7 @@ struct Wait<'a> {
     generation: u32,
     is_inside: bool,
     real: Real<'a>,
-    /// The program's array, writable for `max` entries, of which the first `filled` are filled.
+    /// The program's array. `max` entries are writable, and the first `filled` are filled.
     events: *mut libc::epoll_event,
     max: c_int,
     filled: c_int,
@@ -311,7 +311,7 @@ impl Wait<'_> {
             if end < self.max {
                 self.harvest(false);
             }
-            // SAFETY: so many entries are filled.
+            // SAFETY: the first `filled` entries are filled.
             let all = unsafe { std::slice::from_raw_parts_mut(self.events, self.filled as usize) };
             if set.moves.load(Acquire) != self.moves {
                 // A socket may have moved between the two sets meanwhile. The kernel never lists one twice: a program

@@ -280,7 +280,7 @@ fn seat(copy: &mut Entries, fds: impl Iterator<Item = c_int>) {
     }
 }
 
-/// Removes the sleeper's own fds: they are not those of the program's array.
+/// Removes the sleeper's own fds, which are not in the program's array.
 fn unseat(copy: &mut Entries, set: &[pollfd]) {
     copy.truncate(set.len());
     for (seat, p) in copy.iter_mut().zip(set).filter(|(seat, p)| seat.fd != p.fd) {

@@ -327,8 +327,8 @@ impl<Q: QueuePair> Means<Q> {
     }
 }
 
-/// Returns the next READ of a loan, of which `rest` is left, and the buffer that it fills if it is not for the ring.
-/// `None` if the ring's memory is not registered.
+/// Returns the next READ of a loan, and the buffer that the READ fills if it is not for the ring. `rest` is the part of
+/// the loan without a READ. `None` if the ring's memory is not registered.
 fn next_read<Q: QueuePair, L: Local>(
     g: &Shared<Q, L>,
     chunks: &Chunks,

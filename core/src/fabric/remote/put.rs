@@ -46,7 +46,7 @@ struct Landing {
     /// The local key of the buffer, for READs.
     key: u32,
     stage: Stage,
-    /// Bytes of posted READs, and those of them that have arrived.
+    /// Bytes of posted READs, and how many of these bytes have arrived.
     asked: u64,
     come: u64,
     /// No more READs are posted.

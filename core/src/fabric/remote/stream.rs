@@ -53,7 +53,7 @@ pub(super) struct Incoming {
     start: u64,
     /// A ring that was offered to the peer, and that it has not adopted.
     pub offered: Option<Offer>,
-    /// What the peer was told of the local consumer.
+    /// The state of the local consumer that the peer was last sent.
     pub told: ConsumerView,
     /// The head when it was last found held back.
     pub head_held: u64,
@@ -462,13 +462,13 @@ impl Streams {
         page.get_mut(mine as usize % PAGE)
     }
 
-    /// Returns the stream that the peer calls `theirs`, with its local number.
+    /// Returns the stream with the peer's number `theirs`, and its local number.
     pub(super) fn of_peer(&mut self, theirs: u32) -> Option<(u32, &mut Stream)> {
         let mine = self.mine(theirs)?;
         Some((mine, self.get(mine)?))
     }
 
-    /// Returns the local number of the stream that the peer calls `theirs`.
+    /// Returns the local number of the stream with the peer's number `theirs`.
     pub(super) fn mine(&self, theirs: u32) -> Option<u32> {
         let number = *self.by_theirs.get(theirs as usize)?;
         u32::from(number).checked_sub(1)

@@ -187,9 +187,9 @@ pub fn close_if_over<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> Opt
     Some(returns)
 }
 
-// Data in front of a marker when the connection is handed to a new holder (P85), to whom the marker would be data. The
-// data is set aside, so that the marker is read and the attempt goes on to its end. Then the peer takes the data back,
-// and sends it again in TCP before all other bytes.
+// Data in front of a marker when the connection is handed to a new holder (P85). The new holder would read the marker
+// as data. So the data in front is set aside, so that the marker is read and the attempt goes on to its end. Then the
+// peer takes the data back, and sends it again in TCP before all other bytes.
 //
 // This works within a host only. Otherwise, and if the peer cannot take the data back, the connection is reset. A gap
 // in the data would be worse than the end of the connection.

@@ -32,7 +32,7 @@ pub fn on_open<S: SocketIo>(
 ) -> Result<bool, Broken> {
     let opened = socket.and_then(|socket| {
         let mut control = socket.control.lock()?;
-        // P25: the nonces are those of this attempt, from the instance that the TCP connection leads to.
+        // P25: the nonces are this attempt's, from the instance that the TCP connection leads to.
         let matches = control
             .handshake
             .as_ref()
@@ -53,7 +53,7 @@ pub fn on_open<S: SocketIo>(
     }
 }
 
-/// Handles OPEN-ACK for this end's stream `mine`. `socket` is the socket of that stream, `None` if it has none.
+/// Handles OPEN-ACK for this end's stream `mine`. `socket` is the stream's socket, `None` if it has none.
 pub fn on_open_ack<S: SocketIo>(
     socket: Option<&S>,
     link: &S::Link,

@@ -29,7 +29,7 @@ enum Oob {
     Cancel,
 }
 
-/// What a direction runs on, at one of its ends.
+/// The medium of a direction, at one of its ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum On {
     Tcp,

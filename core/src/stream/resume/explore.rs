@@ -31,7 +31,7 @@ enum Record {
     Confirm,
 }
 
-/// What a sending direction runs on.
+/// The medium of a sending direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum On {
     Tcp,

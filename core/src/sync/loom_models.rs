@@ -1,5 +1,5 @@
-//! Loom models of each way in which two sides do not miss each other. A thread that is missed sleeps on, which loom
-//! reports as a deadlock. A missing release or acquire shows as an unordered access to a cell.
+//! Loom models of each protocol of `sync`, by which two sides do not miss each other. A thread whose wake-up is lost
+//! sleeps on, which loom reports as a deadlock. A missing release or acquire shows as an unordered access to a cell.
 
 use loom::cell::UnsafeCell;
 use loom::sync::{Arc, Condvar, Mutex};
@@ -27,7 +27,7 @@ impl Doorbell {
     }
 }
 
-/// A value that is written before a publication, and read by a thread that has seen the publication.
+/// A value that a thread writes before a publication, and that a thread reads after it has seen the publication.
 struct Cell(UnsafeCell<u32>);
 
 // SAFETY: loom detects two accesses that are not ordered, and fails.
@@ -56,8 +56,8 @@ pub(crate) fn check(model: impl Fn() + Send + Sync + 'static) {
     builder.check(model);
 }
 
-/// Runs `sides` over the same `words`, each in its own thread, the first in the calling one. Returns the words and what
-/// the sides return.
+/// Runs `sides` on the same `words`, each side in a thread of its own, but the first in the calling thread. Returns the
+/// words and the results of the sides.
 fn race<W: Send + Sync + 'static, R: Send + 'static, const N: usize>(words: W, sides: [fn(&W) -> R; N]) -> (W, Vec<R>) {
     let words = Arc::new(words);
     let threads: Vec<_> = sides
@@ -76,7 +76,7 @@ fn race<W: Send + Sync + 'static, R: Send + 'static, const N: usize>(words: W, s
     (words, all)
 }
 
-/// Two sides each write a cell, publish their word by `way`, and read the other's cell if they see the other's word.
+/// Two sides each write their cell, publish their word by `way`, and read the other side's cell if they see its word.
 fn two_who_publish(way: fn(&Published<AtomicU32>)) {
     struct Side(Published<AtomicU32>, Cell);
     fn run(way: fn(&Published<AtomicU32>), mine: &Side, theirs: &Side) -> bool {
@@ -183,7 +183,7 @@ fn loom_who_asks_to_be_told_finds_it_or_is_told() {
     attention(|word| word.keep_armed(1));
 }
 
-/// A sleeper with a flag, and two publishers: one remembers its rings, the other does not.
+/// A sleeper with a flag, and two publishers: one uses a `RungMark`, the other does not.
 #[test]
 fn loom_who_is_about_to_sleep_finds_it_or_is_rung_for() {
     struct Words {
@@ -229,7 +229,7 @@ fn loom_who_is_about_to_sleep_finds_it_or_is_rung_for() {
     });
 }
 
-/// A sleeper that arms the word, and raises its flag only after that. A third thread takes the first news meanwhile.
+/// A sleeper that arms the word, and raises its flag only after that. A third thread takes the first news in between.
 #[test]
 fn loom_who_says_late_that_he_sleeps_is_rung_for_though_another_takes_what_came() {
     const FIRST: u64 = 1;
@@ -272,8 +272,9 @@ fn loom_who_says_late_that_he_sleeps_is_rung_for_though_another_takes_what_came(
     });
 }
 
-/// Calls in the kernel while the direction's mode changes. The work after the change is done, by the changing thread or
-/// by the last call that leaves. It never runs beside a call that has found the old mode.
+/// Calls in the kernel while another thread changes the direction's mode. The thread that changes the mode, or the last
+/// call that leaves, does the work that follows the change. That work never runs beside a call that has found the old
+/// mode.
 #[test]
 fn loom_what_waits_for_all_to_leave_is_done_when_they_have_left() {
     struct Words {
@@ -291,7 +292,8 @@ fn loom_what_waits_for_all_to_leave_is_done_when_they_have_left() {
             go_on(words);
         }
     }
-    /// Another call may have entered and found the old mode, before the mode was changed.
+    /// Does the work if no call is inside: such a call may have entered and found the old mode, before the mode was
+    /// changed.
     fn go_on(words: &Words) {
         let mut done = words.done.lock().unwrap();
         if words.inside.is_empty() {
@@ -315,7 +317,7 @@ fn loom_what_waits_for_all_to_leave_is_done_when_they_have_left() {
     });
 }
 
-/// Two threads that make requests, each for what it has published before, and a server.
+/// Two threads that each publish news and then make a request, and a server.
 #[test]
 fn loom_what_was_asked_for_is_done_after_that_or_asked_for_again() {
     struct Words {
@@ -351,8 +353,8 @@ fn loom_what_was_asked_for_is_done_after_that_or_asked_for_again() {
     });
 }
 
-/// Loads before it compares: the load may find an older value, as a failing comparison may. In loom a comparison finds
-/// the newest value.
+/// Loads before it compares, because the load may find an older value, as a comparison that fails may do on a
+/// processor. In loom a comparison always finds the newest value.
 fn try_lock(lock: &AtomicU32) -> bool {
     lock.load(Ordering::Relaxed) == 0
         && lock
@@ -360,7 +362,7 @@ fn try_lock(lock: &AtomicU32) -> bool {
             .is_ok()
 }
 
-/// Two threads that leave work to the holder of the lock, which they only try to take.
+/// Two threads that leave work to the holder of a lock, which they only try to take.
 #[test]
 fn loom_what_is_left_to_the_holder_of_a_lock_is_done() {
     struct Words {

@@ -1,5 +1,5 @@
-//! Two sides against each other: not both may miss. On x86-64, a failure here that does not occur always is rare. Miri
-//! lets a load return an older value wherever the orderings allow that.
+//! Two sides run against each other, and at least one of them must see the other. On x86-64, a test fails rarely if an
+//! ordering is too weak. Miri lets a load return an older value wherever the orderings allow that.
 
 use std::sync::Barrier;
 
@@ -158,8 +158,8 @@ fn what_is_left_to_the_holder_of_a_lock_is_seen_by_it_or_done() {
         || (Handoff::default(), AtomicU32::new(1)),
         |(handoff, lock)| {
             handoff.add(1);
-            // The taker of the lock does the work. This loads the lock, as Miri lets a comparison find the newest
-            // value.
+            // If the lock is free, this side would take it and do the work. A load stands for the attempt, since in
+            // Miri a comparison finds the newest value.
             handoff.is_empty() || lock.load(Ordering::Relaxed) == 0
         },
         |(handoff, lock)| {

@@ -1,20 +1,20 @@
-//! Receives and closes descriptors that another user's process has sent, in a short-lived thread with a descriptor
-//! table of its own.
+//! Receives and closes descriptors that another user's process has sent. A short-lived thread does this, which has a
+//! descriptor table of its own, for two reasons:
 //!
-//! - close() of a descriptor drops the fcntl(2) locks that its descriptor table has on the file. The thread's table has
-//!   no locks.
+//! - close() of a descriptor drops the fcntl(2) locks that the closing table has on the file. The thread's table has no
+//!   locks.
 //! - The last close of a file can take as long as its sender arranges (a socket with SO_LINGER, a file of FUSE). The
-//!   same holds for a file that was received into no descriptor, and for a file that is unread in a socket which is
-//!   closed.
+//!   same holds if the receiving process has no free number for the file, or if it closes a socket in which the file is
+//!   unread.
 //!
 //! The thread closes nothing itself: the kernel closes its table when the thread ends, and an exiting thread does not
 //! linger.
 //!
-//! SCM_RIGHTS carries a file from one table into the other. The thread's table is empty at first, so the thread
-//! connects to an abstract name that was made for it. (pidfd_getfd(2) would do as well, but many seccomp filters refuse
-//! it.)
+//! SCM_RIGHTS carries a file from one table into another. The thread's table is empty at first, so the thread connects
+//! to an abstract name that the service thread has made for it. (pidfd_getfd(2) would do as well, but many seccomp
+//! filters refuse it.)
 //!
-//! Only the service thread calls this module; it has all signals blocked.
+//! Only the service thread calls this module. It has all signals blocked.
 
 use std::mem::MaybeUninit;
 use std::os::fd::{BorrowedFd, IntoRawFd, OwnedFd};
@@ -35,42 +35,42 @@ use crate::os::privatefd::PrivateFd;
 use crate::os::thread::spawn;
 use crate::os::{channel, kernel, memfd};
 
-/// The most threads at a time. A thread that does not end is blocked in the close of a file that it holds.
+/// The most threads at a time. A thread that does not end is blocked in the close of a file from its table.
 const MOST: usize = 8;
 /// The most descriptors that the kernel sends with one message.
 const SCM_MAX_FD: usize = 253;
-/// The most bytes of a message that the thread passes on.
+/// The most bytes of a message that a thread passes on.
 const MOST_BYTES: usize = 2048;
-/// The size of the thread's stack in bytes. libc keeps the program's thread-local variables there too.
+/// The size of a thread's stack in bytes. libc keeps the program's thread-local variables there too.
 const STACK: usize = 256 * 1024;
-/// How long to wait for a new thread to connect.
+/// The time to wait for a new thread to connect.
 const PATIENCE: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
-/// The most connections from other processes that are dropped while waiting for the thread's own.
+/// The most connections of other processes that are dropped while `start` waits for the new thread's connection.
 const STRANGERS: usize = 16;
 
-/// Requests to the thread: what it does with the descriptors of a message.
+/// The requests to a thread: what it is to do with the descriptors of a message.
 const RECEIVE: &[u8] = b"receive";
 const CLOSE: &[u8] = b"close";
 
-/// The ids of the threads; 0 for a place without a thread.
+/// The kernel's ids of the threads; 0 for a place without a thread.
 static PLACES: [AtomicU32; MOST] = [const { AtomicU32::new(0) }; MOST];
-/// Stands for the id of a thread that is being started and has not stored its id yet.
+/// Stands for the id of a thread that was started and has not stored its id yet.
 const BEGINS: u32 = u32::MAX;
 
-/// Receives one message of the channel `from` in a separate thread. Its descriptors must be sealed memory or
+/// Receives one message of the channel `from` in a separate thread. The message's descriptors must be sealed memory or
 /// [buttons](Button).
 ///
 /// Returns a channel on which the message arrives. If a check fails, that channel is closed without a message.
 ///
-/// Fails with the kernel's errno if no such thread can be started now (EAGAIN, EMFILE, EPERM).
+/// Fails with the kernel's errno if no such thread can be started (EAGAIN, EMFILE, EPERM).
 pub fn receive(from: BorrowedFd<'_>) -> Result<Channel, Errno> {
     let thread = start()?;
     thread.send(RECEIVE, &[from])?;
     Ok(thread)
 }
 
-/// Closes the sockets that were left to it ([`PrivateFd::leave`]). Returns `false` if one of them could not be closed
-/// now.
+/// Closes the sockets whose close was left to this module ([`PrivateFd::leave`]). Returns `false` if at least one of
+/// them could not be closed at this moment.
 pub fn close_left() -> bool {
     let Ok(thread) = start() else { return false };
     PrivateFd::close_left(|socket| thread.send(CLOSE, &[socket]).is_ok())
@@ -88,7 +88,7 @@ fn is_free(place: &AtomicU32) -> bool {
     }
 }
 
-/// Starts a thread, and returns a channel to it. Accepted connections of other processes are dropped.
+/// Starts a thread, and returns a channel to it. Connections of other processes are dropped.
 fn start() -> Result<Channel, Errno> {
     let place = PLACES.iter().find(|place| is_free(place)).ok_or(Errno::AGAIN)?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -115,14 +115,14 @@ fn start() -> Result<Channel, Errno> {
     Err(Errno::TIMEDOUT)
 }
 
-/// The body of the thread. After its first system call, its descriptor numbers differ from those in the rest of the
-/// process. So it uses only descriptors that it opened itself, makes raw system calls alone, and logs nothing.
+/// The body of the thread. After its first system call, its descriptor numbers have another meaning than in the rest of
+/// the process. So it uses only descriptors that it opened itself, makes only raw system calls, and logs nothing.
 fn run(place: &AtomicU32, name: &SocketAddrUnix) {
     let id = rustix::thread::gettid().as_raw_nonzero().get();
     let all = u32::MAX as usize;
     let unshare = libc::CLOSE_RANGE_UNSHARE as usize;
-    // SAFETY: the call changes only the table of this thread, which owns no descriptor yet: without an error that table
-    // is unshared and empty.
+    // SAFETY: the call unshares the table and empties it, which changes only the table of this thread. The thread owns
+    // no descriptor yet.
     let is_apart = unsafe { kernel::call(libc::SYS_close_range, [0, all, unshare, 0, 0, 0]) }.is_ok();
     place.store(id as u32, Release);
     if is_apart {
@@ -159,13 +159,13 @@ fn pass_on(from: BorrowedFd<'_>, to: BorrowedFd<'static>) -> Result<(), Errno> {
     sendmsg(to, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL).map(|_| ())
 }
 
-/// Returns whether a peer may send this descriptor. No call here involves a file system. From then on no message can be
-/// sent to a button.
+/// Returns whether a peer may send this descriptor. No call here involves a file system. After that no message can be
+/// sent to a button any more.
 fn is_expected(fd: BorrowedFd<'_>) -> bool {
     memfd::is_sealed(fd) || Button::is_one(fd) && channel::end_reading(fd, Shutdown::Read)
 }
 
-/// Receives a whole message with all its descriptors, or fails.
+/// Receives a whole message with all its descriptors. Fails if a part of it is missing.
 fn take<'b>(
     from: BorrowedFd<'_>,
     buf: &'b mut [u8],
@@ -200,8 +200,8 @@ mod tests {
     use crate::os::forked::in_child;
     use crate::os::privatefd;
 
-    /// Sends a message with `fd` and has it received in a separate thread. Returns the number of descriptors that
-    /// arrive; `None` if the message is refused.
+    /// Sends a message with `fd`, and receives it in a separate thread. Returns the number of descriptors that arrive;
+    /// `None` if the message is refused.
     fn passed(fd: BorrowedFd<'_>) -> Option<usize> {
         let (a, b) = Channel::pair().unwrap();
         a.send(b"message", &[fd]).unwrap();
@@ -243,7 +243,7 @@ mod tests {
                 SendFlags::empty(),
             )
             .unwrap();
-            // This message without descriptors is consumed first.
+            // The socket holds a message without descriptors, which the check removes.
             assert_eq!(passed(used.as_fd()), Some(1));
             let (used, other) = sockets();
             let other = Channel::new(PrivateFd::place(other).unwrap());

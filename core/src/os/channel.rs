@@ -19,8 +19,8 @@ use crate::os::privatefd::{PrivateFd, Transit};
 /// The most fds that one message may carry.
 pub const MAX_FDS: usize = 4;
 
-/// The process at the other end, as the kernel recorded it at its connect(). If this side connected, as it recorded it
-/// at the peer's listen() (unix(7), SO_PEERCRED).
+/// The process at the other end, as the kernel has recorded it (unix(7), SO_PEERCRED). If the other end connected, that
+/// is the process that called connect(). If this end connected, it is the process that called listen().
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Credentials {
     /// The process id; `None` if the process is not visible from this pid namespace.
@@ -32,14 +32,14 @@ pub struct Credentials {
 /// The reason why no message was received.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum RecvError {
-    /// The queue holds no message now.
+    /// The queue holds no message at this moment.
     #[error("no message yet")]
     WouldBlock,
-    /// The peer has closed its end, and all its messages have been received. An empty message reads the same; a peer
-    /// that sends an empty message misbehaves.
+    /// The peer has closed its end, and all its messages have been received. A received empty message looks the same; a
+    /// peer that sends one misbehaves.
     #[error("closed by the peer")]
     Closed,
-    /// The message was longer than the buffer, or had more fds than are allowed: the peer misbehaves. The message is
+    /// The message was longer than the buffer, or had more than `MAX_FDS` fds: the peer misbehaves. The message is
     /// discarded and its fds are closed.
     #[error("message or fds cut short")]
     Truncated,
@@ -55,7 +55,7 @@ pub struct Received<'b> {
     pub bytes: &'b [u8],
     /// The fds of the message, in the sender's order, at most [`MAX_FDS`].
     pub fds: Vec<PrivateFd>,
-    /// The message had fds, but this process has no free number for them; then `fds` is empty.
+    /// Whether the message had fds for which this process had no free number. In that case `fds` is empty.
     pub fds_lost: bool,
 }
 
@@ -64,7 +64,7 @@ pub struct Received<'b> {
 pub struct Next<'b> {
     /// The bytes of the message.
     pub bytes: &'b [u8],
-    /// The message has fds, and is still in the channel.
+    /// Whether the message has fds. In that case it is still in the channel.
     pub has_fds: bool,
 }
 
@@ -75,7 +75,7 @@ pub struct Channel {
 }
 
 impl Channel {
-    /// Makes a channel of a connected SEQPACKET socket, which it owns from now on.
+    /// Makes a channel of a connected SEQPACKET socket, and takes over the socket.
     pub fn new(fd: PrivateFd) -> Self {
         Self {
             fd: ManuallyDrop::new(fd),
@@ -90,8 +90,8 @@ impl Channel {
 
     /// Sends one message with up to [`MAX_FDS`] fds; never blocks, never raises SIGPIPE.
     ///
-    /// Fails with EAGAIN if the peer's queue is full, with EPIPE or ECONNRESET if the peer has closed. ETOOMANYREFS
-    /// means that too many fds are in flight, EINVAL more than [`MAX_FDS`] fds or no bytes.
+    /// Fails with EAGAIN if the peer's queue is full, and with EPIPE or ECONNRESET if the peer has closed. ETOOMANYREFS
+    /// means that too many fds are in flight. EINVAL means more than [`MAX_FDS`] fds, or no bytes.
     pub fn send(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), Errno> {
         if bytes.is_empty() || fds.len() > MAX_FDS {
             return Err(Errno::INVAL);
@@ -102,13 +102,13 @@ impl Channel {
             return Err(Errno::INVAL);
         }
         let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-        // SEQPACKET sends the whole message or nothing.
+        // A SEQPACKET socket sends the whole message or nothing.
         sendmsg(self.as_fd(), &[IoSlice::new(bytes)], &mut control, flags).map(|_| ())
     }
 
     /// Receives one message into `buf`. A message with fds stays in the channel, and only its bytes are read.
     ///
-    /// Never blocks. Receiving the fds could block: the kernel closes fds for which there is no room. Such a close
+    /// Never blocks. To receive the fds could block: the kernel closes fds for which there is no room, and such a close
     /// takes as long as the sender has arranged (SO_LINGER).
     pub fn next<'b>(&self, buf: &'b mut [u8]) -> Result<Next<'b>, RecvError> {
         let shown = peek(self.as_fd(), buf, &mut []).map_err(RecvError::of)?;
@@ -126,7 +126,7 @@ impl Channel {
         Ok(Next { bytes, has_fds })
     }
 
-    /// Receives one message into `buf`, and its fds as private ones. Never blocks, provided that the peer is trusted
+    /// Receives one message into `buf`, and its fds as private fds. Does not block, provided that the peer is trusted
     /// not to send files whose close blocks.
     pub fn recv<'b>(&self, buf: &'b mut [u8]) -> Result<Received<'b>, RecvError> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
@@ -140,7 +140,7 @@ impl Channel {
         let placed: Result<Vec<PrivateFd>, Errno> = placed.into_iter().collect();
         drop(transit);
         let cut = received.flags.contains(ReturnFlags::CTRUNC);
-        // By alignment, the space for four fds has room for a fifth.
+        // Because of alignment, the space for four fds has room for a fifth.
         let too_many = placed
             .as_ref()
             .is_ok_and(|fds| fds.len() > MAX_FDS || cut && fds.len() == MAX_FDS);
@@ -152,7 +152,7 @@ impl Channel {
         if received.bytes == 0 {
             return Err(RecvError::Closed);
         }
-        // The kernel wrote at most the buffer's length, since MSG_TRUNC was not asked for.
+        // The kernel returns at most the buffer's length, since MSG_TRUNC was not requested.
         let bytes = buf.get(..received.bytes).ok_or(RecvError::Truncated)?;
         Ok(Received { bytes, fds, fds_lost })
     }
@@ -162,10 +162,9 @@ impl Channel {
         ManuallyDrop::new(self).fd.as_raw_fd()
     }
 
-    /// Returns the credentials of the process at the other end. ENOTCONN and the like cannot occur on a connected
-    /// socket.
+    /// Returns the credentials of the process at the other end. On a connected socket this does not fail.
     pub fn peer(&self) -> Result<Credentials, Errno> {
-        // A raw system call: rustix returns the pid as a non-zero type, but the kernel answers 0 for a peer outside
+        // A raw system call: rustix returns the pid as a non-zero type, but the kernel returns 0 for a peer outside
         // this pid namespace. Containers that share a network namespace have such peers.
         const UCRED: usize = size_of::<libc::ucred>();
         let (ucred, _) = kernel::option::<UCRED>(self.as_fd(), libc::SOL_SOCKET, libc::SO_PEERCRED)?;
@@ -208,11 +207,12 @@ pub(super) fn rights(control: &mut RecvAncillaryBuffer<'_>) -> impl Iterator<Ite
 }
 
 /// Shuts a connected SEQPACKET socket down for reading, which no holder of the socket can undo, and empties its queue.
-/// Returns `false` if a message in the queue has fds: a close of the socket may block then.
+/// Returns `false` if a message in the queue has fds, or if the queue is too long: then a close of the socket may
+/// block.
 pub(super) fn end_reading(socket: BorrowedFd<'_>, how: Shutdown) -> bool {
     /// The most messages to skip: more than a correct peer leaves unread.
     const MOST: usize = 256;
-    // With credentials, an empty message can be told from the end of the queue.
+    // With SO_PASSCRED each message has credentials. So an empty message differs from the end of the queue.
     if shutdown(socket, how).is_err() || sockopt::set_socket_passcred(socket, true).is_err() {
         return false;
     }
@@ -222,7 +222,7 @@ pub(super) fn end_reading(socket: BorrowedFd<'_>, how: Shutdown) -> bool {
             Ok(shown) if shown.flags & libc::MSG_CTRUNC != 0 => return false,
             Ok(shown) if shown.control == 0 => return true,
             Ok(_) => skip(socket),
-            // A pending error of the socket; the kernel reports it once.
+            // A pending error of the socket, which the kernel reports once.
             Err(Errno::CONNRESET) => {}
             Err(errno) => return errno == Errno::AGAIN,
         }
@@ -240,8 +240,8 @@ struct Shown {
 }
 
 /// Reads the next message without removing it. `control` has room for a sender's credentials at most, so a peek
-/// receives no fd; control messages without room are cut (MSG_CTRUNC). Makes the system call itself, as rustix has no
-/// value for the pid 0 of an unknown sender.
+/// receives no fd. The kernel cuts control messages for which there is no room (MSG_CTRUNC). Makes a raw system call,
+/// since rustix has no value for the pid 0 of an unknown sender.
 fn peek(socket: BorrowedFd<'_>, buf: &mut [u8], control: &mut [u64]) -> Result<Shown, Errno> {
     let mut part = libc::iovec {
         iov_base: buf.as_mut_ptr().cast(),
@@ -271,7 +271,7 @@ fn peek(socket: BorrowedFd<'_>, buf: &mut [u8], control: &mut [u64]) -> Result<S
     })
 }
 
-/// Removes the message that [`peek`] has read, and which has no fds.
+/// Removes the message that [`peek`] has read. The message has no fds.
 fn skip(socket: BorrowedFd<'_>) {
     let _ = rustix::net::recv(socket, &mut [0u8; 1][..], RecvFlags::DONTWAIT);
 }
@@ -351,7 +351,7 @@ mod tests {
         for count in [5, 6, 20] {
             let (reader, writer) = rustix::pipe::pipe().unwrap();
             let fds = vec![writer.as_fd(); count];
-            // The library never sends more than `MAX_FDS` fds; a foreign program may.
+            // The library never sends more than `MAX_FDS` fds, but a foreign program may.
             assert_eq!(a.send(b"x", &fds), Err(Errno::INVAL));
             let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(20))];
             let mut control = SendAncillaryBuffer::new(&mut space);

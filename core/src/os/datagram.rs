@@ -1,5 +1,5 @@
-//! The UDP sockets of the control port: [`Answerer`] answers on all addresses of the host and returns the address that
-//! a datagram was sent to; [`Asker`] asks a single host. Neither ever blocks.
+//! The UDP sockets of the control port. [`Answerer`] answers on all addresses of the host, and returns the address to
+//! which a datagram was sent. [`Asker`] sends to a single host. Neither ever blocks.
 //!
 //! `rendezvous::control` defines the datagrams. All calls are raw system calls.
 
@@ -23,9 +23,9 @@ use crate::os::privatefd::PrivateFd;
 pub struct Arrival {
     /// The length of the datagram in bytes; greater than the buffer's if the datagram was cut short.
     pub length: usize,
-    /// The sender, in the socket's own form of addresses: pass it to [`Answerer::send`] unchanged.
+    /// The sender, in the socket's own form of addresses. To be passed to [`Answerer::send`] unchanged.
     pub from: SocketAddr,
-    /// The local address that the datagram was sent to; `None` if the kernel did not report it.
+    /// The local address to which the datagram was sent; `None` if the kernel did not report it.
     pub to: Option<IpAddr>,
 }
 
@@ -47,14 +47,14 @@ struct Control {
     info: [u8; 24],
 }
 
-/// The size of the storage for an address, of either family.
+/// The size in bytes of the storage for an address of either family.
 const STORAGE: u32 = size_of::<SocketAddrStorage>() as u32;
 
 impl Answerer {
-    /// Binds to `port`. Several processes of one user may bind it: the kernel gives each datagram to one of them.
+    /// Binds to `port`. Several processes of one user may bind it: the kernel passes each datagram to one of them.
     ///
-    /// Fails with EADDRINUSE if another user, or a socket that does not share its port, has bound it. Not SO_REUSEADDR:
-    /// between UDP sockets with that option, other users could share the port too.
+    /// Fails with EADDRINUSE if another user, or a socket that does not share its port, has bound it. SO_REUSEADDR is
+    /// not used, since between UDP sockets with that option other users could share the port too.
     pub fn bind(port: u16) -> Result<Self, Errno> {
         match Self::bind_to(SocketAddr::from((Ipv6Addr::UNSPECIFIED, port))) {
             Err(Errno::AFNOSUPPORT | Errno::ADDRNOTAVAIL) => {
@@ -79,19 +79,19 @@ impl Answerer {
         Ok(Self { fd, is_v6 })
     }
 
-    /// Returns the port, for tests that let the kernel choose it.
+    /// Returns the port. For tests, in which the kernel chooses it.
     pub fn port(&self) -> Result<u16, Errno> {
         let address = rustix::net::getsockname(&self.fd)?;
         Ok(SocketAddr::try_from(address)?.port())
     }
 
-    /// Receives the next datagram; `None` if the queue is empty. An error about an earlier answer (ICMP) is returned as
-    /// the kernel's errno; the next call goes on with the queue.
+    /// Receives the next datagram; `None` if the queue is empty. If an earlier answer has caused an error (ICMP),
+    /// returns that error as the kernel's errno. The next call goes on with the queue.
     pub fn recv(&self, buf: &mut [u8]) -> Result<Option<Arrival>, Errno> {
         let mut name = MaybeUninit::<SocketAddrStorage>::zeroed();
         let mut control = Control::default();
         let (at, piece) = ((name.as_mut_ptr(), STORAGE), (buf.as_mut_ptr(), buf.len()));
-        // SAFETY: both are valid for writes for the whole call.
+        // SAFETY: both pieces of memory are valid for writes during the whole call.
         let received = unsafe { self.call(libc::SYS_recvmsg, at, piece, &mut control, libc::MSG_TRUNC) };
         let length = match received {
             Ok(length) => length,
@@ -105,8 +105,8 @@ impl Answerer {
         Ok(Some(Arrival { length, from, to }))
     }
 
-    /// Sends `bytes` to `to`, from the local address `from`. An answer without room in the send queue, or without a
-    /// route, is lost.
+    /// Sends `bytes` to `to`, from the local address `from`. If there is no room in the send queue, or no route, fails
+    /// with the kernel's errno, and the datagram is lost.
     pub fn send(&self, bytes: &[u8], to: SocketAddr, from: IpAddr) -> Result<(), Errno> {
         let mut control = Control::default();
         let to = if self.is_v6 {
@@ -130,7 +130,8 @@ impl Answerer {
             (to.as_mut_ptr(), to.addr_len()),
             (bytes.as_ptr().cast_mut(), bytes.len()),
         );
-        // SAFETY: both are valid for reads for the whole call, and the kernel does not write to them.
+        // SAFETY: both pieces of memory are valid for reads during the whole call, and the kernel does not write to
+        // them.
         unsafe { self.call(libc::SYS_sendmsg, at, piece, &mut control, libc::MSG_NOSIGNAL) }.map(drop)
     }
 
@@ -138,7 +139,7 @@ impl Answerer {
     /// message.
     ///
     /// # Safety
-    /// `address` and `piece`, which have these sizes in bytes, are valid for the whole call; for writes, if the call
+    /// `address` and `piece`, which have these sizes in bytes, are valid during the whole call; for writes, if the call
     /// receives.
     unsafe fn call(
         &self,
@@ -159,8 +160,8 @@ impl Answerer {
         (header.msg_control, header.msg_controllen) = (std::ptr::from_mut(control).cast(), size_of_val(control));
         let fd = self.fd.as_raw_fd() as usize;
         let flags = (libc::MSG_DONTWAIT | flags) as usize;
-        // SAFETY: by this function's contract, and the header, the piece's description and the control message outlive
-        // the call. The kernel keeps no pointer to them.
+        // SAFETY: `address` and `piece` are valid by the contract. The header, the description of the piece and the
+        // control message outlive the call, and the kernel keeps no pointer to them.
         unsafe { kernel::call(number, [fd, kernel::address(&raw mut header), flags, 0, 0, 0]) }
     }
 }
@@ -171,15 +172,16 @@ impl AsFd for Answerer {
     }
 }
 
-/// A socket connected to one host: the kernel drops datagrams from elsewhere, and reports if no socket listens there.
+/// A socket connected to one host. The kernel drops datagrams from elsewhere, and reports if no socket listens at the
+/// remote port.
 #[derive(Debug)]
 pub struct Asker {
     fd: PrivateFd,
 }
 
 impl Asker {
-    /// Binds to the address `local`, any port, and connects to `remote`. Fails with EADDRNOTAVAIL, ENETUNREACH and the
-    /// like.
+    /// Binds to the address `local`, at any port, and connects to `remote`. Fails with the kernel's errno, for example
+    /// EADDRNOTAVAIL or ENETUNREACH.
     pub fn connect(local: IpAddr, remote: SocketAddr) -> Result<Self, Errno> {
         let fd = socket(remote.is_ipv6())?;
         bind(&fd, &SocketAddr::new(local, 0))?;
@@ -187,13 +189,13 @@ impl Asker {
         Ok(Self { fd })
     }
 
-    /// Sends a datagram. ECONNREFUSED: no socket listened where an earlier datagram arrived.
+    /// Sends a datagram. Fails with ECONNREFUSED if no socket listened where an earlier datagram arrived.
     pub fn send(&self, bytes: &[u8]) -> Result<(), Errno> {
         send(&self.fd, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL).map(drop)
     }
 
-    /// Receives the next datagram and returns its length in bytes, which is greater than the buffer's if it was cut
-    /// short. `None` if the queue is empty. ECONNREFUSED: no socket listens at the remote port.
+    /// Receives the next datagram and returns its length in bytes. If the datagram was cut short, that is greater than
+    /// the buffer's. `None` if the queue is empty. Fails with ECONNREFUSED if no socket listens at the remote port.
     pub fn recv(&self, buf: &mut [u8]) -> Result<Option<usize>, Errno> {
         match recv(&self.fd, buf, RecvFlags::DONTWAIT | RecvFlags::TRUNC) {
             Ok((_, length)) => Ok(Some(length)),
@@ -238,7 +240,7 @@ impl Control {
                 let octets = self.info.first_chunk::<16>()?;
                 Some(Ipv6Addr::from(*octets).to_canonical())
             }
-            // Behind the index of the interface and the address to answer from.
+            // The address that the datagram was sent to is `ipi_addr`, the last field of the `in_pktinfo`.
             (libc::IPPROTO_IP, libc::IP_PKTINFO) => {
                 let octets = self.info.get(8..)?.first_chunk::<4>()?;
                 Some(Ipv4Addr::from(*octets).into())

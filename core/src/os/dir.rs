@@ -1,5 +1,5 @@
-//! Reads directories and files in a program that may close any descriptor. `std::fs::read_dir`
-//! panics if its descriptor has been closed (iperf3, for one, closes some descriptors twice).
+//! Reads directories and files in a program that may close any descriptor at any time. `std::fs::read_dir` panics if
+//! its descriptor has been closed. (iperf3, for one, closes some descriptors twice.)
 
 use std::ffi::{OsStr, OsString};
 use std::mem::MaybeUninit;
@@ -14,7 +14,7 @@ use crate::os::privatefd::PrivateFd;
 use crate::scratch;
 
 /// Returns the names in the directory that `dir` is open for, from the current offset on, in the kernel's order
-/// (getdents64(2)).
+/// (getdents64(2)). Leaves out `.` and `..`.
 pub fn names(dir: BorrowedFd<'_>) -> Result<Vec<OsString>, Errno> {
     let mut buffer = [MaybeUninit::uninit(); 4096];
     let mut entries = RawDir::new(dir, &mut buffer);
@@ -29,20 +29,21 @@ pub fn names(dir: BorrowedFd<'_>) -> Result<Vec<OsString>, Errno> {
     Ok(names)
 }
 
-/// Returns the content of the file at `path`. ENOMEM if there is no memory for it, EILSEQ if it is not UTF-8.
+/// Returns the content of the file at `path`. Fails with ENOMEM if there is no memory for it, and with EILSEQ if it is
+/// not UTF-8.
 pub fn text(path: &str) -> Result<String, Errno> {
     let (content, _) = bytes(path, usize::MAX)?;
     String::from_utf8(content).map_err(|_| Errno::ILSEQ)
 }
 
-/// Opens the file at `path` for reading. A FIFO does not block the call.
+/// Opens the file at `path` for reading. Does not block if the file is a FIFO.
 pub(crate) fn open(path: impl AsRef<Path>) -> Result<PrivateFd, Errno> {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
     PrivateFd::open(|| rustix::fs::open(path.as_ref(), flags, Mode::empty()))
 }
 
-/// Returns the content of the file at `path`, and whether that is all of it: reads no further once it has `enough`
-/// bytes. ENOMEM if there is no memory for it.
+/// Returns the content of the file at `path`, and whether that is all of it: the function stops reading once it has
+/// `enough` bytes. Fails with ENOMEM if there is no memory for the content.
 pub fn bytes(path: impl AsRef<Path>, enough: usize) -> Result<(Vec<u8>, bool), Errno> {
     read(&open(path)?, enough)
 }

@@ -1,10 +1,10 @@
-//! A doorbell: the owner of a [`Button`] can wake the threads that poll its doorbell, and can do nothing else to
-//! them. Threads that sleep in one call have futexes instead (`fabric::waiter`).
+//! A doorbell: the owner of a [`Button`] can wake the threads that poll the button's doorbell, and can do nothing else
+//! to them. Threads that sleep in one call have futexes instead (`fabric::waiter`).
 //!
 //! A doorbell is a pair of connected AF_UNIX SEQPACKET sockets over which no byte is ever sent. To press the button is
 //! `shutdown(SHUT_WR)`. The first press makes the other end readable for good (end of file). Each further press wakes
 //! the threads that poll that end again: the kernel calls the peer's `sk_state_change` whether its state changes or
-//! not. So an edge-triggered registration reports each press. Why not an eventfd, a pipe or a byte through a socket:
+//! not. So an edge-triggered registration reports each press. An eventfd, a pipe or a byte through a socket is worse:
 //!
 //! - Nothing is stored, so nothing fills up: a press never waits, never fails for want of room, and nothing has to be
 //!   drained. The state of a socket that has been shut down cannot be undone.
@@ -12,9 +12,9 @@
 //!   signal, and holds no lock of an object that the peer owns.
 //! - A press costs what a write to an eventfd costs. A byte through a socket costs half as much again for each wake-up.
 //!
-//! The end that is polled never leaves its owner. The other end goes to the peer, which checks only that it is a
-//! connected socket of this kind. Whatever the owner does to that socket, a shutdown by the peer has no effect that the
-//! owner could not cause itself.
+//! The end that is polled never leaves the process that made it. That process sends the other end to the peer, and the
+//! peer only checks that it is a connected socket of this kind. The sender may do anything to that socket. Even then a
+//! shutdown by the peer has no effect that the sender could not cause itself.
 
 use std::os::fd::{AsFd, BorrowedFd};
 
@@ -36,7 +36,7 @@ pub fn pair() -> Result<(PrivateFd, Button), Errno> {
 }
 
 impl Button {
-    /// Wraps an fd that a peer has sent as a button; `None` if it is not a button.
+    /// Makes a button of an fd that a peer has sent; `None` if the fd cannot be one.
     pub fn received(fd: PrivateFd) -> Option<Self> {
         Self::is_one(fd.as_fd()).then_some(Self(fd))
     }
@@ -59,7 +59,7 @@ impl Button {
     }
 }
 
-/// Presses a button that is stored as an fd number ([`Button::press`]).
+/// Presses a button that is stored as an fd number; otherwise as [`Button::press`].
 pub fn press(button: BorrowedFd<'_>) {
     // If the doorbell is closed, no thread waits for it.
     let _ = rustix::net::shutdown(button, Shutdown::Write);
@@ -72,7 +72,7 @@ impl AsFd for Button {
 }
 
 /// Returns whether this kernel reports each press. All kernels since 2.6 do, but no interface promises it. Opens a few
-/// descriptors for a moment; fails with the kernel's errno if there are none.
+/// descriptors for a moment, and fails with the kernel's errno if it gets none.
 pub fn is_reliable() -> Result<bool, Errno> {
     let (bell, button) = pair()?;
     let set = PrivateFd::open(|| epoll::create(epoll::CreateFlags::CLOEXEC))?;

@@ -1,9 +1,10 @@
 //! For tests: runs a piece of a test in a forked child.
 //!
-//! Such a child is alone: limits and uids that it changes are its own, and no fork of another test keeps its fds open.
+//! Limits and uids that the child changes are its own. It has no other threads, so no fork of another test keeps its
+//! fds open.
 
-/// Ends a child after this many seconds. A child whose test panics can hang: the panic message takes a lock that
-/// another test's thread may have held at the fork.
+/// The number of seconds after which a child is ended. A child whose test panics can hang: the panic message takes a
+/// lock that another test's thread may have held at the fork.
 const LIMIT: u32 = 60;
 
 /// Runs `f` in a forked child. A panic, or a child that is still running after `LIMIT` seconds, fails the test.
@@ -12,8 +13,8 @@ pub(crate) fn in_child(f: impl FnOnce()) {
 }
 
 fn in_child_within(seconds: u32, f: impl FnOnce()) {
-    // SAFETY: the child runs `f` and leaves by _exit. The tests' other threads do not exist in it. The only lock shared
-    // with them that `f` takes is the allocator's, which glibc makes usable after fork.
+    // SAFETY: the child runs `f` and ends by _exit. The tests' other threads do not exist in the child. The only lock
+    // that `f` takes and that they may have held is the allocator's, which glibc makes usable after fork.
     match unsafe { libc::fork() } {
         -1 => panic!("fork failed"),
         0 => {

@@ -1,30 +1,31 @@
 //! The library's own memory: an allocator that never enters the program's `malloc`.
 //!
-//! Hooks run at any instruction of the program. They run in a signal handler above `malloc` or above this allocator, in
-//! a child forked by another thread in the middle of either, and inside a `malloc` that the program brings along. So
-//! this allocator has no locks, and no operation leaves a half-done state:
+//! Hooks run at any instruction of the program: in a signal handler that has interrupted `malloc` or this allocator, in
+//! a child that another thread has forked in the middle of either, and inside a `malloc` that the program brings along.
+//! So this allocator has no locks, and no operation leaves a half-done state:
 //!
 //! - A small request is rounded up to one of `SIZES` sizes. The free blocks of a size form a stack, and one
 //!   compare-and-swap of 16 bytes pushes or pops a block. The 16 bytes are the top and a count of all changes. A thread
-//!   may be interrupted between its load and its swap. If the stack changes meanwhile, the thread finds another count,
-//!   even if the same block is on top again (Treiber, "Systems programming: coping with parallelism", 1986; the count
-//!   is IBM's).
-//! - If no block of the size is free, one such swap cuts it from a piece of memory that is mapped for small requests.
+//!   may be interrupted between its load and its swap. If the stack changes in between, the swap finds another count
+//!   and fails, even if the same block is on top again (Treiber, "Systems programming: coping with parallelism", 1986;
+//!   the count is IBM's).
+//! - If no block of the size is free, one such swap cuts a new block from a piece of memory that is mapped for small
+//!   requests.
 //! - A large request is a mapping of its own, which is unmapped when it is freed.
-//! - Where the kernel refuses a mapping (RLIMIT_AS, RLIMIT_DATA, vm.overcommit_memory=2, vm.max_map_count), memory
-//!   comes from a reserve of 1 MiB.
+//! - If the kernel refuses a mapping (RLIMIT_AS, RLIMIT_DATA, vm.overcommit_memory=2, vm.max_map_count), memory comes
+//!   from a reserve of 1 MiB.
 //!
-//! No allocation fails between two checks of the reserve. Code that begins something which needs memory for longer than
-//! a call (a socket's object, a promotion, a link, a channel) calls [`can_serve`] first; if that returns `false`, the
-//! connection stays on TCP. So the reserve has to cover only the operations in progress when the kernel refuses for the
-//! first time. These are some KiB for each thread of the program, and one link at most, since one thread makes the
-//! links. Buffers that can be longer than 512 KiB are allocated by `try_reserve`, and a failure there is the call's
-//! failure.
+//! The reserve lets every allocation succeed that is made between two checks of it. Code that begins something which
+//! needs memory for longer than a call (a socket's object, a promotion, a link, a channel) calls [`can_serve`] first.
+//! If that returns `false`, the connection stays on TCP. So the reserve has to cover only the operations in progress
+//! when the kernel refuses for the first time. These are some KiB for each thread of the program, and one link at most,
+//! since one thread makes the links. Buffers that can be longer than 512 KiB are allocated by `try_reserve`. If that
+//! fails, the call that needs the buffer fails.
 //!
 //! Memory for small requests is never unmapped, so a thread may still read a block that another thread has popped. A
-//! fork child loses the blocks that threads of its parent were pushing or popping at the fork, at most one a thread.
-//! Between an allocation and its use the allocator holds no reference to the block, so a `longjmp` loses that block
-//! alone.
+//! fork child loses the blocks that threads of its parent were pushing or popping at the fork: at most one for each
+//! thread. Between an allocation and its use the allocator holds no reference to the block, so a `longjmp` loses that
+//! block alone.
 
 use core::alloc::{GlobalAlloc, Layout};
 use core::cell::UnsafeCell;
@@ -34,23 +35,24 @@ use core::sync::atomic::Ordering::{Acquire, Relaxed};
 
 use rustix::mm::{MapFlags, MremapFlags, ProtFlags, mmap_anonymous, mremap, munlock, munmap};
 
-/// The greatest size of a block, bytes. A longer request is a mapping of its own.
+/// The greatest size of a block, in bytes. A longer request is a mapping of its own.
 const LARGE: usize = 32 * 1024;
 /// The number of block sizes: 16, 24, 32, 48, 64, 96 … bytes up to 32 KiB.
 const SIZES: usize = 23;
-/// The bytes that are mapped at a time for small requests. Fewer in tests that refuse one mapping after the other.
+/// The bytes that are mapped at a time for small requests. Fewer in the tests that refuse one mapping after the other.
 const PIECE: usize = if cfg!(feature = "points") { LARGE } else { 128 * 1024 };
 const PAGE: usize = 4096;
 /// The bytes of the reserve, for when the kernel refuses a mapping: 8 pieces. Each piece serves the calls of some 20
 /// threads.
 const RESERVE: usize = 1 << 20;
-/// The longest request that the reserve serves, in bytes: half of it, so that one growing table leaves the other half.
+/// The longest request that the reserve serves, in bytes. This is half of it, so that one growing table leaves the
+/// other half.
 const MOST: usize = 1 << 19;
 
 /// The start and the end of the unused part of the reserve. All heaps share it.
 static KEPT: Pair = Pair::new();
 
-/// The reserve until the first one is mapped, so that the library can start in a program that has no memory left.
+/// The reserve until `renew` maps the first one, so that the library can start in a program that has no memory left.
 #[repr(C, align(4096))]
 struct First(UnsafeCell<[u8; 2 * PIECE]>);
 
@@ -59,8 +61,8 @@ unsafe impl Sync for First {}
 
 static FIRST: First = First(UnsafeCell::new([0; 2 * PIECE]));
 
-/// Returns whether the reserve is whole; maps a new reserve if it is not. `false` if the kernel refuses that mapping:
-/// then no operation may begin that needs memory.
+/// Returns whether the reserve is whole; maps a new reserve if it is not. Returns `false` if the kernel refuses that
+/// mapping: then no operation that needs memory may begin.
 #[inline]
 pub fn can_serve() -> bool {
     let kept = KEPT.load();
@@ -73,12 +75,13 @@ fn renew(kept: Two) -> bool {
     if fresh.is_null() {
         return false;
     }
-    // In a program that locks its memory the new mapping is locked too; the reserve need not stay locked.
+    // In a program that locks its memory the new mapping is locked too. The reserve need not stay locked.
     // SAFETY: exactly the new mapping.
     let _ = unsafe { munlock(fresh.cast(), RESERVE) };
     let whole = Two::range(fresh, RESERVE);
     match KEPT.swap(kept, whole) {
-        // The remainder of the old reserve. A thread that was about to cut from it finds another pair.
+        // Unmaps the remainder of the old reserve. A thread that was about to cut from it finds that the pair has
+        // changed.
         Ok(()) if kept.first < kept.second => unmap(kept.first as *mut u8, kept.second - kept.first),
         Ok(()) => {}
         Err(_) => unmap(fresh, RESERVE),
@@ -86,8 +89,8 @@ fn renew(kept: Two) -> bool {
     true
 }
 
-/// Returns a mapping of `size` bytes, or whole pages of the reserve, which can be unmapped like a mapping. Null if the
-/// kernel refuses and the reserve has too little left, or if more than `MOST` bytes are refused.
+/// Returns a mapping of `size` bytes, or whole pages of the reserve, which can be unmapped as a mapping can. Returns
+/// null if the kernel refuses the mapping, and the reserve has too little left or `size` is more than `MOST`.
 fn obtain(size: usize) -> *mut u8 {
     let fresh = map(size);
     if !fresh.is_null() || size > MOST {
@@ -110,10 +113,11 @@ fn obtain(size: usize) -> *mut u8 {
     }
 }
 
-/// A lock-free allocator; see the module. The preloaded library has one as its `#[global_allocator]`.
+/// A lock-free allocator; the module's description says how it works. The preloaded library has one as its
+/// `#[global_allocator]`.
 pub struct Heap {
     free: [Pair; SIZES],
-    /// The start and the end of the unused part of the piece that blocks are cut from.
+    /// The start and the end of the unused part of the piece from which blocks are cut.
     rest: Pair,
 }
 
@@ -132,8 +136,8 @@ impl Heap {
         };
         let mut seen = free.load();
         while seen.first != 0 {
-            // Another thread may have popped the block since, and may be writing to it. Then the count has changed, the
-            // swap fails, and the word that is read here is not used.
+            // Another thread may have popped the block since the load, and may be writing to it. Then the count has
+            // changed, the swap fails, and the word that is read here is not used.
             // SAFETY: a block that was on a stack stays mapped, and is aligned for a word.
             let next = unsafe { &*(seen.first as *const AtomicUsize) }.load(Relaxed);
             match free.swap(seen, seen.followed_by(next)) {
@@ -160,7 +164,7 @@ impl Heap {
         }
     }
 
-    /// Returns a block that was never used, from the current piece or a new one; null without memory.
+    /// Returns a block that was never used, cut from the current piece or from a new one; null if there is no memory.
     fn cut(&self, class: Class) -> *mut u8 {
         let mut seen = self.rest.load();
         loop {
@@ -179,8 +183,8 @@ impl Heap {
                 return null_mut();
             }
             let piece = Two::range(fresh, PIECE);
-            // The remainder of the old piece is given up. No address of a piece is ever used again, so no value of this
-            // pair is ever repeated.
+            // The remainder of the old piece is lost. No address of a piece is ever used again for a piece, so no value
+            // of this pair is ever repeated.
             match self.rest.swap(seen, piece) {
                 Ok(()) => seen = piece,
                 Err(now) => {
@@ -198,9 +202,9 @@ impl Default for Heap {
     }
 }
 
-// SAFETY: a block is given to one caller at a time. The thread that pops a block, or cuts it, has won a
-// compare-and-swap. No other thread can win one with the same count or the same start. The block has the size and the
-// alignment of its class, which are at least those of the layout; or it is a mapping of its own. No function unwinds.
+// SAFETY: a block belongs to one caller at a time. The thread that pops a block, or cuts it, has succeeded in a
+// compare-and-swap, and no other thread can succeed with the same count or the same start. The block has the size and
+// the alignment of its class, which are not less than the layout's; or it is a mapping of its own. No function unwinds.
 unsafe impl GlobalAlloc for Heap {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         match Class::of(layout) {
@@ -258,7 +262,7 @@ unsafe impl GlobalAlloc for Heap {
     }
 }
 
-/// A block size and its index.
+/// A block size and the index of its stack.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Class {
     index: usize,
@@ -301,7 +305,7 @@ fn map(size: usize) -> *mut u8 {
 }
 
 fn unmap(at: *mut u8, size: usize) {
-    // SAFETY: the range is a mapping of this allocator's, which no thread uses any more.
+    // SAFETY: the range is a mapping of this allocator, which no thread uses any more.
     let _ = unsafe { munmap(at.cast(), size) };
 }
 
@@ -312,7 +316,7 @@ struct Pair {
     second: AtomicUsize,
 }
 
-/// The values of the two words. They are of one point in time if a swap against them succeeds.
+/// The values of the two words. They are of one point in time if a swap that expects them succeeds.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Two {
     first: usize,
@@ -329,7 +333,7 @@ impl Two {
         }
     }
 
-    /// Returns the next state of a stack: the new top, and the count of changes raised by one.
+    /// Returns the next state of a stack: the new top, and the count of changes increased by one.
     fn followed_by(self, top: usize) -> Self {
         Self {
             first: top,
@@ -346,22 +350,23 @@ impl Pair {
         }
     }
 
-    /// Returns the two words, not necessarily of one point in time; a swap against such a mixture fails. The count is
-    /// loaded first. If a swap then finds the same count, nothing has changed since that load, so the top and the word
-    /// read through it belong to that count.
+    /// Returns the two words, which need not be of one point in time; a swap that expects such a mixture fails. The
+    /// count is loaded first. If a swap then finds the same count, nothing has changed since that load. So the top, and
+    /// the word that was read through the top, belong to that count.
     fn load(&self) -> Two {
-        // Both Acquire: they pair with `swap`, which is a full barrier.
+        // Both loads are Acquire: they pair with `swap`, which is a full barrier.
         let second = self.second.load(Acquire);
         let first = self.first.load(Acquire);
         Two { first, second }
     }
 
-    /// Replaces `old` by `new`; the error is the value found instead. Not `core::arch`'s function, which becomes a call
-    /// of libatomic unless the compiler may assume the instruction. Every x86-64 processor since 2006 has it.
+    /// Replaces `old` by `new`. On failure, returns the value that it found instead. `core::arch`'s function for this
+    /// is not used, since it becomes a call of libatomic unless the compiler may assume the instruction. Every x86-64
+    /// processor since 2006 has the instruction.
     fn swap(&self, old: Two, new: Two) -> Result<(), Two> {
         let (mut first, mut second) = (old.first, old.second);
-        // SAFETY: 16 bytes, aligned to 16, that only atomic instructions touch. The compiler does not accept rbx as an
-        // operand, so the code restores it; `low` may be rbx itself.
+        // SAFETY: 16 bytes, aligned to 16, that only atomic instructions access. The compiler does not accept rbx as an
+        // operand, so the code saves rbx in `low` and restores it. `low` may be rbx itself.
         unsafe {
             core::arch::asm!(
                 "xchg {low}, rbx",
@@ -380,8 +385,8 @@ impl Pair {
     }
 }
 
-/// The mappings that fail at a test's wish (`tests/tests/no_memory.rs`). The environment variable `HEAP_REFUSES` is the
-/// number of the first; with a plus at its end, all later ones fail too.
+/// Mappings that a test makes fail (`tests/tests/no_memory.rs`). The environment variable `HEAP_REFUSES` is the number
+/// of the first one. With a plus at its end, all later mappings fail too.
 #[cfg(feature = "points")]
 mod refused {
     use core::ffi::CStr;

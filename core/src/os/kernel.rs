@@ -1,5 +1,5 @@
-//! System calls for which rustix has no function, as inline instructions: the library interposes libc's `syscall` and
-//! the named functions for these calls. No function here touches errno.
+//! System calls for which rustix has no function, as inline instructions. libc's functions for these calls, `syscall`
+//! included, would enter the library's own hooks. No function here touches errno.
 
 use core::arch::asm;
 use std::ffi::c_int;
@@ -7,7 +7,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 
 use rustix::io::Errno;
 
-/// Makes a system call. The kernel ignores the arguments that the call does not have.
+/// Makes a system call. The kernel ignores arguments that the call does not have.
 ///
 /// # Errors
 /// The kernel's errno.

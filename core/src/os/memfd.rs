@@ -1,11 +1,11 @@
 //! Shared memory between instances: sealed, sparse memfds and their mappings.
 //!
-//! A peer's fd is not trusted. Before it is mapped, it is checked: shared memory of the kernel's own, sealed against
-//! shrinking, of at least the size that the peer claims. So reading the mapping cannot raise SIGBUS. `fabric` defines
-//! the content, and must copy it before it checks it.
+//! A peer's fd is not trusted. Before a process maps it, the process checks that it is shared memory of the kernel's
+//! own, sealed against shrinking, with at least as many bytes as the peer claims. So reading the mapping cannot raise
+//! SIGBUS. `fabric` defines the content, and has to copy it before checking it.
 //!
 //! The file has the creation and the checks of memfds; [`Extent`], a range of addresses over a file; and [`map`], which
-//! also maps other memory that takes no more than is touched.
+//! also maps other memory, so that only touched pages take memory.
 
 use core::ffi::c_void;
 use std::ops::Range;
@@ -22,7 +22,7 @@ use rustix::process::{Resource, getrlimit};
 
 use crate::os::privatefd::PrivateFd;
 
-/// The bytes of a page, the unit of mappings.
+/// The size of a page in bytes, the unit of mappings.
 pub const PAGE: usize = 4096;
 
 /// The type of the file system that holds memfds without huge pages (statfs(2)).
@@ -43,16 +43,16 @@ pub enum Access {
 /// The reason why a peer's fd was not mapped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum MapError {
-    /// The fd is not shared memory: the peer misbehaves.
+    /// The fd is not shared memory, so the peer misbehaves.
     #[error("not a memfd")]
     NotMemfd,
-    /// The peer could still change the size: it misbehaves.
+    /// The peer could still change the size, so it misbehaves.
     #[error("memfd without the seals")]
     NotSealed,
     /// The file is smaller than the peer claims, or the claimed size cannot be mapped: the peer misbehaves.
     #[error("memfd smaller than claimed")]
     Size,
-    /// The kernel refused because of this process's own limits.
+    /// The kernel refused the mapping because of this process's own limits.
     #[error("mapping failed: {0}")]
     Kernel(#[from] Errno),
 }
@@ -68,7 +68,7 @@ impl Mapping {
         self.0.start().as_ptr()
     }
 
-    /// Returns the size in bytes, as it was asked for.
+    /// Returns the size in bytes, as the mapping's creator asked for it.
     pub const fn bytes(&self) -> usize {
         self.0.len()
     }
@@ -80,12 +80,12 @@ impl Mapping {
 
     /// Releases the memory but keeps the addresses, as [`Extent::neutralise`] does.
     pub fn neutralise(&self) -> Result<(), Errno> {
-        // SAFETY: exactly this mapping, into whose memory only references to atomics exist, and those may change at any
+        // SAFETY: exactly this mapping. Only references to atomics exist into its memory, and atomics may change at any
         // time.
         unsafe { self.0.neutralise() }
     }
 
-    /// Maps zeroes here in a fork child, as [`Extent::after_fork`] does.
+    /// Maps zeroes at these addresses in a fork child, as [`Extent::after_fork`] does.
     pub fn after_fork(&self) {
         // SAFETY: as in `neutralise`.
         unsafe { self.0.after_fork() };
@@ -98,12 +98,12 @@ impl Mapping {
         Ok(unsafe { self.0.show(fd, 0, access) }?)
     }
 
-    /// Maps private anonymous memory, zeroed. EINVAL for 0 bytes.
+    /// Maps private anonymous memory, zeroed. Fails with EINVAL for 0 bytes.
     pub fn neutral(bytes: usize) -> Result<Self, Errno> {
         Extent::neutral(bytes).map(Self)
     }
 
-    /// Maps anonymous memory that fork children share, zeroed. EINVAL for 0 bytes.
+    /// Maps anonymous memory that fork children share, zeroed. Fails with EINVAL for 0 bytes.
     pub fn anonymous(bytes: usize) -> Result<Self, Errno> {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         let flags = MapFlags::SHARED | MapFlags::NORESERVE;
@@ -120,26 +120,26 @@ impl Drop for Mapping {
 
 /// Creates sealed shared memory of `bytes` that peers may write to. Pages are allocated when they are touched.
 ///
-/// `name` shows in /proc/PID/maps. Fails with the kernel's errno (EMFILE, ENOMEM, EINVAL for 0 bytes); EFBIG if files
-/// of this process [may not be](file_limit) that large.
+/// `name` shows in /proc/PID/maps. Fails with the kernel's errno (EMFILE, ENOMEM, EINVAL for 0 bytes), and with EFBIG
+/// if files of this process [may not be](file_limit) that large.
 pub fn create_file(name: &str, bytes: u64) -> Result<PrivateFd, Errno> {
     let fd = unsealed(name, bytes)?;
     fcntl_add_seals(&fd, FIXED_SIZE)?;
     Ok(fd)
 }
 
-/// Creates shared memory as [`create_file`] does, but only the returned mapping can ever write to it: a peer that
-/// receives the fd can map it read-only. Needs Linux 5.1; EINVAL before.
+/// Creates shared memory as [`create_file`] does, but only the returned mapping can ever write to it. A peer that
+/// receives the fd can map it read-only. Needs Linux 5.1, and fails with EINVAL on older kernels.
 pub fn create_read_only_for_peers(name: &str, bytes: u64) -> Result<(PrivateFd, Mapping), Errno> {
     let fd = unsealed(name, bytes)?;
-    // Mapped before it is sealed: F_SEAL_FUTURE_WRITE does not affect existing mappings.
+    // The file is mapped before it is sealed, since F_SEAL_FUTURE_WRITE does not affect existing mappings.
     let mapping = Mapping(Extent::of_file(fd.as_fd(), 0, bytes as usize, Access::ReadWrite)?);
     fcntl_add_seals(&fd, FIXED_SIZE | SealFlags::FUTURE_WRITE)?;
     Ok((fd, mapping))
 }
 
-/// Returns the most bytes that a file of this process may have, memory files included (RLIMIT_FSIZE). Beyond that size
-/// the kernel raises SIGXFSZ, which ends the program.
+/// Returns the most bytes that a file of this process may have, memory files included (RLIMIT_FSIZE). If a process
+/// exceeds that size, the kernel raises SIGXFSZ, which ends the program.
 pub fn file_limit() -> u64 {
     getrlimit(Resource::Fsize).current.unwrap_or(u64::MAX)
 }
@@ -164,16 +164,17 @@ pub fn map_received(fd: BorrowedFd<'_>, claimed: u64, access: Access) -> Result<
     Ok(Mapping(Extent::of_file(fd, 0, length, access)?))
 }
 
-/// Returns whether `fd` is a memfd of any size with the seals. The check involves no file system.
+/// Returns whether `fd` is a memfd of any size that has the seals of `FIXED_SIZE`. The check involves no file system.
 pub fn is_sealed(fd: BorrowedFd<'_>) -> bool {
     fcntl_get_seals(fd).is_ok_and(|seals| seals.contains(FIXED_SIZE))
 }
 
 /// Checks that an fd that a peer has sent is shared memory which has at least `claimed` bytes for ever, and that its
-/// seals permit `access`. A later mapping can still fail; one that replaces another may have removed that other then.
+/// seals permit `access`. A later mapping can still fail. If it was to replace another mapping, that mapping may be
+/// gone then.
 pub fn check_received(fd: BorrowedFd<'_>, claimed: u64, access: Access) -> Result<(), MapError> {
     mappable(claimed).ok_or(MapError::Size)?;
-    // The seals come first: the other calls may wait for the file's file system.
+    // The seals are checked first, since the other calls may wait for the file's file system.
     let seals = fcntl_get_seals(fd).map_err(|_| MapError::NotMemfd)?;
     // Files on most other file systems cannot be sealed. Files on hugetlbfs can, but touching them raises SIGBUS when
     // huge pages run out.
@@ -187,7 +188,7 @@ pub fn check_received(fd: BorrowedFd<'_>, claimed: u64, access: Access) -> Resul
     if access == Access::ReadWrite && seals.intersects(read_only) {
         return Err(MapError::Kernel(Errno::PERM));
     }
-    // Checked after the seals: the size cannot change once the file is sealed.
+    // The size is checked after the seals, since it cannot change once the file is sealed.
     if u64::try_from(fstat(fd)?.st_size).map_or(true, |size| size < claimed) {
         return Err(MapError::Size);
     }
@@ -203,8 +204,8 @@ fn mappable(bytes: u64) -> Option<usize> {
 
 /// A range of addresses with a mapping. This is a plain value: its user [unmaps](Self::unmap) it. Other processes write
 /// to the memory at any time, so methods return a pointer and no reference. The mapping can be replaced without
-/// releasing its addresses, and more of the file can be mapped without its descriptor. A fork child has none of a
-/// file's memory (MADV_DONTFORK), and core dumps leave it out.
+/// releasing its addresses, and more of the file can be mapped without its descriptor. A fork child does not inherit a
+/// file's mapping (MADV_DONTFORK), and core dumps leave it out.
 ///
 /// This type trusts its file. [`check_received`] decides whether a peer's file can be trusted.
 #[derive(Debug, Clone, Copy)]
@@ -236,7 +237,7 @@ impl Extent {
         self.bytes
     }
 
-    /// Maps private anonymous memory: it reads as zeroes and can be written.
+    /// Maps private anonymous memory, which reads as zeroes and can be written.
     pub fn neutral(bytes: usize) -> Result<Self, Errno> {
         // SAFETY: a new mapping at an address that the kernel chooses replaces no other.
         unsafe { neutral(null_mut(), bytes, MapFlags::empty()) }
@@ -248,7 +249,7 @@ impl Extent {
         unsafe { file(null_mut(), bytes, MapFlags::empty(), fd, offset, access) }
     }
 
-    /// Maps the file from `offset` on, in place of the mapping that the range has now.
+    /// Maps the file from `offset` on, in place of the range's present mapping.
     ///
     /// # Safety
     /// The caller owns the range, and no references into it exist.
@@ -258,8 +259,8 @@ impl Extent {
         unsafe { file(at, self.bytes, MapFlags::FIXED, fd, offset, access) }.map(drop)
     }
 
-    /// Releases the memory but keeps the addresses: from now on they read as zeroes and can be written, for all who
-    /// still hold a pointer.
+    /// Releases the memory but keeps the addresses. From then on they read as zeroes and can be written by all code
+    /// that still has a pointer into the range.
     ///
     /// # Safety
     /// As for [`show`](Self::show).
@@ -279,21 +280,22 @@ impl Extent {
     }
 
     /// Maps the `bytes` of the file that follow this range, behind a copy of the last page of this range. The addresses
-    /// are new, or the addresses of `over`, whose mapping is replaced and has a page and `bytes`.
+    /// are new, or they are the addresses of `over`: its mapping, which has one page and `bytes`, is replaced.
     ///
-    /// mremap(2) with an old size of 0 maps the same shared file again, from the old address on, with the length that
-    /// is asked for. So no descriptor has to be kept for each peer. The new mapping has the permissions of this one.
+    /// mremap(2) with an old size of 0 maps the same shared file again, beginning at the file offset of the old
+    /// address, with the new size. So no descriptor has to be kept for each peer. The new mapping has the permissions
+    /// of this one.
     ///
     /// # Safety
-    /// This range is a mapping of a shared file, which has the bytes; `over` is as for [`show`](Self::show).
+    /// This range is a mapping of a shared file, and the file has these `bytes`. `over` is as for [`show`](Self::show).
     pub unsafe fn followed_by(self, bytes: usize, over: Option<Extent>) -> Result<Self, Errno> {
         let last = self.start.as_ptr().wrapping_add(self.bytes - PAGE).cast();
         let (whole, flags) = (PAGE + bytes, MremapFlags::MAYMOVE);
-        // As in `file`: if the program locks its memory (MCL_CURRENT), this range is locked, and its copy would be
-        // locked and filled.
+        // As in `file`: if the program locks its memory (MCL_CURRENT), this range is locked. It is unlocked here, since
+        // its copy would be locked too, and filled.
         // SAFETY: the caller owns the range, by the contract.
         let _ = unsafe { munlock(self.start.as_ptr().cast(), self.bytes) };
-        // SAFETY: the last page is mapped, by the contract, and stays so. The range of `over` is the caller's, by the
+        // SAFETY: by the contract, the last page is mapped, and stays so. The range of `over` is the caller's, by the
         // contract.
         let start = unsafe {
             match over {
@@ -305,7 +307,7 @@ impl Extent {
         Self::of(start, whole)
     }
 
-    /// Forbids all access to the range, so that it is not filled if the program locks its memory.
+    /// Forbids all access to the range. Then the kernel does not fill it if the program locks its memory.
     ///
     /// # Safety
     /// The range is exactly one mapping made by [`of_file`](Self::of_file) or [`followed_by`](Self::followed_by), and
@@ -316,20 +318,20 @@ impl Extent {
     }
 
     /// Permits reads and writes again, after [`shut`](Self::shut) of this range or of the range that it
-    /// [follows](Self::followed_by). Neither limits nor the number of mappings can make it fail: no address is new, no
-    /// mapping is split, and shared memory is accounted to its file.
+    /// [follows](Self::followed_by). Limits and the number of mappings cannot make it fail: no address is new, no
+    /// mapping is split, and shared memory is charged to its file.
     ///
     /// # Safety
-    /// The range is exactly one mapping of the library's.
+    /// The range is exactly one mapping of the library.
     pub unsafe fn open(self) -> Result<(), Errno> {
         // SAFETY: by the contract.
         unsafe { open(self.start.as_ptr().cast(), self.bytes) }
     }
 
     /// Allocates the memory of all pages that `range` (bytes) touches, so that no process fails for want of memory when
-    /// it writes there. An error means that there is not enough memory.
+    /// it writes there. Fails if there is not enough memory.
     ///
-    /// Kernels before 5.14 cannot do this (MADV_POPULATE_WRITE); for them the call succeeds, without a guarantee.
+    /// Kernels before 5.14 cannot do this (MADV_POPULATE_WRITE). There the call succeeds, without a guarantee.
     pub fn back(self, range: Range<usize>) -> Result<(), Errno> {
         let (first, end) = (range.start & !(PAGE - 1), range.end.next_multiple_of(PAGE));
         if first >= end || end > self.bytes {
@@ -349,8 +351,8 @@ impl Extent {
         }
     }
 
-    /// Frees the whole pages within `range` (bytes), for all processes that map them; they read as zeroes afterwards.
-    /// EINVAL if `range` exceeds the mapping.
+    /// Frees the whole pages within `range` (bytes), for all processes that map them. They read as zeroes afterwards.
+    /// Fails with EINVAL if `range` exceeds the mapping.
     pub fn punch_hole(self, range: Range<usize>) -> Result<(), Errno> {
         if range.end > self.bytes {
             return Err(Errno::INVAL);
@@ -363,7 +365,7 @@ impl Extent {
         unsafe { madvise(self.start.as_ptr().add(first).cast(), end - first, Advice::LinuxRemove) }
     }
 
-    /// Unmaps the range: the kernel may map its addresses for any other purpose from now on.
+    /// Unmaps the range. From then on the kernel may map its addresses for any other purpose.
     ///
     /// # Safety
     /// The caller owns the range, and no thread uses it any more.
@@ -373,7 +375,7 @@ impl Extent {
     }
 
     fn of(start: *mut c_void, bytes: usize) -> Result<Self, Errno> {
-        // The kernel never maps at null unless asked to.
+        // The kernel maps nothing at null unless asked to.
         NonNull::new(start.cast())
             .map(|start| Self { start, bytes })
             .ok_or(Errno::NOMEM)
@@ -407,23 +409,23 @@ unsafe fn file(
     // SAFETY: by the contract.
     let start = unsafe { mmap(at.cast(), bytes, prot, flags, fd, offset)? };
     // A fork child is another instance, and must not read what its parent receives. Nor should a core dump hold
-    // gigabytes of rings. Both are advice, so errors are ignored.
+    // gigabytes of rings. Both are only advice, so errors are ignored.
     for advice in [Advice::LinuxDontFork, Advice::LinuxDontDump] {
         // SAFETY: exactly the new mapping.
         let _ = unsafe { madvise(start, bytes, advice) };
     }
-    // In a program that has called mlockall(2), pages are allocated when they are used (`back`). The part of the file
-    // behind the range (`followed_by`) must not be filled when it is mapped.
+    // If the program has called mlockall(2), the mapping is unlocked: its pages are allocated when they are used
+    // (`back`). Also, the part of the file behind the range (`followed_by`) must not be filled when it is mapped.
     // SAFETY: as above.
     let _ = unsafe { munlock(start, bytes) };
     Extent::of(start, bytes)
 }
 
-// Mappings where only touched pages take memory, also in a process that has locked all its future memory
+// Mappings whose pages take memory only once they are touched, even in a process that has locked all its future memory
 // (mlockall(2), MCL_FUTURE). There the kernel would fill each new mapping at once. With MCL_CURRENT it fills all
-// mappings that can be written. So only the part in use of a long, mostly unused mapping is opened.
+// mappings that can be written. So of a long and mostly unused mapping only the part in use is opened.
 
-/// Maps `bytes` of a file from its beginning, or anonymous memory without a file, at an address that the kernel
+/// Maps `bytes` of a file from its beginning, or of anonymous memory if `file` is `None`, at an address that the kernel
 /// chooses. Fails with the kernel's errno; EAGAIN if the limit of locked memory is too low.
 pub fn map(
     bytes: usize,
@@ -432,7 +434,7 @@ pub fn map(
     file: Option<BorrowedFd<'_>>,
 ) -> Result<*mut c_void, Errno> {
     let (null, none) = (null_mut(), ProtFlags::empty());
-    // The kernel does not fill a mapping that permits no access.
+    // The mapping permits no access at first, since the kernel does not fill such a mapping.
     // SAFETY: a new mapping at an address that the kernel chooses replaces no other.
     let start = unsafe {
         match file {

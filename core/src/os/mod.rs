@@ -1,7 +1,7 @@
 //! Kernel objects that the library owns: hidden fds, sealed shared memory, message channels. Also the state of each
 //! thread within the library (`thread`).
 //!
-//! All code here makes raw system calls (rustix), never libc functions that the library itself interposes.
+//! All code here makes raw system calls (rustix), and no calls of libc functions that the library itself interposes.
 
 pub mod apart;
 pub mod channel;

@@ -1,24 +1,24 @@
 //! The library's own file descriptors, hidden from the program (ARCHITECTURE, I11).
 //!
 //! A [`PrivateFd`] has a high number, is close-on-exec, and is entered in a process-wide bitmap. So the hooks of close,
-//! dup2 and close_range can check [`is_private`] in a few nanoseconds. This file does not decide what a hook answers
+//! dup2 and close_range can check [`is_private`] in a few nanoseconds. This file does not decide what a hook returns
 //! for such a number.
 //!
 //! The choice of numbers: The library never raises the program's limit (RLIMIT_NOFILE), not even for a moment. Other
 //! threads would see the raised limit, and children that they start would keep it. So the numbers are allocated
 //! downwards from `USUAL`, or from the limit, if that is lower or many numbers are needed. They do not start near the
-//! end of a high limit, because the kernel's fd table would then extend up to there. Each fork copies that table. A
-//! select over getdtablesize() fds, which the kernel cuts to the table, would read beyond the 1,024 bits of an fd_set.
-//! Private fds leave the program most of its limit.
+//! end of a high limit, because the kernel's fd table would then extend up to there, and each fork copies that table.
+//! Also, a select over getdtablesize() fds, which the kernel cuts to the table, would read beyond the 1,024 bits of an
+//! fd_set. Private fds leave the program most of its limit.
 //!
-//! A new fd first has the lowest free number. For the few instructions until it is moved, another thread of the program
-//! may get the next higher number. `shims/src/hooks/fd.rs` corrects that, by the counts of [`Transit`], which
-//! also delay a close_range meanwhile.
+//! A new fd first has the lowest free number. During the few instructions until it is moved, another thread of the
+//! program may get the next higher number. `shims/src/hooks/fd.rs` corrects that by the counts of [`Transit`]. During a
+//! transit these counts also delay a close_range.
 //!
-//! A private fd has no number in the lower part of the limit, which the program would lack as long as the fd is open.
-//! The last `SPARE` free numbers are left to the program. So a program at its limit, which closes some fds to open
-//! others, finds free numbers. The exception is a duplicate of an fd that the program is closing, which must have a
-//! number all the same. It gets one that was set aside, or any free number, if many are closed at once.
+//! A private fd has no number in the lower part of the limit, since the program would lack that number as long as the
+//! fd is open. The last `SPARE` free numbers are left to the program. So a program at its limit, which closes some fds
+//! to open others, finds free numbers. The exception is a duplicate of an fd that the program is closing, which must
+//! have a number in any case. It gets a number that was set aside, or any free number if many fds are closed at once.
 //!
 //! The close of a private fd may block. A caller that may not block [leaves](PrivateFd::leave) it to a thread that may.
 
@@ -35,14 +35,14 @@ use rustix::process::{Resource, getrlimit};
 
 use crate::os::{kernel, thread};
 
-/// As long as private fds are few, all have numbers below this. Such numbers lie within an fd_set, above those that
+/// While private fds are few, all have numbers below this. Such numbers lie within an fd_set, above the numbers that
 /// most programs ever use, and not at an end that programs choose for themselves.
 const USUAL: u32 = 960;
 
-/// The least soft limit under which private fds are made. A program that chooses a lower one counts on each number.
+/// The lowest soft limit under which private fds are made. A program that chooses a lower limit counts on each number.
 const LEAST_LIMIT: u64 = 64;
 
-/// No limit gives a private fd a number above this.
+/// The bound of private numbers, however high the program's limit is.
 const CEILING: u32 = 65_536;
 
 /// The end of the bitmap: no private fd has this number or a higher one.
@@ -51,10 +51,10 @@ const END: u32 = 131_072;
 const WORD_BITS: u32 = u64::BITS;
 const WORDS: usize = (END / WORD_BITS) as usize;
 
-/// In the place of a number: none.
+/// Stands in the place of a number if there is none.
 const NONE: RawFd = -1;
 
-/// The bitmap, one bit a number: 16 KiB of zero pages, where only the used pages take memory.
+/// The bitmap, with one bit for each number: 16 KiB of zero pages, where only the used pages take memory.
 static OWNED: [AtomicU64; WORDS] = [const { AtomicU64::new(0) }; WORDS];
 
 /// The number of private fds.
@@ -110,21 +110,21 @@ fn bit(n: u32) -> Option<(&'static AtomicU64, u64)> {
     Some((OWNED.get((n / WORD_BITS) as usize)?, 1 << (n % WORD_BITS)))
 }
 
-/// A file descriptor that only the library knows: at a high number, close-on-exec, in the bitmap until dropped.
+/// A file descriptor that only the library knows: at a high number, close-on-exec, and in the bitmap until dropped.
 #[derive(Debug)]
 pub struct PrivateFd {
     fd: RawFd,
 }
 
 impl PrivateFd {
-    /// Opens a file by `open` and moves it to a private number. Fails with the errors of `open`, and EMFILE as
+    /// Opens a file by `open` and moves it to a private number. Fails with the errors of `open`, and with EMFILE as
     /// [`Self::place`] does.
     pub fn open(open: impl FnOnce() -> Result<OwnedFd, Errno>) -> Result<Self, Errno> {
         let _transit = Transit::begin();
         Self::place(open()?)
     }
 
-    /// Moves `fd` to a private number; the old number is free afterwards, also when this fails.
+    /// Moves `fd` to a private number. The old number is free afterwards, also if this fails.
     ///
     /// Fails with EMFILE if the program's limit leaves no number.
     pub fn place(fd: OwnedFd) -> Result<Self, Errno> {
@@ -134,7 +134,7 @@ impl PrivateFd {
         placed
     }
 
-    /// Returns a private fd for the same open file as the program's `fd`. EMFILE as for [`Self::place`].
+    /// Returns a private fd for the same open file as the program's `fd`. Fails with EMFILE as [`Self::place`] does.
     pub fn duplicate(fd: BorrowedFd<'_>) -> Result<Self, Errno> {
         let _transit = Transit::begin();
         let (count, soft) = (COUNT.load(Relaxed), soft_limit());
@@ -150,9 +150,9 @@ impl PrivateFd {
         placed.ok_or(Errno::MFILE)
     }
 
-    /// Duplicates an `fd` that the program is closing, where calls or bytes would be lost without a duplicate. The
-    /// number of `fd` is free soon, so any free number is used at need, regardless of how many private fds there are.
-    /// EMFILE if there is none at all.
+    /// Duplicates an `fd` that the program is closing. To be called where calls or bytes would be lost without a
+    /// duplicate. The number of `fd` is free soon, so this uses any free number if needed, however many private fds
+    /// there are. Fails with EMFILE if there is no free number.
     pub fn duplicate_closing(fd: BorrowedFd<'_>) -> Result<Self, Errno> {
         let _transit = Transit::begin();
         let places = places(soft_limit());
@@ -167,14 +167,14 @@ impl PrivateFd {
     pub(super) fn pair() -> Result<(Self, Self), Errno> {
         let _transit = Transit::begin();
         let (a, b) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
-        // Both fds are moved before either result is checked: dropping an OwnedFd would close it through libc.
+        // Both fds are moved before either result is checked, since dropping an `OwnedFd` would close it through libc.
         let (a, b) = (Self::place(a), Self::place(b));
         Ok((a?, b?))
     }
 
     /// Takes over a number that [`Self::release`] returned; `None` if the number is not private.
     pub fn adopt(number: RawFd) -> Option<Self> {
-        // Not `then_some`: that would make a value for a number of the program's, whose drop closes it.
+        // `then_some` would make a value for a number of the program's, and dropping that value would close the number.
         is_private(number).then(|| Self { fd: number })
     }
 
@@ -184,15 +184,15 @@ impl PrivateFd {
     }
 
     /// Leaves the close, which may block, to [`Self::close_left`]. Any thread may call this; it never waits. If the
-    /// list is full, the fd stays open for good, which [`is_left_full`] prevents.
+    /// list `LEFT` is full, the fd stays open for good. A caller prevents that by [`is_left_full`].
     pub fn leave(self) {
         let number = self.release();
         LEFT.iter()
             .any(|slot| slot.compare_exchange(NONE, number, AcqRel, Relaxed).is_ok());
     }
 
-    /// Closes each fd that was [left](Self::leave) and that `take_over` has copied elsewhere. Returns `false` at the
-    /// first fd that it has not copied. Only one thread calls this.
+    /// Calls `take_over` for each fd that was [left](Self::leave), and closes the fd if `take_over` has copied it
+    /// elsewhere. Returns `false` at the first fd that `take_over` has not copied. Only one thread calls this.
     pub fn close_left(mut take_over: impl FnMut(BorrowedFd<'_>) -> bool) -> bool {
         for slot in &LEFT {
             let number = slot.load(Acquire);
@@ -212,8 +212,8 @@ impl PrivateFd {
 
 impl AsFd for PrivateFd {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: `place` opened the fd and only `drop` closes it, which the borrow prevents. The hooks keep the
-        // program from closing it.
+        // SAFETY: the fd is open, and only `drop` closes it, which the borrow prevents. The hooks keep the program from
+        // closing it.
         unsafe { BorrowedFd::borrow_raw(self.fd) }
     }
 }
@@ -229,8 +229,8 @@ impl Drop for PrivateFd {
         if give_back(self.fd) {
             return;
         }
-        // The bitmap entry is removed before the close: afterwards another thread may be given the same number and
-        // enter it, and that entry must not be erased.
+        // The bitmap entry is removed before the close. After the close another thread may get the same number and
+        // enter it, and that entry must not be removed.
         unregister(self.fd);
         // SAFETY: this value owned the fd, and no code can use it any more.
         unsafe { rustix::io::close(self.fd) };
@@ -249,8 +249,8 @@ fn register(fd: RawFd) -> bool {
     let Some((word, mask)) = bit(n) else {
         return false;
     };
-    // The bit is set before the bound. A hook on another thread loads both Relaxed, so it may be a moment late. No data
-    // is read through either, so such a hook answers as if it had run a moment earlier.
+    // The bit is set before the bound. A hook in another thread loads both Relaxed, so it may see them a moment late.
+    // No data is read through either, so such a hook answers as if it had run a moment earlier.
     if word.fetch_or(mask, Release) & mask == 0 {
         COUNT.fetch_add(1, Relaxed);
     }
@@ -266,20 +266,20 @@ fn unregister(fd: RawFd) {
     }
 }
 
-/// A range to search for numbers: the upper `most` numbers below `end`, from the top down. Used as long as there are
-/// fewer than `most` private fds.
+/// A range to search for numbers: the upper `most` numbers below `end`, searched from the top down. The range is used
+/// while there are fewer than `most` private fds.
 #[derive(Debug, PartialEq, Eq)]
 struct Place {
     end: u32,
     most: u32,
 }
 
-/// Returns the ranges to search under a soft limit, in order. Each leaves the program three quarters of its numbers,
-/// except for the `NEEDED` that the library cannot do without.
+/// Returns the ranges to search under a soft limit, in their order. Each leaves the program three quarters of its
+/// numbers, less the `NEEDED` that the library needs in any case.
 fn places(soft: u64) -> [Place; 2] {
     const NEEDED: u32 = 8;
     [USUAL, CEILING].map(|end| {
-        // At most `end`, so the cast is lossless.
+        // The minimum is at most `end`, so the cast is lossless.
         let end = soft.min(end.into()) as u32;
         let most = (end / 4).saturating_add(NEEDED);
         Place { end, most }
@@ -287,7 +287,7 @@ fn places(soft: u64) -> [Place; 2] {
 }
 
 impl Place {
-    /// Returns the least number of the range.
+    /// Returns the lowest number of the range.
     fn least(&self) -> RawFd {
         self.end.saturating_sub(self.most) as RawFd
     }
@@ -297,14 +297,14 @@ fn soft_limit() -> u64 {
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
-/// The numbers that are left to the program whenever a private fd takes one. A program may close up to this many fds
-/// before it opens as many.
+/// The number of free fd numbers that are left to the program whenever a private fd takes one. A program may close up
+/// to this many fds before it opens as many.
 const SPARE: usize = 4;
 
-/// Which numbers are acceptable.
+/// The numbers that are acceptable for a private fd.
 #[derive(Clone, Copy, PartialEq)]
 enum Take {
-    /// Numbers of the range, if `SPARE` others stay free.
+    /// Numbers of the range, if `SPARE` other numbers stay free.
     High,
     /// Numbers of the range, even the last one.
     Last,
@@ -313,8 +313,8 @@ enum Take {
 }
 
 fn place_in(fd: BorrowedFd<'_>, place: &Place, take: Take) -> Option<PrivateFd> {
-    // A try costs a system call. A program that uses this many numbers at the top of its range needs them more than the
-    // library does.
+    // Each try costs a system call. A program that uses this many numbers at the top of its range needs them more than
+    // the library does.
     const TRIES: usize = 1024;
     let mut tries = (0..place.end)
         .rev()
@@ -324,7 +324,7 @@ fn place_in(fd: BorrowedFd<'_>, place: &Place, take: Take) -> Option<PrivateFd> 
     let mut next = || {
         loop {
             match fcntl_dupfd_cloexec(fd, *tries.peek()? as RawFd) {
-                // There may be another free number from there on.
+                // The number stays in `tries`, since from it on there may be another free one.
                 Ok(new) => return Some(new),
                 Err(_) => tries.next(),
             };
@@ -333,7 +333,8 @@ fn place_in(fd: BorrowedFd<'_>, place: &Place, take: Take) -> Option<PrivateFd> 
     let new = next()?;
     let is_high = new.as_raw_fd() >= place.least();
     let mut left: [Option<OwnedFd>; SPARE] = Default::default();
-    // Searched downwards from the top, like the number itself: if many high numbers are free, all of these are high.
+    // These are searched downwards from the top, as the number itself is: if many high numbers are free, all of these
+    // are high.
     let mut is_left = || {
         left.iter_mut().all(|slot| {
             *slot = next();
@@ -356,25 +357,26 @@ fn place_in(fd: BorrowedFd<'_>, place: &Place, take: Take) -> Option<PrivateFd> 
 
 /// Numbers set aside for duplicates that must not fail. A program may have all other numbers in use and close a
 /// connection whose calls or bytes would be lost without a duplicate of the fd. Each number is occupied by an eventfd
-/// that is never used, so that the kernel does not give it to the program. A single one would prevent any loss: each
-/// close frees a number for the next. With more of them, fewer closes at the same time need a number that the program
-/// would have been given.
+/// that is never used, so that the kernel does not give the number to the program. A single number would prevent any
+/// loss, since each close frees a number for the next duplicate. With more numbers set aside, fewer closes at the same
+/// time need a number that the program would have been given.
 static NUMBERS: [AtomicI32; RESERVED] = [const { AtomicI32::new(NONE) }; RESERVED];
 const RESERVED: usize = 4;
 
-/// The number of the eventfd that is duplicated to all of `NUMBERS`. It is never given out.
+/// The number of the eventfd that is duplicated to all of `NUMBERS`. This number itself is never used for anything
+/// else.
 static RESERVE_FILE: AtomicI32 = AtomicI32::new(NONE);
 
-/// The least number that may be set aside.
+/// The lowest number that may be set aside.
 static RESERVE_LEAST: AtomicI32 = AtomicI32::new(0);
 
-/// Sets missing numbers aside. Replaces those at or above the end of `place`, which are left from before the program
-/// lowered its limit.
+/// Sets numbers aside where they are missing. Replaces numbers at or above the end of `place`: the program has lowered
+/// its limit since they were set aside.
 fn stock_reserve(place: &Place) {
     RESERVE_LEAST.store(place.least(), Relaxed);
     let fill = |slot: &AtomicI32, before, file: BorrowedFd<'_>| {
         let number = place_in(file, place, Take::High)?.release();
-        // If another thread was faster, the new number is surplus; otherwise the one that was in the slot before.
+        // If another thread was faster, the new number is surplus; otherwise the number that was in the slot before is.
         let surplus = slot.compare_exchange(before, number, AcqRel, Relaxed).unwrap_or(number);
         (surplus != NONE).then(|| drop(PrivateFd { fd: surplus }));
         Some(())
@@ -401,21 +403,21 @@ fn reserve_file() -> Option<BorrowedFd<'static>> {
     (number != NONE).then(|| unsafe { BorrowedFd::borrow_raw(number) })
 }
 
-/// Takes one of the numbers; `None` if none is set aside.
+/// Takes a number that is set aside; `None` if there is none.
 fn take_number() -> Option<PrivateFd> {
     let mut taken = NUMBERS.iter().map(|slot| slot.swap(NONE, AcqRel));
     taken.find(|number| *number != NONE).map(|fd| PrivateFd { fd })
 }
 
-/// Puts the open file of `fd` at one of the numbers; `None` if none is set aside, or on an error.
+/// Puts the open file of `fd` at a number that is set aside; `None` if there is none, or on an error.
 fn take_reserved(fd: BorrowedFd<'_>) -> Option<PrivateFd> {
     let number = take_number()?;
-    // On an error the number is dropped, which sets it aside again.
+    // On an error the number is dropped, and so set aside again.
     put_at(fd, number.fd).ok().map(|()| number)
 }
 
-/// Sets `number` aside instead of closing it, if one is missing. Returns `false` if not: then the caller closes it. The
-/// number is private, and only the caller uses it.
+/// If a number is missing among those set aside, sets `number` aside instead of closing it. Otherwise returns `false`,
+/// and the caller closes it. The number is private, and only the caller uses it.
 fn give_back(number: RawFd) -> bool {
     let mut missing = NUMBERS.iter().filter(|slot| slot.load(Relaxed) == NONE).peekable();
     if missing.peek().is_none() || number < RESERVE_LEAST.load(Relaxed) {
@@ -428,7 +430,7 @@ fn give_back(number: RawFd) -> bool {
 
 /// Puts the open file of `fd` at `number`, which the caller owns, in place of the file that was there.
 fn put_at(fd: BorrowedFd<'_>, number: RawFd) -> Result<(), Errno> {
-    // SAFETY: the caller owns the number, and still does afterwards (`ManuallyDrop`).
+    // SAFETY: the caller owns the number, and still owns it afterwards (`ManuallyDrop`).
     let mut at = ManuallyDrop::new(unsafe { OwnedFd::from_raw_fd(number) });
     dup3(fd, &mut at, DupFlags::CLOEXEC)
 }
@@ -440,17 +442,17 @@ pub fn dismiss_reserve() {
     std::iter::from_fn(take_number).for_each(drop);
 }
 
-/// Unused descriptors whose close may block. Each stays open until a thread that may block has taken it over
-/// (`os::apart`).
+/// Descriptors that the library does not use any more and whose close may block. Each stays open until a thread that
+/// may block has copied it (`os::apart`).
 static LEFT: [AtomicI32; 64] = [const { AtomicI32::new(NONE) }; 64];
 
-/// Returns whether the list has entries.
+/// Returns whether `LEFT` has entries.
 #[inline]
 pub fn is_any_left() -> bool {
     left() != 0
 }
 
-/// Returns whether the list is half full: then no further channel may be accepted.
+/// Returns whether `LEFT` is half full. Then no further channel may be accepted.
 pub fn is_left_full() -> bool {
     left() >= LEFT.len() / 2
 }
@@ -459,22 +461,23 @@ fn left() -> usize {
     LEFT.iter().filter(|slot| slot.load(Relaxed) != NONE).count()
 }
 
-// Keeps calls of the program apart from a library fd on its way to a private number.
+// Two sides that exclude each other: calls of the program, and library fds on their way to a private number.
 //
-// The kernel gives a new fd the lowest number first, and the number of a duplicate is unknown until the call that
-// makes it returns. Until the bitmap has that number, it looks like a number of the program's. So there are two sides,
-// and each waits for the other: fds in transit ([`Transit`]), and calls that need all fds settled ([`Settled`]). Such
-// a call closes a range, forks, or puts a file at a number that the program chooses.
+// The kernel gives a new fd the lowest number first, and the number of a duplicate is unknown until the call that makes
+// it returns. Until the bitmap has that number, it looks like a number of the program's. So there are two sides, and
+// each waits for the other: fds in transit ([`Transit`]), and calls that need all fds settled ([`Settled`]). Such a
+// call closes a range, forks, or puts a file at a number that the program chooses.
 //
-// The wait is short as a rule. A thread does not wait for what it has begun itself: a signal handler may have
-// interrupted the very thread that it would wait for. The calls of the program come first: an fd whose transit has not
-// begun waits until they are done. Otherwise transits one after the other might never leave such a call a moment.
+// The wait is usually short. A thread does not wait for a transit or a call of its own: it may be a signal handler that
+// has interrupted that very transit or call. The calls of the program have priority: an fd whose transit has not begun
+// waits until they have ended. Otherwise transits one after the other might never let such a call run.
 //
-// A call that makes an fd for the program waits for neither side, and neither side waits for it, as it may block. The
-// hook takes a [`Look`] before, and corrects the number afterwards if the call was disturbed.
+// A call that makes an fd for the program waits for neither side, and neither side waits for it, as it may block.
+// Before the call, its hook reads the counts ([`Look`]). If a transit has disturbed the call, the hook corrects the
+// number afterwards.
 
-/// Counts of both sides, 16 bits each: fds in transit, and callers that need them settled. The upper half counts the
-/// transits that have begun, and wraps.
+/// The counts of both sides, with 16 bits each: fds in transit, and callers that need fds settled. The upper half
+/// counts the transits that have begun, and wraps.
 struct Sides(AtomicU64);
 
 const FD: u64 = 1;
@@ -484,8 +487,8 @@ const BEGUN: u64 = 1 << 32;
 static SIDES: Sides = Sides(AtomicU64::new(0));
 
 impl Sides {
-    /// Counts an fd in transit once no caller needs fds settled, or after `turns` checks. If `is_part` of a transit of
-    /// the same thread, for which such a caller waits already, it is counted at once.
+    /// Counts an fd in transit once no caller needs fds settled, or after `turns` checks. If the fd `is_part` of
+    /// another transit of the same thread, it is counted at once, since such a caller already waits for that transit.
     fn enter_fd(&self, is_part: bool, turns: u32) {
         let others = if is_part { 0 } else { mask(SETTLED) };
         for turn in 0..turns {
@@ -499,7 +502,7 @@ impl Sides {
         self.0.fetch_add(FD + BEGUN, AcqRel);
     }
 
-    /// Counts a caller that needs fds settled, and waits until no fd is in transit, or for `turns` checks.
+    /// Counts a caller that needs fds settled, and waits until no fd is in transit, but for at most `turns` checks.
     fn enter_settled(&self, turns: u32) {
         let mut sides = self.0.fetch_add(SETTLED, AcqRel);
         for turn in 0..turns {
@@ -511,8 +514,8 @@ impl Sides {
         }
     }
 
-    /// Removes one from the count `own`, but never below zero: a signal handler may have forked meanwhile, and a child
-    /// counts anew.
+    /// Subtracts one from the count `own`, but never goes below zero. A signal handler may have forked since the
+    /// addition, and in a fork child the counts begin at zero.
     fn leave(&self, own: u64) {
         let less = |sides: u64| (sides & mask(own) != 0).then(|| sides - own);
         let _ = self.0.fetch_update(Release, Relaxed, less);
@@ -524,10 +527,10 @@ fn mask(kinds: u64) -> u64 {
     kinds * (SETTLED - 1)
 }
 
-/// The most checks before giving up: 2 s at least, as on a busy machine the other thread may not get to run. Bounded,
-/// because the other thread may have been stopped.
+/// The most checks before a thread gives up. They take 2 s at least, since on a busy machine the other thread may not
+/// get to run. They are bounded, because the other thread may have been stopped.
 const TURNS: u32 = 20_000;
-/// The first checks yield the processor; each later check sleeps 100 µs.
+/// This many first checks yield the processor. Each later check sleeps 100 µs.
 const SHORT_TURNS: u32 = 100;
 
 /// Waits between two checks. The other side needs only a few system calls to finish, once its thread runs.
@@ -542,8 +545,8 @@ fn pause(turn: u32) {
     }
 }
 
-/// Returns how often to check for the other side: not at all if the calling thread has `own` entries there, which
-/// cannot end while it waits.
+/// Returns how often to check for the other side. Returns 0 if the calling thread itself is counted there (`own`),
+/// since its entries cannot end while it waits.
 fn turns(own: &Cell<u32>) -> u32 {
     if own.get() > 0 { 0 } else { TURNS }
 }
@@ -576,7 +579,8 @@ impl Drop for Transit {
 }
 
 /// A period in which every library fd is in the bitmap. Ends when dropped. It is also a section of the thread, so that
-/// signal handlers wait: one that ran in it and waited might wait for a thread that is about to begin a [`Transit`].
+/// signal handlers are deferred. A handler that ran in the period might wait for a thread that is about to begin a
+/// [`Transit`], and that thread waits for the period to end.
 #[derive(Debug)]
 pub struct Settled(());
 
@@ -592,8 +596,8 @@ impl Settled {
         Self(())
     }
 
-    /// Lets the period last until [`Self::end`], which may be called elsewhere in this thread, or by its copy in a fork
-    /// child.
+    /// Makes the period last until [`Self::end`], which may be called elsewhere in this thread, or in a fork child by
+    /// the copy of this thread.
     pub fn hold(self) {
         std::mem::forget(self);
     }
@@ -613,21 +617,21 @@ impl Drop for Settled {
     }
 }
 
-/// The counts before a call that makes an fd for the program: were library fds in transit then?
+/// The counts before a call that makes an fd for the program. They show whether library fds were in transit.
 #[derive(Clone, Copy, Debug)]
 pub struct Look(u64);
 
 impl Look {
-    /// Returns the counts of now. Async-signal-safe; one load.
+    /// Returns the present counts. Async-signal-safe; one load.
     #[inline]
     pub fn now() -> Self {
         Self(SIDES.0.load(Acquire))
     }
 
-    /// Returns whether a library fd was in transit at any time since. Then the number that the kernel has given
-    /// meanwhile may be higher than the lowest free number without library fds.
+    /// Returns whether a library fd was in transit at any time since. Then the number that the kernel has given the
+    /// program may be higher than the lowest number that is free apart from library fds.
     ///
-    /// The kernel gives numbers under a lock. A library fd that got its number before the program's fd was counted
+    /// The kernel assigns numbers under a lock. A library fd that got its number before the program's fd was counted
     /// before that, and is seen here.
     #[inline]
     pub fn is_disturbed(self) -> bool {
@@ -640,13 +644,14 @@ fn is_disturbed(before: u64, after: u64) -> bool {
     before & mask(FD) != 0 || (before ^ after) / BEGUN != 0
 }
 
-/// Resets the private fds in a fork child: those for which `keep` is true stay open and private, all others are closed.
+/// Resets the private fds in a fork child: fds for which `keep` returns true stay open and private, all others are
+/// closed.
 ///
-/// To be called from the child's atfork handler, before anything else here. Async-signal-safe if `keep` is.
+/// To be called from the child's atfork handler, before anything else of this module. Async-signal-safe if `keep` is.
 ///
 /// # Safety
-/// No [`PrivateFd`] that `keep` refuses may be used or dropped in the child afterwards, as its number may be another
-/// file's. (Forget its owner.)
+/// No [`PrivateFd`] that `keep` refuses may be used or dropped in the child afterwards, as its number may belong to
+/// another file. (Its owner has to be forgotten.)
 pub unsafe fn reset_in_fork_child(keep: impl Fn(RawFd) -> bool) {
     // The child has none of the parent's other threads, so no fd is in transit.
     SIDES.0.fetch_and(!mask(FD | SETTLED), Relaxed);
@@ -662,8 +667,8 @@ pub unsafe fn reset_in_fork_child(keep: impl Fn(RawFd) -> bool) {
         let fd = n as RawFd;
         if !keep(fd) {
             unregister(fd);
-            // SAFETY: the bitmap says that the library owns the fd. The caller guarantees that no owner of it uses or
-            // closes it again.
+            // SAFETY: by the bitmap the library owns the fd. The caller guarantees that no owner of it uses or closes
+            // it again.
             let _ = unsafe { kernel::call(libc::SYS_close, [n as usize, 0, 0, 0, 0, 0]) };
         }
     }

@@ -1,13 +1,13 @@
 //! The state that the library keeps for each thread: its id, and where in the library it is. Also the start of the
 //! library's own threads ([`spawn`]).
 //!
-//! Every call uses this state, so two instructions find it (the initial-exec model of TLS, which a preloaded library
-//! may use). `thread_local!` in a shared library is a call of the loader's. The state has no destructor.
+//! Every call uses this state, so it is found by two instructions (the initial-exec model of TLS, which a preloaded
+//! library may use). `thread_local!` in a shared library would call the loader. The state has no destructor.
 //!
 //! A thread is *within* the library while it has a section open. Between `begin` and `end` it has announced an
-//! operation, or holds a lock. A signal handler of the program then has to wait (`shims::signals`), as has a `longjmp`
-//! out of a handler that could not wait (`shims::signals::jump`). A libc call that may block is made
-//! [outside](Outside), regardless of how many sections are open.
+//! operation, or holds a lock. During a section a signal handler of the program has to wait (`shims::signals`), and so
+//! has a `longjmp` out of a handler that could not wait (`shims::signals::jump`). A libc call that may block is made
+//! [outside](Outside), however many sections are open.
 
 use std::cell::Cell;
 use std::ffi::{CStr, c_void};
@@ -20,44 +20,46 @@ use rustix::io::Errno;
 
 use crate::os::kernel;
 
-// Work that may be due at the end of a section.
+// Kinds of work that may wait for the end of a section.
 const JUMP: u32 = 1;
 const SIGNALS: u32 = 2;
 
-/// The state of a thread; see the module.
+/// The state of a thread; the module's description says what it is for.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Thread {
     /// The kernel's id of the thread; 0 until it is first needed.
     tid: Cell<u32>,
-    /// The number of open sections, one within another.
+    /// The number of open sections, which are nested.
     depth: Cell<u32>,
     /// The stack pointer at the beginning of the outermost section.
     base: Cell<usize>,
-    /// Work that waits for the end of the sections (`JUMP`, `SIGNALS`). Atomic for the thread's own signal handlers, as
-    /// is `handlers`.
+    /// The kinds of work that wait for the end of the sections (`JUMP`, `SIGNALS`). Atomic because the thread's own
+    /// signal handlers access it; `handlers` is atomic for the same reason.
     due: AtomicU32,
-    /// The number of library fds in transit in this thread, one as a part of another (`os::privatefd`).
+    /// The number of library fds in transit in this thread. Each further one is a part of the first one's transit
+    /// (`os::privatefd`).
     pub(super) transits: Cell<u32>,
     /// The number of open periods in which the thread needs all fds settled (`os::privatefd`).
     pub(super) settles: Cell<u32>,
     /// The count of signal handlers that have run; wraps.
     handlers: AtomicU32,
-    /// Signals that wait for the end of the sections, a bit each; the kernel has them blocked.
+    /// Signals that wait for the end of the sections, one bit for each. The kernel has them blocked.
     held: AtomicU64,
     /// The jump that waits for the end of the sections; null if there is none.
     jump: Cell<*mut u8>,
-    /// The innermost call that is made outside; null if there is none.
+    /// The innermost call that is made outside the library; null if there is none.
     outside: Cell<*const Outside>,
-    /// Signals whose handlers have run since the outermost call [began to count](Self::handlers_at_call), a bit each.
+    /// Signals whose handlers have run since the outermost call [began to count](Self::handlers_at_call), one bit for
+    /// each.
     handled: AtomicU64,
-    /// The frame of the signal handler that was noted last: the address of its `ucontext`, and its return address; 0 if
-    /// there is none.
+    /// The frame of the signal handler that was noted last: the address of its `ucontext`, and its return address;
+    /// zeroes if there is none.
     pub handler: Cell<(usize, usize)>,
-    /// The address at which the program last had the results of a wait written; 0 if there is none.
+    /// The address to which the program last had the results of a wait written; 0 if there is none.
     results: Cell<usize>,
-    /// The work that the thread does for others while it sleeps; null if there is none. Another thread has to do it
-    /// while this one runs a signal handler.
+    /// The work that the thread does for other threads while it sleeps; null if there is none. While this thread runs a
+    /// signal handler, another thread has to do that work.
     pub duty: Cell<*const ()>,
     /// Whether `pthread_cancel` was called for the thread. Other threads set it.
     cancelled: AtomicBool,
@@ -83,8 +85,8 @@ std::arch::global_asm!(
 #[inline(always)]
 pub fn current() -> &'static Thread {
     let at: *const Thread;
-    // SAFETY: the address of this thread's copy of the variable above. It is zero at first, which is a valid `Thread`,
-    // and lives as long as the thread.
+    // SAFETY: the address of this thread's copy of the variable above. The copy is zero at first, which is a valid
+    // `Thread`, and lives as long as the thread.
     unsafe {
         std::arch::asm!(
             "mov {at}, qword ptr [rip + rdmasock_thread@gottpoff]",
@@ -110,12 +112,12 @@ pub unsafe fn note_cancelled(pthread: libc::pthread_t) {
     unsafe { (*at).cancelled.store(true, Relaxed) };
 }
 
-/// A call that may block, and that a jump may leave. The value lies in the frame of the caller.
+/// A call that may block, and that a jump may leave. The value lies in the stack frame of the caller.
 #[derive(Debug)]
 pub struct Outside {
-    /// The outside call that a signal handler has interrupted to make this one; null if there is none.
+    /// The outside call that was interrupted by the signal handler which makes this call; null if there is none.
     before: *const Outside,
-    /// The object of the call, for [`Thread::is_inside`].
+    /// The object that the call is about, for [`Thread::is_inside`].
     about: *const (),
     /// The number of sections that were open at the call.
     depth: u32,
@@ -124,7 +126,7 @@ pub struct Outside {
     pub landing: Cell<usize>,
 }
 
-/// The function that carries out the waiting jump, or a part of it; 0 until there first is a jump.
+/// The function that carries out the waiting jump, or a part of it; 0 before the first jump.
 static CARRY_OUT: AtomicUsize = AtomicUsize::new(0);
 
 impl Thread {
@@ -144,7 +146,7 @@ impl Thread {
         id
     }
 
-    /// Forgets the id in a fork child: the surviving thread has a new one.
+    /// Forgets the id in a fork child, since the surviving thread has a new id.
     pub fn forget_tid(&self) {
         self.tid.set(0);
     }
@@ -157,18 +159,18 @@ impl Thread {
             self.base.set(stack_pointer());
         }
         self.depth.set(depth + 1);
-        // The thread's announcements in the section are stored after this fence, and withdrawn before `end`.
+        // The fence keeps the thread's announcements in the section behind this point. They are withdrawn before `end`.
         compiler_fence(SeqCst);
     }
 
-    /// Closes the section that was opened last. If it is the outermost, waiting signal handlers run, and a waiting jump
-    /// is carried out: then this does not return.
+    /// Closes the section that was opened last. If it is the outermost section, runs the waiting signal handlers, and
+    /// carries out a waiting jump. After a jump this does not return.
     #[inline(always)]
     pub fn end(&self) {
         compiler_fence(SeqCst);
         let depth = self.depth.get().wrapping_sub(1);
         self.depth.set(depth);
-        // A signal that arrives before this load waits; a signal after it finds no open section.
+        // A signal that arrives before this load waits. A signal that arrives after it finds no open section.
         compiler_fence(SeqCst);
         if depth == 0 && self.due.load(Relaxed) != 0 {
             self.settle();
@@ -197,15 +199,15 @@ impl Thread {
         self.handlers.fetch_add(1, Relaxed);
     }
 
-    /// Returns the count of handlers that have run. A call that compares it later knows whether a signal has come
-    /// meanwhile.
+    /// Returns the count of handlers that have run. By comparing the count later, a call can detect that a signal has
+    /// come.
     #[inline]
     pub fn handlers(&self) -> u32 {
         self.handlers.load(Relaxed)
     }
 
-    /// Returns [`Self::handlers`] for a call that begins, and forgets the signals before it. The call of a signal
-    /// handler forgets none: the call beneath it needs them.
+    /// Returns [`Self::handlers`] for a call that begins, and forgets the signals before it. If the call is made in a
+    /// signal handler, forgets none: the call that the handler has interrupted needs them.
     #[inline]
     pub fn handlers_at_call(&self) -> u32 {
         if self.outside.get().is_null() && self.handled() != 0 {
@@ -214,7 +216,7 @@ impl Thread {
         self.handlers()
     }
 
-    /// Returns the signals whose handlers have run, a bit each.
+    /// Returns the signals whose handlers have run, one bit for each.
     pub fn handled(&self) -> u64 {
         self.handled.load(Relaxed)
     }
@@ -225,7 +227,7 @@ impl Thread {
         self.due.load(Relaxed) != 0
     }
 
-    /// Runs the waiting signal handlers. No section is open.
+    /// Runs the waiting signal handlers. To be called when no section is open.
     #[cold]
     pub fn let_signals_in(&self) {
         self.due.fetch_and(!SIGNALS, Relaxed);
@@ -247,7 +249,7 @@ impl Thread {
         self.cancelled.load(Relaxed)
     }
 
-    /// Returns whether `at` is the address of the program's results that was noted last; notes it if not.
+    /// Returns whether `at` is the address of the program's results that was noted last. If it is not, notes it.
     pub fn note_results(&self, at: usize) -> bool {
         self.results.replace(at) == at
     }
@@ -262,8 +264,8 @@ impl Thread {
         self.base.get()
     }
 
-    /// Returns whether the thread is on its way out of the library, to the target of a jump: then a call that fails is
-    /// not tried again.
+    /// Returns whether the thread is on its way out of the library, to the target of a jump. In that case a call that
+    /// fails is not tried again.
     #[inline]
     pub fn is_leaving(&self) -> bool {
         !self.jump.get().is_null()
@@ -287,21 +289,21 @@ impl Thread {
         self.jump.replace(null_mut())
     }
 
-    /// Returns the innermost call that is made outside; `None` if there is none.
+    /// Returns the innermost call that is made outside the library; `None` if there is none.
     pub fn outside(&self) -> Option<&Outside> {
         // SAFETY: null, or in the frame of a call that has not returned yet.
         unsafe { self.outside.get().as_ref() }
     }
 
-    /// Returns whether the thread is in an outside call about this object. Then the caller is in a signal handler above
-    /// it.
+    /// Returns whether the thread is in an outside call about this object. If it is, the caller is a signal handler
+    /// that has interrupted that call.
     pub fn is_inside(&self, about: *const ()) -> bool {
         // SAFETY: as in `outside`.
         let mut calls = std::iter::successors(self.outside(), |call| unsafe { call.before.as_ref() });
         calls.any(|call| call.about == about)
     }
 
-    /// Returns the state that [`Self::step_out`] needs; it has to lie in the caller's frame.
+    /// Returns the state that [`Self::step_out`] needs. The caller has to keep it in its own stack frame.
     #[inline]
     pub fn about_to_step_out(&self, about: *const ()) -> Outside {
         Outside {
@@ -313,7 +315,7 @@ impl Thread {
         }
     }
 
-    /// Makes jumps leave the call from now on, at its landing.
+    /// Marks the thread as outside: from now on a jump leaves the call and continues at its landing.
     #[inline]
     pub fn step_out(&self, outside: &Outside) {
         self.outside.set(outside);
@@ -322,7 +324,7 @@ impl Thread {
         compiler_fence(SeqCst);
     }
 
-    /// Ends the outside call, which has returned, or which a jump has left.
+    /// Ends the outside call, after it has returned or a jump has left it.
     #[inline]
     pub fn step_in(&self, outside: &Outside) {
         compiler_fence(SeqCst);
@@ -338,7 +340,7 @@ impl Thread {
 fn carry_out() {
     let address = CARRY_OUT.load(Relaxed);
     if address != 0 {
-        // SAFETY: stored by `set_jump` from a function of this type.
+        // SAFETY: `set_jump` has stored the address of a function of this type.
         let carry_out: extern "C" fn() = unsafe { std::mem::transmute(address) };
         carry_out();
     }
@@ -352,12 +354,12 @@ fn stack_pointer() -> usize {
     at
 }
 
-// Threads of the library. They run no signal handlers of the program, and a thread that cannot be made is an error.
-// `std::thread` is not used: it takes memory from libc's `malloc` and aborts if that has none.
+// The library's own threads. They run no signal handlers of the program. If a thread cannot be made, that is an error.
+// `std::thread` is not used, since it takes memory from libc's `malloc` and aborts if that has none.
 
 type Body = Box<dyn FnOnce() + Send>;
 
-/// Runs `body` in a new, detached thread with a stack of `stack` bytes. Returns the errors of pthread_create(3).
+/// Runs `body` in a new, detached thread with a stack of `stack` bytes. Fails with the errors of pthread_create(3).
 pub fn spawn(name: &'static CStr, stack: usize, body: impl FnOnce() + Send + 'static) -> Result<(), Errno> {
     let body: Body = Box::new(move || {
         let _ = rustix::thread::set_name(name);
@@ -375,7 +377,7 @@ pub fn spawn(name: &'static CStr, stack: usize, body: impl FnOnce() + Send + 'st
         failed
     };
     if failed != 0 {
-        // SAFETY: no thread was made that would take the box.
+        // SAFETY: no thread was made that would take the box over.
         drop(unsafe { Box::from_raw(body) });
         return Err(Errno::from_raw_os_error(failed));
     }

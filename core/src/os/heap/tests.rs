@@ -75,7 +75,7 @@ proptest! {
         let heap = Heap::new();
         let mut live: Vec<Owned<'_>> = Vec::new();
         for (i, (what, size, align, which)) in steps.into_iter().enumerate() {
-            // Mostly small sizes.
+            // Makes most sizes small.
             let size = if size < 90_000 { size % 700 + 1 } else { size };
             match what {
                 0 if !live.is_empty() => drop(live.swap_remove(which % live.len())),
@@ -127,7 +127,7 @@ fn memory_is_used_again() {
 
 static HEAP: Heap = Heap::new();
 
-/// Allocates and frees some blocks of few sizes, so that all threads meet on the same stacks.
+/// Allocates and frees some blocks of two sizes, so that all threads use the same stacks.
 fn churn(seed: u64) {
     const SEVERAL: usize = 8;
     let mut live: [Option<Owned<'static>>; SEVERAL] = [const { None }; SEVERAL];

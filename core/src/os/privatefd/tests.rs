@@ -22,8 +22,8 @@ fn limits(soft: u64, hard: u64) {
     .unwrap();
 }
 
-/// Runs a test in a child with the standard fds alone. Concurrent tests, and the process that started them, have other
-/// fds.
+/// Runs a test in a child with the standard fds alone. Other tests at the same time have fds open, and the process that
+/// started the tests may have left some open.
 fn in_bare_child(test: impl FnOnce()) {
     in_child(|| {
         // SAFETY: the child uses no owner of a private fd that it has inherited.
@@ -34,7 +34,7 @@ fn in_bare_child(test: impl FnOnce()) {
     });
 }
 
-/// The numbers that are set aside, and the number of the eventfd.
+/// The count of numbers that the reserve takes: the numbers set aside, and the number of the eventfd.
 const SET_ASIDE: usize = RESERVED + 1;
 
 fn is_open(fd: RawFd) -> bool {
@@ -114,7 +114,7 @@ fn most_numbers_are_the_programs() {
         }
         let reader = pipe().0;
         let all = || std::iter::from_fn(|| PrivateFd::duplicate(reader.as_fd()).ok()).collect::<Vec<_>>();
-        // If the first range is used up, more numbers are taken at the top of the limit.
+        // When the first range is used up, more numbers are taken at the top of the limit.
         limits(2048, hard);
         let many = all();
         let count = |range: std::ops::Range<RawFd>| many.iter().filter(|fd| range.contains(&fd.as_raw_fd())).count();
@@ -150,7 +150,7 @@ fn the_last_numbers_are_left_to_the_program() {
         while let Ok(fd) = rustix::io::dup(&reader) {
             taken.push(fd);
         }
-        // The free numbers are low. With so few of them the library takes none, except for an fd that is being closed.
+        // The free numbers are low and few. The library takes none of them, except for an fd that is being closed.
         for free in 1..=SPARE {
             drop(taken.remove(0));
             assert_eq!(PrivateFd::duplicate(reader.as_fd()).unwrap_err(), Errno::MFILE);
@@ -158,7 +158,7 @@ fn the_last_numbers_are_left_to_the_program() {
             let all: Vec<_> = std::iter::from_fn(|| rustix::io::dup(&reader).ok()).collect();
             assert_eq!(all.len(), free);
         }
-        // With many free numbers it takes none either, if none of them is high.
+        // With many free numbers it takes none either, if all of them are low.
         drop(taken.drain(..SPARE + 4));
         assert_eq!(PrivateFd::duplicate(reader.as_fd()).unwrap_err(), Errno::MFILE);
         drop(taken.pop());
@@ -167,7 +167,7 @@ fn the_last_numbers_are_left_to_the_program() {
     });
 }
 
-/// Takes all numbers that are left.
+/// Takes all numbers that are free.
 fn fill(with: &OwnedFd) -> Vec<OwnedFd> {
     std::iter::from_fn(|| rustix::io::dup(with).ok()).collect()
 }
@@ -192,7 +192,7 @@ fn what_is_being_closed_has_a_number_where_the_program_has_all() {
         drop(all);
         assert!(closing().is_ok());
         assert!(fill(&reader).is_empty(), "the program has no number of these");
-        // A number that is set aside keeps no other file open.
+        // A number that is set aside keeps no file of the program open.
         drop((taken, private, reader));
         assert_eq!(rustix::io::write(&writer, b"x"), Err(Errno::PIPE));
     });
@@ -263,7 +263,8 @@ fn a_fork_child_keeps_only_what_it_is_told_to() {
     let kept = PrivateFd::place(pipe().0).unwrap();
     let closed = PrivateFd::place(pipe().0).unwrap();
     let (kept, closed) = (kept.as_raw_fd(), closed.as_raw_fd());
-    // The test goes on with raw numbers; the child's copies of the owners end by _exit.
+    // The test goes on with raw numbers. The child's copies of the owners are never dropped, since the child ends by
+    // _exit.
     let (keep_alive, close_alive) = (kept, closed);
     in_child(move || {
         // SAFETY: the child uses no owner of a private fd afterwards.
@@ -317,7 +318,7 @@ fn await_counts(sides: &Sides, expected: u64) {
     }
 }
 
-/// Gives a mistake time to show, and checks that the counts stay the same.
+/// Waits for a moment in which a mistake would show, and checks that the counts stay the same.
 fn nothing_changes(sides: &Sides) {
     let before = counts(sides);
     std::thread::sleep(std::time::Duration::from_millis(2));
@@ -380,7 +381,7 @@ fn a_call_is_disturbed_by_what_was_under_way_at_any_time_of_it() {
     assert!(!is_disturbed(quiet, look()));
     sides.leave(SETTLED);
     assert!(!is_disturbed(quiet, look()));
-    // The count of transits wraps.
+    // The upper half, which counts the transits that have begun, wraps here.
     sides.enter_fd(false, SHORT);
     let amid = look();
     assert!(is_disturbed(quiet, look()));

@@ -1,6 +1,6 @@
-//! Buddy allocator that divides the data area of one arena into rings. It is private to the arena's owner and lies in
-//! the owner's own memory: a peer never sees or changes it. It does not map memory, and gives no pages back to the
-//! kernel.
+//! Buddy allocator that divides the data area of one arena into rings. Its state is private to the arena's owner and
+//! lies in the owner's own memory: a peer never sees or changes it. The allocator does not map memory, and gives no
+//! pages back to the kernel.
 
 #![forbid(unsafe_code)]
 
@@ -8,26 +8,26 @@ use std::collections::BTreeSet;
 
 use crate::fabric::layout::{MAX_RING_LOG2, MIN_RING_LOG2, PAGE_LOG2, Region, UNIT_LOG2};
 
-/// Number of sizes: one page up to the largest ring, in powers of two.
+/// The number of ring sizes: the powers of two from one page to the largest ring.
 const ORDERS: usize = (MAX_RING_LOG2 - MIN_RING_LOG2 + 1) as usize;
 /// The order of the largest region that begins at page 0: a larger one would lie in two segments.
 const UNIT: u32 = (UNIT_LOG2 - MIN_RING_LOG2) as u32;
 
 /// The free space of one data area.
 ///
-/// Only free blocks are stored, ordered by address: a fresh 1 GiB arena costs 24 entries. Taking the lowest block first
-/// keeps the touched part of a sparse file small.
+/// Only free blocks are stored, ordered by address: a fresh arena of 1 GiB has 24 of them. Taking the lowest block
+/// first keeps the touched part of a sparse file small.
 #[derive(Debug)]
 pub struct Arena {
-    /// Free blocks by order (log2 of pages): their first page.
+    /// The first pages of the free blocks of each order (log2 of the block's pages).
     free: [BTreeSet<u32>; ORDERS],
     pages: u32,
     pages_in_use: u64,
 }
 
 impl Arena {
-    /// Returns the allocator of a data area of `data_bytes` bytes, all free. Bytes beyond whole pages, or beyond 2^32
-    /// pages, are not used.
+    /// Returns the allocator of a data area of `data_bytes` bytes, all free. Bytes beyond the last whole page, or
+    /// beyond 2^32 pages, are not used.
     pub fn new(data_bytes: u64) -> Self {
         let pages = u32::try_from(data_bytes >> PAGE_LOG2).unwrap_or(u32::MAX);
         let mut arena = Self {
@@ -68,8 +68,8 @@ impl Arena {
         Region::new(page, log2)
     }
 
-    /// Gives back a region that `alloc` returned. A region that is outside the area or that
-    /// overlaps free space is ignored: leaking it is safer than handing it out twice.
+    /// Frees a region that `alloc` returned. A region that is outside the area, or that overlaps free space, is
+    /// ignored: leaking it is safer than allocating it twice.
     pub fn free(&mut self, region: Region) {
         let mut order = usize::from(region.log2() - MIN_RING_LOG2);
         let mut page = region.page();
@@ -102,7 +102,7 @@ impl Arena {
     fn overlaps_free(&self, page: u32, order: usize) -> bool {
         let last = page + ((1u32 << order) - 1);
         self.free.iter().enumerate().any(|(o, list)| {
-            // The free block of order `o` that would contain `page`, or one inside the region.
+            // Finds a free block of order `o` that contains `page`, or that lies inside the region.
             let containing = page & !((1u32 << o) - 1);
             list.range(containing..=last).next().is_some()
         })
@@ -125,7 +125,7 @@ mod tests {
             arena.free(r);
         }
         assert_eq!(arena.bytes_in_use(), 0);
-        // All but the first 64 MiB, where the segments are smaller.
+        // 15 blocks of 64 MiB are free. In the first 64 MiB of the area free blocks are smaller.
         assert_eq!(arena.free[ORDERS - 1].len(), 15);
         let big: Vec<_> = (0..15).map(|_| arena.alloc(26).unwrap()).collect();
         assert_eq!(big.len(), 15);

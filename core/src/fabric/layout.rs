@@ -1,55 +1,55 @@
-//! The layout of one arena file: the groups of streams, then the data area. This file only computes offsets; others map
-//! the file and allocate rings in the data area.
+//! The layout of one arena file: the groups of streams, then the data area. This file only computes offsets. `side`
+//! maps the file, and `arena` allocates rings in the data area.
 //!
 //! ```text
-//! 0                GROUPS × group: READY_QUEUES × ReadyLine    (which of its streams have something to do)
+//! 0                GROUPS × group: READY_QUEUES × ReadyLine    (which of its streams have events)
 //!                                  GROUP_STREAMS × DirectionBlock
-//! DATA_OFFSET      data area: rings, carved by `Arena`
+//! DATA_OFFSET      data area: rings, allocated by `Arena`
 //! ```
 //!
-//! The file is sparse: pages that were never touched cost no memory. It need not be mapped either: both parts are
-//! mapped from their beginnings on as far as they are used, in segments that double (`Segments`). So the addresses of a
-//! link with few streams are a few hundred KiB.
+//! The file is sparse: pages that were never touched cost no memory. A process need not map the whole file either. It
+//! maps both parts from their beginnings on as far as they are used, in segments that double (`Segments`). So a link
+//! with few streams takes a few hundred KiB of addresses.
 #![forbid(unsafe_code)]
 
 pub use crate::region::{MAX_RING_LOG2, MIN_RING_LOG2, PAGE_LOG2, Region};
 
-/// The unit, in bytes, in which the data area is carved.
+/// The unit in which the data area is divided into rings, in bytes.
 pub const PAGE: usize = 1 << PAGE_LOG2;
-/// Streams of one link, and so the number of vQPNs.
+/// The most streams of one link, and so the number of vQPNs.
 pub const MAX_STREAMS: u32 = if cfg!(loom) { 128 } else { 16384 };
-/// Ready queues of one arena, and so the number of waiters that one link can distinguish.
+/// The number of ready queues of one arena, and so of the waiters that one link can distinguish.
 pub const READY_QUEUES: u32 = 64;
-/// Largest data area in bytes: 64 GiB.
+/// The largest size of a data area in bytes: 64 GiB.
 pub const MAX_DATA_BYTES: u64 = 64 << 30;
 
-/// Streams of one group: their numbers differ only in the lower bits.
+/// The number of streams in one group: streams whose numbers differ only in the lower bits.
 pub const GROUP_STREAMS: u32 = if cfg!(loom) { 64 } else { 256 };
-/// Groups of one arena.
+/// The number of groups in one arena.
 pub const GROUPS: u32 = MAX_STREAMS / GROUP_STREAMS;
-/// Bytes of a `ReadyLine`, and their alignment.
+/// The size of a `ReadyLine` in bytes, which is also its alignment.
 pub const LINE_BYTES: usize = 64;
-/// Bytes of a `DirectionBlock`.
+/// The size of a `DirectionBlock` in bytes.
 pub const BLOCK_BYTES: usize = 256;
-/// Bytes of a group's part of the ready queues.
+/// The size of a group's part of the ready queues in bytes, whole pages.
 pub const LINES_BYTES: usize = (READY_QUEUES as usize * LINE_BYTES).next_multiple_of(PAGE);
-/// Bytes of one group.
+/// The size of one group in bytes.
 pub const GROUP_BYTES: usize = LINES_BYTES + (GROUP_STREAMS as usize * BLOCK_BYTES).next_multiple_of(PAGE);
-/// Offset of the data area.
+/// The offset of the data area in the file, in bytes.
 pub const DATA_OFFSET: usize = GROUPS as usize * GROUP_BYTES;
-/// log2 of the first segment of the data area in bytes. No larger region begins at page 0, so that none
-/// lies in two segments.
+/// log2 of the first segment of the data area in bytes. Also the largest region that begins at page 0, so that each
+/// region lies in one segment.
 pub const UNIT_LOG2: u8 = PAGE_LOG2 + 6;
 
-/// The layout of one arena: everything but the size of the data area is constant.
+/// The layout of one arena. Only the size of the data area differs between arenas.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
     data_bytes: u64,
 }
 
 impl Layout {
-    /// Returns the layout with a data area of `data_bytes` bytes: whole pages, at least one, at most `MAX_DATA_BYTES`.
-    /// `None` for any other size.
+    /// Returns the layout with a data area of `data_bytes` bytes, which has to be whole pages, at least one, and at
+    /// most `MAX_DATA_BYTES`. `None` for any other size.
     pub fn for_data(data_bytes: u64) -> Option<Self> {
         let whole = data_bytes != 0 && data_bytes.is_multiple_of(PAGE as u64);
         (whole && data_bytes <= MAX_DATA_BYTES).then_some(Self { data_bytes })
@@ -67,24 +67,24 @@ impl Layout {
         Self::for_data(1 << room.checked_ilog2()?)
     }
 
-    /// Returns the bytes of the data area.
+    /// Returns the size of the data area in bytes.
     pub fn data_len(&self) -> usize {
         self.data_bytes as usize
     }
 
-    /// Returns the bytes of the whole file.
+    /// Returns the size of the whole file in bytes.
     pub fn file_len(&self) -> u64 {
         DATA_OFFSET as u64 + self.data_bytes
     }
 }
 
-/// Returns the offset in the file of the part of ready queue `queue` that is for the streams of `group`. `None` when
-/// there is no such queue or group.
+/// Returns the offset in the file of the line of ready queue `queue` for the streams of `group`. `None` if there is no
+/// such queue or group.
 pub fn line_offset(queue: u32, group: u32) -> Option<usize> {
     (queue < READY_QUEUES && group < GROUPS).then(|| group as usize * GROUP_BYTES + queue as usize * LINE_BYTES)
 }
 
-/// Returns the offset in the file of the direction block of `vqpn`; `None` when there is no such stream.
+/// Returns the offset in the file of the direction block of `vqpn`; `None` if there is no such stream.
 pub fn block_offset(vqpn: u32) -> Option<usize> {
     let (group, place) = (vqpn / GROUP_STREAMS, vqpn % GROUP_STREAMS);
     (vqpn < MAX_STREAMS).then(|| group as usize * GROUP_BYTES + LINES_BYTES + place as usize * BLOCK_BYTES)

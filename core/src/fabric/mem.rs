@@ -1,8 +1,8 @@
-//! The `mem` fabric, for tests: a link within one process, with a side channel under a virtual
-//! clock, and channels whose faults are scripted ([`Medium`]).
+//! The `mem` fabric, for tests: a link within one process, with a side channel under a virtual clock, and channels
+//! whose faults are scripted ([`Medium`]).
 //!
-//! The arenas, ready queues and rings of the shm fabric, on the heap. Not for production; built for tests and with the
-//! feature `mem`.
+//! The fabric has the arenas, ready queues and rings of the shm fabric, on the heap. It is not for production, and is
+//! built for tests and with the feature `mem`.
 
 use std::alloc::{Layout as AllocLayout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::collections::{BTreeMap, VecDeque};
@@ -21,12 +21,12 @@ use crate::ids::Vqpn;
 use crate::sync::{RungMark, SleepFlag};
 use crate::wire::{MAX_MESSAGE, Message};
 
-/// Locks a mutex even if a test has failed under it: other tests may go on.
+/// Locks a mutex even if a test has panicked while it held the lock, so that other tests can go on.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Virtual time; all copies show the same.
+/// The virtual time; all clones show the same time.
 #[derive(Clone, Debug, Default)]
 pub struct Clock(Arc<AtomicU64>);
 
@@ -47,9 +47,9 @@ impl Clock {
 pub enum Fate {
     /// Arrives after this many µs.
     Arrive(u64),
-    /// Never arrives; on a reliable channel arrives at once.
+    /// Never arrives. On a reliable channel it arrives at once instead.
     Lose,
-    /// Arrives after each of these many µs; on a reliable channel only after the first.
+    /// Arrives twice, after each of these many µs. On a reliable channel it arrives only once, after the first.
     Twice(u64, u64),
 }
 
@@ -64,14 +64,14 @@ pub struct Medium {
 #[derive(Debug, Default)]
 struct Queue {
     script: VecDeque<Fate>,
-    /// In order of arrival, then of sending.
+    /// The encoded messages by their time of arrival in µs, then in the order of sending.
     messages: BTreeMap<(u64, u64), Vec<u8>>,
     sent: u64,
     latest: u64,
 }
 
 impl Medium {
-    /// Returns a channel like SEQPACKET: delays do not change the order, no message is lost or repeated.
+    /// Returns a channel like SEQPACKET: a delay does not change the order, and no message is lost or repeated.
     pub fn reliable(clock: &Clock) -> Self {
         Self {
             clock: clock.clone(),
@@ -89,12 +89,12 @@ impl Medium {
         }
     }
 
-    /// Sets the fates of the next messages; later ones arrive at once.
+    /// Sets the fates of the next messages. Messages beyond them arrive at once.
     pub fn script(&self, fates: impl IntoIterator<Item = Fate>) {
         lock(&self.queue).script.extend(fates);
     }
 
-    /// Sends a message, which has the next fate of the script.
+    /// Sends a message, to which the next fate of the script applies.
     pub fn send(&self, message: &Message) -> Result<(), SendError> {
         let mut buf = [0u8; MAX_MESSAGE];
         let bytes = message.encode(&mut buf).map_err(|_| SendError::Encoding)?;
@@ -128,12 +128,12 @@ impl Medium {
         Message::decode(&first.remove()).ok()
     }
 
-    /// Loses all messages that are under way.
+    /// Drops all messages that have not been received.
     pub fn lose_all(&self) {
         lock(&self.queue).messages.clear();
     }
 
-    /// Returns when the next message arrives, in µs; `None` if none is under way.
+    /// Returns the time at which the next message arrives, in µs; `None` if there is no message.
     pub fn next_arrival(&self) -> Option<u64> {
         lock(&self.queue).messages.first_key_value().map(|(at, _)| at.0)
     }
@@ -169,7 +169,7 @@ impl Drop for Heap {
     }
 }
 
-/// An arena; both ends share its memory.
+/// An arena, whose memory both ends share.
 #[derive(Clone)]
 struct Side {
     memory: Arc<Heap>,
@@ -187,8 +187,8 @@ impl Side {
     }
 
     fn area(&self) -> DataArea {
-        // SAFETY: the memory is as long as the layout says (`new`). Holders of a cursor keep the end for longer (see
-        // `heap_pair`).
+        // SAFETY: the memory is as long as the layout says (`new`). The end, which keeps the memory, outlives its
+        // cursors (`heap_pair`).
         unsafe { DataArea::new(self.at(layout::DATA_OFFSET), self.layout.data_len()) }
     }
 
@@ -207,7 +207,7 @@ impl ReadyQueue for InArena<'_> {
     fn line(&self, group: usize) -> Option<&ReadyLine> {
         let Self(side, waiter) = self;
         let offset = layout::line_offset(waiter.0.into(), u32::try_from(group).ok()?)?;
-        // SAFETY: inside the memory, aligned (layout), only atomics, there as long as the side.
+        // SAFETY: within the memory, aligned (layout), only atomics; the memory lives as long as the side.
         Some(unsafe { &*side.at(offset).cast::<ReadyLine>() })
     }
 }
@@ -237,7 +237,7 @@ struct Numbers {
     arena: Arena,
     next: u32,
     free: Vec<u32>,
-    /// By number: which ends are done, and the rings to be freed when both are.
+    /// By number: which ends have finished with the stream, and the rings to be freed when both have.
     used: BTreeMap<u32, Used>,
 }
 
@@ -322,12 +322,12 @@ pub fn heap_pair(data_bytes: u64, clock: &Clock) -> Option<[End; 2]> {
 }
 
 impl End {
-    /// Returns the side channel that this end sends on, to script its delays.
+    /// Returns the channel on which this end sends its messages, for a script of their fates.
     pub fn medium(&self) -> &Medium {
         &self.outgoing
     }
 
-    /// Returns the next message of the other end that has arrived.
+    /// Returns the next message from the other end that has arrived; `None` if there is none.
     pub fn recv(&self) -> Option<Message> {
         self.incoming.recv()
     }
@@ -342,7 +342,8 @@ impl End {
         self.up.load(Ordering::SeqCst)
     }
 
-    /// Records that this end's `waiter` is about to sleep. The caller checks its conditions once more afterwards.
+    /// Records that this end's `waiter` is about to sleep. Afterwards the caller checks its reasons not to sleep once
+    /// more.
     pub fn begin_sleep(&self, waiter: WaiterId) {
         if let Some((flag, _)) = self.waiters.get(waiter) {
             flag.begin();
@@ -357,7 +358,7 @@ impl End {
         })
     }
 
-    /// Returns how many bytes of this end's arena rings take up.
+    /// Returns how many bytes of this end's arena are in use for rings.
     pub fn bytes_in_use(&self) -> u64 {
         lock(&self.numbers).arena.bytes_in_use()
     }
@@ -370,10 +371,10 @@ impl LinkEnd for End {
         let vqpn = Vqpn(number);
         let block = self.mine.block(vqpn).ok_or(OpenError::Streams)?;
         let region = numbers.arena.alloc(log2).ok_or(OpenError::Arena)?;
-        // SAFETY: within the memory; the number is free, so neither end has a cursor on it.
+        // SAFETY: the block is within the memory. The number is free, so neither end has a cursor on the block.
         unsafe { block.as_ref() }.reset();
-        // SAFETY: within the memory, as above. The number was free, so this is the block's only consumer; it does not
-        // outlive the end (`heap_pair`).
+        // SAFETY: the same. The number was free, so this is the block's only consumer; it does not outlive the end
+        // (`heap_pair`).
         let mut consumer = unsafe { Consumer::new(block, self.mine.area()) };
         if consumer.offer(region).is_err() {
             numbers.arena.free(region);
@@ -389,7 +390,7 @@ impl LinkEnd for End {
 
     fn producer(&self, theirs: Vqpn) -> Option<Producer> {
         let block = self.theirs.block(theirs)?;
-        // SAFETY: within the memory; the only producer by the trait's contract.
+        // SAFETY: the block is within the memory, and this is its only producer by the trait's contract.
         Some(unsafe { Producer::new(block, self.theirs.area()) })
     }
 
@@ -455,7 +456,7 @@ impl LinkEnd for End {
     }
 
     fn queued_at(&self, mine: Vqpn) -> u64 {
-        // SAFETY: in the arena, which is there as long as the end, and only atomics.
+        // SAFETY: the block is within the arena, which lives as long as the end, and has only atomics.
         let block = self.mine.block(mine).map(|b| unsafe { b.as_ref() });
         block.map_or(0, DirectionBlock::told_at)
     }

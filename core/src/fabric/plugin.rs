@@ -1,10 +1,11 @@
-//! The C interface between the library and a plugin that has queue pairs, which is opened on first need. It consists of
-//! two tables of functions, each with a version and its size; both sides are built from this file, and from the
-//! structures of `remote/qp.rs`. With it the code that all plugins share: the errors, the state of a connection, the
-//! hidden fds, and the calls of the library's table. [`serve`] makes a plugin's table.
+//! The C interface between the library and a plugin that provides queue pairs. The library opens the plugin when it
+//! first needs one. The interface consists of two tables of functions, each with a version and its size. Both sides are
+//! built from this file and from the structures of `remote/qp.rs`. The file also has the code that all plugins share:
+//! the errors, the state of a connection, the hidden fds, and the calls of the library's table. [`serve`] makes a
+//! plugin's table.
 //!
 //! A function of type `i32` returns 0, a count, or a negative errno. No panic, and no exception, crosses the interface.
-//! Pointers are valid for the call alone unless it says otherwise.
+//! Pointers are valid only during the call, unless the function's description says otherwise.
 
 use std::ffi::{CStr, OsStr, c_char, c_int};
 use std::fmt::Arguments;
@@ -20,32 +21,32 @@ use crate::fabric::remote::qp::Limits;
 
 pub mod serve;
 
-/// Version of the tables; changes with any change to this file, and to the structures of `remote/qp.rs`.
+/// The version of the tables; changes with any change to this file, and to the structures of `remote/qp.rs`.
 pub const ABI: u32 = 9;
 
-/// The plugin's only symbol, an [`Entry`](serve::Entry).
+/// The name of the plugin's only symbol, a function of type [`Entry`](serve::Entry).
 pub const ENTRY: &CStr = c"rdmasock_verbs_plugin";
 
-/// Private data of a connection request or its answer, in bytes. Every transport can carry 56; the rest is the
-/// plugin's own.
+/// The length of the private data of a connection request or its answer, in bytes. Every transport can carry 56; the
+/// plugin uses the other 12 itself.
 pub const PRIVATE_BYTES: usize = 44;
 
 /// The functions of the library that the plugin calls.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Host {
-    /// [`ABI`].
+    /// The version of the table, [`ABI`].
     pub abi: u32,
-    /// Bytes of this table.
+    /// The size of this table in bytes.
     pub size: u32,
-    /// Writes a line of UTF-8 to the log, of one [`Level`].
+    /// Writes a line of UTF-8 to the log, with a level of [`Level`].
     pub log: unsafe extern "C" fn(level: u32, text: *const u8, len: usize),
-    /// Moves an fd to a number that the program does not see. Returns that number, or a negative errno (then `fd` is as
-    /// before). A fork child of the host closes all these fds.
+    /// Moves an fd to a number that the program does not see. Returns that number, or a negative errno; after an error
+    /// `fd` is as before. A fork child of the host closes all these fds.
     pub hide_fd: unsafe extern "C" fn(fd: c_int) -> i32,
-    /// Closes an fd that `hide_fd` returned. (libc's close, called in the program's place, does not see it.)
+    /// Closes an fd that `hide_fd` returned. (libc's close is hooked, and does not see hidden fds.)
     pub close_fd: unsafe extern "C" fn(fd: c_int),
-    /// Returns the folder where the kernel shows network interfaces and RDMA devices; tests may replace it. The path
+    /// Returns the folder in which the kernel shows network interfaces and RDMA devices; tests may replace it. The path
     /// lives as long as the process.
     pub sys_class: unsafe extern "C" fn() -> *const c_char,
 }
@@ -54,11 +55,11 @@ pub struct Host {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Address {
-    /// In host byte order; 0: any.
+    /// The port in host byte order; 0 stands for any port.
     pub port: u16,
-    /// Scope of a link-local IPv6 address.
+    /// The scope id of a link-local IPv6 address.
     pub scope: u32,
-    /// The address in network order; IPv4 as IPv4-mapped IPv6.
+    /// The address in network order. An IPv4 address is stored as an IPv4-mapped IPv6 address.
     pub ip: [u8; 16],
 }
 
@@ -90,7 +91,7 @@ impl Address {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Request {
-    /// The connection: to be accepted or rejected.
+    /// The connection, which the library accepts or rejects.
     pub conn: *mut Conn,
     /// The private data of the peer's request, padded with zeroes.
     pub private: [u8; PRIVATE_BYTES],
@@ -100,9 +101,9 @@ pub struct Request {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Info {
-    /// Readable when [`Plugin::state`](serve::Plugin::state) has an event to take in.
+    /// An fd that is readable when [`Plugin::state`](serve::Plugin::state) has an event to process.
     pub state_fd: c_int,
-    /// Readable when a completion has come after [`Plugin::arm`](serve::Plugin::arm).
+    /// An fd that is readable when a completion has come after [`Plugin::arm`](serve::Plugin::arm).
     pub completion_fd: c_int,
     /// The limits of the queue pair.
     pub limits: Limits,
@@ -110,27 +111,27 @@ pub struct Info {
     pub private: [u8; PRIVATE_BYTES],
 }
 
-/// A completion that [`Plugin::poll`](serve::Plugin::poll) hands over.
+/// A completion that [`Plugin::poll`](serve::Plugin::poll) passes to its callback.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Completion {
-    /// A constant of [`completion`].
+    /// The kind, a constant of [`completion`].
     pub kind: u32,
-    /// The immediate, in host order.
+    /// The immediate, in host byte order.
     pub immediate: u32,
     /// The message; null if there is none.
     pub bytes: *const u8,
-    /// Bytes of the message, or bytes placed.
+    /// The length in bytes of the message, or of the bytes that the peer has written.
     pub len: u32,
 }
 
-/// Kinds of [`Completion`].
+/// The kinds of a [`Completion`].
 pub mod completion {
-    /// A message.
+    /// A message of the peer has come.
     pub const RECEIVED: u32 = 1;
-    /// A WRITE with an immediate.
+    /// A WRITE of the peer with an immediate has completed.
     pub const WRITTEN: u32 = 2;
-    /// Room in the send queue.
+    /// The send queue has room again.
     pub const ROOM: u32 = 3;
     /// The peer's device has answered a probe.
     pub const PROBED: u32 = 4;
@@ -157,7 +158,7 @@ pub struct Conn {
 #[error("{}", std::io::Error::from_raw_os_error(*.0))]
 pub struct Errno(pub c_int);
 
-/// Result with an [`Errno`].
+/// A result with an [`Errno`].
 pub type Result<T> = std::result::Result<T, Errno>;
 
 impl Errno {
@@ -169,7 +170,7 @@ impl Errno {
         }
     }
 
-    /// Returns the negative errno, as the functions of the interface do.
+    /// Returns the negative errno, as the functions of the interface return it.
     pub fn code(self) -> i32 {
         -self.0
     }
@@ -181,29 +182,29 @@ impl From<rustix::io::Errno> for Errno {
     }
 }
 
-/// Whether a connection is up, and why it is over: one word that every thread may read. 0 not up yet, 1 up, negative:
-/// over, with the errno. The first reason stays.
+/// Whether a connection is up, and why it has ended: one word that every thread may read. 0: not up yet. 1: up.
+/// Negative: ended, with this errno. The first reason stays.
 #[derive(Debug, Default)]
 pub struct Fate(AtomicI32);
 
 impl Fate {
-    /// Returns the word as the interface does: 0 not up yet, 1 up, negative errno: over.
+    /// Returns the word as the interface does: 0 not up yet, 1 up, a negative errno if the connection has ended.
     pub fn code(&self) -> i32 {
         self.0.load(Ordering::Acquire)
     }
 
-    /// Returns why the connection is over; `None` if it is not.
+    /// Returns why the connection has ended; `None` if it has not.
     pub fn over(&self) -> Option<Errno> {
         let code = self.code();
         (code < 0).then_some(Errno(-code))
     }
 
-    /// Records that the connection is up, unless it is over already.
+    /// Records that the connection is up, unless it has ended already.
     pub fn up(&self) {
         let _ = self.0.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Relaxed);
     }
 
-    /// Records that the connection is over. True if it was not before.
+    /// Records that the connection has ended. Returns true if it had not before.
     pub fn end(&self, reason: Errno) -> bool {
         let code = -reason.0.max(1);
         self.0
@@ -212,20 +213,21 @@ impl Fate {
     }
 }
 
-/// The host's table; set once, by the entry.
+/// The host's table; set once, by the plugin's entry function.
 static HOST: AtomicPtr<Host> = AtomicPtr::new(std::ptr::null_mut());
 
 /// How important a line of the log is.
 #[derive(Clone, Copy, Debug)]
 #[repr(u32)]
 pub enum Level {
-    /// Something does not work, with the remedy.
+    /// Something does not work; the line names the remedy.
     Error = 1,
-    /// Why something ended.
+    /// Something has ended; the line gives the reason.
     Debug = 4,
 }
 
-/// Takes the host's table.
+/// Checks the host's table, and stores it for the other functions. Fails with EINVAL if `host` is null, and with EPROTO
+/// if the table has another version or size.
 ///
 /// # Safety
 /// `host` is null, or points to a table that has at least its first two fields, and as many bytes as its `size` says.
@@ -258,7 +260,7 @@ pub fn log(level: Level, text: Arguments<'_>) {
     }
 }
 
-/// Returns the folder where the kernel shows network interfaces and RDMA devices.
+/// Returns the folder in which the kernel shows network interfaces and RDMA devices.
 pub fn sys_class() -> &'static Path {
     let Some(host) = host() else {
         return Path::new("/sys/class");
@@ -268,16 +270,17 @@ pub fn sys_class() -> &'static Path {
     Path::new(OsStr::from_bytes(path.to_bytes()))
 }
 
-/// Makes `fd` nonblocking and moves it to a hidden number; with no host attached, as in tests, it keeps its number.
+/// Makes `fd` nonblocking and moves it to a hidden number. If no host is attached, as in tests, the fd keeps its
+/// number.
 pub fn hide(fd: c_int) -> Result<c_int> {
-    // SAFETY: the caller's fd is open for the duration of this call; it is not kept.
+    // SAFETY: the caller's fd is open during this call, and the borrow ends with the call.
     let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
     let flags = rustix::fs::fcntl_getfl(borrowed)?;
     rustix::fs::fcntl_setfl(borrowed, flags | OFlags::NONBLOCK)?;
     let Some(host) = host() else {
         return Ok(fd);
     };
-    // SAFETY: the function of a checked table; it takes any number.
+    // SAFETY: the function comes from a checked table, and takes any number.
     let hidden = unsafe { (host.hide_fd)(fd) };
     if hidden < 0 {
         return Err(Errno(-hidden));
@@ -285,8 +288,8 @@ pub fn hide(fd: c_int) -> Result<c_int> {
     Ok(hidden)
 }
 
-/// A file at a hidden number for as long as the value lives. So a program that closes numbers that are not its own, or
-/// counts on the lowest free number, does no harm and sees no difference.
+/// An fd at a hidden number for as long as the value lives. A program that closes fds which are not its own does no
+/// harm to it. A program that counts on the lowest free number sees no difference.
 #[derive(Debug)]
 pub struct Hidden(c_int);
 
@@ -299,10 +302,10 @@ impl Hidden {
 
     /// Moves an fd that was just opened to a hidden number, and makes it nonblocking.
     pub fn place(fd: OwnedFd) -> Result<Self> {
-        // Not to be closed as an `OwnedFd`: that calls libc's close, which may be the host's hook.
+        // The fd must not be closed as an `OwnedFd`: that calls libc's close, which may be the library's hook.
         let fd = fd.into_raw_fd();
         hide(fd).map(Self).inspect_err(|_| {
-            // SAFETY: opened by the caller, and given up.
+            // SAFETY: the caller opened the fd and has passed it to this function.
             unsafe { rustix::io::close(fd) };
         })
     }
@@ -329,7 +332,7 @@ impl Drop for Hidden {
 /// Closes an fd that [`hide`] returned.
 pub fn close(fd: c_int) {
     match host() {
-        // SAFETY: the fd is one that `hide` gave, and its owner gives it up.
+        // SAFETY: `hide` returned the fd, and its owner does not use it any more.
         Some(host) => unsafe { (host.close_fd)(fd) },
         // SAFETY: as above.
         None => unsafe { rustix::io::close(fd) },

@@ -1,15 +1,15 @@
-//! The queue in which a peer lists, for a waiter, the streams that have events ([`ReadyQueue`]). Not for sleeping or
-//! waking ([`SleepFlag`], `waiter`, `os::doorbell`).
+//! The queue in which a peer lists, for a waiter, the streams that have events ([`ReadyQueue`]). Sleeping and waking
+//! are elsewhere ([`SleepFlag`], `waiter`, `os::doorbell`).
 //!
-//! A ready queue is a set of vQPNs, not a list: a bit per stream and a summary bit per word of them. So it holds each
-//! stream at most once, however often that is pushed. It cannot overflow, and has no half-written entries. Every
-//! content that a hostile peer can write is a valid one. The waiter drains it in sweeps: a sweep takes the summary as
-//! it stands, then word by word. That bounds the work, and serves every ready stream before any stream again.
+//! A ready queue is a set of vQPNs, not a list: it has a bit for each stream, and a summary bit for each word of those
+//! bits. So the queue holds each stream at most once, however often the stream is pushed. It cannot overflow, and has
+//! no half-written entries. Every content that a hostile peer can write is a valid one. The waiter drains the queue in
+//! sweeps: a sweep takes the summary as it stands, then word by word. That bounds the work, and serves every ready
+//! stream before any stream again.
 //!
 //! No wake-up is lost. The peer pushes, then reads the flag; the waiter raises the flag, then checks the queues
-//! ([`ReadyCursor::is_idle`]), then sleeps ([`crate::sync`]). A push that finds its summary bit already set relies on
-//! the waiter to take the word after the summary, which it does: the word's bit was set before that summary bit was
-//! seen.
+//! ([`ReadyCursor::is_idle`]), then sleeps ([`crate::sync`]). A push that finds its summary bit already set leaves that
+//! bit alone. The waiter takes the summary bit before the word, so it finds the word's bit, which was set earlier.
 //!
 //! [`SleepFlag`]: crate::sync::SleepFlag
 
@@ -20,29 +20,29 @@ const WORDS: usize = MAX_STREAMS as usize / 64;
 const SUMMARY: usize = WORDS.div_ceil(64);
 const LINE_WORDS: usize = GROUP_STREAMS as usize / 64;
 
-/// The part of one waiter's ready queue for one group of streams. All-zero is empty.
+/// The part of one waiter's ready queue for one group of streams. If all bits are 0, the part is empty.
 #[derive(Debug, Default)]
 #[repr(C, align(64))]
 pub struct ReadyLine {
     words: [Published<AtomicU64>; LINE_WORDS],
-    /// In the first group's line only. Bit w, of all these words together: word w of the queue may be nonzero. The
-    /// summary lies there because a push for one of the first streams then touches one cache line.
+    /// Used in the first group's line only. Bit w of these words together says that word w of the queue may be nonzero.
+    /// The summary lies here so that a push for one of the first streams touches one cache line.
     summary: [Published<AtomicU64>; SUMMARY],
 }
 
-// The layout of an arena relies on both.
+// The layout of an arena relies on both assertions.
 #[cfg(not(loom))]
 const _: () = assert!(size_of::<ReadyLine>() == crate::fabric::layout::LINE_BYTES);
 #[cfg(not(loom))]
 const _: () = assert!(align_of::<ReadyLine>() == crate::fabric::layout::LINE_BYTES);
 
-/// The ready queue of one waiter: many pushers (the threads of one peer), one sweeper.
+/// The ready queue of one waiter. Many threads of one peer push; one thread at a time sweeps.
 pub trait ReadyQueue {
-    /// Returns the line of a group of streams; `None` where there is none, or not yet.
+    /// Returns the line for a group of streams; `None` if there is no such group, or if it is not mapped yet.
     fn line(&self, group: usize) -> Option<&ReadyLine>;
 
-    /// Adds `vqpn`. No effect when the queue holds it already, or when there is no such stream. The caller then calls
-    /// [`SleepFlag::must_ring`](crate::sync::SleepFlag::must_ring) on the waiter's flag.
+    /// Adds `vqpn`. Has no effect if the queue holds that stream already, or if there is no such stream. The caller
+    /// then calls [`SleepFlag::must_ring`](crate::sync::SleepFlag::must_ring) on the waiter's flag.
     #[inline]
     fn push(&self, vqpn: u32) {
         let (at, bit) = (vqpn as usize / 64, 1u64 << (vqpn % 64));
@@ -62,7 +62,7 @@ fn word(queue: &(impl ReadyQueue + ?Sized), at: usize) -> Option<&Published<Atom
     queue.line(at / LINE_WORDS)?.words.get(at % LINE_WORDS)
 }
 
-/// A queue outside shared memory.
+/// A queue in this process's own memory.
 #[derive(Debug)]
 pub struct PrivateQueue(Box<[ReadyLine]>);
 
@@ -87,18 +87,18 @@ impl ReadyQueue for PrivateQueue {
     }
 }
 
-/// The sweeper's private place in one ready queue. Used under the waiter's lock.
+/// The position of a sweep in one ready queue. It is private to the sweeping process, and used under the waiter's lock.
 #[derive(Debug, Default)]
 pub struct ReadyCursor {
-    /// The part of the taken summary that is still to be swept.
+    /// The part of the summary that the sweep has taken and not finished.
     summary: [u64; SUMMARY],
-    /// The word being served: the vQPN of its bit 0, and the bits left.
+    /// The vQPN of bit 0 of the word that is being served; `bits` has the bits that are left of the word.
     base: u32,
     bits: u64,
 }
 
 impl ReadyCursor {
-    /// Begins a sweep, unless one is unfinished. Then call [`pop`](Self::pop) until `None`.
+    /// Begins a sweep, unless one is unfinished. The caller then calls [`pop`](Self::pop) until it returns `None`.
     pub fn begin(&mut self, queue: &(impl ReadyQueue + ?Sized)) {
         if self.bits != 0 || self.summary != [0; SUMMARY] {
             return;
@@ -111,8 +111,9 @@ impl ReadyCursor {
         }
     }
 
-    /// Returns the next vQPN of this sweep, below `MAX_STREAMS`; it need not be open. `None` at the end. At most
-    /// `MAX_STREAMS` per sweep; touches at most one word of shared memory per 64 streams.
+    /// Returns the next vQPN of this sweep, below `MAX_STREAMS`; its stream need not be open. `None` at the end of the
+    /// sweep. A sweep returns at most `MAX_STREAMS` numbers, and touches at most one word of shared memory for 64
+    /// streams.
     pub fn pop(&mut self, queue: &(impl ReadyQueue + ?Sized)) -> Option<u32> {
         while self.bits == 0 {
             let (at, summary) = self.summary.iter_mut().enumerate().find(|(_, s)| **s != 0)?;
@@ -129,7 +130,7 @@ impl ReadyCursor {
         Some(vqpn)
     }
 
-    /// Returns whether there is no stream to sweep, left over or newly pushed. This is the check between
+    /// Returns whether there is no stream to sweep, neither left over nor newly pushed. The waiter calls this between
     /// [`SleepFlag::begin`](crate::sync::SleepFlag::begin) and sleeping.
     #[inline]
     pub fn is_idle(&self, queue: &(impl ReadyQueue + ?Sized)) -> bool {

@@ -1,6 +1,6 @@
 //! Links between hosts: each end keeps a local copy of the peer's arena (the *mirror*), and an engine carries changes
-//! over a queue pair. This file has the counters, faults and settings of an end, and its way to the waiters of its
-//! process.
+//! over a queue pair. This file has the counters, faults and settings of an end, and the trait by which an end wakes
+//! the waiters of its process.
 //!
 //! | file | what it has |
 //! |---|---|
@@ -10,23 +10,23 @@
 //! | `shared.rs` | the parts of an end that are used without the lock; registered memory |
 //! | `engine.rs` | the engine's state, the effects of the end's calls on it, and its turn |
 //! | `receive.rs` | the effects of the peer's records |
-//! | `pump.rs` | what is sent, and in which order |
+//! | `pump.rs` | the choice and the order of sends |
 //! | `sender.rs` | the message being collected; the peer's receive buffers |
 //! | `stream.rs` | the two directions of one stream |
 //! | `lend.rs` | send buffers, for bytes for which the peer's ring has no room |
 //! | `put.rs` | WRITEs straight into the memory of programs |
 //! | `get.rs` | READs from the memory of a sending program |
-//! | `bulk.rs` | the queue pair for both, and the end's calls for them |
+//! | `bulk.rs` | the queue pair for `put.rs` and `get.rs`, and the end's calls for them |
 //! | `watch.rs` | whether the peer's device still answers |
 //! | `mem.rs` | a queue pair in memory, for tests |
 //!
-//! Each node has, for a link, two arenas of its own (`layout.rs`): `mine`, where its consumers read, and the `mirror`
-//! of the peer's, where its producers write. Producer and consumer are the same types as on shm. The engine is the
-//! local counterpart of each. It keeps `want_data` of every block of the mirror and `want_space` of every block of
-//! `mine` set to [`ENGINE`]. So a cursor that publishes a change gets that word. Its caller passes the word to
-//! [`LinkEnd::notify`](crate::fabric::LinkEnd::notify), and the engine carries the change over. Changes from the peer
-//! it writes into the blocks as the peer would on shm. Then it wakes the waiters of this process that the other
-//! attention word names.
+//! Each end has, for a link, two arenas in its own memory (`layout.rs`): `mine`, where its consumers read, and the
+//! `mirror` of the peer's, where its producers write. Producer and consumer are the same types as on shm. For each of
+//! them the engine stands in for the cursor at the other end. It keeps `want_data` of every block of the mirror and
+//! `want_space` of every block of `mine` set to [`ENGINE`]. So a cursor that publishes a change gets that word. The
+//! cursor's caller passes the word to [`LinkEnd::notify`](crate::fabric::LinkEnd::notify), and the engine carries the
+//! change over. The engine writes changes from the peer into the blocks as the peer would on shm. Then it wakes the
+//! waiters of this process that the block's attention word names.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Release};
@@ -68,21 +68,21 @@ pub struct Counts {
     pub sends: u64,
     /// WRITEs posted, those with an immediate included.
     pub writes: u64,
-    /// WRITEs with an immediate.
+    /// WRITEs with an immediate posted.
     pub immediates: u64,
     /// Payload bytes sent in messages.
     pub eager_bytes: u64,
-    /// Messages received, and WRITEs with an immediate.
+    /// Messages received, plus WRITEs with an immediate received.
     pub received: u64,
-    /// Polls of the queue pair, including those that a thread left to another thread.
+    /// Polls of the queue pair, including those that a thread left to the thread that had the engine's lock.
     pub looks: u64,
     /// Polls that have found a completion.
     pub finds: u64,
-    /// How often the send queue was full.
+    /// Posts that found the send queue full.
     pub full: u64,
-    /// How often the peer's device was probed.
+    /// Probes sent to the peer's device.
     pub probes: u64,
-    /// How often there was reason to probe although no work request was posted.
+    /// Calls that asked for a probe although no work request was posted (`End::doubt`).
     pub doubts: u64,
     /// Bulk queue pairs that were given up.
     pub lost: u64,
@@ -105,7 +105,7 @@ codes! {
         End = 6 => "bad end mark",
         /// A head that goes back or is beyond the tail.
         Head = 7 => "bad head",
-        /// An offer while another is pending, or out of turn, or outside the arena.
+        /// An offer while another is pending, or of a wrong generation, or outside the arena.
         Offer = 8 => "bad ring offer",
         /// A chunk outside the arena, or announced twice.
         Chunk = 9 => "bad chunk",
@@ -117,11 +117,11 @@ codes! {
         Ack = 12 => "bad confirmation",
         /// An immediate on a link that has none.
         Immediate = 13 => "unexpected immediate",
-        /// An advert of no memory or while another is in use, an answer beyond it, or a record that belongs on the
-        /// other queue pair.
+        /// An advert of no memory, or one that comes while another is in use. Also a PLACED beyond its advert, or a
+        /// record that belongs on the other queue pair.
         Advert = 14 => "bad advert",
-        /// A loan of no memory or out of place, a record that may not come during a loan, or an answer to no loan or
-        /// beyond it.
+        /// A loan of no memory or at a wrong position, or a record that may not come during a loan. Also a TAKEN for no
+        /// loan or beyond the loan.
         Loan = 15 => "bad loan",
     }
 }
@@ -138,14 +138,14 @@ pub enum Fault {
     /// The peer's device has not answered for 5 s (`SILENCE`). Bytes that were not received can be sent again over TCP.
     #[error("no answer from the peer's device for {} s", SILENCE / 1_000_000_000)]
     Silent,
-    /// This end took it down ([`End::set_down`](End::set_down)).
+    /// This end took the link down ([`End::set_down`](End::set_down)).
     #[error("taken down")]
     Closed,
 }
 
 impl std::error::Error for Breach {}
 
-/// The first fault of a link. Any thread may read it, and signal handlers too.
+/// The first fault of a link. Any thread may read it, and so may signal handlers.
 #[derive(Debug, Default)]
 struct FaultCell(AtomicU64);
 
@@ -167,7 +167,7 @@ impl FaultCell {
         self.0.store(0, Release);
     }
 
-    /// Stores the fault unless there is one. True if it is the first.
+    /// Stores the fault unless there is one. Returns true if it is the first.
     pub(crate) fn set(&self, fault: Fault) -> bool {
         let word = match fault {
             Fault::Down(Down(errno)) => 1 << 32 | u64::from(errno as u32),
@@ -179,27 +179,28 @@ impl FaultCell {
     }
 }
 
-/// The fewest bytes of a receive buffer with which a link can work. A message of the side channel fits one, together
-/// with the records that have to precede it.
+/// The fewest bytes of a receive buffer with which a link can work. One message of the side channel fits such a buffer,
+/// together with the records that have to precede it.
 pub const MIN_BUFFER: u32 = 1242;
 
-/// The fewest receive buffers with which a link can work: credits are given back by halves.
+/// The fewest receive buffers with which a link can work: half of them are granted back at a time, and one credit is
+/// kept for that grant.
 pub const MIN_BUFFERS: u16 = 4;
 
 /// The settings of a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tuning {
-    /// Payloads of up to this many bytes travel in the message, if they fit. Longer ones are written into the peer's
-    /// ring.
+    /// Payloads of up to this many bytes travel in the message, if they fit. Longer payloads are written into the
+    /// peer's ring.
     pub eager_max: u32,
-    /// Bytes that one stream sends before other streams get their turn.
+    /// The most bytes that one stream sends before other streams get their turn.
     pub piece: u32,
-    /// log2 of the bytes that are registered at a time. Both ends need the same, so only tests change it.
+    /// log2 of the bytes that are registered at a time. Both ends need the same value, so only tests change it.
     pub chunk_log2: u8,
-    /// Bytes at the end of the mirror's data area, whole pages, that do not copy the peer's: room for send buffers
-    /// ([`LinkEnd::lend`](crate::fabric::LinkEnd::lend)).
+    /// Bytes at the end of the mirror's data area, whole pages, that are not a copy of the peer's arena. They are room
+    /// for send buffers ([`LinkEnd::lend`](crate::fabric::LinkEnd::lend)).
     pub buffers: u64,
-    /// The fewest bytes that are written straight into a buffer with which the peer's program waits.
+    /// The fewest bytes that are written straight into the buffer with which the peer's program waits.
     pub direct_min: u32,
 }
 
@@ -216,9 +217,9 @@ impl Default for Tuning {
 }
 
 impl Tuning {
-    /// Returns the settings for a queue pair with these limits. Where a WRITE has no immediate, a message follows each
-    /// WRITE. There a payload that fits a message goes in one, since a copy costs less than another work request.
-    /// Elsewhere the one WRITE saves the copy.
+    /// Returns the settings for a queue pair with these limits. If a WRITE cannot have an immediate, a message has to
+    /// follow each WRITE. Then a payload that fits a message goes in the message, since a copy costs less than another
+    /// work request. Otherwise one WRITE does the work of a message and saves the copy.
     pub fn fit(limits: &Limits) -> Self {
         let mut tuning = Self::default();
         if !limits.immediate {
@@ -229,30 +230,30 @@ impl Tuning {
     }
 }
 
-/// The queue pair cannot carry a link: [`MIN_BUFFER`], [`MIN_BUFFERS`].
+/// The queue pair cannot carry a link, because of [`MIN_BUFFER`] or [`MIN_BUFFERS`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("receive buffers too few or too small")]
 pub struct Unusable;
 
-/// The attention word by which the engine is notified. It names no waiter.
+/// The attention word by which a cursor notifies the engine. It names no waiter.
 pub const ENGINE: Wake = Wake(1 << 31);
 
 /// The service thread's waiter.
 const SERVICE: WaiterId = WaiterId(0);
 
-/// The calls by which the engine reaches the waiters of this process. No call may wait, or call the end.
+/// The functions by which the engine reaches the waiters of this process. None of them may wait, or call the end.
 pub trait Local: Send + Sync {
     /// Returns the sleep flag of this process's `waiter`.
     fn flag(&self, waiter: WaiterId) -> Option<&SleepFlag>;
 
-    /// Wakes the thread that sleeps, or will next sleep, on the doorbell of this process's `waiter`.
+    /// Wakes the thread that sleeps on the doorbell of this process's `waiter`, or that next begins to.
     fn ring(&self, waiter: WaiterId);
 
-    /// Reports that a stream is in the ready queue of `waiter`, which is rung afterwards if it sleeps.
+    /// Reports that a stream was put into the ready queue of `waiter`. The waiter is rung afterwards if it sleeps.
     fn on_queued(&self, _waiter: WaiterId) {}
 
-    /// Returns the word that records whether the queue pair [is armed](End::is_armed); each end has its own. A
-    /// process with many links reads all these words, so they are best side by side.
+    /// Returns the word that records whether the queue pair [is armed](End::is_armed). Each end has a word of its own.
+    /// A process with many links reads all these words often, so they had best lie side by side.
     fn armed(&self) -> &AtomicBool;
 
     /// Asks for a call of [`End::settle`](End::settle) some ms later.

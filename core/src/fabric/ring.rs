@@ -1,17 +1,18 @@
 //! The byte ring of one direction of a stream: single producer, single consumer, in the receiver's arena. Beside the
 //! bytes lie the words by which each side asks the other for a wake-up. This module wakes no thread and allocates no
-//! ring memory. It does not interpret attention words either: a nonzero [`Wake`] goes to the caller.
+//! ring memory. It does not interpret attention words either: it returns a nonzero [`Wake`] to the caller.
 //!
 //! # Positions
 //! A position counts the bytes of the direction from its beginning and never wraps. The byte at position p lies at `p &
-//! (size - 1)` of its ring. `head` ≤ position < `tail` is in flight. Each side's cursor ([`Producer`], [`Consumer`])
-//! keeps its own position privately and only publishes it, so no value that the peer writes can move it. A value that
-//! the peer publishes is copied, then validated; a bad one is a [`Violation`].
+//! (size - 1)` of its ring. Bytes at positions from `head` up to `tail` are in flight. Each side's cursor
+//! ([`Producer`], [`Consumer`]) keeps its own position privately and only publishes it, so no value that the peer
+//! writes can move it. A value that the peer publishes is copied, then validated; a bad one is a [`Violation`].
 //!
 //! # Cache lines
-//! The block has one line per side. Per message the producer writes its own (`tail`) and the payload, and reads the
-//! consumer's line (`want_data`). That line stays shared in the producer's cache, because the consumer writes it only
-//! when it arms or when a quarter of the ring is unpublished. So a ping-pong of spinning sides moves two lines per
+//! The direction's block has one line that the producer writes and one that the consumer writes (`DirectionBlock`).
+//! For each message the producer writes its own line (`tail`) and the payload, and reads the consumer's line
+//! (`want_data`). The consumer's line stays shared in the producer's cache, because the consumer writes it only when it
+//! arms or when a quarter of the ring is unpublished. So a ping-pong of spinning sides moves two lines for each
 //! direction.
 //!
 //! # No lost wake-up
@@ -20,44 +21,46 @@
 //! W2. The side that will sleep sets its word (`arm_*`), then checks again. The other side publishes (`tail`, `end`;
 //!     `head`, flags, an offer), then reads the word ([`Attention`](crate::sync::Attention)), so at least one of the
 //!     two sees the other: either the sleeper finds what it waits for and does not sleep, or the publisher finds the
-//!     word and wakes it.
+//!     word and wakes the sleeper.
 //! W3. The consumer holds back less than a quarter of its ring: as soon as `consume` brings the
 //!     unpublished part to a quarter it publishes by W2.
-//! W4. The producer sleeps only while less than a quarter of the ring is free by the published
-//!     head. By W3 more than half of the ring is then still to be read, and reading it crosses a
-//!     quarter, which publishes and wakes. So a consumer that has drained the ring (the only
-//!     one that sleeps for data) cannot meet a producer that sleeps for space, though the
-//!     producer does not see the last bytes' consumption. `arm_data` publishes nonetheless, so
-//!     that the producer's count of unread bytes becomes exact when the consumer goes idle.
+//! W4. The producer sleeps only while less than a quarter of the ring is free by the published head. By W3 more
+//!     than half of the ring is then still to be read, and reading it crosses a quarter, which publishes and wakes.
+//!     A consumer sleeps for data only when it has drained the ring. At that time no producer sleeps for space, even
+//!     if it has not seen that the last bytes were consumed. `arm_data` publishes the head nonetheless, so that the
+//!     producer's count of unread bytes becomes exact when the consumer goes idle.
 //!
 //! # Another ring in mid-stream
-//! The consumer owns the memory, so it *offers* a ring ({generation, page, log2 size} in one
-//! word). The producer *adopts* it at its current tail, the switch position: it writes that,
-//! then the generation, before any later tail. Bytes before the switch position are in the old
-//! ring, from it on in the new one. The consumer reads the generation after the tail, so it
-//! knows of every switch that the tail can be beyond. Once its head has passed the switch
-//! position the old ring is *retired* and may be freed; until then nothing else can be offered.
-//! The first ring is an offer too: an all-zero block is a direction without a ring.
+//! The consumer owns the memory, so it *offers* a ring ({generation, page, log2 size} in one word). The producer
+//! *adopts* the ring at its current tail, the switch position: it writes that position, then the generation, before any
+//! later tail. Bytes before the switch position are in the old ring, and bytes from that position on in the new one.
+//! The consumer reads the generation after the tail, so it knows of every switch that the tail can be beyond. Once its
+//! head has passed the switch position the old ring is *retired* and may be freed; until then nothing else can be
+//! offered. The first ring is an offer too: a block of zeroes is a direction without a ring.
 //!
 //! # The reserve
 //! The reserve is a ring that stays on offer: addresses without memory. It is for a producer that finds no room while
-//! the program at the other end does not read. The producer switches to it as to any other ring, with the next
-//! generation, but says how much of its beginning it uses (`Adopted`). It gets memory for the reserve itself, piece by
-//! piece before it writes, so its process is charged for that memory. A producer that gets no memory is
-//! [starved](Producer::is_starved): reading frees no part of the ring that it has not yet passed, so it has to end the
-//! direction. The producer takes the reserve only once it knows that the consumer has come to the current ring, so that
-//! two rings hold all that is in flight. The consumer may be offering another ring at that moment. Its generation does
-//! not follow the reserve's, so the producer leaves it alone and the consumer withdraws it.
+//! the program at the other end does not read. The producer switches to the reserve as to any other ring, with the next
+//! generation, but publishes how much of its beginning it uses (`Adopted`). The producer itself gets memory for the
+//! reserve, piece by piece before it writes, so its process is charged for that memory. A producer that gets no memory
+//! is [starved](Producer::is_starved). Reading frees no part of the reserve that the producer has not been at yet, so a
+//! starved producer has to end the direction. The producer takes the reserve only once it knows that the consumer has
+//! come to the current ring, so that two rings hold all that is in flight. The consumer may be offering another ring at
+//! that moment. This other offer's generation does not follow the reserve's, so the producer leaves the offer alone and
+//! the consumer withdraws it.
 //!
 //! # A bound
-//! A producer may keep less unread than the ring holds ([`Producer::set_bound`]), but not less than half of it: W4
-//! holds for three eighths. So it uses no more of a reserve than the next power of two.
+//! A bound on the unread bytes may be less than the ring holds ([`Producer::set_bound`]). The producer treats a bound
+//! below half of the ring as half of the ring. It then sleeps only while more than three eighths of the ring are unread
+//! by the published head. Reading those crosses a quarter, so W4 holds. For the same reason the producer uses no more
+//! of a reserve than the next power of two after the bound.
 //!
 //! # Who ends a direction
-//! Either side may, once: the producer with an [`EndMark`], or the consumer that [stops](Consumer::stop) reading in the
-//! middle and wants the rest sent again on TCP. Both set the one word `end` from 0 by compare-and-swap, so exactly one
-//! of them wins and the other learns of it. A direction that the producer has left is drained; a direction that the
-//! consumer has stopped is sent again; never both.
+//! Either side may end a direction, once. The producer does so with an [`EndMark`]. The consumer does so if it
+//! [stops](Consumer::stop) reading in the middle and wants the rest sent again on TCP. Both set the word `end` from 0
+//! by compare-and-swap, so exactly one of them succeeds, and the other learns of it. If the producer succeeded, the
+//! consumer drains the ring. If the consumer succeeded, the producer sends the unread bytes again. Never do both
+//! happen.
 
 use crate::fabric::layout::Region;
 pub use crate::fabric::ring::block::{DirectionBlock, EndMark, RxFlags, Wake};
@@ -74,13 +77,13 @@ pub(super) mod proxy;
 #[cfg(test)]
 mod tests;
 
-/// The consumer has [stopped](Consumer::stop): the [unread](Producer::unread) bytes go over TCP again,
-/// before any others.
+/// The consumer has [stopped](Consumer::stop): the [unread](Producer::unread) bytes are sent again over TCP, before any
+/// later ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the reader has stopped")]
 pub struct Stopped;
 
-/// The producer has [ended](Producer::end) the direction: it can only be drained.
+/// The producer has [ended](Producer::end) the direction: the consumer can only drain it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the direction has its end mark")]
 pub struct Ended;
@@ -103,13 +106,13 @@ pub enum Violation {
     /// The offered ring has a bad size or is outside the data area.
     #[error("bad ring offer")]
     BadOffer,
-    /// The offered ring is larger than the allowance's largest ring.
+    /// The offered ring is larger than the largest ring that the `Allowance` admits.
     #[error("ring beyond what is written into")]
     BeyondAllowance,
     /// The producer adopted a ring that was not offered, or at an impossible position.
     #[error("bad ring switch")]
     BadSwitch,
-    /// The consumer asks again for bytes of a ring that the producer no longer has.
+    /// The consumer asks for bytes to be sent again that lay in a ring which the producer has not kept.
     #[error("what is to be sent again is not held")]
     NotHeld,
     /// Unknown end mark.
@@ -117,7 +120,7 @@ pub enum Violation {
     BadEnd,
 }
 
-/// Why a cursor cannot go on. The link is to be killed.
+/// Why a cursor cannot go on. The link has to be closed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RingError {
     /// The peer broke the protocol.
@@ -132,8 +135,8 @@ pub enum RingError {
 }
 
 /// The ring that a producer has adopted, as one word. Low 24 bits: the generation of the offer, or for a reserve the
-/// generation after the ring before. High 8 bits: for a reserve, log2 of the bytes at its beginning that are the ring;
-/// 0 for an offered ring.
+/// generation after the previous ring's. High 8 bits: for a reserve, log2 of the bytes at its beginning that are the
+/// ring; 0 for an offered ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Adopted {
     pub generation: u32,
@@ -153,7 +156,7 @@ impl Adopted {
     }
 }
 
-/// An offered ring, or the reserve. In one word, so that it is read whole: generation (24 bits, never 0),
+/// An offered ring, or the reserve. All of it is in one word, so that it is read whole: generation (24 bits, never 0),
 /// log2 of the size in bytes (8), first page (32).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Offer {
@@ -166,14 +169,14 @@ impl Offer {
         u64::from(self.generation) << 40 | u64::from(self.region.log2()) << 32 | u64::from(self.region.page())
     }
 
-    /// Decodes an offer. `None` when the generation is 0 or no ring may have that size; the place is not checked.
+    /// Decodes an offer. `None` if the generation is 0 or no ring may have that size. The ring's place is not checked.
     pub(super) fn unpack(word: u64) -> Option<Self> {
         let region = Region::new(word as u32, (word >> 32) as u8)?;
         let generation = (word >> 40) as u32;
         (generation != 0).then_some(Self { generation, region })
     }
 
-    /// Returns the generation after `generation`: 24 bits, never 0.
+    /// Returns the generation after `generation`: 24 bits, and 1 instead of 0.
     pub(super) fn next_generation(generation: u32) -> u32 {
         ((generation + 1) & 0xff_ffff).max(1)
     }

@@ -1,8 +1,9 @@
 //! The shm fabric: one end of a link whose memory two processes of one host share.
 //!
-//! Each end receives in an arena of its own, which the other maps ([`layout`]), and reads the page of sleep flags that
-//! the other shows. The owner of the end provides the rest ([`Outside`]): the side channel, and the wake-ups of
-//! waiters. Not here: making a link, whether it is up, and the purpose of its streams.
+//! Each end receives in an arena of its own, which the peer maps too ([`layout`]). Each end also maps the page of sleep
+//! flags that the peer has sent. The owner of the end provides the rest ([`Outside`]): the side channel, and the
+//! wake-ups of waiters. This module does not make a link, and does not know whether it is up, or what its streams are
+//! for.
 
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::AtomicBool;
@@ -22,17 +23,17 @@ use crate::os::memfd::{Access, MapError, check_received};
 use crate::sync::RungMark;
 use crate::wire::Message;
 
-/// The services beside memory that an end needs. Neither call may wait, or call the end.
+/// The services beside memory that an end needs. Neither function may wait, or call the end.
 pub trait Outside {
     /// Sends a message, as [`LinkEnd::send`] does.
     fn send(&self, message: &Message) -> Result<(), SendError>;
 
-    /// Wakes the thread that sleeps, or will next sleep, as the peer's `waiter`; by the peer's `page` if that is
+    /// Wakes the thread that sleeps as the peer's `waiter`, or that next begins to. Uses the peer's `page` if that is
     /// enough.
     fn ring(&self, waiter: WaiterId, page: &FlagPage);
 }
 
-/// The files of a link: the two arenas and the page of the peer's flags. Those of the peer are checked.
+/// The files of a link: the two arenas and the page of the peer's flags. `End::show` checks the peer's files.
 pub struct Memory<'a> {
     /// The file and the layout of the arena in which this end receives.
     pub mine: (BorrowedFd<'a>, Layout),
@@ -54,12 +55,12 @@ pub struct End<O> {
 }
 
 impl<O> End<O> {
-    /// Returns an end with no stream open. It receives in `mine`, the peer in `theirs`; the peer sleeps by
-    /// `peer_flags`.
+    /// Returns an end with no stream open. The end receives in `mine`, and the peer in `theirs`. The peer's waiters
+    /// sleep by `peer_flags`.
     ///
     /// # Safety
-    /// The end must live longer than every cursor that it gives out. [`producer`](LinkEnd::producer)
-    /// must be asked at most once for each stream.
+    /// The end must live longer than every cursor that it has returned. [`producer`](LinkEnd::producer) must be called
+    /// at most once for each stream.
     pub unsafe fn new(mine: Side, theirs: Side, peer_flags: FlagPage, outside: O) -> Self {
         let numbers = Numbers::new(mine.data_len() as u64);
         Self {
@@ -73,7 +74,7 @@ impl<O> End<O> {
         }
     }
 
-    /// Returns an end that has no link yet; [`show`](Self::show) gives it one.
+    /// Returns an end that belongs to no link yet. [`show`](Self::show) makes it the end of a link.
     ///
     /// # Safety
     /// As for [`new`](Self::new).
@@ -83,7 +84,7 @@ impl<O> End<O> {
     }
 
     /// Becomes the end of a link, with no stream open. The end must be [blank](Self::blank) or
-    /// [released](Self::release); after an error it can be used again if it [is usable](Self::is_usable).
+    /// [released](Self::release). After an error it can be used for another link if it [is usable](Self::is_usable).
     pub fn show(&self, memory: &Memory<'_>) -> Result<(), MapError> {
         let shown = self.try_show(memory);
         if shown.is_err() {
@@ -113,19 +114,19 @@ impl<O> End<O> {
         !self.is_lost.load(Acquire)
     }
 
-    /// Returns the services that the end was given.
+    /// Returns the services that were passed to `new`.
     #[inline]
     pub fn outside(&self) -> &O {
         &self.outside
     }
 
-    /// Returns a bound: every number that this end ever gave to a stream is below it.
+    /// Returns a bound: the number of every stream that this end has opened on the present link is below it.
     pub fn numbers(&self) -> u32 {
         self.numbers.ever_given()
     }
 
-    /// Gives the memory of a link back that carries no bytes any more. The memory that threads access without a cursor
-    /// (queues and flags) stays readable and writable, so that a thread that is late does no harm.
+    /// Releases the memory of a link that carries no bytes any more. The queues and flags, which threads access without
+    /// a cursor, stay readable and writable, so that an access by a late thread does no harm.
     ///
     /// # Safety
     /// No cursor is left.
@@ -140,20 +141,20 @@ impl<O> End<O> {
         }
     }
 
-    /// Replaces the memory in a fork child, which has none of it. To be called before any other use of the end.
+    /// Replaces the memory in a fork child, which has not inherited it. To be called before any other use of the end.
     pub fn after_fork(&self) {
         self.mine.after_fork();
         self.theirs.after_fork();
         self.peer_flags.after_fork();
     }
 
-    /// Holds the rings of stream `mine`, which this end has not left: they are kept until [`let_go`](Self::let_go) is
-    /// called, once.
+    /// Holds the rings of stream `mine`, which this end has not closed. The rings are kept until
+    /// [`let_go`](Self::let_go) is called, once.
     pub fn hold(&self, mine: Vqpn) {
         self.numbers.hold(mine);
     }
 
-    /// Ends a [`hold`](Self::hold), and gives the rings back if both ends are done with the stream.
+    /// Ends a [`hold`](Self::hold), and frees the rings if both ends have closed the stream.
     pub fn let_go(&self, mine: Vqpn) {
         self.mark_done(mine, done::USERS);
     }
@@ -172,7 +173,8 @@ impl<O> End<O> {
 }
 
 impl<O: Outside> End<O> {
-    // Not inlined: `notify` would grow, and it is called for every message, though most wake no thread.
+    // Not inlined, since that would make `notify` larger. `notify` is called for every message, and mostly wakes no
+    // thread.
     #[inline(never)]
     fn tell(&self, wake: Wake, theirs: Vqpn) {
         if let Some(waiter) = WaiterId::of_queue(wake.0)
@@ -196,7 +198,7 @@ impl<O: Outside> LinkEnd for End<O> {
         let (vqpn, region) = self.numbers.take(log2)?;
         let stream = self.mine.back_stream(vqpn);
         let backed = stream.and_then(|()| self.mine.back_ring(region));
-        // SAFETY: the number is free, and the end outlives the consumer (`new`).
+        // SAFETY: the number was free, so this is its only consumer. The end outlives it (`new`).
         let open = |()| unsafe { self.mine.open(vqpn, region) };
         let opened = backed.map_err(|_| OpenError::Arena).and_then(open);
         opened.inspect_err(|_| {
@@ -208,7 +210,7 @@ impl<O: Outside> LinkEnd for End<O> {
     fn producer(&self, theirs: Vqpn) -> Option<Producer> {
         self.theirs.reach(theirs).ok()?;
         let block = self.theirs.block(theirs)?;
-        // SAFETY: within the mapping; the only producer, and the end outlives it (`new`).
+        // SAFETY: the block is within the mapping. This is the stream's only producer, and the end outlives it (`new`).
         Some(unsafe { Producer::new(block, self.theirs.area()) })
     }
 

@@ -1,6 +1,6 @@
 //! An arena as mapped in this process, with its ready queues, and the numbers that its owner gives to streams. Every
-//! fabric with arenas of its own builds its ends from these. Not for creating an arena, nor for the cursors on its
-//! rings.
+//! fabric whose ends have arenas builds them from these parts. Arenas are created elsewhere, and the cursors on rings
+//! are in `ring`.
 
 use std::os::fd::BorrowedFd;
 use std::ptr::{NonNull, null_mut};
@@ -20,11 +20,11 @@ use crate::lock::Lock;
 use crate::os::memfd::{Access, Extent, Mapping, PAGE};
 use crate::sparse::Sparse;
 
-/// The arena of one side, as mapped in this process: whole ([`anonymous`](Self::anonymous)), or as far as it is used
-/// ([`blank`](Self::blank)). Both make places for one arena after another.
+/// The arena of one side, as mapped in this process: as a whole ([`anonymous`](Self::anonymous)), or as far as it is
+/// used ([`blank`](Self::blank)). A value of either kind holds one arena after another.
 ///
-/// The groups, which threads access without a lock, keep their addresses from one arena to the next. So a thread that
-/// is late with a wake-up for a link that is gone does no harm.
+/// Threads access the groups without a lock, so the groups keep their addresses from one arena to the next. Then a
+/// thread that is late with a wake-up for an earlier link does no harm.
 #[derive(Default)]
 pub struct Side {
     groups: Segments<GROUP_BYTES>,
@@ -34,14 +34,14 @@ pub struct Side {
 
 /// The mappings of an arena that is mapped as a whole.
 struct Whole {
-    /// The mapping of the groups; in tests perhaps of the whole arena.
+    /// The mapping of the groups; in tests it may be the mapping of the whole arena.
     groups: Mapping,
-    /// The data area's own mapping, if it has one and is mapped.
+    /// The data area's mapping, if it is separate and mapped.
     data: Lock<Option<Mapping>>,
 }
 
 impl Side {
-    /// Returns a place for an arena in memory of this process alone, with no data area yet.
+    /// Returns a side with an arena in memory of this process alone. The arena has no data area yet.
     pub fn anonymous() -> Result<Self, Errno> {
         let groups = Mapping::anonymous(layout::DATA_OFFSET)?;
         Ok(Self {
@@ -63,13 +63,13 @@ impl Side {
         Ok(())
     }
 
-    /// Returns a place for an arena, with none in it.
+    /// Returns a side that holds no arena yet.
     pub fn blank() -> Self {
         Self::default()
     }
 
-    /// Maps the beginning of the arena in a file of `layout`; later calls map more as it is used. For a place without
-    /// an arena, and a file that keeps its size.
+    /// Maps the beginning of the arena in the file `fd`, which has this layout and keeps its size. Other calls map more
+    /// when it is used. To be called while the side holds no arena.
     pub fn show(&self, fd: BorrowedFd<'_>, layout: &Layout) -> Result<(), Errno> {
         self.groups.show(fd, 0, layout::DATA_OFFSET)?;
         let data = layout::DATA_OFFSET as u64;
@@ -79,7 +79,7 @@ impl Side {
     /// Releases the arena's memory.
     ///
     /// # Safety
-    /// No cursor on it is left, and no device reaches it.
+    /// No cursor on the arena is left, and no device accesses it.
     pub unsafe fn release(&self) {
         match &self.whole {
             None => {
@@ -93,15 +93,15 @@ impl Side {
                     drop(data);
                 }
                 let groups = &whole.groups;
-                // A hole in memory that the program has locked fails; that memory is replaced. If that fails too it
-                // stays.
+                // Punching a hole fails in memory that the program has locked. Such memory is replaced instead. If that
+                // fails too, the memory stays.
                 let _ = groups.punch_hole(0..groups.bytes()).or_else(|_| groups.neutralise());
             }
         }
     }
 
-    /// Replaces the memory in a fork child, which has none of it: a call that the fork has interrupted reads zeroes
-    /// there.
+    /// Replaces the memory in a fork child, which has not inherited it. A call that the fork has interrupted reads
+    /// zeroes there.
     pub fn after_fork(&self) {
         if self.whole.is_none() {
             self.groups.after_fork();
@@ -109,12 +109,12 @@ impl Side {
         }
     }
 
-    /// Returns the bytes of the data area.
+    /// Returns the size of the data area in bytes.
     pub fn data_len(&self) -> usize {
         self.data.total()
     }
 
-    /// Returns the address of `offset` in the data area. For an arena that is mapped as a whole.
+    /// Returns the address of `offset` in the data area of an arena that is mapped as a whole.
     pub(super) fn data_at(&self, offset: usize) -> *mut u8 {
         let start = self.data.at(0).map_or(std::ptr::null_mut(), NonNull::as_ptr);
         start.wrapping_add(offset)
@@ -122,36 +122,37 @@ impl Side {
 
     pub(super) fn area(&self) -> DataArea {
         match self.whole {
-            // SAFETY: the data area lies within the mapping (`map_data`), which stays for as long as there
-            // are cursors (the contract of each fabric's `End::new`).
+            // SAFETY: the data area lies within the mapping (`map_data`), which stays as long as there are cursors (the
+            // contract of each fabric's `End::new`).
             Some(_) => unsafe { DataArea::new(self.data_at(0), self.data_len()) },
-            // SAFETY: as above, and of `release`.
+            // SAFETY: by the same contract, and the contract of `release`.
             None => unsafe { DataArea::of_segments(&self.data) },
         }
     }
 
-    /// Returns the block of a stream; `None` before its group is [mapped](Self::reach), or if there is no such stream.
+    /// Returns the block of a stream; `None` if its group is not [mapped](Self::reach) yet, or if there is no such
+    /// stream.
     pub(super) fn block(&self, vqpn: Vqpn) -> Option<NonNull<DirectionBlock>> {
         Some(self.groups.at(layout::block_offset(vqpn.0)?)?.cast())
     }
 
-    /// Returns the receiving end of a new stream of the owner, with its first ring.
+    /// Returns the receiving end of a new stream of the arena's owner, with its first ring.
     ///
     /// # Safety
     /// The number is free, so neither end has a cursor on its block. The side outlives the consumer.
     pub(super) unsafe fn open(&self, vqpn: Vqpn, ring: Region) -> Result<Opened, OpenError> {
         let block = self.block(vqpn).ok_or(OpenError::Streams)?;
-        // SAFETY: within the mapping; no cursor, by the contract.
+        // SAFETY: the block is within the mapping, and no cursor uses it, by the contract.
         unsafe { block.as_ref() }.reset();
-        // SAFETY: as above; this is the block's only consumer, which this value outlives.
+        // SAFETY: the same; this is the block's only consumer, which this value outlives.
         let mut consumer = unsafe { Consumer::new(block, self.area()) };
-        // No producer can be waiting yet.
+        // The result names no waiter, since no producer can be waiting yet.
         let _ = consumer.offer(ring).map_err(|_| OpenError::Arena)?;
         Ok(Opened { vqpn, ring, consumer })
     }
 
-    /// Returns when the producer last notified the owner of bytes to read, by the host's [counter](crate::cycles); 0 if
-    /// that is not known.
+    /// Returns when the producer last notified the owner of bytes to read, in ticks of the host's
+    /// [counter](crate::cycles); 0 if that is not known.
     #[inline]
     pub(super) fn told_at(&self, vqpn: Vqpn) -> u64 {
         // SAFETY: inside a segment of groups, aligned (layout), only atomics. The addresses accept reads and writes for
@@ -159,13 +160,13 @@ impl Side {
         self.block(vqpn).map_or(0, |block| unsafe { block.as_ref() }.told_at())
     }
 
-    /// Maps the group of a stream. EINVAL if there is no such stream.
+    /// Maps the group of a stream. Fails with EINVAL if there is no such stream.
     pub(super) fn reach(&self, vqpn: Vqpn) -> Result<(), Errno> {
         self.groups.reach(layout::block_offset(vqpn.0).ok_or(Errno::INVAL)?)
     }
 
-    /// Maps a stream's group, and gets memory for the block and for the group's lines, so that no write to them fails
-    /// for lack of it.
+    /// Maps a stream's group, and gets memory for the stream's block and the group's lines. After that no write to them
+    /// fails for lack of memory.
     pub(super) fn back_stream(&self, vqpn: Vqpn) -> Result<(), Errno> {
         let block = layout::block_offset(vqpn.0).ok_or(Errno::INVAL)?;
         self.groups.reach(block)?;
@@ -180,19 +181,20 @@ impl Side {
         self.data.back(region.offset(), region.len())
     }
 
-    /// Maps a ring that may never be used, so that its use [cannot fail](Segments::hold).
+    /// Maps a ring that may never be used. A later use of the ring [cannot fail](Segments::hold).
     pub(super) fn hold_ring(&self, region: Region) -> Result<(), Errno> {
         self.data.hold(region.offset())
     }
 
-    /// Gives the memory of a ring back to the kernel. If that fails the memory stays.
+    /// Releases the memory of a ring to the kernel. If that fails, the ring keeps its memory.
     pub(super) fn give_back(&self, region: Region) {
-        // A reserve may have memory that only the peer has written to, and need not be mapped here yet.
+        // A reserve may have memory because the peer has written to it, although this process has not mapped it yet.
         let reached = self.data.reach(region.offset());
         let _ = reached.and_then(|()| self.data.punch_hole(region.offset(), region.len()));
     }
 
-    /// Takes the streams that are queued for a waiter of the arena's owner. For one thread at a time.
+    /// Removes the streams that are queued for a waiter of the arena's owner, and calls `each` for each. One thread at
+    /// a time may call this for a waiter.
     pub(super) fn drain(&self, waiter: WaiterId, mut each: impl FnMut(Vqpn)) {
         let Some(queue) = self.queue(waiter) else {
             return;
@@ -207,7 +209,7 @@ impl Side {
         }
     }
 
-    /// Returns whether a stream is queued for a waiter of the arena's owner, and no thread is about to take it.
+    /// Returns whether a stream is queued for a waiter of the arena's owner, and no thread is about to remove it.
     pub(super) fn has_ready(&self, waiter: WaiterId) -> bool {
         self.queue(waiter)
             .is_some_and(|queue| !ReadyCursor::default().is_idle(&queue))
@@ -268,30 +270,31 @@ impl ReadyQueue for Queue<'_> {
 }
 
 // The mapped part of a shared file, which grows: a first segment of `UNIT` bytes, then segments that are each as long
-// as all before them. A segment never moves. Either end maps more when it needs to, by itself and in any thread
-// ([`Extent::followed_by`]). The page mapped in front of a segment is the last page of the segment before, so growing
-// needs no descriptor of the file.
+// as all segments before them. A segment never moves. Each end maps more when it needs to, without the other, and in
+// any thread ([`Extent::followed_by`]). Mapping a segment needs no descriptor of the file: it continues the mapping of
+// the segment before, from its last page on. So a copy of this page lies in front of the new segment.
 
-/// The most segments of a part of an arena.
+/// The most segments of one part of an arena.
 const MOST: usize = 20;
 
 /// Bytes that this process has mapped in advance ([`Segments::hold`]), and their limit. Addresses are plentiful, but
-/// the kernel limits a process to 65,530 mappings, which its own memory needs too.
+/// the kernel limits a process to 65,530 mappings, and the program needs mappings too.
 static HELD: AtomicUsize = AtomicUsize::new(0);
 const MOST_HELD: usize = 8 << 30;
 
-/// The mapped segments of one part of a file; by default a part of no bytes, with no mapping.
+/// The mapped segments of one part of a file. The default is a part of 0 bytes, with no mapping.
 #[derive(Default)]
 pub(super) struct Segments<const UNIT: usize> {
-    /// The first byte of each segment that has addresses; in front of all but the first there is a page.
+    /// The address of the first byte of each segment; null for a segment without addresses. One page lies in front of
+    /// each segment but the first.
     at: [AtomicPtr<u8>; MOST],
-    /// How many segments map the file and can be accessed.
+    /// The number of segments that map the file and can be accessed.
     live: AtomicU32,
-    /// How many segments map the file; those beyond `live` cannot be accessed yet.
+    /// The number of segments that map the file. Those beyond `live` cannot be accessed yet.
     shown: AtomicU32,
     /// Bytes that were mapped in advance for this part ([`HELD`]).
     held: AtomicUsize,
-    /// Bytes of the part.
+    /// The size of the part in bytes.
     total: AtomicUsize,
     growing: Lock<()>,
 }
@@ -300,14 +303,14 @@ pub(super) struct Segments<const UNIT: usize> {
 pub(super) type DataSegments = Segments<{ 1 << UNIT_LOG2 }>;
 
 impl<const UNIT: usize> Segments<UNIT> {
-    /// Returns a part of `total` bytes that the caller has mapped at `start`, as a whole.
+    /// Returns a part of `total` bytes, which the caller has mapped at `start` as a whole.
     fn whole(start: *mut u8, total: usize) -> Self {
         let this = Self::default();
         this.show_whole(start, total);
         this
     }
 
-    /// Shows a mapping of the caller, as [`whole`](Self::whole) does. For a part of no bytes.
+    /// Uses a mapping of the caller, as [`whole`](Self::whole) does. To be called on a part of 0 bytes.
     fn show_whole(&self, start: *mut u8, total: usize) {
         self.total.store(total, Release);
         let count = total.checked_sub(1).map_or(0, |last| segment_of::<UNIT>(last) + 1);
@@ -316,15 +319,15 @@ impl<const UNIT: usize> Segments<UNIT> {
         self.live.store(count as u32, Release);
     }
 
-    /// Becomes a part of no bytes again. The caller, which has [shown](Self::show_whole) the mapping, unmaps it.
+    /// Becomes a part of 0 bytes again. The caller, which has [passed](Self::show_whole) the mapping, unmaps it.
     fn forget_whole(&self) {
         self.forget();
         self.total.store(0, Release);
         (0..MOST).for_each(|k| self.lose(k));
     }
 
-    /// Maps the first segment of the part that begins at `offset` of the file and has `total` bytes. If the segments
-    /// have addresses already, `total` must be as before.
+    /// Maps the first segment of the part that begins at `offset` in the file and has `total` bytes. If the segments
+    /// have addresses from an earlier file, `total` must be the same as then.
     fn show(&self, fd: BorrowedFd<'_>, offset: u64, total: usize) -> Result<(), Errno> {
         self.total.store(total, Release);
         match self.extent(0) {
@@ -343,12 +346,12 @@ impl<const UNIT: usize> Segments<UNIT> {
         Ok(())
     }
 
-    /// Returns the bytes of the part.
+    /// Returns the size of the part in bytes.
     fn total(&self) -> usize {
         self.total.load(Acquire)
     }
 
-    /// Returns the address of the byte at `offset`, which is in the part; `None` if it is not mapped.
+    /// Returns the address of the byte at `offset`, which lies in the part; `None` if the byte is not mapped.
     #[inline]
     pub(super) fn at(&self, offset: usize) -> Option<NonNull<u8>> {
         let k = segment_of::<UNIT>(offset);
@@ -359,8 +362,8 @@ impl<const UNIT: usize> Segments<UNIT> {
         NonNull::new(start.as_ptr().wrapping_add(offset - first_of(k) * UNIT))
     }
 
-    /// Maps the segments up to the byte at `offset`. EINVAL if the part has no such byte; EBUSY in a signal handler
-    /// that has interrupted this call. Does not fail for memory that is [held](Self::hold).
+    /// Maps the segments up to the byte at `offset`. Fails with EINVAL if the part has no such byte, and with EBUSY in
+    /// a signal handler that has interrupted this call. Does not fail for a byte that is [held](Self::hold).
     pub(super) fn reach(&self, offset: usize) -> Result<(), Errno> {
         if offset >= self.total() {
             return Err(Errno::INVAL);
@@ -383,9 +386,9 @@ impl<const UNIT: usize> Segments<UNIT> {
         Ok(())
     }
 
-    /// Maps the segments up to the byte at `offset`, without access to those that cannot be used already. Until such a
-    /// segment is [reached](Self::reach) it takes addresses and never memory, even if the program locks all of its
-    /// memory. Errors as `reach`'s; ENOMEM also if the process would hold more than `MOST_HELD` bytes.
+    /// Maps the segments up to the byte at `offset`. Segments that could not be accessed before still cannot. Until
+    /// such a segment is [reached](Self::reach) it takes addresses and never memory, even if the program locks all of
+    /// its memory. Fails as `reach` does, and with ENOMEM if the process would hold more than `MOST_HELD` bytes.
     fn hold(&self, offset: usize) -> Result<(), Errno> {
         if offset >= self.total() {
             return Err(Errno::INVAL);
@@ -404,16 +407,16 @@ impl<const UNIT: usize> Segments<UNIT> {
                 HELD.fetch_sub(bytes, AcqRel);
             })?;
             self.held.fetch_add(bytes, AcqRel);
-            // A segment that follows one without access has none either.
+            // If the segment before cannot be accessed, this one cannot either.
             if next == self.live.load(Acquire) as usize {
-                // SAFETY: just mapped, and no other code has its address.
+                // SAFETY: the segment was mapped above, and no other code has its address.
                 unsafe { extent.shut() }?;
             }
         }
         Ok(())
     }
 
-    /// Maps segment `next`, the first that is not mapped, with the access of the one before.
+    /// Maps segment `next`, the first that is not mapped, with the access rights of the segment before.
     fn show_next(&self, next: usize) -> Result<Extent, Errno> {
         let before = next.checked_sub(1).and_then(|k| self.extent(k));
         let before = before.ok_or(Errno::INVAL)?;
@@ -426,7 +429,7 @@ impl<const UNIT: usize> Segments<UNIT> {
         Ok(made)
     }
 
-    /// Returns whether `length` bytes from `offset` on lie in one segment. A ring that a peer offers must.
+    /// Returns whether the `length` bytes from `offset` on lie in one segment. A ring that a peer offers has to.
     pub(super) fn is_piece(&self, offset: usize, length: usize) -> bool {
         let end = offset.checked_add(length).filter(|end| *end <= self.total());
         end.is_some_and(|end| segment_of::<UNIT>(offset) == segment_of::<UNIT>(end - 1))
@@ -438,7 +441,7 @@ impl<const UNIT: usize> Segments<UNIT> {
         extent.back(at..at + length)
     }
 
-    /// Gives the memory of a mapped piece back, as [`Extent::punch_hole`] does.
+    /// Releases the memory of a mapped piece, as [`Extent::punch_hole`] does.
     fn punch_hole(&self, offset: usize, length: usize) -> Result<(), Errno> {
         let (extent, at) = self.place(offset).ok_or(Errno::INVAL)?;
         extent.punch_hole(at..at + length)
@@ -455,8 +458,8 @@ impl<const UNIT: usize> Segments<UNIT> {
         }
     }
 
-    /// Replaces the mappings in a fork child, which has none of the memory. Sets the part to no bytes, since a thread
-    /// of the parent may have been growing it.
+    /// Replaces the mappings in a fork child, which has not inherited the memory. Sets the size to 0 bytes, since a
+    /// thread of the parent may have been mapping more.
     fn after_fork(&self) {
         self.forget();
         for (_, extent) in self.extents() {
@@ -492,19 +495,20 @@ impl<const UNIT: usize> Segments<UNIT> {
         }
     }
 
-    /// Forgets the addresses of a segment. The kernel had no memory to replace the mapping, and may have removed it.
+    /// Forgets the addresses of a segment. Its mapping ends, or the kernel may have removed it: that happens when the
+    /// kernel has no memory to replace a mapping.
     fn lose(&self, k: usize) {
         self.set(k, null_mut());
     }
 
-    /// Returns the extent of a mapped byte, and its offset in it.
+    /// Returns the extent that contains a mapped byte, and the byte's offset in the extent.
     fn place(&self, offset: usize) -> Option<(Extent, usize)> {
         let at = self.at(offset)?;
         let extent = self.extent(segment_of::<UNIT>(offset))?;
         Some((extent, at.as_ptr().addr() - extent.start().as_ptr().addr()))
     }
 
-    /// Returns the whole mapping of a segment, with the page in front.
+    /// Returns the whole mapping of a segment, including the page in front of it.
     fn extent(&self, k: usize) -> Option<Extent> {
         let start = NonNull::new(self.at.get(k)?.load(Acquire))?;
         let front = if k == 0 { 0 } else { PAGE };
@@ -535,12 +539,12 @@ const fn segment_of<const UNIT: usize>(offset: usize) -> usize {
     (usize::BITS - (offset / UNIT).leading_zeros()) as usize
 }
 
-/// The sides that are done with a stream's number, one bit each.
+/// Bits for the users of a stream's number. A bit is set once that user has finished with the number.
 pub(super) mod done {
     pub(crate) const LOCAL: u8 = 1;
     pub(crate) const PEER: u8 = 2;
     pub(crate) const BOTH: u8 = LOCAL | PEER;
-    /// No user in this process [holds](super::Numbers::hold) its rings.
+    /// The users in this process that [hold](super::Numbers::hold) its rings. The bit is set while there are none.
     pub(crate) const USERS: u8 = 4;
     pub(crate) const ALL: u8 = BOTH | USERS;
 }
@@ -549,7 +553,7 @@ struct Inner {
     arena: Arena,
     next: u32,
     free: Vec<u32>,
-    /// Rings of streams that this end is done with but the peer is not.
+    /// The rings of streams that this end has closed, until the peer has closed them too.
     zombies: Vec<(u32, [Option<Region>; REGIONS])>,
 }
 
@@ -564,14 +568,14 @@ impl Inner {
     }
 }
 
-/// The numbers that an end gives to its streams, and the memory of its arena. Records which ends are done with a
-/// number; its rings are free once both are. The peer never sees it.
+/// The numbers that an end gives to its streams, and the free space of its arena. Records which ends have finished with
+/// a number. When both have, its rings are free. The peer never sees this record.
 pub(super) struct Numbers {
     done: Sparse<AtomicU8, { MAX_STREAMS as usize / 128 }, 128>,
     inner: Lock<Inner>,
 }
 
-/// A number that both ends are done with. The caller gives back its rings, then the number.
+/// A number that both ends have finished with. The caller frees its rings, then the number.
 #[must_use = "the number and its rings stay taken"]
 #[derive(Debug)]
 pub(super) struct Done {
@@ -580,7 +584,7 @@ pub(super) struct Done {
 }
 
 impl Numbers {
-    /// Returns the numbers for an arena whose data area has `data_bytes` bytes; none is in use.
+    /// Returns the numbers for an arena whose data area has `data_bytes` bytes. No number is in use.
     pub(super) fn new(data_bytes: u64) -> Self {
         Self {
             done: Sparse::new(),
@@ -588,14 +592,14 @@ impl Numbers {
         }
     }
 
-    /// Starts anew for another arena, whose data area has `data_bytes` bytes; no number is in use.
+    /// Starts again for another arena, whose data area has `data_bytes` bytes. No number is in use then.
     pub(super) fn reset(&self, data_bytes: u64) {
         if let Some(mut inner) = self.inner.lock() {
             *inner = Inner::new(data_bytes);
         }
     }
 
-    /// Returns a bound: every number ever given is below it.
+    /// Returns a bound: every number that was ever taken for this arena is below it.
     pub(super) fn ever_given(&self) -> u32 {
         self.inner.lock().map_or(0, |n| n.next)
     }
@@ -621,23 +625,23 @@ impl Numbers {
         Ok((Vqpn(number), region))
     }
 
-    /// Keeps the rings of a stream that this end has left until both have.
+    /// Records the rings of a stream that this end has closed, so that they are freed when both ends have closed it.
     pub(super) fn keep(&self, number: Vqpn, consumer: Option<Consumer>) {
         if let (Some(consumer), Some(mut inner)) = (consumer, self.inner.lock()) {
             inner.zombies.push((number.0, consumer.into_regions()));
         }
     }
 
-    /// Holds the rings of a number that this end is not done with: they are not given back before
-    /// [`done::USERS`] is [marked](Self::mark), once.
+    /// Holds the rings of a number that this end has not closed. They are not freed before [`done::USERS`] is
+    /// [marked](Self::mark), once.
     pub(super) fn hold(&self, number: Vqpn) {
         if let Some(done) = self.done.get(number.0 as usize) {
             done.fetch_and(!done::USERS, AcqRel);
         }
     }
 
-    /// Records that those in `bits` ([`done`]) are done with the number. Returns its rings, once: when both ends are
-    /// done and no user holds them.
+    /// Records that the users in `bits` ([`done`]) have finished with the number. Returns the number and its rings
+    /// once: when both ends have finished and no user holds the rings.
     pub(super) fn mark(&self, number: Vqpn, bits: u8) -> Option<Done> {
         let before = self.done.get(number.0 as usize)?.fetch_or(bits, AcqRel);
         if before == done::ALL || before | bits != done::ALL {
@@ -661,7 +665,8 @@ impl Numbers {
         self.inner.lock()?.arena.alloc(log2)
     }
 
-    /// Allocates a ring of `1 << log2` bytes, if then at most `most` bytes of the arena are in use; otherwise `None`.
+    /// Allocates a ring of `1 << log2` bytes. `None` if the arena has no room, or if more than `most` of its bytes
+    /// would be in use.
     pub(super) fn reserve(&self, log2: u8, most: u64) -> Option<Region> {
         let mut inner = self.inner.lock()?;
         let fits = inner.arena.bytes_in_use() + (1 << log2) <= most;

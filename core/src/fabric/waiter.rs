@@ -1,13 +1,14 @@
 //! The waiters that can be woken through a link: their numbers, the attention words that name them, and the page by
-//! which an instance's waiters sleep ([`FlagPage`]). Also the threads that sleep in the kernel while what they wait for
-//! moves to the library ([`Onlookers`], [`Gate`]), and the threads that share the polling of one descriptor
-//! ([`Pollers`]). Not for which thread has which number, nor for doorbells.
+//! which an instance's waiters sleep ([`FlagPage`]). Also the threads that sleep in the kernel when the socket that
+//! they wait for moves to the library ([`Onlookers`], [`Gate`]), and the threads that share the polling of one
+//! descriptor ([`Pollers`]). Other modules assign numbers to threads, and make doorbells.
 //!
 //! A thread that sleeps in one call sleeps on a futex in the page. Peers map the page read only: they can wake the
-//! thread and do nothing else. So a peer cannot change the word that the thread compares. Its wake-up is lost on a
-//! thread that is about to sleep and not yet in the kernel. The peer detects that by the sleep flag: it is still raised
-//! although the wake-up reached no thread. Then the peer tries again, up to `TRIES` times in all ([`FlagPage::wake`]).
-//! At last it asks the owner over the side channel, and the owner can change the word ([`FlagPage::ring`]).
+//! thread and do nothing else, since they cannot change the word that the thread compares. So a peer's wake-up is lost
+//! on a thread that is about to sleep and is not in the kernel yet. The peer detects the loss: the wake-up reached no
+//! thread, and the sleep flag is still raised. It then tries again, up to `TRIES` times in all ([`FlagPage::wake`]). If
+//! every try fails, it asks the owner of the page over the side channel. The owner can change the word
+//! ([`FlagPage::ring`]).
 
 #[cfg(not(loom))]
 use std::os::fd::BorrowedFd;
@@ -28,35 +29,35 @@ use crate::sync::{AtomicBool, AtomicU64, Presence, Published, SleepFlag};
 /// The most waiters of an instance.
 pub const MAX_WAITERS: u16 = 2048;
 
-/// Waiters below this number sleep in a system call that polls, on a doorbell. The others sleep on a futex.
+/// Waiters below this number sleep on a doorbell, in a system call that polls. The others sleep on a futex.
 pub const POLLING: u16 = 1024;
 
 /// Offset of the futexes in the page, in bytes.
 const BELLS_OFFSET: usize = MAX_WAITERS as usize * size_of::<SleepFlag>();
 
-/// Bytes of the file of flags and futexes.
+/// The size in bytes of the file of flags and futexes.
 pub const FLAGS_BYTES: u64 = (BELLS_OFFSET + MAX_WAITERS as usize * size_of::<AtomicU32>()) as u64;
 
-/// How often a peer tries to wake a thread whose sleep flag is raised. Such a thread is a few instructions and the way
-/// into the kernel from sleeping, or about to lower its flag after all.
+/// The number of times that a peer tries to wake a thread whose sleep flag is raised. Such a thread enters the kernel
+/// within a few instructions, or lowers its flag after all.
 #[cfg(not(loom))]
 const TRIES: u32 = 8;
 
 /// The part of an attention word that names a sleeper; the rest names a ready queue.
 pub const SLEEPER_MASK: u32 = 0x0000_ffff;
 
-/// The number of a waiter, the same on all links of an instance. Those below `READY_QUEUES` have a
-/// ready queue on each link.
+/// The number of a waiter, the same on all links of an instance. Waiters with numbers below `READY_QUEUES` have a ready
+/// queue on each link.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct WaiterId(pub u16);
 
 impl WaiterId {
-    /// Returns the number for an atomic word where 0 means none.
+    /// Returns the number for a word in which 0 stands for no waiter.
     pub fn to_word(self) -> u32 {
         u32::from(self.0) + 1
     }
 
-    /// Decodes a word of `to_word`; `None` if it names no waiter.
+    /// Decodes a word that `to_word` has made; `None` if the word names no waiter.
     pub fn from_word(word: u32) -> Option<Self> {
         u16::try_from(word.checked_sub(1)?)
             .ok()
@@ -64,7 +65,8 @@ impl WaiterId {
             .map(Self)
     }
 
-    /// Returns the part of an attention word that asks for an entry in this waiter's ready queue; 0 if it has none.
+    /// Returns the part of an attention word that asks for an entry in this waiter's ready queue; 0 if the waiter has
+    /// no queue.
     pub fn queue_bits(self) -> u32 {
         if u32::from(self.0) < READY_QUEUES {
             self.to_word() << 16
@@ -94,7 +96,7 @@ impl WaiterId {
     }
 }
 
-/// The sleep flags and futexes of the waiters of one instance, this one or a peer.
+/// The sleep flags and futexes of the waiters of one instance: this instance or a peer.
 #[cfg(not(loom))]
 #[derive(Debug)]
 pub struct FlagPage(Mapping);
@@ -107,23 +109,24 @@ impl FlagPage {
         (mapping.bytes() as u64 >= FLAGS_BYTES).then_some(Self(mapping))
     }
 
-    /// Returns a page that belongs to no peer yet: no flag in it is raised.
+    /// Returns a page that no peer uses yet, in which no flag is raised.
     pub fn blank() -> Result<Self, Errno> {
         Mapping::neutral(FLAGS_BYTES as usize).map(Self)
     }
 
-    /// Maps the page that a peer has sent in place of this one.
+    /// Maps the page that a peer has sent, in place of this page's memory.
     pub fn show_received(&self, fd: BorrowedFd<'_>) -> Result<(), MapError> {
         self.0.show_received(fd, Access::ReadOnly)
     }
 
-    /// Replaces the page by one that belongs to no instance: no flag is raised, and no process sees a flag that is
-    /// raised.
+    /// Replaces the page's memory by memory of this process alone. In it no flag is raised, and no other process sees a
+    /// flag that is raised in it.
     pub fn neutralise(&self) -> Result<(), Errno> {
         self.0.neutralise()
     }
 
-    /// Replaces the page in a fork child, which does not have it, as [`neutralise`](Self::neutralise) does.
+    /// Replaces the page's memory in a fork child, which has not inherited it, as [`neutralise`](Self::neutralise)
+    /// does.
     pub fn after_fork(&self) {
         self.0.after_fork();
     }
@@ -133,7 +136,7 @@ impl FlagPage {
     pub fn flag(&self, id: WaiterId) -> Option<&SleepFlag> {
         let at = usize::from(id.0) * size_of::<SleepFlag>();
         // SAFETY: the mapping has FLAGS_BYTES (`new`), room for MAX_WAITERS flags, is aligned to a page and lives as
-        // long as `self`; a flag is an atomic word, valid with any content, and another process may write it.
+        // long as `self`. A flag is an atomic word, valid with any content, so another process may write it.
         (id.0 < MAX_WAITERS).then(|| unsafe { &*self.0.as_ptr().add(at).cast::<SleepFlag>() })
     }
 
@@ -145,9 +148,9 @@ impl FlagPage {
     }
 
     /// Returns the value of the futex of one of this instance's waiters. The waiter reads it before it checks any
-    /// reason not to sleep, and passes it to the sleep on [`Self::futex`]. The value is never 0, which a fork child
-    /// [finds there](Self::after_fork). The kernel may restart in the child a sleep that the fork has interrupted; with
-    /// 0 no thread would end it.
+    /// reason not to sleep, and passes it to the sleep on [`Self::futex`]. The value is never 0, because a fork child
+    /// [finds 0 there](Self::after_fork). The kernel may restart in the child a sleep that the fork has interrupted.
+    /// That sleep ends at once, since 0 is another value; no thread would end a sleep on 0.
     pub fn ticket(&self, id: WaiterId) -> u32 {
         let Some(bell) = self.bell(id) else { return 1 };
         match bell.load(SeqCst) {
@@ -158,8 +161,8 @@ impl FlagPage {
         }
     }
 
-    /// Returns the address on which one of this instance's waiters sleeps with its ticket. Other processes wake it, so
-    /// the futex is not a private one.
+    /// Returns the address of the futex on which one of this instance's waiters sleeps with its ticket. Other processes
+    /// wake it, so the sleep must not use FUTEX_PRIVATE_FLAG. `None` if there is no such waiter.
     pub fn futex(&self, id: WaiterId) -> Option<*const u32> {
         self.bell(id).map(|bell| bell.as_ptr().cast_const())
     }
@@ -172,7 +175,8 @@ impl FlagPage {
         }
     }
 
-    /// Wakes a peer's waiter that sleeps on its futex. False if its flag is raised but no thread sleeps there.
+    /// Wakes a peer's waiter that sleeps on its futex. Returns false if the waiter's flag is raised and no thread
+    /// sleeps there.
     pub fn wake(&self, id: WaiterId) -> bool {
         let (Some(flag), Some(bell)) = (self.flag(id), self.bell(id)) else {
             return true;
@@ -181,14 +185,14 @@ impl FlagPage {
     }
 }
 
-// Threads that sleep in the kernel when the socket or epoll set that they wait for moves to the library. Later events
-// do not come to the kernel, so these threads have to be woken. A thread that is about to sleep publishes that, then
-// checks whether the kernel still serves its socket. The thread that moves the socket publishes that, then checks for
+// Threads may sleep in the kernel when the socket or epoll set that they wait for moves to the library. Later events do
+// not come to the kernel, so these threads have to be woken. A thread that is about to sleep publishes that, then
+// checks whether the kernel still serves its socket. A thread that moves a socket publishes the move, then checks for
 // sleepers ([`crate::sync`]).
 
-/// A set of sockets by their slots. It may name too many: a bit stands for all slots that are equal modulo 64. So a
-/// sleeping thread costs one exchange however many sockets it polls, and a thread that is woken in vain checks once
-/// more.
+/// A set of sockets, which are named by their slots. The set may contain too many: one bit stands for all slots that
+/// are equal modulo 64. So a sleeping thread costs one exchange however many sockets it polls. A thread that is woken
+/// in vain checks its sockets once more.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub struct Slots(u64);
 
@@ -205,7 +209,7 @@ impl Slots {
     }
 }
 
-/// The sockets that threads in poll or select wait for in the kernel, by the number of the thread's waiter.
+/// For each waiter, the sockets that its thread waits for in the kernel by poll or select.
 #[derive(Debug)]
 pub struct Onlookers(Box<[Published<AtomicU64>]>);
 
@@ -215,23 +219,23 @@ impl Onlookers {
         Self((0..waiters).map(|_| Published::default()).collect())
     }
 
-    /// Records that the thread of waiter `id` is about to poll `slots`. Afterwards the thread checks once more whether
-    /// one of them has moved to the library.
+    /// Records that the thread of waiter `id` is about to poll the sockets in `slots`. Afterwards the thread checks
+    /// once more whether one of these sockets has moved to the library.
     pub fn enter(&self, id: u16, slots: Slots) {
         if let Some(word) = self.0.get(usize::from(id)) {
             word.publish(slots.0);
         }
     }
 
-    /// Records that the thread of waiter `id` polls no longer.
+    /// Records that the thread of waiter `id` has stopped polling.
     pub fn leave(&self, id: u16) {
         if let Some(word) = self.0.get(usize::from(id)) {
             word.publish_quietly(0);
         }
     }
 
-    /// Returns the waiters whose threads may poll the socket in `slot`. Its move to the library was
-    /// [published](Published) before.
+    /// Returns the waiters whose threads may poll the socket in `slot`. The caller has [published](Published) before
+    /// that this socket moves to the library.
     pub fn of(&self, slot: u32) -> impl Iterator<Item = u16> {
         let one = Slots::default().with(slot).0;
         let polls = move |word: &Published<AtomicU64>| word.look() & one != 0;
@@ -240,8 +244,8 @@ impl Onlookers {
     }
 }
 
-/// A gate before the kernel's wait on an epoll set. It closes for good once a member of the set is served by the
-/// library.
+/// A gate that a thread passes before it waits in the kernel on an epoll set. The gate is closed once the library
+/// serves a member of the set. It is opened again only while no thread waits on the set.
 #[derive(Debug, Default)]
 pub struct Gate {
     closed: Published<AtomicBool>,
@@ -249,15 +253,16 @@ pub struct Gate {
 }
 
 impl Gate {
-    /// Counts the thread until it [leaves](Self::leave). False if the gate is closed: the thread must leave at once.
+    /// Counts the thread in until it [leaves](Self::leave). Returns false if the gate is closed: the thread must leave
+    /// at once.
     #[must_use]
     pub fn enter(&self) -> bool {
         self.inside.enter();
         !self.is_closed()
     }
 
-    /// Ends the count of this thread. True if others are inside. A thread that was woken by the ring for the closing
-    /// rings for another: each ring wakes one thread.
+    /// Counts the thread out. Returns true if other threads are inside. Each ring wakes one thread. So a thread that
+    /// was woken because the gate was closed rings for the next one.
     #[must_use]
     pub fn leave(&self) -> bool {
         !self.inside.leave()
@@ -268,7 +273,7 @@ impl Gate {
         !self.inside.is_empty()
     }
 
-    /// Closes the gate. True if threads are inside: the caller rings for one of them.
+    /// Closes the gate. Returns true if threads are inside: the caller rings for one of them.
     #[must_use]
     pub fn close(&self) -> bool {
         self.closed.publish(true);
@@ -281,7 +286,7 @@ impl Gate {
         self.closed.look()
     }
 
-    /// Opens the gate again, when no thread waits. True if it was closed.
+    /// Opens the gate again, while no thread waits. Returns true if it was closed.
     pub fn reopen(&self) -> bool {
         self.closed.take()
     }
@@ -293,14 +298,15 @@ impl Gate {
     }
 }
 
-// Threads that sleep for the events of one descriptor. One polls it; if all did, each event would wake all. The others
-// stand by, each on a futex or doorbell of its own. The last poller that leaves calls one of them. So as long as a
-// thread sleeps, one polls, is called, or is on its way. A thread on standby first publishes that and then checks for
-// pollers; a thread that leaves does the two in the other order ([`Presence`]).
+// Threads that sleep for the events of one descriptor. One of them polls it; if all did, each event would wake all. The
+// others stand by, each on a futex or doorbell of its own. The last poller that leaves calls a thread on standby, which
+// then polls. So as long as a thread sleeps, one thread polls, or is called, or is about to poll. A thread on standby
+// first publishes that and then checks for pollers. A thread that leaves first counts itself out and then checks for
+// threads on standby ([`Presence`]).
 
 const WORD: u16 = u64::BITS as u16;
 
-/// The pollers of one descriptor, and the threads on standby. Threads go by the numbers of their waiters.
+/// The pollers of one descriptor, and the threads on standby. A thread is named by the number of its waiter.
 #[derive(Debug)]
 pub struct Pollers {
     polling: Presence,
@@ -311,9 +317,9 @@ pub struct Pollers {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "who is called sleeps"]
 pub enum Left {
-    /// Other threads poll.
+    /// Other threads still poll.
     Others,
-    /// No thread polls any more. The thread with this number, if one stood by, is called: the caller wakes it.
+    /// No thread polls any more. If threads stand by, one is called, and the value is its number: the caller wakes it.
     Last(Option<u16>),
 }
 
@@ -342,7 +348,7 @@ impl Pollers {
         self.polling.enter();
     }
 
-    /// Ends the count of one poller. The last one calls a thread on standby.
+    /// Counts one poller out. The last poller calls a thread on standby.
     pub fn leave(&self) -> Left {
         if self.polling.leave() {
             Left::Last(self.call())
@@ -351,7 +357,8 @@ impl Pollers {
         }
     }
 
-    /// Puts thread `number` on standby. False if it is not, because no thread polls or there is no such number.
+    /// Puts thread `number` on standby and returns true. Returns false, and changes nothing, if no thread polls or
+    /// there is no such number.
     #[must_use]
     pub fn stand_by(&self, number: u16) -> bool {
         let Some((word, bit)) = self.place(number) else {
@@ -365,14 +372,15 @@ impl Pollers {
         is_polled
     }
 
-    /// Ends the standby of thread `number`. True if the thread was called: it polls next, or has another
-    /// [called](Self::call).
+    /// Ends the standby of thread `number`. Returns true if the thread was called: it polls next, or
+    /// [calls](Self::call) another thread.
     #[must_use]
     pub fn stand_down(&self, number: u16) -> bool {
         self.place(number).is_some_and(|(word, bit)| word.take_bits(bit) == 0)
     }
 
-    /// Calls a thread on standby, if no thread polls. Returns its number; the caller wakes it.
+    /// Calls a thread on standby if no thread polls. Returns the thread's number, and the caller wakes it. `None` if no
+    /// thread was called.
     #[must_use = "who is called sleeps"]
     pub fn call(&self) -> Option<u16> {
         for (at, word) in (0..).zip(&self.standing_by) {
@@ -481,7 +489,7 @@ mod kernel_tests {
         assert!(page.futex(WaiterId(MAX_WAITERS)).is_none());
     }
 
-    /// Returns a page as its owner has it, and as a peer has it.
+    /// Returns a page twice: as its owner maps it, and as a peer maps it.
     fn pages() -> [FlagPage; 2] {
         let (fd, mine) = memfd::create_read_only_for_peers("test-flags", FLAGS_BYTES).unwrap();
         let theirs = memfd::map_received(fd.as_fd(), FLAGS_BYTES, memfd::Access::ReadOnly);
@@ -524,7 +532,7 @@ mod kernel_tests {
         let ticket = mine.ticket(id);
         forked::in_child(|| {
             mine.after_fork();
-            // Repeats the call, as the kernel does when it restarts it.
+            // Repeats the call as the kernel does when it restarts an interrupted call.
             let slept = futex::wait(mine.bell(id).unwrap(), futex::Flags::empty(), ticket, None);
             assert_eq!(slept, Err(Errno::AGAIN));
         });
@@ -554,7 +562,7 @@ mod pollers_loom_models {
             }
         }
 
-        /// Sleeps until it is called, unless it has to poll itself; then polls, and leaves.
+        /// Sleeps on standby until the thread is called, or until no other thread polls. Then polls, and leaves.
         fn sleeper(&self, number: u16) {
             while !self.pollers.is_empty() && self.pollers.stand_by(number) {
                 self.bells[usize::from(number)].wait();

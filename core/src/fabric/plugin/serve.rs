@@ -1,5 +1,6 @@
-//! Makes a plugin's table from a [`Provider`]. Each function checks its pointers, calls the provider, and turns the
-//! result into a number. No panic leaves this module. Also the accounts of a provider's send queues ([`Slots`]).
+//! Makes a plugin's table from a [`Provider`]. Each function checks its pointers, calls the provider, and converts the
+//! result to a number. No panic leaves this module. The module also counts the requests in a provider's send queues
+//! ([`Slots`]).
 
 use std::ffi::{c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -12,23 +13,23 @@ use crate::fabric::plugin::{
 use crate::fabric::remote::qp::{Completed, Read, Region, Role, Write};
 use crate::sync::{AtomicU64, Attention, Ordering, Published};
 
-/// Stores the plugin's table in `table`; the table lives as long as the process, as the host's does. Returns 0, or a
-/// negative errno.
+/// Stores the address of the plugin's table in `table`. Both that table and the host's live as long as the process.
+/// Returns 0, or a negative errno.
 pub type Entry = unsafe extern "C" fn(host: *const Host, table: *mut *const Plugin) -> i32;
 
-/// The work of a plugin. [`Plugin`] says how the functions are to be used.
+/// The functions that a plugin implements. The [`Plugin`] table describes how the library uses them.
 pub trait Provider: 'static {
-    /// The type of a listener, which receives requests.
+    /// The type of a listener, which receives connection requests.
     type Listener: Listen<Conn = Self::Conn>;
     /// The type of a connection.
     type Conn: Connection;
 
-    /// Checks that a device has this local address; ENODEV if none has.
+    /// Checks that a device has this local address. Fails with ENODEV if none has.
     fn device(local: &Address) -> Result<()>;
     /// Listens at a local address; port 0 stands for a free port.
     fn listen(local: &Address) -> Result<Self::Listener>;
-    /// Connects, perhaps beside another connection. The timeout bounds the search for a route, and then again the wait
-    /// for the peer's answer.
+    /// Connects, perhaps beside another connection (as `Plugin::connect` describes). The timeout bounds the search for
+    /// a route, and then again the wait for the peer's answer.
     fn connect(
         local: &Address,
         remote: &Address,
@@ -36,33 +37,33 @@ pub trait Provider: 'static {
         timeout: Duration,
         beside: Option<&Self::Conn>,
     ) -> Result<Self::Conn>;
-    /// Forgets all listeners and connections in a fork child, which has one thread, and does not access the device.
+    /// Forgets all listeners and connections in a fork child, which has one thread. Does not access the device.
     fn after_fork();
 }
 
-/// A listener of a [`Provider`]; dropped when it is over.
+/// A listener of a [`Provider`]; dropping it closes it.
 pub trait Listen {
     /// The type of the connections that it receives.
     type Conn;
 
-    /// Returns the port that it listens at.
+    /// Returns the port at which it listens.
     fn port(&self) -> u16;
     /// Returns an fd that is readable when there may be a request.
     fn fd(&self) -> c_int;
-    /// Returns the next request; `None` if there is none now, an error if no more will come.
+    /// Returns the next request; `None` if there is none at this moment, an error if no more will come.
     fn next(&self) -> Result<Option<Incoming<Self::Conn>>>;
 }
 
 /// A connection request of a peer.
 #[derive(Debug)]
 pub struct Incoming<C> {
-    /// To be accepted or rejected.
+    /// The connection, which the library accepts or rejects.
     pub conn: C,
     /// The private data of the peer's request, padded with zeroes.
     pub private: [u8; PRIVATE_BYTES],
 }
 
-/// A connection of a [`Provider`], with the functions of [`Plugin`]; dropped when it is over.
+/// A connection of a [`Provider`], with the functions of [`Plugin`]; dropping it frees it.
 pub trait Connection: Sized {
     /// Accepts the request with `private` as the answer, perhaps beside another connection.
     fn accept(&self, private: &[u8], beside: Option<&Self>) -> Result<()>;
@@ -70,15 +71,15 @@ pub trait Connection: Sized {
     fn reject(self);
     /// Returns the [`Info`] of the connection.
     fn info(&self) -> Result<Info>;
-    /// Takes in events, and returns the state: 0 is not up yet, 1 is up, a negative errno says why the connection is
-    /// over.
+    /// Processes events, and returns the state: 0 if the connection is not up yet, 1 if it is up, a negative errno if
+    /// it has ended for that reason.
     fn state(&self) -> i32;
-    /// Registers memory, until it is deregistered or the connection is over.
+    /// Registers memory, until it is deregistered or the connection has ended.
     ///
     /// # Safety
     /// As of [`QueuePair::register`](crate::fabric::remote::qp::QueuePair::register).
     unsafe fn register(&self, at: *mut c_void, len: usize, role: Role) -> Result<Region>;
-    /// Deregisters memory: no work request reaches it any more when this returns.
+    /// Deregisters memory: no work request accesses it after this returns.
     fn deregister(&self, handle: u64);
     /// Posts a WRITE.
     ///
@@ -94,9 +95,9 @@ pub trait Connection: Sized {
     fn send(&self, message: &[u8]) -> Result<()>;
     /// Posts a probe.
     fn probe(&self) -> Result<()>;
-    /// Hands over completions. Returns how many events there were.
+    /// Passes completions to `each`. Returns how many events there were.
     fn poll(&self, each: &mut dyn FnMut(Completed<'_>)) -> Result<usize>;
-    /// Makes the next completion turn the completion fd readable.
+    /// Makes the completion fd readable at the next completion.
     fn arm(&self) -> Result<()>;
     /// Begins to end the connection.
     fn disconnect(&self);
@@ -104,7 +105,7 @@ pub trait Connection: Sized {
 
 const INVALID: Errno = Errno(libc::EINVAL);
 
-/// The result of a function's body; no result counts as 0.
+/// The result of a function's body as a number; a body without a result returns 0.
 trait Code {
     fn code(self) -> i32;
 }
@@ -127,7 +128,7 @@ fn guard<C: Code>(body: impl FnOnce() -> Result<C>) -> i32 {
         Ok(Ok(done)) => done.code(),
         Ok(Err(errno)) => errno.code(),
         Err(payload) => {
-            // A drop of the payload may panic again.
+            // Dropping the payload may panic again.
             std::mem::forget(payload);
             -libc::EIO
         }
@@ -137,9 +138,9 @@ fn guard<C: Code>(body: impl FnOnce() -> Result<C>) -> i32 {
 /// Returns the connection behind a handle.
 ///
 /// # Safety
-/// The handle is null, or one that `give` has returned and `take` has not taken back before the end of the call.
+/// The handle is null, or `give` has returned it, and `take` does not take it back before the end of the call.
 unsafe fn connection<'a, P: Provider>(handle: *mut Conn) -> Result<&'a P::Conn> {
-    // SAFETY: handles are pointers to a connection from Box::into_raw.
+    // SAFETY: a handle is a pointer that Box::into_raw has returned for a connection.
     unsafe { handle.cast::<P::Conn>().as_ref() }.ok_or(INVALID)
 }
 
@@ -148,9 +149,9 @@ fn give<P: Provider>(conn: P::Conn) -> *mut Conn {
 }
 
 /// # Safety
-/// As of `connection`, and no code uses the handle any more.
+/// As for `connection`, and no code uses the handle any more.
 unsafe fn take<P: Provider>(handle: *mut Conn) -> Option<Box<P::Conn>> {
-    // SAFETY: a pointer from `give`, taken back once.
+    // SAFETY: the pointer comes from `give`, and is taken back once.
     (!handle.is_null()).then(|| unsafe { Box::from_raw(handle.cast::<P::Conn>()) })
 }
 
@@ -160,7 +161,7 @@ unsafe fn bytes<'a>(at: *const u8, len: usize) -> Result<&'a [u8]> {
     if at.is_null() {
         return if len == 0 { Ok(&[]) } else { Err(INVALID) };
     }
-    // SAFETY: not null, and the rest by this function's contract.
+    // SAFETY: the pointer is not null; the rest holds by this function's contract.
     Ok(unsafe { std::slice::from_raw_parts(at, len) })
 }
 
@@ -175,7 +176,7 @@ unsafe fn put<T>(at: *mut T, value: T) -> Result<()> {
     Ok(())
 }
 
-/// Declares the functions of the table: each is a field of [`Plugin`] and a function that calls a [`Provider`].
+/// Declares the functions of the table. Each becomes a field of [`Plugin`], and a function that calls a [`Provider`].
 macro_rules! functions {
     (
         $(#[$about:meta])*
@@ -186,9 +187,9 @@ macro_rules! functions {
         #[repr(C)]
         #[derive(Clone, Copy, Debug)]
         pub struct Plugin {
-            /// [`ABI`].
+            /// The version of the table, [`ABI`].
             pub abi: u32,
-            /// Bytes of this table.
+            /// The size of this table in bytes.
             pub size: u32,
             $($(#[$doc])* pub $name: unsafe extern "C" fn($($arg: $type),*) -> i32,)*
         }
@@ -204,25 +205,25 @@ macro_rules! functions {
     };
 }
 
-// All functions below rely on the contract in `Plugin`: pointers are null or valid for the call, handles are those that
-// were given out, and each connection is used as described there.
+// All functions below rely on the contract of `Plugin`: pointers are null or valid during the call, and handles are
+// those that the plugin has returned. Each connection is used as `Plugin` describes.
 functions! {
-    /// The functions of the plugin that the library calls. Those without a connection may be called from any thread. Of
-    /// one connection, `poll` by one thread at a time, `write`, `read`, `send` and `probe` by one thread at a time, and
-    /// `disconnect` by any. Only `connect` and `destroy` may wait.
+    /// The functions of the plugin that the library calls. Any thread may call the functions that have no connection.
+    /// For one connection, one thread at a time calls `poll`, one thread at a time calls `write`, `read`, `send` and
+    /// `probe`, and any thread may call `disconnect`. Only `connect` and `destroy` may wait.
     pub struct Plugin;
 
     /// Returns 0 if a device has this local address; -ENODEV if none has.
     fn device<P>(local: *const Address) -> i32 {
-        // SAFETY: the pointer is as said above.
+        // SAFETY: the pointer is as described above.
         P::device(unsafe { local.as_ref() }.ok_or(INVALID)?)
     }
 
-    /// Listens at a local address; with port 0 at one that the system chooses.
+    /// Listens at a local address; with port 0 the system chooses the port.
     fn listen<P>(local: *const Address, out: *mut *mut Listener, port: *mut u16, fd: *mut c_int) -> i32 {
-        // SAFETY: the pointer is as said above.
+        // SAFETY: the pointer is as described above.
         let listener = P::listen(unsafe { local.as_ref() }.ok_or(INVALID)?)?;
-        // SAFETY: the pointers are as said above.
+        // SAFETY: the pointers are as described above.
         unsafe {
             put(port, listener.port())?;
             put(fd, listener.fd())?;
@@ -230,17 +231,18 @@ functions! {
         }
     }
 
-    /// Stores the next request; -EAGAIN if there is none now. After any other error no more requests come.
+    /// Stores the next request. Returns -EAGAIN if there is none at this moment. After any other error no more requests
+    /// come.
     fn next_request<P>(listener: *mut Listener, out: *mut Request) -> i32 {
-        // SAFETY: null or a handle of `listen`, a pointer to a listener.
+        // SAFETY: null, or a handle of `listen`, which is a pointer to a listener.
         let listener = unsafe { listener.cast::<P::Listener>().as_ref() }.ok_or(INVALID)?;
         let Incoming { conn, private } = listener.next()?.ok_or(Errno(libc::EAGAIN))?;
         let conn = give::<P>(conn);
-        // SAFETY: the pointer is as said above.
+        // SAFETY: the pointer is as described above.
         unsafe { put(out, Request { conn, private }) }
     }
 
-    /// Ends a listener.
+    /// Closes a listener.
     fn close_listener<P>(listener: *mut Listener) -> i32 {
         if !listener.is_null() {
             // SAFETY: a handle of `listen`, which is not used any more.
@@ -249,10 +251,10 @@ functions! {
         Ok(())
     }
 
-    /// Connects from a local address, within `timeout_ms` ms for each step. It waits, so it needs a thread of its own.
-    /// `beside` is null, or a connection to the same peer that outlives this one. In that case memory registered with
-    /// `beside` is registered for this connection too, and the completion fd of `beside` reports its completions. Its
-    /// queues are short, since it is to carry bulk.
+    /// Connects from a local address, within `timeout_ms` ms for each step. Waits, so the caller needs a thread for it.
+    /// `beside` is null, or a connection to the same peer that outlives this one. In the second case memory registered
+    /// with `beside` is registered for this connection too, and the completion fd of `beside` reports this connection's
+    /// completions. The queues of such a connection are short, since it carries bulk data.
     fn connect<P>(
         local: *const Address,
         remote: *const Address,
@@ -265,7 +267,7 @@ functions! {
         if private_len > PRIVATE_BYTES {
             return Err(INVALID);
         }
-        // SAFETY: the pointers are as said above.
+        // SAFETY: the pointers are as described above.
         unsafe {
             let (local, remote) = (local.as_ref().ok_or(INVALID)?, remote.as_ref().ok_or(INVALID)?);
             let private = bytes(private, private_len)?;
@@ -275,18 +277,18 @@ functions! {
         }
     }
 
-    /// Accepts a request; the connection is up when `state` returns 1. `beside` is as in `connect`.
+    /// Accepts a request. The connection is up when `state` returns 1. `beside` is as in `connect`.
     fn accept<P>(conn: *mut Conn, private: *const u8, private_len: usize, beside: *mut Conn) -> i32 {
-        // SAFETY: the pointers are as said above.
+        // SAFETY: the pointers are as described above.
         unsafe {
             let beside = beside.cast::<P::Conn>().as_ref();
             connection::<P>(conn)?.accept(bytes(private, private_len)?, beside)
         }
     }
 
-    /// Rejects, and frees the connection.
+    /// Rejects a request, and frees its connection.
     fn reject<P>(conn: *mut Conn) -> i32 {
-        // SAFETY: a handle that is not used any more.
+        // SAFETY: the handle is not used any more.
         if let Some(conn) = unsafe { take::<P>(conn) } {
             conn.reject();
         }
@@ -295,67 +297,67 @@ functions! {
 
     /// Stores the [`Info`] of a connection.
     fn info<P>(conn: *mut Conn, out: *mut Info) -> i32 {
-        // SAFETY: the pointers are as said above.
+        // SAFETY: the pointers are as described above.
         unsafe { put(out, connection::<P>(conn)?.info()?) }
     }
 
-    /// Takes in events of the connection. Returns 0 if it is not up yet, 1 if it is up, and the negative reason if it
-    /// is over.
+    /// Processes events of the connection. Returns 0 if it is not up yet, 1 if it is up, and a negative errno if it has
+    /// ended for that reason.
     fn state<P>(conn: *mut Conn) -> i32 {
-        // SAFETY: the handle is as said above.
+        // SAFETY: the handle is as described above.
         Ok(unsafe { connection::<P>(conn) }?.state())
     }
 
     /// Registers memory, as [`QueuePair::register`](crate::fabric::remote::qp::QueuePair::register) does.
     fn register<P>(conn: *mut Conn, at: *mut c_void, len: usize, role: Role, out: *mut Region) -> i32 {
-        // SAFETY: the pointers are as said above; the memory is as `QueuePair::register` demands.
+        // SAFETY: the pointers are as described above; the memory is as `QueuePair::register` demands.
         unsafe { put(out, connection::<P>(conn)?.register(at, len, role)?) }
     }
 
     /// Deregisters memory by its handle, as [`QueuePair::deregister`](crate::fabric::remote::qp::QueuePair::deregister)
     /// does.
     fn deregister<P>(conn: *mut Conn, handle: u64) -> i32 {
-        // SAFETY: the handle is as said above.
+        // SAFETY: the handle is as described above.
         unsafe { connection::<P>(conn)? }.deregister(handle);
         Ok(())
     }
 
-    /// Posts a WRITE, as [`QueuePair::write`](crate::fabric::remote::qp::QueuePair::write) does; -EAGAIN when the queue
-    /// is full. `immediate` is null, or in host order.
+    /// Posts a WRITE, as [`QueuePair::write`](crate::fabric::remote::qp::QueuePair::write) does. Returns -EAGAIN if the
+    /// queue is full. `immediate` is null, or points to the immediate in host byte order.
     fn write<P>(conn: *mut Conn, write: *const Write, immediate: *const u32) -> i32 {
-        // SAFETY: the pointers and the handle are as said above; the source is as `QueuePair::write` demands.
+        // SAFETY: the pointers and the handle are as described above; the source is as `QueuePair::write` demands.
         unsafe { connection::<P>(conn)?.write(write.as_ref().ok_or(INVALID)?, immediate.as_ref().copied()) }
     }
 
-    /// Posts a READ, as [`QueuePair::read`](crate::fabric::remote::qp::QueuePair::read) does; -EAGAIN when the queue is
-    /// full.
+    /// Posts a READ, as [`QueuePair::read`](crate::fabric::remote::qp::QueuePair::read) does. Returns -EAGAIN if the
+    /// queue is full.
     fn read<P>(conn: *mut Conn, read: *const Read) -> i32 {
-        // SAFETY: the pointer and the handle are as said above; the target is as `QueuePair::read` demands.
+        // SAFETY: the pointer and the handle are as described above; the target is as `QueuePair::read` demands.
         unsafe { connection::<P>(conn)?.read(read.as_ref().ok_or(INVALID)?) }
     }
 
-    /// Posts a message, as [`QueuePair::send`](crate::fabric::remote::qp::QueuePair::send) does; -EAGAIN when the queue
-    /// is full.
+    /// Posts a message, as [`QueuePair::send`](crate::fabric::remote::qp::QueuePair::send) does. Returns -EAGAIN if the
+    /// queue is full.
     fn send<P>(conn: *mut Conn, message: *const u8, len: usize) -> i32 {
-        // SAFETY: the handle and the message are as said above.
+        // SAFETY: the handle and the message are as described above.
         unsafe { connection::<P>(conn)?.send(bytes(message, len)?) }
     }
 
-    /// Posts a probe, as [`QueuePair::probe`](crate::fabric::remote::qp::QueuePair::probe) does; -EAGAIN when it may
-    /// not be posted yet.
+    /// Posts a probe, as [`QueuePair::probe`](crate::fabric::remote::qp::QueuePair::probe) does. Returns -EAGAIN if it
+    /// may not be posted yet.
     fn probe<P>(conn: *mut Conn) -> i32 {
-        // SAFETY: the handle is as said above.
+        // SAFETY: the handle is as described above.
         unsafe { connection::<P>(conn)? }.probe()
     }
 
-    /// Hands over completions, as [`QueuePair::poll`](crate::fabric::remote::qp::QueuePair::poll) does. Returns the
-    /// count, or a negative errno.
+    /// Passes completions to `each`, as [`QueuePair::poll`](crate::fabric::remote::qp::QueuePair::poll) does. Returns
+    /// the number of events, or a negative errno.
     fn poll<P>(
         conn: *mut Conn,
         context: *mut c_void,
         each: unsafe extern "C" fn(context: *mut c_void, completion: *const Completion),
     ) -> i32 {
-        // SAFETY: the handle is as said above.
+        // SAFETY: the handle is as described above.
         let count = unsafe { connection::<P>(conn)? }.poll(&mut |done| {
             let (kind, immediate, bytes, len) = match done {
                 // The message fits a receive buffer, so its length fits `u32`.
@@ -373,81 +375,82 @@ functions! {
 
     /// Arms the completion fd, as [`QueuePair::arm`](crate::fabric::remote::qp::QueuePair::arm) does.
     fn arm<P>(conn: *mut Conn) -> i32 {
-        // SAFETY: the handle is as said above.
+        // SAFETY: the handle is as described above.
         unsafe { connection::<P>(conn)? }.arm()
     }
 
-    /// Begins to end the connection; `state` then reports at both ends that it is over.
+    /// Begins to end the connection. After that `state` reports at both ends that the connection has ended.
     fn disconnect<P>(conn: *mut Conn) -> i32 {
-        // SAFETY: the handle is as said above.
+        // SAFETY: the handle is as described above.
         unsafe { connection::<P>(conn)? }.disconnect();
         Ok(())
     }
 
     /// Frees the connection. No thread is in another call for it, or will make one.
     fn destroy<P>(conn: *mut Conn) -> i32 {
-        // SAFETY: a handle that is not used any more.
+        // SAFETY: the handle is not used any more.
         drop(unsafe { take::<P>(conn) });
         Ok(())
     }
 
-    /// Forgets all handles in a fork child, before any other call, and does not access the device. The host closes the
-    /// inherited fds.
+    /// Forgets all handles in a fork child, before any other call there. Does not access the device. The host closes
+    /// the inherited fds.
     fn after_fork<P>() -> i32 {
         P::after_fork();
         Ok(())
     }
 }
 
-// Work requests have numbers, from 0. Number n asks for a completion if n + 1 is a multiple of a quarter of the queue.
-// It also asks if a quarter of the queue's most bytes have been posted since the last request that asks. So a full
-// queue always holds one that asks; its completion frees all requests up to it. The device moves bytes in the order in
-// which they were posted, so bytes fill the queue too: a small message does not wait behind megabytes of other streams.
+// The work requests of a send queue have numbers, from 0. Request n asks for a completion if n + 1 is a multiple of a
+// quarter of the queue's length. It also asks if the requests posted since the last one that asked move a quarter of
+// the most bytes. So a full queue always holds a request that asks, and its completion frees all requests up to it. The
+// queue also counts as full when its requests have the most bytes to move. The device moves bytes in the order of the
+// posts, so this bound keeps a small message from waiting behind megabytes of other streams.
 
-/// The most bytes in the queue of a queue pair for messages. A device of 400 Gbit/s needs 20 µs for them, which is
-/// longer than a round trip, so it is busy until the next poll.
+/// The most bytes in the queue of a link's own queue pair. A device of 400 Gbit/s takes 20 µs for them, which is longer
+/// than a round trip, so the device stays busy until the next poll.
 pub const FOR_MESSAGES: u64 = 1 << 20;
-/// The most bytes in the queue of a bulk queue pair, whose pieces have up to 1 MiB.
+/// The most bytes in the queue of a bulk queue pair, which gets pieces of up to 1 MiB.
 pub const FOR_BULK: u64 = 4 << 20;
 
-/// The poster asks for a notification.
+/// The bit by which the thread that posts asks to be notified of room.
 const WANTED: u32 = 1;
 
-/// The accounts of one send queue: its work requests, and the bytes that they move. They tell which requests ask for a
-/// completion, and whether the poster waits for room. The poster and the poller may be two threads.
+/// The counts of one send queue: its work requests, and the bytes that they move. They decide which requests ask for a
+/// completion, and show whether the poster waits for room. The poster and the poller may be two threads.
 #[derive(Debug)]
 pub struct Slots {
     depth: u64,
     interval: u64,
     most_bytes: u64,
-    /// Work requests posted; written by the poster.
+    /// The number of work requests posted; written by the poster.
     posted: AtomicU64,
-    /// Work requests completed; written by the poller.
+    /// The number of work requests completed; written by the poller.
     freed: Published<AtomicU64>,
-    /// By slot: bytes of all requests posted up to the one in it. Written by the poster.
+    /// For each slot: the bytes of all requests up to the request in that slot. Written by the poster.
     bytes: Box<[AtomicU64]>,
-    /// Bytes of all requests up to the last that asks for a completion. Used by the poster only.
+    /// The bytes of all requests up to the last that asks for a completion. Used by the poster only.
     signalled: AtomicU64,
-    /// Not 0: the poster has been turned away.
+    /// Not 0 if the poster found the queue full, or was turned away for another reason.
     wants_room: Attention,
 }
 
-/// The right to post one work request. The poster calls [`Slots::posted`] if it has used it.
+/// The right to post one work request. Once the request is posted, [`Slots::posted`] is called.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Turn {
     /// The slot whose memory the work request may use.
     pub slot: usize,
-    /// The work request has to ask for a completion.
+    /// Whether the work request has to ask for a completion.
     pub signal: bool,
-    /// Its number plus one: as many requests are complete when it is.
+    /// The request's number plus one. When it is complete, this many requests are.
     pub frees: u64,
-    /// Bytes of all requests posted, this one included.
+    /// The bytes of all requests posted, including this one.
     bytes: u64,
 }
 
 impl Slots {
-    /// Returns the accounts of a queue of `depth` work requests, at least 1. It takes no more requests while it has to
-    /// move `most_bytes` or more.
+    /// Returns the counts of an empty queue for `depth` work requests, at least 1. The queue takes no more requests
+    /// while it has `most_bytes` or more to move.
     pub fn new(depth: u32, most_bytes: u64) -> Self {
         let depth = u64::from(depth.max(1));
         Self {
@@ -462,8 +465,8 @@ impl Slots {
         }
     }
 
-    /// Returns the next turn, for a work request that moves `bytes` bytes. `None` when the queue is full; then
-    /// [`completed`](Self::completed) returns true when there is room. One caller at a time.
+    /// Returns the next turn, for a work request that moves `bytes` bytes. `None` if the queue is full; when there is
+    /// room again, [`completed`](Self::completed) returns true. One caller at a time.
     pub fn turn(&self, bytes: u32) -> Option<Turn> {
         let number = self.posted.load(Ordering::Relaxed);
         if self.is_full(number) {
@@ -484,10 +487,12 @@ impl Slots {
     }
 
     fn is_full(&self, posted: u64) -> bool {
-        // Acquires the count that `completed` has published: the device has read the slots that it freed.
+        // Acquires the count that `completed` has published: the device has read the slots of the requests that it
+        // counts.
         let freed = self.freed.look();
         let outstanding = posted.wrapping_sub(freed);
-        // The slot of the last freed request is not used again before the queue is as full as it can be.
+        // The second condition reads the slot of the last freed request. That slot is not reused before `outstanding`
+        // is `depth`.
         outstanding >= self.depth
             || outstanding > 0 && self.bytes_up_to(posted).wrapping_sub(self.bytes_up_to(freed)) >= self.most_bytes
     }
@@ -510,24 +515,24 @@ impl Slots {
         self.posted.store(turn.frees, Ordering::Relaxed);
     }
 
-    /// Records that the poster was turned away for another reason. Returns whether it still holds, by `still`, which
-    /// [checks](Published::look) it again. If so, [`is_wanted`](Self::is_wanted) returns true afterwards, as for a full
-    /// queue.
+    /// Records that the poster was turned away for another reason than a full queue. Then calls `still`, which
+    /// [checks](Published::look) that reason again, and returns its result. If that is true,
+    /// [`is_wanted`](Self::is_wanted) returns true afterwards, as it does for a full queue.
     pub fn turn_away(&self, still: impl Fn() -> bool) -> bool {
         self.wants_room.arm(WANTED);
         still()
     }
 
-    /// Returns, once, whether the poster was turned away. To be called after the end of the reason was
+    /// Returns whether the poster was turned away, once for each time. To be called after the end of the reason was
     /// [published](Published::publish).
     pub fn is_wanted(&self) -> bool {
         self.wants_room.take() != 0
     }
 
-    /// Records that all requests up to this one have completed. True if the poster is to be notified that there is
-    /// room. One caller at a time.
+    /// Records that the first `frees` requests have completed. Returns true if the poster has to be notified of room.
+    /// One caller at a time.
     pub fn completed(&self, frees: u64) -> bool {
-        // A correct device completes only requests that were posted, in order; the code does not rely on it.
+        // A correct device completes only requests that were posted, in their order. The code does not rely on that.
         if frees > self.freed.load(Ordering::Relaxed) {
             self.freed.publish(frees);
         }
@@ -552,7 +557,7 @@ mod tests {
     fn a_full_queue_of_any_depth_has_a_signalled_request() {
         for depth in 1..70 {
             let slots = Slots::new(depth, FOR_MESSAGES);
-            // Twenty times: the pattern need not divide the depth.
+            // Fills the queue twenty times, since the interval of requests that ask need not divide its length.
             let mut outstanding = Vec::new();
             for _ in 0..20 {
                 outstanding.extend(fill(&slots));
@@ -652,7 +657,7 @@ mod tests {
                         posts.send(turn.frees).unwrap();
                     }
                 } else {
-                    // A lost wake-up ends the test here.
+                    // If a wake-up is lost, the test fails here.
                     let wait = std::time::Duration::from_secs(20);
                     told.recv_timeout(wait).expect("room was not told");
                 }

@@ -1,4 +1,4 @@
-//! Tests of the ready queue and the sleeper flag: sequences, and loom models.
+//! Tests of the ready queue and the sleep flag: sequences of operations, and loom models.
 
 use crate::fabric::ready::*;
 use crate::sync::{RungMark, SleepFlag};
@@ -48,7 +48,7 @@ mod sequences {
         flag.begin();
         assert!(flag.must_ring(&a) && !flag.must_ring(&a));
         assert!(flag.must_ring(&b));
-        // A second sleeper, and a sleeper that wakes while the other sleeps on, are new occasions.
+        // The bell rings again for a second sleeper, and after one of two sleepers has woken.
         flag.begin();
         assert!(flag.must_ring(&a) && !flag.must_ring(&a));
         flag.end();

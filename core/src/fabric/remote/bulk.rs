@@ -1,6 +1,6 @@
-//! The bulk queue pair of a link between hosts: it carries the transfers straight into the memory of programs, and the
-//! PLACED records behind them. A refused access ends it and nothing else (docs/protocol.md, P90); another one may take
-//! its place. Also the end's calls for these transfers. `pump.rs` decides what the queue pair carries.
+//! The bulk queue pair of a link between hosts. It carries the transfers straight into the memory of programs, and the
+//! PLACED records behind them. A refused access ends the bulk queue pair and nothing else (docs/protocol.md, P90);
+//! another one may replace it. Also the end's calls for these transfers. `pump.rs` decides what the queue pair carries.
 
 use std::collections::VecDeque;
 
@@ -13,9 +13,9 @@ use crate::fabric::remote::shared::Retired;
 use crate::fabric::remote::{Local, record};
 use crate::ids::Vqpn;
 
-/// The most answers that wait for room. A correct peer has far fewer adverts that may be answered.
+/// The most answers that wait for room. A correct peer has far fewer adverts that may still be answered.
 const MOST_ANSWERS: usize = 1024;
-/// The most READs under way, since later work requests wait behind them.
+/// The most READs under way. The number is small, since later work requests wait behind READs.
 const MOST_READS: usize = 4;
 
 /// A bulk queue pair, with the answers and READs that wait for room.
@@ -24,16 +24,16 @@ pub(super) struct Bulk<Q> {
     /// PLACED records that wait for room, each with the peer's number of its stream.
     answers: VecDeque<(u32, Answer)>,
     is_full: bool,
-    /// Streams, by the peer's number, that wait for room.
+    /// The streams, by the peer's number, that wait for room.
     stalled: Vec<u32>,
-    /// Local streams whose adverts the peer may still answer, and their limit: each answer takes a receive buffer.
-    /// Those that are over are removed before the next advert.
+    /// The local streams whose adverts the peer may still answer, and their limit, since each answer takes a receive
+    /// buffer. Streams whose adverts have ended are removed before the next advert.
     pub landings: Vec<u32>,
     pub most_landings: usize,
-    /// READs that are posted and not complete, and their limit: 0 if none can be posted.
+    /// The READs that are posted and not complete, and their limit: 0 if no READ can be posted.
     pub reads: VecDeque<Asked>,
     pub most_reads: usize,
-    /// Local streams that may have more to read, in the order of their turns.
+    /// The local streams that may have more to read, in the order of their turns.
     readers: VecDeque<u32>,
 }
 
@@ -43,7 +43,7 @@ pub(super) struct Asked {
     /// This end's number of the stream.
     pub mine: u32,
     pub bytes: u32,
-    /// The buffer that it fills; `None`: the ring.
+    /// The serial of the advert whose buffer the READ fills; `None` if it fills the ring.
     pub into: Option<Serial>,
 }
 
@@ -63,7 +63,7 @@ impl<Q: QueuePair> Bulk<Q> {
         }
     }
 
-    /// Takes in the result of a post. False if there was no room.
+    /// Processes the result of a post. Returns false if there was no room.
     fn posted(&mut self, result: Result<(), PostError>) -> Result<bool, Down> {
         self.is_full |= result == Err(PostError::Full);
         match result {
@@ -72,11 +72,11 @@ impl<Q: QueuePair> Bulk<Q> {
         }
     }
 
-    /// Posts a WRITE of a stream. False if there is no room; then [`on_room`](Self::on_room) names the stream when there
-    /// is.
+    /// Posts a WRITE of a stream. Returns false if there is no room. When there is, [`on_room`](Self::on_room) passes
+    /// the stream to its callback.
     ///
     /// # Safety
-    /// As [`QueuePair::write`].
+    /// As for [`QueuePair::write`].
     pub(super) unsafe fn write(&mut self, theirs: u32, write: &Write) -> Result<bool, Down> {
         // SAFETY: by this function's contract.
         if !self.is_full && self.posted(unsafe { self.qp.write(write, None) })? {
@@ -95,18 +95,18 @@ impl<Q: QueuePair> Bulk<Q> {
         }
     }
 
-    /// Returns the stream whose turn it is to read; `None` if there is none, or no READ may be added.
-    /// [`read`](Self::read) adds the stream again.
+    /// Returns the stream whose turn it is to read, and removes it. `None` if there is none, or if no READ may be
+    /// posted. [`read`](Self::read) adds the stream again.
     pub(super) fn next_reader(&mut self) -> Option<u32> {
         let may = !self.is_full && (self.reads.len() < self.most_reads || self.most_reads == 0);
         may.then(|| self.readers.pop_front()).flatten()
     }
 
-    /// Posts a READ for a stream, and adds the stream again. False if there is no room; the stream then has the first
-    /// turn when there is.
+    /// Posts a READ for a stream, and adds the stream again. Returns false if there is no room; the stream then has the
+    /// first turn when there is.
     ///
     /// # Safety
-    /// As [`QueuePair::read`].
+    /// As for [`QueuePair::read`].
     pub(super) unsafe fn read(&mut self, mine: u32, read: &Read, into: Option<Serial>) -> Result<bool, Down> {
         // SAFETY: by this function's contract.
         let is_posted = self.posted(unsafe { self.qp.read(read) })?;
@@ -120,7 +120,7 @@ impl<Q: QueuePair> Bulk<Q> {
         Ok(is_posted)
     }
 
-    /// Sends PLACED, behind all that was written before. An error if too many answers wait.
+    /// Sends PLACED, behind all WRITEs that were posted before. Fails if too many answers wait.
     pub(super) fn answer(&mut self, theirs: u32, answer: Answer) -> Result<(), Down> {
         if self.answers.len() >= MOST_ANSWERS {
             return Err(Down(0));
@@ -142,7 +142,7 @@ impl<Q: QueuePair> Bulk<Q> {
         Ok(())
     }
 
-    /// Records that there is room. `wake` gets the streams that wait for it.
+    /// Records that the send queue has room. Calls `wake` with each stream that waits for it.
     pub(super) fn on_room(&mut self, wake: impl FnMut(u32)) -> Result<(), Down> {
         self.is_full = false;
         self.stalled.drain(..).for_each(wake);
@@ -150,7 +150,8 @@ impl<Q: QueuePair> Bulk<Q> {
     }
 }
 
-/// Reads a message of the bulk queue pair: PLACED, with this end's number of the stream. `None` for any other message.
+/// Reads a message of the bulk queue pair. Returns its PLACED, with this end's number of the stream; `None` for any
+/// other message.
 pub(super) fn placed(message: &[u8]) -> Option<(u32, Answer)> {
     let mut records = record::decode(message).ok()?.records;
     match (records.next()?.ok()?, records.next()) {
@@ -159,11 +160,11 @@ pub(super) fn placed(message: &[u8]) -> Option<(u32, Answer)> {
     }
 }
 
-// The engine does the work of these calls (`put.rs`, `get.rs`); `end.rs` decides which thread does it.
+// The engine does the work of these calls (`put.rs`, `get.rs`). `end.rs` decides which thread does it.
 
 impl<Q: QueuePair, L: Local> End<Q, L> {
-    /// Uses `qp` for direct transfers (P90) from now on. It is connected, beside the link's own queue pair, and has not
-    /// been used. Returns `qp` if there is one already, or if the link is down.
+    /// Uses `qp` for direct transfers (P90) from now on. `qp` is connected beside the link's own queue pair, and has
+    /// not been used. Returns `qp` if the end has a bulk queue pair already, or if the link is down.
     pub fn attach_bulk(&self, qp: Q) -> Option<Q> {
         if self.is_down() {
             return Some(qp);
@@ -174,19 +175,19 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
                 engine.means.bulk = qp.take().map(Bulk::new);
             }
         });
-        // Armed for the first time; from now on it is armed together with the link's own queue pair.
+        // This arms it for the first time. Later it is armed whenever the link's own queue pair is.
         let _ = self.run(ARM | POLL | PUMP);
         qp
     }
 
-    /// Gives the bulk queue pair up: the peer has given up its end, or the caller wants to.
+    /// Gives the bulk queue pair up, because the peer has given up its end, or because the caller wants to.
     pub fn drop_bulk(&self) {
         self.with(|engine| engine.drop_bulk(&self.shared));
         let _ = self.run(PUMP);
     }
 
-    /// Calls `end` for each bulk queue pair that was given up since the last call, to end it. Returns how many; the
-    /// caller notifies the peer of each.
+    /// Calls `end` for each bulk queue pair that was given up since the last call, so that `end` ends it. Returns their
+    /// number. The caller notifies the peer of each.
     pub fn end_retired(&self, mut end: impl FnMut(Q)) -> usize {
         if !self.shared.retired_unseen.look() {
             return 0;
@@ -209,8 +210,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         count
     }
 
-    /// Returns this end's number of the stream that the peer calls `theirs`, and how many bytes a buffer for it may
-    /// have now. `None` if there is no such stream, or its ring is not empty.
+    /// Returns this end's number of the stream that the peer calls `theirs`, and the most bytes that a buffer for it
+    /// may have at this moment. `None` if there is no such stream, or if its ring is not empty.
     pub fn room_to_land(&self, theirs: Vqpn) -> Option<(Vqpn, u64)> {
         self.with(|engine| {
             let (mine, s) = engine.streams.of_peer(theirs.0)?;
@@ -219,18 +220,18 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         })?
     }
 
-    /// Announces to the peer a buffer with which the program waits on stream `mine`, whose ring is empty; perhaps only
-    /// its beginning. The buffer is for the bytes that come next. [`landed`](Self::landed) returns its state. `None` if
-    /// the buffer cannot be used.
+    /// Announces a buffer to the peer, or only its beginning. The program waits with it on stream `mine`, whose ring is
+    /// empty. The buffer is for the bytes that come next. [`landed`](Self::landed) returns its state. `None` if the
+    /// buffer cannot be used.
     pub fn advertise(&self, mine: Vqpn, buffer: Buffer) -> Option<Memory> {
         let made = self.with(|engine| engine.advertise(&self.shared, mine.0, buffer))?;
         let _ = self.run(PUMP);
         made
     }
 
-    /// Returns the state of an advert. Its bytes count as the next ones of the ring, which does not have them. The
-    /// caller that gets them consumes as many, and then calls [`settle_head`](Self::settle_head). `None` in a signal
-    /// handler that has interrupted the engine.
+    /// Returns the state of an advert. The bytes in its buffer count as the next bytes of the ring, which does not have
+    /// them. The caller that gets them consumes as many bytes of the ring, and then calls
+    /// [`settle_head`](Self::settle_head). `None` in a signal handler that has interrupted the engine.
     pub fn landed(&self, mine: Vqpn, serial: u32) -> Option<Landed> {
         self.with(|engine| {
             let s = engine.streams.get(mine.0);
@@ -238,21 +239,22 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         })
     }
 
-    /// Withdraws an advert: the program waits no longer. The advert is over when [`landed`](Self::landed) says so;
-    /// until then the peer's device may write to the buffer.
+    /// Withdraws an advert, because the program waits no longer. The peer's device may write to the buffer until
+    /// [`landed`](Self::landed) returns that the advert has ended.
     pub fn withdraw(&self, mine: Vqpn, serial: u32) {
         self.with(|engine| engine.withdraw(&self.shared, mine.0, serial));
         let _ = self.run(PUMP);
     }
 
-    /// Records that bytes which came into a program's buffer were copied to the ring, at their positions: the program
-    /// is not about to take them.
+    /// Records that bytes which came into a program's buffer were copied to the ring, at their positions, because the
+    /// program will not take them from the buffer.
     pub fn put_back(&self, mine: Vqpn) {
         self.with(|engine| engine.change_taking(&self.shared, mine.0, |inc| inc.takings.on_landed(0)));
         let _ = self.run(PUMP);
     }
 
-    /// Sends the peer at once the head of stream `mine`, which was [published](crate::fabric::ring::Consumer::publish).
+    /// Makes the engine send the head of stream `mine` at once. The head was
+    /// [published](crate::fabric::ring::Consumer::publish).
     pub fn settle_head(&self, mine: Vqpn) {
         self.of_mine(mine, |s| {
             s.inc.settle = true;
@@ -266,15 +268,16 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         self.of_peer(theirs, |s| s.out.targets.adverts).unwrap_or(0)
     }
 
-    /// Returns how many bytes fit the buffer with which the peer's program waits on its stream `theirs`. It is 0 if
-    /// there is none, or other bytes come before.
+    /// Returns how many bytes fit the buffer with which the peer's program waits on its stream `theirs`. Returns 0 if
+    /// there is no buffer, or if other bytes have to go first.
     pub fn wanted(&self, theirs: Vqpn) -> u64 {
         self.with(|engine| engine.wanted(&self.shared, theirs.0)).unwrap_or(0)
     }
 
-    /// Lends program memory for WRITEs: the next `len` bytes of a producer, which is at `position` and
-    /// [wanted](Self::wanted), stay at `address`, registered under `key`. The producer commits them without writing
-    /// them. False if the peer cannot take them. To be ended by [`take_source`](Self::take_source).
+    /// Lends program memory for WRITEs: the next `len` bytes of a producer, which is at `position`. They are
+    /// [wanted](Self::wanted), and stay at `address`, registered under `key`. The producer commits them without writing
+    /// them to the ring. Returns false if the peer cannot take them. The caller ends the loan by
+    /// [`take_source`](Self::take_source).
     pub fn lend_source(&self, theirs: Vqpn, position: u64, address: usize, len: u64, key: u32) -> bool {
         let source = Source::new(position, address, len, Some(key));
         self.with(|engine| engine.lend_source(&self.shared, theirs.0, source))
@@ -282,20 +285,20 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     }
 
     /// Lends program memory to the peer's device, which reads the bytes under the remote `key` into the peer's ring.
-    /// False if bytes that were committed before are left to be sent, among other reasons. To be ended by
-    /// [`take_source`](Self::take_source), when it [is done](Self::is_source_done).
+    /// Returns false if the memory cannot be lent, for example because bytes that were committed before are not sent.
+    /// The caller ends the loan by [`take_source`](Self::take_source), when it [is done](Self::is_source_done).
     pub fn offer_source(&self, theirs: Vqpn, position: u64, address: usize, len: u64, key: u32) -> bool {
         let source = Source::new(position, address, len, None);
         self.with(|engine| engine.offer_source(&self.shared, theirs.0, source, key))
             .unwrap_or(false)
     }
 
-    /// Ends the loan if the peer was not told of it. Then it [is done](Self::is_source_done).
+    /// Ends the loan if SOURCE was not sent for it. Then the loan [is done](Self::is_source_done).
     pub fn cancel_source(&self, theirs: Vqpn) {
         self.of_peer(theirs, |s| s.out.loans.untold = None);
     }
 
-    /// Returns whether the loan is to be ended: the peer has all of the bytes, or needs the rest in the ring.
+    /// Returns whether the loan has to be ended: the peer has all of the bytes, or needs the rest in the ring.
     pub fn is_source_done(&self, theirs: Vqpn) -> bool {
         let is_done = self.of_peer(theirs, |s| {
             let is_over = |source: Source| source.is_offered() && !s.out.loans.is_open();
@@ -305,8 +308,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         is_done.unwrap_or(true)
     }
 
-    /// Returns the position up to which the peer's device has read the [offered](Self::offer_source) memory, once its
-    /// end has said so. Before that, the position up to which its program has read, which may be less.
+    /// Returns the position up to which the peer's device has read the [offered](Self::offer_source) memory, once TAKEN
+    /// has come. Before that, returns the position up to which the peer's program has read, which may be less.
     pub fn taken(&self, theirs: Vqpn) -> u64 {
         let taken = self.of_peer(theirs, |s| match s.out.loans.is_open() {
             true => s.out.head,
@@ -315,9 +318,9 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         taken.unwrap_or(0)
     }
 
-    /// Ends a loan: copies the bytes that the peer does not have into the mirror. Returns how many bytes its device may
-    /// still get from the program's memory. `None` if no memory was lent, or in a signal handler that has interrupted
-    /// the engine.
+    /// Ends a loan: copies the bytes that the peer does not have into the mirror. Returns how many bytes the peer's
+    /// device may still get from the program's memory. `None` if no memory was lent, or in a signal handler that has
+    /// interrupted the engine.
     ///
     /// # Safety
     /// The lent memory can be read.

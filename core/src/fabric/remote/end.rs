@@ -3,9 +3,9 @@
 //!
 //! # Threads
 //! Any thread may make any call. One lock guards the engine; it is held for posting and polling, and for nothing that
-//! waits. [`notify`](LinkEnd::notify), [`progress`](End::progress) and [`arm`](End::arm) leave their work to the holder
-//! if it is taken ([`Handoff`]). A signal handler that has interrupted the holder leaves its work in the same way. The
-//! thread rings doorbells and registers memory after it has released the lock.
+//! waits. If another thread holds the lock, [`notify`](LinkEnd::notify), [`progress`](End::progress) and
+//! [`arm`](End::arm) leave their work to that thread ([`Handoff`]). A signal handler that has interrupted the holder
+//! does the same. The holder rings doorbells and registers memory after it has released the lock.
 
 use std::collections::VecDeque;
 use std::ops::RangeInclusive;
@@ -36,53 +36,53 @@ use crate::wire::{MAX_MESSAGE, Message};
 /// An end of a link between hosts.
 ///
 /// # Duties of the owner beside [`LinkEnd`]
-/// - [`pair`](LinkEnd::pair) before a cursor of the stream is used; by a thread that is not in a
-///   signal handler.
+/// - Call [`pair`](LinkEnd::pair) before a cursor of the stream is used, in a thread that is not in a signal handler.
 /// - Pass *every* [`Wake`] that a cursor returns to [`notify`](LinkEnd::notify), also the one of [`Producer::end`] for
-///   FIN. Call [`touch`](Self::touch) after changes that have to be carried over without such a wake:
+///   FIN. Call [`touch`](Self::touch) after changes that have to be carried over although they return no such wake:
 ///   [`Producer::adopt`], [`Consumer::stop`].
-/// - Call [`progress`](Self::progress) while waiting, and when the queue pair's completion fd is readable; before a
-///   sleep [`arm`](Self::arm), then check once more.
+/// - Call [`progress`](Self::progress) while waiting, and when the queue pair's completion fd is readable. Before a
+///   sleep call [`arm`](Self::arm), then check once more.
 /// - When waiter 0 is woken, call [`take_message`](Self::take_message) until it returns `None`, and
 ///   [`fault`](Self::fault).
-/// - Some ms after [`Local::settle_later`], call [`settle`](Self::settle), and again as long as it [owes](Self::owes).
-/// - While [`is_watched`](Self::is_watched), call [`tick`](Self::tick) about once a second. Waiter 0 is woken when the
-///   watch begins.
+/// - Some ms after [`Local::settle_later`], call [`settle`](Self::settle), and again as long as the end
+///   [owes](Self::owes) heads.
+/// - While [`is_watched`](Self::is_watched) returns true, call [`tick`](Self::tick) about once a second. Waiter 0 is
+///   woken when the watch begins.
 ///
 /// # When the link is down
-/// Every call stays harmless, cursors too: producers and consumers fill and drain their rings. No record of the peer is
-/// applied any more, so [`received`](Self::received) is final: from there on the peer has to send again. This end sends
-/// again from the position that the peer has [received](Producer::rest).
+/// Every call stays harmless, and so do cursors: producers and consumers fill and drain their rings. The engine applies
+/// no record of the peer any more, so [`received`](Self::received) is final, and the peer has to send again from that
+/// position. This end sends again from the position that the peer has [received](Producer::rest).
 ///
-/// # Both end a direction
-/// On shm one word decides whether a producer has ended a direction or its consumer has stopped it. Here both can win,
-/// each at its own end, with END and STOP crossing on their way. Both marks then stay. The producer's end may have gone
-/// on with TCP, so it cannot send the unread bytes in their place. So an end resets the connection when it gets the
-/// DEMOTE-REQUEST with a resumption for a stream whose producer [is ended](Producer::is_ended).
+/// # When both ends end a direction
+/// On shm one word decides whether a producer has ended a direction or its consumer has stopped it. Between hosts both
+/// can succeed, each at its own end, if END and STOP cross on their way. Both marks then stay. The producer's end may
+/// have gone on with TCP by then, and cannot put the unread bytes at their place there. So an end resets the connection
+/// if it gets a DEMOTE-REQUEST with a position for a stream whose producer [is ended](Producer::is_ended).
 pub struct End<Q, L> {
     pub(super) shared: Shared<Q, L>,
     pub(super) engine: Lock<Engine<Q>>,
     /// Work that is left to the holder of the lock: [`PUMP`], [`POLL`], [`SETTLE`].
     again: Handoff,
-    /// Polls that a thread left out because another thread held the engine.
+    /// The number of polls that threads left out because another thread held the engine.
     looks_saved: AtomicU64,
     fault: FaultCell,
     fault_unseen: Published<AtomicBool>,
     numbers: Numbers,
     registries: [Registry; 2],
-    /// Threads that use the queue pair, streams or memory of the link without the engine's lock.
+    /// Counts threads that use the queue pair, streams or memory of the link without the engine's lock.
     pub(super) users: Presence,
 }
 
 impl<Q: QueuePair, L: Local> End<Q, L> {
-    /// Returns an end with no stream open, over a queue pair that is connected and has not been used. It receives in
-    /// `mine`; `mirror` has the layout of the peer's arena, and behind that room for [buffers](Tuning::buffers). Both
-    /// are zeroed memory of this process alone ([`Mapping::anonymous`](crate::os::memfd::Mapping::anonymous)).
-    /// [`Unusable`]: the queue pair's receive buffers are too few or too small.
+    /// Returns an end with no stream open, over a queue pair that is connected and has not been used. The end receives
+    /// in `mine`. `mirror` has the layout of the peer's arena, followed by room for [buffers](Tuning::buffers). Both
+    /// are zeroed memory of this process alone ([`Mapping::anonymous`](crate::os::memfd::Mapping::anonymous)). Fails
+    /// with [`Unusable`] if the queue pair's receive buffers are too few or too small.
     ///
     /// # Safety
-    /// The end must live longer than every cursor that it gives out. [`producer`](LinkEnd::producer)
-    /// must be asked at most once for each stream.
+    /// The end must live longer than every cursor that it has returned. [`producer`](LinkEnd::producer) must be called
+    /// at most once for each stream.
     pub unsafe fn new(qp: Q, mine: Side, mirror: Side, local: L, tuning: Tuning) -> Result<Self, Unusable> {
         let limits = qp.limits();
         if limits.buffer_bytes < MIN_BUFFER || limits.receive_buffers < MIN_BUFFERS {
@@ -122,14 +122,14 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         })
     }
 
-    /// Becomes the end of another link, with no stream open. `put` replaces the queue pair by another one that is like
-    /// the one that [`new`](Self::new) was given. The end was [released](Self::release), and both of its sides have
-    /// data areas again. False if threads still use the end; then `put` is not called.
+    /// Becomes the end of another link, with no stream open. `put` replaces the queue pair by a new one, which has to
+    /// meet the conditions of [`new`](Self::new). The end was [released](Self::release), and both of its sides have
+    /// data areas again. Returns false if threads still use the end; then `put` is not called.
     pub fn renew(&self, put: impl FnOnce(&Q)) -> bool {
         let Some(mut engine) = self.engine.lock().filter(|_| self.users.is_empty()) else {
             return false;
         };
-        // Drops what late threads have left here meanwhile.
+        // Drops what late threads have left in the engine since the release.
         *engine = Engine::new(&self.shared.limits);
         self.shared.reset();
         self.again.take();
@@ -138,7 +138,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         self.registries.iter().for_each(Registry::reset);
         self.fault_unseen.publish(false);
         put(&self.shared.qp);
-        // Last, and under the lock: a thread that has met the fault has set it by then, and not after.
+        // The fault is cleared last, and under the lock. A thread that met the fault of the old link has set it before
+        // that.
         self.fault.clear();
         true
     }
@@ -153,18 +154,18 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         &self.shared.qp
     }
 
-    /// Returns the calls by which the end reaches the waiters of this process.
+    /// Returns the functions by which the end reaches the waiters of this process.
     pub fn local(&self) -> &L {
         &self.shared.local
     }
 
-    /// Returns a bound: every number that this end ever gave to a stream is below it.
+    /// Returns a bound: every number that this end has given to a stream of the present link is below it.
     pub fn numbers(&self) -> u32 {
         self.numbers.ever_given()
     }
 
     /// Polls the queue pair, applies the peer's records, wakes the waiters of this process, and sends what can be sent.
-    /// True if there was a completion. False at once if another thread holds the engine.
+    /// Returns true if there was a completion. Returns false at once if another thread holds the engine.
     #[inline]
     pub fn progress(&self) -> Result<bool, Fault> {
         if let Some(fault) = self.fault.get() {
@@ -179,13 +180,13 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     }
 
     /// Arms the queue pair before a sleep: the next completion makes its fd readable. Then polls once more, as
-    /// [`progress`](Self::progress) does; if another thread holds the engine, that thread polls in its place. The
-    /// caller checks its own conditions after this.
+    /// [`progress`](Self::progress) does. If another thread holds the engine, that thread polls instead. The caller
+    /// checks its own reasons not to sleep after this.
     pub fn arm(&self) -> Result<bool, Fault> {
-        // A jump of a signal handler waits until this thread is counted out.
+        // A section: a signal handler's jump waits until this thread is counted out.
         let thread = thread::current();
         thread.begin();
-        // Either `take_pair` sees this thread, or this thread sees the fault.
+        // Counted in before the check for a fault: either `take_pair` sees this thread, or this thread sees the fault.
         self.users.enter();
         let armed = match self.fault.get() {
             Some(fault) => Err(fault),
@@ -202,52 +203,53 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     }
 
     /// Returns whether no thread has found a completion since the queue pair was armed. Then the fd becomes readable
-    /// with the next completion, and a thread need neither poll nor arm before it sleeps on it. (A thread that arms
-    /// takes the event, asks for the next one, and then polls. So a queue pair that was armed once stays armed, or its
+    /// with the next completion, and a thread that is about to sleep on it need neither poll nor arm. (A thread that
+    /// arms takes the event, asks for the next one, and then polls. So once a queue pair was armed, it is armed, or its
     /// fd is readable, or the thread that took the event is about to poll. At worst a sleep ends at once.)
     pub fn is_armed(&self) -> bool {
         self.shared.local.armed().load(Acquire)
     }
 
-    /// Records that the fd was found readable. It stays so until the queue pair is armed again.
+    /// Records that the fd was found readable. The fd stays readable until the queue pair is armed again.
     pub fn on_readable(&self) {
         self.shared.local.armed().store(false, Relaxed);
     }
 
-    /// Sends the heads that are held back since the last call. An idle direction's last bytes count as unread by the
-    /// peer until then: less than a quarter of a ring, and no thread waits for it. The caller calls it again while the
-    /// end still [owes](Self::owes) heads.
+    /// Sends the heads that have been held back since the last call. Until then the peer counts an idle direction's
+    /// last bytes as unread. They are less than a quarter of a ring, and no thread waits for their head. The caller
+    /// repeats the call while the end still [owes](Self::owes) heads.
     pub fn settle(&self) {
         if self.shared.owes.begin() {
             let _ = self.run(SETTLE | PUMP);
         }
     }
 
-    /// Returns whether there is work for [`settle`](Self::settle), perhaps not yet due.
+    /// Returns whether there are heads for [`settle`](Self::settle) to send. Some of them may not be due yet.
     pub fn owes(&self) -> bool {
         self.shared.owes.is_asked()
     }
 
-    /// Returns whether a posted work request is not proven to have arrived. Called for waiter 0, which is not woken for
-    /// it again.
+    /// Returns whether a work request was posted that is not proven to have arrived. The thread of waiter 0 calls this.
+    /// After the call, waiter 0 is woken only for a watch that begins later.
     pub fn is_watched(&self) -> bool {
         if self.shared.watch_unseen.load(Relaxed) {
             self.shared.watch_unseen.publish(false);
         }
-        // After the line above, so that a watch that begins now wakes waiter 0 again.
+        // Read after the line above, so that a watch that begins at this moment wakes waiter 0 again.
         self.shared.is_watched.look()
     }
 
-    /// Has the peer's device probed even if no work request is posted: the caller doubts that the link works.
+    /// Makes the engine probe the peer's device even if no work request is posted, since the caller doubts that the
+    /// link works.
     pub fn doubt(&self) {
         self.with(|engine| engine.means.sender.counts.doubts += 1);
         let _ = self.run(PUMP);
     }
 
-    /// Checks whether the peer's device still answers. The link goes down with [`Fault::Silent`] if it has not for
-    /// `SILENCE` ns (`watch.rs`). `now` is in ns, of a clock that does not go back.
+    /// Checks whether the peer's device still answers. The link goes down with [`Fault::Silent`] if the device has not
+    /// answered for `SILENCE` ns (`watch.rs`). `now` is the time in ns, of a clock that does not go back.
     pub fn tick(&self, now: u64) {
-        // In a signal handler that has interrupted the engine, the work is left to the next tick.
+        // If the caller is a signal handler that has interrupted the engine, the next tick does the work.
         let Some(mut engine) = self.engine.lock() else {
             return;
         };
@@ -256,8 +258,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         let _ = self.again();
     }
 
-    /// Carries over the changes of the stream that the peer calls `theirs`, in either direction, that came without a
-    /// [`Wake`]: after [`Producer::adopt`] and [`Consumer::stop`].
+    /// Carries over the changes of the stream that the peer calls `theirs`, in either direction, for which there was no
+    /// [`Wake`]: changes by [`Producer::adopt`] and [`Consumer::stop`].
     pub fn touch(&self, theirs: Vqpn) {
         self.shared.dirty.push(theirs.0);
         let _ = self.run(PUMP);
@@ -276,9 +278,9 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     }
 
     /// Returns how many bytes committed to the peer's stream `theirs` are not known to be in the peer's ring; the end
-    /// mark counts as one more. If it is not 0 the peer is asked; when it answers, waiter 0 is woken, with the stream
-    /// in its ready queue. It is 0 also when the peer has closed the stream, or it is not paired. `None` when the link
-    /// is down, and in a signal handler that has interrupted the engine.
+    /// mark counts as one more. If the number is not 0 the engine asks the peer. When the peer answers, waiter 0 is
+    /// woken, with the stream in its ready queue. Also returns 0 if the peer has closed the stream, or if the stream is
+    /// not paired. `None` if the link is down, and in a signal handler that has interrupted the engine.
     pub fn unconfirmed(&self, theirs: Vqpn) -> Option<u64> {
         if self.fault.get().is_some() {
             return None;
@@ -291,7 +293,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     }
 
     /// Returns how many bytes committed to the peer's stream `theirs` have not been sent, because its ring or the queue
-    /// pair has no room. It is 0 also in a signal handler that has interrupted the engine.
+    /// pair has no room. Returns 0 in a signal handler that has interrupted the engine.
     pub fn unsent(&self, theirs: Vqpn) -> u64 {
         let unsent = self.of_peer(theirs, |s| {
             let tail = self.shared.block_mirror(theirs.0)?.tail();
@@ -300,16 +302,16 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         unsent.flatten().unwrap_or(0)
     }
 
-    /// Returns the position up to which the bytes of stream `mine` have arrived. Final once the link is down. `None` if
-    /// the stream is not open, and in a signal handler that has interrupted the engine.
+    /// Returns the position up to which the bytes of stream `mine` have arrived. The position is final once the link is
+    /// down. `None` if the stream is not open, and in a signal handler that has interrupted the engine.
     pub fn received(&self, mine: Vqpn) -> Option<u64> {
         self.of_mine(mine, |s| (s.state != State::Free).then_some(s.inc.tail))?
     }
 
     /// Returns the position up to which the peer is known to have the bytes of its stream `theirs`. The peer itself may
-    /// report more. `None` if the stream is not paired, and in a signal handler that has interrupted the engine.
+    /// know of more. `None` if the stream is not paired, and in a signal handler that has interrupted the engine.
     pub fn confirmed(&self, theirs: Vqpn) -> Option<u64> {
-        // Without the end mark.
+        // An ACK counts the end mark as a byte, which is left out here.
         self.of_peer(theirs, |s| s.out.acked.max(s.out.head).min(s.out.told))
     }
 
@@ -318,7 +320,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         self.fault.get().is_some()
     }
 
-    /// Returns why the link is down; `None` if it is up. Called for waiter 0, which is not woken for it again.
+    /// Returns why the link is down; `None` if it is up. The thread of waiter 0 calls this, and is not woken for the
+    /// fault again.
     pub fn fault(&self) -> Option<Fault> {
         let fault = self.fault.get();
         if fault.is_some() {
@@ -329,34 +332,34 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         fault
     }
 
-    /// Takes in all completions that have come by now; waits for a thread that holds the engine.
+    /// Processes all completions that have come. Waits for a thread that holds the engine.
     pub fn take_in(&self) {
         if let Some(engine) = self.engine.lock() {
-            // A fault is stored, and found again.
+            // A fault is stored, and the caller's next call returns it.
             let _ = self.turn(engine, POLL | PUMP);
         }
     }
 
-    /// Takes the link down. When this returns no record is sent or applied any more, except by a thread that this call
-    /// has interrupted. The caller ends the queue pair. True if the link was up.
+    /// Takes the link down. After this returns, no record is sent or applied any more, except by a thread that this
+    /// call has interrupted. The caller ends the queue pair. Returns true if the link was up.
     pub fn set_down(&self) -> bool {
         let first = self.fault.set(Fault::Closed);
-        // A thread that holds the engine has checked for a fault before; it may finish.
+        // A thread that holds the engine has checked for a fault before this one was set. It may finish its turn.
         drop(self.engine.lock());
         first
     }
 
-    /// Calls `take` with the queue pair of a link that is down, to end it: no thread of this process uses it any more.
-    /// `None`, without a call, if a thread still uses it.
+    /// Calls `take` with the queue pair of a link that is down, to end it. No thread of this process uses the queue
+    /// pair any more. If a thread still uses it, returns `None` without a call.
     pub fn take_pair<T>(&self, take: impl FnOnce(&Q) -> T) -> Option<T> {
         self.set_down();
         let _engine = self.engine.lock()?;
         self.users.is_empty().then(|| take(&self.shared.qp))
     }
 
-    /// Gives the memory of a link that is down back. Memory that threads access without a cursor stays readable and
-    /// writable, so that a thread that is late does no harm. False if a thread still uses the data areas: then nothing
-    /// is done.
+    /// Releases the memory of a link that is down. Memory that threads access without a cursor stays readable and
+    /// writable, so that an access by a late thread does no harm. If a thread still uses the data areas, returns false
+    /// and does nothing.
     ///
     /// # Safety
     /// No cursor is left, and the queue pairs have been ended.
@@ -366,15 +369,15 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
             return false;
         };
         let old = std::mem::replace(&mut *engine, Engine::new(&self.shared.limits));
-        // Under the lock: its next holder finds the fault, or no streams.
-        // SAFETY: by the contract; every other user of the data areas has the lock, or is among `users`.
+        // This is done under the lock, so the next holder finds the fault, or no streams.
+        // SAFETY: by the contract. Every other user of the data areas holds the lock, or is counted in `users`.
         self.sides().into_iter().for_each(|side| unsafe { side.release() });
         drop(engine);
         drop(old);
         true
     }
 
-    /// Returns the counts so far. Zeroes in a signal handler that has interrupted the engine.
+    /// Returns the counts so far. They are 0 in a signal handler that has interrupted the engine.
     pub fn counts(&self) -> Counts {
         let counts = self.with(|engine| engine.means.sender.counts).unwrap_or_default();
         Counts {
@@ -389,7 +392,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         self.again()
     }
 
-    /// Does the work that was left. True if there was a completion.
+    /// Does the work that was left by other threads. Returns true if there was a completion.
     pub(super) fn again(&self) -> Result<bool, Fault> {
         let mut came = false;
         loop {
@@ -411,19 +414,19 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
             None => engine.run(&self.shared, what),
         };
         if let Err(fault) = result {
-            // Before the lock is released, so that no other record is applied.
+            // Before the lock is released, so that no further record is applied.
             self.fail(fault);
         }
         self.let_go_of(engine);
         result
     }
 
-    /// Calls `f` with the engine; `None` in a signal handler that has interrupted this thread's use.
+    /// Calls `f` with the engine. `None` in a signal handler that has interrupted this thread's use of the engine.
     pub(super) fn with<T>(&self, f: impl FnOnce(&mut Engine<Q>) -> T) -> Option<T> {
         let mut engine = self.engine.lock()?;
         let value = f(&mut engine);
         self.let_go_of(engine);
-        // Other threads may have left work to this one.
+        // Other threads may have left work to this thread.
         let _ = self.again();
         Some(value)
     }
@@ -440,14 +443,14 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         self.with(|engine| engine.streams.of_peer(theirs.0).map(|(_, s)| f(s)))?
     }
 
-    /// Releases the lock, and does the work that is not done under it.
+    /// Releases the lock, and does the work that must not be done under it.
     fn let_go_of(&self, mut engine: Guard<'_, Engine<Q>>) {
         let after = std::mem::take(&mut engine.means.after);
         let is_of_link = after.is_of_link();
         if is_of_link {
             self.users.enter();
         }
-        // A jump of a signal handler waits until this thread is counted out.
+        // Keeps the section open: a signal handler's jump waits until this thread is counted out.
         let _section = engine.unlock();
         self.finish(after);
         if is_of_link {
@@ -495,21 +498,21 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         self.numbers.hold(mine);
     }
 
-    /// Ends a [`hold`](Self::hold), and frees the rings if both ends are done with the stream.
+    /// Ends a [`hold`](Self::hold), and frees the rings if both ends have finished with the stream.
     pub fn let_go(&self, mine: Vqpn) {
         self.mark_done(mine, done::USERS);
     }
 
     fn mark_done(&self, mine: Vqpn, bits: u8) {
         if let Some(done) = self.numbers.mark(mine, bits) {
-            // If the engine cannot be used, the number stays taken.
+            // In a signal handler that has interrupted the engine, the number stays taken.
             self.with(|engine| engine.forget_when_quiet(&self.shared, done));
         }
     }
 
     /// Frees a number that the engine has forgotten.
     fn free_number(&self, Done { number, regions }: Done) {
-        // The memory is not given back to the kernel: the device keeps the pages.
+        // The kernel does not get the memory back, since the device keeps the pages.
         regions.into_iter().for_each(|r| self.numbers.free(r));
         self.numbers.give_back(number);
     }
@@ -530,7 +533,7 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
             self.numbers.give_back(vqpn);
             error
         };
-        // SAFETY: the number is free, and the engine has forgotten it; the end outlives the consumer (`new`). `pair`
+        // SAFETY: the number is free, and the engine has forgotten it. The end outlives the consumer (`new`). `pair`
         // carries the offer over.
         let opened = unsafe { self.shared.mine.open(vqpn, region) }.map_err(undo)?;
         self.register(Which::Mine, of_region(region, self.shared.tuning.chunk_log2));
@@ -546,7 +549,7 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
 
     fn producer(&self, theirs: Vqpn) -> Option<Producer> {
         let block = self.shared.mirror.block(theirs)?;
-        // SAFETY: within the mapping; the only producer, and the end outlives it (`new`).
+        // SAFETY: the block is within the mapping. This is its only producer, and the end outlives it (`new`).
         Some(unsafe { Producer::new(block, self.shared.mirror.area()) })
     }
 
@@ -561,15 +564,15 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
     }
 
     /// CLOSED follows the bytes still to be carried over: before an end mark all of them, otherwise those for which the
-    /// peer's ring has room. This end is done with the number when CLOSED is sent. That takes calls of
-    /// [`progress`](Self::progress) if the queue pair is full now, and CLOSED may not have arrived when the process
-    /// ends. A caller that needs it to arrive asks [`unconfirmed`](Self::unconfirmed) before.
+    /// peer's ring has room. This end has finished with the number when CLOSED is sent. If the queue pair is full, that
+    /// takes later calls of [`progress`](Self::progress). CLOSED may not have arrived when the process ends. A caller
+    /// that needs it to arrive first calls [`unconfirmed`](Self::unconfirmed) until that returns 0.
     fn close(&self, mine: Vqpn, theirs: Option<Vqpn>, consumer: Option<Consumer>) {
         self.numbers.keep(mine, consumer);
         let Some(yours) = theirs else {
             return self.mark_done(mine, done::BOTH);
         };
-        // If the engine cannot be used, the number stays taken.
+        // In a signal handler that has interrupted the engine, the number stays taken.
         let is_left_to_it = self.with(|engine| engine.close(mine.0, yours.0));
         // If the stream was never paired, there are no bytes to be carried over.
         if is_left_to_it == Some(false) && self.send(&Message::Closed { yours }).is_ok() {
@@ -597,8 +600,8 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
         self.numbers.free(region);
     }
 
-    /// Sends a message after the state that the peer needs of its stream: heads, offers, flags, a stop. Messages with
-    /// fds are refused. [`close`](Self::close) sends CLOSED where there is a stream.
+    /// Sends a message, behind the state of its stream that the peer needs first: heads, offers, flags, a stop. Fails
+    /// for messages with fds. [`close`](Self::close) sends CLOSED where there is a stream.
     fn send(&self, message: &Message) -> Result<(), SendError> {
         if self.fault.get().is_some() {
             return Err(SendError::Down);
@@ -606,7 +609,7 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
         if message.fds() != 0 {
             return Err(SendError::Encoding);
         }
-        // Not on the stack, which may be a handler's.
+        // The buffer is not on the stack, which may be a signal handler's and small.
         let mut buf = scratch::zeroed(MAX_MESSAGE).ok_or(SendError::Full)?;
         let bytes = message.encode(&mut buf).map_err(|_| SendError::Encoding)?;
         let message = QueuedMessage {
@@ -620,14 +623,14 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
             }
             outbox.push_back(message);
         }
-        // A fault that is met now, perhaps behind the message, does not prove that the message was not sent: the peer
-        // may act on it. The thread that finds the link down handles that.
+        // A fault that occurs here, perhaps after the message was posted, does not prove that the message was not sent:
+        // the peer may act on it. The thread that finds the link down handles that.
         let _ = self.run(PUMP);
         Ok(())
     }
 
-    /// [`ENGINE`]: carries over the changes of the stream. Other wakes travel to the peer, and wake the waiters that
-    /// they name there.
+    /// If `wake` is [`ENGINE`], carries over the changes of the stream. Any other wake goes to the peer, and wakes
+    /// there the waiters that it names.
     #[inline]
     fn notify(&self, wake: Wake, theirs: Vqpn) {
         if wake.0 == ENGINE.0 {
@@ -645,8 +648,8 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
         self.shared.mine.told_at(mine)
     }
 
-    /// For waiter 0 also returns whether there is a message, or a fault, a new watch or a given-up bulk queue pair for
-    /// which it has not asked.
+    /// For waiter 0 also returns true if there is a message. The same holds for a fault, a new watch or a given-up bulk
+    /// queue pair until the service thread calls `fault`, `is_watched` or `end_retired`.
     fn has_ready(&self, waiter: WaiterId) -> bool {
         self.shared.mine.has_ready(waiter)
             || waiter == SERVICE

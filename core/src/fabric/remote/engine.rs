@@ -1,7 +1,7 @@
-//! The state of one end of a link between hosts, the effects of this end's calls on it, and its turn. A turn takes in
+//! The state of one end of a link between hosts, the effects of this end's calls on it, and its turn. A turn processes
 //! completions (`receive.rs`), sends what can be sent (`pump.rs`), and checks whether the peer's device still answers
-//! (`watch.rs`). `end.rs` has the lock around this state, decides which thread takes the turn, and has the work outside
-//! of the lock.
+//! (`watch.rs`). `end.rs` has the lock around this state, decides which thread takes the turn, and has the work that is
+//! done outside the lock.
 
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering::Relaxed;
@@ -21,25 +21,25 @@ use crate::wire::Message;
 
 // The work of a turn, as bits.
 
-/// Send the queued messages and changes. A thread that queues one asks for this, since a [`POLL`] that finds no
-/// completion does not check the queues.
+/// Send the queued messages and changes. A thread that queues a message or a change asks for this, since a [`POLL`]
+/// that finds no completion does not check the queues.
 pub(super) const PUMP: u32 = 1;
-/// Poll the queue pair first.
+/// Poll the queue pair before all other work.
 pub(super) const POLL: u32 = 2;
 /// Also send the heads that were held back.
 pub(super) const SETTLE: u32 = 4;
-/// The watch is due for a tick.
+/// Call `Watch::tick`.
 pub(super) const TICK: u32 = 8;
 /// Arm the bulk queue pair for its next completion, before it is polled.
 pub(super) const ARM: u32 = 16;
 
-/// The parts of the engine that a stream's turn uses beside the stream.
+/// The parts of the engine that a stream's turn uses in addition to the stream.
 pub(super) struct Means<Q> {
     pub chunks: Chunks,
     pub sender: Sender,
     pub after: After,
     pub bulk: Option<Bulk<Q>>,
-    /// The bulk queue pair is to be given up.
+    /// Whether the bulk queue pair is to be given up.
     pub is_lost: bool,
 }
 
@@ -48,20 +48,21 @@ pub(super) struct Engine<Q> {
     pub streams: Streams,
     pub means: Means<Q>,
     pub inbox: VecDeque<Message>,
-    /// The sweeps of [`Shared::dirty`] and `lazy`.
+    /// The sweep of [`Shared::dirty`]. `lazy` has the streams whose heads are held back, by the peer's number, and its
+    /// sweep.
     pub sweep: ReadyCursor,
     pub lazy: (PrivateQueue, ReadyCursor),
-    /// The stream, by the peer's number, whose turn was interrupted because there was no room.
+    /// The peer's number of the stream whose turn stopped because a credit or room was missing.
     pub current: Option<u32>,
     pub watch: Watch,
-    /// The time of the next tick, ns.
+    /// The time of the last call of `tick`, in ns.
     pub now: u64,
     /// The serial of the last advert or loan.
     pub serial: u32,
-    /// Bulk queue pairs that were given up, for [`End::end_retired`](crate::fabric::remote::End::end_retired): to end
-    /// them may take long.
+    /// Bulk queue pairs that were given up. [`End::end_retired`](crate::fabric::remote::End::end_retired) ends them,
+    /// which may take long.
     pub retired: Vec<Retired<Q>>,
-    /// Numbers that both ends are done with, of streams into whose rings READs may still bring bytes.
+    /// Numbers that both ends have finished with, but into whose rings READs may still bring bytes.
     pub unforgotten: Vec<Done>,
 }
 
@@ -96,7 +97,7 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    /// Forgets a stream whose number both ends are done with.
+    /// Forgets a stream whose number both ends have finished with.
     pub(super) fn forget<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32) {
         self.streams.unlink(mine);
         if let Some(s) = self.streams.get(mine) {
@@ -107,13 +108,13 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    /// Pairs two numbers, as [`LinkEnd::pair`](crate::fabric::LinkEnd::pair) says.
+    /// Pairs two numbers, as [`LinkEnd::pair`](crate::fabric::LinkEnd::pair) describes.
     pub(super) fn pair<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, theirs: u32, first: Region) {
         let Some(block) = g.block_mirror(theirs) else {
             return;
         };
         if let Some((_, old)) = self.streams.of_peer(theirs) {
-            // The peer has opened its number anew, so it is done with the old stream.
+            // The peer has used its number for a new stream, so it has finished with the old one.
             old.theirs = None;
         }
         let unpaired = self.streams.get(mine);
@@ -124,7 +125,7 @@ impl<Q: QueuePair> Engine<Q> {
         s.theirs = Some(theirs);
         block.reset();
         if let Some(offer) = s.out.offered {
-            // No producer waits for it yet.
+            // The result names no waiter, since no producer waits yet.
             let _ = block.put_offer(offer.pack());
         } else {
             s.out.foresee(block, g.peers_len, first);
@@ -136,7 +137,7 @@ impl<Q: QueuePair> Engine<Q> {
         self.streams.link(mine, theirs);
     }
 
-    /// Has CLOSED sent once all bytes are carried over. False if the two numbers are not paired.
+    /// Makes the engine send CLOSED once all bytes are carried over. Returns false if the two numbers are not paired.
     pub(super) fn close(&mut self, mine: u32, theirs: u32) -> bool {
         let s = self.streams.get(mine);
         let s = s.filter(|s| s.state == State::Open && s.theirs == Some(theirs));
@@ -179,7 +180,7 @@ impl<Q: QueuePair> Engine<Q> {
         (bytes, ask)
     }
 
-    /// Takes a turn that does the work `what`. True if there was a completion.
+    /// Takes a turn that does the work `what`. Returns true if there was a completion.
     pub(super) fn run<L: Local>(&mut self, g: &Shared<Q, L>, what: u32) -> Result<bool, Fault> {
         let mut events = 0;
         if what & ARM != 0
@@ -190,7 +191,7 @@ impl<Q: QueuePair> Engine<Q> {
         if what & POLL != 0 || self.means.sender.is_short() {
             events = self.poll(g)? + self.poll_bulk(g)?;
             self.means.sender.counts.looks += 1;
-            // Only where it changes: the same cache line has the words of other links.
+            // Stores only a change, since the words of other links are in the same cache line.
             if events > 0 && g.local.armed().load(Relaxed) {
                 g.local.armed().store(false, Relaxed);
             }
@@ -202,12 +203,12 @@ impl<Q: QueuePair> Engine<Q> {
         if what & SETTLE != 0 {
             self.settle(g);
         }
-        // A poll that finds no completion leaves nothing to send: a thread that queues something asks for PUMP, and
-        // blocked work waits for a completion.
+        // After a poll that finds no completion there is nothing to send. A thread that queues something asks for PUMP,
+        // and blocked work waits for a completion.
         if events > 0 || what & (PUMP | SETTLE) != 0 {
             let pumped = self.pump(g);
             if matches!(pumped, Err(Fault::Down(_))) {
-                // Completions that have come are still valid, and polling them may give a better reason.
+                // Completions that have come are still valid, and polling them may give a more exact reason.
                 self.poll(g)?;
             }
             pumped?;
@@ -220,14 +221,14 @@ impl<Q: QueuePair> Engine<Q> {
         if self.watch.on_done(self.means.sender.done()) {
             self.begin_watch(g);
         }
-        // After the completions, since the answer may be among them.
+        // This follows the completions, since the answer may be among them.
         if what & TICK != 0 {
             self.tick(g)?;
         }
         Ok(events > 0)
     }
 
-    /// Begins the watch: a work request was posted after a while without any.
+    /// Begins the watch: a work request was posted after a time without any.
     #[cold]
     fn begin_watch<L: Local>(&mut self, g: &Shared<Q, L>) {
         g.is_watched.publish(true);
@@ -267,8 +268,8 @@ impl<Q: QueuePair> Engine<Q> {
         Ok(polled?)
     }
 
-    /// Makes due the heads that were held back and have not moved since the last call. The others go with the next
-    /// message of their stream, or after the next call.
+    /// Schedules the heads that were held back, and that have not moved since the last call. A head that has moved goes
+    /// with the next message of its stream, or after the next call.
     fn settle<L: Local>(&mut self, g: &Shared<Q, L>) {
         let (queue, cursor) = &mut self.lazy;
         cursor.begin(queue);
@@ -282,7 +283,7 @@ impl<Q: QueuePair> Engine<Q> {
                 g.dirty.push(theirs);
             } else if head != s.inc.told.head {
                 s.inc.head_held = head;
-                // For the next sweep: this one has taken the queue's word.
+                // The push is for the next sweep, since this sweep has taken the queue's word.
                 queue.push(theirs);
                 let _ = g.owes.ask();
             }

@@ -1,8 +1,9 @@
 //! READs from the memory of a sending program, between hosts (docs/protocol.md, P96–P99): the rules of one direction,
-//! which are pure, and the engine's part. A loan is memory of a program that the reader's device reads into the
-//! reader's ring, or into the buffer of its program: memory that the local program lends ([`Loans`]), or the peer's
-//! ([`Takings`]). Exact as direct transfers are (`put.rs`): while a loan is open no other record of the direction is
-//! sent. TAKEN says up to which position the bytes went by the loan. `bulk.rs` has the queue pair.
+//! which are pure, and the engine's part. A loan is memory of a sending program. The reader's device reads it into the
+//! reader's ring, or into the buffer of the reader's program. The local program lends memory ([`Loans`]), or the peer's
+//! program does ([`Takings`]). Positions are exact, as for direct transfers (`put.rs`): while a loan is open no other
+//! record of the direction is sent, and TAKEN reports up to which position the bytes went by the loan. `bulk.rs` has
+//! the queue pair.
 
 use crate::fabric::remote::bulk::Asked;
 use crate::fabric::remote::engine::{Engine, Means};
@@ -15,20 +16,20 @@ use crate::fabric::remote::{Breach, Local};
 use crate::fabric::ring::Wake;
 use crate::fabric::side::Done;
 
-/// The longest READ in bytes; its bytes become readable together.
+/// The most bytes of one READ. They become readable together.
 const READ: u32 = 128 * 1024;
 
-/// The sending side of loans; at most one is open, until TAKEN has come for it.
+/// The sending side of loans. At most one loan is open, until TAKEN has come for it.
 #[derive(Debug, Default)]
 pub(super) struct Loans {
-    /// The loan for which SOURCE is to be sent; may be taken away until then.
+    /// The loan for which SOURCE is to be sent; it may be cancelled until then.
     pub untold: Option<Memory>,
     /// The loan for which SOURCE was sent.
     told: Option<Memory>,
 }
 
 impl Loans {
-    /// Returns whether a loan is open; the direction goes on when it is over.
+    /// Returns whether a loan is open. The direction goes on when the loan has ended.
     pub(super) fn is_open(&self) -> bool {
         self.untold.or(self.told).is_some()
     }
@@ -42,8 +43,8 @@ impl Loans {
         self.told.map(|loan| loan.end())
     }
 
-    /// Takes in TAKEN: the loan is over, and the direction goes on at `tail`. An error if that is outside the loan, or
-    /// before `head`, the position up to which the peer's program has read. Returns how many bytes went by the loan.
+    /// Processes TAKEN: the loan has ended, and the direction goes on at `tail`. Fails if `tail` is outside the loan,
+    /// or before `head`, the position up to which the peer's program has read. Returns how many bytes went by the loan.
     fn on_taken(&mut self, serial: Serial, tail: u64, head: u64) -> Result<u64, Breach> {
         let told = self.told.filter(|loan| loan.serial == serial);
         let loan = told.ok_or(Breach::Loan)?;
@@ -60,13 +61,14 @@ struct Taking {
     loan: Memory,
     /// READs are posted for all bytes before this position.
     posted: u64,
-    /// Bytes before this position that are not in the ring are, or were, in the local program's buffer.
+    /// The position behind the last byte that came into the local program's buffer; 0 if none did. TAKEN waits until
+    /// the program has read up to there.
     landed: u64,
-    /// No more READs are posted for the loan.
+    /// Whether no more READs are posted for the loan.
     is_ending: bool,
 }
 
-/// The reading side of loans; at most one is open, until TAKEN is sent.
+/// The reading side of loans. At most one loan is open, until TAKEN is sent.
 #[derive(Debug, Default)]
 pub(super) struct Takings(Option<Taking>);
 
@@ -76,7 +78,8 @@ impl Takings {
         self.0.is_some()
     }
 
-    /// Takes in a loan for the bytes that follow `tail`. The ring has room up to `window`.
+    /// Records a loan for the bytes that follow `tail`. The ring has room up to `window`. Fails if the loan does not
+    /// fit that.
     pub(super) fn begin(&mut self, loan: Memory, tail: u64, window: u64) -> Result<(), Breach> {
         if !loan.is_possible() || self.is_open() || loan.position != tail || loan.end() > window {
             return Err(Breach::Loan);
@@ -90,7 +93,7 @@ impl Takings {
         Ok(())
     }
 
-    /// Returns the part of the loan that is to be read next; `None` if there is no more.
+    /// Returns the part of the loan that has to be read next; `None` if there is no more.
     pub(super) fn next(&self) -> Option<Memory> {
         let Taking { loan, posted, .. } = self.0.filter(|taking| !taking.is_ending)?;
         let rest = loan.from(posted - loan.position);
@@ -103,19 +106,19 @@ impl Takings {
         }
     }
 
-    /// Posts no more READs for the loan.
+    /// Ends the posting of READs for the loan.
     pub(super) fn stop(&mut self) {
         if let Some(taking) = &mut self.0 {
             taking.is_ending = true;
         }
     }
 
-    /// Returns whether posted READs may still bring bytes; all before `tail` have come.
+    /// Returns whether posted READs may still bring bytes. All bytes before `tail` have come.
     pub(super) fn is_under_way(&self, tail: u64) -> bool {
         self.0.is_some_and(|taking| taking.posted > tail)
     }
 
-    /// Ends the READs: bytes that have not come by now never will.
+    /// Records that the READs have ended: bytes that have not come by now never will.
     pub(super) fn on_ended(&mut self, tail: u64) {
         if let Some(taking) = &mut self.0 {
             taking.is_ending = true;
@@ -123,7 +126,7 @@ impl Takings {
         }
     }
 
-    /// Records that bytes up to `tail` are in the local program's buffer. The program is about to take them, and TAKEN
+    /// Records that bytes up to `tail` are in the local program's buffer. The program is about to take them. TAKEN
     /// waits for that, so that the peer need not keep them.
     pub(super) fn on_landed(&mut self, tail: u64) {
         if let Some(taking) = &mut self.0 {
@@ -131,8 +134,8 @@ impl Takings {
         }
     }
 
-    /// Returns the serial for TAKEN once no more bytes can come: all READs have brought their bytes, up to `tail`. The
-    /// local program has read up to `head`.
+    /// Returns the serial for TAKEN once no more bytes can come, because all READs have brought their bytes, up to
+    /// `tail`. The local program has read up to `head`.
     pub(super) fn answer(&self, tail: u64, head: u64) -> Option<Serial> {
         let Taking {
             loan,
@@ -147,7 +150,7 @@ impl Takings {
 
 impl<Q: QueuePair> Engine<Q> {
     /// Lends program memory to the peer's device under `rkey`, for the bytes that the producer commits next, up to
-    /// `source.until`. False if they have to be in the mirror.
+    /// `source.until`. Returns false if those bytes have to be in the mirror.
     pub(super) fn offer_source<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32, source: Source, rkey: u32) -> bool {
         let s = self.streams.of_peer(theirs).map(|(_, s)| s);
         let s = s.filter(|s| s.state == State::Open && !s.closing && !s.peer_left && !s.out.stopped);
@@ -155,7 +158,7 @@ impl<Q: QueuePair> Engine<Q> {
             return false;
         };
         let out = &mut s.out;
-        // If the producer has moved on to another ring, SWITCH goes first.
+        // If the producer has moved to another ring, SWITCH goes first.
         out.look(block);
         let is_at_end = [block.tail(), out.told, out.placed] == [source.from; 3] && out.aside.is_none();
         let is_free = out.targets.source.is_none() && !out.loans.is_open() && !out.targets.holds(out.head);
@@ -177,7 +180,7 @@ impl<Q: QueuePair> Engine<Q> {
         true
     }
 
-    /// Takes in TAKEN: the peer's device has read up to `tail`.
+    /// Processes TAKEN: the peer's device has read up to `tail`.
     pub(super) fn on_taken<L: Local>(
         &mut self,
         g: &Shared<Q, L>,
@@ -200,11 +203,11 @@ impl<Q: QueuePair> Engine<Q> {
         Ok(())
     }
 
-    /// Takes in SOURCE: the peer's program lends memory.
+    /// Processes SOURCE: the peer's program lends memory.
     pub(super) fn on_loan<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, loan: Memory) -> Result<(), Breach> {
         let block = g.block_mine(mine).ok_or(Breach::Stream)?;
         let Some(s) = self.streams.get(mine).filter(|s| s.state == State::Open) else {
-            // CLOSED informs the peer that this end has left.
+            // CLOSED informs the peer that this end has left the stream.
             return Ok(());
         };
         s.inc.on_loan(block, loan)?;
@@ -215,7 +218,7 @@ impl<Q: QueuePair> Engine<Q> {
         Ok(())
     }
 
-    /// Changes the state of the loan that stream `mine` reads, then checks what is over by that.
+    /// Changes the state of the loan that stream `mine` reads, then checks what has ended by that.
     pub(super) fn change_taking<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, f: impl FnOnce(&mut Incoming)) {
         if let Some(s) = self.streams.get(mine) {
             f(&mut s.inc);
@@ -223,8 +226,9 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    /// Checks what of stream `mine` is over. A transfer into the program's buffer: the buffer is the program's again. A
-    /// loan: TAKEN is to be sent. All READs, with both ends done: the number is free.
+    /// Checks what of stream `mine` has ended. If a transfer into the program's buffer has ended, the program gets the
+    /// buffer back. If a loan has ended, TAKEN is to be sent. If all READs have ended, and both ends have finished with
+    /// the number, the number is free.
     pub(super) fn go_on<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32) {
         let (Some(s), Some(block)) = (self.streams.get(mine), g.block_mine(mine)) else {
             return;
@@ -241,8 +245,8 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    /// Forgets a number that both ends are done with, and has it freed; later if READs may still bring bytes into its
-    /// ring.
+    /// Forgets a number that both ends have finished with, and schedules it to be freed. If READs may still bring bytes
+    /// into the stream's ring, that happens later.
     pub(super) fn forget_when_quiet<L: Local>(&mut self, g: &Shared<Q, L>, done: Done) {
         if self.streams.get(done.number.0).is_some_and(Stream::is_read_into) {
             self.unforgotten.push(done);
@@ -264,10 +268,11 @@ impl<Q: QueuePair> Engine<Q> {
                 self.change_taking(g, mine, |inc| inc.takings.stop());
                 continue;
             };
-            // SAFETY: within a chunk of this end's arena that is registered under the key, at positions for which the
-            // ring has room. The reader does not read there before the tail goes on, and the ring is kept as long as
-            // the READ may be under way (`forget_when_quiet`). Or within a buffer with which a call of the program
-            // waits: the call returns only when all READs into it have completed, or the registration has ended.
+            // SAFETY: the target is in a chunk of this end's arena that is registered under the key, or in the buffer
+            // of a waiting call. In the arena, the ring has room at these positions, and its reader does not read there
+            // before the tail goes on. The ring is kept as long as the READ may be under way (`forget_when_quiet`).
+            // With a buffer, the program's call returns only when all READs into the buffer have completed, or its
+            // registration has ended.
             let is_posted = unsafe { bulk.read(mine, &read, into) };
             if is_posted != Ok(true) {
                 self.means.is_lost |= is_posted.is_err();
@@ -280,7 +285,7 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    /// Takes in a complete READ: its bytes are in the ring, or in the buffer.
+    /// Processes a complete READ: its bytes are in the ring, or in the buffer.
     pub(super) fn on_read<L: Local>(&mut self, g: &Shared<Q, L>, asked: Asked) {
         let Asked { mine, bytes, into } = asked;
         let (Some(s), Some(block)) = (self.streams.get(mine), g.block_mine(mine)) else {
@@ -298,8 +303,8 @@ impl<Q: QueuePair> Engine<Q> {
         self.go_on(g, mine);
     }
 
-    /// Ends the loans of a stream that the peer has left. It sends no TAKEN for memory lent to it, and this end posts
-    /// no more READs of memory that the peer lends.
+    /// Ends the loans of a stream that the peer has closed. The peer sends no TAKEN for memory that was lent to it, and
+    /// this end posts no more READs of memory that the peer lends.
     pub(super) fn on_reader_left<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32) {
         self.change_taking(g, mine, |inc| inc.takings.stop());
         let Some(s) = self.streams.get(mine) else { return };
@@ -318,7 +323,7 @@ impl<Q: QueuePair> Means<Q> {
         }
     }
 
-    /// Has the local sender put the rest of lent memory into the mirror.
+    /// Makes the local sender put the rest of lent memory into the mirror.
     pub(super) fn need_source<L: Local>(&mut self, g: &Shared<Q, L>, s: &mut Stream, mine: u32) {
         if let Some(source) = &mut s.out.targets.source {
             source.is_needed = true;
@@ -327,8 +332,8 @@ impl<Q: QueuePair> Means<Q> {
     }
 }
 
-/// Returns the next READ of a loan, and the buffer that the READ fills if it is not for the ring. `rest` is the part of
-/// the loan without a READ. `None` if the ring's memory is not registered.
+/// Returns the next READ of a loan, and the serial of the advert whose buffer the READ fills, if it is not for the
+/// ring. `rest` is the part of the loan for which no READ was posted. `None` if the ring's memory is not registered.
 fn next_read<Q: QueuePair, L: Local>(
     g: &Shared<Q, L>,
     chunks: &Chunks,

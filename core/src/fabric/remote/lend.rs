@@ -1,10 +1,9 @@
-//! Send buffers: rings of this end to which a producer moves when the peer's ring has no room. The peer knows nothing
-//! of them: a buffer's bytes go to the peer's ring as that has room, at the same positions. `pump.rs` carries them
-//! over.
+//! Send buffers: rings of this end to which a producer moves when the peer's ring has no room. The peer does not know
+//! of them. As its ring gets room, `pump.rs` carries the bytes of a buffer over to that ring, at the same positions.
 //!
-//! A stream has at most one buffer. Its producer moves there, and back when all bytes have been read. It does so under
-//! its own lock and the engine's, so that both know at the same moment where the next byte is. A buffer is free when
-//! its bytes have been read, or when the peer has closed the stream.
+//! A stream has at most one buffer. Its producer moves to the buffer, and back when the peer has read all bytes. It
+//! moves under its own lock and the engine's, so that producer and engine know at the same moment where the next byte
+//! is. A buffer is free when its bytes have been read, or when the peer has closed the stream.
 
 use crate::fabric::arena::Arena;
 use crate::fabric::layout::{PAGE_LOG2, Region};
@@ -17,7 +16,7 @@ use crate::fabric::ring::{Producer, Wake};
 use crate::lock::Lock;
 
 impl<Q: QueuePair> Engine<Q> {
-    /// Moves a producer to a send buffer, as [`LinkEnd::lend`](crate::fabric::LinkEnd::lend) says.
+    /// Moves a producer to a send buffer, as [`LinkEnd::lend`](crate::fabric::LinkEnd::lend) describes.
     pub(super) fn lend<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32, producer: &mut Producer, log2: u8) -> bool {
         let Some(part) = producer.fits_aside(log2) else {
             return false;
@@ -28,7 +27,7 @@ impl<Q: QueuePair> Engine<Q> {
         let (Some(s), Some(block)) = (s, g.block_mirror(theirs)) else {
             return false;
         };
-        // The ring that the producer has adopted before comes first.
+        // If the producer has adopted another ring, the engine records that first.
         s.out.look(block);
         let Some(region) = g.buffers.take(part) else {
             return false;
@@ -43,7 +42,7 @@ impl<Q: QueuePair> Engine<Q> {
         moves
     }
 
-    /// Moves a producer back, as [`LinkEnd::take_back`](crate::fabric::LinkEnd::take_back) says.
+    /// Moves a producer back, as [`LinkEnd::take_back`](crate::fabric::LinkEnd::take_back) describes.
     pub(super) fn take_back<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32, producer: &mut Producer) -> bool {
         let (Some((mine, s)), Some(block)) = (self.streams.of_peer(theirs), g.block_mirror(theirs)) else {
             return false;
@@ -53,14 +52,14 @@ impl<Q: QueuePair> Engine<Q> {
             return false;
         };
         let next = out.offered;
-        // The producer may have adopted a ring before it moved aside, and not used it. The peer has to be sent that
-        // SWITCH first.
+        // The producer may have adopted a ring before it moved to the buffer, without using that ring. SWITCH to that
+        // ring has to be sent to the peer first.
         let is_carried = out.told == producer.position() && out.switch_at.is_none();
         let moves = is_carried && producer.move_back(ring, out.generation, next.map(|offer| offer.region));
         if moves {
             out.aside = None;
             g.buffers.give_back(aside.region);
-            // From here on the producer adopts offers itself.
+            // From here on the producer itself adopts offers.
             let wake = next.map_or(Wake::NONE, |offer| block.put_offer(offer.pack()));
             g.tell_here(&mut self.means.after, wake, mine);
         }
@@ -68,8 +67,8 @@ impl<Q: QueuePair> Engine<Q> {
     }
 }
 
-/// The memory for buffers: the part of the mirror's data area behind the copy of the peer's, so that a cursor reaches
-/// them as it does the peer's rings.
+/// The memory for buffers: the part of the mirror's data area behind the copy of the peer's. There a cursor reaches a
+/// buffer as it does the peer's rings.
 pub(super) struct Buffers {
     arena: Lock<Arena>,
     bytes: u64,
@@ -78,7 +77,7 @@ pub(super) struct Buffers {
 }
 
 impl Buffers {
-    /// Returns room for `bytes` bytes of buffers behind the first `at` bytes of a data area, whole pages.
+    /// Returns room for `bytes` bytes of buffers behind the first `at` bytes of a data area; both are whole pages.
     pub(super) fn new(at: usize, bytes: usize) -> Self {
         Self {
             arena: Lock::new(Arena::new(bytes as u64)),

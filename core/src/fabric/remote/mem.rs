@@ -1,9 +1,9 @@
 //! A queue pair in memory that behaves like a device, for tests. Its send queue is bounded, and completions free the
 //! entries. A message that finds no receive buffer ends the connection. WRITEs and READs are checked against registered
-//! memory. Tests set delays, under a virtual clock, and the work request at which the connection ends.
+//! memory. A test can set a delay, under a virtual clock, and choose the work request at which the connection ends.
 //!
-//! The network runs when either end polls. Source memory is read then, not when the work request is posted, as
-//! a device may do. Built for tests and with the feature `mem`.
+//! The modelled network carries out work requests when either end polls. It reads source memory at that time, not when
+//! the work request is posted, as a device may do. Built for tests and with the feature `mem`.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -19,7 +19,7 @@ pub struct Config {
     pub limits: Limits,
     /// The most work requests that are posted and whose completion was not polled.
     pub send_queue: usize,
-    /// How many work requests a completion is for; fewer only when the send queue is full.
+    /// The number of work requests that one completion stands for. It is less only if the send queue is full.
     pub signal_every: usize,
     /// The delay from one end to the other in µs.
     pub delay: u64,
@@ -50,7 +50,7 @@ enum Work {
     Probe,
 }
 
-// SAFETY: the pointer is to registered memory, which any thread may access.
+// SAFETY: the pointer leads to registered memory, which any thread may access.
 unsafe impl Send for Work {}
 
 /// The use of memory that a key allows.
@@ -71,25 +71,25 @@ enum Arrived {
 /// The device of one end.
 #[derive(Debug, Default)]
 struct Device {
-    /// Posted work requests, with the time of arrival.
+    /// Posted work requests, each with its time of arrival.
     posted: VecDeque<(u64, Work)>,
-    /// Work requests that are carried out, and whose completion was not polled.
+    /// The number of work requests that were carried out, and whose completions were not polled.
     completed: usize,
-    /// Work requests that are posted, carried out or not, and whose completion was not polled.
+    /// The number of work requests that were posted, carried out or not, and whose completions were not polled.
     outstanding: usize,
     was_full: bool,
-    /// Receive buffers that are posted.
+    /// The number of receive buffers that are posted.
     buffers: u16,
     arrived: VecDeque<Arrived>,
-    /// Address, length, key and use of registered memory. Uses: this end's WRITEs read there, the peer writes there,
-    /// this end's READs go there, the peer reads there.
+    /// The address, length, key and use of registered memory. `Source`: this end's WRITEs read there. `Target`: the
+    /// peer writes there. `Sink`: this end's READs go there. `Offered`: the peer reads there.
     regions: Vec<(u64, u64, u32, Use)>,
     is_armed: bool,
-    /// How often the completion fd fired, which this queue pair and those beside it share.
+    /// The number of times that the completion fd fired. This queue pair and those beside it share the fd.
     armed_fired: Arc<AtomicU64>,
     registered: u64,
     refuses_memory: bool,
-    /// Probes and READs that are carried out, and were not polled.
+    /// The number of probes, and of READs, that were carried out and not polled.
     probed: usize,
     read: usize,
 }
@@ -110,11 +110,12 @@ struct State {
     is_down: bool,
     is_mute: bool,
     why: &'static str,
-    /// How many more work requests are carried out before the connection ends; `None`: no limit.
+    /// The number of further work requests that are carried out before the connection ends; `None` if there is no
+    /// limit.
     lives: Option<u64>,
-    /// Memory registered with that queue pair counts here too.
+    /// A connection whose registered memory counts as registered here too.
     beside: Option<Arc<Shared>>,
-    /// How many arrivals that were not polled when the connection ended are never seen, at each end.
+    /// The number of arrivals that are lost at each end when the connection ends, of those that were not polled.
     loses: usize,
     next_key: u32,
 }
@@ -187,7 +188,7 @@ impl State {
             self.die(why);
         } else if let Some(device) = self.devices.get_mut(me) {
             device.completed += 1;
-            // The signalled requests among them have completions, which fire as others do.
+            // Fires for every work request, as if each were signalled.
             device.fire();
         }
     }
@@ -200,7 +201,7 @@ impl State {
         Ok(())
     }
 
-    /// Returns whether an end has `len` bytes at `at` registered under the key for this use.
+    /// Returns whether an end has registered `len` bytes at `at` under the key for this use.
     fn covers(&self, end: usize, key: u32, (at, len): (u64, u32), what: Use) -> bool {
         let covers = |device: Option<&Device>| {
             let regions = device.map(|d| d.regions.as_slice()).unwrap_or_default();
@@ -222,7 +223,7 @@ impl State {
             return Err("bad remote key");
         }
         let to = std::ptr::with_exposed_provenance_mut::<u8>(write.to as usize);
-        // SAFETY: both are registered for this length, and stay mapped (`register`).
+        // SAFETY: source and target are registered for this length, and stay mapped (`register`).
         unsafe { std::ptr::copy(write.from, to, write.len as usize) };
         Ok(())
     }
@@ -249,7 +250,7 @@ impl State {
 #[derive(Debug)]
 struct Shared {
     state: Mutex<State>,
-    /// A copy of the state's flag, to be read without the lock.
+    /// A copy of the state's flag, which is read without the lock.
     is_down: AtomicBool,
 }
 
@@ -272,7 +273,7 @@ pub fn pair(config: Config, clock: &Clock) -> [MemQp; 2] {
     pair_beside(config, clock, None)
 }
 
-/// Returns two connected queue pairs; memory that is registered with `other` is registered for them too.
+/// Returns two connected queue pairs. Memory that is registered with `other` is registered for them too.
 pub fn pair_beside(config: Config, clock: &Clock, other: Option<&MemQp>) -> [MemQp; 2] {
     let fired = |other: &MemQp| {
         other
@@ -310,8 +311,8 @@ pub fn pair_beside(config: Config, clock: &Clock, other: Option<&MemQp>) -> [Mem
 }
 
 impl MemQp {
-    /// Ends the connection after `requests` more work requests of both ends. Later ones are lost. Of the messages that
-    /// have arrived by then, `loses` at each end are never seen.
+    /// Ends the connection after `requests` more work requests of both ends. Later requests are lost. Of the messages
+    /// that have arrived at each end by then and were not polled, `loses` are lost.
     pub fn die_after(&self, requests: u64, loses: usize) {
         let mut state = self.shared.lock();
         state.lives = Some(requests);
@@ -323,7 +324,7 @@ impl MemQp {
         self.shared.lock().die("cut");
     }
 
-    /// Mutes the connection: while `on`, no work request arrives at either end, and no error is reported.
+    /// While `on`, carries out no work request of either end, and reports no error.
     pub fn mute(&self, on: bool) {
         self.shared.lock().is_mute = on;
     }
@@ -510,7 +511,7 @@ impl QueuePair for MemQp {
 }
 
 impl Drop for MemQp {
-    /// Carries out no more work requests, as a destroyed queue pair.
+    /// Ends the connection: a queue pair that is destroyed carries out no more work requests.
     fn drop(&mut self) {
         self.shared.lock().die("destroyed");
     }

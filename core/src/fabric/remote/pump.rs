@@ -1,10 +1,11 @@
-//! Decides what is sent, in this order: messages of the side channel, then the streams that have something to send, in
-//! turns, then a grant if one is due. Records in the message that is being collected count as sent (`sender.rs`). So
-//! when the queue pair is full, or credits are used up, nothing has to be undone. The message waits, and the stream
-//! whose turn it was goes on from there.
+//! Decides what is sent, in this order: messages of the side channel; then the records of the streams that have
+//! something to send, in turns; then a grant if one is due. Records in the message that is being collected count as
+//! sent (`sender.rs`). So when the queue pair is full, or credits are used up, nothing has to be undone. The message
+//! waits, and the stream whose turn it was goes on from there.
 //!
-//! A stream's turn sends the records of its local consumer ([`Means::control`]), then the local producer's
-//! ([`Means::data`]). Bytes for a buffer with which the peer's program waits go straight there ([`Means::direct`]).
+//! A stream's turn sends the records of its local consumer ([`Means::control`]), then the records of its local producer
+//! ([`Means::data`]). Bytes for a buffer with which the peer's program waits are written straight into that buffer
+//! ([`Means::direct`]).
 
 use std::sync::atomic::Ordering::SeqCst;
 
@@ -58,7 +59,7 @@ impl<Q: QueuePair> Engine<Q> {
                 Ok(Turn::Done | Turn::Full) => {}
                 Ok(Turn::More) => g.dirty.push(theirs),
                 Err(halt) => {
-                    // The stream is the first when there is room again, so that none is passed over for ever.
+                    // The stream goes first when there is room again, so that no stream is passed over for ever.
                     self.current = Some(theirs);
                     return Err(halt);
                 }
@@ -66,10 +67,10 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    /// Sends the messages of the side channel, each after the state that the peer needs of its stream.
+    /// Sends the messages of the side channel, each behind the state of its stream that the peer needs first.
     fn messages<L: Local>(&mut self, g: &Shared<Q, L>) -> Result<(), Halt> {
         let Some(mut outbox) = g.outbox.lock() else {
-            // This thread was interrupted while it queued a message; it pumps afterwards.
+            // This thread was interrupted while it queued a message. It pumps afterwards.
             return Ok(());
         };
         while let Some(message) = outbox.front() {
@@ -86,7 +87,7 @@ impl<Q: QueuePair> Engine<Q> {
         Ok(())
     }
 
-    /// Serves a stream's turn.
+    /// Takes the turn of a stream.
     fn serve<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> Result<Turn, Halt> {
         let word = g.tells.get(theirs as usize).map_or(0, |cell| cell.swap(0, SeqCst));
         if word != 0
@@ -104,8 +105,8 @@ impl<Q: QueuePair> Engine<Q> {
         if turn == Turn::More {
             return Ok(turn);
         }
-        // Bytes before an end mark are owed to a peer that still reads. Bytes without an end mark are not: they go over
-        // TCP.
+        // Bytes before an end mark have to be sent to a peer that still reads. Bytes without an end mark do not: they
+        // go over TCP.
         let is_owed =
             turn == Turn::Full && !s.peer_left && g.block_mirror(theirs).is_some_and(DirectionBlock::has_ended);
         let closes = s.closing && !is_owed;
@@ -121,7 +122,7 @@ impl<Q: QueuePair> Engine<Q> {
                 return Ok(Turn::Done);
             }
         }
-        // Also if the stream is not closed: a message is sent anyway.
+        // The head is sent even if the stream is not closed, since a message is sent anyway.
         s.inc.settle = true;
         self.means.control(g, s, mine, theirs)?;
         if closes {
@@ -140,8 +141,8 @@ impl<Q: QueuePair> Engine<Q> {
 
 impl<Q: QueuePair> Means<Q> {
     /// Sends the records of the local consumer of a stream: rings on offer with the keys of their memory, heads, flags,
-    /// a stop. Also answers to CONFIRM, adverts and withdrawals of buffers with which the program waits, and TAKEN for
-    /// memory that the peer lends.
+    /// a stop. Also sends answers to CONFIRM, adverts and withdrawals of buffers with which the program waits, and
+    /// TAKEN for memory that the peer lends.
     fn control<L: Local>(&mut self, g: &Shared<Q, L>, s: &mut Stream, mine: u32, theirs: u32) -> Result<(), Halt> {
         let Some(block) = g.block_mine(mine) else {
             return Ok(());
@@ -151,7 +152,7 @@ impl<Q: QueuePair> Means<Q> {
         inc.settle |= inc.landings.untold().is_some();
         let view = block.watch_consumer(ENGINE.0);
         let taken = inc.takings.answer(inc.tail, view.head);
-        // The peer need not keep bytes that it knows were read.
+        // Sends the head too: the peer need not keep bytes that it knows were read.
         inc.settle |= taken.is_some();
         if view.offer != inc.told.offer {
             let offer = Offer::unpack(view.offer);
@@ -209,7 +210,7 @@ impl<Q: QueuePair> Means<Q> {
         Ok(())
     }
 
-    /// Sends the records of the local producer of a stream: payload, switches of rings, the end mark; at most
+    /// Sends the records of the local producer of a stream: payload, switches of rings, the end mark. Sends at most
     /// `Tuning::piece` bytes of payload. Each piece goes from its place in the mirror to the same positions of the
     /// peer's ring, which may have another size.
     fn data<L: Local>(&mut self, g: &Shared<Q, L>, s: &mut Stream, mine: u32, theirs: u32) -> Result<Turn, Halt> {
@@ -221,8 +222,8 @@ impl<Q: QueuePair> Means<Q> {
         if out.stopped {
             return Ok(Turn::Done);
         }
-        // Nothing is sent before the peer's end has answered how far it has read a loan. Then the direction goes on
-        // when `take_source` has copied the rest into the mirror.
+        // While a loan is open nothing is sent before TAKEN has come, which tells how far the peer has read. Then the
+        // direction goes on when `take_source` has copied the rest into the mirror.
         let is_lent = out.targets.source.is_some_and(|source| source.is_offered());
         if out.targets.holds(out.head) || out.loans.reach().is_some() || is_lent && !out.loans.is_open() {
             return Ok(Turn::Full);
@@ -240,7 +241,7 @@ impl<Q: QueuePair> Means<Q> {
                 };
                 self.sender.put(&g.qp, &record)?;
                 out.on_switched();
-                // WRITEs over the bulk queue pair could arrive before this record.
+                // WRITEs on the bulk queue pair could arrive before this record.
                 out.targets.drop_open();
                 continue;
             }
@@ -251,14 +252,14 @@ impl<Q: QueuePair> Means<Q> {
                     out.targets.drop_open();
                     return Ok(Turn::Full);
                 }
-                // `direct` asks the lender for the bytes below.
+                // `direct` below makes the lender put the bytes into the mirror.
                 out.loans.untold = None;
             }
             if let Some(turn) = self.direct(g, out, (mine, theirs), view.tail, &mut left) {
                 return Ok(turn);
             }
             let next = out.next(view.tail).map(|next| Next {
-                // Only as far as the mirror has the bytes.
+                // Limited to the bytes that the mirror has.
                 until: out.targets.mirrored(out.placed, next.until),
                 ..next
             });
@@ -294,14 +295,14 @@ impl<Q: QueuePair> Means<Q> {
                 let want = want.min(self.sender.most_payload());
                 let tail = out.placed + want as u64;
                 let from = out.placed;
-                // SAFETY: committed and not told, so the producer does not write there.
+                // SAFETY: the bytes are committed and were not announced, so the producer does not write there.
                 let fill = |to: &mut [u8]| unsafe { area.copy_out(next.source, from, to) };
                 self.sender.put_data(&g.qp, theirs, tail, want, fill)?;
                 (out.placed, out.told) = (tail, tail);
                 left = left.saturating_sub(want as u64);
                 continue;
             };
-            // Both rings may wrap, and lie in several chunks.
+            // Both rings may wrap, and may lie in several chunks.
             let there_too = (next.ring.len() - in_ring).min((1 << log2) - in_chunk);
             let len = len.min(there_too as u64);
             let whole = alone && len == there && self.sender.has_credit();
@@ -312,7 +313,7 @@ impl<Q: QueuePair> Means<Q> {
                 to: target.base.wrapping_add(in_chunk as u64),
                 remote: target.rkey,
             };
-            // SAFETY: within the chunk, which was registered under the key.
+            // SAFETY: the source is within the chunk, which was registered under the key.
             unsafe { self.sender.write(&g.qp, &write, whole.then_some(theirs)) }?;
             out.placed += len;
             left = left.saturating_sub(len);
@@ -341,7 +342,7 @@ impl<Q: QueuePair> Means<Q> {
         Ok(if has_rest { Turn::Full } else { Turn::Done })
     }
 
-    /// Sends DATA without payload for bytes that were written, if there are any.
+    /// If bytes were written and not announced, sends a DATA record without payload for them.
     fn announce<L: Local>(&mut self, g: &Shared<Q, L>, out: &mut Outgoing, theirs: u32) -> Result<(), Halt> {
         if out.placed != out.told {
             self.sender.put_data(&g.qp, theirs, out.placed, 0, |_| true)?;
@@ -350,8 +351,8 @@ impl<Q: QueuePair> Means<Q> {
         Ok(())
     }
 
-    /// Sends how often the window was too small, if the count has changed: `counted` by the local producer, and the
-    /// stalls of bytes written aside.
+    /// Sends the number of windows that were too small, if it has changed. The number is `counted` by the local
+    /// producer, plus the stalls of bytes written aside.
     fn tell_limited<L: Local>(
         &mut self,
         g: &Shared<Q, L>,
@@ -368,9 +369,10 @@ impl<Q: QueuePair> Means<Q> {
     }
 
     /// Writes as many of the bytes up to `tail` as possible, at most `left`, straight from the mirror or the local
-    /// program's memory into a buffer with which the peer's program waits (P90–P95). Positions go on only when all is
-    /// posted with PLACED behind it, so before that nothing has to be undone. Returns how the stream's turn ends;
-    /// `None` if the next bytes go by the ring. `numbers` are this end's of the stream, and the peer's.
+    /// program's memory into a buffer with which the peer's program waits (P90–P95). Positions advance only when all
+    /// WRITEs are posted with PLACED behind them, so nothing has to be undone before that. Returns how the stream's
+    /// turn ends; `None` if the next bytes go by the ring. `(mine, theirs)` are this end's number of the stream and the
+    /// peer's.
     fn direct<L: Local>(
         &mut self,
         g: &Shared<Q, L>,
@@ -387,7 +389,7 @@ impl<Q: QueuePair> Means<Q> {
             let pending = next.map_or(0, |next| next.until.min(advert.end()).saturating_sub(from));
             let source = out.targets.source.filter(|source| source.covers(from));
             if written == 0 && pending == 0 && is_next {
-                // Bytes for the advert may come yet.
+                // Bytes for the advert may still come.
                 return None;
             }
             let is_worth_it = written > 0 || source.is_some() || pending >= u64::from(g.tuning.direct_min);
@@ -395,8 +397,8 @@ impl<Q: QueuePair> Means<Q> {
             let piece = next.and_then(|next| match source {
                 Some(source) => {
                     let at = std::ptr::with_exposed_provenance(source.address + (from - source.from) as usize);
-                    // Memory that was lent to the peer's device is not for this one: bytes that the peer has not read
-                    // go by the mirror.
+                    // Memory that was lent to the peer's device has no key for this end's device. Bytes that the peer
+                    // has not read go by the mirror.
                     Some((at, pending.min(PIECE).min(source.until - from), source.key?))
                 }
                 None => {
@@ -420,7 +422,8 @@ impl<Q: QueuePair> Means<Q> {
                     to: advert.address + written,
                     remote: advert.rkey,
                 };
-                // SAFETY: within a chunk of the mirror, or within the program's memory, each registered under the key.
+                // SAFETY: within a chunk of the mirror, or within the program's memory; each is registered under the
+                // key.
                 let is_posted = unsafe { bulk.write(theirs, &write) };
                 self.is_lost |= is_posted.is_err();
                 if is_posted != Ok(true) {
@@ -434,7 +437,7 @@ impl<Q: QueuePair> Means<Q> {
             } else if written == 0 {
                 break;
             }
-            // All is posted for which the advert is of use: PLACED follows.
+            // All WRITEs are posted for which the advert is of use, so PLACED follows.
             if let Some(answer) = out.targets.finish() {
                 out.on_direct(answer.tail);
                 self.is_lost |= bulk.answer(theirs, answer).is_err();
@@ -442,7 +445,7 @@ impl<Q: QueuePair> Means<Q> {
             return Some(Turn::Full);
         }
         out.targets.drop_open();
-        // By the ring, if the mirror has the bytes; otherwise the lender has to put them there.
+        // The bytes go by the ring, if the mirror has them. Otherwise the lender has to put them into the mirror.
         let position = out.placed;
         let source = out.targets.source.as_mut();
         let source = source.filter(|s| s.covers(position) && position < tail)?;

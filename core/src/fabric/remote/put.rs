@@ -1,9 +1,9 @@
 //! WRITEs straight into the memory of programs, between hosts (docs/protocol.md, P90–P95): the rules of one direction,
-//! which are pure, and the engine's part. A buffer is memory with which the receiving program waits: the local one
+//! which are pure, and the engine's part. A buffer is memory with which a receiving program waits: the local program
 //! ([`Landings`]), or the peer's ([`Targets`]). Positions are exact: a buffer stands for the bytes from the position at
-//! which its ring was empty. The sender uses it only if it has told nothing beyond that position. This end's own device
-//! uses it for memory that the sender lends from that position on (P97). `pump.rs` posts the WRITEs, `get.rs` the
-//! READs, and `bulk.rs` has the queue pair.
+//! which its ring was empty. The sender uses the buffer only if it has announced no byte beyond that position. The
+//! receiver's own device uses it for memory that the sender lends from that position on (P97). `pump.rs` posts the
+//! WRITEs, `get.rs` the READs, and `bulk.rs` has the queue pair.
 
 use crate::fabric::layout::MAX_STREAMS;
 use crate::fabric::ready::ReadyQueue;
@@ -20,7 +20,7 @@ use crate::fabric::remote::{Breach, Fault, Local, SERVICE};
 pub struct Buffer {
     /// The address of its first byte.
     pub address: u64,
-    /// Bytes.
+    /// The length in bytes.
     pub length: u32,
     /// The keys of its registration.
     pub key: Key,
@@ -34,8 +34,8 @@ enum Stage {
     Told,
     /// WITHDRAW was sent, and the peer will answer.
     Withdrawn,
-    /// The peer's device writes no bytes: the peer does not know of the buffer, or lends memory instead. This end's
-    /// device may READ from that memory into the buffer (`get.rs`).
+    /// The peer's device writes no bytes to the buffer: the peer does not know of the buffer, or lends memory instead.
+    /// This end's device may READ from the lent memory into the buffer (`get.rs`).
     Own,
 }
 
@@ -43,41 +43,41 @@ enum Stage {
 #[derive(Clone, Copy, Debug)]
 struct Landing {
     advert: Memory,
-    /// The local key of the buffer, for READs.
+    /// The key of the buffer for this end's READs.
     key: u32,
     stage: Stage,
-    /// Bytes of posted READs, and how many of these bytes have arrived.
+    /// The bytes of READs posted into the buffer, and how many of these bytes have arrived.
     asked: u64,
     come: u64,
-    /// No more READs are posted.
+    /// Whether no more READs are posted into the buffer.
     is_ending: bool,
 }
 
 /// The state of a local program's buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Landed {
-    /// The advert is open.
+    /// The transfer has not ended.
     Waits,
-    /// The advert is over, with this many bytes in the buffer, written by the peer's device. The ring counts them as
-    /// its next ones and does not have them.
+    /// The transfer has ended, and the peer's device has written this many bytes into the buffer. The ring counts them
+    /// as its next bytes, although it does not have them.
     Over(u64),
-    /// The advert is over as above, but this end's device has read the bytes into the buffer.
+    /// The transfer has ended as above, but this end's device has read the bytes into the buffer.
     Read(u64),
 }
 
-/// The receiving side of direct transfers; at most one buffer is open.
+/// The receiving side of direct transfers. At most one buffer is open.
 #[derive(Debug, Default)]
 pub(super) struct Landings {
     open: Option<Landing>,
     over: Option<(Serial, Landed)>,
-    /// An advert that is over, except that the peer will still answer it.
+    /// The serial of an advert that has ended here, but that the peer will still answer.
     owed: Option<Serial>,
     /// The withdrawal that is to be sent.
     pub withdrawal: Option<Withdrawal>,
 }
 
 impl Landings {
-    /// Returns whether no other advert can be made yet.
+    /// Returns whether no further advert can be made yet.
     pub(super) fn is_busy(&self) -> bool {
         self.open.is_some() || self.owed.is_some()
     }
@@ -87,7 +87,7 @@ impl Landings {
         self.open.is_some_and(|landing| landing.stage != Stage::Own) || self.owed.is_some()
     }
 
-    /// Begins an advert, which is to be sent to the peer.
+    /// Begins an advert, which has to be sent to the peer.
     pub(super) fn begin(&mut self, advert: Memory, key: u32) {
         self.open = Some(Landing {
             advert,
@@ -109,7 +109,7 @@ impl Landings {
         }
     }
 
-    /// Returns the advert that is to be sent.
+    /// Returns the advert that has to be sent.
     pub(super) fn untold(&self) -> Option<Memory> {
         self.in_stage(Stage::Untold)
     }
@@ -129,7 +129,7 @@ impl Landings {
         }
     }
 
-    /// Ends the advert because bytes have come by the ring: the peer has not used the advert, and never will.
+    /// Ends the advert because bytes have come by the ring. The peer has not used the advert, and never will.
     pub(super) fn on_ring(&mut self) {
         self.owed = self
             .owed
@@ -138,7 +138,7 @@ impl Landings {
         self.withdrawal = None;
     }
 
-    /// Takes in a loan for the bytes that the buffer is for. The peer will not use the advert; this end's device reads
+    /// Records a loan for the bytes that the buffer is for. The peer will not use the advert. This end's device reads
     /// into the buffer, if the program still waits with it.
     pub(super) fn on_loan(&mut self) {
         match self.open.map(|landing| landing.stage) {
@@ -148,7 +148,8 @@ impl Landings {
         }
     }
 
-    /// Returns the place for a READ of the bytes from `position` on, with its local key; `None`: they go into the ring.
+    /// Returns the part of the buffer for a READ of the bytes from `position` on, and its local key. `None` if those
+    /// bytes go into the ring.
     pub(super) fn spot(&self, position: u64) -> Option<(Memory, u32)> {
         let landing = self.open.filter(|l| l.stage == Stage::Own && !l.is_ending)?;
         let rest = landing.advert.from(landing.asked);
@@ -170,7 +171,7 @@ impl Landings {
     }
 
     /// If all READs into the buffer have completed and no more follow, ends the transfer and returns the bytes in the
-    /// buffer; otherwise `None`. `has_more`: the loan has more bytes to read.
+    /// buffer; otherwise `None`. `has_more` tells whether the loan has more bytes to read.
     pub(super) fn end_own(&mut self, has_more: bool) -> Option<u64> {
         let landing = self.open.filter(|l| l.stage == Stage::Own && l.asked == l.come)?;
         let come = landing.come;
@@ -182,10 +183,10 @@ impl Landings {
         is_over.then_some(come)
     }
 
-    /// Takes in PLACED. Returns the direction's new tail, or `None` if it does not move.
+    /// Processes PLACED. Returns the direction's new tail, or `None` if the tail does not move.
     pub(super) fn on_placed(&mut self, serial: Serial, tail: u64, window: u64) -> Result<Option<u64>, Breach> {
         let Some(Landing { advert, stage, .. }) = self.open.filter(|l| l.advert.serial == serial) else {
-            // The advert was given up before PLACED came.
+            // The advert has ended here before PLACED came.
             self.owed = self.owed.filter(|owed| *owed != serial);
             return Ok(None);
         };
@@ -198,9 +199,9 @@ impl Landings {
         Ok((bytes > 0).then_some(tail))
     }
 
-    /// Withdraws an advert: the program waits no longer. If the peer knows of it, PLACED ends it, or the withdrawal
-    /// itself if that is final. If this end's device reads into it, it ends when all posted READs have
-    /// [come](Self::end_own).
+    /// Withdraws an advert, because the program waits no longer. If the peer knows of the advert, PLACED ends it, or
+    /// this withdrawal if it is final. If this end's device reads into the buffer, the transfer ends when the bytes of
+    /// all posted READs have [come](Self::end_own).
     fn withdraw(&mut self, serial: Serial, is_final: bool) {
         let Some(Landing { advert, stage, .. }) = self.open.filter(|l| l.advert.serial == serial) else {
             return;
@@ -228,22 +229,22 @@ impl Landings {
     }
 
     /// Ends an advert whose queue pair is given up: no more bytes will be placed or read. Returns how many bytes READs
-    /// had brought.
+    /// have brought.
     pub(super) fn lapse(&mut self) -> u64 {
         self.owed = None;
         let Some(Landing { advert, come, .. }) = self.open else {
             return 0;
         };
         self.withdraw(advert.serial, true);
-        // Still open only if this end's device reads into the buffer.
+        // The transfer is still open only if this end's device reads into the buffer.
         self.close(Landed::Read(come));
         come
     }
 
-    /// Ends the advert because the peer has left, and will not answer.
+    /// Ends the advert because the peer has closed the stream, and will not answer.
     pub(super) fn on_left(&mut self) {
         match self.open.map(|landing| landing.stage) {
-            // READs may still bring bytes.
+            // Posted READs may still bring bytes.
             Some(Stage::Own) => self.end_asking(),
             _ => self.on_ring(),
         }
@@ -259,23 +260,23 @@ impl Landings {
     }
 }
 
-/// Memory of the local program that stands for bytes of the mirror, which does not have them.
+/// Memory of the local program that stands for bytes of the mirror. The mirror itself does not have these bytes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Source {
-    /// The first position that it stands for, and the one behind the last.
+    /// The first position that the memory stands for, and the position behind the last.
     pub from: u64,
     pub until: u64,
     /// The address of the byte at `from`.
     pub address: usize,
-    /// The local key of the memory, if this end's device writes it into a buffer of the peer's program. `None`: the
-    /// peer's device reads it (`get.rs`).
+    /// The local key of the memory, if this end's device writes it into a buffer of the peer's program. `None` if the
+    /// peer's device reads the memory (`get.rs`).
     pub key: Option<u32>,
-    /// The rest of it has to go by the ring.
+    /// Whether the rest of the bytes has to go by the ring.
     pub is_needed: bool,
 }
 
 impl Source {
-    /// Returns the `len` bytes at `address`, which stand for those from position `from` on.
+    /// Returns the `len` bytes at `address` as a source for the bytes from position `from` on.
     pub(super) fn new(from: u64, address: usize, len: u64, key: Option<u32>) -> Self {
         Self {
             from,
@@ -307,13 +308,13 @@ pub(super) struct Answer {
 #[derive(Debug, Default)]
 pub(super) struct Targets {
     open: Option<Memory>,
-    /// Bytes that were posted to the open advert, and not told.
+    /// The bytes that were posted to the open advert, and that PLACED has not reported.
     pub written: u64,
     /// The last advert that was answered by PLACED.
     answered: Option<Serial>,
-    /// The direction waits until the peer's program has read all bytes before this position.
+    /// While this is set, the direction waits until the peer's program has read all bytes before this position.
     held: Option<u64>,
-    /// How many adverts the peer has sent.
+    /// The number of adverts that the peer has sent.
     pub adverts: u32,
     pub source: Option<Source>,
 }
@@ -324,7 +325,7 @@ impl Targets {
             return Err(Breach::Advert);
         }
         self.adverts = self.adverts.wrapping_add(1);
-        // While memory is lent the direction goes on by the loan, and SOURCE makes the advert void.
+        // While memory is lent the direction goes on by the loan, and SOURCE makes an advert void.
         let is_next = advert.position == told && !is_lent;
         self.open = (is_next && self.held.is_none_or(|held| held <= told)).then_some(advert);
         Ok(())
@@ -336,7 +337,7 @@ impl Targets {
         self.held.is_some()
     }
 
-    /// Returns the position, from `position` on and at most `until`, up to which the mirror has the bytes.
+    /// Returns up to which position the mirror has the bytes from `position` on; at most `until`.
     pub(super) fn mirrored(&self, position: u64, until: u64) -> u64 {
         match self.source {
             Some(source) if position < source.until => until.min(source.from.max(position)),
@@ -344,13 +345,14 @@ impl Targets {
         }
     }
 
-    /// Returns the advert for the byte at `told`, and how many bytes were written to it.
+    /// Returns the advert for the byte at position `told`, and how many bytes were written to its buffer.
     pub(super) fn at(&mut self, told: u64) -> Option<(Memory, u64)> {
         self.open = self.open.filter(|advert| advert.position == told);
         self.open.map(|advert| (advert, self.written))
     }
 
-    /// Ends the open advert: PLACED tells the peer of the written bytes, and the direction goes on behind them.
+    /// Ends the open advert. The returned PLACED reports the written bytes to the peer, and the direction goes on
+    /// behind them.
     pub(super) fn finish(&mut self) -> Option<Answer> {
         let advert = self.open.take()?;
         let tail = advert.position + std::mem::take(&mut self.written);
@@ -362,8 +364,8 @@ impl Targets {
         Some(Answer { serial, tail })
     }
 
-    /// Takes in a withdrawal. Returns the answer to the peer, if one is due; and for a final one the position from
-    /// which the direction has to go on again.
+    /// Processes a withdrawal. Returns the answer to the peer, if one is due. For a final withdrawal also returns the
+    /// position from which the direction has to send again, if any.
     fn on_withdrawal(&mut self, withdrawal: Withdrawal) -> (Option<Answer>, Option<u64>) {
         let (serial, tail) = (withdrawal.serial, withdrawal.position);
         let is_open = self.open.is_some_and(|advert| advert.serial == serial);
@@ -387,7 +389,7 @@ impl Targets {
         (Some(Answer { serial, tail }), None)
     }
 
-    /// Drops the open advert: its buffer cannot be written any more.
+    /// Drops the open advert, whose buffer must not be written any more.
     pub(super) fn drop_open(&mut self) {
         self.open = None;
         self.written = 0;
@@ -404,7 +406,7 @@ impl<Q: QueuePair> Engine<Q> {
             Completed::Room => has_room = true,
             Completed::Received(bytes) => match placed(bytes) {
                 Some((mine, answer)) => breach = breach.or(self.on_placed(g, mine, answer).err()),
-                // On iWARP the connecting side sends an empty message first.
+                // On iWARP the connecting side first sends an empty message.
                 None => is_malformed |= !bytes.is_empty(),
             },
             Completed::Read => match bulk.reads.pop_front() {
@@ -424,8 +426,8 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    /// Gives the bulk queue pair up. Adverts of local programs end, and the bytes for adverts of the peer's programs go
-    /// by the ring.
+    /// Gives the bulk queue pair up. Adverts of local programs end. Bytes for adverts of the peer's programs go by the
+    /// ring.
     #[cold]
     pub(super) fn drop_bulk<L: Local>(&mut self, g: &Shared<Q, L>) {
         self.means.is_lost = false;
@@ -442,13 +444,13 @@ impl<Q: QueuePair> Engine<Q> {
             let wake = s.inc.lapse(block);
             g.touch(s.theirs);
             g.tell_here(&mut self.means.after, wake, mine);
-            // The bytes of a loan for which SOURCE was not sent go by the ring.
+            // The bytes of a loan for which no SOURCE was sent go by the ring.
             if s.out.loans.untold.take().is_some() {
                 self.means.need_source(g, s, mine);
             }
             if s.inc.takings.is_open() {
                 s.inc.takings.stop();
-                // Posted READs may bring bytes until the queue pair is gone.
+                // Posted READs may bring bytes until the queue pair has ended.
                 if s.is_read_into() {
                     under_way.push(mine);
                 }
@@ -475,7 +477,7 @@ impl<Q: QueuePair> Engine<Q> {
             return None;
         };
         let room = s.inc.room_to_land(block).min(length.into()) as u32;
-        // An open loan makes the advert void: the buffer is for this end's device alone.
+        // An open loan makes the advert void, so the buffer is for this end's device alone.
         let is_void = s.inc.takings.is_open();
         if room < g.tuning.direct_min || !is_void && bulk.landings.len() >= bulk.most_landings {
             return None;
@@ -498,7 +500,7 @@ impl<Q: QueuePair> Engine<Q> {
         Some(advert)
     }
 
-    /// Withdraws an advert: the local program waits no longer.
+    /// Withdraws an advert, because the local program waits no longer.
     pub(super) fn withdraw<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, serial: u32) {
         let Some(s) = self.streams.get(mine) else {
             return;
@@ -509,7 +511,7 @@ impl<Q: QueuePair> Engine<Q> {
     }
 
     fn on_placed<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, answer: Answer) -> Result<(), Breach> {
-        // PLACED may be late: the number may belong to another stream by now, which has other adverts.
+        // PLACED may come late. The number may belong to another stream by then, which has other adverts.
         let (Some(s), Some(block)) = (self.streams.get(mine), g.block_mine(mine)) else {
             return Ok(());
         };
@@ -521,16 +523,16 @@ impl<Q: QueuePair> Engine<Q> {
     pub(super) fn on_advert<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, advert: Memory) -> Result<(), Breach> {
         let s = self.streams.get(mine);
         let s = s.filter(|s| s.state == State::Open && !s.peer_left && s.theirs.is_some());
-        // If any is missing here, the peer will be informed, or has been.
+        // If the stream or the bulk queue pair is missing here, CLOSED or BULK-GONE informs the peer.
         let (Some(s), Some(_)) = (s, &self.means.bulk) else {
             return Ok(());
         };
-        // A switch of rings before this position may not have arrived at the peer.
+        // The peer may not have received the SWITCH to the ring that begins here.
         if advert.position <= s.out.start {
             return Ok(());
         }
         s.out.targets.on_advert(advert, s.out.told, s.out.loans.is_open())?;
-        // A program that has a large piece to send may wait for this.
+        // A program that has a large piece to send may wait for this advert.
         self.means.wake_sender(g, &s.out, mine, s.theirs);
         g.touch(s.theirs);
         Ok(())
@@ -548,7 +550,7 @@ impl<Q: QueuePair> Engine<Q> {
         let Some(theirs) = s.theirs else {
             return Ok(());
         };
-        // The position of a withdrawal was told before.
+        // The position of a withdrawal was announced before the advert was made.
         if withdrawal.position > s.out.told {
             return Err(Breach::Advert);
         }
@@ -566,8 +568,8 @@ impl<Q: QueuePair> Engine<Q> {
         Ok(())
     }
 
-    /// Returns how many bytes of the local program's memory can go at once to the peer's program, which waits with a
-    /// buffer. It is 0 if no program waits, or other bytes come before.
+    /// Returns how many bytes of the local program's memory can be written at once to the buffer with which the peer's
+    /// program waits. Returns 0 if no program waits, or if other bytes have to go first.
     pub(super) fn wanted<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> u64 {
         let s = self.streams.of_peer(theirs).map(|(_, s)| s);
         let s = s.filter(|s| s.state == State::Open && !s.out.stopped);
@@ -582,8 +584,8 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    /// Lends program memory as the source of the bytes that the producer commits next, up to `source.until`; the mirror
-    /// does not have them. False if it has to.
+    /// Lends program memory as the source of the bytes that the producer commits next, up to `source.until`. The mirror
+    /// does not get these bytes. Returns false if the mirror has to get them.
     pub(super) fn lend_source<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32, source: Source) -> bool {
         let is_wanted = self.wanted(g, theirs) >= source.until - source.from;
         let s = self.streams.of_peer(theirs).filter(|_| is_wanted);
@@ -591,9 +593,9 @@ impl<Q: QueuePair> Engine<Q> {
         s.map(|(_, s)| s.out.targets.source = Some(source)).is_some()
     }
 
-    /// Copies the lent bytes that the peer is not known to have into the mirror. Returns how many of them the peer may
-    /// still take from the program's memory, because WRITEs or READs of them are under way. `None` if no memory was
-    /// lent.
+    /// Copies the lent bytes into the mirror, except those that the peer's program is known to have read. Returns how
+    /// many of them the peer may still take from the program's memory, because WRITEs or READs of them are under way.
+    /// `None` if no memory was lent.
     ///
     /// # Safety
     /// The lent memory can be read.
@@ -601,8 +603,8 @@ impl<Q: QueuePair> Engine<Q> {
         let (_, s) = self.streams.of_peer(theirs)?;
         let source = s.out.targets.source.take()?;
         s.out.loans.untold = None;
-        // Includes bytes that the peer's device has read and its program has not: a process that takes over the
-        // connection there may begin with them (P75).
+        // This includes bytes that the peer's device has read and its program has not. A process that takes over the
+        // peer's end of the connection may ask for them (P75).
         let from = s.out.head.clamp(source.from, source.until);
         let at = std::ptr::with_exposed_provenance::<u8>(source.address + (from - source.from) as usize);
         // SAFETY: by this function's contract.
@@ -612,11 +614,11 @@ impl<Q: QueuePair> Engine<Q> {
         }
         if let Some(ring) = s.out.ring_at(from) {
             // SAFETY: the bytes are committed and the peer has not confirmed them, so the producer does not write
-            // there; the part of the mirror that the device reads begins behind them.
+            // there. The part of the mirror that the device reads begins behind them.
             unsafe { g.mirror.area().copy_in(ring, from, rest) };
         }
         let posted = match source.is_offered() {
-            // The peer may still read from an open loan.
+            // The peer's device may still read from an open loan.
             true => s.out.loans.reach().unwrap_or(from),
             false => s.out.told + s.out.targets.at(s.out.told).map_or(0, |(_, written)| written),
         };

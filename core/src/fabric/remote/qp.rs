@@ -1,42 +1,42 @@
-//! The connected queue pair that the engine of a link between hosts uses. Its provider is the verbs plugin, or memory
-//! in tests. Not here: connecting, and the meaning of the bytes.
+//! The connected queue pair that the engine of a link between hosts uses. The verbs plugin provides it, and in tests
+//! `mem.rs`. How queue pairs are connected, and what the bytes mean, is elsewhere.
 
-// The C interface to a plugin (`plugin.rs`) uses the structures too.
+// The C interface to a plugin (`plugin.rs`) uses these structures too.
 
 /// The limits of a queue pair.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Limits {
-    /// Receive buffers that this end keeps posted; the peer has as many. On some devices a message that finds none ends
-    /// the connection, so the sender counts them.
+    /// The number of receive buffers that this end keeps posted; the peer keeps as many. On some devices a message that
+    /// finds no buffer ends the connection, so the sender counts the peer's buffers.
     pub receive_buffers: u16,
-    /// Bytes of one receive buffer, and so the longest message.
+    /// The size of one receive buffer in bytes, and so of the longest message.
     pub buffer_bytes: u32,
-    /// A WRITE can carry an immediate (not on iWARP). It takes a receive buffer as a message does.
+    /// Whether a WRITE can carry an immediate (not on iWARP). Such a WRITE takes a receive buffer as a message does.
     pub immediate: bool,
-    /// The most bytes of a packet, a power of two; messages and WRITEs are cut into such packets. 0: it does not matter
-    /// (TCP cuts iWARP's).
+    /// The most bytes of a packet, a power of two. The device divides messages and WRITEs into such packets. 0 if the
+    /// packets do not matter (TCP divides iWARP's data).
     pub packet_bytes: u32,
-    /// READs that may be under way at a time. More of them wait in the send queue, and all requests behind them too. 0:
-    /// none can be posted.
+    /// The number of READs that may be under way at a time. Further READs wait in the send queue, and so do all
+    /// requests behind them. 0 if no READ can be posted.
     pub reads: u8,
 }
 
 impl Limits {
-    /// Returns whether `bytes` bytes, at least one, take more packets with `header` bytes before them than without.
+    /// Returns whether `bytes` bytes, at least one, take more packets if `header` bytes precede them.
     pub fn spills(&self, bytes: u64, header: u64) -> bool {
         let packet = u64::from(self.packet_bytes);
         packet != 0 && (bytes.wrapping_sub(1) & (packet - 1)) + header >= packet
     }
 }
 
-/// How registered memory is named: by this end's device, and by the peer's.
+/// The keys that name registered memory to this end's device and to the peer's.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Key {
-    /// For work requests of this end (lkey).
+    /// The key for work requests of this end (lkey).
     pub local: u32,
-    /// For the peer's WRITEs and READs (rkey).
+    /// The key for the peer's WRITEs and READs (rkey).
     pub remote: u32,
 }
 
@@ -54,13 +54,13 @@ pub enum Role {
     Offered,
 }
 
-/// Registered memory, for a later [`deregister`](QueuePair::deregister).
+/// Registered memory, as [`deregister`](QueuePair::deregister) needs it.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Region {
     /// The keys of the memory.
     pub key: Key,
-    /// Names the memory to the provider.
+    /// The provider's name for the memory.
     pub handle: u64,
 }
 
@@ -69,15 +69,15 @@ pub struct Region {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Write {
-    /// Source. Stays as it is until the peer has taken the bytes.
+    /// The source. Its bytes stay as they are until the peer has taken them.
     pub from: *const u8,
-    /// Key of the source.
+    /// The key of the source.
     pub local: u32,
-    /// Bytes; not 0.
+    /// The number of bytes; not 0.
     pub len: u32,
-    /// Target, an address of the peer's process.
+    /// The target, an address in the peer's process.
     pub to: u64,
-    /// Key of the target.
+    /// The key of the target.
     pub remote: u32,
 }
 
@@ -86,30 +86,30 @@ pub struct Write {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Read {
-    /// Target.
+    /// The target.
     pub to: *mut u8,
-    /// Key of the target.
+    /// The key of the target.
     pub local: u32,
-    /// Bytes; not 0.
+    /// The number of bytes; not 0.
     pub len: u32,
-    /// Source, an address of the peer's process.
+    /// The source, an address in the peer's process.
     pub from: u64,
-    /// Key of the source.
+    /// The key of the source.
     pub remote: u32,
 }
 
 /// Why a work request was not posted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PostError {
-    /// The send queue is full; [`Completed::Room`] follows.
+    /// The send queue is full. [`Completed::Room`] comes when it has room.
     #[error("the send queue is full")]
     Full,
-    /// The connection is over.
+    /// The connection has ended.
     #[error("the connection is down")]
     Down,
 }
 
-/// The connection is over, with the reason as far as it is known (an errno, or 0).
+/// The connection has ended, with the reason as far as it is known (an errno, or 0).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the connection is down (errno {0})")]
 pub struct Down(pub i32);
@@ -117,13 +117,13 @@ pub struct Down(pub i32);
 /// A completion.
 #[derive(Debug)]
 pub enum Completed<'a> {
-    /// A message of the peer; its buffer is posted again when the callback returns.
+    /// A message of the peer. Its receive buffer is posted again when the callback returns.
     Received(&'a [u8]),
     /// A WRITE of the peer with an immediate has completed.
     Written {
-        /// The immediate, in host order.
+        /// The immediate, in host byte order.
         immediate: u32,
-        /// Bytes placed.
+        /// The number of bytes that the WRITE has placed.
         bytes: u32,
     },
     /// There is room in the send queue again.
@@ -144,15 +144,15 @@ pub trait QueuePair: Send + Sync {
     /// the memory.
     ///
     /// # Safety
-    /// Until it is deregistered or the queue pair is over the memory is accessed through raw pointers and atomics only.
-    /// If it is unmapped meanwhile, work requests for it fail, or reach pages that are not mapped any more.
+    /// Until the memory is deregistered or the queue pair has ended, it is accessed through raw pointers and atomics
+    /// only. If it is unmapped before that, work requests for it fail, or access pages that are not mapped any more.
     unsafe fn register(&self, at: *mut u8, len: usize, role: Role) -> Result<Region, Down>;
 
-    /// Deregisters memory: neither end's work requests reach it any more when this returns. A request for it that is
-    /// under way, or comes later, ends its queue pair.
+    /// Deregisters memory: neither end's work requests access it after this returns. A request for it that is under
+    /// way, or comes later, ends its queue pair.
     fn deregister(&self, region: Region);
 
-    /// Posts a WRITE, with an immediate if [`Limits::immediate`] allows.
+    /// Posts a WRITE, with an immediate if [`Limits::immediate`] allows one.
     ///
     /// # Safety
     /// The source is within memory that was registered under its key.
@@ -163,21 +163,21 @@ pub trait QueuePair: Send + Sync {
     ///
     /// # Safety
     /// The target is within memory that was registered under its key. No code relies on its content before the READ has
-    /// completed, or the queue pair is gone.
+    /// completed, or the queue pair has ended.
     unsafe fn read(&self, read: &Read) -> Result<(), PostError>;
 
     /// Posts a message of at most [`Limits::buffer_bytes`] bytes, which are copied.
     fn send(&self, message: &[u8]) -> Result<(), PostError>;
 
-    /// Posts a probe. It completes, as [`Completed::Probed`], only when the peer's device has answered it, and so has
-    /// all that was posted before. The peer's process has no part in that, and the probe takes no receive buffer. The
-    /// queue always has room for one probe; at most one may be under way. [`PostError::Full`] if it may not be posted
-    /// yet: then no [`Completed::Room`] follows.
+    /// Posts a probe. It completes, as [`Completed::Probed`], only when the peer's device has answered it. All requests
+    /// posted before it have arrived then. The peer's process takes no part in the answer, and the probe takes no
+    /// receive buffer. The queue always has room for one probe; at most one may be under way. Fails with
+    /// [`PostError::Full`] if the probe may not be posted yet; in that case no [`Completed::Room`] follows.
     fn probe(&self) -> Result<(), PostError>;
 
-    /// Hands over completions in order. Returns how many events there were. One caller at a time.
+    /// Passes completions to `each`, in order. Returns how many events there were. One caller at a time.
     fn poll(&self, each: &mut dyn FnMut(Completed<'_>)) -> Result<usize, Down>;
 
-    /// Makes the next completion turn the queue pair's fd readable. The caller then [polls](Self::poll) once more.
+    /// Makes the queue pair's fd readable at the next completion. The caller then [polls](Self::poll) once more.
     fn arm(&self) -> Result<(), Down>;
 }

@@ -1,5 +1,5 @@
-//! Applies the peer's records to the engine of a link between hosts; each is checked first (I7). `pump.rs` sends what
-//! follows from them.
+//! Applies the peer's records to the engine of a link between hosts. Each record is checked first (I7). `pump.rs` sends
+//! what follows from it.
 
 use crate::fabric::layout::MAX_STREAMS;
 use crate::fabric::ready::ReadyQueue;
@@ -123,7 +123,7 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    /// Applies a record of the peer's consumer, for the local producer.
+    /// Applies a record of the peer's consumer to the direction that the local producer sends.
     fn on_consumer<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, record: Record<'_>) -> Result<(), Breach> {
         let s = known(&mut self.streams, mine)?;
         if s.state == State::Left {
@@ -147,8 +147,8 @@ impl<Q: QueuePair> Engine<Q> {
             _ => {}
         }
         g.tell_here(&mut self.means.after, wake, mine);
-        // The stream may have been waiting for this ring or this room, or for the program to take bytes that bypassed
-        // the ring.
+        // The stream may have been waiting for this ring or this room. Or it waited for the peer's program to take
+        // bytes that bypassed the ring.
         let has_room = matches!(record, Record::Head { .. }) && s.out.told < block.tail();
         let goes_on = was_held && !s.out.targets.holds(s.out.head);
         if has_room || goes_on || matches!(record, Record::Offer { .. }) {
@@ -180,7 +180,7 @@ impl<Q: QueuePair> Engine<Q> {
         {
             s.peer_left = true;
             s.inc.landings.on_left();
-            // The peer does not wait for the rest any more.
+            // The peer does not wait for the rest of the bytes any more, so CLOSED can be sent.
             g.touch(s.theirs.filter(|_| s.closing));
             self.on_reader_left(g, yours.0);
         }
@@ -192,7 +192,7 @@ impl<Q: QueuePair> Engine<Q> {
 }
 
 impl Outgoing {
-    /// Keeps a record of the peer's consumer that comes before its number is known here.
+    /// Keeps a record of the peer's consumer that comes before the peer's number of the stream is known here.
     fn on_early(&mut self, data_len: usize, record: Record<'_>) -> Result<(), Breach> {
         match record {
             Record::Offer { word, .. } => self.offered = Some(self.check_offer(data_len, word)?),
@@ -205,7 +205,7 @@ impl Outgoing {
     }
 }
 
-/// Returns a stream that the peer's records may name; an error for any other number.
+/// Returns the stream `mine`, which a record of the peer names. Fails if the peer may not name that number.
 fn known(streams: &mut Streams, mine: u32) -> Result<&mut Stream, Breach> {
     streams
         .get(mine)

@@ -1,5 +1,6 @@
-//! The content of a message on the queue pair: a header and any number of records. It is written into a buffer of fixed
-//! size, and read from any bytes at all. See docs/protocol.md, P50–P58 and P90–P99. `receive.rs` applies the records.
+//! The content of a message on the queue pair: a header and any number of records. A message is written into a buffer
+//! of fixed size, and is read from any bytes at all. See docs/protocol.md, P50–P58 and P90–P99. `receive.rs` applies
+//! the records.
 
 #![forbid(unsafe_code)]
 
@@ -12,13 +13,13 @@ use crate::wire::codec::{Writer, kinds, structs};
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 struct Header {
-    /// Receive buffers that the sender has posted again since its last message.
+    /// The receive buffers that the sender has posted again since its last message.
     grant: U16,
-    /// Bytes of all the records, exactly.
+    /// The length of all the records in bytes, exactly.
     length: U16,
 }
 
-/// Bytes of a message without records.
+/// The length in bytes of a message without records.
 pub const HEADER_BYTES: usize = size_of::<Header>();
 
 kinds! {
@@ -40,42 +41,43 @@ kinds! {
         reason = "the fields mean the same in every record, and are in the table"
     )]
     pub enum Record<'a> {
-        /// The direction goes on to `tail`. The payload is the last part of the new bytes; WRITEs have brought the
-        /// others before.
+        /// The direction goes on to `tail`. The payload is the last part of the new bytes. WRITEs have brought the
+        /// other new bytes before.
         1 = Data { theirs: u32, tail: u64, payload: &'a [u8] };
-        /// From `position` on, which is the tail now, the direction is in the ring on offer.
+        /// From `position` on, which equals the tail, the direction is in the ring on offer.
         2 = Switch { theirs: u32, generation: u32, position: u64 };
-        /// The end mark, at the tail.
+        /// The producer has set this end mark, at the tail.
         3 = End { theirs: u32, end: u8, tail: u64 };
-        /// The producer's count of windows that were too small.
+        /// The number of times that the window was too small for the producer.
         4 = Limited { theirs: u32, count: u32 };
-        /// The consumer has read up to here.
+        /// The consumer has read up to `head`.
         5 = Head { theirs: u32, head: u64 };
         /// The consumer offers a ring.
         6 = Offer { theirs: u32, word: u64 };
         /// The consumer's flags.
         7 = Flags { theirs: u32, flags: u32 };
-        /// The consumer has stopped.
+        /// The consumer has stopped reading.
         8 = Stop { theirs: u32 };
-        /// A chunk of the sender's data area is registered: its address there.
+        /// A chunk of the sender's data area is registered: its key and its address.
         9 = Chunk { index: u32, rkey: u32, base: u64 };
         /// A message of the side channel.
         10 = Message { bytes: &'a [u8] };
         /// Asks for an ACK of all that was sent before this record.
         11 = Confirm { theirs: u32 };
-        /// All up to `tail` is in the ring.
+        /// All bytes up to `tail` are in the ring.
         12 = Ack { theirs: u32, tail: u64 };
-        /// Asks the receiver to queue the stream for these waiters of its process.
+        /// Asks the receiver to queue the stream for the waiters of its process that `word` names.
         13 = Tell { theirs: u32, word: u32 };
         /// The reader's program waits with a buffer for the bytes from the memory's position on.
         14 = Advert { theirs: u32, memory: Memory };
         /// The reader's program waits no longer.
         15 = Withdraw { theirs: u32, withdrawal: Withdrawal };
-        /// All bytes up to `tail` are in the buffer of an advert, which is over. On the bulk queue pair only.
+        /// All bytes up to `tail` are in the buffer of an advert, which ends with this record. On the bulk queue pair
+        /// only.
         16 = Placed { theirs: u32, serial: Serial, tail: u64 };
         /// The bytes from the memory's position on can be read from the memory of the producer's program.
         17 = Source { theirs: u32, memory: Memory };
-        /// All bytes up to `tail` were read from the lent memory, and no more will be.
+        /// All bytes up to `tail` were read from the lent memory, and no more will be read.
         18 = Taken { theirs: u32, serial: Serial, tail: u64 };
     }
 }
@@ -83,28 +85,28 @@ kinds! {
 /// Names an advert or a loan of one end. A serial is not used again for a long time.
 pub type Serial = u32;
 
-/// Memory of a program that stands for bytes of a direction, as described to the other end.
+/// Memory of a program, as described to the other end. It stands for bytes of a direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Memory {
     /// The serial of the advert or loan.
     pub serial: Serial,
-    /// The direction's position of its first byte.
+    /// The position in the direction that the memory's first byte stands for.
     pub position: u64,
-    /// The address in the program's process.
+    /// The address of the first byte in the program's process.
     pub address: u64,
-    /// Bytes.
+    /// The number of bytes.
     pub length: u32,
     /// The key for the other end's device.
     pub rkey: u32,
 }
 
 impl Memory {
-    /// Returns the position behind its last byte.
+    /// Returns the position behind the last byte.
     pub fn end(&self) -> u64 {
         self.position.saturating_add(self.length.into())
     }
 
-    /// Returns the memory without its first `bytes` bytes, which it has.
+    /// Returns the memory without its first `bytes` bytes. It must have at least as many.
     pub fn from(&self, bytes: u64) -> Self {
         Self {
             position: self.position + bytes,
@@ -114,20 +116,21 @@ impl Memory {
         }
     }
 
-    /// Returns whether there can be such memory: at least one byte, and none beyond the last address.
+    /// Returns whether such memory can exist: it has at least one byte, and none beyond the last address.
     pub fn is_possible(&self) -> bool {
         self.length > 0 && self.address.checked_add(self.length.into()).is_some()
     }
 }
 
-/// The end of an advert.
+/// The content of WITHDRAW, which ends an advert.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Withdrawal {
     /// The advert's serial.
     pub serial: Serial,
     /// The advert's position.
     pub position: u64,
-    /// Bytes in the buffer that no PLACED has reported do not count, and the reader does not wait for PLACED.
+    /// Whether bytes in the buffer that no PLACED has reported do not count, so that the reader does not wait for
+    /// PLACED.
     pub is_final: bool,
 }
 
@@ -136,14 +139,14 @@ structs! {
     Withdrawal { serial, position, is_final }
 }
 
-/// Bytes of a DATA record beside its payload: the kind, `theirs`, `tail` and the payload's length.
+/// The bytes of a DATA record beside its payload: the kind, `theirs`, `tail` and the payload's length.
 pub const DATA_BYTES: usize = 1 + 4 + 8 + 2;
-/// Bytes of a MESSAGE record beside the message: the kind and the message's length.
+/// The bytes of a MESSAGE record beside the message: the kind and the message's length.
 pub const MESSAGE_BYTES: usize = 1 + 2;
-/// Bytes of the longest records without a payload, ADVERT and SOURCE: the kind, `theirs` and the memory.
+/// The bytes of the longest records without a payload, ADVERT and SOURCE: the kind, `theirs` and the memory.
 pub const LONGEST: usize = 1 + 4 + (4 + 8 + 8 + 4 + 4);
 
-/// The bytes are not a message: no header, another length, or a record that is unknown or too long.
+/// The bytes are not a message: the header is missing or has another length, or a record is unknown or too long.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("malformed message")]
 pub struct Malformed;
@@ -151,13 +154,13 @@ pub struct Malformed;
 /// A message that has been received.
 #[derive(Clone, Copy, Debug)]
 pub struct Received<'a> {
-    /// Receive buffers that the sender has posted again.
+    /// The receive buffers that the sender has posted again.
     pub grant: u16,
-    /// The records, still to be read.
+    /// The records, which are read one by one.
     pub records: Records<'a>,
 }
 
-/// Reads a message's header. Bytes after the records are refused, since the sender has the same version.
+/// Reads a message's header. Fails if there are bytes after the records, since the sender has the same version.
 pub fn decode(bytes: &[u8]) -> Result<Received<'_>, Malformed> {
     let (header, rest) = Header::read_from_prefix(bytes).map_err(|_| Malformed)?;
     if rest.len() != usize::from(header.length.get()) {
@@ -169,7 +172,7 @@ pub fn decode(bytes: &[u8]) -> Result<Received<'_>, Malformed> {
     })
 }
 
-/// Records that are still to be read. After an error there are no more.
+/// The records that are still to be read. After an error there are no more.
 #[derive(Clone, Copy, Debug)]
 pub struct Records<'a>(&'a [u8]);
 
@@ -192,7 +195,7 @@ pub struct Builder {
 }
 
 impl Builder {
-    /// Returns a builder for messages of at most `bytes` bytes; it uses no more than 64 KiB of records.
+    /// Returns a builder for messages of at most `bytes` bytes. Its records take at most 64 KiB.
     pub fn new(bytes: usize) -> Self {
         let bytes = bytes.clamp(HEADER_BYTES, HEADER_BYTES + usize::from(u16::MAX));
         Self {
@@ -206,22 +209,22 @@ impl Builder {
         self.len == HEADER_BYTES
     }
 
-    /// Returns how many more bytes records can take.
+    /// Returns how many more bytes of records fit the message.
     pub fn room(&self) -> usize {
         self.buf.len() - self.len
     }
 
-    /// Returns how many bytes records can take in an empty message.
+    /// Returns how many bytes of records fit an empty message.
     pub fn capacity(&self) -> usize {
         self.buf.len() - HEADER_BYTES
     }
 
-    /// Adds a record. False, and the message is unchanged, if there is no room for it.
+    /// Adds a record. If there is no room, returns false and leaves the message as it was.
     pub fn push(&mut self, record: &Record<'_>) -> bool {
         self.add(record)
     }
 
-    // Inlined, so that for a record of known kind only the stores of its fields remain.
+    // Inlined: for a record whose kind is known, only the stores of its fields remain.
     #[inline(always)]
     fn add(&mut self, record: &Record<'_>) -> bool {
         let free = self.buf.get_mut(self.len..);
@@ -237,14 +240,14 @@ impl Builder {
         true
     }
 
-    /// Adds a DATA record whose `n` bytes of payload `fill` writes. False, and the message is unchanged, if there is no
-    /// room or `fill` returns false.
+    /// Adds a DATA record with `n` bytes of payload, which `fill` writes. If there is no room or `fill` returns false,
+    /// returns false and leaves the message as it was.
     pub fn push_data(&mut self, theirs: u32, tail: u64, n: usize, fill: impl FnOnce(&mut [u8]) -> bool) -> bool {
         let Ok(length) = u16::try_from(n) else {
             return false;
         };
         let before = self.len;
-        // Without its payload, which follows together with its length.
+        // The record is written without its payload. `put_payload` adds the payload and its length.
         let head = Record::Data {
             theirs,
             tail,
@@ -257,7 +260,7 @@ impl Builder {
         done
     }
 
-    /// Adds a payload to the last record, which has none.
+    /// Adds a payload to the last record, which has none yet.
     fn put_payload(&mut self, length: u16, fill: impl FnOnce(&mut [u8]) -> bool) -> bool {
         let end = self.len.saturating_add(length.into());
         let is_filled = self.buf.get_mut(self.len..end).is_some_and(fill);

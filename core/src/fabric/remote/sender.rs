@@ -1,23 +1,24 @@
-//! Collects records into a message, and sends it when it is full or there is no more to add. That takes a credit and
-//! room in the send queue. Collected records count as sent, and go out before any later message. `pump.rs` decides what
-//! is collected.
+//! Collects records into a message, and sends the message when it is full or there is no more to add. To send it takes
+//! a credit and room in the send queue. Collected records count as sent, and go out before any later message. `pump.rs`
+//! decides what is collected.
 //!
-//! A credit is one of the peer's receive buffers. A message that finds none would end the connection. Each end has
-//! `most` buffers posted. A message takes one; the peer has posted it again when it has handled the message, and gives
-//! it back with the next message that it sends (*grant*). Ordinary messages leave the last credit; it is for a message
-//! with nothing but a grant, which is due when half of the buffers are to be given back. So both ends cannot run dry:
-//! if one is down to its last credit and nothing is under way, the other owes it all but one, which is at least half;
-//! and if the other has used its own last credit, that grant has been received by the first or will be.
+//! A credit stands for one of the peer's receive buffers; a message that finds no buffer would end the connection. Each
+//! end has `most` buffers posted. A message takes one buffer. When the peer has handled the message it posts the buffer
+//! again, and grants the credit back with the next message that it sends (*grant*). Ordinary messages leave the last
+//! credit. That credit is for a message with nothing but a grant, which is due when half of the buffers are to be
+//! granted back. So the two ends cannot both run out of credits. Suppose that end A has one credit left and nothing is
+//! under way. Then end B has all of A's other credits to grant, which are at least half. If B has used its own last
+//! credit, it was for such a grant, which A has received or will receive.
 
 use crate::fabric::remote::qp::{Down, Limits, PostError, QueuePair, Write};
 use crate::fabric::remote::record::{Builder, DATA_BYTES, HEADER_BYTES, MESSAGE_BYTES, Record};
 use crate::fabric::remote::{Breach, Counts, Fault, record};
 use crate::wire::MAX_MESSAGE;
 
-/// Why sending stops for now.
+/// Why no more can be sent at this moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Halt {
-    /// A credit or room in the send queue is missing; to be tried again when there is one.
+    /// A credit or room in the send queue is missing. The send is tried again when there is one.
     Blocked,
     /// The link is down.
     Down(Fault),
@@ -40,11 +41,11 @@ pub(super) fn unless_blocked(sent: Result<(), Halt>) -> Result<(), Fault> {
 /// The message being collected, and the means to send it.
 pub(super) struct Sender {
     staged: Builder,
-    /// Receive buffers of either end.
+    /// The number of receive buffers of either end.
     most: u16,
-    /// Messages that may be sent.
+    /// The number of messages that may be sent.
     credits: u16,
-    /// Buffers that are posted again and to be granted to the peer.
+    /// The number of buffers that are posted again, and whose credits are not granted to the peer yet.
     owed: u16,
     is_full: bool,
     pub counts: Counts,
@@ -62,12 +63,12 @@ impl Sender {
         }
     }
 
-    /// Returns whether a credit or room is missing, which only completions can bring.
+    /// Returns whether a credit or room in the send queue is missing. Only completions can bring either.
     pub(super) fn is_short(&self) -> bool {
         self.is_full || !self.has_credit()
     }
 
-    /// Returns a number that grows with each post, each attempt that found the queue full, and each doubt.
+    /// Returns a number that grows with each post, each attempt that found the queue full, and each doubt (`doubts`).
     #[inline]
     pub(super) fn done(&self) -> u64 {
         let counts = &self.counts;
@@ -82,7 +83,7 @@ impl Sender {
         self.is_full = false;
     }
 
-    /// Records a message or immediate that took a receive buffer of this end. An error if the peer had no credit.
+    /// Records a message or immediate that took a receive buffer of this end. Fails if the peer had no credit for it.
     pub(super) fn on_received(&mut self) -> Result<(), Breach> {
         self.counts.received += 1;
         // The peer never has more credits than this end has buffers.
@@ -91,7 +92,7 @@ impl Sender {
         Ok(())
     }
 
-    /// Adds the credits of a grant. An error if that is more than the peer has buffers.
+    /// Adds the credits of a grant. Fails if the sum is more than the peer has buffers.
     pub(super) fn on_grant(&mut self, grant: u16) -> Result<(), Breach> {
         let credits = self.credits.checked_add(grant).filter(|credits| *credits <= self.most);
         self.credits = credits.ok_or(Breach::Grant)?;
@@ -113,7 +114,7 @@ impl Sender {
         self.staged.capacity().saturating_sub(DATA_BYTES)
     }
 
-    /// Takes in the result of a post.
+    /// Processes the result of a post.
     fn posted(&mut self, result: Result<(), PostError>) -> Result<(), Halt> {
         match result {
             Ok(()) => Ok(()),
@@ -126,7 +127,7 @@ impl Sender {
         }
     }
 
-    /// Takes in the result of posting a message, which had all grants that were due.
+    /// Processes the result of posting a message, which has granted all credits that were owed.
     fn sent(&mut self, result: Result<(), PostError>) -> Result<(), Halt> {
         self.posted(result)?;
         self.credits = self.credits.saturating_sub(1);
@@ -157,27 +158,28 @@ impl Sender {
         self.sent(qp.send(&record::bare(self.owed)))
     }
 
-    /// Sends the collected message, and then a grant if one is due. Called when there is no more to add.
+    /// Sends the collected message, and then a grant if one is due. To be called when there is no more to add.
     pub(super) fn finish(&mut self, qp: &impl QueuePair) -> Result<(), Fault> {
         unless_blocked(self.flush(qp))?;
         unless_blocked(self.grant(qp))
     }
 
-    /// Adds a record; first sends the collected message if there is no room.
+    /// Adds a record. If there is no room, first sends the collected message.
     pub(super) fn put(&mut self, qp: &impl QueuePair, record: &Record<'_>) -> Result<(), Halt> {
         if self.staged.push(record) {
             return Ok(());
         }
         self.flush(qp)?;
-        // A message's length is checked when it is queued; every other record fits an empty message.
+        // Every record fits an empty message: the length of a MESSAGE record is checked when it is queued.
         if !self.staged.push(record) {
             return Err(Breach::Message.into());
         }
         Ok(())
     }
 
-    /// Adds a DATA record with `len` bytes of payload up to `tail`, at most [`most_payload`](Self::most_payload), which
-    /// `fill` writes. First sends the collected message if there is no room.
+    /// Adds a DATA record with `len` bytes of payload, which end at position `tail`; `len` is at most
+    /// [`most_payload`](Self::most_payload). `fill` writes the payload. If there is no room, first sends the collected
+    /// message.
     pub(super) fn put_data(
         &mut self,
         qp: &impl QueuePair,
@@ -190,17 +192,17 @@ impl Sender {
             self.flush(qp)?;
         }
         if !self.staged.push_data(theirs, tail, len, fill) {
-            // Cannot happen: the payload is no longer than the room, and lies within the ring.
+            // This cannot happen: the payload is no longer than the room, and lies within the ring.
             return Err(Breach::Message.into());
         }
         self.counts.eager_bytes += len as u64;
         Ok(())
     }
 
-    /// Posts a WRITE; an immediate takes a credit.
+    /// Posts a WRITE. A WRITE with an immediate takes a credit.
     ///
     /// # Safety
-    /// As [`QueuePair::write`].
+    /// As for [`QueuePair::write`].
     pub(super) unsafe fn write(
         &mut self,
         qp: &impl QueuePair,
@@ -210,7 +212,7 @@ impl Sender {
         if self.is_full {
             return Err(Halt::Blocked);
         }
-        // SAFETY: by the caller.
+        // SAFETY: by this function's contract.
         let posted = unsafe { qp.write(write, immediate) };
         self.posted(posted)?;
         self.counts.writes += 1;

@@ -1,5 +1,6 @@
-//! The parts of an end of a link between hosts that are also used without the engine's lock. They are the arenas with
-//! their registered memory, the queues of messages and streams to be sent, and the ways to this process's waiters.
+//! The parts of an end of a link between hosts that are also used without the engine's lock: the arenas with their
+//! registered memory, the queues of messages and streams to be sent, and the functions that wake this process's
+//! waiters.
 
 use std::collections::VecDeque;
 use std::ops::RangeInclusive;
@@ -18,7 +19,7 @@ use crate::lock::Lock;
 use crate::sparse::Sparse;
 use crate::sync::{AtomicBool, AtomicU32, Published, Request, RungMark};
 
-/// The most messages that are kept, in either direction. A correct end owes at most a few for each stream.
+/// The most messages that are kept, in either direction. A correct end has at most a few to send for each stream.
 pub(super) const MAX_QUEUED_MESSAGES: usize = 8 * MAX_STREAMS as usize;
 
 /// Names an arena of the link.
@@ -30,7 +31,7 @@ pub(super) enum Which {
 
 /// A message to be sent on the side channel.
 pub(super) struct QueuedMessage {
-    /// The peer's stream that it is about.
+    /// The peer's number of the stream that the message is about, if it is about one.
     pub yours: Option<Vqpn>,
     pub bytes: Box<[u8]>,
 }
@@ -38,50 +39,50 @@ pub(super) struct QueuedMessage {
 /// A bulk queue pair that was given up.
 pub(super) struct Retired<Q> {
     pub qp: Q,
-    /// Local streams into whose rings bytes may come until the queue pair is gone.
+    /// The local streams into whose rings READs may bring bytes until the queue pair has ended.
     pub under_way: Vec<u32>,
 }
 
 /// The parts of an end that are also used without the engine's lock.
 pub(super) struct Shared<Q, L> {
-    // First, so that it is dropped first: no memory is registered any more when it is unmapped.
+    // The first field, so that it is dropped first: when the arenas are unmapped, no memory is registered any more.
     pub qp: Q,
     pub limits: Limits,
     pub mine: Side,
     pub mirror: Side,
-    /// Bytes of the mirror's data area that copy the peer's.
+    /// The bytes of the mirror's data area that are a copy of the peer's.
     pub peers_len: usize,
-    /// The send buffers behind them.
+    /// The send buffers behind those bytes.
     pub buffers: Buffers,
     pub local: L,
     pub tuning: Tuning,
-    /// Streams with something to send, by the peer's number.
+    /// The streams that have something to send, by the peer's number.
     pub dirty: PrivateQueue,
-    /// By the peer's number of a stream: the attention word that the peer is to be sent for it.
+    /// By the peer's number of a stream: the attention word that has to be sent to the peer for the stream.
     pub tells: Sparse<AtomicU32, { MAX_STREAMS as usize / 128 }, 128>,
     pub outbox: Lock<VecDeque<QueuedMessage>>,
-    /// Messages in the inbox.
+    /// The number of messages in the inbox.
     pub news: Published<AtomicU32>,
-    /// A head was held back, for [`End::settle`](crate::fabric::remote::End::settle).
+    /// Asked while a head is held back, for [`End::settle`](crate::fabric::remote::End::settle).
     pub owes: Request,
-    /// The engine's watch needs ticks.
+    /// Whether the engine's watch needs ticks.
     pub is_watched: Published<AtomicBool>,
-    /// The watch has begun, and the service thread has not asked since.
+    /// Whether the watch has begun since the service thread last called `End::is_watched`.
     pub watch_unseen: Published<AtomicBool>,
     pub marks: Box<[RungMark]>,
-    /// A bulk queue pair was given up for which the service thread has not asked.
+    /// Whether a bulk queue pair was given up since the service thread last called `End::end_retired`.
     pub retired_unseen: Published<AtomicBool>,
 }
 
 impl<Q, L> Shared<Q, L> {
-    /// Queues a stream with something to send, by the peer's number; nothing if it is not paired.
+    /// Queues a stream that has something to send, by the peer's number. Does nothing if the stream is not paired.
     pub(super) fn touch(&self, theirs: Option<u32>) {
         if let Some(theirs) = theirs {
             self.dirty.push(theirs);
         }
     }
 
-    /// Resets all for another link: no message or stream is queued. Called under the engine's lock.
+    /// Resets everything for another link: no message or stream is queued. To be called under the engine's lock.
     pub(super) fn reset(&self) {
         self.dirty.clear();
         self.tells.made().for_each(|cell| cell.store(0, SeqCst));
@@ -101,11 +102,11 @@ impl<Q, L> Shared<Q, L> {
 impl<Q: QueuePair, L: Local> Shared<Q, L> {
     fn block(side: &Side, number: u32) -> Option<&DirectionBlock> {
         let block = side.block(Vqpn(number))?;
-        // SAFETY: within the mapping, which lives as long as the side; only atomics.
+        // SAFETY: the block is within the mapping, which lives as long as the side, and has only atomics.
         Some(unsafe { block.as_ref() })
     }
 
-    /// Returns the block of the direction that this end receives, by its own number.
+    /// Returns the block of the direction that this end receives, by this end's number.
     pub(super) fn block_mine(&self, mine: u32) -> Option<&DirectionBlock> {
         Self::block(&self.mine, mine)
     }
@@ -116,7 +117,7 @@ impl<Q: QueuePair, L: Local> Shared<Q, L> {
     }
 
     /// Returns the address of position `pos` of the ring in `region` of one of the arenas, and how many of `most` bytes
-    /// follow there within one chunk; then the chunk. `None` if there are no such bytes.
+    /// are contiguous there within one chunk. The third value is that chunk. `None` if there are no such bytes.
     pub(super) fn piece(&self, side: &Side, region: Region, pos: u64, most: u64) -> Option<(*mut u8, u64, u32)> {
         let (area, log2) = (side.area(), self.tuning.chunk_log2);
         let (at, len) = area.piece(region, pos, most)?;
@@ -125,13 +126,13 @@ impl<Q: QueuePair, L: Local> Shared<Q, L> {
         (len > 0).then_some((at, len as u64, (offset >> log2) as u32))
     }
 
-    /// Adds the waiters of `word` to those that the peer is to wake for its stream. False if `word` names none, or
-    /// there is no such stream.
+    /// Adds the waiters of `word` to the waiters that the peer has to wake for its stream. Returns false if `word`
+    /// names none, or if there is no such stream.
     pub(super) fn add_tell(&self, theirs: u32, word: u32) -> bool {
         let queue = WaiterId::of_queue(word).filter(|w| u32::from(w.0) < READY_QUEUES);
         let sleeper = WaiterId::of_sleeper(word);
         let word = queue.map_or(0, WaiterId::queue_bits) | sleeper.map_or(0, WaiterId::sleeper_bits);
-        // `pair` has allocated the cell, so that no signal handler has to.
+        // Mostly `pair` has allocated the cell, so that a signal handler does not allocate memory here.
         let theirs = theirs as usize;
         let Some(cell) = self.tells.get(theirs).or_else(|| self.tells.make(theirs)) else {
             return false;
@@ -173,8 +174,8 @@ impl<Q: QueuePair, L: Local> Shared<Q, L> {
     }
 }
 
-/// Merges two attention words of one stream. Two different waiters do not fit one word: then the service thread is
-/// notified, which wakes all of them.
+/// Merges two attention words of one stream. If they name two different waiters, one word cannot hold both. Then the
+/// service thread is notified, which wakes all of them.
 fn merge_tells(a: u32, b: u32) -> u32 {
     let part = |mask: u32| match (a & mask, b & mask) {
         (0, other) | (other, 0) => Some(other),
@@ -186,21 +187,21 @@ fn merge_tells(a: u32, b: u32) -> u32 {
     }
 }
 
-/// The work that is left for after the release of the lock.
+/// The work that is to be done after the lock is released.
 #[derive(Debug, Default)]
 pub(super) struct After {
     rings: [u16; 8],
     count: u8,
-    /// CLOSED was sent for these streams, by this end's number.
+    /// The streams for which CLOSED was sent, by this end's number.
     pub closed: Vec<Vqpn>,
-    /// A chunk of the mirror is to be registered.
+    /// The chunk of the mirror that has to be registered.
     pub register: Option<u32>,
-    /// Numbers that are to be given back.
+    /// The numbers that have to be freed.
     pub done: Vec<Done>,
 }
 
 impl After {
-    /// Returns whether the work uses streams or memory of the link, which must stay until it is done.
+    /// Returns whether the work uses streams or memory of the link, which must stay until the work is done.
     pub(super) fn is_of_link(&self) -> bool {
         self.register.is_some() || !self.closed.is_empty() || !self.done.is_empty()
     }
@@ -211,20 +212,20 @@ impl After {
 }
 
 // The data areas of both arenas are registered in chunks. A chunk is registered when it is first needed, since arenas
-// are large and sparse. The device keeps its pages as long as the queue pair lives. They must not be given back to the
-// kernel (`punch_hole`), or the device and the process would see different memory.
+// are large and sparse. The device keeps the pages of a chunk as long as the queue pair lives. They must not be given
+// back to the kernel (`punch_hole`), or the device and the process would see different memory.
 
-/// log2 of the bytes of a chunk: 1 MiB.
+/// log2 of the size of a chunk in bytes: 1 MiB.
 pub(super) const CHUNK_LOG2: u8 = 20;
 
-/// Returns the chunks that a region touches.
+/// Returns the indexes of the chunks that a region touches.
 pub(super) fn of_region(region: Region, log2: u8) -> RangeInclusive<u32> {
     let first = region.offset() >> log2;
     let last = (region.offset() + region.len() - 1) >> log2;
     first as u32..=last as u32
 }
 
-/// The chunks of one arena that a thread has tried to register: each is tried once.
+/// The chunks of one arena that a thread has tried to register. Each chunk is tried once.
 #[derive(Default)]
 pub(super) struct Registry(Lock<Vec<bool>>);
 
@@ -236,9 +237,9 @@ impl Registry {
         }
     }
 
-    /// Registers each of `chunks` that no thread has tried, and returns the keys. A chunk that the device refuses stays
-    /// without a key, and payload for it travels in messages. Not to be called under the engine's lock, since it takes
-    /// long.
+    /// Registers each of `chunks` that no thread has tried before, and returns the keys. A chunk that the device
+    /// refuses stays without a key, and payload for it travels in messages. Must not be called under the engine's lock,
+    /// since it takes long.
     pub(super) fn register<Q: QueuePair>(
         &self,
         qp: &Q,
@@ -255,8 +256,8 @@ impl Registry {
             let offset = (chunk as usize) << log2;
             let len = side.data_len().saturating_sub(offset).min(1 << log2);
             let is_tried = std::mem::replace(tried.get_mut(chunk as usize)?, true);
-            // SAFETY: within the data area, which is mapped for as long as the end, and so longer than its queue pair;
-            // no reference to ring memory is ever formed.
+            // SAFETY: within the data area, which stays mapped as long as the end, and so longer than its queue pair.
+            // No reference to ring memory is ever formed.
             let register = || unsafe { qp.register(side.data_at(offset), len, Role::Both) };
             let region = (!is_tried && len > 0).then(register)?.ok()?;
             Some((chunk, region.key))
@@ -275,14 +276,14 @@ pub(super) struct Target {
 /// A registered chunk of this end's arena.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct OwnChunk {
-    /// The key for the peer, and the address.
+    /// The key for the peer's WRITEs, and the chunk's address.
     pub target: Target,
-    /// The key for this end's READs.
+    /// The key for this end's READs into the chunk.
     pub sink: u32,
     pub is_announced: bool,
 }
 
-/// Keys by chunk; the list ends at the highest chunk that has a key.
+/// Keys by the index of their chunk. The list ends at the highest chunk that has a key.
 #[derive(Debug, Default)]
 pub(super) struct Keys<T>(Vec<Option<T>>);
 
@@ -295,7 +296,7 @@ impl<T: Copy> Keys<T> {
         self.0.get_mut(chunk as usize)?.as_mut()
     }
 
-    /// Sets the key of a chunk. False if the chunk has one already.
+    /// Sets the key of a chunk. Returns false if the chunk has a key already.
     pub(super) fn set(&mut self, chunk: u32, key: T) -> bool {
         let at = chunk as usize;
         if self.0.len() <= at {
@@ -310,8 +311,8 @@ impl<T: Copy> Keys<T> {
 #[derive(Debug, Default)]
 pub(super) struct Chunks {
     pub mine: Keys<OwnChunk>,
-    /// Of the mirror: the key for this end's WRITEs.
+    /// For each chunk of the mirror: the key for this end's WRITEs from it.
     pub mirror: Keys<u32>,
-    /// Of the peer's arena, as its CHUNK records name them.
+    /// For each chunk of the peer's arena: the target that the peer's CHUNK record has named.
     pub theirs: Keys<Target>,
 }

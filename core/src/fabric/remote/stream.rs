@@ -1,5 +1,6 @@
 //! The engine's state of the two directions of one stream: how far they were carried over, and which records of the
-//! peer are valid next. The shared words are in the direction blocks, which each call gets. This file sends nothing.
+//! peer are valid next. The shared words are in the direction blocks, which each function gets as an argument. This
+//! file sends nothing.
 
 use crate::fabric::layout::{MAX_STREAMS, Region};
 use crate::fabric::remote::get::{Loans, Takings};
@@ -15,7 +16,7 @@ pub(super) enum State {
     /// No stream has the number.
     #[default]
     Free,
-    /// A stream has the number; `theirs` says whether it is paired.
+    /// A stream has the number. `theirs` shows whether it is paired.
     Open,
     /// CLOSED was sent. Later records of the peer have no effect.
     Left,
@@ -25,44 +26,44 @@ pub(super) enum State {
 #[derive(Debug, Default)]
 pub(super) struct Stream {
     pub state: State,
-    /// The peer's number.
+    /// The peer's number; `None` if the stream is not paired.
     pub theirs: Option<u32>,
-    /// CLOSED is to be sent when all bytes are carried over.
+    /// Whether CLOSED is to be sent when all bytes are carried over.
     pub closing: bool,
-    /// CLOSED has come.
+    /// Whether CLOSED has come.
     pub peer_left: bool,
     pub inc: Incoming,
     pub out: Outgoing,
 }
 
 impl Stream {
-    /// Returns whether READs may still bring bytes into its ring.
+    /// Returns whether READs may still bring bytes into the stream's ring.
     pub(super) fn is_read_into(&mut self) -> bool {
         self.inc.takings.is_under_way(self.inc.tail)
     }
 }
 
-/// The direction that this end receives, in a block of `mine`. The engine acts for its producer.
+/// The direction that this end receives, in a block of `mine`. The engine acts for the direction's producer.
 #[derive(Debug, Default)]
 pub(super) struct Incoming {
     /// All bytes before this position are in the ring.
     pub tail: u64,
     /// The ring that the peer uses.
     pub ring: Option<Region>,
-    /// First position in the ring.
+    /// The first position in the ring.
     start: u64,
-    /// A ring that was offered to the peer, and that it has not adopted.
+    /// A ring that was offered to the peer, and that the peer has not adopted.
     pub offered: Option<Offer>,
-    /// The state of the local consumer that the peer was last sent.
+    /// The local consumer's state as it was last sent to the peer.
     pub told: ConsumerView,
-    /// The head when it was last found held back.
+    /// The head at the time when it was last held back.
     pub head_held: u64,
     ended: bool,
-    /// The end mark is in the block: the local consumer had not stopped before.
+    /// Whether the end mark is in the block. It is not if the local consumer had stopped before.
     pub marked: bool,
-    /// CONFIRM has come.
+    /// Whether CONFIRM has come, and ACK is to be sent.
     pub ack_due: bool,
-    /// The head is to be sent even if it has moved little.
+    /// Whether the head is to be sent even if it has moved little.
     pub settle: bool,
     /// The buffer with which the local program waits.
     pub landings: Landings,
@@ -91,7 +92,7 @@ impl Incoming {
         if tail > window || payload.len() as u64 > n {
             return Err(Breach::Tail);
         }
-        // SAFETY: within the window, which the consumer does not read before the tail is put.
+        // SAFETY: within the window, and the consumer does not read there before the new tail is in the block.
         if !unsafe { area.copy_in(ring, tail - payload.len() as u64, payload) } {
             return Err(Breach::Tail);
         }
@@ -100,14 +101,14 @@ impl Incoming {
         Ok(block.put_tail(tail))
     }
 
-    /// Returns the position up to which the ring has room, and so the peer may write.
+    /// Returns the position up to which the ring has room, so that the peer may write.
     fn window(&self, block: &DirectionBlock) -> u64 {
         let size = self.ring.map_or(0, |ring| ring.len() as u64);
         block.head().max(self.start).saturating_add(size)
     }
 
-    /// Returns how many bytes of a program's buffer may be used for the next bytes, if the ring is empty: as many as it
-    /// has room for. 0 if no buffer can be used.
+    /// Returns how many bytes a program's buffer for the next bytes may have, if the ring is empty: as many as the ring
+    /// has room for. Returns 0 if no buffer can be used.
     pub(super) fn room_to_land(&self, block: &DirectionBlock) -> u64 {
         let is_empty = block.head() == self.tail && self.tail > 0;
         if !is_empty || self.ended || self.landings.is_busy() || self.takings.is_under_way(self.tail) {
@@ -116,7 +117,8 @@ impl Incoming {
         self.window(block) - self.tail
     }
 
-    /// Takes in PLACED: bytes in the local program's buffer count as if the ring had them. Returns the waiters to wake.
+    /// Processes PLACED: bytes in the local program's buffer count as if the ring had them. Returns the waiters to
+    /// wake.
     pub(super) fn on_placed(&mut self, block: &DirectionBlock, serial: u32, tail: u64) -> Result<Wake, Breach> {
         let window = self.window(block);
         match self.landings.on_placed(serial, tail, window)? {
@@ -129,8 +131,8 @@ impl Incoming {
         }
     }
 
-    /// Takes in SOURCE: the peer's program lends memory for the next bytes. It has no use for a local program's buffer
-    /// then, but this end's device has.
+    /// Processes SOURCE: the peer's program lends memory for the next bytes. The peer then does not write to a local
+    /// program's buffer, but this end's device may read into it.
     pub(super) fn on_loan(&mut self, block: &DirectionBlock, loan: Memory) -> Result<(), Breach> {
         if self.ended {
             return Err(Breach::End);
@@ -140,13 +142,13 @@ impl Incoming {
         Ok(())
     }
 
-    /// Takes in a READ of lent memory into the ring. Returns the waiters to wake.
+    /// Records that a READ of lent memory into the ring has completed. Returns the waiters to wake.
     pub(super) fn on_read(&mut self, block: &DirectionBlock, bytes: u32) -> Wake {
         self.tail = self.tail.saturating_add(bytes.into());
         block.put_tail(self.tail)
     }
 
-    /// If the READs into a program's buffer are over, counts their bytes as if the ring had them. Returns the waiters
+    /// If the READs into a program's buffer have ended, counts their bytes as if the ring had them. Returns the waiters
     /// to wake.
     pub(super) fn end_own_landing(&mut self, block: &DirectionBlock) -> Wake {
         let has_more = self.takings.next().is_some();
@@ -183,7 +185,7 @@ impl Incoming {
         }
     }
 
-    /// Takes in END. Returns the waiters to wake. If the local consumer has stopped, its mark stays.
+    /// Processes END. If the local consumer has stopped, its mark stays. Returns the waiters to wake.
     pub(super) fn on_end(&mut self, block: &DirectionBlock, end: u32, tail: u64) -> Result<Wake, Breach> {
         let end = EndMark::from_word(end).ok_or(Breach::End)?;
         if std::mem::replace(&mut self.ended, true) || tail != self.tail || self.takings.is_open() {
@@ -204,54 +206,55 @@ pub(super) struct Aside {
     pub region: Region,
 }
 
-/// The next bytes to be carried over.
+/// The bytes that are to be carried over next.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Next {
     /// The ring or buffer of the mirror that has the bytes.
     pub source: Region,
-    /// The peer's ring to which they go, at the same positions.
+    /// The peer's ring to which the bytes go, at the same positions.
     pub ring: Region,
-    /// The position up to which they are to be carried.
+    /// The position up to which the bytes are to be carried over.
     pub until: u64,
 }
 
-/// The direction that this end sends, in a block of the mirror. The engine acts for its consumer.
+/// The direction that this end sends, in a block of the mirror. The engine acts for the direction's consumer.
 #[derive(Debug, Default)]
 pub(super) struct Outgoing {
     pub ring: Option<Region>,
-    /// First position in the ring.
+    /// The first position in the ring.
     pub start: u64,
     pub generation: u32,
-    /// A ring that was offered to the local producer; SWITCH to it was not sent yet.
+    /// A ring that was offered to the local producer, and to which no SWITCH was sent yet.
     pub offered: Option<Offer>,
     /// Flags of the peer's consumer that came before the peer's number of the stream was known.
     pub early_flags: u32,
-    /// The first ring, as OPEN has named it. The local producer may use it; no byte is carried over before the peer has
-    /// offered it.
+    /// The `offer` word of the first ring, as OPEN has named that ring. The local producer may use the ring. The engine
+    /// carries no byte over before the peer has offered it.
     pub foreseen: Option<u64>,
     /// The position from which on the local producer uses the offered ring. A producer that writes aside adopts no
-    /// ring; the engine then decides when to switch.
+    /// ring; in that case the engine decides when to switch.
     pub switch_at: Option<u64>,
     pub aside: Option<Aside>,
-    /// How often the peer's ring had no room for bytes that are written aside, and at which position that was last.
+    /// The number of times that the peer's ring had no room for bytes written aside. `stalled_at` is the position of
+    /// the last time.
     pub stalls: u32,
     stalled_at: Option<u64>,
     /// All bytes before this position were written to the peer's ring, or sent in messages.
     pub placed: u64,
-    /// The position up to which the peer was told, at most `placed`.
+    /// The position up to which bytes were announced to the peer; at most `placed`.
     pub told: u64,
     pub head: u64,
-    /// The position of the peer's last ACK. The end mark counts as one byte after the last, as TCP's FIN does.
+    /// The position of the peer's last ACK. The end mark counts as one byte behind the last one, as TCP's FIN does.
     pub acked: u64,
     pub limited_told: u32,
     pub end_told: bool,
-    /// The local producer had ended the direction when the engine last read its words.
+    /// Whether the local producer had ended the direction when the engine last read its words.
     has_ended: bool,
-    /// The peer's consumer has stopped.
+    /// Whether the peer's consumer has stopped.
     pub stopped: bool,
-    /// CONFIRM is to be sent when all bytes are told.
+    /// Whether CONFIRM is to be sent when all bytes are announced.
     pub want_confirm: bool,
-    /// The position, with the end mark, at which CONFIRM was last sent.
+    /// The position, including the end mark, at which CONFIRM was last sent.
     pub asked: u64,
     /// The buffer with which the peer's program waits.
     pub targets: Targets,
@@ -260,11 +263,12 @@ pub(super) struct Outgoing {
 }
 
 impl Outgoing {
-    /// Asks for a notification of the engine, then reads the words of the local producer.
+    /// Sets the engine's attention word, so that the producer's next change notifies the engine. Then reads the words
+    /// of the local producer.
     pub(super) fn look(&mut self, block: &DirectionBlock) -> ProducerView {
         let view = block.watch_producer(ENGINE.0);
         self.has_ended = EndMark::from_word(view.end).is_some();
-        // A producer that writes aside has adopted no ring since.
+        // A producer that writes aside has adopted no ring since it moved.
         let is_new = self.switch_at.is_none() && self.aside.is_none();
         if is_new && self.offered.is_some_and(|offer| offer.generation == view.generation) {
             self.switch_at = Some(view.switch_pos);
@@ -272,7 +276,7 @@ impl Outgoing {
         view
     }
 
-    /// Returns the generation of the ring that begins at the told position; `None` if none begins there.
+    /// Returns the generation of the ring that begins at position `told`; `None` if no ring begins there.
     pub(super) fn next_generation(&self) -> Option<u32> {
         let is_due = match self.switch_at {
             Some(at) => at == self.told,
@@ -292,7 +296,7 @@ impl Outgoing {
         }
     }
 
-    /// Returns the ring in which the local producer has put the byte at a position that was not told.
+    /// Returns the ring in which the local producer has put the byte at `position`, which was not announced yet.
     pub(super) fn ring_at(&self, position: u64) -> Option<Region> {
         match (self.switch_at, self.offered) {
             (Some(at), Some(offer)) if position >= at => Some(offer.region),
@@ -304,9 +308,10 @@ impl Outgoing {
         self.aside.is_some_and(|aside| position >= aside.from)
     }
 
-    /// Returns whether the engine moves on to the ring on offer, at a position at which the producer writes aside. It
-    /// does not move to a ring larger than the buffer, since the reader could hold back more of it than W4 allows;
-    /// after the producer's end it does. Nor does it move after the end mark, since no bytes follow.
+    /// Returns whether the engine moves to the ring on offer at `position`, where the producer writes aside. Unless the
+    /// producer has ended the direction, the engine does not move to a ring larger than the buffer: the reader could
+    /// hold back more of such a ring than W4 allows. Nor does the engine move after END was sent, since no bytes
+    /// follow.
     fn adopts(&self, position: u64) -> bool {
         let aside = self.aside.filter(|_| self.is_aside_at(position));
         let fits = aside.zip(self.offered);
@@ -325,7 +330,7 @@ impl Outgoing {
     pub(super) fn next(&self, tail: u64) -> Option<Next> {
         let ring = self.ring?;
         let (source, until) = match self.aside {
-            // The next ring begins here.
+            // The next ring begins at this position.
             Some(aside) if self.adopts(self.placed) => (aside.region, self.placed),
             Some(aside) if self.is_aside_at(self.placed) => (aside.region, tail),
             Some(aside) => (ring, aside.from),
@@ -339,8 +344,9 @@ impl Outgoing {
         })
     }
 
-    /// Records that bytes up to `tail` are left. If the peer's ring is full and smaller than the buffer, this counts as
-    /// limited. It counts once per position, as it would if the producer had found no room.
+    /// Records that bytes up to `tail` could not be carried over. If the peer's ring is full and smaller than the
+    /// buffer, this counts as limited by the window. It counts once for each position, as if the producer had found no
+    /// room.
     pub(super) fn on_rest(&mut self, tail: u64) {
         let ring = self.ring.map_or(0, Region::len);
         let is_small = self.aside.is_some_and(|aside| aside.region.len() > ring);
@@ -359,15 +365,15 @@ impl Outgoing {
         Ok(block.put_head(head))
     }
 
-    /// Lets the local producer use the first ring before the peer has offered it. The peer can offer it only once it
-    /// knows this end's number, and the producer need not wait for that. An impossible ring is not used; the peer's
-    /// offer then shows the error.
+    /// Lets the local producer use the first ring before the peer has offered it. The peer can offer the ring only once
+    /// it knows this end's number, and the producer need not wait for that. If `region` cannot be a ring, this does
+    /// nothing: the peer's offer then shows the error.
     pub(super) fn foresee(&mut self, block: &DirectionBlock, data_len: usize, region: Region) {
         let generation = Offer::next_generation(self.generation);
         let word = Offer { generation, region }.pack();
         if self.check_offer(data_len, word).is_ok() {
             self.foreseen = Some(word);
-            // No producer waits for it yet.
+            // The result names no waiter, since no producer waits yet.
             let _ = block.put_offer(word);
         }
     }
@@ -378,7 +384,7 @@ impl Outgoing {
             return Err(Breach::Offer);
         }
         Ok(match self.aside {
-            // The engine adopts it, not the producer.
+            // The engine adopts the ring, not the producer.
             Some(_) => Wake::NONE,
             None => block.put_offer(word),
         })
@@ -395,17 +401,17 @@ impl Outgoing {
         Ok(offer)
     }
 
-    /// Takes in STOP. If the local producer has ended the direction, its mark stays.
+    /// Processes STOP. If the local producer has ended the direction, its mark stays.
     pub(super) fn on_stop(&mut self, block: &DirectionBlock) {
         self.stopped = block.put_stop().is_ok();
     }
 
-    /// Records that all bytes up to `tail` went past the ring, and that the peer is told.
+    /// Records that all bytes up to `tail` bypassed the ring, and that the peer knows of them.
     pub(super) fn on_direct(&mut self, tail: u64) {
         (self.placed, self.told) = (tail, tail);
     }
 
-    /// Goes back to `position`: bytes told behind it have not arrived.
+    /// Goes back to `position`: bytes behind it were announced and have not arrived.
     pub(super) fn go_back(&mut self, position: u64) -> Result<(), Breach> {
         if !(self.head..=self.told).contains(&position) || self.loans.is_open() {
             return Err(Breach::Advert);
@@ -414,8 +420,8 @@ impl Outgoing {
         Ok(())
     }
 
-    /// Returns the position up to which the peer may have the bytes: it was told of them, or may have read them from a
-    /// loan.
+    /// Returns the position up to which the peer may have the bytes, because they were announced to it, or because it
+    /// may have read them from a loan.
     fn reach(&self) -> u64 {
         self.loans.reach().map_or(self.told, |reach| reach.max(self.told))
     }
@@ -431,11 +437,11 @@ impl Outgoing {
 
 const PAGE: usize = 64;
 
-/// All streams of a link by their local numbers, and the local numbers by the peer's. Pages of streams are allocated
-/// when their numbers are first used.
+/// All streams of a link by their local numbers, and the local numbers by the peer's numbers. Pages of streams are
+/// allocated when their numbers are first used.
 pub(super) struct Streams {
     pages: Vec<Option<Box<[Stream]>>>,
-    /// The local number plus 1; 0 for none.
+    /// The local number plus 1; 0 if there is none.
     by_theirs: Vec<u16>,
 }
 
@@ -449,13 +455,13 @@ impl Streams {
         }
     }
 
-    /// Returns the stream with a local number; `None` if no stream of its page was ever opened.
+    /// Returns the stream with a local number; `None` if no stream of that number's page was ever opened.
     pub(super) fn get(&mut self, mine: u32) -> Option<&mut Stream> {
         let page = self.pages.get_mut(mine as usize / PAGE)?.as_deref_mut()?;
         page.get_mut(mine as usize % PAGE)
     }
 
-    /// Returns the stream with a local number, which is about to be opened; allocates its page.
+    /// Returns the stream with a local number, which is about to be opened. Allocates the number's page if needed.
     pub(super) fn make(&mut self, mine: u32) -> Option<&mut Stream> {
         let page = self.pages.get_mut(mine as usize / PAGE)?;
         let page = page.get_or_insert_with(|| (0..PAGE).map(|_| Stream::default()).collect());
@@ -474,7 +480,7 @@ impl Streams {
         u32::from(number).checked_sub(1)
     }
 
-    /// Sets the local number of the peer's `theirs`.
+    /// Records that the peer's number `theirs` belongs to the local number `mine`.
     pub(super) fn link(&mut self, mine: u32, theirs: u32) {
         if let Some(slot) = self.by_theirs.get_mut(theirs as usize) {
             *slot = mine as u16 + 1;

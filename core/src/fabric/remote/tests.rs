@@ -38,7 +38,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         self.shared.buffers.bytes_in_use()
     }
 
-    /// Calls `f` as from a signal handler that has interrupted the engine's use.
+    /// Calls `f` as a signal handler does that has interrupted the use of the engine.
     fn while_in_use<T>(&self, f: impl FnOnce() -> T) -> T {
         let engine = self.engine.lock();
         let value = f();
@@ -48,7 +48,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     }
 }
 
-/// The waiters of one end.
+/// The waiters of one end's process.
 struct Here {
     flags: Vec<SleepFlag>,
     bells: Vec<AtomicU64>,
@@ -82,7 +82,7 @@ impl Local for Here {
         &self.armed
     }
 
-    /// Each test calls `settle` itself.
+    /// Does nothing, since each test calls `settle` itself.
     fn settle_later(&self) {}
 
     fn on_lent(&self, bytes: u64) {
@@ -97,10 +97,10 @@ impl Local for Here {
 type TestEnd = End<MemQp, Here>;
 
 const DATA: u64 = 1 << 20;
-/// Bytes of an end's send buffers. Not whole chunks together with the data.
+/// The size of an end's send buffers in bytes. Data area and buffers together are not a whole number of chunks.
 const BUFFERS: u64 = 3 << 18;
 
-/// Returns the first ring of each stream of a peer that exists only as messages.
+/// Returns the first ring of each stream of a peer without an `End`. The test itself sends the messages of that peer.
 fn first_ring() -> Region {
     Region::new(0, 12).unwrap()
 }
@@ -116,11 +116,11 @@ fn end(qp: MemQp, tuning: Tuning) -> TestEnd {
         ..tuning
     };
     let (mine, mirror) = (side(DATA), side(DATA + BUFFERS));
-    // SAFETY: the tests keep the end for longer than cursors, and ask for a producer once a stream.
+    // SAFETY: the tests keep the end for longer than its cursors, and make one producer for each stream.
     unsafe { End::new(qp, mine, mirror, Here::new(), tuning) }.unwrap()
 }
 
-/// Returns the smallest limits that a link can have.
+/// Returns the smallest limits that a link can have, and settings that suit them.
 fn tiny(immediate: bool) -> (Config, Tuning) {
     let config = Config {
         limits: Limits {
@@ -161,7 +161,7 @@ struct Direction {
     sent: u64,
     got: u64,
     reader: usize,
-    /// Numbers at the reader and at the writer.
+    /// The stream's number at the reader; `back` is its number at the writer.
     number: Vqpn,
     back: Vqpn,
     ended: bool,
@@ -225,17 +225,17 @@ impl Direction {
 /// The longest delay of a bulk queue pair, in µs.
 const BULK_DELAY: u64 = 12;
 
-/// Two ends and their streams, two directions each.
+/// Two ends and their streams, which have two directions each.
 struct World {
     directions: Vec<Direction>,
     ends: [TestEnd; 2],
     clock: Clock,
-    /// By end: how often its completion fd had fired when it was last armed.
+    /// For each end, how often its completion fd had fired when it was last armed.
     fired: [u64; 2],
 }
 
 impl World {
-    /// Returns how many bytes the device of end 0 has read from lent memory, and how many end 1 knows of.
+    /// Returns how many bytes the device of end 0 has read from lent memory, and how many of them end 1 knows of.
     fn read(&self) -> [u64; 2] {
         let [reader, lender] = self.ends.each_ref().map(TestEnd::local);
         [&reader.taken, &lender.lent].map(|bytes| bytes.load(Ordering::Relaxed))
@@ -280,7 +280,7 @@ impl World {
         }
     }
 
-    /// Offers a larger ring to the first direction, which has to use its first one before; sends one byte.
+    /// Makes the first direction use its first ring by sending one byte, then offers it a larger ring.
     fn grow(&mut self, log2: u8) {
         self.directions[0].write(&self.ends, 1);
         self.settle();
@@ -289,7 +289,7 @@ impl World {
         self.settle();
     }
 
-    /// Polls each end once; true if there was a completion.
+    /// Polls each end once. Returns true if there was a completion, or if the clock was advanced to the next arrival.
     fn round(&self) -> bool {
         let mut came = false;
         for end in &self.ends {
@@ -304,7 +304,7 @@ impl World {
         came
     }
 
-    /// Reads all bytes until none come any more, and publishes the heads.
+    /// Reads all bytes, until no more come.
     fn drain(&mut self) {
         loop {
             self.settle();
@@ -316,7 +316,7 @@ impl World {
         }
     }
 
-    /// Has the readers publish their heads, as before a sleep.
+    /// Makes the readers publish their heads, as they do before a sleep.
     fn rest(&mut self) {
         for d in &mut self.directions {
             let wake = d.consumer.publish();
@@ -333,7 +333,7 @@ impl World {
             } else if is_quiet {
                 return;
             } else {
-                // Bytes may be on their way over a bulk queue pair.
+                // Bytes may be under way on a bulk queue pair.
                 self.clock.advance(BULK_DELAY);
                 is_quiet = true;
             }
@@ -382,11 +382,11 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// How many messages each end has sent.
+/// The number of messages that each end has sent.
 type Sent = [u32; 2];
 
 impl World {
-    /// Applies an operation; errors of the link are checked later.
+    /// Applies an operation. Errors of the link are checked later.
     fn apply(&mut self, op: &Op, sent: &mut Sent) {
         let (ends, all) = (&self.ends, &mut self.directions);
         let n = all.len();
@@ -443,7 +443,7 @@ impl World {
             Op::Look(at) => {
                 let was_armed = ends[*at].is_armed();
                 let came = ends[*at].progress().unwrap_or(false);
-                // The poll has the device carry out the work requests that are due.
+                // The poll makes the device carry out the work requests that are due.
                 let has_fired = ends[*at].qp().fired() > self.fired[*at];
                 assert!(
                     has_fired || !was_armed || !came,

@@ -2,9 +2,9 @@
 //! probes, `end.rs` provides the ticks, and `engine.rs` acts on the result.
 //!
 //! A device whose packets are lost need not report it. SoftRoCE has reported no failed request for 25 s; on iWARP, TCP
-//! tries for a quarter of an hour. So the arrival of posted requests has to be proven. A probe is a request that
+//! tries for a quarter of an hour. So the watch has to prove that posted requests arrive. A probe is a request that
 //! completes only when the peer's device has answered it; all requests posted before it have arrived then. The peer's
-//! process has no part in that, so a process that is stopped or busy is not taken for a dead one.
+//! process takes no part in that, so a process that is stopped or busy is not taken for a dead one.
 //!
 //! ```text
 //!            posted                  tick
@@ -18,7 +18,7 @@
 
 #![forbid(unsafe_code)]
 
-/// How long a probe may stay without an answer, in ns (P80).
+/// The longest time that a probe may stay without an answer, in ns (P80).
 pub(super) const SILENCE: u64 = 5_000_000_000;
 
 /// The most that the time between two ticks counts, in ns. If more has passed, this process or its host has not run for
@@ -30,11 +30,11 @@ const GAP: u64 = 2_000_000_000;
 pub(super) enum Step {
     /// No action, and no tick is needed before the next post.
     Idle,
-    /// Post a probe, then [`Watch::on_posted`].
+    /// Post a probe, then call [`Watch::on_posted`].
     Probe,
     /// No action until the next tick.
     Wait,
-    /// The peer's device does not answer.
+    /// The peer's device does not answer, so the link has failed.
     Silent,
 }
 
@@ -44,11 +44,11 @@ enum Stage {
     Off,
     On,
     Asked {
-        /// The count of *done* when the probe was posted.
+        /// The value of *done* when the probe was posted.
         covers: u64,
-        /// The probe is in the queue.
+        /// Whether the probe is in the send queue.
         posted: bool,
-        /// How long the probe has waited, in ns.
+        /// The time that the probe has waited, in ns.
         waited: u64,
     },
 }
@@ -57,14 +57,14 @@ enum Stage {
 #[derive(Debug, Default)]
 pub(super) struct Watch {
     stage: Stage,
-    /// The value of *done* up to which requests have arrived.
+    /// The value of *done* for which all requests are known to have arrived.
     proven: u64,
     /// The time of the last tick in ns.
     last: u64,
 }
 
 impl Watch {
-    /// Takes in the current value of *done*. True if the watch begins, and needs ticks from now on.
+    /// Records the current value of *done*. Returns true if the watch begins, and needs ticks from now on.
     #[inline]
     pub(super) fn on_done(&mut self, done: u64) -> bool {
         let starts = self.stage == Stage::Off && done != self.proven;
@@ -74,7 +74,7 @@ impl Watch {
         starts
     }
 
-    /// Takes a tick at the time `now`, in ns of a clock that does not go back. Returns the action.
+    /// Processes a tick at the time `now`, in ns of a clock that does not go back. Returns the action.
     pub(super) fn tick(&mut self, now: u64, done: u64) -> Step {
         let gap = now.saturating_sub(self.last).min(GAP);
         self.last = now;
@@ -106,8 +106,8 @@ impl Watch {
         }
     }
 
-    /// Records that the probe is in the queue. If it could not be posted, the next tick asks for it again, and the time
-    /// counts.
+    /// Records that the probe is in the send queue. If it could not be posted, the next tick asks for it again, and the
+    /// time until then counts as waiting.
     pub(super) fn on_posted(&mut self) {
         if let Stage::Asked { posted, .. } = &mut self.stage {
             *posted = true;

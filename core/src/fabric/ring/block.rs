@@ -1,9 +1,11 @@
-//! The words that the two sides of a direction share: where they lie, what marks, flags and attention words stand for,
-//! and how an attention word is taken. `ring.rs` describes the order in which they are written; the cursors keep to it.
+//! The words that the two sides of a direction share. This file defines their places, the meaning of marks, flags and
+//! attention words, and how an attention word is taken. `ring.rs` describes the order in which the sides write the
+//! words.
 
 use crate::sync::{AtomicU32, AtomicU64, Attention, Ordering, Published};
 
-/// The waiters to wake: an attention word as the other side set it, now taken. 0 names no waiter.
+/// The waiters to wake: the value of an attention word that the other side has set and this side has taken. 0 names no
+/// waiter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "whoever set these bits may be asleep"]
 pub struct Wake(pub u32);
@@ -30,74 +32,77 @@ pub enum EndMark {
 }
 
 impl EndMark {
-    /// Decodes the word `end` of a block; `None` for 0 and for a consumer that has stopped.
+    /// Decodes the word `end` of a block. `None` for 0, and for the value of a consumer that has stopped.
     pub(in crate::fabric) fn from_word(word: u32) -> Option<Self> {
         [Self::Fin, Self::Demote].into_iter().find(|e| *e as u32 == word)
     }
 }
 
-/// The consumer has stopped; not an [`EndMark`] of the producer's.
+/// The value of `end` when the consumer has stopped. It is not an [`EndMark`] of the producer.
 pub(super) const STOPPED: u32 = 3;
 
 bitflags::bitflags! {
     /// The flags by which the consumer informs the producer.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct RxFlags: u32 {
-        /// The direction will not be read any more.
+        /// The consumer will not read the direction any more.
         const RX_CLOSED = 1;
     }
 }
 
-/// Written by the producer only, but for `want_space`, which the consumer swaps to 0, and `end`.
+/// The words that only the producer writes, with two exceptions: the consumer swaps `want_space` to 0, and may set
+/// `end`.
 #[derive(Debug, Default)]
 #[repr(C, align(64))]
 pub(super) struct ProducerLine {
-    /// Bytes ever produced.
+    /// The count of bytes ever produced.
     pub tail: Published<AtomicU64>,
-    /// 0; or an [`EndMark`], valid for the tail at that time, which is final; or [`STOPPED`].
+    /// 0, an [`EndMark`] or [`STOPPED`]. A mark makes the tail at that time final.
     pub end: Published<AtomicU32>,
     pub want_space: Attention,
-    /// How often the window was too small, modulo 2^32.
+    /// The number of times that the window was too small, modulo 2^32.
     pub limited: AtomicU32,
-    /// The adopted ring, see [`Adopted`]; 0: none.
+    /// The adopted ring, packed as [`Adopted`]; 0 if there is none.
     pub generation: AtomicU32,
     /// The first position in the adopted ring.
     pub switch_pos: AtomicU64,
-    /// The first position in the reserve, if that was adopted. Not in the place of `switch_pos`, which the consumer may
-    /// be about to read for the switch before.
+    /// The first position in the reserve, if the reserve was adopted. This is not stored in `switch_pos`, which the
+    /// consumer may be about to read for the previous switch.
     pub reserve_pos: AtomicU64,
 }
 
 impl ProducerLine {
-    /// Takes the word `want_space`: the waiters to wake now that there is space.
+    /// Takes the word `want_space`. Returns the waiters to wake because there is space.
     #[inline(always)]
     pub(super) fn take_want_space(&self) -> Wake {
         Wake(self.want_space.take())
     }
 }
 
-/// Written by the consumer only, but for `want_data`, which the producer swaps to 0, and `taken_at`.
+/// The words that only the consumer writes, with two exceptions: the producer swaps `want_data` to 0, and writes
+/// `taken_at`.
 #[derive(Debug, Default)]
 #[repr(C, align(64))]
 pub(super) struct ConsumerLine {
-    /// Bytes consumed, as far as published.
+    /// The count of bytes consumed, as last published.
     pub head: Published<AtomicU64>,
     pub want_data: Attention,
-    /// [`RxFlags`].
+    /// The [`RxFlags`] that are set, as bits.
     pub flags: Published<AtomicU32>,
-    /// The offered ring, see [`Offer`]; 0: none.
+    /// The offered ring, packed as [`Offer`]; 0 if there is none.
     pub offer: Published<AtomicU64>,
-    /// The reserve, packed as `offer` is; its generation only distinguishes one reserve from the next. 0: none.
+    /// The reserve, packed as `offer` is; 0 if there is none. The generation only distinguishes one reserve from the
+    /// next.
     pub reserve: AtomicU64,
-    /// When `want_data` was last taken, by the host's [counter](crate::cycles): a hint for the order in which streams
-    /// became ready. It lies in the consumer's line because the producer has that line in its cache after taking the
-    /// word. The consumer may be reading the producer's own line again.
+    /// The time at which the producer last took `want_data`, in ticks of the host's [counter](crate::cycles). A hint
+    /// for the order in which streams became ready. The word lies in this line because the producer has the line in its
+    /// cache after taking `want_data`. By then the producer's own line may be in the consumer's cache again.
     pub taken_at: AtomicU64,
 }
 
 impl ConsumerLine {
-    /// Takes the word `want_data`: the waiters to wake now that there are bytes or an end mark. Stores the time before
-    /// it returns, so before any waiter is woken.
+    /// Takes the word `want_data`. Returns the waiters to wake because there are bytes or an end mark. Stores the time
+    /// before it returns, so before any waiter is woken.
     #[inline(always)]
     pub(super) fn take_want_data(&self) -> Wake {
         let wake = Wake(self.want_data.take());
@@ -109,16 +114,16 @@ impl ConsumerLine {
     }
 }
 
-/// On a line of its own, because the consumer writes it at every read. The producer reads it only when it has no room
-/// and must not wait, or when the consumer's process has died.
+/// A line of its own, because the consumer writes it at every read. The producer reads it seldom: for example, when it
+/// has no room and must not wait, or when the consumer's process has died.
 #[derive(Debug, Default)]
 #[repr(C, align(64))]
 pub(super) struct LastLine {
-    /// Bytes consumed, published or not.
+    /// The count of bytes consumed, published or not.
     pub consumed: AtomicU64,
 }
 
-/// The shared state of one direction. All-zero is the initial state.
+/// The shared state of one direction. If all bytes are 0, it is the initial state.
 #[derive(Debug, Default)]
 #[repr(C, align(128))]
 pub struct DirectionBlock {
@@ -129,13 +134,14 @@ pub struct DirectionBlock {
 
 #[cfg(not(loom))]
 const _: () = {
-    // The layout of an arena relies on both.
+    // The layout of an arena relies on both assertions.
     assert!(size_of::<DirectionBlock>() == crate::fabric::layout::BLOCK_BYTES);
     assert!(std::mem::offset_of!(DirectionBlock, consumer) == 64);
 };
 
 impl DirectionBlock {
-    /// Resets the block to the initial state, for the next stream with this vQPN. Neither side may have a cursor on it.
+    /// Resets the block to the initial state, for the next stream with this vQPN. Neither side may have a cursor on the
+    /// block.
     pub fn reset(&self) {
         let (p, c) = (&self.producer, &self.consumer);
         p.end.reset(0);
@@ -160,7 +166,7 @@ impl DirectionBlock {
         }
     }
 
-    /// Returns when the producer last took the word `want_data`, by the host's [counter](crate::cycles).
+    /// Returns when the producer last took the word `want_data`, in ticks of the host's [counter](crate::cycles).
     #[inline]
     pub(in crate::fabric) fn told_at(&self) -> u64 {
         self.consumer.taken_at.load(Ordering::Relaxed)

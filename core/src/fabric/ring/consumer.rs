@@ -11,15 +11,15 @@ use crate::sync::Ordering;
 /// Why a ring cannot be offered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum OfferError {
-    /// The last offer is not adopted, or the ring that it replaced is not yet taken by `take_retired`.
+    /// The producer has not adopted the last offer, or `take_retired` has not returned the ring that it replaced.
     #[error("an earlier ring switch is not finished")]
     Pending,
-    /// The region has no ring.
+    /// The region cannot be used as a ring.
     #[error("{0}")]
     NoRing(#[from] NoRing),
 }
 
-/// The result of arming for data.
+/// The result of `Consumer::arm_data`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "the producer may be asleep, and the caller must not sleep when ready"]
 pub struct Armed {
@@ -29,10 +29,11 @@ pub struct Armed {
     pub wake: Wake,
 }
 
-/// Regions that a direction may hold at a time.
+/// The most regions that a direction holds at a time.
 pub const REGIONS: usize = 6;
 
-/// A ring on offer, or adopted but not yet reached; `Consumer::switch_pos` is its first position.
+/// A ring on offer, or an adopted ring that the head has not reached. If it is adopted, `Consumer::switch_pos` is its
+/// first position.
 #[derive(Clone, Copy, Debug)]
 struct Pending {
     offer: Offer,
@@ -41,42 +42,42 @@ struct Pending {
 
 /// The consumer of one direction. The owner uses it under the direction's lock.
 ///
-/// A receive is [`spans`](Self::spans), copy out, [`consume`](Self::consume), again until satisfied or empty: a switch
-/// of rings ends the spans early. When the ring is empty: [`end`](Self::end), [`arm_data`](Self::arm_data), then sleep
-/// unless [`Armed::ready`] is set.
+/// To receive, call [`spans`](Self::spans), copy the bytes out, and call [`consume`](Self::consume). Repeat that until
+/// enough bytes have come or the ring is empty, since a switch of rings ends the spans early. When the ring is empty,
+/// call [`end`](Self::end) and [`arm_data`](Self::arm_data), then sleep unless [`Armed::ready`] is set.
 #[derive(Debug)]
 pub struct Consumer {
     block: NonNull<DirectionBlock>,
     area: DataArea,
     ring: RingMemory,
     region: Option<Region>,
-    /// Bytes ever consumed.
+    /// The count of bytes ever consumed.
     head: u64,
     /// The head as last published to the producer.
     published: u64,
     /// The producer's tail as last seen and validated.
     tail: u64,
-    /// First position in the pending ring; `u64::MAX` while not adopted.
+    /// The first position in the pending ring; `u64::MAX` until the producer has adopted it.
     switch_pos: u64,
     pending: Option<Pending>,
-    /// Regions to be freed: the ring before the last switch, and those that a switch to the reserve has replaced.
+    /// Regions to be freed: the ring before the last switch, and the rings that a switch to the reserve has replaced.
     retired: [Option<Region>; 3],
     reserve: Option<Offer>,
-    /// The generation of the last reserve, which distinguishes it from the one before.
+    /// The generation of the last reserve. It distinguishes that reserve from the one before.
     reserves: u32,
-    /// The last adopted ring, as the producer's word.
+    /// The producer's `generation` word, with which it adopted its last ring.
     adopted: u32,
     limited_seen: u32,
-    /// The consumer takes nothing more from the producer. See [`freeze`](Self::freeze).
+    /// The consumer takes no more bytes from the producer ([`freeze`](Self::freeze)).
     frozen: bool,
 }
 
-// SAFETY: a cursor is only pointers into shared memory, which any thread may use, and values.
+// SAFETY: a cursor consists of values, and of pointers into shared memory, which any thread may use.
 unsafe impl Send for Consumer {}
 
 impl Consumer {
-    /// Returns the consumer of a direction in its initial state, with rings in `area`, the data area of this side's own
-    /// arena. It has no ring until one is [offered](Self::offer).
+    /// Returns the consumer of a direction in its initial state. Its rings lie in `area`, the data area of this end's
+    /// own arena. It has no ring until one is [offered](Self::offer).
     ///
     /// # Safety
     /// `block` is mapped and aligned, and stays so while the cursor exists; this process has
@@ -113,8 +114,8 @@ impl Consumer {
         unsafe { &self.block.as_ref().producer }
     }
 
-    /// Returns the readable pieces up to the next switch of rings; empty when there are no bytes. Reads the producer's
-    /// line only when fewer than `want` bytes are known to be there.
+    /// Returns the readable pieces up to the next switch of rings; they are empty if there are no bytes. Reads the
+    /// producer's line only if fewer than `want` readable bytes are known.
     #[inline(always)]
     pub fn spans(&mut self, want: usize) -> Result<Spans<'_>, RingError> {
         if self.tail - self.head < want as u64 {
@@ -124,8 +125,8 @@ impl Consumer {
         Ok(self.ring.spans(self.head, end - self.head))
     }
 
-    /// Returns the readable pieces `skip` bytes further on, for peeking; unlike [`spans`](Self::spans) also those
-    /// behind a switch of rings.
+    /// Returns the readable pieces from `skip` bytes after the head on, without consuming them. Unlike
+    /// [`spans`](Self::spans) it also reaches bytes behind a switch of rings.
     pub fn peek(&mut self, skip: usize, want: usize) -> Result<Spans<'_>, RingError> {
         let pos = self.head.saturating_add(skip as u64);
         if self.tail.saturating_sub(pos) < want as u64 {
@@ -141,12 +142,12 @@ impl Consumer {
         })
     }
 
-    /// Returns an id that distinguishes the stream from all others that have a number at the same time.
+    /// Returns an id that distinguishes the stream from all others that have a vQPN at the same time.
     pub fn stream(&self) -> usize {
         self.block.addr().get()
     }
 
-    /// Returns how many readable bytes are known without reading the producer's line.
+    /// Returns how many readable bytes are known. Does not read the producer's line.
     #[inline]
     pub fn known(&self) -> u64 {
         self.tail - self.head
@@ -158,14 +159,14 @@ impl Consumer {
         Ok(self.tail - self.head)
     }
 
-    /// Consumes the first `n` bytes, at most those that are known. Publishes the head only when a quarter of the ring
-    /// has become free since it was last published (W3). Returns the producer's waiters to wake.
+    /// Consumes the first `n` readable bytes, at most those that are known. Publishes the head only when a quarter of
+    /// the ring has become free since the last publication (W3). Returns the producer's waiters to wake.
     #[inline(always)]
     pub fn consume(&mut self, n: usize) -> Wake {
         self.head += (n as u64).min(self.tail - self.head);
         // SAFETY: mapped while `self` exists, by the contract of `new`.
         let last = unsafe { &self.block.as_ref().last };
-        // Releases the reads to a producer that is short of room (`Producer::make_room`).
+        // Releases the reads of the bytes to a producer that is short of room (`Producer::make_room`).
         last.consumed.store(self.head, Ordering::Release);
         if self.head >= self.switch_pos {
             self.finish_switch();
@@ -182,26 +183,26 @@ impl Consumer {
             return Wake::NONE;
         }
         self.published = self.head;
-        // Releases the reads of the payload to the producer's load of `head`; and W2.
+        // Releases the reads of the payload to the producer's load of `head`. Also the publication of W2.
         self.mine().head.publish(self.head);
         self.theirs().take_want_space()
     }
 
     /// Asks for a wake-up when there is data: publishes the head, sets `bits` in the attention word, then checks for
-    /// data. The bits stay set either way; other waiters may share them.
+    /// data. The bits stay set even if there is data; other waiters may have set bits in the same word.
     pub fn arm_data(&mut self, bits: u32) -> Result<Armed, RingError> {
         let wake = self.publish();
         self.mine().want_data.arm(bits);
         let ready = match self.has_data() {
             Ok(ready) => ready,
-            // The wake-up must not be lost with the error.
+            // The wake-up must not be lost with the error. The caller's next call returns the error again.
             Err(e) if wake.is_none() => return Err(e),
             Err(_) => true,
         };
         Ok(Armed { ready, wake })
     }
 
-    /// Withdraws the request of `bits` for wake-ups; one may be on its way nonetheless.
+    /// Withdraws the request of `bits` for wake-ups. A wake-up that is on its way still comes.
     pub fn disarm_data(&self, bits: u32) {
         self.mine().want_data.disarm(bits);
     }
@@ -212,7 +213,8 @@ impl Consumer {
         self.mine().want_data.left()
     }
 
-    /// Returns whether there is data or an end mark. This is also the condition for "readable".
+    /// Returns whether there is data or an end mark. This is the condition under which the program's socket is
+    /// readable.
     pub fn has_data(&mut self) -> Result<bool, RingError> {
         if self.tail != self.head {
             return Ok(true);
@@ -223,12 +225,12 @@ impl Consumer {
         Ok(ended || self.tail != self.head)
     }
 
-    /// Returns the end mark once all bytes before it are consumed. `None`: bytes are left, or there is no mark.
+    /// Returns the end mark once all bytes before it are consumed. `None` if bytes are left, or if there is no mark.
     pub fn end(&mut self) -> Result<Option<EndMark>, RingError> {
         if self.tail != self.head {
             return Ok(None);
         }
-        // Acquires the final tail, which precedes the mark.
+        // Acquires the final tail, which the producer published before the mark.
         let mark = self.theirs().end.look();
         if mark == 0 {
             return Ok(None);
@@ -243,19 +245,21 @@ impl Consumer {
         Ok(Some(EndMark::from_word(mark).ok_or(Violation::BadEnd)?))
     }
 
-    /// Stops reading at the head: the producer has to send the rest again, on TCP. The caller informs the producer's
-    /// end of it. [`Ended`]: the producer has set an end mark before.
+    /// Stops reading at the head: the producer has to send the rest again, on TCP. The caller reports that to the
+    /// producer's end. Returns the producer's waiters to wake. Fails with [`Ended`] if the producer has set an end mark
+    /// before.
     pub fn stop(&mut self) -> Result<Wake, Ended> {
         let wake = self.publish();
         self.theirs().end.claim(STOPPED).map(|()| wake).map_err(|_| Ended)
     }
 
-    /// Freezes the consumer: it takes no byte beyond `limit` and none that comes later. `u64::MAX` stands for all bytes
-    /// that have come, 0 for no unread byte. Returns the position that was reached; after an end mark that is the end
-    /// of all bytes sent, for any `limit`. Bytes up to there can still be read, and a mark is still seen.
+    /// Freezes the consumer: it takes no byte beyond position `limit`, and none that comes later. With `u64::MAX` it
+    /// keeps all bytes that have come, with 0 no unread byte. Returns the position up to which it has the bytes. After
+    /// an end mark that is the end of all bytes sent, for any `limit`. Bytes before the position can still be read, and
+    /// the mark is still seen.
     pub fn freeze(&mut self, limit: u64) -> Result<u64, RingError> {
         if !self.frozen {
-            // Later marks and confirmations of the producer find the word taken.
+            // The producer's later marks and confirmations fail, since the word is not 0.
             let ended = self.theirs().end.claim(STOPPED);
             self.reload()?;
             self.frozen = true;
@@ -266,12 +270,12 @@ impl Consumer {
         Ok(self.tail)
     }
 
-    /// Returns whether the producer has marked the end of the stream; bytes before it may be unread.
+    /// Returns whether the producer has marked the end of the stream. Bytes before the mark may be unread.
     pub fn has_mark(&self) -> bool {
         self.theirs().end.look() == EndMark::Fin as u32
     }
 
-    /// Returns whether the producer goes on on TCP; bytes before that may be unread.
+    /// Returns whether the producer has marked that its next byte is on TCP. Bytes before the mark may be unread.
     #[inline]
     pub fn has_left(&self) -> bool {
         self.theirs().end.look() == EndMark::Demote as u32
@@ -282,9 +286,9 @@ impl Consumer {
         self.frozen
     }
 
-    /// Offers `region` as the ring to use from the producer's next send on. It is the first ring, a larger one for a
-    /// limited producer, or a smaller one when idle. Returns the producer's waiters to wake: it may be waiting for just
-    /// this.
+    /// Offers `region` as the ring to use from the producer's next send on. It is the first ring, a larger ring for a
+    /// producer that was limited, or a smaller ring for an idle direction. Returns the producer's waiters to wake,
+    /// since the producer may be waiting for such a ring.
     pub fn offer(&mut self, region: Region) -> Result<Wake, OfferError> {
         if self.is_switching() {
             return Err(OfferError::Pending);
@@ -299,8 +303,8 @@ impl Consumer {
         Ok(self.theirs().take_want_space())
     }
 
-    /// Offers `region`, which need not have memory but [can be mapped](crate::fabric::LinkEnd::reserve), for a
-    /// producer that finds no room. One at a time; a ring may be on offer beside it.
+    /// Offers `region` as the reserve, for a producer that finds no room. The region need not have memory, but [can be
+    /// mapped](crate::fabric::LinkEnd::reserve). There is one reserve at a time; an offered ring may exist beside it.
     pub fn offer_reserve(&mut self, region: Region) -> Result<(), OfferError> {
         let has_retired = self.retired.iter().any(Option::is_some);
         if has_retired || self.switch_pos != u64::MAX || self.reserve.is_some() {
@@ -312,18 +316,19 @@ impl Consumer {
             region,
         };
         self.reserve = Some(offer);
-        // Releases the block as it is now, which the producer has seen anyway.
+        // Pairs with the Acquire in `Producer::next_reserve`. The producer has already seen the block's other words as
+        // they are at this moment.
         self.mine().reserve.store(offer.pack(), Ordering::Release);
         Ok(())
     }
 
-    /// Returns whether there is a reserve that the producer has not taken, as far as this side knows.
+    /// Returns whether there is a reserve that, as far as this side knows, the producer has not adopted.
     pub fn has_reserve(&self) -> bool {
         self.reserve.is_some()
     }
 
-    /// Returns the region of a ring that is no longer used, each region once; the caller frees it. `None`: no more of
-    /// them.
+    /// Returns the region of a ring that is no longer used, each region once; the caller frees it. `None` if there is
+    /// no such region.
     pub fn take_retired(&mut self) -> Result<Option<Region>, RingError> {
         if self.pending.is_some() {
             self.reload()?;
@@ -332,19 +337,19 @@ impl Consumer {
     }
 
     fn retire(&mut self, region: Option<Region>) {
-        // There is always a free place: the consumer offers no ring before all of them are taken.
+        // There is a free place: the consumer offers no ring before `take_retired` has emptied all places.
         if let Some(place) = self.retired.iter_mut().find(|r| r.is_none()) {
             *place = region;
         }
     }
 
-    /// Returns whether a switch of rings is under way, or its old ring has not been taken.
+    /// Returns whether a switch of rings is under way, or its old ring has not been returned by `take_retired`.
     pub fn is_switching(&self) -> bool {
         self.pending.is_some() || self.retired.iter().any(Option::is_some)
     }
 
-    /// Returns every region that this direction holds, to be freed when the direction is over: current, offered,
-    /// reserve, retired.
+    /// Returns every region that this direction holds: current, offered, reserve, retired. The caller frees them when
+    /// the direction has ended.
     pub fn into_regions(self) -> [Option<Region>; REGIONS] {
         let [a, b, c] = self.retired;
         let pending = self.pending.map(|p| p.offer.region);
@@ -368,27 +373,28 @@ impl Consumer {
         self.theirs().limited.load(Ordering::Relaxed) != self.limited_seen
     }
 
-    /// Returns whether the producer was limited since the last call; the caller acts on it from now on.
+    /// Returns whether the window was too small for the producer since the last call. The caller is expected to act on
+    /// that.
     pub fn heed_limit(&mut self) -> bool {
         let now = self.theirs().limited.load(Ordering::Relaxed);
         std::mem::replace(&mut self.limited_seen, now) != now
     }
 
-    /// Adds `flags` to those that the producer sees. Returns the producer's waiters to wake.
+    /// Adds `flags` to the flags that the producer sees. Returns the producer's waiters to wake.
     pub fn set_flags(&self, flags: RxFlags) -> Wake {
         self.mine().flags.add_bits(flags.bits());
         self.theirs().take_want_space()
     }
 
-    /// Copies and validates the producer's tail, and a switch that it may lie beyond.
+    /// Copies and validates the producer's tail, and any switch that the tail may lie beyond.
     #[inline(always)]
     fn reload(&mut self) -> Result<(), RingError> {
         if self.frozen {
             return Ok(());
         }
-        // Acquires the payload before `tail`; and is the second check of W2.
+        // Acquires the payload before `tail`. Also the second check of W2.
         let tail = self.theirs().tail.look();
-        // After the tail: a switch that this tail can be beyond is seen.
+        // Loaded after the tail, so that a switch which this tail can be beyond is seen.
         let adopted = self.theirs().generation.load(Ordering::Acquire);
         if adopted != self.adopted {
             self.see_switch(adopted)?;
@@ -407,7 +413,7 @@ impl Consumer {
         Ok(())
     }
 
-    /// Takes in a switch: the producer has adopted the pending ring or the reserve, from a position that is checked
+    /// Records a switch: the producer has adopted the pending ring or the reserve, from a position on that is checked
     /// here.
     #[cold]
     fn see_switch(&mut self, word: u32) -> Result<(), RingError> {
@@ -423,9 +429,9 @@ impl Consumer {
             && self.switch_pos == u64::MAX
             && generation == Offer::next_generation(next.offer.generation)
         {
-            // Two switches at once. The producer takes the reserve only when it knows that the ring before its own has
-            // been read to the end. This side has seen no byte behind that ring. So the first of the two switches is at
-            // the head.
+            // Two switches are seen at once. The producer takes the reserve only when it knows that the ring before its
+            // current one has been read to the end. This consumer has seen no byte behind that ring, so the first of
+            // the two switches is at the head.
             let first = self.theirs().switch_pos.load(Ordering::Relaxed);
             if self.tail != self.head || first != self.head {
                 return Err(Violation::BadSwitch.into());
@@ -442,7 +448,8 @@ impl Consumer {
             _ if taken.is_some() => {}
             _ => return Err(Violation::BadSwitch.into()),
         }
-        // The producer adopted the ring after every tail seen with the generation before, within the old window.
+        // The producer adopted the ring after every tail that came with the earlier generation, and within the old
+        // window.
         if pos < self.tail || pos > self.head + self.ring.size() {
             return Err(Violation::BadSwitch.into());
         }
@@ -461,7 +468,7 @@ impl Consumer {
         Ok(())
     }
 
-    /// Moves to the pending ring: the old one is read to its end.
+    /// Makes the pending ring the current one, since the old ring has been read to its end.
     #[cold]
     fn finish_switch(&mut self) {
         if let Some(next) = self.pending.take() {

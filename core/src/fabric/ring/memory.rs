@@ -1,6 +1,6 @@
-//! Ring memory as raw pointers, and copying in and out of it. The peer may change every byte at
-//! any time, so no reference to payload is ever formed: bytes are copied, then interpreted. Also the bound on how much
-//! of a receiver's memory a sender writes into ([`Allowance`]).
+//! Ring memory as raw pointers, and copies into and out of it. The peer may change every byte at any time, so the
+//! library never forms a reference to payload. It copies the bytes, then interprets the copy. Also the bound on how
+//! much of a receiver's memory a sender writes into ([`Allowance`]).
 
 use std::marker::PhantomData;
 use std::ptr::NonNull;
@@ -12,8 +12,8 @@ use crate::fabric::layout::{MIN_RING_LOG2, Region};
 #[cfg(not(loom))]
 use crate::fabric::side::DataSegments;
 
-/// A byte of shared memory. Under loom a modelled cell, so that a model fails when payload is
-/// read or overwritten without being ordered after the other side's access.
+/// A byte of shared memory. Under loom it is a modelled cell: a model fails if one side reads or overwrites payload
+/// without being ordered after the other side's access.
 #[cfg(not(loom))]
 pub type Byte = u8;
 /// A byte of shared memory, as a modelled cell.
@@ -33,13 +33,13 @@ enum Place {
     Segments(NonNull<DataSegments>),
 }
 
-/// Why there is no ring in a region.
+/// Why a region has no ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NoRing {
     /// The region is outside the data area: the offer is wrong.
     #[error("region outside the data area")]
     Outside,
-    /// The region cannot be mapped in this process, because of limits of its own.
+    /// The process cannot map the region, because of its own limits.
     #[error("no memory for the region")]
     Unmapped,
 }
@@ -47,16 +47,16 @@ pub enum NoRing {
 impl DataArea {
     /// Returns the data area of the `len` bytes from `base` on.
     ///
-    /// # Safety
-    /// These bytes are mapped readable and writable, outside every Rust allocation that is accessed through references,
-    /// for as long as this value or a cursor made from it is used.
+    /// The bytes are mapped readable and writable for as long as this value or a cursor made from it is used. They lie
+    /// outside every Rust allocation that is accessed through references.
     pub unsafe fn new(base: *mut Byte, len: usize) -> Self {
         let len = if base.is_null() { 0 } else { len };
         let base = NonNull::new(base).unwrap_or(NonNull::dangling());
         Self(Place::Whole { base, len })
     }
 
-    /// Returns the memory of the ring in `region`. Where the area is mapped in segments, maps it as far as `region`.
+    /// Returns the memory of the ring in `region`. If the area is mapped in segments, first maps them as far as
+    /// `region`.
     pub(super) fn ring(&self, region: Region) -> Result<RingMemory, NoRing> {
         let (base, len) = match self.0 {
             Place::Whole { base, len } => (base, len),
@@ -75,8 +75,8 @@ impl DataArea {
         })
     }
 
-    /// Gets memory for `len` bytes from position `pos` on of the ring in `region`, which is mapped; `len` is cut to the
-    /// ring. False if there is no memory. An area that is mapped as a whole belongs to the process, and needs nothing.
+    /// Gets memory for `len` bytes, at most the ring's size, from position `pos` of the ring in `region` on. The region
+    /// is mapped. Returns false if there is no memory. An area that is mapped as a whole has its memory already.
     pub(super) fn back(&self, region: Region, pos: u64, len: u64) -> bool {
         match self.0 {
             Place::Whole { .. } => true,
@@ -98,7 +98,7 @@ impl DataArea {
 
 #[cfg(not(loom))]
 impl DataArea {
-    /// Returns the data area that `segments` map.
+    /// Returns the data area that is mapped as `segments`.
     ///
     /// # Safety
     /// The segments exist, and their mappings stay, for as long as this value or a cursor made from it is used.
@@ -106,8 +106,8 @@ impl DataArea {
         Self(Place::Segments(NonNull::from(segments)))
     }
 
-    /// Returns the address of position `pos` of the ring in `region`, and how many of `len` bytes follow there without
-    /// a break. `None` when the region is not wholly inside the area, or cannot be mapped.
+    /// Returns the address of position `pos` of the ring in `region`, and how many of `len` bytes are contiguous there.
+    /// `None` if the region is not wholly inside the area, or cannot be mapped.
     pub(in crate::fabric) fn piece(&self, region: Region, pos: u64, len: u64) -> Option<(*mut u8, usize)> {
         let [first, _] = self.ring(region).ok()?.spans(pos, len).pieces();
         Some(first)
@@ -122,17 +122,17 @@ impl DataArea {
         at.addr().wrapping_sub(base)
     }
 
-    /// Copies `bytes` to position `pos` of the ring in `region`. False if they do not fit.
+    /// Copies `bytes` to position `pos` of the ring in `region`. Returns false if the ring has fewer bytes.
     ///
     /// # Safety
     /// No other thread, process or device uses that part of the ring.
     pub(in crate::fabric) unsafe fn copy_in(&self, region: Region, pos: u64, bytes: &[u8]) -> bool {
         let ring = self.ring(region).map(|ring| ring.spans(pos, bytes.len() as u64));
-        // SAFETY: `bytes` is readable, and not shared memory, where no slice is formed.
+        // SAFETY: `bytes` is readable. It is not shared memory, where no slice is ever formed.
         ring.is_ok_and(|spans| unsafe { spans.copy_in(0, bytes.as_ptr(), bytes.len()) == bytes.len() })
     }
 
-    /// Fills `bytes` from position `pos` on of the ring in `region`. False if `bytes` is longer than the ring.
+    /// Fills `bytes` from position `pos` of the ring in `region` on. Returns false if `bytes` is longer than the ring.
     ///
     /// # Safety
     /// No thread, process or device writes to that part of the ring.
@@ -143,7 +143,7 @@ impl DataArea {
     }
 }
 
-/// Returns the memory of the ring in `region`, of an area that is mapped in segments; maps them as far as `region`.
+/// Returns the memory of the ring in `region`. The area is mapped in segments; maps them as far as `region`.
 #[cfg(not(loom))]
 fn ring_in(segments: &DataSegments, region: Region) -> Result<RingMemory, NoRing> {
     if !segments.is_piece(region.offset(), region.len()) {
@@ -157,7 +157,7 @@ fn ring_in(segments: &DataSegments, region: Region) -> Result<RingMemory, NoRing
     })
 }
 
-/// The memory of one ring inside a data area; of size 0 (no ring) or a power of two.
+/// The memory of one ring inside a data area. The size is 0 (no ring) or a power of two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RingMemory {
     ptr: *mut Byte,
@@ -175,20 +175,21 @@ impl RingMemory {
         self.size
     }
 
-    /// Returns a quarter of the ring in bytes: the unit in which space is given back and waited for.
+    /// Returns a quarter of the ring in bytes. The consumer publishes consumed bytes, and the producer waits for space,
+    /// in quarters.
     #[inline(always)]
     pub(super) fn quarter(&self) -> u64 {
         self.size / 4
     }
 
-    /// Returns the ring of `1 << log2` bytes at the beginning of this one; `None` if no ring may be so small, or this
-    /// one is smaller.
+    /// Returns the ring of `1 << log2` bytes at the beginning of this ring; `None` if no ring may be so small, or if
+    /// this ring is smaller.
     pub(super) fn part(&self, log2: u8) -> Option<Self> {
         let size = 1u64.checked_shl(log2.into())?;
         (log2 >= MIN_RING_LOG2 && size <= self.size).then_some(Self { size, ..*self })
     }
 
-    /// Returns the pieces that hold positions `pos..pos + len`; `len` is cut to the size.
+    /// Returns the pieces that hold positions `pos..pos + len`; `len` is cut to the size of the ring.
     #[inline(always)]
     pub(super) fn spans<'a>(&self, pos: u64, len: u64) -> Spans<'a> {
         let len = len.min(self.size);
@@ -204,8 +205,8 @@ impl RingMemory {
     }
 }
 
-/// Up to two pieces of ring memory, in stream order. Borrowed from the cursor, so that they
-/// cannot outlive a commit, a consume or a switch.
+/// Up to two pieces of ring memory, in stream order. They borrow the cursor, so that they cannot outlive a commit, a
+/// consume or a switch of rings.
 #[derive(Clone, Copy, Debug)]
 pub struct Spans<'a> {
     first: *mut Byte,
@@ -216,7 +217,7 @@ pub struct Spans<'a> {
 }
 
 impl Spans<'_> {
-    /// Returns the bytes in both pieces.
+    /// Returns the number of bytes in both pieces.
     #[inline(always)]
     pub fn len(&self) -> usize {
         self.first_len + self.second_len
@@ -228,38 +229,39 @@ impl Spans<'_> {
         self.len() == 0
     }
 
-    /// Returns the pieces as (pointer, length in bytes), for vectored I/O on ring memory; the second may be of length
-    /// 0.
+    /// Returns each piece as (pointer, length in bytes), for vectored I/O on ring memory. The second piece may be
+    /// empty.
     #[inline(always)]
     pub fn pieces(&self) -> [(*mut Byte, usize); 2] {
         [(self.first, self.first_len), (self.second, self.second_len)]
     }
 
-    /// Copies `len` bytes from `src` into the pieces, from byte `offset` of them on; returns how many bytes fitted.
+    /// Copies up to `len` bytes from `src` to the pieces, beginning at their byte `offset`. Returns how many bytes
+    /// fitted.
     ///
     /// # Safety
     /// `src` is readable for `len` bytes and not part of the pieces.
     #[inline(always)]
     pub unsafe fn copy_in(&self, offset: usize, src: *const u8, len: usize) -> usize {
-        // SAFETY: `src` by the caller; `each` hands out parts of the pieces, which are mapped
-        // for as long as the cursor that they borrow from, and `done + n <= len`.
+        // SAFETY: `src` is readable by the contract, and `done + n <= len`. `each` passes parts of the pieces, which
+        // are mapped as long as the cursor that they borrow.
         self.each(offset, len, |ring, done, n| unsafe { to_ring(src.add(done), ring, n) })
     }
 
-    /// Copies up to `len` bytes from byte `offset` of the pieces on to `dst`; returns how many bytes that were.
+    /// Copies up to `len` bytes to `dst`, beginning at byte `offset` of the pieces. Returns how many bytes that were.
     ///
     /// # Safety
     /// `dst` is writable for `len` bytes and not part of the pieces.
     #[inline(always)]
     pub unsafe fn copy_out(&self, offset: usize, dst: *mut u8, len: usize) -> usize {
-        // SAFETY: as in `copy_in`, with `dst` by the caller.
+        // SAFETY: as in `copy_in`, with `dst` writable by the contract.
         self.each(offset, len, |ring, done, n| unsafe {
             from_ring(ring, dst.add(done), n)
         })
     }
 
-    /// Calls `copy(part, bytes done, length)` for the parts that make up `len` bytes from
-    /// `offset` on; returns the bytes covered.
+    /// Calls `copy(part, bytes done, length)` for the one or two parts that hold `len` bytes from `offset` on. Returns
+    /// the bytes that they hold.
     #[inline(always)]
     fn each(&self, offset: usize, len: usize, copy: impl Fn(*mut Byte, usize, usize)) -> usize {
         if offset < self.first_len && len <= self.first_len - offset {
@@ -279,15 +281,15 @@ impl Spans<'_> {
     }
 }
 
-// Outside the models both ways are a plain copy.
+// Except under loom, both directions are a plain copy.
 #[cfg(not(loom))]
 use self::{copy as from_ring, copy as to_ring};
 
 /// Copies as memcpy does. Up to 16 bytes take two moves that may overlap in the middle, since a call of memcpy costs
 /// more than such a copy.
 ///
-/// The side that is shared memory may change meanwhile. The result is then any mixture; only a peer that breaks the
-/// protocol can cause that, to its own bytes. The library decides nothing by these bytes here.
+/// The peer may change shared memory during the copy, and the result is then any mixture. Only a peer that breaks the
+/// protocol causes that, and only to its own bytes. The library bases no decision on these bytes.
 ///
 /// # Safety
 /// `src` is readable and `dst` writable for `len` bytes; they do not overlap.
@@ -299,7 +301,7 @@ unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
     #[inline(always)]
     unsafe fn ends<T: Copy>(src: *const u8, dst: *mut u8, len: usize) {
         let last = len - size_of::<T>();
-        // SAFETY: both moves are within `len` bytes of either side; unaligned by design.
+        // SAFETY: both moves are within `len` bytes of `src` and of `dst`. The types are unaligned by design.
         unsafe {
             let a = src.cast::<T>().read_unaligned();
             let b = src.add(last).cast::<T>().read_unaligned();
@@ -307,7 +309,7 @@ unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
             dst.add(last).cast::<T>().write_unaligned(b);
         }
     }
-    // SAFETY: by the caller; each arm's lengths suit its type.
+    // SAFETY: by the contract; the lengths of each arm suit its type.
     unsafe {
         match len {
             8..=16 => ends::<u64>(src, dst, len),
@@ -340,29 +342,31 @@ unsafe fn from_ring(ring: *const Byte, dst: *mut u8, len: usize) {
     }
 }
 
-// A page of shared memory is charged to the process that touches it first, which is the sender. But the receiver
-// decides where its rings lie and when their memory is given back. So a sender checks each offered ring against an
-// allowance before it adopts it. A correct receiver takes the lowest place that is free for a ring.
+// The kernel charges a page of shared memory to the process that touches it first, which is the sender. But the
+// receiver decides where its rings lie and when their memory is released. So a sender checks each offered ring against
+// an allowance before it adopts the ring. A correct receiver places a ring as low in its arena as is free.
 
-/// Which rings a sender adopts: their largest size, and how far from the area's beginning they may reach.
-/// By default every ring.
+/// The rings that a sender may adopt: their largest size, and how far from the area's beginning they may reach. The
+/// default admits every ring.
 #[derive(Debug, Clone, Default)]
 pub struct Allowance(Option<(u8, Arc<AtomicU64>)>);
 
 impl Allowance {
-    /// Admits rings of at most `1 << largest` bytes within the first `reach` bytes of the area, which may become more.
+    /// Admits rings of at most `1 << largest` bytes within the first `reach` bytes of the area. The caller may increase
+    /// `reach` later.
     pub fn new(largest: u8, reach: Arc<AtomicU64>) -> Self {
         Self(Some((largest, reach)))
     }
 
-    /// Returns whether the region ends within reach. To be asked before the region is mapped, since that maps all that
-    /// precedes it. So an offer takes addresses of this process, and memory, only up to there.
+    /// Returns whether the region ends within reach. To be called before the region is mapped, since that maps
+    /// everything before it in the area too. So an offer makes this process use addresses and memory only up to the
+    /// reach.
     pub(super) fn reaches(&self, region: Region) -> bool {
         let end = (region.offset() + region.len()) as u64;
         self.0.as_ref().is_none_or(|(_, reach)| end <= reach.load(Acquire))
     }
 
-    /// Returns whether the region may be that large.
+    /// Returns whether the region is not larger than the largest ring that is admitted.
     pub(super) fn admits(&self, region: Region) -> bool {
         self.0.as_ref().is_none_or(|(largest, _)| region.log2() <= *largest)
     }

@@ -1,5 +1,5 @@
-//! The sending side's private cursor of one direction. With it the two ways to make room when the consumer does not
-//! read: a buffer of this end, and the ring that the consumer has in reserve.
+//! The sending side's private cursor of one direction. Also the two ways to make room when the consumer does not read:
+//! a buffer of this end, and the ring that the consumer has in reserve.
 
 use std::ptr::NonNull;
 
@@ -17,7 +17,7 @@ struct Earlier {
 }
 
 impl Earlier {
-    /// Returns an entry that holds no bytes before `position`.
+    /// Returns an entry for a ring that does not exist, and so holds no bytes before `position`.
     const fn none(position: u64) -> Self {
         Self {
             ring: RingMemory::NONE,
@@ -26,10 +26,11 @@ impl Earlier {
     }
 }
 
-/// Bytes of a reserve that get memory at a time.
+/// The unit in which a reserve gets memory, in bytes.
 const PIECE: u64 = 128 * 1024;
 
-/// A reserve: the consumer's word, the whole region, and the part at its beginning that the producer wants.
+/// A reserve: the word in which the consumer offers it, its whole region, and the part at its beginning that the
+/// producer uses.
 struct Reserve {
     word: u64,
     whole: Region,
@@ -38,55 +39,56 @@ struct Reserve {
 
 /// The producer of one direction. The owner uses it under the direction's lock.
 ///
-/// A send is [`spans`](Self::spans), copy in, [`commit`](Self::commit). When there is no room:
-/// [`arm_space`](Self::arm_space), then sleep if that returns false.
+/// To send, call [`spans`](Self::spans), copy the bytes in, and call [`commit`](Self::commit). When there is no room,
+/// call [`arm_space`](Self::arm_space), then sleep if it returns false.
 #[derive(Debug)]
 pub struct Producer {
     block: NonNull<DirectionBlock>,
     area: DataArea,
     ring: RingMemory,
-    /// The rings before the current one, the last first; they may still hold unread bytes.
+    /// The two rings before the current one, the later first. They may still hold unread bytes.
     earlier: [Earlier; 2],
-    /// Bytes ever committed.
+    /// The count of bytes ever committed.
     tail: u64,
-    /// The position up to which the producer may write, by its knowledge of the consumer.
+    /// The position up to which the producer may write, as far as it knows the consumer's progress.
     limit: u64,
-    /// The consumer's position as last seen, published or not.
+    /// The consumer's position as last seen, whether the consumer has published it or not.
     head: u64,
     /// The head that the consumer has published, as last seen.
     published: u64,
     /// First position in the current ring.
     switch_pos: u64,
-    /// The offer that the current ring comes from, as read.
+    /// The consumer's `offer` word from which the current ring comes, or that was passed over.
     offer: u64,
     /// The generation of the current ring.
     generation: u32,
-    /// The reserve that was taken last, as read.
+    /// The consumer's `reserve` word that was taken last.
     reserve: u64,
-    /// The reserve's region while it is the current ring and lacks memory, and the position up to which it has some.
+    /// If the current ring is a reserve that lacks memory: its region, and the position up to which it has memory.
     backed: Option<(Region, u64)>,
-    /// There was no memory for more of the reserve.
+    /// Whether there was no memory for more of the reserve.
     starved: bool,
-    /// The current ring is a buffer of this end, not one of the consumer's rings.
+    /// Whether the current ring is a buffer of this end, and not one of the consumer's rings.
     aside: bool,
-    /// The most bytes that may be unread, at least half of the ring; 0: not known yet.
+    /// The most bytes that may be unread; 0 while it is not known. At least half of the ring is allowed in any case.
     bound: u64,
-    /// `bound` is an estimate.
+    /// Whether `bound` is an estimate.
     bound_is_early: bool,
     seen_flags: u32,
     limited: u32,
-    /// The tail when `limited` was last counted: once per position, however often retried.
+    /// The tail when `limited` was last increased. It is increased once for each position, however often a send is
+    /// retried.
     limited_at: Option<u64>,
     ended: bool,
     /// Which rings of the receiver the producer may adopt.
     allowance: Allowance,
 }
 
-// SAFETY: a cursor is only pointers into shared memory, which any thread may use, and values.
+// SAFETY: a cursor consists of values, and of pointers into shared memory, which any thread may use.
 unsafe impl Send for Producer {}
 
 impl Producer {
-    /// Returns the producer of a direction in its initial state, with rings in `area`, the data area of the
+    /// Returns the producer of a direction in its initial state. Its rings lie in `area`, the data area of the
     /// *receiver's* arena.
     ///
     /// # Safety
@@ -136,8 +138,8 @@ impl Producer {
         unsafe { &self.block.as_ref().consumer }
     }
 
-    /// Returns all free pieces. Reads the consumer's line only when fewer than `want` bytes are known to be free. If
-    /// fewer are free even then, this counts as limited by the window.
+    /// Returns all free pieces. Reads the consumer's line only if fewer than `want` free bytes are known. If fewer are
+    /// free even then, counts the send as limited by the window.
     #[inline(always)]
     pub fn spans(&mut self, want: usize) -> Result<Spans<'_>, RingError> {
         if self.limit - self.tail < want as u64 {
@@ -146,8 +148,8 @@ impl Producer {
         Ok(self.known_spans())
     }
 
-    /// Copies `len` bytes to the beginning of the free pieces, if they are known to fit into the first piece. Otherwise
-    /// does nothing, and returns false.
+    /// Copies `len` bytes to the beginning of the known free pieces, if the first piece has room for all of them.
+    /// Otherwise does nothing, and returns false.
     ///
     /// # Safety
     /// `src` is readable for `len` bytes and not part of the ring.
@@ -159,13 +161,13 @@ impl Producer {
         len <= first && unsafe { spans.copy_in(0, src, len) } == len
     }
 
-    /// Returns the free pieces that are known without reading the consumer's line.
+    /// Returns the free pieces that are known. Does not read the consumer's line.
     #[inline(always)]
     fn known_spans(&self) -> Spans<'_> {
         self.ring.spans(self.tail, self.limit - self.tail)
     }
 
-    /// Hands the first `n` bytes of the spans to the consumer; not more than was free, and nothing after
+    /// Passes the first `n` bytes of the spans to the consumer: at most as many as were free, and none after
     /// [`end`](Self::end). Returns the consumer's waiters to wake.
     #[inline(always)]
     pub fn commit(&mut self, n: usize) -> Wake {
@@ -174,18 +176,19 @@ impl Producer {
             return Wake::NONE;
         }
         self.tail += n;
-        // Releases the payload to the consumer's load of `tail`; and W2.
+        // Releases the payload to the consumer's load of `tail`. Also the publication of W2.
         self.mine().tail.publish(self.tail);
         let wake = self.theirs().take_want_data();
-        // The consumer's line is in the cache anyway: notice a new offer, and let the next `spans` adopt it.
+        // The consumer's line is in the cache anyway, so check for a new offer. With this limit the next `spans` adopts
+        // it.
         if self.theirs().offer.load(Ordering::Relaxed) != self.offer {
             self.limit = self.tail;
         }
         wake
     }
 
-    /// Hands bytes to the consumer as [`commit`](Self::commit) does, but wakes no waiter until [`wake`](Self::wake),
-    /// however long that takes: the caller soon commits more. A consumer that reads meanwhile finds the bytes.
+    /// Passes bytes to the consumer as [`commit`](Self::commit) does, but wakes no waiter before [`wake`](Self::wake)
+    /// is called, since the caller soon commits more. A consumer that reads before then finds the bytes.
     #[inline]
     pub fn commit_quietly(&mut self, n: usize) {
         let n = (n as u64).min(self.limit - self.tail);
@@ -203,8 +206,9 @@ impl Producer {
         self.theirs().take_want_data()
     }
 
-    /// Marks the event that follows the last byte, and returns the consumer's waiters to wake. Only the first mark
-    /// counts, and no byte can be sent afterwards, also after an error. [`Stopped`]: the consumer has stopped before.
+    /// Sets the mark for the event that follows the last byte, and returns the consumer's waiters to wake. Only the
+    /// first mark counts. After this call no byte can be sent, even if the call fails. Fails with [`Stopped`] if the
+    /// consumer has stopped before.
     pub fn end(&mut self, end: EndMark) -> Result<Wake, Stopped> {
         if self.ended {
             return Ok(Wake::NONE);
@@ -215,15 +219,15 @@ impl Producer {
         Ok(self.theirs().take_want_data())
     }
 
-    /// Asks for a wake-up when there is space: sets `bits` in the attention word, then checks. True:
-    /// [`has_space`](Self::has_space) holds now, so the caller must not sleep. The bits stay set either way; other
-    /// waiters may share them.
+    /// Asks for a wake-up when there is space: sets `bits` in the attention word, then checks. Returns true if there is
+    /// [space](Self::has_space) at this moment, so that the caller must not sleep. The bits stay set even then; other
+    /// waiters may have set bits in the same word.
     pub fn arm_space(&mut self, bits: u32) -> Result<bool, RingError> {
         self.mine().want_space.arm(bits);
         self.has_space()
     }
 
-    /// Withdraws the request of `bits` for wake-ups; one may be on its way nonetheless.
+    /// Withdraws the request of `bits` for wake-ups. A wake-up that is on its way still comes.
     pub fn disarm_space(&self, bits: u32) {
         self.mine().want_space.disarm(bits);
     }
@@ -234,9 +238,9 @@ impl Producer {
         self.mine().want_space.left()
     }
 
-    /// Returns whether a quarter of the ring is free (of the bound, if that is smaller). Also true if another ring is
-    /// offered, or the consumer has set flags since [`consumer_flags`](Self::consumer_flags). This is also the
-    /// condition for "writable".
+    /// Returns whether a quarter of the ring is free (a quarter of the bound, if that is less). Also returns true if
+    /// another ring is offered, or if the consumer has set flags since the last call of
+    /// [`consumer_flags`](Self::consumer_flags). This is the condition under which the program's socket is writable.
     pub fn has_space(&mut self) -> Result<bool, RingError> {
         self.reload()?;
         let size = self.ring.size();
@@ -252,14 +256,14 @@ impl Producer {
         RxFlags::from_bits_truncate(self.seen_flags)
     }
 
-    /// Returns how many committed bytes the consumer has not consumed, as far as this side knows.
+    /// Returns how many committed bytes the consumer has, as far as this side knows, not consumed.
     pub fn used(&mut self) -> Result<u64, RingError> {
         self.reload()?;
         Ok(self.tail - self.head)
     }
 
-    /// Returns the position up to which the consumer has read. Within a host this is its own count; between hosts it is
-    /// the published head.
+    /// Returns the position up to which the consumer has read. Within a host it is the consumer's own count, published
+    /// or not. Between hosts it is the head that the peer has published.
     pub fn consumed(&mut self) -> Result<u64, RingError> {
         self.reload()?;
         // SAFETY: mapped while `self` exists, by the contract of `new`.
@@ -274,7 +278,7 @@ impl Producer {
         last.consumed.load(Ordering::Relaxed) < self.tail
     }
 
-    /// Returns how many bytes could be written now.
+    /// Returns how many bytes could be written at this moment.
     pub fn free(&mut self) -> Result<u64, RingError> {
         self.reload()?;
         Ok(self.limit - self.tail)
@@ -290,8 +294,8 @@ impl Producer {
         self.ring.size()
     }
 
-    /// Returns whether the ring on offer can be mapped within the allowance. For the first ring: without it no byte can
-    /// be sent.
+    /// Returns whether the ring on offer can be mapped within the allowance. Called for the first ring, without which
+    /// no byte can be sent.
     #[cfg(not(loom))]
     pub fn can_adopt(&self) -> bool {
         let word = self.theirs().offer.look();
@@ -302,15 +306,16 @@ impl Producer {
         })
     }
 
-    /// Moves on to the ring that the consumer offers. False if none is on offer, or it is passed over. `spans` does
-    /// this by itself; the caller does it for an idle direction whose consumer wants to shrink.
+    /// Adopts the ring that the consumer offers. Returns false if no ring is on offer, or if the producer passes the
+    /// offer over. `spans` does this by itself. A caller does it for an idle direction whose consumer offers a smaller
+    /// ring.
     pub fn adopt(&mut self) -> Result<bool, RingError> {
         let word = self.theirs().offer.look();
         if word == self.offer || self.ended {
             return Ok(false);
         }
         let offer = Offer::unpack(word).ok_or(Violation::BadOffer)?;
-        // The consumer offered it before it knew that the reserve was taken, and will withdraw it.
+        // The consumer offered the ring before it knew that the reserve was adopted, and will withdraw the offer.
         let is_late = offer.generation != Offer::next_generation(self.generation);
         if is_late || self.is_too_large(offer.region) || !self.allowance.reaches(offer.region) {
             self.offer = word;
@@ -320,7 +325,7 @@ impl Producer {
             Ok(ring) => ring,
             Err(NoRing::Outside) => return Err(Violation::BadOffer.into()),
             Err(NoRing::Unmapped) => {
-                // The direction stays on its ring. The producer does not try again, since each send would.
+                // The direction keeps its ring. The producer does not try this offer again, since each send would try.
                 self.offer = word;
                 return Ok(false);
             }
@@ -334,28 +339,28 @@ impl Producer {
         Ok(true)
     }
 
-    /// Returns whether a ring on offer would exceed the program's bound while the producer can do without it.
+    /// Returns whether the ring on offer would exceed the program's bound, and the producer can do without it.
     fn is_too_large(&self, region: Region) -> bool {
         let half = region.len() as u64 / 2;
         let has_others = self.ring.size() >= self.bound || self.has_reserve();
         self.ring.size() != 0 && self.bound != 0 && half > self.bound && has_others
     }
 
-    /// Sets the bound: the most bytes, `bytes`, that the program lets be unread. Half of the ring counts if that is
-    /// more.
+    /// Sets the bound: the program lets at most `bytes` bytes be unread. If half of the ring is more, that counts
+    /// instead.
     pub fn set_bound(&mut self, bytes: u64) {
         self.bound = bytes.max(1);
         self.bound_is_early = false;
     }
 
-    /// Sets the bound while it may still change: [`has_bound`](Self::has_bound) stays false, so that the caller asks
-    /// the program's socket again when the ring is full.
+    /// Sets the bound while it may still change. [`has_bound`](Self::has_bound) then returns false, so that the caller
+    /// asks the program's socket again when the ring is full.
     pub fn estimate_bound(&mut self, bytes: u64) {
         self.bound = bytes.max(1);
         self.bound_is_early = true;
     }
 
-    /// Returns whether the bound was set, and not estimated.
+    /// Returns whether the bound was set, not only estimated.
     pub fn has_bound(&self) -> bool {
         self.bound != 0 && !self.bound_is_early
     }
@@ -373,7 +378,7 @@ impl Producer {
         }
     }
 
-    /// Makes `ring` the current ring from the tail on.
+    /// Makes `ring` the current ring for the bytes from the tail on.
     fn change_ring(&mut self, ring: RingMemory) {
         let before = Earlier {
             ring: std::mem::replace(&mut self.ring, ring),
@@ -394,13 +399,13 @@ impl Producer {
             _ => &mine.reserve_pos,
         };
         position.store(self.tail, Ordering::Relaxed);
-        // Releases the position to the consumer's load of `generation`; the next tail releases both.
+        // Releases the position to the consumer's load of `generation`. The store of the next tail releases both.
         let adopted = Adopted { generation, part };
         mine.generation.store(adopted.pack(), Ordering::Release);
     }
 
-    /// Returns a copy of the bytes that a consumer which has [stopped](crate::fabric::ring::Consumer::stop) has not
-    /// read. The consumer must not have freed their rings.
+    /// Returns a copy of the bytes that the consumer, which has [stopped](crate::fabric::ring::Consumer::stop), has not
+    /// read. To be called before the consumer frees their rings.
     #[cfg(not(loom))]
     pub fn unread(&mut self) -> Result<Vec<u8>, RingError> {
         self.reload()?;
@@ -408,8 +413,7 @@ impl Producer {
     }
 
     /// Returns a copy of the bytes from position `from` to the tail, for a consumer that has all bytes up to `from` and
-    /// takes no more. A position before the head is an error, since consumed bytes are not held; so is one beyond the
-    /// tail.
+    /// takes no more. Fails if `from` lies before the head, since consumed bytes are not kept, or beyond the tail.
     #[cfg(not(loom))]
     pub fn rest(&mut self, from: u64) -> Result<Vec<u8>, RingError> {
         self.reload()?;
@@ -422,7 +426,7 @@ impl Producer {
         self.copy_from(from)
     }
 
-    /// Returns whether this side has [ended](Self::end) the direction, or tried to and found it stopped.
+    /// Returns whether [`end`](Self::end) was called, even if it found that the consumer had stopped.
     pub fn is_ended(&self) -> bool {
         self.ended
     }
@@ -430,8 +434,8 @@ impl Producer {
     /// Returns a copy of the bytes in flight from position `from` on, which lies between head and tail.
     ///
     /// A correct consumer has read up to the last switch before it offers the next ring. So two rings hold all bytes
-    /// that it can ask for, together with a buffer that was written aside. A consumer that breaks the protocol could
-    /// ask for any number of bytes.
+    /// that it can ask for. If the producer writes aside, that buffer is a third. A consumer that breaks the protocol
+    /// could ask for any number of bytes.
     #[cfg(not(loom))]
     fn copy_from(&self, from: u64) -> Result<Vec<u8>, RingError> {
         let [before, first] = self.earlier;
@@ -452,19 +456,19 @@ impl Producer {
             let len = end.min(self.tail).saturating_sub(pos);
             let (to, behind) = rest.split_at_mut(len as usize);
             let spans = ring.spans(pos, len);
-            // SAFETY: `to` is writable for its length; a ring is mapped while the cursor exists.
+            // SAFETY: `to` is writable for its length. A ring is mapped as long as the cursor exists.
             unsafe { spans.copy_out(0, to.as_mut_ptr(), to.len()) };
             (rest, pos) = (behind, pos + len);
         }
         Ok(bytes)
     }
 
-    /// Returns the end of the current ring's window. The ring's bytes begin at the switch position; older ones are in
+    /// Returns the end of the current ring's window. The ring's bytes begin at the switch position; older bytes are in
     /// the ring before.
     fn window(&self) -> u64 {
         let end = self.head.max(self.switch_pos) + self.ring.size();
-        // By the published head, as in W4. At least a quarter of this ring is in the window: the consumer goes by this
-        // ring's quarter only once there is a byte in it.
+        // The bound counts from the published head, as in W4. At least a quarter of this ring is in the window: the
+        // consumer goes by this ring's quarter only once there is a byte in it.
         let most = self.head.saturating_add(self.most());
         let least = self.switch_pos + self.ring.quarter();
         end.min(most.max(least)).max(self.tail)
@@ -496,8 +500,8 @@ impl Producer {
 
     /// Copies and validates the consumer's head.
     fn reload(&mut self) -> Result<(), RingError> {
-        // Acquires the reads that the consumer released by publishing: it has read the bytes before `head`, so they may
-        // be overwritten. This is also the second check of W2.
+        // Acquires the consumer's reads of the bytes before `head`, which it released by publishing `head`. So those
+        // bytes may be overwritten. Also the second check of W2.
         let head = self.theirs().head.look();
         if head < self.published {
             return Err(Violation::HeadMovedBack.into());
@@ -514,10 +518,11 @@ impl Producer {
     }
 }
 
-// A producer between hosts whose peer's ring has no room writes *aside*: into a buffer of its own end. The engine
-// carries over from there as many bytes as the peer has room for. The end itself (`remote/lend.rs`) makes both moves,
-// under its own lock and the producer's, so the block records neither. W4 holds as long as the peer's ring is no
-// larger than this one. Producers within a host do not write aside: their readers see each byte as it is written.
+// A producer between hosts whose peer's ring has no room writes *aside*: into a buffer of its own end. From there the
+// engine carries over as many bytes as the peer has room for. The end (`remote/lend.rs`) moves the producer there and
+// back, under the end's own lock and the producer's, so the block records neither move. W4 holds as long as the peer's
+// ring is no larger than the buffer. Producers within a host do not write aside, since their readers see each byte as
+// it is written.
 
 impl Producer {
     /// Returns whether the producer writes aside.
@@ -525,16 +530,16 @@ impl Producer {
         self.aside
     }
 
-    /// Returns log2 of the bytes that the bound lets the producer use, aside, of a ring of `1 << log2` bytes. `None` if
-    /// that is not more than its ring has, or it cannot move.
+    /// Returns log2 of the size that a producer which writes aside may use, within its bound, of a buffer of `1 <<
+    /// log2` bytes. `None` if that is not more than its ring has, or if it cannot move.
     pub(in crate::fabric) fn fits_aside(&mut self, log2: u8) -> Option<u8> {
         self.reload().ok()?;
         let may_move = !self.aside && !self.ended && self.ring.size() != 0;
         self.part_of(log2).filter(|part| may_move && self.has_more(*part))
     }
 
-    /// Moves the producer to `region` of its area, which no other stream uses. The end adopts the peer's offers
-    /// meanwhile. False if the region cannot be used.
+    /// Moves the producer to `region` of its area, which no other stream uses. From then on the engine adopts the
+    /// peer's offers. Returns false if the region cannot be used.
     pub(in crate::fabric) fn move_aside(&mut self, region: Region) -> bool {
         let Ok(ring) = self.area.ring(region) else {
             return false;
@@ -543,14 +548,15 @@ impl Producer {
         self.backed = None;
         let first = self.earlier[0];
         self.change_ring(ring);
-        // The known head may be older than the consumer's progress in that ring.
+        // Keeps that earlier ring too: the known head may still lie in it, although the consumer has read further.
         self.earlier[1] = first;
         self.aside = true;
         true
     }
 
     /// Moves the producer back to the peer's ring in `region`, which has `generation`, and lets it check the ring on
-    /// offer: perhaps `next`. False if bytes are unread, or if half of the larger of the two exceeds the bound.
+    /// offer, which may be `next`. Returns false if bytes are unread, or if half of the larger of the two rings exceeds
+    /// the bound.
     pub(in crate::fabric) fn move_back(&mut self, region: Region, generation: u32, next: Option<Region>) -> bool {
         let is_read = self.reload().is_ok() && self.head == self.tail;
         let half = next.map_or(0, Region::len).max(region.len()) as u64 / 2;
@@ -561,12 +567,13 @@ impl Producer {
         let Ok(ring) = self.area.ring(region) else {
             return false;
         };
-        // An older offer does not have the generation after this one.
+        // The next call of `adopt` checks the offer again. An older offer is passed over, since its generation does not
+        // follow.
         self.offer = 0;
         self.generation = generation;
         self.change_ring(ring);
         self.aside = false;
-        // The buffer that it has written aside is for other streams from now on.
+        // Other streams use the buffer from this moment on, so it is not kept as an earlier ring.
         self.earlier = [Earlier::none(self.switch_pos); 2];
         true
     }
@@ -577,8 +584,9 @@ impl Producer {
 
 impl Producer {
     /// Makes room for a sender that must not wait. First counts the bytes that the consumer has read and not published.
-    /// If that is too little, moves on to as much of the reserve as the bound allows. That has to be more than the
-    /// ring, and `may_take` has to agree to its bytes. True if there is more room than before.
+    /// If that is too little, moves to the reserve and uses as much of it as the bound allows. That part has to be
+    /// larger than the ring, and `may_take`, called with its size in bytes, has to agree. Returns true if there is more
+    /// room than before.
     pub fn make_room(&mut self, may_take: impl FnOnce(u64) -> bool) -> Result<bool, RingError> {
         if self.look_closely()? {
             return Ok(true);
@@ -594,18 +602,18 @@ impl Producer {
         Ok(self.look_closely()? || self.has_reserve())
     }
 
-    /// Returns whether there is a reserve to move to, by this side's knowledge of the consumer.
+    /// Returns whether there is a reserve to move to, as far as this side knows the consumer's progress.
     fn has_reserve(&self) -> bool {
         self.next_reserve().is_some_and(|next| self.has_more(next.part.log2()))
     }
 
-    /// Reads the consumer's own count of consumed bytes; that costs the consumer a cache miss at its next read. True if
-    /// a quarter of the ring is then free.
+    /// Reads the consumer's own count of consumed bytes, which costs the consumer a cache miss at its next read.
+    /// Returns true if a quarter of the ring is then free.
     fn look_closely(&mut self) -> Result<bool, RingError> {
         self.reload()?;
         // SAFETY: mapped while `self` exists, by the contract of `new`.
         let last = unsafe { &self.block.as_ref().last };
-        // Acquires the consumer's reads of the bytes before, which `consume` releases.
+        // Acquires the consumer's reads of the bytes before this count, which `consume` releases.
         let consumed = last.consumed.load(Ordering::Acquire);
         if consumed > self.tail {
             return Err(Violation::HeadBeyondTail.into());
@@ -618,19 +626,19 @@ impl Producer {
         Ok(quarter != 0 && self.limit - self.tail >= quarter)
     }
 
-    /// Returns whether the ring has room for bytes to be sent, but this process no memory.
+    /// Returns whether the ring has room, but this process had no memory for it.
     pub fn is_starved(&self) -> bool {
         self.starved
     }
 
-    /// Returns whether the producer could write more bytes into a ring of `1 << log2` bytes.
+    /// Returns whether a ring of `1 << log2` bytes would let the producer write more bytes.
     fn has_more(&self, log2: u8) -> bool {
         let is_bound = self.bound != 0 && self.tail - self.head >= self.bound;
         1 << log2 > self.ring.size() && !is_bound
     }
 
-    /// Returns log2 of the bytes that the bound lets the producer use of a ring of `1 << log2` bytes. `None` if the
-    /// bound has no next power of two.
+    /// Returns log2 of the size that the producer may use, within its bound, of a ring of `1 << log2` bytes. `None` if
+    /// no power of two is as large as the bound.
     fn part_of(&self, log2: u8) -> Option<u8> {
         let part = match self.bound {
             0 => log2,
@@ -639,7 +647,7 @@ impl Producer {
         Some(part.max(MIN_RING_LOG2).min(log2))
     }
 
-    /// Returns the reserve; `None` if it cannot be taken now.
+    /// Returns the reserve; `None` if there is none, or if it cannot be taken at this moment.
     fn next_reserve(&self) -> Option<Reserve> {
         let word = self.theirs().reserve.load(Ordering::Acquire);
         if word == self.reserve || self.ended || self.aside || self.head < self.switch_pos {
@@ -664,7 +672,7 @@ impl Producer {
         if !self.allowance.admits(part) {
             return Err(Violation::BeyondAllowance.into());
         }
-        // Without memory for the first piece the direction stays where it is.
+        // Without memory for the first piece the direction keeps its ring.
         if !self.area.back(part, self.tail, PIECE) {
             return Ok(false);
         }
@@ -674,7 +682,7 @@ impl Producer {
         Ok(true)
     }
 
-    /// Gets memory for `want` more bytes of the reserve. Once the producer has been around the ring, all of it has
+    /// Gets memory for `want` more bytes of the reserve. Once the producer has written to the whole ring, all of it has
     /// memory.
     fn back_more(&mut self, want: u64) {
         let Some((region, backed)) = self.backed else {

@@ -1,6 +1,7 @@
-//! The engine's access to a direction block, on a link between hosts. The engine is the proxy of the peer's cursor: of
-//! its consumer in a block of the mirror, of its producer in a block of this end's arena. It keeps to the same rules
-//! (W1, W2): it publishes and then takes the attention word; it sets its own word and then reads the other side's.
+//! The engine's access to a direction block, on a link between hosts. The engine acts for the peer's cursor. In a block
+//! of the mirror it acts for the peer's consumer, and in a block of this end's arena for the peer's producer. It keeps
+//! the rules of a cursor (W1, W2). It publishes and then takes the attention word of the local side. It sets its own
+//! attention word and then reads what the local side has published.
 
 use crate::fabric::ring::block::{DirectionBlock, EndMark, STOPPED, Wake};
 use crate::fabric::ring::{Ended, Stopped};
@@ -9,10 +10,10 @@ use crate::sync::Ordering;
 /// The values that the local producer has published.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::fabric) struct ProducerView {
-    /// The raw end word. If it is not 0 the tail is final.
+    /// The raw end word. If the word is not 0, the tail is final.
     pub end: u32,
     pub tail: u64,
-    /// Read after the tail, so it includes every switch that the tail can be beyond.
+    /// Read after the tail, so it is the generation of the last switch that the tail can be beyond.
     pub generation: u32,
     pub switch_pos: u64,
     pub limited: u32,
@@ -32,9 +33,9 @@ impl DirectionBlock {
     pub(in crate::fabric) fn watch_producer(&self, bits: u32) -> ProducerView {
         self.consumer.want_data.keep_armed(bits);
         let p = &self.producer;
-        // Acquires the final tail, which precedes the mark.
+        // Acquires the final tail, which the producer published before the mark.
         let end = p.end.look();
-        // Acquires the payload before it.
+        // Acquires the payload, which the producer wrote before the tail.
         let tail = p.tail.look();
         let generation = p.generation.load(Ordering::Acquire);
         ProducerView {
@@ -89,7 +90,7 @@ impl DirectionBlock {
         self.producer.take_want_space()
     }
 
-    /// Records that the peer's consumer has stopped. [`Ended`]: the direction has its end mark.
+    /// Records that the peer's consumer has stopped. Fails with [`Ended`] if the direction has its end mark.
     pub(in crate::fabric) fn put_stop(&self) -> Result<(), Ended> {
         self.producer.end.claim(STOPPED).map_err(|_| Ended)
     }
@@ -99,15 +100,15 @@ impl DirectionBlock {
         self.consumer.take_want_data()
     }
 
-    /// Publishes a switch of the peer's producer. To be called before any tail beyond `position` is put.
+    /// Publishes a switch of the peer's producer. To be called before `put_tail` publishes a tail beyond `position`.
     pub(in crate::fabric) fn put_switch(&self, generation: u32, position: u64) {
         self.producer.switch_pos.store(position, Ordering::Relaxed);
         // Releases `switch_pos` to the consumer's load of `generation`.
         self.producer.generation.store(generation, Ordering::Release);
     }
 
-    /// Records that the peer's producer has ended the direction, at the tail that was put before. Returns the
-    /// consumer's waiters to wake. [`Stopped`]: the consumer has stopped before.
+    /// Records that the peer's producer has ended the direction, at the tail that was published before. Returns the
+    /// local consumer's waiters to wake. Fails with [`Stopped`] if the consumer has stopped before.
     pub(in crate::fabric) fn put_end(&self, end: EndMark) -> Result<Wake, Stopped> {
         self.producer.end.claim(end as u32).map_err(|_| Stopped)?;
         Ok(self.consumer.take_want_data())

@@ -1,4 +1,4 @@
-//! Tests of the ring: sequences over heap memory, hostile values, threads; loom models.
+//! Tests of the ring: sequences over heap memory, hostile values, two threads, and loom models.
 
 use std::ptr::NonNull;
 
@@ -12,8 +12,8 @@ mod loom_models;
 #[cfg(not(loom))]
 mod sequences;
 
-/// A block and a data area of `len` bytes on the heap, in place of a mapped arena. Not boxes: a move of a box
-/// invalidates other pointers to its content.
+/// A block and a data area of `len` bytes on the heap, in place of a mapped arena. They are not in boxes, since moving
+/// a box invalidates other pointers to its content.
 struct Memory {
     block: std::sync::Arc<DirectionBlock>,
     area: Vec<std::cell::UnsafeCell<Byte>>,
@@ -53,7 +53,7 @@ fn area(len: usize) -> Vec<std::cell::UnsafeCell<Byte>> {
     (0..len).map(|_| loom::cell::UnsafeCell::new(0u8).into()).collect()
 }
 
-/// Makes all cells at once: byte by byte takes Miri seconds.
+/// Makes all cells at once, since making them byte by byte takes seconds in Miri.
 #[cfg(not(loom))]
 fn area(len: usize) -> Vec<std::cell::UnsafeCell<Byte>> {
     let mut zeros = std::mem::ManuallyDrop::new(vec![0u8; len]);

@@ -9,7 +9,7 @@ use crate::fabric::waiter::FLAGS_BYTES;
 use crate::os::privatefd::PrivateFd;
 use crate::os::{forked, memfd};
 
-/// A side channel that works or not, and a count of rings.
+/// A side channel that is up or down, and a count of rings.
 #[derive(Default)]
 struct Outer {
     is_down: Cell<bool>,
@@ -44,7 +44,7 @@ impl Files {
         }
     }
 
-    /// Returns the files as end `me`, 0 or 1, has them.
+    /// Returns the files as they are mapped by end `me`, which is 0 or 1.
     fn memory(&self, me: usize) -> Memory<'_> {
         Memory {
             mine: (self.arenas[me].as_fd(), self.layout),
@@ -53,7 +53,7 @@ impl Files {
         }
     }
 
-    /// Returns both ends, with this memory.
+    /// Returns both ends of a link with these files.
     fn ends(&self) -> [End<Outer>; 2] {
         [0, 1].map(|me| {
             let end = blank();
@@ -62,7 +62,7 @@ impl Files {
         })
     }
 
-    /// Returns the memory that the arena of an end takes, in pages.
+    /// Returns how many pages of memory the arena of end `me` takes.
     fn pages(&self, me: usize) -> i64 {
         rustix::fs::fstat(&self.arenas[me]).unwrap().st_blocks / 8
     }
@@ -195,11 +195,11 @@ fn a_ring_beyond_the_allowance_is_not_mapped() {
         let before = addresses();
         assert_eq!(producer.adopt(), Ok(false));
         assert!(addresses() < before + (1 << 26));
-        // Nor is that region used as a stream's first ring.
+        // A new producer cannot use that region as its first ring either.
         let block = ends[0].mine.block(opened.vqpn).unwrap();
         let theirs = ends[1].theirs.block(opened.vqpn).unwrap();
         assert_ne!(block, theirs);
-        // SAFETY: the test has no cursor but these two on it, and writes nothing by this one.
+        // SAFETY: the block has no cursors but these two, and the test writes nothing through the second.
         let second = unsafe { Producer::new(theirs, ends[1].theirs.area()) };
         assert!(!second.with_allowance(allowance).can_adopt());
         assert!(addresses() < before + (1 << 26));
@@ -226,7 +226,7 @@ fn an_end_serves_one_link_after_another() {
         // SAFETY: no cursor is left.
         unsafe { end.release() };
         assert!(!end.has_ready(WaiterId(2)));
-        // A late wake-up that reaches no waiter.
+        // A wake-up that comes after the release reaches no waiter.
         end.notify(Wake(WaiterId(2).queue_bits()), Vqpn(0));
         assert_eq!(end.outside().rung.get(), 0);
     }
@@ -249,7 +249,7 @@ fn memory_that_a_peer_could_take_away_is_refused() {
     memory.theirs.0 = files.flags.0.as_fd();
     memory.theirs.1 = Layout::for_data(4096).unwrap();
     assert!(end.show(&memory).is_err());
-    // The end can still be used.
+    // The end can still be used after these errors.
     assert!(end.is_usable());
     end.show(&files.memory(0)).unwrap();
     assert!(end.open(12).is_ok());
@@ -271,7 +271,7 @@ fn a_ring_that_cannot_be_mapped_is_not_adopted_and_none_is_given() {
             maximum: None,
         };
         rustix::process::setrlimit(rustix::process::Resource::As, limit).unwrap();
-        // The owner of the ring has mapped it; the sender cannot.
+        // The owner of the ring has mapped it; the producer's process can map no more.
         assert_eq!(producer.spans(8192).map(|s| s.len()), Ok(4096));
         let _ = producer.commit(4096);
         assert_eq!(producer.has_space(), Ok(false), "it is not tried for ever");
@@ -295,7 +295,7 @@ fn a_fork_child_reads_zeroes_and_writes_to_nobody() {
     unsafe { spans.copy_in(0, b"yes".as_ptr(), 3) };
     let _ = producer.commit(3);
     forked::in_child(|| {
-        // Without this the next line would kill the child.
+        // Without this the child would be killed at its first access, since it has not inherited the memory.
         ends.iter().for_each(End::after_fork);
         assert_eq!(opened.consumer.available(), Ok(0));
         let spans = producer.spans(3).unwrap();

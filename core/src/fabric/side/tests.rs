@@ -1,4 +1,5 @@
-//! Tests of memory that is mapped in segments: the addresses and memory that it takes, and gives back; and of numbers.
+//! Tests of memory that is mapped in segments: the addresses and memory that it takes, and releases. Also tests of
+//! `Numbers`.
 
 use std::os::fd::AsFd;
 
@@ -54,8 +55,8 @@ fn what_is_not_used_takes_no_addresses() {
     let end = Segments::<UNIT>::default();
     end.show(fd.as_fd(), OFFSET, total).unwrap();
     end.reach(100 * UNIT).unwrap();
-    // 128 units, and a page in front of each segment but the first. Other tests run beside this one, and unmap memory
-    // too.
+    // 128 units, and a page in front of each segment but the first. The bound is far above that, since other tests run
+    // at the same time, and map and unmap memory too.
     let taken = pages().saturating_sub(before);
     assert!(taken < 64 * 1024, "{taken}");
     assert!(end.at(100 * UNIT).is_some() && end.at(128 * UNIT).is_none());
@@ -102,7 +103,8 @@ fn a_fork_child_does_not_wait_for_a_thread_that_was_growing() {
     let growing = end.growing.lock().unwrap();
     crate::os::forked::in_child(|| {
         end.after_fork();
-        // To the child it looks as if another thread held this lock.
+        // After this the child's thread id differs from the lock holder's, so to the child another thread holds the
+        // lock.
         crate::os::thread::current().forget_tid();
         assert_eq!(end.reach(5 * UNIT), Err(Errno::INVAL));
     });
@@ -137,7 +139,7 @@ fn what_is_held_takes_no_memory_and_can_be_reached_when_nothing_else_can() {
         assert!(!is_locked || locks(libc::MCL_CURRENT));
         let blocks = || rustix::fs::fstat(&fd).unwrap().st_blocks;
         assert!(blocks() <= 2 * UNIT as i64 / 512, "{}", blocks());
-        // From here on the process gets no more addresses and no more locked pages.
+        // From here on the process can have no more addresses and no more locked pages.
         for resource in [rustix::process::Resource::As, rustix::process::Resource::Memlock] {
             let limit = rustix::process::Rlimit {
                 current: Some(0),

@@ -55,7 +55,8 @@ fn loom_a_thread_in_poll_is_woken_when_its_socket_becomes_ours() {
     });
 }
 
-/// Threads in the kernel's wait on a set while it becomes active: each is woken, though a ring wakes only one.
+/// Threads in the kernel's wait on an epoll set when the library takes over one of its members. All must be woken,
+/// though a ring wakes only one.
 #[test]
 fn loom_all_in_the_kernels_wait_come_out_when_the_gate_is_closed() {
     check(|| {

@@ -1,4 +1,4 @@
-//! Loom models of the ready queue and the sleeper flag: no wake-up is lost.
+//! Loom models of the ready queue and the sleep flag: no wake-up is lost.
 
 use loom::sync::Arc;
 use loom::thread;
@@ -13,7 +13,8 @@ struct Waiter {
     mark: RungMark,
 }
 
-/// A lost wake-up shows as a deadlock, which loom reports.
+/// Runs one thread that pushes each of `vqpns`, against a waiter that sweeps and sleeps. A lost wake-up shows as a
+/// deadlock, which loom reports.
 fn pushers(vqpns: &'static [u32]) {
     check(move || {
         let waiter = Arc::new(Waiter {

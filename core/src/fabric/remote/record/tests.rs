@@ -1,4 +1,4 @@
-//! Tests of the records: a written record reads back, and malformed ones are refused.
+//! Tests of the records: a written record reads back, and malformed records are refused.
 
 use proptest::prelude::*;
 
@@ -117,7 +117,7 @@ fn a_header_is_four_bytes_and_the_longest_record_is_an_advert() {
     }
 }
 
-/// The bytes of P50, record by record.
+/// Checks the bytes of each record against P50.
 #[test]
 fn records_are_the_bytes_of_the_protocol() {
     let le = |parts: &[(u64, usize)]| -> Vec<u8> {
@@ -185,7 +185,7 @@ proptest! {
         if let Ok(received) = decode(&bytes) {
             received.records.for_each(drop);
         }
-        // Past the header, too.
+        // The same bytes behind a valid header.
         let n = bytes.len() as u16;
         let mut framed = vec![0, 0, n as u8, (n >> 8) as u8];
         framed.extend(&bytes);

@@ -1,10 +1,11 @@
-//! Send buffers: bytes for which the peer's ring has no room are kept, carried over as it gets room, and can be sent
-//! again.
+//! Send buffers: they keep bytes for which the peer's ring has no room. The bytes are carried over as the ring gets
+//! room, and can be sent again.
 
 use crate::fabric::remote::tests::*;
 use crate::fabric::ring::EndMark;
 
-/// Fills the first ring of a stream, of 4 KiB, and a buffer of `1 << log2` bytes. Returns how many bytes that took.
+/// Fills the first ring of a stream, which has 4 KiB, and a buffer of `1 << log2` bytes. Returns how many bytes are in
+/// the buffer.
 fn full(world: &mut World, log2: u8) -> usize {
     let World { directions, ends, .. } = world;
     let d = &mut directions[0];
@@ -33,7 +34,7 @@ fn more_is_taken_at_once_than_the_peer_has_room_for() {
         world.settle();
         let d = &mut world.directions[0];
         assert_eq!(world.ends[0].received(d.number), Some(4096), "no more");
-        // The window is too small, though the producer has not found that: the reader can detect it.
+        // The peer's ring is too small, although the producer has not found it full. The reader can see that.
         assert_eq!(d.read(&world.ends, 1), 1);
         assert!(d.consumer.producer_limited());
         world.drain();
@@ -47,7 +48,7 @@ fn a_larger_ring_is_adopted_in_the_producers_place() {
     let mut world = World::new(Config::default(), Tuning::default(), 1);
     assert_eq!(full(&mut world, 17), 1 << 17);
     world.settle();
-    // The ring is offered while the producer is idle, and takes as many bytes as it can.
+    // The ring is offered while the producer is idle. The engine carries over as many bytes as the ring has room for.
     world.directions[0].read(&world.ends, 1);
     world.directions[0].offer(&world.ends, 16);
     world.settle();
@@ -57,7 +58,7 @@ fn a_larger_ring_is_adopted_in_the_producers_place() {
     world.drain();
     world.rest();
     assert!(world.directions[0].take_back(&world.ends));
-    // The producer is back in the peer's ring: it makes further switches itself.
+    // The producer is back in the peer's ring, so it makes further switches itself.
     for log2 in [12, 14] {
         world.directions[0].offer(&world.ends, log2);
         world.settle();
@@ -142,7 +143,7 @@ fn a_bound_holds_in_a_buffer() {
     assert!(d.lend(ends, 18));
     assert_eq!(d.producer.ring_size(), 1 << 14, "the next power of two");
     assert_eq!(d.write(ends, 1 << 20), 10_000 - 4096);
-    // The peer's next ring is larger than the program wants to have unread, and than its reader may keep to itself.
+    // The peer's next ring is larger than the producer's bound, and its reader may hold back more than W4 allows.
     world.settle();
     world.directions[0].read(&world.ends, 1);
     world.directions[0].offer(&world.ends, 16);
@@ -151,7 +152,7 @@ fn a_bound_holds_in_a_buffer() {
     world.rest();
     assert!(!world.directions[0].take_back(&world.ends));
     assert_eq!(world.directions[0].write(&world.ends, 1 << 20), 10_000);
-    // The ring is no longer too large.
+    // The larger bound admits the ring.
     world.drain();
     world.rest();
     world.directions[0].producer.set_bound(1 << 16);
@@ -212,12 +213,12 @@ fn what_has_arrived_is_confirmed_though_the_rest_waits() {
     assert_eq!(world.ends[1].unconfirmed(number), Some(kept));
     assert_eq!(world.ends[1].unsent(number), kept);
     world.drain();
-    // A confirmation asked for before is answered with the next message.
+    // The next message also answers a confirmation that was asked for before.
     assert_eq!(world.ends[1].unconfirmed(number), Some(0));
     assert_eq!(world.ends[1].unsent(number), 0);
 }
 
-/// Takes the two directions of a world's only stream out of it.
+/// Takes the two directions of a world's only stream out of the world.
 fn both(world: &mut World) -> [Direction; 2] {
     let all = std::mem::take(&mut world.directions);
     <[Direction; 2]>::try_from(all).ok().unwrap()
@@ -260,7 +261,7 @@ fn what_precedes_an_end_mark_goes_on_after_a_close() {
 
 #[test]
 fn what_nobody_waits_for_does_not_keep_a_stream() {
-    // Without an end mark the bytes go over TCP; and a peer that has closed the stream reads none.
+    // Without an end mark the bytes go over TCP. With one, a peer that has closed the stream reads none of them.
     for marked in [false, true] {
         let mut world = World::new(Config::default(), Tuning::default(), 1);
         full(&mut world, 16);
@@ -294,7 +295,7 @@ fn a_producer_that_has_adopted_a_ring_and_not_used_it_comes_back_to_that() {
     world.directions[0].offer(&world.ends, 12);
     world.rest();
     let d = &mut world.directions[0];
-    // A send does this before it finds another way.
+    // A send does this before it finds another way to make room.
     assert!(!d.producer.spans(1).unwrap().is_empty());
     assert!(d.lend(&world.ends, 13));
     let is_back = d.take_back(&world.ends);

@@ -1,4 +1,4 @@
-//! Direct transfers and lent memory: the bytes are read in order and once. That holds for any order of adverts,
+//! Direct transfers and lent memory: the reader gets all bytes in order and once. That holds for any order of adverts,
 //! withdrawals, loans, bytes by the rings, and the end of either queue pair.
 
 use crate::fabric::remote::mem::pair_beside;
@@ -20,7 +20,7 @@ pub(crate) struct Lent {
     is_offered: bool,
 }
 
-/// Registers memory of a program. It is freed when it is deregistered, or with both ends.
+/// Registers memory of a program. The memory stays valid until it is deregistered, or until both ends are dropped.
 fn registered(end: &TestEnd, mut memory: Vec<u8>, role: Role) -> Option<(Vec<u8>, Region)> {
     // SAFETY: the queue pair in memory accesses only registered memory, and only while an end polls.
     let region = unsafe { end.qp().register(memory.as_mut_ptr(), memory.len(), role) }.ok()?;
@@ -28,7 +28,7 @@ fn registered(end: &TestEnd, mut memory: Vec<u8>, role: Role) -> Option<(Vec<u8>
 }
 
 impl Direction {
-    /// Has the reader wait with a buffer, if its ring is empty.
+    /// Makes the reader wait with a buffer, if its ring is empty.
     pub(crate) fn wait(&mut self, ends: &[TestEnd; 2], len: usize) {
         let end = &ends[self.reader];
         if self.waiting.is_some() || !self.consumer.spans(1).unwrap().is_empty() {
@@ -56,7 +56,7 @@ impl Direction {
         }
     }
 
-    /// Returns the bytes that have come into the buffer, if the advert is over.
+    /// If the advert has ended, returns the bytes that have come into the buffer.
     fn landed(&mut self, ends: &[TestEnd; 2]) -> Option<Vec<u8>> {
         let end = &ends[self.reader];
         let is_down = end.fault().is_some();
@@ -77,7 +77,7 @@ impl Direction {
         Some(waiting.memory)
     }
 
-    /// Takes the bytes that have come into the buffer, if the advert is over; returns how many.
+    /// If the advert has ended, consumes the bytes that have come into the buffer. Returns how many.
     pub(crate) fn collect(&mut self, ends: &[TestEnd; 2]) -> usize {
         let Some(landed) = self.landed(ends) else {
             return 0;
@@ -97,8 +97,8 @@ impl Direction {
         }
     }
 
-    /// Unwinds the reader's call after it has waited for the device, perhaps in vain: bytes that have come are for the
-    /// next call.
+    /// Unwinds the reader's call after it has waited for the device, perhaps in vain. Bytes that have come are kept for
+    /// the next call.
     pub(crate) fn unwind(&mut self, ends: &[TestEnd; 2]) {
         let end = &ends[self.reader];
         self.leave_off(ends);
@@ -114,7 +114,7 @@ impl Direction {
         }
     }
 
-    /// Sends from the program's own memory, if the peer waits with a buffer.
+    /// Sends from the program's own memory, if the peer's program waits with a buffer.
     fn write_from(&mut self, ends: &[TestEnd; 2], n: usize) {
         let n = n.min(ends[1 - self.reader].wanted(self.number) as usize);
         if self.producer.spans(n).unwrap().len() >= n {
@@ -122,7 +122,7 @@ impl Direction {
         }
     }
 
-    /// Sends from the program's own memory, which the reader's device is to read.
+    /// Sends from the program's own memory, which it lends to the reader's device.
     pub(crate) fn offer_from(&mut self, ends: &[TestEnd; 2], n: usize) {
         let n = n.min(self.producer.spans(n).unwrap().len());
         self.send_from(ends, n, true);
@@ -158,7 +158,8 @@ impl Direction {
         });
     }
 
-    /// Has the writer take its memory back. It is overwritten at once, if the device is done with it.
+    /// Makes the writer take its memory back. Once the device does not use the memory any more, it is overwritten at
+    /// once.
     pub(crate) fn take(&mut self, ends: &[TestEnd; 2]) {
         let end = &ends[1 - self.reader];
         let Some(mut lent) = self.lent.take() else {
@@ -166,7 +167,7 @@ impl Direction {
         };
         end.cancel_source(self.number);
         let is_done = end.is_source_done(self.number);
-        // SAFETY: the memory stays.
+        // SAFETY: the memory lives until the end of this function.
         let left = unsafe { end.take_source(self.number) };
         let is_under_way = if lent.is_offered {
             assert!(!is_done || left.is_none_or(|left| left == 0));
@@ -175,7 +176,7 @@ impl Direction {
             end.untaken(self.number, lent.until) > 0
         };
         if is_under_way && end.fault().is_none() {
-            // As a writer that has waited in vain: no byte reaches the peer from there any more.
+            // A writer that has waited in vain does this: no byte reaches the peer from that memory any more.
             end.drop_bulk();
         }
         end.qp().deregister(lent.region);
@@ -189,7 +190,7 @@ impl World {
         if self.ends.iter().any(TestEnd::has_bulk) {
             return;
         }
-        // First each end learns that the other has none.
+        // First each end learns that the other has no bulk queue pair.
         self.settle();
         for end in &self.ends {
             end.end_retired(drop);
@@ -201,7 +202,7 @@ impl World {
         }
     }
 
-    /// Notifies the other end for each end that has given its bulk queue pair up.
+    /// For each end that has given its bulk queue pair up, notifies the other end.
     pub(crate) fn tell_lost(&self) {
         for at in [0, 1] {
             if self.ends[at].end_retired(drop) > 0 {
@@ -260,7 +261,7 @@ impl World {
     }
 }
 
-/// Returns the properties of a bulk queue pair that is slower or faster than the link's own.
+/// Returns the properties of a bulk queue pair with this delay, which may be longer or shorter than the link's own.
 fn bulk(delay: u64, config: Config) -> Config {
     Config { delay, ..config }
 }
@@ -299,7 +300,7 @@ proptest! {
         }
     }
 
-    /// Work that waits for a direct transfer goes on by itself when the transfer is over.
+    /// Work that waits for a direct transfer goes on without another call when the transfer has ended.
     #[test]
     fn an_end_behind_a_direct_transfer_comes_and_is_confirmed(
         immediate in any::<bool>(),
@@ -324,7 +325,7 @@ proptest! {
             world.drain();
             for d in &mut world.directions {
                 d.leave_off(&world.ends);
-                // An answer covers the bytes that were sent before the question.
+                // An answer covers only the bytes that were sent before the question.
                 let _ = world.ends[1 - d.reader].unconfirmed(d.number);
             }
         }
@@ -352,7 +353,7 @@ proptest! {
         world.ends[0].qp().die_after(lives, loses);
         let mut sent = [0, 0];
         for step in &steps {
-            // The link may be down, and then `settle` finds that.
+            // If the link is down, `settle` would fail.
             if world.ends.iter().any(|end| end.fault().is_some()) {
                 break;
             }
@@ -445,7 +446,7 @@ fn what_was_lent_and_cannot_go_is_sent_by_the_ring() {
     world.directions[0].wait(&world.ends, 40_000);
     world.settle();
     world.directions[0].write_from(&world.ends, 30_000);
-    // The reader's bulk queue pair ends before any byte has come.
+    // The reader's end gives its bulk queue pair up before any byte has come.
     world.ends[0].drop_bulk();
     world.tell_lost();
     world.settle();
@@ -453,7 +454,7 @@ fn what_was_lent_and_cannot_go_is_sent_by_the_ring() {
     world.directions[0].take(&world.ends);
     world.drain();
     assert_eq!(world.directions[0].got, world.directions[0].sent);
-    // Another one takes its place.
+    // Another bulk queue pair replaces it.
     world.attach(Config::default());
     world.rest();
     world.directions[0].wait(&world.ends, 40_000);

@@ -1,10 +1,10 @@
-//! A link that fails: no byte is lost or repeated if each end sends again from the position that the other has
-//! received.
+//! A link that fails: no byte is lost or repeated if each end sends again from the position up to which the other end
+//! has received.
 
 use crate::fabric::SendError;
 use crate::fabric::remote::tests::*;
 
-/// Runs both ends until they know that the link is down.
+/// Cuts the connection, and polls both ends so that they know that the link is down.
 fn until_down(world: &World) {
     world.ends[0].qp().cut();
     for end in &world.ends {
@@ -42,7 +42,7 @@ proptest! {
             let received = world.ends[d.reader].received(d.number).unwrap();
             prop_assert!(d.got <= received && received <= d.sent);
             prop_assert!(world.ends[1 - d.reader].confirmed(d.number).unwrap() <= received);
-            // The reader drains its ring, the writer sends the rest again.
+            // The reader drains its ring, and the writer sends the rest again.
             d.read(&world.ends, usize::MAX);
             prop_assert_eq!(d.got, received);
             let again = d.producer.rest(received).ok();
@@ -85,9 +85,10 @@ fn a_released_end_gives_its_memory_back_and_carries_another_link() {
         world.directions.clear();
         for end in &world.ends {
             end.set_down();
-            // A thread that still does the work that it found under the lock keeps the queue pair and the memory.
+            // Stands for a thread that finishes its work after releasing the lock. It keeps the queue pair and the
+            // memory in use.
             end.users.enter();
-            // SAFETY: no cursor is left, and the device accesses no memory before an end polls.
+            // SAFETY: no cursor is left, and the device accesses no memory unless an end polls.
             assert!(!unsafe { end.release() } && !end.renew(|_| ()));
             assert!(end.take_pair(|_| ()).is_none());
             end.users.leave();
@@ -96,7 +97,7 @@ fn a_released_end_gives_its_memory_back_and_carries_another_link() {
             assert!(unsafe { end.release() });
             assert!(end.arm().is_err() && end.users.is_empty());
             assert!(end.sides().iter().all(|side| side.data_len() == 0));
-            // Calls of late threads.
+            // Calls of threads that come late.
             end.notify(ENGINE, Vqpn(2));
             end.notify(crate::fabric::ring::Wake(WaiterId(0).queue_bits()), Vqpn(0));
             assert!(end.has_ready(WaiterId(5)).eq(&false) && end.progress().is_err());

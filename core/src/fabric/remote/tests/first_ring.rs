@@ -1,4 +1,4 @@
-//! The first ring of a stream, which the end that answers OPEN knows before it is on offer.
+//! The first ring of a stream. The end that answers OPEN knows it before the peer has offered it.
 
 use crate::fabric::remote::tests::qp::QueuePair;
 use crate::fabric::remote::tests::record::{Builder, Record};
@@ -8,7 +8,7 @@ use crate::fabric::remote::tests::*;
 fn who_answers_an_open_need_not_wait_for_the_first_ring() {
     let (clock, tuning) = (Clock::default(), Tuning::default());
     let [a, b] = pair(Config::default(), &clock).map(|qp| end(qp, tuning));
-    // `b` answers the OPEN of `a`: it knows both numbers, and `a` does not yet know the number of `b`.
+    // `b` answers the OPEN of `a`: `b` knows both numbers, and `a` does not know the number of `b` yet.
     let (mut asks, answers) = (a.open(12).unwrap(), b.open(12).unwrap());
     b.pair(answers.vqpn, asks.vqpn, asks.ring);
     let mut producer = b.producer(asks.vqpn).unwrap();
@@ -16,7 +16,7 @@ fn who_answers_an_open_need_not_wait_for_the_first_ring() {
     for half in all.chunks(all.len() / 2) {
         let spans = producer.spans(half.len()).unwrap();
         assert!(spans.len() >= half.len());
-        // SAFETY: as many bytes as there is room for.
+        // SAFETY: the half is readable, and the spans have room for it.
         unsafe { spans.copy_in(0, half.as_ptr(), half.len()) };
         b.notify(producer.commit(half.len()), asks.vqpn);
     }
@@ -40,7 +40,7 @@ fn who_answers_an_open_need_not_wait_for_the_first_ring() {
     let spans = asks.consumer.spans(all.len()).unwrap();
     let mut got = vec![0; all.len()];
     assert_eq!(spans.len(), got.len());
-    // SAFETY: as many bytes as have come.
+    // SAFETY: `got` is writable, and as long as the spans.
     unsafe { spans.copy_out(0, got.as_mut_ptr(), got.len()) };
     assert!(got == all);
 }

@@ -1,4 +1,5 @@
-//! When a reader's head is sent: with messages in the other direction, and alone only where there are none.
+//! When a reader's head is sent: along with messages in the other direction, and in a message of its own only if there
+//! are none.
 
 use crate::fabric::remote::tests::*;
 
@@ -6,7 +7,7 @@ fn sends(world: &World) -> [u64; 2] {
     [0, 1].map(|at| world.ends[at].counts().sends)
 }
 
-/// Carries 64 bytes in a direction; the thread that reads them sleeps before the next ones.
+/// Carries 64 bytes in a direction. The thread that reads them then arms for the next bytes, as it does before a sleep.
 fn carry(world: &mut World, direction: usize) {
     let World {
         directions,
@@ -40,7 +41,7 @@ fn heads_go_with_answers() {
         world.ends.iter().for_each(TestEnd::settle);
     }
     assert_eq!(sends(&world), before.map(|sends| sends + 10));
-    // The first asker was the last to read.
+    // The end that sends the requests was the last to read, so its head is still to be sent.
     world.settle();
     assert_eq!(sends(&world), [before[0] + 10, before[1] + 11]);
 }

@@ -1,12 +1,12 @@
-//! A peer that sends any bytes: the end goes on or ends the link with a reason, and the words that its cursors read are
-//! always valid.
+//! A peer that sends any bytes: the end goes on, or ends the link with a reason. In both cases the words that its
+//! cursors read are valid.
 
 use crate::fabric::remote::tests::mem::pair_beside;
 use crate::fabric::remote::tests::qp::{Completed, Key, QueuePair};
 use crate::fabric::remote::tests::record::{Builder, Memory, Record, Withdrawal};
 use crate::fabric::remote::tests::*;
 
-/// An action of the peer.
+/// An action of the peer, or of the local program.
 #[derive(Clone, Debug)]
 enum Sent {
     Bytes(Vec<u8>),
@@ -19,12 +19,12 @@ enum Sent {
     Lend,
 }
 
-/// A kind, a stream, and two values.
+/// A kind, a stream, two values and a payload.
 type Fields = (u8, u32, u64, u32, Vec<u8>);
 
 fn sent() -> impl Strategy<Value = Sent> {
     let small = prop_oneof![0u64..5, Just(4096u64), 0u64..9000, any::<u64>()];
-    // Sometimes a word that is an offer.
+    // A quarter of the values are the word of an offer.
     let value = prop_oneof![
         3 => small,
         1 => (0u64..3, 11u64..15, 0u64..300).prop_map(|(g, log2, page)| g << 40 | log2 << 32 | page)
@@ -153,12 +153,12 @@ proptest! {
         let e = end(qp, tuning);
         let [bulk, bulk_peer] = pair_beside(config, &clock, Some(e.qp()));
         prop_assert!(e.attach_bulk(bulk).is_none());
-        // A stream that is paired, and another that is not.
+        // The first stream is paired, the second is not.
         let mut opened = [e.open(12).unwrap(), e.open(12).unwrap()];
         e.pair(opened[0].vqpn, Vqpn(7), first_ring());
         let mut producer = e.producer(Vqpn(7)).unwrap();
         let lent = [0u8; 100];
-        // So that the ring may have bytes.
+        // The peer switches to its ring and offers one, so that both rings may have bytes.
         let mut ready = Builder::new(1000);
         ready.push(&Record::Switch { theirs: 0, generation: 1, position: 0 });
         ready.push(&Record::Offer { theirs: 0, word: 1 << 40 | 12 << 32 });
@@ -169,7 +169,7 @@ proptest! {
                 Sent::Bytes(bytes) => peer.send(bytes),
                 Sent::Records(fields, grant, mutation) => peer.send(&encoded(fields, *grant, *mutation)),
                 Sent::Bulk(fields, mutation) => {
-                    // The bulk queue pair may be over; the link goes on.
+                    // The bulk queue pair may have ended, and the link goes on.
                     let _ = bulk_peer.send(&encoded(fields, 0, *mutation));
                     Ok(())
                 }
@@ -211,7 +211,7 @@ proptest! {
             match (result, e.fault()) {
                 (Ok(_), None) => {}
                 (_, Some(Fault::Violation(_))) => break,
-                // A key that the peer made up.
+                // The peer made up a key, and the device refused it.
                 (_, Some(Fault::Down(_))) => {
                     prop_assert!(peer.why().contains("key"), "{}", peer.why());
                     break;
@@ -272,7 +272,7 @@ fn each_breach_has_its_name() {
         (&[offer(2 << 40 | 12 << 32)], Some(Breach::Offer)),
         (&[offer(1 << 40 | 21 << 32)], Some(Breach::Offer)),
         (&[offer(1 << 40 | 12 << 32 | 256)], Some(Breach::Offer)),
-        // In the part of the mirror that has this end's buffers.
+        // This ring lies in the part of the mirror that has this end's buffers.
         (&[offer(1 << 40 | 12 << 32 | 300)], Some(Breach::Offer)),
         (&[Record::Stop { theirs: 1 }], Some(Breach::Stream)),
         (&[Record::Ack { theirs: 0, tail: 1 }], Some(Breach::Ack)),

@@ -1,4 +1,4 @@
-//! Memory that a sending program lends to the reader's device: single cases; `direct.rs` tries all orders.
+//! Memory that a sending program lends to the reader's device, in single cases. `direct.rs` tries all orders.
 
 use crate::fabric::remote::put::Landings;
 use crate::fabric::remote::tests::direct::large;
@@ -7,7 +7,7 @@ use crate::fabric::remote::tests::qp::QueuePair;
 use crate::fabric::remote::tests::record::{Builder, Memory, Record};
 use crate::fabric::remote::tests::*;
 
-/// Returns two ends with a slow bulk queue pair; the second end writes the first direction.
+/// Returns two ends with a slow bulk queue pair. End 1 writes the first direction.
 fn slow() -> World {
     let tuning = Tuning {
         direct_min: 1000,
@@ -29,7 +29,7 @@ fn slow() -> World {
     world
 }
 
-/// Lets all work happen that needs no bulk queue pair.
+/// Polls both ends often enough for all work that needs no bulk queue pair.
 fn pass(world: &World) {
     for _ in 0..20 {
         for end in &world.ends {
@@ -86,7 +86,7 @@ fn what_is_lent_to_a_reader_that_waits_goes_into_its_buffer_and_the_advert_is_vo
     for _ in 0..2 {
         let [before, _] = world.read();
         let d = &mut world.directions[0];
-        // Before the writer gets the advert.
+        // The reader waits before the writer's end has received the advert.
         d.wait(&world.ends, 30_000);
         d.offer_from(&world.ends, 20_000);
         world.settle();
@@ -99,7 +99,7 @@ fn what_is_lent_to_a_reader_that_waits_goes_into_its_buffer_and_the_advert_is_vo
         world.settle();
         assert_eq!(world.directions[0].got, world.directions[0].sent);
         assert_eq!(world.read()[0] - before, 20_000);
-        // The writer's end does not keep bytes that the reader has taken.
+        // The writer's end does not keep bytes that the reader has consumed.
         assert!(world.ends[1].is_source_done(world.directions[0].number));
         assert_eq!(
             world.ends[1].untaken(world.directions[0].number, world.directions[0].sent),
@@ -107,7 +107,7 @@ fn what_is_lent_to_a_reader_that_waits_goes_into_its_buffer_and_the_advert_is_vo
         );
         world.directions[0].take(&world.ends);
     }
-    // The next buffer is used again.
+    // The writer can use the reader's next buffer again.
     world.rest();
     world.directions[0].wait(&world.ends, 30_000);
     world.settle();
@@ -214,7 +214,7 @@ fn a_loan_is_answered_when_nothing_can_come_any_more() {
     world.directions[0].offer_from(&world.ends, 30_000);
     pass(&world);
     assert!(!world.ends[1].is_source_done(number), "a READ is under way");
-    // The reader's end gives its queue pair up, which is not ended yet: READs may still bring bytes.
+    // The reader's end gives its bulk queue pair up, but has not ended it: READs may still bring bytes.
     world.ends[0].drop_bulk();
     pass(&world);
     assert!(!world.ends[1].is_source_done(number));

@@ -1,4 +1,4 @@
-//! Two ends that work: all bytes sent arrive, stream by stream in turns, for any order of events.
+//! Two ends without failures: all bytes sent arrive, for any order of events, and streams take turns.
 
 use crate::fabric::remote::tests::*;
 use crate::fabric::ring::EndMark;
@@ -30,8 +30,8 @@ proptest! {
         // All bytes are read, which makes room for more.
         world.drain();
         for d in &mut world.directions {
-            // After its end a direction takes a ring of any size. The reader of a larger one may hold back more, but no
-            // producer waits for room.
+            // After its end mark a direction moves to a ring of any size. The reader of a larger ring may hold back
+            // more, but then no producer waits for room.
             let has_space = d.producer.has_space();
             prop_assert!(
                 d.ended || has_space == Ok(true),
@@ -42,7 +42,7 @@ proptest! {
             prop_assert_eq!(d.consumer.end(), Ok(d.ended.then_some(EndMark::Fin)));
             let _ = d.consumer.publish();
             world.ends[d.reader].touch(d.back);
-            // The mark is not read, so the writer asks for a confirmation.
+            // The reader has not read the end mark, so the writer asks for a confirmation.
             let _ = world.ends[1 - d.reader].unconfirmed(d.number);
         }
         world.settle();
@@ -90,7 +90,7 @@ fn a_burst_of_small_writes_travels_in_few_messages() {
     let mut world = World::new(Config::default(), Tuning::default(), 40);
     let before = world.ends[1].counts().sends;
     {
-        // No end polls, so credits run out, and further records are collected.
+        // No end polls. So credits run out, and further records are collected into one message.
         let World { directions, ends, .. } = &mut world;
         for _ in 0..40 {
             for d in directions.iter_mut().filter(|d| d.reader == 0) {
@@ -133,7 +133,7 @@ fn a_write_with_an_immediate_needs_no_message() {
     config.limits.immediate = true;
     let mut world = World::new(config, Tuning::default(), 1);
     world.grow(16);
-    // The first bytes for a chunk go in messages, while its memory is registered.
+    // The first bytes for a chunk go in messages, while the chunk's memory is registered.
     for _ in 0..3 {
         world.directions[0].write(&world.ends, 10_000);
         world.settle();
@@ -159,7 +159,7 @@ fn what_fills_a_packet_goes_without_a_header() {
         world.settle();
         world.ends[1].counts().immediates - before
     };
-    // The first bytes for a chunk go in messages, while its memory is registered.
+    // The first bytes for a chunk go in messages, while the chunk's memory is registered.
     let _ = immediates(1024);
     for (size, expected) in [(64, 0), (1005, 0), (1006, 1), (1024, 1), (1025, 0), (2048, 1)] {
         assert_eq!(immediates(size), expected, "{size} bytes");
@@ -192,7 +192,7 @@ fn closed_comes_after_all_that_was_sent() {
         let [mut to_a, mut to_b] = <[Direction; 2]>::try_from(std::mem::take(&mut world.directions))
             .ok()
             .unwrap();
-        // B writes more than one message takes, and is done.
+        // B writes more than one message takes, and closes.
         assert_eq!(to_a.write(&world.ends, 4096), 4096);
         let wake = to_a.producer.end(EndMark::Fin).unwrap();
         world.ends[1].notify(wake, to_a.number);
@@ -224,7 +224,7 @@ fn an_end_mark_and_a_stop_that_cross_both_stay() {
     let World { directions, ends, .. } = &mut world;
     let d = &mut directions[0];
     d.write(ends, 100);
-    // Neither end knows of the other's mark.
+    // Each end sets its mark before it knows of the other's.
     let wake = d.producer.end(EndMark::Demote).unwrap();
     let _ = d.consumer.stop().unwrap();
     ends[1].notify(wake, d.number);
@@ -306,7 +306,7 @@ fn a_link_needs_buffers_that_hold_a_message() {
             let bytes = layout.file_len() as usize;
             Side::new(Mapping::anonymous(bytes).unwrap(), layout).unwrap()
         };
-        // SAFETY: it gives out no cursor.
+        // SAFETY: `new` fails here, so no cursor is made.
         let made = unsafe { End::new(qp, side(), side(), Here::new(), Tuning::default()) };
         assert!(made.is_err());
     }

@@ -1,10 +1,11 @@
-//! A peer's device that does not answer any more, and a peer that does not answer although its device does.
+//! A peer whose device does not answer any more, and a peer that does not answer although its device does.
 
 use crate::fabric::remote::tests::*;
 
 const SECOND: u64 = 1_000_000_000;
 
-/// Ticks at one end, a second apart, from `second` on. Returns the second in which the watch stops.
+/// Ticks at end `at`, once a second from `second` on, until the watch stops. Returns the second in which it has
+/// stopped.
 fn ticks(world: &World, at: usize, mut second: u64) -> u64 {
     let end = &world.ends[at];
     while end.is_watched() && end.fault().is_none() {
@@ -44,7 +45,7 @@ fn a_link_on_which_nothing_is_posted_is_not_watched_and_what_is_posted_tells_the
     assert!(!world.ends[1].has_ready(WaiterId(0)));
     world.settle();
     let probes = world.ends[1].counts().probes;
-    // Ticks for the probe, its answer and the end.
+    // Three ticks: for the probe, for its answer, and for the end of the watch.
     assert!(ticks(&world, 1, 10) <= 13);
     assert_eq!(world.ends[1].counts().probes, probes + 1);
     assert_eq!(world.ends[1].fault(), None);
@@ -88,7 +89,7 @@ fn a_peer_that_is_stopped_is_not_a_dead_one() {
     for (config, tuning) in [tiny(false), tiny(true), (Config::default(), Tuning::default())] {
         let mut world = quiet(config, tuning);
         for second in 10..100 {
-            // Until all credits are used up: only the device of the other end takes part.
+            // Writes until all credits are used up. Of the other end only the device takes part.
             world.directions[0].write(&world.ends, 300);
             world.clock.advance(1_000_000);
             world.ends[1].tick(second * SECOND);

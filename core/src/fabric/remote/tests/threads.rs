@@ -1,4 +1,4 @@
-//! Real threads on one link: no work is lost when it is left to the holder of the engine's lock.
+//! Threads that use one link at the same time: work that a thread leaves to the holder of the engine's lock is done.
 
 use std::sync::atomic::AtomicUsize;
 use std::thread::{scope, yield_now};
@@ -49,7 +49,7 @@ fn four_threads_on_each_end_move_what_they_send() {
                             yield_now();
                         }
                     }
-                    // A thread that polls sends the bytes that could not be sent at once.
+                    // Bytes that could not be sent at once are sent by a thread that polls.
                     while open.load(Ordering::SeqCst) > 0 {
                         ends[1 - reader].progress().unwrap();
                         yield_now();

@@ -1,4 +1,4 @@
-//! Values that no correct peer writes give an error and never an access outside the ring.
+//! Values that no correct peer writes lead to an error and never to an access outside the ring.
 
 use proptest::prelude::*;
 
@@ -131,8 +131,8 @@ fn word() -> impl Strategy<Value = u64> {
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: if cfg!(miri) { 4 } else { 512 }, ..ProptestConfig::default() })]
-    /// Every word of the block is overwritten at random between the operations of both sides. Whatever the results, the
-    /// copies stay inside the area: Miri and the bounds of `spans` check it.
+    /// Overwrites each word of the block at random between the operations of both sides. Whatever the results are, the
+    /// copies stay inside the area; Miri and the bounds of `spans` check that.
     #[test]
     fn random_words_never_leave_the_area(
         ops in proptest::collection::vec((0u8..13, word(), 0usize..6000), 1..100),
@@ -202,7 +202,8 @@ fn what_was_consumed_counts_for_no_more_than_was_sent() {
 #[test]
 fn a_producer_moves_on_to_nothing_but_what_is_in_reserve() {
     let word = |part: u32, generation: u32| part << 24 | generation;
-    // All of the first ring is in front of the switch, and more would not fit.
+    // The switch has to come after all bytes that the consumer knows of (100), and within the window of the first ring
+    // (4096).
     let places = [(100, true), (4096, true), (99, false), (4097, false)];
     for (word, fits) in [
         (word(13, 2), true),

@@ -1,5 +1,5 @@
-//! loom models: every interleaving of small exchanges over rings of 4 and 8 bytes. A lost wake-up
-//! shows as a deadlock, an unordered access to payload as a failure of the modelled byte.
+//! Loom models: every interleaving of small exchanges over rings of 4 and 8 bytes. A lost wake-up shows as a deadlock,
+//! an unordered access to payload as a failure of the modelled byte.
 
 use loom::sync::Arc;
 use loom::thread;
@@ -23,7 +23,7 @@ fn check(preemptions: usize, rings: &'static [u8], total: u8, piece: usize) {
     check_with_reserve(preemptions, rings, None, total, piece);
 }
 
-/// With a ring of `1 << log2` bytes in reserve, and the producer's bound.
+/// As `check`, with a ring of `1 << log2` bytes in reserve, and a bound for the producer: `reserve` is (`log2`, bound).
 fn check_with_reserve(preemptions: usize, rings: &'static [u8], reserve: Option<(u8, u64)>, total: u8, piece: usize) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(preemptions);
@@ -62,7 +62,7 @@ fn produce(model: &Model, p: &mut Producer, total: u8, piece: usize) {
     ring(&model.for_consumer, p.end(EndMark::Fin).unwrap());
 }
 
-/// Offers the rings (log2 of bytes) one after the other, each as soon as it may.
+/// Receives `total` bytes. Offers the rings (log2 of bytes) one after the other, each as soon as it may be offered.
 fn consume(model: &Model, c: &mut Consumer, rings: &[u8], total: u8, piece: usize) {
     let mut offers = rings.iter().enumerate();
     let mut next = offers.next();
@@ -71,7 +71,7 @@ fn consume(model: &Model, c: &mut Consumer, rings: &[u8], total: u8, piece: usiz
         if let Some((i, &log2)) = next
             && !c.is_switching()
         {
-            // Rings do not overlap: 8 bytes apart.
+            // The rings do not overlap: they begin 8 bytes apart.
             let region = Region::new(i as u32 * 2, log2).unwrap();
             ring(&model.for_producer, c.offer(region).unwrap());
             next = offers.next();

@@ -1,4 +1,4 @@
-//! The bytes received are those that were sent, over sequences of operations and between threads.
+//! The bytes received are the bytes sent, over sequences of operations and between threads.
 
 use std::sync::{Arc, Condvar, Mutex};
 
@@ -100,7 +100,7 @@ fn peeking_crosses_a_switch() {
     assert_eq!(c.available(), Ok(100));
     let _ = c.offer(Region::new(2, 13).unwrap()).unwrap();
     assert_eq!(c.offer(Region::new(1, 12).unwrap()), Err(OfferError::Pending));
-    // The commit notices the offer, the next send is in the new ring.
+    // The commit notices the offer, so the next send goes into the new ring.
     assert_eq!(send(&mut p, &pattern(100, 10)).unwrap().0, 10);
     assert_eq!(send(&mut p, &pattern(110, 8000)).unwrap().0, 8000);
     assert_eq!(c.available(), Ok(8110));
@@ -194,7 +194,7 @@ proptest! {
         let (mut p, mut c) = (m.producer(), m.consumer());
         let _ = c.offer(arena.alloc(12).unwrap()).unwrap();
         let (mut sent, mut received) = (0u64, 0u64);
-        // Whether a side sleeps: its word is set, and its check found nothing.
+        // Whether each side sleeps: its word is set, and its check afterwards has found nothing.
         let (mut data_asleep, mut space_asleep) = (false, false);
         for op in ops {
             let (mut to_consumer, mut to_producer) = (Wake::NONE, Wake::NONE);
@@ -222,7 +222,7 @@ proptest! {
                 {
                     arena.free(r);
                 },
-                // A producer that takes the reserve does not sleep.
+                // A producer that has adopted the reserve does not sleep.
                 Op::TakeReserve => space_asleep &= !p.make_room(|_| true)?,
                 Op::Bound(bytes) => p.set_bound(bytes),
                 Op::Retire => if let Some(r) = c.take_retired()? { arena.free(r); },
@@ -247,7 +247,7 @@ proptest! {
     }
 }
 
-/// A sleeping place: wakes are counted, a wait takes them all.
+/// A counter of wake-ups, on which a thread sleeps. A wait takes all of them.
 #[derive(Default)]
 struct Bell(Mutex<u32>, Condvar);
 

@@ -1,6 +1,7 @@
-//! Enums whose values have a number, in shared memory or on the wire, and a text. The enums themselves are elsewhere.
+//! A macro for enums whose values have a number, in shared memory or on the wire, and a text. The enums themselves are
+//! elsewhere.
 
-/// Declares such an enum by the number and the text of each value. A number is never reused for another value.
+/// Declares an enum by the number and the text of each value. A number is never reused for another value.
 macro_rules! codes {
     (
         $(#[$about:meta])*

@@ -1,10 +1,10 @@
 //! The processor's cycle counter: the same for all processes of a host, and read within some ns.
 
-/// Returns the ticks of the processor's counter, one to five per ns. Processors of a host agree on it to within the
-/// time that a cache line takes from one to the other.
+/// Returns the value of the processor's counter in ticks, one to five per ns. The processors of a host agree on the
+/// value to within the time that a cache line takes from one processor to another.
 #[inline]
 pub fn now() -> u64 {
-    // Miri has no such instruction. Any increasing count suffices for what it checks.
+    // Miri has no such instruction. The code that Miri checks needs only a count that grows.
     #[cfg(miri)]
     {
         use std::sync::atomic::AtomicU64;

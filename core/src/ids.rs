@@ -1,6 +1,7 @@
 //! Identities on the wire: instances, nonces, cookies, vQPNs and the 4-tuple of a TCP connection.
 //!
-//! Plain values with a fixed byte form. The protocol defines who may use which identity for what (docs/protocol.md).
+//! The types are plain values with a fixed byte form. The protocol defines who may use which identity for what purpose
+//! (docs/protocol.md).
 
 use std::fmt;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
@@ -17,13 +18,13 @@ pub const ID_BYTES: usize = 16;
 /// Fails only on a kernel without getrandom(2).
 fn random_bytes() -> Result<[u8; ID_BYTES], Errno> {
     let mut bytes = [0u8; ID_BYTES];
-    // getrandom(2): once the pool is ready, up to 256 bytes are never cut short. Before that a signal may interrupt the
-    // call, so it is repeated.
+    // Once the kernel's random pool is ready, getrandom(2) never cuts up to 256 bytes short. Before that a signal may
+    // interrupt the call, so it is repeated.
     while retry_on_intr(|| getrandom(&mut bytes, GetRandomFlags::empty()))? < ID_BYTES {}
     Ok(bytes)
 }
 
-/// Declares values of [`ID_BYTES`] bytes.
+/// Declares id types of [`ID_BYTES`] bytes.
 macro_rules! ids {
     ($($(#[$about:meta])* pub struct $Id:ident;)*) => {$(
         $(#[$about])*
@@ -54,12 +55,14 @@ ids! {
     /// The random bytes by which the reader of a TCP direction recognises a marker.
     ///
     /// The first byte never occurs in UTF-8 text. While a reader waits for its nonce, it must hold back any tail of the
-    /// data that could be the beginning of the nonce. It must not report that tail as readable. With this choice of the
-    /// first byte that never happens to text protocols, and rarely to binary ones. It costs 4 of the 128 random bits.
+    /// data that could be the beginning of the nonce, and must not report that tail as readable. With this first byte
+    /// text protocols never contain such a tail, and binary protocols rarely do. The choice costs 4 of the 128 random
+    /// bits.
     #[derive(PartialEq, Eq, Hash)]
     pub struct Nonce;
 
-    /// The one-time secret that proves to a link's acceptor that the caller has read its HELLO.
+    /// The one-time secret that proves to the acceptor of a link that the connecting process has read the acceptor's
+    /// HELLO.
     ///
     /// Not `PartialEq`: [`Cookie::matches`] compares, and takes the same time wherever the first difference is.
     pub struct Cookie;
@@ -113,7 +116,7 @@ impl Nonce {
 }
 
 impl fmt::Debug for Nonce {
-    /// Writes the first four bytes: enough to follow a nonce in a log, not enough to forge a marker.
+    /// Writes the first four bytes. They are enough to follow a nonce in a log, and too few to forge a marker.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [a, b, c, d, ..] = self.0;
         write!(f, "{a:02x}{b:02x}{c:02x}{d:02x}…")
@@ -138,15 +141,16 @@ impl fmt::Debug for Cookie {
     }
 }
 
-/// The number of a stream within its link. The end that is addressed by the number has chosen it.
+/// The number of a stream within its link. Each end numbers the stream itself, and messages other than OPEN name it by
+/// the number that their receiver chose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Vqpn(pub u32);
 
 /// The 4-tuple of a TCP connection as both ends see it.
 ///
 /// Addresses are normalised: an IPv4-mapped IPv6 address becomes the IPv4 address, and flow label and scope id are
-/// dropped. Within a host, several connections may have the same addresses and ports; [`Tuple::at`] adds what tells
-/// them apart. Between hosts no more is known.
+/// dropped. Within a host, several connections may have the same addresses and ports. [`Tuple::at`] adds the network
+/// namespace and the interface that distinguish them. Between hosts both are 0.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Tuple {
     connector: SocketAddr,

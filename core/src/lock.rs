@@ -2,8 +2,9 @@
 //!
 //! No thread may block while it holds the lock. Unlike `std::sync::Mutex` the lock has no poisoning, calls no libc
 //! function (so it enters no hook), can be reset in a fork child, and knows its owner. A signal handler that interrupts
-//! the critical section and asks for the same lock gets `None` instead of a deadlock. A thread that holds a lock is
-//! within the library (`thread`): a jump of a signal handler above it is delayed until the critical section ends.
+//! the lock's owner and asks for the same lock gets `None` instead of a deadlock. A thread that holds a lock has a
+//! section open. Until the section ends, `os::thread` defers the program's signal handlers in that thread, and a
+//! `longjmp` out of one.
 
 use std::cell::UnsafeCell;
 use std::hint::spin_loop;
@@ -19,7 +20,7 @@ const WAITERS: u32 = 1 << 31;
 /// The number of checks before a thread sleeps; critical sections are far shorter than a sleep.
 const SPINS: u32 = 200;
 
-/// A lock that knows its owner; see the module.
+/// A lock that knows its owner; the module's description has its rules.
 pub struct Lock<T> {
     /// The owner's thread id, 0 when free. The top bit is set if a thread may sleep.
     word: AtomicU32,
@@ -46,12 +47,14 @@ impl<T> Lock<T> {
         }
     }
 
-    /// Takes the lock. Returns `None` if this very thread holds it (the caller is in a signal handler above it).
+    /// Takes the lock. Returns `None` if this very thread holds it, so that the caller is a signal handler which has
+    /// interrupted the owner.
     #[inline]
     pub fn lock(&self) -> Option<Guard<'_, T>> {
         let thread = thread::current();
         let me = thread.tid();
-        // The section begins before the lock is taken: a jump between the two would leave the lock taken for ever.
+        // The section begins before the lock is taken. Otherwise a jump between the two would leave the lock taken for
+        // ever.
         thread.begin();
         if self.word.compare_exchange(0, me, Acquire, Relaxed).is_err() && self.lock_slow(me).is_none() {
             thread.end();
@@ -88,7 +91,7 @@ impl<T> Lock<T> {
                 return None;
             }
             if seen == 0 {
-                // Other threads may still sleep, so the bit is kept; at worst that costs one needless wake-up.
+                // Other threads may still sleep, so the bit is set. If none sleeps, that costs one needless wake-up.
                 let mine = if spins > SPINS { me | WAITERS } else { me };
                 if self.word.compare_exchange(0, mine, Acquire, Relaxed).is_ok() {
                     return Some(());
@@ -108,7 +111,7 @@ impl<T> Lock<T> {
             {
                 continue;
             }
-            // Any return (woken, changed, interrupted) makes the loop check again.
+            // The loop checks the word again after any return of the wait: woken, word changed, or interrupted.
             let _ = futex::wait(&self.word, futex::Flags::PRIVATE, seen | WAITERS, None);
         }
     }
@@ -180,8 +183,8 @@ impl<T> Drop for Guard<'_, T> {
 }
 
 impl<T> Guard<'_, T> {
-    /// Frees the lock, but keeps the thread's section open, in which the caller still has to notify others of what was
-    /// done under the lock.
+    /// Frees the lock, but keeps the thread's section open. Within it the caller notifies others of what was done under
+    /// the lock.
     #[inline]
     pub fn unlock(self) -> Section {
         let guard = std::mem::ManuallyDrop::new(self);
@@ -190,7 +193,7 @@ impl<T> Guard<'_, T> {
     }
 }
 
-/// The section that remains of a [`Guard`] that was unlocked: ends when dropped.
+/// The section of a [`Guard`] that was unlocked; ends when dropped.
 #[derive(Debug)]
 pub struct Section(());
 

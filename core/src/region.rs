@@ -1,16 +1,16 @@
-//! The place of a ring in an arena's data area, as the fabrics use it and messages offer it. `fabric::layout` has the
-//! rest of an arena.
+//! The place of a ring in an arena's data area. Fabrics use it, and messages carry it. `fabric::layout` has the rest of
+//! an arena.
 #![forbid(unsafe_code)]
 
-/// log2 of the unit, in bytes, in which the data area is carved. Tiny under loom, where every
-/// byte is a modelled object.
+/// log2 of a page in bytes: the unit in which the data area is divided into rings. Small under loom, where every byte
+/// is an object of the model.
 pub const PAGE_LOG2: u8 = if cfg!(loom) { 2 } else { 12 };
 /// log2 of the smallest ring in bytes: one page.
 pub const MIN_RING_LOG2: u8 = PAGE_LOG2;
 /// log2 of the largest ring in bytes: 64 MiB.
 pub const MAX_RING_LOG2: u8 = PAGE_LOG2 + 14;
 
-/// A power-of-two piece of a data area: the place of one ring.
+/// The place of one ring: a piece of a data area whose size is a power of two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Region {
     page: u32,

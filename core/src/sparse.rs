@@ -18,8 +18,8 @@ impl<T: Default + Sync, const CHUNKS: usize, const LEN: usize> Sparse<T, CHUNKS,
         }
     }
 
-    /// Returns the value at `index`. `None` if `index` is out of range, or if the value was never [made](Self::make)
-    /// and is the default.
+    /// Returns the value at `index`. `None` if `index` is out of range, or if the value's chunk was never
+    /// [made](Self::make); the value is its default then.
     #[inline]
     pub fn get(&self, index: usize) -> Option<&T> {
         let chunk = self.chunks.get(index / LEN)?.load(Acquire);
@@ -27,23 +27,23 @@ impl<T: Default + Sync, const CHUNKS: usize, const LEN: usize> Sparse<T, CHUNKS,
         unsafe { chunk.as_ref() }?.get(index % LEN)
     }
 
-    /// Returns the value at `index`, and makes it first if needed; [`get`](Self::get) returns it from then on. `None`
-    /// if `index` is out of range.
+    /// Returns the value at `index`, after making its chunk if needed; [`get`](Self::get) returns the value from then
+    /// on. `None` if `index` is out of range.
     pub fn make(&self, index: usize) -> Option<&T> {
         let chunk = self.chunks.get(index / LEN)?;
         if chunk.load(Acquire).is_null() {
-            // The chunk is not built on the stack, which may be a signal handler's.
+            // The chunk is built on the heap, since the stack may be a signal handler's and small.
             let values: Box<[T]> = std::iter::repeat_with(T::default).take(LEN).collect();
             let fresh = Box::into_raw(values.try_into().ok()?);
             if chunk.compare_exchange(null_mut(), fresh, AcqRel, Acquire).is_err() {
-                // SAFETY: another thread was first, so no other code has seen this chunk.
+                // SAFETY: another thread has stored its chunk first, so no other code has a pointer to this one.
                 drop(unsafe { Box::from_raw(fresh) });
             }
         }
         self.get(index)
     }
 
-    /// Returns all values of the chunks that were made.
+    /// Returns all values of the chunks that exist.
     pub fn made(&self) -> impl Iterator<Item = &T> {
         self.chunks
             .iter()

@@ -1,9 +1,9 @@
 //! The datagrams of the control port (docs/protocol.md, P60–P65): their format, and the limits on the load that they
-//! cause. An HMAC proves who wrote a datagram, and a stamp that the sender of a question receives at its address. There
-//! are rate limits, and a memory of the questions that were taken.
+//! cause. The HMAC of a datagram proves that its sender has the secret. The stamp in a question proves that its sender
+//! can receive at the address that it gives. There are rate limits, and a memory of the questions that were accepted.
 //!
-//! Pure: bytes in, values out, the time is an argument; all tables are bounded. `os::datagram` has the sockets. The
-//! service thread decides what an answer leads to.
+//! This file does no I/O, and the time is an argument. All tables are bounded. `os::datagram` has the sockets. The
+//! service thread in shims acts on the decoded datagrams.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing))]
 
 use std::collections::{HashMap, VecDeque};
@@ -24,19 +24,19 @@ use crate::wire;
 use crate::wire::VERSION;
 use crate::wire::codec::{Writer, kinds};
 
-/// Bytes of every datagram. There is one size, so that no answer is longer than its question.
+/// The length of every datagram in bytes. All have the same length, so that no answer is longer than its question.
 pub const DATAGRAM: usize = size_of::<Frame>();
 
 /// Bytes of an HMAC-SHA256.
 const MAC: usize = 32;
-/// Bytes for the body: the longest, ASK, has 88.
+/// Bytes of the field for the body. The longest body, ASK's, has 88.
 const ROOM: usize = 120;
 
 /// Nanoseconds of a second.
 const SECOND: u64 = 1_000_000_000;
 
 const MAGIC: [u8; 4] = *b"rsku";
-/// Flag: the datagram ends with a MAC.
+/// Bit of `Frame::flags`: `Frame::mac` holds a MAC.
 const SIGNED: u8 = 1;
 
 /// A datagram as it is sent. Plain bytes, no padding, any alignment.
@@ -56,17 +56,18 @@ struct Frame {
 }
 
 ids! {
-    /// The random number of a question, which its answers repeat.
+    /// The random number of a question. Answers repeat the number of their question.
     #[derive(PartialEq, Eq, Hash)]
     pub struct QueryId;
 
-    /// A MAC that an answerer gives to an address, and expects back from there. Zero: none yet.
+    /// A MAC that an answerer sends to an asker's address (`Stamper`). A later question from that address has to
+    /// contain it. Zero while the asker has none.
     #[derive(PartialEq, Eq)]
     pub struct Stamp;
 }
 
 impl QueryId {
-    /// Draws a fresh one. Fails only without getrandom(2).
+    /// Returns a random id. Fails only without getrandom(2).
     pub fn random() -> Result<Self, Errno> {
         InstanceId::random().map(|id| Self(*id.as_bytes()))
     }
@@ -96,37 +97,37 @@ impl fmt::Debug for Stamp {
 pub struct Datagram {
     /// The question that the datagram asks, answers or withdraws.
     pub query: QueryId,
-    /// From the asker: the last stamp that came from the answerer. From the answerer: a new one.
+    /// In a datagram of the asker, the last stamp that the answerer sent. In a datagram of the answerer, a new stamp.
     pub stamp: Stamp,
     /// The contents.
     pub body: Body,
 }
 
 kinds! {
-    /// The contents of a datagram. [`Message`](crate::wire::Message) has the same fields. Answers have the numbers
-    /// from 16 on.
+    /// The contents of a datagram. [`Message`](crate::wire::Message) has the same fields. The kinds of answers are
+    /// numbered from 16.
     #[derive(Debug, Clone, Copy, PartialEq)]
     #[allow(missing_docs, reason = "the fields mean the same as in a message")]
     pub enum Body {
         /// "I am the connecting end of `tuple`; do you hold the other end, and do you want it moved?"
         1 = Ask { request: u64, tuple: Tuple, nonce_c: Nonce, instance_c: InstanceId };
-        /// The asker gives up the attempt after a YES of this instance.
+        /// The asker gives up the attempt after a YES from the instance `instance_s`.
         2 = Cancel { nonce_s: Nonce, instance_s: InstanceId };
-        /// The YES has come: it need not be sent again.
+        /// The asker has received YES, so the answerer stops repeating it.
         3 = Got;
         /// "Ask again with this stamp."
         16 = Stamp;
-        /// "I hold it and want it moved; your markers to me start with `nonce_s`."
+        /// "I hold the connection and want it moved; your markers to me start with `nonce_s`."
         17 = Yes { request: u64, nonce_s: Nonce, instance_s: InstanceId };
-        /// "It stays on TCP."
+        /// "The connection stays on TCP."
         18 = No { request: u64, reason: wire::Reason };
     }
 }
 
-/// The lowest kind of an answer.
+/// The lowest number of an answer's kind.
 const ANSWERS: u8 = 16;
 
-/// Why a datagram is refused. The sender gets no answer: a refusal would help an attacker.
+/// Why a datagram is refused. The sender gets no reply, because a reply would help an attacker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Refused {
     /// Not [`DATAGRAM`] bytes long.
@@ -138,7 +139,7 @@ pub enum Refused {
     /// Not a datagram of this protocol, or of an unknown kind, or with contents that do not fit its kind.
     #[error("not understood")]
     Kind,
-    /// The MAC is missing or wrong, or there is one although this end has no secret.
+    /// This end has a secret, and the MAC is missing or wrong. Or this end has no secret, and there is a MAC.
     #[error("wrong or missing HMAC")]
     Mac,
 }
@@ -147,7 +148,7 @@ impl Datagram {
     /// Returns the datagram's bytes, with a MAC if there is a key.
     pub fn encode(&self, key: Option<&Key>) -> [u8; DATAGRAM] {
         let mut body = [0; ROOM];
-        // There is room for each body. No datagram has the kind 0.
+        // The buffer has room for the longest body, so this does not fail. Kind 0 would be refused by the receiver.
         let kind = self.body.put_body(&mut Writer::new(&mut body)).unwrap_or_default();
         let mut frame = Frame {
             magic: MAGIC,
@@ -166,11 +167,12 @@ impl Datagram {
         zerocopy::transmute!(frame)
     }
 
-    /// Reads a datagram. Total: any bytes give a datagram or a reason to refuse them.
+    /// Decodes a datagram. Accepts any bytes without a panic.
     ///
-    /// With a key the MAC has to be there and right; without a key there must be none.
+    /// If there is a key, the datagram must have a right MAC; without a key it must have no MAC.
     ///
-    /// # Errors The reason to refuse it. With a key, the contents of a datagram without a right MAC are never read.
+    /// # Errors
+    /// The reason why the datagram is refused. With a key, the body is decoded only if the MAC is right.
     pub fn decode(bytes: &[u8], key: Option<&Key>) -> Result<Self, Refused> {
         // The version is checked before the length: a later version may have another length.
         if let [a, b, c, d, version, ..] = *bytes
@@ -187,7 +189,7 @@ impl Datagram {
             (None, false) => {}
             (Some(key), true) => key
                 .mac(frame)
-                // Takes the same time wherever the first difference is.
+                // The comparison takes the same time wherever the first difference is.
                 .verify_slice(&frame.mac)
                 .map_err(|_| Refused::Mac)?,
             _ => return Err(Refused::Mac),
@@ -201,7 +203,7 @@ impl Datagram {
     }
 }
 
-/// The secret of all hosts that may move connections to each other: the bytes of a file.
+/// The secret of a group of hosts that may move connections to each other. Its bytes are read from a file.
 #[derive(Clone)]
 pub struct Key(Hmac<Sha256>);
 
@@ -212,7 +214,7 @@ impl fmt::Debug for Key {
 }
 
 impl Key {
-    /// Range of the number of bytes of a secret.
+    /// How many bytes a secret may have.
     pub const BYTES: std::ops::RangeInclusive<usize> = 16..=4096;
 
     /// Creates the key from a secret's bytes. `None` if there are too few or too many.
@@ -223,10 +225,11 @@ impl Key {
         Hmac::new_from_slice(secret).ok().map(Self)
     }
 
-    /// Loads the key from the file at `path`, all of its bytes.
+    /// Loads the key from the file at `path`. All bytes of the file are the secret.
     ///
-    /// # Errors A text that names what is wrong with the file. It has to be a regular file that others can neither
-    /// read, write nor execute, of a length within [`Self::BYTES`].
+    /// # Errors
+    /// A text that says what is wrong with the file. It has to be a regular file with a length within [`Self::BYTES`]
+    /// and without permissions for others.
     pub fn load(path: &Path) -> Result<Self, String> {
         let failed = |errno: Errno| std::io::Error::from(errno).to_string();
         let file = dir::open(path).map_err(failed)?;
@@ -241,7 +244,7 @@ impl Key {
         Self::new(&secret).ok_or_else(|| format!("it must have {} to {} bytes", Self::BYTES.start(), Self::BYTES.end()))
     }
 
-    /// Returns the MAC over the way that the datagram goes, and over all its bytes but the MAC itself.
+    /// Returns the MAC over a text that names the datagram's direction, then over all its bytes except the MAC itself.
     fn mac(&self, frame: &Frame) -> Hmac<Sha256> {
         let mut mac = self.0.clone();
         mac.update(if frame.kind < ANSWERS {
@@ -257,15 +260,15 @@ impl Key {
 
 /// Creates and checks the stamps of one instance.
 ///
-/// A stamp is a MAC, under a key that only this instance has, over an address and the minute. A sender that returns the
-/// stamp can receive at that address, and did so less than two minutes ago by this instance's clock. So no clocks need
-/// agree, and no other instance accepts the stamp.
+/// A stamp is a MAC, under a key that only this instance has, over an address and the current minute. A sender that
+/// returns the stamp can receive at that address, and received it there less than two minutes ago. Only this instance's
+/// clock counts, so no two clocks need agree. Other instances do not accept the stamp.
 pub struct Stamper(Hmac<Sha256>);
 
 impl Stamper {
-    /// Nanoseconds of a slot. A stamp is good for at least one slot and less than two.
+    /// The length of a slot in ns. A stamp is valid until the end of the slot after its own: for one to two slots.
     const SLOT: u64 = 60_000_000_000;
-    /// Nanoseconds after which no stamp is good.
+    /// The time in ns after which no stamp is valid.
     pub const LIFE: u64 = 2 * Self::SLOT;
 
     /// Creates a stamper with a fresh key. Fails only without getrandom(2).
@@ -288,7 +291,7 @@ impl Stamper {
         full.first_chunk().map_or(Stamp::NONE, |first| Stamp(*first))
     }
 
-    /// Returns whether `stamp` was given to the address `from` less than two slots before `now` (ns).
+    /// Returns whether this instance made `stamp` for the address `from`, in the slot of `now` (ns) or the slot before.
     pub fn is_good(&self, stamp: &Stamp, from: SocketAddr, now: u64) -> bool {
         let slot = now / Self::SLOT;
         [Some(slot), slot.checked_sub(1)].into_iter().flatten().any(|slot| {
@@ -301,24 +304,24 @@ impl Stamper {
 /// A limit on datagrams or questions.
 #[derive(Debug, Clone, Copy)]
 pub struct Rate {
-    /// How many may come in a second, on average.
+    /// Events a second, on average.
     pub per_second: u32,
-    /// How many may come at once.
+    /// Events at the same time.
     pub burst: u32,
 }
 
 impl Rate {
-    /// Returns the limit of `per_second` on average, and `burst` at once.
+    /// Returns a limit of `per_second` events on average, and `burst` events at once.
     pub const fn new(per_second: u32, burst: u32) -> Self {
         Self { per_second, burst }
     }
 }
 
-/// A token bucket, counted in time: a token is the interval between two events at the rate.
+/// A token bucket. Its tokens are counted in nanoseconds: one token is the interval between two events at the rate.
 #[derive(Debug, Clone, Copy)]
 pub struct Bucket {
     rate: Rate,
-    /// Saved tokens, ns.
+    /// The saved tokens, as a time in ns.
     saved: u64,
     at: u64,
 }
@@ -326,7 +329,7 @@ pub struct Bucket {
 impl Bucket {
     /// Creates a full bucket.
     pub fn new(rate: Rate, now: u64) -> Self {
-        // More than a burst does not count.
+        // `is_open` cuts this down to a burst.
         let saved = u64::MAX;
         Self { rate, saved, at: now }
     }
@@ -335,7 +338,7 @@ impl Bucket {
         SECOND / u64::from(self.rate.per_second.max(1))
     }
 
-    /// Returns whether an event may come at `now`. A clock that goes back adds no tokens.
+    /// Returns whether there is a token at `now` (ns). A clock that goes back adds no tokens.
     pub fn is_open(&mut self, now: u64) -> bool {
         let passed = now.saturating_sub(self.at);
         self.at = self.at.max(now);
@@ -344,7 +347,7 @@ impl Bucket {
         self.saved >= self.interval()
     }
 
-    /// Takes a token. Returns false if there is none.
+    /// Takes a token at `now` (ns). Returns false if there is none.
     pub fn take(&mut self, now: u64) -> bool {
         let open = self.is_open(now);
         if open {
@@ -354,7 +357,7 @@ impl Bucket {
     }
 }
 
-/// Limits in total and for each source. An IPv6 source counts by its network (/64).
+/// Limits the events of all sources together, and of each source. All IPv6 addresses of a /64 network are one source.
 #[derive(Debug)]
 pub struct Limiter {
     total: Bucket,
@@ -364,8 +367,8 @@ pub struct Limiter {
 }
 
 impl Limiter {
-    /// Creates a limiter that remembers at most `capacity` sources (at least one). A new source replaces the one whose
-    /// last event is the oldest.
+    /// Creates a limiter that remembers at most `capacity` sources (at least one). If all places are taken, a new
+    /// source replaces the source whose last event is the oldest.
     pub fn new(total: Rate, each: Rate, capacity: usize, now: u64) -> Self {
         Self {
             total: Bucket::new(total, now),
@@ -375,10 +378,10 @@ impl Limiter {
         }
     }
 
-    /// Takes a token for `source`. Returns false if either limit has none. If the source's limit has none, the total
-    /// keeps its token.
+    /// Takes a token of `source` and one of the total. Returns false if either has none. If the source has none, the
+    /// total keeps its token.
     pub fn take(&mut self, source: IpAddr, now: u64) -> bool {
-        // The total is checked first, so that a flood does not even reach the table.
+        // The total is checked first, so that a flood beyond it adds no sources to the table.
         if !self.total.is_open(now) {
             return false;
         }
@@ -401,7 +404,7 @@ fn network(ip: IpAddr) -> IpAddr {
     }
 }
 
-/// Remembers values by key for a fixed time. It never forgets one earlier: a full memory takes no new value.
+/// Remembers values by key for a fixed time, never for less. If the memory is full, it accepts no new value.
 #[derive(Debug)]
 pub struct Memory<K, V> {
     entries: HashMap<K, V>,
@@ -427,12 +430,12 @@ impl<K: Copy + Eq + Hash, V> Memory<K, V> {
         self.entries.get(key)
     }
 
-    /// Returns the value under `key`, for a change.
+    /// Returns a mutable reference to the value under `key`.
     pub fn get_mut(&mut self, key: &K) -> Option<&mut V> {
         self.entries.get_mut(key)
     }
 
-    /// Remembers `value`. Returns false if there is no room, or the key is known.
+    /// Remembers `value` from `now` (ns) on. Returns false if there is no room, or if the key has a value already.
     pub fn insert(&mut self, key: K, value: V, now: u64) -> bool {
         if self.entries.len() >= self.capacity || self.entries.contains_key(&key) {
             return false;
@@ -442,7 +445,7 @@ impl<K: Copy + Eq + Hash, V> Memory<K, V> {
         true
     }
 
-    /// Removes and returns the entries whose time has ended.
+    /// Removes and returns the entries whose time has ended at `now` (ns).
     pub fn expire(&mut self, now: u64) -> Vec<(K, V)> {
         let mut over = Vec::new();
         while let Some((_, key)) = self.ends.front().copied().filter(|(end, _)| *end <= now) {

@@ -1,9 +1,11 @@
-//! Finds a TCP socket and its owner: asks the kernel by sock_diag(7), in the network namespace of the calling thread.
+//! Finds a TCP socket and its owner. Asks the kernel by sock_diag(7), in the network namespace of the calling thread.
 //!
-//! Any user can bind a service name. A name is believed only if its owner owns the port, or if its owner's process has
-//! accepted the connection ([`acceptor_uid`]). The accepted socket alone is not enough for that: its uid is the
-//! accepting worker's, and the name may be its parent's. Any user can ask about a connection, too. The question is
-//! answered only if the asker owns the connector's socket. [`trusted`] decides.
+//! Any user can bind a service name, and any user can ask about a connection. So [`trusted`] compares uids:
+//!
+//! - A connector trusts a name if the name's uid owns the listening port, or is the uid of the process that has
+//!   accepted the connection ([`acceptor_uid`]). The second check cannot replace the first: a server that starts as
+//!   root may bind the name, and its worker, with another uid, may accept.
+//! - An acceptor answers a question only if the asker's uid owns the connector's socket.
 
 use std::io::IoSlice;
 use std::mem::MaybeUninit;
@@ -29,18 +31,18 @@ pub enum Owner {
     Uid(u32),
     /// There is no such socket.
     None,
-    /// The kernel does not report the owner, or reports all users of other user namespaces as one.
+    /// The kernel does not report the owner, or reports the uid that stands for all users of other user namespaces.
     Unknown,
 }
 
-/// The uid that the kernel reports for users that this process's user namespace does not map, unless an administrator
-/// has chosen another number (kernel.overflowuid).
+/// The uid that the kernel reports for users that this process's user namespace does not map. This is the default; an
+/// administrator can set another number (kernel.overflowuid).
 const UNMAPPED: u32 = 65_534;
 
-/// Returns whether the user `uid` may speak for a socket of `owner` (P5, P102).
+/// Returns whether the user `uid` is trusted in questions about a socket of `owner` (P5, P102).
 ///
-/// Root may speak for all sockets, other users for their own. If the owner is not known, only the user of this process
-/// may.
+/// Root is trusted for all sockets, other users for their own sockets. If the owner is not known, only the user of this
+/// process, `own_uid`, is trusted.
 pub fn trusted(uid: u32, owner: Owner, own_uid: u32) -> bool {
     match owner {
         Owner::Uid(owner) => uid == owner || uid == 0,
@@ -56,11 +58,11 @@ fn owner(uid: u32) -> Owner {
     }
 }
 
-/// Returns whether this process's user namespace maps all uids, as the first one does (user_namespaces(7)). Does not
-/// need /proc: the kernel refuses to send credentials with an id that is not mapped by EINVAL, and with another user's
-/// by EPERM.
+/// Returns whether this process's user namespace maps all uids, as the initial one does (user_namespaces(7)). Finds
+/// this out without /proc, by sending credentials with the last uid. The kernel answers EINVAL if the uid is not
+/// mapped, and EPERM if it is mapped but belongs to another user.
 fn maps_all() -> bool {
-    /// The last uid, which is mapped if all are.
+    /// The last uid. If this uid is mapped, all are.
     const LAST: u32 = u32::MAX - 1;
     let Ok((ours, _theirs)) = Channel::pair() else {
         return false;
@@ -79,7 +81,8 @@ fn maps_all() -> bool {
     matches!(sent, Some(Ok(_) | Err(Errno::PERM)))
 }
 
-/// Returns the owner of the connector's socket of `connection`, if that is in this thread's network namespace.
+/// Returns the owner of the connector's socket of `connection`. `Owner::None` if this thread's network namespace does
+/// not have the socket.
 pub fn connector_owner(connection: &Tuple) -> Owner {
     match find(connection.connector(), connection.acceptor(), connection.device()) {
         Ok(Some(socket)) => owner(socket.uid),
@@ -88,16 +91,17 @@ pub fn connector_owner(connection: &Tuple) -> Owner {
     }
 }
 
-/// Returns how many bytes the connector's end of `connection` has sent that the acceptor's has not received. `None` if
-/// the kernel does not report it, or if this thread's network namespace has no such end.
+/// Returns the number of bytes that the connector's socket of `connection` has sent and the acceptor's socket has not
+/// received. `None` if the kernel does not report it, or if the connector's socket is not in this thread's network
+/// namespace.
 pub fn under_way(connection: &Tuple) -> Option<u32> {
     let (connector, acceptor) = (connection.connector(), connection.acceptor());
     let socket = ask_kernel(IPPROTO_TCP, connector, Some(acceptor), connection.device()).ok()?;
     (socket.state != TCP_LISTEN).then_some(socket.write_queue)
 }
 
-/// Returns whether the end `remote` of a connection from `local` is on this host, in this thread's network namespace.
-/// The result decides whether that end is asked by name or by the control port.
+/// Returns whether the socket with the address `remote`, the peer of `local`, is in this thread's network namespace. If
+/// so, its process is asked by name, else by the control port of its host.
 ///
 /// Asks the kernel unless both addresses are the same or `remote` is a loopback address. Returns false if the kernel
 /// does not answer.
@@ -109,10 +113,10 @@ pub fn is_here(local: SocketAddr, remote: SocketAddr, device: u32) -> bool {
         || ask_kernel(IPPROTO_TCP, remote, Some(local), device).is_ok_and(|socket| socket.state != TCP_LISTEN)
 }
 
-/// Returns whether the end `local` of a connection in this thread's network namespace is the socket with this inode
-/// number (fstat).
+/// Returns whether the socket of the connection from `local` to `remote`, in this thread's network namespace, has this
+/// inode number (as fstat(2) reports it).
 pub fn is_socket(local: SocketAddr, remote: SocketAddr, device: u32, inode: u64) -> bool {
-    // sock_diag(7) has the lower 32 bits of the number.
+    // sock_diag(7) reports the lower 32 bits of the inode number.
     find(local, remote, device).is_ok_and(|socket| socket.is_some_and(|socket| socket.inode == inode as u32))
 }
 
@@ -120,7 +124,7 @@ pub fn is_socket(local: SocketAddr, remote: SocketAddr, device: u32, inode: u64)
 /// network namespace.
 pub fn udp_owner(port: u16) -> Owner {
     let local = SocketAddr::from(([127, 0, 0, 1], port));
-    // The kernel's udp_diag takes the two ends the other way round.
+    // The kernel's udp_diag expects source and destination swapped, compared with TCP.
     let socket = ask_kernel(IPPROTO_UDP, SocketAddr::from(([0, 0, 0, 0], 0)), Some(local), 0);
     socket.map_or(Owner::Unknown, |socket| owner(socket.uid))
 }
@@ -128,12 +132,12 @@ pub fn udp_owner(port: u16) -> Owner {
 /// Error: the kernel does not report the socket.
 struct Unknown;
 
-/// Returns the socket at the end `local` of a connection, `None` if there is none.
+/// Returns the socket of the connection from `local` to `remote`, `None` if there is none.
 fn find(local: SocketAddr, remote: SocketAddr, device: u32) -> Result<Option<Socket>, Unknown> {
     match ask_kernel(IPPROTO_TCP, local, Some(remote), device) {
         Ok(socket) => Ok(Some(socket).filter(|socket| socket.state != TCP_LISTEN)),
-        // ENOENT comes too if the kernel has sock_diag but not its part for TCP: then it does not know the other end
-        // either.
+        // ENOENT is ambiguous: a kernel that has sock_diag but not its module for TCP returns it too. If the kernel
+        // knows the other end of the connection, it has the module, and the socket does not exist.
         Err(Errno::NOENT) if ask_kernel(IPPROTO_TCP, remote, Some(local), device).is_ok() => Ok(None),
         Err(_) => {
             let ends = (normalise(local), normalise(remote));
@@ -145,15 +149,15 @@ fn find(local: SocketAddr, remote: SocketAddr, device: u32) -> Result<Option<Soc
 /// Returns the owner of the socket that a SYN to the acceptor of `connection` would reach, in this thread's network
 /// namespace. The acceptor has to be on this host.
 ///
-/// Asks sock_diag; where that is missing, reads /proc/net/tcp. The latter takes the kernel long, because it searches a
-/// hash table that is sized for all possible connections.
+/// Asks sock_diag; where that is missing, reads /proc/net/tcp. To produce that file the kernel walks a hash table that
+/// is sized for all possible connections, which takes long.
 pub fn listener_owner(connection: &Tuple) -> Owner {
     let (connector, acceptor) = (connection.connector(), connection.acceptor());
     match ask_kernel(IPPROTO_TCP, acceptor, None, connection.device()) {
         Ok(socket) if socket.state == TCP_LISTEN => owner(socket.uid),
-        // This is an established connection of the same address.
+        // The kernel found an established connection with this local address, no listener.
         Ok(_) => Owner::None,
-        // As in `find`.
+        // The kernel has its module for TCP if it knows the connector's end (see `find`).
         Err(Errno::NOENT) if ask_kernel(IPPROTO_TCP, connector, Some(acceptor), connection.device()).is_ok() => {
             Owner::None
         }
@@ -161,12 +165,12 @@ pub fn listener_owner(connection: &Tuple) -> Owner {
     }
 }
 
-/// Returns the uid of the process that has accepted `connection`, which has to be one of this host. `None` if no
-/// process has accepted it yet, or the kernel does not report it.
+/// Returns the uid of the process that has accepted `connection`. The acceptor has to be on this host. `None` if no
+/// process has accepted the connection yet, or the kernel does not report it. Also `None` for uid 0.
 pub fn acceptor_uid(connection: &Tuple) -> Option<u32> {
     let (connector, acceptor) = (connection.connector(), connection.acceptor());
     let socket = ask_kernel(IPPROTO_TCP, acceptor, Some(connector), connection.device()).ok()?;
-    // For a connection that no process has accepted the kernel reports uid 0, whichever user listens.
+    // Uid 0 counts as not accepted: the kernel reports it for a connection before accept(), whichever user listens.
     match owner(socket.uid) {
         Owner::Uid(uid) if socket.state != TCP_LISTEN && uid != 0 => Some(uid),
         _ => None,
@@ -182,7 +186,7 @@ const TCP_LISTEN: u8 = 10;
 const AF_INET: u8 = 2;
 const AF_INET6: u8 = 10;
 
-/// linux/netlink.h, struct nlmsghdr. Native byte order, as all of netlink except addresses and ports.
+/// struct nlmsghdr of linux/netlink.h. All of netlink is in native byte order, except addresses and ports.
 #[derive(Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 struct NetlinkHeader {
@@ -193,7 +197,7 @@ struct NetlinkHeader {
     port: u32,
 }
 
-/// linux/inet_diag.h, struct inet_diag_sockid. Ports and addresses are in network byte order.
+/// struct inet_diag_sockid of linux/inet_diag.h. Ports and addresses are in network byte order.
 #[derive(Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 struct SocketId {
@@ -205,7 +209,7 @@ struct SocketId {
     cookie: [u32; 2],
 }
 
-/// A request for one socket: nlmsghdr and struct inet_diag_req_v2.
+/// A request for one socket: struct nlmsghdr, then struct inet_diag_req_v2.
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 struct Request {
@@ -218,7 +222,7 @@ struct Request {
     id: SocketId,
 }
 
-/// The fixed part of struct inet_diag_msg, which comes first.
+/// The first, fixed part of struct inet_diag_msg.
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 struct Answer {
@@ -245,12 +249,13 @@ pub(crate) struct Socket {
     write_queue: u32,
 }
 
-/// Returns the socket of the one connection from `local` to `remote`. Without `remote` it is the one socket that would
-/// take a connection to `local`. The kernel looks that up as it does for a SYN, so wildcard, dual-stack and
-/// bound-to-device listeners are found with the right precedence. `device` is the interface that the segment would come
-/// in by, or that the socket is bound to.
+/// Returns the local socket of the connection from `local` to `remote`. Without `remote`, returns the listening socket
+/// that a SYN to `local` would reach. The kernel looks it up as for a real SYN, so wildcard, dual-stack and
+/// bound-to-device listeners are found with the right precedence. `device` is the index of the interface that the SYN
+/// would come in by, or that the socket is bound to.
 ///
-/// ENOENT if there is no socket, or no sock_diag for the protocol; EBADMSG for an answer that cannot be read.
+/// ENOENT if there is no such socket, or if the kernel has no sock_diag for the protocol. EBADMSG if the answer cannot
+/// be parsed.
 fn ask_kernel(protocol: u8, local: SocketAddr, remote: Option<SocketAddr>, device: u32) -> Result<Socket, Errno> {
     let request = Request {
         header: NetlinkHeader {
@@ -282,13 +287,13 @@ fn ask_kernel(protocol: u8, local: SocketAddr, remote: Option<SocketAddr>, devic
     let protocol = Some(netlink::SOCK_DIAG);
     let fd = PrivateFd::open(|| socket_with(AddressFamily::NETLINK, kind, flags, protocol))?;
     send(&fd, request.as_bytes(), SendFlags::NOSIGNAL)?;
-    // The kernel answers within send(), so the answer is there.
+    // The kernel queues the answer within send(), so it can be received at once.
     let mut buf = [MaybeUninit::uninit(); 4096];
     let ((bytes, _), _) = recv(&fd, &mut buf[..], RecvFlags::DONTWAIT)?;
     parse(bytes)
 }
 
-/// Returns the address as netlink has it: the unused rest of an IPv4 address field is zero.
+/// Returns the address in netlink's form: 16 bytes. An IPv4 address fills the first four, and the rest is zero.
 fn address_field(ip: IpAddr) -> [u8; 16] {
     match ip.to_canonical() {
         IpAddr::V4(v4) => zerocopy::transmute!([v4.octets(), [0; 4], [0; 4], [0; 4]]),
@@ -300,7 +305,7 @@ pub(crate) fn parse(bytes: &[u8]) -> Result<Socket, Errno> {
     let (header, body) = NetlinkHeader::read_from_prefix(bytes).map_err(|_| Errno::BADMSG)?;
     if header.kind == NLMSG_ERROR {
         let (code, _) = i32::read_from_prefix(body).map_err(|_| Errno::BADMSG)?;
-        // The kernel uses 1 to 4095 as errno. 0 is an acknowledgement, which was not requested.
+        // The kernel uses 1 to 4095 as errno. 0 would be an acknowledgement, which the request did not ask for.
         let errno = code
             .checked_neg()
             .filter(|e| (1..4096).contains(e))
@@ -319,18 +324,18 @@ pub(crate) fn parse(bytes: &[u8]) -> Result<Socket, Errno> {
     }
 }
 
-/// Returns the owner of a listener from /proc, for kernels without sock_diag. Unknown if /proc cannot be read, or if
-/// sockets of different users fit equally well.
+/// Returns the owner of the listener for the address `server` from /proc, for kernels without sock_diag.
+/// `Owner::Unknown` if /proc cannot be read, or if listeners of different users fit equally well.
 fn read_listener(server: SocketAddr) -> Owner {
     let server = normalise(server);
     let find = |table: &str, _| Some(find_listener(table, server)).filter(|owner| *owner != Owner::None);
     read_proc(server, find).map_or(Owner::Unknown, |found| found.unwrap_or(Owner::None))
 }
 
-/// Calls `find` with the tables that may have a socket with the address `local`, until it finds one. `find` gets a
-/// table's text, and whether that is all of the table. `None` if no table has it.
+/// Searches the tables of /proc that may list a socket with the address `local`: tcp, then tcp6. Calls `find` with each
+/// table's text, and whether the text is the whole table, until `find` returns a value. `None` if it never does.
 fn read_proc<T>(local: SocketAddr, find: impl Fn(&str, bool) -> Option<T>) -> Result<Option<T>, Unknown> {
-    /// Bytes of a table that are read, at most: listeners come first in it.
+    /// Bytes of a table that are read, at most. A table lists listeners first.
     const ENOUGH: usize = 256 * 1024;
     let tables = ["/proc/thread-self/net/tcp", "/proc/thread-self/net/tcp6"];
     for path in tables.into_iter().skip(usize::from(local.is_ipv6())) {
@@ -342,8 +347,8 @@ fn read_proc<T>(local: SocketAddr, find: impl Fn(&str, bool) -> Option<T>) -> Re
     Ok(None)
 }
 
-/// Finds a connection in the text of /proc/net/tcp or tcp6 by its two addresses. [`Unknown`] if there are several, on
-/// different interfaces, or if a text that is not whole has none.
+/// Finds a connection in the text of /proc/net/tcp or tcp6 by its two addresses. [`Unknown`] if several connections
+/// have these addresses (on different interfaces), or if none has and the text is not the whole table.
 fn find_connection(
     table: &str,
     is_whole: bool,
@@ -360,8 +365,8 @@ fn find_connection(
     }
 }
 
-/// Finds the listener for `server` in the text of /proc/net/tcp or tcp6: the one with that address, or else a wildcard
-/// one.
+/// Returns the owner of the listener for `server`, by the text of /proc/net/tcp or tcp6. A listener with exactly that
+/// address precedes wildcard listeners.
 pub(crate) fn find_listener(table: &str, server: SocketAddr) -> Owner {
     let one = |fits: &dyn Fn(SocketAddr) -> bool| {
         let lines = table.lines().filter_map(parse_line);
@@ -389,7 +394,7 @@ struct Line {
     socket: Socket,
 }
 
-/// Reads a line of /proc/net/tcp or tcp6 (proc_net_tcp.txt of the kernel).
+/// Parses a line of /proc/net/tcp or tcp6 (the kernel's proc_net_tcp.txt). `None` if it is malformed or cut short.
 fn parse_line(line: &str) -> Option<Line> {
     let mut fields = line.split_ascii_whitespace();
     let local = parse_address(fields.nth(1)?)?;
@@ -399,7 +404,7 @@ fn parse_line(line: &str) -> Option<Line> {
     let write_queue = u32::from_str_radix(write_queue, 16).ok()?;
     let uid = fields.nth(2)?.parse().ok()?;
     let inode = fields.nth(1)?.parse().ok()?;
-    // Without the next field the number may be cut short.
+    // If no field follows the inode number, the text may end in the middle of the number.
     fields.next()?;
     let socket = Socket {
         state,
@@ -413,7 +418,7 @@ fn parse_line(line: &str) -> Option<Line> {
 fn parse_address(text: &str) -> Option<SocketAddr> {
     let (ip, port) = text.split_once(':')?;
     let port = u16::from_str_radix(port, 16).ok()?;
-    // Addresses are printed as 32-bit numbers of the host's byte order.
+    // The kernel prints an address as 32-bit numbers in the host's byte order.
     let word = |i: usize| {
         u32::from_str_radix(ip.get(8 * i..8 * i + 8)?, 16)
             .ok()

@@ -1,7 +1,8 @@
-//! Abstract AF_UNIX names, on which the instances behind a TCP port, and each single instance, answer.
+//! Abstract AF_UNIX names, on which an instance accepts questions of other instances. Each listening socket of a TCP
+//! port has a name (P2), and each instance has one (P6).
 //!
 //! Abstract names belong to a network namespace, as TCP ports do, and vanish with the last fd. Any user may bind one,
-//! so a connector must first check the answerer by [`crate::rendezvous::diag::trusted`].
+//! so a connector must first check the owner of the name by [`crate::rendezvous::diag::trusted`].
 
 use std::os::fd::{AsFd, BorrowedFd};
 
@@ -16,14 +17,14 @@ use crate::os::kernel;
 use crate::os::privatefd::PrivateFd;
 use crate::wire::VERSION;
 
-/// Listening sockets of one port that can have a name each, at most (P3).
+/// Service names of one port, at most: one for each listening socket (P3).
 pub const MAX_SERVICES: u32 = 64;
 
-/// Names in a row that must be missing before a connector takes it that there are no more (P4). More than one, because
-/// the first server of a port may end before a later one.
+/// The number of missing names in a row after which a connector tries no further name (P4). It is more than one because
+/// the server with the first name may end before the server with the second.
 const MAX_GAP: u32 = 2;
 
-/// Connections that wait to be accepted on a name, at most. One that waits in vain costs its connector one attempt.
+/// The length of a name's accept queue. If a connection is never accepted, its connector loses one attempt.
 const BACKLOG: i32 = 128;
 
 /// Returns the name of the `k`th listening socket on TCP port `port` (P2), without the leading NUL.
@@ -36,17 +37,17 @@ pub fn instance(id: &InstanceId) -> String {
     format!("rdmasock/{VERSION}/i/{id}")
 }
 
-/// A listening name.
+/// A socket that listens on an abstract name.
 #[derive(Debug)]
 pub struct Listener {
     fd: PrivateFd,
 }
 
 impl Listener {
-    /// Binds and listens on the first free service name of `port`. Returns its number too.
+    /// Binds and listens on the first free service name of `port`. Also returns the number `k` of the name.
     ///
-    /// EADDRINUSE if all [`MAX_SERVICES`] are taken; otherwise the kernel's errno. No error may make the program's
-    /// listen() fail.
+    /// EADDRINUSE if all [`MAX_SERVICES`] names are taken; otherwise the kernel's errno. The caller must not let an
+    /// error fail the program's listen().
     pub fn service(port: u16) -> Result<(Self, u32), Errno> {
         for k in 0..MAX_SERVICES {
             match Self::bind(&service(port, k), socket_without_fds()?) {
@@ -64,18 +65,18 @@ impl Listener {
 
     fn bind(name: &str, fd: PrivateFd) -> Result<Self, Errno> {
         bind(&fd, &SocketAddrUnix::new_abstract_name(name.as_bytes())?)?;
-        // Here the kernel records the owner of the name: SO_PEERCRED returns it to all connectors.
+        // listen() records the caller's uid, which SO_PEERCRED returns to each connector.
         listen(&fd, BACKLOG)?;
         Ok(Self { fd })
     }
 
-    /// Accepts one connection. `None` if none is waiting. Otherwise the kernel's errno (EMFILE and the like); then the
-    /// connection waits on.
+    /// Accepts one connection. `None` if no connection is waiting. Fails with the kernel's errno (EMFILE and the like);
+    /// then the connection stays in the queue.
     pub fn accept(&self) -> Result<Option<Channel>, Errno> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         match PrivateFd::open(|| accept_with(&self.fd, flags)) {
             Ok(fd) => Ok(Some(Channel::new(fd))),
-            // ECONNABORTED: the connector has closed its socket already. The next call accepts the next one.
+            // ECONNABORTED: the connector has closed its socket already. The next call accepts the next connection.
             Err(Errno::AGAIN | Errno::CONNABORTED | Errno::INTR) => Ok(None),
             Err(errno) => Err(errno),
         }
@@ -83,8 +84,9 @@ impl Listener {
 }
 
 impl Drop for Listener {
-    /// Closes each waiting connection first, so that the close of the name does not release the files that they have
-    /// sent.
+    /// Accepts and drops each waiting connection first. Its unread messages may hold files, whose release can block for
+    /// as long as their sender arranges. So the close of the name must not release them. The drop of a channel leaves
+    /// that to another thread.
     fn drop(&mut self) {
         (0..=BACKLOG).map_while(|_| self.accept().ok().flatten()).for_each(drop);
     }
@@ -98,8 +100,8 @@ impl AsFd for Listener {
 
 /// Connects to an abstract name, without waiting.
 ///
-/// ECONNREFUSED if no socket listens there, EAGAIN if too many are waiting to be accepted, EINVAL for a name longer
-/// than 107 bytes.
+/// ECONNREFUSED if no socket listens on the name, EAGAIN if its accept queue is full, EINVAL if the name is longer than
+/// 107 bytes.
 pub fn connect_to(name: &[u8]) -> Result<Channel, Errno> {
     connect_by(socket()?, name)
 }
@@ -110,15 +112,15 @@ fn connect_by(fd: PrivateFd, name: &[u8]) -> Result<Channel, Errno> {
     Ok(Channel::new(fd))
 }
 
-/// Returns whether `port` has service names, or that cannot be known now. Never waits.
+/// Returns true if `port` has service names, and also if that cannot be found out at the moment. Never waits.
 pub fn is_served(port: u16) -> bool {
     connect_to_services(port).next().is_some()
 }
 
-/// Connects to the service names of `port`, one after the other, until `MAX_GAP` in a row are missing.
+/// Connects to the service names of `port`, one after the other, until `MAX_GAP` names in a row are missing.
 ///
-/// Returns a channel or an errno for each name that exists (EAGAIN: the name is too busy; EMFILE and the like: this
-/// process's own limits). No item at all means that no program with the library listens on the port.
+/// Returns a channel or an errno for each name that exists. EAGAIN: the name's accept queue is full. EMFILE and the
+/// like: this process has reached a limit. No item at all means that no program with the library listens on the port.
 pub fn connect_to_services(port: u16) -> impl Iterator<Item = Result<Channel, Errno>> {
     let (mut k, mut gap) = (0, 0);
     std::iter::from_fn(move || {
@@ -142,7 +144,8 @@ fn socket() -> Result<PrivateFd, Errno> {
     PrivateFd::open(|| socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None))
 }
 
-/// Creates a socket that refuses fds, as do all that are accepted from it. Before Linux 6.16 it is an ordinary socket.
+/// Creates a socket that refuses fds by SCM_RIGHTS. Sockets that are accepted from it refuse them too. Linux before
+/// 6.16 lacks the option: there the socket accepts fds.
 fn socket_without_fds() -> Result<PrivateFd, Errno> {
     const SO_PASSRIGHTS: libc::c_int = 83;
     let fd = socket()?;

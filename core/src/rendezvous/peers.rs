@@ -1,7 +1,7 @@
-//! Which instance holds a connection.
+//! Records which of several processes holds a connection.
 //!
-//! [`HolderPage`] is shared by a listener and its forked workers. A worker that is asked for a connection which another
-//! one holds answers with the holder (REDIRECT, P14).
+//! The processes that share a listening socket after a fork also share a page of holders. If one of them is asked about
+//! a connection that another one holds, it answers with the holder's instance (REDIRECT, P14).
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::atomic::AtomicU64;
@@ -12,14 +12,14 @@ use rustix::io::Errno;
 use crate::ids::{InstanceId, Tuple};
 use crate::os::memfd::Mapping;
 
-/// Connections that a page of holders remembers, at most.
+/// Connections that a page has room for.
 const ENTRIES: usize = BUCKETS * BUCKET;
 const BUCKETS: usize = 4096;
-/// Entries of a bucket. The hash of a connection names the bucket that its entry is in.
+/// Entries of a bucket. The hash of a connection decides which bucket its entry is in.
 const BUCKET: usize = 4;
 
-/// A connection and its holder. Written without a lock, by processes that may die between two stores: `check` proves
-/// that the words belong together.
+/// An entry: the hash of a connection, and the id of its holder. Processes write it without a lock, and may die between
+/// two stores. `check` is a hash of the other words, so a reader can detect an entry that is half written.
 #[derive(Debug)]
 #[repr(C)]
 struct Noted {
@@ -28,11 +28,10 @@ struct Noted {
     check: AtomicU64,
 }
 
-/// The MAP_SHARED page on which the processes behind one listening name note the connections that they hold. A process
-/// that is asked on the name for another's connection redirects to its holder (REDIRECT, P14).
+/// The MAP_SHARED page on which the processes that share one service name note the connections that they hold.
 ///
-/// The page is only a hint. A wrong or old entry costs a question in vain, so no entry is ever removed: new entries
-/// overwrite old ones. A connection whose entry was overwritten stays on TCP.
+/// The page is only a hint. A wrong or old entry costs one question to the wrong instance, so entries are never
+/// removed: new entries overwrite old ones. A connection whose entry was overwritten stays on TCP.
 #[derive(Debug)]
 pub struct HolderPage {
     map: Mapping,
@@ -46,14 +45,14 @@ impl HolderPage {
 
     fn bucket(&self, connection: u64) -> &[Noted] {
         // SAFETY: the mapping is as large as the array, aligned to a page and lives as long as `self`. No other pointer
-        // to it is handed out. Zeroes and all other bits are valid atomics, and atomics may be shared with other
+        // to the mapping is handed out. Every bit pattern is a valid atomic, and atomics may be shared with other
         // processes.
         let all = unsafe { &*self.map.as_ptr().cast::<[Noted; ENTRIES]>() };
         let first = connection as usize % BUCKETS * BUCKET;
         all.get(first..first + BUCKET).unwrap_or_default()
     }
 
-    /// Notes that the instance holds the connection.
+    /// Notes that `instance` holds the connection `tuple`.
     pub fn enter(&self, tuple: &Tuple, instance: &InstanceId) {
         let connection = name_of(tuple);
         let bucket = self.bucket(connection);
@@ -70,8 +69,8 @@ impl HolderPage {
         entry.check.store(hash((connection, words)), Relaxed);
     }
 
-    /// Returns the instance that has noted last that it holds the connection. `None` if no entry says so, or if the
-    /// entry is half written.
+    /// Returns the instance that was last entered as the holder of the connection `tuple`. `None` if the page has no
+    /// entry for the connection, or if the entry is half written.
     pub fn holder(&self, tuple: &Tuple) -> Option<InstanceId> {
         let connection = name_of(tuple);
         let mut bucket = self.bucket(connection).iter();

@@ -1,4 +1,4 @@
-//! Tests of the control port's datagrams, and of the limits: rates, and the memory of sources and questions.
+//! Tests of the control port's datagrams, of the rate limits, and of the memory of questions.
 
 use std::os::unix::fs::PermissionsExt;
 

@@ -1,4 +1,5 @@
-//! Tests of the owner of a port: with real sockets, by both ways of asking, and with a squatter.
+//! Tests of the search for a socket's owner: with real sockets, by sock_diag and by /proc, and with a user that binds
+//! the service name of another user's port.
 
 use std::net::{TcpListener, TcpStream};
 
@@ -16,8 +17,8 @@ fn at(ip: &str, port: u16) -> SocketAddr {
     SocketAddr::new(ip.parse().unwrap(), port)
 }
 
-/// Returns the owner by /proc. sock_diag must say the same; not every sandbox has it, so it is compared where it
-/// exists.
+/// Returns the owner by /proc, after a check that sock_diag gives the same. The check is left out where a sandbox has
+/// no sock_diag.
 fn owner_of(server: SocketAddr) -> Owner {
     let by_proc = read_listener(server);
     match ask_kernel(IPPROTO_TCP, server, None, 0) {
@@ -30,7 +31,8 @@ fn owner_of(server: SocketAddr) -> Owner {
     answer
 }
 
-/// The connection distinguishes a listener that has gone from a kernel that does not report it, in either family.
+/// After the listener is closed, both ends of its connection are still found. So `listener_owner` returns `None`, not
+/// `Unknown`.
 #[test]
 fn a_connection_is_known() {
     for bound in ["127.0.0.1", "::1"] {
@@ -44,7 +46,7 @@ fn a_connection_is_known() {
         let ends = (near, far);
         let inode = rustix::fs::fstat(&stream).unwrap().st_ino;
         let by_proc = read_proc(near, |table, is_whole| find_connection(table, is_whole, ends));
-        // The table may be too long, of connections that have ended.
+        // `read_proc` may not reach the connection in /proc if many ended connections precede it.
         let by_proc = by_proc.ok().flatten().and_then(Result::ok);
         let by_diag = ask_kernel(IPPROTO_TCP, near, Some(far), 0).ok();
         assert!(by_proc.is_some() || by_diag.is_some(), "{bound}");
@@ -71,7 +73,7 @@ fn the_owner_of_a_udp_port_is_found() {
             continue;
         };
         let port = socket.local_addr().unwrap().port();
-        // A kernel may have sock_diag for TCP alone.
+        // A kernel may have sock_diag for TCP but not for UDP.
         let owner = udp_owner(port);
         assert!([Owner::Uid(own_uid()), Owner::Unknown].contains(&owner), "{owner:?}");
         println!("{owner:?}");
@@ -93,7 +95,7 @@ fn the_owner_of_a_listener_is_found_however_it_is_bound() {
         };
         let port = listener.local_addr().unwrap().port();
         assert_eq!(owner_of(at("::1", port)), mine, "{bound}");
-        // A dual-stack listener takes IPv4 too (std leaves IPV6_V6ONLY off).
+        // A dual-stack listener accepts IPv4 too (std leaves IPV6_V6ONLY off).
         let expected = if bound == "::" { mine } else { Owner::None };
         assert_eq!(owner_of(at("127.0.0.1", port)), expected, "{bound}");
     }
@@ -144,13 +146,13 @@ fn a_squatter_of_another_uid_is_not_trusted() {
     }
     const NOBODY: u32 = 65_534;
     const OTHER: u32 = 65_533;
-    // In the child of a child, because a process cannot regain what it gives up.
+    // In a child process, because the test changes its uid.
     in_child(|| {
         set_uid(OTHER);
         let server = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = server.local_addr().unwrap();
         assert_eq!(owner_of(address), Owner::Uid(OTHER));
-        // Root may still switch: the saved uid is 0.
+        // The process can still change its uid, because its saved uid is 0.
         set_uid(NOBODY);
         let squatter = Listener::service(address.port()).unwrap();
         set_uid(0);
@@ -177,13 +179,13 @@ fn a_squatter_of_another_uid_is_not_trusted() {
 
 /// Sets the effective uid, keeping the real and the saved one.
 fn set_uid(uid: u32) {
-    // SAFETY: a system call on plain numbers, in a single-threaded child. First back to root, without
-    // which no other uid can be taken.
+    // SAFETY: a system call on plain numbers, in a single-threaded child. The first call sets the effective uid to 0,
+    // which the second call needs.
     let results = unsafe { [0, uid].map(|uid| libc::syscall(libc::SYS_setresuid, u32::MAX, uid, u32::MAX)) };
     assert_eq!(results, [0, 0]);
 }
 
-/// A connection between two addresses of this host. Its ends are found; an address for documentation is elsewhere.
+/// Two equal or loopback addresses are on this host. An address reserved for documentation is not.
 #[test]
 fn an_end_is_here_if_this_host_has_its_socket() {
     let elsewhere = [at("192.0.2.1", 80), at("2001:db8::1", 80)];

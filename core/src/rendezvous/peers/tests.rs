@@ -1,4 +1,4 @@
-//! Tests of the page of holders.
+//! Tests of `HolderPage`.
 
 use std::net::SocketAddr;
 

@@ -1,8 +1,8 @@
-//! The shared page's layout: the owner writes it, and readers of other processes read it.
+//! The layout of the shared page of counters. The owner's process writes the page, and other processes read it.
 //!
 //! Every field is an atomic. So all-zero memory is a valid empty page, and both sides may access it at any time. A
-//! change of layout changes [`VERSION`]. The file also has the page's name and sizes, and the codes of all but the
-//! reasons.
+//! change of layout changes [`VERSION`]. The name of the memfd and the sizes of the tables are here too, and all codes
+//! except the codes of `Reason`.
 
 use core::mem::size_of;
 use core::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -17,16 +17,16 @@ use crate::stats::reason::Why;
 pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"rdmastat");
 /// Version of this layout.
 pub(super) const VERSION: u32 = 7;
-/// Bytes of the program's name that are kept, at most.
+/// The longest name of a program in bytes. Longer names are cut.
 pub(super) const PROGRAM_MAX: usize = 64;
 
 /// Name of the memfd; the link in `/proc/<pid>/fd` reads `/memfd:rdmasock-stats (deleted)`.
 pub const MEMFD_NAME: &str = "rdmasock-stats";
-/// Streams that an instance can show at once. Streams beyond that are not listed.
+/// The most streams that an instance can list at a time. Further streams are not listed.
 pub const STREAM_SLOTS: u32 = 65_536;
-/// Links that an instance can show at once.
+/// The most links that an instance can list at a time.
 pub const LINK_SLOTS: u32 = 1_024;
-/// Sleepers that an instance can show at once: one a waiter.
+/// The number of entries for sleeping threads: one for each waiter.
 pub const SLEEPER_SLOTS: u32 = crate::fabric::waiter::MAX_WAITERS as u32;
 
 /// Number of [`Event`]s.
@@ -51,7 +51,7 @@ pub(super) struct Header {
     /// The owner's pid in its own pid namespace.
     pub pid: AtomicU32,
     pub program_len: AtomicU32,
-    /// When the instance began: CLOCK_MONOTONIC, ns.
+    /// The start of the instance: CLOCK_MONOTONIC, ns.
     pub started: AtomicU64,
     pub instance: [AtomicU8; 16],
     pub program: [AtomicU8; PROGRAM_MAX],
@@ -62,19 +62,20 @@ pub(super) struct Header {
     pub promoted: AtomicU64,
     /// Closed streams that had a direction moved back to TCP.
     pub demoted: AtomicU64,
-    /// Sums over closed streams.
+    /// Sums over closed streams, of the sending and of the receiving directions.
     pub closed_tx: Counters,
     pub closed_rx: Counters,
-    /// Closings begun and done: a reader whose copy spans no closing sees totals that add up.
+    /// The number of streams whose closing has begun, and has ended. If neither changes while a reader copies the page,
+    /// and both are equal, the totals and the open streams of the copy fit together.
     pub closings_begun: AtomicU64,
     pub closings_done: AtomicU64,
-    /// Why all connections are kept on TCP, as the code of a `Reason`.
+    /// Why all connections are kept on TCP, as the code of a `Reason`; 0 if they are not.
     pub kept_on_tcp: AtomicU32,
-    /// Stream slots that the owner may write in its mapping. Only the owner uses this field.
+    /// The number of stream slots whose memory is accessible in the owner's mapping. Only the owner uses this field.
     pub open: AtomicU32,
 }
 
-/// The four counters of one direction. One thread at a time writes them.
+/// The four counters of one direction of a stream. One thread at a time writes them.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Counters {
@@ -98,14 +99,14 @@ pub struct Counts {
 }
 
 impl Counters {
-    /// Counts a call that moved `bytes` over TCP. One thread at a time.
+    /// Counts a call that moved `bytes` over TCP. One thread at a time may call this.
     #[inline]
     pub fn add_tcp(&self, bytes: u64) {
         bump(&self.tcp_bytes, bytes);
         bump(&self.tcp_calls, 1);
     }
 
-    /// Counts a call that moved `bytes` over the link. One thread at a time.
+    /// Counts a call that moved `bytes` over the link. One thread at a time may call this.
     #[inline]
     pub fn add_link(&self, bytes: u64) {
         bump(&self.link_bytes, bytes);
@@ -128,7 +129,7 @@ impl Counters {
         }
     }
 
-    /// Adds `counts` to the totals.
+    /// Adds `counts` to these counters, which are the totals of closed streams.
     pub(super) fn fold(&self, counts: Counts) {
         bump(&self.tcp_bytes, counts.tcp_bytes);
         bump(&self.tcp_calls, counts.tcp_calls);
@@ -137,14 +138,15 @@ impl Counters {
     }
 }
 
-/// Adds without an atomic read-modify-write: the caller is the only writer of `counter`.
+/// Adds `by` to `counter` without an atomic read-modify-write. The caller is the only writer of `counter`.
 #[inline]
 pub(super) fn bump(counter: &AtomicU64, by: u64) {
     counter.store(counter.load(Relaxed).wrapping_add(by), Relaxed);
 }
 
-/// Whether a slot is in use, with a generation. By it a reader knows if the slot was given to another stream or link
-/// while it copied: a seqlock whose "being written" state is "free".
+/// The state of a slot: whether it is in use (bit 0), and a generation (the other bits). If the word is the same before
+/// and after a reader copies the slot, the slot belonged to one stream or link all the time. This is a seqlock whose
+/// "being written" state is "free".
 #[repr(transparent)]
 #[derive(Debug)]
 pub(super) struct SlotWord(AtomicU32);
@@ -157,21 +159,23 @@ impl SlotWord {
         self.0.load(Relaxed) & Self::OPEN != 0
     }
 
-    /// Makes the slot visible, after its fields are written.
+    /// Marks the slot as in use, with a new generation. Its fields have been written before.
     pub(super) fn publish(&self) {
         let next = (self.0.load(Relaxed) | Self::OPEN).wrapping_add(2);
         // Pairs with the Acquire load in `copy`.
         self.0.store(next, Release);
     }
 
-    /// Frees the slot; fields may be rewritten afterwards.
+    /// Marks the slot as free. Afterwards its fields may be written.
     pub(super) fn free(&self) {
         self.0.store(self.0.load(Relaxed) & !Self::OPEN, Relaxed);
-        // Pairs with the Acquire fence in `copy`: a reader that sees a later field sees the free slot.
+        // Pairs with the Acquire fence in `copy`: a reader that sees a field which was written later also sees that the
+        // slot is free.
         fence(Release);
     }
 
-    /// Runs `copy` if the slot is in use. Returns its result, `None` if the slot was not in use all the time.
+    /// Runs `copy` if the slot is in use, and returns its result. `None` if the slot was free at the beginning, or
+    /// freed meanwhile.
     pub(super) fn copy<T>(&self, copy: impl FnOnce() -> T) -> Option<T> {
         let before = self.0.load(Acquire);
         if before & Self::OPEN == 0 {
@@ -183,14 +187,14 @@ impl SlotWord {
     }
 }
 
-/// An IP address with port; family 0 means "not known".
+/// An IP address with its port, or no address.
 #[repr(C)]
 #[derive(Debug)]
 pub(super) struct AddrCell {
-    /// 0, 4 or 6.
+    /// 4 for IPv4, 6 for IPv6; 0 if there is no address.
     family: AtomicU16,
     port: AtomicU16,
-    /// The address in network order; IPv4 in the first word.
+    /// The address in network byte order. An IPv4 address is in the first word.
     words: [AtomicU32; 4],
 }
 
@@ -215,7 +219,7 @@ impl AddrCell {
         self.family.store(family, Relaxed);
     }
 
-    /// Returns the address. `None` if it is not known, or of no known family.
+    /// Returns the address. `None` if there is none, or if its family is not known.
     pub(super) fn load(&self) -> Option<SocketAddr> {
         let mut octets = [0_u8; 16];
         for (chunk, word) in octets.as_chunks_mut::<4>().0.iter_mut().zip(&self.words) {
@@ -247,7 +251,7 @@ pub struct LinkStats {
 }
 
 impl LinkStats {
-    /// Sets that the link is down because of `why`. It stays listed until its slot is freed.
+    /// Records that the link is down because of `why`. The link stays listed until its slot is freed.
     pub fn set_down(&self, why: impl Into<Why>) {
         self.why.store(why.into().to_bits(), Relaxed);
         self.state.store(LinkState::Down as u8, Relaxed);
@@ -259,8 +263,9 @@ impl LinkStats {
     }
 }
 
-/// An open stream of the instance. The sender's counters are in the first cache line and the receiver's in the second,
-/// since two threads may send and receive at once. Fields that change rarely fill the rest of both.
+/// An open stream of the instance. The counters of sends are in the first cache line and the counters of receives in
+/// the second, because two threads may send and receive at the same time. Fields that change rarely fill the rest of
+/// both lines.
 #[repr(C, align(64))]
 #[derive(Debug)]
 pub struct StreamStats {
@@ -277,11 +282,11 @@ pub struct StreamStats {
     /// Counters of the receiving direction.
     pub rx: Counters,
     pub(super) peer: AddrCell,
-    /// Slot of the link plus one; 0 is none.
+    /// The slot of the link that carries the stream, plus one. 0: there is no link.
     pub(super) link: AtomicU32,
     pub(super) why: AtomicU32,
-    /// Waiters that events wake, a number plus one; 0 is none. `sleeper` is the waiter of a thread that sleeps in a
-    /// call or in poll, `set` the waiter of an epoll set.
+    /// The numbers of the waiters that are woken when the link has data or room for the stream, plus one; 0 is none.
+    /// `sleeper` is the waiter of a thread in a call or in poll, `set` the waiter of an epoll set.
     pub(super) sleeper: AtomicU16,
     pub(super) set: AtomicU16,
 }
@@ -302,26 +307,28 @@ impl StreamStats {
         self.tx.link_bytes.load(Relaxed)
     }
 
-    /// Moves `bytes` from the link's counter to TCP's: they were sent over a link, not read there, and go over TCP now.
+    /// Moves `bytes` from the counter of the link to the counter of TCP. These bytes were sent over a link, but not
+    /// read there, and are sent again over TCP.
     pub fn move_tx_to_tcp(&self, bytes: u64) {
         let moved = bytes.min(self.tx.link_bytes.load(Relaxed));
         bump(&self.tx.link_bytes, moved.wrapping_neg());
         bump(&self.tx.tcp_bytes, moved);
     }
 
-    /// Sets the numbers of waiters that are woken when data comes, or room: a thread's, and an epoll set's.
+    /// Sets the numbers of the waiters that are woken when the link has data or room for the stream. `sleeper` is the
+    /// waiter of a thread, `set` the waiter of an epoll set.
     pub fn set_waiting(&self, sleeper: Option<u16>, set: Option<u16>) {
         for (word, number) in [(&self.sleeper, sleeper), (&self.set, set)] {
             word.store(number.map_or(0, |number| number.saturating_add(1)), Relaxed);
         }
     }
 
-    /// Sets what the sending direction runs on from now on.
+    /// Sets the path of the sending direction.
     pub fn set_tx_path(&self, path: Path) {
         self.note_move(self.tx_path.swap(path as u8, Relaxed), path, moved::TX);
     }
 
-    /// Sets what the receiving direction runs on from now on.
+    /// Sets the path of the receiving direction.
     pub fn set_rx_path(&self, path: Path) {
         self.note_move(self.rx_path.swap(path as u8, Relaxed), path, moved::RX);
     }
@@ -335,19 +342,20 @@ impl StreamStats {
         self.moved.fetch_or(bit, Relaxed);
     }
 
-    /// Sets why the stream is on TCP; not shown while both directions are on a link.
+    /// Sets why the stream is on TCP. Readers show this only while a direction is on TCP.
     pub fn set_why(&self, why: impl Into<Why>) {
         self.why.store(why.into().to_bits(), Relaxed);
     }
 
     /// Returns why the stream is on TCP.
     ///
-    /// # Errors The code, if this version does not know it.
+    /// # Errors
+    /// The code of the reason, if this version does not know it.
     pub fn why(&self) -> Result<Why, u16> {
         Why::from_bits(self.why.load(Relaxed))
     }
 
-    /// Sets the slot of the link that carries the stream, or none.
+    /// Sets the slot of the link that carries the stream; `None` if no link does.
     pub fn set_link(&self, link: Option<u32>) {
         self.link.store(link.map_or(0, |slot| slot.saturating_add(1)), Relaxed);
     }
@@ -385,36 +393,36 @@ pub struct Asleep {
     pub call: Call,
     /// The slot of the stream that the call is on, if it is on one.
     pub stream: Option<u32>,
-    /// When the sleep began: CLOCK_MONOTONIC, ns. The kernel's coarse clock is precise enough.
+    /// When the sleep began: CLOCK_MONOTONIC, ns. A value of CLOCK_MONOTONIC_COARSE is precise enough.
     pub since: u64,
     /// For a sender: the number of bytes that its reader has not read.
     pub unread: u64,
 }
 
-/// The threads that sleep as one waiter: in what call, and since when. They are several at once only for an epoll set's
-/// waiter. Then all fields except `count` describe the thread that came last.
+/// The threads that sleep as one waiter: in which call, and since when. Only the waiter of an epoll set can have
+/// several threads at a time. Then all fields except `count` describe the thread that went to sleep last.
 ///
-/// A thread writes here when it is about to sleep in the kernel until a link has data or room, and when it is awake
-/// again. Threads that sleep in the kernel's own calls on TCP are not here: the kernel reports those.
+/// A thread updates this entry when it is about to sleep until a link has data or room, and when it is awake again.
+/// Threads that sleep in the kernel's own calls on TCP have no entry, because the kernel reports them.
 #[repr(C, align(32))]
 #[derive(Debug)]
 pub struct SleeperStats {
     since: AtomicU64,
     unread: AtomicU64,
-    /// 0 if the thread that came last is awake, and others sleep on.
+    /// The id of the thread. 0 if the thread that went to sleep last is awake, and others still sleep.
     thread: AtomicU32,
-    /// The slot plus one; 0 is none.
+    /// The slot of the stream that the call is on, plus one; 0 is none.
     stream: AtomicU32,
     count: AtomicU16,
     call: AtomicU8,
 }
 
-// No slot crosses the border of a page: a reader reads only pages that have memory.
+// No entry crosses the border of a memory page, because a reader reads only pages that have memory.
 const _: () = assert!(size_of::<SleeperStats>() == 32);
 const _: () = assert!((SLEEPER_SLOTS as usize * size_of::<SleeperStats>()).is_multiple_of(4096));
 
 impl SleeperStats {
-    /// Notes that a thread goes to sleep.
+    /// Notes that the thread `asleep` is about to sleep.
     pub fn begin(&self, asleep: &Asleep) {
         self.since.store(asleep.since, Relaxed);
         self.unread.store(asleep.unread, Relaxed);
@@ -422,7 +430,7 @@ impl SleeperStats {
         let stream = asleep.stream.map_or(0, |slot| slot.saturating_add(1));
         self.stream.store(stream, Relaxed);
         self.call.store(asleep.call as u8, Relaxed);
-        // Pairs with the Acquire in `copy`: a reader that sees the sleeper sees its fields.
+        // Pairs with the Acquire in `copy`: a reader that sees the new count also sees the fields above.
         self.count.fetch_add(1, Release);
     }
 
@@ -455,13 +463,13 @@ pub struct SleeperSnapshot {
     pub waiter: u16,
     /// The number of threads.
     pub count: u16,
-    /// The thread that came last; `None` if it does not sleep any more.
+    /// The thread that went to sleep last; `None` if that thread is awake again.
     pub thread: Option<u32>,
-    /// The call that it sleeps in; `None` for a code that this version does not know.
+    /// The call that the thread sleeps in; `None` for a code that this version does not know.
     pub call: Option<Call>,
     /// The slot of the stream that the call is on; `None` for poll and epoll sets.
     pub stream: Option<u32>,
-    /// How long it has slept.
+    /// How long the thread has slept.
     pub asleep: Duration,
     /// For a sender: the number of bytes that its reader had not read when the sender went to sleep.
     pub unread: u64,
@@ -482,7 +490,7 @@ codes! {
 }
 
 codes! {
-    /// The end of the TCP connection that the stream is.
+    /// Which end of the TCP connection the stream is.
     pub enum Direction: u8 {
         /// This instance called accept().
         Accept = 0 => "accept",
@@ -510,13 +518,13 @@ codes! {
     pub enum LinkState: u8 {
         /// The link carries streams.
         Up = 1 => "up",
-        /// The link failed, or the peer closed it; see its reason.
+        /// The link failed, or the peer closed it. `LinkStats` has the reason.
         Down = 2 => "down",
     }
 }
 
 codes! {
-    /// An event, counted for the whole instance. Its text is its name in JSON.
+    /// An event that is counted for the whole instance. The text is the name of its counter in JSON.
     pub enum Event: usize {
         /// An ASK was sent.
         Ask = 0 => "asks",
@@ -524,64 +532,65 @@ codes! {
         Yes = 1 => "yes",
         /// A NO came back.
         No = 2 => "no",
-        /// A step of a handshake did not come in time.
+        /// A peer did not carry out a step of a handshake in time.
         HandshakeTimeout = 3 => "timeouts",
-        /// A peer broke the protocol, on a link or while asking; the channel was closed, or the message ignored.
+        /// A peer broke the protocol, on a link or with a question. The channel was closed, or the message ignored.
         LinkViolation = 4 => "violations",
-        /// A connection's question went to another host. It counts once, however often it was sent.
+        /// A question about a connection went to another host. The question counts once, however often it was repeated.
         ControlAsk = 5 => "control_asks",
         /// A question from another host was answered YES or NO.
         ControlAnswer = 6 => "control_answers",
-        /// A question from another host was passed on to the service names of this one.
+        /// A question from another host was passed on to the service names of this host.
         ControlRelay = 7 => "control_relays",
-        /// A host did not answer, or no instance listens there: it is not asked for a while.
+        /// A host did not answer, or no instance listens there. The host is not asked again for a while.
         ControlAbsent = 8 => "control_absent",
-        /// A question came without a stamp of this instance, and got one.
+        /// A question came without a valid stamp of this instance, and a stamp was sent back.
         ControlStamp = 9 => "control_stamps",
         /// The control port could not be bound.
         ControlUnbound = 10 => "control_unbound",
-        /// A datagram was refused: it does not have the one length that there is.
+        /// A datagram was refused: it does not have the length that all datagrams have.
         ControlLength = 11 => "control_refused_length",
         /// A datagram was refused: it is of another version of the protocol.
         ControlVersion = 12 => "control_refused_version",
-        /// A datagram was refused: it was not understood, or out of place.
+        /// A datagram was refused: it could not be decoded, or an honest peer would not send it now.
         ControlKind = 13 => "control_refused_kind",
-        /// A datagram was refused: its HMAC is wrong or missing, or there is one and this instance has no secret.
+        /// A datagram was refused: its HMAC is wrong or missing, or it has an HMAC and this instance has no secret.
         ControlMac = 14 => "control_refused_hmac",
-        /// A datagram was refused: an answer to no question of this instance, or a question from an address that is not
-        /// its connection's.
+        /// A datagram was refused: it answers no question of this instance, or it asks about a connection from an
+        /// address that is not the connection's.
         ControlMisplaced = 15 => "control_refused_misplaced",
-        /// A datagram was refused: its question had ended, or is known with other contents.
+        /// A datagram was refused: its question has ended, or the same question came before with other contents.
         ControlReplay = 16 => "control_refused_replay",
         /// A datagram was refused: too many came.
         ControlRate = 17 => "control_refused_rate",
-        /// A bulk queue pair between hosts was lost while direct transfers were under way: their bytes went on by
-        /// rings.
+        /// A bulk queue pair between hosts was lost while direct transfers were under way. The rest of their bytes went
+        /// by rings.
         BulkLost = 18 => "bulk_lost",
-        /// Bytes that this end's device was to send straight from the program's memory.
+        /// Bytes that this end's device was given to send straight from the program's memory.
         DirectSent = 19 => "direct_sent_bytes",
         /// Bytes that the peer's device has written straight into the program's memory.
         DirectReceived = 20 => "direct_received_bytes",
-        /// A call's memory was not registered: that would exceed half of the memlock limit, or the device refused it.
-        /// The bytes went by rings.
+        /// The memory of a call was not registered: it would have exceeded half of the memlock limit, or the device
+        /// refused it. The bytes went by rings.
         DirectUnpinned = 21 => "direct_unpinned",
-        /// Memory of the program was registered: for a call, or a piece of the registered allocator for a link.
+        /// Memory of the program was registered with a device: a call's buffer, or a piece of the registered
+        /// allocator's memory.
         DirectRegistered = 22 => "direct_registrations",
         /// Bytes that the peer's device has read straight from the program's memory.
         RendezvousSent = 23 => "rendezvous_sent_bytes",
         /// Bytes that this end's device has read straight from the memory of the peer's program.
         RendezvousReceived = 24 => "rendezvous_received_bytes",
-        /// Bytes that this end's device has read straight into the buffer of a waiting call. They count as read from
-        /// the peer's memory too.
+        /// Bytes that this end's device has read straight into the buffer of a waiting call. `RendezvousReceived`
+        /// counts them too.
         RendezvousLanded = 25 => "rendezvous_landed_bytes",
-        /// A call's memory lay in a piece of the registered allocator that is registered with the device.
+        /// The buffer of a call lay in a piece of the registered allocator's memory that is registered with the device.
         AllocHit = 26 => "alloc_hits",
-        /// A call's memory lay in a piece of the registered allocator that is not registered with the device. It is
-        /// registered then if the budget has room.
+        /// The buffer of a call lay in a piece of the registered allocator's memory that was not registered with the
+        /// device. The piece is registered then, if the budget has room.
         AllocMiss = 27 => "alloc_misses",
-        /// Bytes of such pieces that were registered with a device.
+        /// Bytes of the registered allocator's pieces that were registered with a device.
         AllocKept = 28 => "alloc_kept_bytes",
-        /// Bytes of such pieces whose registration with a device has ended.
+        /// Bytes of the registered allocator's pieces whose registration with a device has ended.
         AllocEnded = 29 => "alloc_ended_bytes",
     }
 }

@@ -1,10 +1,10 @@
 //! Live counters of an instance in shared memory, for `rdmasock stat`.
 //!
 //! Each instance owns one [`StatsPage`]: a sealed, sparse memfd named [`MEMFD_NAME`] that the library maps shared and
-//! keeps open. A reader finds it among the links of `/proc/<pid>/fd`, maps it read-only and copies what it needs
-//! ([`StatsReader`]). So reading never stops, signals or slows the program. Slots that were never used cost no memory.
+//! keeps open. A reader finds the memfd among the links of `/proc/<pid>/fd`, maps it read-only and copies the counters
+//! ([`StatsReader`]). So a reader never stops, signals or slows the program. Slots that were never used cost no memory.
 //!
-//! The pointer to an instance's own page is in shims, which replaces it after a fork. cli prints the figures.
+//! shims keeps the pointer to the instance's own page, and replaces it after a fork. cli prints the figures.
 
 mod layout;
 mod page;

@@ -1,7 +1,8 @@
-//! The reader's side: finds the pages of running instances, by the links of `/proc/<pid>/fd`, and copies them.
+//! The reader's side: finds the counter pages of running instances by the links of `/proc/<pid>/fd`, and copies them.
 //!
-//! Runs in tools and tests, never in the preloaded library, hence std::fs. The bytes of a page are not trusted: sizes
-//! are checked, codes decoded with a fallback, text cleaned of control characters.
+//! This file may use std::fs, because it runs in tools and tests, never in the preloaded library. The contents of a
+//! page are not trusted. Sizes are checked, unknown codes are reported as such, and control characters in text are
+//! replaced.
 
 use core::mem::{offset_of, size_of};
 use core::net::SocketAddr;
@@ -27,16 +28,16 @@ use crate::stats::layout::{
 use crate::stats::page::monotonic_ns;
 use crate::stats::reason::{Reason, Why};
 
-/// Copies of the whole page that a reader makes, at most, if streams are closed meanwhile.
+/// The most copies of the page that a reader makes. It repeats a copy during which streams were closed.
 const ATTEMPTS: u32 = 8;
 
 /// Why a page cannot be read.
 #[derive(Debug, Error)]
 pub enum ReadError {
-    /// Opening or mapping failed.
+    /// The file cannot be opened or mapped.
     #[error("cannot open it: {0}")]
     Io(#[from] io::Error),
-    /// The file is not a page of this program, or is not safe to map.
+    /// The file is not a counter page, or is not safe to map.
     #[error("not a counter page: {0}")]
     NotAPage(&'static str),
     /// The process that owns the page runs another version of the library.
@@ -50,18 +51,18 @@ impl From<Errno> for ReadError {
     }
 }
 
-/// An instance among the running processes.
+/// A running process that has the library.
 #[derive(Clone, Debug)]
 pub struct Process {
     /// Pid as the calling process sees it.
     pub pid: u32,
-    /// Real uid, from the kernel.
+    /// Real uid, as the kernel reports it.
     pub uid: u32,
-    /// Its counters.
+    /// The counters of its instance.
     pub instance: InstanceSnapshot,
 }
 
-/// An instance at one moment.
+/// A copy of an instance's counters.
 #[derive(Clone, Debug)]
 pub struct InstanceSnapshot {
     /// The owner's pid in its own pid namespace.
@@ -72,9 +73,10 @@ pub struct InstanceSnapshot {
     pub id: [u8; 16],
     /// Time since the start of the instance.
     pub uptime: Duration,
-    /// Why all of its connections are kept on TCP: a [`Reason`], or its unknown code. `None` if they are not.
+    /// Why all connections of the instance are kept on TCP: a [`Reason`], or a code that this version does not know.
+    /// `None` if they are not kept on TCP.
     pub kept_on_tcp: Option<Result<Reason, u16>>,
-    /// Sums over all its streams, closed ones included.
+    /// Sums over all streams of the instance, including closed ones.
     pub totals: Totals,
     /// Links in use, by slot.
     pub links: Vec<LinkSnapshot>,
@@ -92,7 +94,8 @@ impl InstanceSnapshot {
         self.events.get(event as usize).copied().unwrap_or(0)
     }
 
-    /// Returns the sleepers that are woken by events on `stream`.
+    /// Returns the sleepers that wait for `stream`: in a call on the stream, or as a waiter that the stream's events
+    /// wake.
     pub fn asleep_on(&self, stream: &StreamSnapshot) -> impl Iterator<Item = &SleeperSnapshot> {
         let (slot, sleeper, set) = (stream.slot, stream.sleeper, stream.set);
         self.sleepers.iter().filter(move |s| match s.stream {
@@ -117,45 +120,45 @@ pub struct Totals {
     pub streams: u64,
 }
 
-/// A link.
+/// A copy of a link's entry.
 #[derive(Clone, Copy, Debug)]
 pub struct LinkSnapshot {
-    /// Its slot; streams refer to it.
+    /// The slot of the link; streams refer to it.
     pub slot: u32,
     /// The peer's instance id.
     pub peer: [u8; 16],
-    /// The peer's pid as the owner sees it; 0 if not known.
+    /// The peer's pid as the owner of the page sees it; 0 if it is not known.
     pub peer_pid: u32,
-    /// The fabric that it runs on; `None` for a code that this version does not know.
+    /// The fabric of the link; `None` for a code that this version does not know.
     pub fabric: Option<Path>,
-    /// Its state; `None` for an unknown code.
+    /// The state of the link; `None` for an unknown code.
     pub state: Option<LinkState>,
-    /// Streams on it.
+    /// The number of streams on the link.
     pub streams: u32,
-    /// Why it is down.
+    /// Why the link is down; the code if this version does not know it.
     pub why: Result<Why, u16>,
 }
 
-/// An open stream.
+/// A copy of an open stream's entry.
 #[derive(Clone, Copy, Debug)]
 pub struct StreamSnapshot {
-    /// Its slot; sleepers refer to it.
+    /// The slot of the stream; sleepers refer to it.
     pub slot: u32,
     /// The program's fd.
     pub fd: i32,
-    /// The end of the connection; `None` for an unknown code.
+    /// Whether this end called connect() or accept(); `None` for an unknown code.
     pub direction: Option<Direction>,
     /// Local address.
     pub local: Option<SocketAddr>,
     /// The peer's address.
     pub peer: Option<SocketAddr>,
-    /// The path of the sending direction now; `None` for an unknown code.
+    /// The path of the sending direction; `None` for an unknown code.
     pub tx_path: Option<Path>,
-    /// The path of the receiving direction now; `None` for an unknown code.
+    /// The path of the receiving direction; `None` for an unknown code.
     pub rx_path: Option<Path>,
     /// Why a direction is on TCP; the code if this version does not know it.
     pub why: Result<Why, u16>,
-    /// Slot of its link.
+    /// The slot of the link that carries the stream.
     pub link: Option<u32>,
     /// Bytes and calls that sent.
     pub tx: Counts,
@@ -165,9 +168,9 @@ pub struct StreamSnapshot {
     pub promoted: bool,
     /// A direction was moved back to TCP.
     pub demoted: bool,
-    /// The waiter of a thread, in a call or in poll, that is woken when data comes.
+    /// The waiter of a thread in a call or in poll. It is woken when the link has data or room for the stream.
     pub sleeper: Option<u16>,
-    /// The waiter of an epoll set that is woken when data comes.
+    /// The waiter of an epoll set. It is woken when the link has data or room for the stream.
     pub set: Option<u16>,
 }
 
@@ -179,7 +182,7 @@ impl StreamSnapshot {
     }
 }
 
-/// A page of another process, mapped read-only until dropped.
+/// The counter page of another process. It stays mapped, read-only, until this value is dropped.
 #[derive(Debug)]
 pub struct StatsReader {
     page: Mapping,
@@ -189,18 +192,20 @@ pub struct StatsReader {
 impl StatsReader {
     /// Opens the page behind `path`, a link of `/proc/<pid>/fd`.
     ///
-    /// # Errors The caller has no permission, the file is gone, or it is no page, or one of another version.
+    /// # Errors
+    /// The caller has no permission, or the file is gone. Or the file is not a counter page, or a counter page of
+    /// another version.
     pub fn open(path: &path::Path) -> Result<Self, ReadError> {
         let file = fs::OpenOptions::new()
             .read(true)
-            // If the link leads to a FIFO by now, opening it must not block.
+            // O_NONBLOCK: the link may lead to a FIFO by now, whose open must not block.
             .custom_flags(libc::O_NONBLOCK)
             .open(path)?;
         let bytes = size_of::<StatsPage>() as u64;
         let page = memfd::map_received(file.as_fd(), bytes, Access::ReadOnly).map_err(|error| match error {
             MapError::Kernel(errno) => errno.into(),
             MapError::Size => ReadError::NotAPage("size differs"),
-            // Without the seals the owner could cut the file short under this mapping: SIGBUS.
+            // Without the seals the owner could truncate the file while it is mapped here: SIGBUS.
             MapError::NotMemfd | MapError::NotSealed => ReadError::NotAPage("not sealed"),
         })?;
         let reader = Self { page, file };
@@ -216,8 +221,8 @@ impl StatsReader {
     }
 
     fn page(&self) -> &StatsPage {
-        // SAFETY: mapped for as long as `self` lives, page-aligned, of the type's size. Every bit pattern is valid, and
-        // every field is an atomic that is only loaded here.
+        // SAFETY: the mapping lives as long as `self`, is page-aligned and has the type's size. Every bit pattern is
+        // valid. Every field is an atomic, and this process only loads it.
         unsafe { &*self.page.as_ptr().cast() }
     }
 
@@ -230,7 +235,7 @@ impl StatsReader {
     /// Copies all slots in use.
     ///
     /// # Errors
-    /// The file's extents cannot be listed.
+    /// The kernel does not report which parts of the file have memory.
     pub fn read(&self) -> Result<InstanceSnapshot, ReadError> {
         let header = &self.page().header;
         for _ in 1..ATTEMPTS {
@@ -243,7 +248,7 @@ impl StatsReader {
                 return Ok(snapshot);
             }
         }
-        // A program closes streams all the time, so the sums may be off by one stream.
+        // Streams were closed during each copy. In this last copy the sums may lack a stream, or count it twice.
         self.copy()
     }
 
@@ -275,7 +280,7 @@ impl StatsReader {
         let length = header.program_len.load(Relaxed) as usize;
         let program: Vec<u8> = header.program.iter().take(length).map(|b| b.load(Relaxed)).collect();
         let started = header.started.load(Relaxed);
-        // The code was a u16.
+        // The field holds a u16 code.
         let kept = header.kept_on_tcp.load(Relaxed) as u16;
         Ok(InstanceSnapshot {
             pid: self.pid(),
@@ -291,8 +296,8 @@ impl StatsReader {
         })
     }
 
-    /// Returns the parts of the file that have memory, as ranges of bytes. Only these are read: to read a hole through
-    /// a mapping would allocate it.
+    /// Returns the parts of the file that have memory, as ranges of bytes. Only these parts are read, because a read of
+    /// a hole through a mapping would allocate memory for it.
     fn extents(&self) -> Result<Vec<core::ops::Range<u64>>, ReadError> {
         let mut extents = Vec::new();
         let mut at = 0;
@@ -308,8 +313,8 @@ impl StatsReader {
     }
 }
 
-/// Returns the slots of `table`, which begins at `offset` in the file, that lie within `extent`. Extents end at page
-/// borders, which slots do not cross.
+/// Returns the slots of `table`, which begins at `offset` in the file, that lie within `extent`. `extent` begins and
+/// ends at a page border, and no slot crosses one.
 fn slots<'a, T>(table: &'a [T], offset: usize, extent: &core::ops::Range<u64>) -> impl Iterator<Item = (u32, &'a T)> {
     let index = |at: u64| {
         let at = usize::try_from(at).unwrap_or(usize::MAX);
@@ -373,7 +378,7 @@ impl Counts {
     }
 }
 
-/// Returns text of another process, fit for a terminal.
+/// Returns text of another process with its control characters replaced, fit for a terminal.
 fn printable(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes)
         .chars()
@@ -381,10 +386,12 @@ fn printable(bytes: &[u8]) -> String {
         .collect()
 }
 
-/// Returns all instances that the caller may read, by pid. Root may read the instances of all users, other users their
-/// own.
+/// Returns all instances that the caller may read, in the order of their pids. Root may read the instances of all
+/// users, other users their own.
 ///
-/// # Errors `/proc` cannot be listed. A process that ends meanwhile, or that the caller may not read, is left out.
+/// # Errors
+/// `/proc` cannot be listed. Processes that end meanwhile, or that the caller may not read, are left out without an
+/// error.
 pub fn instances() -> io::Result<Vec<Process>> {
     let mut pids: Vec<u32> = fs::read_dir("/proc")?
         .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
@@ -396,9 +403,10 @@ pub fn instances() -> io::Result<Vec<Process>> {
         .collect())
 }
 
-/// Returns the instance that process `pid` is. `None` if it runs without the library.
+/// Returns the instance of process `pid`. `None` if the process runs without the library.
 ///
-/// # Errors There is no such process, the caller may not read it, or its page cannot be read.
+/// # Errors
+/// There is no such process, the caller may not read its fds, or its page cannot be read.
 pub fn instance_of(pid: u32) -> Result<Option<Process>, ReadError> {
     let link_text = format!("/memfd:{MEMFD_NAME}");
     let links: Vec<PathBuf> = descriptors(pid)?
@@ -414,7 +422,7 @@ pub fn instance_of(pid: u32) -> Result<Option<Process>, ReadError> {
     let mut failure = None;
     for link in links {
         match StatsReader::open(&link) {
-            // A fork child may still have its parent's page open: that page is not its own.
+            // A fork child may still have its parent's page open. That page has the parent's pid.
             Ok(reader) if reader.pid() != own_pid => {}
             Ok(reader) => {
                 let mut instance = reader.read()?;
@@ -427,8 +435,8 @@ pub fn instance_of(pid: u32) -> Result<Option<Process>, ReadError> {
     failure.map_or(Ok(None), Err)
 }
 
-/// Translates the sleepers' thread ids for the calling process, which may be in another pid namespace than process
-/// `pid`. Removes sleepers whose thread has ended without waking up.
+/// Translates the sleepers' thread ids into the pid namespace of the calling process. `own_pid` is the pid of process
+/// `pid` in its own namespace. Removes sleepers whose thread has ended in its sleep.
 fn name_threads(sleepers: &mut Vec<SleeperSnapshot>, pid: u32, own_pid: u32) {
     let task = format!("/proc/{pid}/task");
     if pid == own_pid {
@@ -449,8 +457,8 @@ fn name_threads(sleepers: &mut Vec<SleeperSnapshot>, pid: u32, own_pid: u32) {
     });
 }
 
-/// Returns the links of a process's open fds. A main thread that has ended before the others has none. Then the links
-/// of another thread stand for the process.
+/// Returns the links of a process's open fds. If its main thread has ended before other threads, `/proc/<pid>/fd` is
+/// empty. Then the links of another thread are returned.
 fn descriptors(pid: u32) -> io::Result<Vec<PathBuf>> {
     let list = |of: PathBuf| -> io::Result<Vec<PathBuf>> {
         let entries = fs::read_dir(of)?;
@@ -465,7 +473,7 @@ fn descriptors(pid: u32) -> io::Result<Vec<PathBuf>> {
     Ok(theirs.into_iter().find(|l| !l.is_empty()).unwrap_or_default())
 }
 
-/// Returns the real uid of a process, and its pid in its own (innermost) pid namespace.
+/// Returns the real uid of a process, and its pid in its own (the innermost) pid namespace.
 fn identity(pid: u32) -> io::Result<(u32, u32)> {
     let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
     let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name));

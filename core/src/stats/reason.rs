@@ -1,14 +1,14 @@
 //! Why a stream is on TCP, or a link is down: codes with one text each.
 //!
-//! The codes are stored in shared memory and sent to peers (in a NO). So a number is never given a second meaning; new
-//! ones go at the end.
+//! The codes are stored in shared memory, where other versions of `rdmasock stat` may read them. So a number never gets
+//! a second meaning, and new numbers go at the end.
 
 use core::fmt;
 
 use crate::codes::codes;
 
 codes! {
-    /// Why a stream is on TCP, or a link is down. Its text is what `rdmasock stat` prints.
+    /// Why a stream is on TCP, or a link is down. `rdmasock stat` prints the text.
     #[derive(Default)]
     pub enum Reason: u16 {
         /// There is no reason.
@@ -30,11 +30,11 @@ codes! {
         Declined = 7 => "declined by peer",
         /// The peer knows no connection between these two addresses (address translation on the way).
         NoMatch = 8 => "no match at the peer (address translation?)",
-        /// A step of the handshake did not come in time.
+        /// The peer did not carry out a step of the handshake in time.
         TimedOut = 9 => "handshake timed out",
         /// The arena has no room for another ring.
         ArenaFull = 10 => "arena full",
-        /// The instance has as many links as it can have.
+        /// The instance has reached its limit of links.
         LinkLimit = 11 => "link limit reached",
         /// The link could not be set up, or failed.
         LinkFailed = 12 => "link failed",
@@ -58,7 +58,7 @@ codes! {
         OtherProcess = 21 => "used by another process",
         /// One direction, or both, have ended.
         Closed = 22 => "closed",
-        /// An option or a call that the fast path does not support.
+        /// The program used a socket option or a call that a link does not support.
         Unsupported = 23 => "socket option or call not supported on a link",
         /// The peer asked for the demotion.
         PeerAsked = 24 => "demoted at the peer's request",
@@ -66,7 +66,7 @@ codes! {
         Violation = 25 => "protocol violation by the peer",
         /// The two ends speak different versions of the protocol.
         Version = 26 => "protocol version differs",
-        /// The service name belongs to a user that may not answer for the port.
+        /// The service name belongs to a user that owns neither the port nor the process that accepted the connection.
         NotTrusted = 27 => "service name of another user",
         /// There is no more memory, or there are no more file descriptors.
         Resources = 28 => "out of memory or file descriptors",
@@ -74,23 +74,23 @@ codes! {
         PeerGone = 29 => "peer process ended",
         /// The peer is on another host, and no RDMA device leads there, or the control port is off.
         OtherHost = 30 => "peer on another host, out of RDMA's reach",
-        /// The peer's device did not answer any more.
+        /// The peer's device has not answered for 5 s.
         LinkSilent = 31 => "link failed: no answer from the peer's device for 5 s",
         /// The program has made an io_uring, whose calls no hook sees.
         IoUring = 32 => "the program uses io_uring",
-        /// The rules file, which may keep connections on TCP, cannot be read or understood.
+        /// The rules file cannot be read or understood. It may have rules that keep connections on TCP.
         NoRules = 33 => "rules file cannot be used",
-        /// A seccomp filter of the program does not allow the library's system calls.
+        /// The program has a seccomp filter that forbids system calls of the library.
         Confined = 34 => "the program restricts its system calls",
         /// The program has opened a library whose calls no hook sees.
         DeepBind = 35 => "a library was opened with RTLD_DEEPBIND",
-        /// The program has got the socket from elsewhere, and its calls go straight to the kernel.
+        /// The library has not seen how the program got the socket, so the calls on it go straight to the kernel.
         Unseen = 36 => "not known to the library",
         /// The program has requested TCP (`rdmasock_prefer`).
         Asked = 37 => "asked for by the program",
-        /// The program runs as another user than the one that made the socket, or in another network namespace.
+        /// The program runs as another user than the user that made the socket, or in another network namespace.
         NotOwner = 38 => "socket of another user or network namespace",
-        /// The program has entered namespaces in which it can have no further thread.
+        /// The program has entered namespaces that rule out a second thread, so there can be no service thread.
         Alone = 39 => "the program can have no second thread",
     }
 }
@@ -119,9 +119,9 @@ impl Why {
         u32::from(self.reason as u16) | u32::from(self.peer.unwrap_or_default() as u16) << u16::BITS
     }
 
-    /// Returns the inverse of [`Self::to_bits`]; the unknown code if this version lacks one.
+    /// Returns the value whose [`Self::to_bits`] is `bits`. Fails with the code that this version does not know.
     pub(crate) fn from_bits(bits: u32) -> Result<Self, u16> {
-        // The truncation takes the lower half.
+        // `bits as u16` is the lower half.
         let known = |code: u16| Reason::from_code(code).ok_or(code);
         let (reason, peer) = (known(bits as u16)?, known((bits >> u16::BITS) as u16)?);
         Ok(Self {

@@ -1,4 +1,4 @@
-//! Tests of the counters page: a reader finds all that the owner writes.
+//! Tests of the counter page: a reader finds all values that the owner writes.
 
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;

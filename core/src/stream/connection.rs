@@ -1,11 +1,11 @@
-//! An end of a connection: what its two directions run on, and the code that carries out promotion, the stay on a link
-//! and the way back. A process uses this object on the kernel's socket and a real link. The simulation of the tests
-//! uses the same object. All calls to the socket, the link and the process go through [`SocketIo`]. No code here
+//! An end of a TCP connection: the state of its two directions, and the code that carries out a promotion, the stay on
+//! a link and the way back. The library uses this object on the kernel's socket and real links, and the simulation of
+//! the tests on simulated ones. All calls to the socket, the link and the process go through [`SocketIo`]. No code here
 //! blocks, reads a clock or makes a system call.
 //!
-//! The state machines of [`crate::stream::handshake`] and [`crate::stream::resume`] decide what is to be done.
-//! [`crate::stream::mode`] decides what a direction may run on. This file has the state that the machines act on, and
-//! this end's stream on the link. The modules carry the steps out:
+//! The state machines of [`crate::stream::handshake`] and [`crate::stream::resume`] decide on the steps.
+//! [`crate::stream::mode`] decides which medium a direction may run on. This file has the state that the steps change,
+//! and this end's stream on the link. The modules carry the steps out:
 //!
 //! | module | what it does |
 //! |---|---|
@@ -74,23 +74,25 @@ pub use crate::stream::connection::stay::{leave, prefer_tcp, return_to_tcp};
 /// The sending direction.
 #[derive(Default)]
 pub struct Tx<O> {
-    /// The writing end of the peer's ring. Present while the direction is on the link, and until the peer has read it.
+    /// The writing end of the peer's ring. Present from the peer's OPEN or OPEN-ACK until this end refuses that OPEN or
+    /// gives its stream back.
     pub producer: Option<Producer>,
-    /// Bytes that TCP has not taken yet: markers, then [`again`](Self::again) bytes of the program's.
+    /// Bytes that are to be sent on TCP and that TCP has not taken yet: markers, then [`again`](Self::again) bytes of
+    /// the program.
     pub marker: Vec<u8>,
-    /// How many bytes at the end of [`marker`](Self::marker) are the program's. The peer has not read them on the link,
-    /// so they are sent again.
+    /// The number of bytes at the end of [`marker`](Self::marker) that are the program's. They were sent on the link,
+    /// but the peer has not read them there, so they are sent again.
     pub again: usize,
-    /// Positions in TCP's stream of the last two runs of marker bytes that TCP has taken. The peer may not have
-    /// acknowledged them yet.
+    /// The last two runs of marker bytes that TCP has taken, as ranges of positions in TCP's stream. The peer may not
+    /// have acknowledged them yet.
     pub ours: [Range<u64>; 2],
-    /// How the direction goes on behind the marker.
+    /// How the direction goes on once TCP has taken the marker.
     pub then: Then,
-    /// How far the direction's end is.
+    /// How far the program has ended the direction.
     pub end: End,
-    /// The peer was not notified of the ring's last bytes, because more will follow.
+    /// The peer has not been notified of the last bytes in the ring, because more bytes will follow soon.
     pub wake_delayed: bool,
-    /// State of the socket under the same lock.
+    /// The socket's own state that the same lock protects.
     pub own: O,
 }
 
@@ -100,21 +102,23 @@ pub enum Then {
     /// On TCP.
     #[default]
     Tcp,
-    /// On the link: the marker is SWITCH, or the direction has been on the link before.
+    /// On the link. The marker is SWITCH. Or the direction was on the link before the program shut both directions, and
+    /// waits until no marker may come.
     Link,
-    /// The direction waits to leave a link between hosts: RESUME is not written yet.
+    /// The direction is about to leave a link between hosts, and sends nothing. RESUME is not written yet.
     Leave,
-    /// The direction waits for the peer's RESUME: it has left a link between hosts.
+    /// The direction has left a link between hosts, and waits for the peer's RESUME.
     Resume,
 }
 
 impl Then {
-    /// Returns whether the direction sends nothing but the marker.
+    /// Returns whether the direction sends nothing after the marker until it has left the link.
     pub fn waits(self) -> bool {
         matches!(self, Self::Leave | Self::Resume)
     }
 
-    /// Takes the direction off the link. Returns whether it was to be there.
+    /// Changes the plan so that the direction does not go on on the link. Returns whether it would have gone on there,
+    /// or was to leave a link between hosts.
     pub fn take_link(&mut self) -> bool {
         let was_on_link = matches!(self, Self::Link | Self::Leave);
         if was_on_link {
@@ -124,7 +128,7 @@ impl Then {
     }
 }
 
-/// How far the end of the sending direction is.
+/// How far the program has ended the sending direction.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub enum End {
     /// The program has not ended the direction.
@@ -133,7 +137,7 @@ pub enum End {
     /// The program has shut the direction down or closed the socket. The kernel's shutdown() follows once TCP has taken
     /// the marker.
     Due,
-    /// The program has ended the direction, and no shutdown() waits for the marker.
+    /// The program has ended the direction, and no shutdown() of the kernel is still due.
     Shut,
 }
 
@@ -146,8 +150,8 @@ impl End {
 }
 
 impl<O> Tx<O> {
-    /// Notes that TCP has taken `taken` bytes, the first `ours` of which are a marker's. `written` is the number of
-    /// bytes that TCP was given in all, these included.
+    /// Notes that TCP has taken `taken` bytes. The first `ours` of them belong to markers. `written` is the number of
+    /// bytes that TCP has taken so far, including these.
     fn on_marker_taken(&mut self, written: u64, taken: usize, ours: usize) {
         let start = written.saturating_sub(taken as u64);
         let end = start + ours as u64;
@@ -169,45 +173,46 @@ impl<O> Tx<O> {
 /// The receiving direction.
 #[derive(Default)]
 pub struct Rx<O> {
-    /// The reading end of this end's ring. Present from OPEN on; in use while the direction is on the link.
+    /// The reading end of this end's ring. Present from this end's OPEN or OPEN-ACK on, and used while the direction is
+    /// on the link.
     pub consumer: Option<Consumer>,
-    /// The nonce that markers to this end start with, while the direction is scanned for them.
+    /// The nonce that markers to this end start with. `None` if the direction is not scanned for markers.
     pub scan: Option<Nonce>,
-    /// Bytes taken from TCP that the program does not have yet. They may be the beginning of a marker, or were read
-    /// ahead. Or a call has taken them that was in the kernel when the direction left TCP.
+    /// Bytes that were taken from TCP and that the program does not have yet. They may be the beginning of a marker, or
+    /// were read ahead. Or a call that was inside the kernel while the direction left TCP has taken them.
     pub carry: Carry,
-    /// The program has shut the direction down, and the kernel's shutdown() is still due: it follows once no marker may
-    /// come any more.
+    /// The program has shut the direction down. The kernel's shutdown() follows once no marker may come any more.
     pub then_shut: bool,
     /// Bytes that precede the carry, set aside while the connection is handed to another holder (P85).
     pub aside: Vec<u8>,
-    /// Number of bytes in front, in the carry and then in TCP, that a scan has found to be payload. Small reads do not
-    /// scan them again.
+    /// The number of bytes at the front, in the carry and then in TCP, that a scan has found to be payload. So small
+    /// reads do not scan these bytes again.
     pub scanned: usize,
     /// How the direction goes on behind the last byte in the ring.
     pub behind: Behind,
-    /// Once the ring is read, a receive fails with ECONNRESET.
+    /// A receive fails with ECONNRESET once the program has read the ring.
     pub is_lost: bool,
-    /// Number of bytes that RESUME has announced and that TCP has not brought yet.
+    /// The number of bytes that the peer's RESUME has announced and that the program has not read from TCP yet.
     pub owed: u64,
-    /// State of the socket under the same lock.
+    /// The socket's own state that the same lock protects.
     pub own: O,
 }
 
 /// How the receiving direction goes on behind the last byte in its ring.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub enum Behind {
-    /// As the ring's mark says, or the end of the link. There is no ring, or it is one of a link within the host.
+    /// The end mark in the ring, or the end of the link, decides. The ring is on a link within the host, or there is no
+    /// ring.
     #[default]
     Mark,
-    /// The link between hosts may bring more: the direction does not leave it yet.
+    /// On the link between hosts, which may bring more bytes.
     Link,
-    /// In TCP: the link between hosts delivers no more.
+    /// In TCP, because the link between hosts brings no more bytes.
     Tcp,
 }
 
 impl<O> Rx<O> {
-    /// Returns whether the ring is one of a link between hosts.
+    /// Returns whether the ring is on a link between hosts.
     #[inline]
     pub fn stays(&self) -> bool {
         self.behind != Behind::Mark
@@ -222,7 +227,7 @@ impl<O> Rx<O> {
         }
     }
 
-    /// Returns whether what follows the last byte in the ring is in TCP; it may be there already.
+    /// Returns whether the bytes after the last byte in the ring come by TCP. They may have come already.
     #[inline]
     pub fn goes_on_in_tcp(&self) -> bool {
         match &self.consumer {
@@ -232,35 +237,36 @@ impl<O> Rx<O> {
         }
     }
 
-    /// Notes that the program has taken `n` bytes that TCP has brought, in a direction that markers may come in.
+    /// Notes that the program has read `n` bytes that TCP has brought, while the direction is MARKED.
     pub fn on_taken(&mut self, n: usize) {
         self.scanned = self.scanned.saturating_sub(n);
         self.owed = self.owed.saturating_sub(n as u64);
     }
 }
 
-/// The promotion under way and the link that it led to.
+/// The promotion of a connection: the attempt under way, and this end's stream on the link.
 pub struct Control<L, O> {
     /// The attempt under way.
     pub handshake: Option<Handshake>,
-    /// The instance whose ASK the attempt began with (acceptor).
+    /// Acceptor: the instance whose ASK began the attempt.
     pub asked_by: Option<InstanceId>,
     /// The peer's HELLO, once it has come.
     pub hello: Option<Hello>,
-    /// Since when the socket is being handed to another holder, monotonic ns. `None` unless data or a marker was in the
-    /// way.
+    /// The time at which the hand-over of the socket to another holder first had to wait for a marker, monotonic ns.
+    /// `None` if it has not.
     pub handed_since: Option<u64>,
-    /// The address of this host that the connector has reached, if the connector is on another host (acceptor).
+    /// Acceptor: the address of this host that the connector has reached. `None` if the connector is on this host.
     pub reached_at: Option<IpAddr>,
     /// This end's stream on the link.
     pub opened: Option<Opened<L>>,
-    /// The peer's stream and its first ring, from its OPEN until this end opens its own stream (acceptor).
+    /// Acceptor: the number of the peer's stream and its first ring. Present from the peer's OPEN until this end opens
+    /// its own stream.
     pub offered: Option<(Vqpn, Region)>,
-    /// The reason to go back to TCP, as soon as the handshake has ended.
+    /// Why the connection goes back to TCP. If a handshake is under way, it does so when the handshake has ended.
     pub leave: Option<Reason>,
-    /// The stay on a link between hosts, until the stream is given back.
+    /// The stay on a link between hosts. Present until this end gives its stream back.
     pub stay: Option<Stay>,
-    /// State of the socket under the same lock.
+    /// The socket's own state that the same lock protects.
     pub own: O,
 }
 
@@ -301,42 +307,42 @@ pub struct Opened<L> {
     pub mine: Vqpn,
     /// The peer's stream.
     pub theirs: Theirs,
-    /// This end has asked the peer to take its sending direction back to TCP.
+    /// This end has asked the peer to move the peer's sending direction back to TCP.
     pub asked_back: bool,
 }
 
-/// The peer's stream at the other end of this end's.
+/// The peer's stream at the other end of this end's stream.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Theirs {
-    /// There is none: OPEN was not sent, or an end has refused.
+    /// There is none: this end has not sent OPEN, or an end has refused.
     None,
-    /// OPEN is sent and not answered yet.
+    /// This end has sent OPEN, and the peer has not answered yet.
     Awaited,
     /// The peer's stream has this number.
     Open(Vqpn),
 }
 
-/// One end of a connection, on links of the type `L`. `T`, `R` and `C` are the state of the socket under the locks
-/// `tx`, `rx` and `control`.
+/// One end of a connection, on links of the type `L`. `T`, `R` and `C` are the socket's own state that the locks `tx`,
+/// `rx` and `control` protect.
 pub struct Connection<L, T, R, C> {
     /// The mode of the sending direction.
     pub tx_mode: ModeCell,
     /// Counts the calls that are inside the kernel's send.
     pub tx_inside: Presence,
-    /// The other state of the sending direction.
+    /// All other state of the sending direction.
     pub tx: CachePadded<Lock<Tx<T>>>,
     /// The mode of the receiving direction.
     pub rx_mode: ModeCell,
     /// Counts the calls that are inside the kernel's receive.
     pub rx_inside: Presence,
-    /// The other state of the receiving direction.
+    /// All other state of the receiving direction.
     pub rx: CachePadded<Lock<Rx<R>>>,
     /// The program has shut the receiving direction down.
     pub rx_shut: AtomicBool,
-    /// An error of the connection, as errno, that no call has returned and that the kernel's socket does not hold; 0:
-    /// none. The next call that asks for it returns it, once.
+    /// An error of the connection (errno) that the program has not got yet and that the kernel's socket does not hold;
+    /// 0 if there is none. The next call of the program that would report it returns it, once.
     untold: AtomicI32,
-    /// The promotion, and the link that it led to.
+    /// The attempt to promote the connection, and this end's stream on the link.
     pub control: Lock<Control<L, C>>,
 }
 
@@ -357,38 +363,38 @@ impl<L, T: Default, R: Default, C: Default> Default for Connection<L, T, R, C> {
 }
 
 impl<L, T, R, C> Connection<L, T, R, C> {
-    /// Returns whether neither direction needs anything but the kernel's call.
+    /// Returns whether both directions are on plain TCP, where each call is left to the kernel.
     #[inline]
     pub fn is_plain(&self) -> bool {
         self.tx_mode.load(Acquire) == Mode::Tcp && self.rx_mode.load(Acquire) == Mode::Tcp
     }
 
-    /// Keeps `error` (errno), with which the connection has ended and which the kernel's socket does not report. Either
-    /// the kernel has seen an end where bytes on the link were left unread. Or a call of the library has met the error,
-    /// and so taken it from the socket (`sk_err`).
+    /// Keeps `error` (errno) for the program's next call. The connection has ended with it, but the kernel's socket
+    /// does not report it, for one of two reasons. The kernel has seen a clean end, although the peer left bytes on the
+    /// link unread. Or a call of the library has got the error and so removed it from the socket (`sk_err`).
     pub fn keep_error(&self, error: i32) {
         self.untold.store(error, SeqCst);
     }
 
-    /// Returns whether there is such an error that no call has returned yet.
+    /// Returns whether there is an error that `keep_error` keeps and no call has returned yet.
     #[inline]
     pub fn has_untold(&self) -> bool {
         self.untold.load(SeqCst) != 0
     }
 
-    /// Takes that error, for the call that returns it to the program. `None` if there is none.
+    /// Takes the kept error, for the call that returns it to the program. `None` if there is none.
     pub fn take_untold(&self) -> Option<i32> {
         Some(self.untold.swap(0, SeqCst)).filter(|error| *error != 0)
     }
 
-    /// Returns whether calls are inside the kernel's receive or send.
+    /// Returns whether any call of the program is inside the kernel's receive or send.
     pub fn is_inside(&self) -> bool {
         !self.rx_inside.is_empty() || !self.tx_inside.is_empty()
     }
 }
 
-/// Takes the socket back to TCP: the sending direction now, the receiving one when the peer follows this end's request.
-/// No handshake is under way. The caller holds the control lock.
+/// Takes the socket back to TCP: the sending direction now, the receiving direction when the peer has done what this
+/// end requests. No handshake is under way. The caller holds the control lock.
 pub fn leave_link<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason: Reason) {
     socket.set_why(reason.into());
     if stay::is_staying(control) {
@@ -406,13 +412,13 @@ pub fn leave_link<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason: R
     socket.pin();
 }
 
-/// Asks the peer to take its sending direction back to TCP. With `resend_from`, a position in the bytes that the peer
-/// has sent, the peer sends the bytes from there on again.
+/// Asks the peer to move its sending direction of the stream `yours` back to TCP. With `resend_from`, a position in the
+/// bytes that the peer has sent on the link, the peer also sends the bytes from that position on again.
 pub fn ask_back(link: &impl StreamLink, yours: Vqpn, resend_from: Option<u64>) {
     let _ = link.send(&Message::DemoteRequest { yours, resend_from });
 }
 
-/// Gives this end's stream on the link back. Both directions are on TCP, or the socket is being closed.
+/// Gives this end's stream back to the link. Both directions are on TCP, or the socket is being closed.
 pub fn close_stream<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     let consumer = socket.rx.lock().and_then(|mut rx| {
         rx.behind = Behind::Mark;
@@ -442,7 +448,7 @@ mod tests {
     fn what_of_ours_is_behind_a_position() {
         let mut tx = Tx::<()>::default();
         assert_eq!(tx.ours_from(0), 0);
-        // HELLO in two parts, the second with data behind it; data; SWITCH.
+        // TCP takes HELLO in two parts, the second with 5 bytes of data behind it, then data, then SWITCH.
         tx.on_marker_taken(1010, 10, 10);
         tx.on_marker_taken(1045, 35, 30);
         tx.on_marker_taken(1090, 20, 20);
@@ -452,7 +458,7 @@ mod tests {
         // Data alone.
         tx.on_marker_taken(1100, 10, 0);
         assert_eq!(tx.ours_from(0), 60);
-        // RESUME: as a rule, the marker before the last is acknowledged by then.
+        // TCP takes RESUME. HELLO is forgotten: as a rule, the peer has acknowledged it by then.
         tx.on_marker_taken(1150, 40, 40);
         assert_eq!(tx.ours, [1070..1090, 1110..1150]);
     }

@@ -10,24 +10,24 @@
 //! ```
 //!
 //! Once an end has written or read a HELLO, it writes exactly one closing marker, SWITCH or ABORT. It scans TCP until
-//! it has read the peer's closing marker or the end of TCP. So the window in which TCP is scanned always ends with a
-//! definite event. And neither end can take a marker for data or data for a marker.
+//! it has read the peer's closing marker or the end of TCP. So the scan of TCP always ends with a definite event, and
+//! neither end can mistake a marker for data or data for a marker.
 //!
-//! The two closing markers cross, so they may differ:
+//! Each end may write its closing marker before it has read the peer's, so the two may differ:
 //!
 //! | written | read   | what this end does                                                       |
 //! |---------|--------|--------------------------------------------------------------------------|
 //! | SWITCH  | SWITCH | both directions are on the link                                          |
-//! | SWITCH  | ABORT  | demotes its direction at once; the other drains the link, then reads TCP |
+//! | SWITCH  | ABORT  | demotes its direction at once; the peer drains the link, then reads TCP  |
 //! | ABORT   | SWITCH | drains the link up to the DEMOTE that its ABORT leads to                 |
 //! | ABORT   | ABORT  | both directions stay on TCP                                              |
 //!
-//! On a link [between hosts](Handshake::is_between_hosts) there is no DEMOTE. If one of the two is SWITCH and the other
-//! ABORT, [`crate::stream::resume`] goes on from there.
+//! On a link [between hosts](Handshake::is_between_hosts) there is no DEMOTE. If one closing marker is SWITCH and the
+//! other ABORT, [`crate::stream::resume`] takes the direction back.
 
 use crate::ids::{InstanceId, Nonce};
 
-/// The end of the TCP connection that this is.
+/// Which end of the TCP connection an object belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Role {
     /// The end that called connect().
@@ -36,7 +36,7 @@ pub enum Role {
     Acceptor,
 }
 
-/// How an end closes its side of the handshake in TCP.
+/// The closing marker that an end writes in TCP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Closing {
     /// The next byte of this direction is on the link.
@@ -48,50 +48,51 @@ pub enum Closing {
 /// The state of the attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Phase {
-    /// Connector: ASK is sent.
+    /// Connector: it has sent ASK.
     Asked,
-    /// Acceptor: YES is sent; scans TCP for HELLO.
+    /// Acceptor: it has sent YES, and scans TCP for HELLO.
     Offered,
-    /// Connector: HELLO is written; scans TCP for the acceptor's HELLO.
+    /// Connector: it has written HELLO, and scans TCP for the acceptor's HELLO.
     Greeted,
-    /// Connector: waits for the link.
+    /// Connector: it waits for the link.
     Linking,
-    /// Waits for the peer's OPEN or OPEN-ACK on the link.
+    /// Acceptor: it waits for OPEN on the link. Connector: it has sent OPEN, and waits for OPEN-ACK.
     Opening,
-    /// Has decided on its closing marker, and waits for the peer's unless that has come.
+    /// Either end: it has decided on its closing marker. It waits for the peer's closing marker, unless that has come.
     Closing,
 }
 
 /// A step for the caller. Steps are carried out in the order given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Step {
-    /// Stop scanning: no marker is expected in TCP, which goes on.
+    /// Stop scanning: no more marker is expected. The receiving direction stays on TCP.
     StopScan,
     /// Write HELLO in TCP.
     WriteHello,
     /// Get the link to this instance: an existing one, or else a new one.
     NeedLink(InstanceId),
-    /// Send OPEN on the link, with a ring to receive into. If that fails, the caller feeds
-    /// [`Handshake::on_open_failed`] and carries out its steps in place of those after this one.
+    /// Send OPEN on the link, with a ring to receive into. If that fails, the caller drops the steps after this one,
+    /// calls [`Handshake::on_open_failed`], and carries out the steps that it returns.
     SendOpen,
     /// Write this end's closing marker in TCP.
     Write(Closing),
-    /// Stop scanning: the peer's next byte is on the link. This is one step, because a reader between two would wait
-    /// for that byte in TCP.
+    /// Stop scanning, and receive on the link: the peer's next byte is there. This is one step. Between two steps a
+    /// reader would wait for that byte in TCP.
     ReceiveOnLink,
-    /// Mark the end of this end's direction on the link, even if SWITCH is not out yet. The byte after SWITCH, and
-    /// after the bytes on the link, is on TCP.
+    /// Write the mark DEMOTE on the link, behind the bytes that this end has sent there, even if TCP has not taken
+    /// SWITCH yet. The sending direction goes on in TCP behind SWITCH.
     Demote,
     /// The attempt has ended: both directions are on the link.
     Promoted,
-    /// The attempt has ended, and one direction has switched. It comes back by its end mark within a host, by RESUME
-    /// between hosts.
+    /// The attempt has ended, and only one direction has switched. That direction comes back: within a host by its end
+    /// mark, between hosts by RESUME.
     Return,
-    /// The attempt has ended: both directions are on TCP as before.
+    /// The attempt has ended: both directions are on TCP. If `Demote` precedes, this end's direction comes back from
+    /// the link.
     Abandoned,
 }
 
-/// The peer sent this input, which an honest peer cannot send in this phase.
+/// The input, which the error names, cannot come from an honest peer in this phase.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the peer sent {0} out of turn")]
 pub struct Misplaced(pub &'static str);
@@ -102,16 +103,16 @@ pub type Steps = Vec<Step>;
 /// One attempt to promote one connection.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Handshake {
-    /// Which end this is.
+    /// Which end of the connection this state machine belongs to.
     pub role: Role,
     /// The nonce that markers to this end start with.
     pub mine: Nonce,
-    /// The nonce that markers to the peer start with; `None` until it is known.
+    /// The nonce that markers to the peer start with; `None` at the connector until YES has brought it.
     pub theirs: Option<Nonce>,
     phase: Phase,
-    /// OPEN is sent, so the peer may switch.
+    /// This end has sent OPEN or OPEN-ACK, so the peer may switch.
     opened: bool,
-    /// The link that OPEN is sent over leads to another host. Set before [`on_link_up`](Self::on_link_up) or
+    /// The link leads to another host. The caller sets this before [`on_link_up`](Self::on_link_up) or
     /// [`on_open`](Self::on_open).
     pub is_between_hosts: bool,
     sent: Option<Closing>,
@@ -124,7 +125,8 @@ impl Handshake {
         Self::new(Role::Connector, mine, None, Phase::Asked)
     }
 
-    /// Creates the acceptor's end, which scans TCP for markers, and answers YES to an ASK with the nonce `theirs`.
+    /// Creates the acceptor's end, which scans TCP for markers that start with `mine`. It answers YES to an ASK that
+    /// had the nonce `theirs`.
     pub fn acceptor(mine: Nonce, theirs: Nonce) -> Self {
         Self::new(Role::Acceptor, mine, Some(theirs), Phase::Offered)
     }
@@ -147,7 +149,7 @@ impl Handshake {
         self.phase
     }
 
-    /// Returns whether the ASK may simply be forgotten: nothing in TCP depends on it yet.
+    /// Returns whether the attempt can be dropped without a marker, because this end has only sent ASK.
     pub fn is_asking(&self) -> bool {
         self.phase == Phase::Asked
     }
@@ -157,7 +159,7 @@ impl Handshake {
         self.phase == Phase::Opening && self.sent.is_none()
     }
 
-    /// Handles YES from a trusted answerer. The caller scans TCP for markers already.
+    /// Handles YES from a trusted answerer. The caller has begun to scan TCP for markers before.
     pub fn on_yes(&mut self, theirs: Nonce) -> Result<Steps, Misplaced> {
         if self.phase != Phase::Asked {
             return Err(Misplaced("YES"));
@@ -178,7 +180,7 @@ impl Handshake {
     /// Handles HELLO, found in TCP, from the instance `peer`.
     pub fn on_hello(&mut self, peer: InstanceId) -> Result<Steps, Misplaced> {
         match self.phase {
-            // This end has aborted since; the peer's ABORT follows.
+            // This end has written ABORT since its own HELLO. The peer's ABORT will follow this HELLO.
             Phase::Closing if self.role == Role::Connector && self.sent == Some(Closing::Abort) => Ok(Steps::new()),
             Phase::Offered => {
                 self.phase = Phase::Opening;
@@ -192,7 +194,7 @@ impl Handshake {
         }
     }
 
-    /// Continues the attempt once the link that [`Step::NeedLink`] has requested is up (connector).
+    /// Continues the attempt of the connector: the link that [`Step::NeedLink`] has requested is up.
     pub fn on_link_up(&mut self) -> Result<Steps, Misplaced> {
         if self.phase != Phase::Linking {
             return Ok(Steps::new());
@@ -202,8 +204,8 @@ impl Handshake {
         Ok(vec![Step::SendOpen])
     }
 
-    /// Handles OPEN or OPEN-ACK, with both nonces right: the peer can receive on the link. It has no effect on an end
-    /// that has aborted meanwhile. If that end is the acceptor, the caller refuses the OPEN.
+    /// Handles OPEN or OPEN-ACK: the peer can receive on the link. The caller has checked both nonces of an OPEN. If
+    /// this end has written ABORT meanwhile, the message has no effect; an acceptor's caller then refuses the OPEN.
     pub fn on_open(&mut self) -> Result<Steps, Misplaced> {
         if self.sent == Some(Closing::Abort) {
             return Ok(Steps::new());
@@ -220,21 +222,22 @@ impl Handshake {
         Ok(steps)
     }
 
-    /// Handles a failure of [`Step::SendOpen`]. The caller has not carried out the steps after it either.
+    /// Handles a failure of [`Step::SendOpen`]. The caller has dropped the steps after it.
     pub fn on_open_failed(&mut self) -> Steps {
         self.opened = false;
         self.sent = None;
         self.give_up()
     }
 
-    /// Gives the attempt up: this end cannot or will not go on (no link, no memory, time-out). If TCP has no marker
-    /// yet, the attempt just ends; else ABORT closes it.
+    /// Gives the attempt up: this end cannot or will not go on (no link, no memory, time-out). If this end has only
+    /// sent ASK, the attempt just ends. If it has written or read HELLO, it writes ABORT. Has no effect otherwise.
     pub fn give_up(&mut self) -> Steps {
         if self.phase == Phase::Asked {
             return vec![Step::Abandoned];
         }
         if self.sent.is_some() || self.phase == Phase::Offered {
-            // This end has closed already, or is in a phase that only the connector can end.
+            // This end has written its closing marker already. Or it has sent YES, and only the connector can end that
+            // phase.
             return Steps::new();
         }
         let mut steps = Steps::new();
@@ -242,8 +245,8 @@ impl Handshake {
         steps
     }
 
-    /// Handles a marker in TCP that cannot be decoded. Its writer has begun the exchange of markers, so this end owes
-    /// it an answer in every phase.
+    /// Handles a marker in TCP that cannot be decoded. The peer has begun the exchange of markers and waits for a
+    /// closing marker, so this end writes ABORT, even in the phase `Offered`.
     pub fn on_bad_marker(&mut self) -> Steps {
         if self.phase == Phase::Offered {
             self.phase = Phase::Opening;
@@ -253,7 +256,8 @@ impl Handshake {
 
     /// Handles the peer's closing marker, found in TCP.
     pub fn on_closing(&mut self, closing: Closing) -> Result<Steps, Misplaced> {
-        // The peer switches only once it has this end's OPEN; the acceptor sends its OPEN together with its SWITCH.
+        // The peer switches only once it has received this end's OPEN or OPEN-ACK. An acceptor sends OPEN-ACK together
+        // with its SWITCH.
         let too_early = closing == Closing::Switch
             && match self.role {
                 Role::Connector => !self.opened,
@@ -265,7 +269,7 @@ impl Handshake {
         Ok(self.closed_by_peer(closing))
     }
 
-    /// Handles the end of TCP in the peer's direction: no marker will come any more.
+    /// Handles the end of TCP in the peer's direction. No marker comes after it.
     pub fn on_end(&mut self) -> Steps {
         if self.got.is_some() || self.phase == Phase::Asked {
             return Steps::new();
@@ -276,9 +280,9 @@ impl Handshake {
         self.closed_by_peer(Closing::Abort)
     }
 
-    /// Ends the attempt: this end's direction of TCP has ended before a byte of [`Step::WriteHello`] was in it. The
-    /// acceptor will not answer then. Has an effect in the phase `Greeted` only. (Markers after HELLO may be dropped
-    /// then without a word: to the peer the end of TCP is an ABORT.)
+    /// Ends the connector's attempt: this end's direction of TCP has ended before TCP took a byte of HELLO
+    /// ([`Step::WriteHello`]), so the acceptor will not answer. Has an effect in the phase `Greeted` only. In other
+    /// phases a marker that is dropped needs no step, because the peer handles the end of TCP as an ABORT.
     pub fn on_hello_unwritten(&mut self) -> Steps {
         if self.phase == Phase::Greeted {
             vec![Step::StopScan, Step::Abandoned]
@@ -291,7 +295,7 @@ impl Handshake {
         self.got = Some(closing);
         let mut steps = match closing {
             Closing::Switch => vec![Step::ReceiveOnLink],
-            // RESUME follows, with data before it.
+            // Scanning goes on: the peer's RESUME follows, perhaps behind data.
             Closing::Abort if self.is_between_hosts && self.sent == Some(Closing::Switch) => Steps::new(),
             Closing::Abort => vec![Step::StopScan],
         };

@@ -1,4 +1,5 @@
-//! The byte-stream protocol as state machines without I/O or clock.
+//! How a TCP connection is promoted to a link and comes back. The state machines here make no system calls and read no
+//! clock.
 
 pub mod connection;
 pub mod handshake;

@@ -1,9 +1,9 @@
-//! The medium that each direction of a connection runs on, and the one table of the moves between these modes. The code
-//! that moves a direction names the event; this table says where the event leads. The work that follows a move is not
-//! here.
+//! The medium that each direction of a connection runs on (its mode), and the one table of the moves between modes. The
+//! code that moves a direction names the event, and this table decides the next mode. The work that follows a move is
+//! elsewhere.
 //!
-//! A mode mirrors the state that the direction's lock protects, so that one load decides the plain case. It is changed
-//! under that lock. The exception is a fork child, in which no other thread uses the connection.
+//! A mode summarises the state that the direction's lock protects, so that a call on plain TCP needs one load and no
+//! lock. It is changed under that lock, except in a fork child, where no other thread uses the connection.
 //!
 //! | from | event | to |
 //! |---|---|---|
@@ -26,13 +26,13 @@ use crate::sync::{AtomicU8, Ordering, Published};
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub enum Mode {
-    /// The direction runs on the kernel's call alone.
+    /// The direction runs on TCP, and each call is left to the kernel.
     Tcp = 0,
-    /// The direction runs on TCP, and markers are in flight: a send flushes them first, a receive scans for them.
+    /// The direction runs on TCP, with markers. A send first writes pending markers, and a receive scans for markers.
     Marked = 1,
     /// The direction runs on the link.
     Link = 2,
-    /// In a fork child: another process has the stream on a link.
+    /// In a fork child: the stream is on a link of another process.
     Foreign = 3,
 }
 
@@ -50,34 +50,34 @@ impl Mode {
     }
 }
 
-/// Why a direction moves.
+/// The event that moves a direction.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Move {
-    /// Sending: a marker, or bytes that the peer is to be sent again, precede on TCP all that follows.
+    /// Sending: a marker is to be written to TCP, or bytes are to be sent again there. They precede all later bytes.
     Announced,
-    /// Receiving: markers may come.
+    /// Receiving: TCP may bring markers from now on.
     Expected,
-    /// TCP has taken SWITCH, or SWITCH has been read.
+    /// Sending: TCP has taken SWITCH. Receiving: SWITCH has been read.
     Switched,
-    /// Sending: TCP has taken all that was announced, which leads to no link. Receiving: no marker comes any more, and
-    /// no byte is held back.
+    /// Sending: TCP has taken all announced bytes, and they do not lead to a link. Receiving: TCP brings no more
+    /// markers, and no byte is held back.
     Settled,
     /// Sending: the end mark is in the ring, the ring has no reader, or the link has ended. Receiving: the bytes in the
-    /// ring were read, or stay unread, and the kernel delivers the rest.
+    /// ring have been read, or will never be read, and later bytes come by TCP.
     Left,
-    /// Receiving: the ring was read. Before the kernel's bytes come those that TCP has brought earlier, or an error
-    /// that is still to be returned.
+    /// Receiving: the bytes in the ring have been read. The library still has bytes that it took from TCP earlier, or
+    /// an error for the program. They precede what the kernel delivers.
     Retained,
-    /// Sending: the announced bytes are not to be sent, as the program has ended the direction first, or no reader
+    /// Sending: the announced bytes are dropped, because the program has ended the direction, or because no reader
     /// waits for them. Receiving: the connection is reset, and unread bytes are lost.
     Abandoned,
     /// In a fork child: the parent has the stream on a link.
     Inherited,
-    /// In a fork child: the parent has the stream back on TCP or does not answer, or the child has closed the
+    /// In a fork child: the parent has taken the stream back to TCP or does not answer, or the child has closed the
     /// connection.
     Reclaimed,
-    /// The object starts anew: the connection is closed in this process, or a fork child has a copy that is not on a
-    /// link.
+    /// The object is reset: this process has closed the connection, or a fork child has a copy of a connection that is
+    /// not on a link.
     Closed,
 }
 
@@ -101,7 +101,7 @@ impl Move {
     }
 }
 
-/// The mode of a direction, for all threads to read. It is TCP at first.
+/// The mode of a direction. Any thread may read it. It is TCP at first.
 #[derive(Default)]
 pub struct ModeCell(Published<AtomicU8>);
 
@@ -112,14 +112,15 @@ impl ModeCell {
         Mode::of(self.0.load(order))
     }
 
-    /// Returns the mode, for a thread that is counted in by [`Presence`](crate::sync::Presence): it is in the kernel's
-    /// call, is about to be, or is back from it.
+    /// Returns the mode, for a thread that a [`Presence`](crate::sync::Presence) counts: the thread is about to make
+    /// the kernel's call, is in it, or has just made it.
     #[inline]
     pub fn look(&self) -> Mode {
         Mode::of(self.0.look())
     }
 
-    /// Moves the direction. Afterwards the caller checks which calls are inside the kernel.
+    /// Moves the direction. Afterwards the caller checks by the `Presence` whether calls are inside the kernel: they
+    /// may have read the old mode.
     pub fn go(&self, event: Move) {
         let (from, to) = event.moves();
         let now = self.load(Ordering::Relaxed);

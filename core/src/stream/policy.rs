@@ -1,21 +1,23 @@
 //! When a connection is worth promoting (docs/performance.md has the figures behind the default).
 //!
-//! Counts the requests and bytes that a connection has carried. A connection that ends below the threshold has cost
-//! what plain TCP costs (ARCHITECTURE, I3).
+//! Counts the requests and bytes that a connection has carried. A connection that ends below the threshold costs no
+//! more than plain TCP (ARCHITECTURE, I3).
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
 
-/// Bytes that each call counts for at least. Small messages cost TCP by the call, not by the byte.
+/// The least number of bytes that a call counts for. The cost of a small message on TCP is the cost of the call, and
+/// does not depend on the length.
 pub const CALL_WEIGHT: u64 = 256;
 
-/// The point at which a connection is promoted: the first of the two limits that it reaches.
+/// The limits at which a connection is promoted. It is promoted when it reaches either of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Threshold {
-    /// The request at whose beginning the connection is promoted. A request is a turn-around from receiving to sending;
-    /// the first send is request 1. `None`: no limit.
+    /// The number of the request at whose first send the connection is promoted. A request begins when a connection
+    /// turns from receiving to sending; the first send begins request 1. `None`: no limit.
     pub requests: Option<u32>,
-    /// Bytes carried in either direction; each call counts for at least [`CALL_WEIGHT`]. `None`: no limit.
+    /// Bytes carried in both directions together. Each call counts for at least [`CALL_WEIGHT`] bytes. `None`: no
+    /// limit.
     pub bytes: Option<u64>,
 }
 
@@ -26,8 +28,9 @@ impl Threshold {
         bytes: Some(0),
     };
 
-    /// Returns the threshold that the accepting end reaches shortly before the connecting end reaches this one. By then
-    /// it has to be known which process holds the connection.
+    /// Returns a slightly lower threshold, for the accepting end: it reaches that threshold shortly before the
+    /// connecting end reaches this one. By then the accepting end has to have recorded which process holds the
+    /// connection.
     pub fn just_before(&self) -> Self {
         Self {
             requests: self.requests.map(|n| n.saturating_sub(1).max(1)),
@@ -41,8 +44,8 @@ impl Threshold {
     }
 }
 
-/// The requests and bytes that one connection has carried. Updated without locks: two threads that race here promote at
-/// worst one call sooner or later.
+/// The requests and bytes that one connection has carried. The counters are updated without locks. If two threads race,
+/// the connection is promoted a call too early or too late at worst.
 #[derive(Debug, Default)]
 pub struct Progress {
     requests: AtomicU32,
@@ -68,9 +71,9 @@ impl Progress {
         self.requests.load(Relaxed)
     }
 
-    /// Raises the counts, so that the next byte reaches any threshold.
+    /// Raises the counts, so that the next call reaches any threshold.
     pub fn hurry(&self) {
-        // Half of the range keeps the counts from an overflow.
+        // Half of the range, so that later calls do not overflow the counters.
         self.bytes.store(u64::MAX / 2, Relaxed);
         self.requests.store(u32::MAX / 2, Relaxed);
         self.receiving.store(true, Relaxed);

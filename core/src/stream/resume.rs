@@ -1,30 +1,31 @@
 //! How a stream leaves a link between hosts, as a state machine without I/O (docs/protocol.md, P70–P79).
 //!
-//! Such a link can fail while both processes and the TCP connection live. Then each direction goes on over TCP where
-//! the *reader* stands. Only the reader knows which bytes have come, and the sender still holds the rest in its send
-//! buffer, the shadow of the peer's ring. So both ends write one marker in TCP, RESUME { received, sent }. Each end
-//! then sends from the position that the peer's `received` names. `sent` is the position of the writer's own direction.
-//! By it the peer can tell a clean end of TCP from the end of a process that has died before it could send again.
+//! Such a link can fail while both processes and the TCP connection live. Then each direction goes on over TCP, from
+//! the first byte that its *reader* has not received. Only the reader knows that position. The sender still holds the
+//! bytes from there on, in its mirror of the reader's ring. So each end writes one marker in TCP, RESUME { received,
+//! sent }. The sender then sends from the position `received` of the peer's RESUME. `sent` is the position up to which
+//! the writer gave its own direction to the link. If TCP ends before it has brought all bytes up to `sent`, the peer's
+//! process has died before it could send them again.
 //!
-//! There is no second way back. A stream that leaves a link that works (a use that the link does not serve, shutdown(),
-//! a fork) exchanges the same markers. So a failure of the link in the middle of the exchange needs no case of its own,
-//! and both directions always leave together. In TCP each direction reads
+//! This is the only way back. A stream that leaves a working link (for a use that the link does not serve, for
+//! shutdown() or a fork) exchanges the same markers. So a failure of the link in the middle of the exchange is no
+//! special case, and both directions always leave together. In TCP a direction has one of these forms:
 //!
 //! ```text
-//!  data, HELLO, data, SWITCH,                RESUME, data, end        an end that had switched
-//!  data, HELLO, data, ABORT, data,           RESUME, data, end        one that had not, if the other had
+//!  data, HELLO, data, SWITCH,                RESUME, data, end        the writer had switched
+//!  data, HELLO, data, ABORT, data,           RESUME, data, end        the writer had not switched, but the reader had
 //! ```
 //!
-//! so an end that has switched, or has read SWITCH, knows that exactly one RESUME follows. It looks for RESUME until
-//! that has come or TCP has ended. No direction of TCP is ended before its RESUME is in it, except by [`Step::Mark`].
-//! An end writes RESUME as soon as
+//! So an end that has written or read SWITCH knows that exactly one RESUME follows. It scans TCP until RESUME has come
+//! or TCP has ended. An end does not end its direction of TCP before its RESUME is written, except after
+//! [`Step::Mark`]. An end writes RESUME as soon as one row is fulfilled:
 //!
 //! | it has written | and                                                                         |
 //! |----------------|-----------------------------------------------------------------------------|
 //! | SWITCH         | its link has failed (see below), or the peer has asked, or RESUME or ABORT has been read |
 //! | ABORT          | SWITCH has been read                                                        |
 //!
-//! Then this follows; written and read come in either order:
+//! Then the directions go on as follows:
 //!
 //! | RESUME written | RESUME read | the sending direction | the receiving direction |
 //! |---|---|---|---|
@@ -33,62 +34,64 @@
 //! | yes | yes | TCP, from the peer's `received` | the ring up to `received`, then TCP |
 //! | yes | end of TCP | the kernel's results | the ring, then ECONNRESET |
 //!
-//! Reading RESUME is itself a reason to write one, so there is no row "no, yes". If TCP ends before it has brought all
-//! bytes up to the peer's `sent`, a receive fails with ECONNRESET.
+//! There is no row "no, yes", because an end that reads RESUME writes its own at once. If TCP ends before it has
+//! brought all bytes up to the peer's `sent`, a receive fails with ECONNRESET.
 //!
-//! A program may read nothing until it has sent all that it has to send, so the data in front of these markers may
-//! never be read. An end that cannot send on without a marker therefore looks for it behind that data
-//! ([`Resume::looks_ahead`], [`Resume::on_ahead`]). A marker counts for the end's sending direction from then on. It
-//! counts for its receiving direction when the program has read up to it.
+//! A program may read nothing until it has sent all its data, so the data in front of these markers may stay unread. If
+//! an end cannot continue to send before it has a marker, it searches the unread data for the marker
+//! ([`Resume::looks_ahead`], [`Resume::on_ahead`]). A marker that is found counts for the end's sending direction at
+//! once. It counts for its receiving direction when the program has read up to it.
 //!
-//! Only close() has a shorter way: the mark FIN goes behind the last byte on the link. Once the peer's engine confirms
-//! that both have come, TCP ends without RESUME. A reader that has the mark has every byte. Until the confirmation the
-//! sender can still write RESUME instead. So a reader whose link fails behind the mark writes RESUME once it has read
-//! SWITCH. If the sender has closed its socket by then, its kernel answers RESUME by a reset, which costs nothing.
+//! Only close() may do without RESUME: the sender puts the mark FIN behind its last byte on the link. The peer's engine
+//! confirms when all bytes and the mark are in the ring. Then the sender ends TCP without RESUME. Until the
+//! confirmation the sender can still write RESUME instead. So if the link fails at the reader after the mark has come,
+//! the reader writes RESUME once it has read SWITCH. If the sender has closed its socket by then, its kernel answers
+//! RESUME by a reset, which loses nothing: a reader that has the mark has every byte.
 
 use crate::stream::handshake::{Closing, Misplaced};
 
 /// A step for the caller. Steps are carried out in the order given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Step {
-    /// Ask the peer on the link, behind all that was sent there, to write its RESUME: so it will have received all of
-    /// it. Nothing depends on the request. If the link fails on the way, RESUME is written at once.
+    /// Ask the peer to write its RESUME. The request goes on the link behind all data, so the peer has received that
+    /// data when it reads the request. If the link fails first, the request is not needed: both ends write RESUME then.
     Ask,
     /// Write the end mark (FIN) behind the last byte on the link.
     Mark,
-    /// Stop receiving and sending on the link, and write RESUME in TCP. It has the position up to which the peer's
-    /// direction has come, and the one up to which this end's was given to the link. If this end's direction is on the
-    /// link, no other byte follows in TCP before [`Step::SendFrom`].
+    /// Stop receiving and sending on the link, and write RESUME in TCP. `received` is the position up to which the
+    /// peer's direction has come. `sent` is the position up to which this end's direction was given to the link. If
+    /// this end's direction is on the link, no other byte follows in TCP before [`Step::SendFrom`].
     WriteResume,
     /// Continue this end's direction over TCP: first the bytes that were given to the link from this position on, then
-    /// all later ones. A position that was not sent, or is no longer held, is a violation by the peer: reset the
-    /// connection.
+    /// all later bytes. If the bytes at this position were never sent, or are no longer held, the peer has broken the
+    /// protocol: reset the connection.
     SendFrom(u64),
-    /// Send no more: this end's direction was on the link, and its reader has gone. The kernel's results for TCP hold.
+    /// Drop the pending bytes of this end's direction, which was on the link: its reader has gone. The program's sends
+    /// get the kernel's results.
     SendNothing,
-    /// Stop scanning TCP. If the peer's direction was on the link, the reader reads the ring up to where this end has
-    /// stopped. Then the next byte of that direction, or its end, is in TCP. An end before TCP has brought all bytes up
-    /// to the position given here is [`Step::Lost`].
+    /// Stop scanning TCP. If the peer's direction was on the link, the program reads the ring up to the position where
+    /// this end has stopped to receive. The next byte of the direction, or its end, is in TCP. If TCP ends before it
+    /// has brought all bytes up to the position given here, the program gets ECONNRESET, as for [`Step::Lost`].
     ReadOn(u64),
-    /// The peer's process has ended, and bytes may be missing. The program reads the bytes in the ring, then gets
+    /// The peer's process has died, and bytes may be missing. The program reads the bytes in the ring, then gets
     /// ECONNRESET.
     Lost,
-    /// End TCP's sending direction, after the bytes that are to be sent.
+    /// End TCP's sending direction, behind all bytes that are still to be sent.
     EndTcp,
-    /// The exchange has ended: the stream's numbers on the link can be given back.
+    /// The exchange has ended: this end's number for the stream can be given back.
     Done,
 }
 
-/// An event that was seen in TCP behind data that the program has not read.
+/// A marker, or the end, that was found in TCP behind data that the program has not read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Ahead {
     /// The closing marker of the handshake.
     Closing(Closing),
     /// RESUME.
     Resume {
-        /// Up to where the peer has received, as in [`Resume::on_resume`].
+        /// The position up to which the peer has received, as in [`Resume::on_resume`].
         received: u64,
-        /// Up to where the peer has sent, as in [`Resume::on_resume`].
+        /// The position up to which the peer has sent, as in [`Resume::on_resume`].
         sent: u64,
     },
     /// The end of TCP.
@@ -98,7 +101,7 @@ pub enum Ahead {
 /// The steps that one input leads to, in order.
 pub type Steps = Vec<Step>;
 
-/// The state of the end of this end's direction.
+/// How far the end of this end's sending direction has come.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 enum Fin {
     /// The program may send.
@@ -106,32 +109,33 @@ enum Fin {
     Open,
     /// shutdown() or close() was called.
     Wanted,
-    /// As before, and the mark is on the link and not confirmed.
+    /// close() was called. The mark FIN is on the link, and the peer has not confirmed it.
     Marked,
     /// [`Step::EndTcp`] was returned.
     Out,
 }
 
-/// A stream on a link between hosts, from when this end's OPEN goes out. The caller gives the attempt up instead if
-/// this end's direction of TCP has ended.
+/// The state of a stream on a link between hosts. The caller creates it when this end's OPEN (or OPEN-ACK) is about to
+/// be sent. If this end's direction of TCP has ended already, the caller gives the attempt up instead.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub struct Resume {
     sent: Option<Closing>,
     got: Option<Closing>,
     /// RESUME is to be written as soon as the protocol allows it.
     due: bool,
-    /// RESUME is to be written once the peer's SWITCH has been seen: this end of the link has failed behind the peer's
-    /// mark.
+    /// RESUME is to be written once the peer's SWITCH has been seen. The link has failed here after all bytes of the
+    /// peer's direction and its end mark had come.
     is_whole: bool,
     asked: bool,
-    /// This end's RESUME is in TCP, or about to be: then this end receives no more on the link.
+    /// `Step::WriteResume` was returned. This end receives no more on the link.
     wrote: bool,
-    /// `received` and `sent` of the peer's RESUME.
+    /// `received` and `sent` of the peer's RESUME, once it has been read.
     read: Option<(u64, u64)>,
-    /// The values of `got` and `read` that were seen before their turn.
+    /// The peer's closing marker and RESUME that were found behind unread data. `got` and `read` get the same values
+    /// when the program has read up to them.
     got_ahead: Option<Closing>,
     read_ahead: Option<(u64, u64)>,
-    /// This end's direction has gone on over TCP, or its reader has gone.
+    /// `Step::SendFrom` or `Step::SendNothing` was returned.
     went_on: bool,
     fin: Fin,
     over: bool,
@@ -143,29 +147,29 @@ impl Resume {
         self.over
     }
 
-    /// Returns whether the mark is on the link and its confirmation is awaited.
+    /// Returns whether the mark FIN is on the link, and its confirmation may still come.
     pub fn is_marked(&self) -> bool {
         self.fin == Fin::Marked && !self.wrote && !self.over
     }
 
-    /// Returns whether RESUME is the next marker that TCP brings.
+    /// Returns whether the next marker in TCP has to be RESUME.
     fn is_expecting(&self) -> bool {
         let switched = self.sent == Some(Closing::Switch) || self.got == Some(Closing::Switch);
         self.got.is_some() && switched && self.read.is_none() && !self.over
     }
 
-    /// Returns whether TCP's next bytes have to be RESUME, because the peer's direction is on the link.
+    /// Returns whether the next bytes in TCP have to be RESUME, because the peer's direction is on the link.
     pub fn is_next(&self) -> bool {
         self.got == Some(Closing::Switch) && self.read.is_none() && !self.over
     }
 
-    /// Returns whether this end's direction has left the link and cannot go on yet.
+    /// Returns whether this end's direction has left the link and waits for the peer's RESUME.
     pub fn is_suspended(&self) -> bool {
         self.sent == Some(Closing::Switch) && self.wrote && !self.went_on && !self.over
     }
 
-    /// Returns whether this end's sending direction cannot go on, or end, before the peer's next marker, wherever in
-    /// TCP that is.
+    /// Returns whether this end's sending direction cannot go on, or cannot end, before it has the peer's next marker.
+    /// Then the caller searches TCP for the marker, also behind unread data.
     pub fn looks_ahead(&self) -> bool {
         let leaves = self.asked || matches!(self.fin, Fin::Wanted | Fin::Marked);
         let waits = match self.sent {
@@ -176,14 +180,14 @@ impl Resume {
         waits && !self.over || self.is_suspended()
     }
 
-    /// Returns whether the link has failed, and RESUME waits for the peer's SWITCH.
+    /// Returns whether the link has failed here, and this end writes RESUME only once it has seen the peer's SWITCH.
     fn awaits_switch(&self) -> bool {
         let is_held = self.is_whole && !self.due && self.known().is_none();
         is_held && self.sent == Some(Closing::Switch) && !self.went_on && !self.over
     }
 
-    /// Returns whether this end has switched, and the peer's closing marker has not come. The peer may have given up,
-    /// and then receives no more on the link.
+    /// Returns whether this end has switched, and the peer's closing marker has not come. That marker may be ABORT:
+    /// then the peer does not read the link.
     pub fn is_unanswered(&self) -> bool {
         self.sent == Some(Closing::Switch) && self.known().is_none() && !self.wrote && !self.over
     }
@@ -204,32 +208,32 @@ impl Resume {
         self.advance()
     }
 
-    /// Handles a failure of this end of the link. The caller has given up an attempt that is not closed. `marked`: all
-    /// of the peer's direction has come over the link, with its end mark. If that was confirmed, the peer has closed
-    /// its socket. Then its kernel answers RESUME by a reset, and all that TCP has not brought yet is lost. So SWITCH
-    /// has to come first.
+    /// Handles a failure of this end of the link. The caller has first given up an attempt that is not closed.
+    /// `marked`: all of the peer's direction has come over the link, with its end mark. If this end has confirmed that,
+    /// the peer may have closed its socket. Then the peer's kernel answers RESUME by a reset, and bytes that TCP has
+    /// not brought yet are lost. So this end waits for SWITCH first.
     pub fn on_link_failed(&mut self, marked: bool) -> Steps {
         self.is_whole |= marked;
         self.due |= !marked;
         self.advance()
     }
 
-    /// Leaves the link as soon as the protocol allows it. The peer has asked for that on the link, and the caller has
-    /// given up an attempt that is not closed. Or a new holder reads the kernel alone: the peer sends again the bytes
-    /// that the program has not read.
+    /// Leaves the link as soon as the protocol allows it. There are two causes. The peer has asked for it on the link.
+    /// Or the socket goes to a new holder that reads the kernel alone, so that the peer sends again all bytes that the
+    /// program has not read. The caller has first given up an attempt that is not closed.
     pub fn leave_at_once(&mut self) -> Steps {
         self.due = true;
         self.advance()
     }
 
-    /// Begins to leave a link that works.
+    /// Begins to leave a working link: asks the peer to write RESUME.
     pub fn leave(&mut self) -> Steps {
         let asks = self.is_on_link() && !self.asked && !self.due && self.fin != Fin::Marked;
         self.asked |= asks;
         asks.then_some(Step::Ask).into_iter().collect()
     }
 
-    /// Shuts this end's direction. The caller has given up an attempt that is not closed.
+    /// Shuts this end's direction. The caller has first given up an attempt that is not closed.
     pub fn shut(&mut self) -> Steps {
         let mut steps = Steps::new();
         if self.fin == Fin::Open {
@@ -240,8 +244,8 @@ impl Resume {
         steps
     }
 
-    /// Handles close(): the peer's direction is not needed any more. The caller has given up an attempt that is not
-    /// closed.
+    /// Handles close(): ends this end's direction, and the program does not read the peer's direction any more. The
+    /// caller has first given up an attempt that is not closed.
     pub fn close(&mut self) -> Steps {
         let mut steps = Steps::new();
         if self.fin == Fin::Open && self.is_on_link() && !self.asked && !self.due {
@@ -254,7 +258,7 @@ impl Resume {
         steps
     }
 
-    /// Handles the peer's confirmation that it has all that this end has given to the link, and the mark.
+    /// Handles the peer's confirmation: it has all bytes that this end has given to the link, and the mark FIN.
     pub fn on_confirmed(&mut self) -> Steps {
         if self.fin != Fin::Marked || self.wrote || self.over {
             return Steps::new();
@@ -264,8 +268,9 @@ impl Resume {
         vec![Step::EndTcp, Step::Done]
     }
 
-    /// Handles a marker, or the end, that was seen in TCP before its turn; it is met again then. The caller has given
-    /// up an attempt that is not closed.
+    /// Handles a marker, or the end, that was found in TCP behind unread data. When the program has read that data, the
+    /// caller feeds it again by `on_got`, `on_resume` or `on_end`. The caller has first given up an attempt that is not
+    /// closed.
     pub fn on_ahead(&mut self, ahead: Ahead) -> Result<Steps, Misplaced> {
         if self.over {
             return Ok(Steps::new());
@@ -300,15 +305,16 @@ impl Resume {
         Ok(self.advance())
     }
 
-    /// Returns whether RESUME may have these positions: they are 0 for a direction that was not on the link.
+    /// Returns whether the peer's RESUME may have these positions. The position of a direction that was not on the link
+    /// has to be 0.
     fn may_say(&self, received: u64, sent: u64) -> bool {
         let fits = |closing, n| closing == Some(Closing::Switch) || n == 0;
         fits(self.sent, received) && fits(self.known(), sent)
     }
 
-    /// Handles the peer's RESUME, read in TCP. `received` is the position up to which the peer has this end's
-    /// direction. `sent` is the one up to which the peer gave its own to the link. The caller has given up an attempt
-    /// that is not closed.
+    /// Handles the peer's RESUME, read in TCP. `received` is the position up to which the peer has received this end's
+    /// direction. `sent` is the position up to which the peer gave its own direction to the link. The caller has first
+    /// given up an attempt that is not closed.
     pub fn on_resume(&mut self, received: u64, sent: u64) -> Result<Steps, Misplaced> {
         let was_seen = self.read_ahead.is_none_or(|seen| seen == (received, sent));
         if !self.is_expecting() || !was_seen || !self.may_say(received, sent) {
@@ -319,8 +325,8 @@ impl Resume {
         Ok(self.advance())
     }
 
-    /// Handles the end of TCP in the peer's direction. `marked`: the bytes that this end has received on the link are
-    /// followed by the end mark.
+    /// Handles the end of TCP in the peer's direction. `marked`: this end has received all of the peer's direction on
+    /// the link, and the end mark behind it.
     pub fn on_end(&mut self, marked: bool) -> Steps {
         if self.read.is_some() || self.over {
             return Steps::new();
@@ -367,7 +373,7 @@ impl Resume {
             self.wrote = true;
             steps.push(Step::WriteResume);
         }
-        // This end's direction is on TCP already, and RESUME is out if there is to be one.
+        // This end's direction never left TCP, and no RESUME is due or RESUME is written: TCP may end.
         if self.sent == Some(Abort) && (self.wrote || self.known() == Some(Abort)) {
             self.end_tcp(&mut steps);
         }

@@ -1,7 +1,7 @@
 //! One attempt to promote the connection: carries out the steps of the handshake's state machine (`stream::handshake`),
 //! and feeds it the peer's RESUME and the end of TCP.
 //!
-//! Runs on the service thread; where a call of the program meets a marker, on the calling thread.
+//! This code runs on the service thread, and on a thread of the program whose call finds a marker.
 
 use std::net::IpAddr;
 use std::sync::atomic::Ordering::Acquire;
@@ -18,14 +18,14 @@ use crate::wire::marker::{Found, scan};
 use crate::wire::{Hello, MAX_MARKER, Marker, Message};
 use crate::{fabric, wire};
 
-/// Begins an attempt of the connector, which asks with the nonce `mine`. Nothing in TCP depends on it yet.
+/// Begins an attempt of the connector, which sends ASK with the nonce `mine`. TCP is not affected yet.
 pub fn begin_asking<L, O>(control: &mut Control<L, O>, mine: Nonce, between_hosts: bool) {
     begin(control, Handshake::connector(mine), between_hosts);
 }
 
-/// Begins an attempt of the acceptor, which answers YES, with the nonce `mine`, to the ASK of `asker` with the nonce
-/// `theirs`. `reached_at` is the address of this host that the ASK has reached; `None` if `asker` is on this host. The
-/// caller has begun to scan for markers ([`crate::stream::connection::start_scan`]).
+/// Begins an attempt of the acceptor. The instance `asker` has sent ASK with the nonce `theirs`, and this end answers
+/// YES with the nonce `mine`. `reached_at` is the address of this host that the ASK has reached; `None` if `asker` is
+/// on this host. The caller has begun to scan for markers ([`crate::stream::connection::start_scan`]).
 pub fn begin_offering<L, O>(
     control: &mut Control<L, O>,
     (mine, theirs): (Nonce, Nonce),
@@ -43,7 +43,7 @@ fn begin<L, O>(control: &mut Control<L, O>, mut handshake: Handshake, between_ho
     control.hello = None;
 }
 
-/// Carries out steps. The caller holds the control lock.
+/// Carries out `steps` in order. The caller holds the control lock.
 fn run<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, steps: Steps) {
     for step in steps {
         tracing::trace!(target: "rdmasock::promote", slot = socket.slot(), ?step);
@@ -79,7 +79,8 @@ fn run<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, steps: Steps) {
             Step::ReceiveOnLink => {
                 receive_on_link(socket, control);
                 stay::feed(socket, control, |r| r.on_got(Closing::Switch));
-                // RESUME may have come together with SWITCH. Then no further edge of the kernel's socket reports it.
+                // RESUME may have come together with SWITCH. Then the socket's edge-triggered event has come already,
+                // and no other event will report RESUME.
                 look_for_resume(socket, control);
             }
             Step::Demote => demote_tx(socket),
@@ -123,7 +124,7 @@ fn write_hello<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
     queue_marker(socket, control, &Marker::Hello(hello));
 }
 
-/// Feeds the handshake's state machine. An input that is out of turn ends the attempt.
+/// Feeds the handshake's state machine. If the input is not allowed in this phase, the attempt is given up.
 pub fn feed<S: SocketIo>(
     socket: &S,
     control: &mut ControlOf<S>,
@@ -142,7 +143,8 @@ pub fn feed<S: SocketIo>(
     run(socket, control, steps);
 }
 
-// Not inlined: the stack may be a signal handler's, and each step uses stack of its own only while it runs.
+// Not inlined, to save stack: this may run on the small stack of a signal handler, and a step's locals are to take room
+// only while the step runs.
 #[inline(never)]
 fn receive_on_link<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
     let Some(mut rx) = socket.rx.lock() else {
@@ -156,12 +158,12 @@ fn receive_on_link<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
     if rx.consumer.is_some() {
         socket.rx_mode.go(Move::Switched);
         socket.set_path(Half::Receiving, true);
-        // No wake-up word is armed for what is in the ring already.
+        // No wake-up word was armed for bytes that are in the ring already, so this end notifies its own threads.
         socket.later(Task::Notify);
     }
 }
 
-/// Opens this end's stream, and sends OPEN; or OPEN-ACK, if the peer has `offered` a stream.
+/// Opens this end's stream and sends OPEN. If the peer's OPEN has `offered` a stream, sends OPEN-ACK.
 #[inline(never)]
 fn send_open<S: SocketIo>(
     socket: &S,
@@ -172,15 +174,15 @@ fn send_open<S: SocketIo>(
     let handshake = control.handshake.as_ref().ok_or(Reason::LinkFailed)?;
     let (mine, theirs) = (handshake.mine, handshake.theirs);
     if handshake.is_between_hosts {
-        // P77.
+        // P77: an end whose sending direction is shut sends no OPEN.
         if socket.tx.lock().is_none_or(|tx| tx.end.is_shut()) {
             return Err(Reason::LinkFailed);
         }
         stay::begin(socket, control, mine, theirs.ok_or(Reason::LinkFailed)?);
     }
     let fabric::Opened { vqpn, ring, consumer } = link.open(socket.slot())?;
-    // Checked once the stream is open, because an open stream keeps the link object from reuse. Before that the object
-    // may have become a link to another instance.
+    // This check comes after the stream is open, because the object of a link with an open stream is not reused.
+    // Before, the object could have been reused for a link to another instance.
     if control.hello.map(|hello| hello.instance) != Some(link.peer()) {
         link.close(vqpn, None, Some(consumer));
         return Err(Reason::LinkFailed);
@@ -216,7 +218,7 @@ fn send_open<S: SocketIo>(
     Ok(())
 }
 
-/// Refuses the peer's OPEN of its stream `yours`.
+/// Refuses the peer's OPEN, which named the peer's stream `yours`.
 fn refuse_open<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, yours: Vqpn) {
     if let Some(opened) = control.opened.as_mut() {
         opened.theirs = Theirs::None;
@@ -233,7 +235,7 @@ fn refuse_open<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, yours: Vqpn)
     }
 }
 
-/// Continues the attempt: the link that it needs is up.
+/// Continues the attempt that has waited for `link`: the link is up.
 pub fn on_link_up<S: SocketIo>(socket: &S, link: &S::Link) {
     let Some(mut control) = socket.control.lock() else {
         return;
@@ -242,13 +244,13 @@ pub fn on_link_up<S: SocketIo>(socket: &S, link: &S::Link) {
     feed(socket, &mut control, Handshake::on_link_up);
 }
 
-/// Ends the attempt under way, if it is not closed. Causes: no answer has come, there is no link, or the program has no
-/// use for it any more. The caller holds the control lock.
+/// Gives up the attempt under way, unless this end has written its closing marker already. Causes are a missing answer,
+/// no link, or a call of the program that rules out a promotion. The caller holds the control lock.
 pub fn end_attempt<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     feed(socket, control, |h| Ok(h.give_up()));
 }
 
-/// Appends a marker to the bytes for TCP, and tries to send them.
+/// Appends `marker` to the pending bytes for TCP, and tries to send them.
 fn queue_marker<S: SocketIo>(socket: &S, control: &ControlOf<S>, marker: &Marker) {
     let Some(reader) = control.handshake.as_ref().and_then(|h| h.theirs) else {
         return;
@@ -271,7 +273,7 @@ fn queue_marker<S: SocketIo>(socket: &S, control: &ControlOf<S>, marker: &Marker
 pub(super) fn on_resume<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, received: u64, sent: u64) {
     end_attempt(socket, control);
     let steps = control.stay.as_mut().map(|stay| stay.resume.on_resume(received, sent));
-    // The peer has left unasked: its end of the link has failed.
+    // This end has not asked the peer to leave the link, so the peer's end of the link may have failed.
     if let Some(opened) = &control.opened
         && control.stay.as_ref().is_some_and(|stay| stay.returns)
     {
@@ -294,8 +296,8 @@ pub(super) fn on_end<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     stay::feed(socket, control, |r| r.on_end(marked));
 }
 
-/// Looks for RESUME in a direction that is on the link, after TCP has brought bytes or its end. Handles RESUME if it is
-/// there as a whole.
+/// Looks for RESUME at the front of TCP, after TCP has brought bytes or its end, for a receiving direction that is on
+/// the link. Handles RESUME if all of it is there, and the end of TCP.
 pub fn look_for_resume<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     let stay = control.stay.as_ref().filter(|stay| stay.resume.is_next());
     let Some(mine) = stay.map(|stay| stay.mine) else {
@@ -309,7 +311,7 @@ pub fn look_for_resume<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
         let tcp = socket.tcp()?;
         let mut over = false;
         loop {
-            // Bytes that were read ahead come first. They hold even if TCP has failed since.
+            // Bytes that were read ahead come first. They remain valid even if TCP has failed since.
             let carried = rx.carry.as_slice();
             let mut bytes = carried.get(..MAX_MARKER).unwrap_or(carried).to_vec();
             let mut buf = [0u8; MAX_MARKER];
@@ -330,9 +332,9 @@ pub fn look_for_resume<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
                     Some(Ok(Some((received, sent))))
                 }
                 Found::Marker { .. } => Some(Err("another marker in place of RESUME")),
-                // A part of RESUME, and then the end, counts as the end.
+                // If TCP ends in the middle of RESUME, that counts as the end of TCP.
                 Found::Payload | Found::PartialMarker { .. } if over => Some(Ok(None)),
-                // Peeks again after the end was seen: all that precedes the end is there then.
+                // The end of TCP has come, so all bytes that precede it have come too: the loop peeks once more.
                 Found::PartialMarker { .. } if tcp.has_peer_ended() => {
                     over = true;
                     continue;

@@ -1,4 +1,4 @@
-//! The work that shutdown() and close() leave to be done, and the hand-over of a connection to a holder that reads the
+//! shutdown() and close() of a connection with a link or an attempt, and its hand-over to a holder that reads the
 //! kernel alone (P85).
 
 use std::sync::atomic::Ordering::{Acquire, SeqCst};
@@ -18,18 +18,20 @@ use crate::wire;
 use crate::wire::marker::{Found, scan as scan_bytes};
 use crate::wire::{MAX_MARKER, Marker, Message};
 
-/// Bytes that are set aside, or taken back, at most (P85).
+/// The most bytes that an end sets aside for a hand-over, or takes back from its peer (P85).
 pub const MOST: usize = 16 * 1024 * 1024;
 
-/// Time that a marker may take which the peer can write at once, ns. A marker behind a blocked send comes only when TCP
-/// has room.
+/// How long a hand-over waits before it takes data out of TCP to make room, ns. A peer that can write its marker does
+/// so within this time. A peer that is blocked in a send can write it only when TCP has room.
 const AT_ONCE: u64 = 10_000_000;
 
-/// Shuts the sending direction, before the kernel's own shutdown(). The end mark says that the end follows the last
-/// byte, in TCP. Sets `farewell` to the waiter that is woken once the kernel has sent its FIN.
+/// Shuts the sending direction, before the kernel's own shutdown(). If the direction is on a link within the host, this
+/// puts the end mark FIN on the link and sets `farewell` to the waiter that is to be woken once the kernel has sent its
+/// FIN.
 ///
-/// Returns true if the kernel's shutdown of the direction follows by itself. It does once TCP has taken the bytes that
-/// precede it. If the program shuts `both` directions, it also waits for the markers that may still come (P101).
+/// Returns true if the library makes the kernel's shutdown of the direction itself, later: once TCP has taken the
+/// pending bytes. If the program shuts `both` directions, also once no marker may come any more (P101). If false, the
+/// caller makes the kernel's shutdown.
 pub fn shut<S: SocketIo>(socket: &S, both: bool, farewell: &mut Farewell<S::Link>) -> bool {
     let Some(mut control) = socket.control.lock() else {
         return false;
@@ -54,7 +56,7 @@ pub fn shut<S: SocketIo>(socket: &S, both: bool, farewell: &mut Farewell<S::Link
     };
     let was_on_link = socket.tx_mode.load(Acquire) == Mode::Link;
     if waits {
-        // No byte is sent from now on, neither on TCP nor on the link.
+        // From now on sends put no byte on TCP or on the link.
         if was_on_link {
             tx.then = Then::Link;
         }
@@ -76,7 +78,8 @@ pub fn shut<S: SocketIo>(socket: &S, both: bool, farewell: &mut Farewell<S::Link
         flush(socket);
         return true;
     }
-    // A thread has been blocked in the kernel's send since before there was a marker. It is to get EPIPE.
+    // A thread is blocked in the kernel's send, and has been since before the marker was queued. The kernel's shutdown
+    // has to follow now, so that this send fails with EPIPE. The marker is dropped.
     tx.marker.clear();
     tx.then.take_link();
     socket.tx_mode.go(Move::Abandoned);
@@ -85,13 +88,14 @@ pub fn shut<S: SocketIo>(socket: &S, both: bool, farewell: &mut Farewell<S::Link
     false
 }
 
-/// Asks the peer to send the unread bytes of the link again over TCP. The connection was closed where no hook saw it,
-/// so the kernel does not know of these bytes. TCP answers them as after any close: by a reset. Returns true if there
-/// are any. The caller holds the control lock.
+/// Asks the peer to send the unread bytes of the ring a second time, over TCP. The program has closed the connection by
+/// a system call that no hook saw, so the kernel sent no reset for these bytes. When they come by TCP, the kernel
+/// answers them by a reset, as after any close. Returns true if there are unread bytes. The caller holds the control
+/// lock.
 pub fn return_unread<S: SocketIo>(socket: &S, control: &ControlOf<S>) -> bool {
     let stop = || {
         let mut rx = socket.rx.lock()?;
-        // Bytes that TCP has brought already come after those on the link.
+        // If the carry has bytes, the peer has left the link already: these bytes come after the bytes on the link.
         let is_next = socket.rx_mode.load(Acquire) == Mode::Link && !rx.stays() && rx.carry.is_empty();
         let consumer = rx.consumer.as_mut().filter(|_| is_next)?;
         consumer.available().ok().filter(|n| *n > 0)?;
@@ -113,15 +117,15 @@ pub struct Awaited {
     pub nonce: Nonce,
     /// This end's FIN waits for these markers (P101).
     pub precede_end: bool,
-    /// The marker that answers a HELLO while this end's FIN waits. Empty if the FIN does not wait: then the end of TCP
-    /// is the answer.
+    /// The ABORT that answers a HELLO while this end's FIN waits. Empty if the FIN does not wait, because the end of
+    /// TCP is the answer then; also empty if no HELLO may come.
     pub answer: Vec<u8>,
-    /// The part of the next marker that has come.
+    /// The first bytes of the next marker, as far as they have come.
     pub part: Vec<u8>,
 }
 
-/// Returns the markers that may be on their way from the peer, when the program closes the socket. `None` if no marker
-/// is to come. The caller holds the control lock.
+/// Returns which markers may still be on their way from the peer when the program closes the socket. `None` if no
+/// marker can come. The caller holds the control lock.
 pub fn scan_left<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> Option<Awaited> {
     let rx = socket.rx.lock()?;
     let (ahead, mut rx) = look_ahead(socket, control, rx, AtMark::GoOn)?;
@@ -135,7 +139,7 @@ pub fn scan_left<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> Option<
                 part: rx.carry.take(),
             }
         }),
-        // The kernel does not hold these unread bytes, so its close() would not reset.
+        // The carry has unread bytes. The kernel does not have them, so its close() would send no reset.
         Ahead::Payload { carry: 1.., .. } => {
             socket.reset_on_close();
             None
@@ -144,7 +148,8 @@ pub fn scan_left<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> Option<
     }
 }
 
-/// Returns the ABORT that answers a HELLO which has not come. Empty if no such answer is due.
+/// Returns the bytes of the ABORT with which an acceptor answers a HELLO that has not come yet. Empty if this end waits
+/// for no HELLO.
 fn refusal<L, O>(control: &Control<L, O>) -> Vec<u8> {
     let mut buf = [0u8; MAX_MARKER];
     let is_unanswered = |h: &&Handshake| h.role == Role::Acceptor && control.hello.is_none();
@@ -154,8 +159,8 @@ fn refusal<L, O>(control: &Control<L, O>) -> Vec<u8> {
     bytes.map(<[u8]>::to_vec).unwrap_or_default()
 }
 
-/// Ends the sending direction when the program closes the socket. Returns the bytes that have to precede the end and
-/// that TCP has not taken yet, and the stream's farewell. The caller holds the control lock.
+/// Ends the sending direction when the program closes the socket. Returns the bytes that have to be sent before the end
+/// and that TCP has not taken yet, and the stream's farewell. The caller holds the control lock.
 pub fn close_tx<S: SocketIo>(socket: &S) -> (Vec<u8>, Farewell<S::Link>) {
     let mut farewell = Farewell::NONE;
     if let Some(mut tx) = socket.tx.lock() {
@@ -174,9 +179,9 @@ pub fn close_tx<S: SocketIo>(socket: &S) -> (Vec<u8>, Farewell<S::Link>) {
     (unsent.unwrap_or_default(), farewell)
 }
 
-/// Gives the stream back if both directions are on TCP and nothing is under way. Then the kernel's epoll sets can have
-/// the socket again. Returns whether the connection may be promoted again; `None` if the stream is still in use. The
-/// caller holds the control lock.
+/// Gives the stream back if both directions are on TCP, and no attempt and no stay is under way. Then the caller can
+/// put the socket into the kernel's epoll sets again. Returns whether the connection may be promoted again; `None` if
+/// the stream is still in use. The caller holds the control lock.
 pub fn close_if_over<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> Option<bool> {
     let is_busy = control.handshake.is_some() || stay::is_staying(control);
     if is_busy || !socket.is_plain() {
@@ -187,15 +192,15 @@ pub fn close_if_over<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> Opt
     Some(returns)
 }
 
-// Data in front of a marker when the connection is handed to a new holder (P85). The new holder would read the marker
-// as data. So the data in front is set aside, so that the marker is read and the attempt goes on to its end. Then the
-// peer takes the data back, and sends it again in TCP before all other bytes.
+// Hand-over of a connection to a new holder in the middle of an attempt (P85). The new holder would read a marker as
+// data. So this end takes the data in front of the marker out of TCP and sets it aside, reads the marker, and lets the
+// attempt go on to its end. Then the peer takes the data back, and sends it again in TCP before all other bytes.
 //
-// This works within a host only. Otherwise, and if the peer cannot take the data back, the connection is reset. A gap
-// in the data would be worse than the end of the connection.
+// This works within a host only. Between hosts, and if the peer cannot take the data back, the connection is reset. A
+// gap in the data would be worse than a reset.
 
-/// Brings the attempt under way within the host nearer to its end. Returns true if no marker of an attempt may come any
-/// more.
+/// Brings an attempt within the host nearer to its end, before a hand-over: handles all markers that have come. Returns
+/// true if no marker may come any more. The caller repeats the call until then.
 pub fn press_on<S: SocketIo>(socket: &S) -> bool {
     flush(socket);
     while let Some(mut control) = socket.control.lock() {
@@ -211,8 +216,8 @@ pub fn press_on<S: SocketIo>(socket: &S) -> bool {
         let makes_room = now.saturating_sub(since) > AT_ONCE;
         match set_aside(socket, &mut rx, makes_room) {
             front @ (Front::Marker | Front::Part) => {
-                // The marker is handled. A part does not stay in the kernel, where it might keep the window closed
-                // (P34).
+                // Handles the marker. A part of a marker moves to the carry: in the kernel it might keep the window
+                // closed (P34).
                 let _ = look_ahead(socket, &mut control, rx, AtMark::HandOver);
                 if matches!(front, Front::Part) {
                     break;
@@ -235,21 +240,22 @@ pub fn press_on<S: SocketIo>(socket: &S) -> bool {
     !is_scanning(socket)
 }
 
-/// The front of TCP once data has been set aside.
+/// The bytes at the front of TCP, behind data that has been set aside.
 enum Front {
     Marker,
     /// The possible beginning of a marker.
     Part,
-    /// TCP has room for more data.
+    /// Not known yet. Data was set aside to make room in TCP, so that the peer can send more, perhaps a marker.
     Room,
-    /// TCP holds data and then its end, with no marker between. This data was not set aside.
+    /// Data and then the end of TCP, with no marker between. This data was not set aside.
     LastData,
-    /// Data or nothing, and a marker may come.
+    /// Data, or no bytes. A marker may still come.
     Unknown,
 }
 
 fn set_aside<S: SocketIo>(socket: &S, rx: &mut RxOf<S>, makes_room: bool) -> Front {
-    // The bytes of a call that was in the kernel before the scan began come first.
+    // If a call has been inside the kernel since before the scan began, its bytes come first, so this waits for the
+    // call.
     let (Some(nonce), Some(tcp), true) = (rx.scan, socket.tcp(), socket.rx_inside.is_empty()) else {
         return Front::Unknown;
     };
@@ -283,19 +289,21 @@ fn set_aside<S: SocketIo>(socket: &S, rx: &mut RxOf<S>, makes_room: bool) -> Fro
     front
 }
 
-/// Sends in TCP again what the peer has taken out of TCP, and then what is on the link. `bytes` is `None` if the peer's
-/// file cannot be read: then this function resets the connection. The caller holds the control lock.
+/// Handles TAKE-BACK: sends `bytes`, which the peer has taken out of TCP, in TCP again, and then all bytes that are on
+/// the link. Resets the connection if `bytes` is `None`, because the peer's file cannot be read. The caller holds the
+/// control lock.
 pub fn on_take_back<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, bytes: Option<&[u8]>) {
     let done = bytes.is_some_and(|bytes| {
         let Some(mut tx) = socket.tx.lock() else {
             return false;
         };
-        // If the program has ended the direction meanwhile, it is too late.
+        // If the program has ended the direction meanwhile, the bytes cannot be sent any more, and the connection is
+        // reset.
         let is_on_link = socket.tx_mode.load(Acquire) == Mode::Link && tx.producer.is_some();
         if is_on_link {
             tx.marker.extend_from_slice(bytes);
             tx.again += bytes.len();
-            // The program has sent these bytes once, and they count once.
+            // TCP carries these bytes for the second time, so they do not count as the program's again.
             socket.count_ours(Half::Sending, bytes.len());
             send_again(socket, &mut tx);
         }
@@ -310,8 +318,8 @@ pub fn on_take_back<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, bytes: 
     }
 }
 
-/// Handles TAKEN-BACK: the peer has the bytes that were set aside. It sends them, and all that it has sent on the link,
-/// in TCP.
+/// Handles TAKEN-BACK: the peer has the bytes that were set aside. It sends them in TCP, and then all bytes that it has
+/// sent on the link.
 pub fn on_taken_back<S: SocketIo>(socket: &S) {
     if let Some(mut rx) = socket.rx.lock()
         && socket.rx_mode.load(Acquire) == Mode::Marked
@@ -330,8 +338,8 @@ pub fn on_taken_back<S: SocketIo>(socket: &S) {
     }
 }
 
-/// Asks the peer to take the data back that is set aside, once SWITCH has been read. Resets the connection if that
-/// cannot be asked. The caller holds the control lock.
+/// Asks the peer to take the data back that is set aside. This end has read SWITCH. Resets the connection if the
+/// request cannot be sent. The caller holds the control lock.
 pub(super) fn give_back<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
     if ask_peer(socket, control).is_none() {
         tracing::warn!(target: "rdmasock", slot = socket.slot(), "the peer cannot take back what was not read: reset");

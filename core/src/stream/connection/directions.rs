@@ -1,5 +1,6 @@
-//! The operations on either direction. The receiving one begins or ends to be scanned for markers, is shut, and leaves
-//! the link. The sending one sends markers, and bytes that are sent again, on TCP, and leaves the link.
+//! The operations on a single direction. For the receiving direction: begin and end the scan for markers, shut the
+//! direction, and leave the link. For the sending direction: send markers on TCP, send bytes again there, and leave the
+//! link.
 
 use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
@@ -10,23 +11,24 @@ use crate::stream::connection::scan::Carry;
 use crate::stream::connection::{Behind, End, Rx, Then};
 use crate::stream::mode::{Mode, Move};
 
-/// The waiter at the other end of a link within the host that is woken once the kernel has sent its FIN. Only then does
-/// the end mark count as an end. The FIN wakes that waiter too, but too late: after data that is sent on other
-/// connections next.
+/// The peer's waiter that is woken once the kernel has sent its FIN, on a link within the host. The end mark counts as
+/// the end of the stream only when FIN has come too. FIN itself also wakes the waiter, but too late: the peer would see
+/// data that is sent on other connections afterwards before the end of this one.
 pub struct Farewell<L>(Option<(L, Wake, Vqpn)>);
 
 impl<L: StreamLink> Farewell<L> {
     /// No waiter is to be woken.
     pub const NONE: Self = Self(None);
 
-    /// Returns the farewell for the waiter that `wake` names, which the end mark has returned.
+    /// Returns the farewell for the waiter that `wake` names. The write of the end mark has returned `wake`.
     pub fn of<S: SocketIo<Link = L>>(socket: &S, wake: Wake) -> Self {
         Self(socket.wakes_at_end(wake))
     }
 
-    /// Wakes the waiter. The kernel's socket is closed or shut down by now.
+    /// Wakes the waiter. The caller has closed or shut down the kernel's socket before.
     pub fn tell(self) {
-        // The number may be another stream's by now. Then the waiter checks that stream in vain.
+        // The peer may have given the number to another stream meanwhile. Then the waiter checks that stream without
+        // need.
         if let Some((link, wake, theirs)) = self.0 {
             link.notify(wake, theirs);
         }
@@ -35,12 +37,12 @@ impl<L: StreamLink> Farewell<L> {
 
 // The receiving direction.
 
-/// The use of the socket allows no scan for markers now.
+/// Error: the socket is used in a way that rules out a scan for markers now.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("no scan for markers now")]
 pub struct NoScan;
 
-/// Begins to scan what the kernel delivers for markers that start with `nonce`.
+/// Begins to scan the bytes that the kernel delivers for markers that start with `nonce`.
 pub fn start_scan<S: SocketIo>(socket: &S, nonce: Nonce) -> Result<(), NoScan> {
     let mut rx = socket.rx.lock().ok_or(NoScan)?;
     let is_plain = socket.rx_mode.load(Acquire) == Mode::Tcp;
@@ -54,8 +56,8 @@ pub fn start_scan<S: SocketIo>(socket: &S, nonce: Nonce) -> Result<(), NoScan> {
     rx.aside = Vec::new();
     rx.scanned = 0;
     socket.rx_mode.go(Move::Expected);
-    // One call may be inside the kernel: when it returns it scans the bytes that it has taken. With two calls the order
-    // of their bytes would be unknown.
+    // One call may be inside the kernel. When it returns it scans the bytes that it has received (`scan_taken`). With
+    // two calls the order of their bytes would be unknown.
     if socket.rx_inside.count() > 1 {
         rx.scan = None;
         socket.rx_mode.go(Move::Settled);
@@ -64,7 +66,7 @@ pub fn start_scan<S: SocketIo>(socket: &S, nonce: Nonce) -> Result<(), NoScan> {
     Ok(())
 }
 
-/// Ends the scan: no marker is expected in TCP any more.
+/// Ends the scan, because no marker is expected in TCP any more.
 pub fn stop_scan<S: SocketIo>(socket: &S) {
     let Some(mut rx) = socket.rx.lock() else {
         return;
@@ -78,14 +80,15 @@ pub fn stop_scan<S: SocketIo>(socket: &S) {
     if rx.carry.is_empty() && !socket.has_untold() {
         socket.rx_mode.go(Move::Settled);
     } else {
-        // Bytes that were held back are data after all, which no event of the kernel reports.
+        // Bytes that were held back have turned out to be data. The kernel reports no event for them, so this end
+        // notifies its own threads.
         socket.later(Task::Notify);
     }
 }
 
-/// Leaves what follows to the kernel, for a new holder that reads the kernel alone, once no marker comes any more.
-/// Bytes that were held back cannot be given back to the kernel. So it resets the connection if there are any: a gap in
-/// the data would be worse than the end of the connection. The caller holds the control lock.
+/// If no marker may come any more, leaves the receiving direction to the kernel, for a new holder that reads the kernel
+/// alone. Bytes in the carry cannot be given back to the kernel. If there are any, resets the connection: a gap in the
+/// data would be worse than a reset. The caller holds the control lock.
 pub fn hand_over_rest<S: SocketIo>(socket: &S) {
     let mut held_back = 0;
     if let Some(mut rx) = socket.rx.lock()
@@ -103,7 +106,7 @@ pub fn hand_over_rest<S: SocketIo>(socket: &S) {
     }
 }
 
-/// Ends the scan, and does the kernel's shutdown() that was due. The caller holds `rx`.
+/// Ends the scan, and makes the kernel's shutdown() of the direction if it is due. The caller holds `rx`.
 pub(super) fn end_scan<S: SocketIo>(socket: &S, rx: &mut RxOf<S>) {
     rx.scan = None;
     if std::mem::take(&mut rx.then_shut)
@@ -112,26 +115,26 @@ pub(super) fn end_scan<S: SocketIo>(socket: &S, rx: &mut RxOf<S>) {
         tcp.end_receiving();
     }
     if socket.rx_shut.load(SeqCst) {
-        // The end of the sending direction may wait for this.
+        // The end of the sending direction may have waited for the end of the scan (`awaits_marker`).
         socket.later(Task::Flush);
     }
 }
 
-/// Returns whether the end of TCP's sending direction has to wait: the program has shut the receiving direction, and a
-/// marker may still come. The kernel answers bytes that come when both directions are shut by a reset. With the reset
-/// all is lost that the peer has not been sent yet (P101).
+/// Returns whether the end of TCP's sending direction has to wait, because the program has shut the receiving direction
+/// and a marker may still come. If a marker came when both directions are shut, the kernel would answer it by a reset.
+/// With the reset, bytes that the peer has not received yet would be lost (P101).
 pub(super) fn awaits_marker<S: SocketIo>(socket: &S) -> bool {
     socket.rx_shut.load(SeqCst) && is_scanning(socket)
 }
 
 /// Returns whether a marker may still come in the receiving direction.
 pub fn is_scanning<S: SocketIo>(socket: &S) -> bool {
-    // Reads the mode under the lock: a scan that has not seen a shutdown has begun by then (`start_scan`).
+    // Checks under the lock: a `start_scan` that has not seen the shutdown has finished before, so this sees its scan.
     let rx = socket.rx.lock();
     rx.is_some_and(|rx| is_scanned(socket, &rx))
 }
 
-/// As [`is_scanning`]. The caller holds `rx`.
+/// Returns whether a marker may still come in the receiving direction. The caller holds `rx`.
 pub(super) fn is_scanned<S: SocketIo>(socket: &S, rx: &RxOf<S>) -> bool {
     socket.rx_mode.load(Acquire) == Mode::Marked && rx.scan.is_some()
 }
@@ -141,28 +144,30 @@ pub(super) fn is_shut<S: SocketIo>(socket: &S) -> bool {
     socket.rx_shut.load(SeqCst) && socket.tx.lock().is_some_and(|tx| tx.end.is_shut())
 }
 
-/// Shuts the receiving direction. Returns true if the kernel's shutdown() follows by itself once no marker may come,
-/// because the end of the sending direction is out. Returns false if a thread is blocked in the kernel's receive: only
-/// the kernel's shutdown() wakes it, so that may not wait.
+/// Shuts the receiving direction. Returns true if the library makes the kernel's shutdown() itself, once no marker may
+/// come. That is so if a marker may come and the program has ended the sending direction before. Returns false
+/// otherwise, and if a thread is blocked in the kernel's receive: only the kernel's shutdown() wakes that thread, so
+/// the caller makes it at once.
 pub fn shut_receiving<S: SocketIo>(socket: &S) -> bool {
     let Some(mut rx) = socket.rx.lock() else {
         return false;
     };
     let is_out = socket.tx.lock().is_some_and(|tx| tx.end == End::Shut);
-    // Stored under the lock: no scan begins after this.
+    // The store is made under the lock, so no scan begins after it if both directions are shut.
     socket.rx_shut.store(true, SeqCst);
     rx.then_shut = is_out && is_scanned(socket, &rx) && socket.rx_inside.is_empty();
     rx.then_shut
 }
 
-/// Leaves the direction to the kernel: a call returns the end to the program that a look has found
-/// ([`Ahead::Ended`](crate::stream::connection::Ahead::Ended)). The caller holds `rx`.
+/// Leaves the receiving direction to the kernel, because a call of the program is about to return the end that a look
+/// has found ([`Ahead::Ended`](crate::stream::connection::Ahead::Ended)). The caller holds `rx`.
 pub fn on_end_told<S: SocketIo>(socket: &S, rx: &mut RxOf<S>) {
     end_scan(socket, rx);
     settle(socket, rx);
 }
 
-/// Leaves the receiving direction to the kernel: no marker comes any more. This may complete a way back.
+/// Leaves the receiving direction to the kernel, because no marker comes any more. If the stream was on a link, this
+/// may complete its way back.
 pub(super) fn settle<S: SocketIo>(socket: &S, rx: &RxOf<S>) {
     socket.rx_mode.go(Move::Settled);
     if rx.consumer.is_some() {
@@ -170,14 +175,15 @@ pub(super) fn settle<S: SocketIo>(socket: &S, rx: &RxOf<S>) {
     }
 }
 
-/// Takes `len` bytes that were seen from the carry, then the kernel.
+/// Removes `len` bytes that a look has seen: from the carry first, then from the kernel.
 pub(super) fn take<O>(tcp: &impl Tcp, rx: &mut Rx<O>, len: usize) -> Result<(), Gone> {
     let carried = rx.carry.len().min(len);
     rx.carry.consume(carried);
     tcp.take(len - carried)
 }
 
-/// Returns whether the link delivers no more: the connection has ended, or the link has. The caller holds `rx`.
+/// Returns whether the link brings no more bytes: the connection or the link has ended, or the direction goes on in
+/// TCP. The caller holds `rx`.
 pub fn is_over<S: SocketIo>(socket: &S, rx: &RxOf<S>) -> bool {
     match rx.behind {
         Behind::Mark => socket.is_link_over(),
@@ -186,8 +192,8 @@ pub fn is_over<S: SocketIo>(socket: &S, rx: &RxOf<S>) -> bool {
     }
 }
 
-/// Leaves the link if the ring is drained and what follows is in TCP: its next byte or its end. Returns false if that
-/// is not so.
+/// Takes the receiving direction off the link if the program has read the ring and the next byte, or the end, comes by
+/// TCP. Returns false if the direction stays on the link, or is not there.
 pub fn leave_link_at_end<S: SocketIo>(socket: &S) -> bool {
     let is_on_link = |_: &_| socket.rx_mode.load(Acquire) == Mode::Link;
     let Some(mut rx) = socket.rx.lock().filter(is_on_link) else {
@@ -197,7 +203,7 @@ pub fn leave_link_at_end<S: SocketIo>(socket: &S) -> bool {
     let ended = is_over(socket, &rx);
     let over = match rx.consumer.as_mut() {
         None => true,
-        // Even if the ring has an end mark: RESUME may still come (P73).
+        // Between hosts an end mark in the ring does not suffice, because RESUME may still come (P73).
         Some(c) if stays => ended && !c.available().is_ok_and(|n| n > 0),
         Some(c) => match (c.has_data(), c.end()) {
             (Ok(true), Ok(None)) => false,
@@ -208,10 +214,12 @@ pub fn leave_link_at_end<S: SocketIo>(socket: &S) -> bool {
     if !over {
         return false;
     }
-    // An end without a mark: the peer's process has ended. TCP answers what that process has not read with a reset.
+    // If there is no end mark, the peer's process has died. On TCP the program would then get a reset if that process
+    // had left bytes unread.
     let marked = rx.consumer.as_mut().is_some_and(|c| matches!(c.end(), Ok(Some(_))));
-    // The connection has ended here, and the peer may go on sending (after a shutdown of both directions here). As in
-    // TCP, the kernel answers that by a reset (RFC 9293, 3.10.7.4). With this flag the peer sends over TCP from now on.
+    // The connection has ended at this end, but the peer may go on sending (if the program has shut both directions).
+    // On TCP the kernel would answer these bytes by a reset (RFC 9293, 3.10.7.4). With this flag the peer sends over
+    // TCP from now on, so the kernel does.
     let refused = match rx.consumer.as_ref() {
         Some(c) if !marked && !stays => c.set_flags(RxFlags::RX_CLOSED),
         _ => Wake::NONE,
@@ -225,8 +233,8 @@ pub fn leave_link_at_end<S: SocketIo>(socket: &S) -> bool {
     if rx.is_lost || unread && !marked && !stays {
         socket.report_reset(is_shut);
     }
-    // A call may have taken bytes from TCP that come after those on the link. And a call that goes straight to the
-    // kernel would not see a reset that this library has to report.
+    // The library may hold bytes that a call has received from TCP and that come after the bytes on the link. Or it may
+    // hold a reset to report. A call that goes straight to the kernel would see neither, so the mode stays MARKED then.
     let is_rest = rx.carry.is_empty() && rx.owed == 0 && !socket.has_untold();
     socket.rx_mode.go(match is_rest {
         true => Move::Left,
@@ -239,9 +247,9 @@ pub fn leave_link_at_end<S: SocketIo>(socket: &S) -> bool {
     true
 }
 
-/// Checks for an end of TCP without an end mark on the link. It means that the peer has closed the connection where its
-/// library did not see it, and has left bytes unread. Keeps ECONNRESET for the next call then. TCP has seen an end, so
-/// the reset that follows is no error to it (RFC 9293, 3.10.7.4).
+/// Checks for an end of TCP without an end mark on the link. If so, the peer has closed the connection by a system call
+/// that its library did not see, and has left bytes unread. Then this keeps ECONNRESET for the program's next call. The
+/// kernel will not report the reset that follows, because it has seen a FIN before (RFC 9293, 3.10.7.4).
 pub fn look_for_reset<S: SocketIo>(socket: &S) {
     let Some(rx) = socket.rx.lock() else { return };
     let is_unmarked = |c: &Consumer| !c.has_mark() && !c.has_left();
@@ -254,11 +262,12 @@ pub fn look_for_reset<S: SocketIo>(socket: &S) {
     }
 }
 
-/// Sets the flag that no call reads the link any more: the program has closed the socket. Not for a direction that goes
-/// back to TCP: the peer would send there before it has sent again what this end has not read.
+/// Sets the flag by which the peer sees that no call reads the link any more, because the program has closed the
+/// socket. Not for a direction that goes back to TCP: the peer would send new bytes there before it has sent the unread
+/// bytes again.
 ///
-/// Returns the peer's waiter that waits for room. There is none at a ring that has been read. Else the reset of the
-/// kernel's socket wakes it, if that socket still exists.
+/// Returns the peer's waiter that waits for room. If the ring has been read, no waiter waits. Otherwise the reset of
+/// the kernel's socket wakes the waiter too, if that socket still exists.
 pub fn refuse<S: SocketIo>(socket: &S) -> Wake {
     let rx = socket.rx.lock();
     let consumer = rx.as_ref().and_then(|rx| rx.consumer.as_ref());
@@ -267,7 +276,7 @@ pub fn refuse<S: SocketIo>(socket: &S) -> Wake {
 
 // The sending direction.
 
-/// Appends bytes that the peer has not read on the link, behind the markers. Returns an error without memory for them.
+/// Appends `bytes`, which the peer has not read on the link, to the pending bytes for TCP. Fails if there is no memory.
 pub(super) fn queue_again<S: SocketIo>(socket: &S, tx: &mut TxOf<S>, bytes: &[u8]) -> Result<(), RingError> {
     tx.marker.try_reserve(bytes.len()).map_err(|_| RingError::NoMemory)?;
     tracing::debug!(target: "rdmasock::promote", slot = socket.slot(), bytes = bytes.len(), "sends again on TCP");
@@ -277,15 +286,15 @@ pub(super) fn queue_again<S: SocketIo>(socket: &S, tx: &mut TxOf<S>, bytes: &[u8
     Ok(())
 }
 
-/// Calls [`flush`]; the service thread sends later what TCP does not take now.
+/// Calls [`flush`]. If bytes are left, the service thread sends them later.
 pub(super) fn flush_or_later<S: SocketIo>(socket: &S) {
     if !flush(socket) {
         socket.later(Task::Flush);
     }
 }
 
-/// Sends the pending marker bytes on TCP. Returns true when none are left: then the mode says what the direction runs
-/// on. The caller holds neither `rx` nor `tx`.
+/// Sends the pending bytes on TCP: markers, and bytes that are sent again. Returns true if none are left and the
+/// direction has its final mode. The caller holds neither `rx` nor `tx`.
 pub fn flush<S: SocketIo>(socket: &S) -> bool {
     let waits = awaits_marker(socket);
     let Some(mut tx) = socket.tx.lock() else {
@@ -303,15 +312,15 @@ pub fn flush<S: SocketIo>(socket: &S) -> bool {
         }
         return true;
     }
-    // A call that blocks inside the kernel could send its bytes between two parts of a marker.
+    // A call that is blocked inside the kernel could send its bytes between two parts of a marker, so the marker waits.
     if !socket.tx_inside.is_empty() {
         return false;
     }
     let Some(tcp) = socket.tcp() else {
         return false;
     };
-    // A send into a connection that has been reset would take the error from the socket. The program's own calls are to
-    // return that error.
+    // If the connection has been reset, a send here would remove the error from the socket. The program's own calls
+    // have to return that error.
     if !tx.marker.is_empty() && tcp.has_failed() {
         tx.marker.clear();
         tx.then.take_link();
@@ -330,10 +339,11 @@ pub fn flush<S: SocketIo>(socket: &S) -> bool {
             Err(Unsent::Full) => return false,
             Err(error) => {
                 if let Unsent::Failed(error) = error {
-                    // The connection has failed since the check above, and this send has taken the error.
+                    // The connection has failed since the check above, and this send has removed the error from the
+                    // socket.
                     socket.keep_error(error);
                 }
-                // The connection has ended: the pending bytes no longer matter.
+                // The connection has ended, so the pending bytes are dropped.
                 tx.marker.clear();
                 tx.then.take_link();
             }
@@ -350,7 +360,7 @@ pub fn flush<S: SocketIo>(socket: &S) -> bool {
         socket.set_path(Half::Sending, true);
     } else {
         socket.tx_mode.go(Move::Settled);
-        // This may complete a way back, even if the stream's OPEN was not answered.
+        // This may complete a way back, also of a stream whose OPEN was not answered.
         if tx.producer.is_some() || socket.link().is_some() {
             socket.later(Task::Drained);
         }
@@ -362,7 +372,7 @@ pub fn flush<S: SocketIo>(socket: &S) -> bool {
             farewell = Farewell::of(socket, end_on_link(socket, &mut tx, EndMark::Fin));
         }
         if socket.tx_mode.load(Acquire) == Mode::Marked {
-            // The peer has stopped reading the link: the bytes that it has not read are sent first.
+            // The peer has stopped reading the link. The bytes that it has not read are sent again before the end.
             tx.end = End::Due;
             drop(tx);
             return flush(socket);
@@ -370,14 +380,14 @@ pub fn flush<S: SocketIo>(socket: &S) -> bool {
         tcp.end();
         drop(tx);
         farewell.tell();
-        // The receiving direction may have left the link before the sending direction was on it.
+        // The receiving direction may have left the link already, so this may complete the way back.
         settle_if_plain(socket);
     }
     true
 }
 
-/// Ends the sending direction on the link with the mark `end`. The bytes that follow are sent on TCP, behind those that
-/// the peer may want again. Returns the peer's waiter to wake.
+/// Ends the sending direction on the link with the mark `end`. Later bytes go on TCP. If the peer has stopped reading
+/// the ring, its unread bytes are first sent again there. Returns the peer's waiter to wake.
 pub(super) fn end_on_link<S: SocketIo>(socket: &S, tx: &mut TxOf<S>, end: EndMark) -> Wake {
     let wake = match tx.producer.as_mut().map_or(Ok(Wake::NONE), |p| p.end(end)) {
         Err(Stopped) => {
@@ -394,7 +404,8 @@ pub(super) fn end_on_link<S: SocketIo>(socket: &S, tx: &mut TxOf<S>, end: EndMar
     wake
 }
 
-/// Moves the sending direction from the link to TCP, where all that the peer has not read is sent again first.
+/// Moves the sending direction from the link to TCP, where the unread bytes of the ring are sent a second time first.
+/// The peer has stopped reading the ring.
 pub(super) fn send_again<S: SocketIo>(socket: &S, tx: &mut TxOf<S>) {
     let unread = tx.producer.as_mut().map_or(Ok(Vec::new()), |p| p.unread());
     if let Err(error) = unread.and_then(|bytes| queue_again(socket, tx, &bytes)) {
@@ -406,8 +417,8 @@ pub(super) fn send_again<S: SocketIo>(socket: &S, tx: &mut TxOf<S>) {
     socket.set_path(Half::Sending, false);
 }
 
-/// Moves the sending direction back to TCP. Bytes on the link stay there and come first. If SWITCH is still to be
-/// written, it leads the peer to an empty link.
+/// Moves the sending direction back to TCP. Bytes on the link stay there, and the peer reads them first. If SWITCH is
+/// still to be written, the ring that it leads the peer to has nothing but the end mark.
 pub(super) fn demote_tx<S: SocketIo>(socket: &S) {
     let Some(mut tx) = socket.tx.lock() else {
         return;
@@ -426,18 +437,18 @@ pub(super) fn demote_tx<S: SocketIo>(socket: &S) {
     settle_if_plain(socket);
 }
 
-/// Called when the sending direction has left the link. If the receiving direction is on TCP already, this is the last
-/// place that can notice the end of the way back.
+/// Called when the sending direction has left the link. If the receiving direction is on TCP already, the way back is
+/// complete, and no other code would notice that.
 pub(super) fn settle_if_plain<S: SocketIo>(socket: &S) {
     if socket.is_plain() {
         socket.later(Task::Drained);
     }
 }
 
-/// Sends again on TCP what the peer has not read: the peer has stopped reading the link.
+/// Sends unread bytes of the ring a second time, on TCP. The peer has stopped reading the ring.
 pub fn resend<S: SocketIo>(socket: &S) {
     look_for_reset(socket);
-    // A direction that has left the link meanwhile met the peer's mark then (`end_on_link`).
+    // If the direction has left the link meanwhile, `end_on_link` has found that the peer stopped, and has done this.
     if let Some(mut tx) = socket.tx.lock()
         && socket.tx_mode.load(Acquire) == Mode::Link
     {
@@ -447,8 +458,8 @@ pub fn resend<S: SocketIo>(socket: &S) {
     }
 }
 
-/// Makes sends wait until the stream has [left](crate::stream::connection::leave) a link between hosts, because what is
-/// sent next is for TCP alone.
+/// Makes sends wait until the stream has [left](crate::stream::connection::leave) a link between hosts, because the
+/// next send has to go over TCP.
 pub fn wait_for_tcp<S: SocketIo>(socket: &S) {
     if let Some(mut tx) = socket.tx.lock()
         && (tx.then.take_link() || socket.tx_mode.load(Acquire) == Mode::Link)

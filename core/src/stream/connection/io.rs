@@ -1,5 +1,4 @@
-//! The interface of a connection to the world: the kernel's socket that it belongs to, links, and the process around
-//! it.
+//! The traits by which a connection calls its environment: the kernel's socket, the link, and the process.
 
 use std::net::IpAddr;
 use std::ops::Deref;
@@ -12,18 +11,18 @@ use crate::stats::{Reason, Why};
 use crate::stream::connection::{Connection, Control, Rx, Tx};
 use crate::wire::{LinkOffer, Message};
 
-/// A task for the service thread, to be done as soon as it can. The state may have changed by then, so the service
-/// thread checks it.
+/// A task for the service thread, which carries it out soon. The connection may have changed by then, so the service
+/// thread checks its state first.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Task {
     /// Wake the threads that wait on the socket.
     Notify,
     /// Send marker bytes that TCP has not taken.
     Flush,
-    /// Look for the marker behind unread data in TCP that the sending direction waits for.
+    /// Search the unread data in TCP for the marker that the sending direction waits for.
     ReadAhead,
-    /// A direction has changed: complete a close or a way back, or else arm the socket for what its directions run on
-    /// now.
+    /// A direction has changed. Complete a close or a way back. If there is none, arm the socket's waiters for the
+    /// medium that its directions run on.
     Settle,
     /// A direction is back on TCP: check whether that completes a way back.
     Drained,
@@ -32,39 +31,39 @@ pub enum Task {
 /// The front of TCP's receive buffer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Peeked {
-    /// This number of bytes.
+    /// TCP has bytes; at least this number was read.
     Bytes(usize),
     /// TCP has no bytes now.
     Nothing,
-    /// The end, or an error.
+    /// The peer has ended the direction, or the connection has an error.
     Ended,
-    /// TCP has no bytes, and the program has shut its receiving direction. To the program this is the end,
-    /// but markers may come.
+    /// TCP has no bytes, and the program has shut the receiving direction. The program sees the end, but markers may
+    /// still come.
     Shut,
 }
 
 /// Why TCP has taken no byte.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Unsent {
-    /// There is no room now.
+    /// The send buffer has no room now.
     Full,
-    /// The connection has ended with this error (errno). This send has taken it from the socket, so no other call will
-    /// see it.
+    /// The connection has ended with this error (errno). This send has removed the error from the socket, so no other
+    /// call will return it.
     Failed(i32),
-    /// The connection has ended.
+    /// The connection has ended, and this send has removed no error from the socket.
     Dead,
 }
 
-/// Bytes that were seen in TCP are not there any more.
+/// Bytes that were peeked are not in TCP any more.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("the bytes are not in TCP any more")]
 pub struct Gone;
 
-/// A link, as its streams see it. Every call returns at once.
+/// A link, as a connection with a stream on it uses it. No call blocks.
 pub trait StreamLink: Clone + PartialEq {
     /// Returns the instance at the link's other end.
     fn peer(&self) -> InstanceId;
-    /// Returns whether the link works, as far as is known.
+    /// Returns whether the link works, as far as this end knows.
     fn is_alive(&self) -> bool;
     /// Returns whether the link leads to another host.
     fn is_remote(&self) -> bool;
@@ -79,46 +78,49 @@ pub trait StreamLink: Clone + PartialEq {
     fn done_with(&self, theirs: Vqpn);
     /// Gives this end's number `mine` back. `theirs` is the peer's number, `None` if the peer does not know of `mine`.
     fn close(&self, mine: Vqpn, theirs: Option<Vqpn>, consumer: Option<Consumer>);
-    /// Gives this end's number `mine` back although its OPEN is not answered: the peer may be about to use the number.
+    /// Gives this end's number `mine` back, although the peer has not answered its OPEN and may still use the number.
     fn close_unanswered(&self, mine: Vqpn, consumer: Option<Consumer>);
     /// Sends a message on the side channel.
     fn send(&self, message: &Message) -> Result<(), SendError>;
     /// Sends a message with a file that holds `bytes`. The error is `Full` if the file cannot be made.
     fn send_with(&self, message: &Message, bytes: &[u8]) -> Result<(), SendError>;
-    /// Notifies a waiter about the peer's stream `theirs`. `wake`, which a cursor has returned, names the waiter.
-    /// Preserves errno.
+    /// Notifies a waiter of the peer that its stream `theirs` has changed. `wake`, which a producer or consumer of a
+    /// ring has returned, names the waiter. Preserves errno.
     fn notify(&self, wake: Wake, theirs: Vqpn);
-    /// Processes the completions of a link between hosts. Within a host what has come is in the ring already.
+    /// Processes the completions of a link between hosts, so that all bytes that have come are in their rings. Has no
+    /// effect within a host, where the peer writes into the ring itself.
     fn take_in(&self);
-    /// Notes that the peer has left a link between hosts unasked, so the peer's end of the link may have failed.
+    /// Notes that the peer has left a link between hosts without a request of this end, so the peer's end of the link
+    /// may have failed.
     fn doubt(&self);
 }
 
-/// The kernel's socket of a connection, by the fd that it had when this was made.
+/// The kernel's socket of a connection. The value names it by the fd that the socket had when the value was created.
 pub trait Tcp {
     /// Returns whether the socket has an error that no call has returned yet, or was reset.
     fn has_failed(&self) -> bool;
-    /// Sends bytes on TCP. Returns how many TCP has taken, at least one.
+    /// Sends bytes on TCP. Returns the number of bytes that TCP has taken, at least one.
     fn send(&self, bytes: &[u8]) -> Result<usize, Unsent>;
-    /// Returns how many bytes TCP was given so far. `None` if the kernel does not say.
+    /// Returns the number of bytes that TCP has taken so far. `None` if the kernel does not report it.
     fn written(&self) -> Option<u64>;
-    /// Makes TCP send what it has taken at once.
+    /// Makes TCP send all bytes that it has taken, without a delay by Nagle's algorithm.
     fn push(&self);
-    /// Copies what is at the front of TCP into `buf`, without taking it. Takes no error from the socket either, which
-    /// other calls are to return.
+    /// Copies the bytes at the front of TCP into `buf`, and leaves them in TCP. Also leaves an error in the socket, for
+    /// the calls that have to return it.
     fn peek(&self, buf: &mut [u8]) -> Peeked;
-    /// Copies all that TCP has into `buf`, as far as there is room, even if the connection has ended. Returns the
-    /// number of bytes.
+    /// Copies all bytes of TCP into `buf`, as far as there is room, and leaves them in TCP. Does so even if the
+    /// connection has ended. Returns the number of bytes.
     fn peek_all(&self, buf: &mut [u8]) -> usize;
-    /// Returns the number of bytes that TCP has for the reader.
+    /// Returns the number of bytes that TCP has received and no call has read.
     fn unread(&self) -> usize;
-    /// Takes `len` bytes that were peeked out of TCP.
+    /// Removes `len` bytes from the front of TCP, which were peeked before.
     fn take(&self, len: usize) -> Result<(), Gone>;
-    /// Takes bytes from the front of TCP, but none while urgent data is next.
+    /// Reads bytes from the front of TCP into `buf`. Reads none while urgent data is next.
     fn receive(&self, buf: &mut [u8]) -> Peeked;
     /// Returns whether urgent data is next.
     fn is_at_mark(&self) -> bool;
-    /// Returns whether the peer has ended its direction, or the connection has ended: no marker can come any more.
+    /// Returns whether the peer has ended its direction, or the connection has ended, so that no marker can come any
+    /// more.
     fn has_peer_ended(&self) -> bool;
     /// Ends the sending direction.
     fn end(&self);
@@ -126,9 +128,9 @@ pub trait Tcp {
     fn end_receiving(&self);
 }
 
-/// The socket that a [`Connection`] belongs to, and which contains it.
+/// The library's object for one TCP socket. It contains the [`Connection`].
 pub trait SocketIo: Deref<Target = ConnectionOf<Self>> + Sized {
-    /// The type of its links.
+    /// The type of the links.
     type Link: StreamLink;
     /// The type of the kernel's socket.
     type Tcp: Tcp;
@@ -148,65 +150,67 @@ pub trait SocketIo: Deref<Target = ConnectionOf<Self>> + Sized {
     /// Queues a task for the service thread.
     fn later(&self, task: Task);
 
-    /// Returns the kernel's socket, `None` if it has been closed where no hook saw it. The caller holds one of the
-    /// connection's locks, so the fd cannot be closed and used again meanwhile.
+    /// Returns the kernel's socket. `None` if the program has closed it by a system call that no hook saw. The caller
+    /// holds one of the connection's locks, so the fd cannot be closed and reused meanwhile.
     fn tcp(&self) -> Option<Self::Tcp>;
     /// Makes a later close() reset the connection.
     fn reset_on_close(&self);
-    /// Resets the connection, at both ends, now.
+    /// Resets the connection at both ends at once.
     fn reset(&self);
-    /// Makes the next receive return that the connection was reset. `is_shut`: the program has shut sending down.
+    /// Makes the next receive fail because the connection was reset. `is_shut`: the program has shut the sending
+    /// direction.
     fn report_reset(&self, is_shut: bool);
-    /// Returns whether a scan for markers may replace the kernel's receive. Options that the program has set on the
-    /// socket may forbid it.
+    /// Returns whether the library may scan for markers in place of the kernel's plain receive. Options that the
+    /// program has set on the socket may rule that out.
     fn may_scan(&self, tcp: &Self::Tcp) -> bool;
-    /// Bounds the time that the kernel waits for acknowledgements: the other host may be gone.
+    /// Bounds the time that the kernel waits for acknowledgements, because the other host may be gone.
     fn bound_wait(&self);
 
-    /// Returns the link that a direction runs on, or is about to.
+    /// Returns the link that a direction is on, or is about to be on. `None` if there is none.
     fn link(&self) -> Option<Self::Link>;
-    /// Sets that link, or none.
+    /// Sets the link that `link` returns.
     fn set_link(&self, link: Option<&Self::Link>);
-    /// Sets the peer's number for the stream on that link.
+    /// Sets the peer's number for the stream on the link.
     fn set_peer(&self, theirs: Vqpn);
-    /// Notifies the peer's waiter that `wake`, from a cursor, names.
+    /// Notifies the peer's waiter that `wake` names. A producer or consumer of a ring has returned `wake`.
     fn notify_peer(&self, wake: Wake);
-    /// Returns link, wake-up and peer's number of a stream within a host, to be notified once the kernel has sent its
-    /// FIN. `None` if `wake` names no waiter, or the link leads to another host.
+    /// Returns the arguments of a notification that is due once the kernel has sent its FIN: the link, `wake`, and the
+    /// peer's number for the stream. `None` if `wake` names no waiter, or if the link leads to another host.
     fn wakes_at_end(&self, wake: Wake) -> Option<(Self::Link, Wake, Vqpn)>;
-    /// Returns whether the link delivers no more: the connection has ended, or the link has.
+    /// Returns whether the link brings no more bytes, because the connection or the link has ended.
     fn is_link_over(&self) -> bool;
-    /// Returns a one-time offer of a link for the instance `peer`; `None` if there is a link. `reached_at` is the
-    /// address of this host that `peer` has reached, if `peer` is on another host.
+    /// Returns an offer of a link, for one use by the instance `peer`. `None` if the two instances have a link.
+    /// `reached_at` is the address of this host that `peer` has reached; `None` if `peer` is on this host.
     fn offer_link(&self, peer: InstanceId, reached_at: Option<IpAddr>) -> Option<LinkOffer>;
     /// Requests the link to `peer`: an existing one, or else a new one.
     fn need_link(&self, peer: InstanceId, offer: Option<LinkOffer>);
 
-    /// Called when the sending direction is on the link.
+    /// Called when the sending direction has moved to the link.
     fn on_link(&self, tx: &mut TxOf<Self>);
     /// Called when the sending direction has left the link.
     fn off_link(&self, tx: &mut TxOf<Self>);
-    /// Called when the end mark is in the ring.
+    /// Called when the end mark has been put on a link between hosts.
     fn on_marked(&self, tx: &TxOf<Self>);
-    /// Puts what was committed and is not in the ring there: the ring is about to be read.
+    /// Copies bytes that are committed, but not in the ring yet, into the ring, because the ring is about to be read.
     fn fill_ring(&self, _tx: &TxOf<Self>) {}
 
-    /// Called when both directions are on the link.
+    /// Called when the attempt has ended with both directions on the link.
     fn promoted(&self);
-    /// Keeps the connection on TCP, from when it is back there.
+    /// Rules out another promotion: once the connection is back on TCP, it stays there.
     fn pin(&self);
-    /// Called when an attempt has failed; `is_unwanted`: no other is to follow.
+    /// Called when an attempt has failed. `is_unwanted`: no other attempt is to follow.
     fn abandoned(&self, is_unwanted: bool);
 
     /// For the statistics: sets why the connection is on TCP.
     fn set_why(&self, why: Why);
-    /// For the statistics: sets that a direction runs on the link, or on TCP.
+    /// For the statistics: sets whether `direction` runs on the link or on TCP.
     fn set_path(&self, direction: Half, on_link: bool);
-    /// For the statistics: sets the link that the connection has a stream on, or none.
+    /// For the statistics: sets the link that the connection has a stream on; `None` if there is none.
     fn show_link(&self, link: Option<&Self::Link>);
-    /// For the statistics: counts `bytes` bytes that went over the link and go over TCP again.
+    /// For the statistics: moves `bytes` bytes from the link's count to TCP's, because they are sent again over TCP.
     fn count_again(&self, bytes: usize);
-    /// Counts `bytes` bytes that TCP has carried in a direction and that do not count as the program's.
+    /// Counts `bytes` bytes that TCP has carried in `direction` for the library, so that they are left out of the
+    /// program's count.
     fn count_ours(&self, direction: Half, bytes: usize);
 }
 
@@ -222,9 +226,9 @@ pub enum Half {
 /// The connection of a socket of the type `S`.
 pub type ConnectionOf<S> =
     Connection<<S as SocketIo>::Link, <S as SocketIo>::Tx, <S as SocketIo>::Rx, <S as SocketIo>::Control>;
-/// The sending direction of such a connection.
+/// The sending direction of the connection of a socket of the type `S`.
 pub type TxOf<S> = Tx<<S as SocketIo>::Tx>;
-/// The receiving direction of such a connection.
+/// The receiving direction of the connection of a socket of the type `S`.
 pub type RxOf<S> = Rx<<S as SocketIo>::Rx>;
-/// The control state of both.
+/// The state of the promotion of a socket of the type `S`.
 pub type ControlOf<S> = Control<<S as SocketIo>::Link, <S as SocketIo>::Control>;

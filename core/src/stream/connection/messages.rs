@@ -1,5 +1,5 @@
-//! The peer's messages on the link about a stream (docs/protocol.md, P20–P29). The owner of the link handles all other
-//! messages, and finds the connection that a number belongs to.
+//! Handles the peer's messages on a link that are about a stream (docs/protocol.md, P20–P29). The caller, which owns
+//! the link, handles all other messages. It also finds the socket of the stream's number.
 
 use crate::fabric::NoProducer;
 use crate::ids::{Nonce, Vqpn};
@@ -15,14 +15,14 @@ use crate::stream::resume::Resume;
 use crate::wire;
 use crate::wire::Message;
 
-/// The peer breaks the protocol: the caller closes the link.
+/// The peer has broken the protocol. The caller closes the link.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("the peer breaks the protocol of the link")]
 pub struct Broken;
 
-/// Handles OPEN, for the attempt of `socket` with the nonces `mine` and `yours`, if there is one. They are named as the
-/// peer sees them: markers to the peer start with `mine`. Returns true if the attempt continues, false if the OPEN is
-/// refused.
+/// Handles OPEN for the attempt of `socket`; `None` if no socket has an attempt with these nonces. The nonces are named
+/// as in the message, from the peer's view: markers to the peer start with `mine`. `theirs` is the peer's stream, and
+/// `first` its first ring. Returns true if the attempt continues, false if the OPEN is refused.
 pub fn on_open<S: SocketIo>(
     socket: Option<&S>,
     link: &S::Link,
@@ -32,7 +32,7 @@ pub fn on_open<S: SocketIo>(
 ) -> Result<bool, Broken> {
     let opened = socket.and_then(|socket| {
         let mut control = socket.control.lock()?;
-        // P25: the nonces are this attempt's, from the instance that the TCP connection leads to.
+        // P25: the nonces have to be this attempt's, and the link has to lead to the instance of the peer's HELLO.
         let matches = control
             .handshake
             .as_ref()
@@ -53,7 +53,8 @@ pub fn on_open<S: SocketIo>(
     }
 }
 
-/// Handles OPEN-ACK for this end's stream `mine`. `socket` is the stream's socket, `None` if it has none.
+/// Handles OPEN-ACK for this end's stream `mine`. `socket` is the stream's socket, `None` if the stream has no socket
+/// any more. `theirs` is the peer's stream, and `first` its first ring.
 pub fn on_open_ack<S: SocketIo>(
     socket: Option<&S>,
     link: &S::Link,
@@ -76,7 +77,7 @@ pub fn on_open_ack<S: SocketIo>(
         Ok(()) => Ok(()),
         Err(NoProducer::NoSuch) => Err(Broken),
         Err(NoProducer::Limits) => {
-            // As if this end had left before the answer came.
+            // This end acts as if it had given the stream up before the OPEN-ACK came.
             let _ = link.send(&Message::Closed { yours: theirs });
             end_attempt(socket, &mut control);
             Ok(())
@@ -102,25 +103,25 @@ pub fn on_open_refused<S: SocketIo>(socket: &S, mine: Vqpn) -> Result<(), Interr
     Ok(())
 }
 
-/// Handles DEMOTE-REQUEST: the sending direction goes back to TCP. With `resend_from` the bytes from that position on
-/// are sent again.
+/// Handles DEMOTE-REQUEST: the sending direction goes back to TCP. With `resend_from` the peer has stopped reading the
+/// ring at that position, and the bytes from there on are sent again.
 pub fn on_demote_request<S: SocketIo>(socket: &S, link: &S::Link, resend_from: Option<u64>) {
     let Some(mut control) = socket.control.lock() else {
         return;
     };
     if link.is_remote() {
-        // P75.
+        // P75: between hosts both directions leave by RESUME.
         return stay::end_by(socket, &mut control, Resume::leave_at_once);
     }
     if resend_from.is_some() {
         resend(socket);
     }
-    // An end that has left of its own accord keeps its own reason.
+    // If this end has begun to leave before the request, it keeps its own reason.
     let reason = control.leave.unwrap_or(Reason::PeerAsked);
     leave(socket, &mut control, reason);
 }
 
-/// Makes the peer's stream `theirs`, whose first ring is `first`, the other end of the attempt.
+/// Continues the attempt with the peer's stream `theirs`, whose first ring is `first`.
 fn opened<S: SocketIo>(
     socket: &S,
     control: &mut ControlOf<S>,
@@ -129,9 +130,9 @@ fn opened<S: SocketIo>(
     first: Region,
 ) -> Result<(), NoProducer> {
     let producer = link.producer(theirs)?;
-    // Set first, because the peer may have switched before this message was read. Then a reader takes bytes as soon as
-    // the two streams are a pair, and notifies the peer by this number. (Within a host the bytes may have come before:
-    // the peer checks again when it reads this end's SWITCH.)
+    // The number is set first. The peer may have switched before this end reads its message. Then a reader of this end
+    // takes bytes as soon as the two streams are a pair, and notifies the peer by this number. (Within a host a reader
+    // may even take bytes before that. So the peer checks again when it reads this end's SWITCH.)
     socket.set_peer(theirs);
     socket.set_link(Some(link));
     match control.opened.as_mut() {
@@ -145,7 +146,7 @@ fn opened<S: SocketIo>(
         tx.producer = Some(producer);
     }
     feed(socket, control, Handshake::on_open);
-    // Arms the stream for the threads that wait on the socket, now that there is a link.
+    // The service thread arms the stream for the threads that wait on the socket, because there is a link from now on.
     socket.later(Task::Settle);
     Ok(())
 }

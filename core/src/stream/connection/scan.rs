@@ -1,6 +1,6 @@
-//! Markers in what TCP delivers: this code hands them to the attempt, and leaves the other bytes to the program. It
-//! holds bytes back that may be the beginning of a marker, and reads ahead of the program where the sending direction
-//! waits for a marker.
+//! Scans the bytes that TCP delivers for markers. Markers go to the attempt, and all other bytes to the program. Bytes
+//! that may be the beginning of a marker are held back. If the sending direction waits for a marker, this code also
+//! reads ahead of the program.
 
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
@@ -18,49 +18,50 @@ use crate::stream::resume;
 use crate::wire::marker::{Found, payload_in, scan};
 use crate::wire::{MAX_MARKER, Marker, WireError};
 
-/// Bytes ahead of the program in which TCP is scanned for markers.
+/// The number of bytes at the front of TCP that one look scans for markers.
 const PEEK: usize = 16 * 1024;
 
-/// Bytes of one connection that are moved to the carry, at most; all connections have a bound too ([`ALL`]). Between
-/// two programs that both do not read, kernel TCP would not hold as much.
+/// The most bytes of one connection that are read ahead into its carry. ([`ALL`] bounds all connections together.) More
+/// is not needed: between two programs that both do not read, kernel TCP would hold fewer bytes.
 const MOST: usize = 16 * 1024 * 1024;
-/// Bytes that are taken from TCP at a time.
+/// The number of bytes that one step reads ahead from TCP.
 const PIECE: usize = 16 * 1024;
-/// Pieces that are dropped in one turn of the service thread, before it serves other connections.
+/// How many pieces of unread data of one connection the service thread drops before it serves other connections.
 const DROPS: usize = 64;
 
-/// Bytes that each connection may be read ahead of its program, even if the others use up [`ALL`]. The kernel would
-/// hold more.
+/// The number of bytes that may be read ahead for each connection, even if other connections use up [`ALL`]. The kernel
+/// would hold more bytes of a connection.
 const OWN: usize = 64 * 1024;
-/// Bytes that all connections together may be read ahead beyond [`OWN`] each. The bound is needed because the peers
-/// decide how much it is.
+/// The number of bytes that may be read ahead for all connections together, beyond [`OWN`] for each. Without this bound
+/// the peers would decide how much memory is used.
 const ALL: usize = 256 * 1024 * 1024;
 
-/// Bytes that are read ahead beyond [`OWN`] now, over all connections.
+/// The number of bytes that are held now beyond [`OWN`] for each connection, over all connections.
 static AHEAD: AtomicUsize = AtomicUsize::new(0);
 
-/// The result of a look at the front of TCP.
+/// The result of a look at the front of the receiving direction.
 pub enum Ahead {
-    /// Payload.
+    /// Data of the program.
     Payload {
-        /// Number of bytes that come first, and can be taken from the carry.
+        /// The number of bytes that come first, from the carry.
         carry: usize,
-        /// Number of bytes that follow, and can be taken from the kernel.
+        /// The number of bytes that follow, from the kernel.
         kernel: usize,
     },
     /// TCP has no bytes now.
     Nothing,
-    /// The end, or an error: the kernel's own call tells which.
+    /// The end of TCP, or an error. The kernel's own receive call returns which.
     Ended,
-    /// TCP has no bytes now. The program has shut the direction, so it gets the end. Bytes that come later are scanned
-    /// all the same.
+    /// TCP has no bytes now, and the program has shut the direction, so a receive returns the end. Bytes that come
+    /// later are scanned all the same.
     Shut,
-    /// The direction no longer scans.
+    /// The direction is not scanned any more, so the caller checks its mode again.
     Changed,
 }
 
 impl Ahead {
-    /// Returns `len` bytes of payload. Up to `carried` bytes in front come from the carry, the others from the kernel.
+    /// Returns the value for `len` bytes of data. The first `carried` bytes come from the carry, the others from the
+    /// kernel.
     #[inline]
     fn payload(len: usize, carried: usize) -> Self {
         let carry = len.min(carried);
@@ -71,20 +72,20 @@ impl Ahead {
     }
 }
 
-/// How a look treats urgent data in front of a marker: a read behind the urgent mark takes the urgent byte from the
-/// kernel.
+/// How a look treats the urgent mark in front of a marker. To read the marker, it would read past the mark, and the
+/// kernel would drop the urgent byte.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum AtMark {
-    /// The marker stays in TCP: the program may still ask for the byte.
+    /// The marker stays in TCP, because the program may still ask for the urgent byte.
     Stop,
-    /// The program itself reads on, or has closed the socket.
+    /// The marker is read: the program itself reads past the mark, or has closed the socket.
     GoOn,
-    /// As `GoOn`. The data in front is set aside for the next holder, and no other reads go on before that is settled.
+    /// The marker is read, for a hand-over of the socket. The data in front of it has been set aside. Looks of the
+    /// other two kinds return no bytes while data is set aside.
     HandOver,
 }
 
-/// Returns the payload that an earlier look has found, if the call wants no more than that. `None` if a new look is
-/// needed.
+/// Returns the data that an earlier look has found, if that is at least `want` bytes. `None` if a new look is needed.
 pub fn seen_ahead<S: SocketIo>(socket: &S, rx: &RxOf<S>, want: usize) -> Option<Ahead> {
     if rx.scanned < want || rx.scanned == 0 || socket.rx_mode.load(Acquire) != Mode::Marked {
         return None;
@@ -92,8 +93,9 @@ pub fn seen_ahead<S: SocketIo>(socket: &S, rx: &RxOf<S>, want: usize) -> Option<
     Some(Ahead::payload(rx.scanned, rx.carry.len()))
 }
 
-/// Scans what TCP has for a socket whose receiving direction is MARKED, and handles the markers at the front. The
-/// caller holds `control`, and `rx` through `guard`. `None` without memory, or if a lock cannot be taken.
+/// Scans the bytes at the front of TCP, for a socket whose receiving direction is MARKED, and handles the markers at
+/// the front. The caller holds `control`, and `rx` through `guard`. `None` without memory, or if a lock cannot be
+/// taken.
 pub fn look_ahead<'a, S: SocketIo>(
     socket: &'a S,
     control: &mut ControlOf<S>,
@@ -101,7 +103,8 @@ pub fn look_ahead<'a, S: SocketIo>(
     at_mark: AtMark,
 ) -> Option<(Ahead, Guard<'a, RxOf<S>>)> {
     let (ahead, guard) = look_at_front(socket, control, guard, at_mark)?;
-    // The kernel's shutdown() may still be due.
+    // If the program has shut the direction and the kernel's shutdown() is still due, TCP itself does not report the
+    // shutdown.
     let is_shut = guard.then_shut && matches!(ahead, Ahead::Nothing);
     Some((if is_shut { Ahead::Shut } else { ahead }, guard))
 }
@@ -118,7 +121,7 @@ fn look_at_front<'a, S: SocketIo>(
         if socket.rx_mode.load(Acquire) != Mode::Marked {
             return Some((Ahead::Changed, guard));
         }
-        // The bytes of a call that was in the kernel before the scan began come first.
+        // If a call has been inside the kernel since before the scan began, its bytes come first.
         let is_aside = !guard.aside.is_empty();
         let waits = is_aside && (guard.scan.is_none() || at_mark != AtMark::HandOver);
         if waits || !socket.rx_inside.is_empty() {
@@ -131,7 +134,7 @@ fn look_at_front<'a, S: SocketIo>(
             return Some((Ahead::Ended, guard));
         };
         let peeked = if guard.carry.len() > carried {
-            // The bytes in TCP are not next: the carry has more than fits.
+            // The carry has more bytes than fit into `buf`, so the bytes in TCP are not next.
             0
         } else {
             match tcp.peek(rest) {
@@ -142,8 +145,9 @@ fn look_at_front<'a, S: SocketIo>(
             }
         };
         let Some(nonce) = guard.scan else {
-            // No scan is on any more. The carry is left to deliver, and the bytes that RESUME has announced, which are
-            // counted (P78). If this end has a reset to report, all that precedes the reset is left.
+            // The scan has ended. The bytes in the carry are still to be delivered, and the bytes that RESUME has
+            // announced, which are counted (P78). If this end has to report a reset, all bytes that precede the reset
+            // are delivered first.
             let resets = socket.has_untold();
             if carried == 0 && guard.owed == 0 && !resets {
                 settle(socket, &guard);
@@ -174,8 +178,8 @@ fn look_at_front<'a, S: SocketIo>(
         }
         let (marker, len) = match seen.what {
             Found::Payload => return Some((Ahead::Nothing, guard)),
-            // P34: if TCP ends here, the part does not become a marker. Peeks again after the end was seen: all that
-            // precedes the end is there then.
+            // P34: TCP has ended in the middle of a possible marker, so these bytes are no marker. The loop has peeked
+            // again after it saw the end, so all bytes that precede the end are in `seen`.
             Found::PartialMarker { have } if over => {
                 if have < ID_BYTES {
                     return Some((Ahead::payload(have, carried), guard));
@@ -189,8 +193,8 @@ fn look_at_front<'a, S: SocketIo>(
                 if over {
                     continue;
                 }
-                // The part does not stay in the kernel. There a single byte keeps all of the buffer that it came in.
-                // With little room TCP would close its window to the bytes that follow.
+                // The part of a marker moves to the carry. In the kernel a single byte keeps all of the buffer that it
+                // came in, and with little room TCP would close its window to the bytes that follow.
                 let new = buf.get(carried..have).unwrap_or_default();
                 if tcp.take(new.len()).is_ok() {
                     guard.carry.push(new);
@@ -207,7 +211,7 @@ fn look_at_front<'a, S: SocketIo>(
     }
 }
 
-/// Handles the end of TCP in the receiving direction: no marker comes any more.
+/// Handles the end of TCP in the receiving direction, after which no marker comes.
 fn ended<'a, S: SocketIo>(
     socket: &'a S,
     control: &mut ControlOf<S>,
@@ -227,11 +231,11 @@ fn ended<'a, S: SocketIo>(
 fn on_marker<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, marker: Result<Marker, WireError>) {
     match marker {
         Ok(Marker::Hello(hello)) => {
-            // P32: a HELLO from another instance than the asker is not followed.
+            // P32: an acceptor answers a HELLO by ABORT if it comes from another instance than the asker.
             let expected = control.handshake.as_ref().is_some_and(|h| h.role == Role::Connector);
             if !expected && (control.leave.is_some() || is_shut(socket)) {
-                // Since this end's YES the program has put the socket to a use that forbids a promotion. This end owes
-                // an ABORT, and no more.
+                // Since this end's YES the program has used the socket in a way that rules out a promotion. This end
+                // owes an ABORT, and nothing else.
                 return feed(socket, control, |h| Ok(h.on_bad_marker()));
             }
             if !expected && control.asked_by != Some(hello.instance) {
@@ -254,9 +258,9 @@ fn on_marker<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, marker: Result
     }
 }
 
-/// Scans the bytes of a call that was inside the kernel when the scan began. Moves the payload to the front of `bytes`,
-/// handles markers, and holds back the possible beginning of one. Returns the payload's length. The call still counts
-/// in `rx_inside`.
+/// Scans `bytes`, which a call has received that was inside the kernel when the scan began. Moves the data to the front
+/// of `bytes`, handles markers, and holds back the possible beginning of a marker. Returns the length of the data.
+/// `rx_inside` still counts the call.
 pub fn scan_taken<S: SocketIo>(socket: &S, bytes: &mut [u8]) -> usize {
     let len = bytes.len();
     let Some(mut control) = socket.control.lock() else {
@@ -270,7 +274,8 @@ pub fn scan_taken<S: SocketIo>(socket: &S, bytes: &mut [u8]) -> usize {
         };
         let Some(nonce) = rx.scan else {
             if socket.rx_mode.load(Acquire) == Mode::Link {
-                // The direction has been to the link and back meanwhile: the bytes from there come first.
+                // The direction has moved to the link meanwhile, and these bytes came by TCP behind its last byte on
+                // the link. So the bytes on the link come first.
                 rx.carry.push(bytes.get(at..len).unwrap_or_default());
                 break;
             }
@@ -298,8 +303,9 @@ pub fn scan_taken<S: SocketIo>(socket: &S, bytes: &mut [u8]) -> usize {
     kept
 }
 
-/// Returns whether TCP has a marker that was not read yet, or the beginning of one with the whole nonce. `None` if TCP
-/// has more than `PEEK` bytes, or if a call of the program has a part of it.
+/// Returns whether the unread bytes of TCP contain a marker, or the beginning of a marker with its whole nonce. `None`
+/// if there are more than `PEEK` unread bytes, or if a call of the program is inside the kernel and may have a part of
+/// them.
 pub fn has_marker<S: SocketIo>(socket: &S) -> Option<bool> {
     let rx = socket.rx.lock()?;
     let (Some(nonce), Some(tcp)) = (rx.scan, socket.tcp()) else {
@@ -320,20 +326,22 @@ pub fn has_marker<S: SocketIo>(socket: &S) -> Option<bool> {
     })
 }
 
-/// Returns what the program can read among markers, and handles the markers in front. `None` in a signal handler that
-/// has interrupted this thread's use of the connection.
+/// Takes the locks, looks at the front of TCP and handles markers there. Returns what the program can read. `None`
+/// without memory, or in a signal handler that has interrupted this thread's use of the connection.
 pub fn look<S: SocketIo>(socket: &S) -> Option<Ahead> {
     let mut control = socket.control.lock()?;
     let rx = socket.rx.lock()?;
     seen_ahead(socket, &rx, 1).or_else(|| Some(look_ahead(socket, &mut control, rx, AtMark::Stop)?.0))
 }
 
-// Markers behind data that the program does not read: a program may read nothing before it has sent all that it has to
-// send. Bytes move from TCP to the carry until the marker is there.
+// Search for a marker behind data that the program does not read. A program may read nothing before it has sent all its
+// data, and its sending direction may wait for that marker. Bytes move from TCP to the carry until the carry has the
+// marker.
 
-/// Reads markers behind unread data, if the sending direction waits for one, and does what they allow for that
-/// direction. `is_blocked`: a send finds no room on the link, and the reader's head does not move. Returns whether the
-/// kernel has less than before: then the caller wakes the threads that wait for data.
+/// If the sending direction waits for a marker, searches the unread data for it, and carries out the steps that the
+/// marker leads to for that direction. `is_blocked`: a send finds no room on the link, and the peer's reader does not
+/// move. Returns whether bytes were taken from the kernel. If so, the caller wakes the threads that wait for data,
+/// because the kernel reports less than there is.
 pub fn read_ahead<S: SocketIo>(socket: &S, is_blocked: bool) -> bool {
     let mut took = false;
     let Some(mut control) = socket.control.lock() else {
@@ -358,18 +366,18 @@ fn waits<L, O>(control: &Control<L, O>, is_blocked: bool) -> bool {
 fn on_ahead<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, ahead: resume::Ahead) {
     tracing::trace!(target: "rdmasock::promote", slot = socket.slot(), ?ahead, "before its turn");
     match control.stay.as_mut().map(|stay| stay.resume.on_ahead(ahead)) {
-        // The state has not changed, so no thread is woken.
+        // The marker leads to no step, so no thread has to be woken.
         Some(Ok(steps)) if steps.is_empty() => {}
         Some(Ok(steps)) => stay::carry_out(socket, control, steps),
         _ => stay::violation(socket, "a marker out of turn"),
     }
 }
 
-/// Returns the next marker but HELLO, or the end, as far as TCP has brought it. Sets `took` if it takes bytes from the
-/// kernel. `None` if neither is there, if the direction is not scanned, or if no more may be read ahead.
+/// Returns the next marker that TCP has brought, or the end of TCP. Skips HELLO. Sets `took` if it takes bytes from the
+/// kernel. `None` if TCP has brought neither, if the direction is not scanned, or if no more bytes may be read ahead.
 fn next<S: SocketIo>(socket: &S, rx: &mut RxOf<S>, took: &mut bool) -> Option<resume::Ahead> {
     loop {
-        // The bytes of a call that was in the kernel before the scan began come first.
+        // If a call has been inside the kernel since before the scan began, its bytes come first.
         if socket.rx_mode.load(Acquire) != Mode::Marked || !socket.rx_inside.is_empty() {
             return None;
         }
@@ -379,7 +387,7 @@ fn next<S: SocketIo>(socket: &S, rx: &mut RxOf<S>, took: &mut bool) -> Option<re
                 Marker::Switch => resume::Ahead::Closing(Closing::Switch),
                 Marker::Abort(_) => resume::Ahead::Closing(Closing::Abort),
                 Marker::Resume { received, sent } => resume::Ahead::Resume { received, sent },
-                // The handshake gets it only when the program has read up to it.
+                // The handshake gets HELLO only when the program has read the data in front of it.
                 Marker::Hello(_) => continue,
             });
         }
@@ -398,8 +406,8 @@ fn next<S: SocketIo>(socket: &S, rx: &mut RxOf<S>, took: &mut bool) -> Option<re
     }
 }
 
-/// Drops the data in front of the markers that this end waits for (P79). The program has closed the socket, which lives
-/// on until the peer has all of its data.
+/// Drops the data in front of the markers that this end waits for (P79). The program has closed the socket, so no call
+/// reads the data. The object stays until the peer has all bytes that the program has sent.
 pub fn drop_unread<S: SocketIo>(socket: &S) {
     let Some(mut control) = socket.control.lock() else {
         return;
@@ -412,43 +420,44 @@ pub fn drop_unread<S: SocketIo>(socket: &S) {
         rx.scanned = 0;
         take(&socket.tcp()?, &mut rx, carry + kernel).ok()
     };
-    // Bounded: a peer that goes on sending does not occupy the service thread.
+    // The number is bounded, so that a peer that sends without end does not occupy the service thread.
     if (0..DROPS).all(|_| drop_next().is_some()) {
         drop(control);
         socket.later(Task::Settle);
     }
 }
 
-/// Bytes that were taken from TCP and that the program has not read. They may be the beginning of a marker, bytes of a
-/// call that come later in the stream, or bytes that were read ahead.
+/// Bytes that were taken from TCP and that the program has not read. They may be the beginning of a marker, or bytes
+/// that were read ahead. Or a call has received them that come behind the bytes on the link.
 #[derive(Default)]
 pub struct Carry {
-    /// The bytes that are held, behind those that the program has read.
+    /// The first `read` of these bytes have been read. The others are the contents of the carry.
     bytes: Vec<u8>,
-    /// How many bytes in front the program has read.
+    /// The number of bytes at the front of `bytes` that the program has read.
     read: usize,
-    /// Number of unread bytes in front whose markers [`Self::next_marker`] has all returned.
+    /// The number of unread bytes at the front that [`Self::next_marker`] has searched, and whose markers it has all
+    /// returned.
     looked: usize,
-    /// How many bytes of [`AHEAD`] this connection has.
+    /// The number of bytes that this connection has added to [`AHEAD`].
     charged: usize,
 }
 
-/// No more bytes may be read ahead: the bound is reached, or there is no memory.
+/// Error: no more bytes may be read ahead, because the bound is reached or there is no memory.
 #[derive(Debug)]
 struct NoRoom;
 
 impl Carry {
-    /// Returns all bytes that are held.
+    /// Returns all bytes in the carry.
     pub fn as_slice(&self) -> &[u8] {
         self.bytes.get(self.read..).unwrap_or_default()
     }
 
-    /// Returns the number of bytes that are held.
+    /// Returns the number of bytes in the carry.
     pub fn len(&self) -> usize {
         self.bytes.len() - self.read
     }
 
-    /// Returns whether no byte is held.
+    /// Returns whether the carry has no byte.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -458,8 +467,9 @@ impl Carry {
         self.bytes.extend_from_slice(bytes);
     }
 
-    /// Reserves memory for `more` bytes that are read ahead. They count until the program has read them. The caller
-    /// [pushes](Self::push) no other bytes before them.
+    /// Reserves memory for `more` bytes that are about to be read ahead, and counts them in `AHEAD` as far as they
+    /// exceed `OWN`. They count until the program has read them. The next bytes that the caller [pushes](Self::push)
+    /// are these.
     fn charge(&mut self, more: usize) -> Result<(), NoRoom> {
         self.bytes.try_reserve(more).map_err(|_| NoRoom)?;
         let beyond = (self.len() + more).saturating_sub(OWN.max(self.charged + OWN));
@@ -475,29 +485,30 @@ impl Carry {
         Ok(())
     }
 
-    /// Stops counting the bytes that are not held any more.
+    /// Subtracts the bytes from `AHEAD` that this connection has counted there and that are not in the carry any more.
     fn settle(&mut self) {
         let held = self.len().saturating_sub(OWN).min(self.charged);
         AHEAD.fetch_sub(self.charged - held, Relaxed);
         self.charged = held;
     }
 
-    /// Drops up to `n` bytes in front.
+    /// Drops up to `n` bytes at the front, which have been read.
     pub fn consume(&mut self, n: usize) {
         self.read += n.min(self.len());
         self.looked = self.looked.saturating_sub(n);
         self.settle();
         if self.is_empty() {
-            // Frees the memory: it may be large, if many bytes were read ahead.
+            // Frees the memory, which may be large if many bytes were read ahead.
             *self = Self::default();
         } else if self.read > self.len() {
-            // The move copies fewer bytes than the program has read since the last move.
+            // The unread bytes move to the front. They are fewer than the bytes that were read since the last move, so
+            // the cost of moves stays low.
             self.bytes.drain(..self.read);
             self.read = 0;
         }
     }
 
-    /// Takes all bytes; none is left.
+    /// Removes and returns all bytes.
     pub fn take(&mut self) -> Vec<u8> {
         let mut bytes = std::mem::take(&mut self.bytes);
         bytes.drain(..self.read);
@@ -505,9 +516,9 @@ impl Carry {
         bytes
     }
 
-    /// Returns the next marker for the reader that chose `nonce`, however many bytes precede it. Each marker is
-    /// returned once, and its bytes stay. `None` if no whole marker is there, and in front of one that cannot be
-    /// decoded.
+    /// Searches for the next marker that starts with `nonce`. Any number of bytes may precede the marker. Each marker
+    /// is returned once, and its bytes stay in the carry. `None` if there is no whole marker, or if the next marker
+    /// cannot be decoded.
     fn next_marker(&mut self, nonce: &Nonce) -> Option<Marker> {
         let seen = scan(nonce, self.as_slice().get(self.looked..)?);
         self.looked += seen.payload;
@@ -530,7 +541,7 @@ impl Drop for Carry {
     }
 }
 
-/// Resets the count in a fork child: the carries of its parent are leaked there, and count no more.
+/// Resets `AHEAD` in a fork child. The child leaks its copies of the parent's carries, so they must not count.
 pub fn after_fork() {
     AHEAD.store(0, Relaxed);
 }
@@ -561,7 +572,7 @@ mod tests {
         late.charge(OWN).unwrap();
         late.push(&piece);
         assert!(late.charge(OWN).is_err());
-        // A program reads, which makes room for another.
+        // The program of one connection reads, which makes room for another connection.
         all.first_mut().unwrap().consume(2 * OWN);
         late.charge(OWN).unwrap();
         drop(late);
@@ -588,7 +599,7 @@ mod tests {
         carry.push(part);
         assert!(matches!(carry.next_marker(&NONCE), Some(Marker::Switch)));
         assert!(carry.next_marker(&NONCE).is_none(), "not as a whole yet");
-        // The program reads some of it meanwhile.
+        // The program reads a part of the data meanwhile.
         carry.consume(2);
         carry.push(rest);
         assert!(matches!(

@@ -1,6 +1,6 @@
-//! A stay on a link between hosts: carries out the steps of the state machine in `stream::resume` (P70–P79), and feeds
-//! it the events that make a stream leave such a link. An attempt that is not closed is given up first. Also the way
-//! back to TCP that the program or its peer asks for.
+//! A stay on a link between hosts: this file carries out the steps of the state machine in `stream::resume` (P70–P79),
+//! and feeds it the events that make a stream leave such a link. An attempt that is not closed is given up first. The
+//! file also takes a connection back to TCP from any link, if the program or its peer asks for that.
 //!
 //! The caller of each function holds the control lock, and neither `rx` nor `tx`.
 
@@ -28,12 +28,13 @@ pub struct Stay {
     pub mine: Nonce,
     /// The nonce that RESUME to the peer starts with.
     pub theirs: Nonce,
-    /// Only a failure of the link can end the stay. Once it has ended, the connection may be promoted again.
+    /// No event so far rules out another promotion. So if the stay ends, a failure of the link is the cause, and the
+    /// connection may be promoted again.
     pub returns: bool,
 }
 
-/// Begins the stay: OPEN is about to be sent on a link between hosts. Markers to this end start with the nonce `mine`,
-/// markers to the peer with `theirs`.
+/// Begins the stay: this end is about to send OPEN or OPEN-ACK on a link between hosts. Markers to this end start with
+/// the nonce `mine`, markers to the peer with `theirs`.
 pub fn begin<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, mine: Nonce, theirs: Nonce) {
     control.stay = Some(Stay {
         resume: Resume::default(),
@@ -53,7 +54,7 @@ pub fn is_staying<L, O>(control: &Control<L, O>) -> bool {
     control.stay.as_ref().is_some_and(|stay| !stay.resume.is_over())
 }
 
-/// Feeds the state machine.
+/// Feeds `input` to the state machine, and carries out its steps.
 pub fn feed<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, input: impl FnOnce(&mut Resume) -> Steps) {
     if let Some(stay) = control.stay.as_mut() {
         let steps = input(&mut stay.resume);
@@ -61,8 +62,8 @@ pub fn feed<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, input: impl FnO
     }
 }
 
-/// Feeds an event that ends the stay: the connection is not promoted again. An attempt that is not closed is given up
-/// first.
+/// Gives up an attempt that is not closed, then feeds `input`, which ends the stay. The connection is not promoted
+/// again.
 pub fn end_by<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, input: impl FnOnce(&mut Resume) -> Steps) {
     end_attempt(socket, control);
     if let Some(stay) = control.stay.as_mut() {
@@ -71,7 +72,7 @@ pub fn end_by<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, input: impl F
     feed(socket, control, input);
 }
 
-/// Carries out steps.
+/// Carries out `steps` in order.
 pub fn carry_out<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, steps: Steps) {
     for step in steps {
         tracing::trace!(target: "rdmasock::promote", slot = socket.slot(), ?step);
@@ -103,7 +104,8 @@ pub fn carry_out<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, steps: Ste
             }
             Step::ReadOn(sent) => read_on(socket, Some(sent)),
             Step::Lost => {
-                // Bytes that were sent before the reset have come, and are read before it. No peer sends them again.
+                // Bytes that the peer has sent on the link have come, and the program reads them before the reset. No
+                // peer sends them again.
                 if let Some(opened) = &control.opened {
                     opened.link.take_in();
                 }
@@ -113,14 +115,15 @@ pub fn carry_out<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, steps: Ste
             Step::Done => socket.later(Task::Settle),
         }
     }
-    // Queued and not done here: an epoll set's lock is not taken under the control lock.
+    // The service thread notifies, because a notification may take the lock of an epoll set, which must not be taken
+    // under the control lock.
     socket.later(Task::Notify);
     if control.stay.as_ref().is_some_and(|stay| stay.resume.looks_ahead()) {
         socket.later(Task::ReadAhead);
     }
 }
 
-/// Resets the connection at both ends: the peer has sent what the protocol does not allow.
+/// Resets the connection at both ends, because the peer has broken the protocol. `what` is for the log.
 pub fn violation<S: SocketIo>(socket: &S, what: &str) {
     tracing::warn!(target: "rdmasock", slot = socket.slot(), what, "resumption failed: reset");
     socket.reset();
@@ -138,8 +141,9 @@ fn write_resume<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
     let Some(Ok(received)) = received else {
         return violation(socket, "bad ring");
     };
-    // The other host may be gone, so the kernel's wait for it is bounded. If the link holds unread bytes of the
-    // program, TCP waits for those as long as for any.
+    // The other host may be gone, so the time that the kernel waits for acknowledgements is bounded. The bound is left
+    // out if the link holds bytes that the peer has not read: TCP carries them next, and waits for their
+    // acknowledgement as long as for any data.
     let has_failed = control.opened.as_ref().is_some_and(|o| !o.link.is_alive());
     if has_failed && !is_unread(socket) {
         socket.bound_wait();
@@ -184,8 +188,8 @@ fn send_from<S: SocketIo>(socket: &S, from: u64) {
     flush_or_later(socket);
 }
 
-/// Lets reads continue in TCP once the ring is read. TCP brings all bytes up to `sent`; `None`: the connection is
-/// reset.
+/// Lets reads continue in TCP once the program has read the ring. TCP has to bring all bytes up to the position `sent`.
+/// `None`: the program gets ECONNRESET after the ring.
 fn read_on<S: SocketIo>(socket: &S, sent: Option<u64>) {
     {
         let Some(mut rx) = socket.rx.lock() else {
@@ -218,7 +222,7 @@ fn end_tcp<S: SocketIo>(socket: &S) {
     flush(socket);
 }
 
-/// Returns whether the link holds bytes that the reader has not read.
+/// Returns whether the link holds bytes of the sending direction that the peer has not read.
 fn is_unread<S: SocketIo>(socket: &S) -> bool {
     let is_unread = || Some(socket.tx.lock()?.producer.as_mut()?.used().is_ok_and(|n| n > 0));
     socket.tx_mode.load(Acquire) == Mode::Link && is_unread() == Some(true)
@@ -231,34 +235,34 @@ pub fn link_failed<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     end_attempt(socket, control);
     let is_marked = is_staying(control) && is_marked(socket);
     if is_marked {
-        // The peer may have got the confirmation of its mark, and have ended TCP before it left the link. That end of
-        // TCP comes first: the kernel would answer a RESUME by a reset.
+        // The peer may have received the confirmation of its mark, and closed its socket. Then the end of TCP has to be
+        // handled before RESUME is written, because the peer's kernel would answer RESUME by a reset.
         look_for_resume(socket, control);
     }
     feed(socket, control, |r| r.on_link_failed(is_marked));
 }
 
-/// Returns whether all of the peer's direction has come over the link, with its end mark. This end may have confirmed
-/// that. A mark that comes from now on is not taken, and not confirmed.
+/// Returns whether all of the peer's direction has come over the link, with its end mark, so that this end may have
+/// confirmed it. Freezes the ring: a mark that comes later is neither accepted nor confirmed.
 fn is_marked<S: SocketIo>(socket: &S) -> bool {
     let is_whole = |c: &mut Consumer| c.freeze(u64::MAX).is_ok() && c.has_mark();
     let rx = socket.rx.lock();
     rx.is_some_and(|mut rx| rx.consumer.as_mut().is_some_and(is_whole))
 }
 
-/// Handles the peer's confirmation: it has all bytes that this end has given to the link, and the end mark.
+/// Handles the peer's confirmation that it has all bytes which this end has given to the link, and the end mark.
 pub fn confirmed<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     feed(socket, control, Resume::on_confirmed);
 }
 
-/// Leaves the link for a new holder, which reads the kernel alone: unread bytes come through the kernel again. The
-/// socket can be handed over once [`is_staying`] returns false.
+/// Leaves the link for a new holder of the socket, which reads the kernel alone. So the peer sends unread bytes a
+/// second time, over TCP. The socket can be handed over once [`is_staying`] returns false.
 fn hand_over<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     end_attempt(socket, control);
     if let Some(mut rx) = socket.rx.lock()
         && let Some(consumer) = rx.consumer.as_mut()
     {
-        // An error is met again when RESUME is written.
+        // An error is handled when RESUME is written, where `freeze` returns it again.
         let _ = consumer.freeze(0);
     }
     end_by(socket, control, Resume::leave_at_once);
@@ -281,7 +285,7 @@ pub fn close<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     end_by(socket, control, Resume::close);
 }
 
-/// Handles the end of the process as a close of a stream that is on a link between hosts.
+/// Handles the end of the process, for a stream on a link between hosts, in the same way as a close.
 pub fn end<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     if is_staying(control) {
         close(socket, control);
@@ -291,21 +295,23 @@ pub fn end<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
 
 // The way back to TCP from any link.
 
-/// Takes the socket back to TCP: the sending direction now, the receiving one when the peer follows this end's request.
-/// During a handshake it does so as soon as the handshake has ended.
+/// Takes the socket back to TCP: the sending direction now, the receiving direction when the peer has done what this
+/// end requests. If a handshake is under way, the way back begins when the handshake has ended.
 pub fn leave<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason: Reason) {
     control.leave = Some(reason);
     let is_attempt = control.handshake.is_some() && !is_staying(control);
     end_attempt(socket, control);
     if is_attempt {
-        // After this end's SWITCH the direction need not wait for the peer's.
+        // If this end has queued SWITCH, the sending direction goes back now, before the peer's closing marker has
+        // come.
         return demote_tx(socket);
     }
     leave_link(socket, control, reason);
 }
 
-/// As [`leave`], for a new holder of the socket: bytes that the program has not read yet come through the kernel too.
-/// The receiving direction is on TCP when this returns, unless a handshake is under way.
+/// Takes the socket back to TCP for a new holder of the socket: as [`leave`], but the peer also sends unread bytes a
+/// second time, over TCP. Within a host the receiving direction is on TCP when this returns, unless a handshake is
+/// under way.
 pub fn return_to_tcp<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason: Reason) {
     if control.handshake.is_some() {
         return leave(socket, control, reason);
@@ -318,8 +324,8 @@ pub fn return_to_tcp<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason
     }
     hand_over_rest(socket);
     if unread_returns_to_tcp(socket, control, reason).is_err() {
-        // P28: the peer has left the link already, and TCP may have later bytes. A gap in the data would be worse than
-        // the end of the connection.
+        // P28: the peer has left the link already, so it cannot send the unread bytes again, and TCP may have later
+        // bytes. A gap in the data would be worse than a reset.
         tracing::warn!(target: "rdmasock", slot = socket.slot(), %reason, "unread data before its end cannot follow the socket: reset");
         socket.reset();
         socket.rx_mode.go(Move::Abandoned);
@@ -328,10 +334,11 @@ pub fn return_to_tcp<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason
     }
 }
 
-/// The peer has left the link already: unread bytes stay there, and the bytes after them may be in TCP.
+/// The peer has left the link already, so it cannot send the unread bytes of the ring again. Later bytes may be in TCP.
 struct PeerLeft;
 
-/// Takes both directions back to TCP, with the bytes that were not read. No handshake is under way.
+/// Takes both directions back to TCP, and asks the peer to send the unread bytes of the ring a second time, over TCP.
+/// No handshake is under way.
 fn unread_returns_to_tcp<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason: Reason) -> Result<(), PeerLeft> {
     control.leave = Some(reason);
     socket.set_why(reason.into());
@@ -366,7 +373,8 @@ fn unread_returns_to_tcp<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, re
     Ok(())
 }
 
-/// As [`return_to_tcp`], for the same holder: bytes that cannot come through the kernel are read where they are.
+/// Takes the socket back to TCP for the same holder: as [`return_to_tcp`], but if the peer cannot send unread bytes
+/// again, the program reads them from the ring.
 pub fn prefer_tcp<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason: Reason) {
     if control.handshake.is_some() || is_staying(control) {
         leave(socket, control, reason);

@@ -1,12 +1,13 @@
-//! Explores every order in which two ends can receive the messages and markers that they send each other. Answers may
-//! be lost, and at any moment an end may give up, close its half of TCP or lose the link. Messages are whole here. The
-//! pair tests (rdmasock-tests) cut them, and put data between them.
+//! Explores every order in which two ends can receive the messages and markers that they send each other. Out-of-band
+//! messages may be lost. At any moment an end may give up, end its direction of TCP or lose the link. Messages and
+//! markers are always read whole here, without data between them. The pair tests (rdmasock-tests) cut them, and put
+//! data between them.
 
 use std::collections::{HashSet, VecDeque};
 
 use crate::stream::handshake::*;
 
-/// The elements of TCP's stream besides data.
+/// The elements of TCP's stream other than data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Tcp {
     Hello,
@@ -22,7 +23,7 @@ enum Side {
     Refuse,
 }
 
-/// Messages out of band.
+/// The out-of-band messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Oob {
     Yes,
@@ -47,7 +48,7 @@ struct End {
     link: bool,
     wants_link: bool,
     fin: bool,
-    /// The peer's FIN is the next event in TCP, however often this end reads.
+    /// This end has read the peer's FIN. Each further read finds it again.
     eof: bool,
     over: Option<Step>,
     to_tcp: VecDeque<Tcp>,
@@ -108,7 +109,7 @@ impl End {
         self.handshake.as_ref().map(|h| h.role)
     }
 
-    /// Writes in TCP. Returns false if TCP's direction has ended.
+    /// Writes `what` in TCP. Returns false if this end's direction of TCP has ended.
     fn write(&mut self, what: Tcp) -> bool {
         if !self.fin {
             self.to_tcp.push_back(what);
@@ -116,7 +117,7 @@ impl End {
         !self.fin
     }
 
-    /// Carries out steps; `ring`: whether there is a ring to receive into.
+    /// Carries out steps. `ring`: there is memory for a ring to receive into.
     fn run(&mut self, steps: Steps, ring: bool) {
         for step in steps {
             match step {
@@ -266,7 +267,7 @@ fn happen(event: Event, me: &mut End, peer: &mut End) -> bool {
     true
 }
 
-/// Checks where the attempt has ended, when no event is left that happens by itself.
+/// Checks how the attempt has ended. No event is left that is sure to happen.
 fn check_rest(c: &End, s: &End) {
     for (writer, reader) in [(c, s), (s, c)] {
         match writer.tx {
@@ -310,7 +311,7 @@ fn no_order_of_events_loses_data_leaks_a_marker_or_leaves_an_end_waiting() {
                 if happened {
                     let by_itself = match event {
                         Event::GiveUp | Event::Shutdown => false,
-                        // The end of the channel reaches the other end sooner or later.
+                        // A link that has died at one end is sure to die at the other.
                         Event::LinkDies => c.link == s.link,
                         _ => true,
                     };

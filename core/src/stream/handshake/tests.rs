@@ -25,7 +25,8 @@ fn the_whole_handshake_promotes_both_ends() {
     assert_eq!(c.on_hello(peer), Ok(vec![Step::NeedLink(peer)]));
     assert_eq!(c.on_link_up(), Ok(vec![Step::SendOpen]));
     assert_eq!(s.on_open(), Ok(vec![Step::SendOpen, Step::Write(Closing::Switch)]));
-    // The connector may read the acceptor's SWITCH before its OPEN-ACK: they travel on different paths.
+    // The connector may read the acceptor's SWITCH before its OPEN-ACK, because SWITCH comes by TCP and OPEN-ACK by the
+    // link.
     assert_eq!(c.on_closing(Closing::Switch), Ok(vec![Step::ReceiveOnLink]));
     assert_eq!(c.on_open(), Ok(vec![Step::Write(Closing::Switch), Step::Promoted]));
     assert_eq!(

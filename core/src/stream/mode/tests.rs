@@ -1,4 +1,4 @@
-//! Tests of the table of modes: every cell of it, and that the page says the same.
+//! Tests of the table of modes: every move, and that the table in the module's documentation agrees.
 
 use crate::stream::mode::*;
 

@@ -1,6 +1,6 @@
-//! Explores every order of events at the two ends of a link between hosts. An end can write, read, receive what the
-//! peer sends in TCP and on the link, leave the link, shut down, close and die. Each end can lose the link at a moment
-//! of its own, with or without the records in flight. Markers are whole here; the pair tests (rdmasock-tests) cut them.
+//! Explores every order of events at the two ends of a link between hosts. An end can write, read, receive from TCP and
+//! from the link, leave the link, shut down, close and die. The link can fail at the two ends at different moments, and
+//! records in flight may be lost or not. Markers are always read whole here; the pair tests (rdmasock-tests) cut them.
 
 use std::collections::{HashSet, VecDeque};
 
@@ -9,7 +9,7 @@ use crate::stream::handshake;
 use crate::stream::handshake::{Handshake, Phase, Role};
 use crate::stream::resume::*;
 
-/// The elements of TCP's stream. A byte of data is its number in its direction.
+/// The elements of TCP's stream. A byte of data has its number in its direction as its value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Tcp {
     Data(u8),
@@ -36,7 +36,7 @@ enum Record {
 enum On {
     Tcp,
     Link,
-    /// RESUME is written, and the peer's is not read.
+    /// This end has written RESUME, and has not read the peer's RESUME.
     Held,
     /// The reader has gone.
     Nobody,
@@ -52,7 +52,7 @@ struct End {
     dead: bool,
 
     tx: On,
-    /// Bytes that the program has written, and how many it had when SWITCH was written.
+    /// The number of bytes that the program has written, and its value when SWITCH was written.
     written: u8,
     base: u8,
     /// The program has shut down or closed.
@@ -61,20 +61,21 @@ struct End {
     /// TCP's sending direction has ended.
     fin: bool,
 
-    /// SWITCH has been read, and the ring not been left yet.
+    /// This end has read SWITCH, and has not left the ring yet.
     on_ring: bool,
-    /// Bytes that have come into the ring, and how many of them the program has read.
+    /// The number of bytes that have come into the ring, and how many of them the program has read.
     ring: u8,
     taken: u8,
     marked: bool,
     read_on: bool,
-    /// The byte at which the peer's direction was switched, and the byte up to which RESUME says that it goes.
+    /// The number of the byte at which the peer's direction was switched, and of the byte up to which the peer has sent
+    /// by its RESUME.
     began: u8,
     owed: u8,
     lost: bool,
-    /// Bytes that the program has read.
+    /// The number of bytes that the program has read.
     delivered: u8,
-    /// The end of TCP has been read, and the program has got the end of the stream.
+    /// The end of TCP has been read (`ended`), and the program has got the end of the stream (`eof`).
     ended: bool,
     eof: bool,
     /// The program reads nothing before it has sent all its bytes.
@@ -137,7 +138,7 @@ impl End {
         }
     }
 
-    /// Returns an end as after a handshake without a byte of data.
+    /// Returns an end after a whole handshake, without a byte of data so far.
     fn promoted(role: Role) -> Self {
         let mut this = Self::new(Handshake::connector(NONCES[0]));
         this.handshake = None;
@@ -168,7 +169,7 @@ impl End {
         }
     }
 
-    /// Feeds the handshake, and feeds the resumption with its results.
+    /// Feeds `input` to the handshake, and carries out its steps. They also feed the state machine of `resume`.
     fn feed(&mut self, ring: bool, input: impl FnOnce(&mut Handshake) -> Result<handshake::Steps, Misplaced>) {
         if let Some(h) = &mut self.handshake {
             let steps = input(h).expect("an honest peer is never out of turn");
@@ -274,7 +275,8 @@ impl End {
         self.settle();
     }
 
-    /// Leaves the ring when it is read and what follows is in TCP.
+    /// Leaves the ring when all its bytes are read and the direction goes on in TCP. Then shows the end of TCP to the
+    /// program, if it has been read.
     fn settle(&mut self) {
         if self.on_ring && self.taken == self.ring && self.read_on {
             self.on_ring = false;
@@ -357,8 +359,8 @@ impl End {
         true
     }
 
-    /// Looks behind data for the marker that the sending direction waits for. Any end may look that waits for an
-    /// answer.
+    /// Searches TCP behind unread data for the marker that the sending direction waits for. An end that has switched
+    /// and has no answer may do that at any time.
     fn look_ahead(&mut self, peer: &VecDeque<Tcp>) {
         let Some(r) = &self.resume else { return };
         let in_the_way = matches!(peer.front(), Some(Tcp::Data(_))) && !self.on_ring;
@@ -441,7 +443,7 @@ fn happen(event: Event, bytes: u8, me: &mut End, peer: &mut End) -> bool {
             }
             me.deliver(me.delivered);
             me.taken += 1;
-            // Numbers on the link count from its first byte.
+            // Bytes on the link are numbered from SWITCH on.
             assert_eq!(me.delivered - me.taken, peer.base, "out of order");
             me.settle();
         }
@@ -515,24 +517,25 @@ fn happen(event: Event, bytes: u8, me: &mut End, peer: &mut End) -> bool {
     *me != before
 }
 
-/// Returns whether the event, if it can happen, does so sooner or later.
+/// Returns whether the event, if it can happen, is sure to happen sooner or later.
 fn is_by_itself(event: Event, me: &End, peer: &End) -> bool {
     match event {
         Event::Tcp | Event::Link | Event::Ring | Event::LinkUp => true,
         Event::Ahead => me.resume.as_ref().is_some_and(Resume::looks_ahead),
-        // An attempt over a link that has failed at the other end times out. Without an attempt the failure may stay
-        // unnoticed.
+        // If the link has failed at the peer, an attempt at this end times out. Without an attempt this end may never
+        // notice the failure.
         Event::LinkFails => !peer.link && (me.handshake.is_some() || me.idle),
         _ => false,
     }
 }
 
-/// Checks that no marker goes to a socket that was closed. The kernel answers such bytes by a reset, with which all
-/// bytes on their way are lost. The program may cause that, the library may not.
+/// Checks that this end writes no marker to a socket that the peer has closed. The peer's kernel would answer by a
+/// reset, and bytes of the peer that are still on their way would be lost. Data of the program may cause that, markers
+/// may not.
 fn check_reset(me: &End, had: usize, peer: &End) {
     let is_gone = peer.closed && peer.fin && !peer.dead && !peer.is_resuming() && peer.handshake.is_none();
     let is_marker = |what: &Tcp| !matches!(what, Tcp::Data(_) | Tcp::Fin);
-    // The data in front of a marker that was seen before its turn has come.
+    // If a marker was found behind unread data, that data has arrived and cannot be lost.
     let has_seen = me.resume.as_ref().is_some_and(|r| r.known().is_some());
     let owed = !has_seen && peer.to_tcp.iter().any(|what| *what != Tcp::Fin);
     assert!(
@@ -541,7 +544,7 @@ fn check_reset(me: &End, had: usize, peer: &End) {
     );
 }
 
-/// Checks what has become of the connection, when no event is left that happens by itself.
+/// Checks the state of the connection. No event is left that is sure to happen.
 fn check_rest(ends: [&End; 2]) {
     for (writer, reader) in [(ends[0], ends[1]), (ends[1], ends[0])] {
         let both = || format!("\nwriter {writer:?}\nreader {reader:?}");
@@ -581,8 +584,8 @@ fn check_rest(ends: [&End; 2]) {
     }
 }
 
-/// Checks the same where programs do not read: each end can send nonetheless. Its FIN is sent once the peer has
-/// answered, for which the peer may have to read.
+/// Checks the state if the programs read nothing: each end must be able to send all the same. Its FIN must be sent once
+/// the peer has written its closing marker, for which the peer may have to read.
 fn check_rest_of_idle(ends: &[End; 2]) {
     for (me, peer) in [(&ends[0], &ends[1]), (&ends[1], &ends[0])] {
         assert!(me.tx != On::Held, "cannot send unless it reads\n{ends:?}");
@@ -596,7 +599,8 @@ fn check_rest_of_idle(ends: &[End; 2]) {
     }
 }
 
-/// Explores all states. Returns the number of states, and how many of them are at rest.
+/// Explores all states that can be reached from `start`. Returns the number of states, and in how many of them no event
+/// is left that is sure to happen.
 fn explore(start: [End; 2], bytes: [u8; 2], events: &[Event]) -> (usize, usize) {
     let mut seen = HashSet::from([start.clone()]);
     let mut todo = vec![start];
@@ -635,7 +639,7 @@ fn promoted() -> [End; 2] {
     [End::promoted(Role::Connector), End::promoted(Role::Acceptor)]
 }
 
-/// Returns two ends; the connector has got its YES.
+/// Returns two ends at the beginning of a handshake. The connector has received YES.
 fn greeting() -> [End; 2] {
     let mut c = End::new(Handshake::connector(NONCES[0]));
     c.feed(true, |h| h.on_yes(NONCES[1]));

@@ -1,4 +1,4 @@
-//! Tests of the resumption step by step. `explore.rs` explores every order of events.
+//! Tests of the exchange of RESUME step by step. `explore.rs` explores every order of events.
 
 use crate::stream::resume::*;
 

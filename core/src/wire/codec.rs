@@ -1,6 +1,6 @@
-//! The common parts of the encodings of messages, markers, introductions and records: the version, reading and
-//! appending bytes, the errors, and the sizes of an end's memory that the peer on a link learns of. The encodings
-//! themselves are elsewhere, and the layout of an arena is in `fabric/layout.rs`.
+//! The common parts of the encodings of messages, markers, introductions and records: the version, the errors, and
+//! functions that read and append fields. Also the sizes of an end's memory, which LINK and LINK-ACCEPT carry. The
+//! layout of an arena is in `fabric/layout.rs`.
 
 use std::net::{Ipv6Addr, SocketAddr};
 
@@ -16,13 +16,13 @@ pub const VERSION: u8 = 2;
 
 /// Why bytes are not a message or a marker of this protocol.
 ///
-/// If decoding fails, the peer, or another writer of the bytes, is at fault. If encoding fails, the caller is.
+/// If decoding fails, the writer of the bytes is at fault. If encoding fails, the caller is at fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum WireError {
-    /// Shorter or longer than the message says, or than its kind requires.
+    /// The bytes are shorter or longer than their head says, or than their kind requires.
     #[error("wrong length")]
     Length,
-    /// Does not begin as a message of this protocol.
+    /// The bytes do not begin as a message of this protocol.
     #[error("not an rdmasock message")]
     Magic,
     /// Another version of the protocol.
@@ -39,7 +39,7 @@ pub enum WireError {
     Buffer,
 }
 
-/// The sizes of the memory that an end shares with the peer. The fds travel beside it (P24).
+/// The sizes of the memory that an end shares with the peer. The fds of the memory come with the same message (P24).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Geometry {
     /// Bytes of the arena memfd, which holds the ready queues and the rings.
@@ -48,10 +48,10 @@ pub struct Geometry {
     pub max_ring: u64,
 }
 
-/// Appends values to a caller's buffer. Each call fails if the buffer has no room for the value.
+/// Appends values to a buffer of the caller. `put` fails if the buffer has no room for the value.
 pub(crate) struct Writer<'a> {
     buf: &'a mut [u8],
-    /// Bytes appended.
+    /// The number of bytes appended.
     pub len: usize,
 }
 
@@ -72,18 +72,18 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// The head of a message (P10) and of a marker (P30), behind the bytes by which they are known.
+/// The head of a message (P10), behind its magic bytes, and of a marker (P30), behind its nonce.
 #[derive(FromBytes, IntoBytes, Immutable)]
 #[repr(C)]
 pub(super) struct Head {
     version: u8,
     kind: u8,
-    /// Bytes that follow the head, exactly.
+    /// The exact number of bytes that follow the head.
     pub length: U16,
 }
 
-/// Writes `front`, a head and the body to the front of `buf`. Returns all their bytes. `put_body` writes the body and
-/// returns the kind. Fails with [`WireError::Buffer`] if `buf` is too short.
+/// Writes `front`, a head and a body to the beginning of `buf`. Returns all bytes written. `put_body` writes the body
+/// and returns the kind. Fails with [`WireError::Buffer`] if `buf` is too short.
 pub(super) fn put_frame<'b>(
     front: &[u8],
     buf: &'b mut [u8],
@@ -104,7 +104,7 @@ pub(super) fn put_frame<'b>(
     buf.get(..start + length).ok_or(WireError::Buffer)
 }
 
-/// Reads `bytes`: a head, and a body by `take_body`.
+/// Decodes `bytes`, which are a head and a body. `take_body` gets the kind and reads the body.
 pub(super) fn take_frame<T>(
     bytes: &[u8],
     take_body: impl FnOnce(u8, &mut &[u8]) -> Result<T, WireError>,
@@ -137,7 +137,7 @@ pub(super) fn take<T: FromBytes>(from: &mut &[u8]) -> Result<T, WireError> {
     Ok(value)
 }
 
-/// Implements [`Field`] for types by the type that stands for them on the wire, and the conversions to and from it.
+/// Implements [`Field`] for each type by its type on the wire, and the conversions to and from that type.
 macro_rules! fields {
     ($($type:ty as $wire:ty: |$value:ident| $put:expr, |$read:ident| $take:expr;)*) => {$(
         impl Field<'_> for $type {
@@ -183,7 +183,7 @@ impl Field<'_> for Region {
     }
 }
 
-/// Implements `Field` for structures: their fields follow each other in this order.
+/// Implements `Field` for structures. Their fields have this order on the wire.
 macro_rules! structs {
     ($($Struct:ident { $($field:ident),* })*) => {$(
         impl $crate::wire::codec::Field<'_> for $Struct {
@@ -204,8 +204,8 @@ structs! {
     Geometry { arena_bytes, max_ring }
 }
 
-/// On the wire: the addresses in their IPv4-mapped form, the ports, the namespace, the interface. Any bytes are a
-/// tuple.
+/// On the wire: both IP addresses (IPv4 addresses in the IPv4-mapped form), both ports, the namespace, the interface.
+/// Any bytes of this length are a tuple.
 impl Field<'_> for Tuple {
     fn put(&self, out: &mut Writer<'_>) -> Result<(), WireError> {
         let ends = [self.connector(), self.acceptor()];
@@ -240,7 +240,7 @@ impl<'a> Field<'a> for &'a [u8] {
     }
 }
 
-/// On the wire: whether there is a value, then the value.
+/// On the wire: one byte, 1 if there is a value and 0 if not, then the value, or 0.
 impl Field<'_> for Option<u64> {
     fn put(&self, out: &mut Writer<'_>) -> Result<(), WireError> {
         self.is_some().put(out)?;
@@ -253,8 +253,8 @@ impl Field<'_> for Option<u64> {
     }
 }
 
-/// Declares an enum by the number and name of each variant. A variant has fields in their order on the wire, or one
-/// field without a name. A number is never used again for another variant.
+/// Declares an enum by the number (the kind) and name of each variant. The fields of a variant are given in their order
+/// on the wire. A variant may have one field without a name. A number is never reused for another variant.
 macro_rules! kinds {
     (
         $(#[$about:meta])*

@@ -1,5 +1,5 @@
-//! The introduction on a new queue pair: each end sends it as private data of the connection (docs/protocol.md, "Links
-//! between hosts"). This module encodes and decodes it.
+//! The introduction of an end of a new queue pair. Each end sends it to the other as private data of the rdma_cm
+//! connection (docs/protocol.md, "Links between hosts"). This module encodes and decodes it.
 
 use zerocopy::little_endian::U32;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -7,7 +7,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 use crate::ids::{Cookie, ID_BYTES, InstanceId};
 use crate::wire::codec::{VERSION, WireError, take};
 
-/// Bytes of an introduction.
+/// The length of an introduction in bytes.
 pub const INTRODUCTION: usize = size_of::<Frame>();
 
 const MAGIC: [u8; 4] = *b"rsok";
@@ -17,9 +17,9 @@ const MAGIC: [u8; 4] = *b"rsok";
 struct Frame {
     magic: [u8; 4],
     version: u8,
-    /// 1: data may go past the rings too (P90 to P99). Else 0.
+    /// 1: data may also go directly between the programs' memory, without the rings (P90 to P99). Else 0.
     transfers: u8,
-    /// 1: the queue pair is a bulk queue pair, beside a link's. Else 0.
+    /// 1: this is a bulk queue pair, beside the queue pair of a link. 0: this is the queue pair of a link.
     purpose: u8,
     reserved: u8,
     pid: U32,
@@ -34,16 +34,17 @@ pub struct Introduction {
     pub pid: u32,
     /// The end's instance.
     pub instance: InstanceId,
-    /// From the connecting end: the cookie of the other end's HELLO. From the accepting end: zeroes.
+    /// From the connecting end: the cookie from the other end's HELLO, or from BULK for a bulk queue pair. From the
+    /// accepting end: zeroes.
     pub cookie: Cookie,
-    /// The end allows direct transfers: its user has not switched them off.
+    /// The end allows direct transfers, because its user has not switched them off.
     pub is_direct: bool,
-    /// The new queue pair is a bulk queue pair beside a link's; the cookie is BULK's.
+    /// The new queue pair is a bulk queue pair, beside the queue pair of a link.
     pub is_bulk: bool,
 }
 
 impl Introduction {
-    /// The zeroes that the accepting end sends in the cookie's place.
+    /// The zeroes that the accepting end sends in place of a cookie.
     pub const NO_COOKIE: Cookie = Cookie::from_bytes([0; ID_BYTES]);
 
     /// Returns the introduction's bytes.
@@ -60,8 +61,8 @@ impl Introduction {
         })
     }
 
-    /// Reads the introduction at the beginning of the peer's private data. Total: any bytes give one or an error.
-    /// Transports may have padded the data.
+    /// Decodes the introduction at the beginning of `bytes`, the peer's private data. Ignores bytes behind it, because
+    /// transports may pad the data. Accepts any bytes without a panic.
     pub fn decode(bytes: &[u8]) -> Result<Self, WireError> {
         let frame: Frame = take(&mut &bytes[..])?;
         if frame.magic != MAGIC {

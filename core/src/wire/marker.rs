@@ -1,7 +1,7 @@
 //! Markers: the library writes them inside a TCP stream (docs/protocol.md, P30–P39).
 //!
-//! This file encodes and decodes them, and finds a marker among data ([`scan`]). `stream` decides when to write one and
-//! when to scan.
+//! This file encodes and decodes markers, and finds a marker among data ([`scan`]). `stream` decides when to write a
+//! marker and when to scan.
 
 use std::net::{Ipv6Addr, SocketAddr};
 
@@ -9,9 +9,9 @@ use crate::ids::{Cookie, ID_BYTES, InstanceId, Nonce, mapped};
 use crate::wire::codec::{Field, Head, WireError, Writer, kinds, put_frame, structs, take, take_frame};
 use crate::wire::message::Reason;
 
-/// Bytes of an IP address, IPv4 mapped.
+/// Bytes of an IP address. IPv4 addresses are in the IPv4-mapped form.
 const IP_BYTES: usize = 16;
-/// Bytes of an address on the verbs fabric: IP, port.
+/// Bytes of an address on the verbs fabric: IP address and port.
 const VERBS_BYTES: usize = IP_BYTES + 2;
 
 /// The longest body of a marker, in bytes.
@@ -29,9 +29,9 @@ const FABRIC_VERBS: u8 = 2;
 /// Where a link can be made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LinkAddress {
-    /// On the shm fabric: by the name of the HELLO's instance (P6).
+    /// On the shm fabric, at the name of the instance that the HELLO names (P6).
     Shm,
-    /// On the verbs fabric: by rdma_cm, at this address.
+    /// On the verbs fabric, by rdma_cm at this address.
     Verbs(SocketAddr),
 }
 
@@ -40,7 +40,7 @@ pub enum LinkAddress {
 pub struct LinkOffer {
     /// The address to connect to.
     pub address: LinkAddress,
-    /// The cookie to present there, once.
+    /// The cookie that the connecting end sends there, once.
     pub cookie: Cookie,
 }
 
@@ -49,7 +49,7 @@ pub struct LinkOffer {
 pub struct Hello {
     /// The instance that writes the HELLO.
     pub instance: InstanceId,
-    /// Only in S's HELLO, and only if the two instances may have no link yet.
+    /// An offer of a link. Only in the HELLO of the acceptor, and only if the two instances may have no link yet.
     pub link: Option<LinkOffer>,
 }
 
@@ -58,7 +58,7 @@ structs! {
 }
 
 kinds! {
-    /// A marker: the library's message inside a direction of TCP.
+    /// A marker: a message of the library inside a direction of TCP.
     #[derive(Debug, Clone, Copy)]
     #[allow(missing_docs, reason = "the fields of RESUME are said there")]
     pub enum Marker {
@@ -69,29 +69,30 @@ kinds! {
         /// The attempt to promote has ended, and this direction stays on TCP (P36).
         3 = Abort(reason: Reason);
         /// The stream leaves a link between hosts: the writer receives no more from it (P70). `received` is the
-        /// position up to which the writer has the reader's direction. `sent` is the position up to which its own was
-        /// given to the link. Both are in bytes since SWITCH.
+        /// position up to which the writer has received the other direction. `sent` is the position up to which it gave
+        /// its own direction to the link. Positions count bytes from the SWITCH of their direction on.
         4 = Resume { received: u64, sent: u64 };
     }
 }
 
-/// The bytes that follow the payload.
+/// The bytes that follow the payload of a scan.
 #[derive(Debug, Clone, Copy)]
 pub enum Found {
-    /// No byte: all bytes scanned are data.
+    /// No bytes: all bytes scanned are data.
     Payload,
-    /// The possible beginning of a marker: `have` bytes (1 to `MAX_MARKER` − 1) that are neither data nor a marker yet.
+    /// The last `have` bytes (1 to `MAX_MARKER` − 1) may be the beginning of a marker. Later bytes decide.
     PartialMarker {
-        /// Number of bytes to hold back, up to the end of those scanned.
+        /// The number of bytes to hold back. They are the last of the bytes scanned.
         have: usize,
     },
-    /// Bytes that start with the reader's nonce, so they are not the application's data. The bytes behind them have not
-    /// been scanned.
+    /// `len` bytes that start with the reader's nonce, so they are not the program's data. The bytes behind them have
+    /// not been scanned.
     Marker {
-        /// The marker. The error: it is none that this version can read, so the bytes are to be dropped, and the
-        /// attempt to promote has ended.
+        /// The marker. An error if this version cannot decode it. Then the bytes are to be dropped, and the attempt to
+        /// promote has failed.
         marker: Result<Marker, WireError>,
-        /// Its length in bytes: as the header says, or the bare header if no marker is that long.
+        /// The length of the marker in bytes, by its head. If no marker can be that long, the length of nonce and head
+        /// alone.
         len: usize,
     },
 }
@@ -99,23 +100,23 @@ pub enum Found {
 /// The result of [`scan`].
 #[derive(Debug, Clone, Copy)]
 pub struct Scan {
-    /// Number of bytes at the front that are the application's data.
+    /// The number of bytes at the front that are the program's data.
     pub payload: usize,
-    /// The bytes behind them.
+    /// The bytes behind the payload.
     pub what: Found,
 }
 
 impl Marker {
-    /// Writes the marker for the reader that chose `reader_nonce` to the front of `buf`. Returns its bytes.
+    /// Writes the marker to the front of `buf`, for the reader that chose `reader_nonce`. Returns the marker's bytes.
     ///
     /// Fails with [`WireError::Buffer`] if `buf` is too short; [`MAX_MARKER`] bytes always suffice.
     pub fn encode<'b>(&self, reader_nonce: &Nonce, buf: &'b mut [u8]) -> Result<&'b [u8], WireError> {
         put_frame(reader_nonce.as_bytes(), buf, |body| self.put_body(body))
     }
 
-    /// Reads the one marker that `bytes` consists of. Total: any bytes give a marker or an error.
+    /// Decodes `bytes`, which have to be exactly one marker. Accepts any bytes without a panic.
     ///
-    /// Does not compare the nonce; [`scan`] does.
+    /// Does not compare the nonce, which [`scan`] does.
     pub fn decode(bytes: &[u8]) -> Result<Self, WireError> {
         let frame = bytes.get(ID_BYTES..).ok_or(WireError::Length)?;
         take_frame(frame, Self::take_body)
@@ -124,15 +125,15 @@ impl Marker {
 
 /// Finds the first marker for the reader that chose `nonce` in `bytes`, the next bytes of TCP (P33–P36).
 ///
-/// `bytes` must begin where an earlier scan left off: at the byte after the data delivered, so that a tail held back is
-/// scanned again. A tail that can still become a marker is never called data. To get past a partial marker, a caller
-/// needs room for the `MAX_MARKER` bytes of a whole one.
+/// `bytes` must begin at the byte after the data that was delivered so far. So bytes that an earlier scan held back are
+/// scanned again. The scan never reports a tail as data that may still become a marker. To scan beyond a partial
+/// marker, the caller needs a buffer for the `MAX_MARKER` bytes of a whole marker.
 pub fn scan(nonce: &Nonce, bytes: &[u8]) -> Scan {
     let pattern = nonce.as_bytes();
     let [first, ..] = pattern;
     let mut payload = 0;
-    // Finds the first place where all bytes there agree with the nonce; they may run out early only at the end of
-    // `bytes`. Trying every place in order also handles a nonce that contains its own beginning.
+    // Finds the first place from which on all bytes agree with the nonce, up to the end of the nonce or of `bytes`. The
+    // loop tries every place in order, so it also handles a nonce that contains its own beginning.
     while let Some(skip) = bytes
         .get(payload..)
         .and_then(|rest| rest.iter().position(|b| b == first))
@@ -153,8 +154,8 @@ pub fn scan(nonce: &Nonce, bytes: &[u8]) -> Scan {
     }
 }
 
-/// Returns how many of `bytes` are the application's data, with markers among them or not. `bytes` follow each other in
-/// TCP from where an earlier scan left off.
+/// Returns how many of `bytes` are the program's data, whether there are markers among them or not. `bytes` are
+/// successive bytes of TCP, from the byte on at which an earlier scan ended.
 pub fn payload_in(nonce: &Nonce, bytes: &[u8]) -> usize {
     let (mut payload, mut rest) = (0, bytes);
     loop {
@@ -169,7 +170,8 @@ pub fn payload_in(nonce: &Nonce, bytes: &[u8]) -> usize {
     }
 }
 
-/// Reads the marker at the front of `tail`, which agrees with the reader's nonce as far as it reaches.
+/// Reads the marker at the front of `tail`. The caller has compared `tail` with the reader's nonce, as far as it
+/// reaches.
 fn read_marker(tail: &[u8]) -> Found {
     let partial = Found::PartialMarker { have: tail.len() };
     let Some(Ok(head)) = tail.get(ID_BYTES..).map(|mut rest| take::<Head>(&mut rest)) else {
@@ -188,7 +190,8 @@ fn read_marker(tail: &[u8]) -> Found {
     Found::Marker { marker, len }
 }
 
-/// On the wire: no byte, or the offer. This is the last field of the structure that it is in.
+/// On the wire: no byte, or the offer. Only for the last field of a structure, because any rest of the bytes is read as
+/// an offer.
 impl Field<'_> for Option<LinkOffer> {
     fn put(&self, out: &mut Writer<'_>) -> Result<(), WireError> {
         self.iter().try_for_each(|offer| offer.put(out))
@@ -199,7 +202,7 @@ impl Field<'_> for Option<LinkOffer> {
     }
 }
 
-/// On the wire: the cookie, the fabric, then the address with its length, up to the marker's end.
+/// On the wire: the cookie, the fabric, the length of the address, then the address, which ends the marker.
 impl Field<'_> for LinkOffer {
     fn put(&self, out: &mut Writer<'_>) -> Result<(), WireError> {
         self.cookie.put(out)?;
@@ -230,7 +233,7 @@ impl Field<'_> for LinkOffer {
     }
 }
 
-/// Returns the address. `None` if no listener can have it: port 0, multicast, or unspecified.
+/// Decodes an IP address and a port. `None` if no listener can have this address: port 0, multicast, or unspecified.
 fn verbs_address(bytes: &[u8]) -> Option<SocketAddr> {
     let (ip, port) = bytes.split_first_chunk::<IP_BYTES>()?;
     let ip = Ipv6Addr::from(*ip).to_canonical();

@@ -1,7 +1,7 @@
-//! Out-of-band messages: one a datagram, framed by a checked header (docs/protocol.md, P10–P29).
+//! Out-of-band messages: one in each datagram, with a header that the receiver checks (docs/protocol.md, P10–P29).
 //!
-//! File descriptors travel beside a message (SCM_RIGHTS). [`Message::fds`] returns how many belong to a kind;
-//! `os::channel` moves them.
+//! File descriptors travel beside a message (SCM_RIGHTS). [`Message::fds`] returns how many a message needs.
+//! `os::channel` sends and receives them.
 
 use std::fmt;
 
@@ -9,7 +9,7 @@ use crate::ids::{Cookie, InstanceId, Nonce, Tuple, Vqpn};
 use crate::region::Region;
 use crate::wire::codec::{Geometry, WireError, kinds, put_frame, take, take_frame};
 
-/// Bytes of the longest message, which is ASK.
+/// The length of the longest message in bytes. ASK has it.
 pub const MAX_MESSAGE: usize = 96;
 
 const MAGIC: [u8; 4] = *b"rsok";
@@ -35,47 +35,53 @@ kinds! {
     pub enum Message {
         /// "I am the connecting end of `tuple`; do you hold the other end, and do you want it moved?"
         1 = Ask { request: u64, tuple: Tuple, nonce_c: Nonce, instance_c: InstanceId };
-        /// "I hold it and want it moved; your markers to me start with `nonce_s`."
+        /// "I hold the connection and want it moved; your markers to me start with `nonce_s`."
         2 = Yes { request: u64, nonce_s: Nonce, instance_s: InstanceId };
-        /// "It stays on TCP."
+        /// "The connection stays on TCP."
         3 = No { request: u64, reason: Reason };
-        /// "I do not hold it; this instance, which listens on the same socket, does."
+        /// "I do not hold the connection; `instance`, which listens on the same socket, does."
         4 = Redirect { request: u64, instance: InstanceId };
         /// The connector gives up after YES. It has not written its HELLO and never will.
         5 = Cancel { nonce_s: Nonce };
-        /// The first message on a new link, with the arena and waiter memfds. It proves that C has read S's HELLO.
+        /// The first message on a new link, with C's arena and waiter memfds. The cookie proves that C has read S's
+        /// HELLO.
         16 = Link { cookie: Cookie, instance_c: InstanceId, pid: u32, geometry: Geometry };
-        /// The link is accepted; with S's arena and waiter memfds.
+        /// S accepts the link. Comes with S's arena and waiter memfds.
         17 = LinkAccept { instance_s: InstanceId, pid: u32, geometry: Geometry };
         /// "Write this stream's data to `ring`, under `vqpn`." The nonces name the stream.
         32 = Open { nonce_mine: Nonce, nonce_yours: Nonce, vqpn: Vqpn, ring: Region };
-        /// The answer to OPEN: `yours` is the opener's number, `mine` and `ring` are the sender's.
+        /// The answer to OPEN. `yours` is the number that the sender of OPEN chose. `mine` and `ring` are the
+        /// answerer's own number and ring.
         33 = OpenAck { yours: Vqpn, mine: Vqpn, ring: Region };
-        /// The stream that the opener called `yours` stays on TCP.
+        /// The answer to an OPEN that is refused: the stream with the number `yours` stays on TCP.
         34 = OpenRefuse { yours: Vqpn, reason: Reason };
-        /// Comes with the button of the doorbell that waiter `id` of the sender polls.
+        /// Comes with the button (the writing end) of the doorbell that waiter `id` of the sender polls.
         35 = Waiter { id: u32 };
-        /// "Move your sending direction of stream `yours` back to TCP." With `resend_from` the sender of this no longer
-        /// reads the link. The bytes from that position on are sent again (P28). Else TCP follows the last byte on the
-        /// link.
+        /// "Move your sending direction of stream `yours` back to TCP." With `resend_from` the sender of this message
+        /// has stopped reading the link at that position, and the receiver sends the bytes from there on again over TCP
+        /// (P28). Without it the receiver goes on in TCP after its last byte on the link.
         37 = DemoteRequest { yours: Vqpn, resend_from: Option<u64> };
         /// "Move your sending direction of stream `yours` to the ring that is on offer."
         38 = Adopt { yours: Vqpn };
-        /// "You have sent the bytes of this file in TCP, and their reader can get them only there. Send them there
-        /// again, before all bytes in the ring of stream `yours`. The reader has read none of those."
+        /// "I have read these bytes, which you sent in TCP, but their new reader can get them only from TCP. Send them
+        /// in TCP again, and then all bytes in the ring of stream `yours`, from which I have read none." The message
+        /// comes with a file that holds the bytes.
         41 = TakeBack { yours: Vqpn, bytes: u32 };
-        /// TAKE-BACK is carried out: stream `yours` has ended in that direction.
+        /// TAKE-BACK is carried out: that direction of stream `yours` is on TCP.
         42 = TakenBack { yours: Vqpn };
-        /// The sender will not use stream `yours` again; its own number for it is free.
+        /// The sender will not use stream `yours` again. Once both ends have sent CLOSED, its own number for the stream
+        /// is free (P26).
         39 = Closed { yours: Vqpn };
-        /// "Wake your waiter `id`", where the sender has no button of it, or cannot wake it.
+        /// "Wake your waiter `id`." Sent if the sender does not have the waiter's button, or cannot wake the waiter
+        /// itself.
         40 = Ring { id: u32 };
-        /// "Connect a bulk queue pair beside this link's, and introduce it with this cookie." Sent by the end that has
-        /// accepted the link, to an end with [direct transfers](crate::wire::Introduction::is_direct).
+        /// "Connect a bulk queue pair beside this link's queue pair, and send `cookie` in its introduction." The end
+        /// that has accepted the link sends this to an end with [direct
+        /// transfers](crate::wire::Introduction::is_direct).
         43 = Bulk { cookie: Cookie };
-        /// "Send me BULK: I want a bulk queue pair." Sent by the end that has connected the link.
+        /// "Send me BULK: I want a bulk queue pair." The end that has connected the link sends this.
         44 = BulkWanted;
-        /// The sender has given its end of the bulk queue pair up. Each end sends this once.
+        /// The sender has given up its end of the bulk queue pair. Each end sends this once.
         45 = BulkGone;
     }
 }
@@ -95,7 +101,7 @@ impl Message {
         }
     }
 
-    /// Returns how many file descriptors have to travel beside this message.
+    /// Returns the number of file descriptors that have to come with this message.
     pub const fn fds(&self) -> usize {
         match self {
             Self::Link { .. } | Self::LinkAccept { .. } => 2,
@@ -104,14 +110,14 @@ impl Message {
         }
     }
 
-    /// Writes the message to the front of `buf`. Returns its bytes.
+    /// Writes the message to the front of `buf`. Returns the message's bytes.
     ///
     /// Fails with [`WireError::Buffer`] if `buf` is shorter than the message ([`MAX_MESSAGE`] bytes always suffice).
     pub fn encode<'b>(&self, buf: &'b mut [u8]) -> Result<&'b [u8], WireError> {
         put_frame(&MAGIC, buf, |body| self.put_body(body))
     }
 
-    /// Reads the one message that `datagram` consists of. Total: any bytes give a message or an error.
+    /// Decodes `datagram`, which has to be exactly one message. Accepts any bytes without a panic.
     pub fn decode(datagram: &[u8]) -> Result<Self, WireError> {
         let mut frame = datagram;
         if take::<[u8; 4]>(&mut frame)? != MAGIC {
@@ -124,12 +130,12 @@ impl Message {
 /// Declares [`Reason`] by the name, number and text of each reason that this version knows.
 macro_rules! reasons {
     ($($(#[$doc:meta])* $name:ident = $code:literal => $text:literal,)+) => {
-        /// Why an end refuses, as sent in NO, OPEN-REFUSE and ABORT. [`crate::stats::Reason`] is what an
-        /// end shows to its own program.
+        /// Why an end refuses, as sent in NO, OPEN-REFUSE and ABORT. [`crate::stats::Reason`] is the reason that an end
+        /// shows in `rdmasock stat`.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
         pub enum Reason {
             $($(#[$doc])* $name,)+
-            /// A reason of a later version, by its number.
+            /// A reason that this version does not know, by its number.
             Other(u16),
         }
 
@@ -139,7 +145,7 @@ macro_rules! reasons {
                 match self { $(Self::$name => $code,)+ Self::Other(code) => code }
             }
 
-            /// Returns the reason with this number; every number is one.
+            /// Returns the reason with this number. Every number gives a reason.
             pub fn from_code(code: u16) -> Self {
                 match code { $($code => Self::$name,)+ other => Self::Other(other) }
             }
@@ -154,31 +160,31 @@ macro_rules! reasons {
 }
 
 reasons! {
-    /// This instance holds no such connection (or has not accepted it yet).
+    /// This instance does not hold the connection, or has not accepted it yet.
     NotHeld = 1 => "peer does not hold the connection",
     /// A rule leaves the connection on TCP.
     Rule = 2 => "a rule leaves it on TCP",
     /// More than one process may hold the connection.
     Shared = 3 => "shared by several processes",
-    /// The socket is in a use that the link does not support.
+    /// The program uses the socket in a way that a link does not support.
     Use = 4 => "socket use not supported on a link",
     /// The connection is being closed or has been reset.
     Closing = 5 => "connection is closing",
-    /// A bound was reached: links, streams, waiters.
+    /// A limit of links, streams or waiters was reached.
     Limit = 6 => "limit reached",
-    /// No memory, no fd, no room in the arena.
+    /// There is no memory, no fd, or no room in the arena.
     Resources = 7 => "out of memory, fds or arena",
     /// The peer's parameters cannot be met.
     Unsupported = 8 => "parameters not supported",
-    /// The nonce or the cookie is not the one that was given out.
+    /// The nonce or the cookie is wrong.
     Secret = 9 => "wrong nonce or cookie",
-    /// The peer did not keep to the protocol.
+    /// The peer broke the protocol.
     Violation = 10 => "protocol violation",
-    /// A step did not come in time.
+    /// The peer did not carry out a step in time.
     Timeout = 11 => "no answer in time",
-    /// The peer withdrew.
+    /// The sender has given up the attempt.
     Cancelled = 12 => "withdrawn",
-    /// No program with the library listens on the port there.
+    /// No program with the library listens on the port on the answering host.
     Absent = 13 => "no program with the library on the port",
     /// The asker's user does not own the connector's socket, or the two ends are not in one network namespace.
     NotOwner = 14 => "asker does not own the connection",

@@ -1,9 +1,9 @@
 //! The wire: the bytes that two instances send each other (docs/protocol.md has the rules).
 //!
-//! There are two kinds. A [`Message`] goes out of band, one a datagram, on a service name, a link's side channel or the
-//! control port. A [`Marker`] goes inside the TCP stream, where [`marker::scan`] finds it. All integers are
-//! little-endian. Decoding is total, checks every length and never panics. This module does no I/O, and does not know
-//! what a message leads to.
+//! There are two kinds. A [`Message`] goes out of band, one in each datagram, on a service name, an instance name or a
+//! link's side channel. A [`Marker`] goes inside the TCP stream, where [`marker::scan`] finds it. All integers are
+//! little-endian. Decoding accepts any bytes: it checks every length and never panics. This module does no I/O, and
+//! other folders act on the messages.
 
 #![cfg_attr(not(test), deny(clippy::indexing_slicing))]
 

@@ -1,4 +1,4 @@
-//! Tests of the scanner: data always comes out whole, markers always come out, however TCP cuts them.
+//! Tests of the scanner: it finds all data and every marker, wherever TCP cuts them.
 
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -21,7 +21,8 @@ fn hello() -> Marker {
     })
 }
 
-/// Returns what a reader gets out of `wire` in pieces cut at `cuts`: the data up to the first marker, and that marker.
+/// Scans `wire` in pieces that end at `cuts`, as a reader does. Returns the data up to the first marker, and that
+/// marker.
 fn read_in_pieces(nonce: &Nonce, wire: &[u8], cuts: &[usize]) -> (Vec<u8>, Option<Marker>) {
     let mut cuts: Vec<usize> = cuts.iter().map(|c| c % (wire.len() + 1)).collect();
     cuts.sort_unstable();
@@ -46,13 +47,13 @@ fn read_in_pieces(nonce: &Nonce, wire: &[u8], cuts: &[usize]) -> (Vec<u8>, Optio
     (data, None)
 }
 
-/// Nonces with and without structure. Some contain their own beginning.
+/// Returns random nonces, nonces of few different bytes, and nonces that contain their own beginning.
 fn nonces() -> impl Strategy<Value = Nonce> {
     let small = vec(0u8..2, 16).prop_map(|v| v.try_into().unwrap());
     prop_oneof![any::<[u8; 16]>(), small, Just([0xFF; 16])].prop_map(Nonce::from_bytes)
 }
 
-/// Data with pieces of the nonce between other bytes, but never all of it.
+/// Returns data with pieces of the nonce between other bytes. No piece is the whole nonce.
 fn teasing(nonce: Nonce) -> impl Strategy<Value = Vec<u8>> {
     let piece = prop_oneof![
         (0usize..16).prop_map(move |n| nonce.as_bytes()[..n].to_vec()),
@@ -77,7 +78,8 @@ proptest! {
     ) {
         let marker = [hello(), Marker::Switch, Marker::Abort(Reason::Timeout)][which as usize];
         let bytes = encoded(&marker, &nonce);
-        // The end of the data and the marker must not contain an earlier nonce together.
+        // The end of the data and the beginning of the marker could form an earlier nonce by chance. Such cases are
+        // skipped.
         prop_assume!(!contains(&[&data, &bytes[..15]].concat(), nonce.as_bytes()));
         let wire = [&data[..], &bytes, &after].concat();
         let (got, found) = read_in_pieces(&nonce, &wire, &cuts);
@@ -90,7 +92,7 @@ proptest! {
         (nonce, pieces) in nonces().prop_flat_map(|n| (Just(n), vec(teasing(n), 1..5))),
     ) {
         let wire = pieces.join(&encoded(&hello(), &nonce)[..]);
-        // Data and marker must not contain another nonce together.
+        // Data and marker could form another nonce by chance. Such cases are skipped.
         let markers = wire.windows(16).filter(|w| *w == nonce.as_bytes()).count();
         prop_assume!(markers + 1 == pieces.len());
         let data: usize = pieces.iter().map(Vec::len).sum();
@@ -107,7 +109,7 @@ proptest! {
         let scan = scan(&nonce, &data);
         let held = &data[scan.payload..];
         prop_assert!(held.len() < 16 && nonce.as_bytes().starts_with(held));
-        // No longer tail of the data is the beginning of a marker.
+        // No tail of the data that is longer than `held` is the beginning of a nonce.
         for start in 0..scan.payload {
             prop_assert!(!nonce.as_bytes().starts_with(&data[start..]));
         }

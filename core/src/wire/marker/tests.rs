@@ -1,4 +1,4 @@
-//! Tests of the markers: all that is encoded is decoded, and no other bytes are.
+//! Tests of the markers: every encoded marker is decoded again, and other bytes are refused.
 
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -105,7 +105,7 @@ fn a_link_within_the_host_has_no_other_name() {
         .unwrap()
         .to_vec();
     assert!(Marker::decode(&bytes).is_ok());
-    // The address of a HELLO that names another socket.
+    // A HELLO on the shm fabric may not have an address, so that it cannot lead to another socket.
     let [.., length] = bytes.as_mut_slice() else { return };
     *length = 3;
     bytes.extend(b"a/b");

@@ -1,4 +1,4 @@
-//! Tests of the out-of-band messages: all that is encoded is decoded, and no other bytes are.
+//! Tests of the out-of-band messages: every encoded message is decoded again, and other bytes are refused.
 
 use std::net::SocketAddr;
 
@@ -90,7 +90,8 @@ fn message() -> impl Strategy<Value = Message> {
     ]
 }
 
-/// Returns every field, the cookie's bytes aside, as text: `Message` has no equality because cookies have none.
+/// Returns all fields as text, except the bytes of a cookie. The tests compare this text, because `Message` is not
+/// `PartialEq`: cookies are not.
 fn text(message: &Message) -> String {
     format!("{message:?}")
 }
@@ -242,7 +243,7 @@ fn the_longest_message_is_as_documented() {
         nonce_c: Nonce::from_bytes([1; 16]),
         instance_c: InstanceId::from_bytes([1; 16]),
     };
-    // docs/protocol.md, P10 and P30.
+    // docs/protocol.md has these lengths in P10 and P30.
     assert_eq!(
         (encoded(&longest).len(), MAX_MESSAGE, crate::wire::MAX_MARKER),
         (96, 96, 72)

@@ -1,6 +1,6 @@
-//! Reports an unknown or too new libclang, with which rdma-sys generates its bindings. The error of rdma-sys itself for
-//! a libclang from 16 on is "not a valid Ident". Links against the symbol versions of an old glibc, as the preloaded
-//! library does.
+//! Checks the version of libclang, with which rdma-sys generates its bindings, and prints a remedy if it does not fit.
+//! Without this check, a libclang from 16 on makes rdma-sys fail with "not a valid Ident". Also links against the
+//! symbol versions of an old glibc, as the preloaded library does.
 
 use std::path::Path;
 
@@ -23,8 +23,8 @@ fn main() {
     }
 }
 
-/// Returns the version of the libclang in a directory, or of the file `path`, by the number in its real name:
-/// libclang-14.so.14.0.6.
+/// Returns the version of libclang.so, which `path` names or which lies in the folder `path`. Reads the number from the
+/// file's real name, for example libclang-14.so.14.0.6. `None` if there is no such file or number.
 fn version(path: &Path) -> Option<u32> {
     let library = if path.is_dir() {
         path.join("libclang.so")

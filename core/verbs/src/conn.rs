@@ -1,4 +1,4 @@
-//! A connection: its id, its queue, and its state.
+//! A connection: its rdma_cm id, its queue, and its state.
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,17 +16,19 @@ use crate::queue::{Common, Queue};
 use crate::sizes::Sizes;
 use crate::sys::{Context, Event, Id, Private, event};
 
-/// About 1 s. With seven repetitions, a silent peer is given up after some 8 s.
+/// The time-out of an acknowledgement, as the exponent for `Id::set_ack_timeout`: about 1 s. A request is repeated
+/// seven times, so the connection ends after a silence of the peer of about 8 s.
 const ACK_TIMEOUT: u8 = 18;
 
-/// READs that may be outstanding on a connection for bulk: enough that the next one travels while one is answered.
+/// The most READs that may be outstanding on a connection for bulk. With several, further READs are on their way while
+/// the peer's device answers one.
 const BULK_READS: u32 = 8;
 
-/// A connection, from the request on. Fields are in the order in which they are dropped.
+/// A connection, from its request on. The order of the fields is the order in which they have to be dropped.
 pub(crate) struct Conn {
     /// Set by `accept` or `connect`.
     queue: OnceLock<Queue>,
-    /// The private data of the peer's accept. The lock's owner handles the events of the id.
+    /// The private data of the peer's accept. A thread handles the events of the id only while it holds this lock.
     private: Lock<Private>,
     /// The memory that the peer offers for this end's probes.
     offer: OnceLock<Offer>,
@@ -38,7 +40,8 @@ pub(crate) struct Conn {
 }
 
 impl Conn {
-    /// Makes a connection for an id that has its device: the id of a request, or one whose route is resolved.
+    /// Makes a connection for an id that has a device: the id of a request, or an id whose route is resolved. ENODEV if
+    /// it has none.
     pub(crate) fn new(id: Id) -> Result<Self> {
         Ok(Self {
             queue: OnceLock::new(),
@@ -51,7 +54,7 @@ impl Conn {
         })
     }
 
-    /// Returns the id, for connecting.
+    /// Returns the id, for `connect`, which waits on its events.
     pub(crate) fn id(&self) -> &Id {
         &self.id
     }
@@ -61,26 +64,26 @@ impl Conn {
         self.context.is_iwarp()
     }
 
-    /// Returns the queue; ENOTCONN before there is one.
+    /// Returns the queue. ENOTCONN before `accept` or `connect` has made it.
     pub(crate) fn queue(&self) -> Result<&Queue> {
         self.queue.get().ok_or(Errno(libc::ENOTCONN))
     }
 
-    /// Keeps the offer that the peer's private data contains, if it contains one.
+    /// Stores the peer's offer of memory for probes, if `private`, the peer's private data, contains one.
     pub(crate) fn hear(&self, private: &Private) {
         if let Some(offer) = Offer::read(private) {
             let _ = self.offer.set(offer);
         }
     }
 
-    /// Fails with EPROTO if probes need memory of the peer's and the peer offers none.
+    /// Fails with EPROTO if probes need memory of the peer (on iWARP) and the peer has offered none.
     pub(crate) fn check_offer(&self) -> Result<()> {
         let is_missing = self.is_iwarp() && self.offer.get().is_none();
         if is_missing { Err(Errno(libc::EPROTO)) } else { Ok(()) }
     }
 
-    /// Begins to connect, and shares the resources of `beside` if there is one. [`state`](Self::state) reports the
-    /// result.
+    /// Begins to connect. If there is a connection `beside`, this one shares its resources. [`state`](Self::state)
+    /// reports the result.
     pub(crate) fn connect(&self, private: &[u8], beside: Option<&Self>) -> Result<()> {
         let depth = self.make_queue(false, beside)?;
         let private = compose(private, self.queue()?.offer())?;
@@ -89,9 +92,9 @@ impl Conn {
             .map_err(|errno| explain("connecting", errno))
     }
 
-    /// Makes the queue; returns how many READs each side may have outstanding. For bulk these are `BULK_READS`, or
-    /// fewer if the device allows fewer. Otherwise it is one, for a probe on iWARP (elsewhere it is unused, but some
-    /// devices require one).
+    /// Makes the queue. Returns the number of READs that each end may have outstanding. For a connection beside
+    /// another, which is for bulk, this is `BULK_READS`, or the device's limit if that is lower. Otherwise it is one,
+    /// for a probe on iWARP (RoCE and InfiniBand do not use it, but some devices require at least one).
     fn make_queue(&self, accepts: bool, beside: Option<&Self>) -> Result<u8> {
         let (common, wish) = match beside {
             None => (Common::new(self.context)?, Sizes::MESSAGES),
@@ -107,8 +110,8 @@ impl Conn {
         Ok(depth)
     }
 
-    /// Returns the resources to share with `other`. ENODEV if `other` is on another device, ENOTCONN if it has no queue
-    /// yet.
+    /// Returns the resources of `other`, which this connection is to share. ENODEV if `other` is on another device,
+    /// ENOTCONN if it has no queue yet.
     fn common_with(&self, other: &Self) -> Result<Common> {
         if self.context != other.context {
             let doing = "connecting beside a connection that is on another device";
@@ -136,7 +139,7 @@ impl Conn {
         }
     }
 
-    /// Disconnects once: the queue pair is flushed, and the peer is notified.
+    /// Disconnects, only once. The work requests of the queue pair complete with an error, and the peer is notified.
     fn leave(&self) {
         if self.queue.get().is_some() && !self.left.swap(true, Ordering::Relaxed) {
             let _ = self.id.disconnect();
@@ -175,7 +178,7 @@ impl Connection for Conn {
     }
 
     fn state(&self) -> i32 {
-        // If another thread is handling events, the current state is returned without waiting.
+        // If another thread is handling events, this returns the current state without waiting.
         if let Some(mut private) = self.private.try_lock() {
             loop {
                 match self.id.channel().next() {
@@ -245,7 +248,7 @@ pub(crate) fn words(private: &Private) -> [u8; PRIVATE_BYTES] {
     private.bytes.first_chunk().copied().unwrap_or([0; PRIVATE_BYTES])
 }
 
-/// The meaning of an event for a connection that is being made or is up.
+/// The effect of an rdma_cm event on a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
     Nothing,
@@ -253,9 +256,9 @@ pub(crate) enum Verdict {
     Over(Errno),
 }
 
-/// Returns the meaning of an event by its kind and status.
+/// Returns the effect of an event, by its kind and status.
 pub(crate) fn verdict(kind: u32, status: i32) -> Verdict {
-    // A negative status is an errno, a positive one a reason of the transport.
+    // A negative status is a negative errno. A positive status is a reason code of the transport, which is ignored.
     let or = |default| Errno(status.checked_neg().filter(|errno| *errno > 0).unwrap_or(default));
     match kind {
         event::RDMA_CM_EVENT_ESTABLISHED => Verdict::Up,

@@ -1,4 +1,4 @@
-//! Makes a connection within a time: resolves address and route, makes the queue pair, connects.
+//! Makes a connection, with a time-out: resolves address and route, makes the queue pair, and connects.
 
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
@@ -12,14 +12,14 @@ use crate::error::{Errno, Result};
 use crate::explain::explain;
 use crate::sys::{Id, event};
 
-/// How long the connecting end on iWARP waits before anything is sent. siw's accept answers first and takes over the
-/// socket afterwards; data that arrives in between is not read until more arrives. Without the wait, one in 50
-/// connections in the lab stood still.
+/// How long the connecting end on iWARP waits before it sends its first message. The accepting end's siw answers the
+/// request before it takes over the TCP socket. Data that arrives in between is not read until more data arrives.
+/// Without the wait, one in 50 connections in the lab stood still.
 const IWARP_SETTLES: Duration = Duration::from_millis(50);
 
-/// Connects, from one port; shares the resources of `beside` if there is one. The timeout applies to the resolution of
-/// the route, and again to the peer's answer. On siw the call itself waits for the TCP connection, until the kernel's
-/// own timeout.
+/// Makes one attempt to connect. If there is a connection `beside`, the new one shares its resources. `timeout` applies
+/// to the resolution of address and route together, and again to the peer's answer. On siw rdma_connect itself also
+/// waits for the TCP connection, until the kernel's own time-out.
 pub(crate) fn connect(
     local: &Address,
     remote: &Address,
@@ -58,7 +58,7 @@ fn after(timeout: Duration) -> Result<Instant> {
     Instant::now().checked_add(timeout).ok_or(Errno(libc::EINVAL))
 }
 
-/// Waits for the event `wanted`. Fails with the reason if another event shows that it will not arrive.
+/// Waits for the event `wanted`. If another event ends the attempt, fails with its reason.
 fn expect(id: &Id, wanted: u32, until: Instant) -> Result<()> {
     loop {
         match id.channel().next()? {
@@ -73,7 +73,7 @@ fn expect(id: &Id, wanted: u32, until: Instant) -> Result<()> {
     }
 }
 
-/// Sleeps until the id has an event, or until the deadline; ETIMEDOUT if that has passed.
+/// Sleeps until the id has an event, or until the deadline `until`. ETIMEDOUT if the deadline has passed already.
 fn wait(id: &Id, until: Instant) -> Result<()> {
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
     let left = until.saturating_duration_since(Instant::now());
@@ -81,7 +81,7 @@ fn wait(id: &Id, until: Instant) -> Result<()> {
         return Err(Errno(libc::ETIMEDOUT));
     }
     let timeout = Timespec::try_from(left).map_err(|_| Errno(libc::EINVAL))?;
-    // SAFETY: the channel's fd is open as long as the id, which is borrowed.
+    // SAFETY: the fd of the channel is open as long as the id lives, which is borrowed here.
     let fd = unsafe { BorrowedFd::borrow_raw(id.channel().fd()) };
     match poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&timeout)) {
         Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
@@ -89,7 +89,7 @@ fn wait(id: &Id, until: Instant) -> Result<()> {
     }
 }
 
-/// Returns the remaining time in ms, at least 1: the kernel does not accept 0.
+/// Returns the time until the deadline in ms, at least 1, because the kernel does not accept 0.
 fn milliseconds(until: Instant) -> i32 {
     let left = until.saturating_duration_since(Instant::now()).as_millis();
     i32::try_from(left).unwrap_or(i32::MAX).max(1)

@@ -1,7 +1,8 @@
-//! Finds the device of a local address, and opens it once. Queue pairs are elsewhere.
+//! Finds the RDMA device that has a local address, and opens each device once.
 //!
-//! [`find`] only reads sysfs. So a process that forks its workers can know that there is a device without opening it.
-//! Children cannot use a device that their parent has opened (librdmacm keeps the parent's).
+//! [`find`] only reads sysfs. So a process that forks its workers can find out whether there is a device without
+//! opening it. A child cannot use librdmacm if its parent has used it: the child's librdmacm still has the parent's
+//! state.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,16 +16,17 @@ use crate::explain::{debug, explain};
 use crate::sys::{Context, Id, prepare_for_fork};
 use crate::sysfs::device_on;
 
-/// Whether a call of librdmacm was made in this process, or in the process that it was forked from.
+/// Whether this process, or a process that it was forked from, has called librdmacm.
 static USED: AtomicBool = AtomicBool::new(false);
-/// Whether this process is a fork child of a process that had made such a call.
+/// Whether this process was forked from a process that had called librdmacm.
 static INHERITED: AtomicBool = AtomicBool::new(false);
 
-/// The open devices. Each keeps an id for ever, so that librdmacm keeps the context that all ids share.
+/// The open devices. For each device an id is kept for ever, so that librdmacm keeps the device's context, which all
+/// ids share.
 static OPEN: Lock<Vec<(Context, Id)>> = Lock::new(Vec::new());
 
-/// Checks that a device has this local address; ENODEV if none has it. EOPNOTSUPP in a child of a process that has used
-/// librdmacm, which cannot be initialised again.
+/// Checks that a device has this local address. ENODEV if none has it. EOPNOTSUPP if this process was forked from a
+/// process that had called librdmacm, which cannot be initialised again.
 pub(crate) fn find(local: &Address) -> Result<()> {
     if INHERITED.load(Ordering::Relaxed) {
         debug(format_args!(
@@ -37,14 +39,14 @@ pub(crate) fn find(local: &Address) -> Result<()> {
     device.map(drop).ok_or(Errno(libc::ENODEV))
 }
 
-/// Opens the device that has this local address; returns its context if it is open already.
+/// Opens the device that has this local address, unless it is open already. Returns its context.
 pub(crate) fn open(local: &Address) -> Result<Context> {
     find(local)?;
     let mut open = OPEN.lock().ok_or(Errno(libc::EDEADLK))?;
     if !USED.swap(true, Ordering::Relaxed) {
         prepare_for_fork();
     }
-    // Under the lock, so that no other thread uses a context before its fds are at their final numbers.
+    // This is done under the lock, so that no other thread uses a context before its fds have their final numbers.
     let id = Id::new().map_err(|errno| explain("opening the connection manager", errno))?;
     id.bind(&Address { port: 0, ..*local })
         .map_err(|errno| explain("opening the device", errno))?;
@@ -58,7 +60,7 @@ pub(crate) fn open(local: &Address) -> Result<Context> {
     Ok(context)
 }
 
-/// Forgets the parent's devices in a fork child; none of them is used again.
+/// Forgets the parent's devices in a fork child, which never uses them.
 ///
 /// # Safety
 /// No other thread exists.
@@ -66,8 +68,8 @@ pub(crate) unsafe fn forget() {
     if USED.load(Ordering::Relaxed) {
         INHERITED.store(true, Ordering::Relaxed);
     }
-    // SAFETY: by this function's contract. The value under the lock is not used again: if it may have entries, `find`
-    // fails.
+    // SAFETY: by this function's contract. If the list may have entries, `find` fails from now on, so no code uses the
+    // list again.
     unsafe { OPEN.reset() };
 }
 
@@ -78,13 +80,13 @@ fn interface_of(wanted: IpAddr) -> Result<String> {
     crate::error::check(unsafe { libc::getifaddrs(&mut list) })?;
     let mut found = None;
     let mut at = list;
-    // SAFETY: a list made by getifaddrs, which is freed after the loop.
+    // SAFETY: `at` is null or an entry of the list that getifaddrs has made. The list is freed after the loop.
     while let Some(entry) = unsafe { at.as_ref() } {
-        // SAFETY: null, or an address with the members of its family.
+        // SAFETY: the pointer is null, or points to an address with all members of its family.
         if unsafe { address_of(entry.ifa_addr) } == Some(wanted) {
-            // SAFETY: every entry has a terminated name.
+            // SAFETY: every entry has a name that ends with a zero.
             let name = unsafe { std::ffi::CStr::from_ptr(entry.ifa_name) };
-            // The name of an alias is like eth0:1.
+            // The name of an alias has the form eth0:1.
             found = name
                 .to_str()
                 .ok()
@@ -94,7 +96,7 @@ fn interface_of(wanted: IpAddr) -> Result<String> {
         }
         at = entry.ifa_next;
     }
-    // SAFETY: made by getifaddrs, freed once.
+    // SAFETY: the list was made by getifaddrs and is freed once.
     unsafe { libc::freeifaddrs(list) };
     found.ok_or(Errno(libc::ENODEV))
 }

@@ -1,16 +1,16 @@
-//! Turns the four ways in which libibverbs reports errors into one.
+//! Converts the ways in which libibverbs and librdmacm report errors to one `Result`.
 
 use std::ffi::c_int;
 
 pub(crate) use rdmasock_core::fabric::plugin::{Errno, Result};
 
-/// Converts the result of a call that returns 0, or -1 with errno set.
+/// Converts the result of a function that returns 0, or -1 with errno set.
 pub(crate) fn check(result: c_int) -> Result<()> {
     if result == 0 { Ok(()) } else { Err(Errno::last()) }
 }
 
-/// Converts the result of a call that returns 0 or an errno: positive by its manual, negative from some providers
-/// (siw). -1 means that errno is set.
+/// Converts the result of a function that returns 0 or an errno. By its manual the errno is positive, but some
+/// providers (siw) return it negative. -1 means that errno is set.
 pub(crate) fn check_code(result: c_int) -> Result<()> {
     match result {
         0 => Ok(()),

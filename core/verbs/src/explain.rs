@@ -1,5 +1,5 @@
-//! Logs failures with their remedy: the first one loudly, later ones quietly, because the library tries again with
-//! every peer.
+//! Logs failures with their remedy. The first failure with a remedy is logged at the level `Error`, later ones at
+//! `Debug`, because the library tries again with every peer.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -8,7 +8,7 @@ use rustix::process::{Resource, getrlimit};
 
 use crate::error::Errno;
 
-/// Whether a remedy was logged already.
+/// Whether a remedy was logged at the level `Error` already.
 static SAID: AtomicBool = AtomicBool::new(false);
 
 /// Logs a text at the level `Debug`.
@@ -28,7 +28,8 @@ pub(crate) fn explain(doing: &str, errno: Errno) -> Errno {
     errno
 }
 
-/// Returns the administrator's remedy, given the limit on locked memory in bytes; `None` if none is known.
+/// Returns what the administrator can do about this errno. `memlock` is the limit on locked memory in bytes, `None` if
+/// there is no limit. Returns `None` if no remedy is known.
 fn remedy(errno: Errno, memlock: Option<u64>) -> Option<String> {
     match (errno.0, memlock) {
         (libc::ENOMEM | libc::EPERM | libc::EAGAIN, Some(limit)) => Some(format!(

@@ -1,6 +1,7 @@
-//! The verbs fabric as a plugin: queue pairs between hosts by libibverbs and librdmacm, behind the tables of
-//! `rdmasock_core::fabric::plugin`. It is a library of its own, because a program that is linked with rdma-core cannot
-//! start on a host without it. The caller defines the bytes that are sent, and decides when to connect.
+//! The verbs fabric as a plugin: queue pairs between hosts by libibverbs and librdmacm (rdma-core). The preloaded
+//! library calls it by the tables of functions in `rdmasock_core::fabric::plugin`. The plugin is a library of its own,
+//! because a program with a library that is linked with rdma-core cannot start on a host without rdma-core. The
+//! preloaded library defines the bytes that are sent, and decides when to connect.
 
 #![warn(unreachable_pub)]
 
@@ -24,7 +25,8 @@ use rdmasock_core::fabric::plugin::serve::{Plugin, table};
 
 static TABLE: Plugin = table::<provider::Verbs>();
 
-/// Stores the library's table, and writes the address of the plugin's to `table`. Returns 0 or a negative errno.
+/// Stores `host`, the library's table of functions, and writes the address of the plugin's own table to `table`.
+/// Returns 0 or a negative errno.
 ///
 /// # Safety
 /// As described at `rdmasock_core::fabric::plugin::serve::Entry`.
@@ -37,7 +39,7 @@ pub unsafe extern "C" fn rdmasock_verbs_plugin(host: *const Host, table: *mut *c
     if let Err(errno) = unsafe { plugin::attach(host) } {
         return errno.code();
     }
-    // SAFETY: not null, and valid for a write by this function's contract.
+    // SAFETY: `table` is not null, and valid for a write by this function's contract.
     unsafe { table.write(&raw const TABLE) };
     0
 }

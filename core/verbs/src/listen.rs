@@ -1,4 +1,4 @@
-//! A listener, and its connection requests.
+//! A listener for connections, and the requests that it receives.
 
 use rdmasock_core::fabric::plugin::Address;
 use rdmasock_core::fabric::plugin::serve::{Incoming, Listen};
@@ -9,19 +9,19 @@ use crate::error::{Errno, Result};
 use crate::explain::{debug, explain};
 use crate::sys::{Id, event};
 
-/// The most requests that the kernel queues.
+/// The most connection requests that the kernel queues.
 const BACKLOG: i32 = 64;
-/// How many ports to try for port 0. iWARP shares its ports with TCP: a port that is free for rdma_cm may have a TCP
-/// listener.
+/// The most ports that are tried if the caller wants any port. On iWARP rdma_cm and TCP share ports: a port that is
+/// free for rdma_cm may have a TCP listener.
 const TRIES: usize = 16;
 
-/// A listener.
+/// A listener for connections.
 pub(crate) struct Listener {
     id: Id,
 }
 
 impl Listener {
-    /// Listens at a local address; with port 0 at any free port.
+    /// Listens at the address `local`. Port 0 stands for any free port.
     pub(crate) fn new(local: &Address) -> Result<Self> {
         device::open(local)?;
         let mut result = Err(Errno(libc::EADDRINUSE));
@@ -70,7 +70,7 @@ impl Listen for Listener {
                         private: words(&event.private),
                     }));
                 }
-                // The failure has rejected this request; the channel may hold others.
+                // The drop of the id has rejected this request. The channel may have further requests.
                 Err(errno) => debug(format_args!("verbs: a request could not be taken: {errno}")),
             }
         }

@@ -1,5 +1,5 @@
-//! The plugin's own memory for buffers. It is mapped shared, so that a fork does not copy its pages and leave the
-//! device with the old ones; a fork child does not inherit it.
+//! The plugin's own memory for buffers. The mapping is shared. In a private mapping, a write after a fork would copy
+//! the page, and the device would go on with the old page. A fork child does not inherit the mapping.
 
 use crate::error::{Errno, Result};
 
@@ -10,7 +10,7 @@ pub(crate) struct Slab {
     len: usize,
 }
 
-// SAFETY: plain memory; its users access it by raw pointers, under their own rules.
+// SAFETY: a slab is plain memory. Its users access it by raw pointers, and argue at each access why there is no race.
 unsafe impl Send for Slab {}
 // SAFETY: as for Send.
 unsafe impl Sync for Slab {}
@@ -18,7 +18,7 @@ unsafe impl Sync for Slab {}
 impl Slab {
     pub(crate) fn new(len: usize) -> Result<Self> {
         use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
-        // SAFETY: a new mapping, which replaces no other.
+        // SAFETY: this makes a new mapping, which replaces no other.
         let at = unsafe {
             mmap_anonymous(
                 std::ptr::null_mut(),
@@ -27,7 +27,8 @@ impl Slab {
                 MapFlags::SHARED,
             )?
         };
-        // SAFETY: exactly the mapping that was just made. If the call fails, fork children inherit the memory.
+        // SAFETY: the range is exactly the mapping that was just made. If the call fails, fork children inherit the
+        // memory, which does no harm.
         let _ = unsafe { madvise(at, len, Advice::LinuxDontFork) };
         Ok(Self { at: at.cast(), len })
     }
@@ -47,14 +48,14 @@ impl Slab {
         if !within {
             return Err(Errno(libc::EINVAL));
         }
-        // SAFETY: within the mapping, by the check above.
+        // SAFETY: the address is within the mapping, by the check above.
         Ok(unsafe { self.at.add(from) })
     }
 }
 
 impl Drop for Slab {
     fn drop(&mut self) {
-        // SAFETY: the mapping that `new` made; its users are gone.
+        // SAFETY: the range is the mapping that `new` made, and its users are gone.
         let _ = unsafe { rustix::mm::munmap(self.at.cast(), self.len) };
     }
 }

@@ -1,8 +1,9 @@
-//! The memory that a probe reads on iWARP: eight bytes of the peer's, whose key and address travel in the private data.
+//! The memory that a probe reads on iWARP: eight bytes of the peer. The peer sends their key and address in its private
+//! data.
 //!
-//! A READ of no bytes would need neither a key nor an address. But siw answers such a READ with a wrong length if it
-//! has something else to send at that moment. Then the connection ends (Linux 6.1, siw_qp.c, siw_activate_tx: the
-//! length of the previous request stays).
+//! A READ of no bytes would need neither a key nor an address. But if siw has something else to send at that moment, it
+//! answers such a READ with the length of the previous request (Linux 6.1, siw_qp.c, siw_activate_tx). Then the
+//! connection ends.
 
 use std::sync::Arc;
 
@@ -12,14 +13,15 @@ use crate::error::{Errno, Result};
 use crate::memory::Slab;
 use crate::sys::{Mr, Pd, Piece, Private, WIRE_BYTES};
 
-/// The bytes that a probe reads.
+/// The number of bytes that a probe reads.
 const LEN: u32 = 8;
 /// The offsets of key and address in the private data.
 const KEY_AT: usize = PRIVATE_BYTES;
 const ADDRESS_AT: usize = KEY_AT + 4;
 const _: () = assert!(ADDRESS_AT + 8 == WIRE_BYTES);
 
-/// Memory of this end for the probes of the peer and its own. Its content has no meaning.
+/// Memory of this end for probes: the peer's probes read the first half, and this end's probes write to the second
+/// half. Its content has no meaning.
 pub(crate) struct ProbeTarget {
     mr: Mr,
     slab: Arc<Slab>,
@@ -42,7 +44,7 @@ impl ProbeTarget {
         }
     }
 
-    /// Returns the memory into which this end's probes read.
+    /// Returns the memory to which this end's probes write the bytes that they read.
     pub(crate) fn sink(&self) -> Result<Piece> {
         Ok(Piece {
             at: self.slab.piece(1, LEN as usize)?,
@@ -52,7 +54,7 @@ impl ProbeTarget {
     }
 }
 
-/// Memory that an end's peer may read for its probes.
+/// The memory of an end that its peer's probes may read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Offer {
     pub key: u32,
@@ -60,7 +62,7 @@ pub(crate) struct Offer {
 }
 
 impl Offer {
-    /// Returns the offer in a peer's private data; `None` if there is none.
+    /// Returns the offer in a peer's private data; `None` if the data has none.
     pub(crate) fn read(private: &Private) -> Option<Self> {
         let key = private.bytes.get(KEY_AT..)?.first_chunk()?;
         let address = private.bytes.get(ADDRESS_AT..)?.first_chunk()?;
@@ -72,7 +74,8 @@ impl Offer {
     }
 }
 
-/// Returns the private data to send: the library's words, and the offer if there is one. EINVAL for too many words.
+/// Returns the private data to send: `words`, the bytes of the library, then the offer, or zeroes if there is none.
+/// EINVAL if `words` has more than `PRIVATE_BYTES` bytes.
 pub(crate) fn compose(words: &[u8], offer: Option<Offer>) -> Result<[u8; WIRE_BYTES]> {
     let mut bytes = [0; WIRE_BYTES];
     if words.len() > PRIVATE_BYTES {
@@ -80,7 +83,7 @@ pub(crate) fn compose(words: &[u8], offer: Option<Offer>) -> Result<[u8; WIRE_BY
     }
     let (key, address) = offer.map_or((0, 0), |offer| (offer.key, offer.address));
     let all = words.iter().copied();
-    // The words, and zeroes up to the start of the offer.
+    // Zeroes fill the space from the end of `words` to the beginning of the offer.
     let all = all.chain(std::iter::repeat_n(0, PRIVATE_BYTES - words.len()));
     let all = all.chain(key.to_le_bytes()).chain(address.to_le_bytes());
     for (to, from) in bytes.iter_mut().zip(all) {

@@ -10,11 +10,11 @@ use crate::listen::Listener;
 use crate::sys::Context;
 use crate::{connect, device};
 
-/// The number of ports to try, one for each attempt. With siw this is needed: it uses the port that the connection
-/// manager has chosen among those that RDMA does not use, even if TCP uses it.
+/// The most attempts to connect. Each attempt uses another local port. siw needs more than one: the connection manager
+/// chooses a port that RDMA does not use, but a TCP socket may have it.
 const PORTS_TRIED: u32 = 16;
 
-/// The plugin's implementation; see the module.
+/// The plugin's functions, implemented by rdma-core.
 pub(crate) struct Verbs;
 
 impl Provider for Verbs {
@@ -39,7 +39,7 @@ impl Provider for Verbs {
         let mut tried = 1;
         loop {
             match connect::connect(local, remote, private, timeout, beside) {
-                // A TCP socket has the port, or a connection to the same address that has just ended.
+                // The local port belongs to a TCP socket, or to a connection to the same address that has just ended.
                 Err(Errno(libc::EADDRINUSE | libc::EADDRNOTAVAIL)) if tried < PORTS_TRIED => tried += 1,
                 result => return result,
             }

@@ -1,8 +1,9 @@
 //! The data path of a connection: its queue pair, completion queue and buffers. `connect.rs` and `listen.rs` connect
-//! it.
+//! the queue pair.
 //!
-//! More receive buffers are posted than the peer may use: one more for each completion of a batch. So a buffer that is
-//! granted to the peer again is available, even while the batch that it was in is still being handed over.
+//! More receive buffers are posted than the peer may use, by the number of completions in a batch. The buffers of a
+//! batch are posted again only after the whole batch. But the caller may grant a buffer to the peer again earlier, when
+//! it gets its completion. Then one of the additional buffers serves.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -22,24 +23,27 @@ use crate::probe_target::{Offer, ProbeTarget};
 use crate::sizes::Sizes;
 use crate::sys::{BATCH, CompletionChannel, Context, Cq, Done, Id, Mr, Pd, Piece, Qp, Work, status};
 
-/// Bytes of a receive buffer, and of a send slot.
+/// The length in bytes of a receive buffer, and of a slot's buffer for a message to be sent.
 const BUFFER_BYTES: usize = 4096 + 64;
-/// Inline sizes to try, the largest first: the device refuses a size that is too large. 80 is siw's.
+/// The sizes of inline data to try, in bytes, the largest first. A device refuses a size that is too large. 80 is the
+/// most that siw allows.
 const INLINE: [u32; 5] = [256, 128, 80, 64, 0];
-/// From this length on, siw sends from the pages themselves if no completion is requested. Then a retransmission may
-/// need the pages even after a later completion.
+/// From this length on (in bytes), siw sends from the pages of the message itself if the work request asks for no
+/// completion. A retransmission may then read the pages even after a later work request has completed. So such messages
+/// ask for a completion.
 const IWARP_ZERO_COPY: u32 = 4096;
-/// The most batches that one poll hands over.
+/// The most batches of completions that one `poll` handles.
 const BATCHES: usize = 64;
-/// The bit that marks the id of a receive.
+/// The bit of a work request's id that marks a receive.
 const RECEIVE: u64 = 1 << 63;
-/// The id of a probe, which is not among the counted requests.
+/// The id of a probe. `Slots` does not count probes.
 const PROBE: u64 = 1 << 62;
-/// The bit that marks the id of a READ. The other bits are the value that its completion frees.
+/// The bit of a work request's id that marks a READ. The other bits are `Turn::frees`, as in the id of a WRITE or
+/// message.
 const READ: u64 = 1 << 61;
 
-/// The resources that the queues of connections beside each other share. Work requests of each connection reach the
-/// memory that is registered with any of them, and one fd reports the completions of all.
+/// The resources that connections beside each other share. A work request of one connection may access memory that was
+/// registered with another, and one fd reports the completions of all.
 #[derive(Clone)]
 pub(crate) struct Common {
     context: Context,
@@ -48,7 +52,7 @@ pub(crate) struct Common {
 }
 
 impl Common {
-    /// Makes the resources for a first connection.
+    /// Makes new resources, for a connection that is not beside another.
     pub(crate) fn new(context: Context) -> Result<Self> {
         let pd = Pd::new(context).map_err(|errno| explain("making a protection domain", errno))?;
         let channel = CompletionChannel::new(context).map_err(|errno| explain("making a completion channel", errno))?;
@@ -64,13 +68,13 @@ impl Common {
 pub(crate) struct Queue {
     qp: Qp,
     cq: Arc<Cq>,
-    /// The registrations by handle.
+    /// The registered memory of callers, by handle.
     registered: Lock<BTreeMap<u64, Mr>>,
     /// The registration of `slab`.
     mr: Mr,
-    /// The memory for probes; on iWARP only.
+    /// The memory for probes. On iWARP only.
     probe_target: Option<ProbeTarget>,
-    /// The receive buffers, then the slots of messages to be sent.
+    /// The receive buffers, then the buffers of messages to be sent, one a slot.
     slab: Arc<Slab>,
     common: Common,
     slots: Slots,
@@ -78,8 +82,8 @@ pub(crate) struct Queue {
     reads: u8,
     inline: u32,
     is_iwarp: bool,
-    /// Whether sending is allowed: on iWARP the accepting end sends second (siw treats an earlier message as a
-    /// violation).
+    /// Whether this end may send. On iWARP the accepting end may send only after the connecting end's first message,
+    /// because siw treats an earlier message as a violation.
     may_speak: Published<AtomicBool>,
     /// Whether a probe is in the send queue.
     probing: AtomicBool,
@@ -89,7 +93,8 @@ pub(crate) struct Queue {
 }
 
 impl Queue {
-    /// Makes the queue pair of an id, and posts its receive buffers.
+    /// Makes the queue pair of `id`, and posts its receive buffers. `reads` is the number of READs that may be
+    /// outstanding. `accepts`: this is the accepting end.
     pub(crate) fn new(
         id: &Arc<Id>,
         common: Common,
@@ -144,21 +149,21 @@ impl Queue {
         Ok(queue)
     }
 
-    /// Returns the resources that a queue beside this one shares.
+    /// Returns the resources that a connection beside this one shares.
     pub(crate) fn common(&self) -> Common {
         self.common.clone()
     }
 
-    /// Returns the memory that the peer may read for its probes; `None` without such memory.
+    /// Returns the memory that the peer's probes may read; `None` if there is none (not iWARP).
     pub(crate) fn offer(&self) -> Option<Offer> {
         self.probe_target.as_ref().map(ProbeTarget::offer)
     }
 
-    /// Returns the limits. `packet_bytes` is 0 on iWARP, where TCP divides the bytes, and before the queue pair is
-    /// connected.
+    /// Returns the limits of the queue pair. `packet_bytes` is 0 on iWARP, where TCP divides the bytes into packets,
+    /// and before the queue pair is connected.
     pub(crate) fn limits(&self) -> Limits {
         Limits {
-            // At most the `receives` that were wished for, which fit a u16.
+            // `Sizes` wishes for at most 128, which fits a u16.
             receive_buffers: self.sizes.receives as u16,
             buffer_bytes: BUFFER_BYTES as u32,
             immediate: !self.is_iwarp,
@@ -175,15 +180,15 @@ impl Queue {
         self.cq.fd()
     }
 
-    /// Registers memory until it is deregistered, or the queue pair is destroyed.
+    /// Registers memory with the device, until `deregister` or the end of this queue pair.
     ///
     /// # Safety
     /// As for `QueuePair::register`.
     pub(crate) unsafe fn register(&self, at: *mut c_void, len: usize, role: Role) -> Result<Region> {
-        // SAFETY: by this function's contract; the registration ends with the queue pair.
+        // SAFETY: by this function's contract. `registered` drops the registration with the queue pair.
         let mr = unsafe { Mr::of_memory(&self.common.pd, at, len, role) }
             .map_err(|errno| explain("registering memory", errno))?;
-        // At any time, all registrations of a device have different keys.
+        // No two registrations of a device have the same key at a time, so the key can be the handle.
         let key = mr.key();
         let handle = key.local.into();
         let mut registered = self.registered.lock().ok_or(Errno(libc::EDEADLK))?;
@@ -191,17 +196,18 @@ impl Queue {
         Ok(Region { key, handle })
     }
 
-    /// Ends the registration; the device no longer accesses the memory when this returns.
+    /// Ends the registration `handle`. When this returns, the device does not access the memory any more.
     pub(crate) fn deregister(&self, handle: u64) {
         let given_up = self.registered.lock().and_then(|mut all| all.remove(&handle));
-        // Dropped without the lock: the device may need some time.
+        // The drop is made without the lock, because it may take the device some time.
         drop(given_up);
     }
 
     /// Posts a WRITE.
     ///
     /// # Safety
-    /// The source is within memory that was registered under its key, and stays unchanged until the peer has it.
+    /// The source is within memory that was registered under its local key, and stays unchanged until the peer has the
+    /// bytes.
     pub(crate) unsafe fn write(&self, write: &Write, immediate: Option<u32>) -> Result<()> {
         if write.len == 0 {
             return Err(Errno(libc::EINVAL));
@@ -221,7 +227,7 @@ impl Queue {
     /// Posts a READ.
     ///
     /// # Safety
-    /// The target is within memory that was registered under its key. No program relies on its bytes before the READ
+    /// The target is within memory that was registered under its local key. No code relies on its bytes before the READ
     /// has completed, or the queue pair is destroyed.
     pub(crate) unsafe fn read(&self, read: &Read) -> Result<()> {
         if read.len == 0 {
@@ -236,7 +242,7 @@ impl Queue {
         self.post(read.len, |_| Ok((Work::Read { from, key }, sink)))
     }
 
-    /// Posts a message, which is copied.
+    /// Posts a message. Its bytes are copied.
     pub(crate) fn send(&self, message: &[u8]) -> Result<()> {
         if message.len() > BUFFER_BYTES {
             return Err(Errno(libc::EMSGSIZE));
@@ -245,14 +251,15 @@ impl Queue {
         self.post(len, |slot| {
             let at = self.slab.piece(self.sizes.posted() as usize + slot, BUFFER_BYTES)?;
             // SAFETY: the slot has room for the message, whose length was checked. The slot belongs to this turn alone,
-            // and its previous work request has completed.
+            // and the last work request that used it has completed.
             unsafe { message.as_ptr().copy_to_nonoverlapping(at, message.len()) };
             let key = self.mr.key().local;
             Ok((Work::Send, Piece { at, len, key }))
         })
     }
 
-    /// Posts the work request that `make` returns for the slot.
+    /// Posts a work request of `len` bytes. `make` gets the number of a free slot and returns the request. EAGAIN if
+    /// the queue is full or this end may not send yet; then `poll` reports `Room` later.
     fn post(&self, len: u32, make: impl FnOnce(usize) -> Result<(Work, Piece)>) -> Result<()> {
         if self.fate.code() <= 0 {
             return Err(Errno(libc::ENOTCONN));
@@ -263,14 +270,14 @@ impl Queue {
         }
         let mut turn = self.slots.turn(len).ok_or(Errno(libc::EAGAIN))?;
         let (work, piece) = make(turn.slot)?;
-        // Each READ has a completion event.
+        // Each READ asks for a completion, because `poll` reports it.
         let is_read = matches!(work, Work::Read { .. });
         turn.signal |= is_read;
         let id = turn.frees | if is_read { READ } else { 0 };
         let inline = !is_read && len <= self.inline;
         let lent = matches!(work, Work::Send) && self.is_iwarp && len >= IWARP_ZERO_COPY;
-        // SAFETY: a slot is not reused before its completion; other memory is valid by the contracts of `write` and
-        // `read`.
+        // SAFETY: a slot is not reused before its work request has completed. Other memory is valid by the contracts of
+        // `write` and `read`.
         let posted = unsafe { self.qp.post(id, work, piece, turn.signal || lent, inline) };
         match posted {
             Ok(()) => {
@@ -281,15 +288,15 @@ impl Queue {
         }
     }
 
-    /// Posts a request that only the peer's device can complete, and only after all earlier requests; never needs room.
-    /// On RoCE and InfiniBand it is a WRITE of no bytes, which the device completes when the peer's device has
-    /// acknowledged it. On iWARP a WRITE completes when TCP has taken it, so there the probe is a READ from the memory
-    /// that the peer offers for probes.
+    /// Posts a probe: a work request that completes only when the peer's device has answered it, after all earlier
+    /// requests. The send queue always has room for it. On RoCE and InfiniBand the probe is a WRITE of no bytes, which
+    /// completes when the peer's device has acknowledged it. On iWARP a WRITE completes as soon as TCP has taken it, so
+    /// there the probe is a READ from `target`, the memory that the peer offers for probes.
     pub(crate) fn probe(&self, target: Option<Offer>) -> Result<()> {
         if self.fate.code() <= 0 {
             return Err(Errno(libc::ENOTCONN));
         }
-        // The send queue keeps room for one probe.
+        // Only one probe may be under way: the send queue keeps room for one.
         if !self.may_speak.load(Ordering::Acquire) || self.probing.load(Ordering::Acquire) {
             return Err(Errno(libc::EAGAIN));
         }
@@ -301,12 +308,14 @@ impl Queue {
             None => (Work::WriteNothing, Piece::NONE),
         };
         self.probing.store(true, Ordering::Release);
-        // SAFETY: the target's memory lives as long as the queue pair, and is used for probes only.
+        // SAFETY: the memory that a READ writes to is `probe_target`'s, which lives as long as the queue pair and is
+        // used for probes only.
         let posted = unsafe { self.qp.post(PROBE, work, piece, true, false) };
         posted.map_err(|errno| self.give_up(errno))
     }
 
-    /// Ends the connection after a failed post. The queue had room by this side's count, so the failure is permanent.
+    /// Ends the connection after a failed post. By the count of `slots` the queue had room, so the failure is
+    /// permanent.
     fn give_up(&self, errno: Errno) -> Errno {
         if self.fate.end(errno) {
             debug(format_args!("verbs: posting failed: {errno}"));
@@ -314,7 +323,7 @@ impl Queue {
         Errno(libc::ENOTCONN)
     }
 
-    /// Asks for the completion fd to become readable at the next completion.
+    /// Makes the completion fd readable at the next completion.
     pub(crate) fn arm(&self) -> Result<()> {
         match self.fate.over() {
             Some(reason) => Err(reason),
@@ -322,10 +331,10 @@ impl Queue {
         }
     }
 
-    /// Hands over the completions and returns the number of events. Completions from before the end of the connection
-    /// are handed over even after the end.
+    /// Passes each completion that is an event for the caller to `each`. Returns the number of events. If the
+    /// connection has ended, passes the completions from before the end, then fails with the reason.
     pub(crate) fn poll(&self, each: &mut dyn FnMut(Completed<'_>)) -> Result<usize> {
-        // The contract permits one caller at a time; a second caller finds no completion.
+        // The contract permits one caller at a time. To be safe, a second caller gets no event.
         if self.polling.swap(true, Ordering::Acquire) {
             return Ok(0);
         }
@@ -364,7 +373,8 @@ impl Queue {
         events
     }
 
-    /// Hands over one completion; returns the number of events.
+    /// Handles one completion, and passes its events to `each`. Returns the number of events. Adds a used receive
+    /// buffer to `again`.
     fn take(&self, done: &Done, again: &mut Buffers, each: &mut dyn FnMut(Completed<'_>)) -> usize {
         if let Some(reason) = failure(done.status) {
             if self.fate.end(reason) {
@@ -393,7 +403,7 @@ impl Queue {
             return 0;
         };
         if !self.may_speak.load(Ordering::Relaxed) {
-            // The connecting end's first message, which is empty: see `greet`.
+            // This is the connecting end's first message, which is empty (see `greet`).
             self.may_speak.publish(true);
             if self.slots.is_wanted() {
                 each(Completed::Room);
@@ -411,8 +421,8 @@ impl Queue {
             }),
             None => {
                 let len = (done.bytes as usize).min(BUFFER_BYTES);
-                // SAFETY: within the slab. The device does not write to the buffer until it is posted again, which
-                // happens after the callback.
+                // SAFETY: the bytes are within the slab. The device does not write to the buffer until it is posted
+                // again, which happens after the callback.
                 each(Completed::Received(unsafe {
                     std::slice::from_raw_parts(buffer.1.at, len)
                 }));
@@ -422,13 +432,14 @@ impl Queue {
         events + 1
     }
 
-    /// Sends an empty message from the connecting end on iWARP, after which the other end may send. The other end's
-    /// `poll` does not report it. It uses none of the counted buffers, because more are posted.
+    /// Sends an empty message from the connecting end on iWARP. After it the accepting end may send. The accepting
+    /// end's `poll` does not report the message. It needs no credit, because more receive buffers are posted than there
+    /// are credits.
     pub(crate) fn greet(&self) -> Result<()> {
         self.send(&[])
     }
 
-    /// Returns the receive buffer with this index, and the id of its receive.
+    /// Returns the receive buffer with this index, and the id of the work request for it.
     fn buffer(&self, index: usize) -> Result<(u64, Piece)> {
         let piece = Piece {
             at: self.slab.piece(index, BUFFER_BYTES)?,
@@ -442,13 +453,13 @@ impl Queue {
     fn post_receives(&self, buffers: &mut Buffers) -> Result<()> {
         let len = std::mem::take(&mut buffers.len);
         let posted = buffers.list.get(..len).unwrap_or_default();
-        // SAFETY: the pieces lie in this queue's slab, which lives as long as the queue pair. Each was taken from a
-        // completion, or never posted before, so it has no other user.
+        // SAFETY: the buffers lie in this queue's slab, which lives as long as the queue pair. Each buffer has just
+        // completed, or was never posted before, so it has no other user.
         unsafe { self.qp.post_receives(posted) }
     }
 }
 
-/// Receive buffers to be posted, at most a batch, each with the id of its receive.
+/// Receive buffers that are to be posted, at most `BATCH`, each with the id of its work request.
 struct Buffers {
     list: [(u64, Piece); BATCH],
     len: usize,
@@ -468,7 +479,7 @@ impl Buffers {
     }
 }
 
-/// Returns the errno for a connection that ends with a completion of this status; `None` for a success.
+/// Returns the errno with which a completion of this status ends the connection; `None` for a success.
 fn failure(wc_status: u32) -> Option<Errno> {
     let errno = match wc_status {
         status::IBV_WC_SUCCESS => return None,

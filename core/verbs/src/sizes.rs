@@ -1,30 +1,31 @@
-//! The lengths of a connection's queues: as wished for its traffic, or as the device allows. `queue.rs` has the queues.
+//! The lengths of a connection's queues. They depend on its kind of traffic, and on the limits of the device.
+//! `queue.rs` has the queues.
 
 use rdmasock_core::fabric::plugin::serve;
 
 use crate::sys::{BATCH, DeviceLimits};
 
-/// Entries of the send queue that stay unused, except for one probe: siw reports a completion a moment before the entry
-/// is free.
+/// The number of entries of the send queue that are left free. siw reports a completion a moment before it frees the
+/// entry. One of these entries is for a probe.
 const MARGIN: u32 = 16;
 
 /// The lengths of the queues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Sizes {
-    /// Work requests that may be in the send queue.
+    /// The most work requests in the send queue at a time, without a probe.
     pub slots: u32,
-    /// Length of the send queue, work requests.
+    /// The length of the send queue, in work requests.
     pub sends: u32,
-    /// Receive buffers that the peer may use.
+    /// The number of receive buffers that the peer may use.
     pub receives: u32,
-    /// The bytes of posted work requests from which on no more are posted.
+    /// If the work requests in the send queue have this number of bytes or more, no more are posted.
     pub bytes: u64,
 }
 
 impl Sizes {
-    /// The wish for small and frequent messages.
+    /// The wished lengths for small and frequent messages.
     pub(crate) const MESSAGES: Self = Self::wish(256, 128, serve::FOR_MESSAGES);
-    /// The wish for few and large WRITEs, with an occasional message.
+    /// The wished lengths for few and large WRITEs, with an occasional message.
     pub(crate) const BULK: Self = Self::wish(64 + MARGIN, 32, serve::FOR_BULK);
 
     const fn wish(sends: u32, receives: u32, bytes: u64) -> Self {
@@ -36,23 +37,23 @@ impl Sizes {
         }
     }
 
-    /// Returns the lengths for this wish under the device's limits; `None` if the device allows too little for any
-    /// progress.
+    /// Returns these lengths, shortened to the limits of the device. `None` if the device's queues are too short to
+    /// make progress.
     pub(crate) fn fit(self, limits: &DeviceLimits) -> Option<Self> {
         let spare = BATCH as u32;
-        // Each entry of both queues may have a completion.
+        // Each entry of the send queue and of the receive queue may have a completion in the one completion queue.
         let each = limits.max_qp_wr.min(limits.max_cqe / 2);
         let receives = self.receives.min(each.checked_sub(spare)?);
         let sends = self.sends.min(each);
         (receives >= 8 && sends >= 2 * MARGIN).then_some(Self::wish(sends, receives, self.bytes))
     }
 
-    /// Returns the number of posted receive buffers.
+    /// Returns the number of receive buffers that are posted (`queue.rs` says why it is more than `receives`).
     pub(crate) fn posted(self) -> u32 {
         self.receives + BATCH as u32
     }
 
-    /// Returns the most completions at a time.
+    /// Returns the length that the completion queue needs.
     pub(crate) fn completions(self) -> u32 {
         self.sends + self.posted()
     }

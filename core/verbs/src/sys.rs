@@ -1,9 +1,9 @@
-//! All calls of libibverbs and librdmacm: thin owners of their objects, each of which keeps its parents alive. Only
-//! these files depend on the rdma-sys binding. They contain no policy, such as the steps of a connection or the lengths
-//! of its queues.
+//! All calls of libibverbs and librdmacm. Each type here owns one object of these libraries, and keeps the objects
+//! alive that it depends on. Only these files use the rdma-sys binding. They make no decisions, such as the steps of a
+//! connection or the lengths of its queues.
 //!
-//! The libraries close fds through libc's close, which does not see hidden numbers. So every fd is removed from its
-//! struct before that.
+//! The libraries close their fds by libc's close. The preloaded library hooks it and hides these fds from it. So before
+//! an object is destroyed, its fd is taken out of the struct and closed by the plugin.
 
 mod cm;
 mod completion;
@@ -20,17 +20,17 @@ use rdma_sys as ffi;
 
 use crate::error::{Errno, Result};
 
-/// An object that the libraries have made. Its owner destroys it.
+/// A pointer to an object that libibverbs or librdmacm has made. The type that contains this value destroys the object.
 struct Object<T>(NonNull<T>);
 
-// SAFETY: the libraries' functions may be called from any thread. An owner reads and writes the object itself only
-// before it is shared, or after the last user is gone.
+// SAFETY: the libraries' functions may be called from any thread. The owner accesses the object's fields itself only
+// before other threads have the object, or after the last of them has given it up.
 unsafe impl<T> Send for Object<T> {}
 // SAFETY: as for Send.
 unsafe impl<T> Sync for Object<T> {}
 
 impl<T> Object<T> {
-    /// Takes what a call has returned: an object, or null with errno set.
+    /// Converts the result of a call that returns an object, or null with errno set.
     fn made(ptr: *mut T) -> Result<Self> {
         NonNull::new(ptr).map(Self).ok_or_else(Errno::last)
     }
@@ -40,9 +40,9 @@ impl<T> Object<T> {
     }
 }
 
-/// Makes registered memory stay whole across a fork, where the kernel does not do so by itself (since 5.12 it does). To
-/// be called before all other calls of the library.
+/// Makes libibverbs keep registered memory intact across a fork. Needed before Linux 5.12; later kernels do it
+/// themselves. To be called before all other functions of the library.
 pub(crate) fn prepare_for_fork() {
-    // SAFETY: no arguments. A call that comes too late fails, and changes nothing.
+    // SAFETY: the function has no arguments. A call that comes too late fails and has no effect.
     unsafe { ffi::ibv_fork_init() };
 }

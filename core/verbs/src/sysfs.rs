@@ -8,7 +8,8 @@ use rdmasock_core::fabric::plugin::Hidden;
 use rdmasock_core::os::dir::names;
 use rustix::fs::OFlags;
 
-/// Returns the name of the device on an interface, or `None`; `class` is `/sys/class`.
+/// Returns the name of the RDMA device on the network interface `interface`; `None` if there is none. `class` is
+/// `/sys/class`.
 pub(crate) fn device_on(class: &Path, interface: &str) -> Option<OsString> {
     let net = class.join("net").join(interface);
     let devices = class.join("infiniband");
@@ -25,7 +26,7 @@ pub(crate) fn device_on(class: &Path, interface: &str) -> Option<OsString> {
     })
 }
 
-/// Returns the names in a directory; none if it cannot be read.
+/// Returns the names in a directory; no names if it cannot be read.
 fn list(directory: &Path) -> Vec<OsString> {
     Hidden::open(directory, OFlags::DIRECTORY)
         .ok()
@@ -33,7 +34,7 @@ fn list(directory: &Path) -> Vec<OsString> {
         .unwrap_or_default()
 }
 
-/// Returns an attribute's value, which is at most a page; `None` if it cannot be read.
+/// Returns the text of an attribute file, which has at most a page; `None` if it cannot be read.
 fn text(file: &Path) -> Option<String> {
     let file = Hidden::open(file, OFlags::empty()).ok()?;
     let mut page = vec![0; 4096];
@@ -42,7 +43,7 @@ fn text(file: &Path) -> Option<String> {
     String::from_utf8(page).ok()
 }
 
-/// Returns the entries of the directory `name` of all ports of a device.
+/// Returns the paths of all entries in the directory `name` of each port of a device.
 fn in_ports(device: &Path, name: &str) -> impl Iterator<Item = PathBuf> {
     let ports = device.join("ports");
     list(&ports).into_iter().flat_map(move |port| {
@@ -51,8 +52,8 @@ fn in_ports(device: &Path, name: &str) -> impl Iterator<Item = PathBuf> {
     })
 }
 
-/// RoCE: each entry of a port's GID table names its interface. A table may have a thousand entries, and the first few
-/// are in use.
+/// Returns whether a RoCE device is on the interface: an entry in the GID table of a port names the interface. A table
+/// may have a thousand entries, and the first few are in use. So entries are read in the order of their numbers.
 fn has_gid_on(device: &Path, interface: &str) -> bool {
     let mut entries: Vec<_> = in_ports(device, "gid_attrs/ndevs").collect();
     entries.sort_by_key(|entry| entry.file_name().map_or(u32::MAX, index_of));
@@ -61,13 +62,14 @@ fn has_gid_on(device: &Path, interface: &str) -> bool {
         .any(|ndev| text(ndev).is_some_and(|text| text.trim_end() == interface))
 }
 
-/// Returns the index in a table of an entry, whose file name it is; `u32::MAX` for other names.
+/// Returns the number of a table's entry, which is its file name; `u32::MAX` if the name is no number.
 fn index_of(name: &OsStr) -> u32 {
     let number = name.to_str().and_then(|name| name.parse().ok());
     number.unwrap_or(u32::MAX)
 }
 
-/// iWARP: a port's only GID begins with the interface's hardware address.
+/// Returns whether an iWARP device is on the interface `net`: the only GID of a port begins with the interface's
+/// hardware address.
 fn has_address_of(device: &Path, net: &Path) -> bool {
     let digits = |text: String| text.replace(':', "").trim_end().to_owned();
     let Some(address) = text(&net.join("address")).map(digits) else {
@@ -77,10 +79,10 @@ fn has_address_of(device: &Path, net: &Path) -> bool {
     is_real && in_ports(device, "gids").any(|gid| text(&gid).is_some_and(|gid| digits(gid).starts_with(&address)))
 }
 
-/// IP over InfiniBand: the device belongs to the interface. (An Ethernet card may have an RDMA device that is not part
-/// of the interface, so other interfaces are not checked.)
+/// Returns whether `net` is an interface for IP over InfiniBand that belongs to the device `name`. Other kinds of
+/// interfaces are not checked here, because an Ethernet card may have an RDMA device that is not on its interface.
 fn is_ipoib_of(net: &Path, name: &Path) -> bool {
-    // 32: ARPHRD_INFINIBAND
+    // 32 is ARPHRD_INFINIBAND.
     text(&net.join("type")).is_some_and(|kind| kind.trim_end() == "32")
         && net.join("device/infiniband").join(name).exists()
 }

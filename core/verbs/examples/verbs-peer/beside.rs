@@ -1,6 +1,6 @@
-//! Connections beside another one, which carry bulk: they share its memory and its completion fd, and end
-//! independently. Each step is a function of the server's and one of the client's. The scenarios for any connection are
-//! in `scenarios.rs`.
+//! Tests of connections beside a first connection. They carry bulk data, share the first connection's registered memory
+//! and completion fd, and end independently of it. Each step has a function for the server and one for the client.
+//! `scenarios.rs` has the scenarios for a single connection.
 
 use std::io::{PipeWriter, Write};
 use std::os::fd::AsRawFd;
@@ -15,7 +15,7 @@ use crate::link::{Armer, Event, Link, PATIENCE, wait_readable};
 use crate::memory::Memory;
 
 const BYTES: usize = 1 << 20;
-/// How many messages are echoed, and how many connections are made, while threads compete for them.
+/// The number of messages that are echoed, and of connections that are made, while two threads compete for the events.
 const ECHOES: u32 = 400;
 const REMAKES: u32 = 20;
 
@@ -74,7 +74,8 @@ fn check_facts(first: &Link, bulk: &Link) {
     assert!((8..=32).contains(&buffers), "{buffers} buffers");
 }
 
-/// Registers memory of several kinds. A failed registration returns an errno and has no other effect.
+/// Registers memory of several kinds. Checks that a registration which must fail returns an errno and has no other
+/// effect.
 fn register(first: &Link) {
     let memory = Memory::read_only(BYTES, 1);
     assert!(first.register_as(&memory, Role::Target).is_err(), "read-only memory");
@@ -103,8 +104,8 @@ fn write_of(memory: &Memory, region: Region, (to, remote): (u64, u32)) -> qp::Wr
     }
 }
 
-/// Posts WRITEs on `bulk` from read-only memory that is registered with `first`, into memory that the peer has
-/// registered with its first connection.
+/// Posts WRITEs on `bulk`. Their source is read-only memory that is registered with `first`, and their target is memory
+/// that the peer has registered with its own first connection.
 fn reach(first: &Link, bulk: &Link, seed: u32) {
     let source = Memory::read_only(BYTES, seed);
     let region = first.register_as(&source, Role::Source).expect("register");
@@ -126,7 +127,7 @@ fn be_reached(first: &Link, bulk: &Link, seed: u32) {
     bulk.send(b"right");
 }
 
-/// Fills the short send queue, which still has room for a probe when it is full.
+/// Fills the short send queue of `bulk`, and checks that the full queue still has room for a probe.
 fn fill(bulk: &Link, write: &qp::Write) {
     let mut posted = 0;
     let code = loop {
@@ -165,7 +166,7 @@ fn be_woken_by_either(first: &Link, bulk: &Link) {
             assert!(wait_readable(&[first.info.completion_fd], PATIENCE), "not woken");
         }
     }
-    // Without new completions both are quiet, in whichever order they are armed.
+    // Without new completions the fd does not become readable, in whichever order the two connections are armed.
     let settled = Instant::now() + Duration::from_secs(1);
     for order in [[first, bulk], [bulk, first]].into_iter().cycle() {
         order.iter().for_each(|link| link.arm());
@@ -187,7 +188,7 @@ fn wake_by_either(first: &Link, bulk: &Link) {
     assert_eq!(first.message(), b"quiet");
 }
 
-/// Returns a message that has arrived on one of the two, and its connection; `None` if there is none.
+/// Returns a message that has arrived on one of the two connections, and that connection; `None` if there is none.
 fn take<'a>(first: &'a Link, bulk: &'a Link) -> Option<(&'a Link, Vec<u8>)> {
     [first, bulk].into_iter().find_map(|link| {
         link.poll().expect("poll");
@@ -198,13 +199,14 @@ fn take<'a>(first: &'a Link, bulk: &'a Link) -> Option<(&'a Link, Vec<u8>)> {
     })
 }
 
-/// Two connections, for the thread that holds the lock.
+/// The two connections. The thread that holds the lock around this value may use them.
 struct Both<'a>([&'a Link; 2]);
 
 // SAFETY: the lock lets one thread at a time use the links.
 unsafe impl Send for Both<'_> {}
 
-/// Two threads sleep on the completion fd, and arm at any time. One at a time polls, and sends the messages back.
+/// Two threads sleep on the completion fd, and arm the connections at any time. One thread at a time polls and sends
+/// the messages back.
 fn echo(first: &Link, bulk: &Link) {
     let both = Mutex::new(Both([first, bulk]));
     let armers = [first.armer(), bulk.armer()];
@@ -226,7 +228,7 @@ fn send_back(both: &Mutex<Both<'_>>, armers: &[Armer<'_>; 2], end: &Mutex<Option
             let both = both.lock().unwrap();
             if let Some((link, message)) = take(both.0[0], both.0[1]) {
                 if message == b"stop" {
-                    // Wakes the other thread, too.
+                    // This also wakes the other thread.
                     end.lock().unwrap().take().unwrap().write_all(b"!").unwrap();
                     return;
                 }
@@ -237,7 +239,8 @@ fn send_back(both: &Mutex<Both<'_>>, armers: &[Armer<'_>; 2], end: &Mutex<Option
         if end.lock().unwrap().is_none() {
             return;
         }
-        // The client sends as soon as it is answered, so its own wait expires first.
+        // The client sends again as soon as it has an answer. So if a wake-up is lost, the client's wait of `PATIENCE`
+        // expires before this one.
         assert!(wait_readable(fds, 2 * PATIENCE), "not woken");
     }
 }
@@ -255,11 +258,11 @@ fn be_echoed(first: &Link, bulk: &Link) {
         links.iter().for_each(|link| assert_eq!(link.message(), message));
     }
     first.send(b"stop");
-    // Both threads have ended.
+    // The server sends this when both threads have ended.
     assert_eq!(first.message(), b"stopped");
 }
 
-/// Sets the flag when dropped, also by a panic.
+/// Sets the flag when it is dropped, also if a panic drops it.
 struct SetAtEnd<'a>(&'a AtomicBool);
 
 impl Drop for SetAtEnd<'_> {
@@ -268,8 +271,8 @@ impl Drop for SetAtEnd<'_> {
     }
 }
 
-/// Connections end with messages in flight and events not taken, while another thread takes events of the completion
-/// fd.
+/// Ends connections with messages in flight and events that are still in the channel, while another thread removes
+/// events from the channel.
 fn end_under_another_thread(first: &Link, next: &dyn Fn() -> Link) {
     let is_over = AtomicBool::new(false);
     let armer = first.armer();
@@ -284,7 +287,7 @@ fn end_under_another_thread(first: &Link, next: &dyn Fn() -> Link) {
         for _ in 0..REMAKES {
             let bulk = next();
             let until = Instant::now() + PATIENCE;
-            // This thread does not sleep: the other thread takes the events.
+            // This thread does not sleep, because the other thread removes the events that would wake it.
             loop {
                 bulk.arm();
                 if take(first, &bulk).is_some() {
@@ -310,7 +313,7 @@ fn see_ends(next: &dyn Fn() -> Link) {
     }
 }
 
-/// Memory that was deregistered ends the connection that accesses it, and no other connection.
+/// Checks that an access to memory that was deregistered ends the connection that makes it, and no other connection.
 fn give_back(first: &Link, bulk: &Link) {
     let target = Memory::new(BYTES);
     let region = first.register_as(&target, Role::Target).expect("register");
@@ -327,7 +330,7 @@ fn reach_in_vain(first: &Link, bulk: &Link) {
     let source = Memory::new(BYTES);
     source.fill(13);
     let region = first.register_as(&source, Role::Source).expect("register");
-    // The post may already find the connection ended.
+    // The connection may have ended before this post, so its result is not checked.
     bulk.write(&write_of(&source, region, first.receive_keys()), None);
     let reason = bulk.end();
     println!("client: over with {reason}");

@@ -1,4 +1,4 @@
-//! The plugin's table for tests: loading, a host for it, and connections whose calls wait.
+//! The tests' access to the plugin: code that loads it, a host table for it, and connections whose calls wait.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -13,10 +13,10 @@ use rdmasock_core::fabric::remote::qp::{Region, Role, Write};
 
 use crate::memory::Memory;
 
-/// Hidden fds are at or above this number.
+/// The lowest number of a hidden fd.
 pub const HIDDEN: c_int = 900;
 
-/// The longest that a wait may take.
+/// The longest time that a wait may take.
 pub const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The lines that the plugin has logged.
@@ -36,7 +36,7 @@ unsafe extern "C" fn sys_class() -> *const c_char {
 }
 
 unsafe extern "C" fn log(level: u32, text: *const u8, len: usize) {
-    // SAFETY: a line of text, by the interface.
+    // SAFETY: by the interface, `text` and `len` describe a line of text.
     let line = String::from_utf8_lossy(unsafe { std::slice::from_raw_parts(text, len) }).into_owned();
     if !line.contains("connection over: event 10") {
         eprintln!("log {level}: {line}");
@@ -45,7 +45,7 @@ unsafe extern "C" fn log(level: u32, text: *const u8, len: usize) {
 }
 
 unsafe extern "C" fn hide_fd(fd: c_int) -> i32 {
-    // SAFETY: fd numbers only; the plugin gives up the old number if it gets a new one.
+    // SAFETY: the calls take fds. If the plugin gets a new fd, it does not use the old one again.
     unsafe {
         let hidden = libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, HIDDEN);
         if hidden < 0 {
@@ -57,16 +57,16 @@ unsafe extern "C" fn hide_fd(fd: c_int) -> i32 {
 }
 
 unsafe extern "C" fn close_fd(fd: c_int) {
-    // SAFETY: an fd that `hide_fd` returned, and that the plugin gives up.
+    // SAFETY: `hide_fd` has returned the fd, and the plugin does not use it again.
     assert_eq!(unsafe { libc::close(fd) }, 0, "closing {fd}");
 }
 
-/// Returns the number of open fds of this process: below HIDDEN, and from there on.
+/// Returns how many open fds this process has below `HIDDEN`, and how many from there on.
 pub fn count_fds() -> (usize, usize) {
     let numbers = std::fs::read_dir("/proc/self/fd").unwrap();
     let numbers = numbers.map(|entry| entry.unwrap().file_name().to_str().unwrap().parse::<c_int>().unwrap());
     let (low, high): (Vec<_>, Vec<_>) = numbers.partition(|fd| *fd < HIDDEN);
-    // One of the low fds is the directory's.
+    // The low fds include the fd of /proc/self/fd itself.
     (low.len() - 1, high.len())
 }
 
@@ -86,7 +86,7 @@ impl Api {
     pub fn load(path: &str) -> Self {
         let name = CString::new(path).unwrap();
         let before = count_fds();
-        // SAFETY: the plugin's initialisers have no preconditions; its symbol is an Entry.
+        // SAFETY: the plugin's initialisers have no preconditions, and its symbol `ENTRY` is an `Entry`.
         let table = unsafe {
             let handle = libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL);
             assert!(
@@ -127,7 +127,8 @@ impl Api {
         )
     }
 
-    /// Connects; shares the resources of `beside` if there is one. The error is the plugin's.
+    /// Connects. If there is a connection `beside`, the new one shares its resources. Fails with the plugin's code, a
+    /// negative errno.
     pub fn connect(
         &self,
         local: &Address,
@@ -157,12 +158,12 @@ impl Api {
     }
 }
 
-/// Returns the handle of `beside` as the interface expects it; null for none.
+/// Returns the handle of `beside` for the interface; null if there is none.
 fn handle(beside: Option<&Link>) -> *mut Conn {
     beside.map_or(null_mut(), |link| link.conn)
 }
 
-/// A listener.
+/// A listener whose calls wait.
 pub struct Waiting {
     api: Api,
     listener: *mut Listener,
@@ -176,7 +177,7 @@ impl Waiting {
             let mut request = std::mem::MaybeUninit::uninit();
             // SAFETY: valid pointers; the request is written on success.
             match unsafe { (self.api.table.next_request)(self.listener, request.as_mut_ptr()) } {
-                // SAFETY: written on success, as above.
+                // SAFETY: the call has succeeded, so the request was written.
                 0 => return unsafe { request.assume_init() },
                 code => assert_eq!(code, -libc::EAGAIN, "next_request"),
             }
@@ -193,7 +194,7 @@ impl Drop for Waiting {
     }
 }
 
-/// Sleeps until one of the fds is readable. Returns `false` if none is within the time.
+/// Sleeps until one of the fds is readable. Returns `false` if none is after `time`.
 pub fn wait_readable(fds: &[c_int], time: Duration) -> bool {
     let mut list: Vec<_> = fds
         .iter()
@@ -203,7 +204,7 @@ pub fn wait_readable(fds: &[c_int], time: Duration) -> bool {
             revents: 0,
         })
         .collect();
-    // SAFETY: a list of this length.
+    // SAFETY: pointer and length describe `list`.
     unsafe { libc::poll(list.as_mut_ptr(), list.len() as libc::nfds_t, time.as_millis() as c_int) > 0 }
 }
 
@@ -215,26 +216,27 @@ pub enum Event {
     Probed,
 }
 
-/// An established or pending connection. A receiver grants a quarter of its buffers at a time.
+/// A connection, established or pending, with credits for messages. A receiver grants credits back when a quarter of
+/// its receive buffers has been used.
 pub struct Link {
     api: Api,
     conn: *mut Conn,
     pub info: Info,
     events: RefCell<VecDeque<Event>>,
-    /// The peer's receive buffers that are free.
+    /// The credits of this end: the number of free receive buffers of the peer.
     credits: Cell<u32>,
-    /// Own receive buffers that were used since the last grant.
+    /// The number of this end's receive buffers that were used since its last grant.
     used: Cell<u32>,
 }
 
-/// The first byte of a message, its kind.
+/// The kinds of messages. The kind is the first byte of a message.
 const DATA: u8 = 1;
 const GRANT: u8 = 2;
 
 impl Link {
     pub fn new(api: &Api, conn: *mut Conn) -> Self {
         let mut info = std::mem::MaybeUninit::uninit();
-        // SAFETY: valid pointers; written on success.
+        // SAFETY: the pointers are valid, and `info` is written on success.
         let info = unsafe {
             assert_eq!((api.table.info)(conn, info.as_mut_ptr()), 0, "info");
             info.assume_init()
@@ -250,7 +252,8 @@ impl Link {
         }
     }
 
-    /// Accepts a request and waits until the connection is up. Shares the resources of `beside` if there is one.
+    /// Accepts a request and waits until the connection is up. If there is a connection `beside`, the new one shares
+    /// its resources.
     pub fn accept(api: &Api, request: &Request, private: &[u8], beside: Option<&Self>) -> Self {
         // SAFETY: valid pointers.
         let code = unsafe { (api.table.accept)(request.conn, private.as_ptr(), private.len(), handle(beside)) };
@@ -274,11 +277,11 @@ impl Link {
         self.register_as(memory, Role::Both).expect("register")
     }
 
-    /// Registers memory for a role; the error is the plugin's.
+    /// Registers memory for a role. Fails with the plugin's code, a negative errno.
     pub fn register_as(&self, memory: &Memory, role: Role) -> Result<Region, i32> {
         let mut region = Region::default();
-        // SAFETY: the tests access their memory through raw pointers, and unmap it only when no access to it may
-        // succeed.
+        // SAFETY: the tests access this memory through raw pointers. They unmap it only if accesses to it are meant to
+        // fail.
         match unsafe { (self.api.table.register)(self.conn, memory.at.cast(), memory.len, role, &mut region) } {
             0 => Ok(region),
             code => Err(code),
@@ -292,11 +295,11 @@ impl Link {
 
     pub fn write(&self, write: &Write, immediate: Option<u32>) -> i32 {
         let immediate = immediate.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
-        // SAFETY: the tests' requests are within registered memory.
+        // SAFETY: the source of the request is within registered memory.
         unsafe { (self.api.table.write)(self.conn, write, immediate) }
     }
 
-    /// Posts a WRITE; waits for credit and for room as needed.
+    /// Posts a WRITE. Waits for a credit if it has an immediate, and for room in the queue.
     pub fn write_all(&self, write: &Write, immediate: Option<u32>) {
         if immediate.is_some() {
             self.take_credit();
@@ -304,14 +307,14 @@ impl Link {
         self.retry(|| self.write(write, immediate));
     }
 
-    /// Posts a message made of these parts without waiting for credit or room.
+    /// Posts a message that consists of `parts`. Does not wait for a credit or for room.
     pub fn send_parts(&self, parts: &[&[u8]]) -> i32 {
         let message = parts.concat();
         // SAFETY: the message is readable.
         unsafe { (self.api.table.send)(self.conn, message.as_ptr(), message.len()) }
     }
 
-    /// Sends a message; waits for credit and for room as needed.
+    /// Sends a message of the kind `DATA`. Waits for a credit and for room in the queue.
     pub fn send(&self, message: &[u8]) {
         self.take_credit();
         self.retry(|| self.send_parts(&[&[DATA], message]));
@@ -319,7 +322,7 @@ impl Link {
 
     fn take_credit(&self) {
         let until = Instant::now() + PATIENCE;
-        // One credit is kept for a grant.
+        // The last credit is kept for a grant.
         while self.credits.get() < 2 {
             assert!(Instant::now() < until, "no credit");
             self.sleep().expect("over while waiting for credit");
@@ -339,7 +342,7 @@ impl Link {
         }
     }
 
-    /// Probes the peer's device. A second probe meanwhile is refused.
+    /// Posts a probe, and checks that a second probe is refused while the first is under way.
     pub fn probe(&self) {
         // SAFETY: the connection lives.
         let probe = || unsafe { (self.api.table.probe)(self.conn) };
@@ -347,10 +350,11 @@ impl Link {
         assert_eq!(probe(), -libc::EAGAIN, "a second probe");
     }
 
-    /// Handles the completions; the error is the plugin's.
+    /// Handles the completions, and grants credits back. Returns the number of completions. Fails with the plugin's
+    /// code, a negative errno.
     pub fn poll(&self) -> Result<usize, i32> {
         unsafe extern "C" fn each(context: *mut c_void, done: *const Completion) {
-            // SAFETY: the context is this link, the completion is valid during the call, and so are its bytes.
+            // SAFETY: the context is this link. The completion and its bytes are valid during the call.
             unsafe {
                 let (link, done) = (&*context.cast::<Link>(), &*done);
                 match done.kind {
@@ -368,14 +372,14 @@ impl Link {
             }
         }
         let context = std::ptr::from_ref(self).cast_mut().cast();
-        // SAFETY: the connection lives, and so does the context during the call.
+        // SAFETY: the connection and the context live during the call.
         let code = unsafe { (self.api.table.poll)(self.conn, context, each) };
         if code < 0 {
             return Err(code);
         }
         if self.used.get() >= u32::from(self.info.limits.receive_buffers) / 4 {
             let used = self.used.replace(0);
-            // Each credit that the peer spends is granted once, so grants are few; one credit was kept for them.
+            // `take_credit` keeps one credit for grants, and grants are rare, so this never waits for a credit.
             assert_eq!(self.send_parts(&[&[GRANT], &used.to_le_bytes()]), 0, "grant");
         }
         Ok(code as usize)
@@ -407,7 +411,8 @@ impl Link {
         }
     }
 
-    /// Arms, polls once more, and sleeps if there is nothing.
+    /// Polls. If there is no completion, arms the queue, polls once more, and sleeps if there is still none. Fails if
+    /// the connection has ended.
     fn sleep(&self) -> Result<(), i32> {
         if self.poll()? == 0 {
             self.arm();
@@ -434,7 +439,7 @@ impl Link {
         }
     }
 
-    /// Returns an event that was received already; `None` if there is none.
+    /// Returns an event that an earlier poll has received; `None` if there is none.
     pub fn event_now(&self) -> Option<Event> {
         self.events.borrow_mut().pop_front()
     }
@@ -449,7 +454,7 @@ impl Link {
         }
     }
 
-    /// Sends the address of memory and its key to the peer.
+    /// Sends the address of `memory` and its remote key to the peer.
     pub fn send_keys(&self, memory: &Memory, region: Region) {
         let mut message = (memory.at.addr() as u64).to_le_bytes().to_vec();
         message.extend(region.key.remote.to_le_bytes());
@@ -470,7 +475,7 @@ impl Link {
         unsafe { (self.api.table.disconnect)(self.conn) };
     }
 
-    /// Waits until the connection has ended; returns the reason.
+    /// Waits until the connection has ended. Returns the reason, a negative errno.
     pub fn end(&self) -> i32 {
         let until = Instant::now() + PATIENCE;
         loop {
@@ -489,7 +494,7 @@ impl Drop for Link {
     }
 }
 
-/// Arms a connection; see [`Link::armer`].
+/// Arms a connection from any thread ([`Link::armer`]).
 pub struct Armer<'a> {
     api: &'a Api,
     conn: *mut Conn,

@@ -1,13 +1,13 @@
-//! Tries the verbs plugin between two hosts, loaded as the library loads it. Not shipped; the lab's tests
-//! `verbs`, `verbs-ends` and `verbs-beside` run it on both nodes:
+//! Tests the verbs plugin between two hosts. Loads the plugin as the preloaded library does. The lab's tests `verbs`,
+//! `verbs-ends` and `verbs-beside` run it on both nodes. It is not shipped.
 //!
 //!     verbs-peer server PLUGIN ADDRESS PORT
 //!     verbs-peer client PLUGIN ADDRESS PORT PEER        what goes over a connection
 //!     verbs-peer client-ends PLUGIN ADDRESS PORT PEER   how connections begin and end
 //!     verbs-peer client-beside PLUGIN ADDRESS PORT PEER connections beside another one
 //!
-//! The client runs the scenarios in turn. The first byte of a connection's private data names the scenario to the
-//! server.
+//! The client runs one scenario after the other. The first byte of a connection's private data tells the server which
+//! scenario it is.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod beside;
@@ -40,7 +40,7 @@ fn main() {
             };
             scenarios::run(&Api::load(plugin), &address(local, 0), &address(peer, port(at)), part);
         }
-        // These run in processes of their own, which the client starts.
+        // The client starts these two roles, each as a process of its own.
         ["victim", plugin, local, at, peer] => {
             let target = address(peer, port(at));
             scenarios::be_killed(&Api::load(plugin), &address(local, 0), &target);

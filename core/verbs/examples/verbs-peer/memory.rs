@@ -1,9 +1,9 @@
-//! Memory for a test's WRITEs, and its test pattern.
+//! Memory for the WRITEs of a test, and the pattern that it is filled with.
 
 use std::ffi::c_int;
 use std::ptr::null_mut;
 
-/// Memory that only `unmap` unmaps.
+/// A mapping. A drop does not unmap it; only `unmap` does.
 pub struct Memory {
     pub at: *mut u8,
     pub len: usize,
@@ -14,18 +14,18 @@ impl Memory {
         Self::map(len, libc::MAP_SHARED)
     }
 
-    /// Maps memory with the pattern that `check` expects, which cannot be written afterwards. The mapping is private:
-    /// Linux 6.1 pins pages for writing in every case, which it refuses for a shared mapping that cannot be written.
+    /// Maps memory that is filled with the pattern that `check` expects, and then made read-only. The mapping is
+    /// private, because Linux 6.1 always pins pages for writing, which it refuses for a shared read-only mapping.
     pub fn read_only(len: usize, seed: u32) -> Self {
         let memory = Self::map(len, libc::MAP_PRIVATE);
         memory.fill(seed);
-        // SAFETY: exactly the mapping that was just made.
+        // SAFETY: the range is exactly the mapping that was just made.
         assert_eq!(unsafe { libc::mprotect(memory.at.cast(), len, libc::PROT_READ) }, 0);
         memory
     }
 
     fn map(len: usize, flags: c_int) -> Self {
-        // SAFETY: a new mapping, which replaces no other.
+        // SAFETY: this makes a new mapping, which replaces no other.
         let at = unsafe {
             let flags = flags | libc::MAP_ANONYMOUS;
             libc::mmap(null_mut(), len, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0)
@@ -37,7 +37,7 @@ impl Memory {
     /// Fills the memory with the pattern that `check` expects.
     pub fn fill(&self, seed: u32) {
         for (at, byte) in pattern(seed).take(self.len).enumerate() {
-            // SAFETY: within the mapping.
+            // SAFETY: the byte is within the mapping.
             unsafe { self.at.add(at).write_volatile(byte) };
         }
     }
@@ -49,9 +49,9 @@ impl Memory {
         bytes.iter().all(|byte| *byte == 0)
     }
 
-    /// Unmaps the memory, while registrations of its addresses may remain.
+    /// Unmaps the memory. Registrations of its addresses may still exist.
     pub fn unmap(&self) {
-        // SAFETY: exactly the mapping that `new` made; it is not accessed afterwards.
+        // SAFETY: the range is exactly the mapping that `map` made, and no code accesses it afterwards.
         assert_eq!(unsafe { libc::munmap(self.at.cast(), self.len) }, 0);
     }
 
@@ -64,7 +64,7 @@ impl Memory {
     }
 }
 
-/// Returns bytes without a short period.
+/// Returns pseudo-random bytes, which do not repeat after a short period.
 pub fn pattern(seed: u32) -> impl Iterator<Item = u8> {
     let mut state = seed.wrapping_mul(2_654_435_761) | 1;
     std::iter::repeat_with(move || {

@@ -1,4 +1,4 @@
-//! The scenarios of client and server.
+//! The scenarios for a single connection, for the client and the server.
 
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use crate::memory::{Memory, pattern};
 
 const MIB: usize = 1 << 20;
 
-/// The first byte of a connection's private data, which names the scenario.
+/// A scenario. Its number is the first byte of a connection's private data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 enum Scenario {
@@ -47,7 +47,7 @@ const ALL: [Scenario; 13] = [
     Scenario::End,
 ];
 
-/// Returns private data of full length, which begins with the scenario.
+/// Returns private data of full length that begins with the scenario's number.
 fn private(scenario: Scenario, seed: u32) -> [u8; PRIVATE_BYTES] {
     let mut bytes = [0; PRIVATE_BYTES];
     for (to, from) in bytes.iter_mut().zip(pattern(seed)) {
@@ -76,7 +76,7 @@ pub fn serve(api: &Api, local: &Address) {
         check_private(&request.private, scenario, ASKED);
         println!("server: {scenario:?}");
         if scenario == Scenario::Refused {
-            // SAFETY: a valid request, which is not used afterwards.
+            // SAFETY: the request is valid, and is not used afterwards.
             unsafe { (api.table.reject)(request.conn) };
             continue;
         }
@@ -122,7 +122,7 @@ pub fn serve(api: &Api, local: &Address) {
             scenario,
             Scenario::ClientLeaves | Scenario::Killed | Scenario::ServerLeaves
         ) {
-            // The client ends the connection.
+            // This waits until the client ends the connection.
             link.end();
         }
         drop(link);
@@ -161,7 +161,7 @@ pub enum Part {
     Traffic,
     /// The beginning and the end of connections.
     Ends,
-    /// Connections beside another one.
+    /// Connections beside a first connection.
     Beside,
 }
 
@@ -238,7 +238,7 @@ fn end(api: &Api, local: &Address, server: &Address, dial: &Dial<'_>) {
     any_port(api, local, server);
 }
 
-/// Checks that the local address has a device and other addresses have none.
+/// Checks that the plugin finds a device for the local address, and none for other addresses.
 fn devices(api: &Api, local: &Address) {
     // SAFETY: a valid pointer.
     let find = |address: &Address| unsafe { (api.table.device)(address) };
@@ -248,7 +248,7 @@ fn devices(api: &Api, local: &Address) {
 }
 
 fn lengths(link: &Link) -> impl Iterator<Item = usize> + use<> {
-    // The first byte of a message marks it as data.
+    // A byte of the buffer is for the kind of the message (`DATA`).
     let longest = link.info.limits.buffer_bytes as usize - 1;
     (0..longest)
         .step_by(41)
@@ -275,7 +275,7 @@ fn receive_messages(link: &Link) {
     }
 }
 
-/// Divides a region into pieces: offset, bytes, immediate.
+/// Divides a region of `len` bytes into pieces for WRITEs. Returns the offset, the length and the immediate of each.
 fn pieces(len: usize, immediates: bool) -> Vec<(usize, u32, Option<u32>)> {
     let mut sizes = [1, 79, 80, 81, 256, 257, 4095, 65_536, 3, 20_000].into_iter().cycle();
     let (mut at, mut list) = (0, Vec::new());
@@ -330,7 +330,8 @@ fn receive_writes(link: &Link) {
     link.send(b"right");
 }
 
-/// Posts without polling until the queue is full; after that, `Room` is reported. A probe always has room.
+/// Posts WRITEs without polling until the queue is full. Checks that a full queue has room for a probe, and that `Room`
+/// is reported afterwards.
 fn fill_queue(link: &Link) {
     let source = Memory::new(MIB);
     let local = link.register(&source).key.local;
@@ -371,14 +372,15 @@ fn fill_queue(link: &Link) {
     assert_eq!(link.message(), b"bye");
 }
 
-/// Sleeps on the completion fd alone.
+/// Checks that the completion fd alone wakes a thread that waits for a message.
 fn be_woken(link: &Link) {
     link.send(b"asleep");
     let started = Instant::now();
     loop {
         link.arm();
         link.poll().expect("poll");
-        // Before the client's first message there may have been no room, so a `Room` event is skipped.
+        // On iWARP this end may not send before the client's first message, so `Room` may be reported first. It is
+        // skipped.
         let event = std::iter::from_fn(|| link.event_now()).find(|event| *event != Event::Room);
         if let Some(event) = event {
             assert_eq!(event, Event::Message(b"wake".to_vec()));
@@ -387,7 +389,7 @@ fn be_woken(link: &Link) {
         assert!(wait_readable(&[link.info.completion_fd], PATIENCE), "not woken");
     }
     println!("server: woken after {} ms", started.elapsed().as_millis());
-    // Without new completions an armed queue is quiet.
+    // Without a new completion the fd of an armed queue does not become readable.
     link.arm();
     link.poll().expect("poll");
     link.arm();
@@ -414,15 +416,15 @@ pub fn be_killed(api: &Api, local: &Address, server: &Address) {
     let link = dial(api, local, server, Scenario::Killed).expect("connect");
     link.send(b"ready");
     assert_eq!(link.message(), b"go");
-    // SAFETY: ends this process, as intended.
+    // SAFETY: the call ends this process, as intended.
     unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
 }
 
-/// With a low limit on locked memory, and no right to exceed it, the plugin logs the remedy.
+/// Checks that the plugin logs the remedy if the limit on locked memory is low and the process may not exceed it.
 pub fn have_little_memory(api: &Api, local: &Address, server: &Address) {
     #[repr(C)]
     struct Header(u32, i32);
-    // _LINUX_CAPABILITY_VERSION_3 and this process; no capabilities.
+    // `Header` has _LINUX_CAPABILITY_VERSION_3 and the pid 0, which is this process. `none` has no capabilities.
     let (header, none) = (Header(0x2008_0522, 0), [0_u32; 6]);
     let limit = libc::rlimit {
         rlim_cur: 65_536,
@@ -479,7 +481,7 @@ fn nobody_listens(api: &Api, local: &Address, server: &Address) {
     assert!(started.elapsed() < 2 * timeout);
 }
 
-/// Makes fifty connections, one after the other; no fd remains open.
+/// Makes fifty connections, one after the other. Checks that no fd stays open.
 fn sequence(api: &Api, local: &Address, server: &Address) {
     let started = Instant::now();
     let before = count_fds();
@@ -495,13 +497,13 @@ fn sequence(api: &Api, local: &Address, server: &Address) {
     assert_eq!(count_fds(), before, "fds were left");
 }
 
-/// A fork child forgets the connection; the parent's connection goes on.
+/// Checks that a fork child cannot use the plugin, and that the parent's connection goes on.
 fn fork(api: &Api, local: &Address, server: &Address) {
     let link = dial(api, local, server, Scenario::Fork).expect("connect");
     // SAFETY: this process has one thread.
     let child = unsafe { libc::fork() };
     if child == 0 {
-        // SAFETY: in the child, before any other call.
+        // SAFETY: this is the child's first call of the plugin.
         unsafe { (api.table.after_fork)() };
         let code = api
             .connect(local, server, b"", PATIENCE, None)
@@ -512,7 +514,7 @@ fn fork(api: &Api, local: &Address, server: &Address) {
         unsafe { libc::_exit(7) };
     }
     let mut status = 0;
-    // SAFETY: waits for the child.
+    // SAFETY: `status` is valid for a write during the call.
     assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
     assert!(
         libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 7,

@@ -1,5 +1,5 @@
-//! The connection manager's objects: channels with their events, ids, and the private data of peers. An id's queue pair
-//! is in `qp.rs`.
+//! The objects of the connection manager (librdmacm): channels with their events, ids, and the private data of peers.
+//! The queue pair of an id is in `qp.rs`.
 
 use std::ffi::{c_int, c_void};
 use std::ptr::{NonNull, null_mut};
@@ -14,7 +14,7 @@ use super::Object;
 use super::context::Context;
 use crate::error::{Errno, Result, check};
 
-/// The longest private data that a connection request can carry on every transport, in bytes.
+/// The length of the private data in bytes: the most that a connection request can carry on every transport.
 pub(crate) const WIRE_BYTES: usize = PRIVATE_BYTES + 12;
 const _: () = assert!(WIRE_BYTES == 56);
 
@@ -37,7 +37,7 @@ impl Private {
         let mut private = Self::NONE;
         if !at.is_null() {
             let len = usize::from(len).min(WIRE_BYTES);
-            // SAFETY: `len` exceeds neither the source, by the contract, nor the target, by the line above.
+            // SAFETY: the source has `len` bytes by the contract, and the target has by the line above.
             unsafe { at.cast::<u8>().copy_to_nonoverlapping(private.bytes.as_mut_ptr(), len) };
             private.len = len as u32;
         }
@@ -45,14 +45,14 @@ impl Private {
     }
 }
 
-/// An event of the connection manager, copied out completely.
+/// A copy of an event of the connection manager.
 pub(crate) struct Event {
     /// The kind, one of [`event`].
     pub kind: u32,
-    /// The status: 0, a negative errno, or a positive reason of the transport.
+    /// The status: 0, a negative errno, or a positive reason code of the transport.
     pub status: i32,
     pub private: Private,
-    /// The new id, of a connection request.
+    /// The new id, if the event is a connection request.
     pub incoming: Option<Incoming>,
 }
 
@@ -64,13 +64,14 @@ pub(crate) struct Channel {
 
 impl Channel {
     pub(crate) fn open() -> Result<Self> {
-        // SAFETY: no arguments. Null is handled.
+        // SAFETY: the function has no arguments. Null is handled.
         let ptr = Object::made(unsafe { ffi::rdma_create_event_channel() })?;
         // SAFETY: the channel was just made, and no other thread has it.
         let hidden = plugin::hide(unsafe { (*ptr.as_ptr()).fd });
-        // SAFETY: as for the read of the fd. The channel closes its fd, which was not moved.
+        // SAFETY: the channel was just made, and no other thread has it. `hide` has failed and has not moved the fd, so
+        // the destruction closes it.
         let fd = hidden.inspect_err(|_| unsafe { ffi::rdma_destroy_event_channel(ptr.as_ptr()) })?;
-        // SAFETY: as for the read of the fd.
+        // SAFETY: the channel was just made, and no other thread has it.
         unsafe { (*ptr.as_ptr()).fd = fd };
         Ok(Self { ptr, fd })
     }
@@ -89,8 +90,8 @@ impl Channel {
                 errno => Err(errno),
             };
         }
-        // SAFETY: this thread owns the event until it is acknowledged. The connection is of a TCP-like port space, so
-        // the event carries `conn`, zeroed where the kind of event has none. Its private data lies in the event.
+        // SAFETY: this thread owns the event until it is acknowledged. All ids are of RDMA_PS_TCP, so the member of the
+        // union is `conn`. It is zeroed if the kind of event has no parameters. The private data lies in the event.
         let event = unsafe {
             let kind = (*ptr).event;
             let conn = (*ptr).param.conn;
@@ -111,24 +112,24 @@ impl Channel {
 
 impl Drop for Channel {
     fn drop(&mut self) {
-        // SAFETY: the channel has no other user any more, as each id owns its channel. Without its fd it is memory
-        // only.
+        // SAFETY: the id that owns this channel was its only user, and is gone. With its fd taken out, the destruction
+        // below only frees memory.
         unsafe { (*self.ptr.as_ptr()).fd = -1 };
         plugin::close(self.fd);
-        // SAFETY: made by rdma_create_event_channel, destroyed once.
+        // SAFETY: the channel was made by rdma_create_event_channel and is destroyed once.
         unsafe { ffi::rdma_destroy_event_channel(self.ptr.as_ptr()) };
     }
 }
 
-/// The id of a connection request, still on its listener's channel. Dropping it rejects the request.
+/// The id of a connection request. It is still on the channel of its listener. A drop rejects the request.
 pub(crate) struct Incoming(Object<ffi::rdma_cm_id>);
 
 impl Incoming {
     /// Moves the id to a channel of its own.
     pub(crate) fn migrate(self) -> Result<Id> {
         let channel = Channel::open()?;
-        // SAFETY: both live. The call does not wait, as no event of this id is unacknowledged: only the request has
-        // arrived, and that is counted for the listener.
+        // SAFETY: id and channel live. The call does not wait: it would wait only for the acknowledgement of the id's
+        // events. The one event so far, the request, counts as the listener's.
         check(unsafe { ffi::rdma_migrate_id(self.0.as_ptr(), channel.ptr.as_ptr()) })?;
         let ptr = Object(self.0.0);
         std::mem::forget(self);
@@ -138,8 +139,8 @@ impl Incoming {
 
 impl Drop for Incoming {
     fn drop(&mut self) {
-        // SAFETY: this value owns the id since the request was taken. Its channel is the listener's, which is in a call
-        // of its own meanwhile, and so alive.
+        // SAFETY: this value owns the id. The id uses the listener's channel, which lives, because values of this type
+        // only exist during `Listener::next`.
         unsafe {
             ffi::rdma_reject(self.0.as_ptr(), std::ptr::null(), 0);
             ffi::rdma_destroy_id(self.0.as_ptr());
@@ -157,7 +158,7 @@ impl Id {
     pub(crate) fn new() -> Result<Self> {
         let channel = Channel::open()?;
         let mut ptr = null_mut();
-        // SAFETY: the channel lives as long as the id; `ptr` is written on success.
+        // SAFETY: the channel lives as long as the id. `ptr` is written on success.
         check(unsafe {
             ffi::rdma_create_id(
                 channel.ptr.as_ptr(),
@@ -209,14 +210,14 @@ impl Id {
         check(unsafe { ffi::rdma_resolve_route(self.ptr.as_ptr(), timeout_ms) })
     }
 
-    /// Sets how long an acknowledgement may take before a request is sent again: 4.096 µs times two to the power of
-    /// `exponent` (InfiniBand specification, 9.7.6.1.3). No effect on iWARP, where TCP retransmits.
+    /// Sets how long the device waits for an acknowledgement before it repeats a request: 4.096 µs times two to the
+    /// power of `exponent` (InfiniBand specification, 9.7.6.1.3). No effect on iWARP, where TCP retransmits.
     pub(crate) fn set_ack_timeout(&self, exponent: u8) {
-        // From linux/rdma_user_cm.h; some bindings lack these.
+        // These are defined in linux/rdma_user_cm.h, and some bindings lack them.
         const RDMA_OPTION_ID: c_int = 0;
         const RDMA_OPTION_ID_ACK_TIMEOUT: c_int = 3;
         let mut exponent = exponent;
-        // SAFETY: the id lives; one byte is read during the call.
+        // SAFETY: the id lives, and one byte is read during the call.
         let _ = unsafe {
             ffi::rdma_set_option(
                 self.ptr.as_ptr(),
@@ -228,7 +229,7 @@ impl Id {
         };
     }
 
-    /// Returns the device; `None` before an address is bound or resolved.
+    /// Returns the device of the id; `None` before an address is bound or resolved.
     pub(crate) fn context(&self) -> Option<Context> {
         // SAFETY: the id lives.
         NonNull::new(unsafe { (*self.ptr.as_ptr()).verbs }).map(Context)
@@ -259,8 +260,8 @@ impl Id {
 
 impl Drop for Id {
     fn drop(&mut self) {
-        // SAFETY: made by rdma_create_id or a request, destroyed once. Its queue pair, which had an Arc of it, is gone.
-        // All its events are acknowledged, and its channel is dropped after this.
+        // SAFETY: the id was made by rdma_create_id or by a request, and is destroyed once. Its queue pair had an Arc
+        // of it and is gone. All its events are acknowledged, and its channel is dropped after this.
         unsafe { ffi::rdma_destroy_id(self.ptr.as_ptr()) };
     }
 }
@@ -273,7 +274,7 @@ fn conn_param(private: &[u8; WIRE_BYTES], depth: u8) -> ffi::rdma_conn_param {
         initiator_depth: depth,
         flow_control: 1,
         retry_count: 7,
-        // 7 means without a limit.
+        // The value 7 means that there is no limit.
         rnr_retry_count: 7,
         srq: 0,
         qp_num: 0,

@@ -1,5 +1,5 @@
-//! An open device with its limits, protection domains, and memory registered in them. `device.rs` decides which device
-//! is opened, and when.
+//! An open device and its limits, protection domains, and memory that is registered in them. `device.rs` decides which
+//! device is opened, and when.
 
 use std::ffi::{c_int, c_void};
 use std::mem::MaybeUninit;
@@ -18,15 +18,15 @@ use crate::memory::Slab;
 /// The most devices that a process may use.
 const CONTEXTS: usize = 64;
 
-/// The contexts whose fds were hidden, for a fork child.
+/// The contexts whose fds were hidden. A fork child invalidates them.
 static HIDDEN: [AtomicPtr<ffi::ibv_context>; CONTEXTS] = [const { AtomicPtr::new(null_mut()) }; CONTEXTS];
 
 /// An open device. librdmacm opens it, shares it among its ids, and does not close it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Context(pub(super) NonNull<ffi::ibv_context>);
 
-// SAFETY: verbs may be called from any thread. The context is never freed while an id of the device exists, and
-// `device.rs` keeps one for ever.
+// SAFETY: verbs may be called from any thread. A context is not freed while an id of its device exists, and `device.rs`
+// keeps one id of each device for ever.
 unsafe impl Send for Context {}
 // SAFETY: as for Send.
 unsafe impl Sync for Context {}
@@ -36,14 +36,14 @@ unsafe impl Sync for Context {}
 pub(crate) struct DeviceLimits {
     pub max_qp_wr: u32,
     pub max_cqe: u32,
-    /// RDMA READs that a queue pair may have outstanding.
+    /// The most RDMA READs that a queue pair may have outstanding, in either direction.
     pub max_reads: u32,
 }
 
 impl Context {
     /// Hides the context's fds. To be called once, before another thread uses the context.
     pub(crate) fn hide(self) -> Result<()> {
-        // SAFETY: the context lives for ever. By this function's condition no other thread uses its fds now.
+        // SAFETY: the context lives for ever. The caller ensures that no other thread uses its fds now.
         unsafe {
             let ptr = self.0.as_ptr();
             (*ptr).cmd_fd = plugin::hide((*ptr).cmd_fd)?;
@@ -60,12 +60,12 @@ impl Context {
         Ok(())
     }
 
-    /// Invalidates the inherited contexts in a fork child: a use of one then fails with EBADF, instead of reaching
-    /// another file's fd.
+    /// Invalidates the inherited contexts in a fork child. A use of such a context then fails with EBADF. Otherwise it
+    /// could reach another file that has got the number of the closed fd.
     pub(crate) fn forget_all() {
         for place in &HIDDEN {
             if let Some(context) = NonNull::new(place.swap(null_mut(), Ordering::Relaxed)) {
-                // SAFETY: contexts live for ever, and a fork child has this thread only.
+                // SAFETY: contexts live for ever, and this is the only thread of the fork child.
                 unsafe {
                     (*context.as_ptr()).cmd_fd = -1;
                     (*context.as_ptr()).async_fd = -1;
@@ -107,12 +107,14 @@ impl Pd {
 
 impl Drop for Pd {
     fn drop(&mut self) {
-        // SAFETY: made by ibv_alloc_pd, freed once. All objects in the domain had an Arc of it and are gone.
+        // SAFETY: the domain was made by ibv_alloc_pd and is freed once. All objects in it had an Arc of it and are
+        // gone.
         unsafe { ffi::ibv_dealloc_pd(self.0.as_ptr()) };
     }
 }
 
-/// Registered memory: this end's work requests may read it; the peer's may write to it if the access permits that.
+/// Registered memory. Which work requests of this end and of the peer may read or write it depends on the access that
+/// it was registered with.
 pub(crate) struct Mr {
     ptr: Object<ffi::ibv_mr>,
     _pd: Arc<Pd>,
@@ -120,20 +122,21 @@ pub(crate) struct Mr {
 }
 
 impl Mr {
-    /// Registers a slab for this end only; or, for probes, so that the peer may read and write it too. The plugin does
-    /// not read the bytes of such a slab. Some iWARP devices require the write access for memory that a READ fills.
+    /// Registers a slab for work requests of this end. If the slab is for probes, the peer may also read and write it.
+    /// Some iWARP devices require the peer's write access for memory that a READ fills. The plugin never uses the bytes
+    /// of a slab for probes.
     pub(crate) fn of_slab(pd: &Arc<Pd>, slab: &Arc<Slab>, is_for_probes: bool) -> Result<Self> {
         let own = ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE;
         let shared =
             own | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_READ;
         let access = if is_for_probes { shared } else { own };
-        // SAFETY: the slab owns its memory, which lives as long as the registration, as that has an Arc of it.
+        // SAFETY: the slab's memory lives as long as the registration, which has an Arc of the slab.
         let mut mr = unsafe { Self::new(pd, slab.at().cast(), slab.len(), access) }?;
         mr._slab = Some(slab.clone());
         Ok(mr)
     }
 
-    /// Registers the caller's memory for a role. Memory that this end only reads need not be writable.
+    /// Registers the caller's memory for a role. For `Source` and `Offered` the memory need not be writable.
     ///
     /// # Safety
     /// While the registration exists, the memory is accessed through raw pointers and atomics only.
@@ -172,7 +175,7 @@ impl Mr {
 
 impl Drop for Mr {
     fn drop(&mut self) {
-        // SAFETY: made by ibv_reg_mr, freed once, before its domain.
+        // SAFETY: the registration was made by ibv_reg_mr and is freed once. Its domain still lives.
         unsafe { ffi::ibv_dereg_mr(self.ptr.as_ptr()) };
     }
 }

@@ -1,4 +1,5 @@
-//! Queue pairs, and the work requests that are posted to them. The callers limit their number and define their content.
+//! Queue pairs, and the work requests that are posted to them. The callers limit the number of work requests and define
+//! their content.
 
 use std::ffi::c_int;
 use std::mem::zeroed;
@@ -30,21 +31,21 @@ pub(crate) enum Work {
         key: u32,
         immediate: Option<u32>,
     },
-    /// Reads into the piece, which must be writable then.
+    /// Reads from the peer's memory into the piece, which must be writable.
     Read {
         from: u64,
         key: u32,
     },
-    /// A WRITE without bytes, which needs no key of the peer's. The piece is ignored.
+    /// A WRITE of no bytes, which needs no key of the peer. The piece is ignored.
     WriteNothing,
 }
 
-/// Memory that a work request reads or writes.
+/// Local memory that a work request reads or writes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Piece {
     pub at: *const u8,
     pub len: u32,
-    /// The lkey.
+    /// The local key (lkey) of its registration.
     pub key: u32,
 }
 
@@ -65,8 +66,8 @@ impl Piece {
 }
 
 impl Qp {
-    /// Makes a reliable queue pair with queues of these `lengths`, of sends and of receives, and asks for `inline`
-    /// bytes of inline data; also returns how many it has.
+    /// Makes a reliable queue pair. `lengths` are the lengths of its send and its receive queue, and `inline` is the
+    /// wished size of inline data in bytes. Also returns the size of inline data that it has, at most `inline`.
     pub(crate) fn new(id: &Arc<Id>, pd: &Arc<Pd>, cq: &Arc<Cq>, lengths: [u32; 2], inline: u32) -> Result<(Self, u32)> {
         // SAFETY: a structure of numbers and pointers, for which zeroes are valid.
         let mut attr: ffi::ibv_qp_init_attr = unsafe { zeroed() };
@@ -77,8 +78,8 @@ impl Qp {
         attr.cap.max_send_sge = 1;
         attr.cap.max_recv_sge = 1;
         attr.cap.max_inline_data = inline;
-        // SAFETY: all objects live, and the queue pair has an Arc of each; the attributes are read and written during
-        // the call.
+        // SAFETY: all objects live, because the queue pair has an Arc of each. The attributes are read and written only
+        // during the call.
         check(unsafe { ffi::rdma_create_qp(id.ptr.as_ptr(), pd.0.as_ptr(), &mut attr) })?;
         // SAFETY: the id lives, and has a queue pair after the call.
         let ptr = NonNull::new(unsafe { (*id.ptr.as_ptr()).qp })
@@ -93,14 +94,14 @@ impl Qp {
         Ok((qp, attr.cap.max_inline_data.min(inline)))
     }
 
-    /// Returns the most bytes that a packet carries; valid only once the queue pair is connected.
+    /// Returns the path MTU in bytes. Valid only once the queue pair is connected.
     pub(crate) fn path_mtu(&self) -> Result<u32> {
         // SAFETY: structures of numbers and pointers, for which zeroes are valid.
         let (mut attr, mut init): (ffi::ibv_qp_attr, ffi::ibv_qp_init_attr) = unsafe { (zeroed(), zeroed()) };
         let mask = ffi::ibv_qp_attr_mask::IBV_QP_PATH_MTU.0 as c_int;
         // SAFETY: the queue pair lives, and the structures are written during the call.
         check_code(unsafe { ffi::ibv_query_qp(self.ptr.as_ptr(), &mut attr, mask, &mut init) })?;
-        // 1 is 256 bytes, 5 is 4,096 (ibv_query_port(3), enum ibv_mtu).
+        // Code 1 stands for 256 bytes, and code 5 for 4,096 (ibv_query_port(3), enum ibv_mtu).
         match attr.path_mtu {
             code @ 1..=5 => Ok(128 << code),
             _ => Ok(0),
@@ -110,8 +111,8 @@ impl Qp {
     /// Posts a work request.
     ///
     /// # Safety
-    /// The piece stays readable until the request has completed, or during the call if it is inline. The piece of a
-    /// READ stays writable.
+    /// The piece stays readable until the request has completed; if the request is inline, during the call. The piece
+    /// of a READ also stays writable.
     pub(crate) unsafe fn post(&self, id: u64, work: Work, piece: Piece, signal: bool, inline: bool) -> Result<()> {
         let mut sge = piece.sge();
         // SAFETY: a structure of numbers and pointers, for which zeroes are valid.
@@ -143,14 +144,14 @@ impl Qp {
                 ffi::ibv_wr_opcode::IBV_WR_RDMA_READ
             }
             Work::WriteNothing => {
-                // A device may treat an entry of 0 bytes as one of 2 GiB.
+                // A device may treat a list entry of 0 bytes as an entry of 2 GiB, so there is no entry.
                 wr.num_sge = 0;
                 ffi::ibv_wr_opcode::IBV_WR_RDMA_WRITE
             }
         };
         let mut bad = null_mut();
-        // SAFETY: the queue pair lives. The request and its list are read during the call; the piece is valid by this
-        // function's contract.
+        // SAFETY: the queue pair lives. The request and its list are read only during the call, and the piece is valid
+        // by this function's contract.
         unsafe {
             let post = (*(*self.ptr.as_ptr()).context)
                 .ops
@@ -176,13 +177,14 @@ impl Qp {
             wr.wr_id = *id;
             wr.sg_list = sge;
             wr.num_sge = 1;
-            // Each request points to the one before it: the order of receive buffers does not matter.
+            // Each request points to the previous request of the list. So the buffers are posted in reverse order,
+            // which does not matter.
             wr.next = next;
             next = wr;
         }
         let mut bad = null_mut();
-        // SAFETY: the queue pair lives. The chain lies in the arrays, which are not accessed until the call, and is
-        // read during it. The pieces are valid by this function's contract.
+        // SAFETY: the queue pair lives. The chain of requests lies in the two arrays, which no code accesses before the
+        // call, and is read only during the call. The pieces are valid by this function's contract.
         unsafe {
             let post = (*(*self.ptr.as_ptr()).context)
                 .ops
@@ -195,7 +197,8 @@ impl Qp {
 
 impl Drop for Qp {
     fn drop(&mut self) {
-        // SAFETY: made by rdma_create_qp, destroyed once, before the id, the domain and the queue that it uses.
+        // SAFETY: the queue pair was made by rdma_create_qp and is destroyed once. The id, the protection domain and
+        // the completion queue that it uses still live.
         unsafe { ffi::rdma_destroy_qp(self.id.ptr.as_ptr()) };
     }
 }

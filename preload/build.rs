@@ -1,19 +1,20 @@
-//! Links against the symbol versions of glibc 2.17, also with a newer glibc. `alloc` uses this build script too, and
-//! the one of `core/verbs` contains it.
+//! Links the library against the symbol versions of glibc 2.17, even if the glibc of this machine is newer. `alloc`
+//! uses the same build script, and the build script of `core/verbs` includes it.
 //!
-//! The linker gives a reference the version that it finds first. `-lpthread` and `-ldl`, which precede `-lc`, find
-//! stand-ins made here: libraries without code, with the names and versions of the old ones. A newer glibc has these
-//! versions too. `scripts/check-exports` says so if a new reference needs a later one.
+//! The linker gives a reference to a function the first version of the function that it finds. `-lpthread` and `-ldl`
+//! precede `-lc`. They find stand-ins that this script makes: libraries without code that have the names and symbol
+//! versions of the old libpthread and libdl. At run time a newer glibc has these versions too. `scripts/check-exports`
+//! reports references to later versions.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs};
 
-/// A version, and the functions that have it. Functions without a version are weak references of Rust's standard
+/// A symbol version, and the functions that have it. An empty version is for weak references of Rust's standard
 /// library, which the loader looks up by name alone.
 type Version = (&'static str, &'static str);
 
-/// The linker's name of a library, the file of the old glibc that stands for it, and its functions.
+/// The stand-ins: the linker's name of a library, the name of its file in the old glibc, and its functions.
 const STAND_INS: [(&str, &str, &[Version]); 2] = [
     (
         "libpthread",
@@ -37,7 +38,8 @@ const STAND_INS: [(&str, &str, &[Version]); 2] = [
     ),
 ];
 
-/// `stat64` and `fstat64`, which glibc 2.17 has in its static part only. glibc's `struct stat` equals the kernel's.
+/// `stat64` and `fstat64` as system calls. glibc 2.17 has them only in its static library, so there is no old symbol
+/// version to link against. The system calls suffice, because glibc's `struct stat` equals the kernel's.
 const STAT: &str = "
     .macro stat name number
     .globl \\name
@@ -68,7 +70,7 @@ fn main() {
     link_against_old_glibc();
 }
 
-/// Makes the stand-ins, and has the linker find them.
+/// Makes the stand-ins, and tells the linker where to find them.
 pub fn link_against_old_glibc() {
     if env::var("CARGO_CFG_TARGET_ARCH").as_deref() != Ok("x86_64") {
         return;
@@ -99,7 +101,7 @@ pub fn link_against_old_glibc() {
     println!("cargo:rustc-link-arg={}", stat.display());
 }
 
-/// Assembles `code` with the compiler that rustc links with.
+/// Assembles `code` to the file `to`, with the compiler that rustc also links with.
 fn assemble(code: &str, to: &Path, options: &[&str]) {
     let source = to.with_extension("s");
     write(&source, code);

@@ -1,4 +1,4 @@
-//! The functions of `include/rdmasock.h`. They are no hooks, as libc has no functions of these names.
+//! The exported functions of `include/rdmasock.h`. They are not hooks, because libc has no functions of these names.
 //! `rdmasock_shims::api` implements them.
 
 use libc::{c_int, iovec, size_t, ssize_t};
@@ -17,23 +17,25 @@ macro_rules! exported {
 }
 
 exported! {
-    /// Fills `info`: what the connection runs on, and the bytes that it has carried. Returns 0, or -1 with errno.
+    /// Fills `info` with the path of each direction of the connection `fd`, and the bytes that it has carried. Returns
+    /// 0, or -1 with errno.
     ///
     /// # Safety
-    /// `info` points to a `struct rdmasock_info` of the size that it begins with.
+    /// `info` points to a `struct rdmasock_info`, whose first field is its size.
     rdmasock_info(fd: c_int, info: *mut Info) -> c_int = info;
-    /// Sets what the connection is to run on. Returns 0, or -1 with errno.
+    /// Requests that the connection `fd` moves to the path `way`: to TCP for good, or to a link as soon as possible.
+    /// Returns 0, or -1 with errno.
     ///
     /// # Safety
     /// No precondition: the function is unsafe for its C ABI alone.
     rdmasock_prefer(fd: c_int, way: c_int) -> c_int = prefer;
-    /// Points `pieces` to the next received bytes in the ring. Returns their number, 0 at the end of the stream, or -1
-    /// with errno.
+    /// Points `pieces` to the next received bytes, which stay in the ring, and sets `count` to the number of pieces.
+    /// Returns the number of bytes, 0 at the end of the stream, or -1 with errno.
     ///
     /// # Safety
-    /// `pieces` has as many entries as `count` points to.
+    /// `pieces` has room for the number of entries that `*count` gives.
     rdmasock_view(fd: c_int, pieces: *mut iovec, count: *mut c_int, flags: c_int) -> ssize_t = view;
-    /// Gives back the first `n` bytes of the view. Returns 0, or -1 with errno.
+    /// Removes the first `n` bytes of the view from the ring, as a receive does. Returns 0, or -1 with errno.
     ///
     /// # Safety
     /// No thread reads these bytes any more.

@@ -1,8 +1,8 @@
 //! The hooks of `dlopen`, `dlmopen`, `dlsym` and `dlvsym`. `rdmasock_shims::hooks::dlopen` does the work.
 //!
 //! The hooks are naked functions, because libc finds the calling library by the return address: `dlopen` searches the
-//! caller's RUNPATH, and RTLD_NEXT means the libraries behind the caller. So each hook jumps to the function that
-//! `before` returns, with unchanged arguments and stack.
+//! caller's RUNPATH, and RTLD_NEXT means the libraries behind the caller. So each hook first calls its `before_`
+//! function. Then it jumps to the function that this has returned, with the caller's arguments and stack.
 
 use core::arch::naked_asm;
 
@@ -12,10 +12,10 @@ use rdmasock_shims::sys::real::Lmid;
 
 macro_rules! jumps {
     ($($name:ident($($arg:ident: $type:ty),*) before $before:ident;)*) => {$(
-        /// As libc's function of this name.
+        /// Does what libc's function of this name does.
         ///
         /// # Safety
-        /// As in C: names are C strings, and a handle is valid.
+        /// As for libc's function: names are C strings, and a handle is valid.
         #[unsafe(no_mangle)]
         #[unsafe(naked)]
         pub(crate) unsafe extern "C" fn $name($($arg: $type),*) -> *mut c_void {

@@ -1,6 +1,6 @@
-//! `librdmasock.so`: the symbols that precede libc's. Each hook passes its arguments and libc's own function to
-//! `rdmasock_shims::hooks` and returns the result. The hooks have no logic. `exports.txt` lists the symbols, and
-//! `scripts/check-exports` compares the list with the library.
+//! `librdmasock.so`: the hooks, exported symbols that the program finds before libc's symbols of the same names. A hook
+//! passes its arguments and libc's own function to `rdmasock_shims::hooks` and returns the result. It has no logic of
+//! its own. `exports.txt` lists the symbols, and `scripts/check-exports` compares the list with the library.
 
 #![warn(unreachable_pub)]
 
@@ -12,7 +12,8 @@ mod syscall;
 mod variadic;
 mod vfork;
 
-/// The library's allocator. A hook may have interrupted the program's `malloc`, and the program may have replaced it.
+/// The library's own allocator. A hook cannot use the program's `malloc`: it may run in a signal handler that has
+/// interrupted `malloc`, and the program may have replaced `malloc`.
 #[global_allocator]
 static HEAP: rdmasock_core::os::heap::Heap = rdmasock_core::os::heap::Heap::new();
 

@@ -1,9 +1,10 @@
-//! The hook of `syscall`. It jumps to the handler of the call's number (`rdmasock_shims::hooks::syscall`), or to libc's
-//! own `syscall`.
+//! The hook of `syscall`. It jumps to the handler for the number of the system call (`rdmasock_shims::hooks::syscall`).
+//! If there is no handler, it jumps to libc's own `syscall`.
 //!
-//! The hook is a naked function, because no frame may lie between the caller and libc: the child of
-//! `syscall(SYS_vfork)` or of a clone returns on its parent's stack, or on another one. So both ways are jumps with an
-//! unchanged stack. A handler takes the arguments in the registers of a function with six arguments, as libc's does.
+//! The hook is a naked function, because it may not have a stack frame of its own. The child of `syscall(SYS_vfork)` or
+//! of a clone returns on its parent's stack, or on another stack, where such a frame would be destroyed or missing. So
+//! the hook only jumps, with an unchanged stack. A handler is a function of the system call's six arguments, so the
+//! hook moves them to the registers of the first six arguments.
 
 use core::arch::naked_asm;
 use core::ffi::c_long;
@@ -13,7 +14,7 @@ use rdmasock_shims::hooks::syscall::{HANDLERS, LIBC, NUMBERS};
 /// Makes the system call with the given number, as `syscall(2)`.
 ///
 /// # Safety
-/// As `syscall` in C: the arguments fit the number.
+/// As for libc's function: the arguments fit the number.
 #[unsafe(no_mangle)]
 #[unsafe(naked)]
 pub(crate) unsafe extern "C" fn syscall(number: c_long) -> c_long {

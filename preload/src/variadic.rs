@@ -1,17 +1,18 @@
-//! The hooks of the variadic calls: `execl`, `execlp`, `execle`, `dprintf`. libc's versions call `execve`
-//! and similar functions through symbols that no hook can replace.
+//! The hooks of the variadic functions `execl`, `execlp`, `execle` and `dprintf`. They are needed, because libc's
+//! versions call `execve` and similar functions inside libc, where no hook sees the call.
 //!
-//! Stable Rust cannot define a variadic function, and these have no greatest number of arguments. So each
-//! is a naked function that stores its register arguments in memory. Its non-variadic counterpart, an
-//! ordinary function below it, finds all arguments there:
+//! Stable Rust cannot define a variadic function, and the number of arguments has no bound. So each hook is a naked
+//! function that stores its register arguments in memory. Then it calls an ordinary function of this file, which finds
+//! all arguments in memory:
 //!
-//! - `execl*`: the argument registers are stored right below the arguments on the stack (over the return
-//!   address, which moves). The two parts together are the argv of `execv`, terminator included,
-//!   for any number of arguments. No memory is copied or allocated, so these hooks stay async-signal-safe.
-//! - `dprintf`: a `va_list` is built as the ABI lays it out (System V psABI, "Variable Argument Lists",
-//!   figure 3.34).
+//! - `execl*`: the hook removes the return address from the stack, and stores the argument registers right below the
+//!   arguments that are on the stack. Both parts together are the argv of `execv`, with its terminator, for any number
+//!   of arguments. No memory is copied or allocated, so these hooks are async-signal-safe.
+//! - `dprintf`: the hook builds a `va_list` in the layout of the ABI (System V psABI, "Variable Argument Lists", figure
+//!   3.34).
 //!
-//! `fcntl` and `ioctl` are ordinary hooks: they have at most one variable argument, which is passed as a named one is.
+//! `fcntl` and `ioctl` are ordinary hooks: they have at most one variable argument, which is passed in the same way as
+//! a named argument.
 
 use core::arch::naked_asm;
 
@@ -20,23 +21,23 @@ use rdmasock_shims::config::environment;
 use rdmasock_shims::hooks::{io, process};
 use rdmasock_shims::sys::real;
 
-/// Runs `execl` with its arguments as an argv. Returns -1 with errno, or not at all.
+/// Does the work of `execl`, whose arguments are in `argv`. Returns only on failure: -1 with errno.
 unsafe extern "C" fn execl_argv(path: *const c_char, argv: *const *const c_char) -> c_int {
-    // SAFETY: `argv` ends in the null pointer that the caller of execl had to pass.
+    // SAFETY: `argv` ends with the null pointer that the caller of execl had to pass.
     unsafe { process::execv(environment::execv, path, argv) }
 }
 
-/// Runs `execlp` with its arguments as an argv. Returns -1 with errno, or not at all.
+/// Does the work of `execlp`, whose arguments are in `argv`. Returns only on failure: -1 with errno.
 unsafe extern "C" fn execlp_argv(file: *const c_char, argv: *const *const c_char) -> c_int {
     // SAFETY: as in `execl_argv`.
     unsafe { process::execv(environment::execvp, file, argv) }
 }
 
-/// Runs `execle` with its arguments as an argv, behind whose terminator the environment stands. Returns -1 with errno,
-/// or not at all.
+/// Does the work of `execle`, whose arguments are in `argv`. The pointer to the environment follows the terminator of
+/// `argv`. Returns only on failure: -1 with errno.
 unsafe extern "C" fn execle_argv(path: *const c_char, argv: *const *const c_char) -> c_int {
     let mut end = argv;
-    // SAFETY: `argv` ends in a null pointer, and the caller of execle passed one pointer after it.
+    // SAFETY: `argv` ends with a null pointer, and the caller of execle passed one more pointer behind it.
     unsafe {
         while !(*end).is_null() {
             end = end.add(1);
@@ -46,25 +47,25 @@ unsafe extern "C" fn execle_argv(path: *const c_char, argv: *const *const c_char
     }
 }
 
-/// Runs `dprintf` with its arguments as a `va_list`.
+/// Does the work of `dprintf`, whose variable arguments are in `list`, a `va_list`.
 unsafe extern "C" fn dprintf_list(fd: c_int, format: *const c_char, list: *mut c_void) -> c_int {
-    // SAFETY: `list` is a `va_list` whose first argument is the one after `format`.
+    // SAFETY: `list` is a `va_list`, and its first argument is the argument after `format`.
     unsafe { io::vdprintf(real::vdprintf(), fd, format, list) }
 }
 
-/// Runs `__dprintf_chk` with its arguments as a `va_list`.
+/// Does the work of `__dprintf_chk`, whose variable arguments are in `list`, a `va_list`.
 unsafe extern "C" fn dprintf_chk_list(fd: c_int, flag: c_int, format: *const c_char, list: *mut c_void) -> c_int {
     // SAFETY: as in `dprintf_list`.
     unsafe { io::vdprintf_chk(real::__vdprintf_chk(), fd, flag, format, list) }
 }
 
-/// A function `name(path, arg0, …, NULL, …)` that calls `$argv(path, &arg0)`.
+/// Defines the hook `$name(path, arg0, …, NULL, …)`, which calls `$argv(path, &arg0)`.
 macro_rules! exec_hook {
     ($name:ident, $argv:ident) => {
-        /// As libc's function of this name.
+        /// Does what libc's function of this name does.
         ///
         /// # Safety
-        /// As in C: strings, then a null pointer.
+        /// As for libc's function: C strings, then a null pointer.
         #[unsafe(no_mangle)]
         #[unsafe(naked)]
         pub(crate) unsafe extern "C" fn $name(path: *const c_char, arg0: *const c_char) -> c_int {
@@ -104,8 +105,9 @@ exec_hook!(execl, execl_argv);
 exec_hook!(execlp, execlp_argv);
 exec_hook!(execle, execle_argv);
 
-/// A function with `$named` arguments before its variable ones that calls `$list` with them and the
-/// `va_list`, for which it needs the register of argument number `$named`.
+/// Defines the hook `$name`, which has `$named` named arguments and then variable ones. It calls `$list` with the named
+/// arguments and a `va_list`. `$register` is the register of the argument behind the named ones, in which the address
+/// of the `va_list` is passed.
 macro_rules! printf_hook {
     ($name:ident($($arg:ident: $type:ty),*), $named:literal, $register:literal, $list:ident) => {
         #[doc = concat!("`", stringify!($name), "`.")]
@@ -115,8 +117,9 @@ macro_rules! printf_hook {
         #[unsafe(no_mangle)]
         #[unsafe(naked)]
         pub(crate) unsafe extern "C" fn $name($($arg: $type),*) -> c_int {
-            // Frame: va_list { u32 gp_offset, u32 fp_offset, stack arguments, registers } at 0; the
-            // registers, six general and eight vector ones, at 32; 8 bytes to align.
+            // The frame has 216 bytes. At 0 is the va_list { u32 gp_offset, u32 fp_offset, address of the stack
+            // arguments, address of the saved registers }. At 32 are the saved registers: six general and eight vector
+            // registers. The last 8 bytes align the stack.
             naked_asm!(
                 ".cfi_startproc",
                 "sub rsp, 216",

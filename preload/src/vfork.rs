@@ -1,14 +1,14 @@
-//! The hook of `vfork`, by which `rdmasock_shims::sys::vfork` recognises a vfork child.
+//! The hook of `vfork`. `rdmasock_shims::sys::vfork` recognises a vfork child by the record that the hook makes.
 //!
-//! The child returns from vfork on its parent's stack, and its next call overwrites the frame that it
-//! returned from. So that frame holds nothing that the parent needs after the system call: the return
-//! address stays in a register that the system call preserves, as in glibc's own vfork.
+//! The child returns from vfork on its parent's stack, and its next call overwrites the frame of vfork. So the parent
+//! may need nothing in that frame after the system call. The return address stays in a register that the system call
+//! preserves, as in glibc's own vfork.
 
 use core::arch::naked_asm;
 
 use rdmasock_shims::sys::vfork::{done, prepare};
 
-/// Makes a child that shares this process's memory until it execs or ends, as `vfork(2)`.
+/// Makes a child that shares this process's memory until it execs or ends, as vfork(2) does.
 ///
 /// # Safety
 /// As vfork: the child may only exec or `_exit`.

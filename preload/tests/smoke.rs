@@ -1,5 +1,5 @@
-//! Programs under the built library give the same output and status as without it. Most of their calls pass through;
-//! `tests/` and `integration/` test TCP streams.
+//! Checks that programs have the same output and exit status with the built library as without it. Most of their calls
+//! pass through the hooks. `tests/` and `integration/` test TCP streams.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test")]
 
@@ -8,10 +8,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::LazyLock;
 
-/// The library, which this test builds: `cargo test` takes an older build of a cdylib, or none. It is built together
-/// with the command, as everywhere, because the features of its dependencies depend on the packages of one build.
+/// The path of the library. This test builds it, because `cargo test` does not build a cdylib. The command is built
+/// with it, as in all other places: the features of dependencies depend on the set of packages in a build.
 static LIBRARY: LazyLock<PathBuf> = LazyLock::new(|| {
-    // TARGET/PROFILE/deps/smoke-HASH
+    // This test's own path is TARGET/PROFILE/deps/smoke-HASH.
     let test = std::env::current_exe().unwrap();
     let profile = test.ancestors().nth(2).unwrap();
     let name = match profile.file_name().unwrap().to_str().unwrap() {
@@ -29,7 +29,7 @@ static LIBRARY: LazyLock<PathBuf> = LazyLock::new(|| {
     profile.join("librdmasock.so")
 });
 
-/// Compiles `tests/c/NAME.c`, fortified, which makes it call the `__*_chk` forms.
+/// Compiles `tests/c/NAME.c` with _FORTIFY_SOURCE, so that it calls the `__*_chk` forms of functions.
 fn compile(name: &str) -> PathBuf {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/c/{name}.c"));
     let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
@@ -53,11 +53,11 @@ fn run(command: &mut Command, input: &str) -> Output {
     child.wait_with_output().unwrap()
 }
 
-/// Runs a command bare and with the library, and returns what both printed.
+/// Runs a program without and with the library, and checks that outputs and statuses are equal. Returns the output.
 fn same_with_library(program: impl AsRef<Path>, args: &[&str], input: &str) -> String {
     let program = program.as_ref();
     let bare = run(Command::new(program).args(args), input);
-    // Early promotion, so that the program's connections are on a link.
+    // The threshold is low, so that the program's connections move to a link.
     let hooked = run(
         Command::new(program)
             .args(args)
@@ -183,7 +183,7 @@ fn the_library_survives_an_exec_without_it() {
         .join("librdmasock.so");
     std::fs::create_dir_all(copy.parent().unwrap()).unwrap();
     let log = copy.with_file_name("log");
-    // The log begins with the first socket.
+    // The last field is whether the program makes a socket and logs: the log begins with the first socket.
     for (name, value, is_kept, is_logged) in [
         ("RDMASOCK_EXEC", "keep", true, false),
         ("RDMASOCK_EXEC", "keep", true, true),
@@ -215,7 +215,7 @@ fn the_library_survives_an_exec_without_it() {
                 )
             })
             .collect();
-        // Way 10 sets an LD_PRELOAD of its own. Way 11 has a library that cannot be read.
+        // Way 10 sets an LD_PRELOAD of its own. Way 11 deletes the library's file before the exec.
         expected.extend(["10: none - LD_PRELOAD=", "11: none - ALONE=1"].map(String::from));
         let printed = String::from_utf8_lossy(&output.stdout);
         assert_eq!(printed.lines().collect::<Vec<_>>(), expected, "{name}={value}");
@@ -226,7 +226,7 @@ fn the_library_survives_an_exec_without_it() {
         if is_logged {
             let logged = std::fs::read_to_string(&log).unwrap();
             assert!(logged.contains("instance made"), "{logged}");
-            // A child of vfork (way 9) logs nothing: it borrows its parent's memory.
+            // A vfork child (way 9) logs nothing, because it uses its parent's memory.
             let expected = if is_kept { 9 } else { 0 };
             let lines = logged.matches("LD_PRELOAD is kept over an exec").count();
             assert_eq!(lines, expected, "{name}={value}:\n{logged}");

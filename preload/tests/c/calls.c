@@ -1,5 +1,5 @@
-/* Makes hooked calls that are hard to forward (variadic, spawning, ending the process, libc-internal
- * I/O) and prints what they did. The output has to be the same with and without the library. */
+/* Makes hooked calls that are hard to forward, and prints their results: variadic calls, calls that start or end a
+ * process, and I/O inside libc. The output has to be the same with and without the library. */
 #define _GNU_SOURCE
 #include <aio.h>
 #include <errno.h>
@@ -23,7 +23,7 @@ extern char **environ;
 static char *self;
 static char *mark_env[] = {"MARK=execle", NULL};
 
-/* In the new program: the arguments have to be "show" KIND COUNT 1 2 … COUNT. */
+/* Runs in the new program. Checks that the arguments are "show" KIND COUNT 1 2 … COUNT. Returns the exit status. */
 static int show(int argc, char **argv)
 {
     const char *kind = argv[2], *mark = getenv("MARK");
@@ -53,7 +53,7 @@ static int show(int argc, char **argv)
 #define A12 A11 "12",
 #define CASES(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12)
 
-/* The kinds are named so that only the one with an environment holds an 'e'. */
+/* Only the kind with an environment has an 'e' in its name, which `show` checks. */
 static int exec_with(char kind, int count, const char *path)
 {
     switch (kind * 100 + count) {
@@ -203,7 +203,7 @@ static void bytes(int a, int b, int variable)
     int waiting = 0;
     ioctl(b, FIONREAD, &waiting);
     printf("waiting: %d\n", waiting);
-    /* With a length that the compiler does not know, the fortified forms are called. */
+    /* The compiler does not know this length, so it calls the fortified forms. */
     size_t len = variable;
     printf("in: %zd %zd %zd", read(b, buf, len), recv(b, buf, len, MSG_PEEK), recvfrom(b, buf, len, 0, NULL, NULL));
     printf(" %zd %zd %zd %d\n", readv(b, &iov, 1), preadv2(b, &iov, 1, -1, 0), recvmsg(b, &m, 0),

@@ -1,5 +1,5 @@
-/* Cancels a thread that blocks in a hooked call, and checks that the thread ended by it, with its
- * clean-up handlers run, and that the process lives on. Prints one line per call. */
+/* Cancels a thread that is blocked in a hooked call. Checks that the cancellation ends the thread and runs its clean-up
+ * handler, and that the process goes on. Prints one line for each call. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -40,7 +40,7 @@ static void block_select(void)
 static void block_epoll(void) { struct epoll_event e; epoll_wait(epoll, &e, 1, -1); }
 static void block_open(void) { open(fifo, O_RDONLY); }
 static void block_accept(void) { accept(listener, NULL, NULL); }
-/* A socket that is to linger, with more to send than its peer takes. */
+/* Closes a socket that lingers (SO_LINGER), with more bytes to send than its peer takes. */
 static void block_close(void) { close(lingering); }
 static int connect_lingering(void)
 {
@@ -78,7 +78,7 @@ static void *run(void *call)
     return NULL;
 }
 
-/* Until the thread sleeps in the kernel. */
+/* Waits until the thread `tid` sleeps in the kernel. */
 static void wait_asleep(void)
 {
     char path[64], line[256], *state;

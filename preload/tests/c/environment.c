@@ -1,5 +1,6 @@
-// Executes itself in every way with an environment of one variable. Each child prints whether it has the library, the variable of the library
-// that it began with, and what is in its environment. With the variable SOCKET the first program makes a TCP socket before.
+// Executes itself by each exec and spawn function, with an environment of one variable. Each new program prints whether
+// the library is loaded, whether it began with the library's variable RDMASOCK_SPIN_US, and all entries of its
+// environment. With the variable SOCKET the first program makes a TCP socket before.
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <spawn.h>

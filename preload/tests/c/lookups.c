@@ -1,5 +1,6 @@
-/* Functions that are looked up by dlsym and dlvsym. With LIBRARY it is a library in front of libc, which sends on by what RTLD_NEXT
- * gives it; else the program. Prints the same on libc alone and with hooks in front of it. */
+/* Looks functions up by dlsym and dlvsym. With LIBRARY this file is a library that the loader searches before libc. Its
+ * `send` calls the function that RTLD_NEXT finds. Without LIBRARY this file is the program. The output has to be the
+ * same with and without hooks. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdio.h>
@@ -16,7 +17,7 @@ ssize_t send(int fd, const void *buf, size_t len, int flags)
     return next == send ? -2 : next(fd, buf, len, flags);
 }
 
-/* No relative of libc's. */
+/* Has the name of a libc function, but another purpose. */
 int listen(int fd, int backlog) { return fd + backlog; }
 #else
 #define VERSION "GLIBC_2.2.5"

@@ -1,6 +1,6 @@
-/* System calls by number, where they are hard to stand in front of: before any constructor has run, in a child that
- * runs on its parent's memory, in a thread that is to be cancelled. The output has to be the same with and without the
- * library. */
+/* Makes system calls by number, by syscall(2), in places where a hook of it is difficult: before any constructor has
+ * run, in a child that uses its parent's memory, and in a thread that is about to be cancelled. The output has to be the
+ * same with and without the library. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
@@ -18,7 +18,7 @@
 
 static int early_pid, early_fd, early_errno;
 
-/* The program's preinit functions run before the constructors of every library. */
+/* Runs before the constructors of all libraries, because it is a preinit function. */
 static void early(void)
 {
     early_pid = syscall(SYS_getpid);
@@ -37,7 +37,7 @@ static void fail(const char *what)
     exit(1);
 }
 
-/* A connection of this program with itself. */
+/* Makes a connection whose two ends are both in this process. */
 static void connect_to_self(void)
 {
     struct sockaddr_in at = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
@@ -52,7 +52,7 @@ static void connect_to_self(void)
     close(listener);
 }
 
-/* Requests and answers, which are enough for it to be promoted when it may be. */
+/* Sends requests and answers on the connection, often enough to promote it. Returns the number of good rounds. */
 static int converse(int rounds)
 {
     char out[64], in[64];
@@ -69,7 +69,7 @@ static int converse(int rounds)
     return rounds;
 }
 
-/* In a child on the parent's memory, with descriptors of its own. */
+/* Runs in a child that shares its parent's memory but has a descriptor table of its own. */
 static void borrower(void)
 {
     long closed = syscall(SYS_close, client);
@@ -77,7 +77,7 @@ static void borrower(void)
     syscall(SYS_exit_group, closed == 0 && again == -1 ? 3 : 4);
 }
 
-/* The child of a clone returns from `syscall` on its own stack: here to what lies on top of it. */
+/* The child of this clone returns from `syscall` on a stack of its own. On top of it lies the address of `borrower`. */
 static void clones(void)
 {
     static void *stack[8192] __attribute__((aligned(16)));
@@ -101,7 +101,7 @@ static void forks(void)
     printf("fork: %d\n", WEXITSTATUS(status));
 }
 
-/* The program's calls by number go on in a thread that is to be cancelled. */
+/* Calls by number are no cancellation points, so they work in a thread that is about to be cancelled. */
 static void *cancelled(void *unused)
 {
     char in[8];

@@ -1,5 +1,5 @@
-/* Sends requests to a server without the library, at the port given, on three connections, and prints how many threads this
- * process has then. */
+/* Sends requests to a server without the library, at the given port, on three connections. Then prints the number of
+ * threads of this process. */
 #include <arpa/inet.h>
 #include <dirent.h>
 #include <stdio.h>
@@ -18,7 +18,7 @@ int main(int argc, char **argv)
         int fd = socket(AF_INET, SOCK_STREAM, 0);
         if (connect(fd, (struct sockaddr *)&server, sizeof server))
             return 3;
-        /* More than the threshold, so that its server is looked for. */
+        /* More requests than the threshold, so that the library checks whether the server has the library. */
         for (int request = 0; request < 40; request++)
             if (send(fd, bytes, sizeof bytes, 0) != sizeof bytes
                 || recv(fd, bytes, sizeof bytes, MSG_WAITALL) != sizeof bytes)

@@ -1,5 +1,5 @@
-/* Opens a library by its bare name, which is where this program's RUNPATH says: libc finds out whose RUNPATH that is by where dlopen
- * was called from. */
+/* Opens a library by its bare name. The library lies in the RUNPATH of this program. libc searches the RUNPATH of the
+ * caller of dlopen, which it finds by the return address. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdio.h>

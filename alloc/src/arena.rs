@@ -1,5 +1,7 @@
-//! An arena: 1 GiB of addresses that are never unmapped, with blocks of whole grains. Memory is committed and given
-//! back in pieces of one huge page. `arenas.rs` chooses the arena of a request, and the time to give memory back.
+//! An arena: 1 GiB of addresses that are never unmapped. It is divided in two ways. A *block*, the memory of one
+//! malloc, consists of whole *grains* of 16 KiB. Memory is allocated and given back in *pieces* of one huge page (2
+//! MiB). Each piece has an *epoch*, a number that changes when its pages may have changed. `arenas.rs` chooses the
+//! arena of a request, and the time to give memory back.
 
 use core::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize};
@@ -9,11 +11,12 @@ use rdmasock_core::allocator::{LOST, NEXT, WHOLE};
 use crate::memory;
 use crate::runs::Runs;
 
-/// Bytes of an arena, and its alignment. A block is shorter.
+/// The size of an arena in bytes, and its alignment. Every block is shorter.
 pub(crate) const ARENA: usize = 1 << 30;
-/// Bytes of a piece. A piece is a huge page, so registering a block pins no memory beyond the block's huge pages.
+/// The size of a piece in bytes. A piece is one huge page. So the registration of a block pins no memory beyond the
+/// block's huge pages.
 pub(crate) const PIECE: usize = 2 << 20;
-/// Bytes of a grain. A block has a whole number of grains.
+/// The size of a grain in bytes. A block has a whole number of grains.
 pub(crate) const GRAIN: usize = 16 << 10;
 
 const GRAINS: usize = ARENA / GRAIN;
@@ -22,35 +25,36 @@ const GRAINS_OF_PIECE: usize = PIECE / GRAIN;
 
 /// Flag in the state of a piece: the piece has memory.
 const COMMITTED: u32 = 1;
-/// Flag in the state of a piece: blocks in it were freed since it got memory, so free bytes may differ from 0.
+/// Flag in the state of a piece: blocks in the piece were freed since it got its memory, so its free bytes may not be
+/// zero.
 const USED: u32 = 2;
 
-/// An arena, as described above. All zeroes are an arena without memory and blocks.
+/// An arena. If all bytes of this value are zero, the arena has no memory and no blocks.
 #[repr(C)]
 pub(crate) struct Arena {
     /// The first address.
     start: AtomicUsize,
-    /// Taken grains, a count.
+    /// The number of taken grains.
     taken: AtomicUsize,
-    /// Pieces with memory, a count.
+    /// The number of pieces with memory.
     committed: AtomicUsize,
     grains: [AtomicU64; GRAINS / 64],
-    /// For each grain, the grains of the block that begins there; 0 for none.
+    /// For each grain, the length in grains of the block that begins there; 0 if none begins there.
     blocks: [AtomicU32; GRAINS],
     pieces: [PieceState; PIECES],
 }
 
 #[repr(C)]
 struct PieceState {
-    /// The epoch, which `rdmasock_core::allocator` defines.
+    /// The epoch with its flags, as `rdmasock_core::allocator` defines it.
     epoch: AtomicU64,
     state: AtomicU32,
 }
 
 impl Arena {
-    /// Makes an arena. `None` if the kernel has no addresses or no memory for it.
+    /// Makes an arena without blocks. `None` if the kernel has no addresses or no memory for it.
     pub(crate) fn new() -> Option<&'static Self> {
-        // Reserves twice the size, and releases the addresses around the aligned part.
+        // Reserves twice the size, and releases the addresses in front of and behind the aligned part.
         let around = memory::reserve(2 * ARENA)?;
         let start = around.next_multiple_of(ARENA);
         // SAFETY: both ranges are parts of the fresh reservation, and no other code knows them.
@@ -63,7 +67,8 @@ impl Arena {
             unsafe { memory::release(start, ARENA) };
             return None;
         };
-        // SAFETY: the mapping has the size of `Self`, is zeroed and page-aligned, and stays unless `discard` unmaps it.
+        // SAFETY: the mapping has the size of `Self`, is zeroed and page-aligned. It stays mapped unless `discard`
+        // unmaps it.
         let arena = unsafe { &*core::ptr::with_exposed_provenance::<Self>(about) };
         arena.start.store(start, Release);
         Some(arena)
@@ -74,7 +79,7 @@ impl Arena {
     /// # Safety
     /// No other thread has a reference to the arena, and no block of it is in use.
     pub(crate) unsafe fn discard(&'static self) {
-        // SAFETY: the caller promises that neither the addresses nor the arena are in use.
+        // SAFETY: by the contract neither the addresses nor the `Arena` value are in use.
         unsafe {
             memory::release(self.start(), ARENA);
             memory::release(core::ptr::from_ref(self).expose_provenance(), size_of::<Self>());
@@ -89,13 +94,14 @@ impl Arena {
         Runs(&self.grains)
     }
 
-    /// Returns the bytes of blocks, and the bytes of memory.
+    /// Returns the number of bytes in blocks, and the number of bytes of memory that the arena has.
     pub(crate) fn bytes(&self) -> (usize, usize) {
         (self.taken.load(Relaxed) * GRAIN, self.committed.load(Relaxed) * PIECE)
     }
 
-    /// Takes a block of `size` bytes, with memory, at a multiple of `align`, a power of two of up to [`PIECE`]. Returns
-    /// its address. `None` if the arena has no such run of grains, or the kernel no memory.
+    /// Takes a block of `size` bytes with memory. Its address is a multiple of `align`, a power of two of at most
+    /// [`PIECE`]. Returns the address. `None` if the arena has no free run of enough grains, or if the kernel has no
+    /// memory.
     pub(crate) fn take(&self, size: usize, align: usize) -> Option<usize> {
         let n = size.div_ceil(GRAIN);
         loop {
@@ -105,7 +111,8 @@ impl Arena {
             let first = self.runs().take(n, (align / GRAIN).max(1))?;
             self.taken.fetch_add(n, Relaxed);
             if self.has_lost(first, n) {
-                // Grains of a piece that the program has unmapped stay taken.
+                // The run touches a piece that the program has unmapped. `give` leaves the piece's grains taken, so
+                // that the search does not find them again.
                 self.give(first, n);
                 continue;
             }
@@ -118,7 +125,7 @@ impl Arena {
         }
     }
 
-    /// Returns the first grain and the grains of the block at `at`; `None` if no block begins there.
+    /// Returns the first grain of the block at `at` and its number of grains; `None` if no block begins there.
     fn block(&self, at: usize) -> Option<(usize, usize)> {
         let offset = at.wrapping_sub(self.start());
         let first = offset.is_multiple_of(GRAIN).then_some(offset / GRAIN)?;
@@ -126,7 +133,7 @@ impl Arena {
         (n > 0).then_some((first, n))
     }
 
-    /// Returns the bytes of the block at `at`; `None` if no block begins there.
+    /// Returns the size in bytes of the block at `at`; `None` if no block begins there.
     pub(crate) fn size(&self, at: usize) -> Option<usize> {
         self.block(at).map(|(_, n)| n * GRAIN)
     }
@@ -134,7 +141,7 @@ impl Arena {
     /// Frees the block at `at`. Returns the numbers of its pieces; `None` if no block begins there.
     pub(crate) fn free(&self, at: usize) -> Option<core::ops::Range<usize>> {
         let (first, n) = self.block(at)?;
-        // A second free of the block finds 0 here.
+        // A second free of the same block, also a concurrent one, finds 0 here.
         let n = match self.blocks.get(first)?.swap(0, Relaxed) as usize {
             0 => return None,
             now => now.min(n),
@@ -154,7 +161,8 @@ impl Arena {
             return false;
         };
         if wanted <= n {
-            // Stored before the grains are given: a free in between then gives only the rest.
+            // The new length is stored before the other grains are given back. So if the block is freed in between,
+            // that frees only the shorter block.
             count.store(wanted as u32, Relaxed);
             if wanted < n {
                 self.leave(first + wanted, n - wanted);
@@ -174,7 +182,7 @@ impl Arena {
         true
     }
 
-    /// Sets the first `size` bytes of a new block to 0, in the pieces that may have other bytes.
+    /// Sets the first `size` bytes of a new block to 0. Skips pieces whose free bytes are 0 already.
     pub(crate) fn clear(&self, at: usize, size: usize) {
         let (offset, end) = (at - self.start(), at - self.start() + size);
         for (number, piece) in self.pieces_from(pieces_of(offset / GRAIN, size.div_ceil(GRAIN))) {
@@ -184,7 +192,7 @@ impl Arena {
             }
             let (from, to) = (offset.max(number * PIECE), end.min((number + 1) * PIECE));
             let place = core::ptr::with_exposed_provenance_mut::<u8>(self.start() + from);
-            // SAFETY: the range lies in the caller's new block, which has memory.
+            // SAFETY: the range lies in the new block, which the caller owns and which has memory.
             unsafe { place.write_bytes(0, to - from) };
         }
     }
@@ -193,7 +201,7 @@ impl Arena {
         numbers.filter_map(|number| Some((number, self.pieces.get(number)?)))
     }
 
-    /// Marks the pieces of these grains as used, and gives the grains back.
+    /// Marks the pieces of these `n` grains as used, and gives the grains back.
     fn leave(&self, first: usize, n: usize) {
         for (_, piece) in self.pieces_from(pieces_of(first, n)) {
             piece.state.fetch_or(USED, Release);
@@ -201,14 +209,15 @@ impl Arena {
         self.give(first, n);
     }
 
-    /// Gives grains back, except in pieces that the program has unmapped.
+    /// Marks these `n` grains as free, except in pieces that the program has unmapped.
     fn give(&self, first: usize, n: usize) {
         let mut given = 0;
         for (number, piece) in self.pieces_from(pieces_of(first, n)) {
             if piece.epoch.load(SeqCst) & LOST == 0 {
                 let from = first.max(number * GRAINS_OF_PIECE);
                 let to = (first + n).min((number + 1) * GRAINS_OF_PIECE);
-                // The bits are cleared before the count falls, so the count is too high for a moment, and not too low.
+                // The bits are cleared before `taken` is lowered, so for a moment `taken` may be too high, but never
+                // too low.
                 given += to - from;
                 self.runs().give(from, to - from);
             }
@@ -221,7 +230,8 @@ impl Arena {
         pieces.any(|(_, piece)| piece.epoch.load(SeqCst) & LOST != 0)
     }
 
-    /// Commits memory for the caller's grains. Returns false if the kernel has none.
+    /// Makes sure that the pieces of these grains, which the caller has taken, have memory. Returns false if the kernel
+    /// has none.
     fn commit(&self, first: usize, n: usize) -> bool {
         let numbers = pieces_of(first, n);
         let is_committed = |number: usize| {
@@ -235,13 +245,14 @@ impl Arena {
                 continue;
             }
             let end = (number..numbers.end).find(|n| is_committed(*n)).unwrap_or(numbers.end);
-            // SAFETY: the range lies in this arena. Another thread may commit the first or the last piece too, and a
-            // second commit leaves the memory as it is.
+            // SAFETY: the range lies in this arena. Another thread may commit the first or the last piece at the same
+            // time. A second commit does not change the memory.
             if !unsafe { memory::commit(self.start() + number * PIECE, (end - number) * PIECE) } {
                 return false;
             }
             for (_, piece) in self.pieces_from(number..end) {
-                // The thread that sets the flag counts the piece. Release: pairs with `is_committed`.
+                // Only the thread that sets the flag counts the piece and begins its epoch. Release: pairs with the
+                // Acquire of `is_committed`.
                 if piece.state.fetch_or(COMMITTED, Release) & COMMITTED == 0 {
                     self.committed.fetch_add(1, Relaxed);
                     let opened = |now: u64| (now & LOST == 0).then_some((now & !WHOLE) + NEXT + WHOLE);
@@ -253,15 +264,16 @@ impl Arena {
         true
     }
 
-    /// Returns the start and the epoch of the piece with this address; `None` if it is not in this arena.
+    /// Returns the start and the epoch of the piece in which the address `at` lies; `None` if the address is not in
+    /// this arena.
     pub(crate) fn piece(&self, at: usize) -> Option<(usize, &AtomicU64)> {
         let number = at.checked_sub(self.start())? / PIECE;
         let piece = self.pieces.get(number)?;
         Some((self.start() + number * PIECE, &piece.epoch))
     }
 
-    /// Changes the epochs of the pieces in this range, before a call of the program changes its pages. With `lost` the
-    /// program takes the addresses away, and the allocator uses them no more.
+    /// Changes the epochs of the pieces in the range `from..to`, before a call of the program changes the pages there.
+    /// `lost`: the call takes the addresses away, so the allocator does not use these pieces again.
     pub(crate) fn change(&self, from: usize, to: usize, lost: bool) {
         let (from, to) = (from.max(self.start()), to.min(self.start() + ARENA));
         if from >= to {
@@ -277,28 +289,29 @@ impl Arena {
         }
     }
 
-    /// Returns true if a piece has memory and no blocks at this moment.
+    /// Returns true if the piece has memory, and no blocks at this moment.
     pub(crate) fn is_idle(&self, number: usize) -> bool {
         let has_memory = |piece: &PieceState| piece.state.load(Relaxed) & COMMITTED != 0;
         self.pieces.get(number).is_some_and(has_memory)
             && self.runs().is_free(number * GRAINS_OF_PIECE, GRAINS_OF_PIECE)
     }
 
-    /// Returns true if a piece is not whole: a call of the program has changed it, or it has no memory.
+    /// Returns true if the piece lacks the flag WHOLE, because a call of the program has changed it or because it has
+    /// no memory.
     pub(crate) fn is_changed(&self, number: usize) -> bool {
         let is_whole = |piece: &PieceState| piece.epoch.load(SeqCst) & WHOLE != 0;
         self.pieces.get(number).is_some_and(|piece| !is_whole(piece))
     }
 
-    /// Gives the memory of a piece without blocks back to the kernel. `end` deregisters it first: it gets the start and
-    /// the length, and returns false if a device still uses the piece. Returns false if the piece keeps its memory, or
-    /// has none.
+    /// Gives the memory of a piece without blocks back to the kernel. First calls `end` with the start and the length
+    /// of the piece, to deregister it; `end` returns false if a device still uses the piece. Returns false if the piece
+    /// keeps its memory, or had none.
     pub(crate) fn give_back(&self, number: usize, end: impl FnOnce(usize, usize) -> bool) -> bool {
         let Some(piece) = self.pieces.get(number) else {
             return false;
         };
         let first = number * GRAINS_OF_PIECE;
-        // A thread that has all grains of a piece is the only one to use it.
+        // This thread takes all grains of the piece, so that no other thread uses it.
         if !self.runs().take_at(first, GRAINS_OF_PIECE) {
             return false;
         }
@@ -310,12 +323,12 @@ impl Arena {
 
     fn empty(&self, number: usize, piece: &PieceState, end: impl FnOnce(usize, usize) -> bool) -> bool {
         let at = self.start() + number * PIECE;
-        // Without WHOLE no call begins to use a registration of the piece.
+        // Clears WHOLE. From then on no call begins to use a registration of the piece.
         let closed = |now: u64| (now & LOST == 0).then_some(now & !WHOLE);
         let Ok(before) = piece.epoch.fetch_update(SeqCst, SeqCst, closed) else {
             return false;
         };
-        // SAFETY: the piece lies in this arena. This thread has all its grains, and `end` says that no device uses it.
+        // SAFETY: the piece lies in this arena. This thread has taken all its grains, and by `end` no device uses it.
         if end(at, PIECE) && unsafe { memory::decommit(at, PIECE) } {
             piece.state.store(0, Release);
             self.committed.fetch_sub(1, Relaxed);
@@ -326,13 +339,13 @@ impl Arena {
         false
     }
 
-    /// Returns the numbers of an arena's pieces.
+    /// Returns the numbers of all pieces of an arena.
     pub(crate) fn numbers() -> core::ops::Range<usize> {
         0..PIECES
     }
 }
 
-/// Returns the numbers of the pieces in which these grains lie.
+/// Returns the numbers of the pieces in which the `n` grains from `first` on lie.
 fn pieces_of(first: usize, n: usize) -> core::ops::Range<usize> {
     first / GRAINS_OF_PIECE..(first + n).div_ceil(GRAINS_OF_PIECE)
 }

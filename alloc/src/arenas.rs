@@ -1,5 +1,5 @@
-//! All arenas: chooses the arena of a request, finds the arena of an address, and gives memory without blocks back to
-//! the kernel. `calls.rs` has the requests.
+//! The list of all arenas. Chooses the arena for a request, finds the arena of an address, and gives memory without
+//! blocks back to the kernel. `calls.rs` has the functions that make requests.
 
 use core::ptr::null_mut;
 use core::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
@@ -10,30 +10,32 @@ use rdmasock_core::allocator::End;
 use crate::arena::{ARENA, Arena, PIECE};
 use crate::memory;
 
-/// Bytes of the smallest request that arenas serve. The next allocator serves smaller ones.
+/// The size in bytes of the smallest request that arenas serve. The next allocator serves smaller requests.
 pub(crate) const LARGE: usize = 64 << 10;
-/// Bytes of memory without blocks that the arenas keep for later blocks.
+/// The most bytes of memory without blocks that all arenas together keep for later blocks.
 const KEPT: usize = 128 << 20;
-/// Arenas at most. The next allocator serves requests beyond them.
+/// The most arenas. If they are full, the next allocator serves further requests.
 const MOST: usize = 64;
-/// Arenas that fit into the addresses of a process (47 bits).
+/// The number of arenas that would fit into the addresses of a process (47 bits).
 const PLACES: usize = (1 << 47) / ARENA;
 
-/// The arenas by their start. This table answers for most calls that an address is in no arena, by one load.
+/// The arenas by their start address. By one load from this table a call finds out that an address is in no arena,
+/// which is the usual case.
 static PLACE: [AtomicPtr<Arena>; PLACES] = [const { AtomicPtr::new(null_mut()) }; PLACES];
 /// The arenas in the order in which they were made.
 static ALL: [AtomicPtr<Arena>; MOST] = [const { AtomicPtr::new(null_mut()) }; MOST];
-/// The library's function that deregisters memory, an [`End`]; null without the library.
+/// The main library's function that deregisters memory, an [`End`]; null without the main library.
 static END: AtomicPtr<()> = AtomicPtr::new(null_mut());
-/// The pid of the process that gives memory back, 0 for none. It keeps out other threads, and calls from `give_back`.
+/// The pid of the process in which a thread is in `give_back`; 0 if there is none. So other threads do not enter it,
+/// nor does a free that `give_back` itself leads to.
 static GIVING: AtomicU32 = AtomicU32::new(0);
 
 fn seen(place: &AtomicPtr<Arena>) -> Option<&'static Arena> {
-    // SAFETY: the pointer is null or an arena that stays mapped. Acquire: pairs with the Release of `grow`.
+    // SAFETY: the pointer is null, or points to an arena that stays mapped. Acquire: pairs with the Release of `grow`.
     unsafe { place.load(Acquire).as_ref() }
 }
 
-/// Returns the arena in which an address lies; `None` if it lies in none.
+/// Returns the arena in which the address `at` lies; `None` if it lies in no arena.
 #[inline]
 pub(crate) fn of(at: usize) -> Option<&'static Arena> {
     seen(PLACE.get(at / ARENA)?)
@@ -43,7 +45,8 @@ fn all() -> impl DoubleEndedIterator<Item = &'static Arena> {
     ALL.iter().filter_map(seen)
 }
 
-/// Takes a block. Returns its address and its arena; `None` if the next allocator has to serve the request.
+/// Takes a block from an arena. Returns its address and its arena; `None` if the next allocator has to serve the
+/// request.
 pub(crate) fn take(size: usize, align: usize) -> Option<(usize, &'static Arena)> {
     if !(LARGE..ARENA).contains(&size) || align > PIECE {
         return None;
@@ -62,11 +65,11 @@ pub(crate) fn take(size: usize, align: usize) -> Option<(usize, &'static Arena)>
     }
 }
 
-/// The result of making one more arena.
+/// The result of `grow`, which makes one more arena.
 enum Grown {
-    /// The arena is there, with the requested block.
+    /// There is a new arena. The requested block was taken from it.
     By(usize, &'static Arena),
-    /// Another thread has made an arena, which serves both requests.
+    /// Another thread has made an arena at the same time, so the request is tried again.
     ByOthers,
     Not,
 }
@@ -76,14 +79,14 @@ fn grow(size: usize, align: usize) -> Grown {
     let Some(slot) = ALL.iter().find(|slot| slot.load(Relaxed).is_null()) else {
         return Grown::Not;
     };
-    // An arena would use up a program's limit on addresses.
+    // If there is a limit on addresses, an arena could use it up.
     if memory::is_limited() {
         return Grown::Not;
     }
     let Some(arena) = Arena::new() else {
         return Grown::Not;
     };
-    // The block is taken first: without memory for it the arena is of no use.
+    // The block is taken before the arena is listed. If there is no memory for the block, the arena is of no use.
     let Some(at) = arena.take(size, align) else {
         // SAFETY: no other thread has a reference to the new arena.
         unsafe { arena.discard() };
@@ -96,21 +99,23 @@ fn grow(size: usize, align: usize) -> Grown {
             place.store(what, Release);
         }
     };
-    // Stored before the arena is listed: a thread that finds it in the list may free a block of it at once.
+    // The table gets the arena before the list does, because a thread that finds the arena in the list may take and
+    // free a block of it at once.
     show(pointer);
-    // AcqRel: the Release pairs with the Acquire of `seen`. A fork's child continues with the same list.
+    // AcqRel: the Release pairs with the Acquire of `seen`. A fork child goes on with its copy of the list.
     if slot.compare_exchange(null_mut(), pointer, AcqRel, Acquire).is_ok() {
         return Grown::By(at, arena);
     }
     show(null_mut());
-    // SAFETY: the arena was never listed, so only this thread has an address in it.
+    // SAFETY: the arena was never listed, so no other thread knows an address in it.
     unsafe { arena.discard() };
     Grown::ByOthers
 }
 
-/// Frees the block at `at`, if one begins there. Gives memory back if its pieces or the total make it worthwhile.
+/// Frees the block at `at`, if one begins there. Then gives memory back to the kernel, if a piece of the block has been
+/// changed by the program, or if there is more free memory than `KEPT`.
 pub(crate) fn free(arena: &'static Arena, at: usize) {
-    // A piece that the program has changed becomes whole again when it is given back and committed anew.
+    // A piece that the program has changed becomes whole again when its memory is given back and it gets new memory.
     let is_changed = |number| arena.is_changed(number) && arena.is_idle(number);
     if let Some(mut pieces) = arena.free(at)
         && (pieces.any(is_changed) || excess() > 0)
@@ -119,7 +124,7 @@ pub(crate) fn free(arena: &'static Arena, at: usize) {
     }
 }
 
-/// Changes the size of the block at `at` to `size` bytes, in place. Returns false if that is not possible.
+/// Changes the size of the block at `at` to `size` bytes in place. Returns false if that is not possible.
 pub(crate) fn resize(arena: &'static Arena, at: usize, size: usize) -> bool {
     let is_done = arena.resize(at, size);
     if is_done && excess() > 0 {
@@ -128,7 +133,7 @@ pub(crate) fn resize(arena: &'static Arena, at: usize, size: usize) -> bool {
     is_done
 }
 
-/// Returns the bytes of memory without blocks beyond [`KEPT`].
+/// Returns the number of bytes by which the memory without blocks exceeds [`KEPT`].
 fn excess() -> usize {
     let (taken, committed) = all()
         .map(Arena::bytes)
@@ -136,12 +141,15 @@ fn excess() -> usize {
     committed.saturating_sub(taken).saturating_sub(KEPT)
 }
 
-/// Gives memory back, last pieces first, as blocks are taken from the first pieces.
+/// Gives the memory of pieces without blocks back to the kernel, until at most `KEPT` bytes are left. Also gives back
+/// all such pieces that the program has changed. Begins with the last pieces, because new blocks are taken from the
+/// first ones.
 #[cold]
 fn give_back() {
     let me = rustix::process::getpid().as_raw_nonzero().get() as u32;
     let now = GIVING.load(Relaxed);
-    // Another pid is a fork's parent, so a child replaces it.
+    // If `now` is another pid, this is a fork child, and its parent was in `give_back` when it forked. The child
+    // replaces that pid.
     if now == me || GIVING.compare_exchange(now, me, Acquire, Relaxed).is_err() {
         return;
     }
@@ -155,7 +163,8 @@ fn give_back() {
     let _ = GIVING.compare_exchange(me, 0, Acquire, Relaxed);
 }
 
-/// Changes the epochs of this memory and deregisters it, before a call of the program changes it ([`Arena::change`]).
+/// Changes the epochs of the pieces in this range and deregisters them, before a call of the program changes the range
+/// ([`Arena::change`]).
 pub(crate) fn change(at: usize, len: usize, lost: bool) {
     const PAGE: usize = 4096;
     let (from, to) = (
@@ -169,7 +178,7 @@ pub(crate) fn change(at: usize, len: usize, lost: bool) {
     end(from, to - from, true);
 }
 
-/// Does the same for all arenas.
+/// Changes the epochs of all pieces of all arenas and deregisters them.
 pub(crate) fn change_all() {
     for arena in all() {
         arena.change(arena.start(), arena.start() + ARENA, false);
@@ -177,20 +186,20 @@ pub(crate) fn change_all() {
     }
 }
 
-/// Has the library deregister this memory. Returns false if a call still uses a registration of it.
+/// Calls the main library to deregister this memory. Returns false if a call still uses a registration of it.
 fn end(at: usize, len: usize, force: bool) -> bool {
     let function = END.load(Acquire);
     if function.is_null() {
         return true;
     }
-    // SAFETY: `attach` has stored an `End` of the library, which stays loaded.
+    // SAFETY: `attach` has stored an `End` of the main library, which stays loaded.
     unsafe {
         let function = core::mem::transmute::<*mut (), End>(function);
         function(at, len, force.into()) != 0
     }
 }
 
-/// Stores the library's function that deregisters memory. From now on devices may have registrations of pieces.
+/// Stores the main library's function that deregisters memory. Afterwards devices may have registrations of pieces.
 pub(crate) fn attach(end: End) {
     END.store(end as *mut (), Release);
 }

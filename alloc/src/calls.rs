@@ -1,5 +1,5 @@
-//! malloc and its related functions. Each serves a request from an arena, or passes it to the next allocator. Results
-//! and errno equal glibc's.
+//! malloc and its related functions. Each function serves a request from an arena, or passes it to the next allocator.
+//! Results and errno equal glibc's.
 
 use core::ffi::{c_int, c_void};
 use core::ptr::null_mut;
@@ -24,7 +24,8 @@ fn no_memory() -> *mut c_void {
     null_mut()
 }
 
-/// Runs `what` and restores errno, as C functions that succeed leave errno alone.
+/// Runs `what` and restores errno. System calls of the allocator may change errno, but glibc's functions leave it
+/// unchanged if they succeed.
 fn keeping_errno<R>(what: impl FnOnce() -> R) -> R {
     // SAFETY: errno is the calling thread's own.
     let before = unsafe { *errno() };
@@ -38,7 +39,7 @@ fn pointer(at: usize) -> *mut c_void {
     core::ptr::with_exposed_provenance_mut(at)
 }
 
-/// Takes a large block from an arena. `None` if the next allocator has to serve the request.
+/// Takes a block from an arena, if the request is large. `None` if the next allocator has to serve the request.
 fn large(size: usize, align: usize) -> Option<(*mut c_void, &'static Arena)> {
     if size < LARGE {
         return None;
@@ -46,8 +47,8 @@ fn large(size: usize, align: usize) -> Option<(*mut c_void, &'static Arena)> {
     arenas::take(size, align).map(|(at, arena)| (pointer(at), arena))
 }
 
-/// Returns the next allocator's block, or early memory as long as that allocator is not known. Null with ENOMEM if
-/// there is none.
+/// Returns a block from the next allocator, by `of`. As long as that allocator is not known, returns early memory. Null
+/// with ENOMEM if neither has memory.
 fn next_or_early(of: impl FnOnce() -> Option<*mut c_void>, size: usize, align: usize) -> *mut c_void {
     if next::is_known() {
         return of().unwrap_or_else(no_memory);
@@ -56,7 +57,7 @@ fn next_or_early(of: impl FnOnce() -> Option<*mut c_void>, size: usize, align: u
     if block.is_null() { no_memory() } else { block }
 }
 
-/// Returns a large block from an arena, else what [`next_or_early`] returns.
+/// Returns a block from an arena if the request is large, else the result of [`next_or_early`].
 #[inline]
 fn block(of: impl FnOnce() -> Option<*mut c_void>, size: usize, align: usize) -> *mut c_void {
     match large(size, align) {
@@ -68,7 +69,7 @@ fn block(of: impl FnOnce() -> Option<*mut c_void>, size: usize, align: usize) ->
 /// malloc(3).
 ///
 /// # Safety
-/// As in C, of all functions here.
+/// As for the function of this name in C. The same holds for all functions below.
 #[inline]
 pub(crate) unsafe fn malloc(size: size_t) -> *mut c_void {
     // SAFETY: by the contract.
@@ -126,7 +127,7 @@ pub(crate) unsafe fn realloc(at: *mut c_void, size: size_t) -> *mut c_void {
         // SAFETY: by the contract.
         let before = unsafe { malloc_usable_size(at) };
         if let Some((block, _)) = large(size, 1) {
-            // SAFETY: both blocks have at least the copied bytes. The caller has given up the old one.
+            // SAFETY: both blocks have at least the copied bytes. The caller gives up the old block by this call.
             unsafe {
                 block.copy_from_nonoverlapping(at, before.min(size));
                 keeping_errno(|| next::free(at));
@@ -138,7 +139,7 @@ pub(crate) unsafe fn realloc(at: *mut c_void, size: size_t) -> *mut c_void {
     unsafe { next::realloc(at, size) }.unwrap_or_else(no_memory)
 }
 
-/// Resizes a block of an arena, in place if possible. Returns the block, or null with ENOMEM.
+/// Resizes a block of an arena, in place if possible. Returns the block, which may have moved, or null with ENOMEM.
 unsafe fn of_arena(arena: &'static Arena, at: *mut c_void, size: usize) -> *mut c_void {
     if size == 0 {
         // glibc frees the block for a size of 0.
@@ -152,18 +153,19 @@ unsafe fn of_arena(arena: &'static Arena, at: *mut c_void, size: usize) -> *mut 
     if size >= LARGE && keeping_errno(|| arenas::resize(arena, at.addr(), size)) {
         return at;
     }
-    // SAFETY: the block is the caller's, and has `before` bytes.
+    // SAFETY: the caller owns the block, which has `before` bytes.
     let block = unsafe { moved(at, before, size) };
     if block.is_null() && size <= before {
-        // A smaller size fits into the old block.
+        // There is no new block, but the smaller size fits into the old block.
         return at;
     }
     block
 }
 
-/// Copies a block into a new one, and frees the old one. Returns the new block, or null, and then the old one stays.
+/// Copies a block to a new block of `size` bytes, and frees the old block. Returns the new block. If there is no
+/// memory, returns null and keeps the old block.
 unsafe fn moved(at: *mut c_void, before: usize, size: usize) -> *mut c_void {
-    // SAFETY: the caller passes a block of `before` bytes that it may free.
+    // SAFETY: the caller owns the block, which has `before` bytes, and may free it.
     unsafe {
         let block = malloc(size);
         if !block.is_null() {
@@ -186,7 +188,7 @@ pub(crate) unsafe fn reallocarray(at: *mut c_void, count: size_t, size: size_t) 
     }
 }
 
-/// memalign(3), which takes any alignment and uses the next power of two.
+/// memalign(3). An alignment that is no power of two counts as the next power of two.
 ///
 /// # Safety
 /// As [`malloc`].
@@ -213,7 +215,7 @@ pub(crate) unsafe fn aligned_alloc(align: size_t, size: size_t) -> *mut c_void {
     next_or_early(|| unsafe { next::aligned_alloc(align, size) }, size, align)
 }
 
-/// posix_memalign(3): returns an error number, and leaves errno as it was.
+/// posix_memalign(3). Returns an error number, and does not change errno.
 ///
 /// # Safety
 /// As [`malloc`].
@@ -222,7 +224,7 @@ pub(crate) unsafe fn posix_memalign(to: *mut *mut c_void, align: size_t, size: s
     let block = match large(size, align) {
         Some((block, _)) if is_good => block,
         Some((block, _)) => {
-            // SAFETY: the block was taken just now, and no other code has it.
+            // SAFETY: the block was taken just now, and no other code knows its address.
             unsafe { free(block) };
             return libc::EINVAL;
         }
@@ -250,7 +252,7 @@ pub(crate) unsafe fn valloc(size: size_t) -> *mut c_void {
     block(|| unsafe { next::valloc(size) }, size, PAGE)
 }
 
-/// pvalloc(3): whole pages.
+/// pvalloc(3). Rounds the size up to whole pages.
 ///
 /// # Safety
 /// As [`malloc`].

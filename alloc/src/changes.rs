@@ -1,7 +1,8 @@
-//! System calls of the program that change pages or addresses. Before such a call is made, the arenas' memory that it
-//! names is deregistered. Addresses that it takes away are not used again.
+//! System calls of the program that change pages or addresses. Before the program makes such a call, the memory of
+//! arenas in its range is deregistered from all devices. If the call takes addresses away from an arena, the allocator
+//! does not use them again.
 //!
-//! A call that is not known to be harmless counts as a change, and so does a call that fails.
+//! A call counts as a change unless it is known to be harmless, and even if it fails.
 
 use core::ffi::c_long;
 
@@ -12,7 +13,7 @@ use crate::arenas::{change, change_all};
 
 /// `SHM_REMAP` of bits/shm.h.
 const SHM_REMAP: c_int = 0o40000;
-/// Advice of madvise(2) that leaves each page in place. Numbers without a name in libc are from
+/// The values of madvise(2) that leave each page in place. Values that the libc crate has no name for are from
 /// asm-generic/mman-common.h.
 const HARMLESS: [c_int; 12] = [
     libc::MADV_NORMAL,
@@ -30,7 +31,7 @@ const HARMLESS: [c_int; 12] = [
     25,
 ];
 
-/// Handles a system call of the program that is about to be made.
+/// Handles a system call that the program is about to make, by its number and arguments.
 pub(crate) fn before(number: c_long, arguments: &[usize; 6]) {
     let [a, b, c, d, e, _] = *arguments;
     match number {
@@ -43,17 +44,19 @@ pub(crate) fn before(number: c_long, arguments: &[usize; 6]) {
             }
         }
         libc::SYS_mprotect | libc::SYS_pkey_mprotect => change(a, b, false),
-        // A child has no mapping there, so the kernel may give it these addresses for another one.
+        // A fork child has no mapping at these addresses, so the kernel may use them for another mapping there. So they
+        // count as taken away.
         libc::SYS_madvise if c as c_int == libc::MADV_DONTFORK => change(a, b, true),
         libc::SYS_madvise if !HARMLESS.contains(&(c as c_int)) => change(a, b, false),
-        // The call has a list of places. Reading the list here could fault, so all arenas count as changed.
+        // The argument of this call is a list of ranges. A read of the list here could fault, so all arenas count as
+        // changed.
         libc::SYS_process_madvise if !HARMLESS.contains(&(d as c_int)) => change_all(),
         libc::SYS_shmat if c as c_int & SHM_REMAP != 0 => change(b, segment(a), true),
         _ => {}
     }
 }
 
-/// Returns the bytes of a System V segment; 0 if the kernel does not tell, and then the segment cannot be attached.
+/// Returns the size of a System V segment in bytes. 0 if the kernel does not report it; then shmat fails too.
 fn segment(id: usize) -> usize {
     // SAFETY: all zeroes are a valid `shmid_ds`.
     let mut about: libc::shmid_ds = unsafe { core::mem::zeroed() };

@@ -1,5 +1,6 @@
-//! The symbols of `librdmasock_alloc.so`: malloc and its related functions, the calls that change pages or addresses,
-//! and the function that the main library looks up. `exports.txt` lists them, and `scripts/check-exports` compares.
+//! The exported symbols of `librdmasock_alloc.so`: malloc and its related functions, hooks of the calls that change
+//! pages or addresses, and the function that the main library looks up. `exports.txt` lists the symbols, and
+//! `scripts/check-exports` compares the list with the library.
 
 #![allow(
     clippy::missing_safety_doc,
@@ -15,7 +16,8 @@ use rdmasock_core::allocator::{ABI, Table};
 use crate::table::TABLE;
 use crate::{calls, changes, next};
 
-/// `exported!(NAME(ARGUMENTS) -> RESULT)`: calls the function of the same name in `calls`.
+/// `exported!(NAME(ARGUMENTS) -> RESULT)`: exports a function NAME, which calls the function of the same name in
+/// `calls`.
 macro_rules! exported {
     ($($(#[$doc:meta])* $name:ident($($arg:ident: $type:ty),*) -> $result:ty;)*) => {
         $(
@@ -54,8 +56,9 @@ exported! {
     malloc_usable_size(at: *mut c_void) -> size_t;
 }
 
-/// `looked_at!(NAME = TEXT, NUMBER, (ARGUMENTS) -> RESULT, FAILURE)`: passes the arguments to `changes`, then calls
-/// libc's function NAME. If libc has none, it returns FAILURE with ENOSYS.
+/// `looked_at!(NAME = TEXT, NUMBER, (ARGUMENTS) -> RESULT, FAILURE)`: exports a function NAME. It passes the system
+/// call's NUMBER and the arguments to `changes`, then calls libc's function NAME. If libc has no such function, it
+/// returns FAILURE with errno ENOSYS.
 macro_rules! looked_at {
     ($($(#[$doc:meta])* $name:ident = $text:literal, $number:ident, ($($arg:ident: $type:ty),*) -> $result:ty, $failure:expr;)*) => {
         mod behind {
@@ -112,14 +115,15 @@ looked_at! {
     shmat = c"shmat", SYS_shmat, (id: c_int, at: *const c_void, how: c_int) -> *mut c_void, libc::MAP_FAILED;
 }
 
-/// Returns the table for the main library; null for another version of it ([`rdmasock_core::allocator::Entry`]).
+/// Returns the table of functions for the main library. Null if the main library has another version of the table
+/// ([`rdmasock_core::allocator::Entry`]).
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn rdmasock_allocator(abi: u32) -> *const Table {
     if abi == ABI { &raw const TABLE } else { null() }
 }
 
-/// The dynamic linker calls it. All functions are found here, as `dlsym` is not allowed in a signal handler or in a
-/// child of a fork.
+/// The constructor, which the dynamic linker calls. It looks all functions up, because `dlsym` is not allowed later in
+/// a signal handler or in a fork child.
 #[used]
 #[unsafe(link_section = ".init_array")]
 static ON_LOAD: extern "C" fn() = on_load;

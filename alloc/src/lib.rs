@@ -1,7 +1,8 @@
-//! `librdmasock_alloc.so`: malloc and its related functions, which precede libc's. Large blocks of a program stay
-//! registered with devices for longer than a call (`RDMASOCK_ALLOC=registered`, docs/design/allocator.md). They lie in
-//! arenas, which are never unmapped. The next allocator serves small blocks. The main library finds the piece of an
-//! address by `rdmasock_core::allocator`. Without the main library this is a plain allocator.
+//! `librdmasock_alloc.so`: malloc and its related functions, which the program finds before libc's. Large blocks of a
+//! program can stay registered with RDMA devices for longer than a call (`RDMASOCK_ALLOC=registered`,
+//! docs/design/allocator.md). They lie in arenas, which are never unmapped. The *next allocator*, usually libc's,
+//! serves small blocks. The main library, librdmasock.so, finds the piece of an address by `rdmasock_core::allocator`.
+//! Without the main library this is a plain allocator.
 //!
 //! The files, lowest first:
 //!
@@ -18,8 +19,8 @@
 //! | `exports` | the symbols |
 //!
 //! The allocator has no locks. Every step is one atomic change, after which all data is consistent, except that some
-//! memory may belong to no block. So a child forked in the middle of another thread's call, a handler's jump out of a
-//! call, or a thread that ends in one costs that memory at most.
+//! memory may belong to no block. A call can be cut off in the middle: in a fork child, whose parent had another thread
+//! in the call, by a signal handler's jump, or by the end of a thread. Then at most that memory is lost.
 
 #![warn(missing_docs, unreachable_pub)]
 #![cfg_attr(
@@ -38,7 +39,7 @@ mod next;
 mod runs;
 mod table;
 
-/// The library's own allocations, which are few, do not come from the allocator that it exports.
+/// The allocator for the library's own few allocations. They do not come from the malloc that it exports.
 #[cfg(not(test))]
 #[global_allocator]
 static HEAP: rdmasock_core::os::heap::Heap = rdmasock_core::os::heap::Heap::new();

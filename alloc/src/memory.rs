@@ -1,19 +1,19 @@
-//! The system calls that make and change arenas. They bypass libc, whose functions of these names are this library's
-//! hooks.
+//! The system calls that make and change arenas. They bypass libc's functions, because this library exports hooks with
+//! the same names.
 
 use core::ptr::null_mut;
 
 use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap_anonymous, mprotect, munmap};
 use rustix::process::{Resource, getrlimit};
 
-/// Reserves addresses without memory, which count towards RLIMIT_AS alone. `None` if the kernel has none.
+/// Reserves `len` bytes of addresses without memory, which count only towards RLIMIT_AS. `None` if the kernel refuses.
 pub(crate) fn reserve(len: usize) -> Option<usize> {
     // SAFETY: the mapping is fresh, at an address that the kernel chooses.
     let mapped = unsafe { mmap_anonymous(null_mut(), len, ProtFlags::empty(), MapFlags::PRIVATE) };
     mapped.ok().map(|at| at.expose_provenance())
 }
 
-/// Maps memory of zeroes; the kernel backs only the pages that are touched. `None` if it refuses.
+/// Maps `len` bytes of zeroed memory. Only pages that are touched take memory. `None` if the kernel refuses.
 pub(crate) fn zeroes(len: usize) -> Option<usize> {
     let access = ProtFlags::READ | ProtFlags::WRITE;
     // SAFETY: the mapping is fresh, at an address that the kernel chooses.
@@ -21,10 +21,10 @@ pub(crate) fn zeroes(len: usize) -> Option<usize> {
     mapped.ok().map(|at| at.expose_provenance())
 }
 
-/// Unmaps addresses.
+/// Unmaps the `len` bytes at `at`.
 ///
 /// # Safety
-/// The addresses are this allocator's, and no code uses them.
+/// The addresses belong to this allocator, and no code uses them any more.
 pub(crate) unsafe fn release(at: usize, len: usize) {
     if len > 0 {
         // SAFETY: by the contract.
@@ -32,16 +32,18 @@ pub(crate) unsafe fn release(at: usize, len: usize) {
     }
 }
 
-/// Makes memory at these addresses accessible, of zeroes where there was none. Returns false if the kernel has none.
+/// Makes the memory at these addresses accessible. Memory that was not accessible before is zeroed; other memory keeps
+/// its content. Returns false if the kernel has no memory.
 ///
 /// # Safety
-/// The addresses are of an arena.
+/// The addresses belong to an arena.
 pub(crate) unsafe fn commit(at: usize, len: usize) -> bool {
     let at = core::ptr::with_exposed_provenance_mut(at);
-    // SAFETY: the caller promises that the addresses are an arena's; the content stays.
+    // SAFETY: by the contract the addresses belong to an arena. Their content stays.
     let is_there = unsafe { mprotect(at, len, MprotectFlags::READ | MprotectFlags::WRITE) }.is_ok();
     if is_there {
-        // SAFETY: as above; the content stays. The call fails on kernels without huge pages, which does no harm.
+        // SAFETY: the addresses belong to an arena, and their content stays. On kernels without huge pages the call
+        // fails, which does no harm.
         let _ = unsafe { madvise(at, len, Advice::LinuxHugepage) };
     }
     is_there
@@ -51,14 +53,14 @@ pub(crate) unsafe fn commit(at: usize, len: usize) -> bool {
 /// kernel refuses.
 ///
 /// # Safety
-/// The addresses are an arena's, and no code uses their content.
+/// The addresses belong to an arena, and no code uses their content any more.
 pub(crate) unsafe fn decommit(at: usize, len: usize) -> bool {
     let at = core::ptr::with_exposed_provenance_mut(at);
-    // SAFETY: the caller promises that no code uses the addresses' content.
+    // SAFETY: by the contract no code uses the content of these addresses.
     unsafe { mmap_anonymous(at, len, ProtFlags::empty(), MapFlags::PRIVATE | MapFlags::FIXED) }.is_ok()
 }
 
-/// Returns true if the program has a limit on addresses (RLIMIT_AS), which large reservations would use up.
+/// Returns true if the process has a limit on addresses (RLIMIT_AS), which the reservation of an arena could use up.
 pub(crate) fn is_limited() -> bool {
     getrlimit(Resource::As).current.is_some()
 }

@@ -1,5 +1,5 @@
-//! The next allocator in the program's search order, which is usually libc's. Before it is found, requests get early
-//! memory, because `dlsym` itself may allocate.
+//! The next allocator in the program's search order of symbols, which is usually libc's. `dlsym` finds it, but may
+//! itself allocate memory. So until it is found, requests are served from *early memory*, a static array.
 
 use core::ffi::{CStr, c_int, c_void};
 use core::sync::atomic::Ordering::{Acquire, Relaxed, Release};
@@ -7,14 +7,14 @@ use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicUsize};
 
 use libc::size_t;
 
-/// A function of the next library in the search order that has one of this name.
+/// A function of the next library in the search order that has a function of this name.
 pub(crate) struct Next {
     name: &'static CStr,
     address: AtomicPtr<c_void>,
 }
 
 impl Next {
-    /// Makes a function that was not looked up yet.
+    /// Makes a value for the function `name`, which is not looked up yet.
     pub(crate) const fn new(name: &'static CStr) -> Self {
         Self {
             name,
@@ -47,7 +47,7 @@ macro_rules! next {
             $(pub(super) static $name: $crate::next::Next = $crate::next::Next::new($text);)*
         }
 
-        /// Looks all of them up, so that none is looked up later, where `dlsym` may not be allowed.
+        /// Looks all these functions up. A later call may be in a place where `dlsym` is not allowed.
         pub(crate) fn find_all() {
             $(found::$name.get();)*
         }
@@ -104,8 +104,8 @@ const ASKED: u32 = 1;
 const KNOWN: u32 = 2;
 static STATE: AtomicU32 = AtomicU32::new(UNKNOWN);
 
-/// Returns true if the next allocator can be called. The first call looks it up. Calls meanwhile, such as `dlsym`'s
-/// own, get false, and have to use [early memory](early).
+/// Returns true if the next allocator can be called. The first call looks it up. Calls during that time, for example
+/// from `dlsym`, get false, and have to use [early memory](early).
 #[inline]
 pub(crate) fn is_known() -> bool {
     STATE.load(Acquire) == KNOWN || find()
@@ -121,25 +121,25 @@ fn find() -> bool {
     true
 }
 
-/// Bytes of early memory, for requests before the next allocator is known.
+/// The size of the early memory in bytes.
 const EARLY: usize = 256 << 10;
-/// Alignment of a block without a requested one, bytes.
+/// The least alignment of a block, in bytes.
 const ALIGNED: usize = 16;
 
 #[repr(C, align(4096))]
 struct Early(core::cell::UnsafeCell<[u8; EARLY]>);
 
-// SAFETY: `GIVEN` only grows, so each byte belongs to one block.
+// SAFETY: `GIVEN` only grows, so each byte belongs to at most one block.
 unsafe impl Sync for Early {}
 
 static MEMORY: Early = Early(core::cell::UnsafeCell::new([0; EARLY]));
 static GIVEN: AtomicUsize = AtomicUsize::new(0);
 
-/// Returns a block of early memory, which is zeroed and never given back. Null if too little is left.
+/// Returns a block of early memory. The block is zeroed, and never freed. Null if not enough memory is left.
 #[cold]
 pub(crate) fn early(size: usize, align: usize) -> *mut c_void {
     let start = MEMORY.0.get().addr();
-    // The word in front of a block is its size.
+    // The word at `ALIGNED` bytes in front of a block holds the block's size.
     let place = |given: usize| {
         let at = (start + given + ALIGNED).checked_next_multiple_of(align.max(ALIGNED))? - start;
         let end = at.checked_add(size)?;
@@ -159,11 +159,11 @@ pub(crate) fn early(size: usize, align: usize) -> *mut c_void {
     }
 }
 
-/// Returns the size of an early block; `None` for another block.
+/// Returns the size of a block of early memory in bytes; `None` for any other block.
 #[inline]
 pub(crate) fn early_size(at: *mut c_void) -> Option<usize> {
     let start = MEMORY.0.get().addr();
     let is_early = at.addr().wrapping_sub(start) < EARLY;
-    // SAFETY: the address is of a block of `early`, which has its size in front.
+    // SAFETY: the address is a block that `early` has returned, with its size in front.
     is_early.then(|| unsafe { at.cast::<u8>().sub(ALIGNED).cast::<usize>().read() })
 }

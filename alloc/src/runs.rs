@@ -1,13 +1,13 @@
-//! The taken grains of an arena: a bit for each, in words that change by atomic operations alone. A thread finds a run
-//! of free grains, then takes it word by word. If another thread has taken one of them meanwhile, it gives its words
-//! back and searches again.
+//! Which grains of an arena are taken: one bit for each grain, in words that are only changed by atomic operations. A
+//! thread searches for a *run*, successive grains that are free, then sets its bits word by word. If another thread has
+//! taken a grain of the run meanwhile, the first thread clears the bits that it has set and searches again.
 
 use core::sync::atomic::AtomicU64;
 use core::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 const BITS: usize = 64;
 
-/// The bits of an arena, as described above.
+/// The bits of an arena's grains.
 #[derive(Clone, Copy)]
 pub(crate) struct Runs<'a>(pub &'a [AtomicU64]);
 
@@ -25,12 +25,13 @@ impl Runs<'_> {
             if self.take_at(at, n) {
                 return Some(at);
             }
-            // Another thread has taken the run, so there is progress. The grains before it were taken a moment ago.
+            // Another thread has taken a grain of the run, so that thread has made progress. The search goes on from
+            // here, because the grains before were taken a moment ago.
             from = at;
         }
     }
 
-    /// Returns the first grain of such a run from `from` on, which is free at this moment.
+    /// Returns the first grain of such a run at or behind `from`. The run is free at this moment only.
     fn find(self, from: usize, n: usize, align: usize) -> Option<usize> {
         let mut at = from.next_multiple_of(align);
         while n > 0 && at.checked_add(n)? <= self.len() {
@@ -54,13 +55,14 @@ impl Runs<'_> {
         found
     }
 
-    /// Takes these grains. Returns false, and takes none, if one of them is taken.
+    /// Takes the `n` grains from `at` on. Returns false, and takes no grain, if one of them is taken.
     pub(crate) fn take_at(self, at: usize, n: usize) -> bool {
         if at.checked_add(n).is_none_or(|end| end > self.len()) {
             return false;
         }
         for (done, (index, mask)) in words(at, n).enumerate() {
-            // Acquire: pairs with the Release of `clear`, so the last owner's accesses come before the next owner's.
+            // Acquire: pairs with the Release of `clear`, so the accesses of a grain's last owner come before the
+            // accesses of its next owner.
             let taken = self.0.get(index).is_some_and(|word| {
                 let with = |now: u64| (now & mask == 0).then_some(now | mask);
                 word.fetch_update(Acquire, Relaxed, with).is_ok()
@@ -75,7 +77,7 @@ impl Runs<'_> {
         true
     }
 
-    /// Gives the caller's grains back.
+    /// Gives back the `n` grains from `at` on, which the caller has taken.
     pub(crate) fn give(self, at: usize, n: usize) {
         words(at, n).for_each(|(index, mask)| self.clear(index, mask));
     }
@@ -87,13 +89,13 @@ impl Runs<'_> {
         }
     }
 
-    /// Returns true if all of these grains are free at this moment.
+    /// Returns true if the `n` grains from `at` on are all free at this moment.
     pub(crate) fn is_free(self, at: usize, n: usize) -> bool {
         self.last_taken(at, n).is_none()
     }
 }
 
-/// Returns the words with the `n` bits from `at` on, each with a mask of these bits.
+/// Returns the indexes of the words that contain the `n` bits from `at` on, each with a mask of those bits.
 fn words(at: usize, n: usize) -> impl Iterator<Item = (usize, u64)> {
     let (end, first) = (at + n, at / BITS);
     (first..end.div_ceil(BITS)).map(move |index| {
@@ -113,7 +115,7 @@ mod tests {
         (0..words).map(|_| AtomicU64::new(0)).collect()
     }
 
-    /// Returns the first run by a search of a list.
+    /// Returns the first free run by a plain search of a list, for comparison.
     fn first(taken: &[bool], n: usize, align: usize) -> Option<usize> {
         (0..taken.len().saturating_sub(n - 1)).find(|at| at % align == 0 && !taken[*at..at + n].contains(&true))
     }
@@ -138,7 +140,7 @@ mod tests {
                     }
                 } else {
                     let (at, n) = held.swap_remove(which.index(held.len()));
-                    // Only the end of a longer run, as for a block that becomes shorter.
+                    // Gives back only the end of the run, as if a block became shorter.
                     let kept = n / 3;
                     runs.give(at + kept, n - kept);
                     reference[at + kept..at + n].fill(false);

@@ -1,4 +1,4 @@
-//! The table of functions for the main library (`rdmasock_core::allocator`).
+//! The table of functions that the main library calls (`rdmasock_core::allocator`).
 
 use core::ffi::{c_int, c_long};
 
@@ -7,7 +7,7 @@ use rdmasock_core::allocator::{ABI, End, Piece, Table};
 use crate::arena::PIECE;
 use crate::{arenas, changes};
 
-/// The table of this version.
+/// The table of functions.
 pub(crate) static TABLE: Table = Table {
     abi: ABI,
     size: size_of::<Table>() as u32,

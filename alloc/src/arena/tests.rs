@@ -9,7 +9,7 @@ fn epoch(arena: &Arena, at: usize) -> u64 {
 }
 
 fn bytes(at: usize, len: usize) -> &'static mut [u8] {
-    // SAFETY: the block is the test's own, and has `len` bytes.
+    // SAFETY: the test owns the block, which has `len` bytes.
     unsafe { std::slice::from_raw_parts_mut(std::ptr::with_exposed_provenance_mut(at), len) }
 }
 
@@ -96,7 +96,7 @@ fn an_epoch_ends_before_the_memory_does_and_never_comes_again() {
         seen.push(now);
     }
     assert!(arena.free(at).is_some());
-    // A device uses the piece, so its epoch stays.
+    // A device still uses the piece (`false`), so the piece keeps its memory and its epoch.
     let before = epoch(arena, at);
     assert!(!arena.give_back(number, |_, _| false));
     assert_eq!(epoch(arena, at), before);

@@ -2,7 +2,7 @@ use std::sync::Mutex;
 
 use super::*;
 
-/// All tests of a process share the arenas. Tests that count all of them, or change much, hold this lock.
+/// Held by tests that count the memory of all arenas, or change much of it. All tests of a process share the arenas.
 pub(crate) static ONE: Mutex<()> = Mutex::new(());
 
 #[test]
@@ -11,7 +11,7 @@ fn what_is_freed_goes_back_but_for_what_is_kept() {
     let before = excess();
     let blocks: Vec<_> = (0..40).map(|_| take(10 << 20, 1).unwrap()).collect();
     for (at, _) in &blocks {
-        // SAFETY: the block is the test's own.
+        // SAFETY: the test owns the block.
         unsafe { std::ptr::with_exposed_provenance_mut::<u8>(*at).write_bytes(1, 10 << 20) };
     }
     let resident = || {

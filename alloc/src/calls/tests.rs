@@ -4,7 +4,7 @@ use super::*;
 use crate::arenas::tests::ONE;
 use crate::changes;
 
-/// A block of a test. All its bytes have one value.
+/// A block that a test has allocated. All its bytes have the value `tag`.
 struct Held {
     at: *mut c_void,
     len: usize,
@@ -39,7 +39,7 @@ enum Op {
 }
 
 fn ops() -> impl Strategy<Value = Op> {
-    // Sizes around the smallest large block, small sizes, and sizes of several pieces.
+    // Small sizes, sizes around the smallest large block, large sizes, and sizes of several pieces.
     let size = prop_oneof![
         0_usize..5000,
         (LARGE - 100)..(LARGE + 100),
@@ -62,7 +62,7 @@ proptest! {
     fn what_is_in_a_block_is_the_program_s(ops in prop::collection::vec(ops(), 1..40)) {
         let mut held: Vec<Held> = Vec::new();
         let _one = ONE.lock();
-        // SAFETY: the blocks are the test's own, and each is freed once.
+        // SAFETY: the test owns the blocks, and frees each once.
         unsafe {
             for (n, op) in ops.into_iter().enumerate() {
                 let tag = n as u8 + 1;
@@ -134,7 +134,8 @@ fn what_cannot_be_is_refused_as_by_libc() {
 
 #[test]
 fn early_memory_is_told_apart() {
-    // Another test's thread may be looking for the next allocator; until it is known, requests get early memory.
+    // A thread of another test may be looking the next allocator up. Until that allocator is known, requests get early
+    // memory.
     while !next::is_known() {
         std::thread::yield_now();
     }
@@ -144,7 +145,7 @@ fn early_memory_is_told_apart() {
     assert_eq!(next::early_size(first), Some(100));
     assert_eq!(next::early_size(second), Some(10));
     assert!(next::early(usize::MAX - 100, 1).is_null());
-    // SAFETY: early blocks may be passed to these functions, as malloc's may.
+    // SAFETY: these functions accept blocks of early memory, as they accept blocks of malloc.
     unsafe {
         first.cast::<u8>().write_bytes(9, 100);
         let moved = realloc(first, 200);

@@ -1,5 +1,5 @@
-//! Checks whether LD_PRELOAD can work for a program. It reads the fields of the ELF file that the kernel and the
-//! dynamic loader use. It is no general ELF reader.
+//! Checks whether LD_PRELOAD can work for a program. The code reads only the fields of the ELF file that the kernel and
+//! the dynamic loader use for this. It is no general ELF reader.
 
 use std::fs::File;
 use std::io::Read;
@@ -8,18 +8,19 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-/// The loader ignores LD_PRELOAD for setuid and setgid programs and those with capabilities.
+/// The obstacle of setuid and setgid programs, and of programs with file capabilities.
 const PRIVILEGED: &str = "is setuid, setgid or has file capabilities, so the dynamic loader ignores LD_PRELOAD; \
     run it as the user that it changes to (root: with its capabilities), or a copy without these bits";
 const STATIC: &str = "is statically linked, so LD_PRELOAD cannot work; use a dynamically linked build of it";
 const OTHER_MACHINE: &str = "is built for another processor or word size than librdmasock.so; use a native build of it";
 
-/// The libraries that a program is linked with. `Err` is the obstacle: why a preloaded library has no effect on the
-/// program, or stops it.
+/// The names of the libraries that a program is linked with. `Err` is the obstacle: a text that says why a preloaded
+/// library has no effect on the program, or keeps it from starting.
 type Linked = std::result::Result<Vec<String>, String>;
 
-/// Returns the names of the libraries that the program at `path` is linked with, or the obstacle. For a script it reads
-/// the interpreter. A file that is neither a script nor ELF has no libraries: the kernel judges it.
+/// Returns the names of the libraries that the program at `path` is linked with, or the obstacle. For a script, returns
+/// the result for its interpreter. A file that is neither a script nor ELF gets an empty list: the kernel decides
+/// whether it can be executed.
 ///
 /// # Errors
 /// The file cannot be read.
@@ -27,13 +28,14 @@ pub(crate) fn libraries(path: &Path) -> Result<Linked> {
     check(path, INTERPRETERS_MAX).with_context(|| format!("cannot read {}", path.display()))
 }
 
-/// Interpreters that may be scripts themselves, a count. The kernel follows as many, and fails with ELOOP beyond.
+/// How many interpreters in a row are followed that are scripts themselves. The kernel follows the same number, then
+/// fails with ELOOP.
 const INTERPRETERS_MAX: u32 = 4;
 
 fn check(path: &Path, interpreters: u32) -> Result<Linked> {
     let mut file = match File::open(path) {
         Ok(file) => file,
-        // A file may be executable and not readable. Then nothing is known about it.
+        // A file may be executable but not readable. Then nothing is known about it.
         Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => return Ok(Ok(Vec::new())),
         Err(error) => return Err(error.into()),
     };
@@ -68,14 +70,15 @@ fn check(path: &Path, interpreters: u32) -> Result<Linked> {
     })
 }
 
-/// Returns the interpreter of a script; `None` for another file.
+/// Returns the path of a script's interpreter; `None` if the file is no script.
 fn shebang(head: &[u8]) -> Option<PathBuf> {
     let line = head.strip_prefix(b"#!")?.split(|byte| *byte == b'\n').next()?;
     let line = std::str::from_utf8(line).ok()?;
     line.split_whitespace().next().map(PathBuf::from)
 }
 
-/// Returns true if the kernel would set AT_SECURE when this user executes the file.
+/// Returns true if the kernel would set AT_SECURE when this user executes the file. Then the dynamic loader ignores
+/// LD_PRELOAD.
 fn is_privileged(file: &File) -> Result<bool> {
     const SETUID: u32 = 0o4000;
     const SETGID_EXECUTABLE: u32 = 0o2010;
@@ -90,8 +93,8 @@ fn is_privileged(file: &File) -> Result<bool> {
     Ok(changes_uid || changes_gid || adds_capabilities)
 }
 
-/// The fields of an ELF header (System V ABI, "ELF Header") that this file reads. All but class and machine are read as
-/// 64-bit little-endian.
+/// The fields of an ELF header (System V ABI, "ELF Header") that this code reads. It reads the header as a 64-bit
+/// little-endian one; only class and machine are at the same place in every ELF file.
 #[derive(Debug)]
 struct Elf {
     class: u8,
@@ -102,7 +105,7 @@ struct Elf {
     count: u16,
 }
 
-/// A program header: type, offset in the file, address, size in the file.
+/// A program header: its type, its offset in the file, its address in memory, and its size in the file.
 #[derive(Debug, Clone, Copy)]
 struct Segment {
     kind: u32,
@@ -143,7 +146,7 @@ impl Elf {
         Ok(table.chunks_exact(Self::ENTRY).filter_map(entry).collect())
     }
 
-    /// Returns the path of the dynamic loader; `None` for a static program.
+    /// Returns the path of the program's dynamic loader; `None` for a static program.
     fn loader(&self, file: &File) -> Result<Option<String>> {
         let segments = self.segments(file)?;
         let Some(interp) = segments.iter().find(|s| s.kind == Self::PT_INTERP) else {
@@ -185,7 +188,7 @@ impl Elf {
     }
 }
 
-/// Reads up to `most` bytes at the offset `at`, at most 1 MiB.
+/// Reads up to `most` bytes, but at most 1 MiB, from the offset `at` of the file. Returns fewer at the end of the file.
 fn read(file: &File, at: u64, most: u64) -> Result<Vec<u8>> {
     let mut bytes = vec![0; most.min(1 << 20) as usize];
     let length = file.read_at(&mut bytes, at)?;
@@ -193,13 +196,13 @@ fn read(file: &File, at: u64, most: u64) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Returns the text before the first NUL.
+/// Returns the text before the first zero byte.
 fn text(bytes: &[u8]) -> Option<String> {
     let text = bytes.split(|byte| *byte == 0).next()?;
     Some(String::from_utf8_lossy(text).into_owned())
 }
 
-/// Returns `N` bytes of `bytes` from `at`; `None` if there are fewer.
+/// Returns the `N` bytes of `bytes` from `at` on; `None` if there are fewer.
 fn field<const N: usize>(bytes: &[u8], at: usize) -> Option<[u8; N]> {
     bytes.get(at..)?.first_chunk().copied()
 }

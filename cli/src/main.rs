@@ -1,7 +1,7 @@
-//! The `rdmasock` command: runs programs with the library and shows what they do with it.
+//! The `rdmasock` command: runs programs with the library, and shows their connections.
 //!
-//! Each subcommand has its file. This file parses the command line, and turns an error into one message and an exit
-//! status: 1 for a failure, 2 for a wrong command line.
+//! Each subcommand has a file of its own. This file parses the command line, and prints an error as one message. The
+//! exit status is 1 for a failure and 2 for a wrong command line.
 
 #![warn(unreachable_pub)]
 

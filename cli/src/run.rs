@@ -1,7 +1,7 @@
 //! `rdmasock run`: sets the environment and executes the program.
 //!
-//! The options come from the library's table of variables, and the library's parser checks them. So a wrong value is an
-//! error of the command, and not a line on the program's stderr.
+//! The options are generated from the library's table of variables, and the library's parser checks their values. So
+//! the command itself reports a wrong value. Otherwise the library would report it later on the program's stderr.
 
 use std::env;
 use std::ffi::{OsStr, OsString};
@@ -24,8 +24,9 @@ const LIBRARY_VARIABLE: &str = "RDMASOCK_LIBRARY";
 const PRELOAD: &str = "LD_PRELOAD";
 const PROGRAM: &str = "program";
 
-/// A sanitizer's library, its variable, and an option. Without the option a program with this sanitizer does not start
-/// behind a preloaded library, or reports that library's memory accesses.
+/// For each sanitizer: its library, the variable with its options, and an option that is needed. Without that option a
+/// program with this sanitizer does not start behind a preloaded library, or reports memory accesses of the preloaded
+/// library.
 const SANITIZERS: [(&str, &str, &str); 4] = [
     ("libasan.so", "ASAN_OPTIONS", "verify_asan_link_order=0"),
     ("libclang_rt.asan", "ASAN_OPTIONS", "verify_asan_link_order=0"),
@@ -36,9 +37,9 @@ const SANITIZERS: [(&str, &str, &str); 4] = [
 /// Options of `rdmasock run`.
 #[derive(Debug)]
 pub(crate) struct Options {
-    /// Variables that were given as options, with their values.
+    /// The library's variables that were given as options, with their values.
     variables: Vec<(&'static str, OsString)>,
-    /// The program with its arguments.
+    /// The program and its arguments.
     program: Vec<OsString>,
 }
 
@@ -97,8 +98,8 @@ impl FromArgMatches for Options {
 }
 
 impl Options {
-    /// Checks the options and the variables of the environment by the library's parser. Returns the configuration that
-    /// the library would have.
+    /// Checks the values of the options and of the variables in the environment, by the library's parser. Returns the
+    /// configuration that the library will have.
     fn check(&self) -> Result<Config, clap::Error> {
         let inherited = VARIABLES
             .iter()
@@ -121,8 +122,8 @@ impl Options {
     }
 }
 
-/// Executes the program, and returns only if that fails. A bad value ends the command with status 2, as other faults of
-/// the command line do.
+/// Executes the program, and returns only if that fails. A bad value of an option or variable ends the command with
+/// status 2, as other faults of the command line do.
 pub(crate) fn run(options: &Options) -> Result<()> {
     let config = options.check().unwrap_or_else(|error| error.exit());
     let [name, arguments @ ..] = options.program.as_slice() else {
@@ -146,7 +147,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         );
     }
     let sanitizers = SANITIZERS.iter().filter(|s| is_linked(s.0)).map(|(_, name, option)| {
-        // The sanitizer uses the last of several settings of one option.
+        // If an option is set several times, the sanitizer uses the last setting.
         let mut options = env::var_os(name).unwrap_or_default();
         options.push(":");
         options.push(option);
@@ -173,7 +174,7 @@ fn capitalised(text: &str) -> String {
     first.into_iter().chain(letters).collect()
 }
 
-/// Returns the list of libraries to preload, with `library` at its end.
+/// Returns `list`, the libraries to preload, with `library` appended unless the list has it.
 fn preload(mut list: OsString, library: impl AsRef<Path>) -> OsString {
     let library = library.as_ref();
     let is_separator = |byte: &u8| matches!(byte, b':' | b' ');
@@ -223,7 +224,8 @@ fn find_library(option: Option<&OsStr>) -> Result<PathBuf> {
     Ok(library)
 }
 
-/// Returns the path of the registered allocator. It lies beside the library, as both have to be of one version.
+/// Returns the path of the registered allocator. It has to lie in the folder of the library, because both have to be of
+/// the same version.
 fn find_allocator(library: &Path) -> Result<PathBuf> {
     let allocator = library.with_file_name(ALLOCATOR);
     if !allocator.is_file() {
@@ -236,7 +238,7 @@ fn find_allocator(library: &Path) -> Result<PathBuf> {
     Ok(allocator)
 }
 
-/// Returns the program's file, as execvp(3) would find it.
+/// Returns the path of the program, as execvp(3) would find it.
 fn find_program(name: &OsStr) -> Result<PathBuf> {
     if name.as_bytes().contains(&b'/') {
         return Ok(PathBuf::from(name));

@@ -41,7 +41,7 @@ fn seconds(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// Prints the instances once, or with `--watch` at each interval.
+/// Prints the connections of the instances once, or with `--watch` repeatedly, at the given interval.
 pub(crate) fn run(options: &Options) -> Result<()> {
     let mut out = std::io::stdout().lock();
     loop {
@@ -50,7 +50,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         let others = peers_of(&shown, options.pid);
         let text = render(options, &shown, &others, &off)?;
         if options.watch.is_some() && !options.json && out.is_terminal() {
-            // Cursor home, then clear to the end of the screen.
+            // Escape sequences: cursor to the top left, then clear the screen.
             out.write_all(b"\x1b[H\x1b[2J")?;
         }
         out.write_all(text.as_bytes())?;
@@ -62,7 +62,8 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     }
 }
 
-/// Returns all instances, or with a `pid` that process's alone. A process that `is_off` has no instance.
+/// Returns all instances, or with a `pid` only this process's instance. `is_off`: the process has the library switched
+/// off, so it has no instance.
 fn gather(pid: Option<u32>, is_off: bool) -> Result<Vec<Process>> {
     let Some(pid) = pid else {
         return stats::instances().context("cannot list /proc");
@@ -82,8 +83,9 @@ fn gather(pid: Option<u32>, is_off: bool) -> Result<Vec<Process>> {
     Ok(vec![process])
 }
 
-/// Returns the processes at the other ends of the links of `shown`, if `pid` restricts it to one process. Processes
-/// that the caller may not read are left out.
+/// If `pid` restricts the output to one process, returns the processes at the other ends of its links: their counters
+/// are needed for the unread bytes. Otherwise none, as `shown` has all processes. Processes that the caller may not
+/// read are left out.
 fn peers_of(shown: &[Process], pid: Option<u32>) -> Vec<Process> {
     let Some(pid) = pid else { return Vec::new() };
     let links = shown.iter().flat_map(|p| &p.instance.links);

@@ -1,7 +1,8 @@
 //! The connections of the instances, each with the unread bytes at both ends and the threads that sleep on it.
 //!
-//! The unread bytes are those that one end has sent over links and the other end has not received. So they are known if
-//! both ends are on this host, and if the caller may read both: processes of one user, or any for root.
+//! Unread bytes are bytes that one end has sent over a link and the program at the other end has not received. They are
+//! computed from the counters of both ends. So both ends have to be on this host, and the caller has to be allowed to
+//! read both: root may read all processes, other users their own.
 
 use core::net::{IpAddr, SocketAddr};
 use std::collections::HashMap;
@@ -15,18 +16,20 @@ pub(super) struct Connection<'a> {
     pub process: &'a Process,
     /// The counters of this end.
     pub stream: &'a StreamSnapshot,
-    /// Bytes on the link that this program has not read; `None` if the stream is on no link, or if they are not known.
+    /// The number of bytes on the link that this program has not read; `None` if the stream is on no link, or if the
+    /// number is not known.
     pub unread_here: Option<u64>,
-    /// Bytes on the link that the program at the other end has not read; `None` as above.
+    /// The number of bytes on the link that the program at the other end has not read; `None` as for `unread_here`.
     pub unread_there: Option<u64>,
-    /// Calls that sleep until the stream has data, room or an end.
+    /// The sleeping threads that wait until the stream has data or room, or has ended.
     pub asleep: Vec<&'a SleeperSnapshot>,
 }
 
-/// Streams by instance, local address and peer address.
+/// Streams by their instance, local address and peer address.
 type Ends<'a> = HashMap<([u8; 16], SocketAddr, SocketAddr), &'a StreamSnapshot>;
 
-/// Returns the connections of `shown`. Their other ends are in `shown` or in `others`.
+/// Returns the connections of the processes `shown`. The other ends of these connections are looked up in `shown` and
+/// in `others`.
 pub(super) fn all<'a>(shown: &'a [Process], others: &'a [Process]) -> Vec<Connection<'a>> {
     let ends: Ends<'a> = shown
         .iter()
@@ -44,7 +47,7 @@ pub(super) fn all<'a>(shown: &'a [Process], others: &'a [Process]) -> Vec<Connec
 fn connection<'a>(process: &'a Process, stream: &'a StreamSnapshot, ends: &Ends<'a>) -> Connection<'a> {
     let asleep: Vec<_> = process.instance.asleep_on(stream).collect();
     let other = other_end(process, stream, ends);
-    // Both counters are read at different times, so the difference may be negative; then it is 0.
+    // The two counters are read at different times, so the difference could be negative. Then 0 is used.
     let unread_there = other
         .map(|o| stream.tx.link_bytes.saturating_sub(o.rx.link_bytes))
         .or_else(|| as_seen_by_sender(&asleep));
@@ -64,14 +67,15 @@ fn other_end<'a>(process: &Process, stream: &StreamSnapshot, ends: &Ends<'a>) ->
     ends.get(&end).copied().filter(|s| s.link.is_some())
 }
 
-/// Returns the peer's unread bytes as a sleeping sender saw them: it has sent nothing since. `None` without such a
-/// sender.
+/// Returns the number of bytes that the peer had not read when a sender of this end went to sleep. The sender has sent
+/// nothing since, so this is an upper bound. `None` if no sender sleeps.
 fn as_seen_by_sender(asleep: &[&SleeperSnapshot]) -> Option<u64> {
     let sender = asleep.iter().find(|s| s.call == Some(Call::Send))?;
     Some(sender.unread)
 }
 
-/// Returns the address with an IPv4-mapped IPv6 address as IPv4, so that the addresses of both ends compare equal.
+/// Returns the address, with an IPv4-mapped IPv6 address converted to IPv4. So the addresses of both ends compare
+/// equal.
 fn plain(addr: SocketAddr) -> SocketAddr {
     let ip: IpAddr = addr.ip().to_canonical();
     SocketAddr::new(ip, addr.port())

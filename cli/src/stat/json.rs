@@ -1,5 +1,5 @@
-//! The JSON of `rdmasock stat`. Its names and shapes are an interface: a change may add fields, and not rename or
-//! remove any.
+//! The JSON of `rdmasock stat`. Other programs depend on its names and structure: a change may add fields, but not
+//! rename or remove any.
 
 use rdmasock_core::stats::{Call, Counts, Direction, Event, LinkSnapshot, LinkState, Path, Process, SleeperSnapshot};
 use serde_json::{Map, Value, json};
@@ -9,7 +9,7 @@ use super::off::Off;
 use super::words;
 use super::words::{hex, why_tcp, word};
 
-/// Returns the whole output.
+/// Returns the whole JSON document.
 pub(crate) fn document(processes: &[Process], connections: &[Connection<'_>], off: &[Off]) -> Value {
     let instances: Vec<Value> = processes.iter().map(|p| instance(p, connections)).collect();
     let off = off
@@ -69,10 +69,11 @@ fn stream(connection: &Connection<'_>) -> Value {
         "tx_path": word(stream.tx_path.map(Path::text)),
         "rx_path": word(stream.rx_path.map(Path::text)),
         "why_tcp": why_tcp(stream),
-        // Bytes on the link that were not read; null if the stream is on no link, or if they are not known.
+        // The numbers of bytes on the link that the programs have not read; null if the stream is on no link, or if
+        // they are not known.
         "unread_here": connection.unread_here,
         "unread_there": connection.unread_there,
-        // Threads that sleep in a call until the stream has data, room or an end.
+        // The sleeping threads that wait until the stream has data or room, or has ended.
         "asleep": connection.asleep.iter().map(|s| sleeper(s)).collect::<Vec<_>>(),
     });
     with_counters(stream.tx, stream.rx, rest)
@@ -81,14 +82,14 @@ fn stream(connection: &Connection<'_>) -> Value {
 fn sleeper(sleeper: &SleeperSnapshot) -> Value {
     json!({
         "call": word(sleeper.call.map(Call::text)),
-        // The thread that began to sleep last, if it still sleeps.
+        // The id of the thread that went to sleep last; null if it is awake again.
         "thread": sleeper.thread,
         "threads": sleeper.count,
         "asleep_s": sleeper.asleep.as_secs_f64(),
     })
 }
 
-/// Adds the counters of both directions to an object.
+/// Adds the counters of both directions to the JSON object `object`.
 fn with_counters(tx: Counts, rx: Counts, mut object: Value) -> Value {
     for (way, counts) in [("tx", tx), ("rx", rx)] {
         object[format!("{way}_tcp_bytes")] = counts.tcp_bytes.into();

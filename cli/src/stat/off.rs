@@ -1,5 +1,5 @@
-//! Processes that have the library loaded but switched off by `RDMASOCK`. They keep no counters. So they are found by
-//! `/proc`: the library is mapped, and the environment at the program's start has the variable.
+//! Processes that have the library loaded but switched off by the variable `RDMASOCK`. They keep no counters, so they
+//! are found by `/proc`: the library is mapped, and the environment at the program's start switches it off.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -8,7 +8,7 @@ use std::path::Path;
 
 use rdmasock_shims::config::Config;
 
-/// A process that is switched off.
+/// A process whose library is switched off.
 #[derive(Debug)]
 pub(crate) struct Off {
     /// The process's pid.
@@ -19,7 +19,8 @@ pub(crate) struct Off {
     pub value: String,
 }
 
-/// Returns the processes that the caller may read, in order of pid. With `only`, the list has that process or none.
+/// Returns the processes with a library that is switched off, in the order of their pids. Processes that the caller may
+/// not read are left out. With `only`, checks only the process with that pid.
 pub(crate) fn processes(only: Option<u32>) -> Vec<Off> {
     let entries = fs::read_dir("/proc").into_iter().flatten();
     let mut pids: Vec<u32> = match only {

@@ -1,4 +1,4 @@
-//! The tables of `rdmasock stat`, for people.
+//! The text output of `rdmasock stat`, as tables.
 
 use core::net::SocketAddr;
 use std::fmt::Write;
@@ -10,7 +10,7 @@ use super::connections::Connection;
 use super::off::Off;
 use super::words::{kept_on_tcp, sleep, why_tcp, word};
 
-/// The output if there is no instance to show.
+/// The output if there is no process to show.
 pub(super) const NONE: &str = "No program that you may look at runs with rdmasock (root sees those of all users).\n";
 
 const HEADER: [&str; 13] = [
@@ -29,15 +29,16 @@ const HEADER: [&str; 13] = [
     "why on tcp",
 ];
 
-/// Returns the table with one line for each connection.
+/// Returns the table with one line for each connection. A line of text follows for each process that has no connection,
+/// or whose connections are all kept on TCP.
 pub(super) fn overview(processes: &[Process], connections: &[Connection<'_>]) -> String {
     let mut text = String::new();
     if !connections.is_empty() {
         let mut lines = Table::new();
         lines
-            // A line is a connection, so lines have no rules between them.
+            // No borders: each connection is one line of text.
             .load_preset(presets::NOTHING)
-            // On a terminal its width bounds the table; elsewhere the table is as wide as its content.
+            // On a terminal the table is at most as wide as the terminal. Elsewhere it is as wide as its content.
             .set_content_arrangement(ContentArrangement::Dynamic)
             .set_header(HEADER)
             .add_rows(connections.iter().map(line));
@@ -46,7 +47,7 @@ pub(super) fn overview(processes: &[Process], connections: &[Connection<'_>]) ->
                 column.set_cell_alignment(CellAlignment::Right);
             }
         }
-        // Writing to a String cannot fail.
+        // A write to a String cannot fail.
         let _ = writeln!(text, "{lines}");
     }
     for process in processes {
@@ -61,7 +62,7 @@ pub(super) fn overview(processes: &[Process], connections: &[Connection<'_>]) ->
     text
 }
 
-/// Returns one line for each process that is switched off.
+/// Returns one line of text for each process whose library is switched off.
 pub(crate) fn switched_off(processes: &[Off]) -> String {
     let line = |p: &Off| format!("{} (pid {}): switched off by RDMASOCK={}\n", p.program, p.pid, p.value);
     processes.iter().map(line).collect()
@@ -88,8 +89,8 @@ fn line(connection: &Connection<'_>) -> [String; 13] {
     ]
 }
 
-/// Returns three cells: unread bytes at this end, at the other end, and sleeping calls. The first two are empty for a
-/// stream on no link.
+/// Returns three cells of the table: the unread bytes at this end, the unread bytes at the other end, and the sleeping
+/// calls. The first two are empty for a stream on no link.
 fn state(connection: &Connection<'_>) -> [String; 3] {
     let unread = |n: Option<u64>| match (n, connection.stream.link) {
         (Some(n), _) => bytes(n),
@@ -104,7 +105,7 @@ fn state(connection: &Connection<'_>) -> [String; 3] {
     ]
 }
 
-/// Returns an arrow from the connecting end to the accepting end.
+/// Returns an arrow that points from the connecting end to the accepting end. The local address is at its left.
 fn arrow(stream: &StreamSnapshot) -> &'static str {
     match stream.direction {
         Some(Direction::Accept) => "<-",
@@ -113,7 +114,7 @@ fn arrow(stream: &StreamSnapshot) -> &'static str {
     }
 }
 
-/// Returns the path of both directions, in one word if they agree.
+/// Returns the paths of both directions, as one word if they are the same.
 fn path(stream: &StreamSnapshot) -> String {
     let tx = word(stream.tx_path.map(Path::text));
     let rx = word(stream.rx_path.map(Path::text));
@@ -128,7 +129,7 @@ fn address(addr: Option<SocketAddr>) -> String {
     addr.map_or_else(|| "?".to_owned(), |addr| addr.to_string())
 }
 
-/// Returns a count of bytes with three or four digits and a unit.
+/// Returns a number of bytes as text with a unit, with up to four digits before the decimal point.
 fn bytes(count: u64) -> String {
     const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     let mut size = count as f64;

@@ -1,4 +1,4 @@
-//! The words of `rdmasock stat`, which tables and JSON share.
+//! Converts values of the counter pages to text, for the tables and the JSON of `rdmasock stat`.
 
 use rdmasock_core::stats::{Call, Reason, SleeperSnapshot, StreamSnapshot};
 
@@ -7,17 +7,18 @@ pub(super) fn hex(id: [u8; 16]) -> String {
     format!("{:032x}", u128::from_be_bytes(id))
 }
 
-/// Returns the word of a code; "unknown" for a code that this version does not have.
+/// Returns the text of a code; "unknown" for `None`, a code that this version does not know.
 pub(super) fn word(text: Option<&'static str>) -> &'static str {
     text.unwrap_or("unknown")
 }
 
-/// Returns the reason why a whole instance is kept on TCP.
+/// Returns the text of the reason why all connections of an instance are kept on TCP.
 pub(super) fn kept_on_tcp(reason: Result<Reason, u16>) -> String {
     reason.map_or_else(|code| format!("unknown reason {code}"), |reason| reason.to_string())
 }
 
-/// Returns the reason why a stream is on TCP; `None` if it is on a link, or if the reason is not known.
+/// Returns the text of the reason why a stream is on TCP. `None` if both directions are on a link, or if there is no
+/// reason.
 pub(super) fn why_tcp(stream: &StreamSnapshot) -> Option<String> {
     match stream.why {
         _ if !stream.is_on_tcp() => None,
@@ -26,7 +27,7 @@ pub(super) fn why_tcp(stream: &StreamSnapshot) -> Option<String> {
     }
 }
 
-/// Returns a sleeper's call, the seconds of its sleep, and its thread.
+/// Returns a text with the call that a sleeper is in, how long it has slept, and its thread.
 pub(super) fn sleep(sleeper: &SleeperSnapshot) -> String {
     let call = word(sleeper.call.map(Call::text));
     let seconds = sleeper.asleep.as_secs_f64();
@@ -44,7 +45,7 @@ pub(super) fn sleep(sleeper: &SleeperSnapshot) -> String {
     format!("{call} {time}, {who}")
 }
 
-/// Returns a time in its two largest units.
+/// Returns a time as text, in its two largest units.
 pub(super) fn duration(seconds: u64) -> String {
     let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86_400);
     match (days, hours, minutes) {

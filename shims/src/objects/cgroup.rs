@@ -1,11 +1,13 @@
-//! How much memory rings may take where a control group limits the process (cgroups(7), versions 1 and 2). The kernel
-//! charges a page of a ring to the process that touches it first, and kills beyond the limit. The service thread reads
-//! the group's files; calls of the program take from the bytes that it has found free. Limits of the address space are
-//! checked elsewhere ([`has_few_addresses`](crate::objects::link::has_few_addresses)).
+//! How much memory rings may take where a control group limits the process's memory (cgroups(7), versions 1 and 2). The
+//! kernel charges a page of a ring to the process that touches it first. If a group exceeds its limit, the kernel kills
+//! a process of the group. The service thread reads the group's files and stores how many bytes rings may take. Calls
+//! of the program take from that number. Limits of the address space are checked elsewhere
+//! ([`has_few_addresses`](crate::objects::link::has_few_addresses)).
 //!
-//! Half of the limit is left to the program. Rings may take half of the rest of the other half. One second later the
-//! service thread reads the files again, and rings may take half of what is left then. Pages of files do not count as
-//! used, since the kernel can reclaim them.
+//! Half of the group's limit is left to the program. The bytes in use are subtracted from the other half, and rings may
+//! take half of the remainder. The service thread reads the files when a ring grows, and then every second until no
+//! ring is large. Each time rings may take half of what is left then. Pages of files do not count as used, since the
+//! kernel can reclaim them.
 
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicBool, AtomicU64};
@@ -31,7 +33,7 @@ const VERSIONS: [(&str, [&str; 2], &str); 2] = [
     ),
 ];
 
-/// Takes `bytes` for a ring. False if fewer are left: the ring keeps its size.
+/// Takes `bytes` for a ring. False if fewer are left: then the ring keeps its size.
 pub(crate) fn take(bytes: u64) -> bool {
     let without = |left: u64| match left {
         u64::MAX => Some(left),
@@ -67,8 +69,8 @@ pub(crate) fn look() {
     IS_SHORT.store(false, Relaxed);
 }
 
-/// Returns the bytes for rings by the tightest limit of the process's group and the groups above it; `None` if no limit
-/// can be read. `root` is empty, or the folder with a test's files.
+/// Returns how many bytes rings may take, by the tightest limit among the process's group and the groups above it.
+/// `None` if no limit can be read. `root` is empty, or the folder that has a test's files.
 fn left(root: &str) -> Option<u64> {
     let groups = dir::text(&format!("{root}/proc/self/cgroup")).ok()?;
     let paths = groups.lines().filter_map(|line| {

@@ -1,10 +1,10 @@
-//! Counts the processes that hold a connection's socket, in memory that parents and children of forks share, until one
-//! holder is left. A process that is killed, or executes another program, does not count itself out. So if the count
-//! says that there are other holders, the kernel is asked whether these processes are alive, by doorbells that parents
-//! share with their children.
+//! Counts the processes that hold a connection's socket. Each fork adds a holder. The counts are in memory that parents
+//! and children of forks share. A process that is killed, or executes another program, does not subtract itself, so a
+//! count above 1 may be too high. Then the kernel is asked whether the other holders are alive, by doorbells that
+//! parents share with their children.
 //!
-//! The owner, one of the holders, may have the stream on a link, which the others cannot use. Flags beside the count
-//! carry their request for it, and the owner's answer. The work at a fork itself is in `notify::fork`.
+//! The *owner*, one of the holders, may have the stream on a link, which the other holders cannot use. Flags beside the
+//! count carry their request for the stream and the owner's answer. The work at a fork itself is in `notify::fork`.
 
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
@@ -20,28 +20,28 @@ use rustix::event::{PollFd, PollFlags};
 use crate::objects::library::Library;
 use crate::objects::waiters::{SERVICE, hang};
 
-/// The cell of a socket that was held across a fork, in memory that parents and children share.
+/// The count for one socket that was open at a fork. Cell 0 belongs to no socket: its words concern all sockets.
 struct Cell {
     /// The number of holders, with the flags [`FIRST`], [`OWNED`] and [`WANTED`]. 0: the cell is free. In cell 0: the
-    /// number of requests so far.
+    /// number of requests for streams that holders have made so far.
     word: AtomicU32,
-    /// The [`id`] of the first holder, from which the others descend. Only the first holder can have the
-    /// stream on a link. In cell 0, [`LOST`] and [`STRANGER`].
+    /// The [`id`] of the first holder, which is the owner. The other holders descend from it, and only the owner can
+    /// have the stream on a link. In cell 0: the flags [`LOST`] and [`STRANGER`].
     owner: AtomicU32,
 }
 
 const CELLS: usize = 65_536;
 /// Mask of the count. A count that has reached this value stays there.
 const COUNT: u32 = 0xffff;
-/// The first holder is still counted.
+/// Flag: the first holder is still counted.
 const FIRST: u32 = 1 << 29;
-/// The owner has the stream on a link, or is about to.
+/// Flag: the owner has the stream on a link, or is about to.
 const OWNED: u32 = 1 << 30;
-/// Another holder wants to use the stream: the owner is to take it back to TCP.
+/// Flag: another holder wants to use the stream, and asks the owner to take it back to TCP.
 const WANTED: u32 = 1 << 31;
-/// How long a process waits for the owner, ns.
+/// How long a process waits for the owner to take a stream back to TCP, ns.
 const PATIENCE: u64 = 5_000_000_000;
-/// Pause between its requests to the owner, ns: the first one, and the longest.
+/// Pause between two requests of a waiting process to the owner, ns: the first pause, and the longest.
 const FIRST_PAUSE: i64 = 200_000;
 const LONGEST_PAUSE: i64 = 20_000_000;
 
@@ -56,14 +56,14 @@ pub(crate) fn prepare() {
     }
 }
 
-/// Returns the epoch, which is 1 before the first fork, and changes with each in parent and child. A socket that this
-/// process alone held in one epoch may have other holders in the next.
+/// Returns the epoch, a number that is 1 before the first fork, and grows with each fork, in parent and child. A socket
+/// that this process alone held in one epoch may have other holders in the next.
 pub(crate) fn epoch() -> u32 {
     EPOCH.load(Acquire)
 }
 
-/// Begins the next epoch and returns it. Before a fork, this is called once all sockets that the child gets are counted
-/// as shared.
+/// Begins the next epoch and returns its number. Before a fork, to be called after the child was counted as a holder of
+/// each socket.
 pub(crate) fn begin_epoch() -> u32 {
     EPOCH.fetch_add(1, AcqRel) + 1
 }
@@ -76,13 +76,14 @@ pub(crate) fn begin_life() {
     BIRTH.store(begin_epoch(), Release);
 }
 
-/// An ancestor cannot see whether some fork child lives, so the kernel cannot say that the child is gone.
+/// Flag: some fork child does not keep the button of one of its ancestors. So that ancestor's doorbell cannot show
+/// whether the child lives.
 pub(crate) const LOST: u32 = 1;
-/// A child was made that no hook has seen, so connections may have holders that are not counted. The ancestors and
-/// their other descendants then promote nothing any more, since that child would read their markers.
+/// Flag: a child was made that no hook has seen, so sockets may have holders that are not counted. From then on no
+/// process that shares this memory promotes a connection: that child could read the connection's markers from TCP.
 pub(crate) const STRANGER: u32 = 2;
 
-/// Notes [`LOST`] or [`STRANGER`], for the ancestors and all their descendants.
+/// Sets the flag [`LOST`] or [`STRANGER`], for all processes that share this memory.
 #[cold]
 pub(crate) fn note(what: u32) {
     if let Some(c) = cell(0)
@@ -111,9 +112,9 @@ fn claim() -> Option<u32> {
         .find(|index| cell(*index).is_some_and(|c| c.word.compare_exchange(0, 1, AcqRel, Relaxed).is_ok()))
 }
 
-/// Counts one holder less. True if it was the last one: the cell is then free. `is_plain`: the stream is on TCP for
-/// this holder, and stays there. The cell's [`OWNED`] and [`WANTED`] are then cleared here. The thread that has taken
-/// the stream back may come to report that only after the owner has let go, when it no longer finds the cell.
+/// Counts one holder less. True if it was the last holder: the cell is then free. `is_plain`: the stream is on TCP for
+/// this holder, and stays there. Then this function also clears the cell's [`OWNED`] and [`WANTED`]. The thread that
+/// takes the stream back may call `on_returned` only after the owner has left the cell, and then finds no cell.
 fn leave(c: &Cell, is_plain: bool) -> bool {
     let mut gone = if is_plain { OWNED | WANTED } else { 0 };
     if c.owner.load(Acquire) == id() {
@@ -140,7 +141,8 @@ fn wake_all(c: &Cell) {
 /// The holders of one socket.
 #[derive(Default)]
 pub struct Holders {
-    /// The index of its cell; 0: this process alone; `u32::MAX`: several holders, which are not counted.
+    /// The index of the socket's cell. 0: only this process holds the socket. `u32::MAX`: there are several holders,
+    /// which are not counted.
     at: AtomicU32,
     /// The epoch in which the program got the socket.
     born: AtomicU32,
@@ -161,7 +163,7 @@ impl Holders {
         }
     }
 
-    /// Returns whether more than one process may hold the socket, by the count alone.
+    /// Returns whether more than one process may hold the socket, by the count alone, which may be too high.
     pub fn may_be_several(&self) -> bool {
         match self.at.load(Acquire) {
             0 => false,
@@ -170,8 +172,8 @@ impl Holders {
         }
     }
 
-    /// Returns whether more than one process holds the socket. Asks the kernel if others are counted. The end of a
-    /// holder that descends from another process may show only when that process is gone too.
+    /// Returns whether more than one process holds the socket. If the count says so, asks the kernel. A killed holder
+    /// may stay counted until the process that forked it has ended too.
     pub fn are_several(&self) -> bool {
         is_noted(STRANGER) || self.may_be_several() && !self.is_alone()
     }
@@ -184,8 +186,8 @@ impl Holders {
         }
         let born = self.born.load(Acquire);
         let Some(c) = self.counted() else {
-            // The holders are not counted. If the program got the socket in this process, all others descend from this
-            // process.
+            // The holders are not counted. If the program got the socket in this process, all other holders descend
+            // from it.
             return born >= BIRTH.load(Acquire)
                 && are_children_gone(born)
                 && self.at.compare_exchange(u32::MAX, 0, AcqRel, Relaxed).is_ok();
@@ -203,8 +205,9 @@ impl Holders {
         changed.is_some_and(|word| word & COUNT <= 1)
     }
 
-    /// Counts this process out of the holders. True if it was the last holder. `is_plain`: the stream is on TCP here.
-    /// If it is not, bytes for other holders may be on a link, and they wait for them in vain.
+    /// Counts this process out of the holders. True if it was the last holder. `is_plain`: the stream is on TCP in this
+    /// process. If not, `OWNED` stays set. If this process is the owner, the other holders then wait in vain for bytes
+    /// that may be on its link.
     pub fn let_go(&self, is_plain: bool) -> bool {
         match self.at.swap(0, AcqRel) {
             0 => true,
@@ -221,13 +224,13 @@ impl Holders {
         }
     }
 
-    /// Returns whether another holder wants this stream.
+    /// Returns whether another holder has asked for this stream.
     pub fn is_wanted(&self) -> bool {
         self.counted().is_some_and(|c| c.word.load(Acquire) & WANTED != 0)
     }
 
-    /// Waits until the owner has taken the stream back to TCP, for at most `PATIENCE`. False if the owner does not
-    /// answer, or was killed before it had.
+    /// Waits until the owner has taken the stream back to TCP, for at most `PATIENCE`. False if the owner has not
+    /// answered in that time, or was killed before it answered.
     pub fn await_return(&self) -> bool {
         let Some(c) = cell(self.at.load(Acquire)) else {
             return true;
@@ -242,8 +245,8 @@ impl Holders {
                 // The owner may have answered and then ended.
                 return c.word.load(Acquire) & OWNED == 0;
             }
-            // The request is repeated, since the peer's answer that the owner waits for may have come. A signal that
-            // ends the pause early causes no further request.
+            // The request is repeated: the owner may have had to wait for an answer of the connection's peer, which may
+            // have come meanwhile. A signal that ends the pause early causes no further request.
             if now >= ask_at {
                 ask_owners();
                 ask_at = now + pause.unsigned_abs();
@@ -259,9 +262,9 @@ impl Holders {
         true
     }
 
-    /// Counts one holder more, which a fork is about to make. After the count, `may_be_on_link` says whether this
-    /// process has the stream on a link. True if it has: the child has to ask this process for it. False too if the
-    /// holders are not counted.
+    /// Counts one holder more, for the child that a fork is about to make. Then calls `may_be_on_link`, which returns
+    /// whether this process has the stream on a link. True if it has: the child then has to ask this process for the
+    /// stream. False also if the holders are not counted.
     pub fn add_child(&self, may_be_on_link: impl FnOnce() -> bool) -> bool {
         if self.at.load(Acquire) == 0 {
             self.at.store(claim().unwrap_or(u32::MAX), Release);
@@ -272,7 +275,7 @@ impl Holders {
         let word = c.word.load(Acquire);
         if word & COUNT <= 1 {
             c.owner.store(id(), Release);
-            // Fails if another thread forks too, and was first.
+            // Fails if another thread forks at the same time and has set the word first.
             let _ = c.word.compare_exchange(word, FIRST | 1, AcqRel, Relaxed);
         }
         let more = |word: u32| (word & COUNT < COUNT).then(|| word + 1);
@@ -287,22 +290,22 @@ impl Holders {
         is_owned
     }
 
-    /// Notes that parent and child hold a socket which another thread has got between the count and the fork. Its
-    /// holders are not counted.
+    /// Notes after a fork that parent and child hold a socket that the fork has not counted: another thread opened it
+    /// between the count and the fork. Its holders are not counted. Has no effect on a counted socket.
     pub fn hold_uncounted(&self) {
         let _ = self.at.compare_exchange(0, u32::MAX, AcqRel, Relaxed);
     }
 }
 
-/// Returns how many requests for streams were made so far, by any process that shares the memory. A change since the
-/// last call is a new request.
+/// Returns how many requests for streams were made so far, by all processes that share the memory. If the number has
+/// changed since the caller's last call, there is a new request.
 pub(crate) fn requests() -> u32 {
     cell(0).map_or(0, |c| c.word.load(Acquire))
 }
 
-/// Has the processes that may have streams on links check which streams are wanted: wakes the service threads of all
-/// known ancestors, the nearest first. The service threads also wake their own processes' threads again, for a child
-/// that has consumed a parent's event from a shared epoll set.
+/// Asks the processes that may have streams on links to check which streams are wanted: wakes the service threads of
+/// all known ancestors, the nearest first. Each of these service threads also wakes the threads of its process that
+/// sleep on epoll sets. A child may have consumed an event of a shared set that was meant for them.
 #[cold]
 pub(crate) fn ask_owners() {
     if let Some(requests) = cell(0) {
@@ -312,19 +315,21 @@ pub(crate) fn ask_owners() {
         // SAFETY: the buttons of known ancestors are never closed in this process.
         doorbell::press(unsafe { BorrowedFd::borrow_raw(button) });
     }
-    // A vfork child runs on its owner's memory, and wakes that service thread directly.
+    // A vfork child runs in its parent's memory. There `Library::current` is the parent's instance, and this wakes the
+    // parent's service thread.
     if let Some(library) = Library::current() {
         library.waiters.ring(SERVICE);
     }
 }
 
-// How the parents and children of forks check on each other. A parent makes a doorbell. Each child gets a copy of its
-// button, the end that wakes the doorbell's poller. Both report POLLHUP when no process has the other end. That works
-// across pid namespaces, and also for a process that has ended and was not waited for.
+// How the parents and children of forks check whether the other lives. A parent makes a doorbell and keeps it. Each
+// child gets a copy of the doorbell's button, the end by which the doorbell's poller is woken. Either end reports
+// POLLHUP once no process has the other end open. This works across pid namespaces, and also for a process that has
+// ended and was not waited for.
 
-/// The children of consecutive forks that share one button. The doorbell reports POLLHUP when all of them, and their
-/// descendants, have ended or executed another program. The parent keeps the button open while further children get it,
-/// and closes its own copy before it checks the doorbell. -1: the fd is closed, or there is none.
+/// A group of children, of consecutive forks, that share one button. The doorbell reports POLLHUP once all of them and
+/// their descendants have ended or executed another program. The parent keeps its copy of the button open while further
+/// children get copies, and closes it before it polls the doorbell. An fd of -1 is closed, or was never made.
 #[derive(Clone, Copy)]
 struct Brood {
     bell: i32,
@@ -350,7 +355,8 @@ const NO_BROOD: Brood = Brood {
 };
 
 static BROODS: Lock<[Brood; 8]> = Lock::new([NO_BROOD; 8]);
-/// The epoch of the last fork whose child has no button: the parent cannot see when that child is gone. 0: none.
+/// The epoch of the last fork whose child has no button: the parent cannot see when that child is gone. 0: there is no
+/// such child.
 static UNEQUIPPED: AtomicU32 = AtomicU32::new(0);
 /// Number of threads that are forking now.
 static FORKS: AtomicU32 = AtomicU32::new(0);
@@ -370,14 +376,14 @@ pub(crate) fn is_forking() -> bool {
     FORKS.load(Acquire) > 0
 }
 
-/// Makes a button for the child of the fork that ends `epoch`. To be called before the fork. `service` is the epoll set
-/// of the service thread, which polls the doorbell. If the button cannot be made, the parent cannot see when that child
+/// Provides a button for the child of the coming fork, which happens in `epoch`. `service` is the epoll set of the
+/// service thread, to which the doorbell is added. If the button cannot be made, the parent cannot see when that child
 /// is gone.
 pub(crate) fn equip_child(epoch: u32, service: Option<BorrowedFd<'_>>) {
     let equip = || {
         let mut broods = BROODS.lock()?;
-        // Each child gets a brood of its own while places are free. If another thread forks too, its child is about to
-        // get this button.
+        // While places are free, each child gets a brood of its own: the open buttons are closed first. They stay open
+        // if another thread forks too, since its child is about to get one of them.
         if FORKS.load(Acquire) == 1 && broods.iter().filter(|b| b.bell < 0).count() > 1 {
             broods.iter_mut().for_each(Brood::close);
         }
@@ -405,11 +411,12 @@ pub(crate) fn equip_child(epoch: u32, service: Option<BorrowedFd<'_>>) {
 /// call for each brood. False also if that is not known.
 fn are_children_gone(since: u32) -> bool {
     let Some(mut broods) = BROODS.lock() else { return false };
-    // Checked under the lock: a child that is being made either has its button already, or will get another one.
+    // Checked under the lock, which `equip_child` takes too. So a fork that begins after this check gets its child's
+    // button only after the loop below.
     if is_forking() || UNEQUIPPED.load(Acquire) >= since {
         return false;
     }
-    // With no free place the button stays open, or the next child would get none.
+    // If no place is free, the open button is kept for the next child, which could get no other.
     let has_room = broods.iter().any(|b| b.bell < 0);
     for brood in broods.iter_mut().filter(|b| b.bell >= 0) {
         if has_room {
@@ -424,17 +431,18 @@ fn are_children_gone(since: u32) -> bool {
     broods.iter().all(|b| b.bell < 0 || b.until < since)
 }
 
-/// An ancestor process, which may have the stream of a shared socket on a link. Its button reports POLLHUP when it is
-/// gone, since no other process has the doorbell. Written only in a fork child, before that has a second thread.
+/// An ancestor process, which may have the stream of a shared socket on a link. This process has a copy of the
+/// ancestor's button. The button reports POLLHUP once the ancestor is gone, since no other process has the doorbell.
+/// Written only in a fork child, before the child has a second thread.
 struct Ancestor {
-    /// The value of [`id`] in that process. 0: the entry is free.
+    /// The value of [`id`] in the ancestor. 0: the entry is free.
     id: AtomicU32,
-    /// The fd of its button.
+    /// The fd of the ancestor's button in this process.
     button: AtomicI32,
 }
 
-/// The known ancestors, the nearest last. With more than 8 the farthest are forgotten: a process waits in vain for a
-/// stream that a forgotten one has.
+/// The known ancestors, the nearest last. If there are more than 8, the farthest are forgotten. This process then waits
+/// in vain for a stream that a forgotten ancestor has on a link.
 static ANCESTORS: [Ancestor; 8] = [const {
     Ancestor {
         id: AtomicU32::new(0),
@@ -445,8 +453,8 @@ static ANCESTORS: [Ancestor; 8] = [const {
 /// The value of [`id`]; 0 before it is drawn.
 static ID: AtomicU32 = AtomicU32::new(0);
 
-/// Returns the random number by which this process's children know it; never 0. It is drawn before the first fork whose
-/// child may have to ask for it.
+/// Returns the random number, never 0, by which this process's children know it. The number is drawn before the first
+/// fork whose child may have to ask this process for a stream.
 fn id() -> u32 {
     let id = ID.load(Acquire);
     if id != 0 {
@@ -464,8 +472,9 @@ fn ancestors() -> impl DoubleEndedIterator<Item = (u32, i32)> {
     each.filter(|(id, _)| *id != 0)
 }
 
-/// Adds the parent to the ancestors of a fork child, which starts without children. Removes ancestors that are gone.
-/// False if one that is not gone had to be removed: the child does not keep that button.
+/// Adds the parent to the ancestors that a fork child knows, and empties the child's copy of the parent's broods.
+/// Removes ancestors that are gone. False if a living ancestor had to be removed for want of room: the child does not
+/// keep that ancestor's button.
 ///
 /// # Safety
 /// The caller is the only thread of a fork child, has not used this module's locks before, and the buttons of all known
@@ -473,7 +482,8 @@ fn ancestors() -> impl DoubleEndedIterator<Item = (u32, i32)> {
 pub(crate) unsafe fn remember_parent() -> bool {
     FORKS.store(0, Relaxed);
     UNEQUIPPED.store(0, Relaxed);
-    // SAFETY: by the contract, no other thread uses the lock. The fork child closes the parent's fds by number.
+    // SAFETY: by the contract, no other thread uses the lock. The fds in the parent's broods are not closed here: the
+    // fork child later closes all of the library's fds that it does not keep.
     let broods = unsafe {
         BROODS.reset();
         std::mem::replace(BROODS.get_unlocked(), [NO_BROOD; 8])
@@ -501,7 +511,7 @@ pub(crate) fn is_button(fd: i32) -> bool {
     ancestors().any(|(_, button)| button == fd)
 }
 
-/// Returns whether the ancestor with this [`id`] may still be there. True also for an unknown one.
+/// Returns whether the ancestor with this [`id`] may still live. True also for an unknown id.
 fn lives(id: u32) -> bool {
     // SAFETY: the buttons of known ancestors are never closed in this process.
     ancestors().all(|(known, button)| known != id || unsafe { is_there(button) })
@@ -546,7 +556,7 @@ mod tests {
         let [parent, child] = parent_and_child();
         assert!(is_owned(&child) && child.are_several());
         assert!(!parent.let_go(true));
-        // Too late: the parent has let go of the cell.
+        // Without effect: the parent has left the cell before.
         parent.on_returned();
         assert!(!is_owned(&child) && !child.are_several());
         assert!(child.let_go(false));

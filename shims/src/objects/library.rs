@@ -1,8 +1,8 @@
-//! The instance: the state that a process image with the library has once. Also the name of the program, and the reason
-//! that keeps all further connections of the process on TCP.
+//! The instance: all state that exists once in a process image with the library. Also the program's name, and the
+//! reason why further connections of the process stay on TCP, if there is one.
 //!
-//! Made at the first call that needs it (`startup`), never freed. A fork child is a new instance: it forgets its
-//! parent's and makes its own when it first needs one (`notify::fork`).
+//! The instance is made at the first call that needs it (`startup`), and is never freed. A fork child forgets its
+//! parent's instance, and makes its own at the first call that needs one (`notify::fork`).
 
 use std::net::SocketAddr;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, SeqCst};
@@ -37,19 +37,19 @@ pub(crate) struct Library {
     pub stats: &'static StatsPage,
     /// Keeps the file of the counters open.
     pub _stats_fd: Option<PrivateFd>,
-    /// Doorbells and sleeper flags.
+    /// The waiters of this process: their doorbells and sleep flags.
     pub waiters: Waiters,
     /// The one-time offers of links to other instances.
     pub offers: Offers,
-    /// The budget for the program's memory that devices access.
+    /// The budget for memory of the program that devices access, bytes.
     pub pinned: Budget,
-    /// The registered pieces of the allocator's memory, which count in that budget.
+    /// The pieces of the registered allocator's memory that devices know. Their bytes count in `pinned`.
     pub arenas: Pieces,
     /// The commands for the service thread.
     pub service: Mailbox,
 }
 
-/// Makes an instance; `None` if that fails or nothing is to be accelerated.
+/// A function that makes an instance. `None` if that fails, or if no connection is to be accelerated.
 pub(crate) type Build = fn() -> Option<Library>;
 
 static CURRENT: AtomicPtr<Library> = AtomicPtr::new(std::ptr::null_mut());
@@ -63,14 +63,15 @@ static OFF: AtomicBool = AtomicBool::new(false);
 static RETIRED: AtomicBool = AtomicBool::new(false);
 
 impl Library {
-    /// Returns the instance. It exists, since the objects by which callers come here are only made after it. In a fork
-    /// child that has not made its own yet, this makes it, and waits for fds or memory if there are none.
+    /// Returns the instance. One exists: callers come with a socket, a link or another object that is made only after
+    /// the instance. A fork child that has no instance of its own yet makes it here, and waits for fds or memory if
+    /// there are none.
     #[inline]
     pub(crate) fn get() -> &'static Library {
         Self::current().unwrap_or_else(Self::fallback)
     }
 
-    /// Returns the instance, and makes it if there is none. `None` if nothing is to be accelerated.
+    /// Returns the instance, and makes it if there is none. `None` if no connection is to be accelerated.
     #[inline]
     pub(crate) fn ensure() -> Option<&'static Library> {
         if OFF.load(Relaxed) {
@@ -92,7 +93,7 @@ impl Library {
         Self::ensure().is_some()
     }
 
-    /// Gives `bytes` of the allocator's memory, which are no longer registered, back to the budget.
+    /// Gives `bytes` back to the budget: memory of the registered allocator whose registrations have ended.
     pub(crate) fn free_kept(&self, bytes: u64) {
         if bytes > 0 {
             self.pinned.give_back(bytes);
@@ -142,7 +143,8 @@ impl Library {
     fn make() -> Option<&'static Library> {
         // SAFETY: libc defines this variable, and it is only read.
         if unsafe { environ.is_null() } {
-            // The linker calls this function before libc has started, so the user's variables cannot be read yet.
+            // This call comes from the dynamic linker, before libc has started, so the user's variables cannot be read
+            // yet.
             return None;
         }
         let errno = crate::sys::errno::get();
@@ -191,7 +193,8 @@ impl Library {
 /// The thresholds that the user has set: for connections that this end has made, and for those that it has accepted.
 static THRESHOLDS: OnceBox<[Threshold; 2]> = OnceBox::new();
 
-/// Returns what a connection has to have carried before its end with this role does something about a promotion.
+/// Returns the threshold at which an end with this role acts: a connector asks for a promotion, an acceptor prepares to
+/// answer.
 #[inline]
 pub(crate) fn threshold_of(role: Role) -> &'static Threshold {
     let [connectors, acceptors] = THRESHOLDS.get_or_init(|| {
@@ -235,7 +238,7 @@ pub(crate) fn program_name() -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// Returns a random number for keys, made from the clock if the kernel has none to give.
+/// Returns a random number. If the kernel gives no random bytes, makes the number from the clock.
 pub(crate) fn random_u64() -> u64 {
     let mut bytes = [0u8; 8];
     match rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty()) {

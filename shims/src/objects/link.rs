@@ -1,10 +1,10 @@
-//! A link as the shims use it: the sockets whose streams are on it, whether it is up, and its fabric. The fabric's end
-//! has the link's memory, and gets most calls. Also the list of links that are up, the bounds on what a peer can make
-//! this process spend, and what epoll sets keep and check about a link to another host.
+//! The link object of the shims: the sockets whose streams are on the link, whether the link is up, and this end of its
+//! fabric. The fabric's end has the link's memory, and carries out most calls. Also the list of links that are up, the
+//! bounds on what a peer can make this process spend, and what epoll sets check of a link to another host.
 //!
-//! Link objects are never freed. A link that is down and has no streams or producers left becomes another link. A
-//! stream, a producer or a [`Pin`] keeps the object the same link. A call that holds a bare pointer, to wake a waiter,
-//! may wake a waiter of another link.
+//! Link objects are never freed. Once a link is down and has no stream, producer or [`Pin`] left, its object is reused
+//! for another link. Until then the object stays the same link. A call with a bare pointer may find another link in the
+//! object: at worst it wakes a waiter of this other link in vain.
 
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -40,30 +40,33 @@ pub(crate) use crate::objects::remote_link::{Maintained, Poller, Remote, StandBy
 use crate::objects::waiters::SERVICE;
 use crate::sys::errno;
 
-/// Buttons kept for a peer: a fixed number, and more for each of its streams, for an epoll set and a thread that polls.
+/// The most buttons that this end keeps for a peer's waiters: `BUTTONS`, and `BUTTONS_A_STREAM` for each stream, one
+/// for an epoll set and one for a thread that polls.
 const BUTTONS: u32 = 16;
 const BUTTONS_A_STREAM: u32 = 2;
 
-/// The size of a peer's data area that this end writes into is at most this many of the largest rings. For each of the
-/// peer's streams: its ring, the ring before, and twice as much for the gaps between them; and some for all streams.
+/// Bounds how far into the peer's data area this end writes, in rings of the largest size: `RINGS`, and
+/// `RINGS_A_STREAM` for each stream. A stream uses two rings, its own and the one before. The number is doubled for
+/// gaps between rings.
 const RINGS_A_STREAM: u64 = 4;
 const RINGS: u64 = 4;
 
-/// log2 of how many times larger the first ring is between hosts. Each quarter that is read there costs a message,
-/// which also wakes the writer.
+/// log2 of the factor by which the first ring between hosts is larger than within a host. Between hosts each quarter of
+/// a ring that is read costs a message, which also wakes the writer.
 const BETWEEN_HOSTS: u32 = 4;
 
-/// How long a cookie of this instance may be presented, ns.
+/// How long the cookie of a link offer is valid, ns.
 const COOKIE_LIFE: u64 = 40_000_000_000;
 
-/// The end of a link, by its fabric. The end on the hot path is stored here, without a further pointer.
+/// The end of a link, by its fabric. The shared-memory end is on the hot path, so it is stored here without a further
+/// pointer.
 #[allow(clippy::large_enum_variant)]
 enum AnyEnd {
     Shm(shm::End<LocalPeer>),
     Verbs(Box<Remote>),
 }
 
-/// Makes a call that has the same form on both ends.
+/// Makes the same call on the end of either fabric.
 macro_rules! on_end {
     ($link:expr, $end:ident => $call:expr) => {
         match &$link.end {
@@ -76,17 +79,17 @@ macro_rules! on_end {
     };
 }
 
-/// The value of [`Link::pins`] when the object is no link now, and cannot be pinned.
+/// The value of [`Link::pins`] while the object is no link: it cannot be pinned then.
 const OVER: u32 = 1 << 31;
 
-/// Returns the bit of a waiter among the first 64; 0 for a further one.
+/// Returns the bit that stands for a waiter in a word of 64 bits; 0 if the waiter's id is above 63.
 fn bit(waiter: WaiterId) -> u64 {
     1u64.checked_shl(waiter.0.into()).unwrap_or(0)
 }
 
 /// A link object, see the [module](self).
 pub struct Link {
-    /// The index in the library's list and in the statistics.
+    /// The link's slot: its number among the links of this process, and its index in the statistics.
     slot: AtomicU32,
     peer: [AtomicU64; 2],
     /// Number of links that this process had before this one.
@@ -95,9 +98,9 @@ pub struct Link {
     alive: AtomicBool,
     /// Number of streams, producers and [`Pin`]s of this end, or [`OVER`].
     pins: AtomicU32,
-    /// The waiters whose buttons the peer was sent, and their doorbells.
+    /// The waiters of this process whose buttons were sent to the peer, each with its doorbell.
     announced: Lock<Vec<(WaiterId, PrivateFd)>>,
-    /// A bit for each of the first 64 waiters that has a doorbell in `announced`; these are the epoll sets with ready
+    /// A bit for each waiter below 64 that has a doorbell in `announced`. These waiters are the epoll sets with ready
     /// queues. Changed under the lock of `announced`, read by each epoll_ctl.
     has_bell: AtomicU64,
     /// Size of the largest ring that the peer writes into, bytes.
@@ -108,9 +111,10 @@ pub struct Link {
     /// Counts of the checks that the peer has caused, see [`Self::judge`]. All threads write them, so they lie on other
     /// cache lines than the fields that all threads only read.
     looks: CachePadded<Looks>,
-    /// The link's sockets have been asked to leave it because of those checks.
+    /// The service thread has begun to take the link's streams back to TCP, because the checks in `looks` found almost
+    /// nothing.
     pub is_left: AtomicBool,
-    /// By this end's vQPN: the slot of its socket, plus one.
+    /// By this end's vQPN: the slot of the stream's socket, plus one; 0 without a stream.
     sockets: Sparse<AtomicU32, { MAX_STREAMS as usize / 128 }, 128>,
     /// A bit for each of the peer's vQPNs that a stream of this end sends to.
     taken: Sparse<AtomicU64, { MAX_STREAMS as usize / 1024 }, 16>,
@@ -128,7 +132,7 @@ impl PartialEq for Link {
 }
 
 impl Link {
-    /// Returns the index in the library's list and in the statistics.
+    /// Returns the link's slot: its number among the links of this process, and its index in the statistics.
     pub fn slot(&self) -> u32 {
         self.slot.load(Acquire)
     }
@@ -158,8 +162,8 @@ impl Link {
         self.pins.fetch_update(AcqRel, Acquire, one_more).is_ok()
     }
 
-    /// Removes a pin, as the last use of the link by the pin's owner. The service thread frees a link that is down with
-    /// its last pin.
+    /// Removes a pin. The pin's owner must not use the link afterwards. If this was the last pin of a link that is
+    /// down, the service thread frees the link.
     fn unpin(&self) {
         if self.pins.fetch_sub(1, AcqRel) == 1 && !self.is_alive() {
             Library::get().service.submit(Command::FreeLinks);
@@ -173,7 +177,7 @@ impl Link {
         matches!(self.end, AnyEnd::Verbs(_))
     }
 
-    /// Returns the path of the link's streams.
+    /// Returns the path of the link's streams, for the statistics.
     pub fn path(&self) -> Path {
         if self.is_remote() { Path::Verbs } else { Path::Shm }
     }
@@ -193,7 +197,8 @@ impl Link {
         }
     }
 
-    /// Takes in the bytes that the peer has sent, if the fabric needs that. True if there were any.
+    /// Takes in what the peer has sent over a link to another host. True if there was anything. Within a host nothing
+    /// has to be taken in, since the peer writes into this end's memory: false.
     #[inline]
     pub fn progress(&self) -> bool {
         match &self.end {
@@ -202,13 +207,14 @@ impl Link {
         }
     }
 
-    /// Returns whether the link is up: it carries streams.
+    /// Returns whether the link is up, so that streams may use it.
     #[inline]
     pub fn is_alive(&self) -> bool {
         self.alive.load(Acquire)
     }
 
-    /// Calls `f` with the side channel; `None`, without a call, if it is closed or no socket.
+    /// Calls `f` with the side channel. `None`, without a call, if the channel is closed, or if the link leads to
+    /// another host, where the side channel is no socket.
     pub fn with_channel<R>(&self, f: impl FnOnce(&Channel) -> R) -> Option<R> {
         self.local_peer()?.with_channel(f)
     }
@@ -218,9 +224,9 @@ impl Link {
         on_end!(self, end => end.allocate(log2))
     }
 
-    /// Offers addresses for the largest ring, the reserve. A sender that finds no room while the program does not read
-    /// moves there, as far as its bound allows, and provides the memory. Kernel TCP takes megabytes at once in that
-    /// case.
+    /// Offers the peer's producer a *reserve*: addresses, without memory yet, for a ring of the largest size. If the
+    /// program does not read and the ring is full, the producer moves on to the reserve, as far as its bound allows,
+    /// and provides the memory. Kernel TCP would also take megabytes in that case.
     pub fn reserve(&self, consumer: &mut Consumer) {
         let bytes = self.max_ring();
         if consumer.has_reserve() || bytes <= 1 << self.first_ring() || has_few_addresses() {
@@ -233,13 +239,14 @@ impl Link {
         }
     }
 
-    /// Gives `producer`, of the peer's stream `theirs`, a buffer of this end of up to `1 << log2` bytes, since its ring
-    /// has no room. False if the fabric has none, or that would not be more room.
+    /// Gives `producer`, which sends to the peer's stream `theirs` and whose ring is full, a send buffer of this end of
+    /// up to `1 << log2` bytes. False if the fabric has no send buffers, as within a host, or if the buffer would hold
+    /// no more than the ring.
     pub fn lend(&self, theirs: Vqpn, producer: &mut Producer, log2: u8) -> bool {
         on_end!(self, end => end.lend(theirs, producer, log2))
     }
 
-    /// Takes that buffer back. False if the peer has not read all of it.
+    /// Takes back the send buffer that `lend` has given. False if the peer has not read all bytes in it.
     pub fn take_back(&self, theirs: Vqpn, producer: &mut Producer) -> bool {
         on_end!(self, end => end.take_back(theirs, producer))
     }
@@ -250,7 +257,7 @@ impl Link {
     }
 
     fn leave(&self, mine: Vqpn, close: impl FnOnce()) {
-        // First: the vQPN may belong to another socket as soon as it is closed.
+        // Before `close`: afterwards the vQPN may belong to another socket.
         if let Some(slot) = self.sockets.get(mine.0 as usize) {
             slot.store(0, Release);
         }
@@ -282,26 +289,26 @@ impl Link {
         (0..on_end!(self, end => end.numbers())).filter_map(|v| self.slot_of(Vqpn(v)))
     }
 
-    /// Notifies the waiter of the peer that `wake` names about the peer's stream `theirs`.
+    /// Notifies the peer's waiter that `wake` names about the peer's stream `theirs`.
     #[inline]
     pub fn notify(&self, wake: Wake, theirs: Vqpn) {
         on_end!(self, end => end.notify(wake, theirs));
     }
 
-    /// Keeps the button by which the peer's waiter `id` is woken, unless there are too many. `Err` if the peer may not
-    /// send it.
+    /// Keeps the button by which the peer's waiter `id` is woken, unless this end keeps the most buttons already. `Err`
+    /// if the peer breaks the protocol by sending it.
     pub fn on_waiter(&self, id: u32, fd: PrivateFd) -> Result<(), Broken> {
         let local_peer = self.local_peer().ok_or(Broken)?;
         let most = BUTTONS + BUTTONS_A_STREAM * self.streams();
         local_peer.on_waiter(id, fd, most)
     }
 
-    /// Makes sure that the peer can wake this process's `waiter`, and sends it a button if need be. False if no button
-    /// can be made or sent now. A peer that does not keep the button sends RING.
+    /// Ensures that the peer can wake this process's `waiter`: sends the peer a button for it if the peer has none.
+    /// False if no button can be made or sent now. A peer that does not keep the button sends RING instead.
     pub fn announce(&self, waiter: WaiterId) -> bool {
         if self.is_remote() || !waiter.is_polling() || waiter == SERVICE {
-            // Between hosts this end itself wakes its waiters. Within a host a thread is woken by its futex, and the
-            // service thread by the channel.
+            // No button is needed. Between hosts this end itself wakes its waiters. Within a host a thread is woken by
+            // its futex, and the service thread by the side channel.
             return true;
         }
         if self.has_bell.load(Relaxed) & bit(waiter) != 0 {
@@ -334,12 +341,12 @@ impl Link {
         }
     }
 
-    /// Returns whether more messages wait for room than a correct peer leaves unread.
+    /// Returns whether more messages wait for room on the side channel than a correct peer leaves unread.
     pub fn is_overfull(&self) -> bool {
         self.local_peer().is_some_and(LocalPeer::is_overfull)
     }
 
-    /// Returns whether messages wait for room.
+    /// Returns whether messages wait for room on the side channel.
     pub fn has_outbox(&self) -> bool {
         self.local_peer().is_some_and(LocalPeer::has_outbox)
     }
@@ -349,22 +356,22 @@ impl Link {
         self.local_peer().is_none_or(LocalPeer::flush)
     }
 
-    /// Takes in what has come, and returns whether the peer has queued a stream for this process's `waiter`.
+    /// Takes in what the peer has sent, then returns whether a stream is in the ready queue of this process's `waiter`.
     pub fn has_ready(&self, waiter: WaiterId) -> bool {
         self.progress();
         self.is_queued(waiter)
     }
 
-    /// Returns whether a stream is queued for this process's `waiter`, among what was taken in
-    /// ([`progress`](Self::progress)).
+    /// Returns whether a stream is in the ready queue of this process's `waiter`. Between hosts the queue has only what
+    /// [`progress`](Self::progress) has taken in.
     #[inline]
     pub fn is_queued(&self, waiter: WaiterId) -> bool {
         on_end!(self, end => end.has_ready(waiter))
     }
 
-    /// Empties the ready queue of this process's `waiter`, as far as it was taken in. Calls `each` for each stream,
-    /// with the slot of its socket and the [time](rdmasock_core::cycles) at which it was queued. The caller checks each
-    /// socket and [judges](Self::judge) the result.
+    /// Removes all entries from the ready queue of this process's `waiter`. Calls `each` for each stream, with the slot
+    /// of its socket and the [time](rdmasock_core::cycles) at which it was queued. The caller checks whether the socket
+    /// is ready, and passes the result to [`judge`](Self::judge).
     pub fn drain_ready(&self, waiter: WaiterId, mut each: impl FnMut(u32, u64)) {
         on_end!(self, end => end.drain_ready(waiter, |vqpn| match self.slot_of(vqpn) {
             Some(slot) => each(slot, end.queued_at(vqpn)),
@@ -372,7 +379,8 @@ impl Link {
         }));
     }
 
-    /// Takes the link down. The caller moves its sockets to TCP, before or next. False if it was down already.
+    /// Takes the link down. The caller moves the link's sockets to TCP, before this call or right after it. False if
+    /// the link was down already.
     pub fn set_down(&self, why: Reason) -> bool {
         if !self.alive.swap(false, AcqRel) {
             return false;
@@ -390,7 +398,7 @@ impl Link {
     /// later. Service thread only.
     pub fn close_channel(&self) -> bool {
         let is_closed = self.local_peer().is_none_or(LocalPeer::close);
-        // Cleared after the close: a button that is announced later cannot be sent.
+        // Cleared after the close: from then on `announce` cannot send a button, so it adds none.
         if is_closed && let Some(mut announced) = self.announced.lock() {
             announced.clear();
             self.has_bell.store(0, Relaxed);
@@ -445,7 +453,7 @@ impl StreamLink for &'static Link {
         on_end!(self, end => end.pair(mine, theirs, first));
     }
 
-    /// The producer pins the link.
+    /// The producer pins the link until `done_with`.
     fn producer(&self, theirs: Vqpn) -> Result<Producer, NoProducer> {
         let Some(word) = self.taken.make(theirs.0 as usize / 64) else {
             return Err(NoProducer::NoSuch);
@@ -457,7 +465,7 @@ impl StreamLink for &'static Link {
             self.unpin();
             return Err(NoProducer::NoSuch);
         }
-        // Its ring may have a size, or lie at a place, that this end's allowance excludes.
+        // The peer's ring may have a size, or lie at a place, that this end's allowance excludes.
         let made = on_end!(self, end => end.producer(theirs));
         let made = made.map(|producer| producer.with_allowance(self.allowance()));
         made.filter(Producer::can_adopt).ok_or_else(|| {
@@ -466,7 +474,7 @@ impl StreamLink for &'static Link {
         })
     }
 
-    /// To be called before the peer is notified, since the vQPN may then become another stream's.
+    /// To be called before the peer is notified: from then on the peer may give the vQPN to another stream.
     fn done_with(&self, theirs: Vqpn) {
         let bit = 1 << (theirs.0 % 64);
         if let Some(word) = self.taken.get(theirs.0 as usize / 64)
@@ -483,7 +491,7 @@ impl StreamLink for &'static Link {
         self.leave(mine, || on_end!(self, end => end.close(mine, theirs, consumer)));
     }
 
-    /// The answer to the OPEN frees the vQPN.
+    /// The vQPN stays in use until the peer answers the OPEN.
     fn close_unanswered(&self, mine: Vqpn, consumer: Option<Consumer>) {
         self.leave(mine, || on_end!(self, end => end.close_unanswered(mine, consumer)));
     }
@@ -521,7 +529,7 @@ impl StreamLink for &'static Link {
     }
 }
 
-// The life of link objects: an object becomes a link, and becomes another one when nothing of the first is left.
+// The life of link objects: an object becomes a link and, once nothing uses that link any more, another link.
 
 /// The link object that was made last; the objects form a list.
 static LAST: AtomicPtr<Link> = AtomicPtr::new(null_mut());
@@ -531,23 +539,23 @@ static FREE: Lock<Vec<&'static Link>> = Lock::new(Vec::new());
 
 /// The identity of a link.
 pub struct Identity {
-    /// The index in the library's list and in the statistics.
+    /// The link's slot: its number among the links of this process, and its index in the statistics.
     pub slot: u32,
     /// The instance at the other end.
     pub peer: InstanceId,
-    /// Its counters.
+    /// The link's counters; `None` if the statistics have no room for them.
     pub stats: Option<&'static LinkStats>,
 }
 
 impl Link {
-    /// Makes a link within the host, over the memory from the handshake, still without a side channel. `None` if the
-    /// memory cannot be mapped, by this process's limits or because of what the peer has sent.
+    /// Makes a link within the host over `memory`, still without a side channel. `None` if the memory cannot be mapped:
+    /// this process's limits forbid it, or a file of the peer fails a check.
     pub fn new(identity: Identity, memory: &Memory<'_>) -> Option<&'static Self> {
         let link = match take_free(|link| !link.is_remote()) {
             Some(link) => link,
             None => {
-                // SAFETY: the end is leaked with its link object, so no cursor outlives it. `Link::producer` gives out
-                // one producer at a time for each vQPN of the peer.
+                // SAFETY: the end is leaked with its link object, so no cursor (producer or consumer) outlives it.
+                // `Link::producer` gives out one producer at a time for each vQPN of the peer.
                 let end = unsafe { shm::End::blank(LocalPeer::new()) }.ok()?;
                 Self::leak(AnyEnd::Shm(end))
             }
@@ -574,7 +582,7 @@ impl Link {
     }
 
     /// Makes a link to another host, over a connected queue pair. `None` without memory for it. `other` is the other
-    /// end's introduction. `dialled` has the addresses from which and to which this end has connected, if it has.
+    /// end's introduction. `dialled` has the local and the remote address if this end has connected.
     pub fn between_hosts(
         identity: Identity,
         pair: Pair,
@@ -629,8 +637,8 @@ impl Link {
         }
     }
 
-    /// Turns the object into the link `identity`. No thread has pinned the object, and what a thread does with a stale
-    /// pointer without a pin is harmless.
+    /// Turns the object into the link `identity`. No thread has pinned the object. A thread with a stale pointer and no
+    /// pin does no harm.
     fn begin(&self, identity: Identity) {
         static SERIALS: AtomicU64 = AtomicU64::new(0);
         self.serial.store(SERIALS.fetch_add(1, Relaxed), Release);
@@ -639,7 +647,7 @@ impl Link {
         for (word, half) in self.peer.iter().zip(halves) {
             word.store(u64::from_ne_bytes(*half), Release);
         }
-        // The peer's value follows by `on_geometry`.
+        // `on_geometry` sets the peer's value later.
         self.peers_max_ring.store(u64::MAX, Relaxed);
         self.looks.reset();
         self.is_left.store(false, Relaxed);
@@ -649,12 +657,13 @@ impl Link {
         self.pins.store(0, SeqCst);
     }
 
-    /// Gives up a link that is down, whose channel is [closed](Self::close_channel) and that no stream uses any more:
-    /// its memory and the object. False if that is not possible yet.
+    /// Frees a link that is down and whose channel is [closed](Self::close_channel): its memory is given back, and the
+    /// object is kept for reuse. False while a stream, a producer or a thread still uses the link: the caller tries
+    /// again later.
     pub fn release(&'static self) -> bool {
         match self.pins.compare_exchange(0, OVER, AcqRel, Acquire) {
             Ok(_) => {}
-            // The last try failed because a thread was about to leave the link.
+            // An earlier call has set `OVER` and then failed, because a thread was about to leave the link.
             Err(OVER) if self.is_remote() => {}
             Err(_) => return false,
         }
@@ -682,7 +691,7 @@ impl Link {
     }
 }
 
-/// Takes an object for which `fits` holds from those that are no link now; `None` if there is none.
+/// Removes an object for which `fits` returns true from the objects for reuse, and returns it; `None` if there is none.
 fn take_free(fits: impl Fn(&Link) -> bool) -> Option<&'static Link> {
     let mut free = FREE.lock()?;
     let at = free.iter().position(|link| fits(link))?;
@@ -696,7 +705,7 @@ fn put_free(link: &'static Link) {
     }
 }
 
-/// Gives up all links in a fork child: they are the parent's, and their memory is not mapped.
+/// Gives up all links in a fork child: they are the parent's, and their memory is not mapped in the child.
 ///
 /// # Safety
 /// The caller is the only thread.
@@ -704,7 +713,8 @@ pub(crate) unsafe fn after_fork() {
     let mut next = LAST.swap(null_mut(), AcqRel);
     // SAFETY: null, or an object that is never freed.
     while let Some(link) = unsafe { next.as_ref() } {
-        // A signal handler may have forked in the middle of a call, which then goes on in the child.
+        // A signal handler may have forked in the middle of a call on the link. The call then goes on in the child, and
+        // must do no harm there.
         if let AnyEnd::Shm(end) = &link.end {
             end.after_fork();
             end.outside().after_fork();
@@ -737,8 +747,8 @@ impl Drop for Pin {
     }
 }
 
-/// A [`Pin`], and a hold on the rings of a stream of this end, which ends when this is dropped. The rings stay mapped,
-/// and no other stream gets them, even after both ends have left the stream. The hold neither reads nor writes them.
+/// Keeps the rings of one stream of this end until it is dropped: they stay mapped, and no other stream gets them, even
+/// after both ends have left the stream. Also a [`Pin`] of the link. A `Held` neither reads nor writes the rings.
 pub struct Held {
     pin: Pin,
     mine: Vqpn,
@@ -763,7 +773,7 @@ impl Drop for Held {
 // that it queues.
 
 impl Link {
-    /// Sets the size of the largest ring that the peer writes into. To be called before the first stream.
+    /// Sets the size of the largest ring that the peer writes into, bytes. To be called before the first stream.
     pub fn on_geometry(&self, max_ring: u64) {
         let max_ring = max_ring.clamp(1 << MIN_RING_LOG2, 1 << MAX_RING_LOG2);
         let max_ring = 1 << max_ring.ilog2();
@@ -783,7 +793,8 @@ impl Link {
         bytes.min(self.max_ring()).trailing_zeros() as u8
     }
 
-    /// Returns the allowance by which this end adopts rings that the peer offers to one more stream.
+    /// Returns the bounds within which one more producer of this end accepts rings that the peer offers. Raises the
+    /// bound on the peer's data area for that producer.
     fn allowance(&self) -> Allowance {
         if self.is_remote() {
             return Allowance::default();
@@ -794,9 +805,9 @@ impl Link {
         Allowance::new(largest.ilog2() as u8, Arc::clone(&self.reach))
     }
 
-    /// Counts a check of a stream that the peer may have queued; `found` if the stream was ready. A peer that queues
-    /// unready streams again and again keeps this process's threads awake. If nearly all checks find nothing, and there
-    /// are many, the service thread checks whether bytes move on the link.
+    /// Counts a check of a stream that the peer has queued as ready. `found`: the stream was ready. A peer that queues
+    /// unready streams again and again keeps this process's threads awake. If there are many checks and nearly all find
+    /// nothing, the service thread checks whether bytes move on the link.
     #[inline]
     pub fn judge(&self, found: bool) {
         if found {
@@ -813,11 +824,11 @@ impl Link {
         }
     }
 
-    /// Returns whether hardly a byte has moved on the link since the last call. `moved` is the sum of its streams'
-    /// positions, bytes. Service thread only.
+    /// Returns whether fewer than `MOST_VAIN` bytes have moved on the link since the last call. `moved` is the sum of
+    /// the positions of all streams on the link, bytes. Service thread only.
     ///
-    /// The counts of [`Self::judge`] alone do not say that. If several threads check for the same bytes, all but one
-    /// find nothing. And threads that block in a receive do not count what they find.
+    /// The counts of [`Self::judge`] alone do not show this. If several threads check for the same bytes, all but one
+    /// find nothing. And threads that block in a receive do not count the checks that find something.
     pub fn is_idle(&self, moved: u64) -> bool {
         let before = self.looks.moved.swap(moved, Relaxed);
         moved.wrapping_sub(before) < u64::from(MOST_VAIN)
@@ -827,14 +838,14 @@ impl Link {
 /// The links that are up.
 static UP: Lock<Vec<&'static Link>> = Lock::new(Vec::new());
 
-/// Adds the link to the list.
+/// Adds the link to the list of links that are up.
 pub(crate) fn add(link: &'static Link) {
     if let Some(mut up) = UP.lock() {
         up.push(link);
     }
 }
 
-/// Removes the link from the list.
+/// Removes the link from the list of links that are up.
 pub(crate) fn remove(link: &'static Link) {
     if let Some(mut up) = UP.lock() {
         up.retain(|l| !std::ptr::eq(*l, link));
@@ -852,8 +863,9 @@ pub(crate) fn to(peer: &InstanceId) -> Option<&'static Link> {
     up.iter().copied().find(|l| l.peer() == *peer && l.is_alive())
 }
 
-/// Makes a one-time offer of a link for the instance `peer`. `local` is given if the peer is on another host: the
-/// address by which it has reached this host. `None` if there is a link already, or none can be offered.
+/// Makes a one-time offer of a link for the instance `peer`. `local` is `None` if the peer is on this host, else the
+/// local address that the peer has reached. Returns `None` if there is a link to the peer already, or if none can be
+/// offered.
 pub(crate) fn offer(peer: InstanceId, local: Option<IpAddr>) -> Option<LinkOffer> {
     if to(&peer).is_some() {
         return None;
@@ -867,12 +879,12 @@ pub(crate) fn offer(peer: InstanceId, local: Option<IpAddr>) -> Option<LinkOffer
     Some(LinkOffer { address, cookie })
 }
 
-/// Counts the threads that sleep on an epoll set. A set may have hundreds of links to other hosts, so its thread does
-/// not notify each link of its sleep. Instead it counts itself in here, which the service thread reads.
+/// Counts the threads that sleep on an epoll set. A set may have hundreds of links to other hosts, so a thread does not
+/// record its sleep in each of them. It counts itself in here, and the service thread reads the count.
 ///
-/// A thread that is about to sleep counts itself in, and then checks whether the service thread was subscribed to links
-/// again ([`Mailbox::taken_back`](crate::objects::mailbox::Mailbox::taken_back)). The service thread uses the reverse
-/// order.
+/// A thread that is about to sleep counts itself in. Then it checks whether completions of a link have begun to wake
+/// the service thread ([`Mailbox::taken_back`](crate::objects::mailbox::Mailbox::taken_back)). The service thread first
+/// subscribes to the completions, then reads the count. So one of the two sees the other.
 #[derive(Default)]
 pub struct Watch {
     asleep: Presence,
@@ -898,7 +910,8 @@ impl Watch {
     }
 }
 
-/// The epoll sets whose kernel's sets have the completion descriptor of one link to another host.
+/// The epoll sets that wait for completions of one link to another host: the kernel's set of each has the link's
+/// completion descriptor.
 #[derive(Default)]
 pub struct Watchers {
     all: Lock<Vec<&'static Watch>>,
@@ -911,7 +924,7 @@ impl Watchers {
         self.change(|all| all.push(watch));
     }
 
-    /// Removes an epoll set, whose kernel's set has the descriptor no longer.
+    /// Removes an epoll set, whose kernel's set does not have the descriptor any more.
     pub fn remove(&self, watch: &'static Watch) {
         self.change(|all| all.retain(|one| !std::ptr::eq(*one, watch)));
     }
@@ -923,12 +936,12 @@ impl Watchers {
         }
     }
 
-    /// Returns the number of epoll sets.
+    /// Returns the number of these epoll sets.
     pub fn count(&self) -> u32 {
         self.count.load(Acquire)
     }
 
-    /// Returns whether a thread sleeps on one of them; true also if that is not known.
+    /// Returns whether a thread sleeps on one of the sets. True also if the list cannot be read now.
     pub fn is_any_asleep(&self) -> bool {
         self.count() > 0
             && self
@@ -937,15 +950,15 @@ impl Watchers {
                 .is_none_or(|all| all.iter().any(|w| !w.asleep.is_empty()))
     }
 
-    /// Returns a number that changes whenever a thread goes to sleep on one of them.
+    /// Returns a number that changes whenever a thread goes to sleep on one of the sets.
     pub fn sleeps(&self) -> u32 {
         let each = |sum: u32, w: &&Watch| sum.wrapping_add(w.sleeps.load(Relaxed));
         self.all.lock().map_or(0, |all| all.iter().fold(0, each))
     }
 }
 
-/// The state that an epoll set checks of each of its links to other hosts before each sleep. The states of all links
-/// lie side by side, so that hundreds of links take a few cache lines, and not several each.
+/// The state of one link to another host that epoll sets check before each sleep. The states of all links lie side by
+/// side in memory. So a check of hundreds of links reads a few cache lines, and not several for each link.
 #[derive(Default)]
 pub struct News {
     /// A bit for each waiter whose ready queue may have an entry.
@@ -957,7 +970,7 @@ pub struct News {
 const _: () = assert!(READY_QUEUES == u64::BITS);
 
 impl News {
-    /// Resets the state for another link: no queue has an entry, and nothing is armed.
+    /// Resets the state for another link: no queue has an entry, and the queue pair is not armed.
     pub fn reset(&self) {
         self.queued.store(0, SeqCst);
         self.armed.store(false, SeqCst);
@@ -968,8 +981,9 @@ impl News {
         self.armed.load(Acquire)
     }
 
-    /// Notes that the waiter's ready queue got an entry. The caller checks next whether the waiter sleeps. A thread
-    /// that goes to sleep says so before it [checks the queue](Self::is_queued). So one of the two sees the other.
+    /// Notes that the waiter's ready queue has got an entry. Next the caller checks whether the waiter sleeps. A thread
+    /// that goes to sleep raises its sleep flag before it [checks the queue](Self::is_queued). So one of the two sees
+    /// the other.
     pub fn on_queued(&self, waiter: WaiterId) {
         self.queued.fetch_or(bit(waiter), SeqCst);
     }
@@ -987,13 +1001,13 @@ impl News {
     }
 }
 
-/// Number of states made at a time. A state is never freed, as its link is not.
+/// Number of `News` that are allocated at a time. A `News` is never freed, as its link object is not.
 const AT_A_TIME: usize = 64;
 
-/// The unused states among those that were made last.
+/// The unused ones among the `News` that were allocated last.
 static FREE_NEWS: Lock<&'static [News]> = Lock::new(&[]);
 
-/// Returns a state for a link object that is made.
+/// Returns an unused `News`, for a new link object.
 pub(crate) fn new() -> &'static News {
     let mut free = FREE_NEWS.lock();
     if let Some(first) = free.as_mut().and_then(|free| free.split_off_first()) {
@@ -1001,31 +1015,32 @@ pub(crate) fn new() -> &'static News {
     }
     let made: &'static [News; AT_A_TIME] = Box::leak(Box::new(std::array::from_fn(|_| News::default())));
     let [first, rest @ ..] = made;
-    // If a thread of the parent held the lock at the fork, the rest is not used.
+    // Without the lock the rest stays unused. In a fork child, a thread of the parent may have held it at the fork.
     if let Some(free) = free.as_mut() {
         **free = rest;
     }
     first
 }
 
-/// Checks in vain after which the service thread is asked about the peer.
+/// Number of checks that found nothing after which the service thread checks the link. Also the bytes that have to move
+/// on the link meanwhile if it is to count as in use.
 const MOST_VAIN: u32 = 8192;
 /// A check that finds something makes up for this many checks in vain.
 const VAIN_A_FIND: u32 = 256;
 /// `MOST_VAIN` checks in vain that take longer than this do no harm, ns.
 const FAST: u64 = 10_000_000_000;
 
-/// The counts of the checks that a link's peer has caused; nearly all of them are to find something. Also the values of
-/// the counts at the last question.
+/// Counts of the checks that a link's peer has caused: `vain` found nothing, `found` found something. Also the values
+/// of the counts at the last call of `are_noise`.
 #[derive(Default)]
 struct Looks {
     vain: AtomicU32,
     found: AtomicU32,
     vain_before: AtomicU32,
     found_before: AtomicU32,
-    /// Time of the last question, monotonic ns.
+    /// Time of the last call of `are_noise`, monotonic ns.
     at: AtomicU64,
-    /// Sum of the streams' positions at the last question, bytes.
+    /// Sum of the streams' positions at the last call of `Link::is_idle`, bytes.
     moved: AtomicU64,
 }
 
@@ -1039,7 +1054,7 @@ impl Looks {
         self.moved.store(0, Relaxed);
     }
 
-    /// Returns whether nearly all checks since the last question were in vain, and came fast. `now` in monotonic ns.
+    /// Returns whether nearly all checks since the last call were in vain, and came fast. `now` in monotonic ns.
     fn are_noise(&self, now: u64) -> bool {
         let since = |count: &AtomicU32, before: &AtomicU32| {
             let count = count.load(Relaxed);
@@ -1048,15 +1063,15 @@ impl Looks {
         let vain = since(&self.vain, &self.vain_before);
         let found = since(&self.found, &self.found_before);
         let is_fast = now.wrapping_sub(self.at.swap(now, Relaxed)) < FAST;
-        // A thread that was slow to write its count has turned the count back. The difference is then small, or so
-        // large that it looks like a wrap.
+        // Threads add without an atomic addition, so a slow thread may write an old count back. The difference is then
+        // small, or so large that it looks like a wrap, and does not count.
         let is_whole = (MOST_VAIN / 2..2 * MOST_VAIN).contains(&vain);
         is_whole && is_fast && found < vain / VAIN_A_FIND
     }
 }
 
-/// Counts one more, and returns the count. Several threads may count too low: an exact count would cost more than it is
-/// worth.
+/// Adds one, and returns the count. If several threads add at once, the count may be too low: an exact count would cost
+/// more than it is worth.
 #[inline]
 fn bump(count: &AtomicU32) -> u32 {
     let n = count.load(Relaxed).wrapping_add(1);

@@ -1,7 +1,7 @@
 //! A listening TCP socket and its service name, an abstract AF_UNIX name by which connectors ask for promotions.
 //!
 //! The name lives as long as some process holds the listening socket, or a connection accepted on it. Forked workers
-//! inherit the name and a page of shared memory, which says which instance holds which connection.
+//! inherit the name and a page of shared memory, in which each instance records the connections that it holds.
 
 use std::ffi::c_int;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -41,8 +41,8 @@ static ALL: Registry<Listener> = Registry::new();
 static FREE: Lock<Vec<&'static Listener>> = Lock::new(Vec::new());
 
 impl Listener {
-    /// Makes the service name for a socket that has just begun to listen on `fd`. If that fails, the socket listens as
-    /// before, and no connection accepted on it is promoted.
+    /// Makes the service name for the listening socket `fd`. If that fails, the socket listens all the same, and no
+    /// connection accepted on it is promoted.
     pub fn new(fd: c_int) -> &'static Self {
         let name = local_port(fd).and_then(|port| match names::Listener::service(port) {
             Ok((listener, k)) => {
@@ -64,7 +64,7 @@ impl Listener {
         if let Some(mut place) = listener.name.lock() {
             *place = name;
         }
-        // Last: a stale pointer to the object cannot `retain` it before.
+        // Stored last: until then `retain` fails through a stale pointer to the object.
         listener.fds.store(1, Release);
         listener
     }
@@ -77,14 +77,14 @@ impl Listener {
     /// Returns the fd of the service name; `None` if there is no name.
     pub fn name(&self) -> Option<BorrowedFd<'static>> {
         let name = self.name.lock()?;
-        // SAFETY: `release` and `forget_unused` alone give the name up, when no fd or connection of this process is
-        // left. Before `release` closes the fd, it removes it from the service thread's epoll set.
+        // SAFETY: only `release` and `forget_unused` give the name up, when no fd or connection of this process is
+        // left. Before `release` closes the name's fd, it removes the fd from the service thread's epoll set.
         name.as_ref()
             .map(|n| unsafe { BorrowedFd::borrow_raw(n.as_fd().as_raw_fd()) })
     }
 
-    /// Accepts the next connection of a process that asks for a promotion. `None`: there is no name, or no such
-    /// connection now. `Err` is the errno of `accept4`.
+    /// Accepts the next connection to the name, from a process that asks for a promotion. `None`: there is no name, or
+    /// no connection waits. `Err` is the errno of `accept4`.
     pub fn accept_asker(&self) -> Result<Option<Channel>, Errno> {
         let name = self.name.lock();
         let name = name.as_ref().and_then(|name| name.as_ref());
@@ -165,8 +165,8 @@ impl Listener {
     fn inherit(&self) {
         let is_used = self.fds.swap(0, AcqRel) > 0;
         self.served.store(false, Release);
-        // SAFETY: only this thread exists in the child. A name that the parent was closing at the fork is closed either
-        // way.
+        // SAFETY: only this thread exists in the child. If a thread of the parent was closing the name at the fork, no
+        // fd of the listener is left, and `forget_unused` gives the name up.
         unsafe { self.name.reset() };
         if self.holders.try_lock().is_none() {
             // SAFETY: only this thread exists in the child. A thread of the parent was reading the page of a listener

@@ -1,8 +1,9 @@
-//! The connections to a peer on the same host beside memory: the side channel, and the means to wake the peer's
-//! waiters.
+//! The descriptors of a link within the host: the side channel, and the buttons by which this process wakes the peer's
+//! waiters. The link's memory is not here.
 //!
-//! All descriptors are closed when the link is down. Threads of the program that are about to use one are counted
-//! (`LocalPeer::while_open`), and none is closed meanwhile. Otherwise the program's next file could get its number.
+//! All descriptors are closed when the link is down. Threads that are about to use a descriptor are counted
+//! (`LocalPeer::while_open`), and no descriptor is closed meanwhile. Otherwise the program's next file could get the
+//! fd, and the thread would use that file.
 
 use std::collections::VecDeque;
 use std::mem::ManuallyDrop;
@@ -34,13 +35,13 @@ struct Queued {
     fds: Vec<PrivateFd>,
 }
 
-/// Number of messages that are kept for a peer that reads none. A correct peer leaves at most a few for each stream.
+/// The most messages that are kept for a peer that reads none. A correct peer leaves at most a few for each stream.
 const MAX_OUTBOX: usize = 8 * MAX_STREAMS as usize;
 
-/// Bytes that are enough for a message with one number.
+/// The size of a buffer for RING, a message with one number, bytes.
 const SHORT_MESSAGE: usize = 64;
 
-/// The connections to the peer of one link.
+/// The descriptors of one link, and the messages that wait for room on the side channel.
 pub(crate) struct LocalPeer {
     /// The slot of the link.
     slot: AtomicU32,
@@ -73,8 +74,8 @@ impl LocalPeer {
         }
     }
 
-    /// Begins a link whose side channel is `channel`. Service thread only, as [`close`](Self::close), which the caller
-    /// has called for an earlier link.
+    /// Begins a link whose side channel is `channel`. If the object had an earlier link, the caller has
+    /// [closed](Self::close) that link's descriptors. Service thread only.
     pub(super) fn begin(&self, slot: u32, channel: Channel) {
         self.slot.store(slot, Relaxed);
         self.button_count.store(0, Relaxed);
@@ -85,8 +86,8 @@ impl LocalPeer {
         self.is_closed.publish(false);
     }
 
-    /// Marks the descriptors as closed in a fork child, which closes them: a call that the fork has interrupted uses
-    /// none.
+    /// Marks the descriptors as closed in a fork child, which later closes them with the library's other fds. So a call
+    /// that the fork has interrupted uses none of them.
     pub(super) fn after_fork(&self) {
         self.is_closed.publish(true);
     }
@@ -209,8 +210,8 @@ impl LocalPeer {
     }
 
     /// Keeps the button by which the peer's waiter `id` is woken, as long as the link is up. A waiter gets no second
-    /// button, so none is closed while a thread presses it. At most `most` buttons are kept. `Err` if the fd is no
-    /// button, there is no such waiter, or it has a button already. Service thread only.
+    /// button, so no button is closed while a thread presses it. At most `most` buttons are kept, and further ones are
+    /// dropped. `Err` if the fd is no button, there is no such waiter, or it has a button already. Service thread only.
     pub(super) fn on_waiter(&self, id: u32, fd: PrivateFd, most: u32) -> Result<(), Broken> {
         let slot = self.buttons.get(id as usize).ok_or(Broken)?;
         if id == u32::from(SERVICE.0) || slot.load(Acquire) >= 0 {
@@ -247,15 +248,15 @@ impl Outside for LocalPeer {
         self.post(message, &[])
     }
 
-    /// Wakes a waiter of the peer. If this process cannot, asks the peer's service thread to do so. The request goes
-    /// ahead of queued messages, since it depends on none.
+    /// Wakes a waiter of the peer. If this process cannot, asks the peer's service thread to do so, by RING. RING goes
+    /// ahead of queued messages, since it depends on none of them.
     fn ring(&self, waiter: WaiterId, page: &FlagPage) {
         let is_woken = match waiter {
             SERVICE => false,
             polling if polling.is_polling() => self.press(polling),
             thread => page.wake(thread),
         };
-        // A service thread whose channel is full is awake already.
+        // A service thread whose channel is full has unread messages, so it is awake already.
         if is_woken || self.ask_to_wake(waiter) != Err(Errno::AGAIN) || waiter == SERVICE {
             return;
         }

@@ -1,10 +1,10 @@
 //! The service thread's mailbox: calls of the program leave [`Command`]s here, and the thread carries them out
-//! (`service`). The thread lies in a layer far above this one. So a command names sockets and links by numbers, and the
-//! mailbox is given the function that starts the thread. The mailbox also says whether the thread runs, and has the
-//! epoll set that the thread sleeps on.
+//! (`service`). The thread's code is in a layer far above this one, which must not import it. So a command names
+//! sockets and links by numbers, and the mailbox is given the function that starts the thread. The mailbox also records
+//! whether the thread runs, and has the epoll set that the thread sleeps on.
 //!
-//! Also what calls leave to the thread outside the queue: the one-time [`Offers`] of links, and the [`Remains`] of
-//! connections that were closed too early for TCP.
+//! Two kinds of work for the thread are here too: the one-time [`Offers`] of links, and the [`Remains`] of connections
+//! that the program has closed before TCP could end them.
 
 use std::collections::VecDeque;
 use std::net::{IpAddr, SocketAddr};
@@ -58,7 +58,7 @@ pub(crate) struct Mailbox {
     /// Makes the thread. False if that fails (RLIMIT_NPROC, a pids cgroup, no memory).
     make: fn() -> bool,
     started: AtomicBool,
-    /// When another attempt to make the thread may follow one that failed, monotonic ns.
+    /// The time from which on another attempt to make the thread may follow a failed one, monotonic ns.
     retry_at: AtomicU64,
     /// The thread's id (gettid(2)), once it runs; 0 before.
     pub thread: AtomicI32,
@@ -77,7 +77,7 @@ pub(crate) struct Mailbox {
 }
 
 impl Mailbox {
-    /// Makes a mailbox whose thread is not started, and is then made by `make`. Fails with the errno of
+    /// Makes a mailbox whose thread is not started yet; `make` is to start it. Fails with the errno of
     /// epoll_create1(2).
     pub(crate) fn new(make: fn() -> bool) -> Result<Self, Errno> {
         let epoll = PrivateFd::open(|| kernel::create(kernel::CreateFlags::CLOEXEC))?;
@@ -112,17 +112,17 @@ impl Mailbox {
     #[inline]
     pub(crate) fn delay_wake(&self) {
         if self.delaying.ask() && !self.submit(Command::DelayedWakes) {
-            // The next call asks again.
+            // `begin` clears the request, so the next call asks again.
             self.delaying.begin();
         }
     }
 
-    /// Has the thread maintain the links to other hosts after a delay. It then sends what is owed on them, and decides
-    /// which threads are woken by completions.
+    /// Has the thread maintain the links to other hosts after a delay. The thread then sends the readers' positions
+    /// (heads) that are owed on these links, and decides which threads are woken by completions.
     #[inline]
     pub(crate) fn maintain_later(&self) {
         if self.maintaining.ask() && !self.submit(Command::Maintain) {
-            // The next call asks again.
+            // `begin` clears the request, so the next call asks again.
             self.maintaining.begin();
         }
     }
@@ -138,9 +138,9 @@ impl Mailbox {
     }
 
     /// Starts the thread if it does not run yet. False if it cannot be made, could not be made within the last second,
-    /// or is to end. In a signal handler nothing is started and the result is true, since the handler may have
-    /// interrupted the `malloc` that pthread_create calls. A command queued there waits for the next call that starts
-    /// the thread.
+    /// or is to end. In a signal handler the thread is not started, since the handler may have interrupted the `malloc`
+    /// that pthread_create calls. The result is true there: a queued command waits for the next call that starts the
+    /// thread.
     pub(crate) fn start(&self) -> bool {
         if self.is_started() || handler::is_in_one() {
             return true;
@@ -165,8 +165,8 @@ impl Mailbox {
     /// `completions` is the completion fd, `token` the data of its events. False if the fd could not be added to the
     /// epoll set.
     pub(crate) fn subscribe(&self, completions: BorrowedFd<'_>, token: u64, on: bool) -> bool {
-        // The fd is removed, not only muted. At each event of a muted fd the kernel would still wake the thread, and
-        // then let it sleep on.
+        // The fd is removed from the set, and not only registered without events. The kernel would wake the thread at
+        // each event of such an fd, and then let it sleep on.
         if !on {
             self.forget(completions);
             return true;
@@ -182,11 +182,11 @@ impl Mailbox {
     }
 }
 
-/// Names a connection as it was when the command was made. The object may have become another connection by the time
-/// the service thread reads it.
+/// Names a connection by its object and the object's generation. The object may have become another connection by the
+/// time the service thread reads the command.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Ref {
-    /// The slot of its object.
+    /// The slot of the connection's object.
     pub slot: u32,
     /// The generation of the object, which changes with each connection that it becomes.
     pub generation: u64,
@@ -196,7 +196,7 @@ pub(crate) struct Ref {
 pub(crate) enum Command {
     /// Ask the peer for a promotion: the connection has reached the threshold (connector).
     Promote(Ref),
-    /// Do a task that the connection itself asks for.
+    /// Do a task that core's connection has asked for.
     Do(Ref, Task),
     /// Answer the ASK that waited for the program's first use of the connection, or for its close.
     Used(Ref),
@@ -204,7 +204,7 @@ pub(crate) enum Command {
     NeedLink(Ref, InstanceId, Option<LinkOffer>),
     /// The thread that connects to another host's instance has ended with this result.
     Dialled(InstanceId, Result<Dialled, Errno>),
-    /// Make a bulk queue pair: a call wants direct transfers on the link.
+    /// Make a bulk queue pair, which carries direct transfers, for the link in this slot: a call wants one.
     WantBulk(u32),
     /// The thread that connects a bulk queue pair, for the link with this serial, has ended with this result.
     BulkDialled(u64, Result<Pair, Errno>),
@@ -215,17 +215,17 @@ pub(crate) enum Command {
     Violation(Ref),
     /// Free the links that are down and have lost their last pin.
     FreeLinks,
-    /// Check whether bytes move on the link: the checks that its peer caused found almost nothing.
+    /// Check whether bytes move on the link: nearly all checks that its peer has caused found nothing.
     Vain(u32),
     /// Answer on the names of all listeners: one has accepted its first connection in this process.
     Listen,
-    /// Keep the anchor of a connection that was closed in the middle of a promotion, until the peer's marker or end has
+    /// Keep the anchor of a closed connection until its last bytes are sent, and until markers that may still come have
     /// come.
     Linger(Remains),
     /// Shrink rings when they are idle, and read the memory limits again: a ring has grown, or was refused memory.
     Grown,
-    /// Ask for a larger ring if the reader stands still, or leave the link if `TCP_USER_TIMEOUT` bounds the wait: a
-    /// sender finds no room.
+    /// A sender finds no room. If the reader stands still, ask for a larger ring; if `TCP_USER_TIMEOUT` bounds the
+    /// wait, leave the link.
     Blocked(Ref),
     /// Check the fd of the anchor, which seems to stand for another file.
     Lost(Ref),
@@ -243,8 +243,8 @@ struct Node {
 /// A queue of commands, in order. [`Self::push`] never waits and takes no lock, since it may run in a signal handler
 /// that has interrupted another `push`. The service thread alone takes commands out, always all of them.
 ///
-/// The caller of [`Self::push`] checks next whether the thread sleeps. The thread, about to sleep, checks whether a
-/// command was added. [`Published`] makes one of them see the other.
+/// The caller of [`Self::push`] checks next whether the service thread sleeps. The service thread announces its sleep,
+/// and then checks whether a command was added. [`Published`] makes one of the two see the other.
 #[derive(Default)]
 pub(crate) struct Queue {
     /// The node that was added last; null if the queue is empty.
@@ -296,8 +296,8 @@ struct Offer {
     until: u64,
 }
 
-/// The open offers and the addresses for them. Calls of the program write offers down, and the service thread redeems
-/// them. There are as many offers as links are being made.
+/// The open offers, and the addresses at which other hosts can make links. Calls of the program add offers, and the
+/// service thread redeems them. There are about as many offers as links that are being made.
 #[derive(Default)]
 pub(crate) struct Offers {
     made: Lock<Vec<Offer>>,
@@ -327,7 +327,8 @@ impl Offers {
         })
     }
 
-    /// Returns the address and port at which links can be made at the local address `local`; `None` if there is none.
+    /// Returns the address and port at which this host accepts links to its address `local`; `None` if it accepts none
+    /// there.
     pub(crate) fn place_at(&self, local: IpAddr) -> Option<SocketAddr> {
         let places = self.places.lock()?;
         places.iter().find(|a| a.ip() == local).copied()
@@ -347,9 +348,9 @@ impl Offers {
 /// Number of [`Remains`] of this process.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
-/// The rest of a connection that the program has closed too early for TCP. Bytes or markers still have to go out before
-/// its FIN, or markers still have to come in. The service thread finishes the connection (`service::watch`). The end of
-/// the process waits a moment for it.
+/// A connection that the program has closed and that TCP cannot end yet: bytes or markers have to be sent before this
+/// end's FIN, or markers may still come from the peer. The service thread finishes the connection (`service::watch`).
+/// The end of the process waits for that, for a bounded time.
 pub(crate) struct Remains {
     /// A copy of the kernel's socket, which is closed when this value is dropped.
     pub fd: PrivateFd,
@@ -378,12 +379,12 @@ impl Drop for Remains {
     }
 }
 
-/// Returns whether this process has any.
+/// Returns whether this process has any `Remains`.
 pub(crate) fn are_any() -> bool {
     COUNT.load(Acquire) != 0
 }
 
-/// Sets the count to 0 in a fork child, which has none.
+/// Sets the number of `Remains` to 0 in a fork child, which has none.
 pub(crate) fn after_fork() {
     COUNT.store(0, Release);
 }

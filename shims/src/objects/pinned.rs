@@ -1,5 +1,5 @@
-//! Memory of the program that a link's device accesses while a call waits. It is registered for that call, or stays
-//! registered because it belongs to the registered allocator (`config::arenas`).
+//! Memory of the program that a link's device accesses while a call waits. The memory is registered for that call, or
+//! stays registered because it belongs to the registered allocator (`config::arenas`).
 
 use std::sync::Arc;
 
@@ -14,10 +14,10 @@ use crate::sys::time::now_ns;
 
 /// How long a registration lasts.
 enum Kind {
-    /// For one call, which ends it; with the bytes that it takes of the budget.
+    /// For one call, which ends the registration. The number is what the registration takes of the budget, bytes.
     Own(Region, u64),
-    /// For as long as the allocator's piece stays what it is. The call keeps the piece in use. The number is how many
-    /// bulk queue pairs the link had lost before.
+    /// For as long as the allocator does not change its piece of memory. The reference keeps the piece in use. The
+    /// number is how many bulk queue pairs, which carry direct transfers, the link had lost when the call began.
     Kept(Option<Arc<Kept>>, u64),
 }
 
@@ -34,7 +34,7 @@ pub(crate) struct Pinned {
 
 impl Pinned {
     /// Registers up to `len` bytes from the beginning of `memory`, at least `least`. `None` if that is not possible:
-    /// the bytes go by the rings. A registration that was tried in vain is counted ([`Event::DirectUnpinned`]).
+    /// then the bytes go through the rings. A failed registration is counted ([`Event::DirectUnpinned`]).
     ///
     /// # Safety
     /// Until the value is dropped, the memory is the program's, and the device may access it in this role.
@@ -45,12 +45,13 @@ impl Pinned {
         least: usize,
         role: Role,
     ) -> Option<Self> {
-        // Held until the value is dropped, so that the device is still this link's: the object may become a later link.
+        // The queue pair is held until the value is dropped. Otherwise the object could become another link meanwhile,
+        // with another device.
         if !remote.hold_pair() {
             return None;
         }
         let registered = kept(remote, memory, len, least, role).or_else(|| {
-            // SAFETY: by the contract of this function, which is the same.
+            // SAFETY: the contract of `own` is the contract of this function, and the queue pair is held.
             let own = unsafe { own(remote, memory, len, least, role) };
             Library::get().stats.count(match own {
                 Some(_) => Event::DirectRegistered,
@@ -88,16 +89,17 @@ impl Drop for Pinned {
                 self.remote.end().qp().deregister(*region);
                 Library::get().pinned.give_back(*cost);
             }
-            // If the link is down, or has lost its bulk queue pair since, no completion says that the device is done
-            // with the memory. So all registrations of the piece with this device end, and a late access fails. Other
-            // calls that use them go on by the rings.
+            // If the link is down, or has lost its bulk queue pair since the call began, no completion says that the
+            // device has finished with the memory. So all registrations of the piece with this device end, and a late
+            // access fails. Other calls that use these registrations go on through the rings.
             Kind::Kept(kept, lost) => {
                 if let Some(kept) = kept.take() {
                     if self.remote.is_down() || self.remote.end().counts().lost != *lost {
                         let registrations = kept.take_of(self.remote);
                         Library::get().free_kept(Known::end_all(registrations));
                     }
-                    // If the piece has become another one meanwhile, its last user ends its registrations.
+                    // If the allocator has changed the piece meanwhile, the last call that leaves it ends its
+                    // registrations.
                     Library::get().free_kept(arenas::leave(kept));
                 }
             }
@@ -128,9 +130,10 @@ unsafe fn own(
     Some((Kind::Own(region, cost), region.key, len))
 }
 
-/// Uses the registration of the allocator's piece in which the memory begins, for the part that lies in the piece. Only
-/// if this end's device reads the memory: a peer that breaks the protocol could otherwise read or write the piece after
-/// the call. `None` if there is no such registration, or the part has fewer than `least` bytes.
+/// Uses the registration of the allocator's piece in which the memory begins, for the part of the memory that lies in
+/// the piece. Only for memory that this end's device reads: if the peer's device had access, a peer that breaks the
+/// protocol could read or write the piece after the call. `None` if there is no such registration, or if that part has
+/// fewer than `least` bytes.
 fn kept(remote: &'static Remote, memory: *mut u8, len: usize, least: usize, role: Role) -> Option<(Kind, Key, usize)> {
     if role != Role::Source {
         return None;
@@ -174,14 +177,14 @@ fn take_or_make_room<T>(take: impl Fn(&Budget) -> Option<T>, bytes: usize) -> Op
     })
 }
 
-/// Registers the whole piece with the device. Returns the key, and whether `cost` is now taken for it: false if another
+/// Registers the whole piece with the device. Returns the key, and whether the registration is new: false if another
 /// call has registered the piece meanwhile. `None` if the device refuses: each call then registers its own part. The
-/// budget gets `cost` back unless the registration is kept.
+/// budget gets `cost` back unless the registration is new and kept.
 #[cold]
 fn tell_device(remote: &'static Remote, kept: &Kept, cost: u64) -> Option<(Key, bool)> {
     let library = Library::get();
     let (memory, len) = kept.memory();
-    // The caller holds the queue pair. So the link's end comes after `keep`, and ends the registration.
+    // The caller holds the queue pair. So the link ends only after `keep`, and its end also ends this registration.
     let pair = remote.end().qp();
     // SAFETY: the piece is memory of the registered allocator, which never unmaps its arenas.
     let told = unsafe { pair.register(memory, len, Role::Source) };

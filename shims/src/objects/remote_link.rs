@@ -1,5 +1,6 @@
-//! The end of a link to another host: the engine over the verbs plugin's queue pair, how it reaches the waiters of this
-//! process, which threads its completions wake, and transfers past the rings.
+//! This end of a link to another host: core's engine (`End`) over a queue pair of the verbs plugin. This file has the
+//! calls by which the engine reaches the waiters of this process. It decides which threads the queue pair's completions
+//! wake, and when a transfer goes past the rings, directly between programs' memory.
 
 use std::ffi::c_int;
 use std::net::{IpAddr, SocketAddr};
@@ -26,7 +27,7 @@ use crate::objects::library::Library;
 use crate::objects::link::{self, News, Watchers};
 use crate::objects::mailbox::Command;
 
-/// The waiters of this process, as the engine wakes them.
+/// The calls by which the engine reaches the waiters of this process.
 impl Local for &'static News {
     fn flag(&self, waiter: WaiterId) -> Option<&SleepFlag> {
         Library::get().waiters.flag(waiter)
@@ -70,8 +71,8 @@ pub(crate) fn has_few_addresses() -> bool {
         .is_some()
 }
 
-/// Returns whether the kernel copies pages that a device accesses for a fork child, as Linux does from 5.12 on. Before,
-/// the child could get the program's page, and the program a new page that the device does not access.
+/// Returns whether a fork copies pages that a device accesses for the child, as Linux does from 5.12 on. On an older
+/// kernel the child could get the original page, and the program a copy that the device does not access.
 fn copies_what_is_pinned() -> bool {
     let uname = rustix::system::uname();
     let release = uname.release().to_string_lossy();
@@ -79,19 +80,19 @@ fn copies_what_is_pinned() -> bool {
     (numbers.next(), numbers.next()) >= (Some(5), Some(12))
 }
 
-/// The properties of a link that its object keeps for its later links.
+/// The properties of a link that its object cannot change. The object is reused only for links with equal terms.
 #[derive(PartialEq)]
 pub(super) struct Terms {
     limits: Limits,
     tuning: Tuning,
     arena_bytes: u64,
-    /// Both ends support direct transfers.
+    /// Both ends support direct transfers, which go past the rings.
     is_direct: bool,
 }
 
 impl Terms {
-    /// Returns the layouts of this end's arena and of the mirror: the picture of the peer's arena, then this end's send
-    /// buffers. `None` if a size has no layout.
+    /// Returns the layouts of this end's arena and of the mirror. The mirror has the picture of the peer's arena, and
+    /// behind it this end's send buffers. `None` if a size has no layout.
     fn layouts(&self) -> Option<[Layout; 2]> {
         let with_buffers = self.arena_bytes + self.tuning.buffers;
         Some([Layout::for_data(self.arena_bytes)?, Layout::for_data(with_buffers)?])
@@ -100,8 +101,8 @@ impl Terms {
     pub(super) fn of(pair: &Pair, arena_bytes: u64, other: &Introduction) -> Self {
         let limits = pair.limits();
         let mut tuning = Tuning::fit(&limits);
-        // Addresses for the send buffers. They bound the buffers' memory too, since registered memory is not given back
-        // before the link is over.
+        // Bytes of addresses for the send buffers. They bound the buffers' memory too, since registered memory is not
+        // given back before the link ends.
         let buffers = (arena_bytes / 4).min(MAX_DATA_BYTES - arena_bytes);
         tuning.buffers = if has_few_addresses() { 0 } else { buffers };
         let zcopy = config().zcopy;
@@ -116,7 +117,7 @@ impl Terms {
     }
 }
 
-/// The end of a link to another host. Never freed, but used for one link after another, of the same [terms](Terms).
+/// The end of a link to another host. Never freed, but reused for one link after another with equal [terms](Terms).
 pub struct Remote {
     end: End<Pair, &'static News>,
     pub(super) terms: Terms,
@@ -135,7 +136,7 @@ pub struct Remote {
     users: Presence,
     /// The queue pair is ended.
     is_ended: Published<AtomicBool>,
-    /// Number of times that a thread has begun to poll; wraps.
+    /// Number of times that a thread has begun to poll the completion descriptor in a call of its own; wraps.
     sleeps: AtomicU32,
     /// The sum of `sleeps` and the epoll sets' sleeps at the last [`maintain`](Self::maintain).
     sleeps_seen: AtomicU32,
@@ -147,9 +148,9 @@ pub struct Remote {
     left: Published<AtomicU32>,
     /// Held to change `is_subscribed`.
     subscribing: Lock<()>,
-    /// The addresses from which and to which this end has connected, if it has.
+    /// The local and the remote address if this end has connected; `None` if the peer has.
     dialled: Lock<Option<(IpAddr, SocketAddr)>>,
-    /// There is a bulk queue pair.
+    /// The link has a bulk queue pair, which carries direct transfers.
     has_bulk: AtomicBool,
     /// When a bulk queue pair was last asked for, monotonic ns.
     wished: AtomicU64,
@@ -192,9 +193,9 @@ impl Remote {
         })
     }
 
-    /// Becomes the end over another connected queue pair, whose [terms](Terms) are the same. To be called on an end
-    /// that was [retired](Self::retire). False, and `pair` stays the caller's, without memory for it or while a
-    /// thread is about to leave the earlier link.
+    /// Turns an end that was [retired](Self::retire) into the end of another link, over the connected queue pair `pair`
+    /// with equal [terms](Terms). False, and the caller keeps `pair`, if there is no memory for it, or a thread is
+    /// still about to leave the earlier link.
     pub(super) fn renew(&self, pair: &Pair) -> bool {
         let Some(layouts) = self.terms.layouts() else {
             return false;
@@ -240,13 +241,15 @@ impl Remote {
         [self.state_fd.load(Acquire), self.completion_fd.load(Acquire)]
     }
 
-    /// Takes in what has come, and sends what can be sent. True if something has come.
+    /// Polls the queue pair, applies what the peer has sent, and sends what can be sent. True if there was a
+    /// completion.
     #[inline]
     pub fn progress(&self) -> bool {
         self.end.progress().unwrap_or(false)
     }
 
-    /// Arms the descriptor: the next completion makes it readable. True if something has come meanwhile.
+    /// Arms the completion descriptor: the next completion makes it readable. Then polls once more. True if that poll
+    /// found a completion.
     pub fn arm(&self) -> bool {
         self.end.arm().unwrap_or(false)
     }
@@ -254,7 +257,7 @@ impl Remote {
     /// Takes the link down: the link carries nothing more, and no thread begins to sleep on its descriptor.
     pub(super) fn set_down(&self) {
         self.up.publish(false);
-        // Taken in first: if TCP has been reset, the peer does not send these bytes again.
+        // Bytes that have arrived are taken in first: if TCP has been reset, the peer does not send them again.
         self.end.take_in();
         self.end.set_down();
         self.drop_bulk();
@@ -264,7 +267,7 @@ impl Remote {
     /// Ends the queue pair of a link that is down, and gives the link's memory back. False if a thread may still use
     /// the queue pair or its descriptors, or is about to leave the memory.
     pub(super) fn retire(&self) -> bool {
-        // Either this thread sees the user that `while_open` has counted in, or that user sees `is_ended`.
+        // Either this thread sees a user that `with_pair` has counted in, or that user sees `is_ended`.
         self.is_ended.publish(true);
         let mut pair = None;
         if self.users.is_empty() {
@@ -277,7 +280,7 @@ impl Remote {
             self.is_ended.publish(false);
             return false;
         }
-        // Ends it.
+        // The drop ends the queue pair.
         drop(pair);
         // SAFETY: no cursor is left, since streams and producers pin the link until they have given up their cursors.
         // The queue pair is ended.
@@ -312,18 +315,18 @@ impl Remote {
         self.users.leave();
     }
 
-    /// Returns the addresses from which and to which this end has connected; `None` if the peer has connected.
+    /// Returns the local and the remote address if this end has connected; `None` if the peer has.
     pub fn dialled(&self) -> Option<(IpAddr, SocketAddr)> {
         self.dialled.lock().and_then(|place| *place)
     }
 
-    /// Returns whether the link cannot be used further. No more bytes come from the peer then.
+    /// Returns whether the link is down: then no more bytes come from the peer.
     pub fn is_down(&self) -> bool {
         self.end.is_down()
     }
 
-    /// Returns why the link cannot be used further; `None` if it can. For the service thread, which is not notified
-    /// again.
+    /// Returns why the link is down; `None` if it is up. For the service thread, which is not notified of the same
+    /// failure again.
     pub fn fault(&self) -> Option<Reason> {
         self.end.fault().map(|fault| match fault {
             Fault::Violation(_) => Reason::Violation,
@@ -343,12 +346,13 @@ impl Remote {
 /// Least time between two requests for a bulk queue pair, ns.
 const WISH_EVERY: u64 = 500_000_000;
 
-/// How long the peer's end may take for an answer, and how long this end polls for it without a pause, ns.
+/// In a direct transfer: how long the peer's end may take to answer, and for how long this end polls for the answer
+/// without a pause, ns.
 const WORD_WITHIN: u64 = 200_000_000;
 const SPINS_FOR: u64 = 100_000;
 
-/// Transfers past the link's rings: whether they are possible, from which size on they pay, and which queue pair
-/// carries them.
+/// Direct transfers, which go past the link's rings: whether they are possible, from which size on they pay, and which
+/// queue pair carries them.
 impl Remote {
     /// Returns whether both ends support direct transfers.
     pub fn is_direct(&self) -> bool {
@@ -360,15 +364,15 @@ impl Remote {
         ways::least_piece(config().zcopy)
     }
 
-    /// Returns the size from which on a send or a receive is not eager, bytes. `is_registered`: the device knows the
-    /// memory already.
+    /// Returns the size from which on a send or a receive is tried as a direct transfer, and not copied into a ring
+    /// (eager), bytes. `is_registered`: the device knows the memory already.
     pub fn threshold(&self, is_registered: bool) -> usize {
         ways::threshold(config().zcopy, &self.costs, is_registered)
     }
 
-    /// Waits until `is_there` says that the peer's end has answered, which it does without its program. After
-    /// `WORD_WITHIN`, longer than any live end needs, gives up the bulk queue pair: the device then cannot access the
-    /// memory any more.
+    /// Waits until `is_there` returns true: the peer's end has answered, for which it does not need its program. After
+    /// `WORD_WITHIN`, which is longer than any live end needs, gives up the bulk queue pair. The device then cannot
+    /// access the memory any more.
     #[cold]
     pub fn await_word(&self, is_there: impl Fn() -> bool) {
         let begun = crate::sys::time::now_ns();
@@ -449,21 +453,23 @@ pub enum Maintained {
 /// - one of the threads that sleep in calls of their own,
 /// - the service thread.
 impl Remote {
-    /// Makes completions wake a thread that is about to sleep on an epoll set. `has` adds the descriptor to the set if
-    /// need be, and says whether the set has it. Completions then do not wake the service thread until no thread has
-    /// slept here for some ms. Otherwise a program that sleeps again and again would cost two more system calls each
-    /// time.
+    /// Makes completions wake a thread that is about to sleep on an epoll set. `has` adds the completion descriptor to
+    /// the kernel's set if need be, and returns whether the set has it. Completions then do not wake the service
+    /// thread, until no thread of the program has slept on the link for some ms. A change back at the end of each sleep
+    /// would cost two more system calls each time.
     pub fn watch(&self, has: impl FnOnce(BorrowedFd<'_>) -> bool) {
         self.arm_after(|| match has(self.fd()) {
             true => self.hush_service(),
-            // The user may have no watch left (epoll(7), max_user_watches).
+            // The kernel's set does not have the descriptor. The user may have no watch left (epoll(7),
+            // max_user_watches).
             false => Library::get().service.maintain_later(),
         });
     }
 
-    /// Calls `f` and then arms the descriptor, unless the link is down: it may be about to lose its queue pair.
+    /// Calls `f` and then arms the completion descriptor. Does neither if the link is down, since its queue pair may be
+    /// about to be ended.
     fn arm_after(&self, f: impl FnOnce()) {
-        // Counted in as in `while_open`.
+        // Counted as a user, as in `with_pair`: `retire` does not end the queue pair meanwhile.
         self.users.enter();
         if self.up.look() {
             f();
@@ -472,8 +478,8 @@ impl Remote {
         self.users.leave();
     }
 
-    /// Notes that an epoll set has found the descriptor readable. It is armed now if other threads sleep on it too, and
-    /// else before the next sleep.
+    /// Notes that an epoll set has found the descriptor readable. The descriptor is armed again now if other threads
+    /// may sleep on it too, and else before the next sleep.
     pub fn on_readable(&self) {
         self.end.on_readable();
         self.arm_for_others();
@@ -498,13 +504,14 @@ impl Remote {
                 goes_on: false,
             });
         }
-        // Counted in as in `while_open`.
+        // Counted as a user, as in `with_pair`: `retire` does not end the queue pair meanwhile.
         self.users.enter();
         if !self.up.look() {
             self.users.leave();
             return Turn::Down;
         }
-        // Counted in before `is_subscribed` is read; `maintain` uses the reverse order.
+        // Counted as a poller before `hush_service` reads `is_subscribed`; `maintain` uses the reverse order. So one of
+        // the two sees the other.
         self.pollers.enter();
         self.sleeps.fetch_add(1, Relaxed);
         let poller = Poller {
@@ -517,7 +524,7 @@ impl Remote {
     }
 
     /// Makes completions wake the service thread too, even if threads of the program sleep on them, until
-    /// [`take_from_service`](Self::take_from_service) was called as often.
+    /// [`take_from_service`](Self::take_from_service) undoes each call of this function.
     pub fn leave_to_service(&self) {
         self.left.add_one();
         self.arm_after(|| {
@@ -532,7 +539,7 @@ impl Remote {
         self.left.take_one();
     }
 
-    /// Stops completions from waking the service thread, unless an epoll set wants it.
+    /// Stops completions from waking the service thread, unless an epoll set wants it (`leave_to_service`).
     fn hush_service(&self) {
         if self.is_subscribed.look() {
             self.subscribe_service(false);
@@ -560,8 +567,8 @@ impl Remote {
         true
     }
 
-    /// Sends what is owed to the peer. Makes completions wake the service thread again if no thread of the program
-    /// sleeps on them any more. Service thread only, some ms after it was asked for.
+    /// Sends the positions of readers (heads) that are owed to the peer. Makes completions wake the service thread
+    /// again if no thread of the program sleeps on them any more. Service thread only, some ms after `maintain_later`.
     pub fn maintain(&self) -> Maintained {
         self.end.settle();
         let sleeps = self.sleeps.load(Relaxed).wrapping_add(self.watchers.sleeps());
@@ -571,14 +578,14 @@ impl Remote {
         if self.is_subscribed.look() || !self.is_unheard() {
             return Maintained::Quiet;
         }
-        // The program's threads check all the time and need not sleep. Each completion would wake the service thread,
-        // which would be in their way.
+        // The program's threads poll the link all the time, and need not sleep. If completions woke the service thread
+        // too, it would compete with these threads.
         if self.own_looks.find_often(self.end.counts().finds) {
             return Maintained::Busy;
         }
         if !self.subscribe_service(true) {
-            // The user may have no watch left (epoll(7), max_user_watches). The check here makes up for that, and the
-            // next maintenance does.
+            // The user may have no watch left (epoll(7), max_user_watches). Until the descriptor can be added to the
+            // epoll set, each maintenance polls the link instead.
             self.progress();
             return Maintained::Busy;
         }
@@ -590,8 +597,9 @@ impl Remote {
     }
 
     /// Returns whether the next completion is to wake the service thread, which has just checked the link. False if
-    /// completions wake a thread of the program, or the program's threads check as often by themselves. (The service
-    /// thread may have been subscribed while they paused for a moment.) Service thread only.
+    /// completions wake a thread of the program, or if the program's threads check the link as often as the service
+    /// thread. (The service thread may have been subscribed while those threads paused for a moment.) Service thread
+    /// only.
     pub fn service_hears_on(&self) -> bool {
         if !self.is_subscribed.look() || !self.is_unheard() {
             return false;
@@ -619,22 +627,22 @@ impl Remote {
     }
 }
 
-/// Makes its thread one that sleeps on the completion descriptor, see [`Remote::in_turn`]. Completions wake the thread
-/// until the value is dropped. The thread checks once more before it sleeps.
+/// The turn of a thread that sleeps on the completion descriptor, see [`Remote::in_turn`]. Completions wake the thread
+/// until the value is dropped. The thread checks the link once more before it sleeps.
 pub struct Poller<'a> {
     /// The end of the link.
     pub remote: &'a Remote,
-    /// The thread polls no more. Also set by the thread's own signal handlers.
+    /// The thread has ended its polling. Also set by the thread's own signal handlers.
     has_left: AtomicBool,
 }
 
 /// The turn of a thread that is about to sleep.
 pub enum Turn<'a> {
-    /// Sleeps on the completion descriptor too.
+    /// The thread sleeps on the completion descriptor and on its own waiter.
     Polls(Poller<'a>),
-    /// Sleeps on its own waiter.
+    /// The thread sleeps on its own waiter, and a polling thread wakes it.
     StandsBy(StandBy<'a>),
-    /// Sleeps on its own waiter, since the link is down and has no more completions.
+    /// The thread sleeps on its own waiter, since the link is down and has no more completions.
     Down,
 }
 
@@ -644,9 +652,8 @@ impl Poller<'_> {
         self.remote.fd()
     }
 
-    /// Prepares another sleep, as at the beginning, after a sleep that ended for other threads. False if the thread is
-    /// to stand by from now on. Then it has left its place to others meanwhile, or several threads have come to poll at
-    /// the same time.
+    /// Arms the descriptor for another sleep, after a sleep that ended by an event for other threads. False if the
+    /// thread is to stand by from now on: one of its signal handlers has ended its polling, or several threads poll.
     pub fn stays(&self) -> bool {
         let stays = !self.has_left.load(Relaxed) && self.remote.pollers.is_at_most_one();
         if stays {
@@ -682,8 +689,9 @@ impl Drop for Poller<'_> {
     }
 }
 
-/// A thread that lets other threads poll until the value is dropped, see [`Remote::in_turn`]. Threads that poll wake
-/// its waiter when it has something. The last one of them that leaves wakes it to poll in its place.
+/// The turn of a thread that does not poll itself, see [`Remote::in_turn`]. A polling thread wakes the waiter of this
+/// one when there is something for it. The last polling thread that leaves wakes one thread that stands by, to poll in
+/// its place.
 pub struct StandBy<'a> {
     /// The end of the link.
     pub remote: &'a Remote,
@@ -692,7 +700,8 @@ pub struct StandBy<'a> {
 }
 
 impl StandBy<'_> {
-    /// Notes that the thread sleeps again at once, and then polls if it was called to.
+    /// Ends the turn of a thread that sleeps again at once. If the thread was called to poll, it does so in that sleep,
+    /// so no other thread is called.
     pub fn go_on(mut self) {
         self.goes_on = true;
     }
@@ -717,35 +726,37 @@ fn call(next: Option<u16>) {
     }
 }
 
-/// Checks of the program's threads that find something, from one maintenance of links to the next, from which on they
-/// are frequent.
+/// Number of checks by the program's threads that found something, between two maintenances of links, from which on
+/// such checks count as frequent.
 const OFTEN: u64 = 16;
-/// Number of checks of the service thread after which it compares them with those by other threads. Each of its checks
-/// counts as `LOOKS_A_LOOK`, since it checks once more after arming.
+/// Number of checks by the service thread after which it compares that number with the checks by other threads. Each of
+/// its checks is `LOOKS_A_LOOK` polls, since it polls once more after arming.
 const OWN: u32 = 8;
 const LOOKS_A_LOOK: u32 = 2;
 
 /// Counts by which the service thread sees whether threads of the program check a link all the time, as a thread does
-/// that sends without a pause. If they do, each completion would wake the service thread, which would be in their way.
+/// that sends without a pause. Then completions need not wake the service thread, which would compete with these
+/// threads.
 #[derive(Default)]
 struct OwnLooks {
-    /// Checks of all threads that had found something, at the last question.
+    /// Number of checks by all threads that had found something, at the last call of `find_often`.
     finds: AtomicU64,
-    /// Checks of all threads at the last question, and checks of the service thread since then.
+    /// Number of checks by all threads at the last comparison in `is_in_the_way`, and of checks by the service thread
+    /// since then.
     all: AtomicU64,
     own: AtomicU32,
 }
 
 impl OwnLooks {
-    /// Returns whether the program's threads find enough by themselves that the service thread, which is not woken for
-    /// the link, need not be. `finds` is the number of checks so far that found something.
+    /// Returns whether the program's threads have often found something since the last call. Then completions, which do
+    /// not wake the service thread now, need not wake it. `finds` is the number of checks so far that found something.
     fn find_often(&self, finds: u64) -> bool {
         finds.wrapping_sub(self.finds.swap(finds, Relaxed)) >= OFTEN
     }
 
-    /// Counts a check of the service thread, which completions wake. Returns whether it is in the way of other threads,
-    /// since they check as often; `looks` gives the number of all checks so far. (The finds are no measure here, since
-    /// the service thread often comes first.)
+    /// Counts a check of the service thread, which completions wake. Returns whether the service thread competes with
+    /// other threads: they check as often as it does. `looks` returns the number of all checks so far. (The number of
+    /// finds is no measure here, since the service thread often finds the data first.)
     fn is_in_the_way(&self, looks: impl FnOnce() -> u64) -> bool {
         let own = self.own.load(Relaxed) + 1;
         if own < OWN {

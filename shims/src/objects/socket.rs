@@ -2,9 +2,9 @@
 //! Also the parts of its state: the fds that stand for it, its promotion, its options and timeouts, what was reported
 //! about it, and whether direct transfers pay.
 //!
-//! Objects are type-stable (see `notify::table`). Lock order, outermost first: an epoll set's lock, then `control`,
-//! `interest`, `rx`, `tx`. No thread blocks under any of these locks, or takes an epoll set's lock while it holds a
-//! lock of a socket.
+//! Objects are never freed, only reused for other connections (see `notify::table`). Lock order, outermost first: an
+//! epoll set's lock, then `control`, `interest`, `rx`, `tx`. No thread blocks under any of these locks, or takes an
+//! epoll set's lock while it holds a lock of a socket.
 
 use std::collections::VecDeque;
 use std::ffi::c_int;
@@ -50,7 +50,9 @@ pub(crate) type Farewell = connection::Farewell<&'static Link>;
 pub struct TxOwn {
     /// The [tick](crate::sys::time::tick) of the last bytes put on the link.
     pub last: u64,
-    /// The wake-up word for space, without sleeping threads: names the waiter of the epoll sets that the peer notifies.
+    /// The wake-up word for space without its part for a sleeping thread: names the waiter in whose ready queue the
+    /// peer puts the stream. That is the only epoll set's waiter, or the service thread's if several waiters are to be
+    /// notified.
     pub bits: u32,
     /// The kernel's value of TCP_CORK.
     pub kernel_corked: bool,
@@ -67,9 +69,9 @@ pub struct TxOwn {
 /// State of this process for the receiving direction.
 #[derive(Default)]
 pub struct RxOwn {
-    /// Bytes read, by the reader's position, when the ring was last checked for shrinking.
+    /// The reader's position, in bytes, when the ring was last checked for shrinking.
     pub seen_at: u64,
-    /// The wake-up word for data, without sleeping threads: names the waiter of the epoll sets that the peer notifies.
+    /// The wake-up word for data without its part for a sleeping thread, as `TxOwn::bits`.
     pub bits: u32,
     /// Whether the reader keeps up.
     pub pace: Pace,
@@ -81,19 +83,19 @@ pub struct RxOwn {
     pub last: u64,
     /// Whether direct transfers pay, and whether a call waits for one.
     pub direct: Receives,
-    /// The bytes in a ring that the program has been shown.
+    /// The bytes in a ring that the program reads in place now.
     pub view: Option<View>,
 }
 
 /// Bytes in a ring that the program reads in place (`data::view`).
 pub struct View {
-    /// Keeps the ring mapped and out of other streams.
+    /// Keeps the ring mapped, and keeps other streams from getting it.
     pub _held: Held,
     /// The [stream](rdmasock_core::fabric::ring::Consumer::stream) of the ring.
     pub stream: usize,
-    /// The view's next byte, after its own releases; a receive may have read further.
+    /// The position of the first byte that the program has not released. A receive may have read further.
     pub at: u64,
-    /// The byte behind the view's last.
+    /// The position behind the view's last byte.
     pub end: u64,
 }
 
@@ -104,9 +106,9 @@ pub struct ControlOwn {
     pub fds: SmallVec<[c_int; 4]>,
 }
 
-/// An epoll set, as the connections in it use it.
+/// An epoll set, as a socket in it calls it. `item` is the index of the socket's entry in the set.
 pub trait EpollSet: Sync {
-    /// Notes that this item may have changed.
+    /// Notes that the readiness of this item may have changed.
     fn push(&'static self, item: usize, socket: &'static Socket);
 
     /// Moves an item from the kernel's set to the library's. False if that cannot be done now.
@@ -130,9 +132,9 @@ pub trait EpollSet: Sync {
 pub struct Membership {
     /// The set.
     pub epoll: &'static dyn EpollSet,
-    /// The fd by which it was added.
+    /// The fd by which the socket was added.
     pub fd: c_int,
-    /// Its place in the set.
+    /// The index of the socket's entry in the set.
     pub item: usize,
 }
 
@@ -166,10 +168,11 @@ pub struct Sleeping {
 /// The EPOLL* bits that the kernel reports for a connection on which nothing can be sent.
 const DEAD: u32 = (libc::EPOLLERR | libc::EPOLLHUP) as u32;
 
-/// In `Wakes::anchor`, where EPOLL* has no bits: the kernel may have something in the error queue (recvmsg(2)).
+/// A bit in `Wakes::anchor` that EPOLL* does not use: the kernel may have an entry in the socket's error queue
+/// (recvmsg(2)).
 pub(crate) const ERROR_QUEUE: u32 = 1 << 24;
 
-/// Which threads and epoll sets are notified of readiness, and how waits for it went.
+/// Which threads and epoll sets are notified of readiness, and how the last waits for readiness went.
 #[derive(Default)]
 pub struct Wakes {
     pub interest: Lock<Interest>,
@@ -179,7 +182,7 @@ pub struct Wakes {
     pub anchor: AtomicU32,
     /// The next receive is to wait a moment before it checks for data ([`Pace`]).
     pub rx_rests: AtomicBool,
-    /// How the last spins for data and for space ended, from which the length of the next one follows.
+    /// How the last spins (busy waits) for data and for space ended. The length of the next spin follows from that.
     pub rx_spin: Spinner,
     pub tx_spin: Spinner,
 }
@@ -201,8 +204,8 @@ impl Wakes {
         self.interest.lock().map(|i| i.members.clone()).unwrap_or_default()
     }
 
-    /// Resets the state for a new connection. The caller alone has the object; sets and threads have already removed
-    /// their interest in the connection before.
+    /// Resets the state for a new connection. Only the caller has the object: epoll sets and threads have removed their
+    /// interest in the earlier connection.
     fn reset(&self) {
         self.watched.reset(false);
         self.anchor.store(0, Relaxed);
@@ -225,9 +228,9 @@ pub struct Socket {
     pub told: Told,
     /// Options that the program has set.
     pub options: Options,
-    /// Whether its calls wait, and for how long.
+    /// Whether calls on the socket wait, and for how long.
     pub blocking: Blocking,
-    /// The library's own keepalive, for a silent anchor.
+    /// The library's own keepalive, for an anchor that carries no data while the stream is on a link.
     pub keepalive: Keepalive,
     pub generation: AtomicU64,
     pub slot: u32,
@@ -267,7 +270,7 @@ impl Link {
     }
 }
 
-/// Every object by its slot, from which the service thread finds it.
+/// All objects by slot. The service thread finds an object by its slot.
 static ALL: [AtomicPtr<Socket>; MAX_SOCKETS] = [const { AtomicPtr::new(std::ptr::null_mut()) }; MAX_SOCKETS];
 /// The most connections of a process that can leave TCP at the same time.
 const MAX_SOCKETS: usize = 65_536;
@@ -289,8 +292,8 @@ pub(crate) fn in_use() -> impl Iterator<Item = &'static Socket> {
     all().filter(|socket| socket.numbers.fd.load(Acquire) >= 0)
 }
 
-/// Recycled objects, in the order in which they were. The lock also protects the opening and closing of slots in the
-/// statistics.
+/// Objects without a connection, in the order in which they were recycled. The lock also protects the opening and
+/// closing of slots in the statistics.
 static FREE: Lock<VecDeque<Recycled>> = Lock::new(VecDeque::new());
 static SLOTS: AtomicU32 = AtomicU32::new(0);
 
@@ -302,13 +305,15 @@ struct Recycled {
 }
 
 impl Recycled {
-    /// Returns whether the service thread cannot have the object any more.
+    /// Returns whether the service thread has finished with the object: it was recycled between two rounds, or the
+    /// round in which it was recycled has ended.
     fn is_left(&self, rounds: u64) -> bool {
         self.since.is_multiple_of(2) || self.since != rounds
     }
 }
 
-/// Counts the beginnings and ends of the service thread's rounds: odd while it may have a connection in hand.
+/// Counts the beginnings and ends of the service thread's rounds: odd during a round, in which the thread may use
+/// connections.
 static ROUNDS: AtomicU64 = AtomicU64::new(0);
 
 /// A round of the service thread. A connection that the thread finds during a round ([`Ref::get`], [`by_slot`]) does
@@ -367,8 +372,8 @@ impl Socket {
         let mut free = FREE.lock()?;
         let rounds = ROUNDS.load(SeqCst);
         let is_left = |recycled: Option<&Recycled>| recycled.is_some_and(|r| r.is_left(rounds));
-        // The object that was used last is in the cache. If the service thread may have it, it may have all objects
-        // behind the first.
+        // The object that was recycled last is in the cache, so it is tried first. If the service thread may still use
+        // it, the one that was recycled first is the likeliest to be free.
         let recycled = if is_left(free.back()) {
             free.pop_back()
         } else if is_left(free.front()) {
@@ -417,8 +422,8 @@ impl Socket {
         self.told.set_stats(stats);
     }
 
-    /// Gives the object and its slot of the statistics back. Only stale pointers may still lead to it, which check its
-    /// generation.
+    /// Gives the object back, and its slot in the statistics. Only stale pointers may still lead to the object. Their
+    /// users check its generation.
     pub fn recycle(&'static self, page: Option<&'static StatsPage>) {
         self.promotion.take_listener();
         self.told.set_stats(None);
@@ -481,14 +486,15 @@ impl Socket {
         self.promotion.stage() == Stage::Busy || !self.is_plain()
     }
 
-    /// Counts a call into the kernel's send. True if the direction is on plain TCP. A critical section of the thread is
-    /// then open, which the caller ends after [`Self::leave_tx`] and what follows from its result. False, with no
-    /// section open, if the direction is not on plain TCP.
+    /// Counts in a call that is about to enter the kernel's send. True if the direction is on plain TCP. Then a
+    /// critical section of the thread is open, which the caller ends after [`Self::leave_tx`] and the work that its
+    /// result asks for. False, with no section open, if the direction is not on plain TCP.
     #[inline]
     pub fn enter_tx(&self) -> bool {
         let thread = thread::current();
         thread.begin();
-        // Either the writer of a marker sees this call inside, or this call sees the mode that it has set.
+        // Either the thread that is about to write a marker sees this call inside, or this call sees the mode that the
+        // thread has set.
         self.tx_inside.enter();
         if self.tx_mode.look() == Mode::Tcp {
             return true;
@@ -498,14 +504,14 @@ impl Socket {
         false
     }
 
-    /// Counts a call out of the kernel's send. True if it was the last one and something waits for that: a marker, or
-    /// the end of a connection that the program has closed.
+    /// Counts out a call that has left the kernel's send. True if it was the last such call and something waits for
+    /// that: a marker, or the end of a connection that the program has closed.
     #[inline]
     pub fn leave_tx(&self) -> bool {
         self.tx_inside.leave() && (self.tx_mode.look() == Mode::Marked || self.numbers.is_closed())
     }
 
-    /// Counts a call into the kernel's receive, like [`Self::enter_tx`].
+    /// Counts in a call that is about to enter the kernel's receive, like [`Self::enter_tx`].
     #[inline]
     pub fn enter_rx(&self) -> bool {
         let thread = thread::current();
@@ -519,14 +525,14 @@ impl Socket {
         false
     }
 
-    /// Returns whether a scan for markers has begun since the call entered the kernel's receive.
+    /// Returns whether a scan for markers has begun since the calling thread entered the kernel's receive.
     #[inline]
     pub fn rx_was_marked(&self) -> bool {
         self.rx_mode.look() != Mode::Tcp
     }
 
-    /// Counts a call out of the kernel's receive. True if it was the last one and the caller has to check TCP, for one
-    /// of these reasons:
+    /// Counts out a call that has left the kernel's receive. True if it was the last such call and the caller has to
+    /// check TCP, for one of these reasons:
     ///
     /// - A scan for markers has begun meanwhile, or has led to the link, and other threads have left the markers to
     ///   this call.
@@ -579,7 +585,7 @@ impl Stage {
     }
 }
 
-/// The state of a connection's promotion. At first the connection was not checked yet.
+/// The state of a connection's promotion. The first stage is `New`.
 #[derive(Default)]
 pub struct Promotion {
     /// The code of the [`Stage`].
@@ -600,7 +606,7 @@ pub struct Promotion {
 }
 
 impl Promotion {
-    /// Resets the state for a new connection. The caller alone has it.
+    /// Resets the state for a new connection. Only the caller has the object.
     fn reset(&self) {
         self.stage.store(Stage::New as u8, Relaxed);
         self.progress.reset();
@@ -683,7 +689,7 @@ pub struct Attempts {
     retry_at: AtomicU64,
     /// Attempts since the connection was last promoted.
     tries: AtomicU32,
-    /// Recent attempts that failed after they had begun, and recent failures of links under the connection.
+    /// The number of recent failures: of attempts after they had begun, and of links that carried the connection.
     failures: AtomicU32,
 }
 
@@ -812,7 +818,7 @@ impl Blocking {
         self.is_nonblocking() && !self.polled.load(Relaxed)
     }
 
-    /// Notes that the program has set a socket option. A timeout is then asked of the kernel again.
+    /// Notes that the program has set a socket option. If the option is a timeout, the kernel is asked for it again.
     pub fn on_set(&self, level: c_int, name: c_int) {
         /// SO_RCVTIMEO_NEW and SO_SNDTIMEO_NEW, for a 64-bit time_t on 32-bit machines (linux/socket.h). Every kernel
         /// takes them.
@@ -824,19 +830,21 @@ impl Blocking {
     }
 }
 
-// Whether a direction of a stream between hosts is worth a direct transfer, by the results of its last ones. The size
-// from which a direct transfer is worth it at all is in `config::ways`.
+// Direct transfers between hosts: a device moves the bytes of a large send or receive between the programs' memory,
+// past the rings. This part decides by the results of earlier tries whether a direction tries another. The size from
+// which on a direct transfer pays at all is in `config::ways`.
 
-/// A read of at least this fraction of the least direct transfer (1/4) still belongs to a bulk transfer.
+/// The least read that counts as part of a bulk transfer, as a divisor of the least direct transfer: a quarter of it.
 const LARGE: usize = 4;
-/// The longest pause after failures: 2^(`MOST` - 1) calls, or `LONGEST` ns. A try in vain takes some ms.
+/// The longest pause after failures: 2^(`MOST` - 1) calls, or `LONGEST` ns. A failed try takes some ms.
 const MOST: u8 = 8;
 const LONGEST: u64 = 1_000_000_000;
 
 /// The results of direct transfers in the receiving direction.
 #[derive(Default)]
 pub struct Receives {
-    /// A call waits with a buffer that the peer knows: the next bytes that the ring counts may lie in that buffer.
+    /// A call waits with a buffer that was advertised to the peer. The next bytes of the stream may be in that buffer,
+    /// and not in the ring.
     pub is_waiting: bool,
     /// Bytes that direct transfers have received.
     pub bytes: u64,
@@ -847,8 +855,8 @@ pub struct Receives {
 }
 
 impl Receives {
-    /// Returns whether a call that is about to wait is to advertise its buffer to the peer, if `least` bytes are worth
-    /// a direct transfer. With a size that the user has fixed (`is_fixed`), earlier failures do not count.
+    /// Returns whether a call that is about to wait is to advertise its buffer to the peer. `least` is the least size
+    /// of a direct transfer, bytes. With a size that the user has fixed (`is_fixed`), earlier failures do not count.
     pub fn may_try(&mut self, least: usize, is_fixed: bool, now: u64) -> bool {
         let is_bulk = self.last_read >= least / LARGE && !self.is_waiting;
         is_bulk && (is_fixed || self.tries.may_try(false, now))
@@ -864,17 +872,17 @@ impl Receives {
     }
 }
 
-/// The results of tries. A receive that advertises its buffer to the peer pays for that even if the peer does not use
-/// it. A send that waits for a reader with a buffer waits in vain if there is none.
+/// The results of earlier tries of one kind of direct transfer. A failed try costs time: a receive has advertised its
+/// buffer to a peer that did not use it, or a send has waited for a reader that did not come.
 ///
-/// After the first failure, each further failure in a row doubles the number of calls that do not try. A try is allowed
-/// earlier if a reader has advertised a buffer meanwhile, or if `LONGEST` has passed, so that tries cost next to
-/// nothing. The logic is pure: the caller passes the time.
+/// From the second failure in a row on, each failure doubles the number of calls that do not try. A try is allowed
+/// earlier if a reader has advertised a buffer meanwhile, or if `LONGEST` has passed: tries then cost next to nothing.
+/// The logic is pure: the caller passes the time.
 #[derive(Default)]
 pub struct Tries {
     /// Failures in a row, at most `MOST`.
     misses: u8,
-    /// Calls that may not try yet, and until when at most, monotonic ns.
+    /// The number of calls that may not try yet, and the time from which on any call may try, monotonic ns.
     pause: u16,
     until: u64,
 }
@@ -887,7 +895,7 @@ impl Tries {
         may
     }
 
-    /// Notes whether a try has helped.
+    /// Notes whether a try has helped, at the time `now`, monotonic ns.
     pub fn on_tried(&mut self, has_helped: bool, now: u64) {
         self.until = now + LONGEST;
         self.misses = if has_helped { 0 } else { (self.misses + 1).min(MOST) };
@@ -899,11 +907,11 @@ impl Tries {
 /// The results of direct transfers in the sending direction.
 #[derive(Default)]
 pub struct Sends {
-    /// Tries to find a reader with a buffer.
+    /// Tries to find a reader that waits with a buffer.
     pub to_readers: Tries,
-    /// Tries to lend memory to the reader's device. One has helped if the device has read most of it in time.
+    /// Tries to lend memory to the reader's device. A try has helped if the device has read most of the memory in time.
     pub to_devices: Tries,
-    /// Number of buffers that readers had advertised at the last question.
+    /// Number of buffers that readers had advertised at the last call of `may_try`.
     adverts: u32,
     /// Bytes that direct transfers have sent.
     pub bytes: u64,
@@ -917,7 +925,7 @@ impl Sends {
         self.to_readers.may_try(is_new, now)
     }
 
-    /// Returns whether the last reader that a send waited for came.
+    /// Returns whether the last send that waited for a reader has found one.
     pub fn goes_well(&self) -> bool {
         self.to_readers.misses == 0
     }
@@ -927,8 +935,8 @@ impl Sends {
 pub(crate) mod closed {
     /// An fd is open; or the object is not in use.
     pub(crate) const OPEN: u8 = 0;
-    /// The program has closed the last fd, and calls that began before have not returned. Until then the connection
-    /// stays as it is.
+    /// The program has closed the last fd, and calls that began before have not returned. Until they return the
+    /// connection stays as it is.
     pub(crate) const HELD: u8 = 1;
     /// The last fd was closed where no hook saw it, and calls that began before have not returned. There is no anchor
     /// any more.
@@ -940,16 +948,17 @@ pub struct Numbers {
     /// An fd of the socket, -1 when all are closed. It is a hidden fd of the library's if the connection lives on after
     /// the program's close, for its last bytes.
     pub fd: AtomicI32,
-    /// The kernel's socket behind them.
+    /// The cookie of the kernel's socket behind the fds.
     pub cookie: Cookie,
     /// When the kernel's socket was last seen behind an fd, for calls that take no direction's lock.
     pub seen: Seen,
-    /// The fd that the program is closing and that stands for a dead socket already, or -1. It counts as the
-    /// connection's until the table has removed it.
+    /// The fd that the program is closing and behind which there is a dead socket already (`close::hide_markers`), or
+    /// -1. The fd counts as the connection's until the table has removed it.
     pub hidden: AtomicI32,
     /// How the fds were closed ([`closed`]).
     pub closed: Published<AtomicU8>,
-    /// A signal handler closed fds while it had interrupted a use of the object.
+    /// A signal handler closed fds while it had interrupted a use of the object. The service thread completes the
+    /// close.
     pub orphaned: AtomicBool,
     /// The program has closed all fds; the connection lives on until the peer has all bytes.
     pub left_behind: AtomicBool,
@@ -971,7 +980,8 @@ impl Default for Numbers {
 }
 
 impl Numbers {
-    /// Resets the record for a new connection, which `fd` stands for, if it is not negative. The caller alone has it.
+    /// Resets the record for a new connection. `fd` stands for it, or is negative if it has no fd yet. Only the caller
+    /// has the object.
     fn reset(&self, fd: c_int) {
         self.closed.reset(closed::OPEN);
         self.hidden.store(-1, Relaxed);
@@ -1008,9 +1018,9 @@ impl Numbers {
         fd >= 0 && (self.hidden.load(Acquire) == fd || is_it())
     }
 
-    /// Returns whether `fd` stands for the connection. Asks the kernel unless it was asked at the same
-    /// [tick](crate::sys::time::tick), which the caller has just read. The result is recorded only after the kernel's
-    /// answer: other calls that rely on the record would go on before it.
+    /// Returns whether `fd` stands for the connection. `tick` is the [tick](crate::sys::time::tick) that the caller has
+    /// just read. Asks the kernel unless it was asked at the same tick. The result is recorded only after the kernel's
+    /// answer, since other calls rely on the record.
     #[inline]
     pub fn is_seen(&self, fd: c_int, tick: u64) -> bool {
         if self.seen.is_at(fd, tick) {
@@ -1075,18 +1085,18 @@ impl Options {
     }
 }
 
-/// The reader keeps up after this many checks in a row that each found at most `LITTLE` bytes.
+/// The reader counts as keeping up after this many checks in a row that each found at most `LITTLE` bytes.
 const KEEPS_UP: u8 = 16;
-/// Bytes above which a check found enough to be late enough.
+/// A check that found more bytes than this came late enough: the next one is not delayed.
 const LITTLE: u64 = 256;
 
 /// How the reader of one direction has kept up lately. A reader that keeps up with a writer of small messages checks
 /// its ring a little less often.
 ///
 /// Each check takes the cache lines of the ring's tail and of the payload away from the writer. The writer then pays
-/// two cache misses for the next message. If the checks are several misses apart, the writer sends many messages for
-/// those two misses. The reader waits only if no program can be waiting for its answer: it has sent nothing during its
-/// last `KEEPS_UP` checks.
+/// two cache misses for the next message. If the time between two checks is several misses long, the writer sends many
+/// messages for those two misses. The reader waits only if no program can be waiting for its answer: it has sent
+/// nothing during its last `KEEPS_UP` checks.
 #[derive(Default)]
 pub struct Pace {
     /// Checks in a row that found at most `LITTLE` bytes, while nothing was sent in the other direction.
@@ -1121,7 +1131,7 @@ pub struct Told {
     pub reset_told: AtomicBool,
     /// Traffic of the connection that the kernel does not know.
     pub ledger: Ledger,
-    /// The statistics show its addresses.
+    /// The statistics show the connection's addresses.
     pub shown: AtomicBool,
     /// The link that a direction is on, or was on last, leads to another host.
     pub was_between_hosts: AtomicBool,
@@ -1129,7 +1139,7 @@ pub struct Told {
 }
 
 impl Told {
-    /// Resets the record for a new connection. The caller alone has it.
+    /// Resets the record for a new connection. Only the caller has the object.
     fn reset(&self) {
         self.reset_told.store(false, Relaxed);
         self.ledger.reset();

@@ -1,7 +1,8 @@
 //! The waiters of an instance: which waiter has which id, and what each sleeps on.
 //!
-//! A *waiter* is what a peer can wake. It has an id that is the same on all links, an object to sleep on, and a flag
-//! that says whether a thread sleeps on it. The flags of an instance lie in a page that peers map read-only.
+//! A *waiter* stands for a thread, or for the threads on an epoll set, that a peer can wake. It has an id that is the
+//! same on all links, an object to sleep on, and a flag that says whether a thread sleeps on it. The flags of an
+//! instance lie in a page that peers map read-only.
 //!
 //! | ids | waiter | sleeps on |
 //! |---|---|---|
@@ -11,15 +12,16 @@
 //! | from `FURTHER_SETS` | threads in poll or select | doorbells |
 //! | from `POLLING`, below `MAX_WAITERS` | threads that sleep in one call | a futex |
 //!
-//! A thread gets its waiter for one call, and gives it back. A call that gets none takes its connections back to TCP,
-//! where the kernel wakes it.
+//! A thread gets its waiter for one call, and gives it back. If no waiter is free, the call takes its connections back
+//! to TCP, where the kernel wakes the thread.
 //!
 //! A peer can wake a sleeper by these objects, and do no more. A thread that sleeps in one call has a futex
-//! (`core::fabric::waiter`). A waiter that polls has an epoll set of its own. Its thread polls that set too, in the
-//! program's epoll set or among the descriptors of a poll(). The waiter's set holds an eventfd for this process, and a
-//! doorbell for each link that is to wake the waiter. The link's peer has the doorbell's button (`core::os::doorbell`).
-//! All of them are edge-triggered and never drained: each press makes the set above report once. The service thread has
-//! only the eventfd, since its peers wake it by the side channel.
+//! (`core::fabric::waiter`). A waiter that polls has a private epoll set. Its threads poll the private set together
+//! with the program's descriptors: in the program's epoll set, or in the array of a poll(). The private set holds an
+//! eventfd, by which this process wakes the waiter, and a doorbell for each link whose peer may wake it. That peer has
+//! the doorbell's button (`core::os::doorbell`). Eventfd and doorbells are edge-triggered and never drained: each press
+//! makes the private set report once. The service thread has only the eventfd, since its peers wake it by the side
+//! channel.
 
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -114,8 +116,8 @@ impl Waiters {
         self.page_fd.as_fd()
     }
 
-    /// Replaces the page of flags in a fork child, which does not have the parent's. A call that the fork has
-    /// interrupted in its sleep sleeps no more, and lowers a flag that no peer sees.
+    /// Replaces the page of flags in a fork child, which does not have the parent's page. If the fork has interrupted a
+    /// call that sleeps, that sleep ends in the child, and the call lowers a flag that no peer sees.
     pub(crate) fn after_fork(&self) {
         self.page.after_fork();
     }
@@ -126,7 +128,7 @@ impl Waiters {
     }
 
     /// Returns a waiter for an epoll set: one with a ready queue, else one without, else one that other sets have too.
-    /// `None` if the process has no fds left even for the first one without.
+    /// `None` if the process has no fds left for a new waiter, and none without a ready queue was made before.
     pub(crate) fn acquire_for_set(&self) -> Option<WaiterId> {
         let own = self.acquire(Kind::Queue).or_else(|| self.acquire(Kind::Set));
         own.or_else(|| {
@@ -168,8 +170,8 @@ impl Waiters {
         Ok(())
     }
 
-    /// Returns the fd that a polling waiter polls for input, edge-triggered or followed by [`Self::quiet`]. `None` if
-    /// it was never made.
+    /// Returns the fd that a polling waiter polls for input. The poll is edge-triggered, or [`Self::quiet`] follows it.
+    /// `None` if the fd was never made.
     pub(crate) fn doorbell(&self, id: WaiterId) -> Option<BorrowedFd<'static>> {
         kept(&self.polled, id)
     }
@@ -187,7 +189,8 @@ impl Waiters {
         Ok((bell, button))
     }
 
-    /// Makes the kernel forget the presses so far, after a level-triggered poll of [`Self::doorbell`].
+    /// Consumes the presses so far, after a level-triggered poll of [`Self::doorbell`]: the next poll reports only
+    /// later ones.
     pub(crate) fn quiet(&self, id: WaiterId) {
         let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
         let mut reported = [kernel::Event {
@@ -199,7 +202,7 @@ impl Waiters {
         {}
     }
 
-    /// Wakes the threads that sleep as this waiter, or else the next one to do so.
+    /// Wakes the threads that sleep as this waiter, or else the next thread that is about to.
     pub(crate) fn ring(&self, id: WaiterId) {
         if !id.is_polling() {
             self.page.ring(id);
@@ -255,7 +258,8 @@ fn keep(all: &[AtomicI32], id: WaiterId, fd: i32) {
 
 fn kept(all: &[AtomicI32], id: WaiterId) -> Option<BorrowedFd<'static>> {
     let fd = all.get(usize::from(id.0))?.load(Acquire);
-    // SAFETY: `keep` stores only fds that are released into the instance, and no code closes them while it lives.
+    // SAFETY: `keep` stores only fds that are released into the instance, and no code closes them while the instance
+    // lives.
     (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) })
 }
 
@@ -272,7 +276,7 @@ mod tests {
 
     #[test]
     fn a_number_is_not_lost_when_there_is_no_descriptor_for_it() {
-        // SAFETY: the child makes system calls and uses what it has made itself, then ends.
+        // SAFETY: the child makes system calls and uses only objects that it has made itself, then ends.
         let child = unsafe { libc::fork() };
         if child == 0 {
             let waiters = Waiters::new().unwrap();

@@ -1,4 +1,4 @@
-//! Tests of link objects, with a library at one of the two ends only, and of the states and counts beside them.
+//! Tests of link objects, where the test plays the other end of the link, and of the states and counts of a link.
 
 use std::os::fd::AsFd;
 

@@ -29,12 +29,14 @@ use crate::service::{Peer, Watched, Worker};
 use crate::sys::points::point;
 use crate::sys::sockopt;
 
-/// From this number of attempts on, those that are over are removed, and again whenever the number has doubled.
+/// The least number of recorded attempts at which those that are over are removed. The next removal is at twice the
+/// number that is left, if that is more.
 const OFFERED_MIN: usize = 64;
-/// Time to the second check of an orphan, and the longest time between two checks, ns.
+/// Pauses between the checks of an `Orphan`, ns: the first, and the longest.
 const LOOK_FIRST: u64 = 5_000_000;
 const LOOK_LAST: u64 = 1_000_000_000;
-/// The most questions that wait at a time. As a rule there is one for each connection.
+/// The most ASKs that wait for the program's first use of a connection. As a rule at most one waits for each
+/// connection.
 const MOST_DEFERRED: usize = 4096;
 
 /// Why an ASK is not answered by YES.
@@ -74,7 +76,8 @@ impl Worker {
         if !self.can_begin() {
             return self.reply(conn, &no(wire::Reason::Resources));
         }
-        // Looked up once: a connection that is accepted meanwhile has not been used.
+        // Looked up once, so that the socket that is checked below is the one that is answered for. A connection that
+        // is accepted meanwhile has not been used.
         let accepted = self.handshakes.accepted(&tuple);
         if let Some(socket) = accepted
             && !(self.is_here(socket, &tuple) && self.may_ask(conn, &tuple))
@@ -123,8 +126,9 @@ impl Worker {
         self.reply(conn, &reply);
     }
 
-    /// Returns whether the asker owns the connector's end (P13). If that end is on another host, no user can be proved
-    /// to own it. Then a question is accepted from there, or from the owner of the control port here.
+    /// Returns whether the asker may ask about the connection: it has to own the connector's socket (P102). If that
+    /// socket is on another host, its owner cannot be checked. Then a question is accepted from the control port, and
+    /// within this host from root, from this process's user and from the owner of the control port.
     fn may_ask(&self, conn: u64, tuple: &Tuple) -> bool {
         if !self.conns.contains_key(&conn) {
             return false;
@@ -165,8 +169,8 @@ impl Worker {
         }
     }
 
-    /// Returns the other instance that has entered itself as the connection's holder. `None` if there is none, or the
-    /// question came by no service name.
+    /// Returns the other instance that has recorded itself, in the listener's page, as the connection's holder. `None`
+    /// if there is none, or if the question did not come by a service name.
     fn holder(&self, conn: u64, tuple: &Tuple) -> Option<InstanceId> {
         match self.conns.get(&conn).map(|c| &c.peer) {
             Some(Peer::Incoming { listener, .. }) => (*listener)?.holder(tuple).filter(|h| *h != self.library.id),
@@ -195,7 +199,7 @@ impl Worker {
         }
         if threshold::is_polled_unseen(socket) {
             socket.told.set_why(Reason::UnknownEpoll);
-            // A program that reads before it asks for readiness does so at its first request. After that the refusal is
+            // A program may read once before it first asks for readiness. From its second request on, the refusal is
             // final.
             return Err(refused(socket.promotion.progress.requests() > 1));
         }
@@ -233,8 +237,9 @@ impl Worker {
         instance_c: InstanceId,
         reached_at: Option<IpAddr>,
     ) -> Result<(), Refusal> {
-        // A fork counts the holders and then checks whether the connection is busy (`fork::count_holders`), so one of
-        // the two sees the other. A child that knows nothing of the attempt would read its markers.
+        // The connection is marked as busy, and its holders are counted next. A fork uses the reverse order
+        // (`fork::count_holders`), so one of the two sees the other. A child that knows nothing of the attempt would
+        // read its markers.
         store_load_fence();
         if socket.promotion.holders.are_several() {
             return Err(wire::Reason::Shared.into());
@@ -251,12 +256,13 @@ impl Worker {
                 socket.promotion.exchange_stage(Stage::Busy, Stage::Pinned);
                 return Err(wire::Reason::Use.into());
             }
-            // A moment later the calls that are in the kernel now may have returned.
+            // Calls of the program may be in the kernel now. They may have returned when the connector asks again.
             _ => return Err(wire::Reason::Limit.into()),
         }
         let mut control = socket.control.lock().ok_or(wire::Reason::Resources)?;
-        // Another thread may have begun to keep all connections on TCP without seeing this one. That thread sets
-        // `kept_on_tcp` first, and then checks which sockets scan.
+        // Another thread may be about to keep all connections on TCP. That thread sets the reason first
+        // (`Library::keep_on_tcp`), and then checks which sockets scan. This socket scans already, and the reason is
+        // read next. So one of the two sees the other.
         store_load_fence();
         let refusal = if socket.numbers.anchor_fd().is_none() {
             // The connection has been closed since.
@@ -264,7 +270,7 @@ impl Worker {
         } else if crate::objects::library::reason().is_some() {
             wire::Reason::Limit
         } else if let Some(reason) = control.leave {
-            // Since then the program has used the socket in a way that forbids a promotion.
+            // The program has meanwhile used the socket in a way that forbids a promotion.
             socket.told.set_why(reason);
             socket.promotion.set_stage(Stage::Pinned);
             wire::Reason::Use
@@ -291,7 +297,7 @@ impl Worker {
     }
 }
 
-/// Returns the NO for a connection that cannot be promoted at all if `is_final`, or else not now.
+/// Returns a NO: for good if `is_final`, else for now.
 fn refused(is_final: bool) -> Refusal {
     use wire::Reason::{Limit, Use};
     Refusal::No(if is_final { Use } else { Limit })
@@ -321,7 +327,8 @@ struct Deferred {
     deadline: u64,
 }
 
-/// An attempt whose asker has closed its channel. HELLO is in TCP by then, or will not come (P16).
+/// An attempt whose asker has closed its channel. HELLO is in TCP by then, or will not come (P16). Such an attempt is
+/// checked until TCP shows which.
 struct Orphan {
     nonce: Nonce,
     /// Time from the next check to the one after it, ns.
@@ -335,9 +342,9 @@ struct Orphan {
 pub(super) struct Handshakes {
     /// Sockets whose addresses have been looked up.
     tuples: HashMap<Tuple, Ref>,
-    /// Handshakes under way, by this end's nonce; also of sockets that are other connections by now.
+    /// The attempts of this end, by its nonces. Some may be over, and their objects may have become other connections.
     pub offered: HashMap<Nonce, Ref>,
-    /// The number of attempts from which on those that are over are removed.
+    /// The number of entries in `offered` from which on those that are over are removed.
     bound: usize,
     deferred: Vec<Deferred>,
     orphans: Vec<Orphan>,
@@ -385,7 +392,7 @@ impl Handshakes {
         });
     }
 
-    /// Returns the connection that made the attempt with this nonce; `None` if it is over.
+    /// Returns the connection that made the attempt with this nonce; `None` if the connection or the attempt is gone.
     pub(super) fn by_nonce(&self, nonce: &Nonce) -> Option<&'static Socket> {
         self.offered.get(nonce).and_then(|r| r.get())
     }
@@ -418,8 +425,9 @@ impl Handshakes {
     }
 }
 
-/// Returns whether a HELLO may still be on its way to an orphan. If it has come, or another host may have sent it, only
-/// the scan of TCP shows more: false. If it will not come, ends the attempt: false.
+/// Returns whether an orphan has to be checked again, since a HELLO may still be on its way. False if HELLO has come,
+/// or if the kernel does not report what is on its way, as from another host: then only the scan of TCP shows more.
+/// Ends the attempt, and returns false, if HELLO will not come.
 fn may_be_greeted(socket: &'static Socket, nonce: Nonce) -> bool {
     let Some(tuple) = socket::tuple_of(socket) else {
         return false;
@@ -434,7 +442,7 @@ fn may_be_greeted(socket: &'static Socket, nonce: Nonce) -> bool {
     match diag::under_way(&tuple) {
         None => false,
         Some(1..) => true,
-        // All bytes that were sent before have arrived.
+        // All bytes that the connector has sent have arrived.
         Some(0) => match connection::has_marker(socket) {
             Some(is_there) => {
                 if !is_there {

@@ -1,6 +1,7 @@
 //! The connector's part of a rendezvous: asking whether the other end can be promoted, and what each answer leads to.
 //!
-//! A connection whose promotion has not come about stays on TCP for good, or is asked for again after a pause.
+//! To ask *for a connection* is to ask its other end for a promotion. A connection that is not promoted stays on TCP
+//! for good, or is asked for again after a pause.
 
 use std::collections::HashSet;
 
@@ -22,14 +23,15 @@ use crate::service::{Peer, Watched, Worker, keys};
 use crate::sys::sockopt;
 use crate::sys::time::now_ns;
 
-/// How long the channel of one question is kept, ns. Longer than the answer counts, so that a late YES is cancelled.
+/// How long the channel of one question is kept, ns. Longer than an answer may take, so that a late YES gets CANCEL.
 const CHANNEL_LIFE: u64 = 10_000_000_000;
 /// How long a destination counts as one without the library, ns.
 pub(super) const ABSENT_FOR: u64 = 5_000_000_000;
 /// The most destinations, or hosts, that count as absent at a time.
 pub(super) const MOST_ABSENT: usize = 4096;
-/// The most questions that wait for an answer at a time. More would come faster than the peer's one thread answers, and
-/// time out. The bound is below the number of channels that one user may have at a name (`channels::most_guests`).
+/// The most questions that wait for an answer at a time. More questions would come faster than the peer's service
+/// thread answers them, and would time out. The bound is below the number of channels that one user may have at a name
+/// (`channels::most_guests`).
 const MOST_ASKS: usize = 48;
 /// How long an answer within the host may take, ns.
 pub(super) const ASK_TIMEOUT: u64 = 2_000_000_000;
@@ -38,9 +40,11 @@ pub(super) const ASK_TIMEOUT: u64 = 2_000_000_000;
 const REMOTE_TIMEOUT: u64 = 6_000_000_000;
 
 /// How often a connection is asked for again when the peer could not answer YES yet: its program may take seconds to
-/// accept it. A reason that passes has no such bound: after the longest pause the connection is asked for again.
+/// accept the connection. There is no such bound for a reason that passes by itself, such as a time-out: after the
+/// longest pause the connection is asked for again.
 const TRIES: u32 = 8;
-/// The first pause of a connection that is asked for again, ns. Each is four times the one before, the last 16 s.
+/// The pause before a connection is asked for again for the first time, ns. Each further pause is four times as long,
+/// up to 16 s.
 const FIRST_RETRY: u64 = 1_000_000;
 /// How long a host that does not answer is not asked, ns.
 pub(super) const HOST_ABSENT_FOR: u64 = 30_000_000_000;
@@ -52,7 +56,7 @@ enum Asker {
     Here(Ref),
     /// An instance of another host, whose question came in as `conn`.
     Elsewhere {
-        /// The pseudo channel that the question came over.
+        /// The id of the question's entry in `conns`, which has no channel.
         conn: u64,
         /// The asking instance.
         instance: InstanceId,
@@ -66,7 +70,7 @@ pub(super) struct Asking {
     pub tuple: Tuple,
     /// The other end is on another host: its control port is asked, not the names of this host.
     remote: bool,
-    /// The channels whose answer has not come yet. An answer on any other channel does not count.
+    /// The channels, or the other host, whose answer has not come yet. An answer on any other channel does not count.
     pub asked: HashSet<u64>,
     /// The reason of a NO, a REDIRECT or a closed channel; `None` if none has come. With any reason but `Absent` the
     /// peer has the library.
@@ -86,12 +90,12 @@ impl Worker {
         self.ask_next();
     }
 
-    /// Asks for the connections whose turn it is.
+    /// Asks for the connections whose turn has come.
     pub(super) fn ask_next(&mut self) {
         if self.to_ask.is_empty() {
             return;
         }
-        // Questions that are relayed take no turn.
+        // Questions that are relayed for other hosts take no turn.
         let under_way = self.asks.values().filter(|asking| !asking.is_relayed()).count();
         for _ in under_way..MOST_ASKS {
             let Some(r) = self.to_ask.pop_front() else { return };
@@ -111,8 +115,8 @@ impl Worker {
         if let Some(reason) = self.library.refuses(connector, acceptor, Direction::Connect) {
             return stay(socket, reason.into());
         }
-        // The socket is `Busy` already. A fork counts the holders and then checks whether the socket is busy, so one of
-        // the two sees the other.
+        // The socket is `Busy` already, and its holders are counted next. A fork counts the holders and then checks
+        // whether the socket is busy, so one of the two sees the other.
         store_load_fence();
         if socket.promotion.holders.are_several() {
             return later(socket, Reason::Inherited.into(), 0);
@@ -131,14 +135,15 @@ impl Worker {
             return stay(socket, Reason::OtherHost.into());
         }
         socket.told.set_why(Reason::Handshake);
-        // Peers cannot guess the number, although only a channel that was asked can answer.
+        // A random number, which other peers cannot guess. In any case an answer counts only on a channel that was
+        // asked.
         let request = random_u64();
         {
             let Some(mut control) = socket.control.lock() else {
                 return;
             };
             if let Some(reason) = control.leave {
-                // Since then the program has used the socket in a way that forbids a promotion.
+                // The program has meanwhile used the socket in a way that forbids a promotion.
                 drop(control);
                 return stay(socket, reason.into());
             }
@@ -147,7 +152,7 @@ impl Worker {
         self.ask_out(request, Asking::new(Asker::Here(r), nonce, tuple, remote));
     }
 
-    /// Asks for the promotion: the other host, or within the host the names that belong to the port.
+    /// Sends the question: to the other host, or within the host to the names that belong to the port.
     pub(super) fn ask_out(&mut self, request: u64, mut asking: Asking) {
         if asking.remote {
             self.ask_host(request, &mut asking);
@@ -157,7 +162,7 @@ impl Worker {
         self.go_on(request, asking);
     }
 
-    /// Waits if answers are outstanding. Otherwise gives up.
+    /// Keeps the question if answers are outstanding. Otherwise gives the attempt up.
     pub(super) fn go_on(&mut self, request: u64, asking: Asking) {
         if !asking.asked.is_empty() {
             self.asks.insert(request, asking);
@@ -179,7 +184,8 @@ impl Worker {
         }
         match asking.answered {
             None if asking.busy => later(socket, Reason::TimedOut.into(), 0),
-            // The connection may not have been accepted yet.
+            // No process may have accepted the connection yet. The uid of the process that accepts it is trusted too
+            // (P5).
             None if asking.untrusted => later(socket, Reason::NotTrusted.into(), 0),
             None | Some(wire::Reason::Absent) => {
                 self.absent.insert(asking.tuple.acceptor(), (), now_ns());
@@ -225,22 +231,23 @@ impl Worker {
         }
     }
 
-    /// Drops the questions of attempts that the program has given up. A YES that comes later is cancelled.
+    /// Drops the questions about this socket whose attempts the program has given up. A YES that comes later is
+    /// cancelled.
     pub(super) fn forget_asks(&mut self, socket: &'static Socket) {
         self.asks
             .retain(|_, a| !a.socket().is_some_and(|s| std::ptr::eq(s, socket)) || is_asking(socket, a.nonce));
     }
 
-    /// Takes a question out of the table that waits for the answer of a channel or host. `None` if it does not wait for
-    /// that one, or is over.
+    /// Removes a question that waits for an answer from the channel or host `from`, and returns it. `None` if the
+    /// question does not wait for that answer, or is over.
     pub(super) fn take_asking(&mut self, request: u64, from: u64) -> Option<Asking> {
         let is_awaited = self.asks.get_mut(&request)?.asked.remove(&from);
         is_awaited.then(|| self.asks.remove(&request)).flatten()
     }
 
-    /// Takes the question of an answer. The answer counts only if the question went out on this channel (P11), and
-    /// once: `None` if it does not count. An answer on a channel that was not asked is a violation, which closes the
-    /// channel.
+    /// Removes and returns the question that an answer on the channel `conn` belongs to. `None` if the answer does not
+    /// count. An answer counts only on a channel that the question went out on (P11), and once. Other answers to an
+    /// open question are violations, as are answers on a channel that was not asked. A violation closes the channel.
     fn take_answered(&mut self, conn: u64, request: u64) -> Option<Asking> {
         let peer = self.conns.get(&conn).map(|c| &c.peer);
         let is_asked = matches!(peer, Some(Peer::Asked { request: asked, .. }) if *asked == request);
@@ -251,8 +258,8 @@ impl Worker {
         asking
     }
 
-    /// Closes the channel of one question once HELLO is in TCP, or will not be (P16). Until then keeps it, for
-    /// `CHANNEL_LIFE` at a time.
+    /// Closes the channel of one question, unless its YES has led to a HELLO that is not in TCP as a whole yet (P16).
+    /// Then the channel is kept for another `CHANNEL_LIFE`.
     pub(super) fn done_asking(&mut self, id: u64) {
         let Some(conn) = self.conns.get_mut(&id) else { return };
         let Peer::Asked { greets, .. } = conn.peer else { return };
@@ -313,14 +320,14 @@ impl Worker {
             *greets = Some(r);
         }
         if !asking.is_some_and(|asking| self.accept_yes(&asking, nonce_s, instance_s)) {
-            // The acceptor scans TCP for a HELLO that will not come (P15).
+            // CANCEL ends the acceptor's scan of TCP, since no HELLO will come (P15).
             self.reply(conn, &Message::Cancel { nonce_s });
         }
         self.done_asking(conn);
     }
 
-    /// Goes on after a YES: a connection of this process sends HELLO, the asker on another host gets the YES. Returns
-    /// false if the YES comes too late.
+    /// Handles a YES that counts: a connection of this process sends HELLO, or the asker on another host gets the YES.
+    /// Returns false if the YES comes too late.
     pub(super) fn accept_yes(&mut self, asking: &Asking, nonce_s: Nonce, instance_s: InstanceId) -> bool {
         let r = match asking.who {
             Asker::Here(r) => r,
@@ -359,8 +366,8 @@ impl Worker {
         let Some(mut control) = socket.control.lock() else {
             return false;
         };
-        // The program may have given up since, or be about to end. In that case it first keeps all connections on TCP
-        // and then checks which sockets scan, so one of the two sees the other.
+        // The program may have given up the attempt since, or may be about to end. In that case another thread first
+        // keeps all connections on TCP, and then checks which sockets scan. So one of the two threads sees the other.
         store_load_fence();
         let is_kept = crate::objects::library::reason().is_some();
         let is_asking = asks(&control, asking.nonce);
@@ -427,7 +434,7 @@ impl Asking {
         }
     }
 
-    /// Returns the question within the host as a message of the instance `own`.
+    /// Returns the ASK that is sent within the host; `own` is this instance.
     fn question(&self, request: u64, own: InstanceId) -> Message {
         Message::Ask {
             request,
@@ -440,7 +447,7 @@ impl Asking {
         }
     }
 
-    /// Returns a question that came from another host over the pseudo channel `conn`.
+    /// Returns a question that came from another host; `conn` is the id of its entry in `conns`.
     pub(super) fn relayed(conn: u64, tuple: Tuple, nonce: Nonce, instance: InstanceId) -> Self {
         Self::new(Asker::Elsewhere { conn, instance }, nonce, tuple, false)
     }
@@ -462,7 +469,7 @@ impl Asking {
 
 #[cfg(test)]
 impl Asking {
-    /// A question that is out on the channel `conn`.
+    /// Returns a question that was sent on the channel `conn`.
     pub(crate) fn for_test(r: Ref, nonce: Nonce, conn: u64) -> Self {
         let address = std::net::SocketAddr::from(([127, 0, 0, 1], 9));
         Self {
@@ -472,7 +479,7 @@ impl Asking {
         }
     }
 
-    /// A question about a connection to another host, not asked yet.
+    /// Returns a question about a connection to another host that has not been sent yet.
     pub(crate) fn remote_for_test(r: Ref, nonce: Nonce, tuple: Tuple) -> Self {
         Self::new(Asker::Here(r), nonce, tuple, true)
     }
@@ -491,11 +498,11 @@ fn nobody(socket: &'static Socket, remote: bool) {
     }
 }
 
-/// Has the connection asked for again after a pause of at least `pause` ns. After `TRIES` keeps it on TCP for good,
-/// unless the reason passes.
+/// Puts the connection's next question off, for at least `pause` ns. After `TRIES` keeps the connection on TCP for
+/// good, unless the reason passes by itself.
 fn later(socket: &'static Socket, why: Why, pause: u64) {
     let tries = socket.promotion.attempts.count();
-    // Only the present load of one of the two processes, and not the connection, is the reason.
+    // These reasons are the load of one of the two processes at this moment, and not the connection.
     let passes = matches!(
         why.peer.unwrap_or(why.reason),
         Reason::LinkLimit | Reason::TimedOut | Reason::Resources
@@ -526,7 +533,7 @@ fn after_no(socket: &'static Socket, reason: wire::Reason) {
         _ => Reason::Unsupported,
     });
     match reason {
-        // The other end has not finished with the link that failed.
+        // The other end may not have finished with the link that has failed under this connection.
         wire::Reason::Use | wire::Reason::Limit if socket.promotion.attempts.have_failed() => {
             socket.told.set_why(why);
             socket.promotion.retry_later();

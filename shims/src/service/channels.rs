@@ -1,8 +1,9 @@
 //! The channels to peers: the messages that come over them, their handlers, and the end of a channel.
 //!
-//! Any process on the host can connect to this instance's names. A *guest* is a channel that was opened so and has not
-//! become a link. The guests are limited in number and time. A correct peer asks at once, waits some seconds at most
-//! for the answer, and closes. So evicting the oldest guest hits a peer that is done, or that never sent a request.
+//! Any process on the host can connect to this instance's names. A *guest* is a channel from such a process that has
+//! not become a link. The guests are limited in number and time. A correct peer asks at once, waits some seconds at
+//! most for the answer, and closes the channel. So evicting the oldest guest hits a peer that is done, or that never
+//! sent a request.
 
 use std::os::fd::{AsFd, BorrowedFd};
 
@@ -21,9 +22,9 @@ use crate::service::{Conn, Peer, Worker, keys};
 
 /// The most waiting connections to a name that are accepted before other events have their turn.
 const GUESTS_AT_ONCE: usize = 16;
-/// How long names are not polled after a descriptor was missing, ns.
+/// How long names are not polled after this process had no descriptor left for a guest, ns.
 const DEAF_FOR: u64 = 100_000_000;
-/// Time from a failure to receive or close descriptors apart to the next try, ns.
+/// Pause after a failure to receive or close descriptors in a separate thread (`os::apart`), ns.
 const APART_AGAIN: u64 = 50_000_000;
 /// The uid that the kernel shows for each user of another user namespace.
 const OVERFLOW_UID: u32 = 65_534;
@@ -41,7 +42,7 @@ const DESCRIPTORS: u64 = 8;
 const LEAST: usize = 8;
 
 impl Worker {
-    /// Takes a channel into the epoll set for `life` ns and returns its id; `None` if the set does not take it.
+    /// Adds a channel to the epoll set and to `conns` for `life` ns, and returns its id. `None` if the kernel refuses.
     pub(super) fn register(&mut self, channel: Channel, peer: Peer, life: u64) -> Option<u64> {
         let id = self.new_conn();
         let flags = kernel::EventFlags::IN | kernel::EventFlags::RDHUP;
@@ -58,7 +59,7 @@ impl Worker {
         if privatefd::is_left_full() {
             return self.listen_to_names(false);
         }
-        // Not all waiting connections at once: channels that are open have their turn between.
+        // A bounded number, so that channels that are open have their turn between the guests.
         for _ in 0..GUESTS_AT_ONCE {
             let accepted = match listener {
                 Some(listener) => listener.accept_asker(),
@@ -68,8 +69,8 @@ impl Worker {
                 Ok(Some(channel)) => self.receive_guest(channel, listener),
                 Ok(None) => return,
                 Err(_) => {
-                    // No descriptor is left: the oldest guest is closed. If there is no guest, the names are not polled
-                    // for a moment; they stay readable.
+                    // No descriptor is left: the oldest guest is closed. If there is no guest, the names, which stay
+                    // readable, are not polled for a moment.
                     match self.guests().into_iter().map(|guest| guest.id).min() {
                         Some(first) => self.hang_up(first, Reason::Resources),
                         None => return self.listen_to_names(false),
@@ -130,7 +131,7 @@ impl Worker {
         let services =
             services.filter_map(|(id, listener)| Some((listener.name()?, tag(kind::NAME, id as u64), exclusive)));
         for (fd, data, flags) in instance.into_iter().chain(services) {
-            // The kernel modifies no entry that is EXCLUSIVE.
+            // The kernel does not modify an EXCLUSIVE entry, so the entry is removed and added again.
             self.service.forget(fd);
             if on {
                 self.add(fd, data, flags);
@@ -173,7 +174,7 @@ impl Worker {
                             return;
                         }
                     }
-                    // P10: the other end may not send these.
+                    // P10: this message may not have descriptors.
                     _ => return self.violation(id),
                 },
                 Ok(next) => self.on_received(id, next.bytes, Some(Vec::new())),
@@ -183,7 +184,8 @@ impl Worker {
         }
     }
 
-    /// Calls `f` with a channel, also with a link's. `None` without a channel, or if it is closed.
+    /// Calls `f` with the channel `id`, which may be a link's side channel. `None`, without a call, if there is no
+    /// channel, or if it is closed.
     pub(super) fn with_channel<R>(&self, id: u64, f: impl FnOnce(&Channel) -> R) -> Option<R> {
         let conn = self.conns.get(&id)?;
         match (&conn.channel, &conn.peer) {
@@ -193,7 +195,7 @@ impl Worker {
         }
     }
 
-    /// Handles a message; `fds` is `None` if this process had no number for its descriptors.
+    /// Handles a message. `fds` is `None` if its descriptors were lost because this process has no fd left.
     fn on_received(&mut self, id: u64, bytes: &[u8], fds: Option<Vec<PrivateFd>>) {
         match Message::decode(bytes) {
             Ok(message) => {
@@ -235,13 +237,14 @@ impl Worker {
         }
     }
 
-    /// Receives a message with its descriptors. Returns false if that is done in a thread apart, or not now. A close of
-    /// another user's descriptors here could drop fcntl(2) locks of the program. It could also wait for as long as the
-    /// sender has arranged.
+    /// Receives a message with its descriptors. Descriptors from another user's process are received in a separate
+    /// thread (`os::apart`). A close of them in this thread could drop fcntl(2) locks of the program, or last as long
+    /// as the sender has arranged. Returns false if the message comes from that thread later, or cannot be received
+    /// now.
     fn receive_fds(&mut self, id: u64) -> bool {
         let own = rustix::process::geteuid().as_raw();
         let peer = self.with_channel(id, Channel::peer).and_then(Result::ok);
-        // A process of root or of the same user may trace and end this one anyway.
+        // A process of root or of the same user is trusted, since it may trace and end this process anyway.
         if peer.is_some_and(|peer| peer.pid.is_some() && [0, own].contains(&peer.uid) && peer.uid != OVERFLOW_UID) {
             let mut buf = [0; MAX_MESSAGE];
             match self.with_channel(id, |channel| channel.recv(&mut buf)) {
@@ -271,7 +274,7 @@ impl Worker {
         false
     }
 
-    /// Handles that no thread for receiving descriptors can be made now.
+    /// Handles a failure to make a thread that receives the descriptors of a message.
     fn on_none_apart(&mut self, id: u64, error: Errno) {
         tracing::debug!(target: "rdmasock", %error, "descriptors of another user's process cannot be received now");
         match self.link_of(id) {
@@ -286,8 +289,8 @@ impl Worker {
         }
     }
 
-    /// Handles a message that was received apart. If that channel ends without one, the message has other descriptors
-    /// than it may have: a violation.
+    /// Handles a message that a separate thread has received. If the thread's channel ends without a message, the
+    /// message had descriptors that it may not have: a violation.
     pub(super) fn on_apart(&mut self, id: u64) {
         let Some(apart) = self.conns.get_mut(&id).and_then(|conn| conn.apart.take()) else {
             return;
@@ -304,7 +307,7 @@ impl Worker {
         self.on_channel(id);
     }
 
-    /// Polls a channel again after a message was received apart.
+    /// Polls a channel again after a separate thread has received its message.
     pub(super) fn listen_to(&mut self, id: u64) {
         let mut flags = kernel::EventFlags::IN | kernel::EventFlags::RDHUP;
         if let Some(link) = self.link_of(id) {
@@ -313,7 +316,7 @@ impl Worker {
         self.with_channel(id, |channel| self.add(channel.as_fd(), tag(kind::CHANNEL, id), flags));
     }
 
-    /// Has a thread apart close the channels that hold descriptors. If that fails, it is tried again after
+    /// Has a separate thread close the channels that hold descriptors. If that fails, this thread tries again after
     /// `APART_AGAIN`.
     pub(super) fn close_left(&mut self) {
         if privatefd::is_any_left() && self.alarms.apart.is_none() && !apart::close_left() {
@@ -338,7 +341,7 @@ impl Worker {
 
     pub(super) fn on_message(&mut self, id: u64, message: Message, fds: Vec<PrivateFd>) {
         use Message as M;
-        // P10: a message comes with exactly its own fds.
+        // P10: a message comes with exactly the number of fds that belongs to its kind.
         if fds.len() != message.fds() {
             return self.violation(id);
         }
@@ -376,7 +379,7 @@ impl Worker {
         }
     }
 
-    /// Answers on a channel or the control port.
+    /// Sends an answer on a channel, or by the control port.
     pub(super) fn reply(&mut self, conn: u64, message: &Message) {
         if let Some(Peer::Remote(query)) = self.conns.get(&conn).map(|c| &c.peer) {
             return self.answer_remote(*query, message);
@@ -386,7 +389,7 @@ impl Worker {
         if is_sent != Some(true)
             && let Message::Yes { nonce_s, .. } = message
         {
-            // The asker's channel is closed, so no message of its will end this attempt.
+            // The asker's channel is closed, so no message of the asker will end this attempt.
             self.on_cancel(*nonce_s);
         }
     }
@@ -431,7 +434,7 @@ pub(super) fn send(channel: &Channel, message: &Message, fds: &[BorrowedFd<'_>])
     bytes.is_ok_and(|bytes| channel.send(bytes, fds).is_ok())
 }
 
-/// A guest, as it counts among the others.
+/// The facts about a guest that decide whether it is closed to make room for another.
 struct Guest {
     id: u64,
     uid: u32,
@@ -445,7 +448,8 @@ pub(super) fn most_guests(descriptors: u64) -> usize {
 }
 
 /// Returns the guest that has to be closed to make room for another one of `uid`; `None` if there is room. If `uid` has
-/// reached its share, that is one of `uid`'s guests; else one of the user with the most.
+/// reached its share, a guest of `uid` is closed, else one of the user with the most guests: the one whose time ends
+/// first.
 fn who_leaves(guests: &[Guest], most: usize, uid: u32) -> Option<u64> {
     let of_user = |uid| guests.iter().filter(move |guest| guest.uid == uid);
     let loser = if of_user(uid).count() >= (most / SHARE).max(LEAST) {

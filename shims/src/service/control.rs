@@ -36,17 +36,18 @@ const FIRST_REPEAT: u64 = 200 * MS;
 const BIND_AGAIN: u64 = 10_000 * MS;
 /// The most datagrams that are read in a row.
 const AT_ONCE: usize = 64;
-/// All datagrams that are read, in a second and at once. Beyond this rate the socket is not polled for a while and the
-/// kernel drops them.
+/// The rate of all datagrams that are read, in a second and at once. Beyond this rate the socket is not polled for
+/// `PAUSE`, and the kernel drops datagrams.
 const ARRIVALS: Rate = Rate::new(5_000, 1_000);
-/// Questions without a good stamp, in total and from each address. Their source address may be forged.
+/// The rates of questions without a good stamp, in total and from each address. A stamp proves that the sender receives
+/// at its address. Without one the source address may be forged.
 const STRANGERS: [Rate; 2] = [Rate::new(200, 400), Rate::new(20, 40)];
-/// Questions with a good stamp, in total and from each address.
+/// The rates of questions with a good stamp, in total and from each address.
 const KNOWN: [Rate; 2] = [Rate::new(2_000, 2_000), Rate::new(1_000, 1_000)];
 /// The most addresses whose rates are remembered.
 const SOURCES: usize = 1024;
-/// The most questions that are remembered, for longer than a stamp is good. So a copied question is either noticed or
-/// has no good stamp.
+/// The most questions that are remembered, and for how long, ns: longer than a stamp is good. So a copied question is
+/// either noticed or has no good stamp.
 const QUERIES: usize = 65_536;
 const REMEMBERED: u64 = Stamper::LIFE + 1_000 * MS;
 
@@ -116,9 +117,9 @@ impl Control {
 }
 
 impl Worker {
-    /// Binds the control port, if this process may hold connections that could be promoted. A failure is tried again
-    /// after `BIND_AGAIN`, when the thread is awake anyway. Until then only instances of other users, if any, answer on
-    /// this host.
+    /// Binds the control port, if this process may hold connections that could be promoted. After a failure, tries
+    /// again once `BIND_AGAIN` has passed and the thread is awake anyway. Until then only instances of other users, if
+    /// there are any, answer on this host.
     pub(super) fn open_control(&mut self, now: u64) {
         let reach = self.library.reach;
         if self.control.socket.is_some()
@@ -227,8 +228,8 @@ impl Worker {
                 if self.handshakes.offered.contains_key(&nonce_s) {
                     self.on_cancel(nonce_s);
                 } else if let Ok(channel) = names::connect_to(names::instance(&instance_s).as_bytes()) {
-                    // Another instance of this host has made the attempt. If it is gone, so is the connection. The
-                    // message can be read even after the channel has been closed.
+                    // Another instance of this host has made the attempt. If that instance is gone, so is the
+                    // connection. The message can be read even after the channel has been closed.
                     send(&channel, &Message::Cancel { nonce_s }, &[]);
                 }
             }
@@ -246,7 +247,7 @@ impl Worker {
         if let Some(known) = self.control.queries.get_mut(&id) {
             let same = known.from == query.from && known.request == query.request && known.nonce_c == query.nonce_c;
             match &known.state {
-                // Asked again because the answer takes its time, or was lost.
+                // The asker has sent the question again, since the answer takes its time or was lost.
                 State::Asked if same => {}
                 State::Answered { answer, .. } if same => {
                     if let Some(socket) = &self.control.socket {
@@ -271,7 +272,7 @@ impl Worker {
             return self.reply(conn, &Message::No { request, reason });
         }
         self.library.stats.count(Event::ControlRelay);
-        // A number of this instance: the asker's number may also be another asker's.
+        // A request number of this instance: askers on two hosts may have chosen the same number.
         let request = random_u64();
         self.ask_out(request, Asking::relayed(conn, tuple, nonce_c, instance_c));
     }

@@ -1,8 +1,9 @@
 //! The asker's part of the control port: questions to other hosts (docs/protocol.md, P60–P69).
 //!
 //! Each pair of a host and a local address has one connected UDP socket. A host that has not answered yet gets one
-//! question; the others wait for the stamp that its answer brings. A host that does not answer, or whose port is
-//! closed, is not asked for a while. `Worker::accept_yes` goes on after a YES.
+//! question at a time. The other questions wait for the stamp in its answer, which later proves this end's address to
+//! the host. A host that does not answer, or whose port is closed, is not asked for a while. `Worker::accept_yes` goes
+//! on after a YES.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
@@ -22,17 +23,17 @@ use crate::service::control::{MS, count_refused};
 
 /// The times from each sending of a question to the next, ns. Their sum is less than the time that an answer may take.
 const AGAIN: [u64; 4] = [400 * MS, 700 * MS, 1500 * MS, 2000 * MS];
-/// How many refusals in a row (ICMP: port closed) make a host one without the library. A program that has just accepted
-/// its first connection is about to bind the port.
+/// The number of refusals in a row (ICMP: port closed) after which a host counts as one without the library. One
+/// refusal does not suffice: a program that has just accepted its first connection is about to bind the port.
 const REFUSALS: u32 = 3;
 /// How often one question is sent anew because its stamp was not good.
 const RESTAMPS: u32 = 3;
 /// The most hosts that have a socket at once.
 const HOSTS: usize = 1024;
-/// A host's socket is closed after this time without a datagram in either direction, ns. Longer than a YES is repeated
-/// (P67).
+/// A host's socket is closed after this time without a datagram in either direction, ns. Longer than the time for which
+/// the host repeats a YES (P67).
 const QUIET: u64 = 150_000 * MS;
-/// The most questions that are remembered, so that a repeated YES gets the same answer as the first.
+/// The most questions that are remembered, and for how long, ns. So a repeated YES gets the same answer as the first.
 const QUERIES: usize = 65_536;
 const REMEMBERED: u64 = QUIET;
 const NEVER: u64 = u64::MAX;
@@ -47,9 +48,10 @@ pub(super) struct Hosts {
 
 struct Host {
     socket: Asker,
-    /// The local address that questions come from, and the host's.
+    /// The local address that questions come from, and the address of the host.
     address: (IpAddr, IpAddr),
-    /// The stamp of the host's last answer. `None` if the host has not answered yet, or not the last question.
+    /// The stamp of the host's last answer. `None` if the host has not answered yet, or has not answered the last
+    /// question.
     stamp: Option<Stamp>,
     /// Questions whose answer is outstanding.
     waiting: Vec<QueryId>,
@@ -74,12 +76,12 @@ enum Fate {
     Asked,
     /// The question's YES has led to a HELLO.
     Greeted,
-    /// A YES to the question is not wanted, or not any more.
+    /// A YES to the question gets CANCEL.
     Unwanted,
 }
 
 impl Host {
-    /// Returns the questions that may be sent: one of them until the host has answered.
+    /// Returns the questions that may be sent: the first until the host has answered, then all.
     fn in_turn(&self) -> impl Iterator<Item = &QueryId> {
         let most = if self.stamp.is_some() { usize::MAX } else { 1 };
         self.waiting.iter().take(most)
@@ -129,7 +131,7 @@ impl Worker {
             request,
             sent: 0,
             restamped: 0,
-            // `hosts_on_time` sends it, once the question is in `asks`.
+            // `hosts_on_time` sends the question, once it is in `asks`.
             next: now,
             fate: Fate::Asked,
         };
@@ -142,8 +144,8 @@ impl Worker {
         self.library.stats.count(Event::ControlAsk);
     }
 
-    /// Returns the id of the host at `address`, and makes its socket if it has none. `None` if the host does not
-    /// answer, or no socket can be made.
+    /// Returns the id of the host at `address`, and makes its socket if it has none. `None` if the host is not asked
+    /// now, or if no socket can be made.
     fn host(&mut self, address: (IpAddr, IpAddr), now: u64) -> Option<u64> {
         let remote = SocketAddr::new(address.1, self.library.reach.port()?);
         self.hosts.absent.expire(now);
@@ -229,9 +231,9 @@ impl Worker {
             },
         };
         match host.socket.send(&datagram.encode(self.library.reach.key())) {
-            // A datagram that finds no room is lost, as it may be on the way.
+            // If the kernel has no room for the datagram, it counts as lost on the way, and is sent again later.
             Ok(()) | Err(Errno::AGAIN | Errno::NOBUFS | Errno::INTR) => true,
-            // An earlier datagram was refused. This one has not been sent, and is sent again at its next time.
+            // An earlier datagram was refused. The kernel has not sent this one, which is sent again at its next time.
             Err(Errno::CONNREFUSED) => {
                 host.refused += 1;
                 host.refused < REFUSALS
@@ -363,23 +365,24 @@ impl Worker {
         let Some((id, host)) = self.hosts.at(address) else {
             return self.hosts.absent.get(&address.1).is_some();
         };
-        // The host may be gone: the next question waits again for its first answer.
+        // The host has answered before, but may be gone now. Without a stamp it gets one question at a time again.
         if host.stamp.take().is_some() {
             return false;
         }
-        // The socket stays for now. A host that was only slow repeats its YES until CANCEL reaches it. Until then it
-        // answers NO to another question about that connection.
+        // The socket stays open for now. A host that was only slow repeats its YES until CANCEL reaches it. Until then
+        // it answers NO to another question about that connection.
         self.leave_alone(id);
         true
     }
 
-    /// Handles a host whose port is closed.
+    /// Handles a host whose port is closed, or that cannot be reached.
     fn host_absent(&mut self, id: u64) {
         self.leave_alone(id);
         self.close_host(id);
     }
 
-    /// Has the host not asked for a while. The connections whose questions wait for it stay on TCP.
+    /// Stops questions to the host for `HOST_ABSENT_FOR`. The connections whose questions wait for its answer stay on
+    /// TCP.
     fn leave_alone(&mut self, id: u64) {
         let Some(host) = self.hosts.hosts.get_mut(&id) else {
             return;

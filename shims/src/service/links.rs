@@ -32,17 +32,19 @@ use crate::service::channels::send;
 use crate::service::{Conn, Peer, Worker, link_at};
 use crate::sys::points::point;
 
-/// Time to the next check of a dead link on which a thread still sleeps, ns. Work requests that are in flight on its
-/// queue pair complete as failed, which wakes the thread.
+/// Pause before a dead link that a thread still uses is checked again, ns. A thread that sleeps on the link's queue
+/// pair is woken meanwhile: all work requests in flight complete as failed.
 const FREE_AGAIN: u64 = 100_000_000;
 /// How long connecting a link to another host may take; less than a cookie lives. No call waits for it: TCP carries the
 /// data meanwhile.
 pub(super) const LINK_TIMEOUT: Duration = Duration::from_secs(30);
-/// A reader that has not read for this time, ns, stands still: its ring grows without it.
+/// A reader that has not read for this time, ns, stands still. Then the peer's service thread offers a larger ring in
+/// place of the reader.
 const STILL_FOR: u64 = 2_000_000;
-/// The longest time between two checks of a sender that stands still, ns.
+/// The longest time between two checks of a sender whose reader stands still, ns.
 const LONGEST: u64 = 1_000_000_000;
-/// The part of TCP_USER_TIMEOUT, as a divisor, that the time between two checks reaches before the stream goes to TCP.
+/// With TCP_USER_TIMEOUT, a stream leaves the link once the time between two checks has reached this part of the
+/// timeout, as a divisor.
 const PART: u64 = 4;
 /// How often idle rings are searched for after a ring has grown, ns.
 const SHRINK_EVERY: u64 = 1_000_000_000;
@@ -177,8 +179,8 @@ impl Worker {
         }
     }
 
-    /// Makes a link to an instance of this host; its part of the memory is as it describes it. `None` if that fails, or
-    /// if this version has no such layout.
+    /// Makes a link to an instance of this host. `geometry` and `fds` describe the peer's part of the memory. `None` if
+    /// that fails, or if this version has no layout of this size.
     fn make_link(
         &mut self,
         (peer, pid): (InstanceId, u32),
@@ -205,7 +207,7 @@ impl Worker {
         self.free_dead_links();
     }
 
-    /// Makes a channel the link's. Returns what it was before.
+    /// Makes the channel `id` the side channel of `link`. Returns the channel's earlier purpose.
     fn establish(&mut self, id: u64, link: &'static Link) -> Option<Peer> {
         let before = self.conns.insert(id, Conn::new(None, Peer::Link(link), None))?;
         // The fd's registration in the epoll set stays. The fd belongs to the link now.
@@ -329,8 +331,9 @@ impl Worker {
         }
     }
 
-    /// Checks a link whose peer wakes threads in vain. If it carries hardly anything else, its streams go back to TCP,
-    /// and no byte is lost if the suspicion is wrong. If the wake-ups go on after that, the link is closed.
+    /// Checks a link whose peer has woken threads for nothing many times. If the link carries hardly any bytes, its
+    /// streams go back to TCP. No byte is lost if the suspicion is wrong. If the wake-ups go on after that, the link is
+    /// closed.
     pub(super) fn look_for_noise(&mut self, slot: u32) {
         let Some(link) = link_at(slot).filter(|link| link.is_alive() && link.is_idle(moved_on(link))) else {
             return;
@@ -420,15 +423,15 @@ impl Worker {
         self.settle(Ref::new(socket));
     }
 
-    /// Takes the streams off dead links whose peer's end is visible in TCP, or whose time for that is over.
+    /// Takes streams off their dead links once TCP shows that the peer has ended, or once the time for that is over.
     pub(super) fn leave_dying(&mut self, now: u64) {
         for socket in self.ends.over(now) {
             self.leave_dead(socket, Reason::PeerGone);
         }
     }
 
-    /// Frees the memory of dead links that no socket uses any more. If a thread still sleeps on one, checks again after
-    /// `FREE_AGAIN`: such a thread sends no notification when it goes on.
+    /// Frees the memory of dead links that no socket uses any more. If a thread still sleeps on a link, checks again
+    /// after `FREE_AGAIN`: such a thread does not notify this one when it leaves the link.
     pub(super) fn free_dead_links(&mut self) {
         let alarm = &mut self.alarms.free_links;
         *alarm = None;
@@ -439,8 +442,8 @@ impl Worker {
                 *alarm = Some(now + FREE_AGAIN);
                 return true;
             }
-            // A pin on the link notifies this thread when it is released. A thread that sleeps on a link to another
-            // host does not.
+            // When the last pin on a link is removed, this thread is notified. A thread that sleeps on a link to
+            // another host does not notify this thread when it leaves.
             let is_released = link.release();
             if !is_released && link.is_remote() && link.streams() == 0 {
                 *alarm = Some(now + FREE_AGAIN);
@@ -450,11 +453,12 @@ impl Worker {
     }
 }
 
-/// Has the attempts fail that have come no further than to the link, since the peer gives up what began on this link.
-/// The object may later become another link to the same peer.
+/// Detaches the sockets whose attempts have been given this link and have opened no stream on it. The peer gives up
+/// such attempts, so they fail here too. Otherwise they could go on when the object has become another link to the same
+/// peer.
 fn forget_unopened(link: &'static Link) {
     for socket in socket::all().filter(|socket| socket.link() == Some(link)) {
-        // A stream with `opened` set keeps the object this link.
+        // A stream that is opened pins the link, so its object stays this link.
         if let Some(control) = socket.control.lock()
             && control.opened.is_none()
         {
@@ -501,7 +505,7 @@ fn no_link(r: Ref) {
 /// Reads the data that a peer gives back after having taken it out of TCP (P85). `None` if the file is not a sealed
 /// memfd of at least `bytes` bytes, or if `bytes` exceeds `MOST_ASIDE`.
 fn read_given_back(bytes: u32, file: &PrivateFd) -> Option<Vec<u8>> {
-    // No file that could make this thread wait, or that could shrink.
+    // Refuses a file that could make this thread wait, or that could shrink.
     memfd::check_received(file.as_fd(), bytes.into(), memfd::Access::ReadOnly).ok()?;
     let len = usize::try_from(bytes).ok().filter(|n| *n <= MOST_ASIDE)?;
     let mut read = Vec::new();
@@ -514,7 +518,7 @@ fn read_given_back(bytes: u32, file: &PrivateFd) -> Option<Vec<u8>> {
     Some(read)
 }
 
-/// A sender that found no room, and the position of its reader then.
+/// A sender that found no room, with its reader's position at that time.
 pub(super) struct Blocked {
     r: Ref,
     reader_at: u64,
@@ -555,7 +559,7 @@ impl Worker {
             }
             let timeout = u64::from(socket.options.user_timeout.load(Acquire)) * 1_000_000;
             if times_out && blocked.every >= LONGEST.min(timeout / PART) {
-                // The kernel times the connection out once TCP has no room either.
+                // On TCP the kernel applies the timeout, once TCP has no room either.
                 tx::take_back(socket, Reason::Unsupported);
                 ready::notify_local(socket);
             } else if let Some((reader_at, _)) = again {

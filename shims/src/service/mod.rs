@@ -1,4 +1,4 @@
-//! The service thread: every step of a promotion that no call of the program should wait for.
+//! The service thread, which takes every step of a promotion that no call of the program should wait for.
 //!
 //! The thread starts when the first connection may need it, sleeps otherwise, and has all signals blocked. It answers
 //! ASKs, makes links, and watches the TCP sockets of connections that are being promoted or are on a link. It is also
@@ -67,52 +67,56 @@ mod watch;
 
 /// A cookie that no network namespace has.
 const ELSEWHERE: u64 = u64::MAX;
-/// How long the wake-up for bytes that more is to follow is held back, ns: as long as TCP_CORK holds data (tcp(7)).
+/// How long a wake-up is held back for a sender that has announced more bytes (MSG_MORE, TCP_CORK), ns: as long as
+/// TCP_CORK holds data (tcp(7)).
 const DELAYED_FOR: u64 = 200_000_000;
 /// The first pause after a panic; each is twice as long as the one before, up to `LAST_PAUSE`. So a panic that repeats
 /// costs little.
 const FIRST_PAUSE: Duration = Duration::from_millis(1);
 const LAST_PAUSE: Duration = Duration::from_secs(1);
 
-/// The purpose of a channel, or of another descriptor that has an id.
+/// The purpose of an entry in `Worker::conns`.
 enum Peer {
     /// A guest: a peer has connected to one of this instance's names.
     Incoming {
         listener: Option<&'static Listener>,
         uid: u32,
-        /// The nonce of the last YES that was sent there.
+        /// The nonce of the last YES that was sent on the channel.
         offered: Option<Nonce>,
     },
-    /// A question was sent there, to a service name or an instance's name.
+    /// A channel to a service name or an instance's name, on which a question was sent.
     Asked {
         request: u64,
         by_name: bool,
-        /// The connection that sends HELLO after the YES that came over this channel.
+        /// After a YES on this channel: the connection that sends HELLO.
         greets: Option<Ref>,
     },
-    /// A link was asked for there. Between hosts without a channel: a thread connects.
+    /// A channel on which a link was asked for. Between hosts there is no channel: a thread connects a queue pair.
     Linking(Pending),
     /// A queue pair that another host connects.
     Arriving(Arriving),
     /// A link's side channel; between hosts its queue pair.
     Link(&'static Link),
-    /// No channel: a question on the control port, to which the answer is sent.
+    /// No channel: a question that came by the control port, and is answered by it.
     Remote(QueryId),
-    /// No channel: a connection that outlives its close.
+    /// No channel: a connection that the program has closed, and that TCP cannot end yet.
     Closed(Remains),
 }
 
-/// A channel in the service thread's epoll set, or what else has an id and an end.
+/// An entry in `Worker::conns`: a channel in the service thread's epoll set, or other work that has an id and may time
+/// out.
 struct Conn {
-    /// `None` for a link's channel, which the link owns, and where there is none.
+    /// `None` for a link's channel, which the link owns, and for an entry without a channel.
     channel: Option<Channel>,
     peer: Peer,
-    /// When it ends if nothing comes of it, monotonic ns; `None` if it may stay.
+    /// When the entry is removed if nothing comes of it, monotonic ns; `None` if it may stay.
     until: Option<u64>,
-    /// The cookie with which another host has asked for the link, until something has come over it. On iWARP a link is
-    /// up here as soon as the answer has been sent, and the other end may not know of it.
+    /// The cookie with which another host has asked for the link, until something has come over the link. On iWARP a
+    /// link is up at this end as soon as this end's answer has been sent, and the other end may not know of the link
+    /// yet.
     cookie: Option<Cookie>,
-    /// The channel that brings the next message, received apart. Until then the peer's channel is not read.
+    /// A channel that brings the peer's next message from a separate thread (`os::apart`). Until that message has come,
+    /// the peer's channel is not read.
     apart: Option<Channel>,
 }
 
@@ -129,7 +133,7 @@ impl Conn {
     }
 }
 
-/// Whether the library reports a socket's readiness.
+/// The result of `Worker::watch`: whether the library reports the socket's readiness.
 #[derive(PartialEq, Eq)]
 enum Watched {
     Done,
@@ -146,20 +150,20 @@ struct Worker {
     /// The cookie of the network namespace that this thread is in; 0 if the kernel does not have cookies. The value is
     /// [`ELSEWHERE`] if the thread is not in the namespace that it began in.
     namespace: u64,
-    /// Returns the owner of the connector's socket.
+    /// Returns the owner of the connector's socket. Tests set another function.
     owner_of: fn(&Tuple) -> Owner,
     listeners: Vec<&'static Listener>,
     conns: HashMap<u64, Conn>,
-    /// Links whose next message has descriptors that could not be received yet.
+    /// The ids of links' channels whose next message has descriptors that could not be received yet.
     unread: Vec<u64>,
     /// How many channels peers may keep open to this instance's names.
     most_guests: usize,
     next_conn: u64,
     asks: HashMap<u64, Asking>,
-    /// Connections that are asked for when earlier questions are over, in this order.
+    /// Connections that wait until earlier questions are answered, in the order in which they are asked for.
     to_ask: VecDeque<Ref>,
-    /// Destinations where no program with the library answers, or none that is trusted. So such a server costs one
-    /// question for each lifetime of an entry, not for each connection.
+    /// Destinations where no program with the library answers. So such a server costs one question for each lifetime of
+    /// an entry, not for each connection.
     absent: Memory<SocketAddr, ()>,
     devices: Devices,
     handshakes: Handshakes,
@@ -177,23 +181,23 @@ struct Worker {
     blocked: Vec<Blocked>,
     ends: Ends,
     alarms: Alarms,
-    /// How many times in a row links to other hosts were maintained and in use, up to `MAINTAIN_DOUBLINGS`.
+    /// How many maintenances of links to other hosts in a row have found a link in use, up to `MAINTAIN_DOUBLINGS`.
     maintained: u32,
     /// Watches whether this thread is the last one of a process that is ending.
     ending: ending::ThreadWatch,
-    /// The count of requests of fork children seen so far.
+    /// The number of requests of fork children (`holders::requests`) when this thread last read it.
     requests: u32,
     /// Commands that were taken from the mailbox and are not carried out yet.
     commands: VecDeque<Command>,
-    /// Events of the epoll set that are not handled yet. Many of them are reported only once.
+    /// Events of the epoll set that are not handled yet. Many of them are edge-triggered, and so reported only once.
     events: VecDeque<kernel::Event>,
 }
 
 /// Starts the thread; the caller makes sure that it does not run yet. Returns false if it cannot be made.
 pub(crate) fn start() -> bool {
     let errno = crate::sys::errno::get();
-    // The calling thread opens this socket, in the middle of the program's own call. So the socket's first fd is at no
-    // moment the fd that the program's next file is to get.
+    // The calling thread opens this socket, in the middle of the program's own call. If the service thread opened it,
+    // the socket could for a moment have the fd that the program's next file is to get.
     let name = names::Listener::instance(&Library::get().id).ok();
     let blocked = SignalsBlocked::new();
     let mask = blocked.0;
@@ -261,7 +265,7 @@ fn take_paused() -> Option<Box<Worker>> {
     }
 }
 
-/// Returns whether a thread can be made now; the thread that it makes for that has ended on return. False for example
+/// Returns whether a thread can be made now. Makes one to find out, and waits until it has ended. False for example
 /// after unshare(CLONE_NEWPID).
 ///
 /// The caller has blocked all signals, as for [`pause`] and [`resume`].
@@ -321,7 +325,7 @@ impl Worker {
                 return;
             }
             PAUSED.store(Box::into_raw(self), Release);
-            // False if the pause was given up meanwhile: then this thread goes on.
+            // The swap returns false if the caller of `pause` has given up meanwhile: then this thread goes on.
             if service.pausing.swap(false, AcqRel) {
                 return;
             }
@@ -379,8 +383,8 @@ impl Worker {
     /// Carries out commands, and handles notifications of peers.
     fn drain(&mut self) {
         crate::process::close::end_orphans();
-        // Commands that are added meanwhile are left for the next round, so that timers do not wait for them. They are
-        // taken one by one, so that a panic costs no other command.
+        // Commands that are added meanwhile are left for the next round, so that timers do not wait for them. Each
+        // command is taken out by itself, so that a panic costs no other command.
         self.service.queue.take_all(&mut self.commands);
         while let Some(command) = self.commands.pop_front() {
             self.on_command(command);
@@ -400,7 +404,7 @@ impl Worker {
             readiness::tell(link);
             self.poll_remote(link);
         }
-        // Last, after answers have been read.
+        // Last, since answers that were read in this round may have made room for further questions.
         self.ask_next();
     }
 
@@ -549,8 +553,8 @@ impl Worker {
         Some(worker)
     }
 
-    /// Returns whether there is memory for one more question, channel, attempt and link. Asked before the first step of
-    /// each; later steps need little, which the reserve has.
+    /// Returns whether there is memory for one more question, channel, attempt and link. The thread checks this before
+    /// the first step of each. Later steps need little memory, which the heap's reserve has.
     fn can_begin(&mut self) -> bool {
         heap::can_serve()
             && self.conns.try_reserve(2).is_ok()
@@ -565,13 +569,13 @@ impl Worker {
         id
     }
 
-    /// Returns the first channel with such a purpose; `None` if there is none.
+    /// Returns the id of an entry whose purpose satisfies `is_it`; `None` if there is none.
     fn conn_where(&self, is_it: impl Fn(&Peer) -> bool) -> Option<u64> {
         let found = self.conns.iter().find(|(_, conn)| is_it(&conn.peer));
         found.map(|(id, _)| *id)
     }
 
-    /// Returns the link that this channel belongs to; `None` if it is no link's.
+    /// Returns the link that this channel belongs to; `None` if it belongs to none.
     fn link_of(&self, id: u64) -> Option<&'static Link> {
         match self.conns.get(&id)?.peer {
             Peer::Link(link) => Some(link),
@@ -593,8 +597,8 @@ impl Worker {
         inode.is_some_and(|inode| diag::is_socket(local, remote, tuple.device(), inode))
     }
 
-    /// Checks the namespace of a thread that was made again. Names and the control port stay in the first thread's
-    /// namespace, so in another one no further connection is promoted.
+    /// Checks the namespace of a thread that has taken over a paused worker. The names and the control port stay in the
+    /// first thread's namespace. If this thread is in another one, no further connection is promoted.
     fn return_to_namespace(&mut self) {
         if own_namespace() != self.namespace {
             self.namespace = ELSEWHERE;
@@ -633,8 +637,8 @@ fn own_namespace() -> u64 {
     socket.map_or(0, |socket| crate::sys::sockopt::namespace(socket.as_fd()))
 }
 
-/// A concern of the thread that has deadlines. The first function returns the next deadline, monotonic ns; `None` if
-/// nothing is scheduled. The second does what is due, and is called after every sleep, however long that was.
+/// A part of the thread's work that has deadlines. The first function returns the next deadline, monotonic ns; `None`
+/// if nothing is scheduled. The second does what is due, and is called after every sleep, however long that was.
 type Timer = (fn(&Worker) -> Option<u64>, fn(&mut Worker, u64));
 
 /// The thread's timers, in the order in which they are handled.
@@ -656,7 +660,8 @@ const TIMERS: &[Timer] = &[
     (|w| w.ending.next_timeout(), |w, now| w.ending.on_timeout(now)),
 ];
 
-/// Work that the thread does once: its alarm, and what is done when that is due. Alarms are handled after the timers.
+/// A kind of work that the thread does once when it is due. The first function returns the field of `Alarms` with the
+/// time, the second does the work. Alarms are handled after the timers.
 type Alarm = (fn(&mut Worker) -> &mut Option<u64>, fn(&mut Worker, u64));
 
 const ALARMS: &[Alarm] = &[
@@ -688,7 +693,7 @@ fn rings(alarm: &mut Option<u64>, now: u64) -> bool {
     alarm.take_if(|at| *at <= now).is_some()
 }
 
-/// The work that the thread does once, at a time that was set for it: monotonic ns; `None` if there is none to do.
+/// The times at which the thread does each kind of one-time work, monotonic ns; `None` if the work is not scheduled.
 #[derive(Default)]
 struct Alarms {
     /// Listens again on the names that were not polled for want of descriptors.
@@ -701,7 +706,7 @@ struct Alarms {
     maintain: Option<u64>,
     /// Checks whether links to other hosts still work.
     watch: Option<u64>,
-    /// Tries again to receive or close descriptors in a thread apart.
+    /// Tries again to receive or close descriptors in a separate thread (`os::apart`).
     apart: Option<u64>,
     /// Searches for idle rings.
     shrink: Option<u64>,
@@ -711,14 +716,15 @@ struct Alarms {
 // are to suffer from it.
 
 thread_local! {
-    /// Whether this thread's panics are caught here. Has no destructor, so it may be read at any time.
+    /// Whether `rounds` catches this thread's panics. Has no destructor, so it may be read at any time.
     static IS_GUARDED: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Calls `round` until it breaks. A panic ends the one round; the next begins after a `pause`.
 ///
-/// The command or event that the round was about is lost. Its connection may stay on TCP, or wait until its promotion's
-/// time is up. The next round handles the others. Locks are released as their guards unwind.
+/// The command or event that has caused the panic is lost. Its connection may stay on TCP, or wait until its
+/// promotion's time is up. The next round handles the other commands and events. Locks are released as their guards
+/// unwind.
 fn rounds(mut round: impl FnMut() -> ControlFlow<()>, mut pause: impl FnMut(Duration)) {
     log_caught_panics();
     let mut rest = FIRST_PAUSE;
@@ -735,8 +741,8 @@ fn rounds(mut round: impl FnMut() -> ControlFlow<()>, mut pause: impl FnMut(Dura
 }
 
 /// Logs a panic that this thread's [`rounds`] will catch. The standard library would write it to fd 2, which is the
-/// program's. Any other panic ends the process, and is reported as usual. That standard library is linked into this
-/// one: a program in Rust has its own, with its own hook.
+/// program's. Any other panic ends the process, and is reported as usual. The hook belongs to this library's own copy
+/// of the standard library: a program in Rust has another copy, with another hook.
 fn log_caught_panics() {
     IS_GUARDED.set(true);
     // No `Once`: a fork child must not wait for a thread that it does not have.

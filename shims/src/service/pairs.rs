@@ -1,8 +1,9 @@
-//! Links to other hosts: connecting, accepting, and the events of their descriptors. Also the bulk queue pairs beside
-//! the queue pairs of these links (docs/protocol.md, P90): when one is made, and what follows when it is lost.
+//! Links to other hosts: connecting, accepting, and the events of their descriptors. Also the bulk queue pairs, which
+//! carry direct transfers beside the queue pairs of these links (docs/protocol.md, P90): when one is made, and what
+//! follows when it is lost.
 //!
-//! The address and the cookie come from the HELLO in the TCP connection; this file connects to nothing else. Connecting
-//! can block in the kernel, so a thread of its own does it.
+//! A link is connected only to the address from the HELLO in the TCP connection, with the cookie from there. Connecting
+//! can block in the kernel, so a separate thread does it.
 
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -28,15 +29,16 @@ use crate::service::{Conn, Peer, SignalsBlocked, Worker, ends_of, keys, link_at,
 
 const _: () = assert!(INTRODUCTION == PRIVATE_BYTES);
 
-/// The first interval of maintenance, ns. For that time the last head of an idle direction is held back. For that time
-/// no thread need be notified of completions after the last one that slept on a link has gone on. While links are in
-/// use the interval doubles up to four times as much, since each round takes a core from the program.
+/// The first interval between maintenances of links, ns. For that time the last head (a reader's position) of an idle
+/// direction is held back. For that time also completions may wake no thread, after the last thread that slept on a
+/// link has gone on. While links are in use the interval grows to four times as much, since each maintenance takes a
+/// core from the program.
 pub(super) const MAINTAIN_AFTER: u64 = 5_000_000;
 const MAINTAIN_DOUBLINGS: u32 = 2;
 
 /// How often links on which something was sent are checked, ns.
 const WATCH_EVERY: u64 = 1_000_000_000;
-/// The time after which an unanswered request to connect counts as lost, and is made anew. Each further one is given
+/// The time after which an unanswered request to connect counts as lost, and is repeated. Each further request is given
 /// twice as long, for the peer may only be slow.
 ///
 /// RoCE's requests are datagrams, which the kernel repeats after more than 4 s (Linux, `CMA_CM_RESPONSE_TIMEOUT`). With
@@ -54,18 +56,18 @@ pub(super) struct Arriving {
     pair: Pair,
     /// The introduction that the other end has sent.
     introduction: Introduction,
-    /// The link that it is to be the bulk queue pair of; `None` for a link of its own.
+    /// The link for which this is to be the bulk queue pair; `None` if it is to be a new link.
     bulk: Option<&'static Link>,
 }
 
-/// Returns until when a link that is begun now has to be up, monotonic ns.
+/// Returns the time by which a link that is begun now has to be up, monotonic ns.
 fn link_deadline() -> u64 {
     crate::sys::time::now_ns() + LINK_TIMEOUT.as_nanos() as u64
 }
 
 impl Worker {
-    /// Listens for links at this local address, the acceptor's end of a connection. Returns false if there is no device
-    /// for it.
+    /// Begins to listen for links at this local address, where the acceptor's end of a TCP connection is, unless this
+    /// instance listens there already. Returns false if no device has the address, or if listening fails.
     pub(super) fn listen_for_links(&mut self, local: IpAddr) -> bool {
         if self.library.offers.place_at(local).is_some() || self.library.reach.pretends() {
             return true;
@@ -341,7 +343,7 @@ impl Worker {
         Some((link, link.remote()?))
     }
 
-    /// Handles the work for this thread on a link to another host.
+    /// Does the service thread's work on a link to another host.
     pub(super) fn poll_remote(&mut self, link: &'static Link) {
         let Some(remote) = link.remote() else {
             return;
@@ -358,8 +360,8 @@ impl Worker {
         }
     }
 
-    /// Maintains the links to other hosts: sends the heads that idle directions owe. Where no thread sleeps on a link
-    /// any more, this thread is notified of its completions again.
+    /// Maintains the links to other hosts: sends the heads (readers' positions) that idle directions owe. If no thread
+    /// of the program sleeps on a link any more, its completions wake this thread again.
     pub(super) fn maintain_links(&mut self) {
         // First, so that a request that comes from now on is a new one.
         self.service.maintaining.begin();
@@ -404,8 +406,8 @@ impl Worker {
         let Some((link, remote)) = self.remote_link(id) else {
             return;
         };
-        // Polls once more after arming, since a completion in between makes no event. A thread that sleeps on the
-        // descriptor itself has armed it.
+        // A completion between the last poll and the arming makes no event, so the link is polled once more after
+        // arming. If a thread of the program sleeps on the descriptor itself, that thread has armed it.
         loop {
             remote.progress();
             self.take_messages(id, remote);
@@ -479,7 +481,7 @@ fn dial(
     tracing::debug!(target: "rdmasock::link", %remote, "connected");
     let info = pair.info()?;
     let introduction = Introduction::decode(&info.private).map_err(|_| Errno::PROTO)?;
-    // P23: the instance that the TCP connection leads to, and no other.
+    // P23: only the instance that the TCP connection leads to may answer.
     if introduction.instance != peer {
         return Err(Errno::PERM);
     }
@@ -491,19 +493,19 @@ fn dial(
     })
 }
 
-// Bulk queue pairs. The transfers over them are the engine's.
+// Bulk queue pairs: how they are made, and what follows when one is lost. core's engine makes the transfers over them.
 //
-// The end that has connected the link connects the bulk queue pair too, with a cookie that the other end sends over
-// the link. A link that has lost one gets another only after both ends have reported the loss, and some time later.
+// The end that has connected the link also connects the bulk queue pair, with a cookie that the other end sends over
+// the link. After a loss the link gets another one only when both ends have reported the loss, and some time later.
 
 /// The state of a link's bulk queue pair.
 enum Stage {
-    /// No queue pair exists, and none is begun before this time, monotonic ns: there is a pause after a loss. The other
-    /// end may also use, or send, a cookie until then.
+    /// No queue pair exists, and this end begins none before this time, monotonic ns. It pauses after a loss, or waits
+    /// until then for the other end to use, or to send, a cookie.
     None { before: u64 },
     /// The queue pair is being connected.
     Connecting,
-    /// Both ends have it, as far as this end knows.
+    /// Both ends have the queue pair, as far as this end knows.
     Up,
     /// The queue pair is lost. `here`: this end has reported that; `there`: the other end has.
     Lost { here: bool, there: bool },
@@ -514,12 +516,13 @@ pub(super) struct Bulk {
     stage: Stage,
     /// The cookie that the other end was given last. A request with it may be repeated, as for a link.
     cookie: Option<Cookie>,
-    /// How many were lost, or failed to come up.
+    /// How many bulk queue pairs of the link were lost, or failed to come up.
     lost: u32,
 }
 
 impl Worker {
-    /// Gets a bulk queue pair for this link, on which a call would transfer directly, if none is there or being made.
+    /// Begins to make a bulk queue pair for the link in this slot, since a call wants a direct transfer. Does nothing
+    /// if one exists, is being made, or may not be made yet.
     pub(super) fn want_bulk(&mut self, slot: u32) {
         let Some((link, remote)) = link_at(slot).and_then(|link| Some((link, link.remote()?))) else {
             return;
@@ -541,7 +544,7 @@ impl Worker {
         self.bulks.entry(link.slot()).or_insert(Bulk::NONE)
     }
 
-    /// Returns the link for which this cookie was given out; `None` if there is none.
+    /// Returns the link for whose bulk queue pair this cookie was given out; `None` if there is none.
     fn offered_bulk(&self, introduction: &Introduction) -> Option<(&'static Link, &'static Remote)> {
         let is_it = |link: &&'static Link| {
             let cookie = self.bulks.get(&link.slot()).and_then(|bulk| bulk.cookie.as_ref());
@@ -568,7 +571,7 @@ impl Worker {
         let now = crate::sys::time::now_ns();
         match (message, remote.dialled()) {
             (Message::BulkWanted, None) => {
-                // The asker may not have received the earlier cookie yet.
+                // The other end may not have received the earlier cookie yet.
                 let bulk = self.bulk_of(link);
                 if bulk.may_begin(now) || matches!(bulk.stage, Stage::None { .. }) && bulk.cookie.is_some() {
                     self.offer_bulk(link);
@@ -586,14 +589,14 @@ impl Worker {
             (Message::BulkGone, _) => {
                 let bulk = self.bulk_of(link);
                 match bulk.stage {
-                    // The other end has lost it before this end has it.
+                    // The other end has lost the queue pair before it is up at this end.
                     Stage::Connecting => bulk.on_lost(now, false),
                     Stage::Up | Stage::Lost { .. } => {
                         bulk.on_lost(now, false);
                         remote.drop_bulk();
                         self.retire_bulk(link, remote);
                     }
-                    // This end has never had one.
+                    // This end has no queue pair, and answers BULK-GONE all the same.
                     Stage::None { .. } => {
                         let _ = link.send(&Message::BulkGone, &[]);
                     }
@@ -620,7 +623,7 @@ impl Worker {
 
     /// Accepts a bulk queue pair beside the link that has offered it.
     fn accept_bulk(&mut self, link: &'static Link, remote: &Remote, incoming: Incoming) -> Result<Pair, Errno> {
-        // The other end has given up its last request, and does not know of a queue pair that came of it.
+        // The other end has given up its last request, and does not know of a queue pair that has come of it.
         self.forget_arriving_beside(link);
         remote.drop_bulk();
         remote.end_retired();
@@ -631,7 +634,7 @@ impl Worker {
         Ok(pair)
     }
 
-    /// Handles the end of an accepted connection's set-up: `pair` if the bulk queue pair is up, `None` if not.
+    /// Handles the end of the set-up of an accepted bulk queue pair: `pair` if it is up, `None` if it did not come up.
     fn on_bulk_arrived(&mut self, link: &'static Link, pair: Option<Pair>) {
         match (pair, link.remote().filter(|_| link.is_alive())) {
             (Some(pair), Some(remote)) => self.attach_bulk(link, remote, pair),
@@ -690,7 +693,7 @@ impl Bulk {
         lost: 0,
     };
 
-    /// Returns whether a queue pair may be made now: none is there, or being made.
+    /// Returns whether a queue pair may be made now: none exists or is being made, and the pause is over.
     fn may_begin(&self, now: u64) -> bool {
         matches!(self.stage, Stage::None { before } if now >= before)
     }

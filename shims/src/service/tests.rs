@@ -78,7 +78,7 @@ fn asked(worker: &mut Worker, socket: &'static Socket, by_name: bool) -> (u64, u
     (request, conn, theirs)
 }
 
-/// Opens a channel to the worker. Returns its id and its other end.
+/// Opens a channel to the worker. Returns the channel's id and its other end.
 pub(super) fn guest(worker: &mut Worker) -> (u64, Channel) {
     let (ours, theirs) = Channel::pair().unwrap();
     let peer = Peer::Incoming {
@@ -238,7 +238,8 @@ fn a_scan_ends_with_its_askers_channel() {
     let mut worker = worker();
     let (socket, client, mut server) = accepted();
     let tuple = socket::tuple_of(socket).unwrap();
-    // Asks, sends the bytes that `says` makes of the nonce, and closes. Returns the mode of the receiving direction.
+    // Asks on a new channel, closes the channel after the YES, and then sends the bytes that `says` makes of the nonce.
+    // Returns the mode of the receiving direction.
     let mut ask = |says: fn(&Nonce) -> Vec<u8>| {
         let (conn, theirs) = guest(&mut worker);
         worker.on_ask(conn, 1, tuple, Nonce::random().unwrap(), InstanceId::random().unwrap());

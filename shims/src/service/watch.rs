@@ -1,7 +1,8 @@
 //! Watches the TCP sockets of connections that are being promoted or are on a link. Puts them back into the kernel's
 //! epoll sets when both directions are on TCP again.
 //!
-//! Also has the ends that only TCP shows ([`Ends`]), and the closed connections whose other end still writes markers.
+//! Also handles connections where only TCP shows that the peer has ended ([`Ends`]), and closed connections whose other
+//! end may still write markers.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -28,15 +29,15 @@ use crate::service::links::LINK_TIMEOUT;
 use crate::service::{Peer, Watched, Worker};
 use crate::sys::points::point;
 
-/// How long the other end's process may take to mark an end that TCP has shown, ns. It is asked to check, and marks the
-/// end or is itself seen to have ended.
+/// How long the peer's process may take to put the end mark on the link once TCP has brought the peer's FIN, ns. This
+/// end asks the process to check. The process sets the mark, or is itself seen to have ended.
 const MARK_WITHIN: u64 = 1_000_000_000;
 /// Time to the first check for a reader, and the longest time between two, ns. Half-closed connections may live for
 /// days.
 const LOOK_FIRST: u64 = 100_000_000;
 const LOOK_LAST: u64 = 1_000_000_000;
-/// How long TCP has to show the end of a peer whose process has ended, ns. If another process has that end too, TCP
-/// never shows it.
+/// How long a stream whose peer's process has ended waits until TCP shows that too (FIN or reset), ns. If another
+/// process holds the peer's socket as well, TCP never shows it.
 const END_WITHIN: u64 = 1_000_000_000;
 /// How long the other end may take to write a marker, ns. It writes one when there is a link, or none can be made.
 pub(super) const PATIENCE: u64 = LINK_TIMEOUT.as_nanos() as u64 + 5_000_000_000;
@@ -65,7 +66,7 @@ impl Worker {
             if !ready::watch(socket, fd) {
                 return Watched::Impossible;
             }
-            // Events from before, which possibly no later event reports.
+            // Notes the events from before the watch, which possibly no later event reports.
             note_anchor(socket);
             socket.wakes.watched.publish(true);
         }
@@ -192,12 +193,12 @@ fn note_anchor(socket: &Socket) {
     socket.wakes.anchor.fetch_or(events & told | queue, SeqCst);
 }
 
-// Connections with an end that is over, or may be, although no message or mark on the link shows it.
+// Connections whose peer has ended, or may have, although no message or mark on the link shows it.
 
-/// A connection whose end only one of TCP and the link shows.
+/// A connection whose peer has ended, where only TCP or only the link shows it.
 struct Ending {
     r: Ref,
-    /// When the wait for the other one ends, monotonic ns.
+    /// When the wait until the other shows it too is over, monotonic ns.
     deadline: u64,
 }
 
@@ -214,13 +215,15 @@ struct OneWay {
     deadline: u64,
 }
 
-/// These connections, by what they wait for.
+/// The connections whose peer has ended, or may have, by what they wait for.
 #[derive(Default)]
 pub(super) struct Ends {
-    /// Connections whose other end is over in TCP, though not on the link: it was probably closed past its library.
+    /// Connections whose peer has ended in TCP, though without an end mark on the link: the peer's fd was probably
+    /// closed where its library did not see it.
     unmarked: Vec<Ending>,
-    /// Streams whose peer's process has ended without reading all bytes from here, and whose TCP does not show that
-    /// yet. Until then a stream stays as it is: a call that was woken before would find the connection still standing.
+    /// Streams whose peer's process has ended without reading all bytes from this end, while TCP does not show that
+    /// yet. Until TCP shows it, such a stream stays on the link: a call that was woken earlier would find the TCP
+    /// connection alive.
     dying: Vec<Ending>,
     /// Connections that send over a link to a peer that has sent its last byte; by their slots.
     one_way: HashMap<u32, OneWay>,
@@ -249,13 +252,14 @@ impl Ends {
         waits
     }
 
-    /// Removes and returns the dying streams whose peer's end is visible in TCP, or whose time for that is over.
+    /// Removes and returns the dying streams for which TCP shows that the peer has ended, or whose time for that is
+    /// over.
     pub(super) fn over(&mut self, now: u64) -> Vec<&'static Socket> {
         let is_over = |d: &mut Ending| d.deadline <= now || d.r.get().is_none_or(has_ended);
         self.dying.extract_if(.., is_over).filter_map(|d| d.r.get()).collect()
     }
 
-    /// Handles that TCP shows the peer's last byte.
+    /// Handles the peer's FIN in TCP: the peer has sent its last byte.
     fn on_end_of_tcp(&mut self, socket: &'static Socket) {
         let now = crate::sys::time::now_ns();
         let r = Ref::new(socket);
@@ -299,8 +303,8 @@ impl Ends {
         });
     }
 
-    /// Takes the connections back to TCP that the peer has closed or shut down past its library. TCP knows how to
-    /// answer what is sent from now on.
+    /// Takes back to TCP the connections that the peer has closed or shut down where its library did not see it. From
+    /// then on the kernel answers what this end sends.
     pub(super) fn leave_unmarked(&mut self, now: u64) {
         let late = self.unmarked.extract_if(.., |u| u.deadline <= now);
         for socket in late.filter_map(|u| u.r.get()) {
@@ -374,7 +378,7 @@ impl Remains {
         is_over
     }
 
-    /// Sends the unsent bytes, then the end. Returns false while TCP does not take all of them.
+    /// Sends the unsent bytes, then shuts the sending half. Returns false while TCP does not take all bytes.
     fn send(&mut self) -> bool {
         if self.unsent.is_empty() {
             return true;
@@ -409,7 +413,7 @@ fn is_over(fd: BorrowedFd<'_>, awaited: &mut Awaited, unsent: &mut Vec<u8>) -> b
             }
             Err(Errno::AGAIN) => return false,
             Err(Errno::INTR) => continue,
-            // The program has shut the receiving direction here; that is no end of the peer's.
+            // The program has shut the receiving direction at this end, but the peer has not ended.
             Ok(_) if awaited.precede_end && !crate::notify::ready::has_peer_ended(fd) => return false,
             _ => return true,
         }
@@ -440,7 +444,8 @@ fn is_over(fd: BorrowedFd<'_>, awaited: &mut Awaited, unsent: &mut Vec<u8>) -> b
     }
 }
 
-/// Has the close that follows send a reset: unread data has come, though the kernel does not have it any more.
+/// Makes the close that follows send a reset. The unread data has been taken out of the kernel, which therefore would
+/// not reset the connection by itself.
 fn reset(fd: BorrowedFd<'_>) {
     let _ = rustix::net::sockopt::set_socket_linger(fd, Some(std::time::Duration::ZERO));
 }

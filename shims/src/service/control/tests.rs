@@ -1,5 +1,5 @@
-//! Tests the control port on one worker: the answers and their receivers, and what an asker makes of answers
-//! (docs/protocol.md, P60–P69). Both ends are on this host; sockets of the test play the other.
+//! Tests the control port on one worker: its answers and their receivers, and how it handles answers as an asker
+//! (docs/protocol.md, P60–P69). Both ends are on this host; sockets of the test play the other host.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream, UdpSocket};
 use std::time::Duration;
@@ -26,7 +26,7 @@ fn answerer() -> (Worker, UdpSocket) {
     let socket = Answerer::bind(0).unwrap();
     let port = socket.port().unwrap();
     worker.control.socket = Some(socket);
-    // The connectors' ends are another host's.
+    // As if the connectors' sockets were on another host.
     worker.owner_of = |_| Owner::None;
     let asker = UdpSocket::bind((HERE, 0)).unwrap();
     asker.connect((HERE, port)).unwrap();
@@ -202,7 +202,7 @@ fn what_another_instance_holds_is_asked_there_and_its_yes_sent_until_it_is_taken
     let stamp = stamp(&mut worker, &asker);
     let listener = std::net::TcpListener::bind((HERE, 0)).unwrap();
     let destination = listener.local_addr().unwrap();
-    // The instance that listens there.
+    // Plays the instance that listens on the port.
     let (name, _) = names::Listener::service(destination.port()).unwrap();
     let ask = question(stamp, destination);
     send(&mut worker, &asker, &ask);

@@ -1,17 +1,17 @@
-//! A call that receives or sends: keeps its connection, even if its fd is closed or reused meanwhile.
+//! A call that receives or sends keeps its connection, even if its fd is closed or reused meanwhile.
 //!
 //! The kernel looks an fd up once, and holds the file until the call returns. This module does the same in two phases:
 //!
-//! - Until a call has waited or moved a byte, no other thread can observe that it has begun. If the fd changes, the
-//!   call begins again on the new file.
+//! - Until a call has waited or moved a byte, no other thread can observe that it has begun. If its fd comes to stand
+//!   for another file meanwhile, the call begins again on that file.
 //! - From its first wait on, the call is counted in its direction (`Rx::waiting`, `Tx::waiting`). A close then leaves
 //!   the connection as it is until the last counted call has returned (`process/close`).
 //!
 //! Calls inside the kernel's own receive or send are counted by `Socket::enter_rx` and `enter_tx`.
 //!
-//! Threads also find the end of a connection here: the fd stands for another file by now, or a call is the last that
-//! the close has waited for. The work of a close is in `process/close`, in a layer above, which [registers](tell) its
-//! functions.
+//! Threads also detect the end of a connection here. Either the fd stands for another file by now, or the last call
+//! returns that a close has waited for. The work of a close is in `process/close`, in a layer above, which
+//! [registers](tell) its functions.
 
 use std::ffi::c_int;
 use std::ops::Deref;
@@ -66,8 +66,8 @@ pub(crate) struct Call {
     is_counted: bool,
     /// The direction counts this call as waiting, or has done so before.
     was_counted: bool,
-    /// The fd was confirmed when the call began to wait, and data or space came while it spun. So the fd is not checked
-    /// again.
+    /// The fd was checked when the call began to wait, and data or space came while the thread spun. So the fd is not
+    /// checked again.
     pub is_fresh: bool,
 }
 
@@ -105,8 +105,8 @@ impl Call {
         }
     }
 
-    /// Checks whether the socket is still the one on which the call began. The caller holds the direction's lock, and
-    /// `seen` is from under that lock.
+    /// Checks whether the socket is still the one on which the call began. The caller holds the direction's lock, under
+    /// which it has read `seen`.
     #[inline]
     pub(crate) fn place(&self, seen: &Seen) -> Place {
         match self.place_by_name() {
@@ -115,7 +115,7 @@ impl Call {
         }
     }
 
-    /// Checks the same by the table alone, which knows the closes that hooks have seen.
+    /// Makes the check of `place` by the table alone, which knows the closes that hooks have seen.
     #[inline]
     pub(crate) fn place_by_name(&self) -> Place {
         if self.is_named() {
@@ -125,8 +125,8 @@ impl Call {
         }
     }
 
-    /// Checks the same by the kernel, for closes without a hook. Does not ask if `fd` was checked at the present clock
-    /// tick.
+    /// Makes the check of `place` by the kernel, for closes without a hook. Does not ask the kernel if the fd was
+    /// checked at the present clock tick.
     #[inline]
     pub(crate) fn place_by_kernel(&self, seen: &Seen) -> Place {
         match !self.is_fresh && seen.is_due(self.fd) {
@@ -145,7 +145,7 @@ impl Call {
         place
     }
 
-    /// Checks the same by the kernel, however recent the last check was. For a call that is about to wait in the
+    /// Makes the check by the kernel, however recent the last check was. For a call that is about to wait in the
     /// kernel.
     #[cold]
     pub(crate) fn place_now(&self) -> Place {
@@ -175,8 +175,8 @@ impl Call {
         }
     }
 
-    /// Counts the call as waiting: from now on it holds the connection. The caller holds the direction's lock, under
-    /// which `waiting` is, and has just checked the place.
+    /// Counts the call as waiting: from now on the call holds the connection. `waiting` is the direction's count. The
+    /// caller holds the direction's lock, and has just checked the place.
     #[inline]
     pub(crate) fn hold(&mut self, waiting: &mut u32) {
         if !self.is_counted {
@@ -191,8 +191,8 @@ impl Call {
         }
     }
 
-    /// Stops counting the call as waiting: it is about to return. The caller holds the direction's lock, under which
-    /// `waiting` is.
+    /// Stops counting the call as waiting: it is about to return. `waiting` is the direction's count, and the caller
+    /// holds the direction's lock.
     #[inline]
     pub(crate) fn let_go(&mut self, waiting: &mut u32) {
         if self.is_counted {
@@ -206,8 +206,8 @@ impl Call {
         self.is_counted
     }
 
-    /// Checks the place, and if it is `Here` counts the call as waiting ([`Self::hold`]). The caller holds no lock.
-    /// Returns `Here` without counting in a signal handler above the lock's holder.
+    /// Checks the place, and if it is `Here` counts the call as waiting ([`Self::hold`]). The caller holds no lock. In
+    /// a signal handler that has interrupted the lock's holder, returns `Here` without counting.
     pub(crate) fn hold_now(&mut self) -> Place {
         let place = self.locked(|call, seen, waiting| {
             let place = call.place(seen);
@@ -219,7 +219,8 @@ impl Call {
         place.unwrap_or(Place::Here)
     }
 
-    /// Calls `f` with the values under the direction's lock. `None` in a signal handler above the lock's holder.
+    /// Calls `f` with the direction's values under its lock. `None` in a signal handler that has interrupted the lock's
+    /// holder.
     fn locked<R>(&mut self, f: impl FnOnce(&mut Self, &Seen, &mut u32) -> R) -> Option<R> {
         let socket = self.socket;
         Some(match self.direction {
@@ -256,9 +257,9 @@ impl Drop for Call {
     }
 }
 
-/// Calls `f` with an fd of the connection, for the kernel's own call. `None` if the TCP socket is gone. A call that has
-/// waited gets a duplicate. The program may close its own fd, and another file get that number, before the kernel reads
-/// it.
+/// Calls `f` with an fd of the connection, for the kernel's own call. `None` if the TCP socket is gone. For a call that
+/// has waited, the fd is a duplicate: the program may close its own fd, and another file may get the same number,
+/// before the kernel looks the number up.
 // Not inlined: the forced unwind of pthread_cancel runs the copy's destructor here (see `hooks`).
 #[inline(never)]
 pub(crate) fn on_its_file<R>(call: &Call, f: impl FnOnce(c_int) -> R) -> Option<R> {
@@ -303,7 +304,7 @@ pub(crate) fn on_call_back(socket: &'static Socket) {
 }
 
 /// Checks an fd that was found not to stand for `socket`. If the table still has the entry and the kernel confirms the
-/// mismatch, removes the entry and reports the connection as lost.
+/// mismatch, removes the entry and reports the fd as lost.
 #[cold]
 pub(crate) fn look_again(socket: &'static Socket, fd: c_int) {
     if table::still(fd, socket) && !socket.numbers.is_behind(fd) {
@@ -314,13 +315,13 @@ pub(crate) fn look_again(socket: &'static Socket, fd: c_int) {
     }
 }
 
-/// Calls [`look_again`] for the TCP socket's own fd.
+/// Calls [`look_again`] for the fd by which the library reaches the TCP socket.
 pub(crate) fn look_at_anchor(socket: &'static Socket) {
     look_again(socket, socket.numbers.fd.load(Acquire));
 }
 
-/// Returns the connection behind `fd`, for a call that holds none of its locks. `None` also if the fd was closed
-/// without a hook.
+/// Returns the connection behind `fd`, for a caller that holds no lock of the connection. `None` also if the fd was
+/// closed without a hook.
 pub(crate) fn connection(fd: c_int) -> Option<&'static Socket> {
     table::socket(fd).and_then(|_| connection_at(fd, time::tick()))
 }

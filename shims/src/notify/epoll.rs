@@ -1,18 +1,20 @@
-//! Epoll sets: the object behind a program's epoll fd, its membership, and epoll_ctl(). Waits are in
+//! Epoll sets: the object behind a program's epoll fd, the sockets in it, and epoll_ctl(). Waits are in
 //! `polling/epoll_wait`.
 //!
-//! A socket on plain TCP is in the kernel's set, with the program's own data; the library only keeps an item for it.
-//! When a promotion begins, the socket is *taken over*: it is removed from the kernel's set, and reported from this
-//! set's list of ready items. When the socket is back on TCP for good, it is *handed back*.
+//! The kernel's set is the kernel's epoll object behind the same fd. A socket on plain TCP is in the kernel's set, with
+//! the program's own data, and the library only keeps an item for it. When a promotion begins, the socket is *taken
+//! over*: it is removed from the kernel's set, and the library reports it from its own list of ready items. When the
+//! socket is back on TCP for good, it is *handed back*.
 //!
-//! Two sources fill the list of ready items:
+//! Two sources fill the library's list:
 //!
-//! - the ready queues of the links, with one entry for each stream that has something to do, so a wait costs O(ready);
+//! - the ready queues of the links, with one entry for each stream that has changed, so a wait costs O(ready);
 //! - the service thread, for events on the TCP socket.
 //!
-//! The kernel's set also holds the bell of this set, an eventfd under a [key](key_of_this_process) of the library's. So
-//! one sleep in the kernel waits for both. If the set's sockets are on many links to other hosts, the kernel's set also
-//! holds their completion descriptors, and reports which of the links have completions.
+//! The kernel's set also holds the bell of this set: the fd that the set's waiter polls (`objects/waiters`). Its data
+//! is a [key](key_of_this_process) by which the library recognises the bell in a result. So one sleep in the kernel
+//! ends for events of the kernel's set and for items of the library's list. If sockets are on links to other hosts, the
+//! kernel's set also holds the completion descriptors of these links, and reports which links have completions.
 
 use std::collections::VecDeque;
 use std::ffi::c_int;
@@ -36,15 +38,16 @@ use crate::sys::{errno, points::point, registry::Registry, time::Timeout};
 
 pub(crate) const ET: u32 = libc::EPOLLET as u32;
 pub(crate) const ONESHOT: u32 = libc::EPOLLONESHOT as u32;
-/// Events that are reported whether asked for or not.
+/// Events that are reported even if the program has not asked for them.
 pub(crate) const ALWAYS: u32 = (libc::EPOLLERR | libc::EPOLLHUP) as u32;
 const EXCLUSIVE: u32 = libc::EPOLLEXCLUSIVE as u32;
 /// The events that may be combined with EPOLLEXCLUSIVE.
 const EXCLUSIVE_OK: u32 =
     EXCLUSIVE | ALWAYS | (libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLWAKEUP | libc::EPOLLET) as u32;
-/// The kernel's set has connections that stay on TCP for good, for which there are no items.
+/// A bit of `Epoll::in_kernels`: the kernel's set has connections that stay on TCP for good, for which there are no
+/// items.
 const PLAIN: u32 = 1 << 31;
-/// Flags that are not events, and remain when an EPOLLONESHOT has fired.
+/// The flags of a registration that are not events. They remain in the kernel's set when an EPOLLONESHOT has fired.
 const PRIVATE: u32 = ONESHOT | ET | EXCLUSIVE | libc::EPOLLWAKEUP as u32;
 
 /// A socket in the set, under one fd. A socket that was added under two fds has two items.
@@ -55,11 +58,11 @@ pub(crate) struct Item {
     pub(crate) data: u64,
     /// The item is taken over: the kernel's set no longer has it.
     pub(crate) taken: bool,
-    /// The last result that the item was listed in ([`Set::results`]).
+    /// The number of the last result that lists the item (see [`Set::results`]).
     pub(crate) listed_in: u64,
     /// The item is in `ready`.
     pub(crate) queued: bool,
-    /// EPOLLONESHOT has fired in this set's list; EPOLL_CTL_MOD arms the item again.
+    /// EPOLLONESHOT has fired for the item, which stays silent until EPOLL_CTL_MOD arms it again.
     pub(crate) disabled: bool,
     /// The item is removed, but still in `ready`.
     pub(crate) dead: bool,
@@ -71,8 +74,8 @@ impl Item {
         !self.dead && std::ptr::eq(self.socket, socket)
     }
 
-    /// Whether the item is disabled, and its socket was handed back. It is in neither set until its MOD, since the
-    /// kernel's set would report the end of the connection even for a disabled item.
+    /// Whether the item is disabled, and its socket was handed back. Such an item is in neither set until its
+    /// EPOLL_CTL_MOD: the kernel's set would report the end of the connection even for a disabled item.
     fn is_parked(&self) -> bool {
         self.disabled && !self.taken
     }
@@ -90,9 +93,10 @@ pub(crate) struct Set {
     pub(crate) items: Vec<Item>,
     pub(crate) free: Vec<usize>,
     pub(crate) ready: VecDeque<usize>,
-    /// Items that peers have queued, with the time of each. Empty between harvests.
+    /// Items that peers have put into ready queues, each with the time at which it was queued. Empty outside
+    /// `Epoll::sweep`.
     pub(crate) come: Vec<(u64, usize)>,
-    /// The number of waits that have asked this set for results.
+    /// The number of results of epoll_wait() so far that list an item of this set.
     pub(crate) results: u64,
     /// The links that carry sockets of this set.
     pub(crate) links: Links,
@@ -103,50 +107,50 @@ pub(crate) struct Set {
 #[repr(align(64))]
 pub(crate) struct Epoll {
     pub(crate) set: Lock<Set>,
-    /// The set's waiter as a word; 0: none.
+    /// The set's waiter as a word (`WaiterId::to_word`); 0: none.
     waiter: AtomicU32,
-    /// The bell's data in the kernel's set, once the bell is there ([`key_of_this_process`]).
+    /// The data of the bell in the kernel's set ([`key_of_this_process`]); 0 before the bell is added.
     pub(crate) key: AtomicU64,
-    /// An fd of the program's for the set, -1 when the last is closed.
+    /// An fd of the program's for the set; -1 once the last is closed.
     fd: AtomicI32,
-    /// A private fd of the same set, made when the set becomes active. System calls and sleeps on the set then do not
+    /// A private fd of the same set, made when the set becomes active, so that the library's calls on the set do not
     /// depend on the program's fds. -1: none.
     own: AtomicI32,
     /// Changes when the object is reused for another set.
     pub(crate) generation: AtomicU32,
-    /// Waits that are under way in `epoll_wait`, and hold the set.
+    /// The number of calls of epoll_wait() that hold the set. The set is not reused for another set before they return.
     pub(crate) inside: Presence,
     /// The program has closed the last fd, and waits that began before have not returned.
     pub(crate) closed: Published<AtomicBool>,
-    /// Another set holds this one, so the kernel's object must show when an item is ready. Peers therefore always ring.
+    /// Another set holds this one, or poll() or select() was called on it. So the kernel's object must be readable
+    /// while an item is ready, and peers have to ring even if no thread sleeps in epoll_wait().
     pub(crate) nested: Published<AtomicBool>,
-    /// Peers notify the service thread for some of the set's sockets, in place of this set's waiter
-    /// (`readiness::tell`).
+    /// For some of the set's sockets, peers notify the service thread and not this set's waiter (`readiness::tell`).
     pub(crate) served: AtomicBool,
-    /// For a nested set: the waiter's sleep flag counts one sleeper for the set itself.
+    /// For a nested set: the set itself counts as one sleeper in the waiter's sleep flag, so that peers ring.
     pub(crate) shown: Published<AtomicBool>,
-    /// The set is shared with the parent process, which may have taken sockets over.
+    /// For a fork child: the set is shared with the parent process, which may have taken sockets over.
     pub(crate) inherited: AtomicBool,
-    /// Gate to a wait in the kernel alone (`wait_plain`). It closes when the first item is taken over: the set is
-    /// active then, and waits use the library's list too.
+    /// The gate that a wait enters if it waits in the kernel's set alone (`wait_plain`). The gate closes when the first
+    /// item is taken over. From then on the set is active: waits use the library's list too.
     pub(crate) gate: Gate,
-    /// The waiter's sleep flag counts one sleeper for the threads that were inside the gate when the set became active,
-    /// until the last has left.
+    /// The threads that were inside the gate when the set became active count as one sleeper in the waiter's sleep
+    /// flag, until the last of them has left.
     pub(crate) plain_sleeps: Published<AtomicBool>,
     /// The number of fds that stand for the set.
     fds: AtomicU32,
     /// Counts the moves of sockets from the kernel's set to the library's list, and back.
     pub(crate) moves: AtomicU64,
-    /// The number of items in the kernel's set, changed under the set's lock; and [`PLAIN`].
+    /// The number of items in the kernel's set, which changes under the set's lock, and the bit [`PLAIN`].
     in_kernels: AtomicU32,
     /// When the kernel's set was last checked, in cycles ([`rdmasock_core::cycles`]).
     pub(crate) looked_at: AtomicU64,
     /// The last check found nothing ready in the kernel's set.
     pub(crate) kernel_quiet: AtomicBool,
-    /// The last wait had no room for events that the kernel may have.
+    /// The library's items have filled the last result, so the kernel's set could not be checked.
     pub(crate) full: AtomicBool,
     pub(crate) spinner: Spinner,
-    /// For links to other hosts: whether threads sleep on the set.
+    /// Counts the threads that sleep on the set, for links to other hosts.
     pub(crate) watch: Watch,
 }
 
@@ -154,7 +158,8 @@ static FREE: Lock<Vec<&'static Epoll>> = Lock::new(Vec::new());
 static ALL: Registry<Epoll> = Registry::new();
 
 impl Epoll {
-    /// Returns an object for a new set behind `fd`. `None` in a signal handler above the free list's lock.
+    /// Returns an object for a new set behind `fd`. `None` in a signal handler that has interrupted the holder of the
+    /// free list's lock.
     pub(crate) fn allocate(fd: c_int) -> Option<&'static Epoll> {
         let recycled = FREE.lock()?.pop();
         let epoll = recycled.unwrap_or_else(|| {
@@ -179,7 +184,8 @@ impl Epoll {
         self.fd.store(fd, Release);
     }
 
-    /// Uncounts a closed fd, which is not in the table any more. With the last fd the set ends, once no wait holds it.
+    /// Removes a closed fd from the count; the fd table has no entry for it any more. With the last fd the set ends,
+    /// once no wait holds it.
     pub(crate) fn release(&'static self, fd: c_int) {
         if self.fds.fetch_sub(1, AcqRel) == 1 {
             self.fd.store(-1, Release);
@@ -193,14 +199,16 @@ impl Epoll {
     /// Recycles the object, if the set is closed and the last wait that began before has returned.
     #[inline]
     pub(crate) fn end_if_left(&'static self) {
-        // A wait that leaves checks afterwards whether the set is closed.
+        // `release` publishes `closed`, then makes this check. A wait leaves, then makes this check. So one of the two
+        // sees the other.
         if self.closed.look() && self.inside.is_empty() && !self.gate.is_in_use() && self.closed.take() {
             self.recycle();
         }
     }
 
     /// Removes links to other hosts that are down from every set, so that their objects can be reused. No thread takes
-    /// in completions of a dead link, and the kernel's set would be readable until its queue pair is destroyed.
+    /// in completions of a dead link, so until its queue pair is destroyed, its descriptor would keep the kernel's set
+    /// readable.
     pub(crate) fn drop_dead_links() {
         for epoll in ALL.all() {
             if let Some(mut set) = epoll.set.lock() {
@@ -222,7 +230,8 @@ impl Epoll {
         let Some(mut set) = self.set.lock() else {
             return;
         };
-        // The links leave the kernel's object before its fd is closed: other processes may hold the object too.
+        // The set's links remove their descriptors from the kernel's object before this process closes its fd: other
+        // processes may hold the object too.
         let items = std::mem::take(&mut *set).items;
         drop(PrivateFd::adopt(self.own.swap(-1, AcqRel)));
         drop(set);
@@ -246,8 +255,8 @@ impl Epoll {
 
     /// Resets every set in a fork child, also those that another thread of the parent was about to make or to end.
     ///
-    /// The kernel object is shared with the parent, whose bell it holds; no private fd is used on it any more.
-    /// [`Self::retain`] adds the fds that stand for the set.
+    /// The child shares the kernel's object with the parent, whose bell is in it. The child uses none of the parent's
+    /// private fds. [`Self::retain`] adds the fds that stand for the set.
     ///
     /// # Safety
     /// In a fork child only, before any other use.
@@ -279,8 +288,9 @@ impl Epoll {
         set.is_some_and(|set| set.items.iter().all(|i| i.dead || !i.taken))
     }
 
-    /// Makes the kernel's set report for itself again, without the library's bell and links. For a set in which no item
-    /// is taken over. The caller [releases](Self::release) its fd next.
+    /// Removes the library's bell and links from the kernel's set, and adds parked items to it, so that the kernel's
+    /// set reports all items without the library. For a set in which no item is taken over. The caller
+    /// [releases](Self::release) its fd next.
     pub(crate) fn retire(&'static self) {
         if let Some(mut set) = self.set.lock()
             && let Some(kernel_fd) = self.kernel_fd()
@@ -312,7 +322,8 @@ impl Epoll {
         (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) })
     }
 
-    /// Removes the sleeper that stood for the threads in the kernel's wait alone, when the last of them has returned.
+    /// Lowers the sleep flag that was raised for the threads in the kernel's wait alone (`plain_sleeps`), when the last
+    /// of them has returned. `waiter` is the set's.
     pub(crate) fn end_plain_sleep(&self, waiter: Option<WaiterId>) {
         if let Some(waiter) = waiter
             && self.plain_sleeps.take()
@@ -334,8 +345,8 @@ impl Epoll {
         }
         let waiter = self.waiter().or_else(|| {
             let waiter = library.waiters.acquire_for_set()?;
-            // Rings of the waiter's former owner must not make this set readable. Another set may share the waiter, so
-            // its sleepers are rung again.
+            // Removes rings for the waiter's former owner, which would make this set readable. Another set may share
+            // the waiter and need such a ring, so its sleepers are rung again.
             library.waiters.quiet(waiter);
             library.waiters.ring_if_sleeping(waiter);
             Some(waiter)
@@ -358,8 +369,9 @@ impl Epoll {
             library.waiters.enter_sleep(waiter);
         }
         if are_inside {
-            // These threads sleep in the kernel's wait alone. A ring wakes one of all threads that sleep on the
-            // kernel's object, not always one of these. So peers have to ring until the last of them has left.
+            // These threads sleep in the kernel's wait alone. A ring wakes only one of all threads that sleep on the
+            // kernel's object, and that may be another thread. So peers have to ring until the last of these threads
+            // has left.
             if let Some(waiter) = waiter
                 && !self.plain_sleeps.publish(true)
             {
@@ -372,8 +384,8 @@ impl Epoll {
         }
     }
 
-    /// Rings every active set with sleepers. For a fork parent: a child has consumed a ring that was meant for a
-    /// sleeping thread.
+    /// Rings every active set that has sleepers. A fork parent calls this after a child has consumed a ring that was
+    /// meant for a sleeping thread of the parent.
     pub(crate) fn ring_all_who_sleep() {
         ALL.all().for_each(Epoll::ring_if_sleeping);
     }
@@ -442,11 +454,11 @@ impl Epoll {
             (libc::EPOLL_CTL_MOD, Some(event))
                 if asked & ONESHOT != 0 && socket.promotion.asked.swap(false, SeqCst) =>
             {
-                // A promotion waits for this moment: the item has fired, and no other thread has it. The service thread
-                // continues the promotion, or hands the item back.
+                // A promotion waits for this EPOLL_CTL_MOD. The item has fired, so no other thread can be about to get
+                // its event. The service thread continues the promotion, or hands the item back.
                 item.arm(event);
                 if let Some(kernel_fd) = self.kernel_fd() {
-                    // SAFETY: the program's own fd, in the middle of its call.
+                    // SAFETY: the program's own fd, which it keeps open during its call.
                     let _ = kernel::delete(kernel_fd, unsafe { BorrowedFd::borrow_raw(fd) });
                 }
                 self.set_taken(item, true);
@@ -479,7 +491,7 @@ impl Epoll {
         self.in_kernels.fetch_or(PLAIN, Relaxed);
     }
 
-    /// Whether the kernel's set has connections too, and not only other files.
+    /// Whether the kernel's set has connections, and not only files of other kinds.
     #[inline]
     pub(crate) fn is_mixed(&self) -> bool {
         self.in_kernels.load(Relaxed) != 0
@@ -487,7 +499,7 @@ impl Epoll {
 
     /// Carries out EPOLL_CTL_MOD on a parked item: adds it to the kernel's set again.
     fn unpark(&self, fd: c_int, event: libc::epoll_event) -> c_int {
-        // SAFETY: the program's own fd, in the middle of its call.
+        // SAFETY: the program's own fd, which it keeps open during its call.
         let fd = unsafe { BorrowedFd::borrow_raw(fd) };
         let add = |set| add_to(set, fd, event.events, event.u64);
         match self.kernel_fd().ok_or(Errno::BADF).and_then(add) {
@@ -522,11 +534,12 @@ impl Epoll {
             dead: false,
         });
         if socket.is_watched() {
-            // Before the membership is added, which announces this set's ready queue to peers.
+            // The set becomes active before the membership is added, which announces the set's ready queue to peers.
             self.activate(&mut set);
         }
-        // First the membership is added, then the socket is checked; a promotion does it the other way round
-        // (`service/watch`). So a promotion that begins now is seen here, or sees the membership.
+        // The membership is added first, then the socket is checked. A promotion first marks the socket as watched,
+        // then reads the memberships (`service/watch`). So this check sees a promotion that begins now, or the
+        // promotion sees the membership.
         ready::change_interest(socket, |i| {
             i.members.push(Membership {
                 epoll: self,
@@ -566,7 +579,7 @@ impl Epoll {
         }
     }
 
-    /// Removes an item that is there, and its membership: the set is not notified for it any more.
+    /// Removes the socket's item and its membership, so that the set is not notified for the item any more.
     fn remove(&'static self, mut set: Guard<'_, Set>, index: usize, socket: &'static Socket) {
         if let Some(item) = set.item(index, socket) {
             self.set_taken(item, true);
@@ -602,8 +615,8 @@ impl EpollSet for Epoll {
     }
 
     /// Moves an item from the kernel's set to the library's list. Returns false if that cannot be done now: an
-    /// EPOLLONESHOT that has not fired may fire at this moment, and would be reported twice. One that has fired is
-    /// silent until its MOD, which the library handles.
+    /// EPOLLONESHOT that has not fired may fire at this moment, and would be reported twice. An EPOLLONESHOT that has
+    /// fired is silent until its EPOLL_CTL_MOD, which the library handles.
     fn take_over(&'static self, index: usize, socket: &'static Socket) -> bool {
         let Some(mut set) = self.set.lock() else {
             return false;
@@ -616,7 +629,7 @@ impl EpollSet for Epoll {
             return false;
         };
         let fd = item.fd;
-        // A parked item has fired.
+        // A parked item has always fired.
         let has_fired = item.is_parked() || item.events & ONESHOT != 0 && has_fired(kernel_fd, fd, item.data);
         if item.events & ONESHOT != 0 && !has_fired {
             return false;
@@ -633,14 +646,14 @@ impl EpollSet for Epoll {
             let _ = kernel::delete(kernel_fd, unsafe { BorrowedFd::borrow_raw(fd) });
         }
         point!("take over: the kernel's set has it no more");
-        // After the removal: a thread that reads the new count finds the socket in one set only.
+        // Counted after the removal, so that a thread that reads the new count finds the socket in one set only.
         self.moves.fetch_add(1, Release);
         self.make_ready(set, index, socket);
         true
     }
 
     /// Moves an item back into the kernel's set, when its socket is on plain TCP again. A disabled item is parked
-    /// instead.
+    /// instead: it is in neither set (`Item::is_parked`).
     fn hand_back(&'static self, index: usize, socket: &'static Socket) {
         let Some(mut set) = self.set.lock() else {
             return;
@@ -678,8 +691,8 @@ pub(crate) fn add_to(set: BorrowedFd<'_>, fd: BorrowedFd<'_>, events: u32, data:
     kernel::add(set, fd, data, events)
 }
 
-/// Whether an EPOLLONESHOT item of a kernel's set has fired and waits for its MOD. The kernel shows the remaining
-/// events in fdinfo (proc_pid_fdinfo(5)). False if it cannot be read.
+/// Whether an EPOLLONESHOT item of a kernel's set has fired and waits for its EPOLL_CTL_MOD. The kernel shows the
+/// remaining events in fdinfo (proc_pid_fdinfo(5)). False if fdinfo cannot be read.
 fn has_fired(set: BorrowedFd<'_>, fd: c_int, data: u64) -> bool {
     let path = format!("/proc/thread-self/fdinfo/{}", set.as_raw_fd());
     let Ok(info) = dir::text(&path) else {
@@ -696,7 +709,7 @@ fn has_fired(set: BorrowedFd<'_>, fd: c_int, data: u64) -> bool {
 }
 
 impl Set {
-    /// Reserves room for one more item in each list. Returns false without memory.
+    /// Reserves room for one more item in each list. Returns false if there is no memory.
     fn has_room(&mut self) -> bool {
         let most = self.items.len() + 1;
         let more = |len: usize| most.saturating_sub(len);
@@ -717,7 +730,7 @@ impl Set {
 
     /// Appends an item to the list of ready items, unless it is there already.
     pub(crate) fn enqueue(&mut self, index: usize) {
-        // A removed item is skipped: its place may be free already, and would be handed out twice.
+        // A removed item is skipped: its index may be in `free` already, and would then be handed out twice.
         if let Some(item) = self.items.get_mut(index)
             && !item.queued
             && !item.dead
@@ -736,12 +749,12 @@ impl Set {
         }
     }
 
-    /// Returns this item, if it is the socket's.
+    /// Returns the item at `index`; `None` if it is not the socket's, or is removed.
     fn item(&mut self, index: usize, socket: &Socket) -> Option<&mut Item> {
         self.items.get_mut(index).filter(|item| item.is_of(socket))
     }
 
-    /// Whether this item is the socket under this fd.
+    /// Whether the item at `index` is the socket's, under this fd.
     fn has(&self, index: usize, socket: &Socket, fd: c_int) -> bool {
         let item = self.items.get(index);
         item.is_some_and(|item| item.is_of(socket) && item.fd == fd)
@@ -752,11 +765,12 @@ impl Set {
 pub(crate) struct Far {
     set: &'static Epoll,
     pub link: &'static Link,
-    /// Keeps the link object from reuse: the state below is true of no other link.
+    /// Keeps the link object from being reused for another link, to which the state below would not apply.
     _pin: Pin,
     pub remote: &'static Remote,
     pub slot: u32,
-    /// The remote end's flags: what is queued, and whether it is armed.
+    /// The state of the link's end that sets check before they sleep: whether ready queues have entries, and whether
+    /// the completion descriptor is armed.
     pub news: &'static News,
     /// The kernel's set has the link's completion descriptor.
     is_watched: bool,
@@ -765,12 +779,12 @@ pub(crate) struct Far {
 }
 
 impl Far {
-    /// Whether the kernel's set reports the next completion, so that the link need not be armed again.
+    /// Whether the kernel's set reports the next completion: the link need not be armed or polled.
     pub(crate) fn is_told(&self) -> bool {
         self.is_watched && self.news.is_armed()
     }
 
-    /// Arms the link before a sleep on the kernel's set: a completion makes that readable.
+    /// Arms the link before a sleep on the kernel's set: a completion then makes the kernel's set readable.
     fn watch(&mut self, kernel_fd: BorrowedFd<'_>) {
         self.remote.watch(|fd| {
             if !self.is_watched {
@@ -813,8 +827,8 @@ impl Drop for Far {
     }
 }
 
-/// The links that carry a set's sockets. A wait checks every link within this host. To check a link to another host is
-/// to poll its completions.
+/// The links that carry a set's sockets. A wait checks every link within this host. A link to another host is checked
+/// by polling its completions.
 #[derive(Default)]
 pub(crate) struct Links {
     /// Links within this host.
@@ -822,9 +836,10 @@ pub(crate) struct Links {
     pub far: Vec<Far>,
     /// The index in `far` at which the next check begins.
     pub next: usize,
-    /// Links of `far` that had data for the present harvest. Empty between harvests.
+    /// Links of `far` that had data in the present harvest (`Wait::harvest`). Empty between harvests.
     pub spoke: Vec<&'static Link>,
-    /// The service thread's `taken_back` before the last sleep: how often it has begun to handle completions of a link.
+    /// The value of the service thread's `taken_back` before the last sleep: how often it has begun to handle
+    /// completions of a link.
     taken_back: u32,
     /// The service thread handles completions of all links, and the kernel's set has none of their descriptors.
     pub are_left: bool,
@@ -840,8 +855,8 @@ impl Links {
         };
         if !self.far.iter().any(|f| std::ptr::eq(f.link, link))
             && let Some(pin) = Pin::new(link)
-            // Checked after the link is pinned. The service thread first ends links, then has the sets drop them; so it
-            // sees this entry, or the link is seen dead here.
+            // Checked after the link is pinned. The service thread first ends a link, then has the sets drop it. So the
+            // service thread sees this entry, or this check finds the link dead.
             && link.is_alive()
         {
             let mut far = Far {
@@ -862,7 +877,7 @@ impl Links {
     }
 
     /// Makes the service thread handle all completions, because another set holds this one from now on. The kernel's
-    /// object must then show what is ready for the program, and not every completion is.
+    /// object must be readable only while an item is ready for the program, but each completion would make it readable.
     pub(crate) fn leave_to_service(&mut self) {
         self.are_left = true;
         for far in &mut self.far {
@@ -871,9 +886,9 @@ impl Links {
         }
     }
 
-    /// Arms the links before a sleep on the kernel's set: a completion on any of them makes that readable. Skips links
-    /// that are still armed, unless the service thread has begun to handle completions since the last sleep
-    /// (`taken_back`).
+    /// Arms the links before a sleep on the kernel's set: a completion on any of them then makes the kernel's set
+    /// readable. Skips links that are still armed, unless the service thread has begun to handle completions since the
+    /// last sleep (`taken_back`).
     pub(crate) fn watch(&mut self, kernel_fd: BorrowedFd<'_>, taken_back: u32) {
         let is_heard_elsewhere = std::mem::replace(&mut self.taken_back, taken_back) != taken_back;
         for far in &mut self.far {
@@ -884,28 +899,30 @@ impl Links {
     }
 }
 
-/// The upper 34 bits of all keys. No address begins so (it would not be canonical), and no small number. A program's
-/// random data has this prefix with a probability of 2^-34.
+/// The upper 34 bits of all keys. No pointer begins with these bits, since such an address would not be canonical, and
+/// no small number does. A program's random data begins with them with a probability of 2^-34.
 const OURS: u64 = 0x2_d785_3e71;
-/// Bits of the owner's process id, below the prefix (Linux has none above 2^22).
+/// The number of bits of the owner's process id, below the prefix (Linux has none above 2^22).
 const OWNER_BITS: u32 = 22;
-/// Bits of the tag, the lowest: 0 for the owner's bell, else one of its links.
+/// The number of bits of the tag, which are the lowest. Tag 0 stands for the owner's bell, any other tag for one of its
+/// links.
 const TAG_BITS: u32 = 8;
 
-/// The number of tags for links, and all bits of a tag. Several links may share a tag.
+/// The number of tags for links, which is also the mask of a tag's bits. Several links may share a tag.
 const LINK_TAGS: u32 = (1 << TAG_BITS) - 1;
 
-/// Returns the data of this process's bells in a kernel's set, with the tag 0. One of its links has the tag
-/// [of its slot](tag_of). By these data no fd of the library is ever reported to the program.
+/// Returns the key of this process: the data of its bells in a kernel's set, with the tag 0. The data of one of its
+/// links has the tag [of its slot](tag_of) in addition. By these data the library finds its own fds in a result and
+/// removes them, so that the program never sees one.
 ///
 /// All holders of a set share one kernel object: fork children, the programs that they execute, and receivers of its
-/// fd. So each process may find the fds of another process in a set. Every process knows them by their data.
+/// fd. So a process may find library fds of another process in a set. It recognises them by the prefix of their data.
 fn key_of_this_process() -> u64 {
     let pid = rustix::process::getpid().as_raw_nonzero().get() as u64;
     (OURS << OWNER_BITS | pid & ((1 << OWNER_BITS) - 1)) << TAG_BITS
 }
 
-/// Whether these data are of an fd of the library, in any process.
+/// Whether these data stand for a library fd, of any process.
 fn is_of_library(data: u64) -> bool {
     data >> (OWNER_BITS + TAG_BITS) == OURS
 }
@@ -930,7 +947,7 @@ impl Named {
         *self == Self::default()
     }
 
-    /// Whether the link with this slot may be among them; another link may have the same tag.
+    /// Whether the link with this slot may have been reported; another link may have the same tag.
     pub(crate) fn has(&self, slot: u32) -> bool {
         let tag = tag_of(slot);
         let word = self.0.get(tag as usize / 64);
@@ -941,7 +958,7 @@ impl Named {
 /// The result of [`strip`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) struct Stripped {
-    /// The number of entries that are the program's, which are in front now.
+    /// The number of the program's entries, which are at the front of the array now.
     pub kept: c_int,
     /// This process's bell, or one of its links, was among the entries.
     pub own: bool,
@@ -951,11 +968,11 @@ pub(crate) struct Stripped {
     pub named: Named,
 }
 
-/// Removes the entries of library fds, of any process, and moves the program's to the front. `own` is the key of the
-/// set's bell, or 0.
+/// Removes the entries of library fds, of any process, and moves the program's entries to the front. `own` is the key
+/// of the set's bell, or 0.
 ///
 /// # Safety
-/// `n` entries are filled, if it is above 0.
+/// If `n` is above 0, the first `n` entries are filled.
 pub(crate) unsafe fn strip(events: *mut libc::epoll_event, n: c_int, own: u64) -> Stripped {
     let mut stripped = Stripped::default();
     if n <= 0 {
@@ -1038,7 +1055,7 @@ mod tests {
         let mut set = Set::default();
         let first = set.insert(item());
         set.remove(first);
-        // The service thread still has a copy of the membership.
+        // The service thread may still have a copy of the membership, and push the removed item.
         set.enqueue(first);
         assert!(set.ready.is_empty());
         let (a, b) = (set.insert(item()), set.insert(item()));

@@ -1,7 +1,8 @@
-//! fork: the child is a new instance (docs/design/processes.md).
+//! The library's work at a fork(): the child becomes a new instance (docs/design/processes.md).
 //!
-//! Its sockets are marked as held by several processes (`objects/holders`). Streams that the parent has on a link stay
-//! the parent's. A process that uses such a socket has the stream [taken back](reclaim) to TCP first.
+//! The sockets that the child inherits are marked as held by several processes (`objects/holders`). A stream that the
+//! parent has on a link stays the parent's. A child that uses the socket of such a stream first waits until the parent
+//! has [taken the stream back](reclaim) to TCP.
 
 use std::os::fd::AsFd;
 use std::sync::atomic::AtomicBool;
@@ -31,19 +32,21 @@ pub(crate) fn register(at_exit: extern "C" fn()) {
     }
 }
 
-/// Runs before a fork: counts the future holders, and keeps private fds in place until the fork is done.
+/// Runs before a fork. Counts the child as a holder of each connection. Until the fork is done, no private fd is made
+/// or moved (`Settled`).
 pub(crate) extern "C" fn prepare() {
     if vfork::is_child() {
         return;
     }
     holders::begin_fork();
     count_holders();
-    // From here to the fork no private fd has a low number, which the child would keep.
+    // From here to the fork no private fd is still at a low number, on the way to its private one. The child would take
+    // such an fd for the program's, and keep it open.
     Settled::begin().hold();
 }
 
-/// Counts the child as a holder of each connection. Gives the child the write end of a bell of this process, if it may
-/// need one.
+/// Counts the child as a holder of each connection. Gives the child the button of a doorbell of this process, if the
+/// child may need it.
 fn count_holders() {
     if Library::has_retired() {
         return;
@@ -51,18 +54,20 @@ fn count_holders() {
     let errno = errno::get();
     let mut wants_button = false;
     table::for_each(0..=u32::MAX, |fd, entry| {
-        // The child may consume an event of a shared epoll set that was meant for this process. The bell also reports
-        // when a child that holds sockets is gone.
+        // The child may consume an event of a shared epoll set that was meant for this process, and then wakes this
+        // process by the button. The doorbell also reports when a child that holds sockets is gone.
         wants_button |= matches!(entry, Entry::Epoll(_) | Entry::Socket(_));
         if let Entry::Socket(socket) = entry
             && socket.numbers.fd.load(Acquire) == fd
         {
-            // A stream that an ancestor has, or had, on a link is not this process's to take back.
+            // In mode Foreign the stream is an ancestor's. The child then has to ask that ancestor for it, not this
+            // process.
             let is_owned = || socket.may_be_on_link() && socket.tx_mode.load(Acquire) != Mode::Foreign;
             socket.promotion.holders.add_child(is_owned);
         }
     });
-    // The new epoch begins once all sockets count as shared. The child may also get sockets of the new epoch.
+    // The new epoch begins once all sockets count as shared. The child also gets sockets that other threads open in the
+    // new epoch before the fork (`hold_uncounted`).
     let epoch = holders::begin_epoch();
     if wants_button {
         holders::equip_child(epoch, Library::current().map(|library| library.service.epoll.as_fd()));
@@ -76,15 +81,15 @@ pub(crate) extern "C" fn parent() {
         holders::end_fork();
         Settled::end();
         hold_uncounted();
-        // Sockets that are made from here on are not the child's.
+        // The child does not have sockets that are opened from here on.
         holders::begin_epoch();
     }
 }
 
-/// Runs `call`, which makes a child, with the handlers around it: for calls at which no handler of `pthread_atfork`
-/// runs. `call` returns the child's id, 0 in the child, or a negative value on failure.
+/// Makes a child by `call`, and runs the fork handlers before and after it. For calls at which libc runs no handler of
+/// `pthread_atfork`. `call` returns the child's id, 0 in the child, or a negative value on failure.
 pub(crate) fn around(call: impl FnOnce() -> isize) -> isize {
-    // Without the handlers a fork does not concern the library.
+    // The handlers are registered with the first instance. Before that, the library has nothing that a fork concerns.
     if !REGISTERED.load(Acquire) {
         return call();
     }
@@ -109,7 +114,8 @@ fn hold_uncounted() {
 
 /// Runs after a fork, in the child.
 pub(crate) extern "C" fn child() {
-    // No fork has begun if no handler ran before it, or if the forking process is not one that the library serves.
+    // `prepare` has not run for this fork: libc ran no handlers, or the forking process only borrows the library's
+    // memory (`vfork`).
     if !holders::is_forking() {
         return;
     }
@@ -127,9 +133,9 @@ pub(crate) extern "C" fn child() {
 
 /// Makes the child a new instance.
 ///
-/// Other threads of the parent may have been anywhere when it forked. So every object that was ever made is reset,
-/// whether or not an fd leads to it. Then the fds of each object are read from the table, whose words are valid at any
-/// moment.
+/// Other threads of the parent may have been at any instruction when it forked. So every object that was ever made is
+/// reset, whether or not an fd leads to it. Then the fds of each object are read from the table, whose words are valid
+/// at any moment.
 ///
 /// # Safety
 /// In a fork child, whose only thread this is, before any other use of the library.
@@ -159,19 +165,19 @@ unsafe fn begin_anew() {
         }
         Entry::None | Entry::Fresh { .. } => {}
     });
-    // SAFETY: this is the only thread. The write ends of the ancestors' bells are still open: private fds are closed
+    // SAFETY: this is the only thread. The buttons of the ancestors' doorbells are still open: private fds are closed
     // further down.
     if !unsafe { holders::remember_parent() } {
         holders::note(holders::LOST);
     }
     holders::begin_life();
-    // Called before the child's copies of its descriptors are closed.
+    // The plugin is notified while the child's copies of its descriptors are still open: they are closed further down.
     crate::config::verbs::after_fork();
     crate::config::spin::after_fork();
     crate::objects::mailbox::after_fork();
     let log = crate::config::log::fd().unwrap_or(-1);
-    // SAFETY: this is the only thread, by the contract. The old instance is forgotten, so no code uses the fds that are
-    // closed.
+    // SAFETY: this is the only thread, by the contract. The child does not use the parent's instance any more, so no
+    // code uses the fds that are closed.
     unsafe {
         Listener::forget_unused();
         privatefd::reset_in_fork_child(|fd| fd == log || holders::is_button(fd) || Listener::has_name(fd));
@@ -182,8 +188,8 @@ unsafe fn begin_anew() {
     Library::forget();
 }
 
-/// Forgets the stream and the fds of one socket. The stream is the parent's, and an fd is the child's only if the table
-/// has it.
+/// Forgets the stream and the fds of one socket. The stream is the parent's. The fds are those that the table has, from
+/// which `begin_anew` reads them afterwards.
 ///
 /// # Safety
 /// In a fork child only, before any other use of the socket.
@@ -215,15 +221,16 @@ unsafe fn forget_stream(socket: &'static Socket) {
     socket.told.shown.store(false, Relaxed);
     socket.promotion.adopted.store(false, Relaxed);
     socket.promotion.asked.store(false, Relaxed);
-    // A connection that the parent has closed, and still has to finish, is the parent's alone.
+    // If the parent's program has closed a connection that the library still has to finish, only the parent finishes
+    // it.
     socket.numbers.left_behind.store(false, Relaxed);
     socket.numbers.closed.reset(socket::closed::OPEN);
     socket.numbers.orphaned.store(false, Relaxed);
     socket.numbers.fd.store(-1, Release);
 }
 
-/// Returns when no other process has the stream on a link. Waits until the owner has taken it back to TCP; if the owner
-/// does not answer, resets the connection.
+/// Waits until no other process has the socket's stream on a link: the owner takes the stream back to TCP. If the owner
+/// does not answer, resets the connection. Returns at once if the stream is not another process's.
 #[inline]
 pub(crate) fn reclaim(socket: &'static Socket) {
     if socket.tx_mode.load(Acquire) == Mode::Foreign {
@@ -235,8 +242,8 @@ pub(crate) fn reclaim(socket: &'static Socket) {
 fn reclaim_slow(socket: &'static Socket) {
     let errno = errno::get();
     if !socket.promotion.holders.await_return() {
-        // The owner may still write a marker, or data may be on the link. A gap in the data would be worse than a
-        // reset.
+        // The owner may still write a marker, or data may be on the link. To continue on TCP would leave a gap in the
+        // data, which is worse than a reset.
         tracing::warn!(target: "rdmasock", slot = socket.slot, "the process that has it on a link does not answer, or was killed: reset");
         reset::reset_after_unsent(socket);
     }

@@ -1,7 +1,9 @@
-//! The readiness model under epoll, poll and select.
-//! Keeps which threads and epoll sets are notified when a socket's readiness changes, at this end and at the peer's.
-//! Also asks the kernel about the TCP socket (anchor), and adds it to the service thread's epoll set. The present
-//! readiness is in `polling/readiness`.
+//! Notification of readiness, for epoll, poll, select and blocking calls.
+//!
+//! A socket's `Interest` lists the epoll sets and threads that wait for the socket. This module changes that list, and
+//! sets the wake-up words by which the peer knows which waiter of this process to wake. It also polls the kernel's TCP
+//! socket (the anchor), and adds it to the service thread's epoll set. The present readiness of a socket is computed in
+//! `polling/readiness`.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
@@ -21,17 +23,18 @@ use crate::sys::points::point;
 pub(crate) const RDHUP: u32 = libc::EPOLLRDHUP as u32;
 pub(crate) const HUP: u32 = libc::EPOLLHUP as u32;
 pub(crate) const ERR: u32 = libc::EPOLLERR as u32;
-/// EPOLL* bits that report the end of the connection, or of its receiving half.
+/// EPOLL* bits that report the end of the connection, or of its receiving direction.
 pub(crate) const ENDED: u32 = RDHUP | HUP | ERR;
 
-/// Takes in what has come over a link to another host. Returns true if there was something. Within a host there is
-/// nothing to take in.
+/// Takes in the bytes that the peer has sent over a link to another host. Returns true if there were any. Does nothing
+/// on a link within the host, where the peer itself writes into this end's ring.
 #[inline]
 pub(crate) fn progress(socket: &Socket) -> bool {
     socket.link().is_some_and(Link::progress)
 }
 
-/// Asks the peer to notify the waiters in `bits` of data. Returns true if there is data now, or the ring is invalid.
+/// Writes `bits` into the ring's wake-up word: they name the waiters that the peer notifies of new data. Returns true
+/// if there is data already, or if the ring is invalid.
 pub(crate) fn arm_data(socket: &'static Socket, consumer: &mut Consumer, bits: u32) -> bool {
     match consumer.arm_data(bits) {
         Ok(armed) => {
@@ -42,13 +45,13 @@ pub(crate) fn arm_data(socket: &'static Socket, consumer: &mut Consumer, bits: u
     }
 }
 
-/// Whether the peer has closed its receiving end; from then on the kernel answers.
+/// Whether the peer has closed its receiving end. If so, a send is left to the kernel, which decides its result.
 pub(crate) fn is_reader_gone(producer: &mut Producer) -> bool {
     producer.consumer_flags().contains(RxFlags::RX_CLOSED)
 }
 
-/// Polls the TCP socket for `events`; returns EPOLL* bits, or ERR and HUP if its fd is gone. The caller holds one of
-/// the socket's locks.
+/// Polls the TCP socket for `events`. Returns EPOLL* bits, or ERR and HUP if no fd stands for the socket any more. The
+/// caller holds one of the socket's locks.
 pub(crate) fn kernel(socket: &Socket, events: PollFlags) -> u32 {
     socket.numbers.anchor_fd().map_or(ERR | HUP, |fd| anchor(fd, events))
 }
@@ -62,8 +65,8 @@ pub(crate) fn anchor(fd: BorrowedFd<'_>, events: PollFlags) -> u32 {
     asked.map_or(0, |_| u32::from(polled.revents().bits()))
 }
 
-/// Clears ERR if it only reports an entry in the error queue (recvmsg(2)) of a living connection. When a connection has
-/// failed, TCP reports HUP together with ERR.
+/// Clears ERR if it only reports an entry in the error queue (recvmsg(2)) of a living connection. TCP reports HUP
+/// together with ERR when a connection has failed.
 pub(crate) fn without_queue(events: u32) -> u32 {
     if events & (ERR | HUP) == ERR {
         events & !ERR
@@ -72,24 +75,24 @@ pub(crate) fn without_queue(events: u32) -> u32 {
     }
 }
 
-/// Whether the connection has failed, by the poll(2) result `events`: the next call returns the error.
+/// Whether the connection has failed, by the poll(2) result `events`. If so, the next call returns the error.
 pub(crate) fn has_failed(events: u32) -> bool {
     without_queue(events) & ERR != 0
 }
 
-/// Whether the peer has ended its direction of TCP, or the connection is over. A local shutdown(SHUT_RD) is excluded:
-/// poll(2) and an empty read show it like the peer's end, the TCP state does not.
+/// Whether the peer has ended its direction of TCP, or the connection is over. False after a local shutdown(SHUT_RD)
+/// alone: poll(2) and an empty read report that in the same way as the peer's end, but the TCP state differs.
 pub(crate) fn has_peer_ended(fd: BorrowedFd<'_>) -> bool {
     is_peers_end(fd, anchor(fd, PollFlags::RDHUP))
 }
 
-/// Does the same as [`has_peer_ended`], from the poll(2) result `events`.
+/// Answers as [`has_peer_ended`] does, from the poll(2) result `events`.
 pub(crate) fn is_peers_end(fd: BorrowedFd<'_>, events: u32) -> bool {
     events & ENDED != 0 && (has_failed(events) || !crate::sys::sockopt::is_open_to_peer(fd))
 }
 
-/// Returns what the program can read (EPOLL* bits) in a direction that is scanned for markers. `None` if the direction
-/// is not scanned any more.
+/// Returns the EPOLL* bits for what the program can read in a direction that is scanned for markers. `None` if the
+/// direction is not scanned any more.
 pub(crate) fn among_markers(socket: &Socket) -> Option<u32> {
     match connection::look(socket) {
         Some(Ahead::Payload { .. }) => Some((libc::EPOLLIN | libc::EPOLLRDNORM) as u32),
@@ -107,7 +110,7 @@ pub(crate) fn among_markers(socket: &Socket) -> Option<u32> {
     }
 }
 
-/// Wakes at the peer what the ring asks for.
+/// Wakes the waiters of the peer that `wake` names. `wake` was taken from a ring of the socket.
 #[inline]
 pub(crate) fn notify_peer(socket: &Socket, wake: Wake) {
     if !wake.is_none()
@@ -135,7 +138,8 @@ pub(crate) fn notify_local(socket: &'static Socket) {
     }
 }
 
-/// Wakes threads that poll the socket in the kernel, because the library has just begun to report on it.
+/// Wakes the threads that wait for the socket in the kernel's poll() or select(). The library has just begun to report
+/// on the socket, so the kernel would not wake them for bytes on a link.
 pub(crate) fn tell_onlookers(socket: &'static Socket) {
     let waiters = &Library::get().waiters;
     for waiter in waiters.onlookers.of(socket.slot) {
@@ -143,25 +147,27 @@ pub(crate) fn tell_onlookers(socket: &'static Socket) {
     }
 }
 
-/// Moves the socket back into the kernel's epoll sets, in each set that has it.
+/// Moves the socket back into the kernel's set, in each epoll set that has the socket.
 pub(crate) fn hand_back(socket: &'static Socket) {
     for m in socket.wakes.members() {
         m.epoll.hand_back(m.item, socket);
     }
 }
 
-/// The wake-up bits that the peer gets, by purpose.
+/// The bits that this end writes into its wake-up words. They name the waiter that the peer notifies.
 struct Attention {
-    /// For the epoll sets, and for several sleepers together.
+    /// For the epoll sets.
     sets: u32,
-    /// For the only sleeping thread, if it waits for data.
+    /// For the only sleeping thread, if it waits for data. The service thread's bits if several threads sleep, or the
+    /// peer cannot wake the only one.
     data: u32,
-    /// For the only sleeping thread, if it waits for space.
+    /// The same for space.
     space: u32,
 }
 
-/// Returns the wake-up bits for a socket. The peer notifies a single epoll set or a single sleeping thread directly. If
-/// there are more, it notifies the service thread, which notifies all of them.
+/// Returns the bits for a socket's wake-up words. The peer notifies a single epoll set or a single sleeping thread
+/// directly. If several wait, or the peer cannot wake the only one, it notifies the service thread, which notifies all
+/// of them.
 fn attention(socket: &Socket, interest: &Interest) -> Attention {
     let link = socket.link();
     let told = |w: WaiterId| link.is_some_and(|l| l.announce(w));
@@ -175,7 +181,7 @@ fn attention(socket: &Socket, interest: &Interest) -> Attention {
         _ => (service, service, service),
     };
     if sets == service {
-        // Before the peer learns of the service thread's bits.
+        // Set before the peer can find the service thread's bits in a wake-up word.
         interest.members.iter().for_each(|m| m.epoll.be_served());
     }
     Attention { sets, data, space }
@@ -195,8 +201,8 @@ fn of_sets(interest: &Interest, told: impl Fn(WaiterId) -> bool) -> u32 {
     }
 }
 
-/// Whether a sleeper for data or for space will be notified, by the peer or by the service thread. False if its wake-up
-/// word was consumed after it was armed.
+/// Whether `waiter`, which sleeps for data or for space, will be notified, by the peer or by the service thread. False
+/// if the peer has taken the wake-up word since the waiter was written into it.
 pub(crate) fn will_be_told(socket: &Socket, waiter: WaiterId, is_data: bool) -> bool {
     let names = |word| WaiterId::of_sleeper(word) == Some(waiter) || WaiterId::of_queue(word) == Some(SERVICE);
     // The service thread notifies waiters of a direction that is not on the link.
@@ -211,7 +217,7 @@ pub(crate) fn will_be_told(socket: &Socket, waiter: WaiterId, is_data: bool) -> 
     }
 }
 
-/// Writes a waiting thread and a set into the statistics.
+/// Records one sleeping thread and one epoll set of the socket in the statistics.
 fn show(socket: &Socket, interest: &Interest) {
     let Some(stats) = socket.told.stats() else { return };
     let sleeper = interest.sleepers.first().map(|s| s.waiter.0);
@@ -219,7 +225,7 @@ fn show(socket: &Socket, interest: &Interest) {
     stats.set_waiting(sleeper, set);
 }
 
-/// Changes the socket's sets and sleepers, and the wake-up words that the peer sees.
+/// Applies `change` to the socket's list of sets and sleepers. Then updates the wake-up words that the peer sees.
 pub(crate) fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut Interest)) {
     let Some(mut interest) = socket.wakes.interest.lock() else {
         return;
@@ -237,15 +243,17 @@ pub(crate) fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut 
     point!("interest: it is known whom the peer is to tell");
     let wants = |what: fn(&Sleeping) -> bool| interest.sleepers.iter().any(what);
     let mut changed = false;
-    // Data or space that a sleeper waits for has come while the word was changed, or before.
+    // Whether data or space that a sleeper waits for has come between the check (`was_there`) and the arming of the
+    // word.
     let mut come = false;
     if let Some(mut rx) = socket.rx.lock() {
         let is_new = std::mem::replace(&mut rx.own.bits, new.sets) != new.sets;
         changed |= is_new;
         if let Some(consumer) = rx.consumer.as_mut() {
-            // Threads that keep sleeping were notified of this data, or do not wait for it.
+            // If data was there, the threads that sleep on were notified of it before, or do not wait for data.
             let was_there = consumer.has_data().unwrap_or(true);
-            // Two different waiters must not be mixed in one word.
+            // Arming only adds bits to the word. So the bits of another waiter are cleared before, or two ids would
+            // mix.
             consumer.disarm_data(if is_new { u32::MAX } else { SLEEPER_MASK });
             if new.data != 0 {
                 point!("interest: the peer is to tell nobody");
@@ -262,16 +270,19 @@ pub(crate) fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut 
             producer.disarm_space(if is_new { u32::MAX } else { SLEEPER_MASK });
             if new.space != 0 {
                 let has_come = producer.arm_space(new.space).unwrap_or(true) && !was_there;
-                // A direction that waits for the peer's RESUME may have space.
+                // A direction that waits for the peer's RESUME is not in this mode, though its ring may have space.
                 come |= has_come && socket.tx_mode.load(Acquire) == Mode::Link && wants(|s| s.space);
             }
         }
     }
-    // Waiters that were armed before may have missed a change in between, so all of them check again. A waiter that has
-    // just been added checks by itself. Words of sets are armed when a set is checked. Sleepers are notified only for a
-    // reason. Each check by one of two sleepers changes the words again; if each change woke the other, neither would
-    // ever sleep. But a sleeper may have missed something after any change, since its part of a word is always cleared
-    // and armed again.
+    // Waiters that were armed before may have missed a change while the words did not name them.
+    //
+    // Epoll sets check the socket again if the bits for sets have changed, unless the only waiter is one that was just
+    // added: it checks by itself. A set's word is armed when the set checks the socket.
+    //
+    // Sleepers are notified only if data or space has come. A sleeper that checks changes the words again. If each
+    // change woke the other sleepers, two of them would keep each other awake. Whether data or space has come is
+    // checked after every change, because each change clears the sleepers' bits and arms them again.
     let sets_look = changed && !interest.members.is_empty() && after > usize::from(after > before);
     drop(interest);
     if sets_look || come && sleep_on > 0 {

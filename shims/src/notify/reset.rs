@@ -1,5 +1,5 @@
-//! Connections that end by a reset: makes the TCP socket show what only the link knows, and decides which errno calls
-//! return.
+//! Connections that end by a reset. The TCP socket does not know of a reset that happens on the link, so this module
+//! makes it report one. Also keeps the errno that a later call has to return.
 
 use std::ffi::c_int;
 use std::os::fd::BorrowedFd;
@@ -12,9 +12,8 @@ use crate::objects::socket::Socket;
 use crate::sys::{sockopt, time};
 
 /// Makes the next receive fail with ECONNRESET: the peer is gone, and has left data unread or has lost data that it
-/// sent.
-/// If TCP itself has received a RST, the kernel reports that to the first call, and no error is kept here. `is_shut`:
-/// the program has shut down sending. Then HUP does not prove a RST, so the error is kept anyway.
+/// sent. If TCP itself has received a RST, the kernel reports it to the first call, and no error is kept here.
+/// `is_shut`: the program has shut down sending. Then HUP does not prove a RST, so the error is kept in any case.
 pub(crate) fn report_reset(socket: &Socket, is_shut: bool) {
     let events = ready::kernel(socket, PollFlags::empty());
     if is_shut || events & libc::EPOLLHUP as u32 == 0 {
@@ -22,8 +21,8 @@ pub(crate) fn report_reset(socket: &Socket, is_shut: bool) {
     }
 }
 
-/// Whether `error` ends a connection, so that the kernel's socket keeps it until a call returns it. EPIPE is not among
-/// them: a send also returns it after shutdown().
+/// Whether `error` ends a connection. The kernel's socket keeps such an error until a call returns it. EPIPE is not
+/// such an error, because a send also returns EPIPE after shutdown().
 pub(crate) fn is_end(error: c_int) -> bool {
     matches!(
         error,
@@ -37,7 +36,7 @@ pub(crate) fn is_end(error: c_int) -> bool {
     )
 }
 
-/// Keeps `error` for the next call, if it ends the connection: the present call returns something else, such as the
+/// Keeps `error` for the next call, if it ends the connection. The present call returns something else, such as the
 /// bytes moved so far.
 pub(crate) fn keep(socket: &Socket, error: c_int) {
     if is_end(error) {
@@ -45,7 +44,8 @@ pub(crate) fn keep(socket: &Socket, error: c_int) {
     }
 }
 
-/// Takes the kept error that the kernel does not report, for the call that returns it. `None` if there is none.
+/// Returns the kept error, which the kernel does not report, and forgets it. The caller fails with this error. `None`
+/// if there is none.
 #[cold]
 pub(crate) fn take_untold(socket: &Socket) -> Option<c_int> {
     let error = socket.take_untold()?;
@@ -61,9 +61,9 @@ pub(crate) fn reset(socket: &Socket) {
     }
 }
 
-/// Waits until TCP has delivered its bytes, then resets the connection as [`reset`] does.
-/// Another process has written those bytes to TCP, and a reset discards all bytes that the peer's host has not
-/// confirmed. The wait is at most `STEPS` times `STEP`, 200 ms. The caller holds no lock.
+/// Waits until TCP has delivered its bytes, then resets the connection as [`reset`] does. Another process has written
+/// those bytes to TCP, and a reset discards all bytes that the peer's host has not confirmed. The wait is at most
+/// `STEPS` times `STEP`, 200 ms. The caller holds no lock.
 pub(crate) fn reset_after_unsent(socket: &Socket) {
     const STEP: i64 = 200_000;
     const STEPS: usize = 1000;
@@ -86,8 +86,8 @@ fn break_off(fd: BorrowedFd<'_>) {
 }
 
 /// Makes the TCP socket report the same as after a RST, because the peer's process has ended without reading what the
-/// link held. TCP usually shows only the end of the peer's direction. Had the unread data been in the peer's TCP
-/// socket, its kernel would have sent a RST, which every call sees.
+/// link held. TCP usually shows only the end of the peer's direction. If the unread data had been in the peer's TCP
+/// socket, the peer's kernel would have sent a RST, which every call sees.
 pub(crate) fn on_reader_died(socket: &Socket, is_shut: bool) {
     let Some(fd) = socket.numbers.anchor_fd() else { return };
     let has_ended = |bits: c_int| ready::kernel(socket, PollFlags::RDHUP) & bits as u32 != 0;
@@ -98,7 +98,7 @@ pub(crate) fn on_reader_died(socket: &Socket, is_shut: bool) {
     }
     if !has_ended(libc::EPOLLHUP) {
         break_off(fd);
-        // The call fails, since the socket is not connected any more. But both directions are shut from now on, as
+        // This call fails, since the socket is not connected any more. But both directions are shut from now on, as
         // after a reset.
         let _ = rustix::net::shutdown(fd, rustix::net::Shutdown::Both);
     }

@@ -1,11 +1,12 @@
 //! The fd table: one atomic word for each fd, with what the library knows of it.
 //!
-//! Objects are type-stable: they are recycled but never unmapped, so a pointer from the table is always valid. Whether
-//! the object is still the one behind the fd is checked under the object's own lock, by reading the table again
-//! ([`still`]). A close that races with a call takes those locks before the kernel can reuse the fd. For a call that
-//! has begun to wait, `notify/call` keeps the connection.
+//! Objects are type-stable: they are recycled but never unmapped, so a pointer from the table is always valid. A caller
+//! that has taken the object's own lock reads the table again, to check whether the object is still the one behind the
+//! fd ([`still`]). A close that races with a call takes the same lock before the kernel can reuse the fd. For a call
+//! that has begun to wait, `notify/call` keeps the connection.
 //!
-//! Lock-free, allocation-free, async-signal-safe: a hook that passes through reads nothing else (ARCHITECTURE, I10).
+//! A lookup takes no lock, allocates nothing and is async-signal-safe. A hook that passes through reads nothing but the
+//! table (ARCHITECTURE, I10).
 
 use std::ffi::c_int;
 use std::sync::atomic::AtomicUsize;
@@ -17,7 +18,8 @@ use crate::notify::epoll::Epoll;
 use crate::objects::{holders, listener::Listener, socket::Socket};
 use crate::sys::vfork;
 
-/// Bound of the fds that are accelerated: the kernel's default for fs.nr_open.
+/// The table has an entry for each fd below this bound. Sockets with higher fds are not accelerated. The value is the
+/// kernel's default for fs.nr_open.
 const ENTRIES: usize = 1 << 20;
 const KIND: usize = 0b111;
 /// O_NONBLOCK, in the word of a fresh socket.
@@ -44,10 +46,10 @@ pub(crate) enum Entry {
     },
 }
 
-/// How many entries may be written. The entries above are readable zeroes without memory, so mlockall(2) cannot fill
-/// them.
+/// How many entries may be written, from the first on. The entries above are read-only zeroes without memory, which
+/// mlockall(2) cannot fill with pages.
 static OPEN: AtomicUsize = AtomicUsize::new(0);
-/// How many entries are opened first: one page.
+/// How many entries are made writable first: one page.
 const FIRST: usize = 4096 / size_of::<AtomicUsize>();
 
 /// Returns the table's address. Null before [`init`], and in a child whose fork no hook has seen.
@@ -93,7 +95,8 @@ pub(crate) fn init() -> Result<(), rustix::io::Errno> {
     set.map(|_| ())
 }
 
-/// Whether the entry of `fd`, which must be within the table, may be written. Opens it if needed; false if that fails.
+/// Whether the entry of `fd`, which must be within the table, may be written. Makes it writable if needed; false if
+/// that fails.
 #[inline]
 fn is_open(fd: c_int) -> bool {
     (fd as u32 as usize) < OPEN.load(Acquire) || open(fd as u32 as usize)
@@ -107,7 +110,7 @@ fn open(fd: usize) -> bool {
     }
     let count = (fd + 1).next_power_of_two().max(FIRST);
     // SAFETY: the range is whole pages from the table's beginning. The table has as many: `fd` is below ENTRIES, which
-    // is a power of two. Threads may open overlapping ranges at once: it only adds permissions.
+    // is a power of two. Threads may open overlapping ranges at once, since opening only adds permissions.
     let opened = unsafe { memfd::open(base.cast(), count * size_of::<AtomicUsize>()) };
     if opened.is_ok() {
         // Release: pairs with the Acquire in `is_open`, so a thread that reads the count finds the entries open.
@@ -119,7 +122,8 @@ fn open(fd: usize) -> bool {
 #[inline]
 fn decode(raw: usize) -> Entry {
     let ptr = raw & !KIND;
-    // SAFETY: only `put` writes the words, with addresses of type-stable objects of the kind that the low bits name.
+    // SAFETY: only `put` writes words other than 0, with addresses of type-stable objects of the kind that the low bits
+    // name.
     unsafe {
         match raw & KIND {
             1 => Entry::Socket(&*(ptr as *const Socket)),
@@ -186,7 +190,7 @@ pub(crate) fn token(fd: c_int) -> Token {
     let word = word(fd).map_or(0, |w| w.load(Acquire));
     let (word, generation) = match decode(word) {
         Entry::Socket(socket) => (word, socket.generation.load(Acquire)),
-        // The program may set O_NONBLOCK meanwhile, which does not make it another file.
+        // The program may set O_NONBLOCK between two tokens of the same file.
         Entry::Fresh { .. } => (word & !NONBLOCKING, 0),
         _ => (word, 0),
     };
@@ -208,10 +212,10 @@ pub(crate) fn remove(fd: c_int, socket: &'static Socket) {
     }
 }
 
-/// Writes an entry, if the table [covers] the fd. Returns the entry before it.
+/// Writes an entry, if the table [covers] the fd. Returns the entry that it replaces.
 pub(crate) fn put(fd: c_int, entry: Entry) -> Entry {
     match word(fd) {
-        // The entry is empty already.
+        // The entry is empty already, so its page need not be made writable.
         Some(w) if matches!(entry, Entry::None) && w.load(Acquire) == 0 => Entry::None,
         Some(w) if is_open(fd) => decode(w.swap(encode(entry), AcqRel)),
         _ => Entry::None,
@@ -248,7 +252,7 @@ static HIGHEST: AtomicUsize = AtomicUsize::new(0);
 
 /// Returns the highest fd that ever had an entry.
 pub(crate) fn highest() -> c_int {
-    // The value is below ENTRIES, which fits.
+    // The value comes from a c_int, so it fits.
     HIGHEST.load(Relaxed) as c_int
 }
 

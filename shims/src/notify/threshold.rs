@@ -1,10 +1,10 @@
-//! A connection has reached the promotion threshold: its connector asks for a promotion, its acceptor prepares to
-//! answer.
+//! Handles a connection that reaches the promotion threshold. The connector's end asks for a promotion. The acceptor's
+//! end prepares to answer.
 //!
 //! Before a service thread exists, the calling thread checks whether the peer can have the library at all. If not, no
-//! thread is started. Even an idle second thread costs a client of small requests some 5 %. With it the kernel counts
-//! each use of an fd, and libc's calls become cancellation points. Checks that take more than a moment are the service
-//! thread's (`service/ask`).
+//! thread is started. Even an idle second thread costs a client of small requests some 5 %: once there are two threads,
+//! the kernel counts each use of an fd, and libc's calls become cancellation points. Checks that take more than a
+//! moment are made by the service thread (`service/ask`).
 
 use std::net::SocketAddr;
 use std::sync::atomic::Ordering::Relaxed;
@@ -54,9 +54,10 @@ pub(crate) fn worth_it(socket: &'static Socket) {
     if socket.promotion.role() == Role::Connector {
         promote(Library::get(), socket);
     } else if let Some(listener) = socket.promotion.listener() {
-        // A fork child answers for connections that its parent accepted.
+        // A fork child too answers for connections that its parent accepted.
         listener.on_accept();
-        // After a fork several processes may answer on the listener's name.
+        // After a fork several processes may answer on the listener's name, so this process records that it holds the
+        // connection.
         if first
             && holders::epoch() > 1
             && let Some(tuple) = tuple_of(socket)
@@ -111,7 +112,7 @@ fn promote(library: &Library, socket: &'static Socket) {
     }
     let service = &library.service;
     if !service.is_started() && handler::is_in_one() {
-        // A signal handler does not start the thread. A later call may run outside of one.
+        // A signal handler does not start the thread. A later call may run outside of a handler.
         socket.promotion.attempts.put_off(NOT_NOW);
         return;
     }
@@ -125,7 +126,8 @@ fn promote(library: &Library, socket: &'static Socket) {
     }
 }
 
-/// Decides without asking the peer whether the connection stays on TCP for good. Returns true if so. Never blocks.
+/// Checks without asking the peer whether the connection has to stay on TCP for good. If so, keeps it there and returns
+/// true. Never blocks.
 fn settle(library: &Library, socket: &'static Socket) -> bool {
     let Some(tuple) = tuple_of(socket) else {
         return false;

@@ -1,8 +1,8 @@
-//! Waits in one call: spins, then sleeps until the peer or this process notifies it (ARCHITECTURE, I8). The caller
-//! defines the condition ([`Wanted`]).
+//! The wait of one blocking call. The thread spins, then sleeps until the peer or another thread of this process
+//! notifies it (ARCHITECTURE, I8). The caller defines the condition that it waits for ([`Wanted`]).
 //!
-//! The sleep has the rules of the kernel's own socket calls: a signal ends or restarts it, it is a cancellation point,
-//! and O_NONBLOCK, SO_RCVTIMEO and SO_SNDTIMEO say whether and how long a call waits.
+//! The sleep follows the rules of the kernel's own socket calls. A signal ends or restarts it, and it is a cancellation
+//! point. O_NONBLOCK, SO_RCVTIMEO and SO_SNDTIMEO decide whether and how long a call waits.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::atomic::Ordering::Acquire;
@@ -25,25 +25,25 @@ use crate::signals::{handler, jump::within};
 use crate::sys::time::{self, Deadline, Timeout};
 use crate::sys::{errno, points::point, real::Cancellable};
 
-/// Bound on the wait of a call that has moved bytes, after a handler has run, ns.
+/// The longest wait of a call that has moved bytes, once a signal handler has run, ns.
 const PARTIAL: u64 = 20_000_000;
 
 /// The state of one blocking call across its waits.
 ///
-/// The kernel checks for signals before each sleep, so a handler that runs at any moment of a call ends the call. Here
-/// handlers are counted from the beginning of the call, since one may run while the thread spins, or before it sleeps
-/// again.
+/// On TCP, a signal handler that runs at any moment of a call ends the call, because the kernel checks for signals
+/// before each sleep. A handler may also run while a thread spins, or between two sleeps. So the library counts
+/// handlers from the beginning of the call.
 pub(crate) struct Patience {
-    /// The end of the call's time, by the socket's time-out option. `None` before the first wait.
+    /// When the socket's time-out option ends the call. `None` before the first wait.
     deadline: Option<Deadline>,
     /// The last sleep ended by an event for other threads, so the next wait does not spin.
     was_for_others: bool,
     /// The thread's count of handlers when the call began, or was last restarted.
     handlers: u32,
-    /// The last wait has ended where the kernel restarts the call.
+    /// The last wait was interrupted by a handler after which the kernel restarts a call.
     is_restarted: bool,
-    /// The call has moved bytes. If a handler runs before the sleep, [`PARTIAL`] bounds the sleep. The kernel has
-    /// larger buffers and would often not have waited at all; ended at once, the call would return less than on TCP.
+    /// The call has moved bytes. If a handler runs before the sleep, [`PARTIAL`] bounds the sleep. With its larger
+    /// buffers the kernel would often not have waited at all. A call that ended at once would return less than on TCP.
     pub is_partial: bool,
 }
 
@@ -65,7 +65,7 @@ impl Patience {
         }
     }
 
-    /// Creates the state of a call that waits no longer than `bound`. The socket's time-out option does not matter.
+    /// Creates the state of a call that waits no longer than `bound`. The socket's time-out option does not apply.
     pub(crate) fn at_most(bound: Timeout) -> Self {
         Self {
             deadline: Some(bound.deadline()),
@@ -78,14 +78,14 @@ impl Patience {
         thread::current().handlers() != self.handlers
     }
 
-    /// Whether the last wait has ended where the kernel restarts the call (SA_RESTART); clears that. A restarted call
-    /// looks its fd up again; a call that has moved bytes returns them instead.
+    /// Whether the last wait was interrupted by a handler after which the kernel restarts a call (SA_RESTART). Clears
+    /// that state. The caller then looks its fd up again, or returns the bytes that it has moved.
     pub(crate) fn take_restart(&mut self) -> bool {
         std::mem::take(&mut self.is_restarted)
     }
 
-    /// Ends a wait for data or for space that a handler has interrupted. `Err` is the errno that the call fails with;
-    /// `Ok` means that the call is restarted ([`Self::take_restart`]).
+    /// Ends a wait that a signal handler has interrupted. `is_data`: the wait was for data, else for space. `Err` is
+    /// the errno that the call fails with. `Ok` means that the call is restarted ([`Self::take_restart`]).
     #[cold]
     pub(crate) fn interrupt(&mut self, socket: &Socket, is_data: bool) -> Result<bool, c_int> {
         let thread = thread::current();
@@ -100,12 +100,13 @@ impl Patience {
     }
 }
 
-/// The condition that a call waits for, as its direction defines it.
+/// The condition that a call waits for. Each kind of wait has a type that implements it.
 pub(crate) trait Wanted {
     /// True: the call waits for data. False: for space.
     const IS_DATA: bool = false;
 
-    /// Whether the call should try again, by what has been [taken in](ready::progress) so far.
+    /// Whether the call should try again. Counts only bytes that were already [taken in](ready::progress) from the
+    /// link.
     fn is_worth_a_look(socket: &'static Socket) -> bool;
 
     /// Makes a last attempt to avoid a sleep. Returns true if the call should try again.
@@ -113,21 +114,21 @@ pub(crate) trait Wanted {
         false
     }
 
-    /// Returns the bytes of a sender that its reader is not known to have read. `None` if there is no such count, as
-    /// for a receiver.
+    /// Returns how many sent bytes the reader is not known to have read. `None` if the call does not wait for a reader,
+    /// as a receive does not.
     fn unread(_: &'static Socket) -> Option<u64> {
         None
     }
 }
 
-/// Waits until the condition may hold, for a call that [may wait](may_wait). Returns true if that came while the thread
-/// spun. `Err` is the errno that the call fails with.
+/// Waits until the condition may hold, for a call that [may wait](may_wait). Returns true if the condition came while
+/// the thread spun. `Err` is the errno that the call fails with.
 pub(crate) fn wait_for<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Result<bool, c_int> {
     within(|| wait_on::<A>(socket, patience))
 }
 
-/// Takes a connection to TCP for good, because no waiter is left to wake a thread that waits for its link. Unread bytes
-/// follow over TCP.
+/// Takes a connection to TCP for good, because a thread that waits for its link can get no waiter. On TCP the kernel
+/// wakes the thread. Unread bytes on the link follow over TCP.
 #[cold]
 pub(crate) fn prefer_tcp(socket: &'static Socket) {
     if let Some(mut control) = socket.control.lock() {
@@ -163,7 +164,7 @@ fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Resul
     if spins && spinner.spin(spinner.bound(peers), come) || A::avoid_sleep(socket) {
         return Ok(true);
     }
-    // Read before each sleep: O_NONBLOCK may have been set since the last.
+    // Read before each sleep: O_NONBLOCK may have been set since the last sleep.
     let Some(bound) = time_of_call(socket, A::IS_DATA) else {
         return Err(libc::EAGAIN);
     };
@@ -176,18 +177,21 @@ fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Resul
     }
     let waiters = &Library::get().waiters;
     let remote = socket.link().and_then(Link::remote);
-    // On a link to another host, completions wake one of the sleeping threads, which rings the others.
+    // On a link to another host, completions wake only the threads that poll its completion descriptor. They ring the
+    // other sleeping threads. This thread polls if no thread does.
     let polls = remote.is_some_and(Remote::is_unpolled);
     let Some(mut lease) = Lease::new(waiters, polls) else {
-        // Out of waiters or fds: the kernel has to wake the thread.
+        // No waiter or fd is left, so the kernel has to wake the thread.
         prefer_tcp(socket);
         time::sleep(1_000_000);
         return Ok(false);
     };
-    // Before the sleeper is added: arming takes in completions, and would ring the sleeper's bell for them.
+    // A turn to poll is taken before the sleeper is added: arming the descriptor takes in completions, which would ring
+    // the sleeper's bell.
     let (poller, standby) = match remote.map_or(Turn::Down, |remote| remote.in_turn(lease.waiter)) {
         Turn::Polls(_) if !polls => {
-            // The polling threads have just left, and this waiter has no bell to poll with.
+            // The threads that polled have just left, and this thread's waiter has no bell with which it could poll.
+            // The call tries again.
             patience.was_for_others = true;
             return Ok(false);
         }
@@ -197,8 +201,8 @@ fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Resul
     };
     let slept = loop {
         let slept = sleep::<A>(socket, &mut lease, poller.as_ref(), deadline);
-        // New data is taken in before the descriptor is armed for the next sleep. Arming costs two system calls, for
-        // which the peer then need not wait. The sleeper is gone by now; otherwise its own bell would be rung.
+        // Takes in new data before the descriptor is armed for the next sleep, so the data does not wait for the two
+        // system calls of arming. `sleep` has removed the sleeper by now. Otherwise its own bell would be rung.
         if poller.is_some() && slept.is_ok() {
             ready::progress(socket);
         }
@@ -218,7 +222,8 @@ fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Resul
         standby.go_on();
     }
     match slept {
-        // The call checks once more for data or space, as the kernel does.
+        // A handler has interrupted the sleep. The call checks once more for data or space before it fails, as the
+        // kernel does.
         Err(libc::EINTR) if !patience.is_partial && patience.is_interrupted() => Ok(false),
         slept => slept.map(|_| false),
     }
@@ -237,12 +242,15 @@ fn sleep<A: Wanted>(
 ) -> Result<bool, c_int> {
     let _sleeper = Sleeper::new(socket, lease.waiter, A::IS_DATA, !A::IS_DATA);
     point!("wait: the peer knows of the sleeper");
-    // Arming has taken in what had come until then; later completions make the descriptor readable.
-    // One more check before the sleep, for two reasons:
-    // - A peer that took the wake-up word before `begin` does not wake the thread, but has published its bytes or space
-    //   before. So a peer that sees the sleep flag waits for little more than the thread's way into the kernel.
-    // - A third thread may have consumed those bytes by now. Then the wake-up word is gone too, and later bytes would
-    //   wake no thread.
+    // If the thread polls, the completions from before its descriptor was armed have been taken in. Later ones make the
+    // descriptor readable.
+    //
+    // The wake-up word is armed before the sleep flag is raised (`begin`). So a peer that finds the flag up has to wait
+    // for little more than this thread's way into the kernel. But a peer that takes the word while the flag is down
+    // rings no bell. So the thread checks two things before it sleeps:
+    // - Whether the condition holds: such a peer has published its bytes or space before it took the word.
+    // - Whether the word still names the thread: a third thread may have consumed those bytes by now, and without the
+    //   word, later bytes would wake no thread.
     lease.begin();
     if A::is_worth_a_look(socket) || !ready::will_be_told(socket, lease.waiter, A::IS_DATA) {
         return Ok(false);
@@ -262,14 +270,14 @@ struct Lease<'a> {
     waiters: &'a Waiters,
     waiter: WaiterId,
     futex: *const u32,
-    /// The futex's value, read before any check for a reason not to sleep.
+    /// The futex's value, read before any check for reasons not to sleep. A later ring changes the futex.
     ticket: u32,
     sleeps: bool,
 }
 
 impl<'a> Lease<'a> {
-    /// Acquires a waiter. `polls`: the thread also sleeps on the descriptor of a link. Checks for a reason not to sleep
-    /// come after this. `None` if no waiter or fd is left.
+    /// Acquires a waiter. `polls`: the thread is to sleep on a link's descriptor too. The caller checks for reasons not
+    /// to sleep only afterwards. `None` if no waiter or fd is left.
     fn new(waiters: &'a Waiters, polls: bool) -> Option<Self> {
         let kind = if polls { Kind::Polling } else { Kind::Thread };
         let waiter = waiters.acquire(kind)?;
@@ -293,8 +301,9 @@ impl<'a> Lease<'a> {
         }
     }
 
-    /// Sleeps until the waiter is rung, or the poller's descriptor is readable. A cancellation point. A signal handler
-    /// that interrupts the sleep ends it, also one that runs just before the system call. Returns as [`sleep`] does.
+    /// Sleeps until the waiter is rung or the poller's descriptor is readable, for at most `left`. This is a
+    /// cancellation point. A signal handler ends the sleep, even if it runs just before the system call. Returns what
+    /// [`sleep`] returns.
     fn sleep(&self, left: Timeout, poller: Option<&Poller<'_>>) -> Result<bool, c_int> {
         let hand_over = || {
             poller.into_iter().for_each(Poller::leave);
@@ -321,15 +330,15 @@ impl Drop for Lease<'_> {
     }
 }
 
-/// Keeps a waiter among the socket's sleepers until it is dropped. The thread checks once more after creating it, and
-/// then sleeps on the waiter.
+/// Keeps a waiter in the socket's list of sleepers until this value is dropped. The thread that has created the value
+/// checks once more for reasons not to sleep, and then sleeps on the waiter.
 pub(crate) struct Sleeper {
     pub socket: &'static Socket,
     waiter: WaiterId,
 }
 
 impl Sleeper {
-    /// Adds the waiter to the sleepers: it is rung when there is `data` to read, or `space` to write.
+    /// Adds the waiter to the socket's sleepers: it is rung when there is `data` to read, or `space` to write.
     pub(crate) fn new(socket: &'static Socket, waiter: WaiterId, data: bool, space: bool) -> Self {
         change_interest(socket, |i| i.sleepers.push(Sleeping { waiter, data, space }));
         Self { socket, waiter }
@@ -352,13 +361,14 @@ impl Drop for Sleeper {
 
 /// Sleeps until `futex` no longer holds `ticket`, or is woken. `Err` is the errno that the call fails with.
 ///
-/// After a handler with SA_RESTART the kernel restarts the sleep if it has no time-out; with a time-out it never does.
+/// After a handler with SA_RESTART the kernel restarts a sleep without a time-out. It never restarts one with a
+/// time-out.
 fn on_futex(futex: *const u32, ticket: u32, left: Timeout) -> Result<(), c_int> {
     let timeout = left.to_timespec();
     let timeout = timeout.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
     let slept = crate::signals::jump::outside(|| {
-        // SAFETY: the word is in a mapping that is never undone; `timeout` is null, or points into `left`'s timespec,
-        // which outlives the call.
+        // SAFETY: the word is in a mapping that is never removed. `timeout` is null, or points to a timespec in this
+        // frame, which outlives the call.
         let result = unsafe { futex_wait(futex, ticket, timeout) };
         if result < 0 {
             errno::set(-result as c_int);
@@ -375,7 +385,8 @@ fn on_futex(futex: *const u32, ticket: u32, left: Timeout) -> Result<(), c_int> 
 }
 
 unsafe extern "C-unwind" {
-    /// glibc's function, declared as one that may unwind: the thread may have been cancelled before.
+    /// glibc's function, declared as one that may unwind: `pthread_cancel` may have been called before, and then takes
+    /// effect here.
     fn pthread_setcanceltype(kind: c_int, old: *mut c_int) -> c_int;
 }
 
@@ -387,9 +398,9 @@ const ASYNCHRONOUS: c_int = 1;
 /// The thread can be cancelled meanwhile, as in glibc's own calls: the cancel type is asynchronous around the system
 /// call and nothing else.
 ///
-/// A frame of its own, without destructors. The forced unwind may begin at any of its instructions. Rust's personality
-/// routine ends the process if it meets a frame with destructors at an instruction that is no call. Not by libc's
-/// `syscall`, which is a hook.
+/// This function has a frame of its own, without destructors, because the forced unwind may begin at any of its
+/// instructions. Rust's personality routine ends the process if it meets a frame with destructors at an instruction
+/// that is no call. The system call is not made by libc's `syscall`, because that is a hook.
 ///
 /// # Safety
 /// `futex` is readable; `timeout` is null or readable.
@@ -422,8 +433,8 @@ unsafe extern "C-unwind" fn futex_wait(futex: *const u32, ticket: u32, timeout: 
 
 /// Sleeps until one of the two fds is readable. Returns true if `bell` is. `Err` is the errno that the call fails with.
 ///
-/// The sleep is a ppoll, which the kernel never restarts after a handler. If the sleep has no time-out, the restart
-/// rule of a socket call is applied afterwards.
+/// The sleep is a ppoll, which the kernel never restarts after a handler. If the sleep has no time-out, this function
+/// applies the restart rule of a socket call afterwards.
 fn on_two(bell: BorrowedFd<'_>, also: BorrowedFd<'_>, left: Timeout) -> Result<bool, c_int> {
     let timeout = left.to_timespec();
     let mut set = [bell, also].map(|fd| libc::pollfd {
@@ -446,7 +457,7 @@ fn on_two(bell: BorrowedFd<'_>, also: BorrowedFd<'_>, left: Timeout) -> Result<b
         0 => Err(libc::EAGAIN),
         n if n < 0 => {
             let error = errno::get();
-            // If the library has counted the handler, the caller decides about the restart.
+            // If the library has counted the handler, the caller decides about the restart (`Patience::interrupt`).
             let restart =
                 error == libc::EINTR && timeout.is_none() && thread.handlers() == handlers && are_calls_restarted(0);
             if restart { Ok(false) } else { Err(error) }
@@ -458,9 +469,9 @@ fn on_two(bell: BorrowedFd<'_>, also: BorrowedFd<'_>, left: Timeout) -> Result<b
 /// Whether the kernel would restart a call that these signals have interrupted. `handled` has a bit for each signal
 /// whose handler has run.
 ///
-/// If `handled` is 0, the handler was one that the library does not call (`process/sigaction`). Then every handler must
-/// have SA_RESTART. Exempt are signals that the processor raises, which a sleeping thread does not get (Rust's runtime
-/// installs some).
+/// If `handled` is 0, the handler was one that the library does not call (`process/sigaction`), and its signal is
+/// unknown. Then every handler must have SA_RESTART. Signals that the processor raises do not count, because a sleeping
+/// thread does not get them (Rust's runtime installs handlers for some).
 #[cold]
 fn are_calls_restarted(handled: u64) -> bool {
     const RAISED: [c_int; 6] = [
@@ -486,7 +497,8 @@ fn are_calls_restarted(handled: u64) -> bool {
     })
 }
 
-/// Shows the thread in `rdmasock stat` as asleep until data or space comes over a link, until the value is dropped.
+/// Lists the thread in `rdmasock stat` as one that sleeps until data or space comes over a link. The entry ends when
+/// this value is dropped.
 pub(crate) struct Record {
     page: &'static StatsPage,
     waiter: WaiterId,
@@ -522,7 +534,7 @@ impl Drop for Record {
 }
 
 /// Whether a call with these flags returns at once, even if another process changes the socket's O_NONBLOCK. Without
-/// MSG_DONTWAIT it is false for a socket that was passed to another process. Such a socket is not in
+/// MSG_DONTWAIT the result is false for a socket that was passed to another process: such a socket is not in
 /// [`Stage::Watching`] any more, or has several holders.
 #[inline]
 pub(crate) fn is_quick(socket: &Socket, flags: c_int) -> bool {
@@ -535,18 +547,20 @@ pub(crate) fn is_quick(socket: &Socket, flags: c_int) -> bool {
 /// Returns how long a call may wait now, to receive (`data`) or to send. `None`: the call may not wait.
 ///
 /// Another process that holds the socket can change O_NONBLOCK and the time-outs without a hook of this process. So the
-/// kernel is asked before each sleep; while this process is the only holder, it is asked only once.
+/// kernel is asked before each sleep. While this process is the only holder, the answer is kept until the program sets
+/// a time-out or forks.
 fn time_of_call(socket: &Socket, data: bool) -> Option<Timeout> {
     let blocking = &socket.blocking;
-    // Without the lock (in a signal handler above its holder) every value is asked for.
+    // In a signal handler that has interrupted the lock's holder, the kernel is asked for every value.
     let mut unknown = Known::default();
     let mut guard = blocking.known.lock();
     let known = guard.as_deref_mut().unwrap_or(&mut unknown);
-    // The counters are read first: a value that changes while the kernel is asked is asked for again next time.
+    // The counters are read first. If a time-out changes while the kernel is asked, the counters differ next time, and
+    // the kernel is asked again.
     let now = (holders::epoch(), blocking.sets.load(Acquire));
     let is_shared = socket.promotion.holders.may_be_several();
     if is_shared || known.at != Some(now) {
-        // This lock keeps close() out.
+        // While this lock is held, close() cannot close the fd.
         let _control = socket.control.lock();
         if let Some(fd) = socket.numbers.anchor_fd() {
             let flags = rustix::fs::fcntl_getfl(fd);
